@@ -161,7 +161,7 @@ const RULES: &[Rule] = &[
             "launcher/src/agent/core.rs",
             "launcher/src/agent/core/",
             "worker/src/zero/partition.rs",
-            "worker/src/data/order.rs",
+            "worker/src/data/epoch_permutation.rs",
             "worker/src/zero/slot_sums.rs",
             "worker/src/zero/gather_retention.rs",
             "worker/ckpt/src/partition.rs",
@@ -232,6 +232,7 @@ const EXCEPTIONS: &[(&str, &str, &str)] = &[
         "println!",
         "`launch gpu-check` is a separate program that runs before any job",
     ),
+    ("worker/src/gpu_check.rs", "print!", "its errors"),
     ("worker/src/gpu_check/curves.rs", "println!", "part of `launch gpu-check`"),
     ("worker/src/gpu_check/throughput.rs", "println!", "part of `launch gpu-check`"),
     ("worker/src/gpu.rs", "println!", "a worker's stdout is its log file"),
@@ -240,8 +241,12 @@ const EXCEPTIONS: &[(&str, &str, &str)] = &[
         "rename(",
         "the kernel cache is not a checkpoint: it can be rebuilt",
     ),
-    ("worker/src/data/build.rs", "rename(", "the token cache is not a checkpoint: it can be rebuilt"),
-    ("worker/src/data/contents.rs", "rename(", "the token cache is not a checkpoint: it can be rebuilt"),
+    ("worker/src/data/cache_builder.rs", "rename(", "the token cache is not a checkpoint: it can be rebuilt"),
+    (
+        "worker/src/data/content_digests.rs",
+        "rename(",
+        "the token cache is not a checkpoint: it can be rebuilt",
+    ),
 ];
 
 #[test]

@@ -1,8 +1,10 @@
-//! Real DeepSpeed loads what `launch ckpt convert` writes: parameters, moments, frozen weights, buffers, groups and client
-//! state bit for bit, and the losses of the next steps are those of the run that was never interrupted.
+//! Real DeepSpeed loads checkpoints that `launch ckpt convert` wrote. Parameters, moments, frozen
+//! weights, buffers, groups and client state are bit-equal, and the next losses equal those of the
+//! uninterrupted run.
 //!
-//! DeepSpeed itself computes other last bits on another number of ranks (the order of its sums changes) and between
-//! stages, so losses may differ by 1e-5 of their value in fp32 and by 1e-3 in 16 bits.
+//! The losses of DeepSpeed depend on the number of ranks and the stage in the last bits, because
+//! the order of its sums changes. They may differ by 1e-5 of their value in fp32 and by 1e-3 in 16
+//! bits.
 #![allow(clippy::unwrap_used)] // a test that panics has failed
 mod support;
 use serde_json::{Value, json};
@@ -17,12 +19,23 @@ use support::{
     fork_server::{ForkServer, TRAINERS},
 };
 
-/// What DeepSpeed saves, on two ranks or three.
-const SOURCES: [(&str, Source); 6] = [
-    ("z1", Source { world: 2, stage: 1, dtype: "fp32", model: "llama", tied: true, groups: 2, freeze: &[] }),
+/// The checkpoints that DeepSpeed saves on two or three ranks.
+const SOURCES: [(&str, DeepSpeedRun); 6] = [
+    (
+        "z1",
+        DeepSpeedRun {
+            world: 2,
+            stage: 1,
+            dtype: "fp32",
+            model: "llama",
+            tied: true,
+            groups: 2,
+            freeze: &[],
+        },
+    ),
     (
         "z2",
-        Source {
+        DeepSpeedRun {
             world: 2,
             stage: 2,
             dtype: "bf16",
@@ -32,18 +45,37 @@ const SOURCES: [(&str, Source); 6] = [
             freeze: &["layers.0.mlp"],
         },
     ),
-    ("z3", Source { world: 2, stage: 3, dtype: "fp32", model: "gpt2", tied: true, groups: 2, freeze: &[] }),
+    (
+        "z3",
+        DeepSpeedRun { world: 2, stage: 3, dtype: "fp32", model: "gpt2", tied: true, groups: 2, freeze: &[] },
+    ),
     (
         "half",
-        Source { world: 2, stage: 2, dtype: "fp16", model: "llama", tied: false, groups: 2, freeze: &[] },
+        DeepSpeedRun {
+            world: 2,
+            stage: 2,
+            dtype: "fp16",
+            model: "llama",
+            tied: false,
+            groups: 2,
+            freeze: &[],
+        },
     ),
     (
         "z3one",
-        Source { world: 2, stage: 3, dtype: "bf16", model: "llama", tied: false, groups: 1, freeze: &[] },
+        DeepSpeedRun {
+            world: 2,
+            stage: 3,
+            dtype: "bf16",
+            model: "llama",
+            tied: false,
+            groups: 1,
+            freeze: &[],
+        },
     ),
     (
         "three",
-        Source {
+        DeepSpeedRun {
             world: 3,
             stage: 3,
             dtype: "bf16",
@@ -55,7 +87,8 @@ const SOURCES: [(&str, Source); 6] = [
     ),
 ];
 
-struct Source {
+/// A model that DeepSpeed trains and saves.
+struct DeepSpeedRun {
     world: u32,
     stage: u8,
     dtype: &'static str,
@@ -65,7 +98,8 @@ struct Source {
     freeze: &'static [&'static str],
 }
 
-/// (source, stage, world, universal, sub_group_size)
+/// The conversions: source, ZeRO stage, world size, whether the format is universal,
+/// sub_group_size.
 const TARGETS: [(&str, u8, u32, bool, u64); 17] = [
     ("z1", 1, 1, false, 0),
     ("z1", 3, 2, false, 0),
@@ -86,13 +120,19 @@ const TARGETS: [(&str, u8, u32, bool, u64); 17] = [
     ("three", 2, 1, false, 0),
 ];
 
-fn case(name: &str, source: &Source, stage: u8) -> Value {
+fn case(name: &str, source: &DeepSpeedRun, stage: u8) -> Value {
     json!({"name": name, "stage": stage, "dtype": source.dtype, "model": source.model, "tied": source.tied,
            "groups": source.groups, "freeze": source.freeze})
 }
 
-/// Runs the cases in one group of `world` processes; what each of them says.
-fn cycle(python: &ForkServer, place: &JobDirectory, mode: &str, world: u32, cases: &[Value]) -> Vec<Value> {
+/// Runs the cases in one group of `world` processes. Returns the result of each case.
+fn run_cases(
+    python: &ForkServer,
+    place: &JobDirectory,
+    mode: &str,
+    world: u32,
+    cases: &[Value],
+) -> Vec<Value> {
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let plan = place.path(&format!("{mode}-{world}.json"));
     fs::write(&plan, json!({"world": world, "port": port, "cases": cases}).to_string()).unwrap();
@@ -112,8 +152,8 @@ fn convert(from: &Path, to: &Path, arguments: &[String]) {
 }
 
 #[test]
-fn deepspeed_goes_on_from_what_was_converted() {
-    let Some(python) = support::deepspeed("deepspeed_goes_on_from_what_was_converted") else { return };
+fn deepspeed_resumes_from_converted_checkpoints() {
+    let Some(python) = support::deepspeed("deepspeed_resumes_from_converted_checkpoints") else { return };
     let python = ForkServer::start(&python, &TRAINERS);
     let place = JobDirectory::new();
     let path = |name: String| -> PathBuf { place.path(&name) };
@@ -127,9 +167,9 @@ fn deepspeed_goes_on_from_what_was_converted() {
         })
         .collect();
     for world in [2, 3] {
-        let of_world = SOURCES.iter().zip(&made).filter(|((_, source), _)| source.world == world);
-        let made: Vec<Value> = of_world.map(|(_, case)| case.clone()).collect();
-        for result in cycle(&python, &place, "make", world, &made) {
+        let pairs = SOURCES.iter().zip(&made).filter(|((_, source), _)| source.world == world);
+        let made: Vec<Value> = pairs.map(|(_, case)| case.clone()).collect();
+        for result in run_cases(&python, &place, "make", world, &made) {
             assert!(result["wrong"].is_null(), "{result}");
         }
     }
@@ -155,7 +195,7 @@ fn deepspeed_goes_on_from_what_was_converted() {
             case["universal"] = universal.into();
             cases.push(case);
         }
-        for (case, result) in cases.iter().zip(cycle(&python, &place, "check", world, &cases)) {
+        for (case, result) in cases.iter().zip(run_cases(&python, &place, "check", world, &cases)) {
             assert_eq!(result["wrong"], json!([]), "{result}");
             let tolerance = if case["dtype"] == "fp32" { 1e-5 } else { 1e-3 };
             assert!(result["relative"].as_f64().unwrap() <= tolerance, "{result}");

@@ -1,7 +1,8 @@
-//! What happens to hosts, and what a job makes of it: faults of every kind on hosts with a real sshd. Whatever happens, no process
-//! of the job stays anywhere, and the one cause that is told is the true one.
+//! Injected faults of every kind on hosts with a real sshd. After each one, no process of the job
+//! is left on any host, and the reported root cause is the injected fault.
 //!
-//! `cargo test --test faults_ssh -- --ignored --nocapture` measures every fault at every position (scripts/bench/faults).
+//! `cargo test --test faults_ssh -- --ignored --nocapture` measures every fault at every position
+//! (scripts/bench/faults).
 #![allow(clippy::unwrap_used)] // a test that panics has failed
 mod support;
 use nix::{
@@ -18,13 +19,14 @@ use std::{
 use support::hosts::Hosts;
 
 const HOSTS: [&str; 4] = ["h0", "h1", "h2", "h3"];
-/// First, middle and last.
+/// The first, a middle and the last host.
 const POSITIONS: [usize; 3] = [0, 1, 3];
-/// Longest wait for anything that has no limit of its own.
+/// Longest wait for anything without a separate limit.
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// A rank: it fails on request, and leaves a grandchild in a session of its own that ignores SIGTERM and holds the output open.
-const RANK: &str = r#"#!/bin/sh
+/// The program of a rank. It fails on a signal, and leaves a grandchild in a separate session that
+/// ignores SIGTERM and keeps the output open.
+const RANK_SCRIPT: &str = r#"#!/bin/sh
 trap 'exit 1' USR1
 trap 'exec tail /dev/zero' USR2
 trap 'cat /dev/zero > /scratch/big || exit 28' HUP
@@ -33,11 +35,11 @@ echo $$ > "$READY.$RANK"
 while :; do sleep 1000 & wait $!; done
 "#;
 
-/// A library that sets the clock of a process wrong.
-const SKEW: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/hosts/skew.c");
+/// The source of a library that skews the clock of a process.
+const SKEW_LIBRARY: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/hosts/skew.c");
 
 #[derive(Clone, Copy, Debug, PartialEq)]
-enum Fault {
+enum InjectedFault {
     WorkerExits,
     WorkerKilled,
     Grandchild,
@@ -56,10 +58,10 @@ enum Fault {
     SshdStopped,
 }
 
-use Fault::*;
+use InjectedFault::*;
 
-/// What a kernel that lives reports at once.
-const SEEN: [Fault; 10] = [
+/// Faults that a running kernel reports at once.
+const REPORTED_FAULTS: [InjectedFault; 10] = [
     WorkerExits,
     WorkerKilled,
     Grandchild,
@@ -71,12 +73,12 @@ const SEEN: [Fault; 10] = [
     ControllerKilled,
     HostHalted,
 ];
-/// What is only noticed because nothing is heard any more, for a lease of 5 s or a `hang_timeout` of 2 s.
-const SILENT: [Fault; 5] = [WorkerStopped, HostCrashed, CableCut, Partition, HostFrozen];
+/// Faults that are noticed by silence only: after a lease of 5 s or a `hang_timeout` of 2 s.
+const SILENT_FAULTS: [InjectedFault; 5] = [WorkerStopped, HostCrashed, CableCut, Partition, HostFrozen];
 
-impl Fault {
-    /// What the cause must say, and whether it is a rank's.
-    fn expected(self) -> (bool, Value) {
+impl InjectedFault {
+    /// Whether the failure is one of a rank, and the expected fields of its reason.
+    fn expected_reason(self) -> (bool, Value) {
         match self {
             WorkerExits | Grandchild | ClockSkewed | SshdStopped => {
                 (true, json!({"kind": "exit", "code": 1}))
@@ -94,7 +96,7 @@ impl Fault {
     }
 }
 
-/// A job of 4 hosts and 8 ranks that would never end.
+/// A job of 4 hosts and 8 ranks that only ends by a fault.
 struct Job<'a> {
     hosts: &'a Hosts,
     name: String,
@@ -102,11 +104,12 @@ struct Job<'a> {
     child: Child,
 }
 
-/// How it ended.
-struct Ended {
-    /// From the fault to the end of the controller, and to that of the last process on any host that has power and isn't frozen.
-    told: Duration,
-    gone: Duration,
+/// The end of a job after a fault.
+struct JobEnd {
+    /// Time from the fault to the end of the controller.
+    reported: Duration,
+    /// Time from the fault to the end of the last process on any reachable host.
+    cleaned: Duration,
     code: Option<i32>,
     failure: Option<Value>,
 }
@@ -128,70 +131,72 @@ impl Job<'_> {
         let mut job = Job { hosts, name: name.to_owned(), dir, child };
         let began = Instant::now();
         while (0..8).any(|rank| job.ready(rank).is_none()) {
-            assert!(job.child.try_wait().unwrap().is_none(), "{}", job.said());
-            assert!(began.elapsed() < LIMIT, "not all ranks started: {}", job.said());
+            assert!(job.child.try_wait().unwrap().is_none(), "{}", job.output());
+            assert!(began.elapsed() < LIMIT, "not all ranks started: {}", job.output());
             thread::sleep(Duration::from_millis(20));
         }
         job
     }
 
-    fn said(&self) -> String {
+    /// The standard output and standard error of the controller.
+    fn output(&self) -> String {
         let read = |name: &str| fs::read_to_string(self.dir.path().join(name)).unwrap_or_default();
         format!("{}{}", read("out"), read("err"))
     }
 
-    /// What the rank wrote when it had started: its pid, as its host numbers it.
+    /// The pid of a rank in the PID namespace of its host, once the rank has started.
     fn ready(&self, rank: usize) -> Option<String> {
         let text = fs::read_to_string(self.hosts.file(&format!("shared/{}.{rank}", self.name))).ok()?;
         text.ends_with('\n').then(|| text.trim().to_owned())
     }
 
-    /// The rank's own process.
-    fn rank(&self, rank: usize) -> Pid {
-        let inside = self.ready(rank).unwrap();
-        let all = self.hosts.processes(HOSTS[rank / 2]);
-        let own = all.iter().find(|(pid, _)| {
+    /// The pid of a rank on this machine.
+    fn rank_pid(&self, rank: usize) -> Pid {
+        let pid_on_host = self.ready(rank).unwrap();
+        let processes = self.hosts.processes(HOSTS[rank / 2]);
+        let process = processes.iter().find(|(pid, _)| {
             let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
             let numbers = status.lines().find_map(|line| line.strip_prefix("NSpid:")).unwrap_or_default();
-            numbers.split_whitespace().last() == Some(&inside)
+            numbers.split_whitespace().last() == Some(&pid_on_host)
         });
-        Pid::from_raw(own.unwrap_or_else(|| panic!("no {inside} in {all:?}")).0)
+        Pid::from_raw(process.unwrap_or_else(|| panic!("no {pid_on_host} in {processes:?}")).0)
     }
 
-    /// The agent of a host.
-    fn agent(&self, host: usize) -> Pid {
-        let status = fs::read_to_string(format!("/proc/{}/status", self.rank(host * 2))).unwrap();
+    /// The pid of a host's agent on this machine.
+    fn agent_pid(&self, host: usize) -> Pid {
+        let status = fs::read_to_string(format!("/proc/{}/status", self.rank_pid(host * 2))).unwrap();
         let parent = status.lines().find_map(|line| line.strip_prefix("PPid:")).unwrap();
         Pid::from_raw(parent.trim().parse().unwrap())
     }
 
-    /// Waits for the end, first of the controller or first of the processes.
-    fn end(mut self, since: Instant, dark: Option<usize>) -> Ended {
-        let mut told = None;
-        let mut gone = None;
+    /// Waits for the end of the controller and of all processes on the hosts other than
+    /// `unreachable`.
+    fn wait_end(mut self, since: Instant, unreachable: Option<usize>) -> JobEnd {
+        let mut reported = None;
+        let mut cleaned = None;
         let mut status = None;
-        while told.is_none() || gone.is_none() {
-            if told.is_none()
+        while reported.is_none() || cleaned.is_none() {
+            if reported.is_none()
                 && let Some(ended) = self.child.try_wait().unwrap()
             {
-                (told, status) = (Some(since.elapsed()), Some(ended));
+                (reported, status) = (Some(since.elapsed()), Some(ended));
             }
-            let all = (0..4).filter(|host| Some(*host) != dark);
-            let left: Vec<_> = all.flat_map(|host| ours(self.hosts, host)).collect();
+            let reachable = (0..4).filter(|host| Some(*host) != unreachable);
+            let left: Vec<_> = reachable.flat_map(|host| job_processes(self.hosts, host)).collect();
             match left.is_empty() {
-                true => gone = gone.or(Some(since.elapsed())),
-                false => gone = None,
+                true => cleaned = cleaned.or(Some(since.elapsed())),
+                false => cleaned = None,
             }
-            assert!(since.elapsed() < LIMIT, "still there: {left:?}\n{}", self.said());
+            assert!(since.elapsed() < LIMIT, "processes are left: {left:?}\n{}", self.output());
             thread::sleep(Duration::from_millis(10));
         }
         let out = fs::read_to_string(self.dir.path().join("out")).unwrap();
         let mut failures: Vec<Value> = out.lines().filter_map(|l| serde_json::from_str(l).ok()).collect();
         failures.retain(|e| e["event"] == "failure");
         assert!(failures.len() <= 1, "one root cause: {failures:?}");
-        Ended {
-            told: told.unwrap(),
-            gone: gone.unwrap(),
+        JobEnd {
+            reported: reported.unwrap(),
+            cleaned: cleaned.unwrap(),
             code: status.unwrap().code(),
             failure: failures.pop(),
         }
@@ -214,39 +219,44 @@ fn launch(dir: &tempfile::TempDir, args: &[&str]) -> Child {
     command.spawn().unwrap()
 }
 
-/// What a job has on a host: everything but the sessions of sshd.
-fn ours(hosts: &Hosts, host: usize) -> Vec<(i32, String)> {
-    let mut all = hosts.processes(HOSTS[host]);
-    all.retain(|(_, line)| !line.starts_with("sshd: "));
-    all
+/// The processes of a job on a host: all except the sessions of sshd.
+fn job_processes(hosts: &Hosts, host: usize) -> Vec<(i32, String)> {
+    let mut processes = hosts.processes(HOSTS[host]);
+    processes.retain(|(_, line)| !is_sshd_session(line));
+    processes
 }
 
-fn up(test: &str) -> Option<Hosts> {
+fn is_sshd_session(command_line: &str) -> bool {
+    command_line.split(' ').next() == Some("sshd:")
+}
+
+/// Starts four hosts that have the program of the ranks and the library that skews clocks.
+fn start_hosts(test: &str) -> Option<Hosts> {
     let hosts = Hosts::up(test, 4)?;
     let library = hosts.file("shared/skew.so");
     let mut cc = Command::new("cc");
-    cc.args(["-shared", "-fPIC", "-O1", "-o"]).arg(library).arg(SKEW);
+    cc.args(["-shared", "-fPIC", "-O1", "-o"]).arg(library).arg(SKEW_LIBRARY);
     assert!(cc.status().unwrap().success());
     for host in HOSTS {
-        hosts.shell(host, &format!("cat > /root/rank <<'END'\n{RANK}END\nchmod 755 /root/rank; echo /shared/skew.so > /etc/ld.so.preload"));
+        hosts.shell(host, &format!("cat > /root/rank <<'END'\n{RANK_SCRIPT}END\nchmod 755 /root/rank; echo /shared/skew.so > /etc/ld.so.preload"));
     }
     Some(hosts)
 }
 
-/// Strikes: when it was, and the host that can't be looked at afterwards.
-fn strike(job: &Job<'_>, fault: Fault, host: usize) -> (Instant, Option<usize>) {
+/// Injects a fault. Returns its time, and the host that is unreachable afterwards.
+fn inject(job: &Job<'_>, fault: InjectedFault, host: usize) -> (Instant, Option<usize>) {
     let (hosts, name) = (job.hosts, HOSTS[host]);
-    // A rank that is neither the first of its host nor of the job, as far as there is one.
-    let rank = || job.rank(host * 2 + 1);
+    // a rank that is not the first one of its host
+    let rank = || job.rank_pid(host * 2 + 1);
     let signal = |pid: Pid, signal| {
         let now = Instant::now();
         kill(pid, signal).unwrap();
         (now, None)
     };
-    let script = |args: &[&str], dark| {
+    let script = |args: &[&str], unreachable| {
         let now = Instant::now();
         hosts.command(args);
-        (now, dark)
+        (now, unreachable)
     };
     match fault {
         WorkerExits | Grandchild => signal(rank(), Signal::SIGUSR1),
@@ -266,11 +276,12 @@ fn strike(job: &Job<'_>, fault: Fault, host: usize) -> (Instant, Option<usize>) 
             signal(rank(), Signal::SIGUSR1)
         }
         WorkerStopped => signal(rank(), Signal::SIGSTOP),
-        AgentKilled => signal(job.agent(host), Signal::SIGKILL),
+        AgentKilled => signal(job.agent_pid(host), Signal::SIGKILL),
         SessionKilled => {
-            let all = hosts.processes(name);
-            let session = all.iter().find(|(_, line)| line.starts_with("sshd: root"));
-            signal(Pid::from_raw(session.unwrap_or_else(|| panic!("{all:?}")).0), Signal::SIGKILL)
+            let processes = hosts.processes(name);
+            let is_session = |line: &str| line.strip_prefix("sshd: ").is_some_and(|u| u.starts_with("root"));
+            let session = processes.iter().find(|(_, line)| is_session(line));
+            signal(Pid::from_raw(session.unwrap_or_else(|| panic!("{processes:?}")).0), Signal::SIGKILL)
         }
         ControllerKilled => signal(Pid::from_raw(job.child.id() as i32), Signal::SIGKILL),
         HostHalted => script(&["halt", name], Some(host)),
@@ -285,8 +296,8 @@ fn strike(job: &Job<'_>, fault: Fault, host: usize) -> (Instant, Option<usize>) 
     }
 }
 
-/// The host as it was before.
-fn heal(hosts: &Hosts, fault: Fault, host: usize) {
+/// Undoes a fault.
+fn heal(hosts: &Hosts, fault: InjectedFault, host: usize) {
     let name = HOSTS[host];
     match fault {
         OutOfMemory => hosts.command(&["mem", name, "-1"]),
@@ -303,18 +314,18 @@ fn heal(hosts: &Hosts, fault: Fault, host: usize) {
     }
 }
 
-/// One fault on one host: the times, once everything was as it must be.
-fn case(hosts: &Hosts, fault: Fault, host: usize) -> (Duration, Duration) {
+/// Injects one fault on one host and checks the result. Returns the times of [`JobEnd`].
+fn run_case(hosts: &Hosts, fault: InjectedFault, host: usize) -> (Duration, Duration) {
     let what = format!("{fault:?} on {}", HOSTS[host]);
     let name = format!("{fault:?}-{host}").to_lowercase();
     let job = Job::start(hosts, &name);
-    let (since, dark) = strike(&job, fault, host);
-    let ended = job.end(since, dark);
+    let (since, unreachable) = inject(&job, fault, host);
+    let end = job.wait_end(since, unreachable);
     heal(hosts, fault, host);
     if fault != ControllerKilled {
-        let failure = ended.failure.unwrap_or_else(|| panic!("{what}: no cause"));
-        let (of_rank, reason) = fault.expected();
-        let rank = of_rank.then_some(host as u64 * 2 + 1);
+        let failure = end.failure.unwrap_or_else(|| panic!("{what}: no failure event"));
+        let (is_of_rank, reason) = fault.expected_reason();
+        let rank = is_of_rank.then_some(host as u64 * 2 + 1);
         assert_eq!(
             (failure["rank"].as_u64(), failure["host"].as_str()),
             (rank, Some(HOSTS[host])),
@@ -325,24 +336,25 @@ fn case(hosts: &Hosts, fault: Fault, host: usize) -> (Duration, Duration) {
         }
         let is_silent = matches!(fault, HostCrashed | CableCut | Partition | HostFrozen);
         assert_eq!(failure["reason"]["silent_s"].is_u64(), is_silent, "{what}: {failure}");
-        assert!(ended.code == Some(1), "{what}: {:?}", ended.code);
+        assert!(end.code == Some(1), "{what}: {:?}", end.code);
         if fault == DiskFull {
             assert!(failure["tail"].to_string().contains("No space left"), "{what}: {failure}");
         }
     }
-    nothing_stays(hosts, &what);
-    (ended.told, ended.gone)
+    assert_nothing_left(hosts, &what);
+    (end.reported, end.cleaned)
 }
 
-/// No process of a job, no session, no shared memory, no temporary file on any host.
-fn nothing_stays(hosts: &Hosts, what: &str) {
+/// Waits until no host has a process of the job or a session, and checks that no shared memory and
+/// no temporary file is left.
+fn assert_nothing_left(hosts: &Hosts, what: &str) {
     let began = Instant::now();
     loop {
         let left: Vec<_> = HOSTS.iter().flat_map(|host| hosts.processes(host)).collect();
         if left.is_empty() {
             break;
         }
-        assert!(began.elapsed() < LIMIT, "{what}: still there: {left:?}");
+        assert!(began.elapsed() < LIMIT, "{what}: processes are left: {left:?}");
         thread::sleep(Duration::from_millis(10));
     }
     for host in HOSTS {
@@ -351,48 +363,49 @@ fn nothing_stays(hosts: &Hosts, what: &str) {
     }
 }
 
-/// Each fault at one position, another one for each.
-fn one_position_each(test: &str, faults: &[Fault], limit: Duration) {
-    let Some(hosts) = up(test) else { return };
+/// Injects each fault at one position, which differs between faults.
+fn run_at_one_position(test: &str, faults: &[InjectedFault], limit: Duration) {
+    let Some(hosts) = start_hosts(test) else { return };
     for (i, fault) in faults.iter().enumerate() {
-        let (told, gone) = case(&hosts, *fault, POSITIONS[i % 3]);
-        println!("{fault:?}: told after {told:.2?}, gone after {gone:.2?}");
-        assert!(told < limit && gone < limit, "{fault:?}: told after {told:?}, gone after {gone:?}");
+        let (reported, cleaned) = run_case(&hosts, *fault, POSITIONS[i % 3]);
+        let times = format!("{fault:?}: reported after {reported:.2?}, cleaned up after {cleaned:.2?}");
+        println!("{times}");
+        assert!(reported < limit && cleaned < limit, "{times}");
     }
 }
 
 #[test]
-fn what_a_living_kernel_reports_ends_the_job_everywhere_at_once() {
-    let test = "faults_ssh::what_a_living_kernel_reports_ends_the_job_everywhere_at_once";
-    one_position_each(test, &SEEN[..5], Duration::from_secs(5));
+fn faults_of_workers_end_the_job_on_every_host_at_once() {
+    let test = "faults_ssh::faults_of_workers_end_the_job_on_every_host_at_once";
+    run_at_one_position(test, &REPORTED_FAULTS[..5], Duration::from_secs(5));
 }
 
 #[test]
-fn lost_connections_and_processes_of_launch_end_the_job_everywhere_at_once() {
-    let test = "faults_ssh::lost_connections_and_processes_of_launch_end_the_job_everywhere_at_once";
-    one_position_each(test, &SEEN[5..], Duration::from_secs(5));
+fn lost_connections_and_processes_of_launch_end_the_job_on_every_host_at_once() {
+    let test = "faults_ssh::lost_connections_and_processes_of_launch_end_the_job_on_every_host_at_once";
+    run_at_one_position(test, &REPORTED_FAULTS[5..], Duration::from_secs(5));
 }
 
 #[test]
-fn silence_ends_the_job_everywhere_within_the_lease() {
-    let test = "faults_ssh::silence_ends_the_job_everywhere_within_the_lease";
-    one_position_each(test, &SILENT, Duration::from_secs(15));
+fn silence_ends_the_job_on_every_host_within_the_lease() {
+    let test = "faults_ssh::silence_ends_the_job_on_every_host_within_the_lease";
+    run_at_one_position(test, &SILENT_FAULTS, Duration::from_secs(15));
 }
 
 #[test]
 fn a_job_outlives_its_sshd() {
-    one_position_each("faults_ssh::a_job_outlives_its_sshd", &[SshdStopped], Duration::from_secs(5));
+    run_at_one_position("faults_ssh::a_job_outlives_its_sshd", &[SshdStopped], Duration::from_secs(5));
 }
 
 #[test]
 #[ignore = "takes minutes: scripts/bench/faults"]
-fn the_whole_table() {
-    let Some(hosts) = up("faults_ssh::the_whole_table") else { return };
+fn every_fault_at_every_position() {
+    let Some(hosts) = start_hosts("faults_ssh::every_fault_at_every_position") else { return };
     println!("| fault | first host | middle host | last host |\n|---|---|---|---|");
-    for fault in SEEN.into_iter().chain(SILENT).chain([SshdStopped]) {
+    for fault in REPORTED_FAULTS.into_iter().chain(SILENT_FAULTS).chain([SshdStopped]) {
         let cells = POSITIONS.map(|host| {
-            let (told, gone) = case(&hosts, fault, host);
-            format!("{:.2} / {:.2}", told.as_secs_f64(), gone.as_secs_f64())
+            let (reported, cleaned) = run_case(&hosts, fault, host);
+            format!("{:.2} / {:.2}", reported.as_secs_f64(), cleaned.as_secs_f64())
         });
         println!("| {fault:?} | {} |", cells.join(" | "));
     }

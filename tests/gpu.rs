@@ -1,185 +1,222 @@
-//! GPUs from outside: what a machine without one says, and `scripts/gpu-check`.
+//! `scripts/gpu-check`, `launch check` and training jobs on GPUs, with an emulated GPU and without one.
 #[path = "../worker/device/tests/emulated_gpu/mod.rs"]
 mod emulated_gpu;
-#[path = "../worker/comm/tests/nccl/stand_in.rs"]
-mod stand_in;
+#[path = "../worker/comm/tests/nccl/emulated_nccl.rs"]
+mod emulated_nccl;
 mod support;
 
-use std::{
-    fs,
-    path::Path,
-    process::{Command, Output},
-};
-use support::{FinishedRun, JobDirectory};
+use std::{fs, path::Path, process::Command};
+use support::{FinishedRun, JobDirectory, output_text};
 
-/// `scripts/gpu-check` with the executable under test, where only the named folder holds CUDA's libraries.
-fn gpu_check(folder: &Path, arguments: &[&str]) -> (Option<i32>, String) {
-    with(folder, arguments, ("EMULATED_GPU_COUNT", "1"))
+/// A variable that configures the emulated GPU.
+type EmulatorSetting = (&'static str, &'static str);
+
+/// The default configuration of the emulated GPU.
+const DEFAULT: EmulatorSetting = ("EMULATED_GPU_COUNT", "1");
+
+/// Runs `scripts/gpu-check` with the executable under test and the CUDA libraries of this directory.
+/// Returns the exit code, and the report with errors.
+fn gpu_check(libraries: &Path, arguments: &[&str]) -> (Option<i32>, String) {
+    gpu_check_with(libraries, arguments, DEFAULT)
 }
 
-/// As [`gpu_check`], and the emulated card is told something.
-fn with(folder: &Path, arguments: &[&str], (name, value): (&str, &str)) -> (Option<i32>, String) {
-    let cache = tempfile::tempdir().expect("a folder");
+/// Runs `scripts/gpu-check` as [`gpu_check`] does, with this configuration of the emulated GPU.
+fn gpu_check_with(
+    libraries: &Path,
+    arguments: &[&str],
+    (name, value): EmulatorSetting,
+) -> (Option<i32>, String) {
+    let cache = tempfile::tempdir().expect("a directory");
     let output = Command::new(Path::new(env!("CARGO_MANIFEST_DIR")).join("scripts/gpu-check"))
         .args(["--launch", env!("CARGO_BIN_EXE_launch")])
         .args(arguments)
-        .env("LD_LIBRARY_PATH", folder)
+        .env("LD_LIBRARY_PATH", libraries)
         .env("XDG_CACHE_HOME", cache.path())
         .env(name, value)
         .env_remove("VIRTUAL_ENV")
         .env_remove("CONDA_PREFIX")
         .output()
         .expect("the script runs");
-    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-    (output.status.code(), text(&output.stdout) + &text(&output.stderr))
+    (output.status.code(), output_text(&output))
+}
+
+/// The codes of the errors in a text: `error[CODE]: …` at the beginning of a line.
+fn error_codes(text: &str) -> Vec<&str> {
+    text.lines().filter_map(|line| Some(line.strip_prefix("error[")?.split_once(']')?.0)).collect()
+}
+
+/// A text from its first error on.
+fn from_first_error(text: &str) -> String {
+    text.lines().skip_while(|line| !line.starts_with("error[")).collect::<Vec<_>>().join("\n")
+}
+
+/// The first `cells` cells of each row of the Markdown tables in a text.
+fn table_rows(text: &str, cells: usize) -> Vec<Vec<&str>> {
+    let rows = text.lines().filter_map(|line| line.strip_prefix("| "));
+    rows.map(|row| row.split(" | ").take(cells).collect()).collect()
+}
+
+/// The first words of the lines of a report that are no table.
+fn line_starts(text: &str, words: usize) -> Vec<String> {
+    let lines = text.lines().filter(|line| !line.starts_with('|') && !line.is_empty());
+    lines.map(|line| line.split_whitespace().take(words).collect::<Vec<_>>().join(" ")).collect()
+}
+
+/// The number of rows with the result `ok`.
+fn passed_checks(text: &str) -> usize {
+    text.lines().filter(|line| line.split(" | ").any(|cell| cell.trim_end_matches(" |") == "ok")).count()
+}
+
+/// The directories of the emulated GPU's libraries with cuDNN, as a search path.
+fn libraries_with_cudnn() -> std::ffi::OsString {
+    let directory = emulated_gpu::library_directory();
+    std::env::join_paths([directory.to_owned(), directory.join("cudnn")]).expect("paths")
 }
 
 #[test]
-fn without_a_gpu_it_is_said_what_was_looked_for_and_where() {
-    let folder = tempfile::tempdir().expect("a folder");
-    let (code, said) = gpu_check(folder.path(), &["--quick"]);
+fn without_a_gpu_the_missing_library_and_its_search_path_are_reported() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let (code, text) = gpu_check(directory.path(), &["--quick"]);
     if code == Some(0) {
-        return eprintln!("this machine has a GPU:\n{said}");
+        return eprintln!("this machine has a GPU:\n{text}");
     }
-    assert_eq!(code, Some(3), "{said}");
-    let place = folder.path().display().to_string();
-    for part in
-        ["no GPU can be used here", "the NVIDIA driver (libcuda.so.1)", &place, "/usr/local/nvidia/lib64"]
-    {
-        assert!(said.contains(part), "{part} is missing in: {said}");
-    }
+    assert_eq!((code, error_codes(&text)), (Some(3), vec!["device-library-missing"]), "{text}");
+    support::assert_snapshot(directory.path(), "no_gpu", &from_first_error(&text), &[]);
 }
 
 #[test]
-fn what_isnt_known_is_refused() {
-    let folder = tempfile::tempdir().expect("a folder");
+fn gpu_check_rejects_unknown_options_and_prints_help() {
+    let directory = tempfile::tempdir().expect("a directory");
     for arguments in [&["--nonsense"][..], &["--device", "x"], &["--launch", "/no/such/file"]] {
-        let (code, said) = gpu_check(folder.path(), arguments);
-        assert_eq!(code, Some(2), "{arguments:?}: {said}");
+        let (code, text) = gpu_check(directory.path(), arguments);
+        assert_eq!(code, Some(2), "{arguments:?}: {text}");
     }
+    let help = Command::new(env!("CARGO_BIN_EXE_launch")).args(["gpu-check", "--help"]).output();
+    let help = help.expect("launch starts");
+    assert!(help.status.success());
+    support::assert_snapshot(directory.path(), "help", &output_text(&help), &[]);
 }
 
-/// The whole way, from the libraries to the table: on the emulated card.
 #[test]
-fn an_emulated_card_passes() {
-    let (code, said) = gpu_check(emulated_gpu::library_directory(), &["--quick"]);
-    assert_eq!(code, Some(0), "{said}");
-    for part in [
-        "GPU 0: Emulated GPU, sm_90",
-        "driver: CUDA 13.0 (",
-        "NVRTC 13.0 (",
-        "cuBLASLt 130100 (",
-        "cuDNN is not available: ",
+fn an_emulated_gpu_passes() {
+    let (code, text) = gpu_check(emulated_gpu::library_directory(), &["--quick"]);
+    assert_eq!(code, Some(0), "{text}");
+    let expected = [
+        "GPU 0: Emulated GPU,",
+        "driver: CUDA 13.0",
+        "NVRTC 13.0",
+        "cuBLASLt 130100",
+        "cuDNN is not available:",
         "kernels loaded in",
-    ] {
-        assert!(said.contains(part), "{part} is missing in: {said}");
+    ];
+    for start in expected {
+        let words = start.split_whitespace().count();
+        assert!(line_starts(&text, words).iter().any(|line| line == start), "no line `{start} …`: {text}");
     }
-    assert_eq!(said.matches("| ok |").count(), 11, "{said}");
+    assert_eq!(passed_checks(&text), 11, "{text}");
 }
 
-/// Where cuDNN is, its attention is checked, too; what it can't be used for is said.
 #[test]
-fn cudnn_is_checked_where_it_is() {
-    let list = std::env::join_paths([
-        emulated_gpu::library_directory().to_owned(),
-        emulated_gpu::library_directory().join("cudnn"),
-    ])
-    .expect("paths");
-    let (code, said) = gpu_check(Path::new(&list), &["--quick"]);
-    assert_eq!(code, Some(0), "{said}");
-    assert!(said.contains("cuDNN 9.19.0 (/") && said.contains("| attention by cuDNN | 6 |"), "{said}");
-    assert_eq!(said.matches("| ok |").count(), 12, "{said}");
-    let (code, said) = with(Path::new(&list), &["--quick"], ("EMULATED_GPU_FAILS", "cudnnCreate"));
-    assert!(code == Some(1) && said.contains("cudnnCreate failed: "), "{code:?}: {said}");
+fn the_attention_of_cudnn_is_checked_where_it_is_installed() {
+    let libraries = libraries_with_cudnn();
+    let (code, text) = gpu_check(Path::new(&libraries), &["--quick"]);
+    assert_eq!(code, Some(0), "{text}");
+    assert!(line_starts(&text, 2).iter().any(|line| line == "cuDNN 9.19.0"), "{text}");
+    assert!(table_rows(&text, 2).contains(&vec!["attention by cuDNN", "6"]), "{text}");
+    assert_eq!(passed_checks(&text), 12, "{text}");
+    let fails = ("EMULATED_GPU_FAILS", "cudnnCreate");
+    let (code, text) = gpu_check_with(Path::new(&libraries), &["--quick"], fails);
+    assert_eq!((code, error_codes(&text)), (Some(1), vec!["cuda-call-failed"]), "{text}");
 }
 
-/// The threads of a block in the other order: a kernel that lacks a barrier finds other numbers.
+/// The emulator runs the threads of a block in reverse order: a kernel that lacks a barrier computes
+/// other numbers.
 #[test]
-fn the_order_of_threads_changes_nothing() {
-    let (code, said) = with(emulated_gpu::library_directory(), &["--quick"], ("EMULATED_GPU_ORDER", "1"));
-    assert_eq!(code, Some(0), "{said}");
+fn the_order_of_threads_does_not_change_results() {
+    let reversed = ("EMULATED_GPU_ORDER", "1");
+    let (code, text) = gpu_check_with(emulated_gpu::library_directory(), &["--quick"], reversed);
+    assert_eq!(code, Some(0), "{text}");
 }
 
-/// Each thing that can be wrong with a machine has its name.
 #[test]
-fn what_is_wrong_with_a_card_is_said() {
-    for (told, code, part) in [
-        (("EMULATED_GPU_COUNT", "0"), 3, "cuInit failed: CUDA_ERROR_NO_DEVICE"),
-        (
-            ("EMULATED_GPU_VERSION", "11080"),
-            3,
-            "is a driver for CUDA 11.8, but CUDA 12.0 or newer is required",
-        ),
-        (
-            ("EMULATED_GPU_VERSION", "12080"),
-            3,
-            "libnvrtc.so.13 needs a newer driver than this one, which implements CUDA 12",
-        ),
-        (("NVRTC_FAILS", "1"), 1, "cannot compile the kernels of flat.cu"),
-        (
-            ("EMULATED_GPU_FAILS", "cuModuleLoadData:2"),
-            1,
-            "cuModuleLoadData of norm.cu failed: CUDA_ERROR_LAUNCH_FAILED",
-        ),
-        (("EMULATED_GPU_FAILS", "cuLaunchKernel:40"), 1, "cuLaunchKernel of"),
+fn unusable_drivers_libraries_and_kernels_have_specific_errors() {
+    let directory = emulated_gpu::library_directory();
+    let mut messages = String::new();
+    for (setting, exit_code, code) in [
+        (("EMULATED_GPU_COUNT", "0"), 3, "gpu-not-found"),
+        (("EMULATED_GPU_VERSION", "11080"), 3, "device-library-too-old"),
+        (("EMULATED_GPU_VERSION", "12080"), 3, "device-library-unusable"),
+        (("NVRTC_FAILS", "1"), 1, "kernel-compile-failed"),
+        (("EMULATED_GPU_FAILS", "cuModuleLoadData:2"), 1, "cuda-call-failed"),
+        (("EMULATED_GPU_FAILS", "cuLaunchKernel:40"), 1, "cuda-call-failed"),
     ] {
-        let (got, said) = with(emulated_gpu::library_directory(), &["--quick"], told);
-        assert_eq!(got, Some(code), "{told:?}: {said}");
-        assert!(said.contains(part), "{told:?}: {part} is missing in: {said}");
+        let (got, text) = gpu_check_with(directory, &["--quick"], setting);
+        assert_eq!((got, error_codes(&text)), (Some(exit_code), vec![code]), "{setting:?}: {text}");
+        messages += &format!("{}={}\n{}\n\n", setting.0, setting.1, from_first_error(&text));
     }
+    support::assert_snapshot(directory, "unusable_gpus", &messages, &[]);
 }
 
-/// Training beside the CPU's, and its table, of models that an emulated card has patience for.
+/// Compares training on the emulated GPU with training on the CPU, with models that are small enough
+/// for the emulator.
 #[test]
-fn training_on_an_emulated_card_passes() {
-    let folders = [emulated_gpu::library_directory(), stand_in::folder()];
-    let list = std::env::join_paths(folders).expect("paths");
-    // a version that lets ranks share a GPU
-    let (code, said) = with(Path::new(&list), &["--quick", "--tiny"], ("FAKE_NCCL_VERSION", "23007"));
-    assert_eq!(code, Some(0), "{said}");
-    for row in [
-        "| a tiny Llama | fp32 | 1 |",
-        "| a tiny Llama | fp32 | 4 on this GPU |",
-        "| a tiny Llama | bf16 | 2 on this GPU |",
-        "| a tiny Llama | bf16 | 1, NCCL |",
-        "| a tiny Llama | fp8 | 2 on this GPU |",
-        "| a tiny Llama | bf16 | 2, NCCL on this GPU |",
-        "| a tiny Llama, 1 × 6 |",
-        "| a tiny Llama, optimizer states on the host |",
-        "| a tiny Llama, fp8 matmuls |",
-        "| a tiny Llama, deterministic: false, no master weights |",
-        "| a tiny Llama, CUDA graphs |",
+fn training_on_an_emulated_gpu_agrees_with_the_cpu() {
+    let directories = [emulated_gpu::library_directory(), emulated_nccl::library_directory()];
+    let libraries = std::env::join_paths(directories).expect("paths");
+    // a version of NCCL that supports several ranks on one GPU
+    let nccl = ("FAKE_NCCL_VERSION", "23007");
+    let (code, text) = gpu_check_with(Path::new(&libraries), &["--quick", "--tiny"], nccl);
+    assert_eq!(code, Some(0), "{text}");
+    let curves = table_rows(&text, 3);
+    for (precision, workers) in [
+        ("fp32", "1"),
+        ("fp32", "4 on this GPU"),
+        ("bf16", "2 on this GPU"),
+        ("bf16", "1, NCCL"),
+        ("fp8", "2 on this GPU"),
+        ("bf16", "2, NCCL on this GPU"),
     ] {
-        assert!(said.contains(row), "{row} is missing in: {said}");
+        let row = vec!["a tiny Llama", precision, workers];
+        assert!(curves.contains(&row), "{row:?} is missing in: {text}");
     }
-    assert_eq!(said.matches("| ok |").count(), 11 + 3 * 5, "{said}");
+    let speeds = table_rows(&text, 1);
+    for model in [
+        "a tiny Llama, 1 × 6",
+        "a tiny Llama, optimizer states on the host",
+        "a tiny Llama, fp8 matmuls",
+        "a tiny Llama, deterministic: false, no master weights",
+        "a tiny Llama, CUDA graphs",
+    ] {
+        assert!(speeds.contains(&vec![model]), "{model} is missing in: {text}");
+    }
+    assert_eq!(passed_checks(&text), 11 + 3 * 5, "{text}");
 }
 
-/// Every kernel of a step has its row, and the shares are of one whole.
 #[test]
-fn a_profile_shows_what_a_step_is_made_of() {
-    let (code, said) =
-        with(emulated_gpu::library_directory(), &["--tiny", "--profile", "0"], ("EMULATED_GPU_ORDER", "0"));
-    assert_eq!(code, Some(0), "{said}");
-    for part in [
-        "one step takes",
-        "| adamw |",
-        "| cross_entropy | 1 |",
-        "| rmsnorm_forward_bf16 |",
-        "(bf16 · bf16 → f32)",
-    ] {
-        assert!(said.contains(part), "{part} is missing in: {said}");
+fn a_profile_has_a_row_for_each_kernel_of_a_step() {
+    let profile = |model: &str| gpu_check(emulated_gpu::library_directory(), &["--tiny", "--profile", model]);
+    let (code, text) = profile("0");
+    assert_eq!(code, Some(0), "{text}");
+    let kernels: Vec<&str> = table_rows(&text, 1).into_iter().flatten().collect();
+    for kernel in ["adamw", "cross_entropy", "rmsnorm_forward_bf16"] {
+        assert!(kernels.contains(&kernel), "{kernel} is missing in: {text}");
     }
+    assert!(kernels.iter().any(|kernel| kernel.ends_with("(bf16 · bf16 → f32)")), "no matmul in: {text}");
     let shares =
-        said.lines().filter_map(|line| line.strip_suffix(" % |")?.rsplit("| ").next()?.parse::<f64>().ok());
-    let whole: f64 = shares.sum();
-    assert!((99.0..101.0).contains(&whole), "{whole} %: {said}");
-    let (code, said) =
-        with(emulated_gpu::library_directory(), &["--tiny", "--profile", "9"], ("EMULATED_GPU_ORDER", "0"));
-    assert!(code == Some(1) && said.contains("model 9 does not exist; models are 0 to 4"), "{said}");
+        text.lines().filter_map(|line| line.strip_suffix(" % |")?.rsplit("| ").next()?.parse::<f64>().ok());
+    let sum: f64 = shares.sum();
+    assert!((99.0..101.0).contains(&sum), "{sum} %: {text}");
+    let (code, text) = profile("9");
+    assert_eq!(code, Some(1), "{text}");
+    support::assert_snapshot(
+        emulated_gpu::library_directory(),
+        "profile_of_no_model",
+        &from_first_error(&text),
+        &[],
+    );
 }
 
-/// A job whose model an emulated card has patience for.
+/// Settings of a job whose model is small enough for the emulator.
 const SMALL: [&str; 8] = [
     "train.model.hidden_size=12",
     "train.model.intermediate_size=17",
@@ -191,89 +228,83 @@ const SMALL: [&str; 8] = [
     "checkpoint.gather_16bit_weights_on_model_save=true",
 ];
 
-/// The small job on the emulated card, which is told something.
-fn job(place: &JobDirectory, set: &[&str], told: (&str, &str)) -> Output {
+/// Runs the small job on the emulated GPU with this configuration.
+fn run_job(place: &JobDirectory, set: &[&str], setting: (&str, &str)) -> FinishedRun {
     let set = SMALL.iter().chain(set).flat_map(|s| ["--set", s]);
-    place
+    let output = place
         .command(&["job.yaml", "--json"])
         .args(set)
         .env("LD_LIBRARY_PATH", emulated_gpu::library_directory())
         .env("XDG_CACHE_HOME", place.path(".cache"))
         .env("LAUNCH_GPUS", "1")
-        .env(told.0, told.1)
+        .env(setting.0, setting.1)
         .env_remove("CUDA_VISIBLE_DEVICES")
         .output()
-        .expect("launch starts")
+        .expect("launch starts");
+    FinishedRun::from_output(&output)
 }
 
-/// The difference of the losses of two runs, relative.
-fn apart(a: &FinishedRun, b: &FinishedRun) -> f64 {
+/// The largest relative difference between the losses of two runs.
+fn loss_difference(a: &FinishedRun, b: &FinishedRun) -> f64 {
     let losses = |ran: &FinishedRun| ran.losses().iter().map(|l| f64::from_bits(l.1)).collect::<Vec<_>>();
     let (a, b) = (losses(a), losses(b));
     assert_eq!((a.len(), b.len()), (3, 3));
     a.iter().zip(&b).map(|(a, b)| ((a - b) / b).abs()).fold(0.0, f64::max)
 }
 
-/// Two workers that search at once have one choice for each product, and keep it; by default nobody searches.
+/// Workers that time algorithms at the same time keep the same choice for each matmul. By default no
+/// worker times algorithms.
 #[test]
-fn a_job_may_time_products() {
+fn a_job_that_is_not_deterministic_autotunes_matmuls() {
     let place = JobDirectory::new();
-    let chosen = || {
-        let files = fs::read_dir(place.path(".cache/launch/kernels")).expect("kernels are kept");
+    let cached_choices = || {
+        let files = fs::read_dir(place.path(".cache/launch/kernels")).expect("a kernel cache");
         let names = files.map(|f| f.expect("entry").file_name().to_string_lossy().into_owned());
         names.filter(|name| name.ends_with(".algorithm")).count()
     };
-    let none = ("EMULATED_GPU_COUNT", "1");
     let shared = ["cluster.devices=cuda", "cluster.workers_per_host=2", "cluster.workers_per_gpu=2"];
-    let one = FinishedRun::from_output(&job(&place, &shared, none)).succeeded();
-    assert_eq!(chosen(), 0);
+    let deterministic = run_job(&place, &shared, DEFAULT).succeeded();
+    assert_eq!(cached_choices(), 0);
     place.delete_checkpoints();
-    let fast = [&shared[..], &["train.deterministic=false"]].concat();
-    let timed = FinishedRun::from_output(&job(&place, &fast, none)).succeeded();
-    assert!(chosen() > 3, "{} choices", chosen());
-    // The emulated library's algorithms differ in time alone, sums of gradients in their order.
-    assert!(apart(&timed, &one) < 1e-5, "{}", apart(&timed, &one));
+    let autotuning = [&shared[..], &["train.deterministic=false"]].concat();
+    let autotuned = run_job(&place, &autotuning, DEFAULT).succeeded();
+    assert!(cached_choices() > 3, "{} choices", cached_choices());
+    // the emulated algorithms compute equal results; gradients are summed in another order
+    let difference = loss_difference(&autotuned, &deterministic);
+    assert!(difference < 1e-5, "{difference}");
 }
 
-/// With graphs, where they fail, and where the clock decides: the same losses, and one word about it.
+/// Losses are equal with CUDA graphs, without them, when they fail, and when measured times decide.
 #[test]
-fn a_job_may_use_graphs() {
+fn cuda_graphs_do_not_change_losses_and_their_use_is_reported() {
     let place = JobDirectory::new();
-    let alone = ["cluster.devices=cuda", "cluster.workers_per_host=1"];
-    let ran = |set: &[&str], told| {
+    let one_worker = ["cluster.devices=cuda", "cluster.workers_per_host=1"];
+    let losses_and_notices = |set: &[&str], setting| {
         place.delete_checkpoints();
-        let ran = FinishedRun::from_output(&job(&place, &[&alone[..], set].concat(), told)).succeeded();
-        let notices = ran.named("notice").into_iter();
-        let said: Vec<String> = notices
-            .filter_map(|e| Some(e["message"].as_str()?.to_owned()))
-            .filter(|m| m.contains("graphs"))
-            .collect();
-        (ran.losses(), said)
+        let ran = run_job(&place, &[&one_worker[..], set].concat(), setting).succeeded();
+        (ran.losses(), ran.notices())
     };
-    let none = ("EMULATED_GPU_COUNT", "1");
-    let (losses, said) = ran(&["train.cuda_graphs=false"], none);
-    assert!(said.is_empty(), "{said:?}");
-    assert_eq!(ran(&["train.cuda_graphs=true"], none), (losses.clone(), said));
-    let (failing, said) = ran(&["train.cuda_graphs=true"], ("EMULATED_GPU_FAILS", "cuGraphInstantiate:1"));
-    assert_eq!(failing, losses);
-    let why = "CUDA graphs are off and training continues without them; cuGraphInstantiate failed";
-    assert!(said.len() == 1 && said[0].starts_with(why), "{said:?}");
-    let (all, said) = ran(&["train.steps=32"], none);
-    assert_eq!(all.len(), 32);
-    // What the clock says of an emulated card is one thing or the other.
-    assert!(said.len() == 1 && said[0].starts_with("CUDA graphs are o"), "{said:?}");
-    assert_eq!(ran(&["train.steps=32", "train.cuda_graphs=false"], none).0, all);
+    let (losses, notices) = losses_and_notices(&["train.cuda_graphs=false"], DEFAULT);
+    assert_eq!(losses_and_notices(&["train.cuda_graphs=true"], DEFAULT), (losses.clone(), notices.clone()));
+    let failing = ("EMULATED_GPU_FAILS", "cuGraphInstantiate:1");
+    let (with_failure, failure_notices) = losses_and_notices(&["train.cuda_graphs=true"], failing);
+    assert_eq!(with_failure, losses);
+    let added: Vec<_> = failure_notices.iter().filter(|n| !notices.contains(n)).cloned().collect();
+    place.assert_snapshot("failed_cuda_graphs", &added.join("\n"));
+    let (measured, measured_notices) = losses_and_notices(&["train.steps=32"], DEFAULT);
+    assert_eq!(measured.len(), 32);
+    // the measured times of an emulated GPU may decide either way
+    assert_eq!(measured_notices.len(), notices.len() + 1, "{measured_notices:?}");
+    let without = losses_and_notices(&["train.steps=32", "train.cuda_graphs=false"], DEFAULT);
+    assert_eq!(without.0, measured);
 }
 
-/// cuDNN's attention: asked for, found faster or not, not there, failing.
+/// Attention by cuDNN when it is requested, when measured times decide, and when it is absent, fails
+/// or computes wrong results.
 #[test]
-fn a_job_may_have_cudnns_attention() {
+fn attention_by_cudnn_is_used_if_it_is_requested_or_faster() {
     let place = JobDirectory::new();
-    let list = std::env::join_paths([
-        emulated_gpu::library_directory().to_owned(),
-        emulated_gpu::library_directory().join("cudnn"),
-    ])
-    .expect("paths");
+    let list = libraries_with_cudnn();
     let libraries = list.to_str().expect("text").replace(':', ", ");
     let libraries = format!("cluster.cuda_library_paths=[{libraries}]");
     let base = [
@@ -285,123 +316,89 @@ fn a_job_may_have_cudnns_attention() {
         "train.precision=bf16",
         "train.deterministic=false",
     ];
-    let ran = |set: &[&str], told| {
+    let run = |set: &[&str], setting| {
         place.delete_checkpoints();
-        let ran = FinishedRun::from_output(&job(&place, &[&base[..], set].concat(), told));
-        let notices = ran.named("notice").into_iter();
-        let said: Vec<String> = notices
-            .filter_map(|e| Some(e["message"].as_str()?.to_owned()))
-            .filter(|m| m.contains("attention of"))
-            .collect();
-        (ran, said)
+        run_job(&place, &[&base[..], set].concat(), setting)
     };
-    let none = ("EMULATED_GPU_COUNT", "1");
-    let (own, said) = ran(&["train.attention=flash", &libraries], none);
-    let own = own.succeeded();
-    assert!(said.is_empty(), "{said:?}");
-    let (by_cudnn, _) = ran(&["train.attention=cudnn", &libraries], none);
-    let by_cudnn = by_cudnn.succeeded();
-    assert!(
-        by_cudnn.losses() != own.losses() && apart(&by_cudnn, &own) < 5e-3,
-        "{:e} apart",
-        apart(&by_cudnn, &own)
-    );
-    let (either, said) = ran(&[&libraries], none);
-    assert!(apart(&either.succeeded(), &own) < 5e-3);
-    assert!(said.len() == 2 && said.iter().all(|s| s.contains("µs with cuDNN")), "{said:?}");
-    // What fails when it is tried isn't taken, what isn't there isn't missed.
-    for (told, why) in [
-        ("cudnnBackendExecute", "cudnnBackendExecute failed"),
-        ("cuDNN is wrong", "differ from launch's own kernels"),
-        ("cuDNN has no plan", "no plan"),
+    let flash = run(&["train.attention=flash", &libraries], DEFAULT).succeeded();
+    let other_notices = flash.notices();
+    let attention_notices = |ran: &FinishedRun| {
+        let notices = ran.notices().into_iter().filter(|notice| !other_notices.contains(notice));
+        notices.collect::<Vec<_>>()
+    };
+    let cudnn = run(&["train.attention=cudnn", &libraries], DEFAULT).succeeded();
+    let difference = loss_difference(&cudnn, &flash);
+    assert!(cudnn.losses() != flash.losses() && difference < 5e-3, "{difference:e}");
+    let faster = run(&[&libraries], DEFAULT).succeeded();
+    assert!(loss_difference(&faster, &flash) < 5e-3);
+    // the measured times may decide either way
+    assert_eq!(attention_notices(&faster).len(), 2, "forward and backward: {:?}", faster.notices());
+    // without an explicit request a failure of cuDNN is reported, and cuDNN is not used
+    for (failure, name) in [
+        ("cudnnBackendExecute", "cudnn_fails"),
+        ("cuDNN is wrong", "cudnn_is_wrong"),
+        ("cuDNN has no plan", "cudnn_has_no_plan"),
     ] {
-        let (failing, said) = ran(&[&libraries], ("EMULATED_GPU_FAILS", told));
-        assert_eq!(failing.succeeded().losses(), own.losses(), "{told}");
-        assert!(
-            said.len() == 2 && said.iter().all(|s| s.contains("does not use cuDNN; ") && s.contains(why)),
-            "{said:?}"
-        );
+        let ran = run(&[&libraries], ("EMULATED_GPU_FAILS", failure)).succeeded();
+        assert_eq!(ran.losses(), flash.losses(), "{failure}");
+        place.assert_snapshot(name, &attention_notices(&ran).join("\n"));
     }
-    let (old, _) = ran(&[&libraries], ("EMULATED_GPU_CUDNN", "90800"));
-    let old = old.succeeded();
-    assert_eq!(old.losses(), own.losses());
+    let old_cudnn = ("EMULATED_GPU_CUDNN", "90800");
+    let old = run(&[&libraries], old_cudnn).succeeded();
+    assert_eq!(old.losses(), flash.losses());
     let start = &old.named("start")[0];
-    let log = Path::new(start["run_dir"].as_str().expect("a folder")).join("logs/rank-0.log");
+    let log = Path::new(start["run_dir"].as_str().expect("a directory")).join("logs/rank-0.log");
     let log = fs::read_to_string(log).expect("a log");
-    assert!(log.contains("attention runs without cuDNN: ") && log.contains("is cuDNN 9.8.0"), "{log}");
-    let (without, _) = ran(&[], none);
-    assert_eq!(without.succeeded().losses(), own.losses());
-    // Asked for alone, it is.
-    for (set, told, code, why) in [
-        (&[][..], none, 3, "cuDNN (libcudnn.so.9) was not found"),
-        (
-            &[&*libraries],
-            ("EMULATED_GPU_CUDNN", "90800"),
-            3,
-            "libcudnn.so.9 is cuDNN 9.8.0, but cuDNN 9.10 or newer is required",
-        ),
-        (&[&*libraries], ("EMULATED_GPU_FAILS", "cudnnBackendExecute"), 1, "cudnnBackendExecute failed: "),
-        (
-            &[&*libraries],
-            ("EMULATED_GPU_FAILS", "cuDNN has no plan"),
-            1,
-            "cuDNN 9.19.0 has no plan for attention of 1 × 8",
-        ),
-        (
-            &[&*libraries, "train.model.dropout=0.1"],
-            none,
-            1,
-            "cuDNN 9.19.0 has no plan for attention with dropout",
-        ),
+    let filters = [(list.to_str().expect("text"), "[LIBRARIES]")];
+    support::assert_snapshot(emulated_gpu::library_directory(), "log_with_an_old_cudnn", &log, &filters);
+    assert_eq!(run(&[], DEFAULT).succeeded().losses(), flash.losses());
+    // after an explicit request it is an error
+    for (set, setting, exit_code, code) in [
+        (&[][..], DEFAULT, 3, "device-library-missing"),
+        (&[&*libraries], old_cudnn, 3, "device-library-too-old"),
+        (&[&*libraries], ("EMULATED_GPU_FAILS", "cudnnBackendExecute"), 1, "cuda-call-failed"),
+        (&[&*libraries], ("EMULATED_GPU_FAILS", "cuDNN has no plan"), 1, "cudnn-attention-unsupported"),
+        (&[&*libraries, "train.model.dropout=0.1"], DEFAULT, 1, "cudnn-attention-unsupported"),
     ] {
-        let (ran, _) = ran(&[&["train.attention=cudnn"], set].concat(), told);
-        assert!(
-            ran.code == code && ran.stderr.contains(why),
-            "{}, not {code}, {why}: {}",
-            ran.code,
-            ran.stderr
-        );
+        let ran = run(&[&["train.attention=cudnn"], set].concat(), setting);
+        let codes: Vec<_> = ran.diagnostics().iter().map(|d| d["code"].clone()).collect();
+        assert_eq!((ran.code, codes), (exit_code, vec![code.into()]), "{setting:?}: {}", ran.stderr);
     }
 }
 
-/// The executable from job to weights: one worker, then two that share the card; the second run goes on on the CPU.
 #[test]
-fn a_job_trains_on_a_card() {
+fn a_job_trains_on_a_gpu_and_resumes_on_the_cpu() {
     let place = JobDirectory::new();
-    let none = ("EMULATED_GPU_COUNT", "1");
-    let alone = ["cluster.devices=cuda", "cluster.workers_per_host=1"];
-    let one = FinishedRun::from_output(&job(&place, &alone, none)).succeeded();
+    let one_worker = ["cluster.devices=cuda", "cluster.workers_per_host=1"];
+    let one = run_job(&place, &one_worker, DEFAULT).succeeded();
     assert!(place.checkpoints().join("weights/config.json").exists());
     place.delete_checkpoints();
     let shared = ["cluster.devices=cuda", "cluster.workers_per_host=2", "cluster.workers_per_gpu=2"];
-    let two = FinishedRun::from_output(&job(&place, &shared, none)).succeeded();
-    assert_eq!(two.losses(), one.losses(), "two workers on one card");
+    let two = run_job(&place, &shared, DEFAULT).succeeded();
+    assert_eq!(two.losses(), one.losses(), "two workers on one GPU");
     place.delete_checkpoints();
-    // Streams of collectives that lag: the same numbers, and what was waited for is told.
-    let lagging =
-        FinishedRun::from_output(&job(&place, &shared, ("EMULATED_GPU_LAG", "side:2000"))).succeeded();
-    assert_eq!(lagging.losses(), one.losses(), "two workers on one card, streams lag");
+    // slow streams of collectives do not change the losses, and the time of waiting is reported
+    let lagging = run_job(&place, &shared, ("EMULATED_GPU_LAG", "side:2000")).succeeded();
+    assert_eq!(lagging.losses(), one.losses(), "two workers on one GPU with slow streams");
     let exposed = |ran: &FinishedRun| {
         let steps = ran.named("step").into_iter();
         steps.map(|e| e["exposed_comm_s"].as_f64().expect("seconds")).sum::<f64>()
     };
     assert!(exposed(&lagging) > 0.01 && exposed(&one) == 0.0, "{} {}", exposed(&lagging), exposed(&one));
-    let on = ["train.steps=4", "cluster.workers_per_host=1"];
-    let went_on = FinishedRun::from_output(&job(&place, &on, none)).succeeded();
-    assert_eq!(went_on.named("resume").len(), 1);
+    let resumed = run_job(&place, &["train.steps=4", "cluster.workers_per_host=1"], DEFAULT).succeeded();
+    assert_eq!(resumed.named("resume").len(), 1);
     place.delete_checkpoints();
-    let cpu = FinishedRun::from_output(&job(&place, &["cluster.workers_per_host=1"], none)).succeeded();
-    assert!(apart(&one, &cpu) < 1e-5, "{:e} apart", apart(&one, &cpu));
-    let crowded = ["cluster.devices=cuda", "cluster.workers_per_host=2"];
-    let refused = job(&place, &crowded, none);
-    let said = String::from_utf8_lossy(&refused.stderr).into_owned();
-    assert_eq!(refused.status.code(), Some(2), "{said}");
-    assert!(said.contains("cluster.workers_per_gpu"), "{said}");
+    let cpu = run_job(&place, &["cluster.workers_per_host=1"], DEFAULT).succeeded();
+    let difference = loss_difference(&one, &cpu);
+    assert!(difference < 1e-5, "{difference:e}");
+    let too_many = run_job(&place, &["cluster.devices=cuda", "cluster.workers_per_host=2"], DEFAULT);
+    assert_eq!(too_many.code, 2, "{}", too_many.stderr);
+    assert_eq!(too_many.diagnostics()[0]["code"], "gpus-too-few", "{}", too_many.failure());
+    place.assert_snapshot("more_workers_than_gpus", &too_many.stderr);
 }
 
-/// `launch check` of a job for GPUs names every library's version and path, and what is missing.
 #[test]
-fn check_names_the_libraries() {
+fn check_reports_the_version_and_path_of_each_cuda_library() {
     let place = JobDirectory::new();
     let check_with = |devices: &str, libraries: &Path, path: &str| {
         let output = place
@@ -412,126 +409,108 @@ fn check_names_the_libraries() {
             .env_remove("CONDA_PREFIX")
             .output()
             .expect("launch starts");
-        let all: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
-        let checks = all["hosts"][0]["checks"].as_array().expect("checks").clone();
+        let report: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
+        let checks = report["hosts"][0]["checks"].as_array().expect("checks").clone();
         let lines = checks.iter().filter(|c| c["check"] == "cuda" || c["check"] == "nccl");
         let lines = lines.map(|c| {
-            format!("{} {} {}", c["check"].as_str()?, c["result"].as_str()?, c["found"].as_str()?).into()
+            let hint = c["hint"].as_str().map_or_else(String::new, |hint| format!("; {hint}"));
+            let (name, result, found) = (c["check"].as_str()?, c["result"].as_str()?, c["found"].as_str()?);
+            Some(format!("{name} {result} {found}{hint}"))
         });
         (output.status.code(), lines.collect::<Option<Vec<String>>>().expect("texts"))
     };
-    let own_path = std::env::var("PATH").expect("a PATH");
-    let check = |devices: &str, libraries: &Path| check_with(devices, libraries, &own_path);
-    let folders = [
+    let path = std::env::var("PATH").expect("a PATH");
+    let check = |devices: &str, libraries: &Path| check_with(devices, libraries, &path);
+    let directories = [
         emulated_gpu::library_directory().to_owned(),
         emulated_gpu::library_directory().join("cudnn"),
-        stand_in::folder().to_owned(),
+        emulated_nccl::library_directory().to_owned(),
     ];
-    let list = std::env::join_paths(folders).expect("paths");
-    let (_, found) = check("cuda", Path::new(&list));
-    let begins = [
-        "cuda ok driver CUDA 13.0 (/",
-        "cuda ok NVRTC 13.0 (/",
-        "cuda ok cuBLASLt 13.1.0 (/",
-        "cuda ok cuDNN 9.19.0 (/",
-        "cuda ok NCCL 2.",
-    ];
-    assert_eq!(found.len(), begins.len(), "{found:#?}");
-    for (line, begin) in found.iter().zip(begins) {
-        assert!(line.starts_with(begin), "{begin}: {line}");
-    }
-    // A driver, and a Python on the PATH that nobody activated, with NVIDIA's packages.
+    let list = std::env::join_paths(&directories).expect("paths");
+    let libraries = regex::escape(&directories[0].display().to_string());
+    let nccl = regex::escape(&directories[2].display().to_string());
+    let filters = [(libraries.as_str(), "[LIBRARIES]"), (nccl.as_str(), "[NCCL]")];
+    let (_, checks) = check("cuda", Path::new(&list));
+    support::assert_snapshot(&place.path(""), "check_of_cuda_libraries", &checks.join("\n"), &filters);
+    // a driver, and NVIDIA's packages of a Python that is in PATH but not activated
     let (driver, python) = (place.path("driver"), place.path("python"));
     let packages = python.join("lib/python3.12/site-packages/nvidia/cu13/lib");
-    for folder in [&driver, &python.join("bin"), &packages] {
-        fs::create_dir_all(folder).expect("a folder");
+    for directory in [&driver, &python.join("bin"), &packages] {
+        fs::create_dir_all(directory).expect("a directory");
     }
     fs::write(python.join("bin/python3"), "").expect("a file");
-    for (name, folder) in
+    for (name, directory) in
         [("libcuda.so.1", &driver), ("libnvrtc.so.13", &packages), ("libcublasLt.so.13", &packages)]
     {
-        fs::copy(emulated_gpu::library_directory().join(name), folder.join(name)).expect("copied");
+        fs::copy(emulated_gpu::library_directory().join(name), directory.join(name)).expect("copied");
     }
-    let path = format!("{}:{own_path}", python.join("bin").display());
-    let (_, found) = check_with("cuda", &driver, &path);
-    let there = format!("({}", packages.display());
-    assert!(found[1].contains(&there) && found[2].contains(&there), "{found:#?}");
-    assert_eq!(found[3], "cuda ok no cuDNN: attention is launch's own");
-    let nowhere = place.path("nowhere");
-    let (code, missing) = check("cuda", &nowhere);
-    if !missing[0].starts_with("cuda ok") {
-        assert_eq!(code, Some(3), "{missing:#?}");
-        assert!(
-            missing[0].starts_with("cuda failed driver: ") && missing[0].contains("libcuda.so.1"),
-            "{missing:#?}"
-        );
-        assert!(missing[0].contains(&nowhere.display().to_string()), "{missing:#?}");
+    let path_with_python = format!("{}:{path}", python.join("bin").display());
+    let (_, checks) = check_with("cuda", &driver, &path_with_python);
+    // what follows depends on whether this machine has NCCL
+    place.assert_snapshot("check_of_libraries_in_python_packages", &checks[..4].join("\n"));
+    let (code, checks) = check("cuda", &place.path("nowhere"));
+    if checks[0].split(' ').nth(1) != Some("ok") {
+        assert_eq!(code, Some(3), "{checks:#?}");
+        place.assert_snapshot("check_without_cuda", &checks[0]);
     }
-    let (_, found) = check("cpu", Path::new(&list));
-    assert!(found.len() == 1 && found[0].starts_with("nccl "), "{found:#?}");
+    let (_, checks) = check("cpu", Path::new(&list));
+    let names: Vec<_> = checks.iter().filter_map(|check| check.split(' ').next()).collect();
+    assert_eq!(names, ["nccl"], "{checks:#?}");
 }
 
-/// A card without memory, without itself, or that fails: one message that says what, and what to do.
 #[test]
-fn what_ends_training_on_a_card_is_said_once() {
+fn failures_of_gpus_and_their_libraries_are_reported_once() {
     let place = JobDirectory::new();
-    let alone = ["cluster.devices=cuda", "cluster.workers_per_host=1"];
-    for (told, code, parts) in [
-        (("EMULATED_GPU_MEMORY", "20000"), 1, &["out of GPU memory: ", " needs ", "batch.micro"][..]),
-        (
-            ("EMULATED_GPU_FAILS", "cuLaunchKernel:200"),
-            1,
-            &["cuLaunchKernel of ", "CUDA_ERROR_LAUNCH_FAILED"],
-        ),
-        (("EMULATED_GPU_COUNT", "0"), 3, &["no GPU can be used here", "CUDA_ERROR_NO_DEVICE"]),
-        (("LD_LIBRARY_PATH", "/nowhere"), 3, &["no GPU can be used here", "libcuda.so.1", "/nowhere"]),
+    let one_worker = ["cluster.devices=cuda", "cluster.workers_per_host=1"];
+    let codes = |ran: &FinishedRun| ran.diagnostics().iter().map(|d| d["code"].clone()).collect::<Vec<_>>();
+    let mut messages = String::new();
+    for (setting, exit_code, code) in [
+        (("EMULATED_GPU_MEMORY", "20000"), 1, "gpu-out-of-memory"),
+        (("EMULATED_GPU_FAILS", "cuLaunchKernel:200"), 1, "cuda-call-failed"),
+        (("EMULATED_GPU_COUNT", "0"), 3, "gpu-not-found"),
+        (("LD_LIBRARY_PATH", "/nowhere"), 3, "device-library-missing"),
     ] {
-        let output = job(&place, &alone, told);
-        let ran = FinishedRun::from_output(&output);
-        assert_eq!(ran.code, code, "{told:?}: {}", ran.stderr);
-        for part in parts {
-            assert!(ran.stderr.contains(part), "{told:?}: `{part}` is missing in: {}", ran.stderr);
+        let ran = run_job(&place, &one_worker, setting);
+        assert_eq!((ran.code, codes(&ran)), (exit_code, vec![code.into()]), "{setting:?}: {}", ran.stderr);
+        messages += &format!("{}={}\n{}\n", setting.0, setting.1, ran.failure_message());
+        for help in ran.failure()["help"].as_array().into_iter().flatten() {
+            messages += &format!("  help: {}\n", help.as_str().expect("text"));
         }
-        assert!(!ran.stderr.contains("panicked"), "{told:?}: {}", ran.stderr);
     }
-    // a card whose tensor cores have no fp8
-    let set = [
-        &alone[..],
-        &["train.precision=fp8", "train.model.hidden_size=48", "train.model.intermediate_size=32"],
-    ]
-    .concat();
-    let ran = FinishedRun::from_output(&job(&place, &set, ("EMULATED_GPU_CAPABILITY", "80")));
-    let why = "train.precision: GPU 0 (Emulated GPU, sm_80) does not support fp8 matmuls, which needs sm_89 (Ada) or newer";
-    assert!(
-        ran.code == 2 && ran.stderr.contains(why) && ran.named("step").is_empty(),
-        "{}: {}",
-        ran.code,
-        ran.stderr
-    );
-    // two workers on a GPU, and an NCCL that knows no such thing
-    let libs = format!(
+    place.assert_snapshot("gpu_failures", &messages);
+    // a GPU without fp8
+    let fp8 = ["train.precision=fp8", "train.model.hidden_size=48", "train.model.intermediate_size=32"];
+    let ran = run_job(&place, &[&one_worker[..], &fp8].concat(), ("EMULATED_GPU_CAPABILITY", "80"));
+    assert_eq!((ran.code, codes(&ran)), (2, vec!["gpu-unsupported".into()]), "{}", ran.stderr);
+    assert!(ran.named("step").is_empty());
+    place.assert_snapshot("gpu_without_fp8", ran.failure_message());
+    // two workers on a GPU, and a version of NCCL that does not support that
+    let libraries = format!(
         "cluster.cuda_library_paths=[{}, {}]",
         emulated_gpu::library_directory().display(),
-        stand_in::folder().display()
+        emulated_nccl::library_directory().display()
     );
     let two = ["cluster.devices=cuda", "cluster.workers_per_host=2", "cluster.workers_per_gpu=2"];
-    let set = [&two[..], &["cluster.comm_backend=nccl", &libs]].concat();
-    let ran = FinishedRun::from_output(&job(&place, &set, ("EMULATED_GPU_COUNT", "1")));
-    assert!(ran.code == 3 && ran.stderr.contains("NCCL 2.27.3 ("), "{}: {}", ran.code, ran.stderr);
-    assert!(ran.stderr.contains("can't have two workers on a GPU, NCCL 2.30 or newer can"), "{}", ran.stderr);
-    // the job's own folders come before the machine's
-    let libs = format!("cluster.cuda_library_paths=[{}]", emulated_gpu::library_directory().display());
-    let set = ["cluster.devices=cuda", "cluster.workers_per_host=1", &libs];
-    FinishedRun::from_output(&job(&place, &set, ("LD_LIBRARY_PATH", "/nowhere"))).succeeded();
+    let set = [&two[..], &["cluster.comm_backend=nccl", &libraries]].concat();
+    let ran = run_job(&place, &set, DEFAULT);
+    assert_eq!((ran.code, codes(&ran)), (3, vec!["device-library-too-old".into()]), "{}", ran.stderr);
+    let nccl = regex::escape(&emulated_nccl::library_directory().display().to_string());
+    let filters = [(nccl.as_str(), "[NCCL]")];
+    support::assert_snapshot(&place.path(""), "nccl_without_shared_gpus", ran.failure_message(), &filters);
+    // the directories of the job come before those of the machine
+    let libraries = format!("cluster.cuda_library_paths=[{}]", emulated_gpu::library_directory().display());
+    let set = ["cluster.devices=cuda", "cluster.workers_per_host=1", &libraries];
+    run_job(&place, &set, ("LD_LIBRARY_PATH", "/nowhere")).succeeded();
 }
 
-/// The benchmark beside PyTorch: the models that it is told of are those that launch trains, and its table has both.
+/// The benchmark against PyTorch trains the models that `launch gpu-check --models` describes, and
+/// its table has the results of both.
 #[test]
-fn a_peer_trains_the_same_models() {
-    let Some(python) = support::python("a_peer_trains_the_same_models") else { return };
+fn the_benchmark_trains_the_same_models_with_pytorch() {
+    let Some(python) = support::python("the_benchmark_trains_the_same_models_with_pytorch") else { return };
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("scripts/bench/compare_torch");
     let run = |models: &str| {
-        let cache = tempfile::tempdir().expect("a folder");
+        let cache = tempfile::tempdir().expect("a directory");
         let output = Command::new(&python)
             .arg(&script)
             .args(["--launch", env!("CARGO_BIN_EXE_launch"), "--tiny", "--device", "cpu", "--eager"])
@@ -540,16 +519,17 @@ fn a_peer_trains_the_same_models() {
             .env("XDG_CACHE_HOME", cache.path())
             .output()
             .expect("Python starts");
-        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-        (output.status.code(), text(&output.stdout) + &text(&output.stderr))
+        (output.status.code(), output_text(&output))
     };
-    let (code, said) = run("0");
-    assert_eq!(code, Some(0), "{said}");
-    let row = said.lines().find(|line| line.starts_with("| a tiny Llama, 1 × 6 |"));
-    let cells: Vec<&str> = row.unwrap_or_else(|| panic!("no row: {said}")).split(" | ").collect();
-    let number = |cell: usize| cells[cell].parse::<f64>().unwrap_or_else(|e| panic!("{e}: {said}"));
-    assert!(number(1) > 0.0 && number(2) > 0.0 && number(3) > 0.0, "{said}");
-    let (code, said) = run("7");
-    assert_eq!(code, Some(1), "{said}");
-    assert!(said.contains("there are models 0 to 4"), "{said}");
+    let (code, text) = run("0");
+    assert_eq!(code, Some(0), "{text}");
+    let rows = table_rows(&text, 4);
+    let row = rows.iter().find(|row| row[0] == "a tiny Llama, 1 × 6");
+    let cells = row.unwrap_or_else(|| panic!("no row: {text}"));
+    let number = |cell: usize| cells[cell].parse::<f64>().unwrap_or_else(|e| panic!("{e}: {text}"));
+    assert!(number(1) > 0.0 && number(2) > 0.0 && number(3) > 0.0, "{text}");
+    let (code, text) = run("7");
+    assert_eq!(code, Some(1), "{text}");
+    let directory = emulated_gpu::library_directory();
+    support::assert_snapshot(directory, "benchmark_of_no_model", text.lines().last().unwrap_or(""), &[]);
 }

@@ -1,5 +1,5 @@
-//! Built-in workers on several hosts: real worker processes whose agents this test plays. "Hosts" share no memory and meet over
-//! the loopback interface.
+//! Built-in training on several hosts: real worker processes, for which the test takes the place of
+//! the agents. The simulated hosts share no memory and connect over the loopback interface.
 #![allow(clippy::unwrap_used)] // a test that panics has failed
 mod support;
 use contract::{
@@ -10,6 +10,7 @@ use contract::{
     frame,
     job::{Interface, JobSpec, Source, load},
 };
+use diagnostic::{Diagnostic, codes};
 use nix::{
     fcntl::{FcntlArg, FdFlag, fcntl},
     sys::{
@@ -34,51 +35,61 @@ use std::{
 };
 use support::{JobDirectory, TINY};
 
-/// (step, loss, gradient norm) of each step, floats as bits.
+/// Step, loss and gradient norm of each step, with floats as bits.
 type Losses = Vec<(u64, u64, u64)>;
 
-/// What a worker said at its end.
-struct Ended {
-    code: Option<i32>,
-    fatal: Option<(WorkerExit, String)>,
-    at: Instant,
+/// A worker that has ended.
+struct EndedWorker {
+    exit_code: Option<i32>,
+    /// The final report of a worker that failed.
+    fatal: Option<(WorkerExit, Diagnostic)>,
+    ended_at: Instant,
 }
 
-/// Killed when dropped.
-struct Worker(Child);
+impl EndedWorker {
+    /// The error of a worker that failed.
+    #[track_caller]
+    fn error(&self) -> &Diagnostic {
+        &self.fatal.as_ref().expect("a final report").1
+    }
+}
 
-impl Drop for Worker {
+/// A worker process, which is killed when this is dropped.
+struct WorkerProcess(Child);
+
+impl Drop for WorkerProcess {
     fn drop(&mut self) {
         _ = self.0.kill();
         _ = self.0.wait();
     }
 }
 
-/// Runs the job of `place` with rank r on host `hosts[r]`; `change` makes each host's job. `at_step(pids, step)` is called as rank 0
-/// reports steps. Losses, and how each rank ended.
+/// Runs the job of `place` with rank r on host `hosts[r]`. `edit_job` changes the job of each host,
+/// and `on_step(pids, step)` is called for every step that rank 0 reports. Returns the losses and how
+/// each rank ended.
 fn run(
     place: &JobDirectory,
     hosts: &[u32],
-    change: impl Fn(u32, &mut JobSpec) + Sync,
-    at_step: impl Fn(&[u32], u64) + Sync,
-) -> (Losses, Vec<Ended>) {
-    run_with(place, hosts, &[], change, at_step)
+    edit_job: impl Fn(u32, &mut JobSpec) + Sync,
+    on_step: impl Fn(&[u32], u64) + Sync,
+) -> (Losses, Vec<EndedWorker>) {
+    run_with_env(place, hosts, &[], edit_job, on_step)
 }
 
-/// The same with environment variables for all workers.
-fn run_with(
+/// Runs the job as [`run`] does, with additional environment variables for all workers.
+fn run_with_env(
     place: &JobDirectory,
     hosts: &[u32],
     variables: &[(&str, &str)],
-    change: impl Fn(u32, &mut JobSpec) + Sync,
-    at_step: impl Fn(&[u32], u64) + Sync,
-) -> (Losses, Vec<Ended>) {
+    edit_job: impl Fn(u32, &mut JobSpec) + Sync,
+    on_step: impl Fn(&[u32], u64) + Sync,
+) -> (Losses, Vec<EndedWorker>) {
     let world = hosts.len() as u32;
     let memory: Vec<OwnedFd> = (0..=hosts.iter().copied().max().unwrap_or(0))
         .map(|_| memfd_create("hosts-test", MFdFlags::MFD_ALLOW_SEALING).unwrap())
         .collect();
     let mut workers = Vec::new();
-    let mut links = Vec::new();
+    let mut connections = Vec::new();
     for (rank, host) in hosts.iter().enumerate() {
         let (ours, theirs) = UnixStream::pair().unwrap();
         fcntl(&theirs, FcntlArg::F_SETFD(FdFlag::empty())).unwrap();
@@ -93,31 +104,32 @@ fn run_with(
             .stderr(log)
             .spawn()
             .unwrap();
-        workers.push(Worker(child));
-        links.push(ours);
+        workers.push(WorkerProcess(child));
+        connections.push(ours);
     }
     let pids: Vec<u32> = workers.iter().map(|w| w.0.id()).collect();
-    let writers: Mutex<Vec<UnixStream>> = Mutex::new(links.iter().map(|l| l.try_clone().unwrap()).collect());
-    let tell = |rank: usize, message: &ToWorker| {
-        // a worker that is gone needs no word
+    let writers: Mutex<Vec<UnixStream>> =
+        Mutex::new(connections.iter().map(|c| c.try_clone().unwrap()).collect());
+    let send = |rank: usize, message: &ToWorker| {
+        // fails if the worker has ended
         _ = writers.lock().unwrap()[rank].write_all(&frame::encode(message).unwrap());
     };
     let listening: Mutex<BTreeMap<u32, Vec<SocketAddr>>> = Mutex::new(BTreeMap::new());
     let losses = Mutex::new(Losses::new());
-    let welcome = |rank: usize| {
+    let init_message = |rank: usize| {
         let host = hosts[rank];
         let text = TINY.to_owned();
         let (mut job, _, _) = load(Source::Text { name: "job.yaml".into(), text }, &[]).unwrap();
         job.run.workdir = place.path("");
         job.cluster.interface = Interface::Named("127.0.0.0/8".into());
-        change(host, &mut job);
-        let place_of = |r: usize| hosts[..r].iter().filter(|h| **h == host).count() as u32;
+        edit_job(host, &mut job);
+        let ranks_before = |r: usize| hosts[..r].iter().filter(|h| **h == host).count() as u32;
         ToWorker::Init(Box::new(WorkerInit {
             version: VERSION,
             rank: rank as u32,
-            local_rank: place_of(rank),
+            local_rank: ranks_before(rank),
             world,
-            local_world: place_of(hosts.len()),
+            local_world: ranks_before(hosts.len()),
             threads: 1,
             attempt: 4,
             run: "hosts-test".into(),
@@ -126,29 +138,29 @@ fn run_with(
             job,
         }))
     };
-    let serve = |rank: usize, mut link: UnixStream| {
+    let serve = |rank: usize, mut connection: UnixStream| {
         let mut fatal = None;
-        while let Some(message) = receive(&mut link) {
+        while let Some(message) = receive(&mut connection) {
             match message {
-                FromWorker::Hello { .. } => tell(rank, &welcome(rank)),
+                FromWorker::Hello { .. } => send(rank, &init_message(rank)),
                 FromWorker::Listening { addresses } => {
-                    let mut all = listening.lock().unwrap();
-                    all.insert(rank as u32, addresses);
-                    if all.len() == hosts.len() {
+                    let mut listening = listening.lock().unwrap();
+                    listening.insert(rank as u32, addresses);
+                    if listening.len() == hosts.len() {
                         let member = |(r, a): (&u32, &Vec<SocketAddr>)| PeerAddress {
                             host_index: hosts[*r as usize],
                             addresses: a.clone(),
                         };
-                        let members = all.iter().map(member).collect();
+                        let members = listening.iter().map(member).collect();
                         let peers = Peers { attempt: 4, key: JobKey([3; 32]), members, nccl_id: None };
-                        (0..hosts.len()).for_each(|r| tell(r, &ToWorker::Peers(peers.clone())));
+                        (0..hosts.len()).for_each(|r| send(r, &ToWorker::Peers(peers.clone())));
                     }
                 }
                 FromWorker::Event(Event::Step { step, loss, grad_norm, .. }) => {
                     losses.lock().unwrap().push((step, loss.to_bits(), grad_norm.to_bits()));
-                    at_step(&pids, step);
+                    on_step(&pids, step);
                 }
-                FromWorker::Fatal { exit, diagnostic } => fatal = Some((exit, diagnostic.to_string())),
+                FromWorker::Fatal { exit, diagnostic } => fatal = Some((exit, diagnostic)),
                 FromWorker::Event(_) | FromWorker::Progress { .. } => {}
             }
         }
@@ -156,15 +168,15 @@ fn run_with(
     };
     let ended = thread::scope(|s| {
         let serve = &serve;
-        let threads: Vec<_> = links
+        let threads: Vec<_> = connections
             .into_iter()
             .zip(workers)
             .enumerate()
-            .map(|(rank, (link, mut worker))| {
+            .map(|(rank, (connection, mut worker))| {
                 s.spawn(move || {
-                    let fatal = serve(rank, link);
-                    let code = worker.0.wait().unwrap().code();
-                    Ended { code, fatal, at: Instant::now() }
+                    let fatal = serve(rank, connection);
+                    let exit_code = worker.0.wait().unwrap().code();
+                    EndedWorker { exit_code, fatal, ended_at: Instant::now() }
                 })
             })
             .collect();
@@ -173,32 +185,37 @@ fn run_with(
     (losses.into_inner().unwrap(), ended)
 }
 
-fn receive(link: &mut UnixStream) -> Option<FromWorker> {
+/// The next message of a worker; `None` when the worker has closed the connection.
+fn receive(connection: &mut UnixStream) -> Option<FromWorker> {
     let mut header = [0; frame::HEADER];
-    link.read_exact(&mut header).ok()?;
+    connection.read_exact(&mut header).ok()?;
     let mut body = vec![0; frame::body_length(header).unwrap() as usize];
-    link.read_exact(&mut body).ok()?;
+    connection.read_exact(&mut body).ok()?;
     Some(frame::decode(&body).unwrap())
 }
 
 #[test]
-fn losses_over_hosts_are_bit_equal_to_one_host() {
+fn losses_on_several_hosts_are_bit_equal_to_those_on_one() {
     let place = JobDirectory::new();
     let expected = place.run(&["cluster.workers_per_host=4", "resume.from=never"]).succeeded().losses();
     for hosts in [&[0, 0, 1, 1][..], &[0, 1, 0]] {
         place.delete_checkpoints();
         let (losses, ended) = run(&place, hosts, |_, _| (), |_, _| ());
-        let said: Vec<_> = ended.iter().map(|e| (e.code, e.fatal.clone())).collect();
-        assert!(ended.iter().all(|e| e.code == Some(0)), "{said:?}");
+        assert_all_succeeded(&ended);
         assert_eq!(losses, expected, "{hosts:?}");
         let log = std::fs::read_to_string(place.path("rank-1.log")).unwrap();
-        assert!(log.contains("accepts connections of its peers on 127.0.0.1:"), "{log}");
-        assert!(log.contains("cluster.interface: 127.0.0.0/8"), "{log}");
+        let filters = [(r"127\.0\.0\.1:\d+", "127.0.0.1:[PORT]")];
+        support::assert_snapshot(
+            &place.path(""),
+            &format!("log_of_rank_1_of_{}", hosts.len()),
+            &log,
+            &filters,
+        );
     }
 }
 
 #[test]
-fn a_killed_rank_ends_all_hosts_within_a_second_and_is_named() {
+fn a_killed_rank_ends_all_hosts_within_a_second_and_is_reported() {
     let place = JobDirectory::new();
     for victim in [0, 1, 3] {
         place.delete_checkpoints();
@@ -220,80 +237,81 @@ fn a_killed_rank_ends_all_hosts_within_a_second_and_is_named() {
         );
         let killed = killed.into_inner().unwrap().unwrap();
         for (rank, e) in ended.iter().enumerate().filter(|(rank, _)| *rank != victim) {
-            let (exit, message) = e.fatal.clone().unwrap();
-            assert_eq!((exit, e.code), (WorkerExit::Aborted, Some(WorkerExit::Aborted.code().into())));
-            assert!(message.contains(&format!("rank {victim} is gone")), "rank {rank}: {message}");
-            let took = e.at - killed;
+            let (exit, error) = e.fatal.as_ref().unwrap();
+            assert_eq!((*exit, e.exit_code), (WorkerExit::Aborted, Some(WorkerExit::Aborted.code().into())));
+            assert_eq!(error.code(), codes::collective::COLLECTIVE_ABORTED);
+            assert_eq!(error.field("peer"), Some(&victim.into()), "rank {rank}: {error:?}");
+            let took = e.ended_at - killed;
             assert!(took < Duration::from_secs(1), "rank {rank} took {took:?}");
         }
     }
 }
 
-/// Each host has a directory of its own.
-fn own(host: u32, job: &mut JobSpec) {
+/// Gives each host a separate checkpoint directory.
+fn use_host_local_storage(host: u32, job: &mut JobSpec) {
     job.checkpoint.dir = format!("checkpoints-{host}").into();
     job.checkpoint.r#async = false;
 }
 
-fn forget(place: &JobDirectory) {
+fn remove_host_local_checkpoints(place: &JobDirectory) {
     for host in 0..3 {
         _ = std::fs::remove_dir_all(place.path(&format!("checkpoints-{host}")));
     }
 }
 
 #[track_caller]
-fn all_done(ended: &[Ended]) {
-    let said: Vec<_> = ended.iter().map(|e| (e.code, e.fatal.clone())).collect();
-    assert!(ended.iter().all(|e| e.code == Some(0)), "{said:?}");
+fn assert_all_succeeded(ended: &[EndedWorker]) {
+    let ends: Vec<_> = ended.iter().map(|e| (e.exit_code, &e.fatal)).collect();
+    assert!(ended.iter().all(|e| e.exit_code == Some(0)), "{ends:?}");
 }
 
-/// What rank 0 said at its end, when all ended for the same reason.
+/// The error of rank 0. All ranks must have ended with `exit`.
 #[track_caller]
-fn one_refusal(ended: &[Ended]) -> (WorkerExit, String) {
-    let said: Vec<_> = ended.iter().map(|e| e.fatal.clone().expect("a refusal")).collect();
-    assert!(said.iter().all(|(exit, _)| *exit == said[0].0), "{said:?}");
-    said[0].clone()
+fn common_error(ended: &[EndedWorker], exit: WorkerExit) -> &Diagnostic {
+    let ends: Vec<_> = ended.iter().map(|e| e.fatal.as_ref().expect("a final report")).collect();
+    assert!(ends.iter().all(|(e, _)| *e == exit), "{ends:?}");
+    &ends[0].1
 }
 
 #[test]
-fn required_shared_storage_that_hosts_do_not_have_is_refused() {
+fn required_shared_storage_that_hosts_do_not_share_is_an_error() {
     let place = JobDirectory::new();
-    let own = |host: u32, job: &mut JobSpec| {
-        own(host, job);
+    let require_shared = |host: u32, job: &mut JobSpec| {
+        use_host_local_storage(host, job);
         job.checkpoint.require_shared = true;
     };
-    let (losses, ended) = run(&place, &[0, 0, 1], own, |_, _| ());
+    let (losses, ended) = run(&place, &[0, 0, 1], require_shared, |_, _| ());
     assert_eq!(losses, []);
+    common_error(&ended, WorkerExit::Cluster);
     for e in &ended {
-        let (exit, message) = e.fatal.clone().unwrap();
-        assert_eq!(exit, WorkerExit::Cluster, "{message}");
-        assert!(message.contains("is not shared: host "), "{message}");
-        assert!(message.contains("checkpoint.require_shared: false"), "{message}");
+        assert_eq!(e.error().code(), codes::training::STORAGE_NOT_SHARED, "{:?}", e.error());
+        place.assert_snapshot("storage_not_shared", &diagnostic::render(e.error(), false));
     }
     for host in 0..2 {
-        let left = support::files_below(&place.path(&format!("checkpoints-{host}")));
-        assert!(left.is_empty(), "{left:?}");
+        let files = support::files_below(&place.path(&format!("checkpoints-{host}")));
+        assert!(files.is_empty(), "{files:?}");
     }
 }
 
-/// Each stretch is killed after a save; the next goes on, on other hosts, with the same bits. A host that has nothing gets all
-/// from the others; at the end rank 0, which wrote none of the shards, gathers the weights.
+/// Each run except the last is killed after a save. The next one resumes on other hosts with the same
+/// bits. A host without shards reads all of them from the other hosts. At the end rank 0, which wrote
+/// no shard, gathers the weights.
 #[test]
-fn shards_stay_on_their_hosts_and_any_split_goes_on_with_the_same_bits() {
+fn host_local_shards_resume_bit_equal_with_any_assignment_of_ranks_to_hosts() {
     let place = JobDirectory::new();
     let set = ["train.steps=60", "checkpoint.every=15", "resume.from=never"];
     let expected = place.run(&set).succeeded().losses();
     let weights = |dir: &str| std::fs::read(place.path(dir).join("weights/model.safetensors")).unwrap();
-    let (mut at, stretches) = (0, [&[0, 0, 1, 1][..], &[1, 1, 0], &[0, 1, 1, 1], &[2, 0, 1]]);
-    for (n, hosts) in stretches.into_iter().enumerate() {
-        let long = |host: u32, job: &mut JobSpec| {
-            own(host, job);
+    let (mut at, runs) = (0, [&[0, 0, 1, 1][..], &[1, 1, 0], &[0, 1, 1, 1], &[2, 0, 1]]);
+    for (n, hosts) in runs.into_iter().enumerate() {
+        let train_60_steps = |host: u32, job: &mut JobSpec| {
+            use_host_local_storage(host, job);
             job.checkpoint.r#async = n % 2 == 1;
             job.checkpoint.every = contract::job::SaveInterval::Steps(15);
             job.train.as_mut().unwrap().steps = 60;
         };
-        let last = n + 1 == stretches.len();
-        let (losses, ended) = run(&place, hosts, long, |pids, step| {
+        let last = n + 1 == runs.len();
+        let (losses, ended) = run(&place, hosts, train_60_steps, |pids, step| {
             if !last && step == at + 20 {
                 kill(Pid::from_raw(pids[1] as i32), Signal::SIGKILL).unwrap();
             }
@@ -302,7 +320,7 @@ fn shards_stay_on_their_hosts_and_any_split_goes_on_with_the_same_bits() {
         assert!(n == 0 || (first > 0 && first % 15 == 0 && first + 15 >= at), "{hosts:?} begin at {first}");
         assert_eq!(losses, expected[first as usize..][..losses.len()], "{hosts:?}");
         if last {
-            all_done(&ended);
+            assert_all_succeeded(&ended);
             assert_eq!(losses.last().unwrap().0, 60);
         }
         at = first + 15;
@@ -318,61 +336,59 @@ fn shards_stay_on_their_hosts_and_any_split_goes_on_with_the_same_bits() {
 }
 
 #[test]
-fn a_host_that_is_not_there_is_named_with_its_shard() {
+fn a_missing_host_is_reported_with_its_shard() {
     let place = JobDirectory::new();
-    let (_, ended) = run(&place, &[0, 0, 1], own, |_, _| ());
-    all_done(&ended);
+    let (_, ended) = run(&place, &[0, 0, 1], use_host_local_storage, |_, _| ());
+    assert_all_succeeded(&ended);
     let id = std::fs::read_to_string(place.path("checkpoints-1/.host")).unwrap();
+    let host_ids = [(&id[..8], "[HOST ID]"), (id.trim(), "[HOST ID]")];
     for hosts in [&[0, 2][..], &[0, 0]] {
-        let (losses, ended) = run(&place, hosts, own, |_, _| ());
+        let (losses, ended) = run(&place, hosts, use_host_local_storage, |_, _| ());
         assert_eq!(losses, []);
-        let (exit, message) = one_refusal(&ended);
-        assert_eq!(exit, WorkerExit::Checkpoint, "{message}");
-        assert!(message.contains("shard-00002-of-00003.safetensors"), "{message}");
-        assert!(message.contains(&format!("(id {})", &id[..8])), "{message}");
+        let error = common_error(&ended, WorkerExit::Checkpoint);
+        assert_eq!(error.code(), codes::training::RESUME_SHARD_UNREACHABLE, "{error:?}");
+        let message = diagnostic::render(error, false);
+        support::assert_snapshot(&place.path(""), "unreachable_shard", &message, &host_ids);
     }
     let part = place.path("checkpoints-0/step-00000020");
     let part = part.to_str().unwrap();
     let verified = place.launch(&["ckpt", "verify", part]);
-    let said =
-        String::from_utf8_lossy(&verified.stdout).into_owned() + &String::from_utf8_lossy(&verified.stderr);
-    assert_eq!(verified.status.code(), Some(0), "{said}");
-    assert!(said.contains("partial") && said.contains(&id[..8]) && !said.contains("DAMAGED"), "{said}");
-    let gathered = place.launch(&["ckpt", "gather", part, "out"]);
-    let said = String::from_utf8_lossy(&gathered.stderr);
-    assert_eq!(gathered.status.code(), Some(4), "{said}");
-    assert!(
-        said.contains("shard-00002-of-00003.safetensors on host") && said.contains("copy these files"),
-        "{said}"
-    );
+    let text = support::output_text(&verified);
+    assert_eq!(verified.status.code(), Some(0), "{text}");
+    support::assert_snapshot(&place.path(""), "partial_checkpoint", &text, &host_ids);
+    let (exit_code, error) = place.rejected(&["ckpt", "gather", part, "out"]);
+    assert_eq!((exit_code, &error["code"]), (4, &"checkpoint-shards-on-other-hosts".into()), "{error}");
+    let message = error["message"].as_str().unwrap();
+    support::assert_snapshot(&place.path(""), "gather_of_a_partial_checkpoint", message, &host_ids);
 }
 
 #[test]
-fn a_kill_at_any_point_of_a_save_on_one_host_leaves_a_checkpoint_that_is_whole_on_all() {
+fn a_kill_at_any_point_of_a_save_leaves_a_checkpoint_that_is_complete_on_all_hosts() {
     let place = JobDirectory::new();
     let expected = place.run(&["resume.from=never"]).succeeded().losses();
     let hosts = [0, 0, 1];
     let count = place.path("points");
     let counted = [(env::LAUNCH_FAULT, "2:0"), (env::LAUNCH_FAULT_COUNT, count.to_str().unwrap())];
-    let (_, ended) = run_with(&place, &hosts, &counted, own, |_, _| ());
-    all_done(&ended);
+    let (_, ended) = run_with_env(&place, &hosts, &counted, use_host_local_storage, |_, _| ());
+    assert_all_succeeded(&ended);
     let points = std::fs::read_to_string(&count).unwrap();
     let line = points.lines().find_map(|l| l.strip_prefix("2 "));
     let total: usize = line.and_then(|n| n.parse().ok()).unwrap();
     assert!(total > 30, "{total} points");
-    // The keeper of host 1, from the probe through both saves; and rank 0, which passes the same points and more.
-    let of_keeper = (1..=8).map(|i| (2, i * total / 8));
-    for (rank, point) in of_keeper.chain([(0, total / 2), (0, total - 1)]) {
-        forget(&place);
+    // the directory leader of host 1, from the probe of the storage to the second save, and rank 0
+    let of_leader = (1..=8).map(|i| (2, i * total / 8));
+    for (rank, point) in of_leader.chain([(0, total / 2), (0, total - 1)]) {
+        remove_host_local_checkpoints(&place);
         let fault = format!("{rank}:{point}");
-        let (before, ended) = run_with(&place, &hosts, &[(env::LAUNCH_FAULT, &fault)], own, |_, _| ());
-        assert!(ended.iter().any(|e| e.code != Some(0)), "{fault}");
-        let (after, ended) = run(&place, &hosts, own, |_, _| ());
-        all_done(&ended);
+        let variables = [(env::LAUNCH_FAULT, fault.as_str())];
+        let (before, ended) = run_with_env(&place, &hosts, &variables, use_host_local_storage, |_, _| ());
+        assert!(ended.iter().any(|e| e.exit_code != Some(0)), "{fault}");
+        let (after, ended) = run(&place, &hosts, use_host_local_storage, |_, _| ());
+        assert_all_succeeded(&ended);
         assert_eq!(before, expected[..before.len()], "{fault}");
         let first = after.first().map_or(20, |l| l.0 - 1) as usize;
-        assert!([0, 10, 20].contains(&first), "{fault}: begins after {first}");
-        assert!(before.len() <= first + 10, "{fault}: a complete checkpoint was lost, begins after {first}");
+        assert!([0, 10, 20].contains(&first), "{fault}: resumed at {first}");
+        assert!(before.len() <= first + 10, "{fault}: a complete checkpoint was lost; resumed at {first}");
         assert_eq!(after, expected[first..], "{fault}");
         for host in 0..2 {
             let names: Vec<String> = std::fs::read_dir(place.path(&format!("checkpoints-{host}")))
@@ -380,7 +396,7 @@ fn a_kill_at_any_point_of_a_save_on_one_host_leaves_a_checkpoint_that_is_whole_o
                 .map(|e| e.unwrap().file_name().into_string().unwrap())
                 .filter(|n| n.starts_with('.') && n != ".host")
                 .collect();
-            assert!(first == 20 || names.is_empty(), "{fault}: host {host} keeps {names:?}");
+            assert!(first == 20 || names.is_empty(), "{fault}: {names:?} remain on host {host}");
         }
     }
 }

@@ -1,5 +1,6 @@
-//! Low-rank adapters from a job to what the rest of the world reads: real PEFT loads the gathered folder without a warning
-//! and finds the loss that we report, merges as we merge, and a job goes on from what PEFT saved.
+//! LoRA adapters of a job, compared with PEFT: PEFT loads the gathered adapters without a warning,
+//! computes the reported loss and merges to the same weights, and a job starts from the adapters
+//! that PEFT saves.
 #![allow(clippy::unwrap_used)] // a test that panics has failed
 mod support;
 use serde_json::Value;
@@ -10,18 +11,20 @@ const SEQ_LEN: usize = 64;
 const EVAL_SAMPLES: usize = 8;
 
 #[test]
-fn adapters_travel_between_jobs_and_peft() {
-    let Some(python) = support::deepspeed("adapters_travel_between_jobs_and_peft") else { return };
+fn peft_reads_the_adapters_of_a_job_and_a_job_those_of_peft() {
+    let Some(python) = support::deepspeed("peft_reads_the_adapters_of_a_job_and_a_job_those_of_peft") else {
+        return;
+    };
     for (family, workers, targets) in [("llama", 2, "[q_proj, v_proj, down_proj]"), ("gpt2", 3, "all-linear")]
     {
         let place = JobDirectory::new();
         let path = |name: &str| place.path(name).to_string_lossy().into_owned();
-        script(&python, "hf_directories.py", &["make", &path("source"), family]);
+        run_script(&python, "hf_directories.py", &["make", &path("source"), family]);
         let corpus = fs::read_to_string(place.path("corpus.txt")).unwrap();
         fs::write(place.path("held.txt"), &corpus[corpus.len() - SEQ_LEN * EVAL_SAMPLES..]).unwrap();
         let lora = format!("{{rank: 4, alpha: 8, targets: {targets}}}");
         let loss = train(&place, workers, &lora, "5e-2", 12, "checkpoints");
-        // the end of the run has gathered the adapters
+        // the run gathered its adapters at its end
         assert!(place.path("checkpoints/weights/adapter_model.safetensors").exists());
         gather(&place, &["checkpoints", "adapter"]);
         gather(&place, &["checkpoints", "merged", "--merge-lora", "--dtype", "fp32"]);
@@ -29,24 +32,25 @@ fn adapters_travel_between_jobs_and_peft() {
         let arguments =
             [path("source"), path("adapter"), path("merged"), path("held.txt"), seq_len, path("again")];
         let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
-        let said = script(&python, "evaluate_adapters.py", &arguments);
-        let said: Value = serde_json::from_str(said.trim()).unwrap_or_else(|e| panic!("{e}: {said}"));
-        let number = |key: &str| said[key].as_f64().unwrap();
-        assert_eq!(said["warnings"], Value::Array(vec![]), "{family}: {said}");
-        assert_eq!(said["windows"], EVAL_SAMPLES, "{family}: {said}");
+        let report = run_script(&python, "evaluate_adapters.py", &arguments);
+        let report: Value = serde_json::from_str(report.trim()).unwrap_or_else(|e| panic!("{e}: {report}"));
+        let number = |key: &str| report[key].as_f64().unwrap();
+        assert_eq!(report["warnings"], Value::Array(vec![]), "{family}: {report}");
+        assert_eq!(report["windows"], EVAL_SAMPLES, "{family}: {report}");
         for key in ["loss", "merged_loss"] {
-            let far = (number(key) - loss).abs() / loss;
-            assert!(far <= 1e-5, "{family}: {key} {} and ours {loss}", number(key));
+            let difference = (number(key) - loss).abs() / loss;
+            assert!(difference <= 1e-5, "{family}: {key} of PEFT {}, of launch {loss}", number(key));
         }
-        assert!(number("without") > loss + 0.2, "{family}: the adapters learned something: {said}, {loss}");
-        assert!(number("merged") <= 1e-6, "{family}: {said}");
-        // PEFT's own files, and a step too small to change anything
+        let without = number("without");
+        assert!(without > loss + 0.2, "{family}: loss without adapters {without}, with them {loss}");
+        assert!(number("merged") <= 1e-6, "{family}: {report}");
+        // the adapters that PEFT saved; the learning rate is too small to change the loss
         let again = train(&place, 2, "{from: again}", "1e-12", 1, "second");
         assert!((again - loss).abs() <= 1e-6 * loss, "{family}: {again} from PEFT's files, {loss} before");
     }
 }
 
-/// Runs a job of so many steps; the loss of held-out text at its end.
+/// Runs a LoRA job of `steps` steps, and returns the eval loss at its end.
 fn train(place: &JobDirectory, workers: u32, lora: &str, lr: &str, steps: u64, dir: &str) -> f64 {
     let job = format!(
         "name: adapters
@@ -74,7 +78,8 @@ fn gather(place: &JobDirectory, arguments: &[&str]) {
     assert!(gathered.status.success(), "{}", String::from_utf8_lossy(&gathered.stderr));
 }
 
-fn script(python: &Path, name: &str, arguments: &[&str]) -> String {
+/// Runs a script of scripts/oracle and returns its stdout.
+fn run_script(python: &Path, name: &str, arguments: &[&str]) -> String {
     let scripts = Path::new(env!("CARGO_MANIFEST_DIR")).join("scripts/oracle");
     let mut command = Command::new(python);
     command.arg(scripts.join(name)).args(arguments).env("HF_HUB_OFFLINE", "1");

@@ -1,7 +1,7 @@
-//! Real processes: what a job's workers get, how it ends, and that nothing of it is ever left behind.
+//! Jobs with real processes: what the workers inherit, how jobs end, and that no process remains.
 //!
-//! Every process of a job inherits a marker in its environment, by which it is found in `/proc` whatever became of its
-//! parents, group and session.
+//! Every process of a job inherits a marker in its environment. The tests find the processes by it
+//! in `/proc`, even after their parents, process groups and sessions are gone.
 #![allow(clippy::unwrap_used)] // a test that panics has failed
 use nix::{
     fcntl::OFlag,
@@ -9,7 +9,7 @@ use nix::{
     sys::signal::{Signal, kill},
     unistd::Pid,
 };
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::{
     collections::BTreeMap,
     fs,
@@ -27,7 +27,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-// Modules of a test lie beside it only when they say so.
+mod support;
+
+// without `path`, the modules of a test would be files in `tests/` itself
 #[path = "processes/cleanup.rs"]
 mod cleanup;
 #[path = "processes/output.rs"]
@@ -40,17 +42,18 @@ mod signals;
 mod training;
 
 const LAUNCH: &str = env!("CARGO_BIN_EXE_launch");
-/// Longest wait for anything; far more than it takes.
+/// Longest wait for a process; far more than it takes.
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// A job file in a directory of its own.
+/// A job file in a temporary directory.
 struct Job {
     dir: tempfile::TempDir,
+    /// The environment variable, as `NAME=VALUE`, that marks the processes of this job.
     marker: String,
 }
 
 impl Job {
-    /// A shell script as ranks. `run` are more lines of the `run:` section.
+    /// A job whose workers run a shell script. `run`: further lines of the `run:` section.
     fn shell(workers: u32, script: &str, run: &[&str]) -> Job {
         let command = serde_json::to_string(&["sh", "-c", script]).unwrap();
         let mut lines = vec![format!("command: {command}")];
@@ -59,7 +62,7 @@ impl Job {
         Job::new(&format!("name: test\ncluster: {{workers_per_host: {workers}}}\nrun:\n{run}"))
     }
 
-    /// A training job of two workers that takes long.
+    /// A job of two workers that trains a small model for `steps` steps.
     fn training(steps: u32) -> Job {
         let job = Job::new(&format!(
             "name: test\ncluster: {{workers_per_host: 2}}\n\
@@ -91,22 +94,27 @@ impl Job {
         command
     }
 
-    /// Runs it to its end; at that very moment nothing of it is left.
-    fn run(&self, args: &[&str]) -> Ended {
-        let output = self.command(args).output().unwrap();
-        assert_eq!(self.alive(), BTreeMap::new(), "left behind");
-        let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
-        Ended { status: output.status, stdout: text(output.stdout), stderr: text(output.stderr) }
+    /// Runs the job to its end, at which no process of it may remain.
+    fn run(&self, args: &[&str]) -> EndedJob {
+        self.run_command(self.command(args))
     }
 
-    fn start(&self, args: &[&str]) -> Started<'_> {
+    /// Runs a command that starts the job, to the end of the job.
+    fn run_command(&self, mut command: Command) -> EndedJob {
+        let output = command.output().unwrap();
+        assert_eq!(self.processes(), BTreeMap::new(), "processes remain");
+        let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
+        EndedJob { status: output.status, stdout: text(output.stdout), stderr: text(output.stderr) }
+    }
+
+    fn start(&self, args: &[&str]) -> RunningJob<'_> {
         let mut child = self.command(args).spawn().unwrap();
         let stdout = BufReader::new(child.stdout.take().unwrap());
-        Started { job: self, child, stdout }
+        RunningJob { job: self, child, stdout }
     }
 
-    /// The living processes of this job: pid and command line.
-    fn alive(&self) -> BTreeMap<i32, String> {
+    /// The processes of this job: pid and command line.
+    fn processes(&self) -> BTreeMap<i32, String> {
         let marker = self.marker.as_bytes();
         let has_marker = |pid: &i32| {
             fs::read(format!("/proc/{pid}/environ")).is_ok_and(|e| e.split(|b| *b == 0).any(|v| v == marker))
@@ -116,21 +124,23 @@ impl Job {
         pids.filter(has_marker).map(|pid| (pid, cmdline(pid))).collect()
     }
 
-    fn gone(&self) {
+    /// Waits until no process of this job remains.
+    fn wait_until_gone(&self) {
         let start = Instant::now();
-        while !self.alive().is_empty() {
-            assert!(start.elapsed() < LIMIT, "still there: {:?}", self.alive());
+        while !self.processes().is_empty() {
+            assert!(start.elapsed() < LIMIT, "processes remain: {:?}", self.processes());
             std::thread::yield_now();
         }
     }
 
-    /// The one process whose command line contains `what`.
-    fn find(&self, what: &str) -> Pid {
-        let found: Vec<_> = self.alive().into_iter().filter(|(_, line)| line.contains(what)).collect();
-        assert_eq!(found.len(), 1, "{what}: {:?}", self.alive());
+    /// The only process whose command line contains `part`.
+    fn find_process(&self, part: &str) -> Pid {
+        let found: Vec<_> = self.processes().into_iter().filter(|(_, line)| line.contains(part)).collect();
+        assert_eq!(found.len(), 1, "{part}: {:?}", self.processes());
         Pid::from_raw(found[0].0)
     }
 
+    /// The directory of the newest run.
     fn run_dir(&self) -> PathBuf {
         let mut runs: Vec<_> =
             fs::read_dir(self.path("runs/test")).unwrap().map(|e| e.unwrap().path()).collect();
@@ -142,21 +152,32 @@ impl Job {
     fn log(&self, rank: u32) -> String {
         fs::read_to_string(self.run_dir().join(format!("logs/rank-{rank}.log"))).unwrap()
     }
+
+    /// Compares messages with the snapshot `name` in tests/support/snapshots. What depends on the
+    /// number of CPU cores, and what shells print when their children are killed, is removed.
+    #[track_caller]
+    fn assert_snapshot(&self, name: &str, messages: &str) {
+        let filters =
+            [(r"launch: warning\[cpu-oversubscribed\]: .*\n", ""), (r"\[ranks? [-, \d]+\] Terminated\n", "")];
+        support::assert_snapshot(&self.dir.path().canonicalize().unwrap(), name, messages, &filters);
+    }
 }
 
+/// The command line of a process.
 fn cmdline(pid: i32) -> String {
     let bytes = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
     String::from_utf8_lossy(&bytes).replace('\0', " ")
 }
 
-struct Ended {
+/// A job whose controller has ended.
+struct EndedJob {
     status: ExitStatus,
     stdout: String,
     stderr: String,
 }
 
-impl Ended {
-    fn code(&self) -> i32 {
+impl EndedJob {
+    fn exit_code(&self) -> i32 {
         self.status.code().unwrap_or_else(|| panic!("{:?}\n{}", self.status, self.stderr))
     }
 
@@ -167,6 +188,7 @@ impl Ended {
             .collect()
     }
 
+    /// The only event of this name.
     fn event(&self, name: &str) -> Value {
         let mut found: Vec<_> = self.events().into_iter().filter(|e| e["event"] == name).collect();
         assert_eq!(found.len(), 1, "{name}: {}", self.stdout);
@@ -174,31 +196,47 @@ impl Ended {
     }
 }
 
-struct Started<'a> {
+/// A job whose controller is running.
+struct RunningJob<'a> {
     job: &'a Job,
     child: Child,
     stdout: BufReader<ChildStdout>,
 }
 
-impl Started<'_> {
-    /// Reads stdout until a line contains `what`.
-    fn until(&mut self, what: &str) -> String {
+impl RunningJob<'_> {
+    /// Reads stdout until a line contains `part`, and returns the line.
+    fn read_until(&mut self, part: &str) -> String {
         loop {
             let mut line = String::new();
-            assert_ne!(self.stdout.read_line(&mut line).unwrap(), 0, "the end came before {what:?}");
-            if line.contains(what) {
+            assert_ne!(self.stdout.read_line(&mut line).unwrap(), 0, "stdout ended before {part:?}");
+            if line.contains(part) {
                 return line;
             }
         }
     }
 
+    /// Reads stdout, which is JSON, up to the first event of this name.
+    fn read_until_event(&mut self, name: &str) -> Value {
+        loop {
+            let mut line = String::new();
+            assert_ne!(self.stdout.read_line(&mut line).unwrap(), 0, "stdout ended before {name:?}");
+            let event: Value = serde_json::from_str(&line).unwrap();
+            if event["event"] == name {
+                return event;
+            }
+        }
+    }
+
+    /// Sends a signal to the controller.
     fn signal(&self, signal: Signal) {
         kill(Pid::from_raw(self.child.id() as i32), signal).unwrap();
     }
 
-    fn end(mut self) -> Ended {
+    /// Waits for the end of the controller. No process of the job may remain, unless a signal killed
+    /// the controller.
+    fn wait(mut self) -> EndedJob {
         let mut stderr = self.child.stderr.take().unwrap();
-        let talk = std::thread::spawn(move || {
+        let stderr = std::thread::spawn(move || {
             let mut text = String::new();
             stderr.read_to_string(&mut text).map(|_| text).unwrap()
         });
@@ -206,30 +244,31 @@ impl Started<'_> {
         self.stdout.read_to_string(&mut stdout).unwrap();
         let status = self.child.wait().unwrap();
         if status.signal().is_none() {
-            assert_eq!(self.job.alive(), BTreeMap::new(), "left behind");
+            assert_eq!(self.job.processes(), BTreeMap::new(), "processes remain");
         }
-        Ended { status, stdout, stderr: talk.join().unwrap() }
+        EndedJob { status, stdout, stderr: stderr.join().unwrap() }
     }
 }
 
-fn wait_for(path: &Path) {
+/// Waits until a file exists.
+fn wait_for_file(path: &Path) {
     let start = Instant::now();
     while !path.exists() {
-        assert!(start.elapsed() < LIMIT, "{} never came", path.display());
+        assert!(start.elapsed() < LIMIT, "{} was not created", path.display());
         std::thread::yield_now();
     }
 }
 
-// ---- what a worker gets ----
+// ---- what a worker inherits ----
 
 #[test]
-fn every_rank_has_its_environment() {
+fn every_rank_has_its_environment_variables() {
     let job = Job::shell(
         3,
         "env > env.$RANK; pwd >> env.$RANK; ls -l /proc/self/fd > fd.$RANK",
         &["env: {MINE: \"a b\"}"],
     );
-    assert_eq!(job.run(&[]).code(), 0);
+    assert_eq!(job.run(&[]).exit_code(), 0);
     let mut ports = Vec::new();
     for rank in 0..3 {
         let env = fs::read_to_string(job.path(&format!("env.{rank}"))).unwrap();
@@ -249,10 +288,11 @@ fn every_rank_has_its_environment() {
 }
 
 #[test]
-fn a_worker_inherits_three_descriptors_and_default_signals() {
-    let (reader, writer) = nix::unistd::pipe().unwrap(); // without close-on-exec: a leak to inherit
+fn a_worker_inherits_only_stdio_and_default_signal_handling() {
+    // without close-on-exec: the controller inherits these descriptors
+    let (reader, writer) = nix::unistd::pipe().unwrap();
     let job = Job::new("name: test\nrun: {command: [ls, /proc/self/fd], logs: {prefix: false}}\n");
-    assert_eq!(job.run(&[]).stdout, "0\n1\n2\n3\n", "3 is the directory that ls reads");
+    assert_eq!(job.run(&[]).stdout, "0\n1\n2\n3\n", "ls itself opens descriptor 3");
     drop((reader, writer));
     let script = "readlink /proc/self/fd/0; ulimit -Sn; exec grep -e SigIgn -e SigBlk /proc/self/status";
     let ended = Job::shell(1, script, &["logs: {prefix: false}"]).run(&[]);
@@ -271,12 +311,12 @@ fn a_worker_inherits_three_descriptors_and_default_signals() {
 // ---- how a job ends ----
 
 #[test]
-fn a_job_that_goes_well() {
+fn a_successful_job_shows_the_output_of_rank_0_and_logs_all_ranks() {
     let job = Job::shell(2, "echo out $RANK; echo err $RANK >&2", &[]);
     let ended = job.run(&[]);
-    assert_eq!(ended.code(), 0);
+    assert_eq!(ended.exit_code(), 0);
     assert_eq!(ended.stdout, "[rank 0] out 0\n");
-    assert!(ended.stderr.contains("[rank 0] err 0") && !ended.stderr.contains("err 1"), "{}", ended.stderr);
+    job.assert_snapshot("successful_job", &ended.stderr);
     for rank in 0..2 {
         let log = job.log(rank);
         let mut lines: Vec<_> = log.lines().collect();
@@ -286,21 +326,18 @@ fn a_job_that_goes_well() {
 }
 
 #[test]
-fn the_first_failure_ends_the_job_and_is_told_once() {
+fn the_first_failure_ends_the_job_and_is_reported_once() {
     let script = "echo working $RANK; if [ $RANK = 1 ]; then echo no disk >&2; exit 3; fi; sleep 1000";
     let job = Job::shell(3, script, &[]);
     let ended = job.run(&[]);
-    assert_eq!(ended.code(), 1);
-    assert_eq!(ended.stderr.matches("error[worker-exited]: rank 1 (pid ").count(), 1, "{}", ended.stderr);
-    for part in ["code 3", "| no disk", "logs/rank-1.log", "ranks 0, 2: killed by SIGTERM"] {
-        assert!(ended.stderr.contains(part), "no {part:?} in {}", ended.stderr);
-    }
+    assert_eq!(ended.exit_code(), 1);
+    job.assert_snapshot("first_failure", &ended.stderr);
     let job = Job::shell(3, script, &[]);
     let ended = job.run(&["--json"]);
     let failure = ended.event("failure");
-    let reason = serde_json::json!({ "kind": "exit", "code": 3 });
+    let reason = json!({ "kind": "exit", "code": 3 });
     assert_eq!((&failure["rank"], &failure["reason"]), (&1.into(), &reason));
-    assert_eq!(failure["tail"], serde_json::json!(["working 1", "no disk"]));
+    assert_eq!(failure["tail"], json!(["working 1", "no disk"]));
     assert_eq!(ended.event("done")["exit_code"], 1);
     let journal = fs::read_to_string(job.run_dir().join("events.jsonl")).unwrap();
     let untimed = |line: &str| {
@@ -309,70 +346,68 @@ fn the_first_failure_ends_the_job_and_is_told_once() {
         event
     };
     let journal: Vec<Value> = journal.lines().map(untimed).collect();
-    assert_eq!(journal, ended.events(), "the journal has what --json prints, and when it was");
+    assert_eq!(journal, ended.events(), "the journal has the events that --json prints, with times");
 }
 
 #[test]
-fn death_by_signal_is_named() {
+fn the_signal_that_killed_a_worker_is_reported() {
     for (name, number, signal) in [("KILL", 9, "SIGKILL"), ("SEGV", 11, "SIGSEGV"), ("35", 35, "signal 35")] {
         let job = Job::shell(2, &format!("[ $RANK = 0 ] && kill -{name} $$; sleep 1000"), &[]);
         let ended = job.run(&["--json"]);
-        assert_eq!(ended.code(), 1);
+        assert_eq!(ended.exit_code(), 1);
         let reason = ended.event("failure")["reason"].clone();
         assert_eq!((&reason["name"], &reason["number"]), (&signal.into(), &number.into()), "{reason}");
     }
 }
 
 #[test]
-fn programs_that_can_not_start_say_why() {
-    for (command, why) in [
-        ("[no-such-program]", "no such program in PATH"),
-        ("[./missing.sh]", "no such file"),
-        ("[/etc/passwd]", "not an executable file"),
+fn a_program_that_cannot_be_started_is_reported_with_the_reason() {
+    let job = Job::new("");
+    let mut messages = String::new();
+    for (command, code) in [
+        ("[no-such-program]", "worker-program-missing"),
+        ("[./missing.sh]", "worker-program-missing"),
+        ("[/etc/passwd]", "worker-program-not-executable"),
     ] {
-        let job =
-            Job::new(&format!("name: test\ncluster: {{workers_per_host: 2}}\nrun: {{command: {command}}}\n"));
-        let ended = job.run(&[]);
-        assert_ne!(ended.code(), 0);
-        assert!(ended.stderr.contains(why), "{}", ended.stderr);
+        let yaml = format!("name: test\ncluster: {{workers_per_host: 2}}\nrun: {{command: {command}}}\n");
+        fs::write(job.path("job.yaml"), yaml).unwrap();
+        let ended = job.run(&["--json"]);
+        let failure = ended.event("failure");
+        assert_eq!((ended.exit_code(), &failure["code"]), (1, &code.into()), "{failure}");
+        assert_eq!(failure["reason"]["kind"], "start_failed", "{failure}");
+        messages += &format!("{command}: {}\n", failure["message"].as_str().unwrap());
     }
+    job.assert_snapshot("programs_that_cannot_be_started", &messages);
 }
 
 #[test]
-fn many_more_workers_than_cores() {
+fn a_job_may_have_many_more_workers_than_cores() {
     let cores = std::thread::available_parallelism().unwrap().get() as u32;
     let workers = 4 * cores + 1;
     let job = Job::shell(workers, "echo $RANK > done.$RANK", &[]);
-    let ended = job.run(&[]);
-    assert_eq!(ended.code(), 0);
-    assert!(ended.stderr.contains("CPU cores"), "{}", ended.stderr);
+    let ended = job.run(&["--json"]);
+    assert_eq!(ended.exit_code(), 0);
+    let message = ended.event("notice")["message"].as_str().unwrap().to_owned();
+    let message = message.replace(&format!("{workers} workers"), "[N] workers");
+    job.assert_snapshot("more_workers_than_cores", &message.replace(&format!("{cores} CPU"), "[N] CPU"));
     assert!((0..workers).all(|rank| job.path(&format!("done.{rank}")).exists()));
 }
 
 #[test]
-fn two_jobs_do_not_touch_each_other() {
-    let patient = Job::shell(2, "echo up; until [ -e go ]; do sleep 0.01; done; echo fine", &[]);
-    let mut running = patient.start(&[]);
-    running.until("up");
+fn a_failing_job_does_not_disturb_another_job() {
+    let waiting = Job::shell(2, "echo up; until [ -e go ]; do sleep 0.01; done; echo fine", &[]);
+    let mut running = waiting.start(&[]);
+    running.read_until("up");
     let failing = Job::shell(2, "exit 1", &[]);
-    assert_eq!(failing.run(&[]).code(), 1);
-    fs::write(patient.path("go"), "").unwrap();
-    let ended = running.end();
-    assert_eq!((ended.code(), ended.stdout.as_str()), (0, "[rank 0] fine\n"));
+    assert_eq!(failing.run(&[]).exit_code(), 1);
+    fs::write(waiting.path("go"), "").unwrap();
+    let ended = running.wait();
+    assert_eq!((ended.exit_code(), ended.stdout.as_str()), (0, "[rank 0] fine\n"));
 }
 
-fn wait_for_workers(job: &Job, count: usize) {
-    let start = Instant::now();
-    while job.alive().values().filter(|line| line.contains("sleep 1005") && line.starts_with("sleep")).count()
-        < count
-    {
-        assert!(start.elapsed() < LIMIT);
-        std::thread::yield_now();
-    }
-}
-
-/// A controller on a terminal of its own.
-fn on_terminal(job: &Job, args: &[&str]) -> (Child, fs::File) {
+/// Starts a job whose controller has a pseudo-terminal as stdin, stdout and stderr. Returns the other
+/// side of the terminal, too.
+fn start_on_terminal(job: &Job, args: &[&str]) -> (Child, fs::File) {
     let flags = OFlag::O_RDWR | OFlag::O_NOCTTY | OFlag::O_CLOEXEC;
     let terminal = posix_openpt(flags).unwrap();
     grantpt(&terminal).unwrap();
@@ -380,9 +415,9 @@ fn on_terminal(job: &Job, args: &[&str]) -> (Child, fs::File) {
     let name = ptsname_r(&terminal).unwrap();
     let mut command = job.command(args);
     let open = || fs::OpenOptions::new().read(true).write(true).custom_flags(libc::O_NOCTTY).open(&name);
-    let end = || Stdio::from(open().unwrap());
-    command.stdin(end()).stdout(end()).stderr(end());
-    // SAFETY: two system calls that are allowed between fork and exec.
+    let stdio = || Stdio::from(open().unwrap());
+    command.stdin(stdio()).stdout(stdio()).stderr(stdio());
+    // SAFETY: setsid and ioctl are async-signal-safe, and so allowed between fork and exec.
     unsafe {
         command.pre_exec(|| {
             nix::unistd::setsid()?;
@@ -393,16 +428,16 @@ fn on_terminal(job: &Job, args: &[&str]) -> (Child, fs::File) {
         });
     }
     let child = command.spawn().unwrap();
-    // SAFETY: the descriptor is taken out of its only owner.
+    // SAFETY: `into_raw_fd` gives up the ownership of the descriptor.
     (child, unsafe { fs::File::from_raw_fd(terminal.into_raw_fd()) })
 }
 
-/// All that a terminal shows until its programs are gone.
-fn rest_of(mut terminal: fs::File) -> String {
-    let (mut all, mut buffer) = (Vec::new(), [0; 4096]);
-    // At the end a terminal gives EIO.
+/// What programs write to a terminal until all of them have closed it.
+fn read_terminal(mut terminal: fs::File) -> String {
+    let (mut bytes, mut buffer) = (Vec::new(), [0; 4096]);
+    // a closed terminal returns the error EIO
     while let Ok(n @ 1..) = terminal.read(&mut buffer) {
-        all.extend_from_slice(&buffer[..n]);
+        bytes.extend_from_slice(&buffer[..n]);
     }
-    String::from_utf8_lossy(&all).into_owned()
+    String::from_utf8_lossy(&bytes).into_owned()
 }

@@ -1,26 +1,23 @@
 //! Programs without a job file, and secrets by reference, with the real executable.
 #![allow(clippy::unwrap_used)] // a test that panics has failed
 mod support;
-use std::{fs, process::Output};
-use support::{JobDirectory, files_below};
-
-fn text(output: &Output) -> String {
-    format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr))
-}
+use serde_json::Value;
+use std::fs;
+use support::{FinishedRun, JobDirectory, details, files_below, output_text, rejection};
 
 #[test]
 fn a_program_runs_as_workers_without_a_job_file() {
     let place = JobDirectory::new();
-    let script = "echo \"$RANK of $WORLD_SIZE: $1 $MASTER_PORT\" > said.$RANK";
+    let script = "echo \"$RANK of $WORLD_SIZE: $1 $MASTER_PORT\" > out.$RANK";
     let ran = place.launch(&["run", "--workers", "3", "--", "sh", "-c", script, "sh", "it's \"é\n"]);
-    assert!(ran.status.success(), "{}", text(&ran));
+    assert!(ran.status.success(), "{}", output_text(&ran));
     for rank in 0..3 {
-        let said = fs::read_to_string(place.path(&format!("said.{rank}"))).unwrap();
-        assert!(said.starts_with(&format!("{rank} of 3: it's \"é\n ")), "{said}");
+        let text = fs::read_to_string(place.path(&format!("out.{rank}"))).unwrap();
+        assert!(text.starts_with(&format!("{rank} of 3: it's \"é\n ")), "{text}");
     }
-    let failed = place.launch(&["run", "--", "sh", "-c", "exit 7"]);
-    assert_eq!(failed.status.code(), Some(1));
-    assert!(text(&failed).contains("exit code 7"), "{}", text(&failed));
+    let failed = FinishedRun::from_output(&place.launch(&["run", "--json", "--", "sh", "-c", "exit 7"]));
+    assert_eq!((failed.code, failed.failure_code()), (1, "worker-exited"));
+    assert_eq!(failed.failure()["reason"]["code"], 7);
 }
 
 const JOB: &str = "\
@@ -44,9 +41,9 @@ fn secrets_reach_the_workers_and_nothing_else() {
         &["job.yaml", "--dry-run", "--json"],
         &["plan", "job.yaml", "--json"],
     ] {
-        let said = text(&launch(args));
-        assert!(!said.contains(token) && !said.contains(key), "{args:?}: {said}");
-        assert!(said.contains("secrets"), "{args:?}: {said}");
+        let text = output_text(&launch(args));
+        assert!(!text.contains(token) && !text.contains(key), "{args:?}: {text}");
+        assert!(text.contains("secrets"), "{args:?}: {text}");
     }
     assert_eq!(fs::read_to_string(place.path("got")).unwrap(), format!("{token} and {key}\n"));
     for file in files_below(&place.path("")) {
@@ -61,13 +58,14 @@ fn secrets_reach_the_workers_and_nothing_else() {
 fn a_missing_secret_is_named_before_anything_starts() {
     let place = JobDirectory::new();
     fs::write(place.path("job.yaml"), JOB).unwrap();
-    for args in [&["job.yaml"][..], &["plan", "job.yaml"]] {
-        let ran = place.command(args).env_remove("LAUNCH_TEST_KEY").output().unwrap();
-        assert_eq!(ran.status.code(), Some(2));
-        let said = text(&ran);
-        for part in ["token.txt can't be read: No such file", "`LAUNCH_TEST_KEY` isn't set", "job.yaml:4:"] {
-            assert!(said.contains(part), "{part}: {said}");
-        }
-    }
+    let launch = |args: &[&str]| place.command(args).env_remove("LAUNCH_TEST_KEY").output().unwrap();
+    let (exit_code, error) = rejection(&launch(&["plan", "job.yaml", "--json"]));
+    let mistakes = details(&error);
+    let codes: Vec<&Value> = mistakes.iter().map(|mistake| &mistake["code"]).collect();
+    assert_eq!((exit_code, codes), (2, vec![&"job-env-value-missing".into(); 2]), "{error}");
+    assert!(mistakes.iter().all(|mistake| mistake["location"]["line"] == 4), "{error}");
+    let run = launch(&["job.yaml"]);
+    assert_eq!(run.status.code(), Some(2));
+    place.assert_snapshot("missing_secrets", &output_text(&run));
     assert!(!place.path("got").exists());
 }

@@ -51,7 +51,8 @@ fn universal_checkpoints_resume_with_the_losses_of_deepspeed() {
     }
 }
 
-/// A universal checkpoint of another writer, which does not record the parameters of its two groups.
+/// A universal checkpoint of another writer, which does not record the parameters of its two
+/// groups.
 #[test]
 fn checkpoints_without_parameter_groups_are_converted_and_resumed() {
     let mut resumed = ResumedJob::from_deepspeed("z2");

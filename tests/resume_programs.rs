@@ -183,7 +183,8 @@ fn weights_without_a_training_state_start_at_step_0() {
     resumed.place.assert_snapshot("notices_of_weights_only", &messages);
 }
 
-/// A run in fp16 resumes with the loss scale of the program and counts the steps that updated weights.
+/// A run in fp16 resumes with the loss scale of the program and counts the steps that updated
+/// weights.
 #[test]
 fn the_loss_scale_is_resumed() {
     let (resumed, recording) = ResumedJob::from_program("z2_fp16");

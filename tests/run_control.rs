@@ -1,4 +1,5 @@
-//! What an operator does while a job runs, from another terminal, with the real executable.
+//! Commands that control runs (`ps`, `logs`, `events`, `stop`, detached runs, changed job files) and
+//! `launch import`, with the real executable.
 #![allow(clippy::unwrap_used)] // a test that panics has failed
 mod support;
 use nix::{
@@ -8,76 +9,68 @@ use nix::{
 use serde_json::Value;
 use std::{
     fs,
-    process::{Command, Output, Stdio},
+    process::{Output, Stdio},
     thread::sleep,
     time::{Duration, Instant},
 };
-use support::JobDirectory;
+use support::{JobDirectory, details, output_text, rejection};
 
-/// Longest wait for anything; far more than it takes.
+/// Longest wait for a condition; far more than it takes.
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// A place with a list of runs of its own.
-struct Desk(JobDirectory);
+/// A directory with a job. Its runs are the only ones that `launch ps` lists.
+struct Operator(JobDirectory);
 
-impl Desk {
-    fn new(job: &str) -> Desk {
+impl Operator {
+    fn new(job: &str) -> Operator {
         let place = JobDirectory::new();
         fs::write(place.path("job.yaml"), job).unwrap();
-        Desk(place)
-    }
-
-    fn command(&self, args: &[&str]) -> Command {
-        let mut command = self.0.command(args);
-        command.env("XDG_STATE_HOME", self.0.path("state"));
-        command
+        Operator(place)
     }
 
     fn launch(&self, args: &[&str]) -> Output {
-        self.command(args).output().unwrap()
+        self.0.launch(args)
     }
 
-    /// What a command that succeeds prints.
+    /// The stdout of a command that succeeds.
     #[track_caller]
-    fn said(&self, args: &[&str]) -> String {
-        let ran = self.launch(args);
-        assert!(ran.status.success(), "{args:?}: {}", all(&ran));
-        String::from_utf8(ran.stdout).unwrap()
+    fn stdout(&self, args: &[&str]) -> String {
+        let output = self.launch(args);
+        assert!(output.status.success(), "{args:?}: {}", output_text(&output));
+        String::from_utf8(output.stdout).unwrap()
     }
 
+    /// The runs that `launch ps` lists.
     #[track_caller]
     fn runs(&self) -> Vec<Value> {
-        serde_json::from_str(&self.said(&["ps", "--json"])).unwrap()
+        serde_json::from_str(&self.stdout(&["ps", "--json"])).unwrap()
     }
 
     fn start(&self, args: &[&str]) -> std::process::Child {
-        let mut command = self.command(args);
+        let mut command = self.0.command(args);
         command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap()
     }
 
     /// Waits until the path exists.
     #[track_caller]
-    fn wait_for(&self, name: &str) {
-        wait(&format!("{name} appears"), || self.0.path(name).exists());
+    fn wait_for_file(&self, name: &str) {
+        wait_until(&format!("{name} exists"), || self.0.path(name).exists());
     }
 }
 
+/// Waits until `condition`, which `name` describes, is true.
 #[track_caller]
-fn wait(what: &str, mut done: impl FnMut() -> bool) {
+fn wait_until(name: &str, mut condition: impl FnMut() -> bool) {
     let began = Instant::now();
-    while !done() {
-        assert!(began.elapsed() < LIMIT, "in vain: {what}");
+    while !condition() {
+        assert!(began.elapsed() < LIMIT, "timeout: {name}");
         sleep(Duration::from_millis(10));
     }
 }
 
-fn all(output: &Output) -> String {
-    format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr))
-}
-
-/// Two ranks that say hello, and go on until they are told to stop.
+/// A job of two ranks that print a line and then run until SIGTERM.
 const JOB: &str = "\
-name: desk
+name: service
 cluster: {workers_per_host: 2}
 run:
   command: [sh, -c, 'trap \"echo bye; exit 0\" TERM; echo hello $RANK; echo wörk >&2; : > up.$RANK; while :; do sleep 0.05; done']
@@ -85,136 +78,152 @@ run:
 ";
 
 #[test]
-fn a_run_is_seen_read_and_stopped_from_another_terminal() {
-    let desk = Desk::new(JOB);
-    let nothing = desk.launch(&["stop"]);
-    assert_eq!(nothing.status.code(), Some(2));
-    assert!(all(&nothing).contains("nothing is running"), "{}", all(&nothing));
-    let mut job = desk.start(&["job.yaml"]);
-    desk.wait_for("up.0");
-    desk.wait_for("up.1");
-    let runs = desk.runs();
-    assert_eq!((runs.len(), &runs[0]["state"], &runs[0]["name"]), (1, &"running".into(), &"desk".into()));
+fn another_terminal_can_list_follow_and_stop_a_run() {
+    let operator = Operator::new(JOB);
+    let (exit_code, idle) = operator.0.rejected(&["stop"]);
+    assert_eq!((exit_code, &idle["code"]), (2, &"run-not-active".into()));
+    let mut job = operator.start(&["job.yaml"]);
+    operator.wait_for_file("up.0");
+    operator.wait_for_file("up.1");
+    let runs = operator.runs();
+    assert_eq!((runs.len(), &runs[0]["state"], &runs[0]["name"]), (1, &"running".into(), &"service".into()));
     assert_eq!(runs[0]["pid"], job.id());
     let run = runs[0]["run"].as_str().unwrap();
-    assert!(desk.said(&["ps"]).contains(run));
+    let table = operator.stdout(&["ps"]);
+    assert_eq!(table.lines().nth(1).and_then(|row| row.split_whitespace().next()), Some(run), "{table}");
 
-    wait("the log has it", || desk.said(&["logs", "--rank", "1"]) == "hello 1\nwörk\n");
-    let both = desk.said(&["logs", "desk"]);
+    wait_until("the log is complete", || operator.stdout(&["logs", "--rank", "1"]) == "hello 1\nwörk\n");
+    let both = operator.stdout(&["logs", "service"]);
     assert_eq!(both.lines().filter(|l| l.starts_with("[rank 0] ")).count(), 2, "{both}");
-    assert_eq!(desk.said(&["logs", &run[..8], "--grep", "^w.rk$"]), "[rank 0] wörk\n[rank 1] wörk\n");
-    assert_eq!(desk.said(&["logs", "--rank", "0-1", "--since", "1h", "--grep", "hello"]).lines().count(), 2);
-    for (args, part) in [
-        (&["logs", "--rank", "2"][..], "there is no rank 2"),
-        (&["logs", "nobody"], "no run is named `nobody`"),
-        (&["logs", "--grep", "("], "--grep"),
-        (&["logs", "--since", "soon"], "30s"),
-        (&["events", "./nowhere/"], "not the directory of a run"),
+    assert_eq!(operator.stdout(&["logs", &run[..8], "--grep", "^w.rk$"]), "[rank 0] wörk\n[rank 1] wörk\n");
+    let recent = operator.stdout(&["logs", "--rank", "0-1", "--since", "1h", "--grep", "hello"]);
+    assert_eq!(recent.lines().count(), 2, "{recent}");
+    for (args, code) in [
+        (&["logs", "--rank", "2"][..], "rank-out-of-range"),
+        (&["logs", "other"], "run-not-found"),
+        (&["logs", "--grep", "("], "pattern-invalid"),
+        (&["logs", "--since", "soon"], "usage"),
+        (&["events", "./nowhere/"], "run-directory-invalid"),
     ] {
-        let ran = desk.launch(args);
-        assert!(ran.status.code() == Some(2) && all(&ran).contains(part), "{args:?}: {}", all(&ran));
+        let (exit_code, error) = operator.0.rejected(args);
+        assert_eq!((exit_code, &error["code"]), (2, &code.into()), "{args:?}: {error}");
     }
 
-    let follower = desk.command(&["logs", "--rank", "0", "--follow"]).stdout(Stdio::piped()).spawn().unwrap();
-    let events = desk.command(&["events", "--follow", "--json"]).stdout(Stdio::piped()).spawn().unwrap();
-    let stopped = desk.launch(&["stop", "desk"]);
-    assert!(
-        stopped.status.success() && all(&stopped).contains("ended with exit code 143"),
-        "{}",
-        all(&stopped)
-    );
+    let follow = |args: &[&str]| operator.0.command(args).stdout(Stdio::piped()).spawn().unwrap();
+    let logs = follow(&["logs", "--rank", "0", "--follow"]);
+    let events = follow(&["events", "--follow", "--json"]);
+    let stopped = operator.launch(&["stop", "service"]);
+    assert!(stopped.status.success(), "{}", output_text(&stopped));
+    operator.0.assert_snapshot("stopped_run", &output_text(&stopped));
     assert_eq!(job.wait().unwrap().code(), Some(143));
-    let followed = String::from_utf8(follower.wait_with_output().unwrap().stdout).unwrap();
-    let to_the_end = followed.starts_with("hello 0\nwörk\n") && followed.contains("bye\n");
-    assert!(to_the_end, "{followed}");
+    let logs = String::from_utf8(logs.wait_with_output().unwrap().stdout).unwrap();
+    assert_eq!(logs.replace("Terminated\n", ""), "hello 0\nwörk\nbye\n", "the shell may report its child");
     let events = String::from_utf8(events.wait_with_output().unwrap().stdout).unwrap();
     let last: Value = serde_json::from_str(events.lines().last().unwrap()).unwrap();
     assert_eq!((&last["event"], &last["exit_code"]), (&"done".into(), &143.into()));
     assert!(last["time"].as_f64().unwrap() > 1.7e9);
-    assert!(desk.said(&["events", run]).contains("ended with exit code 143"));
-    assert_eq!(desk.runs()[0]["state"], "stopped");
-    let again = desk.launch(&["stop", run]);
-    assert!(again.status.success() && all(&again).contains("is not running"));
+    let text = operator.stdout(&["events", run]);
+    let (_, last) = text.lines().last().unwrap().trim_start().split_once("  ").unwrap();
+    operator.0.assert_snapshot("last_event", last);
+    assert_eq!(operator.runs()[0]["state"], "stopped");
+    let again = operator.launch(&["stop", run]);
+    assert!(again.status.success(), "{}", output_text(&again));
+    operator.0.assert_snapshot("stop_of_an_ended_run", &output_text(&again));
 }
 
 #[test]
-fn stop_now_kills_and_a_killed_controller_is_told_from_a_running_one() {
-    let stubborn = JOB.replace("echo bye; exit 0", "echo no");
-    let desk = Desk::new(&stubborn);
-    let (mut first, mut second) = (desk.start(&["job.yaml"]), desk.start(&["job.yaml"]));
-    wait("both run", || desk.runs().iter().filter(|r| r["state"] == "running").count() == 2);
-    let which = desk.launch(&["stop", "desk", "--now"]);
-    let said = all(&which);
-    assert!(which.status.code() == Some(2) && said.contains("2 runs of `desk` go on"), "{said}");
-    for run in desk.runs() {
-        assert!(said.contains(run["run"].as_str().unwrap()), "{said}");
-    }
+fn stop_now_kills_a_run_and_a_run_with_a_killed_controller_is_lost() {
+    let ignores_sigterm = JOB.replace("echo bye; exit 0", "echo no");
+    let operator = Operator::new(&ignores_sigterm);
+    let (mut first, mut second) = (operator.start(&["job.yaml"]), operator.start(&["job.yaml"]));
+    let are_running = || operator.runs().iter().filter(|r| r["state"] == "running").count() == 2;
+    wait_until("both run", are_running);
+    let (exit_code, ambiguous) = operator.0.rejected(&["stop", "service", "--now"]);
+    assert_eq!((exit_code, &ambiguous["code"]), (2, &"run-ambiguous".into()), "{ambiguous}");
+    let mut candidates: Vec<&Value> = ambiguous["fields"]["candidates"].as_array().unwrap().iter().collect();
+    let runs = operator.runs();
+    let mut names: Vec<&Value> = runs.iter().map(|run| &run["run"]).collect();
+    candidates.sort_by_key(|name| name.to_string());
+    names.sort_by_key(|name| name.to_string());
+    assert_eq!(candidates, names);
     kill(Pid::from_raw(second.id() as i32), Signal::SIGKILL).unwrap();
     second.wait().unwrap();
-    let lost: Vec<Value> = desk.runs().into_iter().filter(|r| r["state"] == "lost").collect();
+    let lost: Vec<Value> = operator.runs().into_iter().filter(|r| r["state"] == "lost").collect();
     assert_eq!((lost.len(), &lost[0]["pid"]), (1, &second.id().into()));
-    desk.wait_for("up.1");
+    operator.wait_for_file("up.1");
     let began = Instant::now();
-    assert!(desk.launch(&["stop", "--now"]).status.success());
-    assert!(began.elapsed() < Duration::from_secs(15), "not after `grace`");
+    assert!(operator.launch(&["stop", "--now"]).status.success());
+    assert!(began.elapsed() < Duration::from_secs(15), "the grace period does not delay `--now`");
     assert_eq!(first.wait().unwrap().code(), Some(143));
 }
 
 #[test]
-fn a_detached_run_survives_and_refusals_come_back() {
-    let desk = Desk::new(JOB);
-    let started = desk.launch(&["run", "job.yaml", "--detach", "--set", "run.env.A=1"]);
-    assert!(started.status.success(), "{}", all(&started));
-    let run = String::from_utf8(started.stdout.clone()).unwrap().trim().to_owned();
-    assert!(all(&started).contains(&format!("launch logs {run} --follow")));
-    let runs = desk.runs();
+fn a_detached_run_has_a_separate_session_and_its_start_is_awaited() {
+    let operator = Operator::new(JOB);
+    let started = operator.launch(&["run", "job.yaml", "--detach", "--set", "run.env.A=1"]);
+    assert!(started.status.success(), "{}", output_text(&started));
+    operator.0.assert_snapshot("detached", &output_text(&started));
+    let run = String::from_utf8(started.stdout).unwrap().trim().to_owned();
+    let runs = operator.runs();
     assert_eq!((runs.len(), &runs[0]["run"], &runs[0]["state"]), (1, &run.clone().into(), &"running".into()));
     let pid = Pid::from_raw(runs[0]["pid"].as_i64().unwrap() as i32);
-    assert_eq!(nix::unistd::getsid(Some(pid)), Ok(pid), "a session of its own");
+    assert_eq!(nix::unistd::getsid(Some(pid)), Ok(pid), "the controller leads a session");
     let command: Vec<&str> =
         runs[0]["command"].as_array().unwrap().iter().map(|w| w.as_str().unwrap()).collect();
-    assert_eq!(command[1..], ["run", "--set", "run.env.A=1", "./job.yaml"], "what goes on with it");
-    desk.wait_for("up.1");
-    assert!(desk.launch(&["stop"]).status.success());
-    let console = fs::read_to_string(desk.0.path(&format!("runs/desk/{run}/console.log"))).unwrap();
-    assert!(console.contains("[rank 0] hello 0") && console.contains("stopped after"), "{console}");
-
-    for (args, code, part) in [
-        (&["job.yaml", "--detach", "--set", "run.commandd=x"][..], 2, "`commandd` is not a key"),
-        (&["run", "--detach", "--", "./not-there"], 1, "cannot start `./not-there`"),
-        (&["job.yaml", "--detached", "x:0"], 2, "--detach"),
-    ] {
-        let refused = desk.launch(args);
-        assert_eq!(refused.status.code(), Some(code), "{args:?}: {}", all(&refused));
-        assert!(all(&refused).contains(part), "{args:?}: {}", all(&refused));
-    }
-    let short = desk.launch(&["run", "--json", "--detach", "--", "true"]);
-    let told: Value = serde_json::from_slice(&short.stdout).unwrap();
-    wait("it is done", || desk.runs().iter().any(|r| r["run"] == told["run"] && r["state"] == "done"));
+    assert_eq!(command[1..], ["run", "--set", "run.env.A=1", "./job.yaml"], "the command that resumes it");
+    operator.wait_for_file("up.1");
+    assert!(operator.launch(&["stop"]).status.success());
+    let console = fs::read_to_string(operator.0.path(&format!("runs/service/{run}/console.log"))).unwrap();
+    operator.0.assert_snapshot("console_of_a_detached_run", &sorted_lines(&console));
 }
 
-/// Equal lines of the ranks are one line; a rank's own line stays its own.
+/// The lines in alphabetical order, because the controller reads stdout and stderr of a worker
+/// independently. What the shell prints when its child is killed is removed.
+fn sorted_lines(text: &str) -> String {
+    let mut lines: Vec<&str> = text.lines().filter(|line| !line.ends_with("] Terminated")).collect();
+    lines.sort_unstable();
+    lines.join("\n")
+}
+
 #[test]
-fn lines_of_many_ranks_collapse() {
+fn a_detached_run_that_does_not_start_returns_the_error() {
+    let operator = Operator::new(JOB);
+    for (name, args, exit_code) in [
+        ("detached_wrong_job", &["job.yaml", "--detach", "--set", "run.commands=x"][..], 2),
+        ("detached_missing_program", &["run", "--detach", "--", "./not-there"], 1),
+        ("detached_internal_option", &["job.yaml", "--detached", "x:0"], 2),
+    ] {
+        let rejected = operator.launch(args);
+        assert_eq!(rejected.status.code(), Some(exit_code), "{args:?}: {}", output_text(&rejected));
+        operator.0.assert_snapshot(name, &output_text(&rejected));
+    }
+    let ended = operator.launch(&["run", "--json", "--detach", "--", "true"]);
+    let started: Value = serde_json::from_slice(&ended.stdout).unwrap();
+    let is_done = |run: &Value| run["run"] == started["run"] && run["state"] == "done";
+    wait_until("the run is done", || operator.runs().iter().any(is_done));
+}
+
+#[test]
+fn equal_lines_of_ranks_are_deduplicated() {
     let job = "name: many\ncluster: {workers_per_host: 4}\n\
                run: {command: [sh, -c, 'echo same; echo I am $RANK; echo same'], logs: {show: [0, 1, 2, 3]}}\n";
-    let desk = Desk::new(job);
-    let said = desk.said(&["job.yaml"]);
-    let (mut counted, mut own) = ([0; 4], 0);
-    for line in said.lines() {
+    let operator = Operator::new(job);
+    let stdout = operator.stdout(&["job.yaml"]);
+    let (mut shared_lines, mut distinct_lines) = ([0; 4], 0);
+    for line in stdout.lines() {
         let (ranks, text) = line.split_once("] ").unwrap();
         let ranks = ranks.trim_start_matches("[ranks ").trim_start_matches("[rank ");
-        if text.starts_with("I am") {
+        if text != "same" {
             assert_eq!(text, format!("I am {ranks}"));
-            own += 1;
+            distinct_lines += 1;
             continue;
         }
         for part in ranks.split(", ") {
             let (a, b) = part.split_once('-').unwrap_or((part, part));
-            (a.parse().unwrap()..=b.parse::<usize>().unwrap()).for_each(|rank| counted[rank] += 1);
+            (a.parse().unwrap()..=b.parse::<usize>().unwrap()).for_each(|rank| shared_lines[rank] += 1);
         }
     }
-    assert_eq!((counted, own), ([2; 4], 4), "{said}");
+    assert_eq!((shared_lines, distinct_lines), ([2; 4], 4), "{stdout}");
 }
 
 #[test]
@@ -223,39 +232,38 @@ fn a_changed_job_file_takes_effect_while_the_training_runs() {
     let job = support::TINY
         .replace("steps: 20", steps)
         .replace("checkpoint: {every: 10", "checkpoint: {every: never");
-    let desk = Desk::new(&job);
-    let mut running = desk.start(&["job.yaml"]);
+    let operator = Operator::new(&job);
+    let mut running = operator.start(&["job.yaml"]);
     let journal = || {
-        let found = fs::read_dir(desk.0.path("runs/tiny")).into_iter().flatten().flatten();
-        let text = found.filter_map(|e| fs::read_to_string(e.path().join("events.jsonl")).ok()).next();
+        let runs = fs::read_dir(operator.0.path("runs/tiny")).into_iter().flatten().flatten();
+        let text = runs.filter_map(|e| fs::read_to_string(e.path().join("events.jsonl")).ok()).next();
         let lines: Vec<Value> =
             text.unwrap_or_default().lines().filter_map(|l| serde_json::from_str(l).ok()).collect();
         lines
     };
-    let noticed = |part: &str| {
-        let notices = journal().into_iter().filter(|e| e["event"] == "notice");
-        notices.filter(|e| e["message"].as_str().unwrap().contains(part)).count()
-    };
-    wait("it trains", || journal().iter().any(|e| e["event"] == "step"));
-    // Broken, then with a key that can't change and one that can, then the end.
-    fs::write(desk.0.path("job.yaml"), "train: {steps: [").unwrap();
-    wait("the broken file is told", || noticed("is not valid, and the run continues unchanged") == 1);
+    let notices = || journal().into_iter().filter(|e| e["event"] == "notice").count();
+    wait_until("the first step is done", || journal().iter().any(|e| e["event"] == "step"));
+    let before = notices();
+    // a file that is not valid YAML
+    fs::write(operator.0.path("job.yaml"), "train: {steps: [").unwrap();
+    wait_until("the invalid file is reported", || notices() == before + 1);
+    // a change of a key that cannot change during a run, and of one that can
     fs::write(
-        desk.0.path("job.yaml"),
+        operator.0.path("job.yaml"),
         job.replace("seed: 11", "seed: 12").replace("every: never", "every: 5"),
     )
     .unwrap();
-    wait("checkpoints are saved", || journal().iter().any(|e| e["event"] == "checkpoint"));
-    assert_eq!(noticed("`train.seed` can't change"), 1);
+    wait_until("checkpoints are saved", || journal().iter().any(|e| e["event"] == "checkpoint"));
     let reload = journal().into_iter().find(|e| e["event"] == "reload").unwrap();
     let first = journal().into_iter().find(|e| e["event"] == "checkpoint").unwrap();
     assert!(first["step"].as_u64().unwrap() - reload["step"].as_u64().unwrap() <= 5, "{reload} {first}");
-    let temporary = desk.0.path("job.yaml.new");
+    // a new last step, in a file that replaces the job file
+    let temporary = operator.0.path("job.yaml.new");
     let last = journal().iter().filter_map(|e| e["step"].as_u64()).max().unwrap();
     let end = last + 40;
     fs::write(&temporary, job.replace(steps, &format!("steps: {end}"))).unwrap();
-    fs::rename(&temporary, desk.0.path("job.yaml")).unwrap();
-    assert_eq!(running.wait().unwrap().code(), Some(0), "it ends by itself");
+    fs::rename(&temporary, operator.0.path("job.yaml")).unwrap();
+    assert_eq!(running.wait().unwrap().code(), Some(0));
     let events = journal();
     let steps: Vec<u64> =
         events.iter().filter(|e| e["event"] == "step").map(|e| e["step"].as_u64().unwrap()).collect();
@@ -263,13 +271,17 @@ fn a_changed_job_file_takes_effect_while_the_training_runs() {
     let reloads: Vec<u64> =
         events.iter().filter(|e| e["event"] == "reload").map(|e| e["step"].as_u64().unwrap()).collect();
     assert_eq!(reloads.len(), 2);
-    assert_eq!(*steps.last().unwrap(), end.max(reloads[1]), "the new end, or where it was already");
-    assert_eq!(noticed("`train.seed` can't change"), 1, "once");
+    assert_eq!(*steps.last().unwrap(), end.max(reloads[1]), "the new last step, or the step of the reload");
+    let messages: Vec<&str> =
+        events.iter().filter(|e| e["event"] == "notice").map(|e| e["message"].as_str().unwrap()).collect();
+    let messages = messages[before..].join("\n");
+    let messages =
+        reloads.iter().fold(messages, |text, step| text.replace(&(step + 1).to_string(), "[STEP]"));
+    operator.0.assert_snapshot("notices_of_changed_job_files", &messages);
 }
 
-/// What other launchers were told becomes a job that can be planned; the job is stdout, the notes are stderr.
 #[test]
-fn other_launchers_settings_become_jobs() {
+fn configurations_of_other_launchers_are_converted_to_jobs() {
     let place = JobDirectory::new();
     fs::write(place.path("hosts"), "a slots=2\nb slots=2\n").unwrap();
     let config =
@@ -280,43 +292,51 @@ fn other_launchers_settings_become_jobs() {
         r#"{"train_batch_size": 8, "zero_optimization": {"stage": 2, "overlap_comm": true}}"#,
     )
     .unwrap();
-    let ok = |args: &[&str]| {
-        let ran = place.launch(args);
-        assert!(ran.status.success(), "{args:?}: {}", all(&ran));
-        (String::from_utf8(ran.stdout).unwrap(), String::from_utf8(ran.stderr).unwrap())
+    let import = |args: &[&str]| {
+        let output = place.launch(&[&["import"], args].concat());
+        assert!(output.status.success(), "{args:?}: {}", output_text(&output));
+        (String::from_utf8(output.stdout).unwrap(), String::from_utf8(output.stderr).unwrap())
     };
     let world = |job: &str| -> Value {
         fs::write(place.path("imported.yaml"), job).unwrap();
-        serde_json::from_str::<Value>(&ok(&["plan", "imported.yaml", "--json"]).0).unwrap()["world"].clone()
+        let plan = place.launch(&["plan", "imported.yaml", "--json"]);
+        assert!(plan.status.success(), "{}", output_text(&plan));
+        serde_json::from_slice::<Value>(&plan.stdout).unwrap()["world"].clone()
     };
-    let (job, notes) = ok(&["import", "accelerate", "config.yaml", "--", "train.py", "--lr", "1"]);
-    assert!(job.contains("[python, train.py, \"--lr\", \"1\"]") && world(&job) == 2, "{job}");
-    assert!(notes.contains("not carried: frobnicate: "), "{notes}");
-    let (job, notes) = ok(&["import", "deepspeed", "ds.json"]);
+    let (job, notes) = import(&["accelerate", "config.yaml", "--", "train.py", "--lr", "1"]);
+    assert_eq!(world(&job), 2, "{job}");
+    place.assert_snapshot("import_accelerate", &format!("{job}\n# stderr\n{notes}"));
+    let (job, notes) = import(&["deepspeed", "ds.json"]);
     assert_eq!(world(&job.replace("data/*.txt", "corpus.txt")), 1, "{job}");
-    assert!(job.contains("stage: 2") && notes.contains("zero_optimization.overlap_comm"), "{job}{notes}");
-    let (job, _) =
-        ok(&["import", "torchrun", "--hostfile", "hosts", "--", "--nproc-per-node", "2", "-m", "a.b", "-x"]);
-    assert!(job.contains("[python, \"-m\", a.b, \"-x\"]") && world(&job) == 4, "{job}");
-    let (object, _) = ok(&["import", "torchrun", "--json", "--", "a.py"]);
+    place.assert_snapshot("import_deepspeed", &format!("{job}\n# stderr\n{notes}"));
+    let arguments = ["--nproc-per-node", "2", "-m", "a.b", "-x"];
+    let (job, notes) = import(&[&["torchrun", "--hostfile", "hosts", "--"], &arguments[..]].concat());
+    assert_eq!(world(&job), 4, "{job}");
+    place.assert_snapshot("import_torchrun", &format!("{job}\n# stderr\n{notes}"));
+    let (object, _) = import(&["torchrun", "--json", "--", "a.py"]);
     let object: Value = serde_json::from_str(&object).unwrap();
     assert!(object["job"].is_string() && object["notes"].is_array());
     fs::write(place.path("wrong.yaml"), "distributed_type: FSDP\nnum_processes: []\n").unwrap();
     fs::write(place.path("sagemaker.yaml"), "compute_environment: AMAZON_SAGEMAKER\n").unwrap();
     fs::write(place.path("large.json"), " ".repeat(2 << 20)).unwrap();
-    for (args, part) in [
-        (&["import", "accelerate", "absent.yaml"][..], "there is no such file"),
-        (&["import", "accelerate", "wrong.yaml"], "`num_processes` must be an integer"),
-        (&["import", "accelerate", "sagemaker.yaml"], "isn't one that launch runs in"),
-        (&["import", "accelerate", "corpus.txt"], "corpus.txt"),
-        (&["import", "deepspeed", "config.yaml"], "no `{`"),
-        (&["import", "deepspeed", "large.json"], "too large"),
-        (&["import", "deepspeed", "ds.json", "--hostfile", "corpus.txt"], "can't be used"),
-        (&["import", "torchrun", "--", "--frobnicate", "a.py"], "no option `--frobnicate`"),
-        (&["import", "torchrun"], "ARGS"),
+    let mut messages = String::new();
+    for (args, code) in [
+        (&["accelerate", "absent.yaml"][..], "job-file-not-found"),
+        (&["accelerate", "wrong.yaml"], "import-value-invalid"),
+        (&["accelerate", "sagemaker.yaml"], "import-unsupported"),
+        (&["accelerate", "corpus.txt"], "import-not-a-config"),
+        (&["deepspeed", "config.yaml"], "import-not-a-config"),
+        (&["deepspeed", "large.json"], "job-too-large"),
+        (&["deepspeed", "ds.json", "--hostfile", "corpus.txt"], "hostfile-invalid"),
+        (&["torchrun", "--", "--frobnicate", "a.py"], "import-arguments-invalid"),
+        (&["torchrun"], "usage"),
     ] {
-        let ran = place.launch(args);
-        assert!(ran.status.code() == Some(2) && ran.stdout.is_empty(), "{args:?}: {}", all(&ran));
-        assert!(all(&ran).contains(part), "{args:?}: {}", all(&ran));
+        let args = [&["import"], args].concat();
+        let text = place.launch(&args);
+        assert!(text.stdout.is_empty(), "{args:?}: {}", output_text(&text));
+        messages += &format!("launch {}\n{}\n", args.join(" "), output_text(&text));
+        let (exit_code, error) = rejection(&place.launch(&[&["--json"], &args[..]].concat()));
+        assert_eq!((exit_code, &details(&error)[0]["code"]), (2, &code.into()), "{args:?}: {error}");
     }
+    place.assert_snapshot("wrong_imports", &messages);
 }

@@ -1,38 +1,35 @@
-//! Inside a real Slurm (tests/slurm/cluster): allocations of every kind, time limits, lost nodes, and what is left behind.
+//! Jobs in a real Slurm (tests/slurm/cluster): allocations of every kind, time limits, lost nodes,
+//! and remaining processes.
 //!
-//! One cluster at a time: each test waits for the lock, and takes its cluster down whatever happens.
+//! One cluster exists at a time: each test waits for a lock, and removes its cluster in any case.
 #![allow(clippy::unwrap_used)] // a test that panics has failed
 mod support;
 use nix::fcntl::{Flock, FlockArg};
 use serde_json::Value;
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     env, fs,
     path::{Path, PathBuf},
     process::{Command, Output, Stdio},
     time::{Duration, Instant},
 };
-use support::{TINY, corpus, skip};
+use support::{TINY, assert_snapshot, corpus, output_text, skip};
 
 /// Longest wait for anything.
 const LIMIT: Duration = Duration::from_secs(100);
 
 struct Cluster {
     dir: PathBuf,
-    _alone: Flock<fs::File>,
+    _lock: Flock<fs::File>,
 }
 
 fn script() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/slurm/cluster")
 }
 
-fn text(output: &Output) -> String {
-    format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr))
-}
-
-/// Until `look` finds something.
+/// Polls `look` until it returns a value.
 #[track_caller]
-fn await_that<T>(what: &str, context: impl Fn() -> String, mut look: impl FnMut() -> Option<T>) -> T {
+fn wait_until<T>(what: &str, context: impl Fn() -> String, mut look: impl FnMut() -> Option<T>) -> T {
     let began = Instant::now();
     loop {
         if let Some(found) = look() {
@@ -43,10 +40,19 @@ fn await_that<T>(what: &str, context: impl Fn() -> String, mut look: impl FnMut(
     }
 }
 
+/// The only `failure` event in the output of `--json`, which may have lines of other programs.
+#[track_caller]
+fn failure_event(text: &str) -> Value {
+    let events = text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+    let mut failures: Vec<Value> = events.filter(|event| event["event"] == "failure").collect();
+    assert_eq!(failures.len(), 1, "one failure: {text}");
+    failures.remove(0)
+}
+
 impl Cluster {
-    /// `None`: this machine can't have one, which was said.
-    fn up(test: &str, nodes: u32) -> Option<Cluster> {
-        // SAFETY: asks a number of the kernel.
+    /// Starts a cluster. `None` when this machine cannot have one; the test is then skipped.
+    fn start(test: &str, nodes: u32) -> Option<Cluster> {
+        // SAFETY: reads the user id, and cannot fail.
         let root = unsafe { libc::geteuid() } == 0;
         let installed = ["/usr/sbin/slurmctld", "/usr/sbin/slurmd", "/usr/sbin/munged"];
         if !root {
@@ -58,39 +64,43 @@ impl Cluster {
             return None;
         }
         let lock = fs::File::create(env::temp_dir().join("launch-slurm.lock")).unwrap();
-        let alone = Flock::lock(lock, FlockArg::LockExclusive).map_err(|(_, e)| e).unwrap();
+        let lock = Flock::lock(lock, FlockArg::LockExclusive).map_err(|(_, e)| e).unwrap();
         let pattern = env::temp_dir().join("launch-slurm.*");
         Command::new(script()).arg("sweep").arg(pattern).status().unwrap();
         let dir = env::temp_dir().join(format!("launch-slurm.{}", std::process::id()));
-        let cluster = Cluster { dir, _alone: alone };
+        let cluster = Cluster { dir, _lock: lock };
         let up = cluster.call(&["up", &nodes.to_string()]);
-        assert!(up.status.success(), "the cluster didn't come up: {}", text(&up));
+        assert!(up.status.success(), "the cluster did not start: {}", output_text(&up));
         fs::copy(env!("CARGO_BIN_EXE_launch"), cluster.shared("launch")).unwrap();
         fs::write(cluster.shared("corpus.txt"), corpus()).unwrap();
         Some(cluster)
     }
 
+    /// Runs a command of the cluster script.
     fn call(&self, args: &[&str]) -> Output {
         Command::new(script()).arg(&self.dir).args(args).stdin(Stdio::null()).output().unwrap()
     }
 
     /// Runs a shell command on a node, in the shared directory.
-    fn on(&self, node: &str, command: &str) -> Output {
+    fn run_on(&self, node: &str, command: &str) -> Output {
         let marked = format!("cd /shared && export LAUNCH_TEST_MARKER={} && {command}", self.marker());
         self.call(&["exec", node, "sh", "-c", &marked])
     }
 
+    /// The value of an environment variable that all processes of the test have.
     fn marker(&self) -> String {
         format!("slurm-{}", std::process::id())
     }
 
+    /// Runs a shell command on a node, which must succeed. Returns its standard output.
     #[track_caller]
-    fn ok(&self, node: &str, command: &str) -> String {
-        let output = self.on(node, command);
-        assert!(output.status.success(), "{command}: {}", text(&output));
+    fn output_of(&self, node: &str, command: &str) -> String {
+        let output = self.run_on(node, command);
+        assert!(output.status.success(), "{command}: {}", output_text(&output));
         String::from_utf8(output.stdout).unwrap().trim().to_owned()
     }
 
+    /// A path in the directory that all nodes share.
     fn shared(&self, name: &str) -> PathBuf {
         self.dir.join("shared").join(name)
     }
@@ -99,26 +109,28 @@ impl Cluster {
         fs::read_to_string(self.shared(name)).unwrap_or_default()
     }
 
-    /// A shell script as ranks.
-    fn program(&self, slurm: &str, run: &str, script: &str) {
+    /// Writes a job whose ranks run a shell script.
+    fn write_program(&self, slurm: &str, run: &str, script: &str) {
         let command = serde_json::to_string(&["sh", "-c", script]).unwrap();
         let yaml = format!("name: test\nslurm: {slurm}\nrun:\n  command: {command}\n  {run}\n");
         fs::write(self.shared("job.yaml"), yaml).unwrap();
     }
 
-    /// A training job of two workers on each of `nodes`, and the losses of an undisturbed run of it on one machine.
-    fn training(&self, nodes: u32, steps: u64) -> BTreeMap<u64, (u64, u64)> {
+    /// Writes a training job with two workers on each of `nodes`. Returns the losses of an
+    /// uninterrupted run of it on one machine.
+    fn write_training(&self, nodes: u32, steps: u64) -> BTreeMap<u64, (u64, u64)> {
         let job = TINY
             .replace("steps: 20", &format!("steps: {steps}"))
             .replace("{every: 10, keep: 2}", "{every: 25, keep: 2}");
         let slurm = format!("slurm: {{nodes: {nodes}, signal_time: 10s}}\n");
         fs::write(self.shared("job.yaml"), job + &slurm).unwrap();
-        let undisturbed = "./launch job.yaml --set name=undisturbed --set cluster.hosts=local";
-        self.ok("h1", undisturbed);
-        self.losses("undisturbed")
+        let uninterrupted = "./launch job.yaml --set name=uninterrupted --set cluster.hosts=local";
+        self.output_of("h1", uninterrupted);
+        self.losses("uninterrupted")
     }
 
-    /// Step → bits of loss and gradient norm, over all runs of a job; what two runs both did is the same.
+    /// The bits of loss and gradient norm of each step, over all runs of a job. Steps that two runs
+    /// executed must be equal.
     fn losses(&self, job: &str) -> BTreeMap<u64, (u64, u64)> {
         let mut losses = BTreeMap::new();
         for event in self.events(job).iter().filter(|e| e["event"] == "step") {
@@ -130,16 +142,36 @@ impl Cluster {
         losses
     }
 
-    /// The events of all runs of a job, in their order.
+    /// The events of all runs of a job, in order.
     fn events(&self, job: &str) -> Vec<Value> {
         let entries = fs::read_dir(self.shared("runs").join(job)).into_iter().flatten().flatten();
         let mut runs: Vec<PathBuf> =
             entries.map(|e| e.path().join("events.jsonl")).filter(|f| f.exists()).collect();
         runs.sort();
         let lines = |file: &PathBuf| fs::read_to_string(file).unwrap_or_default();
-        let whole =
+        let parse =
             |text: String| text.lines().filter_map(|l| serde_json::from_str(l).ok()).collect::<Vec<Value>>();
-        runs.iter().flat_map(|file| whole(lines(file))).collect()
+        runs.iter().flat_map(|file| parse(lines(file))).collect()
+    }
+
+    /// The failure of the last run of a job that failed.
+    #[track_caller]
+    fn last_failure(&self, job: &str) -> Value {
+        let events = self.events(job).into_iter().rev();
+        events.into_iter().find(|event| event["event"] == "failure").expect("a failure")
+    }
+
+    /// Compares the notices of all runs of a job with a snapshot. The ids of Slurm jobs are
+    /// replaced.
+    #[track_caller]
+    fn assert_notices(&self, job: &str, snapshot: &str) {
+        let events = self.events(job);
+        let notices = events.iter().filter(|event| event["event"] == "notice");
+        let lines: Vec<&str> = notices.filter_map(|event| event["message"].as_str()).collect();
+        let net = fs::read_to_string(self.dir.join("net")).unwrap();
+        let address = format!(r"{}\.\d+", net.trim().replace('.', r"\."));
+        let filters = [(r"Slurm job \d+", "Slurm job [ID]"), (address.as_str(), "[ADDRESS]")];
+        assert_snapshot(&self.dir, snapshot, &lines.join("\n"), &filters);
     }
 
     fn last_step(&self, job: &str) -> u64 {
@@ -149,14 +181,14 @@ impl Cluster {
 
     /// One field of `scontrol show job`.
     fn field(&self, job: &str, name: &str) -> String {
-        let shown = self.on("h0", &format!("scontrol -o show job {job}"));
-        let of = |word: &str| word.strip_prefix(name)?.strip_prefix('=').map(str::to_owned);
-        String::from_utf8_lossy(&shown.stdout).split_whitespace().find_map(of).unwrap_or_default()
+        let shown = self.run_on("h0", &format!("scontrol -o show job {job}"));
+        let value = |word: &str| word.strip_prefix(name)?.strip_prefix('=').map(str::to_owned);
+        String::from_utf8_lossy(&shown.stdout).split_whitespace().find_map(value).unwrap_or_default()
     }
 
-    /// Everything there is to say about a job that went wrong.
-    fn told(&self, job: &str) -> String {
-        let shown = text(&self.on(
+    /// The state, logs and last events of a job, for the message of a failed test.
+    fn describe(&self, job: &str) -> String {
+        let shown = output_text(&self.run_on(
             "h0",
             &format!("scontrol show job {job}; sinfo -N -l; cat runs/*/slurm-{job}.out slurm-{job}.out"),
         ));
@@ -166,29 +198,23 @@ impl Cluster {
         format!("{shown}\n{}", events[tail..].join("\n"))
     }
 
+    /// Waits until a job ends, which must be in this state.
     #[track_caller]
-    fn ended(&self, job: &str, state: &str) {
+    fn wait_end(&self, job: &str, state: &str) {
         let states = ["COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"];
-        let found = await_that(
+        let found = wait_until(
             &format!("the end of job {job}"),
-            || self.told(job),
+            || self.describe(job),
             || Some(self.field(job, "JobState")).filter(|found| states.contains(&found.as_str())),
         );
-        assert_eq!(found, state, "{}", self.told(job));
+        assert_eq!(found, state, "{}", self.describe(job));
     }
 
+    /// Waits until no node has a process of the test.
     #[track_caller]
-    fn said(&self, job: &str, part: &str) {
-        let log = self.read(&format!("runs/test/slurm-{job}.out"))
-            + &self.read(&format!("runs/tiny/slurm-{job}.out"));
-        assert!(log.contains(part), "no `{part}` in:\n{log}\n{}", self.told(job));
-    }
-
-    /// Nothing of any job is alive on any node.
-    #[track_caller]
-    fn nothing_left(&self) {
+    fn assert_nothing_left(&self) {
         let marker = format!("LAUNCH_TEST_MARKER={}", self.marker()).into_bytes();
-        let marked = |pid: &i32| {
+        let is_marked = |pid: &i32| {
             fs::read(format!("/proc/{pid}/environ")).is_ok_and(|e| e.split(|b| *b == 0).any(|v| v == marker))
         };
         let alive = || -> Vec<String> {
@@ -197,9 +223,9 @@ impl Cluster {
             let line = |pid: i32| {
                 fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default().replace('\0', " ")
             };
-            pids.filter(marked).map(line).collect()
+            pids.filter(is_marked).map(line).collect()
         };
-        await_that("the end of all processes", || alive().join("\n"), || alive().is_empty().then_some(()));
+        wait_until("the end of all processes", || alive().join("\n"), || alive().is_empty().then_some(()));
     }
 }
 
@@ -207,68 +233,77 @@ impl Drop for Cluster {
     fn drop(&mut self) {
         let down = self.call(&["down"]);
         if !down.status.success() {
-            eprintln!("the cluster {} wasn't taken down: {}", self.dir.display(), text(&down));
+            eprintln!("the cluster {} was not removed: {}", self.dir.display(), output_text(&down));
         }
     }
 }
 
 #[test]
 fn programs_run_in_allocations_of_every_kind() {
-    let Some(c) = Cluster::up("programs_run_in_allocations_of_every_kind", 4) else { return };
-    let say = "echo $(hostname) $LOCAL_RANK/$LOCAL_WORLD_SIZE $GROUP_RANK/$GROUP_WORLD_SIZE $WORLD_SIZE $MASTER_ADDR $SLURM_STEP_NODELIST $SLURM_ARRAY_TASK_ID > said.$SLURM_JOB_ID.$RANK";
-    c.program("{nodes: 4, extra: [\"--array=0-1\"]}", "env: {}\ncluster: {workers_per_host: 2}", say);
-    // submitted, as an array of two
-    let job = c.ok("h0", "./launch sbatch job.yaml");
-    await_that("the array's end", || c.told(&job), || c.ok("h0", "squeue -h").is_empty().then_some(()));
-    let members: Vec<String> = fs::read_dir(c.shared(""))
+    let Some(c) = Cluster::start("programs_run_in_allocations_of_every_kind", 4) else { return };
+    let report_rank = "echo $(hostname) $LOCAL_RANK/$LOCAL_WORLD_SIZE $GROUP_RANK/$GROUP_WORLD_SIZE $WORLD_SIZE $MASTER_ADDR $SLURM_STEP_NODELIST $SLURM_ARRAY_TASK_ID > rank.$SLURM_JOB_ID.$RANK";
+    c.write_program(
+        "{nodes: 4, extra: [\"--array=0-1\"]}",
+        "env: {}\ncluster: {workers_per_host: 2}",
+        report_rank,
+    );
+    // sbatch, as an array of two
+    let job = c.output_of("h0", "./launch sbatch job.yaml");
+    wait_until(
+        "the array's end",
+        || c.describe(&job),
+        || c.output_of("h0", "squeue -h").is_empty().then_some(()),
+    );
+    let reports: Vec<String> = fs::read_dir(c.shared(""))
         .unwrap()
         .flatten()
         .map(|e| e.file_name().into_string().unwrap())
-        .filter(|n| n.starts_with("said."))
+        .filter(|n| n.starts_with("rank."))
         .collect();
-    assert_eq!(members.len(), 16, "{members:?}\n{}", c.told(&job));
-    let of = |rank: u32| c.read(&format!("said.{job}.{rank}"));
+    assert_eq!(reports.len(), 16, "{reports:?}\n{}", c.describe(&job));
+    let words = |text: String| text.split_whitespace().map(str::to_owned).collect::<Vec<_>>();
     let net = fs::read_to_string(c.dir.join("net")).unwrap();
     for rank in 0..8 {
         let (host, local) = (rank / 2 + 1, rank % 2);
-        let want = format!("h{host} {local}/2 {}/4 8 {}.2 h[1-4]", host - 1, net.trim());
-        assert!(of(rank).starts_with(&want), "{want}: {}", of(rank));
+        let expected = format!("h{host} {local}/2 {}/4 8 {}.2 h[1-4]", host - 1, net.trim());
+        assert_eq!(words(c.read(&format!("rank.{job}.{rank}")))[..6], words(expected));
     }
-    // salloc: the tasks that were asked for, by node
-    c.program("{}", "env: {}", say);
-    let alloc = c.on("h0", "salloc -Q -N3 -n4 ./launch job.yaml");
-    assert!(alloc.status.success(), "{}", text(&alloc));
-    let job = c.ok("h0", "ls said.* | cut -d. -f2 | sort -n | tail -1");
-    let hosts: Vec<String> = (0..4).map(|r| c.read(&format!("said.{job}.{r}"))).collect();
-    assert!(hosts.iter().all(|said| said.contains("/3 4 ")), "{hosts:?}");
-    // two groups
+    // salloc, which places the requested tasks on the nodes
+    c.write_program("{}", "env: {}", report_rank);
+    let alloc = c.run_on("h0", "salloc -Q -N3 -n4 ./launch job.yaml");
+    assert!(alloc.status.success(), "{}", output_text(&alloc));
+    let job = c.output_of("h0", "ls rank.* | cut -d. -f2 | sort -n | tail -1");
+    for rank in 0..4 {
+        let report = words(c.read(&format!("rank.{job}.{rank}")));
+        let (_, hosts) = report[2].split_once('/').unwrap();
+        assert_eq!((hosts, report[3].as_str()), ("3", "4"), "{report:?}");
+    }
+    // a heterogeneous job of two groups
     let het = "#!/bin/bash\n#SBATCH -N1 -n1 -o het.out\n#SBATCH hetjob\n#SBATCH -N2 -n4 --ntasks-per-node=2\nexec ./launch job.yaml\n";
     fs::write(c.shared("het.sh"), het).unwrap();
-    let ran = c.on("h0", "sbatch --wait --parsable het.sh");
-    assert!(ran.status.success(), "{}{}", text(&ran), c.read("het.out"));
+    let ran = c.run_on("h0", "sbatch --wait --parsable het.sh");
+    assert!(ran.status.success(), "{}{}", output_text(&ran), c.read("het.out"));
     let job = String::from_utf8_lossy(&ran.stdout).trim().to_owned();
-    let said = c.ok("h0", &format!("cat said.{job}.*"));
-    assert_eq!(said.lines().count(), 5, "{said}");
-    for part in ["h1 0/1 0/3 5", "h2 1/2 1/3 5", "h3 1/2 2/3 5"] {
-        assert!(said.contains(part), "{part}: {said}");
+    let reports = c.output_of("h0", &format!("cat rank.{job}.*"));
+    assert_eq!(reports.lines().count(), 5, "{reports}");
+    for expected in ["h1 0/1 0/3 5 ", "h2 1/2 1/3 5 ", "h3 1/2 2/3 5 "] {
+        assert!(reports.lines().any(|line| line.starts_with(expected)), "{expected}: {reports}");
     }
-    // GPUs that were asked for by task, unequal; all of a node's are there
+    // GPUs per task on nodes with different numbers of tasks: a worker sees all GPUs of its node
     let gpus = "echo $CUDA_VISIBLE_DEVICES > gpus.$(hostname)";
-    c.program("{}", "env: {}\ncluster: {workers_per_host: 1}", gpus);
-    let ran = c.on("h0", "salloc -Q -N2 -n5 --gpus-per-task=1 ./launch job.yaml");
-    assert!(ran.status.success(), "{}", text(&ran));
+    c.write_program("{}", "env: {}\ncluster: {workers_per_host: 1}", gpus);
+    let ran = c.run_on("h0", "salloc -Q -N2 -n5 --gpus-per-task=1 ./launch job.yaml");
+    assert!(ran.status.success(), "{}", output_text(&ran));
     assert_eq!((c.read("gpus.h1").trim(), c.read("gpus.h2").trim()), ("0,1,2,3", "0"));
-    c.nothing_left();
+    c.assert_nothing_left();
 }
 
 #[test]
-fn what_can_not_run_in_an_allocation_is_refused_with_what_to_do() {
-    let Some(c) = Cluster::up("what_can_not_run_in_an_allocation_is_refused_with_what_to_do", 2) else {
-        return;
-    };
-    c.program("{}", "env: {}", "echo ran on $(hostname)");
-    // All nodes are checked, by a step that is gone afterwards.
-    let checked = c.ok("h0", "salloc -Q -N2 ./launch check job.yaml --json");
+fn wrong_uses_of_an_allocation_are_rejected_with_help() {
+    let Some(c) = Cluster::start("wrong_uses_of_an_allocation_are_rejected_with_help", 2) else { return };
+    c.write_program("{}", "env: {}", "echo ran on $(hostname)");
+    // `launch check` inspects all nodes by a job step, and ends it
+    let checked = c.output_of("h0", "salloc -Q -N2 ./launch check job.yaml --json");
     let checked: Value = serde_json::from_str(&checked).unwrap();
     let names: Vec<&str> = checked["hosts"]
         .as_array()
@@ -277,134 +312,160 @@ fn what_can_not_run_in_an_allocation_is_refused_with_what_to_do() {
         .map(|h| h["node"]["hostname"].as_str().unwrap())
         .collect();
     assert_eq!((names, &checked["ok"]), (vec!["h1", "h2"], &true.into()), "{checked:#}");
-    let step = c.on("h0", "srun -N2 -n2 ./launch job.yaml");
-    assert!(!step.status.success() && text(&step).contains("without srun"), "{}", text(&step));
-    let outside = c.on("h0", "./launch job.yaml --set cluster.hosts=slurm");
-    assert_eq!(outside.status.code(), Some(3), "{}", text(&outside));
-    assert!(text(&outside).contains("SLURM_JOB_ID"), "{}", text(&outside));
-    // the executable lies on one node only
-    let own = "mkdir -p /opt/own && cp launch /opt/own/ && cat > own.sh <<'E'\n#!/bin/bash\nexec /opt/own/launch job.yaml $SET\nE\n";
-    c.ok("h1", own);
-    let absent = c.on("h0", "sbatch --wait -Q -N2 -o absent.out own.sh");
-    let log = c.read("absent.out");
-    assert!(!absent.status.success() && log.contains("slurm.bcast: true"), "{log}");
-    let copied = c.on(
+    let mut messages = String::new();
+    let mut append = |failure: &Value| {
+        let diagnostic = &failure["diagnostics"][0];
+        messages += &format!("{}: {}\n  help: {}\n", failure["code"], diagnostic["message"], failure["help"]);
+    };
+    let per_task = c.run_on("h0", "srun -N2 -n2 -K0 -o task-%t.json ./launch job.yaml --json");
+    assert!(!per_task.status.success(), "{}", output_text(&per_task));
+    let failure = failure_event(&c.read("task-0.json"));
+    assert_eq!(failure["code"], "slurm-started-per-task", "{failure}");
+    append(&failure);
+    let outside = c.run_on("h0", "./launch job.yaml --json --set cluster.hosts=slurm");
+    assert_eq!(outside.status.code(), Some(3), "{}", output_text(&outside));
+    let failure = failure_event(&output_text(&outside));
+    assert_eq!(failure["code"], "slurm-allocation-missing", "{failure}");
+    append(&failure);
+    // one node only has the executable
+    let script = "mkdir -p /opt/local && cp launch /opt/local/ && cat > local.sh <<'E'\n#!/bin/bash\nexec /opt/local/launch job.yaml $ARGS\nE\n";
+    c.output_of("h1", script);
+    let missing = c.run_on("h0", "ARGS=--json sbatch --wait -Q -N2 -o missing.out local.sh");
+    assert!(!missing.status.success(), "{}", output_text(&missing));
+    let failure = failure_event(&c.read("missing.out"));
+    append(&failure);
+    assert_snapshot(&c.dir, "rejected_in_an_allocation", &messages, &[]);
+    assert_eq!(failure["diagnostics"][0]["code"], "slurm-executable-missing", "{failure}");
+    let copied = c.run_on(
         "h0",
-        "SET='--set slurm.bcast=true --set run.logs.show=[0,1]' sbatch --wait -Q -N2 -o copied.out own.sh",
+        "ARGS='--set slurm.bcast=true --set run.logs.show=[0,1]' sbatch --wait -Q -N2 -o copied.out local.sh",
     );
     let log = c.read("copied.out");
     assert!(copied.status.success() && log.contains("ran on h1") && log.contains("ran on h2"), "{log}");
-    assert_eq!(c.ok("h2", "ls /tmp"), "", "the copy is gone");
-    c.nothing_left();
+    assert_eq!(c.output_of("h2", "ls /tmp"), "", "the copy was not removed");
+    c.assert_nothing_left();
 }
 
 #[test]
-fn a_failure_ends_every_node_and_is_named() {
-    let Some(c) = Cluster::up("a_failure_ends_every_node_and_is_named", 3) else { return };
-    // Each rank leaves a process in a session of its own.
+fn a_failure_ends_all_processes_on_every_node_and_is_reported() {
+    let Some(c) = Cluster::start("a_failure_ends_all_processes_on_every_node_and_is_reported", 3) else {
+        return;
+    };
+    // each rank leaves a process in a separate session
     let script = "setsid sleep 1000 & echo up > up.$RANK; while [ ! -e go ]; do sleep 0.05; done; [ $RANK = 2 ] && exit 9; exec sleep 1000";
-    c.program("{nodes: 3, requeues: 0}", "grace_period: 5s", script);
-    let begin = |c: &Cluster| {
+    c.write_program("{nodes: 3, requeues: 0}", "grace_period: 5s", script);
+    let submit = |c: &Cluster| {
         for file in ["up.0", "up.1", "up.2", "go"] {
             _ = fs::remove_file(c.shared(file));
         }
-        let job = c.ok("h0", "./launch sbatch job.yaml");
+        let job = c.output_of("h0", "./launch sbatch job.yaml");
         let up = || (0..3).all(|rank| c.shared(&format!("up.{rank}")).exists()).then_some(());
-        await_that("the start", || c.told(&job), up);
+        wait_until("the start", || c.describe(&job), up);
         job
     };
-    let job = begin(&c);
+    let job = submit(&c);
     fs::write(c.shared("go"), "").unwrap();
-    c.ended(&job, "FAILED");
-    c.said(&job, "exit code 9");
-    c.said(&job, "h3");
-    c.nothing_left();
+    c.wait_end(&job, "FAILED");
+    let failure = c.last_failure("test");
+    assert_eq!((&failure["reason"]["code"], &failure["host"]), (&9.into(), &"h3".into()), "{failure}");
+    c.assert_nothing_left();
 
-    // srun is killed: Slurm ends its tasks
-    let job = begin(&c);
-    c.ok("h1", "pkill -KILL -o -x srun");
-    c.ended(&job, "FAILED");
-    c.said(&job, "srun");
-    c.nothing_left();
+    // Slurm ends the tasks of a killed srun
+    let job = submit(&c);
+    c.output_of("h1", "pkill -KILL -o -x srun");
+    c.wait_end(&job, "FAILED");
+    let failure = c.last_failure("test");
+    assert_eq!(failure["diagnostics"][0]["code"], "slurm-step-failed", "{failure}");
+    c.assert_nothing_left();
 
-    // scancel: the program gets SIGTERM, and all is gone
-    let job = begin(&c);
-    c.ok("h0", &format!("scancel {job}"));
-    c.ended(&job, "CANCELLED");
-    c.nothing_left();
+    // scancel sends SIGTERM to the program
+    let job = submit(&c);
+    c.output_of("h0", &format!("scancel {job}"));
+    c.wait_end(&job, "CANCELLED");
+    c.assert_nothing_left();
 }
 
 #[test]
-fn the_time_limit_and_scancel_find_a_saved_job_that_goes_on() {
-    let Some(c) = Cluster::up("the_time_limit_and_scancel_find_a_saved_job_that_goes_on", 5) else { return };
-    // A program on a node of its own runs into its real time limit, meanwhile.
+fn jobs_save_at_the_time_limit_and_at_scancel_and_resume() {
+    let Some(c) = Cluster::start("jobs_save_at_the_time_limit_and_at_scancel_and_resume", 5) else { return };
+    // meanwhile a program on another node reaches its real time limit
     let script = "[ -e saved ] && exit 0; trap 'touch saved; exit 0' TERM; while :; do sleep 0.1; done";
-    c.program("{nodes: 1, time: 1m, signal_time: 10s}", "grace_period: 8s", script);
+    c.write_program("{nodes: 1, time: 1m, signal_time: 10s}", "grace_period: 8s", script);
     fs::rename(c.shared("job.yaml"), c.shared("limited.yaml")).unwrap();
-    let limited = c.ok("h0", "./launch sbatch limited.yaml");
-    let want = c.training(4, 400);
-    let job = c.ok("h0", "./launch sbatch job.yaml");
+    let limited = c.output_of("h0", "./launch sbatch limited.yaml");
+    let expected = c.write_training(4, 400);
+    let job = c.output_of("h0", "./launch sbatch job.yaml");
     let begun = || (c.last_step("tiny") >= 10).then_some(());
-    await_that("the first steps", || c.told(&job), begun);
-    // The same signal as before the limit (--signal=B:USR1@…), sooner: to the batch script alone.
-    c.ok("h0", &format!("scancel -b -s USR1 {job}"));
+    wait_until("the first steps", || c.describe(&job), begun);
+    // the signal that Slurm sends to the batch script before the limit (--signal=B:USR1@…)
+    c.output_of("h0", &format!("scancel -b -s USR1 {job}"));
     let again = || (c.field(&job, "Restarts") == "1" && c.field(&job, "JobState") == "RUNNING").then_some(());
-    await_that("the requeue", || c.told(&job), again);
+    wait_until("the requeue", || c.describe(&job), again);
     let stopped = c.last_step("tiny");
-    assert!(stopped < 400, "it was done before it was told to stop");
-    c.said(&job, "is put back into the queue");
-    await_that("more steps", || c.told(&job), || (c.last_step("tiny") > stopped).then_some(()));
-    // scancel signals every process of the job; it saves and is over.
-    c.ok("h0", &format!("scancel {job}"));
-    c.ended(&job, "CANCELLED");
-    c.nothing_left();
+    assert!(stopped < 400, "the run completed before the signal");
+    wait_until("more steps", || c.describe(&job), || (c.last_step("tiny") > stopped).then_some(()));
+    // scancel signals every process of the job, which saves and ends
+    c.output_of("h0", &format!("scancel {job}"));
+    c.wait_end(&job, "CANCELLED");
+    c.assert_nothing_left();
     let resumes = |c: &Cluster| c.events("tiny").iter().filter(|e| e["event"] == "resume").count();
     let steps = c.last_step("tiny");
     let saved = c.events("tiny").iter().rev().find(|e| e["event"] == "checkpoint").unwrap()["step"].clone();
-    assert_eq!((resumes(&c), saved.as_u64()), (1, Some(steps)), "{}", c.told(&job));
-    let job = c.ok("h0", "./launch sbatch job.yaml");
-    c.ended(&job, "COMPLETED");
-    assert_eq!(resumes(&c), 2, "{}", c.told(&job));
-    assert!(c.losses("tiny") == want, "the losses differ from an undisturbed run's");
-    c.ended(&limited, "COMPLETED");
+    assert_eq!((resumes(&c), saved.as_u64()), (1, Some(steps)), "{}", c.describe(&job));
+    let job = c.output_of("h0", "./launch sbatch job.yaml");
+    c.wait_end(&job, "COMPLETED");
+    assert_eq!(resumes(&c), 2, "{}", c.describe(&job));
+    assert!(c.losses("tiny") == expected, "the losses differ from those of an uninterrupted run");
+    c.wait_end(&limited, "COMPLETED");
     assert!(c.shared("saved").exists());
-    assert_eq!(c.field(&limited, "Restarts"), "1", "{}", c.told(&limited));
-    c.said(&limited, "is put back into the queue");
-    c.nothing_left();
+    assert_eq!(c.field(&limited, "Restarts"), "1", "{}", c.describe(&limited));
+    c.assert_notices("test", "notices_at_the_time_limit_of_a_program");
+    c.assert_notices("tiny", "notices_at_the_time_limit_and_scancel");
+    c.assert_nothing_left();
 }
 
 #[test]
-fn a_lost_node_is_answered_by_a_requeue_and_a_resume() {
-    let Some(c) = Cluster::up("a_lost_node_is_answered_by_a_requeue_and_a_resume", 4) else { return };
-    // Another node than the batch script's is lost: launch notices, and asks to be queued again.
+fn a_job_that_loses_a_node_is_requeued_and_resumes() {
+    let Some(c) = Cluster::start("a_job_that_loses_a_node_is_requeued_and_resumes", 4) else { return };
+    // the loss of another node than that of the batch script: launch requeues the job
     let script = "echo $(hostname) >> up.$RANK; [ $(wc -l < up.$RANK) -gt 1 ] && exit 0; exec sleep 1000";
-    c.program("{nodes: 3}", "grace_period: 5s", script);
-    let job = c.ok("h0", "./launch sbatch job.yaml");
+    c.write_program("{nodes: 3}", "grace_period: 5s", script);
+    let job = c.output_of("h0", "./launch sbatch job.yaml");
     let up = || (0..3).all(|rank| c.shared(&format!("up.{rank}")).exists()).then_some(());
-    await_that("the start", || c.told(&job), up);
+    wait_until("the start", || c.describe(&job), up);
     assert!(c.call(&["crash", "h3"]).status.success());
-    c.ended(&job, "COMPLETED");
-    assert_eq!(c.field(&job, "Restarts"), "1", "{}", c.told(&job));
-    c.said(&job, "is put back into the queue");
+    c.wait_end(&job, "COMPLETED");
+    assert_eq!(c.field(&job, "Restarts"), "1", "{}", c.describe(&job));
+    c.assert_notices("test", "notices_of_a_lost_node");
     let ran = c.read("up.2");
     assert_eq!(ran.lines().collect::<Vec<_>>(), ["h3", "h4"]);
     assert!(c.call(&["boot", "h3"]).status.success());
 
-    // The batch script's own node is lost: Slurm notices, and queues the job again.
-    let want = c.training(2, 400);
+    // the loss of the node of the batch script: Slurm requeues the job
+    let expected = c.write_training(2, 400);
     let net = fs::read_to_string(c.dir.join("net")).unwrap();
     let interface = format!("{}.0/24", net.trim());
     let set = format!("--set cluster.interface={interface}");
-    let job = c.ok("h0", &format!("./launch sbatch job.yaml {set} -- --exclude=h3"));
+    let job = c.output_of("h0", &format!("./launch sbatch job.yaml {set} -- --exclude=h3"));
     let begun = || (c.last_step("tiny") >= 30).then_some(());
-    await_that("the first checkpoint", || c.told(&job), begun);
+    wait_until("the first checkpoint", || c.describe(&job), begun);
     let node = c.field(&job, "BatchHost");
     assert!(c.call(&["crash", &node]).status.success());
-    c.ended(&job, "COMPLETED");
-    assert_ne!(c.field(&job, "Restarts"), "0", "{}", c.told(&job));
-    assert!(c.losses("tiny") == want, "the losses differ from an undisturbed run's");
-    // Where ranks listen for those of other nodes is what was asked for.
-    let log = c.ok("h0", "cat runs/tiny/2*/logs/rank-0.log");
-    let chosen = |line: &str| line.contains(&format!("{}.", net.trim())) && line.contains(&interface);
-    assert!(log.lines().any(chosen), "{log}");
+    c.wait_end(&job, "COMPLETED");
+    assert_ne!(c.field(&job, "Restarts"), "0", "{}", c.describe(&job));
+    assert!(c.losses("tiny") == expected, "the losses differ from those of an uninterrupted run");
+    // ranks listen on the requested interface
+    let log = c.output_of("h0", "cat runs/tiny/2*/logs/rank-0.log");
+    let lines = log.lines().filter(|line| line.contains(&format!("{}.", net.trim())));
+    let address = regex::Regex::new(&format!(r"{}\.\d+(:\d+)?", net.trim().replace('.', r"\."))).unwrap();
+    let lines: BTreeSet<String> = lines
+        .map(|line| line.replace(&interface, "[NETWORK]"))
+        .map(|line| address.replace_all(&line, "[ADDRESS]").into_owned())
+        .collect();
+    assert_snapshot(
+        &c.dir,
+        "listen_addresses",
+        &lines.into_iter().collect::<Vec<_>>().join("\n"),
+        &[(r"interface \S+,", "interface [NAME],")],
+    );
 }

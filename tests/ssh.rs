@@ -11,7 +11,7 @@ use std::{
 };
 use support::hosts::Hosts;
 
-/// A directory for a job on the hosts.
+/// A directory with a job that runs on the hosts.
 struct Job {
     dir: tempfile::TempDir,
     home: PathBuf,
@@ -45,7 +45,7 @@ impl Job {
         self.command(args).output().expect("launch starts")
     }
 
-    /// `launch check --json` with these settings: exit code and what it found.
+    /// Runs `launch check --json` with these settings. Returns the exit code and the report.
     fn check(&self, set: &[&str]) -> (i32, Value) {
         let settings = set.iter().flat_map(|s| ["--set", s]);
         let args: Vec<&str> = ["check", "job.yaml", "--json"].into_iter().chain(settings).collect();
@@ -58,7 +58,7 @@ impl Job {
     }
 }
 
-/// The one failed check of a host.
+/// The only failed check of a host.
 #[track_caller]
 fn failed_check<'r>(report: &'r Value, host: &str) -> &'r Value {
     let hosts = report["hosts"].as_array().expect("hosts");
@@ -70,8 +70,15 @@ fn failed_check<'r>(report: &'r Value, host: &str) -> &'r Value {
     failed[0]
 }
 
+/// The check of this name in the report of a host.
+#[track_caller]
+fn check_named<'r>(host_report: &'r Value, name: &str) -> &'r Value {
+    let checks = host_report["checks"].as_array().expect("checks");
+    checks.iter().find(|c| c["check"] == name).unwrap_or_else(|| panic!("no {name} in {host_report}"))
+}
+
 const ALL: &str = "[\"h[0-3]\"]";
-const NOTHING: &str = "run: {command: ['true'], workdir: /}";
+const TRIVIAL_RUN: &str = "run: {command: ['true'], workdir: /}";
 
 /// Expects that exactly this check of a host has failed, with this diagnostic code.
 #[track_caller]
@@ -80,7 +87,7 @@ fn expect_failure(report: &Value, host: &str, check: &str, code: &str) {
     assert!(failed["check"] == check && failed["code"] == code, "{host}: {failed}");
 }
 
-/// What is looked at on every host; of GPUs there is more where there are any.
+/// The checks of every host. Hosts with GPUs have further ones.
 const CHECKS: [&str; 21] = [
     "dns",
     "tcp",
@@ -108,49 +115,50 @@ const CHECKS: [&str; 21] = [
 #[test]
 fn reachable_hosts_pass_every_check() {
     let Some(hosts) = Hosts::up("ssh::reachable_hosts_pass_every_check", 4) else { return };
-    let job = Job::new(&hosts, ALL, NOTHING);
+    let job = Job::new(&hosts, ALL, TRIVIAL_RUN);
     let (code, found) = job.check(&[]);
     assert_eq!((code, &found["ok"]), (0, &Value::Bool(true)), "{found:#}");
     for host in found["hosts"].as_array().expect("hosts") {
         assert!(host["clock_skew"].as_f64().expect("a number").abs() < 5.0);
         let checks = host["checks"].as_array().expect("checks");
-        let ports = checks.iter().find(|c| c["check"] == "ports").expect("ports");
-        assert!(ports["found"].as_str().expect("text").starts_with("3 peers"), "{ports}");
-        let made: Vec<&str> = checks.iter().filter_map(|c| c["check"].as_str()).collect();
-        let missing: Vec<&&str> = CHECKS.iter().filter(|what| !made.contains(what)).collect();
-        assert!(missing.is_empty(), "not looked at: {missing:?}");
+        let ports = check_named(host, "ports");
+        assert_eq!(ports["fields"]["peers"], 3, "{ports}");
+        let names: Vec<&str> = checks.iter().filter_map(|c| c["check"].as_str()).collect();
+        let missing: Vec<&&str> = CHECKS.iter().filter(|name| !names.contains(name)).collect();
+        assert!(missing.is_empty(), "checks that were not made: {missing:?}");
     }
-    // The table for a person has all of them too.
-    let shown = job.launch(&["check", "job.yaml"]);
-    let shown = String::from_utf8_lossy(&shown.stdout).into_owned();
-    for what in CHECKS {
-        let rows: Vec<&str> = shown.lines().filter(|l| l.starts_with(&format!("{what} "))).collect();
-        assert!(rows.len() == 1 && rows[0].contains(" 4 "), "{what}: {shown}");
+    // the table also has every check, with the number of hosts that passed or warned
+    let table = job.launch(&["check", "job.yaml"]);
+    let table = String::from_utf8_lossy(&table.stdout).into_owned();
+    for name in CHECKS {
+        let rows: Vec<&str> = table.lines().filter_map(|l| l.strip_prefix(&format!("{name} "))).collect();
+        let first_word = rows.first().and_then(|row| row.split_whitespace().next());
+        assert_eq!((rows.len(), first_word), (1, Some("4")), "{name}: {table}");
     }
-    // the executable is there under its hash, for the user alone; nothing else is
+    // only the executable is cached, under its hash and readable by the user only
     let listing = hosts.shell("h2", "cd /root/.cache/launch/bin && stat -c '%a %n' . *; ls -A | wc -l; ls -A / | grep -c launch-check || true");
     let lines: Vec<&str> = listing.lines().collect();
     assert!(
-        lines[0] == "700 ." && lines[1].starts_with("700 ") && lines[2] == "1" && lines[3] == "0",
+        lines[0] == "700 ." && lines[1].split(' ').next() == Some("700") && lines[2..4] == ["1", "0"],
         "{listing}"
     );
-    // a changed copy isn't trusted to be there: another hash would be another name; a second check copies nothing
+    // the name of the copy is its hash, so a second check copies nothing
     let before = hosts.shell("h2", "stat -c %Y%i /root/.cache/launch/bin/*");
     assert_eq!(job.check(&[]).0, 0);
     assert_eq!(hosts.shell("h2", "stat -c %Y%i /root/.cache/launch/bin/*"), before);
     let left = hosts.shell("h2", "sleep 0.3; ps -e -o args= | grep -c '[l]aunch/bin' || true");
-    assert_eq!(left.trim(), "0", "no agent stays");
+    assert_eq!(left.trim(), "0", "agents are left");
 }
 
 #[test]
 fn connection_failures_have_distinct_codes() {
     let Some(hosts) = Hosts::up("ssh::connection_failures_have_distinct_codes", 4) else { return };
-    let (nobody, list) =
-        (hosts.address(200), format!("[\"h[0-3]\", {}, no-such-host.invalid]", hosts.address(200)));
-    let job = Job::new(&hosts, &list, NOTHING);
+    let unused_address = hosts.address(200);
+    let list = format!("[\"h[0-3]\", {unused_address}, no-such-host.invalid]");
+    let job = Job::new(&hosts, &list, TRIVIAL_RUN);
     hosts.command(&["sshd-stop", "h0"]);
     hosts.command(&["blackhole", "h1"]);
-    // h2 shows another key than the one that is known; h3's is not known
+    // h2 presents another key than the known one, and the key of h3 is unknown
     hosts.shell("h2", "rm /etc/ssh/ssh_host_ed25519_key*; ssh-keygen -q -t ed25519 -N '' -f /etc/ssh/ssh_host_ed25519_key; kill -HUP $(cat /run/sshd.pid); sleep 0.2");
     let known = fs::read_to_string(hosts.file("known_hosts")).expect("known_hosts");
     let known: Vec<&str> = known.lines().filter(|l| !l.starts_with("h3")).collect();
@@ -161,13 +169,12 @@ fn connection_failures_have_distinct_codes() {
     expect_failure(&found, "h1", "tcp", "ssh-connect-timeout");
     expect_failure(&found, "h2", "host key", "ssh-host-key-changed");
     expect_failure(&found, "h3", "host key", "ssh-host-key-unknown");
-    expect_failure(&found, &nobody, "tcp", "ssh-no-route");
+    expect_failure(&found, &unused_address, "tcp", "ssh-no-route");
     expect_failure(&found, "no-such-host.invalid", "dns", "ssh-name-unresolved");
-    // the fingerprint is the one that OpenSSH shows
-    let own = hosts.shell("h3", "ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub");
-    let print = own.split_whitespace().nth(1).expect("a fingerprint");
-    let message = failed_check(&found, "h3")["found"].as_str().expect("text");
-    assert!(message.contains(print), "{print}: {message}");
+    // the fingerprint is the one that OpenSSH prints
+    let key = hosts.shell("h3", "ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub");
+    let fingerprint = key.split_whitespace().nth(1).expect("a fingerprint");
+    assert_eq!(failed_check(&found, "h3")["fields"]["fingerprint"], fingerprint);
     let (_, found) = job.check(&["cluster.hosts=[h3]", "cluster.ssh.known_hosts=accept_new"]);
     assert_eq!(found["ok"], true, "{found:#}");
     let (_, found) = job.check(&["cluster.hosts=[h3]"]);
@@ -177,7 +184,7 @@ fn connection_failures_have_distinct_codes() {
 #[test]
 fn login_failures_have_distinct_codes() {
     let Some(hosts) = Hosts::up("ssh::login_failures_have_distinct_codes", 1) else { return };
-    let job = Job::new(&hosts, "[h0]", NOTHING);
+    let job = Job::new(&hosts, "[h0]", TRIVIAL_RUN);
     for (name, passphrase) in [("unauthorized", ""), ("locked", "secret")] {
         let mut keygen = Command::new("ssh-keygen");
         keygen.args(["-q", "-t", "ed25519", "-N", passphrase, "-f"]).arg(job.path(name));
@@ -196,7 +203,7 @@ fn login_failures_have_distinct_codes() {
 #[test]
 fn bootstrap_failures_have_distinct_codes() {
     let Some(hosts) = Hosts::up("ssh::bootstrap_failures_have_distinct_codes", 4) else { return };
-    let job = Job::new(&hosts, ALL, NOTHING);
+    let job = Job::new(&hosts, ALL, TRIVIAL_RUN);
     hosts.command(&["fill", "h0", "/", "20000"]);
     hosts.shell("h1", "mkdir -p /root/.cache; mount -t tmpfs -o noexec none /root/.cache");
     hosts.shell("h2", "mkdir -p /root/.cache; touch /root/.cache/launch");
@@ -211,12 +218,11 @@ fn bootstrap_failures_have_distinct_codes() {
     expect_failure(&found, "h2", "exec", "executable-cache-unwritable");
     expect_failure(&found, "h3", "exec", "executable-architecture-mismatch");
     let left = hosts.shell("h0", "ls -A /root/.cache/launch/bin | wc -l");
-    assert_eq!(left.trim(), "0", "a copy that failed leaves nothing");
+    assert_eq!(left.trim(), "0", "a failed copy left files");
     hosts.shell("h0", "printf 'echo bye; exit 3\\n' > /root/.bashrc");
     let (_, found) = job.check(&["cluster.hosts=[h0]"]);
     expect_failure(&found, "h0", "exec", "ssh-shell-exited");
-    let message = failed_check(&found, "h0")["found"].as_str().expect("text");
-    assert!(message.contains("bye"), "the output of the shell is quoted: {message}");
+    assert_eq!(failed_check(&found, "h0")["fields"]["output"], "bye", "the output of the shell");
 }
 
 #[test]
@@ -230,11 +236,11 @@ fn output_of_the_login_shell_is_tolerated() {
         "h1",
         "head -c 200000 /dev/zero | tr '\\\\0' x > /root/noise; echo 'cat /root/noise' > /root/.bashrc",
     );
-    let job = Job::new(&hosts, "[h0, h1]", NOTHING);
+    let job = Job::new(&hosts, "[h0, h1]", TRIVIAL_RUN);
     let (code, found) = job.check(&[]);
     assert_eq!(code, 0, "{found:#}");
-    let text = found["hosts"][0]["checks"].to_string();
-    assert!(text.contains("login shell") && text.contains("prints 2 lines"), "{text}");
+    let warning = check_named(&found["hosts"][0], "login shell");
+    assert_eq!((&warning["code"], &warning["fields"]["lines"]), (&"login-shell-prints".into(), &2.into()));
     hosts.shell("h1", "echo 'yes' > /root/.bashrc");
     let began = Instant::now();
     let (code, found) = job.check(&["cluster.hosts=[h1]"]);
@@ -253,7 +259,7 @@ fn a_host_is_reached_through_a_jump_host() {
             &format!("iptables -w -A INPUT -p tcp --dport 22 ! -s {} -j DROP", hosts.address(1)),
         );
     }
-    let job = Job::new(&hosts, "[h1, h2]", NOTHING);
+    let job = Job::new(&hosts, "[h1, h2]", TRIVIAL_RUN);
     let (code, found) = job.check(&["cluster.ssh.connect_timeout=1s"]);
     assert_eq!(code, 3);
     expect_failure(&found, "h1", "tcp", "ssh-connect-timeout");
@@ -265,25 +271,25 @@ fn a_host_is_reached_through_a_jump_host() {
     assert_eq!(failed_check(&found, "h2")["code"], "ssh-jump-failed");
 }
 
-/// What a rank writes down about itself.
-const TELL: &str = "#!/bin/sh\nenv | grep -E '^(RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|GROUP_RANK|NODE_RANK|GROUP_WORLD_SIZE|\
+/// A program that writes a rank's environment to a file and prints its rank and host.
+const PRINT_RANK: &str = "#!/bin/sh\nenv | grep -E '^(RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|GROUP_RANK|NODE_RANK|GROUP_WORLD_SIZE|\
 ROLE_RANK|ROLE_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|OMP_NUM_THREADS|TORCHELASTIC_RUN_ID|WORD)=' | sort > /scratch/rank-$RANK\necho rank $RANK on $(hostname)\n";
 
 #[test]
 fn a_program_runs_on_four_hosts() {
     let Some(hosts) = Hosts::up("ssh::a_program_runs_on_four_hosts", 4) else { return };
     for host in ["h0", "h1", "h2", "h3"] {
-        hosts.shell(host, &format!("cat > /root/tell <<'END'\n{TELL}END\nchmod 755 /root/tell"));
+        hosts.shell(host, &format!("cat > /root/rank <<'END'\n{PRINT_RANK}END\nchmod 755 /root/rank"));
     }
-    let run = "run: {command: [/root/tell], workdir: /root, env: {WORD: \"it's $HOME and a `tick`\"}, logs: {dir: '/tmp/runs/{run}', show: [0, 1, 2, 3, 4, 5, 6, 7]}}";
+    let run = "run: {command: [/root/rank], workdir: /root, env: {WORD: \"it's $HOME and a `tick`\"}, logs: {dir: '/tmp/runs/{run}', show: [0, 1, 2, 3, 4, 5, 6, 7]}}";
     let job = Job::new(&hosts, ALL, run);
     let output = job.launch(&["job.yaml"]);
-    let (out, talk) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-    assert!(output.status.success(), "{out}{talk}");
+    let (stdout, stderr) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success(), "{stdout}{stderr}");
     let mut master = None;
     for rank in 0..8 {
         let host = format!("h{}", rank / 2);
-        assert!(out.contains(&format!("rank {rank} on {host}")), "{out}");
+        assert!(stdout.contains(&format!("rank {rank} on {host}")), "{stdout}");
         let env = hosts.shell(&host, &format!("cat /scratch/rank-{rank}"));
         let value = |name: &str| {
             let line = env.lines().find_map(|l| l.strip_prefix(&format!("{name}=")));
@@ -303,14 +309,14 @@ fn a_program_runs_on_four_hosts() {
         ] {
             assert_eq!(value(name), expected, "{name} of rank {rank}");
         }
-        let own = (value("MASTER_ADDR"), value("MASTER_PORT"));
-        assert_eq!(master.get_or_insert(own.clone()), &own);
-        assert!(own.0 != "127.0.0.1" && own.1 != "auto", "{own:?}");
+        let address = (value("MASTER_ADDR"), value("MASTER_PORT"));
+        assert_eq!(master.get_or_insert(address.clone()), &address);
+        assert!(address.0 != "127.0.0.1" && address.1 != "auto", "{address:?}");
         assert!(value("OMP_NUM_THREADS").parse::<u32>().is_ok_and(|n| n > 0));
-        // The hosts share no run directory: what came to the console is kept here.
+        // the hosts share no run directory, so this machine stores the output that it displayed
         let logs = job.launch(&["logs", "many", "--rank", &rank.to_string(), "--grep", "rank"]);
-        let (said, talk) = (String::from_utf8_lossy(&logs.stdout), String::from_utf8_lossy(&logs.stderr));
-        assert_eq!(said, format!("rank {rank} on {host}\n"), "{talk}");
+        let lines = String::from_utf8_lossy(&logs.stdout);
+        assert_eq!(lines, format!("rank {rank} on {host}\n"), "{}", String::from_utf8_lossy(&logs.stderr));
     }
 }
 
@@ -376,10 +382,10 @@ fn an_unreachable_host_ends_the_run_before_it_starts() {
     let failure = failure_event(&String::from_utf8_lossy(&output.stdout));
     assert_eq!(failure["host"], "h1", "{failure}");
     assert_eq!(failure["diagnostics"][0]["code"], "ssh-connect-refused", "{failure}");
-    assert!(!String::from_utf8_lossy(&output.stdout).contains("started"));
+    assert!(!String::from_utf8_lossy(&output.stdout).contains("started"), "a rank ran");
 }
 
-/// Without this the other tests could be skipped for a file mode.
+/// A wrong file mode would skip the other tests.
 #[test]
 fn the_script_of_the_hosts_is_executable() {
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/hosts/hosts.sh");

@@ -1,5 +1,5 @@
-//! The event file of a run is what TensorBoard reads: read back by a reader that is not ours (its own, where the package is
-//! installed), it holds the steps and evaluations that the run told.
+//! The event file of a run, read with an independent reader (that of TensorBoard, where the package
+//! is installed), has the steps and evaluations that the run reported.
 #![allow(clippy::unwrap_used)] // a test that panics has failed
 mod support;
 use serde_json::{Value, json};
@@ -7,8 +7,8 @@ use std::process::Command;
 use support::JobDirectory;
 
 #[test]
-fn event_files_hold_what_the_metrics_hold() {
-    let Some(python) = support::python("event_files_hold_what_the_metrics_hold") else { return };
+fn event_files_have_the_values_of_the_metrics() {
+    let Some(python) = support::python("event_files_have_the_values_of_the_metrics") else { return };
     let place = JobDirectory::new();
     let evaluated = ["train.eval={every: 4, files: [corpus.txt], samples: 8}", "checkpoint.every=never"];
     let ran = place.run(&evaluated).succeeded();
@@ -16,9 +16,9 @@ fn event_files_hold_what_the_metrics_hold() {
     let script = concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/oracle/event_files.py");
     let output = Command::new(python).arg(script).arg(place.path(&run_dir)).output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    let said: Value = serde_json::from_slice(&output.stdout).unwrap();
-    assert_eq!(said["version"], "brain.Event:2");
-    assert_eq!(said["marks"], json!([1]), "training starts with step 1");
+    let contents: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(contents["version"], "brain.Event:2");
+    assert_eq!(contents["marks"], json!([1]), "training starts with step 1");
 
     let mut expected = Vec::new();
     let tags = [
@@ -35,5 +35,5 @@ fn event_files_hold_what_the_metrics_hold() {
         }
     }
     assert_eq!(expected.len(), 20 * 5 + 5 * 2);
-    assert_eq!(said["scalars"], Value::Array(expected));
+    assert_eq!(contents["scalars"], Value::Array(expected));
 }

@@ -1,12 +1,19 @@
-//! Programs written for torchrun, run unchanged by real torch: they meet, talk, and say why they fail.
+//! Unmodified programs for torchrun with real torch: process groups, the TCP store, the environment
+//! and recorded errors.
 #![allow(clippy::unwrap_used)] // a test that panics has failed
 mod support;
 use serde_json::Value;
 use std::{collections::BTreeMap, fs, path::Path};
 use support::{FinishedRun, JobDirectory};
 
-/// Runs `script` as the ranks of a job. `more` are lines for the job's `cluster` and `run`.
-fn run(python: &Path, workers: u32, script: &str, cluster: &str, run: &str) -> (JobDirectory, FinishedRun) {
+/// Runs `script` as the ranks of a job. `cluster` and `run` are appended to these sections.
+fn run_script(
+    python: &Path,
+    workers: u32,
+    script: &str,
+    cluster: &str,
+    run: &str,
+) -> (JobDirectory, FinishedRun) {
     let place = JobDirectory::new();
     fs::write(place.path("script.py"), script).unwrap();
     let python = serde_json::to_string(&python).unwrap();
@@ -43,22 +50,23 @@ os._exit(0)  # torch's threads that want Python's lock while the interpreter end
 "#;
 
 #[test]
-fn process_groups_meet_at_the_store_of_launch_and_at_rank_0s() {
-    if let Some(python) = support::python("process_groups_meet_at_the_store_of_launch_and_at_rank_0s") {
-        groups_meet(&python);
+fn process_groups_initialize_with_the_store_of_the_agent_and_of_rank_0() {
+    let test = "process_groups_initialize_with_the_store_of_the_agent_and_of_rank_0";
+    if let Some(python) = support::python(test) {
+        check_process_groups(&python);
     }
 }
 
 #[test]
-fn process_groups_of_an_old_torch_meet_at_both_stores() {
-    if let Some(python) = support::old_torch("process_groups_of_an_old_torch_meet_at_both_stores") {
-        groups_meet(&python);
+fn process_groups_of_an_old_torch_initialize_with_both_stores() {
+    if let Some(python) = support::old_torch("process_groups_of_an_old_torch_initialize_with_both_stores") {
+        check_process_groups(&python);
     }
 }
 
-fn groups_meet(python: &Path) {
+fn check_process_groups(python: &Path) {
     for (store, flag) in [("agent", "True"), ("rank0", "False")] {
-        let (place, ran) = run(python, 4, GROUPS, &format!(", store: {store}"), "");
+        let (place, ran) = run_script(python, 4, GROUPS, &format!(", store: {store}"), "");
         ran.succeeded();
         for rank in 0..4 {
             assert_eq!(fs::read_to_string(place.path(&format!("done.{rank}"))).unwrap(), flag);
@@ -91,7 +99,7 @@ try:
     raise SystemExit("waited for nothing")
 except DistStoreError:
     pass
-s.set(f"again{rank}", "1")  # the connection lives on after a cancelled wait
+s.set(f"again{rank}", "1")  # the connection survives a cancelled wait
 s.wait(["again0", "again1"])
 assert s.num_keys() >= 8
 if rank == 0:
@@ -115,26 +123,27 @@ open(f"done.{rank}", "w").close()
 "#;
 
 #[test]
-fn every_operation_of_a_tcp_store() {
-    if let Some(python) = support::python("every_operation_of_a_tcp_store") {
-        operations(&python);
+fn every_operation_of_a_tcp_store_works() {
+    if let Some(python) = support::python("every_operation_of_a_tcp_store_works") {
+        check_store_operations(&python);
     }
 }
 
 #[test]
-fn every_operation_of_an_old_torchs_tcp_store() {
-    if let Some(python) = support::old_torch("every_operation_of_an_old_torchs_tcp_store") {
-        operations(&python);
+fn every_operation_of_a_tcp_store_works_with_an_old_torch() {
+    if let Some(python) = support::old_torch("every_operation_of_a_tcp_store_works_with_an_old_torch") {
+        check_store_operations(&python);
     }
 }
 
-fn operations(python: &Path) {
-    let (place, ran) = run(python, 2, STORE, "", "");
+fn check_store_operations(python: &Path) {
+    let (place, ran) = run_script(python, 2, STORE, "", "");
     ran.succeeded();
     assert!(place.path("done.0").exists() && place.path("done.1").exists());
 }
 
-/// What torchrun sets for each worker (2 on one node), and what DeepSpeed's launcher adds.
+/// The variables that torchrun sets for each of two workers on one node, and those that DeepSpeed's
+/// launcher adds. `None`: any value.
 const SET_BY_TORCHRUN: &[(&str, Option<&str>)] = &[
     ("RANK", Some("1")),
     ("LOCAL_RANK", Some("1")),
@@ -160,9 +169,9 @@ const SET_BY_TORCHRUN: &[(&str, Option<&str>)] = &[
 ];
 
 #[test]
-fn a_worker_finds_what_torchrun_and_deepspeed_set() {
+fn a_worker_has_the_variables_of_torchrun_and_deepspeed() {
     let dump = "import json, os\njson.dump(dict(os.environ), open('env.' + os.environ['RANK'], 'w'))";
-    let (place, ran) = run(Path::new("python3"), 2, dump, "", "");
+    let (place, ran) = run_script(Path::new("python3"), 2, dump, "", "");
     ran.succeeded();
     let text = fs::read_to_string(place.path("env.1")).unwrap();
     let env: BTreeMap<String, String> = serde_json::from_str(&text).unwrap();
@@ -185,30 +194,30 @@ main()
 "#;
 
 #[test]
-fn what_a_program_recorded_is_the_root_cause() {
-    let Some(python) = support::python("what_a_program_recorded_is_the_root_cause") else { return };
-    let (_, ran) = run(&python, 2, RAISES, "", "");
+fn the_exception_that_a_program_recorded_is_the_root_cause() {
+    let test = "the_exception_that_a_program_recorded_is_the_root_cause";
+    let Some(python) = support::python(test) else { return };
+    let (_, ran) = run_script(&python, 2, RAISES, "", "");
     assert_eq!(ran.code, 1);
-    assert_eq!(ran.failure_message(), "exit code 1: ValueError: no such layer");
-    assert_eq!(ran.named("failure")[0]["rank"], 1);
-    let tail = &ran.named("failure")[0]["tail"];
+    let failure = ran.failure();
+    assert_eq!((&failure["rank"], &failure["code"]), (&1.into(), &"worker-exited".into()));
+    let reason = serde_json::json!({"kind": "exit", "code": 1, "error": "ValueError: no such layer"});
+    assert_eq!(failure["reason"], reason);
+    let tail = &failure["tail"];
     let traced = |v: &Value| v.as_str().is_some_and(|line| line.contains("ValueError"));
     assert!(tail.as_array().unwrap().iter().any(traced), "{tail}");
 }
 
 #[test]
-fn a_port_that_is_taken_is_named_before_anything_starts() {
-    let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-    let port = taken.local_addr().unwrap().port();
+fn a_master_port_in_use_is_reported_before_a_worker_starts() {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
     for store in ["agent", "rank0"] {
         let cluster = format!(", master_port: {port}, store: {store}");
-        let (place, ran) = run(Path::new("rm"), 2, "", &cluster, "");
+        let (place, ran) = run_script(Path::new("rm"), 2, "", &cluster, "");
         assert_eq!(ran.code, 3);
-        assert!(
-            ran.failure_message().starts_with(&format!("cluster.master_port {port} can't be had")),
-            "{}",
-            ran.failure_message()
-        );
-        assert!(place.path("script.py").exists(), "a rank has run");
+        assert_eq!(ran.failure_code(), "rendezvous-port-unavailable", "{}", ran.failure_message());
+        assert_eq!(ran.diagnostics()[0]["fields"]["port"], port, "{}", ran.failure());
+        assert!(place.path("script.py").exists(), "a rank ran");
     }
 }

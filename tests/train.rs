@@ -1,15 +1,17 @@
-//! The main job, end to end, with real processes: same losses however it is cut up, stopped and resumed.
+//! Built-in training, end to end, with real processes: the losses are bit-equal for every number of
+//! workers, and after a stop and a resume.
 #![allow(clippy::unwrap_used)] // a test that panics has failed
 mod support;
 use nix::{
     sys::signal::{Signal, kill},
     unistd::Pid,
 };
+use serde_json::Value;
 use std::{
     fs,
     io::{BufRead, BufReader, Read},
 };
-use support::{FinishedRun, JobDirectory, TINY, files_below};
+use support::{FinishedRun, JobDirectory, TINY, files_below, skip};
 
 const WORKERS: [u32; 5] = [1, 2, 3, 4, 8];
 
@@ -36,16 +38,16 @@ fn twenty_losses_are_bit_equal_for_every_number_of_workers_and_stage() {
 }
 
 #[test]
-fn stopped_at_step_10_on_n_resumed_on_m() {
+fn a_run_saved_by_n_workers_resumes_bit_equal_on_m_workers() {
     let place = JobDirectory::new();
     let whole = place.run(&["resume.from=never", "checkpoint.every=never"]).succeeded().losses();
     for n in WORKERS {
         place.delete_checkpoints();
         let w = workers(n);
-        let async_ = format!("checkpoint.async={}", n % 2 == 0);
-        // The schedule knows the whole run; the run is cut off at a checkpoint.
+        let asynchronous = format!("checkpoint.async={}", n % 2 == 0);
+        // both runs have the schedule of all 20 steps; the second one starts at the checkpoint of step 10
         place
-            .run(&[&w, &async_, "resume.from=never", "checkpoint.every=10", "checkpoint.keep=0"])
+            .run(&[&w, &asynchronous, "resume.from=never", "checkpoint.every=10", "checkpoint.keep=0"])
             .succeeded();
         for m in WORKERS {
             let (w, stage) = (workers(m), format!("train.zero.stage={}", (n + m) % 4));
@@ -58,22 +60,22 @@ fn stopped_at_step_10_on_n_resumed_on_m() {
     }
 }
 
-/// Reads events until one of `kind` has come at or after `step`.
-fn wait_for(reader: &mut impl BufRead, kind: &str, step: u64) -> String {
-    let mut seen = String::new();
+/// Reads events up to the first `kind` event of `step` or a later step, and returns their lines.
+fn read_events_until(reader: &mut impl BufRead, kind: &str, step: u64) -> String {
+    let mut lines = String::new();
     loop {
         let mut line = String::new();
-        assert!(reader.read_line(&mut line).expect("readable") > 0, "no {kind} event in:\n{seen}");
+        assert!(reader.read_line(&mut line).expect("readable") > 0, "no {kind} event in:\n{lines}");
         let event: serde_json::Value = serde_json::from_str(&line).expect("an event");
-        seen.push_str(&line);
+        lines.push_str(&line);
         if event["event"] == kind && event["step"].as_u64().unwrap_or(0) >= step {
-            return seen;
+            return lines;
         }
     }
 }
 
 #[test]
-fn a_signal_saves_at_the_step_boundary_and_the_run_goes_on_later() {
+fn a_signal_saves_at_the_next_step_and_the_same_command_resumes_there() {
     let place = JobDirectory::new();
     let long = "train.steps=400";
     let whole = place.run(&[long, "resume.from=never", "checkpoint.every=never"]).succeeded().losses();
@@ -81,10 +83,10 @@ fn a_signal_saves_at_the_step_boundary_and_the_run_goes_on_later() {
         place.delete_checkpoints();
         let mut child = place.start(&[long, "checkpoint.every=never"]);
         let mut reader = BufReader::new(child.stdout.take().expect("piped"));
-        let mut out = wait_for(&mut reader, "step", 3);
-        kill(Pid::from_raw(child.id() as i32), signal).expect("it runs");
+        let mut out = read_events_until(&mut reader, "step", 3);
+        kill(Pid::from_raw(child.id() as i32), signal).expect("the controller is alive");
         reader.read_to_string(&mut out).expect("readable");
-        let status = child.wait().expect("it ends");
+        let status = child.wait().expect("an exit status");
         assert_eq!(status.code(), Some(code), "{out}");
         let first = FinishedRun::from_output(&std::process::Output {
             status,
@@ -92,7 +94,7 @@ fn a_signal_saves_at_the_step_boundary_and_the_run_goes_on_later() {
             stderr: Vec::new(),
         });
         let done = first.losses().len();
-        assert!(done < 400, "the stop came too late to show anything");
+        assert!(done < 400, "the run ended before the signal");
         assert_eq!(first.named("checkpoint").last().expect("saved")["step"], done);
         assert_eq!(first.losses(), whole[..done]);
         let rest = place.run(&[long, "checkpoint.every=never", &workers(3)]).succeeded();
@@ -101,17 +103,17 @@ fn a_signal_saves_at_the_step_boundary_and_the_run_goes_on_later() {
 }
 
 #[test]
-fn sigusr1_saves_and_the_run_goes_on() {
+fn sigusr1_saves_and_the_run_continues() {
     let place = JobDirectory::new();
     let long = "train.steps=300";
     let whole = place.run(&[long, "resume.from=never", "checkpoint.every=never"]).succeeded().losses();
     place.delete_checkpoints();
     let mut child = place.start(&[long, "checkpoint.every=never"]);
     let mut reader = BufReader::new(child.stdout.take().expect("piped"));
-    let mut out = wait_for(&mut reader, "step", 3);
-    kill(Pid::from_raw(child.id() as i32), Signal::SIGUSR1).expect("it runs");
+    let mut out = read_events_until(&mut reader, "step", 3);
+    kill(Pid::from_raw(child.id() as i32), Signal::SIGUSR1).expect("the controller is alive");
     reader.read_to_string(&mut out).expect("readable");
-    let status = child.wait().expect("it ends");
+    let status = child.wait().expect("an exit status");
     let ran = FinishedRun::from_output(&std::process::Output {
         status,
         stdout: out.into_bytes(),
@@ -120,12 +122,12 @@ fn sigusr1_saves_and_the_run_goes_on() {
     .succeeded();
     assert_eq!(ran.losses(), whole);
     let saved: Vec<u64> = ran.named("checkpoint").iter().map(|e| e["step"].as_u64().unwrap()).collect();
-    assert_eq!(saved.len(), 2, "one when asked, one at the end: {saved:?}");
+    assert_eq!(saved.len(), 2, "one on SIGUSR1, one at the end: {saved:?}");
     assert!(saved[0] < 300 && saved[1] == 300, "{saved:?}");
 }
 
 #[test]
-fn json_lines_and_a_tokenizer_file_with_held_out_documents() {
+fn json_lines_train_with_a_tokenizer_file_and_held_out_documents() {
     let place = JobDirectory::new();
     let lines = (0..300).map(|i| {
         format!("{{\"id\": {i}, \"body\": \"line {i} of \\u00e9t\\u00e9 and snow {}\"}}\n", i * 7 % 13)
@@ -152,49 +154,36 @@ fn json_lines_and_a_tokenizer_file_with_held_out_documents() {
     let loss = |kind: &str, i: usize| ran.named(kind)[i]["loss"].as_f64().unwrap();
     assert!(
         (loss("step", 0) - (words.len() as f64).ln()).abs() < 0.2,
-        "seven words are guessed at first: {}",
+        "the first loss is that of a uniform guess among seven words: {}",
         loss("step", 0)
     );
-    assert!(loss("eval", 2) < loss("eval", 0), "the held-out loss falls too");
+    assert!(loss("eval", 2) < loss("eval", 0), "the held-out loss decreases too");
     let written = fs::read(place.checkpoints().join("weights/tokenizer.json")).unwrap();
     assert_eq!(serde_json::from_slice::<serde_json::Value>(&written).unwrap(), tokenizer);
     let wrong = place.run(&["train.data={files: [data.jsonl], field: text, seq_len: 24}"]);
     assert_eq!(wrong.code, 2, "{}", wrong.stderr);
-    assert!(wrong.stderr.contains("data.jsonl:1") && wrong.stderr.contains("text"), "{}", wrong.stderr);
+    place.assert_snapshot("json_lines_without_the_field", &wrong.stderr);
 }
 
 #[test]
-fn a_full_disk_is_found_out_before_the_first_step() {
+fn a_full_disk_is_reported_before_the_first_step() {
     let place = JobDirectory::new();
     let mount = place.path("small");
     fs::create_dir(&mount).unwrap();
     let flags = nix::mount::MsFlags::empty();
     if nix::mount::mount(Some("none"), &mount, Some("tmpfs"), flags, Some("size=64k")).is_err() {
-        return skipped("a_full_disk_is_found_out_before_the_first_step", "mounting needs root");
+        return skip("a_full_disk_is_reported_before_the_first_step", "mounting requires root");
     }
     let ran = place.run(&["checkpoint.dir=small"]);
     nix::mount::umount(&mount).unwrap();
     assert_eq!(ran.code, 3, "{}", ran.stderr);
     assert!(ran.losses().is_empty());
-    let cause = ran.failure_message();
-    assert!(cause.contains("small") && cause.contains("free"), "{cause}");
-}
-
-/// Says that a test was skipped; with `LAUNCH_TEST_REQUIRE=all` that is a failure.
-fn skipped(test: &str, why: &str) {
-    assert!(
-        std::env::var_os("LAUNCH_TEST_REQUIRE").is_none_or(|v| v != "all"),
-        "{test} can't be skipped: {why}"
-    );
-    if let Some(list) = std::env::var_os("LAUNCH_TEST_SKIPS") {
-        let mut file = fs::OpenOptions::new().create(true).append(true).open(list).unwrap();
-        std::io::Write::write_all(&mut file, format!("{test}: {why}\n").as_bytes()).unwrap();
-    }
-    eprintln!("skipped {test}: {why}");
+    assert_eq!(ran.failure_code(), "checkpoint-space-insufficient", "{}", ran.failure());
+    place.assert_snapshot("full_disk", ran.failure_message());
 }
 
 #[test]
-fn a_finished_run_has_nothing_left_to_do_and_can_be_made_longer() {
+fn a_finished_run_trains_no_step_until_train_steps_is_raised() {
     let place = JobDirectory::new();
     place.run(&["checkpoint.gather_16bit_weights_on_model_save=true"]).succeeded();
     let weights = place.checkpoints().join("weights");
@@ -206,7 +195,7 @@ fn a_finished_run_has_nothing_left_to_do_and_can_be_made_longer() {
 }
 
 #[test]
-fn keep_removes_old_checkpoints_and_leaves_nothing_else() {
+fn only_the_checkpoints_that_keep_asks_for_remain() {
     let place = JobDirectory::new();
     place
         .run(&[
@@ -227,92 +216,85 @@ fn keep_removes_old_checkpoints_and_leaves_nothing_else() {
 }
 
 #[test]
-fn a_loss_that_is_not_a_number_stops_the_run_and_spoils_nothing() {
+fn a_loss_that_is_not_finite_stops_the_run_and_keeps_valid_checkpoints() {
     let place = JobDirectory::new();
-    let hot = [
+    let divergent = [
         "train.optimizer.lr=1e30",
         "train.schedule.warmup_steps=0",
         "train.schedule.name=constant",
         "train.clip_norm=off",
         "checkpoint.every=1",
     ];
-    let ran = place.run(&hot);
+    let ran = place.run(&divergent);
     assert_eq!(ran.code, 1, "{}", ran.stderr);
-    let cause = ran.failure_message();
-    assert!(cause.contains("step") && (cause.contains("NaN") || cause.contains("inf")), "{cause}");
-    assert!(cause.contains("step-0000"), "names the last good checkpoint: {cause}");
+    assert_eq!(ran.failure_reason(), "worker_error");
+    assert!(["loss-not-finite", "gradient-not-finite"].contains(&ran.failure_code()), "{}", ran.failure());
+    let fields = &ran.diagnostics()[0]["fields"];
+    let last_checkpoint = ran.named("checkpoint").last().expect("a checkpoint")["path"].clone();
+    assert_eq!(fields["checkpoint"], last_checkpoint, "the last good checkpoint: {}", ran.failure());
     assert!(place.launch(&["ckpt", "verify", "runs/tiny/checkpoints"]).status.success());
 }
 
 #[test]
-fn eight_workers_on_few_cores_work_with_a_warning() {
+fn more_workers_than_cores_run_with_a_warning() {
     let place = JobDirectory::new();
     let cores = std::thread::available_parallelism().unwrap().get();
     let many = cores as u32 + 3;
     let ran = place.run(&[&workers(many), "train.steps=2"]).succeeded();
-    let said = format!("{} {:?}", ran.stderr, ran.named("notice"));
-    assert!(
-        said.contains(&format!("{many} workers")) && said.contains("core")
-            || said.contains("cpu")
-            || said.contains("CPU"),
-        "{said}"
-    );
+    let notices = ran.notices().join("\n").replace(&format!("{many}"), "[N]");
+    place.assert_snapshot("more_workers_than_cores", &notices.replace(&format!("{cores} CPU"), "[N] CPU"));
 }
 
 #[test]
-fn wrong_inputs_have_their_own_errors() {
+fn wrong_inputs_have_specific_codes() {
     let place = JobDirectory::new();
-    let cases: [(&[&str], i32, &[&str]); 7] = [
-        (&["train.data.files=[nothing/*.txt]"], 2, &["nothing/*.txt"]),
-        (&["train.data.seq_len=1000000"], 2, &["1000000", "tokens"]),
-        (&["train.batch.global=7", "train.batch.micro=2"], 2, &["batch", "7", "2"]),
-        (&["train.model.vocab_size=100"], 2, &["vocab_size", "257"]),
-        (&["train.optimzer.lr=1"], 2, &["optimzer", "optimizer"]),
-        (&["resume.from=nowhere"], 4, &["nowhere"]),
-        (&["checkpoint.dir=/proc/nothing"], 3, &["/proc/nothing"]),
+    let cases: [(&[&str], i32, &str); 7] = [
+        (&["train.data.files=[nothing/*.txt]"], 2, "data-file-missing"),
+        (&["train.data.seq_len=1000000"], 2, "data-too-short"),
+        (&["train.batch.global=7", "train.batch.micro=2"], 2, "job-value-not-multiple"),
+        (&["train.model.vocab_size=100"], 2, "vocab-size-too-small"),
+        (&["train.optimizers.lr=1"], 2, "job-key-unknown"),
+        (&["resume.from=nowhere"], 4, "checkpoint-not-found"),
+        (&["checkpoint.dir=/proc/nothing"], 3, "storage-not-writable"),
     ];
-    for (set, code, words) in cases {
+    let mut messages = String::new();
+    for (set, exit_code, code) in cases {
         let ran = place.run(set);
-        assert_eq!(ran.code, code, "{set:?}: {}", ran.stderr);
-        for word in words {
-            assert!(ran.stderr.contains(word), "{set:?} should say {word}:\n{}", ran.stderr);
-        }
+        assert_eq!(ran.code, exit_code, "{set:?}: {}", ran.stderr);
+        let codes: Vec<&Value> = ran.diagnostics().iter().map(|d| &d["code"]).collect();
+        assert_eq!(codes, [code], "{set:?}: {}", ran.failure());
+        messages += &format!("--set {}\n{}\n", set.join(" --set "), ran.failure_message());
     }
+    place.assert_snapshot("wrong_inputs", &messages);
 }
 
 #[test]
-fn a_checkpoint_of_another_model_is_refused_by_its_first_tensor() {
+fn a_checkpoint_of_another_model_is_rejected_with_its_first_tensor() {
     let place = JobDirectory::new();
     place.run(&["train.steps=2"]).succeeded();
     let ran = place.run(&["train.steps=4", "train.model.intermediate_size=64"]);
     assert_eq!(ran.code, 4, "{}", ran.stderr);
-    assert!(
-        ran.failure_message().contains("model.layers.0.mlp.gate_proj.weight"),
-        "{}",
-        ran.failure_message()
-    );
+    assert_eq!(ran.failure_code(), "checkpoint-model-mismatch", "{}", ran.failure());
+    let tensor = &ran.diagnostics()[0]["fields"]["tensor"];
+    assert_eq!(tensor, "model.layers.0.mlp.gate_proj.weight", "{}", ran.failure());
     assert!(TINY.contains("intermediate_size: 57"));
 }
 
 #[test]
-fn a_damaged_newest_checkpoint_is_passed_over_and_said_so() {
+fn a_damaged_newest_checkpoint_is_skipped_with_a_notice() {
     let place = JobDirectory::new();
     let whole = place.run(&["resume.from=never"]).succeeded().losses();
     let shard = place.checkpoints().join("step-00000020/shard-00000-of-00002.safetensors");
     let mut bytes = fs::read(&shard).unwrap();
     let half = bytes.len() / 2;
-    for cut in [bytes.len(), half] {
-        bytes.truncate(cut);
+    for (name, length) in [("flipped_bit", bytes.len()), ("truncated_shard", half)] {
+        bytes.truncate(length);
         bytes[half - 1] ^= 4;
         fs::write(&shard, &bytes).unwrap();
         let ran = place
             .run(&["checkpoint.dir=runs/tiny/checkpoints", "train.steps=20", "checkpoint.every=never"])
             .succeeded();
         assert_eq!(ran.losses(), whole[10..]);
-        let notices = format!("{:?}", ran.named("notice"));
-        assert!(
-            notices.contains("step-00000020") && notices.contains("skipped damaged checkpoint"),
-            "{notices}"
-        );
+        place.assert_snapshot(name, &ran.notices().join("\n"));
     }
 }

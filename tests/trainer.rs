@@ -1,5 +1,6 @@
-//! HF Trainer and Accelerate, with real DeepSpeed inside and without: what some ranks saved, others resume. The script and its
-//! config are the same in every run; by themselves these programs refuse such a folder, or lose their random states.
+//! Scripts of HF Trainer and Accelerate, with and without DeepSpeed and FSDP, resume with another
+//! number of ranks. The script and its config are the same in every run. Without launch, these
+//! programs reject such a checkpoint, or lose their RNG states.
 #![allow(clippy::unwrap_used)] // a test that panics has failed
 mod support;
 use serde_json::json;
@@ -12,12 +13,14 @@ use support::{
     scripts::{Script, assert_continues, contents},
 };
 
-/// Losses of the same batches in fp32, split over another number of ranks.
+/// The largest relative difference of losses of the same batches in fp32, split over another number
+/// of ranks.
 const CLOSE: f64 = 1e-5;
-/// The same when weights are multiplied in bf16.
+/// The largest relative difference of losses with matmuls in bf16.
 const CLOSE_BF16: f64 = 1e-3;
 const RESUME: &str = "resume: {from: out-whole/checkpoint-3}";
 
+/// The number of hard links of a file.
 fn links(path: &Path) -> u64 {
     std::os::unix::fs::MetadataExt::nlink(&fs::metadata(path).unwrap())
 }
@@ -26,15 +29,20 @@ fn inode(path: &Path) -> u64 {
     std::os::unix::fs::MetadataExt::ino(&fs::metadata(path).unwrap())
 }
 
-/// Every rank begins at `step` with the weight decay of both groups.
-fn begins_right(script: &Script, report: &str, workers: u32, step: u64) {
+/// Checks that every rank begins at `step` with the weight decay of both groups.
+#[track_caller]
+fn assert_begins_at(script: &Script, report: &str, workers: u32, step: u64) {
     for rank in 0..workers {
-        let seen = script.first_step(report, rank);
-        assert_eq!((&seen["step"], &seen["weight_decay"]), (&step.into(), &json!([0.1, 0.0])), "{report}");
+        let first = script.first_step(report, rank);
+        assert_eq!((&first["step"], &first["weight_decay"]), (&step.into(), &json!([0.1, 0.0])), "{report}");
     }
 }
 
-fn goes_on(python: &[String], stage: u8, bf16: bool) {
+/// Runs a script of HF Trainer with DeepSpeed on two ranks, and resumes it with other numbers of
+/// ranks.
+fn resume_trainer(python: &[String], stage: u8, bf16: bool) {
+    let dtype = if bf16 { "bf16" } else { "fp32" };
+    let snapshot = |report: &str| format!("trainer_z{stage}_{dtype}_{report}");
     let close = if bf16 { CLOSE_BF16 } else { CLOSE };
     let trained = Script::new(python, "trainer.py", 9).with_deepspeed(stage, bf16);
     let resume_argument: &[&str] = &["--resume_from_checkpoint", "{resume}"];
@@ -47,77 +55,69 @@ fn goes_on(python: &[String], stage: u8, bf16: bool) {
     for &workers in others {
         let report = format!("w{workers}");
         let (ran, rest) = trained.run(workers, &report, RESUME, resume_argument);
-        let said = ran.succeeded().notices().join("\n");
-        let cut = format!(
-            "saved by 2 ranks, resuming with {workers}; DeepSpeed state (ZeRO-{stage}) resharded for {workers} rank"
-        );
-        assert!(said.contains(&cut) && said.contains("RNG states of 2 ranks"), "{said}");
-        let folder = trained.place.path(&format!("out-whole/launch-w{workers}/checkpoint-3"));
-        assert!(said.contains(&format!("resumes from {}", folder.display())), "{said}");
-        assert_eq!(rest.len(), 9, "three steps of before, six more: {rest:?}");
+        trained.assert_notices(&snapshot(&report), &ran.succeeded());
+        let resharded = trained.place.path(&format!("out-whole/launch-w{workers}/checkpoint-3"));
+        assert_eq!(rest.len(), 9, "three steps of the first run and six more: {rest:?}");
         assert_continues(&rest, &whole, close);
-        begins_right(&trained, &report, workers, 3);
-        // what did not change is the same file, what did is another
-        let same = |name: &str| links(&folder.join(name)) > 1;
-        assert!(same("trainer_state.json") && same("config.json") && !same("latest"), "{workers} ranks");
+        assert_begins_at(&trained, &report, workers, 3);
+        // unchanged files are hard links to the original
+        let is_linked = |name: &str| links(&resharded.join(name)) > 1;
+        assert!(
+            is_linked("trainer_state.json") && is_linked("config.json") && !is_linked("latest"),
+            "{workers} ranks"
+        );
     }
     assert!(before == contents(&saved), "the original was changed");
     if stage == 3 {
-        // four ranks saved this one
+        // a checkpoint of four ranks
         let (ran, rest) = trained.run(2, "fewer", "resume: {from: out-w4/checkpoint-6}", resume_argument);
-        assert!(ran.succeeded().notices().join("\n").contains("saved by 4 ranks, resuming with 2"));
+        trained.assert_notices(&snapshot("fewer"), &ran.succeeded());
         assert_continues(&rest, &whole, close);
-        begins_right(&trained, "fewer", 2, 6);
+        assert_begins_at(&trained, "fewer", 2, 6);
     }
     if bf16 {
-        // what one rank saved goes on with two again
+        // a checkpoint of one rank
         let (ran, rest) = trained.run(2, "back", "resume: {from: out-w1/checkpoint-6}", resume_argument);
-        assert!(ran.succeeded().notices().join("\n").contains("saved by 1 rank, resuming with 2"));
+        trained.assert_notices(&snapshot("back"), &ran.succeeded());
         assert_continues(&rest, &whole, close);
-        begins_right(&trained, "back", 2, 6);
+        assert_begins_at(&trained, "back", 2, 6);
     }
-    // the next start with as many ranks uses what was made, whatever program it is
-    let folder = trained.place.path("out-whole/launch-w1/checkpoint-3");
-    let made = inode(&folder.join("latest"));
+    // the next start with as many ranks uses the prepared checkpoint, also for another program
+    let resharded = trained.place.path("out-whole/launch-w1/checkpoint-3");
+    let prepared = inode(&resharded.join("latest"));
     let job = format!("cluster: {{workers_per_host: 1}}\nrun: {{command: [sh, -c, exit 0]}}\n{RESUME}\n");
     fs::write(trained.place.path("job.yaml"), job).unwrap();
     let again = trained.place.run(&[]).succeeded();
-    assert!(
-        again.notices().join("\n").contains("(prepared at an earlier start)"),
-        "{}",
-        again.notices().join("\n")
-    );
-    assert_eq!(made, inode(&folder.join("latest")));
+    trained.assert_notices(&snapshot("prepared"), &again);
+    assert_eq!(prepared, inode(&resharded.join("latest")));
 }
 
 #[test]
-fn trainer_scripts_with_deepspeed_go_on_with_another_number_of_ranks() {
-    let test = "trainer_scripts_with_deepspeed_go_on_with_another_number_of_ranks";
+fn trainer_scripts_with_deepspeed_resume_with_another_number_of_ranks() {
+    let test = "trainer_scripts_with_deepspeed_resume_with_another_number_of_ranks";
     let Some(python) = support::deepspeed(test) else { return };
     let fork_server = ForkServer::start(&python, &TRAINERS);
     for (stage, bf16) in [(2, false), (3, false), (2, true)] {
-        goes_on(&fork_server.python(), stage, bf16);
+        resume_trainer(&fork_server.python(), stage, bf16);
     }
 }
 
 #[test]
-fn loops_with_accelerate_go_on_with_another_number_of_ranks() {
-    let test = "loops_with_accelerate_go_on_with_another_number_of_ranks";
+fn loops_with_accelerate_resume_with_another_number_of_ranks() {
+    let test = "loops_with_accelerate_resume_with_another_number_of_ranks";
     let Some(python) = support::deepspeed(test) else { return };
     let fork_server = ForkServer::start(&python, &TRAINERS);
     let script = || Script::new(&fork_server.python(), "accelerate_loop.py", 9);
-    again_and_again(&script());
-    let deepspeed = script().with_deepspeed(3, false);
-    loop_goes_on(&deepspeed, CLOSE, &[1], "DeepSpeed state (ZeRO-3) resharded for 1 rank");
-    let deepspeed = script().with_deepspeed(2, true);
-    loop_goes_on(&deepspeed, CLOSE_BF16, &[4], "DeepSpeed state (ZeRO-2) resharded for 4 ranks");
-    // FSDP's own states fit any number of ranks; what lies beside them doesn't
-    loop_goes_on(&script().with_fsdp("full"), CLOSE, &[1], "RNG states of 2 ranks");
-    loop_goes_on(&script().with_fsdp("sharded"), CLOSE, &[4], "RNG states of 2 ranks");
+    resume_loop_repeatedly(&script());
+    resume_loop(&script().with_deepspeed(3, false), "z3_fp32", CLOSE, 1);
+    resume_loop(&script().with_deepspeed(2, true), "z2_bf16", CLOSE_BF16, 4);
+    // the states of FSDP fit any number of ranks, but the RNG states and the scheduler do not
+    resume_loop(&script().with_fsdp("full"), "fsdp_full", CLOSE, 1);
+    resume_loop(&script().with_fsdp("sharded"), "fsdp_sharded", CLOSE, 4);
 }
 
-/// 2 ranks → 4 → 2 → 1, each from what the one before saved.
-fn again_and_again(script: &Script) {
+/// Resumes with 4, 2 and 1 ranks from checkpoints of 2, 4 and 2 ranks.
+fn resume_loop_repeatedly(script: &Script) {
     let (ran, whole) = script.run(2, "whole", "", &[]);
     ran.succeeded();
     assert_eq!(whole.len(), 9, "nine steps");
@@ -126,63 +126,53 @@ fn again_and_again(script: &Script) {
         let before = contents(&saved);
         let (report, resume) = (format!("w{workers}"), format!("resume: {{from: out-{from}/step_{step}}}"));
         let (ran, rest) = script.run(workers, &report, &resume, &[]);
-        let said = ran.succeeded().notices().join("\n");
-        let line = format!("saved by {old} ranks, resuming with {workers}");
-        assert!(said.contains(&line) && said.contains(&format!("RNG states of {old} ranks")), "{said}");
-        let (now, then) = (step * u64::from(workers), step * old);
-        let rescaled = format!("rescaled from {then} to {now} ({step} steps;");
-        assert!(said.contains(&rescaled), "{said}");
+        let snapshot = format!("accelerate_{old}_ranks_to_{workers}");
+        script.assert_notices(&snapshot, &ran.succeeded());
         assert_eq!(rest.len() as u64, 9 - step, "{rest:?}");
         assert_continues(&rest, &whole, CLOSE);
-        begins_right(script, &report, workers, step);
+        assert_begins_at(script, &report, workers, step);
         assert_eq!(
             script.distinct_values(&report, workers, "torch"),
             workers as usize,
-            "each has its own stream"
+            "streams of torch differ between ranks"
         );
         assert_eq!(
             script.distinct_values(&report, workers, "python"),
             1,
-            "what was the same on all ranks stays so"
+            "streams of Python stay equal on all ranks"
         );
         assert!(before == contents(&saved), "the original was changed");
     }
 }
 
-/// What two ranks saved one goes on from, and four: in one run for each.
-fn loop_goes_on(script: &Script, close: f64, others: &[u32], cut: &str) {
+/// Resumes a checkpoint of two ranks with another number of ranks.
+fn resume_loop(script: &Script, name: &str, close: f64, workers: u32) {
     let (ran, whole) = script.run(2, "whole", "", &[]);
     ran.succeeded();
     assert_eq!(whole.len(), 9, "nine steps");
     let saved = script.place.path("out-whole/step_3");
     let before = contents(&saved);
-    for &workers in others {
-        let report = format!("w{workers}");
-        let (ran, rest) = script.run(workers, &report, "resume: {from: out-whole/step_3}", &[]);
-        let said = ran.succeeded().notices().join("\n");
-        let counted = format!("rescaled from 6 to {} (3 steps;", 3 * workers);
-        for part in [cut, &counted, &format!("saved by 2 ranks, resuming with {workers}")] {
-            assert!(said.contains(part), "{said}");
-        }
-        assert_continues(&rest, &whole, close);
-        begins_right(script, &report, workers, 3);
-    }
+    let report = format!("w{workers}");
+    let (ran, rest) = script.run(workers, &report, "resume: {from: out-whole/step_3}", &[]);
+    let snapshot = format!("accelerate_{name}_{report}");
+    script.assert_notices(&snapshot, &ran.succeeded());
+    assert_continues(&rest, &whole, close);
+    assert_begins_at(script, &report, workers, 3);
     assert!(before == contents(&saved), "the original was changed");
 }
 
-/// Every process of it is a Python of its own.
+/// Runs every process with a separate Python, without a fork server.
 #[test]
-fn a_trainer_script_with_fsdp_goes_on_with_another_number_of_ranks() {
-    let test = "a_trainer_script_with_fsdp_goes_on_with_another_number_of_ranks";
+fn a_trainer_script_with_fsdp_resumes_with_another_number_of_ranks() {
+    let test = "a_trainer_script_with_fsdp_resumes_with_another_number_of_ranks";
     let Some(python) = support::deepspeed(test) else { return };
     let python = [python.to_str().unwrap().to_owned()];
     let script = Script::new(&python, "trainer.py", 9).with_fsdp("sharded");
     let (ran, whole) = script.run(2, "whole", "", &[]);
     ran.succeeded();
     let (ran, rest) = script.run(1, "w1", RESUME, &["--resume_from_checkpoint", "{resume}"]);
-    let said = ran.succeeded().notices().join("\n");
-    assert!(said.contains("saved by 2 ranks, resuming with 1"), "{said}");
-    assert_eq!(rest.len(), 9, "three steps of before, six more: {rest:?}");
+    script.assert_notices("trainer_fsdp_sharded_w1", &ran.succeeded());
+    assert_eq!(rest.len(), 9, "three steps of the first run and six more: {rest:?}");
     assert_continues(&rest, &whole, CLOSE);
-    begins_right(&script, "w1", 1, 3);
+    assert_begins_at(&script, "w1", 1, 3);
 }

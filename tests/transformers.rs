@@ -1,4 +1,5 @@
-//! What a run leaves is what the rest of the world reads: real `transformers` loads the gathered folder and finds the loss that we report.
+//! Real `transformers` loads the gathered weights of a run and computes the loss that launch
+//! reported.
 #![allow(clippy::unwrap_used)] // a test that panics has failed
 mod support;
 use serde_json::Value;
@@ -8,7 +9,7 @@ use support::{JobDirectory, fork_server::ForkServer};
 const SEQ_LEN: usize = 64;
 const EVAL_SAMPLES: usize = 12;
 const STEPS: u64 = 30;
-/// What the scripts import, and what transformers does for the first model.
+/// The modules that the scripts import, and those that transformers imports for the first model.
 const MODULES: [&str; 4] =
     ["torch", "transformers", "transformers.models.auto.modeling_auto", "transformers.modeling_utils"];
 
@@ -18,7 +19,7 @@ fn gathered_weights_load_in_transformers_with_the_same_loss() {
         return;
     };
     let python = ForkServer::start(&python, &MODULES);
-    // untied and tied heads, grouped heads, sizes that the workers can't divide evenly
+    // untied and tied heads, grouped heads, sizes that the number of workers does not divide
     for (workers, class, model) in [
         (
             2,
@@ -30,7 +31,7 @@ fn gathered_weights_load_in_transformers_with_the_same_loss() {
             "LlamaForCausalLM",
             "{hidden_size: 42, num_hidden_layers: 1, num_attention_heads: 3, num_key_value_heads: 1, intermediate_size: 57, tie_word_embeddings: true}",
         ),
-        // experts on two ranks of each of two groups
+        // two expert-parallel groups of two ranks
         (
             4,
             "MixtralForCausalLM",
@@ -39,37 +40,35 @@ fn gathered_weights_load_in_transformers_with_the_same_loss() {
         ),
     ] {
         let place = JobDirectory::new();
-        let held = held_out_text(&place);
-        let sample = format!("samples: {EVAL_SAMPLES}, sample: {{prompt: {:?}, tokens: 24}}}}", &held[..16]);
+        let held_out = held_out_text(&place);
+        let prompt = &held_out[..16];
+        let sample = format!("samples: {EVAL_SAMPLES}, sample: {{prompt: {prompt:?}, tokens: 24}}}}");
         let text = job(workers, model).replace(&format!("samples: {EVAL_SAMPLES}}}"), &sample);
         fs::write(place.path("job.yaml"), text).expect("job");
-        fs::write(place.path("held.txt"), held).expect("text");
-        let ours = train(&place);
+        fs::write(place.path("held.txt"), held_out).expect("text");
+        let trained = train(&place);
 
-        let theirs = load(&python, &place, class, &["--dtype", "fp32"]);
-        assert_eq!(theirs["parameters"], ours.parameters);
-        let (a, b) = (ours.eval_loss, theirs["loss"].as_f64().expect("a number"));
-        assert!((a - b).abs() <= 1e-5 * b.abs(), "loss: ours {a}, transformers' {b}");
-        let text = theirs["generated"].as_str().expect("text");
-        assert!(
-            !text.is_empty() && text.is_ascii(),
-            "after {STEPS} steps on plain English it writes {text:?}"
-        );
-        assert_eq!(ours.sample, text, "the likeliest tokens after the same prompt");
+        let reference = load_gathered(&python, &place, class, &["--dtype", "fp32"]);
+        assert_eq!(reference["parameters"], trained.parameters);
+        let (loss, expected) = (trained.eval_loss, reference["loss"].as_f64().expect("a number"));
+        assert!((loss - expected).abs() <= 1e-5 * expected.abs(), "loss {loss}, transformers {expected}");
+        let text = reference["generated"].as_str().expect("text");
+        assert!(!text.is_empty() && text.is_ascii(), "text after {STEPS} steps on plain English: {text:?}");
+        assert_eq!(trained.sample, text, "the likeliest tokens after the same prompt");
 
-        // in several files with an index, and rounded
-        let theirs =
-            load(&python, &place, class, &["--dtype", "bf16", "--max-shard-size", "30KB", "--force"]);
+        // rounded weights in several files with an index
+        let options = ["--dtype", "bf16", "--max-shard-size", "30KB", "--force"];
+        let reference = load_gathered(&python, &place, class, &options);
         assert!(place.path("weights/model.safetensors.index.json").exists(), "one file only");
-        let b = theirs["loss"].as_f64().expect("a number");
-        assert!((a - b).abs() <= 1e-2 * b.abs(), "loss: ours {a}, transformers' of rounded weights {b}");
+        let rounded = reference["loss"].as_f64().expect("a number");
+        assert!((loss - rounded).abs() <= 1e-2 * rounded.abs(), "loss {loss}, of rounded weights {rounded}");
     }
 }
 
-/// What people have goes through a run that changes nothing, and comes out as it was.
+/// A run without steps, and the gathering of its weights, do not change a model of Hugging Face.
 #[test]
-fn folders_come_out_as_they_went_in() {
-    let Some(python) = support::python("folders_come_out_as_they_went_in") else { return };
+fn gathered_models_equal_their_source() {
+    let Some(python) = support::python("gathered_models_equal_their_source") else { return };
     let python = ForkServer::start(&python, &MODULES);
     for (case, workers, dtype, shard) in [
         ("llama", 3, "fp32", "60KB"),
@@ -84,7 +83,7 @@ fn folders_come_out_as_they_went_in() {
         ("gemma3", 3, "bf16", "20KB"),
     ] {
         let place = JobDirectory::new();
-        folders(&python, &["make", &place.path("source").to_string_lossy(), case]);
+        run_oracle(&python, &["make", &place.path("source").to_string_lossy(), case]);
         let dropout = if case == "gpt2_untied" { ", dropout: 0" } else { "" };
         let text = job(workers, &format!("{{from: source{dropout}}}"))
             .replace(&format!("steps: {STEPS}"), "steps: 0");
@@ -96,24 +95,25 @@ fn folders_come_out_as_they_went_in() {
         let gathered = place.launch(&gather);
         assert!(gathered.status.success(), "{}", String::from_utf8_lossy(&gathered.stderr));
         let (source, weights) = (place.path("source"), place.path("weights"));
-        let said = folders(&python, &["compare", &source.to_string_lossy(), &weights.to_string_lossy()]);
-        let said: Value = serde_json::from_str(said.trim()).unwrap_or_else(|e| panic!("{e}: {said}"));
-        assert!(said["tensors"].as_u64() > Some(20), "{case}: {said}");
-        // what the job trained with stands in config.json
+        let result = run_oracle(&python, &["compare", &source.to_string_lossy(), &weights.to_string_lossy()]);
+        let result: Value = serde_json::from_str(result.trim()).unwrap_or_else(|e| panic!("{e}: {result}"));
+        assert!(result["tensors"].as_u64() > Some(20), "{case}: {result}");
+        // config.json has the dropout rates of the job
         let rates = serde_json::json!(["attn_pdrop", "embd_pdrop", "resid_pdrop"]);
         assert_eq!(
-            said["config"],
+            result["config"],
             if dropout.is_empty() { Value::Array(vec![]) } else { rates },
-            "{case}: {said}"
+            "{case}: {result}"
         );
         for difference in ["missing", "unexpected", "warnings", "names", "values", "texts", "files"] {
-            assert_eq!(said[difference], Value::Array(vec![]), "{case}: {difference}: {said}");
+            assert_eq!(result[difference], Value::Array(vec![]), "{case}: {difference}: {result}");
         }
-        assert_eq!(said["more"], serde_json::json!(["gathered.json"]), "{case}: {said}");
+        assert_eq!(result["more"], serde_json::json!(["gathered.json"]), "{case}: {result}");
     }
 }
 
-fn folders(python: &ForkServer, args: &[&str]) -> String {
+/// Runs scripts/oracle/hf_directories.py. Returns its output.
+fn run_oracle(python: &ForkServer, args: &[&str]) -> String {
     let mut command =
         python.command(concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/oracle/hf_directories.py"));
     let output = command.args(args).output().expect("python starts");
@@ -121,16 +121,17 @@ fn folders(python: &ForkServer, args: &[&str]) -> String {
     String::from_utf8(output.stdout).expect("text")
 }
 
-struct Ours {
+/// The values that a run reported.
+struct TrainedModel {
     parameters: u64,
-    /// At the last step.
+    /// The eval loss after the last step.
     eval_loss: f64,
-    /// What the model goes on with, there.
+    /// The continuation of the prompt after the last step.
     sample: String,
 }
 
 /// Runs the job and reads its events.
-fn train(place: &JobDirectory) -> Ours {
+fn train(place: &JobDirectory) -> TrainedModel {
     let ran = place.run(&[]).succeeded();
     let number = |event: &Value, name: &str| event[name].as_f64().expect("a number");
     let steps = ran.named("step");
@@ -138,15 +139,16 @@ fn train(place: &JobDirectory) -> Ours {
     assert!(steps.len() as u64 == STEPS && last < first - 1.0, "the loss doesn't fall: {first} to {last}");
     let evaluations = ran.named("eval");
     let at_end = evaluations.iter().find(|e| e["step"] == STEPS);
-    Ours {
+    TrainedModel {
         parameters: ran.named("ready")[0]["parameters"].as_u64().expect("a number"),
         sample: ran.named("sample")[0]["text"].as_str().expect("text").to_owned(),
         eval_loss: number(at_end.expect("an evaluation at the end"), "loss"),
     }
 }
 
-/// Gathers with these options; what transformers makes of it, which is a whole model and the same text.
-fn load(python: &ForkServer, place: &JobDirectory, class: &str, options: &[&str]) -> Value {
+/// Gathers the weights with these options and loads them with transformers, which must find a
+/// complete model and an unchanged tokenizer. Returns the values that transformers computed.
+fn load_gathered(python: &ForkServer, place: &JobDirectory, class: &str, options: &[&str]) -> Value {
     let gather = [&["ckpt", "gather", "checkpoints", "weights"], options].concat();
     let gathered = place.launch(&gather);
     assert!(gathered.status.success(), "{}", String::from_utf8_lossy(&gathered.stderr));
@@ -156,14 +158,14 @@ fn load(python: &ForkServer, place: &JobDirectory, class: &str, options: &[&str]
     let output = command.output().expect("python starts");
     let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     assert!(output.status.success(), "{}: {err}", output.status);
-    let theirs: Value = serde_json::from_str(out.trim()).unwrap_or_else(|e| panic!("{e}: {out}"));
-    assert_eq!(theirs["class"], class);
+    let loaded: Value = serde_json::from_str(out.trim()).unwrap_or_else(|e| panic!("{e}: {out}"));
+    assert_eq!(loaded["class"], class);
     for problem in ["missing", "unexpected", "mismatched", "warnings"] {
-        assert_eq!(theirs[problem], Value::Array(vec![]), "{problem}: {theirs}");
+        assert_eq!(loaded[problem], Value::Array(vec![]), "{problem}: {loaded}");
     }
-    assert_eq!(theirs["round_trip"], true, "the tokenizer changes the text");
-    assert_eq!(theirs["windows"], EVAL_SAMPLES);
-    theirs
+    assert_eq!(loaded["round_trip"], true, "the tokenizer changes the text");
+    assert_eq!(loaded["windows"], EVAL_SAMPLES);
+    loaded
 }
 
 fn job(workers: u32, model: &str) -> String {
@@ -184,7 +186,7 @@ checkpoint: {{dir: checkpoints, every: never, gather_16bit_weights_on_model_save
     )
 }
 
-/// Exactly the evaluated samples: one document, whose end is the last target.
+/// The text of exactly the evaluated samples: one document, whose end is the last target.
 fn held_out_text(place: &JobDirectory) -> String {
     let corpus = fs::read_to_string(place.path("corpus.txt")).expect("corpus");
     corpus[corpus.len() - SEQ_LEN * EVAL_SAMPLES..].to_owned()

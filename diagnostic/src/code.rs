@@ -35,6 +35,7 @@ impl Category {
 pub struct CodeInfo {
     /// The code in kebab-case, such as `ssh-host-key-unknown`. Stable between releases.
     pub name: &'static str,
+    /// The category, and so the exit code, unless the diagnostic replaces it.
     pub category: Category,
     /// One sentence: what happened.
     pub summary: &'static str,
@@ -56,17 +57,20 @@ impl Code {
 
     /// The code of this name, if there is one.
     pub fn from_name(name: &str) -> Option<Self> {
-        crate::codes::all().find(|code| code.name() == name)
+        crate::codes::all_codes().find(|code| code.name() == name)
     }
 
+    /// The code in kebab-case, such as `ssh-host-key-unknown`.
     pub const fn name(self) -> &'static str {
         self.0.name
     }
 
+    /// The category of diagnostics with this code, unless they replace it.
     pub const fn category(self) -> Category {
         self.0.category
     }
 
+    /// The explanation of the code: summary, cause and remedy.
     pub const fn info(self) -> &'static CodeInfo {
         self.0
     }

@@ -50,6 +50,6 @@ pub(crate) const AREAS: &[(&str, &[Code])] = &[
 ];
 
 /// Every code, area by area.
-pub fn all() -> impl Iterator<Item = Code> {
+pub fn all_codes() -> impl Iterator<Item = Code> {
     AREAS.iter().flat_map(|(_, list)| list.iter().copied())
 }

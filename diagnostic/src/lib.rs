@@ -103,6 +103,20 @@ impl Diagnostic {
         self
     }
 
+    /// Adds the remedy of the code as advice, in lower case and without a full stop.
+    pub fn with_remedy(self) -> Self {
+        let remedy = self.0.code.info().remedy.trim_end_matches('.');
+        let mut chars = remedy.chars();
+        let help = match (chars.next(), chars.next()) {
+            // not an abbreviation such as NCCL
+            (Some(first), Some(second)) if second.is_lowercase() => {
+                first.to_lowercase().chain(remedy.chars().skip(1)).collect()
+            }
+            _ => remedy.to_owned(),
+        };
+        self.with_help(help)
+    }
+
     /// Adds an error that caused this one, and that error's own sources, outermost first.
     pub fn with_cause(mut self, error: &dyn Error) -> Self {
         let mut next = Some(error);
@@ -131,26 +145,32 @@ impl Diagnostic {
         self
     }
 
+    /// The stable name of this kind of error.
     pub fn code(&self) -> Code {
         self.0.code
     }
 
+    /// Whether this is an error or a warning.
     pub fn severity(&self) -> Severity {
         self.0.severity
     }
 
+    /// The category, which decides the exit code.
     pub fn category(&self) -> Category {
         self.0.category
     }
 
+    /// What happened, on one line in lower case.
     pub fn message(&self) -> &str {
         &self.0.message
     }
 
+    /// The object that the diagnostic is about: a key, path, host or rank.
     pub fn subject(&self) -> Option<&str> {
         self.0.subject.as_deref()
     }
 
+    /// The place in a file or argument where the mistake was written.
     pub fn location(&self) -> Option<&Location> {
         self.0.location.as_ref()
     }
@@ -160,10 +180,12 @@ impl Diagnostic {
         self.0.fields.get(name)
     }
 
+    /// All fields: values that programs may use.
     pub fn fields(&self) -> &Map<String, Value> {
         &self.0.fields
     }
 
+    /// What the user can do next, one entry per suggestion.
     pub fn help(&self) -> &[String] {
         &self.0.help
     }
@@ -173,6 +195,7 @@ impl Diagnostic {
         &self.0.causes
     }
 
+    /// The diagnostics that this one summarizes.
     pub fn details(&self) -> &[Diagnostic] {
         &self.0.details
     }

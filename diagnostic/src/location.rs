@@ -7,12 +7,32 @@ use std::fmt;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Location {
     /// A file as a whole.
-    File { file: String },
-    /// Part of a line of a file. `line` and `column` count from 1, in characters; `width` is at
-    /// least 1. `text` is the whole line.
-    Line { file: String, line: u32, column: u32, width: u32, text: String },
-    /// Part of a `--set path=value` argument; `text` is the argument.
-    Override { column: u32, width: u32, text: String },
+    File {
+        /// The name of the file.
+        file: String,
+    },
+    /// Part of a line of a file.
+    Line {
+        /// The name of the file.
+        file: String,
+        /// The number of the line, from 1.
+        line: u32,
+        /// The first character of the part, from 1.
+        column: u32,
+        /// The number of characters of the part, at least 1.
+        width: u32,
+        /// The whole line.
+        text: String,
+    },
+    /// Part of a `--set path=value` argument.
+    Override {
+        /// The first character of the part, from 1.
+        column: u32,
+        /// The number of characters of the part, at least 1.
+        width: u32,
+        /// The whole argument.
+        text: String,
+    },
 }
 
 impl Location {
@@ -41,9 +61,12 @@ impl Location {
         }
     }
 
-    /// `file`, `line` and `column`, as `--json` prints them.
+    /// `file`, `line` and `column`, as `--json` prints them; only `file` for a whole file.
     pub(crate) fn to_json(&self) -> Value {
-        json!({ "file": self.file(), "line": self.line(), "column": self.column() })
+        match self {
+            Location::File { file } => json!({ "file": file }),
+            _ => json!({ "file": self.file(), "line": self.line(), "column": self.column() }),
+        }
     }
 }
 

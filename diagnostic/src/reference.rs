@@ -28,9 +28,9 @@ pub fn entry(code: Code) -> String {
 /// The whole of docs/errors.md.
 pub fn reference() -> String {
     let mut text = String::from(
-        "# Errors\n\nEvery error and warning of `launch` has a stable code. `--json` prints it as `code`, and\n\
-         `launch explain CODE` prints the entry below. The tables in `diagnostic/src/codes/` are the source\n\
-         of this page.\n\n",
+        "# Errors\n\nEvery error and warning of `launch` has a stable code. Messages show it in brackets\n\
+         (`error[usage]: …`), `--json` prints it as `code`, and `launch explain CODE` prints the entry below.\n\
+         The tables in `diagnostic/src/codes/` are the source of this page.\n\n",
     );
     for (title, list) in codes::AREAS {
         _ = write!(text, "## {title}\n\n");

@@ -1,4 +1,4 @@
-//! Diagnostics as text for people: message, source line with a caret, causes, help.
+//! Diagnostics as text for people: code, message, source line with a caret, causes, help.
 use crate::{Diagnostic, Location, Severity};
 use annotate_snippets::{AnnotationKind, Level, Origin, Renderer, Snippet};
 use std::fmt::Write;
@@ -52,7 +52,8 @@ fn without_source(diagnostic: &Diagnostic, color: bool) -> String {
         Severity::Warning => ("warning", "\x1b[1;33m"),
     };
     let (style, reset) = if color { (style, "\x1b[0m") } else { ("", "") };
-    let mut text = format!("{style}{name}{reset}: {}\n", visible(diagnostic.message()));
+    let (code, message) = (diagnostic.code().name(), visible(diagnostic.message()));
+    let mut text = format!("{style}{name}[{code}]{reset}: {message}\n");
     append_notes(&mut text, diagnostic);
     text
 }
@@ -79,7 +80,7 @@ fn with_source(diagnostic: &Diagnostic, location: &Location, color: bool) -> Str
         Severity::Error => Level::ERROR,
         Severity::Warning => Level::WARNING,
     };
-    let title = level.primary_title(diagnostic.message());
+    let title = level.primary_title(diagnostic.message()).id(diagnostic.code().name());
     let mut group = match location {
         Location::File { file } => title.element(Origin::path(file)),
         Location::Line { file, line, column, text, .. } if text.chars().count() > MAX_LINE => {

@@ -1,4 +1,4 @@
 #![no_main]
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
-    let _ = launcher::hostile::host_list(bytes);
+    let _ = launcher::untrusted::host_list(bytes);
 });

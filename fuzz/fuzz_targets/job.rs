@@ -1,4 +1,4 @@
 #![no_main]
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
-    let _ = launcher::hostile::job(bytes);
+    let _ = launcher::untrusted::job(bytes);
 });

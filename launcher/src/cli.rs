@@ -320,6 +320,7 @@ pub(crate) fn parse(args: impl Iterator<Item = OsString>) -> ParsedArgs {
     let args = insert_default_command(args);
     let format = requested_format(&args);
     let first = first_word(&args).map(|at| args[at].clone());
+    let help_command = help_command(&args);
     let error = match Cli::try_parse_from(args) {
         Ok(cli) => return ParsedArgs::Command(Box::new(cli)),
         Err(error) => error,
@@ -330,8 +331,20 @@ pub(crate) fn parse(args: impl Iterator<Item = OsString>) -> ParsedArgs {
             let missing = first.as_deref().and_then(missing_subcommand);
             ParsedArgs::Invalid(missing.unwrap_or_else(no_job), format)
         }
-        _ => ParsedArgs::Invalid(usage_error(&error), format),
+        _ => ParsedArgs::Invalid(usage_error(&error, &help_command), format),
     }
+}
+
+/// The command that describes these arguments: `launch ckpt convert --help` for
+/// `launch ckpt convert a b --to zip`.
+fn help_command(args: &[OsString]) -> String {
+    let (mut command, mut words) = (Cli::command(), vec!["launch".to_owned()]);
+    for word in first_word(args).map_or(&[][..], |at| &args[at..]) {
+        let Some(subcommand) = command.find_subcommand(word).cloned() else { break };
+        words.push(subcommand.get_name().to_owned());
+        command = subcommand;
+    }
+    format!("{} --help", words.join(" "))
 }
 
 /// The format that wrong arguments ask for, so that their error is printed as JSON too.
@@ -391,8 +404,8 @@ fn first_word(args: &[OsString]) -> Option<usize> {
     None
 }
 
-/// clap's error as a diagnostic.
-fn usage_error(error: &clap::Error) -> Diagnostic {
+/// clap's error as a diagnostic. `help_command` describes the arguments.
+fn usage_error(error: &clap::Error, help_command: &str) -> Diagnostic {
     let text = |kind| error.get(kind).and_then(context_text);
     let argument = text(ContextKind::InvalidArg).unwrap_or_default();
     let value = text(ContextKind::InvalidValue).unwrap_or_default();
@@ -430,7 +443,7 @@ fn usage_error(error: &clap::Error) -> Diagnostic {
         None => usage,
     };
     let usage = if argument.is_empty() { usage } else { usage.with_subject(argument) };
-    usage.with_help("see `launch --help`")
+    usage.with_help(format!("see `{help_command}`"))
 }
 
 /// A piece of clap's error context as text.

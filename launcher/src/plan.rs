@@ -10,7 +10,7 @@ mod master;
 
 pub(crate) use devices::is_device_variable;
 
-use crate::discover::Inventory;
+use crate::{discover::Inventory, report::count};
 use contract::{
     control::{HostPlan, WorkerPlan},
     ids::{Rank, RunId},
@@ -94,8 +94,9 @@ fn plan_attempt(
     let capacities: Vec<HostCapacity> = capacities.collect::<Result<_, _>>()?;
     let world = capacities.iter().map(|capacity| u64::from(capacity.workers)).sum::<u64>();
     if world == 0 || world > u64::from(MAX_WORKERS) {
-        let message =
-            format!("the job has {world} workers on {} hosts; 1 to {MAX_WORKERS} are supported", hosts.len());
+        let (workers, hosts) =
+            (count(world, "worker", "workers"), count(hosts.len() as u64, "host", "hosts"));
+        let message = format!("the job has {workers} on {hosts}; 1 to {MAX_WORKERS} are supported");
         return Err(error(codes::WORKERS_OUT_OF_RANGE, "cluster.workers_per_host", message)
             .with_field("workers", world)
             .with_help("change `cluster.workers_per_host`"));
@@ -210,9 +211,10 @@ fn host_capacity(job: &JobSpec, host: &JobHost) -> diagnostic::Result<HostCapaci
     };
     match host.slots {
         Some(slots) if gpu_workers > 0 && slots > gpu_workers => {
+            let available = count(gpus.count() as u64, "GPU", "GPUs");
             let reason = match job.cluster.devices {
-                Devices::List(_) => format!("`cluster.devices` names {} GPUs", gpus.count()),
-                _ => format!("{} GPUs were found", gpus.count()),
+                Devices::List(_) => format!("`cluster.devices` names {available}"),
+                _ => format!("the host has {available}"),
             };
             let message = format!("{name} declares {slots} slots, but {reason}");
             Err(error(codes::SLOTS_EXCEED_GPUS, "cluster.hosts", message)
@@ -283,7 +285,8 @@ fn warnings(job: &JobSpec, hosts: &[JobHost], workers: &[u32], world: u32) -> Ve
         }
     }
     for (i, rank) in job.run.logs.show.iter().enumerate().filter(|(_, rank)| **rank >= world) {
-        let message = format!("there is no rank {rank} to show: the job has {world} workers");
+        let workers = count(u64::from(world), "worker", "workers");
+        let message = format!("there is no rank {rank} to show: the job has {workers}");
         warnings.push(
             Diagnostic::warning(codes::LOG_RANK_UNKNOWN, message)
                 .with_subject(format!("run.logs.show[{i}]"))

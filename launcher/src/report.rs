@@ -129,7 +129,7 @@ impl Report {
                     thread_counters.queued_lines.fetch_sub(1, Ordering::Relaxed);
                 }
                 let is_last = matches!(item, Item::Finish(_));
-                view.show(item);
+                view.show_item(item);
                 thread_counters.shown.fetch_add(1, Ordering::Relaxed);
                 if is_last {
                     break;

@@ -97,11 +97,11 @@ mod tests {
             let file = fs::OpenOptions::new().append(true).create(true).open(&path);
             file.expect("file").write_all(text.as_bytes()).expect("written");
         };
-        append("one\ntwo\nthr");
+        append("one\ntwo\nthree");
         let mut lines = LineFollower::open(path.clone(), 4).expect("open");
-        assert_eq!(read_all(&mut lines), ["two", "thr"]);
-        append("ee\n\nfour\n");
-        assert_eq!(read_all(&mut lines), ["ee", "", "four"]);
+        assert_eq!(read_all(&mut lines), ["two", "three"]);
+        append("fold\n\nfour\n");
+        assert_eq!(read_all(&mut lines), ["fold", "", "four"]);
         fs::rename(&path, dir.path().join("a.log.1")).expect("renamed");
         assert_eq!(read_all(&mut lines), Vec::<String>::new());
         append("new\n");

@@ -20,12 +20,17 @@ const MAX_FILTERS: usize = 8;
 
 /// Parses a control stream: a sequence of frames of one of the four message types.
 pub fn control(bytes: &[u8]) -> ParseResult {
-    let parsers = [frames::<FromAgent>, frames::<ToAgent>, frames::<FromWorker>, frames::<ToWorker>];
+    let parsers = [
+        parse_frames::<FromAgent>,
+        parse_frames::<ToAgent>,
+        parse_frames::<FromWorker>,
+        parse_frames::<ToWorker>,
+    ];
     // A stream is valid when it parses as one of the types.
     parsers.iter().map(|parse| parse(bytes)).reduce(|one, other| one.or(other)).unwrap_or(Ok(()))
 }
 
-fn frames<T: Serialize + DeserializeOwned>(mut bytes: &[u8]) -> ParseResult {
+fn parse_frames<T: Serialize + DeserializeOwned>(mut bytes: &[u8]) -> ParseResult {
     while let Some((header, rest)) = bytes.split_first_chunk::<HEADER>() {
         let length = frame::body_length(*header)? as usize;
         let body = rest.get(..length).ok_or(FrameError::Truncated)?;

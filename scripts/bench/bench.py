@@ -1,4 +1,7 @@
-"""What the benchmarks share: building and running `launch`, reading its events, measuring processes. Standard library only."""
+"""Common code of the benchmarks: builds and runs `launch`, reads its events and measures processes.
+
+It only uses the standard library.
+"""
 import json
 import os
 import statistics
@@ -9,42 +12,42 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT = 900  # seconds any one command may take
+LIMIT = 900  # seconds that a command may take
 MIB = 1 << 20
 
 
-def say(text):
+def log(text):
     print(text, file=sys.stderr, flush=True)
 
 
 def build_launch():
     """Builds the release executable and returns its path."""
     subprocess.run(["cargo", "build", "--release", "--quiet", "--bin", "launch"], cwd=ROOT, check=True)
-    folder = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
-    return (folder if folder.is_absolute() else ROOT / folder) / "release/launch"
+    target = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
+    return (target if target.is_absolute() else ROOT / target) / "release/launch"
 
 
 def descendants(pid):
-    """Every process below `pid`."""
+    """The pids of all descendants of the process `pid`."""
     children = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             try:
                 stat = Path("/proc", entry, "stat").read_text()
             except OSError:
-                continue  # it ended
+                continue  # the process has ended
             parent = int(stat.rpartition(")")[2].split()[1])
             children.setdefault(parent, []).append(int(entry))
-    found, todo = [], [pid]
+    pids, todo = [], [pid]
     while todo:
-        below = children.get(todo.pop(), [])
-        found += below
-        todo += below
-    return found
+        found = children.get(todo.pop(), [])
+        pids += found
+        todo += found
+    return pids
 
 
 def peak_rss(pid):
-    """The kernel's high-water mark of a process's resident set, bytes; 0 when it is gone."""
+    """The largest resident set of a process so far, in bytes. 0 if the process has ended."""
     try:
         for line in Path("/proc", str(pid), "status").read_text().splitlines():
             if line.startswith("VmHWM:"):
@@ -55,15 +58,19 @@ def peak_rss(pid):
 
 
 def run_launch(launch, job, sets, cwd, measure_memory=False):
-    """Runs a job with --json. Returns its events, each with `at`: seconds from the start to its arrival,
-    and, with `measure_memory`, the largest resident set of any process below the controller (looked at whenever an event arrives)."""
+    """Runs a job with --json. Returns its events and a size of memory.
+
+    Each event gets the field `at`: the seconds from the start of the command to its arrival. With
+    `measure_memory`, the memory is the largest resident set of any descendant of the controller,
+    measured at each step event; otherwise it is 0.
+    """
     command = [str(launch), "--json", str(job)]
     for item in sets:
         command += ["--set", item]
     began = time.perf_counter()
     events, memory = [], 0
-    with tempfile.TemporaryFile("w+") as talk:
-        process = subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, stderr=talk, text=True)
+    with tempfile.TemporaryFile("w+") as stderr:
+        process = subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, stderr=stderr, text=True)
         for line in process.stdout:
             if not line.startswith("{"):
                 continue
@@ -71,21 +78,22 @@ def run_launch(launch, job, sets, cwd, measure_memory=False):
             if measure_memory and events[-1]["event"] == "step":
                 memory = max([memory, *map(peak_rss, descendants(process.pid))])
         if process.wait(LIMIT) != 0:
-            talk.seek(0)
-            raise SystemExit(f"{' '.join(command)} ended with {process.returncode}:\n{talk.read()[-3000:]}")
+            stderr.seek(0)
+            raise SystemExit(f"{' '.join(command)} exited with code {process.returncode}:\n{stderr.read()[-3000:]}")
     return events, memory
 
 
-def of_kind(events, kind):
+def events_of_kind(events, kind):
     return [e for e in events if e["event"] == kind]
 
 
 def run_peer(command, env, cwd=None):
-    """Runs another program and returns the last JSON object it printed, or None with a word on stderr when it fails."""
+    """Runs another program and returns the last JSON object that it prints. If the program fails, logs
+    the reason and returns None."""
     result = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, cwd=cwd, env=os.environ | env)
     lines = [line for line in result.stdout.splitlines() if line.startswith("{")]
     if result.returncode != 0 or not lines:
-        say(f"  {' '.join(map(str, command))} failed ({result.returncode}): {result.stderr.strip()[-400:]}")
+        log(f"  {' '.join(map(str, command))} failed (exit code {result.returncode}): {result.stderr.strip()[-400:]}")
         return None
     return json.loads(lines[-1])
 
@@ -99,24 +107,24 @@ def median(values):
     return statistics.median(values) if values else None
 
 
-def table(header, rows):
-    """A markdown table."""
+def print_table(header, rows):
+    """Prints a Markdown table."""
     print("| " + " | ".join(header) + " |")
     print("|" + "---|" * len(header))
     for row in rows:
         print("| " + " | ".join(str(cell) for cell in row) + " |")
 
 
-def spread(values, digits=0):
-    """`median (min–max)`."""
+def median_and_range(values, digits=0):
+    """Formats values as `median (min–max)`."""
     if not values:
         return "–"
     return f"{median(values):.{digits}f} ({min(values):.{digits}f}–{max(values):.{digits}f})"
 
 
-def machine():
+def describe_machine():
     model = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
                   if line.startswith("model name")), "unknown CPU")
     load = os.getloadavg()[0]
-    busy = "; NOT IDLE: only ratios within a round mean anything" if load > 0.3 else ""
+    busy = "; NOT IDLE: only ratios within a round are meaningful" if load > 0.3 else ""
     return f"{model}, {len(os.sched_getaffinity(0))} CPUs, load {load:.1f} at the start{busy}"

@@ -1,16 +1,27 @@
 #!/usr/bin/env python3
-"""What PyTorch does with the models of scripts/bench/throughput: one JSON line with tokens/s and peak memory.
+"""Trains the models of scripts/bench/throughput with PyTorch. Prints tokens/s and peak memory as JSON.
 
     python torch_baseline.py --mode plain --threads 2
     python -m torch.distributed.run --standalone --nproc-per-node 2 torch_baseline.py --mode fsdp2 --threads 1
 
-Modes: plain (one process), compile (the same with torch.compile; needs a C++ compiler), fsdp2 (fully_shard per block), deepspeed (ZeRO
-stage 3; needs deepspeed). fp32, random tokens, SDPA attention; a global batch is divided among the ranks.
-baseline: transformers' LlamaForCausalLM: hidden 384, 6 layers, 6 heads, intermediate 1024, vocabulary 8192, untied (16.9M parameters);
-sequences of 256, 8 in a global batch. gpt2-124m: GPT2LMHeadModel without dropout; sequences of 64, 4 in a global batch.
-moe: the baseline as Qwen3MoeForCausalLM, 8 experts of width 512, 2 for each token, with its load-balancing loss, experts as transformers
-computes them by default. moe-128: the same with Qwen3-30B-A3B's proportions: 128 experts of width 144 (3/8 of the hidden size), 8 for each token.
-torch AdamW, lr 1e-3, betas 0.9 / 0.95, weight decay 0.1; neither clipping nor activation checkpointing. Median of the measured steps.
+Modes:
+- plain: one process.
+- compile: one process with torch.compile, which needs a C++ compiler.
+- fsdp2: fully_shard for each block.
+- deepspeed: ZeRO stage 3; needs deepspeed.
+
+Models:
+- baseline: LlamaForCausalLM with hidden size 384, 6 layers, 6 heads, intermediate size 1024,
+  vocabulary 8192, untied (16.9M parameters); 8 sequences of 256 tokens in a global batch.
+- gpt2-124m: GPT2LMHeadModel without dropout; 4 sequences of 64 tokens in a global batch.
+- moe: the baseline as Qwen3MoeForCausalLM with 8 experts of width 512, 2 for each token, with its
+  load-balancing loss; transformers' default implementation of experts.
+- moe-128: the proportions of Qwen3-30B-A3B: 128 experts of width 144 (3/8 of the hidden size), 8 for
+  each token.
+
+All train in fp32 on random tokens with SDPA attention and torch's AdamW (lr 1e-3, betas 0.9 and 0.95,
+weight decay 0.1), without clipping and activation checkpointing. The ranks share a global batch. The
+result is the median of the measured steps.
 """
 import argparse
 import json
@@ -19,9 +30,9 @@ import resource
 import statistics
 import time
 
-# vocabulary, length of a sequence, sequences in a global batch
+# name: vocabulary size, tokens of a sequence, sequences of a global batch
 MODELS = {"baseline": (8192, 256, 8), "gpt2-124m": (50257, 64, 4), "moe": (8192, 256, 8), "moe-128": (8192, 256, 8)}
-# experts, how many of them for each token, their width
+# name: experts, experts per token, width of an expert
 EXPERTS = {"moe": (8, 2, 512), "moe-128": (128, 8, 144)}
 
 
@@ -35,8 +46,8 @@ def arguments():
     return parser.parse_args()
 
 
-def make(name):
-    """The model, and its blocks."""
+def create_model(name):
+    """Returns the model and its blocks."""
     from transformers import (GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig,
                               Qwen3MoeForCausalLM)
 
@@ -59,11 +70,11 @@ def make(name):
 
 
 def build(name, mode, world):
-    """The model and a function that trains on one batch and returns its loss."""
+    """Returns the model and a function that trains on one batch and returns the loss."""
     import torch
 
     torch.manual_seed(0)
-    model, blocks = make(name)
+    model, blocks = create_model(name)
     global_batch = MODELS[name][2]
     settings = dict(lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
     if mode == "deepspeed":
@@ -112,14 +123,14 @@ def main():
     world, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     vocab, seq, global_batch = MODELS[args.model]
     if args.mode in ("plain", "compile") and world > 1:
-        raise SystemExit(f"mode {args.mode} is one process")
+        raise SystemExit(f"mode {args.mode} needs a single process, but there are {world}")
     if global_batch % world:
-        raise SystemExit(f"{global_batch} sequences can't be divided among {world} ranks")
+        raise SystemExit(f"the {global_batch} sequences of a batch cannot be divided among {world} ranks")
     _, step = build(args.model, args.mode, world)
-    generator, own = torch.Generator().manual_seed(1), global_batch // world
+    generator, per_rank = torch.Generator().manual_seed(1), global_batch // world
     times, losses = [], []
     for _ in range(args.warmup + args.steps):
-        ids = torch.randint(0, vocab, (global_batch, seq), generator=generator)[rank * own:(rank + 1) * own]
+        ids = torch.randint(0, vocab, (global_batch, seq), generator=generator)[rank * per_rank:(rank + 1) * per_rank]
         if dist.is_initialized():
             dist.barrier()
         began = time.perf_counter()

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Writes tests/golden/data/: chats as real transformers writes and tokenizes them, and Parquet files as real pyarrow writes them.
+"""Writes tests/golden/data/: chats that transformers renders and tokenizes, and Parquet files of pyarrow.
 
     python scripts/golden/data.py chats       # a Python with transformers and jinja2
     python scripts/golden/data.py parquet     # a Python with pyarrow
 
-tests/golden/data/README.md says what the files hold.
+tests/golden/data/README.md describes the files.
 """
 import json
 import sys
@@ -12,7 +12,7 @@ from pathlib import Path
 
 OUT = Path(__file__).resolve().parents[2] / "tests/golden/data"
 
-# In the manner of the families' own templates, with their white space and control flow; written for this test.
+# Written for this test, with the white space and control flow of the families' own templates.
 CHATML = """{%- if messages[0]['role'] == 'system' -%}
     {{- '<|im_start|>system\\n' + messages[0]['content'] + '<|im_end|>\\n' }}
 {%- else %}
@@ -93,7 +93,8 @@ def tokenizer():
 
 
 def chats():
-    """Each template on each chat: with marks the text, tokens and mask of transformers; without them the same text."""
+    """Renders each template with each chat. Writes the text, tokens and mask of transformers, or its
+    error."""
     t = tokenizer()
     t.backend_tokenizer.save(str(OUT / "tokenizer.json"))
     (OUT / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}) + "\n")
@@ -109,10 +110,10 @@ def chats():
                     got = t.apply_chat_template(chat["messages"], tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **options)
                     case["tokens"], case["mask"] = got["input_ids"], got["assistant_masks"]
                 except Exception as e:
-                    case["refused"] = str(e).splitlines()[0]
+                    case["error"] = str(e).splitlines()[0]
                 cases.append(case)
     (OUT / "chats.json").write_text(json.dumps(cases, ensure_ascii=False, indent=1) + "\n")
-    print(len(cases), "cases,", sum("refused" in c for c in cases), "refused")
+    print(len(cases), "cases,", sum("error" in c for c in cases), "with an error")
 
 
 def parquet():

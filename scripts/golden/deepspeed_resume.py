@@ -1,15 +1,16 @@
-"""Makes tests/golden/deepspeed: training states of real DeepSpeed, and the losses with which DeepSpeed itself goes on.
+"""Writes tests/golden/deepspeed: training states of DeepSpeed, and the losses of its next steps.
 
     PYTHON -m torch.distributed.run --nproc-per-node 2 scripts/golden/deepspeed_resume.py OUT --stage 2 [--tied]
 
-PYTHON has torch, transformers and DeepSpeed (scripts/bench/setup makes one). Documents of equal length, one a sample, in
-their order: the batches are those of a job with `pack: false, shuffle: false`. fp32, two groups (weight decay 0.1 and 0),
-linear warm-up and decay; three steps, the checkpoint, then three more steps whose losses go into next.json.
+PYTHON needs torch, transformers and DeepSpeed (scripts/bench/setup prints one). Each sample is a
+document; all have the same length and are used in order, so the batches are those of a job with
+`pack: false, shuffle: false`. Training is in fp32 with two groups (weight decay 0.1 and 0) and linear
+warm-up and decay. The script trains three steps, saves the checkpoint, trains three more steps, and
+writes their losses to next.json.
 """
 import argparse
 import json
 import os
-import shutil
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import torch
@@ -29,7 +30,7 @@ torch.set_num_threads(1)
 deepspeed.init_distributed(dist_backend="gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
 
-# printable text that isn't uniform, so that there is something to learn
+# printable text that is not uniform, so that a model can learn from it
 letters = torch.Generator().manual_seed(5)
 documents = ["".join(chr(97 + int(i)) for i in torch.randint(0, 26, (LENGTH,), generator=letters) // 3) for _ in range(DOCUMENTS)]
 
@@ -69,12 +70,12 @@ def step(number):
 
 losses = [step(n) for n in range(BEFORE)]
 engine.save_checkpoint(args.out)
-following = [step(n) for n in range(BEFORE, BEFORE + AFTER)]
+next_losses = [step(n) for n in range(BEFORE, BEFORE + AFTER)]
 if rank == 0:
     for name in ("zero_to_fp32.py", "zero_to_torch.py"):
         os.remove(os.path.join(args.out, name))
     with open(os.path.join(args.out, "next.json"), "w") as f:
-        json.dump(dict(losses=losses, next=following, tied=args.tied, documents=documents, versions=dict(
+        json.dump(dict(losses=losses, next=next_losses, tied=args.tied, documents=documents, versions=dict(
             torch=torch.__version__, deepspeed=deepspeed.__version__, transformers=transformers.__version__)), f, indent=1)
         f.write("\n")
 dist.barrier()

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Writes tests/golden/families/<case>/ with real transformers and real torch on the CPU: every family and variant.
+"""Writes tests/golden/families/<case>/ with transformers and torch on the CPU: every family and variant.
 
     python scripts/golden/families.py [OUT [CASE…]]        # OUT: tests/golden/families
 
-As scripts/golden/llama.py, whose arithmetic it uses, but each case is a folder as save_pretrained makes it (config.json and
-model.safetensors: the initial weights), with the answers beside it. tests/golden/families/README.md says what the files hold.
+Uses the code of scripts/golden/llama.py. Each case is a directory that save_pretrained writes
+(config.json and the initial weights in model.safetensors), with the results in the same directory.
+tests/golden/families/README.md describes the files.
 """
 import json
 import sys
@@ -20,7 +21,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 import llama as base
 
-plain_loss, balance = base.loss_of, 0.0
+cross_entropy, balance = base.compute_loss, 0.0
 
 SIZES = dict(vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
              num_key_value_heads=2, head_dim=4, max_position_embeddings=64, initializer_range=0.15, rms_norm_eps=1e-5,
@@ -39,7 +40,7 @@ CASES = {
                          config=dict(rope_parameters={"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0})),
     "llama_llama3": dict(kind=(LlamaConfig, LlamaForCausalLM), clip_norm=None, seed=3,
                          config=dict(rope_parameters=LLAMA3, head_dim=8, tie_word_embeddings=True)),
-    # borders between pairs of a head, so that some are blended
+    # parameters for which some pairs of a head are blended
     "qwen2_yarn": dict(kind=(Qwen2Config, Qwen2ForCausalLM), clip_norm=None, seed=17,
                        config=dict(head_dim=8, rope_parameters={"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "beta_fast": 4.0,
                                                                 "original_max_position_embeddings": 16})),
@@ -68,12 +69,13 @@ CASES = {
                                               norm_topk_prob=False, num_hidden_layers=4, decoder_sparse_step=2,
                                               attention_bias=True, num_key_value_heads=1, use_sliding_window=True,
                                               sliding_window=7, router_aux_loss_coef=0.1)),
-    # without a rotation a bias of k changes no score: AdamW must not make steps of the rounding errors of its gradient
+    # Without a rotary embedding the bias of k does not change the scores. The larger eps keeps AdamW
+    # from turning the rounding errors of its gradient into steps.
     "gpt2": dict(kind=(GPT2Config, GPT2LMHeadModel), clip_norm=1.0, seed=10, eps=1e-4, config={}),
     "gpt2_packed": dict(kind=(GPT2Config, GPT2LMHeadModel), clip_norm=None, seed=11, eps=1e-4, documents=[[9, 11], [20], [3, 12, 5]],
                         config=dict(n_inner=36, tie_word_embeddings=False, scale_attn_by_inverse_layer_idx=True,
                                     reorder_and_upcast_attn=True, layer_norm_epsilon=1e-4)),
-    # caps that bite, a window shorter than the sequence in every second layer
+    # softcaps small enough to have an effect, and a window shorter than the sequence in every second layer
     "gemma2": dict(kind=(Gemma2Config, Gemma2ForCausalLM), clip_norm=1.0, seed=12,
                    config=GEMMA | dict(sliding_window=6, attn_logit_softcapping=2.0, final_logit_softcapping=3.0)),
     "gemma3": dict(kind=(Gemma3TextConfig, Gemma3ForCausalLM), clip_norm=None, seed=13,
@@ -102,14 +104,14 @@ def has_experts(case):
 def make_model(case):
     torch.manual_seed(case["seed"])
     model = case["kind"][1](make_config(case))
-    with torch.no_grad():  # norms away from 1 and biases away from 0, so that a missing one shows
+    with torch.no_grad():  # norms differ from 1 and biases from 0, so that a missing one is detected
         for name, p in model.named_parameters():
             if p.dim() == 1:
                 p.add_(0.25 * torch.randn_like(p))
     return model
 
 
-def window_of(config, layer):
+def layer_window(config, layer):
     kinds = getattr(config, "layer_types", None)
     if kinds is not None and kinds[layer] == "full_attention":
         return None
@@ -117,9 +119,9 @@ def window_of(config, layer):
 
 
 def forward(model, tokens, starts, dtype):
-    """With several documents the mask is given; else the model makes its own, windows included."""
+    """The logits. With several documents the mask is passed; otherwise the model creates it."""
     b, t = tokens.shape
-    if dtype is torch.float64:  # which reordering "up" to float32 refuses
+    if dtype is torch.float64:  # reorder_and_upcast_attn does not support it
         for module in model.modules():
             if hasattr(module, "reorder_and_upcast_attn"):
                 module.reorder_and_upcast_attn = False
@@ -130,13 +132,13 @@ def forward(model, tokens, starts, dtype):
                     **({"output_router_logits": True} if hasattr(model, "router_aux_loss_coef") else {}))
         global balance
         balance = 0.0
-        if hasattr(model, "router_aux_loss_coef"):  # as the model's own forward adds it when it is given labels
+        if hasattr(model, "router_aux_loss_coef"):  # the loss that the model's forward pass adds if it gets labels
             balance = model.router_aux_loss_coef * load_balancing_loss_func(
                 out.router_logits, model.config.num_local_experts, model.config.num_experts_per_tok)
             assert torch.equal(balance, model.router_aux_loss_coef * out.aux_loss)
         return out.logits
-    windows = {window_of(model.config, l) for l in range(model.config.num_hidden_layers)}
-    assert len(windows) == 1, "a mask for each kind of layer isn't needed here"
+    windows = {layer_window(model.config, l) for l in range(model.config.num_hidden_layers)}
+    assert len(windows) == 1, "layers with different masks are not supported"
     window = windows.pop() or t
     allowed = ((i[None, None, :] <= i[None, :, None]) & (i[None, None, :] >= starts[:, :, None])
                & (i[None, None, :] > i[None, :, None] - window))
@@ -144,14 +146,14 @@ def forward(model, tokens, starts, dtype):
     return model(input_ids=tokens, attention_mask=mask, position_ids=positions).logits
 
 
-def loss_of(logits, labels):
-    """With the load-balancing loss of the forward pass just before."""
-    per_token, mean = plain_loss(logits, labels)
+def compute_loss(logits, labels):
+    """The loss per token, and the mean plus the load-balancing loss of the last forward pass."""
+    per_token, mean = cross_entropy(logits, labels)
     return per_token, mean + balance
 
 
-def as_stored(answers, model):
-    """Experts under the names that save_pretrained gives them: a tensor each, not one for all."""
+def to_stored_names(answers, model):
+    """Splits the experts' tensors and gives them the names of save_pretrained, one tensor per expert."""
     names = ("w1", "w3", "w2") if isinstance(model, MixtralForCausalLM) else ("gate_proj", "up_proj", "down_proj")
     out = {}
     for key, value in answers.items():
@@ -170,43 +172,43 @@ def as_stored(answers, model):
 
 
 def check_window(case):
-    """A token outside of the window of a one-layer reach must not be seen: the case tests what it says."""
+    """Asserts that the window of a case is shorter than its sequences."""
     config = make_config(case)
-    windows = [window_of(config, l) for l in range(config.num_hidden_layers)]
+    windows = [layer_window(config, l) for l in range(config.num_hidden_layers)]
     if any(windows):
-        assert min(w for w in windows if w) < case["seq"], "a window that holds the whole sequence tests nothing"
+        assert min(w for w in windows if w) < case["seq"], "the window contains the whole sequence"
 
 
 def write(name, case, out):
     case = {"batch": 2, "seq": 20, **case}
     case["config"] = {"vocab_size": SIZES["vocab_size"], **case["config"]}
-    base.make_model, base.forward, base.loss_of = make_model, forward, loss_of
+    base.make_model, base.forward, base.compute_loss = make_model, forward, compute_loss
     base.ADAMW["eps"] = case.get("eps", 1e-8)
     check_window(case)
     single, double = base.run(case, torch.float32), base.run(case, torch.float64)
-    far = max(base.distance(single[k], double[k]) for k in single
+    error = max(base.distance(single[k], double[k]) for k in single
               if "/" in k or k in ("logits", "loss", "losses", "grad_norms"))
-    assert far < 5e-6, f"{name}: ill-conditioned: {far}"
-    folder = out / name
-    folder.mkdir(parents=True, exist_ok=True)
+    assert error < 5e-6, f"{name}: ill-conditioned: {error}"
+    directory = out / name
+    directory.mkdir(parents=True, exist_ok=True)
     model = make_model(case)
-    model.save_pretrained(folder)
+    model.save_pretrained(directory)
     names = {n for n, _ in model.named_parameters()}
     answers = {k: v.contiguous() for k, v in single.items() if k not in names}
     if has_experts(case):
-        answers = {k: v.contiguous() for k, v in as_stored(answers, model).items()}
-        stored = set(load_file(folder / "model.safetensors"))
+        answers = {k: v.contiguous() for k, v in to_stored_names(answers, model).items()}
+        stored = set(load_file(directory / "model.safetensors"))
         assert {k.removeprefix("grad/") for k in answers if k.startswith("grad/")} == stored
-    save_file(answers, folder / "answers.safetensors")
-    for file in folder.iterdir():
+    save_file(answers, directory / "answers.safetensors")
+    for file in directory.iterdir():
         file.chmod(0o644)
     flat = lambda x: [base.IGNORE if n == -100 else n for n in x.flatten().tolist()]
     about = dict(batch=case["batch"], seq=case["seq"],
                  optimizer=dict(lr=base.ADAMW["lr"], eps=base.ADAMW["eps"], weight_decay=base.WEIGHT_DECAY, clip_norm=case["clip_norm"]),
-                 torch=torch.__version__, float64_distance=far,
+                 torch=torch.__version__, float64_distance=error,
                  batches=[dict(tokens=flat(t), labels=flat(l), starts=flat(s)) for t, l, s in base.make_batches(case)])
-    (folder / "case.json").write_text(json.dumps(about) + "\n")
-    print(f"{name}: loss {single['loss'].item():.6f} -> {single['losses'][-1].item():.6f}, float64 distance {far:.1e}")
+    (directory / "case.json").write_text(json.dumps(about) + "\n")
+    print(f"{name}: loss {single['loss'].item():.6f} -> {single['losses'][-1].item():.6f}, float64 distance {error:.1e}")
 
 
 def main():

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Writes tests/golden/fp8/casts.txt: what torch makes of numbers in float8_e4m3fn and float8_e5m2.
+"""Writes tests/golden/fp8/casts.txt: torch's conversions to float8_e4m3fn and float8_e5m2.
 
     python scripts/golden/fp8.py [OUT]        # OUT: tests/golden/fp8
 
-tests/golden/fp8/README.md says what the lines are.
+tests/golden/fp8/README.md describes the lines.
 """
 import struct
 import sys
@@ -14,15 +14,15 @@ import torch
 TYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
-def floats(bits):
+def to_floats(bits):
     return torch.tensor([b - (1 << 32) if b >> 31 else b for b in bits], dtype=torch.int32).view(torch.float32)
 
 
-def codes(bits, dtype):
-    return floats(bits).to(dtype).view(torch.uint8).tolist()
+def to_codes(bits, dtype):
+    return to_floats(bits).to(dtype).view(torch.uint8).tolist()
 
 
-def bits_of(x):
+def float_bits(x):
     return struct.unpack("<I", struct.pack("<f", x))[0]
 
 
@@ -31,16 +31,16 @@ def lines(name, dtype):
     for code, bits in enumerate(values):
         yield f"{name} value {bits & 0xffffffff:08x} {code:02x}"
     last = None
-    for bits, code in enumerate(codes([b << 16 for b in range(1 << 16)], dtype)):
+    for bits, code in enumerate(to_codes([b << 16 for b in range(1 << 16)], dtype)):
         if code != last:
             yield f"{name} bf16 {bits:04x} {code:02x}"
         last = code
-    finite = sorted({abs(x) for x in floats([v & 0xffffffff for v in values]).tolist() if abs(x) < float("inf")})
-    finite.append(2 * finite[-1] - finite[-2])  # where the next number would be
-    middles = [bits_of((a + b) / 2) for a, b in zip(finite, finite[1:])]
-    near = [b + by for b in middles for by in (-1, 0, 1)]
+    finite = sorted({abs(x) for x in to_floats([v & 0xffffffff for v in values]).tolist() if abs(x) < float("inf")})
+    finite.append(2 * finite[-1] - finite[-2])  # the number that would follow the largest one
+    middles = [float_bits((a + b) / 2) for a, b in zip(finite, finite[1:])]
+    near = [b + offset for b in middles for offset in (-1, 0, 1)]
     near += [b | 1 << 31 for b in near]
-    for bits, code in zip(near, codes(near, dtype)):
+    for bits, code in zip(near, to_codes(near, dtype)):
         yield f"{name} f32 {bits:08x} {code:02x}"
 
 

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Writes tests/golden/llama/<case>/ with real transformers (LlamaForCausalLM) and real torch on the CPU.
+"""Writes tests/golden/llama/<case>/ with transformers (LlamaForCausalLM) and torch on the CPU.
 
     python scripts/golden/llama.py [OUT]        # OUT: tests/golden/llama
 
-One thread, fp32, eager attention. tests/golden/llama/README.md says what the files hold.
-Each case is also computed in float64; the distance between the two is written to case.json (`float64_distance`) and must be small:
-a case whose fp32 result is itself uncertain would test nothing.
+One thread, fp32, eager attention. tests/golden/llama/README.md describes the files.
+
+Each case is also computed in float64. The distance between the results is written to case.json
+(`float64_distance`) and must be small, because a case with an inaccurate fp32 result would test nothing.
 """
 import json
 import sys
@@ -21,7 +22,7 @@ IGNORE = 4294967295  # a position without a loss, as a u32
 STEPS = 10
 ADAMW = dict(lr=1e-3, betas=(0.9, 0.95), eps=1e-8)
 WEIGHT_DECAY = 0.1
-NO_DECAY = "norm"  # parameters with this in their name aren't decayed
+NO_DECAY = "norm"  # parameters whose names contain this have no weight decay
 
 CASES = {
     # multi-head attention, untied head, clipped gradients
@@ -34,13 +35,13 @@ CASES = {
         config=dict(vocab_size=128, hidden_size=32, intermediate_size=72, num_hidden_layers=2,
                     num_attention_heads=4, num_key_value_heads=2, rms_norm_eps=1e-6, tie_word_embeddings=True),
         batch=3, seq=10, clip_norm=None, seed=22),
-    # nothing divides evenly; a head size that isn't hidden / heads by a power of two
+    # sizes without common divisors, and a head dimension that is not a power of two
     "odd": dict(
         config=dict(vocab_size=257, hidden_size=42, intermediate_size=57, num_hidden_layers=1,
                     num_attention_heads=3, num_key_value_heads=1, head_dim=14, rms_norm_eps=1e-5,
                     tie_word_embeddings=False),
         batch=2, seq=9, clip_norm=None, seed=33),
-    # several documents in one sequence: attention stays inside each, positions run on
+    # several documents in one sequence, which do not attend to each other; positions are not reset
     "packed": dict(
         config=dict(vocab_size=64, hidden_size=24, intermediate_size=48, num_hidden_layers=2,
                     num_attention_heads=4, num_key_value_heads=2, head_dim=6, rms_norm_eps=1e-6,
@@ -58,7 +59,7 @@ def make_config(case):
 def make_model(case):
     torch.manual_seed(case["seed"])
     model = LlamaForCausalLM(make_config(case))
-    with torch.no_grad():  # norms away from 1, so that a missing factor shows
+    with torch.no_grad():  # norms differ from 1, so that a missing factor is detected
         for name, p in model.named_parameters():
             if NO_DECAY in name:
                 p.add_(0.25 * torch.randn_like(p))
@@ -66,7 +67,7 @@ def make_model(case):
 
 
 def make_batches(case):
-    """One batch per optimizer step: tokens, labels (already shifted: labels[i] is position i's target) and starts, flat [batch * seq]."""
+    """One batch per optimizer step: tokens, labels (labels[i] is the target of position i) and starts."""
     g = torch.Generator().manual_seed(case["seed"] + 1000)
     b, t, v = case["batch"], case["seq"], case["config"]["vocab_size"]
     out = []
@@ -97,19 +98,19 @@ def forward(model, tokens, starts, dtype):
     return model(input_ids=tokens, attention_mask=mask, position_ids=i[None].expand(b, t)).logits
 
 
-def loss_of(logits, labels):
+def compute_loss(logits, labels):
     per_token = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="none")
     return per_token, per_token.sum() / (labels != -100).sum()
 
 
 def run(case, dtype):
-    """Everything a case holds, as tensors by name, plus the gradient norms of the steps."""
+    """All tensors of a case by name: weights, results, and the losses and gradient norms of the steps."""
     model = make_model(case).to(dtype)
     batches = make_batches(case)
     out = {name: p.detach().clone() for name, p in model.named_parameters()}
     tokens, labels, starts = batches[0]
     logits = forward(model, tokens, starts, dtype)
-    per_token, mean = loss_of(logits, labels)
+    per_token, mean = compute_loss(logits, labels)
     mean.backward()
     out |= {"logits": logits.detach().clone(), "loss_per_token": per_token.detach().clone(),
             "loss": mean.detach().reshape(1).clone()}
@@ -122,7 +123,7 @@ def run(case, dtype):
                                   foreach=False, fused=False, **ADAMW)
     losses, norms = [], []
     for tokens, labels, starts in batches:
-        _, mean = loss_of(forward(model, tokens, starts, dtype), labels)
+        _, mean = compute_loss(forward(model, tokens, starts, dtype), labels)
         mean.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), case["clip_norm"] or float("inf"), foreach=False)
         optimizer.step()
@@ -135,13 +136,13 @@ def run(case, dtype):
 
 
 def distance(a, b):
-    """|a - b| / |b| over a whole tensor; 0 when both are 0."""
+    """|a - b| / |b| over a whole tensor, or 0 if both are 0."""
     a, b = a.double(), b.double()
     return ((a - b).norm() / b.norm().clamp_min(1e-300)).item()
 
 
 def check_masking(case):
-    """With several documents, a token changed in one must not be seen from another."""
+    """Asserts that a changed token of a document does not affect the other documents."""
     model = make_model(case)
     tokens, _, starts = make_batches(case)[0]
     row = next(r for r in range(case["batch"]) if starts[r].max() > 0)
@@ -150,37 +151,37 @@ def check_masking(case):
     tokens = tokens.clone()
     tokens[row, 0] = (tokens[row, 0] + 1) % case["config"]["vocab_size"]
     after = forward(model, tokens, starts, torch.float32)
-    assert torch.equal(before[row, first:], after[row, first:]), "a document saw another one"
+    assert torch.equal(before[row, first:], after[row, first:]), "a document attends to another one"
     assert not torch.equal(before[row, :first], after[row, :first])
 
 
 def write(name, case, out):
     single, double = run(case, torch.float32), run(case, torch.float64)
-    far = {}
+    errors = {}
     for key in single:
         kind = key.split("/")[0] if "/" in key else (key if key in ("logits", "loss", "losses", "grad_norms") else None)
         if kind:
-            far[kind] = max(far.get(kind, 0.0), distance(single[key], double[key]))
-    assert max(far.values()) < 4e-6, f"{name}: ill-conditioned: {far}"
+            errors[kind] = max(errors.get(kind, 0.0), distance(single[key], double[key]))
+    assert max(errors.values()) < 4e-6, f"{name}: ill-conditioned: {errors}"
     if "documents" in case:
         check_masking(case)
-    folder = out / name
-    folder.mkdir(parents=True, exist_ok=True)
-    # a tied head isn't stored twice: named_parameters() lists it once, as model.embed_tokens.weight
-    save_file({k: v.contiguous() for k, v in single.items()}, folder / "tensors.safetensors")
-    (folder / "tensors.safetensors").chmod(0o644)
+    directory = out / name
+    directory.mkdir(parents=True, exist_ok=True)
+    # named_parameters() lists a tied head once, as model.embed_tokens.weight
+    save_file({k: v.contiguous() for k, v in single.items()}, directory / "tensors.safetensors")
+    (directory / "tensors.safetensors").chmod(0o644)
     config = {k: v for k, v in make_config(case).to_dict().items() if k != "transformers_version"}
     config["architectures"] = ["LlamaForCausalLM"]
-    (folder / "config.json").write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")
+    (directory / "config.json").write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")
     flat = lambda x: [IGNORE if n == -100 else n for n in x.flatten().tolist()]
     about = dict(
         batch=case["batch"], seq=case["seq"], ignore=IGNORE,
         optimizer=dict(name="adamw", lr=ADAMW["lr"], betas=ADAMW["betas"], eps=ADAMW["eps"],
                        weight_decay=WEIGHT_DECAY, no_decay=[f"*{NO_DECAY}*"], clip_norm=case["clip_norm"]),
-        torch=torch.__version__, transformers=transformers.__version__, float64_distance=far,
+        torch=torch.__version__, transformers=transformers.__version__, float64_distance=errors,
         batches=[dict(tokens=flat(t), labels=flat(l), starts=flat(s)) for t, l, s in make_batches(case)])
     text = json.dumps(about, indent=1)
-    # one line per list of numbers
+    # joins each list of numbers to one line
     lines, depth = [], None
     for line in text.splitlines():
         if depth is None and line.endswith("[") and "batches" not in line:
@@ -194,12 +195,12 @@ def write(name, case, out):
             lines.append(line)
     text = "\n".join(lines) + "\n"
     assert json.loads(text) == json.loads(json.dumps(about))
-    (folder / "case.json").write_text(text)
-    size = (folder / "tensors.safetensors").stat().st_size
+    (directory / "case.json").write_text(text)
+    size = (directory / "tensors.safetensors").stat().st_size
     print(f"{name}: {sum(p.numel() for p in make_model(case).parameters())} parameters, {size} bytes, "
           f"loss {single['loss'].item():.6f} -> {single['losses'][-1].item():.6f}, "
           f"grad norms {min(single['grad_norms']).item():.3f}..{max(single['grad_norms']).item():.3f}, "
-          f"float64 distance {max(far.values()):.1e}")
+          f"float64 distance {max(errors.values()):.1e}")
 
 
 def main():

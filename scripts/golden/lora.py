@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Writes tests/golden/lora/<case>/ with real PEFT, transformers and torch on the CPU: low-rank adapters.
+"""Writes tests/golden/lora/<case>/ with PEFT, transformers and torch on the CPU: low-rank adapters.
 
     ~/.cache/launch-tests/deepspeed/bin/python scripts/golden/lora.py [OUT]        # OUT: tests/golden/lora
 
-Each case begins with the weights of a folder of tests/golden/families and with the adapters of its own folder `adapter`, which PEFT's
-save_pretrained wrote. tests/golden/lora/README.md says what the files hold.
+Each case begins with the weights of a directory of tests/golden/families, and with the adapters in its
+directory `adapter`, which PEFT's save_pretrained writes. tests/golden/lora/README.md describes the files.
 """
 import json
 import sys
@@ -26,11 +26,11 @@ CASES = {
     "one_module": dict(family="mistral_window", lora=dict(r=4, lora_alpha=8, target_modules=["model.layers.1.mlp.gate_proj", "layers.0.self_attn.q_proj"])),
     "gemma": dict(family="gemma3", lora=dict(r=2, lora_alpha=2, target_modules=["q_proj", "o_proj", "gate_proj", "down_proj"])),
     "gpt2": dict(family="gpt2", lora=dict(r=3, lora_alpha=3, target_modules=["c_attn", "c_proj", "c_fc"], fan_in_fan_out=True)),
-    # beside experts
+    # attention in a model with experts
     "experts": dict(family="mixtral", lora=dict(r=2, lora_alpha=4, target_modules=["q_proj", "k_proj", "o_proj"])),
 }
 PREFIX = "base_model.model."
-# gradients near the usual 1e-8 would be divided by themselves
+# The default eps of 1e-8 is as small as some gradients, so AdamW would amplify their rounding errors.
 base.ADAMW["eps"] = 1e-6
 
 
@@ -40,7 +40,7 @@ def make_model(case, dtype):
     torch.manual_seed(family["seed"] + 1000)
     with torch.no_grad():
         for name, p in model.named_parameters():
-            if ".lora_B." in name:  # zeros give A no gradient
+            if ".lora_B." in name:  # not zero as in PEFT, because A would have no gradient
                 p.copy_(0.1 * torch.randn_like(p))
             elif ".lora_A." in name:
                 p.copy_(0.2 * torch.randn_like(p))
@@ -48,7 +48,7 @@ def make_model(case, dtype):
 
 
 def named(model):
-    """Trained parameters by the names that they have in files, without PEFT's prefix."""
+    """The trained parameters by their names in files, without PEFT's prefix."""
     return {n.removeprefix(PREFIX).replace(".default.", "."): p for n, p in model.named_parameters() if p.requires_grad}
 
 
@@ -58,7 +58,7 @@ def run(case, about, dtype):
     batches = base.make_batches(about)
     tokens, labels, starts = batches[0]
     logits = families.forward(model, tokens, starts, dtype)
-    per_token, mean = families.loss_of(logits, labels)
+    per_token, mean = families.compute_loss(logits, labels)
     mean.backward()
     out = {"logits": logits.detach().clone(), "loss_per_token": per_token.detach().clone(),
            "loss": mean.detach().reshape(1).clone()}
@@ -67,7 +67,7 @@ def run(case, about, dtype):
     optimizer = torch.optim.AdamW(list(named(peft).values()), weight_decay=base.WEIGHT_DECAY, foreach=False, fused=False, **base.ADAMW)
     losses, norms = [], []
     for tokens, labels, starts in batches:
-        _, mean = families.loss_of(families.forward(model, tokens, starts, dtype), labels)
+        _, mean = families.compute_loss(families.forward(model, tokens, starts, dtype), labels)
         mean.backward()
         norm = torch.nn.utils.clip_grad_norm_(list(named(peft).values()), about["clip_norm"] or float("inf"), foreach=False)
         optimizer.step()
@@ -81,31 +81,31 @@ def run(case, about, dtype):
 
 def write(name, case, out):
     family = families.CASES[case["family"]]
-    about = dict(batch=2, seq=20, seed=family["seed"], clip_norm=family["clip_norm"],
+    shape = dict(batch=2, seq=20, seed=family["seed"], clip_norm=family["clip_norm"],
                  config={"vocab_size": families.SIZES["vocab_size"], **family["config"]})
-    single, _ = run(case, about, torch.float32)
-    double, _ = run(case, about, torch.float64)
-    far = max(base.distance(single[k], double[k]) for k in single if k != "loss_per_token")
-    assert far < 5e-6, f"{name}: ill-conditioned: {far}"
-    folder = out / name
-    folder.mkdir(parents=True, exist_ok=True)
+    single, _ = run(case, shape, torch.float32)
+    double, _ = run(case, shape, torch.float64)
+    error = max(base.distance(single[k], double[k]) for k in single if k != "loss_per_token")
+    assert error < 5e-6, f"{name}: ill-conditioned: {error}"
+    directory = out / name
+    directory.mkdir(parents=True, exist_ok=True)
     fresh = make_model(case, torch.float32)
-    fresh.save_pretrained(folder / "adapter")
-    (folder / "adapter/README.md").unlink()
+    fresh.save_pretrained(directory / "adapter")
+    (directory / "adapter/README.md").unlink()
     assert {PREFIX + n for n in named(fresh)} == set(get_peft_model_state_dict(fresh))
     before = {n.replace(".base_layer.", "."): p.clone() for n, p in fresh.base_model.model.named_parameters()}
     merged = fresh.merge_and_unload()
     single |= {f"merged/{n}": p.detach() for n, p in merged.named_parameters() if not torch.equal(p, before[n])}
-    save_file({k: v.contiguous() for k, v in single.items()}, folder / "answers.safetensors")
-    for file in [*folder.iterdir(), *(folder / "adapter").iterdir()]:
+    save_file({k: v.contiguous() for k, v in single.items()}, directory / "answers.safetensors")
+    for file in [*directory.iterdir(), *(directory / "adapter").iterdir()]:
         file.chmod(0o755 if file.is_dir() else 0o644)
     flat = lambda x: [base.IGNORE if n == -100 else n for n in x.flatten().tolist()]
-    said = dict(batch=2, seq=20, family=case["family"],
+    about = dict(batch=2, seq=20, family=case["family"],
                 optimizer=dict(lr=base.ADAMW["lr"], eps=base.ADAMW["eps"], weight_decay=base.WEIGHT_DECAY, clip_norm=family["clip_norm"]),
-                torch=torch.__version__, float64_distance=far,
-                batches=[dict(tokens=flat(t), labels=flat(l), starts=flat(s)) for t, l, s in base.make_batches(about)])
-    (folder / "case.json").write_text(json.dumps(said) + "\n")
-    print(f"{name}: loss {single['losses'][0].item():.6f} -> {single['losses'][-1].item():.6f}, float64 distance {far:.1e}")
+                torch=torch.__version__, float64_distance=error,
+                batches=[dict(tokens=flat(t), labels=flat(l), starts=flat(s)) for t, l, s in base.make_batches(shape)])
+    (directory / "case.json").write_text(json.dumps(about) + "\n")
+    print(f"{name}: loss {single['losses'][0].item():.6f} -> {single['losses'][-1].item():.6f}, float64 distance {error:.1e}")
 
 
 def main():

@@ -1,12 +1,16 @@
 #!/usr/bin/env python3
-"""Writes tests/golden/precision/errors.json: how far real torch in bf16 and fp16 is from real torch in fp32.
+"""Writes tests/golden/precision/errors.json: the errors of torch in bf16 and fp16, compared with fp32.
 
     python scripts/golden/precision.py [OUT]        # OUT: tests/golden/precision
 
-The cases are those of scripts/golden/llama.py and scripts/golden/families.py, whose fp32 answers are golden files already; the experts of
-a layer count as one tensor for each of their matrices. Here the same model is turned into 16 bits as a whole (`model.to(torch.bfloat16)`): weights, activations and gradients are 16 bits, the logits
-become fp32 before the loss, the optimizer works on fp32 master weights. fp16 scales the loss by 2^10, a power of two at which no case
-overflows. Two numbers a tensor: `rms` is |a - b| / |b| over the whole tensor, `max` the largest difference by the largest value. One thread. tests/golden/precision/README.md says how the file is used.
+The cases are those of scripts/golden/llama.py and scripts/golden/families.py, whose fp32 results are
+golden files. The experts of a layer count as one tensor for each of their matrices.
+
+The whole model is converted to 16 bits (`model.to(torch.bfloat16)`): weights, activations and
+gradients have 16 bits, the logits become fp32 before the loss, and the optimizer updates fp32 master
+weights. fp16 scales the loss by 2^10, with which no case overflows. Each tensor has two numbers: `rms`
+is |a - b| / |b| over the whole tensor, and `max` the largest difference relative to the largest value.
+tests/golden/precision/README.md describes how the file is used.
 """
 import json
 import sys
@@ -28,10 +32,10 @@ def errors(a, b):
 
 
 def gradients(case, model, batch, dtype, scale):
-    """Logits, loss and gradients of one batch; logits and loss in fp32, gradients without the scale."""
+    """Logits and losses of one batch in fp32, and its gradients without the loss scale."""
     tokens, labels, starts = batch
     logits = llama.forward(model, tokens, starts, dtype).float()
-    per_token, mean = llama.loss_of(logits, labels)
+    per_token, mean = llama.compute_loss(logits, labels)
     (mean * scale).backward()
     grads = {n: p.grad.float() / scale for n, p in model.named_parameters()}
     model.zero_grad()
@@ -65,10 +69,10 @@ def run(case, dtype, scale):
     return out
 
 
-def together(answers, model):
-    """Experts as they are stored, and those of a layer as one tensor for each matrix."""
+def merge_experts(answers, model):
+    """Joins the experts of a layer to one tensor per matrix."""
     out = {}
-    for key, value in families.as_stored(answers, model).items():
+    for key, value in families.to_stored_names(answers, model).items():
         before, _, rest = key.partition(".experts.")
         name = f"{before}.experts.{rest.split('.', 1)[1]}" if rest else key
         out.setdefault(name, []).append(value.flatten())
@@ -76,10 +80,10 @@ def together(answers, model):
 
 
 def cases():
-    """Each case with the functions of llama.py made to fit it."""
+    """Yields each case. For the cases of families.py, also replaces functions of llama.py."""
     for name, case in llama.CASES.items():
         yield name, case
-    llama.make_model, llama.forward, llama.loss_of = families.make_model, families.forward, families.loss_of
+    llama.make_model, llama.forward, llama.compute_loss = families.make_model, families.forward, families.compute_loss
     for name, case in families.CASES.items():
         case = {"batch": 2, "seq": 20, **case}
         case["config"] = {"vocab_size": families.SIZES["vocab_size"], **case["config"]}
@@ -95,10 +99,10 @@ def main():
     answers = dict(torch=torch.__version__)
     for name, case in cases():
         model = llama.make_model(case)
-        exact = together(llama.run(case, torch.float32), model)
+        exact = merge_experts(llama.run(case, torch.float32), model)
         answers[name] = {}
         for precision, (dtype, scale) in DTYPES.items():
-            got = together(run(case, dtype, scale), model)
+            got = merge_experts(run(case, dtype, scale), model)
             answers[name][precision] = {k: errors(v, exact[k]) for k, v in got.items()}
             worst = max(e["rms"] for e in answers[name][precision].values())
             assert worst < 10, f"{name} {precision}: {worst}"

@@ -1,14 +1,16 @@
-"""Makes tests/golden/resume: training states that real programs saved, and the losses with which each of them went on.
+"""Writes a case of tests/golden/resume: the training state of a program, and the losses of its next steps.
 
-    scripts/golden/resume OUT [NAME…]        all cases, or these; what this file does for one of them:
     PYTHON -m torch.distributed.run --nproc-per-node WORLD scripts/golden/resume.py OUT NAME
 
-Documents of equal length, one a sample, in their order: the batches are those of a job with `pack: false, shuffle: false` and
-four samples a step. AdamW, a linear schedule; three steps, the checkpoint, then three more steps whose losses go into
-next.json. Where a program trains in bf16, next.json also has the losses with which torch goes on in fp32 from the program's
-own fp32 weights and moments (`next_fp32`).
+scripts/golden/resume runs this script for every case. Each sample is a document; all have the same
+length and are used in order, so the batches are those of a job with `pack: false, shuffle: false` and
+four samples per step. The optimizer is AdamW with a linear schedule, unless the case has another one.
+The script trains three steps, saves the checkpoint, trains three more steps, and writes their losses
+to next.json. Where a program trains in bf16, next.json also has the losses with which torch continues
+in fp32 from the program's fp32 weights and moments (`next_fp32`).
 
-FSDP isn't offered on CPUs by Accelerate: its plugin is set by hand, everything that writes files is as it was.
+Accelerate only offers FSDP on GPUs, so its plugin is set directly. The code that writes files is
+unchanged.
 """
 import json
 import os
@@ -24,12 +26,12 @@ import transformers
 LENGTH, DOCUMENTS, EOD, BEFORE, AFTER, BATCH, LR, TOTAL = 20, 24, 256, 3, 3, 4, 2e-3, 20
 FP16_SCALE = 18  # so large that the first gradients overflow
 BETAS, EPS, DECAY, WARMUP, CLIP, SGD_LR = (0.9, 0.95), 1e-8, 0.1, 2, 1.0, 5e-2
-# distributed checkpoints have a container for each part of each tensor, so theirs are of one layer
+# Distributed checkpoints have a zip container for each part of each tensor, so these models have one layer.
 LAYERS = 1 if sys.argv[2].endswith(("sharded", "dcp", "lion", "fp16", "qwen3_moe")) else 2
 rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 torch.set_num_threads(1)
 
-# printable text that isn't uniform, so that there is something to learn
+# printable text that is not uniform, so that a model can learn from it
 letters = torch.Generator().manual_seed(5)
 documents = ["".join(chr(97 + int(i)) for i in torch.randint(0, 26, (LENGTH,), generator=letters) // 3) for _ in range(DOCUMENTS)]
 
@@ -43,13 +45,14 @@ class Samples(torch.utils.data.Dataset):
         return dict(input_ids=ids, labels=ids.clone())
 
 
-def rows(first, count):
+def batch_of_rows(first, count):
     ids = torch.stack([Samples()[i % DOCUMENTS]["input_ids"] for i in range(first, first + count)])
     return dict(input_ids=ids, labels=ids.clone())
 
 
-def build(family):
-    """A small Llama, a Qwen2 with biases and a tied head, or a mixture of experts. Nothing divides evenly by three."""
+def build_model(family):
+    """A small Llama, a Qwen2 with biases and a tied head, or a mixture of experts. No size is a multiple
+    of three."""
     sizes = dict(vocab_size=257, hidden_size=16, intermediate_size=20, num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=2,
                  max_position_embeddings=64, rms_norm_eps=1e-6, initializer_range=0.1, attn_implementation="eager")
     torch.manual_seed(3)
@@ -79,7 +82,7 @@ def adamw(model, count=2):
     return torch.optim.AdamW(groups(model, count), lr=LR, betas=BETAS, eps=EPS)
 
 
-def trained(optimizer):
+def without_frozen(optimizer):
     for group in optimizer.param_groups:
         group["params"] = [p for p in group["params"] if p.requires_grad]
     return optimizer
@@ -90,7 +93,7 @@ def sgd(model):
 
 
 class Lion(torch.optim.Optimizer):
-    """An optimizer with one moment and a name that AdamW's has, too."""
+    """An optimizer with one moment, whose name `exp_avg` AdamW uses, too."""
 
     def __init__(self, groups):
         super().__init__(groups, dict(lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0))
@@ -107,8 +110,8 @@ class Lion(torch.optim.Optimizer):
                 average.mul_(group["betas"][1]).add_(p.grad, alpha=1 - group["betas"][1])
 
 
-def linear(optimizer, each=1):
-    return transformers.get_linear_schedule_with_warmup(optimizer, WARMUP * each, TOTAL * each)
+def linear(optimizer, calls_per_step=1):
+    return transformers.get_linear_schedule_with_warmup(optimizer, WARMUP * calls_per_step, TOTAL * calls_per_step)
 
 
 def mean(loss):
@@ -122,20 +125,21 @@ def zero(stage, **more):
     return dict(stage=stage, overlap_comm=False, reduce_bucket_size=20000, stage3_param_persistence_threshold=0, **more)
 
 
-def own_reducing():
-    """DeepSpeed would compile a faster way to reduce on one machine first; gloo does it as well."""
+def skip_shm_op_compilation():
+    """Skips the compilation of DeepSpeed's shared-memory op; gloo reduces instead."""
     import deepspeed.comm.torch
 
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
 
 
-def in_fp32(family, engine):
-    """The losses with which torch goes on in fp32 from what the engine has; all ranks ask the engine, each computes all."""
+def losses_in_fp32(family, engine):
+    """The losses with which torch continues in fp32 from the weights and moments of DeepSpeed's engine.
+    Collective: every rank gathers them and computes all losses."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-    inner, model = engine.module, build(family)
+    inner, model = engine.module, build_model(family)
     if engine.zero_optimization_stage() < 3:
-        # its moments came to be after it had looked for them
+        # The engine searched for moments before they existed; it must search again.
         engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()
     optimizer = adamw(model)
@@ -150,7 +154,7 @@ def in_fp32(family, engine):
         schedule.step()
     losses = []
     for n in range(BEFORE, BEFORE + AFTER):
-        loss = model(**rows(n * BATCH, BATCH)).loss
+        loss = model(**batch_of_rows(n * BATCH, BATCH)).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step(), schedule.step(), optimizer.zero_grad()
@@ -158,50 +162,50 @@ def in_fp32(family, engine):
     return losses
 
 
-def frozen(model, freeze):
+def freeze_layers(model, freeze):
     for name, p in model.named_parameters():
         p.requires_grad_(not (freeze and freeze in name))
 
 
-def trainer(family, ds=None, bf16=False, fsdp=None, own=None, freeze=None):
-    """HF Trainer: plain, with DeepSpeed inside, or with FSDP inside; with an optimizer of one's own, with frozen weights."""
-    told, model = {}, build(family)
-    frozen(model, freeze)
-    optimizer = own and own(model)
+def trainer(family, ds=None, bf16=False, fsdp=None, make_optimizer=None, freeze=None):
+    """Trains with HF Trainer, optionally with DeepSpeed or FSDP, a separate optimizer, or frozen layers."""
+    extra, model = {}, build_model(family)
+    freeze_layers(model, freeze)
+    optimizer = make_optimizer and make_optimizer(model)
 
     class Steps(transformers.TrainerCallback):
-        def on_save(self, args, state, control, model=None, **given):
+        def on_save(self, args, state, control, model=None, **objects):
             if bf16:
-                told["next_fp32"] = in_fp32(family, one.model_wrapped)
+                extra["next_fp32"] = losses_in_fp32(family, hf_trainer.model_wrapped)
 
-        def on_step_end(self, args, state, control, **given):
+        def on_step_end(self, args, state, control, **objects):
             control.should_training_stop = state.global_step == BEFORE + AFTER
             control.should_save = state.global_step == BEFORE
 
-    class Own(transformers.Trainer):
+    class FsdpTrainer(transformers.Trainer):
         def create_accelerator_and_postprocess(self):
             super().create_accelerator_and_postprocess()
             if fsdp:
-                with_fsdp(self.accelerator, fsdp)
+                enable_fsdp(self.accelerator, fsdp)
                 self.is_fsdp_enabled = True
 
     if ds:
-        own_reducing()
+        skip_shm_op_compilation()
         ds = dict(train_micro_batch_size_per_gpu="auto", gradient_accumulation_steps="auto", gradient_clipping="auto", bf16=dict(enabled="auto"),
                   zero_optimization=ds, zero_allow_untested_optimizer=True, zero_force_ds_cpu_optimizer=False, steps_per_print=10**9)
-    one = Own(
+    hf_trainer = FsdpTrainer(
         model=model, train_dataset=Samples(), callbacks=[Steps()], optimizers=(optimizer, optimizer and linear(optimizer)),
         args=transformers.TrainingArguments(
             output_dir=".", per_device_train_batch_size=BATCH // world, max_steps=TOTAL, save_strategy="no", logging_steps=1, learning_rate=LR,
             weight_decay=DECAY, warmup_steps=WARMUP, lr_scheduler_type="linear", adam_beta2=BETAS[1], adam_epsilon=EPS, max_grad_norm=CLIP,
             train_sampling_strategy="sequential", use_cpu=True, bf16=bf16, report_to=[], seed=3, deepspeed=ds, disable_tqdm=True,
             dataloader_pin_memory=False, optim="adamw_torch", ddp_backend="gloo" if world > 1 or ds else None))
-    one.train()
-    losses = [line["loss"] for line in one.state.log_history if "loss" in line]
-    return f"checkpoint-{BEFORE}", losses, told
+    hf_trainer.train()
+    losses = [line["loss"] for line in hf_trainer.state.log_history if "loss" in line]
+    return f"checkpoint-{BEFORE}", losses, extra
 
 
-def with_fsdp(accelerator, kind):
+def enable_fsdp(accelerator, kind):
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
@@ -214,24 +218,25 @@ def with_fsdp(accelerator, kind):
 
 
 def accelerate(family, ds=None, fsdp=None, count=2, freeze=None):
-    """A loop of one's own with Accelerate's `save_state`. Its scheduler is made for steps × processes, as its examples do."""
+    """Trains in a loop with Accelerate, and saves with `save_state`. Accelerate steps the scheduler once
+    per process."""
     from accelerate import Accelerator, PartialState
 
-    told, given = {}, dict(cpu=True)
+    extra, settings = {}, dict(cpu=True)
     if ds:
         from accelerate.utils import DeepSpeedPlugin
 
-        own_reducing()
+        skip_shm_op_compilation()
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-        PartialState(cpu=True, backend="gloo")  # without GPUs it would count one process
+        PartialState(cpu=True, backend="gloo")  # otherwise Accelerate assumes a single process without GPUs
         config = dict(train_micro_batch_size_per_gpu=BATCH // world, gradient_accumulation_steps=1, gradient_clipping=CLIP, bf16=dict(enabled=True),
                       zero_optimization=ds, zero_allow_untested_optimizer=True, zero_force_ds_cpu_optimizer=False, steps_per_print=10**9)
-        given = dict(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
-    accelerator = Accelerator(**given)
+        settings = dict(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+    accelerator = Accelerator(**settings)
     if fsdp:
-        with_fsdp(accelerator, fsdp)
-    model = build(family)
-    frozen(model, freeze)
+        enable_fsdp(accelerator, fsdp)
+    model = build_model(family)
+    freeze_layers(model, freeze)
     optimizer = adamw(model, count)
     schedule = linear(optimizer, world)
     loader = torch.utils.data.DataLoader(Samples(), batch_size=BATCH // world)
@@ -246,27 +251,27 @@ def accelerate(family, ds=None, fsdp=None, count=2, freeze=None):
         if n + 1 == BEFORE:
             accelerator.save_state("state")
             if ds:
-                told["next_fp32"] = in_fp32(family, model)
+                extra["next_fp32"] = losses_in_fp32(family, model)
         if n + 1 == BEFORE + AFTER:
             break
-    return "state", losses, told
+    return "state", losses, extra
 
 
 def dcp(family):
-    """torch alone: FSDP2 and `torch.distributed.checkpoint`, weights and optimizer in one."""
+    """Trains with torch's FSDP2. Saves weights and optimizer with `torch.distributed.checkpoint`."""
     import torch.distributed.checkpoint as checkpoint
     from torch.distributed.checkpoint.state_dict import get_state_dict
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     dist.init_process_group("gloo")
-    mesh, model = init_device_mesh("cpu", (world,)), build(family)
+    mesh, model = init_device_mesh("cpu", (world,)), build_model(family)
     for layer in [*model.model.layers, model]:
         fully_shard(layer, mesh=mesh)
     optimizer = adamw(model)
     schedule, losses = linear(optimizer), []
     for n in range(BEFORE + AFTER):
-        loss = model(**rows(n * BATCH + rank * (BATCH // world), BATCH // world)).loss
+        loss = model(**batch_of_rows(n * BATCH + rank * (BATCH // world), BATCH // world)).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step(), schedule.step(), optimizer.zero_grad()
@@ -277,24 +282,24 @@ def dcp(family):
     return "state", losses, {}
 
 
-def engine(family, stage, own, freeze=None, fp16=False):
-    """DeepSpeed alone, with an optimizer of one's own, with frozen weights, and in fp16."""
+def deepspeed_alone(family, stage, make_optimizer, freeze=None, fp16=False):
+    """Trains with DeepSpeed only, with a separate optimizer, optionally with frozen layers or in fp16."""
     import deepspeed
 
-    own_reducing()
+    skip_shm_op_compilation()
     deepspeed.init_distributed(dist_backend="gloo")
-    model, losses, told = build(family), [], {}
-    frozen(model, freeze)
-    optimizer = own(model)
+    model, losses, extra = build_model(family), [], {}
+    freeze_layers(model, freeze)
+    optimizer = make_optimizer(model)
     config = dict(train_micro_batch_size_per_gpu=BATCH // world, gradient_clipping=CLIP, zero_optimization=zero(stage), steps_per_print=10**9,
                   zero_allow_untested_optimizer=True, zero_force_ds_cpu_optimizer=False)
     if fp16:
-        # the first step overflows and is skipped, the next is done with half the scale
+        # The first step overflows and is skipped. The next one uses half the loss scale.
         deepspeed.get_accelerator().is_fp16_supported = lambda: True
         config["fp16"] = dict(enabled=True, initial_scale_power=FP16_SCALE, hysteresis=1)
     run, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=linear(optimizer), config=config)
     for n in range(BEFORE + AFTER):
-        loss = run(**rows(n * BATCH + rank * (BATCH // world), BATCH // world)).loss
+        loss = run(**batch_of_rows(n * BATCH + rank * (BATCH // world), BATCH // world)).loss
         run.backward(loss)
         run.step()
         losses.append(mean(loss))
@@ -302,11 +307,11 @@ def engine(family, stage, own, freeze=None, fp16=False):
             run.save_checkpoint("state")
             if fp16:
                 scale, skipped = run.optimizer.loss_scaler.cur_scale, run.skipped_steps
-                told["loss_scale"] = dict(scale=scale, skipped=skipped, updates=BEFORE - skipped)
-    return "state", losses, told
+                extra["loss_scale"] = dict(scale=scale, skipped=skipped, updates=BEFORE - skipped)
+    return "state", losses, extra
 
 
-# name: ranks, family, what saves it
+# name: ranks, family, function that trains and saves, its options
 CASES = dict(
     trainer_1=(1, "llama", trainer, {}),
     trainer_2=(2, "qwen2", trainer, {}),
@@ -319,47 +324,47 @@ CASES = dict(
     accelerate_fsdp_sharded=(2, "llama", accelerate, dict(fsdp="sharded")),
     accelerate_z3_bf16=(2, "llama", accelerate, dict(ds=zero(3))),
     dcp=(2, "qwen2", dcp, {}),
-    trainer_sgd=(1, "llama", trainer, dict(own=sgd)),
-    z2_sgd=(2, "llama", engine, dict(stage=2, own=sgd)),
-    z3_sgd=(2, "llama", engine, dict(stage=3, own=sgd)),
-    # frozen weights: without a state, or not even in the optimizer
+    trainer_sgd=(1, "llama", trainer, dict(make_optimizer=sgd)),
+    z2_sgd=(2, "llama", deepspeed_alone, dict(stage=2, make_optimizer=sgd)),
+    z3_sgd=(2, "llama", deepspeed_alone, dict(stage=3, make_optimizer=sgd)),
+    # frozen weights: in the optimizer without a state, or not in the optimizer
     accelerate_frozen=(2, "llama", accelerate, dict(freeze="layers.0.")),
-    z2_frozen=(2, "llama", engine, dict(stage=2, own=lambda model: trained(adamw(model)), freeze="layers.0.")),
-    z3_frozen=(2, "llama", engine, dict(stage=3, own=lambda model: trained(adamw(model)), freeze="layers.0.")),
+    z2_frozen=(2, "llama", deepspeed_alone, dict(stage=2, make_optimizer=lambda model: without_frozen(adamw(model)), freeze="layers.0.")),
+    z3_frozen=(2, "llama", deepspeed_alone, dict(stage=3, make_optimizer=lambda model: without_frozen(adamw(model)), freeze="layers.0.")),
     trainer_frozen=(1, "llama", trainer, dict(freeze="layers.0.")),
-    # transformers trains the experts of a layer as one tensor, and saves them one by one
+    # transformers trains the experts of a layer as one tensor, and saves them separately.
     trainer_mixtral=(1, "mixtral", trainer, {}),
     trainer_qwen3_moe=(1, "qwen3_moe", trainer, {}),
-    # and DeepSpeed as one tensor
-    z2_mixtral=(2, "mixtral", engine, dict(stage=2, own=adamw)),
-    z3_qwen3_moe=(2, "qwen3_moe", engine, dict(stage=3, own=adamw)),
-    z2_fp16=(2, "llama", engine, dict(stage=2, own=adamw, fp16=True)),
-    # what can't be gone on from
-    z2_lion=(2, "llama", engine, dict(stage=2, own=lambda model: Lion(groups(model)))),
+    # DeepSpeed saves the experts of a layer as one tensor.
+    z2_mixtral=(2, "mixtral", deepspeed_alone, dict(stage=2, make_optimizer=adamw)),
+    z3_qwen3_moe=(2, "qwen3_moe", deepspeed_alone, dict(stage=3, make_optimizer=adamw)),
+    z2_fp16=(2, "llama", deepspeed_alone, dict(stage=2, make_optimizer=adamw, fp16=True)),
+    # launch cannot resume from this optimizer's state.
+    z2_lion=(2, "llama", deepspeed_alone, dict(stage=2, make_optimizer=lambda model: Lion(groups(model)))),
 )
-# what programs put beside it and no reader needs
-LEFT_OUT = ["zero_to_fp32.py", "zero_to_torch.py", "training_args.bin", "README.md"]
+# files that the programs write and no reader needs
+UNNEEDED_FILES = ["zero_to_fp32.py", "zero_to_torch.py", "training_args.bin", "README.md"]
 
 
 def main():
     out, name = sys.argv[1], sys.argv[2]
     expected, family, program, options = CASES[name]
-    assert world == expected, f"{name} is of {expected} ranks"
+    assert world == expected, f"{name} needs {expected} ranks, not {world}"
     os.makedirs(os.path.join(out, name), exist_ok=True)
     os.chdir(os.path.join(out, name))
-    folder, losses, told = program(family, **options)
+    directory, losses, extra = program(family, **options)
     assert len(losses) == BEFORE + AFTER, losses
     if dist.is_initialized():
         dist.barrier()
     if rank == 0:
-        for left in LEFT_OUT:
-            if os.path.exists(os.path.join(folder, left)):
-                os.remove(os.path.join(folder, left))
-        for other in set(os.listdir(".")) - {folder}:
+        for file in UNNEEDED_FILES:
+            if os.path.exists(os.path.join(directory, file)):
+                os.remove(os.path.join(directory, file))
+        for other in set(os.listdir(".")) - {directory}:
             shutil.rmtree(other) if os.path.isdir(other) else os.remove(other)
         versions = {m: __import__(m).__version__ for m in ("torch", "transformers", "accelerate", "deepspeed") if m in sys.modules}
         with open("next.json", "w") as f:
-            json.dump(dict(family=family, layers=LAYERS, world=world, folder=folder, losses=losses[:BEFORE], next=losses[BEFORE:], **told,
+            json.dump(dict(family=family, layers=LAYERS, world=world, folder=directory, losses=losses[:BEFORE], next=losses[BEFORE:], **extra,
                            documents=documents, versions=versions), f, indent=1)
             f.write("\n")
     if dist.is_initialized():

@@ -25,7 +25,7 @@ OLD = "z2_old"  # needs another DeepSpeed version than PYTHON has, so `all` keep
 STEPS, LR = 3, 1e-2
 
 
-def model(tied=False):
+def tiny_llama(tied=False):
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
     torch.manual_seed(7)
@@ -34,7 +34,7 @@ def model(tied=False):
                                         bos_token_id=1, eos_token_id=2, attn_implementation="eager"))
 
 
-def mixture():
+def tiny_mixtral():
     """A model with experts, which transformers stores as two tensors per layer."""
     import torch
     from transformers import MixtralConfig, MixtralForCausalLM
@@ -50,7 +50,7 @@ def batch(step, rank):
     return dict(input_ids=ids, labels=ids.clone())
 
 
-def optimizer_of(m):
+def make_optimizer(m):
     import torch
     decay = [p for n, p in m.named_parameters() if "norm" not in n]
     rest = [p for n, p in m.named_parameters() if "norm" in n]
@@ -71,18 +71,19 @@ def zero(stage, **more):
                 zero_optimization=dict(stage=stage, overlap_comm=False, stage3_param_persistence_threshold=0, **more), zero_allow_untested_optimizer=True, zero_force_ds_cpu_optimizer=False, steps_per_print=10**9)
 
 
-def whole(t):
+def gathered(t):
+    """The whole tensor in fp32, also of a sharded one."""
     return (t.full_tensor() if hasattr(t, "full_tensor") else t).detach().float().cpu()
 
 
-def reference(out, named):
+def write_reference(out, named):
     """Writes reference.json; `named` yields (role/name, tensor)."""
-    found = {k: dict(dtype="F32", shape=list(t.shape), values=whole(t).flatten().tolist()) for k, t in named}
+    found = {k: dict(dtype="F32", shape=list(t.shape), values=gathered(t).flatten().tolist()) for k, t in named}
     if int(os.environ["RANK"]) == 0:
         (out / "reference.json").write_text("{\n" + ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in found.items()) + "\n}\n")
 
 
-def of_engine(engine):
+def engine_state(engine):
     """Yields the FP32 weights and moments in DeepSpeed's engine."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
     if hasattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state"):
@@ -95,18 +96,19 @@ def of_engine(engine):
             yield f"{key}/{n}", safe_get_full_optimizer_state(p, key).reshape(shape)
 
 
-def of_torch(m, optimizer):
+def torch_state(m, optimizer):
+    """Yields the FP32 weights and moments of a torch optimizer."""
     for n, p in m.named_parameters():
-        yield f"weight/{n}", whole(p)
+        yield f"weight/{n}", gathered(p)
         for key in ("exp_avg", "exp_avg_sq"):
-            yield f"{key}/{n}", whole(optimizer.state[p][key])
+            yield f"{key}/{n}", gathered(optimizer.state[p][key])
 
 
 def save_deepspeed(out, stage, kind):
     import deepspeed
     import torch
     deepspeed.init_distributed(dist_backend="gloo")
-    m = mixture() if kind == "z2_fp16_moe" else model(tied=stage == 0)
+    m = tiny_mixtral() if kind == "z2_fp16_moe" else tiny_llama(tied=stage == 0)
     config = zero(stage, **(dict(offload_optimizer=dict(device="cpu")) if kind == "z3_offload" else {}))
     if kind == "z2_fp16_moe":
         deepspeed.get_accelerator().is_fp16_supported = lambda: True
@@ -114,14 +116,14 @@ def save_deepspeed(out, stage, kind):
     if kind == "z3_tiny_group":
         # a parameter with fewer elements than ranks, which never gets a gradient
         m.register_parameter("temperature", torch.nn.Parameter(torch.ones(1)))
-    optimizer, schedule = optimizer_of(m)
+    optimizer, schedule = make_optimizer(m)
     engine, *_ = deepspeed.initialize(model=m, optimizer=optimizer, lr_scheduler=schedule, config=config)
     for step in range(STEPS):
         engine.backward(engine(**batch(step, engine.global_rank)).loss)
         engine.step()
     engine.save_checkpoint(str(out))
     # stage 0 does not wrap the optimizer
-    reference(out, of_engine(engine) if stage else of_torch(m, optimizer))
+    write_reference(out, engine_state(engine) if stage else torch_state(m, optimizer))
 
 
 def accelerate_z2(out):
@@ -130,8 +132,8 @@ def accelerate_z2(out):
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     PartialState(cpu=True, backend="gloo")  # otherwise Accelerate assumes a single process on a host without GPU
     accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=zero(2)))
-    m = model()
-    optimizer, schedule = optimizer_of(m)
+    m = tiny_llama()
+    optimizer, schedule = make_optimizer(m)
     engine, optimizer, schedule = accelerator.prepare(m, optimizer, schedule)
     for step in range(STEPS):
         accelerator.backward(engine(**batch(step, accelerator.process_index)).loss)
@@ -139,19 +141,19 @@ def accelerate_z2(out):
         schedule.step()
         optimizer.zero_grad()
     accelerator.save_state(str(out))
-    reference(out, of_engine(engine))
+    write_reference(out, engine_state(engine))
 
 
 def sharded(mesh_of=2):
     """The model, sharded over two ranks by FSDP2."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-    m = model()
+    m = tiny_llama()
     mesh = init_device_mesh("cpu", (mesh_of,))
     for layer in m.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(m, mesh=mesh)
-    return (m, *optimizer_of(m))
+    return (m, *make_optimizer(m))
 
 
 def fsdp_full(out):
@@ -178,7 +180,7 @@ def fsdp_full(out):
         optimizer.zero_grad()
     attach()
     accelerator.save_state(str(out))
-    reference(out, of_torch(m, optimizer))
+    write_reference(out, torch_state(m, optimizer))
 
 
 def dcp(out):
@@ -194,7 +196,7 @@ def dcp(out):
         optimizer.zero_grad()
     weights, states = get_state_dict(m, optimizer)
     saving.save({"model": weights, "optim": states}, checkpoint_id=str(out))
-    reference(out, of_torch(m, optimizer))
+    write_reference(out, torch_state(m, optimizer))
 
 
 def trainer(out):
@@ -210,15 +212,16 @@ def trainer(out):
 
     args = TrainingArguments(output_dir=str(out / "run"), use_cpu=True, max_steps=STEPS, save_steps=STEPS, per_device_train_batch_size=2,
                              learning_rate=LR, weight_decay=0.1, report_to=[], disable_tqdm=True, logging_steps=1)
-    run = Trainer(model=model(), args=args, train_dataset=Data())
+    run = Trainer(model=tiny_llama(), args=args, train_dataset=Data())
     run.train()
-    reference(out, of_torch(run.model, run.optimizer.optimizer if hasattr(run.optimizer, "optimizer") else run.optimizer))
+    write_reference(out, torch_state(run.model, run.optimizer.optimizer if hasattr(run.optimizer, "optimizer") else run.optimizer))
     if int(os.environ["RANK"]) == 0:
         shutil.move(out / f"run/checkpoint-{STEPS}", out / f"checkpoint-{STEPS}")
         shutil.rmtree(out / "run")
 
 
-def one(kind):
+def save_kind(kind):
+    """Saves the checkpoint of one kind, in one of its two processes."""
     import torch
     import torch._dynamo  # must come before DeepSpeed patches torch.Tensor.__new__
     import torch.distributed as dist
@@ -249,7 +252,7 @@ def hybrid():
     assign parameters to groups."""
     import torch
     tag = f"global_step{STEPS}"
-    of_z3 = torch.load(GOLDEN / f"z3/{tag}/zero_pp_rank_0_mp_rank_00_model_states.pt", weights_only=False)
+    z3_state = torch.load(GOLDEN / f"z3/{tag}/zero_pp_rank_0_mp_rank_00_model_states.pt", weights_only=False)
     torch_state = torch.load(GOLDEN / f"z3/{tag}/zero_pp_rank_0_mp_rank_00_optim_states.pt", weights_only=False)["optimizer_state_dict"]
     groups = [dict(g, params=[i]) for i, g in enumerate(torch_state["optimizer_state_dict"]["param_groups"])]
     step = torch.tensor(float(STEPS))
@@ -265,11 +268,11 @@ def hybrid():
     # the loader of stage 3 copies these settings to every group
     common = {k: v for k, v in groups[0].items() if k == "params" or all(g[k] == v for g in groups)}
     third = dict(state={0: dict(step=step)}, param_groups=[common])
-    torch.save(dict(dynamic_loss_scale=False, overflow=False, clip_grad=1.0, ds_version=of_z3["ds_version"], param_groups=groups, zero_stage=3,
+    torch.save(dict(dynamic_loss_scale=False, overflow=False, clip_grad=1.0, ds_version=z3_state["ds_version"], param_groups=groups, zero_stage=3,
                     optimizer_state_dict=third), out / "zero/optimizer_state.pt")
-    taken = ("lr_scheduler", "skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size", "ds_version")
+    copied_keys = ("lr_scheduler", "skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size", "ds_version")
     states = dict(module={}, buffer_names=[], optimizer=None, param_shapes=[], frozen_param_shapes=None, shared_params={},
-                  frozen_param_fragments=None, data_sampler=None, random_ltd=None, ds_config={}, **{key: of_z3[key] for key in taken},
+                  frozen_param_fragments=None, data_sampler=None, random_ltd=None, ds_config={}, **{key: z3_state[key] for key in copied_keys},
                   universal_checkpoint_info=dict(universal_checkpoint_version=0.4))
     for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
         torch.save(states, out / name)
@@ -281,7 +284,7 @@ def main():
     if sys.argv[1] == "hybrid":
         return hybrid()
     if sys.argv[1] != "all":
-        return one(sys.argv[1])
+        return save_kind(sys.argv[1])
     for directory in GOLDEN.iterdir():
         if directory.name != OLD:
             shutil.rmtree(directory)

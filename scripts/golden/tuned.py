@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Writes tests/golden/tuned/<case>/ with real torch and transformers on the CPU: a part of a model trained.
+"""Writes tests/golden/tuned/<case>/ with torch and transformers on the CPU: partial training, optimizers.
 
     python scripts/golden/tuned.py [OUT]        # OUT: tests/golden/tuned
 
-Each case begins with the weights of a folder of tests/golden/families (scripts/golden/families.py makes it of the same seed), so only
-answers are kept here. tests/golden/tuned/README.md says what the files hold.
+Each case begins with the weights of a directory of tests/golden/families, which have the same seed, so
+it stores only results. tests/golden/tuned/README.md describes the files.
 """
 import fnmatch
 import json
@@ -20,11 +20,11 @@ import llama as base
 FAMILIES = Path(__file__).resolve().parents[2] / "tests/golden/families"
 
 CASES = {
-    # nothing below layer 1 needs a gradient
+    # no gradient below layer 1
     "frozen_prefix": dict(family="llama_linear", freeze=["model.embed_tokens.*", "model.layers.0.*"]),
-    # one matrix under two names
+    # one matrix with two names
     "frozen_tied": dict(family="qwen2", freeze=["lm_head.weight", "*.gate_proj.weight"]),
-    # parts of what is multiplied as one matrix
+    # some of the matrices that launch multiplies as one
     "train_only": dict(family="qwen3_biases", train_only=["*.k_proj.*", "*norm*", "*.1.mlp.down_proj.weight"]),
     "head_alone": dict(family="mistral_window", train_only=["lm_head.*"]),
     "groups": dict(family="llama_biases_tied", groups=[
@@ -38,28 +38,29 @@ CASES = {
 
 
 class Muon:
-    """torch.optim.Muon for the matrices of layers, AdamW for the rest; the iteration in the matrices' type, not in bfloat16."""
+    """torch.optim.Muon for the matrices of layers, and AdamW for the rest. Muon's iteration runs in the
+    type of the matrices instead of bfloat16."""
 
     def __init__(self, groups, named):
         matrices = {p for n, p in named if p.ndim == 2 and (".layers." in n or ".h." in n)}
-        part = lambda wanted: [g | {"params": [p for p in g["params"] if (p in matrices) == wanted]} for g in groups]
-        both = [[g for g in part(wanted) if g["params"]] for wanted in (True, False)]
+        select = lambda is_matrix: [g | {"params": [p for p in g["params"] if (p in matrices) == is_matrix]} for g in groups]
+        by_kind = [[g for g in select(is_matrix) if g["params"]] for is_matrix in (True, False)]
         lr = base.ADAMW["lr"]
-        self.parts = [torch.optim.Muon(both[0], lr=lr, momentum=0.9, nesterov=True, adjust_lr_fn="match_rms_adamw"),
-                      torch.optim.AdamW(both[1], foreach=False, fused=False, **base.ADAMW)]
+        self.optimizers = [torch.optim.Muon(by_kind[0], lr=lr, momentum=0.9, nesterov=True, adjust_lr_fn="match_rms_adamw"),
+                      torch.optim.AdamW(by_kind[1], foreach=False, fused=False, **base.ADAMW)]
 
     def step(self):
-        # the name that torch.optim.Muon looks the type of its iteration up by
-        kept, torch.bfloat16 = torch.bfloat16, self.parts[0].param_groups[0]["params"][0].dtype
+        # torch.optim.Muon casts to torch.bfloat16, so this name is replaced for the duration of the step.
+        bfloat16, torch.bfloat16 = torch.bfloat16, self.optimizers[0].param_groups[0]["params"][0].dtype
         try:
-            for part in self.parts:
-                part.step()
+            for optimizer in self.optimizers:
+                optimizer.step()
         finally:
-            torch.bfloat16 = kept
+            torch.bfloat16 = bfloat16
 
     def zero_grad(self):
-        for part in self.parts:
-            part.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
 
 
 class Lion(torch.optim.Optimizer):
@@ -93,12 +94,12 @@ def trained(model):
     return [(n, p) for n, p in model.named_parameters() if p.requires_grad]
 
 
-def optimizer_of(case, model):
-    wanted = case.get("groups", [])
+def make_optimizer(case, model):
+    rules = case.get("groups", [])
     groups = []
     for name, p in trained(model):
         group = dict(params=[p], weight_decay=0.0 if base.NO_DECAY in name else base.WEIGHT_DECAY)
-        rule = next((g for g in wanted if is_match(g["match"], name, model)), {})
+        rule = next((g for g in rules if is_match(g["match"], name, model)), {})
         group |= {k: v for k, v in rule.items() if k in ("lr", "weight_decay")}
         if "lr_scale" in rule:
             group["lr"] = base.ADAMW["lr"] * rule["lr_scale"]
@@ -112,7 +113,7 @@ def optimizer_of(case, model):
     return torch.optim.AdamW(groups, foreach=False, fused=False, **base.ADAMW)
 
 
-def config_of(case):
+def model_config(case):
     return {"vocab_size": families.SIZES["vocab_size"], **families.CASES[case["family"]]["config"]}
 
 
@@ -121,16 +122,16 @@ def run(case, about, dtype):
     batches = base.make_batches(about)
     tokens, labels, starts = batches[0]
     logits = families.forward(model, tokens, starts, dtype)
-    per_token, mean = base.loss_of(logits, labels)
+    per_token, mean = base.compute_loss(logits, labels)
     mean.backward()
     out = {"logits": logits.detach().clone(), "loss_per_token": per_token.detach().clone(),
            "loss": mean.detach().reshape(1).clone()}
     out |= {f"grad/{n}": p.grad.clone() for n, p in trained(model)}
     model.zero_grad()
-    optimizer = optimizer_of(case, model)
+    optimizer = make_optimizer(case, model)
     losses, norms = [], []
     for tokens, labels, starts in batches:
-        _, mean = base.loss_of(families.forward(model, tokens, starts, dtype), labels)
+        _, mean = base.compute_loss(families.forward(model, tokens, starts, dtype), labels)
         mean.backward()
         params = [p for _, p in trained(model)]
         norm = torch.nn.utils.clip_grad_norm_(params, about["clip_norm"] or float("inf"), foreach=False)
@@ -144,24 +145,24 @@ def run(case, about, dtype):
 
 def write(name, case, out):
     family = families.CASES[case["family"]]
-    about = dict(batch=2, seq=20, seed=family["seed"], clip_norm=family["clip_norm"], config=config_of(case))
-    single, double = run(case, about, torch.float32), run(case, about, torch.float64)
-    far = max(base.distance(single[k], double[k]) for k in single if k != "loss_per_token")
-    assert far < 5e-6, f"{name}: ill-conditioned: {far}"
-    folder = out / name
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file({k: v.contiguous() for k, v in single.items()}, folder / "answers.safetensors")
-    for file in folder.iterdir():
+    shape = dict(batch=2, seq=20, seed=family["seed"], clip_norm=family["clip_norm"], config=model_config(case))
+    single, double = run(case, shape, torch.float32), run(case, shape, torch.float64)
+    error = max(base.distance(single[k], double[k]) for k in single if k != "loss_per_token")
+    assert error < 5e-6, f"{name}: ill-conditioned: {error}"
+    directory = out / name
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file({k: v.contiguous() for k, v in single.items()}, directory / "answers.safetensors")
+    for file in directory.iterdir():
         file.chmod(0o644)
     flat = lambda x: [base.IGNORE if n == -100 else n for n in x.flatten().tolist()]
-    said = dict(batch=2, seq=20, family=case["family"],
+    about = dict(batch=2, seq=20, family=case["family"],
                 optimizer=dict(name=case.get("optimizer", "adamw"), lr=base.ADAMW["lr"],
                                weight_decay=base.WEIGHT_DECAY, clip_norm=family["clip_norm"]),
                 freeze=case.get("freeze", []), train_only=case.get("train_only", []), groups=case.get("groups", []),
-                torch=torch.__version__, float64_distance=far,
-                batches=[dict(tokens=flat(t), labels=flat(l), starts=flat(s)) for t, l, s in base.make_batches(about)])
-    (folder / "case.json").write_text(json.dumps(said) + "\n")
-    print(f"{name}: loss {single['losses'][0].item():.6f} -> {single['losses'][-1].item():.6f}, float64 distance {far:.1e}")
+                torch=torch.__version__, float64_distance=error,
+                batches=[dict(tokens=flat(t), labels=flat(l), starts=flat(s)) for t, l, s in base.make_batches(shape)])
+    (directory / "case.json").write_text(json.dumps(about) + "\n")
+    print(f"{name}: loss {single['losses'][0].item():.6f} -> {single['losses'][-1].item():.6f}, float64 distance {error:.1e}")
 
 
 def main():

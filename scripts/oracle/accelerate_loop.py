@@ -1,10 +1,12 @@
-"""A training loop with Accelerate as people write them; it knows nothing of launch but one environment variable.
+"""An ordinary training loop with Accelerate. All that it uses of launch is LAUNCH_RESUME_FROM.
 
-    accelerate_loop.py OUTPUT_DIR REPORT_DIR STEPS [--resume_from_checkpoint DIR] [--deepspeed CONFIG.json] [--fsdp full|sharded]
+    accelerate_loop.py OUTPUT_DIR REPORT_DIR STEPS [--resume_from_checkpoint DIR]
+                       [--deepspeed CONFIG.json] [--fsdp full|sharded]
 
-Eight samples a step however many ranks there are, no dropout, so that losses don't depend on their number; the state is
-saved every third step. Each rank writes what it saw at its first step into REPORT_DIR/rank-R.json; rank 0 writes what each
-step had into REPORT_DIR/history.json.
+A step has eight samples for any number of ranks, and there is no dropout, so losses do not depend on
+the number of ranks. The state is saved every third step. Each rank writes its state at the first step
+to REPORT_DIR/rank-R.json. Rank 0 writes loss and learning rate of each step to
+REPORT_DIR/history.json.
 """
 import argparse
 import hashlib
@@ -26,24 +28,24 @@ arguments.add_argument("--deepspeed", default=None), arguments.add_argument("--f
 arguments = arguments.parse_args()
 resume = arguments.resume_from_checkpoint or os.environ.get("LAUNCH_RESUME_FROM") or None
 torch.set_num_threads(1)
-given = dict(cpu=True)
+options = dict(cpu=True)
 if arguments.deepspeed:
     import deepspeed.comm.torch
 
-    # a faster way to reduce on one machine, which DeepSpeed would compile first; gloo does it as well
+    # Skips the compilation of DeepSpeed's shared-memory op; gloo reduces instead.
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    PartialState(cpu=True, backend="gloo")  # without GPUs it would count one process
+    PartialState(cpu=True, backend="gloo")  # otherwise Accelerate assumes a single process without GPUs
     config = json.load(open(arguments.deepspeed))
     config["train_micro_batch_size_per_gpu"] = 8 // int(os.environ["WORLD_SIZE"])
-    given = dict(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+    options = dict(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
 if arguments.fsdp:
-    PartialState(cpu=True, backend="gloo")  # with one process, too
-accelerator = Accelerator(**given)
+    PartialState(cpu=True, backend="gloo")  # also needed with a single process
+accelerator = Accelerator(**options)
 if arguments.fsdp:
     import fsdp_on_cpu
 
-    fsdp_on_cpu.put_into(accelerator, arguments.fsdp)
+    fsdp_on_cpu.enable_fsdp(accelerator, arguments.fsdp)
 rank, world = accelerator.process_index, accelerator.num_processes
 assert world == int(os.environ.get("WORLD_SIZE", 1))
 os.makedirs(arguments.report_dir, exist_ok=True)
@@ -65,7 +67,7 @@ model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
 named = list(model.named_parameters())
 optimizer = torch.optim.AdamW([dict(params=[p for n, p in named if "norm" not in n], weight_decay=0.1),
                                dict(params=[p for n, p in named if "norm" in n], weight_decay=0.0)], lr=1e-2)
-# Accelerate steps a scheduler once for each process
+# Accelerate steps the scheduler once per process.
 schedule = transformers.get_linear_schedule_with_warmup(optimizer, 2 * world, 9 * world)
 loader = torch.utils.data.DataLoader(Samples(), batch_size=8 // world)
 model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
@@ -81,7 +83,7 @@ with open(f"{arguments.report_dir}/rank-{rank}.json", "w") as f:
     json.dump(dict(step=done, lr=[g["lr"] for g in groups], weight_decay=[g["weight_decay"] for g in groups], resume=resume,
                    torch=digest(torch.get_rng_state().numpy().tobytes()), numpy=digest(np.random.get_state()[1].tobytes()),
                    python=digest(repr(random.getstate()).encode())), f)
-# ranks that draw by themselves, as dropout and augmentation make them
+# Each rank draws a different amount of random numbers, as with dropout and augmentation.
 torch.rand(1 + rank)
 history = []
 for batch in loader:

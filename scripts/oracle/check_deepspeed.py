@@ -1,4 +1,4 @@
-"""Starts DeepSpeed once: fails when it can't."""
+"""Imports DeepSpeed and Accelerate and initializes DeepSpeed on the CPU. Fails if that is impossible."""
 import os
 import sys
 
@@ -11,6 +11,6 @@ with socket.socket() as s:
 import accelerate
 import deepspeed
 
-sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # would be compiled first
+sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # skips its compilation
 deepspeed.init_distributed(dist_backend="gloo", verbose=False)
 print("setup-tests: deepspeed", deepspeed.__version__, "accelerate", accelerate.__version__)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Does this Python's torch and transformers train and generate? Ends in 0 when they do."""
+"""Checks that torch and transformers can train a model and generate text. Exits with 0 if they can."""
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 

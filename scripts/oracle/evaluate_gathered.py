@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Loads a gathered folder as any user of transformers would, and says what it found: one JSON line.
+"""Loads a gathered directory with transformers and prints what it contains as one line of JSON.
 
-    python evaluate_gathered.py FOLDER TEXT SEQ_LEN
+    python evaluate_gathered.py DIRECTORY TEXT SEQ_LEN
 
-loss: mean cross-entropy of the file TEXT, as one document closed by the end-of-document token, in windows of SEQ_LEN tokens.
+`loss` is the mean cross-entropy of the file TEXT in windows of SEQ_LEN tokens. The text is one
+document, followed by the end-of-document token.
 """
 import json
 import logging
@@ -16,8 +17,8 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
-class Kept(logging.Handler):
-    """Keeps every warning that transformers logs."""
+class WarningRecorder(logging.Handler):
+    """Records the messages of all logged warnings."""
 
     def __init__(self):
         super().__init__(logging.WARNING)
@@ -28,7 +29,8 @@ class Kept(logging.Handler):
 
 
 def mean_loss(model, tokens, seq_len):
-    """Mean over all windows of `seq_len` tokens whose targets exist, summed in float64."""
+    """The mean loss over all windows of `seq_len` tokens that have targets (summed in float64), and
+    the number of windows."""
     windows = (len(tokens) - 1) // seq_len
     total = torch.zeros((), dtype=torch.float64)
     for i in range(windows):
@@ -39,16 +41,16 @@ def mean_loss(model, tokens, seq_len):
 
 
 def main():
-    folder, text, seq_len = sys.argv[1], Path(sys.argv[2]).read_bytes().decode("utf-8"), int(sys.argv[3])
+    directory, text, seq_len = sys.argv[1], Path(sys.argv[2]).read_bytes().decode("utf-8"), int(sys.argv[3])
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    kept = Kept()
-    logging.getLogger("transformers").addHandler(kept)
+    recorder = WarningRecorder()
+    logging.getLogger("transformers").addHandler(recorder)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        warned = kept.messages + [str(w.message) for w in caught if issubclass(w.category, UserWarning)]
+        model, info = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
+        tokenizer = AutoTokenizer.from_pretrained(directory)
+        all_warnings = recorder.messages + [str(w.message) for w in caught if issubclass(w.category, UserWarning)]
     model.eval()
     ids = tokenizer.encode(text, add_special_tokens=False)
     with torch.no_grad():
@@ -58,7 +60,7 @@ def main():
     print(json.dumps({
         "class": type(model).__name__, "parameters": sum(p.numel() for p in model.parameters()),
         "missing": sorted(info["missing_keys"]), "unexpected": sorted(info["unexpected_keys"]),
-        "mismatched": sorted(map(str, info["mismatched_keys"])), "warnings": warned,
+        "mismatched": sorted(map(str, info["mismatched_keys"])), "warnings": all_warnings,
         "round_trip": tokenizer.decode(ids) == text, "windows": windows, "loss": loss,
         "generated": tokenizer.decode(out[0, 16:], skip_special_tokens=True),
     }))

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Reads TensorBoard event files by the format's own description: one JSON line.
+"""Reads a TensorBoard event file and prints its content as one line of JSON.
 
-    python event_files.py FOLDER
+    python event_files.py DIRECTORY
 
-With the package tensorboard its own loader reads them; without it this file does: TFRecords, whose checksums must fit, of
-tensorflow/core/util/event.proto. scalars: [step, tag, value] in order; marks: steps of session starts; version: the first record's.
+The package tensorboard reads the file if it is installed. Otherwise this script does: TFRecords with
+checksums that contain messages of tensorflow/core/util/event.proto. `scalars` has [step, tag, value]
+in order, `marks` the steps of session starts, and `version` the version in the first record.
 """
 import json
 import struct
@@ -27,13 +28,14 @@ def masked_crc(data):
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
-def records(data):
+def tfrecords(data):
+    """Yields the payload of each TFRecord, after checking its checksums."""
     at = 0
     while at < len(data):
         length, crc = struct.unpack_from("<QI", data, at)
         assert crc == masked_crc(data[at:at + 8]), f"checksum of the length at {at}"
         record = data[at + 12:at + 12 + length]
-        assert len(record) == length, "a record is cut"
+        assert len(record) == length, "a record is truncated"
         (crc,) = struct.unpack_from("<I", data, at + 12 + length)
         assert crc == masked_crc(record), f"checksum of the record at {at}"
         yield record
@@ -41,7 +43,7 @@ def records(data):
 
 
 def fields(data):
-    """(number, value) of a message: integers, 8 or 4 bytes, or bytes."""
+    """Yields (number, value) of the fields of a protobuf message. A value is an integer or bytes."""
     at = 0
 
     def varint():
@@ -68,16 +70,16 @@ def fields(data):
         yield key >> 3, value
 
 
-def by_hand(file):
+def read_without_tensorboard(file):
     version, scalars, marks = None, [], []
-    for i, record in enumerate(records(file.read_bytes())):
+    for i, record in enumerate(tfrecords(file.read_bytes())):
         event = dict(fields(record))
-        assert struct.unpack("<d", event[1])[0] > 1.7e9, "seconds since 1970"
+        assert struct.unpack("<d", event[1])[0] > 1.7e9, "the time is not in seconds since 1970"
         step = event.get(2, 0)
         if i == 0:
             version = event[3].decode()
         if 7 in event:
-            assert dict(fields(event[7])) == {1: 1}, "a session's start"
+            assert dict(fields(event[7])) == {1: 1}, "the event is not a session start"
             marks.append(step)
         for number, value in fields(event.get(5, b"")):
             assert number == 1
@@ -86,7 +88,7 @@ def by_hand(file):
     return version, scalars, marks
 
 
-def by_tensorboard(file):
+def read_with_tensorboard(file):
     from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
     version, scalars, marks = None, [], []
     for event in LegacyEventFileLoader(str(file)).Load():
@@ -101,9 +103,9 @@ def by_tensorboard(file):
 def main():
     try:
         import tensorboard  # noqa: F401
-        read = by_tensorboard
+        read = read_with_tensorboard
     except ImportError:
-        read = by_hand
+        read = read_without_tensorboard
     files = sorted(Path(sys.argv[1]).rglob("events.out.tfevents.*"))
     assert len(files) == 1, files
     version, scalars, marks = read(files[0])

@@ -1,11 +1,11 @@
-"""FSDP2 inside Accelerate on CPUs. Accelerate offers it on GPUs alone: its plugin is set by hand, all that writes and reads
-files is as it was."""
+"""Enables FSDP2 in Accelerate on CPUs. Accelerate only offers it on GPUs, so this sets the plugin
+directly. Accelerate's code that reads and writes files is unchanged."""
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
 
-def put_into(accelerator, kind):
-    """`kind`: `full` or `sharded`, the form of the saved state."""
+def enable_fsdp(accelerator, kind):
+    """`kind` is the form of the saved state: `full` or `sharded`."""
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
         state_dict_type=f"{kind.upper()}_STATE_DICT", cpu_ram_efficient_loading=False)

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Hugging Face folders as users have them, and what became of them.
+"""Creates Hugging Face directories, and compares them with the directories that launch writes.
 
-    python hf_directories.py make FOLDER CASE         # save_pretrained of a tiny model with a tokenizer
-    python hf_directories.py compare SOURCE GATHERED  # one JSON line: every difference that a user could see
+    python hf_directories.py make DIRECTORY CASE        saves a tiny model with a tokenizer
+    python hf_directories.py compare SOURCE GATHERED    prints all visible differences as one line of JSON
 """
 import json
 import logging
@@ -42,7 +42,7 @@ CASES = {
 
 
 def tokenizer():
-    """Each byte is a token; 256 ends a document."""
+    """A tokenizer in which each byte is a token, and 256 ends a document."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {c: i for i, c in enumerate(alphabet)} | {"<|endoftext|>": 256}
     inner = Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -53,7 +53,7 @@ def tokenizer():
     return fast
 
 
-def make(folder, name):
+def make(directory, name):
     config, kind, dtype, shard = CASES[name]
     torch.manual_seed(5)
     model = kind(config).to(dtype)
@@ -61,13 +61,13 @@ def make(folder, name):
         for p in model.parameters():
             p.add_(0.1 * torch.randn_like(p))
     model.generation_config = GenerationConfig(bos_token_id=256, eos_token_id=256, temperature=0.5, do_sample=True)
-    model.save_pretrained(folder, max_shard_size=shard)
-    tokenizer().save_pretrained(folder)
+    model.save_pretrained(directory, max_shard_size=shard)
+    tokenizer().save_pretrained(directory)
 
 
-def tensors(folder):
+def read_tensors(directory):
     out = {}
-    for file in sorted(Path(folder).glob("*.safetensors")):
+    for file in sorted(Path(directory).glob("*.safetensors")):
         out |= load_file(file)
     return out
 
@@ -75,18 +75,21 @@ def tensors(folder):
 INDEX = "model.safetensors.index.json"
 
 
-def index_of(folder):
-    """What the index says, less the order of names; nothing where one file is enough."""
-    path = Path(folder) / INDEX
+def read_index(directory):
+    """The content of the index, without the order of names. Empty if there is only one file."""
+    path = Path(directory) / INDEX
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def cut(folder):
-    """Bytes of tensors in each file, in order: where the shards were cut."""
-    return [sum(t.numel() * t.element_size() for t in load_file(f).values()) for f in sorted(Path(folder).glob("*.safetensors"))]
+def shard_sizes(directory):
+    """The bytes of tensors in each shard file, in order."""
+    files = sorted(Path(directory).glob("*.safetensors"))
+    return [sum(t.numel() * t.element_size() for t in load_file(f).values()) for f in files]
 
 
-class Kept(logging.Handler):
+class WarningRecorder(logging.Handler):
+    """Records the messages of all logged warnings."""
+
     def __init__(self):
         super().__init__(logging.WARNING)
         self.messages = []
@@ -96,27 +99,27 @@ class Kept(logging.Handler):
 
 
 def compare(source, gathered):
-    kept = Kept()
-    logging.getLogger("transformers").addHandler(kept)
+    recorder = WarningRecorder()
+    logging.getLogger("transformers").addHandler(recorder)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model, info = AutoModelForCausalLM.from_pretrained(gathered, dtype="auto", output_loading_info=True)
         AutoTokenizer.from_pretrained(gathered)
-        warned = kept.messages + [str(w.message) for w in caught if issubclass(w.category, UserWarning)]
-    ours, theirs = tensors(gathered), tensors(source)
+        all_warnings = recorder.messages + [str(w.message) for w in caught if issubclass(w.category, UserWarning)]
+    ours, theirs = read_tensors(gathered), read_tensors(source)
     bits = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
-    same = lambda a, b: a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(bits[a.dtype]), b.view(bits[b.dtype]))
+    is_same = lambda a, b: a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(bits[a.dtype]), b.view(bits[b.dtype]))
     config = [json.loads((Path(f) / "config.json").read_text()) for f in (gathered, source)]
     names = [{p.name for p in Path(f).iterdir() if p.suffix != ".safetensors"} for f in (gathered, source)]
     texts = [n for n in sorted(names[1] - {"config.json", "model.safetensors.index.json"})
              if n not in names[0] or (Path(gathered) / n).read_text() != (Path(source) / n).read_text()]
     print(json.dumps({
-        "class": type(model).__name__, "tensors": len(theirs), "warnings": warned,
+        "class": type(model).__name__, "tensors": len(theirs), "warnings": all_warnings,
         "missing": sorted(info["missing_keys"]), "unexpected": sorted(info["unexpected_keys"]),
         "names": sorted(set(ours) ^ set(theirs)),
-        "values": sorted(n for n in set(ours) & set(theirs) if not same(ours[n], theirs[n])),
+        "values": sorted(n for n in set(ours) & set(theirs) if not is_same(ours[n], theirs[n])),
         "config": sorted(k for k in config[0].keys() | config[1].keys() if config[0].get(k) != config[1].get(k)),
-        "files": [w for w, f in (("index", index_of), ("sizes", cut)) if f(source) != f(gathered)],
+        "files": [what for what, f in (("index", read_index), ("sizes", shard_sizes)) if f(source) != f(gathered)],
         "texts": texts, "more": sorted(names[0] - names[1]),
     }))
 

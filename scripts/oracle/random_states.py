@@ -1,11 +1,12 @@
-"""Random states as HF Trainer and Accelerate save them, made and judged by the real Python, numpy and torch.
+"""Creates and checks the random states that HF Trainer and Accelerate save, with Python, numpy and torch.
 
     random_states.py make DIR trainer|accelerate WORLD [--per-rank KIND…] [--cuda one|all]
     random_states.py check DIR WORLD SOURCE SOURCE_WORLD
 
-`make` writes the files of WORLD ranks. `check` loads those of DIR as the programs do, sets every generator to them, and
-compares the states themselves and the next 1,000 draws of each with what they must be by docs/numerics.md: those of SOURCE, or
-of a generator that is seeded here from the rule, with a BLAKE3 of its own. Prints one line of JSON.
+`make` writes the files of WORLD ranks. `check` loads those of DIR as the programs do and sets every
+generator. It compares the states and the next 1,000 draws with those that docs/numerics.md requires:
+those of SOURCE, or those of a generator that this script seeds by the rule (with a separate BLAKE3).
+It prints one line of JSON.
 """
 import argparse
 import json
@@ -21,25 +22,25 @@ DRAWS = 1000
 
 
 def blake3(message):
-    """BLAKE3 of at most 64 bytes, from its specification (one block, root)."""
+    """The BLAKE3 hash of at most 64 bytes (one block), written from the specification."""
     assert len(message) <= 64
     mask = 0xFFFFFFFF
     iv = [0x6A09E667, 0xBB67AE85, 0x3C6EF372, 0xA54FF53A, 0x510E527F, 0x9B05688C, 0x1F83D9AB, 0x5BE0CD19]
     words = list(struct.unpack("<16I", message.ljust(64, b"\0")))
     v = iv + iv[:4] + [0, 0, len(message), 1 | 2 | 8]  # chunk start, chunk end, root
 
-    def turn(x, n):
+    def rotate(x, n):
         return (x >> n | x << (32 - n)) & mask
 
     def mix(a, b, c, d, x, y):
         v[a] = (v[a] + v[b] + x) & mask
-        v[d] = turn(v[d] ^ v[a], 16)
+        v[d] = rotate(v[d] ^ v[a], 16)
         v[c] = (v[c] + v[d]) & mask
-        v[b] = turn(v[b] ^ v[c], 12)
+        v[b] = rotate(v[b] ^ v[c], 12)
         v[a] = (v[a] + v[b] + y) & mask
-        v[d] = turn(v[d] ^ v[a], 8)
+        v[d] = rotate(v[d] ^ v[a], 8)
         v[c] = (v[c] + v[d]) & mask
-        v[b] = turn(v[b] ^ v[c], 7)
+        v[b] = rotate(v[b] ^ v[c], 7)
 
     for _ in range(7):
         m = words
@@ -55,21 +56,21 @@ KEYS = {
 }
 
 
-def path_of(folder, style, rank, world):
+def state_path(directory, style, rank, world):
     if style == "accelerate":
-        return os.path.join(folder, f"random_states_{rank}.pkl")
-    return os.path.join(folder, "rng_state.pth" if world == 1 else f"rng_state_{rank}.pth")
+        return os.path.join(directory, f"random_states_{rank}.pkl")
+    return os.path.join(directory, "rng_state.pth" if world == 1 else f"rng_state_{rank}.pth")
 
 
 def make(args):
     keys = KEYS[args.style]
     for rank in range(args.world):
-        own = {kind: rank if kind in args.per_rank else 0 for kind in keys}
+        extra = {kind: rank if kind in args.per_rank else 0 for kind in keys}
         random.seed(11), np.random.seed(12), torch.manual_seed(13)
-        for _ in range(3 + own["python"]):
+        for _ in range(3 + extra["python"]):
             random.random(), random.gauss(0, 1)
-        np.random.random(700 + own["numpy"]), np.random.standard_normal(1)  # one more is cached
-        torch.rand(5 + own["torch_cpu"]), torch.randn(1)
+        np.random.random(700 + extra["numpy"]), np.random.standard_normal(1)  # numpy caches a second one
+        torch.rand(5 + extra["torch_cpu"]), torch.randn(1)
         states = {keys["python"]: random.getstate(), keys["numpy"]: np.random.get_state(), keys["torch_cpu"]: torch.get_rng_state()}
         if args.style == "accelerate":
             states = {"step": 7, **states}
@@ -77,21 +78,21 @@ def make(args):
         if args.cuda == "one":
             states[keys["torch_cuda"]] = device(9)
         if args.cuda == "all":
-            # only a rank's own device is used, the others are where they began
-            states[keys["torch_cuda"]] = [device(9 + own["torch_cuda"] if d == rank else 0) for d in range(args.world)]
-        torch.save(states, path_of(args.dir, args.style, rank, args.world))
+            # A rank only uses its own device, so the states of the others are unchanged.
+            states[keys["torch_cuda"]] = [device(9 + extra["torch_cuda"] if d == rank else 0) for d in range(args.world)]
+        torch.save(states, state_path(args.dir, args.style, rank, args.world))
 
 
-def load(folder, style, rank, world):
-    from transformers.trainer_pt_utils import safe_globals  # what Trainer itself lets through
+def load(directory, style, rank, world):
+    from transformers.trainer_pt_utils import safe_globals  # the types that Trainer allows
 
     with safe_globals():
-        states = torch.load(path_of(folder, style, rank, world), weights_only=True)
+        states = torch.load(state_path(directory, style, rank, world), weights_only=True)
     return {kind: states[key] for kind, key in KEYS[style].items() if key in states} | {"step": states.get("step")}
 
 
 def draws(states):
-    """The next numbers of every generator, set to these states."""
+    """Sets every generator to these states and returns its next numbers."""
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch_cpu"])
@@ -101,8 +102,8 @@ def draws(states):
         torch_cpu=torch.randn(1).tolist() + torch.randint(0, 1 << 31, (DRAWS,)).tolist())
 
 
-def exact(state):
-    """A state as something that is equal only to the very same."""
+def comparable(state):
+    """A value that is equal only for bit-equal states."""
     if isinstance(state, tuple) and state[0] == "MT19937":
         name, words, *rest = state
         return name, str(words.dtype), words.tolist(), *rest
@@ -110,7 +111,7 @@ def exact(state):
 
 
 def seeded(record, kind, rank):
-    """A new stream by the rule: its draws, the seed, and the state before any draw."""
+    """The stream that the rule of docs/numerics.md seeds: its draws, its seed, and its initial state."""
     number = lambda n: struct.pack("<Q", n)
     digest = blake3(number(record["run_seed"]) + b"rng-reconcile" + number(record["generation"]) + number(record["step"]) + kind.encode() + number(rank))
     words, seed = list(struct.unpack("<8I", digest)), struct.unpack("<Q", digest[:8])[0]
@@ -121,10 +122,10 @@ def seeded(record, kind, rank):
     np.random.seed(words)
     state = np.random.get_state()
     if kind == "numpy":
-        return np.random.standard_normal(3).tolist() + np.random.random(DRAWS).tolist(), seed, exact(state)
+        return np.random.standard_normal(3).tolist() + np.random.random(DRAWS).tolist(), seed, comparable(state)
     if kind == "torch_cuda":
         return [], seed, struct.pack("<Qq", seed, 0)
-    # torch's generator is the same Mersenne Twister: draws of 32 bits; its state is as after manual_seed, with these words
+    # torch uses the same Mersenne Twister. Its state is that after manual_seed, with numpy's words.
     torch.manual_seed(seed)
     fresh = bytes(torch.get_rng_state().tolist())
     state = fresh[:24] + struct.pack("<624Q", *state[1].tolist()) + fresh[24 + 8 * 624:]
@@ -134,7 +135,7 @@ def seeded(record, kind, rank):
 def check(args):
     style = "accelerate" if os.path.exists(os.path.join(args.dir, "random_states_0.pkl")) else "trainer"
     files = sorted(f for f in os.listdir(args.dir) if f.startswith(("rng_state", "random_states")))
-    assert files == sorted(os.path.basename(path_of("", style, r, args.world)) for r in range(args.world)), files
+    assert files == sorted(os.path.basename(state_path("", style, r, args.world)) for r in range(args.world)), files
     record = json.load(open(os.path.join(args.dir, "launch_rng.json")))
     modes = {s["kind"]: s["mode"] for s in record["streams"]}
     streams = set()
@@ -149,19 +150,19 @@ def check(args):
                 scope = next(s["scope"] for s in record["streams"] if s["kind"] == kind)
                 want, seed, state = seeded(record, kind, 0 if scope == "replicated" else rank)
             if kind == "torch_cuda":
-                own = new[kind] if torch.is_tensor(new[kind]) else new[kind][rank % len(new[kind])]
+                current = new[kind] if torch.is_tensor(new[kind]) else new[kind][rank % len(new[kind])]
                 if mode == "reseeded":
-                    assert exact(own) == state, (kind, rank)
+                    assert comparable(current) == state, (kind, rank)
                 else:
                     before = old[kind] if torch.is_tensor(old[kind]) else old[kind][(rank if mode == "restored" else 0) % len(old[kind])]
-                    assert torch.equal(own, before), (kind, rank)
-                streams.add((kind, bytes(own.tolist())))
+                    assert torch.equal(current, before), (kind, rank)
+                streams.add((kind, bytes(current.tolist())))
                 continue
-            assert exact(new[kind]) == (state if mode == "reseeded" else exact(old[kind])), (kind, rank, mode)
+            assert comparable(new[kind]) == (state if mode == "reseeded" else comparable(old[kind])), (kind, rank, mode)
             if kind == "torch_cpu" and mode == "reseeded":
                 torch.set_rng_state(new[kind])
                 assert torch.initial_seed() == seed, (kind, rank)
-                # a float of torch has the lower 24 bits of a draw
+                # torch makes a float of the lower 24 bits of a draw.
                 now[kind] = (torch.rand(DRAWS, dtype=torch.float32).double() * (1 << 24)).long().tolist()
                 want = [w & 0xFFFFFF for w in want]
             assert now[kind] == want, (kind, rank, mode, now[kind][:3], want[:3])
@@ -181,7 +182,7 @@ verb.add_argument("dir"), verb.add_argument("world", type=int), verb.add_argumen
 verb.set_defaults(run=check)
 
 if __name__ == "__main__":
-    # several calls in one process, separated by `--`: starting torch takes longer than everything here
+    # `--` separates several calls, which share a process because importing torch takes long.
     calls, call = [], []
     for word in sys.argv[1:] + ["--"]:
         if word == "--":

@@ -1,10 +1,11 @@
-"""A script with HF Trainer as people write them; it knows nothing of launch but one environment variable.
+"""An ordinary training script with HF Trainer. All that it uses of launch is LAUNCH_RESUME_FROM.
 
     trainer.py OUTPUT_DIR REPORT_DIR STEPS [--resume_from_checkpoint DIR] [--deepspeed CONFIG.json] [--bf16]
                [--fsdp full|sharded]
 
-Eight samples a step however many ranks there are, no dropout, so that losses don't depend on their number. Each rank writes
-what it saw at its first step into REPORT_DIR/rank-R.json; rank 0 writes the history into REPORT_DIR/history.json.
+A step has eight samples for any number of ranks, and there is no dropout, so losses do not depend on
+the number of ranks. Each rank writes its state at the first step to REPORT_DIR/rank-R.json. Rank 0
+writes the history to REPORT_DIR/history.json.
 """
 import argparse
 import hashlib
@@ -29,7 +30,7 @@ torch.set_num_threads(1)
 if arguments.deepspeed:
     import deepspeed.comm.torch
 
-    # a faster way to reduce on one machine, which DeepSpeed would compile first; gloo does it as well
+    # Skips the compilation of DeepSpeed's shared-memory op; gloo reduces instead.
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
 os.makedirs(arguments.report_dir, exist_ok=True)
 
@@ -43,22 +44,22 @@ class Samples(torch.utils.data.Dataset):
         return dict(input_ids=ids, labels=ids.clone())
 
 
-class FirstStep(transformers.TrainerCallback):
-    seen = False
+class ReportFirstStep(transformers.TrainerCallback):
+    reported = False
 
-    def on_step_begin(self, args, state, control, **given):
-        if self.seen:
+    def on_step_begin(self, args, state, control, **objects):
+        if self.reported:
             return
-        self.seen = True
+        self.reported = True
         digest = lambda data: hashlib.sha256(data).hexdigest()
-        groups = given["optimizer"].param_groups
+        groups = objects["optimizer"].param_groups
         report = dict(
             step=state.global_step, lr=[g["lr"] for g in groups], weight_decay=[g["weight_decay"] for g in groups], resume=resume,
             torch=digest(torch.get_rng_state().numpy().tobytes()), numpy=digest(np.random.get_state()[1].tobytes()),
             python=digest(repr(random.getstate()).encode()))
         with open(f"{arguments.report_dir}/rank-{rank}.json", "w") as f:
             json.dump(report, f)
-        # ranks that draw by themselves, as dropout and augmentation make them
+        # Each rank draws a different amount of random numbers, as with dropout and augmentation.
         torch.rand(1 + rank)
 
 
@@ -68,7 +69,7 @@ class Trainer(transformers.Trainer):
         if arguments.fsdp:
             import fsdp_on_cpu
 
-            fsdp_on_cpu.put_into(self.accelerator, arguments.fsdp)
+            fsdp_on_cpu.enable_fsdp(self.accelerator, arguments.fsdp)
             self.is_fsdp_enabled = True
 
 
@@ -77,7 +78,7 @@ model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
     vocab_size=128, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
     max_position_embeddings=32, attn_implementation="eager"))
 trainer = Trainer(
-    model=model, train_dataset=Samples(), callbacks=[FirstStep()],
+    model=model, train_dataset=Samples(), callbacks=[ReportFirstStep()],
     args=transformers.TrainingArguments(
         output_dir=arguments.output_dir, per_device_train_batch_size=8 // world, max_steps=arguments.steps, save_steps=3, logging_steps=1,
         learning_rate=1e-2, weight_decay=0.1, warmup_steps=2, lr_scheduler_type="linear", use_cpu=True, report_to=[], seed=3,
@@ -89,7 +90,8 @@ if rank == 0:
 if torch.distributed.is_initialized():
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
-# torch's threads that still want Python's lock while the interpreter ends abort the process (Python up to 3.13)
+# Exits without finalization: up to Python 3.13, torch's threads abort the process if they wait for
+# the interpreter's lock while it ends.
 sys.stdout.flush()
 sys.stderr.flush()
 os._exit(0)

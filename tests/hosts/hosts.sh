@@ -1,57 +1,60 @@
 #!/bin/bash
-# hosts.sh - N test "hosts" on one machine: each has its own network, PID, mount, UTS and IPC
-# namespace, an own IP on a private bridge, an own root file system (overlay on /, upper in tmpfs),
-# an own host key and a real sshd.  Needs: root, iproute2, util-linux, openssh-server;
-# iptables for blackhole and partition. Written for this project; used by tests/support/hosts.rs.
-#   hosts.sh up [N]                      (idempotent: takes an old set with the same ID down first)
+# Simulates N hosts on one machine, for tests/support/hosts.rs. Each host has network, PID, mount, UTS
+# and IPC namespaces, an IP address on a private bridge, a root file system (an overlay on / with a
+# tmpfs), a host key and a real sshd. Needs root, iproute2, util-linux and openssh-server, and iptables
+# for blackhole and partition.
+#
+#   hosts.sh up [N]                      start N hosts (default 4); removes an old set with the same ID
 #   hosts.sh down | status | wait
-#   hosts.sh exec H cmd...               run in host H without ssh (nsenter)
-#   hosts.sh cut|heal H                  pull / plug the cable (carrier loss)
-#   hosts.sh blackhole|unblackhole H     link stays up, every IP packet silently dropped
+#   hosts.sh exec H COMMAND...           run a command on host H without ssh (nsenter)
+#   hosts.sh cut|heal H                  take the network link down, or up again
+#   hosts.sh blackhole|unblackhole H     drop every IP packet silently while the link stays up
 #   hosts.sh partition H1 H2 | unpartition H1 H2
-#   hosts.sh crash H | halt H | boot H   power off in silence / same but peers get RST / power on again, disk kept, /tmp lost
-#   hosts.sh freeze|thaw H               host hangs: processes stopped, TCP still ACKed by the kernel
-#   hosts.sh killproc H PATTERN [SIG]    pkill -f inside H
-#   hosts.sh sshd-stop|sshd-start H      host alive, port 22 refused
-#   hosts.sh fill H [DIR] [LEAVE_KB] | unfill H [DIR]     default DIR /scratch (small tmpfs)
-#   hosts.sh mem H BYTES|-1              memory limit of the whole host (cgroup v1 memory) -> real OOM kills
+#   hosts.sh crash H                     power off; peers notice nothing
+#   hosts.sh halt H                      power off; peers get a TCP RST
+#   hosts.sh boot H                      power on again; the disk is kept, /tmp is lost
+#   hosts.sh freeze|thaw H               stop all processes; the kernel still acknowledges TCP
+#   hosts.sh killproc H PATTERN [SIG]    pkill -f on host H
+#   hosts.sh sshd-stop|sshd-start H      stop sshd, so that port 22 gives ECONNREFUSED
+#   hosts.sh fill H [DIR] [LEAVE_KB] | unfill H [DIR]     fill a disk; default DIR /scratch (small tmpfs)
+#   hosts.sh mem H BYTES|-1              memory limit of the host (cgroup v1), with real OOM kills
 set -euo pipefail
-ID=${HOSTS_ID:-tb}                       # <=6 chars; several sets may live side by side
-PREFIX=${HOSTS_PREFIX:-h}                # hosts are h0 h1 ...
-NET=${HOSTS_NET:-10.77.0}                # /24: host i = NET.(i+1), the bridge (= outside) = NET.254
+ID=${HOSTS_ID:-tb}                       # at most 6 characters; sets with different IDs can coexist
+PREFIX=${HOSTS_PREFIX:-h}                # hosts are h0, h1, …
+NET=${HOSTS_NET:-10.77.0}                # /24 network: host i is NET.(i+1), the bridge is NET.254
 DIR=${HOSTS_DIR:-${TMPDIR:-/tmp}/testbed/$ID}
 SCRATCH_MB=${HOSTS_SCRATCH_MB:-64}       # size of the private /scratch
 DISK_MB=${HOSTS_DISK_MB:-1024}           # size of the private writable layer
 SHM_MB=${HOSTS_SHM_MB:-1024}
-BIND=${HOSTS_BIND:-}                     # extra shared paths, space separated (bind mounted read-write)
-SETENV=${HOSTS_SETENV:-}                 # e.g. 'PATH=/opt/x/bin:/usr/bin:/bin' for sshd SetEnv
+BIND=${HOSTS_BIND:-}                     # further shared paths, separated by spaces (bind mounts, writable)
+SETENV=${HOSTS_SETENV:-}                 # sshd's SetEnv, such as 'PATH=/opt/x/bin:/usr/bin:/bin'
 BR=br$ID
 SELF=$(readlink -f "$0")
 die() { echo "hosts.sh: $*" >&2; exit 1; }
 names() { cat "$DIR/names"; }
 pid1() { local p; p=$(cat "$DIR/$1/pid1" 2>/dev/null) && [ -d "/proc/$p" ] && echo "$p"; }
 need() { [ -d "$DIR/$1" ] || die "no host $1"; }
-inns() { local h=$1; shift; local p; p=$(pid1 "$h") || die "$h is down"
-         ( for c in $(cgdirs "$h"); do echo "$BASHPID" > "$c/cgroup.procs"; done
+in_host() { local h=$1; shift; local p; p=$(pid1 "$h") || die "$h is down"
+         ( for c in $(cgroup_dirs "$h"); do echo "$BASHPID" > "$c/cgroup.procs"; done
            exec nsenter -t "$p" -n -m -u -i -p -r -w -- "$@" ); }
-innet() { local h=$1; shift; ip netns exec "$ID-$h" "$@"; }
-cgdirs() { local c; for c in memory freezer; do [ -d /sys/fs/cgroup/$c ] && [ -w /sys/fs/cgroup/$c/cgroup.procs ] && echo "/sys/fs/cgroup/$c/$ID-$1"; done; true; }
+in_network() { local h=$1; shift; ip netns exec "$ID-$h" "$@"; }
+cgroup_dirs() { local c; for c in memory freezer; do [ -d /sys/fs/cgroup/$c ] && [ -w /sys/fs/cgroup/$c/cgroup.procs ] && echo "/sys/fs/cgroup/$c/$ID-$1"; done; true; }
 
 # ---- runs as PID 1 of a new host ---------------------------------------------------------------
 init() {
   local h=$1 D=$DIR/$1 R=$DIR/$1/root
   mount --make-rprivate /
-  # the disk: tmpfs that outlives a crash is mounted in the outer namespace (see boot)
+  # boot() mounts the tmpfs of the disk in the outer namespace, so it survives a crash
   mount -t overlay overlay -o "lowerdir=/,upperdir=$D/disk/up,workdir=$D/disk/work" "$R"
   mount -t proc proc "$R/proc"
   mount -t sysfs sysfs "$R/sys"
   [ -d /sys/fs/cgroup ] && mount --rbind /sys/fs/cgroup "$R/sys/fs/cgroup"
   mount --rbind /dev "$R/dev"; mount -t tmpfs -o size=${SHM_MB}m,mode=1777 shm "$R/dev/shm"
   mount -t tmpfs -o mode=755 run "$R/run"; mkdir -p "$R/run/sshd" "$R/run/lock" "$R/run/munge"
-  mount -t tmpfs -o mode=1777 tmp "$R/tmp"                 # private /tmp, gone after a reboot
+  mount -t tmpfs -o mode=1777 tmp "$R/tmp"                 # private /tmp, lost by a reboot
   mkdir -p "$R/scratch" "$R/shared"
-  mount --bind "$D/scratch" "$R/scratch"                   # private small local disk, kept over a reboot
-  mount --bind "$DIR/shared" "$R/shared"                   # the "NFS"
+  mount --bind "$D/scratch" "$R/scratch"                   # small private disk, kept by a reboot
+  mount --bind "$DIR/shared" "$R/shared"                   # the shared file system
   local b; for b in $BIND; do mkdir -p "$R$b"; mount --rbind "$b" "$R$b"; done
   cd "$R"; mkdir -p .old; pivot_root . .old; cd /; umount -l /.old; rmdir /.old 2>/dev/null || true
   hostname "$h"
@@ -62,7 +65,7 @@ init() {
     trap : TERM INT
     while :; do sleep 86400 & wait; done' hostinit </dev/null >/dev/null 2>&1
 }
-boot() { # boot H INDEX: start the namespaces of one host (network namespace exists already)
+boot() { # boot H: starts the namespaces of a host, whose network namespace exists already
   local h=$1 D=$DIR/$1 c up
   [ -z "$(pid1 "$h" || true)" ] || return 0
   mkdir -p "$D/root" "$D/disk" "$D/scratch"; rm -f "$DIR/shared/.boot/$h/ready"
@@ -71,8 +74,8 @@ boot() { # boot H INDEX: start the namespaces of one host (network namespace exi
     mount -t tmpfs -o size=${SCRATCH_MB}m,mode=1777 "$ID-scratch" "$D/scratch"
     up=$D/disk/up; mkdir -p "$up/etc/ssh" "$up/root" "$up/var/log" "$D/disk/work"
     cp "$DIR/etc_hosts" "$up/etc/hosts"; echo "$h" > "$up/etc/hostname"; : > "$up/etc/resolv.conf"
-    sed 's/^hosts:.*/hosts: files/' /etc/nsswitch.conf > "$up/etc/nsswitch.conf"     # no DNS at all: names fail at once
-    mkdir -m 700 "$up/root/.cache"; mknod "$up/root/.cache/launch" c 0 0               # whiteout: none of this machine's own
+    sed 's/^hosts:.*/hosts: files/' /etc/nsswitch.conf > "$up/etc/nsswitch.conf"     # without DNS, unknown names fail immediately
+    mkdir -m 700 "$up/root/.cache"; mknod "$up/root/.cache/launch" c 0 0               # an overlay whiteout hides this machine's directory
     mkdir -m 700 "$up/root/.ssh"; cp "$DIR/id_ed25519" "$DIR/id_ed25519.pub" "$DIR/known_hosts" "$up/root/.ssh/"
     cp "$DIR/id_ed25519.pub" "$up/root/.ssh/authorized_keys"; chmod 700 "$up/root"
     printf 'StrictHostKeyChecking yes\nBatchMode yes\nKexAlgorithms curve25519-sha256\n' > "$up/root/.ssh/config"; chmod 600 "$up/root/.ssh/"*
@@ -82,15 +85,15 @@ boot() { # boot H INDEX: start the namespaces of one host (network namespace exi
       echo "AcceptEnv LANG LC_*"; echo "Subsystem sftp internal-sftp"; echo "PrintMotd no"
       [ -z "$SETENV" ] || echo "SetEnv $SETENV"; } > "$up/etc/ssh/sshd_config"
   fi
-  ( for c in $(cgdirs "$h"); do mkdir -p "$c"; echo "$BASHPID" > "$c/cgroup.procs"; done
-    # own session, no inherited fds: nothing of the caller is kept alive by the host
+  ( for c in $(cgroup_dirs "$h"); do mkdir -p "$c"; echo "$BASHPID" > "$c/cgroup.procs"; done
+    # a separate session without inherited descriptors, so that the host keeps no process of the caller alive
     exec setsid nsenter --net="/run/netns/$ID-$h" unshare --mount --uts --ipc --pid --fork \
       env -i PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/root \
       HOSTS_ID="$ID" HOSTS_DIR="$DIR" HOSTS_SHM_MB="$SHM_MB" HOSTS_BIND="$BIND" \
       bash "$SELF" __init "$h" </dev/null >"$D/init.log" 2>&1 9>&- ) &
   echo $! > "$D/outer"
 }
-waitready() { # all hosts named: note the outside pid of their PID 1, wait for sshd
+wait_ready() { # all hosts named: note the outside pid of their PID 1, wait for sshd
   local h t p; t=$((SECONDS + ${WAIT:-30}))
   for h; do
     until p=$(cat "$DIR/$h/outer"); p=$(cat "/proc/$p/task/$p/children" 2>/dev/null); [ -n "$p" ] && [ -e "$DIR/shared/.boot/$h/ready" ]; do
@@ -102,8 +105,8 @@ waitready() { # all hosts named: note the outside pid of their PID 1, wait for s
 }
 up() {
   local n=${1:-4} i h
-  [ "$n" -le 250 ] || die "at most 250"
-  [ -n "$(command -v sshd || ls /usr/sbin/sshd 2>/dev/null)" ] || die "apt-get install openssh-server"
+  [ "$n" -le 250 ] || die "$n hosts; at most 250 are supported"
+  [ -n "$(command -v sshd || ls /usr/sbin/sshd 2>/dev/null)" ] || die "sshd is not installed (apt-get install openssh-server)"
   down
   mkdir -p "$DIR/shared/.boot" "$DIR/keys" /run/netns
   [ -f "$DIR/id_ed25519" ] || ssh-keygen -q -t ed25519 -N '' -C "$ID-test" -f "$DIR/id_ed25519"
@@ -111,14 +114,14 @@ up() {
   local batch=""
   for ((i=0;i<n;i++)); do h=$PREFIX$i; ip=$NET.$((i+1))
     echo "$h" >> "$DIR/names"; mkdir -p "$DIR/$h" "$DIR/shared/.boot/$h"; echo "$ip" > "$DIR/$h/ip"
-    [ -f "$DIR/keys/$h" ] || ssh-keygen -q -t ed25519 -N '' -C "$h" -f "$DIR/keys/$h"   # kept: next up is faster
+    [ -f "$DIR/keys/$h" ] || ssh-keygen -q -t ed25519 -N '' -C "$h" -f "$DIR/keys/$h"   # kept for the next `up`
     cp "$DIR/keys/$h" "$DIR/shared/.boot/$h/ssh_host_ed25519_key"; cp "$DIR/keys/$h.pub" "$DIR/shared/.boot/$h/ssh_host_ed25519_key.pub"
     read -r kt kb _ < "$DIR/keys/$h.pub"
     echo "$h,$ip $kt $kb" >> "$DIR/known_hosts"; echo "$ip $h $h.$ID.test" >> "$DIR/etc_hosts"
     printf 'Host %s\n  HostName %s\n  HostKeyAlias %s\n' "$h" "$ip" "$h" >> "$DIR/ssh_config"
   done
   printf 'Host *\n  User root\n  IdentityFile %s\n  IdentitiesOnly yes\n  UserKnownHostsFile %s\n  GlobalKnownHostsFile /dev/null\n  StrictHostKeyChecking yes\n  BatchMode yes\n  KexAlgorithms curve25519-sha256\n  LogLevel ERROR\n' "$DIR/id_ed25519" "$DIR/known_hosts" >> "$DIR/ssh_config"
-  # network: one ip -batch for all
+  # one ip -batch for the network of all hosts
   { echo "link add $BR type bridge"; echo "addr add $NET.254/24 dev $BR"; echo "link set $BR up"
     i=0; while read -r h; do
       echo "netns add $ID-$h"; i=$((i+1)); done < "$DIR/names"; } | ip -batch -
@@ -129,59 +132,59 @@ up() {
     printf 'link set lo up\naddr add %s/24 dev eth0\nlink set eth0 up\nroute add default via %s.254\n' "$(cat "$DIR/$h/ip")" "$NET" | ip -n "$ID-$h" -batch -
   done < "$DIR/names"
   while read -r h; do boot "$h"; done < "$DIR/names"
-  waitready $(names)
+  wait_ready $(names)
 }
 down() {
   local h p c
-  [ -f "$DIR/names" ] || { netdown; return 0; }
-  for h in $(names); do thawq "$h"; p=$(cat "$DIR/$h/pid1" 2>/dev/null || true)
+  [ -f "$DIR/names" ] || { network_down; return 0; }
+  for h in $(names); do thaw_if_frozen "$h"; p=$(cat "$DIR/$h/pid1" 2>/dev/null || true)
     [ -z "$p" ] || { [ "$(readlink /proc/$p/ns/net 2>/dev/null)" != "$(readlink /proc/self/ns/net)" ] && kill -9 "$p" 2>/dev/null || true; }
   done
   for h in $(names); do p=$(cat "$DIR/$h/pid1" 2>/dev/null || true); [ -z "$p" ] || while [ -d /proc/$p/ns ] && [ -e /proc/$p/root/shared ] 2>/dev/null; do sleep 0.01; done; done
-  netdown
+  network_down
   for h in $(names); do
     umount -l "$DIR/$h/disk" "$DIR/$h/scratch" 2>/dev/null || true
-    for c in $(cgdirs "$h"); do [ ! -d "$c" ] || rmdir "$c" 2>/dev/null || { sleep 0.1; rmdir "$c" 2>/dev/null || true; }; done
+    for c in $(cgroup_dirs "$h"); do [ ! -d "$c" ] || rmdir "$c" 2>/dev/null || { sleep 0.1; rmdir "$c" 2>/dev/null || true; }; done
     rm -rf --one-file-system "${DIR:?}/$h"
   done
   rm -rf --one-file-system "$DIR/shared" "$DIR/names"
 }
-netdown() {
+network_down() {
   local n
   { for n in $(ls /run/netns 2>/dev/null | grep "^$ID-$PREFIX[0-9]*$"); do echo "netns del $n"; done; } | ip -force -batch - 2>/dev/null || true
   ip link del "$BR" 2>/dev/null || true
   for n in $(ls /sys/class/net | grep -E "^(v|t|b|x)$ID$PREFIX[0-9]+$"); do ip link del "$n" 2>/dev/null || true; done
 }
-thawq() { local f=/sys/fs/cgroup/freezer/$ID-$1/freezer.state; [ ! -f "$f" ] || echo THAWED > "$f"; }
-ipt() { local h=$1; shift; innet "$h" iptables -w "$@"; }
+thaw_if_frozen() { local f=/sys/fs/cgroup/freezer/$ID-$1/freezer.state; [ ! -f "$f" ] || echo THAWED > "$f"; }
+ipt() { local h=$1; shift; in_network "$h" iptables -w "$@"; }
 cmd=${1:-}; shift || true
 case $cmd in
   __init) init "$@";;
   up|down) mkdir -p "$(dirname "$DIR")"; exec 9>"$(dirname "$DIR")/.$ID.lock"; flock -w 60 9; $cmd "$@";;
-  wait) waitready $(names);;
+  wait) wait_ready $(names);;
   names) names;;
   ip) need "$1"; cat "$DIR/$1/ip";;
   pid) pid1 "$1";;
   status) [ -f "$DIR/names" ] || { echo "down"; exit 0; }
     for h in $(names); do p=$(pid1 "$h" || true); echo "$h $(cat "$DIR/$h/ip") $([ -n "$p" ] && echo "up pid1=$p" || echo CRASHED)"; done;;
-  exec) inns "$@";;
-  netexec) innet "$@";;
+  exec) in_host "$@";;
+  netexec) in_network "$@";;
   cut) need "$1"; ip link set "v$ID$1" down;;
   heal) need "$1"; ip link set "v$ID$1" up;;
   blackhole) ipt "$1" -I INPUT ! -i lo -j DROP; ipt "$1" -I OUTPUT ! -o lo -j DROP;;
   unblackhole) ipt "$1" -D INPUT ! -i lo -j DROP || true; ipt "$1" -D OUTPUT ! -o lo -j DROP || true;;
   partition) ipt "$1" -I INPUT -s "$(cat "$DIR/$2/ip")" -j DROP; ipt "$1" -I OUTPUT -d "$(cat "$DIR/$2/ip")" -j DROP;;
   unpartition) ipt "$1" -D INPUT -s "$(cat "$DIR/$2/ip")" -j DROP; ipt "$1" -D OUTPUT -d "$(cat "$DIR/$2/ip")" -j DROP;;
-  crash|halt) need "$1"; p=$(pid1 "$1") || exit 0; [ $cmd = halt ] || ip link set "v$ID$1" down   # crash: peers hear nothing; halt: peers get RST
+  crash|halt) need "$1"; p=$(pid1 "$1") || exit 0; [ $cmd = halt ] || ip link set "v$ID$1" down   # after a halt, peers get RST
       kill -9 "$p"; while [ -e /proc/$p/root/shared ]; do sleep 0.01; done; rm -f "$DIR/$1/pid1";;
-  boot) need "$1"; ip link set "v$ID$1" up; boot "$1"; waitready "$1";;
+  boot) need "$1"; ip link set "v$ID$1" up; boot "$1"; wait_ready "$1";;
   freeze) echo FROZEN > "/sys/fs/cgroup/freezer/$ID-$1/freezer.state";;
-  thaw) thawq "$1";;
-  killproc) h=$1 pat=$2 sig=${3:-KILL}; inns "$h" pkill "-$sig" -f "$pat";;
-  sshd-stop) inns "$1" sh -c 'kill $(cat /run/sshd.pid)';;
-  sshd-start) inns "$1" /usr/sbin/sshd -f /etc/ssh/sshd_config -E /var/log/sshd.log;;
-  fill) d=${2:-/scratch}; inns "$1" sh -c "a=\$(df -k --output=avail $d | tail -1); fallocate -l \$((a - ${3:-0}))k $d/.fill";;
-  unfill) inns "$1" rm -f "${2:-/scratch}/.fill";;
+  thaw) thaw_if_frozen "$1";;
+  killproc) h=$1 pat=$2 sig=${3:-KILL}; in_host "$h" pkill "-$sig" -f "$pat";;
+  sshd-stop) in_host "$1" sh -c 'kill $(cat /run/sshd.pid)';;
+  sshd-start) in_host "$1" /usr/sbin/sshd -f /etc/ssh/sshd_config -E /var/log/sshd.log;;
+  fill) d=${2:-/scratch}; in_host "$1" sh -c "a=\$(df -k --output=avail $d | tail -1); fallocate -l \$((a - ${3:-0}))k $d/.fill";;
+  unfill) in_host "$1" rm -f "${2:-/scratch}/.fill";;
   mem) echo "$2" > "/sys/fs/cgroup/memory/$ID-$1/memory.limit_in_bytes";;
-  *) sed -n 2,24p "$SELF"; exit 2;;
+  *) sed -n 2,20p "$SELF"; exit 2;;
 esac

@@ -1,4 +1,5 @@
-// The clock on the wall of a process that loads this is ahead by as many seconds as /scratch/skew says.
+// Moves the wall clock of a process that preloads this library ahead by the number of seconds in
+// /scratch/skew.
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <stdlib.h>

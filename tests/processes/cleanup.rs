@@ -1,91 +1,100 @@
-//! Nothing of a job is left, whoever is killed.
+//! Every process of a job ends with it, whichever process is killed.
 use super::*;
 
-/// Leaves a process in a session of its own, and one whose parents are gone.
-const FAMILY: &str = "setsid sleep 1001 & setsid sh -c 'sleep 1002 & sleep 1003 &' & sleep 1004 & ";
+/// Shell commands that start processes in other sessions, and one whose parents have ended.
+const START_DESCENDANTS: &str =
+    "setsid sleep 1001 & setsid sh -c 'sleep 1002 & sleep 1003 &' & sleep 1004 & ";
 
 #[test]
 fn descendants_end_with_the_job() {
-    let well = format!("{FAMILY} until pgrep -f 'sleep 1003' > /dev/null; do sleep 0.01; done");
-    assert_eq!(Job::shell(2, &well, &[]).run(&[]).code(), 0);
-    let badly = format!("{FAMILY} [ $RANK = 1 ] && exit 5; wait");
-    assert_eq!(Job::shell(2, &badly, &[]).run(&[]).code(), 1);
+    let success = format!("{START_DESCENDANTS} until pgrep -f 'sleep 1003' > /dev/null; do sleep 0.01; done");
+    assert_eq!(Job::shell(2, &success, &[]).run(&[]).exit_code(), 0);
+    let failure = format!("{START_DESCENDANTS} [ $RANK = 1 ] && exit 5; wait");
+    assert_eq!(Job::shell(2, &failure, &[]).run(&[]).exit_code(), 1);
 }
 
-fn family() -> (Job, &'static str) {
-    (
-        Job::shell(
-            2,
-            &format!("{FAMILY} echo up $RANK; sleep 1005"),
-            &["logs: {show: [0, 1]}", "grace_period: 1s"],
-        ),
-        "sleep 1005",
+/// A job of two workers with descendants. Each worker prints `up`, and then becomes `sleep 1005`.
+fn job_with_descendants() -> Job {
+    Job::shell(
+        2,
+        &format!("{START_DESCENDANTS} echo up $RANK; sleep 1005"),
+        &["logs: {show: [0, 1]}", "grace_period: 1s"],
     )
 }
 
+/// Waits until `count` workers of [`job_with_descendants`] have started their last command.
+fn wait_for_workers(job: &Job, count: usize) {
+    let start = Instant::now();
+    while job.processes().values().filter(|line| line.trim() == "sleep 1005").count() < count {
+        assert!(start.elapsed() < LIMIT);
+        std::thread::yield_now();
+    }
+}
+
 #[test]
-fn kill_9_of_the_controller_leaves_nothing() {
-    let (job, _) = family();
+fn kill_9_of_the_controller_ends_all_processes() {
+    let job = job_with_descendants();
     let mut running = job.start(&[]);
-    running.until("up");
-    running.until("up");
+    running.read_until("up");
+    running.read_until("up");
     running.signal(Signal::SIGKILL);
-    assert_eq!(running.end().status.signal(), Some(9));
-    job.gone();
+    assert_eq!(running.wait().status.signal(), Some(9));
+    job.wait_until_gone();
 }
 
 #[test]
-fn kill_9_of_the_agent_leaves_nothing() {
-    let (job, _) = family();
-    let mut running = job.start(&[]);
-    running.until("up");
-    running.until("up");
-    kill(job.find("launch agent"), Signal::SIGKILL).unwrap();
-    let ended = running.end();
-    assert_eq!(ended.code(), 1);
-    assert!(ended.stderr.contains("the agent on") && ended.stderr.contains("SIGKILL"), "{}", ended.stderr);
-}
-
-#[test]
-fn kill_9_of_a_worker_leaves_nothing() {
-    let (job, _) = family();
+fn kill_9_of_the_agent_ends_all_processes() {
+    let job = job_with_descendants();
     let mut running = job.start(&["--json"]);
     wait_for_workers(&job, 2);
-    let worker =
-        job.alive().into_iter().find(|(pid, line)| line.starts_with("sh -c") && leads(*pid)).unwrap().0;
-    kill(Pid::from_raw(worker), Signal::SIGKILL).unwrap();
-    let line = running.until("\"failure\"");
-    assert!(line.contains("SIGKILL") && line.contains(&worker.to_string()), "{line}");
-    assert_eq!(running.end().code(), 1);
+    kill(job.find_process("launch agent"), Signal::SIGKILL).unwrap();
+    let failure = running.read_until_event("failure");
+    assert_eq!((&failure["code"], &failure["reason"]["kind"]), (&"agent-lost".into(), &"agent_lost".into()));
+    job.assert_snapshot("agent_lost", failure["message"].as_str().unwrap());
+    assert_eq!(running.wait().exit_code(), 1);
 }
 
-/// Whether a process leads its group.
-fn leads(pid: i32) -> bool {
+#[test]
+fn kill_9_of_a_worker_ends_all_processes() {
+    let job = job_with_descendants();
+    let mut running = job.start(&["--json"]);
+    wait_for_workers(&job, 2);
+    let processes = job.processes().into_iter();
+    let mut workers = processes.filter(|(pid, line)| line.starts_with("sh -c") && leads_group(*pid));
+    let (worker, _) = workers.next().unwrap();
+    kill(Pid::from_raw(worker), Signal::SIGKILL).unwrap();
+    let failure = running.read_until_event("failure");
+    assert_eq!((&failure["reason"]["name"], &failure["pid"]), (&"SIGKILL".into(), &worker.into()));
+    assert_eq!(running.wait().exit_code(), 1);
+}
+
+/// Whether a process is the leader of its process group.
+fn leads_group(pid: i32) -> bool {
     nix::unistd::getpgid(Some(Pid::from_raw(pid))).is_ok_and(|group| group.as_raw() == pid)
 }
 
 #[test]
-fn a_stopped_agent_whose_controller_dies_leaves_nothing() {
-    let (job, _) = family();
+fn a_suspended_agent_whose_controller_is_killed_ends_all_processes() {
+    let job = job_with_descendants();
     let mut running = job.start(&[]);
-    running.until("up");
-    running.until("up");
-    let agent = job.find("launch agent");
+    running.read_until("up");
+    running.read_until("up");
+    let agent = job.find_process("launch agent");
     kill(agent, Signal::SIGSTOP).unwrap();
     running.signal(Signal::SIGKILL);
-    assert_eq!(running.end().status.signal(), Some(9));
-    // Once it runs again (the kernel continues orphaned groups, or a person does) it finds that it is alone.
+    assert_eq!(running.wait().status.signal(), Some(9));
+    // the kernel may have continued the agent already, because its process group became orphaned
     _ = kill(agent, Signal::SIGCONT);
-    job.gone();
+    job.wait_until_gone();
 }
 
 #[test]
-fn children_that_were_there_before_are_left_alone() {
+fn children_that_the_controller_inherited_are_not_killed() {
     let job = Job::shell(1, "true", &[]);
     let mut command = Command::new("sh");
     let script = format!("sleep 1006 & echo $! > other; exec {LAUNCH} job.yaml");
     command.args(["-c", &script]).current_dir(&job.dir).stdout(Stdio::null()).stderr(Stdio::null());
     assert_eq!(command.status().unwrap().code(), Some(0));
     let other = fs::read_to_string(job.path("other")).unwrap().trim().parse().unwrap();
-    kill(Pid::from_raw(other), Signal::SIGKILL).expect("it still runs");
+    kill(Pid::from_raw(other), Signal::SIGKILL).expect("the process still runs");
 }

@@ -1,26 +1,18 @@
-//! Several hosts, each an agent of this machine.
+//! Jobs on several hosts. Every host is an agent on this machine.
 use super::*;
 
-/// As if this machine were so many hosts.
-fn on_hosts<'a>(job: &'a Job, hosts: u32, args: &[&str]) -> (Command, &'a Job) {
+/// The command that runs the job on this machine as if it were several hosts.
+fn on_hosts(job: &Job, hosts: u32, args: &[&str]) -> Command {
     let mut command = job.command(args);
     command.env("LAUNCH_LOCAL_AGENTS", hosts.to_string());
-    (command, job)
-}
-
-fn ended(command: &mut Command, job: &Job) -> Ended {
-    let output = command.output().unwrap();
-    assert_eq!(job.alive(), BTreeMap::new(), "left behind");
-    let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
-    Ended { status: output.status, stdout: text(output.stdout), stderr: text(output.stderr) }
+    command
 }
 
 #[test]
-fn ranks_of_several_hosts_have_their_numbers() {
+fn ranks_of_several_hosts_have_their_numbers_in_the_environment() {
     let job = Job::shell(2, "echo $GROUP_RANK $LOCAL_RANK $WORLD_SIZE $CROSS_SIZE > out.$RANK", &[]);
-    let (mut command, job) = on_hosts(&job, 3, &["--json"]);
-    let run = ended(&mut command, job);
-    assert_eq!(run.code(), 0, "{}", run.stderr);
+    let run = job.run_command(on_hosts(&job, 3, &["--json"]));
+    assert_eq!(run.exit_code(), 0, "{}", run.stderr);
     for rank in 0..6 {
         let text = fs::read_to_string(job.path(&format!("out.{rank}"))).unwrap();
         assert_eq!(text, format!("{} {} 6 3\n", rank / 2, rank % 2));
@@ -29,15 +21,14 @@ fn ranks_of_several_hosts_have_their_numbers() {
 }
 
 #[test]
-fn a_failed_start_is_followed_by_another_with_the_same_count_everywhere() {
+fn a_restart_has_the_same_number_on_every_rank() {
     let script = "echo $TORCHELASTIC_RESTART_COUNT/$TORCHELASTIC_MAX_RESTARTS >> count.$RANK; \
                   while [ ! -s count.0 -o ! -s count.1 -o ! -s count.3 ]; do sleep 0.02; done; \
                   if [ $TORCHELASTIC_RESTART_COUNT-$RANK = 0-2 ]; then exit 3; fi; \
                   if [ $TORCHELASTIC_RESTART_COUNT = 0 ]; then sleep 100; fi";
     let job = Job::shell(2, script, &["restarts: 2", "grace_period: 1s"]);
-    let (mut command, job) = on_hosts(&job, 2, &["--json"]);
-    let run = ended(&mut command, job);
-    assert_eq!(run.code(), 0, "{}", run.stderr);
+    let run = job.run_command(on_hosts(&job, 2, &["--json"]));
+    assert_eq!(run.exit_code(), 0, "{}", run.stderr);
     for rank in 0..4 {
         assert_eq!(fs::read_to_string(job.path(&format!("count.{rank}"))).unwrap(), "0/2\n1/2\n");
     }
@@ -50,47 +41,46 @@ fn a_failed_start_is_followed_by_another_with_the_same_count_everywhere() {
 }
 
 #[test]
-fn kill_9_of_one_hosts_agent_costs_one_restart() {
+fn kill_9_of_one_agent_takes_one_restart() {
     let script = "echo $RANK >> started; [ $TORCHELASTIC_RESTART_COUNT = 1 ] || sleep 100";
     let job = Job::shell(1, script, &["restarts: 1", "grace_period: 1s"]);
-    let (mut command, job) = on_hosts(&job, 3, &["--json"]);
-    let child = command.spawn().unwrap();
+    let child = on_hosts(&job, 3, &["--json"]).spawn().unwrap();
     let start = Instant::now();
     while fs::read_to_string(job.path("started")).unwrap_or_default().lines().count() < 3 {
         assert!(start.elapsed() < LIMIT);
         std::thread::sleep(Duration::from_millis(5));
     }
     let agents: Vec<i32> =
-        job.alive().into_iter().filter(|(_, l)| l.contains("agent")).map(|(pid, _)| pid).collect();
+        job.processes().into_iter().filter(|(_, l)| l.contains("agent")).map(|(pid, _)| pid).collect();
     kill(Pid::from_raw(agents[1]), Signal::SIGKILL).unwrap();
     let output = child.wait_with_output().unwrap();
-    assert_eq!(job.alive(), BTreeMap::new(), "left behind");
+    assert_eq!(job.processes(), BTreeMap::new(), "processes remain");
     assert_eq!(output.status.code(), Some(0), "{}", String::from_utf8_lossy(&output.stderr));
     assert_eq!(fs::read_to_string(job.path("started")).unwrap().lines().count(), 6);
 }
 
 #[test]
-fn a_stopped_rank_is_a_hang_with_its_stacks_in_the_log() {
+fn a_suspended_rank_is_reported_with_its_stacks_in_the_log() {
     let job = Job::shell(
         2,
         "if [ $RANK = 1 ]; then kill -STOP $$; fi; sleep 100",
         &["hang_timeout: 2s", "grace_period: 1s"],
     );
     let run = job.run(&["--json"]);
-    assert_eq!(run.code(), 1);
+    assert_eq!(run.exit_code(), 1);
     let failure = run.event("failure");
     assert!(failure["rank"] == 1 && failure["code"] == "worker-suspended", "{failure}");
     assert!(job.log(1).contains("state T"), "{}", job.log(1));
 }
 
 #[test]
-fn a_request_to_save_kills_nobody() {
-    let script = "if [ $RANK = 0 ]; then trap 'echo asked > asked' USR1; fi; touch up.$RANK; \
-                  while [ ! -e asked ]; do sleep 0.05; done";
+fn a_request_to_save_reaches_only_workers_that_handle_it() {
+    let script = "if [ $RANK = 0 ]; then trap 'echo saved > saved' USR1; fi; touch up.$RANK; \
+                  while [ ! -e saved ]; do sleep 0.05; done";
     let job = Job::shell(2, script, &[]);
     let mut child = job.command(&["--json"]).spawn().unwrap();
-    wait_for(&job.path("up.0"));
-    wait_for(&job.path("up.1"));
+    wait_for_file(&job.path("up.0"));
+    wait_for_file(&job.path("up.1"));
     kill(Pid::from_raw(child.id() as i32), Signal::SIGUSR1).unwrap();
-    assert_eq!(child.wait().unwrap().code(), Some(0), "rank 1, which has no handler, wasn't killed by it");
+    assert_eq!(child.wait().unwrap().code(), Some(0), "SIGUSR1 killed rank 1, which has no handler");
 }

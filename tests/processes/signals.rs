@@ -1,49 +1,50 @@
-//! Signals and terminals.
+//! Signals to the controller, from other processes and from terminals.
 use super::*;
 
 #[test]
-fn interrupt_lets_programs_finish() {
+fn after_a_signal_programs_may_end_by_themselves() {
     for (signal, code) in [(Signal::SIGINT, 130), (Signal::SIGTERM, 143), (Signal::SIGHUP, 143)] {
         let script =
             "trap 'echo saved > saved.$RANK; exit 0' TERM; echo up $RANK; while :; do sleep 0.01; done";
         let job = Job::shell(2, script, &["logs: {show: [0, 1]}"]);
         let mut running = job.start(&[]);
-        running.until("up");
-        running.until("up");
+        running.read_until("up");
+        running.read_until("up");
         running.signal(signal);
-        let ended = running.end();
-        assert_eq!(ended.code(), code);
-        assert!(ended.stderr.contains("launch: stopped after"), "{}", ended.stderr);
+        let ended = running.wait();
+        assert_eq!(ended.exit_code(), code);
+        job.assert_snapshot(&format!("stopped_by_{signal}"), &ended.stderr);
         assert!(job.path("saved.0").exists() && job.path("saved.1").exists());
     }
 }
 
 #[test]
-fn a_second_interrupt_kills() {
+fn a_second_interrupt_kills_the_workers() {
     let script = "trap 'echo not yet' TERM; echo up $RANK; while :; do sleep 0.01; done";
     let job = Job::shell(2, script, &["grace_period: 1h", "logs: {show: [0, 1]}"]);
     let mut running = job.start(&[]);
-    running.until("up");
-    running.until("up");
+    running.read_until("up");
+    running.read_until("up");
     running.signal(Signal::SIGINT);
-    running.until("not yet");
+    running.read_until("not yet");
     running.signal(Signal::SIGINT);
-    let ended = running.end();
-    assert_eq!(ended.code(), 130);
-    assert!(ended.stderr.contains("launch: killed after"), "{}", ended.stderr);
+    let ended = running.wait();
+    assert_eq!(ended.exit_code(), 130);
+    job.assert_snapshot("killed_by_a_second_interrupt", &ended.stderr);
 }
 
 #[test]
-fn programs_that_ignore_sigterm_are_killed_after_their_grace() {
-    let script = "trap '' TERM; echo up; [ $RANK = 1 ] && exit 9; while :; do sleep 0.01; done";
+fn programs_that_ignore_sigterm_are_killed_after_the_grace_period() {
+    let script = "trap '' TERM; touch up.$RANK; until [ -e up.0 ]; do sleep 0.01; done; [ $RANK = 1 ] && exit 9; \
+                  while :; do sleep 0.01; done";
     let job = Job::shell(2, script, &["grace_period: 200ms"]);
     let ended = job.run(&[]);
-    assert_eq!(ended.code(), 1);
-    assert!(ended.stderr.contains("rank 0: killed by SIGKILL"), "{}", ended.stderr);
+    assert_eq!(ended.exit_code(), 1);
+    job.assert_snapshot("killed_after_the_grace_period", &ended.stderr);
 }
 
 #[test]
-fn an_ignored_hangup_stays_ignored() {
+fn under_nohup_the_controller_ignores_sighup() {
     let job = Job::shell(1, "echo up; until [ -e go ]; do sleep 0.01; done; echo fine", &[]);
     let mut command = Command::new("nohup");
     let plain = job.command(&[]);
@@ -52,39 +53,44 @@ fn an_ignored_hangup_stays_ignored() {
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut child = command.spawn().unwrap();
     let stdout = BufReader::new(child.stdout.take().unwrap());
-    let mut running = Started { job: &job, child, stdout };
-    running.until("up");
+    let mut running = RunningJob { job: &job, child, stdout };
+    running.read_until("up");
     running.signal(Signal::SIGHUP);
     fs::write(job.path("go"), "").unwrap();
-    let ended = running.end();
-    assert_eq!((ended.code(), ended.stdout.as_str()), (0, "[rank 0] fine\n"));
+    let ended = running.wait();
+    assert_eq!((ended.exit_code(), ended.stdout.as_str()), (0, "[rank 0] fine\n"));
 }
 
 #[test]
-fn ctrl_c_on_a_terminal_reaches_the_controller_alone() {
+fn ctrl_c_on_a_terminal_reaches_only_the_controller() {
     let script =
         "trap 'echo interrupted > wrong' INT; trap 'exit 0' TERM; echo up > up; while :; do sleep 0.01; done";
     let job = Job::shell(1, script, &[]);
-    let (mut child, mut terminal) = on_terminal(&job, &[]);
-    wait_for(&job.path("up"));
+    let (mut child, mut terminal) = start_on_terminal(&job, &[]);
+    wait_for_file(&job.path("up"));
     terminal.write_all(b"\x03").unwrap();
-    let shown = rest_of(terminal);
-    assert_eq!(child.wait().unwrap().code(), Some(130), "{shown}");
-    assert!(!job.path("wrong").exists() && shown.contains("SIGINT: the workers got SIGTERM"), "{shown}");
-    assert_eq!(job.alive(), BTreeMap::new());
+    let screen = read_terminal(terminal);
+    assert_eq!(child.wait().unwrap().code(), Some(130), "{screen}");
+    assert!(!job.path("wrong").exists(), "{screen}");
+    let journal = fs::read_to_string(job.run_dir().join("events.jsonl")).unwrap();
+    let events = journal.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    let notices = events.filter(|event| event["event"] == "notice");
+    let messages: Vec<String> = notices.map(|event| event["message"].to_string()).collect();
+    job.assert_snapshot("ctrl_c_on_a_terminal", &messages.join("\n"));
+    assert_eq!(job.processes(), BTreeMap::new());
 }
 
 #[test]
-fn a_terminal_that_hangs_up_ends_the_job() {
+fn a_closed_terminal_stops_the_job() {
     let job = Job::shell(
         1,
         "trap 'echo saved > saved; exit 0' TERM; echo up > up; while :; do sleep 0.01; done",
         &[],
     );
-    let (mut child, terminal) = on_terminal(&job, &[]);
-    wait_for(&job.path("up"));
+    let (mut child, terminal) = start_on_terminal(&job, &[]);
+    wait_for_file(&job.path("up"));
     drop(terminal);
     assert_eq!(child.wait().unwrap().code(), Some(143));
     assert!(job.path("saved").exists());
-    assert_eq!(job.alive(), BTreeMap::new());
+    assert_eq!(job.processes(), BTreeMap::new());
 }

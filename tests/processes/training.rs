@@ -1,46 +1,43 @@
-//! The built-in runtime.
+//! Built-in training: output, interrupts and killed processes.
 use super::*;
 
 #[test]
-fn a_training_job_shows_itself_on_a_terminal() {
+fn training_on_a_terminal_shows_progress_and_a_loss_curve() {
     let job = Job::training(20);
-    let (mut child, terminal) = on_terminal(&job, &[]);
-    let shown = rest_of(terminal);
-    assert_eq!(child.wait().unwrap().code(), Some(0), "{shown}");
-    for part in ["training", "loss", "tokens/s", "checkpoint", "launch: done in", "└step 1", "run files"] {
-        assert!(shown.contains(part), "no {part:?} in {shown}");
-    }
+    let (mut child, terminal) = start_on_terminal(&job, &[]);
+    let screen = read_terminal(terminal);
+    assert_eq!(child.wait().unwrap().code(), Some(0), "{screen}");
+    // the words of the progress bar, of the loss curve and of the summary
+    let words = ["training", "loss", "tokens/s", "checkpoint", "done", "└step", "files"];
+    let absent: Vec<_> = words.iter().filter(|word| !screen.contains(**word)).collect();
+    assert!(absent.is_empty(), "{absent:?} missing in {screen}");
 }
 
 #[test]
-fn a_training_job_is_told_in_few_plain_lines() {
+fn training_without_a_terminal_prints_few_plain_lines() {
     let ended = Job::training(100).run(&[]);
-    assert_eq!((ended.code(), ended.stdout.as_str()), (0, ""), "{}", ended.stderr);
-    let steps: Vec<&str> = ended.stderr.lines().filter(|line| line.starts_with("step ")).collect();
+    assert_eq!((ended.exit_code(), ended.stdout.as_str()), (0, ""), "{}", ended.stderr);
+    let step_line = regex::Regex::new(r"(?m)^step (\d+)/100  loss \d").unwrap();
+    let steps: Vec<u32> = step_line.captures_iter(&ended.stderr).map(|c| c[1].parse().unwrap()).collect();
     assert!((20..40).contains(&steps.len()), "{}", ended.stderr);
-    assert!(
-        steps[0].starts_with("step 1/100  loss ")
-            && steps[steps.len() - 1].starts_with("step 100/100  loss ")
-    );
+    assert_eq!((steps.first(), steps.last()), (Some(&1), Some(&100)), "{}", ended.stderr);
     assert!(!ended.stderr.contains('\x1b') && !ended.stderr.contains('\r'), "{}", ended.stderr);
 }
 
 #[test]
-fn interrupt_saves_training_and_the_same_command_goes_on() {
+fn an_interrupt_saves_and_the_same_command_resumes() {
     let job = Job::training(100_000);
     let mut running = job.start(&["--json"]);
-    running.until("\"step\":3,");
+    running.read_until("\"step\":3,");
     running.signal(Signal::SIGINT);
-    let ended = running.end();
-    assert_eq!(ended.code(), 130, "{}", ended.stderr);
+    let ended = running.wait();
+    assert_eq!(ended.exit_code(), 130, "{}", ended.stderr);
     let saved = ended.event("checkpoint")["step"].as_u64().unwrap();
-    assert!(
-        ended.stderr.contains("resume with") && ended.stderr.contains("job.yaml --json"),
-        "{}",
-        ended.stderr
-    );
+    let stderr = ended.stderr.replace(&format!("{saved:08}"), "[STEP]");
+    let stderr = stderr.replace(&format!("step {saved}"), "step [STEP]").replace(LAUNCH, "launch");
+    job.assert_snapshot("interrupted_training", &stderr);
     let ended = job.run(&["--json", "--set", &format!("train.steps={}", saved + 2)]);
-    assert_eq!(ended.code(), 0, "{}", ended.stderr);
+    assert_eq!(ended.exit_code(), 0, "{}", ended.stderr);
     assert_eq!(ended.event("resume")["step"], saved);
     assert_eq!(ended.event("done")["step"], saved + 2);
 }
@@ -49,15 +46,18 @@ fn interrupt_saves_training_and_the_same_command_goes_on() {
 fn kill_9_of_a_training_worker_ends_its_peers() {
     let job = Job::training(100_000);
     let mut running = job.start(&["--json"]);
-    running.until("\"step\":3,");
-    let workers = job.alive().into_iter().filter(|(_, line)| line.starts_with("launch worker"));
+    running.read_until("\"step\":3,");
+    let workers = job.processes().into_iter().filter(|(_, line)| line.starts_with("launch worker"));
     let victim = workers.map(|(pid, _)| pid).max().unwrap();
     kill(Pid::from_raw(victim), Signal::SIGKILL).unwrap();
-    let line = running.until("\"failure\"");
-    assert!(line.contains("SIGKILL") && line.contains(&victim.to_string()), "{line}");
-    let ended = running.end();
-    assert_eq!(ended.code(), 1);
-    assert!(ended.stderr.contains("aborted after the failure"), "{}", ended.stderr);
+    let failure = running.read_until_event("failure");
+    assert_eq!((&failure["reason"]["name"], &failure["pid"]), (&"SIGKILL".into(), &victim.into()));
+    let ended = running.wait();
+    assert_eq!(ended.exit_code(), 1);
+    let peers: Vec<&str> = ended.stderr.lines().filter(|line| line.starts_with("  then ")).collect();
+    let victim = failure["rank"].as_u64().unwrap();
+    let peers = peers.join("\n").replace(&format!("rank {}", 1 - victim), "rank [PEER]");
+    job.assert_snapshot("end_of_the_peer_of_a_killed_worker", &peers);
 }
 
 #[test]
@@ -65,12 +65,12 @@ fn kill_9_of_controller_or_agent_ends_training() {
     for agent in [false, true] {
         let job = Job::training(100_000);
         let mut running = job.start(&["--json"]);
-        running.until("\"step\":3,");
+        running.read_until("\"step\":3,");
         match agent {
-            true => kill(job.find("launch agent"), Signal::SIGKILL).unwrap(),
+            true => kill(job.find_process("launch agent"), Signal::SIGKILL).unwrap(),
             false => running.signal(Signal::SIGKILL),
         }
-        assert_eq!(running.end().status.code(), agent.then_some(1));
-        job.gone();
+        assert_eq!(running.wait().status.code(), agent.then_some(1));
+        job.wait_until_gone();
     }
 }

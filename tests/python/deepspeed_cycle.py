@@ -1,10 +1,15 @@
-"""Real DeepSpeed (CPU, gloo) makes checkpoints, and loads what `launch ckpt convert` made of them.
+"""DeepSpeed (CPU, gloo) saves checkpoints, and loads those that `launch ckpt convert` wrote.
 
-    deepspeed_cycle.py make PLAN.json       each case trains, saves, notes its whole state, and trains on: the reference
-    deepspeed_cycle.py check PLAN.json      each case loads a folder, compares the state bit for bit, trains on, compares losses
+    deepspeed_cycle.py make PLAN.json       each case trains, saves a checkpoint, records its state as
+                                            the reference, and trains further
+    deepspeed_cycle.py check PLAN.json      each case loads a checkpoint, compares the state bit for bit,
+                                            trains further and compares the losses
 
-PLAN.json: {"world": N, "port": P, "cases": [{"name", "stage", "dtype", "model", "groups", "freeze", "dir", "ref", "universal", "tolerance"}]}
-All cases of a plan run in one group of N processes. Every world sees the same 12 samples per step. Prints a JSON line per case.
+PLAN.json: {"world": N, "port": P, "cases": [{"name", "stage", "dtype", "model", "groups", "freeze",
+"dir", "ref", "universal", "tolerance"}]}
+
+One group of N processes runs all cases of a plan. A step has the same 12 samples for any N. Prints one
+line of JSON per case.
 """
 import gc
 import json
@@ -24,12 +29,12 @@ def build(kind, tied):
     if kind == "gpt2":
         return GPT2LMHeadModel(GPT2Config(vocab_size=65, n_positions=32, n_embd=24, n_layer=2, n_head=2, tie_word_embeddings=tied,
                                           resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, attn_implementation="eager"))
-    # nothing divides evenly
+    # sizes without common divisors
     return LlamaForCausalLM(LlamaConfig(vocab_size=67, hidden_size=30, intermediate_size=41, num_hidden_layers=2, num_attention_heads=3,
                                         num_key_value_heads=1, max_position_embeddings=32, tie_word_embeddings=tied, attn_implementation="eager"))
 
 
-def engine_of(case, world):
+def create_engine(case, world):
     import deepspeed
     import torch
 
@@ -53,8 +58,8 @@ def engine_of(case, world):
     if case["dtype"] == "bf16":
         config["bf16"] = {"enabled": True}
     if case["dtype"] == "fp16":
-        # DeepSpeed offers it only where the CPU multiplies halves in hardware; torch computes with them on any, and what is compared
-        # here (what the files hold, which losses follow) is the same on both.
+        # DeepSpeed only offers fp16 on CPUs that multiply fp16 numbers in hardware. torch computes with
+        # them on any CPU, with the same files and losses.
         deepspeed.get_accelerator().is_fp16_supported = lambda: True
         config["fp16"] = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2}
     if case.get("universal"):
@@ -63,52 +68,53 @@ def engine_of(case, world):
     return engine
 
 
-def flat_state_of(engine):
-    """Stages 1 and 2: by parameter, where it lies is read off its storage, which is a view of its group's flat buffer."""
+def flat_state(engine):
+    """The states of stages 1 and 2 by the id of their parameter. A parameter is a view of the flat buffer
+    of its group, so its address gives its position in the flat states."""
     import torch
     import torch.distributed as dist
 
-    zero, found = engine.optimizer, {}
+    zero, states = engine.optimizer, {}
     for flat, part, group in zip(zero.bit16_groups_flat, zero.single_partition_of_fp32_groups, zero.bit16_groups):
         state = zero.optimizer.state[part]
         whole = {}
-        for key, own in (("fp32", part.data), ("exp_avg", state["exp_avg"]), ("exp_avg_sq", state["exp_avg_sq"])):
-            pieces = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-            dist.all_gather(pieces, own.contiguous())
-            whole[key] = torch.cat(pieces)
+        for key, shard in (("fp32", part.data), ("exp_avg", state["exp_avg"]), ("exp_avg_sq", state["exp_avg_sq"])):
+            shards = [torch.empty_like(shard) for _ in range(dist.get_world_size())]
+            dist.all_gather(shards, shard.contiguous())
+            whole[key] = torch.cat(shards)
         for p in group:
             at = (p.data_ptr() - flat.data_ptr()) // flat.element_size()
-            found[id(p)] = {k: v[at : at + p.numel()].reshape(p.shape) for k, v in whole.items()}
-    return found
+            states[id(p)] = {k: v[at : at + p.numel()].reshape(p.shape) for k, v in whole.items()}
+    return states
 
 
-def state_of(engine):
-    """Every tensor by name: fp32 masters and moments, frozen weights, buffers."""
+def full_state(engine):
+    """Every tensor by name: fp32 master weights and moments, frozen weights, and buffers."""
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-    found, flat = {}, flat_state_of(engine) if engine.zero_optimization_stage() < 3 else {}
+    tensors, flat = {}, flat_state(engine) if engine.zero_optimization_stage() < 3 else {}
     for name, p in engine.module.named_parameters():
         if id(p) in flat:
-            found.update({f"{name}/{k}": v.float() for k, v in flat[id(p)].items()})
+            tensors.update({f"{name}/{k}": v.float() for k, v in flat[id(p)].items()})
         elif p.requires_grad:
             shape = getattr(p, "ds_shape", p.shape)
-            found[f"{name}/fp32"] = safe_get_full_fp32_param(p).float().reshape(shape)
+            tensors[f"{name}/fp32"] = safe_get_full_fp32_param(p).float().reshape(shape)
             for key in ("exp_avg", "exp_avg_sq"):
-                found[f"{name}/{key}"] = safe_get_full_optimizer_state(p, key).float().reshape(shape)
+                tensors[f"{name}/{key}"] = safe_get_full_optimizer_state(p, key).float().reshape(shape)
         elif hasattr(p, "ds_id"):
             with deepspeed.zero.GatheredParameters([p]):
-                found[f"{name}/frozen"] = p.data.float()
+                tensors[f"{name}/frozen"] = p.data.float()
         else:
-            found[f"{name}/frozen"] = p.data.float()
+            tensors[f"{name}/frozen"] = p.data.float()
     for name, b in engine.module.named_buffers():
         if name in ("counter", "scale"):
-            found[f"{name}/buffer"] = b.float()
-    return {k: v.detach().cpu().clone() for k, v in found.items()}
+            tensors[f"{name}/buffer"] = b.float()
+    return {k: v.detach().cpu().clone() for k, v in tensors.items()}
 
 
-def spoil(engine):
-    """Other values in everything that loading must restore and that initialisation would make right by chance."""
+def overwrite_initial_values(engine):
+    """Overwrites buffers and frozen weights, whose initial values equal those of the checkpoint."""
     for name, b in engine.module.named_buffers():
         if name in ("counter", "scale"):
             b.fill_(1)
@@ -135,22 +141,22 @@ def train(engine, steps, world, rank):
     return losses
 
 
-def groups_of(engine):
+def hyper_parameters(engine):
     inner = engine.optimizer.optimizer
     return [[g["lr"], g["weight_decay"], list(g["betas"])] for g in inner.param_groups]
 
 
-def scale_of(engine):
-    """The loss scale and where its scaler stands."""
+def loss_scaler_state(engine):
+    """The loss scale and the counters of its scaler."""
     scaler = engine.optimizer.loss_scaler
     keys = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_window")
     return {key: float(getattr(scaler, key)) for key in keys if hasattr(scaler, key)}
 
 
-def readable(case, ref):
-    """What is wrong for the readers beside the engine: torch.load that runs no code, and DeepSpeed's own zero_to_fp32.
+def reader_errors(case, ref):
+    """Errors of other readers: torch.load with weights_only, and DeepSpeed's zero_to_fp32.
 
-    The globals are those that DeepSpeed's own files name as well.
+    torch.load allows only the globals that DeepSpeed's own files have, too.
     """
     import glob
 
@@ -180,14 +186,14 @@ def readable(case, ref):
 def make(case, world, rank):
     import torch
 
-    engine = engine_of(case, world)
+    engine = create_engine(case, world)
     with torch.no_grad():
         engine.module.counter.fill_(123456789012)
         engine.module.scale.copy_(torch.tensor([1.25, 8.0]))
     losses = train(engine, BEFORE, world, rank)
     engine.save_checkpoint(case["dir"], client_state={"note": "kept", "table": torch.arange(5)})
-    state = state_of(engine)
-    meta = {"groups": groups_of(engine), "scale": scale_of(engine), "before": losses, "after": train(engine, AFTER, world, rank)}
+    state = full_state(engine)
+    meta = {"groups": hyper_parameters(engine), "scale": loss_scaler_state(engine), "before": losses, "after": train(engine, AFTER, world, rank)}
     if rank == 0:
         torch.save({"state": state, "meta": meta}, case["ref"])
     return {"name": case["name"], **meta}
@@ -196,30 +202,30 @@ def make(case, world, rank):
 def check(case, world, rank):
     import torch
 
-    engine = engine_of(case, world)
-    spoil(engine)
+    engine = create_engine(case, world)
+    overwrite_initial_values(engine)
     path, client = engine.load_checkpoint(case["dir"])
     ref = torch.load(case["ref"], weights_only=False)
-    wrong = [] if path else ["nothing was loaded"]
+    wrong = [] if path else ["no checkpoint was loaded"]
     if client.get("note") != "kept" or client.get("table") is None or client["table"].tolist() != [0, 1, 2, 3, 4]:
         wrong.append(f"client state {client}")
     if rank == 0:
-        wrong += readable(case, ref)
-    # DeepSpeed keeps the run's own scaler with a universal checkpoint
-    if not case.get("universal") and scale_of(engine) != ref["meta"]["scale"]:
-        wrong.append(f"scale {scale_of(engine)} not {ref['meta']['scale']}")
+        wrong += reader_errors(case, ref)
+    # DeepSpeed does not load the scaler of a universal checkpoint.
+    if not case.get("universal") and loss_scaler_state(engine) != ref["meta"]["scale"]:
+        wrong.append(f"loss scaler {loss_scaler_state(engine)}, expected {ref['meta']['scale']}")
     if engine.global_steps != BEFORE:
-        wrong.append(f"global_steps {engine.global_steps}")
-    state = state_of(engine)
+        wrong.append(f"global_steps {engine.global_steps}, expected {BEFORE}")
+    state = full_state(engine)
     for key, expected in ref["state"].items():
-        # DeepSpeed itself restores neither frozen weights nor buffers of a universal checkpoint
+        # DeepSpeed restores neither frozen weights nor buffers of a universal checkpoint.
         if case.get("universal") and key.endswith(("/frozen", "/buffer")):
             continue
         got = state.get(key)
         if got is None or not torch.equal(got, expected):
             wrong.append(key)
-    if groups_of(engine) != ref["meta"]["groups"]:
-        wrong.append(f"groups {groups_of(engine)} not {ref['meta']['groups']}")
+    if hyper_parameters(engine) != ref["meta"]["groups"]:
+        wrong.append(f"groups {hyper_parameters(engine)}, expected {ref['meta']['groups']}")
     after = train(engine, AFTER, world, rank)
     worst = max(abs(a - b) / abs(b) for a, b in zip(after, ref["meta"]["after"]))
     return {"name": case["name"], "wrong": wrong, "after": after, "expected": ref["meta"]["after"], "relative": worst}
@@ -235,7 +241,7 @@ def run(rank, mode, plan):
     import deepspeed
     import torch.distributed as dist
 
-    # a faster way to reduce on one machine, which DeepSpeed would compile first; gloo does it as well
+    # Skips the compilation of DeepSpeed's shared-memory op; gloo reduces instead.
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     for case in plan["cases"]:
@@ -252,11 +258,12 @@ def run(rank, mode, plan):
         gc.collect()
     dist.barrier()
     dist.destroy_process_group()
-    leave()
+    exit_without_finalization()
 
 
-def leave():
-    """Ends this process at once: torch's threads that want Python's lock while the interpreter ends abort it (Python up to 3.13)."""
+def exit_without_finalization():
+    """Ends this process. Up to Python 3.13, torch's threads abort it if they wait for the interpreter's
+    lock while it ends."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

@@ -85,11 +85,31 @@ impl FinishedRun {
         self.failure()["reason"]["kind"].as_str().expect("a kind")
     }
 
+    /// The diagnostics of the failure. One that summarizes others is replaced by them.
+    #[track_caller]
+    pub(crate) fn diagnostics(&self) -> Vec<&Value> {
+        let diagnostics = self.failure()["diagnostics"].as_array().expect("diagnostics");
+        diagnostics.iter().flat_map(details).collect()
+    }
+
     /// The messages of the notices.
     pub(crate) fn notices(&self) -> Vec<String> {
         let message = |e: &Value| e["message"].as_str().expect("text").to_owned();
         self.named("notice").into_iter().map(message).collect()
     }
+}
+
+/// The details of a diagnostic that `--json` printed; a diagnostic without details is its only one.
+pub(crate) fn details(diagnostic: &Value) -> Vec<&Value> {
+    match diagnostic["details"].as_array() {
+        Some(details) => details.iter().collect(),
+        None => vec![diagnostic],
+    }
+}
+
+/// Stdout and then stderr of a process.
+pub(crate) fn output_text(output: &Output) -> String {
+    format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr))
 }
 
 impl JobDirectory {
@@ -123,6 +143,12 @@ impl JobDirectory {
         self.command(args).output().expect("launch starts")
     }
 
+    /// Runs `launch --json ARGS…`, which must fail. Returns the exit code and the diagnostic.
+    #[track_caller]
+    pub(crate) fn rejected(&self, args: &[&str]) -> (i32, Value) {
+        rejection(&self.launch(&[&["--json"], args].concat()))
+    }
+
     fn settings<'a>(&self, set: &[&'a str]) -> Vec<&'a str> {
         ["job.yaml", "--json"].into_iter().chain(set.iter().flat_map(|s| ["--set", s])).collect()
     }
@@ -145,29 +171,56 @@ impl JobDirectory {
         c.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("launch starts")
     }
 
-    /// Compares messages with the snapshot `name`. Paths, run names, host names, pids and times are
-    /// replaced by placeholders.
+    /// Compares messages with the snapshot `name`. The directory and everything that
+    /// [`assert_snapshot`] lists are replaced by placeholders.
     #[track_caller]
     pub(crate) fn assert_snapshot(&self, name: &str, messages: &str) {
-        let directory = regex::escape(&self.dir.path().display().to_string());
-        let host = fs::read_to_string("/proc/sys/kernel/hostname").expect("a host name");
-        let host = regex::escape(host.trim());
-        let filters = [
-            (directory.as_str(), "[DIR]"),
-            (env!("CARGO_MANIFEST_DIR"), "[REPOSITORY]"),
-            (r"\d{8}-\d{6}-[0-9a-f]{4}", "[RUN]"),
-            (r"\bpid \d+", "pid [PID]"),
-            (r"\b\d+(\.\d+)? (s|ms)\b", "[TIME]"),
-        ];
-        insta::with_settings!({ filters => filters, prepend_module_to_snapshot => true, omit_expression => true }, {
-            let messages = regex::Regex::new(&format!(r"\b{host}\b")).expect("escaped").replace_all(messages, "[HOST]");
-            insta::assert_snapshot!(name, messages);
-        });
+        assert_snapshot(self.dir.path(), name, messages, &[]);
     }
 
     pub(crate) fn delete_checkpoints(&self) {
         _ = fs::remove_dir_all(self.checkpoints());
     }
+}
+
+/// The exit code of a command that failed with `--json`, and the diagnostic that it printed.
+#[track_caller]
+pub(crate) fn rejection(output: &Output) -> (i32, Value) {
+    let text = output_text(output);
+    let code = output.status.code().unwrap_or_else(|| panic!("killed: {text}"));
+    assert_ne!(code, 0, "succeeded: {text}");
+    let lines = String::from_utf8_lossy(&output.stdout).into_owned();
+    let objects = lines.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+    let mut errors: Vec<Value> = objects.filter(|object| object["event"] == "error").collect();
+    assert_eq!(errors.len(), 1, "one error: {text}");
+    (code, errors.remove(0))
+}
+
+/// Compares messages with the snapshot `name` in tests/support/snapshots. `directory`, the
+/// repository, run names, the host name, pids, CPU features and times are replaced by placeholders,
+/// and so are the matches of `filters` (regular expression, placeholder).
+#[track_caller]
+pub(crate) fn assert_snapshot(directory: &Path, name: &str, messages: &str, filters: &[(&str, &str)]) {
+    let directory = regex::escape(directory.display().to_string().trim_end_matches('/'));
+    let host = fs::read_to_string("/proc/sys/kernel/hostname").expect("a host name");
+    let host = format!(r"\b{}\b", regex::escape(host.trim()));
+    let mut all_filters = filters.to_vec();
+    all_filters.extend([
+        (directory.as_str(), "[DIR]"),
+        (env!("CARGO_MANIFEST_DIR"), "[REPOSITORY]"),
+        (r"\d{8}-\d{6}-[0-9a-f]{4}", "[RUN]"),
+        (host.as_str(), "[HOST]"),
+        (r"\bpid \d+, \w+, \d+ threads?", "pid [PID], [CPU FEATURES], [N] threads"),
+        (r"\bpid \d+", "pid [PID]"),
+        (r"\b\d+(\.\d+)? (s|ms)\b", "[TIME]"),
+    ]);
+    insta::with_settings!({
+        filters => all_filters,
+        prepend_module_to_snapshot => true,
+        omit_expression => true,
+    }, {
+        insta::assert_snapshot!(name, messages);
+    });
 }
 
 /// A job with sizes that no world size divides.

@@ -1,6 +1,6 @@
 //! Unmodified scripts with HF Trainer or Accelerate, run by `launch run`.
 #![allow(clippy::unwrap_used)] // a test that panics has failed
-use super::{FinishedRun, JobDirectory, files_below};
+use super::{FinishedRun, JobDirectory, assert_snapshot, files_below};
 use serde_json::{Value, json};
 use std::{fs, path::Path};
 
@@ -72,6 +72,14 @@ impl Script {
         let ran = self.place.run(&[]);
         let history = fs::read(self.place.path(&format!("{report}/history.json"))).unwrap_or_default();
         (ran, serde_json::from_slice(&history).unwrap_or_default())
+    }
+
+    /// Compares the notices of a run with the snapshot `name`, except that about the CPU cores of the
+    /// machine.
+    #[track_caller]
+    pub(crate) fn assert_notices(&self, name: &str, ran: &FinishedRun) {
+        let filters = [(r"(?m)^\S+ \d+ workers share \d+ CPU cores.*\n?", "")];
+        assert_snapshot(&self.place.path(""), name, &ran.notices().join("\n"), &filters);
     }
 
     /// What a rank reported before its first step.

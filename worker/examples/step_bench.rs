@@ -1,4 +1,5 @@
-//! Where the time of a step goes, without launcher and data: tokens/s of docs/benchmarks' model in one process.
+//! Measures the tokens per second of training steps in one process, without launcher and data, for
+//! the model of docs/benchmarks.
 //!
 //!     cargo run --release -p worker --example step_bench -- [threads] [micro] [stage] [recompute]
 #![allow(clippy::unwrap_used)] // a benchmark
@@ -6,7 +7,7 @@
 mod common;
 use common::*;
 use contract::job::{ModelSpec, Recompute};
-use std::{sync::Arc, time::Instant};
+use std::time::Instant;
 
 fn main() {
     let args: Vec<String> = std::env::args().collect();
@@ -27,14 +28,13 @@ fn main() {
     if number(4, 0) == 1 {
         spec.recompute = Recompute::Block;
     }
-    let comm = Arc::new(comm::local::group(1).remove(0));
-    let mut running = build(&spec, comm, threads as usize).start_fresh();
-    steps(&mut running, 2);
+    let mut running = build_trainer(&spec, single_rank(), threads as usize).start_fresh();
+    train_steps(&mut running, 2);
     let flops = running.trainer.model.flops_per_token(256);
     let mut rates: Vec<f64> = (0..8)
         .map(|_| {
             let began = Instant::now();
-            steps(&mut running, 1);
+            train_steps(&mut running, 1);
             2048.0 / began.elapsed().as_secs_f64()
         })
         .collect();

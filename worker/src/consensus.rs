@@ -26,7 +26,8 @@ pub fn exchange_values<T: Serialize + DeserializeOwned>(
     values_or_abort(results)
 }
 
-/// Exchanges values before the communication thread of a [`Queue`] runs; see [`exchange_values`].
+/// Exchanges the values of all ranks on the caller's thread, before a [`CollectiveQueue`] exists.
+/// Errors are those of [`exchange_values`]. Collective.
 pub fn exchange_values_on<T: Serialize + DeserializeOwned>(
     comm: &dyn Comm,
     mine: Result<T>,
@@ -81,7 +82,7 @@ pub fn broadcast_bytes(queue: &CollectiveQueue, root: usize, mine: Result<Vec<u8
     let length = lengths.get(root).copied().unwrap_or(0);
     if length > MAX_BROADCAST_BYTES {
         let message = format!("rank {root} sends {length} bytes, more than {MAX_BROADCAST_BYTES}");
-        return Err(invalid_broadcast(root, message));
+        return Err(invalid_broadcast_error(root, message));
     }
     let (length, mut received) = (length as usize, Vec::new());
     while received.len() < length {
@@ -92,13 +93,13 @@ pub fn broadcast_bytes(queue: &CollectiveQueue, root: usize, mine: Result<Vec<u8
             Some(window) if !window.is_empty() => received.extend(window),
             _ => {
                 let message = format!("rank {root} sent {} bytes of {length}", received.len());
-                return Err(invalid_broadcast(root, message));
+                return Err(invalid_broadcast_error(root, message));
             }
         }
     }
     Ok(received)
 }
 
-fn invalid_broadcast(rank: usize, message: String) -> Error {
+fn invalid_broadcast_error(rank: usize, message: String) -> Error {
     Diagnostic::error(codes::training::PEER_REPORT_INVALID, message).with_field("rank", rank).into()
 }

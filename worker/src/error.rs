@@ -30,7 +30,8 @@ impl Error {
         Error { diagnostic, aborted: true }
     }
 
-    /// Converts the error of `rank` to what the other ranks report: `rank 3: …`, never a root cause.
+    /// Converts the error of `rank` to what the other ranks report: `rank 3: …`, never a root
+    /// cause.
     pub fn into_peer_error(self, rank: usize) -> Self {
         let message = format!("rank {rank}: {}", self.diagnostic.message());
         Error::aborted(self.diagnostic.with_message(message).with_field("rank", rank))
@@ -83,20 +84,20 @@ impl From<Error> for Diagnostic {
 impl From<CommError> for Error {
     fn from(error: CommError) -> Self {
         let aborted = matches!(error, CommError::Aborted(_));
-        Error { diagnostic: comm_diagnostic(&error), aborted }
+        // A collective ends a rank with exit code 1, also if the cause is its GPU.
+        let diagnostic = Diagnostic::from(error).with_category(Category::Failed);
+        Error { diagnostic, aborted }
     }
 }
 
-fn comm_diagnostic(error: &CommError) -> Diagnostic {
-    Diagnostic::error(codes::collective::COLLECTIVE_ABORTED, error.to_string())
-}
-
-/// An error of reading a checkpoint (exit code 4), whatever went wrong.
+/// Converts an error of reading a checkpoint. Its category is always `Checkpoint` (exit code 4),
+/// because every cause makes this checkpoint unusable.
 pub(crate) fn unreadable_checkpoint(error: CkptError) -> Error {
     Diagnostic::from(error).with_category(Category::Checkpoint).into()
 }
 
-/// An error of writing to the checkpoint directory (exit code 3), whatever went wrong.
+/// Converts an error of writing to the checkpoint directory. Its category is always `Cluster` (exit
+/// code 3), because the storage is at fault and no checkpoint.
 pub(crate) fn unwritable_checkpoint(error: CkptError) -> Error {
     Diagnostic::from(error).with_category(Category::Cluster).into()
 }
@@ -111,33 +112,20 @@ pub(crate) fn invalid_train_section(mut mistakes: Vec<Diagnostic>) -> Error {
     mistakes.into_iter().fold(summary, Diagnostic::with_detail).into()
 }
 
-/// An error of the data; the subject is the key.
-pub(crate) fn data_diagnostic(error: &DataError) -> Diagnostic {
-    let category = match error.exit() {
-        WorkerExit::Cluster => Category::Cluster,
-        _ => Category::Job,
-    };
-    let diagnostic = Diagnostic::error(codes::data::DATA_FILE_UNREADABLE, error.to_string());
-    let diagnostic = diagnostic.with_subject(error.key()).with_category(category);
-    match error.hint() {
-        Some(hint) => diagnostic.with_help(hint),
-        None => diagnostic,
-    }
-}
-
 impl From<DataError> for Error {
     fn from(error: DataError) -> Self {
-        data_diagnostic(&error).into()
+        Diagnostic::from(error).into()
     }
 }
 
-/// An error of reading adapters that `key` names.
-pub(crate) fn adapter_diagnostic(error: CkptError, key: &str) -> Diagnostic {
+/// Converts an error of reading the pretrained adapters that `key` names. Its category is always
+/// `Job` (exit code 2), because the job names the directory.
+pub(crate) fn unreadable_adapters(error: CkptError, key: &str) -> Diagnostic {
     Diagnostic::from(error).with_category(Category::Job).with_subject(key)
 }
 
-/// A thread of this worker, named for its purpose, could not be started.
-pub(crate) fn no_thread(purpose: &str, error: &std::io::Error) -> Error {
+/// The error of a thread that could not be started; `purpose` names what it is for.
+pub(crate) fn thread_start_error(purpose: &str, error: &std::io::Error) -> Error {
     let message = format!("cannot start the {purpose} thread");
     let diagnostic = Diagnostic::error(codes::training::WORKER_THREAD_FAILED, message);
     diagnostic.with_field("thread", purpose).with_cause(error).into()

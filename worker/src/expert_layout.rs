@@ -6,8 +6,8 @@
 //! groups share the experts that the layout assigns to this index: these are sharded, gathered and
 //! reduced among them, as other units are among all ranks.
 use crate::{
-    model::{Model, experts::Sparse},
-    params::{OwnerRanks, Unit},
+    model::{Model, moe::MoeModel},
+    params::{OwnerRanks, ParamUnit},
 };
 use contract::job::{ExpertPlacement, ExpertsSpec};
 use diagnostic::{Diagnostic, codes};
@@ -27,8 +27,8 @@ pub struct ExpertLayout {
 }
 
 impl ExpertLayout {
-    /// The layout that the job asks for, for a model of `layers` layers on `world` ranks; `None` if
-    /// the model has no experts.
+    /// The layout that `train.experts` describes, for a model of `layers` layers on `world` ranks;
+    /// `None` if the model has no experts.
     ///
     /// # Errors
     /// The job's experts do not fit the model or the number of ranks; the subject is the key.
@@ -38,7 +38,7 @@ impl ExpertLayout {
         layers: usize,
         world: usize,
     ) -> diagnostic::Result<Option<Self>> {
-        let Some(sparse) = model.sparse() else {
+        let Some(sparse) = model.moe() else {
             if *spec == ExpertsSpec::default() {
                 return Ok(None);
             }
@@ -49,13 +49,14 @@ impl ExpertLayout {
         };
         let parallel = spec.expert_parallel_size as usize;
         if !world.is_multiple_of(parallel) {
-            return Err(invalid_parallel_size(parallel, "workers", world));
+            return Err(invalid_parallel_size_error(parallel, "workers", world));
         }
-        let moe_layers = (0..layers).filter(|&l| sparse.is_sparse(l));
+        let moe_layers = (0..layers).filter(|&l| sparse.is_moe_layer(l));
         let placed: diagnostic::Result<_> =
             moe_layers.map(|l| Ok((l, place_experts(spec, sparse, l)?))).collect();
         if let ExpertPlacement::Layers(named) = &spec.placement
-            && let Some(l) = named.keys().find(|l| **l as usize >= layers || !sparse.is_sparse(**l as usize))
+            && let Some(l) =
+                named.keys().find(|l| **l as usize >= layers || !sparse.is_moe_layer(**l as usize))
         {
             let message = format!("`{PLACEMENT}` names layer {l}, which has no experts");
             return Err(Diagnostic::error(codes::training::EXPERTS_NOT_IN_MODEL, message)
@@ -67,9 +68,9 @@ impl ExpertLayout {
 
     /// The layout with every expert on every rank; `None` if the model has no experts.
     pub fn replicated(model: &dyn Model) -> Option<Self> {
-        let sparse = model.sparse()?;
-        let ranks = vec![(0..sparse.shape().experts).collect()];
-        let moe_layers = (0..model.units().len() - 2).filter(|&l| sparse.is_sparse(l));
+        let sparse = model.moe()?;
+        let ranks = vec![(0..sparse.expert_shape().experts).collect()];
+        let moe_layers = (0..model.units().len() - 2).filter(|&l| sparse.is_moe_layer(l));
         Some(ExpertLayout { parallel: 1, layers: moe_layers.map(|l| (l, ranks.clone())).collect() })
     }
 
@@ -90,7 +91,8 @@ impl ExpertLayout {
     }
 }
 
-fn invalid_parallel_size(parallel: usize, things: &str, count: usize) -> Diagnostic {
+/// The error of an expert-parallel size that does not divide the number of `things`.
+fn invalid_parallel_size_error(parallel: usize, things: &str, count: usize) -> Diagnostic {
     let message = format!("`{PARALLEL_SIZE}` {parallel} does not divide the number of {things}, {count}");
     Diagnostic::error(codes::training::EXPERT_PARALLEL_SIZE_INVALID, message)
         .with_subject(PARALLEL_SIZE)
@@ -101,10 +103,10 @@ fn invalid_parallel_size(parallel: usize, things: &str, count: usize) -> Diagnos
 /// The experts of `layer` on each rank of a group.
 fn place_experts(
     spec: &ExpertsSpec,
-    sparse: &dyn Sparse,
+    sparse: &dyn MoeModel,
     layer: usize,
 ) -> diagnostic::Result<Vec<Vec<usize>>> {
-    let (experts, parallel) = (sparse.shape().experts, spec.expert_parallel_size as usize);
+    let (experts, parallel) = (sparse.expert_shape().experts, spec.expert_parallel_size as usize);
     let named = match &spec.placement {
         ExpertPlacement::Balanced => None,
         ExpertPlacement::Experts(ranks) => Some(ranks),
@@ -112,7 +114,7 @@ fn place_experts(
     };
     let Some(named) = named else {
         if !experts.is_multiple_of(parallel) {
-            return Err(invalid_parallel_size(parallel, "experts", experts)
+            return Err(invalid_parallel_size_error(parallel, "experts", experts)
                 .with_help(format!("or assign each expert to a rank with `{PLACEMENT}`")));
         }
         let per_rank = experts / parallel;
@@ -147,10 +149,10 @@ fn place_experts(
 
 /// The model's units followed by the units of its experts: layer by layer, one unit for each rank
 /// of a group.
-pub fn all_units(model: &dyn Model, layout: Option<&ExpertLayout>) -> Vec<Unit> {
+pub fn units_with_experts(model: &dyn Model, layout: Option<&ExpertLayout>) -> Vec<ParamUnit> {
     let mut units = model.units();
-    let (Some(sparse), Some(layout)) = (model.sparse(), layout) else { return units };
-    let experts = sparse.shape().experts;
+    let (Some(sparse), Some(layout)) = (model.moe(), layout) else { return units };
+    let experts = sparse.expert_shape().experts;
     for (&layer, ranks) in &layout.layers {
         for (first, on_rank) in ranks.iter().enumerate() {
             let params: Vec<_> = on_rank.iter().flat_map(|&e| sparse.expert_params(layer, e)).collect();
@@ -162,7 +164,7 @@ pub fn all_units(model: &dyn Model, layout: Option<&ExpertLayout>) -> Vec<Unit> 
                 _ => format!("experts of layer {layer} on rank {first}"),
             };
             let owners = OwnerRanks { first, stride: layout.parallel };
-            units.push(Unit::with_experts(name, params, owners, layer, positions));
+            units.push(ParamUnit::with_experts(name, params, owners, layer, positions));
         }
     }
     units
@@ -183,7 +185,7 @@ pub struct SendPlan {
 impl SendPlan {
     /// Sorts the choices: `chosen` holds `per_token` experts for each token, and `order` is the
     /// order of the experts in the dispatch.
-    pub fn sort(&mut self, chosen: &[u32], per_token: usize, order: &[usize]) {
+    pub fn sort_choices(&mut self, chosen: &[u32], per_token: usize, order: &[usize]) {
         let mut position = vec![0; order.len()];
         order.iter().enumerate().for_each(|(i, &e)| position[e] = i);
         self.expert_rows.clear();
@@ -235,6 +237,7 @@ impl RecvPlan {
         self.counts.iter().sum()
     }
 
+    /// The number of ranks that send rows.
     fn senders(&self) -> usize {
         self.counts.len().checked_div(self.experts).unwrap_or(0)
     }
@@ -312,7 +315,7 @@ mod tests {
             let mut order: Vec<usize> = (0..6).collect();
             order.rotate_left(turn);
             let mut s = SendPlan::default();
-            s.sort(&chosen, 2, &order);
+            s.sort_choices(&chosen, 2, &order);
             prop_assert_eq!(s.expert_rows.iter().sum::<usize>(), chosen.len());
             let mut seen = vec![false; chosen.len()];
             let experts: Vec<usize> =

@@ -1,10 +1,10 @@
-//! [`RankDevice`]: the device that a rank computes on. Also the directories in which CUDA libraries
-//! are searched for and compiled kernels are cached.
+//! [`RankDevice`]: the CPU or GPU of a rank, and the directories of CUDA libraries and of compiled
+//! kernels.
 use crate::{error::Result, session::Session};
 use comm::{
     Comm,
-    nccl::{Nccl, NcclComm, NcclError},
-    staged::Staged,
+    nccl::{NcclComm, NcclError, NcclLibrary},
+    staged::StagedComm,
 };
 use contract::{
     control::WorkerInit,
@@ -29,7 +29,7 @@ const NCCL_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// Where CUDA libraries are searched for: the directories that the job configures (relative to its
 /// working directory), then those that the environment of this process names.
-pub(crate) fn library_search(configured: &[PathBuf], workdir: &Path) -> LibraryPaths {
+pub(crate) fn library_search_paths(configured: &[PathBuf], workdir: &Path) -> LibraryPaths {
     let path_list = |name: &str| -> Vec<PathBuf> {
         std::env::var_os(name).map(|list| std::env::split_paths(&list).collect()).unwrap_or_default()
     };
@@ -69,16 +69,16 @@ pub(crate) fn probe_libraries(paths: &LibraryPaths) -> Vec<LibraryReport> {
         result,
     };
     // Attention has an implementation without cuDNN.
-    let of_one_gpu = device::cuda::library_versions(paths)
+    let gpu_libraries = device::cuda::library_versions(paths)
         .into_iter()
         .map(|(name, found)| report(name, name != "cuDNN", found.map_err(Diagnostic::from)));
-    let nccl = Nccl::open(&paths.directories(CudaLibrary::Nccl));
+    let nccl = NcclLibrary::open(&paths.directories(CudaLibrary::Nccl));
     let nccl = nccl.map(|nccl| (nccl.version(), nccl.path().to_owned())).map_err(unusable_nccl);
-    of_one_gpu.chain([report("NCCL", false, nccl)]).collect()
+    gpu_libraries.chain([report("NCCL", false, nccl)]).collect()
 }
 
 /// The directory of compiled kernels; `None` if the environment names no home directory.
-pub(crate) fn kernel_cache() -> Option<PathBuf> {
+pub(crate) fn kernel_cache_directory() -> Option<PathBuf> {
     let absolute = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
     let cache = absolute(env::XDG_CACHE_HOME).or_else(|| Some(absolute(env::HOME)?.join(".cache")))?;
     Some(cache.join("launch/kernels"))
@@ -94,7 +94,7 @@ pub(crate) fn attention_backend(train: &TrainSpec) -> device::cuda::AttentionBac
     }
 }
 
-/// A GPU, NCCL or another library that the job needs is not usable.
+/// Converts the error of a GPU, or of a library that it needs, to a diagnostic with exit code 3.
 pub(crate) fn unusable_gpu(error: CudaError) -> Diagnostic {
     let diagnostic = Diagnostic::from(error).with_category(Category::Cluster);
     let message = format!("cannot use a GPU: {}", diagnostic.message());
@@ -115,14 +115,14 @@ impl RankDevice {
         if !cluster.trains_on_gpus() {
             return Ok(RankDevice::Cpu(Arc::new(Cpu::new(init.threads as usize))));
         }
-        let paths = library_search(&cluster.cuda_library_paths, &init.workdir);
-        let cuda = Cuda::open(&paths, 0, kernel_cache()).map_err(unusable_gpu)?;
+        let paths = library_search_paths(&cluster.cuda_library_paths, &init.workdir);
+        let cuda = Cuda::open(&paths, 0, kernel_cache_directory()).map_err(unusable_gpu)?;
         if let Some(train) = &init.job.train {
-            configure(&cuda, train, &paths)?;
+            configure_gpu(&cuda, train, &paths)?;
         }
         cuda.load_kernels().map_err(unusable_gpu)?;
-        if let Some(why) = cuda.kernel_cache_error() {
-            println!("compiled kernels are not cached: {why}");
+        if let Some(error) = cuda.kernel_cache_error() {
+            println!("compiled kernels are not cached: {error}");
         }
         Ok(RankDevice::Gpu(Arc::new(cuda), paths))
     }
@@ -145,7 +145,7 @@ impl RankDevice {
 
     /// The collectives of the engine: those of `hosts`, or NCCL, which `hosts` connects. An abort
     /// of the session also ends NCCL's. Collective.
-    pub(crate) fn collectives(
+    pub(crate) fn connect_collectives(
         &self,
         session: &Session,
         cluster: &ClusterSpec,
@@ -156,10 +156,12 @@ impl RankDevice {
         match cluster.comm_backend {
             CommBackend::Nccl => {}
             CommBackend::Auto if has_own_gpu => {}
-            CommBackend::Auto | CommBackend::Host => return Ok(Arc::new(Staged::new(hosts, cuda.clone()))),
+            CommBackend::Auto | CommBackend::Host => {
+                return Ok(Arc::new(StagedComm::new(hosts, cuda.clone())));
+            }
         }
-        let nccl = Nccl::open(&paths.directories(CudaLibrary::Nccl)).map_err(unusable_nccl)?;
-        if cluster.workers_per_gpu > 1 && !nccl.shares_gpus() {
+        let nccl = NcclLibrary::open(&paths.directories(CudaLibrary::Nccl)).map_err(unusable_nccl)?;
+        if cluster.workers_per_gpu > 1 && !nccl.supports_gpu_sharing() {
             let message = format!(
                 "{} does not support {} workers on one GPU; NCCL 2.30 or newer is required",
                 nccl.describe(),
@@ -171,7 +173,8 @@ impl RankDevice {
                 .with_help(USE_HOST_MEMORY)
                 .into());
         }
-        let comm = Arc::new(NcclComm::meet(&nccl, cuda.clone(), hosts, NCCL_TIMEOUT).map_err(unusable_nccl)?);
+        let comm =
+            Arc::new(NcclComm::connect(&nccl, cuda.clone(), hosts, NCCL_TIMEOUT).map_err(unusable_nccl)?);
         println!("collectives: {}", nccl.describe());
         let aborted = comm.clone();
         session.on_abort(move |reason| aborted.abort(reason));
@@ -179,15 +182,16 @@ impl RankDevice {
     }
 }
 
-const USE_HOST_MEMORY: &str = "or set `cluster.comm_backend: host`, whose collectives use host memory";
+/// Advice for errors of NCCL.
+const USE_HOST_MEMORY: &str = "set `cluster.comm_backend: host`, whose collectives use host memory";
 
-/// NCCL was not found, cannot be used, or could not connect the ranks (exit code 3).
+/// Converts an error of NCCL to a diagnostic with exit code 3.
 pub(crate) fn unusable_nccl(error: NcclError) -> Diagnostic {
-    Diagnostic::error(codes::device::DEVICE_LIBRARY_UNUSABLE, error.to_string()).with_help(USE_HOST_MEMORY)
+    Diagnostic::from(error).with_category(Category::Cluster).with_help(USE_HOST_MEMORY)
 }
 
 /// Applies the keys of the `train` section that concern the GPU.
-fn configure(cuda: &Cuda, train: &TrainSpec, paths: &LibraryPaths) -> Result<()> {
+fn configure_gpu(cuda: &Cuda, train: &TrainSpec, paths: &LibraryPaths) -> Result<()> {
     if train.precision == Precision::Fp8 {
         cuda.require_fp8()
             .map_err(|e| Diagnostic::from(e).with_category(Category::Job).with_subject("train.precision"))?;
@@ -195,8 +199,8 @@ fn configure(cuda: &Cuda, train: &TrainSpec, paths: &LibraryPaths) -> Result<()>
     if !train.deterministic {
         cuda.enable_matmul_autotuning();
     }
-    if let Some(why) = cuda.set_attention_backend(attention_backend(train), paths).map_err(unusable_gpu)? {
-        println!("attention runs without cuDNN: {why}");
+    if let Some(error) = cuda.set_attention_backend(attention_backend(train), paths).map_err(unusable_gpu)? {
+        println!("attention runs without cuDNN: {error}");
     }
     match train.cuda_graphs {
         CudaGraphs::Auto => cuda.autotune_graphs(),

@@ -3,14 +3,13 @@
 mod curves;
 mod throughput;
 
-use crate::gpu::{kernel_cache, library_search, unusable_gpu};
-use comm::nccl::Nccl;
+use crate::gpu::{kernel_cache_directory, library_search_paths, unusable_gpu};
+use comm::nccl::NcclLibrary;
 use contract::exit;
 use device::{
-    Buf, Cuda, Dtype, Ops,
+    Buf, Cuda, Dtype, Ops, conformance,
     cuda::{self, AttentionBackend, CudaError, CudaLibrary, LibraryPaths},
-    ops::{AdamW, AttentionShape, Write},
-    parity,
+    ops::{AdamWHyperparams, AttentionShape, WriteMode},
     storage::{DeviceError, panic_message},
 };
 use diagnostic::{Diagnostic, codes};
@@ -32,7 +31,7 @@ const NCCL_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The command-line options.
 #[derive(Clone, Copy, Debug, Default)]
-struct Options {
+struct GpuCheckOptions {
     /// The index of the GPU.
     device: usize,
     /// Few shapes and no timing.
@@ -52,6 +51,19 @@ struct Options {
 const USAGE: &str =
     "launch gpu-check [--device N] [--quick] [--tiny] [--ops | --models | --model N | --profile N]";
 
+const HELP: &str = "Compare operations and training on a GPU with the CPU, and measure speeds";
+
+const OPTIONS_HELP: &str = "\
+Options:
+      --device <N>   Index of the GPU [default: 0]
+      --quick        Few shapes, and no timing
+      --tiny         Train models with a few elements, for slow GPUs
+      --ops          Compare operations only; no training
+      --models       Print the models that are timed, as JSON
+      --model <N>    Time training of model N only, and print the result as JSON
+      --profile <N>  Show the time of each operation of a training step of model N
+  -h, --help         Print help";
+
 /// Runs `launch gpu-check` with these arguments, see [`USAGE`]. Returns the exit code of the
 /// process.
 ///
@@ -59,21 +71,26 @@ const USAGE: &str =
 /// `scripts/bench/compare_torch`. `--profile N` shows the time of each operation of a training
 /// step.
 pub fn main(arguments: impl Iterator<Item = String>) -> u8 {
-    let options = match parse(arguments) {
+    let arguments: Vec<String> = arguments.collect();
+    if arguments.iter().any(|argument| argument == "--help" || argument == "-h") {
+        println!("{HELP}\n\nUsage: {USAGE}\n\n{OPTIONS_HELP}");
+        return exit::DONE;
+    }
+    let options = match parse_options(arguments.into_iter()) {
         Ok(options) => options,
-        Err(e) => return report(&e),
+        Err(e) => return print_error(&e),
     };
     if options.list_models {
         return print_json(throughput::describe_models(options.tiny));
     }
     let open = || {
-        Cuda::open(&library_search(&[], Path::new("")), options.device, kernel_cache())
+        Cuda::open(&library_search_paths(&[], Path::new("")), options.device, kernel_cache_directory())
             .map(Arc::new)
             .map_err(unusable_gpu)
     };
     let cuda = match open() {
         Ok(cuda) => cuda,
-        Err(e) => return report(&e),
+        Err(e) => return print_error(&e),
     };
     if let Some(number) = options.model {
         drop(cuda);
@@ -84,27 +101,28 @@ pub fn main(arguments: impl Iterator<Item = String>) -> u8 {
             drop(cuda);
             throughput::profile_model(&open, options.tiny, number).map(|()| true)
         }
-        None => check(&cuda, options, &open),
+        None => run_checks(&cuda, options, &open),
     };
     match passed {
         Ok(true) => exit::DONE,
         Ok(false) => exit::FAILED,
         Err(e) => {
-            report(&e);
+            print_error(&e);
             exit::FAILED
         }
     }
 }
 
-fn parse(mut arguments: impl Iterator<Item = String>) -> diagnostic::Result<Options> {
+/// Parses the command-line options.
+fn parse_options(mut arguments: impl Iterator<Item = String>) -> diagnostic::Result<GpuCheckOptions> {
     let usage = |message: String| {
         Diagnostic::error(codes::command::USAGE, message).with_help(format!("usage: {USAGE}"))
     };
-    let mut options = Options::default();
+    let mut options = GpuCheckOptions::default();
     while let Some(argument) = arguments.next() {
         let mut number = || {
             let value = arguments.next().and_then(|n| n.parse().ok());
-            value.ok_or_else(|| usage(format!("option {argument} needs a number")))
+            value.ok_or_else(|| usage(format!("`{argument}` requires a number")))
         };
         match argument.as_str() {
             "--quick" => options.quick = true,
@@ -121,11 +139,8 @@ fn parse(mut arguments: impl Iterator<Item = String>) -> diagnostic::Result<Opti
 }
 
 /// Prints an error and its help. Returns the exit code of its category.
-fn report(error: &Diagnostic) -> u8 {
-    println!("gpu-check: {error}");
-    for help in error.help() {
-        println!("  help: {help}");
-    }
+fn print_error(error: &Diagnostic) -> u8 {
+    print!("{}", diagnostic::render(error, false));
     error.category().exit_code()
 }
 
@@ -137,15 +152,15 @@ fn print_json(result: diagnostic::Result<serde_json::Value>) -> u8 {
             exit::DONE
         }
         Err(e) => {
-            println!("gpu-check: {e}");
+            print!("{}", diagnostic::render(&e, false));
             exit::FAILED
         }
     }
 }
 
-/// Converts the panic of a check to its error. A failed device operation panics with a
+/// Converts a panic of a check to an error. A failed device operation panics with a
 /// [`DeviceError`].
-fn from_panic(panic: &(dyn Any + Send)) -> Diagnostic {
+fn panic_diagnostic(panic: &(dyn Any + Send)) -> Diagnostic {
     match panic.downcast_ref::<DeviceError>() {
         Some(error) => error.0.clone(),
         None => Diagnostic::error(codes::run::INTERNAL, panic_message(panic)),
@@ -153,10 +168,10 @@ fn from_panic(panic: &(dyn Any + Send)) -> Diagnostic {
 }
 
 /// Prints all tables. Returns whether every result agrees with the CPU.
-fn check(cuda: &Cuda, options: Options, open: curves::Open) -> diagnostic::Result<bool> {
-    let paths = library_search(&[], Path::new(""));
+fn run_checks(cuda: &Cuda, options: GpuCheckOptions, open: curves::OpenGpu) -> diagnostic::Result<bool> {
+    let paths = library_search_paths(&[], Path::new(""));
     print_properties(cuda)?;
-    let nccl = Nccl::open(&paths.directories(CudaLibrary::Nccl));
+    let nccl = NcclLibrary::open(&paths.directories(CudaLibrary::Nccl));
     match &nccl {
         Ok(nccl) => println!("{}", nccl.describe()),
         Err(e) => println!("NCCL is not available: {e}"),
@@ -168,7 +183,7 @@ fn check(cuda: &Cuda, options: Options, open: curves::Open) -> diagnostic::Resul
     if let Some(why) = cuda.kernel_cache_error() {
         println!("compiled kernels are not cached: {why}\n");
     }
-    let Options { quick, tiny, ops_only, .. } = options;
+    let GpuCheckOptions { quick, tiny, ops_only, .. } = options;
     let agrees = print_conformance(cuda, cudnn.as_ref(), if quick { QUICK_ROUNDS } else { ROUNDS });
     if agrees && !quick {
         print_op_speed(cuda, cudnn.as_ref())?;
@@ -215,7 +230,7 @@ fn open_with_cudnn(paths: &LibraryPaths, device: usize) -> Result<Option<Cuda>, 
         }
         None => return Ok(None),
     }
-    let cuda = Cuda::open(paths, device, kernel_cache())?;
+    let cuda = Cuda::open(paths, device, kernel_cache_directory())?;
     cuda.set_attention_backend(AttentionBackend::Cudnn, paths)?;
     Ok(Some(cuda))
 }
@@ -224,15 +239,15 @@ fn open_with_cudnn(paths: &LibraryPaths, device: usize) -> Result<Option<Cuda>, 
 fn print_conformance(cuda: &Cuda, cudnn: Option<&Cuda>, rounds: usize) -> bool {
     println!("| operation, compared with the CPU | shapes | f32 error | bf16 error | f16 error | result |");
     println!("|---|---|---|---|---|---|");
-    let mut rows = parity::run(cuda, 1, rounds);
-    rows.extend(cudnn.map(|cuda| parity::by_cudnn(cuda, 1, rounds)));
-    for row in &rows {
-        let parity::Worst { f32, bf16, f16 } = row.worst;
-        let result = row.failed.as_deref().unwrap_or("ok");
-        println!("| {} | {} | {f32:.1e} | {bf16:.1e} | {f16:.1e} | {result} |", row.what, row.shapes);
+    let mut reports = conformance::check_ops(cuda, 1, rounds);
+    reports.extend(cudnn.map(|cuda| conformance::check_cudnn_attention(cuda, 1, rounds)));
+    for report in &reports {
+        let conformance::MaxErrors { f32, bf16, f16 } = report.max_errors;
+        let result = report.failure.as_ref().map_or_else(|| "ok".to_owned(), ToString::to_string);
+        println!("| {} | {} | {f32:.1e} | {bf16:.1e} | {f16:.1e} | {result} |", report.family, report.cases);
     }
     println!();
-    rows.iter().all(|row| row.failed.is_none())
+    reports.iter().all(|report| report.failure.is_none())
 }
 
 /// An operation that is timed.
@@ -245,15 +260,16 @@ struct TimedOp<'a> {
     run: Box<dyn FnMut() + 'a>,
 }
 
+/// Times single operations and prints a table of their rates.
 fn print_op_speed(cuda: &Cuda, cudnn: Option<&Cuda>) -> Result<(), CudaError> {
     println!("| operation | time | rate |\n|---|---|---|");
     for (m, n, k) in [(4096, 4096, 4096), (8192, 2304, 768), (8192, 768, 3072), (8192, 50_304, 768)] {
-        time_op(cuda, matmul(cuda, m, n, k)?)?;
+        time_op(cuda, timed_matmul(cuda, m, n, k)?)?;
     }
     for shape in ATTENTION_SHAPES {
         for (cuda, backend) in [(Some(cuda), ""), (cudnn, " by cuDNN")] {
             let Some(cuda) = cuda else { continue };
-            for op in attention(cuda, shape, backend)? {
+            for op in timed_attention(cuda, shape, backend)? {
                 time_op(cuda, op)?;
             }
         }
@@ -282,13 +298,16 @@ fn time_op(cuda: &Cuda, mut op: TimedOp) -> Result<(), CudaError> {
     Ok(())
 }
 
-fn matmul<'a>(cuda: &'a Cuda, m: usize, n: usize, k: usize) -> Result<TimedOp<'a>, CudaError> {
-    let [mut y, x, w] = buffers(cuda, Dtype::Bf16, [m * n, m * k, n * k])?;
+/// A bf16 matmul of `[m, k]` and `[n, k]` for timing.
+fn timed_matmul<'a>(cuda: &'a Cuda, m: usize, n: usize, k: usize) -> Result<TimedOp<'a>, CudaError> {
+    let [mut y, x, w] = allocate_buffers(cuda, Dtype::Bf16, [m * n, m * k, n * k])?;
     Ok(TimedOp {
         name: format!("matmul, bf16, {m} × {n} × {k}"),
         amount: 2.0 * (m * n * k) as f64,
         unit: "TFLOP/s",
-        run: Box::new(move || cuda.matmul_forward(y.view_mut(), x.view(), w.view(), m, n, k, Write::Set)),
+        run: Box::new(move || {
+            cuda.matmul_forward(y.view_mut(), x.view(), w.view(), m, n, k, WriteMode::Overwrite)
+        }),
     })
 }
 
@@ -296,14 +315,20 @@ fn matmul<'a>(cuda: &'a Cuda, m: usize, n: usize, k: usize) -> Result<TimedOp<'a
 /// Llama-3.1-8B.
 const ATTENTION_SHAPES: [[usize; 5]; 2] = [[8, 1024, 12, 12, 64], [2, 2048, 32, 8, 128]];
 
-fn attention<'a>(cuda: &'a Cuda, sizes: [usize; 5], backend: &str) -> Result<[TimedOp<'a>; 2], CudaError> {
+/// The forward and backward pass of bf16 attention for timing.
+fn timed_attention<'a>(
+    cuda: &'a Cuda,
+    sizes: [usize; 5],
+    backend: &str,
+) -> Result<[TimedOp<'a>; 2], CudaError> {
     let [b, t, heads, kv_heads, head_dim] = sizes;
     let shape = AttentionShape::new(b, t, heads, kv_heads, head_dim);
     let [out_len, qkv_len] = [heads, heads + 2 * kv_heads].map(|heads| b * t * heads * head_dim);
-    let [mut o, qkv] = buffers(cuda, Dtype::Bf16, [out_len, qkv_len])?;
-    let [mut lse] = buffers(cuda, Dtype::F32, [b * heads * t])?;
-    let [o2, d_o, qkv2, mut dqkv] = buffers(cuda, Dtype::Bf16, [out_len, out_len, qkv_len, qkv_len])?;
-    let [lse2] = buffers(cuda, Dtype::F32, [b * heads * t])?;
+    let [mut o, qkv] = allocate_buffers(cuda, Dtype::Bf16, [out_len, qkv_len])?;
+    let [mut lse] = allocate_buffers(cuda, Dtype::F32, [b * heads * t])?;
+    let [o2, d_o, qkv2, mut dqkv] =
+        allocate_buffers(cuda, Dtype::Bf16, [out_len, out_len, qkv_len, qkv_len])?;
+    let [lse2] = allocate_buffers(cuda, Dtype::F32, [b * heads * t])?;
     let starts = vec![0; b * t];
     let starts2 = starts.clone();
     // Causal attention computes half of the scores.
@@ -335,12 +360,19 @@ fn attention<'a>(cuda: &'a Cuda, sizes: [usize; 5], backend: &str) -> Result<[Ti
 fn memory_bound_ops(cuda: &Cuda) -> Result<[TimedOp<'_>; 3], CudaError> {
     const N: usize = 64 << 20;
     let (m, d) = (8192, 4096);
-    let [mut y, x] = buffers(cuda, Dtype::Bf16, [N, N])?;
-    let [mut normed, rows, w] = buffers(cuda, Dtype::Bf16, [m * d, m * d, d])?;
-    let [mut rstd] = buffers(cuda, Dtype::F32, [m])?;
-    let [mut p, g, mut avg, mut avg_sq] = buffers(cuda, Dtype::F32, [N, N, N, N])?;
-    let h =
-        AdamW { lr: 1e-3, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, step: 1, grad_scale: 1.0 };
+    let [mut y, x] = allocate_buffers(cuda, Dtype::Bf16, [N, N])?;
+    let [mut normed, rows, w] = allocate_buffers(cuda, Dtype::Bf16, [m * d, m * d, d])?;
+    let [mut rstd] = allocate_buffers(cuda, Dtype::F32, [m])?;
+    let [mut p, g, mut avg, mut avg_sq] = allocate_buffers(cuda, Dtype::F32, [N, N, N, N])?;
+    let h = AdamWHyperparams {
+        lr: 1e-3,
+        beta1: 0.9,
+        beta2: 0.95,
+        eps: 1e-8,
+        weight_decay: 0.1,
+        step: 1,
+        grad_scale: 1.0,
+    };
     Ok([
         TimedOp {
             name: format!("add, bf16, {N} elements"),
@@ -365,7 +397,12 @@ fn memory_bound_ops(cuda: &Cuda) -> Result<[TimedOp<'_>; 3], CudaError> {
     ])
 }
 
-fn buffers<const N: usize>(cuda: &Cuda, dtype: Dtype, lens: [usize; N]) -> Result<[Buf; N], CudaError> {
+/// Allocates zeroed buffers of these lengths on the GPU.
+fn allocate_buffers<const N: usize>(
+    cuda: &Cuda,
+    dtype: Dtype,
+    lens: [usize; N],
+) -> Result<[Buf; N], CudaError> {
     let mut buffers = Vec::with_capacity(N);
     for len in lens {
         buffers.push(cuda.try_zeroed(dtype, len)?);

@@ -1,5 +1,5 @@
-//! Checkpoints whose shards are stored on the hosts that wrote them, because the hosts share no
-//! directory: the two-phase commit, the list of checkpoints, and reading shards of other hosts.
+//! Host-local checkpoints: hosts share no directory, so each one stores the shards of its workers.
+//! Implements the two-phase commit, the list of checkpoints, and reading shards of other hosts.
 mod fetch;
 mod fetch_schedule;
 
@@ -22,7 +22,7 @@ use std::{
 
 /// A checkpoint from which the run may resume.
 pub(crate) struct CheckpointCandidate {
-    /// The path that it has on this host, or would have.
+    /// The path of the checkpoint on this host, even if this host has no part of it.
     pub(crate) path: PathBuf,
     /// The hash of its manifest, which identifies it if hosts have different checkpoints of one
     /// step; `None` for any checkpoint at the path.
@@ -30,15 +30,15 @@ pub(crate) struct CheckpointCandidate {
 }
 
 impl CheckpointCandidate {
-    /// Any checkpoint at this path.
-    pub(crate) fn at(path: PathBuf) -> Self {
+    /// A candidate that is identified only by its path.
+    pub(crate) fn from_path(path: PathBuf) -> Self {
         CheckpointCandidate { path, hash: None }
     }
 }
 
 /// Commits a checkpoint on all hosts or on none; then each host removes old checkpoints. Returns
 /// the path on this host and the bytes of all shards. Collective.
-pub(crate) fn commit(
+pub(crate) fn commit_on_all_hosts(
     queue: &CollectiveQueue,
     layout: &StorageLayout,
     root: &Path,
@@ -86,9 +86,13 @@ pub(crate) fn commit(
     })
 }
 
-/// Completes commits that were interrupted between their phases and that another host has
+/// Completes commits that were interrupted on this host after the first phase and that another host
 /// completed. Collective.
-pub(crate) fn recover(queue: &CollectiveQueue, layout: &StorageLayout, root: &Path) -> Result<()> {
+pub(crate) fn complete_interrupted_commits(
+    queue: &CollectiveQueue,
+    layout: &StorageLayout,
+    root: &Path,
+) -> Result<()> {
     let rank = queue.comm().rank();
     let read =
         || Ok::<_, ckpt::CkptError>((host_local::list_manifests(root)?, host_local::list_prepared(root)?));
@@ -107,7 +111,7 @@ pub(crate) fn recover(queue: &CollectiveQueue, layout: &StorageLayout, root: &Pa
 }
 
 /// The checkpoints that any host has in `root`, newest first. Collective.
-pub(crate) fn list(
+pub(crate) fn list_candidates(
     queue: &CollectiveQueue,
     layout: &StorageLayout,
     root: &Path,
@@ -176,7 +180,7 @@ impl HostLocalCheckpoint {
             .map(|file| (0..world).filter(|r| can_read(*r, file)).collect())
             .collect();
         match holders.iter().position(Vec::is_empty) {
-            Some(file) => Err(unreachable_shard(&checkpoint, file, layout).into()),
+            Some(file) => Err(unreachable_shard_error(&checkpoint, file, layout).into()),
             None => {
                 let collective_error = Mutex::new(None);
                 Ok(HostLocalCheckpoint { queue: queue.clone(), checkpoint, holders, collective_error })
@@ -184,14 +188,14 @@ impl HostLocalCheckpoint {
         }
     }
 
-    /// The manifest, and the files that this host has.
+    /// The checkpoint as this host sees it: the manifest and the local files.
     pub(crate) fn checkpoint(&self) -> &Checkpoint {
         &self.checkpoint
     }
 }
 
 /// The error of a shard that no host of the job has.
-fn unreachable_shard(checkpoint: &Checkpoint, file: usize, layout: &StorageLayout) -> Diagnostic {
+fn unreachable_shard_error(checkpoint: &Checkpoint, file: usize, layout: &StorageLayout) -> Diagnostic {
     let path = checkpoint.path().display();
     let name = checkpoint.files().nth(file).map(|(name, _)| name).unwrap_or_default();
     let host = checkpoint.shard_host(file);

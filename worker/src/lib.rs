@@ -2,6 +2,7 @@
 //!
 //! [`main`] is the process of a worker. [`TrainPreflight`] checks a job without running it, and
 //! [`gpu_check`] compares a GPU with the CPU.
+pub mod checkpoint_mapping;
 pub mod consensus;
 pub mod data;
 pub mod error;
@@ -21,7 +22,6 @@ pub mod runtime;
 pub mod save;
 pub mod session;
 pub mod stages;
-pub mod state;
 pub mod storage_layout;
 pub mod train;
 pub mod zero;

@@ -1,221 +1,265 @@
-//! What a model is to the rest of the runtime: a list of parameters and blocks as functions on given parameters.
+//! [`Model`]: a model as the training loop sees it, namely parameter units and functions that
+//! compute blocks from given parameters.
 //!
-//! A model is passive. It never knows who owns parameters or how they arrive; it gets them whole, as one flat vector per
-//! unit, and writes whole gradients. Units: embedding, then the layers, then the head.
-mod config;
+//! A model holds no parameters and knows nothing about sharding. The caller passes the parameters
+//! of a whole unit as one flat vector, and the model writes gradients of whole units. The units are
+//! the embedding, the layers, and the head, in this order.
 mod decoder;
 mod dropout;
-pub mod experts;
+mod error;
 mod gemma;
 mod gpt2;
+mod hf_config;
 mod linear;
 mod llama;
 pub mod lora;
 mod mistral;
 mod mixtral;
+pub mod moe;
 mod qwen2;
 mod qwen3;
 mod qwen3_moe;
-mod rotary;
+mod rope;
 
-use crate::params::Unit;
+pub use error::{ModelError, Result};
+
+use crate::params::ParamUnit;
 use contract::job::{ExpertsSpec, ModelSpec};
 use device::{Buf, Dtype, Ops, View, ViewMut};
 use serde_json::{Map, Value};
 use std::path::Path;
 
-/// One micro-batch of `b` sequences of `t` tokens; its vectors are `b·t` long.
+/// One micro-batch. Its vectors have one element per token, sequence after sequence.
 #[derive(Clone, Debug, Default)]
 pub struct Batch {
-    /// Sequences.
-    pub b: usize,
-    /// Tokens per sequence.
-    pub t: usize,
-    /// Input tokens, each below the vocabulary's size.
+    /// The number of sequences.
+    pub sequences: usize,
+    /// The number of tokens per sequence.
+    pub seq_len: usize,
+    /// The input tokens, each below the vocabulary size.
     pub tokens: Vec<u32>,
-    /// Target of each position, or [`device::ops::IGNORE`].
+    /// The target token of each position, or [`device::ops::IGNORE_LABEL`] for no loss.
     pub labels: Vec<u32>,
-    /// Position of the first token that each token may attend to.
+    /// For each token the first position of its sequence that it may attend to: the beginning of
+    /// its document.
     pub starts: Vec<u32>,
-    /// The same for layers that attend to a sliding window; empty where the model has none.
-    pub windowed: Vec<u32>,
-    /// In training: the number of the first sequence in the run. It decides what dropout drops; without it nothing is.
-    pub first: Option<u64>,
+    /// For each token the first position that it may attend to in sliding-window layers. Empty if
+    /// the model has no such layers.
+    pub window_starts: Vec<u32>,
+    /// In training, the number of the first sequence within the run, which selects the dropout
+    /// masks. `None` disables dropout.
+    pub first_sample: Option<u64>,
 }
 
 impl Batch {
-    /// Rows of every activation.
+    /// The number of tokens, which is the number of rows of every activation.
     pub fn rows(&self) -> usize {
-        self.b * self.t
+        self.sequences * self.seq_len
     }
 
-    /// Fills [`Batch::windowed`]: a token attends to `window` tokens at most, itself included.
-    pub fn slide(&mut self, window: usize) {
-        let t = self.t.max(1);
-        let first = |(i, &start): (usize, &u32)| start.max((i % t + 1).saturating_sub(window) as u32);
-        self.windowed.clear();
-        self.windowed.extend(self.starts.iter().enumerate().map(first));
+    /// Fills [`Batch::window_starts`] for layers in which a token attends to at most `window`
+    /// tokens, including itself.
+    pub fn set_window_starts(&mut self, window: usize) {
+        let seq_len = self.seq_len.max(1);
+        let window_start =
+            |(i, &start): (usize, &u32)| start.max((i % seq_len + 1).saturating_sub(window) as u32);
+        self.window_starts.clear();
+        self.window_starts.extend(self.starts.iter().enumerate().map(window_start));
     }
 
-    /// Positions with a loss.
-    pub fn targets(&self) -> u64 {
-        self.labels.iter().filter(|&&l| l != device::ops::IGNORE).count() as u64
-    }
-}
-
-/// Buffers whose sizes and meaning the model decides.
-pub struct Activations(pub Vec<Buf>);
-
-impl Activations {
-    /// Buffers of these lengths and this type; those whose indices are listed as statistics are `f32` all the same.
-    pub fn new(ops: &dyn Ops, lengths: &[usize], dtype: Dtype, statistics: &[usize]) -> Self {
-        let of = |i: usize| if statistics.contains(&i) { Dtype::F32 } else { dtype };
-        Activations(lengths.iter().enumerate().map(|(i, &n)| ops.zeroed(of(i), n)).collect())
+    /// The number of positions with a loss.
+    pub fn count_targets(&self) -> u64 {
+        self.labels.iter().filter(|&&l| l != device::ops::IGNORE_LABEL).count() as u64
     }
 }
 
-/// Which buffers hold statistics (1/rms, log-sum-exp) and stay `f32` in every precision, by their indices.
+/// Buffers for activations or scratch values; the model decides their number, lengths and meaning.
+pub struct ActivationBuffers(pub Vec<Buf>);
+
+impl ActivationBuffers {
+    /// Allocates zeroed buffers of these lengths. Elements are of type `dtype`, except in the
+    /// buffers whose indices are in `f32_indices`.
+    pub fn new(ops: &dyn Ops, lengths: &[usize], dtype: Dtype, f32_indices: &[usize]) -> Self {
+        let dtype_of = |i: usize| if f32_indices.contains(&i) { Dtype::F32 } else { dtype };
+        ActivationBuffers(lengths.iter().enumerate().map(|(i, &n)| ops.zeroed(dtype_of(i), n)).collect())
+    }
+}
+
+/// The indices of the buffers that are f32 in every precision, such as 1/rms and log-sum-exp.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Statistics {
-    /// Of [`Model::saved_lengths`].
+pub struct F32Buffers {
+    /// Indices into [`Model::saved_lengths`].
     pub saved: &'static [usize],
-    /// Of [`Model::scratch_lengths`].
+    /// Indices into [`Model::scratch_lengths`].
     pub scratch: &'static [usize],
 }
 
-/// Where a layer's backward finds what its forward left.
+/// The input of a layer, equal in its forward and backward pass.
 pub struct LayerInput<'a> {
-    /// The layer's parameters, flat.
+    /// The parameters of the layer's unit, flat.
     pub params: View<'a>,
     /// The micro-batch.
     pub batch: &'a Batch,
-    /// The layer's input, `[rows, hidden]`.
+    /// The residual stream before the layer, `[rows, hidden]`.
     pub x: View<'a>,
-    /// Which layer, from 0 on.
+    /// The number of the layer, from 0.
     pub layer: usize,
 }
 
-/// What the head computes with: its own parameters, and the embedding's when they are tied.
+/// The parameters that the head computes with.
 pub struct HeadParams<'a> {
-    /// The head unit, flat.
+    /// The parameters of the head's unit, flat.
     pub head: View<'a>,
-    /// The embedding unit, flat; given exactly when [`Model::tied`].
+    /// The parameters of the embedding unit, flat; present only if
+    /// [`Model::has_tied_embeddings`].
     pub embedding: Option<View<'a>>,
 }
 
-/// Where the head's backward writes; every buffer is overwritten.
+/// The output buffers of the head's backward pass. Each is overwritten.
 pub struct HeadGrads<'a> {
-    /// `[rows, hidden]`
+    /// The gradient of the head's input, `[rows, hidden]`.
     pub dx: ViewMut<'a>,
-    /// The head unit's gradient, flat.
+    /// The gradient of the head's unit, flat.
     pub head: ViewMut<'a>,
-    /// The embedding unit's gradient, flat; given when [`Model::tied`] and the embedding is trained.
+    /// The gradient of the embedding unit, flat; present if [`Model::has_tied_embeddings`] and the
+    /// embedding is trained.
     pub embedding: Option<ViewMut<'a>>,
-    /// Factor of dlogits.
+    /// The factor of the gradients of logits.
     pub scale: f32,
 }
 
-/// A tensor that is stored once and has a second name.
+/// A second name of a stored tensor, as in `_tied_weights_keys` of transformers.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Tie {
-    /// The name without storage of its own.
+pub struct TiedWeight {
+    /// The name that is not stored.
     pub alias: String,
-    /// The name that is stored.
+    /// The name of the stored tensor.
     pub target: String,
 }
 
-/// A model family with its numbers.
+/// A model architecture with its config.
+///
+/// Shapes: `rows` is the number of tokens of the micro-batch, `hidden` the width of the residual
+/// stream.
 pub trait Model: Send + Sync {
-    /// Embedding, layers, head.
-    fn units(&self) -> Vec<Unit>;
-    /// Puts adapters beside matrices of its layers; [`Model::units`] then has their parameters too.
-    fn adapt(&mut self, lora: &lora::Lora) -> Result<(), String>;
-    /// Inputs and outputs of its layers' matrices as they are multiplied, those of experts and adapters left out.
-    fn linears(&self) -> Vec<(usize, usize)>;
-    /// Multiplies its layers' matrices in fp8 from now on, or says why it can't.
-    fn multiply_in_fp8(&mut self) -> Result<(), String>;
-    /// Says the run's seed, which decides what dropout drops; until then it is 0.
-    fn seed(&mut self, _seed: u64) {}
-    /// Says which parameters of its own units (not those of experts) are trained. Gradients of the others needn't be written: they are not read.
-    fn train(&mut self, _units: &[Unit]) {}
-    /// Moves what it keeps beside its parameters to where ops compute.
-    fn place(&mut self, _ops: &dyn Ops) {}
-    /// Width of the residual stream.
-    fn hidden(&self) -> usize;
-    /// Number of tokens known.
-    fn vocab(&self) -> usize;
-    /// Elements of q, k and v of a token.
-    fn attention_width(&self) -> usize;
-    /// Does the head use the embedding's matrix?
-    fn tied(&self) -> bool;
-    /// Second names.
-    fn ties(&self) -> Vec<Tie>;
-    /// Are its matrices stored as `[in, out]`?
-    fn in_out(&self) -> bool {
+    /// The parameter units: embedding, layers, head. Experts are in separate units
+    /// ([`moe::MoeModel::expert_params`]).
+    fn units(&self) -> Vec<ParamUnit>;
+    /// Adds LoRA adapters to matrices of the layers. Their parameters become part of
+    /// [`Model::units`].
+    ///
+    /// # Errors
+    /// [`ModelError::LoraTargetUnknown`].
+    fn add_lora(&mut self, lora: &lora::Lora) -> Result<()>;
+    /// Inputs and outputs of each matmul of a layer, without experts and adapters.
+    fn linear_shapes(&self) -> Vec<(usize, usize)>;
+    /// Computes the matmuls of the layers in FP8 from now on.
+    ///
+    /// # Errors
+    /// [`ModelError::Fp8MoeUnsupported`] or [`ModelError::Fp8SizeUnsupported`].
+    fn enable_fp8(&mut self) -> Result<()>;
+    /// Sets the run's seed, which selects the dropout masks. The seed of a new model is 0.
+    fn set_dropout_seed(&mut self, _seed: u64) {}
+    /// Selects the gradients to compute: those of the parameters that `units` (as in
+    /// [`Model::units`]) marks as trained. Gradients of other parameters have unspecified values.
+    fn set_trained(&mut self, _units: &[ParamUnit]) {}
+    /// Moves constants, such as the tables of rotary embedding, to the device of `ops`.
+    fn move_to_device(&mut self, _ops: &dyn Ops) {}
+    /// The width of the residual stream.
+    fn hidden_size(&self) -> usize;
+    /// The number of tokens in the vocabulary.
+    fn vocab_size(&self) -> usize;
+    /// The number of elements of q, k and v of one token together.
+    fn qkv_width(&self) -> usize;
+    /// Whether the head uses the embedding matrix (`tie_word_embeddings`).
+    fn has_tied_embeddings(&self) -> bool;
+    /// The second names of stored tensors.
+    fn tied_weights(&self) -> Vec<TiedWeight>;
+    /// Whether matrices are stored as `[in, out]`, like transformers' `Conv1D`, instead of
+    /// `[out, in]`. PEFT calls this `fan_in_fan_out`.
+    fn stores_transposed_matrices(&self) -> bool {
         false
     }
-    /// What stored names begin with, where files of the model without its head leave it out.
-    fn prefix(&self) -> Option<&'static str> {
+    /// The prefix of stored names that files of the model without its head omit, as
+    /// `base_model_prefix` of transformers.
+    fn base_model_prefix(&self) -> Option<&'static str> {
         None
     }
-    /// Is this stored tensor one that older files hold although nothing is learned in it?
-    fn is_constant(&self, _name: &str) -> bool {
+    /// Whether a stored tensor of this name is a constant, which older checkpoints contain and
+    /// which is not loaded.
+    fn is_constant_tensor(&self, _name: &str) -> bool {
         false
     }
-    /// Heads of queries, heads of keys and values, elements of a head.
-    fn heads(&self) -> [usize; 3];
-    /// Tokens that sliding layers attend to; `None`: all layers attend to the whole document.
-    fn window(&self) -> Option<usize> {
+    /// The number of query heads, the number of key and value heads, and the width of a head.
+    fn attention_dims(&self) -> [usize; 3];
+    /// The tokens that a token of a sliding-window layer attends to; `None` if every layer has full
+    /// attention.
+    fn sliding_window(&self) -> Option<usize> {
         None
     }
-    /// What layers with experts do, when the model has some.
-    fn sparse(&self) -> Option<&dyn experts::Sparse> {
+    /// The mixture-of-experts interface; `None` for a dense model.
+    fn moe(&self) -> Option<&dyn moe::MoeModel> {
         None
     }
-    /// What the job says about training them; a model without experts has nothing to say it to.
-    fn train_experts(&mut self, _spec: &ExpertsSpec) {}
-    /// The `config.json` that it was built from.
+    /// Sets the coefficients of the router losses that `train.experts` specifies. No effect on a
+    /// dense model.
+    fn set_router_losses(&mut self, _spec: &ExpertsSpec) {}
+    /// The config.json that the model was built from.
     fn hf_config(&self) -> &Map<String, Value>;
-    /// Floating-point operations of matrix products per token, forward and backward (recomputation not counted).
-    fn flops_per_token(&self, t: usize) -> f64;
+    /// Floating-point operations of matmuls per token in forward and backward pass, without
+    /// recomputation, for sequences of `seq_len` tokens.
+    fn flops_per_token(&self, seq_len: usize) -> f64;
 
-    /// Lengths of what a layer's forward leaves for its backward.
+    /// The lengths of the buffers in which a layer's forward pass saves values for its backward
+    /// pass, for `b` sequences of `t` tokens.
     fn saved_lengths(&self, b: usize, t: usize) -> Vec<usize>;
-    /// Lengths of the buffers that layers share.
+    /// The lengths of the scratch buffers that all blocks share, for `b` sequences of `t` tokens.
     fn scratch_lengths(&self, b: usize, t: usize) -> Vec<usize>;
-    /// Which of both are `f32` in every precision. An op that needs one as such stops the program when it isn't.
-    fn statistics(&self) -> Statistics;
+    /// The saved and scratch buffers that are f32 in every precision. Ops panic if a buffer has
+    /// another type than they require.
+    fn f32_buffers(&self) -> F32Buffers;
 
-    /// `x[rows, hidden]` from tokens.
+    /// Embeds the tokens: writes `x`, `[rows, hidden]`. `params` is the embedding unit, flat.
     fn embedding_forward(&self, ops: &dyn Ops, params: View, batch: &Batch, x: ViewMut);
-    /// Adds to the embedding unit's gradient; `dx` is spent.
+    /// Adds the gradient of the embedding to `grads`, the embedding unit's gradient. `dx`,
+    /// `[rows, hidden]`, has unspecified values afterwards.
     fn embedding_backward(&self, ops: &dyn Ops, grads: ViewMut, batch: &Batch, dx: ViewMut);
 
-    /// `y[rows, hidden]` from `x`; without `y` only what the backward needs is left in `saved`.
+    /// Computes a layer: writes `y`, `[rows, hidden]`, and saves values for the backward pass.
+    /// Without `y` only the saved values are computed (recomputation).
     fn layer_forward(
         &self,
         ops: &dyn Ops,
         input: &LayerInput,
         y: Option<ViewMut>,
-        saved: &mut Activations,
-        scratch: &mut Activations,
+        saved: &mut ActivationBuffers,
+        scratch: &mut ActivationBuffers,
     );
-    /// `dx[rows, hidden]`: gradient of `y` in, of `x` out. Overwrites the layer unit's gradient.
+    /// Computes the gradients of a layer. `dx`, `[rows, hidden]`, is the gradient of the output on
+    /// entry and of the input on return. `grads`, the gradient of the layer's unit, is overwritten.
     fn layer_backward(
         &self,
         ops: &dyn Ops,
         input: &LayerInput,
         grads: ViewMut,
         dx: ViewMut,
-        saved: &mut Activations,
-        scratch: &mut Activations,
+        saved: &mut ActivationBuffers,
+        scratch: &mut ActivationBuffers,
     );
 
-    /// Logits of one row of the head's input.
-    fn logits(&self, ops: &dyn Ops, params: HeadParams, x: View, out: ViewMut, scratch: &mut Activations);
+    /// Computes the logits `out`, `[vocab]`, of one row `x`, `[hidden]`, of the head's input.
+    fn logits(
+        &self,
+        ops: &dyn Ops,
+        params: HeadParams,
+        x: View,
+        out: ViewMut,
+        scratch: &mut ActivationBuffers,
+    );
 
-    /// Each row's loss; with `grads` also the backward.
-    fn head(
+    /// Computes the cross-entropy `loss`, `[rows]`, from the head's input `x`, `[rows, hidden]`.
+    /// With `grads` the backward pass is computed, too.
+    fn head_loss(
         &self,
         ops: &dyn Ops,
         params: HeadParams,
@@ -223,29 +267,29 @@ pub trait Model: Send + Sync {
         x: View,
         loss: ViewMut,
         grads: Option<HeadGrads>,
-        scratch: &mut Activations,
+        scratch: &mut ActivationBuffers,
     );
 }
 
-/// A model from its `config.json`, for sequences of at most so many tokens.
-type Build = fn(&Map<String, Value>, usize) -> Result<Box<dyn Model>, String>;
+/// Builds a model from its config.json, for sequences of at most the given number of tokens.
+type BuildModel = fn(&Map<String, Value>, usize) -> Result<Box<dyn Model>>;
 
-/// A line of [`FAMILIES`].
-pub struct Family {
-    /// Name in job.yaml, and `model_type` in config.json.
+/// A model family that can be trained: its names, and how to build its models.
+pub struct ModelFamily {
+    /// The name in job.yaml, which is `model_type` in config.json.
     pub name: &'static str,
-    /// Name in `architectures` of config.json.
+    /// The name in `architectures` of config.json: a class of transformers.
     pub architecture: &'static str,
-    /// Makes a model for sequences of at most so many tokens from a config.json, or says what of it isn't supported.
-    build: Build,
-    /// The config.json of a model that job.yaml describes.
-    describe: fn(&ModelSpec) -> Map<String, Value>,
-    /// Its rates of dropout in config.json.
-    dropout: &'static [&'static str],
+    /// Builds a model; rejects configs with unsupported keys or values.
+    build: BuildModel,
+    /// Makes the config.json of a model that job.yaml describes.
+    spec_to_hf_config: fn(&ModelSpec) -> Map<String, Value>,
+    /// The keys of dropout rates in config.json.
+    dropout_keys: &'static [&'static str],
 }
 
-/// Every family the runtime trains. To add one: a file in `model/` and a line here.
-pub const FAMILIES: &[Family] = &[
+/// Every supported model family. A new family is a file in `model/` and an entry here.
+pub const FAMILIES: &[ModelFamily] = &[
     gemma::GEMMA2,
     gemma::GEMMA3,
     gpt2::FAMILY,
@@ -257,82 +301,102 @@ pub const FAMILIES: &[Family] = &[
     qwen3_moe::FAMILY,
 ];
 
-fn known(name: impl Fn(&Family) -> &'static str) -> String {
-    FAMILIES.iter().map(name).collect::<Vec<_>>().join(", ")
-}
-
-/// The family of a config.json.
-fn family_of(config: &Map<String, Value>) -> Result<&'static Family, String> {
-    let named: Vec<&str> = match config.get("architectures") {
+/// The family of a config.json, from `architectures` and `model_type`.
+fn find_family(config: &Map<String, Value>) -> Result<&'static ModelFamily> {
+    let architectures: Vec<&str> = match config.get("architectures") {
         Some(Value::Array(names)) => names.iter().filter_map(Value::as_str).collect(),
         _ => Vec::new(),
     };
-    let found = FAMILIES.iter().find(|f| named == [f.architecture]);
-    let family = found.ok_or_else(|| {
-        let named = named.join(", ").chars().take(100).collect::<String>();
-        format!(
-            "config.json: architectures [{named}] are not supported; known: {}",
-            known(|f| f.architecture)
-        )
-    })?;
+    let Some(family) = FAMILIES.iter().find(|f| architectures == [f.architecture]) else {
+        return Err(ModelError::ArchitectureUnsupported {
+            architectures: architectures.iter().take(4).map(|name| hf_config::shorten(name)).collect(),
+            supported: FAMILIES.iter().map(|f| f.architecture).collect(),
+        });
+    };
     match config.get("model_type").and_then(Value::as_str) {
-        Some(kind) if kind != family.name => {
-            let kind: String = kind.chars().take(100).collect();
-            Err(format!(
-                "config.json: `model_type: {kind}` is not that of {}, {}",
-                family.architecture, family.name
-            ))
-        }
+        Some(model_type) if model_type != family.name => Err(ModelError::ModelTypeMismatch {
+            model_type: hf_config::shorten(model_type),
+            architecture: family.architecture,
+            expected: family.name,
+        }),
         _ => Ok(family),
     }
 }
 
-/// The numbers of the model in a folder that the rest of the runtime checks: family, vocabulary and positions.
-pub fn read_folder(folder: &Path) -> Result<(&'static str, u32, u32), String> {
-    let config = config::read(folder)?;
-    let family = family_of(&config)?;
-    let f = config::Fields::new(&config);
-    let positions = if family.name == gpt2::FAMILY.name { "n_positions" } else { "max_position_embeddings" };
-    Ok((family.name, f.size("vocab_size")?, f.size(positions)?))
+/// The parts of a model directory's config.json that are compared with the job.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ConfigSummary {
+    /// The name of the model family.
+    pub family: &'static str,
+    /// The number of tokens in the vocabulary.
+    pub vocab_size: u32,
+    /// The largest number of tokens of a sequence.
+    pub max_positions: u32,
 }
 
-/// As [`build`], with what the job says about experts.
-pub fn build_with(spec: &ModelSpec, experts: &ExpertsSpec, tokens: u32) -> Result<Box<dyn Model>, String> {
-    let mut model = build(spec, tokens)?;
-    model.train_experts(experts);
+/// Reads the parts of a model directory's config.json that are compared with the job.
+///
+/// # Errors
+/// The config cannot be read, or its architecture is not supported.
+pub fn read_config_summary(directory: &Path) -> Result<ConfigSummary> {
+    let config = hf_config::read_hf_config(directory)?;
+    let family = find_family(&config)?;
+    let fields = hf_config::ConfigFields::new(&config);
+    let positions = if family.name == gpt2::FAMILY.name { "n_positions" } else { "max_position_embeddings" };
+    let (vocab_size, max_positions) = (fields.size("vocab_size")?, fields.size(positions)?);
+    Ok(ConfigSummary { family: family.name, vocab_size, max_positions })
+}
+
+/// Builds the model of a job ([`build`]) with the router losses that `train.experts` specifies.
+///
+/// # Errors
+/// The config is unusable or has unsupported keys or values.
+pub fn build_with_experts(spec: &ModelSpec, experts: &ExpertsSpec, seq_len: u32) -> Result<Box<dyn Model>> {
+    let mut model = build(spec, seq_len)?;
+    model.set_router_losses(experts);
     Ok(model)
 }
 
-/// The model that the job names, for sequences of at most `tokens` tokens. `vocab_size` and `max_position_embeddings`
-/// must be filled in; `from` must be a folder that can be opened as it is.
-pub fn build(spec: &ModelSpec, tokens: u32) -> Result<Box<dyn Model>, String> {
-    if let Some(folder) = &spec.from {
-        let mut config = config::read(folder)?;
-        let family = family_of(&config)?;
-        config::set_dropout(&mut config, family.dropout, spec.dropout);
-        return (family.build)(&config, tokens as usize);
+/// Builds the model of a job for sequences of at most `seq_len` tokens.
+///
+/// `vocab_size` and `max_position_embeddings` of `spec` must be set, and `from` must be an absolute
+/// path or relative to the current directory.
+///
+/// # Errors
+/// The config is unusable or has unsupported keys or values.
+pub fn build(spec: &ModelSpec, seq_len: u32) -> Result<Box<dyn Model>> {
+    if let Some(directory) = &spec.from {
+        let mut config = hf_config::read_hf_config(directory)?;
+        let family = find_family(&config)?;
+        hf_config::set_dropout(&mut config, family.dropout_keys, spec.dropout);
+        return (family.build)(&config, seq_len as usize);
     }
-    let family = FAMILIES
-        .iter()
-        .find(|f| f.name == spec.family)
-        .ok_or_else(|| format!("unknown model family `{}`; known: {}", spec.family, known(|f| f.name)))?;
-    let mut config = (family.describe)(spec);
-    config::set_dropout(&mut config, family.dropout, spec.dropout);
-    let asked = [
+    let family =
+        FAMILIES.iter().find(|f| f.name == spec.family).ok_or_else(|| ModelError::FamilyUnknown {
+            family: hf_config::shorten(&spec.family),
+            supported: FAMILIES.iter().map(|f| f.name).collect(),
+        })?;
+    let mut config = (family.spec_to_hf_config)(spec);
+    hf_config::set_dropout(&mut config, family.dropout_keys, spec.dropout);
+    // A key of the job has an effect if the family's config has one of these keys.
+    let expert_keys = [
         ("num_experts", spec.num_experts, ["num_experts", "num_local_experts"]),
         ("num_experts_per_tok", spec.num_experts_per_tok, ["num_experts_per_tok"; 2]),
         ("moe_intermediate_size", spec.moe_intermediate_size, ["moe_intermediate_size"; 2]),
     ];
-    if let Some((key, ..)) =
-        asked.iter().find(|(_, n, names)| n.is_some() && !names.iter().any(|n| config.contains_key(*n)))
-    {
-        return Err(format!("`{key}` has no effect in the family `{}`: remove it", family.name));
+    for (key, value, config_keys) in expert_keys {
+        if value.is_some() && !config_keys.iter().any(|key| config.contains_key(*key)) {
+            return Err(ModelError::KeyWithoutEffect { key, family: family.name });
+        }
     }
-    (family.build)(&config, tokens as usize)
+    (family.build)(&config, seq_len as usize)
 }
 
-/// All buffers of `a` at once, each exclusively.
-fn each<const N: usize>(a: &mut Activations) -> [&mut Buf; N] {
-    let mut it = a.0.iter_mut();
-    std::array::from_fn(|_| it.next().expect("made from the lengths of this model"))
+/// Exclusive access to the first `N` buffers at once.
+///
+/// # Panics
+/// There are fewer than `N` buffers.
+fn split_buffers<const N: usize>(buffers: &mut ActivationBuffers) -> [&mut Buf; N] {
+    let mut buffers = buffers.0.iter_mut();
+    std::array::from_fn(|_| buffers.next().expect("the model declares at least N buffers"))
 }

@@ -1,11 +1,12 @@
-//! Connects ranks on several hosts: selects the address to listen on, exchanges addresses, joins.
+//! Connects the ranks of several hosts through TCP: selects the address to listen on, exchanges the
+//! addresses, and joins the group.
 use crate::{
     error::{Error, Result},
     session::Session,
 };
 use comm::{
     Comm,
-    tcp::{Endpoint, Group, Limits, Member, Stopper},
+    tcp::{AbortHandle, Endpoint, GroupMember, GroupSpec, TcpLimits},
 };
 use contract::{
     control::{MAX_ADDRESSES, PeerAddress, Peers, WorkerInit},
@@ -22,12 +23,12 @@ use std::{
 
 /// Connects this rank to all others. `memory` is the memory that the ranks of this host share.
 /// Collective.
-pub(crate) fn join(
+pub(crate) fn connect_hosts(
     session: &Arc<Session>,
     mut read: UnixStream,
     init: &WorkerInit,
     memory: Option<OwnedFd>,
-    shm: comm::shm::Limits,
+    shm: comm::shm::ShmLimits,
 ) -> Result<Arc<dyn Comm>> {
     raise_open_file_limit(init.world as usize)?;
     let (address, reason) = listen_address(&init.job.cluster.interface)?;
@@ -44,15 +45,15 @@ pub(crate) fn join(
     );
     let peers = session.exchange_addresses(&mut read, vec![address], init.attempt)?;
     let group = peer_group(init, peers)?;
-    let stopper = Stopper::new(group.rank, group.members.len())?;
+    let stopper = AbortHandle::new(group.rank, group.members.len())?;
     let stop = stopper.clone();
     // From here on an abort also interrupts joining.
-    session.watch(read, move |reason| stop.abort(reason))?;
-    Ok(Arc::new(endpoint.join(&group, memory, Limits { shm, ..Limits::default() }, &stopper)?))
+    session.start_threads(read, move |reason| stop.abort(reason))?;
+    Ok(Arc::new(endpoint.join(&group, memory, TcpLimits { shm, ..TcpLimits::default() }, &stopper)?))
 }
 
 /// The group of ranks to connect to, if the controller's list fits this rank.
-fn peer_group(init: &WorkerInit, peers: Peers) -> Result<Group> {
+fn peer_group(init: &WorkerInit, peers: Peers) -> Result<GroupSpec> {
     let rank = init.rank as usize;
     let is_on_this_host =
         |p: &PeerAddress| peers.members.get(rank).is_some_and(|me| me.host_index == p.host_index);
@@ -69,8 +70,9 @@ fn peer_group(init: &WorkerInit, peers: Peers) -> Result<Group> {
         return Err(Error::new(codes::training::PEER_LIST_INVALID, message));
     }
     let members = peers.members.into_iter();
-    let members = members.map(|p| Member { host: p.host_index as usize, addresses: p.addresses }).collect();
-    Ok(Group { rank, members, run: init.run.clone(), attempt: init.attempt, key: peers.key.0 })
+    let members =
+        members.map(|p| GroupMember { host: p.host_index as usize, addresses: p.addresses }).collect();
+    Ok(GroupSpec { rank, members, run: init.run.clone(), attempt: init.attempt, key: peers.key.0 })
 }
 
 /// Raises the soft limit of open files to two connections per peer and what else a worker opens.
@@ -125,7 +127,8 @@ fn listen_address(wanted: &Interface) -> Result<(IpAddr, String)> {
     Ok(select_address(wanted, ssh.as_deref(), &addresses)?)
 }
 
-/// Selects from `addresses`. `ssh` is the value of `SSH_CONNECTION`.
+/// Selects the address to listen on from `addresses`, and gives the reason. `ssh` is the value of
+/// `SSH_CONNECTION`.
 fn select_address(
     wanted: &Interface,
     ssh: Option<&str>,
@@ -160,12 +163,12 @@ fn select_address(
             let found = candidates.iter().find(|a| wanted.admits(&a.interface, a.address));
             found
                 .map(|a| (a.address, format!("{}, cluster.interface: {name}", describe(a))))
-                .ok_or_else(|| interface_not_found(name, addresses))
+                .ok_or_else(|| interface_not_found_error(name, addresses))
         }
     }
 }
 
-fn interface_not_found(name: &str, addresses: &[InterfaceAddress]) -> Diagnostic {
+fn interface_not_found_error(name: &str, addresses: &[InterfaceAddress]) -> Diagnostic {
     let list: Vec<String> = addresses.iter().map(|a| format!("{} on {}", a.address, a.interface)).collect();
     let message = format!("no address of this host matches `cluster.interface: {name}`");
     Diagnostic::error(codes::training::INTERFACE_NOT_FOUND, message)

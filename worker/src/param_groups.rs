@@ -5,8 +5,8 @@
 //! tied matrix is one parameter with two names; a pattern that matches either name selects it.
 use crate::{
     expert_layout::{self, ExpertLayout},
-    model::{Model, Tie, lora::Lora},
-    params::Unit,
+    model::{Model, TiedWeight, lora::Lora},
+    params::ParamUnit,
 };
 use ckpt::peft::is_adapter;
 use contract::job::{OptimizerSpec, Precision, TrainSpec};
@@ -31,36 +31,36 @@ pub fn trainable_units(
     model: &mut dyn Model,
     layout: Option<&ExpertLayout>,
     train: &TrainSpec,
-) -> Result<Vec<Unit>, Vec<Diagnostic>> {
+) -> Result<Vec<ParamUnit>, Vec<Diagnostic>> {
     if train.precision == Precision::Fp8 {
-        model.multiply_in_fp8().map_err(|e| vec![unsupported(PRECISION, e)])?;
+        model.enable_fp8().map_err(|e| vec![Diagnostic::from(e).with_subject(PRECISION)])?;
     }
     if let Some(spec) = &train.lora {
         let lora = Lora { spec: spec.clone(), seed: train.seed };
         let key = if spec.from.is_some() { LORA_FROM } else { LORA_TARGETS };
-        model.adapt(&lora).map_err(|e| vec![unsupported(key, e)])?;
+        model.add_lora(&lora).map_err(|e| vec![Diagnostic::from(e).with_subject(key)])?;
     }
-    model.seed(train.seed);
-    let mut units = expert_layout::all_units(model, layout);
-    mark_trained(&mut units, &model.ties(), train)?;
+    model.set_dropout_seed(train.seed);
+    let mut units = expert_layout::units_with_experts(model, layout);
+    mark_trained(&mut units, &model.tied_weights(), train)?;
     let dense_units = units.iter().filter(|u| !u.holds_experts()).count();
-    model.train(&units[..dense_units]);
+    model.set_trained(&units[..dense_units]);
     Ok(units)
-}
-
-fn unsupported(key: &str, message: String) -> Diagnostic {
-    Diagnostic::error(codes::model::MODEL_CONFIG_UNSUPPORTED, message).with_subject(key)
 }
 
 /// Marks each parameter of the units as trained or frozen.
 ///
 /// # Errors
 /// Invalid or unmatched patterns, or no trained parameter; subjects are the keys.
-pub fn mark_trained(units: &mut [Unit], ties: &[Tie], train: &TrainSpec) -> Result<(), Vec<Diagnostic>> {
+pub fn mark_trained(
+    units: &mut [ParamUnit],
+    ties: &[TiedWeight],
+    train: &TrainSpec,
+) -> Result<(), Vec<Diagnostic>> {
     let names = || units.iter().flat_map(|u| &u.params).map(|p| p.name.as_str());
     let mut mistakes = Vec::new();
-    let freeze = NamePatterns::matching(FREEZE, &train.freeze, names(), ties, &mut mistakes);
-    let only = NamePatterns::matching(TRAIN_ONLY, &train.train_only, names(), ties, &mut mistakes);
+    let freeze = NamePatterns::compile_matching(FREEZE, &train.freeze, names(), ties, &mut mistakes);
+    let only = NamePatterns::compile_matching(TRAIN_ONLY, &train.train_only, names(), ties, &mut mistakes);
     let has_selection = !train.train_only.is_empty();
     for unit in units.iter_mut() {
         unit.set_trained(|name| match train.lora {
@@ -68,7 +68,7 @@ pub fn mark_trained(units: &mut [Unit], ties: &[Tie], train: &TrainSpec) -> Resu
             None => !freeze.matches(name, ties) && (!has_selection || only.matches(name, ties)),
         });
     }
-    if mistakes.is_empty() && !units.iter().any(Unit::any_trained) {
+    if mistakes.is_empty() && !units.iter().any(ParamUnit::any_trained) {
         let message = format!("`{FREEZE}` freezes every parameter; at least one must be trained");
         let code = codes::training::NO_TRAINED_PARAMETERS;
         mistakes.push(Diagnostic::error(code, message).with_subject(FREEZE));
@@ -78,13 +78,14 @@ pub fn mark_trained(units: &mut [Unit], ties: &[Tie], train: &TrainSpec) -> Resu
 
 /// The index of the first of the model's dense units that has a trained parameter, or whose experts
 /// have one. Units below it need no gradient.
-pub fn first_trained_unit<'a>(units: impl Iterator<Item = &'a Unit>) -> usize {
-    let dense_index = |(i, u): (usize, &Unit)| u.any_trained().then(|| u.expert_layer().map_or(i, |l| l + 1));
+pub fn first_trained_unit<'a>(units: impl Iterator<Item = &'a ParamUnit>) -> usize {
+    let dense_index =
+        |(i, u): (usize, &ParamUnit)| u.any_trained().then(|| u.expert_layer().map_or(i, |l| l + 1));
     units.enumerate().filter_map(dense_index).min().unwrap_or(0)
 }
 
 /// The first layer that needs a backward pass. All parameters below it are frozen.
-pub fn first_backward_layer(units: &[Unit]) -> usize {
+pub fn first_backward_layer(units: &[ParamUnit]) -> usize {
     let layers = units.iter().filter(|u| !u.holds_experts()).count().saturating_sub(2);
     first_trained_unit(units.iter()).saturating_sub(1).min(layers)
 }
@@ -94,16 +95,16 @@ struct NamePatterns(Vec<GlobMatcher>);
 
 impl NamePatterns {
     /// Compiles the patterns; each must match one of `names`. Adds what is wrong to `mistakes`.
-    fn matching<'a>(
+    fn compile_matching<'a>(
         key: &'static str,
         patterns: &[String],
         names: impl Iterator<Item = &'a str> + Clone,
-        ties: &[Tie],
+        ties: &[TiedWeight],
         mistakes: &mut Vec<Diagnostic>,
     ) -> Self {
         let compiled = NamePatterns::compile(key, patterns, mistakes);
         for pattern in &compiled.0 {
-            if !names.clone().any(|n| is_match(pattern, n, ties)) {
+            if !names.clone().any(|n| matches_name_or_alias(pattern, n, ties)) {
                 let examples: Vec<&str> = names.clone().take(3).collect();
                 let pattern = pattern.glob().glob();
                 let message = format!("the pattern `{pattern}` in `{key}` matches no parameter");
@@ -137,13 +138,14 @@ impl NamePatterns {
         NamePatterns(compiled)
     }
 
-    fn matches(&self, name: &str, ties: &[Tie]) -> bool {
-        self.0.iter().any(|p| is_match(p, name, ties))
+    fn matches(&self, name: &str, ties: &[TiedWeight]) -> bool {
+        self.0.iter().any(|p| matches_name_or_alias(p, name, ties))
     }
 }
 
-fn is_match(pattern: &GlobMatcher, name: &str, ties: &[Tie]) -> bool {
-    let matches_alias = |t: &Tie| t.target == name && pattern.is_match(&t.alias);
+/// Whether the pattern matches the parameter's name or, for a tied matrix, its alias.
+fn matches_name_or_alias(pattern: &GlobMatcher, name: &str, ties: &[TiedWeight]) -> bool {
+    let matches_alias = |t: &TiedWeight| t.target == name && pattern.is_match(&t.alias);
     pattern.is_match(name) || ties.iter().any(matches_alias)
 }
 
@@ -169,7 +171,7 @@ pub struct ParamGroups {
     /// The hyper-parameters of each group.
     pub hyperparams: Vec<GroupHyperparams>,
     /// For each unit and parameter: the index of its group (meaningless for frozen parameters).
-    pub group_of: Vec<Vec<usize>>,
+    pub group_indices: Vec<Vec<usize>>,
 }
 
 /// Assigns each trained parameter to a group.
@@ -178,15 +180,15 @@ pub struct ParamGroups {
 /// Every invalid or unmatched pattern; subjects are the keys.
 pub fn assign_groups(
     spec: &OptimizerSpec,
-    units: &[Unit],
-    ties: &[Tie],
+    units: &[ParamUnit],
+    ties: &[TiedWeight],
 ) -> Result<ParamGroups, Vec<Diagnostic>> {
     let mut mistakes = Vec::new();
     let no_decay = NamePatterns::compile(NO_DECAY, &spec.no_decay, &mut mistakes);
-    let trained = units.iter().flat_map(Unit::trained_params).map(|p| p.name.as_str());
+    let trained = units.iter().flat_map(ParamUnit::trained_params).map(|p| p.name.as_str());
     let mut rules = Vec::new();
     for g in &spec.groups {
-        rules.push(NamePatterns::matching(GROUPS, &g.r#match, trained.clone(), ties, &mut mistakes));
+        rules.push(NamePatterns::compile_matching(GROUPS, &g.r#match, trained.clone(), ties, &mut mistakes));
     }
     if !mistakes.is_empty() {
         return Err(mistakes);
@@ -206,7 +208,7 @@ pub fn assign_groups(
         }
         group_of.push(of_unit);
     }
-    Ok(ParamGroups { hyperparams: groups, group_of })
+    Ok(ParamGroups { hyperparams: groups, group_indices: group_of })
 }
 
 /// The hyper-parameters of a parameter that `rule` (an index into `optimizer.groups`) selects.

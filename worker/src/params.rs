@@ -1,13 +1,14 @@
-//! Parameters without values: names, shapes, initialisation, and how units are owned and trained.
+//! [`ParamUnit`], [`ParamSpec`]: names, shapes and initialisation of parameters, and their grouping
+//! into units. Values are stored elsewhere.
 //!
-//! A parameter is identified by its Hugging Face name. A [`Unit`] is the group of parameters that
-//! is gathered, used and reduced together: one flat vector, its tensors one after another without
-//! padding.
+//! A parameter is identified by its Hugging Face name. A [`ParamUnit`] is the group of parameters
+//! that is gathered, used and reduced together: one flat vector, its tensors one after another
+//! without padding.
 use device::{Ops, ViewMut};
 
 /// The distribution of a parameter's initial values.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Init {
+pub enum ParamInit {
     /// Normal with mean 0 and the given standard deviation.
     Normal(f32),
     /// Every element is 1.
@@ -26,7 +27,7 @@ pub struct ParamSpec {
     /// Sizes of the dimensions; elements are stored in row-major order.
     pub shape: Vec<usize>,
     /// The distribution of its initial values.
-    pub init: Init,
+    pub init: ParamInit,
 }
 
 impl ParamSpec {
@@ -41,7 +42,7 @@ impl ParamSpec {
     }
 }
 
-/// The ranks among which a unit is sharded: `first`, `first + stride`, …
+/// The owner ranks of a unit, among which it is sharded: `first`, `first + stride`, …
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OwnerRanks {
     /// The lowest owner; less than `stride`.
@@ -72,7 +73,7 @@ impl OwnerRanks {
 
 /// A parameter unit: tensors that are gathered, used and released together, in one flat vector.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Unit {
+pub struct ParamUnit {
     /// Name for messages, e.g. `layer 3`.
     pub name: String,
     /// The tensors in the order of the flat vector.
@@ -94,7 +95,7 @@ struct ExpertTensors {
     positions: Vec<usize>,
 }
 
-impl Unit {
+impl ParamUnit {
     /// A unit of these tensors that all ranks own and train.
     pub fn new(name: impl Into<String>, params: Vec<ParamSpec>) -> Self {
         let mut offsets = Vec::with_capacity(params.len() + 1);
@@ -105,7 +106,7 @@ impl Unit {
             offsets.push(end);
         }
         let trained = vec![true; params.len()];
-        Unit { name: name.into(), params, owners: OwnerRanks::ALL, experts: None, offsets, trained }
+        ParamUnit { name: name.into(), params, owners: OwnerRanks::ALL, experts: None, offsets, trained }
     }
 
     /// A unit of experts of `layer` that only `owners` have. `positions` orders the tensors of all
@@ -121,7 +122,11 @@ impl Unit {
         positions: Vec<usize>,
     ) -> Self {
         assert_eq!(params.len(), positions.len(), "each tensor needs one position");
-        Unit { owners, experts: Some(ExpertTensors { layer, positions }), ..Unit::new(name, params) }
+        ParamUnit {
+            owners,
+            experts: Some(ExpertTensors { layer, positions }),
+            ..ParamUnit::new(name, params)
+        }
     }
 
     /// The layer whose experts the unit holds; `None` for a dense unit.
@@ -161,21 +166,21 @@ impl Unit {
     }
 
     /// The index in the trained vector that corresponds to index `flat` of the flat vector.
-    pub fn trained_before(&self, flat: usize) -> usize {
+    pub fn trained_offset(&self, flat: usize) -> usize {
         self.trained_segments(0..flat).iter().map(|s| s.flat.len()).sum()
     }
 
     /// Number of elements of the trained vector.
     pub fn trained_len(&self) -> usize {
-        self.trained_before(self.len())
+        self.trained_offset(self.len())
     }
 
     /// The range of the trained vector that corresponds to a range of the flat vector.
     pub fn trained_range(&self, flat: std::ops::Range<usize>) -> std::ops::Range<usize> {
-        self.trained_before(flat.start)..self.trained_before(flat.end)
+        self.trained_offset(flat.start)..self.trained_offset(flat.end)
     }
 
-    /// The segments of trained tensors in a range of the flat vector; see [`Unit::segments`].
+    /// The segments of trained tensors in a range of the flat vector; see [`ParamUnit::segments`].
     pub fn trained_segments(&self, flat: std::ops::Range<usize>) -> Vec<Segment> {
         let mut segments = self.segments(flat);
         segments.retain(|s| self.trained[s.param]);
@@ -209,12 +214,12 @@ impl Unit {
     }
 
     /// The range of tensor `i` in the flat vector.
-    pub fn range(&self, i: usize) -> std::ops::Range<usize> {
+    pub fn tensor_range(&self, i: usize) -> std::ops::Range<usize> {
         self.offsets[i]..self.offsets[i + 1]
     }
 
     /// The range of tensors `i..=j` in the flat vector. Adjacent matrices can be multiplied as one.
-    pub fn span(&self, i: usize, j: usize) -> std::ops::Range<usize> {
+    pub fn tensors_range(&self, i: usize, j: usize) -> std::ops::Range<usize> {
         self.offsets[i]..self.offsets[j + 1]
     }
 
@@ -222,7 +227,7 @@ impl Unit {
     pub fn segments(&self, flat: std::ops::Range<usize>) -> Vec<Segment> {
         (0..self.params.len())
             .filter_map(|i| {
-                let r = self.range(i);
+                let r = self.tensor_range(i);
                 let (a, b) = (r.start.max(flat.start), r.end.min(flat.end));
                 (a < b).then(|| Segment { param: i, elements: a - r.start..b - r.start, flat: a..b })
             })
@@ -232,7 +237,7 @@ impl Unit {
 
 /// Every tensor as (unit, index in the unit), in an order that does not depend on which rank has
 /// which expert: first the tensors of dense units in their order, then those of the experts.
-pub fn canonical_order(units: &[Unit]) -> Vec<(usize, usize)> {
+pub fn canonical_order(units: &[ParamUnit]) -> Vec<(usize, usize)> {
     let tensors = |experts: bool| {
         let selected = units.iter().enumerate().filter(move |(_, unit)| unit.holds_experts() == experts);
         selected.flat_map(|(u, unit)| (0..unit.params.len()).map(move |i| (u, i)))
@@ -245,7 +250,7 @@ pub fn canonical_order(units: &[Unit]) -> Vec<(usize, usize)> {
 /// The part of one tensor inside a range of its unit's flat vector.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Segment {
-    /// Index of the tensor in [`Unit::params`].
+    /// Index of the tensor in [`ParamUnit::params`].
     pub param: usize,
     /// The elements of the logical tensor.
     pub elements: std::ops::Range<usize>,

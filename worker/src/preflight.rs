@@ -2,12 +2,11 @@
 //! how much memory each rank will need.
 use crate::{
     data,
-    error::data_diagnostic,
     expert_layout::ExpertLayout,
-    gpu::library_search,
+    gpu::library_search_paths,
     model::{self, Model},
     param_groups::{self, LORA_FROM},
-    params::Unit,
+    params::ParamUnit,
     resume::check_adapters,
     stages::{resolve_lora, resolve_model},
 };
@@ -30,12 +29,12 @@ pub struct TrainPreflight;
 
 impl Preflight for TrainPreflight {
     fn check_gpus(&self, job: &JobSpec) -> diagnostic::Result<()> {
-        let search = library_search(&job.cluster.cuda_library_paths, &job.run.workdir);
+        let search = library_search_paths(&job.cluster.cuda_library_paths, &job.run.workdir);
         device::cuda::check_available(&search).map_err(crate::gpu::unusable_gpu)
     }
 
     fn gpu_libraries(&self, directories: &[PathBuf]) -> Vec<LibraryReport> {
-        crate::gpu::probe_libraries(&library_search(directories, Path::new("/")))
+        crate::gpu::probe_libraries(&library_search_paths(directories, Path::new("/")))
     }
 
     fn check_job(&self, job: &JobSpec, world: u32, threads: u32) -> PreflightReport {
@@ -58,12 +57,12 @@ fn check_train(job: &JobSpec, train: &TrainSpec, world: u32, threads: u32, repor
         Err(errors) => return report.errors.extend(errors),
     };
     report.parameters = units.iter().map(|u| u.trained_len() as u64).sum();
-    let groups = param_groups::assign_groups(&train.optimizer, &units, &model.ties());
+    let groups = param_groups::assign_groups(&train.optimizer, &units, &model.tied_weights());
     report.errors.extend(groups.err().unwrap_or_default());
     if data.is_none() {
         return;
     }
-    report.warnings.extend(idle_workers(&train, world));
+    report.warnings.extend(idle_worker_warning(&train, world));
     let plan = MemoryPlan {
         job,
         train: &train,
@@ -80,11 +79,12 @@ fn check_train(job: &JobSpec, train: &TrainSpec, world: u32, threads: u32, repor
 /// of tokens, or `None` if the training data cannot be read.
 fn check_data(job: &JobSpec, train: &TrainSpec, report: &mut PreflightReport) -> Option<(u32, u64)> {
     let workdir = &job.run.workdir;
-    let estimate = data::estimate(&train.data, workdir);
-    report.errors.extend(estimate.as_ref().err().into_iter().flatten().map(data_diagnostic));
+    let estimate = data::check_training_data(&train.data, workdir).map_err(|errors| {
+        report.errors.extend(errors.into_iter().map(Diagnostic::from));
+    });
     if let Some(eval) = train.eval.as_ref().filter(|e| !e.files.is_empty()) {
-        let errors = data::look_at_held_out(&train.data, &eval.files, workdir);
-        report.errors.extend(errors.iter().map(data_diagnostic).map(|error| match error.subject() {
+        let errors = data::check_eval_files(&train.data, &eval.files, workdir);
+        report.errors.extend(errors.into_iter().map(Diagnostic::from).map(|error| match error.subject() {
             Some("train.data.files") => error.with_subject("train.eval.files"),
             _ => error,
         }));
@@ -99,13 +99,13 @@ fn check_model(
     train: &TrainSpec,
     vocab: u32,
     world: u32,
-) -> Result<(TrainSpec, Box<dyn Model>, Vec<Unit>), Vec<Diagnostic>> {
+) -> Result<(TrainSpec, Box<dyn Model>, Vec<ParamUnit>), Vec<Diagnostic>> {
     let one = |error: Diagnostic| vec![error];
     let workdir = &job.run.workdir;
     let spec = resolve_model(&train.model.resolve_paths(workdir), vocab, train.data.seq_len).map_err(one)?;
-    let mut model = model::build_with(&spec, &train.experts, train.data.seq_len).map_err(|e| {
+    let mut model = model::build_with_experts(&spec, &train.experts, train.data.seq_len).map_err(|e| {
         let key = if spec.from.is_some() { "train.model.from" } else { "train.model.family" };
-        one(Diagnostic::error(codes::model::MODEL_CONFIG_UNSUPPORTED, e).with_subject(key))
+        one(Diagnostic::from(e).with_subject(key))
     })?;
     let lora = train.lora.as_ref().map(|l| l.resolve_paths(workdir));
     let train = TrainSpec { lora: resolve_lora(lora.as_ref()).map_err(one)?, ..train.clone() };
@@ -119,11 +119,12 @@ fn check_model(
 }
 
 /// A warning if a step has fewer micro-batches than there are workers.
-fn idle_workers(train: &TrainSpec, world: u32) -> Option<Diagnostic> {
+fn idle_worker_warning(train: &TrainSpec, world: u32) -> Option<Diagnostic> {
     let slots = train.batch.global / train.batch.micro;
     (slots < world).then(|| {
+        let micro_batches = if slots == 1 { "1 micro-batch" } else { &format!("{slots} micro-batches") };
         let message = format!(
-            "a step has {slots} micro-batches (global / micro) for {world} workers; {} of them only hold shards",
+            "a step has {micro_batches} (global / micro) for {world} workers, of which {} compute nothing",
             world - slots
         );
         Diagnostic::warning(codes::training::BATCH_LEAVES_WORKERS_IDLE, message)

@@ -1,5 +1,5 @@
-//! Resumes from a checkpoint: selects it, checks that it fits the job, loads it, and reports what
-//! differs.
+//! Resumes from a checkpoint: selects it, checks that it fits the job, loads it, and reports
+//! differences from the job.
 mod adapters;
 mod differences;
 mod external;
@@ -10,11 +10,13 @@ pub use adapters::check_adapters;
 pub use pretrained::{PretrainedModel, start_from_model};
 
 use crate::{
+    checkpoint_mapping::{
+        ReadPlan, params_without_state, read_owned_ranges, require_compatible, sync_replicas,
+    },
     consensus::exchange_values,
     error::{Error, Result, unreadable_checkpoint},
     host_local::{self, CheckpointCandidate, HostLocalCheckpoint},
     stages::{Cursor, ReadyTrainer},
-    state::{ReadPlan, params_without_state, read_owned_ranges, require_compatible, sync_replicas},
     storage_layout::StorageLayout,
     train::loss_scale::LossScaleState,
 };
@@ -48,7 +50,7 @@ impl ResumePoint {
     /// The new generation of random streams, and the decision that the next checkpoint records. The
     /// built-in runtime's streams have no state: `reseed` increments the generation and changes no
     /// number.
-    pub fn rng(&self, policy: RngPolicy, world: usize) -> (u64, Value) {
+    pub fn rng_decision(&self, policy: RngPolicy, world: usize) -> (u64, Value) {
         let generation = self.rng_generation + u64::from(policy == RngPolicy::Reseed);
         let policy = match policy {
             RngPolicy::Reconcile => "reconcile",
@@ -93,13 +95,13 @@ pub fn resume(
             NamedCheckpoint::Native(candidate) => (vec![candidate], true),
             NamedCheckpoint::External(mut source, path) => {
                 source.unfuse_experts(&weight_shapes(ready));
-                return external::load(ready, &source, &path, job, events).map(Some);
+                return external::load_external(ready, &source, &path, job, events).map(Some);
             }
         },
     };
     let mut skipped: Vec<(PathBuf, Error)> = Vec::new();
     for candidate in candidates {
-        match load(ready, dirs, &candidate, data_digest, events) {
+        match load_native(ready, dirs, &candidate, data_digest, events) {
             Ok(resumed) => {
                 for (path, error) in skipped {
                     let message = format!("skipped damaged checkpoint {}: {error}", path.display());
@@ -115,7 +117,10 @@ pub fn resume(
     match skipped.first() {
         None => Ok(None),
         Some((_, first)) => {
-            let message = format!("all {} checkpoints in {} are damaged", skipped.len(), root.display());
+            let message = match skipped.len() {
+                1 => format!("the only checkpoint in {} is damaged", root.display()),
+                n => format!("all {n} checkpoints in {} are damaged", root.display()),
+            };
             Err(Diagnostic::error(codes::RESUME_NO_USABLE_CHECKPOINT, message)
                 .with_subject(root.display().to_string())
                 .with_field("checkpoints", skipped.len())
@@ -162,12 +167,12 @@ fn list_candidates(
 ) -> Result<Vec<CheckpointCandidate>> {
     let queue = ready.trainer.engine.queue();
     if !dirs.layout.is_shared() {
-        return host_local::list(queue, dirs.layout, root);
+        return host_local::list_candidates(queue, dirs.layout, root);
     }
     let listed = if ready.trainer.engine.rank() == 0 { ckpt::list(root) } else { Ok(Vec::new()) };
     let paths = listed.map(|list| list.into_iter().map(|(_, path)| path).collect::<Vec<_>>());
     let paths = exchange_values(queue, paths.map_err(unreadable_checkpoint))?.swap_remove(0);
-    Ok(paths.into_iter().map(CheckpointCandidate::at).collect())
+    Ok(paths.into_iter().map(CheckpointCandidate::from_path).collect())
 }
 
 /// The checkpoint that `resume.from` names.
@@ -182,7 +187,7 @@ fn find_named(ready: &ReadyTrainer, dirs: &CheckpointDirs, path: &Path) -> Resul
     let has_manifest = path.join("manifest.json").exists();
     // With host-local directories a host without a part of the checkpoint has no manifest.
     if exchange_values(ready.trainer.engine.queue(), Ok(has_manifest))?.contains(&true) {
-        return Ok(NamedCheckpoint::Native(CheckpointCandidate::at(path.to_path_buf())));
+        return Ok(NamedCheckpoint::Native(CheckpointCandidate::from_path(path.to_path_buf())));
     }
     if let Some(newest) = list_candidates(ready, dirs, path)?.into_iter().next() {
         return Ok(NamedCheckpoint::Native(newest));
@@ -195,14 +200,14 @@ fn find_named(ready: &ReadyTrainer, dirs: &CheckpointDirs, path: &Path) -> Resul
     }
     match found? {
         OpenedCheckpoint::External(source) => Ok(NamedCheckpoint::External(source, path.to_path_buf())),
-        OpenedCheckpoint::Native(newest) => {
-            Ok(NamedCheckpoint::Native(CheckpointCandidate::at(newest.checkpoint.path().to_path_buf())))
-        }
+        OpenedCheckpoint::Native(newest) => Ok(NamedCheckpoint::Native(CheckpointCandidate::from_path(
+            newest.checkpoint.path().to_path_buf(),
+        ))),
     }
 }
 
 /// Loads a native checkpoint: each rank reads its owned ranges. Collective.
-fn load(
+fn load_native(
     ready: &mut ReadyTrainer,
     dirs: &CheckpointDirs,
     candidate: &CheckpointCandidate,
@@ -210,7 +215,7 @@ fn load(
     events: &mut EventSink,
 ) -> std::result::Result<ResumePoint, LoadError> {
     let path = candidate.path.as_path();
-    let opened = open(ready, dirs, candidate)?;
+    let opened = open_native(ready, dirs, candidate)?;
     let damage = first_damage(ready, opened.as_ref().err().cloned())?;
     let opened = match (opened, damage) {
         (Ok(opened), None) => opened,
@@ -225,7 +230,7 @@ fn load(
     let weights_only = checkpoint.is_weights_alone();
     require_compatible(checkpoint, &units, ready.trainer.optimizer.spec())?;
     let (cursor, guess) = match weights_only {
-        true => (Cursor::default(), Some(differences::weights_only(path))),
+        true => (Cursor::default(), Some(differences::weights_only_notice(path))),
         false => read_cursor(ready, facts, path)?,
     };
     let reset_states = match weights_only {
@@ -255,10 +260,10 @@ fn load(
         stage: Some(facts.stage),
     })?;
     let mut notices: Vec<String> =
-        guess.into_iter().chain(differences::master_weights(ready, &tensors)).collect();
+        guess.into_iter().chain(differences::master_weight_notice(ready, &tensors)).collect();
     if !weights_only {
-        notices.extend(differences::frozen_parameters(&units, &tensors, &reset_states));
-        notices.extend(differences::job_settings(ready, facts, data_digest));
+        notices.extend(differences::frozen_parameter_notices(&units, &tensors, &reset_states));
+        notices.extend(differences::job_setting_notices(ready, facts, data_digest));
     }
     for message in notices {
         events(Event::Notice { rank: None, message })?;
@@ -275,7 +280,7 @@ enum OpenCheckpoint {
 
 /// Opens a native checkpoint. The inner error is damage of the checkpoint; the outer error ends the
 /// job. Collective.
-fn open(
+fn open_native(
     ready: &ReadyTrainer,
     dirs: &CheckpointDirs,
     candidate: &CheckpointCandidate,
@@ -301,7 +306,7 @@ fn first_damage(ready: &ReadyTrainer, mine: Option<Error>) -> Result<Option<Erro
 }
 
 /// An error about the position that a checkpoint records.
-fn invalid_position(path: &Path, what: &str) -> Diagnostic {
+fn invalid_position_error(path: &Path, what: &str) -> Diagnostic {
     let message = format!("checkpoint {}: {what}", path.display());
     Diagnostic::error(codes::RESUME_POSITION_INVALID, message).with_subject(path.display().to_string())
 }
@@ -312,7 +317,7 @@ fn read_cursor(ready: &ReadyTrainer, facts: &RunFacts, path: &Path) -> Result<(C
     match facts.cursor.get("at") {
         Some(position) if !position.is_null() => {
             let cursor = serde_json::from_value(position.clone()).map_err(|e| {
-                invalid_position(path, "cannot read the position in its manifest").with_cause(&e)
+                invalid_position_error(path, "cannot read the position in its manifest").with_cause(&e)
             })?;
             Ok((cursor, None))
         }
@@ -321,9 +326,9 @@ fn read_cursor(ready: &ReadyTrainer, facts: &RunFacts, path: &Path) -> Result<(C
             let samples = facts
                 .step
                 .checked_mul(batch)
-                .ok_or_else(|| invalid_position(path, "its number of steps is out of range"))?;
+                .ok_or_else(|| invalid_position_error(path, "its number of steps is out of range"))?;
             let notice = format!(
-                "data resumes at sample {samples} ({} steps × {batch} samples; the checkpoint records no position)",
+                "data resumes at sample {samples} (step {} × global batch {batch}; the checkpoint records no position)",
                 facts.step
             );
             Ok((Cursor { step: facts.step, consumed_samples: samples, tokens: facts.tokens }, Some(notice)))
@@ -334,9 +339,9 @@ fn read_cursor(ready: &ReadyTrainer, facts: &RunFacts, path: &Path) -> Result<(C
 /// With fp16: restores the loss scale that the checkpoint records.
 fn restore_loss_scale(ready: &mut ReadyTrainer, facts: &RunFacts, path: &Path) -> Result<()> {
     let Some(state) = facts.cursor.get("loss_scale").filter(|s| !s.is_null()) else { return Ok(()) };
-    let invalid = || invalid_position(path, "cannot use the loss scale in its manifest");
+    let invalid = || invalid_position_error(path, "cannot use the loss scale in its manifest");
     let state = LossScaleState::deserialize(state).map_err(|e| invalid().with_cause(&e))?;
-    Ok(ready.trainer.loss_scale.restore(state).map_err(|e| invalid().with_help(e.to_string()))?)
+    Ok(ready.trainer.loss_scale.restore(state).map_err(|e| invalid().with_cause(&e))?)
 }
 
 /// By how many updates each of some parameters is behind the others.
@@ -344,7 +349,7 @@ fn read_step_lag(facts: &RunFacts, path: &Path) -> Result<HashMap<String, u64>> 
     match facts.cursor.get("late") {
         None | Some(Value::Null) => Ok(HashMap::new()),
         Some(lag) => Ok(serde_json::from_value(lag.clone()).map_err(|e| {
-            invalid_position(path, "cannot read the update counts in its manifest").with_cause(&e)
+            invalid_position_error(path, "cannot read the update counts in its manifest").with_cause(&e)
         })?),
     }
 }

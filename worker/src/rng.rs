@@ -6,7 +6,7 @@
 //! random numbers: as easy as 1, 2, 3", 2011) with `key = H64(run seed, purpose, scope)` and
 //! `counter = (element / 4, sample, step)`. Real-valued functions come from the `libm` crate, not
 //! from the platform's C library, so a job gets the same weights on every machine.
-use device::philox::words;
+use device::philox::random_words;
 use rayon::prelude::*;
 
 pub use device::philox::philox4x32_10;
@@ -25,7 +25,7 @@ pub enum Purpose {
     /// Noise on a router's logits; the scope is the layer.
     RouterJitter,
     /// Tokens that a model generates; the scope is the prompt.
-    Sample,
+    Generation,
 }
 
 impl Purpose {
@@ -37,12 +37,12 @@ impl Purpose {
             Purpose::DataOrder => "data-order",
             Purpose::StochasticRounding => "stochastic-rounding",
             Purpose::RouterJitter => "router-jitter",
-            Purpose::Sample => "sample",
+            Purpose::Generation => "sample",
         }
     }
 }
 
-/// The random numbers of one run seed, purpose and scope.
+/// A stream of random numbers, identified by run seed, purpose and scope.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RandomStream {
     key: [u32; 2],
@@ -84,7 +84,7 @@ impl RandomStream {
             block >> BLOCK_BITS == 0 && sample >> SAMPLE_BITS == 0 && step >> STEP_BITS == 0,
             "block, sample or step exceeds the range of the counter"
         );
-        words(self.key, block, sample, step)
+        random_words(self.key, block, sample, step)
     }
 
     /// Four standard normal values (Box–Muller): the elements from `4 * block`, at most 6.8 in
@@ -122,7 +122,7 @@ const CHUNK: usize = 1 << 16;
 pub fn fill_normal(out: &mut [f32], seed: u64, purpose: Purpose, tensor: &str, first_element: u64, std: f32) {
     let stream = RandomStream::new(seed, purpose, tensor);
     let std = f64::from(std);
-    fill(out, first_element, |block| stream.normals(block).map(|z| (z * std) as f32));
+    fill_blocks(out, first_element, |block| stream.normals(block).map(|z| (z * std) as f32));
 }
 
 /// Fills `out` with the elements from `first_element` of a tensor of uniform values in [low, high].
@@ -138,11 +138,11 @@ pub fn fill_uniform(
 ) {
     let stream = RandomStream::new(seed, purpose, tensor);
     let (low, width) = (f64::from(low), f64::from(high) - f64::from(low));
-    fill(out, first_element, |block| stream.uniforms(block).map(|u| (low + u * width) as f32));
+    fill_blocks(out, first_element, |block| stream.uniforms(block).map(|u| (low + u * width) as f32));
 }
 
 /// Fills `out` from blocks of four elements; the first and the last block may be used in part.
-fn fill(out: &mut [f32], first_element: u64, values: impl Fn(u64) -> [f32; 4] + Sync) {
+fn fill_blocks(out: &mut [f32], first_element: u64, values: impl Fn(u64) -> [f32; 4] + Sync) {
     out.par_chunks_mut(CHUNK).enumerate().for_each(|(i, chunk)| {
         let mut element = first_element + (i * CHUNK) as u64;
         let mut rest = chunk;

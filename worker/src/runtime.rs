@@ -1,21 +1,22 @@
-//! The process of a built-in worker: connects, builds the trainer, resumes, trains, ends.
+//! The process of a worker: connects to the agent and the other ranks, builds the trainer, resumes,
+//! trains, and gathers the weights.
 mod gather_weights;
 mod samples;
 
 use crate::{
+    checkpoint_mapping::checkpoint_model_spec,
     consensus::exchange_values,
     data::TextTokenizer,
     error::{Error, Result, unwritable_checkpoint},
     gpu::RankDevice,
     host_local, network,
-    params::Unit,
+    params::ParamUnit,
     resume::{CheckpointDirs, PretrainedModel, ResumePoint, resume, start_from_model},
     save::{CheckpointSaver, RunMetadata, checkpoint_bytes},
     session::{Session, inherited_descriptor},
     stages::{ReadyTrainer, ResolvedSpec, RunningTrainer},
-    state::checkpoint_model_spec,
     storage_layout::{StorageLayout, detect_layout},
-    train::run::{RunContext, run},
+    train::run::{RunContext, train_until_done},
     zero::collective_queue::CollectiveQueue,
 };
 use ckpt::{Staging, TextFile};
@@ -46,7 +47,7 @@ pub const STAGING_BYTES: usize = 1 << 20;
 /// Runs the subcommand `launch worker`. Returns the exit code of the process.
 pub fn main() -> u8 {
     ignore_signals();
-    let (session, read, init) = match Session::join() {
+    let (session, read, init) = match Session::connect() {
         Ok(joined) => joined,
         Err(e) => {
             // No agent is connected, so only the terminal can show the error.
@@ -55,7 +56,7 @@ pub fn main() -> u8 {
         }
     };
     silence_device_panics();
-    let result = join(&session, read, &init).and_then(|comm| {
+    let result = connect_ranks(&session, read, &init).and_then(|comm| {
         let result = catch_device_errors(|| run_rank(&session, &init, comm.clone()));
         if let Err(e) = &result {
             // The other ranks get the reason before they notice that this rank ended.
@@ -106,16 +107,16 @@ fn ignore_signals() {
 
 /// Connects the ranks of the job. From then on the session aborts the collectives when the agent
 /// requests it. Collective.
-fn join(session: &Arc<Session>, read: UnixStream, init: &WorkerInit) -> Result<Arc<dyn Comm>> {
+fn connect_ranks(session: &Arc<Session>, read: UnixStream, init: &WorkerInit) -> Result<Arc<dyn Comm>> {
     arm_fault_point(init)?;
-    let limits = comm::shm::Limits { staging: STAGING_BYTES, ..Default::default() };
+    let limits = comm::shm::ShmLimits { staging_bytes: STAGING_BYTES, ..Default::default() };
     if init.local_world < init.world {
-        return network::join(session, read, init, shared_memory()?, limits);
+        return network::connect_hosts(session, read, init, inherited_shared_memory()?, limits);
     }
     let comm: Arc<dyn Comm> = match init.world {
         1 => Arc::new(local::group(1).remove(0)),
         world => {
-            let fd = shared_memory()?.ok_or_else(|| {
+            let fd = inherited_shared_memory()?.ok_or_else(|| {
                 let message =
                     format!("{} is not set, so the other ranks cannot be reached", env::LAUNCH_SHM_FD);
                 Diagnostic::error(codes::training::SHARED_MEMORY_MISSING, message)
@@ -125,15 +126,16 @@ fn join(session: &Arc<Session>, read: UnixStream, init: &WorkerInit) -> Result<A
         }
     };
     let aborted = comm.clone();
-    session.watch(read, move |reason| aborted.abort(reason))?;
+    session.start_threads(read, move |reason| aborted.abort(reason))?;
     Ok(comm)
 }
 
-fn shared_memory() -> Result<Option<OwnedFd>> {
+fn inherited_shared_memory() -> Result<Option<OwnedFd>> {
     inherited_descriptor(env::LAUNCH_SHM_FD)
 }
 
-/// Builds the trainer, resumes, trains, and gathers the weights. Collective.
+/// Runs one rank after it is connected: builds the trainer, resumes, trains, and gathers the
+/// weights. Collective.
 fn run_rank(session: &Session, init: &WorkerInit, comm: Arc<dyn Comm>) -> Result<WorkerExit> {
     let job = &init.job;
     let train = &absolute_train_spec(init)?;
@@ -141,11 +143,11 @@ fn run_rank(session: &Session, init: &WorkerInit, comm: Arc<dyn Comm>) -> Result
     limit_threads(init.threads as usize)?;
     let device = RankDevice::open(init)?;
     println!("rank {} of {}: pid {}, {}", init.rank, init.world, std::process::id(), device.describe());
-    let (ops, comm) = (device.ops(), device.collectives(session, &job.cluster, comm)?);
+    let (ops, comm) = (device.ops(), device.connect_collectives(session, &job.cluster, comm)?);
 
     let tokenizer = TextTokenizer::open(&train.data.tokenizer, &init.workdir)?;
     let samples = SampleSets::open(train, init, comm.as_ref())?;
-    samples.send_notices(session, is_leader)?;
+    samples.send_data_warnings(session, is_leader)?;
     let mut pretrained = PretrainedModel::open(train.model.from.as_deref(), comm.as_ref())?;
     let model = ResolvedSpec::new(train, tokenizer.vocab_size())?.build_model()?;
     let parameters = model.trained_count();
@@ -160,23 +162,25 @@ fn run_rank(session: &Session, init: &WorkerInit, comm: Arc<dyn Comm>) -> Result
         pretrained.add_texts(&mut metadata.tokenizer);
     }
     let dirs = CheckpointDirs { root: &root, workdir: &init.workdir, layout: &layout };
-    let (mut running, resumed) = start(session, init, ready, &dirs, &samples.digest, pretrained.as_mut())?;
+    let (mut running, resumed) =
+        resume_or_initialise(session, init, ready, &dirs, &samples.digest, pretrained.as_mut())?;
     if let Some(resumed) = &resumed {
-        (metadata.rng_generation, metadata.rng_decision) = resumed.rng(job.resume.rng, init.world as usize);
+        (metadata.rng_generation, metadata.rng_decision) =
+            resumed.rng_decision(job.resume.rng, init.world as usize);
     }
     let last = resumed.filter(|r| r.is_native).map(|r| r.path);
     let mut saver =
         CheckpointSaver::new(root.clone(), job.checkpoint.clone(), metadata, last, layout.clone());
     report_ready(session, &running, parameters, is_leader)?;
     let held_out = samples.held_out(train, &tokenizer)?;
-    let run_spec = RunContext { job, session, source: &samples.train, held_out, leader: is_leader };
-    let exit = run(&mut running, &run_spec, &mut saver)?;
+    let run_spec = RunContext { job, session, source: &samples.train, held_out, is_leader };
+    let exit = train_until_done(&mut running, &run_spec, &mut saver)?;
     if exit == WorkerExit::Done && job.checkpoint.gather_16bit_weights_on_model_save {
         session.set_phase(Phase::Gathering)?;
         gather_weights(session, running.trainer.engine.queue(), &saver, &root, &layout)?;
     }
     session.set_phase(Phase::Ending)?;
-    end_together(&running)?;
+    wait_for_all_ranks(&running)?;
     Ok(exit)
 }
 
@@ -200,8 +204,7 @@ fn absolute_train_spec(init: &WorkerInit) -> Result<TrainSpec> {
 /// Limits parallel work outside of the device (initialisation, tokenizing) to `threads` threads.
 fn limit_threads(threads: usize) -> Result<()> {
     rayon::ThreadPoolBuilder::new().num_threads(threads).build_global().map_err(|e| {
-        let message = format!("cannot start a pool of {threads} threads");
-        Diagnostic::error(codes::training::WORKER_THREAD_FAILED, message)
+        Diagnostic::error(codes::training::WORKER_THREAD_FAILED, "cannot start the thread pool")
             .with_field("threads", threads)
             .with_cause(&e)
             .into()
@@ -210,7 +213,7 @@ fn limit_threads(threads: usize) -> Result<()> {
 
 /// Loads the checkpoint that the job names, or initialises the model. Returns the resume point if
 /// there is one. Collective.
-fn start(
+fn resume_or_initialise(
     session: &Session,
     init: &WorkerInit,
     mut ready: ReadyTrainer,
@@ -232,20 +235,21 @@ fn report_ready(session: &Session, running: &RunningTrainer, parameters: u64, is
     if !is_leader {
         return Ok(());
     }
-    let train = running.train();
+    let train = running.train_spec();
     let tokens_per_step = running.trainer.global_batch() * u64::from(train.data.seq_len);
     session.send_event(Event::Ready { step, total_steps: train.steps, parameters, tokens_per_step })
 }
 
 /// Waits until every rank has finished its last collective. A GPU may still execute it after the
 /// call, and other ranks then read this rank's memory. Collective.
-fn end_together(running: &RunningTrainer) -> Result<()> {
+fn wait_for_all_ranks(running: &RunningTrainer) -> Result<()> {
     let queue = running.trainer.engine.queue();
     queue.run(|_| Ok(()))?;
     running.trainer.ops.synchronize();
     Ok(queue.run(|comm| comm.barrier())?)
 }
 
+/// The directory of checkpoints: `checkpoint.dir` with `{name}` replaced, in the working directory.
 fn checkpoint_root(init: &WorkerInit) -> PathBuf {
     let dir = init.job.checkpoint.dir.to_string_lossy().replace("{name}", &init.job.name);
     init.workdir.join(dir)
@@ -277,7 +281,7 @@ fn checkpoint_layout(
             .with_help("point `checkpoint.dir` at shared storage, or remove `checkpoint.parity`")
             .into());
     }
-    host_local::recover(queue, &layout, root)?;
+    host_local::complete_interrupted_commits(queue, &layout, root)?;
     if init.rank == 0 {
         let message = format!(
             "checkpoint.dir is not shared: each of {} directories on the hosts stores the shards of its workers",
@@ -302,15 +306,16 @@ fn check_checkpoint_storage(ready: &ReadyTrainer, root: &Path, layout: &StorageL
     exchange_values(engine.queue(), result).map(drop)
 }
 
+/// The metadata that every checkpoint of this run stores.
 fn run_metadata(
     ready: &ReadyTrainer,
     init: &WorkerInit,
     tokenizer: &TextTokenizer,
     samples: &SampleSets,
 ) -> RunMetadata {
-    let train = ready.train();
+    let train = ready.train_spec();
     let trainer = &ready.trainer;
-    let units: Vec<Unit> = trainer.engine.shards.iter().map(|s| s.unit.clone()).collect();
+    let units: Vec<ParamUnit> = trainer.engine.shards.iter().map(|s| s.unit.clone()).collect();
     let files = tokenizer.hf_files().into_iter().map(|(name, text)| TextFile { name, text });
     RunMetadata {
         model: checkpoint_model_spec(trainer.model.as_ref(), &units, train, tokenizer.eod()),

@@ -1,12 +1,12 @@
-//! [`CheckpointSaver`]: writes the checkpoints of a run, in the background if the job asks for it.
+//! [`CheckpointSaver`]: writes the checkpoints of a run, in the background with `checkpoint.async`.
 use crate::{
+    checkpoint_mapping::{OwnedRange, owned_ranges, state_roles},
     consensus::exchange_values,
-    error::{Error, Result, no_thread, unwritable_checkpoint},
+    error::{Error, Result, thread_start_error, unwritable_checkpoint},
     host_local,
     optim::Optimizer,
-    params::Unit,
+    params::ParamUnit,
     stages::RunningTrainer,
-    state::{OwnedRange, owned_ranges, state_roles},
     storage_layout::StorageLayout,
     zero::engine::Engine,
 };
@@ -74,6 +74,7 @@ enum StagingMemory {
     Ready(Vec<Buf>),
 }
 
+/// A checkpoint that was begun and not committed.
 struct PendingSave {
     facts: RunFacts,
     /// The staging directory, on the rank that leads the directory.
@@ -84,6 +85,7 @@ struct PendingSave {
     began: Instant,
 }
 
+/// The writing of this rank's shard: finished, or running on a background thread.
 enum ShardWriter {
     Done(ShardResult),
     /// Returns the staging memory together with the result.
@@ -146,7 +148,7 @@ impl CheckpointSaver {
     /// Whether saves run in the background. Offloaded states are written in the foreground: a copy
     /// of them would need the memory that offloading saves.
     fn saves_in_background(&self, running: &RunningTrainer) -> bool {
-        self.spec.r#async && running.train().zero.offload.is_none()
+        self.spec.r#async && running.train_spec().zero.offload.is_none()
     }
 
     /// Takes the notice about a fallback of this rank, if there is one.
@@ -154,6 +156,8 @@ impl CheckpointSaver {
         self.notice.take()
     }
 
+    /// The staging memory for one background save: pinned, or pageable with a notice if the driver
+    /// has no pinned memory.
     fn take_staging(&mut self, running: &RunningTrainer) -> Result<Vec<Buf>> {
         self.allocate_staging(running)?;
         match std::mem::replace(&mut self.staging, StagingMemory::NotAllocated) {
@@ -188,9 +192,9 @@ impl CheckpointSaver {
     pub fn begin(&mut self, running: &mut RunningTrainer) -> Result<()> {
         let began = Instant::now();
         let (engine, optimizer) = (&running.trainer.engine, &running.trainer.optimizer);
-        let facts = self.facts(running);
+        let facts = self.run_facts(running);
         let (rank, leader) = (engine.rank(), self.layout.directory_leader(engine.rank()));
-        let bytes = self.layout.bytes_share(rank, self.bytes(engine, optimizer));
+        let bytes = self.layout.bytes_share(rank, self.total_bytes(engine, optimizer));
         let staging = (rank == leader).then(|| Staging::begin(&self.root, facts.step, bytes));
         let staging = staging.transpose().map_err(unwritable_checkpoint);
         let path = staging.as_ref().map(|s| s.as_ref().map(|s| s.path().to_path_buf())).map_err(Clone::clone);
@@ -199,7 +203,7 @@ impl CheckpointSaver {
             .into_iter()
             .nth(leader)
             .flatten()
-            .ok_or_else(|| writer_failed(format!("rank {leader} reported no staging directory")))?;
+            .ok_or_else(|| writer_error(format!("rank {leader} reported no staging directory")))?;
         let guards: Vec<_> = (0..engine.shards.len()).map(|u| engine.params(u)).collect();
         let ranges = owned_ranges(engine, optimizer, &guards);
         let ops = running.trainer.ops.as_ref();
@@ -228,8 +232,8 @@ impl CheckpointSaver {
         Ok(())
     }
 
-    /// Number of bytes that all ranks together will write, including parity.
-    fn bytes(&self, engine: &Engine, optimizer: &Optimizer) -> u64 {
+    /// Number of bytes that all ranks together write for one checkpoint, including parity.
+    fn total_bytes(&self, engine: &Engine, optimizer: &Optimizer) -> u64 {
         let tensors = checkpoint_bytes(engine, optimizer);
         let parity = if self.spec.parity { tensors.div_ceil(engine.world() as u64) } else { 0 };
         tensors.saturating_add(parity)
@@ -253,28 +257,35 @@ impl CheckpointSaver {
                 }
                 Err(panic) => {
                     let why = panic_message(panic.as_ref());
-                    Err(writer_failed(format!("the checkpoint writer stopped: {why}")))
+                    Err(writer_error(format!("the checkpoint writer stopped: {why}")))
                 }
             },
         };
         let reports = exchange_values(queue, report)?;
         let step = facts.step;
         if !self.layout.is_shared() {
-            let (path, bytes) =
-                host_local::commit(queue, &self.layout, &self.root, staging, facts, reports, self.spec.keep)?;
+            let (path, bytes) = host_local::commit_on_all_hosts(
+                queue,
+                &self.layout,
+                &self.root,
+                staging,
+                facts,
+                reports,
+                self.spec.keep,
+            )?;
             self.last = Some(path.clone());
             return Ok(Some(SavedCheckpoint { step, path, bytes, seconds: began.elapsed().as_secs_f64() }));
         }
-        let parity = self.parity(running, &directory, &reports)?;
+        let parity = self.write_parity_stripe(running, &directory, &reports)?;
         let committed = match staging {
-            Some(s) => self.commit(s, facts, reports, parity).map(Some),
+            Some(s) => self.commit_and_prune(s, facts, reports, parity).map(Some),
             None => Ok(None),
         };
         let (path, bytes) = exchange_values(queue, committed)?
             .into_iter()
             .flatten()
             .next()
-            .ok_or_else(|| writer_failed("rank 0 reported no committed checkpoint".into()))?;
+            .ok_or_else(|| writer_error("rank 0 reported no committed checkpoint".into()))?;
         self.last = Some(path.clone());
         Ok(Some(SavedCheckpoint { step, path, bytes, seconds: began.elapsed().as_secs_f64() }))
     }
@@ -282,7 +293,7 @@ impl CheckpointSaver {
     /// Writes this rank's stripe of the parity and returns the reports of all; `None` without
     /// `checkpoint.parity`. The shards of all ranks must be complete, because each rank reads one
     /// Nth of the checkpoint. Collective.
-    fn parity(
+    fn write_parity_stripe(
         &self,
         running: &RunningTrainer,
         directory: &Path,
@@ -297,7 +308,9 @@ impl CheckpointSaver {
         exchange_values(engine.queue(), mine).map(Some)
     }
 
-    fn commit(
+    /// Commits a checkpoint in a directory that all ranks share, and removes old checkpoints.
+    /// Returns its path and bytes.
+    fn commit_and_prune(
         &self,
         staging: Staging,
         facts: RunFacts,
@@ -315,8 +328,9 @@ impl CheckpointSaver {
         Ok((done.path, done.bytes))
     }
 
-    fn facts(&self, running: &RunningTrainer) -> RunFacts {
-        let (id, trainer, train) = (&self.metadata, &running.trainer, running.train());
+    /// The facts about the run that the manifest of a checkpoint stores.
+    fn run_facts(&self, running: &RunningTrainer) -> RunFacts {
+        let (metadata, trainer, train) = (&self.metadata, &running.trainer, running.train_spec());
         let units: Vec<_> = trainer.engine.shards.iter().map(|s| s.unit.clone()).collect();
         RunFacts {
             step: running.position.step,
@@ -325,28 +339,28 @@ impl CheckpointSaver {
             run_seed: train.seed,
             tokens: running.position.tokens,
             program: format!("launch {}", env!("CARGO_PKG_VERSION")),
-            cursor: cursor(running, &id.data_digest, &units),
+            cursor: cursor_json(running, &metadata.data_digest, &units),
             // The runtime's random numbers are functions of seed and logical ids, without state.
             rng: json!({
                 "engine": "philox4x32-10, stateless",
-                "generation": id.rng_generation,
-                "resumed": id.rng_decision,
+                "generation": metadata.rng_generation,
+                "resumed": metadata.rng_decision,
             }),
             groups: json!(trainer.optimizer.groups(&units)),
-            model: id.model.clone(),
-            tokenizer: id.tokenizer.clone(),
-            job: json!(id.job),
+            model: metadata.model.clone(),
+            tokenizer: metadata.tokenizer.clone(),
+            job: json!(metadata.job),
         }
     }
 }
 
-/// The position of the run. `late` is present if some parameters have had fewer updates than
-/// others, `loss_scale` with fp16.
-fn cursor(running: &RunningTrainer, data: &str, units: &[Unit]) -> Value {
+/// The cursor that a checkpoint stores: the position of the run, `late` if some parameters have had
+/// fewer updates than others, and `loss_scale` with fp16.
+fn cursor_json(running: &RunningTrainer, data: &str, units: &[ParamUnit]) -> Value {
     let mut cursor = json!({ "at": running.position, "data": data });
-    let late = running.trainer.optimizer.step_lag(units);
-    if !late.is_empty() {
-        cursor["late"] = json!(late);
+    let step_lag = running.trainer.optimizer.step_lag(units);
+    if !step_lag.is_empty() {
+        cursor["late"] = json!(step_lag);
     }
     if let Some(state) = running.trainer.loss_scale.state() {
         cursor["loss_scale"] = json!(state);
@@ -359,10 +373,11 @@ impl RangeLabel {
         RangeLabel { name: o.name.into(), role: o.role, start_element: o.start_element }
     }
 
+    /// The range with its values, in the form in which shards are written.
     fn piece<'a>(&'a self, data: View<'a>) -> Piece<'a> {
         let data = match data.dtype() {
             Dtype::F32 => Elements::F32(data.host()),
-            Dtype::Bf16 => Elements::Bf16(data.halves()),
+            Dtype::Bf16 => Elements::Bf16(data.half_bits()),
             Dtype::F16 => unreachable!("with fp16, checkpoints hold fp32 master weights"),
         };
         Piece { name: &self.name, role: self.role, start_element: self.start_element, data }
@@ -381,6 +396,7 @@ fn pageable_buffers(running: &RunningTrainer) -> Vec<Buf> {
     range_sizes(running).into_iter().map(|(dtype, len)| Buf::zeroed_as(dtype, len)).collect()
 }
 
+/// Pairs each label with its values.
 fn pieces<'a>(labels: &'a [RangeLabel], values: &'a [Buf]) -> Vec<Piece<'a>> {
     labels.iter().zip(values).map(|(label, values)| label.piece(values.view())).collect()
 }
@@ -389,7 +405,7 @@ fn spawn_thread<T: Send + 'static>(
     name: &str,
     f: impl FnOnce() -> T + Send + 'static,
 ) -> Result<JoinHandle<T>> {
-    std::thread::Builder::new().name(name.into()).spawn(f).map_err(|e| no_thread(name, &e))
+    std::thread::Builder::new().name(name.into()).spawn(f).map_err(|e| thread_start_error(name, &e))
 }
 
 /// Writes a shard in the foreground, directly from host memory or through a host copy of device
@@ -415,11 +431,11 @@ fn write_in_foreground(
 /// Number of bytes of all tensors of a checkpoint.
 pub fn checkpoint_bytes(engine: &Engine, optimizer: &Optimizer) -> u64 {
     let states = state_roles(optimizer.spec()).len() as u64;
-    let weight = engine.weights().updated.size() as u64;
-    let unit_bytes = |u: &Unit| weight * u.len() as u64 + 4 * states * u.trained_len() as u64;
+    let weight = engine.param_dtypes().updated.size() as u64;
+    let unit_bytes = |u: &ParamUnit| weight * u.len() as u64 + 4 * states * u.trained_len() as u64;
     engine.shards.iter().map(|s| unit_bytes(&s.unit)).sum()
 }
 
-fn writer_failed(message: String) -> Error {
+fn writer_error(message: String) -> Error {
     Error::new(codes::training::CHECKPOINT_WRITER_FAILED, message)
 }

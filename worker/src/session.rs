@@ -2,7 +2,7 @@
 //!
 //! One thread reads requests (stop, save, reload, abort), one sends a heartbeat each second. Events
 //! are sent by the thread in which they happen.
-use crate::error::{Error, Result, no_thread};
+use crate::error::{Error, Result, thread_start_error};
 use contract::{
     control::{FromWorker, Peers, ToWorker, VERSION, WorkerInit},
     env,
@@ -36,15 +36,15 @@ const PEERS_TIMEOUT: Duration = Duration::from_secs(120);
 /// The reason of an abort when the agent ended.
 const AGENT_ENDED: &str = "the agent closed the control connection";
 
-/// Requests of the agent, which take effect at the next step boundary.
+/// The agent's requests to stop, save or reload, which take effect at the next step boundary.
 #[derive(Default)]
-pub struct Requests {
+pub struct AgentRequests {
     stop: AtomicBool,
     save: AtomicBool,
     reload_values: Mutex<Option<ReloadValues>>,
 }
 
-impl Requests {
+impl AgentRequests {
     /// Whether the agent requested to save and stop.
     pub fn stop_requested(&self) -> bool {
         self.stop.load(Relaxed)
@@ -74,16 +74,16 @@ impl Requests {
 pub struct Session {
     write: Mutex<UnixStream>,
     /// Requests that the agent sent.
-    pub requests: Requests,
+    pub requests: AgentRequests,
     phase: Mutex<Phase>,
     step: AtomicU64,
     aborts: Mutex<AbortHandlers>,
 }
 
-/// Ends something because of an abort; receives the reason.
+/// A function that an abort calls with its reason, to end blocked operations.
 type AbortHandler = Box<dyn Fn(&str) + Send>;
 
-/// Handlers that were added after the session began to read.
+/// The handlers of [`Session::on_abort`], and the reason once an abort has come.
 #[derive(Default)]
 struct AbortHandlers {
     handlers: Vec<AbortHandler>,
@@ -115,25 +115,25 @@ pub fn inherited_descriptor(name: &str) -> Result<Option<OwnedFd>> {
 
 impl Session {
     /// Opens the control connection and waits for the agent's first message. Returns the session,
-    /// the stream that [`Session::watch`] will read, and the worker's instructions.
-    pub fn join() -> Result<(Arc<Session>, UnixStream, WorkerInit)> {
+    /// the stream that [`Session::start_threads`] will read, and the worker's instructions.
+    pub fn connect() -> Result<(Arc<Session>, UnixStream, WorkerInit)> {
         let fd = inherited_descriptor(env::LAUNCH_CONTROL_FD)?.ok_or_else(|| {
             let message = "`launch worker` was started without an agent";
             Diagnostic::error(codes::training::WORKER_STARTED_DIRECTLY, message)
                 .with_help("run `launch job.yaml`, whose agents start the workers")
         })?;
         let mut read = UnixStream::from(fd);
-        let write = read.try_clone().map_err(connection_lost)?;
+        let write = read.try_clone().map_err(connection_lost_error)?;
         let session = Session {
             write: Mutex::new(write),
-            requests: Requests::default(),
+            requests: AgentRequests::default(),
             phase: Mutex::new(Phase::Starting),
             step: AtomicU64::new(0),
             aborts: Mutex::default(),
         };
         session.send(&FromWorker::Hello { version: VERSION, pid: std::process::id() })?;
-        read.set_read_timeout(Some(MESSAGE_TIMEOUT)).map_err(connection_lost)?;
-        let init = match receive(&mut read)? {
+        read.set_read_timeout(Some(MESSAGE_TIMEOUT)).map_err(connection_lost_error)?;
+        let init = match receive_message(&mut read)? {
             Some(ToWorker::Init(init)) if init.version == VERSION => *init,
             Some(ToWorker::Init(init)) => {
                 let message = format!(
@@ -151,13 +151,13 @@ impl Session {
                 return Err(Error::new(codes::training::AGENT_MESSAGE_INVALID, message));
             }
         };
-        read.set_read_timeout(None).map_err(connection_lost)?;
+        read.set_read_timeout(None).map_err(connection_lost_error)?;
         Ok((Arc::new(session), read, init))
     }
 
     /// Starts the threads that read requests and send heartbeats. `abort` ends every collective; it
     /// is called when the agent requests an abort or ends.
-    pub fn watch(
+    pub fn start_threads(
         self: &Arc<Self>,
         mut read: UnixStream,
         abort: impl Fn(&str) + Send + 'static,
@@ -165,7 +165,7 @@ impl Session {
         let session = self.clone();
         let reader = std::thread::Builder::new().name("session".into()).spawn(move || {
             loop {
-                match receive(&mut read) {
+                match receive_message(&mut read) {
                     Ok(Some(ToWorker::Stop)) => session.requests.stop.store(true, Relaxed),
                     Ok(Some(ToWorker::Save)) => session.requests.save.store(true, Relaxed),
                     Ok(Some(ToWorker::Reload(values))) => session.requests.set_reload(values),
@@ -182,7 +182,7 @@ impl Session {
                 }
             }
         });
-        reader.map_err(|e| no_thread("session", &e))?;
+        reader.map_err(|e| thread_start_error("session", &e))?;
         let session = self.clone();
         let heartbeat = std::thread::Builder::new().name("heartbeat".into()).spawn(move || {
             // Ends with the process. A failed send means that the agent ended, which the reader
@@ -191,7 +191,7 @@ impl Session {
                 std::thread::sleep(HEARTBEAT_INTERVAL);
             }
         });
-        heartbeat.map_err(|e| no_thread("heartbeat", &e))?;
+        heartbeat.map_err(|e| thread_start_error("heartbeat", &e))?;
         Ok(())
     }
 
@@ -211,7 +211,7 @@ impl Session {
     }
 
     /// Reports the addresses on which this rank accepts connections, and waits for those of all
-    /// ranks. Called before [`Session::watch`], so it sends the heartbeats itself.
+    /// ranks. Called before [`Session::start_threads`], so it sends the heartbeats itself.
     pub fn exchange_addresses(
         &self,
         read: &mut UnixStream,
@@ -222,18 +222,18 @@ impl Session {
         self.send(&FromWorker::Listening { addresses })?;
         let deadline = Instant::now() + PEERS_TIMEOUT;
         loop {
-            read.set_read_timeout(Some(HEARTBEAT_INTERVAL)).map_err(connection_lost)?;
+            read.set_read_timeout(Some(HEARTBEAT_INTERVAL)).map_err(connection_lost_error)?;
             if !poll_readable(read)? {
                 if Instant::now() >= deadline {
-                    return Err(peers_not_listening());
+                    return Err(peers_not_listening_error());
                 }
                 self.send_progress()?;
                 continue;
             }
-            read.set_read_timeout(Some(MESSAGE_TIMEOUT)).map_err(connection_lost)?;
-            match receive(read)? {
+            read.set_read_timeout(Some(MESSAGE_TIMEOUT)).map_err(connection_lost_error)?;
+            match receive_message(read)? {
                 Some(ToWorker::Peers(peers)) if peers.attempt == attempt => {
-                    read.set_read_timeout(None).map_err(connection_lost)?;
+                    read.set_read_timeout(None).map_err(connection_lost_error)?;
                     return Ok(peers);
                 }
                 Some(ToWorker::Peers(_) | ToWorker::Init(_)) => {}
@@ -265,6 +265,7 @@ impl Session {
         self.step.store(step, Relaxed);
     }
 
+    /// Sends the phase and the step of this rank, which also serves as heartbeat.
     fn send_progress(&self) -> Result<()> {
         let phase = *self.phase.lock().unwrap_or_else(PoisonError::into_inner);
         self.send(&FromWorker::Progress { phase, step: self.step.load(Relaxed) })
@@ -281,49 +282,49 @@ impl Session {
     }
 
     fn send(&self, message: &FromWorker) -> Result<()> {
-        let frame = frame::encode(message).map_err(invalid_message)?;
+        let frame = frame::encode(message).map_err(invalid_message_error)?;
         let mut write = self.write.lock().unwrap_or_else(PoisonError::into_inner);
-        write.write_all(&frame).map_err(connection_lost)
+        write.write_all(&frame).map_err(connection_lost_error)
     }
 }
 
 /// Waits for data or the end of the stream, at most for the stream's read timeout. Returns whether
 /// there is something to read.
 fn poll_readable(read: &UnixStream) -> Result<bool> {
-    let timeout = read.read_timeout().map_err(connection_lost)?.unwrap_or(MESSAGE_TIMEOUT);
+    let timeout = read.read_timeout().map_err(connection_lost_error)?.unwrap_or(MESSAGE_TIMEOUT);
     let mut fds = [PollFd::new(read.as_fd(), PollFlags::POLLIN)];
     match poll(&mut fds, PollTimeout::try_from(timeout).unwrap_or(PollTimeout::MAX)) {
         Ok(n) => Ok(n > 0),
         Err(nix::errno::Errno::EINTR) => Ok(false),
-        Err(e) => Err(connection_lost(e.into())),
+        Err(e) => Err(connection_lost_error(e.into())),
     }
 }
 
 /// Reads one message; `None` if the agent closed the connection.
-fn receive(read: &mut UnixStream) -> Result<Option<ToWorker>> {
+fn receive_message(read: &mut UnixStream) -> Result<Option<ToWorker>> {
     let mut header = [0; frame::HEADER];
     match read.read_exact(&mut header) {
         Err(e) if e.kind() == std::io::ErrorKind::UnexpectedEof => return Ok(None),
-        other => other.map_err(connection_lost)?,
+        other => other.map_err(connection_lost_error)?,
     }
-    let mut body = vec![0; frame::body_length(header).map_err(invalid_message)? as usize];
-    read.read_exact(&mut body).map_err(connection_lost)?;
-    frame::decode(&body).map(Some).map_err(invalid_message)
+    let mut body = vec![0; frame::body_length(header).map_err(invalid_message_error)? as usize];
+    read.read_exact(&mut body).map_err(connection_lost_error)?;
+    frame::decode(&body).map(Some).map_err(invalid_message_error)
 }
 
-fn peers_not_listening() -> Error {
+fn peers_not_listening_error() -> Error {
     let seconds = PEERS_TIMEOUT.as_secs();
     let message = format!("not all ranks of the job accepted connections within {seconds} s");
     let diagnostic = Diagnostic::error(codes::training::PEERS_NOT_LISTENING, message);
     diagnostic.with_field("timeout_seconds", seconds).into()
 }
 
-fn invalid_message(error: frame::FrameError) -> Error {
+fn invalid_message_error(error: frame::FrameError) -> Error {
     let message = "a message on the control connection to the agent is not valid";
     Diagnostic::error(codes::training::AGENT_MESSAGE_INVALID, message).with_cause(&error).into()
 }
 
-fn connection_lost(error: std::io::Error) -> Error {
+fn connection_lost_error(error: std::io::Error) -> Error {
     let message = "the control connection to the agent failed";
     Error::aborted(Diagnostic::error(codes::training::AGENT_CONNECTION_LOST, message).with_cause(&error))
 }

@@ -5,15 +5,15 @@ use crate::{
     error::{Result, invalid_train_section},
     expert_layout::{self, ExpertLayout},
     model::{self, Batch, Model},
-    optim::{Optimizer, schedule::lr_at},
+    optim::{Optimizer, schedule::learning_rate_at},
     param_groups::{self, LORA_FROM, first_backward_layer},
-    params::{Init, Segment, Unit},
+    params::{ParamInit, ParamUnit, Segment},
     rng::{Purpose, fill_normal, fill_uniform},
     train::{
-        experts::MoeTrainer,
+        activations::MicroBatchActivations,
         loss_scale::LossScale,
+        moe::MoeTrainer,
         step::{SampleSource, StepOutcome, StepReport, Trainer},
-        workspace::Workspace,
     },
     zero::{
         ShardingPolicy,
@@ -68,7 +68,7 @@ pub struct RunningTrainer {
     /// Computes the steps.
     pub trainer: Trainer,
     train: TrainSpec,
-    /// How much is trained.
+    /// How far training has progressed.
     pub position: Cursor,
 }
 
@@ -83,8 +83,8 @@ pub struct Cursor {
     pub tokens: u64,
 }
 
-/// The model section completed by the model directory, a tokenizer with `vocab` tokens, and samples
-/// of `seq_len` tokens.
+/// Completes the `train.model` section with the sizes of the model directory, or with those that
+/// follow from a tokenizer with `vocab` tokens and samples of `seq_len` tokens.
 ///
 /// # Errors
 /// The directory is unusable, or its model is too small for the tokenizer or the samples; the
@@ -93,10 +93,10 @@ pub fn resolve_model(spec: &ModelSpec, vocab: u32, seq_len: u32) -> diagnostic::
     const FROM: &str = "train.model.from";
     let mut resolved = spec.clone();
     if let Some(directory) = &spec.from {
-        let (family, vocab_size, max_positions) = model::read_folder(directory)
-            .map_err(|e| Diagnostic::error(codes::model::MODEL_CONFIG_UNSUPPORTED, e).with_subject(FROM))?;
-        resolved.family = family.into();
-        (resolved.vocab_size, resolved.max_position_embeddings) = (vocab_size, max_positions);
+        let config =
+            model::read_config_summary(directory).map_err(|e| Diagnostic::from(e).with_subject(FROM))?;
+        resolved.family = config.family.into();
+        (resolved.vocab_size, resolved.max_position_embeddings) = (config.vocab_size, config.max_positions);
     }
     // A size is a key of the job or, with a model directory, of its config.json.
     let too_small = |code, name: &str, why: String| match &spec.from {
@@ -139,8 +139,8 @@ pub fn resolve_model(spec: &ModelSpec, vocab: u32, seq_len: u32) -> diagnostic::
     Ok(resolved)
 }
 
-/// The adapter section completed by the configuration in the directory that `train.lora.from`
-/// names.
+/// Completes the `train.lora` section with the configuration in the directory that
+/// `train.lora.from` names.
 ///
 /// # Errors
 /// The configuration cannot be read; the subject is the key.
@@ -148,7 +148,7 @@ pub fn resolve_lora(spec: Option<&LoraSpec>) -> diagnostic::Result<Option<LoraSp
     let Some(spec) = spec else { return Ok(None) };
     let Some(directory) = &spec.from else { return Ok(Some(spec.clone())) };
     let AdapterConfig { rank, alpha, rslora, dropout, targets, .. } =
-        AdapterConfig::read(directory).map_err(|e| crate::error::adapter_diagnostic(e, LORA_FROM))?;
+        AdapterConfig::read(directory).map_err(|e| crate::error::unreadable_adapters(e, LORA_FROM))?;
     let targets = LoraTargets::Names(targets);
     let dropout = spec.dropout.or(Some(dropout));
     Ok(Some(LoraSpec { from: spec.from.clone(), rank, alpha, dropout, rslora, targets }))
@@ -165,10 +165,9 @@ impl ResolvedSpec {
 
     /// Builds the model and decides which of its parameters are trained.
     pub fn build_model(self) -> Result<BuiltModel> {
-        let mut model = model::build_with(&self.train.model, &self.train.experts, self.train.data.seq_len)
-            .map_err(|e| {
-                Diagnostic::error(codes::model::MODEL_CONFIG_UNSUPPORTED, e).with_subject("train.model")
-            })?;
+        let mut model =
+            model::build_with_experts(&self.train.model, &self.train.experts, self.train.data.seq_len)
+                .map_err(|e| Diagnostic::from(e).with_subject("train.model"))?;
         let replicated = ExpertLayout::replicated(model.as_ref());
         let units = param_groups::trainable_units(model.as_mut(), replicated.as_ref(), &self.train)
             .map_err(invalid_train_section)?;
@@ -187,19 +186,20 @@ impl BuiltModel {
     pub fn shard(self, comm: Arc<dyn Comm>, ops: Arc<dyn Ops>) -> Result<ShardedModel> {
         let train = self.train;
         let queue = CollectiveQueue::new(comm, ops.clone())
-            .map_err(|e| crate::error::no_thread("communication", &e))?;
+            .map_err(|e| crate::error::thread_start_error("communication", &e))?;
         let layers = self.model.units().len() - 2;
         let world = queue.comm().world();
         let expert_layout = ExpertLayout::new(&train.experts, self.model.as_ref(), layers, world)?;
-        let mut units = expert_layout::all_units(self.model.as_ref(), expert_layout.as_ref());
-        param_groups::mark_trained(&mut units, &self.model.ties(), &train).map_err(invalid_train_section)?;
+        let mut units = expert_layout::units_with_experts(self.model.as_ref(), expert_layout.as_ref());
+        param_groups::mark_trained(&mut units, &self.model.tied_weights(), &train)
+            .map_err(invalid_train_section)?;
         let policy = ShardingPolicy::for_job(&train);
         let slots = (train.batch.global / train.batch.micro) as usize;
         let (zero, weights) = (&train.zero, weight_dtypes(&train));
         let retention = (zero.prefetch as usize, zero.max_live_parameters);
         let engine = Engine::new(units, policy, slots, retention, weights, queue, ops.clone())?;
         let mut model = self.model;
-        model.place(ops.as_ref());
+        model.move_to_device(ops.as_ref());
         Ok(ShardedModel { train, model: model.into(), engine, ops, expert_layout })
     }
 }
@@ -216,14 +216,14 @@ pub fn compute_dtype(precision: Precision) -> Dtype {
 /// The element types of the weights for computation and of those that the optimizer updates.
 pub fn weight_dtypes(train: &TrainSpec) -> ParamDtypes {
     let dtype = compute_dtype(train.precision);
-    ParamDtypes { dtype, updated: if train.rounds_stochastically() { dtype } else { Dtype::F32 } }
+    ParamDtypes { compute: dtype, updated: if train.rounds_stochastically() { dtype } else { Dtype::F32 } }
 }
 
 /// Initialises this rank's elements of the selected parameters of unit `u`.
 ///
 /// Values are functions of the logical element, so every sharding gets the same weights. Weights
 /// for computation in 16 bits are only valid for the selected parameters afterwards.
-fn initialise(engine: &Engine, ops: &dyn Ops, u: usize, seed: u64, selects: impl Fn(&str) -> bool) {
+fn initialise_unit(engine: &Engine, ops: &dyn Ops, u: usize, seed: u64, selects: impl Fn(&str) -> bool) {
     let (unit, resident, computed) =
         (&engine.shards[u].unit, engine.resident_range(u), engine.compute_range(u));
     let longest = resident.len().max(computed.len());
@@ -256,7 +256,7 @@ const INIT_BUFFER_ELEMENTS: usize = 1 << 20;
 /// Writes the initial values of a flat range of a unit; parameters that are not selected are
 /// skipped.
 fn fill_initial_values(
-    unit: &Unit,
+    unit: &ParamUnit,
     range: Range<usize>,
     seed: u64,
     selects: impl Fn(&str) -> bool,
@@ -270,12 +270,12 @@ fn fill_initial_values(
         let out = &mut out[seg.flat.start - range.start..seg.flat.end - range.start];
         let first = seg.elements.start as u64;
         match spec.init {
-            Init::Normal(std) => fill_normal(out, seed, Purpose::Init, &spec.name, first, std),
-            Init::Uniform(bound) => {
+            ParamInit::Normal(std) => fill_normal(out, seed, Purpose::Init, &spec.name, first, std),
+            ParamInit::Uniform(bound) => {
                 fill_uniform(out, seed, Purpose::Init, &spec.name, first, -bound, bound);
             }
-            Init::Ones => out.fill(1.0),
-            Init::Zeros => out.fill(0.0),
+            ParamInit::Ones => out.fill(1.0),
+            ParamInit::Zeros => out.fill(0.0),
         }
     }
 }
@@ -285,37 +285,45 @@ impl ShardedModel {
     /// buffers.
     pub fn create_optimizer(self) -> Result<ModelWithOptimizer> {
         let ShardedModel { train, model, engine, ops, expert_layout } = self;
-        let units: Vec<Unit> = engine.shards.iter().map(|s| s.unit.clone()).collect();
+        let units: Vec<ParamUnit> = engine.shards.iter().map(|s| s.unit.clone()).collect();
         let ranges = (0..units.len()).map(|u| engine.update_range(u));
         let offload = train.zero.offload.as_ref();
         let seed = train.rounds_stochastically().then_some(train.seed);
-        let optimizer =
-            Optimizer::new(ops.as_ref(), &train.optimizer, &units, &model.ties(), ranges, offload, seed)
-                .map_err(invalid_train_section)?;
+        let optimizer = Optimizer::new(
+            ops.as_ref(),
+            &train.optimizer,
+            &units,
+            &model.tied_weights(),
+            ranges,
+            offload,
+            seed,
+        )
+        .map_err(invalid_train_section)?;
         let (b, t) = (train.batch.micro as usize, train.data.seq_len as usize);
         let layers = units.iter().filter(|u| !u.holds_experts()).count() - 2;
         let first = first_backward_layer(&units);
-        let (recompute, dtype, memory) = (train.recompute, engine.weights().dtype, ops.as_ref());
+        let (recompute, dtype, memory) = (train.recompute, engine.param_dtypes().compute, ops.as_ref());
         let experts =
             MoeTrainer::new(&ops, model.as_ref(), expert_layout.as_ref(), &engine, b * t, recompute);
-        let work = || Workspace::new(memory, model.as_ref(), layers, b, t, recompute, first, dtype);
+        let work =
+            || MicroBatchActivations::new(memory, model.as_ref(), layers, b, t, recompute, first, dtype);
         let trainer = Trainer {
-            work: with_alloc_label("activations", work),
+            activations: with_alloc_label("activations", work),
             batch: Batch {
-                b,
-                t,
+                sequences: b,
+                seq_len: t,
                 tokens: vec![0; b * t],
                 labels: vec![0; b * t],
                 starts: vec![0; b * t],
-                windowed: Vec::new(),
-                first: None,
+                window_starts: Vec::new(),
+                first_sample: None,
             },
             experts,
             model,
             engine,
             optimizer,
             ops,
-            micro: b,
+            micro_batch_size: b,
             recompute: train.recompute,
             clip_norm: train.clip_norm,
             update_after: Event::default(),
@@ -336,7 +344,7 @@ impl ModelWithOptimizer {
 
 impl ReadyTrainer {
     /// The resolved `train` section.
-    pub fn train(&self) -> &TrainSpec {
+    pub fn train_spec(&self) -> &TrainSpec {
         &self.train
     }
 
@@ -344,7 +352,7 @@ impl ReadyTrainer {
     pub fn initialise(&self, selects: impl Fn(&str) -> bool) {
         let (engine, ops) = (&self.trainer.engine, self.trainer.ops.as_ref());
         for u in 0..engine.shards.len() {
-            initialise(engine, ops, u, self.train.seed, &selects);
+            initialise_unit(engine, ops, u, self.train.seed, &selects);
         }
     }
 
@@ -365,9 +373,14 @@ impl RunningTrainer {
     ///
     /// If the loss or the gradient norm is not finite, no parameter changes and the step is not
     /// counted. The samples of a step that was skipped because of an overflow are consumed.
-    pub fn step(&mut self, source: &dyn SampleSource, word: StepReport) -> Result<(StepOutcome, f64)> {
-        let lr = lr_at(&self.train.schedule, self.train.optimizer.lr, self.train.steps, self.position.step);
-        let outcome = self.trainer.accumulate(source, self.position.consumed_samples, word)?;
+    pub fn step(&mut self, source: &dyn SampleSource, report: StepReport) -> Result<(StepOutcome, f64)> {
+        let lr = learning_rate_at(
+            &self.train.schedule,
+            self.train.optimizer.lr,
+            self.train.steps,
+            self.position.step,
+        );
+        let outcome = self.trainer.accumulate(source, self.position.consumed_samples, report)?;
         let outcome = self.trainer.update(outcome, lr, self.position.step)?;
         let samples = self.trainer.global_batch();
         // At the smallest loss scale the step is not skipped: its norm is an error, as in every
@@ -393,7 +406,7 @@ impl RunningTrainer {
     }
 
     /// The resolved `train` section, with reloaded values.
-    pub fn train(&self) -> &TrainSpec {
+    pub fn train_spec(&self) -> &TrainSpec {
         &self.train
     }
 }

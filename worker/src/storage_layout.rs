@@ -125,12 +125,12 @@ pub fn detect_layout(
     }
     if is_required {
         let names = exchange_values(queue, Ok(host.to_owned()))?;
-        return Err(not_shared(root, &leaders, &names).into());
+        return Err(not_shared_error(root, &leaders, &names).into());
     }
     let mine = (leaders[rank] == rank).then(|| StorageHost::load_or_create(root, host)).transpose();
     let hosts = exchange_values(queue, mine.map_err(unwritable_checkpoint))?;
     let hosts: Vec<StorageHost> = hosts.into_iter().flatten().collect();
-    match duplicate_id(root, &hosts) {
+    match duplicate_id_error(root, &hosts) {
         Some(error) => Err(error.into()),
         None => Ok(StorageLayout { leaders, hosts }),
     }
@@ -144,7 +144,7 @@ fn directory_error(code: Code, root: &Path, what: &str) -> Diagnostic {
 }
 
 /// The error of `checkpoint.require_shared`, with two hosts that see different directories.
-fn not_shared(root: &Path, leaders: &[usize], names: &[String]) -> Diagnostic {
+fn not_shared_error(root: &Path, leaders: &[usize], names: &[String]) -> Diagnostic {
     let name = |rank: usize| names.get(rank).cloned().unwrap_or_default();
     let other = name(leaders.iter().copied().find(|k| *k != 0).unwrap_or(0));
     let what = format!("is not shared: host {other} does not see what host {} writes", name(0));
@@ -154,7 +154,7 @@ fn not_shared(root: &Path, leaders: &[usize], names: &[String]) -> Diagnostic {
 }
 
 /// The error of two host-local directories with the same identifier, if there are two.
-fn duplicate_id(root: &Path, hosts: &[StorageHost]) -> Option<Diagnostic> {
+fn duplicate_id_error(root: &Path, hosts: &[StorageHost]) -> Option<Diagnostic> {
     hosts.iter().enumerate().find_map(|(i, host)| {
         let other = hosts[..i].iter().find(|h| h.id == host.id)?;
         let what = format!("has the same identifier on hosts {} and {}", other.name, host.name);

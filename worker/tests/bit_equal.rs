@@ -1,5 +1,5 @@
-//! The rule of docs/numerics.md: losses and gradient norms have the same bits for any number of workers, any ZeRO stage,
-//! any number of threads, with and without recomputation, at sizes that nothing divides.
+//! Deterministic training (docs/numerics.md): losses and gradient norms have the same bits for any
+//! number of workers, ZeRO stage and number of threads, with and without recomputation.
 #![allow(clippy::unwrap_used)] // a test that panics has failed
 mod common;
 use common::*;
@@ -7,38 +7,39 @@ use contract::job::{Precision, Recompute, TrainSpec};
 
 const STEPS: u64 = 4;
 
-fn check(change: impl Fn(&mut TrainSpec)) {
+/// Panics unless every world size and stage trains with the same bits. `change` modifies the job.
+fn assert_bits_equal_for_worlds_and_stages(change: impl Fn(&mut TrainSpec)) {
     let make = |stage| {
         let mut s = train_spec(odd_model(), stage, 8, 1, 11);
         change(&mut s);
         s
     };
-    let expected = fresh_run(&make(0), 1, 1, STEPS);
+    let expected = train_fresh(&make(0), 1, 1, STEPS);
     assert!(expected.windows(2).all(|w| w[0] != w[1]), "the steps must change something");
     for stage in 0..=3 {
         for world in [1, 2, 3, 4, 8] {
-            let got = fresh_run(&make(stage), world, 1 + world % 2, STEPS);
+            let got = train_fresh(&make(stage), world, 1 + world % 2, STEPS);
             assert_eq!(got, expected, "world {world}, stage {stage}");
         }
     }
 }
 
 #[test]
-fn any_world_and_stage() {
-    check(|_| {});
+fn losses_do_not_depend_on_world_size_and_stage() {
+    assert_bits_equal_for_worlds_and_stages(|_| {});
 }
 
 #[test]
-fn recomputed_blocks() {
-    check(|s| s.recompute = Recompute::Block);
+fn recomputation_does_not_change_losses() {
+    assert_bits_equal_for_worlds_and_stages(|s| s.recompute = Recompute::Block);
     let plain = train_spec(odd_model(), 3, 8, 1, 11);
-    let again = TrainSpec { recompute: Recompute::Block, ..plain.clone() };
-    assert_eq!(fresh_run(&plain, 2, 1, STEPS), fresh_run(&again, 3, 1, STEPS));
+    let recomputed = TrainSpec { recompute: Recompute::Block, ..plain.clone() };
+    assert_eq!(train_fresh(&plain, 2, 1, STEPS), train_fresh(&recomputed, 3, 1, STEPS));
 }
 
 #[test]
-fn tied_head_and_slots_that_are_no_power_of_two() {
-    check(|s| {
+fn losses_are_equal_with_tied_embeddings_and_seven_micro_batches() {
+    assert_bits_equal_for_worlds_and_stages(|s| {
         s.model.tie_word_embeddings = true;
         s.batch.global = 14;
         s.batch.micro = 2;
@@ -46,16 +47,16 @@ fn tied_head_and_slots_that_are_no_power_of_two() {
 }
 
 #[test]
-fn more_ranks_than_slots_and_deep_prefetch() {
-    check(|s| {
+fn losses_are_equal_with_more_ranks_than_samples_and_deep_prefetch() {
+    assert_bits_equal_for_worlds_and_stages(|s| {
         s.batch.global = 3;
         s.zero.prefetch = 4;
     });
 }
 
 #[test]
-fn no_prefetch_and_sgd() {
-    check(|s| {
+fn losses_are_equal_with_sgd_and_without_prefetch() {
+    assert_bits_equal_for_worlds_and_stages(|s| {
         s.zero.prefetch = 0;
         s.optimizer.name = contract::job::OptimizerName::Sgd;
         s.optimizer.momentum = 0.9;
@@ -63,9 +64,9 @@ fn no_prefetch_and_sgd() {
     });
 }
 
-/// Gathered parameters that stay, all or some, over several slots of a rank.
+/// Some or all gathered parameters stay gathered between the micro-batches of a rank.
 #[test]
-fn parameters_that_stay() {
+fn retaining_gathered_parameters_does_not_change_losses() {
     for live in [700, u64::MAX] {
         let spec = |stage| {
             let mut s = train_spec(odd_model(), stage, 8, 1, 11);
@@ -74,49 +75,50 @@ fn parameters_that_stay() {
             s.precision = if live == 700 { Precision::Fp32 } else { Precision::Bf16 };
             s
         };
-        let expected = fresh_run(&spec(0), 1, 1, STEPS);
+        let expected = train_fresh(&spec(0), 1, 1, STEPS);
         for world in [2, 3] {
-            assert_eq!(fresh_run(&spec(3), world, 1, STEPS), expected, "world {world}, {live} stay");
+            let losses = train_fresh(&spec(3), world, 1, STEPS);
+            assert_eq!(losses, expected, "world {world}, max_live_parameters {live}");
         }
     }
 }
 
 #[test]
-fn sixteen_ranks() {
+fn losses_are_equal_on_sixteen_ranks() {
     let spec = |stage| train_spec(odd_model(), stage, 16, 1, 7);
-    let expected = fresh_run(&spec(0), 1, 1, 2);
+    let expected = train_fresh(&spec(0), 1, 1, 2);
     for stage in [1, 3] {
-        assert_eq!(fresh_run(&spec(stage), 16, 1, 2), expected, "stage {stage}");
+        assert_eq!(train_fresh(&spec(stage), 16, 1, 2), expected, "stage {stage}");
     }
 }
 
 #[test]
-fn bf16_any_world_and_stage() {
-    check(|s| s.precision = Precision::Bf16);
+fn bf16_losses_do_not_depend_on_world_size_and_stage() {
+    assert_bits_equal_for_worlds_and_stages(|s| s.precision = Precision::Bf16);
 }
 
 #[test]
-fn bf16_recomputed_and_tied() {
+fn bf16_losses_are_equal_with_recomputation_and_tied_embeddings() {
     let change = |s: &mut TrainSpec| {
         s.precision = Precision::Bf16;
         s.model.tie_word_embeddings = true;
     };
-    check(|s| {
+    assert_bits_equal_for_worlds_and_stages(|s| {
         change(s);
         s.recompute = Recompute::Block;
     });
     let mut plain = train_spec(odd_model(), 3, 8, 1, 11);
     change(&mut plain);
-    let again = TrainSpec { recompute: Recompute::Block, ..plain.clone() };
-    let losses = fresh_run(&plain, 2, 1, STEPS);
-    assert_eq!(losses, fresh_run(&again, 3, 1, STEPS));
+    let recomputed = TrainSpec { recompute: Recompute::Block, ..plain.clone() };
+    let losses = train_fresh(&plain, 2, 1, STEPS);
+    assert_eq!(losses, train_fresh(&recomputed, 3, 1, STEPS));
     plain.precision = Precision::Fp32;
-    assert_ne!(losses, fresh_run(&plain, 2, 1, STEPS), "16 bits are not 32");
+    assert_ne!(losses, train_fresh(&plain, 2, 1, STEPS), "bf16 and fp32 round differently");
 }
 
-/// The first scales are too large: the same steps are skipped everywhere, and samples go on.
+/// The first loss scales overflow fp16: all ranks skip the same steps and consume their samples.
 #[test]
-fn fp16_any_world_and_stage_with_overflows() {
+fn fp16_losses_and_skipped_steps_do_not_depend_on_world_size_and_stage() {
     let spec = |stage| {
         let mut s = train_spec(odd_model(), stage, 8, 1, 11);
         s.precision = Precision::Fp16;
@@ -125,9 +127,9 @@ fn fp16_any_world_and_stage_with_overflows() {
         s
     };
     let run = |stage, world| {
-        let all = on_ranks(world, |c| {
-            let mut running = build(&spec(stage), c, 1).start_fresh();
-            let source = MadeUp { vocab: spec(stage).model.vocab_size };
+        equal_on_all_ranks(on_ranks(world, |c| {
+            let mut running = build_trainer(&spec(stage), c, 1).start_fresh();
+            let source = SyntheticSamples { vocab: spec(stage).model.vocab_size };
             let outcomes: Vec<_> = (0..30)
                 .map(|_| {
                     let (o, _) = running.step(&source, Default::default()).unwrap();
@@ -140,9 +142,7 @@ fn fp16_any_world_and_stage_with_overflows() {
             assert_eq!(state.skipped, skipped);
             assert_eq!((running.position.step, running.position.consumed_samples), (30 - skipped, 30 * 8));
             (outcomes, state)
-        });
-        assert!(all.iter().all(|r| *r == all[0]), "ranks disagree");
-        all.into_iter().next().unwrap()
+        }))
     };
     let expected = run(0, 1);
     let skipped = expected.1.skipped;
@@ -153,14 +153,14 @@ fn fp16_any_world_and_stage_with_overflows() {
 }
 
 #[test]
-fn fp16_at_the_smallest_scale_is_a_norm_that_is_not_finite() {
+fn fp16_overflow_at_the_smallest_loss_scale_is_reported_as_an_infinite_norm() {
     let mut spec = train_spec(odd_model(), 3, 8, 1, 11);
     spec.precision = Precision::Fp16;
     spec.loss_scale.initial_scale_power = 32;
     spec.loss_scale.min_loss_scale = 2f64.powi(31);
     on_ranks(2, |c| {
-        let mut running = build(&spec, c, 1).start_fresh();
-        let source = MadeUp { vocab: spec.model.vocab_size };
+        let mut running = build_trainer(&spec, c, 1).start_fresh();
+        let source = SyntheticSamples { vocab: spec.model.vocab_size };
         let first = running.step(&source, Default::default()).unwrap().0;
         assert!(first.skipped && running.position.consumed_samples == 8);
         let second = running.step(&source, Default::default()).unwrap().0;
@@ -170,57 +170,53 @@ fn fp16_at_the_smallest_scale_is_a_norm_that_is_not_finite() {
 }
 
 #[test]
-fn any_split_over_hosts() {
+fn losses_do_not_depend_on_the_distribution_over_hosts() {
     let spec = |stage| train_spec(odd_model(), stage, 8, 1, 11);
-    let expected = fresh_run(&spec(0), 1, 1, STEPS);
+    let expected = train_fresh(&spec(0), 1, 1, STEPS);
     for hosts in [&[0, 0, 1, 1][..], &[0, 1], &[0, 0, 0, 1], &[0, 1, 2, 3], &[0, 1, 0]] {
         for stage in 0..=3 {
-            let all = on_hosts(hosts, |c| steps(&mut build(&spec(stage), c, 1).start_fresh(), STEPS));
-            assert!(all.iter().all(|r| *r == expected), "hosts {hosts:?}, stage {stage}");
+            let curves =
+                on_hosts(hosts, |c| train_steps(&mut build_trainer(&spec(stage), c, 1).start_fresh(), STEPS));
+            assert!(curves.iter().all(|r| *r == expected), "hosts {hosts:?}, stage {stage}");
         }
     }
-    let half = |stage| TrainSpec { precision: Precision::Bf16, ..spec(stage) };
-    let expected = fresh_run(&half(0), 1, 1, STEPS);
+    let bf16 = |stage| TrainSpec { precision: Precision::Bf16, ..spec(stage) };
+    let expected = train_fresh(&bf16(0), 1, 1, STEPS);
     for stage in [1, 3] {
-        let all = on_hosts(&[0, 0, 1], |c| steps(&mut build(&half(stage), c, 1).start_fresh(), STEPS));
-        assert!(all.iter().all(|r| *r == expected), "bf16, stage {stage}");
+        let curves = on_hosts(&[0, 0, 1], |c| {
+            train_steps(&mut build_trainer(&bf16(stage), c, 1).start_fresh(), STEPS)
+        });
+        assert!(curves.iter().all(|r| *r == expected), "bf16, stage {stage}");
     }
 }
 
 #[test]
-fn a_loss_that_is_not_finite_changes_nothing() {
+fn a_step_with_an_infinite_loss_changes_no_parameter_and_no_position() {
     let mut spec = train_spec(odd_model(), 3, 4, 1, 11);
     spec.optimizer.lr = 1e30;
     spec.schedule.name = contract::job::ScheduleName::Constant;
     spec.schedule.warmup_steps = 0;
     spec.clip_norm = None;
     on_ranks(2, |c| {
-        let mut running = build(&spec, c, 1).start_fresh();
-        let source = MadeUp { vocab: spec.model.vocab_size };
-        let ended = (0..5).find_map(|_| {
+        let mut running = build_trainer(&spec, c, 1).start_fresh();
+        let source = SyntheticSamples { vocab: spec.model.vocab_size };
+        let diverged = (0..5).find_map(|_| {
             let before = (running.position, running.trainer.engine.params(1).host().to_vec());
             let (o, _) = running.step(&source, Default::default()).unwrap();
             (!(o.loss.is_finite() && o.grad_norm.is_finite())).then_some(before)
         });
-        let (at, params) = ended.expect("a learning rate of 1e30 diverges");
-        assert_eq!(running.position, at);
-        assert!(
-            running
-                .trainer
-                .engine
-                .params(1)
-                .host()
-                .iter()
-                .zip(&params)
-                .all(|(a, b)| a.to_bits() == b.to_bits())
-        );
+        let (position, params) = diverged.expect("a learning rate of 1e30 diverges");
+        assert_eq!(running.position, position);
+        let after = running.trainer.engine.params(1);
+        assert!(after.host().iter().zip(&params).all(|(a, b)| a.to_bits() == b.to_bits()));
     });
 }
 
-/// Gradients added up as they come: one sum for any number of slots, the same bits for any number of workers where each round is
-/// reduced (stages 2 and 3), and numbers that differ from the tree's in the last places elsewhere.
+/// With `deterministic: false` gradients are summed in the order of micro-batches. Stages 2 and 3
+/// reduce each round, so the bits don't depend on the number of workers. Stages 0 and 1 differ from
+/// the fixed-order tree by rounding errors.
 #[test]
-fn sums_in_the_order_of_slots() {
+fn non_deterministic_sums_differ_from_the_fixed_order_only_by_rounding() {
     for tied in [false, true] {
         let make = |stage, deterministic| {
             let mut s = train_spec(odd_model(), stage, 7, 1, 11);
@@ -228,21 +224,24 @@ fn sums_in_the_order_of_slots() {
             s.freeze = if tied { vec!["*.0.mlp.*".into()] } else { Vec::new() };
             TrainSpec { deterministic, ..s }
         };
-        let tree = fresh_run(&make(0, true), 1, 1, STEPS);
-        let expected = fresh_run(&make(0, false), 1, 1, STEPS);
-        let near = |found: &[(u64, u64)], what: &str| {
-            for (a, b) in found.iter().zip(&tree).flat_map(|(a, b)| [(a.0, b.0), (a.1, b.1)]) {
+        let tree = train_fresh(&make(0, true), 1, 1, STEPS);
+        let expected = train_fresh(&make(0, false), 1, 1, STEPS);
+        let assert_near_tree = |curve: &[(u64, u64)], what: &str| {
+            for (a, b) in curve.iter().zip(&tree).flat_map(|(a, b)| [(a.0, b.0), (a.1, b.1)]) {
                 let (a, b) = (f64::from_bits(a), f64::from_bits(b));
                 assert!((a - b).abs() <= 1e-5 * b.abs(), "{what}: {a}, {b}");
             }
         };
-        near(&expected, "1 worker");
-        assert_ne!(expected, tree, "sums of seven slots in another order have other bits");
+        assert_near_tree(&expected, "1 worker");
+        assert_ne!(expected, tree, "sums of seven micro-batches in another order have other bits");
         for (stage, world) in [(1, 1), (2, 1), (2, 2), (2, 4), (3, 1), (3, 2), (3, 3), (3, 8)] {
-            assert_eq!(fresh_run(&make(stage, false), world, 1, STEPS), expected, "{stage}, {world}");
+            assert_eq!(train_fresh(&make(stage, false), world, 1, STEPS), expected, "{stage}, {world}");
         }
         for (stage, world) in [(0, 2), (0, 3), (1, 2), (1, 4), (1, 8)] {
-            near(&fresh_run(&make(stage, false), world, 1, STEPS), &format!("{stage}, {world}"));
+            assert_near_tree(
+                &train_fresh(&make(stage, false), world, 1, STEPS),
+                &format!("{stage}, {world}"),
+            );
         }
     }
 }

@@ -1,13 +1,13 @@
-//! Training on an emulated card: curves beside the CPU's, the same bits for any number of ranks that share it, checkpoints that
-//! go from one kind of device to the other.
+//! Training on the emulated GPU: curves close to those of the CPU, equal bits for any number of
+//! ranks, and checkpoints that move between GPU and CPU.
 #![allow(clippy::unwrap_used)] // a test that panics has failed
 mod common;
 mod emulated;
 
 use comm::{
-    Comm, CommError,
-    nccl::{Nccl, NcclComm},
-    staged::Staged,
+    AbortReason, Comm, CommError,
+    nccl::{NcclComm, NcclLibrary},
+    staged::StagedComm,
 };
 use common::*;
 use contract::{job::*, preflight::Preflight};
@@ -16,39 +16,52 @@ use emulated::*;
 use std::{sync::Arc, time::Duration};
 
 #[test]
-fn every_stage_and_any_number_of_ranks_on_one_card() {
-    let cpu = fresh_run(&spec(0, Precision::Fp32), 1, 1, 3);
-    let expected = run(&spec(0, Precision::Fp32), 1, 3);
+fn fp32_is_near_the_cpu_and_bit_equal_for_any_stage_and_world_size() {
+    let cpu = train_fresh(&llama_spec(0, Precision::Fp32), 1, 1, 3);
+    let expected = train_on_gpu(&llama_spec(0, Precision::Fp32), 1, 3);
     assert_near(&expected, &cpu, 1e-5, "fp32");
     for (stage, world) in [(0, 2), (1, 2), (2, 2), (3, 1), (3, 2), (3, 4), (1, 4)] {
-        assert_eq!(run(&spec(stage, Precision::Fp32), world, 3), expected, "stage {stage}, {world} ranks");
+        assert_eq!(
+            train_on_gpu(&llama_spec(stage, Precision::Fp32), world, 3),
+            expected,
+            "stage {stage}, {world} ranks"
+        );
     }
 }
 
 #[test]
-fn bf16_as_on_the_cpu_and_the_same_bits_for_any_number_of_ranks() {
-    let cpu = fresh_run(&spec(0, Precision::Bf16), 1, 1, 3);
-    let expected = run(&spec(0, Precision::Bf16), 1, 3);
+fn bf16_is_near_the_cpu_and_bit_equal_for_any_stage_and_world_size() {
+    let cpu = train_fresh(&llama_spec(0, Precision::Bf16), 1, 1, 3);
+    let expected = train_on_gpu(&llama_spec(0, Precision::Bf16), 1, 3);
     assert_near(&expected, &cpu, 2e-2, "bf16");
     for (stage, world) in [(0, 2), (2, 2), (3, 4)] {
-        assert_eq!(run(&spec(stage, Precision::Bf16), world, 3), expected, "stage {stage}, {world} ranks");
+        assert_eq!(
+            train_on_gpu(&llama_spec(stage, Precision::Bf16), world, 3),
+            expected,
+            "stage {stage}, {world} ranks"
+        );
     }
 }
 
-/// Sums differ in the last bit, and then an operand now and then rounds to another number of fp8.
+/// Sums on GPU and CPU differ in the last bit, so that some operands round to another fp8 value.
 #[test]
-fn fp8_as_on_the_cpu_and_the_same_bits_for_any_number_of_ranks() {
-    let sizes =
-        ModelSpec { hidden_size: 16, intermediate_size: 32, num_key_value_heads: 2, head_dim: 8, ..llama() };
+fn fp8_is_near_the_cpu_and_bit_equal_for_any_stage_and_world_size() {
+    let sizes = ModelSpec {
+        hidden_size: 16,
+        intermediate_size: 32,
+        num_key_value_heads: 2,
+        head_dim: 8,
+        ..llama_model()
+    };
     for model in [sizes.clone(), ModelSpec { family: "gpt2".into(), ..sizes }] {
-        let spec = |stage| TrainSpec { model: model.clone(), ..spec(stage, Precision::Fp8) };
-        let cpu = fresh_run(&spec(0), 1, 1, 2);
-        let expected = run(&spec(0), 1, 2);
+        let spec = |stage| TrainSpec { model: model.clone(), ..llama_spec(stage, Precision::Fp8) };
+        let cpu = train_fresh(&spec(0), 1, 1, 2);
+        let expected = train_on_gpu(&spec(0), 1, 2);
         assert_near(&expected, &cpu, 1e-2, &model.family);
         let others = if model.family == "gpt2" { &[(3, 2)][..] } else { &[(0, 2), (3, 4)] };
         for &(stage, world) in others {
             assert_eq!(
-                run(&spec(stage), world, 2),
+                train_on_gpu(&spec(stage), world, 2),
                 expected,
                 "{}: stage {stage}, {world} ranks",
                 model.family
@@ -57,163 +70,172 @@ fn fp8_as_on_the_cpu_and_the_same_bits_for_any_number_of_ranks() {
     }
 }
 
-/// Families beside Llama: learned positions and biases; norms from one, caps, sliding windows; adapters with dropout; Muon.
+/// GPT-2 has learned positions and biases. Gemma 2 has norm weights with an offset of one, softcaps
+/// and sliding windows.
 #[test]
-fn other_families_adapters_and_optimizers() {
-    let folder = |name| train_spec(families::from(&families::folder(name)), 0, 2, 1, 7);
-    let mut muon = spec(1, Precision::Fp32);
+fn other_families_adapters_and_optimizers_are_near_the_cpu() {
+    let family = |name| train_spec(families::pretrained_spec(&families::golden_directory(name)), 0, 2, 1, 7);
+    let mut muon = llama_spec(1, Precision::Fp32);
     (muon.optimizer.name, muon.optimizer.momentum) = (OptimizerName::Muon, 0.95);
-    let mut adapters = spec(1, Precision::Fp32);
+    let mut adapters = llama_spec(1, Precision::Fp32);
     let targets = LoraTargets::AllLinear;
     let lora = LoraSpec { from: None, rank: 2, alpha: 4.0, dropout: Some(0.3), rslora: false, targets };
     adapters.lora = Some(lora);
-    let mut frozen = spec(2, Precision::Fp32);
+    let mut frozen = llama_spec(2, Precision::Fp32);
     frozen.freeze = vec!["*q_proj*".into(), "*norm*".into(), "*embed*".into()];
-    let dropped = |spec: TrainSpec| {
+    let with_dropout = |spec: TrainSpec| {
         let model = ModelSpec { dropout: Some(0.2), ..spec.model.clone() };
         TrainSpec { model, ..spec }
     };
     for (what, spec) in [
-        ("gpt2", folder("gpt2")),
-        ("gpt2 with dropout", dropped(folder("gpt2"))),
-        ("gemma2 with dropout", dropped(folder("gemma2"))),
-        ("gemma2", folder("gemma2")),
+        ("gpt2", family("gpt2")),
+        ("gpt2 with dropout", with_dropout(family("gpt2"))),
+        ("gemma2 with dropout", with_dropout(family("gemma2"))),
+        ("gemma2", family("gemma2")),
         ("muon", muon),
         ("adapters", adapters),
         ("frozen in part", frozen),
     ] {
-        let cpu = fresh_run(&spec, 1, 1, 2);
-        let one = run(&spec, 1, 2);
+        let cpu = train_fresh(&spec, 1, 1, 2);
+        let one = train_on_gpu(&spec, 1, 2);
         assert_near(&one, &cpu, 2e-5, what);
-        assert_eq!(run(&spec, 2, 2), one, "{what}: 2 ranks");
+        assert_eq!(train_on_gpu(&spec, 2, 2), one, "{what}: 2 ranks");
     }
 }
 
-/// Optimizer states in the host's memory or in files come to the card for their update: the same bits, also in checkpoints.
+/// Optimizer states in host memory or in files are copied to the GPU for their update.
 #[test]
-fn states_that_lie_elsewhere() {
+fn offloaded_optimizer_states_do_not_change_losses_and_checkpoints() {
     let dir = tempfile::tempdir().unwrap();
-    let places = [Offload::Cpu, Offload::Files(dir.path().join("states"))];
+    let offloads = [Offload::Cpu, Offload::Files(dir.path().join("states"))];
     for name in [OptimizerName::Adamw, OptimizerName::Sgd, OptimizerName::Lion, OptimizerName::Muon] {
-        let of = |stage, place: Option<&Offload>| {
-            let mut spec = spec(stage, Precision::Fp32);
+        let with_offload = |stage, offload: Option<&Offload>| {
+            let mut spec = llama_spec(stage, Precision::Fp32);
             spec.freeze = vec!["*.1.mlp.*".into()];
             spec.optimizer.name = name;
             spec.optimizer.momentum = if name == OptimizerName::Adamw { 0.0 } else { 0.9 };
-            spec.zero.offload = place.cloned();
+            spec.zero.offload = offload.cloned();
             spec
         };
-        let whole = run(&of(0, None), 1, BEFORE + AFTER);
-        for (i, place) in places.iter().enumerate() {
+        let expected = train_on_gpu(&with_offload(0, None), 1, BEFORE + AFTER);
+        for (i, offload) in offloads.iter().enumerate() {
+            let spec = |stage| with_offload(stage, Some(offload));
             for (stage, world) in [(0, 2), (3, 1)] {
-                let found = run(&of(stage, Some(place)), world, BEFORE + AFTER);
-                assert_eq!(found, whole, "{name:?}, {place:?}, stage {stage}");
+                let losses = train_on_gpu(&spec(stage), world, BEFORE + AFTER);
+                assert_eq!(losses, expected, "{name:?}, {offload:?}, stage {stage}");
             }
             let root = dir.path().join(format!("{name:?} {i}"));
-            train_and_save(&|n, f| on_card(n, f), &of(3, Some(place)), 2, &root, true);
-            let rest = resume_and_train(&|n, f| on_card(n, f), &of(1, Some(place)), 2, &root);
-            assert_eq!(rest, whole[BEFORE as usize..], "{name:?}, {place:?}, resumed");
+            train_and_save(&|n, f| on_shared_gpu(n, f), &spec(3), 2, &root, true);
+            let rest = resume_and_train(&|n, f| on_shared_gpu(n, f), &spec(1), 2, &root);
+            assert_eq!(rest, expected[BEFORE as usize..], "{name:?}, {offload:?}, resumed");
         }
     }
 }
 
-/// On tensor cores, and vectors of 16 bits.
+/// The bf16 kernels, which use tensor cores, drop the same elements on GPU and CPU.
 #[test]
-fn dropout_in_bf16() {
-    let model = |rate| ModelSpec { dropout: Some(rate), ..families::from(&families::folder("gpt2")) };
+fn bf16_dropout_is_near_the_cpu() {
+    let model = |rate| ModelSpec {
+        dropout: Some(rate),
+        ..families::pretrained_spec(&families::golden_directory("gpt2"))
+    };
     let spec = |rate| TrainSpec { precision: Precision::Bf16, ..train_spec(model(rate), 0, 2, 1, 7) };
-    let cpu = fresh_run(&spec(0.3), 1, 1, 2);
-    let one = run(&spec(0.3), 1, 2);
+    let cpu = train_fresh(&spec(0.3), 1, 1, 2);
+    let one = train_on_gpu(&spec(0.3), 1, 2);
     assert_near(&one, &cpu, 2e-2, "gpt2");
-    assert_eq!(run(&spec(0.3), 2, 2), one, "2 ranks");
-    assert!(apart(&run(&spec(0.0), 1, 2), &cpu) > 5e-2, "dropout is seen at this tolerance");
+    assert_eq!(train_on_gpu(&spec(0.3), 2, 2), one, "2 ranks");
+    assert!(
+        max_relative_difference(&train_on_gpu(&spec(0.0), 1, 2), &cpu) > 5e-2,
+        "dropout is seen at this tolerance"
+    );
 }
 
 #[test]
-fn experts_on_their_own_ranks_and_together() {
-    let mut spec = mixture();
+fn expert_parallelism_does_not_change_losses() {
+    let mut spec = mixture_spec();
     spec.experts = ExpertsSpec { aux_loss: Some(0.1), z_loss: 0.01, ..ExpertsSpec::default() };
-    let cpu = fresh_run(&spec, 1, 1, 2);
-    let one = run(&spec, 1, 2);
-    assert_near(&one, &cpu, 2e-5, "a mixture");
-    assert_eq!(run(&spec, 2, 2), one, "2 ranks");
+    let cpu = train_fresh(&spec, 1, 1, 2);
+    let one = train_on_gpu(&spec, 1, 2);
+    assert_near(&one, &cpu, 2e-5, "a mixture of experts");
+    assert_eq!(train_on_gpu(&spec, 2, 2), one, "2 ranks");
     spec.experts.expert_parallel_size = 2;
-    assert_eq!(run(&spec, 2, 2), one, "experts of two ranks");
+    assert_eq!(train_on_gpu(&spec, 2, 2), one, "one expert-parallel group of two ranks");
     spec.recompute = Recompute::Block;
-    assert_eq!(run(&spec, 4, 2), one, "two groups of two ranks");
+    assert_eq!(train_on_gpu(&spec, 4, 2), one, "two expert-parallel groups of two ranks");
 }
 
 #[test]
-fn a_checkpoint_goes_from_one_device_to_the_other() {
+fn checkpoints_move_between_gpu_and_cpu() {
     for precision in [Precision::Fp32, Precision::Bf16] {
-        let of = |stage| spec(stage, precision);
+        let spec = |stage| llama_spec(stage, precision);
         let limit = if precision == Precision::Fp32 { 1e-5 } else { 2e-2 };
         let rest = |curve: Curve| curve[BEFORE as usize..].to_vec();
-        let card = rest(run(&of(0), 1, BEFORE + AFTER));
-        let cpu = rest(fresh_run(&of(0), 1, 1, BEFORE + AFTER));
+        let gpu = rest(train_on_gpu(&spec(0), 1, BEFORE + AFTER));
+        let cpu = rest(train_fresh(&spec(0), 1, 1, BEFORE + AFTER));
         let dir = tempfile::tempdir().unwrap();
-        train_and_save(&|n, f| on_card(n, f), &of(3), 2, dir.path(), true);
-        // the card's own numbers, bit by bit, at any stage and number of ranks
-        assert_eq!(resume_and_train(&|n, f| on_card(n, f), &of(0), 1, dir.path()), card, "{precision:?}");
-        assert_eq!(resume_and_train(&|n, f| on_card(n, f), &of(1), 2, dir.path()), card, "{precision:?}");
-        let there = resume_and_train(&on_cpu, &of(2), 2, dir.path());
-        assert_near(&there, &cpu, limit, "from the card to the CPU");
+        train_and_save(&|n, f| on_shared_gpu(n, f), &spec(3), 2, dir.path(), true);
+        // Saved and resumed on the GPU, the bits are those of an uninterrupted run on the GPU.
+        for (stage, world) in [(0, 1), (1, 2)] {
+            let resumed = resume_and_train(&|n, f| on_shared_gpu(n, f), &spec(stage), world, dir.path());
+            assert_eq!(resumed, gpu, "{precision:?}, stage {stage}");
+        }
+        let gpu_to_cpu = resume_and_train(&on_cpu_ranks, &spec(2), 2, dir.path());
+        assert_near(&gpu_to_cpu, &cpu, limit, "saved on the GPU, resumed on the CPU");
         let dir = tempfile::tempdir().unwrap();
-        train_and_save(&on_cpu, &of(1), 2, dir.path(), false);
-        let back = resume_and_train(&|n, f| on_card(n, f), &of(3), 2, dir.path());
-        assert_near(&back, &card, limit, "from the CPU to the card");
+        train_and_save(&on_cpu_ranks, &spec(1), 2, dir.path(), false);
+        let cpu_to_gpu = resume_and_train(&|n, f| on_shared_gpu(n, f), &spec(3), 2, dir.path());
+        assert_near(&cpu_to_gpu, &gpu, limit, "saved on the CPU, resumed on the GPU");
     }
 }
 
-/// NCCL, as far as a stand-in goes: the same bits as by way of the host.
+/// The emulated NCCL and communication through host memory reduce in the same order.
 #[test]
-fn nccl_gives_the_same_bits() {
+fn nccl_gives_the_same_bits_as_communication_through_the_host() {
     for precision in [Precision::Fp32, Precision::Bf16] {
-        let expected = run(&spec(0, precision), 1, 2);
+        let expected = train_on_gpu(&llama_spec(0, precision), 1, 2);
         for (stage, world) in [(3, 1), (0, 2), (2, 2), (3, 2)] {
-            let got = run_over_nccl(&spec(stage, precision), world, 2);
+            let got = train_over_nccl(&llama_spec(stage, precision), world, 2);
             assert_eq!(got, expected, "stage {stage}, {world} ranks, {precision:?}");
         }
     }
 }
 
-/// In job.yaml.
-const BF16_ALONE: &str = "bf16\n  master_weights: false";
-
-/// Weights in bf16 alone: the rounding is the CPU's, whose curve differs by the sums before it.
+/// Stochastic rounding to bf16 draws the same random numbers on GPU and CPU. The curves differ only
+/// by the rounding of sums.
 #[test]
-fn without_master_weights() {
+fn training_without_master_weights_is_near_the_cpu_and_bit_equal_for_any_world_size() {
     for name in [OptimizerName::Adamw, OptimizerName::Muon] {
-        let of = |stage| {
-            let mut spec = TrainSpec { master_weights: false, ..spec(stage, Precision::Bf16) };
+        let spec = |stage| {
+            let mut spec = TrainSpec { master_weights: false, ..llama_spec(stage, Precision::Bf16) };
             spec.freeze = vec!["*.1.mlp.*".into()];
             spec.optimizer.name = name;
             spec.optimizer.momentum = if name == OptimizerName::Adamw { 0.0 } else { 0.95 };
             spec
         };
-        let cpu = fresh_run(&of(0), 1, 1, BEFORE + AFTER);
-        let whole = run(&of(0), 1, BEFORE + AFTER);
-        assert_near(&whole, &cpu, 2e-2, "bf16 alone");
+        let cpu = train_fresh(&spec(0), 1, 1, BEFORE + AFTER);
+        let expected = train_on_gpu(&spec(0), 1, BEFORE + AFTER);
+        assert_near(&expected, &cpu, 2e-2, "bf16 without master weights");
         for (stage, world) in [(0, 2), (1, 2), (2, 2), (3, 4)] {
-            let found = run(&of(stage), world, BEFORE + AFTER);
-            assert_eq!(found, whole, "{name:?}: stage {stage}, {world} ranks");
+            let losses = train_on_gpu(&spec(stage), world, BEFORE + AFTER);
+            assert_eq!(losses, expected, "{name:?}: stage {stage}, {world} ranks");
         }
-        assert_eq!(run_over_nccl(&of(3), 2, BEFORE + AFTER), whole, "{name:?}, NCCL");
-        let mut away = of(3);
-        away.zero.offload = Some(Offload::Cpu);
-        assert_eq!(run(&away, 2, BEFORE + AFTER), whole, "{name:?}, states on the host");
+        assert_eq!(train_over_nccl(&spec(3), 2, BEFORE + AFTER), expected, "{name:?}, NCCL");
+        let mut offloaded = spec(3);
+        offloaded.zero.offload = Some(Offload::Cpu);
+        assert_eq!(train_on_gpu(&offloaded, 2, BEFORE + AFTER), expected, "{name:?}, states on the host");
         let dir = tempfile::tempdir().unwrap();
-        train_and_save(&|n, f| on_card(n, f), &of(3), 2, dir.path(), true);
-        let rest = resume_and_train(&|n, f| on_card(n, f), &of(1), 1, dir.path());
-        assert_eq!(rest, whole[BEFORE as usize..], "{name:?}, resumed");
-        let there = resume_and_train(&on_cpu, &of(2), 2, dir.path());
-        assert_near(&there, &cpu[BEFORE as usize..].to_vec(), 2e-2, "from the card to the CPU");
+        train_and_save(&|n, f| on_shared_gpu(n, f), &spec(3), 2, dir.path(), true);
+        let rest = resume_and_train(&|n, f| on_shared_gpu(n, f), &spec(1), 1, dir.path());
+        assert_eq!(rest, expected[BEFORE as usize..], "{name:?}, resumed");
+        let gpu_to_cpu = resume_and_train(&on_cpu_ranks, &spec(2), 2, dir.path());
+        assert_near(&gpu_to_cpu, &cpu[BEFORE as usize..].to_vec(), 2e-2, "resumed on the CPU");
     }
 }
 
-/// `launch plan` says what a GPU will hold; the workspace of products is as large as the emulated library wants it.
+/// `launch plan` predicts the GPU memory within 5 %. The cuBLASLt workspace is
+/// left out, because the emulated library asks for a small one.
 #[test]
-fn the_plan_knows_a_gpus_memory() {
+fn the_planned_gpu_memory_is_within_5_percent_of_the_peak() {
     let dir = tempfile::tempdir().unwrap();
     std::fs::write(dir.path().join("corpus.txt"), "the quick brown fox ".repeat(500)).unwrap();
     for (precision, offload) in [
@@ -221,7 +243,7 @@ fn the_plan_knows_a_gpus_memory() {
         ("bf16", "none"),
         ("fp8", "none"),
         ("bf16", "{optimizer: cpu}"),
-        (BF16_ALONE, "none"),
+        ("bf16\n  master_weights: false", "none"),
     ] {
         let text = format!(
             "cluster: {{devices: cuda}}\nrun: {{workdir: {:?}}}\ntrain:\n  precision: {precision}\n  zero: {{offload: {offload}}}\n  \
@@ -231,34 +253,35 @@ fn the_plan_knows_a_gpus_memory() {
         );
         let loaded = contract::load(contract::Source::Text { name: "test".into(), text }, &[]);
         let job = loaded.unwrap_or_else(|problems| panic!("{problems:?}")).0;
-        let verdict = worker::TrainPreflight.check_job(&job, 1, 1);
-        assert!(verdict.errors.is_empty(), "{:?}", verdict.errors);
-        let planned = verdict.memory[0].total - device::cuda::MATMUL_WORKSPACE_BYTES as u64;
+        let report = worker::TrainPreflight.check_job(&job, 1, 1);
+        assert!(report.errors.is_empty(), "{:?}", report.errors);
+        let planned = report.memory[0].total - device::cuda::MATMUL_WORKSPACE_BYTES as u64;
         let mut train = job.train.unwrap();
         train.model.vocab_size = 257;
         for graphs in [false, true] {
-            let (cuda, comm) = (cuda(), comm::local::group(1).remove(0));
+            let (cuda, comm) = (open_gpu(), comm::local::group(1).remove(0));
             cuda.set_graphs_enabled(graphs);
-            let comm = Arc::new(Staged::new(Arc::new(comm), cuda.clone()));
-            steps(&mut build_on(&train, comm, cuda.clone()).start_fresh(), 2);
-            let apart = cuda.peak_memory() as f64 / planned as f64 - 1.0;
-            println!("{precision}, offload {offload}, graphs {graphs}: {apart:e}");
+            let comm = Arc::new(StagedComm::new(Arc::new(comm), cuda.clone()));
+            train_steps(&mut build_trainer_on(&train, comm, cuda.clone()).start_fresh(), 2);
+            let excess = cuda.peak_memory() as f64 / planned as f64 - 1.0;
+            println!("{precision}, offload {offload}, graphs {graphs}: {excess:e}");
             assert!(
-                apart.abs() < 0.05,
-                "{precision}, offload {offload}, graphs {graphs}: {apart:e} more than {:?}",
-                verdict.memory[0]
+                excess.abs() < 0.05,
+                "{precision}, offload {offload}, graphs {graphs}: {excess:e} above the plan {:?}",
+                report.memory[0]
             );
         }
     }
 }
 
-/// A peer that died leaves work on the card that never ends: an abort ends it, and says why.
+/// A dead peer leaves a collective on the GPU that never completes. An abort ends it, and later
+/// collectives return its reason.
 #[test]
-fn an_abort_frees_a_rank_that_waits_for_its_card() {
-    let nccl = Nccl::open(&[stand_in::folder().to_owned()]).unwrap();
+fn an_abort_unblocks_a_rank_that_waits_for_a_collective() {
+    let nccl = NcclLibrary::open(&[emulated_nccl::library_directory().to_owned()]).unwrap();
     on_ranks(2, |hosts| {
-        let cuda = cuda();
-        let comm = NcclComm::meet(&nccl, cuda.clone(), hosts, Duration::from_secs(60)).unwrap();
+        let cuda = open_gpu();
+        let comm = NcclComm::connect(&nccl, cuda.clone(), hosts, Duration::from_secs(60)).unwrap();
         if comm.rank() == 1 {
             return;
         }
@@ -268,7 +291,7 @@ fn an_abort_frees_a_rank_that_waits_for_its_card() {
             s.spawn(|| comm.abort("rank 1 died"));
             cuda.synchronize();
         });
-        let ended = comm.all_gather(recv.view_mut(), send.view(), &[4, 4]).unwrap_err();
-        assert_eq!(ended, CommError::Aborted("rank 1 died".into()));
+        let error = comm.all_gather(recv.view_mut(), send.view(), &[4, 4]).unwrap_err();
+        assert_eq!(error, CommError::Aborted(AbortReason::Requested { reason: "rank 1 died".into() }));
     });
 }

@@ -1,5 +1,6 @@
-//! Training with CUDA graphs on an emulated card: the bits of training without them, by fewer calls. One test: whether cards use graphs
-//! counts for the whole process, and so do its calls.
+//! Training with CUDA graphs on the emulated GPU: the same bits as without them, with fewer calls
+//! of the driver. There is one test, because the use of graphs and the call counts apply to the
+//! whole process.
 #![allow(clippy::unwrap_used)] // a test that panics has failed
 #[path = "../device/tests/emulated_gpu/call_counts.rs"]
 mod calls;
@@ -14,12 +15,12 @@ use emulated::*;
 use std::sync::{Arc, atomic::Ordering::Relaxed};
 use worker::{stages::RunningTrainer, train::step::StepReport};
 
-/// Enough for graphs of everything that comes again, and some steps by them.
+/// Enough to capture every repeated batch of calls and to take some steps with the graphs.
 const STEPS: u64 = 6;
 
-/// Steps whose lists differ and are equally long.
-fn learn(running: &mut RunningTrainer, n: u64) -> Curve {
-    let source = Learnable { vocab: running.train().model.vocab_size, ignored: None };
+/// Trains for `n` steps on samples of equal lengths.
+fn train_learnable(running: &mut RunningTrainer, n: u64) -> Curve {
+    let source = LearnableSamples { vocab: running.train_spec().model.vocab_size, ignored: None };
     let step = |_| {
         let outcome = running.step(&source, StepReport::default()).unwrap().0;
         (outcome.loss.to_bits(), outcome.grad_norm.to_bits())
@@ -27,162 +28,192 @@ fn learn(running: &mut RunningTrainer, n: u64) -> Curve {
     (0..n).map(step).collect()
 }
 
-fn learned(spec: &TrainSpec, world: usize, graphs: bool) -> Curve {
-    GRAPHS.store(graphs, Relaxed);
-    let all = on_card(world, |comm, ops| learn(&mut build_on(spec, comm, ops).start_fresh(), STEPS));
-    assert!(all.iter().all(|curve| *curve == all[0]), "ranks disagree");
-    all.into_iter().next().unwrap()
+/// Trains a new run of `world` ranks for [`STEPS`] steps.
+fn train_new_run(spec: &TrainSpec, world: usize, graphs: bool) -> Curve {
+    USE_GRAPHS.store(graphs, Relaxed);
+    equal_on_all_ranks(on_shared_gpu(world, |comm, ops| {
+        train_learnable(&mut build_trainer_on(spec, comm, ops).start_fresh(), STEPS)
+    }))
 }
 
-fn gpt2(dropout: Option<f64>) -> TrainSpec {
-    let model = ModelSpec { dropout, ..families::from(&families::folder("gpt2")) };
+fn gpt2_spec(dropout: Option<f64>) -> TrainSpec {
+    let model = ModelSpec { dropout, ..families::pretrained_spec(&families::golden_directory("gpt2")) };
     train_spec(model, 0, 4, 1, 7)
 }
 
-/// What is trained in different ways, and by how many ranks.
+/// Jobs that use the GPU in different ways: name, spec and the numbers of ranks.
 fn cases() -> Vec<(&'static str, TrainSpec, &'static [usize])> {
-    let mut recomputed = spec(2, Precision::Bf16);
+    let mut recomputed = llama_spec(2, Precision::Bf16);
     recomputed.recompute = Recompute::Block;
-    let mut away = spec(3, Precision::Bf16);
-    away.zero.offload = Some(Offload::Cpu);
-    let alone = TrainSpec { master_weights: false, ..spec(1, Precision::Bf16) };
-    let mut muon = spec(1, Precision::Fp32);
+    let mut offloaded = llama_spec(3, Precision::Bf16);
+    offloaded.zero.offload = Some(Offload::Cpu);
+    let no_masters = TrainSpec { master_weights: false, ..llama_spec(1, Precision::Bf16) };
+    let mut muon = llama_spec(1, Precision::Fp32);
     (muon.optimizer.name, muon.optimizer.momentum) = (OptimizerName::Muon, 0.95);
-    let wide =
-        ModelSpec { hidden_size: 16, intermediate_size: 32, num_key_value_heads: 2, head_dim: 8, ..llama() };
-    let fp8 = TrainSpec { model: wide, ..spec(0, Precision::Fp8) };
-    let mut experts = mixture();
+    let wide = ModelSpec {
+        hidden_size: 16,
+        intermediate_size: 32,
+        num_key_value_heads: 2,
+        head_dim: 8,
+        ..llama_model()
+    };
+    let fp8 = TrainSpec { model: wide, ..llama_spec(0, Precision::Fp8) };
+    let mut experts = mixture_spec();
     experts.experts.expert_parallel_size = 2;
     vec![
-        ("a Llama", spec(0, Precision::Fp32), &[1, 2]),
-        ("stage 3", spec(3, Precision::Bf16), &[1, 2, 4]),
+        ("a Llama", llama_spec(0, Precision::Fp32), &[1, 2]),
+        ("stage 3", llama_spec(3, Precision::Bf16), &[1, 2, 4]),
         ("recomputed", recomputed, &[2]),
-        ("states on the host", away, &[1, 2]),
-        ("no master weights", alone, &[1]),
+        ("states on the host", offloaded, &[1, 2]),
+        ("no master weights", no_masters, &[1]),
         ("Muon", muon, &[2]),
         ("fp8", fp8, &[1]),
-        ("GPT-2", gpt2(None), &[1]),
-        ("GPT-2 with dropout", gpt2(Some(0.3)), &[1, 2]),
+        ("GPT-2", gpt2_spec(None), &[1]),
+        ("GPT-2 with dropout", gpt2_spec(Some(0.3)), &[1, 2]),
         (
-            "gemma2, two kinds of layers",
-            train_spec(families::from(&families::folder("gemma2")), 0, 2, 1, 7),
+            "gemma2 with global and sliding-window layers",
+            train_spec(families::pretrained_spec(&families::golden_directory("gemma2")), 0, 2, 1, 7),
             &[1],
         ),
-        ("a mixture", mixture(), &[1, 2]),
-        ("experts on their own ranks", experts, &[2]),
+        ("a mixture of experts", mixture_spec(), &[1, 2]),
+        ("expert parallelism", experts, &[2]),
     ]
 }
 
 #[test]
-fn training_by_graphs_is_the_same_by_fewer_calls() {
+fn training_with_graphs_has_the_same_bits_and_fewer_calls() {
     for (what, spec, worlds) in cases() {
-        let alone = TrainSpec { experts: ExpertsSpec::default(), ..spec.clone() };
-        let expected = learned(if worlds.contains(&1) { &spec } else { &alone }, 1, false);
+        let not_parallel = TrainSpec { experts: ExpertsSpec::default(), ..spec.clone() };
+        let expected = train_new_run(if worlds.contains(&1) { &spec } else { &not_parallel }, 1, false);
         for world in worlds {
-            assert_eq!(learned(&spec, *world, true), expected, "{what}, {world} ranks");
+            assert_eq!(train_new_run(&spec, *world, true), expected, "{what}, {world} ranks");
         }
     }
-    streams_that_lag_change_nothing();
-    checkpoints_go_from_the_one_to_the_other();
-    ranks_go_by_graphs();
+    check_lagging_streams();
+    check_resume_with_and_without_graphs();
+    check_graph_share_of_two_ranks();
     for (what, spec, least) in [
-        ("a Llama", spec(0, Precision::Fp32), 80),
-        ("stage 3", spec(3, Precision::Bf16), 80),
-        ("GPT-2", gpt2(None), 80),
-        ("GPT-2 with dropout", gpt2(Some(0.3)), 80),
+        ("a Llama", llama_spec(0, Precision::Fp32), 80),
+        ("stage 3", llama_spec(3, Precision::Bf16), 80),
+        ("GPT-2", gpt2_spec(None), 80),
+        ("GPT-2 with dropout", gpt2_spec(Some(0.3)), 80),
     ] {
-        a_step_goes_by_graphs(what, &spec, least);
+        check_saved_calls(what, &spec, least);
     }
 }
 
-/// What doesn't wait for a graph as it would for its calls finds numbers that are none.
-fn streams_that_lag_change_nothing() {
-    let mut away = spec(3, Precision::Bf16);
-    away.zero.offload = Some(Offload::Cpu);
-    for (what, spec) in
-        [("stage 2", spec(2, Precision::Bf16)), ("states on the host", away), ("dropout", gpt2(Some(0.3)))]
-    {
-        let expected = learned(&spec, 1, false);
+/// Streams wait for a graph the way they wait for single calls; otherwise the losses become NaN
+/// when a stream lags.
+fn check_lagging_streams() {
+    let mut offloaded = llama_spec(3, Precision::Bf16);
+    offloaded.zero.offload = Some(Offload::Cpu);
+    for (what, spec) in [
+        ("stage 2", llama_spec(2, Precision::Bf16)),
+        ("states on the host", offloaded),
+        ("dropout", gpt2_spec(Some(0.3))),
+    ] {
+        let expected = train_new_run(&spec, 1, false);
         for lag in ["side:1000", "main:100"] {
-            // SAFETY: no other thread runs.
+            // SAFETY: no other thread is running.
             unsafe { std::env::set_var("EMULATED_GPU_LAG", lag) };
-            assert_eq!(learned(&spec, 2, true), expected, "{what}, {lag}");
+            assert_eq!(train_new_run(&spec, 2, true), expected, "{what}, {lag}");
         }
-        // SAFETY: as above.
+        // SAFETY: no other thread is running.
         unsafe { std::env::remove_var("EMULATED_GPU_LAG") };
     }
 }
 
-/// Collectives end pieces: of two ranks fewer calls go by graphs.
-fn ranks_go_by_graphs() {
-    GRAPHS.store(true, Relaxed);
-    for (what, spec) in [("stage 0", spec(0, Precision::Bf16)), ("stage 3", spec(3, Precision::Bf16))] {
+/// With two ranks at least 60 % of the calls are made by graphs. The share is lower than that of
+/// one rank, because each collective ends a batch of calls.
+fn check_graph_share_of_two_ranks() {
+    USE_GRAPHS.store(true, Relaxed);
+    for (what, spec) in
+        [("stage 0", llama_spec(0, Precision::Bf16)), ("stage 3", llama_spec(3, Precision::Bf16))]
+    {
         let share = on_ranks(2, |hosts| {
-            let cuda = cuda();
-            let comm = Arc::new(comm::staged::Staged::new(hosts, cuda.clone()));
-            let mut running = build_on(&spec, comm, cuda.clone()).start_fresh();
-            learn(&mut running, STEPS);
+            let cuda = open_gpu();
+            let comm = Arc::new(comm::staged::StagedComm::new(hosts, cuda.clone()));
+            let mut running = build_trainer_on(&spec, comm, cuda.clone()).start_fresh();
+            train_learnable(&mut running, STEPS);
             let before = cuda.graph_stats();
-            learn(&mut running, 3);
-            let now = cuda.graph_stats();
-            let (by_graphs, plain) = (now.calls - before.calls, now.direct_calls - before.direct_calls);
-            println!("{what}, 2 ranks: {before:?} {now:?}");
-            100 * by_graphs / (by_graphs + plain)
+            train_learnable(&mut running, 3);
+            let after = cuda.graph_stats();
+            let (in_graphs, direct) = (after.calls - before.calls, after.direct_calls - before.direct_calls);
+            println!("{what}, 2 ranks: {before:?} {after:?}");
+            100 * in_graphs / (in_graphs + direct)
         });
         assert!(share.iter().all(|share| *share >= 60), "{what}: {share:?} %");
     }
 }
 
-fn checkpoints_go_from_the_one_to_the_other() {
-    let of = |stage| spec(stage, Precision::Bf16);
-    GRAPHS.store(false, Relaxed);
-    let whole = run(&of(0), 1, BEFORE + AFTER);
+/// A run with graphs resumes from a checkpoint of a run without them, and the other way round.
+fn check_resume_with_and_without_graphs() {
+    let spec = |stage| llama_spec(stage, Precision::Bf16);
+    USE_GRAPHS.store(false, Relaxed);
+    let expected = train_on_gpu(&spec(0), 1, BEFORE + AFTER);
     for graphs in [false, true] {
         let dir = tempfile::tempdir().unwrap();
-        GRAPHS.store(graphs, Relaxed);
-        train_and_save(&|n, f| on_card(n, f), &of(3), 2, dir.path(), true);
-        GRAPHS.store(!graphs, Relaxed);
-        let rest = resume_and_train(&|n, f| on_card(n, f), &of(1), 2, dir.path());
-        assert_eq!(rest, whole[BEFORE as usize..], "saved with graphs: {graphs}");
+        USE_GRAPHS.store(graphs, Relaxed);
+        train_and_save(&|n, f| on_shared_gpu(n, f), &spec(3), 2, dir.path(), true);
+        USE_GRAPHS.store(!graphs, Relaxed);
+        let rest = resume_and_train(&|n, f| on_shared_gpu(n, f), &spec(1), 2, dir.path());
+        assert_eq!(rest, expected[BEFORE as usize..], "saved with graphs: {graphs}");
     }
 }
 
-/// Calls that put work on the card, and others.
-const WORK: [&str; 4] = ["cuLaunchKernel", "cublasLtMatmul", "cuMemsetD8Async", "cuMemcpyDtoDAsync"];
-const OTHER: [&str; 4] =
+/// Calls that graphs replace.
+const REPLACED_CALLS: [&str; 4] =
+    ["cuLaunchKernel", "cublasLtMatmul", "cuMemsetD8Async", "cuMemcpyDtoDAsync"];
+/// Calls that launch and change graphs, and that allocate and free memory.
+const OTHER_CALLS: [&str; 4] =
     ["cuGraphLaunch", "cuMemAllocAsync", "cuMemFreeAsync", "cuGraphExecKernelNodeSetParams"];
 
-/// Calls of a step that graphs saved, in percent, once they are made; and nothing grows any more.
-fn a_step_goes_by_graphs(what: &str, spec: &TrainSpec, least: i64) {
-    let counted = |graphs: bool| {
-        GRAPHS.store(graphs, Relaxed);
-        let cuda: Arc<Cuda> = cuda();
+/// The driver calls of one step.
+struct CallsPerStep {
+    /// Calls of [`REPLACED_CALLS`].
+    replaceable: i64,
+    /// Launches of graphs.
+    graphs: i64,
+    /// Changes of kernel parameters in graphs.
+    updates: i64,
+}
+
+/// Graphs save at least `least_percent` of the calls that they can replace. After the first steps,
+/// neither memory nor the number of graphs grows.
+fn check_saved_calls(what: &str, spec: &TrainSpec, least_percent: i64) {
+    let count_calls = |graphs: bool| {
+        USE_GRAPHS.store(graphs, Relaxed);
+        let cuda: Arc<Cuda> = open_gpu();
         let comm = Arc::new(comm::local::group(1).remove(0));
-        let comm = Arc::new(comm::staged::Staged::new(comm, cuda.clone()));
-        let mut running = build_on(spec, comm, cuda.clone()).start_fresh();
-        learn(&mut running, STEPS);
-        let asked = || {
-            (
-                WORK.map(calls).iter().sum::<i64>(),
-                OTHER.map(calls),
-                cuda.graph_stats(),
-                cuda.memory_info().unwrap(),
-            )
-        };
-        let (work, [launches, ..], before, memory) = asked();
-        let [got, gave, changed] = [OTHER[1], OTHER[2], OTHER[3]].map(calls);
-        learn(&mut running, 3);
-        let (now, others, after, left) = asked();
+        let comm = Arc::new(comm::staged::StagedComm::new(comm, cuda.clone()));
+        let mut running = build_trainer_on(spec, comm, cuda.clone()).start_fresh();
+        train_learnable(&mut running, STEPS);
+        let count = || (REPLACED_CALLS.map(calls).iter().sum::<i64>(), OTHER_CALLS.map(calls));
+        let (replaceable, others) = count();
+        let (stats, memory) = (cuda.graph_stats(), cuda.memory_info().unwrap());
+        train_learnable(&mut running, 3);
+        let (replaceable_after, others_after) = count();
         if graphs {
-            assert_eq!((others[1], others[2], left), (got, gave, memory), "{what}: memory is asked for");
-            assert_eq!(after.cached_graphs, before.cached_graphs, "{what}: graphs pile up");
+            assert_eq!(others_after[1..3], others[1..3], "{what}: allocations and frees");
+            assert_eq!(cuda.memory_info().unwrap(), memory, "{what}: memory grows");
+            assert_eq!(cuda.graph_stats().cached_graphs, stats.cached_graphs, "{what}: graphs accumulate");
         }
-        ((now - work) / 3, (others[0] - launches) / 3, (others[3] - changed) / 3)
+        CallsPerStep {
+            replaceable: (replaceable_after - replaceable) / 3,
+            graphs: (others_after[0] - others[0]) / 3,
+            updates: (others_after[3] - others[3]) / 3,
+        }
     };
-    let ((plain, none, _), (rest, graphs, changed)) = (counted(false), counted(true));
+    let (without, with) = (count_calls(false), count_calls(true));
     println!(
-        "{what}: a step is {plain} calls without graphs, {rest} calls and {graphs} graphs with {changed} changes with them"
+        "{what}: a step has {} calls without graphs; with graphs {} calls, {} graphs and {} updates",
+        without.replaceable, with.replaceable, with.graphs, with.updates
     );
-    assert_eq!(none, 0);
-    assert!(100 * (plain - rest) >= least * plain, "{what}: {rest} of {plain} calls, {graphs} graphs");
+    assert_eq!(without.graphs, 0);
+    let saved = without.replaceable - with.replaceable;
+    assert!(
+        100 * saved >= least_percent * without.replaceable,
+        "{what}: graphs save {saved} of {} calls",
+        without.replaceable
+    );
 }

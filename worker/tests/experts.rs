@@ -1,5 +1,6 @@
-//! Layers with experts: the same bits for every number of workers, stage, expert-parallel size and placement; weights and
-//! states follow a changed placement; whatever the routing is, nothing hangs and gradients are those of all experts on one rank.
+//! Mixture-of-experts training: losses and gradient norms have the same bits for every number of
+//! workers, ZeRO stage, expert-parallel size, placement and routing, and a resume with another
+//! placement redistributes weights and optimizer states.
 #![allow(clippy::unwrap_used)] // a test that panics has failed
 mod common;
 use common::*;
@@ -7,15 +8,13 @@ use contract::job::{ExpertPlacement, ExpertsSpec, ModelSpec, Precision, Recomput
 use std::collections::BTreeMap;
 use worker::{
     expert_layout::ExpertLayout,
-    model::{Batch, Model, build},
-    resume::{CheckpointDirs, resume},
+    model::{Batch, Model, ModelError, build},
     stages::RunningTrainer,
-    storage_layout::StorageLayout,
     train::step::{SampleSource, StepReport},
 };
 
-/// Two experts of five, or of what is asked for.
-fn mixture(family: &str, experts: u32, per_token: u32) -> ModelSpec {
+/// A small model with `experts` experts in each layer, of which each token uses `per_token`.
+fn moe_model(family: &str, experts: u32, per_token: u32) -> ModelSpec {
     ModelSpec {
         family: family.into(),
         num_experts: Some(experts),
@@ -28,47 +27,48 @@ fn mixture(family: &str, experts: u32, per_token: u32) -> ModelSpec {
     }
 }
 
+/// Training of a Qwen 3 model with `experts` experts, two per token, and both router losses.
 fn spec(experts: u32, parallel: u32, placement: ExpertPlacement, stage: u8) -> TrainSpec {
-    let mut s = train_spec(mixture("qwen3_moe", experts, 2), stage, 8, 1, 11);
+    let mut s = train_spec(moe_model("qwen3_moe", experts, 2), stage, 8, 1, 11);
     s.experts = ExpertsSpec { expert_parallel_size: parallel, placement, aux_loss: Some(0.1), z_loss: 0.01 };
     s
 }
 
-/// Expert → rank, in the order of experts.
-fn ranks(ranks: &[u32]) -> BTreeMap<u32, u32> {
+/// The rank of each expert, in the order of experts.
+fn expert_ranks(ranks: &[u32]) -> BTreeMap<u32, u32> {
     (0..).zip(ranks.iter().copied()).collect()
 }
 
 #[test]
-fn any_world_and_stage() {
+fn every_world_size_stage_and_recomputation_gives_the_same_bits() {
     for family in ["mixtral", "qwen3_moe"] {
         let make = |stage, recompute| {
-            let mut s = train_spec(mixture(family, 5, 2), stage, 8, 1, 11);
+            let mut s = train_spec(moe_model(family, 5, 2), stage, 8, 1, 11);
             s.experts.z_loss = 0.01;
             s.recompute = recompute;
             s
         };
-        let expected = fresh_run(&make(0, Recompute::None), 1, 1, 3);
+        let expected = train_fresh(&make(0, Recompute::None), 1, 1, 3);
         assert!(expected.windows(2).all(|w| w[0] != w[1]), "the steps must change something");
         for stage in 0..=3 {
             for world in [1, 2, 3, 4, 8] {
                 let recompute = if world % 2 == 0 { Recompute::Block } else { Recompute::None };
-                let got = fresh_run(&make(stage, recompute), world, 1 + world % 2, 3);
-                assert_eq!(got, expected, "{family}: world {world}, stage {stage}");
+                let losses = train_fresh(&make(stage, recompute), world, 1 + world % 2, 3);
+                assert_eq!(losses, expected, "{family}: world {world}, stage {stage}");
             }
         }
     }
 }
 
 #[test]
-fn any_size_of_groups_and_placement() {
+fn every_expert_parallel_size_and_placement_gives_the_same_bits() {
     let balanced = || ExpertPlacement::Balanced;
-    let expected = fresh_run(&spec(6, 1, balanced(), 0), 1, 1, 3);
-    let uneven = ExpertPlacement::Experts(ranks(&[1, 1, 0, 1, 1, 0]));
-    let one_sided = ExpertPlacement::Layers(BTreeMap::from([(1, ranks(&[1; 6]))]));
+    let expected = train_fresh(&spec(6, 1, balanced(), 0), 1, 1, 3);
+    let uneven = ExpertPlacement::Experts(expert_ranks(&[1, 1, 0, 1, 1, 0]));
+    let one_sided = ExpertPlacement::Layers(BTreeMap::from([(1, expert_ranks(&[1; 6]))]));
     let three = ExpertPlacement::Layers(BTreeMap::from([
-        (0, ranks(&[2, 0, 1, 2, 0, 1])),
-        (1, ranks(&[0, 0, 2, 0, 2, 0])),
+        (0, expert_ranks(&[2, 0, 1, 2, 0, 1])),
+        (1, expert_ranks(&[0, 0, 2, 0, 2, 0])),
     ]));
     for (world, parallel, placement) in [
         (2, 2, balanced()),
@@ -84,23 +84,23 @@ fn any_size_of_groups_and_placement() {
         for stage in 0..=3 {
             let mut s = spec(6, parallel, placement.clone(), stage);
             s.recompute = if stage % 2 == 0 { Recompute::Block } else { Recompute::None };
-            let got = fresh_run(&s, world, 1, 3);
-            assert_eq!(got, expected, "world {world}, groups of {parallel}, {placement:?}, stage {stage}");
+            let losses = train_fresh(&s, world, 1, 3);
+            assert_eq!(losses, expected, "world {world}, groups of {parallel}, {placement:?}, stage {stage}");
         }
     }
 }
 
-/// Gradients added up as they come, of experts on their own ranks too: the tree's but for the last places.
+/// Without fixed-order sums the results differ from the deterministic ones only by rounding.
 #[test]
-fn sums_in_the_order_of_slots() {
+fn sums_in_any_order_are_close_to_fixed_order_sums() {
     let make = |parallel, stage, deterministic| TrainSpec {
         deterministic,
         ..spec(4, parallel, ExpertPlacement::Balanced, stage)
     };
-    let tree = fresh_run(&make(1, 0, true), 1, 1, 3);
+    let fixed_order = train_fresh(&make(1, 0, true), 1, 1, 3);
     for (parallel, stage, world) in [(1, 0, 1), (1, 3, 2), (2, 0, 2), (2, 3, 4), (4, 2, 4)] {
-        let found = fresh_run(&make(parallel, stage, false), world, 1, 3);
-        for (a, b) in found.iter().zip(&tree).flat_map(|(a, b)| [(a.0, b.0), (a.1, b.1)]) {
+        let found = train_fresh(&make(parallel, stage, false), world, 1, 3);
+        for (a, b) in found.iter().zip(&fixed_order).flat_map(|(a, b)| [(a.0, b.0), (a.1, b.1)]) {
             let (a, b) = (f64::from_bits(a), f64::from_bits(b));
             assert!(
                 (a - b).abs() <= 1e-5 * b.abs(),
@@ -111,113 +111,97 @@ fn sums_in_the_order_of_slots() {
 }
 
 #[test]
-fn slots_that_do_not_divide_and_ranks_without_any() {
+fn uneven_slots_and_ranks_without_slots_give_the_same_bits() {
     for global in [3, 5, 14] {
         let make = |parallel, stage| {
             let mut s = spec(6, parallel, ExpertPlacement::Balanced, stage);
             (s.batch.global, s.zero.prefetch) = (global, 3);
             s
         };
-        let expected = fresh_run(&make(1, 0), 1, 1, 2);
+        let expected = train_fresh(&make(1, 0), 1, 1, 2);
         for (world, parallel, stage) in [(2, 2, 3), (4, 2, 2), (6, 3, 1), (6, 2, 3), (8, 2, 0)] {
-            let got = fresh_run(&make(parallel, stage), world, 1, 2);
-            assert_eq!(got, expected, "{global} slots, world {world}, groups of {parallel}, stage {stage}");
+            let losses = train_fresh(&make(parallel, stage), world, 1, 2);
+            assert_eq!(
+                losses, expected,
+                "{global} slots, world {world}, groups of {parallel}, stage {stage}"
+            );
         }
     }
 }
 
 #[test]
-fn groups_within_and_across_hosts() {
-    let expected = fresh_run(&spec(6, 1, ExpertPlacement::Balanced, 3), 1, 1, 3);
+fn expert_groups_within_and_across_hosts_give_the_same_bits() {
+    let expected = train_fresh(&spec(6, 1, ExpertPlacement::Balanced, 3), 1, 1, 3);
     for hosts in [&[0, 0, 0, 0][..], &[0, 0, 1, 1], &[0, 1, 2, 3], &[0, 1, 1, 1]] {
-        let s = spec(6, 2, ExpertPlacement::Experts(ranks(&[1, 0, 0, 1, 0, 1])), 3);
-        let all = on_hosts(hosts, |c| steps(&mut build_run(&s, c), 3));
-        assert!(all.iter().all(|r| *r == expected), "hosts {hosts:?}");
+        let s = spec(6, 2, ExpertPlacement::Experts(expert_ranks(&[1, 0, 0, 1, 0, 1])), 3);
+        let losses = equal_on_all_ranks(on_hosts(hosts, |c| train_steps(&mut start_run(&s, c), 3)));
+        assert_eq!(losses, expected, "hosts {hosts:?}");
     }
 }
 
 #[test]
-fn evaluations_have_no_part_of_the_routers_losses_and_the_same_bits() {
+fn the_eval_loss_excludes_router_losses_and_has_the_same_bits() {
     let run = |s: &TrainSpec, world: usize| {
-        let source = MadeUp { vocab: s.model.vocab_size };
-        let all = on_ranks(world, |c| {
-            let mut running = build_run(s, c);
+        let source = SyntheticSamples { vocab: s.model.vocab_size };
+        equal_on_all_ranks(on_ranks(world, |c| {
+            let mut running = start_run(s, c);
             let evaluated = running.trainer.evaluate(&source, 40, 5).unwrap().loss;
             (
                 evaluated.to_bits(),
-                steps(&mut running, 2),
+                train_steps(&mut running, 2),
                 running.trainer.evaluate(&source, 40, 5).unwrap().loss,
             )
-        });
-        assert!(all.iter().all(|r| *r == all[0]), "ranks disagree");
-        all.into_iter().next().unwrap()
+        }))
     };
-    let alone = spec(6, 1, ExpertPlacement::Balanced, 0);
-    let expected = run(&alone, 1);
+    let one_rank = spec(6, 1, ExpertPlacement::Balanced, 0);
+    let expected = run(&one_rank, 1);
     for (world, parallel, stage) in [(2, 2, 3), (4, 2, 2), (6, 3, 1)] {
         let s = spec(6, parallel, ExpertPlacement::Balanced, stage);
         assert_eq!(run(&s, world), expected, "world {world}, groups of {parallel}, stage {stage}");
     }
-    let mut without = alone;
+    let mut without = one_rank;
     (without.experts.aux_loss, without.experts.z_loss) = (Some(0.0), 0.0);
     let plain = run(&without, 1);
     assert_eq!(plain.0, expected.0);
     assert_ne!(plain.1, expected.1);
 }
 
-fn build_run(s: &TrainSpec, comm: std::sync::Arc<dyn comm::Comm>) -> RunningTrainer {
-    common::build(s, comm, 1).start_fresh()
+fn start_run(s: &TrainSpec, comm: std::sync::Arc<dyn comm::Comm>) -> RunningTrainer {
+    build_trainer(s, comm, 1).start_fresh()
 }
 
 #[test]
-fn weights_and_states_follow_another_placement() {
-    let whole = fresh_run(&spec(6, 1, ExpertPlacement::Balanced, 3), 1, 1, 6);
-    let first = spec(6, 2, ExpertPlacement::Experts(ranks(&[1, 1, 0, 1, 1, 0])), 3);
-    let second =
-        |stage| spec(6, 3, ExpertPlacement::Layers(BTreeMap::from([(0, ranks(&[2, 0, 1, 2, 0, 1]))])), stage);
+fn a_resume_with_another_placement_has_the_same_bits() {
+    let whole = train_fresh(&spec(6, 1, ExpertPlacement::Balanced, 3), 1, 1, 6);
+    let first = spec(6, 2, ExpertPlacement::Experts(expert_ranks(&[1, 1, 0, 1, 1, 0])), 3);
+    let second = |stage| {
+        spec(6, 3, ExpertPlacement::Layers(BTreeMap::from([(0, expert_ranks(&[2, 0, 1, 2, 0, 1]))])), stage)
+    };
     for stage in [0, 1, 3] {
         let dir = tempfile::tempdir().unwrap();
-        let save = |running: &mut RunningTrainer, spec: &TrainSpec| {
-            let mut saver = saver(running, &job(spec, dir.path(), false), dir.path());
-            saver.begin(running).unwrap();
-            saver.finish(running).unwrap();
-        };
         on_ranks(4, |c| {
-            let mut running = build_run(&first, c);
-            assert_eq!(steps(&mut running, 3), whole[..3]);
-            save(&mut running, &first);
+            let mut running = start_run(&first, c);
+            assert_eq!(train_steps(&mut running, 3), whole[..3]);
+            save_checkpoint(&mut running, &first, dir.path());
         });
         for (world, next) in [(6, second(stage)), (1, spec(6, 1, ExpertPlacement::Balanced, stage))] {
-            let told = std::sync::Mutex::new(Vec::new());
-            let after = on_ranks(world, |c| {
-                let leader = c.rank() == 0;
-                let mut bound = common::build(&next, c, 1);
-                let layout = StorageLayout::shared(world);
-                let place = CheckpointDirs { root: dir.path(), workdir: dir.path(), layout: &layout };
-                let job = job(&next, dir.path(), false);
-                let resumed = resume(&mut bound, &job, &place, "made up", &mut |event| {
-                    if leader {
-                        told.lock().unwrap().push(format!("{event:?}"));
-                    }
-                    Ok(())
-                });
-                steps(&mut bound.start_at(resumed.unwrap().unwrap().cursor), 3)
-            });
-            assert!(after.iter().all(|a| *a == whole[3..]), "stage {stage}, world {world}");
-            let told = told.into_inner().unwrap();
-            assert_eq!(told.iter().filter(|t| t.contains("experts")).count(), 1, "{told:?}");
-            assert!(!told.iter().any(|t| t.contains("parameter group")), "{told:?}");
+            let (losses, notices) = equal_on_all_ranks(on_ranks(world, |c| {
+                let (mut running, notices) = resume_newest(&next, c, dir.path());
+                (train_steps(&mut running, 3), notices)
+            }));
+            assert_eq!(losses, whole[3..], "stage {stage}, world {world}");
+            assert_notices(&format!("experts_placement_{world}_ranks"), &notices, dir.path());
         }
     }
 }
 
-/// Samples whose tokens all have a router's favourite: what is routed where is decided by the weights set below.
-struct Tokens(Vec<u32>);
+/// Samples with these tokens, which are also the labels.
+struct FixedTokens(Vec<u32>);
 
-impl SampleSource for Tokens {
+impl SampleSource for FixedTokens {
     fn fill(&self, first: u64, batch: &mut Batch) -> worker::error::Result<()> {
         let n = batch.rows();
-        let at = first as usize / batch.b * n;
+        let at = first as usize / batch.sequences * n;
         batch.tokens.copy_from_slice(&self.0[at..at + n]);
         batch.labels.copy_from_slice(&self.0[at..at + n]);
         batch.starts.fill(0);
@@ -225,102 +209,111 @@ impl SampleSource for Tokens {
     }
 }
 
-/// A number below `n` from a seed.
-fn below(seed: &mut u64, n: usize) -> usize {
+/// A pseudo-random number below `n`; advances `seed` (xorshift).
+fn random_below(seed: &mut u64, n: usize) -> usize {
     *seed ^= *seed << 13;
     *seed ^= *seed >> 7;
     *seed ^= *seed << 17;
     (*seed >> 20) as usize % n
 }
 
+/// Experts of each layer.
 const EXPERTS: usize = 6;
-const WORDS: usize = 12;
+/// Tokens of the vocabulary.
+const VOCAB: usize = 12;
 
-/// Each word's row of the embedding points at some experts' rows of the routers, which tell words apart.
-fn steer(running: &mut RunningTrainer, favourites: &[usize]) {
+/// Changes embedding and routers so that each token `i` prefers expert `preferred_experts[i]`.
+fn steer_routing(running: &mut RunningTrainer, preferred_experts: &[usize]) {
     let engine = &running.trainer.engine;
     for (u, shard) in engine.shards.iter().enumerate() {
         let base = engine.resident_range(u).start;
         for seg in shard.unit.segments(engine.resident_range(u)) {
             let name = &shard.unit.params[seg.param].name;
-            let (router, words) = (name.ends_with("mlp.gate.weight"), name == "model.embed_tokens.weight");
-            if !router && !words {
+            let is_router = name.ends_with("mlp.gate.weight");
+            if !is_router && name != "model.embed_tokens.weight" {
                 continue;
             }
-            let d = running.trainer.model.hidden();
+            let d = running.trainer.model.hidden_size();
             engine.with_resident(u, |buf| {
                 for (i, x) in
                     buf.host_mut()[seg.flat.start - base..seg.flat.end - base].iter_mut().enumerate()
                 {
                     let (row, column) = ((seg.elements.start + i) / d, (seg.elements.start + i) % d);
-                    let points = if router { row } else { favourites[row % WORDS] };
-                    *x += if column == points { 3.0 } else { 0.0 };
+                    let direction = if is_router { row } else { preferred_experts[row % VOCAB] };
+                    *x += if column == direction { 3.0 } else { 0.0 };
                 }
             });
         }
     }
 }
 
-/// Losses, norms and weights after two steps from one routing.
-fn routed(
+/// Takes two steps with the routing that `seed` selects. Returns losses and norms as bits, and how
+/// often each expert was selected in each layer.
+fn train_with_routing(
     spec: &TrainSpec,
     comm: std::sync::Arc<dyn comm::Comm>,
     seed: u64,
 ) -> (Vec<(u64, u64)>, Vec<Vec<u64>>) {
     let mut seed = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
-    // All to one expert, all to two of them, or anything: some get none.
-    let kinds = [1, 2, EXPERTS][below(&mut seed, 3)];
-    let first = below(&mut seed, EXPERTS);
-    let favourites: Vec<usize> = (0..WORDS).map(|_| (first + below(&mut seed, kinds)) % EXPERTS).collect();
-    let tokens = (0..2 * 4 * 5).map(|_| below(&mut seed, WORDS) as u32).collect();
-    let mut running = build_run(spec, comm);
-    steer(&mut running, &favourites);
-    let source = Tokens(tokens);
+    // All tokens prefer one expert, two experts, or any expert, so that some experts get no rows.
+    let count = [1, 2, EXPERTS][random_below(&mut seed, 3)];
+    let first = random_below(&mut seed, EXPERTS);
+    let preferred_experts: Vec<usize> =
+        (0..VOCAB).map(|_| (first + random_below(&mut seed, count)) % EXPERTS).collect();
+    let tokens = (0..2 * 4 * 5).map(|_| random_below(&mut seed, VOCAB) as u32).collect();
+    let mut running = start_run(spec, comm);
+    steer_routing(&mut running, &preferred_experts);
+    let source = FixedTokens(tokens);
     let outcomes = (0..2).map(|_| running.step(&source, StepReport::default()).unwrap().0);
     let outcomes = outcomes.map(|o| (o.loss.to_bits(), o.grad_norm.to_bits())).collect();
     (outcomes, running.trainer.experts.as_ref().unwrap().expert_counts())
 }
 
-/// A tiny model: two layers of six experts, of which each token goes to one or two.
-fn tiny(seed: u64, parallel: u32) -> TrainSpec {
+/// Training of a tiny model with [`EXPERTS`] experts in each of two layers, one or two per token,
+/// and a placement that depends on the seed.
+fn tiny_spec(seed: u64, parallel: u32) -> TrainSpec {
     let mut s = spec(EXPERTS as u32, parallel, ExpertPlacement::Balanced, 3);
     s.model = ModelSpec {
-        vocab_size: WORDS as u32,
+        vocab_size: VOCAB as u32,
         hidden_size: 8,
         num_attention_heads: 2,
         num_key_value_heads: 1,
         head_dim: 4,
         moe_intermediate_size: Some(4),
-        ..mixture("qwen3_moe", EXPERTS as u32, 1 + (seed % 2) as u32)
+        ..moe_model("qwen3_moe", EXPERTS as u32, 1 + (seed % 2) as u32)
     };
     (s.batch.global, s.batch.micro, s.data.seq_len, s.seed) = (4, 1, 5, seed);
     let mut random = seed | 1;
     if parallel == 4 || (parallel > 1 && !seed.is_multiple_of(3)) {
-        let place: Vec<u32> = (0..EXPERTS).map(|_| below(&mut random, parallel as usize) as u32).collect();
-        s.experts.placement = ExpertPlacement::Experts(ranks(&place));
+        let ranks: Vec<u32> =
+            (0..EXPERTS).map(|_| random_below(&mut random, parallel as usize) as u32).collect();
+        s.experts.placement = ExpertPlacement::Experts(expert_ranks(&ranks));
     }
     s
 }
 
 #[test]
-fn a_thousand_routings_on_four_ranks() {
-    let (mut expected, mut all, mut none, mut several) = (Vec::new(), 0, 0, 0);
+fn a_thousand_routings_on_four_ranks_have_the_bits_of_one_rank() {
+    let (mut expected, mut one_for_all, mut idle, mut spread) = (Vec::new(), 0, 0, 0);
     for seed in 0..1000 {
-        let alone = std::sync::Arc::new(comm::local::group(1).remove(0));
-        let (outcomes, chosen) = routed(&tiny(seed, 1), alone, seed);
+        let alone = single_rank();
+        let (outcomes, counts) = train_with_routing(&tiny_spec(seed, 1), alone, seed);
         expected.push(outcomes);
-        // Of the last of four slots, which has five tokens.
-        all += chosen.iter().filter(|layer| layer.contains(&5)).count();
-        none += chosen.iter().filter(|layer| layer.contains(&0)).count();
-        several += chosen.iter().filter(|layer| layer.iter().filter(|n| **n > 0).count() > 3).count();
+        // The counts are those of the last slot, which has five tokens.
+        one_for_all += counts.iter().filter(|layer| layer.contains(&5)).count();
+        idle += counts.iter().filter(|layer| layer.contains(&0)).count();
+        spread += counts.iter().filter(|layer| layer.iter().filter(|n| **n > 0).count() > 3).count();
     }
     assert!(
-        all > 100 && none > 1000 && several > 100,
-        "of 2,000: {all} with all to one, {none} with an idle one"
+        one_for_all > 100 && idle > 1000 && spread > 100,
+        "of 2,000 layers: {one_for_all} with an expert for all tokens, {idle} with an idle expert, \
+         {spread} with more than 3 used experts"
     );
     let got = on_ranks(4, |c| {
         let parallel = |seed| [2, 4][seed as usize % 2];
-        (0..1000).map(|seed| routed(&tiny(seed, parallel(seed)), c.clone(), seed).0).collect::<Vec<_>>()
+        (0..1000)
+            .map(|seed| train_with_routing(&tiny_spec(seed, parallel(seed)), c.clone(), seed).0)
+            .collect::<Vec<_>>()
     });
     for rank in &got {
         for (seed, (got, expected)) in rank.iter().zip(&expected).enumerate() {
@@ -329,57 +322,62 @@ fn a_thousand_routings_on_four_ranks() {
     }
 }
 
-/// With every expert chosen for every token the loss has no jumps.
+/// Every token uses every expert, so that the loss is continuous in the weights of routers.
 #[test]
-fn the_gradient_of_the_whole_loss_is_that_of_finite_differences() {
+fn gradients_equal_finite_differences_of_the_loss() {
     let mut spec = spec(3, 1, ExpertPlacement::Balanced, 3);
-    spec.model = mixture("qwen3_moe", 3, 3);
+    spec.model = moe_model("qwen3_moe", 3, 3);
     (spec.experts.z_loss, spec.batch.global, spec.seed) = (0.5, 2, 3);
-    let source = MadeUp { vocab: spec.model.vocab_size };
-    let alone = std::sync::Arc::new(comm::local::group(1).remove(0));
-    let mut running = build_run(&spec, alone);
+    let source = SyntheticSamples { vocab: spec.model.vocab_size };
+    let alone = single_rank();
+    let mut running = start_run(&spec, alone);
     let outcome = running.trainer.accumulate(&source, 0, StepReport::default()).unwrap();
     let mean = f64::from(2 * spec.data.seq_len) / outcome.targets as f64;
     let (mut grads, mut names) = (Vec::new(), Vec::new());
     for u in 0..running.trainer.engine.shards.len() {
         grads.push(running.trainer.engine.finish_gradient(u).unwrap());
         let unit = &running.trainer.engine.shards[u].unit;
-        let found = (0..unit.params.len()).filter(|&i| {
+        let checked = (0..unit.params.len()).filter(|&i| {
             let name = &unit.params[i].name;
             ["mlp.gate.weight", "experts.1.up_proj.weight", "experts.2.down_proj.weight"]
                 .iter()
                 .any(|n| name.ends_with(n))
         });
-        names.extend(found.map(|i| (u, unit.params[i].name.clone(), unit.range(i))));
+        names.extend(checked.map(|i| (u, unit.params[i].name.clone(), unit.tensor_range(i))));
     }
     assert_eq!(names.len(), 6);
     for (u, name, range) in names {
-        let of = &grads[u].host()[range.clone()];
-        // The largest element: finite differences of a loss in f32 see no small ones.
-        let (i, largest) =
-            (0..of.len()).map(|i| (i, of[i])).max_by(|a, b| a.1.abs().total_cmp(&b.1.abs())).unwrap();
+        let gradient = &grads[u].host()[range.clone()];
+        // Finite differences of a loss in f32 are only exact enough for the largest element.
+        let (i, largest) = (0..gradient.len())
+            .map(|i| (i, gradient[i]))
+            .max_by(|a, b| a.1.abs().total_cmp(&b.1.abs()))
+            .unwrap();
         let mut loss = |by: f32| {
             running.trainer.engine.with_resident(u, |p| p.host_mut()[range.start + i] += by);
             let loss = running.trainer.accumulate(&source, 0, StepReport::default()).unwrap().loss;
             running.trainer.engine.with_resident(u, |p| p.host_mut()[range.start + i] -= by);
             for u in 0..running.trainer.engine.shards.len() {
                 let spent = running.trainer.engine.finish_gradient(u).unwrap();
-                running.trainer.engine.recycle(u, spent);
+                running.trainer.engine.recycle_gradient(u, spent);
             }
             loss
         };
         const H: f32 = 0.02;
-        let (want, got) = ((loss(H) - loss(-H)) / f64::from(2.0 * H), f64::from(largest) * mean);
-        assert!((want - got).abs() <= 0.02 * want.abs() + 2e-5, "{name}: {got:e}, differences say {want:e}");
+        let (slope, gradient) = ((loss(H) - loss(-H)) / f64::from(2.0 * H), f64::from(largest) * mean);
+        assert!(
+            (slope - gradient).abs() <= 0.02 * slope.abs() + 2e-5,
+            "{name}: gradient {gradient:e}, finite difference {slope:e}"
+        );
     }
 }
 
 #[test]
-fn routings_over_shared_memory() {
-    let alone = |seed| routed(&tiny(seed, 1), std::sync::Arc::new(comm::local::group(1).remove(0)), seed).0;
+fn routings_over_shared_memory_have_the_bits_of_one_rank() {
+    let alone = |seed| train_with_routing(&tiny_spec(seed, 1), single_rank(), seed).0;
     let expected: Vec<_> = (0..40).map(alone).collect();
     let got = on_hosts(&[0, 0, 0, 0], |c| {
-        (0..40).map(|seed| routed(&tiny(seed, 2), c.clone(), seed).0).collect::<Vec<_>>()
+        (0..40).map(|seed| train_with_routing(&tiny_spec(seed, 2), c.clone(), seed).0).collect::<Vec<_>>()
     });
     assert!(got.iter().all(|g| *g == expected));
 }
@@ -401,29 +399,32 @@ fn an_invalid_placement_is_rejected_by_its_key() {
     const SIZE: (&str, &str) = ("expert-parallel-size-invalid", "train.experts.expert_parallel_size");
     const PLACEMENT: (&str, &str) = ("expert-placement-invalid", "train.experts.placement");
     let balanced = || ExpertPlacement::Balanced;
-    let model = build(&ModelSpec { max_position_embeddings: 8, ..mixture("mixtral", 6, 2) }, 8).unwrap();
+    let model = build(&ModelSpec { max_position_embeddings: 8, ..moe_model("mixtral", 6, 2) }, 8).unwrap();
     let error = |parallel, placement, world| placement_error(model.as_ref(), parallel, placement, world);
-    let is = |error: Option<(&'static str, String)>, (code, key): (&str, &str)| {
+    let assert_error = |error: Option<(&'static str, String)>, (code, key): (&str, &str)| {
         assert_eq!(error.as_ref().map(|(code, key)| (*code, key.as_str())), Some((code, key)));
     };
     assert_eq!(error(2, balanced(), 4), None);
-    is(error(2, balanced(), 3), SIZE);
-    is(error(4, balanced(), 4), SIZE);
-    assert_eq!(error(4, ExpertPlacement::Experts(ranks(&[0, 1, 2, 3, 0, 0])), 4), None);
-    // Expert 5 has no rank; expert 6 does not exist; there is no rank 2; layer 2 has no experts.
-    is(error(2, ExpertPlacement::Experts(ranks(&[0, 1, 0, 1, 0])), 2), PLACEMENT);
-    is(error(2, ExpertPlacement::Experts(ranks(&[0, 1, 0, 1, 0, 1, 1])), 2), PLACEMENT);
-    let layers = |layer, experts| ExpertPlacement::Layers(BTreeMap::from([(layer, ranks(experts))]));
-    is(error(2, layers(1, &[0, 1, 2, 0, 0, 0]), 2), PLACEMENT);
-    is(error(2, layers(2, &[0; 6]), 2), ("experts-not-in-model", "train.experts.placement"));
+    assert_error(error(2, balanced(), 3), SIZE);
+    assert_error(error(4, balanced(), 4), SIZE);
+    assert_eq!(error(4, ExpertPlacement::Experts(expert_ranks(&[0, 1, 2, 3, 0, 0])), 4), None);
+    // Expert 5 has no rank; expert 6, rank 2 and layer 2 do not exist.
+    assert_error(error(2, ExpertPlacement::Experts(expert_ranks(&[0, 1, 0, 1, 0])), 2), PLACEMENT);
+    assert_error(error(2, ExpertPlacement::Experts(expert_ranks(&[0, 1, 0, 1, 0, 1, 1])), 2), PLACEMENT);
+    let layers = |layer, experts| ExpertPlacement::Layers(BTreeMap::from([(layer, expert_ranks(experts))]));
+    assert_error(error(2, layers(1, &[0, 1, 2, 0, 0, 0]), 2), PLACEMENT);
+    assert_error(error(2, layers(2, &[0; 6]), 2), ("experts-not-in-model", "train.experts.placement"));
     let dense = build(&ModelSpec { max_position_embeddings: 8, ..odd_model() }, 8).unwrap();
-    is(placement_error(dense.as_ref(), 2, balanced(), 2), ("experts-not-in-model", "train.experts"));
-    let keys = build(&ModelSpec { num_experts: Some(4), ..odd_model() }, 8).err().unwrap();
-    assert_eq!(keys, "`num_experts` has no effect in the family `llama`: remove it");
+    assert_error(
+        placement_error(dense.as_ref(), 2, balanced(), 2),
+        ("experts-not-in-model", "train.experts"),
+    );
+    let error = build(&ModelSpec { num_experts: Some(4), ..odd_model() }, 8).err().unwrap();
+    assert!(matches!(error, ModelError::KeyWithoutEffect { key: "num_experts", family: "llama" }), "{error}");
 }
 
 #[test]
-fn sixteen_bits_for_any_size_of_groups_and_placement() {
+fn sixteen_bit_training_has_the_same_bits_for_every_placement() {
     let balanced = || ExpertPlacement::Balanced;
     for precision in [Precision::Bf16, Precision::Fp16] {
         let make = |parallel, placement, stage| {
@@ -431,11 +432,11 @@ fn sixteen_bits_for_any_size_of_groups_and_placement() {
             (s.precision, s.loss_scale.initial_scale_power) = (precision, 12);
             s
         };
-        let expected = fresh_run(&make(1, balanced(), 0), 1, 1, 3);
+        let expected = train_fresh(&make(1, balanced(), 0), 1, 1, 3);
         assert!(expected.windows(2).all(|w| w[0] != w[1]), "the steps must change something");
-        assert_ne!(expected, fresh_run(&spec(6, 1, balanced(), 0), 1, 1, 3));
-        let uneven = ExpertPlacement::Experts(ranks(&[1, 1, 0, 1, 1, 0]));
-        let one_sided = ExpertPlacement::Layers(BTreeMap::from([(1, ranks(&[1; 6]))]));
+        assert_ne!(expected, train_fresh(&spec(6, 1, balanced(), 0), 1, 1, 3));
+        let uneven = ExpertPlacement::Experts(expert_ranks(&[1, 1, 0, 1, 1, 0]));
+        let one_sided = ExpertPlacement::Layers(BTreeMap::from([(1, expert_ranks(&[1; 6]))]));
         for (world, parallel, placement, stage) in [
             (3, 1, balanced(), 3),
             (2, 2, balanced(), 0),
@@ -446,23 +447,23 @@ fn sixteen_bits_for_any_size_of_groups_and_placement() {
         ] {
             let mut s = make(parallel, placement, stage);
             s.recompute = if stage % 2 == 0 { Recompute::Block } else { Recompute::None };
-            let got = fresh_run(&s, world, 1, 3);
-            assert_eq!(got, expected, "{precision:?}: world {world}, groups of {parallel}, stage {stage}");
+            let losses = train_fresh(&s, world, 1, 3);
+            assert_eq!(losses, expected, "{precision:?}: world {world}, groups of {parallel}, stage {stage}");
         }
     }
 }
 
-/// Rows travel in 16 bits, between hosts too.
+/// Rows are dispatched in 16 bits, also between hosts.
 #[test]
-fn sixteen_bits_across_hosts() {
+fn sixteen_bit_training_across_hosts_has_the_same_bits() {
     let make = |parallel| {
         let mut s = spec(6, parallel, ExpertPlacement::Balanced, 3);
         s.precision = Precision::Bf16;
         s
     };
-    let expected = fresh_run(&make(1), 1, 1, 2);
+    let expected = train_fresh(&make(1), 1, 1, 2);
     for hosts in [&[0, 0, 1, 1][..], &[0, 1]] {
-        let all = on_hosts(hosts, |c| steps(&mut build_run(&make(2), c), 2));
-        assert!(all.iter().all(|r| *r == expected), "hosts {hosts:?}");
+        let losses = equal_on_all_ranks(on_hosts(hosts, |c| train_steps(&mut start_run(&make(2), c), 2)));
+        assert_eq!(losses, expected, "hosts {hosts:?}");
     }
 }

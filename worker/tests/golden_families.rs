@@ -1,49 +1,53 @@
-//! Every family against real transformers and torch, from folders that `save_pretrained` made (tests/golden/families/README.md):
-//! logits, loss, every gradient, ten AdamW steps; the same bits for any number of workers; and what is refused.
+//! Every model family compared with transformers and PyTorch: logits, loss, every gradient and ten
+//! AdamW steps of models that `save_pretrained` wrote (tests/golden/families/README.md). Further
+//! tests check loading, saving and resuming of these models, and the errors of unsupported configs.
 #![allow(clippy::unwrap_used)] // a test that panics has failed
 mod common;
 use ckpt::{Checkpoint, Dtype, GatherOptions};
 use common::{
-    families::{CASES, folder, from, load, started},
-    golden::{self, json},
+    families::{CASES, golden_directory, load_case, pretrained_spec, start_from_pretrained},
+    golden::{self, read_json},
     *,
 };
-use contract::job::ModelSpec;
+use contract::{event::Event, job::ModelSpec};
+use diagnostic::{
+    Diagnostic,
+    codes::{model as codes, training::RESUME_MODEL_MISMATCH},
+};
 use serde_json::{Value, json};
 use std::{path::Path, sync::Arc};
-use worker::{
-    resume::{PretrainedModel, resume},
-    stages::Cursor,
-};
+use worker::{model::ModelError, resume::PretrainedModel, stages::Cursor};
 
 #[test]
-fn logits_gradients_and_steps() {
+fn logits_gradients_and_steps_match_transformers() {
     for name in CASES {
         println!("{name}");
-        golden::check(&load(name), |case| started(&case.spec, Arc::new(comm::local::group(1).remove(0))));
+        golden::check_case(&load_case(name), |case| {
+            start_from_pretrained(&case.spec, Arc::new(comm::local::group(1).remove(0)))
+        });
     }
 }
 
 #[test]
-fn any_world_and_stage() {
+fn every_world_size_and_stage_gives_the_same_bits() {
     for (i, name) in CASES.into_iter().enumerate() {
         let spec = |stage| {
-            let mut s = train_spec(from(&folder(name)), stage, 6, 1, 13);
+            let mut s = train_spec(pretrained_spec(&golden_directory(name)), stage, 6, 1, 13);
             s.steps = 4;
             s
         };
         let run = |stage, world| {
-            let all = on_ranks(world, |c| steps(&mut started(&spec(stage), c), 3));
-            assert!(all.iter().all(|r| *r == all[0]), "ranks disagree");
-            all.into_iter().next().unwrap()
+            equal_on_all_ranks(on_ranks(world, |c| {
+                train_steps(&mut start_from_pretrained(&spec(stage), c), 3)
+            }))
         };
         let expected = run(0, 1);
-        let mut again = spec(3);
-        again.recompute = contract::job::Recompute::Block;
-        let recomputed = on_ranks(2, |c| steps(&mut started(&again, c), 3)).remove(0);
-        assert_eq!(recomputed, expected, "{name}: recomputed");
+        let mut recompute = spec(3);
+        recompute.recompute = contract::job::Recompute::Block;
+        let recomputed = on_ranks(2, |c| train_steps(&mut start_from_pretrained(&recompute, c), 3)).remove(0);
+        assert_eq!(recomputed, expected, "{name}: recomputation");
         for stage in 0..=3 {
-            // half of the pairs, and the other half with the next case; all of them with one model: bit_equal.rs
+            // Half of the pairs per case; bit_equal.rs tests all of them with one model.
             for world in (1..=4).filter(|world| (world + usize::from(stage) + i).is_multiple_of(2)) {
                 assert_eq!(run(stage, world), expected, "{name}: world {world}, stage {stage}");
             }
@@ -51,14 +55,15 @@ fn any_world_and_stage() {
     }
 }
 
-/// Loads the folder on `world` ranks, takes no step, saves and gathers into `out`.
-fn through(folder: &Path, world: usize, out: &Path, dtype: Dtype) {
+/// Loads a model on `world` ranks, saves a checkpoint without training, and gathers its weights
+/// into `out`.
+fn load_and_gather(directory: &Path, world: usize, out: &Path, dtype: Dtype) {
     let dir = tempfile::tempdir().unwrap();
-    let spec = train_spec(from(folder), 3, 4, 1, 13);
-    let job = job(&spec, dir.path(), false);
+    let spec = train_spec(pretrained_spec(directory), 3, 4, 1, 13);
+    let job = job_spec(&spec, dir.path(), false);
     on_ranks(world, |c| {
-        let mut running = started(&spec, c);
-        let mut saver = saver(&running, &job, dir.path());
+        let mut running = start_from_pretrained(&spec, c);
+        let mut saver = checkpoint_saver(&running, &job, dir.path());
         saver.begin(&mut running).unwrap();
         assert_eq!(saver.finish(&running).unwrap().unwrap().step, 0);
     });
@@ -68,160 +73,168 @@ fn through(folder: &Path, world: usize, out: &Path, dtype: Dtype) {
 }
 
 #[test]
-fn weights_that_no_step_has_changed_come_out_with_their_bits() {
+fn untrained_weights_are_gathered_with_the_bits_that_were_loaded() {
     for (i, name) in CASES.into_iter().enumerate() {
         let dir = tempfile::tempdir().unwrap();
         let (world, first) = (1 + i % 4, dir.path().join("first"));
-        let weights = |folder: &Path| std::fs::read(folder.join("model.safetensors")).unwrap();
-        through(&folder(name), world, &first, Dtype::F32);
+        let weights = |directory: &Path| std::fs::read(directory.join("model.safetensors")).unwrap();
+        load_and_gather(&golden_directory(name), world, &first, Dtype::F32);
         let bits = |file: &[u8]| -> Vec<(String, Vec<u32>)> {
-            let all = golden::tensors(file).into_iter();
-            all.map(|(name, x)| (name, x.iter().map(|x| x.to_bits()).collect())).collect()
+            let tensors = golden::parse_safetensors(file).into_iter();
+            tensors.map(|(name, x)| (name, x.iter().map(|x| x.to_bits()).collect())).collect()
         };
-        assert_eq!(bits(&weights(&first)), bits(&weights(&folder(name))), "{name}");
-        assert_eq!(json(&first.join("config.json")), json(&folder(name).join("config.json")), "{name}");
+        assert_eq!(bits(&weights(&first)), bits(&weights(&golden_directory(name))), "{name}");
+        assert_eq!(
+            read_json(&first.join("config.json")),
+            read_json(&golden_directory(name).join("config.json")),
+            "{name}"
+        );
 
-        // And so do rounded ones; a folder without F32 has them exactly.
+        // A model that was gathered in BF16 is loaded exactly.
         let (second, third) = (dir.path().join("second"), dir.path().join("third"));
-        through(&folder(name), 1, &second, Dtype::BF16);
-        through(&second, 3, &third, Dtype::BF16);
+        load_and_gather(&golden_directory(name), 1, &second, Dtype::BF16);
+        load_and_gather(&second, 3, &third, Dtype::BF16);
         assert_eq!(weights(&second), weights(&third), "{name}");
-        assert_eq!(json(&third.join("config.json"))["dtype"], "bfloat16");
+        assert_eq!(read_json(&third.join("config.json"))["dtype"], "bfloat16");
     }
 }
 
 #[test]
-fn resumed_runs_go_on_with_the_same_bits() {
+fn a_run_resumes_with_the_same_bits() {
     let names =
         ["gemma3", "gpt2", "llama_biases_tied", "mistral_window", "mixtral", "qwen2", "qwen3", "qwen3_moe"];
     for name in names {
-        let spec = |stage| train_spec(from(&folder(name)), stage, 6, 1, 13);
-        let whole = on_ranks(1, |c| steps(&mut started(&spec(0), c), 5)).remove(0);
+        let spec = |stage| train_spec(pretrained_spec(&golden_directory(name)), stage, 6, 1, 13);
+        let whole = on_ranks(1, |c| train_steps(&mut start_from_pretrained(&spec(0), c), 5)).remove(0);
         let dir = tempfile::tempdir().unwrap();
         on_ranks(3, |c| {
-            let mut running = started(&spec(3), c);
-            steps(&mut running, 3);
-            let mut saver = saver(&running, &job(&spec(3), dir.path(), false), dir.path());
-            saver.begin(&mut running).unwrap();
-            saver.finish(&running).unwrap();
+            let mut running = start_from_pretrained(&spec(3), c);
+            train_steps(&mut running, 3);
+            save_checkpoint(&mut running, &spec(3), dir.path());
         });
-        let after = on_ranks(2, |c| {
-            let mut bound = build(&spec(1), c, 1);
-            let job = job(&spec(1), dir.path(), false);
-            let layout = worker::storage_layout::StorageLayout::shared(bound.trainer.engine.world());
-            let place =
-                worker::resume::CheckpointDirs { root: dir.path(), workdir: dir.path(), layout: &layout };
-            let resumed = resume(&mut bound, &job, &place, "made up", &mut |_| Ok(()));
-            let cursor = resumed.unwrap().unwrap().cursor;
-            steps(&mut bound.start_at(cursor), 2)
-        });
-        assert_eq!(after, [&whole[3..], &whole[3..]], "{name}");
+        let losses = on_ranks(2, |c| train_steps(&mut resume_newest(&spec(1), c, dir.path()).0, 2));
+        assert_eq!(losses, [&whole[3..], &whole[3..]], "{name}");
     }
 }
 
-/// What building the model of a configuration says.
-fn refused(name: &str, change: impl Fn(&mut serde_json::Map<String, Value>)) -> String {
+/// The error of building a golden model whose config.json was changed; `None` if it is accepted.
+fn build_error(name: &str, change: impl FnOnce(&mut serde_json::Map<String, Value>)) -> Option<ModelError> {
     let dir = tempfile::tempdir().unwrap();
-    let mut config = json(&folder(name).join("config.json"));
+    let mut config = read_json(&golden_directory(name).join("config.json"));
     change(config.as_object_mut().unwrap());
     std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
-    worker::model::build(&from(dir.path()), 16).err().unwrap_or_default()
+    worker::model::build(&pretrained_spec(dir.path()), 16).err()
 }
 
-#[test]
-fn what_is_not_supported_is_refused_by_name() {
-    let with = |name: &str, key: &str, value: Value| {
-        refused(name, |c| {
-            c.insert(key.into(), value.clone());
-        })
+/// The error of building a golden model with another value of one config key.
+fn error_with(name: &str, key: &str, value: &Value) -> Option<ModelError> {
+    build_error(name, |config| drop(config.insert(key.into(), value.clone())))
+}
+
+/// The name of the golden model, a config key, and a value for it.
+type ConfigCase = (&'static str, &'static str, Value);
+
+/// Checks that each value is rejected with the code, and that the error names the key.
+fn assert_rejected(code: diagnostic::Code, cases: Vec<ConfigCase>) -> Vec<String> {
+    let message = |(name, key, value): ConfigCase| {
+        let error = error_with(name, key, &value).unwrap_or_else(|| panic!("{name}: {key}: {value}"));
+        let error = Diagnostic::from(error);
+        assert_eq!(error.code(), code, "{name}: {key}: {value}: {error}");
+        let named = ["config_key", "config_keys", "other_config_key", "architectures", "model_type"];
+        assert!(named.iter().any(|field| error.field(field).is_some()), "{error:?}");
+        let help = error.help().iter().map(|help| format!("\n  help: {help}")).collect::<String>();
+        format!("{name}, {key}: {value}\n  {}: {error}{help}", code.name())
     };
-    for (key, value, said) in [
-        ("hidden_act", json!("gelu"), "`hidden_act: \"gelu\"` is not supported"),
-        ("attention_dropout", json!(1), "`attention_dropout` is 1, not a number from 0 to below 1"),
-        ("attention_dropout", json!(-0.1), "`attention_dropout` is -0.1, not a number"),
-        ("attention_dropout", json!("0.1"), "`attention_dropout` is \"0.1\", not a number"),
-        ("resid_pdrop", json!(0.1), "`resid_pdrop: 0.1`"),
-        ("pretraining_tp", json!(2), "`pretraining_tp: 2`"),
-        ("partial_rotary_factor", json!(0.5), "`partial_rotary_factor: 0.5`"),
-        ("rope_interleaved", json!(true), "`rope_interleaved: true`"),
-        ("quantization_config", json!({"bits": 4}), "`quantization_config: {\"bits\":4}`"),
-        ("logits_scaling", json!(2.0), "`logits_scaling: 2.0`"),
-        ("sliding_window", json!(8), "`sliding_window: 8`"),
-        ("architectures", json!(["NewForCausalLM"]), "architectures [NewForCausalLM] are not supported"),
-        ("architectures", json!(null), "architectures [] are not supported"),
-        ("model_type", json!("qwen2"), "`model_type: qwen2` is not that of LlamaForCausalLM"),
-        ("rope_parameters", json!({"rope_type": "longrope", "factor": 2}), "\"longrope\" is not supported"),
-        (
-            "rope_scaling",
-            json!({"type": "linear", "factor": 2}),
-            "`rope_scaling` and `rope_parameters` differ",
-        ),
-        ("num_key_value_heads", json!(3), "num_key_value_heads 3 does not divide"),
-        ("head_dim", json!(5), "head_dim 5 is odd"),
-        ("vocab_size", json!(-1), "`vocab_size` is -1, not a number"),
-        ("vocab_size", json!(1u64 << 40), "not a number from 1 to"),
-        ("hidden_size", json!(null), "config.json has no `hidden_size`"),
-        ("rms_norm_eps", json!(0), "`rms_norm_eps` is 0, not above 0"),
-        ("tie_word_embeddings", json!("yes"), "`tie_word_embeddings` is \"yes\", not true or false"),
-        ("num_hidden_layers", json!(1 << 20), "num_hidden_layers 1048576 is more than"),
-    ] {
-        let found = with("llama_biases_tied", key, value);
-        assert!(found.contains(said), "{key}: {found}");
-    }
-    for (name, key, value, said) in [
-        ("mixtral", "num_experts_per_tok", json!(9), "num_experts_per_tok 9 is more than the 8 experts"),
-        ("mixtral", "router_jitter_noise", json!(0.1), "`router_jitter_noise: 0.1` is not supported"),
-        ("mixtral", "router_aux_loss_coef", json!(-1), "`router_aux_loss_coef` is -1, below 0"),
-        ("mixtral", "num_local_experts", json!(null), "config.json has no `num_local_experts`"),
-        ("mixtral", "num_local_experts", json!(1 << 20), "more than 65536"),
-        ("mixtral", "shared_expert_intermediate_size", json!(8), "`shared_expert_intermediate_size: 8`"),
-        ("qwen3_moe", "num_experts", json!(7), "`num_experts` and `num_local_experts` differ"),
-        ("qwen3_moe", "mlp_only_layers", json!([3]), "`mlp_only_layers` is no list of layers below 3"),
-        ("qwen3_moe", "mlp_only_layers", json!([0, 1, 2]), "leave no layer with experts"),
-        ("qwen3_moe", "norm_topk_prob", json!(1), "`norm_topk_prob` is 1, not true or false"),
-    ] {
-        let found = with(name, key, value);
-        assert!(found.contains(said), "{name} {key}: {found}");
-    }
-    assert_eq!(with("qwen3_moe", "output_router_logits", json!(true)), "");
-    let types = with("qwen2_sliding_layers", "layer_types", json!(["full_attention", "chunked_attention"]));
-    assert!(types.contains("`layer_types`"), "{types}");
-    for (name, key, value, said) in [
-        ("gpt2", "activation_function", json!("relu"), "`activation_function: \"relu\"`"),
-        ("gpt2", "add_cross_attention", json!(true), "`add_cross_attention: true`"),
-        (
-            "gpt2",
-            "attn_pdrop",
-            json!(1.5),
-            "`attn_pdrop` is 1.5, not a number from 0 to below 1; `train.model.dropout`",
-        ),
-        ("gpt2", "resid_pdrop", json!(null), "`resid_pdrop` is null, not a number"),
-        ("gpt2", "n_head", json!(3), "n_head 3 does not divide n_embd 20"),
-        ("gpt2", "rope_theta", json!(1e4), "`rope_theta: 10000.0`"),
-        ("gpt2", "scale_attn_weights", json!(1), "`scale_attn_weights` is 1, not true or false"),
-        ("gemma2", "hidden_activation", json!("gelu"), "`hidden_activation: \"gelu\"`"),
-        ("gemma2", "use_bidirectional_attention", json!(true), "`use_bidirectional_attention: true`"),
-        ("gemma2", "final_logit_softcapping", json!(-1), "`final_logit_softcapping` is -1, not above 0"),
-        ("gemma3", "attn_logit_softcapping", json!(50.0), "`attn_logit_softcapping: 50.0`"),
-        ("gemma3", "rope_scaling", json!({"type": "linear", "factor": 8}), "`rope_scaling` stands beside"),
-        (
-            "gemma3",
-            "rope_parameters",
-            json!({"rope_type": "default"}),
-            "`rope_parameters` is not `full_attention`",
-        ),
-    ] {
-        let found = with(name, key, value);
-        assert!(found.contains(said), "{name}, {key}: {found}");
-    }
-    let off = with("qwen2_sliding_layers", "use_sliding_window", json!(false));
-    assert!(off.contains("sliding layers without a window"), "{off}");
+    cases.into_iter().map(message).collect()
 }
 
-/// Keys that folders of the Hub have beside those that families need.
 #[test]
-fn what_changes_no_arithmetic_is_taken() {
-    let long = |kind: &str| json!({"type": kind, "factor": 4.0, "original_max_position_embeddings": 16});
+fn unsupported_and_invalid_configs_are_rejected_by_key() {
+    const LLAMA: &str = "llama_biases_tied";
+    let mut messages = assert_rejected(
+        codes::MODEL_CONFIG_VALUE_UNSUPPORTED,
+        vec![
+            (LLAMA, "hidden_act", json!("gelu")),
+            (LLAMA, "pretraining_tp", json!(2)),
+            (LLAMA, "partial_rotary_factor", json!(0.5)),
+            (LLAMA, "rope_interleaved", json!(true)),
+            (LLAMA, "rope_parameters", json!({"rope_type": "longrope", "factor": 2})),
+            ("mixtral", "router_jitter_noise", json!(0.1)),
+            ("gpt2", "activation_function", json!("relu")),
+            ("gpt2", "add_cross_attention", json!(true)),
+            ("gemma2", "hidden_activation", json!("gelu")),
+            ("gemma2", "use_bidirectional_attention", json!(true)),
+            ("gemma3", "attn_logit_softcapping", json!(50.0)),
+        ],
+    );
+    messages.extend(assert_rejected(
+        codes::MODEL_CONFIG_VALUE_INVALID,
+        vec![
+            (LLAMA, "attention_dropout", json!(1)),
+            (LLAMA, "attention_dropout", json!(-0.1)),
+            (LLAMA, "attention_dropout", json!("0.1")),
+            (LLAMA, "num_key_value_heads", json!(3)),
+            (LLAMA, "head_dim", json!(5)),
+            (LLAMA, "vocab_size", json!(-1)),
+            (LLAMA, "vocab_size", json!(1u64 << 40)),
+            (LLAMA, "rms_norm_eps", json!(0)),
+            (LLAMA, "tie_word_embeddings", json!("yes")),
+            (LLAMA, "num_hidden_layers", json!(1 << 20)),
+            ("qwen2_sliding_layers", "layer_types", json!(["full_attention", "chunked_attention"])),
+            ("qwen2_sliding_layers", "use_sliding_window", json!(false)),
+            ("mixtral", "num_experts_per_tok", json!(9)),
+            ("mixtral", "router_aux_loss_coef", json!(-1)),
+            ("mixtral", "num_local_experts", json!(1 << 20)),
+            ("qwen3_moe", "mlp_only_layers", json!([3])),
+            ("qwen3_moe", "norm_topk_prob", json!(1)),
+            ("gpt2", "attn_pdrop", json!(1.5)),
+            ("gpt2", "resid_pdrop", json!(null)),
+            ("gpt2", "n_head", json!(3)),
+            ("gpt2", "scale_attn_weights", json!(1)),
+            ("gemma2", "final_logit_softcapping", json!(-1)),
+            ("gemma3", "rope_parameters", json!({"rope_type": "default"})),
+        ],
+    ));
+    messages.extend(assert_rejected(
+        codes::MODEL_CONFIG_KEY_UNKNOWN,
+        vec![
+            (LLAMA, "resid_pdrop", json!(0.1)),
+            (LLAMA, "quantization_config", json!({"bits": 4})),
+            (LLAMA, "logits_scaling", json!(2.0)),
+            (LLAMA, "sliding_window", json!(8)),
+            ("mixtral", "shared_expert_intermediate_size", json!(8)),
+            ("gpt2", "rope_theta", json!(1e4)),
+        ],
+    ));
+    messages.extend(assert_rejected(
+        codes::MODEL_CONFIG_CONTRADICTORY,
+        vec![
+            (LLAMA, "model_type", json!("qwen2")),
+            (LLAMA, "rope_scaling", json!({"type": "linear", "factor": 2})),
+            ("qwen3_moe", "num_experts", json!(7)),
+            ("gemma3", "rope_scaling", json!({"type": "linear", "factor": 8})),
+        ],
+    ));
+    messages.extend(assert_rejected(
+        codes::MODEL_CONFIG_KEY_MISSING,
+        vec![(LLAMA, "hidden_size", json!(null)), ("mixtral", "num_local_experts", json!(null))],
+    ));
+    messages.extend(assert_rejected(
+        codes::MODEL_ARCHITECTURE_UNSUPPORTED,
+        vec![(LLAMA, "architectures", json!(["NewForCausalLM"])), (LLAMA, "architectures", json!(null))],
+    ));
+    insta::assert_snapshot!(messages.join("\n"));
+    let dense = error_with("qwen3_moe", "mlp_only_layers", &json!([0, 1, 2]));
+    assert!(matches!(dense, Some(ModelError::NoMoeLayers)), "{dense:?}");
+    let logits = error_with("qwen3_moe", "output_router_logits", &json!(true));
+    assert!(logits.is_none(), "{logits:?}");
+}
+
+/// Models of the Hub have further keys that do not change the computation.
+#[test]
+fn config_keys_without_effect_are_accepted() {
+    let long_rope =
+        |rope_type: &str| json!({"type": rope_type, "factor": 4.0, "original_max_position_embeddings": 16});
     for (name, key, value) in [
         ("llama_biases_tied", "bos_token_id", json!(5)),
         ("llama_biases_tied", "eos_token_id", json!([5, 6])),
@@ -229,46 +242,45 @@ fn what_changes_no_arithmetic_is_taken() {
         ("llama_biases_tied", "torch_dtype", json!("float16")),
         ("llama_biases_tied", "head_dim", json!(null)),
         ("llama_biases_tied", "partial_rotary_factor", json!(1.0)),
-        // SmolLM2
+        // SmolLM2 and models of Unsloth.
         ("llama_biases_tied", "is_llama_config", json!(true)),
         ("llama_biases_tied", "rope_interleaved", json!(false)),
         ("llama_biases_tied", "transformers.js_config", json!({"kv_cache_dtype": {"q4f16": "float16"}})),
         ("llama_biases_tied", "unsloth_version", json!("2025.1")),
         ("llama_biases_tied", "temperature", json!(0.6)),
         ("mistral_window", "sliding_window", json!(null)),
-        // Qwen 2.5
+        // Qwen 2.5.
         ("qwen2", "use_mrope", json!(false)),
-        ("qwen2", "rope_parameters", long("yarn")),
+        ("qwen2", "rope_parameters", long_rope("yarn")),
         ("qwen2", "rope_parameters", json!({"type": "dynamic", "factor": 2.0})),
-        // DistilGPT-2 and the larger ones
+        // DistilGPT-2 and larger GPT-2 models.
         ("gpt2", "_num_labels", json!(1)),
         ("gpt2", "n_special", json!(0)),
         ("gpt2", "predict_special_tokens", json!(true)),
         ("gpt2", "task_specific_params", json!({"text-generation": {"max_length": 50}})),
     ] {
-        let found = refused(name, |c| {
-            c.insert(key.into(), value.clone());
-        });
-        assert_eq!(found, "", "{name}: {key}: {value}");
+        let error = error_with(name, key, &value);
+        assert!(error.is_none(), "{name}: {key}: {value}: {error:?}");
     }
 }
 
 #[test]
-fn names_of_older_versions_mean_the_same() {
-    let old = refused("llama_llama3", |c| {
+fn rope_keys_of_transformers_4_are_accepted() {
+    let error = build_error("llama_llama3", |c| {
         let mut rope = c.remove("rope_parameters").unwrap();
         let theta = rope.as_object_mut().unwrap().remove("rope_theta").unwrap();
         c.insert("rope_theta".into(), theta);
         c.insert("rope_scaling".into(), rope);
     });
-    assert_eq!(old, "");
+    assert!(error.is_none(), "{error:?}");
 }
 
-/// Gemma 3 as transformers 4 wrote it: bases of both rotations by themselves, layers by a pattern.
+/// transformers 4 stores the bases of both rotations in separate keys, and the sliding-window
+/// layers as a pattern.
 #[test]
-fn a_gemma_of_older_versions_is_the_same_model() {
+fn gemma3_of_transformers_4_trains_with_the_same_bits() {
     let dir = tempfile::tempdir().unwrap();
-    let mut config = json(&folder("gemma3").join("config.json"));
+    let mut config = read_json(&golden_directory("gemma3").join("config.json"));
     let map = config.as_object_mut().unwrap();
     for key in ["rope_parameters", "layer_types", "_sliding_window_pattern"] {
         map.remove(key);
@@ -278,79 +290,83 @@ fn a_gemma_of_older_versions_is_the_same_model() {
     map.insert("rope_scaling".into(), json!({"rope_type": "linear", "factor": 8.0}));
     map.insert("sliding_window_pattern".into(), json!(3));
     std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
-    std::fs::copy(folder("gemma3").join("model.safetensors"), dir.path().join("model.safetensors")).unwrap();
-    let run = |folder: &Path| {
-        let spec = train_spec(from(folder), 3, 4, 1, 13);
-        on_ranks(2, |c| steps(&mut started(&spec, c), 2)).remove(0)
+    std::fs::copy(golden_directory("gemma3").join("model.safetensors"), dir.path().join("model.safetensors"))
+        .unwrap();
+    let run = |directory: &Path| {
+        let spec = train_spec(pretrained_spec(directory), 3, 4, 1, 13);
+        on_ranks(2, |c| train_steps(&mut start_from_pretrained(&spec, c), 2)).remove(0)
     };
-    assert_eq!(run(dir.path()), run(&folder("gemma3")));
+    assert_eq!(run(dir.path()), run(&golden_directory("gemma3")));
 }
 
-/// The Hub's own GPT-2: names without their prefix, causal masks among the weights, dropout in config.json.
+/// GPT-2 on the Hub has tensor names without prefix, causal masks among its weights, and dropout
+/// rates in config.json.
 #[test]
-fn gpt2_as_the_hub_has_it() {
+fn gpt2_of_the_hub_is_loaded_with_one_notice_about_its_masks() {
     let dir = tempfile::tempdir().unwrap();
-    let mut config = json(&folder("gpt2").join("config.json"));
+    let mut config = read_json(&golden_directory("gpt2").join("config.json"));
     for key in ["attn_pdrop", "embd_pdrop", "resid_pdrop"] {
         config[key] = json!(0.1);
     }
     std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
-    let file = std::fs::read(folder("gpt2").join("model.safetensors")).unwrap();
-    let mut all = golden::tensors_with_shapes(&file);
-    for (name, _) in &mut all {
+    let file = std::fs::read(golden_directory("gpt2").join("model.safetensors")).unwrap();
+    let mut tensors = golden::parse_safetensors_with_shapes(&file);
+    for (name, _) in &mut tensors {
         *name = name.strip_prefix("transformer.").unwrap().to_owned();
     }
     for layer in 0..2 {
-        all.push((format!("h.{layer}.attn.bias"), (vec![1, 1, 32, 32], vec![1.0; 1024])));
-        all.push((format!("h.{layer}.attn.masked_bias"), (vec![], vec![-1e4])));
+        tensors.push((format!("h.{layer}.attn.bias"), (vec![1, 1, 32, 32], vec![1.0; 1024])));
+        tensors.push((format!("h.{layer}.attn.masked_bias"), (vec![], vec![-1e4])));
     }
-    std::fs::write(dir.path().join("model.safetensors"), golden::safetensors(&all)).unwrap();
-    let model = |folder: &Path| ModelSpec { dropout: Some(0.1), ..from(folder) };
-    let run = |folder: &Path| {
-        let own = folder == dir.path();
-        let model = if own { from(folder) } else { model(folder) };
-        let spec = train_spec(model, 3, 4, 1, 13);
+    std::fs::write(dir.path().join("model.safetensors"), golden::encode_safetensors(&tensors)).unwrap();
+    let run = |directory: &Path, dropout: Option<f64>| {
+        let spec = train_spec(ModelSpec { dropout, ..pretrained_spec(directory) }, 3, 4, 1, 13);
         on_ranks(2, |c| {
-            let mut origin = PretrainedModel::open(spec.model.from.as_deref(), c.as_ref()).unwrap().unwrap();
-            let mut bound = build(&spec, c, 1);
-            let mut said = Vec::new();
-            let mut tell = |event| {
-                said.push(format!("{event:?}"));
-                Ok(())
+            let mut pretrained =
+                PretrainedModel::open(spec.model.from.as_deref(), c.as_ref()).unwrap().unwrap();
+            let mut ready = build_trainer(&spec, c, 1);
+            let mut notices = Vec::new();
+            let mut collect = |event| match event {
+                Event::Notice { message, .. } => {
+                    notices.push(message);
+                    Ok(())
+                }
+                other => panic!("{other:?}"),
             };
-            origin.load(&mut bound, &mut tell).unwrap();
-            let config = bound.trainer.model.hf_config().clone();
-            (steps(&mut bound.start_at(Cursor::default()), 2), said, config)
+            pretrained.load(&mut ready, &mut collect).unwrap();
+            let config = ready.trainer.model.hf_config().clone();
+            (train_steps(&mut ready.start_at(Cursor::default()), 2), notices, config)
         })
         .remove(0)
     };
-    let (losses, said, config) = run(dir.path());
-    assert_eq!(losses, run(&folder("gpt2")).0, "its own rates, and the job's");
-    assert!(said.len() == 1 && said[0].contains("h.0.attn.bias"), "{said:?}");
+    let (losses, notices, config) = run(dir.path(), None);
+    let (golden_losses, ..) = run(&golden_directory("gpt2"), Some(0.1));
+    assert_eq!(losses, golden_losses, "the rates of config.json have the effect of `train.model.dropout`");
+    assert_notices("golden_families_gpt2_masks", &notices, dir.path());
     assert_eq!(config["embd_pdrop"], 0.1);
 
-    all.retain(|(name, _)| name != "h.1.ln_2.bias");
-    std::fs::write(dir.path().join("model.safetensors"), golden::safetensors(&all)).unwrap();
-    let spec = train_spec(model(dir.path()), 3, 4, 1, 13);
-    let lacking = on_ranks(1, |c| {
-        let mut origin = PretrainedModel::open(spec.model.from.as_deref(), c.as_ref()).unwrap().unwrap();
-        origin.load(&mut build(&spec, c, 1), &mut |_| Ok(())).unwrap_err()
+    tensors.retain(|(name, _)| name != "h.1.ln_2.bias");
+    std::fs::write(dir.path().join("model.safetensors"), golden::encode_safetensors(&tensors)).unwrap();
+    let spec = train_spec(pretrained_spec(dir.path()), 3, 4, 1, 13);
+    let errors = on_ranks(1, |c| {
+        let mut pretrained = PretrainedModel::open(spec.model.from.as_deref(), c.as_ref()).unwrap().unwrap();
+        pretrained.load(&mut build_trainer(&spec, c, 1), &mut |_| Ok(())).unwrap_err()
     });
-    assert_eq!(lacking[0].code().name(), "resume-model-mismatch");
-    let missing = lacking[0].diagnostic().field("missing").unwrap();
+    assert_eq!(errors[0].code(), RESUME_MODEL_MISMATCH);
+    let missing = errors[0].diagnostic().field("missing").unwrap();
     assert_eq!(*missing, serde_json::json!(["transformer.h.1.ln_2.bias"]));
 }
 
-/// A described model of each family is one that its own folder describes too, and trains the same on any world.
+/// Models that job.yaml describes, of the families whose configs differ most from Llama's.
 #[test]
-fn new_models_of_every_family() {
+fn new_models_train_with_the_same_bits_on_every_world_size() {
     for family in ["gpt2", "gemma2", "gemma3_text"] {
         let model = ModelSpec { family: family.into(), tie_word_embeddings: true, ..odd_model() };
         let heads = ModelSpec { num_key_value_heads: 3, ..model.clone() };
         let model = if family == "gpt2" { heads } else { model };
         let run = |world, stage| {
             let spec = train_spec(model.clone(), stage, 4, 1, 13);
-            on_ranks(world, |c| steps(&mut build(&spec, c, 1).start_fresh(), 3)).remove(0)
+            on_ranks(world, |c| train_steps(&mut build_trainer(&spec, c, 1).start_fresh(), 3)).remove(0)
         };
         let expected = run(1, 0);
         assert!(expected.windows(2).all(|w| w[0] != w[1]), "{family}: the steps must change something");
@@ -361,17 +377,18 @@ fn new_models_of_every_family() {
 }
 
 #[test]
-fn weights_of_another_model_are_refused() {
+fn weights_of_another_model_are_rejected() {
     let dir = tempfile::tempdir().unwrap();
-    std::fs::copy(folder("qwen3").join("config.json"), dir.path().join("config.json")).unwrap();
-    std::fs::copy(folder("qwen2").join("model.safetensors"), dir.path().join("model.safetensors")).unwrap();
-    let spec = train_spec(from(dir.path()), 3, 2, 1, 13);
-    let said = on_ranks(2, |c| {
-        let mut origin = PretrainedModel::open(spec.model.from.as_deref(), c.as_ref()).unwrap().unwrap();
-        origin.load(&mut build(&spec, c, 1), &mut |_| Ok(())).unwrap_err()
+    std::fs::copy(golden_directory("qwen3").join("config.json"), dir.path().join("config.json")).unwrap();
+    std::fs::copy(golden_directory("qwen2").join("model.safetensors"), dir.path().join("model.safetensors"))
+        .unwrap();
+    let spec = train_spec(pretrained_spec(dir.path()), 3, 2, 1, 13);
+    let errors = on_ranks(2, |c| {
+        let mut pretrained = PretrainedModel::open(spec.model.from.as_deref(), c.as_ref()).unwrap().unwrap();
+        pretrained.load(&mut build_trainer(&spec, c, 1), &mut |_| Ok(())).unwrap_err()
     });
-    assert_eq!(said[0].code().name(), "resume-model-mismatch");
-    let missing = said[0].diagnostic().field("missing").unwrap().as_array().unwrap();
+    assert_eq!(errors[0].code(), RESUME_MODEL_MISMATCH);
+    let missing = errors[0].diagnostic().field("missing").unwrap().as_array().unwrap();
     assert!(missing.iter().any(|name| name.as_str().unwrap().ends_with("q_norm.weight")), "{missing:?}");
-    assert_eq!(said[0].diagnostic(), said[1].diagnostic());
+    assert_eq!(errors[0].diagnostic(), errors[1].diagnostic());
 }

@@ -1,4 +1,5 @@
-//! Stop on N workers, resume on M, any stage to any stage: the losses go on with the same bits.
+//! Resuming: a run that stopped on N workers resumes on M workers at any ZeRO stage with the same
+//! bits, and notices report what differs from the checkpoint.
 #![allow(clippy::unwrap_used)] // a test that panics has failed
 mod common;
 use common::*;
@@ -9,40 +10,35 @@ use worker::{
     storage_layout::StorageLayout,
 };
 
+/// Steps before the checkpoint.
 const BEFORE: u64 = 3;
+/// Steps after the resume.
 const AFTER: u64 = 2;
 
-/// Trains `BEFORE` steps and saves.
+/// Trains a new run for [`BEFORE`] steps and saves a checkpoint under `root`, in the background
+/// during the next step if `asynchronous`.
 fn train_and_save(spec: &TrainSpec, world: usize, root: &Path, asynchronous: bool) {
-    let job = job(spec, root, asynchronous);
+    let job = job_spec(spec, root, asynchronous);
     on_ranks(world, |c| {
-        let mut running = build(spec, c, 1).start_fresh();
-        steps(&mut running, BEFORE);
-        let mut saver = saver(&running, &job, root);
+        let mut running = build_trainer(spec, c, 1).start_fresh();
+        train_steps(&mut running, BEFORE);
+        let mut saver = checkpoint_saver(&running, &job, root);
         saver.begin(&mut running).unwrap();
         if asynchronous {
-            // What is written is the state at `begin`, whatever happens meanwhile.
-            steps(&mut running, 1);
+            // A further step must not change the state that is being saved.
+            train_steps(&mut running, 1);
         }
         assert_eq!(saver.finish(&running).unwrap().unwrap().step, BEFORE);
     });
 }
 
-/// Resumes and takes `AFTER` more steps; also the notices.
+/// Resumes from the newest checkpoint under `root` and trains for [`AFTER`] steps. Returns the bits
+/// of losses and norms, and the notices.
 fn resume_and_train(spec: &TrainSpec, world: usize, root: &Path) -> (Vec<(u64, u64)>, Vec<String>) {
-    let job = job(spec, root, false);
-    let all = on_ranks(world, |c| {
-        let mut bound = build(spec, c, 1);
-        let mut events = Vec::new();
-        let place = CheckpointDirs { root, workdir: root, layout: &StorageLayout::shared(world) };
-        let resumed = resume(&mut bound, &job, &place, "made up", &mut |e| {
-            events.push(format!("{e:?}"));
-            Ok(())
-        });
-        let cursor = resumed.unwrap().expect("a checkpoint to resume from").cursor;
-        (steps(&mut bound.start_at(cursor), AFTER), events)
-    });
-    all.into_iter().next().unwrap()
+    equal_on_all_ranks(on_ranks(world, |c| {
+        let (mut running, notices) = resume_newest(spec, c, root);
+        (train_steps(&mut running, AFTER), notices)
+    }))
 }
 
 fn spec(stage: u8) -> TrainSpec {
@@ -50,79 +46,79 @@ fn spec(stage: u8) -> TrainSpec {
 }
 
 #[test]
-fn every_number_of_workers_to_every_other() {
-    let expected = fresh_run(&spec(0), 1, 1, BEFORE + AFTER).split_off(BEFORE as usize);
+fn a_run_resumes_on_any_number_of_workers_with_the_same_bits() {
+    let expected = train_fresh(&spec(0), 1, 1, BEFORE + AFTER).split_off(BEFORE as usize);
     for (i, n) in [1, 2, 3, 4, 8].into_iter().enumerate() {
         let dir = tempfile::tempdir().unwrap();
         let from_stage = (i % 4) as u8;
         train_and_save(&spec(from_stage), n, dir.path(), n % 2 == 0);
         for (j, m) in [1, 2, 3, 4, 8].into_iter().enumerate() {
             let to_stage = ((i + j + 3) % 4) as u8;
-            let (got, events) = resume_and_train(&spec(to_stage), m, dir.path());
-            assert_eq!(got, expected, "{n} workers at stage {from_stage} to {m} at stage {to_stage}");
-            assert_eq!(events.len(), 1, "nothing but the resume to tell: {events:?}");
+            let (losses, notices) = resume_and_train(&spec(to_stage), m, dir.path());
+            assert_eq!(losses, expected, "{n} workers at stage {from_stage} to {m} at stage {to_stage}");
+            assert!(notices.is_empty(), "{notices:?}");
         }
     }
 }
 
-/// A checkpoint holds the fp32 master weights: every precision goes on from every other's, and says so.
+/// A checkpoint stores the fp32 master weights, so each precision resumes from the other, with a
+/// notice.
 #[test]
-fn bf16_goes_on_with_the_same_bits_and_from_fp32() {
-    let half = |stage| TrainSpec { precision: Precision::Bf16, ..spec(stage) };
-    let expected = fresh_run(&half(0), 1, 1, BEFORE + AFTER).split_off(BEFORE as usize);
-    let (from_half, from_full) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-    train_and_save(&half(2), 3, from_half.path(), true);
+fn bf16_resumes_with_the_same_bits_and_from_fp32_with_a_notice() {
+    let bf16 = |stage| TrainSpec { precision: Precision::Bf16, ..spec(stage) };
+    let expected = train_fresh(&bf16(0), 1, 1, BEFORE + AFTER).split_off(BEFORE as usize);
+    let (bf16_dir, fp32_dir) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    train_and_save(&bf16(2), 3, bf16_dir.path(), true);
     for (stage, world) in [(0, 2), (1, 4), (3, 1)] {
-        let (got, events) = resume_and_train(&half(stage), world, from_half.path());
-        assert_eq!(got, expected, "3 workers at stage 2 to {world} at stage {stage}");
-        assert_eq!(events.len(), 1, "nothing but the resume to tell: {events:?}");
+        let (losses, notices) = resume_and_train(&bf16(stage), world, bf16_dir.path());
+        assert_eq!(losses, expected, "3 workers at stage 2 to {world} at stage {stage}");
+        assert!(notices.is_empty(), "{notices:?}");
     }
-    train_and_save(&spec(1), 2, from_full.path(), false);
-    let (one, events) = resume_and_train(&half(3), 3, from_full.path());
-    assert!(events.iter().any(|e| e.contains("train.precision is bf16 (checkpoint: fp32)")), "{events:?}");
-    let (other, _) = resume_and_train(&half(0), 1, from_full.path());
-    assert_eq!(one, other);
-    let (full, events) = resume_and_train(&spec(0), 1, from_half.path());
-    assert!(events.iter().any(|e| e.contains("train.precision is fp32 (checkpoint: bf16)")), "{events:?}");
-    assert!(full != expected && one != expected, "the precisions differ");
+    train_and_save(&spec(1), 2, fp32_dir.path(), false);
+    let (to_bf16, notices) = resume_and_train(&bf16(3), 3, fp32_dir.path());
+    assert_notices("resume_bf16_from_fp32", &notices, fp32_dir.path());
+    assert_eq!(resume_and_train(&bf16(0), 1, fp32_dir.path()).0, to_bf16);
+    let (to_fp32, notices) = resume_and_train(&spec(0), 1, bf16_dir.path());
+    assert_notices("resume_fp32_from_bf16", &notices, bf16_dir.path());
+    assert!(to_fp32 != expected && to_bf16 != expected, "the precisions differ");
 }
 
 #[test]
-fn fp8_goes_on_from_bf16_and_says_so() {
-    let of = |stage, precision| {
+fn fp8_resumes_from_bf16_with_a_notice() {
+    let spec_in = |stage, precision| {
         let (hidden_size, intermediate_size, num_attention_heads, head_dim) = (32, 48, 2, 16);
         let sizes =
             ModelSpec { hidden_size, intermediate_size, num_attention_heads, head_dim, ..odd_model() };
         TrainSpec { model: sizes, precision, ..spec(stage) }
     };
     let dir = tempfile::tempdir().unwrap();
-    train_and_save(&of(2, Precision::Bf16), 3, dir.path(), false);
-    let (one, events) = resume_and_train(&of(0, Precision::Fp8), 1, dir.path());
-    assert!(events.iter().any(|e| e.contains("train.precision is fp8 (checkpoint: bf16)")), "{events:?}");
-    assert_eq!(resume_and_train(&of(3, Precision::Fp8), 2, dir.path()).0, one);
-    assert_ne!(resume_and_train(&of(3, Precision::Bf16), 2, dir.path()).0, one);
+    train_and_save(&spec_in(2, Precision::Bf16), 3, dir.path(), false);
+    let (losses, notices) = resume_and_train(&spec_in(0, Precision::Fp8), 1, dir.path());
+    assert_notices("resume_fp8_from_bf16", &notices, dir.path());
+    assert_eq!(resume_and_train(&spec_in(3, Precision::Fp8), 2, dir.path()).0, losses);
+    assert_ne!(resume_and_train(&spec_in(3, Precision::Bf16), 2, dir.path()).0, losses);
 }
 
-/// The loss scale and the count of skipped steps go on, too.
+/// A checkpoint stores and restores the loss scale and the number of skipped steps.
 #[test]
-fn fp16_goes_on_with_its_loss_scale() {
-    let mut half = spec(3);
-    half.precision = Precision::Fp16;
-    half.loss_scale.loss_scale_window = 2;
-    let expected = fresh_run(&half, 1, 1, BEFORE + AFTER).split_off(BEFORE as usize);
+fn fp16_resumes_with_its_loss_scale() {
+    let mut fp16 = spec(3);
+    fp16.precision = Precision::Fp16;
+    fp16.loss_scale.loss_scale_window = 2;
+    let expected = train_fresh(&fp16, 1, 1, BEFORE + AFTER).split_off(BEFORE as usize);
     let dir = tempfile::tempdir().unwrap();
-    train_and_save(&half, 2, dir.path(), false);
+    train_and_save(&fp16, 2, dir.path(), false);
     let manifest = std::fs::read_to_string(dir.path().join("step-00000003/manifest.json")).unwrap();
     let manifest: serde_json::Value = serde_json::from_str(&manifest).unwrap();
     let state = &manifest["facts"]["cursor"]["loss_scale"];
     let state = if state.is_null() { &manifest["cursor"]["loss_scale"] } else { state };
     assert_eq!(state["scale"], 131_072.0, "2^16, doubled after two steps: {state}");
-    let (got, _) = resume_and_train(&half, 3, dir.path());
-    assert_eq!(got, expected);
+    let (losses, _) = resume_and_train(&fp16, 3, dir.path());
+    assert_eq!(losses, expected);
 }
 
 #[test]
-fn a_damaged_checkpoint_is_passed_over_and_said_so() {
+fn a_damaged_checkpoint_is_skipped_with_a_notice() {
     let dir = tempfile::tempdir().unwrap();
     train_and_save(&spec(3), 2, dir.path(), false);
     let newer = dir.path().join("step-00000009");
@@ -136,51 +132,46 @@ fn a_damaged_checkpoint_is_passed_over_and_said_so() {
     let last = bytes.len() - 1;
     bytes[last] ^= 1;
     std::fs::write(&shard, bytes).unwrap();
-    let expected = fresh_run(&spec(0), 1, 1, BEFORE + AFTER).split_off(BEFORE as usize);
-    let (got, events) = resume_and_train(&spec(3), 3, dir.path());
-    assert_eq!(got, expected);
-    assert!(
-        events.iter().any(|e| e.contains("skipped damaged checkpoint") && e.contains("step-00000009")),
-        "{events:?}"
-    );
+    let expected = train_fresh(&spec(0), 1, 1, BEFORE + AFTER).split_off(BEFORE as usize);
+    let (losses, notices) = resume_and_train(&spec(3), 3, dir.path());
+    assert_eq!(losses, expected);
+    assert_notices("resume_skipped_damaged", &notices, dir.path());
 }
 
 #[test]
-fn another_model_or_optimizer_is_refused_by_name() {
+fn a_checkpoint_of_another_model_or_optimizer_is_rejected() {
     let dir = tempfile::tempdir().unwrap();
     train_and_save(&spec(2), 2, dir.path(), false);
-    let refused = |other: &TrainSpec| {
-        let job = job(other, dir.path(), false);
+    let resume_error = |other: &TrainSpec| {
+        let job = job_spec(other, dir.path(), false);
         let errors = on_ranks(2, |c| {
-            let mut bound = build(other, c, 1);
-            let place =
+            let mut ready = build_trainer(other, c, 1);
+            let dirs =
                 CheckpointDirs { root: dir.path(), workdir: dir.path(), layout: &StorageLayout::shared(2) };
-            resume(&mut bound, &job, &place, "made up", &mut |_| Ok(())).err().unwrap()
+            resume(&mut ready, &job, &dirs, DATA_DIGEST, &mut |_| Ok(())).err().unwrap()
         });
         assert_eq!(errors[0].exit(), contract::exit::WorkerExit::Checkpoint);
         errors.into_iter().next().unwrap()
     };
     let mut wider = spec(2);
     wider.model.intermediate_size = 58;
-    assert_eq!(refused(&wider).code().name(), "checkpoint-model-mismatch");
+    assert_eq!(resume_error(&wider).code().name(), "checkpoint-model-mismatch");
     let mut sgd = spec(2);
     sgd.optimizer.name = OptimizerName::Sgd;
     sgd.optimizer.momentum = 0.9;
-    let error = refused(&sgd);
+    let error = resume_error(&sgd);
     assert_eq!(error.code().name(), "resume-optimizer-mismatch");
     assert_eq!(*error.diagnostic().field("role").unwrap(), serde_json::json!("momentum"));
 }
 
 #[test]
-fn changed_settings_are_told() {
+fn changed_settings_are_reported_as_notices() {
     let dir = tempfile::tempdir().unwrap();
     train_and_save(&spec(1), 1, dir.path(), false);
     let mut changed = spec(1);
     changed.optimizer.weight_decay = 0.2;
     changed.seed = 8;
     changed.steps = 30;
-    let (_, events) = resume_and_train(&changed, 2, dir.path());
-    assert!(events.iter().any(|e| e.contains("weight_decay 0.2 (checkpoint: 0.1)")), "{events:?}");
-    assert!(events.iter().any(|e| e.contains("train.seed is 8 (checkpoint: 7)")), "{events:?}");
-    assert!(events.iter().any(|e| e.contains("train.steps is 30 (checkpoint: 20)")), "{events:?}");
+    let (_, notices) = resume_and_train(&changed, 2, dir.path());
+    assert_notices("resume_changed_settings", &notices, dir.path());
 }

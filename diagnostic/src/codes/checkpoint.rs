@@ -141,11 +141,6 @@ codes! {
         cause: "The file is damaged, or another object was saved in place of the optimizer.",
         remedy: "Restore the file, or use another checkpoint.",
     }
-    OPTIMIZER_STATE_UNMATCHED: Checkpoint = "optimizer-state-unmatched" {
-        summary: "The optimizer's numbered states cannot be assigned to weights.",
-        cause: "Some weights were frozen, or the parameter groups follow an unknown rule.",
-        remedy: "Save the optimizer with parameter names, or convert the weights only.",
-    }
     CHECKPOINT_VERSION_UNSUPPORTED: Checkpoint = "checkpoint-version-unsupported" {
         summary: "The manifest has a version that this program does not read.",
         cause: "The checkpoint was written by a newer version of launch.",

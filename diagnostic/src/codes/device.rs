@@ -31,6 +31,11 @@ codes! {
         cause: "launch needs CUDA 12.0, cuDNN 9.10 for attention, and an NVRTC that knows the GPU's architecture.",
         remedy: "Upgrade the library, or name the directory of a newer one in cluster.cuda_library_paths.",
     }
+    GPU_RESULT_DIFFERS: Failed = "gpu-result-differs" {
+        summary: "An operation on the GPU does not compute what the CPU computes.",
+        cause: "A defect of the GPU, its driver, a CUDA library or one of launch's own kernels.",
+        remedy: "Run `launch gpu-check` on another GPU of the same kind, try other library versions, and report the failing operation.",
+    }
     CUDA_CALL_FAILED: Failed = "cuda-call-failed" {
         summary: "A function of the CUDA driver or of a CUDA library failed.",
         cause: "The GPU or its driver reported an error, or earlier work on the GPU failed and the error surfaced in this call.",

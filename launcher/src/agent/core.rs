@@ -173,7 +173,7 @@ struct Worker {
 }
 
 impl Worker {
-    fn alive(&self) -> bool {
+    fn is_alive(&self) -> bool {
         self.pid.is_some() && self.status.is_none()
     }
 }
@@ -383,7 +383,7 @@ impl Core {
     /// Forwards the values of a changed job file. Rank 0 decides from which step on they apply.
     fn reload(&mut self, values: ReloadValues) {
         self.out.push(Action::ShowOutput(values.log_ranks.clone()));
-        if self.workers.get(&0).is_some_and(|w| w.builtin && w.alive()) {
+        if self.workers.get(&0).is_some_and(|w| w.builtin && w.is_alive()) {
             self.send_to_worker(0, ToWorker::Reload(values));
         }
     }
@@ -525,7 +525,7 @@ impl Core {
         let mut silent = Vec::new();
         for (rank, worker) in &mut self.workers {
             if worker.builtin
-                && worker.alive()
+                && worker.is_alive()
                 && !worker.silence_reported
                 && now > worker.last_message_at + WORKER_LEASE
             {
@@ -547,7 +547,7 @@ impl Core {
     fn on_activity(&mut self, now: Duration, rank: Rank, ticks: u64, stopped: bool) {
         let (Some(timeout), Some(plan)) = (self.hang_timeout, self.plan.as_ref()) else { return };
         let has_pattern = plan.job.run.progress_pattern.is_some();
-        let Some(worker) = self.workers.get_mut(&rank).filter(|w| w.alive()) else { return };
+        let Some(worker) = self.workers.get_mut(&rank).filter(|w| w.is_alive()) else { return };
         if worker.progress.cpu_has_progressed(ticks, worker.builtin, has_pattern) && !stopped {
             return self.on_progress(now, rank);
         }

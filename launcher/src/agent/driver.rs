@@ -269,8 +269,8 @@ impl Driver {
                 () = sleep(wake.saturating_duration_since(Instant::now())) => Input::Tick,
             };
             self.handle(input);
-            self.reap();
-            self.sweep();
+            self.reap_workers();
+            self.sweep_processes();
             self.outbox.flush();
         }
     }
@@ -356,7 +356,7 @@ impl Driver {
         }
     }
 
-    fn reap(&mut self) {
+    fn reap_workers(&mut self) {
         let mut ended = Vec::new();
         let leaders = &self.leaders;
         process::reap_children(|pid| leaders.contains_key(&pid), |pid, status| ended.push((pid, status)));
@@ -372,7 +372,7 @@ impl Driver {
         }
     }
 
-    fn sweep(&mut self) {
+    fn sweep_processes(&mut self) {
         let Some(since) = self.sweep_started_at else { return };
         let children_left = process::reap_children(|_| false, |_, _| ());
         let left = if children_left { kill_descendants(&[]) } else { Vec::new() };
@@ -388,7 +388,7 @@ impl Driver {
         match command {
             Action::Send(message) => self.send(message),
             Action::PrepareWorkers(plan) => return self.prepare_workers(plan),
-            Action::Spawn(index) => return self.spawn(index),
+            Action::Spawn(index) => return self.spawn_worker(index),
             Action::SendToWorker(rank, message) => {
                 if let Some(outbox) = self.workers.get_mut(&rank).and_then(|r| r.outbox.as_mut()) {
                     outbox.send(Priority::Critical, message);
@@ -405,7 +405,7 @@ impl Driver {
                 }
             }
             Action::RequestSave(rank, signal) => return self.request_save(rank, signal),
-            Action::Bind(bind) => return Some(self.bind(&bind)),
+            Action::Bind(bind) => return Some(self.bind_rendezvous(&bind)),
             Action::MeasureActivity => self.measure_activity(),
             Action::WriteStacks(ranks) => self.write_stacks(&ranks),
             Action::DrainOutput(rank) => match self.workers.get(&rank).and_then(|r| r.pump.as_ref()) {
@@ -445,7 +445,7 @@ impl Driver {
         Some(Input::Warning { rank, message })
     }
 
-    fn bind(&mut self, bind: &BindRendezvous) -> Input {
+    fn bind_rendezvous(&mut self, bind: &BindRendezvous) -> Input {
         // The rendezvous of an earlier attempt is closed first, because the port may be the same.
         (self.rendezvous, self.store) = (None, None);
         let opened = Rendezvous::open(bind, &self.store_messages.0);
@@ -552,7 +552,7 @@ impl Driver {
         Ok(())
     }
 
-    fn spawn(&mut self, index: usize) -> Option<Input> {
+    fn spawn_worker(&mut self, index: usize) -> Option<Input> {
         let plan = self.plan.clone()?;
         let worker = plan.workers.get(index)?;
         let rank = worker.rank;

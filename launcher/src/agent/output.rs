@@ -276,7 +276,7 @@ impl OutputSink {
         let bytes = bytes.strip_suffix(b"\n").unwrap_or(bytes);
         if self.shown.load(Ordering::Relaxed) {
             for line in bytes.split(|b| *b == b'\n') {
-                self.forward(display_line(line), stderr);
+                self.forward_text(display_line(line), stderr);
             }
         }
         let last: Vec<&[u8]> = bytes.rsplit(|b| *b == b'\n').take(TAIL_LINES).collect();
@@ -298,7 +298,7 @@ impl OutputSink {
         }
     }
 
-    fn forward(&mut self, text: String, stderr: bool) {
+    fn forward_text(&mut self, text: String, stderr: bool) {
         let rank = self.options.rank;
         if self.dropped_lines > 0 && self.console.send(Priority::Low, self.dropped_lines_notice()) {
             self.dropped_lines = 0;
@@ -310,7 +310,10 @@ impl OutputSink {
     }
 
     fn dropped_lines_notice(&self) -> FromAgent {
-        let text = format!("[{} lines are only in {}]", self.dropped_lines, self.log.path);
+        let text = match self.dropped_lines {
+            1 => format!("[1 line is only in {}]", self.log.path),
+            n => format!("[{n} lines are only in {}]", self.log.path),
+        };
         FromAgent::Line { rank: self.options.rank, stderr: true, text }
     }
 

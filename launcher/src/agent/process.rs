@@ -110,14 +110,14 @@ pub(super) fn spawn(
         Some(_) => (None, None),
         None => UnixStream::pair().map(|(a, b)| (Some(a), Some(b))).map_err(|e| start_error(plan, &e))?,
     };
-    let mut command = command(plan);
+    let mut command = worker_command(plan);
     let mut inherited: Vec<RawFd> = Vec::new();
     if let (Some(theirs), Some(shm)) = (&theirs, shm) {
         command.env(env::LAUNCH_CONTROL_FD, theirs.as_raw_fd().to_string());
         command.env(env::LAUNCH_SHM_FD, shm.as_raw_fd().to_string());
         inherited.extend([theirs.as_raw_fd(), shm.as_raw_fd()]);
     }
-    let memory = common_numa_node(&plan.cpus).and_then(NodeMask::single);
+    let memory = common_numa_node(&plan.cpus).and_then(NodeMask::single_node);
     let agent = Pid::this();
     // SAFETY: the closure only makes system calls that are allowed between fork and exec;
     // everything it uses was allocated before.
@@ -151,7 +151,7 @@ pub(super) fn spawn(
     Ok(SpawnedWorker { pid: child.id(), stdout: stdout.into(), stderr: stderr.into(), control })
 }
 
-fn command(plan: &WorkerPlan) -> Command {
+fn worker_command(plan: &WorkerPlan) -> Command {
     let mut command = match plan.command.as_deref() {
         Some([program, arguments @ ..]) => {
             let mut command = Command::new(program);
@@ -198,7 +198,7 @@ struct NodeMask([libc::c_ulong; 16]);
 
 impl NodeMask {
     /// The set of one node; `None` if the number is out of range.
-    fn single(node: u32) -> Option<NodeMask> {
+    fn single_node(node: u32) -> Option<NodeMask> {
         let mut mask = NodeMask([0; 16]);
         *mask.0.get_mut(node as usize / 64)? |= 1 << (node % 64);
         Some(mask)
@@ -240,7 +240,7 @@ fn start_error(plan: &WorkerPlan, error: &io::Error) -> Diagnostic {
     Diagnostic::error(code, format!("cannot start `{program}`: {reason}"))
         .with_subject(program)
         .with_field("workdir", workdir.to_string())
-        .with_help(code.info().remedy)
+        .with_remedy()
 }
 
 /// Resets all signals to their default actions and unblocks them. Async-signal-safe.

@@ -32,7 +32,7 @@ pub(super) fn write_stacks(workers: &[StackTarget]) {
     for worker in workers {
         let text: String =
             activity::process_tree(worker.pid).into_iter().take(MAX_ITEMS).map(describe_process).collect();
-        append(&worker.log, &format!("launch: no progress; the stacks of the processes:\n{text}"));
+        append_to_log(&worker.log, &format!("launch: no progress; the stacks of the processes:\n{text}"));
     }
     let deadline = Instant::now() + TOTAL_LIMIT;
     for worker in workers {
@@ -42,7 +42,7 @@ pub(super) fn write_stacks(workers: &[StackTarget]) {
                 return;
             }
             match process::py_spy_dump(pid, remaining, MAX_BYTES) {
-                Some(text) if !text.is_empty() => append(&worker.log, &text),
+                Some(text) if !text.is_empty() => append_to_log(&worker.log, &text),
                 Some(_) => {}
                 None => return, // py-spy is not installed
             }
@@ -86,7 +86,7 @@ fn read(path: &Path) -> String {
     String::from_utf8_lossy(&bytes[..bytes.len().min(MAX_BYTES)]).trim_end().to_owned()
 }
 
-fn append(log: &Path, text: &str) {
+fn append_to_log(log: &Path, text: &str) {
     // The output pump appends to the log, too. One write keeps lines whole.
     let file = OpenOptions::new().append(true).open(log);
     _ = file.and_then(|mut file| file.write_all(format!("{}\n", text.trim_end()).as_bytes()));
@@ -103,8 +103,12 @@ mod tests {
         fs::write(&log, "its own output\n").expect("written");
         write_stacks(&[StackTarget { pid: std::process::id(), log: log.clone() }]);
         let text = fs::read_to_string(&log).expect("read");
-        assert!(text.starts_with("its own output\nlaunch: no progress"), "{text}");
-        assert!(text.contains(&format!("process {}:", std::process::id())), "{text}");
-        assert!(text.contains("state R") || text.contains("state S"), "{text}");
+        let lines: Vec<&str> = text.lines().take(3).collect();
+        insta::with_settings!({ filters => [(r"process \d+: .*", "process [PID]: [COMMAND]")] }, {
+            insta::assert_snapshot!(lines.join("\n"));
+        });
+        assert_eq!(text.matches(&format!("process {}:", std::process::id())).count(), 1, "{text}");
+        let states = text.lines().filter_map(|line| line.split_once("): state ")?.1.chars().next());
+        assert!(states.clone().count() > 0 && states.clone().all(|s| "RSD".contains(s)), "{text}");
     }
 }

@@ -17,6 +17,7 @@ use diagnostic::{
     Code, Diagnostic,
     codes::{command, host as codes},
 };
+use serde_json::{Map, Value};
 use std::{
     path::PathBuf,
     sync::Arc,
@@ -72,14 +73,16 @@ struct Check {
     code: Option<Code>,
     /// What to do about a failure or warning.
     help: Option<String>,
+    /// Values for programs, named as in the diagnostic of the code.
+    fields: Map<String, Value>,
     /// Whether `found` names the host.
     names_host: bool,
 }
 
 impl Check {
     fn ok(name: &'static str, found: impl Into<String>) -> Check {
-        let found = found.into();
-        Check { name, level: CheckLevel::Ok, found, code: None, help: None, names_host: false }
+        let (found, fields) = (found.into(), Map::new());
+        Check { name, level: CheckLevel::Ok, found, code: None, help: None, fields, names_host: false }
     }
 
     fn skipped(name: &'static str) -> Check {
@@ -87,12 +90,17 @@ impl Check {
     }
 
     fn warn(name: &'static str, code: Code, found: impl Into<String>, help: impl Into<String>) -> Check {
-        let (found, help) = (found.into(), Some(help.into()));
-        Check { name, level: CheckLevel::Warn, found, code: Some(code), help, names_host: false }
+        let (level, help) = (CheckLevel::Warn, Some(help.into()));
+        Check { level, code: Some(code), help, ..Check::ok(name, found) }
     }
 
-    fn fail(name: &'static str, code: Code, found: impl Into<String>, help: impl Into<String>) -> Check {
+    fn failed(name: &'static str, code: Code, found: impl Into<String>, help: impl Into<String>) -> Check {
         Check { level: CheckLevel::Fail, ..Check::warn(name, code, found, help) }
+    }
+
+    fn with_field(mut self, name: &str, value: impl Into<Value>) -> Check {
+        self.fields.insert(name.to_owned(), value.into());
+        self
     }
 }
 

@@ -114,11 +114,11 @@ impl From<Precision> for Dtype {
 /// Runs `launch ckpt …` and returns the exit code.
 pub(crate) fn run(args: CkptArgs, json: bool) -> diagnostic::Result<u8> {
     match args.command {
-        Command::Inspect { dir } => inspect(&dir, json),
-        Command::Verify { path, values, strict } => verify(&path, values, strict, json),
+        Command::Inspect { dir } => run_inspect(&dir, json),
+        Command::Verify { path, values, strict } => run_verify(&path, values, strict, json),
         Command::Gather { dir, out, dtype, max_shard_size, force, merge_lora } => {
             let dtype = dtype.map(Dtype::from);
-            gather(&dir, &out, &GatherOptions { dtype, max_shard_size, force, merge_lora }, json)
+            run_gather(&dir, &out, &GatherOptions { dtype, max_shard_size, force, merge_lora }, json)
         }
         Command::Convert(args) => convert::run(&args, json),
         Command::Diff { a, b, weights_only } => diff::diff(&a, &b, weights_only, json),
@@ -164,7 +164,7 @@ fn open(path: &Path) -> diagnostic::Result<OpenedCheckpoint> {
     Ok(found)
 }
 
-fn inspect(dir: &Path, json: bool) -> diagnostic::Result<u8> {
+fn run_inspect(dir: &Path, json: bool) -> diagnostic::Result<u8> {
     let text = match (open(dir)?, json) {
         (OpenedCheckpoint::Native(newest), true) => {
             format!("{}\n", describe::native_json(&newest.checkpoint))
@@ -177,7 +177,7 @@ fn inspect(dir: &Path, json: bool) -> diagnostic::Result<u8> {
     Ok(exit::DONE)
 }
 
-fn verify(path: &Path, values: bool, strict: bool, json: bool) -> diagnostic::Result<u8> {
+fn run_verify(path: &Path, values: bool, strict: bool, json: bool) -> diagnostic::Result<u8> {
     let report = ckpt::verify_with(path, ckpt::VerifyOptions { values })?;
     let sound = report.is_sound() && (!strict || report.warnings.is_empty());
     if json {
@@ -224,7 +224,7 @@ fn count(n: usize, noun: &str) -> String {
     format!("{n} {noun}{}", if n == 1 { "" } else { "s" })
 }
 
-fn gather(dir: &Path, out: &Path, options: &GatherOptions, json: bool) -> diagnostic::Result<u8> {
+fn run_gather(dir: &Path, out: &Path, options: &GatherOptions, json: bool) -> diagnostic::Result<u8> {
     let found = open(dir)?;
     let source = found.source();
     let mut progress = ProgressLine::new("gathering");
@@ -249,8 +249,8 @@ fn gather(dir: &Path, out: &Path, options: &GatherOptions, json: bool) -> diagno
         print(&format!("{value}\n"))?;
     } else {
         log(format_args!(
-            "gathered {} tensors of step {} as {}: {} in {}",
-            report.tensors,
+            "gathered {} of step {} as {}: {} in {}",
+            count(report.tensors as usize, "tensor"),
             step.map_or("unknown".to_owned(), |s| s.to_string()),
             report.dtype,
             format_bytes(report.bytes),

@@ -54,13 +54,13 @@ fn show_journal(run: &Run, follow: bool, format: OutputFormat) -> diagnostic::Re
 /// such as half a line after a crash, is printed unchanged.
 fn json_line(line: &str, format: OutputFormat) -> String {
     #[derive(Deserialize)]
-    struct Stored {
+    struct StoredEvent {
         #[serde(default = "first_schema")]
         schema: u8,
     }
-    let stored = serde_json::from_str::<Stored>(line);
+    let stored = serde_json::from_str::<StoredEvent>(line);
     let converted = match stored {
-        Ok(Stored { schema }) if schema != format.schema.number() => {
+        Ok(StoredEvent { schema }) if schema != format.schema.number() => {
             TimedEvent::from_json(line).and_then(|event| event.to_json(format.schema)).ok()
         }
         _ => None,

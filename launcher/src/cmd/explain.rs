@@ -13,8 +13,10 @@ pub(crate) fn run(args: &ExplainArgs, as_json: bool) -> diagnostic::Result<u8> {
     let text = match (&args.code, as_json) {
         (Some(name), true) => format!("{}\n", code_json(find_code(name)?)),
         (Some(name), false) => diagnostic::entry(find_code(name)?),
-        (None, true) => format!("{}\n", Value::from(codes::all().map(code_json).collect::<Vec<_>>())),
-        (None, false) => codes::all().map(|code| format!("{code}: {}\n", code.info().summary)).collect(),
+        (None, true) => format!("{}\n", Value::from(codes::all_codes().map(code_json).collect::<Vec<_>>())),
+        (None, false) => {
+            codes::all_codes().map(|code| format!("{code}: {}\n", code.info().summary)).collect()
+        }
     };
     super::print(&text)
 }
@@ -49,7 +51,7 @@ fn find_code(name: &str) -> diagnostic::Result<Code> {
 /// The names of codes that are similar to this one, most similar first.
 fn nearest_codes(name: &str) -> Vec<&'static str> {
     let similarity = |code: Code| (strsim::jaro_winkler(code.name(), name), code.name());
-    let mut near: Vec<(f64, &str)> = codes::all().map(similarity).collect();
+    let mut near: Vec<(f64, &str)> = codes::all_codes().map(similarity).collect();
     near.retain(|(similarity, _)| *similarity >= MIN_SIMILARITY);
     near.sort_by(|(a, _), (b, _)| b.total_cmp(a));
     near.into_iter().take(MAX_SUGGESTIONS).map(|(_, name)| name).collect()
@@ -68,7 +70,7 @@ mod tests {
 
     #[test]
     fn an_unknown_code_is_an_error_with_suggestions() {
-        let error = find_code("output-faild").expect_err("misspelled");
+        let error = find_code("output-failure").expect_err("misspelled");
         assert_eq!(error.code(), codes::command::CODE_UNKNOWN);
         assert_eq!(error.field("suggestions").and_then(|s| s[0].as_str()), Some("output-failed"));
         let error = find_code("zzz").expect_err("nothing like it");

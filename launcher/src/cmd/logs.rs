@@ -3,7 +3,7 @@ use super::{output_failed, ps::resolve_run};
 use crate::{
     agent::log_times::{offset_at, unix_time_ms},
     cli::LogsArgs,
-    report::{plain, strip_control},
+    report::{count, plain, strip_control},
     runs::{Run, RunFilter},
     tail::{LineFollower, POLL_INTERVAL},
 };
@@ -27,7 +27,7 @@ const WRITE_BATCH_BYTES: usize = 64 << 10;
 /// Shows the logs.
 pub(crate) fn run(args: &LogsArgs) -> diagnostic::Result<u8> {
     let run = resolve_run(args.run.as_deref(), RunFilter::Any)?;
-    LogViewer::new(&run, args)?.show()?;
+    LogViewer::new(&run, args)?.show_logs()?;
     Ok(contract::exit::DONE)
 }
 
@@ -60,7 +60,8 @@ impl<'a> LogViewer<'a> {
         let ranks: Option<BTreeSet<Rank>> =
             (!args.rank.is_empty()).then(|| args.rank.concat().into_iter().collect());
         if let Some(rank) = ranks.iter().flatten().find(|rank| **rank >= world) {
-            let message = format!("there is no rank {rank}: the run has {world} workers");
+            let workers = count(u64::from(world), "worker", "workers");
+            let message = format!("there is no rank {rank}: the run has {workers}");
             return Err(Diagnostic::error(command::RANK_OUT_OF_RANGE, message)
                 .with_subject("--rank")
                 .with_field("rank", *rank)
@@ -80,7 +81,7 @@ impl<'a> LogViewer<'a> {
         })
     }
 
-    fn show(mut self) -> diagnostic::Result<()> {
+    fn show_logs(mut self) -> diagnostic::Result<()> {
         let mut opened: Vec<Rank> = Vec::new();
         loop {
             // Checked before reading, so that everything written before the end is read.
@@ -162,7 +163,7 @@ impl<'a> LogViewer<'a> {
         for file in files {
             let end = fs::metadata(file).map_or(0, |m| m.len());
             let from = if self.since_ms == 0 { 0 } else { offset_at(file, self.since_ms, end) };
-            let follower = LineFollower::open(file.clone(), from).map_err(|e| unreadable(file, &e))?;
+            let follower = LineFollower::open(file.clone(), from).map_err(|e| unreadable_log(file, &e))?;
             self.followers.insert(rank, follower);
             if Some(file) != files.last() {
                 while self.read(rank)? {}
@@ -186,7 +187,7 @@ impl<'a> LogViewer<'a> {
             out.push_str(&if plain::stdout_is_terminal() { strip_control(&text) } else { text.into_owned() });
             out.push('\n');
         });
-        let more = more.map_err(|e| unreadable(follower.path(), &e))?;
+        let more = more.map_err(|e| unreadable_log(follower.path(), &e))?;
         self.write(false)?;
         Ok(more && !self.reader_gone)
     }
@@ -205,7 +206,7 @@ impl<'a> LogViewer<'a> {
     }
 }
 
-fn unreadable(file: &Path, error: &io::Error) -> Diagnostic {
+fn unreadable_log(file: &Path, error: &io::Error) -> Diagnostic {
     let path = file.display().to_string();
     Diagnostic::error(command::RUN_FILE_UNREADABLE, format!("cannot read {path}"))
         .with_subject(path)

@@ -125,7 +125,7 @@ pub(crate) fn as_text(p: &PreparedJob) -> String {
     if let (Some(report), Some(train)) = (&p.preflight, &p.job.train) {
         let n = report.parameters;
         _ = writeln!(text, "\nmodel: {}, {} parameters", train.model.family, group_digits(n));
-        _ = writeln!(text, "ZeRO stage {}, {} samples a step", train.zero.stage, train.batch.global);
+        _ = writeln!(text, "ZeRO stage {}, {} samples per step", train.zero.stage, train.batch.global);
         let (kind, installed) =
             if p.job.cluster.trains_on_gpus() { ("GPU memory", 0) } else { ("memory", p.inventory.memory) };
         _ = write!(text, "{}", memory_summary(&report.memory, kind, installed));
@@ -133,7 +133,7 @@ pub(crate) fn as_text(p: &PreparedJob) -> String {
     text
 }
 
-fn workers(p: &PreparedJob) -> impl Iterator<Item = &WorkerPlan> {
+fn planned_workers(p: &PreparedJob) -> impl Iterator<Item = &WorkerPlan> {
     p.plan.host_plans.iter().flat_map(|n| &n.workers)
 }
 
@@ -195,7 +195,7 @@ pub(crate) fn table(rows: &[Vec<String>]) -> String {
 /// The environment of the workers; values that differ between ranks are shown as `(by rank)`.
 fn environment_text(p: &PreparedJob) -> String {
     let mut text = "environment of each worker:\n".to_owned();
-    let workers: Vec<&WorkerPlan> = workers(p).collect();
+    let workers: Vec<&WorkerPlan> = planned_workers(p).collect();
     let Some(first) = workers.first() else { return text };
     for (name, value) in &first.env {
         let differs = workers.iter().any(|w| !w.env.contains(&(name.clone(), value.clone())));
@@ -235,8 +235,11 @@ fn memory_summary(estimates: &[MemoryEstimate], kind: &str, installed: u64) -> S
         largest.parts.iter().map(|(name, n)| vec![format!("  {name}"), bytes(*n)]).collect();
     text.push_str(&table(&rows));
     let total = estimates.iter().map(|m| m.total).sum();
-    let of_installed = if installed == 0 { String::new() } else { format!(" of {}", bytes(installed)) };
-    _ = writeln!(text, "{kind} of all ranks: {}{of_installed}", bytes(total));
+    let available = match installed {
+        0 => String::new(),
+        installed => format!("; this machine has {}", bytes(installed)),
+    };
+    _ = writeln!(text, "{kind} of all ranks: {}{available}", bytes(total));
     text
 }
 
@@ -350,11 +353,11 @@ environment of each worker:
   A=b
 
 model: llama, 1,234,567 parameters
-ZeRO stage 3, 64 samples a step
+ZeRO stage 3, 64 samples per step
 memory of rank 0 (the largest): 3.0 MiB
   activations  3.0 MiB
   process      1.0 KiB
-memory of all ranks: 5.0 MiB of 8.0 GiB
+memory of all ranks: 5.0 MiB; this machine has 8.0 GiB
 ";
         assert_eq!(as_text(&prepared(TRAIN, Some(report()))), expected);
     }

@@ -51,7 +51,7 @@ fn batch_script(args: &SbatchArgs) -> diagnostic::Result<BatchScript> {
     let mut words = vec![
         path_text(&executable)?,
         "run".to_owned(),
-        path_text(&absolute(&args.job)?)?,
+        path_text(&absolute_path(&args.job)?)?,
         "--requeue".to_owned(),
     ];
     words.extend(args.set.iter().map(|set| format!("--set={set}")));
@@ -63,7 +63,7 @@ fn batch_script(args: &SbatchArgs) -> diagnostic::Result<BatchScript> {
     }
     let script = BatchScript {
         output: output_dir(&job).join("slurm-%j.out"),
-        chdir: absolute(Path::new("."))?,
+        chdir: absolute_path(Path::new("."))?,
         name: job.name,
         slurm: job.slurm,
         command: words,
@@ -99,7 +99,7 @@ fn check_job(job: &JobSpec) -> diagnostic::Result<()> {
     Ok(())
 }
 
-fn absolute(path: &Path) -> diagnostic::Result<PathBuf> {
+fn absolute_path(path: &Path) -> diagnostic::Result<PathBuf> {
     std::path::absolute(path).map_err(|e| {
         let message = format!("cannot determine the absolute path of {}", path.display());
         Diagnostic::error(command::CURRENT_DIRECTORY_UNAVAILABLE, message).with_cause(&e)
@@ -151,7 +151,8 @@ fn check_option_path(path: &Path) -> diagnostic::Result<()> {
 impl BatchScript {
     /// The text of the script.
     fn text(&self) -> String {
-        let options: String = self.options().iter().map(|option| format!("#SBATCH {option}\n")).collect();
+        let options: String =
+            self.sbatch_options().iter().map(|option| format!("#SBATCH {option}\n")).collect();
         format!(
             "#!/bin/bash\n{options}\n\
              # exec replaces the shell, so that Slurm's signal before the time limit reaches launch.\n\
@@ -160,7 +161,7 @@ impl BatchScript {
         )
     }
 
-    fn options(&self) -> Vec<String> {
+    fn sbatch_options(&self) -> Vec<String> {
         let s = &self.slurm;
         let mut options = vec![
             format!("--job-name={}", self.name),

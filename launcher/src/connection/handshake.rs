@@ -47,7 +47,11 @@ impl HandshakeKey {
         name: &str,
     ) -> blake3::Hash {
         let mut hasher = blake3::Hasher::new_keyed(&self.0);
-        hasher.update(role.label()).update(agent_nonce).update(controller_nonce).update(name.as_bytes());
+        hasher
+            .update(role.transcript_label())
+            .update(agent_nonce)
+            .update(controller_nonce)
+            .update(name.as_bytes());
         hasher.finalize()
     }
 }
@@ -62,7 +66,7 @@ pub(crate) enum Role {
 }
 
 impl Role {
-    fn label(self) -> &'static [u8; 8] {
+    fn transcript_label(self) -> &'static [u8; 8] {
         match self {
             Role::Agent => b"agent  1",
             Role::Controller => b"control1",

@@ -449,7 +449,7 @@ impl Core {
         self.actions.extend(active.map(|id| Action::Send(*id, message.clone())));
     }
 
-    fn notice(&mut self, message: String) {
+    fn emit_notice(&mut self, message: String) {
         self.actions.push(Action::Event(Event::Notice { rank: None, message }));
     }
 
@@ -470,7 +470,7 @@ impl Core {
 
     fn agent_message(&mut self, now: Duration, host: HostIndex, message: FromAgent) {
         if let FromAgent::Hello { version, pid, inventory } = message {
-            return self.hello(now, host, version, pid, inventory);
+            return self.agent_connected(now, host, version, pid, inventory);
         }
         if self.hosts[host].agent != AgentState::Joined {
             return;

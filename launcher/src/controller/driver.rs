@@ -98,7 +98,7 @@ impl Agent {
 
 /// An agent of a host; the next agent of the host has another number.
 type AgentId = (HostIndex, u32);
-type Message = (AgentId, Result<Option<FromAgent>, FrameError>);
+type AgentMessage = (AgentId, Result<Option<FromAgent>, FrameError>);
 
 struct Driver {
     job: JobSpec,
@@ -130,7 +130,7 @@ struct Driver {
     pending_inputs: VecDeque<Input>,
     /// The number of agents that were started.
     agents_started: u32,
-    messages: (mpsc::Sender<Message>, mpsc::Receiver<Message>),
+    messages: (mpsc::Sender<AgentMessage>, mpsc::Receiver<AgentMessage>),
     /// Lines for the user.
     lines: (mpsc::Sender<String>, mpsc::Receiver<String>),
     /// The attempt that is being prepared.
@@ -185,7 +185,7 @@ impl Driver {
             Ok(signals) => self.serve(signals).await,
             Err(error) => {
                 let exit_code = exit::CLUSTER;
-                self.event(Event::Failure(Box::new(FailureReport {
+                self.emit_event(Event::Failure(Box::new(FailureReport {
                     reason: FailureReason::ControllerFailed { code: error.code() },
                     message: error.to_string(),
                     help: error.help().to_vec(),
@@ -208,15 +208,15 @@ impl Driver {
         })?;
         self.journal = Some(journal);
         let (run, world) = (self.plan.run.to_string(), self.plan.world);
-        self.event(Event::Start { run, run_dir: directory, world });
+        self.emit_event(Event::Start { run, run_dir: directory, world });
         if let Err(error) = runs::register(&self.plan, &self.job.name, &self.command) {
-            self.notice(format!(
+            self.emit_notice(format!(
                 "cannot register the run: {error}; `launch ps` and `launch stop` will not list it"
             ));
         }
         for warning in self.plan.warnings.clone() {
             let help: String = warning.help().iter().map(|help| format!(" ({help})")).collect();
-            self.notice(format!("{}{help}", notice_text(&warning)));
+            self.emit_notice(format!("{}{help}", notice_text(&warning)));
         }
         // A requested port of this machine is checked before any process is started.
         if self.plan.master_address.is_some_and(|address| address.is_loopback()) {
@@ -349,7 +349,7 @@ impl Driver {
                 }
             }
             Action::SendPeers { attempt, members } => self.send_peers_and_key(attempt, members),
-            Action::Event(event) => self.event(event),
+            Action::Event(event) => self.emit_event(event),
             Action::Line { rank, stderr, text } => {
                 if let Some(warning) = self.streamed_logs.append(rank, &text) {
                     self.report.message(warning);
@@ -374,7 +374,7 @@ impl Driver {
     /// Applies a change of the job file.
     fn reload(&mut self, watch: &mut JobFileWatch, content: FileContent) {
         let change = watch.apply(&self.job, content);
-        change.notices.into_iter().for_each(|message| self.notice(message));
+        change.notices.into_iter().for_each(|message| self.emit_notice(message));
         let Some(values) = change.values else { return };
         // Later attempts begin with the new values.
         values.apply(&mut self.job);
@@ -386,7 +386,7 @@ impl Driver {
     /// Applies a change of the hostfile.
     fn update_hosts(&mut self, watch: &mut HostfileWatch, content: FileContent) {
         let change = watch.apply(&mut self.hosts, content);
-        change.notices.into_iter().for_each(|message| self.notice(message));
+        change.notices.into_iter().for_each(|message| self.emit_notice(message));
         let Some(hosts) = change.hosts else { return };
         self.transport.update_hosts(&hosts.addresses);
         let added =
@@ -395,11 +395,11 @@ impl Driver {
         self.handle(Input::Hosts { added, listed: hosts.listed });
     }
 
-    fn notice(&mut self, message: String) {
-        self.event(Event::Notice { rank: None, message });
+    fn emit_notice(&mut self, message: String) {
+        self.emit_event(Event::Notice { rank: None, message });
     }
 
-    fn event(&mut self, event: Event) {
+    fn emit_event(&mut self, event: Event) {
         let result = self.journal.as_mut().map_or(Ok(()), |journal| journal.append(&event));
         if let Err(error) = result {
             self.report.message(format!(
@@ -414,10 +414,10 @@ impl Driver {
         let exit_code = outcome.exit_code;
         let requeue = self.requeue.take().and_then(|requeue| {
             let decision = requeue.decide(&outcome)?;
-            self.notice(decision.message);
+            self.emit_notice(decision.message);
             decision.job
         });
-        self.event(Event::Done { exit_code, step: outcome.step, seconds });
+        self.emit_event(Event::Done { exit_code, step: outcome.step, seconds });
         // No process of the job is left, so the default actions are safe: Ctrl-C ends a wait for a
         // pager.
         for signal in [Signal::SIGINT, Signal::SIGTERM, Signal::SIGQUIT] {

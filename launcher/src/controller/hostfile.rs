@@ -147,10 +147,10 @@ impl HostfileWatch {
                 hosts[id] = target;
             }
         }
-        self.compare(hosts, &new, &in_file, listed, resized)
+        self.compare_hosts(hosts, &new, &in_file, listed, resized)
     }
 
-    fn compare(
+    fn compare_hosts(
         &mut self,
         hosts: &[HostTarget],
         new: &[&ClusterHost],

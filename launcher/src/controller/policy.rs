@@ -102,7 +102,7 @@ impl History {
         self.used += 1;
         self.no_progress = if no_progress || !self.builtin { self.no_progress + 1 } else { 0 };
         self.last = Some(end);
-        RestartDecision::Restart(self.pause(chance))
+        RestartDecision::Restart(self.restart_delay(chance))
     }
 
     /// Whether this attempt ended at the step of the last one, and neither saved a checkpoint.
@@ -110,7 +110,7 @@ impl History {
         self.last.is_some_and(|last| last.step == end.step && !last.saved && !end.saved)
     }
 
-    fn pause(&self, chance: f64) -> Duration {
+    fn restart_delay(&self, chance: f64) -> Duration {
         // The progress of programs is unknown: every restart in a row counts.
         let doublings = self.no_progress.saturating_sub(u32::from(!self.builtin)).min(16);
         let pause = FIRST_PAUSE.saturating_mul(1 << doublings).min(LONGEST_PAUSE);

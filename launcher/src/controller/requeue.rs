@@ -50,7 +50,7 @@ impl Requeue {
             None => RequeueDecision {
                 job: Some(job),
                 message: format!(
-                    "{why}: requeueing Slurm job {job} (requeue {} of at most {most})",
+                    "{why}: requeuing Slurm job {job} (requeue {} of at most {most})",
                     restarts + 1
                 ),
             },

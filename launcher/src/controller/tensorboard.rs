@@ -28,19 +28,20 @@ impl EventFile {
         let name = format!("events.out.tfevents.{:010}.{run}", time as u64);
         let out = File::options().append(true).create(true).open(directory.join(name))?;
         let mut file = EventFile { out };
-        file.record(&message(time, 0, &text(3, FILE_VERSION)))?;
+        file.record(&message(time, 0, &string_field(3, FILE_VERSION)))?;
         Ok(file)
     }
 
     /// Appends the scalars of an event, if it has any; `time` is in seconds since 1970.
     pub(super) fn append(&mut self, event: &Event, time: f64) -> io::Result<()> {
         let scalars = |step: u64, values: &[(&str, f64)]| {
-            let values: Vec<u8> = values.iter().flat_map(|(tag, v)| bytes(1, &scalar(tag, *v))).collect();
-            message(time, step, &bytes(5, &values))
+            let values: Vec<u8> =
+                values.iter().flat_map(|(tag, v)| bytes_field(1, &scalar(tag, *v))).collect();
+            message(time, step, &bytes_field(5, &values))
         };
         let record = match *event {
             // The session begins with the step after the one it resumes from.
-            Event::Ready { step, .. } => message(time, step + 1, &bytes(7, &varint_field(1, 1))),
+            Event::Ready { step, .. } => message(time, step + 1, &bytes_field(7, &varint_field(1, 1))),
             Event::Step { step, loss, grad_norm, lr, tokens_per_s, exposed_comm_s, .. } => scalars(
                 step,
                 &[
@@ -80,30 +81,30 @@ fn message(time: f64, step: u64, payload: &[u8]) -> Vec<u8> {
 
 /// A `Summary.Value` message: tag = 1, simple_value = 2.
 fn scalar(tag: &str, value: f64) -> Vec<u8> {
-    let mut out = text(1, tag);
+    let mut out = string_field(1, tag);
     out.push(2 << 3 | 5);
     out.extend((value as f32).to_le_bytes());
     out
 }
 
-fn text(field: u8, value: &str) -> Vec<u8> {
-    bytes(field, value.as_bytes())
+fn string_field(field: u8, value: &str) -> Vec<u8> {
+    bytes_field(field, value.as_bytes())
 }
 
-fn bytes(field: u8, value: &[u8]) -> Vec<u8> {
+fn bytes_field(field: u8, value: &[u8]) -> Vec<u8> {
     let mut out = vec![field << 3 | 2];
-    out.extend(varint(value.len() as u64));
+    out.extend(encode_varint(value.len() as u64));
     out.extend(value);
     out
 }
 
 fn varint_field(field: u8, value: u64) -> Vec<u8> {
     let mut out = vec![field << 3];
-    out.extend(varint(value));
+    out.extend(encode_varint(value));
     out
 }
 
-fn varint(mut value: u64) -> Vec<u8> {
+fn encode_varint(mut value: u64) -> Vec<u8> {
     let mut out = Vec::new();
     while value >= 0x80 {
         out.push(value as u8 | 0x80);
@@ -139,9 +140,9 @@ mod tests {
 
     #[test]
     fn varints_have_seven_bits_per_byte() {
-        assert_eq!(varint(0), [0]);
-        assert_eq!(varint(300), [0xac, 2]);
-        assert_eq!(varint(u64::MAX).len(), 10);
+        assert_eq!(encode_varint(0), [0]);
+        assert_eq!(encode_varint(300), [0xac, 2]);
+        assert_eq!(encode_varint(u64::MAX).len(), 10);
     }
 
     #[test]

@@ -26,17 +26,17 @@ pub(super) fn limits(root: &Path) -> Limits {
         let mount = root.join("sys/fs/cgroup");
         if controllers.is_empty() {
             for directory in group_and_parents(&mount, group) {
-                limits.tighten(quota_v2(&directory), number(&directory.join("memory.max")));
+                limits.lower_limits(quota_v2(&directory), number(&directory.join("memory.max")));
             }
         } else if has("cpu") {
             // Inside a container the path of the group may be invisible; the root of the mount is
             // the group.
             for directory in group_and_parents(&mount.join("cpu"), group) {
-                limits.tighten(quota_v1(&directory), None);
+                limits.lower_limits(quota_v1(&directory), None);
             }
         } else if has("memory") {
             for directory in group_and_parents(&mount.join("memory"), group) {
-                limits.tighten(None, number(&directory.join("memory.limit_in_bytes")));
+                limits.lower_limits(None, number(&directory.join("memory.limit_in_bytes")));
             }
         }
     }
@@ -69,7 +69,7 @@ pub(crate) fn oom_kills(root: &Path) -> Option<u64> {
 }
 
 impl Limits {
-    fn tighten(&mut self, cpus: Option<f64>, memory: Option<u64>) {
+    fn lower_limits(&mut self, cpus: Option<f64>, memory: Option<u64>) {
         self.cpus = [self.cpus, cpus].into_iter().flatten().reduce(f64::min);
         // Version 1 writes "no limit" as a number near 2^63.
         let memory = memory.filter(|&m| m < 1 << 60);
@@ -90,16 +90,16 @@ fn group_and_parents(mount: &Path, group: &str) -> Vec<PathBuf> {
 fn quota_v2(directory: &Path) -> Option<f64> {
     let text = fs::read_to_string(directory.join("cpu.max")).ok()?;
     let (quota, period) = text.trim().split_once(' ')?;
-    share(quota.parse().ok()?, period.parse().ok()?)
+    cpu_share(quota.parse().ok()?, period.parse().ok()?)
 }
 
 fn quota_v1(directory: &Path) -> Option<f64> {
     let quota = number(&directory.join("cpu.cfs_quota_us"))?;
     let period = number(&directory.join("cpu.cfs_period_us"))?;
-    share(quota as f64, period as f64)
+    cpu_share(quota as f64, period as f64)
 }
 
-fn share(quota: f64, period: f64) -> Option<f64> {
+fn cpu_share(quota: f64, period: f64) -> Option<f64> {
     (quota > 0.0 && period > 0.0).then(|| quota / period)
 }
 

@@ -8,7 +8,7 @@ const MAX_GPUS: usize = 1024;
 /// The GPUs of this machine in the order of the PCI bus, which is also CUDA's order where all GPUs
 /// are alike.
 pub(super) fn detect(root: &Path) -> Vec<Gpu> {
-    let mut found = nvidia(root);
+    let mut found = nvidia_gpus(root);
     if found.is_empty() {
         found = amd(root);
     }
@@ -22,7 +22,7 @@ pub(super) fn simulated(count: Option<&str>) -> Option<Vec<Gpu>> {
     Some(vec![Gpu { vendor: GpuVendor::Nvidia, bus: None, uuid: None, numa_node: None }; count])
 }
 
-fn nvidia(root: &Path) -> Vec<Gpu> {
+fn nvidia_gpus(root: &Path) -> Vec<Gpu> {
     let mut buses: Vec<String> = entry_names(&root.join("proc/driver/nvidia/gpus"));
     buses.sort();
     let number = |name: String| name.strip_prefix("nvidia")?.parse::<u32>().ok();

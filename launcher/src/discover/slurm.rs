@@ -82,12 +82,12 @@ impl SlurmNode {
 /// The allocation that this environment describes; `None` outside of Slurm.
 pub fn read_allocation(get: &dyn Fn(&str) -> Option<String>) -> diagnostic::Result<Option<Allocation>> {
     let Some(job) = get("SLURM_JOB_ID") else { return Ok(None) };
-    let job = number(&job).ok_or_else(|| invalid_variable("SLURM_JOB_ID", &job))?;
+    let job = parse_number(&job).ok_or_else(|| invalid_variable("SLURM_JOB_ID", &job))?;
     check_single_instance(get)?;
     let groups = match get("SLURM_HET_SIZE") {
         None => vec![read_group(get, None)?],
         Some(size) => {
-            let count = number(&size).filter(|n| (1..=u64::from(MAX_GROUPS)).contains(n));
+            let count = parse_number(&size).filter(|n| (1..=u64::from(MAX_GROUPS)).contains(n));
             let count = count.ok_or_else(|| invalid_variable("SLURM_HET_SIZE", &size))?;
             (0..count as u32).map(|g| read_group(get, Some(g))).collect::<Result<_, _>>()?
         }
@@ -107,14 +107,14 @@ pub fn read_allocation(get: &dyn Fn(&str) -> Option<String>) -> diagnostic::Resu
         );
     }
     let array = get("SLURM_ARRAY_JOB_ID").zip(get("SLURM_ARRAY_TASK_ID"));
-    let array = array.and_then(|(job, task)| number(&job).zip(number(&task)));
-    let restarts = get("SLURM_RESTART_COUNT").and_then(|n| number(&n)).unwrap_or(0);
+    let array = array.and_then(|(job, task)| parse_number(&job).zip(parse_number(&task)));
+    let restarts = get("SLURM_RESTART_COUNT").and_then(|n| parse_number(&n)).unwrap_or(0);
     Ok(Some(Allocation { job, array, restarts: restarts.min(u64::from(u32::MAX)) as u32, groups }))
 }
 
 /// Rejects `srun launch job.yaml`, which would run the whole job once for each task.
 fn check_single_instance(get: &dyn Fn(&str) -> Option<String>) -> diagnostic::Result<()> {
-    let tasks = get("SLURM_STEP_ID").and(get("SLURM_STEP_NUM_TASKS")).and_then(|n| number(&n));
+    let tasks = get("SLURM_STEP_ID").and(get("SLURM_STEP_NUM_TASKS")).and_then(|n| parse_number(&n));
     match tasks {
         Some(tasks) if tasks > 1 => {
             let message = format!("launch was started {tasks} times, once for each task of an srun step");
@@ -170,7 +170,7 @@ fn gpus_per_node(get: &dyn Fn(&str) -> Option<String>) -> Option<u32> {
 
 /// `4`, `a100:4` or `a100:2,h100:2`.
 fn gpu_count(text: &str) -> Option<u32> {
-    let mut counts = text.split(',').map(|part| number(part.rsplit(':').next()?));
+    let mut counts = text.split(',').map(|part| parse_number(part.rsplit(':').next()?));
     let sum = counts.try_fold(0u64, |sum, n| sum.checked_add(n?))?;
     u32::try_from(sum).ok().filter(|gpus| *gpus <= 1024)
 }
@@ -184,7 +184,7 @@ fn invalid_variable(name: &str, value: &str) -> Diagnostic {
         .with_help("check whether it was changed by hand; `cluster.hosts: local` ignores it")
 }
 
-fn number(text: &str) -> Option<u64> {
+fn parse_number(text: &str) -> Option<u64> {
     let digits = !text.is_empty() && text.len() <= 19 && text.bytes().all(|b| b.is_ascii_digit());
     text.parse().ok().filter(|_| digits)
 }
@@ -194,10 +194,10 @@ pub fn expand_counts(text: &str) -> Option<Vec<u32>> {
     let mut counts = Vec::new();
     for part in text.split(',') {
         let (value, times) = match part.split_once("(x") {
-            Some((value, times)) => (value, number(times.strip_suffix(')')?)?),
+            Some((value, times)) => (value, parse_number(times.strip_suffix(')')?)?),
             None => (part, 1),
         };
-        let value = u32::try_from(number(value)?).ok()?;
+        let value = u32::try_from(parse_number(value)?).ok()?;
         if times == 0 || times > (MAX_NODES - counts.len()) as u64 {
             return None;
         }

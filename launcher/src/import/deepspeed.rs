@@ -74,7 +74,7 @@ fn training(draft: &mut Draft, mut keys: RemainingKeys<'_>, workers: Option<u64>
     let todo = "name them in `train.data.files` and `train.model.from` (a Hugging Face directory)";
     draft.note("train.data.files", "the configuration names no data and no model", todo);
     batch(draft, &mut keys, workers);
-    precision(draft, &mut keys);
+    convert_precision(draft, &mut keys);
     zero::zero(draft, &mut keys);
     let rate = optimizer::optimizer(draft, &mut keys);
     optimizer::scheduler(draft, &mut keys, rate);
@@ -157,7 +157,7 @@ fn default_micro_batch(global: i128, steps: Option<i128>, workers: Option<u64>) 
     (1..=each.max(1)).rev().find(|micro| global % micro == 0).unwrap_or(1)
 }
 
-fn precision(draft: &mut Draft, keys: &mut RemainingKeys<'_>) {
+fn convert_precision(draft: &mut Draft, keys: &mut RemainingKeys<'_>) {
     for (name, word) in [("fp16", "fp16"), ("bf16", "bf16"), ("bfloat16", "bf16")] {
         let Some(mut part) = keys.section(name) else { continue };
         let enabled = match part.is_auto("enabled") {

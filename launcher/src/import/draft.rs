@@ -105,7 +105,7 @@ impl Draft {
     /// either.
     pub(super) fn finish(mut self, origin: &str) -> Result<ImportedJob, Vec<Diagnostic>> {
         for _ in 0..MAX_ATTEMPTS {
-            let text = self.text(origin);
+            let text = self.to_yaml(origin);
             let source = Source::Text { name: "job.yaml".to_owned(), text: text.clone() };
             let errors = match contract::load(source, &[]) {
                 Ok((.., warnings)) => {
@@ -151,7 +151,7 @@ impl Draft {
         self.keys.len() < before
     }
 
-    fn text(&self, origin: &str) -> String {
+    fn to_yaml(&self, origin: &str) -> String {
         let mut keys: Vec<(usize, Vec<&str>, &str)> = self
             .keys
             .iter()

@@ -35,7 +35,7 @@ pub(crate) fn torchrun(args: &[String], context: &ImportContext<'_>) -> Result<I
     let mut given = parse(args).map_err(rejected)?;
     check_values(&given).map_err(rejected)?;
     let mut draft = Draft::default();
-    draft.set_required("run.command", &wording::yaml_list(&command(&mut given)));
+    draft.set_required("run.command", &wording::yaml_list(&program_command(&mut given)));
     set_hosts(&mut draft, &mut given, context);
     set_workers(&mut draft, &mut given);
     set_restarts_and_signals(&mut draft, &mut given);
@@ -57,7 +57,7 @@ pub(crate) fn torchrun(args: &[String], context: &ImportContext<'_>) -> Result<I
     draft.finish("torchrun's arguments")
 }
 
-fn command(given: &mut TorchrunArgs) -> Vec<String> {
+fn program_command(given: &mut TorchrunArgs) -> Vec<String> {
     let prefix: &[&str] = match (given.flag("module"), given.flag("no-python")) {
         (_, true) => &[],
         (true, false) => &["python", "-m"],
@@ -71,12 +71,12 @@ fn command(given: &mut TorchrunArgs) -> Vec<String> {
 
 /// Rejects the values that torchrun rejects.
 fn check_values(given: &TorchrunArgs) -> Result<(), ArgumentError> {
-    type Predicate = fn(&str) -> bool;
-    let count: Predicate = |text| text.parse::<u32>().is_ok();
-    let seconds: Predicate = |text| text.parse::<f64>().is_ok_and(|s| s >= 0.0 && s.is_finite());
-    let workers: Predicate =
+    type ValuePredicate = fn(&str) -> bool;
+    let count: ValuePredicate = |text| text.parse::<u32>().is_ok();
+    let seconds: ValuePredicate = |text| text.parse::<f64>().is_ok_and(|s| s >= 0.0 && s.is_finite());
+    let workers: ValuePredicate =
         |text| ["auto", "gpu", "cpu", "xpu"].contains(&text) || text.parse::<u32>().is_ok_and(|n| n > 0);
-    let kinds: [(&'static str, Predicate, &'static str); 7] = [
+    let kinds: [(&'static str, ValuePredicate, &'static str); 7] = [
         ("nnodes", |text| parse_range(text).is_some(), "a number of hosts, or a range such as 1:4"),
         ("nproc-per-node", workers, "a number of workers, auto, gpu, cpu or xpu"),
         ("max-restarts", count, "a number of restarts"),

@@ -1,5 +1,5 @@
 //! [`assign_cpus`]: which CPUs each worker of a host is bound to.
-use crate::discover::Inventory;
+use crate::{discover::Inventory, report::count};
 use contract::{job::CpuBind, machine::Core};
 use std::collections::BTreeMap;
 
@@ -14,7 +14,7 @@ pub(super) struct CpuSlot {
 
 /// The host has fewer CPUs than workers that must be bound.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("cannot bind {workers} workers to {cpus} CPUs")]
+#[error("cannot bind {} to {}", count(*workers as u64, "worker", "workers"), count(*cpus as u64, "CPU", "CPUs"))]
 pub(super) struct TooFewCpus {
     pub(super) workers: usize,
     pub(super) cpus: usize,
@@ -60,7 +60,7 @@ fn bind_to_numa_nodes(cores: &[&Core], gpu_nodes: &[Option<u32>]) -> Option<Vec<
             assigned[worker].iter().flat_map(|node| nodes[node].iter().copied()).collect();
         let sharing = assigned.iter().filter(|other| **other == assigned[worker]).count();
         let threads = (cores.len() / sharing).max(1) as u32;
-        (!cores.is_empty()).then(|| CpuSlot { cpus: cpus(&cores), threads })
+        (!cores.is_empty()).then(|| CpuSlot { cpus: cpus_of_cores(&cores), threads })
     };
     (0..gpu_nodes.len()).map(slot).collect()
 }
@@ -84,7 +84,7 @@ fn bind_to_cores(cores: &[&Core], gpu_nodes: &[Option<u32>]) -> Option<Vec<CpuSl
     let within = shares_within_nodes(&units, gpu_nodes).filter(|s| has_gpu || s[0].len() * 4 >= share * 3);
     let shares =
         within.unwrap_or_else(|| units.chunks(share).take(gpu_nodes.len()).map(<[_]>::to_vec).collect());
-    let slot = |cores: Vec<&Core>| CpuSlot { cpus: cpus(&cores), threads: cores.len() as u32 };
+    let slot = |cores: Vec<&Core>| CpuSlot { cpus: cpus_of_cores(&cores), threads: cores.len() as u32 };
     Some(shares.into_iter().map(slot).collect())
 }
 
@@ -138,7 +138,7 @@ fn assign_nodes(nodes: &BTreeMap<u32, Vec<&Core>>, gpu_nodes: &[Option<u32>]) ->
     gpu_nodes.iter().map(assign).collect()
 }
 
-fn cpus(cores: &[&Core]) -> Vec<u32> {
+fn cpus_of_cores(cores: &[&Core]) -> Vec<u32> {
     let mut cpus: Vec<u32> = cores.iter().flat_map(|core| core.cpus.iter().copied()).collect();
     cpus.sort_unstable();
     cpus

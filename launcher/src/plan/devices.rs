@@ -1,6 +1,6 @@
 //! [`GpuSelection`]: which GPUs the workers of a host see.
 use super::{JobHost, error};
-use crate::discover::Inventory;
+use crate::{discover::Inventory, report};
 use contract::{
     env::{CUDA_DEVICE_ORDER, CUDA_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES, VISIBLE_DEVICES},
     job::{Devices, JobSpec, VisibleDevices},
@@ -176,8 +176,9 @@ impl GpuSelection {
         };
         if self.workers_per_gpu > 0 && too_few {
             let message = format!(
-                "{workers} workers with {} per GPU need more GPUs than the {count} of {host}",
-                self.workers_per_gpu
+                "{workers} workers with {} per GPU need more than the {} of {host}",
+                self.workers_per_gpu,
+                report::count(count as u64, "GPU", "GPUs")
             );
             let help = "use fewer workers, or raise `cluster.workers_per_gpu`";
             return reject("cluster.workers_per_host", message, help);

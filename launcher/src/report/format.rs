@@ -110,7 +110,8 @@ pub(super) fn format_phases(phases: &BTreeMap<Rank, Phase>) -> String {
         [] => "starting".into(),
         [(_, phase)] => phase_name(**phase).into(),
         [(_, most), rest @ ..] => {
-            let others = rest.iter().map(|(ranks, phase)| format!("{} {}", rank_label(ranks), phase_name(**phase)));
+            let others =
+                rest.iter().map(|(ranks, phase)| format!("{} {}", rank_label(ranks), phase_name(**phase)));
             format!("{}; {}", phase_name(**most), others.collect::<Vec<_>>().join("; "))
         }
     }

@@ -82,7 +82,7 @@ impl View {
         view
     }
 
-    pub(super) fn show(&mut self, item: Item) {
+    pub(super) fn show_item(&mut self, item: Item) {
         // Lines that were printed before an event are shown before it.
         if !matches!(item, Item::Line { .. } | Item::Progress { .. }) {
             let lines = self.dedup.flush();

@@ -23,7 +23,7 @@ use crate::{
     discover::slurm::Allocation,
 };
 use contract::control::ExitStatus;
-use diagnostic::{Code, Diagnostic, codes::host};
+use diagnostic::{Diagnostic, codes::host};
 use std::{
     collections::HashSet,
     io,
@@ -196,12 +196,6 @@ fn successful_output(command: &str, output: io::Result<Output>) -> diagnostic::R
 
 fn one_line(text: &[u8]) -> String {
     String::from_utf8_lossy(text).trim().replace('\n', " | ")
-}
-
-/// Adds the remedy of a code as help.
-fn with_remedy(diagnostic: Diagnostic) -> Diagnostic {
-    let code: Code = diagnostic.code();
-    diagnostic.with_help(code.info().remedy)
 }
 
 #[cfg(test)]

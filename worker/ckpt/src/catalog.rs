@@ -119,7 +119,8 @@ pub struct ModelSpec {
     /// Tensors of role [`Role::Buffer`].
     #[serde(default)]
     pub buffers: Vec<WeightShape>,
-    /// PEFT's `adapter_config.json`, when the model has LoRA adapters. Their tensors are in `weights`.
+    /// PEFT's `adapter_config.json`, when the model has LoRA adapters. Their tensors are in
+    /// `weights`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub adapter: Option<Value>,
 }

@@ -61,8 +61,8 @@ struct ByteRead<'a> {
 }
 
 impl Checkpoint {
-    /// Opens a directory with a manifest. Verifies the hash, the consistency of the manifest and the
-    /// sizes of the shards. The content of the shards is verified when it is read.
+    /// Opens a directory with a manifest. Verifies the hash, the consistency of the manifest and
+    /// the sizes of the shards. The content of the shards is verified when it is read.
     pub fn open(path: &Path) -> Result<Checkpoint> {
         if !crate::disk::exists(path) {
             return Err(CkptError::NotFound { path: path.to_owned() });
@@ -198,12 +198,12 @@ impl Checkpoint {
         self.read_many(&mut [ReadRequest { name, role, start_element: range.start, out }])
     }
 
-    /// Reads many ranges in the order of their offsets. Each block is read and verified once. After an
-    /// error the contents of the outputs are undefined. Needs 24 MiB in addition to the outputs.
+    /// Reads many ranges in the order of their offsets. Each block is read and verified once. After
+    /// an error the contents of the outputs are undefined. Needs 24 MiB in addition to the outputs.
     ///
     /// # Errors
-    /// [`CkptError::Damaged`] names the block and the tensors in it; [`CkptError::NoSuchTensor`] and
-    /// [`CkptError::RangeOutsideTensor`] when a tensor or range does not exist.
+    /// [`CkptError::Damaged`] names the block and the tensors in it; [`CkptError::NoSuchTensor`]
+    /// and [`CkptError::RangeOutsideTensor`] when a tensor or range does not exist.
     pub fn read_many(&self, requests: &mut [ReadRequest<'_>]) -> Result<()> {
         self.read_many_with(requests, &mut |remote, _| {
             self.require_shards(|file| remote.iter().any(|run| run.file == file))
@@ -211,8 +211,8 @@ impl Checkpoint {
     }
 
     /// Like [`Checkpoint::read_many`], for a checkpoint with shards on other hosts. After the local
-    /// blocks are read, `fetch` is called once with all remote blocks, sorted. It passes each block to
-    /// the sink in that order, where the block is verified.
+    /// blocks are read, `fetch` is called once with all remote blocks, sorted. It passes each block
+    /// to the sink in that order, where the block is verified.
     pub fn read_many_with(
         &self,
         requests: &mut [ReadRequest<'_>],
@@ -220,7 +220,7 @@ impl Checkpoint {
     ) -> Result<()> {
         self.read_stored(requests, fetch)?;
         for request in requests.iter_mut() {
-            if self.tensor(request.name, request.role)?.dtype == Dtype::BF16 {
+            if self.find_tensor(request.name, request.role)?.dtype == Dtype::BF16 {
                 widen(request.out);
             }
         }
@@ -231,7 +231,7 @@ impl Checkpoint {
     fn read_stored(&self, requests: &mut [ReadRequest<'_>], fetch: &mut FetchBlocks<'_>) -> Result<()> {
         let mut reads = Vec::new();
         for request in requests.iter_mut() {
-            self.resolve(request, &mut reads)?;
+            self.resolve_request(request, &mut reads)?;
         }
         reads.sort_by_key(|w| (w.file, w.bytes.start));
         let (mut jobs, mut remote) = (Vec::new(), Vec::new());
@@ -239,7 +239,7 @@ impl Checkpoint {
             let file = in_file[0].file;
             let ranges = in_file.iter().map(|w| w.bytes.clone()).collect();
             let size = self.manifest.files[file].bytes;
-            for blocks in partition::blocks(ranges, BLOCK as u64) {
+            for blocks in partition::covering_blocks(ranges, BLOCK as u64) {
                 match self.local_files[file] {
                     true => jobs.push(ReadJob { file, size, blocks }),
                     false => remote.push(BlockRange { file, blocks }),
@@ -249,13 +249,13 @@ impl Checkpoint {
         let mut scatter = BlockScatter { reads: &mut reads, first: 0 };
         let read = self.read_jobs(&jobs, &mut |file, block, bytes| {
             self.verify_block(file, block, bytes)?;
-            scatter.block(file, block * BLOCK as u64, bytes);
+            scatter.scatter_block(file, block * BLOCK as u64, bytes);
             Ok(())
         });
         let mut scatter = BlockScatter { reads: &mut reads, first: 0 };
         let fetched = fetch(remote, &mut |file, block, bytes| {
             self.verify_block(file, block, bytes)?;
-            scatter.block(file, block * BLOCK as u64, bytes);
+            scatter.scatter_block(file, block * BLOCK as u64, bytes);
             Ok(())
         });
         read.and(fetched)
@@ -284,8 +284,12 @@ impl Checkpoint {
         })
     }
 
-    fn resolve<'a>(&self, request: &'a mut ReadRequest<'_>, reads: &mut Vec<ByteRead<'a>>) -> Result<()> {
-        let tensor = self.tensor(request.name, request.role)?;
+    fn resolve_request<'a>(
+        &self,
+        request: &'a mut ReadRequest<'_>,
+        reads: &mut Vec<ByteRead<'a>>,
+    ) -> Result<()> {
+        let tensor = self.find_tensor(request.name, request.role)?;
         let start = request.start_element;
         let range = start..start.saturating_add(request.out.len() as u64);
         if range.end > tensor.elements() {
@@ -312,7 +316,7 @@ impl Checkpoint {
         Ok(())
     }
 
-    fn tensor(&self, name: &str, role: TensorRole) -> Result<&TensorEntry> {
+    fn find_tensor(&self, name: &str, role: TensorRole) -> Result<&TensorEntry> {
         match self.index.get(&(role, name.to_owned())) {
             Some(&i) => Ok(&self.manifest.tensors[i]),
             None => Err(CkptError::NoSuchTensor {
@@ -410,7 +414,8 @@ impl TensorSource for Checkpoint {
             // the worker writes groups in this form; any other form is ignored
             groups: serde_json::from_value(facts.groups.clone()).unwrap_or_default(),
             steps: trained.map(|w| (w.name.clone(), facts.updates(&w.name))).collect(),
-            // the scheduler of the program that it was converted from; here the schedule is a function of the step
+            // the scheduler of the program that it was converted from; here the schedule is a
+            // function of the step
             scheduler: facts.job["converted"]["scheduler"].clone(),
             loss_scaler: facts.cursor["loss_scale"].clone(),
             ties: facts.model.ties.clone(),
@@ -467,7 +472,7 @@ struct BlockScatter<'s, 'a> {
 }
 
 impl BlockScatter<'_, '_> {
-    fn block(&mut self, file: usize, at: u64, bytes: &[u8]) {
+    fn scatter_block(&mut self, file: usize, at: u64, bytes: &[u8]) {
         let end = at + bytes.len() as u64;
         let done = |w: &ByteRead<'_>| (w.file, w.bytes.end) <= (file, at) || w.file < file;
         while self.first < self.reads.len() && done(&self.reads[self.first]) {

@@ -21,9 +21,9 @@ use std::time::{SystemTime, UNIX_EPOCH};
 /// Space needed in addition to the tensors: headers, manifest, rounding.
 const OVERHEAD_BYTES: u64 = 4 << 20;
 
-/// A save in progress: a hidden staging directory in the checkpoint directory. The process holds the
-/// lock of the checkpoint directory until the save is committed or dropped. Dropping it removes the
-/// staging directory.
+/// A save in progress: a hidden staging directory in the checkpoint directory. The process holds
+/// the lock of the checkpoint directory until the save is committed or dropped. Dropping it removes
+/// the staging directory.
 pub struct Staging {
     pub(crate) root: PathBuf,
     pub(crate) dir: PathBuf,
@@ -38,7 +38,8 @@ impl Staging {
     /// directory. `total_bytes` is the size of what all ranks together write.
     ///
     /// # Errors
-    /// [`CkptError::NoSpace`] before anything is written; [`CkptError::Busy`] when another process saves here.
+    /// [`CkptError::NoSpace`] before anything is written; [`CkptError::Busy`] when another process
+    /// saves here.
     pub fn begin(root: &Path, step: u64, total_bytes: u64) -> Result<Staging> {
         disk::make_dirs(root)?;
         let lock = disk::lock_dir(root)?;
@@ -83,9 +84,9 @@ pub struct CommittedCheckpoint {
     pub bytes: u64,
 }
 
-/// Completes a save: checks that the shards contain every tensor of the model and of the optimizer state
-/// exactly once, writes the manifest, renames the staging directory, and updates `latest`. An existing
-/// checkpoint of the same step remains complete until it is replaced.
+/// Completes a save: checks that the shards contain every tensor of the model and of the optimizer
+/// state exactly once, writes the manifest, renames the staging directory, and updates `latest`. An
+/// existing checkpoint of the same step remains complete until it is replaced.
 pub fn commit(staging: Staging, facts: RunFacts, reports: Vec<ShardReport>) -> Result<CommittedCheckpoint> {
     commit_with(staging, facts, reports, None, Swap::Atomic)
 }
@@ -117,13 +118,14 @@ pub(crate) fn commit_with(
     let path = staging.root.join(step_name(staging.step));
     publish(&staging.dir, &path, swap)?;
     update_latest(&staging.root, staging.step)?;
-    // a replaced checkpoint now has the hidden name, and is removed by dropping `staging` or the next `begin`
+    // a replaced checkpoint now has the hidden name, and is removed by dropping `staging` or the
+    // next `begin`
     drop(staging);
     Ok(CommittedCheckpoint { path, bytes })
 }
 
-/// Checks that all shards in `dir` exist and contain every tensor, and writes the manifest. Returns the
-/// size of all files.
+/// Checks that all shards in `dir` exist and contain every tensor, and writes the manifest. Returns
+/// the size of all files.
 pub(crate) fn write_manifest(
     dir: &Path,
     facts: RunFacts,
@@ -229,8 +231,8 @@ pub(crate) enum Swap {
     TwoSteps,
 }
 
-/// Renames a complete, synced directory, durably. A directory that had the name before is renamed to
-/// `from`.
+/// Renames a complete, synced directory, durably. A directory that had the name before is renamed
+/// to `from`.
 pub(crate) fn publish(from: &Path, to: &Path, how: Swap) -> Result<()> {
     let parent = disk::parent_of(to);
     if !disk::exists(to) {
@@ -305,8 +307,8 @@ fn remove_hidden(path: &Path) -> Result<()> {
     }
 }
 
-/// Removes the oldest checkpoints until `keep` are left; 0 keeps all. Never removes the one that `latest`
-/// names. Each is renamed before its contents are removed. Returns the removed paths.
+/// Removes the oldest checkpoints until `keep` are left; 0 keeps all. Never removes the one that
+/// `latest` names. Each is renamed before its contents are removed. Returns the removed paths.
 pub fn prune(root: &Path, keep: u32) -> Result<Vec<PathBuf>> {
     if keep == 0 {
         return Ok(Vec::new());

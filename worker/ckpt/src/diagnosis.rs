@@ -84,7 +84,7 @@ pub enum Diagnosis {
     #[error("the directory has weights in Meta's format (consolidated.*.pth), which is not supported")]
     MetaWeights,
     /// No checkpoint here, but subdirectories may have one.
-    #[error("the directory has no checkpoint, but these subdirectories may: {}", listed(candidates, *more))]
+    #[error("the directory has no checkpoint, but these subdirectories may: {}", list_candidates(candidates, *more))]
     Subdirectories {
         /// Paths relative to the directory.
         candidates: Vec<String>,
@@ -153,7 +153,7 @@ impl Diagnosis {
     }
 }
 
-fn listed(candidates: &[String], more: usize) -> String {
+fn list_candidates(candidates: &[String], more: usize) -> String {
     match more {
         0 => candidates.join(", "),
         more => format!("{} and {more} more", candidates.join(", ")),
@@ -165,7 +165,7 @@ pub(crate) fn diagnose(path: &Path) -> Diagnosis {
     let names = match Directory::open(path).and_then(|f| f.names()) {
         Ok(names) if names.is_empty() => return Diagnosis::Empty,
         Ok(names) => names,
-        Err(e) => return unreadable(e),
+        Err(e) => return unreadable_directory(e),
     };
     let has = |name: &str| names.iter().any(|n| n == name);
     let any = |fits: &dyn Fn(&str) -> bool| names.iter().any(|n| fits(n));
@@ -188,7 +188,7 @@ pub(crate) fn diagnose(path: &Path) -> Diagnosis {
     }
 }
 
-fn unreadable(error: CkptError) -> Diagnosis {
+fn unreadable_directory(error: CkptError) -> Diagnosis {
     match error {
         CkptError::NotACheckpoint { diagnosis, .. } => diagnosis,
         other => Diagnosis::Unreadable(other.to_string()),
@@ -200,14 +200,14 @@ fn diagnose_latest(path: &Path) -> Diagnosis {
     let named = Directory::open(path).and_then(|directory| deepspeed::latest(&directory, deepspeed::LATEST));
     let tag = match named {
         Ok(tag) => tag,
-        Err(e) => return unreadable(e),
+        Err(e) => return unreadable_directory(e),
     };
     match path.join(&tag).symlink_metadata() {
         Err(_) => Diagnosis::LatestTargetMissing { tag },
         Ok(m) if m.is_symlink() => Diagnosis::LatestTargetIsSymlink { tag },
         Ok(_) => match Directory::open(&path.join(&tag)).and_then(|directory| directory.names()) {
             Ok(_) => Diagnosis::LatestTargetEmpty { tag },
-            Err(e) => unreadable(e),
+            Err(e) => unreadable_directory(e),
         },
     }
 }

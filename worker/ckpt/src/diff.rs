@@ -157,7 +157,7 @@ pub fn diff(
             None => report.equal += 1,
             Some(values) => {
                 report.different.push(TensorDiff {
-                    tensor: label(&pair.a),
+                    tensor: tensor_label(&pair.a),
                     shape: pair.a.shape.clone(),
                     values,
                 });
@@ -167,7 +167,7 @@ pub fn diff(
     Ok(report)
 }
 
-fn label(info: &TensorInfo) -> String {
+fn tensor_label(info: &TensorInfo) -> String {
     format!("{}/{}", info.role, info.name)
 }
 
@@ -201,11 +201,11 @@ fn pair_tensors(a: Side<'_>, b: Side<'_>, options: &DiffOptions) -> (DiffReport,
     let mut covered = HashSet::new();
     for info in &tensors_a {
         match index_b.find(info) {
-            None => report.only_a.push(label(info)),
+            None => report.only_a.push(tensor_label(info)),
             Some((other, tied)) => {
                 if tied {
-                    report.tied.push(format!("{} = {} in b", label(info), label(other)));
-                    covered.insert(label(other));
+                    report.tied.push(format!("{} = {} in b", tensor_label(info), tensor_label(other)));
+                    covered.insert(tensor_label(other));
                 }
                 pairs.extend(report.add_pair(info, other));
             }
@@ -213,10 +213,10 @@ fn pair_tensors(a: Side<'_>, b: Side<'_>, options: &DiffOptions) -> (DiffReport,
     }
     for info in &tensors_b {
         match index_a.find(info) {
-            None => report.only_b.push(label(info)),
+            None => report.only_b.push(tensor_label(info)),
             Some((other, true)) => {
-                report.tied.push(format!("{} = {} in a", label(info), label(other)));
-                covered.insert(label(other));
+                report.tied.push(format!("{} = {} in a", tensor_label(info), tensor_label(other)));
+                covered.insert(tensor_label(other));
                 pairs.extend(report.add_pair(other, info));
             }
             Some((_, false)) => {}
@@ -256,14 +256,14 @@ impl DiffReport {
     /// Compares dtype and shape of two tensors. Returns a pair when their elements can be compared.
     fn add_pair(&mut self, a: &TensorInfo, b: &TensorInfo) -> Option<Pair> {
         if a.dtype != b.dtype {
-            self.dtypes.push(DtypeDiff { tensor: label(a), a: a.dtype, b: b.dtype });
+            self.dtypes.push(DtypeDiff { tensor: tensor_label(a), a: a.dtype, b: b.dtype });
         }
         if a.shape != b.shape {
-            self.shapes.push(ShapeDiff { tensor: label(a), a: a.shape.clone(), b: b.shape.clone() });
+            self.shapes.push(ShapeDiff { tensor: tensor_label(a), a: a.shape.clone(), b: b.shape.clone() });
             return None;
         }
         if a.dtype != b.dtype && !(a.dtype.is_float() && b.dtype.is_float()) {
-            self.not_compared.push(label(a));
+            self.not_compared.push(tensor_label(a));
             return None;
         }
         Some(Pair { a: a.clone(), b: b.clone() })
@@ -290,7 +290,7 @@ fn compare_bytes(a: &dyn TensorSource, b: &dyn TensorSource, pair: &Pair) -> Res
         start += count;
     }
     let (shape, dtype) = (pair.a.shape.clone(), pair.a.dtype);
-    Ok(first.map(|first| BytesDiff { tensor: label(&pair.a), shape, dtype, first, differing }))
+    Ok(first.map(|first| BytesDiff { tensor: tensor_label(&pair.a), shape, dtype, first, differing }))
 }
 
 /// A range of elements of a pair.

@@ -1,7 +1,7 @@
 //! [`CkptError`]: why a checkpoint cannot be written, read, converted or gathered.
 //!
-//! Every error has a stable code ([`CkptError::code`]). [`diagnostic::Diagnostic`] is made from it at
-//! the boundary of this crate: the message, structured fields, and the advice as help texts.
+//! Every error has a stable code ([`CkptError::code`]). [`diagnostic::Diagnostic`] is made from it
+//! at the boundary of this crate: the message, structured fields, and the advice as help texts.
 mod damage;
 mod parts;
 mod report;

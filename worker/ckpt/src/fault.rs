@@ -1,7 +1,7 @@
 //! Fault points, at which tests kill a save with SIGKILL.
 //!
-//! [`point`] is called before and after every write, truncate, fsync, rename, mkdir and unlink. It costs one relaxed
-//! atomic load until [`arm`] is called.
+//! [`point`] is called before and after every write, truncate, fsync, rename, mkdir and unlink. It
+//! costs one relaxed atomic load until [`arm`] is called.
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
@@ -9,7 +9,8 @@ static ARMED: AtomicBool = AtomicBool::new(false);
 static FATAL: AtomicU64 = AtomicU64::new(0);
 static PASSED: Mutex<Vec<&'static str>> = Mutex::new(Vec::new());
 
-/// Starts counting points from 1. The `n`-th point kills this process with SIGKILL; `n` = 0 only counts.
+/// Starts counting points from 1. The `n`-th point kills this process with SIGKILL; `n` = 0 only
+/// counts.
 pub fn arm(n: u64) {
     FATAL.store(n, Ordering::Relaxed);
     PASSED.lock().unwrap_or_else(PoisonError::into_inner).clear();
@@ -30,12 +31,12 @@ pub fn names() -> Vec<&'static str> {
 #[inline]
 pub fn point(name: &'static str) {
     if ARMED.load(Ordering::Relaxed) {
-        reached(name);
+        pass_point(name);
     }
 }
 
 #[cold]
-fn reached(name: &'static str) {
+fn pass_point(name: &'static str) {
     let mut passed = PASSED.lock().unwrap_or_else(PoisonError::into_inner);
     passed.push(name);
     if passed.len() as u64 == FATAL.load(Ordering::Relaxed) {

@@ -121,7 +121,7 @@ pub fn gather(
         "format": GATHER_RECORD_FORMAT, "program": format!("launch {}", env!("CARGO_PKG_VERSION")), "files": names,
         "step": checkpoint.step(), "tokens": checkpoint.tokens(), "dtype": plan.dtype.torch_name(),
     });
-    disk::write_file(out.dir.join(GATHER_RECORD), pretty(&gathered)?.as_bytes())?;
+    disk::write_file(out.dir.join(GATHER_RECORD), to_pretty_json(&gathered)?.as_bytes())?;
     disk::sync_dir(&out.dir)?;
     publish(&out.dir, &out.path, Swap::Atomic)?;
     let path = out.path.clone();
@@ -137,7 +137,7 @@ pub fn gather(
     })
 }
 
-fn pretty(value: &impl serde::Serialize) -> Result<String> {
+fn to_pretty_json(value: &impl serde::Serialize) -> Result<String> {
     let text = serde_json::to_string_pretty(value).map_err(|e| CkptError::invalid_save(e))?;
     Ok(text + "\n")
 }
@@ -180,7 +180,7 @@ impl GatherPlan {
         Ok(GatherPlan { dtype, tensors, files, bytes: sizes.iter().sum(), left_out })
     }
 
-    fn header(&self, file: usize) -> Result<Vec<u8>> {
+    fn encode_header(&self, file: usize) -> Result<Vec<u8>> {
         let tensor = |&i: &usize| {
             let t = &self.tensors[i];
             PlannedTensor { name: t.name.clone(), dtype: self.dtype, shape: &t.shape }
@@ -217,7 +217,7 @@ impl GatherPlan {
             texts = self.config(checkpoint, config.clone())?;
         }
         if self.files.len() > 1 {
-            texts.push((INDEX.to_owned(), pretty(&self.index())?));
+            texts.push((INDEX.to_owned(), to_pretty_json(&self.index())?));
         }
         if checkpoint.texts().iter().any(|t| t.name == GATHER_RECORD) {
             let name = GATHER_RECORD.to_owned();
@@ -240,10 +240,10 @@ impl GatherPlan {
         for key in keys.into_iter().flatten() {
             config.insert(key.into(), self.dtype.torch_name().into());
         }
-        let mut texts = vec![(CONFIG.to_owned(), pretty(&sorted(&config))?)];
+        let mut texts = vec![(CONFIG.to_owned(), to_pretty_json(&sorted(&config))?)];
         let has_text = |name: &str| checkpoint.texts().iter().any(|t| t.name == name);
         if let Some(generation) = generation_config(&config).filter(|_| !has_text(GENERATION)) {
-            texts.push((GENERATION.to_owned(), pretty(&generation)?));
+            texts.push((GENERATION.to_owned(), to_pretty_json(&generation)?));
         }
         Ok(texts)
     }

@@ -1,10 +1,12 @@
-//! Host-local checkpoints, for hosts that do not share a checkpoint directory. Each host stores the shards
-//! of the ranks on this host and a copy of the manifest, which records the host of each shard.
+//! Host-local checkpoints, for hosts that do not share a checkpoint directory. Each host stores the
+//! shards of the ranks on this host and a copy of the manifest, which records the host of each
+//! shard.
 //!
-//! The commit has two phases. First, every host prepares: it writes the manifest to its staging directory
-//! and syncs it. When all hosts have prepared, each renames its staging directory. A host that was killed
-//! between the phases finds its prepared directory at the next start, and completes it if and only if
-//! another host has completed the same checkpoint ([`list_prepared`], [`roll_forward`]).
+//! The commit has two phases. First, every host prepares: it writes the manifest to its staging
+//! directory and syncs it. When all hosts have prepared, each renames its staging directory. A host
+//! that was killed between the phases finds its prepared directory at the next start, and completes
+//! it if and only if another host has completed the same checkpoint ([`list_prepared`],
+//! [`roll_forward`]).
 use crate::catalog::RunFacts;
 use crate::commit::{self, CommittedCheckpoint, Staging, Swap, publish, require_file};
 use crate::disk::{self, Directory};
@@ -25,7 +27,8 @@ const HOST_NEW: &str = ".host-new";
 const LISTED_MAX: usize = 4096;
 
 impl StorageHost {
-    /// The host with the checkpoint directory `root`, under its current name. Creates the id at first use.
+    /// The host with the checkpoint directory `root`, under its current name. Creates the id at
+    /// first use.
     pub fn load_or_create(root: &Path, name: &str) -> Result<StorageHost> {
         disk::make_dirs(root)?;
         let id = match StorageHost::read_id(root)? {
@@ -60,8 +63,8 @@ pub fn manifest(
     manifest.encode()
 }
 
-/// A host's prepared part of a checkpoint: durable under its hidden name. It is kept on drop, since other
-/// hosts may complete theirs.
+/// A host's prepared part of a checkpoint: durable under its hidden name. It is kept on drop, since
+/// other hosts may complete theirs.
 pub struct PreparedSave {
     staging: Staging,
     bytes: u64,
@@ -81,7 +84,8 @@ impl PreparedSave {
                 require_file(&directory, file)?;
             }
         }
-        // from here on the directory must survive a kill, since other hosts may consider this host prepared
+        // from here on the directory must survive a kill, since other hosts may consider this host
+        // prepared
         let bytes = manifest.bytes() + disk::write_file(staging.dir.join(MANIFEST), &text)?;
         disk::sync_dir(&staging.dir)?;
         disk::sync_dir(&staging.root)?;

@@ -8,12 +8,13 @@
 //!
 //! 1. Rank 0: [`Staging::begin`] creates a hidden staging directory.
 //! 2. Every rank: [`write_shard`] writes a file there and returns a small [`ShardReport`].
-//! 3. Rank 0: [`commit`] checks that the shards contain every tensor exactly once, writes the manifest,
-//!    renames the directory and updates `latest`. [`prune`] then removes the oldest checkpoints.
+//! 3. Rank 0: [`commit`] checks that the shards contain every tensor exactly once, writes the
+//!    manifest, renames the directory and updates `latest`. [`prune`] then removes the oldest
+//!    checkpoints.
 //!
-//! [`Checkpoint::open`] reads a native checkpoint with any number of ranks, [`verify`] checks every byte, and
-//! [`gather`] exports a Hugging Face directory. Checkpoints of other programs are read in place ([`find`],
-//! [`ExternalCheckpoint`]).
+//! [`Checkpoint::open`] reads a native checkpoint with any number of ranks, [`verify`] checks every
+//! byte, and [`gather`] exports a Hugging Face directory. Checkpoints of other programs are read in
+//! place ([`find`], [`ExternalCheckpoint`]).
 //!
 //! Errors are [`CkptError`]s; each has a stable code and converts to a [`diagnostic::Diagnostic`].
 #[cfg(target_endian = "big")]

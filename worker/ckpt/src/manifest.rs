@@ -1,9 +1,9 @@
-//! `manifest.json`: which byte ranges of which file hold which tensor, a hash per block, and facts about
-//! the run.
+//! `manifest.json`: which byte ranges of which file hold which tensor, a hash per block, and facts
+//! about the run.
 //!
-//! The file begins with `{"blake3":"<64 hex digits>",`. The hash is that of the whole file with zeros in
-//! place of the digits, so that every flipped bit is detected. A hash is not a signature, so all
-//! contents are checked as untrusted input.
+//! The file begins with `{"blake3":"<64 hex digits>",`. The hash is that of the whole file with
+//! zeros in place of the digits, so that every flipped bit is detected. A hash is not a signature,
+//! so all contents are checked as untrusted input.
 use crate::catalog::{RunFacts, TensorRole, check_name, elements};
 use crate::diagnosis::Diagnosis;
 use crate::disk::{BLOCK, Directory};
@@ -380,8 +380,8 @@ impl Manifest {
         Ok(())
     }
 
-    /// Every tensor of the model and of the optimizer state is stored with the shape of the model, and no
-    /// other tensor is.
+    /// Every tensor of the model and of the optimizer state is stored with the shape of the model,
+    /// and no other tensor is.
     fn check_complete(
         &self,
         found: &HashMap<(TensorRole, &str), &[u64]>,

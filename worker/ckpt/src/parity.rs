@@ -1,11 +1,11 @@
-//! XOR parity over the shards of a checkpoint. One lost or damaged shard of N is rebuilt bit for bit from
-//! the others.
+//! XOR parity over the shards of a checkpoint. One lost or damaged shard of N is rebuilt bit for
+//! bit from the others.
 //!
-//! The parity of N shards is as long as the longest shard; shorter shards are padded with zeros. The parity
-//! is split into N stripes of whole blocks. Rank r writes stripe r to the file `parity-r-of-N.bin`, from
-//! the same stripe of every shard, so that no rank reads more than one Nth of the checkpoint. The manifest
-//! has a BLAKE3 hash per block of shards and stripes. Each block that is damaged in at most one file is
-//! rebuilt.
+//! The parity of N shards is as long as the longest shard; shorter shards are padded with zeros.
+//! The parity is split into N stripes of whole blocks. Rank r writes stripe r to the file
+//! `parity-r-of-N.bin`, from the same stripe of every shard, so that no rank reads more than one
+//! Nth of the checkpoint. The manifest has a BLAKE3 hash per block of shards and stripes. Each
+//! block that is damaged in at most one file is rebuilt.
 use crate::disk::{self, BLOCK, BlockFile, Buffers, Directory, FileWriter, IoMode, ReadJob, WINDOW, stream};
 use crate::error::{CkptError, DamageReason, Result, SaveProblem};
 use crate::hash::Hash;
@@ -36,9 +36,10 @@ pub struct ParityReport {
     pub blocks: Vec<Hash>,
 }
 
-/// Writes this rank's parity file to the directory [`crate::Staging::path`] and makes it durable. Must be
-/// called after every shard is written; `shards` are the reports of all ranks. Every block that is read is
-/// verified, so that a faulty write of a shard is detected before the commit. Needs 40 MiB.
+/// Writes this rank's parity file to the directory [`crate::Staging::path`] and makes it durable.
+/// Must be called after every shard is written; `shards` are the reports of all ranks. Every block
+/// that is read is verified, so that a faulty write of a shard is detected before the commit. Needs
+/// 40 MiB.
 pub fn write_parity(staging: &Path, rank: u32, world: u32, shards: &[ShardReport]) -> Result<ParityReport> {
     let mut sorted: Vec<&ShardReport> = shards.iter().collect();
     sorted.sort_by_key(|s| s.rank);
@@ -113,8 +114,8 @@ pub(crate) struct RebuildReport {
     pub(crate) lost: Vec<String>,
 }
 
-/// Rebuilds the damaged files of a checkpoint: reads intact blocks from `from` and writes complete files to
-/// `to`. Removes files in `to` that do not belong to the checkpoint.
+/// Rebuilds the damaged files of a checkpoint: reads intact blocks from `from` and writes complete
+/// files to `to`. Removes files in `to` that do not belong to the checkpoint.
 pub(crate) fn rebuild(from: &Path, to: &Path) -> Result<RebuildReport> {
     let directory = Directory::open(from)?;
     let manifest = Manifest::load(&directory)?;

@@ -36,8 +36,8 @@ pub(crate) fn coverage_error(
     (done < total).then_some(CoverageError::Gap(done..total))
 }
 
-/// Intersects `wanted` with each range of a sorted list without gaps; yields `(index, intersection)`,
-/// never empty.
+/// Intersects `wanted` with each range of a sorted list without gaps; yields `(index,
+/// intersection)`, never empty.
 pub(crate) fn cover<'a, T>(
     sorted: &'a [T],
     range_of: impl Fn(&T) -> Range<u64> + 'a,
@@ -55,7 +55,7 @@ pub(crate) fn cover<'a, T>(
 }
 
 /// The blocks (`block` bytes each) that contain these byte ranges, as sorted, merged index ranges.
-pub(crate) fn blocks(mut bytes: Vec<Range<u64>>, block: u64) -> Vec<Range<u64>> {
+pub(crate) fn covering_blocks(mut bytes: Vec<Range<u64>>, block: u64) -> Vec<Range<u64>> {
     bytes.retain(|r| r.start < r.end);
     bytes.sort_by_key(|r| r.start);
     let mut runs: Vec<Range<u64>> = Vec::new();
@@ -104,7 +104,7 @@ mod tests {
         #[test]
         fn blocks_contain_every_byte_and_no_other_block(spans in proptest::collection::vec((0u64..300, 0u64..50), 0..12)) {
             let bytes: Vec<Range<u64>> = spans.iter().map(|&(s, n)| s..s + n).collect();
-            let runs = blocks(bytes.clone(), 16);
+            let runs = covering_blocks(bytes.clone(), 16);
             prop_assert!(runs.windows(2).all(|w| w[0].end < w[1].start));
             for b in 0..30 {
                 let needed = bytes.iter().any(|r| r.clone().any(|x| x / 16 == b));

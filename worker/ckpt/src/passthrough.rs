@@ -6,15 +6,16 @@ use crate::pickle::Object;
 use crate::state::ParamGroupInfo;
 use std::collections::BTreeMap;
 
-/// State that a conversion copies unchanged, in addition to [`crate::TrainingState`]. Fields that a format
-/// does not have are empty.
+/// State that a conversion copies unchanged, in addition to [`crate::TrainingState`]. Fields that a
+/// format does not have are empty.
 #[derive(Clone, Debug, Default)]
 pub struct PassthroughState {
     /// The parameter groups in the order of the optimizer, with values that JSON cannot represent.
     pub groups: Vec<ParamGroup>,
     /// Names of the tensors of the module in its order, including aliases and buffers.
     pub module: Vec<String>,
-    /// Weights that were frozen after the optimizer was created, and are still in a parameter group.
+    /// Weights that were frozen after the optimizer was created, and are still in a parameter
+    /// group.
     pub frozen_late: Vec<String>,
     /// Dtype in which the model computes.
     pub precision: Option<Dtype>,

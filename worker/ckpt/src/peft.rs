@@ -2,8 +2,9 @@
 //! `adapter_model.safetensors`.
 //!
 //! In a checkpoint, the adapter of the matrix `X.weight` consists of the tensors `X.lora_A.weight`
-//! `[rank, in]` and `X.lora_B.weight` `[out, rank]`. In PEFT's files their names begin with [`PREFIX`].
-//! A setting that is not known here and would change the arithmetic is rejected by its name.
+//! `[rank, in]` and `X.lora_B.weight` `[out, rank]`. In PEFT's files their names begin with
+//! [`PREFIX`]. A setting that is not known here and would change the arithmetic is rejected by its
+//! name.
 use crate::catalog::TensorRole;
 use crate::disk::Directory;
 use crate::error::{CkptError, MissingPart, Result, UnsupportedFeature};
@@ -140,7 +141,7 @@ impl AdapterConfig {
             alpha: number("lora_alpha", 8.0, "a positive number", |x| x as f32 > 0.0)?,
             rslora: flag("use_rslora")?,
             dropout: number("lora_dropout", 0.0, "a number from 0 to 1", |x| (0.0..1.0).contains(&x))?,
-            targets: targets(get("target_modules"))?,
+            targets: read_target_modules(get("target_modules"))?,
             fan_in_fan_out: flag("fan_in_fan_out")?,
         };
         let off = |v: &Value| match v {
@@ -228,7 +229,7 @@ impl AdapterConfigError {
     }
 }
 
-fn targets(v: Option<&Value>) -> std::result::Result<Vec<String>, AdapterConfigError> {
+fn read_target_modules(v: Option<&Value>) -> std::result::Result<Vec<String>, AdapterConfigError> {
     let wrong = |v: &Value| AdapterConfigError::invalid("target_modules", v, "a list of names");
     let v = v.ok_or(AdapterConfigError::NoTargets)?;
     let names = v.as_array().filter(|names| !names.is_empty()).ok_or_else(|| wrong(v))?;

@@ -12,8 +12,8 @@ pub(crate) struct RemoteShards<'m> {
 }
 
 impl<'m> RemoteShards<'m> {
-    /// For the checkpoint at `path`, whose parent directory has the id of this host. Without an id every
-    /// shard may be remote.
+    /// For the checkpoint at `path`, whose parent directory has the id of this host. Without an id
+    /// every shard may be remote.
     pub(crate) fn new(path: &Path, manifest: &'m Manifest) -> Self {
         let local_id = match manifest.hosts.is_empty() {
             true => None,

@@ -31,7 +31,8 @@ pub(crate) fn step_of(name: &str) -> Option<u64> {
     (step_name(step) == name).then_some(step)
 }
 
-/// Content of `latest`: the name and its hash, so that a flipped bit cannot select another checkpoint.
+/// Content of `latest`: the name and its hash, so that a flipped bit cannot select another
+/// checkpoint.
 pub(crate) fn latest_text(step: u64) -> String {
     let name = step_name(step);
     format!("{name} blake3:{}\n", Hash::digest(name.as_bytes()).hex())
@@ -61,8 +62,8 @@ pub(crate) fn steps(root: &Path) -> Result<Vec<u64>> {
     Ok(steps)
 }
 
-/// Lists the native checkpoints in a directory, newest first: subdirectories `step-…` with a manifest. The
-/// list is empty when the directory does not exist.
+/// Lists the native checkpoints in a directory, newest first: subdirectories `step-…` with a
+/// manifest. The list is empty when the directory does not exist.
 pub fn list(root: &Path) -> Result<Vec<(u64, PathBuf)>> {
     if !exists(root) {
         return Ok(Vec::new());
@@ -83,8 +84,8 @@ pub(crate) fn latest_step(root: &Path) -> Result<Option<u64>> {
     }
 }
 
-/// The checkpoint that `latest` names; `None` when the file does not exist. An error when the checkpoint
-/// does not exist.
+/// The checkpoint that `latest` names; `None` when the file does not exist. An error when the
+/// checkpoint does not exist.
 pub fn latest(root: &Path) -> Result<Option<PathBuf>> {
     let Some(step) = latest_step(root)? else { return Ok(None) };
     match locate(root, step) {
@@ -145,14 +146,14 @@ impl OpenedCheckpoint {
     }
 }
 
-/// Opens the checkpoint at `path`, of any program. Of a directory of native checkpoints, opens the newest
-/// readable one; of a DeepSpeed directory, the one that `latest` names.
+/// Opens the checkpoint at `path`, of any program. Of a directory of native checkpoints, opens the
+/// newest readable one; of a DeepSpeed directory, the one that `latest` names.
 pub fn find(path: &Path) -> Result<OpenedCheckpoint> {
     find_trained(path, None)
 }
 
-/// Like [`find`], for a reader that trains weights of these names. HF Trainer and Accelerate number the
-/// states of the optimizer; if some weights were frozen, only these names identify the states.
+/// Like [`find`], for a reader that trains weights of these names. HF Trainer and Accelerate number
+/// the states of the optimizer; if some weights were frozen, only these names identify the states.
 pub fn find_trained(path: &Path, trained: Option<&HashSet<String>>) -> Result<OpenedCheckpoint> {
     let native = exists(&path.join(MANIFEST)) || !exists(path) || (path.is_dir() && !list(path)?.is_empty());
     if !native && let Some(checkpoint) = external::open_trained(path, trained)? {

@@ -95,9 +95,9 @@ pub struct ShardReport {
     pub pieces: Vec<PieceReport>,
 }
 
-/// Writes this rank's shard to the directory [`crate::Staging::path`] and makes it durable. The shard is a
-/// safetensors file with one tensor `role/name@start` per piece, in the given order. Empty pieces are
-/// omitted. Needs 24 MiB in addition to the pieces.
+/// Writes this rank's shard to the directory [`crate::Staging::path`] and makes it durable. The
+/// shard is a safetensors file with one tensor `role/name@start` per piece, in the given order.
+/// Empty pieces are omitted. Needs 24 MiB in addition to the pieces.
 pub fn write_shard(staging: &Path, rank: u32, world: u32, pieces: &[Piece<'_>]) -> Result<ShardReport> {
     if rank >= world {
         return Err(CkptError::invalid_save(SaveProblem::RankOutsideWorld { rank, world }));

@@ -31,19 +31,21 @@ pub trait TensorSource: Sync {
     /// Reads all requests. After an error the contents of the outputs are undefined.
     fn read_many(&self, requests: &mut [ReadRequest<'_>]) -> Result<()>;
 
-    /// Reads all requests without verifying the bytes first, so that each byte is read only once. The
-    /// results must be discarded when [`TensorSource::verify_reads`] fails afterwards.
+    /// Reads all requests without verifying the bytes first, so that each byte is read only once.
+    /// The results must be discarded when [`TensorSource::verify_reads`] fails afterwards.
     fn read_unchecked(&self, requests: &mut [ReadRequest<'_>]) -> Result<()> {
         self.read_many(requests)
     }
 
-    /// Verifies everything that [`TensorSource::read_unchecked`] has read; with `every_byte`, all stored bytes.
+    /// Verifies everything that [`TensorSource::read_unchecked`] has read; with `every_byte`, all
+    /// stored bytes.
     fn verify_reads(&self, every_byte: bool) -> Result<()> {
         let _ = every_byte;
         Ok(())
     }
 
-    /// Reads elements of a tensor of any dtype from `start_element` on, in the stored little-endian form.
+    /// Reads elements of a tensor of any dtype from `start_element` on, in the stored little-endian
+    /// form.
     fn read_raw(&self, name: &str, role: TensorRole, start_element: u64, out: &mut [u8]) -> Result<()> {
         let _ = (start_element, out);
         let tensor = format!("{role}/{name}");

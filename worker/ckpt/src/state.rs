@@ -9,8 +9,8 @@ use std::collections::BTreeMap;
 /// In JSON it is one object with the hyper-parameters and `params`, the names.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct ParamGroupInfo {
-    /// Hyper-parameters by torch's names (`lr`, `betas`, `eps`, `weight_decay`, …); empty when the checkpoint
-    /// has none.
+    /// Hyper-parameters by torch's names (`lr`, `betas`, `eps`, `weight_decay`, …); empty when the
+    /// checkpoint has none.
     #[serde(flatten)]
     pub hyper: Map<String, Value>,
     /// Names of the weights, in the order of the group.
@@ -33,9 +33,11 @@ pub struct TrainingState {
     pub groups: Vec<ParamGroupInfo>,
     /// Number of optimizer updates of each weight.
     pub steps: BTreeMap<String, u64>,
-    /// State of the learning rate scheduler, in the form of torch's `state_dict`; null when there is none.
+    /// State of the learning rate scheduler, in the form of torch's `state_dict`; null when there
+    /// is none.
     pub scheduler: Value,
-    /// State of the FP16 loss scaler, in the form of the program that wrote it; null when there is none.
+    /// State of the FP16 loss scaler, in the form of the program that wrote it; null when there is
+    /// none.
     pub loss_scaler: Value,
     /// Tied weights.
     pub ties: Vec<Tie>,
@@ -55,14 +57,14 @@ pub struct LossScale {
 }
 
 impl TrainingState {
-    /// The loss scale of DeepSpeed's `DynamicLossScaler`, torch's `GradScaler` or a native checkpoint. `None`
-    /// when there is none, or a constant one.
+    /// The loss scale of DeepSpeed's `DynamicLossScaler`, torch's `GradScaler` or a native
+    /// checkpoint. `None` when there is none, or a constant one.
     pub fn loss_scale(&self) -> Option<LossScale> {
         let number = |key: &str| self.loss_scaler.get(key).and_then(Value::as_f64);
         let count = |key: &str| number(key).filter(|n| (0.0..9e15).contains(n)).map(|n| n as u64);
         if let Some(scale) = number("cur_scale") {
-            // DeepSpeed stores the iteration of the last overflow (-1 before any), and changes the scale after
-            // every `scale_window` steps
+            // DeepSpeed stores the iteration of the last overflow (-1 before any), and changes the
+            // scale after every `scale_window` steps
             let since = number("cur_iter")? - number("last_overflow_iter")? - 1.0;
             let window = count("scale_window").filter(|w| *w > 0)?;
             return Some(LossScale { scale, steps: since.clamp(0.0, 9e15) as u64 % window });

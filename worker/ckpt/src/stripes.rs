@@ -8,8 +8,8 @@ pub(crate) fn parity_name(rank: u32, world: u32) -> String {
     format!("parity-{rank:05}-of-{world:05}.bin")
 }
 
-/// The parity blocks in the stripe of `rank`, and the size of the stripe in bytes; `sizes` are those
-/// of the shards.
+/// The parity blocks in the stripe of `rank`, and the size of the stripe in bytes; `sizes` are
+/// those of the shards.
 pub(crate) fn stripe(sizes: &[u64], rank: u32) -> (Range<u64>, u64) {
     let block = BLOCK as u64;
     let longest = sizes.iter().copied().max().unwrap_or(0);

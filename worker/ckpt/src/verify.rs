@@ -1,4 +1,5 @@
-//! Verifies every byte of a checkpoint, or of every checkpoint in a directory, and reports all problems.
+//! Verifies every byte of a checkpoint, or of every checkpoint in a directory, and reports all
+//! problems.
 use crate::checkpoint::Checkpoint;
 use crate::diagnosis::diagnose;
 use crate::disk::{BLOCK, BlockFile, Buffers, Directory, ReadJob, exists, stream};

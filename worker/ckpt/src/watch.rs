@@ -1,8 +1,9 @@
 //! [`DirectoryWatch`]: reports new checkpoints in a directory, written by any program.
 //!
-//! The directory is polled, since shared file systems do not notify other hosts of changes. A poll lists
-//! the directory and calls stat on every file. A checkpoint is complete when every file can be opened and
-//! none is missing (a torch file ends with its zip directory), and nothing changed between two polls.
+//! The directory is polled, since shared file systems do not notify other hosts of changes. A poll
+//! lists the directory and calls stat on every file. A checkpoint is complete when every file can
+//! be opened and none is missing (a torch file ends with its zip directory), and nothing changed
+//! between two polls.
 use crate::disk::{Directory, exists};
 use crate::error::Result;
 use crate::external::{self, StatePart};
@@ -19,8 +20,8 @@ use std::time::{Duration, Instant};
 const DEPTH: u32 = 4;
 /// Limit on the files of a checkpoint.
 const FILES_MAX: usize = 1 << 20;
-/// True for parts of a training state that programs write last: without one of them a save may still
-/// be in progress.
+/// True for parts of a training state that programs write last: without one of them a save may
+/// still be in progress.
 fn is_written_late(part: &StatePart, is_deepspeed: bool) -> bool {
     match part {
         StatePart::OptimizerState => true,
@@ -41,7 +42,8 @@ pub enum DirectoryStatus {
         /// Parts of a training state that did not appear within the limit.
         missing: Vec<String>,
     },
-    /// The checkpoint is not complete, and nothing changed within the limit. Checked again when it changes.
+    /// The checkpoint is not complete, and nothing changed within the limit. Checked again when it
+    /// changes.
     Incomplete {
         /// What is missing or damaged.
         why: String,
@@ -68,7 +70,8 @@ struct DirectoryState {
     reported: bool,
 }
 
-/// Watches a directory for checkpoints. The directory may not exist yet, or may be removed and recreated.
+/// Watches a directory for checkpoints. The directory may not exist yet, or may be removed and
+/// recreated.
 pub struct DirectoryWatch {
     root: PathBuf,
     settle: Duration,
@@ -77,8 +80,8 @@ pub struct DirectoryWatch {
 }
 
 impl DirectoryWatch {
-    /// An external checkpoint is complete when nothing changed for `settle`. If it is incomplete, or lacks what
-    /// is written last, it is reported when nothing changed for `limit`.
+    /// An external checkpoint is complete when nothing changed for `settle`. If it is incomplete,
+    /// or lacks what is written last, it is reported when nothing changed for `limit`.
     pub fn new(root: &Path, settle: Duration, limit: Duration) -> DirectoryWatch {
         DirectoryWatch { root: root.to_owned(), settle, limit, states: BTreeMap::new() }
     }

@@ -1,12 +1,15 @@
-//! Bandwidth of the collectives between processes, each pinned to a processor, beside memcpy of one process.
+//! Measures the bandwidth of collectives between processes, each pinned to a processor, compared
+//! with memcpy in one process.
 //!
-//! `cargo run -p comm --release --example comm_bench [-- WORLD [PART_OF_A_NAME]]`; ranks beyond the processors aren't pinned.
+//! Run `cargo run -p comm --release --example comm_bench [-- WORLD [FILTER]]`. FILTER selects rows
+//! by a part of their name. Ranks are pinned only if there are enough processors.
 //!
-//! "Bus GB/s" is the usual measure: bytes that must cross between the ranks, by the size of the whole message and
-//! independent of the number of ranks: all_gather and reduce_scatter `S · (n − 1) / n / t`, all_reduce twice that.
+//! The unit is the bus bandwidth of nccl-tests, which does not depend on the number of ranks: the
+//! bytes that must cross between ranks per second. For a message of S bytes that is `S · (n − 1) /
+//! n / t` for all_gather and reduce_scatter, and twice that for all_reduce.
 use comm::{
     Comm,
-    shm::{Limits, ShmComm},
+    shm::{ShmComm, ShmLimits},
 };
 use device::Buf;
 use nix::{
@@ -23,54 +26,54 @@ use std::{
 const MIB: usize = 1 << 20;
 const SIZES: [usize; 4] = [MIB, 8 * MIB, 64 * MIB, 256 * MIB];
 
-/// `WORLD PART_OF_A_NAME`, and for a rank's process `RANK DESCRIPTOR` after them.
-struct Told {
+/// The arguments: `WORLD FILTER`, followed by `RANK DESCRIPTOR` in the process of a rank.
+struct BenchArgs {
     world: usize,
-    part: String,
+    filter: String,
     rank: Option<(usize, i32)>,
 }
 
-fn told() -> Told {
+fn parse_args() -> BenchArgs {
     let args: Vec<String> = std::env::args().skip(1).collect();
-    let number = |i: usize| args.get(i).map(|n| n.parse::<usize>().expect("a number"));
+    let number = |i: usize| args.get(i).map(|n| n.parse::<usize>().expect("the argument is a number"));
     let rank = number(2).zip(number(3)).map(|(rank, fd)| (rank, fd as i32));
-    Told { world: number(0).unwrap_or(2), part: args.get(1).cloned().unwrap_or_default(), rank }
+    BenchArgs { world: number(0).unwrap_or(2), filter: args.get(1).cloned().unwrap_or_default(), rank }
 }
 
 fn main() {
-    let told = told();
-    match told.rank {
-        Some((rank, fd)) => play(rank, told.world, fd),
-        None => parent(&told),
+    let args = parse_args();
+    match args.rank {
+        Some((rank, fd)) => run_rank(rank, args.world, fd),
+        None => spawn_ranks(&args),
     }
 }
 
-fn parent(told: &Told) {
-    let fd = memfd_create("comm-bench", MFdFlags::empty()).expect("a memfd");
-    let rank = |r: usize| {
-        Command::new(std::env::current_exe().expect("a path"))
-            .args([told.world.to_string(), told.part.clone(), r.to_string(), fd.as_raw_fd().to_string()])
+fn spawn_ranks(args: &BenchArgs) {
+    let fd = memfd_create("comm-bench", MFdFlags::empty()).expect("a memfd can be created");
+    let spawn = |r: usize| {
+        Command::new(std::env::current_exe().expect("the path of this executable is known"))
+            .args([args.world.to_string(), args.filter.clone(), r.to_string(), fd.as_raw_fd().to_string()])
             .spawn()
-            .expect("a process")
+            .expect("the process starts")
     };
-    let mut ranks: Vec<_> = (0..told.world).map(rank).collect();
-    let right = ranks.iter_mut().all(|r| r.wait().expect("a child").success());
-    assert!(right, "a rank failed");
+    let mut ranks: Vec<_> = (0..args.world).map(spawn).collect();
+    let succeeded = ranks.iter_mut().all(|r| r.wait().expect("the child can be waited for").success());
+    assert!(succeeded, "a rank failed");
 }
 
-/// What one rank does.
-fn play(rank: usize, world: usize, fd: i32) {
-    if std::thread::available_parallelism().expect("processors").get() >= world {
+/// Joins the group as one rank and measures every row.
+fn run_rank(rank: usize, world: usize, fd: i32) {
+    if std::thread::available_parallelism().expect("the number of processors is known").get() >= world {
         let mut cpus = CpuSet::new();
-        cpus.set(rank).expect("a processor");
-        sched_setaffinity(Pid::from_raw(0), &cpus).expect("a processor for each rank");
+        cpus.set(rank).expect("the processor exists");
+        sched_setaffinity(Pid::from_raw(0), &cpus).expect("the rank can be pinned");
     }
-    // SAFETY: the parent left this descriptor open for us.
+    // SAFETY: this process inherited the descriptor and no other code uses it.
     let fd = unsafe { OwnedFd::from_raw_fd(fd) };
-    let comm = ShmComm::join(fd, rank, world, Limits::default()).expect("a group");
-    say(rank, "median (best) GB/s       1 MiB          8 MiB         64 MiB        256 MiB");
-    let across = (world - 1) as f64 / world as f64;
-    row(&comm, "memcpy, rank 0 alone", 1.0, |bytes| {
+    let comm = ShmComm::join(fd, rank, world, ShmLimits::default()).expect("the group can be joined");
+    print_line(rank, "median (best) GB/s       1 MiB          8 MiB         64 MiB        256 MiB");
+    let crossing = (world - 1) as f64 / world as f64;
+    measure_row(&comm, "memcpy, rank 0 alone", 1.0, |bytes| {
         let (from, mut to) = (Buf::from_slice(&vec![1.0; bytes / 4]), Buf::zeroed(bytes / 4));
         move |comm: &ShmComm| {
             if comm.rank() == 0 {
@@ -78,16 +81,18 @@ fn play(rank: usize, world: usize, fd: i32) {
             }
         }
     });
-    row(&comm, "memcpy, all at once", 1.0, |bytes| {
+    measure_row(&comm, "memcpy, all at once", 1.0, |bytes| {
         let (from, mut to) = (Buf::from_slice(&vec![1.0; bytes / 4]), Buf::zeroed(bytes / 4));
         move |_: &ShmComm| to.host_mut().copy_from_slice(from.host())
     });
-    row(&comm, "all_gather", across, |bytes| {
+    measure_row(&comm, "all_gather", crossing, |bytes| {
         let n = bytes / 4 / world;
         let (send, mut recv) = (Buf::from_slice(&vec![1.0; n]), Buf::zeroed(n * world));
-        move |comm: &ShmComm| comm.all_gather(recv.view_mut(), send.view(), &vec![n; world]).expect("works")
+        move |comm: &ShmComm| {
+            comm.all_gather(recv.view_mut(), send.view(), &vec![n; world]).expect("the collective succeeds")
+        }
     });
-    row(&comm, "reduce_scatter_fold", across, |bytes| {
+    measure_row(&comm, "reduce_scatter_ordered", crossing, |bytes| {
         let n = bytes / 4 / world;
         let (partial, mut sum) = (Buf::from_slice(&vec![1.0; n * world]), Buf::zeroed(n));
         move |comm: &ShmComm| {
@@ -96,32 +101,36 @@ fn play(rank: usize, world: usize, fd: i32) {
                 0 => sum.copy_from_slice(piece.host()),
                 _ => sum.iter_mut().zip(piece.host()).for_each(|(s, p)| *s += p),
             };
-            comm.reduce_scatter_fold(&[partial.view()], &vec![n; world], sink).expect("works");
+            comm.reduce_scatter_ordered(&[partial.view()], &vec![n; world], sink)
+                .expect("the collective succeeds");
         }
     });
-    row(&comm, "reduce_scatter", across, |bytes| {
+    measure_row(&comm, "reduce_scatter", crossing, |bytes| {
         let n = bytes / 4 / world;
         let (send, mut recv) = (Buf::from_slice(&vec![1.0; n * world]), Buf::zeroed(n));
         move |comm: &ShmComm| {
-            comm.reduce_scatter(recv.view_mut(), send.view(), &vec![n; world]).expect("works")
+            comm.reduce_scatter(recv.view_mut(), send.view(), &vec![n; world])
+                .expect("the collective succeeds")
         }
     });
-    row(&comm, "all_reduce", 2.0 * across, |bytes| {
+    measure_row(&comm, "all_reduce", 2.0 * crossing, |bytes| {
         let mut x = Buf::zeroed(bytes / 4);
-        move |comm: &ShmComm| comm.all_reduce(x.view_mut()).expect("works")
+        move |comm: &ShmComm| comm.all_reduce(x.view_mut()).expect("the collective succeeds")
     });
-    latency(&comm);
+    measure_latency(&comm);
 }
 
-fn say(rank: usize, line: &str) {
+/// Prints on rank 0 only.
+fn print_line(rank: usize, line: &str) {
     if rank == 0 {
         println!("{line}");
     }
 }
 
-/// One line of the table: `make(bytes)` gives what is measured at that size; `share` of the bytes count.
-fn row<F: FnMut(&ShmComm)>(comm: &ShmComm, name: &str, share: f64, make: impl Fn(usize) -> F) {
-    if !name.contains(&told().part) {
+/// Measures and prints one row of the table. `make(bytes)` returns the operation of that size, of
+/// which the fraction `share` of the bytes counts.
+fn measure_row<F: FnMut(&ShmComm)>(comm: &ShmComm, name: &str, share: f64, make: impl Fn(usize) -> F) {
+    if !name.contains(&parse_args().filter) {
         return;
     }
     let mut line = format!("{name:<22}");
@@ -130,7 +139,7 @@ fn row<F: FnMut(&ShmComm)>(comm: &ShmComm, name: &str, share: f64, make: impl Fn
         let repeat = (256 * MIB / bytes).clamp(6, 100);
         let mut times: Vec<Duration> = (0..repeat + 2)
             .map(|_| {
-                comm.barrier().expect("works");
+                comm.barrier().expect("the collective succeeds");
                 let start = Instant::now();
                 run(comm);
                 start.elapsed()
@@ -141,24 +150,25 @@ fn row<F: FnMut(&ShmComm)>(comm: &ShmComm, name: &str, share: f64, make: impl Fn
         let rate = |t: Duration| bytes as f64 * share / t.as_secs_f64() / 1e9;
         line += &format!("  {:5.1} ({:5.1})", rate(times[times.len() / 2]), rate(times[0]));
     }
-    say(comm.rank(), &line);
+    print_line(comm.rank(), &line);
 }
 
-fn latency(comm: &ShmComm) {
+/// Measures and prints the latency of a barrier.
+fn measure_latency(comm: &ShmComm) {
     const BATCH: u32 = 1000;
     let mut times: Vec<Duration> = (0..50)
         .map(|_| {
             let start = Instant::now();
-            (0..BATCH).for_each(|_| comm.barrier().expect("works"));
+            (0..BATCH).for_each(|_| comm.barrier().expect("the collective succeeds"));
             start.elapsed() / BATCH
         })
         .collect();
     times.sort();
     let us = |t: Duration| t.as_secs_f64() * 1e6;
-    say(
+    print_line(
         comm.rank(),
         &format!(
-            "barrier, µs by 1000: median {:.2}, best {:.2}, worst {:.2}",
+            "barrier in µs (mean of 1000): median {:.2}, best {:.2}, worst {:.2}",
             us(times[25]),
             us(times[0]),
             us(times[49])

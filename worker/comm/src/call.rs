@@ -1,276 +1,321 @@
-//! What a rank says about the collective that it calls, and the checks that its arguments fit and that all ranks say the same.
-use std::ops::Range;
+//! [`CollectiveCall`]: the description of one call, from which ranks detect that they disagree.
+use crate::error::{ArgumentError, CallMismatch, CallSummary, TransferUnit};
+use std::{fmt, ops::Range};
 
-/// Where a rank stands in its group.
+type Result<T> = std::result::Result<T, ArgumentError>;
+
+/// A rank and the size of its group.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Place {
+pub(crate) struct GroupPosition {
     pub(crate) rank: usize,
     pub(crate) world: usize,
 }
 
-/// Which collective.
+/// The collectives of [`Comm`](crate::Comm). The numbers travel between ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Kind {
+pub enum CollectiveKind {
+    /// [`Comm::all_gather`](crate::Comm::all_gather)
     AllGather = 1,
-    ReduceScatterFold,
+    /// [`Comm::reduce_scatter_ordered`](crate::Comm::reduce_scatter_ordered)
+    ReduceScatterOrdered,
+    /// [`Comm::reduce_scatter`](crate::Comm::reduce_scatter)
     ReduceScatter,
+    /// [`Comm::all_reduce`](crate::Comm::all_reduce)
     AllReduce,
+    /// [`Comm::broadcast`](crate::Comm::broadcast)
     Broadcast,
+    /// [`Comm::all_to_all`](crate::Comm::all_to_all)
     AllToAll,
+    /// [`Comm::all_gather_bytes`](crate::Comm::all_gather_bytes)
     AllGatherBytes,
+    /// [`Comm::barrier`](crate::Comm::barrier)
     Barrier,
-    Common,
+    /// [`Comm::shared_window`](crate::Comm::shared_window)
+    SharedWindow,
 }
 
-impl Kind {
-    const ALL: [Kind; 9] = [
-        Kind::AllGather,
-        Kind::ReduceScatterFold,
-        Kind::ReduceScatter,
-        Kind::AllReduce,
-        Kind::Broadcast,
-        Kind::AllToAll,
-        Kind::AllGatherBytes,
-        Kind::Barrier,
-        Kind::Common,
+impl CollectiveKind {
+    const ALL: [CollectiveKind; 9] = [
+        CollectiveKind::AllGather,
+        CollectiveKind::ReduceScatterOrdered,
+        CollectiveKind::ReduceScatter,
+        CollectiveKind::AllReduce,
+        CollectiveKind::Broadcast,
+        CollectiveKind::AllToAll,
+        CollectiveKind::AllGatherBytes,
+        CollectiveKind::Barrier,
+        CollectiveKind::SharedWindow,
     ];
 
-    pub(crate) fn name(self) -> &'static str {
+    /// The name of the method of [`Comm`](crate::Comm).
+    pub fn name(self) -> &'static str {
         match self {
-            Kind::AllGather => "all_gather",
-            Kind::ReduceScatterFold => "reduce_scatter_fold",
-            Kind::ReduceScatter => "reduce_scatter",
-            Kind::AllReduce => "all_reduce",
-            Kind::Broadcast => "broadcast",
-            Kind::AllToAll => "all_to_all",
-            Kind::AllGatherBytes => "all_gather_bytes",
-            Kind::Barrier => "barrier",
-            Kind::Common => "common",
+            CollectiveKind::AllGather => "all_gather",
+            CollectiveKind::ReduceScatterOrdered => "reduce_scatter_ordered",
+            CollectiveKind::ReduceScatter => "reduce_scatter",
+            CollectiveKind::AllReduce => "all_reduce",
+            CollectiveKind::Broadcast => "broadcast",
+            CollectiveKind::AllToAll => "all_to_all",
+            CollectiveKind::AllGatherBytes => "all_gather_bytes",
+            CollectiveKind::Barrier => "barrier",
+            CollectiveKind::SharedWindow => "shared_window",
         }
     }
 }
 
-/// One call of a collective, as far as every rank must say the same about it.
+impl fmt::Display for CollectiveKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// Length and element size of a buffer. Collectives that only move data accept any element type.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct BufferShape {
+    /// Elements.
+    pub(crate) len: usize,
+    /// Bytes of an element.
+    pub(crate) element_bytes: usize,
+}
+
+impl BufferShape {
+    /// The shape of `view`.
+    pub(crate) fn new(view: device::View<'_>) -> Self {
+        BufferShape { len: view.len(), element_bytes: view.dtype().size() }
+    }
+}
+
+/// One call of a collective, reduced to what all ranks must agree about.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Call {
-    pub(crate) kind: Kind,
-    /// How many collectives this rank called before.
-    pub(crate) seq: u64,
+pub(crate) struct CollectiveCall {
+    pub(crate) kind: CollectiveKind,
+    /// Number of collectives that this rank called before.
+    pub(crate) number: u64,
     /// Elements that all ranks must agree about; 0 where they need not.
-    size: u64,
-    /// Hash of the other arguments that all ranks must agree about: counts, root.
+    elements: u64,
+    /// Hash of the other arguments that all ranks must agree about: counts, root, element size.
     digest: u64,
 }
 
-impl Call {
-    fn new(kind: Kind, size: usize, agreed: impl IntoIterator<Item = usize>) -> Self {
-        Call { kind, seq: 0, size: size as u64, digest: digest(agreed) }
+impl CollectiveCall {
+    fn new(kind: CollectiveKind, elements: usize, agreed: impl IntoIterator<Item = usize>) -> Self {
+        CollectiveCall { kind, number: 0, elements: elements as u64, digest: digest(agreed) }
     }
 
-    /// The same call for elements of so many bytes, which all ranks must agree about.
-    pub(crate) fn of_size(self, bytes: usize) -> Self {
-        Call { digest: digest([self.digest as usize, bytes]), ..self }
+    /// Adds the size of an element to what all ranks must agree about.
+    fn with_element_size(self, bytes: usize) -> Self {
+        CollectiveCall { digest: digest([self.digest as usize, bytes]), ..self }
     }
 
-    /// The same call with its number.
-    pub(crate) fn numbered(self, seq: u64) -> Self {
-        Call { seq, ..self }
+    /// Sets the number of the call.
+    pub(crate) fn with_number(self, number: u64) -> Self {
+        CollectiveCall { number, ..self }
     }
 
-    /// Elements of any type, the same on both sides: (length, bytes of an element).
-    pub(crate) fn all_gather_of(
-        at: Place,
-        recv: (usize, usize),
-        send: (usize, usize),
+    /// Describes an all-gather, or names the argument that is wrong.
+    pub(crate) fn all_gather(
+        position: GroupPosition,
+        recv: BufferShape,
+        send: BufferShape,
         counts: &[usize],
-    ) -> Result<Self, String> {
-        if recv.1 != send.1 {
-            return Err(format!("all_gather: send has elements of {} bytes, recv of {}", send.1, recv.1));
-        }
-        Ok(Call::all_gather(at, recv.0, send.0, counts)?.of_size(recv.1))
+    ) -> Result<Self> {
+        let kind = CollectiveKind::AllGather;
+        check_element_size(kind, recv, send)?;
+        let total = total_count(kind, "counts", counts, position.world)?;
+        check_len(kind, "send", send.len, "counts[rank]", counts[position.rank])?;
+        check_len(kind, "recv", recv.len, "the sum of counts", total)?;
+        let call = CollectiveCall::new(kind, total, counts.iter().copied());
+        Ok(call.with_element_size(recv.element_bytes))
     }
 
-    fn all_gather(at: Place, recv: usize, send: usize, counts: &[usize]) -> Result<Self, String> {
-        let kind = Kind::AllGather;
-        let total = total(kind, "counts", counts, at.world)?;
-        same(kind, "send", send, "counts[rank]", counts[at.rank])?;
-        same(kind, "recv", recv, "the sum of counts", total)?;
-        Ok(Call::new(kind, total, counts.iter().copied()))
-    }
-
-    pub(crate) fn reduce_scatter_fold(
-        at: Place,
-        partials: impl Iterator<Item = usize>,
+    /// Describes an ordered reduce-scatter of partials of these lengths.
+    pub(crate) fn reduce_scatter_ordered(
+        position: GroupPosition,
+        partial_lens: impl Iterator<Item = usize>,
         counts: &[usize],
-    ) -> Result<Self, String> {
-        let kind = Kind::ReduceScatterFold;
-        let total = total(kind, "counts", counts, at.world)?;
-        for partial in partials {
-            same(kind, "a partial", partial, "the sum of counts", total)?;
+    ) -> Result<Self> {
+        let kind = CollectiveKind::ReduceScatterOrdered;
+        let total = total_count(kind, "counts", counts, position.world)?;
+        for len in partial_lens {
+            check_len(kind, "a partial", len, "the sum of counts", total)?;
         }
-        Ok(Call::new(kind, total, counts.iter().copied()))
+        Ok(CollectiveCall::new(kind, total, counts.iter().copied()))
     }
 
+    /// Describes a reduce-scatter of buffers of these lengths.
     pub(crate) fn reduce_scatter(
-        at: Place,
-        recv: usize,
-        send: usize,
+        position: GroupPosition,
+        recv_len: usize,
+        send_len: usize,
         counts: &[usize],
-    ) -> Result<Self, String> {
-        let kind = Kind::ReduceScatter;
-        let total = total(kind, "counts", counts, at.world)?;
-        same(kind, "recv", recv, "counts[rank]", counts[at.rank])?;
-        same(kind, "send", send, "the sum of counts", total)?;
-        Ok(Call::new(kind, total, counts.iter().copied()))
+    ) -> Result<Self> {
+        let kind = CollectiveKind::ReduceScatter;
+        let total = total_count(kind, "counts", counts, position.world)?;
+        check_len(kind, "recv", recv_len, "counts[rank]", counts[position.rank])?;
+        check_len(kind, "send", send_len, "the sum of counts", total)?;
+        Ok(CollectiveCall::new(kind, total, counts.iter().copied()))
     }
 
+    /// Describes an all-reduce of `len` elements.
     pub(crate) fn all_reduce(len: usize) -> Self {
-        Call::new(Kind::AllReduce, len, [])
+        CollectiveCall::new(CollectiveKind::AllReduce, len, [])
     }
 
-    pub(crate) fn broadcast(at: Place, len: usize, root: usize) -> Result<Self, String> {
-        if root >= at.world {
-            return Err(format!("broadcast: root is {root} in a group of {} ranks", at.world));
+    /// Describes a broadcast of `len` elements.
+    pub(crate) fn broadcast(position: GroupPosition, len: usize, root: usize) -> Result<Self> {
+        let (collective, world) = (CollectiveKind::Broadcast, position.world);
+        if root >= world {
+            return Err(ArgumentError::RootOutOfRange { collective, root, world });
         }
-        Ok(Call::new(Kind::Broadcast, len, [root]))
+        Ok(CollectiveCall::new(collective, len, [root]))
     }
 
-    /// Elements of any type, the same on both sides: (length, bytes of an element).
-    pub(crate) fn all_to_all_of(
-        at: Place,
-        recv: (usize, usize),
+    /// Describes an all-to-all, or names the argument that is wrong.
+    pub(crate) fn all_to_all(
+        position: GroupPosition,
+        recv: BufferShape,
         recv_counts: &[usize],
-        send: (usize, usize),
+        send: BufferShape,
         send_counts: &[usize],
-    ) -> Result<Self, String> {
-        if recv.1 != send.1 {
-            return Err(format!("all_to_all: send has elements of {} bytes, recv of {}", send.1, recv.1));
+    ) -> Result<Self> {
+        let kind = CollectiveKind::AllToAll;
+        check_element_size(kind, recv, send)?;
+        let recv_total = total_count(kind, "recv_counts", recv_counts, position.world)?;
+        check_len(kind, "recv", recv.len, "the sum of recv_counts", recv_total)?;
+        let send_total = total_count(kind, "send_counts", send_counts, position.world)?;
+        check_len(kind, "send", send.len, "the sum of send_counts", send_total)?;
+        let (sent, expected) = (send_counts[position.rank] as u64, recv_counts[position.rank] as u64);
+        if sent != expected {
+            return Err(ArgumentError::SelfTransfer { collective: kind, sent, expected });
         }
-        Ok(Call::all_to_all(at, recv.0, recv_counts, send.0, send_counts)?.of_size(recv.1))
+        Ok(CollectiveCall::new(kind, 0, []).with_element_size(recv.element_bytes))
     }
 
-    fn all_to_all(
-        at: Place,
-        recv: usize,
-        recv_counts: &[usize],
-        send: usize,
-        send_counts: &[usize],
-    ) -> Result<Self, String> {
-        let kind = Kind::AllToAll;
-        same(
-            kind,
-            "recv",
-            recv,
-            "the sum of recv_counts",
-            total(kind, "recv_counts", recv_counts, at.world)?,
-        )?;
-        same(
-            kind,
-            "send",
-            send,
-            "the sum of send_counts",
-            total(kind, "send_counts", send_counts, at.world)?,
-        )?;
-        pair(at.rank, at.rank, send_counts[at.rank] as u64, recv_counts[at.rank] as u64)?;
-        Ok(Call::new(kind, 0, []))
-    }
-
-    pub(crate) fn all_gather_bytes(len: usize) -> Result<Self, String> {
-        if len > crate::MAX_GATHER_BYTES {
-            let cap = crate::MAX_GATHER_BYTES;
-            return Err(format!("all_gather_bytes: {len} bytes; at most {cap} per rank"));
+    /// Describes an all-gather of `len` bytes of this rank.
+    pub(crate) fn all_gather_bytes(len: usize) -> Result<Self> {
+        let (collective, limit) = (CollectiveKind::AllGatherBytes, crate::MAX_GATHER_BYTES);
+        if len > limit {
+            return Err(ArgumentError::TooManyBytes { collective, bytes: len, limit });
         }
-        Ok(Call::new(Kind::AllGatherBytes, 0, []))
+        Ok(CollectiveCall::new(collective, 0, []))
     }
 
-    pub(crate) fn common(at: Place, counts: &[usize], element: usize) -> Result<Self, String> {
-        let total = total(Kind::Common, "counts", counts, at.world)?;
-        Ok(Call::new(Kind::Common, total, counts.iter().copied()).of_size(element))
+    /// Describes the allocation of a shared window.
+    pub(crate) fn shared_window(
+        position: GroupPosition,
+        counts: &[usize],
+        element_bytes: usize,
+    ) -> Result<Self> {
+        let kind = CollectiveKind::SharedWindow;
+        let total = total_count(kind, "counts", counts, position.world)?;
+        Ok(CollectiveCall::new(kind, total, counts.iter().copied()).with_element_size(element_bytes))
     }
 
+    /// Describes a barrier.
     pub(crate) fn barrier() -> Self {
-        Call::new(Kind::Barrier, 0, [])
+        CollectiveCall::new(CollectiveKind::Barrier, 0, [])
     }
 
-    /// As three words, for comparing and for shared memory. The kind takes the low byte of the first.
-    pub(crate) fn words(&self) -> [u64; 3] {
-        [self.seq << 8 | self.kind as u64, self.size, self.digest]
+    /// The call as three words, for comparison and for shared memory. The kind is the low byte of
+    /// the first word.
+    pub(crate) fn to_words(self) -> [u64; 3] {
+        [self.number << 8 | self.kind as u64, self.elements, self.digest]
     }
 
-    /// Fails with both sides' calls when `peer` says something else.
-    pub(crate) fn agree(&self, rank: usize, peer: usize, theirs: [u64; 3]) -> Result<(), String> {
-        let ours = self.words();
-        if ours == theirs {
+    /// Fails if the call of `peer`, given as its words, differs from this call of `rank`.
+    pub(crate) fn check_peer(
+        &self,
+        rank: usize,
+        peer: usize,
+        peer_words: [u64; 3],
+    ) -> std::result::Result<(), CallMismatch> {
+        let words = self.to_words();
+        if words == peer_words {
             return Ok(());
         }
-        let hint = if ours[..2] == theirs[..2] { " (the counts or the root differ)" } else { "" };
-        Err(format!("rank {rank} calls {}, rank {peer} calls {}{hint}", describe(ours), describe(theirs)))
+        let (call, peer_call) = (summarize(words), summarize(peer_words));
+        Err(CallMismatch::Call { rank, call, peer, peer_call })
     }
 }
 
-/// A call in words: `all_gather (call 17, 1024 elements)`.
-fn describe(words: [u64; 3]) -> String {
-    let code = words[0] & 0xff;
-    let name = Kind::ALL.iter().find(|k| **k as u64 == code).map_or("an unknown collective", |k| k.name());
-    format!("{name} (call {}, {} elements)", words[0] >> 8, words[1])
+/// What the words of a call contain. Any words are accepted, because a peer wrote them.
+fn summarize(words: [u64; 3]) -> CallSummary {
+    let kind_number = words[0] & 0xff;
+    let collective = CollectiveKind::ALL.into_iter().find(|kind| *kind as u64 == kind_number);
+    CallSummary { collective, call_number: words[0] >> 8, elements: words[1] }
 }
 
-/// Fails unless what `from` sends to `to` is what `to` expects from it.
-pub(crate) fn pair(from: usize, to: usize, sent: u64, expected: u64) -> Result<(), String> {
+/// Fails unless `to` expects from `from` as many elements as `from` sends.
+pub(crate) fn check_transfer(
+    from: usize,
+    to: usize,
+    sent: u64,
+    expected: u64,
+) -> std::result::Result<(), CallMismatch> {
     if sent == expected {
         return Ok(());
     }
-    Err(format!(
-        "all_to_all: rank {from} sends {sent} elements to rank {to}, which expects {expected} from it"
-    ))
+    Err(CallMismatch::Transfer { from, to, sent, expected, unit: TransferUnit::Elements })
 }
 
-/// First index of every rank's part.
-pub(crate) fn starts(counts: &[usize]) -> Vec<usize> {
+/// The index at which each rank's part begins: the exclusive prefix sums of `counts`.
+pub(crate) fn offsets(counts: &[usize]) -> Vec<usize> {
     counts
         .iter()
-        .scan(0, |at, &n| {
-            let start = *at;
-            *at += n;
+        .scan(0, |end, &n| {
+            let start = *end;
+            *end += n;
             Some(start)
         })
         .collect()
 }
 
-/// Rank r's share of `len` elements cut as evenly as possible.
-pub(crate) fn share(len: usize, rank: usize, world: usize) -> Range<usize> {
-    let (each, rest) = (len / world, len % world);
-    let start = each * rank + rest.min(rank);
-    start..start + each + usize::from(rank < rest)
+/// The share of `rank` when `len` elements are divided among `world` ranks as evenly as possible.
+pub(crate) fn even_share(len: usize, rank: usize, world: usize) -> Range<usize> {
+    let (quotient, remainder) = (len / world, len % world);
+    let start = quotient * rank + remainder.min(rank);
+    start..start + quotient + usize::from(rank < remainder)
 }
 
-/// `ranks 1, 3 of 4`.
-pub(crate) fn ranks(list: &[usize], world: usize) -> String {
-    let names: Vec<String> = list.iter().map(usize::to_string).collect();
-    let word = if list.len() == 1 { "rank" } else { "ranks" };
-    format!("{word} {} of {world}", names.join(", "))
-}
-
-fn total(kind: Kind, what: &str, counts: &[usize], world: usize) -> Result<usize, String> {
+fn total_count(
+    collective: CollectiveKind,
+    name: &'static str,
+    counts: &[usize],
+    world: usize,
+) -> Result<usize> {
     if counts.len() != world {
-        let (name, n) = (kind.name(), counts.len());
-        return Err(format!("{name}: {what} has {n} entries in a group of {world} ranks"));
+        return Err(ArgumentError::CountsLength { collective, counts: name, len: counts.len(), world });
     }
     counts
         .iter()
         .try_fold(0usize, |sum, &n| sum.checked_add(n))
         .filter(|&sum| sum <= isize::MAX as usize / size_of::<f32>())
-        .ok_or_else(|| format!("{}: the sum of {what} overflows", kind.name()))
+        .ok_or(ArgumentError::CountsOverflow { collective, counts: name })
 }
 
-fn same(kind: Kind, what: &str, got: usize, of: &str, want: usize) -> Result<(), String> {
-    if got == want {
+fn check_len(
+    collective: CollectiveKind,
+    buffer: &'static str,
+    len: usize,
+    required: &'static str,
+    expected: usize,
+) -> Result<()> {
+    if len == expected {
         return Ok(());
     }
-    Err(format!("{}: {what} has {got} elements, {of} is {want}", kind.name()))
+    Err(ArgumentError::BufferLength { collective, buffer, len, required, expected })
 }
 
-/// Multiply-xor hash of a list (finaliser of splitmix64): equal lists agree, different ones all but surely don't.
+fn check_element_size(collective: CollectiveKind, recv: BufferShape, send: BufferShape) -> Result<()> {
+    let (send_bytes, recv_bytes) = (send.element_bytes, recv.element_bytes);
+    if send_bytes == recv_bytes {
+        return Ok(());
+    }
+    Err(ArgumentError::ElementSize { collective, send_bytes, recv_bytes })
+}
+
+/// Multiply-xor hash of a list, with the finalizer of splitmix64. Lists with different contents
+/// have different hashes with near certainty.
 fn digest(list: impl IntoIterator<Item = usize>) -> u64 {
     list.into_iter().fold(0x9e37_79b9_7f4a_7c15, |h, v| {
         let mut x = (h.rotate_left(5) ^ v as u64).wrapping_add(0x9e37_79b9_7f4a_7c15);
@@ -284,52 +329,55 @@ fn digest(list: impl IntoIterator<Item = usize>) -> u64 {
 mod tests {
     use super::*;
 
-    const AT: Place = Place { rank: 1, world: 3 };
+    const POSITION: GroupPosition = GroupPosition { rank: 1, world: 3 };
 
-    #[test]
-    fn arguments_are_checked_with_names_and_numbers() {
-        let e = Call::all_gather(AT, 6, 2, &[1, 3, 2]).unwrap_err();
-        assert_eq!(e, "all_gather: send has 2 elements, counts[rank] is 3");
-        let e = Call::all_gather(AT, 7, 3, &[1, 3, 2]).unwrap_err();
-        assert_eq!(e, "all_gather: recv has 7 elements, the sum of counts is 6");
-        let e = Call::reduce_scatter(AT, 3, 6, &[1, 3]).unwrap_err();
-        assert_eq!(e, "reduce_scatter: counts has 2 entries in a group of 3 ranks");
-        let e = Call::reduce_scatter_fold(AT, [6, 5].into_iter(), &[1, 3, 2]).unwrap_err();
-        assert_eq!(e, "reduce_scatter_fold: a partial has 5 elements, the sum of counts is 6");
-        let e = Call::all_gather(AT, 0, 0, &[usize::MAX, 1, 1]).unwrap_err();
-        assert_eq!(e, "all_gather: the sum of counts overflows");
-        assert!(Call::broadcast(AT, 1, 3).unwrap_err().contains("root is 3"));
-        let e = Call::all_to_all(AT, 3, &[1, 1, 1], 4, &[1, 2, 1]).unwrap_err();
-        assert!(e.contains("rank 1 sends 2 elements to rank 1"), "{e}");
-        assert!(Call::all_gather_bytes(crate::MAX_GATHER_BYTES + 1).is_err());
+    fn floats(len: usize) -> BufferShape {
+        BufferShape { len, element_bytes: 4 }
     }
 
     #[test]
-    fn disagreement_names_both_sides() {
-        let ours = Call::all_reduce(5).numbered(17);
-        assert_eq!(ours.agree(0, 2, ours.words()), Ok(()));
-        let e = ours.agree(0, 2, Call::barrier().numbered(17).words()).unwrap_err();
-        assert_eq!(
-            e,
-            "rank 0 calls all_reduce (call 17, 5 elements), rank 2 calls barrier (call 17, 0 elements)"
-        );
-        let a = Call::all_gather(AT, 6, 3, &[1, 3, 2]).unwrap();
-        let b = Call::all_gather(AT, 6, 3, &[2, 3, 1]).unwrap();
-        assert!(a.agree(1, 0, b.words()).unwrap_err().ends_with("(the counts or the root differ)"));
-        assert!(a.agree(1, 0, [u64::MAX; 3]).unwrap_err().contains("an unknown collective"));
+    fn a_wrong_argument_is_named_with_its_numbers() {
+        let halves = BufferShape { len: 6, element_bytes: 2 };
+        let errors = [
+            CollectiveCall::all_gather(POSITION, floats(6), floats(2), &[1, 3, 2]),
+            CollectiveCall::all_gather(POSITION, floats(7), floats(3), &[1, 3, 2]),
+            CollectiveCall::all_gather(POSITION, halves, floats(3), &[1, 3, 2]),
+            CollectiveCall::reduce_scatter(POSITION, 3, 6, &[1, 3]),
+            CollectiveCall::reduce_scatter_ordered(POSITION, [6, 5].into_iter(), &[1, 3, 2]),
+            CollectiveCall::all_gather(POSITION, floats(0), floats(0), &[usize::MAX, 1, 1]),
+            CollectiveCall::broadcast(POSITION, 1, 3),
+            CollectiveCall::all_to_all(POSITION, floats(3), &[1, 1, 1], floats(4), &[1, 2, 1]),
+            CollectiveCall::all_gather_bytes(crate::MAX_GATHER_BYTES + 1),
+        ];
+        insta::assert_snapshot!(errors.map(|e| e.unwrap_err().to_string()).join("\n"));
     }
 
     #[test]
-    fn shares_cover_everything_once() {
+    fn a_mismatch_names_both_calls() {
+        let ours = CollectiveCall::all_reduce(5).with_number(17);
+        assert_eq!(ours.check_peer(0, 2, ours.to_words()), Ok(()));
+        let barrier = CollectiveCall::barrier().with_number(17);
+        let gather = |counts| CollectiveCall::all_gather(POSITION, floats(6), floats(3), counts).unwrap();
+        let (one, other) = (gather(&[1, 3, 2]), gather(&[2, 3, 1]));
+        let errors = [
+            ours.check_peer(0, 2, barrier.to_words()),
+            one.check_peer(1, 0, other.to_words()),
+            one.check_peer(1, 0, [u64::MAX; 3]),
+        ];
+        insta::assert_snapshot!(errors.map(|e| e.unwrap_err().to_string()).join("\n"));
+    }
+
+    #[test]
+    fn even_shares_cover_every_element_once() {
         for world in 1..=9 {
             for len in 0..40 {
-                let mut at = 0;
+                let mut end = 0;
                 for rank in 0..world {
-                    let r = share(len, rank, world);
-                    assert_eq!(r.start, at);
-                    at = r.end;
+                    let share = even_share(len, rank, world);
+                    assert_eq!(share.start, end);
+                    end = share.end;
                 }
-                assert_eq!(at, len);
+                assert_eq!(end, len);
             }
         }
     }

@@ -1,13 +1,24 @@
 //! Crate `comm`: collectives between the ranks of a job.
 //!
-//! Every rank calls the same collectives in the same order. Sums have one fixed order, so results are bit-equal however
-//! the ranks are spread. No call waits for ever: when the job is aborted, every waiting call returns [`CommError`].
+//! Every rank calls the same collectives in the same order. Sums have one fixed order, so results
+//! are bit-equal for any assignment of ranks to hosts. No call blocks forever: when the group is
+//! aborted, every waiting call returns [`CommError::Aborted`]. Every collective is also a barrier:
+//! it returns only after every rank has entered it.
 //!
-//! Three transports: [`local`] (ranks are threads of one process, for tests of a whole engine), [`shm`] (ranks are
-//! processes of one node) and [`tcp`] (nodes are connected by a network; the ranks of each meet in shared memory). Every collective is also a barrier: it returns only after every rank has entered it.
+//! There are three transports between host memories:
+//!
+//! - [`local`]: the ranks are threads of one process. For jobs of one rank, and for tests.
+//! - [`shm`]: the ranks are processes of one host and share a memory segment.
+//! - [`tcp`]: the ranks are on several hosts. TCP connects the hosts; the ranks of each host share
+//!   memory.
+//!
+//! Two more communicators accept buffers in GPU memory: [`staged`] copies them through host memory,
+//! and [`nccl`] transfers them with NCCL.
 use device::{Dtype, View, ViewMut};
 
+mod abort_reason;
 mod call;
+mod error;
 pub mod local;
 pub mod nccl;
 mod shared_window;
@@ -16,70 +27,67 @@ pub mod staged;
 mod sum;
 pub mod tcp;
 
+pub use abort_reason::AbortReason;
+pub use call::CollectiveKind;
+pub use error::{
+    ArgumentError, CallMismatch, CallSummary, CommError, ConnectError, ConnectFailure, GroupError,
+    RejectReason, Result, SharedMemoryError, TransferUnit,
+};
 pub use shared_window::{SharedView, SharedWindow};
 
-/// The most bytes that one rank gives to [`Comm::all_gather_bytes`].
+/// The largest number of bytes that one rank may give to [`Comm::all_gather_bytes`].
 pub const MAX_GATHER_BYTES: usize = 16 << 20;
 
-/// The most ranks of one group.
+/// The largest number of ranks of a group.
 pub const MAX_WORLD: usize = 1024;
 
-/// Why a collective ended without a result.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum CommError {
-    /// [`Comm::abort`] was called, here or by a peer; the reason is the first one given.
-    Aborted(String),
-    /// The ranks did not call the same collective with fitting sizes: a bug, named.
-    Mismatch(String),
-    /// The transport failed.
-    Io(String),
-}
+/// Receives the pieces of [`Comm::reduce_scatter_ordered`] as `(source rank, index of the partial
+/// there, piece)`.
+///
+/// The function may call [`Comm::abort`] but no collective. A piece is aligned for `f32` only.
+pub type PartialSink<'a> = dyn FnMut(usize, usize, View<'_>) + 'a;
 
-impl std::fmt::Display for CommError {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            CommError::Aborted(r) => write!(f, "collective aborted: {r}"),
-            CommError::Mismatch(r) => write!(f, "ranks disagree about a collective: {r}"),
-            CommError::Io(r) => write!(f, "collective failed: {r}"),
-        }
-    }
-}
-
-impl std::error::Error for CommError {}
-
-/// Result of a collective.
-pub type Result<T> = std::result::Result<T, CommError>;
-
-/// Receives the pieces of [`Comm::reduce_scatter_fold`]: `(source rank, index of the partial there, piece)`. It may call
-/// [`Comm::abort`] but no collective. Pieces are aligned as `f32`s, no further.
-pub type Sink<'a> = dyn FnMut(usize, usize, View<'_>) + 'a;
-
-/// Collectives of one rank. `counts[r]` is the number of elements of rank r's part; parts may be empty and unequal.
+/// The communicator of one rank: its collectives with the other ranks of a group.
+///
+/// `counts[r]` is the number of elements of rank r's part. Parts may be empty and unequal.
 pub trait Comm: Send + Sync {
-    /// This rank.
+    /// The rank of this communicator.
     fn rank(&self) -> usize;
-    /// Number of ranks.
+    /// The number of ranks.
     fn world(&self) -> usize;
 
-    /// `recv` becomes the ranks' `send` one after the other; `send.len() == counts[rank]`, `recv.len() == Σ counts`;
-    /// elements of any type, the same on all ranks. Sums and broadcasts are of `f32`.
+    /// Concatenates the ranks' `send` in `recv`, in rank order.
+    ///
+    /// `send.len() == counts[rank]` and `recv.len() == Σ counts`. The elements have any type, but
+    /// the same one on all ranks. Sums and broadcasts accept `f32` only.
     fn all_gather(&self, recv: ViewMut, send: View, counts: &[usize]) -> Result<()>;
 
-    /// Every rank gives `partials` (any number, each `Σ counts` long); rank r's `sink` sees the r-th part of each partial
-    /// of each rank, in the order (rank, index). The caller folds them; nothing is summed here.
-    fn reduce_scatter_fold(&self, partials: &[View], counts: &[usize], sink: &mut Sink) -> Result<()>;
+    /// Delivers rank r's part of every partial vector of every rank to the `sink` of rank r, in the
+    /// order (source rank, index).
+    ///
+    /// A rank gives any number of `partials`, each `Σ counts` long. Nothing is summed here; the
+    /// caller reduces the pieces in the order in which they arrive.
+    fn reduce_scatter_ordered(
+        &self,
+        partials: &[View],
+        counts: &[usize],
+        sink: &mut PartialSink,
+    ) -> Result<()>;
 
-    /// `recv` (`counts[rank]` long) becomes the sum over ranks of this rank's part, summed by a fixed binary tree over ranks.
+    /// Sums this rank's part over all ranks into `recv` (`counts[rank]` long), by a fixed binary
+    /// tree over ranks.
     fn reduce_scatter(&self, recv: ViewMut, send: View, counts: &[usize]) -> Result<()>;
 
-    /// `x` becomes the sum over ranks, the same bits on every rank (fixed binary tree over ranks).
+    /// Replaces `x` by its sum over ranks, by a fixed binary tree over ranks. Every rank gets the
+    /// same bits.
     fn all_reduce(&self, x: ViewMut) -> Result<()>;
 
-    /// `x` becomes root's `x`.
+    /// Replaces `x` by the `x` of rank `root`.
     fn broadcast(&self, x: ViewMut, root: usize) -> Result<()>;
 
-    /// Rank r gets `send_counts[r]` elements from here; `recv_counts[r]` come from rank r. Elements of any type, the same on
-    /// all ranks.
+    /// Sends `send_counts[r]` elements to rank r and receives `recv_counts[r]` elements from it.
+    ///
+    /// The elements have any type, but the same one on all ranks.
     fn all_to_all(
         &self,
         recv: ViewMut,
@@ -88,11 +96,15 @@ pub trait Comm: Send + Sync {
         send_counts: &[usize],
     ) -> Result<()>;
 
-    /// Every rank's bytes, by rank. For small things (reports, errors); at most 16 MiB each.
+    /// Returns the bytes of every rank, by rank. For small payloads such as reports and errors; at
+    /// most [`MAX_GATHER_BYTES`] per rank.
     fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>>;
 
-    /// Memory that all ranks have in common: `counts[r]` elements of rank r, zeros at first, one rank's after the other's.
-    /// Each rank writes its own and reads all; a barrier has to lie between. `None`: these ranks have none; then no rank waited.
+    /// Allocates zeroed memory that all ranks share: `counts[r]` elements of rank r, in rank order.
+    ///
+    /// Each rank writes its own elements and reads all. A barrier must separate a write from the
+    /// reads of other ranks. Returns `None`, without waiting for any rank, if the ranks cannot
+    /// share memory.
     fn shared_window(&self, dtype: Dtype, counts: &[usize]) -> Result<Option<SharedWindow>> {
         let _ = (dtype, counts);
         Ok(None)
@@ -101,9 +113,11 @@ pub trait Comm: Send + Sync {
     /// Returns when every rank has called it.
     fn barrier(&self) -> Result<()>;
 
-    /// Makes every waiting and later call on every reachable rank return [`CommError::Aborted`]. Callable from any thread.
+    /// Makes every waiting and later call on every reachable rank return [`CommError::Aborted`].
+    /// Callable from any thread.
     fn abort(&self, reason: &str);
 
-    /// Why the group was aborted, if this rank knows that it was. Waits for nobody; callable from any thread.
-    fn aborted(&self) -> Option<String>;
+    /// Why the group was aborted, if this rank knows of an abort. Does not block; callable from any
+    /// thread.
+    fn abort_reason(&self) -> Option<AbortReason>;
 }

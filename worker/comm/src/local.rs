@@ -1,13 +1,16 @@
-//! Ranks that are threads of one process: no copy is made that the result doesn't need.
+//! [`LocalComm`]: collectives between threads of one process, which read each other's buffers
+//! directly.
 //!
-//! A collective is one or two *exchanges*. In an exchange every rank posts where its data lies, waits until all have
-//! posted, reads from its peers' memory, and waits until all have read. The second wait is what makes the borrowed
-//! addresses sound: **no rank leaves an exchange while a peer still reads**, not even when the group was aborted. After
-//! an abort nobody begins to read, and those who read already never wait for anybody, so that wait ends.
+//! A collective is one or two *exchanges*. In an exchange every rank publishes the addresses of its
+//! data, waits until all have published, reads its peers' memory, and waits until all have finished
+//! reading. The second wait makes the borrowed addresses sound: **no rank leaves an exchange while
+//! a peer still reads**, not even when the group was aborted. After an abort no rank begins to
+//! read, and a rank that reads already never waits for another one, so that wait ends.
 use crate::{
-    Comm, CommError, Result, SharedWindow, Sink,
-    call::{self, Call, Place},
-    shared_window::Pages,
+    AbortReason, CallMismatch, Comm, CommError, PartialSink, Result, SharedWindow,
+    call::{self, BufferShape, CollectiveCall, CollectiveKind, GroupPosition},
+    error::ArgumentError,
+    shared_window::WindowMemory,
     sum::tree_sum,
 };
 use device::{Buf, Dtype, View, ViewMut};
@@ -18,341 +21,380 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How long a rank waits for the others in one collective unless [`group_with`] says otherwise.
-pub const WAIT: Duration = Duration::from_secs(30 * 60);
+/// How long a rank waits for the others in one collective of a [`group`].
+pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30 * 60);
 
-/// Longer waits are cut to this, so that deadlines can be computed.
-const LONGEST: Duration = Duration::from_secs(365 * 24 * 3600);
+/// The longest timeout. Longer ones are reduced to it, so that deadlines do not overflow.
+const MAX_TIMEOUT: Duration = Duration::from_secs(365 * 24 * 3600);
 
-/// Sums shorter than this are done by every rank for itself: one exchange instead of two.
-const SMALL: usize = 1024;
+/// Up to this length, every rank computes the whole sum: one exchange instead of two.
+const MAX_SINGLE_EXCHANGE_LEN: usize = 1024;
 
-/// The communicators of `world` ranks, to be given to one thread each. Panics when `world` is 0 or above
-/// [`crate::MAX_WORLD`].
+/// Creates the communicators of `world` ranks, one for each thread.
+///
+/// # Panics
+/// If `world` is 0 or above [`crate::MAX_WORLD`].
 pub fn group(world: usize) -> Vec<LocalComm> {
-    group_with(world, WAIT)
+    group_with_timeout(world, DEFAULT_TIMEOUT)
 }
 
-/// As [`group`]; a collective that a peer doesn't join within `wait` fails on every rank.
-pub fn group_with(world: usize, wait: Duration) -> Vec<LocalComm> {
+/// Creates a [`group`] in which a collective fails on every rank if a peer does not enter it within
+/// `timeout`.
+pub fn group_with_timeout(world: usize, timeout: Duration) -> Vec<LocalComm> {
     assert!(
         (1..=crate::MAX_WORLD).contains(&world),
         "a group has 1 to {} ranks, not {world}",
         crate::MAX_WORLD
     );
-    let state = State {
-        posts: vec![None; world],
-        posted: vec![0; world],
+    let state = GroupState {
+        contributions: vec![None; world],
+        entered: vec![0; world],
         finished: vec![0; world],
-        left: vec![false; world],
-        reading: 0,
-        common: None,
+        has_left: vec![false; world],
+        readers: 0,
+        window: None,
         aborted: None,
     };
-    let wait = wait.min(LONGEST);
-    let shared = Arc::new(Shared { wait, state: Mutex::new(state), changed: Condvar::new() });
+    let timeout = timeout.min(MAX_TIMEOUT);
+    let group = Arc::new(LocalGroup { timeout, state: Mutex::new(state), changed: Condvar::new() });
     let member = |rank| LocalComm {
-        at: Place { rank, world },
-        shared: shared.clone(),
-        turn: Mutex::new(Turn { seq: 0, round: 0 }),
+        position: GroupPosition { rank, world },
+        group: group.clone(),
+        call_state: Mutex::new(CallState { calls: 0, exchanges: 0 }),
     };
     (0..world).map(member).collect()
 }
 
-/// One rank of a group of threads. Dropping it leaves the group: peers that need it then get [`CommError::Aborted`].
+/// The communicator of one rank of a group of threads.
+///
+/// Dropping it leaves the group: peers that need this rank then get [`CommError::Aborted`].
 pub struct LocalComm {
-    at: Place,
-    shared: Arc<Shared>,
-    /// Serialises the collectives of one rank.
-    turn: Mutex<Turn>,
+    position: GroupPosition,
+    group: Arc<LocalGroup>,
+    /// Serializes the collectives of this rank.
+    call_state: Mutex<CallState>,
 }
 
-struct Turn {
+/// How far one rank is.
+struct CallState {
     /// Collectives called so far.
-    seq: u64,
-    /// Exchanges so far.
-    round: u64,
+    calls: u64,
+    /// Exchanges entered so far.
+    exchanges: u64,
 }
 
-struct Shared {
-    wait: Duration,
-    state: Mutex<State>,
+/// What the ranks of a group share.
+struct LocalGroup {
+    timeout: Duration,
+    state: Mutex<GroupState>,
     changed: Condvar,
 }
 
-struct State {
-    posts: Vec<Option<Arc<Post>>>,
-    /// Last exchange that each rank entered.
-    posted: Vec<u64>,
-    /// Last exchange that each rank has read to the end.
+/// The progress of every rank.
+struct GroupState {
+    contributions: Vec<Option<Arc<Contribution>>>,
+    /// By rank: the last exchange that it entered.
+    entered: Vec<u64>,
+    /// By rank: the last exchange in which it has finished reading.
     finished: Vec<u64>,
-    left: Vec<bool>,
+    /// By rank: its communicator was dropped.
+    has_left: Vec<bool>,
     /// Ranks that are reading their peers' memory now.
-    reading: usize,
-    /// What rank 0 allocated for a [`Comm::common`] under way.
-    common: Option<Arc<Region>>,
-    aborted: Option<String>,
+    readers: usize,
+    /// What rank 0 allocated for the [`Comm::shared_window`] that is running.
+    window: Option<Arc<LocalWindow>>,
+    aborted: Option<AbortReason>,
 }
 
-/// Memory that all ranks have in common.
-struct Region {
+/// The memory of a shared window.
+struct LocalWindow {
     start: NonNull<u8>,
-    /// Never used as a whole: ranks have buffers over parts of it.
+    /// Owns the memory. Ranks access it through buffers over its parts.
     _memory: Buf,
 }
 
-// SAFETY: an address and the memory behind it, which the ranks use by the rule of `Comm::common`.
-unsafe impl Send for Region {}
-// SAFETY: as above.
-unsafe impl Sync for Region {}
+// SAFETY: an address and the memory behind it. `Comm::shared_window` states who accesses it when.
+unsafe impl Send for LocalWindow {}
+// SAFETY: see `Send`.
+unsafe impl Sync for LocalWindow {}
 
-impl Pages for Region {
-    /// Threads of one process have nothing to let go of.
-    fn let_go(&self, _: Range<usize>) {}
+impl WindowMemory for LocalWindow {
+    /// Does nothing: the memory belongs to this process anyway.
+    fn release_pages(&self, _: Range<usize>) {}
 }
 
-/// What a rank shows to its peers in one exchange.
-struct Post {
-    call: Call,
-    parts: Vec<Part>,
-    /// all_to_all: what this rank expects from each rank.
-    expects: Vec<usize>,
+/// What a rank publishes to its peers in one exchange.
+struct Contribution {
+    call: CollectiveCall,
+    slices: Vec<PublishedSlice>,
+    /// In an all-to-all: the number of elements that this rank expects from each rank.
+    expected: Vec<usize>,
 }
 
 /// Memory of a rank that peers may read during one exchange.
 #[derive(Clone, Copy)]
-struct Part {
-    ptr: *const u8,
+struct PublishedSlice {
+    address: *const u8,
     bytes: usize,
-    /// Bytes of an element.
-    size: usize,
+    element_bytes: usize,
 }
 
-// SAFETY: a Part is only read inside an exchange, whose end all readers' ends precede (see the module's comment).
-unsafe impl Send for Part {}
-// SAFETY: as above; parts are never written through.
-unsafe impl Sync for Part {}
+// SAFETY: the memory is read only inside an exchange, which ends after all reads (module comment).
+unsafe impl Send for PublishedSlice {}
+// SAFETY: see `Send`; the memory is never written through this address.
+unsafe impl Sync for PublishedSlice {}
 
-impl Part {
-    fn of(x: &[f32]) -> Self {
-        Part { ptr: x.as_ptr().cast(), bytes: size_of_val(x), size: size_of::<f32>() }
+impl PublishedSlice {
+    fn from_f32(x: &[f32]) -> Self {
+        let (address, bytes) = (x.as_ptr().cast(), size_of_val(x));
+        PublishedSlice { address, bytes, element_bytes: size_of::<f32>() }
     }
 
-    /// Elements of `size` bytes.
-    fn of_elements(x: &[u8], size: usize) -> Self {
-        Part { ptr: x.as_ptr(), bytes: x.len(), size }
+    /// Publishes elements of `element_bytes` bytes each.
+    fn from_bytes(x: &[u8], element_bytes: usize) -> Self {
+        PublishedSlice { address: x.as_ptr(), bytes: x.len(), element_bytes }
     }
 
+    /// Number of elements.
     fn len(&self) -> usize {
-        self.bytes / self.size
+        self.bytes / self.element_bytes
     }
 
     /// # Safety
-    /// Made by [`Part::of`], and only inside the exchange in which it was posted.
-    unsafe fn floats<'a>(&self) -> &'a [f32] {
-        // SAFETY: the caller's promise; the owner doesn't write or free it before the exchange ends.
-        unsafe { std::slice::from_raw_parts(self.ptr.cast(), self.len()) }
+    /// The slice was made by [`PublishedSlice::from_f32`], and its exchange has not ended.
+    unsafe fn as_f32<'a>(&self) -> &'a [f32] {
+        // SAFETY: the caller's promise; the owner does not write or free the memory before the end.
+        unsafe { std::slice::from_raw_parts(self.address.cast(), self.len()) }
     }
 
     /// # Safety
-    /// Only inside the exchange in which it was posted.
-    unsafe fn bytes<'a>(&self) -> &'a [u8] {
+    /// The exchange in which the slice was published has not ended.
+    unsafe fn as_bytes<'a>(&self) -> &'a [u8] {
         // SAFETY: the caller's promise.
-        unsafe { std::slice::from_raw_parts(self.ptr, self.bytes) }
+        unsafe { std::slice::from_raw_parts(self.address, self.bytes) }
     }
 }
 
-impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        // nothing panics while the lock is held, so a poisoned one is whole
+impl LocalGroup {
+    fn lock(&self) -> MutexGuard<'_, GroupState> {
+        // no code panics while it holds the lock, so the state is consistent
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn sleep<'a>(&self, state: MutexGuard<'a, State>, deadline: Instant) -> MutexGuard<'a, State> {
+    /// Waits for a change of the state, at most until `deadline`.
+    fn wait_for_change<'a>(
+        &self,
+        state: MutexGuard<'a, GroupState>,
+        deadline: Instant,
+    ) -> MutexGuard<'a, GroupState> {
         let limit = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
         self.changed.wait_timeout(state, limit).unwrap_or_else(PoisonError::into_inner).0
     }
 
-    fn abort(&self, reason: &str) {
-        let mut state = self.lock();
-        state.aborted.get_or_insert_with(|| reason.to_owned());
+    /// Aborts the group. The first reason is kept.
+    fn abort(&self, reason: AbortReason) {
+        self.lock().aborted.get_or_insert(reason);
         self.changed.notify_all();
     }
 }
 
-/// Held while a rank reads: its end, by return or by panic, waits until no peer reads this rank's memory any more.
-struct Reading<'a> {
+/// Counts this rank as a reader. Dropping it, by return or by panic, waits until no peer reads this
+/// rank's memory any more.
+struct ReadGuard<'a> {
     comm: &'a LocalComm,
-    round: u64,
+    exchange: u64,
 }
 
-impl Drop for Reading<'_> {
+impl Drop for ReadGuard<'_> {
     fn drop(&mut self) {
-        let shared = &*self.comm.shared;
-        let mut state = shared.lock();
-        state.reading -= 1;
-        state.finished[self.comm.at.rank] = self.round;
+        let group = &*self.comm.group;
+        let rank = self.comm.position.rank;
+        let mut state = group.lock();
+        state.readers -= 1;
+        state.finished[rank] = self.exchange;
         if std::thread::panicking() {
-            let reason = format!("rank {} panicked inside a collective", self.comm.at.rank);
-            state.aborted.get_or_insert(reason);
+            state.aborted.get_or_insert(AbortReason::RankPanicked { rank });
         }
-        let over = |s: &State| {
-            s.finished.iter().all(|&f| f >= self.round) || (s.aborted.is_some() && s.reading == 0)
+        let is_over = |s: &GroupState| {
+            s.finished.iter().all(|&f| f >= self.exchange) || (s.aborted.is_some() && s.readers == 0)
         };
-        if over(&state) {
-            shared.changed.notify_all();
+        if is_over(&state) {
+            group.changed.notify_all();
         }
-        let mut deadline = Instant::now() + shared.wait;
-        while !over(&state) {
+        let mut deadline = Instant::now() + group.timeout;
+        while !is_over(&state) {
             if Instant::now() >= deadline {
-                // A sink that never returns: give up the group, but never the memory that it reads.
-                let reason =
-                    format!("a peer of rank {} reads for longer than {:?}", self.comm.at.rank, shared.wait);
-                state.aborted.get_or_insert(reason);
-                deadline = Instant::now() + shared.wait;
-                shared.changed.notify_all();
+                // A sink that never returns: abort the group, but keep the memory that it reads.
+                let message = format!(
+                    "a peer of rank {rank} reads its memory for longer than {}",
+                    crate::error::seconds(group.timeout)
+                );
+                state.aborted.get_or_insert(AbortReason::RankFailed { rank, message });
+                deadline = Instant::now() + group.timeout;
+                group.changed.notify_all();
             }
-            state = shared.sleep(state, deadline);
+            state = group.wait_for_change(state, deadline);
         }
     }
 }
 
 impl LocalComm {
-    /// Begins a collective; fails when the group is aborted or the arguments don't fit.
-    fn enter(&self, call: std::result::Result<Call, String>) -> Result<(MutexGuard<'_, Turn>, Call)> {
-        let mut turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(reason) = self.shared.lock().aborted.clone() {
+    /// Begins a collective. Fails if the group is aborted or the arguments are invalid.
+    fn begin_call(
+        &self,
+        call: std::result::Result<CollectiveCall, ArgumentError>,
+    ) -> Result<(MutexGuard<'_, CallState>, CollectiveCall)> {
+        let mut call_state = self.call_state.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(reason) = self.group.lock().aborted.clone() {
             return Err(CommError::Aborted(reason));
         }
-        let call = call.map_err(|e| self.disagree(format!("rank {}: {e}", self.at.rank)))?.numbered(turn.seq);
-        turn.seq += 1;
-        Ok((turn, call))
+        let rank = self.position.rank;
+        let call = call
+            .map_err(|error| self.abort_with(CommError::InvalidArguments { rank, error }))?
+            .with_number(call_state.calls);
+        call_state.calls += 1;
+        Ok((call_state, call))
     }
 
-    /// A mismatch ends the group: later calls would pair with the wrong ones.
-    fn disagree(&self, what: String) -> CommError {
-        let error = CommError::Mismatch(what);
-        self.abort(&error.to_string());
+    /// Aborts the group because of `error`: later calls would pair with the wrong ones.
+    fn abort_with(&self, error: CommError) -> CommError {
+        self.group.abort(error.abort_reason(self.position.rank));
         error
     }
 
-    /// Posts `parts`, waits for every rank, checks that all called the same, lets `read` read the peers' posts, and
-    /// returns when nobody reads any more.
-    fn exchange(&self, turn: &mut Turn, post: Post, read: impl FnOnce(&[Arc<Post>])) -> Result<()> {
-        turn.round += 1;
-        let round = turn.round;
-        let posts = self.meet(round, post)?;
-        let reading = Reading { comm: self, round };
-        read(&posts);
-        drop(reading);
-        let state = self.shared.lock();
+    /// Publishes `contribution`, waits for every rank, checks that all made the same call, lets
+    /// `read` read the peers' contributions, and returns when no rank reads any more.
+    fn exchange(
+        &self,
+        call_state: &mut CallState,
+        contribution: Contribution,
+        read: impl FnOnce(&[Arc<Contribution>]),
+    ) -> Result<()> {
+        call_state.exchanges += 1;
+        let exchange = call_state.exchanges;
+        let contributions = self.wait_for_peers(exchange, contribution)?;
+        let guard = ReadGuard { comm: self, exchange };
+        read(&contributions);
+        drop(guard);
+        let state = self.group.lock();
         match &state.aborted {
-            Some(reason) if state.finished.iter().any(|&f| f < round) => {
+            Some(reason) if state.finished.iter().any(|&f| f < exchange) => {
                 Err(CommError::Aborted(reason.clone()))
             }
             _ => Ok(()),
         }
     }
 
-    /// The first half of an exchange. On success this rank counts as reading.
-    fn meet(&self, round: u64, post: Post) -> Result<Vec<Arc<Post>>> {
-        let shared = &*self.shared;
-        let call = post.call;
-        let deadline = Instant::now() + shared.wait;
-        let mut state = shared.lock();
-        state.posts[self.at.rank] = Some(Arc::new(post));
-        state.posted[self.at.rank] = round;
-        let all = |s: &State| s.posted.iter().all(|&p| p >= round);
-        if all(&state) {
-            shared.changed.notify_all();
+    /// Runs the first half of an exchange. On success this rank counts as a reader.
+    fn wait_for_peers(&self, exchange: u64, contribution: Contribution) -> Result<Vec<Arc<Contribution>>> {
+        let group = &*self.group;
+        let call = contribution.call;
+        let deadline = Instant::now() + group.timeout;
+        let mut state = group.lock();
+        state.contributions[self.position.rank] = Some(Arc::new(contribution));
+        state.entered[self.position.rank] = exchange;
+        let is_complete = |s: &GroupState| s.entered.iter().all(|&e| e >= exchange);
+        if is_complete(&state) {
+            group.changed.notify_all();
         }
-        while !all(&state) && state.aborted.is_none() {
-            let missing: Vec<usize> = (0..self.at.world).filter(|&r| state.posted[r] < round).collect();
-            if let Some(gone) = missing.iter().find(|&&r| state.left[r]) {
-                let reason = format!("rank {gone} left the group before {}", call.kind.name());
-                state.aborted.get_or_insert(reason);
-                shared.changed.notify_all();
+        while !is_complete(&state) && state.aborted.is_none() {
+            let ranks = 0..self.position.world;
+            let missing: Vec<usize> = ranks.filter(|&r| state.entered[r] < exchange).collect();
+            if let Some(&rank) = missing.iter().find(|&&r| state.has_left[r]) {
+                let collective = call.kind.name().to_owned();
+                state.aborted.get_or_insert(AbortReason::PeerLeft { rank, collective });
+                group.changed.notify_all();
                 break;
             }
             if Instant::now() >= deadline {
-                let reason = self.give_up(&call, &missing);
-                state.aborted.get_or_insert_with(|| reason.clone());
-                shared.changed.notify_all();
-                return Err(CommError::Io(reason)); // not all have posted, so nobody reads
+                let error = self.timeout_error(&call, missing);
+                state.aborted.get_or_insert_with(|| error.abort_reason(self.position.rank));
+                group.changed.notify_all();
+                return Err(error); // not all ranks have entered, so no rank reads
             }
-            state = shared.sleep(state, deadline);
+            state = group.wait_for_change(state, deadline);
         }
-        // Compared before the abort flag is looked at: every rank that met the others names the mismatch itself.
-        if all(&state) {
-            let posts: Vec<Arc<Post>> = state.posts.iter().flatten().cloned().collect();
-            if let Err(what) = self.compare(&call, &posts) {
-                let error = CommError::Mismatch(what);
-                state.aborted.get_or_insert_with(|| error.to_string());
-                shared.changed.notify_all();
-                return self.await_readers(state, error);
+        // Compare before checking for an abort: every rank that met the others reports the
+        // mismatch.
+        if is_complete(&state) {
+            let contributions: Vec<Arc<Contribution>> =
+                state.contributions.iter().flatten().cloned().collect();
+            if let Err(mismatch) = self.check_contributions(&call, &contributions) {
+                let error = CommError::Mismatch(mismatch);
+                state.aborted.get_or_insert_with(|| error.abort_reason(self.position.rank));
+                group.changed.notify_all();
+                return self.wait_for_readers(state, error);
             }
             if state.aborted.is_none() {
-                state.reading += 1;
-                return Ok(posts);
+                state.readers += 1;
+                return Ok(contributions);
             }
         }
-        let reason = state.aborted.clone().unwrap_or_default();
-        self.await_readers(state, CommError::Aborted(reason))
+        let reason = state.aborted.clone().unwrap_or(AbortReason::Lost);
+        self.wait_for_readers(state, CommError::Aborted(reason))
     }
 
-    /// Returns `error` once nobody reads: the group is aborted, so nobody begins to.
-    fn await_readers<T>(&self, mut state: MutexGuard<'_, State>, error: CommError) -> Result<T> {
-        while state.reading > 0 {
-            state = self.shared.sleep(state, Instant::now() + self.shared.wait);
+    /// Returns `error` once no rank reads. The group is aborted, so no rank begins to read.
+    fn wait_for_readers<T>(&self, mut state: MutexGuard<'_, GroupState>, error: CommError) -> Result<T> {
+        while state.readers > 0 {
+            state = self.group.wait_for_change(state, Instant::now() + self.group.timeout);
         }
         Err(error)
     }
 
-    fn give_up(&self, call: &Call, missing: &[usize]) -> String {
-        format!(
-            "rank {} waited {:?} in {} (call {}) for {}, which did not join it",
-            self.at.rank,
-            self.shared.wait,
-            call.kind.name(),
-            call.seq,
-            call::ranks(missing, self.at.world)
-        )
+    fn timeout_error(&self, call: &CollectiveCall, missing: Vec<usize>) -> CommError {
+        let GroupPosition { rank, world } = self.position;
+        let (collective, call_number, timeout) = (call.kind, call.number, self.group.timeout);
+        CommError::Timeout { rank, world, collective, call_number, timeout, missing }
     }
 
-    fn compare(&self, call: &Call, posts: &[Arc<Post>]) -> std::result::Result<(), String> {
-        let me = self.at.rank;
-        for (peer, post) in posts.iter().enumerate() {
-            call.agree(me, peer, post.call.words())?;
+    /// Checks that every rank made the same call, and that the lengths of an all-to-all fit.
+    fn check_contributions(
+        &self,
+        call: &CollectiveCall,
+        contributions: &[Arc<Contribution>],
+    ) -> std::result::Result<(), CallMismatch> {
+        let rank = self.position.rank;
+        for (peer, theirs) in contributions.iter().enumerate() {
+            call.check_peer(rank, peer, theirs.call.to_words())?;
         }
-        if call.kind == call::Kind::AllToAll {
-            for (peer, post) in posts.iter().enumerate() {
-                let (ours, sent) = (posts[me].expects[peer] as u64, post.parts[me].len() as u64);
-                call::pair(peer, me, sent, ours)?;
-                let (sent, theirs) = (posts[me].parts[peer].len() as u64, post.expects[me] as u64);
-                call::pair(me, peer, sent, theirs)?;
+        if call.kind == CollectiveKind::AllToAll {
+            let ours = &contributions[rank];
+            for (peer, theirs) in contributions.iter().enumerate() {
+                let (sent, expected) = (theirs.slices[rank].len(), ours.expected[peer]);
+                call::check_transfer(peer, rank, sent as u64, expected as u64)?;
+                let (sent, expected) = (ours.slices[peer].len(), theirs.expected[rank]);
+                call::check_transfer(rank, peer, sent as u64, expected as u64)?;
             }
         }
         Ok(())
     }
 
-    /// `x` becomes its sum over the ranks: each rank sums its share, then all gather the shares.
-    fn all_reduce_large(&self, turn: &mut Turn, call: Call, x: &mut [f32]) -> Result<()> {
-        let mine = call::share(x.len(), self.at.rank, self.at.world);
-        let mut sum = vec![0.0; mine.len()];
-        let post = Post { call, parts: vec![Part::of(x)], expects: Vec::new() };
-        self.exchange(turn, post, |posts| {
-            // SAFETY: inside the exchange; `x` isn't written before it ends.
-            let parts: Vec<&[f32]> =
-                posts.iter().map(|p| unsafe { &p.parts[0].floats()[mine.clone()] }).collect();
-            tree_sum(&mut sum, &parts);
+    /// All-reduces `x` in two exchanges: each rank sums its share, then all gather the shares.
+    fn all_reduce_large(
+        &self,
+        call_state: &mut CallState,
+        call: CollectiveCall,
+        x: &mut [f32],
+    ) -> Result<()> {
+        let share = call::even_share(x.len(), self.position.rank, self.position.world);
+        let mut sum = vec![0.0; share.len()];
+        let contribution =
+            Contribution { call, slices: vec![PublishedSlice::from_f32(x)], expected: Vec::new() };
+        self.exchange(call_state, contribution, |peers| {
+            // SAFETY: inside the exchange; `x` is not written before it ends.
+            let addends: Vec<&[f32]> =
+                peers.iter().map(|p| unsafe { &p.slices[0].as_f32()[share.clone()] }).collect();
+            tree_sum(&mut sum, &addends);
         })?;
-        let post = Post { call, parts: vec![Part::of(&sum)], expects: Vec::new() };
-        self.exchange(turn, post, |posts| {
+        let contribution =
+            Contribution { call, slices: vec![PublishedSlice::from_f32(&sum)], expected: Vec::new() };
+        self.exchange(call_state, contribution, |peers| {
             let len = x.len();
-            for (rank, post) in posts.iter().enumerate() {
+            for (rank, peer) in peers.iter().enumerate() {
                 // SAFETY: inside the exchange.
-                let share = unsafe { post.parts[0].floats() };
-                x[call::share(len, rank, posts.len())].copy_from_slice(share);
+                let sum = unsafe { peer.slices[0].as_f32() };
+                x[call::even_share(len, rank, peers.len())].copy_from_slice(sum);
             }
         })
     }
@@ -360,29 +402,28 @@ impl LocalComm {
 
 impl Comm for LocalComm {
     fn rank(&self) -> usize {
-        self.at.rank
+        self.position.rank
     }
 
     fn world(&self) -> usize {
-        self.at.world
+        self.position.world
     }
 
     fn all_gather(&self, recv: ViewMut, send: View, counts: &[usize]) -> Result<()> {
-        let size = send.dtype().size();
-        let call =
-            Call::all_gather_of(self.at, (recv.len(), recv.dtype().size()), (send.len(), size), counts);
-        let (mut turn, call) = self.enter(call)?;
+        let shapes = (BufferShape::new(recv.as_view()), BufferShape::new(send));
+        let call = CollectiveCall::all_gather(self.position, shapes.0, shapes.1, counts);
+        let (mut call_state, call) = self.begin_call(call)?;
         let (recv, send) = (recv.bytes(), send.bytes());
-        if self.at.world == 1 {
+        if self.position.world == 1 {
             recv.copy_from_slice(send);
             return Ok(());
         }
-        let post = Post { call, parts: vec![Part::of_elements(send, size)], expects: Vec::new() };
-        self.exchange(&mut turn, post, |posts| {
+        let slices = vec![PublishedSlice::from_bytes(send, shapes.1.element_bytes)];
+        self.exchange(&mut call_state, Contribution { call, slices, expected: Vec::new() }, |peers| {
             let mut rest = recv;
-            for post in posts {
+            for peer in peers {
                 // SAFETY: inside the exchange.
-                let part = unsafe { post.parts[0].bytes() };
+                let part = unsafe { peer.slices[0].as_bytes() };
                 let (to, tail) = rest.split_at_mut(part.len());
                 to.copy_from_slice(part);
                 rest = tail;
@@ -390,76 +431,85 @@ impl Comm for LocalComm {
         })
     }
 
-    fn reduce_scatter_fold(&self, partials: &[View], counts: &[usize], sink: &mut Sink) -> Result<()> {
+    fn reduce_scatter_ordered(
+        &self,
+        partials: &[View],
+        counts: &[usize],
+        sink: &mut PartialSink,
+    ) -> Result<()> {
         let lens = partials.iter().map(View::len);
-        let (mut turn, call) = self.enter(Call::reduce_scatter_fold(self.at, lens, counts))?;
-        if self.at.world == 1 {
+        let call = CollectiveCall::reduce_scatter_ordered(self.position, lens, counts);
+        let (mut call_state, call) = self.begin_call(call)?;
+        if self.position.world == 1 {
             partials.iter().enumerate().for_each(|(i, p)| sink(0, i, *p));
             return Ok(());
         }
-        let start = call::starts(counts)[self.at.rank];
-        let mine = start..start + counts[self.at.rank];
-        let parts = partials.iter().map(|p| Part::of(p.host())).collect();
-        self.exchange(&mut turn, Post { call, parts, expects: Vec::new() }, |posts| {
-            for (rank, post) in posts.iter().enumerate() {
-                for (i, part) in post.parts.iter().enumerate() {
+        let start = call::offsets(counts)[self.position.rank];
+        let part = start..start + counts[self.position.rank];
+        let slices = partials.iter().map(|p| PublishedSlice::from_f32(p.host())).collect();
+        self.exchange(&mut call_state, Contribution { call, slices, expected: Vec::new() }, |peers| {
+            for (rank, peer) in peers.iter().enumerate() {
+                for (i, slice) in peer.slices.iter().enumerate() {
                     // SAFETY: inside the exchange.
-                    let partial = unsafe { part.floats() };
-                    sink(rank, i, (&partial[mine.clone()]).into());
+                    let partial = unsafe { slice.as_f32() };
+                    sink(rank, i, (&partial[part.clone()]).into());
                 }
             }
         })
     }
 
     fn reduce_scatter(&self, recv: ViewMut, send: View, counts: &[usize]) -> Result<()> {
-        let (mut turn, call) = self.enter(Call::reduce_scatter(self.at, recv.len(), send.len(), counts))?;
+        let call = CollectiveCall::reduce_scatter(self.position, recv.len(), send.len(), counts);
+        let (mut call_state, call) = self.begin_call(call)?;
         let (recv, send) = (recv.host(), send.host());
-        if self.at.world == 1 {
+        if self.position.world == 1 {
             recv.copy_from_slice(send);
             return Ok(());
         }
-        let start = call::starts(counts)[self.at.rank];
-        let mine = start..start + recv.len();
-        let post = Post { call, parts: vec![Part::of(send)], expects: Vec::new() };
-        self.exchange(&mut turn, post, |posts| {
+        let start = call::offsets(counts)[self.position.rank];
+        let part = start..start + recv.len();
+        let slices = vec![PublishedSlice::from_f32(send)];
+        self.exchange(&mut call_state, Contribution { call, slices, expected: Vec::new() }, |peers| {
             // SAFETY: inside the exchange.
-            let parts: Vec<&[f32]> =
-                posts.iter().map(|p| unsafe { &p.parts[0].floats()[mine.clone()] }).collect();
-            tree_sum(recv, &parts);
+            let addends: Vec<&[f32]> =
+                peers.iter().map(|p| unsafe { &p.slices[0].as_f32()[part.clone()] }).collect();
+            tree_sum(recv, &addends);
         })
     }
 
     fn all_reduce(&self, x: ViewMut) -> Result<()> {
-        let (mut turn, call) = self.enter(Ok(Call::all_reduce(x.len())))?;
-        if self.at.world == 1 {
+        let (mut call_state, call) = self.begin_call(Ok(CollectiveCall::all_reduce(x.len())))?;
+        if self.position.world == 1 {
             return Ok(());
         }
         let x = x.host();
-        if x.len() > SMALL {
-            return self.all_reduce_large(&mut turn, call, x);
+        if x.len() > MAX_SINGLE_EXCHANGE_LEN {
+            return self.all_reduce_large(&mut call_state, call, x);
         }
         let mut sum = vec![0.0; x.len()];
-        let post = Post { call, parts: vec![Part::of(x)], expects: Vec::new() };
-        self.exchange(&mut turn, post, |posts| {
-            // SAFETY: inside the exchange; `x` isn't written before it ends.
-            let parts: Vec<&[f32]> = posts.iter().map(|p| unsafe { p.parts[0].floats() }).collect();
-            tree_sum(&mut sum, &parts);
+        let slices = vec![PublishedSlice::from_f32(x)];
+        self.exchange(&mut call_state, Contribution { call, slices, expected: Vec::new() }, |peers| {
+            // SAFETY: inside the exchange; `x` is not written before it ends.
+            let addends: Vec<&[f32]> = peers.iter().map(|p| unsafe { p.slices[0].as_f32() }).collect();
+            tree_sum(&mut sum, &addends);
         })?;
         x.copy_from_slice(&sum);
         Ok(())
     }
 
     fn broadcast(&self, x: ViewMut, root: usize) -> Result<()> {
-        let (mut turn, call) = self.enter(Call::broadcast(self.at, x.len(), root))?;
-        if self.at.world == 1 {
+        let call = CollectiveCall::broadcast(self.position, x.len(), root);
+        let (mut call_state, call) = self.begin_call(call)?;
+        if self.position.world == 1 {
             return Ok(());
         }
         let x = x.host();
-        let parts = if self.at.rank == root { vec![Part::of(x)] } else { Vec::new() };
-        self.exchange(&mut turn, Post { call, parts, expects: Vec::new() }, |posts| {
-            if self.at.rank != root {
-                // SAFETY: inside the exchange; the root doesn't write its `x`.
-                x.copy_from_slice(unsafe { posts[root].parts[0].floats() });
+        let is_root = self.position.rank == root;
+        let slices = if is_root { vec![PublishedSlice::from_f32(x)] } else { Vec::new() };
+        self.exchange(&mut call_state, Contribution { call, slices, expected: Vec::new() }, |peers| {
+            if !is_root {
+                // SAFETY: inside the exchange.
+                x.copy_from_slice(unsafe { peers[root].slices[0].as_f32() });
             }
         })
     }
@@ -471,24 +521,24 @@ impl Comm for LocalComm {
         send: View,
         send_counts: &[usize],
     ) -> Result<()> {
-        let size = send.dtype().size();
-        let lens = ((recv.len(), recv.dtype().size()), (send.len(), size));
-        let call = Call::all_to_all_of(self.at, lens.0, recv_counts, lens.1, send_counts);
-        let (mut turn, call) = self.enter(call)?;
+        let shapes = (BufferShape::new(recv.as_view()), BufferShape::new(send));
+        let call = CollectiveCall::all_to_all(self.position, shapes.0, recv_counts, shapes.1, send_counts);
+        let (mut call_state, call) = self.begin_call(call)?;
         let (recv, send) = (recv.bytes(), send.bytes());
-        if self.at.world == 1 {
+        if self.position.world == 1 {
             recv.copy_from_slice(send);
             return Ok(());
         }
-        let starts = call::starts(send_counts);
-        let part = |(&at, &n)| Part::of_elements(&send[at * size..(at + n) * size], size);
-        let parts = starts.iter().zip(send_counts).map(part).collect();
-        let post = Post { call, parts, expects: recv_counts.to_vec() };
-        self.exchange(&mut turn, post, |posts| {
+        let size = shapes.1.element_bytes;
+        let starts = call::offsets(send_counts);
+        let slice = |(&start, &n)| PublishedSlice::from_bytes(&send[start * size..(start + n) * size], size);
+        let slices = starts.iter().zip(send_counts).map(slice).collect();
+        let contribution = Contribution { call, slices, expected: recv_counts.to_vec() };
+        self.exchange(&mut call_state, contribution, |peers| {
             let mut rest = recv;
-            for post in posts {
+            for peer in peers {
                 // SAFETY: inside the exchange.
-                let part = unsafe { post.parts[self.at.rank].bytes() };
+                let part = unsafe { peer.slices[self.position.rank].as_bytes() };
                 let (to, tail) = rest.split_at_mut(part.len());
                 to.copy_from_slice(part);
                 rest = tail;
@@ -497,55 +547,58 @@ impl Comm for LocalComm {
     }
 
     fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
-        let (mut turn, call) = self.enter(Call::all_gather_bytes(bytes.len()))?;
-        let mut all = Vec::with_capacity(self.at.world);
-        let post = Post { call, parts: vec![Part::of_elements(bytes, 1)], expects: Vec::new() };
-        self.exchange(&mut turn, post, |posts| {
+        let (mut call_state, call) = self.begin_call(CollectiveCall::all_gather_bytes(bytes.len()))?;
+        let mut gathered = Vec::with_capacity(self.position.world);
+        let slices = vec![PublishedSlice::from_bytes(bytes, 1)];
+        self.exchange(&mut call_state, Contribution { call, slices, expected: Vec::new() }, |peers| {
             // SAFETY: inside the exchange.
-            all.extend(posts.iter().map(|p| unsafe { p.parts[0].bytes() }.to_vec()));
+            gathered.extend(peers.iter().map(|p| unsafe { p.slices[0].as_bytes() }.to_vec()));
         })?;
-        Ok(all)
+        Ok(gathered)
     }
 
     fn shared_window(&self, dtype: Dtype, counts: &[usize]) -> Result<Option<SharedWindow>> {
-        let call = Call::common(self.at, counts, dtype.size());
-        let (mut turn, call) = self.enter(call)?;
-        if self.at.rank == 0 {
+        let call = CollectiveCall::shared_window(self.position, counts, dtype.size());
+        let (mut call_state, call) = self.begin_call(call)?;
+        if self.position.rank == 0 {
             let mut memory = Buf::zeroed_as(dtype, counts.iter().sum());
             let start = NonNull::from(memory.view_mut().bytes()).cast();
-            self.shared.lock().common = Some(Arc::new(Region { start, _memory: memory }));
+            self.group.lock().window = Some(Arc::new(LocalWindow { start, _memory: memory }));
         }
-        let mut region = None;
-        let post = Post { call, parts: Vec::new(), expects: Vec::new() };
-        // Rank 0 replaces it in a later call only, and nobody leaves this one before all have read it.
-        self.exchange(&mut turn, post, |_| region = self.shared.lock().common.clone())?;
-        let region = region.ok_or_else(|| self.disagree("rank 0 gave no common memory".into()))?;
-        let start = region.start;
-        // SAFETY: the region has this many elements of this type: all ranks gave the same counts.
-        Ok(Some(unsafe { SharedWindow::new(region, start, dtype, counts, self.at.rank) }))
+        let mut window = None;
+        let contribution = Contribution { call, slices: Vec::new(), expected: Vec::new() };
+        // Rank 0 replaces the window only in a later call, and no rank leaves this call before all
+        // have read it.
+        self.exchange(&mut call_state, contribution, |_| window = self.group.lock().window.clone())?;
+        let window = window.expect("rank 0 allocates the window before it enters the exchange");
+        let start = window.start;
+        // SAFETY: the window has this many elements of this type: all ranks gave the same counts.
+        Ok(Some(unsafe { SharedWindow::new(window, start, dtype, counts, self.position.rank) }))
     }
 
     fn barrier(&self) -> Result<()> {
-        let (mut turn, call) = self.enter(Ok(Call::barrier()))?;
-        self.exchange(&mut turn, Post { call, parts: Vec::new(), expects: Vec::new() }, |_| ())
+        let (mut call_state, call) = self.begin_call(Ok(CollectiveCall::barrier()))?;
+        let contribution = Contribution { call, slices: Vec::new(), expected: Vec::new() };
+        self.exchange(&mut call_state, contribution, |_| ())
     }
 
     fn abort(&self, reason: &str) {
-        self.shared.abort(reason);
+        self.group.abort(AbortReason::requested(reason));
     }
 
-    fn aborted(&self) -> Option<String> {
-        self.shared.lock().aborted.clone()
+    fn abort_reason(&self) -> Option<AbortReason> {
+        self.group.lock().aborted.clone()
     }
 }
 
 impl Drop for LocalComm {
     fn drop(&mut self) {
-        let mut state = self.shared.lock();
-        state.left[self.at.rank] = true;
+        let rank = self.position.rank;
+        let mut state = self.group.lock();
+        state.has_left[rank] = true;
         if std::thread::panicking() {
-            state.aborted.get_or_insert_with(|| format!("rank {} panicked", self.at.rank));
+            state.aborted.get_or_insert(AbortReason::RankPanicked { rank });
         }
-        self.shared.changed.notify_all();
+        self.group.changed.notify_all();
     }
 }

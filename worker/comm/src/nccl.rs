@@ -1,16 +1,20 @@
-//! NCCL, found at run time: groups of ranks whose buffers lie in GPU memory.
+//! NCCL, opened at run time: [`NcclComm`] for collectives, on top of [`NcclGroup`] and
+//! [`NcclLibrary`].
 //!
-//! Every communicator is non-blocking: a call never waits inside the library, and every wait is a loop of ours that looks at
-//! the library's state, at [`Group::abort`] and at the clock. So a peer that died or never came is an error, not a hang.
+//! Every communicator is non-blocking. A call never waits inside the library. Every wait is a loop
+//! of this module that polls the state of the communicator, [`NcclGroup::abort`] and the clock. So
+//! a peer that died or never joined is an error, not a hang.
 //!
-//! Functions put work on a CUDA stream and return; [`Group::finish`] waits for it. Addresses and streams are the caller's.
+//! Functions enqueue work on a CUDA stream and return; [`NcclGroup::wait_done`] waits for it. The
+//! caller passes device addresses and streams.
 mod binding;
 mod comm;
+mod error;
 
+use crate::AbortReason;
 use binding::{Api, Config, Handle, IN_PROGRESS, SUCCESS};
 use std::{
     ffi::{CStr, c_int, c_void},
-    fmt,
     path::{Path, PathBuf},
     ptr,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
@@ -18,209 +22,174 @@ use std::{
     time::{Duration, Instant},
 };
 
-pub use binding::{DataType, Sum};
+pub use binding::{DataType, ReduceOp};
 pub use comm::NcclComm;
+pub use error::{NcclError, Result};
 
-/// The oldest NCCL whose non-blocking communicators are used.
-const OLDEST: c_int = 21_800;
-/// The first version that lets ranks share a GPU; before that they are a duplicate GPU, and refused.
-const SHARES_GPUS: c_int = 23_000;
-/// Between two looks at the state of a communicator, first and longest.
-const FIRST_LOOK: Duration = Duration::from_micros(20);
-const LONGEST_LOOK: Duration = Duration::from_millis(2);
-/// Bytes of a unique id.
+/// The oldest supported version, 2.18. Older ones have no reliable non-blocking communicators.
+const MIN_VERSION: c_int = 21_800;
+/// The first version in which ranks can share a GPU, 2.30. Older ones reject a duplicate GPU.
+const MIN_GPU_SHARING_VERSION: c_int = 23_000;
+/// The delay between two polls of a communicator grows from this one …
+const MIN_POLL_DELAY: Duration = Duration::from_micros(20);
+/// … to this one.
+const MAX_POLL_DELAY: Duration = Duration::from_millis(2);
+/// Bytes of the unique id of a group.
 pub const ID_BYTES: usize = 128;
 
-/// Why NCCL can't be used, or why work of a group ended.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum NcclError {
-    /// No library: what was tried, and each reason.
-    NotFound(Vec<String>),
-    /// The library lacks something.
-    TooOld { path: PathBuf, what: String },
-    /// A function failed, or the communicator did since.
-    Call { what: String, code: i32, said: String },
-    /// A peer didn't come, or work didn't end, within the limit.
-    Timeout { what: String, limit: Duration },
-    /// [`Group::abort`] was called; the reason is the first one given.
-    Aborted(String),
-    /// The ranks couldn't agree to begin.
-    Meeting(String),
-}
-
-impl fmt::Display for NcclError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            NcclError::NotFound(tried) => write!(
-                f,
-                "NCCL (libnccl.so.2) was not found; tried: {}; install NCCL or `pip install nvidia-nccl-cu13`, or name its \
-                 folder in LD_LIBRARY_PATH",
-                tried.join(", ")
-            ),
-            NcclError::TooOld { path, what } => {
-                write!(f, "{} is too old: {what}; needed: NCCL 2.18", path.display())
-            }
-            NcclError::Call { what, code, said } => write!(f, "{what} failed: {said} ({code})"),
-            NcclError::Timeout { what, limit } => {
-                write!(
-                    f,
-                    "{what} did not end within {} s: is a rank missing, or can't its host be reached?",
-                    limit.as_secs_f32()
-                )
-            }
-            NcclError::Aborted(reason) => write!(f, "collective aborted: {reason}"),
-            NcclError::Meeting(why) => write!(f, "the ranks can't begin with NCCL: {why}"),
-        }
-    }
-}
-
-impl std::error::Error for NcclError {}
-
-/// Result of an NCCL call.
-pub type Result<T> = std::result::Result<T, NcclError>;
-
-/// An open NCCL.
+/// An opened NCCL library.
 #[derive(Clone)]
-pub struct Nccl {
+pub struct NcclLibrary {
     api: Arc<Api>,
     path: PathBuf,
     version: c_int,
 }
 
-impl Nccl {
-    /// Opens the library from the first of these folders that has it, or from where the system's loader looks.
-    pub fn open(folders: &[PathBuf]) -> Result<Nccl> {
-        let mut tried = Vec::new();
+impl NcclLibrary {
+    /// Opens `libnccl.so.2` from the first of these directories that has it, or else from where the
+    /// dynamic loader finds it.
+    pub fn open(directories: &[PathBuf]) -> Result<NcclLibrary> {
+        let mut attempts = Vec::new();
         let name = PathBuf::from("libnccl.so.2");
-        for path in folders.iter().map(|folder| folder.join(&name)).chain([name.clone()]) {
-            // SAFETY: NCCL's start-up code has no conditions; which file that is, the machine's owner says.
+        for path in directories.iter().map(|directory| directory.join(&name)).chain([name.clone()]) {
+            // SAFETY: NCCL's initializers have no preconditions. The owner of the machine decides
+            // which file this is.
             match unsafe { libloading::Library::new(&path) } {
-                Ok(library) => return Nccl::of(library, path),
+                Ok(library) => return NcclLibrary::from_library(library, path),
                 Err(e) => {
                     let reason = std::error::Error::source(&e).map(ToString::to_string);
-                    tried.push(reason.unwrap_or_else(|| format!("{}: {e}", path.display())));
+                    attempts.push(reason.unwrap_or_else(|| format!("{}: {e}", path.display())));
                 }
             }
         }
-        Err(NcclError::NotFound(tried))
+        Err(NcclError::LibraryNotFound { attempts })
     }
 
-    fn of(library: libloading::Library, path: PathBuf) -> Result<Nccl> {
-        let api = Api::of(library).map_err(|missing| NcclError::TooOld {
+    fn from_library(library: libloading::Library, path: PathBuf) -> Result<NcclLibrary> {
+        let api = Api::load(library).map_err(|missing| NcclError::LibraryTooOld {
             path: path.clone(),
-            what: format!("it has no {missing}"),
+            found: format!("a version without {}", missing.name),
         })?;
-        let mut nccl = Nccl { api: Arc::new(api), path, version: 0 };
+        let mut nccl = NcclLibrary { api: Arc::new(api), path, version: 0 };
         let mut version = 0;
-        // SAFETY: one number is written.
-        let code = unsafe { (nccl.api.ncclGetVersion)(&mut version) };
-        nccl.check("ncclGetVersion", code, ptr::null_mut())?;
-        if version < OLDEST {
-            return Err(NcclError::TooOld { path: nccl.path, what: format!("it is {}", dotted(version)) });
+        // SAFETY: writes one number.
+        let status = unsafe { (nccl.api.ncclGetVersion)(&mut version) };
+        nccl.check("ncclGetVersion", status, ptr::null_mut())?;
+        if version < MIN_VERSION {
+            return Err(NcclError::LibraryTooOld { path: nccl.path, found: format_version(version) });
         }
         nccl.version = version;
         Ok(nccl)
     }
 
-    /// Can two ranks share a GPU where `NCCL_MULTI_RANK_GPU_ENABLE=1`?
-    pub fn shares_gpus(&self) -> bool {
-        self.version >= SHARES_GPUS
+    /// Whether two ranks can share a GPU, if `NCCL_MULTI_RANK_GPU_ENABLE=1` is set.
+    pub fn supports_gpu_sharing(&self) -> bool {
+        self.version >= MIN_GPU_SHARING_VERSION
     }
 
-    /// `2.27.3`
+    /// The version, such as `2.27.3`.
     pub fn version(&self) -> String {
-        dotted(self.version)
+        format_version(self.version)
     }
 
-    /// Only its name where the system's loader found it.
+    /// The file of the library, or only its name if the dynamic loader found it.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Version and path, for people.
+    /// Version and path, for logs and messages.
     pub fn describe(&self) -> String {
         format!("NCCL {} ({})", self.version(), self.path.display())
     }
 
-    /// The id of a new group: made by one rank, told to the others.
+    /// Creates the id of a new group. One rank creates it, and all ranks must know it to join.
     pub fn unique_id(&self) -> Result<[u8; ID_BYTES]> {
         let mut id = binding::UniqueId([0; ID_BYTES]);
-        // SAFETY: an id is written.
+        // SAFETY: writes an id.
         self.check("ncclGetUniqueId", unsafe { (self.api.ncclGetUniqueId)(&mut id) }, ptr::null_mut())?;
         Ok(id.0)
     }
 
-    /// An error of a call; `comm` may be null.
-    fn check(&self, what: &str, code: c_int, comm: Handle) -> Result<()> {
-        if code == SUCCESS || code == IN_PROGRESS {
+    /// Converts the status of a call to an error. `comm` may be null.
+    fn check(&self, function: &str, status: c_int, comm: Handle) -> Result<()> {
+        if status == SUCCESS || status == IN_PROGRESS {
             return Ok(());
         }
-        // SAFETY: texts that live as long as the library, or null; the communicator is the caller's.
-        let said = unsafe {
-            let text = [(self.api.ncclGetErrorString)(code), (self.api.ncclGetLastError)(comm)];
-            let texts = text
+        // SAFETY: the texts are null or live as long as the library; the caller owns the
+        // communicator.
+        let message = unsafe {
+            let texts = [(self.api.ncclGetErrorString)(status), (self.api.ncclGetLastError)(comm)];
+            let texts = texts
                 .into_iter()
-                .filter(|at| !at.is_null())
-                .map(|at| CStr::from_ptr(at).to_string_lossy().into_owned());
+                .filter(|text| !text.is_null())
+                .map(|text| CStr::from_ptr(text).to_string_lossy().into_owned());
             texts.filter(|t| !t.trim().is_empty()).collect::<Vec<_>>().join(": ")
         };
-        Err(NcclError::Call { what: what.to_owned(), code, said })
+        Err(NcclError::Call { function: function.to_owned(), status, message })
     }
 }
 
-fn dotted(version: c_int) -> String {
+/// `21803` → `2.18.3`
+fn format_version(version: c_int) -> String {
     format!("{}.{}.{}", version / 10_000, version / 100 % 100, version % 100)
 }
 
-/// Waits longer each time, up to a limit in all.
-struct Patience {
-    until: Instant,
-    limit: Duration,
-    next: Duration,
+/// Sleeps between polls, longer each time, until a timeout.
+struct PollBackoff {
+    deadline: Instant,
+    timeout: Duration,
+    delay: Duration,
 }
 
-impl Patience {
-    fn new(limit: Duration) -> Self {
-        Patience { until: Instant::now() + limit, limit, next: FIRST_LOOK }
+impl PollBackoff {
+    fn new(timeout: Duration) -> Self {
+        PollBackoff { deadline: Instant::now() + timeout, timeout, delay: MIN_POLL_DELAY }
     }
 
-    fn wait(&mut self, what: &str) -> Result<()> {
-        if Instant::now() >= self.until {
-            return Err(NcclError::Timeout { what: what.to_owned(), limit: self.limit });
+    /// Sleeps once. Fails after the timeout; `operation` names what did not end.
+    fn wait(&mut self, operation: &str) -> Result<()> {
+        if Instant::now() >= self.deadline {
+            return Err(NcclError::Timeout { operation: operation.to_owned(), timeout: self.timeout });
         }
-        thread::sleep(self.next);
-        self.next = (self.next * 2).min(LONGEST_LOOK);
+        thread::sleep(self.delay);
+        self.delay = (self.delay * 2).min(MAX_POLL_DELAY);
         Ok(())
     }
 }
 
-/// What becomes of a communicator; behind a lock that is only held for calls that don't wait.
-struct State {
-    /// Null once it is given up.
+/// A communicator and why it was aborted. Its lock is held only for calls that do not wait.
+struct CommunicatorState {
+    /// Null once the communicator is aborted.
     comm: Handle,
     aborted: Option<NcclError>,
 }
 
-// SAFETY: a communicator may be used from any thread, one at a time: the lock.
-unsafe impl Send for State {}
+// SAFETY: a communicator may be used from any thread, one at a time, which the lock ensures.
+unsafe impl Send for CommunicatorState {}
 
-/// One rank of a group.
-pub struct Group {
-    nccl: Nccl,
-    state: Mutex<State>,
+/// One rank's NCCL communicator.
+pub struct NcclGroup {
+    nccl: NcclLibrary,
+    state: Mutex<CommunicatorState>,
     rank: usize,
     world: usize,
-    limit: Duration,
+    timeout: Duration,
 }
 
-impl Group {
-    /// Joins a group of which every rank knows the id; returns when all have come, or `others` are aborted.
-    fn join(nccl: &Nccl, id: [u8; ID_BYTES], others: &dyn crate::Comm, limit: Duration) -> Result<Group> {
-        let (rank, world) = (others.rank(), others.world());
+impl NcclGroup {
+    /// Joins the group of this id. Returns when all ranks have joined; fails if `host_comm` is
+    /// aborted first.
+    fn join(
+        nccl: &NcclLibrary,
+        id: [u8; ID_BYTES],
+        host_comm: &dyn crate::Comm,
+        timeout: Duration,
+    ) -> Result<NcclGroup> {
+        let (rank, world) = (host_comm.rank(), host_comm.world());
         let mut comm = ptr::null_mut();
         let mut config = Config::non_blocking();
-        // SAFETY: one handle is written; the configuration says its size and version.
-        let code = unsafe {
+        // SAFETY: writes one handle; the configuration contains its size and version.
+        let status = unsafe {
             (nccl.api.ncclCommInitRankConfig)(
                 &mut comm,
                 world as c_int,
@@ -229,268 +198,305 @@ impl Group {
                 &mut config,
             )
         };
-        let state = Mutex::new(State { comm, aborted: None });
-        // from here on a failure gives the communicator up
-        let group = Group { nccl: nccl.clone(), state, rank, world, limit };
-        nccl.check("ncclCommInitRankConfig", code, comm)?;
-        let what = format!("joining a group of {world} ranks");
-        let stopped = || others.aborted().map_or(Ok(()), |reason| Err(NcclError::Aborted(reason)));
-        group.settle_unless(&what, &stopped).inspect_err(|e| group.give_up(e.clone()))?;
+        let state = Mutex::new(CommunicatorState { comm, aborted: None });
+        // from here on a failure aborts the communicator
+        let group = NcclGroup { nccl: nccl.clone(), state, rank, world, timeout };
+        nccl.check("ncclCommInitRankConfig", status, comm)?;
+        let operation = format!("joining a group of {world} ranks");
+        let check_abort =
+            || host_comm.abort_reason().map_or(Ok(()), |reason| Err(NcclError::Aborted(reason)));
+        group
+            .wait_accepted_unless(&operation, &check_abort)
+            .inspect_err(|e| group.abort_communicator(e.clone()))?;
         Ok(group)
     }
 
-    /// The ranks meet over `others`, which decides rank and world, and an abort of which ends the wait. Either all ranks have a group
-    /// or none. `limit` holds for this and for every later wait ([`Group::set_limit`]). The card that the thread's CUDA context
-    /// belongs to is the rank's.
-    pub fn meet(nccl: &Nccl, others: &dyn crate::Comm, limit: Duration) -> Result<Group> {
-        let said = match others.rank() {
-            0 => nccl.unique_id().map(|id| id.to_vec()).unwrap_or_else(|e| e.to_string().into_bytes()),
+    /// Creates a communicator of the ranks of `host_comm`. Collective over `host_comm`, whose abort
+    /// ends the wait.
+    ///
+    /// Either all ranks get a communicator or none does. `timeout` applies to this call and to
+    /// every later wait, until [`NcclGroup::set_timeout`]. The rank uses the GPU of the calling
+    /// thread's CUDA context.
+    pub fn connect(nccl: &NcclLibrary, host_comm: &dyn crate::Comm, timeout: Duration) -> Result<NcclGroup> {
+        // The first byte distinguishes an id from an error message.
+        let announcement = match host_comm.rank() {
+            0 => match nccl.unique_id() {
+                Ok(id) => [&[1], &id[..]].concat(),
+                Err(e) => [&[0], e.to_string().as_bytes()].concat(),
+            },
             _ => Vec::new(),
         };
-        let all = others.all_gather_bytes(&said).map_err(|e| NcclError::Meeting(e.to_string()))?;
-        let first = all.first().map_or(&[][..], |said| said);
-        let no_id = || NcclError::Meeting(format!("rank 0 has no id: {}", String::from_utf8_lossy(first)));
-        let id: [u8; ID_BYTES] = first.try_into().map_err(|_| no_id())?;
-        let joined = Group::join(nccl, id, others, limit);
-        let failed = joined.as_ref().err().map(ToString::to_string).unwrap_or_default();
-        let all =
-            others.all_gather_bytes(failed.as_bytes()).map_err(|e| NcclError::Meeting(e.to_string()))?;
+        let announcements = host_comm.all_gather_bytes(&announcement)?;
+        let id = match announcements.first().and_then(|a| a.split_first()) {
+            Some((1, id)) => <[u8; ID_BYTES]>::try_from(id).ok(),
+            _ => None,
+        };
+        let id = id.ok_or_else(|| {
+            let message = announcements.first().and_then(|a| a.get(1..)).unwrap_or_default();
+            NcclError::PeerFailed { rank: 0, message: String::from_utf8_lossy(message).into_owned() }
+        })?;
+        let joined = NcclGroup::join(nccl, id, host_comm, timeout);
+        let error = joined.as_ref().err().map(ToString::to_string).unwrap_or_default();
+        let errors = host_comm.all_gather_bytes(error.as_bytes())?;
         let group = joined?;
-        match all.iter().enumerate().find(|(_, why)| !why.is_empty()) {
+        match errors.iter().enumerate().find(|(_, error)| !error.is_empty()) {
             None => Ok(group),
-            Some((rank, why)) => {
-                Err(NcclError::Meeting(format!("rank {rank}: {}", String::from_utf8_lossy(why))))
+            Some((rank, error)) => {
+                let message = String::from_utf8_lossy(error).into_owned();
+                Err(NcclError::PeerFailed { rank, message })
             }
         }
     }
 
-    /// The limit of every later wait.
-    pub fn set_limit(&mut self, limit: Duration) {
-        self.limit = limit;
+    /// Sets the timeout of every later wait.
+    pub fn set_timeout(&mut self, timeout: Duration) {
+        self.timeout = timeout;
     }
 
-    /// This rank.
+    /// The rank of this communicator.
     pub fn rank(&self) -> usize {
         self.rank
     }
 
-    /// Number of ranks.
+    /// The number of ranks.
     pub fn world(&self) -> usize {
         self.world
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
-        // nothing panics while the lock is held, so a poisoned one is whole
+    fn lock(&self) -> MutexGuard<'_, CommunicatorState> {
+        // no code panics while it holds the lock, so the state is consistent
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Makes every waiting and later call of this rank return [`NcclError::Aborted`], and ends its work on the card. Peers must
-    /// be told by other means: NCCL doesn't. Callable from any thread.
+    /// Makes every waiting and later call of this rank return [`NcclError::Aborted`], and ends its
+    /// work on the GPU. Callable from any thread.
+    ///
+    /// NCCL does not inform the peers. The caller must abort them, too.
     pub fn abort(&self, reason: &str) {
-        self.give_up(NcclError::Aborted(reason.to_owned()));
+        self.abort_communicator(NcclError::Aborted(AbortReason::requested(reason)));
     }
 
-    fn give_up(&self, why: NcclError) {
+    fn abort_communicator(&self, error: NcclError) {
         let mut state = self.lock();
-        state.aborted.get_or_insert(why);
+        state.aborted.get_or_insert(error);
         let comm = std::mem::replace(&mut state.comm, ptr::null_mut());
         if !comm.is_null() {
-            // SAFETY: given up once; nothing can be done about an error.
+            // SAFETY: aborted once. An error of the call changes nothing.
             let _ = unsafe { (self.nccl.api.ncclCommAbort)(comm) };
         }
     }
 
-    /// A call on the communicator, unless it was given up.
-    fn call(&self, what: &str, f: impl FnOnce(&Api, Handle) -> c_int) -> Result<()> {
+    /// Calls a function with the communicator, unless it was aborted.
+    fn call(&self, function: &str, f: impl FnOnce(&Api, Handle) -> c_int) -> Result<()> {
         let state = self.lock();
-        if let Some(why) = &state.aborted {
-            return Err(why.clone());
+        if let Some(error) = &state.aborted {
+            return Err(error.clone());
         }
-        let code = f(&self.nccl.api, state.comm);
-        let failed = self.nccl.check(what, code, state.comm);
+        let status = f(&self.nccl.api, state.comm);
+        let result = self.nccl.check(function, status, state.comm);
         drop(state);
-        failed.inspect_err(|e| self.give_up(e.clone()))
+        result.inspect_err(|e| self.abort_communicator(e.clone()))
     }
 
-    /// Is the communicator still at work? Its errors come out here.
-    fn is_busy(&self, what: &str) -> Result<bool> {
-        let mut said = SUCCESS;
-        self.call(what, |api, comm| {
-            // SAFETY: one number is written.
-            let code = unsafe { (api.ncclCommGetAsyncError)(comm, &mut said) };
-            if code == SUCCESS { said } else { code }
+    /// Whether the communicator is still working on an earlier call. Reports its asynchronous
+    /// errors.
+    fn is_busy(&self, operation: &str) -> Result<bool> {
+        let mut state = SUCCESS;
+        self.call(operation, |api, comm| {
+            // SAFETY: writes one number.
+            let status = unsafe { (api.ncclCommGetAsyncError)(comm, &mut state) };
+            if status == SUCCESS { state } else { status }
         })?;
-        Ok(said == IN_PROGRESS)
+        Ok(state == IN_PROGRESS)
     }
 
-    /// Waits until the communicator has taken what it was given.
-    fn settle(&self, what: &str) -> Result<()> {
-        self.settle_unless(what, &|| Ok(()))
+    /// Waits until the communicator has accepted the last call.
+    fn wait_accepted(&self, operation: &str) -> Result<()> {
+        self.wait_accepted_unless(operation, &|| Ok(()))
     }
 
-    fn settle_unless(&self, what: &str, stopped: &dyn Fn() -> Result<()>) -> Result<()> {
-        let mut patience = Patience::new(self.limit);
-        while self.is_busy(what)? {
-            stopped()?;
-            patience.wait(what)?;
+    fn wait_accepted_unless(&self, operation: &str, check_abort: &dyn Fn() -> Result<()>) -> Result<()> {
+        let mut backoff = PollBackoff::new(self.timeout);
+        while self.is_busy(operation)? {
+            check_abort()?;
+            backoff.wait(operation)?;
         }
         Ok(())
     }
 
-    /// Waits for the work that was put on a stream: until `is_done` says so. Fails as soon as the library reports an error, the
-    /// group is aborted, or the limit is over; then the communicator is given up and the card's kernels end.
-    pub fn finish(&self, what: &str, mut is_done: impl FnMut() -> bool) -> Result<()> {
-        let mut patience = Patience::new(self.limit);
+    /// Waits until `is_done` returns true for work that was enqueued on a stream.
+    ///
+    /// Fails as soon as the library reports an error, the group is aborted, or the timeout is over.
+    /// The communicator is then aborted, and its kernels on the GPU end.
+    pub fn wait_done(&self, operation: &str, mut is_done: impl FnMut() -> bool) -> Result<()> {
+        let mut backoff = PollBackoff::new(self.timeout);
         loop {
-            self.is_busy(what)?;
+            self.is_busy(operation)?;
             if is_done() {
                 return Ok(());
             }
-            patience.wait(what).inspect_err(|e| self.give_up(e.clone()))?;
+            backoff.wait(operation).inspect_err(|e| self.abort_communicator(e.clone()))?;
         }
     }
 
-    /// One function's call, and the wait until it is taken.
-    fn enqueue(&self, what: &str, f: impl FnOnce(&Api, Handle) -> c_int) -> Result<()> {
-        self.call(what, f)?;
-        self.settle(what)
+    /// Calls a function and waits until the communicator has accepted the call.
+    fn enqueue(&self, function: &str, f: impl FnOnce(&Api, Handle) -> c_int) -> Result<()> {
+        self.call(function, f)?;
+        self.wait_accepted(function)
     }
 
-    /// `recv[world · count]` becomes the ranks' `send[count]`, one after the other.
+    /// Concatenates the ranks' `send` (`count` elements each) in `recv`, in rank order.
     ///
     /// # Safety
-    /// The addresses cover the elements until the work is finished, in memory of this rank's card; so for all functions below.
+    /// The addresses point to memory of this rank's GPU that holds the elements until the work is
+    /// done.
     pub unsafe fn all_gather(
         &self,
         recv: u64,
         send: u64,
         count: usize,
-        of: DataType,
-        stream: Stream,
+        dtype: DataType,
+        stream: CudaStream,
     ) -> Result<()> {
         self.enqueue("ncclAllGather", |api, comm| {
             // SAFETY: the caller's promise.
-            unsafe { (api.ncclAllGather)(at(send), at(recv), count, of as c_int, comm, stream.0) }
+            unsafe {
+                (api.ncclAllGather)(pointer(send), pointer(recv), count, dtype as c_int, comm, stream.0)
+            }
         })
     }
 
-    /// `recv[count]` becomes this rank's part of the ranks' sum of `send[world · count]`, in an order that NCCL chooses.
+    /// Reduces the ranks' `send` (`world · count` elements each), and stores this rank's `count`
+    /// elements of the result in `recv`. NCCL chooses the order of the additions.
     ///
     /// # Safety
-    /// As [`Group::all_gather`].
+    /// See [`NcclGroup::all_gather`].
     pub unsafe fn reduce_scatter(
         &self,
         recv: u64,
         send: u64,
         count: usize,
-        of: DataType,
-        sum: Sum,
-        stream: Stream,
+        dtype: DataType,
+        op: ReduceOp,
+        stream: CudaStream,
     ) -> Result<()> {
+        let (from, to) = (pointer(send), pointer(recv));
         self.enqueue("ncclReduceScatter", |api, comm| {
             // SAFETY: the caller's promise.
-            unsafe {
-                (api.ncclReduceScatter)(at(send), at(recv), count, of as c_int, sum as c_int, comm, stream.0)
-            }
+            unsafe { (api.ncclReduceScatter)(from, to, count, dtype as c_int, op as c_int, comm, stream.0) }
         })
     }
 
-    /// `x[count]` becomes the ranks' sum, in an order that NCCL chooses.
+    /// Reduces the ranks' `x` (`count` elements each) in place. NCCL chooses the order of the
+    /// additions.
     ///
     /// # Safety
-    /// As [`Group::all_gather`].
+    /// See [`NcclGroup::all_gather`].
     pub unsafe fn all_reduce(
         &self,
         x: u64,
         count: usize,
-        of: DataType,
-        sum: Sum,
-        stream: Stream,
+        dtype: DataType,
+        op: ReduceOp,
+        stream: CudaStream,
     ) -> Result<()> {
+        let x = pointer(x);
         self.enqueue("ncclAllReduce", |api, comm| {
             // SAFETY: the caller's promise.
-            unsafe { (api.ncclAllReduce)(at(x), at(x), count, of as c_int, sum as c_int, comm, stream.0) }
+            unsafe { (api.ncclAllReduce)(x, x, count, dtype as c_int, op as c_int, comm, stream.0) }
         })
     }
 
-    /// `x[count]` becomes root's.
+    /// Replaces `x` (`count` elements) by the `x` of rank `root`.
     ///
     /// # Safety
-    /// As [`Group::all_gather`].
+    /// See [`NcclGroup::all_gather`].
     pub unsafe fn broadcast(
         &self,
         x: u64,
         count: usize,
-        of: DataType,
+        dtype: DataType,
         root: usize,
-        stream: Stream,
+        stream: CudaStream,
     ) -> Result<()> {
+        let x = pointer(x);
         self.enqueue("ncclBroadcast", |api, comm| {
             // SAFETY: the caller's promise.
-            unsafe { (api.ncclBroadcast)(at(x), at(x), count, of as c_int, root as c_int, comm, stream.0) }
+            unsafe { (api.ncclBroadcast)(x, x, count, dtype as c_int, root as c_int, comm, stream.0) }
         })
     }
 
-    /// Sends and receives that happen together: `(peer, address, elements)`; those of a pair of ranks in the order of the lists.
-    /// With this every collective over unequal parts is made.
+    /// Sends and receives several messages at once.
+    ///
+    /// Between two ranks, the n-th send matches the n-th receive. Collectives with unequal parts
+    /// are made of this.
     ///
     /// # Safety
-    /// As [`Group::all_gather`].
+    /// See [`NcclGroup::all_gather`].
     pub unsafe fn exchange(
         &self,
-        sends: &[(usize, u64, usize)],
-        receives: &[(usize, u64, usize)],
-        of: DataType,
-        stream: Stream,
+        sends: &[PeerBuffer],
+        receives: &[PeerBuffer],
+        dtype: DataType,
+        stream: CudaStream,
     ) -> Result<()> {
-        let peers = sends.iter().chain(receives).map(|(peer, ..)| *peer);
-        if let Some(peer) = peers.into_iter().find(|peer| *peer >= self.world) {
-            return Err(NcclError::Meeting(format!("there is no rank {peer} in a group of {}", self.world)));
+        let mut peers = sends.iter().chain(receives).map(|buffer| buffer.peer);
+        if let Some(peer) = peers.find(|peer| *peer >= self.world) {
+            return Err(NcclError::PeerOutOfRange { peer, world: self.world });
         }
+        let dtype = dtype as c_int;
         self.enqueue("ncclGroupEnd", |api, comm| {
-            // SAFETY: the caller's promise. Between start and end calls only note what is to be done.
+            // SAFETY: the caller's promise. Calls between start and end are only recorded.
             unsafe {
-                let mut code = (api.ncclGroupStart)();
-                for &(peer, from, count) in sends {
-                    code = worse(
-                        code,
-                        (api.ncclSend)(at(from), count, of as c_int, peer as c_int, comm, stream.0),
-                    );
+                let mut status = (api.ncclGroupStart)();
+                for &PeerBuffer { peer, address, len } in sends {
+                    let next = (api.ncclSend)(pointer(address), len, dtype, peer as c_int, comm, stream.0);
+                    status = first_error(status, next);
                 }
-                for &(peer, to, count) in receives {
-                    code = worse(
-                        code,
-                        (api.ncclRecv)(at(to), count, of as c_int, peer as c_int, comm, stream.0),
-                    );
+                for &PeerBuffer { peer, address, len } in receives {
+                    let next = (api.ncclRecv)(pointer(address), len, dtype, peer as c_int, comm, stream.0);
+                    status = first_error(status, next);
                 }
-                // always ended, also after an error
-                worse(code, (api.ncclGroupEnd)())
+                // called after an error, too
+                first_error(status, (api.ncclGroupEnd)())
             }
         })
     }
 }
 
-impl Drop for Group {
+impl Drop for NcclGroup {
     fn drop(&mut self) {
         let mut state = self.lock();
         let comm = std::mem::replace(&mut state.comm, ptr::null_mut());
         if !comm.is_null() {
-            // SAFETY: given up once. Destroying would wait for work of peers that may be gone; nobody waits for ours any more.
+            // SAFETY: aborted once. Destroying the communicator instead would wait for peers, which
+            // may be gone, and no code waits for this rank's work any more.
             let _ = unsafe { (self.nccl.api.ncclCommAbort)(comm) };
         }
     }
 }
 
-/// A CUDA stream.
-#[derive(Clone, Copy, Debug)]
-pub struct Stream(pub *mut c_void);
+/// GPU memory that [`NcclGroup::exchange`] sends to a peer, or receives from it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PeerBuffer {
+    /// The rank of the peer.
+    pub peer: usize,
+    /// The address of the first element.
+    pub address: u64,
+    /// Number of elements.
+    pub len: usize,
+}
 
-fn at(address: u64) -> *mut c_void {
+/// A `cudaStream_t` on which NCCL enqueues work.
+#[derive(Clone, Copy, Debug)]
+pub struct CudaStream(pub *mut c_void);
+
+fn pointer(address: u64) -> *mut c_void {
     address as *mut c_void
 }
 
-/// The first error of two codes, or that work goes on.
-fn worse(first: c_int, second: c_int) -> c_int {
+/// The first status that is an error; otherwise whether work is in progress.
+fn first_error(first: c_int, second: c_int) -> c_int {
     match first {
         SUCCESS | IN_PROGRESS if second != SUCCESS => second,
         _ => first,

@@ -1,62 +1,65 @@
-//! Memory that the ranks of a group have in common, so that what one wrote needs no copy to be read by the others.
+//! [`SharedWindow`]: memory that the ranks of a group share, so that peers read without a copy.
 use device::{Buf, Dtype, View};
 use std::{ops::Range, ptr::NonNull, sync::Arc};
 
-/// What keeps common memory mapped, and lets go of pages of it.
-pub(crate) trait Pages: Send + Sync {
-    /// These bytes won't be read here for a while; what is in them stays.
-    fn let_go(&self, bytes: Range<usize>);
+/// Keeps the memory of a window mapped, and can release pages of it.
+pub(crate) trait WindowMemory: Send + Sync {
+    /// Releases the pages of these bytes from this process. Their contents stay, and the next
+    /// access maps them again.
+    fn release_pages(&self, bytes: Range<usize>);
 }
 
-/// This rank's share of memory that all ranks have in common.
+/// One rank's access to memory that all ranks share.
 pub struct SharedWindow {
-    /// This rank's own elements, to write.
+    /// The elements of this rank, to write.
     pub owned: Buf,
-    /// Everybody's, to read.
+    /// The elements of all ranks, to read.
     pub view: SharedView,
 }
 
-/// The elements of all ranks, to read.
+/// Read access to the elements of all ranks.
 pub struct SharedView {
-    all: Buf,
-    /// Bytes of the own part.
-    own: Range<usize>,
-    pages: Arc<dyn Pages>,
+    elements: Buf,
+    /// Bytes of this rank's elements.
+    owned_bytes: Range<usize>,
+    memory: Arc<dyn WindowMemory>,
 }
 
 impl SharedWindow {
     /// # Safety
-    /// At `start` lie as many elements as `counts` sum up to, for as long as `pages` lives, aligned to their type.
-    pub(crate) unsafe fn new<P: Pages + 'static>(
-        pages: Arc<P>,
+    /// `start` points to as many elements as `counts` sum up to, aligned to their type, for as long
+    /// as `memory` lives.
+    pub(crate) unsafe fn new<M: WindowMemory + 'static>(
+        memory: Arc<M>,
         start: NonNull<u8>,
         dtype: Dtype,
         counts: &[usize],
         rank: usize,
     ) -> SharedWindow {
-        let (before, own) = (counts[..rank].iter().sum::<usize>(), counts[rank]);
-        // SAFETY: inside, by the caller's promise.
-        let at = unsafe { start.add(before * dtype.size()) };
-        // SAFETY: the caller's promise; who writes and who reads when is the rule of `Comm::common`.
-        let (owned, all) = unsafe {
-            let own = Buf::from_raw_parts(pages.clone(), at, dtype, own);
-            (own, Buf::from_raw_parts(pages.clone(), start, dtype, counts.iter().sum()))
+        let before = counts[..rank].iter().sum::<usize>();
+        // SAFETY: inside the window, by the caller's promise.
+        let owned_start = unsafe { start.add(before * dtype.size()) };
+        // SAFETY: the caller's promise. `Comm::shared_window` states who accesses the memory when.
+        let (owned, elements) = unsafe {
+            let owned = Buf::from_raw_parts(memory.clone(), owned_start, dtype, counts[rank]);
+            (owned, Buf::from_raw_parts(memory.clone(), start, dtype, counts.iter().sum()))
         };
-        let bytes = before * dtype.size()..(before + owned.len()) * dtype.size();
-        SharedWindow { owned, view: SharedView { all, own: bytes, pages } }
+        let owned_bytes = before * dtype.size()..(before + owned.len()) * dtype.size();
+        SharedWindow { owned, view: SharedView { elements, owned_bytes, memory } }
     }
 }
 
 impl SharedView {
-    /// All elements. Nobody writes its own while this is read.
+    /// The elements of all ranks. No rank may write its elements while the view is used.
     pub fn view(&self) -> View<'_> {
-        self.all.view()
+        self.elements.view()
     }
 
-    /// The peers' elements won't be read here for a while: they no longer count as this process's memory.
-    pub fn let_go(&self) {
-        let end = self.all.len() * self.all.dtype().size();
-        self.pages.let_go(0..self.own.start);
-        self.pages.let_go(self.own.end..end);
+    /// Releases the pages of the peers' elements, which then no longer count as memory of this
+    /// process. The next access maps them again.
+    pub fn release_peer_pages(&self) {
+        let end = self.elements.len() * self.elements.dtype().size();
+        self.memory.release_pages(0..self.owned_bytes.start);
+        self.memory.release_pages(self.owned_bytes.end..end);
     }
 }

@@ -1,396 +1,479 @@
-//! Ranks that are processes of one node and meet in one shared memory segment.
+//! [`ShmComm`]: collectives between processes of one host, which share one memory segment.
 //!
-//! A collective is a series of *rounds*. In a round every rank fills its slot of the staging memory, enters the round, waits
-//! until all have entered it, and reads what it needs from the peers' slots. Slots alternate, so one wait a round is enough
-//! (why is written down in `wait.rs`). Rounds of streaming collectives move [`CHUNK`] bytes: small enough to stay in the
+//! A collective is a series of *rounds*. In a round every rank fills its slot of the staging
+//! memory, enters the round, waits until all have entered it, and reads what it needs from the
+//! peers' slots. Each rank has two slots that alternate, so one wait per round is enough (`wait.rs`
+//! explains why). Rounds of streaming collectives move [`MAX_CHUNK_BYTES`], which stay in the
 //! processors' caches between the writer and the reader.
 //!
-//! Memory: a rank touches 2 × min([`CHUNK`], staging) of the segment in streaming collectives and up to 2 × staging in
-//! [`reduce_scatter_fold`](Comm::reduce_scatter_fold). Where partials don't fit into staging, that one also keeps a private
-//! buffer of at most 8 × staging or two of the largest pieces, whichever is more: see `fold.rs`. Pages of the segment are
-//! taken when they are first touched; a machine that has none left then ends the rank with SIGBUS.
+//! Memory: a rank touches 2 × min([`MAX_CHUNK_BYTES`], staging) of the segment in streaming
+//! collectives and up to 2 × staging in [`reduce_scatter_ordered`](Comm::reduce_scatter_ordered).
+//! If the partials do not fit into staging, the latter also keeps a private buffer of 8 × staging
+//! or two of the largest pieces, whichever is more (`ordered_reduce.rs`). The kernel allocates a
+//! page of the segment at its first access; if the machine has no memory left then, the rank gets
+//! SIGBUS.
 use crate::{
-    Comm, CommError, Result, SharedWindow, Sink,
-    call::{self, Call, Place},
+    AbortReason, CallMismatch, Comm, CommError, GroupError, PartialSink, Result, SharedWindow,
+    call::{self, BufferShape, CollectiveCall, GroupPosition},
+    error::ArgumentError,
 };
 use device::{Buf, Dtype, View, ViewMut};
-use segment::{CommonMap, HeaderMap, Segment};
+use segment::{HeaderMapping, Segment, WindowMapping};
 use std::{
     os::fd::{AsFd, BorrowedFd, OwnedFd},
     sync::{Arc, Mutex, MutexGuard, atomic::Ordering},
     time::Duration,
 };
-use wait::{Stopped, publish};
+use wait::{WaitError, store_words};
 
-mod fold;
-mod part;
+mod host_exchange;
+mod ordered_reduce;
 mod reduce;
 mod segment;
-mod stream;
+mod streaming_copy;
 #[cfg(test)]
 mod tests;
 mod wait;
 
-pub use fold::assembled;
-pub(crate) use fold::windows;
-pub(crate) use part::{Outgoing, fits};
+pub(crate) use host_exchange::{OutgoingMessage, check_byte_transfer};
+pub use ordered_reduce::assembly_elements;
+pub(crate) use ordered_reduce::partition_windows;
 
-/// Bytes that a rank shows in one round of a streaming collective, unless staging is smaller.
-const CHUNK: usize = 512 << 10;
+/// Bytes that a rank publishes in one round of a streaming collective, unless staging is smaller.
+const MAX_CHUNK_BYTES: usize = 512 << 10;
 
-/// Elements of a cache line.
-const LINE: usize = 16;
+/// `f32` elements of a cache line.
+const CACHE_LINE_ELEMENTS: usize = 16;
 
-/// What bounds a group's waits and memory. Every rank must give the same `staging`.
+/// Timeouts and memory of a group. Every rank must give the same `staging_bytes`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Limits {
+pub struct ShmLimits {
     /// How long a rank waits for the others to join the group.
-    pub join: Duration,
-    /// How long a rank waits in a collective that a peer doesn't join.
-    pub wait: Duration,
+    pub join_timeout: Duration,
+    /// How long a rank waits in a collective for peers that have not entered it.
+    pub collective_timeout: Duration,
     /// Bytes of one of the two staging slots of a rank; rounded up to whole pages.
-    pub staging: usize,
+    pub staging_bytes: usize,
 }
 
-impl Default for Limits {
+impl Default for ShmLimits {
     fn default() -> Self {
-        Limits { join: Duration::from_secs(60), wait: Duration::from_secs(30 * 60), staging: 8 << 20 }
+        ShmLimits {
+            join_timeout: Duration::from_secs(60),
+            collective_timeout: Duration::from_secs(30 * 60),
+            staging_bytes: 8 << 20,
+        }
     }
 }
 
-/// One rank of a group of processes. Dropping it leaves the group: peers that need it then get [`CommError::Aborted`].
+/// The communicator of one rank of a group of processes on one host.
+///
+/// Dropping it leaves the group: peers that need this rank then get [`CommError::Aborted`].
 pub struct ShmComm {
-    at: Place,
-    /// What the ranks of this segment are called in errors: their ranks in the job, of which this may be one host's part.
-    names: Names,
-    limits: Limits,
-    /// May a wait begin with a short spin? Only when every rank can have a processor of its own.
-    spin: bool,
-    seg: Segment,
-    /// The segment's file: common memory lies behind the segment.
+    /// Rank and size within the segment.
+    position: GroupPosition,
+    job_ranks: JobRanks,
+    limits: ShmLimits,
+    /// Whether a wait may begin with a short spin: only if every rank can have a separate
+    /// processor.
+    can_spin: bool,
+    segment: Segment,
+    /// The segment's file. Shared windows are stored in it after the segment.
     fd: OwnedFd,
-    /// Serialises the collectives of one rank.
-    turn: Mutex<Turn>,
+    /// Serializes the collectives of this rank.
+    call_state: Mutex<CallState>,
 }
 
-/// The job's ranks that meet in a segment, by their place in it, and the job's number of ranks.
+/// The ranks within the job of the ranks of a segment, for error messages.
 #[derive(Clone, Debug)]
-pub(crate) struct Names {
+pub(crate) struct JobRanks {
+    /// By rank within the segment: the rank within the job.
     pub(crate) ranks: Vec<usize>,
+    /// Number of ranks of the job.
     pub(crate) world: usize,
 }
 
-pub(crate) struct Turn {
+/// How far one rank is, and its reusable memory.
+pub(crate) struct CallState {
     /// Collectives called so far.
-    seq: u64,
+    calls: u64,
     /// Rounds entered so far.
-    round: u64,
-    /// Where pieces are put together that don't fit into staging; kept for the next time.
+    rounds: u64,
+    /// Where pieces are assembled that do not fit into staging. Kept for the next call.
     scratch: Buf,
-    /// Bytes of common memory behind the segment.
-    common: usize,
+    /// Bytes of shared windows after the segment.
+    window_bytes: usize,
 }
 
-impl Turn {
-    /// The slot of the round to come.
+impl CallState {
+    /// The slot of the next round.
     fn next_slot(&self) -> usize {
-        ((self.round + 1) % 2) as usize
+        ((self.rounds + 1) % 2) as usize
     }
 }
 
-/// Aborts the group of the segment `fd` without being a rank of it, for instance while ranks still join.
+/// Aborts the group of the segment `fd` from a process that is not one of its ranks, for instance
+/// while ranks still join.
 pub fn abort(fd: BorrowedFd<'_>, reason: &str) -> Result<()> {
-    HeaderMap::open(fd)?.header().abort(reason);
+    HeaderMapping::open(fd)?.header().abort(&AbortReason::requested(reason));
     Ok(())
 }
 
 impl ShmComm {
-    /// Joins a group as `rank` of `world`. `fd` is one memfd that every rank inherited, of size 0 at first. Returns when
-    /// all ranks have joined; fails when they don't within `limits.join`, and when ranks disagree about world or staging.
-    pub fn join(fd: OwnedFd, rank: usize, world: usize, limits: Limits) -> Result<ShmComm> {
-        ShmComm::join_part(fd, rank, limits, Names { ranks: (0..world).collect(), world })
+    /// Joins a group of `world` ranks as `rank`, and returns when all ranks have joined.
+    ///
+    /// `fd` is one memfd that every rank inherited, of size 0 at first. Fails if a rank does not
+    /// join within `limits.join_timeout`, or if ranks disagree about `world` or the staging size.
+    pub fn join(fd: OwnedFd, rank: usize, world: usize, limits: ShmLimits) -> Result<ShmComm> {
+        ShmComm::join_host_group(fd, rank, limits, JobRanks { ranks: (0..world).collect(), world })
     }
 
-    /// As [`ShmComm::join`] for one host's part of a job: `place` is this rank's place among `names.ranks`.
-    pub(crate) fn join_part(fd: OwnedFd, place: usize, limits: Limits, names: Names) -> Result<ShmComm> {
-        let (rank, world) = (place, names.ranks.len());
-        let seg = Segment::open(fd.as_fd(), world, &limits)?;
+    /// Joins the ranks of one host of a job: this rank is `job_ranks.ranks[rank]` of the job.
+    pub(crate) fn join_host_group(
+        fd: OwnedFd,
+        rank: usize,
+        limits: ShmLimits,
+        job_ranks: JobRanks,
+    ) -> Result<ShmComm> {
+        let world = job_ranks.ranks.len();
+        let segment = Segment::open(fd.as_fd(), world, &limits)?;
         if rank >= world {
-            return Err(CommError::Io(format!("rank {rank} in a group of {world} ranks")));
+            return Err(GroupError::RankOutOfRange { rank, world }.into());
         }
-        // The processor count of the machine, not of this process: ranks that are pinned have one each.
-        // SAFETY: asks for a number.
+        // The processors of the machine, not of this process: ranks that are pinned have one each.
+        // SAFETY: reads a number.
         let cpus = unsafe { libc::sysconf(libc::_SC_NPROCESSORS_ONLN) };
-        let turn = Mutex::new(Turn { seq: 0, round: 0, scratch: Buf::zeroed(0), common: 0 });
-        let spin = usize::try_from(cpus).is_ok_and(|cpus| cpus >= world);
+        let can_spin = usize::try_from(cpus).is_ok_and(|cpus| cpus >= world);
+        let state = CallState { calls: 0, rounds: 0, scratch: Buf::zeroed(0), window_bytes: 0 };
         let pid = std::process::id();
-        let joined = &seg.line(rank).joined;
-        if let Err(other) = joined.compare_exchange(0, pid, Ordering::SeqCst, Ordering::SeqCst) {
-            let what = format!("rank {rank} has joined already, as process {other}; this is process {pid}");
-            seg.header().abort(&what);
-            return Err(CommError::Io(what));
+        let joined = &segment.rank_line(rank).joined_pid;
+        if let Err(joined_pid) = joined.compare_exchange(0, pid, Ordering::SeqCst, Ordering::SeqCst) {
+            let rank = job_ranks.ranks[rank];
+            let error = CommError::from(GroupError::AlreadyJoined { rank, joined_pid, pid });
+            segment.header().abort(&error.abort_reason(rank));
+            return Err(error);
         }
-        let comm = ShmComm { at: Place { rank, world }, names, limits, spin, seg, fd, turn };
-        comm.seg.header().ring();
-        match comm.seg.await_join(limits.join) {
-            Ok(()) => comm.healthy().map(|()| comm),
-            Err(stopped) => Err(comm.stopped(stopped, "join", limits.join)),
+        let position = GroupPosition { rank, world };
+        let call_state = Mutex::new(state);
+        let comm = ShmComm { position, job_ranks, limits, can_spin, segment, fd, call_state };
+        comm.segment.header().wake_sleepers();
+        match comm.segment.wait_for_join(limits.join_timeout) {
+            Ok(()) => comm.check_not_aborted().map(|()| comm),
+            Err(error) => Err(comm.join_error(error)),
         }
     }
 
-    /// Fails when the group is aborted.
-    fn healthy(&self) -> Result<()> {
-        self.seg.header().aborted().map_or(Ok(()), |reason| Err(CommError::Aborted(reason)))
+    /// The rank within the job of `rank` within the segment.
+    fn job_rank(&self, rank: usize) -> usize {
+        self.job_ranks.ranks[rank]
     }
 
-    /// Peers that need this rank fail from now on.
+    /// Fails if the group is aborted.
+    fn check_not_aborted(&self) -> Result<()> {
+        self.segment.header().abort_reason().map_or(Ok(()), |reason| Err(CommError::Aborted(reason)))
+    }
+
+    /// Leaves the group. From now on peers that need this rank fail.
     pub(crate) fn leave(&self) {
-        self.seg.line(self.at.rank).left.store(1, Ordering::SeqCst);
-        self.seg.header().ring();
+        self.segment.rank_line(self.position.rank).has_left.store(1, Ordering::SeqCst);
+        self.segment.header().wake_sleepers();
     }
 
-    /// Begins a collective; fails when the group is aborted or the arguments don't fit.
-    fn enter(&self, call: std::result::Result<Call, String>) -> Result<(MutexGuard<'_, Turn>, Call)> {
-        let mut turn = self.turn.lock().map_err(|_| {
-            let reason = format!("rank {} panicked inside a collective", self.names.ranks[self.at.rank]);
-            self.abort(&reason);
+    /// Aborts the group for `reason`. The first reason is kept.
+    pub(crate) fn abort_with_reason(&self, reason: &AbortReason) {
+        self.segment.header().abort(reason);
+    }
+
+    /// Begins a collective. Fails if the group is aborted or the arguments are invalid.
+    fn begin_call(
+        &self,
+        call: std::result::Result<CollectiveCall, ArgumentError>,
+    ) -> Result<(MutexGuard<'_, CallState>, CollectiveCall)> {
+        let rank = self.job_rank(self.position.rank);
+        let mut call_state = self.call_state.lock().map_err(|_| {
+            let reason = AbortReason::RankPanicked { rank };
+            self.abort_with_reason(&reason);
             CommError::Aborted(reason)
         })?;
-        self.healthy()?;
-        let call = call.map_err(|e| self.disagree(format!("rank {}: {e}", self.at.rank)))?.numbered(turn.seq);
-        turn.seq += 1;
-        Ok((turn, call))
+        self.check_not_aborted()?;
+        let call = call
+            .map_err(|error| self.abort_with(CommError::InvalidArguments { rank, error }))?
+            .with_number(call_state.calls);
+        call_state.calls += 1;
+        Ok((call_state, call))
     }
 
-    /// A mismatch ends the group: later calls would pair with the wrong ones.
-    fn disagree(&self, what: String) -> CommError {
-        let error = CommError::Mismatch(what);
-        self.abort(&error.to_string());
+    /// Aborts the group because of `error`: later calls would pair with the wrong ones.
+    fn abort_with(&self, error: CommError) -> CommError {
+        self.abort_with_reason(&error.abort_reason(self.job_rank(self.position.rank)));
         error
     }
 
-    /// The error for a wait that ended early; a rank that gives up ends the group.
-    fn stopped(&self, why: Stopped, what: &str, limit: Duration) -> CommError {
-        let me = self.names.ranks[self.at.rank];
-        match why {
-            Stopped::Aborted(reason) => CommError::Aborted(reason),
-            Stopped::Left(rank) => {
-                let rank = self.names.ranks[rank];
-                let reason = format!("rank {rank} left the group before {what}");
-                self.abort(&reason);
-                CommError::Aborted(reason)
-            }
-            Stopped::Late(missing) => {
-                let missing: Vec<usize> = missing.into_iter().map(|r| self.names.ranks[r]).collect();
-                let missing = call::ranks(&missing, self.names.world);
-                let reason =
-                    format!("rank {me} waited {limit:?} in {what} for {missing}, which did not come");
-                self.abort(&reason);
-                CommError::Io(reason)
-            }
+    /// Aborts the group because its ranks disagree about a collective.
+    fn abort_on_mismatch(&self, mismatch: CallMismatch) -> CommError {
+        self.abort_with(CommError::Mismatch(mismatch))
+    }
+
+    fn to_job_ranks(&self, ranks: Vec<usize>) -> Vec<usize> {
+        ranks.into_iter().map(|rank| self.job_rank(rank)).collect()
+    }
+
+    /// The error of a rank whose peers did not join. It aborts the group.
+    fn join_error(&self, error: WaitError) -> CommError {
+        match error {
+            WaitError::Aborted(reason) => CommError::Aborted(reason),
+            WaitError::PeerLeft(rank) => self.peer_left(rank, "join".to_owned()),
+            WaitError::TimedOut(missing) => self.abort_with(CommError::JoinTimeout {
+                rank: self.job_rank(self.position.rank),
+                world: self.job_ranks.world,
+                timeout: self.limits.join_timeout,
+                missing: self.to_job_ranks(missing),
+                last_failure: None,
+            }),
         }
     }
 
-    /// Enters the next round with what was written to its slot; other ranks may read it from now on.
-    fn post(&self, turn: &mut Turn, call: &Call) {
-        turn.round += 1;
-        self.seg.post(self.at.rank, turn.round, call.words());
+    /// The error of a rank whose wait in a collective failed. It aborts the group.
+    fn wait_error(&self, error: WaitError, call: &CollectiveCall) -> CommError {
+        match error {
+            WaitError::Aborted(reason) => CommError::Aborted(reason),
+            WaitError::PeerLeft(rank) => {
+                self.peer_left(rank, format!("{} (call {})", call.kind, call.number))
+            }
+            WaitError::TimedOut(missing) => self.abort_with(CommError::Timeout {
+                rank: self.job_rank(self.position.rank),
+                world: self.job_ranks.world,
+                collective: call.kind,
+                call_number: call.number,
+                timeout: self.limits.collective_timeout,
+                missing: self.to_job_ranks(missing),
+            }),
+        }
     }
 
-    /// Waits until all ranks have entered the round and checks that they did so for the same call.
-    fn meet(&self, turn: &Turn, call: &Call) -> Result<()> {
-        if let Err(stopped) = self.seg.await_round(turn.round, self.spin, self.limits.wait) {
-            let what = format!("{} (call {})", call.kind.name(), call.seq);
-            return Err(self.stopped(stopped, &what, self.limits.wait));
-        }
-        let slot = (turn.round % 2) as usize;
+    fn peer_left(&self, rank: usize, collective: String) -> CommError {
+        let reason = AbortReason::PeerLeft { rank: self.job_rank(rank), collective };
+        self.abort_with(CommError::Aborted(reason))
+    }
+
+    /// Enters the next round. Peers may read this rank's slot from now on.
+    fn enter_round(&self, call_state: &mut CallState, call: &CollectiveCall) {
+        call_state.rounds += 1;
+        self.segment.enter_round(self.position.rank, call_state.rounds, call.to_words());
+    }
+
+    /// Waits until all ranks have entered the round, and checks that they made the same call.
+    fn wait_for_round(&self, call_state: &CallState, call: &CollectiveCall) -> Result<()> {
+        let (round, timeout) = (call_state.rounds, self.limits.collective_timeout);
+        self.segment
+            .wait_for_round(round, self.can_spin, timeout)
+            .map_err(|error| self.wait_error(error, call))?;
+        let slot = (round % 2) as usize;
         for peer in self.peers() {
-            let words = self.seg.line(peer).call[slot].each_ref().map(|w| w.load(Ordering::Relaxed));
-            let (me, peer) = (self.names.ranks[self.at.rank], self.names.ranks[peer]);
-            call.agree(me, peer, words).map_err(|what| self.disagree(what))?;
+            let words = &self.segment.rank_line(peer).call[slot];
+            let words = words.each_ref().map(|w| w.load(Ordering::Relaxed));
+            let (rank, peer) = (self.job_rank(self.position.rank), self.job_rank(peer));
+            call.check_peer(rank, peer, words).map_err(|m| self.abort_on_mismatch(m))?;
         }
         Ok(())
     }
 
-    /// The other ranks, beginning with the next one: not all read from the same rank at a time.
+    /// The other ranks, beginning with the next one, so that not all read from one rank at a time.
     fn peers(&self) -> impl Iterator<Item = usize> + use<> {
-        let Place { rank, world } = self.at;
+        let GroupPosition { rank, world } = self.position;
         (1..world).map(move |i| (rank + i) % world)
     }
 
-    /// Elements that fit into a round of a streaming collective.
-    fn chunk(&self) -> usize {
-        CHUNK.min(self.seg.layout.staging) / size_of::<f32>()
+    /// Elements that fit into one round of a streaming collective.
+    fn chunk_elements(&self) -> usize {
+        MAX_CHUNK_BYTES.min(self.segment.layout.staging_bytes) / size_of::<f32>()
     }
 
-    /// As [`ShmComm::chunk`] for each peer, when every peer gets something else; whole cache lines.
-    fn chunk_each(&self) -> usize {
-        (self.chunk() / (self.at.world - 1)) & !(LINE - 1)
+    /// Elements for each peer that fit into one round, if every peer gets different data. A
+    /// multiple of a cache line.
+    fn peer_chunk_elements(&self) -> usize {
+        (self.chunk_elements() / (self.position.world - 1)) & !(CACHE_LINE_ELEMENTS - 1)
     }
 
-    /// Where in `owner`'s slot the chunk for `dest` begins, when every peer gets `each` elements.
-    fn dest_at(&self, owner: usize, dest: usize, each: usize) -> usize {
-        (dest - usize::from(dest > owner)) * each
+    /// Where the chunk for `dest` begins in `owner`'s slot, if every peer gets `chunk` units.
+    fn peer_chunk_offset(&self, owner: usize, dest: usize, chunk: usize) -> usize {
+        (dest - usize::from(dest > owner)) * chunk
     }
 
-    /// Sends `send[i..]`'s chunks to everybody and hands every peer's chunk to `take(peer, chunk)`; `lens[r]` bytes come from
-    /// rank r. What the lengths are must be agreed.
-    fn gather(
+    /// Sends `send` to all ranks in chunks, and calls `take(rank, offset, chunk)` for every chunk
+    /// of every rank.
+    ///
+    /// Rank r sends `lens[r]` bytes; all ranks must have agreed about `lens`.
+    fn gather_chunks(
         &self,
-        turn: &mut Turn,
-        call: &Call,
+        call_state: &mut CallState,
+        call: &CollectiveCall,
         send: &[u8],
         lens: &[usize],
         mut take: impl FnMut(usize, usize, &[u8]),
     ) -> Result<()> {
-        let chunk = self.chunk() * size_of::<f32>();
+        let (rank, chunk_bytes) = (self.position.rank, self.chunk_elements() * size_of::<f32>());
         let longest = lens.iter().copied().max().unwrap_or(0);
-        let mut at = 0;
+        let mut offset = 0;
         loop {
-            let slot = turn.next_slot();
-            let mine = piece(send.len(), at, chunk);
+            let slot = call_state.next_slot();
+            let range = chunk_range(send.len(), offset, chunk_bytes);
             // SAFETY: this rank's slot of the next round.
-            unsafe { self.seg.slot_mut(self.at.rank, slot, 0, mine.len()) }
-                .copy_from_slice(&send[mine.clone()]);
-            self.post(turn, call);
-            take(self.at.rank, at, &send[mine]);
-            self.meet(turn, call)?;
+            unsafe { self.segment.slot_mut(rank, slot, 0, range.len()) }
+                .copy_from_slice(&send[range.clone()]);
+            self.enter_round(call_state, call);
+            take(rank, offset, &send[range]);
+            self.wait_for_round(call_state, call)?;
             for peer in self.peers() {
-                let len = piece(lens[peer], at, chunk).len();
+                let len = chunk_range(lens[peer], offset, chunk_bytes).len();
                 // SAFETY: read within the round.
-                take(peer, at, unsafe { self.seg.slot(peer, slot, 0, len) });
+                take(peer, offset, unsafe { self.segment.slot(peer, slot, 0, len) });
             }
-            at += chunk;
-            if at >= longest {
+            offset += chunk_bytes;
+            if offset >= longest {
                 return Ok(());
             }
         }
     }
 
-    /// Every rank's number, from one round.
-    fn gather_number(&self, turn: &mut Turn, call: &Call, number: u64) -> Result<Vec<u64>> {
-        let slot = turn.next_slot();
-        publish(self.seg.table(self.at.rank, slot), [number]);
-        self.post(turn, call);
-        self.meet(turn, call)?;
-        Ok((0..self.at.world).map(|r| self.seg.table(r, slot)[0].load(Ordering::Relaxed)).collect())
+    /// Gathers one number from every rank, in one round.
+    fn gather_u64(&self, call_state: &mut CallState, call: &CollectiveCall, number: u64) -> Result<Vec<u64>> {
+        let slot = call_state.next_slot();
+        store_words(self.segment.table(self.position.rank, slot), [number]);
+        self.enter_round(call_state, call);
+        self.wait_for_round(call_state, call)?;
+        let number = |rank| self.segment.table(rank, slot)[0].load(Ordering::Relaxed);
+        Ok((0..self.position.world).map(number).collect())
     }
 
-    /// Publishes what this rank sends and expects, and checks the peers' tables: the longest message between any two.
-    fn agree_all_to_all(
+    /// Publishes how many elements this rank sends and expects, checks the peers' numbers, and
+    /// returns the length of the longest message between any two ranks.
+    fn exchange_lengths(
         &self,
-        turn: &mut Turn,
-        call: &Call,
+        call_state: &mut CallState,
+        call: &CollectiveCall,
         recv_counts: &[usize],
         send_counts: &[usize],
     ) -> Result<usize> {
-        let Place { rank, world } = self.at;
-        let slot = turn.next_slot();
+        let GroupPosition { rank, world } = self.position;
+        let slot = call_state.next_slot();
         let words = send_counts.iter().chain(recv_counts).map(|&n| n as u64);
-        publish(self.seg.table(rank, slot), words);
-        self.post(turn, call);
-        self.meet(turn, call)?;
+        store_words(self.segment.table(rank, slot), words);
+        self.enter_round(call_state, call);
+        self.wait_for_round(call_state, call)?;
         let mut longest = 0;
         for peer in 0..world {
-            let table: Vec<u64> =
-                self.seg.table(peer, slot).iter().map(|w| w.load(Ordering::Relaxed)).collect();
-            call::pair(peer, rank, table[rank], recv_counts[peer] as u64)
-                .and_then(|()| call::pair(rank, peer, send_counts[peer] as u64, table[world + rank]))
-                .map_err(|what| self.disagree(what))?;
+            let table = self.segment.table(peer, slot);
+            let table: Vec<u64> = table.iter().map(|w| w.load(Ordering::Relaxed)).collect();
+            call::check_transfer(peer, rank, table[rank], recv_counts[peer] as u64)
+                .and_then(|()| {
+                    call::check_transfer(rank, peer, send_counts[peer] as u64, table[world + rank])
+                })
+                .map_err(|mismatch| self.abort_on_mismatch(mismatch))?;
             let sent = (0..world).filter(|&to| to != peer).map(|to| table[to]).max();
             longest = longest.max(sent.unwrap_or(0));
         }
-        // A peer that publishes nonsense makes rounds, not memory.
+        // An invalid number of a peer causes more rounds, but allocates no memory.
         Ok(usize::try_from(longest).unwrap_or(usize::MAX))
     }
 }
 
-/// The part of `0..len` from `at`, at most `chunk` long; empty beyond the end.
-fn piece(len: usize, at: usize, chunk: usize) -> std::ops::Range<usize> {
-    at.min(len)..at.saturating_add(chunk).min(len)
+/// The part of `0..len` from `offset` on, at most `chunk` long; empty beyond the end.
+fn chunk_range(len: usize, offset: usize, chunk: usize) -> std::ops::Range<usize> {
+    offset.min(len)..offset.saturating_add(chunk).min(len)
 }
 
 impl Comm for ShmComm {
     fn rank(&self) -> usize {
-        self.at.rank
+        self.position.rank
     }
 
     fn world(&self) -> usize {
-        self.at.world
+        self.position.world
     }
 
     fn all_gather(&self, recv: ViewMut, send: View, counts: &[usize]) -> Result<()> {
-        let size = send.dtype().size();
-        let call =
-            Call::all_gather_of(self.at, (recv.len(), recv.dtype().size()), (send.len(), size), counts);
-        let (mut turn, call) = self.enter(call)?;
+        let shapes = (BufferShape::new(recv.as_view()), BufferShape::new(send));
+        let call = CollectiveCall::all_gather(self.position, shapes.0, shapes.1, counts);
+        let (mut call_state, call) = self.begin_call(call)?;
         let (recv, send) = (recv.bytes(), send.bytes());
-        if self.at.world == 1 {
+        if self.position.world == 1 {
             recv.copy_from_slice(send);
             return Ok(());
         }
-        let lens: Vec<usize> = counts.iter().map(|n| n * size).collect();
-        let starts = call::starts(&lens);
-        let large = recv.len() >= stream::LARGE;
-        self.gather(&mut turn, &call, send, &lens, |from, at, chunk| {
-            let at = starts[from] + at.min(lens[from]);
-            stream::copy(&mut recv[at..at + chunk.len()], chunk, large);
+        let lens: Vec<usize> = counts.iter().map(|n| n * shapes.1.element_bytes).collect();
+        let starts = call::offsets(&lens);
+        let bypass_cache = recv.len() >= streaming_copy::MIN_STREAMING_BYTES;
+        self.gather_chunks(&mut call_state, &call, send, &lens, |from, offset, chunk| {
+            let start = starts[from] + offset.min(lens[from]);
+            streaming_copy::copy(&mut recv[start..start + chunk.len()], chunk, bypass_cache);
         })
     }
 
-    fn reduce_scatter_fold(&self, partials: &[View], counts: &[usize], sink: &mut Sink) -> Result<()> {
+    fn reduce_scatter_ordered(
+        &self,
+        partials: &[View],
+        counts: &[usize],
+        sink: &mut PartialSink,
+    ) -> Result<()> {
         let lens = partials.iter().map(View::len);
-        let (mut turn, call) = self.enter(Call::reduce_scatter_fold(self.at, lens, counts))?;
-        if self.at.world == 1 {
+        let call = CollectiveCall::reduce_scatter_ordered(self.position, lens, counts);
+        let (mut call_state, call) = self.begin_call(call)?;
+        if self.position.world == 1 {
             partials.iter().enumerate().for_each(|(i, p)| sink(0, i, *p));
             return Ok(());
         }
         let partials: Vec<&[f32]> = partials.iter().map(|p| p.host()).collect();
-        self.fold(&mut turn, &call, &partials, counts, sink)
+        self.reduce_scatter_ordered_rounds(&mut call_state, &call, &partials, counts, sink)
     }
 
     fn reduce_scatter(&self, recv: ViewMut, send: View, counts: &[usize]) -> Result<()> {
-        let (mut turn, call) = self.enter(Call::reduce_scatter(self.at, recv.len(), send.len(), counts))?;
+        let call = CollectiveCall::reduce_scatter(self.position, recv.len(), send.len(), counts);
+        let (mut call_state, call) = self.begin_call(call)?;
         let (recv, send) = (recv.host(), send.host());
-        if self.at.world == 1 {
+        if self.position.world == 1 {
             recv.copy_from_slice(send);
             return Ok(());
         }
-        self.reduce_scatter_chunks(&mut turn, &call, recv, send, counts)
+        self.reduce_scatter_chunks(&mut call_state, &call, recv, send, counts)
     }
 
     fn all_reduce(&self, x: ViewMut) -> Result<()> {
-        let (mut turn, call) = self.enter(Ok(Call::all_reduce(x.len())))?;
-        if self.at.world == 1 {
+        let (mut call_state, call) = self.begin_call(Ok(CollectiveCall::all_reduce(x.len())))?;
+        if self.position.world == 1 {
             return Ok(());
         }
         let x = x.host();
-        self.all_reduce_any(&mut turn, &call, x)
+        self.all_reduce_rounds(&mut call_state, &call, x)
     }
 
     fn broadcast(&self, x: ViewMut, root: usize) -> Result<()> {
-        let (mut turn, call) = self.enter(Call::broadcast(self.at, x.len(), root))?;
-        if self.at.world == 1 {
+        let call = CollectiveCall::broadcast(self.position, x.len(), root);
+        let (mut call_state, call) = self.begin_call(call)?;
+        if self.position.world == 1 {
             return Ok(());
         }
+        let is_root = self.position.rank == root;
         let x = x.host();
-        let (len, chunk) = (x.len(), self.chunk());
-        let mut at = 0;
+        let (len, chunk) = (x.len(), self.chunk_elements());
+        let mut offset = 0;
         loop {
-            let slot = turn.next_slot();
-            let part = piece(len, at, chunk);
-            if self.at.rank == root {
+            let slot = call_state.next_slot();
+            let range = chunk_range(len, offset, chunk);
+            if is_root {
                 // SAFETY: this rank's slot of the next round.
-                unsafe { self.seg.slot_f32_mut(root, slot, 0, part.len()) }.copy_from_slice(&x[part.clone()]);
+                unsafe { self.segment.slot_f32_mut(root, slot, 0, range.len()) }
+                    .copy_from_slice(&x[range.clone()]);
             }
-            self.post(&mut turn, &call);
-            self.meet(&turn, &call)?;
-            if self.at.rank != root {
+            self.enter_round(&mut call_state, &call);
+            self.wait_for_round(&call_state, &call)?;
+            if !is_root {
                 // SAFETY: read within the round.
-                x[part.clone()].copy_from_slice(unsafe { self.seg.slot_f32(root, slot, 0, part.len()) });
+                let chunk = unsafe { self.segment.slot_f32(root, slot, 0, range.len()) };
+                x[range].copy_from_slice(chunk);
             }
-            at += chunk;
-            if at >= len {
+            offset += chunk;
+            if offset >= len {
                 return Ok(());
             }
         }
@@ -403,98 +486,103 @@ impl Comm for ShmComm {
         send: View,
         send_counts: &[usize],
     ) -> Result<()> {
-        let size = send.dtype().size();
-        let lens = ((recv.len(), recv.dtype().size()), (send.len(), size));
-        let call = Call::all_to_all_of(self.at, lens.0, recv_counts, lens.1, send_counts);
-        let (mut turn, call) = self.enter(call)?;
+        let shapes = (BufferShape::new(recv.as_view()), BufferShape::new(send));
+        let call = CollectiveCall::all_to_all(self.position, shapes.0, recv_counts, shapes.1, send_counts);
+        let (mut call_state, call) = self.begin_call(call)?;
         let (recv, send) = (recv.bytes(), send.bytes());
-        let Place { rank, world } = self.at;
+        let GroupPosition { rank, world } = self.position;
         if world == 1 {
             recv.copy_from_slice(send);
             return Ok(());
         }
-        let longest = self.agree_all_to_all(&mut turn, &call, recv_counts, send_counts)?.saturating_mul(size);
-        let bytes = |counts: &[usize]| counts.iter().map(|n| n * size).collect::<Vec<_>>();
-        let (sent, received) = (bytes(send_counts), bytes(recv_counts));
-        let (to, from) = (call::starts(&sent), call::starts(&received));
-        let each = self.chunk_each() * size_of::<f32>();
-        recv[from[rank]..][..received[rank]].copy_from_slice(&send[to[rank]..][..sent[rank]]);
-        let mut at = 0;
-        while at < longest {
-            let slot = turn.next_slot();
+        let size = shapes.1.element_bytes;
+        let longest = self.exchange_lengths(&mut call_state, &call, recv_counts, send_counts)?;
+        let longest = longest.saturating_mul(size);
+        let to_bytes = |counts: &[usize]| counts.iter().map(|n| n * size).collect::<Vec<_>>();
+        let (send_lens, recv_lens) = (to_bytes(send_counts), to_bytes(recv_counts));
+        let (send_starts, recv_starts) = (call::offsets(&send_lens), call::offsets(&recv_lens));
+        let chunk_bytes = self.peer_chunk_elements() * size_of::<f32>();
+        recv[recv_starts[rank]..][..recv_lens[rank]]
+            .copy_from_slice(&send[send_starts[rank]..][..send_lens[rank]]);
+        let mut offset = 0;
+        while offset < longest {
+            let slot = call_state.next_slot();
             for peer in self.peers() {
-                let part = piece(sent[peer], at, each);
-                let start = self.dest_at(rank, peer, each);
+                let range = chunk_range(send_lens[peer], offset, chunk_bytes);
+                let start = self.peer_chunk_offset(rank, peer, chunk_bytes);
                 // SAFETY: this rank's slot of the next round.
-                unsafe { self.seg.slot_mut(rank, slot, start, part.len()) }
-                    .copy_from_slice(&send[to[peer]..][part]);
+                unsafe { self.segment.slot_mut(rank, slot, start, range.len()) }
+                    .copy_from_slice(&send[send_starts[peer]..][range]);
             }
-            self.post(&mut turn, &call);
-            self.meet(&turn, &call)?;
+            self.enter_round(&mut call_state, &call);
+            self.wait_for_round(&call_state, &call)?;
             for peer in self.peers() {
-                let part = piece(received[peer], at, each);
-                let start = self.dest_at(peer, rank, each);
+                let range = chunk_range(recv_lens[peer], offset, chunk_bytes);
+                let start = self.peer_chunk_offset(peer, rank, chunk_bytes);
                 // SAFETY: read within the round.
-                let chunk = unsafe { self.seg.slot(peer, slot, start, part.len()) };
-                recv[from[peer]..][part].copy_from_slice(chunk);
+                let chunk = unsafe { self.segment.slot(peer, slot, start, range.len()) };
+                recv[recv_starts[peer]..][range].copy_from_slice(chunk);
             }
-            at = at.saturating_add(each);
+            offset = offset.saturating_add(chunk_bytes);
         }
         Ok(())
     }
 
     fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
-        let (mut turn, call) = self.enter(Call::all_gather_bytes(bytes.len()))?;
-        if self.at.world == 1 {
+        let (mut call_state, call) = self.begin_call(CollectiveCall::all_gather_bytes(bytes.len()))?;
+        if self.position.world == 1 {
             return Ok(vec![bytes.to_vec()]);
         }
-        let lens = self.gather_number(&mut turn, &call, bytes.len() as u64)?;
-        let cap = crate::MAX_GATHER_BYTES as u64;
-        if let Some(rank) = lens.iter().position(|&n| n > cap) {
-            return Err(self.disagree(format!(
-                "rank {rank} gives {} bytes to all_gather_bytes; at most {cap} are allowed",
-                lens[rank]
-            )));
+        let lens = self.gather_u64(&mut call_state, &call, bytes.len() as u64)?;
+        let limit = crate::MAX_GATHER_BYTES as u64;
+        if let Some(rank) = lens.iter().position(|&n| n > limit) {
+            let (bytes, rank) = (lens[rank], self.job_rank(rank));
+            return Err(self.abort_on_mismatch(CallMismatch::TooManyBytes { rank, bytes, limit }));
         }
         let lens: Vec<usize> = lens.into_iter().map(|n| n as usize).collect();
-        let mut all: Vec<Vec<u8>> = lens.iter().map(|&n| Vec::with_capacity(n)).collect();
-        self.gather(&mut turn, &call, bytes, &lens, |from, _, chunk| all[from].extend_from_slice(chunk))?;
-        Ok(all)
+        let mut gathered: Vec<Vec<u8>> = lens.iter().map(|&n| Vec::with_capacity(n)).collect();
+        let take = |from: usize, _: usize, chunk: &[u8]| gathered[from].extend_from_slice(chunk);
+        self.gather_chunks(&mut call_state, &call, bytes, &lens, take)?;
+        Ok(gathered)
     }
 
     fn shared_window(&self, dtype: Dtype, counts: &[usize]) -> Result<Option<SharedWindow>> {
-        let (mut turn, call) = self.enter(Call::common(self.at, counts, dtype.size()))?;
+        let call = CollectiveCall::shared_window(self.position, counts, dtype.size());
+        let (mut call_state, call) = self.begin_call(call)?;
         let bytes = counts.iter().sum::<usize>() * dtype.size();
-        let (at, end) = self.seg.behind(turn.common, bytes)?;
-        // A rank that hasn't the memory's address space ends the group before anybody believes in it.
-        let map = CommonMap::open(self.fd.as_fd(), at, bytes).inspect_err(|e| self.abort(&e.to_string()))?;
-        turn.common = end;
-        self.post(&mut turn, &call);
-        self.meet(&turn, &call)?;
-        let start = map.start();
-        // SAFETY: mapped with this length; page-aligned; all ranks gave the same counts and element.
-        Ok(Some(unsafe { SharedWindow::new(Arc::new(map), start, dtype, counts, self.at.rank) }))
+        let (position, end) = self.segment.window_position(call_state.window_bytes, bytes)?;
+        // A rank that lacks the address space aborts the group before a peer uses the window.
+        let mapping =
+            WindowMapping::open(self.fd.as_fd(), position, bytes).map_err(|error| self.abort_with(error))?;
+        call_state.window_bytes = end;
+        self.enter_round(&mut call_state, &call);
+        self.wait_for_round(&call_state, &call)?;
+        let start = mapping.start();
+        let rank = self.position.rank;
+        // SAFETY: mapped with this length; page-aligned; all ranks gave the same counts and type.
+        Ok(Some(unsafe { SharedWindow::new(Arc::new(mapping), start, dtype, counts, rank) }))
     }
 
     fn barrier(&self) -> Result<()> {
-        let (mut turn, call) = self.enter(Ok(Call::barrier()))?;
-        self.post(&mut turn, &call);
-        self.meet(&turn, &call)
+        let (mut call_state, call) = self.begin_call(Ok(CollectiveCall::barrier()))?;
+        self.enter_round(&mut call_state, &call);
+        self.wait_for_round(&call_state, &call)
     }
 
     fn abort(&self, reason: &str) {
-        self.seg.header().abort(reason);
+        self.abort_with_reason(&AbortReason::requested(reason));
     }
 
-    fn aborted(&self) -> Option<String> {
-        self.seg.header().aborted()
+    fn abort_reason(&self) -> Option<AbortReason> {
+        self.segment.header().abort_reason()
     }
 }
 
 impl Drop for ShmComm {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            self.abort(&format!("rank {} panicked", self.names.ranks[self.at.rank]));
+            let rank = self.job_rank(self.position.rank);
+            self.abort_with_reason(&AbortReason::RankPanicked { rank });
         }
         self.leave();
     }

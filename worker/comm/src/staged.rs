@@ -1,96 +1,104 @@
-//! Collectives of buffers in a card's memory over a transport that sees the host's alone: what is sent passes through pinned
-//! buffers of the host, and so does what comes. So ranks that share a card, or whose cards can't reach each other, train all
-//! the same, with the same bits as everywhere. Buffers on the host go straight to the transport.
-use crate::{Comm, Result, Sink};
+//! [`StagedComm`]: collectives of buffers in GPU memory through pinned host memory.
+//!
+//! Data is copied to the host, moved by a transport between host memories, and copied back. Ranks
+//! that share a GPU, or whose GPUs cannot reach each other, thus train with the same bits as on
+//! every other transport. Buffers in host memory are passed to the transport directly.
+use crate::{AbortReason, Comm, PartialSink, Result};
 use device::{Buf, Dtype, Storage, View, ViewMut};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// A transport between hosts' memory, and the memory that it can't see.
-pub struct Staged {
+/// Collectives of device buffers over a transport between host memories.
+pub struct StagedComm {
     inner: Arc<dyn Comm>,
     storage: Arc<dyn Storage>,
-    rooms: Mutex<Rooms>,
+    buffers: Mutex<StagingBuffers>,
 }
 
-/// As large as the largest collective was.
+/// The reused buffers, as large as the largest collective so far.
 #[derive(Default)]
-struct Rooms {
-    send: Room,
-    recv: Room,
-    /// On the card: a piece for the caller's sink.
-    piece: Buf,
+struct StagingBuffers {
+    send: StagingBuffer,
+    recv: StagingBuffer,
+    /// A buffer on the GPU: one piece for the caller's sink.
+    device_piece: Buf,
 }
 
-/// A pinned buffer for each size of elements.
+/// Pinned host buffers, one for each element size.
 #[derive(Default)]
-struct Room {
+struct StagingBuffer {
     halves: Buf,
     floats: Buf,
 }
 
-impl Room {
-    fn of(&mut self, storage: &dyn Storage, dtype: Dtype, len: usize) -> ViewMut<'_> {
+impl StagingBuffer {
+    /// A pinned buffer of `len` elements, grown if necessary.
+    fn reserve(&mut self, storage: &dyn Storage, dtype: Dtype, len: usize) -> ViewMut<'_> {
         let buf = if dtype == Dtype::F32 { &mut self.floats } else { &mut self.halves };
         if buf.len() < len || buf.dtype() != dtype {
-            *buf = Buf::default(); // not both at once
+            *buf = Buf::default(); // free the old buffer before allocating the new one
             *buf = storage.staging(dtype, len);
         }
         buf.view_mut().slice(0..len)
     }
 
-    /// `x` on the host.
-    fn down<'a>(&'a mut self, storage: &dyn Storage, x: View<'a>) -> View<'a> {
+    /// A copy of `x` in host memory; `x` itself if it is there already.
+    fn copy_to_host<'a>(&'a mut self, storage: &dyn Storage, x: View<'a>) -> View<'a> {
         if x.is_on_host() {
             return x;
         }
-        let mut room = self.of(storage, x.dtype(), x.len());
-        storage.copy(room.reborrow(), x);
-        room.into_view()
+        let mut host = self.reserve(storage, x.dtype(), x.len());
+        storage.copy(host.reborrow(), x);
+        host.into_view()
     }
 }
 
-impl Staged {
-    /// `storage`: whose memory buffers lie in.
+impl StagedComm {
+    /// Adds buffers of `storage` to a transport between host memories.
     pub fn new(inner: Arc<dyn Comm>, storage: Arc<dyn Storage>) -> Self {
-        Staged { inner, storage, rooms: Mutex::default() }
+        StagedComm { inner, storage, buffers: Mutex::default() }
     }
 
-    /// The transport below.
+    /// The transport between host memories.
     pub fn inner(&self) -> &Arc<dyn Comm> {
         &self.inner
     }
 
-    fn lock(&self) -> MutexGuard<'_, Rooms> {
-        // after a panic the rooms hold what no one reads
-        self.rooms.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, StagingBuffers> {
+        // no code reads the contents that a panic may have left in the buffers
+        self.buffers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Runs `f` on memory of the host that becomes `recv`.
-    fn received(&self, room: &mut Room, recv: ViewMut, f: impl FnOnce(ViewMut) -> Result<()>) -> Result<()> {
+    /// Runs `f` on host memory and copies that memory to `recv`.
+    fn with_host_recv(
+        &self,
+        staging: &mut StagingBuffer,
+        recv: ViewMut,
+        f: impl FnOnce(ViewMut) -> Result<()>,
+    ) -> Result<()> {
         if recv.as_view().is_on_host() {
             return f(recv);
         }
-        let mut there = room.of(self.storage.as_ref(), recv.dtype(), recv.len());
-        f(there.reborrow())?;
-        self.storage.copy(recv, there.as_view());
+        let mut host = staging.reserve(self.storage.as_ref(), recv.dtype(), recv.len());
+        f(host.reborrow())?;
+        self.storage.copy(recv, host.as_view());
         Ok(())
     }
 
-    /// Runs `f` on memory of the host that holds `x` and becomes `x`.
-    fn through(&self, mut x: ViewMut, f: impl FnOnce(ViewMut) -> Result<()>) -> Result<()> {
+    /// Runs `f` on a copy of `x` in host memory and copies the result back to `x`.
+    fn with_host_copy(&self, mut x: ViewMut, f: impl FnOnce(ViewMut) -> Result<()>) -> Result<()> {
         if x.as_view().is_on_host() {
             return f(x);
         }
-        let mut rooms = self.lock();
-        let mut there = rooms.recv.of(self.storage.as_ref(), x.dtype(), x.len());
-        self.storage.copy(there.reborrow(), x.as_view());
-        f(there.reborrow())?;
-        self.storage.copy(x.reborrow(), there.as_view());
+        let mut buffers = self.lock();
+        let mut host = buffers.recv.reserve(self.storage.as_ref(), x.dtype(), x.len());
+        self.storage.copy(host.reborrow(), x.as_view());
+        f(host.reborrow())?;
+        self.storage.copy(x.reborrow(), host.as_view());
         Ok(())
     }
 }
 
-impl Comm for Staged {
+impl Comm for StagedComm {
     fn rank(&self) -> usize {
         self.inner.rank()
     }
@@ -100,44 +108,50 @@ impl Comm for Staged {
     }
 
     fn all_gather(&self, recv: ViewMut, send: View, counts: &[usize]) -> Result<()> {
-        let Rooms { send: out, recv: room, .. } = &mut *self.lock();
-        let send = out.down(self.storage.as_ref(), send);
-        self.received(room, recv, |recv| self.inner.all_gather(recv, send, counts))
+        let StagingBuffers { send: send_staging, recv: recv_staging, .. } = &mut *self.lock();
+        let send = send_staging.copy_to_host(self.storage.as_ref(), send);
+        self.with_host_recv(recv_staging, recv, |recv| self.inner.all_gather(recv, send, counts))
     }
 
-    fn reduce_scatter_fold(&self, partials: &[View], counts: &[usize], sink: &mut Sink) -> Result<()> {
+    fn reduce_scatter_ordered(
+        &self,
+        partials: &[View],
+        counts: &[usize],
+        sink: &mut PartialSink,
+    ) -> Result<()> {
         if partials.iter().all(View::is_on_host) && !partials.is_empty() {
-            return self.inner.reduce_scatter_fold(partials, counts, sink);
+            return self.inner.reduce_scatter_ordered(partials, counts, sink);
         }
-        let (storage, Rooms { send, piece, .. }) = (self.storage.as_ref(), &mut *self.lock());
-        let mut out = send.of(storage, Dtype::F32, partials.iter().map(View::len).sum());
+        let storage = self.storage.as_ref();
+        let StagingBuffers { send, device_piece, .. } = &mut *self.lock();
+        let mut host = send.reserve(storage, Dtype::F32, partials.iter().map(View::len).sum());
         let mut end = 0;
         for partial in partials {
             end += partial.len();
-            storage.copy(out.slice_mut(end - partial.len()..end), *partial);
+            storage.copy(host.slice_mut(end - partial.len()..end), *partial);
         }
-        let (mut rest, mut sent) = (out.as_view(), Vec::with_capacity(partials.len()));
+        let (mut rest, mut host_partials) = (host.as_view(), Vec::with_capacity(partials.len()));
         for partial in partials {
-            sent.push(rest.slice(0..partial.len()));
+            host_partials.push(rest.slice(0..partial.len()));
             rest = rest.slice(partial.len()..rest.len());
         }
-        self.inner.reduce_scatter_fold(&sent, counts, &mut |from, index, part| {
-            sink(from, index, storage.to_device(part, piece));
+        self.inner.reduce_scatter_ordered(&host_partials, counts, &mut |from, index, piece| {
+            sink(from, index, storage.to_device(piece, device_piece));
         })
     }
 
     fn reduce_scatter(&self, recv: ViewMut, send: View, counts: &[usize]) -> Result<()> {
-        let Rooms { send: out, recv: room, .. } = &mut *self.lock();
-        let send = out.down(self.storage.as_ref(), send);
-        self.received(room, recv, |recv| self.inner.reduce_scatter(recv, send, counts))
+        let StagingBuffers { send: send_staging, recv: recv_staging, .. } = &mut *self.lock();
+        let send = send_staging.copy_to_host(self.storage.as_ref(), send);
+        self.with_host_recv(recv_staging, recv, |recv| self.inner.reduce_scatter(recv, send, counts))
     }
 
     fn all_reduce(&self, x: ViewMut) -> Result<()> {
-        self.through(x, |x| self.inner.all_reduce(x))
+        self.with_host_copy(x, |x| self.inner.all_reduce(x))
     }
 
     fn broadcast(&self, x: ViewMut, root: usize) -> Result<()> {
-        self.through(x, |x| self.inner.broadcast(x, root))
+        self.with_host_copy(x, |x| self.inner.broadcast(x, root))
     }
 
     fn all_to_all(
@@ -147,9 +161,11 @@ impl Comm for Staged {
         send: View,
         send_counts: &[usize],
     ) -> Result<()> {
-        let Rooms { send: out, recv: room, .. } = &mut *self.lock();
-        let send = out.down(self.storage.as_ref(), send);
-        self.received(room, recv, |recv| self.inner.all_to_all(recv, recv_counts, send, send_counts))
+        let StagingBuffers { send: send_staging, recv: recv_staging, .. } = &mut *self.lock();
+        let send = send_staging.copy_to_host(self.storage.as_ref(), send);
+        self.with_host_recv(recv_staging, recv, |recv| {
+            self.inner.all_to_all(recv, recv_counts, send, send_counts)
+        })
     }
 
     fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
@@ -164,7 +180,7 @@ impl Comm for Staged {
         self.inner.abort(reason);
     }
 
-    fn aborted(&self) -> Option<String> {
-        self.inner.aborted()
+    fn abort_reason(&self) -> Option<AbortReason> {
+        self.inner.abort_reason()
     }
 }

@@ -1,64 +1,67 @@
-//! The one order in which ranks are summed.
+//! The fixed order in which values of several ranks are summed.
 //!
-//! The tree over n ranks is a binary counter: ranks are pushed one after the other, two neighbours that cover equally
-//! many ranks are added at once, and what remains is folded from the right. Said recursively: the left child covers the
-//! largest power of two that is smaller than n, the right child the rest.
+//! The tree over n ranks is a binary counter: ranks are pushed one after the other, two neighbours
+//! that cover equally many ranks are added at once, and the remaining ones are added from the
+//! right. Stated recursively, the left child covers the largest power of two that is smaller than
+//! n, and the right child covers the rest.
 //!
 //! ```text
 //! n = 4: (0+1)+(2+3)      n = 5: ((0+1)+(2+3))+4      n = 7: ((0+1)+(2+3))+((4+5)+6)
 //! ```
 //!
-//! Additions are f32 and nothing is skipped, so an element's bits depend on the ranks' values alone: not on how a message
-//! is cut into chunks, not on which rank does the sum.
+//! Additions are in f32 and none is skipped. So the bits of an element depend only on the ranks'
+//! values, not on the chunks in which messages travel or on the rank that computes the sum.
 
-/// Elements summed at a time when the tree needs intermediate nodes: one node's values stay in the first-level cache.
-const BLOCK: usize = 512;
+/// Elements summed at a time if the tree needs intermediate nodes, so that the values of a node
+/// stay in the first-level cache.
+const BLOCK_LEN: usize = 512;
 
-/// `out[i]` becomes the tree sum of `parts[r][i]` over r. Every part is as long as `out`.
+/// Stores the tree sum of `parts[r][i]` over r in `out[i]`. Every part is as long as `out`.
 pub(crate) fn tree_sum(out: &mut [f32], parts: &[&[f32]]) {
     match parts {
         [] => out.fill(0.0),
         [a] => out.copy_from_slice(a),
         [a, b] => add(out, a, b),
         _ => {
-            for (i, out) in out.chunks_mut(BLOCK).enumerate() {
-                node(out, parts, i * BLOCK);
+            for (i, out) in out.chunks_mut(BLOCK_LEN).enumerate() {
+                sum_block(out, parts, i * BLOCK_LEN);
             }
         }
     }
 }
 
-/// `out` (at most BLOCK long) becomes the tree sum of `parts[..][at..at + out.len()]`.
-fn node(out: &mut [f32], parts: &[&[f32]], at: usize) {
+/// Stores the tree sum of `parts[r][start..start + out.len()]` over r in `out`, which is at most
+/// BLOCK_LEN long.
+fn sum_block(out: &mut [f32], parts: &[&[f32]], start: usize) {
     let n = out.len();
-    let piece = |r: usize| &parts[r][at..at + n];
+    let block = |r: usize| &parts[r][start..start + n];
     match parts.len() {
         0 => out.fill(0.0),
-        1 => out.copy_from_slice(piece(0)),
-        2 => add(out, piece(0), piece(1)),
+        1 => out.copy_from_slice(block(0)),
+        2 => add(out, block(0), block(1)),
         ranks => {
             let (left, right) = parts.split_at(ranks.next_power_of_two() / 2);
-            node(out, left, at);
+            sum_block(out, left, start);
             if right.len() == 1 {
-                add_to(out, &right[0][at..at + n]);
+                add_assign(out, &right[0][start..start + n]);
             } else {
-                let mut sum = [0.0; BLOCK];
-                node(&mut sum[..n], right, at);
-                add_to(out, &sum[..n]);
+                let mut sum = [0.0; BLOCK_LEN];
+                sum_block(&mut sum[..n], right, start);
+                add_assign(out, &sum[..n]);
             }
         }
     }
 }
 
 fn add(out: &mut [f32], a: &[f32], b: &[f32]) {
-    assert!(out.len() == a.len() && out.len() == b.len(), "parts of a sum are equally long");
+    assert!(out.len() == a.len() && out.len() == b.len(), "addends must be equally long");
     for ((o, a), b) in out.iter_mut().zip(a).zip(b) {
         *o = a + b;
     }
 }
 
-fn add_to(out: &mut [f32], b: &[f32]) {
-    assert!(out.len() == b.len(), "parts of a sum are equally long");
+fn add_assign(out: &mut [f32], b: &[f32]) {
+    assert!(out.len() == b.len(), "addends must be equally long");
     for (o, b) in out.iter_mut().zip(b) {
         *o += b;
     }
@@ -68,8 +71,8 @@ fn add_to(out: &mut [f32], b: &[f32]) {
 mod tests {
     use super::tree_sum;
 
-    /// The binary counter, literally.
-    fn counter(values: &[f32]) -> f32 {
+    /// Sums with an explicit binary counter.
+    fn binary_counter_sum(values: &[f32]) -> f32 {
         let mut stack: Vec<(usize, f32)> = Vec::new();
         for &v in values {
             let mut top = (1, v);
@@ -85,10 +88,10 @@ mod tests {
     }
 
     #[test]
-    fn is_the_binary_counter_at_every_world_and_length() {
+    fn the_tree_equals_a_binary_counter_for_every_world_and_length() {
         for world in 1..=17 {
             for len in [0, 1, 7, 511, 512, 513, 1500] {
-                // values of very different size, so that another order gives other bits
+                // values of very different magnitude, so that another order gives other bits
                 let value = |r: usize, i: usize| {
                     let scale = [1.0, 1e-4, 1e6, -1e6][(r + i) % 4];
                     (1.0 + ((r * 7919 + i * 104_729) % 1000) as f32 / 997.0) * scale
@@ -100,14 +103,18 @@ mod tests {
                 tree_sum(&mut out, &refs);
                 for i in 0..len {
                     let column: Vec<f32> = parts.iter().map(|p| p[i]).collect();
-                    assert_eq!(out[i].to_bits(), counter(&column).to_bits(), "world {world} element {i}");
+                    assert_eq!(
+                        out[i].to_bits(),
+                        binary_counter_sum(&column).to_bits(),
+                        "world {world} element {i}"
+                    );
                 }
             }
         }
     }
 
     #[test]
-    fn no_rank_sums_to_zero() {
+    fn the_sum_over_no_rank_is_zero() {
         let mut out = [1.0, 2.0];
         tree_sum(&mut out, &[]);
         assert_eq!(out, [0.0, 0.0]);

@@ -1,21 +1,25 @@
-//! Ranks on several hosts: TCP between the hosts, shared memory inside each.
+//! [`TcpComm`]: collectives between ranks on several hosts, with TCP between the hosts and shared
+//! memory inside each.
 //!
-//! Two kinds of steps make all collectives (docs/design/comm.md): *spread* (what every rank needs crosses the network once
-//! per pair of hosts, to the rank's counterpart there, and is shared inside the host) and *trade* (what one rank needs of
-//! another goes directly). Sums are made by the same fixed tree as everywhere, at the receiver. With one rank per host this is
-//! plain TCP.
+//! All collectives consist of two kinds of steps (docs/design/comm.md). A *replication* step
+//! distributes data that every rank needs: it crosses the network once per pair of hosts, to the
+//! rank's counterpart there, and is shared inside the host. An *exchange* step sends data that one
+//! rank needs directly to that rank. The receiver computes sums, by the same fixed tree as on every
+//! other transport. With one rank per host this is plain TCP.
 //!
-//! Memory: nothing is allocated for data after the largest call has been seen once, and a rank's private buffer stays within
-//! 8 × staging or two of the largest pieces, whichever is more.
+//! Memory: after the largest call no memory is allocated for data any more. The private buffer of a
+//! rank stays within 8 × staging or two of the largest pieces, whichever is more.
 use crate::{
-    Comm, CommError, Result, Sink,
-    call::{self, Call, Place},
-    shm::{self, Names, Outgoing, ShmComm, windows},
+    AbortReason, CallMismatch, Comm, CommError, GroupError, PartialSink, Result,
+    call::{self, BufferShape, CollectiveCall, GroupPosition},
+    error::ArgumentError,
+    shm::{self, JobRanks, OutgoingMessage, ShmComm, partition_windows},
     sum::tree_sum,
 };
 use device::{Buf, View, ViewMut};
-use handshake::{Identity, Lane, SECRET};
-use mesh::{Conn, Job, Source, Step};
+use handshake::{ConnectionKind, RankIdentity, SECRET_BYTES};
+use network_step::{DataConnection, NetworkStep, SendSource, Transfer};
+use peer_monitor::{GroupHealth, PeerMonitor};
 use std::{
     net::{IpAddr, SocketAddr, TcpListener},
     ops::Range,
@@ -25,134 +29,143 @@ use std::{
     time::Duration,
 };
 use topology::Topology;
-use watch::{Shared, Watch};
 
+mod connection_setup;
 mod handshake;
-mod join;
-mod mesh;
+mod network_step;
+mod peer_monitor;
 mod topology;
-mod watch;
 
-/// Up to this many bytes every rank sums all of an all_reduce for itself.
-const SMALL: usize = 16 << 10;
-/// The private buffer may take this many times `staging`.
-const WINDOW: usize = 8;
-/// The most partials of one rank in a reduce_scatter_fold.
+/// Up to this size, every rank computes the whole sum of an all-reduce: one step instead of two.
+const MAX_SINGLE_STEP_BYTES: usize = 16 << 10;
+/// The private buffer may take this many times `staging_bytes`.
+const WINDOW_FACTOR: usize = 8;
+/// The largest number of partials of one rank in an ordered reduce-scatter.
 const MAX_PARTIALS: u64 = 1 << 16;
-/// Connections that may wait to be accepted.
+/// The largest number of connections that wait to be accepted.
 const BACKLOG: i32 = 1024;
 
-/// Bytes of the job's key.
-pub const KEY: usize = SECRET;
+/// Bytes of the key that authenticates the ranks of a job.
+pub const KEY_BYTES: usize = SECRET_BYTES;
 
-/// What bounds a group's waits and memory.
+/// Timeouts and memory of a group on several hosts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Limits {
-    /// Joining, waiting in a collective, and staging memory, inside a host and between hosts.
-    pub shm: shm::Limits,
-    /// A peer of which no byte came for this long is dead. Peers send a heartbeat five times as often.
-    pub silence: Duration,
+pub struct TcpLimits {
+    /// Timeouts for joining and for collectives, inside a host and between hosts, and the size of
+    /// the staging memory.
+    pub shm: shm::ShmLimits,
+    /// A peer from which nothing arrives for this long counts as dead. Ranks send five heartbeats
+    /// in this time.
+    pub silence_timeout: Duration,
 }
 
-impl Default for Limits {
+impl Default for TcpLimits {
     fn default() -> Self {
-        Limits { shm: shm::Limits::default(), silence: Duration::from_secs(5) }
+        TcpLimits { shm: shm::ShmLimits::default(), silence_timeout: Duration::from_secs(5) }
     }
 }
 
-/// One rank as the others reach it.
+/// How to reach one rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Member {
-    /// Its host: any number, equal for the ranks of one host.
+pub struct GroupMember {
+    /// Identifies the host of the rank by any number, equal for the ranks of one host.
     pub host: usize,
-    /// Where it listens; tried in this order.
+    /// The addresses on which the rank listens, in the order in which they are tried.
     pub addresses: Vec<SocketAddr>,
 }
 
-/// The group to join: the same on every rank but for `rank`.
+/// The group that a rank joins. Equal on all ranks except for `rank`.
 #[derive(Clone)]
-pub struct Group {
-    /// This rank.
+pub struct GroupSpec {
+    /// The rank of this process.
     pub rank: usize,
-    /// All ranks, by rank.
-    pub members: Vec<Member>,
-    /// The run's name.
+    /// All ranks of the job, by rank.
+    pub members: Vec<GroupMember>,
+    /// The name of the run.
     pub run: String,
-    /// Connections of another attempt of the run are refused.
+    /// The attempt of the run. Connections of another attempt are rejected.
     pub attempt: u32,
-    /// What the ranks of this attempt know and nobody else.
-    pub key: [u8; KEY],
+    /// The secret that only the ranks of this attempt know.
+    pub key: [u8; KEY_BYTES],
 }
 
-/// A listener, bound before anybody is told where. Collectives begin with [`Endpoint::join`].
+/// A listener of one rank. It is bound before its address is given to the peers, which connect to
+/// it during [`Endpoint::join`].
 pub struct Endpoint {
     listener: TcpListener,
 }
 
-/// Makes a group that is being joined, or has been, end; from any thread.
+/// Aborts a group from any thread, also while the group is being joined.
 #[derive(Clone)]
-pub struct Stopper(Arc<Shared>);
+pub struct AbortHandle(Arc<GroupHealth>);
 
-impl Stopper {
-    /// For [`Endpoint::join`] as rank `rank` of `world`.
+impl AbortHandle {
+    /// Creates the handle to pass to [`Endpoint::join`] as `rank` of `world` ranks.
     pub fn new(rank: usize, world: usize) -> Result<Self> {
-        let shared = Shared::new(rank, world).map_err(|e| CommError::Io(format!("an event: {e}")))?;
-        Ok(Stopper(Arc::new(shared)))
+        let health = GroupHealth::new(rank, world).map_err(CommError::transport("create an eventfd"))?;
+        Ok(AbortHandle(Arc::new(health)))
     }
 
-    /// As [`Comm::abort`].
+    /// Makes joining, and every waiting and later collective, fail with [`CommError::Aborted`].
     pub fn abort(&self, reason: &str) {
-        self.0.abort(reason);
+        self.0.abort(&AbortReason::requested(reason));
     }
 }
 
 impl Endpoint {
-    /// Listens at a port of the system's choice.
+    /// Listens at a port that the operating system selects.
     pub fn bind(address: IpAddr) -> std::io::Result<Self> {
         let listener = TcpListener::bind((address, 0))?;
-        // std's backlog is made for less than a thousand peers that come at once
+        // The backlog of std is too short for a thousand peers that connect at once.
         nix::sys::socket::listen(&listener, nix::sys::socket::Backlog::new(BACKLOG)?)?;
         Ok(Endpoint { listener })
     }
 
-    /// Where it listens.
+    /// The address on which it listens.
     pub fn address(&self) -> std::io::Result<SocketAddr> {
         self.listener.local_addr()
     }
 
-    /// Joins the group. `memory` is one memfd that the ranks of this host share (see [`ShmComm::join`]), needed where a host
-    /// has several. Returns when all peers have proved who they are; fails when they don't within `limits.shm.join`.
+    /// Joins the group, and returns when all peers have authenticated themselves.
+    ///
+    /// `memory` is one memfd that the ranks of this host share (see [`ShmComm::join`]); required if
+    /// the host has several ranks. Fails if a peer does not join within `limits.shm.join_timeout`.
     pub fn join(
         self,
-        group: &Group,
+        group: &GroupSpec,
         memory: Option<OwnedFd>,
-        limits: Limits,
-        stopper: &Stopper,
+        limits: TcpLimits,
+        abort_handle: &AbortHandle,
     ) -> Result<TcpComm> {
         let hosts: Vec<usize> = group.members.iter().map(|m| m.host).collect();
-        let topology = Topology::new(group.rank, &hosts).map_err(CommError::Io)?;
-        let shared = stopper.0.clone();
-        let joined = self.join_all(group, memory, limits, topology, &shared);
-        if let Err(e) = &joined {
-            // Whoever has joined already learns why this rank does not come.
-            shared.abort(&format!("rank {} can't join: {e}", group.rank));
-        }
-        joined
+        let rank = group.rank;
+        let topology = Topology::new(rank, &hosts)?;
+        let health = &abort_handle.0;
+        self.connect(group, memory, limits, topology, health).inspect_err(|error| {
+            // Ranks that have joined already learn why this rank is missing.
+            health.abort(&match error {
+                CommError::Aborted(reason) => reason.clone(),
+                error => {
+                    let message = format!("rank {rank} cannot join the group: {error}");
+                    AbortReason::RankFailed { rank, message }
+                }
+            });
+        })
     }
 
-    fn join_all(
+    fn connect(
         self,
-        group: &Group,
+        group: &GroupSpec,
         memory: Option<OwnedFd>,
-        limits: Limits,
+        limits: TcpLimits,
         topology: Topology,
-        shared: &Arc<Shared>,
+        health: &Arc<GroupHealth>,
     ) -> Result<TcpComm> {
-        let shm = join_host(&topology, memory, limits)?;
+        let shm = join_shared_memory(&topology, memory, limits)?;
         if let Some(shm) = &shm {
-            shared.with_shm(shm.clone());
+            health.attach_shared_memory(shm.clone());
         }
-        let id = Identity {
+        let id = RankIdentity {
             key: group.key,
             run: *blake3::hash(group.run.as_bytes()).as_bytes(),
             attempt: group.attempt,
@@ -160,227 +173,251 @@ impl Endpoint {
             world: topology.world() as u32,
         };
         let addresses: Vec<Vec<SocketAddr>> = group.members.iter().map(|m| m.addresses.clone()).collect();
-        let meeting = join::Meeting {
+        let setup = connection_setup::ConnectionSetup {
             id: &id,
             topology: &topology,
             addresses: &addresses,
-            shared,
-            limit: limits.shm.join,
-            silence: limits.silence,
+            health,
+            timeout: limits.shm.join_timeout,
+            silence_timeout: limits.silence_timeout,
         };
-        let streams = meeting.meet(&self.listener)?;
-        drop(self.listener); // from here on strangers meet a closed port
-        let failed = |e: std::io::Error| CommError::Io(format!("the watch connections: {e}"));
-        let (data, watch): (Vec<_>, Vec<_>) =
-            streams.into_iter().partition(|(_, lane, _)| *lane == Lane::Data);
-        let mut conns: Vec<Option<Conn>> = (0..topology.world()).map(|_| None).collect();
+        let streams = setup.connect_all(&self.listener)?;
+        drop(self.listener); // from here on other processes find the port closed
+        let (data, control): (Vec<_>, Vec<_>) =
+            streams.into_iter().partition(|(_, kind, _)| *kind == ConnectionKind::Data);
+        let mut connections: Vec<Option<DataConnection>> = (0..topology.world()).map(|_| None).collect();
         for (rank, _, stream) in data {
-            conns[rank as usize] = Some(Conn::new(stream));
+            connections[rank as usize] = Some(DataConnection::new(stream));
         }
-        let watch = watch.into_iter().map(|(rank, _, stream)| (rank as usize, stream)).collect();
-        let watch = Watch::new(shared.clone(), watch, limits.silence, limits.shm.join).map_err(failed)?;
-        let thread =
-            std::thread::Builder::new().name("comm-watch".into()).spawn(|| watch.run()).map_err(failed)?;
-        let turn = Mutex::new(Turn { seq: 0, conns, scratch: Buf::zeroed(0) });
-        Ok(TcpComm { topology, shared: shared.clone(), shm, limits, turn, watch: Some(thread) })
+        let control = control.into_iter().map(|(rank, _, stream)| (rank as usize, stream)).collect();
+        let (silence_timeout, join_timeout) = (limits.silence_timeout, limits.shm.join_timeout);
+        let monitor = PeerMonitor::new(health.clone(), control, silence_timeout, join_timeout)
+            .map_err(CommError::transport("set up the control connections"))?;
+        let thread = std::thread::Builder::new()
+            .name("comm-monitor".into())
+            .spawn(|| monitor.run())
+            .map_err(CommError::transport("start the thread that monitors the peers"))?;
+        let call_state = Mutex::new(CallState { calls: 0, connections, scratch: Buf::zeroed(0) });
+        let health = health.clone();
+        Ok(TcpComm { topology, health, shm, limits, call_state, monitor: Some(thread) })
     }
 }
 
-/// The shared memory of this host's ranks.
-fn join_host(topology: &Topology, memory: Option<OwnedFd>, limits: Limits) -> Result<Option<Arc<ShmComm>>> {
-    if topology.here().len() == 1 {
+/// Joins the shared memory of this host, if the host has several ranks.
+fn join_shared_memory(
+    topology: &Topology,
+    memory: Option<OwnedFd>,
+    limits: TcpLimits,
+) -> Result<Option<Arc<ShmComm>>> {
+    let (world, local_ranks) = (topology.world(), topology.local_ranks().to_vec());
+    if local_ranks.len() == 1 {
         return Ok(None);
     }
-    let memory = memory.ok_or_else(|| {
-        let here = call::ranks(topology.here(), topology.world());
-        CommError::Io(format!(
-            "{here} are on one host, but no shared memory was given to rank {}",
-            topology.rank
-        ))
-    })?;
-    let names = Names { ranks: topology.here().to_vec(), world: topology.world() };
-    Ok(Some(Arc::new(ShmComm::join_part(memory, topology.my_place(), limits.shm, names)?)))
+    let Some(memory) = memory else {
+        return Err(GroupError::NoSharedMemory { rank: topology.rank, world, local_ranks }.into());
+    };
+    let job_ranks = JobRanks { ranks: local_ranks, world };
+    let shm = ShmComm::join_host_group(memory, topology.local_rank(), limits.shm, job_ranks)?;
+    Ok(Some(Arc::new(shm)))
 }
 
-/// One rank of a group on several hosts. Dropping it leaves the group: peers that need it then get [`CommError::Aborted`].
+/// The communicator of one rank of a group on several hosts.
+///
+/// Dropping it leaves the group: peers that need this rank then get [`CommError::Aborted`].
 pub struct TcpComm {
     topology: Topology,
-    shared: Arc<Shared>,
-    /// The ranks of this host, where there are several.
+    health: Arc<GroupHealth>,
+    /// The communicator of this host's ranks, if there are several.
     shm: Option<Arc<ShmComm>>,
-    limits: Limits,
-    /// Serialises the collectives of one rank.
-    turn: Mutex<Turn>,
-    watch: Option<JoinHandle<()>>,
+    limits: TcpLimits,
+    /// Serializes the collectives of this rank.
+    call_state: Mutex<CallState>,
+    monitor: Option<JoinHandle<()>>,
 }
 
-struct Turn {
+/// How far one rank is, its connections and its reusable memory.
+struct CallState {
     /// Collectives called so far.
-    seq: u64,
-    /// Data connections by rank.
-    conns: Vec<Option<Conn>>,
-    /// Where pieces are put together before they are summed or shown; kept for the next time.
+    calls: u64,
+    /// By rank: the data connection. `None` for the ranks of this host.
+    connections: Vec<Option<DataConnection>>,
+    /// Where received pieces are assembled before they are summed or delivered. Kept for the next
+    /// call.
     scratch: Buf,
 }
 
-/// `need` elements of `scratch`.
-fn room_in(scratch: &mut Buf, need: usize) -> &mut [f32] {
-    if scratch.len() < need {
-        *scratch = Buf::zeroed(0); // the old memory goes first
-        *scratch = Buf::zeroed(need);
+/// The first `len` elements of `scratch`, which is replaced by a larger buffer if necessary.
+fn reserve_scratch(scratch: &mut Buf, len: usize) -> &mut [f32] {
+    if scratch.len() < len {
+        *scratch = Buf::zeroed(0); // free the old buffer before allocating the new one
+        *scratch = Buf::zeroed(len);
     }
-    &mut scratch.host_mut()[..need]
+    &mut scratch.host_mut()[..len]
 }
 
-/// Aborts the group when a sink panics, so that peers don't wait for this rank.
-struct OnPanic<'a>(&'a TcpComm);
+/// Aborts the group if a sink panics, so that peers do not wait for this rank.
+struct AbortOnPanic<'a>(&'a TcpComm);
 
-impl Drop for OnPanic<'_> {
+impl Drop for AbortOnPanic<'_> {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            self.0.abort(&format!("rank {} panicked inside a collective", self.0.rank()));
+            self.0.health.abort(&AbortReason::RankPanicked { rank: self.0.rank() });
         }
     }
 }
 
 impl TcpComm {
-    fn place(&self) -> Place {
-        Place { rank: self.topology.rank, world: self.topology.world() }
+    fn position(&self) -> GroupPosition {
+        GroupPosition { rank: self.topology.rank, world: self.topology.world() }
     }
 
-    /// Begins a collective; fails when the group is aborted or the arguments don't fit.
-    fn enter(&self, call: std::result::Result<Call, String>) -> Result<(MutexGuard<'_, Turn>, Call)> {
+    /// Begins a collective. Fails if the group is aborted or the arguments are invalid.
+    fn begin_call(
+        &self,
+        call: std::result::Result<CollectiveCall, ArgumentError>,
+    ) -> Result<(MutexGuard<'_, CallState>, CollectiveCall)> {
         let rank = self.rank();
-        let mut turn = self.turn.lock().map_err(|_| {
-            let reason = format!("rank {rank} panicked inside a collective");
-            self.abort(&reason);
+        let mut call_state = self.call_state.lock().map_err(|_| {
+            let reason = AbortReason::RankPanicked { rank };
+            self.health.abort(&reason);
             CommError::Aborted(reason)
         })?;
-        if let Some(reason) = self.shared.reason() {
+        if let Some(reason) = self.health.abort_reason() {
             return Err(CommError::Aborted(reason));
         }
-        let call = call.map_err(|e| self.disagree(format!("rank {rank}: {e}")))?.numbered(turn.seq);
-        turn.seq += 1;
-        Ok((turn, call))
+        let call = call
+            .map_err(|error| self.abort_with(CommError::InvalidArguments { rank, error }))?
+            .with_number(call_state.calls);
+        call_state.calls += 1;
+        Ok((call_state, call))
     }
 
-    /// A mismatch ends the group: later calls would pair with the wrong ones.
-    fn disagree(&self, what: String) -> CommError {
-        let error = CommError::Mismatch(what);
-        self.abort(&error.to_string());
-        error
+    /// Aborts the group because of `error`, so that the peers learn why this rank cannot continue.
+    fn abort_with(&self, error: CommError) -> CommError {
+        self.health.abort(&error.abort_reason(self.rank()));
+        match error {
+            // Another reason may have been given first.
+            CommError::Aborted(reason) => CommError::Aborted(self.health.abort_reason().unwrap_or(reason)),
+            error => error,
+        }
     }
 
-    /// Moves what has to cross the network.
-    fn cross(&self, conns: &mut [Option<Conn>], call: &Call, buf: &mut [u8], jobs: &mut [Job]) -> Result<()> {
-        let step = Step { topology: &self.topology, shared: &self.shared, call, wait: self.limits.shm.wait };
-        self.told(step.run(conns, buf, jobs))
-    }
-
-    /// Tells everybody why this rank can't go on.
-    fn told(&self, result: Result<()>) -> Result<()> {
-        result.map_err(|error| match error {
-            CommError::Aborted(reason) => {
-                self.abort(&reason);
-                // Another one may have been first.
-                CommError::Aborted(self.shared.reason().unwrap_or(reason))
-            }
-            CommError::Io(reason) => {
-                self.abort(&reason);
-                CommError::Io(reason)
-            }
-            CommError::Mismatch(what) => self.disagree(what),
-        })
-    }
-
-    /// Every rank's `parts[r]` of `buf` gets to all; each holds its own already.
-    fn spread(
+    /// Runs one step over the network. An error aborts the group.
+    fn run_network_step(
         &self,
-        conns: &mut [Option<Conn>],
-        call: &Call,
+        connections: &mut [Option<DataConnection>],
+        call: &CollectiveCall,
+        buf: &mut [u8],
+        transfers: &mut [Transfer],
+    ) -> Result<()> {
+        let timeout = self.limits.shm.collective_timeout;
+        let step = NetworkStep { topology: &self.topology, health: &self.health, call, timeout };
+        step.run(connections, buf, transfers).map_err(|error| self.abort_with(error))
+    }
+
+    /// Replicates `buf` on all ranks: every rank r already has `parts[r]`.
+    fn replicate(
+        &self,
+        connections: &mut [Option<DataConnection>],
+        call: &CollectiveCall,
         buf: &mut [u8],
         parts: &[Range<usize>],
     ) -> Result<()> {
-        let (t, me) = (&self.topology, self.topology.rank);
-        let mut jobs: Vec<Job> = t
-            .remote()
+        let (topology, me) = (&self.topology, self.topology.rank);
+        let mut transfers: Vec<Transfer> = topology
+            .remote_ranks()
             .map(|r| {
-                let out = t.sends_to(me, r).then(|| Source::Buffer(parts[me].clone()));
-                Job::new(r, out, t.sends_to(r, me).then(|| parts[r].clone()))
+                let source = topology.sends_to(me, r).then(|| SendSource::Buffer(parts[me].clone()));
+                Transfer::new(r, source, topology.sends_to(r, me).then(|| parts[r].clone()))
             })
-            .filter(|j| j.out.is_some() || j.room.is_some())
+            .filter(|t| t.source.is_some() || t.recv_range.is_some())
             .collect();
-        self.cross(conns, call, buf, &mut jobs)?;
+        self.run_network_step(connections, call, buf, &mut transfers)?;
         let Some(shm) = &self.shm else { return Ok(()) };
-        let mut held: Vec<Vec<Range<usize>>> = vec![Vec::new(); t.here().len()];
+        let mut local_parts: Vec<Vec<Range<usize>>> = vec![Vec::new(); topology.local_ranks().len()];
         for (rank, part) in parts.iter().enumerate() {
-            held[t.first_here(rank)].push(part.clone());
+            local_parts[topology.local_receiver(rank)].push(part.clone());
         }
-        self.told(shm.share(&mut shm.part(), call, buf, &held))
+        shm.replicate(&mut shm.lock_call_state(), call, buf, &local_parts)
+            .map_err(|error| self.abort_with(error))
     }
 
-    /// `out[r]` goes to rank r, and what rank r sends arrives in `buf[room[r]]`; one's own is the caller's business.
-    fn trade(
+    /// Sends `messages[r]` to rank r, and receives the message of rank r in `buf[recv_ranges[r]]`.
+    ///
+    /// The entries of this rank itself are ignored.
+    fn exchange(
         &self,
-        conns: &mut [Option<Conn>],
-        call: &Call,
-        out: &[Outgoing],
+        connections: &mut [Option<DataConnection>],
+        call: &CollectiveCall,
+        messages: &[OutgoingMessage],
         buf: &mut [u8],
-        room: &[Range<usize>],
+        recv_ranges: &[Range<usize>],
     ) -> Result<()> {
-        let mut jobs: Vec<Job> = self
-            .topology
-            .remote()
-            .map(|r| Job::new(r, Some(Source::Parts(out[r].clone())), Some(room[r].clone())))
-            .collect();
-        self.cross(conns, call, buf, &mut jobs)?;
+        let transfer = |r: usize| {
+            let source = SendSource::Message(messages[r].clone());
+            Transfer::new(r, Some(source), Some(recv_ranges[r].clone()))
+        };
+        let mut transfers: Vec<Transfer> = self.topology.remote_ranks().map(transfer).collect();
+        self.run_network_step(connections, call, buf, &mut transfers)?;
         let Some(shm) = &self.shm else { return Ok(()) };
-        let here = self.topology.here();
-        let out: Vec<Outgoing> = here.iter().map(|&r| out[r].clone()).collect();
-        let room: Vec<Range<usize>> = here.iter().map(|&r| room[r].clone()).collect();
-        self.told(shm.trade(&mut shm.part(), call, &out, buf, &room))
+        let local_ranks = self.topology.local_ranks();
+        let messages: Vec<OutgoingMessage> = local_ranks.iter().map(|&r| messages[r].clone()).collect();
+        let recv_ranges: Vec<Range<usize>> = local_ranks.iter().map(|&r| recv_ranges[r].clone()).collect();
+        shm.exchange(&mut shm.lock_call_state(), call, &messages, buf, &recv_ranges)
+            .map_err(|error| self.abort_with(error))
     }
 
-    /// Every rank's number.
-    fn spread_number(&self, conns: &mut [Option<Conn>], call: &Call, number: u64) -> Result<Vec<u64>> {
+    /// Gathers one number from every rank.
+    fn all_gather_u64(
+        &self,
+        connections: &mut [Option<DataConnection>],
+        call: &CollectiveCall,
+        number: u64,
+    ) -> Result<Vec<u64>> {
         let mut numbers = vec![0u64; self.world()];
         numbers[self.rank()] = number;
-        let parts = ranges(&vec![size_of::<u64>(); self.world()]);
-        self.spread(conns, call, bytemuck::cast_slice_mut(&mut numbers), &parts)?;
+        let parts = consecutive_ranges(&vec![size_of::<u64>(); self.world()]);
+        self.replicate(connections, call, bytemuck::cast_slice_mut(&mut numbers), &parts)?;
         Ok(numbers)
     }
 
-    /// Elements of the private buffer, where the largest piece has `largest`.
-    fn buffer(&self, largest: usize) -> usize {
-        (WINDOW * self.limits.shm.staging / size_of::<f32>()).max(largest.saturating_mul(2))
+    /// Elements of the private buffer, if the largest piece has `largest_piece`.
+    fn scratch_elements(&self, largest_piece: usize) -> usize {
+        let window = WINDOW_FACTOR * self.limits.shm.staging_bytes / size_of::<f32>();
+        window.max(largest_piece.saturating_mul(2))
     }
 
-    /// One window of a fold: pieces into the private buffer, then to the sink.
-    fn fold_window(
+    /// Receives the pieces of one window of an ordered reduce-scatter, then passes them to the
+    /// sink.
+    fn exchange_window(
         &self,
-        turn: &mut Turn,
-        call: &Call,
+        call_state: &mut CallState,
+        call: &CollectiveCall,
         partials: &[&[u8]],
         window: &[Range<usize>],
         counts: &[usize],
-        sink: &mut Sink,
+        sink: &mut PartialSink,
     ) -> Result<()> {
         let me = self.rank();
         let lens: Vec<usize> = counts.iter().map(|n| n * size_of::<f32>()).collect();
-        let dests = ranges(&lens);
-        let ours = &partials[window[me].clone()];
-        let out: Vec<Outgoing> = dests.iter().map(|d| Outgoing { parts: ours, range: d.clone() }).collect();
-        let incoming: Vec<usize> =
-            window.iter().enumerate().map(|(r, w)| if r == me { 0 } else { w.len() * lens[me] }).collect();
-        let room = ranges(&incoming);
-        let Turn { conns, scratch, .. } = turn;
-        let buf = room_in(scratch, incoming.iter().sum::<usize>() / size_of::<f32>());
-        self.trade(conns, call, &out, bytemuck::cast_slice_mut(buf), &room)?;
+        let parts = consecutive_ranges(&lens);
+        let sent = &partials[window[me].clone()];
+        let messages: Vec<OutgoingMessage> =
+            parts.iter().map(|part| OutgoingMessage { parts: sent, range: part.clone() }).collect();
+        let recv_len = |(r, w): (usize, &Range<usize>)| if r == me { 0 } else { w.len() * lens[me] };
+        let recv_lens: Vec<usize> = window.iter().enumerate().map(recv_len).collect();
+        let recv_ranges = consecutive_ranges(&recv_lens);
+        let CallState { connections, scratch, .. } = call_state;
+        let buf = reserve_scratch(scratch, recv_lens.iter().sum::<usize>() / size_of::<f32>());
+        self.exchange(connections, call, &messages, bytemuck::cast_slice_mut(buf), &recv_ranges)?;
         for (rank, indices) in window.iter().enumerate() {
             for (k, i) in indices.clone().enumerate() {
                 let piece: &[f32] = match rank == me {
-                    true => bytemuck::cast_slice(&partials[i][dests[me].clone()]),
-                    false => &buf[room[rank].start / size_of::<f32>() + k * counts[me]..][..counts[me]],
+                    true => bytemuck::cast_slice(&partials[i][parts[me].clone()]),
+                    false => {
+                        let start = recv_ranges[rank].start / size_of::<f32>() + k * counts[me];
+                        &buf[start..][..counts[me]]
+                    }
                 };
                 sink(rank, i, piece.into());
             }
@@ -388,62 +425,78 @@ impl TcpComm {
         Ok(())
     }
 
-    /// `out` becomes the sum of `send[starts[me]..]` over ranks; `send` of the others is cut at `starts`. One step.
-    fn sum_piece(
+    /// Sums one range of `send` over all ranks into `out`, in one exchange step.
+    ///
+    /// Rank r sums the elements `ranges[r]`, so `out.len() == ranges[me].len()`.
+    fn reduce_scatter_ranges(
         &self,
-        turn: &mut Turn,
-        call: &Call,
+        call_state: &mut CallState,
+        call: &CollectiveCall,
         send: &[f32],
-        pieces: &[Range<usize>],
+        ranges: &[Range<usize>],
         out: &mut [f32],
     ) -> Result<()> {
         let (me, n) = (self.rank(), out.len());
         let bytes = [bytemuck::cast_slice(send)];
-        let outgoing: Vec<Outgoing> =
-            pieces.iter().map(|p| Outgoing { parts: &bytes, range: p.start * 4..p.end * 4 }).collect();
-        let incoming: Vec<usize> = (0..self.world()).map(|r| if r == me { 0 } else { n * 4 }).collect();
-        let room = ranges(&incoming);
-        let Turn { conns, scratch, .. } = turn;
-        let buf = room_in(scratch, n * (self.world() - 1));
-        self.trade(conns, call, &outgoing, bytemuck::cast_slice_mut(buf), &room)?;
-        let part = |r: usize| match r == me {
-            true => &send[pieces[me].clone()],
-            false => &buf[room[r].start / 4..][..n],
+        let message = |r: &Range<usize>| OutgoingMessage { parts: &bytes, range: r.start * 4..r.end * 4 };
+        let messages: Vec<OutgoingMessage> = ranges.iter().map(message).collect();
+        let recv_lens: Vec<usize> = (0..self.world()).map(|r| if r == me { 0 } else { n * 4 }).collect();
+        let recv_ranges = consecutive_ranges(&recv_lens);
+        let CallState { connections, scratch, .. } = call_state;
+        let buf = reserve_scratch(scratch, n * (self.world() - 1));
+        self.exchange(connections, call, &messages, bytemuck::cast_slice_mut(buf), &recv_ranges)?;
+        let addend = |r: usize| match r == me {
+            true => &send[ranges[me].clone()],
+            false => &buf[recv_ranges[r].start / 4..][..n],
         };
-        tree_sum(out, &(0..self.world()).map(part).collect::<Vec<_>>());
+        tree_sum(out, &(0..self.world()).map(addend).collect::<Vec<_>>());
         Ok(())
     }
 
-    fn all_reduce_small(&self, turn: &mut Turn, call: &Call, x: &mut [f32]) -> Result<()> {
+    /// Computes the whole sum on every rank, in one replication step.
+    fn all_reduce_small(
+        &self,
+        call_state: &mut CallState,
+        call: &CollectiveCall,
+        x: &mut [f32],
+    ) -> Result<()> {
         let (world, me, n) = (self.world(), self.rank(), x.len());
-        let Turn { conns, scratch, .. } = turn;
-        let buf = room_in(scratch, world * n);
+        let CallState { connections, scratch, .. } = call_state;
+        let buf = reserve_scratch(scratch, world * n);
         buf[me * n..][..n].copy_from_slice(x);
-        self.spread(conns, call, bytemuck::cast_slice_mut(buf), &ranges(&vec![n * 4; world]))?;
-        let parts: Vec<&[f32]> = (0..world).map(|r| &buf[r * n..][..n]).collect();
-        tree_sum(x, &parts);
+        let parts = consecutive_ranges(&vec![n * 4; world]);
+        self.replicate(connections, call, bytemuck::cast_slice_mut(buf), &parts)?;
+        let addends: Vec<&[f32]> = (0..world).map(|r| &buf[r * n..][..n]).collect();
+        tree_sum(x, &addends);
         Ok(())
     }
 
-    /// Block by block: each rank sums its share, then all get all shares.
-    fn all_reduce_large(&self, turn: &mut Turn, call: &Call, x: &mut [f32]) -> Result<()> {
+    /// Sums block by block: each rank sums its share, then the shares are replicated.
+    fn all_reduce_large(
+        &self,
+        call_state: &mut CallState,
+        call: &CollectiveCall,
+        x: &mut [f32],
+    ) -> Result<()> {
         let (world, me) = (self.world(), self.rank());
-        let block = self.buffer(0).max(world);
-        for x in x.chunks_mut(block) {
-            let shares: Vec<Range<usize>> = (0..world).map(|r| call::share(x.len(), r, world)).collect();
+        let block_len = self.scratch_elements(0).max(world);
+        for block in x.chunks_mut(block_len) {
+            let shares: Vec<Range<usize>> =
+                (0..world).map(|r| call::even_share(block.len(), r, world)).collect();
             let mut sum = vec![0.0; shares[me].len()];
-            self.sum_piece(turn, call, x, &shares, &mut sum)?;
-            x[shares[me].clone()].copy_from_slice(&sum);
+            self.reduce_scatter_ranges(call_state, call, block, &shares, &mut sum)?;
+            block[shares[me].clone()].copy_from_slice(&sum);
             let parts: Vec<Range<usize>> = shares.iter().map(|s| s.start * 4..s.end * 4).collect();
-            self.spread(&mut turn.conns, call, bytemuck::cast_slice_mut(x), &parts)?;
+            let block = bytemuck::cast_slice_mut(block);
+            self.replicate(&mut call_state.connections, call, block, &parts)?;
         }
         Ok(())
     }
 }
 
-/// Lengths one after the other.
-fn ranges(lens: &[usize]) -> Vec<Range<usize>> {
-    call::starts(lens).into_iter().zip(lens).map(|(at, n)| at..at + n).collect()
+/// The ranges of parts of these lengths that are stored one after the other.
+fn consecutive_ranges(lens: &[usize]) -> Vec<Range<usize>> {
+    call::offsets(lens).into_iter().zip(lens).map(|(start, n)| start..start + n).collect()
 }
 
 impl Comm for TcpComm {
@@ -456,71 +509,79 @@ impl Comm for TcpComm {
     }
 
     fn all_gather(&self, recv: ViewMut, send: View, counts: &[usize]) -> Result<()> {
-        let size = send.dtype().size();
-        let call =
-            Call::all_gather_of(self.place(), (recv.len(), recv.dtype().size()), (send.len(), size), counts);
-        let (mut turn, call) = self.enter(call)?;
-        let parts = ranges(&counts.iter().map(|n| n * size).collect::<Vec<_>>());
+        let shapes = (BufferShape::new(recv.as_view()), BufferShape::new(send));
+        let call = CollectiveCall::all_gather(self.position(), shapes.0, shapes.1, counts);
+        let (mut call_state, call) = self.begin_call(call)?;
+        let lens: Vec<usize> = counts.iter().map(|n| n * shapes.1.element_bytes).collect();
+        let parts = consecutive_ranges(&lens);
         let recv = recv.bytes();
         recv[parts[self.rank()].clone()].copy_from_slice(send.bytes());
-        self.spread(&mut turn.conns, &call, recv, &parts)
+        self.replicate(&mut call_state.connections, &call, recv, &parts)
     }
 
-    fn reduce_scatter_fold(&self, partials: &[View], counts: &[usize], sink: &mut Sink) -> Result<()> {
+    fn reduce_scatter_ordered(
+        &self,
+        partials: &[View],
+        counts: &[usize],
+        sink: &mut PartialSink,
+    ) -> Result<()> {
         let lens = partials.iter().map(View::len);
-        let (mut turn, call) = self.enter(Call::reduce_scatter_fold(self.place(), lens, counts))?;
-        let _guard = OnPanic(self);
+        let call = CollectiveCall::reduce_scatter_ordered(self.position(), lens, counts);
+        let (mut call_state, call) = self.begin_call(call)?;
+        let _guard = AbortOnPanic(self);
         let partials: Vec<&[u8]> = partials.iter().map(|p| bytemuck::cast_slice(p.host())).collect();
-        let numbers = self.spread_number(&mut turn.conns, &call, partials.len() as u64)?;
-        if let Some(rank) = numbers.iter().position(|&n| n > MAX_PARTIALS) {
-            return Err(self.disagree(format!(
-                "rank {rank} gives {} partials to reduce_scatter_fold; at most {MAX_PARTIALS} are allowed",
-                numbers[rank]
-            )));
+        let partial_counts =
+            self.all_gather_u64(&mut call_state.connections, &call, partials.len() as u64)?;
+        if let Some(rank) = partial_counts.iter().position(|&n| n > MAX_PARTIALS) {
+            let (partials, limit) = (partial_counts[rank], MAX_PARTIALS);
+            let mismatch = CallMismatch::TooManyPartials { rank, partials, limit };
+            return Err(self.abort_with(CommError::Mismatch(mismatch)));
         }
-        let numbers: Vec<usize> = numbers.into_iter().map(|n| n as usize).collect();
-        let most = self.buffer(counts.iter().copied().max().unwrap_or(0));
-        for window in windows(&numbers, counts, most) {
-            self.fold_window(&mut turn, &call, &partials, &window, counts, sink)?;
+        let partial_counts: Vec<usize> = partial_counts.into_iter().map(|n| n as usize).collect();
+        let max_elements = self.scratch_elements(counts.iter().copied().max().unwrap_or(0));
+        for window in partition_windows(&partial_counts, counts, max_elements) {
+            self.exchange_window(&mut call_state, &call, &partials, &window, counts, sink)?;
         }
         Ok(())
     }
 
     fn reduce_scatter(&self, recv: ViewMut, send: View, counts: &[usize]) -> Result<()> {
-        let call = Call::reduce_scatter(self.place(), recv.len(), send.len(), counts);
-        let (mut turn, call) = self.enter(call)?;
+        let call = CollectiveCall::reduce_scatter(self.position(), recv.len(), send.len(), counts);
+        let (mut call_state, call) = self.begin_call(call)?;
         let (recv, send) = (recv.host(), send.host());
-        let starts = call::starts(counts);
+        let starts = call::offsets(counts);
         let longest = counts.iter().copied().max().unwrap_or(0);
-        let each = (self.buffer(0) / self.world()).max(1);
-        let mut at = 0;
+        let chunk_len = (self.scratch_elements(0) / self.world()).max(1);
+        let mut offset = 0;
         loop {
-            let piece = |r: usize| counts[r].min(at)..counts[r].min(at + each);
-            let pieces: Vec<Range<usize>> =
-                (0..self.world()).map(|r| starts[r] + piece(r).start..starts[r] + piece(r).end).collect();
-            self.sum_piece(&mut turn, &call, send, &pieces, &mut recv[piece(self.rank())])?;
-            at += each;
-            if at >= longest {
+            let chunk = |r: usize| counts[r].min(offset)..counts[r].min(offset + chunk_len);
+            let ranges: Vec<Range<usize>> =
+                (0..self.world()).map(|r| starts[r] + chunk(r).start..starts[r] + chunk(r).end).collect();
+            let out = &mut recv[chunk(self.rank())];
+            self.reduce_scatter_ranges(&mut call_state, &call, send, &ranges, out)?;
+            offset += chunk_len;
+            if offset >= longest {
                 return Ok(());
             }
         }
     }
 
     fn all_reduce(&self, x: ViewMut) -> Result<()> {
-        let (mut turn, call) = self.enter(Ok(Call::all_reduce(x.len())))?;
+        let (mut call_state, call) = self.begin_call(Ok(CollectiveCall::all_reduce(x.len())))?;
         let x = x.host();
-        match size_of_val(x) <= SMALL {
-            true => self.all_reduce_small(&mut turn, &call, x),
-            false => self.all_reduce_large(&mut turn, &call, x),
+        match size_of_val(x) <= MAX_SINGLE_STEP_BYTES {
+            true => self.all_reduce_small(&mut call_state, &call, x),
+            false => self.all_reduce_large(&mut call_state, &call, x),
         }
     }
 
     fn broadcast(&self, x: ViewMut, root: usize) -> Result<()> {
-        let (mut turn, call) = self.enter(Call::broadcast(self.place(), x.len(), root))?;
+        let call = CollectiveCall::broadcast(self.position(), x.len(), root);
+        let (mut call_state, call) = self.begin_call(call)?;
         let x: &mut [u8] = bytemuck::cast_slice_mut(x.host());
         let part = |r: usize| if r == root { 0..x.len() } else { 0..0 };
         let parts: Vec<Range<usize>> = (0..self.world()).map(part).collect();
-        self.spread(&mut turn.conns, &call, x, &parts)
+        self.replicate(&mut call_state.connections, &call, x, &parts)
     }
 
     fn all_to_all(
@@ -530,66 +591,67 @@ impl Comm for TcpComm {
         send: View,
         send_counts: &[usize],
     ) -> Result<()> {
-        let size = send.dtype().size();
-        let lens = ((recv.len(), recv.dtype().size()), (send.len(), size));
-        let call = Call::all_to_all_of(self.place(), lens.0, recv_counts, lens.1, send_counts);
-        let (mut turn, call) = self.enter(call)?;
-        let bytes = |counts: &[usize]| ranges(&counts.iter().map(|n| n * size).collect::<Vec<_>>());
-        let (room, from) = (bytes(recv_counts), bytes(send_counts));
+        let shapes = (BufferShape::new(recv.as_view()), BufferShape::new(send));
+        let call = CollectiveCall::all_to_all(self.position(), shapes.0, recv_counts, shapes.1, send_counts);
+        let (mut call_state, call) = self.begin_call(call)?;
+        let size = shapes.1.element_bytes;
+        let to_ranges =
+            |counts: &[usize]| consecutive_ranges(&counts.iter().map(|n| n * size).collect::<Vec<_>>());
+        let (recv_ranges, send_ranges) = (to_ranges(recv_counts), to_ranges(send_counts));
         let parts = [send.bytes()];
-        let recv = recv.bytes();
-        recv[room[self.rank()].clone()].copy_from_slice(&parts[0][from[self.rank()].clone()]);
-        let out: Vec<Outgoing> = from.iter().map(|r| Outgoing { parts: &parts, range: r.clone() }).collect();
-        self.trade(&mut turn.conns, &call, &out, recv, &room)
+        let (recv, me) = (recv.bytes(), self.rank());
+        recv[recv_ranges[me].clone()].copy_from_slice(&parts[0][send_ranges[me].clone()]);
+        let message = |r: &Range<usize>| OutgoingMessage { parts: &parts, range: r.clone() };
+        let messages: Vec<OutgoingMessage> = send_ranges.iter().map(message).collect();
+        self.exchange(&mut call_state.connections, &call, &messages, recv, &recv_ranges)
     }
 
     fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
-        let (mut turn, call) = self.enter(Call::all_gather_bytes(bytes.len()))?;
-        let lens = self.spread_number(&mut turn.conns, &call, bytes.len() as u64)?;
-        let cap = crate::MAX_GATHER_BYTES as u64;
-        if let Some(rank) = lens.iter().position(|&n| n > cap) {
-            return Err(self.disagree(format!(
-                "rank {rank} gives {} bytes to all_gather_bytes; at most {cap} are allowed",
-                lens[rank]
-            )));
+        let (mut call_state, call) = self.begin_call(CollectiveCall::all_gather_bytes(bytes.len()))?;
+        let lens = self.all_gather_u64(&mut call_state.connections, &call, bytes.len() as u64)?;
+        let limit = crate::MAX_GATHER_BYTES as u64;
+        if let Some(rank) = lens.iter().position(|&n| n > limit) {
+            let mismatch = CallMismatch::TooManyBytes { rank, bytes: lens[rank], limit };
+            return Err(self.abort_with(CommError::Mismatch(mismatch)));
         }
-        let parts = ranges(&lens.iter().map(|&n| n as usize).collect::<Vec<_>>());
-        let mut all = vec![0; parts.last().map_or(0, |p| p.end)];
-        all[parts[self.rank()].clone()].copy_from_slice(bytes);
-        self.spread(&mut turn.conns, &call, &mut all, &parts)?;
-        Ok(parts.into_iter().map(|p| all[p].to_vec()).collect())
+        let parts = consecutive_ranges(&lens.iter().map(|&n| n as usize).collect::<Vec<_>>());
+        let mut gathered = vec![0; parts.last().map_or(0, |p| p.end)];
+        gathered[parts[self.rank()].clone()].copy_from_slice(bytes);
+        self.replicate(&mut call_state.connections, &call, &mut gathered, &parts)?;
+        Ok(parts.into_iter().map(|part| gathered[part].to_vec()).collect())
     }
 
     fn barrier(&self) -> Result<()> {
-        let (mut turn, call) = self.enter(Ok(Call::barrier()))?;
-        self.spread(&mut turn.conns, &call, &mut [], &vec![0..0; self.world()])
+        let (mut call_state, call) = self.begin_call(Ok(CollectiveCall::barrier()))?;
+        self.replicate(&mut call_state.connections, &call, &mut [], &vec![0..0; self.world()])
     }
 
     fn abort(&self, reason: &str) {
-        self.shared.abort(reason);
+        self.health.abort(&AbortReason::requested(reason));
     }
 
-    fn aborted(&self) -> Option<String> {
-        self.shared.reason().or_else(|| self.shm.as_ref()?.aborted())
+    fn abort_reason(&self) -> Option<AbortReason> {
+        self.health.abort_reason().or_else(|| self.shm.as_ref()?.abort_reason())
     }
 }
 
 impl Drop for TcpComm {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            self.abort(&format!("rank {} panicked", self.rank()));
+            self.health.abort(&AbortReason::RankPanicked { rank: self.rank() });
         }
-        self.shared.leave();
+        self.health.leave();
         if let Some(shm) = &self.shm {
             shm.leave();
         }
-        // After the farewell: a peer that needs this rank finds the end of its data and knows why.
-        if let Ok(turn) = self.turn.get_mut() {
-            turn.conns.clear();
+        // After the farewell: a peer that needs this rank finds the end of its data and the reason.
+        if let Ok(call_state) = self.call_state.get_mut() {
+            call_state.connections.clear();
         }
-        if let Some(watch) = self.watch.take() {
-            // Ends within a named limit (`watch.rs`); a panic of it has nothing to tell any more.
-            _ = watch.join();
+        if let Some(monitor) = self.monitor.take() {
+            // The thread ends within a named limit (`peer_monitor.rs`). A panic of it is irrelevant
+            // now.
+            _ = monitor.join();
         }
     }
 }

@@ -5,6 +5,6 @@ use std::{env, time::Duration};
 fn main() {
     let number = |i: usize, default: f64| env::args().nth(i).and_then(|a| a.parse().ok()).unwrap_or(default);
     let peak =
-        device::Cpu::new(number(1, 1.0) as usize).measure_peak(Duration::from_secs_f64(number(2, 1.0)));
+        device::Cpu::new(number(1, 1.0) as usize).measure_peak_flops(Duration::from_secs_f64(number(2, 1.0)));
     println!("{:.1}", peak / 1e9);
 }

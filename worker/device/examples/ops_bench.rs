@@ -2,7 +2,7 @@
 //!
 //! `cargo run -p device --release --example ops_bench [-- [THREADS…] [--rows N] [--only TEXT]
 //! [--level NAME]]`
-use device::ops::{AdamW, AttentionShape, ClassifierGrads, Group, NORM_BLOCK, Write};
+use device::ops::{AdamWHyperparams, AttentionShape, ClassifierGrads, NORM_BLOCK_LEN, RowGroup, WriteMode};
 use device::{Buf, Cpu, Ops};
 use std::time::{Duration, Instant};
 
@@ -33,8 +33,9 @@ fn main() {
     }
     for n in threads {
         let fits = |cpu: &Cpu| cpu.describe().starts_with(&level);
-        let cpu = Cpu::each_level(n).into_iter().find(fits).expect("an instruction set of this machine");
-        let peak = cpu.measure_peak(Duration::from_millis(300));
+        let cpu =
+            Cpu::all_instruction_sets(n).into_iter().find(fits).expect("an instruction set of this machine");
+        let peak = cpu.measure_peak_flops(Duration::from_millis(300));
         println!(
             "\n{}: FMA peak {:.0} GFLOP/s, memcpy {:.1} GB/s",
             cpu.describe(),
@@ -195,13 +196,29 @@ impl<'a> Step<'a> {
                 l.inputs[half].host_mut().copy_from_slice(self.x.host());
                 let normed = l.normed[half].view();
                 if half == 0 {
-                    cpu.matmul_forward(l.qkv.view_mut(), normed, qkv.w.view(), m, 3 * d, d, Write::Set);
+                    cpu.matmul_forward(
+                        l.qkv.view_mut(),
+                        normed,
+                        qkv.w.view(),
+                        m,
+                        3 * d,
+                        d,
+                        WriteMode::Overwrite,
+                    );
                     let (cos, sin) = (self.cos.view(), self.sin.view());
                     let AttentionShape { b, t, .. } = self.shape;
                     cpu.rope_forward(l.qkv.view_mut(), cos, sin, b, t, 2 * HEADS, HEAD_DIM, 3 * d);
                     let (out, lse) = (l.o.view_mut(), l.lse.view_mut());
                     cpu.attention_forward(out, lse, l.qkv.view(), &self.starts, self.shape);
-                    cpu.matmul_forward(self.branch.view_mut(), l.o.view(), o.w.view(), m, d, d, Write::Set);
+                    cpu.matmul_forward(
+                        self.branch.view_mut(),
+                        l.o.view(),
+                        o.w.view(),
+                        m,
+                        d,
+                        d,
+                        WriteMode::Overwrite,
+                    );
                 } else {
                     cpu.matmul_forward(
                         l.gate_up.view_mut(),
@@ -210,17 +227,17 @@ impl<'a> Step<'a> {
                         m,
                         2 * f,
                         d,
-                        Write::Set,
+                        WriteMode::Overwrite,
                     );
                     cpu.swiglu_forward(l.activated.view_mut(), l.gate_up.view(), m, f);
                     let (y, x) = (self.branch.view_mut(), l.activated.view());
-                    cpu.matmul_forward(y, x, down.w.view(), m, d, f, Write::Set);
+                    cpu.matmul_forward(y, x, down.w.view(), m, d, f, WriteMode::Overwrite);
                 }
             }
         }
         cpu.add(self.x.view_mut(), self.branch.view());
         let (dx, dw) = (self.dx.view_mut(), self.head.dw.view_mut());
-        let grads = ClassifierGrads { dx, dw, dw_write: Write::Set, scale: 1.0 / m as f32 };
+        let grads = ClassifierGrads { dx, dw, dw_write: WriteMode::Overwrite, scale: 1.0 / m as f32 };
         let (x, w) = (self.x.view(), self.head.w.view());
         cpu.classifier(self.loss.view_mut(), x, w, &self.tokens, m, d, VOCABULARY, Some(grads));
     }
@@ -233,15 +250,39 @@ impl<'a> Step<'a> {
                 let dy = self.dx.view();
                 let (first, n) = if half == 1 {
                     let hidden = l.activated.view();
-                    cpu.matmul_backward_weight(down.dw.view_mut(), dy, hidden, m, d, f, Write::Set);
+                    cpu.matmul_backward_weight(down.dw.view_mut(), dy, hidden, m, d, f, WriteMode::Overwrite);
                     // The activations themselves are not needed any more.
-                    cpu.matmul_backward_input(l.activated.view_mut(), dy, down.w.view(), m, d, f, Write::Set);
+                    cpu.matmul_backward_input(
+                        l.activated.view_mut(),
+                        dy,
+                        down.w.view(),
+                        m,
+                        d,
+                        f,
+                        WriteMode::Overwrite,
+                    );
                     let dhidden = l.activated.view_mut();
                     cpu.swiglu_backward(self.dgate_up.view_mut(), dhidden, l.gate_up.view(), m, f);
                     (gate_up, 2 * f)
                 } else {
-                    cpu.matmul_backward_weight(o.dw.view_mut(), dy, l.o.view(), m, d, d, Write::Set);
-                    cpu.matmul_backward_input(self.branch.view_mut(), dy, o.w.view(), m, d, d, Write::Set);
+                    cpu.matmul_backward_weight(
+                        o.dw.view_mut(),
+                        dy,
+                        l.o.view(),
+                        m,
+                        d,
+                        d,
+                        WriteMode::Overwrite,
+                    );
+                    cpu.matmul_backward_input(
+                        self.branch.view_mut(),
+                        dy,
+                        o.w.view(),
+                        m,
+                        d,
+                        d,
+                        WriteMode::Overwrite,
+                    );
                     let (d_o, out, lse) = (self.branch.view(), l.o.view(), l.lse.view());
                     let dqkv = self.dqkv.view_mut();
                     cpu.attention_backward(dqkv, d_o, out, lse, l.qkv.view(), &self.starts, self.shape);
@@ -252,19 +293,27 @@ impl<'a> Step<'a> {
                 };
                 let dy = if half == 1 { self.dgate_up.view() } else { self.dqkv.view() };
                 let normed = l.normed[half].view();
-                cpu.matmul_backward_weight(first.dw.view_mut(), dy, normed, m, n, d, Write::Set);
-                cpu.matmul_backward_input(self.dbranch.view_mut(), dy, first.w.view(), m, n, d, Write::Set);
+                cpu.matmul_backward_weight(first.dw.view_mut(), dy, normed, m, n, d, WriteMode::Overwrite);
+                cpu.matmul_backward_input(
+                    self.dbranch.view_mut(),
+                    dy,
+                    first.w.view(),
+                    m,
+                    n,
+                    d,
+                    WriteMode::Overwrite,
+                );
                 let (norm, x, rstd) = (&mut l.norms[half], l.inputs[half].view(), l.rstd[half].view());
                 let (dx, dw) = (self.dx.view_mut(), norm.dw.view_mut());
                 let dy = self.dbranch.view();
-                cpu.rmsnorm_backward(dx, dw, dy, x, norm.w.view(), rstd, m, d, Write::Add);
+                cpu.rmsnorm_backward(dx, dw, dy, x, norm.w.view(), rstd, m, d, WriteMode::Accumulate);
             }
         }
         cpu.embedding_backward(self.head.dw.view_mut(), self.dx.view(), &self.tokens, d);
     }
 
     fn update(&mut self) {
-        let h = AdamW {
+        let h = AdamWHyperparams {
             lr: 1e-4,
             beta1: 0.9,
             beta2: 0.95,
@@ -345,13 +394,21 @@ impl Bench<'_> {
             let (mut y, mut dx, mut dw) = (Buf::zeroed(m * n), Buf::zeroed(m * k), Buf::zeroed(n * k));
             let flops = 2 * m * n * k;
             self.flops(&format!("{name} forward"), flops, || {
-                cpu.matmul_forward(y.view_mut(), x.view(), w.view(), m, n, k, Write::Set);
+                cpu.matmul_forward(y.view_mut(), x.view(), w.view(), m, n, k, WriteMode::Overwrite);
             });
             self.flops(&format!("{name} backward input"), flops, || {
-                cpu.matmul_backward_input(dx.view_mut(), dy.view(), w.view(), m, n, k, Write::Set);
+                cpu.matmul_backward_input(dx.view_mut(), dy.view(), w.view(), m, n, k, WriteMode::Overwrite);
             });
             self.flops(&format!("{name} backward weight"), flops, || {
-                cpu.matmul_backward_weight(dw.view_mut(), dy.view(), x.view(), m, n, k, Write::Add);
+                cpu.matmul_backward_weight(
+                    dw.view_mut(),
+                    dy.view(),
+                    x.view(),
+                    m,
+                    n,
+                    k,
+                    WriteMode::Accumulate,
+                );
             });
         }
     }
@@ -364,8 +421,9 @@ impl Bench<'_> {
             let (x, w, dy) = (random(rows * k), random(LAYERS * EXPERTS * n * k), random(rows * n));
             let (mut y, mut dx) = (Buf::zeroed(rows * n), Buf::zeroed(rows * k));
             let mut dw = Buf::zeroed(EXPERTS * n * k);
-            let group = |e| Group { rows: e * rows / EXPERTS..(e + 1) * rows / EXPERTS, matrix: e * n * k };
-            let groups: Vec<Group> = (0..EXPERTS).map(group).collect();
+            let group =
+                |e| RowGroup { rows: e * rows / EXPERTS..(e + 1) * rows / EXPERTS, matrix_offset: e * n * k };
+            let groups: Vec<RowGroup> = (0..EXPERTS).map(group).collect();
             let (flops, mut layer) = (2 * rows * n * k, 0);
             let mut next = || {
                 layer = (layer + 1) % LAYERS;
@@ -414,7 +472,7 @@ impl Bench<'_> {
         });
         self.flops("classifier forward + backward", 6 * m * d * v, || {
             let (dx, dw) = (dx.view_mut(), dw.view_mut());
-            let grads = ClassifierGrads { dx, dw, dw_write: Write::Set, scale: 1.0 };
+            let grads = ClassifierGrads { dx, dw, dw_write: WriteMode::Overwrite, scale: 1.0 };
             cpu.classifier(loss.view_mut(), x.view(), w.view(), &labels, m, d, v, Some(grads));
         });
     }
@@ -434,7 +492,17 @@ impl Bench<'_> {
         let (mut dx, mut dw) = (Buf::zeroed(m * d), Buf::zeroed(d));
         self.bytes("rmsnorm backward", 4 * m * d, || {
             let (dxv, dwv) = (dx.view_mut(), dw.view_mut());
-            cpu.rmsnorm_backward(dxv, dwv, dy.view(), x.view(), w.view(), rstd.view(), m, d, Write::Add);
+            cpu.rmsnorm_backward(
+                dxv,
+                dwv,
+                dy.view(),
+                x.view(),
+                w.view(),
+                rstd.view(),
+                m,
+                d,
+                WriteMode::Accumulate,
+            );
         });
         let mut qkv = random(m * 3 * d);
         let (cos, sin) = (random(SEQUENCE * HEAD_DIM / 2), random(SEQUENCE * HEAD_DIM / 2));
@@ -466,9 +534,9 @@ impl Bench<'_> {
         let (mut m, mut v) = (Buf::zeroed(len), Buf::zeroed(len));
         self.bytes("add, 2 Mi elements", 3 * len, || cpu.add(m.view_mut(), g.view()));
         self.bytes("scale", 2 * len, || cpu.scale(m.view_mut(), 0.5));
-        let mut norms = vec![0.0; len / NORM_BLOCK];
-        self.bytes("norm_blocks", len, || cpu.norm_blocks(&mut norms, g.view()));
-        let h = AdamW {
+        let mut norms = vec![0.0; len / NORM_BLOCK_LEN];
+        self.bytes("norm_blocks", len, || cpu.sum_squares_by_block(&mut norms, g.view()));
+        let h = AdamWHyperparams {
             lr: 1e-3,
             beta1: 0.9,
             beta2: 0.95,

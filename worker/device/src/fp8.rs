@@ -1,75 +1,85 @@
-//! Eight-bit floating-point numbers: their conversion, and the scale of a matrix that is kept in them. Bits and rounding are those
-//! of torch's `float8_e4m3fn` and `float8_e5m2` (tests/golden/fp8), but for what is too large for E4M3: NaN here, 448 there.
-//! `kernels/fp8.cu` computes the same.
+//! [`Fp8Format`]: conversion between `f32` and 8-bit floating-point numbers, and the scale of a
+//! matrix in fp8.
+//!
+//! Bits and rounding are those of torch's `float8_e4m3fn` and `float8_e5m2` (tests/golden/fp8),
+//! with one exception: values too large for E4M3 become NaN here, and 448 in torch.
+//! `kernels/fp8.cu` implements the same conversions for GPUs. The formats are defined in
+//! Micikevicius et al., "FP8 Formats for Deep Learning", 2022.
 
-/// Which eight bits.
+/// An 8-bit floating-point format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Fp8 {
-    /// 4 bits of exponent, 3 of mantissa; at most 448, no infinity. Of weights and activations.
+pub enum Fp8Format {
+    /// 4 bits of exponent and 3 of mantissa, for weights and activations. The largest number is
+    /// 448; there is no infinity.
     E4M3,
-    /// 5 bits of exponent, 2 of mantissa; at most 57344. Of gradients.
+    /// 5 bits of exponent and 2 of mantissa, for gradients. The largest number is 57344.
     E5M2,
 }
 
-/// Smallest scale: every number times it, and the product of two such scales, is a normal `f32`.
-const LEAST_SCALE: i32 = -60;
+/// Exponent of the smallest scale. With it, every fp8 number times the scale, and the product of
+/// two scales, is a normal `f32`.
+const SMALLEST_SCALE_EXPONENT: i32 = -60;
 
-impl Fp8 {
-    /// Bits of the mantissa, bias of the exponent, code of what is too large for the type.
-    const fn layout(self) -> (u32, u32, u32) {
+impl Fp8Format {
+    /// Returns the bits of the mantissa, the bias of the exponent, and the code of values that are
+    /// too large: infinity in E5M2, NaN in E4M3.
+    const fn bit_layout(self) -> (u32, u32, u32) {
         match self {
-            Fp8::E4M3 => (3, 7, 0x7f),
-            Fp8::E5M2 => (2, 15, 0x7c),
+            Fp8Format::E4M3 => (3, 7, 0x7f),
+            Fp8Format::E5M2 => (2, 15, 0x7c),
         }
     }
 
-    /// The largest number.
-    pub fn max(self) -> f32 {
+    /// Returns the largest finite number.
+    pub fn largest_finite(self) -> f32 {
         match self {
-            Fp8::E4M3 => 448.0,
-            Fp8::E5M2 => 57344.0,
+            Fp8Format::E4M3 => 448.0,
+            Fp8Format::E5M2 => 57344.0,
         }
     }
 
-    /// The nearest number's code, ties to even. What rounds to more than the largest number becomes infinite, NaN where the type has
-    /// no infinity.
+    /// Returns the code of the number nearest to `x`, ties to even. Values that round to more than
+    /// [`Fp8Format::largest_finite`] become infinity in E5M2 and NaN in E4M3.
     #[inline(always)]
     pub fn encode(self, x: f32) -> u8 {
-        let (mantissa, bias, infinite) = self.layout();
+        let (mantissa, bias, infinite) = self.bit_layout();
         let bits = x.to_bits();
         let (sign, magnitude) = ((bits >> 24) & 0x80, bits & 0x7fff_ffff);
-        let cut = 23 - mantissa;
-        // Beside this number an f32 has the subnormals' spacing: adding it rounds to a multiple of that.
-        let beside = f32::from_bits((127 + 24 - bias - mantissa) << 23);
-        let subnormal = (f32::from_bits(magnitude) + beside).to_bits().wrapping_sub(beside.to_bits());
-        let half = (1 << (cut - 1)) - 1 + ((magnitude >> cut) & 1);
-        let normal = magnitude.wrapping_sub((127 - bias) << 23).wrapping_add(half) >> cut;
+        let dropped_bits = 23 - mantissa;
+        // The spacing of f32 at this number is that of the format's subnormals, so adding it rounds
+        // to a subnormal.
+        let rounder = f32::from_bits((127 + 24 - bias - mantissa) << 23);
+        let subnormal = (f32::from_bits(magnitude) + rounder).to_bits().wrapping_sub(rounder.to_bits());
+        let half = (1 << (dropped_bits - 1)) - 1 + ((magnitude >> dropped_bits) & 1);
+        let normal = magnitude.wrapping_sub((127 - bias) << 23).wrapping_add(half) >> dropped_bits;
         let finite = if magnitude < (128 - bias) << 23 { subnormal } else { normal.min(infinite) };
         (sign | if magnitude > 0x7f80_0000 { 0x7f } else { finite }) as u8
     }
 
-    /// The number with this code, exactly.
+    /// Returns the number with this code. The conversion is exact.
     #[inline(always)]
     pub fn decode(self, code: u8) -> f32 {
-        let (mantissa, bias, infinite) = self.layout();
+        let (mantissa, bias, infinite) = self.bit_layout();
         let (sign, magnitude) = (u32::from(code & 0x80) << 24, u32::from(code & 0x7f));
-        // Read as an f32 the number is 2^(127 − bias) times too small, exactly, subnormals included.
+        // The code's bits, read as an f32, are the number divided by 2^(127 − bias). This also
+        // holds for subnormals.
         let finite = f32::from_bits(magnitude << (23 - mantissa)) * f32::from_bits((254 - bias) << 23);
         let special = if magnitude == 0x7c { f32::INFINITY } else { f32::NAN };
         f32::from_bits(sign | if magnitude >= infinite { special } else { finite }.to_bits())
     }
 
-    /// The scale of a matrix whose finite elements are at most `amax` in magnitude: the smallest power of two s, 2⁻⁶⁰ at least, with
-    /// `amax / s` at most the largest number; 1 for zeros.
-    pub fn scale(self, amax: f32) -> f32 {
+    /// Returns the scale `s` of a matrix whose finite elements have magnitudes up to `amax`: the
+    /// smallest power of two, at least 2⁻⁶⁰, for which `amax / s` is at most
+    /// [`Fp8Format::largest_finite`]. The scale of a zero matrix is 1.
+    pub fn scale_for(self, amax: f32) -> f32 {
         if amax == 0.0 {
             return 1.0;
         }
         let bits = amax.to_bits();
-        let largest = self.max().to_bits();
+        let largest = self.largest_finite().to_bits();
         let above = i32::from(bits & 0x7f_ffff > largest & 0x7f_ffff);
         let exponent = (bits >> 23) as i32 - (largest >> 23) as i32 + above;
-        f32::from_bits((exponent.max(LEAST_SCALE) + 127) as u32 * (1 << 23))
+        f32::from_bits((exponent.max(SMALLEST_SCALE_EXPONENT) + 127) as u32 * (1 << 23))
     }
 }
 
@@ -77,64 +87,70 @@ impl Fp8 {
 mod tests {
     use super::*;
 
-    const KINDS: [Fp8; 2] = [Fp8::E4M3, Fp8::E5M2];
+    const FORMATS: [Fp8Format; 2] = [Fp8Format::E4M3, Fp8Format::E5M2];
 
-    /// The number with this code, by the definition of the type.
-    fn defined(kind: Fp8, code: u8) -> f64 {
-        let (mantissa, bias) = if kind == Fp8::E4M3 { (3, 7) } else { (2, 15) };
+    /// Returns the number with this code by the definition of the format, in `f64`.
+    fn value_by_definition(format: Fp8Format, code: u8) -> f64 {
+        let (mantissa, bias) = if format == Fp8Format::E4M3 { (3, 7) } else { (2, 15) };
         let sign = if code & 0x80 == 0 { 1.0 } else { -1.0 };
         let (exponent, m) = (i32::from(code & 0x7f) >> mantissa, i32::from(code) & ((1 << mantissa) - 1));
-        match (kind, exponent, m) {
-            (Fp8::E4M3, 15, 7) => f64::NAN,
-            (Fp8::E5M2, 31, 0) => sign * f64::INFINITY,
-            (Fp8::E5M2, 31, _) => f64::NAN,
+        match (format, exponent, m) {
+            (Fp8Format::E4M3, 15, 7) => f64::NAN,
+            (Fp8Format::E5M2, 31, 0) => sign * f64::INFINITY,
+            (Fp8Format::E5M2, 31, _) => f64::NAN,
             (_, 0, _) => sign * f64::from(m) * 2f64.powi(1 - bias - mantissa),
             _ => sign * f64::from((1 << mantissa) + m) * 2f64.powi(exponent - bias - mantissa),
         }
     }
 
     #[test]
-    fn every_code_there_and_back() {
-        for kind in KINDS {
+    fn decoding_and_encoding_keep_every_code() {
+        for format in FORMATS {
             for code in 0..=255u8 {
-                let (x, want) = (kind.decode(code), defined(kind, code));
-                assert!(f64::from(x) == want || (x.is_nan() && want.is_nan()), "{kind:?} {code:#x}: {x}");
-                let back = if x.is_nan() { code & 0x80 | 0x7f } else { code };
-                assert_eq!(kind.encode(x), back, "{kind:?} {code:#x}");
+                let (x, expected) = (format.decode(code), value_by_definition(format, code));
+                assert!(
+                    f64::from(x) == expected || (x.is_nan() && expected.is_nan()),
+                    "{format:?} {code:#x}: {x}"
+                );
+                let encoded = if x.is_nan() { code & 0x80 | 0x7f } else { code };
+                assert_eq!(format.encode(x), encoded, "{format:?} {code:#x}");
             }
-            let largest = (0..=255).map(|c| kind.decode(c)).filter(|x| x.is_finite()).fold(0.0, f32::max);
-            assert_eq!(largest, kind.max());
+            let largest = (0..=255).map(|c| format.decode(c)).filter(|x| x.is_finite()).fold(0.0, f32::max);
+            assert_eq!(largest, format.largest_finite());
         }
     }
 
-    /// Every bfloat16 beside a search through all numbers: the nearest, of two the one with an even code.
+    /// Compares every bfloat16 with a search through all numbers for the nearest one. If two are
+    /// equally near, the one with the even code is expected.
     #[test]
     fn every_bf16_rounds_to_the_nearest_even() {
-        for kind in KINDS {
-            let infinite = if kind == Fp8::E4M3 { 0x7f } else { 0x7c };
-            // Where the next number would be begins what is too large.
-            let next = if kind == Fp8::E4M3 { 480.0 } else { 65536.0 };
-            let numbers: Vec<f64> = (0..infinite).map(|c| defined(kind, c)).chain([next]).collect();
+        for format in FORMATS {
+            let infinite = if format == Fp8Format::E4M3 { 0x7f } else { 0x7c };
+            // The number that would follow the largest one. Values that are nearer to it are too
+            // large.
+            let next_number = if format == Fp8Format::E4M3 { 480.0 } else { 65536.0 };
+            let numbers: Vec<f64> =
+                (0..infinite).map(|c| value_by_definition(format, c)).chain([next_number]).collect();
             for bits in 0..=u16::MAX {
                 let x = f32::from_bits(u32::from(bits) << 16);
-                let size = f64::from(x.abs()).min(next);
-                let apart = |c: usize| (numbers[c] - size).abs();
+                let magnitude = f64::from(x.abs()).min(next_number);
+                let distance = |c: usize| (numbers[c] - magnitude).abs();
                 let nearest = (0..numbers.len())
-                    .min_by(|&a, &b| apart(a).total_cmp(&apart(b)).then((a % 2).cmp(&(b % 2))))
-                    .expect("numbers");
-                let want = if x.is_nan() { 0x7f } else { nearest as u8 };
+                    .min_by(|&a, &b| distance(a).total_cmp(&distance(b)).then((a % 2).cmp(&(b % 2))))
+                    .expect("the format has numbers");
+                let expected = if x.is_nan() { 0x7f } else { nearest as u8 };
                 let sign = ((bits >> 8) & 0x80) as u8;
-                assert_eq!(kind.encode(x), sign | want, "{kind:?} {bits:#x}");
+                assert_eq!(format.encode(x), sign | expected, "{format:?} {bits:#x}");
             }
         }
     }
 
     #[test]
     fn the_scale_is_the_smallest_power_of_two_that_fits() {
-        for kind in KINDS {
-            assert_eq!(kind.scale(0.0), 1.0);
-            assert_eq!(kind.scale(kind.max()), 1.0);
-            assert_eq!(kind.scale(kind.max() * (1.0 + f32::EPSILON)), 2.0);
+        for format in FORMATS {
+            assert_eq!(format.scale_for(0.0), 1.0);
+            assert_eq!(format.scale_for(format.largest_finite()), 1.0);
+            assert_eq!(format.scale_for(format.largest_finite() * (1.0 + f32::EPSILON)), 2.0);
             let (mut above, mut s) = (0, 1u32);
             for _ in 0..100_000 {
                 s = s.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
@@ -142,12 +158,15 @@ mod tests {
                 if !amax.is_finite() || amax == 0.0 {
                     continue;
                 }
-                let scale = kind.scale(amax);
-                assert_eq!(scale.to_bits() & 0x7f_ffff, 0, "a power of two");
-                assert!(amax / scale <= kind.max(), "{kind:?} {amax:e}");
-                assert!(scale == 2f32.powi(-60) || amax / (scale / 2.0) > kind.max(), "{kind:?} {amax:e}");
-                // By construction nothing saturates.
-                assert!(kind.decode(kind.encode(amax / scale)).is_finite());
+                let scale = format.scale_for(amax);
+                assert_eq!(scale.to_bits() & 0x7f_ffff, 0, "the scale is a power of two");
+                assert!(amax / scale <= format.largest_finite(), "{format:?} {amax:e}");
+                assert!(
+                    scale == 2f32.powi(-60) || amax / (scale / 2.0) > format.largest_finite(),
+                    "{format:?} {amax:e}"
+                );
+                // The scale prevents saturation.
+                assert!(format.decode(format.encode(amax / scale)).is_finite());
                 above += u32::from(scale > 2f32.powi(-60));
             }
             assert!(above > 10_000);

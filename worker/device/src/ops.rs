@@ -1,32 +1,38 @@
-//! The operations a model is made of: each forward with its backward directly below, shapes beside the arguments.
+//! [`Ops`]: the operations of which models and optimizers consist. The backward pass of an op
+//! follows its forward pass.
 //!
-//! All matrices are row-major. Weights lie as Hugging Face stores them: `w[out, in]`. Nothing here allocates after
-//! warm-up except through the scratch that the implementation keeps.
+//! Matrices are row-major, and `y[m, n]` denotes a matrix of `m` rows and `n` columns. Weights have
+//! the layout of Hugging Face, `w[out, in]`. Once its scratch memory is allocated, an op allocates
+//! nothing.
 //!
-//! **Element types.** Activations, their gradients and weights may be `f32` or 16 bits ([`crate::Dtype`]), each argument by
-//! itself. An op computes in `f32` and rounds its result once. Statistics (`rstd`, `lse`, `loss`), tables, what a
-//! router computes, gradients of weights and optimizer states are `f32`.
+//! **Element types.** Activations, their gradients and weights may be `f32` or 16 bits
+//! ([`crate::Dtype`]), each argument independently. An op computes in `f32` and rounds its result
+//! once, to nearest, ties to even. Statistics (`rstd`, `lse`, `loss`), the tables of rotary
+//! embeddings, outputs of the router, gradients of weights, and optimizer states are `f32`.
 //!
-//! **Determinism.** The result of every op is a function of its arguments alone: bit-equal for any number of threads
-//! and for any alignment of the buffers. Reductions over rows have one fixed shape.
+//! **Determinism.** The result of an op depends only on its arguments. It is bit-equal for any
+//! number of threads and any alignment of the buffers, because every sum has one fixed order.
+//!
+//! **Errors.** Ops return no errors. A wrong length or type is a bug, and panics.
 mod shapes;
 
-use crate::fp8::Fp8;
-use crate::mem::{Buf, View, ViewMut};
+use crate::buffer::{Buf, View, ViewMut};
+use crate::fp8::Fp8Format;
 use crate::storage::Storage;
 pub use shapes::{
-    AdamW, AttentionDropout, AttentionShape, ClassifierGrads, Dropout, FP8_COLUMNS, Fp8Matrix, Group,
-    HeadRows, IGNORE, LayerNorm, Lion, NORM_BLOCK, RouterGradient, RouterShape, Sgd, StochasticRounding,
-    Write,
+    AdamWHyperparams, AttentionDropout, AttentionShape, ClassifierGrads, Dropout, FP8_COLUMN_MULTIPLE,
+    Fp8Matrix, HeadLayout, IGNORE_LABEL, LayerNormParams, LionHyperparams, NORM_BLOCK_LEN,
+    RouterBackwardInputs, RouterShape, RowGroup, SgdHyperparams, StochasticRounding, WriteMode,
 };
 
-/// What every backend implements.
+/// The operations that every backend implements: the CPU ([`crate::Cpu`]) and NVIDIA GPUs
+/// ([`crate::Cuda`]).
 pub trait Ops: Storage {
-    // --- matmul: y = x·wᵀ and its two backward products -------------------------------------------------------------
+    // --- matmul ----------------------------------------------------------------------------------
 
-    /// `y[m,n] (=|+=) x[m,k] · w[n,k]ᵀ`
-    fn matmul_forward(&self, y: ViewMut, x: View, w: View, m: usize, n: usize, k: usize, write: Write);
-    /// `dx[m,k] (=|+=) dy[m,n] · w[n,k]`
+    /// Computes a linear layer without bias: `y[m,n] (=|+=) x[m,k] · w[n,k]ᵀ`.
+    fn matmul_forward(&self, y: ViewMut, x: View, w: View, m: usize, n: usize, k: usize, write: WriteMode);
+    /// Computes the gradient of a linear layer's input: `dx[m,k] (=|+=) dy[m,n] · w[n,k]`.
     fn matmul_backward_input(
         &self,
         dx: ViewMut,
@@ -35,9 +41,9 @@ pub trait Ops: Storage {
         m: usize,
         n: usize,
         k: usize,
-        write: Write,
+        write: WriteMode,
     );
-    /// `dw[n,k] (=|+=) dy[m,n]ᵀ · x[m,k]`
+    /// Computes the gradient of a linear layer's weight: `dw[n,k] (=|+=) dy[m,n]ᵀ · x[m,k]`.
     fn matmul_backward_weight(
         &self,
         dw: ViewMut,
@@ -46,10 +52,11 @@ pub trait Ops: Storage {
         m: usize,
         n: usize,
         k: usize,
-        write: Write,
+        write: WriteMode,
     );
 
-    /// `y[m,n] = x[m,k] · w[n,k]ᵀ + bias[n]`: as both ops one after the other, but rounded once.
+    /// Computes a linear layer: `y[m,n] = x[m,k] · w[n,k]ᵀ + bias[n]`, rounded once after the bias
+    /// was added.
     fn matmul_bias_forward(
         &self,
         mut y: ViewMut,
@@ -60,19 +67,20 @@ pub trait Ops: Storage {
         n: usize,
         k: usize,
     ) {
-        self.matmul_forward(y.reborrow(), x, w, m, n, k, Write::Set);
+        self.matmul_forward(y.reborrow(), x, w, m, n, k, WriteMode::Overwrite);
         if let Some(bias) = bias {
             self.bias_forward(y, bias, m, n);
         }
     }
 
-    // --- the same for a weight stored as `w[in, out]` (GPT-2's Conv1D) -----------------------------------------------
+    // --- matmul with a weight stored as `w[in, out]`: GPT-2's Conv1D -----------------------------
 
-    /// `y[m,out] = x[m,inp] · w[inp,out]`
+    /// Computes a Conv1D layer without bias: `y[m,out] = x[m,inp] · w[inp,out]`.
     fn conv1d_forward(&self, y: ViewMut, x: View, w: View, m: usize, inp: usize, out: usize) {
-        self.matmul_backward_input(y, x, w, m, inp, out, Write::Set);
+        self.matmul_backward_input(y, x, w, m, inp, out, WriteMode::Overwrite);
     }
-    /// `y[m,out] = x[m,inp] · w[inp,out] + bias[out]`: as both ops one after the other, but rounded once.
+    /// Computes a Conv1D layer: `y[m,out] = x[m,inp] · w[inp,out] + bias[out]`, rounded once after
+    /// the bias was added.
     fn conv1d_bias_forward(
         &self,
         mut y: ViewMut,
@@ -86,35 +94,52 @@ pub trait Ops: Storage {
         self.conv1d_forward(y.reborrow(), x, w, m, inp, out);
         self.bias_forward(y, bias, m, out);
     }
-    /// `dx[m,inp] = dy[m,out] · w[inp,out]ᵀ`
+    /// Computes the gradient of a Conv1D layer's input: `dx[m,inp] = dy[m,out] · w[inp,out]ᵀ`.
     fn conv1d_backward_input(&self, dx: ViewMut, dy: View, w: View, m: usize, inp: usize, out: usize) {
-        self.matmul_forward(dx, dy, w, m, inp, out, Write::Set);
+        self.matmul_forward(dx, dy, w, m, inp, out, WriteMode::Overwrite);
     }
-    /// `dw[inp,out] = x[m,inp]ᵀ · dy[m,out]`
+    /// Computes the gradient of a Conv1D layer's weight: `dw[inp,out] = x[m,inp]ᵀ · dy[m,out]`.
     fn conv1d_backward_weight(&self, dw: ViewMut, dy: View, x: View, m: usize, inp: usize, out: usize) {
-        self.matmul_backward_weight(dw, x, dy, m, inp, out, Write::Set);
+        self.matmul_backward_weight(dw, x, dy, m, inp, out, WriteMode::Overwrite);
     }
 
-    // --- products in fp8 --------------------------------------------------------------------------------------------
+    // --- matmul in fp8 ---------------------------------------------------------------------------
 
-    /// `c[m,n] (=|+=) a[m,k] · b[k,n]`, `n` a multiple of [`FP8_COLUMNS`], operands not both E5M2. Each operand is divided by its
-    /// scale ([`crate::Fp8::scale`] of its largest finite magnitude) and rounded to its kind, products of such numbers are summed in
-    /// `f32`, and the sum is multiplied by both scales. What isn't finite stays so: NaN and in E4M3, which has no infinity,
-    /// infinities, too, make NaN of every result that they are a term of.
-    fn fp8_product(&self, c: ViewMut, a: Fp8Matrix, b: Fp8Matrix, m: usize, n: usize, k: usize, write: Write);
+    /// Computes a matmul of operands in fp8: `c[m,n] (=|+=) a[m,k] · b[k,n]`.
+    ///
+    /// Each operand is divided by its scale ([`Fp8Format::scale_for`] its largest finite magnitude)
+    /// and rounded to its format. The products are summed in `f32`, and the sum is multiplied by
+    /// both scales. NaN operands make every result that they contribute to NaN; so do infinities in
+    /// E4M3, which cannot represent them.
+    ///
+    /// Panics unless `n` is a multiple of [`FP8_COLUMN_MULTIPLE`] and at most one operand is E5M2.
+    fn fp8_matmul(
+        &self,
+        c: ViewMut,
+        a: Fp8Matrix,
+        b: Fp8Matrix,
+        m: usize,
+        n: usize,
+        k: usize,
+        write: WriteMode,
+    );
 
-    // --- embedding ----------------------------------------------------------------------------------------------
+    // --- embedding -------------------------------------------------------------------------------
 
-    /// `x[m,d] = w[tokens[m], d]`; every token is below the number of rows (checked by the caller).
+    /// Looks up token embeddings: `x[m,d] = w[tokens[m], d]`. The caller checks that every token is
+    /// below the number of rows of `w`.
     fn embedding_forward(&self, x: ViewMut, w: View, tokens: &[u32], d: usize);
-    /// `dw[tokens[m], d] += dx[m,d]`, summed in the order of `m`.
+    /// Adds the gradient of the embedding's weight: `dw[tokens[m], d] += dx[m,d]`, in the order of
+    /// `m`.
     fn embedding_backward(&self, dw: ViewMut, dx: View, tokens: &[u32], d: usize);
 
-    // --- RMSNorm ------------------------------------------------------------------------------------------------
+    // --- RMSNorm ---------------------------------------------------------------------------------
 
-    /// `y[m,d] = x · rstd · w`, `rstd[m] = 1/√(mean(x²) + eps)`
+    /// Computes RMSNorm (Zhang and Sennrich, 2019) of each row: `y[m,d] = x·rstd·w`, where
+    /// `rstd[m] = 1/√(mean(x²) + eps)`.
     fn rmsnorm_forward(&self, y: ViewMut, rstd: ViewMut, x: View, w: View, m: usize, d: usize, eps: f32);
-    /// Residual add and norm in one pass: `x[m,d] += delta[m,d]` in place, then as above.
+    /// Adds `x[m,d] += delta[m,d]` in place, then computes [`Ops::rmsnorm_forward`] of the rounded
+    /// sum.
     fn add_rmsnorm_forward(
         &self,
         y: ViewMut,
@@ -126,7 +151,8 @@ pub trait Ops: Storage {
         d: usize,
         eps: f32,
     );
-    /// `dx[m,d] (=|+=) …`, `dw[d] += …`
+    /// Computes the gradients of RMSNorm. With x̂ = x·rstd and g = dy·w:
+    /// `dx[m,d] (=|+=) rstd·(g − x̂·mean(g·x̂))` and `dw[d] += Σ_m dy·x̂`.
     fn rmsnorm_backward(
         &self,
         dx: ViewMut,
@@ -137,31 +163,53 @@ pub trait Ops: Storage {
         rstd: View,
         m: usize,
         d: usize,
-        write: Write,
+        write: WriteMode,
     );
 
-    /// RMSNorm of each head alone, in place on `x[rows, stride]`, with one weight `w[head_dim]` for all of them. What the
-    /// heads were is left in `raw[rows, heads·head_dim]`, and 1/rms of each in `rstd[rows, heads]`.
-    fn rmsnorm_heads_forward(&self, x: ViewMut, raw: ViewMut, rstd: ViewMut, w: View, h: HeadRows, eps: f32);
-    /// In place on `dx[rows, stride]`: gradient of the normed heads in, of the heads before out. `dw[head_dim] += …`
-    fn rmsnorm_heads_backward(&self, dx: ViewMut, dw: ViewMut, raw: View, rstd: View, w: View, h: HeadRows);
+    /// Computes RMSNorm of each head separately, in place on `x[rows, stride]`, with one weight
+    /// `w[head_dim]` for all heads. Stores the heads before the norm in `raw[rows, heads·head_dim]`
+    /// and the reciprocal root mean square of each head in `rstd[rows, heads]`.
+    fn rmsnorm_heads_forward(
+        &self,
+        x: ViewMut,
+        raw: ViewMut,
+        rstd: ViewMut,
+        w: View,
+        layout: HeadLayout,
+        eps: f32,
+    );
+    /// Computes the gradients of [`Ops::rmsnorm_heads_forward`]. In `dx[rows, stride]` it replaces
+    /// the gradient of the normalised heads by that of `raw`, and adds `dw[head_dim] += Σ dy·x̂`
+    /// over all rows and heads.
+    fn rmsnorm_heads_backward(
+        &self,
+        dx: ViewMut,
+        dw: ViewMut,
+        raw: View,
+        rstd: View,
+        w: View,
+        layout: HeadLayout,
+    );
 
-    // --- LayerNorm --------------------------------------------------------------------------------------------------
+    // --- LayerNorm -------------------------------------------------------------------------------
 
-    /// `y[m,d] = (x − mean)·rstd·w + b`, `rstd = 1/√(mean((x − mean)²) + eps)`; `stats[m,2]` keeps mean and rstd of
-    /// each row.
-    fn layernorm_forward(&self, y: ViewMut, stats: ViewMut, x: View, norm: LayerNorm, m: usize);
-    /// Residual add and norm in one pass: `x[m,d] += delta[m,d]` in place, then as above.
+    /// Computes LayerNorm of each row: `y[m,d] = (x − mean)·rstd·w + b`, where
+    /// `rstd = 1/√(mean((x − mean)²) + eps)`. Stores mean and rstd of each row in `stats[m,2]`.
+    fn layernorm_forward(&self, y: ViewMut, stats: ViewMut, x: View, norm: LayerNormParams, m: usize);
+    /// Adds `x[m,d] += delta[m,d]` in place, then computes [`Ops::layernorm_forward`] of the
+    /// rounded sum.
     fn add_layernorm_forward(
         &self,
         y: ViewMut,
         stats: ViewMut,
         x: ViewMut,
         delta: View,
-        norm: LayerNorm,
+        norm: LayerNormParams,
         m: usize,
     );
-    /// `dx[m,d] (=|+=) …`, `dw[d] += …`, `db[d] += …`
+    /// Computes the gradients of LayerNorm. With x̂ = (x − mean)·rstd and g = dy·w:
+    /// `dx[m,d] (=|+=) rstd·(g − mean(g) − x̂·mean(g·x̂))`, `dw[d] += Σ_m dy·x̂`, and
+    /// `db[d] += Σ_m dy`.
     fn layernorm_backward(
         &self,
         dx: ViewMut,
@@ -172,19 +220,21 @@ pub trait Ops: Storage {
         w: View,
         stats: View,
         m: usize,
-        write: Write,
+        write: WriteMode,
     );
 
-    // --- bias ---------------------------------------------------------------------------------------------------
+    // --- bias ------------------------------------------------------------------------------------
 
-    /// `y[m,n] += bias[n]`
+    /// Adds a bias to every row: `y[m,n] += bias[n]`.
     fn bias_forward(&self, y: ViewMut, bias: View, m: usize, n: usize);
-    /// `dbias[n] += Σ_m dy[m,n]`
+    /// Adds the gradient of a bias: `dbias[n] += Σ_m dy[m,n]`.
     fn bias_backward(&self, dbias: ViewMut, dy: View, m: usize, n: usize);
 
-    // --- rotary position embedding (Hugging Face "rotate half") -----------------------------------------------------
+    // --- rotary position embedding ---------------------------------------------------------------
 
-    /// In place on `x`, `b·t` rows of `stride` elements whose first `heads·head_dim` are rotated; `cos`, `sin`: `[t, head_dim/2]`.
+    /// Applies rotary position embedding (Su et al., 2021) in the "rotate half" form of Hugging
+    /// Face, in place. `x` has `b·t` rows of `stride` elements, of which the first `heads·head_dim`
+    /// are rotated. The tables `cos` and `sin` are `[t, head_dim/2]`.
     fn rope_forward(
         &self,
         x: ViewMut,
@@ -196,7 +246,7 @@ pub trait Ops: Storage {
         head_dim: usize,
         stride: usize,
     );
-    /// The inverse rotation, in place on the gradient.
+    /// Applies the inverse rotation of [`Ops::rope_forward`] to the gradient, in place.
     fn rope_backward(
         &self,
         dx: ViewMut,
@@ -209,15 +259,21 @@ pub trait Ops: Storage {
         stride: usize,
     );
 
-    // --- attention ------------------------------------------------------------------------------------------------
+    // --- attention -------------------------------------------------------------------------------
 
-    /// Causal grouped-query attention, memory linear in `t`.
+    /// Computes causal grouped-query attention with memory linear in `t` (Dao et al.,
+    /// "FlashAttention", 2022).
     ///
-    /// `qkv[b·t, (heads + 2·kv_heads)·head_dim]` holds q, then k, then v in each row; `o[b·t, heads·head_dim]`;
-    /// `lse[b, heads, t]` is kept for the backward. `starts[b·t]`: position in its sequence of the first token that
-    /// this token may attend to (its document's start; all 0 without packing). `lse` is of all probabilities, dropped or not.
+    /// - `o[b·t, heads·head_dim]` is the output.
+    /// - `lse[b, heads, t]` receives the log-sum-exp of each query's scores, before dropout, for
+    ///   the backward pass.
+    /// - `qkv[b·t, (heads + 2·kv_heads)·head_dim]` has the queries, then the keys, then the values
+    ///   of a token in each row.
+    /// - `starts[b·t]` is the position, in its sequence, of the first token to which each token may
+    ///   attend: the start of its document or of its window, and 0 without both.
     fn attention_forward(&self, o: ViewMut, lse: ViewMut, qkv: View, starts: &[u32], shape: AttentionShape);
-    /// `dqkv` is overwritten; same layout as `qkv`.
+    /// Computes the gradient of attention by `qkv`. Overwrites `dqkv`, which has the layout of
+    /// `qkv`. The other arguments are those of the forward pass.
     fn attention_backward(
         &self,
         dqkv: ViewMut,
@@ -229,79 +285,111 @@ pub trait Ops: Storage {
         shape: AttentionShape,
     );
 
-    /// A gradient as this backend's products take it: itself, or rounded to the type of `room`, which is as long, once for
-    /// several products.
-    fn operand<'a>(&self, x: View<'a>, room: &'a mut Buf) -> View<'a> {
-        let _ = room;
+    /// Returns `x` in the element type in which this backend multiplies it: `x` itself, or a copy
+    /// that is rounded to the type of `buf`, which must be as long as `x`. A gradient that several
+    /// matmuls read is thus rounded once.
+    fn as_matmul_operand<'a>(&self, x: View<'a>, buf: &'a mut Buf) -> View<'a> {
+        let _ = buf;
         x
     }
 
-    // --- SwiGLU ---------------------------------------------------------------------------------------------------
+    // --- SwiGLU ----------------------------------------------------------------------------------
 
-    /// `y[m,f] = silu(gate) · up`; `gate_up[m, 2f]` holds gate, then up in each row.
+    /// Computes SwiGLU (Shazeer, 2020): `y[m,f] = silu(gate)·up`. Each row of `gate_up[m, 2f]` has
+    /// the gate, then up.
     fn swiglu_forward(&self, y: ViewMut, gate_up: View, m: usize, f: usize);
-    /// `dgate_up` is overwritten; `dy` becomes `y`, which the next gradient needs and nobody kept.
+    /// Computes the gradient of SwiGLU. Overwrites `dgate_up`, and replaces `dy` by `y`, which the
+    /// next gradient needs and the forward pass did not keep.
     fn swiglu_backward(&self, dgate_up: ViewMut, dy: ViewMut, gate_up: View, m: usize, f: usize);
 
-    // --- experts ------------------------------------------------------------------------------------------------
+    // --- experts ---------------------------------------------------------------------------------
 
-    /// `probs[m, experts]` is the softmax of `logits`, `lse[m]` its log-sum-exp; `chosen[m, per_token]` are the experts with
-    /// the largest probabilities, best first and of equal ones the lower number first, `weights[m, per_token]` theirs.
+    /// Selects the experts of each token.
+    ///
+    /// - `probs[m, experts]` receives the softmax of `logits`, and `lse[m]` its log-sum-exp.
+    /// - `chosen_experts[m, experts_per_token]` receives the experts with the largest probabilities
+    ///   in descending order; of equal ones the lower index comes first.
+    /// - `weights[m, experts_per_token]` receives their probabilities, divided by their sum if
+    ///   [`RouterShape::normalise_weights`] is set.
     fn router_forward(
         &self,
         probs: ViewMut,
         weights: ViewMut,
         lse: ViewMut,
-        chosen: &mut [u32],
+        chosen_experts: &mut [u32],
         logits: View,
         shape: RouterShape,
     );
-    /// `dlogits` is overwritten. The choice itself has no gradient.
-    fn router_backward(&self, dlogits: ViewMut, dweights: View, given: RouterGradient, shape: RouterShape);
+    /// Computes the gradient of the router's logits. Overwrites `dlogits`. The selection of experts
+    /// has no gradient.
+    fn router_backward(
+        &self,
+        dlogits: ViewMut,
+        dweights: View,
+        inputs: RouterBackwardInputs,
+        shape: RouterShape,
+    );
 
-    /// `y[i, d] = x[rows[i], d]`
+    /// Gathers rows: `y[i, d] = x[rows[i], d]`.
     fn gather_rows(&self, y: ViewMut, x: View, rows: &[u32], d: usize);
-    /// `y[m, d] (=|+=) Σ_k weights[m, k] · x[places[m, k], d]`, in the order of `k`; without weights they are 1.
+    /// Computes weighted sums of rows: `y[m, d] (=|+=) Σ_k weights[m, k] · x[row_indices[m, k],
+    /// d]`, in the order of `k`. Without `weights` every weight is 1.
     fn combine_rows(
         &self,
         y: ViewMut,
         x: View,
         weights: Option<View>,
-        places: &[u32],
+        row_indices: &[u32],
         m: usize,
         d: usize,
-        write: Write,
+        write: WriteMode,
     );
-    /// `out[m] = Σ_i a[m, i] · b[m, i]`
-    fn row_dots(&self, out: ViewMut, a: View, b: View, d: usize);
-    /// `x[m, d] *= factors[m]`
+    /// Computes the dot product of each pair of rows: `out[m] = Σ_i a[m, i] · b[m, i]`, where
+    /// `i < d`.
+    fn dot_rows(&self, out: ViewMut, a: View, b: View, d: usize);
+    /// Multiplies each row by its factor: `x[m, d] *= factors[m]`.
     fn scale_rows(&self, x: ViewMut, factors: View, d: usize);
 
-    /// Of each group: `y[rows, n] = x[rows, k] · w[n, k]ᵀ`, where `w` begins at the group's matrix. A group without rows costs
-    /// nothing.
-    fn grouped_forward(&self, y: ViewMut, x: View, w: View, groups: &[Group], n: usize, k: usize);
-    /// Of each group: `dx[rows, k] = dy[rows, n] · w[n, k]`
-    fn grouped_backward_input(&self, dx: ViewMut, dy: View, w: View, groups: &[Group], n: usize, k: usize);
-    /// Of each group: `dw[n, k] = dy[rows, n]ᵀ · x[rows, k]`, zeros without rows; what lies between the matrices stays.
-    fn grouped_backward_weight(&self, dw: ViewMut, dy: View, x: View, groups: &[Group], n: usize, k: usize);
+    /// Computes a grouped matmul, for each group: `y[rows, n] = x[rows, k] · w[n, k]ᵀ`, where `w`
+    /// begins at the group's `matrix_offset`. Empty groups cost nothing.
+    fn grouped_forward(&self, y: ViewMut, x: View, w: View, groups: &[RowGroup], n: usize, k: usize);
+    /// Computes the gradient of a grouped matmul's input, for each group:
+    /// `dx[rows, k] = dy[rows, n] · w[n, k]`.
+    fn grouped_backward_input(&self, dx: ViewMut, dy: View, w: View, groups: &[RowGroup], n: usize, k: usize);
+    /// Computes the gradient of a grouped matmul's weights, for each group:
+    /// `dw[n, k] = dy[rows, n]ᵀ · x[rows, k]`, zeros for an empty group. Elements of `dw` outside
+    /// the matrices are not written.
+    fn grouped_backward_weight(
+        &self,
+        dw: ViewMut,
+        dy: View,
+        x: View,
+        groups: &[RowGroup],
+        n: usize,
+        k: usize,
+    );
 
-    // --- GELU, tanh form --------------------------------------------------------------------------------------------
+    // --- GELU, tanh approximation ----------------------------------------------------------------
 
-    /// `y = ½·x·(1 + tanh(√(2/π)·(x + 0.044715·x³)))`, element by element.
+    /// Computes the tanh approximation of GELU (Hendrycks and Gimpel, 2016):
+    /// `y = ½·x·(1 + tanh(√(2/π)·(x + 0.044715·x³)))`.
     fn gelu_forward(&self, y: ViewMut, x: View);
-    /// `dx` is overwritten; `dy` becomes `y`.
+    /// Computes the gradient of GELU. Overwrites `dx` and replaces `dy` by `y`.
     fn gelu_backward(&self, dx: ViewMut, dy: ViewMut, x: View);
-    /// `y[m,f] = gelu(gate) · up`; `gate_up[m, 2f]` holds gate, then up in each row.
+    /// Computes GeGLU (Shazeer, 2020): `y[m,f] = gelu(gate)·up`. Each row of `gate_up[m, 2f]` has
+    /// the gate, then up.
     fn geglu_forward(&self, y: ViewMut, gate_up: View, m: usize, f: usize);
-    /// `dgate_up` is overwritten; `dy` becomes `y`.
+    /// Computes the gradient of GeGLU. Overwrites `dgate_up` and replaces `dy` by `y`.
     fn geglu_backward(&self, dgate_up: ViewMut, dy: ViewMut, gate_up: View, m: usize, f: usize);
 
-    // --- head and loss ----------------------------------------------------------------------------------------------
+    // --- output layer and loss -------------------------------------------------------------------
 
-    /// Cross-entropy of `x[m,d]·w[v,d]ᵀ`, in chunks of rows so that the logits never exist whole.
+    /// Computes the cross-entropy loss of the logits `x[m,d] · w[v,d]ᵀ`, in chunks of rows, so that
+    /// only the logits of one chunk are in memory.
     ///
-    /// `loss[m]` gets each row's loss (0 where `labels[m] == IGNORE`). When `grads` is given, also
-    /// `dx[m,d] = Σ`, `dw[v,d] (=|+=)` with dlogits multiplied by `scale`.
+    /// `loss[m]` receives the loss of each row, 0 where `labels[m]` is [`IGNORE_LABEL`]. With
+    /// `grads` it also computes `dx[m,d] = dlogits · w` and `dw[v,d] (=|+=) dlogitsᵀ · x`, where
+    /// `dlogits` is multiplied by [`ClassifierGrads::scale`].
     fn classifier(
         &self,
         loss: ViewMut,
@@ -313,10 +401,11 @@ pub trait Ops: Storage {
         v: usize,
         grads: Option<ClassifierGrads>,
     ) {
-        self.capped_classifier(loss, x, w, labels, m, d, v, None, grads);
+        self.classifier_with_softcap(loss, x, w, labels, m, d, v, None, grads);
     }
-    /// As [`Ops::classifier`], where a logit l becomes `cap·tanh(l / cap)` first.
-    fn capped_classifier(
+    /// Computes [`Ops::classifier`] with softcapped logits: a logit `l` becomes `cap·tanh(l /
+    /// cap)`. Without `cap` it computes [`Ops::classifier`].
+    fn classifier_with_softcap(
         &self,
         loss: ViewMut,
         x: View,
@@ -328,65 +417,72 @@ pub trait Ops: Storage {
         cap: Option<f32>,
         grads: Option<ClassifierGrads>,
     );
-    /// `logits[m,v]` written whole, for inference and tests.
+    /// Computes the logits of all rows, for inference and tests: `logits[m,v] = x[m,d] · w[v,d]ᵀ`.
     fn logits(&self, logits: ViewMut, x: View, w: View, m: usize, d: usize, v: usize) {
-        self.matmul_forward(logits, x, w, m, v, d, Write::Set);
+        self.matmul_forward(logits, x, w, m, v, d, WriteMode::Overwrite);
     }
 
-    // --- flat vectors -------------------------------------------------------------------------------------------------
+    // --- vectors ---------------------------------------------------------------------------------
 
-    /// `y = x`, rounded to the nearest (ties to even) where `y` is narrower, widened exactly where it is wider.
+    /// Converts elements to the type of `y`: `y = x`, rounded to nearest, ties to even, if `y` has
+    /// fewer bits.
     fn cast(&self, y: ViewMut, x: View);
-    /// `y = x`, `f32` to bf16, by [`StochasticRounding`]: the expected value is `x`. What bf16 has is not changed, infinities and
-    /// NaN included; nothing finite becomes infinite.
-    fn round_stochastically(&self, y: ViewMut, x: View, draw: &StochasticRounding);
-    /// `y += x`
+    /// Rounds `f32` to bf16 stochastically, so that the expected value of `y` is `x`. Values that
+    /// bf16 can represent stay unchanged, also infinities and NaN, and finite values stay finite.
+    fn round_stochastically(&self, y: ViewMut, x: View, rounding: &StochasticRounding);
+    /// Adds elementwise: `y += x`.
     fn add(&self, y: ViewMut, x: View);
-    /// `y *= s`
+    /// Multiplies by a number: `y *= s`.
     fn scale(&self, y: ViewMut, s: f32);
-    /// `y += s`
-    fn offset(&self, y: ViewMut, s: f32);
-    /// `y = a·y + b·x`, each product and the sum rounded.
-    fn blend(&self, y: ViewMut, a: f32, x: View, b: f32);
-    /// `y = cap·tanh(y / cap)`
+    /// Adds a number to every element: `y += s`.
+    fn add_scalar(&self, y: ViewMut, s: f32);
+    /// Computes `y = a·y + b·x`, rounding both products and the sum.
+    fn axpby(&self, y: ViewMut, a: f32, x: View, b: f32);
+    /// Limits elements smoothly to ±`cap`: `y = cap·tanh(y / cap)`.
     fn softcap(&self, y: ViewMut, cap: f32);
-    /// `y[columns, rows] = x[rows, columns]ᵀ`
+    /// Transposes a matrix: `y[columns, rows] = x[rows, columns]ᵀ`.
     fn transpose(&self, y: ViewMut, x: View, rows: usize, columns: usize);
-    /// Zeros what is dropped, scales the rest.
-    fn dropout(&self, x: ViewMut, d: &Dropout);
-    /// Sum of squares in f64.
-    fn sum_of_squares(&self, x: View) -> f64;
-    /// Momentum of a gradient g' = scale·g: `buffer += (1 − mu)·(g' − buffer)`, and Nesterov's step ahead in place of the
-    /// gradient: `g = g' + mu·(buffer − g')`.
-    fn nesterov(&self, buffer: ViewMut, g: ViewMut, mu: f64, scale: f32);
-    /// Sum of squares of each consecutive [`NORM_BLOCK`] elements (the last may be short), each in one fixed order, in f64.
-    fn norm_blocks(&self, out: &mut [f64], x: View);
-    /// [`Ops::norm_blocks`] of several vectors, one after the other.
-    fn norm_blocks_of(&self, vectors: &[View]) -> Vec<f64> {
-        let count = |x: &View| x.len().div_ceil(NORM_BLOCK);
-        let mut all = vec![0.0; vectors.iter().map(count).sum()];
-        let mut rest = &mut all[..];
+    /// Applies dropout in place: sets dropped elements to 0 and multiplies the others by
+    /// `1 / (1 − probability)`.
+    fn dropout(&self, x: ViewMut, dropout: &Dropout);
+    /// Returns the sum of the squares of all elements, computed in `f64`.
+    fn sum_squares(&self, x: View) -> f64;
+    /// Applies Nesterov momentum to the gradient, in place. With g' = scale·g:
+    /// `buffer += (1 − mu)·(g' − buffer)`, then `g = g' + mu·(buffer − g')`.
+    fn nesterov_momentum(&self, buffer: ViewMut, g: ViewMut, mu: f64, scale: f32);
+    /// Computes the sum of squares of each block of [`NORM_BLOCK_LEN`] consecutive elements in
+    /// `f64`, in one fixed order. The last block may be shorter.
+    fn sum_squares_by_block(&self, out: &mut [f64], x: View);
+    /// Returns [`Ops::sum_squares_by_block`] of several vectors, concatenated.
+    fn sum_squares_by_block_concat(&self, vectors: &[View]) -> Vec<f64> {
+        let count = |x: &View| x.len().div_ceil(NORM_BLOCK_LEN);
+        let mut sums = vec![0.0; vectors.iter().map(count).sum()];
+        let mut rest = &mut sums[..];
         for x in vectors {
             let (out, after) = rest.split_at_mut(count(x));
-            self.norm_blocks(out, *x);
+            self.sum_squares_by_block(out, *x);
             rest = after;
         }
-        all
+        sums
     }
-    /// One AdamW update of a flat range.
-    fn adamw(&self, p: ViewMut, g: View, exp_avg: ViewMut, exp_avg_sq: ViewMut, h: &AdamW);
-    /// One SGD update of a flat range; `momentum_buffer` is empty when momentum is 0.
-    fn sgd(&self, p: ViewMut, g: View, momentum_buffer: ViewMut, h: &Sgd);
-    /// One Lion update of a flat range.
-    fn lion(&self, p: ViewMut, g: View, exp_avg: ViewMut, h: &Lion);
+    /// Updates parameters `p` with AdamW. `exp_avg` and `exp_avg_sq` are the first and second
+    /// moment.
+    fn adamw(&self, p: ViewMut, g: View, exp_avg: ViewMut, exp_avg_sq: ViewMut, hyper: &AdamWHyperparams);
+    /// Updates parameters `p` with SGD. `momentum_buffer` is empty if the momentum is 0.
+    fn sgd(&self, p: ViewMut, g: View, momentum_buffer: ViewMut, hyper: &SgdHyperparams);
+    /// Updates parameters `p` with Lion. `exp_avg` is the moving average of the gradients.
+    fn lion(&self, p: ViewMut, g: View, exp_avg: ViewMut, hyper: &LionHyperparams);
 }
 
-/// Stops the program when a product in fp8 isn't one that every backend has.
+/// Panics unless the arguments of [`Ops::fp8_matmul`] meet the requirements of every backend.
 #[track_caller]
-pub(crate) fn check_fp8(c: usize, a: &Fp8Matrix, b: &Fp8Matrix, [m, n, k]: [usize; 3]) {
-    assert!(n.is_multiple_of(FP8_COLUMNS), "fp8_product: {n} columns are no multiple of {FP8_COLUMNS}");
-    assert!((a.kind, b.kind) != (Fp8::E5M2, Fp8::E5M2), "fp8_product: both operands are E5M2");
-    for (name, len, want) in [("c", c, m * n), ("a", a.x.len(), m * k), ("b", b.x.len(), k * n)] {
-        assert!(len == want, "fp8_product: {name} has {len} elements, the shape asks for {want}");
+pub(crate) fn check_fp8_shapes(c: usize, a: &Fp8Matrix, b: &Fp8Matrix, [m, n, k]: [usize; 3]) {
+    assert!(
+        n.is_multiple_of(FP8_COLUMN_MULTIPLE),
+        "fp8_matmul: n is {n}, not a multiple of {FP8_COLUMN_MULTIPLE}"
+    );
+    assert!((a.format, b.format) != (Fp8Format::E5M2, Fp8Format::E5M2), "fp8_matmul: both operands are E5M2");
+    for (name, len, expected) in [("c", c, m * n), ("a", a.x.len(), m * k), ("b", b.x.len(), k * n)] {
+        assert!(len == expected, "fp8_matmul: {name} has {len} elements, but the shape needs {expected}");
     }
 }

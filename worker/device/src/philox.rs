@@ -1,6 +1,10 @@
-//! Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011), as every backend computes it.
+//! The counter-based random generator Philox4x32-10 (Salmon et al., "Parallel random numbers: as
+//! easy as 1, 2, 3", 2011). `kernels/common.cuh` implements it for GPUs.
+//!
+//! Random numbers are functions of key and counter, so they do not depend on the order in which
+//! elements are processed.
 
-/// One block: 128 bits of counter and 64 bits of key to 128 random bits.
+/// Returns the block of 128 random bits for a counter of 128 bits and a key of 64 bits.
 pub fn philox4x32_10(mut c: [u32; 4], mut k: [u32; 2]) -> [u32; 4] {
     for _ in 0..10 {
         let p0 = u64::from(c[0]) * 0xD251_1F53;
@@ -11,24 +15,27 @@ pub fn philox4x32_10(mut c: [u32; 4], mut k: [u32; 2]) -> [u32; 4] {
     c
 }
 
-/// Two words in one number, so that vectors of them are multiplied in place.
-type Pair = u64;
+/// Two 32-bit words in one number, low half first, so that the compiler can vectorise the 64-bit
+/// multiplications.
+type WordPair = u64;
 
-/// High and low halves of the products of both words with `m`.
+/// Returns the high halves and the low halves of the products of both words with `m`.
 #[inline(always)]
-fn multiply(words: Pair, m: u32) -> (Pair, Pair) {
+fn multiply_pair(pair: WordPair, m: u32) -> (WordPair, WordPair) {
     const LOW: u64 = 0xffff_ffff;
-    let (even, odd) = ((words & LOW) * u64::from(m), (words >> 32) * u64::from(m));
+    let (even, odd) = ((pair & LOW) * u64::from(m), (pair >> 32) * u64::from(m));
     (even >> 32 | odd & !LOW, even & LOW | odd << 32)
 }
 
-/// [`words`] of the 16 blocks from `block` on, a multiple of 16: first words, second words, … As vectors, since attention needs
-/// many.
+/// Returns [`random_words`] of the 16 blocks that start at `block`, a multiple of 16: element
+/// `[w][i]` is word `w` of block `block + i`. It is vectorised, because attention dropout needs
+/// many words.
 #[inline(always)]
-pub(crate) fn words_of_16(key: [u32; 2], block: u64, sample: u64, step: u64) -> [[u32; 16]; 4] {
-    let both = |word: u32| u64::from(word) | u64::from(word) << 32;
+pub(crate) fn random_words_of_16_blocks(key: [u32; 2], block: u64, sample: u64, step: u64) -> [[u32; 16]; 4] {
+    let twice = |word: u32| u64::from(word) | u64::from(word) << 32;
     let high = (block >> 32) as u32 | ((sample >> 32) as u32) << 11 | ((step >> 32) as u32) << 22;
-    let mut c: [[Pair; 8]; 4] = [[0; 8], [both(sample as u32); 8], [both(step as u32); 8], [both(high); 8]];
+    let mut c: [[WordPair; 8]; 4] =
+        [[0; 8], [twice(sample as u32); 8], [twice(step as u32); 8], [twice(high); 8]];
     for (i, c) in c[0].iter_mut().enumerate() {
         let first = block as u32 + 2 * i as u32;
         *c = u64::from(first) | u64::from(first + 1) << 32;
@@ -37,11 +44,11 @@ pub(crate) fn words_of_16(key: [u32; 2], block: u64, sample: u64, step: u64) -> 
     for _ in 0..10 {
         let mut next = [[0; 8]; 4];
         for i in 0..8 {
-            let (high0, low0) = multiply(c[0][i], 0xD251_1F53);
-            let (high1, low1) = multiply(c[2][i], 0xCD9E_8D57);
-            next[0][i] = high1 ^ c[1][i] ^ both(k[0]);
+            let (high0, low0) = multiply_pair(c[0][i], 0xD251_1F53);
+            let (high1, low1) = multiply_pair(c[2][i], 0xCD9E_8D57);
+            next[0][i] = high1 ^ c[1][i] ^ twice(k[0]);
             next[1][i] = low1;
-            next[2][i] = high0 ^ c[3][i] ^ both(k[1]);
+            next[2][i] = high0 ^ c[3][i] ^ twice(k[1]);
             next[3][i] = low0;
         }
         c = next;
@@ -50,8 +57,11 @@ pub(crate) fn words_of_16(key: [u32; 2], block: u64, sample: u64, step: u64) -> 
     c.map(|pairs| std::array::from_fn(|i| (pairs[i / 2] >> (32 * (i % 2))) as u32))
 }
 
-/// The four words of a block of four elements, of a sample, at a step: 43, 43 and 42 bits, one after the other in the counter.
-pub fn words(key: [u32; 2], block: u64, sample: u64, step: u64) -> [u32; 4] {
+/// Returns the four random words of a block at a sample and a step.
+///
+/// The counter holds `block` (43 bits), `sample` (43 bits) and `step` (42 bits). Elementwise
+/// operations take one word for each of the block's four elements.
+pub fn random_words(key: [u32; 2], block: u64, sample: u64, step: u64) -> [u32; 4] {
     let high = (block >> 32) as u32 | ((sample >> 32) as u32) << 11 | ((step >> 32) as u32) << 22;
     philox4x32_10([block as u32, sample as u32, step as u32, high], key)
 }
@@ -61,12 +71,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sixteen_blocks_at_once_are_those_one_by_one() {
+    fn sixteen_blocks_at_once_equal_single_blocks() {
         let (key, sample, step) = ([7, 0x9E37_79B9], (1 << 41) + 5, (3 << 24) + (1 << 40) + 9);
         for block in [0, 16, 1 << 20, (1 << 32) - 16, (1 << 34) + 32] {
-            let all = words_of_16(key, block, sample, step);
+            let blocks = random_words_of_16_blocks(key, block, sample, step);
             for i in 0..16 {
-                assert_eq!(all.map(|w| w[i]), words(key, block + i as u64, sample, step), "{block} {i}");
+                assert_eq!(
+                    blocks.map(|w| w[i]),
+                    random_words(key, block + i as u64, sample, step),
+                    "{block} {i}"
+                );
             }
         }
     }

@@ -1,5 +1,5 @@
 //! [`Storage`]: the memory that a backend computes in, and copies between it and the host's memory.
-use crate::mem::{Buf, Dtype, View, ViewMut};
+use crate::buffer::{Buf, Dtype, View, ViewMut};
 use diagnostic::Diagnostic;
 use std::{any::Any, cell::Cell, fmt, ops::Range, sync::Arc, time::Duration};
 

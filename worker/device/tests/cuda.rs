@@ -3,8 +3,8 @@
 mod emulated_gpu;
 
 use device::cuda::{self, CudaError, CudaLibrary, LibraryPaths};
-use device::ops::Write;
-use device::{Buf, Cuda, Dtype, Ops, Storage, View, parity};
+use device::ops::WriteMode;
+use device::{Buf, Cuda, Dtype, Ops, Storage, View, conformance};
 use std::sync::OnceLock;
 
 /// The paths of the emulated libraries only.
@@ -19,16 +19,18 @@ fn cuda() -> &'static Cuda {
 
 #[test]
 fn every_op_matches_the_cpu() {
-    let rows = parity::run(cuda(), 1, 5);
+    let rows = conformance::check_ops(cuda(), 1, 5);
     assert_eq!(rows.len(), 11);
-    assert!(rows.iter().all(|row| row.failed.is_none() && row.shapes >= 5), "{rows:#?}");
+    assert!(rows.iter().all(|row| row.failure.is_none() && row.cases >= 5), "{rows:#?}");
     // The 16-bit cases show rounding, so they did run in 16 bits. Only the embedding rounds
     // nothing.
-    let rounded = rows.iter().filter(|row| row.worst.bf16 > row.worst.f16 && row.worst.f16 > row.worst.f32);
+    let rounded = rows
+        .iter()
+        .filter(|row| row.max_errors.bf16 > row.max_errors.f16 && row.max_errors.f16 > row.max_errors.f32);
     assert_eq!(rounded.count(), 10, "{rows:#?}");
     // Only a real GPU may sum fp8 terms with less precision.
-    let fp8 = rows.iter().find(|row| row.what == "products in fp8").expect("the GPU has fp8");
-    assert!(fp8.worst.f32 < 1e-5, "{fp8:?}");
+    let fp8 = rows.iter().find(|row| row.family == "fp8 matmul").expect("the GPU has fp8");
+    assert!(fp8.max_errors.f32 < 1e-5, "{fp8:?}");
 }
 
 fn to_f32(from: View) -> Vec<f32> {
@@ -51,11 +53,11 @@ fn empty_shapes_have_no_effect() {
     let poisoned = cuda().device_copy((&[f32::NAN; 12][..]).into());
     let (mut none, mut dw) = (cuda().zeroed(Dtype::F32, 0), poisoned);
     let (none2, w) = (cuda().zeroed(Dtype::F32, 0), cuda().zeroed(Dtype::F32, 12));
-    cuda().matmul_forward(none.view_mut(), none2.view(), w.view(), 0, 3, 4, Write::Set);
-    cuda().matmul_backward_weight(dw.view_mut(), none2.view(), none2.view(), 0, 3, 4, Write::Set);
+    cuda().matmul_forward(none.view_mut(), none2.view(), w.view(), 0, 3, 4, WriteMode::Overwrite);
+    cuda().matmul_backward_weight(dw.view_mut(), none2.view(), none2.view(), 0, 3, 4, WriteMode::Overwrite);
     cuda().add(none.view_mut(), none2.view());
     cuda().embedding_forward(none.view_mut(), w.view(), &[], 4);
-    cuda().norm_blocks(&mut [], none2.view());
+    cuda().sum_squares_by_block(&mut [], none2.view());
     cuda().swiglu_forward(none.view_mut(), none2.view(), 0, 7);
     assert_eq!(to_f32(dw.view()), [0.0; 12]);
 }
@@ -154,7 +156,7 @@ fn the_fastest_algorithm_is_found_and_stored() {
         cuda.enable_matmul_autotuning();
         let mut buffers = [1.0f32, 2.0, 3.0].map(|x| {
             let mut buf = cuda.zeroed(Dtype::F32, 64);
-            cuda.offset(buf.view_mut(), x);
+            cuda.add_scalar(buf.view_mut(), x);
             buf
         });
         let [y, x, w] = &mut buffers;
@@ -166,18 +168,18 @@ fn the_fastest_algorithm_is_found_and_stored() {
         let choices = files.filter(|f| f.extension().is_some_and(|e| e == "algorithm"));
         choices.map(|f| (std::fs::read(&f).expect("read"), f)).collect::<Vec<_>>()
     };
-    assert_eq!(run_matmul(Write::Set), [48.0; 64]);
+    assert_eq!(run_matmul(WriteMode::Overwrite), [48.0; 64]);
     let [(bytes, file)] = &stored_choices()[..] else { panic!("not one choice: {:?}", stored_choices()) };
     let which = u64::from_ne_bytes(bytes[48 + 5 * 8..][..8].try_into().expect("eight bytes"));
     assert_eq!(which, 1, "the fast one");
     // A file that is damaged, or names an algorithm that is not suggested, is replaced.
     for damaged in [&bytes[..60], b"", &[0; 112]] {
         std::fs::write(file, damaged).expect("written");
-        assert_eq!(run_matmul(Write::Set), [48.0; 64]);
+        assert_eq!(run_matmul(WriteMode::Overwrite), [48.0; 64]);
         assert_eq!(std::fs::read(file).expect("read"), *bytes);
     }
     // Timing does not change a result that is added to.
-    assert_eq!(run_matmul(Write::Add), [49.0; 64]);
+    assert_eq!(run_matmul(WriteMode::Accumulate), [49.0; 64]);
     assert_eq!(stored_choices().len(), 2);
 }
 
@@ -219,7 +221,7 @@ fn unaligned_matmuls() {
                 view.slice(shift..view.len())
             });
             cuda().matmul_bias_forward(y.view_mut(), x_view, w_view, Some(bias_view), m, n, k);
-            cuda().matmul_forward(y.view_mut(), x_view, w_view, m, n, k, Write::Add);
+            cuda().matmul_forward(y.view_mut(), x_view, w_view, m, n, k, WriteMode::Accumulate);
             for (i, result) in to_f32(y.view()).into_iter().enumerate() {
                 let sum: f32 = (0..k).map(|j| x[i / n * k + j] * w[i % n * k + j]).sum();
                 let expected = 2.0 * sum + bias[i % n];
@@ -289,8 +291,8 @@ fn kernels_compile_for_each_architecture() {
         let reserved = if architecture == "sm_80" { 0 } else { 1024 };
         for (file, image) in &images {
             let arrays = static_shared_memory(image).into_iter().filter(|(_, bytes)| *bytes > reserved);
-            // A kernel with dynamic shared memory may use the GPU's maximum, so it must have no static
-            // arrays.
+            // A kernel with dynamic shared memory may use the GPU's maximum, so it must have no
+            // static arrays.
             let is_dynamic = ["flash.cu", "attention.cu"].contains(file);
             assert!(
                 !is_dynamic || arrays.clone().count() == 0,

@@ -8,7 +8,7 @@ mod emulated_gpu;
 
 use call_counts::calls;
 use device::{
-    Buf, Cuda, Dtype, Ops, Storage, cuda::LibraryPaths, ops::Write, parity, storage::BackendNotice,
+    Buf, Cuda, Dtype, Ops, Storage, conformance, cuda::LibraryPaths, ops::WriteMode, storage::BackendNotice,
 };
 use diagnostic::codes::device::CUDA_GRAPHS_DISABLED;
 use std::time::Duration;
@@ -29,7 +29,7 @@ impl<'a> Work<'a> {
     fn new(cuda: &'a Cuda) -> Self {
         let buffers = [1.0f32, -0.5, 0.25, 2.0].map(|x| {
             let mut buf = cuda.zeroed(Dtype::F32, 64);
-            cuda.offset(buf.view_mut(), x);
+            cuda.add_scalar(buf.view_mut(), x);
             buf
         });
         Work { cuda, buffers }
@@ -38,7 +38,7 @@ impl<'a> Work<'a> {
     fn step(&mut self, factor: f32, tokens: &[u32; 8]) {
         let (cuda, [x, y, w, z]) = (self.cuda, &mut self.buffers);
         cuda.embedding_forward(y.view_mut(), x.view(), tokens, 8);
-        cuda.matmul_forward(z.view_mut(), y.view(), w.view(), 8, 8, 8, Write::Add);
+        cuda.matmul_forward(z.view_mut(), y.view(), w.view(), 8, 8, 8, WriteMode::Accumulate);
         cuda.scale(z.view_mut(), 0.5);
         cuda.add(x.view_mut(), z.view());
         cuda.softcap(x.view_mut(), 3.0);
@@ -85,8 +85,8 @@ fn graphs_have_the_effect_of_their_calls() {
     timing_decides();
     let cuda = cuda();
     cuda.set_graphs_enabled(true);
-    let rows = parity::run(&cuda, 1, 2);
-    assert!(rows.iter().all(|row| row.failed.is_none() && row.worst.f32 < 1e-3), "{rows:#?}");
+    let rows = conformance::check_ops(&cuda, 1, 2);
+    assert!(rows.iter().all(|row| row.failure.is_none() && row.max_errors.f32 < 1e-3), "{rows:#?}");
 }
 
 fn graphs_replace_calls_and_keep_the_bits(expected: &[Vec<u32>; 2]) {
@@ -132,12 +132,12 @@ fn freed_memory_was_used_before() {
     let mut sum = cuda.zeroed(Dtype::F32, 64);
     for step in 1..=STEPS {
         let mut other = cuda.zeroed(Dtype::F32, 64);
-        cuda.offset(other.view_mut(), 1.5);
+        cuda.add_scalar(other.view_mut(), 1.5);
         for _ in 0..4 {
             cuda.add(sum.view_mut(), other.view());
         }
         drop(other);
-        cuda.offset(sum.view_mut(), 1.0);
+        cuda.add_scalar(sum.view_mut(), 1.0);
         let event = cuda.record_event();
         cuda.with_separate_stream(&mut || {
             event.stream_wait();
@@ -158,7 +158,7 @@ fn growing_scratch_memory_keeps_results() {
         let Work { buffers: [x, y, ..], .. } = &mut Work::new(&cuda);
         let mut wide = [1.0, 2.0].map(|value| {
             let mut buf = cuda.zeroed(Dtype::F32, 9000);
-            cuda.offset(buf.view_mut(), value);
+            cuda.add_scalar(buf.view_mut(), value);
             buf
         });
         let [to, from] = &mut wide;
@@ -177,7 +177,7 @@ fn unique_batches_make_no_graph() {
     let graphs_before = calls("cuGraphInstantiate");
     let mut buf = cuda.zeroed(Dtype::F32, 8);
     for step in 0..40u16 {
-        (0..6u16).for_each(|call| cuda.offset(buf.view_mut(), f32::from(6 * step + call)));
+        (0..6u16).for_each(|call| cuda.add_scalar(buf.view_mut(), f32::from(6 * step + call)));
         cuda.synchronize();
     }
     let sum = f32::from((0..240).sum::<u16>());

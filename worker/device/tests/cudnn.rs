@@ -8,7 +8,7 @@ use call_counts::calls;
 use device::cuda::{AttentionBackend, CudaError, LibraryPaths};
 use device::ops::AttentionShape;
 use device::storage::{BackendNotice, DeviceError};
-use device::{Buf, Cuda, Dtype, Ops, Storage, parity};
+use device::{Buf, Cuda, Dtype, Ops, Storage, conformance};
 use diagnostic::codes::device::CUDNN_ATTENTION_UNSUPPORTED;
 use std::time::Duration;
 
@@ -29,8 +29,8 @@ fn cuda(backend: AttentionBackend) -> Cuda {
 #[test]
 fn cudnn_attention_matches_the_cpu() {
     let before = calls("cudnnBackendExecute");
-    let row = parity::by_cudnn(&cuda(AttentionBackend::Cudnn), 1, 12);
-    assert!(row.failed.is_none() && row.shapes == 16 && row.worst.bf16 > 1e-4, "{row:#?}");
+    let row = conformance::check_cudnn_attention(&cuda(AttentionBackend::Cudnn), 1, 12);
+    assert!(row.failure.is_none() && row.cases == 16 && row.max_errors.bf16 > 1e-4, "{row:#?}");
     // forward and backward, at two addresses each
     assert_eq!(calls("cudnnBackendExecute") - before, 16 * 4);
 }

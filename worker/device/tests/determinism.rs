@@ -1,8 +1,10 @@
-//! Results don't depend on threads, on where the buffers lie, or (with fused multiply-add) on the instruction set.
+//! Results of the CPU backend do not depend on the number of threads, on the alignment of buffers,
+//! or, with fused multiply-add, on the instruction set.
 mod reference;
 
 use device::ops::{
-    AdamW, AttentionDropout, AttentionShape, ClassifierGrads, HeadRows, IGNORE, LayerNorm, Sgd, Write,
+    AdamWHyperparams, AttentionDropout, AttentionShape, ClassifierGrads, HeadLayout, IGNORE_LABEL,
+    LayerNormParams, SgdHyperparams, WriteMode,
 };
 use device::{Cpu, Ops, View, ViewMut};
 use proptest::prelude::*;
@@ -32,7 +34,9 @@ impl Shifted {
     }
 }
 
-/// Inputs and outputs of an op; `run` gets every buffer in a fresh copy at its shift and returns the outputs' bits.
+/// Asserts that an op gives the same bits with any number of threads, alignment and instruction
+/// set. `run` executes the op and returns the bits of its outputs. It gets a function that copies a
+/// vector to a buffer of the alignment under test.
 #[track_caller]
 fn assert_same_bits(what: &str, run: impl Fn(&Cpu, &dyn Fn(&[f32]) -> Shifted) -> Vec<Vec<u32>>) {
     let want = run(&Cpu::new(1), &|x| Shifted::new(x, 0));
@@ -48,8 +52,8 @@ fn assert_same_bits(what: &str, run: impl Fn(&Cpu, &dyn Fn(&[f32]) -> Shifted) -
             assert!(run(&cpu, &place) == want, "{what}: {threads} threads, shifts {shifts:?}");
         }
     }
-    // All but the last have fused multiply-add on x86-64; elsewhere there is only one.
-    let levels = Cpu::each_level(2);
+    // On x86-64 the last level has no fused multiply-add. Other architectures have one level.
+    let levels = Cpu::all_instruction_sets(2);
     for cpu in &levels[..levels.len().max(2) - 1] {
         assert!(run(cpu, &|x| Shifted::new(x, 2)) == want, "{what}: {}", cpu.describe());
     }
@@ -61,7 +65,7 @@ fn matmul_case(seed: u64, m: usize, n: usize, k: usize) {
     assert_same_bits(&format!("matmul {m} {n} {k}"), |cpu, place| {
         let (px, pw, pdy) = (place(&x), place(&w), place(&dy));
         let mut out = Vec::new();
-        for write in [Write::Set, Write::Add] {
+        for write in [WriteMode::Overwrite, WriteMode::Accumulate] {
             let (mut y, mut dx, mut dw) = (place(&dy), place(&x), place(&w));
             cpu.matmul_forward(y.view_mut(), px.view(), pw.view(), m, n, k, write);
             cpu.matmul_backward_input(dx.view_mut(), pdy.view(), pw.view(), m, n, k, write);
@@ -75,41 +79,49 @@ fn matmul_case(seed: u64, m: usize, n: usize, k: usize) {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(40))]
     #[test]
-    fn matmul_of_any_shape(seed: u64, m in 1usize..150, n in 1usize..150, k in 1usize..150) {
+    fn matmuls_of_any_shape_give_the_same_bits(seed: u64, m in 1usize..150, n in 1usize..150, k in 1usize..150) {
         matmul_case(seed, m, n, k);
     }
 
     #[test]
-    fn attention_of_any_shape(
+    fn attention_of_any_shape_gives_the_same_bits(
         seed: u64, b in 1usize..3, t in 1usize..150, kv_heads in 1usize..4, group in 1usize..4, head_dim in 1usize..40,
     ) {
         let shape = AttentionShape::new(b, t, kv_heads * group, kv_heads, head_dim);
-        let dropout = (t % 3 == 0).then_some(AttentionDropout { key: [seed as u32, 1], share: 0.2, first: seed >> 22 });
+        let dropout = (t % 3 == 0).then_some(AttentionDropout { key: [seed as u32, 1], probability: 0.2, first_sequence: seed >> 22 });
         attention_case(seed, AttentionShape { softcap: (t % 2 == 0).then_some(4.0), dropout, ..shape });
     }
 
     #[test]
-    fn rows_of_any_shape(seed: u64, m in 1usize..200, d in 1usize..200) {
+    fn row_ops_of_any_shape_give_the_same_bits(seed: u64, m in 1usize..200, d in 1usize..200) {
         rows_case(seed, m, d);
     }
 }
 
 #[test]
-fn matmul_of_deep_and_wide_shapes() {
+fn matmuls_of_deep_and_wide_shapes_give_the_same_bits() {
     for (m, n, k) in [(33, 65, 1500), (1, 3000, 5), (700, 2, 600), (257, 385, 513)] {
         matmul_case(9, m, n, k);
     }
 }
 
-/// A row's result doesn't depend on the other rows: batches may be cut in any way.
+/// A batch may be divided anywhere, because a row's result does not depend on the other rows.
 #[test]
-fn a_row_of_a_product_stands_alone() {
+fn each_row_of_a_matmul_is_independent_of_the_other_rows() {
     let (m, n, k) = (37, 83, 700);
     let mut r = Random::new(10);
     let (x, w) = (r.vec(m * k), r.vec(n * k));
     let cpu = Cpu::new(2);
     let mut whole = vec![0.0; m * n];
-    cpu.matmul_forward((&mut whole[..]).into(), (&x[..]).into(), (&w[..]).into(), m, n, k, Write::Set);
+    cpu.matmul_forward(
+        (&mut whole[..]).into(),
+        (&x[..]).into(),
+        (&w[..]).into(),
+        m,
+        n,
+        k,
+        WriteMode::Overwrite,
+    );
     for i in 0..m {
         let mut row = vec![0.0; n];
         cpu.matmul_forward(
@@ -119,7 +131,7 @@ fn a_row_of_a_product_stands_alone() {
             1,
             n,
             k,
-            Write::Set,
+            WriteMode::Overwrite,
         );
         assert_eq!(row, whole[i * n..(i + 1) * n]);
     }
@@ -148,7 +160,7 @@ fn attention_case(seed: u64, shape: AttentionShape) {
     });
 }
 
-/// Norms, embedding, SwiGLU, RoPE and the classifier over `m` rows of `d`.
+/// Checks norms, embedding, activations, RoPE and the classifier over `m` rows of `d` elements.
 fn rows_case(seed: u64, m: usize, d: usize) {
     let mut r = Random::new(seed);
     let (x, dy, w, delta) = (r.vec(m * d), r.vec(m * d), r.vec(d), r.vec(m * d));
@@ -159,7 +171,17 @@ fn rows_case(seed: u64, m: usize, d: usize) {
         cpu.add_rmsnorm_forward(yv, rv, sum.view_mut(), pdelta.view(), pw.view(), m, d, 1e-5);
         let (mut dx, mut dw, pdy) = (place(&x), place(&w), place(&dy));
         let (dxv, dwv) = (dx.view_mut(), dw.view_mut());
-        cpu.rmsnorm_backward(dxv, dwv, pdy.view(), sum.view(), pw.view(), rstd.view(), m, d, Write::Add);
+        cpu.rmsnorm_backward(
+            dxv,
+            dwv,
+            pdy.view(),
+            sum.view(),
+            pw.view(),
+            rstd.view(),
+            m,
+            d,
+            WriteMode::Accumulate,
+        );
         let mut plain = place(&dy);
         cpu.rmsnorm_forward(plain.view_mut(), rstd.view_mut(), pdelta.view(), pw.view(), m, d, 1e-5);
         vec![sum.bits(), y.bits(), rstd.bits(), dx.bits(), dw.bits(), plain.bits()]
@@ -168,9 +190,9 @@ fn rows_case(seed: u64, m: usize, d: usize) {
         let (mut y, pb, pdy, mut db) = (place(&x), place(&w), place(&dy), place(&w));
         cpu.bias_forward(y.view_mut(), pb.view(), m, d);
         cpu.bias_backward(db.view_mut(), pdy.view(), m, d);
-        // The last head of each row, where a row holds two.
+        // the last head of each row, which has two heads if `d` is even
         let head_dim = (d / 2).max(1);
-        let h = HeadRows { rows: m, first: d - head_dim, heads: 1, head_dim, stride: d };
+        let h = HeadLayout { rows: m, first_column: d - head_dim, heads: 1, head_dim, stride: d };
         let pw = place(&w[..head_dim]);
         let (mut raw, mut rstd) = (place(&vec![0.0; m * head_dim]), place(&vec![0.0; m]));
         cpu.rmsnorm_heads_forward(y.view_mut(), raw.view_mut(), rstd.view_mut(), pw.view(), h, 1e-5);
@@ -182,12 +204,22 @@ fn rows_case(seed: u64, m: usize, d: usize) {
     assert_same_bits(&format!("layernorm {m} {d}"), |cpu, place| {
         let (mut sum, mut y, mut stats) = (place(&x), place(&dy), place(&vec![0.0; 2 * m]));
         let (pw, pb, pdelta) = (place(&w), place(&b), place(&delta));
-        let norm = LayerNorm { w: pw.view(), b: pb.view(), eps: 1e-5 };
+        let norm = LayerNormParams { w: pw.view(), b: pb.view(), eps: 1e-5 };
         let (yv, sv) = (y.view_mut(), stats.view_mut());
         cpu.add_layernorm_forward(yv, sv, sum.view_mut(), pdelta.view(), norm, m);
         let (mut dx, mut dw, mut db, pdy) = (place(&x), place(&w), place(&w), place(&dy));
         let (dxv, dwv, dbv) = (dx.view_mut(), dw.view_mut(), db.view_mut());
-        cpu.layernorm_backward(dxv, dwv, dbv, pdy.view(), sum.view(), pw.view(), stats.view(), m, Write::Add);
+        cpu.layernorm_backward(
+            dxv,
+            dwv,
+            dbv,
+            pdy.view(),
+            sum.view(),
+            pw.view(),
+            stats.view(),
+            m,
+            WriteMode::Accumulate,
+        );
         let mut plain = place(&dy);
         cpu.layernorm_forward(plain.view_mut(), stats.view_mut(), pdelta.view(), norm, m);
         vec![sum.bits(), y.bits(), stats.bits(), dx.bits(), dw.bits(), db.bits(), plain.bits()]
@@ -226,24 +258,42 @@ fn rows_case(seed: u64, m: usize, d: usize) {
     });
     let v = 1 + r.below(300);
     let head = r.vec(v * d);
-    let labels: Vec<u32> = (0..m).map(|i| if i % 5 == 4 { IGNORE } else { r.below(v) as u32 }).collect();
+    let labels: Vec<u32> =
+        (0..m).map(|i| if i % 5 == 4 { IGNORE_LABEL } else { r.below(v) as u32 }).collect();
     assert_same_bits(&format!("classifier {m} {d} {v}"), |cpu, place| {
         let (px, pw) = (place(&x), place(&head));
         let (mut loss, mut dx, mut dw) = (place(&vec![0.0; m]), place(&x), place(&head));
         let (dxv, dwv) = (dx.view_mut(), dw.view_mut());
-        let grads = ClassifierGrads { dx: dxv, dw: dwv, dw_write: Write::Add, scale: 0.1 };
+        let grads = ClassifierGrads { dx: dxv, dw: dwv, dw_write: WriteMode::Accumulate, scale: 0.1 };
         let cap = v.is_multiple_of(2).then_some(3.0);
-        cpu.capped_classifier(loss.view_mut(), px.view(), pw.view(), &labels, m, d, v, cap, Some(grads));
+        cpu.classifier_with_softcap(
+            loss.view_mut(),
+            px.view(),
+            pw.view(),
+            &labels,
+            m,
+            d,
+            v,
+            cap,
+            Some(grads),
+        );
         vec![loss.bits(), dx.bits(), dw.bits()]
     });
 }
 
-const ADAMW: AdamW =
-    AdamW { lr: 1e-3, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, step: 7, grad_scale: 0.3 };
-const SGD: Sgd = Sgd { lr: 1e-2, momentum: 0.9, weight_decay: 0.05, grad_scale: 0.3 };
+const ADAMW: AdamWHyperparams = AdamWHyperparams {
+    lr: 1e-3,
+    beta1: 0.9,
+    beta2: 0.95,
+    eps: 1e-8,
+    weight_decay: 0.1,
+    step: 7,
+    grad_scale: 0.3,
+};
+const SGD: SgdHyperparams = SgdHyperparams { lr: 1e-2, momentum: 0.9, weight_decay: 0.05, grad_scale: 0.3 };
 
 #[test]
-fn flat_vectors() {
+fn flat_vector_ops_give_the_same_bits() {
     let len = 100_003;
     let mut r = Random::new(11);
     let (p, g, a) = (r.vec(len), r.vec(len), r.vec(len));
@@ -252,8 +302,8 @@ fn flat_vectors() {
         let (mut sum, x) = (place(&p), place(&g));
         cpu.add(sum.view_mut(), x.view());
         cpu.scale(sum.view_mut(), 0.7);
-        let mut norms = vec![0.0f64; len.div_ceil(device::ops::NORM_BLOCK)];
-        cpu.norm_blocks(&mut norms, sum.view());
+        let mut norms = vec![0.0f64; len.div_ceil(device::ops::NORM_BLOCK_LEN)];
+        cpu.sum_squares_by_block(&mut norms, sum.view());
         let norms = norms.iter().flat_map(|n| [n.to_bits() as u32, (n.to_bits() >> 32) as u32]).collect();
         let (mut pp, mut pa, mut pb) = (place(&p), place(&a), place(&b));
         cpu.adamw(pp.view_mut(), x.view(), pa.view_mut(), pb.view_mut(), &ADAMW);
@@ -263,9 +313,9 @@ fn flat_vectors() {
     });
 }
 
-/// An element's update is the same wherever a flat range is cut.
+/// A flat vector may be divided anywhere without a change of any element's update.
 #[test]
-fn updates_do_not_depend_on_the_position() {
+fn optimizer_updates_do_not_depend_on_the_position() {
     let mut r = Random::new(12);
     let cpu = Cpu::new(1);
     let len = 203;
@@ -289,9 +339,9 @@ fn updates_do_not_depend_on_the_position() {
     }
 }
 
-/// Calls from several threads share the helpers without sharing results.
+/// Calls from several threads share the worker threads, but not their results.
 #[test]
-fn calls_at_once() {
+fn concurrent_calls_do_not_affect_each_other() {
     let cpu = Cpu::new(3);
     std::thread::scope(|scope| {
         for seed in 0..4 {
@@ -300,7 +350,7 @@ fn calls_at_once() {
                 let (m, n, k) = (60 + seed as usize, 70, 80);
                 let mut r = Random::new(seed);
                 let (x, w) = (r.vec(m * k), r.vec(n * k));
-                let product = |cpu: &Cpu| {
+                let matmul = |cpu: &Cpu| {
                     let mut y = vec![0.0; m * n];
                     cpu.matmul_forward(
                         (&mut y[..]).into(),
@@ -309,22 +359,22 @@ fn calls_at_once() {
                         m,
                         n,
                         k,
-                        Write::Set,
+                        WriteMode::Overwrite,
                     );
                     y
                 };
-                let want = product(&Cpu::new(1));
+                let want = matmul(&Cpu::new(1));
                 for _ in 0..50 {
-                    assert_eq!(product(cpu), want);
+                    assert_eq!(matmul(cpu), want);
                 }
             });
         }
     });
 }
 
-/// Once every size was seen, calls hold no more memory than before.
+/// After the first calls of each size, scratch memory does not grow.
 #[test]
-fn scratch_is_kept() {
+fn scratch_memory_is_reused() {
     let cpu = Cpu::new(1);
     let shape = AttentionShape::new(2, 70, 4, 2, 16);
     let mut r = Random::new(13);
@@ -344,7 +394,7 @@ fn scratch_is_kept() {
             70,
             64,
             8,
-            Write::Set,
+            WriteMode::Overwrite,
         );
         cpu.scratch_bytes()
     };

@@ -1,13 +1,23 @@
-//! What dropout drops: the share that was asked for, by the numbers of samples and places alone.
+//! Dropout drops elements with the requested probability. Which elements it drops depends only on
+//! the numbers of the sample and of the position in it.
 mod reference;
 
 use device::ops::{AttentionDropout, AttentionShape, Dropout};
 use device::{Buf, Cpu, Dtype, Ops, View};
 use reference::Random;
 
-/// What attention multiplies the probability of each key by, `[b, heads, t, t]`; 0 for keys that a query doesn't see.
-fn factors(cpu: &Cpu, b: usize, t: usize, heads: usize, kv_heads: usize, d: AttentionDropout) -> Vec<f32> {
-    // All scores are 0, and the value of a key is a vector of its own: a query's output is its probabilities.
+/// The factors by which dropout multiplies attention's probabilities, `[b, heads, t, t]`. They are
+/// 0 for dropped keys, and for later keys, which a query does not attend to.
+fn dropout_factors(
+    cpu: &Cpu,
+    b: usize,
+    t: usize,
+    heads: usize,
+    kv_heads: usize,
+    d: AttentionDropout,
+) -> Vec<f32> {
+    // All scores are 0 and the values of the keys are unit vectors, so a query's output is the
+    // vector of its probabilities.
     let shape = AttentionShape { dropout: Some(d), ..AttentionShape::new(b, t, heads, kv_heads, t) };
     let width = (heads + 2 * kv_heads) * t;
     let mut qkv = vec![0.0; b * t * width];
@@ -29,77 +39,82 @@ fn factors(cpu: &Cpu, b: usize, t: usize, heads: usize, kv_heads: usize, d: Atte
     factors
 }
 
-fn dropout(share: f64, first: u64) -> AttentionDropout {
-    AttentionDropout { key: [3, 5], share, first }
+fn dropout(probability: f64, first: u64) -> AttentionDropout {
+    AttentionDropout { key: [3, 5], probability, first_sequence: first }
 }
 
-/// Share of equal fates among the keys that queries of two masks see.
-fn agreement(a: &[f32], b: &[f32], seen: &[bool]) -> f64 {
-    let both = a.iter().zip(b).zip(seen).filter(|(_, seen)| **seen);
+/// The share of `visible` elements for which two dropout masks agree.
+fn agreement(a: &[f32], b: &[f32], visible: &[bool]) -> f64 {
+    let both = a.iter().zip(b).zip(visible).filter(|(_, visible)| **visible);
     let same = both.clone().filter(|((a, b), _)| (**a == 0.0) == (**b == 0.0)).count();
     same as f64 / both.count() as f64
 }
 
 #[test]
-fn probabilities_are_dropped_by_the_share_and_the_rest_is_scaled() {
+fn elements_are_dropped_with_the_probability_and_the_rest_is_scaled() {
     let (b, t, heads) = (2, 150, 2);
-    let seen: Vec<bool> = (0..b * heads * t * t).map(|i| i % t <= i / t % t).collect();
-    for cpu in Cpu::each_level(2) {
-        for share in [0.0, 0.1, 0.5, 0.99] {
-            let all = factors(&cpu, b, t, heads, 1, dropout(share, 9));
-            let keep = 1.0 / (1.0 - share);
-            let (mut dropped, mut of) = (0.0, 0.0);
-            for (factor, seen) in all.iter().zip(&seen) {
-                let (f, kept) = (f64::from(*factor), *factor != 0.0);
-                assert!(!kept || (*seen && (f - keep).abs() < 1e-5 * keep), "{f} for {share}");
-                dropped += f64::from(u8::from(*seen && !kept));
-                of += f64::from(u8::from(*seen));
+    let visible: Vec<bool> = (0..b * heads * t * t).map(|i| i % t <= i / t % t).collect();
+    for cpu in Cpu::all_instruction_sets(2) {
+        for probability in [0.0, 0.1, 0.5, 0.99] {
+            let factors = dropout_factors(&cpu, b, t, heads, 1, dropout(probability, 9));
+            let scale = 1.0 / (1.0 - probability);
+            let (mut dropped, mut total) = (0.0, 0.0);
+            for (factor, visible) in factors.iter().zip(&visible) {
+                let (f, is_kept) = (f64::from(*factor), *factor != 0.0);
+                assert!(!is_kept || (*visible && (f - scale).abs() < 1e-5 * scale), "{f} for {probability}");
+                dropped += f64::from(u8::from(*visible && !is_kept));
+                total += f64::from(u8::from(*visible));
             }
             // four standard errors
-            let error = 4.0 * (share * (1.0 - share) / of).sqrt();
-            assert!((dropped / of - share).abs() <= error, "{} of {of} for {share}", dropped / of);
+            let error = 4.0 * (probability * (1.0 - probability) / total).sqrt();
+            let observed = dropped / total;
+            assert!(
+                (observed - probability).abs() <= error,
+                "{observed} of {total} elements for {probability}"
+            );
         }
     }
 }
 
 #[test]
-fn heads_queries_and_samples_have_masks_of_their_own() {
+fn masks_of_heads_queries_and_samples_are_independent() {
     let (b, t, heads) = (2, 150, 3);
-    let all = factors(&Cpu::new(2), b, t, heads, 1, dropout(0.5, 9));
-    let one = t * t;
-    let seen: Vec<bool> = (0..one).map(|i| i % t <= i / t).collect();
-    let mask = |seq: usize, h: usize| &all[(seq * heads + h) * one..][..one];
-    let error = 4.0 * (0.25 / (one as f64 / 2.0)).sqrt();
+    let factors = dropout_factors(&Cpu::new(2), b, t, heads, 1, dropout(0.5, 9));
+    let mask_len = t * t;
+    let visible: Vec<bool> = (0..mask_len).map(|i| i % t <= i / t).collect();
+    let mask = |seq: usize, h: usize| &factors[(seq * heads + h) * mask_len..][..mask_len];
+    let error = 4.0 * (0.25 / (mask_len as f64 / 2.0)).sqrt();
     let pairs = [((0, 0), (0, 1)), ((0, 1), (0, 2)), ((0, 0), (1, 0)), ((0, 1), (1, 0)), ((1, 1), (1, 2))];
     for ((a, h), (b, i)) in pairs {
-        let same = agreement(mask(a, h), mask(b, i), &seen);
+        let same = agreement(mask(a, h), mask(b, i), &visible);
         assert!((same - 0.5).abs() < error, "sequence {a}, head {h} and {b}, {i}: {same}");
     }
-    // A query and the next, a key and the next, a key and that 16 and 64 further on.
+    // A query and the next one, and a key and the keys 1, 16 and 64 after it.
     for shift in [t, 1, 16, 64, t + 1] {
-        let of_both: Vec<bool> =
-            (0..one - shift).map(|i| seen[i] && seen[i + shift] && i % t + shift % t < t).collect();
-        let same = agreement(&mask(0, 0)[..one - shift], &mask(0, 0)[shift..], &of_both);
+        let both_visible: Vec<bool> = (0..mask_len - shift)
+            .map(|i| visible[i] && visible[i + shift] && i % t + shift % t < t)
+            .collect();
+        let same = agreement(&mask(0, 0)[..mask_len - shift], &mask(0, 0)[shift..], &both_visible);
         assert!((same - 0.5).abs() < 1.5 * error, "shifted by {shift}: {same}");
     }
 }
 
 #[test]
-fn a_mask_depends_on_the_samples_number_alone() {
+fn a_mask_depends_only_on_the_number_of_its_sample() {
     let cpu = Cpu::new(2);
     let (t, heads) = (130, 2);
-    let of = |b, t, heads, kv, first| factors(&cpu, b, t, heads, kv, dropout(0.3, first));
-    let all = of(3, t, heads, 1, 40);
-    assert_eq!(all, [of(1, t, heads, 1, 40), of(2, t, heads, 1, 41)].concat(), "other batches");
-    assert_eq!(all, of(3, t, heads, 2, 40), "other groups of heads");
-    assert_ne!(all[..t * t], all[t * t..2 * t * t]);
-    // Of a shorter sequence: the same, as far as it goes. The smaller tiles of its end aren't seen.
+    let masks = |b, t, heads, kv, first| dropout_factors(&cpu, b, t, heads, kv, dropout(0.3, first));
+    let batch = masks(3, t, heads, 1, 40);
+    assert_eq!(batch, [masks(1, t, heads, 1, 40), masks(2, t, heads, 1, 41)].concat(), "other batches");
+    assert_eq!(batch, masks(3, t, heads, 2, 40), "other groups of heads");
+    assert_ne!(batch[..t * t], batch[t * t..2 * t * t]);
+    // A shorter sequence has the same mask up to its end, although its last tiles are smaller.
     let short = 77;
-    let begins = of(1, short, heads, 1, 40);
+    let shorter = masks(1, short, heads, 1, 40);
     for h in 0..heads {
         for q in 0..short {
-            let row = &all[(h * t + q) * t..][..short];
-            let other = &begins[(h * short + q) * short..][..short];
+            let row = &batch[(h * t + q) * t..][..short];
+            let other = &shorter[(h * short + q) * short..][..short];
             assert_eq!(
                 row.iter().map(|x| *x == 0.0).collect::<Vec<_>>(),
                 other.iter().map(|x| *x == 0.0).collect::<Vec<_>>(),
@@ -109,13 +124,13 @@ fn a_mask_depends_on_the_samples_number_alone() {
     }
 }
 
-/// 16-bit vectors lose the same elements, and what is kept is rounded once.
+/// 16-bit and f32 vectors lose the same elements. The other elements are rounded once.
 #[test]
-fn vectors_of_any_type_lose_the_same() {
+fn vectors_of_any_type_lose_the_same_elements() {
     let mut r = Random::new(1);
     let x = r.vec(3 * 35_001);
-    let d = Dropout { key: [1, 2], share: 0.4, sample: 35_001, first: 77 };
-    for cpu in Cpu::each_level(3) {
+    let d = Dropout { key: [1, 2], probability: 0.4, sample_len: 35_001, first_sample: 77 };
+    for cpu in Cpu::all_instruction_sets(3) {
         for dtype in [Dtype::Bf16, Dtype::F16] {
             let (mut narrow, mut wide) = (Buf::zeroed_as(dtype, x.len()), Buf::zeroed(x.len()));
             cpu.cast(narrow.view_mut(), View::from(&x[..]));
@@ -126,13 +141,13 @@ fn vectors_of_any_type_lose_the_same() {
             assert!((dropped - 0.4).abs() < 0.01, "{dropped}");
             let mut rounded = Buf::zeroed_as(dtype, x.len());
             cpu.cast(rounded.view_mut(), wide.view());
-            assert!(narrow.view_mut().halves() == rounded.view_mut().halves(), "{dtype:?}");
+            assert!(narrow.view_mut().half_bits() == rounded.view_mut().half_bits(), "{dtype:?}");
         }
     }
 }
 
 #[test]
-#[should_panic(expected = "attention_forward: a share of 1 is dropped")]
-fn not_everything_can_be_dropped() {
-    factors(&Cpu::new(1), 1, 2, 1, 1, dropout(1.0, 0));
+#[should_panic(expected = "attention_forward: the dropout probability is 1, not in 0..1")]
+fn a_dropout_probability_of_1_is_rejected() {
+    dropout_factors(&Cpu::new(1), 1, 2, 1, 1, dropout(1.0, 0));
 }

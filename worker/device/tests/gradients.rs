@@ -1,37 +1,55 @@
-//! Each op's forward against its definition in f64, each backward against finite differences of that definition, on
-//! every instruction set of this machine.
+//! Each op's forward pass is compared with its definition in f64, and its backward pass with finite
+//! differences of that definition, on every instruction set of this machine.
 mod reference;
 
-use device::ops::{AttentionDropout, AttentionShape, ClassifierGrads, HeadRows, IGNORE, LayerNorm, Write};
+use device::ops::{
+    AttentionDropout, AttentionShape, ClassifierGrads, HeadLayout, IGNORE_LABEL, LayerNormParams, WriteMode,
+};
 use device::{Cpu, Ops};
 use reference::*;
 
-/// Every instruction set, with two threads.
+/// The CPU backend with two threads, for each instruction set.
 fn backends() -> Vec<Cpu> {
-    Cpu::each_level(2)
+    Cpu::all_instruction_sets(2)
 }
 
 #[test]
-fn matmul() {
+fn matmul_and_its_gradient_match_the_definition() {
     let mut r = Random::new(1);
     for (m, n, k) in
         [(1, 1, 1), (5, 7, 3), (17, 49, 33), (8, 48, 1), (3, 100, 130), (70, 31, 1100), (2, 5, 0)]
     {
         let (x, w, dy) = (r.vec(m * k), r.vec(n * k), r.vec(m * n));
-        let want = reference::matmul(&wide(&x), &wide(&w), m, n, k);
+        let want = reference::matmul(&to_f64(&x), &to_f64(&w), m, n, k);
         for cpu in backends() {
             let what = format!("{} {m}x{n}x{k}", cpu.describe());
             let start = r.vec(m * n);
             let mut y = start.clone();
-            cpu.matmul_forward((&mut y[..]).into(), (&x[..]).into(), (&w[..]).into(), m, n, k, Write::Set);
+            cpu.matmul_forward(
+                (&mut y[..]).into(),
+                (&x[..]).into(),
+                (&w[..]).into(),
+                m,
+                n,
+                k,
+                WriteMode::Overwrite,
+            );
             assert_close(&what, &y, &want, 2e-6);
             y.copy_from_slice(&start);
-            cpu.matmul_forward((&mut y[..]).into(), (&x[..]).into(), (&w[..]).into(), m, n, k, Write::Add);
+            cpu.matmul_forward(
+                (&mut y[..]).into(),
+                (&x[..]).into(),
+                (&w[..]).into(),
+                m,
+                n,
+                k,
+                WriteMode::Accumulate,
+            );
             let added: Vec<f64> = want.iter().zip(&start).map(|(w, s)| w + f64::from(*s)).collect();
             assert_close(&what, &y, &added, 2e-6);
 
-            // The product is linear, so differences of any size are exact.
-            let objective = |x: &[f64], w: &[f64]| dot(&reference::matmul(x, w, m, n, k), &wide(&dy));
+            // A matmul is linear, so differences of any size are exact.
+            let objective = |x: &[f64], w: &[f64]| dot(&reference::matmul(x, w, m, n, k), &to_f64(&dy));
             let step = 1 + m * k / 40;
             let mut dx = r.vec(m * k);
             cpu.matmul_backward_input(
@@ -41,12 +59,12 @@ fn matmul() {
                 m,
                 n,
                 k,
-                Write::Set,
+                WriteMode::Overwrite,
             );
-            assert_gradient(&what, &dx, &wide(&x), step, 2e-6, |x| objective(x, &wide(&w)));
+            assert_gradient(&what, &dx, &to_f64(&x), step, 2e-6, |x| objective(x, &to_f64(&w)));
             let step = 1 + n * k / 40;
             let mut dw = vec![0.0; n * k];
-            for write in [Write::Set, Write::Add] {
+            for write in [WriteMode::Overwrite, WriteMode::Accumulate] {
                 cpu.matmul_backward_weight(
                     (&mut dw[..]).into(),
                     (&dy[..]).into(),
@@ -58,13 +76,13 @@ fn matmul() {
                 );
             }
             let half: Vec<f32> = dw.iter().map(|d| d / 2.0).collect();
-            assert_gradient(&what, &half, &wide(&w), step, 2e-6, |w| objective(&wide(&x), w));
+            assert_gradient(&what, &half, &to_f64(&w), step, 2e-6, |w| objective(&to_f64(&x), w));
         }
     }
 }
 
 #[test]
-fn embedding() {
+fn embedding_and_its_gradient_match_the_definition() {
     let (rows, d, m) = (7, 131, 50);
     let mut r = Random::new(2);
     let w = r.vec(rows * d);
@@ -73,17 +91,17 @@ fn embedding() {
     for cpu in backends() {
         let mut x = r.vec(m * d);
         cpu.embedding_forward((&mut x[..]).into(), (&w[..]).into(), &tokens, d);
-        assert_eq!(wide(&x), reference::embedding(&wide(&w), &tokens, d));
+        assert_eq!(to_f64(&x), reference::embedding(&to_f64(&w), &tokens, d));
         let mut dw = vec![0.0; rows * d];
         cpu.embedding_backward((&mut dw[..]).into(), (&dx[..]).into(), &tokens, d);
-        assert_gradient("dw", &dw, &wide(&w), 13, 2e-6, |w| {
-            dot(&reference::embedding(w, &tokens, d), &wide(&dx))
+        assert_gradient("dw", &dw, &to_f64(&w), 13, 2e-6, |w| {
+            dot(&reference::embedding(w, &tokens, d), &to_f64(&dx))
         });
     }
 }
 
 #[test]
-fn rmsnorm() {
+fn rmsnorm_and_its_gradient_match_the_definition() {
     let mut r = Random::new(3);
     for (m, d) in [(1, 3), (3, 5), (67, 16), (70, 37), (33, 100)] {
         let (x, delta, w, dy) = (r.vec(m * d), r.vec(m * d), r.vec(d), r.vec(m * d));
@@ -93,11 +111,12 @@ fn rmsnorm() {
             let (mut y, mut rstd) = (r.vec(m * d), r.vec(m));
             let (xv, wv) = ((&x[..]).into(), (&w[..]).into());
             cpu.rmsnorm_forward((&mut y[..]).into(), (&mut rstd[..]).into(), xv, wv, m, d, eps);
-            assert_close(&what, &y, &reference::rmsnorm(&wide(&x), &wide(&w), f64::from(eps)), 1e-6);
+            assert_close(&what, &y, &reference::rmsnorm(&to_f64(&x), &to_f64(&w), f64::from(eps)), 1e-6);
 
-            let objective = |x: &[f64], w: &[f64]| dot(&reference::rmsnorm(x, w, f64::from(eps)), &wide(&dy));
+            let objective =
+                |x: &[f64], w: &[f64]| dot(&reference::rmsnorm(x, w, f64::from(eps)), &to_f64(&dy));
             let start = r.vec(m * d);
-            for write in [Write::Set, Write::Add] {
+            for write in [WriteMode::Overwrite, WriteMode::Accumulate] {
                 let (mut dx, mut dw) = (start.clone(), vec![0.5; d]);
                 cpu.rmsnorm_backward(
                     (&mut dx[..]).into(),
@@ -110,12 +129,14 @@ fn rmsnorm() {
                     d,
                     write,
                 );
-                if write == Write::Add {
+                if write == WriteMode::Accumulate {
                     dx.iter_mut().zip(&start).for_each(|(x, s)| *x -= s);
                 }
                 dw.iter_mut().for_each(|w| *w -= 0.5);
-                assert_gradient(&what, &dx, &wide(&x), 1 + m * d / 300, 1e-5, |x| objective(x, &wide(&w)));
-                assert_gradient(&what, &dw, &wide(&w), 1, 2e-6, |w| objective(&wide(&x), w));
+                assert_gradient(&what, &dx, &to_f64(&x), 1 + m * d / 300, 1e-5, |x| {
+                    objective(x, &to_f64(&w))
+                });
+                assert_gradient(&what, &dw, &to_f64(&w), 1, 2e-6, |w| objective(&to_f64(&x), w));
             }
 
             let mut sum = x.clone();
@@ -132,13 +153,13 @@ fn rmsnorm() {
             );
             let want: Vec<f32> = x.iter().zip(&delta).map(|(a, b)| a + b).collect();
             assert_eq!(sum, want);
-            assert_close(&what, &y, &reference::rmsnorm(&wide(&want), &wide(&w), f64::from(eps)), 1e-6);
+            assert_close(&what, &y, &reference::rmsnorm(&to_f64(&want), &to_f64(&w), f64::from(eps)), 1e-6);
         }
     }
 }
 
 #[test]
-fn bias() {
+fn bias_and_its_gradient_match_the_definition() {
     let mut r = Random::new(9);
     for (m, n) in [(0, 3), (1, 1), (3, 17), (70, 37), (33, 100)] {
         let (x, b, dy) = (r.vec(m * n), r.vec(n), r.vec(m * n));
@@ -157,12 +178,12 @@ fn bias() {
 }
 
 #[test]
-fn rmsnorm_of_heads() {
+fn rmsnorm_of_heads_and_its_gradient_match_the_definition() {
     let mut r = Random::new(10);
     for (rows, first, heads, head_dim, stride) in
         [(0, 0, 1, 2, 2), (1, 0, 1, 3, 3), (5, 7, 3, 5, 25), (67, 4, 2, 16, 41)]
     {
-        let h = HeadRows { rows, first, heads, head_dim, stride };
+        let h = HeadLayout { rows, first_column: first, heads, head_dim, stride };
         let (x, w, dy) = (r.vec(rows * stride), r.vec(head_dim), r.vec(rows * stride));
         let eps = 1e-5;
         let normed = |x: &[f64], w: &[f64]| {
@@ -179,20 +200,20 @@ fn rmsnorm_of_heads() {
             let wv = (&w[..]).into();
             let (rawv, rstdv) = ((&mut raw[..]).into(), (&mut rstd[..]).into());
             cpu.rmsnorm_heads_forward((&mut y[..]).into(), rawv, rstdv, wv, h, eps);
-            assert_close(&what, &y, &normed(&wide(&x), &wide(&w)), 1e-6);
+            assert_close(&what, &y, &normed(&to_f64(&x), &to_f64(&w)), 1e-6);
             let (mut dx, mut dw) = (dy.clone(), vec![0.5; head_dim]);
             let (rawv, rstdv) = ((&raw[..]).into(), (&rstd[..]).into());
             cpu.rmsnorm_heads_backward((&mut dx[..]).into(), (&mut dw[..]).into(), rawv, rstdv, wv, h);
             dw.iter_mut().for_each(|w| *w -= 0.5);
-            let objective = |x: &[f64], w: &[f64]| dot(&normed(x, w), &wide(&dy));
-            assert_gradient(&what, &dx, &wide(&x), 1 + x.len() / 300, 1e-5, |x| objective(x, &wide(&w)));
-            assert_gradient(&what, &dw, &wide(&w), 1, 2e-6, |w| objective(&wide(&x), w));
+            let objective = |x: &[f64], w: &[f64]| dot(&normed(x, w), &to_f64(&dy));
+            assert_gradient(&what, &dx, &to_f64(&x), 1 + x.len() / 300, 1e-5, |x| objective(x, &to_f64(&w)));
+            assert_gradient(&what, &dw, &to_f64(&w), 1, 2e-6, |w| objective(&to_f64(&x), w));
         }
     }
 }
 
 #[test]
-fn rope() {
+fn rope_and_its_gradient_match_the_definition() {
     let mut r = Random::new(4);
     for (b, t, heads, head_dim, stride) in [(1, 1, 1, 2, 2), (2, 5, 3, 10, 41), (2, 7, 2, 64, 200)] {
         let half = head_dim / 2;
@@ -200,15 +221,17 @@ fn rope() {
         let cos: Vec<f32> = angles.iter().map(|a| a.cos()).collect();
         let sin: Vec<f32> = angles.iter().map(|a| a.sin()).collect();
         let (x, dy) = (r.vec(b * t * stride), r.vec(b * t * stride));
-        let rotate = |x: &[f64]| reference::rope(x, &wide(&cos), &wide(&sin), t, heads, head_dim, stride);
+        let rotate = |x: &[f64]| reference::rope(x, &to_f64(&cos), &to_f64(&sin), t, heads, head_dim, stride);
         for cpu in backends() {
             let mut y = x.clone();
             let (c, s) = ((&cos[..]).into(), (&sin[..]).into());
             cpu.rope_forward((&mut y[..]).into(), c, s, b, t, heads, head_dim, stride);
-            assert_close("rope", &y, &rotate(&wide(&x)), 5e-7);
+            assert_close("rope", &y, &rotate(&to_f64(&x)), 5e-7);
             let mut dx = dy.clone();
             cpu.rope_backward((&mut dx[..]).into(), c, s, b, t, heads, head_dim, stride);
-            assert_gradient("rope", &dx, &wide(&x), 1 + x.len() / 100, 1e-6, |x| dot(&rotate(x), &wide(&dy)));
+            assert_gradient("rope", &dx, &to_f64(&x), 1 + x.len() / 100, 1e-6, |x| {
+                dot(&rotate(x), &to_f64(&dy))
+            });
         }
     }
 }
@@ -218,7 +241,7 @@ fn attention_case(r: &mut Random, shape: AttentionShape, starts: &[u32]) {
     let width = (heads + 2 * kv_heads) * head_dim;
     let qkv: Vec<f32> = r.vec(b * t * width).iter().map(|x| 3.0 * x).collect();
     let d_o = r.vec(b * t * heads * head_dim);
-    let (want, want_lse) = reference::attention(&wide(&qkv), starts, shape);
+    let (want, want_lse) = reference::attention(&to_f64(&qkv), starts, shape);
     for cpu in backends() {
         let what = format!("{} {shape:?}", cpu.describe());
         let (mut o, mut lse) = (r.vec(want.len()), r.vec(want_lse.len()));
@@ -235,14 +258,14 @@ fn attention_case(r: &mut Random, shape: AttentionShape, starts: &[u32]) {
             starts,
             shape,
         );
-        assert_gradient(&what, &dqkv, &wide(&qkv), 1 + qkv.len() / 120, 5e-6, |qkv| {
-            dot(&reference::attention(qkv, starts, shape).0, &wide(&d_o))
+        assert_gradient(&what, &dqkv, &to_f64(&qkv), 1 + qkv.len() / 120, 5e-6, |qkv| {
+            dot(&reference::attention(qkv, starts, shape).0, &to_f64(&d_o))
         });
     }
 }
 
 #[test]
-fn attention_over_whole_sequences() {
+fn attention_over_whole_sequences_matches_the_definition() {
     let mut r = Random::new(5);
     for (b, t, heads, kv_heads, head_dim) in
         [(1, 1, 1, 1, 1), (2, 9, 4, 2, 5), (1, 130, 2, 1, 3), (1, 67, 3, 3, 18)]
@@ -253,29 +276,29 @@ fn attention_over_whole_sequences() {
 }
 
 #[test]
-fn attention_within_documents() {
+fn attention_within_documents_matches_the_definition() {
     let mut r = Random::new(6);
-    // Documents longer and shorter than a tile, so that tiles are skipped, cut and whole.
+    // Documents longer and shorter than a tile, so that tiles are skipped, partial and whole.
     for (t, mean) in [(140, 4), (140, 45), (200, 70)] {
         let shape = AttentionShape::new(2, t, 2, 1, 2);
         let starts = r.starts(2, t, mean);
         attention_case(&mut r, shape, &starts);
     }
-    // Any start up to the token itself is allowed, also ones that move back.
+    // Any start up to the token itself is allowed, also one before the previous token's start.
     let shape = AttentionShape::new(1, 150, 1, 1, 4);
     let starts: Vec<u32> = (0..150).map(|q| r.below(q + 1) as u32).collect();
     attention_case(&mut r, shape, &starts);
 }
 
-/// Odd shapes, grouped heads, packed documents, sliding windows, with and without a cap: the same elements are dropped forwards and
-/// backwards.
+/// The backward pass drops the elements that the forward pass drops: odd shapes, grouped heads,
+/// packed documents and sliding windows, with and without a softcap.
 #[test]
-fn attention_with_dropout() {
+fn attention_with_dropout_matches_the_definition() {
     let mut r = Random::new(16);
-    for (b, t, heads, kv_heads, head_dim, share) in
+    for (b, t, heads, kv_heads, head_dim, probability) in
         [(2, 9, 4, 2, 5, 0.1), (1, 130, 2, 1, 3, 0.5), (1, 67, 3, 3, 18, 0.25), (3, 5, 2, 2, 4, 0.9)]
     {
-        let dropout = Some(AttentionDropout { key: [7, 11], share, first: (1 << 40) - 1 });
+        let dropout = Some(AttentionDropout { key: [7, 11], probability, first_sequence: (1 << 40) - 1 });
         let shape = AttentionShape { dropout, ..AttentionShape::new(b, t, heads, kv_heads, head_dim) };
         attention_case(&mut r, shape, &vec![0; b * t]);
         let softcap = Some(2.0);
@@ -287,7 +310,7 @@ fn attention_with_dropout() {
 }
 
 #[test]
-fn swiglu() {
+fn swiglu_and_its_gradient_match_the_definition() {
     let mut r = Random::new(7);
     for (m, f) in [(1, 1), (3, 17), (40, 33)] {
         let gate_up: Vec<f32> = r.vec(m * 2 * f).iter().map(|x| 6.0 * x).collect();
@@ -295,49 +318,49 @@ fn swiglu() {
         for cpu in backends() {
             let mut y = r.vec(m * f);
             cpu.swiglu_forward((&mut y[..]).into(), (&gate_up[..]).into(), m, f);
-            assert_close("swiglu", &y, &reference::swiglu(&wide(&gate_up), f), 5e-7);
+            assert_close("swiglu", &y, &reference::swiglu(&to_f64(&gate_up), f), 5e-7);
             let mut grad = r.vec(gate_up.len());
             let mut again = dy.clone();
             cpu.swiglu_backward((&mut grad[..]).into(), (&mut again[..]).into(), (&gate_up[..]).into(), m, f);
-            assert_eq!(again, y, "the backward leaves what the forward wrote");
-            assert_gradient("swiglu", &grad, &wide(&gate_up), 1, 2e-6, |x| {
-                dot(&reference::swiglu(x, f), &wide(&dy))
+            assert_eq!(again, y, "the backward pass recomputes the output");
+            assert_gradient("swiglu", &grad, &to_f64(&gate_up), 1, 2e-6, |x| {
+                dot(&reference::swiglu(x, f), &to_f64(&dy))
             });
         }
     }
 }
 
 #[test]
-fn layernorm() {
+fn layernorm_and_its_gradient_match_the_definition() {
     let mut r = Random::new(11);
     let eps = 1e-5;
     for (m, d) in [(1, 3), (3, 5), (67, 16), (70, 37), (33, 100)] {
         let (x, delta, dy) = (r.vec(m * d), r.vec(m * d), r.vec(m * d));
-        // A mean that is far from 0 beside the deviation.
+        // The mean is large compared with the standard deviation.
         let x: Vec<f32> = x.iter().map(|x| x + 3.0).collect();
         let (w, b) = (r.vec(d), r.vec(d));
-        let norm = LayerNorm { w: (&w[..]).into(), b: (&b[..]).into(), eps };
+        let norm = LayerNormParams { w: (&w[..]).into(), b: (&b[..]).into(), eps };
         let normed = |x: &[f64], w: &[f64], b: &[f64]| reference::layernorm(x, w, b, f64::from(eps));
         for cpu in backends() {
             let what = format!("{} {m}x{d}", cpu.describe());
             let (mut y, mut stats) = (r.vec(m * d), r.vec(2 * m));
             cpu.layernorm_forward((&mut y[..]).into(), (&mut stats[..]).into(), (&x[..]).into(), norm, m);
-            assert_close(&what, &y, &normed(&wide(&x), &wide(&w), &wide(&b)), 2e-6);
+            assert_close(&what, &y, &normed(&to_f64(&x), &to_f64(&w), &to_f64(&b)), 2e-6);
 
-            let objective = |x: &[f64], w: &[f64], b: &[f64]| dot(&normed(x, w, b), &wide(&dy));
+            let objective = |x: &[f64], w: &[f64], b: &[f64]| dot(&normed(x, w, b), &to_f64(&dy));
             let start = r.vec(m * d);
-            for write in [Write::Set, Write::Add] {
+            for write in [WriteMode::Overwrite, WriteMode::Accumulate] {
                 let (mut dx, mut dw, mut db) = (start.clone(), vec![0.5; d], vec![0.25; d]);
                 let (dxv, dwv, dbv) = ((&mut dx[..]).into(), (&mut dw[..]).into(), (&mut db[..]).into());
                 let (dyv, xv, sv) = ((&dy[..]).into(), (&x[..]).into(), (&stats[..]).into());
                 cpu.layernorm_backward(dxv, dwv, dbv, dyv, xv, norm.w, sv, m, write);
-                if write == Write::Add {
+                if write == WriteMode::Accumulate {
                     dx.iter_mut().zip(&start).for_each(|(x, s)| *x -= s);
                 }
                 dw.iter_mut().for_each(|w| *w -= 0.5);
                 db.iter_mut().for_each(|b| *b -= 0.25);
                 let step = 1 + m * d / 300;
-                let (x, w, b) = (wide(&x), wide(&w), wide(&b));
+                let (x, w, b) = (to_f64(&x), to_f64(&w), to_f64(&b));
                 assert_gradient(&what, &dx, &x, step, 2e-5, |x| objective(x, &w, &b));
                 assert_gradient(&what, &dw, &w, 1, 4e-6, |w| objective(&x, w, &b));
                 assert_gradient(&what, &db, &b, 1, 4e-6, |b| objective(&x, &w, b));
@@ -349,13 +372,13 @@ fn layernorm() {
             cpu.add_layernorm_forward(yv, sv, sumv, deltav, norm, m);
             let want: Vec<f32> = x.iter().zip(&delta).map(|(a, b)| a + b).collect();
             assert_eq!(sum, want);
-            assert_close(&what, &y, &normed(&wide(&want), &wide(&w), &wide(&b)), 2e-6);
+            assert_close(&what, &y, &normed(&to_f64(&want), &to_f64(&w), &to_f64(&b)), 2e-6);
         }
     }
 }
 
 #[test]
-fn gelu() {
+fn gelu_and_its_gradient_match_the_definition() {
     let mut r = Random::new(12);
     for (m, f) in [(1, 1), (3, 17), (40, 33)] {
         let gate_up: Vec<f32> = r.vec(m * 2 * f).iter().map(|x| 7.0 * x).collect();
@@ -364,51 +387,51 @@ fn gelu() {
         for cpu in backends() {
             let (mut y, mut grad) = (r.vec(gate_up.len()), r.vec(gate_up.len()));
             cpu.gelu_forward((&mut y[..]).into(), (&gate_up[..]).into());
-            assert_close("gelu", &y, &each(&wide(&gate_up)), 5e-7);
+            assert_close("gelu", &y, &each(&to_f64(&gate_up)), 5e-7);
             let mut again = both.clone();
             cpu.gelu_backward((&mut grad[..]).into(), (&mut again[..]).into(), (&gate_up[..]).into());
-            assert_eq!(again, y, "the backward leaves what the forward wrote");
-            assert_gradient("gelu", &grad, &wide(&gate_up), 1, 2e-6, |x| dot(&each(x), &wide(&both)));
+            assert_eq!(again, y, "the backward pass recomputes the output");
+            assert_gradient("gelu", &grad, &to_f64(&gate_up), 1, 2e-6, |x| dot(&each(x), &to_f64(&both)));
             let mut y = r.vec(m * f);
             cpu.geglu_forward((&mut y[..]).into(), (&gate_up[..]).into(), m, f);
-            assert_close("geglu", &y, &reference::geglu(&wide(&gate_up), f), 5e-7);
+            assert_close("geglu", &y, &reference::geglu(&to_f64(&gate_up), f), 5e-7);
             let mut again = dy.clone();
             cpu.geglu_backward((&mut grad[..]).into(), (&mut again[..]).into(), (&gate_up[..]).into(), m, f);
-            assert_eq!(again, y, "the backward leaves what the forward wrote");
-            assert_gradient("geglu", &grad, &wide(&gate_up), 1, 2e-6, |x| {
-                dot(&reference::geglu(x, f), &wide(&dy))
+            assert_eq!(again, y, "the backward pass recomputes the output");
+            assert_gradient("geglu", &grad, &to_f64(&gate_up), 1, 2e-6, |x| {
+                dot(&reference::geglu(x, f), &to_f64(&dy))
             });
         }
     }
 }
 
-/// Weights stored as `[in, out]` are the same products with the matrix turned.
+/// A weight stored as `[in, out]` gives the matmuls of its transpose.
 #[test]
-fn conv1d() {
+fn conv1d_and_its_gradient_match_the_definition() {
     let mut r = Random::new(13);
     for (m, inp, out) in [(1, 1, 1), (5, 7, 3), (17, 33, 49)] {
         let (x, w, dy) = (r.vec(m * inp), r.vec(inp * out), r.vec(m * out));
-        let product = |x: &[f64], w: &[f64]| {
-            let turned: Vec<f64> = (0..out).flat_map(|o| (0..inp).map(move |i| w[i * out + o])).collect();
-            reference::matmul(x, &turned, m, out, inp)
+        let matmul = |x: &[f64], w: &[f64]| {
+            let transposed: Vec<f64> = (0..out).flat_map(|o| (0..inp).map(move |i| w[i * out + o])).collect();
+            reference::matmul(x, &transposed, m, out, inp)
         };
-        let objective = |x: &[f64], w: &[f64]| dot(&product(x, w), &wide(&dy));
+        let objective = |x: &[f64], w: &[f64]| dot(&matmul(x, w), &to_f64(&dy));
         for cpu in backends() {
             let what = format!("{} {m}x{inp}x{out}", cpu.describe());
             let (mut y, mut dx, mut dw) = (r.vec(m * out), r.vec(m * inp), r.vec(inp * out));
             let (xv, wv, dyv) = ((&x[..]).into(), (&w[..]).into(), (&dy[..]).into());
             cpu.conv1d_forward((&mut y[..]).into(), xv, wv, m, inp, out);
-            assert_close(&what, &y, &product(&wide(&x), &wide(&w)), 2e-6);
+            assert_close(&what, &y, &matmul(&to_f64(&x), &to_f64(&w)), 2e-6);
             cpu.conv1d_backward_input((&mut dx[..]).into(), dyv, wv, m, inp, out);
             cpu.conv1d_backward_weight((&mut dw[..]).into(), dyv, xv, m, inp, out);
-            assert_gradient(&what, &dx, &wide(&x), 1 + x.len() / 40, 2e-6, |x| objective(x, &wide(&w)));
-            assert_gradient(&what, &dw, &wide(&w), 1 + w.len() / 40, 2e-6, |w| objective(&wide(&x), w));
+            assert_gradient(&what, &dx, &to_f64(&x), 1 + x.len() / 40, 2e-6, |x| objective(x, &to_f64(&w)));
+            assert_gradient(&what, &dw, &to_f64(&w), 1 + w.len() / 40, 2e-6, |w| objective(&to_f64(&x), w));
         }
     }
 }
 
 #[test]
-fn attention_of_scaled_and_capped_scores() {
+fn attention_of_scaled_and_capped_scores_matches_the_definition() {
     let mut r = Random::new(14);
     for (cap, scale) in [(None, 0.1), (Some(2.0), 0.4), (Some(30.0), 0.7)] {
         let shape = AttentionShape { scale, softcap: cap, ..AttentionShape::new(2, 80, 2, 1, 5) };
@@ -418,12 +441,13 @@ fn attention_of_scaled_and_capped_scores() {
 }
 
 #[test]
-fn classifier_of_capped_logits() {
+fn classifier_of_capped_logits_matches_the_definition() {
     let mut r = Random::new(15);
     for (m, d, v) in [(9, 5, 21), (4, 7, 1100)] {
         let x: Vec<f32> = r.vec(m * d).iter().map(|x| 4.0 * x).collect();
         let w = r.vec(v * d);
-        let labels: Vec<u32> = (0..m).map(|i| if i == 2 { IGNORE } else { r.below(v) as u32 }).collect();
+        let labels: Vec<u32> =
+            (0..m).map(|i| if i == 2 { IGNORE_LABEL } else { r.below(v) as u32 }).collect();
         for cap in [Some(1.5), Some(30.0)] {
             let losses = |x: &[f64], w: &[f64]| reference::capped_cross_entropy(x, w, &labels, d, v, cap);
             let total = |x: &[f64], w: &[f64]| 0.5 * losses(x, w).iter().sum::<f64>();
@@ -431,25 +455,35 @@ fn classifier_of_capped_logits() {
                 let what = format!("{} {m}x{d}x{v}, cap {cap:?}", cpu.describe());
                 let (mut loss, mut dx, mut dw) = (r.vec(m), r.vec(m * d), r.vec(v * d));
                 let (dxv, dwv) = ((&mut dx[..]).into(), (&mut dw[..]).into());
-                let grads = ClassifierGrads { dx: dxv, dw: dwv, dw_write: Write::Set, scale: 0.5 };
+                let grads = ClassifierGrads { dx: dxv, dw: dwv, dw_write: WriteMode::Overwrite, scale: 0.5 };
                 let (xv, wv) = ((&x[..]).into(), (&w[..]).into());
-                cpu.capped_classifier((&mut loss[..]).into(), xv, wv, &labels, m, d, v, cap, Some(grads));
-                assert_close(&what, &loss, &losses(&wide(&x), &wide(&w)), 1e-6);
-                assert_gradient(&what, &dx, &wide(&x), 1, 3e-6, |x| total(x, &wide(&w)));
-                assert_gradient(&what, &dw, &wide(&w), 1 + v * d / 100, 5e-6, |w| total(&wide(&x), w));
+                cpu.classifier_with_softcap(
+                    (&mut loss[..]).into(),
+                    xv,
+                    wv,
+                    &labels,
+                    m,
+                    d,
+                    v,
+                    cap,
+                    Some(grads),
+                );
+                assert_close(&what, &loss, &losses(&to_f64(&x), &to_f64(&w)), 1e-6);
+                assert_gradient(&what, &dx, &to_f64(&x), 1, 3e-6, |x| total(x, &to_f64(&w)));
+                assert_gradient(&what, &dw, &to_f64(&w), 1 + v * d / 100, 5e-6, |w| total(&to_f64(&x), w));
             }
         }
     }
 }
 
 #[test]
-fn classifier() {
+fn classifier_and_its_gradient_match_the_definition() {
     let mut r = Random::new(8);
-    // 600 rows are more than a chunk.
+    // 600 rows are more than one chunk.
     for (m, d, v) in [(1, 1, 1), (9, 5, 21), (600, 3, 19), (4, 7, 1100)] {
         let x: Vec<f32> = r.vec(m * d).iter().map(|x| 4.0 * x).collect();
         let w = r.vec(v * d);
-        let label = |r: &mut Random| if r.below(4) == 0 { IGNORE } else { r.below(v) as u32 };
+        let label = |r: &mut Random| if r.below(4) == 0 { IGNORE_LABEL } else { r.below(v) as u32 };
         let labels: Vec<u32> = (0..m).map(|_| label(&mut r)).collect();
         let scale = 0.37;
         let total = |x: &[f64], w: &[f64]| {
@@ -457,12 +491,12 @@ fn classifier() {
         };
         for cpu in backends() {
             let what = format!("{} {m}x{d}x{v}", cpu.describe());
-            let want = reference::cross_entropy(&wide(&x), &wide(&w), &labels, d, v);
+            let want = reference::cross_entropy(&to_f64(&x), &to_f64(&w), &labels, d, v);
             let (xv, wv) = ((&x[..]).into(), (&w[..]).into());
             let mut loss = r.vec(m);
             cpu.classifier((&mut loss[..]).into(), xv, wv, &labels, m, d, v, None);
             assert_close(&what, &loss, &want, 1e-6);
-            for dw_write in [Write::Set, Write::Add] {
+            for dw_write in [WriteMode::Overwrite, WriteMode::Accumulate] {
                 let (mut dx, mut dw) = (r.vec(m * d), vec![0.25; v * d]);
                 let mut again = r.vec(m);
                 let grads =
@@ -472,13 +506,13 @@ fn classifier() {
                 let (mut alone, dw_none) = (r.vec(m * d), (&mut [][..]).into());
                 let grads = ClassifierGrads { dx: (&mut alone[..]).into(), dw: dw_none, dw_write, scale };
                 cpu.classifier((&mut again[..]).into(), xv, wv, &labels, m, d, v, Some(grads));
-                assert_eq!(dx, alone, "{what}: the same without the weights' gradient");
-                if dw_write == Write::Add {
+                assert_eq!(dx, alone, "{what}: dx does not depend on whether dw is computed");
+                if dw_write == WriteMode::Accumulate {
                     dw.iter_mut().for_each(|x| *x -= 0.25);
                 }
-                assert_gradient(&what, &dx, &wide(&x), 1 + m * d / 100, 3e-6, |x| total(x, &wide(&w)));
-                assert_gradient(&what, &dw, &wide(&w), 1 + v * d / 100, 5e-6, |w| total(&wide(&x), w));
-                for (row, _) in labels.iter().enumerate().filter(|(_, l)| **l == IGNORE) {
+                assert_gradient(&what, &dx, &to_f64(&x), 1 + m * d / 100, 3e-6, |x| total(x, &to_f64(&w)));
+                assert_gradient(&what, &dw, &to_f64(&w), 1 + v * d / 100, 5e-6, |w| total(&to_f64(&x), w));
+                for (row, _) in labels.iter().enumerate().filter(|(_, l)| **l == IGNORE_LABEL) {
                     assert_eq!(loss[row], 0.0);
                     assert!(dx[row * d..(row + 1) * d].iter().all(|x| *x == 0.0));
                 }
@@ -491,7 +525,7 @@ fn classifier() {
 fn classifier_without_rows_clears_the_weights_gradient() {
     let cpu = Cpu::new(1);
     let (w, mut dw) = ([1.0; 6], [3.0; 6]);
-    for (dw_write, want) in [(Write::Add, 3.0), (Write::Set, 0.0)] {
+    for (dw_write, want) in [(WriteMode::Accumulate, 3.0), (WriteMode::Overwrite, 0.0)] {
         let dx = (&mut [][..]).into();
         let grads = ClassifierGrads { dx, dw: (&mut dw[..]).into(), dw_write, scale: 1.0 };
         cpu.classifier((&mut [][..]).into(), (&[][..]).into(), (&w[..]).into(), &[], 0, 2, 3, Some(grads));
@@ -500,7 +534,7 @@ fn classifier_without_rows_clears_the_weights_gradient() {
 }
 
 #[test]
-fn loss_of_extreme_and_broken_logits() {
+fn extreme_and_non_finite_logits_have_the_expected_loss() {
     for cpu in backends() {
         let loss_of = |w: &[f32]| {
             let mut loss = [0.0];
@@ -510,20 +544,20 @@ fn loss_of_extreme_and_broken_logits() {
         };
         assert_eq!(loss_of(&[3e38, -3e38]), 0.0);
         assert_eq!(loss_of(&[-1000.0, 1000.0, 0.0]), 2000.0);
-        // A broken number is seen wherever it stands.
+        // A NaN or infinity at any position reaches the loss.
         for at in 0..40 {
-            for broken in [f32::NAN, f32::INFINITY] {
+            for poison in [f32::NAN, f32::INFINITY] {
                 let mut w = vec![0.5; 40];
-                w[at] = broken;
-                assert!(loss_of(&w).is_nan() || loss_of(&w) == f32::INFINITY, "{at} {broken}");
+                w[at] = poison;
+                assert!(loss_of(&w).is_nan() || loss_of(&w) == f32::INFINITY, "{at} {poison}");
             }
         }
     }
 }
 
-/// A world may own nothing: no op minds.
+/// A rank may have no rows, so every op accepts empty inputs.
 #[test]
-fn empty_inputs() {
+fn ops_accept_empty_inputs() {
     for cpu in backends() {
         let shape = AttentionShape::new(0, 5, 2, 1, 4);
         for shape in [shape, AttentionShape { b: 3, t: 0, ..shape }] {
@@ -538,7 +572,7 @@ fn empty_inputs() {
             let mut dw = [2.0; 4];
             let dwv = (&mut dw[..]).into();
             let w = (&[1.0; 4][..]).into();
-            cpu.rmsnorm_backward(none(), dwv, nothing(), nothing(), w, nothing(), 0, 4, Write::Set);
+            cpu.rmsnorm_backward(none(), dwv, nothing(), nothing(), w, nothing(), 0, 4, WriteMode::Overwrite);
             assert_eq!(dw, [2.0; 4]);
         }
     }
@@ -546,7 +580,7 @@ fn empty_inputs() {
 
 #[test]
 #[should_panic(expected = "attention_forward: token 1 starts at 2, after itself")]
-fn a_document_starts_before_its_tokens() {
+fn a_document_start_after_its_token_is_rejected() {
     let shape = AttentionShape::new(1, 3, 1, 1, 1);
     let (mut o, mut lse) = ([0.0; 3], [0.0; 3]);
     let qkv = [0.0; 9];
@@ -556,7 +590,7 @@ fn a_document_starts_before_its_tokens() {
 
 #[test]
 #[should_panic(expected = "classifier: label Some(3) is not below the vocabulary of 3")]
-fn labels_are_checked() {
+fn labels_beyond_the_vocabulary_are_rejected() {
     let mut loss = [0.0];
     let (x, w) = ([0.0; 2], [0.0; 6]);
     let loss = (&mut loss[..]).into();

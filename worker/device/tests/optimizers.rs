@@ -1,12 +1,12 @@
-//! Optimizers against torch's arithmetic, written out in scalars.
+//! The optimizers' updates equal torch's arithmetic, which is written here for single elements.
 mod reference;
 
-use device::ops::{AdamW, Lion, NORM_BLOCK, Sgd};
+use device::ops::{AdamWHyperparams, LionHyperparams, NORM_BLOCK_LEN, SgdHyperparams};
 use device::{Cpu, Ops};
 use reference::Random;
 
-/// torch.optim.AdamW, single tensor, one element, rounded to f32 where torch rounds.
-fn adamw(p: &mut f32, g: f32, m: &mut f32, v: &mut f32, h: &AdamW) {
+/// Updates one element by torch.optim.AdamW (single tensor), rounded to f32 where torch rounds.
+fn torch_adamw(p: &mut f32, g: f32, m: &mut f32, v: &mut f32, h: &AdamWHyperparams) {
     let g = g * h.grad_scale;
     *p *= (1.0 - h.lr * h.weight_decay) as f32;
     let weight = (1.0 - h.beta1) as f32;
@@ -20,20 +20,28 @@ fn adamw(p: &mut f32, g: f32, m: &mut f32, v: &mut f32, h: &AdamW) {
 }
 
 #[test]
-fn adamw_equals_the_scalar_arithmetic() {
+fn adamw_equals_torchs_arithmetic() {
     let mut r = Random::new(1);
     let len = 37;
-    for cpu in Cpu::each_level(2) {
+    for cpu in Cpu::all_instruction_sets(2) {
         for beta1 in [0.9, 0.3] {
             let (mut p, mut m, mut v) = (r.vec(len), vec![0.0; len], vec![0.0; len]);
             let (mut p1, mut m1, mut v1) = (p.clone(), m.clone(), v.clone());
             for step in 1..=20 {
                 let g = r.vec(len);
                 let (lr, grad_scale) = (0.01 / step as f64, 0.5);
-                let h = AdamW { lr, beta1, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, step, grad_scale };
+                let h = AdamWHyperparams {
+                    lr,
+                    beta1,
+                    beta2: 0.95,
+                    eps: 1e-8,
+                    weight_decay: 0.1,
+                    step,
+                    grad_scale,
+                };
                 cpu.adamw((&mut p[..]).into(), (&g[..]).into(), (&mut m[..]).into(), (&mut v[..]).into(), &h);
                 for i in 0..len {
-                    adamw(&mut p1[i], g[i], &mut m1[i], &mut v1[i], &h);
+                    torch_adamw(&mut p1[i], g[i], &mut m1[i], &mut v1[i], &h);
                 }
                 assert_eq!((&p, &m, &v), (&p1, &m1, &v1), "{} step {step}", cpu.describe());
             }
@@ -41,9 +49,9 @@ fn adamw_equals_the_scalar_arithmetic() {
     }
 }
 
-/// Ten steps stay within f32 rounding of the same rule in f64.
+/// Ten steps in f32 differ from the update rule in f64 by rounding only.
 #[test]
-fn adamw_is_near_the_rule_in_f64() {
+fn adamw_is_close_to_the_rule_in_f64() {
     let mut r = Random::new(2);
     let len = 50;
     let cpu = Cpu::new(1);
@@ -51,8 +59,15 @@ fn adamw_is_near_the_rule_in_f64() {
     let mut exact: Vec<[f64; 3]> = p.iter().map(|&p| [f64::from(p), 0.0, 0.0]).collect();
     for step in 1..=10u64 {
         let g = r.vec(len);
-        let h =
-            AdamW { lr: 1e-2, beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.1, step, grad_scale: 1.0 };
+        let h = AdamWHyperparams {
+            lr: 1e-2,
+            beta1: 0.9,
+            beta2: 0.999,
+            eps: 1e-8,
+            weight_decay: 0.1,
+            step,
+            grad_scale: 1.0,
+        };
         cpu.adamw((&mut p[..]).into(), (&g[..]).into(), (&mut m[..]).into(), (&mut v[..]).into(), &h);
         for ([p, m, v], g) in exact.iter_mut().zip(&g) {
             let g = f64::from(*g);
@@ -69,12 +84,12 @@ fn adamw_is_near_the_rule_in_f64() {
 }
 
 #[test]
-fn sgd_equals_the_scalar_arithmetic() {
+fn sgd_equals_torchs_arithmetic() {
     let mut r = Random::new(3);
     let len = 37;
-    for cpu in Cpu::each_level(2) {
+    for cpu in Cpu::all_instruction_sets(2) {
         for (momentum, weight_decay) in [(0.0, 0.0), (0.9, 0.0), (0.0, 0.1), (0.9, 0.1)] {
-            let h = Sgd { lr: 0.1, momentum, weight_decay, grad_scale: 0.25 };
+            let h = SgdHyperparams { lr: 0.1, momentum, weight_decay, grad_scale: 0.25 };
             let mut p = r.vec(len);
             let mut buffer = if momentum == 0.0 { vec![] } else { vec![0.0; len] };
             let (mut p1, mut b1) = (p.clone(), vec![0.0f32; len]);
@@ -93,25 +108,25 @@ fn sgd_equals_the_scalar_arithmetic() {
 }
 
 #[test]
-fn lion_equals_the_scalar_arithmetic() {
+fn lion_is_close_to_the_rule_in_f64() {
     let mut r = Random::new(5);
     let len = 37;
-    for cpu in Cpu::each_level(2) {
+    for cpu in Cpu::all_instruction_sets(2) {
         for weight_decay in [0.0, 0.1] {
-            let h = Lion { lr: 0.01, beta1: 0.9, beta2: 0.99, weight_decay, grad_scale: 0.25 };
+            let h = LionHyperparams { lr: 0.01, beta1: 0.9, beta2: 0.99, weight_decay, grad_scale: 0.25 };
             let (mut p, mut m) = (r.vec(len), vec![0.0; len]);
             let mut exact: Vec<[f64; 2]> = p.iter().map(|&p| [f64::from(p), 0.0]).collect();
             for step in 0..6 {
                 let mut g = r.vec(len);
-                // without momentum and gradient the sign is 0
+                // Without momentum and gradient the sign is 0.
                 if step == 0 {
                     g[3] = 0.0;
                 }
                 cpu.lion((&mut p[..]).into(), (&g[..]).into(), (&mut m[..]).into(), &h);
                 for ([p, m], g) in exact.iter_mut().zip(&g) {
                     let g = f64::from(g * h.grad_scale);
-                    let towards = h.beta1 * *m + (1.0 - h.beta1) * g;
-                    let sign = if towards == 0.0 { 0.0 } else { towards.signum() };
+                    let direction = h.beta1 * *m + (1.0 - h.beta1) * g;
+                    let sign = if direction == 0.0 { 0.0 } else { direction.signum() };
                     *p = *p * (1.0 - h.lr * weight_decay) - h.lr * sign;
                     *m = h.beta2 * *m + (1.0 - h.beta2) * g;
                 }
@@ -124,19 +139,19 @@ fn lion_equals_the_scalar_arithmetic() {
 }
 
 #[test]
-fn sums_and_norms() {
+fn sums_and_norms_match_their_definitions() {
     let mut r = Random::new(4);
     for len in [0, 1, 15, 4095, 4096, 4097, 40_000] {
         let (x, y) = (r.vec(len), r.vec(len));
-        for cpu in Cpu::each_level(3) {
+        for cpu in Cpu::all_instruction_sets(3) {
             let mut sum = y.clone();
             cpu.add((&mut sum[..]).into(), (&x[..]).into());
             assert!(sum.iter().zip(x.iter().zip(&y)).all(|(s, (x, y))| *s == x + y));
             cpu.scale((&mut sum[..]).into(), 0.1);
             assert!(sum.iter().zip(x.iter().zip(&y)).all(|(s, (x, y))| *s == (x + y) * 0.1));
-            let mut norms = vec![f64::NAN; len.div_ceil(NORM_BLOCK)];
-            cpu.norm_blocks(&mut norms, (&x[..]).into());
-            for (norm, block) in norms.iter().zip(x.chunks(NORM_BLOCK)) {
+            let mut norms = vec![f64::NAN; len.div_ceil(NORM_BLOCK_LEN)];
+            cpu.sum_squares_by_block(&mut norms, (&x[..]).into());
+            for (norm, block) in norms.iter().zip(x.chunks(NORM_BLOCK_LEN)) {
                 let want: f64 = block.iter().map(|&x| f64::from(x) * f64::from(x)).sum();
                 assert!((norm - want).abs() <= 1e-12 * want, "{norm} {want}");
             }
@@ -146,9 +161,17 @@ fn sums_and_norms() {
 
 #[test]
 #[should_panic(expected = "adamw: g has 3 elements, the shape asks for 4")]
-fn lengths_are_checked() {
+fn vectors_of_different_lengths_are_rejected() {
     let (mut p, mut m, mut v) = ([0.0; 4], [0.0; 4], [0.0; 4]);
-    let h = AdamW { lr: 0.1, beta1: 0.9, beta2: 0.9, eps: 1e-8, weight_decay: 0.0, step: 1, grad_scale: 1.0 };
+    let h = AdamWHyperparams {
+        lr: 0.1,
+        beta1: 0.9,
+        beta2: 0.9,
+        eps: 1e-8,
+        weight_decay: 0.0,
+        step: 1,
+        grad_scale: 1.0,
+    };
     Cpu::new(1).adamw(
         (&mut p[..]).into(),
         (&[0.0; 3][..]).into(),

@@ -4,8 +4,8 @@
 mod emulated_gpu;
 
 use device::cuda::LibraryPaths;
-use device::ops::{LayerNorm, Write};
-use device::{Buf, Cuda, Dtype, Ops, Storage, ViewMut, parity};
+use device::ops::{LayerNormParams, WriteMode};
+use device::{Buf, Cuda, Dtype, Ops, Storage, ViewMut, conformance};
 use std::ffi::{CString, c_char, c_int, c_uint, c_void};
 use std::process::Command;
 
@@ -14,9 +14,9 @@ fn every_compiled_op_matches_the_cpu() {
     let Some(directory) = emulated_gpu::ptx_library_directory() else { return };
     let paths = LibraryPaths { configured: vec![directory], ..LibraryPaths::default() };
     let cuda = Cuda::open(&paths, 0, None).expect("the emulated GPU");
-    let rows = parity::run(&cuda, 1, 2);
+    let rows = conformance::check_ops(&cuda, 1, 2);
     assert_eq!(rows.len(), 11);
-    assert!(rows.iter().all(|row| row.failed.is_none() && row.shapes >= 2), "{rows:#?}");
+    assert!(rows.iter().all(|row| row.failure.is_none() && row.cases >= 2), "{rows:#?}");
 }
 
 /// The beginning of a kernel of 64 threads with 64 words of shared memory.
@@ -238,9 +238,9 @@ fn layer(cuda: &Cuda, m: usize, d: usize, shift: usize) -> Vec<Vec<f32>> {
         rstd.view(),
         m,
         d,
-        Write::Add,
+        WriteMode::Accumulate,
     );
-    let norm = LayerNorm { w: w.as_view(), b: b.as_view(), eps: 1e-5 };
+    let norm = LayerNormParams { w: w.as_view(), b: b.as_view(), eps: 1e-5 };
     cuda.add_layernorm_forward(z.reborrow(), stats.view_mut(), x.reborrow(), delta.as_view(), norm, m);
     let grads = (dw.view_mut(), db.view_mut());
     cuda.layernorm_backward(
@@ -252,7 +252,7 @@ fn layer(cuda: &Cuda, m: usize, d: usize, shift: usize) -> Vec<Vec<f32>> {
         w.as_view(),
         stats.view(),
         m,
-        Write::Add,
+        WriteMode::Accumulate,
     );
     cuda.swiglu_forward(h.reborrow(), gate_up.as_view(), m, d);
     cuda.swiglu_backward(dgate_up.reborrow(), dy.reborrow(), gate_up.as_view(), m, d);

@@ -1,19 +1,22 @@
-//! The embedded tokenizer of 256 byte values and one end-of-document token, written as a Hugging Face tokenizer.
+//! The embedded tokenizer of 256 byte values and one end-of-document token, and its form as the
+//! files of a Hugging Face tokenizer.
 //!
-//! GPT-2's byte-level scheme shows each byte as one printable character. With a vocabulary that gives each of these characters its byte's value and
-//! no merges, every `tokenizers` implementation encodes UTF-8 text to its bytes and decodes it back without loss.
-use super::tokenize::CONFIG_FILE;
+//! GPT-2's byte-level scheme represents each byte by one printable character. The vocabulary maps
+//! each of these characters to the value of its byte and has no merges. Every implementation of
+//! `tokenizers` therefore encodes UTF-8 text to its bytes and decodes it without loss.
+use super::tokenizer::CONFIG_FILE;
 use serde_json::json;
 
-/// Tokens: 256 bytes and [`EOD`].
+/// Number of tokens: 256 byte values and [`EOD`].
 pub(crate) const VOCAB_SIZE: u32 = 257;
-/// Ends every document.
+/// The end-of-document token.
 pub(crate) const EOD: u32 = 256;
-/// How the end-of-document token is written.
+/// The text of the end-of-document token.
 pub(crate) const EOD_TEXT: &str = "<|endoftext|>";
 
-/// GPT-2's character for a byte: itself where it is printable, else the next free one from U+0100 on.
-fn character(byte: u8) -> char {
+/// GPT-2's character for a byte: the byte itself if it is printable, otherwise the next free
+/// character from U+0100.
+fn byte_to_character(byte: u8) -> char {
     let printable = |b: u8| matches!(b, 33..=126 | 161..=172 | 174..=255);
     if printable(byte) {
         return char::from(byte);
@@ -22,10 +25,10 @@ fn character(byte: u8) -> char {
     char::from_u32(0x100 + before).unwrap_or(char::REPLACEMENT_CHARACTER)
 }
 
-/// `tokenizer.json` and `tokenizer_config.json`.
+/// Names and contents of tokenizer.json and tokenizer_config.json.
 pub(crate) fn hf_files() -> Vec<(String, String)> {
     let vocab: serde_json::Map<String, serde_json::Value> =
-        (0..=255u8).map(|b| (character(b).to_string(), json!(b))).collect();
+        (0..=255u8).map(|b| (byte_to_character(b).to_string(), json!(b))).collect();
     let tokenizer = json!({
         "version": "1.0",
         "truncation": null,
@@ -50,7 +53,8 @@ pub(crate) fn hf_files() -> Vec<(String, String)> {
     ]
 }
 
-/// The `tokenizer_config.json` that lets `transformers` load a tokenizer.json as it is.
+/// A tokenizer_config.json with which `transformers` loads an unmodified tokenizer.json. `eos` is
+/// the text of the end-of-document token.
 pub(crate) fn minimal_config(eos: &str) -> String {
     let config = json!({
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -74,30 +78,32 @@ mod tests {
     }
 
     #[test]
-    fn vocabulary() {
+    fn the_vocabulary_maps_characters_to_bytes() {
         let t = load();
         assert_eq!(t.get_vocab_size(true), VOCAB_SIZE as usize);
         assert_eq!(t.token_to_id(EOD_TEXT), Some(EOD));
         for b in 0..=255u8 {
-            assert_eq!(t.token_to_id(&character(b).to_string()), Some(u32::from(b)));
+            assert_eq!(t.token_to_id(&byte_to_character(b).to_string()), Some(u32::from(b)));
         }
-        // GPT-2's table: space is Ġ, newline Ċ, NUL Ā, soft hyphen (the last unprintable) Ń
-        assert_eq!([32, 10, 0, 173].map(character), ['Ġ', 'Ċ', 'Ā', 'Ń']);
+        // GPT-2's table maps space to Ġ, newline to Ċ, NUL to Ā, and the soft hyphen, the last
+        // unprintable byte, to Ń.
+        assert_eq!([32, 10, 0, 173].map(byte_to_character), ['Ġ', 'Ċ', 'Ā', 'Ń']);
     }
 
     #[test]
-    fn awkward_texts() {
+    fn control_characters_and_multibyte_texts_round_trip() {
         let t = load();
         for text in
             [" a  b\n\n\tc ", "'s 's", "Ġ\u{100}\u{143}", "日本語 🦀\u{0}\u{7f}\u{ad}\u{a0}", "don't . , ! ?"]
         {
-            check(&t, text);
+            check_round_trip(&t, text);
         }
         let ids = t.encode_fast(format!("a{EOD_TEXT}b"), true).unwrap().get_ids().to_vec();
         assert_eq!(ids, [97, 256, 98]);
     }
 
-    fn check(t: &Tokenizer, text: &str) {
+    /// Checks that a text is encoded as its bytes and decoded without loss.
+    fn check_round_trip(t: &Tokenizer, text: &str) {
         let encoded = t.encode_fast(text, true).unwrap();
         let want: Vec<u32> = text.bytes().map(u32::from).collect();
         assert_eq!(encoded.get_ids(), want);
@@ -106,8 +112,8 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_text_is_its_bytes(text in any::<String>()) {
-            check(&load(), &text);
+        fn any_text_is_encoded_as_its_bytes(text in any::<String>()) {
+            check_round_trip(&load(), &text);
         }
     }
 }

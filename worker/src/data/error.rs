@@ -1,163 +1,388 @@
-//! What can be wrong with data: one clear error each, with what to do.
-use contract::exit::WorkerExit;
-use std::{fmt, io, path::PathBuf};
+//! [`DataError`]: why training data, a tokenizer or the token cache cannot be used.
+mod problems;
 
-/// Why there is no data set.
-#[derive(Debug)]
+pub use problems::{
+    CacheDamage, CacheOperation, ChatProblem, ChatTemplateProblem, ParquetProblem, PatternProblem,
+    RecordPosition, RecordProblem, TemplateFailure, TextFileProblem, TokenizerProblem,
+};
+
+use super::document_reader::Split;
+use diagnostic::{Code, Diagnostic, codes::data as codes};
+use serde_json::{Map, Value, json};
+use std::{io, path::PathBuf};
+
+/// The job key of the data files. Errors of records and files are attributed to it.
+const FILES: &str = "train.data.files";
+
+/// A number with its noun, such as `1 token` or `2 tokens`.
+fn count(number: u64, noun: &str) -> String {
+    format!("{number} {noun}{}", if number == 1 { "" } else { "s" })
+}
+
+/// Why training data, a tokenizer or the token cache cannot be used.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum DataError {
-    /// `train.data.files` (or `train.eval.files`) is empty.
-    NoPatterns,
+    /// The list of files and patterns is empty.
+    #[error("no data files are given")]
+    NoFilesGiven,
     /// A pattern or file name matches no file.
-    NoMatch { pattern: String, dir: PathBuf },
-    /// A pattern that can't be read as one.
-    BadPattern { pattern: String, why: String },
-    /// A name without wildcards that is not a regular file.
-    NotAFile { pattern: String, path: PathBuf, directory: bool },
-    /// A file or directory of the data can't be read.
-    Read { path: PathBuf, source: io::Error },
-    /// Text that is not UTF-8; `line` counts from 1, `offset` from the file's start.
-    NotUtf8 { path: PathBuf, line: u64, offset: u64 },
-    /// A file that can't be read as what it seems to be.
-    BadFile { path: PathBuf, why: String },
-    /// A line of a JSON lines file, or a row of a Parquet file, that can't be used.
-    BadLine { path: PathBuf, line: u64, why: String },
-    /// None of a source's files holds anything.
-    Empty { path: PathBuf, more: usize },
-    /// A file's content changed between two looks at it.
-    Changed { path: PathBuf },
-    /// The tokenizer can't be used.
-    Tokenizer { path: PathBuf, why: String },
-    /// The tokenizer failed on a text.
-    Encode { why: String },
-    /// The cache directory can't be used.
-    Cache { path: PathBuf, doing: &'static str, source: io::Error },
-    /// A setting that makes no sense.
-    Setting { key: &'static str, why: String },
-    /// Held-out data was asked for and there is none to hold out.
-    NothingHeldOut,
-    /// What is wrong with one source of a mixture.
-    OfSource { name: String, error: Box<DataError> },
-    /// Less data than one sample needs.
-    TooLittle { held_out: bool, documents: u64, tokens: u64, needed: u64 },
-}
-
-impl fmt::Display for DataError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        use DataError::*;
-        match self {
-            NoPatterns => write!(f, "no data files are given"),
-            NoMatch { pattern, dir } => write!(f, "`{pattern}` matches no file in {}", dir.display()),
-            BadPattern { pattern, why } => write!(f, "`{pattern}` is not a valid pattern: {why}"),
-            NotAFile { path, directory: true, .. } => {
-                write!(f, "{} is a directory, not a file", path.display())
-            }
-            NotAFile { path, .. } => write!(f, "{} is not a regular file", path.display()),
-            Read { path, source } => write!(f, "can't read {}: {source}", path.display()),
-            NotUtf8 { path, line, offset } => {
-                write!(f, "{}:{line}: not UTF-8 text at byte {offset} of the file", path.display())
-            }
-            BadFile { path, why } => write!(f, "{}: {why}", path.display()),
-            BadLine { path, line, why } => write!(f, "{}:{line}: {why}", path.display()),
-            Empty { path, more: 0 } => write!(f, "{} is empty", path.display()),
-            Empty { path, more } => write!(f, "{} and {more} more files are empty", path.display()),
-            Changed { path } => write!(f, "{} changed while it was read", path.display()),
-            Tokenizer { path, why } => write!(f, "the tokenizer {} can't be used: {why}", path.display()),
-            Encode { why } => write!(f, "the tokenizer failed: {why}"),
-            Cache { path, doing, source } => {
-                write!(f, "can't {doing} the token cache {}: {source}", path.display())
-            }
-            Setting { key, why } => write!(f, "{key}: {why}"),
-            OfSource { name, error } => write!(f, "source `{name}`: {error}"),
-            NothingHeldOut => write!(f, "evaluation has no data: no eval files are given and held_out is 0"),
-            TooLittle { held_out, documents, tokens, needed } => write!(
-                f,
-                "the {} data has {tokens} tokens in {documents} documents; one sample needs {needed}",
-                if *held_out { "held-out" } else { "training" }
-            ),
-        }
-    }
-}
-
-impl std::error::Error for DataError {
-    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
-        match self {
-            DataError::Read { source, .. } | DataError::Cache { source, .. } => Some(source),
-            _ => None,
-        }
-    }
+    #[error("`{pattern}` matches no file in {}", .directory.display())]
+    NoMatch {
+        /// The pattern or name of the job file.
+        pattern: String,
+        /// The directory that relative patterns start from.
+        directory: PathBuf,
+    },
+    /// A pattern is malformed.
+    #[error("`{pattern}` is not a valid pattern")]
+    InvalidPattern {
+        /// The pattern of the job file.
+        pattern: String,
+        /// The rule that the pattern breaks.
+        #[source]
+        problem: PatternProblem,
+    },
+    /// A name without wildcards belongs to a directory, device or pipe.
+    #[error(
+        "{} is {}", .path.display(),
+        if *.is_directory { "a directory, not a file" } else { "not a regular file" }
+    )]
+    NotAFile {
+        /// The name of the job file.
+        pattern: String,
+        /// The path that the name leads to.
+        path: PathBuf,
+        /// The path is a directory.
+        is_directory: bool,
+    },
+    /// A data file or directory cannot be read.
+    #[error("cannot read {}", .path.display())]
+    Unreadable {
+        /// Path of the file or directory.
+        path: PathBuf,
+        /// The error of the operating system.
+        source: io::Error,
+    },
+    /// A text or JSON lines file is not UTF-8.
+    #[error("{}:{line}: invalid UTF-8 at byte {offset} of the file", .path.display())]
+    NotUtf8 {
+        /// Path of the data file.
+        path: PathBuf,
+        /// The line of the first invalid byte, from 1.
+        line: u64,
+        /// The position of the first invalid byte in the file, from 0.
+        offset: u64,
+    },
+    /// The file's extension belongs to a compressed or binary format that is not read.
+    #[error("`.{extension}` files are not supported: {}", .path.display())]
+    CompressedFile {
+        /// Path of the data file.
+        path: PathBuf,
+        /// The extension in lower case, without the dot.
+        extension: String,
+        /// What converts the file to a supported format.
+        remedy: &'static str,
+    },
+    /// A plain text file was given for chats, which are records.
+    #[error("{} is a plain text file, but chats are records of .jsonl or .parquet files", .path.display())]
+    NotAChatFile {
+        /// Path of the data file.
+        path: PathBuf,
+    },
+    /// A Parquet file as a whole cannot be used.
+    #[error("cannot use the Parquet file {}", .path.display())]
+    InvalidParquet {
+        /// Path of the data file.
+        path: PathBuf,
+        /// What is wrong with the file.
+        #[source]
+        problem: ParquetProblem,
+    },
+    /// A line of a JSON lines file or a row of a Parquet file cannot be used.
+    #[error("{}:{position}: {problem}", .path.display())]
+    InvalidRecord {
+        /// Path of the data file.
+        path: PathBuf,
+        /// The line or row.
+        position: RecordPosition,
+        /// What is wrong with the record.
+        problem: RecordProblem,
+    },
+    /// All files of a source are empty or have no record.
+    #[error(
+        "{}{} empty", .path.display(),
+        match .other_files { 0 => " is".into(), 1 => " and 1 more file are".into(), n => format!(" and {n} more files are") }
+    )]
+    Empty {
+        /// The first of the files.
+        path: PathBuf,
+        /// Number of further files, all empty.
+        other_files: usize,
+    },
+    /// The content of a file changed while the data were opened.
+    #[error("{} changed while it was read", .path.display())]
+    ChangedWhileRead {
+        /// Path of the data file.
+        path: PathBuf,
+    },
+    /// A file of the tokenizer cannot be used.
+    #[error("cannot use the tokenizer {}", .path.display())]
+    InvalidTokenizer {
+        /// Path of tokenizer.json or of a companion file.
+        path: PathBuf,
+        /// What is wrong with the file.
+        #[source]
+        problem: TokenizerProblem,
+    },
+    /// The tokenizer failed on a text or on token ids.
+    #[error("the tokenizer failed")]
+    TokenizerFailed {
+        /// The error of the `tokenizers` library.
+        source: tokenizers::Error,
+    },
+    /// The chat template cannot be used.
+    #[error("cannot use the chat template")]
+    InvalidChatTemplate {
+        /// What is wrong with the template.
+        #[source]
+        problem: ChatTemplateProblem,
+    },
+    /// The token cache cannot be read or written.
+    #[error("cannot {operation} the token cache {}", .path.display())]
+    CacheUnusable {
+        /// Path of the cache file or of its directory.
+        path: PathBuf,
+        /// The operation that failed.
+        operation: CacheOperation,
+        /// The error of the operating system.
+        source: io::Error,
+    },
+    /// A token cache is damaged immediately after it was built.
+    #[error("the token cache {} is damaged although it was just built", .path.display())]
+    CacheCorrupt {
+        /// Path of the cache file.
+        path: PathBuf,
+        /// Why the cache file cannot be used.
+        #[source]
+        damage: CacheDamage,
+    },
+    /// `train.data.seq_len` is 0.
+    #[error("`train.data.seq_len` is 0; it must be at least 1")]
+    InvalidSequenceLength,
+    /// `train.data.held_out` is not a share.
+    #[error("`train.data.held_out` is {share}; it must be a number from 0 to below 1")]
+    InvalidHeldOutShare {
+        /// The value of the job file.
+        share: f64,
+    },
+    /// Evaluation was requested, but the job names no held-out data.
+    #[error("evaluation has no data: no eval files are given and `train.data.held_out` is 0")]
+    NoEvalData,
+    /// The sources of the mixture differ in their formats, so that of the eval files is unknown.
+    #[error("the format of the eval files is ambiguous: the sources of the mixture have different formats")]
+    AmbiguousEvalFormat,
+    /// The data have fewer tokens than one sample needs.
+    #[error(
+        "the {} data have {} in {}, but one sample needs {required}",
+        if *.split == Split::HeldOut { "held-out" } else { "training" },
+        count(*.tokens, "token"),
+        count(*.documents, "document")
+    )]
+    TooShort {
+        /// The side of the data.
+        split: Split,
+        /// Number of documents.
+        documents: u64,
+        /// Number of tokens, end-of-document tokens included.
+        tokens: u64,
+        /// Number of tokens that one sample needs.
+        required: u64,
+    },
+    /// An error of one source of a mixture.
+    #[error("source `{name}`: {error}")]
+    InSource {
+        /// The name of the source.
+        name: String,
+        /// The error.
+        error: Box<DataError>,
+    },
 }
 
 impl DataError {
-    /// The same, of a named source.
-    pub(crate) fn of_source(self, name: &str) -> DataError {
+    /// Adds the name of the source that the error is about. An unnamed source changes nothing.
+    pub(crate) fn in_source(self, name: &str) -> DataError {
         match name {
             "" => self,
-            _ => DataError::OfSource { name: name.into(), error: Box::new(self) },
+            _ => DataError::InSource { name: name.into(), error: Box::new(self) },
         }
     }
 
-    /// What to do about it.
-    pub fn hint(&self) -> Option<String> {
-        use DataError::*;
+    /// The stable name of what happened.
+    pub fn code(&self) -> Code {
+        match self {
+            DataError::NoFilesGiven => codes::DATA_FILES_NOT_GIVEN,
+            DataError::NoMatch { .. } => codes::DATA_FILE_MISSING,
+            DataError::InvalidPattern { .. } => codes::DATA_PATTERN_INVALID,
+            DataError::NotAFile { .. } => codes::DATA_FILE_NOT_REGULAR,
+            DataError::Unreadable { .. } => codes::DATA_FILE_UNREADABLE,
+            DataError::NotUtf8 { .. } => codes::DATA_NOT_UTF8,
+            DataError::CompressedFile { .. } => codes::DATA_FILE_COMPRESSED,
+            DataError::NotAChatFile { .. } => codes::DATA_FORMAT_NOT_CHAT,
+            DataError::InvalidParquet { problem, .. } => problem.code(),
+            DataError::InvalidRecord { problem, .. } => problem.code(),
+            DataError::Empty { .. } => codes::DATA_EMPTY,
+            DataError::ChangedWhileRead { .. } => codes::DATA_FILE_CHANGED,
+            DataError::InvalidTokenizer { problem, .. } => problem.code(),
+            DataError::TokenizerFailed { .. } => codes::TOKENIZER_FAILED,
+            DataError::InvalidChatTemplate { problem } => problem.code(),
+            DataError::CacheUnusable { .. } => codes::TOKEN_CACHE_UNUSABLE,
+            DataError::CacheCorrupt { .. } => codes::TOKEN_CACHE_CORRUPT,
+            DataError::InvalidSequenceLength => codes::DATA_SEQUENCE_LENGTH_INVALID,
+            DataError::InvalidHeldOutShare { .. } => codes::DATA_HELD_OUT_INVALID,
+            DataError::NoEvalData => codes::EVAL_DATA_MISSING,
+            DataError::AmbiguousEvalFormat => codes::EVAL_FORMAT_AMBIGUOUS,
+            DataError::TooShort { .. } => codes::DATA_TOO_SHORT,
+            DataError::InSource { error, .. } => error.code(),
+        }
+    }
+
+    /// The key of job.yaml that the error is about, as a path.
+    pub fn job_key(&self) -> &'static str {
+        match self {
+            DataError::InvalidTokenizer { .. } | DataError::TokenizerFailed { .. } => "train.data.tokenizer",
+            DataError::InvalidChatTemplate { .. } => "train.data.chat_template",
+            DataError::CacheUnusable { .. } | DataError::CacheCorrupt { .. } => "train.data.cache",
+            DataError::InvalidSequenceLength => "train.data.seq_len",
+            DataError::InvalidHeldOutShare { .. } | DataError::NoEvalData => "train.data.held_out",
+            DataError::AmbiguousEvalFormat => "train.eval.files",
+            DataError::TooShort { split: Split::HeldOut, .. } => "train.data.held_out",
+            DataError::TooShort { split: Split::Train, .. } => "train.data.seq_len",
+            DataError::InSource { error, .. } => match error.job_key() {
+                FILES => "train.data.mixture",
+                key => key,
+            },
+            _ => FILES,
+        }
+    }
+
+    /// The next edit or command that resolves the error.
+    fn help(&self) -> Option<String> {
         Some(match self {
-            OfSource { error, .. } => return error.hint(),
-            NoPatterns => "name files or patterns, e.g. files: [\"docs/**/*.md\"]".into(),
-            NoMatch { pattern, .. } if pattern.starts_with('~') => {
-                "`~` is not expanded here; write the whole path".into()
+            DataError::NoFilesGiven => "name files or patterns, such as files: [\"docs/**/*.md\"]".into(),
+            DataError::NoMatch { pattern, .. } if pattern.starts_with('~') => {
+                "write the whole path; `~` is not expanded here".into()
             }
-            NoMatch { .. } => {
-                "patterns are relative to the workdir; `*` stays in one directory, `**` enters all, \
-                 neither matches names that begin with a dot"
+            DataError::NoMatch { .. } => {
+                "patterns are relative to run.workdir; `*` stays in one directory, `**` enters subdirectories, \
+                 and neither matches names that begin with a dot"
                     .into()
             }
-            BadPattern { .. } => "known are `*`, `?`, `[a-z]`, `{a,b}` and `**` between slashes".into(),
-            NotAFile { pattern, directory: true, .. } => {
-                format!("for every file in it write `{}/**`", pattern.trim_end_matches('/'))
+            DataError::InvalidPattern { .. } => {
+                "use `*`, `?`, `[a-z]`, `{a,b}`, and `**` between slashes".into()
             }
-            NotUtf8 { .. } => "convert it (iconv -t UTF-8) or leave it out".into(),
-            BadLine { .. } => {
-                "each record's `train.data.field` is its text or, with `format: chat`, its messages".into()
+            DataError::NotAFile { pattern, is_directory: true, .. } => {
+                format!("write `{}/**` for every file below the directory", pattern.trim_end_matches('/'))
             }
-            Empty { .. } => "a text, or a record in each line of a .jsonl file, is needed".into(),
-            Changed { .. } => "start again when nothing writes to it".into(),
-            Cache { .. } => "set train.data.cache to a directory that is writable and has room".into(),
-            NothingHeldOut => "set train.data.held_out, e.g. 0.05, or name train.eval.files".into(),
-            TooLittle { held_out: true, .. } => {
-                "raise train.data.held_out, name train.eval.files, or shorten train.data.seq_len".into()
+            DataError::NotUtf8 { .. } => "convert the file (iconv -t UTF-8) or exclude it".into(),
+            DataError::CompressedFile { remedy, .. } => (*remedy).into(),
+            DataError::InvalidRecord { problem, .. } => problem.help().into(),
+            DataError::Empty { .. } => {
+                "name a file with text, or a .jsonl file with a record per line".into()
             }
-            TooLittle { .. } => "shorten train.data.seq_len or add data".into(),
-            Read { .. }
-            | BadFile { .. }
-            | NotAFile { .. }
-            | Tokenizer { .. }
-            | Encode { .. }
-            | Setting { .. } => return None,
+            DataError::ChangedWhileRead { .. } => "start again when no process writes to the file".into(),
+            DataError::InvalidTokenizer { problem, .. } => return problem.help(),
+            DataError::InvalidChatTemplate { problem } => problem.help()?.into(),
+            DataError::CacheUnusable { .. } | DataError::CacheCorrupt { .. } => {
+                "set train.data.cache to a writable directory with free space".into()
+            }
+            DataError::NoEvalData => {
+                "set train.data.held_out, for example to 0.05, or name train.eval.files".into()
+            }
+            DataError::AmbiguousEvalFormat => "use train.data.held_out instead of train.eval.files".into(),
+            DataError::TooShort { split: Split::HeldOut, .. } => {
+                "raise train.data.held_out, name train.eval.files, or lower train.data.seq_len".into()
+            }
+            DataError::TooShort { .. } => "lower train.data.seq_len or add data".into(),
+            DataError::InSource { error, .. } => return error.help(),
+            _ => return None,
         })
     }
 
-    /// How a worker ends because of it.
-    pub fn exit(&self) -> WorkerExit {
-        match self {
-            DataError::Cache { .. } => WorkerExit::Cluster,
-            DataError::OfSource { error, .. } => error.exit(),
-            _ => WorkerExit::BadJob,
+    /// The values of the error that programs can read, by name.
+    fn fields(&self) -> Map<String, Value> {
+        let fields = match self {
+            DataError::NoMatch { pattern, directory } => {
+                json!({ "pattern": pattern, "directory": directory.display().to_string() })
+            }
+            DataError::InvalidPattern { pattern, .. } => json!({ "pattern": pattern }),
+            DataError::NotAFile { path, .. }
+            | DataError::Unreadable { path, .. }
+            | DataError::NotAChatFile { path }
+            | DataError::ChangedWhileRead { path }
+            | DataError::InvalidTokenizer { path, .. }
+            | DataError::CacheUnusable { path, .. }
+            | DataError::CacheCorrupt { path, .. } => json!({ "path": path.display().to_string() }),
+            DataError::NotUtf8 { path, line, offset } => {
+                json!({ "path": path.display().to_string(), "line": line, "offset_bytes": offset })
+            }
+            DataError::CompressedFile { path, extension, .. } => {
+                json!({ "path": path.display().to_string(), "extension": extension })
+            }
+            DataError::Empty { path, other_files } => {
+                json!({ "path": path.display().to_string(), "other_files": other_files })
+            }
+            DataError::InvalidParquet { path, problem } => {
+                let mut fields = problem.fields();
+                fields.insert("path".into(), path.display().to_string().into());
+                return fields;
+            }
+            DataError::InvalidRecord { path, position, problem } => {
+                let mut fields = problem.fields();
+                fields.insert("path".into(), path.display().to_string().into());
+                let (name, number) = position.field();
+                fields.insert(name.into(), number.into());
+                return fields;
+            }
+            DataError::InvalidHeldOutShare { share } => json!({ "held_out": share }),
+            DataError::TooShort { documents, tokens, required, .. } => {
+                json!({ "documents": documents, "tokens": tokens, "required_tokens": required })
+            }
+            DataError::InSource { name, error } => {
+                let mut fields = error.fields();
+                fields.insert("source".into(), name.as_str().into());
+                return fields;
+            }
+            _ => json!({}),
+        };
+        match fields {
+            Value::Object(fields) => fields,
+            _ => Map::new(),
         }
     }
 
-    /// The key of job.yaml it is about.
-    pub fn key(&self) -> &'static str {
+    /// The error without the names of the sources around it.
+    fn without_source(&self) -> &DataError {
         match self {
-            DataError::Tokenizer { .. } | DataError::Encode { .. } => "train.data.tokenizer",
-            DataError::Cache { .. } => "train.data.cache",
-            DataError::Setting { key, .. } => key,
-            DataError::OfSource { error, .. } => match error.key() {
-                "train.data.files" => "train.data.mixture",
-                key => key,
-            },
-            DataError::NothingHeldOut => "train.data.held_out",
-            DataError::TooLittle { held_out: true, .. } => "train.data.held_out",
-            DataError::TooLittle { .. } => "train.data.seq_len",
-            _ => "train.data.files",
+            DataError::InSource { error, .. } => error.without_source(),
+            error => error,
+        }
+    }
+}
+
+/// The subject is the key of job.yaml.
+impl From<DataError> for Diagnostic {
+    fn from(error: DataError) -> Self {
+        let mut diagnostic = Diagnostic::error(error.code(), error.to_string()).with_subject(error.job_key());
+        for (name, value) in error.fields() {
+            diagnostic = diagnostic.with_field(&name, value);
+        }
+        if let Some(help) = error.help() {
+            diagnostic = diagnostic.with_help(help);
+        }
+        match std::error::Error::source(error.without_source()) {
+            Some(cause) => diagnostic.with_cause(cause),
+            None => diagnostic,
         }
     }
 }

@@ -1,13 +1,17 @@
-//! Chats and Parquet files beside what transformers and pyarrow make of them (tests/golden/data).
+//! Compares chats and Parquet files with the output of transformers and pyarrow in
+//! tests/golden/data.
 use super::{
-    cache::NO_LOSS,
-    chat::{Chat, ChatTemplate},
-    documents::{Choice, Part, Reading, read_file},
+    chat_template::{ChatRecord, ChatTemplate},
+    dataset::Dataset,
+    document_reader::{DocumentPart, SplitFilter, read_file},
+    record::RecordFormat,
+    token_cache::NO_LOSS,
     *,
 };
-use contract::job::{LossOn, Tokenizer};
-use minijinja::Value;
-use std::path::PathBuf;
+use contract::job::{DataSource, DataSpec, Format, LossOn, Tokenizer};
+use diagnostic::{Code, Diagnostic, codes::data as codes};
+use minijinja::{ErrorKind, Value};
+use std::path::{Path, PathBuf};
 
 fn golden(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/golden/data").join(name)
@@ -18,14 +22,15 @@ fn tokenizer() -> TextTokenizer {
 }
 
 #[derive(serde::Deserialize)]
-struct Case {
+struct GoldenCase {
     name: String,
     template: String,
     chat: GoldenChat,
     text: Option<String>,
     tokens: Option<Vec<u32>>,
     mask: Option<Vec<u32>>,
-    refused: Option<String>,
+    /// The message with which the template rejects the chat.
+    error: Option<String>,
 }
 
 #[derive(serde::Deserialize)]
@@ -34,9 +39,9 @@ struct GoldenChat {
     tools: Option<Value>,
 }
 
-fn cases() -> Vec<Case> {
+fn cases() -> Vec<GoldenCase> {
     let text = std::fs::read_to_string(golden("chats.json")).unwrap();
-    let cases: Vec<Case> = serde_json::from_str(&text).unwrap();
+    let cases: Vec<GoldenCase> = serde_json::from_str(&text).unwrap();
     assert_eq!(cases.len(), 40);
     cases
 }
@@ -45,31 +50,31 @@ fn template(source: &str, loss_on: LossOn) -> ChatTemplate {
     ChatTemplate::new(source, tokenizer().special_tokens(), loss_on).unwrap()
 }
 
-fn chat(case: &Case) -> Chat {
-    Chat { messages: case.chat.messages.clone(), tools: case.chat.tools.clone() }
+fn chat(case: &GoldenCase) -> ChatRecord {
+    ChatRecord { messages: case.chat.messages.clone(), tools: case.chat.tools.clone() }
 }
 
 #[test]
-fn chats_are_written_tokenized_and_marked_as_by_transformers() {
+fn chats_have_the_text_tokens_and_loss_mask_of_transformers() {
     let tokenizer = tokenizer();
     for case in cases() {
-        let written = template(&case.template, LossOn::Assistant).write(&chat(&case));
+        let rendered = template(&case.template, LossOn::Assistant).render_chat(&chat(&case));
         let Some(text) = &case.text else {
-            let why = written.unwrap_err();
-            assert!(why.contains(case.refused.as_ref().unwrap()), "{}: {why}", case.name);
+            let ChatProblem::Template(failure) = rendered.unwrap_err() else { panic!("{}", case.name) };
+            assert_eq!(Some(&failure.detail), case.error.as_ref(), "{}", case.name);
             continue;
         };
-        let marked = written.unwrap_or_else(|e| panic!("{}: {e}", case.name));
-        assert_eq!(&marked.text, text, "{}", case.name);
+        let masked = rendered.unwrap_or_else(|e| panic!("{}: {e}", case.name));
+        assert_eq!(&masked.text, text, "{}", case.name);
         let mut tokens = Vec::new();
-        tokenizer.encode_marked(&marked, &mut tokens).unwrap();
+        tokenizer.encode_masked(&masked, &mut tokens).unwrap();
         let ids: Vec<u32> = tokens.iter().map(|t| t & !NO_LOSS).collect();
         assert_eq!(&ids, case.tokens.as_ref().unwrap(), "{}", case.name);
         let mask: Vec<u32> = tokens.iter().map(|t| u32::from(t & NO_LOSS == 0)).collect();
         assert_eq!(&mask, case.mask.as_ref().unwrap(), "{}", case.name);
-        let all = template(&case.template, LossOn::All).write(&chat(&case)).unwrap();
+        let unmasked = template(&case.template, LossOn::All).render_chat(&chat(&case)).unwrap();
         assert_eq!(
-            (&all.text, all.targets.len(), &all.targets[0]),
+            (&unmasked.text, unmasked.loss_ranges.len(), &unmasked.loss_ranges[0]),
             (text, 1, &(0..text.len())),
             "{}",
             case.name
@@ -77,98 +82,104 @@ fn chats_are_written_tokenized_and_marked_as_by_transformers() {
     }
 }
 
-/// Without marks, what an assistant message adds is found by writing fewer messages: at least what the marks say.
+/// Without generation tags, the assistant's text is located by rendering fewer messages. The
+/// located ranges contain at least the text between the tags.
 #[test]
-fn without_marks_the_prefixes_tell() {
-    let mut tried = 0;
+fn assistant_text_is_located_without_generation_tags() {
+    const TAG_END: &str = "generation %}";
+    let mut compared = 0;
     for case in cases().iter().filter(|c| c.text.is_some()) {
-        let plain = case.template.replace("{%- generation %}", "{%- if true %}{%- endif %}");
-        let plain = plain.replace("{%- endgeneration %}", "{%- if true %}{%- endif %}");
-        if plain.contains("generation %}") {
+        let untagged = case.template.replace("{%- generation %}", "{%- if true %}{%- endif %}");
+        let untagged = untagged.replace("{%- endgeneration %}", "{%- if true %}{%- endif %}");
+        if untagged.contains(TAG_END) {
             continue;
         }
-        let marked = template(&case.template, LossOn::Assistant).write(&chat(case)).unwrap();
-        let found = template(&plain, LossOn::Assistant).write(&chat(case));
-        // these end no assistant message by themselves, or begin the prompt elsewhere: refused or found, never wrong
-        let found = found.unwrap_or_else(|e| panic!("{}: {e}", case.name));
-        assert_eq!(found.text, marked.text);
-        assert_eq!(found.targets.len(), marked.targets.len(), "{}", case.name);
-        for (found, marked_range) in found.targets.iter().zip(&marked.targets) {
-            let said = marked.text[marked_range.clone()].trim();
+        let tagged = template(&case.template, LossOn::Assistant).render_chat(&chat(case)).unwrap();
+        let located = template(&untagged, LossOn::Assistant).render_chat(&chat(case));
+        let located = located.unwrap_or_else(|e| panic!("{}: {e}", case.name));
+        assert_eq!(located.text, tagged.text);
+        assert_eq!(located.loss_ranges.len(), tagged.loss_ranges.len(), "{}", case.name);
+        for (located_range, tagged_range) in located.loss_ranges.iter().zip(&tagged.loss_ranges) {
+            let reply = tagged.text[tagged_range.clone()].trim();
+            let located_text = &tagged.text[located_range.clone()];
             assert!(
-                found.start <= marked_range.start && marked.text[found.clone()].contains(said),
+                located_range.start <= tagged_range.start && located_text.contains(reply),
                 "{}",
                 case.name
             );
-            // nothing of another message
-            assert!(
-                found.len() <= marked_range.len() + 12,
-                "{}: {:?}",
-                case.name,
-                &marked.text[found.clone()]
-            );
+            // The range contains no text of another message.
+            assert!(located_range.len() <= tagged_range.len() + 12, "{}: {located_text:?}", case.name);
         }
-        tried += 1;
+        compared += 1;
     }
-    assert!(tried >= 15, "{tried}");
+    assert!(compared >= 15, "{compared}");
 }
 
 #[test]
-fn a_template_that_writes_the_past_differently_is_refused() {
+fn a_template_that_changes_earlier_messages_is_ambiguous() {
     let source =
         "{% for m in messages %}{{ m.role }}{% if loop.last %}: {{ m.content }}{% endif %};{% endfor %}";
-    let talk = &cases()[0];
-    let why = template(source, LossOn::Assistant).write(&chat(talk)).unwrap_err();
-    assert!(why.contains("message 2") && why.contains("{% generation %}"), "{why}");
-    assert!(template(source, LossOn::All).write(&chat(talk)).is_ok());
+    let case = &cases()[0];
+    let problem = template(source, LossOn::Assistant).render_chat(&chat(case)).unwrap_err();
+    assert_eq!(problem, ChatProblem::TargetsAmbiguous { message: 2 });
+    assert!(template(source, LossOn::All).render_chat(&chat(case)).is_ok());
 }
 
-fn write(messages: &str) -> Result<String, String> {
+/// The problem of rendering these messages.
+fn problem(messages: &str) -> ChatProblem {
     let messages = serde_json::from_str(messages).unwrap();
-    template(&cases()[0].template, LossOn::Assistant).write(&Chat { messages, tools: None }).map(|m| m.text)
+    let template = template(&cases()[0].template, LossOn::Assistant);
+    template.render_chat(&ChatRecord { messages, tools: None }).unwrap_err()
 }
 
 #[test]
-fn wrong_messages_are_named() {
-    for (messages, said) in [
-        ("3", "the messages aren't a list"),
-        ("\"user\"", "the messages aren't a list"),
-        ("[]", "the messages aren't a list of at least one"),
-        ("[\"a\"]", "message 1 has no `role`"),
-        (r#"[{"role":"user","content":"a"},{"content":"b"}]"#, "message 2 has no `role`"),
-        (r#"[{"role":"user","content":"a"}]"#, "the assistant says nothing"),
-        (r#"[{"role":"assistant","content":"a\udb9c\udca1"}]"#, "stands for a mark"),
-        (r#"[{"role":"assistant"}]"#, "the chat template's line"),
+fn invalid_messages_are_errors_with_their_number() {
+    for (messages, expected) in [
+        ("3", ChatProblem::MessagesNotAList),
+        ("\"user\"", ChatProblem::MessagesNotAList),
+        ("[]", ChatProblem::NoMessages),
+        ("[\"a\"]", ChatProblem::RoleMissing { message: 1 }),
+        (r#"[{"role":"user","content":"a"},{"content":"b"}]"#, ChatProblem::RoleMissing { message: 2 }),
+        (r#"[{"role":"user","content":"a"}]"#, ChatProblem::NoAssistantText),
+        (
+            r#"[{"role":"assistant","content":"a\udb9c\udca1"}]"#,
+            ChatProblem::ReservedCharacter { message: 1 },
+        ),
     ] {
-        let why = write(messages).unwrap_err();
-        assert!(why.contains(said), "{messages}: {why}");
+        assert_eq!(problem(messages), expected, "{messages}");
     }
+    let failed = problem(r#"[{"role":"assistant"}]"#);
+    assert!(matches!(failed, ChatProblem::Template(TemplateFailure { line: Some(_), .. })), "{failed:?}");
 }
 
 #[test]
-fn templates_without_end_are_ended() {
+fn endless_templates_are_stopped() {
     let endless = "{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}";
-    let why = template(endless, LossOn::All).write(&chat(&cases()[0])).unwrap_err();
-    assert!(why.contains("fuel"), "{why}");
-    let loops = "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}";
-    assert!(template(loops, LossOn::All).write(&chat(&cases()[0])).is_err());
-    let open = "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endif %}{% endfor %}";
-    let why = template(open, LossOn::Assistant).write(&chat(&cases()[0])).unwrap_err();
-    assert!(why.contains("don't pair"), "{why}");
-    assert!(ChatTemplate::new("{% for %}", Vec::new(), LossOn::All).is_err());
+    let stopped = template(endless, LossOn::All).render_chat(&chat(&cases()[0])).unwrap_err();
+    assert!(
+        matches!(stopped, ChatProblem::Template(TemplateFailure { kind: ErrorKind::OutOfFuel, .. })),
+        "{stopped:?}"
+    );
+    let recursion = "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}";
+    assert!(template(recursion, LossOn::All).render_chat(&chat(&cases()[0])).is_err());
+    let unpaired = "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endif %}{% endfor %}";
+    let rejected = template(unpaired, LossOn::Assistant).render_chat(&chat(&cases()[0])).unwrap_err();
+    assert_eq!(rejected, ChatProblem::UnpairedGenerationTags);
+    let syntax = ChatTemplate::new("{% for %}", Vec::new(), LossOn::All).err().unwrap();
+    assert!(matches!(syntax, ChatTemplateProblem::Syntax(_)), "{syntax}");
 }
 
-/// Documents of a file, the targets of chats in brackets.
-fn documents(path: &Path, reading: Reading) -> Result<Vec<String>, DataError> {
+/// The documents of a file. Of a chat, only the loss ranges, joined by `|`.
+fn documents(path: &Path, format: RecordFormat) -> Result<Vec<String>, DataError> {
     let mut out = Vec::new();
-    let hash = read_file(path, reading, Choice::All, &mut |part| {
+    let hash = read_file(path, format, SplitFilter::All, &mut |part| {
         match part {
-            Part::Text(text) => out.push(text),
-            Part::Marked(m) => {
-                let said: Vec<&str> = m.targets.iter().map(|r| &m.text[r.clone()]).collect();
-                out.push(said.join("|"));
+            DocumentPart::Text(text) => out.push(text),
+            DocumentPart::Masked(m) => {
+                let replies: Vec<&str> = m.loss_ranges.iter().map(|r| &m.text[r.clone()]).collect();
+                out.push(replies.join("|"));
             }
-            Part::End => {}
+            DocumentPart::End => {}
         }
         Ok(())
     })?;
@@ -177,70 +188,82 @@ fn documents(path: &Path, reading: Reading) -> Result<Vec<String>, DataError> {
 }
 
 #[test]
-fn parquet_holds_what_pyarrow_wrote() {
+fn parquet_files_have_the_texts_that_pyarrow_wrote() {
     let text = std::fs::read_to_string(golden("texts.json")).unwrap();
     let want: Vec<String> = serde_json::from_str(&text).unwrap();
     for name in ["snappy.parquet", "zstd_v2.parquet", "plain_large.parquet"] {
-        let got = documents(&golden(name), Reading { field: "text", chat: None }).unwrap();
+        let got = documents(&golden(name), RecordFormat { field: "text", chat_template: None }).unwrap();
         assert_eq!(got, want, "{name}");
     }
     let template = template(&cases()[0].template, LossOn::Assistant);
-    let chats = documents(&golden("chats.parquet"), Reading { field: "messages", chat: Some(&template) });
-    let said: Vec<String> = chats.unwrap().iter().map(|c| c.replace("<|im_end|>", "")).collect();
-    assert_eq!(said, ["4, of course.|Sure:\n  1. é\n  2. 🦀 \n", "4, of course.", "4, of course."]);
+    let chats = documents(
+        &golden("chats.parquet"),
+        RecordFormat { field: "messages", chat_template: Some(&template) },
+    );
+    let replies: Vec<String> = chats.unwrap().iter().map(|c| c.replace("<|im_end|>", "")).collect();
+    assert_eq!(replies, ["4, of course.|Sure:\n  1. é\n  2. 🦀 \n", "4, of course.", "4, of course."]);
 }
 
 #[test]
-fn wrong_parquet_files_are_named() {
-    let said = |name: &str, field: &str| {
-        documents(&golden(name), Reading { field, chat: None }).unwrap_err().to_string()
+fn unusable_parquet_files_are_errors_with_field_and_row() {
+    // Code, field and row of the error.
+    let error = |name: &str, format: RecordFormat| -> (Code, Option<String>, Option<u64>) {
+        let diagnostic = Diagnostic::from(documents(&golden(name), format).unwrap_err());
+        let field = diagnostic.field("field").and_then(|f| f.as_str()).map(str::to_owned);
+        (diagnostic.code(), field, diagnostic.field("row").and_then(|r| r.as_u64()))
     };
-    assert!(said("snappy.parquet", "txt").ends_with("it has no column `txt`; it has `id`, `text`, `score`"));
-    assert!(said("snappy.parquet", "id").ends_with(":1: the column `id` is not text"));
+    let text = |field| RecordFormat { field, chat_template: None };
+    let missing = error("snappy.parquet", text("txt"));
+    assert_eq!(missing, (codes::DATA_FIELD_MISSING, Some("txt".into()), None));
+    let not_text = error("snappy.parquet", text("id"));
+    assert_eq!(not_text, (codes::DATA_FIELD_INVALID, Some("id".into()), Some(1)));
     let template = template(&cases()[0].template, LossOn::Assistant);
-    let chat = Reading { field: "text", chat: Some(&template) };
-    let why = documents(&golden("snappy.parquet"), chat).unwrap_err().to_string();
-    assert!(why.contains(":1: the messages aren't a list"), "{why}");
-    let why = documents(&golden("README.md"), chat).unwrap_err().to_string();
-    assert!(why.contains("running text, not chats"), "{why}");
+    let chat = RecordFormat { field: "text", chat_template: Some(&template) };
+    assert_eq!(error("snappy.parquet", chat), (codes::CHAT_MESSAGES_INVALID, None, Some(1)));
+    assert_eq!(error("README.md", chat), (codes::DATA_FORMAT_NOT_CHAT, None, None));
 }
 
-/// Each byte of a file changed in turn: the same texts, other texts of a checked page, or an error; never a panic that gets out.
+/// Changing any byte of a Parquet file gives the same texts, other texts, or an error, but never a
+/// panic.
 #[test]
 fn damaged_parquet_files_are_errors() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("x.parquet");
     let good = std::fs::read(golden("chats.parquet")).unwrap();
     let template = template(&cases()[0].template, LossOn::Assistant);
-    let mut refused = 0;
+    let mut rejected = 0;
     for at in 0..good.len() {
         let mut bad = good.clone();
         bad[at] ^= 0x41;
         std::fs::write(&path, &bad).unwrap();
-        refused +=
-            usize::from(documents(&path, Reading { field: "messages", chat: Some(&template) }).is_err());
+        rejected += usize::from(
+            documents(&path, RecordFormat { field: "messages", chat_template: Some(&template) }).is_err(),
+        );
     }
-    assert!(refused > good.len() / 4, "{refused} of {}", good.len());
+    assert!(rejected > good.len() / 4, "{rejected} of {}", good.len());
     for cut in [0, 4, 8, good.len() / 2, good.len() - 1] {
         std::fs::write(&path, &good[..cut]).unwrap();
-        assert!(documents(&path, Reading { field: "messages", chat: Some(&template) }).is_err());
+        assert!(
+            documents(&path, RecordFormat { field: "messages", chat_template: Some(&template) }).is_err()
+        );
     }
 }
 
 #[test]
-fn packed_files_say_how_to_unpack() {
+fn compressed_files_are_rejected_with_a_remedy() {
     let dir = tempfile::tempdir().unwrap();
-    for (name, said) in [("a.jsonl.gz", "gunzip"), ("a.txt.ZST", "zstd -d"), ("a.arrow", "Parquet")] {
+    for (name, command) in [("a.jsonl.gz", "gunzip"), ("a.txt.ZST", "zstd -d"), ("a.arrow", "Parquet")] {
         let path = dir.path().join(name);
         std::fs::write(&path, "x").unwrap();
-        let why = documents(&path, Reading { field: "text", chat: None }).unwrap_err().to_string();
-        assert!(why.contains(said), "{why}");
+        let error = documents(&path, RecordFormat { field: "text", chat_template: None }).unwrap_err();
+        let DataError::CompressedFile { remedy, .. } = error else { panic!("{error}") };
+        assert!(remedy.contains(command), "{remedy}");
     }
 }
 
-/// The whole way: labels only where the assistant speaks, each of its tokens a target once.
+/// From files to samples: only the assistant's tokens are labels, each exactly once.
 #[test]
-fn loss_is_on_the_assistants_part_alone() {
+fn only_the_assistants_tokens_count_for_the_loss() {
     let dir = tempfile::tempdir().unwrap();
     let case = &cases()[0];
     std::fs::write(dir.path().join("t.jinja"), &case.template).unwrap();
@@ -276,9 +299,9 @@ fn loss_is_on_the_assistants_part_alone() {
         for i in 0..data.len() {
             data.fill(&order, i, 1, &mut t, &mut l, &mut s);
             assert!(t.iter().all(|&t| t < data.vocab_size()));
-            let here: Vec<u32> = l.iter().copied().filter(|&l| l != IGNORE).collect();
-            assert_eq!(data.count_targets(&order, i, 1), here.len() as u64);
-            labels.extend(here);
+            let targets: Vec<u32> = l.iter().copied().filter(|&l| l != IGNORE_INDEX).collect();
+            assert_eq!(data.count_targets(&order, i, 1), targets.len() as u64);
+            labels.extend(targets);
         }
         let want: Vec<u32> = tokens.iter().zip(mask).filter(|(_, m)| **m == 1).map(|(t, _)| *t).collect();
         assert_eq!(labels.len() as u64, 2 * assistant, "pack {pack}");

@@ -1,8 +1,9 @@
-//! The whole way, from files to samples.
-use super::*;
-use contract::job::{LossOn, Tokenizer};
+//! Tests of the complete path from files to samples.
+use super::{dataset::Dataset, *};
+use contract::job::{DataSource, DataSpec, Format, LossOn, Tokenizer};
+use diagnostic::{Code, Diagnostic, codes::data as codes};
 use proptest::prelude::*;
-use std::{collections::HashSet, fs};
+use std::{collections::HashSet, fs, path::Path};
 
 fn spec(files: &[&str], seq_len: u32) -> DataSpec {
     DataSpec {
@@ -28,7 +29,7 @@ fn source(files: Vec<String>) -> DataSource {
     }
 }
 
-fn folder(files: &[(&str, &str)]) -> tempfile::TempDir {
+fn directory_with(files: &[(&str, &str)]) -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
     for (name, text) in files {
         fs::write(dir.path().join(name), text).unwrap();
@@ -41,36 +42,43 @@ fn train(spec: &DataSpec, dir: &tempfile::TempDir) -> Result<Dataset, DataError>
 }
 
 fn error(result: Result<Dataset, DataError>) -> DataError {
-    result.err().expect("it opened")
+    result.err().expect("opening the data failed")
 }
 
 type Batch = [Vec<u32>; 3];
 
-fn batch(data: &Dataset, order: &Order, first: u64, micro: usize) -> Batch {
+fn batch(data: &Dataset, order: &SampleOrder, first: u64, micro: usize) -> Batch {
     let [mut tokens, mut labels, mut starts] = [0; 3].map(|_| vec![0; micro * data.seq_len]);
     data.fill(order, first, micro, &mut tokens, &mut labels, &mut starts);
-    let targets = labels.iter().filter(|&&l| l != IGNORE).count() as u64;
+    let targets = labels.iter().filter(|&&l| l != IGNORE_INDEX).count() as u64;
     assert_eq!(data.count_targets(order, first, micro as u64), targets);
     [tokens, labels, starts]
 }
 
 #[test]
-fn files_to_samples() {
-    let dir = folder(&[("a.txt", "ab"), ("b.txt", ""), ("c.jsonl", "{\"text\":\"cd\"}\n{\"text\":\"e\"}\n")]);
+fn files_become_samples() {
+    let dir = directory_with(&[
+        ("a.txt", "ab"),
+        ("b.txt", ""),
+        ("c.jsonl", "{\"text\":\"cd\"}\n{\"text\":\"e\"}\n"),
+    ]);
     let data = train(&spec(&["*"], 4), &dir).unwrap();
     assert_eq!((data.len(), data.tokens(), data.documents(), data.vocab_size()), (2, 8, 3, 257));
-    let i = IGNORE;
+    let i = IGNORE_INDEX;
     let [tokens, labels, starts] = batch(&data, &data.order(0, false), 0, 2);
     assert_eq!(tokens, [97, 98, 256, 99, 100, 256, 101, 256]);
     assert_eq!(labels, [98, 256, i, 100, 256, i, 256, i]);
     assert_eq!(starts, [0, 0, 0, 3, 0, 0, 2, 2]);
-    assert!(data.notices().is_empty());
+    assert!(data.warnings().is_empty());
 }
 
 #[test]
-fn digest_is_of_what_is_trained_on() {
-    let dir =
-        folder(&[("a.txt", "some text"), ("b.txt", "some more"), ("z.jsonl", "{\"text\":\"some more\"}")]);
+fn the_digest_depends_on_the_samples_only() {
+    let dir = directory_with(&[
+        ("a.txt", "some text"),
+        ("b.txt", "some more"),
+        ("z.jsonl", "{\"text\":\"some more\"}"),
+    ]);
     let digest = |files: &[&str], change: &dyn Fn(&mut DataSpec)| {
         let mut spec = spec(files, 4);
         change(&mut spec);
@@ -80,7 +88,7 @@ fn digest_is_of_what_is_trained_on() {
     let base = digest(&["a.txt", "b.txt"], &same);
     assert_eq!(base.len(), 64);
     assert_eq!(base, digest(&["[ab].txt"], &|s| s.cache = "elsewhere".into()));
-    // equal documents in equal order, whatever they came from
+    // Equal documents in equal order have one digest, whatever their files are.
     assert_eq!(base, digest(&["a.txt", "z.jsonl"], &same));
     let others = [
         digest(&["a.txt"], &same),
@@ -91,14 +99,11 @@ fn digest_is_of_what_is_trained_on() {
 }
 
 #[test]
-fn held_out_and_eval_files() {
+fn eval_files_have_precedence_over_the_held_out_share() {
     let lines: String = (0..500).map(|i| format!("{{\"text\":\"document {i:03}\"}}\n")).collect();
-    let dir = folder(&[("a.jsonl", &lines), ("eval.txt", "held out by name")]);
+    let dir = directory_with(&[("a.jsonl", &lines), ("eval.txt", "held out by name")]);
     let mut spec = spec(&["a.jsonl"], 8);
-    assert!(matches!(
-        error(Dataset::open(&spec, None, Split::HeldOut, dir.path())),
-        DataError::NothingHeldOut
-    ));
+    assert!(matches!(error(Dataset::open(&spec, None, Split::HeldOut, dir.path())), DataError::NoEvalData));
     spec.held_out = 0.1;
     let open = |eval: Option<&[String]>, split| Dataset::open(&spec, eval, split, dir.path()).unwrap();
     let (train, held) = (open(None, Split::Train), open(None, Split::HeldOut));
@@ -112,15 +117,18 @@ fn held_out_and_eval_files() {
 }
 
 #[test]
-fn too_little_says_how_much() {
-    let dir = folder(&[("a.txt", "abc"), ("empty.txt", "")]);
+fn data_shorter_than_a_sample_are_an_error_with_both_lengths() {
+    let dir = directory_with(&[("a.txt", "abc"), ("empty.txt", "")]);
     let e = error(train(&spec(&["a.txt"], 5), &dir));
-    assert_eq!(e.to_string(), "the training data has 4 tokens in 1 documents; one sample needs 5");
+    assert!(
+        matches!(e, DataError::TooShort { split: Split::Train, tokens: 4, documents: 1, required: 5 }),
+        "{e}"
+    );
     assert!(train(&spec(&["a.txt"], 4), &dir).is_ok());
     for pack in [true, false] {
         let e = error(train(&DataSpec { pack, ..spec(&["empty.txt"], 5) }, &dir));
-        assert!(matches!(e, DataError::TooLittle { documents: 0, tokens: 0, .. }), "{e}");
-        assert!(e.hint().unwrap().contains("seq_len"));
+        assert!(matches!(e, DataError::TooShort { documents: 0, tokens: 0, .. }), "{e}");
+        assert_eq!(e.job_key(), "train.data.seq_len");
     }
     let e = error(Dataset::open(
         &DataSpec { held_out: 1e-9, ..spec(&["a.txt"], 2) },
@@ -128,41 +136,44 @@ fn too_little_says_how_much() {
         Split::HeldOut,
         dir.path(),
     ));
-    assert!(e.to_string().starts_with("the held-out data has 0 tokens"), "{e}");
+    assert!(matches!(e, DataError::TooShort { split: Split::HeldOut, tokens: 0, .. }), "{e}");
 }
 
 #[test]
-fn bad_settings() {
-    let dir = folder(&[("a.txt", "abc")]);
+fn invalid_settings_are_errors_of_their_keys() {
+    let dir = directory_with(&[("a.txt", "abc")]);
     for held_out in [1.0, -0.1, f64::NAN, f64::INFINITY] {
         let e = error(train(&DataSpec { held_out, ..spec(&["a.txt"], 2) }, &dir));
-        assert_eq!(e.key(), "train.data.held_out");
+        assert_eq!(e.job_key(), "train.data.held_out");
+        assert_eq!(e.code(), codes::DATA_HELD_OUT_INVALID);
     }
-    assert_eq!(error(train(&spec(&["a.txt"], 0), &dir)).key(), "train.data.seq_len");
+    let e = error(train(&spec(&["a.txt"], 0), &dir));
+    assert_eq!((e.job_key(), e.code()), ("train.data.seq_len", codes::DATA_SEQUENCE_LENGTH_INVALID));
 }
 
 #[test]
-fn estimates() {
-    let dir = folder(&[("a.txt", "abc"), ("b.txt", "defgh")]);
-    let facts = estimate(&spec(&["*.txt"], 4), dir.path()).unwrap();
-    assert_eq!(facts, DataFacts { files: 2, bytes: 8, tokens: 10, vocab_size: 257 });
-    assert_eq!(train(&spec(&["*.txt"], 4), &dir).unwrap().tokens(), facts.tokens);
-    let none = estimate(&spec(&["*.md"], 4), dir.path()).unwrap_err();
+fn the_estimate_counts_files_bytes_and_tokens() {
+    let dir = directory_with(&[("a.txt", "abc"), ("b.txt", "defgh")]);
+    let estimate = check_training_data(&spec(&["*.txt"], 4), dir.path()).unwrap();
+    assert_eq!(estimate, DataEstimate { files: 2, bytes: 8, tokens: 10, vocab_size: 257 });
+    assert_eq!(train(&spec(&["*.txt"], 4), &dir).unwrap().tokens(), estimate.tokens);
+    let none = check_training_data(&spec(&["*.md"], 4), dir.path()).unwrap_err();
     assert!(matches!(none[..], [DataError::NoMatch { .. }]));
-    assert!(estimate(&spec(&["*.txt"], 0), dir.path()).is_err());
+    assert!(check_training_data(&spec(&["*.txt"], 0), dir.path()).is_err());
     let tokenizer = Tokenizer::File("none.json".into());
-    let e = estimate(&DataSpec { tokenizer, ..spec(&["*.txt"], 4) }, dir.path()).unwrap_err();
-    assert_eq!(e.iter().map(DataError::key).collect::<Vec<_>>(), ["train.data.tokenizer"]);
+    let e = check_training_data(&DataSpec { tokenizer, ..spec(&["*.txt"], 4) }, dir.path()).unwrap_err();
+    assert_eq!(e.iter().map(DataError::job_key).collect::<Vec<_>>(), ["train.data.tokenizer"]);
 }
 
-/// What the plan says of files whose first records can't be used: all at once, and no more than was read.
+/// The preflight check reports several files with invalid first records at once, and reads no
+/// further.
 #[test]
-fn first_records_are_looked_at() {
+fn the_first_record_of_each_file_is_checked() {
     let long = "é".repeat(20_000);
-    let dir = folder(&[
+    let dir = directory_with(&[
         ("empty.txt", ""),
         ("blank.jsonl", "\n \n"),
-        ("good.jsonl", "{\"text\": \"a\"}\nthis line is not looked at"),
+        ("good.jsonl", "{\"text\": \"a\"}\nthis line is not checked"),
         ("other.jsonl", "\n{\"body\": \"a\"}\n"),
         ("number.jsonl", "{\"text\": 3}"),
         ("cut.jsonl", "{\"text\": \"a"),
@@ -170,33 +181,45 @@ fn first_records_are_looked_at() {
         ("packed.gz", "x"),
     ]);
     std::fs::write(dir.path().join("latin.txt"), b"a\nb\xe9").unwrap();
-    let said = |files: &[&str]| match estimate(&spec(files, 4), dir.path()) {
-        Ok(_) => Vec::new(),
-        Err(faults) => {
-            assert!(faults.iter().all(|e| e.key() == "train.data.files"));
-            let prefix = format!("{}/", dir.path().display());
-            faults.iter().map(|e| e.to_string().replace(&prefix, "")).collect()
-        }
+    // File name, line or row, and code of each error.
+    let errors = |files: &[&str]| -> Vec<(String, Option<u64>, Code)> {
+        let errors = check_training_data(&spec(files, 4), dir.path()).err().unwrap_or_default();
+        let summary = |error: DataError| {
+            let diagnostic = Diagnostic::from(error);
+            assert_eq!(diagnostic.subject(), Some("train.data.files"));
+            let path = diagnostic.field("path").and_then(|p| p.as_str()).expect("a path").to_owned();
+            let path = Path::new(&path).strip_prefix(dir.path()).unwrap().to_str().unwrap().to_owned();
+            (path, diagnostic.field("line").and_then(|l| l.as_u64()), diagnostic.code())
+        };
+        errors.into_iter().map(summary).collect()
     };
-    assert_eq!(said(&["long.txt", "good.jsonl", "empty.txt"]), [""; 0]);
-    assert_eq!(said(&["empty.txt"]), ["empty.txt is empty"]);
-    assert_eq!(said(&["empty.txt", "blank.jsonl"]), ["blank.jsonl and 1 more files are empty"]);
-    let all = said(&["other.jsonl", "latin.txt", "long.txt", "number.jsonl"]);
-    assert_eq!(all[0], "latin.txt:2: not UTF-8 text at byte 3 of the file");
-    assert!(all[1].starts_with("number.jsonl:1: invalid type: integer `3`, expected a string"), "{all:?}");
-    assert_eq!(all[2], "other.jsonl:2: the object has no field `text`; it has `body`");
-    assert_eq!(all.len(), 3);
-    assert!(said(&["cut.jsonl"])[0].starts_with("cut.jsonl:1: EOF"));
-    assert!(said(&["packed.gz"])[0].contains("unpack it first"));
-    assert_eq!(said(&["*"]).len(), 4, "no more are told");
-    let held_out = look_at_held_out(&spec(&["long.txt"], 4), &["number.jsonl".into()], dir.path());
-    assert!(matches!(held_out[..], [DataError::BadLine { line: 1, .. }]), "{held_out:?}");
+    let one = |name: &str, line: Option<u64>, code: Code| vec![(name.to_owned(), line, code)];
+    assert_eq!(errors(&["long.txt", "good.jsonl", "empty.txt"]), []);
+    assert_eq!(errors(&["empty.txt"]), one("empty.txt", None, codes::DATA_EMPTY));
+    assert_eq!(errors(&["empty.txt", "blank.jsonl"]), one("blank.jsonl", None, codes::DATA_EMPTY));
+    assert_eq!(
+        errors(&["other.jsonl", "latin.txt", "long.txt", "number.jsonl"]),
+        [
+            one("latin.txt", Some(2), codes::DATA_NOT_UTF8),
+            one("number.jsonl", Some(1), codes::DATA_RECORD_INVALID),
+            one("other.jsonl", Some(2), codes::DATA_FIELD_MISSING),
+        ]
+        .concat()
+    );
+    assert_eq!(errors(&["cut.jsonl"]), one("cut.jsonl", Some(1), codes::DATA_RECORD_INVALID));
+    assert_eq!(errors(&["packed.gz"]), one("packed.gz", None, codes::DATA_FILE_COMPRESSED));
+    assert_eq!(errors(&["*"]).len(), 4, "at most four errors are reported");
+    let eval = check_eval_files(&spec(&["long.txt"], 4), &["number.jsonl".into()], dir.path());
+    assert!(
+        matches!(eval[..], [DataError::InvalidRecord { position: RecordPosition::Line(1), .. }]),
+        "{eval:?}"
+    );
 }
 
-/// A tokenizer.json gives the same stream as the embedded tokenizer that it describes.
+/// The tokenizer.json of the embedded tokenizer produces the same stream as the embedded tokenizer.
 #[test]
-fn tokenizer_file_all_the_way() {
-    let dir = folder(&[("a.txt", "Größe 🦀\n\n  x"), ("b.txt", "more")]);
+fn the_embedded_tokenizer_equals_its_file() {
+    let dir = directory_with(&[("a.txt", "Größe 🦀\n\n  x"), ("b.txt", "more")]);
     for (name, text) in TextTokenizer::Bytes.hf_files() {
         fs::write(dir.path().join(name), text).unwrap();
     }
@@ -207,7 +230,7 @@ fn tokenizer_file_all_the_way() {
     assert_eq!(
         fs::read_dir(dir.path().join(".launch-cache")).unwrap().count(),
         5,
-        "two caches, two locks, .gitignore"
+        "expected two caches, two locks and .gitignore"
     );
 }
 
@@ -216,8 +239,11 @@ fn mixture() -> (tempfile::TempDir, DataSpec) {
     let lines = |name: &str, n: usize| -> String {
         (0..n).map(|i| format!("{{\"text\":\"{name} {i} {}\"}}\n", "x".repeat(i % 40))).collect()
     };
-    let dir =
-        folder(&[("a.jsonl", &lines("a", 200)), ("b.jsonl", &lines("b", 30)), ("c.jsonl", &lines("c", 90))]);
+    let dir = directory_with(&[
+        ("a.jsonl", &lines("a", 200)),
+        ("b.jsonl", &lines("b", 30)),
+        ("c.jsonl", &lines("c", 90)),
+    ]);
     let part = |name: &str, weight| DataSource {
         name: name.into(),
         weight,
@@ -228,15 +254,15 @@ fn mixture() -> (tempfile::TempDir, DataSpec) {
 }
 
 #[test]
-fn a_mixture_has_its_shares_and_each_source_its_own_epochs() {
+fn a_mixture_keeps_its_shares_and_each_source_has_separate_epochs() {
     let (dir, spec) = mixture();
     let data = train(&spec, &dir).unwrap();
     let order = data.order(5, true);
-    let lengths: Vec<u64> = order.lengths().collect();
+    let lengths: Vec<u64> = order.source_lengths().collect();
     assert_eq!(data.len(), lengths.iter().sum::<u64>());
     let mut seen = vec![Vec::new(); 3];
-    for place in 0..2000 {
-        let (source, epoch, sample) = order.sample(place);
+    for position in 0..2000 {
+        let (source, epoch, sample) = order.sample(position);
         assert_eq!(epoch, seen[source].len() as u64 / lengths[source]);
         seen[source].push(sample);
     }
@@ -257,26 +283,83 @@ fn a_mixture_has_its_shares_and_each_source_its_own_epochs() {
 }
 
 #[test]
-fn what_is_wrong_with_a_source_names_it() {
+fn an_error_in_a_source_has_its_name() {
     let (dir, mut spec) = mixture();
     spec.sources[1].files = vec!["none*.jsonl".into()];
+    let is_in_b = |e: &DataError| {
+        matches!(e, DataError::InSource { name, error }
+            if name == "b" && matches!(**error, DataError::NoMatch { .. }))
+    };
     let e = error(train(&spec, &dir));
-    assert!(e.to_string().starts_with("source `b`: `none*.jsonl` matches no file"), "{e}");
-    assert_eq!(e.key(), "train.data.mixture");
-    assert!(estimate(&spec, dir.path()).unwrap_err()[0].to_string().starts_with("source `b`"));
+    assert!(is_in_b(&e), "{e}");
+    assert_eq!(e.job_key(), "train.data.mixture");
+    let errors = check_training_data(&spec, dir.path()).unwrap_err();
+    assert!(is_in_b(&errors[0]), "{errors:?}");
     let (dir, mut spec) = mixture();
     spec.sources[2].field = "txt".into();
-    assert!(error(train(&spec, &dir)).to_string().contains("has no field `txt`"));
+    let diagnostic = Diagnostic::from(error(train(&spec, &dir)));
+    assert_eq!(diagnostic.code(), codes::DATA_FIELD_MISSING);
+    assert_eq!(diagnostic.field("source").and_then(|s| s.as_str()), Some("c"));
+    assert_eq!(diagnostic.field("field").and_then(|s| s.as_str()), Some("txt"));
     let files = ["a.jsonl".to_string()];
     let e = error(Dataset::open(&spec, Some(&files), Split::HeldOut, dir.path()));
-    assert_eq!(e.key(), "train.eval.files");
+    assert_eq!(e.job_key(), "train.eval.files");
 }
 
-/// Many documents of many lengths, to be opened once and cut up by the properties below.
+/// Every kind of error as users see it.
+#[test]
+fn errors_render_with_message_cause_and_help() {
+    let io = || std::io::Error::from(std::io::ErrorKind::PermissionDenied);
+    let path = || std::path::PathBuf::from("data/a.jsonl");
+    let record =
+        |problem| DataError::InvalidRecord { path: path(), position: RecordPosition::Line(3), problem };
+    let tokenizer = |problem| DataError::InvalidTokenizer { path: "tokenizer.json".into(), problem };
+    let template = |problem| DataError::InvalidChatTemplate { problem };
+    let errors = [
+        DataError::NoFilesGiven,
+        DataError::NoMatch { pattern: "*.txt".into(), directory: "/data".into() },
+        DataError::InvalidPattern { pattern: "{a".into(), problem: PatternProblem::UnclosedBrace },
+        DataError::NotAFile { pattern: "docs".into(), path: "/data/docs".into(), is_directory: true },
+        DataError::Unreadable { path: path(), source: io() },
+        DataError::NotUtf8 { path: path(), line: 3, offset: 99 },
+        DataError::CompressedFile {
+            path: "a.gz".into(),
+            extension: "gz".into(),
+            remedy: "decompress the file with gunzip",
+        },
+        DataError::NotAChatFile { path: "a.txt".into() },
+        DataError::InvalidParquet {
+            path: "a.parquet".into(),
+            problem: ParquetProblem::ColumnMissing { column: "text".into(), present: vec!["body".into()] },
+        },
+        record(RecordProblem::FieldMissing { field: "text".into(), present: vec!["body".into()] }),
+        record(RecordProblem::LineTooLong { limit: 16 << 20 }),
+        record(ChatProblem::RoleMissing { message: 2 }.into()),
+        record(ChatProblem::TargetsAmbiguous { message: 2 }.into()),
+        DataError::Empty { path: path(), other_files: 0 },
+        DataError::Empty { path: path(), other_files: 1 },
+        DataError::ChangedWhileRead { path: path() },
+        tokenizer(TokenizerProblem::FileMissing),
+        tokenizer(TokenizerProblem::FileUnreadable(TextFileProblem::NotUtf8 { offset: 7 })),
+        template(ChatTemplateProblem::TokenizerHasNone),
+        DataError::CacheUnusable { path: "cache".into(), operation: CacheOperation::Create, source: io() },
+        DataError::CacheCorrupt { path: "cache/x.tokens".into(), damage: CacheDamage::DigestMismatch },
+        DataError::InvalidSequenceLength,
+        DataError::InvalidHeldOutShare { share: 1.5 },
+        DataError::NoEvalData,
+        DataError::AmbiguousEvalFormat,
+        DataError::TooShort { split: Split::Train, documents: 1, tokens: 4, required: 5 },
+        DataError::NoFilesGiven.in_source("web"),
+    ];
+    let shown = errors.map(|error| diagnostic::render(&error.into(), false));
+    insta::assert_snapshot!(shown.join("\n"));
+}
+
+/// A data set of many documents with different lengths.
 fn corpus(pack: bool) -> (tempfile::TempDir, Dataset) {
     let text = |i: usize| (0..i * i % 97).map(|k| char::from(b'a' + (k % 26) as u8)).collect::<String>();
     let lines: String = (0..300).map(|i| format!("{{\"text\":\"{i}{}\"}}\n", text(i))).collect();
-    let dir = folder(&[("a.jsonl", &lines)]);
+    let dir = directory_with(&[("a.jsonl", &lines)]);
     let data = train(&DataSpec { pack, ..spec(&["a.jsonl"], 16) }, &dir).unwrap();
     (dir, data)
 }
@@ -301,9 +384,10 @@ fn an_epoch_visits_every_sample_once_and_epochs_differ() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
-    /// Stopped after any number of steps with one world and micro batch, resumed with another: the same samples in the same slots.
+    /// A run that is stopped after any number of steps and resumed with another number of workers
+    /// and another micro-batch has the same samples in the same slots.
     #[test]
-    fn resume_on_another_world_goes_on_exactly(
+    fn a_resume_with_another_world_size_continues_exactly(
         pack: bool,
         mixed: bool,
         seed: u64,
@@ -316,7 +400,7 @@ proptest! {
         let (_dir, data) = if mixed { let (dir, spec) = mixture(); let data = train(&spec, &dir).unwrap(); (dir, data) } else { corpus(pack) };
         let order = data.order(seed, true);
         let whole: Vec<Batch> = (0..STEPS).map(|t| batch(&data, &order, t * GLOBAL as u64, GLOBAL)).collect();
-        // a rank owns a stretch of slots; the ranks' parts in rank order are the step
+        // Each rank has a range of slots; the concatenation in rank order is the step.
         let step = |t: u64, world: u64, micro: usize| {
             let slots = (GLOBAL / micro) as u64;
             let mut parts: Batch = Default::default();

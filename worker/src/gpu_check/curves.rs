@@ -1,6 +1,6 @@
 //! Compares the losses of training on a GPU with the CPU's, for `launch gpu-check`. Models have
 //! random weights, and the data are generated.
-use super::{NCCL_TIMEOUT, from_panic};
+use super::{NCCL_TIMEOUT, panic_diagnostic};
 use crate::{
     error::Error,
     gpu::unusable_nccl,
@@ -10,8 +10,8 @@ use crate::{
 };
 use comm::{
     Comm, local,
-    nccl::{Nccl, NcclComm},
-    staged::Staged,
+    nccl::{NcclComm, NcclLibrary},
+    staged::StagedComm,
 };
 use contract::{
     env,
@@ -24,8 +24,8 @@ use std::{
     sync::Arc,
 };
 
-/// Opens the GPU again, for each run and rank.
-pub(super) type Open<'a> = &'a (dyn Fn() -> diagnostic::Result<Arc<Cuda>> + Sync);
+/// A function that opens the GPU; each run and rank opens it separately.
+pub(super) type OpenGpu<'a> = &'a (dyn Fn() -> diagnostic::Result<Arc<Cuda>> + Sync);
 
 /// Loss and gradient norm of each step.
 type Curve = Vec<(f64, f64)>;
@@ -37,8 +37,8 @@ struct GeneratedSamples {
 
 impl SampleSource for GeneratedSamples {
     fn fill(&self, first: u64, batch: &mut Batch) -> Result<(), Error> {
-        let t = batch.t;
-        for i in 0..batch.b * t {
+        let t = batch.seq_len;
+        for i in 0..batch.sequences * t {
             let position = (first + (i / t) as u64) * (t as u64 + 1) + (i % t) as u64;
             let token = |n: u64| (n.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 40) as u32 % self.vocab;
             (batch.tokens[i], batch.labels[i], batch.starts[i]) = (token(position), token(position + 1), 0);
@@ -48,7 +48,7 @@ impl SampleSource for GeneratedSamples {
 }
 
 /// A job that trains this model, with defaults for keys that `rest` does not set.
-pub(super) fn job(model: &str, rest: &str) -> diagnostic::Result<JobSpec> {
+pub(super) fn check_job(model: &str, rest: &str) -> diagnostic::Result<JobSpec> {
     let text = format!("name: gpu-check\ntrain: {{data: {{files: [none]}}, model: {{{model}}}}}\n");
     let set: Vec<String> = rest.split_whitespace().map(|s| format!("train.{s}")).collect();
     let loaded = contract::load(contract::Source::Text { name: "gpu-check".into(), text }, &set);
@@ -61,14 +61,14 @@ pub(super) fn job(model: &str, rest: &str) -> diagnostic::Result<JobSpec> {
 }
 
 /// The `train` section of the job.
-pub(super) fn train(job: &JobSpec) -> diagnostic::Result<&TrainSpec> {
+pub(super) fn train_section(job: &JobSpec) -> diagnostic::Result<&TrainSpec> {
     job.train.as_ref().ok_or_else(|| {
         Diagnostic::error(codes::training::TRAIN_SECTION_MISSING, "the job has no `train` section")
     })
 }
 
 /// Builds a trainer for the job.
-pub(super) fn build(
+pub(super) fn build_trainer(
     train: &TrainSpec,
     comm: Arc<dyn Comm>,
     ops: Arc<dyn Ops>,
@@ -79,7 +79,7 @@ pub(super) fn build(
 
 /// Takes one step on generated samples. Returns the loss and the gradient norm.
 pub(super) fn take_step(running: &mut RunningTrainer) -> Result<(f64, f64), Error> {
-    let source = GeneratedSamples { vocab: running.train().model.vocab_size };
+    let source = GeneratedSamples { vocab: running.train_spec().model.vocab_size };
     let (outcome, _) = running.step(&source, StepReport::default())?;
     Ok((outcome.loss, outcome.grad_norm))
 }
@@ -92,36 +92,36 @@ fn train_curve(
     steps: usize,
 ) -> diagnostic::Result<Curve> {
     let run = || -> Result<Curve, Error> {
-        let mut running = build(train, comm, ops)?.start_fresh();
+        let mut running = build_trainer(train, comm, ops)?.start_fresh();
         (0..steps).map(|_| take_step(&mut running)).collect()
     };
     match catch_unwind(AssertUnwindSafe(run)) {
         Ok(result) => result.map_err(Diagnostic::from),
-        Err(panic) => Err(from_panic(panic.as_ref())),
+        Err(panic) => Err(panic_diagnostic(panic.as_ref())),
     }
 }
 
 /// How ranks, which are threads of this process, exchange data.
 #[derive(Clone, Copy)]
-enum Transport<'a> {
+enum RankTransport<'a> {
     HostMemory,
-    Nccl(&'a Nccl),
+    Nccl(&'a NcclLibrary),
 }
 
 /// Trains on the GPU with `world` ranks. Returns the curve, which must be equal on all ranks.
 fn gpu_curve(
     train: &TrainSpec,
-    open: Open,
-    transport: Transport,
+    open: OpenGpu,
+    transport: RankTransport,
     world: usize,
     steps: usize,
 ) -> diagnostic::Result<Curve> {
     let run_rank = |hosts: Arc<dyn Comm>| -> diagnostic::Result<Curve> {
         let cuda = open()?;
         let comm: Arc<dyn Comm> = match transport {
-            Transport::HostMemory => Arc::new(Staged::new(hosts, cuda.clone())),
-            Transport::Nccl(nccl) => {
-                let comm = NcclComm::meet(nccl, cuda.clone(), hosts, NCCL_TIMEOUT);
+            RankTransport::HostMemory => Arc::new(StagedComm::new(hosts, cuda.clone())),
+            RankTransport::Nccl(nccl) => {
+                let comm = NcclComm::connect(nccl, cuda.clone(), hosts, NCCL_TIMEOUT);
                 Arc::new(comm.map_err(unusable_nccl)?)
             }
         };
@@ -132,7 +132,7 @@ fn gpu_curve(
             local::group(world).into_iter().map(|comm| s.spawn(|| run_rank(Arc::new(comm)))).collect();
         threads
             .into_iter()
-            .map(|t| t.join().unwrap_or_else(|panic| Err(from_panic(panic.as_ref()))))
+            .map(|t| t.join().unwrap_or_else(|panic| Err(panic_diagnostic(panic.as_ref()))))
             .collect()
     });
     let mut curves = results.into_iter().collect::<Result<Vec<_>, _>>()?;
@@ -170,7 +170,7 @@ const TINY_CASES: [CurveCase; 1] = [CurveCase {
 }];
 
 /// Prints the comparison of all cases. Returns whether all agree with the CPU.
-pub(super) fn print_curves(open: Open, nccl: Option<&Nccl>, tiny: bool, fp8: bool) -> bool {
+pub(super) fn print_curves(open: OpenGpu, nccl: Option<&NcclLibrary>, tiny: bool, fp8: bool) -> bool {
     println!("| training, compared with the CPU | precision | ranks | loss error | result |");
     println!("|---|---|---|---|---|");
     let (cases, steps) = if tiny { (&TINY_CASES[..], 2) } else { (&CASES[..], 10) };
@@ -180,7 +180,7 @@ pub(super) fn print_curves(open: Open, nccl: Option<&Nccl>, tiny: bool, fp8: boo
         let fp8_case = fp8.then_some(("fp8", 5e-2));
         for (precision, limit) in [("fp32", 1e-4), ("bf16", 2e-2)].into_iter().chain(fp8_case) {
             let rest = format!("{} precision={precision} zero.stage=3 optimizer.lr=1e-3", case.rest);
-            let spec = match job(case.model, &rest).and_then(|job| train(&job).cloned()) {
+            let spec = match check_job(case.model, &rest).and_then(|job| train_section(&job).cloned()) {
                 Ok(spec) => spec,
                 Err(why) => {
                     println!("| {} | {precision} | | | {why} |", case.name);
@@ -200,20 +200,20 @@ fn print_rows(
     precision: &str,
     tolerance: f64,
     spec: &TrainSpec,
-    open: Open,
-    nccl: Option<&Nccl>,
+    open: OpenGpu,
+    nccl: Option<&NcclLibrary>,
     steps: usize,
 ) -> bool {
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let one_rank: Arc<dyn Comm> = Arc::new(local::group(1).remove(0));
     let cpu = train_curve(spec, one_rank, Arc::new(Cpu::new(threads)), steps);
-    let one_gpu = nccl.map(|nccl| ("1, NCCL", Transport::Nccl(nccl), 1));
+    let one_gpu = nccl.map(|nccl| ("1, NCCL", RankTransport::Nccl(nccl), 1));
     let is_allowed = std::env::var_os(env::NCCL_MULTI_RANK_GPU_ENABLE).is_some_and(|set| set == "1");
     let shared_gpu = nccl
-        .filter(|n| is_allowed && n.shares_gpus())
-        .map(|n| ("2, NCCL on this GPU", Transport::Nccl(n), 2));
+        .filter(|n| is_allowed && n.supports_gpu_sharing())
+        .map(|n| ("2, NCCL on this GPU", RankTransport::Nccl(n), 2));
     let host_memory = [("1", 1), ("2 on this GPU", 2), ("4 on this GPU", 4)]
-        .map(|(ranks, world)| (ranks, Transport::HostMemory, world));
+        .map(|(ranks, world)| (ranks, RankTransport::HostMemory, world));
     let (mut first, mut agrees): (Option<Curve>, bool) = (None, true);
     for (ranks, transport, world) in host_memory.into_iter().chain(one_gpu).chain(shared_gpu) {
         let compared = cpu.clone().and_then(|cpu| {

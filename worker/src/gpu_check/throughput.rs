@@ -1,19 +1,19 @@
 //! Measures the speed of training on a GPU, for `launch gpu-check`. Models have random weights, and
 //! the data are generated.
 use super::{
-    curves::{Open, build, job, take_step, train},
-    from_panic,
+    curves::{OpenGpu, build_trainer, check_job, take_step, train_section},
+    panic_diagnostic,
 };
 use crate::{
+    checkpoint_mapping::checkpoint_model_spec,
     error::Error,
-    gpu::{attention_backend, library_search},
+    gpu::{attention_backend, library_search_paths},
     model,
     save::{CheckpointSaver, RunMetadata},
     stages::{RunningTrainer, resolve_model},
-    state::checkpoint_model_spec,
     storage_layout::StorageLayout,
 };
-use comm::{Comm, local, staged::Staged};
+use comm::{Comm, local, staged::StagedComm};
 use contract::job::{CudaGraphs, JobSpec, Offload, Precision, Recompute, TrainSpec, ZeroSpec};
 use device::{Cuda, Storage};
 use diagnostic::{Diagnostic, codes};
@@ -43,69 +43,77 @@ const QWEN_05B: &str = "family: qwen2, vocab_size: 151936, hidden_size: 896, int
 const QWEN_15B: &str = "family: qwen2, vocab_size: 151936, hidden_size: 1536, intermediate_size: 8960, num_hidden_layers: 28, num_attention_heads: 12, num_key_value_heads: 2, tie_word_embeddings: true";
 const LLAMA_1B: &str = "vocab_size: 128256, hidden_size: 2048, intermediate_size: 8192, num_hidden_layers: 16, num_attention_heads: 32, num_key_value_heads: 8, tie_word_embeddings: true";
 const LLAMA_8B: &str = "vocab_size: 128256, hidden_size: 4096, intermediate_size: 14336, num_hidden_layers: 32, num_attention_heads: 32, num_key_value_heads: 8";
-const OF_1024: &str = "data.seq_len=1024 batch.global=32 batch.micro=32";
-const OF_1024_4: &str = "data.seq_len=1024 batch.global=64 batch.micro=16";
-const OF_2048_4: &str = "data.seq_len=2048 batch.global=32 batch.micro=8";
+const BATCH_32X1024: &str = "data.seq_len=1024 batch.global=32 batch.micro=32";
+const BATCH_4X16X1024: &str = "data.seq_len=1024 batch.global=64 batch.micro=16";
+const BATCH_4X8X2048: &str = "data.seq_len=2048 batch.global=32 batch.micro=8";
 
 /// A model that is timed without saving and offloading.
-const fn timed(name: &'static str, model: &'static str, rest: &'static str) -> TimedModel {
+const fn timed_model(name: &'static str, model: &'static str, rest: &'static str) -> TimedModel {
     TimedModel { name, model, rest, saves: false, offload: false }
 }
 
 const MODELS: [TimedModel; 15] = [
-    TimedModel { saves: true, ..timed("GPT-2 124M, 32 × 1024", GPT2, OF_1024) },
-    timed("Qwen2.5-0.5B, 4 × (16 × 1024)", QWEN_05B, OF_1024_4),
-    TimedModel { saves: true, ..timed("Qwen2.5-1.5B, 4 × (16 × 1024)", QWEN_15B, OF_1024_4) },
-    timed("Llama-3.2-1B, 4 × (8 × 2048)", LLAMA_1B, OF_2048_4),
-    timed(
+    TimedModel { saves: true, ..timed_model("GPT-2 124M, 32 × 1024", GPT2, BATCH_32X1024) },
+    timed_model("Qwen2.5-0.5B, 4 × (16 × 1024)", QWEN_05B, BATCH_4X16X1024),
+    TimedModel { saves: true, ..timed_model("Qwen2.5-1.5B, 4 × (16 × 1024)", QWEN_15B, BATCH_4X16X1024) },
+    timed_model("Llama-3.2-1B, 4 × (8 × 2048)", LLAMA_1B, BATCH_4X8X2048),
+    timed_model(
         "Llama-3.1-8B, 2 × 2048, ZeRO stage 3",
         LLAMA_8B,
         "data.seq_len=2048 batch.global=2 batch.micro=2 zero.stage=3",
     ),
-    timed(
+    timed_model(
         // One running sum of gradients; the tree over eight slots would need four.
         "Llama-3.1-8B, 8 × (2 × 2048), ZeRO stage 3, deterministic: false",
         LLAMA_8B,
         "data.seq_len=2048 batch.global=16 batch.micro=2 zero.stage=3 deterministic=false",
     ),
-    timed(
+    timed_model(
         "Llama-3.1-8B, 8 × 2048, ZeRO stage 3, recompute",
         LLAMA_8B,
         "data.seq_len=2048 batch.global=8 batch.micro=8 zero.stage=3 recompute=block",
     ),
-    timed(
+    timed_model(
         "Llama-3.1-8B, 4 × 2048, no master weights",
         LLAMA_8B,
         "data.seq_len=2048 batch.global=4 batch.micro=4 master_weights=false",
     ),
     TimedModel {
         offload: true,
-        ..timed("Qwen2.5-1.5B, 4 × (16 × 1024), optimizer states on the host", QWEN_15B, OF_1024_4)
+        ..timed_model(
+            "Qwen2.5-1.5B, 4 × (16 × 1024), optimizer states on the host",
+            QWEN_15B,
+            BATCH_4X16X1024,
+        )
     },
-    timed(
+    timed_model(
         "Llama-3.2-1B, 4 × (8 × 2048), fp8 matmuls",
         LLAMA_1B,
         "data.seq_len=2048 batch.global=32 batch.micro=8 precision=fp8",
     ),
     // Limited by kernel launches: without CUDA graphs, and with them.
-    timed("GPT-2 124M, 2 × 256", GPT2, "data.seq_len=256 batch.global=2 batch.micro=2 cuda_graphs=false"),
-    timed(
+    timed_model(
+        "GPT-2 124M, 2 × 256",
+        GPT2,
+        "data.seq_len=256 batch.global=2 batch.micro=2 cuda_graphs=false",
+    ),
+    timed_model(
         "GPT-2 124M, 2 × 256, CUDA graphs",
         GPT2,
         "data.seq_len=256 batch.global=2 batch.micro=2 cuda_graphs=true",
     ),
     // The cost of determinism: models from above with the fastest algorithms.
-    timed(
+    timed_model(
         "GPT-2 124M, 32 × 1024, deterministic: false",
         GPT2,
         "data.seq_len=1024 batch.global=32 batch.micro=32 deterministic=false",
     ),
-    timed(
+    timed_model(
         "Qwen2.5-0.5B, 4 × (16 × 1024), deterministic: false",
         QWEN_05B,
         "data.seq_len=1024 batch.global=64 batch.micro=16 deterministic=false",
     ),
-    timed(
+    timed_model(
         "Qwen2.5-1.5B, 4 × (16 × 1024), deterministic: false",
         QWEN_15B,
         "data.seq_len=1024 batch.global=64 batch.micro=16 deterministic=false",
@@ -113,25 +121,29 @@ const MODELS: [TimedModel; 15] = [
 ];
 const TINY: &str =
     "vocab_size: 257, hidden_size: 8, intermediate_size: 12, num_hidden_layers: 1, num_attention_heads: 2";
-const OF_6: &str = "data.seq_len=6 batch.global=1 batch.micro=1";
+const BATCH_1X6: &str = "data.seq_len=6 batch.global=1 batch.micro=1";
 const TINY_MODELS: [TimedModel; 5] = [
-    TimedModel { saves: true, ..timed("a tiny Llama, 1 × 6", TINY, OF_6) },
+    TimedModel { saves: true, ..timed_model("a tiny Llama, 1 × 6", TINY, BATCH_1X6) },
     TimedModel {
         saves: true,
         offload: true,
-        ..timed("a tiny Llama, optimizer states on the host", TINY, OF_6)
+        ..timed_model("a tiny Llama, optimizer states on the host", TINY, BATCH_1X6)
     },
-    timed(
+    timed_model(
         "a tiny Llama, fp8 matmuls",
         "vocab_size: 257, hidden_size: 16, intermediate_size: 16, num_hidden_layers: 1, num_attention_heads: 1",
         "data.seq_len=6 batch.global=1 batch.micro=1 precision=fp8",
     ),
-    timed(
+    timed_model(
         "a tiny Llama, deterministic: false, no master weights",
         TINY,
         "data.seq_len=6 batch.global=1 batch.micro=1 deterministic=false master_weights=false",
     ),
-    timed("a tiny Llama, CUDA graphs", TINY, "data.seq_len=6 batch.global=1 batch.micro=1 cuda_graphs=true"),
+    timed_model(
+        "a tiny Llama, CUDA graphs",
+        TINY,
+        "data.seq_len=6 batch.global=1 batch.micro=1 cuda_graphs=true",
+    ),
 ];
 
 /// Dense bf16 operations per second by NVIDIA's data sheets (SXM).
@@ -143,7 +155,7 @@ fn timed_models(tiny: bool) -> (&'static [TimedModel], Duration) {
 }
 
 /// Prints speed, memory and the cost of saving for each model.
-pub(super) fn print_speed(open: Open, tiny: bool) {
+pub(super) fn print_speed(open: OpenGpu, tiny: bool) {
     println!(
         "| training, bf16 and AdamW | tokens/s | TFLOP/s | MFU (bf16 peak) | GPU memory | save: blocked, total, slowdown |"
     );
@@ -161,8 +173,7 @@ pub(super) fn describe_models(tiny: bool) -> diagnostic::Result<Value> {
     let models = timed_models(tiny).0.iter().map(|timed| {
         let spec = timed.spec()?.1;
         let model = resolve_model(&spec.model, spec.model.vocab_size, spec.data.seq_len)?;
-        let model = model::build(&model, spec.data.seq_len)
-            .map_err(|e| Diagnostic::error(codes::model::MODEL_CONFIG_UNSUPPORTED, e))?;
+        let model = model::build(&model, spec.data.seq_len).map_err(Diagnostic::from)?;
         Ok(json!({
             "what": timed.name,
             "config": model.hf_config(),
@@ -181,8 +192,8 @@ pub(super) fn describe_models(tiny: bool) -> diagnostic::Result<Value> {
 }
 
 /// Measures speed and memory of the model with this number.
-pub(super) fn measure_model(open: Open, tiny: bool, number: usize) -> diagnostic::Result<Value> {
-    let (timed, duration) = (by_number(tiny, number)?, timed_models(tiny).1);
+pub(super) fn measure_model(open: OpenGpu, tiny: bool, number: usize) -> diagnostic::Result<Value> {
+    let (timed, duration) = (model_by_number(tiny, number)?, timed_models(tiny).1);
     let Measurement { tokens_per_s, flops, mfu, memory, .. } =
         measure(&TimedModel { saves: false, ..*timed }, open, duration)?;
     Ok(json!({
@@ -204,6 +215,7 @@ struct Measurement {
 }
 
 impl Measurement {
+    /// The cells of the table row.
     fn row(&self) -> String {
         let mfu = self.mfu.map_or_else(|| "?".to_owned(), |mfu| format!("{:.1} %", 100.0 * mfu));
         let memory = self.memory as f64 / f64::from(1 << 30);
@@ -215,14 +227,14 @@ impl Measurement {
 impl TimedModel {
     /// The job and its `train` section.
     fn spec(&self) -> diagnostic::Result<(JobSpec, TrainSpec)> {
-        let job = job(self.model, &format!("precision=bf16 zero.stage=0 {}", self.rest))?;
-        let mut spec = train(&job)?.clone();
+        let job = check_job(self.model, &format!("precision=bf16 zero.stage=0 {}", self.rest))?;
+        let mut spec = train_section(&job)?.clone();
         spec.zero = ZeroSpec { offload: self.offload.then_some(Offload::Cpu), ..spec.zero };
         Ok((job, spec))
     }
 
     /// Opens the GPU, builds the model on it and takes the first steps.
-    fn warm_up(&self, open: Open) -> diagnostic::Result<WarmModel> {
+    fn warm_up(&self, open: OpenGpu) -> diagnostic::Result<WarmModel> {
         let (job, spec) = self.spec()?;
         let cuda = open()?;
         if spec.precision == Precision::Fp8 {
@@ -231,14 +243,14 @@ impl TimedModel {
         if !spec.deterministic {
             cuda.enable_matmul_autotuning();
         }
-        let paths = library_search(&[], Path::new(""));
+        let paths = library_search_paths(&[], Path::new(""));
         // The reason why cuDNN is not usable is printed before the tables.
         let _unusable = cuda.set_attention_backend(attention_backend(&spec), &paths)?;
         // Without CUDA graphs the calls of all other models are comparable.
         cuda.set_graphs_enabled(spec.cuda_graphs == CudaGraphs::Always);
         let comm: Arc<dyn Comm> = Arc::new(local::group(1).remove(0));
-        let comm = Arc::new(Staged::new(comm, cuda.clone()));
-        let mut running = build(&spec, comm, cuda.clone())?.start_fresh();
+        let comm = Arc::new(StagedComm::new(comm, cuda.clone()));
+        let mut running = build_trainer(&spec, comm, cuda.clone())?.start_fresh();
         for _ in 0..3 {
             take_step(&mut running)?;
         }
@@ -255,13 +267,14 @@ struct WarmModel {
 }
 
 /// Prints the time of each operation in a step of the model with this number.
-pub(super) fn profile_model(open: Open, tiny: bool, number: usize) -> diagnostic::Result<()> {
-    let timed = by_number(tiny, number)?;
+pub(super) fn profile_model(open: OpenGpu, tiny: bool, number: usize) -> diagnostic::Result<()> {
+    let timed = model_by_number(tiny, number)?;
     let printed = catch_unwind(AssertUnwindSafe(|| print_profile(timed, open)));
-    printed.unwrap_or_else(|panic| Err(from_panic(panic.as_ref())))
+    printed.unwrap_or_else(|panic| Err(panic_diagnostic(panic.as_ref())))
 }
 
-fn print_profile(timed: &TimedModel, open: Open) -> diagnostic::Result<()> {
+/// Prints the time of each operation in one step of the model.
+fn print_profile(timed: &TimedModel, open: OpenGpu) -> diagnostic::Result<()> {
     let WarmModel { cuda, mut running, .. } = timed.warm_up(open)?;
     let seconds = time_steps(&mut running, &mut |steps, _| steps >= 5)?;
     cuda.start_profiling();
@@ -282,7 +295,8 @@ fn print_profile(timed: &TimedModel, open: Open) -> diagnostic::Result<()> {
     Ok(())
 }
 
-fn by_number(tiny: bool, number: usize) -> diagnostic::Result<&'static TimedModel> {
+/// The model with this number; models are counted from 0.
+fn model_by_number(tiny: bool, number: usize) -> diagnostic::Result<&'static TimedModel> {
     let models = timed_models(tiny).0;
     models.get(number).ok_or_else(|| {
         let message = format!("model {number} does not exist; models are 0 to {}", models.len() - 1);
@@ -290,12 +304,18 @@ fn by_number(tiny: bool, number: usize) -> diagnostic::Result<&'static TimedMode
     })
 }
 
-fn measure(timed: &TimedModel, open: Open, duration: Duration) -> diagnostic::Result<Measurement> {
+/// Measures the training of a model; a panic of a device operation becomes an error.
+fn measure(timed: &TimedModel, open: OpenGpu, duration: Duration) -> diagnostic::Result<Measurement> {
     let measured = catch_unwind(AssertUnwindSafe(|| measure_training(timed, open, duration)));
-    measured.unwrap_or_else(|panic| Err(from_panic(panic.as_ref())))
+    measured.unwrap_or_else(|panic| Err(panic_diagnostic(panic.as_ref())))
 }
 
-fn measure_training(timed: &TimedModel, open: Open, duration: Duration) -> diagnostic::Result<Measurement> {
+/// Measures speed, memory and, if the model asks for it, saving.
+fn measure_training(
+    timed: &TimedModel,
+    open: OpenGpu,
+    duration: Duration,
+) -> diagnostic::Result<Measurement> {
     let WarmModel { job, spec, cuda, mut running } = timed.warm_up(open)?;
     let is_enough = &mut |steps, elapsed| steps >= 3 && elapsed >= duration;
     let seconds = time_steps(&mut running, is_enough)?;
@@ -343,7 +363,7 @@ fn measure_save(
         Diagnostic::error(codes::command::CURRENT_DIRECTORY_UNAVAILABLE, message).with_cause(&e)
     })?;
     let directory = TemporaryDirectory(here.join(format!("gpu-check-{}", std::process::id())));
-    let mut saver = saver(running, job, &directory.0);
+    let mut saver = checkpoint_saver(running, job, &directory.0);
     // A run allocates this memory when it starts.
     saver.wait_for_staging(running)?;
     running.trainer.ops.synchronize();
@@ -358,10 +378,10 @@ fn measure_save(
     Ok(format!("{:.0} ms, {:.1} s, {slowdown:.1} %", 1e3 * blocked, saved.seconds))
 }
 
-fn saver(running: &RunningTrainer, job: &JobSpec, directory: &Path) -> CheckpointSaver {
+fn checkpoint_saver(running: &RunningTrainer, job: &JobSpec, directory: &Path) -> CheckpointSaver {
     let units: Vec<_> = running.trainer.engine.shards.iter().map(|s| s.unit.clone()).collect();
     let metadata = RunMetadata {
-        model: checkpoint_model_spec(running.trainer.model.as_ref(), &units, running.train(), 0),
+        model: checkpoint_model_spec(running.trainer.model.as_ref(), &units, running.train_spec(), 0),
         tokenizer: Vec::new(),
         job: job.clone(),
         data_digest: "generated".into(),

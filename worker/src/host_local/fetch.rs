@@ -2,7 +2,7 @@
 //! of bounded memory. Every block is verified on arrival.
 use super::{
     HostLocalCheckpoint,
-    fetch_schedule::{FetchSchedule, Transfer},
+    fetch_schedule::{BlockTransfer, FetchSchedule},
 };
 use crate::{
     consensus::exchange_values,
@@ -28,20 +28,20 @@ struct FetchRequest {
 }
 
 impl HostLocalCheckpoint {
-    /// Sends blocks to other ranks until rank 0 calls [`HostLocalCheckpoint::end`]. Collective.
-    pub(crate) fn serve(&self) -> Result<()> {
-        while !self.fetch(FetchRequest::default(), &mut |_, _, _| Ok(()))? {}
+    /// Sends blocks to rank 0 until it calls [`HostLocalCheckpoint::end_serving`]. Collective.
+    pub(crate) fn serve_blocks(&self) -> Result<()> {
+        while !self.fetch_blocks(FetchRequest::default(), &mut |_, _, _| Ok(()))? {}
         self.check_collectives()
     }
 
-    /// Ends [`HostLocalCheckpoint::serve`] on the other ranks when rank 0 has read everything.
-    /// Collective.
-    pub(crate) fn end(&self) -> Result<()> {
+    /// Ends [`HostLocalCheckpoint::serve_blocks`] on the other ranks when rank 0 has read
+    /// everything. Collective.
+    pub(crate) fn end_serving(&self) -> Result<()> {
         self.check_collectives()?;
-        self.fetch(FetchRequest { end: true, missing: Vec::new() }, &mut |_, _, _| Ok(())).map(drop)
+        self.fetch_blocks(FetchRequest { end: true, missing: Vec::new() }, &mut |_, _, _| Ok(())).map(drop)
     }
 
-    /// The first failure of a collective, if there was one.
+    /// Fails with the first error of a collective, if there was one.
     fn check_collectives(&self) -> Result<()> {
         let error = self.collective_error.lock().unwrap_or_else(PoisonError::into_inner);
         error.clone().map_or(Ok(()), Err)
@@ -51,7 +51,7 @@ impl HostLocalCheckpoint {
     ///
     /// An unreadable or invalid block does not interrupt the fetch of other blocks; the error is
     /// returned at the end.
-    fn fetch(&self, request: FetchRequest, sink: &mut BlockSink<'_>) -> Result<bool> {
+    fn fetch_blocks(&self, request: FetchRequest, sink: &mut BlockSink<'_>) -> Result<bool> {
         let rank = self.queue.comm().rank();
         let requests = exchange_values(&self.queue, Ok(request))?;
         if requests.first().is_some_and(|r| r.end) {
@@ -90,18 +90,18 @@ impl HostLocalCheckpoint {
     fn read_outgoing(
         &self,
         rank: usize,
-        round: &[Transfer],
+        round: &[BlockTransfer],
         read_error: &mut Option<Diagnostic>,
     ) -> (Buf, Vec<usize>) {
-        let mine: Vec<&Transfer> = round.iter().filter(|t| t.from == rank).collect();
+        let mine: Vec<&BlockTransfer> = round.iter().filter(|t| t.from == rank).collect();
         let mut counts = vec![0; self.queue.comm().world()];
         for t in &mine {
-            counts[t.to] += elements(&t.run);
+            counts[t.to] += element_count(&t.run);
         }
         let mut send = Buf::zeroed(counts.iter().sum());
         let mut offset = 0;
         for t in mine {
-            let elements = elements(&t.run);
+            let elements = element_count(&t.run);
             let out = bytemuck::cast_slice_mut::<f32, u8>(&mut send.host_mut()[offset..offset + elements]);
             let first = t.run.blocks.start;
             let read = self.checkpoint.read_blocks(&t.run, &mut |_, block, bytes| {
@@ -110,7 +110,7 @@ impl HostLocalCheckpoint {
                 Ok(())
             });
             if let Err(e) = read {
-                read_error.get_or_insert_with(|| unreadable_block(rank, e));
+                read_error.get_or_insert_with(|| unreadable_block_error(rank, e));
             }
             offset += elements;
         }
@@ -121,18 +121,18 @@ impl HostLocalCheckpoint {
     fn exchange_blocks(
         &self,
         rank: usize,
-        round: &[Transfer],
+        round: &[BlockTransfer],
         send: Buf,
         send_counts: Vec<usize>,
-    ) -> Result<Received> {
+    ) -> Result<ReceivedBlocks> {
         let mut counts = vec![0; self.queue.comm().world()];
         for t in round.iter().filter(|t| t.to == rank) {
-            counts[t.from] += elements(&t.run);
+            counts[t.from] += element_count(&t.run);
         }
         let mut buf = Buf::zeroed(counts.iter().sum());
         Ok(self.queue.run(move |c| {
             c.all_to_all(buf.view_mut(), &counts, send.view(), &send_counts)?;
-            Ok(Received { buf, counts })
+            Ok(ReceivedBlocks { buf, counts })
         })?)
     }
 
@@ -140,8 +140,8 @@ impl HostLocalCheckpoint {
     fn deliver(
         &self,
         rank: usize,
-        round: &[Transfer],
-        received: &Received,
+        round: &[BlockTransfer],
+        received: &ReceivedBlocks,
         sink: &mut BlockSink<'_>,
     ) -> ckpt::Result<()> {
         let sizes: Vec<u64> = self.checkpoint.files().map(|(_, bytes)| bytes).collect();
@@ -162,20 +162,20 @@ impl HostLocalCheckpoint {
 }
 
 /// The blocks received in one round, ordered by sender.
-struct Received {
+struct ReceivedBlocks {
     buf: Buf,
     /// For each sender: its number of elements.
     counts: Vec<usize>,
 }
 
-fn unreadable_block(rank: usize, error: CkptError) -> Diagnostic {
+fn unreadable_block_error(rank: usize, error: CkptError) -> Diagnostic {
     let message = format!("rank {rank} cannot read its blocks of the checkpoint");
     let diagnostic = Diagnostic::error(codes::training::RESUME_FETCH_FAILED, message);
     diagnostic.with_field("rank", rank).with_cause(&error)
 }
 
-/// Number of elements that hold these blocks. The last block of a file is sent in full length.
-fn elements(run: &BlockRange) -> usize {
+/// Number of `f32` elements that transport these blocks. The last block of a file is padded.
+fn element_count(run: &BlockRange) -> usize {
     (run.blocks.end - run.blocks.start) as usize * BLOCK_ELEMENTS
 }
 
@@ -188,11 +188,11 @@ impl TensorSource for HostLocalCheckpoint {
         self.checkpoint.tensors().collect()
     }
 
-    /// Collective: every rank calls it or [`HostLocalCheckpoint::serve`].
+    /// Collective: every rank calls it or [`HostLocalCheckpoint::serve_blocks`].
     fn read_many(&self, requests: &mut [ckpt::ReadRequest<'_>]) -> ckpt::Result<()> {
         let fetch = |missing: Vec<BlockRange>, sink: &mut BlockSink<'_>| {
             let request = FetchRequest { end: false, missing };
-            self.fetch(request, sink).map(drop).map_err(|e| self.fetch_error(e))
+            self.fetch_blocks(request, sink).map(drop).map_err(|e| self.fetch_error(e))
         };
         let mut has_fetched = false;
         let read = self.checkpoint.read_many_with(requests, &mut |missing, sink| {
@@ -237,8 +237,8 @@ impl TensorSource for HostLocalCheckpoint {
 }
 
 impl HostLocalCheckpoint {
-    /// Converts an error of [`HostLocalCheckpoint::fetch`] to one of reading. The first failure of
-    /// a collective is kept, because no further collective is possible.
+    /// Converts an error of [`HostLocalCheckpoint::fetch_blocks`] to one of reading. The first
+    /// failure of a collective is kept, because no further collective is possible.
     fn fetch_error(&self, e: Error) -> CkptError {
         let source = Box::new(e.diagnostic().clone());
         if e.exit() != contract::exit::WorkerExit::Checkpoint {

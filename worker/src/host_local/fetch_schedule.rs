@@ -1,5 +1,5 @@
-//! [`FetchSchedule`]: which rank sends which block to which rank in which round. Every rank
-//! computes an equal schedule, and each round needs limited memory. Pure.
+//! [`FetchSchedule`]: which rank sends which blocks of a checkpoint to which rank, in rounds of
+//! limited memory. Every rank computes the same schedule. Pure.
 use ckpt::BlockRange;
 use diagnostic::{Diagnostic, codes};
 use std::{collections::VecDeque, ops::Range};
@@ -9,13 +9,13 @@ pub(super) const ROUND_BLOCKS: u64 = 8;
 
 /// Consecutive blocks that one rank sends to another.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Transfer {
+pub(super) struct BlockTransfer {
     pub(super) to: usize,
     pub(super) from: usize,
     pub(super) run: BlockRange,
 }
 
-/// The blocks that are not sent yet.
+/// Plans the transfers of missing blocks, round by round.
 pub(super) struct FetchSchedule<'h> {
     missing: Vec<VecDeque<BlockRange>>,
     holders: &'h [Vec<usize>],
@@ -50,7 +50,7 @@ impl<'h> FetchSchedule<'h> {
 
     /// The transfers of the next round, ordered by receiver, for each receiver in the order of its
     /// requests. Empty when all blocks are sent.
-    pub(super) fn next_round(&mut self) -> Vec<Transfer> {
+    pub(super) fn next_round(&mut self) -> Vec<BlockTransfer> {
         let mut sends = vec![0u64; self.missing.len()];
         let mut round = Vec::new();
         for (to, queue) in self.missing.iter_mut().enumerate() {
@@ -63,7 +63,7 @@ impl<'h> FetchSchedule<'h> {
                 run.blocks.start += count;
                 capacity -= count;
                 sends[from] += count;
-                round.push(Transfer { to, from, run: BlockRange { file: run.file, blocks } });
+                round.push(BlockTransfer { to, from, run: BlockRange { file: run.file, blocks } });
                 if run.blocks.is_empty() {
                     queue.pop_front();
                 }
@@ -104,7 +104,7 @@ mod tests {
                 let round = schedule.next_round();
                 if round.is_empty() { break }
                 for rank in 0..4 {
-                    let sum = |mine: &dyn Fn(&Transfer) -> bool| -> u64 {
+                    let sum = |mine: &dyn Fn(&BlockTransfer) -> bool| -> u64 {
                         round.iter().filter(|t| mine(t)).map(|t| t.run.blocks.end - t.run.blocks.start).sum()
                     };
                     prop_assert!(sum(&|t| t.to == rank) <= ROUND_BLOCKS);

@@ -1,56 +1,65 @@
-//! The decoder that most families share: RMSNorm, rotary grouped-query attention, SwiGLU; tied or untied head. What
-//! families differ in is in [`Numbers`]; each backward stands below its forward.
-mod adapt;
+//! [`Decoder`]: the decoder-only transformer that all families except GPT-2 share, with RMSNorm,
+//! rotary embedding, grouped-query attention, and SwiGLU, GeGLU or experts.
+//!
+//! [`DecoderConfig`] has the options in which families differ. Each backward function follows its
+//! forward function.
 mod attention;
-mod experts;
-mod layout;
+mod decoder_config;
+mod layer_adapters;
+mod layer_layout;
 mod mlp;
-mod numbers;
+mod moe_block;
 
-use super::dropout::Module;
-use super::experts::{Sparse, losses};
-use super::linear::{self, Linear};
+use super::dropout::DropoutModule;
+use super::error::{ModelError, Result};
+use super::linear::{self, LinearPrecision};
 use super::lora::{self, Adapters, Lora};
-use super::rotary::Tables;
-use super::{Activations, Batch, HeadGrads, HeadParams, LayerInput, Model, Statistics, Tie, each};
-use crate::params::{Init, ParamSpec, Unit};
+use super::moe::{MoeModel, router_loss_coefficients};
+use super::rope::RopeTables;
+use super::{
+    ActivationBuffers, Batch, F32Buffers, HeadGrads, HeadParams, LayerInput, Model, TiedWeight, split_buffers,
+};
+use crate::params::{ParamInit, ParamSpec, ParamUnit};
 use contract::job::ExpertsSpec;
+pub(super) use decoder_config::{ATTENTION_DROPOUT, DecoderConfig, spec_to_hf_config};
 use device::{
     Buf, Ops, View, ViewMut,
-    ops::{ClassifierGrads, Write},
+    ops::{ClassifierGrads, WriteMode},
 };
-pub(super) use experts::ExpertNames;
-use layout::{Spans, layer_unit};
-pub(super) use numbers::{DROPOUT, Numbers, describe};
+use layer_layout::{LayerSpans, layer_unit};
+pub(super) use moe_block::ExpertTensorNames;
 use serde_json::{Map, Value};
 
 const EMBEDDING: &str = "model.embed_tokens.weight";
 const LM_HEAD: &str = "lm_head.weight";
 
-/// A decoder with its numbers.
+/// A decoder-only transformer with its config.
 pub(super) struct Decoder {
-    n: Numbers,
-    config: Map<String, Value>,
-    tables: Tables,
-    /// Of sliding layers, where they differ.
-    sliding_tables: Option<Tables>,
-    /// Of a layer without experts; one with experts is the same up to the norm before its router.
-    spans: Spans,
-    /// Elements of all layers' matrices that a token is multiplied with.
-    matrices: usize,
-    /// Of each layer, and of the head's matrix: is its gradient wanted?
-    wanted: Vec<Wanted>,
-    head_wanted: bool,
-    /// Of each layer; empty without adapters.
+    config: DecoderConfig,
+    hf_config: Map<String, Value>,
+    rope_tables: RopeTables,
+    /// The tables of sliding-window layers; `None` if they equal `rope_tables`.
+    sliding_rope_tables: Option<RopeTables>,
+    /// The layout of a dense layer. A layer with experts has an equal layout up to the norm before
+    /// its router.
+    spans: LayerSpans,
+    /// The elements of the matrices of all layers by which one token is multiplied.
+    matrix_elements: usize,
+    /// For each layer the matrices whose gradients are computed.
+    grad_masks: Vec<GradMask>,
+    /// Whether the gradient of the head's matrix is computed.
+    needs_head_grad: bool,
+    /// The LoRA adapters of each layer; empty without LoRA.
     adapters: Vec<Adapters>,
-    /// Of each layer's attention.
-    dropout: Vec<Module>,
-    linear: Linear,
+    /// The dropout of attention probabilities of each layer.
+    dropout: Vec<DropoutModule>,
+    /// The precision of the layers' matmuls.
+    linear: LinearPrecision,
 }
 
-/// Which matrices of a layer have a trained part; the gradients of the others are not computed.
+/// For each matrix of a layer whether its gradient is computed: whether a part of it is trained.
 #[derive(Clone, Copy)]
-pub(super) struct Wanted {
+pub(super) struct GradMask {
     pub(super) qkv: bool,
     pub(super) o: bool,
     pub(super) gate_up: bool,
@@ -58,252 +67,281 @@ pub(super) struct Wanted {
     pub(super) router: bool,
 }
 
-/// `tokens`: the longest sequence.
-pub(super) fn build(n: Numbers, config: &Map<String, Value>, tokens: usize) -> Box<dyn Model> {
-    let tables = Tables::new(&n.rope, tokens, n.head_dim);
-    let sliding_tables = n.sliding_rope.map(|rope| Tables::new(&rope, tokens, n.head_dim));
-    let spans = layer_unit(&n, None).1;
-    let active = |l: usize| match &n.experts {
-        Some(e) if n.is_sparse(l) => e.shape.per_token * e.shape.expert_len(),
+/// Builds a decoder for sequences of at most `tokens` tokens. `hf_config` is the config.json that
+/// `config` was read from.
+pub(super) fn build(config: DecoderConfig, hf_config: &Map<String, Value>, tokens: usize) -> Box<dyn Model> {
+    let rope_tables = RopeTables::new(&config.rope, tokens, config.head_dim);
+    let sliding_rope_tables = config.sliding_rope.map(|rope| RopeTables::new(&rope, tokens, config.head_dim));
+    let spans = layer_unit(&config, None).1;
+    let active_expert_elements = |l: usize| match &config.moe {
+        Some(moe) if config.is_moe_layer(l) => moe.shape.per_token * moe.shape.expert_len(),
         _ => 0,
     };
-    let of = |l: usize| -> usize {
-        let params = layer_unit(&n, Some(l)).0.params;
-        active(l) + params.iter().filter(|p| p.shape.len() == 2).map(ParamSpec::len).sum::<usize>()
+    let layer_matrix_elements = |l: usize| -> usize {
+        let params = layer_unit(&config, Some(l)).0.params;
+        let dense = params.iter().filter(|p| p.shape.len() == 2).map(ParamSpec::len).sum::<usize>();
+        active_expert_elements(l) + dense
     };
-    let matrices = (0..n.layers).map(of).sum();
-    let wanted = vec![Wanted { qkv: true, o: true, gate_up: true, down: true, router: true }; n.layers];
+    let matrix_elements = (0..config.layers).map(layer_matrix_elements).sum();
+    let full_mask = GradMask { qkv: true, o: true, gate_up: true, down: true, router: true };
     let mut model = Decoder {
-        n,
-        config: config.clone(),
-        tables,
-        sliding_tables,
+        grad_masks: vec![full_mask; config.layers],
+        config,
+        hf_config: hf_config.clone(),
+        rope_tables,
+        sliding_rope_tables,
         spans,
-        matrices,
-        wanted,
-        head_wanted: true,
+        matrix_elements,
+        needs_head_grad: true,
         adapters: Vec::new(),
         dropout: Vec::new(),
-        linear: Linear::default(),
+        linear: LinearPrecision::default(),
     };
-    model.seed(0);
+    model.set_dropout_seed(0);
     Box::new(model)
 }
 
 impl Decoder {
-    fn qkv_width(&self) -> usize {
-        (self.n.heads + 2 * self.n.kv_heads) * self.n.head_dim
-    }
-
+    /// The width of the concatenated outputs of the attention heads.
     fn o_width(&self) -> usize {
-        self.n.heads * self.n.head_dim
+        self.config.heads * self.config.head_dim
     }
 
-    /// A norm's factors: its weight, or 1 + its weight, which is written to `room`, always in `f32`.
-    fn norm_factors<'a>(&self, ops: &dyn Ops, weight: View<'a>, room: &'a mut Buf) -> View<'a> {
-        if !self.n.norms_from_one {
+    /// The factors of a norm: its weight, or 1 + weight, which is written to `buffer` in f32.
+    fn norm_factors<'a>(&self, ops: &dyn Ops, weight: View<'a>, buffer: &'a mut Buf) -> View<'a> {
+        if !self.config.norms_add_one {
             return weight;
         }
         let n = weight.len();
-        ops.cast(room.view_mut().slice(0..n), weight);
-        ops.offset(room.view_mut().slice(0..n), 1.0);
-        room.view().slice(0..n)
+        ops.cast(buffer.view_mut().slice(0..n), weight);
+        ops.add_scalar(buffer.view_mut().slice(0..n), 1.0);
+        buffer.view().slice(0..n)
     }
 
-    /// The head's matrix, wherever it lies, and the final norm's weight.
+    /// The head's matrix, `[vocab, hidden]`, from the embedding if it is tied, and the weight of
+    /// the final norm.
     fn head_weights<'a>(&self, p: &HeadParams<'a>) -> (View<'a>, View<'a>) {
-        let d = self.n.hidden;
+        let d = self.config.hidden_size;
         let norm = p.head.slice(0..d);
-        let matrix = p.embedding.unwrap_or_else(|| p.head.slice(d..d + self.n.vocab * d));
+        let matrix = p.embedding.unwrap_or_else(|| p.head.slice(d..d + self.config.vocab_size * d));
         (matrix, norm)
     }
 }
 
 impl Model for Decoder {
-    fn units(&self) -> Vec<Unit> {
+    fn units(&self) -> Vec<ParamUnit> {
         let matrix = |name: &str| ParamSpec {
             name: name.into(),
-            shape: vec![self.n.vocab, self.n.hidden],
-            init: Init::Normal(self.n.std),
+            shape: vec![self.config.vocab_size, self.config.hidden_size],
+            init: ParamInit::Normal(self.config.init_std),
         };
         let mut head = vec![ParamSpec {
             name: "model.norm.weight".into(),
-            shape: vec![self.n.hidden],
-            init: self.n.norm_init(),
+            shape: vec![self.config.hidden_size],
+            init: self.config.norm_init(),
         }];
-        if !self.tied() {
+        if !self.has_tied_embeddings() {
             head.push(matrix(LM_HEAD));
         }
-        let layers = (0..self.n.layers).map(|l| self.adapted(l, layer_unit(&self.n, Some(l)).0));
-        std::iter::once(Unit::new("embedding", vec![matrix(EMBEDDING)]))
+        let layers =
+            (0..self.config.layers).map(|l| self.with_adapters(l, layer_unit(&self.config, Some(l)).0));
+        std::iter::once(ParamUnit::new("embedding", vec![matrix(EMBEDDING)]))
             .chain(layers)
-            .chain(std::iter::once(Unit::new("head", head)))
+            .chain(std::iter::once(ParamUnit::new("head", head)))
             .collect()
     }
 
-    fn adapt(&mut self, lora: &Lora) -> Result<(), String> {
+    fn add_lora(&mut self, lora: &Lora) -> Result<()> {
         self.add_adapters(lora)
     }
 
-    fn linears(&self) -> Vec<(usize, usize)> {
-        let (d, f) = (self.n.hidden, self.n.dense_width());
+    fn linear_shapes(&self) -> Vec<(usize, usize)> {
+        let (d, f) = (self.config.hidden_size, self.config.dense_width());
         vec![(d, self.qkv_width()), (self.o_width(), d), (d, 2 * f), (f, d)]
     }
 
-    fn multiply_in_fp8(&mut self) -> Result<(), String> {
-        if self.n.experts.is_some() {
-            return Err(
-                "`train.precision: fp8` is not there for models with experts in this version: use bf16"
-                    .into(),
-            );
+    fn enable_fp8(&mut self) -> Result<()> {
+        if self.config.moe.is_some() {
+            return Err(ModelError::Fp8MoeUnsupported);
         }
-        linear::check_fp8(&[
-            ("hidden_size", self.n.hidden),
-            ("intermediate_size", self.n.intermediate),
-            ("num_attention_heads · head_dim", self.o_width()),
-            ("(num_attention_heads + 2 · num_key_value_heads) · head_dim", self.qkv_width()),
+        linear::check_fp8_sizes(&[
+            ("hidden_size", self.config.hidden_size),
+            ("intermediate_size", self.config.intermediate_size),
+            ("num_attention_heads * head_dim", self.o_width()),
+            ("(num_attention_heads + 2 * num_key_value_heads) * head_dim", self.qkv_width()),
         ])?;
-        self.linear = Linear::Fp8;
+        self.linear = LinearPrecision::Fp8;
         Ok(())
     }
 
-    fn seed(&mut self, seed: u64) {
-        let module = |l| Module::new(self.n.dropout, seed, &format!("model.layers.{l}.self_attn.dropout"));
-        self.dropout = (0..self.n.layers).map(module).collect();
+    fn set_dropout_seed(&mut self, seed: u64) {
+        let module = |l| {
+            DropoutModule::new(
+                self.config.attention_dropout,
+                seed,
+                &format!("model.layers.{l}.self_attn.dropout"),
+            )
+        };
+        self.dropout = (0..self.config.layers).map(module).collect();
     }
 
-    fn train(&mut self, units: &[Unit]) {
+    fn set_trained(&mut self, units: &[ParamUnit]) {
         let s = &self.spans;
-        let wanted = |(l, u): (usize, &Unit)| {
-            let sparse = self.n.is_sparse(l);
-            Wanted {
+        let grad_mask = |(l, u): (usize, &ParamUnit)| {
+            let is_moe = self.config.is_moe_layer(l);
+            GradMask {
                 qkv: u.has_trained_in(s.qkv.clone()),
                 o: u.has_trained_in(s.o.clone()),
-                gate_up: !sparse && u.has_trained_in(s.gate_up.clone()),
-                down: !sparse && u.has_trained_in(s.down.clone()),
-                router: sparse && u.has_trained_in(self.router()),
+                gate_up: !is_moe && u.has_trained_in(s.gate_up.clone()),
+                down: !is_moe && u.has_trained_in(s.down.clone()),
+                router: is_moe && u.has_trained_in(self.router_span()),
             }
         };
         let layers = 1..units.len() - 1;
-        self.wanted = units[layers].iter().enumerate().map(wanted).collect();
-        let matrix = if self.tied() { units.first() } else { units.last() };
-        self.head_wanted = matrix.is_some_and(|u| u.is_trained(u.params.len() - 1));
+        self.grad_masks = units[layers].iter().enumerate().map(grad_mask).collect();
+        let matrix = if self.has_tied_embeddings() { units.first() } else { units.last() };
+        self.needs_head_grad = matrix.is_some_and(|u| u.is_trained(u.params.len() - 1));
     }
 
-    fn hidden(&self) -> usize {
-        self.n.hidden
+    fn hidden_size(&self) -> usize {
+        self.config.hidden_size
     }
 
-    fn vocab(&self) -> usize {
-        self.n.vocab
+    fn vocab_size(&self) -> usize {
+        self.config.vocab_size
     }
 
-    fn tied(&self) -> bool {
-        self.n.tied
+    fn has_tied_embeddings(&self) -> bool {
+        self.config.ties_embeddings
     }
 
-    fn attention_width(&self) -> usize {
-        self.qkv_width()
+    fn qkv_width(&self) -> usize {
+        (self.config.heads + 2 * self.config.kv_heads) * self.config.head_dim
     }
 
-    fn heads(&self) -> [usize; 3] {
-        [self.n.heads, self.n.kv_heads, self.n.head_dim]
+    fn attention_dims(&self) -> [usize; 3] {
+        [self.config.heads, self.config.kv_heads, self.config.head_dim]
     }
 
-    fn window(&self) -> Option<usize> {
-        self.n.window.filter(|_| self.n.sliding.contains(&true))
+    fn sliding_window(&self) -> Option<usize> {
+        self.config.sliding_window.filter(|_| self.config.sliding_layers.contains(&true))
     }
 
-    fn ties(&self) -> Vec<Tie> {
-        let tie = Tie { alias: LM_HEAD.into(), target: EMBEDDING.into() };
-        if self.tied() { vec![tie] } else { Vec::new() }
+    fn tied_weights(&self) -> Vec<TiedWeight> {
+        let tie = TiedWeight { alias: LM_HEAD.into(), target: EMBEDDING.into() };
+        if self.has_tied_embeddings() { vec![tie] } else { Vec::new() }
     }
 
     fn hf_config(&self) -> &Map<String, Value> {
-        &self.config
+        &self.hf_config
     }
 
     fn flops_per_token(&self, t: usize) -> f64 {
-        let matrices = self.matrices as f64 + (self.n.vocab * self.n.hidden) as f64;
+        let matrix_elements =
+            self.matrix_elements as f64 + (self.config.vocab_size * self.config.hidden_size) as f64;
         let whole = t as f64;
-        // Twice the mean number of keys that a token sees.
-        let keys = |sliding: &bool| match self.n.window {
-            Some(w) if *sliding && w < t => 2.0 * w as f64 - (w * w) as f64 / whole,
+        // Twice the mean number of keys that a token attends to.
+        let keys = |is_sliding: &bool| match self.config.sliding_window {
+            Some(w) if *is_sliding && w < t => 2.0 * w as f64 - (w * w) as f64 / whole,
             _ => whole,
         };
-        let keys: f64 = self.n.sliding.iter().map(keys).sum();
-        6.0 * matrices + 6.0 * keys * self.o_width() as f64
+        let keys: f64 = self.config.sliding_layers.iter().map(keys).sum();
+        6.0 * matrix_elements + 6.0 * keys * self.o_width() as f64
     }
 
-    /// 1/rms of the input · rotated q, k, and v · attention output · log-sum-exp of attention · residual stream after
-    /// attention · 1/rms of it · gate and up · q and k before their norm · 1/rms of each of their heads · outputs of
-    /// attention and MLP before their norms, each with its 1/rms.
+    /// The buffers, by index, with `qkv` the widths of q, k and v together and `o` the width of the
+    /// attention output:
+    /// 0. 1/rms of the layer's input, `[rows]`
+    /// 1. q and k after rotation, and v, `[rows, qkv]`
+    /// 2. attention output, `[rows, o]`
+    /// 3. log-sum-exp of attention scores, `[b, heads, t]`
+    /// 4. residual stream after attention, `[rows, hidden]`
+    /// 5. 1/rms of buffer 4, `[rows]`
+    /// 6. gate and up, `[rows, 2·intermediate]`
+    /// 7. q and k before their norms, `[rows, (heads + kv_heads)·head_dim]`
+    /// 8. 1/rms of each head of buffer 7, `[rows, heads + kv_heads]`
+    /// 9. projected attention output before its norm, `[rows, hidden]`
+    /// 10. 1/rms of buffer 9, `[rows]`
+    /// 11. MLP output before its norm, `[rows, hidden]`
+    /// 12. 1/rms of buffer 11, `[rows]`
+    ///
+    /// Buffers of absent norms are empty.
     fn saved_lengths(&self, b: usize, t: usize) -> Vec<usize> {
         let m = b * t;
-        let normed = if self.n.output_norms { m } else { 0 };
-        let heads = if self.n.qk_norm { self.n.heads + self.n.kv_heads } else { 0 };
+        let output_norm_rows = if self.config.has_output_norms { m } else { 0 };
+        let heads = if self.config.has_qk_norm { self.config.heads + self.config.kv_heads } else { 0 };
         vec![
             m,
             m * self.qkv_width(),
             m * self.o_width(),
-            b * self.n.heads * t,
-            m * self.n.hidden,
+            b * self.config.heads * t,
+            m * self.config.hidden_size,
             m,
-            m * 2 * self.n.dense_width(),
-            m * heads * self.n.head_dim,
+            m * 2 * self.config.dense_width(),
+            m * heads * self.config.head_dim,
             m * heads,
-            normed * self.n.hidden,
-            normed,
-            normed * self.n.hidden,
-            normed,
+            output_norm_rows * self.config.hidden_size,
+            output_norm_rows,
+            output_norm_rows * self.config.hidden_size,
+            output_norm_rows,
         ]
     }
 
-    /// Normed rows · their gradient · SwiGLU's output · gradients of gate and up, attention output, q k v · a norm's factors ·
-    /// the router's logits · 1/rms of the head's rows · what adapters need.
+    /// The buffers, by index:
+    /// 0. normalized rows, `[rows, hidden]`
+    /// 1. gradient of buffer 0
+    /// 2. output of the MLP's gate, `[rows, intermediate]`
+    /// 3. gradients of gate and up, `[rows, 2·intermediate]`
+    /// 4. gradient of the attention output
+    /// 5. gradients of q, k and v
+    /// 6. factors of a norm, `[hidden]` or `[head_dim]`
+    /// 7. the router's logits, `[rows, experts]`
+    /// 8. 1/rms of the head's input, `[rows]`
+    ///
+    /// The buffers of [`lora::LoraScratch`] follow.
     fn scratch_lengths(&self, b: usize, t: usize) -> Vec<usize> {
-        let (m, d, f) = (b * t, self.n.hidden, self.n.dense_width());
-        let factors = if self.n.norms_from_one { d.max(self.n.head_dim) } else { 0 };
-        let logits = m * self.n.experts.as_ref().map_or(0, |e| e.shape.experts);
+        let (m, d, f) = (b * t, self.config.hidden_size, self.config.dense_width());
+        let factors = if self.config.norms_add_one { d.max(self.config.head_dim) } else { 0 };
+        let logits = m * self.config.moe.as_ref().map_or(0, |moe| moe.shape.experts);
         let (o, qkv) = (m * self.o_width(), m * self.qkv_width());
-        let own = [m * d, m * d, m * f, m * 2 * f, o, qkv, factors, logits, m];
-        own.into_iter().chain(lora::scratch_lengths(&self.adapters, m)).collect()
+        let lengths = [m * d, m * d, m * f, m * 2 * f, o, qkv, factors, logits, m];
+        lengths.into_iter().chain(lora::scratch_lengths(&self.adapters, m)).collect()
     }
 
-    fn statistics(&self) -> Statistics {
-        Statistics { saved: &[0, 3, 5, 8, 10, 12], scratch: &[6, 7, 8, 9, 10, 11, 12, 13] }
+    fn f32_buffers(&self) -> F32Buffers {
+        F32Buffers { saved: &[0, 3, 5, 8, 10, 12], scratch: &[6, 7, 8, 9, 10, 11, 12, 13] }
     }
 
-    fn sparse(&self) -> Option<&dyn Sparse> {
-        self.n.experts.as_ref().map(|_| self as &dyn Sparse)
+    fn moe(&self) -> Option<&dyn MoeModel> {
+        self.config.moe.as_ref().map(|_| self as &dyn MoeModel)
     }
 
-    fn place(&mut self, ops: &dyn Ops) {
-        self.tables.place(ops);
-        if let Some(tables) = &mut self.sliding_tables {
-            tables.place(ops);
+    fn move_to_device(&mut self, ops: &dyn Ops) {
+        self.rope_tables.move_to_device(ops);
+        if let Some(tables) = &mut self.sliding_rope_tables {
+            tables.move_to_device(ops);
         }
     }
 
-    fn train_experts(&mut self, spec: &ExpertsSpec) {
-        if let Some(e) = &mut self.n.experts {
-            e.losses = losses(spec, e.losses.aux);
+    fn set_router_losses(&mut self, spec: &ExpertsSpec) {
+        if let Some(moe) = &mut self.config.moe {
+            moe.losses = router_loss_coefficients(spec, moe.losses.aux);
         }
     }
 
     fn embedding_forward(&self, ops: &dyn Ops, params: View, batch: &Batch, mut x: ViewMut) {
-        ops.embedding_forward(x.reborrow(), params, &batch.tokens, self.n.hidden);
-        if let Some(scale) = self.n.embedding_scale {
+        ops.embedding_forward(x.reborrow(), params, &batch.tokens, self.config.hidden_size);
+        if let Some(scale) = self.config.embedding_scale {
             ops.scale(x, scale);
         }
     }
 
     fn embedding_backward(&self, ops: &dyn Ops, grads: ViewMut, batch: &Batch, mut dx: ViewMut) {
-        if let Some(scale) = self.n.embedding_scale {
+        if let Some(scale) = self.config.embedding_scale {
             ops.scale(dx.reborrow(), scale);
         }
-        if let Some(padding) = self.n.padding {
-            let (d, mut end) = (self.n.hidden, 0);
+        if let Some(padding) = self.config.padding_token {
+            let (d, mut end) = (self.config.hidden_size, 0);
             for run in batch.tokens.chunk_by(|a, b| (*a == padding) == (*b == padding)) {
                 end += run.len();
                 if run[0] == padding {
@@ -311,7 +349,7 @@ impl Model for Decoder {
                 }
             }
         }
-        ops.embedding_backward(grads, dx.as_view(), &batch.tokens, self.n.hidden);
+        ops.embedding_backward(grads, dx.as_view(), &batch.tokens, self.config.hidden_size);
     }
 
     fn layer_forward(
@@ -319,8 +357,8 @@ impl Model for Decoder {
         ops: &dyn Ops,
         input: &LayerInput,
         y: Option<ViewMut>,
-        saved: &mut Activations,
-        scratch: &mut Activations,
+        saved: &mut ActivationBuffers,
+        scratch: &mut ActivationBuffers,
     ) {
         self.attention_forward(ops, input, saved, scratch);
         self.mlp_forward(ops, input, y, saved, scratch);
@@ -332,11 +370,11 @@ impl Model for Decoder {
         input: &LayerInput,
         grads: ViewMut,
         mut dx: ViewMut,
-        saved: &mut Activations,
-        scratch: &mut Activations,
+        saved: &mut ActivationBuffers,
+        scratch: &mut ActivationBuffers,
     ) {
         let mut g = grads;
-        for span in self.spans.summed() {
+        for span in self.spans.accumulated_spans() {
             ops.clear(g.slice_mut(span));
         }
         self.mlp_backward(ops, input, &mut g, dx.reborrow(), saved, scratch);
@@ -349,20 +387,28 @@ impl Model for Decoder {
         params: HeadParams,
         x: View,
         mut out: ViewMut,
-        scratch: &mut Activations,
+        scratch: &mut ActivationBuffers,
     ) {
-        let (d, v) = (self.n.hidden, self.n.vocab);
+        let (d, v) = (self.config.hidden_size, self.config.vocab_size);
         let (matrix, w_norm) = self.head_weights(&params);
-        let [norm, _, _, _, _, _, room, _, rstd, ..] = each::<14>(scratch);
-        let (mut norm, w_norm) = (norm.view_mut().slice(0..d), self.norm_factors(ops, w_norm, room));
-        ops.rmsnorm_forward(norm.reborrow(), rstd.view_mut().slice(0..1), x, w_norm, 1, d, self.n.eps);
+        let [norm, _, _, _, _, _, norm_buffer, _, rstd, ..] = split_buffers::<14>(scratch);
+        let (mut norm, w_norm) = (norm.view_mut().slice(0..d), self.norm_factors(ops, w_norm, norm_buffer));
+        ops.rmsnorm_forward(
+            norm.reborrow(),
+            rstd.view_mut().slice(0..1),
+            x,
+            w_norm,
+            1,
+            d,
+            self.config.norm_eps,
+        );
         ops.logits(out.reborrow(), norm.as_view(), matrix, 1, d, v);
-        if let Some(cap) = self.n.logit_cap {
+        if let Some(cap) = self.config.logit_softcap {
             ops.softcap(out, cap);
         }
     }
 
-    fn head(
+    fn head_loss(
         &self,
         ops: &dyn Ops,
         params: HeadParams,
@@ -370,23 +416,25 @@ impl Model for Decoder {
         x: View,
         loss: ViewMut,
         grads: Option<HeadGrads>,
-        scratch: &mut Activations,
+        scratch: &mut ActivationBuffers,
     ) {
-        let (m, d, v, eps) = (batch.rows(), self.n.hidden, self.n.vocab, self.n.eps);
+        let (m, d, v, eps) =
+            (batch.rows(), self.config.hidden_size, self.config.vocab_size, self.config.norm_eps);
         let (matrix, w_norm) = self.head_weights(&params);
-        let [norm, dnorm, _, _, _, _, room, _, rstd, ..] = each::<14>(scratch);
-        let (w_norm, cap) = (self.norm_factors(ops, w_norm, room), self.n.logit_cap);
+        let [norm, dnorm, _, _, _, _, norm_buffer, _, rstd, ..] = split_buffers::<14>(scratch);
+        let (w_norm, cap) = (self.norm_factors(ops, w_norm, norm_buffer), self.config.logit_softcap);
         ops.rmsnorm_forward(norm.view_mut(), rstd.view_mut(), x, w_norm, m, d, eps);
         let Some(g) = grads else {
-            return ops.capped_classifier(loss, norm.view(), matrix, &batch.labels, m, d, v, cap, None);
+            return ops.classifier_with_softcap(loss, norm.view(), matrix, &batch.labels, m, d, v, cap, None);
         };
         let (mut dw_norm, rest) = g.head.split_at(d);
         ops.clear(dw_norm.reborrow());
         let dw = g.embedding.unwrap_or(rest);
-        // empty: not wanted
-        let dw = if self.head_wanted { dw } else { dw.slice(0..0) };
-        let out = ClassifierGrads { dx: dnorm.view_mut(), dw, dw_write: Write::Set, scale: g.scale };
-        ops.capped_classifier(loss, norm.view(), matrix, &batch.labels, m, d, v, cap, Some(out));
-        ops.rmsnorm_backward(g.dx, dw_norm, dnorm.view(), x, w_norm, rstd.view(), m, d, Write::Set);
+        // The op skips an empty gradient.
+        let dw = if self.needs_head_grad { dw } else { dw.slice(0..0) };
+        let out =
+            ClassifierGrads { dx: dnorm.view_mut(), dw, dw_write: WriteMode::Overwrite, scale: g.scale };
+        ops.classifier_with_softcap(loss, norm.view(), matrix, &batch.labels, m, d, v, cap, Some(out));
+        ops.rmsnorm_backward(g.dx, dw_norm, dnorm.view(), x, w_norm, rstd.view(), m, d, WriteMode::Overwrite);
     }
 }

@@ -1,123 +1,149 @@
-//! Gemma 2 and the text models of Gemma 3: norms that multiply by 1 + w before and after each half of a layer, scaled
-//! embeddings, GeGLU, sliding layers among full ones; capped scores and logits in Gemma 2, q/k norms and a rotation of the
-//! sliding layers' own in Gemma 3.
-use super::{Family, config::Fields, decoder, rotary::Rope};
+//! Gemma 2 and the text models of Gemma 3.
+//!
+//! Both have scaled embeddings, GeGLU, norms that multiply by 1 + weight before and after
+//! attention and MLP, and sliding-window layers between layers with full attention. Gemma 2 caps
+//! attention scores and logits; Gemma 3 has q/k norms, and a separate rotation in sliding-window
+//! layers.
+use super::{
+    ModelFamily, decoder,
+    error::{ModelError, Result},
+    hf_config::{ConfigFields, invalid_value},
+    rope::RopeConfig,
+};
 use contract::job::ModelSpec;
 use serde_json::{Map, Value, json};
 
-pub(super) const GEMMA2: Family = Family {
+/// `Gemma2ForCausalLM` of transformers.
+pub(super) const GEMMA2: ModelFamily = ModelFamily {
     name: "gemma2",
     architecture: "Gemma2ForCausalLM",
-    build: |config, tokens| {
-        let f = Fields::new(config);
-        let mut n = read(config, &f, 2)?;
-        n.attention_cap = cap(config, &f, "attn_logit_softcapping", Some(50.0))?;
-        n.logit_cap = cap(config, &f, "final_logit_softcapping", Some(30.0))?;
-        f.finish()?;
-        Ok(decoder::build(n, config, tokens))
+    build: |hf_config, tokens| {
+        let fields = ConfigFields::new(hf_config);
+        let mut config = read_config(hf_config, &fields, 2)?;
+        config.attention_softcap = read_softcap(hf_config, &fields, "attn_logit_softcapping", Some(50.0))?;
+        config.logit_softcap = read_softcap(hf_config, &fields, "final_logit_softcapping", Some(30.0))?;
+        fields.reject_unknown_keys()?;
+        Ok(decoder::build(config, hf_config, tokens))
     },
-    describe: |spec| {
-        let own =
+    spec_to_hf_config: |spec| {
+        let family_keys =
             json!({"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window": 4096});
-        describe(spec, "gemma2", "Gemma2ForCausalLM", own)
+        spec_to_hf_config(spec, "gemma2", "Gemma2ForCausalLM", family_keys)
     },
-    dropout: &[decoder::DROPOUT],
+    dropout_keys: &[decoder::ATTENTION_DROPOUT],
 };
 
-pub(super) const GEMMA3: Family = Family {
+/// `Gemma3ForCausalLM` of transformers.
+pub(super) const GEMMA3: ModelFamily = ModelFamily {
     name: "gemma3_text",
     architecture: "Gemma3ForCausalLM",
-    build: |config, tokens| {
-        let f = Fields::new(config);
-        let (old, new) = (f.opt_size("sliding_window_pattern")?, f.opt_size("_sliding_window_pattern")?);
-        let pattern = old.or(new).unwrap_or(6) as usize;
-        let mut n = read(config, &f, pattern)?;
-        // transformers reads this key and then computes without it
-        f.only("attn_logit_softcapping", &[Value::Null])?;
-        n.logit_cap = cap(config, &f, "final_logit_softcapping", None)?;
-        n.qk_norm = true;
-        f.finish()?;
-        Ok(decoder::build(n, config, tokens))
+    build: |hf_config, tokens| {
+        let fields = ConfigFields::new(hf_config);
+        let pattern = fields.optional_size("sliding_window_pattern")?;
+        let pattern = pattern.or(fields.optional_size("_sliding_window_pattern")?).unwrap_or(6);
+        let mut config = read_config(hf_config, &fields, pattern as usize)?;
+        // transformers accepts this key but ignores it.
+        fields.require_one_of("attn_logit_softcapping", &[Value::Null])?;
+        config.logit_softcap = read_softcap(hf_config, &fields, "final_logit_softcapping", None)?;
+        config.has_qk_norm = true;
+        fields.reject_unknown_keys()?;
+        Ok(decoder::build(config, hf_config, tokens))
     },
-    describe: |spec| {
+    spec_to_hf_config: |spec| {
         let rope = |theta: f64| json!({"rope_type": "default", "rope_theta": theta});
         let parameters = json!({"full_attention": rope(spec.rope_theta), "sliding_attention": rope(10000.0)});
-        let own = json!({"sliding_window": 512, "sliding_window_pattern": 6, "rope_parameters": parameters});
-        let mut config = describe(spec, "gemma3_text", "Gemma3ForCausalLM", own);
+        let family_keys =
+            json!({"sliding_window": 512, "sliding_window_pattern": 6, "rope_parameters": parameters});
+        let mut hf_config = spec_to_hf_config(spec, "gemma3_text", "Gemma3ForCausalLM", family_keys);
         for key in ["rope_theta", "rope_scaling"] {
-            config.remove(key);
+            hf_config.remove(key);
         }
-        config
+        hf_config
     },
-    dropout: &[decoder::DROPOUT],
+    dropout_keys: &[decoder::ATTENTION_DROPOUT],
 };
 
-/// What both have; without `layer_types` every `pattern`-th layer attends to the whole document.
-fn read(config: &Map<String, Value>, f: &Fields, pattern: usize) -> Result<decoder::Numbers, String> {
+/// Reads the keys that both families have. Without `layer_types` every `pattern`-th layer has full
+/// attention.
+fn read_config(
+    hf_config: &Map<String, Value>,
+    fields: &ConfigFields,
+    pattern: usize,
+) -> Result<decoder::DecoderConfig> {
     let gelu = json!("gelu_pytorch_tanh");
-    f.only("hidden_act", std::slice::from_ref(&gelu))?;
-    f.only("hidden_activation", &[gelu])?;
-    f.only("attention_bias", &[json!(false)])?;
-    f.only("use_bidirectional_attention", &[json!(false)])?;
-    f.get("cache_implementation");
-    // Its default isn't hidden_size / num_attention_heads, so that a file without it is not complete.
-    f.size("head_dim")?;
-    let two_ropes = config.get("architectures") == Some(&json!([GEMMA3.architecture]));
-    let (rope, sliding_rope) = if two_ropes { ropes(f)? } else { (f.rope()?, None) };
-    let mut n = decoder::Numbers::read_but_activation(f, rope)?;
-    n.sliding_rope = sliding_rope;
-    (n.norms_from_one, n.output_norms, n.gelu) = (true, true, true);
-    n.tied = f.flag_or("tie_word_embeddings", true)?;
-    n.embedding_scale = Some((n.hidden as f64).sqrt() as f32);
-    n.attention_scale = (1.0 / f.positive("query_pre_attn_scalar", 256.0)?.sqrt()) as f32;
-    let window =
-        if config.contains_key("sliding_window") { f.opt_size("sliding_window")? } else { Some(4096) };
-    n.window = window.map(|w| w as usize);
-    n.sliding = (0..n.layers).map(|l| window.is_some() && (l + 1) % pattern != 0).collect();
-    n.read_layer_types(f)?;
-    Ok(n)
-}
-
-/// A cap: null is none, and an absent key the family's own.
-fn cap(
-    config: &Map<String, Value>,
-    f: &Fields,
-    key: &'static str,
-    absent: Option<f64>,
-) -> Result<Option<f32>, String> {
-    let own = if config.contains_key(key) { None } else { absent };
-    match f.opt_number(key)?.or(own).map(|x| x as f32) {
-        Some(cap) if cap <= 0.0 => Err(format!("config.json: `{key}` is {cap}, not above 0")),
-        cap => Ok(cap),
-    }
-}
-
-/// Rotation of full and of sliding layers, by the names of transformers 5 or 4.
-fn ropes(f: &Fields) -> Result<(Rope, Option<Rope>), String> {
-    const NEW: &str = "rope_parameters";
-    let (theta, local) = (f.positive("rope_theta", 1e6)?, f.positive("rope_local_base_freq", 1e4)?);
-    let old = f.get("rope_scaling");
-    let Some(both) = f.get(NEW) else {
-        let full = old.map_or(Ok(Rope::plain(theta)), |v| Rope::read("rope_scaling", v, theta))?;
-        return Ok((full, Some(Rope::plain(local))));
+    fields.require_one_of("hidden_act", std::slice::from_ref(&gelu))?;
+    fields.require_one_of("hidden_activation", &[gelu])?;
+    fields.require_one_of("attention_bias", &[json!(false)])?;
+    fields.require_one_of("use_bidirectional_attention", &[json!(false)])?;
+    fields.get("cache_implementation");
+    // Required here: transformers' default is 256, not hidden_size / num_attention_heads.
+    fields.size("head_dim")?;
+    let has_two_ropes = hf_config.get("architectures") == Some(&json!([GEMMA3.architecture]));
+    let (rope, sliding_rope) = if has_two_ropes { read_ropes(fields)? } else { (fields.rope()?, None) };
+    let mut config = decoder::DecoderConfig::read_without_activation(fields, rope)?;
+    config.sliding_rope = sliding_rope;
+    (config.norms_add_one, config.has_output_norms, config.uses_gelu) = (true, true, true);
+    config.ties_embeddings = fields.flag_or("tie_word_embeddings", true)?;
+    config.embedding_scale = Some((config.hidden_size as f64).sqrt() as f32);
+    config.attention_scale = (1.0 / fields.positive_number("query_pre_attn_scalar", 256.0)?.sqrt()) as f32;
+    let window = match hf_config.contains_key("sliding_window") {
+        true => fields.optional_size("sliding_window")?,
+        false => Some(4096),
     };
-    let wrong =
-        || format!("config.json: `{NEW}` is not `full_attention` and `sliding_attention` of this model");
-    let map = both.as_object().filter(|m| m.len() == 2).ok_or_else(wrong)?;
-    let of = |kind: &str, theta| Rope::read(NEW, map.get(kind).ok_or_else(wrong)?, theta);
-    match old {
-        Some(_) => {
-            Err(format!("config.json: `rope_scaling` stands beside `{NEW}`; keep the one that is meant"))
-        }
-        None => Ok((of("full_attention", theta)?, Some(of("sliding_attention", local)?))),
+    config.sliding_window = window.map(|w| w as usize);
+    config.sliding_layers = (0..config.layers).map(|l| window.is_some() && (l + 1) % pattern != 0).collect();
+    config.read_layer_types(fields)?;
+    Ok(config)
+}
+
+/// A soft cap: no cap if `key` is null, `default` if it is absent.
+fn read_softcap(
+    hf_config: &Map<String, Value>,
+    fields: &ConfigFields,
+    key: &'static str,
+    default: Option<f64>,
+) -> Result<Option<f32>> {
+    let default = if hf_config.contains_key(key) { None } else { default };
+    match fields.optional_number(key)?.or(default) {
+        Some(cap) if cap as f32 <= 0.0 => Err(invalid_value(key, &cap.into(), "a number above 0")),
+        cap => Ok(cap.map(|x| x as f32)),
     }
 }
 
-/// `config.json` of a model that job.yaml describes.
-fn describe(spec: &ModelSpec, model_type: &str, architecture: &str, own: Value) -> Map<String, Value> {
-    let mut config = decoder::describe(spec, model_type, architecture, own);
-    config.remove("hidden_act");
-    config.insert("hidden_activation".into(), "gelu_pytorch_tanh".into());
-    config.insert("query_pre_attn_scalar".into(), spec.head_dim.into());
-    config
+/// The rotations of layers with full attention and of sliding-window layers, from
+/// `rope_parameters` (transformers 5), or from `rope_theta`, `rope_scaling` and
+/// `rope_local_base_freq` (transformers 4).
+fn read_ropes(fields: &ConfigFields) -> Result<(RopeConfig, Option<RopeConfig>)> {
+    const NEW: &str = "rope_parameters";
+    const OLD: &str = "rope_scaling";
+    let full_theta = fields.positive_number("rope_theta", 1e6)?;
+    let sliding_theta = fields.positive_number("rope_local_base_freq", 1e4)?;
+    let old = fields.get(OLD);
+    let Some(new) = fields.get(NEW) else {
+        let unscaled = Ok(RopeConfig::unscaled(full_theta));
+        let full = old.map_or(unscaled, |v| RopeConfig::read(OLD, v, full_theta))?;
+        return Ok((full, Some(RopeConfig::unscaled(sliding_theta))));
+    };
+    let invalid = || invalid_value(NEW, new, "a mapping with `full_attention` and `sliding_attention`");
+    let map = new.as_object().filter(|m| m.len() == 2).ok_or_else(invalid)?;
+    let read =
+        |layer_type: &str, theta| RopeConfig::read(NEW, map.get(layer_type).ok_or_else(invalid)?, theta);
+    if old.is_some() {
+        return Err(ModelError::KeysContradict { key: OLD, other: NEW });
+    }
+    Ok((read("full_attention", full_theta)?, Some(read("sliding_attention", sliding_theta)?)))
+}
+
+/// The config.json of a model that job.yaml describes.
+fn spec_to_hf_config(
+    spec: &ModelSpec,
+    model_type: &str,
+    architecture: &str,
+    family_keys: Value,
+) -> Map<String, Value> {
+    let mut hf_config = decoder::spec_to_hf_config(spec, model_type, architecture, family_keys);
+    hf_config.remove("hidden_act");
+    hf_config.insert("hidden_activation".into(), "gelu_pytorch_tanh".into());
+    hf_config.insert("query_pre_attn_scalar".into(), spec.head_dim.into());
+    hf_config
 }

@@ -1,85 +1,105 @@
-//! GPT-2: learned positions, LayerNorm, weights stored as `[in, out]` (Conv1D), GELU; each backward stands below its forward.
+//! [`Gpt2`]: learned positions, LayerNorm, GELU, and matrices stored as `[in, out]` (transformers'
+//! `Conv1D`). Each backward function follows its forward function.
 mod layer;
 
-use super::config::Fields;
-use super::dropout::Module;
-use super::linear::{self, Linear};
+use super::dropout::DropoutModule;
+use super::error::Result;
+use super::hf_config::{ConfigFields, invalid_value};
+use super::linear::{self, LinearPrecision};
 use super::lora::{self, Adapters, Lora};
-use super::{Activations, Batch, Family, HeadGrads, HeadParams, LayerInput, Model, Statistics, Tie, each};
-use crate::params::{Init, ParamSpec, Unit};
+use super::{
+    ActivationBuffers, Batch, F32Buffers, HeadGrads, HeadParams, LayerInput, Model, ModelFamily, TiedWeight,
+    split_buffers,
+};
+use crate::params::{ParamInit, ParamSpec, ParamUnit};
 use contract::job::ModelSpec;
 use device::{
     Ops, View, ViewMut,
-    ops::{ClassifierGrads, LayerNorm, Write},
+    ops::{ClassifierGrads, LayerNormParams, WriteMode},
 };
-use layer::{Drops, Spans, Wanted, layer_unit};
+use layer::{GradMask, LayerDropout, LayerSpans, layer_unit};
 use serde_json::{Map, Value, json};
 
-/// Rates of dropout in config.json: of attention's probabilities, of the embedding, of what is added to the residual stream.
-const RATES: [&str; 3] = ["attn_pdrop", "embd_pdrop", "resid_pdrop"];
-/// Before every stored name but the head's; files without a head leave it out.
+/// The config keys of the dropout rates of attention probabilities, of the embedding, and of the
+/// branches that are added to the residual stream.
+const DROPOUT_KEYS: [&str; 3] = ["attn_pdrop", "embd_pdrop", "resid_pdrop"];
+/// The prefix of every stored name except the head's. Files of the model without its head omit it.
 const PREFIX: &str = "transformer.";
 const EMBEDDING: &str = "transformer.wte.weight";
 const LM_HEAD: &str = "lm_head.weight";
 
-pub(super) const FAMILY: Family = Family {
+/// `GPT2LMHeadModel` of transformers.
+pub(super) const FAMILY: ModelFamily = ModelFamily {
     name: "gpt2",
     architecture: "GPT2LMHeadModel",
-    build: |config, _| {
-        let f = Fields::new(config);
-        let n = Numbers::read(&f)?;
-        f.finish()?;
-        let (unit, spans) = layer_unit(&n, 0);
-        let matrices = unit.params.iter().filter(|p| p.shape.len() == 2).map(ParamSpec::len).sum();
-        let (wanted, adapters) = (vec![Wanted::ALL; n.layers], Vec::new());
-        let config = config.clone();
+    build: |hf_config, _| {
+        let fields = ConfigFields::new(hf_config);
+        let config = Gpt2Config::read(&fields)?;
+        fields.reject_unknown_keys()?;
+        let (unit, spans) = layer_unit(&config, 0);
+        let layer_matrix_elements =
+            unit.params.iter().filter(|p| p.shape.len() == 2).map(ParamSpec::len).sum();
         let mut model = Gpt2 {
-            dropout: Module::new(n.rates.embedding, 0, ""),
-            drops: Vec::new(),
-            n,
+            embedding_dropout: DropoutModule::new(config.dropout_rates.embedding, 0, ""),
+            layer_dropout: Vec::new(),
+            grad_masks: vec![GradMask::ALL; config.layers],
             config,
+            hf_config: hf_config.clone(),
             spans,
-            matrices,
-            wanted,
-            head_wanted: true,
-            adapters,
-            linear: Linear::default(),
+            layer_matrix_elements,
+            needs_head_grad: true,
+            adapters: Vec::new(),
+            linear: LinearPrecision::default(),
         };
-        model.seed(0);
+        model.set_dropout_seed(0);
         Ok(Box::new(model))
     },
-    describe,
-    dropout: &RATES,
+    spec_to_hf_config,
+    dropout_keys: &DROPOUT_KEYS,
 };
 
-/// What config.json says.
-struct Numbers {
-    vocab: usize,
-    positions: usize,
-    hidden: usize,
-    intermediate: usize,
+/// The sizes and options of a GPT-2 model, read from config.json.
+struct Gpt2Config {
+    /// Number of tokens in the vocabulary.
+    vocab_size: usize,
+    /// Number of learned positions: the longest sequence.
+    max_positions: usize,
+    /// Width of the residual stream.
+    hidden_size: usize,
+    /// Width of the MLP between its two matmuls.
+    intermediate_size: usize,
+    /// Number of layers.
     layers: usize,
+    /// Attention heads of each layer; divides `hidden_size`.
     heads: usize,
-    eps: f32,
-    tied: bool,
-    /// Standard deviation of initial matrices.
-    std: f32,
-    /// Scores are divided by √head_dim.
-    scaled: bool,
-    /// They are also divided by the layer's number, counted from 1.
-    by_layer: bool,
-    rates: Rates,
+    /// Epsilon of every LayerNorm.
+    norm_eps: f32,
+    /// The head uses the embedding matrix.
+    ties_embeddings: bool,
+    /// Standard deviation of the initial weights of matrices.
+    init_std: f32,
+    /// Attention scores are divided by √head_dim (`scale_attn_weights`).
+    scales_scores: bool,
+    /// Attention scores are divided by the number of the layer, counted from 1
+    /// (`scale_attn_by_inverse_layer_idx`).
+    scales_by_layer_index: bool,
+    /// The dropout rates.
+    dropout_rates: DropoutRates,
 }
 
-/// Rates of dropout.
-struct Rates {
+/// The dropout rates of GPT-2.
+struct DropoutRates {
+    /// The rate of attention probabilities.
     attention: f64,
+    /// The rate of the embedding.
     embedding: f64,
+    /// The rate of the branches that are added to the residual stream.
     residual: f64,
 }
 
-/// Keys of heads for other tasks than text, and of settings that matter in 16 bit only.
-const WITHOUT_EFFECT: [&str; 10] = [
+/// Config keys without effect on training: heads for other tasks, and attention in 16 bits of
+/// transformers.
+const IGNORED_KEYS: [&str; 10] = [
     "n_special",
     "predict_special_tokens",
     "reorder_and_upcast_attn",
@@ -92,244 +112,284 @@ const WITHOUT_EFFECT: [&str; 10] = [
     "n_ctx",
 ];
 
-impl Numbers {
-    fn read(f: &Fields) -> Result<Self, String> {
-        f.only("activation_function", &[json!("gelu_new"), json!("gelu_pytorch_tanh")])?;
-        f.only("add_cross_attention", &[json!(false)])?;
-        f.only("is_encoder_decoder", &[json!(false)])?;
-        f.only("chunk_size_feed_forward", &[json!(0)])?;
-        let [attention, embedding, residual] = RATES.map(|key| f.dropout(key, 0.1));
-        for key in WITHOUT_EFFECT {
-            f.get(key);
+impl Gpt2Config {
+    /// Reads the keys of GPT-2 and checks that they fit together.
+    fn read(fields: &ConfigFields) -> Result<Self> {
+        let activations = [json!("gelu_new"), json!("gelu_pytorch_tanh")];
+        fields.require_one_of("activation_function", &activations)?;
+        fields.require_one_of("add_cross_attention", &[json!(false)])?;
+        fields.require_one_of("is_encoder_decoder", &[json!(false)])?;
+        fields.require_one_of("chunk_size_feed_forward", &[json!(0)])?;
+        let [attention, embedding, residual] = DROPOUT_KEYS.map(|key| fields.dropout_rate(key, 0.1));
+        for key in IGNORED_KEYS {
+            fields.get(key);
         }
-        let (hidden, heads) = (f.size("n_embd")?, f.size("n_head")?);
+        let (hidden, heads) = (fields.size("n_embd")?, fields.size("n_head")?);
         if !hidden.is_multiple_of(heads) {
-            return Err(format!("n_head {heads} does not divide n_embd {hidden}"));
+            return Err(invalid_value("n_head", &heads.into(), format!("a divisor of n_embd ({hidden})")));
         }
-        Ok(Numbers {
-            vocab: f.size("vocab_size")? as usize,
-            positions: f.size("n_positions")? as usize,
-            hidden: hidden as usize,
-            intermediate: f.opt_size("n_inner")?.map_or(4 * hidden as usize, |n| n as usize),
-            layers: f.layers("n_layer")?,
+        let hidden_size = hidden as usize;
+        Ok(Gpt2Config {
+            vocab_size: fields.size("vocab_size")? as usize,
+            max_positions: fields.size("n_positions")? as usize,
+            hidden_size,
+            intermediate_size: fields.optional_size("n_inner")?.map_or(4 * hidden_size, |n| n as usize),
+            layers: fields.layer_count("n_layer")?,
             heads: heads as usize,
-            eps: f.positive("layer_norm_epsilon", 1e-5)? as f32,
-            tied: f.flag_or("tie_word_embeddings", true)?,
-            std: f.positive("initializer_range", 0.02)? as f32,
-            scaled: f.flag_or("scale_attn_weights", true)?,
-            by_layer: f.flag("scale_attn_by_inverse_layer_idx")?,
-            rates: Rates { attention: attention?, embedding: embedding?, residual: residual? },
+            norm_eps: fields.positive_number("layer_norm_epsilon", 1e-5)? as f32,
+            ties_embeddings: fields.flag_or("tie_word_embeddings", true)?,
+            init_std: fields.positive_number("initializer_range", 0.02)? as f32,
+            scales_scores: fields.flag_or("scale_attn_weights", true)?,
+            scales_by_layer_index: fields.flag("scale_attn_by_inverse_layer_idx")?,
+            dropout_rates: DropoutRates { attention: attention?, embedding: embedding?, residual: residual? },
         })
     }
 }
 
-/// `config.json` of a model that job.yaml describes.
-fn describe(s: &ModelSpec) -> Map<String, Value> {
-    let all = json!({
+/// The config.json of a model that job.yaml describes.
+fn spec_to_hf_config(spec: &ModelSpec) -> Map<String, Value> {
+    let hf_config = json!({
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
         "activation_function": "gelu_new",
         "attn_pdrop": 0.0,
         "embd_pdrop": 0.0,
-        "initializer_range": s.initializer_range,
+        "initializer_range": spec.initializer_range,
         "layer_norm_epsilon": 1e-5,
-        "n_embd": s.hidden_size,
-        "n_head": s.num_attention_heads,
-        "n_inner": s.intermediate_size,
-        "n_layer": s.num_hidden_layers,
-        "n_positions": s.max_position_embeddings,
+        "n_embd": spec.hidden_size,
+        "n_head": spec.num_attention_heads,
+        "n_inner": spec.intermediate_size,
+        "n_layer": spec.num_hidden_layers,
+        "n_positions": spec.max_position_embeddings,
         "resid_pdrop": 0.0,
-        "tie_word_embeddings": s.tie_word_embeddings,
+        "tie_word_embeddings": spec.tie_word_embeddings,
         "use_cache": true,
-        "vocab_size": s.vocab_size,
+        "vocab_size": spec.vocab_size,
     });
-    match all {
+    match hf_config {
         Value::Object(map) => map,
         _ => Map::new(),
     }
 }
 
-/// GPT-2 with its numbers.
+/// A GPT-2 model with its config.
 struct Gpt2 {
-    n: Numbers,
-    config: Map<String, Value>,
-    spans: Spans,
-    /// Elements of a layer's matrices.
-    matrices: usize,
-    /// Of each layer, and of the head's matrix: is its gradient wanted?
-    wanted: Vec<Wanted>,
-    head_wanted: bool,
-    /// Of each layer; empty without adapters.
+    config: Gpt2Config,
+    hf_config: Map<String, Value>,
+    /// The layout of a layer.
+    spans: LayerSpans,
+    /// The elements of the matrices of one layer.
+    layer_matrix_elements: usize,
+    /// For each layer the matrices whose gradients are computed.
+    grad_masks: Vec<GradMask>,
+    /// Whether the gradient of the head's matrix is computed.
+    needs_head_grad: bool,
+    /// The LoRA adapters of each layer; empty without LoRA.
     adapters: Vec<Adapters>,
-    /// After the embedding.
-    dropout: Module,
-    /// Of each layer.
-    drops: Vec<Drops>,
-    linear: Linear,
+    /// The dropout of embedded tokens.
+    embedding_dropout: DropoutModule,
+    /// The dropout modules of each layer.
+    layer_dropout: Vec<LayerDropout>,
+    /// The precision of the layers' matmuls.
+    linear: LinearPrecision,
 }
 
 impl Gpt2 {
-    fn table(&self) -> usize {
-        self.n.vocab * self.n.hidden
+    /// The number of elements of the token embedding, which precedes the position embedding in the
+    /// unit.
+    fn token_embedding_len(&self) -> usize {
+        self.config.vocab_size * self.config.hidden_size
     }
 
-    /// The final norm, and the head's matrix, wherever it lies.
-    fn head_weights<'a>(&self, p: &HeadParams<'a>) -> (LayerNorm<'a>, View<'a>) {
-        let d = self.n.hidden;
-        let norm = LayerNorm { w: p.head.slice(0..d), b: p.head.slice(d..2 * d), eps: self.n.eps };
+    /// The final norm, and the head's matrix, `[vocab, hidden]`, from the embedding if it is tied.
+    fn head_weights<'a>(&self, p: &HeadParams<'a>) -> (LayerNormParams<'a>, View<'a>) {
+        let d = self.config.hidden_size;
+        let norm =
+            LayerNormParams { w: p.head.slice(0..d), b: p.head.slice(d..2 * d), eps: self.config.norm_eps };
         let matrix = match p.embedding {
-            Some(embedding) => embedding.slice(0..self.table()),
-            None => p.head.slice(2 * d..2 * d + self.table()),
+            Some(embedding) => embedding.slice(0..self.token_embedding_len()),
+            None => p.head.slice(2 * d..2 * d + self.token_embedding_len()),
         };
         (norm, matrix)
     }
 
-    /// Where the first `t` positions lie in the embedding unit.
-    fn positions(&self, t: usize) -> std::ops::Range<usize> {
-        self.table()..self.table() + t * self.n.hidden
+    /// The range of the first `t` position embeddings in the embedding unit.
+    fn position_span(&self, t: usize) -> std::ops::Range<usize> {
+        self.token_embedding_len()..self.token_embedding_len() + t * self.config.hidden_size
     }
 }
 
 impl Model for Gpt2 {
-    fn units(&self) -> Vec<Unit> {
-        let (d, init) = (self.n.hidden, Init::Normal(self.n.std));
+    fn units(&self) -> Vec<ParamUnit> {
+        let (d, init) = (self.config.hidden_size, ParamInit::Normal(self.config.init_std));
         let param =
             |name: &str, shape: &[usize], init| ParamSpec { name: name.into(), shape: shape.into(), init };
         let embedding = vec![
-            param(EMBEDDING, &[self.n.vocab, d], init),
-            param("transformer.wpe.weight", &[self.n.positions, d], init),
+            param(EMBEDDING, &[self.config.vocab_size, d], init),
+            param("transformer.wpe.weight", &[self.config.max_positions, d], init),
         ];
         let mut head = vec![
-            param("transformer.ln_f.weight", &[d], Init::Ones),
-            param("transformer.ln_f.bias", &[d], Init::Zeros),
+            param("transformer.ln_f.weight", &[d], ParamInit::Ones),
+            param("transformer.ln_f.bias", &[d], ParamInit::Zeros),
         ];
-        if !self.tied() {
-            head.push(param(LM_HEAD, &[self.n.vocab, d], init));
+        if !self.has_tied_embeddings() {
+            head.push(param(LM_HEAD, &[self.config.vocab_size, d], init));
         }
         let layer = |l: usize| {
-            let unit = layer_unit(&self.n, l).0;
+            let unit = layer_unit(&self.config, l).0;
             match self.adapters.get(l) {
                 Some(adapters) => adapters.extend(unit),
                 None => unit,
             }
         };
-        std::iter::once(Unit::new("embedding", embedding))
-            .chain((0..self.n.layers).map(layer))
-            .chain(std::iter::once(Unit::new("head", head)))
+        std::iter::once(ParamUnit::new("embedding", embedding))
+            .chain((0..self.config.layers).map(layer))
+            .chain(std::iter::once(ParamUnit::new("head", head)))
             .collect()
     }
 
-    fn adapt(&mut self, lora: &Lora) -> Result<(), String> {
-        self.adapters = layer::adapters(&self.n, lora)?;
+    fn add_lora(&mut self, lora: &Lora) -> Result<()> {
+        self.adapters = layer::layer_adapters(&self.config, lora)?;
         Ok(())
     }
 
-    fn linears(&self) -> Vec<(usize, usize)> {
-        let (d, f) = (self.n.hidden, self.n.intermediate);
+    fn linear_shapes(&self) -> Vec<(usize, usize)> {
+        let (d, f) = (self.config.hidden_size, self.config.intermediate_size);
         vec![(d, 3 * d), (d, d), (d, f), (f, d)]
     }
 
-    fn multiply_in_fp8(&mut self) -> Result<(), String> {
-        linear::check_fp8(&[("n_embd", self.n.hidden), ("n_inner", self.n.intermediate)])?;
-        self.linear = Linear::Fp8;
+    fn enable_fp8(&mut self) -> Result<()> {
+        linear::check_fp8_sizes(&[
+            ("n_embd", self.config.hidden_size),
+            ("n_inner", self.config.intermediate_size),
+        ])?;
+        self.linear = LinearPrecision::Fp8;
         Ok(())
     }
 
-    fn seed(&mut self, seed: u64) {
-        self.dropout = Module::new(self.n.rates.embedding, seed, "transformer.drop");
-        self.drops = (0..self.n.layers).map(|l| Drops::new(&self.n, l, seed)).collect();
+    fn set_dropout_seed(&mut self, seed: u64) {
+        self.embedding_dropout =
+            DropoutModule::new(self.config.dropout_rates.embedding, seed, "transformer.drop");
+        self.layer_dropout =
+            (0..self.config.layers).map(|l| LayerDropout::new(&self.config, l, seed)).collect();
     }
 
-    fn train(&mut self, units: &[Unit]) {
+    fn set_trained(&mut self, units: &[ParamUnit]) {
         let layers = 1..units.len() - 1;
-        self.wanted = units[layers].iter().map(|u| self.spans.wanted(u)).collect();
-        self.head_wanted = match (units.first(), units.last()) {
-            (Some(embedding), _) if self.tied() => embedding.has_trained_in(0..self.table()),
-            (_, Some(head)) => head.has_trained_in(2 * self.n.hidden..head.len()),
+        self.grad_masks = units[layers].iter().map(|u| self.spans.grad_mask(u)).collect();
+        self.needs_head_grad = match (units.first(), units.last()) {
+            (Some(embedding), _) if self.has_tied_embeddings() => {
+                embedding.has_trained_in(0..self.token_embedding_len())
+            }
+            (_, Some(head)) => head.has_trained_in(2 * self.config.hidden_size..head.len()),
             _ => true,
         };
     }
 
-    fn hidden(&self) -> usize {
-        self.n.hidden
+    fn hidden_size(&self) -> usize {
+        self.config.hidden_size
     }
 
-    fn vocab(&self) -> usize {
-        self.n.vocab
+    fn vocab_size(&self) -> usize {
+        self.config.vocab_size
     }
 
-    fn attention_width(&self) -> usize {
-        3 * self.n.hidden
+    fn qkv_width(&self) -> usize {
+        3 * self.config.hidden_size
     }
 
-    fn tied(&self) -> bool {
-        self.n.tied
+    fn has_tied_embeddings(&self) -> bool {
+        self.config.ties_embeddings
     }
 
-    fn heads(&self) -> [usize; 3] {
-        [self.n.heads, self.n.heads, self.n.hidden / self.n.heads]
+    fn attention_dims(&self) -> [usize; 3] {
+        [self.config.heads, self.config.heads, self.config.hidden_size / self.config.heads]
     }
 
-    fn ties(&self) -> Vec<Tie> {
-        let tie = Tie { alias: LM_HEAD.into(), target: EMBEDDING.into() };
-        if self.tied() { vec![tie] } else { Vec::new() }
+    fn tied_weights(&self) -> Vec<TiedWeight> {
+        let tie = TiedWeight { alias: LM_HEAD.into(), target: EMBEDDING.into() };
+        if self.has_tied_embeddings() { vec![tie] } else { Vec::new() }
     }
 
-    fn in_out(&self) -> bool {
+    fn stores_transposed_matrices(&self) -> bool {
         true
     }
 
-    fn prefix(&self) -> Option<&'static str> {
+    fn base_model_prefix(&self) -> Option<&'static str> {
         Some(PREFIX)
     }
 
-    /// Older files hold the causal mask as `attn.bias` and what it puts in as `attn.masked_bias`.
-    fn is_constant(&self, name: &str) -> bool {
-        let of_layer = name.strip_prefix(PREFIX).unwrap_or(name).strip_prefix("h.");
-        let rest = of_layer.and_then(|n| n.split_once('.')).map(|(_, rest)| rest);
+    /// Older files contain the causal mask as `attn.bias` and the score of masked positions as
+    /// `attn.masked_bias`.
+    fn is_constant_tensor(&self, name: &str) -> bool {
+        let in_layer = name.strip_prefix(PREFIX).unwrap_or(name).strip_prefix("h.");
+        let rest = in_layer.and_then(|n| n.split_once('.')).map(|(_, rest)| rest);
         matches!(rest, Some("attn.bias" | "attn.masked_bias"))
     }
 
     fn hf_config(&self) -> &Map<String, Value> {
-        &self.config
+        &self.hf_config
     }
 
     fn flops_per_token(&self, t: usize) -> f64 {
-        let matrices = self.matrices as f64 * self.n.layers as f64 + self.table() as f64;
-        6.0 * matrices + 6.0 * (t * self.n.layers * self.n.hidden) as f64
+        let matrix_elements =
+            self.layer_matrix_elements as f64 * self.config.layers as f64 + self.token_embedding_len() as f64;
+        6.0 * matrix_elements + 6.0 * (t * self.config.layers * self.config.hidden_size) as f64
     }
 
-    /// Mean and 1/deviation of the input · q k v · attention output · its log-sum-exp · residual stream after attention ·
-    /// mean and 1/deviation of it · what GELU gets.
+    /// The buffers, by index:
+    /// 0. mean and 1/σ of the layer's input, `[rows, 2]`
+    /// 1. q, k and v, `[rows, 3·hidden]`
+    /// 2. attention output, `[rows, hidden]`
+    /// 3. log-sum-exp of attention scores, `[b, heads, t]`
+    /// 4. residual stream after attention, `[rows, hidden]`
+    /// 5. mean and 1/σ of buffer 4, `[rows, 2]`
+    /// 6. input of GELU, `[rows, intermediate]`
     fn saved_lengths(&self, b: usize, t: usize) -> Vec<usize> {
-        let (m, d) = (b * t, self.n.hidden);
-        vec![2 * m, m * 3 * d, m * d, b * self.n.heads * t, m * d, 2 * m, m * self.n.intermediate]
+        let (m, d) = (b * t, self.config.hidden_size);
+        vec![
+            2 * m,
+            m * 3 * d,
+            m * d,
+            b * self.config.heads * t,
+            m * d,
+            2 * m,
+            m * self.config.intermediate_size,
+        ]
     }
 
-    /// Normed rows · their gradient · GELU's output · gradient of its input · gradients of attention's output, q k v ·
-    /// mean and 1/deviation of the head's input · what adapters need.
+    /// The buffers, by index:
+    /// 0. normalized rows, `[rows, hidden]`
+    /// 1. gradient of buffer 0
+    /// 2. output of GELU, `[rows, intermediate]`
+    /// 3. gradient of the input of GELU
+    /// 4. gradient of the attention output
+    /// 5. gradients of q, k and v
+    /// 6. mean and 1/σ of the head's input, `[rows, 2]`
+    ///
+    /// The buffers of [`lora::LoraScratch`] follow.
     fn scratch_lengths(&self, b: usize, t: usize) -> Vec<usize> {
-        let (m, d, f) = (b * t, self.n.hidden, self.n.intermediate);
-        let own = [m * d, m * d, m * f, m * f, m * d, m * 3 * d, 2 * m];
-        own.into_iter().chain(lora::scratch_lengths(&self.adapters, m)).collect()
+        let (m, d, f) = (b * t, self.config.hidden_size, self.config.intermediate_size);
+        let lengths = [m * d, m * d, m * f, m * f, m * d, m * 3 * d, 2 * m];
+        lengths.into_iter().chain(lora::scratch_lengths(&self.adapters, m)).collect()
     }
 
-    fn statistics(&self) -> Statistics {
-        Statistics { saved: &[0, 3, 5], scratch: &[6, 7, 8, 9, 10, 11] }
+    fn f32_buffers(&self) -> F32Buffers {
+        F32Buffers { saved: &[0, 3, 5], scratch: &[6, 7, 8, 9, 10, 11] }
     }
 
     fn embedding_forward(&self, ops: &dyn Ops, params: View, batch: &Batch, mut x: ViewMut) {
-        let (b, t, d) = (batch.b, batch.t, self.n.hidden);
-        ops.embedding_forward(x.reborrow(), params.slice(0..self.table()), &batch.tokens, d);
-        // The rows of all sequences, one after the other, get the same t·d numbers.
-        ops.bias_forward(x.reborrow(), params.slice(self.positions(t)), b, t * d);
-        self.dropout.apply(ops, batch, d, x);
+        let (b, t, d) = (batch.sequences, batch.seq_len, self.config.hidden_size);
+        ops.embedding_forward(x.reborrow(), params.slice(0..self.token_embedding_len()), &batch.tokens, d);
+        // Every sequence is one row of t·d elements, to which the positions are added like a bias.
+        ops.bias_forward(x.reborrow(), params.slice(self.position_span(t)), b, t * d);
+        self.embedding_dropout.apply(ops, batch, d, x);
     }
 
     fn embedding_backward(&self, ops: &dyn Ops, grads: ViewMut, batch: &Batch, mut dx: ViewMut) {
-        let (b, t, d) = (batch.b, batch.t, self.n.hidden);
-        self.dropout.apply(ops, batch, d, dx.reborrow());
-        let (tokens, positions) = grads.split_at(self.table());
+        let (b, t, d) = (batch.sequences, batch.seq_len, self.config.hidden_size);
+        self.embedding_dropout.apply(ops, batch, d, dx.reborrow());
+        let (tokens, positions) = grads.split_at(self.token_embedding_len());
         ops.embedding_backward(tokens, dx.as_view(), &batch.tokens, d);
         ops.bias_backward(positions.slice(0..t * d), dx.as_view(), b, t * d);
     }
@@ -339,8 +399,8 @@ impl Model for Gpt2 {
         ops: &dyn Ops,
         input: &LayerInput,
         y: Option<ViewMut>,
-        saved: &mut Activations,
-        scratch: &mut Activations,
+        saved: &mut ActivationBuffers,
+        scratch: &mut ActivationBuffers,
     ) {
         self.attention_forward(ops, input, saved, scratch);
         self.mlp_forward(ops, input, y, saved, scratch);
@@ -352,27 +412,34 @@ impl Model for Gpt2 {
         input: &LayerInput,
         grads: ViewMut,
         mut dx: ViewMut,
-        saved: &mut Activations,
-        scratch: &mut Activations,
+        saved: &mut ActivationBuffers,
+        scratch: &mut ActivationBuffers,
     ) {
         let mut g = grads;
-        for span in self.spans.summed() {
+        for span in self.spans.accumulated_spans() {
             ops.clear(g.slice_mut(span));
         }
         self.mlp_backward(ops, input, &mut g, dx.reborrow(), saved, scratch);
         self.attention_backward(ops, input, &mut g, dx, saved, scratch);
     }
 
-    fn logits(&self, ops: &dyn Ops, params: HeadParams, x: View, out: ViewMut, scratch: &mut Activations) {
-        let (d, v) = (self.n.hidden, self.n.vocab);
+    fn logits(
+        &self,
+        ops: &dyn Ops,
+        params: HeadParams,
+        x: View,
+        out: ViewMut,
+        scratch: &mut ActivationBuffers,
+    ) {
+        let (d, v) = (self.config.hidden_size, self.config.vocab_size);
         let (norm, matrix) = self.head_weights(&params);
-        let [row, _, _, _, _, _, stats] = each::<7>(scratch);
+        let [row, _, _, _, _, _, stats] = split_buffers::<7>(scratch);
         let mut row = row.view_mut().slice(0..d);
         ops.layernorm_forward(row.reborrow(), stats.view_mut().slice(0..2), x, norm, 1);
         ops.logits(out, row.as_view(), matrix, 1, d, v);
     }
 
-    fn head(
+    fn head_loss(
         &self,
         ops: &dyn Ops,
         params: HeadParams,
@@ -380,11 +447,11 @@ impl Model for Gpt2 {
         x: View,
         loss: ViewMut,
         grads: Option<HeadGrads>,
-        scratch: &mut Activations,
+        scratch: &mut ActivationBuffers,
     ) {
-        let (m, d, v) = (batch.rows(), self.n.hidden, self.n.vocab);
+        let (m, d, v) = (batch.rows(), self.config.hidden_size, self.config.vocab_size);
         let (norm, matrix) = self.head_weights(&params);
-        let [rows, drows, _, _, _, _, stats] = each::<7>(scratch);
+        let [rows, drows, _, _, _, _, stats] = split_buffers::<7>(scratch);
         ops.layernorm_forward(rows.view_mut(), stats.view_mut(), x, norm, m);
         let Some(g) = grads else {
             return ops.classifier(loss, rows.view(), matrix, &batch.labels, m, d, v, None);
@@ -393,18 +460,19 @@ impl Model for Gpt2 {
         ops.clear(dnorm.reborrow());
         let dw = match g.embedding {
             Some(embedding) => {
-                // Every buffer is overwritten, and the head knows nothing of positions.
-                let (dw, positions) = embedding.split_at(self.table());
+                // Gradients are overwritten; the gradient of positions begins at zero.
+                let (dw, positions) = embedding.split_at(self.token_embedding_len());
                 ops.clear(positions);
                 dw
             }
             None => rest,
         };
-        // empty: not wanted
-        let dw = if self.head_wanted { dw } else { dw.slice(0..0) };
-        let out = ClassifierGrads { dx: drows.view_mut(), dw, dw_write: Write::Set, scale: g.scale };
+        // The op skips an empty gradient.
+        let dw = if self.needs_head_grad { dw } else { dw.slice(0..0) };
+        let out =
+            ClassifierGrads { dx: drows.view_mut(), dw, dw_write: WriteMode::Overwrite, scale: g.scale };
         ops.classifier(loss, rows.view(), matrix, &batch.labels, m, d, v, Some(out));
         let (dw, db) = dnorm.split_at(d);
-        ops.layernorm_backward(g.dx, dw, db, drows.view(), x, norm.w, stats.view(), m, Write::Set);
+        ops.layernorm_backward(g.dx, dw, db, drows.view(), x, norm.w, stats.view(), m, WriteMode::Overwrite);
     }
 }

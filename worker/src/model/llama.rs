@@ -1,23 +1,26 @@
-//! Llama 1 to 3: biases where `attention_bias` and `mlp_bias` say so.
-use super::{Family, config::Fields, decoder};
+//! Llama 1 to 3 and models with the same architecture; biases if `attention_bias` and `mlp_bias`
+//! are set.
+use super::{ModelFamily, decoder, hf_config::ConfigFields};
 use serde_json::json;
 
-pub(super) const FAMILY: Family = Family {
+/// `LlamaForCausalLM` of transformers.
+pub(super) const FAMILY: ModelFamily = ModelFamily {
     name: "llama",
     architecture: "LlamaForCausalLM",
-    build: |config, tokens| {
-        let f = Fields::new(config);
-        let mut n = decoder::Numbers::read(&f)?;
-        let bias = f.flag("attention_bias")?;
-        (n.qkv_bias, n.o_bias, n.mlp_bias) = (bias, bias, f.flag("mlp_bias")?);
-        f.only("rope_interleaved", &[json!(false)])?;
-        f.only("is_llama_config", &[json!(true)])?;
-        f.finish()?;
-        Ok(decoder::build(n, config, tokens))
+    build: |hf_config, tokens| {
+        let fields = ConfigFields::new(hf_config);
+        let mut config = decoder::DecoderConfig::read(&fields)?;
+        let bias = fields.flag("attention_bias")?;
+        (config.has_qkv_bias, config.has_o_bias, config.has_mlp_bias) =
+            (bias, bias, fields.flag("mlp_bias")?);
+        fields.require_one_of("rope_interleaved", &[json!(false)])?;
+        fields.require_one_of("is_llama_config", &[json!(true)])?;
+        fields.reject_unknown_keys()?;
+        Ok(decoder::build(config, hf_config, tokens))
     },
-    describe: |spec| {
-        let own = json!({"attention_bias": false, "mlp_bias": false});
-        decoder::describe(spec, "llama", "LlamaForCausalLM", own)
+    spec_to_hf_config: |spec| {
+        let family_keys = json!({"attention_bias": false, "mlp_bias": false});
+        decoder::spec_to_hf_config(spec, "llama", "LlamaForCausalLM", family_keys)
     },
-    dropout: &[decoder::DROPOUT],
+    dropout_keys: &[decoder::ATTENTION_DROPOUT],
 };

@@ -1,31 +1,38 @@
-//! Low-rank adapters (LoRA, Hu et al. 2021) beside frozen matrices: `y = W·x + s·B·A·dropout(x)`, `s = alpha / rank`.
+//! Low-rank adapters of frozen matrices (LoRA, Hu et al. 2021): `y = W·x + s·B·A·dropout(x)` with
+//! `s = alpha / rank`, or `alpha / √rank` for rsLoRA (Kalajdzievski 2023).
 //!
-//! An adapter is two parameters of its own, named as PEFT names them (without its wrapper's prefix): `….q_proj.lora_A.weight`
-//! `[rank, in]` and `….q_proj.lora_B.weight` `[out, rank]`. A begins as PEFT's does, uniform within 1/√in; B with zeros, so
-//! that an adapter first changes nothing. They lie behind the layer's other tensors in its unit.
-use super::Batch;
+//! An adapter consists of two parameters with PEFT's names, without the prefix of its wrapper:
+//! `….q_proj.lora_A.weight`, `[rank, in]`, and `….q_proj.lora_B.weight`, `[out, rank]`. A is
+//! initialized like PEFT's, uniformly within 1/√in, and B with zeros, so that a new adapter does
+//! not change the output. In a layer's unit the adapters follow the other tensors.
+use super::{
+    Batch,
+    error::{ModelError, Result},
+    hf_config::shorten,
+};
 use crate::{
-    params::{Init, ParamSpec, Unit},
+    params::{ParamInit, ParamSpec, ParamUnit},
     rng::{Purpose, RandomStream},
 };
 use contract::job::{LoraSpec, LoraTargets};
 use device::{
     Buf, Ops, View, ViewMut,
-    ops::{Dropout, Write},
+    ops::{Dropout, WriteMode},
 };
 use std::ops::Range;
 
-/// What a model needs to know to have adapters.
+/// The configuration of the adapters of a model.
 #[derive(Clone, Debug)]
 pub struct Lora {
-    /// The job's, with the numbers of the folder that it names.
+    /// The `train.lora` section, completed by the configuration in the adapter directory that it
+    /// names.
     pub spec: LoraSpec,
-    /// The run's seed: it decides what dropout drops.
+    /// The run's seed, which selects the dropout masks.
     pub seed: u64,
 }
 
 impl Lora {
-    /// Does the module of this name get an adapter? As in PEFT: it has the name of a target, or ends in `.` and that.
+    /// Whether the module of this name gets an adapter.
     fn targets(&self, module: &str) -> bool {
         match &self.spec.targets {
             LoraTargets::AllLinear => true,
@@ -33,93 +40,118 @@ impl Lora {
         }
     }
 
-    /// Refuses a target that none of these modules is.
-    pub(super) fn check<'a>(&self, modules: impl Iterator<Item = &'a str> + Clone) -> Result<(), String> {
+    /// Checks that every target matches one of the modules, given by name. `has_experts` is whether
+    /// the model has experts, which are not among the modules.
+    ///
+    /// # Errors
+    /// [`ModelError::LoraTargetUnknown`].
+    pub(super) fn check_targets<'a>(
+        &self,
+        modules: impl Iterator<Item = &'a str> + Clone,
+        has_experts: bool,
+    ) -> Result<()> {
         let LoraTargets::Names(names) = &self.spec.targets else { return Ok(()) };
-        let Some(absent) = names.iter().find(|n| !modules.clone().any(|m| is_target(m, n))) else {
+        let Some(unknown) = names.iter().find(|n| !modules.clone().any(|m| is_target(m, n))) else {
             return Ok(());
         };
-        let mut known: Vec<&str> = modules.filter_map(|m| m.rsplit('.').next()).collect();
-        known.sort_unstable();
-        known.dedup();
-        Err(format!(
-            "no matrix of the layers that can have an adapter is named `{}`; there are {}",
-            absent.chars().take(100).collect::<String>(),
-            known.join(", ")
-        ))
+        let mut supported: Vec<String> =
+            modules.filter_map(|m| m.rsplit('.').next()).map(Into::into).collect();
+        supported.sort_unstable();
+        supported.dedup();
+        Err(ModelError::LoraTargetUnknown { target: shorten(unknown), supported, has_experts })
     }
 }
 
+/// Whether target `name` selects the module, as in PEFT: the names are equal, or the module's name
+/// ends with a dot and the target's name.
 fn is_target(module: &str, name: &str) -> bool {
     module.strip_suffix(name).is_some_and(|before| before.is_empty() || before.ends_with('.'))
 }
 
-/// Matrices that are multiplied as one: they have the same input, and their outputs lie side by side.
-pub(super) struct Together<'a> {
-    /// What their names begin with.
+/// Matrices that are computed as one matmul: they have a common input, and their outputs are
+/// adjacent columns.
+pub(super) struct FusedLinears<'a> {
+    /// The prefix of their names, with the dot.
     pub(super) prefix: String,
-    pub(super) inp: usize,
-    /// Name and width of the output of each.
-    pub(super) named: &'a [(&'a str, usize)],
+    /// The width of the input.
+    pub(super) inputs: usize,
+    /// The name and the width of the output of each matrix.
+    pub(super) modules: &'a [(&'a str, usize)],
 }
 
-/// An adapter of a layer.
+impl FusedLinears<'_> {
+    /// The full names of the matrices.
+    pub(super) fn names(&self) -> impl Iterator<Item = String> {
+        self.modules.iter().map(|(name, _)| format!("{}{name}", self.prefix))
+    }
+}
+
+/// The adapter of one matrix.
 struct Adapter {
-    /// A and B in the layer's flat vector.
+    /// The range of A in the flat vector of the layer's unit.
     a: Range<usize>,
+    /// The range of B.
     b: Range<usize>,
-    /// Columns of the group's output.
-    out: Range<usize>,
-    dropped: RandomStream,
+    /// The columns of the matrix in the output of its group.
+    columns: Range<usize>,
+    /// The random numbers of the dropout masks.
+    rng: RandomStream,
 }
 
-/// The adapters of matrices that are multiplied as one.
-struct Group {
-    inp: usize,
-    /// Width of their output together.
+/// The adapters of matrices that are computed as one matmul.
+struct AdapterGroup {
+    /// The width of the input.
+    inputs: usize,
+    /// The width of the output of all matrices of the group.
     width: usize,
     adapters: Vec<Adapter>,
 }
 
 /// The adapters of one layer.
 pub(super) struct Adapters {
-    groups: Vec<Group>,
+    groups: Vec<AdapterGroup>,
     params: Vec<ParamSpec>,
     rank: usize,
+    /// The factor s of the adapters' output.
     scale: f32,
-    dropout: f64,
+    dropout_rate: f64,
 }
 
-/// Number of buffers that adapters add to a model's scratch.
-pub(super) const SCRATCH: usize = 5;
+/// The number of buffers that adapters add to the scratch buffers of a model.
+pub(super) const SCRATCH_BUFFERS: usize = 5;
 
-/// Memory that adapters of all layers share: `f32` in every precision.
-pub(super) struct Scratch<'a> {
-    /// An input with dropout; a gradient of one.
+/// The scratch buffers that the adapters of all layers use. They are f32 in every precision.
+pub(super) struct LoraScratch<'a> {
+    /// The input of a group after dropout, or its gradient, `[rows, in]`.
     input: &'a mut Buf,
-    /// `A·x`, rank per row.
-    low: &'a mut Buf,
-    /// Gradients of it, of each adapter of a group.
-    d_low: &'a mut Buf,
-    /// B times the factor among zeros, as wide as the group's output.
-    wide: &'a mut Buf,
-    d_wide: &'a mut Buf,
+    /// `A·dropout(x)` of one adapter, `[rows, rank]`.
+    low_rank: &'a mut Buf,
+    /// The gradients of `A·dropout(x)` of each adapter of a group, `[adapters, rows, rank]`.
+    d_low_rank: &'a mut Buf,
+    /// `s·B` of one adapter in the rows of its columns, and zeros elsewhere, `[width, rank]`.
+    padded_b: &'a mut Buf,
+    /// The gradient of `padded_b`.
+    d_padded_b: &'a mut Buf,
 }
 
-impl<'a> Scratch<'a> {
-    pub(super) fn new([input, low, d_low, wide, d_wide]: [&'a mut Buf; SCRATCH]) -> Self {
-        Scratch { input, low, d_low, wide, d_wide }
+impl<'a> LoraScratch<'a> {
+    /// The views of the buffers whose lengths are [`scratch_lengths`].
+    pub(super) fn new(
+        [input, low_rank, d_low_rank, padded_b, d_padded_b]: [&'a mut Buf; SCRATCH_BUFFERS],
+    ) -> Self {
+        LoraScratch { input, low_rank, d_low_rank, padded_b, d_padded_b }
     }
 }
 
-/// Lengths of the scratch that these layers need for `rows` rows.
-pub(super) fn scratch_lengths(layers: &[Adapters], rows: usize) -> [usize; SCRATCH] {
-    let mut lengths = [0; SCRATCH];
-    for of in layers {
-        for g in of.groups.iter().filter(|g| !g.adapters.is_empty()) {
-            let input = if of.dropout > 0.0 { rows * g.inp } else { 0 };
-            let low = rows * of.rank;
-            let needed = [input, low, low * g.adapters.len(), g.width * of.rank, g.width * of.rank];
+/// The lengths of the buffers of [`LoraScratch`] for the adapters of these layers and `rows` rows.
+pub(super) fn scratch_lengths(layers: &[Adapters], rows: usize) -> [usize; SCRATCH_BUFFERS] {
+    let mut lengths = [0; SCRATCH_BUFFERS];
+    for adapters in layers {
+        for g in adapters.groups.iter().filter(|g| !g.adapters.is_empty()) {
+            let input = if adapters.dropout_rate > 0.0 { rows * g.inputs } else { 0 };
+            let low = rows * adapters.rank;
+            let padded_b = g.width * adapters.rank;
+            let needed = [input, low, low * g.adapters.len(), padded_b, padded_b];
             lengths.iter_mut().zip(needed).for_each(|(a, b)| *a = b.max(*a));
         }
     }
@@ -127,15 +159,15 @@ pub(super) fn scratch_lengths(layers: &[Adapters], rows: usize) -> [usize; SCRAT
 }
 
 impl Adapters {
-    /// Lays the adapters of a layer out behind `at` of its flat vector.
-    pub(super) fn new(lora: &Lora, together: &[Together], mut at: usize) -> Self {
+    /// Lays out the adapters of a layer from offset `at` of the flat vector of its unit.
+    pub(super) fn new(lora: &Lora, fused: &[FusedLinears], mut at: usize) -> Self {
         let (spec, mut params) = (&lora.spec, Vec::new());
         let rank = spec.rank as usize;
-        let mut groups = Vec::with_capacity(together.len());
-        for t in together {
+        let mut groups = Vec::with_capacity(fused.len());
+        for t in fused {
             let (mut adapters, mut width) = (Vec::new(), 0);
-            for &(name, out) in t.named {
-                let columns = width..width + out;
+            for &(name, outputs) in t.modules {
+                let columns = width..width + outputs;
                 width = columns.end;
                 let module = format!("{}{name}", t.prefix);
                 if !lora.targets(&module) {
@@ -149,25 +181,26 @@ impl Adapters {
                     params.push(spec);
                     range
                 };
-                let bound = 1.0 / (t.inp as f32).sqrt();
-                let a = add("lora_A", [rank, t.inp], Init::Uniform(bound));
-                let b = add("lora_B", [out, rank], Init::Zeros);
-                let dropped = RandomStream::new(lora.seed, Purpose::Dropout, &module);
-                adapters.push(Adapter { a, b, out: columns, dropped });
+                let bound = 1.0 / (t.inputs as f32).sqrt();
+                let a = add("lora_A", [rank, t.inputs], ParamInit::Uniform(bound));
+                let b = add("lora_B", [outputs, rank], ParamInit::Zeros);
+                let rng = RandomStream::new(lora.seed, Purpose::Dropout, &module);
+                adapters.push(Adapter { a, b, columns, rng });
             }
-            groups.push(Group { inp: t.inp, width, adapters });
+            groups.push(AdapterGroup { inputs: t.inputs, width, adapters });
         }
-        let by = f64::from(spec.rank);
-        let scale = (spec.alpha / if spec.rslora { by.sqrt() } else { by }) as f32;
-        Adapters { groups, params, rank, scale, dropout: spec.dropout.unwrap_or(0.0) }
+        let rank_factor = f64::from(spec.rank);
+        let scale = (spec.alpha / if spec.rslora { rank_factor.sqrt() } else { rank_factor }) as f32;
+        Adapters { groups, params, rank, scale, dropout_rate: spec.dropout.unwrap_or(0.0) }
     }
 
-    /// A layer's unit with its adapters behind.
-    pub(super) fn extend(&self, unit: Unit) -> Unit {
-        Unit::new(unit.name, unit.params.into_iter().chain(self.params.iter().cloned()).collect())
+    /// The unit of a layer with the parameters of its adapters appended.
+    pub(super) fn extend(&self, unit: ParamUnit) -> ParamUnit {
+        ParamUnit::new(unit.name, unit.params.into_iter().chain(self.params.iter().cloned()).collect())
     }
 
-    /// Adds to `y[rows, width]` what the adapters of a group give for `x[rows, in]`. `p`: the layer's parameters.
+    /// Adds the outputs of the adapters of a group for input `x`, `[rows, in]`, to `y`,
+    /// `[rows, width]`. `p` is the parameters of the layer.
     pub(super) fn forward(
         &self,
         ops: &dyn Ops,
@@ -175,19 +208,20 @@ impl Adapters {
         (p, batch): (View, &Batch),
         x: View,
         mut y: ViewMut,
-        s: &mut Scratch,
+        s: &mut LoraScratch,
     ) {
         let (g, m) = (&self.groups[group], batch.rows());
         for ad in &g.adapters {
-            self.lower(ops, g, ad, (p, batch), x, s);
-            self.widen(ops, g, ad, p, s.wide);
+            self.project_down(ops, g, ad, (p, batch), x, s);
+            self.pad_b(ops, g, ad, p, s.padded_b);
             let (low, wide) =
-                (s.low.view().slice(0..m * self.rank), s.wide.view().slice(0..g.width * self.rank));
-            ops.matmul_forward(y.reborrow(), low, wide, m, g.width, self.rank, Write::Add);
+                (s.low_rank.view().slice(0..m * self.rank), s.padded_b.view().slice(0..g.width * self.rank));
+            ops.matmul_forward(y.reborrow(), low, wide, m, g.width, self.rank, WriteMode::Accumulate);
         }
     }
 
-    /// Gradients of A and B from `dy`, that of the group's output; leaves those of `A·x` for [`Adapters::backward_input`].
+    /// Computes the gradients of A and B from the group's input and `dy`, the gradient of its
+    /// output. Keeps the gradients of `A·dropout(x)` in `s` for [`Adapters::backward_input`].
     pub(super) fn backward_weight(
         &self,
         ops: &dyn Ops,
@@ -195,95 +229,102 @@ impl Adapters {
         (p, batch): (View, &Batch),
         grads: &mut ViewMut,
         (x, dy): (View, View),
-        s: &mut Scratch,
+        s: &mut LoraScratch,
     ) {
         let (g, m, r) = (&self.groups[group], batch.rows(), self.rank);
         for (i, ad) in g.adapters.iter().enumerate() {
-            let dropped = self.lower(ops, g, ad, (p, batch), x, s);
-            let low = s.low.view().slice(0..m * r);
-            let mut d_wide = s.d_wide.view_mut().slice(0..g.width * r);
-            ops.matmul_backward_weight(d_wide.reborrow(), dy, low, m, g.width, r, Write::Set);
-            let own = d_wide.as_view().slice(ad.out.start * r..ad.out.end * r);
-            ops.copy(grads.slice_mut(ad.b.clone()), own);
+            let has_dropout = self.project_down(ops, g, ad, (p, batch), x, s);
+            let low = s.low_rank.view().slice(0..m * r);
+            let mut d_padded_b = s.d_padded_b.view_mut().slice(0..g.width * r);
+            ops.matmul_backward_weight(d_padded_b.reborrow(), dy, low, m, g.width, r, WriteMode::Overwrite);
+            let db = d_padded_b.as_view().slice(ad.columns.start * r..ad.columns.end * r);
+            ops.copy(grads.slice_mut(ad.b.clone()), db);
             ops.scale(grads.slice_mut(ad.b.clone()), self.scale);
-            self.widen(ops, g, ad, p, s.wide);
-            let mut d_low = s.d_low.view_mut().slice(i * m * r..(i + 1) * m * r);
-            let wide = s.wide.view().slice(0..g.width * r);
-            ops.matmul_backward_input(d_low.reborrow(), dy, wide, m, g.width, r, Write::Set);
-            let x = if dropped { s.input.view().slice(0..m * g.inp) } else { x };
+            self.pad_b(ops, g, ad, p, s.padded_b);
+            let mut d_low_rank = s.d_low_rank.view_mut().slice(i * m * r..(i + 1) * m * r);
+            let wide = s.padded_b.view().slice(0..g.width * r);
+            ops.matmul_backward_input(d_low_rank.reborrow(), dy, wide, m, g.width, r, WriteMode::Overwrite);
+            let x = if has_dropout { s.input.view().slice(0..m * g.inputs) } else { x };
             let da = grads.slice_mut(ad.a.clone());
-            ops.matmul_backward_weight(da, d_low.as_view(), x, m, r, g.inp, Write::Set);
+            ops.matmul_backward_weight(da, d_low_rank.as_view(), x, m, r, g.inputs, WriteMode::Overwrite);
         }
     }
 
-    /// Adds to `dx[rows, in]`, after [`Adapters::backward_weight`] of the same group.
+    /// Adds the gradient through the adapters of a group to `dx`, `[rows, in]`. Requires
+    /// [`Adapters::backward_weight`] of that group immediately before.
     pub(super) fn backward_input(
         &self,
         ops: &dyn Ops,
         group: usize,
         (p, batch): (View, &Batch),
         mut dx: ViewMut,
-        s: &mut Scratch,
+        s: &mut LoraScratch,
     ) {
         let (g, m, r) = (&self.groups[group], batch.rows(), self.rank);
         for (i, ad) in g.adapters.iter().enumerate() {
-            let (a, d_low) = (p.slice(ad.a.clone()), s.d_low.view().slice(i * m * r..(i + 1) * m * r));
-            if self.share(batch) == 0.0 {
-                ops.matmul_backward_input(dx.reborrow(), d_low, a, m, r, g.inp, Write::Add);
+            let (a, d_low) = (p.slice(ad.a.clone()), s.d_low_rank.view().slice(i * m * r..(i + 1) * m * r));
+            if !self.has_dropout(batch) {
+                ops.matmul_backward_input(dx.reborrow(), d_low, a, m, r, g.inputs, WriteMode::Accumulate);
                 continue;
             }
-            let mut t = s.input.view_mut().slice(0..m * g.inp);
-            ops.matmul_backward_input(t.reborrow(), d_low, a, m, r, g.inp, Write::Set);
-            ops.dropout(t.reborrow(), &self.dropped(ad, g.inp, batch));
+            let mut t = s.input.view_mut().slice(0..m * g.inputs);
+            ops.matmul_backward_input(t.reborrow(), d_low, a, m, r, g.inputs, WriteMode::Overwrite);
+            ops.dropout(t.reborrow(), &self.dropout_mask(ad, g.inputs, batch));
             ops.add(dx.reborrow(), t.as_view());
         }
     }
 
-    /// `A·dropout(x)` into `s.low`. True: the input with dropout is in `s.input`; else nothing was dropped.
-    fn lower(
+    /// Writes `A·dropout(x)` to `s.low_rank`. Returns whether there was dropout; then `s.input` is
+    /// the input after dropout.
+    fn project_down(
         &self,
         ops: &dyn Ops,
-        g: &Group,
+        g: &AdapterGroup,
         ad: &Adapter,
         (p, batch): (View, &Batch),
         x: View,
-        s: &mut Scratch,
+        s: &mut LoraScratch,
     ) -> bool {
-        let (m, dropped) = (batch.rows(), self.share(batch) > 0.0);
-        let x = match dropped {
+        let (m, has_dropout) = (batch.rows(), self.has_dropout(batch));
+        let x = match has_dropout {
             false => x,
             true => {
-                ops.cast(s.input.view_mut().slice(0..m * g.inp), x.slice(0..m * g.inp));
-                ops.dropout(s.input.view_mut().slice(0..m * g.inp), &self.dropped(ad, g.inp, batch));
-                s.input.view().slice(0..m * g.inp)
+                ops.cast(s.input.view_mut().slice(0..m * g.inputs), x.slice(0..m * g.inputs));
+                ops.dropout(
+                    s.input.view_mut().slice(0..m * g.inputs),
+                    &self.dropout_mask(ad, g.inputs, batch),
+                );
+                s.input.view().slice(0..m * g.inputs)
             }
         };
-        let low = s.low.view_mut().slice(0..m * self.rank);
-        ops.matmul_forward(low, x, p.slice(ad.a.clone()), m, self.rank, g.inp, Write::Set);
-        dropped
+        let low = s.low_rank.view_mut().slice(0..m * self.rank);
+        ops.matmul_forward(low, x, p.slice(ad.a.clone()), m, self.rank, g.inputs, WriteMode::Overwrite);
+        has_dropout
     }
 
-    /// B times the factor, in the rows of `wide` that are its columns of the output; the others are zero.
-    fn widen(&self, ops: &dyn Ops, g: &Group, ad: &Adapter, p: View, wide: &mut Buf) {
-        ops.clear(wide.view_mut().slice(0..g.width * self.rank));
-        let mut own = wide.view_mut().slice(ad.out.start * self.rank..ad.out.end * self.rank);
-        ops.cast(own.reborrow(), p.slice(ad.b.clone()));
-        ops.scale(own, self.scale);
+    /// Writes `s·B` to the rows of `padded_b` that correspond to the adapter's columns, and zeros
+    /// to the others.
+    fn pad_b(&self, ops: &dyn Ops, g: &AdapterGroup, ad: &Adapter, p: View, padded_b: &mut Buf) {
+        ops.clear(padded_b.view_mut().slice(0..g.width * self.rank));
+        let mut b = padded_b.view_mut().slice(ad.columns.start * self.rank..ad.columns.end * self.rank);
+        ops.cast(b.reborrow(), p.slice(ad.b.clone()));
+        ops.scale(b, self.scale);
     }
 
-    /// Share that is dropped of this micro-batch: nothing outside of training.
-    fn share(&self, batch: &Batch) -> f64 {
-        if batch.first.is_some() { self.dropout } else { 0.0 }
+    /// Whether elements of this micro-batch are dropped; never outside of training.
+    fn has_dropout(&self, batch: &Batch) -> bool {
+        batch.first_sample.is_some() && self.dropout_rate > 0.0
     }
 
-    /// What is dropped: each element is decided by the run's seed, the module, the sample's number in the run and its place in
-    /// the sample, never by rank or micro-batch.
-    fn dropped(&self, ad: &Adapter, inp: usize, batch: &Batch) -> Dropout {
+    /// The dropout mask of an adapter's input, `[rows, inputs]`. It depends on the run's seed, the
+    /// module, the sample's number in the run and the position in the sample, and not on rank or
+    /// micro-batch.
+    fn dropout_mask(&self, ad: &Adapter, inputs: usize, batch: &Batch) -> Dropout {
         Dropout {
-            key: ad.dropped.key(),
-            share: self.dropout,
-            sample: batch.t * inp,
-            first: batch.first.unwrap_or(0),
+            key: ad.rng.key(),
+            probability: self.dropout_rate,
+            sample_len: batch.seq_len * inputs,
+            first_sample: batch.first_sample.unwrap_or(0),
         }
     }
 }
@@ -294,26 +335,26 @@ mod tests {
     use device::Cpu;
 
     #[test]
-    fn what_is_dropped_depends_on_the_sample_and_its_positions_alone() {
+    fn a_dropout_mask_depends_only_on_the_sample_and_the_positions() {
         let targets = LoraTargets::Names(vec!["b".into()]);
         let spec = LoraSpec { from: None, rank: 2, alpha: 2.0, dropout: Some(0.3), rslora: false, targets };
-        let (inp, t) = (37, 50);
-        let together = Together { prefix: "x.".into(), inp, named: &[("a", 5), ("b", 7), ("c", 3)] };
-        let adapters = Adapters::new(&Lora { spec, seed: 3 }, &[together], 100);
+        let (inputs, t) = (37, 50);
+        let fused = FusedLinears { prefix: "x.".into(), inputs, modules: &[("a", 5), ("b", 7), ("c", 3)] };
+        let adapters = Adapters::new(&Lora { spec, seed: 3 }, &[fused], 100);
         let [only] = adapters.groups[0].adapters.as_slice() else { panic!("one target") };
-        assert_eq!((only.out.clone(), only.a.clone(), only.b.clone()), (5..12, 100..174, 174..188));
+        assert_eq!((only.columns.clone(), only.a.clone(), only.b.clone()), (5..12, 100..174, 174..188));
         let masked = |first, b| {
-            let batch = Batch { b, t, first: Some(first), ..Batch::default() };
-            let mut x = vec![1.0; b * t * inp];
-            Cpu::new(2).dropout((&mut x[..]).into(), &adapters.dropped(only, inp, &batch));
+            let batch = Batch { sequences: b, seq_len: t, first_sample: Some(first), ..Batch::default() };
+            let mut x = vec![1.0; b * t * inputs];
+            Cpu::new(2).dropout((&mut x[..]).into(), &adapters.dropout_mask(only, inputs, &batch));
             x
         };
-        let all = masked(10, 4);
-        assert_eq!(all, [masked(10, 1), masked(11, 1), masked(12, 2)].concat());
+        let masks = masked(10, 4);
+        assert_eq!(masks, [masked(10, 1), masked(11, 1), masked(12, 2)].concat());
         let keep = (1.0 / 0.7) as f32;
-        assert!(all.iter().all(|x| *x == 0.0 || *x == keep));
-        let share = all.iter().filter(|x| **x == 0.0).count() as f64 / all.len() as f64;
-        assert!((share - 0.3).abs() < 0.02, "{share}");
+        assert!(masks.iter().all(|x| *x == 0.0 || *x == keep));
+        let dropped = masks.iter().filter(|x| **x == 0.0).count() as f64 / masks.len() as f64;
+        assert!((dropped - 0.3).abs() < 0.02, "{dropped}");
         assert_ne!(masked(10, 1), masked(11, 1));
     }
 }

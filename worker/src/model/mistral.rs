@@ -1,20 +1,22 @@
-//! Mistral: every layer attends to a sliding window, where `sliding_window` names one.
-use super::{Family, config::Fields, decoder};
+//! Mistral: every layer attends to a sliding window if `sliding_window` is set.
+use super::{ModelFamily, decoder, hf_config::ConfigFields};
 use serde_json::json;
 
-pub(super) const FAMILY: Family = Family {
+/// `MistralForCausalLM` of transformers.
+pub(super) const FAMILY: ModelFamily = ModelFamily {
     name: "mistral",
     architecture: "MistralForCausalLM",
-    build: |config, tokens| {
-        let f = Fields::new(config);
-        let mut n = decoder::Numbers::read(&f)?;
-        n.window = f.opt_size("sliding_window")?.map(|w| w as usize);
-        n.sliding.fill(n.window.is_some());
-        f.finish()?;
-        Ok(decoder::build(n, config, tokens))
+    build: |hf_config, tokens| {
+        let fields = ConfigFields::new(hf_config);
+        let mut config = decoder::DecoderConfig::read(&fields)?;
+        config.sliding_window = fields.optional_size("sliding_window")?.map(|w| w as usize);
+        config.sliding_layers.fill(config.sliding_window.is_some());
+        fields.reject_unknown_keys()?;
+        Ok(decoder::build(config, hf_config, tokens))
     },
-    describe: |spec| {
-        decoder::describe(spec, "mistral", "MistralForCausalLM", json!({"sliding_window": null}))
+    spec_to_hf_config: |spec| {
+        let family_keys = json!({"sliding_window": null});
+        decoder::spec_to_hf_config(spec, "mistral", "MistralForCausalLM", family_keys)
     },
-    dropout: &[decoder::DROPOUT],
+    dropout_keys: &[decoder::ATTENTION_DROPOUT],
 };

@@ -1,30 +1,33 @@
-//! Mixtral: every layer has experts, and attends to a sliding window where `sliding_window` names one.
+//! Mixtral: every layer has experts; all layers attend to a sliding window if `sliding_window` is
+//! set.
 use super::{
-    Family,
-    config::Fields,
-    decoder::{self, ExpertNames},
+    ModelFamily,
+    decoder::{self, ExpertTensorNames},
+    hf_config::ConfigFields,
 };
 use serde_json::json;
 
-pub(super) const FAMILY: Family = Family {
+/// `MixtralForCausalLM` of transformers.
+pub(super) const FAMILY: ModelFamily = ModelFamily {
     name: "mixtral",
     architecture: "MixtralForCausalLM",
-    build: |config, tokens| {
-        let f = Fields::new(config);
-        let mut n = decoder::Numbers::read(&f)?;
-        n.window = f.opt_size("sliding_window")?.map(|w| w as usize);
-        n.sliding.fill(n.window.is_some());
-        let names = ExpertNames { block: "block_sparse_moe", matrices: ["w1", "w3", "w2"] };
-        n.read_experts(&f, f.size("num_local_experts")?, n.intermediate, names)?;
-        f.only("router_jitter_noise", &[json!(0)])?;
-        if let Some(e) = &mut n.experts {
-            e.shape.normalise = true;
+    build: |hf_config, tokens| {
+        let fields = ConfigFields::new(hf_config);
+        let mut config = decoder::DecoderConfig::read(&fields)?;
+        config.sliding_window = fields.optional_size("sliding_window")?.map(|w| w as usize);
+        config.sliding_layers.fill(config.sliding_window.is_some());
+        let names = ExpertTensorNames { block: "block_sparse_moe", matrices: ["w1", "w3", "w2"] };
+        let (experts, width) = (fields.size("num_local_experts")?, config.intermediate_size);
+        config.read_experts(&fields, experts, width, names)?;
+        fields.require_one_of("router_jitter_noise", &[json!(0)])?;
+        if let Some(moe) = &mut config.moe {
+            moe.shape.normalise_weights = true;
         }
-        f.finish()?;
-        Ok(decoder::build(n, config, tokens))
+        fields.reject_unknown_keys()?;
+        Ok(decoder::build(config, hf_config, tokens))
     },
-    describe: |spec| {
-        let own = json!({
+    spec_to_hf_config: |spec| {
+        let family_keys = json!({
             "num_local_experts": spec.num_experts.unwrap_or(8),
             "num_experts_per_tok": spec.num_experts_per_tok.unwrap_or(2),
             "output_router_logits": false,
@@ -32,7 +35,7 @@ pub(super) const FAMILY: Family = Family {
             "router_jitter_noise": 0.0,
             "sliding_window": null,
         });
-        decoder::describe(spec, "mixtral", "MixtralForCausalLM", own)
+        decoder::spec_to_hf_config(spec, "mixtral", "MixtralForCausalLM", family_keys)
     },
-    dropout: &[decoder::DROPOUT],
+    dropout_keys: &[decoder::ATTENTION_DROPOUT],
 };

@@ -1,24 +1,26 @@
-//! Qwen 3: RMSNorm of each head of q and k; layers may slide.
-use super::{Family, config::Fields, decoder};
+//! Qwen 3: each head of q and k has an RMSNorm, and some layers may attend to a sliding window.
+use super::{ModelFamily, decoder, hf_config::ConfigFields};
 use serde_json::json;
 
-pub(super) const FAMILY: Family = Family {
+/// `Qwen3ForCausalLM` of transformers.
+pub(super) const FAMILY: ModelFamily = ModelFamily {
     name: "qwen3",
     architecture: "Qwen3ForCausalLM",
-    build: |config, tokens| {
-        let f = Fields::new(config);
-        // Its default isn't hidden_size / num_attention_heads, so that a file without it is not complete.
-        f.size("head_dim")?;
-        let mut n = decoder::Numbers::read(&f)?;
-        let bias = f.flag("attention_bias")?;
-        (n.qkv_bias, n.o_bias, n.qk_norm) = (bias, bias, true);
-        n.read_sliding_layers(&f)?;
-        f.finish()?;
-        Ok(decoder::build(n, config, tokens))
+    build: |hf_config, tokens| {
+        let fields = ConfigFields::new(hf_config);
+        // Required here: transformers' default is 128, not hidden_size / num_attention_heads.
+        fields.size("head_dim")?;
+        let mut config = decoder::DecoderConfig::read(&fields)?;
+        let bias = fields.flag("attention_bias")?;
+        (config.has_qkv_bias, config.has_o_bias, config.has_qk_norm) = (bias, bias, true);
+        config.read_sliding_layers(&fields)?;
+        fields.reject_unknown_keys()?;
+        Ok(decoder::build(config, hf_config, tokens))
     },
-    describe: |spec| {
-        let own = json!({"attention_bias": false, "use_sliding_window": false, "sliding_window": null});
-        decoder::describe(spec, "qwen3", "Qwen3ForCausalLM", own)
+    spec_to_hf_config: |spec| {
+        let family_keys =
+            json!({"attention_bias": false, "use_sliding_window": false, "sliding_window": null});
+        decoder::spec_to_hf_config(spec, "qwen3", "Qwen3ForCausalLM", family_keys)
     },
-    dropout: &[decoder::DROPOUT],
+    dropout_keys: &[decoder::ATTENTION_DROPOUT],
 };

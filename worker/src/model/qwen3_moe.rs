@@ -1,47 +1,48 @@
-//! Qwen 3 with experts: all layers, or those that `decoder_sparse_step` and `mlp_only_layers` leave; all slide or none.
+//! Qwen 3 with experts. `decoder_sparse_step` and `mlp_only_layers` select the layers that have
+//! experts; either all layers attend to a sliding window or none.
 use super::{
-    Family,
-    config::Fields,
-    decoder::{self, ExpertNames},
+    ModelFamily,
+    decoder::{self, ExpertTensorNames},
+    error::{ModelError, Result},
+    hf_config::{ConfigFields, invalid_value},
 };
 use serde_json::{Value, json};
 
-pub(super) const FAMILY: Family = Family {
+/// `Qwen3MoeForCausalLM` of transformers.
+pub(super) const FAMILY: ModelFamily = ModelFamily {
     name: "qwen3_moe",
     architecture: "Qwen3MoeForCausalLM",
-    build: |config, tokens| {
-        let f = Fields::new(config);
-        let mut n = decoder::Numbers::read(&f)?;
-        let bias = f.flag("attention_bias")?;
-        (n.qkv_bias, n.o_bias, n.qk_norm) = (bias, bias, true);
-        let window = f.opt_size("sliding_window")?;
-        n.window = window.filter(|_| f.flag("use_sliding_window").is_ok_and(|on| on)).map(|w| w as usize);
-        f.flag("use_sliding_window")?;
-        n.sliding.fill(n.window.is_some());
-        // Present in folders of the Hub, without effect in this architecture.
-        f.get("max_window_layers");
-        let names = ExpertNames { block: "mlp", matrices: ["gate_proj", "up_proj", "down_proj"] };
-        let width = f.size("moe_intermediate_size")? as usize;
-        n.read_experts(&f, experts(&f)?, width, names)?;
-        let normalise = f.flag("norm_topk_prob")?;
-        let step = f.opt_size("decoder_sparse_step")?.unwrap_or(1) as usize;
-        let dense = mlp_only_layers(&f, n.layers)?;
-        if let Some(e) = &mut n.experts {
-            e.shape.normalise = normalise;
-            let sparse =
-                |(l, s): (usize, &mut bool)| *s = !dense.contains(&l) && (l + 1).is_multiple_of(step);
-            e.sparse.iter_mut().enumerate().for_each(sparse);
-            if !e.sparse.contains(&true) {
-                return Err("`decoder_sparse_step` and `mlp_only_layers` leave no layer with experts; \
-                            a model without any is Qwen3ForCausalLM"
-                    .into());
+    build: |hf_config, tokens| {
+        let fields = ConfigFields::new(hf_config);
+        let mut config = decoder::DecoderConfig::read(&fields)?;
+        let bias = fields.flag("attention_bias")?;
+        (config.has_qkv_bias, config.has_o_bias, config.has_qk_norm) = (bias, bias, true);
+        let window = fields.optional_size("sliding_window")?;
+        let slides = fields.flag("use_sliding_window")?;
+        config.sliding_window = window.filter(|_| slides).map(|w| w as usize);
+        config.sliding_layers.fill(config.sliding_window.is_some());
+        // Without effect in this architecture, but present in models of the Hub.
+        fields.get("max_window_layers");
+        let names = ExpertTensorNames { block: "mlp", matrices: ["gate_proj", "up_proj", "down_proj"] };
+        let width = fields.size("moe_intermediate_size")? as usize;
+        config.read_experts(&fields, read_expert_count(&fields)?, width, names)?;
+        let normalise_weights = fields.flag("norm_topk_prob")?;
+        let step = fields.optional_size("decoder_sparse_step")?.unwrap_or(1) as usize;
+        let dense_layers = read_mlp_only_layers(&fields, config.layers)?;
+        if let Some(moe) = &mut config.moe {
+            moe.shape.normalise_weights = normalise_weights;
+            for (l, is_moe) in moe.moe_layers.iter_mut().enumerate() {
+                *is_moe = !dense_layers.contains(&l) && (l + 1).is_multiple_of(step);
+            }
+            if !moe.moe_layers.contains(&true) {
+                return Err(ModelError::NoMoeLayers);
             }
         }
-        f.finish()?;
-        Ok(decoder::build(n, config, tokens))
+        fields.reject_unknown_keys()?;
+        Ok(decoder::build(config, hf_config, tokens))
     },
-    describe: |spec| {
-        let own = json!({
+    spec_to_hf_config: |spec| {
+        let family_keys = json!({
             "attention_bias": false,
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
@@ -54,26 +55,28 @@ pub(super) const FAMILY: Family = Family {
             "sliding_window": null,
             "use_sliding_window": false,
         });
-        decoder::describe(spec, "qwen3_moe", "Qwen3MoeForCausalLM", own)
+        decoder::spec_to_hf_config(spec, "qwen3_moe", "Qwen3MoeForCausalLM", family_keys)
     },
-    dropout: &[decoder::DROPOUT],
+    dropout_keys: &[decoder::ATTENTION_DROPOUT],
 };
 
-/// `num_experts`, which newer versions of transformers call `num_local_experts`.
-fn experts(f: &Fields) -> Result<u32, String> {
-    match (f.opt_size("num_experts")?, f.opt_size("num_local_experts")?) {
+/// The number of experts of a layer: `num_experts`, or `num_local_experts` of newer versions of
+/// transformers.
+fn read_expert_count(fields: &ConfigFields) -> Result<u32> {
+    match (fields.optional_size("num_experts")?, fields.optional_size("num_local_experts")?) {
         (Some(a), Some(b)) if a != b => {
-            Err("config.json: `num_experts` and `num_local_experts` differ; keep the one that is meant"
-                .into())
+            Err(ModelError::KeysContradict { key: "num_experts", other: "num_local_experts" })
         }
         (Some(n), _) | (None, Some(n)) => Ok(n),
-        (None, None) => Err("config.json has no `num_experts`".into()),
+        (None, None) => Err(ModelError::KeyMissing { key: "num_experts".into() }),
     }
 }
 
-fn mlp_only_layers(f: &Fields, layers: usize) -> Result<Vec<usize>, String> {
-    let Some(v) = f.get("mlp_only_layers") else { return Ok(Vec::new()) };
-    let number = |v: &Value| v.as_u64().and_then(|n| usize::try_from(n).ok()).filter(|&l| l < layers);
-    let list = v.as_array().and_then(|l| l.iter().map(number).collect::<Option<Vec<usize>>>());
-    list.ok_or_else(|| format!("config.json: `mlp_only_layers` is no list of layers below {layers}"))
+/// The layers without experts, each below `layers`.
+fn read_mlp_only_layers(fields: &ConfigFields, layers: usize) -> Result<Vec<usize>> {
+    const KEY: &str = "mlp_only_layers";
+    let Some(value) = fields.get(KEY) else { return Ok(Vec::new()) };
+    let layer = |v: &Value| v.as_u64().and_then(|n| usize::try_from(n).ok()).filter(|&l| l < layers);
+    let list = value.as_array().and_then(|l| l.iter().map(layer).collect::<Option<Vec<usize>>>());
+    list.ok_or_else(|| invalid_value(KEY, value, format!("a list of layers below {layers}")))
 }

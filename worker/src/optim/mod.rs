@@ -6,22 +6,22 @@ mod state_storage;
 mod stochastic_bf16;
 
 pub use state_storage::StateVector;
-pub use stochastic_bf16::chunk_len;
+pub use stochastic_bf16::update_chunk_len;
 
 use crate::{
-    model::Tie,
+    model::TiedWeight,
     param_groups::{self, GroupHyperparams, ParamGroups},
-    params::{Unit, canonical_order},
+    params::{ParamUnit, canonical_order},
 };
 use contract::job::{Offload, OptimizerName, OptimizerSpec};
 use device::{
     Ops, View, ViewMut,
-    ops::{AdamW, Lion, Sgd},
+    ops::{AdamWHyperparams, LionHyperparams, SgdHyperparams},
 };
 use diagnostic::Diagnostic;
 use staging::StagingBuffers;
 use std::{collections::HashMap, io, ops::Range, path::PathBuf};
-use stochastic_bf16::{StochasticUpdate, in_f32};
+use stochastic_bf16::{StochasticUpdate, update_in_f32};
 
 /// Parameters that share hyper-parameters, in the form that checkpoints store.
 #[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
@@ -59,14 +59,14 @@ pub struct Optimizer {
     /// The hyper-parameters of each group.
     groups: Vec<GroupHyperparams>,
     /// The group of each parameter, by unit.
-    group_of: Vec<Vec<usize>>,
-    /// Whether each parameter, by unit, is a matrix that Muon updates.
-    whole: Vec<Vec<bool>>,
+    group_indices: Vec<Vec<usize>>,
+    /// By unit: whether Muon updates the parameter, which is then a matrix.
+    is_muon_matrix: Vec<Vec<bool>>,
     /// By how many updates each parameter, by unit, lags behind the steps of the run.
-    late: Vec<Vec<u64>>,
+    step_lags: Vec<Vec<u64>>,
     units: Vec<UnitStates>,
     /// Stochastic rounding of bf16 weights without master weights.
-    narrow: Option<StochasticUpdate>,
+    rounding: Option<StochasticUpdate>,
     /// Declared after `units`, because dropping a state vector waits for its copies to these
     /// buffers.
     staging: StagingBuffers,
@@ -87,40 +87,40 @@ pub struct UnitStates {
 }
 
 impl Optimizer {
-    /// Creates zero states for the given range of each unit. `rounding` is the run's seed when bf16
-    /// weights have no master weights and are rounded stochastically.
+    /// Creates zero states for the given range of each unit. `rounding_seed` is the run's seed if
+    /// bf16 weights have no master weights and are rounded stochastically.
     ///
-    /// Errors: invalid parameter groups, or offload storage that cannot be created.
+    /// # Errors
+    /// Invalid parameter groups, or offload storage that cannot be created.
     pub fn new(
         ops: &dyn Ops,
         spec: &OptimizerSpec,
-        units: &[Unit],
-        ties: &[Tie],
+        units: &[ParamUnit],
+        ties: &[TiedWeight],
         ranges: impl Iterator<Item = Range<usize>>,
         offload: Option<&Offload>,
-        rounding: Option<u64>,
+        rounding_seed: Option<u64>,
     ) -> Result<Self, Vec<Diagnostic>> {
-        let ParamGroups { hyperparams: numbers, group_of: of } =
-            param_groups::assign_groups(spec, units, ties)?;
-        let (first, second) = state_vectors(spec);
+        let ParamGroups { hyperparams, group_indices } = param_groups::assign_groups(spec, units, ties)?;
+        let (first, second) = needs_state_vectors(spec);
         let states = ranges.zip(units).map(|(range, unit)| -> io::Result<UnitStates> {
             let trained = unit.trained_range(range.clone());
             let vector = |kept: bool| StateVector::zeroed(ops, if kept { trained.len() } else { 0 }, offload);
             Ok(UnitStates { first: vector(first)?, second: vector(second)?, range, trained })
         });
         let states = states.collect::<io::Result<Vec<_>>>().map_err(|e| vec![offload_error(offload, &e)])?;
-        let whole = muon_matrices(spec, units);
-        let late = units.iter().map(|u| vec![0; u.params.len()]).collect();
-        let narrow = rounding.map(|seed| StochasticUpdate::new(ops, seed, units, &states));
+        let is_muon_matrix = muon_matrices(spec, units);
+        let step_lags = units.iter().map(|u| vec![0; u.params.len()]).collect();
+        let rounding = rounding_seed.map(|seed| StochasticUpdate::new(ops, seed, units, &states));
         let staging = StagingBuffers::new(ops, &states);
         Ok(Optimizer {
             spec: spec.clone(),
-            groups: numbers,
-            group_of: of,
-            whole,
-            late,
+            groups: hyperparams,
+            group_indices,
+            is_muon_matrix,
+            step_lags,
             units: states,
-            narrow,
+            rounding,
             staging,
         })
     }
@@ -128,18 +128,19 @@ impl Optimizer {
     /// Sets by how many updates the named parameters lag behind the steps of the run; other
     /// parameters have no lag. A group that was added to the optimizer later has a separate count
     /// of updates, which its bias correction depends on.
-    pub fn set_step_lag(&mut self, units: &[Unit], late: &HashMap<String, u64>) {
-        let lags = |u: &Unit| u.params.iter().map(|p| late.get(&p.name).copied().unwrap_or(0)).collect();
-        self.late = units.iter().map(lags).collect();
+    pub fn set_step_lag(&mut self, units: &[ParamUnit], lags: &HashMap<String, u64>) {
+        let unit_lags =
+            |u: &ParamUnit| u.params.iter().map(|p| lags.get(&p.name).copied().unwrap_or(0)).collect();
+        self.step_lags = units.iter().map(unit_lags).collect();
     }
 
     /// The trained parameters that lag behind the steps of the run, with the number of missing
     /// updates.
-    pub fn step_lag(&self, units: &[Unit]) -> HashMap<String, u64> {
-        let lags = units.iter().zip(&self.late).flat_map(|(u, late)| {
-            (0..u.params.len()).filter(|&i| u.is_trained(i)).map(|i| (u.params[i].name.clone(), late[i]))
+    pub fn step_lag(&self, units: &[ParamUnit]) -> HashMap<String, u64> {
+        let lags = units.iter().zip(&self.step_lags).flat_map(|(u, unit_lags)| {
+            (0..u.params.len()).filter(|&i| u.is_trained(i)).map(|i| (u.params[i].name.clone(), unit_lags[i]))
         });
-        lags.filter(|(_, late)| *late > 0).collect()
+        lags.filter(|(_, lag)| *lag > 0).collect()
     }
 
     /// The states of unit `u`.
@@ -186,16 +187,16 @@ impl Optimizer {
     }
 
     /// The parameter groups in the form that checkpoints store.
-    pub fn groups(&self, units: &[Unit]) -> Vec<ParamGroup> {
-        let mut groups: Vec<ParamGroup> = self.groups.iter().map(|n| self.group(n)).collect();
+    pub fn groups(&self, units: &[ParamUnit]) -> Vec<ParamGroup> {
+        let mut groups: Vec<ParamGroup> = self.groups.iter().map(|n| self.to_param_group(n)).collect();
         for (u, i) in canonical_order(units).into_iter().filter(|&(u, i)| units[u].is_trained(i)) {
-            groups[self.group_of[u][i]].params.push(units[u].params[i].name.clone());
+            groups[self.group_indices[u][i]].params.push(units[u].params[i].name.clone());
         }
         groups.sort_by_key(|g| g.name.clone());
         groups
     }
 
-    fn group(&self, n: &GroupHyperparams) -> ParamGroup {
+    fn to_param_group(&self, n: &GroupHyperparams) -> ParamGroup {
         let params = Vec::new();
         let GroupHyperparams { name, betas, eps, momentum, weight_decay, .. } = n.clone();
         ParamGroup { name, lr: self.spec.lr * n.lr_scale, betas, eps, momentum, weight_decay, params }
@@ -203,16 +204,16 @@ impl Optimizer {
 
     /// Whether Muon updates a matrix of unit `u`.
     pub fn has_muon_matrices(&self, u: usize) -> bool {
-        self.whole[u].contains(&true)
+        self.is_muon_matrix[u].contains(&true)
     }
 
     /// Replaces the gradient of Muon's matrices in the range of unit `u` by their Nesterov
     /// momentum. [`Optimizer::update`] takes the momentum of the whole unit.
-    pub fn muon_momentum(
+    pub fn apply_muon_momentum(
         &mut self,
         ops: &dyn Ops,
         u: usize,
-        unit: &Unit,
+        unit: &ParamUnit,
         mut grad: ViewMut,
         step: StepParams,
     ) {
@@ -223,9 +224,9 @@ impl Optimizer {
         for seg in segments {
             let r = at..at + seg.flat.len();
             at = r.end;
-            if self.whole[u][seg.param] {
-                let mu = self.groups[self.group_of[u][seg.param]].momentum;
-                ops.nesterov(first.slice_mut(r.clone()), grad.slice_mut(r), mu, step.grad_scale);
+            if self.is_muon_matrix[u][seg.param] {
+                let mu = self.groups[self.group_indices[u][seg.param]].momentum;
+                ops.nesterov_momentum(first.slice_mut(r.clone()), grad.slice_mut(r), mu, step.grad_scale);
             }
         }
     }
@@ -236,36 +237,38 @@ impl Optimizer {
         &mut self,
         ops: &dyn Ops,
         u: usize,
-        unit: &Unit,
+        unit: &ParamUnit,
         params: &mut ViewMut,
         directions: View,
         step: StepParams,
     ) {
         let st = &self.units[u];
-        for seg in unit.trained_segments(st.range.clone()).into_iter().filter(|s| self.whole[u][s.param]) {
-            let (spec, n) = (&unit.params[seg.param], &self.groups[self.group_of[u][seg.param]]);
+        for seg in
+            unit.trained_segments(st.range.clone()).into_iter().filter(|s| self.is_muon_matrix[u][s.param])
+        {
+            let (spec, n) = (&unit.params[seg.param], &self.groups[self.group_indices[u][seg.param]]);
             let (rows, columns) = (spec.shape[0], spec.shape[1]);
-            let matrix = unit.trained_range(unit.range(seg.param));
+            let matrix = unit.trained_range(unit.tensor_range(seg.param));
             let direction = muon::orthogonalize(ops, directions.slice(matrix), rows, columns);
             let lr = step.lr * n.lr_scale;
             let (keep, by) =
                 ((1.0 - lr * n.weight_decay) as f32, (lr * muon::lr_factor(rows, columns)) as f32);
             let p = params.slice_mut(seg.flat.start - st.range.start..seg.flat.end - st.range.start);
             let direction = direction.view().slice(seg.elements.clone());
-            in_f32(&mut self.narrow, ops, (u, &seg), step.step, p, |p, r| {
-                ops.blend(p, keep, direction.slice(r), -by);
+            update_in_f32(&mut self.rounding, ops, (u, &seg), step.step, p, |p, r| {
+                ops.axpby(p, keep, direction.slice(r), -by);
             });
         }
     }
 
     /// Updates the parameters of unit `u`. `params` covers the range of this optimizer and `grad`
-    /// its trained elements. `directions` is the result of [`Optimizer::muon_momentum`], gathered
-    /// for the whole unit, when the unit has Muon matrices.
+    /// its trained elements. `directions` is the result of [`Optimizer::apply_muon_momentum`],
+    /// gathered for the whole unit, when the unit has Muon matrices.
     pub fn update(
         &mut self,
         ops: &dyn Ops,
         u: usize,
-        unit: &Unit,
+        unit: &ParamUnit,
         mut params: ViewMut,
         grad: View,
         directions: Option<View>,
@@ -275,7 +278,10 @@ impl Optimizer {
             self.update_muon_matrices(ops, u, unit, &mut params, directions, step);
         }
         let st = &mut self.units[u];
-        assert!(params.len() == st.range.len() && grad.len() == st.trained.len(), "update of another range");
+        assert!(
+            params.len() == st.range.len() && grad.len() == st.trained.len(),
+            "parameters and gradient have the lengths of the optimizer's range"
+        );
         let (range, segments) = (st.range.clone(), unit.trained_segments(st.range.clone()));
         let mut states = self.staging.on_device(ops, u, st);
         let mut at = 0;
@@ -283,13 +289,13 @@ impl Optimizer {
             let p = params.slice_mut(seg.flat.start - range.start..seg.flat.end - range.start);
             let r = at..at + seg.flat.len();
             at = r.end;
-            if self.whole[u][seg.param] {
+            if self.is_muon_matrix[u][seg.param] {
                 continue;
             }
-            let n = &self.groups[self.group_of[u][seg.param]];
-            let own_step = step.step.saturating_sub(self.late[u][seg.param]).max(1);
-            let param_step = StepParams { step: own_step, lr: step.lr * n.lr_scale, ..step };
-            in_f32(&mut self.narrow, ops, (u, &seg), step.step, p, |p, piece| {
+            let n = &self.groups[self.group_indices[u][seg.param]];
+            let param_update = step.step.saturating_sub(self.step_lags[u][seg.param]).max(1);
+            let param_step = StepParams { step: param_update, lr: step.lr * n.lr_scale, ..step };
+            update_in_f32(&mut self.rounding, ops, (u, &seg), step.step, p, |p, piece| {
                 let r = r.start + piece.start..r.start + piece.end;
                 update_segment(ops, self.spec.name, n, p, grad.slice(r.clone()), &mut states, r, param_step);
             });
@@ -300,18 +306,19 @@ impl Optimizer {
 /// The error of offload storage that cannot be created.
 fn offload_error(offload: Option<&Offload>, e: &io::Error) -> Diagnostic {
     let directory =
-        offload.cloned().map(|place| PathBuf::from(place).display().to_string()).unwrap_or_default();
-    let message =
-        format!("no file for the optimizer's states can be made in {directory}: {e}; name another directory");
-    let code = diagnostic::codes::training::OFFLOAD_STORAGE_UNUSABLE;
-    Diagnostic::error(code, message).with_subject("train.zero.offload")
+        offload.cloned().map(|offload| PathBuf::from(offload).display().to_string()).unwrap_or_default();
+    let message = format!("cannot create a file for optimizer states in {directory}");
+    Diagnostic::error(diagnostic::codes::training::OFFLOAD_STORAGE_UNUSABLE, message)
+        .with_subject("train.zero.offload")
+        .with_field("path", directory)
+        .with_cause(e)
 }
 
 /// Whether Muon updates each parameter, by unit: it updates the matrices of layers and experts.
 /// AdamW updates embedding, head and everything that is not a matrix.
-pub(crate) fn muon_matrices(spec: &OptimizerSpec, units: &[Unit]) -> Vec<Vec<bool>> {
+pub(crate) fn muon_matrices(spec: &OptimizerSpec, units: &[ParamUnit]) -> Vec<Vec<bool>> {
     let head = units.iter().filter(|u| !u.holds_experts()).count().saturating_sub(1);
-    let is_matrix = |(u, unit): (usize, &Unit)| -> Vec<bool> {
+    let is_matrix = |(u, unit): (usize, &ParamUnit)| -> Vec<bool> {
         let layer = spec.name == OptimizerName::Muon && u != 0 && u != head;
         (0..unit.params.len())
             .map(|i| layer && unit.is_trained(i) && unit.params[i].shape.len() == 2)
@@ -336,22 +343,27 @@ fn update_segment(
     let (weight_decay, (beta1, beta2)) = (n.weight_decay, n.betas);
     match name {
         OptimizerName::Adamw | OptimizerName::Muon => {
-            let h = AdamW { lr, beta1, beta2, eps: n.eps, weight_decay, step, grad_scale };
+            let h = AdamWHyperparams { lr, beta1, beta2, eps: n.eps, weight_decay, step, grad_scale };
             ops.adamw(p, g, first.slice_mut(r.clone()), second.slice_mut(r), &h);
         }
         OptimizerName::Sgd => {
-            let h = Sgd { lr, momentum: n.momentum, weight_decay, grad_scale };
+            let h = SgdHyperparams { lr, momentum: n.momentum, weight_decay, grad_scale };
             let buffer = if n.momentum == 0.0 { 0..0 } else { r };
             ops.sgd(p, g, first.slice_mut(buffer), &h);
         }
         OptimizerName::Lion => {
-            ops.lion(p, g, first.slice_mut(r), &Lion { lr, beta1, beta2, weight_decay, grad_scale });
+            ops.lion(
+                p,
+                g,
+                first.slice_mut(r),
+                &LionHyperparams { lr, beta1, beta2, weight_decay, grad_scale },
+            );
         }
     }
 }
 
 /// Whether the optimizer needs the first and the second state vector.
-pub fn state_vectors(spec: &OptimizerSpec) -> (bool, bool) {
+pub fn needs_state_vectors(spec: &OptimizerSpec) -> (bool, bool) {
     match spec.name {
         OptimizerName::Adamw | OptimizerName::Muon => (true, true),
         OptimizerName::Sgd => (spec.momentum != 0.0, false),

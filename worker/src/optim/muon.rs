@@ -5,7 +5,7 @@
 //! `adjust_lr_fn="match_rms_adamw"`: the learning rate is multiplied by 0.2·√max(rows, columns), so
 //! that a learning rate for AdamW suits Muon. Every rank that updates a part of a matrix
 //! orthogonalizes the whole matrix, so the result does not depend on the sharding.
-use device::{Buf, Dtype, Ops, View, ops::Write, with_alloc_label};
+use device::{Buf, Dtype, Ops, View, ops::WriteMode, with_alloc_label};
 
 /// The number of Newton–Schulz iterations.
 const STEPS: usize = 5;
@@ -22,7 +22,7 @@ pub(super) fn lr_factor(rows: usize, columns: usize) -> f64 {
 /// An approximation of the orthogonal matrix nearest to `x[rows, columns]`; its singular values are
 /// close to 1.
 pub(super) fn orthogonalize(ops: &dyn Ops, x: View, rows: usize, columns: usize) -> Buf {
-    let norm = ops.sum_of_squares(x).sqrt().max(EPS);
+    let norm = ops.sum_squares(x).sqrt().max(EPS);
     let allocate = |len: usize| with_alloc_label("Muon's matrices", || ops.zeroed(Dtype::F32, len));
     let tall = rows > columns;
     let (m, n) = if tall { (columns, rows) } else { (rows, columns) };
@@ -35,12 +35,12 @@ pub(super) fn orthogonalize(ops: &dyn Ops, x: View, rows: usize, columns: usize)
     let (mut gram, mut square, mut next) = (allocate(m * m), allocate(m * m), allocate(m * n));
     let (a, b, c) = COEFFICIENTS;
     for _ in 0..STEPS {
-        ops.matmul_forward(gram.view_mut(), wide.view(), wide.view(), m, m, n, Write::Set);
+        ops.matmul_forward(gram.view_mut(), wide.view(), wide.view(), m, m, n, WriteMode::Overwrite);
         // the Gram matrix is symmetric, so it equals its transpose
-        ops.matmul_forward(square.view_mut(), gram.view(), gram.view(), m, m, m, Write::Set);
-        ops.blend(square.view_mut(), c, gram.view(), b);
-        ops.matmul_backward_input(next.view_mut(), square.view(), wide.view(), m, m, n, Write::Set);
-        ops.blend(wide.view_mut(), a, next.view(), 1.0);
+        ops.matmul_forward(square.view_mut(), gram.view(), gram.view(), m, m, m, WriteMode::Overwrite);
+        ops.axpby(square.view_mut(), c, gram.view(), b);
+        ops.matmul_backward_input(next.view_mut(), square.view(), wide.view(), m, m, n, WriteMode::Overwrite);
+        ops.axpby(wide.view_mut(), a, next.view(), 1.0);
     }
     if tall {
         ops.transpose(next.view_mut(), wide.view(), columns, rows);

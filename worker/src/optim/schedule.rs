@@ -19,7 +19,7 @@
 use contract::job::{ScheduleName, ScheduleSpec};
 
 /// The learning rate of step `step`, counted from 0, of `total_steps`.
-pub fn lr_at(spec: &ScheduleSpec, base_lr: f64, total_steps: u64, step: u64) -> f64 {
+pub fn learning_rate_at(spec: &ScheduleSpec, base_lr: f64, total_steps: u64, step: u64) -> f64 {
     let warm = spec.warmup_steps;
     let above = |floor: f64, factor: f64| floor + (base_lr - floor) * factor;
     if step < warm {
@@ -40,7 +40,7 @@ pub fn lr_at(spec: &ScheduleSpec, base_lr: f64, total_steps: u64, step: u64) -> 
     }
 }
 
-/// The progress of `step` between `from` (0.0) and `to` (1.0 there and beyond).
+/// The fraction of the way from step `from` to step `to` that `step` has covered, at most 1.
 fn progress(step: u64, from: u64, to: u64) -> f64 {
     if step >= to {
         return 1.0;
@@ -59,7 +59,7 @@ mod tests {
 
     fn table(name: ScheduleName, warmup_steps: u64, min_lr: f64, decay_steps: u64, total: u64) -> Vec<f64> {
         let spec = ScheduleSpec { name, warmup_steps, min_lr, decay_steps };
-        (0..=total + 1).map(|s| lr_at(&spec, 1.0, total, s)).collect()
+        (0..=total + 1).map(|s| learning_rate_at(&spec, 1.0, total, s)).collect()
     }
 
     fn close(got: &[f64], want: &[f64]) {
@@ -115,7 +115,7 @@ mod tests {
     #[test]
     fn rates_equal_those_of_transformers() {
         let lr = |name, min_lr, decay_steps, step| {
-            lr_at(&ScheduleSpec { name, warmup_steps: 20, min_lr, decay_steps }, 3e-4, 200, step)
+            learning_rate_at(&ScheduleSpec { name, warmup_steps: 20, min_lr, decay_steps }, 3e-4, 200, step)
         };
         for &(step, cosine, linear, wsd) in GOLDEN {
             for (got, want) in [

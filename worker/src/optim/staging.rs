@@ -1,6 +1,6 @@
-//! Staging buffers through which offloaded optimizer states are updated on the device: while the
-//! states of one unit are updated, those of the next unit are copied in and those of the last are
-//! copied out.
+//! [`StagingBuffers`]: device memory in which offloaded optimizer states are updated.
+//! While the states of one unit are updated, those of the next unit are copied in and those of the
+//! previous unit are copied out.
 use super::UnitStates;
 use device::{Buf, Dtype, Ops, ViewMut, storage::Event};
 
@@ -15,14 +15,15 @@ struct StagingBuffer {
     /// The unit whose states are in the buffer or are being copied in.
     unit: Option<usize>,
     /// The completion of the last copy to or from the buffer.
-    copied: Event,
+    last_copy: Event,
 }
 
 impl StagingBuffers {
     /// Buffers for the largest offloaded unit; empty when no states are offloaded.
     pub(super) fn new(ops: &dyn Ops, units: &[UnitStates]) -> Self {
-        let away = units.iter().filter(|st| st.first.is_offloaded(ops) || st.second.is_offloaded(ops));
-        let lens = away.fold([0, 0], |most, st| [most[0].max(st.first.len()), most[1].max(st.second.len())]);
+        let offloaded = units.iter().filter(|st| st.first.is_offloaded(ops) || st.second.is_offloaded(ops));
+        let lens =
+            offloaded.fold([0, 0], |most, st| [most[0].max(st.first.len()), most[1].max(st.second.len())]);
         let buffer = || StagingBuffer {
             vectors: lens.map(|len| ops.zeroed(Dtype::F32, len)),
             ..StagingBuffer::default()
@@ -33,16 +34,16 @@ impl StagingBuffers {
     /// Starts to copy the states of unit `u` in, unless they are not offloaded or already in a
     /// buffer.
     pub(super) fn prefetch(&mut self, ops: &dyn Ops, u: usize, st: &mut UnitStates) {
-        let away = st.first.is_offloaded(ops) || st.second.is_offloaded(ops);
-        if !away || self.0.iter().any(|buffer| buffer.unit == Some(u)) {
+        let is_offloaded = st.first.is_offloaded(ops) || st.second.is_offloaded(ops);
+        if !is_offloaded || self.0.iter().any(|buffer| buffer.unit == Some(u)) {
             return;
         }
         let buffer =
             self.0.iter_mut().find(|buffer| buffer.unit.is_none()).expect("one unit is updated at a time");
-        let free = std::mem::take(&mut buffer.copied);
+        let free = std::mem::take(&mut buffer.last_copy);
         for (states, vector) in [&mut st.first, &mut st.second].into_iter().zip(&mut buffer.vectors) {
             if !states.is_empty() {
-                buffer.copied = states.start_copy_in(ops, vector.view_mut().slice(0..states.len()), &free);
+                buffer.last_copy = states.start_copy_in(ops, vector.view_mut().slice(0..states.len()), &free);
             }
         }
         buffer.unit = Some(u);
@@ -60,7 +61,7 @@ impl StagingBuffers {
         match self.0.iter_mut().find(|buffer| buffer.unit == Some(u)) {
             None => [st.first.view_mut(), st.second.view_mut()],
             Some(buffer) => {
-                buffer.copied.stream_wait();
+                buffer.last_copy.stream_wait();
                 let [first, second] = &mut buffer.vectors;
                 [first.view_mut().slice(0..lens[0]), second.view_mut().slice(0..lens[1])]
             }
@@ -72,7 +73,7 @@ impl StagingBuffers {
         let Some(buffer) = self.0.iter_mut().find(|buffer| buffer.unit == Some(u)) else { return };
         for (states, vector) in [&mut st.first, &mut st.second].into_iter().zip(&buffer.vectors) {
             if !states.is_empty() {
-                buffer.copied = states.start_copy_out(ops, vector.view().slice(0..states.len()));
+                buffer.last_copy = states.start_copy_out(ops, vector.view().slice(0..states.len()));
             }
         }
         buffer.unit = None;

@@ -1,5 +1,4 @@
-//! The storage of optimizer states: device memory, host memory, or a file that is mapped while it
-//! is used.
+//! [`StateVector`]: optimizer states in device memory, in host memory, or in a mapped file.
 //!
 //! A file is unlinked as soon as it is created, so no file remains however a run ends, and no other
 //! process can truncate it. Its space is reserved on creation, so a full disk is found before the
@@ -17,44 +16,45 @@ use std::{
 
 /// A vector of optimizer states.
 pub struct StateVector {
-    storage: Storage,
+    storage: StateStorage,
     /// The last copy from or to offloaded states.
-    busy: Event,
+    last_copy: Event,
 }
 
-enum Storage {
+/// Where the elements of a [`StateVector`] are stored.
+enum StateStorage {
     Memory(Buf),
     File { map: MmapMut, len: usize },
 }
 
 /// Distinguishes the files of one process.
-static COUNT: AtomicU64 = AtomicU64::new(0);
+static FILE_COUNTER: AtomicU64 = AtomicU64::new(0);
 
 impl StateVector {
     /// `len` zeros in the memory of the backend, or in the storage that `offload` selects.
     pub fn zeroed(ops: &dyn Ops, len: usize, offload: Option<&Offload>) -> io::Result<Self> {
         let storage = match offload.filter(|_| len > 0) {
-            None => {
-                Storage::Memory(with_alloc_label("the optimizer's states", || ops.zeroed(Dtype::F32, len)))
-            }
-            Some(Offload::Cpu) => {
-                Storage::Memory(with_alloc_label("the optimizer's states", || ops.staging(Dtype::F32, len)))
-            }
+            None => StateStorage::Memory(with_alloc_label("the optimizer's states", || {
+                ops.zeroed(Dtype::F32, len)
+            })),
+            Some(Offload::Cpu) => StateStorage::Memory(with_alloc_label("the optimizer's states", || {
+                ops.staging(Dtype::F32, len)
+            })),
             Some(Offload::Files(directory)) => {
                 let file = create_unlinked_file(directory)?;
                 let bytes = i64::try_from(len * size_of::<f32>()).map_err(io::Error::other)?;
                 posix_fallocate(&file, 0, bytes)?;
                 // SAFETY: the file is unlinked, so no other process changes or truncates it.
                 let map = unsafe { MmapMut::map_mut(&file) }?;
-                Storage::File { map, len }
+                StateStorage::File { map, len }
             }
         };
-        Ok(StateVector { storage, busy: Event::default() })
+        Ok(StateVector { storage, last_copy: Event::default() })
     }
 
     /// The number of elements.
     pub fn len(&self) -> usize {
-        self.stored().len()
+        self.unsynchronized_view().len()
     }
 
     /// Whether the vector has no elements.
@@ -64,53 +64,55 @@ impl StateVector {
 
     /// The states for reading, after running copies have ended.
     pub fn view(&self) -> View<'_> {
-        self.busy.synchronize();
-        self.stored()
+        self.last_copy.synchronize();
+        self.unsynchronized_view()
     }
 
     /// The states for writing, after running copies have ended.
     pub fn view_mut(&mut self) -> ViewMut<'_> {
-        self.busy.synchronize();
-        self.stored_mut()
+        self.last_copy.synchronize();
+        self.unsynchronized_view_mut()
     }
 
-    fn stored(&self) -> View<'_> {
+    /// The states for reading, possibly while a copy is running.
+    fn unsynchronized_view(&self) -> View<'_> {
         match &self.storage {
-            Storage::Memory(buf) => buf.view(),
-            Storage::File { map, len } => bytemuck::cast_slice(map)[..*len].into(),
+            StateStorage::Memory(buf) => buf.view(),
+            StateStorage::File { map, len } => bytemuck::cast_slice(map)[..*len].into(),
         }
     }
 
-    fn stored_mut(&mut self) -> ViewMut<'_> {
+    /// The states for writing, possibly while a copy is running.
+    fn unsynchronized_view_mut(&mut self) -> ViewMut<'_> {
         match &mut self.storage {
-            Storage::Memory(buf) => buf.view_mut(),
-            Storage::File { map, len } => (&mut bytemuck::cast_slice_mut(map)[..*len]).into(),
+            StateStorage::Memory(buf) => buf.view_mut(),
+            StateStorage::File { map, len } => (&mut bytemuck::cast_slice_mut(map)[..*len]).into(),
         }
     }
 
     /// Whether the states are stored in other memory than the backend computes in.
     pub fn is_offloaded(&self, ops: &dyn Ops) -> bool {
-        !self.is_empty() && self.stored().is_on_host() != ops.is_host()
+        !self.is_empty() && self.unsynchronized_view().is_on_host() != ops.is_host()
     }
 
     /// Starts to copy the states to `to` in the memory of the backend, which may be written after
     /// `free`.
     pub fn start_copy_in(&mut self, ops: &dyn Ops, to: ViewMut, free: &Event) -> Event {
-        let behind = [self.busy.clone(), free.clone()];
-        self.busy = ops.copy_async(to, self.stored(), &behind);
-        self.busy.clone()
+        let after = [self.last_copy.clone(), free.clone()];
+        self.last_copy = ops.copy_async(to, self.unsynchronized_view(), &after);
+        self.last_copy.clone()
     }
 
     /// Starts to copy updated states back to their storage.
     pub fn start_copy_out(&mut self, ops: &dyn Ops, from: View) -> Event {
-        let behind = [self.busy.clone()];
-        self.busy = ops.copy_async(self.stored_mut(), from, &behind);
-        self.busy.clone()
+        let after = [self.last_copy.clone()];
+        self.last_copy = ops.copy_async(self.unsynchronized_view_mut(), from, &after);
+        self.last_copy.clone()
     }
 
     /// Advises the system to read a file's states, because they are used soon.
     pub fn advise_needed(&self) {
-        if let Storage::File { map, .. } = &self.storage {
+        if let StateStorage::File { map, .. } = &self.storage {
             // only advice: without it pages are read when they are accessed
             let _ = map.advise(Advice::WillNeed);
         }
@@ -118,8 +120,8 @@ impl StateVector {
 
     /// Starts to write a file's states and removes them from this process's memory.
     pub fn advise_unneeded(&self) {
-        if let Storage::File { map, .. } = &self.storage {
-            self.busy.synchronize();
+        if let StateStorage::File { map, .. } = &self.storage {
+            self.last_copy.synchronize();
             // both are advice: pages that are not written now are written later
             let _ = map.flush_async();
             // SAFETY: pages of a shared mapping are read from the file again, so no data are lost.
@@ -130,9 +132,9 @@ impl StateVector {
 
 impl Drop for StateVector {
     fn drop(&mut self) {
-        if self.busy.synchronize_checked().is_err() {
+        if self.last_copy.synchronize_checked().is_err() {
             // a copy may still be running, so the memory must not be freed
-            std::mem::forget(std::mem::replace(&mut self.storage, Storage::Memory(Buf::default())));
+            std::mem::forget(std::mem::replace(&mut self.storage, StateStorage::Memory(Buf::default())));
         }
     }
 }
@@ -140,7 +142,7 @@ impl Drop for StateVector {
 /// Creates a file and unlinks it.
 fn create_unlinked_file(directory: &Path) -> io::Result<File> {
     fs::create_dir_all(directory)?;
-    let number = COUNT.fetch_add(1, Ordering::Relaxed);
+    let number = FILE_COUNTER.fetch_add(1, Ordering::Relaxed);
     let path = directory.join(format!(".launch-states-{}-{number}", std::process::id()));
     let file = File::options().read(true).write(true).create_new(true).open(&path)?;
     fs::remove_file(&path)?;

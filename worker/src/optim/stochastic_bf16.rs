@@ -2,13 +2,13 @@
 //! that updates smaller than half a bf16 step are not lost.
 use super::UnitStates;
 use crate::{
-    params::{Segment, Unit},
+    params::{ParamUnit, Segment},
     rng::{Purpose, RandomStream},
 };
 use device::{Buf, Dtype, Ops, ViewMut, ops::StochasticRounding, with_alloc_label};
 use std::ops::Range;
 
-/// The largest number of elements that are updated at a time.
+/// The largest number of elements whose fp32 copies exist at a time.
 const MAX_CHUNK: usize = 1 << 22;
 
 /// Converts weights to fp32 for an update and rounds the result stochastically.
@@ -20,18 +20,20 @@ pub(super) struct StochasticUpdate {
 }
 
 /// The length of the fp32 buffer for updates of these ranges of units.
-pub fn chunk_len<'a>(ranges: impl Iterator<Item = (&'a Unit, Range<usize>)>) -> usize {
-    let largest = |(unit, range): (&Unit, Range<usize>)| {
+pub fn update_chunk_len<'a>(ranges: impl Iterator<Item = (&'a ParamUnit, Range<usize>)>) -> usize {
+    let largest = |(unit, range): (&ParamUnit, Range<usize>)| {
         unit.trained_segments(range).iter().map(|s| s.flat.len()).max().unwrap_or(0)
     };
     ranges.map(largest).max().unwrap_or(0).min(MAX_CHUNK)
 }
 
 impl StochasticUpdate {
-    pub(super) fn new(ops: &dyn Ops, seed: u64, units: &[Unit], states: &[UnitStates]) -> Self {
+    /// Allocates the fp32 buffer for the update ranges of `states`; random numbers derive from
+    /// `seed`.
+    pub(super) fn new(ops: &dyn Ops, seed: u64, units: &[ParamUnit], states: &[UnitStates]) -> Self {
         let key = |name: &str| RandomStream::new(seed, Purpose::StochasticRounding, name).key();
         let keys = units.iter().map(|u| u.params.iter().map(|p| key(&p.name)).collect()).collect();
-        let len = chunk_len(units.iter().zip(states).map(|(unit, st)| (unit, st.range.clone())));
+        let len = update_chunk_len(units.iter().zip(states).map(|(unit, st)| (unit, st.range.clone())));
         let chunk = with_alloc_label("the weights being updated", || ops.zeroed(Dtype::F32, len));
         StochasticUpdate { keys, chunk }
     }
@@ -47,13 +49,13 @@ impl StochasticUpdate {
         mut p: ViewMut,
         mut update: impl FnMut(ViewMut, Range<usize>),
     ) {
-        let (key, piece) = (self.keys[u][seg.param], self.chunk.len().max(1));
-        for from in (0..p.len()).step_by(piece) {
-            let r = from..p.len().min(from + piece);
+        let (key, chunk_len) = (self.keys[u][seg.param], self.chunk.len().max(1));
+        for from in (0..p.len()).step_by(chunk_len) {
+            let r = from..p.len().min(from + chunk_len);
             let (first, len) = ((seg.elements.start + from) as u64, r.len());
             ops.cast(self.chunk.view_mut().slice(0..len), p.slice_mut(r.clone()).into_view());
             update(self.chunk.view_mut().slice(0..len), r.clone());
-            let draw = StochasticRounding { key, first, step };
+            let draw = StochasticRounding { key, first_element: first, step };
             ops.round_stochastically(p.slice_mut(r), self.chunk.view().slice(0..len), &draw);
         }
     }
@@ -61,7 +63,7 @@ impl StochasticUpdate {
 
 /// Runs `update` on the fp32 values of `p`, the elements of a segment: in place, or through
 /// [`StochasticUpdate::update_in_chunks`] for bf16 weights.
-pub(super) fn in_f32(
+pub(super) fn update_in_f32(
     rounding: &mut Option<StochasticUpdate>,
     ops: &dyn Ops,
     segment: (usize, &Segment),
@@ -81,30 +83,30 @@ mod tests {
     use super::*;
     use device::Cpu;
 
-    /// The elements `elements` of a tensor after adding 1/1000 to each, in chunks of this length.
-    fn updated(piece: usize, elements: Range<usize>) -> Vec<u16> {
+    /// The elements `elements` of a tensor after adding 1/1000 to each, in chunks of `chunk_len`.
+    fn updated(chunk_len: usize, elements: Range<usize>) -> Vec<u16> {
         let cpu = Cpu::new(2);
         let key = RandomStream::new(3, Purpose::StochasticRounding, "w").key();
-        let mut narrow = Some(StochasticUpdate { keys: vec![vec![key]], chunk: Buf::zeroed(piece) });
+        let mut rounding = Some(StochasticUpdate { keys: vec![vec![key]], chunk: Buf::zeroed(chunk_len) });
         let mut p = Buf::zeroed_as(Dtype::Bf16, elements.len());
         let first: Vec<f32> = elements.clone().map(|i| 1.0 + (i % 50) as f32 / 64.0).collect();
         cpu.cast(p.view_mut(), first[..].into());
         let seg = Segment { param: 0, flat: 0..elements.len(), elements };
         let mut seen = 0;
-        in_f32(&mut narrow, &cpu, (0, &seg), 7, p.view_mut(), |mut values, r| {
-            assert_eq!((r.start, r.len()), (seen, values.len()), "one after the other");
+        update_in_f32(&mut rounding, &cpu, (0, &seg), 7, p.view_mut(), |mut values, r| {
+            assert_eq!((r.start, r.len()), (seen, values.len()), "chunks are consecutive");
             seen = r.end;
-            cpu.offset(values.reborrow(), 1e-3);
+            cpu.add_scalar(values.reborrow(), 1e-3);
         });
         assert_eq!(seen, seg.flat.len());
-        p.view().halves().to_vec()
+        p.view().half_bits().to_vec()
     }
 
     #[test]
     fn rounding_does_not_depend_on_chunks_or_shards() {
         let whole = updated(1000, 0..1000);
-        for piece in [1, 7, 64, 999] {
-            assert_eq!(updated(piece, 0..1000), whole, "pieces of {piece}");
+        for chunk_len in [1, 7, 64, 999] {
+            assert_eq!(updated(chunk_len, 0..1000), whole, "chunks of {chunk_len}");
         }
         assert_eq!([updated(64, 0..301), updated(7, 301..1000)].concat(), whole);
         let moved = whole.iter().enumerate().filter(|(i, bits)| {

@@ -17,7 +17,7 @@ impl MemoryPlan<'_> {
         for unit in self.units {
             let shard = Partition::new(unit, self.world).range(rank);
             let lengths = (shard.len(), unit.trained_range(shard).len());
-            let of_unit = owner_groups::exchange_lengths(unit, &slots, rank, lengths);
+            let of_unit = owner_groups::exchange_buffer_lengths(unit, &slots, rank, lengths);
             gathered = gathered.max(of_unit.0);
             (sent, received) = (sent.max(of_unit.1), received.max(of_unit.2));
         }
@@ -61,7 +61,7 @@ impl MemoryPlan<'_> {
             let partition = Partition::new(u, self.world);
             let counts: Vec<usize> =
                 (0..self.world).map(|r| u.trained_range(partition.range(r)).len()).collect();
-            comm::shm::assembled(rank, &partial_sums, &counts, STAGING_BYTES)
+            comm::shm::assembly_elements(rank, &partial_sums, &counts, STAGING_BYTES)
         });
         (shared + 4 * private.max().unwrap_or(0)) as u64
     }

@@ -2,7 +2,7 @@
 use super::memory::MemoryPlan;
 use crate::{
     param_groups::first_backward_layer,
-    params::Unit,
+    params::ParamUnit,
     zero::{
         ShardingPolicy,
         buffer_pool::BufferPoolEstimate,
@@ -26,7 +26,7 @@ impl MemoryPlan<'_> {
     /// Peak number of elements if a rank keeps complete gradients until the last slot.
     fn full_gradients(&self, policy: ShardingPolicy, rank: usize) -> usize {
         let s = self.slot_schedule(policy);
-        let full: usize = self.units_of(rank).map(Unit::trained_len).sum();
+        let full: usize = self.units_of(rank).map(ParamUnit::trained_len).sum();
         let shards: usize = self.trained_shard_lengths(rank).iter().sum();
         let own_slots = (0..s.rounds()).filter(|&r| s.slot(rank, r).is_some()).count();
         // The reduced shard of every unit is kept until the update.
@@ -37,7 +37,7 @@ impl MemoryPlan<'_> {
         // The backward pass of a partly frozen unit writes a complete gradient, which is then
         // packed.
         let mixed = self.written_gradients(policy, rank, 0, |u| !u.all_trained());
-        full * peak_buffers((0..own_slots).map(SlotRun::slot), true) + finished + mixed
+        full * peak_buffers((0..own_slots).map(SlotRun::single_slot), true) + finished + mixed
     }
 
     /// Peak number of elements if gradients are reduced to their owners in each backward pass: one
@@ -59,7 +59,7 @@ impl MemoryPlan<'_> {
         policy: ShardingPolicy,
         rank: usize,
         in_flight: usize,
-        has_buffer: impl Fn(&Unit) -> bool,
+        has_buffer: impl Fn(&ParamUnit) -> bool,
     ) -> usize {
         let mut buffers = GradientBuffers { in_flight, ..GradientBuffers::default() };
         let (head, layers) = self.layer_units(rank);
@@ -72,7 +72,7 @@ impl MemoryPlan<'_> {
             };
             let of_head = take(&mut buffers, head);
             // The head also writes the gradient of an embedding that is tied to it.
-            let tied = self.model.tied() && is_trained(0);
+            let tied = self.model.has_tied_embeddings() && is_trained(0);
             let mut of_embedding = if tied { take(&mut buffers, 0) } else { None };
             buffers.release(of_head, is_trained(head));
             for &u in layers[first_backward_layer(self.units)..].iter().rev().flat_map(|l| l.iter().rev()) {
@@ -132,6 +132,7 @@ impl GradientBuffers {
         self.start_reduction(None);
     }
 
+    /// Adds a gradient to those in reduction, and frees the oldest ones beyond the limit.
     fn start_reduction(&mut self, buffer: Option<usize>) {
         self.reducing.push_back(buffer);
         while self.reducing.len() > self.in_flight {

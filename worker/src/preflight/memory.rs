@@ -1,11 +1,11 @@
 //! [`MemoryPlan`]: the estimated peak memory of each rank, by purpose.
 use crate::{
     model::Model,
-    optim::{chunk_len, muon_matrices, state_vectors},
+    optim::{muon_matrices, needs_state_vectors, update_chunk_len},
     param_groups::first_backward_layer,
-    params::Unit,
+    params::ParamUnit,
     stages::weight_dtypes,
-    train::{experts, workspace::Workspace},
+    train::{activations::MicroBatchActivations, moe},
     zero::{ShardingPolicy, SlotSchedule, partition::Partition},
 };
 use contract::{
@@ -15,7 +15,7 @@ use contract::{
 use device::{
     Dtype,
     cuda::AttentionBackend,
-    ops::{AttentionShape, FP8_COLUMNS},
+    ops::{AttentionShape, FP8_COLUMN_MULTIPLE},
 };
 
 /// Bytes of executable, allocator, thread stacks and tokenizer. A process with a tiny model takes
@@ -31,7 +31,7 @@ pub(super) struct MemoryPlan<'a> {
     pub(super) job: &'a JobSpec,
     pub(super) train: &'a TrainSpec,
     pub(super) model: &'a dyn Model,
-    pub(super) units: &'a [Unit],
+    pub(super) units: &'a [ParamUnit],
     pub(super) world: usize,
     pub(super) threads: usize,
     /// Number of tokens of the training data.
@@ -60,14 +60,14 @@ impl MemoryPlan<'_> {
 
     /// Number of the optimizer's state vectors.
     fn state_count(&self) -> u64 {
-        let (first, second) = state_vectors(&self.train.optimizer);
+        let (first, second) = needs_state_vectors(&self.train.optimizer);
         u64::from(first) + u64::from(second)
     }
 
     /// Bytes that are needed on CPUs and GPUs alike.
     fn training_parts(&self, policy: ShardingPolicy, rank: usize) -> Vec<(&'static str, u64)> {
         let weights = weight_dtypes(self.train);
-        let (dtype, bytes) = (weights.dtype, weights.dtype.size() as u64);
+        let (dtype, bytes) = (weights.compute, weights.compute.size() as u64);
         let sum = |lengths: Vec<usize>| lengths.iter().sum::<usize>() as u64;
         let (shards, trained_shards) = (sum(self.shard_lengths(rank)), sum(self.trained_shard_lengths(rank)));
         let full: u64 = self.units_of(rank).map(|u| u.len() as u64).sum();
@@ -91,7 +91,7 @@ impl MemoryPlan<'_> {
             false => full_trained,
         };
         let activations =
-            Workspace::buffer_bytes(self.model, layers, b, t, self.train.recompute, first, dtype);
+            MicroBatchActivations::buffer_bytes(self.model, layers, b, t, self.train.recompute, first, dtype);
         vec![
             ("parameters", bytes * parameters),
             ("master weights", 4 * master_weights),
@@ -115,7 +115,7 @@ impl MemoryPlan<'_> {
     /// Bytes that are only needed on CPUs.
     fn host_parts(&self, policy: ShardingPolicy, rank: usize) -> Vec<(&'static str, u64)> {
         let weights = weight_dtypes(self.train);
-        let (dtype, bytes) = (weights.dtype, weights.dtype.size() as u64);
+        let (dtype, bytes) = (weights.compute, weights.compute.size() as u64);
         let (b, t) = self.batch_shape();
         let widened = if dtype == Dtype::F32 { 0 } else { self.widened_results(b, t) };
         let shards = self.shard_lengths(rank).iter().sum::<usize>() as u64;
@@ -129,7 +129,7 @@ impl MemoryPlan<'_> {
             true => bytes * self.gathered_elements(policy, rank),
             false => 0,
         };
-        let token_bytes = if self.model.vocab() <= 1 << 16 { 2 } else { 4 };
+        let token_bytes = if self.model.vocab_size() <= 1 << 16 { 2 } else { 4 };
         vec![
             ("fp8 operands", bytes * self.fp8_operands(b * t)),
             ("operator workspace", self.cpu_workspace(b, t) + widened),
@@ -147,17 +147,17 @@ impl MemoryPlan<'_> {
         if !self.train.rounds_stochastically() {
             return 0;
         }
-        let updated = |u: &Unit| match policy.shard_optimizer {
+        let updated = |u: &ParamUnit| match policy.shard_optimizer {
             true => Partition::new(u, self.world).range(rank),
             false => 0..u.len(),
         };
-        chunk_len(self.units_of(rank).map(|u| (u, updated(u)))) as u64
+        update_chunk_len(self.units_of(rank).map(|u| (u, updated(u)))) as u64
     }
 
     /// Bytes of the activation buffers of MoE layers.
     fn moe_activations(&self, rows: usize, dtype: Dtype) -> u64 {
         let parallel = self.train.experts.expert_parallel_size as usize;
-        experts::buffer_bytes(self.model, self.units, rows, self.train.recompute, dtype, parallel) as u64
+        moe::buffer_bytes(self.model, self.units, rows, self.train.recompute, dtype, parallel) as u64
     }
 
     /// Which rank computes which sample slot.
@@ -167,7 +167,7 @@ impl MemoryPlan<'_> {
     }
 
     /// The units of which `rank` has a shard.
-    pub(super) fn units_of(&self, rank: usize) -> impl DoubleEndedIterator<Item = &Unit> {
+    pub(super) fn units_of(&self, rank: usize) -> impl DoubleEndedIterator<Item = &ParamUnit> {
         self.units.iter().filter(move |u| u.owners.contains(rank))
     }
 
@@ -178,7 +178,7 @@ impl MemoryPlan<'_> {
 
     /// For each unit: number of trained elements of the rank's shard.
     pub(super) fn trained_shard_lengths(&self, rank: usize) -> Vec<usize> {
-        let trained = |u: &Unit| u.trained_range(Partition::new(u, self.world).range(rank)).len();
+        let trained = |u: &ParamUnit| u.trained_range(Partition::new(u, self.world).range(rank)).len();
         self.units.iter().map(trained).collect()
     }
 
@@ -186,7 +186,7 @@ impl MemoryPlan<'_> {
     /// one unit and of the next.
     fn offload_staging(&self, policy: ShardingPolicy, rank: usize) -> u64 {
         let shards = self.trained_shard_lengths(rank);
-        let full: Vec<usize> = self.units_of(rank).map(Unit::trained_len).collect();
+        let full: Vec<usize> = self.units_of(rank).map(ParamUnit::trained_len).collect();
         let lengths = if policy.shard_optimizer { shards } else { full };
         if self.job.cluster.trains_on_gpus() {
             // Each of two staging buffers has the size of the largest unit.
@@ -204,7 +204,7 @@ impl MemoryPlan<'_> {
             let (small, large) = (shape[0].min(shape[1]), shape[0].max(shape[1]));
             2 * small * small + 2 * small * large
         };
-        let of_unit = |((unit, is_muon), shard): ((&Unit, Vec<bool>), usize)| {
+        let of_unit = |((unit, is_muon), shard): ((&ParamUnit, Vec<bool>), usize)| {
             let matrices = unit.params.iter().zip(is_muon).filter(|(_, is_muon)| *is_muon);
             let sent = if policy.shard_optimizer && self.world > 1 { shard } else { 0 };
             let largest = matrices.map(|(p, _)| iteration(&p.shape)).max();
@@ -221,18 +221,18 @@ impl MemoryPlan<'_> {
     fn widened_results(&self, b: usize, t: usize) -> u64 {
         let largest = self.model.scratch_lengths(b, t).into_iter().max().unwrap_or(0);
         let rows = largest.div_ceil((b * t).max(1)) * 256;
-        4 * largest.min(rows.max(1 << 20)).max(b * t * self.model.attention_width()) as u64
+        4 * largest.min(rows.max(1 << 20)).max(b * t * self.model.qkv_width()) as u64
     }
 
     /// Bytes that the GPU backend needs at once: the workspace of matmuls, and the largest of a
     /// chunk of logits with their gradients, the fp8 operands, and the workspace of cuDNN's
     /// attention.
     fn gpu_workspace(&self, b: usize, t: usize) -> u64 {
-        let logits = device::cuda::classifier_workspace_bytes(b * t, self.model.vocab()) as u64;
+        let logits = device::cuda::classifier_workspace_bytes(b * t, self.model.vocab_size()) as u64;
         let attention = match crate::gpu::attention_backend(self.train) {
             AttentionBackend::BuiltIn => 0,
             AttentionBackend::Auto | AttentionBackend::Cudnn => {
-                let [heads, kv_heads, head_dim] = self.model.heads();
+                let [heads, kv_heads, head_dim] = self.model.attention_dims();
                 device::cuda::cudnn_workspace_bytes(AttentionShape::new(b, t, heads, kv_heads, head_dim))
                     as u64
             }
@@ -245,15 +245,16 @@ impl MemoryPlan<'_> {
         if self.train.precision != Precision::Fp8 {
             return 0;
         }
-        let padded = rows.next_multiple_of(FP8_COLUMNS);
+        let padded = rows.next_multiple_of(FP8_COLUMN_MULTIPLE);
         let operands =
             |(inp, out): (usize, usize)| (rows * inp.max(out) + inp * out).max(padded * (inp + out));
-        self.model.linears().into_iter().map(operands).max().unwrap_or(0) as u64
+        self.model.linear_shapes().into_iter().map(operands).max().unwrap_or(0) as u64
     }
 
     /// Bytes of tiles, packed panels and chunks of logits of the CPU backend.
     fn cpu_workspace(&self, b: usize, t: usize) -> u64 {
-        let logits = 4 * device::cpu::classifier_rows(b * t, self.model.vocab()) * self.model.vocab();
+        let logits =
+            4 * device::cpu::classifier_chunk_rows(b * t, self.model.vocab_size()) * self.model.vocab_size();
         (logits + (2 << 20) * (1 + self.threads)) as u64
     }
 }

@@ -18,7 +18,7 @@ impl MemoryPlan<'_> {
     /// unit of which this rank has a shard.
     pub(super) fn layer_units(&self, rank: usize) -> (usize, Vec<Vec<usize>>) {
         let head = self.units.iter().filter(|u| !u.holds_experts()).count() - 1;
-        let is_moe = |l: usize| self.model.sparse().is_some_and(|s| s.is_sparse(l));
+        let is_moe = |l: usize| self.model.moe().is_some_and(|s| s.is_moe_layer(l));
         let mut experts =
             (head + 1..self.units.len()).filter(|&u| self.units[u].owners.contains(rank)).collect::<Vec<_>>();
         experts.reverse();
@@ -31,7 +31,7 @@ impl MemoryPlan<'_> {
         let (head, layers) = self.layer_units(rank);
         let forward = layers.iter().flatten().copied();
         let backward = layers[first_backward_layer(self.units)..].iter().rev().flatten().copied();
-        let tied = self.model.tied().then_some(0);
+        let tied = self.model.has_tied_embeddings().then_some(0);
         std::iter::once(0).chain(forward).chain([head]).chain(tied).chain(backward).collect()
     }
 
@@ -55,7 +55,7 @@ impl MemoryPlan<'_> {
         let mut ahead: VecDeque<usize> = fetches.iter().filter(|f| !f.is_retained).map(|f| f.unit).collect();
         let mut pool = BufferPoolEstimate::default();
         let (mut gathering, mut retained, mut used) = (VecDeque::new(), HashMap::new(), Vec::new());
-        for (fetch, overlaps) in self.with_overlap(&fetches) {
+        for (fetch, overlaps) in self.fetches_with_overlap(&fetches) {
             while gathering.len() <= self.train.zero.prefetch as usize {
                 let Some(next) = ahead.pop_front() else { break };
                 gathering.push_back(pool.take(len(next)));
@@ -79,13 +79,13 @@ impl MemoryPlan<'_> {
 
     /// Each fetch, and whether its unit is still in use when the next one is fetched: the head's
     /// unit with a tied embedding, and in a backward pass a layer's unit with its experts.
-    fn with_overlap(&self, fetches: &[PlannedFetch]) -> Vec<(PlannedFetch, bool)> {
+    fn fetches_with_overlap(&self, fetches: &[PlannedFetch]) -> Vec<(PlannedFetch, bool)> {
         let head = self.units.iter().filter(|u| !u.holds_experts()).count() - 1;
         let mut is_backward = false;
         let next = fetches.iter().skip(1).map(|f| f.unit).chain([0]);
         let overlaps = fetches.iter().zip(next).map(|(fetch, next)| {
             is_backward = (is_backward || fetch.unit == head) && next != 1;
-            let tied = self.model.tied() && fetch.unit == head && next == 0;
+            let tied = self.model.has_tied_embeddings() && fetch.unit == head && next == 0;
             (*fetch, tied || (is_backward && next > head))
         });
         overlaps.collect()
@@ -110,7 +110,7 @@ impl MemoryPlan<'_> {
     /// the number of such elements of a unit.
     fn mapped_peer_shards(&self, fetches: &[PlannedFetch], peer_elements: impl Fn(usize) -> usize) -> u64 {
         let (mut mapped, mut peak, mut used) = (0, 0, Vec::new());
-        for (fetch, overlaps) in self.with_overlap(fetches) {
+        for (fetch, overlaps) in self.fetches_with_overlap(fetches) {
             mapped += if fetch.is_retained { 0 } else { peer_elements(fetch.unit) };
             peak = peak.max(mapped);
             used.push(fetch);

@@ -1,12 +1,12 @@
 //! Pretrained adapters: the directory that `train.lora.from` names.
 use super::weight_match::list_names;
 use crate::{
+    checkpoint_mapping::{ReadPlan, read_owned_ranges, sync_replicas},
     consensus::exchange_values,
-    error::{Result, adapter_diagnostic, unreadable_checkpoint},
+    error::{Result, unreadable_adapters, unreadable_checkpoint},
     param_groups::LORA_FROM,
-    params::Unit,
+    params::ParamUnit,
     stages::ReadyTrainer,
-    state::{ReadPlan, read_owned_ranges, sync_replicas},
 };
 use ckpt::{
     ExternalCheckpoint, TensorSource,
@@ -19,8 +19,8 @@ use std::{
 };
 
 /// Opens the directory and checks that its adapters have the names and shapes of the model's.
-pub fn check_adapters(directory: &Path, units: &[Unit]) -> diagnostic::Result<ExternalCheckpoint> {
-    let source = open_adapters(directory).map_err(|e| adapter_diagnostic(e, LORA_FROM))?;
+pub fn check_adapters(directory: &Path, units: &[ParamUnit]) -> diagnostic::Result<ExternalCheckpoint> {
+    let source = open_adapters(directory).map_err(|e| unreadable_adapters(e, LORA_FROM))?;
     let tensors = source.tensors();
     let mut stored: HashMap<&str, &[u64]> =
         tensors.iter().map(|t| (t.name.as_str(), t.shape.as_slice())).collect();
@@ -60,8 +60,10 @@ pub fn check_adapters(directory: &Path, units: &[Unit]) -> diagnostic::Result<Ex
 
 /// Loads the adapters if the job names a directory: each rank reads its owned ranges. Collective.
 pub(super) fn load_adapters(ready: &mut ReadyTrainer) -> Result<()> {
-    let Some(directory) = ready.train().lora.as_ref().and_then(|l| l.from.clone()) else { return Ok(()) };
-    let units: Vec<Unit> = ready.trainer.engine.shards.iter().map(|s| s.unit.clone()).collect();
+    let Some(directory) = ready.train_spec().lora.as_ref().and_then(|l| l.from.clone()) else {
+        return Ok(());
+    };
+    let units: Vec<ParamUnit> = ready.trainer.engine.shards.iter().map(|s| s.unit.clone()).collect();
     let opened = check_adapters(&directory, &units).map_err(crate::error::Error::from);
     let result = opened.as_ref().map(|_| ()).map_err(Clone::clone);
     exchange_values(ready.trainer.engine.queue(), result)?;

@@ -1,7 +1,7 @@
-//! Notices about what a job does differently from the one that wrote its checkpoint. The job's
-//! values apply; every difference is reported.
+//! Notices about differences between a job and the checkpoint that it resumes from. The job's
+//! values apply, and every difference is reported.
 use super::weight_match::list_names;
-use crate::{optim::ParamGroup, params::Unit, stages::ReadyTrainer};
+use crate::{optim::ParamGroup, params::ParamUnit, stages::ReadyTrainer};
 use ckpt::{Dtype, RunFacts, TensorInfo, TensorRole};
 use contract::job::{Precision, ScheduleName};
 use serde::Deserialize;
@@ -11,18 +11,18 @@ use std::{
     path::Path,
 };
 
-/// The checkpoint has no training state.
-pub(super) fn weights_only(path: &Path) -> String {
+/// The notice about a checkpoint without training state.
+pub(super) fn weights_only_notice(path: &Path) -> String {
     format!(
         "{} holds only weights: the optimizer, the learning rate and the data start at step 0",
         path.display()
     )
 }
 
-/// fp32 weights that become the only weights in bf16, or bf16 weights that become fp32.
-pub(super) fn master_weights(ready: &ReadyTrainer, tensors: &[TensorInfo]) -> Option<String> {
+/// The notice about fp32 weights that are rounded to bf16, or bf16 weights that become fp32.
+pub(super) fn master_weight_notice(ready: &ReadyTrainer, tensors: &[TensorInfo]) -> Option<String> {
     let has_weights = |dtype| tensors.iter().any(|t| t.role == TensorRole::Weight && t.dtype == dtype);
-    let weights = ready.trainer.engine.weights();
+    let weights = ready.trainer.engine.param_dtypes();
     match weights.updated {
         device::Dtype::F32 if has_weights(Dtype::BF16) => Some(format!(
             "the checkpoint has bf16 weights and no fp32 master weights: the {} start at their values",
@@ -36,39 +36,46 @@ pub(super) fn master_weights(ready: &ReadyTrainer, tensors: &[TensorInfo]) -> Op
     }
 }
 
-/// Parameters that are trained in only one of job and checkpoint.
-pub(super) fn frozen_parameters(
-    units: &[Unit],
+/// Notices about parameters that are trained in only one of job and checkpoint.
+pub(super) fn frozen_parameter_notices(
+    units: &[ParamUnit],
     tensors: &[TensorInfo],
     reset_states: &HashSet<String>,
 ) -> Vec<String> {
     let mut notices = Vec::new();
     if !reset_states.is_empty() {
         let names: BTreeSet<&String> = reset_states.iter().collect();
+        let (count, verb, pronoun) = match names.len() {
+            1 => ("1 parameter".to_owned(), "was", "its"),
+            n => (format!("{n} parameters"), "were", "their"),
+        };
         notices.push(format!(
-            "{} parameters were frozen in the checkpoint's run; their optimizer states start at zero ({})",
-            names.len(),
+            "{count} {verb} frozen in the checkpoint's run; {pronoun} optimizer states start at zero ({})",
             list_names(&names.into_iter().collect::<Vec<_>>())
         ));
     }
     let trained: HashSet<&str> =
-        units.iter().flat_map(Unit::trained_params).map(|p| p.name.as_str()).collect();
+        units.iter().flat_map(ParamUnit::trained_params).map(|p| p.name.as_str()).collect();
     let with_states = tensors.iter().filter(|t| t.role.is_optimizer_state()).map(|t| t.name.as_str());
     let unused: BTreeSet<&str> = with_states.filter(|name| !trained.contains(name)).collect();
     if !unused.is_empty() {
+        let (count, present, past, pronoun) = match unused.len() {
+            1 => ("1 parameter".to_owned(), "is", "was", "its"),
+            n => (format!("{n} parameters"), "are", "were", "their"),
+        };
         notices.push(format!(
-            "{} parameters are frozen but were trained in the checkpoint's run; their optimizer states are not loaded ({})",
-            unused.len(),
+            "{count} {present} frozen but {past} trained in the checkpoint's run; \
+             {pronoun} optimizer states are not loaded ({})",
             list_names(&unused.into_iter().collect::<Vec<_>>())
         ));
     }
     notices
 }
 
-/// Settings of the job that differ from those of the job that wrote the checkpoint.
-pub(super) fn job_settings(ready: &ReadyTrainer, facts: &RunFacts, data_digest: &str) -> Vec<String> {
+/// Notices about settings that differ from those of the job that wrote the checkpoint.
+pub(super) fn job_setting_notices(ready: &ReadyTrainer, facts: &RunFacts, data_digest: &str) -> Vec<String> {
     let mut notices = Vec::new();
-    let train = ready.train();
+    let train = ready.train_spec();
     let stored = &facts.job["train"];
     if facts.run_seed != train.seed {
         notices.push(format!(
@@ -87,7 +94,8 @@ pub(super) fn job_settings(ready: &ReadyTrainer, facts: &RunFacts, data_digest: 
     }
     if facts.cursor.get("data").and_then(|d| d.as_str()) != Some(data_digest) {
         notices.push(
-            "the training data differ from the checkpoint's: the position in the data is kept, the samples are others"
+            "the training data differ from those of the checkpoint; the run resumes at the same position \
+             in other samples"
                 .into(),
         );
     }
@@ -105,11 +113,11 @@ pub(super) fn job_settings(ready: &ReadyTrainer, facts: &RunFacts, data_digest: 
         && let Some(steps) = stored["steps"].as_u64().filter(|s| *s != train.steps)
     {
         notices.push(format!(
-            "train.steps is {} (checkpoint: {steps}): the learning rate follows another schedule from now on",
+            "train.steps is {} (checkpoint: {steps}): the learning-rate schedule changes",
             train.steps
         ));
     }
-    notices.extend(expert_placement(ready, &stored["experts"]));
+    notices.extend(expert_placement_notice(ready, &stored["experts"]));
     let units: Vec<_> = ready.trainer.engine.shards.iter().map(|s| s.unit.clone()).collect();
     let stored_groups: Vec<ParamGroup> = serde_json::from_value(facts.groups.clone()).unwrap_or_default();
     for group in &ready.trainer.optimizer.groups(&units) {
@@ -121,10 +129,11 @@ pub(super) fn job_settings(ready: &ReadyTrainer, facts: &RunFacts, data_digest: 
     notices
 }
 
-/// Another expert-parallel size or placement. `stored` is the section of the checkpoint's job.
-fn expert_placement(ready: &ReadyTrainer, stored: &Value) -> Option<String> {
+/// The notice about another expert-parallel size or placement. `stored` is the `train.experts`
+/// section of the checkpoint's job.
+fn expert_placement_notice(ready: &ReadyTrainer, stored: &Value) -> Option<String> {
     ready.trainer.experts.as_ref()?;
-    let experts = &ready.train().experts;
+    let experts = &ready.train_spec().experts;
     let ours = json!({ "parallel": experts.expert_parallel_size, "placement": experts.placement });
     let differs = ["parallel", "placement"].iter().any(|key| stored[key] != ours[key]);
     differs.then(|| {
@@ -136,10 +145,12 @@ fn expert_placement(ready: &ReadyTrainer, stored: &Value) -> Option<String> {
     })
 }
 
+/// The notice about other hyper-parameters of one parameter group.
 fn group_difference(ours: &ParamGroup, stored: &ParamGroup) -> Option<String> {
+    let betas = |group: &ParamGroup| format!("{:?}", [group.betas.0, group.betas.1]);
     let fields = [
         ("lr", ours.lr.to_string(), stored.lr.to_string()),
-        ("betas", format!("{:?}", ours.betas), format!("{:?}", stored.betas)),
+        ("betas", betas(ours), betas(stored)),
         ("eps", ours.eps.to_string(), stored.eps.to_string()),
         ("momentum", ours.momentum.to_string(), stored.momentum.to_string()),
         ("weight_decay", ours.weight_decay.to_string(), stored.weight_decay.to_string()),

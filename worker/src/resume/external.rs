@@ -1,18 +1,17 @@
-//! Resumes from a checkpoint of another program: from its complete training state, or only its
-//! weights.
+//! Resumes from an external checkpoint: from its complete training state, or from its weights only.
 use super::{
     EventSink, ResumePoint,
-    differences::{frozen_parameters, group_notice, master_weights, weights_only},
+    differences::{frozen_parameter_notices, group_notice, master_weight_notice, weights_only_notice},
     first_damage,
     weight_match::{ModelRequirements, WeightMatch, check_aliases, list_names, match_weights, model_type},
 };
 use crate::{
+    checkpoint_mapping::{ReadPlan, read_owned_ranges, sync_replicas},
     consensus::exchange_values,
     error::{Result, unreadable_checkpoint},
-    optim::{ParamGroup, schedule::lr_at},
-    params::Unit,
+    optim::{ParamGroup, schedule::learning_rate_at},
+    params::ParamUnit,
     stages::{Cursor, ReadyTrainer},
-    state::{ReadPlan, read_owned_ranges, sync_replicas},
     train::loss_scale::LossScaleState,
 };
 use ckpt::{ExternalCheckpoint, LossScale, TensorSource, peft::is_adapter};
@@ -24,31 +23,31 @@ use diagnostic::{Diagnostic, codes::training as codes};
 use serde_json::{Map, Value};
 use std::{collections::HashMap, path::Path};
 
-/// Loads the checkpoint: each rank reads its owned ranges. Collective.
-pub(super) fn load(
+/// Loads an external checkpoint: each rank reads its owned ranges. Collective.
+pub(super) fn load_external(
     ready: &mut ReadyTrainer,
     source: &ExternalCheckpoint,
     path: &Path,
     job: &JobSpec,
     events: &mut EventSink,
 ) -> Result<ResumePoint> {
-    let units: Vec<Unit> = ready.trainer.engine.shards.iter().map(|s| s.unit.clone()).collect();
+    let units: Vec<ParamUnit> = ready.trainer.engine.shards.iter().map(|s| s.unit.clone()).collect();
     let matched = match_model(ready, source, &units, true, |_| true)?;
     check_rng(source, job, ready)?;
     let (cursor, mut notices) = match matched.has_optimizer_state {
         true => restore_position(ready, source, &matched, &units)?,
-        false => (Cursor::default(), vec![weights_only(source.path())]),
+        false => (Cursor::default(), vec![weights_only_notice(source.path())]),
     };
-    read(ready, source, &matched, |_| true)?;
+    read_matched_ranges(ready, source, &matched, |_| true)?;
     if matched.has_optimizer_state {
-        notices.extend(frozen_parameters(&units, &source.tensors(), &matched.reset_states));
-        notices.extend(differences(ready, source, &matched, &units, cursor.step));
+        notices.extend(frozen_parameter_notices(&units, &source.tensors(), &matched.reset_states));
+        notices.extend(hyperparam_notices(ready, source, &matched, &units, cursor.step));
         notices.extend(restore_loss_scale(ready, source));
     }
-    if ready.train().rounds_stochastically() {
-        notices.extend(master_weights(ready, &source.tensors()));
+    if ready.train_spec().rounds_stochastically() {
+        notices.extend(master_weight_notice(ready, &source.tensors()));
     }
-    notices.extend(unused_parts(source, &matched));
+    notices.extend(unused_part_notices(source, &matched));
     let facts = source.facts();
     events(Event::Resume { step: cursor.step, path: path.into(), world: facts.world, stage: facts.stage })?;
     for message in facts.notices.iter().map(ToString::to_string).chain(notices) {
@@ -57,17 +56,17 @@ pub(super) fn load(
     Ok(ResumePoint { path: path.into(), cursor, is_native: false, rng_generation: 0 })
 }
 
-/// Loads only the weights, without adapters, whatever else the checkpoint has. Collective.
+/// Loads the weights of an external checkpoint, without adapters and training state. Collective.
 pub(super) fn load_weights(
     ready: &mut ReadyTrainer,
     source: &ExternalCheckpoint,
     events: &mut EventSink,
 ) -> Result<()> {
-    let units: Vec<Unit> = ready.trainer.engine.shards.iter().map(|s| s.unit.clone()).collect();
+    let units: Vec<ParamUnit> = ready.trainer.engine.shards.iter().map(|s| s.unit.clone()).collect();
     let selects = |name: &str| !is_adapter(name);
     let matched = match_model(ready, source, &units, false, selects)?;
-    read(ready, source, &matched, selects)?;
-    if let Some(message) = unused_buffers(&matched) {
+    read_matched_ranges(ready, source, &matched, selects)?;
+    if let Some(message) = unused_buffer_notice(&matched) {
         events(Event::Notice { rank: None, message })?;
     }
     Ok(())
@@ -77,7 +76,7 @@ pub(super) fn load_weights(
 fn match_model(
     ready: &ReadyTrainer,
     source: &ExternalCheckpoint,
-    units: &[Unit],
+    units: &[ParamUnit],
     with_states: bool,
     selects: fn(&str) -> bool,
 ) -> Result<WeightMatch> {
@@ -85,7 +84,7 @@ fn match_model(
     let family = model_type(model.hf_config()).unwrap_or_default().to_owned();
     let optimizer = with_states.then(|| ready.trainer.optimizer.spec());
     let required =
-        ModelRequirements { family: &family, units, ties: &model.ties(), model, optimizer, selects };
+        ModelRequirements { family: &family, units, ties: &model.tied_weights(), model, optimizer, selects };
     let matched = match_weights(source, &required)?;
     let is_leader = ready.trainer.engine.rank() == 0;
     let aliases = if is_leader { check_aliases(source, &matched) } else { Ok(()) };
@@ -94,7 +93,7 @@ fn match_model(
 }
 
 /// Reads the owned ranges of weights and, if the checkpoint has them, optimizer states. Collective.
-fn read(
+fn read_matched_ranges(
     ready: &mut ReadyTrainer,
     source: &ExternalCheckpoint,
     matched: &WeightMatch,
@@ -141,7 +140,7 @@ fn restore_position(
     ready: &mut ReadyTrainer,
     source: &ExternalCheckpoint,
     matched: &WeightMatch,
-    units: &[Unit],
+    units: &[ParamUnit],
 ) -> Result<(Cursor, Vec<String>)> {
     let facts = source.facts();
     let path = source.path().display().to_string();
@@ -166,10 +165,11 @@ fn restore_position(
     step_lag.retain(|name, _| !matched.reset_states.contains(name));
     let mut notices = Vec::new();
     if !step_lag.is_empty() {
-        notices.push(format!(
-            "{} parameters have had fewer updates than the others; each keeps its own count",
-            step_lag.len()
-        ));
+        let count = match step_lag.len() {
+            1 => "1 parameter has".to_owned(),
+            n => format!("{n} parameters have"),
+        };
+        notices.push(format!("{count} had fewer updates than the others; each keeps its update count"));
     }
     step_lag.extend(matched.reset_states.iter().map(|name| (name.clone(), step)));
     ready.trainer.optimizer.set_step_lag(units, &step_lag);
@@ -180,12 +180,12 @@ fn restore_position(
             let samples = step
                 .checked_mul(batch)
                 .ok_or_else(|| invalid(format!("{path}: step {step} is out of range")))?;
-            (samples, format!("{step} steps × {batch} samples; the checkpoint records no position"))
+            (samples, format!("step {step} × global batch {batch}; the checkpoint records no position"))
         }
     };
     notices.push(format!("data resumes at sample {consumed_samples} in this job's order ({reason})"));
     let tokens = consumed_samples
-        .checked_mul(u64::from(ready.train().data.seq_len))
+        .checked_mul(u64::from(ready.train_spec().data.seq_len))
         .ok_or_else(|| invalid(format!("{path}: sample {consumed_samples} is out of range")))?;
     Ok((Cursor { step, consumed_samples, tokens }, notices))
 }
@@ -198,16 +198,17 @@ fn restore_loss_scale(ready: &mut ReadyTrainer, source: &ExternalCheckpoint) -> 
 }
 
 /// Notices about parts of the checkpoint that are not loaded.
-fn unused_parts(source: &ExternalCheckpoint, matched: &WeightMatch) -> Vec<String> {
+fn unused_part_notices(source: &ExternalCheckpoint, matched: &WeightMatch) -> Vec<String> {
     let rng = (!source.facts().rng_files.is_empty()).then(|| {
         "the checkpoint's random states of Python and torch are not loaded: the built-in runtime's random \
          numbers have no state"
             .to_owned()
     });
-    unused_buffers(matched).into_iter().chain(rng).collect()
+    unused_buffer_notice(matched).into_iter().chain(rng).collect()
 }
 
-fn unused_buffers(matched: &WeightMatch) -> Option<String> {
+/// The notice about buffers that the job's model does not have.
+fn unused_buffer_notice(matched: &WeightMatch) -> Option<String> {
     let has_unused = !matched.unused.is_empty();
     has_unused.then(|| {
         format!("buffers that the job's model does not have are ignored: {}", list_names(&matched.unused))
@@ -215,11 +216,11 @@ fn unused_buffers(matched: &WeightMatch) -> Option<String> {
 }
 
 /// Notices about other hyper-parameters of the parameter groups and another learning rate.
-fn differences(
+fn hyperparam_notices(
     ready: &ReadyTrainer,
     source: &ExternalCheckpoint,
     matched: &WeightMatch,
-    units: &[Unit],
+    units: &[ParamUnit],
     step: u64,
 ) -> Vec<String> {
     let facts = source.facts();
@@ -237,17 +238,17 @@ fn differences(
                 }
             };
             let count = ours.params.iter().filter(|n| is_member(n)).count();
-            let changed = changed_hyperparams(&ours, &stored.hyper);
+            let changed = describe_changed_hyperparams(&ours, &stored.hyper);
             if count > 0 && !changed.is_empty() {
                 let scope = match count == ours.params.len() {
                     true => String::new(),
-                    false => format!(" for {count} of its {} parameters", ours.params.len()),
+                    false => format!(" for {count} of {} parameters", ours.params.len()),
                 };
                 notices.push(group_notice(&ours.name, &changed) + &scope);
             }
         }
     }
-    notices.extend(learning_rate(ready, stored_groups, step));
+    notices.extend(learning_rate_notice(ready, stored_groups, step));
     // Accelerate steps a scheduler once per process, and its training scripts allow for that.
     let per_process = facts.world.and_then(|world| step.checked_mul(world.into()));
     let position = scheduler_position(&facts.scheduler);
@@ -260,7 +261,9 @@ fn differences(
     notices
 }
 
-fn changed_hyperparams(ours: &ParamGroup, stored: &Map<String, Value>) -> Vec<String> {
+/// Describes each hyper-parameter that differs from the checkpoint's, such as
+/// `eps 1e-8 (checkpoint: 1e-6)`.
+fn describe_changed_hyperparams(ours: &ParamGroup, stored: &Map<String, Value>) -> Vec<String> {
     let number = |key: &str| stored.get(key).and_then(Value::as_f64);
     let betas = stored
         .get("betas")
@@ -274,7 +277,7 @@ fn changed_hyperparams(ours: &ParamGroup, stored: &Map<String, Value>) -> Vec<St
         }
     }
     if let Some(stored) = betas.filter(|b| b.as_slice() != [ours.betas.0, ours.betas.1]) {
-        changed.push(format!("betas {:?} (checkpoint: {stored:?})", ours.betas));
+        changed.push(format!("betas {:?} (checkpoint: {stored:?})", [ours.betas.0, ours.betas.1]));
     }
     // Options of torch's optimizers that ours does not have, with the value it does not support.
     let unsupported = [("amsgrad", true), ("maximize", true), ("decoupled_weight_decay", false)];
@@ -289,9 +292,13 @@ fn changed_hyperparams(ours: &ParamGroup, stored: &Map<String, Value>) -> Vec<St
 
 /// A notice if the learning rate of the next step is not the one that every group of the checkpoint
 /// would have used.
-fn learning_rate(ready: &ReadyTrainer, stored_groups: &[ckpt::ParamGroupInfo], step: u64) -> Option<String> {
-    let train = ready.train();
-    let ours = lr_at(&train.schedule, train.optimizer.lr, train.steps, step);
+fn learning_rate_notice(
+    ready: &ReadyTrainer,
+    stored_groups: &[ckpt::ParamGroupInfo],
+    step: u64,
+) -> Option<String> {
+    let train = ready.train_spec();
+    let ours = learning_rate_at(&train.schedule, train.optimizer.lr, train.steps, step);
     let mut stored: Vec<f64> = stored_groups.iter().filter_map(|g| g.hyper.get("lr")?.as_f64()).collect();
     stored.dedup();
     let is_equal = stored.iter().all(|t| (t - ours).abs() <= 1e-9 * ours.abs().max(t.abs()));

@@ -1,10 +1,10 @@
 //! [`match_weights`]: which tensors of an external checkpoint fill which of the job's parameters.
 use crate::{
+    checkpoint_mapping::{optimizer_name, state_roles},
     error::{Result, unreadable_checkpoint},
-    model::{Model, Tie},
-    params::Unit,
+    model::{Model, TiedWeight},
+    params::ParamUnit,
     stages::ReadyTrainer,
-    state::{optimizer_name, state_roles},
 };
 use ckpt::{ExternalCheckpoint, ReadRequest, TensorInfo, TensorRole, TensorSource};
 use contract::job::OptimizerSpec;
@@ -37,8 +37,8 @@ pub(super) struct WeightMatch {
 pub(super) struct ModelRequirements<'a> {
     /// `model_type` of the model's `config.json`.
     pub(super) family: &'a str,
-    pub(super) units: &'a [Unit],
-    pub(super) ties: &'a [Tie],
+    pub(super) units: &'a [ParamUnit],
+    pub(super) ties: &'a [TiedWeight],
     pub(super) model: &'a dyn Model,
     /// The optimizer whose states are needed; `None` if only weights are.
     pub(super) optimizer: Option<&'a OptimizerSpec>,
@@ -57,11 +57,12 @@ pub(super) fn list_names<S: AsRef<str>>(names: &[S]) -> String {
 
 /// Every name under which a checkpoint may store a weight that this job trains.
 pub(super) fn trained_names(ready: &ReadyTrainer) -> HashSet<String> {
-    let (ties, model) = (ready.trainer.model.ties(), &ready.trainer.model);
+    let (ties, model) = (ready.trainer.model.tied_weights(), &ready.trainer.model);
     let mut names = HashSet::new();
     for param in ready.trainer.engine.shards.iter().flat_map(|s| s.unit.trained_params()) {
         let alias = ties.iter().find(|t| t.target == param.name).map(|t| t.alias.clone());
-        let unprefixed = model.prefix().and_then(|prefix| param.name.strip_prefix(prefix)).map(str::to_owned);
+        let unprefixed =
+            model.base_model_prefix().and_then(|prefix| param.name.strip_prefix(prefix)).map(str::to_owned);
         names.extend([Some(param.name.clone()), alias, unprefixed].into_iter().flatten());
     }
     names
@@ -106,11 +107,13 @@ pub(super) fn match_weights(
     for tensor in tensors.iter().filter(|t| t.role == TensorRole::Weight && !used.contains(t.name.as_str())) {
         match required.ties.iter().find(|t| t.alias == tensor.name) {
             Some(tie) => matched.aliases.push((tensor.name.clone(), tie.target.clone())),
-            None if required.model.is_constant(&tensor.name) => matched.unused.push(tensor.name.clone()),
+            None if required.model.is_constant_tensor(&tensor.name) => {
+                matched.unused.push(tensor.name.clone())
+            }
             None => mismatches.extra.push(tensor.name.clone()),
         }
     }
-    mismatches.reject(source, required.family)?;
+    mismatches.require_none(source, required.family)?;
     matched.unused.extend(tensors.iter().filter(|t| t.role == TensorRole::Buffer).map(|t| t.name.clone()));
     (matched.has_optimizer_state, matched.reset_states) =
         match_states(source, required, &matched.renamed, &stored)?;
@@ -129,7 +132,7 @@ fn stored_name<'a>(
     // A matrix that the job ties may be stored only under its alias.
     let tied_in_job = required.ties.iter().find(|t| t.target == name).map(|t| t.alias.as_str());
     // Names in a model that was saved without its head have no prefix.
-    let unprefixed = required.model.prefix().and_then(|prefix| name.strip_prefix(prefix));
+    let unprefixed = required.model.base_model_prefix().and_then(|prefix| name.strip_prefix(prefix));
     [Some(name), unprefixed, tied_in_checkpoint, tied_in_job].into_iter().flatten().find(is_stored)
 }
 
@@ -148,7 +151,7 @@ struct Mismatches {
 
 impl Mismatches {
     /// An error if there is a mismatch.
-    fn reject(&self, source: &ExternalCheckpoint, family: &str) -> Result<()> {
+    fn require_none(&self, source: &ExternalCheckpoint, family: &str) -> Result<()> {
         let kinds = [
             ("missing", &self.missing),
             ("of another shape", &self.shapes),
@@ -168,7 +171,7 @@ impl Mismatches {
                 .insert(0, format!("its config.json names the family {stored}, the job's model is {family}"));
         }
         let message = format!(
-            "{} ({}) is a checkpoint of another model than the job's; {}",
+            "the weights of {} ({}) do not fit the job's model; {}",
             source.path().display(),
             source.facts().writer,
             parts.join("; ")
@@ -178,7 +181,7 @@ impl Mismatches {
             .with_field("missing", self.missing.clone())
             .with_field("shapes", self.shapes.clone())
             .with_field("extra", self.extra.clone())
-            .with_help("make `train.model` like the config.json of the checkpoint")
+            .with_help("set `train.model` to the model of the checkpoint, such as `from: DIRECTORY` with its config.json")
             .into())
     }
 }
@@ -200,7 +203,7 @@ fn match_states(
         return Ok((has_any || (roles.is_empty() && facts.step.is_some()), none));
     }
     let (mut missing, mut frozen) = (Vec::new(), HashSet::new());
-    for param in required.units.iter().flat_map(Unit::trained_params) {
+    for param in required.units.iter().flat_map(ParamUnit::trained_params) {
         let name = renamed.get(&param.name).unwrap_or(&param.name);
         let shape: Vec<u64> = param.shape.iter().map(|&n| n as u64).collect();
         let has = |role: &TensorRole| stored.get(&(*role, name.as_str())).is_some_and(|t| t.shape == shape);
@@ -213,7 +216,7 @@ fn match_states(
         }
     }
     if !missing.is_empty() {
-        return Err(incomplete_state(source, &missing).into());
+        return Err(incomplete_state_error(source, &missing).into());
     }
     let mut stored_roles = stored.keys().map(|(role, _)| *role);
     if let Some(role) = stored_roles.find(|r| r.is_optimizer_state() && !roles.contains(r)) {
@@ -230,23 +233,23 @@ fn match_states(
     Ok((true, frozen))
 }
 
-fn incomplete_state(source: &ExternalCheckpoint, missing: &[String]) -> Diagnostic {
+fn incomplete_state_error(source: &ExternalCheckpoint, missing: &[String]) -> Diagnostic {
     let facts = source.facts();
+    let step = facts.step.map_or("an unknown step".into(), |step| format!("step {step}"));
+    let count = match missing.len() {
+        1 => "1 optimizer state".to_owned(),
+        n => format!("{n} optimizer states"),
+    };
+    let reason = facts.ignored_optimizer_reason().map(|why| format!("; {why}")).unwrap_or_default();
     let message = format!(
-        "{} is the training state of step {}, but lacks {} optimizer states: {}",
+        "{} has the training state of {step}, but lacks {count}: {}{reason}",
         source.path().display(),
-        facts.step.map_or("unknown".into(), |s| s.to_string()),
-        missing.len(),
         list_names(missing)
     );
-    let error = Diagnostic::error(codes::RESUME_STATE_INCOMPLETE, message)
+    Diagnostic::error(codes::RESUME_STATE_INCOMPLETE, message)
         .with_subject(source.path().display().to_string())
         .with_field("missing", missing.len())
-        .with_help("use another checkpoint, or resume from its weights (`launch ckpt gather`)");
-    match facts.ignored_optimizer_reason() {
-        Some(why) => error.with_help(why.to_string()),
-        None => error,
-    }
+        .with_help("use another checkpoint, or resume from its weights (`launch ckpt gather`)")
 }
 
 /// Checks that a matrix that the job ties, but the checkpoint stores twice, has the same values

@@ -12,7 +12,7 @@ use ckpt::{Checkpoint, GatherOptions};
 use contract::event::Event;
 use std::{path::Path, sync::Arc};
 
-/// Writes the weights into `root`, on rank 0. Collective.
+/// Writes the weights of the last checkpoint to `weights` below `root`, on rank 0. Collective.
 pub(super) fn gather_weights(
     session: &Session,
     queue: &Arc<CollectiveQueue>,
@@ -27,11 +27,11 @@ pub(super) fn gather_weights(
         false => {
             let opened = HostLocalCheckpoint::open(queue, layout, path, None)?;
             if queue.comm().rank() != 0 {
-                opened.serve()?;
+                opened.serve_blocks()?;
                 return exchange_results(queue, Ok(&())).and_then(values_or_abort).map(drop);
             }
             let written = write_weights(session, &opened, opened.checkpoint().facts().step, root);
-            opened.end()?;
+            opened.end_serving()?;
             written
         }
     };
@@ -39,11 +39,13 @@ pub(super) fn gather_weights(
     result
 }
 
+/// Writes the weights of the checkpoint at `path`, whose shards this rank can read itself.
 fn gather_shared(session: &Session, path: &Path, root: &Path) -> Result<()> {
     let checkpoint = Checkpoint::open(path).map_err(unreadable_checkpoint)?;
     write_weights(session, &checkpoint, checkpoint.facts().step, root)
 }
 
+/// Writes the weights of `source` to `weights` below `root` and reports the event.
 fn write_weights(session: &Session, source: &dyn ckpt::TensorSource, step: u64, root: &Path) -> Result<()> {
     let out = root.join("weights");
     // Adapters are small and keep their precision, so that training can resume from them.

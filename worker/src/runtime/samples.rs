@@ -1,13 +1,13 @@
 //! [`SampleSets`]: the training and evaluation samples of a run, in their order.
 use crate::{
     consensus::exchange_values_on,
-    data::{Dataset, Order, Split, TextTokenizer},
+    data::{Dataset, SampleOrder, Split, TextTokenizer},
     error::{Error, Result},
     model::Batch,
     session::Session,
     train::{
-        run::{DecodeSample, HeldOut},
-        sample::SampleRequest,
+        generation::GenerationRequest,
+        run::{DecodeGeneration, HeldOut},
         step::SampleSource,
     },
 };
@@ -22,12 +22,12 @@ use diagnostic::{Diagnostic, codes};
 /// A data set and the order in which the run uses its samples.
 pub(super) struct OrderedSamples {
     data: Dataset,
-    order: Order,
+    order: SampleOrder,
 }
 
 impl SampleSource for OrderedSamples {
     fn fill(&self, first: u64, batch: &mut Batch) -> Result<()> {
-        let Batch { b, tokens, labels, starts, .. } = batch;
+        let Batch { sequences: b, tokens, labels, starts, .. } = batch;
         self.data.fill(&self.order, first, *b, tokens, labels, starts);
         Ok(())
     }
@@ -74,6 +74,7 @@ impl SampleSets {
         }
     }
 
+    /// Opens the data on this rank.
     fn read(train: &TrainSpec, init: &WorkerInit) -> Result<Self> {
         let (spec, workdir) = (&train.data, &init.workdir);
         let data = Dataset::open(spec, None, Split::Train, workdir)?;
@@ -88,14 +89,14 @@ impl SampleSets {
         Ok(SampleSets { train, eval, digest })
     }
 
-    /// Sends the notices of opening the data, on rank 0.
-    pub(super) fn send_notices(&self, session: &Session, is_leader: bool) -> Result<()> {
+    /// Sends the warnings from opening the data, on rank 0.
+    pub(super) fn send_data_warnings(&self, session: &Session, is_leader: bool) -> Result<()> {
         if !is_leader {
             return Ok(());
         }
         let sets = [Some(&self.train), self.eval.as_ref()].into_iter().flatten();
-        for message in sets.flat_map(|samples| samples.data.notices()) {
-            session.send_event(Event::Notice { rank: Some(0), message: message.clone() })?;
+        for warning in sets.flat_map(|samples| samples.data.warnings()) {
+            session.send_event(Event::Notice { rank: Some(0), message: warning.to_string() })?;
         }
         Ok(())
     }
@@ -109,18 +110,19 @@ impl SampleSets {
         let (Some(source), Some(spec)) = (self.eval.as_ref(), train.eval.as_ref()) else { return Ok(None) };
         let samples = u64::from(spec.samples).min(source.data.len());
         let slots = (samples / u64::from(train.batch.micro)).max(1) as usize;
-        let sample = spec.sample.as_ref().map(|s| sample_generation(s, train.seed, tokenizer)).transpose()?;
-        Ok(Some(HeldOut { source, slots, every: spec.every, sample }))
+        let sample =
+            spec.sample.as_ref().map(|s| generation_request(s, train.seed, tokenizer)).transpose()?;
+        Ok(Some(HeldOut { source, slots, every: spec.every, generation: sample }))
     }
 }
 
-/// How samples are generated after an evaluation, and how their tokens become text, which ends with
-/// the document.
-fn sample_generation<'a>(
+/// The request that generates text after an evaluation, and the decoder of its tokens. The text
+/// ends where the model ends the document.
+fn generation_request<'a>(
     spec: &'a SampleSpec,
     seed: u64,
     tokenizer: &'a TextTokenizer,
-) -> Result<(SampleRequest, DecodeSample<'a>)> {
+) -> Result<(GenerationRequest, DecodeGeneration<'a>)> {
     let mut prompt = Vec::new();
     tokenizer.encode(&spec.prompt, &mut prompt)?;
     if prompt.is_empty() {
@@ -131,9 +133,9 @@ fn sample_generation<'a>(
             .with_help("set another prompt")
             .into());
     }
-    let show = move |tokens: &[u32]| {
+    let decode = move |tokens: &[u32]| {
         let end = tokens.iter().position(|t| *t == tokenizer.eod()).unwrap_or(tokens.len());
         Ok((spec.prompt.clone(), tokenizer.decode(&tokens[..end])?))
     };
-    Ok((SampleRequest::new(prompt, spec.tokens, spec.temperature, seed), Box::new(show)))
+    Ok((GenerationRequest::new(prompt, spec.tokens, spec.temperature, seed), Box::new(decode)))
 }

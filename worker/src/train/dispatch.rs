@@ -1,6 +1,6 @@
 //! Expert parallelism: dispatches rows of tokens to the ranks of their experts and combines the
 //! results. Exchanges run in the background until they are waited for.
-use super::experts::{MoeLayerPlan, resized_rows};
+use super::moe::{MoeLayerPlan, resize_row_buffer};
 use crate::{
     error::{Error, Result},
     expert_layout::{RecvPlan, SendPlan},
@@ -16,7 +16,7 @@ use std::{ops::Range, sync::Arc};
 /// Which rows of a layer this rank sends, and which it receives.
 type DispatchPlan<'a> = (&'a SendPlan, &'a RecvPlan);
 
-/// What an exchange transports.
+/// The kind of values that an exchange transports.
 #[derive(Clone, Copy)]
 pub(super) enum Payload {
     /// Rows of the width of the residual stream.
@@ -34,25 +34,26 @@ pub(super) struct TokenDispatcher {
     /// The ranks of this rank's group.
     pub(super) group: Range<usize>,
     /// The largest number of rows that one rank may send.
-    limit: usize,
+    max_rows: usize,
     /// The number of elements of a row.
     width: usize,
-    rows: ExchangeBuffers,
-    weights: ExchangeBuffers,
+    rows: PayloadBuffers,
+    weights: PayloadBuffers,
 }
 
 /// The buffers of one payload. A running exchange owns them.
-struct ExchangeBuffers {
+struct PayloadBuffers {
     /// Rows sorted by the rank of their expert, on the side of the tokens.
     packed: Buf,
     /// Rows in the order in which ranks sent them, on the side of the experts.
-    arrived: Buf,
+    received: Buf,
     pending: Option<PendingCollective<(Buf, Buf)>>,
 }
 
-impl ExchangeBuffers {
+impl PayloadBuffers {
+    /// Empty buffers for elements of `dtype`.
     fn new(ops: &dyn Ops, dtype: Dtype) -> Self {
-        ExchangeBuffers { packed: ops.zeroed(dtype, 0), arrived: ops.zeroed(dtype, 0), pending: None }
+        PayloadBuffers { packed: ops.zeroed(dtype, 0), received: ops.zeroed(dtype, 0), pending: None }
     }
 
     /// Starts the exchange from `packed` to `arrived`, or in the other direction with `back`.
@@ -62,7 +63,8 @@ impl ExchangeBuffers {
         back: bool,
         (sent, received): (Vec<usize>, Vec<usize>),
     ) {
-        let (mut packed, mut arrived) = (std::mem::take(&mut self.packed), std::mem::take(&mut self.arrived));
+        let (mut packed, mut arrived) =
+            (std::mem::take(&mut self.packed), std::mem::take(&mut self.received));
         self.pending = Some(queue.submit(move |comm| {
             let (from, to) = if back { (&arrived, &mut packed) } else { (&packed, &mut arrived) };
             let (out, space) = (sent.iter().sum(), received.iter().sum());
@@ -74,27 +76,30 @@ impl ExchangeBuffers {
     /// Waits for the running exchange, if there is one.
     fn wait(&mut self) -> Result<()> {
         if let Some(ticket) = self.pending.take() {
-            (self.packed, self.arrived) = ticket.wait()?;
+            (self.packed, self.received) = ticket.wait()?;
         }
         Ok(())
     }
 }
 
 impl TokenDispatcher {
+    /// A dispatcher for the ranks `group`, each of which sends at most `max_rows` rows of `width`
+    /// elements.
     pub(super) fn new(
         ops: Arc<dyn Ops>,
         engine: &Engine,
         group: Range<usize>,
-        limit: usize,
+        max_rows: usize,
         width: usize,
     ) -> Self {
         let (world, rank, queue) = (engine.world(), engine.rank(), engine.queue().clone());
-        let buffers = |dtype| ExchangeBuffers::new(ops.as_ref(), dtype);
-        let (rows, weights) = (buffers(engine.weights().dtype), buffers(Dtype::F32));
-        TokenDispatcher { ops, queue, world, rank, group, limit, width, rows, weights }
+        let buffers = |dtype| PayloadBuffers::new(ops.as_ref(), dtype);
+        let (rows, weights) = (buffers(engine.param_dtypes().compute), buffers(Dtype::F32));
+        TokenDispatcher { ops, queue, world, rank, group, max_rows, width, rows, weights }
     }
 
-    fn buffers(&mut self, payload: Payload) -> (&mut ExchangeBuffers, usize) {
+    /// The buffers of a payload, and the number of elements of one of its rows.
+    fn buffers(&mut self, payload: Payload) -> (&mut PayloadBuffers, usize) {
         match payload {
             Payload::Rows => (&mut self.rows, self.width),
             Payload::Weights => (&mut self.weights, 1),
@@ -129,11 +134,13 @@ impl TokenDispatcher {
             Ok(counts)
         })?;
         let receiving = RecvPlan::new(owned, counts.iter().map(|n| n.to_bits() as usize).collect());
-        match self.group.clone().zip(0..).find(|(_, i)| receiving.rows_from(*i) > self.limit) {
+        match self.group.clone().zip(0..).find(|(_, i)| receiving.rows_from(*i) > self.max_rows) {
             None => Ok(receiving),
             Some((rank, _)) => {
-                let message =
-                    format!("rank {rank} reported more rows than its tokens can have (limit {})", self.limit);
+                let message = format!(
+                    "rank {rank} reported more rows than its tokens can have (limit {})",
+                    self.max_rows
+                );
                 Err(Error::new(codes::training::PEER_REPORT_INVALID, message))
             }
         }
@@ -154,10 +161,10 @@ impl TokenDispatcher {
         let ops = self.ops.clone();
         let (buffers, width) = self.buffers(payload);
         if local {
-            return fill(resized_rows(ops.as_ref(), to, sending.row_tokens.len() * width));
+            return fill(resize_row_buffer(ops.as_ref(), to, sending.row_tokens.len() * width));
         }
-        fill(resized_rows(ops.as_ref(), &mut buffers.packed, sending.row_tokens.len() * width));
-        resized_rows(ops.as_ref(), &mut buffers.arrived, receiving.rows() * width);
+        fill(resize_row_buffer(ops.as_ref(), &mut buffers.packed, sending.row_tokens.len() * width));
+        resize_row_buffer(ops.as_ref(), &mut buffers.received, receiving.rows() * width);
         let counts = self.element_counts(layer, plan, payload);
         self.buffers(payload).0.start_exchange(&queue, false, counts);
     }
@@ -176,7 +183,7 @@ impl TokenDispatcher {
         let (buffers, width) = self.buffers(payload);
         buffers.wait()?;
         let (mut to, from) =
-            (resized_rows(ops.as_ref(), to, receiving.rows() * width), buffers.arrived.view());
+            (resize_row_buffer(ops.as_ref(), to, receiving.rows() * width), buffers.received.view());
         for (rows, at) in receiving.blocks() {
             let block = from.slice(rows.start * width..rows.end * width);
             ops.copy(to.slice_mut(at * width..at * width + block.len()), block);
@@ -194,13 +201,13 @@ impl TokenDispatcher {
         let (sent, received) = self.element_counts(layer, plan, payload);
         let ops = self.ops.clone();
         let (buffers, width) = self.buffers(payload);
-        let mut arrived = resized_rows(ops.as_ref(), &mut buffers.arrived, receiving.rows() * width);
+        let mut arrived = resize_row_buffer(ops.as_ref(), &mut buffers.received, receiving.rows() * width);
         for (rows, at) in receiving.blocks() {
             let block = arrived.slice_mut(rows.start * width..rows.end * width);
             let from = from.view().slice(at * width..at * width + block.len());
             ops.copy(block, from);
         }
-        resized_rows(ops.as_ref(), &mut buffers.packed, sending.row_tokens.len() * width);
+        resize_row_buffer(ops.as_ref(), &mut buffers.packed, sending.row_tokens.len() * width);
         buffers.start_exchange(&queue, true, (received, sent));
     }
 

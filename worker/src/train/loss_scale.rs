@@ -52,7 +52,8 @@ impl LossScale {
     /// Continues with the state of a checkpoint, which is ignored for a precision without loss
     /// scale.
     ///
-    /// Errors: a scale that is not a power of two between the smallest normal `f32` and 2⁶⁰.
+    /// # Errors
+    /// A scale that is not a power of two between the smallest normal `f32` and 2⁶⁰.
     pub fn restore(&mut self, state: LossScaleState) -> diagnostic::Result<()> {
         let bits = state.scale.to_bits() & ((1 << 52) - 1);
         if bits != 0 || !(f64::from(f32::MIN_POSITIVE)..=MAX_SCALE).contains(&state.scale) {

@@ -1,8 +1,8 @@
 //! The training loop: steps, and the saves, evaluations and reloads between them.
 use super::{
-    boundary::{RELOAD, SAVE, STOP, WRITING},
+    boundary_flags::{RELOAD, SAVE, STOP, WRITING},
+    generation::GenerationRequest,
     loss_scale::LossScaleState,
-    sample::SampleRequest,
     step::{SampleSource, StepOutcome, StepReport},
 };
 use crate::{
@@ -29,13 +29,13 @@ pub struct HeldOut<'a> {
     /// The number of steps between evaluations.
     pub every: u64,
     /// The text to generate after each evaluation, and the decoder of its tokens.
-    pub sample: Option<(SampleRequest, DecodeSample<'a>)>,
+    pub generation: Option<(GenerationRequest, DecodeGeneration<'a>)>,
 }
 
 /// Decodes generated tokens into the prompt and the text of an event.
-pub type DecodeSample<'a> = Box<dyn Fn(&[u32]) -> Result<(String, String)> + 'a>;
+pub type DecodeGeneration<'a> = Box<dyn Fn(&[u32]) -> Result<(String, String)> + 'a>;
 
-/// The job, the agent's session and the samples of a run.
+/// What [`train_until_done`] needs in addition to the trainer: job, session and samples.
 pub struct RunContext<'a> {
     /// The job of the run.
     pub job: &'a JobSpec,
@@ -46,11 +46,11 @@ pub struct RunContext<'a> {
     /// The evaluation, if the job has one.
     pub held_out: Option<HeldOut<'a>>,
     /// Whether this rank reports events for all ranks.
-    pub leader: bool,
+    pub is_leader: bool,
 }
 
 /// Trains until all steps are done or a stop is requested; returns how the run ended.
-pub fn run(
+pub fn train_until_done(
     running: &mut RunningTrainer,
     run: &RunContext,
     saver: &mut CheckpointSaver,
@@ -58,24 +58,24 @@ pub fn run(
     let mut values = ReloadValues::from_job(run.job);
     saver.allocate_staging(running)?;
     let mut last_save = Instant::now();
-    // a save that was requested during a skipped step follows the next completed step
-    let mut owed = 0;
+    // A save that was requested during a skipped step follows the next completed step.
+    let mut deferred_flags = 0;
     run.session.set_phase(Phase::Training)?;
-    if running.position.step >= running.train().steps && saver.last_checkpoint().is_none() {
+    if running.position.step >= running.train_spec().steps && saver.last_checkpoint().is_none() {
         // resumed at the last step from an external checkpoint: still write a native one
-        save(running, run, saver, true)?;
+        save_checkpoint(running, run, saver, true)?;
     }
-    while running.position.step < running.train().steps {
+    while running.position.step < running.train_spec().steps {
         let began = Instant::now();
-        let mut word = step_report(running, run, &values, saver, last_save);
-        word.flags |= owed;
-        let (outcome, lr) = running.step(run.source, word)?;
+        let mut report = step_report(running, run, &values, saver, last_save);
+        report.flags |= deferred_flags;
+        let (outcome, lr) = running.step(run.source, report)?;
         if outcome.skipped {
-            owed = outcome.report.flags & SAVE;
+            deferred_flags = outcome.report.flags & SAVE;
             report_overflow(running, run, &outcome)?;
             continue;
         }
-        owed = 0;
+        deferred_flags = 0;
         if !is_finite(&outcome) {
             // complete the checkpoint in progress before the run ends
             finish_save(running, run, saver)?;
@@ -83,7 +83,7 @@ pub fn run(
         }
         run.session.set_step(running.position.step);
         let took = began.elapsed();
-        if run.leader {
+        if run.is_leader {
             run.session.send_event(step_event(running, &outcome, lr, took))?;
         }
         report_backend_notice(running, run, took)?;
@@ -94,11 +94,11 @@ pub fn run(
         if flags & RELOAD != 0 {
             apply_reload(running, run, &mut values)?;
         }
-        let last = running.position.step >= running.train().steps;
-        evaluate(running, run, &values)?;
+        let last = running.position.step >= running.train_spec().steps;
+        evaluate_if_due(running, run, &values)?;
         let stop = flags & STOP != 0;
         if stop || last || flags & SAVE != 0 || save_is_due(&values, running.position.step) {
-            save(running, run, saver, stop || last)?;
+            save_checkpoint(running, run, saver, stop || last)?;
             last_save = Instant::now();
         }
         if stop && !last {
@@ -111,6 +111,7 @@ pub fn run(
     Ok(WorkerExit::Done)
 }
 
+/// What this rank reports to the others with its next losses.
 fn step_report(
     running: &RunningTrainer,
     run: &RunContext,
@@ -124,8 +125,8 @@ fn step_report(
     };
     // a request reaches the ranks at different steps; only the leader acts on it, so that it is
     // served once
-    let save = run.leader && (run.session.requests.take_save_request() || timed);
-    let changed = run.leader && run.session.requests.has_reload();
+    let save = run.is_leader && (run.session.requests.take_save_request() || timed);
+    let changed = run.is_leader && run.session.requests.has_reload();
     let bits = [
         (STOP, run.session.requests.stop_requested()),
         (SAVE, save),
@@ -142,14 +143,14 @@ fn step_report(
 
 /// Applies the reloaded values of rank 0 on every rank.
 fn apply_reload(running: &mut RunningTrainer, run: &RunContext, values: &mut ReloadValues) -> Result<()> {
-    let mine = if run.leader { run.session.requests.take_reload() } else { None };
+    let mine = if run.is_leader { run.session.requests.take_reload() } else { None };
     let reloaded = exchange_results(running.trainer.engine.queue(), Ok(&mine))?;
     let Some(first) = reloaded.into_iter().next().transpose()?.flatten() else { return Ok(()) };
     if let Some(train) = &first.train {
         running.reload(train);
     }
     *values = first;
-    if run.leader {
+    if run.is_leader {
         run.session.send_event(Event::Reload { step: running.position.step, values: values.clone() })?;
     }
     Ok(())
@@ -163,13 +164,14 @@ fn report_backend_notice(running: &RunningTrainer, run: &RunContext, took: Durat
         Some(notice) if notice.is_rank_local() => {
             run.session.send_event(Event::Notice { rank, message: notice.to_string() })
         }
-        Some(notice) if run.leader => {
+        Some(notice) if run.is_leader => {
             run.session.send_event(Event::Notice { rank: None, message: notice.to_string() })
         }
         _ => Ok(()),
     }
 }
 
+/// Whether `checkpoint.every` asks for a checkpoint after this step.
 fn save_is_due(values: &ReloadValues, step: u64) -> bool {
     matches!(values.checkpoint_every, SaveInterval::Steps(n) if step.is_multiple_of(n))
 }
@@ -181,7 +183,7 @@ fn is_finite(outcome: &StepOutcome) -> bool {
 /// Reports a step that was skipped because a gradient overflowed fp16.
 fn report_overflow(running: &RunningTrainer, run: &RunContext, outcome: &StepOutcome) -> Result<()> {
     match running.trainer.loss_scale.state() {
-        Some(state) if run.leader => run.session.send_event(Event::Overflow {
+        Some(state) if run.is_leader => run.session.send_event(Event::Overflow {
             step: running.position.step + 1,
             loss: outcome.loss,
             loss_scale: state.scale,
@@ -194,7 +196,7 @@ fn report_overflow(running: &RunningTrainer, run: &RunContext, outcome: &StepOut
 /// Reports the number of skipped steps at the end of the run.
 fn report_skipped_steps(running: &RunningTrainer, run: &RunContext) -> Result<()> {
     match running.trainer.loss_scale.state() {
-        Some(LossScaleState { skipped, scale, .. }) if run.leader && skipped > 0 => {
+        Some(LossScaleState { skipped, scale, .. }) if run.is_leader && skipped > 0 => {
             let steps = if skipped == 1 { "step" } else { "steps" };
             let message = format!(
                 "skipped {skipped} {steps} since step 0 because gradients overflowed fp16; loss scale {scale}"
@@ -235,11 +237,17 @@ fn non_finite_error(outcome: &StepOutcome, running: &RunningTrainer, saver: &Che
         false => codes::training::LOSS_NOT_FINITE,
     };
     let message = format!("the {what} is {value} at step {step}; the step was not applied; {checkpoint}");
-    Diagnostic::error(code, message).with_field("step", step).with_help(advice).into()
+    let checkpoint = saver.last_checkpoint().map(|path| path.display().to_string());
+    Diagnostic::error(code, message)
+        .with_field("step", step)
+        .with_field("checkpoint", checkpoint)
+        .with_help(advice)
+        .into()
 }
 
+/// The event that reports a completed step.
 fn step_event(running: &RunningTrainer, outcome: &StepOutcome, lr: f64, took: Duration) -> Event {
-    let tokens_per_step = running.trainer.global_batch() * u64::from(running.train().data.seq_len);
+    let tokens_per_step = running.trainer.global_batch() * u64::from(running.train_spec().data.seq_len);
     Event::Step {
         step: running.position.step,
         loss: outcome.loss,
@@ -252,22 +260,23 @@ fn step_event(running: &RunningTrainer, outcome: &StepOutcome, lr: f64, took: Du
     }
 }
 
-fn evaluate(running: &mut RunningTrainer, run: &RunContext, values: &ReloadValues) -> Result<()> {
-    let Some(h) = &run.held_out else { return Ok(()) };
+/// Evaluates and generates text if the job asks for it after this step, and reports the results.
+fn evaluate_if_due(running: &mut RunningTrainer, run: &RunContext, values: &ReloadValues) -> Result<()> {
+    let Some(held_out) = &run.held_out else { return Ok(()) };
     let step = running.position.step;
-    let every = values.train.as_ref().and_then(|t| t.eval_every).unwrap_or(h.every);
-    if !step.is_multiple_of(every) && step < running.train().steps {
+    let every = values.train.as_ref().and_then(|t| t.eval_every).unwrap_or(held_out.every);
+    if !step.is_multiple_of(every) && step < running.train_spec().steps {
         return Ok(());
     }
     run.session.set_phase(Phase::Evaluating)?;
-    let outcome = running.trainer.evaluate(h.source, 0, h.slots)?;
-    if run.leader {
+    let outcome = running.trainer.evaluate(held_out.source, 0, held_out.slots)?;
+    if run.is_leader {
         let (loss, tokens) = (outcome.loss, outcome.targets);
         run.session.send_event(Event::Eval { step, loss, perplexity: loss.exp(), tokens })?;
     }
-    if let Some((request, decode)) = &h.sample {
-        let tokens = running.trainer.sample(request, step)?;
-        if run.leader {
+    if let Some((request, decode)) = &held_out.generation {
+        let tokens = running.trainer.generate(request, step)?;
+        if run.is_leader {
             let (prompt, text) = decode(&tokens)?;
             run.session.send_event(Event::Sample { step, prompt, text })?;
         }
@@ -275,7 +284,9 @@ fn evaluate(running: &mut RunningTrainer, run: &RunContext, values: &ReloadValue
     run.session.set_phase(Phase::Training)
 }
 
-fn save(
+/// Saves a checkpoint; with `wait`, or unless saves run in the background, waits until it is
+/// complete.
+fn save_checkpoint(
     running: &mut RunningTrainer,
     run: &RunContext,
     saver: &mut CheckpointSaver,
@@ -297,7 +308,7 @@ fn save(
 /// Completes the checkpoint in progress, if there is one.
 fn finish_save(running: &RunningTrainer, run: &RunContext, saver: &mut CheckpointSaver) -> Result<()> {
     match saver.finish(running)? {
-        Some(done) if run.leader => run.session.send_event(Event::Checkpoint {
+        Some(done) if run.is_leader => run.session.send_event(Event::Checkpoint {
             step: done.step,
             path: done.path,
             bytes: done.bytes,
@@ -307,7 +318,7 @@ fn finish_save(running: &RunningTrainer, run: &RunContext, saver: &mut Checkpoin
     }
 }
 
-/// The largest resident set of this process so far, bytes.
+/// The largest resident set of this process so far, in bytes.
 pub fn peak_rss() -> u64 {
     // VmHWM counts this program only; the figure of getrusage survives exec and includes the
     // parent's

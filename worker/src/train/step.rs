@@ -1,15 +1,16 @@
-//! One optimizer step, from tokens to updated parameters: fetch a block, forward, release; then
-//! fetch, backward, reduce, release; then update.
-use super::{experts::MoeTrainer, loss_scale::LossScale, workspace::Workspace};
+//! [`Trainer`]: one optimizer step, from tokens to updated parameters. The forward pass fetches,
+//! computes and releases each unit; the backward pass also reduces its gradient; the update
+//! follows.
+use super::{activations::MicroBatchActivations, loss_scale::LossScale, moe::MoeTrainer};
 use crate::{
     error::{Error, Result},
     model::{Batch, HeadGrads, HeadParams, LayerInput, Model},
     optim::{Optimizer, StepParams},
     param_groups::first_trained_unit,
-    params::{Unit, canonical_order},
+    params::{ParamUnit, canonical_order},
     zero::{
         engine::{Engine, ParamsGuard},
-        slot_sums::sum_by_slot,
+        slot_sums::sum_in_fixed_order,
     },
 };
 use contract::job::Recompute;
@@ -24,7 +25,7 @@ pub trait SampleSource {
     fn fill(&self, first: u64, batch: &mut Batch) -> Result<()>;
 }
 
-/// The model, its sharded state and the buffers with which a rank trains.
+/// Computes steps on one rank: the model, its sharded state, and the buffers.
 pub struct Trainer {
     /// The architecture of the model.
     pub model: Arc<dyn Model>,
@@ -35,13 +36,13 @@ pub struct Trainer {
     /// The compute backend.
     pub ops: Arc<dyn Ops>,
     /// The activation buffers.
-    pub work: Workspace,
+    pub activations: MicroBatchActivations,
     /// The state of mixture-of-experts layers; `None` for a dense model.
     pub experts: Option<MoeTrainer>,
     /// The micro-batch that is being computed.
     pub batch: Batch,
     /// The number of samples per slot.
-    pub micro: usize,
+    pub micro_batch_size: usize,
     /// Which activations are recomputed in the backward pass.
     pub recompute: Recompute,
     /// The largest gradient norm; `None` for no clipping.
@@ -52,10 +53,10 @@ pub struct Trainer {
     pub(crate) update_after: Event,
 }
 
-/// What ranks exchange once per step in addition to losses.
+/// What a rank reports to the others once per step in addition to its losses.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct StepReport {
-    /// Flags of [`super::boundary`]; in an outcome the union over all ranks.
+    /// Flags of [`super::boundary_flags`]; in an outcome the union over all ranks.
     pub flags: u64,
     /// The rank's largest resident set so far, bytes; in an outcome the maximum over all ranks.
     pub peak_rss: u64,
@@ -64,7 +65,7 @@ pub struct StepReport {
     pub exposed_comm: f64,
 }
 
-/// The result of a step, with the same bits on every rank.
+/// The losses and the gradient norm of a step, with the same bits on every rank.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct StepOutcome {
     /// The mean loss per target token, nats.
@@ -87,14 +88,15 @@ struct SlotLoss {
 }
 
 impl Trainer {
-    /// Makes the next update wait for `mark`, until which a save reads parameters and optimizer
-    /// states.
-    pub fn delay_update_until(&mut self, mark: Event) {
-        self.update_after = mark;
+    /// Makes the next update wait for `saved`, because a save reads parameters and optimizer states
+    /// until then.
+    pub fn delay_update_until(&mut self, saved: Event) {
+        self.update_after = saved;
     }
 
+    /// The number of layers of the model.
     fn layers(&self) -> usize {
-        self.work.x.len() - 1
+        self.activations.layer_inputs.len() - 1
     }
 
     /// The index of the head's unit. Units of experts follow it.
@@ -104,7 +106,7 @@ impl Trainer {
 
     /// The number of samples per step.
     pub fn global_batch(&self) -> u64 {
-        (self.engine.slots.slots * self.micro) as u64
+        (self.engine.slots.slots * self.micro_batch_size) as u64
     }
 
     /// Computes and reduces the gradients of the global batch that begins with sample `first`.
@@ -113,17 +115,17 @@ impl Trainer {
         &mut self,
         source: &dyn SampleSource,
         first: u64,
-        word: StepReport,
+        report: StepReport,
     ) -> Result<StepOutcome> {
         let rounds = self.engine.slots.rounds();
-        self.batch.first = Some(first);
+        self.batch.first_sample = Some(first);
         let order: Vec<usize> = (0..rounds).flat_map(|_| self.pass_order(true)).collect();
         self.engine.begin_pass(order);
         let mut mine = Vec::new();
         for round in 0..rounds {
             let slot = self.engine.slots.slot(self.engine.rank(), round);
             if let Some(s) = slot {
-                self.fill(source, first + (s * self.micro) as u64)?;
+                self.load_batch(source, first + (s * self.micro_batch_size) as u64)?;
             }
             self.forward(slot.is_some())?;
             self.backward(round, slot.is_some())?;
@@ -134,24 +136,24 @@ impl Trainer {
                 mine.push((s, SlotLoss { sum: sum + routers, targets }));
             }
         }
-        self.gather_losses(&mine, self.engine.slots.slots, word)
+        self.gather_losses(&mine, self.engine.slots.slots, report)
     }
 
     /// The mean loss over `slots` slots of held-out samples starting at `first`, on every rank.
     pub fn evaluate(&mut self, source: &dyn SampleSource, first: u64, slots: usize) -> Result<StepOutcome> {
         let (rank, world) = (self.engine.rank(), self.engine.world());
         let rounds = slots.div_ceil(world);
-        self.batch.first = None;
+        self.batch.first_sample = None;
         let order: Vec<usize> = (0..rounds).flat_map(|_| self.pass_order(false)).collect();
         self.engine.begin_pass(order);
         let mut mine = Vec::new();
         for round in 0..rounds {
             let slot = Some(round * world + rank).filter(|&s| s < slots);
             if let Some(s) = slot {
-                self.fill(source, first + (s * self.micro) as u64)?;
+                self.load_batch(source, first + (s * self.micro_batch_size) as u64)?;
             }
             self.forward(slot.is_some())?;
-            self.head(None, slot.is_some())?;
+            self.run_head(None, slot.is_some())?;
             if let Some(s) = slot {
                 mine.push((s, self.slot_loss()));
             }
@@ -160,18 +162,18 @@ impl Trainer {
     }
 
     /// Loads the micro-batch that begins with sample `first`.
-    fn fill(&mut self, source: &dyn SampleSource, first: u64) -> Result<()> {
+    fn load_batch(&mut self, source: &dyn SampleSource, first: u64) -> Result<()> {
         source.fill(first, &mut self.batch)?;
-        self.batch.first = self.batch.first.map(|_| first);
-        if let Some(window) = self.model.window() {
-            self.batch.slide(window);
+        self.batch.first_sample = self.batch.first_sample.map(|_| first);
+        if let Some(window) = self.model.sliding_window() {
+            self.batch.set_window_starts(window);
         }
         Ok(())
     }
 
     /// The units in the order in which one round fetches them.
     pub(super) fn pass_order(&self, backward: bool) -> Vec<usize> {
-        let (head, tied) = (self.head_unit(), self.model.tied());
+        let (head, tied) = (self.head_unit(), self.model.has_tied_embeddings());
         let layer = |l: usize| std::iter::once(l + 1).chain(self.expert_unit(l));
         let mut order = vec![0];
         order.extend((0..self.layers()).flat_map(layer));
@@ -191,6 +193,7 @@ impl Trainer {
         first_trained_unit(self.engine.shards.iter().map(|s| &s.unit))
     }
 
+    /// Whether unit `u` has a trained parameter.
     fn is_trained_unit(&self, u: usize) -> bool {
         self.engine.shards[u].unit.any_trained()
     }
@@ -198,34 +201,36 @@ impl Trainer {
     /// Computes the input of the head from the tokens. Without `compute` this rank only takes part
     /// in collectives.
     pub(super) fn forward(&mut self, compute: bool) -> Result<()> {
-        let held = self.engine.fetch(0)?;
+        let guard = self.engine.fetch_params(0)?;
         if compute {
             let (m, ops, b) = (&self.model, self.ops.as_ref(), &self.batch);
-            let x = self.work.x[0].view_mut();
-            self.engine.with_params(&held, |p| m.embedding_forward(ops, p, b, x));
+            let x = self.activations.layer_inputs[0].view_mut();
+            self.engine.with_params(&guard, |p| m.embedding_forward(ops, p, b, x));
         }
-        self.engine.release(held);
+        self.engine.release_params(guard);
         for l in 0..self.layers() {
             if let Some(unit) = self.expert_unit(l) {
-                self.sparse_forward(l, unit, compute)?;
+                self.moe_layer_forward(l, unit, compute)?;
                 continue;
             }
-            let held = self.engine.fetch(l + 1)?;
+            let guard = self.engine.fetch_params(l + 1)?;
             if compute {
-                self.layer_forward(l, &held, true);
+                self.layer_forward(l, &guard, true);
             }
-            self.engine.release(held);
+            self.engine.release_params(guard);
         }
         Ok(())
     }
 
-    fn layer_forward(&mut self, l: usize, held: &ParamsGuard, output: bool) {
-        let w = &mut self.work;
+    /// The forward pass of dense layer `l`. Without `output` only the saved activations are
+    /// written.
+    fn layer_forward(&mut self, l: usize, guard: &ParamsGuard, output: bool) {
+        let w = &mut self.activations;
         let saved = w.saved_index(l);
-        let (before, after) = w.x.split_at_mut(l + 1);
+        let (before, after) = w.layer_inputs.split_at_mut(l + 1);
         let (m, ops, batch, x) = (&self.model, self.ops.as_ref(), &self.batch, before[l].view());
         let y = output.then(|| after[0].view_mut());
-        self.engine.with_params(held, |params| {
+        self.engine.with_params(guard, |params| {
             m.layer_forward(
                 ops,
                 &LayerInput { params, batch, x, layer: l },
@@ -239,34 +244,34 @@ impl Trainer {
     /// Computes and reduces the gradients of every unit from the input of the head.
     fn backward(&mut self, round: usize, compute: bool) -> Result<()> {
         let head = self.head_unit();
-        let tied = self.model.tied();
+        let tied = self.model.has_tied_embeddings();
         let mut head_grad = compute.then(|| self.engine.take_gradient_buffer(head));
         let mut embedding_grad =
             (compute && tied && self.is_trained_unit(0)).then(|| self.engine.take_gradient_buffer(0));
-        self.head(head_grad.as_mut().map(|h| (h, embedding_grad.as_mut())), compute)?;
-        self.engine.reduce(head, round, head_grad)?;
+        self.run_head(head_grad.as_mut().map(|h| (h, embedding_grad.as_mut())), compute)?;
+        self.engine.reduce_gradient(head, round, head_grad)?;
         let lowest = self.lowest_trained();
         for l in (lowest.max(1) - 1..self.layers()).rev() {
             if let Some(unit) = self.expert_unit(l) {
-                self.sparse_backward(l, unit, round, compute)?;
+                self.moe_layer_backward(l, unit, round, compute)?;
                 continue;
             }
-            let held = self.engine.fetch(l + 1)?;
+            let guard = self.engine.fetch_params(l + 1)?;
             let mut grad = compute.then(|| self.engine.take_gradient_buffer(l + 1));
             if let Some(g) = &mut grad {
                 if self.recompute == Recompute::Block {
-                    self.layer_forward(l, &held, false);
+                    self.layer_forward(l, &guard, false);
                 }
-                self.layer_backward(l, &held, g);
+                self.layer_backward(l, &guard, g);
             }
-            self.engine.release(held);
-            self.engine.reduce(l + 1, round, grad)?;
+            self.engine.release_params(guard);
+            self.engine.reduce_gradient(l + 1, round, grad)?;
         }
         if lowest > 0 {
             return Ok(());
         }
         let embedding_grad = compute.then(|| self.embedding_backward(embedding_grad));
-        Ok(self.engine.reduce(0, round, embedding_grad)?)
+        Ok(self.engine.reduce_gradient(0, round, embedding_grad)?)
     }
 
     /// Adds the embedding's gradient to that of a tied head, or to zeros.
@@ -278,71 +283,79 @@ impl Trainer {
             g
         });
         let g = grad.view_mut().slice(0..len);
-        self.model.embedding_backward(self.ops.as_ref(), g, &self.batch, self.work.dx.view_mut());
+        self.model.embedding_backward(
+            self.ops.as_ref(),
+            g,
+            &self.batch,
+            self.activations.residual_grad.view_mut(),
+        );
         grad
     }
 
-    fn layer_backward(&mut self, l: usize, held: &ParamsGuard, grad: &mut Buf) {
-        let w = &mut self.work;
+    /// The backward pass of dense layer `l`, which writes the gradient of its parameters to `grad`.
+    fn layer_backward(&mut self, l: usize, guard: &ParamsGuard, grad: &mut Buf) {
+        let w = &mut self.activations;
         let saved = w.saved_index(l);
-        let (m, ops, batch, x) = (&self.model, self.ops.as_ref(), &self.batch, w.x[l].view());
+        let (m, ops, batch, x) = (&self.model, self.ops.as_ref(), &self.batch, w.layer_inputs[l].view());
         let g = grad.view_mut().slice(0..self.engine.shards[l + 1].unit.len());
-        self.engine.with_params(held, |params| {
+        self.engine.with_params(guard, |params| {
             let input = LayerInput { params, batch, x, layer: l };
-            m.layer_backward(ops, &input, g, w.dx.view_mut(), &mut w.saved[saved], &mut w.scratch);
+            m.layer_backward(ops, &input, g, w.residual_grad.view_mut(), &mut w.saved[saved], &mut w.scratch);
         });
     }
 
     /// Computes the loss of every row and, with gradient buffers for head and embedding, the head's
     /// backward pass.
-    fn head(&mut self, grads: Option<(&mut Buf, Option<&mut Buf>)>, compute: bool) -> Result<()> {
-        let head_held = self.engine.fetch(self.head_unit())?;
-        let tied = self.model.tied();
-        let embedding_held = if tied { Some(self.engine.fetch(0)?) } else { None };
+    fn run_head(&mut self, grads: Option<(&mut Buf, Option<&mut Buf>)>, compute: bool) -> Result<()> {
+        let head_guard = self.engine.fetch_params(self.head_unit())?;
+        let tied = self.model.has_tied_embeddings();
+        let embedding_guard = if tied { Some(self.engine.fetch_params(0)?) } else { None };
         if compute {
-            self.compute_head(&head_held, embedding_held.as_ref(), grads);
+            self.compute_head(&head_guard, embedding_guard.as_ref(), grads);
         }
-        self.engine.release(head_held);
-        if let Some(h) = embedding_held {
-            self.engine.release(h);
+        self.engine.release_params(head_guard);
+        if let Some(h) = embedding_guard {
+            self.engine.release_params(h);
         }
         Ok(())
     }
 
+    /// Computes the losses and, with gradient buffers, the backward pass of the head.
     fn compute_head(
         &mut self,
         head: &ParamsGuard,
         embedding: Option<&ParamsGuard>,
         grads: Option<(&mut Buf, Option<&mut Buf>)>,
     ) {
-        let scale = self.loss_scale.factor() / (self.global_batch() as f32 * self.batch.t as f32);
+        let scale = self.loss_scale.factor() / (self.global_batch() as f32 * self.batch.seq_len as f32);
         let (head_len, embedding_len) =
             (self.engine.shards[self.head_unit()].unit.len(), self.engine.shards[0].unit.len());
         let (w, m, ops, batch, engine) =
-            (&mut self.work, &self.model, self.ops.as_ref(), &self.batch, &self.engine);
+            (&mut self.activations, &self.model, self.ops.as_ref(), &self.batch, &self.engine);
         let grads = grads.map(|(head, embedding)| HeadGrads {
-            dx: w.dx.view_mut(),
+            dx: w.residual_grad.view_mut(),
             head: head.view_mut().slice(0..head_len),
             embedding: embedding.map(|e| e.view_mut().slice(0..embedding_len)),
             scale,
         });
-        let x = w.x.last().expect("a workspace has the head's input").view();
+        let x = w.layer_inputs.last().expect("the last element is the input of the head").view();
         engine.with_params(head, |head| match embedding {
-            Some(held) => engine.with_params(held, |e| {
+            Some(guard) => engine.with_params(guard, |e| {
                 let p = HeadParams { head, embedding: Some(e) };
-                m.head(ops, p, batch, x, w.loss.view_mut(), grads, &mut w.scratch);
+                m.head_loss(ops, p, batch, x, w.row_losses.view_mut(), grads, &mut w.scratch);
             }),
             None => {
                 let p = HeadParams { head, embedding: None };
-                m.head(ops, p, batch, x, w.loss.view_mut(), grads, &mut w.scratch);
+                m.head_loss(ops, p, batch, x, w.row_losses.view_mut(), grads, &mut w.scratch);
             }
         });
     }
 
+    /// The summed loss of the micro-batch that was just computed.
     fn slot_loss(&mut self) -> SlotLoss {
-        let losses = self.ops.to_host(self.work.loss.view(), &mut self.work.losses);
+        let losses = self.ops.to_host(self.activations.row_losses.view(), &mut self.activations.host_losses);
         let sum = losses.host().iter().map(|&l| f64::from(l)).sum();
-        SlotLoss { sum, targets: self.batch.targets() }
+        SlotLoss { sum, targets: self.batch.count_targets() }
     }
 
     /// The mean loss over all slots, with the combined reports of all ranks.
@@ -350,40 +363,40 @@ impl Trainer {
         &self,
         mine: &[(usize, SlotLoss)],
         slots: usize,
-        word: StepReport,
+        report: StepReport,
     ) -> Result<StepOutcome> {
-        let mut words = vec![word.flags, word.peak_rss, word.exposed_comm.to_bits()];
+        let mut words = vec![report.flags, report.peak_rss, report.exposed_comm.to_bits()];
         words.extend(mine.iter().flat_map(|(slot, l)| [*slot as u64, l.sum.to_bits(), l.targets]));
         let bytes: Vec<u8> = words.iter().flat_map(|w| w.to_le_bytes()).collect();
         let gathered = self.engine.queue().run(move |c| c.all_gather_bytes(&bytes))?;
         let mut losses = vec![SlotLoss::default(); slots];
-        let mut report = StepReport::default();
+        let mut combined = StepReport::default();
         for bytes in &gathered {
             let words: Vec<u64> = bytes.as_chunks::<8>().0.iter().map(|w| u64::from_le_bytes(*w)).collect();
             let [flags, peak_rss, exposed, records @ ..] = words.as_slice() else {
-                return Err(invalid_report("a rank reported no losses"));
+                return Err(invalid_report_error("a rank reported no losses"));
             };
-            report = StepReport {
-                flags: report.flags | flags,
-                peak_rss: report.peak_rss.max(*peak_rss),
-                exposed_comm: report.exposed_comm.max(f64::from_bits(*exposed)),
+            combined = StepReport {
+                flags: combined.flags | flags,
+                peak_rss: combined.peak_rss.max(*peak_rss),
+                exposed_comm: combined.exposed_comm.max(f64::from_bits(*exposed)),
             };
             for [slot, sum, targets] in records.as_chunks::<3>().0 {
                 let to = losses
                     .get_mut(*slot as usize)
-                    .ok_or_else(|| invalid_report("a rank reported a slot that does not exist"))?;
+                    .ok_or_else(|| invalid_report_error("a rank reported a slot that does not exist"))?;
                 *to = SlotLoss { sum: f64::from_bits(*sum), targets: *targets };
             }
         }
         let sums: Vec<f64> = losses.iter().map(|l| l.sum).collect();
         let targets: u64 = losses.iter().map(|l| l.targets).sum();
-        let loss = if targets == 0 { 0.0 } else { sum_by_slot(&sums) / targets as f64 };
-        Ok(StepOutcome { loss, targets, report, ..StepOutcome::default() })
+        let loss = if targets == 0 { 0.0 } else { sum_in_fixed_order(&sums) / targets as f64 };
+        Ok(StepOutcome { loss, targets, report: combined, ..StepOutcome::default() })
     }
 
     /// The factor that turns the summed gradient into the gradient of the mean loss over `targets`.
     fn mean_scale(&self, targets: u64) -> f64 {
-        let positions = self.global_batch() * self.batch.t as u64;
+        let positions = self.global_batch() * self.batch.seq_len as u64;
         if targets == 0 { 0.0 } else { positions as f64 / targets as f64 }
     }
 
@@ -403,20 +416,22 @@ impl Trainer {
         let skipped = !finite && outcome.loss.is_finite() && self.loss_scale.is_dynamic();
         let outcome = StepOutcome { skipped, ..outcome };
         let clip = self.clip_norm.map_or(1.0, |limit| (limit / (outcome.grad_norm + 1e-6)).min(1.0));
-        let facts = StepParams { lr, step: step + 1, grad_scale: (mean * clip) as f32 };
+        let step_params = StepParams { lr, step: step + 1, grad_scale: (mean * clip) as f32 };
         std::mem::take(&mut self.update_after).stream_wait();
         for (u, owned) in grads.into_iter().enumerate() {
             if finite {
-                self.update_unit(u, owned, facts)?;
+                self.update_unit(u, owned, step_params)?;
             } else {
-                self.engine.recycle(u, owned);
+                self.engine.recycle_gradient(u, owned);
             }
         }
         self.engine.wait_param_gather()?;
         Ok(outcome)
     }
 
-    fn update_unit(&mut self, u: usize, owned: Buf, facts: StepParams) -> Result<()> {
+    /// Updates the parameters of unit `u` with the gradient of this rank's shard, and starts to
+    /// distribute them.
+    fn update_unit(&mut self, u: usize, owned: Buf, step_params: StepParams) -> Result<()> {
         if !self.is_trained_unit(u) {
             return Ok(());
         }
@@ -426,7 +441,7 @@ impl Trainer {
         self.optimizer.prefetch_states(ops.as_ref(), u + 1);
         let mut grad = if replicated { self.engine.gather_gradient(u, owned)? } else { owned };
         let whole = match self.optimizer.has_muon_matrices(u) {
-            true => Some(self.muon_directions(u, &mut grad, facts)?),
+            true => Some(self.muon_directions(u, &mut grad, step_params)?),
             false => None,
         };
         let directions = whole.as_ref().map(Buf::view);
@@ -435,10 +450,10 @@ impl Trainer {
         let (unit, optimizer) = (&self.engine.shards[u].unit, &mut self.optimizer);
         self.engine.with_resident(u, |params| {
             let p = params.view_mut().slice(range.start - base..range.end - base);
-            optimizer.update(ops.as_ref(), u, unit, p, grad.view(), directions, facts);
+            optimizer.update(ops.as_ref(), u, unit, p, grad.view(), directions, step_params);
         });
         self.optimizer.write_back_states(ops.as_ref(), u);
-        self.engine.recycle(u, grad);
+        self.engine.recycle_gradient(u, grad);
         match replicated {
             true => self.engine.refresh_compute_copy(u),
             false => self.engine.start_param_gather(u),
@@ -447,10 +462,10 @@ impl Trainer {
     }
 
     /// The momentum of Muon's matrices of the whole unit, from the gradient that this rank owns.
-    fn muon_directions(&mut self, u: usize, grad: &mut Buf, facts: StepParams) -> Result<Buf> {
+    fn muon_directions(&mut self, u: usize, grad: &mut Buf, step_params: StepParams) -> Result<Buf> {
         let unit = &self.engine.shards[u].unit;
         let ops = self.ops.as_ref();
-        self.optimizer.muon_momentum(ops, u, unit, grad.view_mut(), facts);
+        self.optimizer.apply_muon_momentum(ops, u, unit, grad.view_mut(), step_params);
         let mine = ops.device_copy(grad.view());
         if !self.engine.policy.shard_optimizer || self.engine.world() == 1 {
             return Ok(mine);
@@ -472,26 +487,26 @@ impl Trainer {
                 at += seg.flat.len();
             }
         }
-        let blocks = self.ops.norm_blocks_of(&parts);
+        let blocks = self.ops.sum_squares_by_block_concat(&parts);
         let bytes: Vec<u8> = blocks.iter().flat_map(|s| s.to_le_bytes()).collect();
         let gathered = self.engine.queue().run(move |c| c.all_gather_bytes(&bytes))?;
-        Ok(sum_by_slot(&self.order_block_sums(&gathered)?).sqrt())
+        Ok(sum_in_fixed_order(&self.order_block_sums(&gathered)?).sqrt())
     }
 
     /// The block sums of all ranks, tensor by tensor, in an order that does not depend on the
     /// placement of experts.
     fn order_block_sums(&self, gathered: &[Vec<u8>]) -> Result<Vec<f64>> {
         let mut readers: Vec<_> = gathered.iter().map(|b| b.chunks_exact(8)).collect();
-        let units: Vec<Unit> = self.engine.shards.iter().map(|s| s.unit.clone()).collect();
+        let units: Vec<ParamUnit> = self.engine.shards.iter().map(|s| s.unit.clone()).collect();
         let mut by_param: Vec<Vec<Vec<f64>>> =
             units.iter().map(|u| vec![Vec::new(); u.params.len()]).collect();
         for (s, sums) in self.engine.shards.iter().zip(&mut by_param) {
             for (rank, reader) in readers.iter_mut().enumerate() {
                 for g in s.unit.trained_segments(s.partition.range(rank)) {
-                    for _ in 0..g.flat.len().div_ceil(device::ops::NORM_BLOCK) {
+                    for _ in 0..g.flat.len().div_ceil(device::ops::NORM_BLOCK_LEN) {
                         let word = reader
                             .next()
-                            .ok_or_else(|| invalid_report("a rank reported too few block sums"))?;
+                            .ok_or_else(|| invalid_report_error("a rank reported too few block sums"))?;
                         sums[g.param].push(f64::from_le_bytes(word.try_into().expect("8 bytes")));
                     }
                 }
@@ -503,6 +518,6 @@ impl Trainer {
 }
 
 /// The error of a peer whose report does not have the expected form.
-fn invalid_report(message: &str) -> Error {
+fn invalid_report_error(message: &str) -> Error {
     Error::new(codes::training::PEER_REPORT_INVALID, message)
 }

@@ -1,12 +1,12 @@
-//! Reused buffers for gathered parameters and whole gradients.
+//! [`BufferPool`]: reuses the buffers of gathered parameters and whole gradients.
 use device::{Buf, Dtype, Ops, ViewMut, storage::Event};
 
-/// The lengths that [`resized`] allocates are multiples of this many elements.
+/// The lengths that [`resize_buffer`] allocates are multiples of this many elements.
 const GROWTH: usize = 1024;
 
 /// The first `len` elements of `buf`, which is reallocated if it is shorter. The content is
 /// unspecified.
-pub fn resized<'a>(ops: &dyn Ops, buf: &'a mut Buf, len: usize) -> ViewMut<'a> {
+pub fn resize_buffer<'a>(ops: &dyn Ops, buf: &'a mut Buf, len: usize) -> ViewMut<'a> {
     if buf.len() < len {
         let dtype = buf.dtype();
         // free the old buffer first, so that both do not exist at the same time
@@ -34,14 +34,14 @@ impl BufferPool {
     pub fn take(&mut self, ops: &dyn Ops, len: usize) -> Buf {
         // Of several equal buffers, one whose event has completed and whose address is lowest: each
         // step then has the same buffers, and CUDA graphs can be replayed.
-        let keys = self.free.iter().map(|(buf, mark)| {
-            let at = if mark.is_immediate() { buf.view().address() } else { u64::MAX };
+        let keys = self.free.iter().map(|(buf, last_use)| {
+            let at = if last_use.is_immediate() { buf.view().address() } else { u64::MAX };
             (buf.len(), at)
         });
         match best_fit(keys, (len, 0)) {
             Some(i) => {
-                let (buf, mark) = self.free.remove(i);
-                mark.stream_wait();
+                let (buf, last_use) = self.free.remove(i);
+                last_use.stream_wait();
                 buf
             }
             None => ops.zeroed(self.dtype, len),
@@ -53,9 +53,9 @@ impl BufferPool {
         self.give_back_after(buf, Event::default());
     }
 
-    /// Returns a buffer that another thread uses until `mark`.
-    pub fn give_back_after(&mut self, buf: Buf, mark: Event) {
-        self.free.push((buf, mark));
+    /// Returns a buffer that another thread uses until `last_use`.
+    pub fn give_back_after(&mut self, buf: Buf, last_use: Event) {
+        self.free.push((buf, last_use));
     }
 }
 
@@ -85,6 +85,7 @@ impl BufferPoolEstimate {
     }
 }
 
+/// The index of the smallest item that is at least `least`.
 fn best_fit<T: Ord + Copy>(free: impl Iterator<Item = T>, least: T) -> Option<usize> {
     free.enumerate().filter(|&(_, n)| n >= least).min_by_key(|&(_, n)| n).map(|(i, _)| i)
 }

@@ -1,4 +1,4 @@
-//! The communication thread, which runs collectives in the order of their submission while the
+//! [`CollectiveQueue`]: a thread that runs collectives in the order of their submission while the
 //! caller computes.
 //!
 //! Every rank submits the same collectives in the same order; one thread and one queue keep that
@@ -20,14 +20,15 @@ use std::{thread::JoinHandle, time::Instant};
 /// The largest number of queued collectives; submitting more blocks the caller.
 const QUEUE_LIMIT: usize = 64;
 
-type Job = Box<dyn FnOnce(&dyn Comm) + Send>;
+/// A submitted collective, as the communication thread runs it.
+type CollectiveJob = Box<dyn FnOnce(&dyn Comm) + Send>;
 
 /// Submits collectives to the communication thread. With one rank they run on the caller's thread.
 pub struct CollectiveQueue {
     comm: Arc<dyn Comm>,
     ops: Arc<dyn Ops>,
     waits: Arc<ExposedWaits>,
-    jobs: Option<mpsc::SyncSender<Job>>,
+    jobs: Option<mpsc::SyncSender<CollectiveJob>>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -42,15 +43,15 @@ impl<T> PendingCollective<T> {
     /// Waits for the result. On a GPU the collective may still be running; work that this thread
     /// submits afterwards is ordered behind it.
     pub fn wait(self) -> Result<T> {
-        let ended = |_| Err(CommError::Io("the communication thread ended".into()));
+        let ended = |_| Err(CommError::ThreadEnded { message: None });
         let began = Instant::now();
         let (result, done) = self.result.recv().unwrap_or_else(ended)?;
-        self.waits.iter().for_each(|waits| waits.count(began, &done));
+        self.waits.iter().for_each(|waits| waits.wait_and_count(began, &done));
         Ok(result)
     }
 }
 
-/// The time in which computation waited for collectives.
+/// Counts the time in which computation waited for collectives.
 struct ExposedWaits {
     ops: Arc<dyn Ops>,
     /// Counted here when operations are synchronous; otherwise the backend counts.
@@ -58,7 +59,8 @@ struct ExposedWaits {
 }
 
 impl ExposedWaits {
-    fn count(&self, began: Instant, done: &Event) {
+    /// Waits for `done` and counts the time since `began`.
+    fn wait_and_count(&self, began: Instant, done: &Event) {
         self.ops.wait_event_timed(done);
         if self.ops.is_host() {
             self.host_nanoseconds.fetch_add(began.elapsed().as_nanos() as u64, Relaxed);
@@ -79,7 +81,7 @@ impl CollectiveQueue {
         if comm.world() == 1 {
             return Ok(CollectiveQueue { comm, ops, waits, jobs: None, thread: None });
         }
-        let (jobs, todo) = mpsc::sync_channel::<Job>(QUEUE_LIMIT);
+        let (jobs, todo) = mpsc::sync_channel::<CollectiveJob>(QUEUE_LIMIT);
         let (thread_comm, streams) = (comm.clone(), ops.clone());
         let work = move || {
             let comm = thread_comm.as_ref();
@@ -108,21 +110,22 @@ impl CollectiveQueue {
     ) -> PendingCollective<T> {
         let (done, result) = mpsc::sync_channel(1);
         // without a communication thread no event is needed
-        let mark = |ops: &dyn Ops, two: bool| if two { ops.record_event() } else { Event::default() };
-        let (ops, two) = (self.ops.clone(), self.jobs.is_some());
-        let before = mark(ops.as_ref(), two);
-        let job: Job = Box::new(move |comm| {
+        let record =
+            |ops: &dyn Ops, has_thread: bool| if has_thread { ops.record_event() } else { Event::default() };
+        let (ops, has_thread) = (self.ops.clone(), self.jobs.is_some());
+        let before = record(ops.as_ref(), has_thread);
+        let job: CollectiveJob = Box::new(move |comm| {
             let run = || {
                 before.stream_wait();
                 let result = f(comm)?;
-                Ok((result, mark(ops.as_ref(), two)))
+                Ok((result, record(ops.as_ref(), has_thread)))
             };
             // the caller may have dropped its `PendingCollective` after another error
             let panic = match catch_unwind(AssertUnwindSafe(run)) {
                 Ok(result) => return drop(done.send(result)),
                 Err(panic) => panic,
             };
-            drop(done.send(Err(CommError::Io(panic_message(panic.as_ref())))));
+            drop(done.send(Err(CommError::ThreadEnded { message: Some(panic_message(panic.as_ref())) })));
             resume_unwind(panic);
         });
         match &self.jobs {
@@ -130,7 +133,7 @@ impl CollectiveQueue {
             Some(jobs) => drop(jobs.send(job)),
             None => job(self.comm.as_ref()),
         }
-        PendingCollective { result, waits: two.then(|| self.waits.clone()) }
+        PendingCollective { result, waits: has_thread.then(|| self.waits.clone()) }
     }
 
     /// Runs `f` after all earlier submissions and waits for its result.

@@ -1,5 +1,5 @@
-//! The flat parameters and gradients of every unit, whole or sharded, and the collectives that move
-//! them.
+//! [`Engine`]: the parameters and gradients of every unit on this rank, sharded or whole, and the
+//! collectives that gather and reduce them.
 //!
 //! A pass fetches the parameters of a unit before their use and releases them afterwards. The
 //! backward pass reduces gradients, `finish_gradient` completes their sums, and the optimizer
@@ -8,14 +8,14 @@ mod gradients;
 
 use super::{
     ShardingPolicy, SlotSchedule,
-    buffer_pool::{BufferPool, resized},
+    buffer_pool::{BufferPool, resize_buffer},
     collective_queue::{CollectiveQueue, PendingCollective},
     gather_retention::{self, PlannedFetch},
     owner_groups::{ExchangeBuffers, gather_from_owners},
     partition::Partition,
     slot_sums::SlotSums,
 };
-use crate::params::Unit;
+use crate::params::ParamUnit;
 use comm::{Comm, Result, SharedView};
 use device::{Buf, Dtype, Ops, View, ViewMut, storage::Event, with_alloc_label};
 use std::{
@@ -31,7 +31,7 @@ pub const REDUCTIONS_IN_FLIGHT: usize = 1;
 /// The state of one parameter unit on this rank.
 pub struct UnitShard {
     /// The parameters of the unit.
-    pub unit: Unit,
+    pub unit: ParamUnit,
     /// Which rank owns which elements.
     pub partition: Partition,
     /// Trained elements of each rank's shard: the lengths of gradients and optimizer states.
@@ -52,7 +52,7 @@ pub struct UnitShard {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ParamDtypes {
     /// The type that forward and backward passes compute with.
-    pub dtype: Dtype,
+    pub compute: Dtype,
     /// The type that the optimizer updates: `F32`, or the same as `dtype`.
     pub updated: Dtype,
 }
@@ -60,7 +60,7 @@ pub struct ParamDtypes {
 impl ParamDtypes {
     /// Whether fp32 master weights exist in addition to the parameters for computation.
     pub fn has_masters(&self) -> bool {
-        self.dtype != self.updated
+        self.compute != self.updated
     }
 }
 
@@ -71,7 +71,7 @@ pub fn casts_on_gather(policy: ShardingPolicy, weights: ParamDtypes, on_host: bo
     policy.shard_parameters && weights.has_masters() && !on_host
 }
 
-/// Access to the whole parameters of a unit until [`Engine::release`].
+/// Access to the whole parameters of a unit until [`Engine::release_params`].
 pub enum ParamsGuard {
     /// The unit's whole parameters are always stored on this rank.
     Resident(usize),
@@ -81,9 +81,9 @@ pub enum ParamsGuard {
     Shared(PlannedFetch),
 }
 
-/// The sharded parameters and gradients of one rank.
+/// The ZeRO engine of one rank: gathers parameters before their use and reduces gradients after it.
 pub struct Engine {
-    /// Every unit, in the order of the model.
+    /// The state of every unit, in the order of the model.
     pub shards: Arc<Vec<UnitShard>>,
     /// What the ranks shard.
     pub policy: ShardingPolicy,
@@ -121,7 +121,7 @@ pub struct Engine {
 }
 
 fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
-    // a poisoned lock means that the communication thread panicked and aborted the job
+    // A poisoned lock means that the communication thread panicked and aborted the job.
     m.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -129,7 +129,7 @@ impl Engine {
     /// Allocates this rank's shards of every unit with zeros. `prefetch` and `max_live` are the
     /// values of `train.zero` in the job.
     pub fn new(
-        units: Vec<Unit>,
+        units: Vec<ParamUnit>,
         policy: ShardingPolicy,
         slots: usize,
         (prefetch, max_live): (usize, u64),
@@ -138,13 +138,13 @@ impl Engine {
         ops: Arc<dyn Ops>,
     ) -> Result<Self> {
         let (rank, world) = (queue.comm().rank(), queue.comm().world());
-        let dtype = weights.dtype;
+        let dtype = weights.compute;
         let parameters = |dtype, len| with_alloc_label("the parameters", || ops.zeroed(dtype, len));
         let shards = units.into_iter().map(|unit| {
             let part = Partition::new(&unit, world);
             let shared = match policy.shard_parameters && unit.owners.count_below(world) > 1 {
                 true => {
-                    let counts = part.counts().to_vec();
+                    let counts = part.shard_lengths().to_vec();
                     queue.run(move |comm| comm.shared_window(dtype, &counts))?
                 }
                 false => None,
@@ -153,31 +153,32 @@ impl Engine {
                 shared.map_or((None, None), |window| (Some(window.owned), Some(window.view)));
             let whole = whole.filter(|_| unit.owners.contains(rank));
             let owned = part.range(rank).len();
-            let of_owners = |len: usize| if unit.owners.contains(rank) { len } else { 0 };
-            let part_of = |sharded: bool| if sharded { owned } else { of_owners(unit.len()) };
-            let computed = || shared.unwrap_or_else(|| parameters(dtype, part_of(policy.shard_parameters)));
-            let masters = || parameters(weights.updated, part_of(policy.shards_updated_params(true)));
-            let (params, rounded) = match weights.has_masters() {
+            let owner_len = |len: usize| if unit.owners.contains(rank) { len } else { 0 };
+            let sharded_len = |sharded: bool| if sharded { owned } else { owner_len(unit.len()) };
+            let computed =
+                || shared.unwrap_or_else(|| parameters(dtype, sharded_len(policy.shard_parameters)));
+            let masters = || parameters(weights.updated, sharded_len(policy.shards_updated_params(true)));
+            let (params, compute_copy) = match weights.has_masters() {
                 false => (computed(), None),
                 true if casts_on_gather(policy, weights, ops.is_host()) => (masters(), None),
                 true => (masters(), Some(RwLock::new(computed()))),
             };
             let params = RwLock::new(params);
             let trained: Vec<usize> = (0..world).map(|r| unit.trained_range(part.range(r)).len()).collect();
-            let summed = if policy.shard_gradients { trained[rank] } else { of_owners(unit.trained_len()) };
+            let summed = if policy.shard_gradients { trained[rank] } else { owner_len(unit.trained_len()) };
             let grads = Mutex::new(policy.new_gradient_sums(summed));
             Ok(UnitShard {
                 unit,
                 partition: part,
                 trained_counts: trained,
                 params,
-                compute_copy: rounded,
+                compute_copy,
                 shared_view: whole,
                 grads,
             })
         });
         let shards = Arc::new(shards.collect::<Result<Vec<_>>>()?);
-        let rounded_part = Arc::new(Mutex::new(ops.zeroed(dtype, 0)));
+        let cast_buffer = Arc::new(Mutex::new(ops.zeroed(dtype, 0)));
         Ok(Engine {
             shards,
             policy,
@@ -190,7 +191,7 @@ impl Engine {
             prefetch,
             max_retained: max_live,
             param_pool: Arc::new(Mutex::new(BufferPool::new(dtype))),
-            cast_buffer: rounded_part,
+            cast_buffer,
             gradient_pool: Arc::new(Mutex::new(BufferPool::new(Dtype::F32))),
             run_sums_pool: Arc::default(),
             exchange: Arc::default(),
@@ -230,7 +231,7 @@ impl Engine {
     }
 
     /// The element types of the parameters.
-    pub fn weights(&self) -> ParamDtypes {
+    pub fn param_dtypes(&self) -> ParamDtypes {
         self.weights
     }
 
@@ -250,6 +251,8 @@ impl Engine {
         self.owned_or_whole(u, self.policy.shard_optimizer)
     }
 
+    /// The range of unit `u` that this rank stores: its shard if `sharded`, else the whole unit on
+    /// its owners.
     fn owned_or_whole(&self, u: usize, sharded: bool) -> Range<usize> {
         let unit = &self.shards[u].unit;
         if sharded || !unit.owners.contains(self.rank) { self.owned_range(u) } else { 0..unit.len() }
@@ -258,13 +261,17 @@ impl Engine {
     /// With master weights: rounds `values` into the parameters for computation, starting at
     /// element `at` of [`Engine::compute_range`].
     pub fn update_compute_copy(&self, u: usize, at: usize, values: View) {
-        if let Some(rounded) = &self.shards[u].compute_copy {
-            copy_or_cast(self.ops.as_ref(), write(rounded).view_mut().slice(at..at + values.len()), values);
+        if let Some(compute_copy) = &self.shards[u].compute_copy {
+            copy_or_cast(
+                self.ops.as_ref(),
+                write_lock(compute_copy).view_mut().slice(at..at + values.len()),
+                values,
+            );
         }
     }
 
     /// Writes `values` into the resident parameters of unit `u`, starting at element `at` of
-    /// [`Engine::resident_range`]. 16-bit parameters are rounded to the nearest value.
+    /// [`Engine::resident_range`]. Values for 16-bit parameters are rounded to the nearest one.
     pub fn write_resident(&self, u: usize, at: usize, values: View) {
         copy_or_cast(self.ops.as_ref(), self.params_mut(u).view_mut().slice(at..at + values.len()), values);
     }
@@ -273,7 +280,7 @@ impl Engine {
     /// nothing without master weights. Ranks that store the whole unit must have changed it
     /// identically.
     pub fn refresh_compute_copy(&self, u: usize) {
-        self.shards[u].round(self.ops.as_ref(), self.resident_range(u), self.compute_range(u));
+        self.shards[u].refresh_compute_copy(self.ops.as_ref(), self.resident_range(u), self.compute_range(u));
     }
 
     /// Runs `f` on the resident parameters of unit `u`.
@@ -283,12 +290,12 @@ impl Engine {
 
     /// Locks the resident parameters of unit `u` for reading.
     pub fn params(&self, u: usize) -> RwLockReadGuard<'_, Buf> {
-        read(&self.shards[u].params)
+        read_lock(&self.shards[u].params)
     }
 
     /// Locks the resident parameters of unit `u` for writing.
     pub fn params_mut(&self, u: usize) -> RwLockWriteGuard<'_, Buf> {
-        write(&self.shards[u].params)
+        write_lock(&self.shards[u].params)
     }
 
     // --- parameters ---------------------------------------------------------------------------
@@ -309,6 +316,7 @@ impl Engine {
         self.pass_barrier = is_shared.then(|| self.queue.submit(|comm: &dyn Comm| comm.barrier()));
     }
 
+    /// Whether unit `u` has to be gathered, or cast from its master weights, before each use.
     fn needs_gather(&self, u: usize) -> bool {
         let is_shared =
             self.policy.shard_parameters && self.shards[u].unit.owners.count_below(self.world) > 1;
@@ -319,16 +327,16 @@ impl Engine {
         casts_on_gather(self.policy, self.weights, self.ops.is_host())
     }
 
-    /// The whole parameters of unit `u`. Waits for their gather, unless they were retained, and
-    /// starts the next gathers.
-    pub fn fetch(&mut self, u: usize) -> Result<ParamsGuard> {
+    /// Makes the whole parameters of unit `u` available: waits for their gather, unless they were
+    /// retained, and starts the next gathers.
+    pub fn fetch_params(&mut self, u: usize) -> Result<ParamsGuard> {
         if !self.needs_gather(u) {
             return Ok(ParamsGuard::Resident(u));
         }
         while self.pending_gathers.len() <= self.prefetch {
             let Some(next) = self.gather_queue.pop_front() else { break };
-            let ticket = self.gather(next);
-            self.pending_gathers.push_back((next, ticket));
+            let gather = self.submit_gather(next);
+            self.pending_gathers.push_back((next, gather));
         }
         let fetch = self.upcoming.pop_front().expect("begin_pass lists every fetch");
         assert_eq!(fetch.unit, u, "fetches have the order of begin_pass");
@@ -340,40 +348,43 @@ impl Engine {
             let buf = lock(&self.retained).remove(&u).expect("released before it is fetched again");
             return Ok(ParamsGuard::Gathered(fetch, buf));
         }
-        let (unit, ticket) = self.pending_gathers.pop_front().expect("the gather was started");
+        let (unit, gather) = self.pending_gathers.pop_front().expect("the gather was started");
         assert_eq!(unit, u, "gathers have the order of their fetches");
-        Ok(ParamsGuard::Gathered(fetch, ticket.wait()?))
+        Ok(ParamsGuard::Gathered(fetch, gather.wait()?))
     }
 
-    fn gather(&self, u: usize) -> PendingCollective<Buf> {
+    /// Starts to gather the whole parameters of unit `u` into a buffer of the pool.
+    fn submit_gather(&self, u: usize) -> PendingCollective<Buf> {
         let (shards, len) = (self.shards.clone(), self.shards[u].unit.len());
         let take = || lock(&self.param_pool).take(self.ops.as_ref(), len);
         let mut whole = with_alloc_label("gathered parameters", take);
-        let (ops, messages, rounded) = (self.ops.clone(), self.exchange.clone(), self.cast_buffer.clone());
-        let (rounds, alone) = (self.casts_on_gather(), shards[u].unit.owners.count_below(self.world) == 1);
+        let (ops, buffers, cast_buffer) = (self.ops.clone(), self.exchange.clone(), self.cast_buffer.clone());
+        let (casts, has_one_owner) =
+            (self.casts_on_gather(), shards[u].unit.owners.count_below(self.world) == 1);
         self.queue.submit(move |comm: &dyn Comm| {
             let s = &shards[u];
-            let owned = read(s.values());
-            let (to, messages) = (whole.view_mut().slice(0..len), &mut lock(&messages));
+            let owned = read_lock(s.compute_params());
+            let (to, buffers) = (whole.view_mut().slice(0..len), &mut lock(&buffers));
             let mut exchange = |to, owned| {
                 gather_from_owners(
                     comm,
                     ops.as_ref(),
-                    messages,
+                    buffers,
                     s.unit.owners,
-                    s.partition.counts(),
+                    s.partition.shard_lengths(),
                     to,
                     owned,
                 )
             };
-            if !rounds {
+            if !casts {
                 exchange(to, owned.view())?;
-            } else if alone {
+            } else if has_one_owner {
                 ops.cast(to, owned.view());
             } else {
-                let mut mine = lock(&rounded);
-                let mut mine =
-                    with_alloc_label("gathered parameters", || resized(ops.as_ref(), &mut mine, owned.len()));
+                let mut mine = lock(&cast_buffer);
+                let mut mine = with_alloc_label("gathered parameters", || {
+                    resize_buffer(ops.as_ref(), &mut mine, owned.len())
+                });
                 ops.cast(mine.reborrow(), owned.view());
                 exchange(to, mine.as_view())?;
             }
@@ -382,24 +393,28 @@ impl Engine {
     }
 
     /// Runs `f` on fetched parameters.
-    pub fn with_params<T>(&self, held: &ParamsGuard, f: impl FnOnce(View) -> T) -> T {
-        match held {
-            ParamsGuard::Resident(u) => f(read(self.shards[*u].values()).view()),
-            ParamsGuard::Gathered(of, buf) => f(buf.view().slice(0..self.shards[of.unit].unit.len())),
-            ParamsGuard::Shared(of) => {
-                f(self.shards[of.unit].shared_view.as_ref().expect("shared memory").view())
+    pub fn with_params<T>(&self, guard: &ParamsGuard, f: impl FnOnce(View) -> T) -> T {
+        match guard {
+            ParamsGuard::Resident(u) => f(read_lock(self.shards[*u].compute_params()).view()),
+            ParamsGuard::Gathered(fetch, buf) => f(buf.view().slice(0..self.shards[fetch.unit].unit.len())),
+            ParamsGuard::Shared(fetch) => {
+                f(self.shards[fetch.unit].shared_view.as_ref().expect("shared memory").view())
             }
         }
     }
 
     /// Releases fetched parameters, or retains them for their next use.
-    pub fn release(&self, held: ParamsGuard) {
-        match held {
+    pub fn release_params(&self, guard: ParamsGuard) {
+        match guard {
             ParamsGuard::Resident(_) => {}
-            ParamsGuard::Gathered(of, buf) if of.is_kept => drop(lock(&self.retained).insert(of.unit, buf)),
+            ParamsGuard::Gathered(fetch, buf) if fetch.is_kept => {
+                drop(lock(&self.retained).insert(fetch.unit, buf))
+            }
             ParamsGuard::Gathered(_, buf) => lock(&self.param_pool).give(buf),
-            ParamsGuard::Shared(of) if of.is_kept => {}
-            ParamsGuard::Shared(of) => self.shards[of.unit].shared_view.iter().for_each(SharedView::let_go),
+            ParamsGuard::Shared(fetch) if fetch.is_kept => {}
+            ParamsGuard::Shared(fetch) => {
+                self.shards[fetch.unit].shared_view.iter().for_each(SharedView::release_peer_pages)
+            }
         }
     }
 
@@ -411,16 +426,16 @@ impl Engine {
         }
         let (shards, ops, owned) = (self.shards.clone(), self.ops.clone(), self.owned_range(u));
         let (resident, computed) = (self.resident_range(u), self.compute_range(u));
-        let (keeps_own, messages) =
+        let (stores_shard_only, buffers) =
             (self.policy.shards_updated_params(self.weights.has_masters()), self.exchange.clone());
         self.pending_param_gathers.push(self.queue.submit(move |comm: &dyn Comm| {
-            let (s, messages) = (&shards[u], &mut lock(&messages));
-            if keeps_own {
-                s.round(ops.as_ref(), resident, computed.clone());
-                return s.gather_in_place(comm, ops.as_ref(), messages, s.values(), owned, computed);
+            let (s, buffers) = (&shards[u], &mut lock(&buffers));
+            if stores_shard_only {
+                s.refresh_compute_copy(ops.as_ref(), resident, computed.clone());
+                return s.gather_in_place(comm, ops.as_ref(), buffers, s.compute_params(), owned, computed);
             }
-            s.gather_in_place(comm, ops.as_ref(), messages, &s.params, owned, resident.clone())?;
-            s.round(ops.as_ref(), resident, computed);
+            s.gather_in_place(comm, ops.as_ref(), buffers, &s.params, owned, resident.clone())?;
+            s.refresh_compute_copy(ops.as_ref(), resident, computed);
             Ok(())
         }));
     }
@@ -433,39 +448,46 @@ impl Engine {
 
 impl UnitShard {
     /// The parameters for computation.
-    fn values(&self) -> &RwLock<Buf> {
+    fn compute_params(&self) -> &RwLock<Buf> {
         self.compute_copy.as_ref().unwrap_or(&self.params)
     }
 
     /// Casts the resident parameters to the matching elements of the parameters for computation.
     /// Does nothing without master weights.
-    fn round(&self, ops: &dyn Ops, resident: Range<usize>, computed: Range<usize>) {
-        let Some(rounded) = &self.compute_copy else { return };
-        let (mut to, from) = (write(rounded), read(&self.params));
+    fn refresh_compute_copy(&self, ops: &dyn Ops, resident: Range<usize>, computed: Range<usize>) {
+        let Some(compute_copy) = &self.compute_copy else { return };
+        let (mut to, from) = (write_lock(compute_copy), read_lock(&self.params));
         let both = resident.start.max(computed.start)..resident.end.min(computed.end);
         let within = |r: &Range<usize>| both.start - r.start..both.end - r.start;
         ops.cast(to.view_mut().slice(within(&computed)), from.view().slice(within(&resident)));
     }
 
-    /// Gathers the owners' shards into `values`, which stores the range `here` of the unit on this
-    /// rank. This rank owns the range `owned`.
+    /// Gathers the owners' shards into `values`, which stores the range `stored` of the unit on
+    /// this rank. This rank owns the range `owned`.
     fn gather_in_place(
         &self,
         comm: &dyn Comm,
         ops: &dyn Ops,
-        messages: &mut ExchangeBuffers,
+        buffers: &mut ExchangeBuffers,
         values: &RwLock<Buf>,
         owned: Range<usize>,
-        here: Range<usize>,
+        stored: Range<usize>,
     ) -> Result<()> {
-        let mut whole = write(values);
+        let mut whole = write_lock(values);
         // the collective must not send from the memory that it writes
         let copy =
-            messages.take_copy(ops, whole.view().slice(owned.start - here.start..owned.end - here.start));
+            buffers.take_copy(ops, whole.view().slice(owned.start - stored.start..owned.end - stored.start));
         let (whole, mine) = (whole.view_mut(), copy.view().slice(0..owned.len()));
-        let gathered =
-            gather_from_owners(comm, ops, messages, self.unit.owners, self.partition.counts(), whole, mine);
-        messages.return_copy(copy);
+        let gathered = gather_from_owners(
+            comm,
+            ops,
+            buffers,
+            self.unit.owners,
+            self.partition.shard_lengths(),
+            whole,
+            mine,
+        );
+        buffers.return_copy(copy);
         gathered
     }
 }
@@ -476,14 +498,14 @@ pub(crate) fn copy_or_cast(ops: &dyn Ops, to: ViewMut, values: View) {
     if to.dtype() == values.dtype() {
         return ops.copy(to, values);
     }
-    let mut room = Buf::default();
-    ops.cast(to, ops.to_device(values, &mut room));
+    let mut device_values = Buf::default();
+    ops.cast(to, ops.to_device(values, &mut device_values));
 }
 
-fn write(params: &RwLock<Buf>) -> RwLockWriteGuard<'_, Buf> {
+fn write_lock(params: &RwLock<Buf>) -> RwLockWriteGuard<'_, Buf> {
     params.write().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn read(params: &RwLock<Buf>) -> RwLockReadGuard<'_, Buf> {
+fn read_lock(params: &RwLock<Buf>) -> RwLockReadGuard<'_, Buf> {
     params.read().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,5 +1,5 @@
-//! Which gathered parameters are retained between two uses in a pass (`zero.max_live_parameters`).
-//! Pure.
+//! [`plan_fetches`]: which gathered parameters are retained between two uses in a pass, within
+//! `train.zero.max_live_parameters`. Pure.
 use std::collections::{BTreeMap, HashMap};
 
 /// One use of a unit's parameters within a pass.

@@ -1,13 +1,13 @@
-//! Collectives for units that only some ranks owned, such as experts. Each is one `all_to_all` of
-//! every rank, in which the other ranks send and receive nothing, so that all ranks have the same
-//! schedule.
+//! Gathers and reductions of units that only some ranks own, such as experts. Each is one
+//! `all_to_all` of all ranks, in which the other ranks send and receive nothing, so that every rank
+//! has the same sequence of collectives.
 use super::{
     SlotSchedule,
-    buffer_pool::resized,
+    buffer_pool::resize_buffer,
     partition::Partition,
     slot_sums::{SlotRun, SlotSums, merged_runs, peak_buffers},
 };
-use crate::params::{OwnerRanks, Unit};
+use crate::params::{OwnerRanks, ParamUnit};
 use comm::{Comm, Result};
 use device::{Buf, Dtype, Ops, View, ViewMut};
 use std::ops::Range;
@@ -24,21 +24,23 @@ pub(super) struct ExchangeBuffers {
 }
 
 impl ExchangeBuffers {
+    /// The send buffer for `len` elements of `dtype`.
     fn sent(&mut self, ops: &dyn Ops, dtype: Dtype, len: usize) -> ViewMut<'_> {
         if dtype == Dtype::F32 {
-            return resized(ops, &mut self.sent, len);
+            return resize_buffer(ops, &mut self.sent, len);
         }
-        resized(ops, with_dtype(ops, &mut self.sent_rounded, dtype), len)
+        resize_buffer(ops, with_dtype(ops, &mut self.sent_rounded, dtype), len)
     }
 
     /// A buffer that begins with a copy of `owned`; [`ExchangeBuffers::return_copy`] takes it back.
     /// It is reused because the allocator would keep several buffers if each unit allocated one.
     pub(super) fn take_copy(&mut self, ops: &dyn Ops, owned: View) -> Buf {
-        let mut room = std::mem::take(&mut self.owned);
-        ops.copy(resized(ops, with_dtype(ops, &mut room, owned.dtype()), owned.len()), owned);
-        room
+        let mut buffer = std::mem::take(&mut self.owned);
+        ops.copy(resize_buffer(ops, with_dtype(ops, &mut buffer, owned.dtype()), owned.len()), owned);
+        buffer
     }
 
+    /// Takes back the buffer of [`ExchangeBuffers::take_copy`].
     pub(super) fn return_copy(&mut self, copy: Buf) {
         self.owned = copy;
     }
@@ -55,8 +57,8 @@ fn with_dtype<'a>(ops: &dyn Ops, buf: &'a mut Buf, dtype: Dtype) -> &'a mut Buf 
 /// The elements of [`ExchangeBuffers`] that a unit needs, for the memory estimate: sent by a gather
 /// of its parameters, sent by a reduction of its gradients, and received by that reduction. This
 /// rank owns `owned` elements of the unit, of which `own_trained` are trained.
-pub fn exchange_lengths(
-    unit: &Unit,
+pub fn exchange_buffer_lengths(
+    unit: &ParamUnit,
     slots: &SlotSchedule,
     rank: usize,
     (owned, own_trained): (usize, usize),
@@ -73,27 +75,28 @@ pub fn exchange_lengths(
     (gathered, sent * unit.trained_len(), received * own_trained)
 }
 
-/// Gathers the owners' shards of a unit into `whole` on its owners. Every rank takes part. On ranks
-/// that do not owned the unit, `owned` and `whole` are empty.
+/// Gathers the owners' shards of a unit into `whole` on each owner. `shard_lengths` are the lengths
+/// of all ranks' shards, and `owned` is this rank's shard. On ranks that do not own the unit,
+/// `owned` and `whole` are empty. Collective.
 pub(super) fn gather_from_owners(
     comm: &dyn Comm,
     ops: &dyn Ops,
-    messages: &mut ExchangeBuffers,
+    buffers: &mut ExchangeBuffers,
     owners: OwnerRanks,
-    parts: &[usize],
+    shard_lengths: &[usize],
     whole: ViewMut,
     owned: View,
 ) -> Result<()> {
     if owners.includes_all() {
-        return comm.all_gather(whole, owned, parts);
+        return comm.all_gather(whole, owned, shard_lengths);
     }
     let world = comm.world();
     let mine = owners.contains(comm.rank());
     let only = |counts: &dyn Fn(usize) -> usize| -> Vec<usize> {
         (0..world).map(|r| if mine && owners.contains(r) { counts(r) } else { 0 }).collect()
     };
-    let (sent, received) = (only(&|_| owned.len()), only(&|r| parts[r]));
-    let mut send = messages.sent(ops, owned.dtype(), sent.iter().sum());
+    let (sent, received) = (only(&|_| owned.len()), only(&|r| shard_lengths[r]));
+    let mut send = buffers.sent(ops, owned.dtype(), sent.iter().sum());
     for copy in 0..send.len().checked_div(owned.len()).unwrap_or(0) {
         ops.copy(send.slice_mut(copy * owned.len()..(copy + 1) * owned.len()), owned);
     }
@@ -103,8 +106,8 @@ pub(super) fn gather_from_owners(
 /// The slots that the group of `rank` computes in `round`.
 fn slots_of_group(slots: &SlotSchedule, owners: OwnerRanks, rank: usize, round: usize) -> Range<usize> {
     let first = rank / owners.stride * owners.stride;
-    let dealt: Vec<usize> = (first..first + owners.stride).filter_map(|r| slots.slot(r, round)).collect();
-    dealt.first().map_or(0..0, |&a| a..a + dealt.len())
+    let slots: Vec<usize> = (first..first + owners.stride).filter_map(|r| slots.slot(r, round)).collect();
+    slots.first().map_or(0..0, |&a| a..a + slots.len())
 }
 
 /// The runs of slots that the group of `rank` computes in `round`, merged as far as possible.
@@ -121,7 +124,7 @@ pub(super) fn runs_of_group(
 /// slots of a round, for the memory estimate.
 pub fn group_peak_buffers(slots: &SlotSchedule, owners: OwnerRanks, rank: usize) -> usize {
     let buffers_in_round =
-        |round| peak_buffers(slots_of_group(slots, owners, rank, round).map(SlotRun::slot), true);
+        |round| peak_buffers(slots_of_group(slots, owners, rank, round).map(SlotRun::single_slot), true);
     (0..slots.rounds()).map(buffers_in_round).max().unwrap_or(0)
 }
 
@@ -136,11 +139,11 @@ pub fn owner_peak_buffers(slots: &SlotSchedule, owners: OwnerRanks) -> usize {
 
 /// Sends each owner its shard of every owner's partial sums; `sink` receives them in the order of
 /// the slots.
-pub(super) fn exchange_runs(
+pub(super) fn exchange_partial_sums(
     comm: &dyn Comm,
     ops: &dyn Ops,
-    messages: &mut ExchangeBuffers,
-    (unit, part): (&Unit, &Partition),
+    buffers: &mut ExchangeBuffers,
+    (unit, part): (&ParamUnit, &Partition),
     slots: &SlotSchedule,
     round: usize,
     runs: &SlotSums,
@@ -155,10 +158,10 @@ pub(super) fn exchange_runs(
         .collect();
     let sent: Vec<usize> = parts.iter().map(|p| p.len() * kept.len()).collect();
     let received: Vec<usize> = theirs.iter().map(|runs| runs.len() * owned).collect();
-    messages.sent(ops, Dtype::F32, sent.iter().sum());
-    let ExchangeBuffers { sent: send, received: room, .. } = messages;
-    let (mut send, mut room) =
-        (send.view_mut().slice(0..sent.iter().sum()), resized(ops, room, received.iter().sum()));
+    buffers.sent(ops, Dtype::F32, sent.iter().sum());
+    let ExchangeBuffers { sent: send, received: buffer, .. } = buffers;
+    let (mut send, mut buffer) =
+        (send.view_mut().slice(0..sent.iter().sum()), resize_buffer(ops, buffer, received.iter().sum()));
     let mut end = 0;
     for part in parts {
         for v in &kept {
@@ -167,10 +170,10 @@ pub(super) fn exchange_runs(
             ops.copy(send.slice_mut(end - part.len()..end), part);
         }
     }
-    comm.all_to_all(room.reborrow(), &received, send.as_view(), &sent)?;
+    comm.all_to_all(buffer.reborrow(), &received, send.as_view(), &sent)?;
     let mut at = 0;
     for run in theirs.into_iter().flatten() {
-        sink(run, room.as_view().slice(at..at + owned));
+        sink(run, buffer.as_view().slice(at..at + owned));
         at += owned;
     }
     Ok(())

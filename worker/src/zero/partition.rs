@@ -1,10 +1,10 @@
-//! Which rank owns which elements of a unit's flat vector. Pure.
+//! [`Partition`]: which rank owns which elements of a unit's flat vector. Pure.
 //!
-//! Shards end only at multiples of [`NORM_BLOCK`] inside a tensor or at the end of a tensor. Each
-//! block that is summed for the gradient norm therefore belongs to one rank, and its sum has the
-//! same bits for every number of ranks. Shards may differ by up to one block, and may be empty.
-use crate::params::Unit;
-use device::ops::NORM_BLOCK;
+//! Shards end only at multiples of [`NORM_BLOCK_LEN`] inside a tensor or at the end of a tensor.
+//! Each block that is summed for the gradient norm therefore belongs to one rank, and its sum has
+//! the same bits for every number of ranks. Shards may differ by up to one block, and may be empty.
+use crate::params::ParamUnit;
+use device::ops::NORM_BLOCK_LEN;
 use std::ops::Range;
 
 /// The shard boundaries of one unit: rank r owns the elements `cuts[r]..cuts[r+1]`.
@@ -17,7 +17,7 @@ pub struct Partition {
 impl Partition {
     /// Divides `unit` into shards of nearly equal size for its owners among `world` ranks. The
     /// shards of other ranks are empty.
-    pub fn new(unit: &Unit, world: usize) -> Self {
+    pub fn new(unit: &ParamUnit, world: usize) -> Self {
         let len = unit.len();
         let parts = unit.owners.count_below(world);
         assert!(parts > 0, "{} has no owner among {world} ranks", unit.name);
@@ -36,35 +36,38 @@ impl Partition {
     }
 
     /// The number of elements of each rank's shard.
-    pub fn counts(&self) -> &[usize] {
+    pub fn shard_lengths(&self) -> &[usize] {
         &self.counts
     }
 
     /// The number of elements of the largest shard.
-    pub fn largest(&self) -> usize {
+    pub fn largest_shard(&self) -> usize {
         self.counts.iter().copied().max().unwrap_or(0)
     }
 }
 
 /// The allowed boundary nearest to element `at`; the lower one of two that are equally near.
-fn nearest_cut(unit: &Unit, at: usize) -> usize {
-    let tensor = (0..unit.params.len()).map(|i| unit.range(i)).find(|r| r.contains(&at));
+fn nearest_cut(unit: &ParamUnit, at: usize) -> usize {
+    let tensor = (0..unit.params.len()).map(|i| unit.tensor_range(i)).find(|r| r.contains(&at));
     let Some(r) = tensor else { return unit.len() };
-    let below = r.start + (at - r.start) / NORM_BLOCK * NORM_BLOCK;
-    let above = (below + NORM_BLOCK).min(r.end);
+    let below = r.start + (at - r.start) / NORM_BLOCK_LEN * NORM_BLOCK_LEN;
+    let above = (below + NORM_BLOCK_LEN).min(r.end);
     if at - below <= above - at { below } else { above }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::params::{Init, ParamSpec};
+    use crate::params::{ParamInit, ParamSpec};
     use proptest::prelude::*;
 
-    fn unit(sizes: &[usize]) -> Unit {
-        let spec =
-            |(i, &n): (usize, &usize)| ParamSpec { name: format!("p{i}"), shape: vec![n], init: Init::Zeros };
-        Unit::new("u", sizes.iter().enumerate().map(spec).collect())
+    fn unit(sizes: &[usize]) -> ParamUnit {
+        let spec = |(i, &n): (usize, &usize)| ParamSpec {
+            name: format!("p{i}"),
+            shape: vec![n],
+            init: ParamInit::Zeros,
+        };
+        ParamUnit::new("u", sizes.iter().enumerate().map(spec).collect())
     }
 
     proptest! {
@@ -78,13 +81,13 @@ mod tests {
             for r in 0..world {
                 let part = p.range(r);
                 prop_assert_eq!(part.start, at);
-                prop_assert_eq!(part.len(), p.counts()[r]);
+                prop_assert_eq!(part.len(), p.shard_lengths()[r]);
                 at = part.end;
-                prop_assert!(part.len() <= u.len() / world + 1 + NORM_BLOCK);
+                prop_assert!(part.len() <= u.len() / world + 1 + NORM_BLOCK_LEN);
                 for s in u.segments(part) {
-                    prop_assert_eq!(s.elements.start % NORM_BLOCK, 0);
-                    let whole = u.range(s.param).len();
-                    prop_assert!(s.elements.end % NORM_BLOCK == 0 || s.elements.end == whole);
+                    prop_assert_eq!(s.elements.start % NORM_BLOCK_LEN, 0);
+                    let whole = u.tensor_range(s.param).len();
+                    prop_assert!(s.elements.end % NORM_BLOCK_LEN == 0 || s.elements.end == whole);
                 }
             }
             prop_assert_eq!(at, u.len());
@@ -112,9 +115,9 @@ mod tests {
     }
 
     #[test]
-    fn tiny_units_leave_some_ranks_with_nothing() {
+    fn units_smaller_than_a_block_leave_some_shards_empty() {
         let p = Partition::new(&unit(&[100]), 4);
-        assert_eq!(p.counts().iter().sum::<usize>(), 100);
-        assert_eq!(p.counts().iter().filter(|&&c| c == 0).count(), 3);
+        assert_eq!(p.shard_lengths().iter().sum::<usize>(), 100);
+        assert_eq!(p.shard_lengths().iter().filter(|&&c| c == 0).count(), 3);
     }
 }

@@ -1,5 +1,5 @@
-//! The fixed-order sum over sample slots: a binary tree over `0..slots` whose shape does not depend
-//! on which rank computes which slot.
+//! [`SlotSums`]: the fixed-order sum of gradients over sample slots, a binary tree over `0..slots`
+//! whose shape does not depend on which rank computes which slot.
 //!
 //! A partial sum covers an aligned run of slots whose length is a power of two. Partial sums are
 //! pushed in the order of the slots, and two siblings merge immediately, so at most log₂(slots) + 1
@@ -21,12 +21,12 @@ pub struct SlotRun {
 
 impl SlotRun {
     /// The run of one slot.
-    pub fn slot(start: usize) -> Self {
+    pub fn single_slot(start: usize) -> Self {
         SlotRun { start, len: 1 }
     }
 
     /// The parent run when `self` (left) and `right` are siblings.
-    pub fn merge(self, right: SlotRun) -> Option<SlotRun> {
+    pub fn parent_run(self, right: SlotRun) -> Option<SlotRun> {
         let siblings = self.len == right.len
             && self.start.is_multiple_of(2 * self.len)
             && right.start == self.start + self.len;
@@ -43,13 +43,13 @@ impl SlotRun {
 /// The merged runs that remain after pushing the slots of `range` one by one.
 pub fn merged_runs(range: std::ops::Range<usize>) -> Vec<SlotRun> {
     let mut kept = Vec::new();
-    range.for_each(|s| push_merging(&mut kept, SlotRun::slot(s)));
+    range.for_each(|s| push_merging(&mut kept, SlotRun::single_slot(s)));
     kept
 }
 
 /// Pushes `top` onto the kept runs and merges siblings as far as possible.
 fn push_merging(kept: &mut Vec<SlotRun>, mut top: SlotRun) {
-    while let Some(merged) = kept.last().and_then(|left| left.merge(top)) {
+    while let Some(merged) = kept.last().and_then(|left| left.parent_run(top)) {
         kept.pop();
         top = merged;
     }
@@ -76,10 +76,11 @@ impl SlotSums {
         SlotSums { in_arrival_order: true, ..SlotSums::new(len) }
     }
 
-    /// The run of the last partial sum and `right` together, if they are added now.
+    /// The run that results if `right` is added to the last partial sum now; `None` if it has to
+    /// wait.
     fn next_run(&self, right: SlotRun) -> Option<SlotRun> {
         let (left, _) = self.stack.last()?;
-        if self.in_arrival_order { left.followed_by(right) } else { left.merge(right) }
+        if self.in_arrival_order { left.followed_by(right) } else { left.parent_run(right) }
     }
 
     /// The number of elements of a vector.
@@ -100,8 +101,7 @@ impl SlotSums {
         first.map_or_else(|| ops.zeroed(Dtype::F32, self.len), |i| self.free_buffers.swap_remove(i))
     }
 
-    /// Adds the sum of `run` from a borrowed vector, directly into its left sibling if that is the
-    /// last.
+    /// Adds the sum `x` of `run`. It is copied, unless it can be added to its left sibling at once.
     pub fn push(&mut self, ops: &dyn Ops, run: SlotRun, x: View) {
         assert_eq!(x.len(), self.len, "partial of another length");
         match self.next_run(run) {
@@ -118,7 +118,7 @@ impl SlotSums {
         }
     }
 
-    /// Adds the sum of `run` and takes its buffer.
+    /// Adds the sum of `run` without a copy; the buffer belongs to this value afterwards.
     pub fn push_owned(&mut self, ops: &dyn Ops, mut run: SlotRun, mut sum: Buf) {
         assert_eq!(sum.len(), self.len, "partial of another length");
         while let Some(merged) = self.next_run(run) {
@@ -150,7 +150,7 @@ impl SlotSums {
         self.free_buffers.extend(self.stack.drain(..).map(|(_, b)| b));
     }
 
-    /// Gives a buffer that [`FoldStack::finish`] returned back for reuse.
+    /// Takes back a buffer that [`SlotSums::finish`] returned, for reuse.
     pub fn recycle(&mut self, buf: Buf) {
         if buf.len() == self.len {
             self.free_buffers.push(buf);
@@ -159,11 +159,11 @@ impl SlotSums {
 }
 
 /// The fixed-order sum of one number per slot, such as losses.
-pub fn sum_by_slot(slots: &[f64]) -> f64 {
+pub fn sum_in_fixed_order(slots: &[f64]) -> f64 {
     let mut stack: Vec<(SlotRun, f64)> = Vec::new();
     for (s, &x) in slots.iter().enumerate() {
-        let mut top = (SlotRun::slot(s), x);
-        while let Some(merged) = stack.last().and_then(|(left, _)| left.merge(top.0)) {
+        let mut top = (SlotRun::single_slot(s), x);
+        while let Some(merged) = stack.last().and_then(|(left, _)| left.parent_run(top.0)) {
             let (_, left) = stack.pop().expect("just seen");
             top = (merged, left + top.1);
         }
@@ -186,7 +186,7 @@ pub fn sum_by_slot(slots: &[f64]) -> f64 {
 pub fn peak_buffers(runs: impl IntoIterator<Item = SlotRun>, owned: bool) -> usize {
     let (mut kept, mut most) = (Vec::<SlotRun>::new(), 0);
     for run in runs {
-        if owned || kept.last().and_then(|left| left.merge(run)).is_none() {
+        if owned || kept.last().and_then(|left| left.parent_run(run)).is_none() {
             most = most.max(kept.len() + 1);
         }
         push_merging(&mut kept, run);
@@ -200,14 +200,14 @@ mod tests {
     use device::Cpu;
     use proptest::prelude::*;
 
-    /// The definition, by recursion: the largest power of two below `n` goes left.
-    fn twin(x: &[f64]) -> f64 {
+    /// The recursive definition of the sum: the left part has the largest power of two below `n`.
+    fn recursive_sum(x: &[f64]) -> f64 {
         match x.len() {
             0 => 0.0,
             1 => x[0],
             n => {
                 let left = n.next_power_of_two() / 2;
-                twin(&x[..left]) + twin(&x[left..])
+                recursive_sum(&x[..left]) + recursive_sum(&x[left..])
             }
         }
     }
@@ -219,17 +219,17 @@ mod tests {
             let one = |v: f32| Buf::from_slice(&[v]);
             let mut whole = SlotSums::new(1);
             for (s, &v) in x.iter().enumerate() {
-                whole.push(&ops, SlotRun::slot(s), one(v).view());
+                whole.push(&ops, SlotRun::single_slot(s), one(v).view());
             }
             let expected = whole.finish(&ops).unwrap().host()[0];
-            // Each rank folds a contiguous run by itself and sends what is left.
+            // Each rank sums a contiguous run and sends its partial sums.
             let mut cuts: Vec<usize> = cuts.into_iter().map(|c| c % x.len()).chain([0, x.len()]).collect();
             cuts.sort_unstable();
             let mut owner = SlotSums::new(1);
             for w in cuts.windows(2) {
                 let mut rank = SlotSums::new(1);
                 for (s, &v) in x.iter().enumerate().take(w[1]).skip(w[0]) {
-                    rank.push_owned(&ops, SlotRun::slot(s), one(v));
+                    rank.push_owned(&ops, SlotRun::single_slot(s), one(v));
                 }
                 let runs: Vec<SlotRun> = rank.partials().map(|(r, _)| r).collect();
                 prop_assert_eq!(runs, merged_runs(w[0]..w[1]));
@@ -241,12 +241,12 @@ mod tests {
         }
 
         #[test]
-        fn in_order_each_is_added_to_those_before(x in prop::collection::vec(-1e6f32..1e6, 1..40)) {
+        fn in_arrival_order_each_vector_is_added_to_the_previous_ones(x in prop::collection::vec(-1e6f32..1e6, 1..40)) {
             let ops = Cpu::new(1);
             let mut sum = SlotSums::in_arrival_order(1);
             for (s, &v) in x.iter().enumerate() {
                 let one = Buf::from_slice(&[v]);
-                if s % 3 == 0 { sum.push_owned(&ops, SlotRun::slot(s), one) } else { sum.push(&ops, SlotRun::slot(s), one.view()) }
+                if s % 3 == 0 { sum.push_owned(&ops, SlotRun::single_slot(s), one) } else { sum.push(&ops, SlotRun::single_slot(s), one.view()) }
                 prop_assert_eq!(sum.partials().map(|(run, _)| run).collect::<Vec<_>>(), [SlotRun { start: 0, len: s + 1 }]);
             }
             let expected = x.iter().copied().reduce(|a, b| a + b).unwrap();
@@ -255,26 +255,26 @@ mod tests {
 
         #[test]
         fn numbers_are_summed_by_the_same_tree(x in prop::collection::vec(-1e6f64..1e6, 0..40)) {
-            prop_assert_eq!(sum_by_slot(&x).to_bits(), twin(&x).to_bits());
+            prop_assert_eq!(sum_in_fixed_order(&x).to_bits(), recursive_sum(&x).to_bits());
         }
     }
 
     #[test]
-    fn no_more_buffers_than_announced_and_none_is_lost() {
+    fn sums_allocate_the_estimated_number_of_buffers_and_reuse_them() {
         let ops = Cpu::new(1);
         for slots in 1..40 {
             let (mut pushed, mut owned) = (SlotSums::new(1), SlotSums::new(1));
             for _ in 0..3 {
                 for s in 0..slots {
-                    pushed.push(&ops, SlotRun::slot(s), Buf::zeroed(1).view());
+                    pushed.push(&ops, SlotRun::single_slot(s), Buf::zeroed(1).view());
                     let leaf = owned.take_buffer(&ops);
-                    owned.push_owned(&ops, SlotRun::slot(s), leaf);
+                    owned.push_owned(&ops, SlotRun::single_slot(s), leaf);
                 }
                 for (stack, direct) in [(&mut pushed, false), (&mut owned, true)] {
                     let sum = stack.finish(&ops).unwrap();
                     stack.recycle(sum);
-                    let announced = peak_buffers((0..slots).map(SlotRun::slot), direct);
-                    assert_eq!(stack.free_buffers.len(), announced, "{slots} slots, owned: {direct}");
+                    let estimate = peak_buffers((0..slots).map(SlotRun::single_slot), direct);
+                    assert_eq!(stack.free_buffers.len(), estimate, "{slots} slots, owned: {direct}");
                 }
             }
         }

@@ -1,11 +1,13 @@
-//! The golden cases of every family, as `save_pretrained` made their folders (tests/golden/families/README.md).
+//! The golden cases of all model families: directories that `save_pretrained` of Transformers wrote
+//! (tests/golden/families/README.md).
 use super::{
-    golden::{Case, case, json},
+    golden::{Case, parse_case, read_json},
     *,
 };
 use std::path::PathBuf;
 use worker::{resume::PretrainedModel, stages::Cursor};
 
+/// The directories of the cases.
 pub(crate) const CASES: [&str; 18] = [
     "gemma2",
     "gemma3",
@@ -27,25 +29,28 @@ pub(crate) const CASES: [&str; 18] = [
     "qwen3_moe_sparse_step",
 ];
 
-pub(crate) fn folder(name: &str) -> PathBuf {
+/// The directory of the case `name`.
+pub(crate) fn golden_directory(name: &str) -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../tests/golden/families").join(name)
 }
 
-/// The model of a folder; numbers that job.yaml would give are those of no golden folder.
-pub(crate) fn from(folder: &Path) -> ModelSpec {
-    ModelSpec { from: Some(folder.to_path_buf()), rms_norm_eps: 1e-5, vocab_size: 0, ..odd_model() }
+/// The `train.model` section for a pretrained model in `directory`. Its own sizes match no golden
+/// case, so a test fails if they are used instead of the directory's.
+pub(crate) fn pretrained_spec(directory: &Path) -> ModelSpec {
+    ModelSpec { from: Some(directory.to_path_buf()), rms_norm_eps: 1e-5, vocab_size: 0, ..odd_model() }
 }
 
-pub(crate) fn load(name: &str) -> Case {
-    let dir = folder(name);
-    let about = json(&dir.join("case.json"));
-    case(&about, from(&dir), &std::fs::read(dir.join("answers.safetensors")).unwrap())
+/// Reads the case `name`.
+pub(crate) fn load_case(name: &str) -> Case {
+    let dir = golden_directory(name);
+    let about = read_json(&dir.join("case.json"));
+    parse_case(&about, pretrained_spec(&dir), &std::fs::read(dir.join("answers.safetensors")).unwrap())
 }
 
-/// A run at step 0 with the folder's weights, each rank's part read by itself.
-pub(crate) fn started(spec: &TrainSpec, comm: Arc<dyn Comm>) -> RunningTrainer {
-    let mut origin = PretrainedModel::open(spec.model.from.as_deref(), comm.as_ref()).unwrap().unwrap();
-    let mut bound = build(spec, comm, 1);
-    origin.load(&mut bound, &mut |event| panic!("{event:?}")).unwrap();
-    bound.start_at(Cursor::default())
+/// A run at step 0 with the weights of the pretrained model; each rank reads its shards.
+pub(crate) fn start_from_pretrained(spec: &TrainSpec, comm: Arc<dyn Comm>) -> RunningTrainer {
+    let mut pretrained = PretrainedModel::open(spec.model.from.as_deref(), comm.as_ref()).unwrap().unwrap();
+    let mut ready = build_trainer(spec, comm, 1);
+    pretrained.load(&mut ready, &mut |event| panic!("{event:?}")).unwrap();
+    ready.start_at(Cursor::default())
 }

@@ -1,26 +1,30 @@
-//! Logits, loss, every gradient and ten AdamW steps of a case, compared with what other programs got.
+//! Golden cases: logits, loss, every gradient and ten optimizer steps that PyTorch computed, and
+//! the comparison with ours.
 use super::*;
 use device::{
     Buf,
-    ops::{LayerNorm, Write},
+    ops::{LayerNormParams, WriteMode},
 };
 use serde_json::Value;
 use std::{collections::BTreeMap, path::Path};
 
-/// Largest |ours − theirs| / |theirs| over a whole tensor (L2), the bound of docs/numerics.md.
+/// The largest accepted |ours − theirs| / |theirs| of a tensor (L2 norms), from docs/numerics.md.
 const TOLERANCE: f64 = 1e-5;
 
-/// What a golden folder says.
+/// A golden case: a model, its samples, and the values that the other program computed.
 pub(crate) struct Case {
+    /// The expected values by name; `grad/…` and `after10/…` are those of one parameter.
     pub(crate) tensors: BTreeMap<String, Vec<f32>>,
+    /// The tokens, labels and document starts of each step.
     pub(crate) batches: Vec<[Vec<u32>; 3]>,
+    /// The `train` section that trains the model.
     pub(crate) spec: TrainSpec,
 }
 
 impl SampleSource for Case {
-    /// Golden batch i is step i's only slot.
+    /// Batch i is the only micro-batch of step i.
     fn fill(&self, first: u64, batch: &mut Batch) -> Result<()> {
-        let [tokens, labels, starts] = &self.batches[first as usize / batch.b];
+        let [tokens, labels, starts] = &self.batches[first as usize / batch.sequences];
         batch.tokens.copy_from_slice(tokens);
         batch.labels.copy_from_slice(labels);
         batch.starts.copy_from_slice(starts);
@@ -28,13 +32,14 @@ impl SampleSource for Case {
     }
 }
 
-/// A JSON file.
-pub(crate) fn json(path: &Path) -> Value {
+/// Reads a JSON file.
+pub(crate) fn read_json(path: &Path) -> Value {
     serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
 }
 
-/// The job and the batches of `case.json` for this model, with the answers.
-pub(crate) fn case(about: &Value, model: ModelSpec, answers: &[u8]) -> Case {
+/// Builds the case that `case.json` describes, for `model`. `answers` is the safetensors file of
+/// expected values.
+pub(crate) fn parse_case(about: &Value, model: ModelSpec, answers: &[u8]) -> Case {
     let (b, t) = (about["batch"].as_u64().unwrap() as u32, about["seq"].as_u64().unwrap() as u32);
     let mut spec = train_spec(model, 3, b, b, t);
     let opt = &about["optimizer"];
@@ -56,13 +61,14 @@ pub(crate) fn case(about: &Value, model: ModelSpec, answers: &[u8]) -> Case {
         |v: &Value| v.as_array().unwrap().iter().map(|x| x.as_u64().unwrap() as u32).collect::<Vec<_>>();
     let batches = about["batches"].as_array().unwrap().iter();
     Case {
-        tensors: tensors(answers),
+        tensors: parse_safetensors(answers),
         batches: batches.map(|b| ["tokens", "labels", "starts"].map(|k| list(&b[k]))).collect(),
         spec,
     }
 }
 
-pub(crate) fn tensors(file: &[u8]) -> BTreeMap<String, Vec<f32>> {
+/// The fp32 tensors of a safetensors file by name.
+pub(crate) fn parse_safetensors(file: &[u8]) -> BTreeMap<String, Vec<f32>> {
     let n = u64::from_le_bytes(file[..8].try_into().unwrap()) as usize;
     let header: serde_json::Map<String, Value> = serde_json::from_slice(&file[8..8 + n]).unwrap();
     let data = &file[8 + n..];
@@ -75,21 +81,21 @@ pub(crate) fn tensors(file: &[u8]) -> BTreeMap<String, Vec<f32>> {
 }
 
 /// A tensor's name, shape and values.
-pub(crate) type Shaped = (String, (Vec<u64>, Vec<f32>));
+pub(crate) type NamedTensor = (String, (Vec<u64>, Vec<f32>));
 
-/// The same with shapes, in the order of names.
-pub(crate) fn tensors_with_shapes(file: &[u8]) -> Vec<Shaped> {
+/// The fp32 tensors of a safetensors file with their shapes, sorted by name.
+pub(crate) fn parse_safetensors_with_shapes(file: &[u8]) -> Vec<NamedTensor> {
     let n = u64::from_le_bytes(file[..8].try_into().unwrap()) as usize;
     let header: serde_json::Map<String, Value> = serde_json::from_slice(&file[8..8 + n]).unwrap();
     let shape = |name: &str| header[name]["shape"].as_array().unwrap().iter().map(|n| n.as_u64().unwrap());
-    let all = tensors(file).into_iter();
-    all.map(|(name, x)| (name.clone(), (shape(&name).collect(), x))).collect()
+    let tensors = parse_safetensors(file).into_iter();
+    tensors.map(|(name, x)| (name.clone(), (shape(&name).collect(), x))).collect()
 }
 
-/// A file of these tensors.
-pub(crate) fn safetensors(all: &[Shaped]) -> Vec<u8> {
+/// The bytes of a safetensors file with these fp32 tensors.
+pub(crate) fn encode_safetensors(tensors: &[NamedTensor]) -> Vec<u8> {
     let (mut header, mut data) = (serde_json::Map::new(), Vec::new());
-    for (name, (shape, values)) in all {
+    for (name, (shape, values)) in tensors {
         let from = data.len();
         data.extend(values.iter().flat_map(|x| x.to_le_bytes()));
         let entry = serde_json::json!({"dtype": "F32", "shape": shape, "data_offsets": [from, data.len()]});
@@ -99,8 +105,9 @@ pub(crate) fn safetensors(all: &[Shaped]) -> Vec<u8> {
     [&(header.len() as u64).to_le_bytes(), header.as_bytes(), &data].concat()
 }
 
+/// Panics if the relative difference of two tensors is above [`TOLERANCE`].
 #[track_caller]
-pub(crate) fn close(what: &str, ours: &[f32], theirs: &[f32]) {
+pub(crate) fn assert_close(what: &str, ours: &[f32], theirs: &[f32]) {
     assert_eq!(ours.len(), theirs.len(), "{what}");
     let (mut diff, mut size) = (0.0f64, 0.0f64);
     for (a, b) in ours.iter().zip(theirs) {
@@ -111,23 +118,29 @@ pub(crate) fn close(what: &str, ours: &[f32], theirs: &[f32]) {
     assert!(relative <= TOLERANCE, "{what}: relative difference {relative:e}");
 }
 
-/// Visits every parameter of a one-rank run: its name and its values.
-pub(crate) fn params(running: &RunningTrainer, mut f: impl FnMut(&str, &[f32])) {
+/// Calls `f` with the name and values of every parameter of a run of one rank.
+pub(crate) fn for_each_param(running: &RunningTrainer, mut f: impl FnMut(&str, &[f32])) {
     for (u, s) in running.trainer.engine.shards.iter().enumerate() {
         let p = running.trainer.engine.params(u);
         for (i, spec) in s.unit.params.iter().enumerate() {
-            f(&spec.name, &p.host()[s.unit.range(i)]);
+            f(&spec.name, &p.host()[s.unit.tensor_range(i)]);
         }
     }
 }
 
-/// Compares everything; `make` gives a run at step 0 with the golden weights.
-pub(crate) fn check(case: &Case, make: impl Fn(&Case) -> RunningTrainer) {
+/// Panics unless a run computes the expected values of `case`: loss and logits, gradients, and the
+/// losses, gradient norms and parameters of ten steps. `make` starts a run at step 0 with the
+/// golden weights.
+pub(crate) fn check_case(case: &Case, make: impl Fn(&Case) -> RunningTrainer) {
     let mut running = make(case);
     let outcome = running.trainer.accumulate(case, 0, StepReport::default()).unwrap();
-    close("loss", &[outcome.loss as f32], &case.tensors["loss"]);
-    close("loss_per_token", running.trainer.work.loss.host(), &case.tensors["loss_per_token"]);
-    close("logits", &logits(&running, case), &case.tensors["logits"]);
+    assert_close("loss", &[outcome.loss as f32], &case.tensors["loss"]);
+    assert_close(
+        "loss_per_token",
+        running.trainer.activations.row_losses.host(),
+        &case.tensors["loss_per_token"],
+    );
+    assert_close("logits", &compute_logits(&running, case), &case.tensors["logits"]);
     let mean = (case.spec.batch.global * case.spec.data.seq_len) as f32 / outcome.targets as f32;
     for u in 0..running.trainer.engine.shards.len() {
         let g = running.trainer.engine.finish_gradient(u).unwrap();
@@ -137,18 +150,18 @@ pub(crate) fn check(case: &Case, make: impl Fn(&Case) -> RunningTrainer) {
             let (ours, after) = rest.split_at(spec.len());
             rest = after;
             let ours: Vec<f32> = ours.iter().map(|x| x * mean).collect();
-            close(&spec.name, &ours, &case.tensors[&format!("grad/{}", spec.name)]);
+            assert_close(&spec.name, &ours, &case.tensors[&format!("grad/{}", spec.name)]);
         }
-        assert!(rest.is_empty(), "gradients of the trained tensors alone");
+        assert!(rest.is_empty(), "gradients of parameters that are not trained");
     }
 
     let mut running = make(case);
     let mut before = BTreeMap::new();
-    params(&running, |name, values| drop(before.insert(name.to_string(), values.to_vec())));
+    for_each_param(&running, |name, values| drop(before.insert(name.to_string(), values.to_vec())));
     for i in 0..10 {
         let (o, _) = running.step(case, StepReport::default()).unwrap();
-        close("losses", &[o.loss as f32], &case.tensors["losses"][i..=i]);
-        close("grad_norms", &[o.grad_norm as f32], &case.tensors["grad_norms"][i..=i]);
+        assert_close("losses", &[o.loss as f32], &case.tensors["losses"][i..=i]);
+        assert_close("grad_norms", &[o.grad_norm as f32], &case.tensors["grad_norms"][i..=i]);
     }
     let frozen: Vec<&str> = running
         .trainer
@@ -162,20 +175,22 @@ pub(crate) fn check(case: &Case, make: impl Fn(&Case) -> RunningTrainer) {
         })
         .collect();
     let answers = case.tensors.keys().filter(|k| k.starts_with("after10/")).count();
-    let all: usize = running.trainer.engine.shards.iter().map(|s| s.unit.params.len()).sum();
-    assert_eq!(answers, all - frozen.len(), "what was trained there is trained here");
-    params(&running, |name, ours| match frozen.contains(&name) {
+    let params: usize = running.trainer.engine.shards.iter().map(|s| s.unit.params.len()).sum();
+    assert_eq!(answers, params - frozen.len(), "PyTorch trained the same parameters");
+    for_each_param(&running, |name, ours| match frozen.contains(&name) {
         true => assert_eq!(ours, before[name], "{name} is frozen"),
-        false => close(name, ours, &case.tensors[&format!("after10/{name}")]),
+        false => assert_close(name, ours, &case.tensors[&format!("after10/{name}")]),
     });
 }
 
-/// Logits of the batch that was just computed, from the head's input, with weights as ops compute with them.
-pub(crate) fn logits(running: &RunningTrainer, case: &Case) -> Vec<f32> {
+/// The logits of the last micro-batch, which training itself never stores as a whole. They are
+/// computed from the input of the head with weights in the compute dtype.
+pub(crate) fn compute_logits(running: &RunningTrainer, case: &Case) -> Vec<f32> {
     let t = &running.trainer;
-    let (m, d, v, dtype) = (t.batch.rows(), t.model.hidden(), t.model.vocab(), t.engine.weights().dtype);
+    let (m, d, v, dtype) =
+        (t.batch.rows(), t.model.hidden_size(), t.model.vocab_size(), t.engine.param_dtypes().compute);
     let mut weights: BTreeMap<String, Buf> = BTreeMap::new();
-    params(running, |name, values| {
+    for_each_param(running, |name, values| {
         let mut rounded = Buf::zeroed_as(dtype, values.len());
         t.ops.cast(rounded.view_mut(), values.into());
         weights.insert(name.to_string(), rounded);
@@ -183,10 +198,10 @@ pub(crate) fn logits(running: &RunningTrainer, case: &Case) -> Vec<f32> {
     let (mut normed, mut stats, mut out) =
         (Buf::zeroed_as(dtype, m * d), Buf::zeroed(2 * m), Buf::zeroed(m * v));
     let number = |key: &str| t.model.hf_config().get(key).and_then(Value::as_f64).map(|x| x as f32);
-    let (x, y) = (t.work.x.last().unwrap().view(), normed.view_mut());
+    let (x, y) = (t.activations.layer_inputs.last().unwrap().view(), normed.view_mut());
     if let Some(w) = weights.get("transformer.ln_f.weight") {
         let b = weights["transformer.ln_f.bias"].view();
-        let norm = LayerNorm { w: w.view(), b, eps: number("layer_norm_epsilon").unwrap() };
+        let norm = LayerNormParams { w: w.view(), b, eps: number("layer_norm_epsilon").unwrap() };
         t.ops.layernorm_forward(y, stats.view_mut(), x, norm, m);
     } else {
         let mut w = Buf::zeroed(d);
@@ -199,7 +214,7 @@ pub(crate) fn logits(running: &RunningTrainer, case: &Case) -> Vec<f32> {
     }
     let heads = ["lm_head.weight", "model.embed_tokens.weight", "transformer.wte.weight"];
     let head = heads.iter().find_map(|name| weights.get(*name)).unwrap().view().slice(0..v * d);
-    t.ops.matmul_forward(out.view_mut(), normed.view(), head, m, v, d, Write::Set);
+    t.ops.matmul_forward(out.view_mut(), normed.view(), head, m, v, d, WriteMode::Overwrite);
     let cap = number("final_logit_softcapping");
     out.host().iter().map(|l| cap.map_or(*l, |cap| cap * (l / cap).tanh())).collect()
 }

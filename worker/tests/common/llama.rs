@@ -1,15 +1,15 @@
 //! The golden cases of the Llama family (tests/golden/llama/README.md).
 use super::{
-    golden::{Case, case, json},
+    golden::{Case, parse_case, read_json},
     *,
 };
 use contract::job::ModelSpec;
 use std::path::PathBuf;
 
-/// One of them by name.
-pub(crate) fn load(name: &str) -> Case {
+/// Reads the case `name`.
+pub(crate) fn load_case(name: &str) -> Case {
     let dir = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../tests/golden/llama").join(name);
-    let config = json(&dir.join("config.json"));
+    let config = read_json(&dir.join("config.json"));
     let n = |key: &str| config[key].as_u64().unwrap() as u32;
     let model = ModelSpec {
         from: None,
@@ -31,18 +31,22 @@ pub(crate) fn load(name: &str) -> Case {
         tie_word_embeddings: config["tie_word_embeddings"].as_bool().unwrap(),
         initializer_range: 0.02,
     };
-    case(&json(&dir.join("case.json")), model, &std::fs::read(dir.join("tensors.safetensors")).unwrap())
+    parse_case(
+        &read_json(&dir.join("case.json")),
+        model,
+        &std::fs::read(dir.join("tensors.safetensors")).unwrap(),
+    )
 }
 
-/// A one-rank run at step 0 with the golden weights.
-pub(crate) fn with_golden_weights(case: &Case) -> RunningTrainer {
+/// A run of one rank at step 0 with the golden weights.
+pub(crate) fn start_with_golden_weights(case: &Case) -> RunningTrainer {
     let comm = Arc::new(comm::local::group(1).remove(0));
-    let running = build(&case.spec, comm, 1).start_fresh();
+    let running = build_trainer(&case.spec, comm, 1).start_fresh();
     let engine = &running.trainer.engine;
     for (u, s) in engine.shards.iter().enumerate() {
         engine.with_resident(u, |p| {
             for (i, spec) in s.unit.params.iter().enumerate() {
-                p.host_mut()[s.unit.range(i)].copy_from_slice(&case.tensors[&spec.name]);
+                p.host_mut()[s.unit.tensor_range(i)].copy_from_slice(&case.tensors[&spec.name]);
             }
         });
         engine.refresh_compute_copy(u);

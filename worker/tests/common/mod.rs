@@ -1,28 +1,32 @@
-//! A whole training engine in one process: ranks are threads, samples are made up.
-#![allow(dead_code)] // each test file uses a part of it
+//! Trains whole models in one process: every rank is a thread, and samples are synthetic.
+#![allow(dead_code)] // each test file uses a part of this module
 pub(crate) mod families;
 pub(crate) mod golden;
 pub(crate) mod llama;
 
 use comm::{
     Comm, local,
-    tcp::{Endpoint, Group, Limits, Member, Stopper},
+    tcp::{AbortHandle, Endpoint, GroupMember, GroupSpec, TcpLimits},
 };
-use contract::job::*;
-use device::{Ops, cpu::Cpu, ops::IGNORE};
+use contract::{event::Event, job::*};
+use device::{Ops, cpu::Cpu, ops::IGNORE_LABEL};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use std::{os::fd::OwnedFd, path::Path, sync::Arc};
 use worker::{
+    checkpoint_mapping::checkpoint_model_spec,
     error::Result,
     model::Batch,
+    resume::{CheckpointDirs, resume},
     save::{CheckpointSaver, RunMetadata},
     stages::{ReadyTrainer, ResolvedSpec, RunningTrainer},
-    state::checkpoint_model_spec,
     storage_layout::StorageLayout,
     train::step::{SampleSource, StepOutcome, StepReport},
 };
 
-/// A tiny model whose sizes nothing divides.
+/// The digest of training data that tests store in checkpoints and resume with.
+pub(crate) const DATA_DIGEST: &str = "synthetic";
+
+/// A tiny Llama whose sizes are no multiples of any number of ranks or vector width.
 pub(crate) fn odd_model() -> ModelSpec {
     ModelSpec {
         from: None,
@@ -46,7 +50,8 @@ pub(crate) fn odd_model() -> ModelSpec {
     }
 }
 
-fn source(files: Vec<String>) -> DataSource {
+/// A data source that the spec needs to be complete and no test reads.
+fn unused_data_source(files: Vec<String>) -> DataSource {
     DataSource {
         name: String::new(),
         weight: 1.0,
@@ -57,12 +62,14 @@ fn source(files: Vec<String>) -> DataSource {
     }
 }
 
+/// The `train` section for `model` at ZeRO stage `stage`: AdamW in fp32, `global` samples of
+/// `seq_len` tokens per step in micro-batches of `micro`.
 pub(crate) fn train_spec(model: ModelSpec, stage: u8, global: u32, micro: u32, seq_len: u32) -> TrainSpec {
     TrainSpec {
         model,
         experts: ExpertsSpec::default(),
         data: DataSpec {
-            sources: vec![source(vec!["unused".into()])],
+            sources: vec![unused_data_source(vec!["unused".into()])],
             chat_template: None,
             tokenizer: Tokenizer::Bytes,
             seq_len,
@@ -101,15 +108,17 @@ pub(crate) fn train_spec(model: ModelSpec, stage: u8, global: u32, micro: u32, s
     }
 }
 
-/// Tokens and labels that depend on the sample's number alone; some labels are ignored, some samples hold two documents.
-pub(crate) struct MadeUp {
+/// Pseudo-random tokens and labels that depend only on the index of the sample. Some labels are
+/// ignored, and most samples hold two documents.
+pub(crate) struct SyntheticSamples {
+    /// The size of the vocabulary.
     pub(crate) vocab: u32,
 }
 
-impl SampleSource for MadeUp {
+impl SampleSource for SyntheticSamples {
     fn fill(&self, first: u64, batch: &mut Batch) -> Result<()> {
-        let t = batch.t;
-        for j in 0..batch.b {
+        let t = batch.seq_len;
+        for j in 0..batch.sequences {
             let mut s = (first + j as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
             let mut next = || {
                 s ^= s << 13;
@@ -121,7 +130,7 @@ impl SampleSource for MadeUp {
             for i in 0..t {
                 let at = j * t + i;
                 batch.tokens[at] = next() % self.vocab;
-                batch.labels[at] = if next() % 9 == 0 { IGNORE } else { next() % self.vocab };
+                batch.labels[at] = if next() % 9 == 0 { IGNORE_LABEL } else { next() % self.vocab };
                 batch.starts[at] = if i >= cut { cut as u32 } else { 0 };
             }
         }
@@ -129,38 +138,48 @@ impl SampleSource for MadeUp {
     }
 }
 
-/// Sequences of which each token says the next one: after a few steps a model knows them.
-pub(crate) struct Learnable {
+/// Sequences in which each token determines the next one, so that the loss falls within a few
+/// steps.
+pub(crate) struct LearnableSamples {
+    /// The size of the vocabulary.
     pub(crate) vocab: u32,
-    /// Tokens that this divides have no label.
+    /// Multiples of this token have no label.
     pub(crate) ignored: Option<u32>,
 }
 
-impl SampleSource for Learnable {
+impl SampleSource for LearnableSamples {
     fn fill(&self, first: u64, batch: &mut Batch) -> Result<()> {
         for (at, token) in batch.tokens.iter_mut().enumerate() {
-            let (sample, i) = (first + (at / batch.t) as u64, (at % batch.t) as u64);
+            let (sample, i) = (first + (at / batch.seq_len) as u64, (at % batch.seq_len) as u64);
             *token = ((sample * 17 + i * 5) % u64::from(self.vocab)) as u32;
         }
         for (label, token) in batch.labels.iter_mut().zip(&batch.tokens) {
             let ignored = self.ignored.is_some_and(|by| token.is_multiple_of(by));
-            *label = if ignored { IGNORE } else { (token + 5) % self.vocab };
+            *label = if ignored { IGNORE_LABEL } else { (token + 5) % self.vocab };
         }
         batch.starts.fill(0);
         Ok(())
     }
 }
 
-pub(crate) fn build(spec: &TrainSpec, comm: Arc<dyn Comm>, threads: usize) -> ReadyTrainer {
-    build_on(spec, comm, Arc::new(Cpu::new(threads)))
+/// The trainer of one rank on the CPU with `threads` threads, before its first step.
+pub(crate) fn build_trainer(spec: &TrainSpec, comm: Arc<dyn Comm>, threads: usize) -> ReadyTrainer {
+    build_trainer_on(spec, comm, Arc::new(Cpu::new(threads)))
 }
 
-pub(crate) fn build_on(spec: &TrainSpec, comm: Arc<dyn Comm>, ops: Arc<dyn Ops>) -> ReadyTrainer {
+/// The trainer of one rank on the device of `ops`, before its first step.
+pub(crate) fn build_trainer_on(spec: &TrainSpec, comm: Arc<dyn Comm>, ops: Arc<dyn Ops>) -> ReadyTrainer {
     let spec = ResolvedSpec::new(spec, spec.model.vocab_size).unwrap();
     spec.build_model().unwrap().shard(comm, ops).unwrap().create_optimizer().unwrap().set_schedule()
 }
 
-/// Runs `f` as every rank of `world`; results by rank.
+/// The communicator of a run of one rank.
+pub(crate) fn single_rank() -> Arc<dyn Comm> {
+    Arc::new(local::group(1).remove(0))
+}
+
+/// Runs `f` on a thread for each of `world` ranks, which communicate in shared memory. Returns the
+/// results by rank.
 pub(crate) fn on_ranks<T: Send>(world: usize, f: impl Fn(Arc<dyn Comm>) -> T + Sync) -> Vec<T> {
     std::thread::scope(|s| {
         let ranks: Vec<_> = local::group(world)
@@ -174,13 +193,14 @@ pub(crate) fn on_ranks<T: Send>(world: usize, f: impl Fn(Arc<dyn Comm>) -> T + S
     })
 }
 
-/// As [`on_ranks`], but rank r is on host `hosts[r]`: shared memory inside a host, TCP between them.
+/// Runs `f` on a thread for each rank; rank r is on host `hosts[r]`. Ranks communicate in shared
+/// memory within a host and through TCP between hosts. Returns the results by rank.
 pub(crate) fn on_hosts<T: Send>(hosts: &[usize], f: impl Fn(Arc<dyn Comm>) -> T + Sync) -> Vec<T> {
     let loopback = std::net::IpAddr::from([127, 0, 0, 1]);
     let endpoints: Vec<Endpoint> = hosts.iter().map(|_| Endpoint::bind(loopback).unwrap()).collect();
     let member =
-        |(e, host): (&Endpoint, &usize)| Member { host: *host, addresses: vec![e.address().unwrap()] };
-    let members: Vec<Member> = endpoints.iter().zip(hosts).map(member).collect();
+        |(e, host): (&Endpoint, &usize)| GroupMember { host: *host, addresses: vec![e.address().unwrap()] };
+    let members: Vec<GroupMember> = endpoints.iter().zip(hosts).map(member).collect();
     let flags = MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING;
     let memory: Vec<OwnedFd> =
         (0..hosts.len()).map(|_| memfd_create("worker-test", flags).unwrap()).collect();
@@ -189,13 +209,18 @@ pub(crate) fn on_hosts<T: Send>(hosts: &[usize], f: impl Fn(Arc<dyn Comm>) -> T 
             .into_iter()
             .enumerate()
             .map(|(rank, endpoint)| {
-                let group =
-                    Group { rank, members: members.clone(), run: "test".into(), attempt: 0, key: [1; 32] };
+                let group = GroupSpec {
+                    rank,
+                    members: members.clone(),
+                    run: "test".into(),
+                    attempt: 0,
+                    key: [1; 32],
+                };
                 let memory = memory[hosts[rank]].try_clone().unwrap();
                 let f = &f;
                 s.spawn(move || {
-                    let stopper = Stopper::new(rank, group.members.len()).unwrap();
-                    f(Arc::new(endpoint.join(&group, Some(memory), Limits::default(), &stopper).unwrap()))
+                    let stopper = AbortHandle::new(rank, group.members.len()).unwrap();
+                    f(Arc::new(endpoint.join(&group, Some(memory), TcpLimits::default(), &stopper).unwrap()))
                 })
             })
             .collect();
@@ -203,9 +228,9 @@ pub(crate) fn on_hosts<T: Send>(hosts: &[usize], f: impl Fn(Arc<dyn Comm>) -> T 
     })
 }
 
-/// Takes `steps` steps; losses and norms as bits.
-pub(crate) fn steps(running: &mut RunningTrainer, steps: u64) -> Vec<(u64, u64)> {
-    let source = MadeUp { vocab: running.train().model.vocab_size };
+/// Trains for `steps` steps. Returns the bits of each step's loss and gradient norm.
+pub(crate) fn train_steps(running: &mut RunningTrainer, steps: u64) -> Vec<(u64, u64)> {
+    let source = SyntheticSamples { vocab: running.train_spec().model.vocab_size };
     (0..steps)
         .map(|_| {
             let (StepOutcome { loss, grad_norm, .. }, _) =
@@ -215,18 +240,27 @@ pub(crate) fn steps(running: &mut RunningTrainer, steps: u64) -> Vec<(u64, u64)>
         .collect()
 }
 
-/// Losses and norms of a fresh run; all ranks must agree.
-pub(crate) fn fresh_run(spec: &TrainSpec, world: usize, threads: usize, n: u64) -> Vec<(u64, u64)> {
-    let all = on_ranks(world, |c| steps(&mut build(spec, c, threads).start_fresh(), n));
-    assert!(all.iter().all(|r| *r == all[0]), "ranks disagree");
-    all.into_iter().next().unwrap()
+/// Trains a new run of `world` ranks for `steps` steps. Returns the bits of each step's loss and
+/// gradient norm, which must be equal on all ranks.
+pub(crate) fn train_fresh(spec: &TrainSpec, world: usize, threads: usize, steps: u64) -> Vec<(u64, u64)> {
+    equal_on_all_ranks(on_ranks(world, |c| {
+        train_steps(&mut build_trainer(spec, c, threads).start_fresh(), steps)
+    }))
 }
 
-/// Slope of the first global batch's loss along its gradient, by differences over `step`, and the gradient's norm.
+/// The result that every rank returned.
+#[track_caller]
+pub(crate) fn equal_on_all_ranks<T: PartialEq>(results: Vec<T>) -> T {
+    assert!(results.windows(2).all(|pair| pair[0] == pair[1]), "ranks disagree");
+    results.into_iter().next().unwrap()
+}
+
+/// The slope of the first global batch's loss along its gradient, and the norm of the gradient,
+/// which must be equal. The slope is the central difference over parameters moved by `step`.
 pub(crate) fn slope_and_norm(running: &mut RunningTrainer, step: f64) -> (f64, f64) {
-    let source = MadeUp { vocab: running.train().model.vocab_size };
+    let source = SyntheticSamples { vocab: running.train_spec().model.vocab_size };
     let units = running.trainer.engine.shards.len();
-    let positions = (running.trainer.global_batch() * running.trainer.batch.t as u64) as f64;
+    let positions = (running.trainer.global_batch() * running.trainer.batch.seq_len as u64) as f64;
     let outcome = running.trainer.accumulate(&source, 0, StepReport::default()).unwrap();
     let scale = (positions / outcome.targets as f64) as f32;
     let gradients: Vec<Vec<f32>> = (0..units)
@@ -257,8 +291,9 @@ pub(crate) fn slope_and_norm(running: &mut RunningTrainer, step: f64) -> (f64, f
     ((up - down) / (2.0 * step), norm)
 }
 
-/// A job that trains this in `dir`.
-pub(crate) fn job(train: &TrainSpec, dir: &Path, asynchronous: bool) -> JobSpec {
+/// A job that trains `train` with checkpoints in `dir`, written in the background and with parity
+/// if `asynchronous`.
+pub(crate) fn job_spec(train: &TrainSpec, dir: &Path, asynchronous: bool) -> JobSpec {
     let text = format!(
         "name: test\nrun: {{workdir: {dir:?}}}\ntrain: {{data: {{files: [none]}}}}\ncheckpoint: {{keep: 2, async: {asynchronous}, every: never}}\n"
     );
@@ -270,17 +305,56 @@ pub(crate) fn job(train: &TrainSpec, dir: &Path, asynchronous: bool) -> JobSpec 
     job
 }
 
-/// Saves under `root`.
-pub(crate) fn saver(running: &RunningTrainer, job: &JobSpec, root: &Path) -> CheckpointSaver {
+/// The saver of one rank's checkpoints, for a directory `root` that all ranks share.
+pub(crate) fn checkpoint_saver(running: &RunningTrainer, job: &JobSpec, root: &Path) -> CheckpointSaver {
     let units: Vec<_> = running.trainer.engine.shards.iter().map(|s| s.unit.clone()).collect();
     let identity = RunMetadata {
-        model: checkpoint_model_spec(running.trainer.model.as_ref(), &units, running.train(), 0),
+        model: checkpoint_model_spec(running.trainer.model.as_ref(), &units, running.train_spec(), 0),
         tokenizer: Vec::new(),
         job: job.clone(),
-        data_digest: "made up".into(),
+        data_digest: DATA_DIGEST.into(),
         rng_generation: 0,
         rng_decision: serde_json::Value::Null,
     };
     let layout = StorageLayout::shared(running.trainer.engine.world());
     CheckpointSaver::new(root.into(), job.checkpoint.clone(), identity, None, layout)
+}
+
+/// Saves a checkpoint of this rank under `root` and waits until it is complete. Collective.
+pub(crate) fn save_checkpoint(running: &mut RunningTrainer, spec: &TrainSpec, root: &Path) {
+    let mut saver = checkpoint_saver(running, &job_spec(spec, root, false), root);
+    saver.begin(running).unwrap();
+    saver.finish(running).unwrap();
+}
+
+/// Resumes from the newest checkpoint under `root`. Returns the run and the messages of the notices
+/// about it. Collective.
+pub(crate) fn resume_newest(
+    spec: &TrainSpec,
+    comm: Arc<dyn Comm>,
+    root: &Path,
+) -> (RunningTrainer, Vec<String>) {
+    let (job, world) = (job_spec(spec, root, false), comm.world());
+    let mut ready = build_trainer(spec, comm, 1);
+    let dirs = CheckpointDirs { root, workdir: root, layout: &StorageLayout::shared(world) };
+    let mut notices = Vec::new();
+    let resumed = resume(&mut ready, &job, &dirs, DATA_DIGEST, &mut |event| {
+        match event {
+            Event::Notice { message, .. } => notices.push(message),
+            Event::Resume { .. } => (),
+            other => panic!("{other:?}"),
+        }
+        Ok(())
+    });
+    let cursor = resumed.unwrap().expect("a checkpoint to resume from").cursor;
+    (ready.start_at(cursor), notices)
+}
+
+/// Compares the notices of a resume with the snapshot `name`. `root` is the directory of its
+/// checkpoints.
+pub(crate) fn assert_notices(name: &str, notices: &[String], root: &Path) {
+    let text = notices.join("\n").replace(&root.display().to_string(), "[root]");
+    insta::with_settings!({ snapshot_path => "../snapshots", prepend_module_to_snapshot => false, omit_expression => true }, {
+        insta::assert_snapshot!(name, text);
+    });
 }

@@ -79,10 +79,10 @@ impl TimedEvent {
     /// Reads a line of a journal of either schema.
     pub fn from_json(line: &str) -> serde_json::Result<TimedEvent> {
         #[derive(Deserialize)]
-        struct Time {
+        struct EventTime {
             time: f64,
         }
-        let Time { time } = serde_json::from_str(line)?;
+        let EventTime { time } = serde_json::from_str(line)?;
         Ok(TimedEvent { event: Event::from_json(line)?, time })
     }
 

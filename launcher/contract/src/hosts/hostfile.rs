@@ -23,7 +23,7 @@ pub struct HostfileEntry {
 
 /// Parses a hostfile into its hosts, in order. The error has at most [`MAX_ERRORS`] mistakes.
 pub fn parse_hostfile(text: &str) -> Result<Vec<HostfileEntry>, Vec<HostfileError>> {
-    let mut parser = Parser::default();
+    let mut parser = HostfileParser::default();
     let mut errors = Vec::new();
     for (index, line) in text.lines().enumerate() {
         let number = u32::try_from(index + 1).unwrap_or(u32::MAX);
@@ -45,7 +45,7 @@ pub fn parse_hostfile(text: &str) -> Result<Vec<HostfileEntry>, Vec<HostfileErro
 }
 
 #[derive(Default)]
-struct Parser {
+struct HostfileParser {
     hosts: Vec<HostfileEntry>,
     /// For each name the index in `hosts`, and whether its slots are stated.
     by_name: HashMap<String, (usize, bool)>,
@@ -54,7 +54,7 @@ struct Parser {
 /// The byte of the line that is wrong, and why.
 type LineProblem = (usize, HostfileProblem);
 
-impl Parser {
+impl HostfileParser {
     fn parse_line(&mut self, number: u32, line: &str) -> Result<(), LineProblem> {
         let content = line.split('#').next().unwrap_or("");
         let trimmed = content.trim_start();
@@ -66,7 +66,7 @@ impl Parser {
         let (name, rest) = trimmed.split_at(end);
         let mut hosts = parse_hosts(name)
             .map_err(|error| (start + error.at, HostfileProblem::HostInvalid(error.problem)))?;
-        let options = Options::parse(rest, start + end)?;
+        let options = LineOptions::parse(rest, start + end)?;
         if let Some((user, at)) = options.user {
             if hosts.iter().any(|h| h.user.is_some()) {
                 return Err((at, HostfileProblem::UserTwice));
@@ -113,16 +113,16 @@ impl Parser {
 }
 
 #[derive(Default)]
-struct Options {
+struct LineOptions {
     slots: Option<u32>,
     /// The user, and the offset of the option in the line.
     user: Option<(String, usize)>,
 }
 
-impl Options {
+impl LineOptions {
     /// Parses ` slots=4 max-slots=8 user=me`; the text begins at byte `at` of the line.
-    fn parse(text: &str, at: usize) -> Result<Options, LineProblem> {
-        let (mut options, mut max, mut slots) = (Options::default(), None, None);
+    fn parse(text: &str, at: usize) -> Result<LineOptions, LineProblem> {
+        let (mut options, mut max, mut slots) = (LineOptions::default(), None, None);
         let mut next = 0;
         while let Some(word_at) = text[next..].find(|c: char| !c.is_whitespace()).map(|i| i + next) {
             let end = text[word_at..].find(char::is_whitespace).map_or(text.len(), |i| i + word_at);
@@ -133,8 +133,8 @@ impl Options {
                 return Err((offset, HostfileProblem::OptionInvalid(excerpt(word))));
             };
             match key {
-                "slots" => once(&mut slots, number(value, offset + 6)?, offset, key)?,
-                "max-slots" | "max_slots" => once(&mut max, number(value, offset + 10)?, offset, key)?,
+                "slots" => once(&mut slots, parse_number(value, offset + 6)?, offset, key)?,
+                "max-slots" | "max_slots" => once(&mut max, parse_number(value, offset + 10)?, offset, key)?,
                 "user" | "username" => {
                     super::check_user(value)
                         .map_err(|problem| (offset, HostfileProblem::HostInvalid(problem)))?;
@@ -151,7 +151,7 @@ impl Options {
             return Err((at, HostfileProblem::SlotsOverMaximum { slots, max }));
         }
         // launch never starts more workers than slots, so a larger maximum has no effect.
-        Ok(Options { slots: slots.or(max), ..options })
+        Ok(LineOptions { slots: slots.or(max), ..options })
     }
 }
 
@@ -163,7 +163,7 @@ fn once<T>(option: &mut Option<T>, value: T, at: usize, key: &str) -> Result<(),
     }
 }
 
-fn number(text: &str, at: usize) -> Result<u32, LineProblem> {
+fn parse_number(text: &str, at: usize) -> Result<u32, LineProblem> {
     let digits = !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit());
     let number = text.parse::<u32>().ok().filter(|n| digits && (1..=MAX_SLOTS).contains(n));
     number.ok_or_else(|| (at, HostfileProblem::SlotsInvalid(excerpt(text))))

@@ -47,13 +47,13 @@ impl Decoder {
 
     /// The keys of a section within `parent`.
     pub(crate) fn section<'n>(&mut self, parent: &Section<'n>, path: &'static str) -> Section<'n> {
-        let node = self.node(parent, path);
+        let node = self.value_node(parent, path);
         self.section_from(path, node)
     }
 
     /// Whether a section of `parent` is absent or `null`.
     pub(crate) fn is_absent(&self, parent: &Section<'_>, path: &'static str) -> bool {
-        self.node(parent, path).is_none_or(|n| matches!(n.value, YamlValue::Null))
+        self.value_node(parent, path).is_none_or(|n| matches!(n.value, YamlValue::Null))
     }
 
     fn section_from<'n>(&mut self, path: &'static str, node: Option<&'n YamlNode>) -> Section<'n> {
@@ -111,7 +111,7 @@ impl Decoder {
         self.push(error);
     }
 
-    fn node<'n>(&self, section: &Section<'n>, path: &'static str) -> Option<&'n YamlNode> {
+    fn value_node<'n>(&self, section: &Section<'n>, path: &'static str) -> Option<&'n YamlNode> {
         debug_assert!(keys::find(path).is_some(), "{path} is not in the table of keys");
         let key = keys::find(path)?;
         let (parent, name) = path.rsplit_once('.').unwrap_or(("", path));
@@ -145,7 +145,7 @@ impl Decoder {
         path: &'static str,
         reader: impl Fn(&YamlNode) -> ReadResult<T>,
     ) -> Option<T> {
-        let node = self.node(section, path)?;
+        let node = self.value_node(section, path)?;
         reader(node).map_err(|error| self.report(path, error)).ok()
     }
 
@@ -163,13 +163,14 @@ impl Decoder {
     /// Reports an error in the meaning of `path`; empty for the job as a whole. `help` may be
     /// empty.
     pub(crate) fn reject(&mut self, code: Code, path: &str, message: impl Into<String>, help: &str) {
-        let error = self.sources.locate(about(Diagnostic::error(code, message), path, help));
+        let error = self.sources.locate(with_subject_and_help(Diagnostic::error(code, message), path, help));
         self.push(error);
     }
 
     /// Adds a warning about `path`. `help` may be empty.
     pub(crate) fn warn(&mut self, code: Code, path: &str, message: impl Into<String>, help: &str) {
-        let warning = self.sources.locate(about(Diagnostic::warning(code, message), path, help));
+        let warning =
+            self.sources.locate(with_subject_and_help(Diagnostic::warning(code, message), path, help));
         self.warnings.push(warning);
     }
 
@@ -192,7 +193,7 @@ impl Decoder {
     }
 }
 
-fn about(diagnostic: Diagnostic, path: &str, help: &str) -> Diagnostic {
+fn with_subject_and_help(diagnostic: Diagnostic, path: &str, help: &str) -> Diagnostic {
     let diagnostic = if path.is_empty() { diagnostic } else { diagnostic.with_subject(path) };
     if help.is_empty() { diagnostic } else { diagnostic.with_help(help) }
 }

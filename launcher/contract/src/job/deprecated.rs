@@ -36,27 +36,27 @@ impl DeprecatedName {
     }
 }
 
-const fn key(section: &'static str, old: &'static str, new: &'static str) -> DeprecatedName {
+const fn renamed_key(section: &'static str, old: &'static str, new: &'static str) -> DeprecatedName {
     DeprecatedName { section, old, new, values: &[] }
 }
 
 /// Every deprecated name, in the order of the table of keys.
 pub static DEPRECATED: &[DeprecatedName] = &[
-    key("cluster", "collectives", "comm_backend"),
-    key("cluster", "cuda_libs", "cuda_library_paths"),
+    renamed_key("cluster", "collectives", "comm_backend"),
+    renamed_key("cluster", "cuda_libs", "cuda_library_paths"),
     DeprecatedName { section: "cluster.ssh", old: "config", new: "config", values: &[("usual", "default")] },
-    key("cluster.ssh", "parallel", "fanout"),
-    key("run", "bind", "cpu_bind"),
-    key("run", "grace", "grace_period"),
-    key("run", "progress", "progress_pattern"),
-    key("train.experts", "parallel", "expert_parallel_size"),
+    renamed_key("cluster.ssh", "parallel", "fanout"),
+    renamed_key("run", "bind", "cpu_bind"),
+    renamed_key("run", "grace", "grace_period"),
+    renamed_key("run", "progress", "progress_pattern"),
+    renamed_key("train.experts", "parallel", "expert_parallel_size"),
     DeprecatedName {
         section: "train",
         old: "numerics",
         new: "deterministic",
         values: &[("reproducible", "true"), ("fast", "false")],
     },
-    key("slurm", "notice", "signal_time"),
+    renamed_key("slurm", "notice", "signal_time"),
 ];
 
 /// The present last name of a key of `section`, when `name` is a deprecated one.

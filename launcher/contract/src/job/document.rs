@@ -4,7 +4,10 @@ use super::{
     source::{SourceMap, Span},
     yaml::{self, YamlNode, YamlValue, parse},
 };
-use diagnostic::{Location, codes::job as codes};
+use diagnostic::{
+    Location,
+    codes::{command, job as codes},
+};
 use std::path::Path;
 
 /// The notation of a document.
@@ -88,7 +91,7 @@ impl Document {
             Syntax::Yaml => text,
             Syntax::Json if !begins_with_brace(text) => {
                 let message = "the file is not a JSON object: it does not begin with `{`";
-                return Err(file_error(codes::JOB_YAML_SYNTAX, name, message));
+                return Err(file_error(command::IMPORT_NOT_A_CONFIG, name, message));
             }
             Syntax::Json => {
                 json = without_comments(text);
@@ -96,7 +99,7 @@ impl Document {
             }
         };
         match parse(yaml, SourceMap::JOB, 0).map_err(|error| error.into_diagnostic(&sources))? {
-            Some(node) => Ok(Document { root: item(node), sources }),
+            Some(node) => Ok(Document { root: document_item(node), sources }),
             None => Err(file_error(codes::JOB_EMPTY, name, "the file is empty")),
         }
     }
@@ -112,16 +115,16 @@ impl Document {
     }
 }
 
-fn item(node: YamlNode) -> Item {
+fn document_item(node: YamlNode) -> Item {
     let value = match node.value {
         YamlValue::Null => ItemValue::Null,
         YamlValue::Bool(b) => ItemValue::Bool(b),
         YamlValue::Int(n) => ItemValue::Int(n),
         YamlValue::Float(x) => ItemValue::Float(x),
         YamlValue::Text => ItemValue::Text,
-        YamlValue::List(items) => ItemValue::List(items.into_iter().map(item).collect()),
+        YamlValue::List(items) => ItemValue::List(items.into_iter().map(document_item).collect()),
         YamlValue::Map(entries) => {
-            ItemValue::Map(entries.into_iter().map(|e| (e.key, item(e.value))).collect())
+            ItemValue::Map(entries.into_iter().map(|e| (e.key, document_item(e.value))).collect())
         }
     };
     Item { value, text: node.raw, span: node.span }
@@ -135,41 +138,43 @@ fn begins_with_brace(text: &str) -> bool {
 /// in bytes stays, so spans remain valid.
 fn without_comments(text: &str) -> String {
     #[derive(PartialEq)]
-    enum Within {
+    enum Container {
         Code,
         Text,
         Line,
         Block,
     }
-    let (mut state, mut out) = (Within::Code, String::with_capacity(text.len()));
+    let (mut state, mut out) = (Container::Code, String::with_capacity(text.len()));
     let mut chars = text.chars().peekable();
     while let Some(c) = chars.next() {
         let next = chars.peek().copied();
         match state {
-            Within::Text => {
+            Container::Text => {
                 out.push(c);
                 match c {
                     '\\' => out.extend(chars.next()),
-                    '"' => state = Within::Code,
+                    '"' => state = Container::Code,
                     _ => {}
                 }
                 continue;
             }
-            Within::Line if c == '\n' => state = Within::Code,
-            Within::Block if c == '*' && next == Some('/') => {
-                state = Within::Code;
+            Container::Line if c == '\n' => state = Container::Code,
+            Container::Block if c == '*' && next == Some('/') => {
+                state = Container::Code;
                 chars.next();
                 out.push_str("  ");
                 continue;
             }
-            Within::Code if c == '#' || c == '/' && next == Some('/') => state = Within::Line,
-            Within::Code if c == '/' && next == Some('*') => state = Within::Block,
-            Within::Code if c == '"' => state = Within::Text,
+            Container::Code if c == '#' || c == '/' && next == Some('/') => state = Container::Line,
+            Container::Code if c == '/' && next == Some('*') => state = Container::Block,
+            Container::Code if c == '"' => state = Container::Text,
             _ => {}
         }
         match c {
             '\n' | '\r' => out.push(c),
-            _ if state == Within::Code || state == Within::Text => out.push(if c == '\t' { ' ' } else { c }),
+            _ if state == Container::Code || state == Container::Text => {
+                out.push(if c == '\t' { ' ' } else { c })
+            }
             // One space per byte keeps the offsets of what follows.
             _ => out.extend(std::iter::repeat_n(' ', c.len_utf8())),
         }
@@ -201,8 +206,8 @@ mod tests {
     #[test]
     fn a_malformed_document_is_rejected_with_its_location() {
         for (text, line, code) in [
-            ("", 0, codes::JOB_YAML_SYNTAX),
-            ("[1]", 0, codes::JOB_YAML_SYNTAX),
+            ("", 0, command::IMPORT_NOT_A_CONFIG),
+            ("[1]", 0, command::IMPORT_NOT_A_CONFIG),
             ("{\"a\": 1,\n \"a\": 2}", 2, codes::JOB_KEY_DUPLICATE),
             ("{\"a\": 1", 1, codes::JOB_YAML_SYNTAX),
             ("{\"a\": \u{1}1}", 1, codes::JOB_CONTROL_CHARACTER),

@@ -89,7 +89,7 @@ pub(super) fn read_filters(node: &YamlNode) -> ReadResult<Vec<String>> {
 pub(super) fn decode_ssh(d: &mut Decoder, cluster: &Section<'_>) -> SshSpec {
     let t = d.section(cluster, "cluster.ssh");
     SshSpec {
-        user: d.get_optional(&t, "cluster.ssh.user", user),
+        user: d.get_optional(&t, "cluster.ssh.user", read_user),
         port: d.get_optional(&t, "cluster.ssh.port", |n| int32(1..=u32::from(u16::MAX))(n).map(|p| p as u16)),
         key: d.get_optional(&t, "cluster.ssh.key", path),
         config: d.get(&t, "cluster.ssh.config", |node| {
@@ -104,7 +104,7 @@ pub(super) fn decode_ssh(d: &mut Decoder, cluster: &Section<'_>) -> SshSpec {
             "cluster.ssh.known_hosts",
             choice(&[("strict", KnownHosts::Strict), ("accept_new", KnownHosts::AcceptNew)]),
         ),
-        jump: d.get_optional(&t, "cluster.ssh.jump", jump),
+        jump: d.get_optional(&t, "cluster.ssh.jump", read_jump_host),
         connect_timeout_ms: d.get(&t, "cluster.ssh.connect_timeout", |node| match duration(node)? {
             ms @ 1..=MAX_CONNECT_TIMEOUT_MS => Ok(ms),
             _ => Err(out_of_range("a duration above 0 of at most `10m`", node)),
@@ -113,7 +113,7 @@ pub(super) fn decode_ssh(d: &mut Decoder, cluster: &Section<'_>) -> SshSpec {
     }
 }
 
-fn user(node: &YamlNode) -> ReadResult<String> {
+fn read_user(node: &YamlNode) -> ReadResult<String> {
     let name = text(node)?;
     match parse_hosts(&format!("{name}@host")) {
         Ok(hosts) if hosts.len() == 1 => Ok(name),
@@ -121,7 +121,7 @@ fn user(node: &YamlNode) -> ReadResult<String> {
     }
 }
 
-fn jump(node: &YamlNode) -> ReadResult<String> {
+fn read_jump_host(node: &YamlNode) -> ReadResult<String> {
     let text = text(node)?;
     match parse_hosts(&text).map(|hosts| hosts.len()) {
         Ok(1) => Ok(text),

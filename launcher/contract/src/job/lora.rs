@@ -57,11 +57,11 @@ pub(crate) fn decode(d: &mut Decoder, train: &Section<'_>) -> Option<LoraSpec> {
         alpha: d.get_optional(&t, "train.lora.alpha", positive).unwrap_or(f64::from(rank)),
         dropout: d.get_optional(&t, "train.lora.dropout", share("a number from 0 to below 1")),
         rslora: d.get(&t, "train.lora.rslora", boolean),
-        targets: d.get(&t, "train.lora.targets", targets),
+        targets: d.get(&t, "train.lora.targets", read_targets),
     })
 }
 
-fn targets(node: &YamlNode) -> ReadResult<LoraTargets> {
+fn read_targets(node: &YamlNode) -> ReadResult<LoraTargets> {
     const WHAT: &str = "`all-linear` or a list of names such as `[q_proj, v_proj]`";
     if let YamlValue::Text = node.value
         && node.raw == "all-linear"

@@ -22,22 +22,27 @@ pub(crate) fn apply(root: &mut YamlNode, sources: &mut SourceMap, text: &str) ->
     let source = sources.add_override(text);
     let Some((path, value)) = text.split_once('=') else {
         let whole = Span { source, start: 0, end: text.len() as u32 };
-        let error = invalid(whole, "is not of the form `path=value`");
-        return Err(diagnose(sources, None, error.with_help("write for example --set train.steps=50")));
+        let error = invalid_override(whole, "is not of the form `path=value`");
+        return Err(override_diagnostic(
+            sources,
+            None,
+            error.with_help("write for example --set train.steps=50"),
+        ));
     };
     let subject = keys::canonical(path);
-    let value = parse_value(value, source, path.len() as u32 + 1)
-        .map_err(|error| diagnose(sources, Some(&subject), error.in_part("has an invalid value:")))?;
+    let value = parse_value(value, source, path.len() as u32 + 1).map_err(|error| {
+        override_diagnostic(sources, Some(&subject), error.in_part("has an invalid value:"))
+    })?;
     parse_path(path, source)
-        .and_then(|steps| set(root, steps, value))
-        .map_err(|error| diagnose(sources, Some(&subject), error))
+        .and_then(|steps| set_value(root, steps, value))
+        .map_err(|error| override_diagnostic(sources, Some(&subject), error))
 }
 
-fn invalid(span: Span, message: impl Into<String>) -> ValueError {
+fn invalid_override(span: Span, message: impl Into<String>) -> ValueError {
     ValueError::new(codes::SET_ARGUMENT_INVALID, span, message)
 }
 
-fn diagnose(sources: &SourceMap, path: Option<&str>, error: ValueError) -> Diagnostic {
+fn override_diagnostic(sources: &SourceMap, path: Option<&str>, error: ValueError) -> Diagnostic {
     let code = error.code;
     let mut list = error.into_diagnostics(sources, path, "`--set` ").into_iter();
     list.next().unwrap_or_else(|| Diagnostic::error(code, code.info().summary))
@@ -64,26 +69,26 @@ fn parse_path(path: &str, source: u32) -> Result<Vec<(PathStep, Span)>, ValueErr
         at = span.end + 1;
         let (name, indices) = part.find('[').map_or((part, ""), |i| part.split_at(i));
         if name.trim().is_empty() {
-            let error = invalid(span, "has a path with an empty part");
+            let error = invalid_override(span, "has a path with an empty part");
             return Err(error.with_help("write a path as in train.batch.global"));
         }
         steps.push((PathStep::Key(name.trim().to_owned()), span));
         for index in indices.split_inclusive(']').filter(|s| !s.trim().is_empty()) {
             let number = index.trim().strip_prefix('[').and_then(|s| s.strip_suffix(']'));
             let Some(number) = number.and_then(|s| s.parse().ok()) else {
-                let error = invalid(span, "has a path with an invalid index");
+                let error = invalid_override(span, "has a path with an invalid index");
                 return Err(error.with_help("write an index as in files[0]"));
             };
             steps.push((PathStep::Index(number), span));
         }
         if steps.len() > MAX_STEPS {
-            return Err(invalid(span, format!("has a path of more than {MAX_STEPS} parts")));
+            return Err(invalid_override(span, format!("has a path of more than {MAX_STEPS} parts")));
         }
     }
     Ok(steps)
 }
 
-fn set(root: &mut YamlNode, steps: Vec<(PathStep, Span)>, value: YamlNode) -> Result<(), ValueError> {
+fn set_value(root: &mut YamlNode, steps: Vec<(PathStep, Span)>, value: YamlNode) -> Result<(), ValueError> {
     let mut node = root;
     let mut path = String::new();
     for (step, span) in steps {
@@ -103,16 +108,19 @@ fn set(root: &mut YamlNode, steps: Vec<(PathStep, Span)>, value: YamlNode) -> Re
                     items.push(YamlNode { span, value: YamlValue::Null, raw: String::new() });
                 }
                 node = items.get_mut(i).ok_or_else(|| {
-                    invalid(span, format!("names item {i} of a list of {len}"))
+                    invalid_override(span, format!("names item {i} of a list of {len}"))
                         .with_help(format!("items are counted from 0; [{len}] appends one"))
                 })?;
             }
             (_, PathStep::Key(name)) => {
-                return Err(invalid(span, format!("cannot set `{}` inside {found}", excerpt(&name))));
+                return Err(invalid_override(
+                    span,
+                    format!("cannot set `{}` inside {found}", excerpt(&name)),
+                ));
             }
             (_, PathStep::Index(_)) => {
                 let what = if is_map { "a mapping".to_owned() } else { found };
-                return Err(invalid(span, format!("has an index into {what}")));
+                return Err(invalid_override(span, format!("has an index into {what}")));
             }
         }
     }

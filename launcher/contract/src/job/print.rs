@@ -16,21 +16,23 @@ impl JobSpec {
     /// left out.
     pub fn to_yaml(&self) -> String {
         let mut y = Yaml::default();
-        y.key("name", text(&self.name));
+        y.print_key("name", text_yaml(&self.name));
         let on_gpus = self.run.command.is_none() && self.cluster.trains_on_gpus();
-        y.section("cluster", |y| print_cluster(y, &self.cluster, on_gpus));
-        y.section("run", |y| print_run(y, &self.run));
+        y.print_section("cluster", |y| print_cluster(y, &self.cluster, on_gpus));
+        y.print_section("run", |y| print_run(y, &self.run));
         if let Some(train) = &self.train {
-            y.section("train", |y| print_train(y, train));
-            y.section("checkpoint", |y| print_checkpoint(y, &self.checkpoint));
-            y.section("resume", |y| print_resume(y, &self.resume));
+            y.print_section("train", |y| print_train(y, train));
+            y.print_section("checkpoint", |y| print_checkpoint(y, &self.checkpoint));
+            y.print_section("resume", |y| print_resume(y, &self.resume));
         } else if self.resume.from != ResumeFrom::Never {
             if self.resume.from == ResumeFrom::Auto {
-                y.section("checkpoint", |y| y.key("dir", text(&self.checkpoint.dir.to_string_lossy())));
+                y.print_section("checkpoint", |y| {
+                    y.print_key("dir", text_yaml(&self.checkpoint.dir.to_string_lossy()))
+                });
             }
-            y.section("resume", |y| print_resume(y, &self.resume));
+            y.print_section("resume", |y| print_resume(y, &self.resume));
         }
-        y.section("slurm", |y| print_slurm(y, &self.slurm));
+        y.print_section("slurm", |y| print_slurm(y, &self.slurm));
         y.out
     }
 }
@@ -43,12 +45,12 @@ struct Yaml {
 }
 
 impl Yaml {
-    fn key(&mut self, key: &str, value: impl std::fmt::Display) {
+    fn print_key(&mut self, key: &str, value: impl std::fmt::Display) {
         // Writing to a String cannot fail.
         _ = writeln!(self.out, "{:indent$}{key}: {value}", "", indent = 2 * self.depth);
     }
 
-    fn section(&mut self, key: &str, body: impl FnOnce(&mut Self)) {
+    fn print_section(&mut self, key: &str, body: impl FnOnce(&mut Self)) {
         _ = writeln!(self.out, "{:indent$}{key}:", "", indent = 2 * self.depth);
         self.depth += 1;
         body(self);
@@ -57,57 +59,57 @@ impl Yaml {
 }
 
 fn print_cluster(y: &mut Yaml, c: &ClusterSpec, on_gpus: bool) {
-    y.key(
+    y.print_key(
         "hosts",
         match &c.hosts {
             Hosts::Auto => "auto".to_owned(),
             Hosts::Slurm => "slurm".to_owned(),
             Hosts::Local => "local".to_owned(),
-            Hosts::List(hosts) => texts(hosts),
-            Hosts::File(path) => format!("{{file: {}}}", text(&path.to_string_lossy())),
+            Hosts::List(hosts) => text_list_yaml(hosts),
+            Hosts::File(path) => format!("{{file: {}}}", text_yaml(&path.to_string_lossy())),
         },
     );
-    y.key("use_hosts", c.use_hosts.map_or_else(|| "all".to_owned(), |n| n.to_string()));
+    y.print_key("use_hosts", c.use_hosts.map_or_else(|| "all".to_owned(), |n| n.to_string()));
     match c.workers_per_host {
-        WorkersPerHost::Auto => y.key("workers_per_host", "auto"),
-        WorkersPerHost::Exactly(n) => y.key("workers_per_host", n),
+        WorkersPerHost::Auto => y.print_key("workers_per_host", "auto"),
+        WorkersPerHost::Exactly(n) => y.print_key("workers_per_host", n),
     }
-    y.key(
+    y.print_key(
         "devices",
         match &c.devices {
             Devices::Auto => "auto".to_owned(),
             Devices::Cpu => "cpu".to_owned(),
             Devices::Cuda => "cuda".to_owned(),
-            Devices::List(numbers) => list(numbers.iter().map(u32::to_string)),
+            Devices::List(numbers) => list_yaml(numbers.iter().map(u32::to_string)),
         },
     );
     if on_gpus {
         print_gpus(y, c);
     }
     match c.master_port {
-        MasterPort::Auto => y.key("master_port", "auto"),
-        MasterPort::Fixed(port) => y.key("master_port", port),
+        MasterPort::Auto => y.print_key("master_port", "auto"),
+        MasterPort::Fixed(port) => y.print_key("master_port", port),
     }
-    y.key(
+    y.print_key(
         "store",
         match c.store {
             StoreHost::Agent => "agent",
             StoreHost::Rank0 => "rank0",
         },
     );
-    y.key("include", texts(&c.include));
-    y.key("exclude", texts(&c.exclude));
+    y.print_key("include", text_list_yaml(&c.include));
+    y.print_key("exclude", text_list_yaml(&c.exclude));
     match &c.interface {
-        Interface::Auto => y.key("interface", "auto"),
-        Interface::Named(name) => y.key("interface", text(name)),
+        Interface::Auto => y.print_key("interface", "auto"),
+        Interface::Named(name) => y.print_key("interface", text_yaml(name)),
     }
-    y.section("ssh", |y| print_ssh(y, &c.ssh));
+    y.print_section("ssh", |y| print_ssh(y, &c.ssh));
 }
 
 /// Prints the keys that only apply to built-in workers on GPUs.
 fn print_gpus(y: &mut Yaml, c: &ClusterSpec) {
-    y.key("workers_per_gpu", c.workers_per_gpu);
-    y.key(
+    y.print_key("workers_per_gpu", c.workers_per_gpu);
+    y.print_key(
         "comm_backend",
         match c.comm_backend {
             CommBackend::Auto => "auto",
@@ -116,25 +118,25 @@ fn print_gpus(y: &mut Yaml, c: &ClusterSpec) {
         },
     );
     let paths: Vec<String> = c.cuda_library_paths.iter().map(|p| p.to_string_lossy().into_owned()).collect();
-    y.key("cuda_library_paths", texts(&paths));
+    y.print_key("cuda_library_paths", text_list_yaml(&paths));
 }
 
 fn print_ssh(y: &mut Yaml, s: &SshSpec) {
     if let Some(user) = &s.user {
-        y.key("user", text(user));
+        y.print_key("user", text_yaml(user));
     }
     if let Some(port) = s.port {
-        y.key("port", port);
+        y.print_key("port", port);
     }
     if let Some(key) = &s.key {
-        y.key("key", text(&key.to_string_lossy()));
+        y.print_key("key", text_yaml(&key.to_string_lossy()));
     }
     match &s.config {
-        SshConfig::Default => y.key("config", "default"),
-        SshConfig::None => y.key("config", "none"),
-        SshConfig::File(path) => y.key("config", text(&path.to_string_lossy())),
+        SshConfig::Default => y.print_key("config", "default"),
+        SshConfig::None => y.print_key("config", "none"),
+        SshConfig::File(path) => y.print_key("config", text_yaml(&path.to_string_lossy())),
     }
-    y.key(
+    y.print_key(
         "known_hosts",
         match s.known_hosts {
             KnownHosts::Strict => "strict",
@@ -142,34 +144,36 @@ fn print_ssh(y: &mut Yaml, s: &SshSpec) {
         },
     );
     if let Some(jump) = &s.jump {
-        y.key("jump", text(jump));
+        y.print_key("jump", text_yaml(jump));
     }
-    y.key("connect_timeout", duration(s.connect_timeout_ms));
-    y.key("fanout", s.fanout);
+    y.print_key("connect_timeout", duration_yaml(s.connect_timeout_ms));
+    y.print_key("fanout", s.fanout);
 }
 
 fn print_run(y: &mut Yaml, r: &RunSpec) {
     if let Some(command) = &r.command {
-        y.key("command", texts(command));
+        y.print_key("command", text_list_yaml(command));
     }
-    y.key("workdir", text(&r.workdir.to_string_lossy()));
+    y.print_key("workdir", text_yaml(&r.workdir.to_string_lossy()));
     if r.env.is_empty() && r.env_from.is_empty() {
-        y.key("env", "{}");
+        y.print_key("env", "{}");
     } else {
-        y.section("env", |y| {
-            r.env.iter().for_each(|(name, value)| y.key(name, text(value)));
+        y.print_section("env", |y| {
+            r.env.iter().for_each(|(name, value)| y.print_key(name, text_yaml(value)));
             for (name, source) in &r.env_from {
                 match source {
-                    EnvSource::FromEnv(from) => y.key(name, format!("{{from_env: {}}}", text(from))),
+                    EnvSource::FromEnv(from) => {
+                        y.print_key(name, format!("{{from_env: {}}}", text_yaml(from)))
+                    }
                     EnvSource::FromFile(path) => {
-                        y.key(name, format!("{{from_file: {}}}", text(&path.to_string_lossy())));
+                        y.print_key(name, format!("{{from_file: {}}}", text_yaml(&path.to_string_lossy())));
                     }
                 }
             }
         });
     }
-    y.key("pass_env", texts(&r.pass_env));
-    y.key(
+    y.print_key("pass_env", text_list_yaml(&r.pass_env));
+    y.print_key(
         "cpu_bind",
         match r.cpu_bind {
             CpuBind::Auto => "auto",
@@ -179,32 +183,35 @@ fn print_run(y: &mut Yaml, r: &RunSpec) {
         },
     );
     if r.command.is_some() {
-        y.key(
+        y.print_key(
             "visible_devices",
             match r.visible_devices {
                 VisibleDevices::All => "all",
                 VisibleDevices::One => "one",
             },
         );
-        y.key("local_rank_argument", r.local_rank_argument);
+        y.print_key("local_rank_argument", r.local_rank_argument);
     }
-    y.key("restarts", r.restarts);
+    y.print_key("restarts", r.restarts);
     match r.min_hosts {
-        MinHosts::All => y.key("min_hosts", "all"),
-        MinHosts::AtLeast(n) => y.key("min_hosts", n),
+        MinHosts::All => y.print_key("min_hosts", "all"),
+        MinHosts::AtLeast(n) => y.print_key("min_hosts", n),
     }
-    y.key("grace_period", duration(r.grace_period_ms));
-    y.key("hang_timeout", r.hang_timeout_ms.map_or_else(|| "off".to_owned(), duration));
-    y.key("progress_pattern", r.progress_pattern.as_deref().map_or_else(|| "off".to_owned(), text));
+    y.print_key("grace_period", duration_yaml(r.grace_period_ms));
+    y.print_key("hang_timeout", r.hang_timeout_ms.map_or_else(|| "off".to_owned(), duration_yaml));
+    y.print_key(
+        "progress_pattern",
+        r.progress_pattern.as_deref().map_or_else(|| "off".to_owned(), text_yaml),
+    );
     let Signals { usr1, usr2, term } = r.signals;
     let entry = |(name, action)| format!("{name}: {}", action_name(action));
     let named = [("SIGUSR1", usr1), ("SIGUSR2", usr2), ("SIGTERM", term)].map(entry);
-    y.key("signals", format!("{{{}}}", named.join(", ")));
-    y.section("logs", |y| {
-        y.key("dir", text(&r.logs.dir));
-        y.key("show", list(r.logs.show.iter().map(u32::to_string)));
-        y.key("prefix", r.logs.prefix);
-        y.key("max_size", format!("{}B", r.logs.max_size));
+    y.print_key("signals", format!("{{{}}}", named.join(", ")));
+    y.print_section("logs", |y| {
+        y.print_key("dir", text_yaml(&r.logs.dir));
+        y.print_key("show", list_yaml(r.logs.show.iter().map(u32::to_string)));
+        y.print_key("prefix", r.logs.prefix);
+        y.print_key("max_size", format!("{}B", r.logs.max_size));
     });
 }
 
@@ -217,113 +224,113 @@ fn action_name(action: SignalAction) -> &'static str {
 }
 
 fn print_train(y: &mut Yaml, t: &TrainSpec) {
-    y.section("model", |y| print_model(y, &t.model));
-    y.section("data", |y| print_data(y, &t.data));
+    y.print_section("model", |y| print_model(y, &t.model));
+    y.print_section("data", |y| print_data(y, &t.data));
     if let Some(l) = &t.lora {
-        y.section("lora", |y| print_lora(y, l));
+        y.print_section("lora", |y| print_lora(y, l));
     }
     if t.experts != ExpertsSpec::default() {
-        y.section("experts", |y| print_experts(y, &t.experts));
+        y.print_section("experts", |y| print_experts(y, &t.experts));
     }
-    y.section("zero", |y| {
-        y.key("stage", t.zero.stage);
-        y.key("prefetch", t.zero.prefetch);
-        y.key("max_live_parameters", t.zero.max_live_parameters);
+    y.print_section("zero", |y| {
+        y.print_key("stage", t.zero.stage);
+        y.print_key("prefetch", t.zero.prefetch);
+        y.print_key("max_live_parameters", t.zero.max_live_parameters);
         let offload = t.zero.offload.clone().map(PathBuf::from);
-        let offload = offload.map(|p| format!("{{optimizer: {}}}", text(&p.to_string_lossy())));
-        y.key("offload", offload.unwrap_or_else(|| "none".to_owned()));
+        let offload = offload.map(|p| format!("{{optimizer: {}}}", text_yaml(&p.to_string_lossy())));
+        y.print_key("offload", offload.unwrap_or_else(|| "none".to_owned()));
     });
-    y.key("precision", t.precision.name());
+    y.print_key("precision", t.precision.name());
     if t.precision.is_bf16() {
-        y.key("master_weights", t.master_weights);
+        y.print_key("master_weights", t.master_weights);
     }
     if t.precision == Precision::Fp16 {
-        y.section("loss_scale", |y| {
-            y.key("initial_scale_power", t.loss_scale.initial_scale_power);
-            y.key("loss_scale_window", t.loss_scale.loss_scale_window);
-            y.key("min_loss_scale", number(t.loss_scale.min_loss_scale));
+        y.print_section("loss_scale", |y| {
+            y.print_key("initial_scale_power", t.loss_scale.initial_scale_power);
+            y.print_key("loss_scale_window", t.loss_scale.loss_scale_window);
+            y.print_key("min_loss_scale", number(t.loss_scale.min_loss_scale));
         });
     }
-    y.section("batch", |y| {
-        y.key("global", t.batch.global);
-        y.key("micro", t.batch.micro);
+    y.print_section("batch", |y| {
+        y.print_key("global", t.batch.global);
+        y.print_key("micro", t.batch.micro);
     });
-    y.section("optimizer", |y| print_optimizer(y, &t.optimizer));
-    y.section("schedule", |y| print_schedule(y, &t.schedule));
-    y.key("clip_norm", t.clip_norm.map_or_else(|| "off".to_owned(), number));
-    y.key("steps", t.steps);
-    y.key("seed", t.seed);
-    y.key(
+    y.print_section("optimizer", |y| print_optimizer(y, &t.optimizer));
+    y.print_section("schedule", |y| print_schedule(y, &t.schedule));
+    y.print_key("clip_norm", t.clip_norm.map_or_else(|| "off".to_owned(), number));
+    y.print_key("steps", t.steps);
+    y.print_key("seed", t.seed);
+    y.print_key(
         "recompute",
         match t.recompute {
             Recompute::None => "none",
             Recompute::Block => "block",
         },
     );
-    y.key("deterministic", t.deterministic);
-    y.key("attention", t.attention.name());
-    y.key("cuda_graphs", t.cuda_graphs.name());
+    y.print_key("deterministic", t.deterministic);
+    y.print_key("attention", t.attention.name());
+    y.print_key("cuda_graphs", t.cuda_graphs.name());
     if !t.freeze.is_empty() {
-        y.key("freeze", texts(&t.freeze));
+        y.print_key("freeze", text_list_yaml(&t.freeze));
     }
     if !t.train_only.is_empty() {
-        y.key("train_only", texts(&t.train_only));
+        y.print_key("train_only", text_list_yaml(&t.train_only));
     }
     if let Some(eval) = &t.eval {
-        y.section("eval", |y| print_evaluation(y, eval));
+        y.print_section("eval", |y| print_evaluation(y, eval));
     }
 }
 
 fn print_data(y: &mut Yaml, d: &DataSpec) {
     match &d.sources[..] {
         [only] if only.name.is_empty() => print_source(y, only),
-        sources => y.section("mixture", |y| {
+        sources => y.print_section("mixture", |y| {
             for s in sources {
-                y.section(&s.name, |y| {
+                y.print_section(&s.name, |y| {
                     print_source(y, s);
-                    y.key("weight", number(s.weight));
+                    y.print_key("weight", number(s.weight));
                 });
             }
         }),
     }
     if let Some(path) = &d.chat_template {
-        y.key("chat_template", text(&path.to_string_lossy()));
+        y.print_key("chat_template", text_yaml(&path.to_string_lossy()));
     }
     match &d.tokenizer {
-        Tokenizer::Bytes => y.key("tokenizer", "bytes"),
-        Tokenizer::File(path) => y.key("tokenizer", text(&path.to_string_lossy())),
+        Tokenizer::Bytes => y.print_key("tokenizer", "bytes"),
+        Tokenizer::File(path) => y.print_key("tokenizer", text_yaml(&path.to_string_lossy())),
     }
-    y.key("seq_len", d.seq_len);
-    y.key("pack", d.pack);
-    y.key("shuffle", d.shuffle);
-    y.key("held_out", number(d.held_out));
-    y.key("cache", text(&d.cache.to_string_lossy()));
+    y.print_key("seq_len", d.seq_len);
+    y.print_key("pack", d.pack);
+    y.print_key("shuffle", d.shuffle);
+    y.print_key("held_out", number(d.held_out));
+    y.print_key("cache", text_yaml(&d.cache.to_string_lossy()));
 }
 
 fn print_evaluation(y: &mut Yaml, eval: &EvalSpec) {
-    y.key("every", eval.every);
-    y.key("files", texts(&eval.files));
-    y.key("samples", eval.samples);
+    y.print_key("every", eval.every);
+    y.print_key("files", text_list_yaml(&eval.files));
+    y.print_key("samples", eval.samples);
     if let Some(sample) = &eval.sample {
-        y.section("sample", |y| {
-            y.key("prompt", text(&sample.prompt));
-            y.key("tokens", sample.tokens);
-            y.key("temperature", number(sample.temperature));
+        y.print_section("sample", |y| {
+            y.print_key("prompt", text_yaml(&sample.prompt));
+            y.print_key("tokens", sample.tokens);
+            y.print_key("temperature", number(sample.temperature));
         });
     }
 }
 
 fn print_source(y: &mut Yaml, s: &DataSource) {
-    y.key("files", texts(&s.files));
-    y.key(
+    y.print_key("files", text_list_yaml(&s.files));
+    y.print_key(
         "format",
         match s.format {
             Format::Text => "text",
             Format::Chat => "chat",
         },
     );
-    y.key("field", text(&s.field));
-    y.key(
+    y.print_key("field", text_yaml(&s.field));
+    y.print_key(
         "loss_on",
         match s.loss_on {
             LossOn::All => "all",
@@ -334,113 +341,113 @@ fn print_source(y: &mut Yaml, s: &DataSource) {
 
 fn print_model(y: &mut Yaml, m: &ModelSpec) {
     if let Some(directory) = &m.from {
-        y.key("from", text(&directory.to_string_lossy()));
+        y.print_key("from", text_yaml(&directory.to_string_lossy()));
         if let Some(rate) = m.dropout {
-            y.key("dropout", number(rate));
+            y.print_key("dropout", number(rate));
         }
         return;
     }
     let or_auto = |n: u32| if n == 0 { "auto".to_owned() } else { n.to_string() };
-    y.key("family", text(&m.family));
+    y.print_key("family", text_yaml(&m.family));
     if let Some(rate) = m.dropout {
-        y.key("dropout", number(rate));
+        y.print_key("dropout", number(rate));
     }
-    y.key("vocab_size", or_auto(m.vocab_size));
-    y.key("hidden_size", m.hidden_size);
-    y.key("intermediate_size", m.intermediate_size);
-    y.key("num_hidden_layers", m.num_hidden_layers);
-    y.key("num_attention_heads", m.num_attention_heads);
-    y.key("num_key_value_heads", m.num_key_value_heads);
-    y.key("head_dim", m.head_dim);
+    y.print_key("vocab_size", or_auto(m.vocab_size));
+    y.print_key("hidden_size", m.hidden_size);
+    y.print_key("intermediate_size", m.intermediate_size);
+    y.print_key("num_hidden_layers", m.num_hidden_layers);
+    y.print_key("num_attention_heads", m.num_attention_heads);
+    y.print_key("num_key_value_heads", m.num_key_value_heads);
+    y.print_key("head_dim", m.head_dim);
     let experts = [
         ("num_experts", m.num_experts),
         ("num_experts_per_tok", m.num_experts_per_tok),
         ("moe_intermediate_size", m.moe_intermediate_size),
     ];
     for (name, n) in experts.into_iter().filter_map(|(name, n)| Some((name, n?))) {
-        y.key(name, n);
+        y.print_key(name, n);
     }
-    y.key("max_position_embeddings", or_auto(m.max_position_embeddings));
+    y.print_key("max_position_embeddings", or_auto(m.max_position_embeddings));
     if m.family != GPT2 {
-        y.key("rms_norm_eps", number(m.rms_norm_eps));
-        y.key("rope_theta", number(m.rope_theta));
+        y.print_key("rms_norm_eps", number(m.rms_norm_eps));
+        y.print_key("rope_theta", number(m.rope_theta));
     }
-    y.key("tie_word_embeddings", m.tie_word_embeddings);
-    y.key("initializer_range", number(m.initializer_range));
+    y.print_key("tie_word_embeddings", m.tie_word_embeddings);
+    y.print_key("initializer_range", number(m.initializer_range));
 }
 
 fn print_experts(y: &mut Yaml, e: &ExpertsSpec) {
-    y.key("expert_parallel_size", e.expert_parallel_size);
+    y.print_key("expert_parallel_size", e.expert_parallel_size);
     let mapping = |ranks: &std::collections::BTreeMap<u32, u32>| {
         let pairs: Vec<String> = ranks.iter().map(|(expert, rank)| format!("{expert}: {rank}")).collect();
         format!("{{{}}}", pairs.join(", "))
     };
     match &e.placement {
-        ExpertPlacement::Balanced => y.key("placement", "balanced"),
-        ExpertPlacement::Experts(ranks) => y.key("placement", mapping(ranks)),
-        ExpertPlacement::Layers(layers) => y.section("placement", |y| {
-            layers.iter().for_each(|(layer, ranks)| y.key(&layer.to_string(), mapping(ranks)));
+        ExpertPlacement::Balanced => y.print_key("placement", "balanced"),
+        ExpertPlacement::Experts(ranks) => y.print_key("placement", mapping(ranks)),
+        ExpertPlacement::Layers(layers) => y.print_section("placement", |y| {
+            layers.iter().for_each(|(layer, ranks)| y.print_key(&layer.to_string(), mapping(ranks)));
         }),
     }
     if let Some(aux_loss) = e.aux_loss {
-        y.key("aux_loss", number(aux_loss));
+        y.print_key("aux_loss", number(aux_loss));
     }
-    y.key("z_loss", number(e.z_loss));
+    y.print_key("z_loss", number(e.z_loss));
 }
 
 fn print_lora(y: &mut Yaml, l: &LoraSpec) {
     match &l.from {
-        Some(path) => y.key("from", text(&path.to_string_lossy())),
+        Some(path) => y.print_key("from", text_yaml(&path.to_string_lossy())),
         None => {
-            y.key("rank", l.rank);
-            y.key("alpha", number(l.alpha));
-            y.key("rslora", l.rslora);
-            y.key(
+            y.print_key("rank", l.rank);
+            y.print_key("alpha", number(l.alpha));
+            y.print_key("rslora", l.rslora);
+            y.print_key(
                 "targets",
                 match &l.targets {
                     LoraTargets::AllLinear => "all-linear".to_owned(),
-                    LoraTargets::Names(names) => texts(names),
+                    LoraTargets::Names(names) => text_list_yaml(names),
                 },
             );
         }
     }
     if let Some(dropout) = l.dropout {
-        y.key("dropout", number(dropout));
+        y.print_key("dropout", number(dropout));
     }
 }
 
 fn print_optimizer(y: &mut Yaml, o: &OptimizerSpec) {
     match o.name {
         OptimizerName::Adamw => {
-            y.key("name", "adamw");
-            y.key("betas", pair(o.betas));
-            y.key("eps", number(o.eps));
+            y.print_key("name", "adamw");
+            y.print_key("betas", pair_yaml(o.betas));
+            y.print_key("eps", number(o.eps));
         }
         OptimizerName::Sgd => {
-            y.key("name", "sgd");
-            y.key("momentum", number(o.momentum));
+            y.print_key("name", "sgd");
+            y.print_key("momentum", number(o.momentum));
         }
         OptimizerName::Lion => {
-            y.key("name", "lion");
-            y.key("betas", pair(o.betas));
+            y.print_key("name", "lion");
+            y.print_key("betas", pair_yaml(o.betas));
         }
         OptimizerName::Muon => {
-            y.key("name", "muon");
-            y.key("momentum", number(o.momentum));
-            y.key("betas", pair(o.betas));
-            y.key("eps", number(o.eps));
+            y.print_key("name", "muon");
+            y.print_key("momentum", number(o.momentum));
+            y.print_key("betas", pair_yaml(o.betas));
+            y.print_key("eps", number(o.eps));
         }
     }
-    y.key("lr", number(o.lr));
-    y.key("weight_decay", number(o.weight_decay));
-    y.key("no_decay", texts(&o.no_decay));
+    y.print_key("lr", number(o.lr));
+    y.print_key("weight_decay", number(o.weight_decay));
+    y.print_key("no_decay", text_list_yaml(&o.no_decay));
     if !o.groups.is_empty() {
-        y.key("groups", list(o.groups.iter().map(group)));
+        y.print_key("groups", list_yaml(o.groups.iter().map(group_yaml)));
     }
 }
 
-fn group(g: &GroupSpec) -> String {
-    let mut parts = vec![format!("match: {}", texts(&g.r#match))];
+fn group_yaml(g: &GroupSpec) -> String {
+    let mut parts = vec![format!("match: {}", text_list_yaml(&g.r#match))];
     let numbers = [
         ("lr", g.lr),
         ("lr_scale", g.lr_scale),
@@ -449,16 +456,16 @@ fn group(g: &GroupSpec) -> String {
         ("momentum", g.momentum),
     ];
     parts.extend(numbers.into_iter().filter_map(|(key, x)| Some(format!("{key}: {}", number(x?)))));
-    parts.extend(g.betas.map(|b| format!("betas: {}", pair(b))));
+    parts.extend(g.betas.map(|b| format!("betas: {}", pair_yaml(b))));
     format!("{{{}}}", parts.join(", "))
 }
 
-fn pair((a, b): (f64, f64)) -> String {
-    list([number(a), number(b)].into_iter())
+fn pair_yaml((a, b): (f64, f64)) -> String {
+    list_yaml([number(a), number(b)].into_iter())
 }
 
 fn print_schedule(y: &mut Yaml, s: &ScheduleSpec) {
-    y.key(
+    y.print_key(
         "name",
         match s.name {
             ScheduleName::Cosine => "cosine",
@@ -467,36 +474,36 @@ fn print_schedule(y: &mut Yaml, s: &ScheduleSpec) {
             ScheduleName::Wsd => "wsd",
         },
     );
-    y.key("warmup_steps", s.warmup_steps);
+    y.print_key("warmup_steps", s.warmup_steps);
     if s.name != ScheduleName::Constant {
-        y.key("min_lr", number(s.min_lr));
+        y.print_key("min_lr", number(s.min_lr));
     }
     if s.name == ScheduleName::Wsd {
-        y.key("decay_steps", s.decay_steps);
+        y.print_key("decay_steps", s.decay_steps);
     }
 }
 
 fn print_checkpoint(y: &mut Yaml, c: &CheckpointSpec) {
-    y.key("dir", text(&c.dir.to_string_lossy()));
+    y.print_key("dir", text_yaml(&c.dir.to_string_lossy()));
     match c.every {
-        SaveInterval::Never => y.key("every", "never"),
-        SaveInterval::Steps(n) => y.key("every", n),
-        SaveInterval::Duration(ms) => y.key("every", duration(ms)),
+        SaveInterval::Never => y.print_key("every", "never"),
+        SaveInterval::Steps(n) => y.print_key("every", n),
+        SaveInterval::Duration(ms) => y.print_key("every", duration_yaml(ms)),
     }
-    y.key("keep", c.keep);
-    y.key("async", c.r#async);
-    y.key("parity", c.parity);
-    y.key("require_shared", c.require_shared);
-    y.key("gather_16bit_weights_on_model_save", c.gather_16bit_weights_on_model_save);
+    y.print_key("keep", c.keep);
+    y.print_key("async", c.r#async);
+    y.print_key("parity", c.parity);
+    y.print_key("require_shared", c.require_shared);
+    y.print_key("gather_16bit_weights_on_model_save", c.gather_16bit_weights_on_model_save);
 }
 
 fn print_resume(y: &mut Yaml, r: &ResumeSpec) {
     match &r.from {
-        ResumeFrom::Auto => y.key("from", "auto"),
-        ResumeFrom::Never => y.key("from", "never"),
-        ResumeFrom::Path(path) => y.key("from", text(&path.to_string_lossy())),
+        ResumeFrom::Auto => y.print_key("from", "auto"),
+        ResumeFrom::Never => y.print_key("from", "never"),
+        ResumeFrom::Path(path) => y.print_key("from", text_yaml(&path.to_string_lossy())),
     }
-    y.key(
+    y.print_key(
         "rng",
         match r.rng {
             RngPolicy::Reconcile => "reconcile",
@@ -509,32 +516,32 @@ fn print_resume(y: &mut Yaml, r: &ResumeSpec) {
 fn print_slurm(y: &mut Yaml, s: &SlurmSpec) {
     for (key, value) in [("partition", &s.partition), ("account", &s.account), ("qos", &s.qos)] {
         if let Some(value) = value {
-            y.key(key, text(value));
+            y.print_key(key, text_yaml(value));
         }
     }
-    y.key("nodes", s.nodes);
+    y.print_key("nodes", s.nodes);
     if let Some(ms) = s.time_ms {
-        y.key("time", duration(ms));
+        y.print_key("time", duration_yaml(ms));
     }
-    y.key("gpus_per_node", s.gpus_per_node);
+    y.print_key("gpus_per_node", s.gpus_per_node);
     if let Some(cpus) = s.cpus_per_task {
-        y.key("cpus_per_task", cpus);
+        y.print_key("cpus_per_task", cpus);
     }
     if let Some(bytes) = s.mem {
-        y.key("mem", format!("{bytes}B"));
+        y.print_key("mem", format!("{bytes}B"));
     }
-    y.key("extra", texts(&s.extra));
-    y.key("signal_time", duration(s.signal_time_ms));
-    y.key("requeues", s.requeues);
-    y.key("bcast", s.bcast);
+    y.print_key("extra", text_list_yaml(&s.extra));
+    y.print_key("signal_time", duration_yaml(s.signal_time_ms));
+    y.print_key("requeues", s.requeues);
+    y.print_key("bcast", s.bcast);
 }
 
 /// A text as a YAML scalar: plain where it cannot be read as anything else, else in double quotes.
 pub fn quote_yaml(plain: &str) -> String {
-    text(plain)
+    text_yaml(plain)
 }
 
-fn text(text: &str) -> String {
+fn text_yaml(text: &str) -> String {
     let simple = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '.' | '/' | '-');
     let plain = text.starts_with(|c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '.' | '/'))
         && text.chars().all(simple)
@@ -560,15 +567,15 @@ fn text(text: &str) -> String {
     quoted
 }
 
-fn texts(texts: &[String]) -> String {
-    list(texts.iter().map(|t| text(t)))
+fn text_list_yaml(texts: &[String]) -> String {
+    list_yaml(texts.iter().map(|t| text_yaml(t)))
 }
 
-fn list(items: impl Iterator<Item = String>) -> String {
+fn list_yaml(items: impl Iterator<Item = String>) -> String {
     format!("[{}]", items.collect::<Vec<_>>().join(", "))
 }
 
-fn duration(ms: u64) -> String {
+fn duration_yaml(ms: u64) -> String {
     if ms.is_multiple_of(1000) { format!("{}s", ms / 1000) } else { format!("{ms}ms") }
 }
 

@@ -107,7 +107,7 @@ pub(crate) fn boolean(node: &YamlNode) -> ReadResult<bool> {
 pub(crate) fn text(node: &YamlNode) -> ReadResult<String> {
     match node.value {
         YamlValue::Text if node.raw.is_empty() => Err(out_of_range("text", node)),
-        YamlValue::Text => printable(node),
+        YamlValue::Text => read_printable_text(node),
         YamlValue::Bool(_) | YamlValue::Int(_) | YamlValue::Float(_) => {
             Err(wrong_type("text", node).with_help(format!("put it in quotes: \"{}\"", excerpt(&node.raw))))
         }
@@ -128,7 +128,7 @@ pub(crate) fn verbatim(node: &YamlNode) -> ReadResult<String> {
     }
 }
 
-fn printable(node: &YamlNode) -> ReadResult<String> {
+fn read_printable_text(node: &YamlNode) -> ReadResult<String> {
     match node.raw.chars().find(|c| c.is_control()) {
         Some(c) => {
             let message = format!("contains the control character {}", c.escape_default());

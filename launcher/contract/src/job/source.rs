@@ -74,7 +74,7 @@ impl SourceMap {
     }
 
     fn add_key(&mut self, path: &str, name: Span, value: &YamlNode) {
-        let text = self.slice(value.span);
+        let text = self.text_at(value.span);
         let is_collection = matches!(value.value, YamlValue::Map(_) | YamlValue::List(_));
         let is_block = is_collection && !text.starts_with(['[', '{']);
         let shown = if is_block || text.is_empty() || text.contains('\n') { name } else { value.span };
@@ -136,7 +136,7 @@ impl SourceMap {
         }
     }
 
-    fn slice(&self, span: Span) -> &str {
+    fn text_at(&self, span: Span) -> &str {
         let text = match self.texts.get(span.source as usize) {
             Some(SourceText::File { text, .. } | SourceText::Override { text }) => text,
             None => return "",

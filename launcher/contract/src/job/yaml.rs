@@ -195,7 +195,7 @@ impl<'t> Builder<'t> {
         }
     }
 
-    fn span(&self, span: YamlSpan) -> Span {
+    fn to_span(&self, span: YamlSpan) -> Span {
         let (start, end) = (self.byte(span.start.index()), self.byte(span.end.index()));
         self.range(start, end.max(start))
     }
@@ -207,7 +207,7 @@ impl<'t> Builder<'t> {
 
     /// Adds one parser event to the tree.
     fn event(&mut self, event: Event<'_>, at: YamlSpan) -> Result<(), ValueError> {
-        let span = self.span(at);
+        let span = self.to_span(at);
         match event {
             Event::DocumentStart(_) => {
                 self.documents += 1;
@@ -232,11 +232,11 @@ impl<'t> Builder<'t> {
             }
             Event::SequenceStart(anchor, tag) => {
                 no_tag(tag.is_some(), span)?;
-                self.begin(OpenCollection::List(Vec::new()), anchor, span)
+                self.begin_collection(OpenCollection::List(Vec::new()), anchor, span)
             }
             Event::MappingStart(anchor, tag) => {
                 no_tag(tag.is_some(), span)?;
-                self.begin(
+                self.begin_collection(
                     OpenCollection::Map { entries: Vec::new(), seen: HashMap::new(), key: None },
                     anchor,
                     span,
@@ -248,7 +248,12 @@ impl<'t> Builder<'t> {
         }
     }
 
-    fn begin(&mut self, kind: OpenCollection, anchor: usize, span: Span) -> Result<(), ValueError> {
+    fn begin_collection(
+        &mut self,
+        kind: OpenCollection,
+        anchor: usize,
+        span: Span,
+    ) -> Result<(), ValueError> {
         self.budget(1, 0, span)?;
         if let Some(OpenCollection::Map { key: None, .. }) = self.open.last().map(|o| &o.kind) {
             return Err(collection_as_key(span));

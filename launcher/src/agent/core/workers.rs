@@ -16,7 +16,7 @@ const SIGKILL: i32 = 9;
 impl Core {
     /// The ranks of the workers that run.
     pub(super) fn living(&self) -> Vec<Rank> {
-        self.workers.iter().filter(|(_, w)| w.alive()).map(|(r, _)| *r).collect()
+        self.workers.iter().filter(|(_, w)| w.is_alive()).map(|(r, _)| *r).collect()
     }
 
     /// Sends a message to a worker, or holds it back until the worker is initialized.
@@ -116,7 +116,7 @@ impl Core {
     pub(super) fn on_worker_connection_ended(&mut self, rank: Rank, error: Option<Diagnostic>) {
         let Some(worker) = self.workers.get_mut(&rank) else { return };
         worker.connection_open = false;
-        if let (Some(diagnostic), true) = (error, worker.alive()) {
+        if let (Some(diagnostic), true) = (error, worker.is_alive()) {
             self.send(FromAgent::Failed { attempt: self.attempt, rank: Some(rank), diagnostic });
         }
     }

@@ -93,7 +93,7 @@ impl Library {
     }
 }
 
-type Device = *mut c_void;
+type DeviceHandle = *mut c_void;
 
 /// `nvmlMemory_t`.
 #[repr(C)]
@@ -145,17 +145,18 @@ impl Nvml {
 
     /// Fills in the driver and the GPUs.
     pub(super) fn fill_report(&self, report: &mut GpuReport) {
-        report.driver = self.driver().ok();
-        match self.count() {
+        report.driver = self.driver_version().ok();
+        match self.device_count() {
             Ok(count) => {
-                let devices: Vec<_> = (0..count.min(MAX_GPUS)).filter_map(|i| self.device(i).ok()).collect();
+                let devices: Vec<_> =
+                    (0..count.min(MAX_GPUS)).filter_map(|i| self.device_handle(i).ok()).collect();
                 report.gpus = devices.iter().filter_map(|d| self.gpu(*d, &devices).ok()).collect();
             }
             Err(error) => report.error = Some(error.into()),
         }
     }
 
-    fn driver(&self) -> Result<String, NvmlError> {
+    fn driver_version(&self) -> Result<String, NvmlError> {
         let mut text = [0u8; 96];
         // SAFETY: nvml.h's types; the buffer has the given length.
         unsafe {
@@ -164,37 +165,37 @@ impl Nvml {
         Ok(c_text(&text))
     }
 
-    fn count(&self) -> Result<u32, NvmlError> {
+    fn device_count(&self) -> Result<u32, NvmlError> {
         let mut count = 0;
         // SAFETY: nvml.h's types.
         unsafe { call!(self, c"nvmlDeviceGetCount_v2", &mut count => *mut c_uint)? };
         Ok(count)
     }
 
-    fn device(&self, index: u32) -> Result<Device, NvmlError> {
-        let mut device: Device = ptr::null_mut();
+    fn device_handle(&self, index: u32) -> Result<DeviceHandle, NvmlError> {
+        let mut device: DeviceHandle = ptr::null_mut();
         // SAFETY: nvml.h's types.
         unsafe {
-            call!(self, c"nvmlDeviceGetHandleByIndex_v2", index => c_uint, &mut device => *mut Device)?;
+            call!(self, c"nvmlDeviceGetHandleByIndex_v2", index => c_uint, &mut device => *mut DeviceHandle)?;
         }
         Ok(device)
     }
 
     /// Queries one GPU. A GPU without name and memory is not usable. Other values that the GPU does
     /// not support stay empty.
-    fn gpu(&self, device: Device, devices: &[Device]) -> Result<GpuStatus, NvmlError> {
+    fn gpu(&self, device: DeviceHandle, devices: &[DeviceHandle]) -> Result<GpuStatus, NvmlError> {
         let (mut name, mut memory) = ([0u8; 96], Memory::default());
         // SAFETY: nvml.h's types; the buffer has the given length.
         unsafe {
-            call!(self, c"nvmlDeviceGetName", device => Device, name.as_mut_ptr().cast() => *mut c_char, 96 => c_uint)?;
-            call!(self, c"nvmlDeviceGetMemoryInfo", device => Device, &mut memory => *mut Memory)?;
+            call!(self, c"nvmlDeviceGetName", device => DeviceHandle, name.as_mut_ptr().cast() => *mut c_char, 96 => c_uint)?;
+            call!(self, c"nvmlDeviceGetMemoryInfo", device => DeviceHandle, &mut memory => *mut Memory)?;
         }
         Ok(GpuStatus {
             name: c_text(&name),
-            pci_address: self.bus(device).unwrap_or_default(),
+            pci_address: self.pci_bus_id(device).unwrap_or_default(),
             memory: memory.total,
             memory_free: memory.free,
-            processes: self.processes(device).unwrap_or_default(),
+            processes: self.processes_using(device).unwrap_or_default(),
             uncorrected_ecc_errors: self.ecc_errors(device).ok(),
             remapped_rows: self.remapped_rows(device).unwrap_or_default(),
             throttle_reasons: self.throttle_reasons(device).unwrap_or_default(),
@@ -208,14 +209,14 @@ impl Nvml {
         })
     }
 
-    fn bus(&self, device: Device) -> Result<String, NvmlError> {
+    fn pci_bus_id(&self, device: DeviceHandle) -> Result<String, NvmlError> {
         let mut pci = Pci::default();
         // SAFETY: nvml.h's types.
-        unsafe { call!(self, c"nvmlDeviceGetPciInfo_v3", device => Device, &mut pci => *mut Pci)? };
+        unsafe { call!(self, c"nvmlDeviceGetPciInfo_v3", device => DeviceHandle, &mut pci => *mut Pci)? };
         Ok(c_text(&pci.bus))
     }
 
-    fn processes(&self, device: Device) -> Result<Vec<(u32, u64)>, NvmlError> {
+    fn processes_using(&self, device: DeviceHandle) -> Result<Vec<(u32, u64)>, NvmlError> {
         let mut list = [Process::default(); MAX_PROCESSES];
         let mut count = MAX_PROCESSES as c_uint;
         // SAFETY: nvml.h's types; at most `count` entries are written.
@@ -223,7 +224,7 @@ impl Nvml {
             call!(
                 self,
                 c"nvmlDeviceGetComputeRunningProcesses_v3",
-                device => Device,
+                device => DeviceHandle,
                 &mut count => *mut c_uint,
                 list.as_mut_ptr() => *mut Process
             )?;
@@ -231,14 +232,14 @@ impl Nvml {
         Ok(list.iter().take(count as usize).map(|p| (p.pid, p.used)).collect())
     }
 
-    fn ecc_errors(&self, device: Device) -> Result<u64, NvmlError> {
+    fn ecc_errors(&self, device: DeviceHandle) -> Result<u64, NvmlError> {
         let mut errors = 0;
         // SAFETY: nvml.h's types.
         unsafe {
             call!(
                 self,
                 c"nvmlDeviceGetTotalEccErrors",
-                device => Device,
+                device => DeviceHandle,
                 UNCORRECTED => c_int,
                 VOLATILE => c_int,
                 &mut errors => *mut c_ulonglong
@@ -248,14 +249,14 @@ impl Nvml {
     }
 
     /// Whether rows of memory will be remapped at the next reset, and whether remapping has failed.
-    fn remapped_rows(&self, device: Device) -> Result<(bool, bool), NvmlError> {
+    fn remapped_rows(&self, device: DeviceHandle) -> Result<(bool, bool), NvmlError> {
         let (mut corrected, mut uncorrected, mut pending, mut failed) = (0, 0, 0, 0);
         // SAFETY: nvml.h's types.
         unsafe {
             call!(
                 self,
                 c"nvmlDeviceGetRemappedRows",
-                device => Device,
+                device => DeviceHandle,
                 &mut corrected => *mut c_uint,
                 &mut uncorrected => *mut c_uint,
                 &mut pending => *mut c_uint,
@@ -265,11 +266,11 @@ impl Nvml {
         Ok((pending != 0, failed != 0))
     }
 
-    fn throttle_reasons(&self, device: Device) -> Result<Vec<String>, NvmlError> {
+    fn throttle_reasons(&self, device: DeviceHandle) -> Result<Vec<String>, NvmlError> {
         let mut reasons = 0;
         // SAFETY: nvml.h's types.
         unsafe {
-            call!(self, c"nvmlDeviceGetCurrentClocksThrottleReasons", device => Device, &mut reasons => *mut c_ulonglong)?;
+            call!(self, c"nvmlDeviceGetCurrentClocksThrottleReasons", device => DeviceHandle, &mut reasons => *mut c_ulonglong)?;
         }
         Ok(THROTTLE_REASONS
             .iter()
@@ -279,43 +280,43 @@ impl Nvml {
     }
 
     /// Calls a function that returns one number of a GPU.
-    fn number(&self, device: Device, name: &CStr) -> Result<c_int, NvmlError> {
-        type Number = unsafe extern "C" fn(Device, *mut c_int) -> c_int;
+    fn number(&self, device: DeviceHandle, name: &CStr) -> Result<c_int, NvmlError> {
+        type IntQuery = unsafe extern "C" fn(DeviceHandle, *mut c_int) -> c_int;
         let mut number = 0;
         // SAFETY: nvml.h's type of the functions that are called here.
-        unsafe { check_code(self.0.function::<Number>(name)?(device, &mut number))? };
+        unsafe { check_code(self.0.function::<IntQuery>(name)?(device, &mut number))? };
         Ok(number)
     }
 
-    fn mig_enabled(&self, device: Device) -> Result<bool, NvmlError> {
+    fn mig_enabled(&self, device: DeviceHandle) -> Result<bool, NvmlError> {
         let (mut current, mut pending) = (0, 0);
         // SAFETY: nvml.h's types.
         unsafe {
-            call!(self, c"nvmlDeviceGetMigMode", device => Device, &mut current => *mut c_uint, &mut pending => *mut c_uint)?;
+            call!(self, c"nvmlDeviceGetMigMode", device => DeviceHandle, &mut current => *mut c_uint, &mut pending => *mut c_uint)?;
         }
         Ok(current != 0)
     }
 
-    fn link_is_up(&self, device: Device, link: c_uint) -> Result<bool, NvmlError> {
+    fn link_is_up(&self, device: DeviceHandle, link: c_uint) -> Result<bool, NvmlError> {
         let mut up = 0;
         // SAFETY: nvml.h's types.
         unsafe {
-            call!(self, c"nvmlDeviceGetNvLinkState", device => Device, link => c_uint, &mut up => *mut c_int)?;
+            call!(self, c"nvmlDeviceGetNvLinkState", device => DeviceHandle, link => c_uint, &mut up => *mut c_int)?;
         }
         Ok(up != 0)
     }
 
-    fn no_peer_access(&self, device: Device, devices: &[Device]) -> Vec<(u32, String)> {
+    fn no_peer_access(&self, device: DeviceHandle, devices: &[DeviceHandle]) -> Vec<(u32, String)> {
         let others = (0..).zip(devices).filter(|(_, other)| **other != device);
-        let missing_access = |(index, other): (u32, &Device)| {
+        let missing_access = |(index, other): (u32, &DeviceHandle)| {
             let mut status = 0;
             // SAFETY: nvml.h's types.
             let result = unsafe {
                 call!(
                     self,
                     c"nvmlDeviceGetP2PStatus",
-                    device => Device,
-                    *other => Device,
+                    device => DeviceHandle,
+                    *other => DeviceHandle,
                     P2P_READ => c_int,
                     &mut status => *mut c_int
                 )

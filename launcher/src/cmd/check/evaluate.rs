@@ -59,6 +59,7 @@ fn connection_checks(probe: &HostProbe, is_remote: bool) -> Vec<Check> {
                 found: error.to_string(),
                 code: Some(error.code()),
                 help: error.help().first().cloned(),
+                fields: error.fields().clone(),
                 names_host: error.subject() == Some(probe.name.as_str()),
             },
             _ if stage > reached => Check::skipped(name),
@@ -69,7 +70,8 @@ fn connection_checks(probe: &HostProbe, is_remote: bool) -> Vec<Check> {
         let lines = probe.shell_output.lines().count();
         let found = format!("prints {lines} {}", if lines == 1 { "line" } else { "lines" });
         let help = "print only in interactive shells; launch ignores the text, but scp and rsync may fail";
-        checks.push(Check::warn("login shell", codes::LOGIN_SHELL_PRINTS, found, help));
+        let warning = Check::warn("login shell", codes::LOGIN_SHELL_PRINTS, found, help);
+        checks.push(warning.with_field("lines", lines));
     }
     checks
 }
@@ -96,7 +98,7 @@ fn host_checks(
     let is_same_arch = host.arch == first.arch;
     checks.push(match is_same_arch {
         true => Check::ok("architecture", host.arch.clone()),
-        false => Check::fail(
+        false => Check::failed(
             "architecture",
             codes::ARCHITECTURE_DIFFERS,
             format!("{}, {} has {}", host.arch, first.hostname, first.arch),
@@ -105,7 +107,7 @@ fn host_checks(
     });
     checks.push(match is_same_arch && host.executable != first.executable {
         false => Check::ok("version", host.version.clone()),
-        true => Check::fail(
+        true => Check::failed(
             "version",
             codes::VERSION_DIFFERS,
             format!("the executable differs from that on {}", first.hostname),
@@ -126,13 +128,13 @@ fn directory_checks(job: &JobSpec, host: &HostInspection) -> Vec<Check> {
         let free = format!("{} free in {path} ({})", bytes(dir.free), dir.filesystem);
         let is_missing = index == 0 && dir.path != job.run.workdir;
         checks.push(match &dir.writable {
-            _ if is_missing => Check::fail(
+            _ if is_missing => Check::failed(
                 name,
                 codes::WORKDIR_MISSING,
                 format!("{} does not exist", job.run.workdir.display()),
                 "create it on the host, or set `run.workdir` to a directory that all hosts have",
             ),
-            Err(error) if index > 0 => Check::fail(
+            Err(error) if index > 0 => Check::failed(
                 name,
                 error.code(),
                 format!("{path} is not writable: {error}"),
@@ -209,13 +211,15 @@ fn port_checks(probe: &HostProbe) -> Vec<Check> {
     let mut checks: Vec<Check> = failed
         .map(|(peer, error)| {
             let help = "open the TCP ports between the hosts (firewall), or correct the route";
-            Check::fail("ports", error.code(), format!("cannot connect to {peer}: {error}"), help)
+            Check::failed("ports", error.code(), format!("cannot connect to {peer}: {error}"), help)
         })
         .collect();
     if checks.is_empty() {
         let times = probe.peers.iter().filter_map(|(_, result)| result.as_ref().ok());
         let slowest = times.fold(0.0, |a: f64, b| a.max(*b));
-        checks.push(Check::ok("ports", format!("{} peers, slowest {slowest:.1} ms", probe.peers.len())));
+        let peers = probe.peers.len();
+        let found = format!("{peers} peers, slowest {slowest:.1} ms");
+        checks.push(Check::ok("ports", found).with_field("peers", peers));
     }
     checks
 }

@@ -2,6 +2,7 @@
 use super::{Check, codes};
 use crate::cmd::plan::bytes;
 use contract::probe::{GpuReport, HostInspection, LibraryReport};
+use diagnostic::Diagnostic;
 
 /// The checks of number, driver, libraries, memory, health and links. `first` is the first host of
 /// the job; `slots` are those of the hostfile.
@@ -41,7 +42,7 @@ fn count_check(gpus: &GpuReport, first: &HostInspection, slots: Option<u32>) -> 
             "run `nvidia-smi` on the host",
         ),
         (None, Some(slots)) if count > 0 && slots > count => {
-            let found = format!("{count}, but the hostfile declares {slots} slots");
+            let found = format!("{count} found, but the hostfile declares {slots} slots");
             let help = "correct the slots; ranks share GPUs, unless the job computes on CPUs";
             Check::warn(NAME, codes::GPUS_FEWER_THAN_SLOTS, found, help)
         }
@@ -89,11 +90,11 @@ fn library_checks(gpus: &GpuReport, first: &HostInspection) -> Vec<Check> {
             None => Check::ok(NAME, format!("{name} {version} ({})", path.display())),
         },
         Err(_) if name == "cuDNN" => Check::ok(NAME, "no cuDNN; attention uses launch's kernels"),
-        Err(error) if *required => Check::fail(
+        Err(error) if *required => Check::failed(
             NAME,
             codes::CUDA_LIBRARY_MISSING,
             format!("{name}: {error}"),
-            "install the library, or name its directory in `cluster.cuda_library_paths`",
+            join_help(error, "install the library, or name its directory in `cluster.cuda_library_paths`"),
         ),
         Err(error) => Check::warn(
             NAME,
@@ -104,6 +105,12 @@ fn library_checks(gpus: &GpuReport, first: &HostInspection) -> Vec<Check> {
         ),
     };
     gpus.libraries.iter().map(check).collect()
+}
+
+/// The help of an error, such as the directories that were searched, and further advice.
+fn join_help(error: &Diagnostic, advice: &str) -> String {
+    let help = error.help().iter().map(String::as_str).chain([advice]);
+    help.collect::<Vec<_>>().join("; ")
 }
 
 /// Memory errors, throttled clocks, and modes that limit how ranks can use a GPU.

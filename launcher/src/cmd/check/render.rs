@@ -148,6 +148,7 @@ fn check_json(check: &Check) -> Value {
     };
     json!({
         "check": check.name, "result": result, "found": check.found, "hint": check.help, "code": check.code,
+        "fields": check.fields,
     })
 }
 
@@ -165,7 +166,7 @@ mod tests {
             checks,
         };
         let good = || vec![Check::ok("dns", ""), Check::ok("driver", "550")];
-        let failed = Check::fail("dns", host::SSH_NAME_UNRESOLVED, "cannot resolve the name", "correct it");
+        let failed = Check::failed("dns", host::SSH_NAME_UNRESOLVED, "cannot resolve the name", "correct it");
         let bad = vec![failed, Check::skipped("driver")];
         let hosts = vec![report("n1", good()), report("n2", good()), report("n3", bad)];
         let report = CheckReport { name: "job".to_owned(), hosts, checks: Vec::new() };

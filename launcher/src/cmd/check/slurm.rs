@@ -36,7 +36,7 @@ pub(super) fn start(mut transport: SlurmTransport, nodes: &[String]) -> (Vec<Sta
     // The exit status of srun explains why an agent does not connect.
     let reaper = spawn_local(async move {
         loop {
-            reap(&reaped);
+            reap_step(&reaped);
             sleep(REAP_INTERVAL).await;
         }
     });
@@ -49,7 +49,7 @@ impl AgentStep {
         self.reaper.abort();
         let limit = Instant::now() + STEP_EXIT_TIMEOUT;
         loop {
-            reap(&self.transport);
+            reap_step(&self.transport);
             let running = self.transport.borrow().helper_pids();
             if running.is_empty() {
                 return;
@@ -63,6 +63,6 @@ impl AgentStep {
     }
 }
 
-fn reap(transport: &RefCell<SlurmTransport>) {
+fn reap_step(transport: &RefCell<SlurmTransport>) {
     agent::reap_children(|_| false, |pid, status| transport.borrow_mut().on_child_exit(pid, status));
 }

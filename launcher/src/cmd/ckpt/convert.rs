@@ -2,7 +2,7 @@
 use super::{
     Precision, ProgressLine, count,
     describe::{format_bytes, printable},
-    gather, log, open, parse_size, print,
+    log, open, parse_size, print, run_gather,
 };
 use crate::cli::ValueError;
 use ckpt::{ConvertOptions, ConvertTarget, Dtype, GatherOptions, TensorSource, UngroupedWeights};
@@ -46,7 +46,7 @@ pub(super) struct ConvertArgs {
     /// checkpoint does not record groups; parameters without a match are in group 0 (repeatable)
     #[arg(long = "group", value_name = "PATTERN=N", value_parser = parse_group_rule)]
     groups: Vec<GroupRule>,
-    /// Most memory to use, 64MiB or more
+    /// Memory limit, 64MiB or more
     #[arg(long, value_name = "SIZE", default_value = "512MB", value_parser = parse_memory)]
     memory: u64,
     /// Replace a directory that an earlier conversion created
@@ -153,7 +153,7 @@ fn rejected(code: Code, option: &str, message: String) -> Diagnostic {
 fn check_options(args: &ConvertArgs) -> diagnostic::Result<()> {
     let weights_only = args.to == Format::Safetensors;
     let unsupported = |option: &str, reason: &str| {
-        let message = format!("{option} cannot be used with this format: {reason}");
+        let message = format!("`{option}` cannot be used with this format: {reason}");
         Err(rejected(command::CONVERT_OPTION_UNSUPPORTED, option, message)
             .with_help("see `launch ckpt convert --help`"))
     };
@@ -190,7 +190,7 @@ pub(super) fn run(args: &ConvertArgs, json: bool) -> diagnostic::Result<u8> {
         Format::Safetensors => {
             log(format_args!("note: optimizer states are left out"));
             let options = GatherOptions { dtype, force: args.force, ..GatherOptions::default() };
-            return gather(&args.dir, &args.out, &options, json);
+            return run_gather(&args.dir, &args.out, &options, json);
         }
     };
     let found = open(&args.dir)?;

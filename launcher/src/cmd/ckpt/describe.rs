@@ -1,4 +1,5 @@
 //! The output of `launch ckpt inspect`.
+use super::count;
 use ckpt::{
     Checkpoint, ExternalCheckpoint, TensorInfo, TensorRole, TensorSource, Tie,
     rng_files::rank_files::{self, StreamDigest},
@@ -100,7 +101,10 @@ pub(super) fn external_text(checkpoint: &ExternalCheckpoint) -> String {
         ("step", facts.step.map_or("unknown".into(), |s| s.to_string())),
         ("world", facts.world.map_or("unknown".into(), |w| w.to_string())),
         ("stage", facts.stage.map_or("-".into(), |s| s.to_string())),
-        ("bytes", format!("{bytes} ({}) in {} files", format_bytes(bytes), checkpoint.files().count())),
+        (
+            "bytes",
+            format!("{bytes} ({}) in {}", format_bytes(bytes), count(checkpoint.files().count(), "file")),
+        ),
     ];
     lines.extend(role_lines(&tensors));
     lines.push(("ties", format_ties(&facts.ties)));
@@ -200,8 +204,8 @@ fn role_lines(tensors: &[TensorInfo]) -> Vec<(&'static str, String)> {
             let mut dtypes: Vec<String> = of_role.iter().map(|t| t.dtype.to_string()).collect();
             dtypes.sort();
             dtypes.dedup();
-            let text = format!("{} tensors, {elements} elements, {}", of_role.len(), dtypes.join(" and "));
-            lines.push((role.name(), text));
+            let (tensors, elements) = (count(of_role.len(), "tensor"), count(elements as usize, "element"));
+            lines.push((role.name(), format!("{tensors}, {elements}, {}", dtypes.join(" and "))));
         }
     }
     lines

@@ -22,7 +22,7 @@ pub(super) fn diff(a: &Path, b: &Path, weights_only: bool, json: bool) -> diagno
         value["is_equal"] = report.is_equal().into();
         print(&format!("{value}\n"))?;
     } else {
-        print(&table(&report))?;
+        print(&diff_table(&report))?;
         if let Some(note) = common_rounding(&report) {
             log(format_args!("note: {note}"));
         }
@@ -38,7 +38,7 @@ fn diff_side(found: &OpenedCheckpoint) -> Side<'_> {
     Side { source: found.source(), ties }
 }
 
-fn table(report: &DiffReport) -> String {
+fn diff_table(report: &DiffReport) -> String {
     let mut lines = vec![format!("a  {}", report.a.display()), format!("b  {}", report.b.display())];
     let mut list = |what: &str, names: &[String]| {
         lines.extend(names.iter().map(|name| format!("{what}  {}", printable(name))));
@@ -61,7 +61,7 @@ fn table(report: &DiffReport) -> String {
         ));
     }
     for d in report.different.iter().take(MAX_SHOWN) {
-        lines.push(row(d));
+        lines.push(diff_row(d));
     }
     if report.different.len() > MAX_SHOWN {
         lines.push(format!(
@@ -78,7 +78,7 @@ fn table(report: &DiffReport) -> String {
     lines.join("\n") + "\n"
 }
 
-fn row(d: &TensorDiff) -> String {
+fn diff_row(d: &TensorDiff) -> String {
     let v = &d.values;
     let mut text = format!(
         "differs       {}  {} of {} elements, first {} ({:e} / {:e})",
@@ -164,7 +164,7 @@ mod tests {
             not_finite: 0,
             cast: Some(RoundingCast::BIsBf16OfA),
         };
-        let row = row(&TensorDiff { tensor: "weight/w".into(), shape: vec![2, 4], values });
+        let row = diff_row(&TensorDiff { tensor: "weight/w".into(), shape: vec![2, 4], values });
         assert_eq!(
             row,
             "differs       weight/w  3 of 8 elements, first [1, 1] (1e0 / 1.5e0), |a-b| max 5.000e-1 mean 1.250e-1, max 4 ulp; b is a rounded to bf16"

@@ -36,7 +36,7 @@ impl Core {
                 // The workers are stopping already; a second request would end some programs
                 // without a save.
                 self.state = AttemptState::Stopping(request);
-                self.notice(
+                self.emit_notice(
                     "the workers are stopping already and will not be started again; \
                      a second signal kills them"
                         .into(),
@@ -64,7 +64,7 @@ impl Core {
             StopRequest::Terminate => "received SIGTERM",
             StopRequest::TimeLimit => "received SIGUSR1 (the time limit is near)",
         };
-        self.notice(if builtin {
+        self.emit_notice(if builtin {
             format!("{signal}: workers save at the next step boundary and stop; a second signal kills them")
         } else {
             let grace = grace.as_secs_f64();
@@ -233,7 +233,7 @@ impl Core {
             return self.back_off(now, Duration::ZERO);
         }
         self.state = AttemptState::Finished;
-        let outcome = self.outcome();
+        let outcome = self.take_outcome();
         self.actions.push(Action::End(outcome));
     }
 
@@ -255,7 +255,7 @@ impl Core {
         self.setup.builtin && !self.workers.is_empty() && self.workers.iter().all(finished) && !self.killed
     }
 
-    fn outcome(&mut self) -> Outcome {
+    fn take_outcome(&mut self) -> Outcome {
         let request = self.stop_request.filter(|_| !self.training_is_done());
         let (exit_code, stopped) = match (&self.cause, request) {
             (Some(cause), _) => (cause.exit_code, false),

@@ -83,7 +83,7 @@ impl LeaseQueue {
 }
 
 impl Core {
-    fn lease(&self, id: HostIndex) -> Duration {
+    fn host_lease(&self, id: HostIndex) -> Duration {
         match self.hosts[id].agent {
             AgentState::Joined if self.setup.hosts[id].remote => REMOTE_LEASE,
             AgentState::Joined => AGENT_LEASE,
@@ -92,7 +92,7 @@ impl Core {
     }
 
     fn schedule_lease_check(&mut self, id: HostIndex) {
-        let due = self.hosts[id].last_heard + self.lease(id);
+        let due = self.hosts[id].last_heard + self.host_lease(id);
         let ticket = self.hosts[id].ticket.wrapping_add(1);
         self.hosts[id].ticket = ticket;
         self.leases.0.push(Reverse((due, id, ticket)));
@@ -111,7 +111,7 @@ impl Core {
         self.send_hello(now, id);
     }
 
-    pub(super) fn hello(
+    pub(super) fn agent_connected(
         &mut self,
         now: Duration,
         id: HostIndex,
@@ -310,7 +310,7 @@ impl Core {
                 }
                 self.hosts[id].failures += 1;
                 if self.has_enough_hosts() {
-                    self.notice(format!("{}; the run continues without it", cause.message));
+                    self.emit_notice(format!("{}; the run continues without it", cause.message));
                     self.try_prepare(now);
                 } else {
                     self.fail(now, cause.with_exit_code(exit::CLUSTER));
@@ -319,7 +319,7 @@ impl Core {
             AttemptState::Preparing if self.members.contains(&id) => {
                 self.hosts[id].failures += 1;
                 if self.has_enough_hosts() {
-                    self.notice(format!("{}; the run continues without it", cause.message));
+                    self.emit_notice(format!("{}; the run continues without it", cause.message));
                     self.state = AttemptState::Joining;
                     self.phase_deadline = None;
                     self.restart_scan();
@@ -335,7 +335,7 @@ impl Core {
             }
             AttemptState::Finished => {}
             AttemptState::Backoff { until } => {
-                self.notice(cause.message);
+                self.emit_notice(cause.message);
                 let until = until.max(self.next_attempt_at(now, Duration::ZERO));
                 self.state = AttemptState::Backoff { until };
             }
@@ -348,7 +348,7 @@ impl Core {
                     self.fail(now, cause);
                 } else {
                     // A spare, or a host whose workers had ended.
-                    self.notice(cause.message);
+                    self.emit_notice(cause.message);
                 }
             }
         }
@@ -382,7 +382,7 @@ impl Core {
             if !self.hosts[id].is_connected() || self.hosts[id].ticket != ticket {
                 continue;
             }
-            let lease = self.lease(id);
+            let lease = self.host_lease(id);
             if now <= self.hosts[id].last_heard + lease {
                 self.schedule_lease_check(id);
                 continue;
@@ -415,7 +415,7 @@ impl Core {
             if others.filter(usable).count() >= self.setup.min_hosts {
                 self.hosts[id].excluded = true;
                 let label = self.host_label(id);
-                self.notice(format!(
+                self.emit_notice(format!(
                     "{label} made {MAX_HOST_FAILURES} attempts fail; the run continues without it"
                 ));
             }

@@ -102,7 +102,7 @@ impl Core {
         if !std::mem::replace(&mut self.hosts[id].use_reported, true) {
             let label = self.host_label(id);
             let needed = count(self.setup.min_hosts as u64, "host", "hosts");
-            self.notice(format!(
+            self.emit_notice(format!(
                 "{label} is no longer listed but stays in use: the job needs {needed} (`run.min_hosts`) \
                  and no other is available"
             ));
@@ -119,7 +119,7 @@ impl Core {
             self.actions.push(Action::ReleaseAgent(id));
         }
         let label = self.host_label(id);
-        self.notice(format!("{label} is no longer listed: the run continues without it"));
+        self.emit_notice(format!("{label} is no longer listed: the run continues without it"));
     }
 
     /// Stops all workers, to start them again without these hosts.
@@ -129,7 +129,7 @@ impl Core {
         let names: Vec<&str> = leaving.iter().rev().map(|id| self.setup.hosts[*id].name.as_str()).collect();
         let hosts = if names.len() == 1 { "host" } else { "hosts" };
         let subject = format!("draining {hosts} {}, no longer listed", names.join(", "));
-        self.notice(if self.setup.builtin {
+        self.emit_notice(if self.setup.builtin {
             format!("{subject}: workers save at the next step boundary and restart on the other hosts")
         } else {
             let grace = self.setup.grace.as_secs_f64();
@@ -143,7 +143,7 @@ impl Core {
     /// A draining host is lost before its workers have stopped, so the others cannot finish the
     /// step.
     pub(super) fn drained_host_lost(&mut self, now: Duration, message: &str) {
-        self.notice(format!("{message}; it is no longer listed, and the run continues without it"));
+        self.emit_notice(format!("{message}; it is no longer listed, and the run continues without it"));
         if self.state == (AttemptState::Draining { host_lost: false }) {
             self.state = AttemptState::Draining { host_lost: true };
             let grace = if self.setup.builtin { super::ABORT_GRACE } else { self.setup.grace };

@@ -22,34 +22,34 @@ pub(super) fn setup(hosts: u32, builtin: bool) -> Setup {
     }
 }
 
-pub(super) struct Rig {
+pub(super) struct CoreHarness {
     pub(super) core: Core,
     pub(super) now: Duration,
     pub(super) local: u32,
 }
 
-impl Rig {
+impl CoreHarness {
     /// A core whose agents were just started.
-    pub(super) fn new(hosts: u32, local: u32, builtin: bool) -> Rig {
-        Rig::with_setup(setup(hosts, builtin), local)
+    pub(super) fn new(hosts: u32, local: u32, builtin: bool) -> CoreHarness {
+        CoreHarness::with_setup(setup(hosts, builtin), local)
     }
 
-    pub(super) fn with_setup(setup: Setup, local: u32) -> Rig {
+    pub(super) fn with_setup(setup: Setup, local: u32) -> CoreHarness {
         let hosts = setup.hosts.len();
         let mut core = Core::new(setup);
         assert_eq!(core.start(ms(0)).len(), hosts);
-        Rig { core, now: ms(0), local }
+        CoreHarness { core, now: ms(0), local }
     }
 
     /// A core whose hosts have joined and whose ranks run.
-    pub(super) fn running(hosts: u32, local: u32, builtin: bool) -> Rig {
-        Rig::run(setup(hosts, builtin), local)
+    pub(super) fn running(hosts: u32, local: u32, builtin: bool) -> CoreHarness {
+        CoreHarness::run(setup(hosts, builtin), local)
     }
 
     /// Lets all hosts join and all ranks start.
-    pub(super) fn run(setup: Setup, local: u32) -> Rig {
+    pub(super) fn run(setup: Setup, local: u32) -> CoreHarness {
         let hosts = setup.hosts.len();
-        let mut rig = Rig::with_setup(setup, local);
+        let mut rig = CoreHarness::with_setup(setup, local);
         let mut prepared = Vec::new();
         for host in 0..hosts {
             prepared.extend(rig.hello(host).into_iter().filter_map(|o| match o {

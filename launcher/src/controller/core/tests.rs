@@ -1,5 +1,5 @@
 use super::{
-    testing::{Rig, failure, failure_reason, kills, ms, outcome, setup},
+    testing::{CoreHarness, failure, failure_reason, kills, ms, outcome, setup},
     *,
 };
 use contract::control::VERSION;
@@ -25,7 +25,7 @@ fn worker_error_reason() -> FailureReason {
 #[test]
 fn a_successful_run_ends_with_exit_code_0() {
     for builtin in [true, false] {
-        let mut rig = Rig::running(2, 2, builtin);
+        let mut rig = CoreHarness::running(2, 2, builtin);
         for rank in 0..4 {
             assert!(rig.exit(rank, DONE).is_empty());
         }
@@ -37,7 +37,7 @@ fn a_successful_run_ends_with_exit_code_0() {
 
 #[test]
 fn the_first_failure_is_the_root_cause_and_all_workers_are_killed() {
-    let mut rig = Rig::running(2, 2, false);
+    let mut rig = CoreHarness::running(2, 2, false);
     let actions = rig.exit(2, ExitStatus::Code(3));
     assert_eq!(kills(&actions), [(0, 3000), (1, 3000)]);
     let report = failure(&actions).expect("a failure");
@@ -60,7 +60,7 @@ fn the_first_failure_is_the_root_cause_and_all_workers_are_killed() {
 
 #[test]
 fn the_error_that_a_program_recorded_is_part_of_the_reason() {
-    let mut rig = Rig::running(1, 2, false);
+    let mut rig = CoreHarness::running(1, 2, false);
     let (tail, error) = (Vec::new(), Some("ValueError: bad".to_owned()));
     let exited = FromAgent::Exited {
         attempt: 0,
@@ -78,7 +78,7 @@ fn the_error_that_a_program_recorded_is_part_of_the_reason() {
 
 #[test]
 fn built_in_workers_have_a_short_grace_period() {
-    let mut rig = Rig::running(1, 2, true);
+    let mut rig = CoreHarness::running(1, 2, true);
     let actions = rig.exit(1, KILLED);
     assert_eq!(kills(&actions), [(0, 500)]);
     assert_eq!(failure_reason(&actions), Some((Some(1), killed_reason())));
@@ -92,7 +92,7 @@ fn the_final_report_of_a_worker_is_the_reason_and_decides_the_exit_code() {
         (WorkerExit::Cluster, 3),
         (WorkerExit::Checkpoint, 4),
     ] {
-        let mut rig = Rig::running(1, 2, true);
+        let mut rig = CoreHarness::running(1, 2, true);
         let actions = rig.fatal(0, exit);
         assert_eq!(kills(&actions).len(), 1, "no need to wait for its exit");
         assert_eq!(failure(&actions), None, "its last lines have not arrived");
@@ -107,7 +107,7 @@ fn the_final_report_of_a_worker_is_the_reason_and_decides_the_exit_code() {
 
 #[test]
 fn the_wait_for_last_lines_has_a_limit() {
-    let mut rig = Rig::running(1, 2, true);
+    let mut rig = CoreHarness::running(1, 2, true);
     rig.fatal(0, WorkerExit::Failed);
     assert_eq!(failure(&rig.at(TAIL_TIMEOUT - ms(1))), None);
     let actions = rig.at(TAIL_TIMEOUT);
@@ -119,7 +119,7 @@ fn the_wait_for_last_lines_has_a_limit() {
 
 #[test]
 fn an_aborted_rank_is_not_the_root_cause_when_another_failure_follows() {
-    let mut rig = Rig::running(1, 3, true);
+    let mut rig = CoreHarness::running(1, 3, true);
     let actions = rig.exit(0, ExitStatus::Code(76));
     assert!(actions.is_empty());
     rig.now = ms(60);
@@ -130,7 +130,7 @@ fn an_aborted_rank_is_not_the_root_cause_when_another_failure_follows() {
 
 #[test]
 fn an_aborted_rank_is_reported_when_no_other_failure_follows() {
-    let mut rig = Rig::running(1, 2, true);
+    let mut rig = CoreHarness::running(1, 2, true);
     rig.fatal(0, WorkerExit::Aborted);
     rig.exit(0, ExitStatus::Code(76));
     assert!(rig.at(ROOT_CAUSE_TIMEOUT - ms(1)).is_empty());
@@ -143,7 +143,7 @@ fn an_aborted_rank_is_reported_when_no_other_failure_follows() {
 
 #[test]
 fn an_aborted_rank_is_a_failure_when_all_others_finish() {
-    let mut rig = Rig::running(1, 2, true);
+    let mut rig = CoreHarness::running(1, 2, true);
     rig.exit(0, ExitStatus::Code(76));
     rig.exit(1, DONE);
     let actions = rig.workers_ended(0);
@@ -154,7 +154,7 @@ fn an_aborted_rank_is_a_failure_when_all_others_finish() {
 #[test]
 fn interrupt_saves_and_stops_built_in_workers() {
     for (stop, code) in [(StopRequest::Interrupt, 130), (StopRequest::Terminate, 143)] {
-        let mut rig = Rig::running(1, 2, true);
+        let mut rig = CoreHarness::running(1, 2, true);
         let actions = rig.feed(Input::Stop(stop));
         assert!(actions.contains(&Action::Send(0, ToAgent::Stop { attempt: 0, deadline_ms: None })));
         assert!(rig.at(ms(20_000)).is_empty() && rig.agent(0, FromAgent::Heartbeat).is_empty());
@@ -168,7 +168,7 @@ fn interrupt_saves_and_stops_built_in_workers() {
 
 #[test]
 fn interrupt_gives_programs_a_grace_period_and_accepts_any_exit() {
-    let mut rig = Rig::running(1, 3, false);
+    let mut rig = CoreHarness::running(1, 3, false);
     let actions = rig.feed(Input::Stop(StopRequest::Interrupt));
     assert!(actions.contains(&Action::Send(0, ToAgent::Stop { attempt: 0, deadline_ms: Some(3000) })));
     for (rank, status) in [(0, DONE), (1, ExitStatus::Code(1)), (2, ExitStatus::Signal(15, false))] {
@@ -180,7 +180,7 @@ fn interrupt_gives_programs_a_grace_period_and_accepts_any_exit() {
 #[test]
 fn a_second_signal_kills() {
     for builtin in [true, false] {
-        let mut rig = Rig::running(1, 2, builtin);
+        let mut rig = CoreHarness::running(1, 2, builtin);
         rig.feed(Input::Stop(StopRequest::Interrupt));
         assert_eq!(kills(&rig.feed(Input::Stop(StopRequest::Terminate))), [(0, 0)]);
         rig.exit(0, KILLED);
@@ -201,7 +201,7 @@ fn the_time_limit_stops_the_job_and_is_not_a_second_signal() {
     for (then, is_time_limit) in
         [(None, true), (Some(StopRequest::TimeLimit), true), (Some(StopRequest::Terminate), false)]
     {
-        let mut rig = Rig::running(1, 2, true);
+        let mut rig = CoreHarness::running(1, 2, true);
         let actions = rig.feed(Input::Stop(StopRequest::TimeLimit));
         assert!(actions.contains(&Action::Send(0, ToAgent::Stop { attempt: 0, deadline_ms: None })));
         if let Some(stop) = then {
@@ -218,14 +218,14 @@ fn the_time_limit_stops_the_job_and_is_not_a_second_signal() {
         );
         assert!(!outcome.progress, "no step was seen");
     }
-    let mut rig = Rig::running(1, 1, true);
+    let mut rig = CoreHarness::running(1, 1, true);
     rig.feed(Input::Stop(StopRequest::TimeLimit));
     assert_eq!(kills(&rig.feed(Input::Stop(StopRequest::Interrupt))), [(0, 0)], "Ctrl-C is a second signal");
 }
 
 #[test]
 fn a_signal_after_a_failure_kills_at_once_and_keeps_the_failure() {
-    let mut rig = Rig::running(1, 2, false);
+    let mut rig = CoreHarness::running(1, 2, false);
     rig.exit(0, ExitStatus::Code(7));
     assert_eq!(kills(&rig.feed(Input::Stop(StopRequest::Interrupt))), [(0, 0)]);
     rig.exit(1, KILLED);
@@ -235,7 +235,7 @@ fn a_signal_after_a_failure_kills_at_once_and_keeps_the_failure() {
 
 #[test]
 fn a_signal_before_the_workers_started_ends_at_once() {
-    let mut rig = Rig::new(2, 1, true);
+    let mut rig = CoreHarness::new(2, 1, true);
     rig.hello(0);
     let actions = rig.feed(Input::Stop(StopRequest::Terminate));
     assert_eq!(outcome(&actions).unwrap().exit_code, 143);
@@ -243,7 +243,7 @@ fn a_signal_before_the_workers_started_ends_at_once() {
 
 #[test]
 fn a_save_that_fails_while_stopping_is_a_failure() {
-    let mut rig = Rig::running(1, 2, true);
+    let mut rig = CoreHarness::running(1, 2, true);
     rig.feed(Input::Stop(StopRequest::Interrupt));
     rig.fatal(1, WorkerExit::Failed);
     let actions = rig.exit(1, ExitStatus::Code(1));
@@ -254,7 +254,7 @@ fn a_save_that_fails_while_stopping_is_a_failure() {
 
 #[test]
 fn workers_that_finished_before_a_stop_request_are_a_success() {
-    let mut rig = Rig::running(1, 1, true);
+    let mut rig = CoreHarness::running(1, 1, true);
     rig.feed(Input::Stop(StopRequest::Interrupt));
     rig.exit(0, DONE);
     assert_eq!(outcome(&rig.workers_ended(0)).unwrap().exit_code, 0);
@@ -262,14 +262,14 @@ fn workers_that_finished_before_a_stop_request_are_a_success() {
 
 #[test]
 fn a_stop_without_a_request_is_a_failure() {
-    let mut rig = Rig::running(1, 1, true);
+    let mut rig = CoreHarness::running(1, 1, true);
     let actions = rig.exit(0, ExitStatus::Code(75));
     assert_eq!(failure_reason(&actions), Some((Some(0), FailureReason::StoppedUnexpectedly)));
 }
 
 #[test]
 fn a_dead_agent_is_a_failure_and_the_other_workers_are_killed() {
-    let mut rig = Rig::running(2, 1, true);
+    let mut rig = CoreHarness::running(2, 1, true);
     let actions = rig.feed(Input::AgentGone { host: 1, end: AgentEnd::Exited(KILLED) });
     assert_eq!(kills(&actions), [(0, 500)]);
     let report = failure(&actions).expect("a failure");
@@ -287,13 +287,13 @@ fn a_dead_agent_is_a_failure_and_the_other_workers_are_killed() {
 
 #[test]
 fn silent_agents_are_killed() {
-    let mut rig = Rig::new(1, 1, true);
+    let mut rig = CoreHarness::new(1, 1, true);
     assert!(rig.at(HELLO_TIMEOUT).is_empty());
     let actions = rig.at(HELLO_TIMEOUT + ms(1));
     assert!(actions.contains(&Action::KillAgent(0)));
     assert_eq!(outcome(&actions).unwrap().exit_code, 3);
 
-    let mut rig = Rig::running(1, 1, true);
+    let mut rig = CoreHarness::running(1, 1, true);
     let actions = rig.at(AGENT_LEASE + ms(1));
     assert!(actions.contains(&Action::KillAgent(0)));
     assert_eq!(outcome(&actions).unwrap().exit_code, 1);
@@ -301,7 +301,7 @@ fn silent_agents_are_killed() {
 
 #[test]
 fn an_agent_that_does_not_end_its_workers_is_killed() {
-    let mut rig = Rig::running(1, 2, false);
+    let mut rig = CoreHarness::running(1, 2, false);
     rig.exit(0, ExitStatus::Code(1));
     let limit = ms(3000) + AGENT_END_TIMEOUT;
     rig.now = limit - ms(1);
@@ -313,7 +313,7 @@ fn an_agent_that_does_not_end_its_workers_is_killed() {
 
 #[test]
 fn versions_are_checked_before_anything_starts() {
-    let mut rig = Rig::new(1, 2, true);
+    let mut rig = CoreHarness::new(1, 2, true);
     let hello = FromAgent::Hello { version: VERSION + 1, pid: 1, inventory: HostInventory::default() };
     let actions = rig.feed(Input::Agent(0, hello));
     assert_eq!(outcome(&actions).unwrap().exit_code, 3);
@@ -328,7 +328,7 @@ fn an_unusable_spare_host_does_not_fail_the_run() {
         rank: None,
         diagnostic: Diagnostic::error(run::INTERNAL, "no memory"),
     };
-    let mut rig = Rig::run(with_spare(), 1);
+    let mut rig = CoreHarness::run(with_spare(), 1);
     let actions = rig.feed(Input::Agent(2, failed(0)));
     let notices = |actions: &[Action]| {
         actions.iter().filter(|action| matches!(action, Action::Event(Event::Notice { .. }))).count()
@@ -341,7 +341,7 @@ fn an_unusable_spare_host_does_not_fail_the_run() {
     assert_eq!(outcome(&rig.workers_ended(1)).map(|o| o.exit_code), Some(0));
 
     // A spare host that joins late, with another build.
-    let mut rig = Rig::with_setup(with_spare(), 1);
+    let mut rig = CoreHarness::with_setup(with_spare(), 1);
     rig.hello(0);
     rig.hello(1);
     rig.ready();
@@ -361,14 +361,14 @@ fn an_unusable_spare_host_does_not_fail_the_run() {
 
 #[test]
 fn an_attempt_without_a_plan_or_rendezvous_ends_the_run() {
-    let mut rig = Rig::new(2, 1, false);
+    let mut rig = CoreHarness::new(2, 1, false);
     rig.hello(0);
     rig.hello(1);
     let diagnostic = Diagnostic::error(run::PLAN_INVALID, "8 slots and 4 GPUs");
     let actions = rig.feed(Input::Rejected { attempt: 0, diagnostic });
     assert_eq!(failure_reason(&actions), Some((None, FailureReason::Rejected { code: run::PLAN_INVALID })));
     assert_eq!(outcome(&actions).unwrap().exit_code, 3);
-    let mut rig = Rig::new(1, 1, false);
+    let mut rig = CoreHarness::new(1, 1, false);
     rig.hello(0);
     let timeout = FailureReason::Rejected { code: run::RENDEZVOUS_TIMEOUT };
     assert_eq!(failure_reason(&rig.at(PREPARE_TIMEOUT)), Some((None, timeout)));
@@ -376,7 +376,7 @@ fn an_attempt_without_a_plan_or_rendezvous_ends_the_run() {
 
 #[test]
 fn a_worker_that_cannot_be_started_is_reported_with_its_code() {
-    let mut rig = Rig::new(1, 1, false);
+    let mut rig = CoreHarness::new(1, 1, false);
     rig.hello(0);
     rig.ready();
     let diagnostic = Diagnostic::error(run::WORKER_START_FAILED, "no such program in PATH");
@@ -389,7 +389,7 @@ fn a_worker_that_cannot_be_started_is_reported_with_its_code() {
 
 #[test]
 fn workers_cannot_report_events_of_the_controller() {
-    let mut rig = Rig::running(1, 1, true);
+    let mut rig = CoreHarness::running(1, 1, true);
     let done = Event::Done { exit_code: 0, step: None, seconds: 1.0 };
     assert!(rig.agent(0, FromAgent::Event { attempt: 0, rank: 0, event: done }).is_empty());
     let notice = Event::Notice { rank: None, message: "x".into() };
@@ -428,7 +428,7 @@ fn any_step() -> impl Strategy<Value = Step> {
     ]
 }
 
-fn apply(rig: &mut Rig, step: Step) -> Vec<Action> {
+fn apply(rig: &mut CoreHarness, step: Step) -> Vec<Action> {
     match step {
         Step::Tick(pause) => {
             let now = rig.now + ms(pause.into());
@@ -458,7 +458,7 @@ proptest! {
     /// it, and the run ends once.
     #[test]
     fn every_order_of_events_ends_once(builtin in any::<bool>(), steps in proptest::collection::vec(any_step(), 0..40)) {
-        let mut rig = Rig::running(2, 2, builtin);
+        let mut rig = CoreHarness::running(2, 2, builtin);
         let mut all_actions = Vec::new();
         for step in steps {
             let was_inactive: Vec<bool> = rig.core.hosts.iter().map(|host| !host.active).collect();
@@ -489,7 +489,7 @@ proptest! {
     /// The run ends even if the agents never answer again.
     #[test]
     fn a_run_with_silent_agents_ends(builtin in any::<bool>(), steps in proptest::collection::vec(any_step(), 0..10)) {
-        let mut rig = Rig::running(2, 2, builtin);
+        let mut rig = CoreHarness::running(2, 2, builtin);
         let mut ended = steps.into_iter().any(|step| outcome(&apply(&mut rig, step)).is_some());
         for _ in 0..200 {
             let now = rig.now + ms(1000);
@@ -501,7 +501,7 @@ proptest! {
 
 #[test]
 fn addresses_are_sent_when_all_workers_listen() {
-    let mut rig = Rig::running(2, 2, true);
+    let mut rig = CoreHarness::running(2, 2, true);
     let address = |rank: Rank| vec![std::net::SocketAddr::from(([192, 0, 2, 1], 4000 + rank as u16))];
     let listening = |rank, attempt| FromAgent::Listening { rank, attempt, addresses: address(rank) };
     assert!(rig.agent(3, listening(3, 1)).is_empty(), "another attempt");
@@ -515,7 +515,7 @@ fn addresses_are_sent_when_all_workers_listen() {
 
 #[test]
 fn a_kill_request_needs_no_second_signal() {
-    let mut rig = Rig::running(1, 2, true);
+    let mut rig = CoreHarness::running(1, 2, true);
     assert_eq!(kills(&rig.feed(Input::Kill)), [(0, 0)]);
     rig.exit(0, KILLED);
     rig.exit(1, KILLED);
@@ -526,7 +526,7 @@ fn a_kill_request_needs_no_second_signal() {
 
 #[test]
 fn reloaded_values_are_sent_to_active_hosts_with_the_attempt() {
-    let mut rig = Rig::running(2, 1, true);
+    let mut rig = CoreHarness::running(2, 1, true);
     let values = ReloadValues::from_job(&crate::testing::job());
     let message = ToAgent::Reload { attempt: 0, values: values.clone() };
     let actions = rig.feed(Input::Reload(values));

@@ -67,7 +67,7 @@ impl Driver {
         (self.prepare_resume)(&self.job, &mut plan)?;
         let new = plan.warnings.iter().filter(|w| !self.plan.warnings.contains(w)).cloned();
         for warning in new.collect::<Vec<_>>() {
-            self.event(Event::Notice { rank: None, message: notice_text(&warning) });
+            self.emit_event(Event::Notice { rank: None, message: notice_text(&warning) });
         }
         let mut preparation = Preparation::new(&self.job, plan, &self.inventories.addresses());
         preparation.hosts = hosts.to_vec();
@@ -160,8 +160,9 @@ fn plan_error(mut problems: Vec<Diagnostic>) -> Diagnostic {
 
 /// A warning on one line, with its place or the key that it concerns.
 pub(super) fn notice_text(warning: &Diagnostic) -> String {
+    let code = warning.code().name();
     match (warning.location(), warning.subject()) {
-        (None, Some(subject)) => format!("{subject}: {warning}"),
-        _ => warning.to_string(),
+        (None, Some(subject)) => format!("warning[{code}]: {subject}: {warning}"),
+        _ => format!("warning[{code}]: {warning}"),
     }
 }

@@ -67,7 +67,7 @@ impl Store {
             Request::Get(key) => answer(Reply::Value(self.value(&key))),
             Request::GetMany(keys) => answer(Reply::Values(self.values(&keys)?)),
             Request::Check(keys) => {
-                let ready = keys.iter().all(|key| self.has(key));
+                let ready = keys.iter().all(|key| self.contains_key(key));
                 answer(Reply::Byte(if ready { READY } else { NOT_READY }));
             }
             Request::CountKeys => answer(Reply::Number((self.values.len() + self.queues.len()) as i64)),
@@ -122,7 +122,7 @@ impl Store {
 
     // ---- values ----
 
-    fn has(&self, key: &[u8]) -> bool {
+    fn contains_key(&self, key: &[u8]) -> bool {
         self.values.contains_key(key) || self.queues.contains_key(key)
     }
 
@@ -146,10 +146,10 @@ impl Store {
         if value.len() as u64 > MAX_VALUE {
             return Err(ClientError::ValueTooLong);
         }
-        let before = self.values.get(&key).map_or(0, |old| cost(&key, old));
-        self.account(before, cost(&key, &value))?;
+        let before = self.values.get(&key).map_or(0, |old| entry_bytes(&key, old));
+        self.account(before, entry_bytes(&key, &value))?;
         // The items of a queue may have woken only some of the clients that wait for it.
-        let (new, queue) = (!self.has(&key), self.queues.contains_key(&key));
+        let (new, queue) = (!self.contains_key(&key), self.queues.contains_key(&key));
         self.values.insert(key.clone(), value);
         if new {
             self.key_appeared(&key);
@@ -196,8 +196,8 @@ impl Store {
 
     fn delete(&mut self, key: &[u8]) -> i64 {
         let Some(value) = self.values.remove(key) else { return 0 };
-        self.bytes -= cost(key, &value);
-        if !self.has(key) {
+        self.bytes -= entry_bytes(key, &value);
+        if !self.contains_key(key) {
             self.key_removed(key);
         }
         1
@@ -233,8 +233,8 @@ impl Store {
     // ---- queues ----
 
     fn push(&mut self, key: Key, value: Value, out: &mut Replies) -> Result<(), ClientError> {
-        self.account(0, cost(&key, &value))?;
-        let new = !self.has(&key);
+        self.account(0, entry_bytes(&key, &value))?;
+        let new = !self.contains_key(&key);
         self.queues.entry(key.clone()).or_default().push_back(value);
         if new {
             self.key_appeared(&key);
@@ -253,10 +253,10 @@ impl Store {
         let length = len(queue);
         let value = queue.pop_front().unwrap_or_default();
         let empty = queue.is_empty();
-        self.bytes -= cost(key, &value);
+        self.bytes -= entry_bytes(key, &value);
         if empty {
             self.queues.remove(key);
-            if !self.has(key) {
+            if !self.contains_key(key) {
                 self.key_removed(key);
             }
         }
@@ -269,7 +269,7 @@ impl Store {
         self.check_not_waiting(client)?;
         keys.sort_unstable();
         keys.dedup();
-        let missing = keys.iter().filter(|key| !self.has(key)).count();
+        let missing = keys.iter().filter(|key| !self.contains_key(key)).count();
         if missing == 0 {
             out.push((client, Reply::Byte(READY)));
             return Ok(());
@@ -326,7 +326,7 @@ impl Store {
     }
 }
 
-fn cost(key: &[u8], value: &[u8]) -> usize {
+fn entry_bytes(key: &[u8], value: &[u8]) -> usize {
     key.len() + value.len() + ENTRY
 }
 

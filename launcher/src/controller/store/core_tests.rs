@@ -235,13 +235,13 @@ proptest! {
             }
             prop_assert_eq!(store.waiting.len(), open.len());
         }
-        let values: usize = store.values.iter().map(|(k, v)| cost(k, v)).sum();
-        let queues: usize = store.queues.iter().flat_map(|(k, q)| q.iter().map(|v| cost(k, v))).sum();
+        let values: usize = store.values.iter().map(|(k, v)| entry_bytes(k, v)).sum();
+        let queues: usize = store.queues.iter().flat_map(|(k, q)| q.iter().map(|v| entry_bytes(k, v))).sum();
         let mut waits = 0;
         for waiting in store.waiting.values() {
             waits += match waiting {
                 Waiting::Keys(keys, missing) => {
-                    prop_assert_eq!(*missing, keys.iter().filter(|key| !store.has(key)).count());
+                    prop_assert_eq!(*missing, keys.iter().filter(|key| !store.contains_key(key)).count());
                     cost_of_wait(keys)
                 }
                 Waiting::Barrier(key) => cost_of_wait(std::slice::from_ref(key)),

@@ -75,9 +75,9 @@ pub(super) enum Parsed {
 pub(super) fn parse(bytes: &[u8]) -> Parsed {
     // A long request that arrives in pieces is parsed often: nothing is copied before it is
     // complete.
-    let checked = RequestParser { bytes, at: 0, copies: false }.request();
+    let checked = RequestParser { bytes, at: 0, copies: false }.parse_request();
     let mut parser = RequestParser { bytes, at: 0, copies: true };
-    match checked.and_then(|_| parser.request()) {
+    match checked.and_then(|_| parser.parse_request()) {
         Ok(request) => Parsed::Complete(request, parser.at),
         Err(ParseStop::Incomplete(needed)) if needed > MAX_MESSAGE => {
             Parsed::Malformed(ClientError::RequestTooLong)
@@ -101,33 +101,33 @@ struct RequestParser<'b> {
 }
 
 impl RequestParser<'_> {
-    fn request(&mut self) -> Result<Request, ParseStop> {
-        Ok(match self.array::<1>()?[0] {
-            0 => self.validate()?,
-            1 => Request::Set(self.key()?, self.value()?),
-            2 => Request::CompareSet(self.key()?, self.value()?, self.value()?),
-            3 => Request::Get(self.key()?),
-            4 => Request::Add(self.key()?, self.number()?),
-            5 => Request::Check(self.keys()?),
-            6 => Request::Wait(self.keys()?),
+    fn parse_request(&mut self) -> Result<Request, ParseStop> {
+        Ok(match self.read_array::<1>()?[0] {
+            0 => self.parse_validate()?,
+            1 => Request::Set(self.read_key()?, self.read_value()?),
+            2 => Request::CompareSet(self.read_key()?, self.read_value()?, self.read_value()?),
+            3 => Request::Get(self.read_key()?),
+            4 => Request::Add(self.read_key()?, self.read_number()?),
+            5 => Request::Check(self.read_keys()?),
+            6 => Request::Wait(self.read_keys()?),
             7 => Request::CountKeys,
-            8 => Request::Delete(self.key()?),
-            9 => Request::Append(self.key()?, self.value()?),
-            10 => Request::GetMany(self.keys()?),
-            11 => Request::SetMany(self.list(16, |parser| Ok((parser.key()?, parser.value()?)))?),
+            8 => Request::Delete(self.read_key()?),
+            9 => Request::Append(self.read_key()?, self.read_value()?),
+            10 => Request::GetMany(self.read_keys()?),
+            11 => Request::SetMany(self.list(16, |parser| Ok((parser.read_key()?, parser.read_value()?)))?),
             12 => Request::CancelWait,
-            13 => Request::Ping(u32::from_le_bytes(self.array()?)),
-            14 => Request::Push(self.key()?, self.value()?),
-            15 => Request::Pop(self.key()?),
-            16 => Request::QueueLength(self.key()?),
+            13 => Request::Ping(u32::from_le_bytes(self.read_array()?)),
+            14 => Request::Push(self.read_key()?, self.read_value()?),
+            15 => Request::Pop(self.read_key()?),
+            16 => Request::QueueLength(self.read_key()?),
             17 => Request::ListKeys,
-            18 => Request::Barrier(self.key()?, self.number()?),
+            18 => Request::Barrier(self.read_key()?, self.read_number()?),
             other => return Err(ParseStop::Malformed(ClientError::UnknownOperation(other))),
         })
     }
 
-    fn validate(&mut self) -> Result<Request, ParseStop> {
-        match u32::from_le_bytes(self.array()?) {
+    fn parse_validate(&mut self) -> Result<Request, ParseStop> {
+        match u32::from_le_bytes(self.read_array()?) {
             MAGIC => Ok(Request::Validate),
             other => Err(ParseStop::Malformed(ClientError::WrongMagic(other))),
         }
@@ -141,31 +141,31 @@ impl RequestParser<'_> {
         Ok(taken)
     }
 
-    fn array<const N: usize>(&mut self) -> Result<[u8; N], ParseStop> {
+    fn read_array<const N: usize>(&mut self) -> Result<[u8; N], ParseStop> {
         let mut array = [0; N];
         array.copy_from_slice(self.take(N)?);
         Ok(array)
     }
 
-    fn number(&mut self) -> Result<i64, ParseStop> {
-        Ok(i64::from_le_bytes(self.array()?))
+    fn read_number(&mut self) -> Result<i64, ParseStop> {
+        Ok(i64::from_le_bytes(self.read_array()?))
     }
 
     /// A length of at most `limit`.
     fn length(&mut self, field: LengthField, limit: u64) -> Result<usize, ParseStop> {
-        let length = u64::from_le_bytes(self.array()?);
+        let length = u64::from_le_bytes(self.read_array()?);
         if length > limit {
             return Err(ParseStop::Malformed(ClientError::LengthAboveLimit { field, length, limit }));
         }
         Ok(length as usize)
     }
 
-    fn key(&mut self) -> Result<Key, ParseStop> {
+    fn read_key(&mut self) -> Result<Key, ParseStop> {
         let length = self.length(LengthField::Key, MAX_KEY)?;
         self.bytes_of(length)
     }
 
-    fn value(&mut self) -> Result<Value, ParseStop> {
+    fn read_value(&mut self) -> Result<Value, ParseStop> {
         let length = self.length(LengthField::Value, MAX_VALUE)?;
         self.bytes_of(length)
     }
@@ -177,8 +177,8 @@ impl RequestParser<'_> {
         Ok(if copies { bytes.to_vec() } else { Vec::new() })
     }
 
-    fn keys(&mut self) -> Result<Vec<Key>, ParseStop> {
-        self.list(8, Self::key)
+    fn read_keys(&mut self) -> Result<Vec<Key>, ParseStop> {
+        self.list(8, Self::read_key)
     }
 
     /// A list with its length, of items with at least `min_bytes` bytes each.

@@ -161,22 +161,22 @@ pub(super) fn environment(
         note_unused_section(draft, keys, "dynamo_config", "with DeepSpeed Accelerate ignores it too");
         keys.take("dynamo_backend");
     } else {
-        dynamo(draft, keys);
+        convert_dynamo(draft, keys);
         note_unused_section(draft, keys, "deepspeed_config", "`distributed_type` is not DEEPSPEED");
     }
     match kind {
-        DistributedType::Fsdp => fsdp(draft, keys),
+        DistributedType::Fsdp => convert_fsdp(draft, keys),
         _ => note_unused_section(draft, keys, "fsdp_config", "`distributed_type` is not FSDP"),
     }
     match kind {
-        DistributedType::Megatron => megatron(draft, keys),
+        DistributedType::Megatron => convert_megatron(draft, keys),
         _ => note_unused_section(draft, keys, "megatron_lm_config", "`distributed_type` is not MEGATRON_LM"),
     }
     match kind {
         DistributedType::Single | DistributedType::Cpu => {
             note_unused_section(draft, keys, "parallelism_config", "it only applies to FSDP")
         }
-        _ => parallelism(draft, keys),
+        _ => convert_parallelism(draft, keys),
     }
     named
 }
@@ -210,13 +210,13 @@ fn precision(draft: &mut Draft, keys: &mut RemainingKeys<'_>) -> Option<String> 
     }
     draft.env("mixed_precision", "ACCELERATE_MIXED_PRECISION", &word);
     match word.as_str() {
-        "fp8" => fp8(draft, keys),
+        "fp8" => convert_fp8(draft, keys),
         _ => note_unused_section(draft, keys, "fp8_config", "`mixed_precision` is not fp8"),
     }
     given.or_else(|| fp16.filter(|yes| *yes).map(|_| word))
 }
 
-fn fp8(draft: &mut Draft, keys: &mut RemainingKeys<'_>) {
+fn convert_fp8(draft: &mut Draft, keys: &mut RemainingKeys<'_>) {
     let mut part = keys.section("fp8_config");
     for (end, names, default) in FP8 {
         let spellings = names.iter().flat_map(|name| [(*name).to_owned(), format!("fp8_{name}")]);
@@ -266,7 +266,7 @@ fn variables(draft: &mut Draft, part: &mut RemainingKeys<'_>, prefix: &str, tabl
     }
 }
 
-fn dynamo(draft: &mut Draft, keys: &mut RemainingKeys<'_>) {
+fn convert_dynamo(draft: &mut Draft, keys: &mut RemainingKeys<'_>) {
     let top_level = keys.text("dynamo_backend");
     let Some(mut part) = keys.section("dynamo_config") else {
         let backend = top_level.unwrap_or_else(|| "no".to_owned()).to_uppercase();
@@ -284,7 +284,7 @@ fn dynamo(draft: &mut Draft, keys: &mut RemainingKeys<'_>) {
     finish(draft, keys, part);
 }
 
-fn fsdp(draft: &mut Draft, keys: &mut RemainingKeys<'_>) {
+fn convert_fsdp(draft: &mut Draft, keys: &mut RemainingKeys<'_>) {
     draft.env("distributed_type", "ACCELERATE_USE_FSDP", "true");
     let Some(mut part) = keys.section("fsdp_config") else {
         for Variable(name, key, default, _) in FSDP {
@@ -298,7 +298,7 @@ fn fsdp(draft: &mut Draft, keys: &mut RemainingKeys<'_>) {
     finish(draft, keys, part);
 }
 
-fn megatron(draft: &mut Draft, keys: &mut RemainingKeys<'_>) {
+fn convert_megatron(draft: &mut Draft, keys: &mut RemainingKeys<'_>) {
     draft.env("distributed_type", "ACCELERATE_USE_MEGATRON_LM", "true");
     let mut part = keys.section("megatron_lm_config");
     let names = MEGATRON_DEFAULTS.iter().map(|(name, value)| (*name, Some(*value)));
@@ -314,7 +314,7 @@ fn megatron(draft: &mut Draft, keys: &mut RemainingKeys<'_>) {
     }
 }
 
-fn parallelism(draft: &mut Draft, keys: &mut RemainingKeys<'_>) {
+fn convert_parallelism(draft: &mut Draft, keys: &mut RemainingKeys<'_>) {
     let Some(mut part) = keys.section("parallelism_config") else { return };
     if part.names().is_empty() {
         return;

@@ -25,8 +25,8 @@ pub(super) fn optimizer(draft: &mut Draft, keys: &mut RemainingKeys<'_>) -> Opti
         return None;
     };
     let rate = match name.to_ascii_lowercase().as_str() {
-        "adam" | "adamw" => adam(draft, &mut params, name.eq_ignore_ascii_case("adamw")),
-        "sgd" => sgd(draft, &mut params),
+        "adam" | "adamw" => convert_adam(draft, &mut params, name.eq_ignore_ascii_case("adamw")),
+        "sgd" => convert_sgd(draft, &mut params),
         _ => {
             let reason = format!("`{}` is not converted", name.escape_debug());
             draft.not_carried("optimizer.type", reason, "the job uses adamw; see `train.optimizer.name`");
@@ -44,10 +44,10 @@ pub(super) fn optimizer(draft: &mut Draft, keys: &mut RemainingKeys<'_>) -> Opti
     Some(rate)
 }
 
-fn adam(draft: &mut Draft, params: &mut RemainingKeys<'_>, decoupled: bool) -> f64 {
+fn convert_adam(draft: &mut Draft, params: &mut RemainingKeys<'_>, decoupled: bool) -> f64 {
     draft.set_imported("optimizer.type", "train.optimizer.name", "adamw");
     let rate = value(draft, params, "lr", "train.optimizer.lr", RATE);
-    betas(draft, params);
+    convert_betas(draft, params);
     value(draft, params, "eps", "train.optimizer.eps", 1e-8);
     let decay = value(draft, params, "weight_decay", "train.optimizer.weight_decay", 0.0);
     draft.set_imported("optimizer", "train.optimizer.no_decay", "[]");
@@ -68,7 +68,7 @@ fn adam(draft: &mut Draft, params: &mut RemainingKeys<'_>, decoupled: bool) -> f
     rate
 }
 
-fn betas(draft: &mut Draft, params: &mut RemainingKeys<'_>) {
+fn convert_betas(draft: &mut Draft, params: &mut RemainingKeys<'_>) {
     const FROM: &str = "optimizer.params.betas";
     let auto = params.is_auto("betas");
     let item = params.take("betas");
@@ -92,7 +92,7 @@ fn betas(draft: &mut Draft, params: &mut RemainingKeys<'_>) {
     draft.set_imported(FROM, "train.optimizer.betas", given);
 }
 
-fn sgd(draft: &mut Draft, params: &mut RemainingKeys<'_>) -> f64 {
+fn convert_sgd(draft: &mut Draft, params: &mut RemainingKeys<'_>) -> f64 {
     draft.set_imported("optimizer.type", "train.optimizer.name", "sgd");
     let rate = value(draft, params, "lr", "train.optimizer.lr", RATE);
     value(draft, params, "momentum", "train.optimizer.momentum", 0.0);
@@ -156,7 +156,7 @@ pub(super) fn scheduler(draft: &mut Draft, keys: &mut RemainingKeys<'_>, rate: O
 fn warmup(draft: &mut Draft, params: &mut RemainingKeys<'_>, shape: &str, rate: f64) {
     draft.set_imported("scheduler.type", "train.schedule.name", shape);
     let auto = params.is_auto("warmup_num_steps");
-    let steps = whole(draft, params, "warmup_num_steps").unwrap_or(1000);
+    let steps = take_integer(draft, params, "warmup_num_steps").unwrap_or(1000);
     if !auto {
         draft.set_imported(
             &params.path("warmup_num_steps"),
@@ -164,7 +164,7 @@ fn warmup(draft: &mut Draft, params: &mut RemainingKeys<'_>, shape: &str, rate: 
             steps.to_string(),
         );
     }
-    match whole(draft, params, "total_num_steps") {
+    match take_integer(draft, params, "total_num_steps") {
         Some(total) => draft.set_imported(&params.path("total_num_steps"), "train.steps", total.to_string()),
         None => draft.note("train.steps", "the configuration has no number of steps", "set `train.steps`"),
     }
@@ -174,25 +174,25 @@ fn warmup(draft: &mut Draft, params: &mut RemainingKeys<'_>, shape: &str, rate: 
         _ => draft.not_carried("scheduler.params.warmup_type", "the warm-up is linear, not logarithmic", ""),
     }
     if shape == "cosine" {
-        let end = ratio(draft, params, "cos_min_ratio", 1e-4);
+        let end = take_ratio(draft, params, "cos_min_ratio", 1e-4);
         draft.set_imported(
             &params.path("cos_min_ratio"),
             "train.schedule.min_lr",
             format!("{:?}", rounded(end * rate)),
         );
-        if ratio(draft, params, "warmup_min_ratio", 0.0) > 0.0 {
+        if take_ratio(draft, params, "warmup_min_ratio", 0.0) > 0.0 {
             draft.not_carried("scheduler.params.warmup_min_ratio", "the warm-up begins at 0", "");
         }
         return;
     }
     // These two schedulers override the learning rate of the optimizer.
     let default = if params.is_auto("warmup_max_lr") { rate } else { RATE };
-    let highest = ratio(draft, params, "warmup_max_lr", default);
+    let highest = take_ratio(draft, params, "warmup_max_lr", default);
     draft.set_imported(&params.path("warmup_max_lr"), "train.optimizer.lr", format!("{highest:?}"));
     if shape == "linear" {
         draft.set_imported("scheduler.type", "train.schedule.min_lr", "0.0");
     }
-    if ratio(draft, params, "warmup_min_lr", 0.0) > 0.0 {
+    if take_ratio(draft, params, "warmup_min_lr", 0.0) > 0.0 {
         draft.not_carried("scheduler.params.warmup_min_lr", "the warm-up begins at 0", "");
     }
 }
@@ -202,7 +202,7 @@ fn rounded(x: f64) -> f64 {
     format!("{x:.11e}").parse().unwrap_or(x)
 }
 
-fn whole(draft: &mut Draft, params: &mut RemainingKeys<'_>, name: &str) -> Option<i128> {
+fn take_integer(draft: &mut Draft, params: &mut RemainingKeys<'_>, name: &str) -> Option<i128> {
     if params.is_auto(name) {
         params.take(name);
         draft.not_carried(&params.path(name), AUTO, "see `train.schedule` in docs/job.md");
@@ -211,7 +211,7 @@ fn whole(draft: &mut Draft, params: &mut RemainingKeys<'_>, name: &str) -> Optio
     params.integer(name, 0)
 }
 
-fn ratio(draft: &mut Draft, params: &mut RemainingKeys<'_>, name: &str, default: f64) -> f64 {
+fn take_ratio(draft: &mut Draft, params: &mut RemainingKeys<'_>, name: &str, default: f64) -> f64 {
     if params.is_auto(name) {
         params.take(name);
         draft.not_carried(&params.path(name), AUTO, "");

@@ -12,7 +12,7 @@ pub(super) fn zero(draft: &mut Draft, keys: &mut RemainingKeys<'_>) {
     };
     let stage = part.integer("stage", 0).unwrap_or(0);
     draft.set_imported(&part.path("stage"), "train.zero.stage", stage.to_string());
-    gather(draft, &mut part);
+    convert_gather(draft, &mut part);
     for name in ["stage3_max_live_parameters", "max_live_parameters"] {
         if let Some(count) = part.integer_in(name, 0, u64::MAX.into()) {
             draft.set_imported(&part.path(name), "train.zero.max_live_parameters", count.to_string());
@@ -32,7 +32,7 @@ pub(super) fn zero(draft: &mut Draft, keys: &mut RemainingKeys<'_>) {
     }
 }
 
-fn gather(draft: &mut Draft, part: &mut RemainingKeys<'_>) {
+fn convert_gather(draft: &mut Draft, part: &mut RemainingKeys<'_>) {
     for name in [
         "stage3_gather_16bit_weights_on_model_save",
         "gather_16bit_weights_on_model_save",

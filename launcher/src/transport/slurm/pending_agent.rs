@@ -1,5 +1,5 @@
 //! The streams of an agent that has not connected yet, and the connection that they become.
-use super::{srun, step::Step, with_remedy};
+use super::{srun, step::Step};
 use crate::transport::RemoteConnection;
 use contract::control::ExitStatus;
 use diagnostic::{Diagnostic, codes::host};
@@ -147,7 +147,7 @@ impl RemoteConnection for SlurmConnection {
         let diagnostic = Diagnostic::error(known_code.unwrap_or(default_code), message)
             .with_subject(name)
             .with_field("output", output);
-        Some(if known_code.is_some() { with_remedy(diagnostic) } else { diagnostic })
+        Some(if known_code.is_some() { diagnostic.with_remedy() } else { diagnostic })
     }
 
     fn exit_status(&self) -> Option<ExitStatus> {

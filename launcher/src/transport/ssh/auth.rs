@@ -43,15 +43,15 @@ pub(super) fn authenticate(target: &SshTarget, session: &Session) -> diagnostic:
     };
     for (key, _) in target.keys.iter().zip(&public_keys).filter(|(_, public)| !is_in_agent(public)) {
         match inspect_key_file(key) {
-            KeyFile::Missing => attempts.skip(format!("{} does not exist", key.display())),
+            KeyFile::Missing => attempts.record_skipped(format!("{} does not exist", key.display())),
             KeyFile::Unreadable(error) => {
-                attempts.skip(format!("{} cannot be read: {error}", key.display()));
+                attempts.record_skipped(format!("{} cannot be read: {error}", key.display()));
             }
-            KeyFile::Damaged => attempts.skip(format!("{} is damaged", key.display())),
-            KeyFile::NotAKey => attempts.skip(format!("{} is not a private key", key.display())),
+            KeyFile::Damaged => attempts.record_skipped(format!("{} is damaged", key.display())),
+            KeyFile::NotAKey => attempts.record_skipped(format!("{} is not a private key", key.display())),
             KeyFile::Locked => {
                 attempts.locked_key.get_or_insert_with(|| key.clone());
-                attempts.skip(format!("{} has a passphrase", key.display()));
+                attempts.record_skipped(format!("{} has a passphrase", key.display()));
             }
             KeyFile::Usable => {
                 let login = || session.userauth_pubkey_file(&target.user, None, key, None);
@@ -76,7 +76,7 @@ impl LoginAttempts {
     /// Offers a key to the server. Returns whether the login succeeded.
     fn offer(&mut self, name: String, login: impl FnOnce() -> Result<(), ssh2::Error>) -> bool {
         if self.offered >= MAX_ATTEMPTS {
-            self.skip(format!("{name} was not tried (at most {MAX_ATTEMPTS} keys are)"));
+            self.record_skipped(format!("{name} was not tried (at most {MAX_ATTEMPTS} keys are)"));
             return false;
         }
         self.offered += 1;
@@ -84,14 +84,14 @@ impl LoginAttempts {
             Ok(()) => return true,
             // LIBSSH2_ERROR_AUTHENTICATION_FAILED, LIBSSH2_ERROR_PUBLICKEY_UNVERIFIED
             Err(e) if matches!(e.code(), ErrorCode::Session(-18 | -19)) => {
-                self.skip(format!("{name} was rejected"));
+                self.record_skipped(format!("{name} was rejected"));
             }
-            Err(e) => self.skip(format!("{name}: {}", e.message())),
+            Err(e) => self.record_skipped(format!("{name}: {}", e.message())),
         }
         false
     }
 
-    fn skip(&mut self, result: String) {
+    fn record_skipped(&mut self, result: String) {
         self.results.push(result);
     }
 
@@ -147,7 +147,7 @@ fn connect_ssh_agent(
     match identities {
         Ok(identities) => Some((agent, identities)),
         Err(error) => {
-            attempts.skip(format!(
+            attempts.record_skipped(format!(
                 "the SSH agent at {} does not answer ({})",
                 socket.display(),
                 error.message()

@@ -127,7 +127,7 @@ impl SshConfigLines {
             match keyword.as_str() {
                 "host" => self.lines.push(ConfigLine::Host { patterns: values, depth }),
                 "include" if depth >= MAX_INCLUDE_DEPTH => return Err(invalid(SyntaxError::IncludeTooDeep)),
-                "include" => self.include(&values, file, home, depth)?,
+                "include" => self.include_file(&values, file, home, depth)?,
                 "match" | "canonicalizehostname" | "canonicaldomains" => {
                     let file = name.clone();
                     self.unsupported.get_or_insert(UnsupportedKeyword { keyword, file, line: index + 1 });
@@ -139,7 +139,7 @@ impl SshConfigLines {
         Ok(())
     }
 
-    fn include(
+    fn include_file(
         &mut self,
         patterns: &[String],
         from: &Path,
@@ -174,7 +174,7 @@ impl SshConfigLines {
                 }
                 ConfigLine::EndOfFile { depth } => matches.truncate((*depth as usize).max(1)),
                 ConfigLine::Set { keyword, values } if matches.iter().all(|m| *m) => {
-                    settings.set(keyword, values);
+                    settings.set_keyword(keyword, values);
                 }
                 ConfigLine::Set { .. } => {}
             }
@@ -195,12 +195,12 @@ impl HostSettings {
             if keyword == "identityfile" {
                 values = vec![values.join(" ")];
             }
-            settings.set(&keyword, &values);
+            settings.set_keyword(&keyword, &values);
         }
         settings
     }
 
-    fn set(&mut self, keyword: &str, values: &[String]) {
+    fn set_keyword(&mut self, keyword: &str, values: &[String]) {
         let Some(first) = values.first() else { return };
         let set_once = |setting: &mut Option<String>| _ = setting.get_or_insert_with(|| first.clone());
         let is_set = |value: &str| !value.eq_ignore_ascii_case("none");

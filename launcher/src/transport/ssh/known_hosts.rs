@@ -352,9 +352,9 @@ mod tests {
     #[test]
     fn base64_and_hmac_follow_the_standards() {
         // RFC 4648 10, RFC 2202 3 (cases 1 and 6)
-        for (plain, encoded) in
-            [("", ""), ("f", "Zg=="), ("fo", "Zm8="), ("foo", "Zm9v"), ("foobar", "Zm9vYmFy")]
-        {
+        let examples =
+            [("", ""), ("f", "Zg=="), ("foo", "Zm9v"), ("foobar", "Zm9vYmFy"), ("fooba", "Zm9vYmE=")];
+        for (plain, encoded) in examples {
             assert_eq!(encode_base64(plain.as_bytes()), encoded);
             assert_eq!(decode_base64(encoded).as_deref(), Some(plain.as_bytes()));
         }

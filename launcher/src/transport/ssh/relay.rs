@@ -45,9 +45,9 @@ pub(super) fn relay(
         channel,
         local,
         stderr,
-        to_host: Buffer::default(),
-        from_host: Buffer { bytes: leftover, written: 0 },
-        from_stderr: Buffer::default(),
+        to_host: RelayBuffer::default(),
+        from_host: RelayBuffer { bytes: leftover, written: 0 },
+        from_stderr: RelayBuffer::default(),
         input: InputState::Open,
         blocked: None,
         keepalive_s: super::connect::KEEPALIVE_S,
@@ -57,12 +57,12 @@ pub(super) fn relay(
 }
 
 #[derive(Default)]
-struct Buffer {
+struct RelayBuffer {
     bytes: Vec<u8>,
     written: usize,
 }
 
-impl Buffer {
+impl RelayBuffer {
     fn unwritten(&self) -> &[u8] {
         &self.bytes[self.written..]
     }
@@ -112,9 +112,9 @@ struct ChannelRelay<'a> {
     channel: Channel,
     local: &'a UnixStream,
     stderr: Option<&'a UnixStream>,
-    to_host: Buffer,
-    from_host: Buffer,
-    from_stderr: Buffer,
+    to_host: RelayBuffer,
+    from_host: RelayBuffer,
+    from_stderr: RelayBuffer,
     input: InputState,
     blocked: Option<SessionOp>,
     /// Seconds until the next keepalive message.
@@ -164,11 +164,11 @@ impl ChannelRelay<'_> {
                 match none_if_would_block(self.from_stderr.write_to(stderr)) {
                     Ok(written) => progressed |= written.is_some(),
                     // The reader of stderr has gone.
-                    Err(_) => self.from_stderr = Buffer::default(),
+                    Err(_) => self.from_stderr = RelayBuffer::default(),
                 }
             }
             // A tunnel has no stderr.
-            _ => self.from_stderr = Buffer::default(),
+            _ => self.from_stderr = RelayBuffer::default(),
         }
         Ok(progressed)
     }

@@ -88,7 +88,7 @@ impl TargetResolver {
 
     /// Resolves how this host is reached.
     pub(super) fn target(&self, host: &HostAddress) -> diagnostic::Result<SshTarget> {
-        let settings = self.settings(host)?;
+        let settings = self.host_settings(host)?;
         let mut target = self.resolve_hop(host, &settings, &self.spec)?;
         let is_set = |value: &String| !value.eq_ignore_ascii_case("none");
         if let Some(command) = settings.proxy_command.filter(is_set)
@@ -126,7 +126,7 @@ impl TargetResolver {
         // The job's user and port are those of its hosts. Jump hosts have their own, but accept the
         // key of the job.
         let spec = SshSpec { user: None, port: None, ..self.spec.clone() };
-        let resolve = |host: &HostAddress| self.resolve_hop(host, &self.settings(host)?, &spec);
+        let resolve = |host: &HostAddress| self.resolve_hop(host, &self.host_settings(host)?, &spec);
         hosts
             .iter()
             .filter(|host| host.host != target.hostname && host.host != target.name)
@@ -134,7 +134,7 @@ impl TargetResolver {
             .collect()
     }
 
-    fn settings(&self, host: &HostAddress) -> diagnostic::Result<HostSettings> {
+    fn host_settings(&self, host: &HostAddress) -> diagnostic::Result<HostSettings> {
         match &self.config.unsupported {
             None => Ok(self.config.settings(&host.host)),
             Some(keyword) => query_openssh(host, self.config_file.as_deref(), &self.spec, keyword),

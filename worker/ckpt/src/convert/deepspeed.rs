@@ -116,7 +116,7 @@ fn elements_per_rank(state: &SourceState, tensor: usize) -> u64 {
 }
 
 impl FlatGroup {
-    fn weights<'a>(&self, state: &'a SourceState) -> &'a [usize] {
+    fn group_weights<'a>(&self, state: &'a SourceState) -> &'a [usize] {
         &state.groups[self.group].weights[self.members.clone()]
     }
 }
@@ -205,7 +205,7 @@ fn zero_stage(stage: u8) -> Object {
 
 /// `{state, param_groups}` of torch's optimizer. `spans(flat, role)` are the elements that the rank
 /// stores.
-fn torch_state(
+fn optimizer_state_object(
     state: &SourceState,
     flats: &[FlatGroup],
     storages: &mut StorageBuilder,
@@ -237,18 +237,22 @@ fn torch_state(
 fn stage12_optimizer_file(state: &SourceState, flats: &[FlatGroup], rank: u32, path: String) -> FilePlan {
     let world = u64::from(state.world);
     let mut storages = StorageBuilder::default();
-    let total = |flat: &FlatGroup| flat.weights(state).iter().map(|&w| state.elements(w)).sum::<u64>();
+    let total = |flat: &FlatGroup| flat.group_weights(state).iter().map(|&w| state.elements(w)).sum::<u64>();
     // DeepSpeed's collectives need pieces that begin at an even element
     let piece = |flat: &FlatGroup| total(flat).next_multiple_of(2 * world) / world;
     let range = |flat: &FlatGroup| u64::from(rank) * piece(flat)..(u64::from(rank) + 1) * piece(flat);
     let unpadded =
         |flat: &FlatGroup| total(flat).clamp(range(flat).start, range(flat).end) - range(flat).start;
-    let base = torch_state(state, flats, &mut storages, &|flat, role| {
-        concatenated_spans(state, &role_tensors(state, flat.weights(state), role), range(flat))
+    let base = optimizer_state_object(state, flats, &mut storages, &|flat, role| {
+        concatenated_spans(state, &role_tensors(state, flat.group_weights(state), role), range(flat))
     });
     let masters = flats.iter().map(|flat| {
         let start = range(flat).start;
-        storages.flat_tensor(concatenated_spans(state, flat.weights(state), start..start + unpadded(flat)))
+        storages.flat_tensor(concatenated_spans(
+            state,
+            flat.group_weights(state),
+            start..start + unpadded(flat),
+        ))
     });
     let masters = Object::List(masters.collect());
     let per_flat = |f: &dyn Fn(&FlatGroup) -> Object| Object::List(flats.iter().map(f).collect());
@@ -262,11 +266,11 @@ fn stage12_optimizer_file(state: &SourceState, flats: &[FlatGroup], rank: u32, p
         ("group_paddings", per_flat(&|f| Object::count(piece(f) - unpadded(f)))),
         (
             "param_alignment_paddings",
-            per_flat(&|f| Object::List(f.weights(state).iter().map(|_| Object::Int(0)).collect())),
+            per_flat(&|f| Object::List(f.group_weights(state).iter().map(|_| Object::Int(0)).collect())),
         ),
         ("partition_count", per_flat(&|_| Object::count(world))),
         ("ds_version", Object::text(&state.version)),
-        ("param_slice_mappings", per_flat(&|f| fragments(state, f.weights(state), range(f)))),
+        ("param_slice_mappings", per_flat(&|f| fragments(state, f.group_weights(state), range(f)))),
     ]);
     add_clipping(state, &mut optimizer);
     finish_optimizer_file(state, storages, optimizer, path)
@@ -293,12 +297,12 @@ fn fragments(state: &SourceState, weights: &[usize], range: Range<u64>) -> Objec
 fn stage3_optimizer_file(state: &SourceState, flats: &[FlatGroup], rank: u32, path: String) -> FilePlan {
     let mut storages = StorageBuilder::default();
     let slices = |flat: &FlatGroup, role: TensorRole| -> Vec<StorageSpan> {
-        role_tensors(state, flat.weights(state), role)
+        role_tensors(state, flat.group_weights(state), role)
             .into_iter()
             .flat_map(|t| rank_slice(state, t, rank))
             .collect()
     };
-    let base = torch_state(state, flats, &mut storages, &slices);
+    let base = optimizer_state_object(state, flats, &mut storages, &slices);
     let masters = flats.iter().map(|flat| storages.flat_tensor(slices(flat, TensorRole::Weight))).collect();
     let mut optimizer = Object::dict([
         ("zero_stage", zero_stage(3)),
@@ -428,7 +432,7 @@ fn model_file(state: &SourceState, flats: &[FlatGroup], rank: u32, path: String)
             (state.name(w).to_owned(), tensor)
         })
         .collect();
-    let groups = flats.iter().map(|f| shape_dict(state, f.weights(state))).collect();
+    let groups = flats.iter().map(|f| shape_dict(state, f.group_weights(state))).collect();
     let mut pairs = vec![
         ("module".to_owned(), module),
         ("buffer_names".into(), name_list(state, &state.buffers)),

@@ -141,7 +141,7 @@ impl ConvertError {
     }
 
     /// This error as one about the checkpoint at `path`.
-    pub(super) fn at(self, path: &Path) -> CkptError {
+    pub(super) fn into_ckpt_error(self, path: &Path) -> CkptError {
         CkptError::unsupported(path, self)
     }
 }

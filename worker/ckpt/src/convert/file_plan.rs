@@ -33,12 +33,12 @@ pub(super) struct ShardPiece {
 }
 
 impl ShardPiece {
-    pub(super) fn count(&self) -> u64 {
+    pub(super) fn element_count(&self) -> u64 {
         self.elements.end - self.elements.start
     }
 
     pub(super) fn bytes(&self) -> u64 {
-        self.count() * self.dtype.size()
+        self.element_count() * self.dtype.size()
     }
 }
 

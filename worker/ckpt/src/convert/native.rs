@@ -41,7 +41,7 @@ pub(super) fn plan(state: &mut SourceState, _options: &ConvertOptions) -> Result
             let elements = boundary(rank.into())..boundary(u64::from(rank) + 1);
             ShardPiece { tensor: i, elements, dtype: shard_dtype(state, i) }
         };
-        let pieces = stored.iter().map(piece).filter(|p| p.count() > 0).collect();
+        let pieces = stored.iter().map(piece).filter(|p| p.element_count() > 0).collect();
         let path = format!("{dir}/{}", shard_name(rank, state.world));
         files.push(FilePlan { path, content: FileContent::Shard { rank, pieces } });
     }
@@ -68,11 +68,11 @@ pub(super) fn finish(
     dir: &Path,
     done: &WrittenFiles,
 ) -> Result<()> {
-    let facts = facts(state, plan);
+    let facts = run_facts(state, plan);
     write_manifest(&dir.join(step_name(state.step)), facts, done.shards.clone(), None).map(|_| ())
 }
 
-fn facts(state: &mut SourceState, plan: &OutputPlan) -> RunFacts {
+fn run_facts(state: &mut SourceState, plan: &OutputPlan) -> RunFacts {
     let program = format!("launch {}", env!("CARGO_PKG_VERSION"));
     let stage = plan.stage.unwrap_or(state.stage);
     if let Some(native) = &state.extras.native {

@@ -76,7 +76,7 @@ impl SourceState {
         let index: HashMap<(TensorRole, String), usize> =
             tensors.iter().enumerate().map(|(i, t)| ((t.role, t.name.clone()), i)).collect();
         let roles = optimizer_roles(&tensors);
-        let at_source = |error: ConvertError| error.at(source.path());
+        let at_source = |error: ConvertError| error.into_ckpt_error(source.path());
         let has_groups = extras.native.is_some() || !given.is_empty();
         let step =
             training_step(source, &roles, has_groups, options.target, &mut notices).map_err(at_source)?;
@@ -156,7 +156,7 @@ impl SourceState {
                 let (first, second) = (name(members.start), name(members.start + i));
                 let (first_updates, second_updates) = (first_updates as u64, steps[i] as u64);
                 let error = ConvertError::UpdatesDiffer { first, first_updates, second, second_updates };
-                Err(error.at(&self.path))
+                Err(error.into_ckpt_error(&self.path))
             }
         }
     }

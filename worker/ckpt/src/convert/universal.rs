@@ -52,7 +52,7 @@ pub(super) fn plan(state: &mut SourceState) -> Result<OutputPlan> {
 fn parameter_dir(state: &SourceState, weight: usize) -> Result<&str> {
     let name = state.name(weight);
     match name.len() > NAME_MAX || name.contains(['/', '\\']) || name.starts_with('.') {
-        true => Err(ConvertError::NameNotADirectory { name: name.to_owned() }.at(&state.path)),
+        true => Err(ConvertError::NameNotADirectory { name: name.to_owned() }.into_ckpt_error(&state.path)),
         false => Ok(name),
     }
 }

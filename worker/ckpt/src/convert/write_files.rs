@@ -238,7 +238,7 @@ impl FileWriters<'_> {
 
     fn write_shard(&self, path: &Path, rank: u32, pieces: &[ShardPiece]) -> Result<ShardReport> {
         let info = |p: &ShardPiece| &self.tensors[p.tensor];
-        let shapes: Vec<[u64; 1]> = pieces.iter().map(|p| [p.count()]).collect();
+        let shapes: Vec<[u64; 1]> = pieces.iter().map(|p| [p.element_count()]).collect();
         let planned: Vec<PlannedTensor<'_>> = pieces
             .iter()
             .zip(&shapes)
@@ -270,7 +270,7 @@ impl FileWriters<'_> {
         let (mut offset, mut reports) = (header.len() as u64, Vec::with_capacity(pieces.len()));
         for p in pieces {
             let (name, role, start, count) =
-                (info(p).name.clone(), info(p).role, p.elements.start, p.count());
+                (info(p).name.clone(), info(p).role, p.elements.start, p.element_count());
             reports.push(PieceReport { name, role, dtype: p.dtype, start, count, offset });
             offset += p.bytes();
         }
@@ -291,7 +291,7 @@ impl FileWriters<'_> {
             let mut buffer = self.take_window();
             for step in steps {
                 let loaded = self.read_step(step, std::mem::take(&mut buffer))?;
-                self.deliver(step, &mut sink, &loaded)?;
+                self.deliver_bytes(step, &mut sink, &loaded)?;
                 if let StepData::Values(values) = loaded {
                     buffer = values;
                 }
@@ -327,7 +327,7 @@ impl FileWriters<'_> {
                 }
                 let loaded =
                     inbox.recv().map_err(|_| CkptError::internal("the reading thread ended early"))??;
-                self.deliver(step, &mut sink, &loaded)?;
+                self.deliver_bytes(step, &mut sink, &loaded)?;
                 if let StepData::Values(values) = loaded {
                     let _ = outbox.send(values);
                 }
@@ -350,7 +350,7 @@ impl FileWriters<'_> {
         self.window_pool().push(window);
     }
 
-    fn deliver(
+    fn deliver_bytes(
         &self,
         step: &WriteStep<'_>,
         sink: &mut impl FnMut(&WriteStep<'_>, &StepData) -> Result<()>,

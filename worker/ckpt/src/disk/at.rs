@@ -1,5 +1,7 @@
-//! [`ReadAt`]: reads at any offset of a file. Bytes in the page cache are read from it; other bytes are read
-//! with direct I/O, so that a checkpoint that is read once does not evict other pages.
+//! [`ReadAt`]: reads at any offset of a file.
+//!
+//! Bytes in the page cache are read from it. Other bytes are read with direct I/O, so that a
+//! checkpoint that is read once does not evict other pages.
 use super::{ALIGN, Buffers, Directory};
 use crate::error::Result;
 use nix::fcntl::OFlag;
@@ -23,7 +25,8 @@ pub(crate) struct Scratch {
 
 impl Default for Scratch {
     fn default() -> Scratch {
-        // pieces end at aligned offsets, so with the alignment at their start they are not longer than this
+        // pieces end at aligned offsets, so with the alignment at their start they are not longer
+        // than this
         Scratch { buffers: Buffers::with_size(DIRECT) }
     }
 }
@@ -110,7 +113,8 @@ impl<'a> ReadAt<'a> {
         Ok(())
     }
 
-    /// Reads at most [`DIRECT`] bytes with direct I/O. False when they must be read through the page cache.
+    /// Reads at most [`DIRECT`] bytes with direct I/O. False when they must be read through the
+    /// page cache.
     fn read_direct(&mut self, bytes: Range<u64>, sink: &mut impl FnMut(&[u8])) -> io::Result<bool> {
         if bytes.end - bytes.start < DIRECT_MIN || matches!(self.direct, Direct::Unsupported) {
             return Ok(false);
@@ -179,7 +183,8 @@ const SYS_CACHESTAT: libc::c_long = 451;
 fn mostly_cached(file: &File, bytes: &Range<u64>) -> bool {
     let range = CachestatRange { offset: bytes.start, length: bytes.end - bytes.start };
     let mut found = Cachestat::default();
-    // SAFETY: both structs have the kernel's layout and outlive the call, which writes only to the second
+    // SAFETY: both structs have the kernel's layout and outlive the call, which writes only to the
+    // second
     let result =
         unsafe { libc::syscall(SYS_CACHESTAT, file.as_raw_fd(), &raw const range, &raw mut found, 0) };
     result != 0 || found.cached.saturating_mul(2 * ALIGN as u64) >= range.length

@@ -1,8 +1,8 @@
 //! Reusable buffers in huge pages.
 //!
-//! A disk request is a list of contiguous ranges of physical memory. 2 MiB in small pages are 512 ranges;
-//! in a huge page they are one. On the disk of docs/benchmarks/checkpoints.md this increased the
-//! throughput from 1 to 3 GB/s.
+//! A disk request is a list of contiguous ranges of physical memory. 2 MiB in small pages are 512
+//! ranges; in a huge page they are one. On the disk of docs/benchmarks/checkpoints.md this
+//! increased the throughput from 1 to 3 GB/s.
 use super::WINDOW;
 use memmap2::{Advice, MmapMut};
 use std::io;

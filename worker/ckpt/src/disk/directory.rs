@@ -1,5 +1,5 @@
-//! Directories: create, lock, sync and remove them, and open files in them without following symbolic
-//! links.
+//! Directories: create, lock, sync and remove them, and open files in them without following
+//! symbolic links.
 use crate::diagnosis::Diagnosis;
 use crate::error::{CkptError, DamageReason, MissingPart, Result};
 use crate::fault;
@@ -139,7 +139,7 @@ impl Directory {
 
     /// Size of a regular file; `None` when the entry does not exist.
     pub(crate) fn size_of(&self, name: &str) -> Result<Option<u64>> {
-        match self.stat(name)? {
+        match self.stat_file(name)? {
             None => Ok(None),
             Some(st) => {
                 self.require_regular(name, st.st_mode)?;
@@ -150,16 +150,16 @@ impl Directory {
 
     /// True when the entry is a directory and not a symbolic link.
     pub(crate) fn has_directory(&self, name: &str) -> Result<bool> {
-        let mode = self.stat(name)?.map_or(0, |st| st.st_mode);
+        let mode = self.stat_file(name)?.map_or(0, |st| st.st_mode);
         Ok(SFlag::from_bits_truncate(mode) & SFlag::S_IFMT == SFlag::S_IFDIR)
     }
 
     /// True when the entry exists, even as a symbolic link.
     pub(crate) fn has(&self, name: &str) -> Result<bool> {
-        Ok(self.stat(name)?.is_some())
+        Ok(self.stat_file(name)?.is_some())
     }
 
-    fn stat(&self, name: &str) -> Result<Option<FileStat>> {
+    fn stat_file(&self, name: &str) -> Result<Option<FileStat>> {
         let found = match self.open_parent(name)? {
             Some((inner, last)) => {
                 let fd = inner.as_ref().map_or(self.fd.as_fd(), AsFd::as_fd);
@@ -173,9 +173,9 @@ impl Directory {
         }
     }
 
-    /// Opens the subdirectory that contains the last component of a relative name; returns it (`None` for
-    /// this directory) with the last component. Rejects symbolic links and names that point outside.
-    /// `None` when a subdirectory does not exist.
+    /// Opens the subdirectory that contains the last component of a relative name; returns it
+    /// (`None` for this directory) with the last component. Rejects symbolic links and names that
+    /// point outside. `None` when a subdirectory does not exist.
     fn open_parent<'n>(&self, name: &'n str) -> Result<Option<(Option<OwnedFd>, &'n str)>> {
         let outside = || CkptError::damaged(&self.path, name, DamageReason::OutsideDirectory);
         if name.starts_with('/') || name.split('/').any(|part| matches!(part, "" | "." | "..")) {

@@ -1,5 +1,5 @@
-//! Files and directories: large aligned reads and writes with direct I/O. Every step of a save is between
-//! fault points.
+//! Files and directories: large aligned reads and writes with direct I/O. Every step of a save is
+//! between fault points.
 mod at;
 mod buffer;
 mod directory;

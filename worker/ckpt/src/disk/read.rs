@@ -1,4 +1,5 @@
-//! Reads blocks of files. A thread reads ahead while the caller verifies and uses the previous blocks.
+//! Reads blocks of files. A thread reads ahead while the caller verifies and uses the previous
+//! blocks.
 use super::{ALIGN, BLOCK, Buffer, Buffers, Directory, WINDOW};
 use crate::error::{CkptError, DamageReason, Result};
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
@@ -40,9 +41,10 @@ impl BlockFile {
         self.size
     }
 
-    /// Reads `bytes`, which begin at a block, to the start of `window`. A file that ends early is damaged.
+    /// Reads `bytes`, which begin at a block, to the start of `window`. A file that ends early is
+    /// damaged.
     fn read(&mut self, bytes: Range<u64>, window: &mut [u8]) -> Result<()> {
-        match self.fill(bytes, window) {
+        match self.fill_window(bytes, window) {
             Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => {
                 Err(CkptError::damaged(&self.directory, &self.name, DamageReason::Truncated))
             }
@@ -50,7 +52,7 @@ impl BlockFile {
         }
     }
 
-    fn fill(&mut self, bytes: Range<u64>, window: &mut [u8]) -> io::Result<()> {
+    fn fill_window(&mut self, bytes: Range<u64>, window: &mut [u8]) -> io::Result<()> {
         let len = (bytes.end - bytes.start) as usize;
         let mut done = 0;
         while done < len {
@@ -100,8 +102,8 @@ impl ReadJob {
 /// The result of reading one window: the bytes of its blocks, or the error.
 pub(crate) type Window<'a> = (ReadJob, std::result::Result<&'a [u8], &'a CkptError>);
 
-/// Reads all jobs in order and passes each window to `sink`; stops at the first error of `sink`. `open` is
-/// called once for consecutive jobs of the same file.
+/// Reads all jobs in order and passes each window to `sink`; stops at the first error of `sink`.
+/// `open` is called once for consecutive jobs of the same file.
 pub(crate) fn stream(
     buffers: &Buffers,
     jobs: &[ReadJob],

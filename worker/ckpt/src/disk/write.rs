@@ -22,8 +22,8 @@ pub(crate) enum IoMode {
 
 /// Windows per file: one is filled, one waits, one is written.
 const WINDOWS: usize = 3;
-/// Bytes per window when many files are written at once: little slower than [`WINDOW`] with a quarter of
-/// the memory.
+/// Bytes per window when many files are written at once: little slower than [`WINDOW`] with a
+/// quarter of the memory.
 pub(crate) const SMALL_WINDOW: usize = 2 << 20;
 
 /// The file, to which windows are appended.
@@ -216,13 +216,14 @@ impl FileWriter {
         }
     }
 
-    /// Writes the remaining bytes and makes the file durable. Returns its size and the requested hashes.
+    /// Writes the remaining bytes and makes the file durable. Returns its size and the requested
+    /// hashes.
     pub(crate) fn finish(self) -> Result<(u64, Vec<Hash>)> {
         self.finish_with(true)
     }
 
-    /// Writes the remaining bytes and returns the size. [`super::sync_all_of`] makes many files durable at
-    /// once.
+    /// Writes the remaining bytes and returns the size. [`super::sync_all_of`] makes many files
+    /// durable at once.
     pub(crate) fn finish_unsynced(self) -> Result<u64> {
         Ok(self.finish_with(false)?.0)
     }

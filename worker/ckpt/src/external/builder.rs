@@ -81,14 +81,14 @@ impl CheckpointBuilder {
         CkptError::missing(self.directory.path(), part)
     }
 
-    pub(crate) fn notice(&mut self, line: impl Into<String>) {
+    pub(crate) fn add_notice(&mut self, line: impl Into<String>) {
         self.facts.notices.push(line.into());
     }
 
     /// Records why the optimizer state is ignored.
     pub(crate) fn skip_optimizer(&mut self, notice: String) {
         self.facts.ignored_optimizer.get_or_insert_with(|| notice.clone());
-        self.notice(notice);
+        self.add_notice(notice);
     }
 
     /// Names and shapes of the weights.

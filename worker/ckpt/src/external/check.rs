@@ -1,7 +1,8 @@
 //! Verifies the CRC-32 of every byte of an external checkpoint with several threads.
 //!
-//! Threads take pieces of files from a queue, so that one large file is verified as fast as many small
-//! ones. There is one thread more than cores, so that the disk does not wait for the computation.
+//! Threads take pieces of files from a queue, so that one large file is verified as fast as many
+//! small ones. There is one thread more than cores, so that the disk does not wait for the
+//! computation.
 use super::crc_combine::combine;
 use super::store::{CrcSpan, Store, StoredFile, TensorPart};
 use crate::disk::ReadAt;
@@ -56,8 +57,8 @@ impl Store {
         Ok((bytes, spans.len() as u64, damaged))
     }
 
-    /// Verifies every span of which bytes were read without verification; with `every_span`, every span. Reads the
-    /// remaining bytes of these spans.
+    /// Verifies every span of which bytes were read without verification; with `every_span`, every
+    /// span. Reads the remaining bytes of these spans.
     pub(crate) fn verify_reads(
         &self,
         every_span: bool,

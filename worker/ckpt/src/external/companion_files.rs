@@ -1,4 +1,5 @@
-//! Reads the files next to weights and optimizer: scheduler, loss scaler, trainer state, random states.
+//! Reads the files next to weights and optimizer: scheduler, loss scaler, trainer state, random
+//! states.
 use super::builder::GLOBALS;
 use super::{ExternalFacts, StatePart};
 use crate::disk::Directory;

@@ -7,10 +7,10 @@ use std::sync::{Mutex, PoisonError};
 
 /// CRC-32s of pieces of one span. Adjacent pieces are merged.
 #[derive(Default)]
-pub(super) struct PartialCrcs(Mutex<BTreeMap<u64, Piece>>);
+pub(super) struct PartialCrcs(Mutex<BTreeMap<u64, CrcPiece>>);
 
 #[derive(Clone, Copy)]
-struct Piece {
+struct CrcPiece {
     end: u64,
     crc: u32,
 }
@@ -23,7 +23,7 @@ pub(super) fn combine(first: u32, second: u32, second_bytes: u64) -> u32 {
 }
 
 impl PartialCrcs {
-    fn pieces(&self) -> std::sync::MutexGuard<'_, BTreeMap<u64, Piece>> {
+    fn pieces(&self) -> std::sync::MutexGuard<'_, BTreeMap<u64, CrcPiece>> {
         // each update is a single insertion or removal, so a poisoned map is consistent
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -39,13 +39,13 @@ impl PartialCrcs {
         if before.is_some_and(|(_, p)| p.end > bytes.start) || after.is_some_and(|(at, _)| at < bytes.end) {
             return;
         }
-        let (mut start, mut piece) = (bytes.start, Piece { end: bytes.end, crc });
+        let (mut start, mut piece) = (bytes.start, CrcPiece { end: bytes.end, crc });
         if let Some((at, p)) = before.filter(|(_, p)| p.end == bytes.start) {
             piece.crc = combine(p.crc, crc, bytes.end - bytes.start);
             start = at;
         }
         if let Some((at, p)) = after.filter(|(at, _)| *at == bytes.end) {
-            piece = Piece { end: p.end, crc: combine(piece.crc, p.crc, p.end - at) };
+            piece = CrcPiece { end: p.end, crc: combine(piece.crc, p.crc, p.end - at) };
             pieces.remove(&at);
         }
         pieces.insert(start, piece);

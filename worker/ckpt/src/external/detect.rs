@@ -15,14 +15,14 @@ const OPTIMIZERS: [&str; 2] = ["optimizer.pt", "optimizer.bin"];
 /// Limit on the checkpoints that are tried in a directory.
 const ATTEMPTS: usize = 16;
 
-/// Opens the checkpoint of another program at `path`: the directory itself, or the newest of several in
-/// it. `None` when there is none.
+/// Opens the checkpoint of another program at `path`: the directory itself, or the newest of
+/// several in it. `None` when there is none.
 pub(crate) fn open(path: &Path) -> Result<Option<ExternalCheckpoint>> {
     open_trained(path, None)
 }
 
-/// Like [`open`], for a reader that trains the given weights. If the optimizer states are numbered and
-/// some weights were frozen, the states are assigned to these weights when they match.
+/// Like [`open`], for a reader that trains the given weights. If the optimizer states are numbered
+/// and some weights were frozen, the states are assigned to these weights when they match.
 pub(crate) fn open_trained(path: &Path, trained: Option<&Trained>) -> Result<Option<ExternalCheckpoint>> {
     if path.is_file() {
         return open_weights_file(path).map(Some);
@@ -126,7 +126,7 @@ fn add_torch_files(builder: &mut CheckpointBuilder) -> Result<bool> {
         optimizer::add(builder, first)?;
     }
     if states.len() > 1 || (fsdp_optimizer && !states.is_empty()) || directory.has("optimizer_1.bin")? {
-        builder.notice("there are several optimizers; using the first".to_owned());
+        builder.add_notice("there are several optimizers; using the first".to_owned());
     }
     check_states(builder)?;
     let (trainer, accelerate) =
@@ -166,7 +166,7 @@ fn add_distributed(builder: &mut CheckpointBuilder) -> Result<()> {
         _ => None,
     };
     if let Some(part) = part {
-        builder.notice(format!(
+        builder.add_notice(format!(
             "this directory has only the {part}; give its parent for the whole training state"
         ));
     }
@@ -220,7 +220,8 @@ fn numbered_directories(directory: &Directory) -> Result<Vec<String>> {
     Ok(found.into_iter().map(|(_, name)| name).collect())
 }
 
-/// The step of `checkpoint-20`, `checkpoint_20`, `step-20`, `step_20`, `epoch_3` or `global_step20_universal`.
+/// The step of `checkpoint-20`, `checkpoint_20`, `step-20`, `step_20`, `epoch_3` or
+/// `global_step20_universal`.
 fn step_of(name: &str) -> Option<u64> {
     let universal = || name.strip_suffix("_universal").and_then(|n| n.strip_prefix("global_step"));
     let prefixes = ["checkpoint-", "checkpoint_", "step-", "step_", "epoch_"];

@@ -71,8 +71,8 @@ impl fmt::Debug for ExternalCheckpoint {
 }
 
 impl ExternalCheckpoint {
-    /// Checks that the entries are complete; `root` is the directory that may have `config.json` and a
-    /// tokenizer.
+    /// Checks that the entries are complete; `root` is the directory that may have `config.json`
+    /// and a tokenizer.
     pub(crate) fn new(
         path: &Path,
         root: &Path,
@@ -160,7 +160,8 @@ impl ExternalCheckpoint {
         entries.map(|e| format!("{}/{}", e.info.role, e.info.name)).collect()
     }
 
-    /// Verifies every byte of every file, including files without tensors; returns the report and warnings.
+    /// Verifies every byte of every file, including files without tensors; returns the report and
+    /// warnings.
     pub(crate) fn verify(&self) -> Result<(CheckpointReport, Vec<String>)> {
         let (mut bytes, mut blocks, mut problems) =
             self.store.verify_all(|inside| self.tensors_with(inside))?;
@@ -213,14 +214,18 @@ impl ExternalCheckpoint {
         Ok(scans)
     }
 
-    fn entry(&self, name: &str, role: TensorRole) -> Result<&ExternalTensor> {
+    fn find_tensor(&self, name: &str, role: TensorRole) -> Result<&ExternalTensor> {
         self.index.get(&(role, name.to_owned())).map(|&i| &self.entries[i]).ok_or_else(|| {
             CkptError::NoSuchTensor { path: self.path.clone(), tensor: format!("{role}/{name}") }
         })
     }
 
-    fn resolve<'a>(&'a self, request: &'a mut ReadRequest<'_>, wanted: &mut Vec<PartRead<'a>>) -> Result<()> {
-        let entry = self.entry(request.name, request.role)?;
+    fn resolve_request<'a>(
+        &'a self,
+        request: &'a mut ReadRequest<'_>,
+        parts: &mut Vec<PartRead<'a>>,
+    ) -> Result<()> {
+        let entry = self.find_tensor(request.name, request.role)?;
         let start = request.start_element;
         let range = start..start.saturating_add(request.out.len() as u64);
         if range.end > entry.info.elements() {
@@ -240,7 +245,7 @@ impl ExternalCheckpoint {
         for (i, range) in partition::cover(&entry.parts, TensorPart::elements, range) {
             let (out, tail) = std::mem::take(&mut rest).split_at_mut((range.end - range.start) as usize);
             rest = tail;
-            wanted.push(PartRead { part: &entry.parts[i], dtype: entry.info.dtype, range, out });
+            parts.push(PartRead { part: &entry.parts[i], dtype: entry.info.dtype, range, out });
         }
         Ok(())
     }
@@ -258,7 +263,7 @@ impl TensorSource for ExternalCheckpoint {
     fn read_many(&self, requests: &mut [ReadRequest<'_>]) -> Result<()> {
         let mut wanted = Vec::new();
         for request in requests {
-            self.resolve(request, &mut wanted)?;
+            self.resolve_request(request, &mut wanted)?;
         }
         self.store.read(wanted, |inside| self.tensors_with(inside))
     }
@@ -266,7 +271,7 @@ impl TensorSource for ExternalCheckpoint {
     fn read_unchecked(&self, requests: &mut [ReadRequest<'_>]) -> Result<()> {
         let mut wanted = Vec::new();
         for request in requests {
-            self.resolve(request, &mut wanted)?;
+            self.resolve_request(request, &mut wanted)?;
         }
         self.store.read_unchecked(wanted, |inside| self.tensors_with(inside))
     }
@@ -276,7 +281,7 @@ impl TensorSource for ExternalCheckpoint {
     }
 
     fn read_raw(&self, name: &str, role: TensorRole, start_element: u64, out: &mut [u8]) -> Result<()> {
-        let entry = self.entry(name, role)?;
+        let entry = self.find_tensor(name, role)?;
         let size = entry.info.dtype.size();
         let end = start_element.saturating_add(out.len() as u64 / size);
         let mut rest = out;

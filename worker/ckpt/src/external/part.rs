@@ -46,8 +46,8 @@ impl TensorPart {
         }
     }
 
-    /// Makes elements `taken` of the tensor, which are in this part, the elements `start..` of another
-    /// tensor.
+    /// Makes elements `taken` of the tensor, which are in this part, the elements `start..` of
+    /// another tensor.
     pub(super) fn slice(&self, taken: Range<u64>, start: u64) -> TensorPart {
         let before = taken.start - self.start;
         let mut part = TensorPart { start, count: taken.end - taken.start, ..self.clone() };
@@ -68,8 +68,8 @@ impl TensorPart {
         (self.file, self.span) == (file, span)
     }
 
-    /// Calls `run(first element in the span, number of elements)` for each run of consecutive elements in
-    /// elements `range` of the tensor.
+    /// Calls `run(first element in the span, number of elements)` for each run of consecutive
+    /// elements in elements `range` of the tensor.
     pub(super) fn runs(&self, range: Range<u64>, mut run: impl FnMut(u64, u64) -> Result<()>) -> Result<()> {
         let (first, count) = (range.start - self.start, range.end - range.start);
         let Some(strided) = &self.strided else { return run(self.offset + first, count) };

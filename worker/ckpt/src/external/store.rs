@@ -143,8 +143,8 @@ impl StoredFile {
 }
 
 impl Store {
-    /// Reads all requested parts and verifies them first. `tensors_with(predicate)` names the tensors with a
-    /// matching part, for errors.
+    /// Reads all requested parts and verifies them first. `tensors_with(predicate)` names the
+    /// tensors with a matching part, for errors.
     pub(crate) fn read(
         &self,
         wanted: Vec<PartRead<'_>>,
@@ -153,7 +153,8 @@ impl Store {
         self.read_wanted(wanted, true, tensors_with)
     }
 
-    /// Reads all requested parts without verifying them; [`Store::verify_reads`] verifies them afterwards.
+    /// Reads all requested parts without verifying them; [`Store::verify_reads`] verifies them
+    /// afterwards.
     pub(crate) fn read_unchecked(
         &self,
         wanted: Vec<PartRead<'_>>,

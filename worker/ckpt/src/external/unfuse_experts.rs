@@ -4,10 +4,10 @@ use crate::formats::fused_experts::{FusedExperts, Member};
 use crate::partition;
 
 impl ExternalCheckpoint {
-    /// Splits fused expert tensors, and their optimizer states, into the per-expert tensors that `weights`
-    /// (names and shapes) lists, and renames the other weights of these layers accordingly. Tensors that
-    /// are listed per expert already stay. A tensor that exists in both forms stays fused, so that a
-    /// reader of `weights` finds an unexpected tensor.
+    /// Splits fused expert tensors, and their optimizer states, into the per-expert tensors that
+    /// `weights` (names and shapes) lists, and renames the other weights of these layers
+    /// accordingly. Tensors that are listed per expert already stay. A tensor that exists in both
+    /// forms stays fused, so that a reader of `weights` finds an unexpected tensor.
     pub fn unfuse_experts(&mut self, weights: &[(String, Vec<u64>)]) {
         let weights: Vec<_> = weights.iter().map(|(name, shape)| (name.as_str(), shape.as_slice())).collect();
         let Some(fused) = FusedExperts::detect(&weights) else { return };

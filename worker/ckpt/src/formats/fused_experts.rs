@@ -1,8 +1,8 @@
 //! Maps between experts stored as one tensor per layer (fused) and one tensor per expert.
 //!
 //! Recent versions of transformers train fused experts; files of weights list them one by one.
-//! `experts.gate_up_proj` has the shape [experts, 2 × width, hidden], with the gate of each expert before
-//! its up projection. `experts.down_proj` has the shape [experts, hidden, width].
+//! `experts.gate_up_proj` has the shape [experts, 2 × width, hidden], with the gate of each expert
+//! before its up projection. `experts.down_proj` has the shape [experts, hidden, width].
 use super::param_matching::Weight;
 use crate::catalog::elements;
 use std::collections::{BTreeMap, HashMap};
@@ -35,8 +35,8 @@ pub(crate) struct FusedExperts {
 type Layer<'a> = BTreeMap<(u64, usize), Weight<'a>>;
 
 impl FusedExperts {
-    /// Fuses the experts of each layer into two tensors. `None` when no experts are listed one by one, some
-    /// are missing, or their shapes differ.
+    /// Fuses the experts of each layer into two tensors. `None` when no experts are listed one by
+    /// one, some are missing, or their shapes differ.
     pub(crate) fn detect(weights: &[Weight<'_>]) -> Option<FusedExperts> {
         let mut fused = FusedExperts::default();
         let mut layers: BTreeMap<String, Layer<'_>> = BTreeMap::new();
@@ -104,8 +104,8 @@ impl FusedExperts {
     }
 }
 
-/// Parses the name of an expert's matrix: the name of the layer's experts in the model, the number of the
-/// expert, and the index into [`MATRICES`].
+/// Parses the name of an expert's matrix: the name of the layer's experts in the model, the number
+/// of the expert, and the index into [`MATRICES`].
 fn parse_expert_matrix(name: &str) -> Option<(String, u64, usize)> {
     let (before, rest) = name.split_once(".experts.")?;
     let [number, matrix, "weight"] = rest.split('.').collect::<Vec<_>>()[..] else { return None };

@@ -1,12 +1,13 @@
-//! The order in which models of known families register their parameters. Files of weights are sorted by
-//! name, while optimizers number parameters in the order of registration.
+//! The order in which models of known families register their parameters. Files of weights are
+//! sorted by name, while optimizers number parameters in the order of registration.
 //!
-//! Tested against the models of transformers (scripts/golden/orders.py). Names may match several families:
-//! Mixtral registers the gate before the experts, Qwen3-MoE after them. Shapes then decide.
+//! Tested against the models of transformers (scripts/golden/orders.py). Names may match several
+//! families: Mixtral registers the gate before the experts, Qwen3-MoE after them. Shapes then
+//! decide.
 use std::collections::HashMap;
 
-/// The modules of each family in the order of registration; `*` is a number. A parameter has the name of
-/// a module, optionally with `.weight` or `.bias`. Modules that a model lacks are skipped.
+/// The modules of each family in the order of registration; `*` is a number. A parameter has the
+/// name of a module, optionally with `.weight` or `.bias`. Modules that a model lacks are skipped.
 const FAMILIES: &[&[&str]] = &[
     // Llama, Mistral, Qwen2, Qwen3, Gemma, Phi-3, Mixtral and similar
     &[
@@ -124,7 +125,8 @@ const FAMILIES: &[&[&str]] = &[
 pub(crate) fn registration_orders<'a>(names: &[&'a str]) -> Vec<Vec<&'a str>> {
     let mut orders: Vec<Vec<&str>> = Vec::new();
     for positions in FAMILIES.iter().map(|family| ModulePositions::new(family)) {
-        let keyed: Option<Vec<(Key, &str)>> = names.iter().map(|n| Some((positions.key(n)?, *n))).collect();
+        let keyed: Option<Vec<(Key, &str)>> =
+            names.iter().map(|n| Some((positions.sort_key(n)?, *n))).collect();
         let Some(mut keyed) = keyed else { continue };
         keyed.sort();
         let order = keyed.into_iter().map(|(_, name)| name).collect();
@@ -157,7 +159,7 @@ impl ModulePositions {
         positions
     }
 
-    fn key(&self, name: &str) -> Option<Key> {
+    fn sort_key(&self, name: &str) -> Option<Key> {
         let (module, last) = match name.rsplit_once('.') {
             Some((module, "weight")) => (module, 0),
             Some((module, "bias")) => (module, 1),
@@ -213,7 +215,8 @@ mod tests {
         assert!(registration_orders(&["model.embed_tokens.weight", "mine.weight"]).is_empty());
     }
 
-    /// The order equals that of transformers for every family; when two families match, one of two orders.
+    /// The order equals that of transformers for every family; when two families match, one of two
+    /// orders.
     #[test]
     fn orders_are_those_of_transformers() {
         let golden: serde_json::Map<String, serde_json::Value> =

@@ -1,5 +1,5 @@
-//! Reads an optimizer's `state_dict`: `{state: {parameter: {key: tensor}}, param_groups: [{…, params}]}`.
-//! Parameters are numbers (torch) or names (full FSDP states).
+//! Reads an optimizer's `state_dict`: `{state: {parameter: {key: tensor}}, param_groups: [{…,
+//! params}]}`. Parameters are numbers (torch) or names (full FSDP states).
 use super::fused_experts::{FusedExperts, Member};
 use super::param_matching::{self, MatchError};
 use super::torch_error::TorchFileError;
@@ -177,7 +177,8 @@ impl OptimizerStateDict {
         self.groups.iter().map(|(_, ids)| ids.iter().map(shape).collect()).collect()
     }
 
-    /// The names of the parameters of each group. `in_order`: the weights are in the order of the model.
+    /// The names of the parameters of each group. `in_order`: the weights are in the order of the
+    /// model.
     pub(crate) fn names(
         &self,
         weights: &[param_matching::Weight<'_>],
@@ -254,8 +255,8 @@ pub(crate) fn add(builder: &mut CheckpointBuilder, name: &str) -> Result<()> {
     }
 }
 
-/// Matches the parameters with the weights, or with those of a model that stores the experts of a layer
-/// as one tensor.
+/// Matches the parameters with the weights, or with those of a model that stores the experts of a
+/// layer as one tensor.
 fn match_names(
     optimizer: &OptimizerStateDict,
     weights: &[param_matching::Weight<'_>],
@@ -285,8 +286,9 @@ fn skip_states(
         optimizer.groups.into_iter().map(|(hyper, _)| ParamGroupInfo { hyper, names: Vec::new() }).collect();
 }
 
-/// Adds states of a part of the weights, when they match the weights that the reader trains in number,
-/// groups, order and shapes. Since the file does not identify the weights, a notice reports this.
+/// Adds states of a part of the weights, when they match the weights that the reader trains in
+/// number, groups, order and shapes. Since the file does not identify the weights, a notice reports
+/// this.
 fn add_trained(
     builder: &mut CheckpointBuilder,
     name: &str,
@@ -301,7 +303,7 @@ fn add_trained(
     let trained: Vec<param_matching::Weight<'_>> = trained.into_iter().copied().collect();
     match match_names(&optimizer, &trained) {
         Ok((names, fused)) => {
-            builder.notice(format!(
+            builder.add_notice(format!(
                 "{name} has unnamed states of {} of {} weights; they match the weights that are trained here \
                  and are assigned to them",
                 trained.len(),
@@ -352,7 +354,7 @@ fn add_states(
     }
     if !optimizer.unknown.is_empty() {
         let unknown: Vec<String> = optimizer.unknown.iter().cloned().collect();
-        builder.notice(format!("ignoring unknown optimizer states: {}", list_some(&unknown)));
+        builder.add_notice(format!("ignoring unknown optimizer states: {}", list_some(&unknown)));
     }
     for ((hyper, _), names) in optimizer.groups.iter().zip(names) {
         let names = names.iter().flat_map(|weight| fused.stored_names(weight)).collect();

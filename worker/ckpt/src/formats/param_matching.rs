@@ -156,8 +156,8 @@ fn groupings(groups: usize, sequence: Vec<Weight<'_>>) -> Result<Vec<Grouping<'_
     }
 }
 
-/// The names in the order of the groups, when the shapes match. If the order of the model is unknown,
-/// only the shapes decide.
+/// The names in the order of the groups, when the shapes match. If the order of the model is
+/// unknown, only the shapes decide.
 fn names_if_shapes_match(
     groups: &[Shapes],
     candidate: &[Vec<Weight<'_>>],

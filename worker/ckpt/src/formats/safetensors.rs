@@ -1,5 +1,5 @@
-//! Reads and writes safetensors: the header length (8 bytes, little-endian), a JSON header, then the
-//! bytes of the tensors without gaps.
+//! Reads and writes safetensors: the header length (8 bytes, little-endian), a JSON header, then
+//! the bytes of the tensors without gaps.
 use super::placeholder::{self, Placeholder};
 use crate::catalog::{InvalidTensorName, TensorRole, check_name, elements};
 use crate::dtype::Dtype;
@@ -128,7 +128,8 @@ type Result<T> = std::result::Result<T, SafetensorsError>;
 /// Reads the header of a file of `size` bytes; `read_at(offset, buffer)` fills the buffer.
 ///
 /// # Errors
-/// [`SafetensorsError`] when the header is invalid or does not describe exactly the bytes of the file.
+/// [`SafetensorsError`] when the header is invalid or does not describe exactly the bytes of the
+/// file.
 pub fn read_header(
     size: u64,
     mut read_at: impl FnMut(u64, &mut [u8]) -> std::io::Result<()>,
@@ -253,7 +254,8 @@ impl PlannedTensor<'_> {
     }
 }
 
-/// Makes the first bytes of a file with these consecutive tensors: length, JSON, padding to 8 bytes.
+/// Makes the first bytes of a file with these consecutive tensors: length, JSON, padding to 8
+/// bytes.
 pub(crate) fn header(metadata: &[(&str, String)], tensors: &[PlannedTensor<'_>]) -> Result<Vec<u8>> {
     let json = |s: &str| serde_json::Value::from(s).to_string();
     let mut text = String::from("{\"__metadata__\":{");

@@ -1,5 +1,6 @@
-//! Reads files of `torch.save`: a zip container with a pickle of the values and one member per storage,
-//! or the legacy format. Tensors are byte ranges of the file; their data are not read here.
+//! Reads files of `torch.save`: a zip container with a pickle of the values and one member per
+//! storage, or the legacy format. Tensors are byte ranges of the file; their data are not read
+//! here.
 use super::torch_error::TorchFileError;
 use super::torch_legacy;
 use super::zip::{self, Member};
@@ -84,7 +85,8 @@ const RANK_MAX: usize = 16;
 pub(crate) struct TorchFile {
     /// Size of the file, bytes.
     pub(crate) size: u64,
-    /// The directory inside of the container: the stem of the name under which the file was written.
+    /// The directory inside of the container: the stem of the name under which the file was
+    /// written.
     pub(crate) root: String,
     pub(crate) members: Vec<Member>,
     /// Index of the member of each storage, by key.
@@ -150,7 +152,7 @@ impl TorchFile {
         let mut found = if size <= SMALL {
             let mut content = vec![0u8; size as usize];
             file.read_exact_at(&mut content, bytes.start)?;
-            TorchFile::parse(size, |at, out| copy(&content, at, out), globals)
+            TorchFile::parse(size, |at, out| copy_content(&content, at, out), globals)
         } else {
             TorchFile::parse(size, |at, out| file.read_exact_at(out, bytes.start + at), globals)
         }?;
@@ -204,7 +206,8 @@ impl TorchFile {
         self.tree.root()
     }
 
-    /// The tensor that a value describes, checked against its storage; `None` when it is not a tensor.
+    /// The tensor that a value describes, checked against its storage; `None` when it is not a
+    /// tensor.
     pub(crate) fn tensor(&self, value: View<'_>) -> Result<Option<TensorView>> {
         let Some((function, args, _)) = value.object() else { return Ok(None) };
         let args = args.items();
@@ -255,9 +258,9 @@ impl TorchFile {
         Ok(TensorView { dtype, shape, strides, member, offset })
     }
 
-    /// Interprets `('storage', class, key, device, elements[, view])`, where a view is
-    /// `(key, first element, elements)`. Returns the dtype, the index of the member and the range of
-    /// its elements.
+    /// Interprets `('storage', class, key, device, elements[, view])`, where a view is `(key, first
+    /// element, elements)`. Returns the dtype, the index of the member and the range of its
+    /// elements.
     fn storage(&self, id: Items<'_>, untyped: Option<Dtype>) -> Result<(Dtype, usize, Range<u64>)> {
         let class = id.get(1).and_then(View::global).ok_or(UNKNOWN)?;
         let width = storage_dtype(class).ok_or(UNKNOWN)?;
@@ -295,7 +298,7 @@ impl TorchFile {
 /// The class of storages without a dtype; the dtype is that of the tensor.
 const UNTYPED: &str = "torch.storage.UntypedStorage";
 
-fn copy(content: &[u8], at: u64, out: &mut [u8]) -> std::io::Result<()> {
+fn copy_content(content: &[u8], at: u64, out: &mut [u8]) -> std::io::Result<()> {
     let start = usize::try_from(at).ok();
     match start.and_then(|s| content.get(s..)?.get(..out.len())) {
         Some(bytes) => {
@@ -366,7 +369,8 @@ fn contents(
 mod tests {
     use super::*;
 
-    /// A pickle of `_rebuild_tensor_v2` on float storage `0` of `stored` elements; all numbers below 256.
+    /// A pickle of `_rebuild_tensor_v2` on float storage `0` of `stored` elements; all numbers
+    /// below 256.
     fn tensor(stored: u8, offset: u8, shape: &[u8], strides: &[u8]) -> Vec<u8> {
         let mut p =
             b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n((X\x07\x00\x00\x00storagectorch\nFloatStorage\n"

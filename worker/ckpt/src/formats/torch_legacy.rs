@@ -1,5 +1,6 @@
-//! Reads the format of `torch.save` before PyTorch 1.6 (and with `_use_new_zipfile_serialization=False`):
-//! consecutive pickles, then the storages, each after its length. The format has no checksums.
+//! Reads the format of `torch.save` before PyTorch 1.6 (and with
+//! `_use_new_zipfile_serialization=False`): consecutive pickles, then the storages, each after its
+//! length. The format has no checksums.
 use super::torch_error::TorchFileError;
 use super::zip::Member;
 use crate::pickle::{self, Tree, View};
@@ -23,8 +24,8 @@ pub(super) struct Legacy {
 
 type Result<T> = std::result::Result<T, TorchFileError>;
 
-/// Reads a file of `size` bytes that begins with [`MAGIC`]. `width(class)` is the number of bytes per
-/// element of a storage class.
+/// Reads a file of `size` bytes that begins with [`MAGIC`]. `width(class)` is the number of bytes
+/// per element of a storage class.
 pub(super) fn parse(
     size: u64,
     read_at: &mut impl FnMut(u64, &mut [u8]) -> std::io::Result<()>,

@@ -1,8 +1,8 @@
-//! Writes files as `torch.save` does: a zip container of stored members, each aligned to 64 bytes, with
-//! CRC-32s in the central directory.
+//! Writes files as `torch.save` does: a zip container of stored members, each aligned to 64 bytes,
+//! with CRC-32s in the central directory.
 //!
-//! Storages are streamed to the disk. The CRC-32 and size of a member are written after its bytes, in a
-//! data descriptor, since they are not known before.
+//! Storages are streamed to the disk. The CRC-32 and size of a member are written after its bytes,
+//! in a data descriptor, since they are not known before.
 use crate::disk::{Buffers, FileWriter, IoMode};
 use crate::error::{CkptError, Result};
 use crate::pickle::{self, Object};
@@ -38,8 +38,8 @@ pub(crate) struct TorchWriter {
 }
 
 impl TorchWriter {
-    /// Creates a file of about `size` bytes and writes everything except the storages of `value`. `root` is
-    /// the directory inside of the container, conventionally the stem of the file name.
+    /// Creates a file of about `size` bytes and writes everything except the storages of `value`.
+    /// `root` is the directory inside of the container, conventionally the stem of the file name.
     pub(crate) fn create(
         path: PathBuf,
         root: &str,
@@ -49,10 +49,10 @@ impl TorchWriter {
     ) -> Result<TorchWriter> {
         let pickle = pickle::encode(value).map_err(CkptError::invalid_save)?;
         let mut writer = TorchWriter::empty(path, root, size, buffers)?;
-        writer.member("data.pkl", &pickle)?;
-        writer.member(".format_version", b"1")?;
-        writer.member(".storage_alignment", ALIGNMENT.to_string().as_bytes())?;
-        writer.member("byteorder", b"little")?;
+        writer.write_member("data.pkl", &pickle)?;
+        writer.write_member(".format_version", b"1")?;
+        writer.write_member(".storage_alignment", ALIGNMENT.to_string().as_bytes())?;
+        writer.write_member("byteorder", b"little")?;
         Ok(writer)
     }
 
@@ -63,13 +63,13 @@ impl TorchWriter {
         Ok(TorchWriter { out, root: root.into(), at: 0, members: Vec::new(), storages: 0, open: None })
     }
 
-    fn put(&mut self, bytes: &[u8]) -> Result<()> {
+    fn write_bytes(&mut self, bytes: &[u8]) -> Result<()> {
         self.out.write(bytes)?;
         self.at += bytes.len() as u64;
         Ok(())
     }
 
-    fn member(&mut self, name: &str, bytes: &[u8]) -> Result<()> {
+    fn write_member(&mut self, name: &str, bytes: &[u8]) -> Result<()> {
         self.begin(name)?;
         self.write(bytes)?;
         self.end()
@@ -101,7 +101,7 @@ impl TorchWriter {
         header.extend(b"FB");
         header.extend(filler.to_le_bytes());
         header.resize(header.len() + filler as usize, b'Z');
-        self.put(&header)?;
+        self.write_bytes(&header)?;
         self.open = Some((name, at, 0, crc32fast::Hasher::new()));
         Ok(())
     }
@@ -115,7 +115,7 @@ impl TorchWriter {
             }
             None => return Err(CkptError::internal("bytes written outside of a zip member")),
         }
-        self.put(bytes)
+        self.write_bytes(bytes)
     }
 
     /// Ends the open member.
@@ -133,19 +133,19 @@ impl TorchWriter {
             }
         }
         self.members.push(WrittenMember { name, at, size, crc });
-        self.put(&descriptor)
+        self.write_bytes(&descriptor)
     }
 
-    /// Writes the remaining members and the directory. The file is durable only after its file system has
-    /// been synced. Returns the size of the file and the [`digest`] of its members.
+    /// Writes the remaining members and the directory. The file is durable only after its file
+    /// system has been synced. Returns the size of the file and the [`digest`] of its members.
     pub(crate) fn finish(mut self) -> Result<(u64, u32)> {
-        self.member("version", b"3\n")?;
+        self.write_member("version", b"3\n")?;
         let id = self.members.iter().fold(crc32fast::Hasher::new(), |mut h, m| {
             h.update(&m.crc.to_le_bytes());
             h
         });
         let id = format!("{:020}", id.finalize());
-        self.member(".data/serialization_id", id.as_bytes())?;
+        self.write_member(".data/serialization_id", id.as_bytes())?;
         let start = self.at;
         let mut directory = Vec::new();
         for m in &self.members {
@@ -154,8 +154,8 @@ impl TorchWriter {
         let count = self.members.len() as u64;
         let end = end_records(start, directory.len() as u64, count);
         let members = digest(self.members.iter().map(|m| (m.name.as_str(), m.size, m.crc)));
-        self.put(&directory)?;
-        self.put(&end)?;
+        self.write_bytes(&directory)?;
+        self.write_bytes(&end)?;
         Ok((self.out.finish_unsynced()?, members))
     }
 }

@@ -1,5 +1,5 @@
-//! Reads weights in the Hugging Face layout: safetensors or `pytorch_model.bin`, one file or shards with
-//! an index.
+//! Reads weights in the Hugging Face layout: safetensors or `pytorch_model.bin`, one file or shards
+//! with an index.
 use super::safetensors;
 use super::torch_file::TensorView;
 use super::zip::Member;
@@ -34,7 +34,7 @@ pub(crate) fn add(builder: &mut CheckpointBuilder) -> Result<bool> {
     }
     let Some((&first, others)) = present.split_first() else { return Ok(false) };
     if !others.is_empty() {
-        builder.notice(format!("using the weights in {first}; there is also {}", others.join(" and ")));
+        builder.add_notice(format!("using the weights in {first}; there is also {}", others.join(" and ")));
     }
     match first {
         SAFETENSORS => add_safetensors(builder, first, None)?,
@@ -53,13 +53,13 @@ pub(crate) fn add_file(builder: &mut CheckpointBuilder, name: &str) -> Result<()
 }
 
 #[derive(Deserialize)]
-struct Index {
+struct WeightIndex {
     weight_map: BTreeMap<String, String>,
 }
 
 fn add_shards(builder: &mut CheckpointBuilder, index: &str) -> Result<()> {
     let text = builder.directory.read(index, INDEX_MAX)?;
-    let parsed: Index = serde_json::from_slice(&text).map_err(|e| builder.damaged(index, e))?;
+    let parsed: WeightIndex = serde_json::from_slice(&text).map_err(|e| builder.damaged(index, e))?;
     let mut files: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
     for (tensor, file) in &parsed.weight_map {
         if !is_plain_file_name(file) {
@@ -104,7 +104,7 @@ fn check_index(
     }
     let more: Vec<String> = stored.difference(expected).map(|n| (*n).to_owned()).collect();
     if !more.is_empty() {
-        builder.notice(format!("{file} has tensors that the index does not list: {}", list_some(&more)));
+        builder.add_notice(format!("{file} has tensors that the index does not list: {}", list_some(&more)));
     }
     Ok(())
 }

@@ -1,5 +1,5 @@
-//! Reads zip containers as torch writes them: stored (uncompressed) members, zip64 sizes, and CRC-32s
-//! in the central directory.
+//! Reads zip containers as torch writes them: stored (uncompressed) members, zip64 sizes, and
+//! CRC-32s in the central directory.
 use super::placeholder::{self, Placeholder};
 use crate::error::ReadFailure;
 use std::io;

@@ -51,7 +51,7 @@ impl<'a> AdapterSource<'a> {
     fn new(inner: &'a dyn TensorSource, adapter: &Value) -> Result<Self> {
         // the tokenizer is kept, since training may have extended it
         let is_kept = |t: &&TextFile| t.name != super::GENERATION;
-        let mut texts = vec![TextFile { name: ADAPTER_CONFIG.into(), text: super::pretty(adapter)? }];
+        let mut texts = vec![TextFile { name: ADAPTER_CONFIG.into(), text: super::to_pretty_json(adapter)? }];
         texts.extend(inner.texts().iter().filter(is_kept).cloned());
         Ok(AdapterSource { inner, texts })
     }

@@ -84,7 +84,7 @@ pub(super) fn write_weights(
         let mut not_finite = BTreeSet::new();
         for (i, (name, _)) in plan.files.iter().enumerate() {
             let mut writer = FileWriter::create(dir.join(name), IoMode::Direct, false)?;
-            writer.write(&plan.header(i)?)?;
+            writer.write(&plan.encode_header(i)?)?;
             for _ in 0..plan.windows(i).len() {
                 let (window, buffer) = read.next()?;
                 narrow.write(plan, &window, &buffer, &mut writer)?;

@@ -1,4 +1,5 @@
-//! [`PickleError`] and [`EncodeError`]: why a pickle is rejected, and why a value cannot be pickled.
+//! [`PickleError`] and [`EncodeError`]: why a pickle is rejected, and why a value cannot be
+//! pickled.
 use super::{BYTES_MAX, DEPTH_MAX};
 use crate::dtype::Dtype;
 use diagnostic::Code;

@@ -57,60 +57,60 @@ impl<'a> Machine<'a> {
             if op == b'.' {
                 return self.pop();
             }
-            self.step(op)?;
+            self.execute_opcode(op)?;
         }
     }
 
-    fn step(&mut self, op: u8) -> Result<()> {
+    fn execute_opcode(&mut self, op: u8) -> Result<()> {
         match op {
-            0x80 => self.protocol(),
-            0x95 => self.frame(),
-            b'(' => self.mark(),
+            0x80 => self.read_protocol(),
+            0x95 => self.read_frame(),
+            b'(' => self.push_mark(),
             b'0' => self.pop().map(|_| ()),
             b'1' => self.pop_mark().map(|_| ()),
             b'2' => self.top().and_then(|v| self.push(v)),
             b'N' => self.push(Value::None),
             0x88 => self.push(Value::Bool(true)),
             0x89 => self.push(Value::Bool(false)),
-            b'J' => self.number(4, true),
-            b'K' => self.number(1, false),
-            b'M' => self.number(2, false),
-            0x8a => self.long(1),
-            0x8b => self.long(4),
-            b'G' => self.float(),
-            b'X' => self.text(4),
-            0x8c => self.text(1),
-            0x8d => self.text(8),
-            b'T' | b'B' => self.bytes(4),
-            b'U' | b'C' => self.bytes(1),
-            0x8e | 0x96 => self.bytes(8),
-            b'}' => self.node(Node::Dict(Vec::new())),
-            b']' => self.node(Node::List(Vec::new())),
-            b')' => self.node(Node::Tuple(Vec::new())),
-            0x8f => self.node(Node::Set(Vec::new())),
+            b'J' => self.push_number(4, true),
+            b'K' => self.push_number(1, false),
+            b'M' => self.push_number(2, false),
+            0x8a => self.push_long(1),
+            0x8b => self.push_long(4),
+            b'G' => self.push_float(),
+            b'X' => self.push_text(4),
+            0x8c => self.push_text(1),
+            0x8d => self.push_text(8),
+            b'T' | b'B' => self.push_bytes(4),
+            b'U' | b'C' => self.push_bytes(1),
+            0x8e | 0x96 => self.push_bytes(8),
+            b'}' => self.push_node(Node::Dict(Vec::new())),
+            b']' => self.push_node(Node::List(Vec::new())),
+            b')' => self.push_node(Node::Tuple(Vec::new())),
+            0x8f => self.push_node(Node::Set(Vec::new())),
             b't' => self.collect_mark(Node::Tuple),
             b'l' => self.collect_mark(Node::List),
             0x91 => self.collect_mark(Node::Set),
-            b'd' => self.dict(),
-            0x85 => self.tuple(1),
-            0x86 => self.tuple(2),
-            0x87 => self.tuple(3),
-            b'a' => self.append(),
-            b'e' | 0x90 => self.appends(),
+            b'd' => self.push_dict(),
+            0x85 => self.push_tuple(1),
+            0x86 => self.push_tuple(2),
+            0x87 => self.push_tuple(3),
+            b'a' => self.append_item(),
+            b'e' | 0x90 => self.append_marked_items(),
             b's' => self.set_item(),
             b'u' => self.set_items(),
-            b'q' => self.size(1).and_then(|i| self.put(i)),
-            b'r' => self.size(4).and_then(|i| self.put(i)),
-            0x94 => self.put(self.memo.len()),
-            b'h' => self.size(1).and_then(|i| self.recall(i)),
-            b'j' => self.size(4).and_then(|i| self.recall(i)),
+            b'q' => self.size(1).and_then(|i| self.store_memo(i)),
+            b'r' => self.size(4).and_then(|i| self.store_memo(i)),
+            0x94 => self.store_memo(self.memo.len()),
+            b'h' => self.size(1).and_then(|i| self.push_memo(i)),
+            b'j' => self.size(4).and_then(|i| self.push_memo(i)),
             b'c' => self.global_from_lines(),
             0x93 => self.global_from_stack(),
-            b'R' => self.reduce(),
+            b'R' => self.call_global(),
             0x81 => self.new_object(false),
             0x92 => self.new_object(true),
             b'b' => self.build(),
-            b'Q' => self.pop().and_then(|v| self.node(Node::Persistent(v))),
+            b'Q' => self.pop().and_then(|v| self.push_node(Node::Persistent(v))),
             opcode => Err(PickleError::UnsupportedOpcode { opcode }),
         }
     }
@@ -140,7 +140,7 @@ impl<'a> Machine<'a> {
         Ok(())
     }
 
-    fn node(&mut self, node: Node) -> Result<()> {
+    fn push_node(&mut self, node: Node) -> Result<()> {
         let id = NodeIndex::try_from(self.nodes.len()).map_err(|_| PickleError::SizeOverflow)?;
         self.push(Value::Node(id))?;
         self.nodes.push(node);
@@ -174,7 +174,7 @@ impl<'a> Machine<'a> {
         }
     }
 
-    fn mark(&mut self) -> Result<()> {
+    fn push_mark(&mut self) -> Result<()> {
         if self.marks.len() >= VALUES_MAX {
             return Err(PickleError::Limit { what: "marks", limit: VALUES_MAX });
         }
@@ -188,14 +188,14 @@ impl<'a> Machine<'a> {
         Ok(self.stack.split_off(mark))
     }
 
-    fn protocol(&mut self) -> Result<()> {
+    fn read_protocol(&mut self) -> Result<()> {
         match self.take(1)?[0] {
             0..=5 => Ok(()),
             other => Err(PickleError::UnsupportedProtocol { protocol: other }),
         }
     }
 
-    fn frame(&mut self) -> Result<()> {
+    fn read_frame(&mut self) -> Result<()> {
         let (len, left) = (self.size(8)?, self.input.len() - self.at);
         match len <= left {
             true => Ok(()),
@@ -203,16 +203,16 @@ impl<'a> Machine<'a> {
         }
     }
 
-    fn number(&mut self, width: usize, signed: bool) -> Result<()> {
+    fn push_number(&mut self, width: usize, signed: bool) -> Result<()> {
         let n = self.size(width)? as i64;
         self.push(Value::Int(if signed { i64::from(n as u32 as i32) } else { n }))
     }
 
-    fn long(&mut self, width: usize) -> Result<()> {
+    fn push_long(&mut self, width: usize) -> Result<()> {
         let len = self.size(width)?;
         let digits = self.take(len)?;
         if len > 8 {
-            return self.node(Node::BigInt);
+            return self.push_node(Node::BigInt);
         }
         let negative = digits.last().is_some_and(|b| b & 0x80 != 0);
         let mut wide = if negative { [0xffu8; 8] } else { [0u8; 8] };
@@ -220,36 +220,36 @@ impl<'a> Machine<'a> {
         self.push(Value::Int(i64::from_le_bytes(wide)))
     }
 
-    fn float(&mut self) -> Result<()> {
+    fn push_float(&mut self) -> Result<()> {
         let mut wide = [0u8; 8];
         wide.copy_from_slice(self.take(8)?);
         self.push(Value::Float(f64::from_be_bytes(wide)))
     }
 
-    fn text(&mut self, width: usize) -> Result<()> {
+    fn push_text(&mut self, width: usize) -> Result<()> {
         let len = self.size(width)?;
         let text =
             std::str::from_utf8(self.take(len)?).map_err(|_| PickleError::InvalidUtf8 { at: self.at })?;
-        self.node(Node::Str(text.into()))
+        self.push_node(Node::Str(text.into()))
     }
 
-    fn bytes(&mut self, width: usize) -> Result<()> {
+    fn push_bytes(&mut self, width: usize) -> Result<()> {
         let len = self.size(width)?;
         self.take(len)?;
-        self.node(Node::Bytes)
+        self.push_node(Node::Bytes)
     }
 
     fn collect_mark(&mut self, make: impl Fn(Vec<Value>) -> Node) -> Result<()> {
         let values = self.pop_mark()?;
-        self.node(make(values))
+        self.push_node(make(values))
     }
 
-    fn dict(&mut self) -> Result<()> {
+    fn push_dict(&mut self) -> Result<()> {
         let values = self.pop_mark()?;
-        self.node(Node::Dict(pair_up(&values)?))
+        self.push_node(Node::Dict(pair_up(&values)?))
     }
 
-    fn tuple(&mut self, n: usize) -> Result<()> {
+    fn push_tuple(&mut self, n: usize) -> Result<()> {
         let start = self
             .stack
             .len()
@@ -257,15 +257,15 @@ impl<'a> Machine<'a> {
             .filter(|&s| s >= self.floor())
             .ok_or(PickleError::StackUnderflow)?;
         let values = self.stack.split_off(start);
-        self.node(Node::Tuple(values))
+        self.push_node(Node::Tuple(values))
     }
 
-    fn append(&mut self) -> Result<()> {
+    fn append_item(&mut self) -> Result<()> {
         let value = self.pop()?;
         self.add(&[value])
     }
 
-    fn appends(&mut self) -> Result<()> {
+    fn append_marked_items(&mut self) -> Result<()> {
         let values = self.pop_mark()?;
         self.add(&values)
     }
@@ -283,15 +283,15 @@ impl<'a> Machine<'a> {
     fn set_item(&mut self) -> Result<()> {
         let value = self.pop()?;
         let key = self.pop()?;
-        self.set(&[key, value])
+        self.add_items(&[key, value])
     }
 
     fn set_items(&mut self) -> Result<()> {
         let values = self.pop_mark()?;
-        self.set(&values)
+        self.add_items(&values)
     }
 
-    fn set(&mut self, values: &[Value]) -> Result<()> {
+    fn add_items(&mut self, values: &[Value]) -> Result<()> {
         match self.top_node()? {
             Node::Dict(pairs) => {
                 pairs.extend(pair_up(values)?);
@@ -301,7 +301,7 @@ impl<'a> Machine<'a> {
         }
     }
 
-    fn put(&mut self, index: usize) -> Result<()> {
+    fn store_memo(&mut self, index: usize) -> Result<()> {
         let value = self.top()?;
         let index = u32::try_from(index).map_err(|_| PickleError::SizeOverflow)?;
         self.memo.insert(index, value);
@@ -311,12 +311,12 @@ impl<'a> Machine<'a> {
         }
     }
 
-    fn recall(&mut self, index: usize) -> Result<()> {
+    fn push_memo(&mut self, index: usize) -> Result<()> {
         let known = u32::try_from(index).ok().and_then(|i| self.memo.get(&i).copied());
         self.push(known.ok_or(PickleError::UnknownMemoEntry { index })?)
     }
 
-    fn line(&mut self) -> Result<&'a str> {
+    fn read_line(&mut self) -> Result<&'a str> {
         let rest = &self.input[self.at..];
         let Some(end) = rest.iter().position(|&b| b == b'\n') else {
             return Err(PickleError::UnterminatedName { at: self.at });
@@ -326,8 +326,8 @@ impl<'a> Machine<'a> {
     }
 
     fn global_from_lines(&mut self) -> Result<()> {
-        let (module, name) = (self.line()?, self.line()?);
-        self.global(module, name)
+        let (module, name) = (self.read_line()?, self.read_line()?);
+        self.push_global(module, name)
     }
 
     fn global_from_stack(&mut self) -> Result<()> {
@@ -340,15 +340,15 @@ impl<'a> Machine<'a> {
             _ => Err(PickleError::WrongType("names a class by a value that is not text")),
         };
         let (module, name) = (text(module)?, text(name)?);
-        self.global(&module, &name)
+        self.push_global(&module, &name)
     }
 
-    fn global(&mut self, module: &str, name: &str) -> Result<()> {
+    fn push_global(&mut self, module: &str, name: &str) -> Result<()> {
         let known = |g: &&&'static str| {
             g.strip_prefix(module).and_then(|rest| rest.strip_prefix('.')).is_some_and(|rest| rest == name)
         };
         match self.globals.iter().flat_map(|list| list.iter()).find(known) {
-            Some(global) => self.node(Node::Global(global)),
+            Some(global) => self.push_node(Node::Global(global)),
             None => {
                 let shown: String =
                     format!("{module}.{name}").chars().filter(|c| !c.is_control()).take(120).collect();
@@ -370,14 +370,14 @@ impl<'a> Machine<'a> {
         }
     }
 
-    fn reduce(&mut self) -> Result<()> {
+    fn call_global(&mut self) -> Result<()> {
         let (class, args) = self.call()?;
         match class {
             "collections.OrderedDict" => {
                 let pairs = self.ordered_dict(args)?;
-                self.node(Node::Dict(pairs))
+                self.push_node(Node::Dict(pairs))
             }
-            _ => self.node(Node::Object { class, args, state: Value::None }),
+            _ => self.push_node(Node::Object { class, args, state: Value::None }),
         }
     }
 
@@ -420,8 +420,8 @@ impl<'a> Machine<'a> {
         }
         let (class, args) = self.call()?;
         match class {
-            "collections.OrderedDict" => self.node(Node::Dict(Vec::new())),
-            _ => self.node(Node::Object { class, args, state: Value::None }),
+            "collections.OrderedDict" => self.push_node(Node::Dict(Vec::new())),
+            _ => self.push_node(Node::Object { class, args, state: Value::None }),
         }
     }
 

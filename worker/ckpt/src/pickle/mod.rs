@@ -251,8 +251,8 @@ impl<'t> View<'t> {
         }
     }
 
-    /// Converts the value to JSON for display. Objects become the name of their class; values beyond
-    /// [`JSON_MAX`] become null.
+    /// Converts the value to JSON for display. Objects become the name of their class; values
+    /// beyond [`JSON_MAX`] become null.
     pub(crate) fn json(self) -> Json {
         let mut left = JSON_MAX;
         self.json_within(&mut left)

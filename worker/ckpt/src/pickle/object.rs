@@ -7,17 +7,26 @@ use std::sync::Arc;
 /// An owned Python value, as a pickle can hold it.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub enum Object {
+    /// `None`.
     #[default]
     None,
+    /// `bool`.
     Bool(bool),
+    /// `int`, if it fits into 64 bits.
     Int(i64),
+    /// `float`.
     Float(f64),
+    /// `str`.
     Str(String),
+    /// `list`.
     List(Vec<Object>),
+    /// `tuple`.
     Tuple(Vec<Object>),
+    /// `dict`: keys and values in the order of insertion.
     Dict(Vec<(Object, Object)>),
     /// `collections.OrderedDict`.
     OrderedDict(Vec<(Object, Object)>),
+    /// `set`, in the order of the pickle.
     Set(Vec<Object>),
     /// `torch.Size`.
     Size(Vec<u64>),
@@ -25,20 +34,27 @@ pub enum Object {
     Global(String),
     /// The result of calling a function or class with these arguments.
     Call {
+        /// The callable as `module.name`.
         function: String,
+        /// Positional arguments.
         args: Vec<Object>,
     },
     /// An instance made by `__new__` without arguments, with its attributes.
     Instance {
+        /// The class as `module.name`.
         class: String,
+        /// The argument of `__setstate__`, usually the dict of attributes.
         state: Box<Object>,
     },
     /// Consecutive elements of a storage of the same file.
     Tensor(StoredTensor),
     /// A small tensor with its little-endian bytes.
     Literal {
+        /// Type of the elements.
         dtype: Dtype,
+        /// Size of each dimension.
         shape: Vec<u64>,
+        /// The elements in row-major order.
         bytes: Arc<[u8]>,
     },
 }
@@ -117,8 +133,8 @@ impl Object {
         }
     }
 
-    /// Converts to JSON for display and for manifests. Objects that JSON cannot represent become the
-    /// name of their class or null.
+    /// Converts to JSON for display and for manifests. Objects that JSON cannot represent become
+    /// the name of their class or null.
     pub(crate) fn json(&self) -> Json {
         let array = |v: &[Object]| v.iter().map(Object::json).collect();
         match self {
@@ -145,9 +161,9 @@ impl Object {
 }
 
 impl View<'_> {
-    /// Copies the value into an [`Object`]; `tensor` converts a tensor. `None` when a part was dropped
-    /// on reading (bytes, integers beyond 64 bits), is not a plain value, or more than `left` values
-    /// are copied.
+    /// Copies the value into an [`Object`]; `tensor` converts a tensor. `None` when a part was
+    /// dropped on reading (bytes, integers beyond 64 bits), is not a plain value, or more than
+    /// `left` values are copied.
     pub(crate) fn to_object(
         self,
         left: &mut usize,

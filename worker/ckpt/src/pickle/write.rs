@@ -11,7 +11,7 @@ type Result<T> = std::result::Result<T, EncodeError>;
 /// Pickles a value.
 pub(crate) fn encode(value: &Object) -> Result<Vec<u8>> {
     let mut out = vec![0x80, 2];
-    put(&mut out, value)?;
+    write_object(&mut out, value)?;
     out.push(b'.');
     Ok(out)
 }
@@ -33,42 +33,42 @@ pub(crate) fn storage_class(dtype: Dtype) -> Option<&'static str> {
     })
 }
 
-fn put(out: &mut Vec<u8>, value: &Object) -> Result<()> {
+fn write_object(out: &mut Vec<u8>, value: &Object) -> Result<()> {
     match value {
         Object::None => out.push(b'N'),
         Object::Bool(b) => out.push(if *b { 0x88 } else { 0x89 }),
-        Object::Int(i) => int(out, *i),
+        Object::Int(i) => write_int(out, *i),
         Object::Float(f) => {
             out.push(b'G');
             out.extend(f.to_be_bytes());
         }
-        Object::Str(s) => text(out, s)?,
-        Object::List(items) => list(out, items)?,
-        Object::Tuple(items) => tuple(out, items)?,
+        Object::Str(s) => write_text(out, s)?,
+        Object::List(items) => write_list(out, items)?,
+        Object::Tuple(items) => write_tuple(out, items)?,
         Object::Dict(pairs) => {
             out.push(b'}');
             set_items(out, pairs)?;
         }
         Object::OrderedDict(pairs) => {
-            call(out, "collections.OrderedDict", &[])?;
+            write_call(out, "collections.OrderedDict", &[])?;
             set_items(out, pairs)?;
         }
         Object::Set(items) => {
-            global(out, "__builtin__.set")?;
-            list(out, items)?;
+            write_global(out, "__builtin__.set")?;
+            write_list(out, items)?;
             out.extend([0x85, b'R']);
         }
         Object::Size(sizes) => {
-            global(out, "torch.Size")?;
-            counts(out, sizes)?;
+            write_global(out, "torch.Size")?;
+            write_counts(out, sizes)?;
             out.extend([0x85, b'R']);
         }
-        Object::Global(name) => global(out, name)?,
-        Object::Call { function, args } => call(out, function, args)?,
+        Object::Global(name) => write_global(out, name)?,
+        Object::Call { function, args } => write_call(out, function, args)?,
         Object::Instance { class, state } => {
-            global(out, class)?;
+            write_global(out, class)?;
             out.extend(*b")\x81");
-            put(out, state)?;
+            write_object(out, state)?;
             out.push(b'b');
         }
         Object::Tensor(t) => tensor(out, t)?,
@@ -77,7 +77,7 @@ fn put(out: &mut Vec<u8>, value: &Object) -> Result<()> {
     Ok(())
 }
 
-fn int(out: &mut Vec<u8>, i: i64) {
+fn write_int(out: &mut Vec<u8>, i: i64) {
     if let Ok(b) = u8::try_from(i) {
         out.extend([b'K', b]);
     } else if let Ok(s) = u16::try_from(i) {
@@ -92,7 +92,7 @@ fn int(out: &mut Vec<u8>, i: i64) {
     }
 }
 
-fn text(out: &mut Vec<u8>, s: &str) -> Result<()> {
+fn write_text(out: &mut Vec<u8>, s: &str) -> Result<()> {
     let len = u32::try_from(s.len()).map_err(|_| EncodeError::TextTooLong)?;
     out.push(b'X');
     out.extend(len.to_le_bytes());
@@ -100,24 +100,24 @@ fn text(out: &mut Vec<u8>, s: &str) -> Result<()> {
     Ok(())
 }
 
-fn list(out: &mut Vec<u8>, items: &[Object]) -> Result<()> {
+fn write_list(out: &mut Vec<u8>, items: &[Object]) -> Result<()> {
     out.push(b']');
     for batch in items.chunks(BATCH) {
         out.push(b'(');
         for item in batch {
-            put(out, item)?;
+            write_object(out, item)?;
         }
         out.push(b'e');
     }
     Ok(())
 }
 
-fn tuple(out: &mut Vec<u8>, items: &[Object]) -> Result<()> {
+fn write_tuple(out: &mut Vec<u8>, items: &[Object]) -> Result<()> {
     if items.len() > 3 {
         out.push(b'(');
     }
     for item in items {
-        put(out, item)?;
+        write_object(out, item)?;
     }
     out.push(match items.len() {
         0 => b')',
@@ -133,15 +133,15 @@ fn set_items(out: &mut Vec<u8>, pairs: &[(Object, Object)]) -> Result<()> {
     for batch in pairs.chunks(BATCH) {
         out.push(b'(');
         for (key, value) in batch {
-            put(out, key)?;
-            put(out, value)?;
+            write_object(out, key)?;
+            write_object(out, value)?;
         }
         out.push(b'u');
     }
     Ok(())
 }
 
-fn global(out: &mut Vec<u8>, name: &str) -> Result<()> {
+fn write_global(out: &mut Vec<u8>, name: &str) -> Result<()> {
     let (module, name) = name
         .rsplit_once('.')
         .filter(|_| !name.contains(['\n', '\r']))
@@ -154,37 +154,37 @@ fn global(out: &mut Vec<u8>, name: &str) -> Result<()> {
     Ok(())
 }
 
-fn call(out: &mut Vec<u8>, function: &str, args: &[Object]) -> Result<()> {
-    global(out, function)?;
-    tuple(out, args)?;
+fn write_call(out: &mut Vec<u8>, function: &str, args: &[Object]) -> Result<()> {
+    write_global(out, function)?;
+    write_tuple(out, args)?;
     out.push(b'R');
     Ok(())
 }
 
-fn counts(out: &mut Vec<u8>, sizes: &[u64]) -> Result<()> {
-    tuple(out, &sizes.iter().map(|&n| Object::count(n)).collect::<Vec<_>>())
+fn write_counts(out: &mut Vec<u8>, sizes: &[u64]) -> Result<()> {
+    write_tuple(out, &sizes.iter().map(|&n| Object::count(n)).collect::<Vec<_>>())
 }
 
 /// Writes `_rebuild_tensor_v2(storage, 0, size, stride, False, OrderedDict())`.
 fn tensor(out: &mut Vec<u8>, t: &StoredTensor) -> Result<()> {
     let class = storage_class(t.dtype).ok_or(EncodeError::NoStorageClass(t.dtype))?;
-    global(out, "torch._utils._rebuild_tensor_v2")?;
+    write_global(out, "torch._utils._rebuild_tensor_v2")?;
     out.extend(*b"((");
-    text(out, "storage")?;
-    global(out, class)?;
-    text(out, &t.storage.to_string())?;
-    text(out, "cpu")?;
-    int(out, t.stored as i64);
+    write_text(out, "storage")?;
+    write_global(out, class)?;
+    write_text(out, &t.storage.to_string())?;
+    write_text(out, "cpu")?;
+    write_int(out, t.stored as i64);
     out.extend(*b"tQ");
-    int(out, 0);
-    counts(out, &t.shape)?;
+    write_int(out, 0);
+    write_counts(out, &t.shape)?;
     let mut strides = vec![1u64; t.shape.len()];
     for i in (1..t.shape.len()).rev() {
         strides[i - 1] = strides[i].saturating_mul(t.shape[i].max(1));
     }
-    counts(out, &strides)?;
-    put(out, &Object::Bool(false))?;
-    call(out, "collections.OrderedDict", &[])?;
+    write_counts(out, &strides)?;
+    write_object(out, &Object::Bool(false))?;
+    write_call(out, "collections.OrderedDict", &[])?;
     out.extend(*b"tR");
     Ok(())
 }

@@ -301,7 +301,8 @@ fn reason_of(error: &CkptError) -> String {
     }
 }
 
-/// The loss of a damaged file. A missing part is the subject's loss, other damage names its file itself.
+/// The loss of a damaged file. A missing part is the subject's loss, other damage names its file
+/// itself.
 fn loss_of(damage: &Damage) -> Loss {
     match &damage.reason {
         DamageReason::PartMissing(_) => Loss::new(damage.file.as_str(), vec![damage.reason.to_string()]),

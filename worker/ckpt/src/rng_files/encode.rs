@@ -16,25 +16,25 @@ pub(super) fn encode_rank_file(writer: RngFormat, stem: &str, states: &RankState
         }
     };
     if let Some(step) = states.step.filter(|_| writer == RngFormat::Accelerate) {
-        pickle.text("step");
-        pickle.int(step);
+        pickle.write_text("step");
+        pickle.write_int(step);
     }
-    pickle.text(python);
-    pickle.python(&states.python);
-    pickle.text(numpy);
-    pickle.numpy(&states.numpy, states.numpy_module);
-    pickle.text(cpu);
-    pickle.tensor(states.cpu.0.as_slice());
+    pickle.write_text(python);
+    pickle.write_python_state(&states.python);
+    pickle.write_text(numpy);
+    pickle.write_numpy_state(&states.numpy, states.numpy_module);
+    pickle.write_text(cpu);
+    pickle.write_tensor(states.cpu.0.as_slice());
     match &states.cuda {
         None => {}
         Some(CudaStates::One(device)) => {
-            pickle.text(cuda);
-            pickle.tensor(&device.0);
+            pickle.write_text(cuda);
+            pickle.write_tensor(&device.0);
         }
         Some(CudaStates::All(devices)) => {
-            pickle.text(cuda);
+            pickle.write_text(cuda);
             pickle.out.extend(b"](");
-            devices.iter().for_each(|d| pickle.tensor(&d.0));
+            devices.iter().for_each(|d| pickle.write_tensor(&d.0));
             pickle.out.push(b'e');
         }
     }
@@ -51,13 +51,13 @@ pub(super) struct PickleWriter {
 }
 
 impl PickleWriter {
-    pub(super) fn text(&mut self, text: &str) {
+    pub(super) fn write_text(&mut self, text: &str) {
         self.out.push(b'X');
         self.out.extend((text.len() as u32).to_le_bytes());
         self.out.extend(text.as_bytes());
     }
 
-    pub(super) fn int(&mut self, n: i64) {
+    pub(super) fn write_int(&mut self, n: i64) {
         match (u8::try_from(n), i32::try_from(n)) {
             (Ok(n), _) => self.out.extend([b'K', n]),
             (_, Ok(n)) => {
@@ -71,74 +71,74 @@ impl PickleWriter {
         }
     }
 
-    pub(super) fn float(&mut self, x: f64) {
+    pub(super) fn write_float(&mut self, x: f64) {
         self.out.push(b'G');
         self.out.extend(x.to_be_bytes());
     }
 
-    fn global(&mut self, module: &str, name: &str) {
+    fn write_global(&mut self, module: &str, name: &str) {
         self.out.extend(format!("c{module}\n{name}\n").as_bytes());
     }
 
-    fn python(&mut self, state: &PythonState) {
-        self.int(3);
+    fn write_python_state(&mut self, state: &PythonState) {
+        self.write_int(3);
         self.out.push(b'(');
-        state.twister.words.iter().for_each(|w| self.int(i64::from(*w)));
-        self.int(i64::from(state.twister.position));
+        state.twister.words.iter().for_each(|w| self.write_int(i64::from(*w)));
+        self.write_int(i64::from(state.twister.position));
         self.out.push(b't');
         match state.gauss_next {
-            Some(g) => self.float(g),
+            Some(g) => self.write_float(g),
             None => self.out.push(b'N'),
         }
         self.out.push(0x87);
     }
 
-    fn numpy(&mut self, state: &NumpyState, names: NumpyModule) {
+    fn write_numpy_state(&mut self, state: &NumpyState, names: NumpyModule) {
         self.out.push(b'(');
-        self.text("MT19937");
-        self.global(names.module(), "_reconstruct");
-        self.global("numpy", "ndarray");
+        self.write_text("MT19937");
+        self.write_global(names.module_name(), "_reconstruct");
+        self.write_global("numpy", "ndarray");
         self.out.extend(b"K\0\x85");
         self.latin1(b"b");
         self.out.extend(b"\x87R(K\x01M\x70\x02\x85");
-        self.global("numpy", "dtype");
-        self.text("u4");
+        self.write_global("numpy", "dtype");
+        self.write_text("u4");
         self.out.extend(b"\x89\x88\x87R(K\x03");
-        self.text("<");
+        self.write_text("<");
         self.out.extend(b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\0tb\x89");
         let bytes: Vec<u8> = state.twister.words.iter().flat_map(|w| w.to_le_bytes()).collect();
         self.latin1(&bytes);
         self.out.extend(b"tb");
-        self.int(i64::from(state.twister.position));
-        self.int(i64::from(state.has_gauss));
-        self.float(state.cached_gaussian);
+        self.write_int(i64::from(state.twister.position));
+        self.write_int(i64::from(state.has_gauss));
+        self.write_float(state.cached_gaussian);
         self.out.push(b't');
     }
 
     /// Writes bytes the way of protocol 2: Latin-1 text and a call that encodes it.
     fn latin1(&mut self, bytes: &[u8]) {
-        self.global("_codecs", "encode");
+        self.write_global("_codecs", "encode");
         let text: String = bytes.iter().map(|&b| char::from(b)).collect();
-        self.text(&text);
-        self.text("latin1");
+        self.write_text(&text);
+        self.write_text("latin1");
         self.out.extend(b"\x86R");
     }
 
     /// Writes a one-dimensional tensor of u8 with a separate storage.
-    fn tensor(&mut self, bytes: &[u8]) {
+    fn write_tensor(&mut self, bytes: &[u8]) {
         let (key, len) = (self.storages.len().to_string(), bytes.len() as i64);
         self.storages.push(bytes.to_vec());
-        self.global("torch._utils", "_rebuild_tensor_v2");
+        self.write_global("torch._utils", "_rebuild_tensor_v2");
         self.out.extend(b"((");
-        self.text("storage");
-        self.global("torch", "ByteStorage");
-        self.text(&key);
-        self.text("cpu");
-        self.int(len);
+        self.write_text("storage");
+        self.write_global("torch", "ByteStorage");
+        self.write_text(&key);
+        self.write_text("cpu");
+        self.write_int(len);
         self.out.extend(b"tQK\0");
-        self.int(len);
+        self.write_int(len);
         self.out.extend(b"\x85K\x01\x85\x89");
-        self.global("collections", "OrderedDict");
+        self.write_global("collections", "OrderedDict");
         self.out.extend(b")RtR");
     }
 }

@@ -129,7 +129,7 @@ fn read_pickle(directory: &Directory, file: &TorchFile) -> Result<Vec<u8>> {
 /// value `before`.
 fn replace_count(pickle: &[u8], key: &str, before: u64, after: i64) -> Option<Vec<u8>> {
     let mut text = PickleWriter { out: Vec::new(), storages: Vec::new() };
-    text.text(key);
+    text.write_text(key);
     let mut places = pickle.windows(text.out.len()).enumerate().filter(|(_, w)| *w == text.out);
     let (Some((at, _)), None) = (places.next(), places.next()) else { return None };
     let mut start = at + text.out.len();
@@ -150,6 +150,6 @@ fn replace_count(pickle: &[u8], key: &str, before: u64, after: i64) -> Option<Ve
         return None;
     }
     let mut number = PickleWriter { out: Vec::new(), storages: Vec::new() };
-    number.int(after);
+    number.write_int(after);
     Some([&pickle[..start], number.out.as_slice(), &pickle[start + used..]].concat())
 }

@@ -205,7 +205,7 @@ impl MersenneTwister {
         mt
     }
 
-    fn bytes(&self) -> Vec<u8> {
+    fn to_bytes(&self) -> Vec<u8> {
         self.words.iter().chain([&self.position]).flat_map(|w| w.to_le_bytes()).collect()
     }
 }
@@ -341,7 +341,7 @@ pub enum NumpyModule {
 }
 
 impl NumpyModule {
-    pub(crate) fn module(self) -> &'static str {
+    pub(crate) fn module_name(self) -> &'static str {
         match self {
             NumpyModule::Core => "numpy.core.multiarray",
             NumpyModule::PrivateCore => "numpy._core.multiarray",
@@ -383,12 +383,12 @@ impl RankStates {
         let bytes = match kind {
             StreamKind::Python => {
                 let gauss = self.python.gauss_next.map_or(Vec::new(), |g| g.to_bits().to_le_bytes().to_vec());
-                [self.python.twister.bytes(), gauss].concat()
+                [self.python.twister.to_bytes(), gauss].concat()
             }
             StreamKind::Numpy => {
                 let n = &self.numpy;
                 let cached = if n.has_gauss { n.cached_gaussian.to_bits() } else { 0 };
-                [n.twister.bytes(), vec![n.has_gauss.into()], cached.to_le_bytes().to_vec()].concat()
+                [n.twister.to_bytes(), vec![n.has_gauss.into()], cached.to_le_bytes().to_vec()].concat()
             }
             StreamKind::TorchCpu => self.cpu.0.to_vec(),
             StreamKind::TorchCuda => self.cuda.as_ref()?.devices().iter().flat_map(|d| d.0).collect(),

@@ -257,18 +257,18 @@ fn a_scheduler_that_counts_processes_is_rescaled() {
         save("scheduler.bin", &|p| {
             p.out.extend(b"}(");
             for (key, value) in [("last_epoch", last), ("_step_count", last + 1)] {
-                p.text(key);
+                p.write_text(key);
                 p.out.extend(b"q\x01");
-                p.int(value);
+                p.write_int(value);
             }
             p.out.push(b'u');
         });
     };
     save("optimizer.bin", &|p| {
         p.out.extend(b"}");
-        p.text("state");
+        p.write_text("state");
         p.out.extend(b"}K\0}");
-        p.text("step");
+        p.write_text("step");
         p.out.extend(b"K\x03sss");
     });
     scheduler(6);

@@ -1,40 +1,47 @@
-//! The functions of NCCL that are used, as nccl.h declares them since 2.18. Codes stay numbers: a newer library may return ones
-//! that no list here knows.
+//! Declarations of the NCCL functions that this crate calls, as in nccl.h since 2.18. Status codes
+//! are numbers, because a newer library may return codes that this crate does not know.
 use super::ID_BYTES;
 use std::ffi::{c_char, c_int, c_uint, c_void};
 
+/// An `ncclComm_t` or a `cudaStream_t`.
 pub(super) type Handle = *mut c_void;
 
-/// ncclSuccess, ncclInProgress
+/// The status codes `ncclSuccess` and `ncclInProgress`.
 pub(super) const SUCCESS: c_int = 0;
 pub(super) const IN_PROGRESS: c_int = 7;
 
-/// ncclUniqueId, passed by value.
+/// `ncclUniqueId`: the id of a group, passed by value.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub(super) struct UniqueId(pub(super) [u8; ID_BYTES]);
 
-/// ncclDataType_t
+/// Element types, with their numbers in `ncclDataType_t`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(i32)]
 pub enum DataType {
+    /// Bytes.
     U8 = 1,
+    /// IEEE half precision.
     F16 = 6,
+    /// IEEE single precision.
     F32 = 7,
+    /// bfloat16.
     Bf16 = 9,
 }
 
-/// ncclRedOp_t
+/// Reductions, with their numbers in `ncclRedOp_t`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(i32)]
-pub enum Sum {
-    Plain = 0,
-    /// Divided by the number of ranks.
-    Mean = 4,
+pub enum ReduceOp {
+    /// The sum.
+    Sum = 0,
+    /// The sum divided by the number of ranks.
+    Avg = 4,
 }
 
-/// ncclConfig_t as of 2.18. Later versions only append; size and version say where this one ends. Its last four bytes are padding
-/// in 2.18 and a number since 2.26, which reads them whatever the version says: they are set, too.
+/// `ncclConfig_t` of NCCL 2.18. Later versions only append fields; `size` and `version` state which
+/// fields exist. The last four bytes are padding in 2.18 and a number since 2.26, which reads them
+/// for any `version`. So they are set, too.
 #[repr(C)]
 pub(super) struct Config {
     size: usize,
@@ -50,7 +57,7 @@ pub(super) struct Config {
 }
 
 impl Config {
-    /// Everything as the library likes it, but no call waits.
+    /// The library's defaults, except that no call blocks.
     pub(super) fn non_blocking() -> Self {
         const UNDEFINED: c_int = c_int::MIN;
         Config {
@@ -68,25 +75,30 @@ impl Config {
     }
 }
 
+/// The first function that a library lacks.
+pub(super) struct MissingFunction {
+    pub(super) name: &'static str,
+}
+
 macro_rules! api {
     ($(fn $function:ident($($type:ty),* $(,)?) -> $result:ty;)*) => {
-        /// `libnccl.so.2`
+        /// The functions of an opened `libnccl.so.2`.
         #[allow(non_snake_case)]
         pub(super) struct Api {
             $(pub(super) $function: unsafe extern "C" fn($($type),*) -> $result,)*
-            /// Open as long as its functions can be called.
+            /// Keeps the library open while its functions can be called.
             _library: libloading::Library,
         }
 
         impl Api {
-            /// Every function, or the name of the first that this library lacks.
-            pub(super) fn of(library: libloading::Library) -> Result<Self, &'static str> {
+            /// Finds every function. Fails with the name of the first one that the library lacks.
+            pub(super) fn load(library: libloading::Library) -> Result<Self, MissingFunction> {
                 Ok(Api {
                     $($function: {
                         let name = concat!(stringify!($function), "\0").as_bytes();
-                        // SAFETY: the header declares the function so.
+                        // SAFETY: nccl.h declares the function with this type.
                         let symbol = unsafe { library.get::<unsafe extern "C" fn($($type),*) -> $result>(name) };
-                        *symbol.map_err(|_| stringify!($function))?
+                        *symbol.map_err(|_| MissingFunction { name: stringify!($function) })?
                     },)*
                     _library: library,
                 })

@@ -1,71 +1,86 @@
-//! NCCL as a [`Comm`]: buffers in the memory of this rank's card travel by NCCL, everything else by a transport between hosts
-//! (sizes, reports, barriers), which also tells the others of an abort.
+//! [`NcclComm`]: collectives of buffers in GPU memory by NCCL.
 //!
-//! What is sent and received is put on the card's own stream: a call returns before it is done, in order with the ops around
-//! it. Only pieces travel; they are summed by the caller's fold, in the same fixed tree as on every other transport. NCCL's own
-//! sums would add in an order that depends on the number of ranks.
-use super::{DataType, Group, Nccl, NcclError, Stream};
-use crate::{Comm, CommError, Result, Sink, call::starts, local::WAIT, staged::Staged};
+//! Everything else (lengths, reports, barriers, buffers in host memory) uses a transport between
+//! host memories, which also carries aborts.
+//!
+//! Transfers are enqueued on the stream of the calling thread's GPU work. A call returns before
+//! they are done, and they run in order with the operations around them. Only pieces are
+//! transferred; the caller sums them in the same fixed order as on every other transport. NCCL's
+//! own sums would add in an order that depends on the number of ranks.
+use super::{CudaStream, DataType, NcclGroup, NcclLibrary, PeerBuffer};
+use crate::{
+    AbortReason, ArgumentError, CallMismatch, CollectiveKind, Comm, CommError, PartialSink, Result,
+    call::offsets, local::DEFAULT_TIMEOUT, staged::StagedComm,
+};
 use device::{Buf, Cuda, Dtype, Storage, View, ViewMut};
 use std::{
     sync::{Arc, Mutex, PoisonError},
     time::Duration,
 };
 
-/// One rank.
+/// The communicator of one rank with a GPU.
 pub struct NcclComm {
-    group: Group,
-    /// Of the host's memory, and of sums that the engine doesn't ask for.
-    hosts: Staged,
+    group: NcclGroup,
+    /// For buffers in host memory, and for the sums that the training engine does not use.
+    host_comm: StagedComm,
     cuda: Arc<Cuda>,
-    /// Pieces that were received.
-    room: Mutex<Buf>,
+    /// Received pieces, in GPU memory. Kept for the next call.
+    received: Mutex<Buf>,
 }
 
 impl NcclComm {
-    /// The ranks of `hosts` meet, each with a card of its own, within `limit`. Later NCCL takes work at once, or waits until the peer
-    /// has come to it: it connects ranks when they first have to do with each other. That is waited for as on other transports.
-    pub fn meet(
-        nccl: &Nccl,
+    /// Connects the ranks of `host_comm`, each with its GPU, within `timeout`. Collective.
+    ///
+    /// Later calls wait as long as on other transports, because NCCL connects two ranks only when
+    /// they first exchange data.
+    pub fn connect(
+        nccl: &NcclLibrary,
         cuda: Arc<Cuda>,
-        hosts: Arc<dyn Comm>,
-        limit: Duration,
+        host_comm: Arc<dyn Comm>,
+        timeout: Duration,
     ) -> super::Result<NcclComm> {
-        cuda.make_current().map_err(|e| NcclError::Meeting(e.to_string()))?;
-        let mut group = Group::meet(nccl, hosts.as_ref(), limit)?;
-        group.set_limit(WAIT);
-        let hosts = Staged::new(hosts, cuda.clone());
-        Ok(NcclComm { group, hosts, cuda, room: Mutex::default() })
+        cuda.make_current()?;
+        let mut group = NcclGroup::connect(nccl, host_comm.as_ref(), timeout)?;
+        group.set_timeout(DEFAULT_TIMEOUT);
+        let host_comm = StagedComm::new(host_comm, cuda.clone());
+        Ok(NcclComm { group, host_comm, cuda, received: Mutex::default() })
     }
 
-    fn stream(&self) -> Stream {
-        Stream(self.cuda.stream())
+    fn stream(&self) -> CudaStream {
+        CudaStream(self.cuda.stream())
     }
 
-    /// The calling thread's work is the card's from now on.
-    fn enter(&self) -> Result<()> {
-        self.cuda.make_current().map_err(|e| CommError::Io(e.to_string()))
-    }
-
-    /// Sends and receives of elements of one type, which happen together.
-    fn exchange(
-        &self,
-        sends: &[(usize, u64, usize)],
-        receives: &[(usize, u64, usize)],
-        dtype: Dtype,
-    ) -> Result<()> {
+    /// Sends and receives elements of one type at once.
+    fn exchange(&self, sends: &[PeerBuffer], receives: &[PeerBuffer], dtype: Dtype) -> Result<()> {
         if sends.is_empty() && receives.is_empty() {
             return Ok(());
         }
-        self.enter()?;
-        // SAFETY: the callers' addresses are those of views on this card, which are read and written in the stream's order,
-        // as is whatever becomes of their memory afterwards.
-        unsafe { self.group.exchange(sends, receives, of(dtype), self.stream()) }.map_err(error)
+        self.cuda.make_current()?;
+        // SAFETY: the callers pass addresses of views on this GPU. They are read and written in the
+        // order of the stream, as is any later use of their memory.
+        unsafe { self.group.exchange(sends, receives, nccl_type(dtype), self.stream()) }?;
+        Ok(())
+    }
+
+    /// Fails unless a buffer has the number of elements that the counts require.
+    fn check_len(
+        &self,
+        collective: CollectiveKind,
+        buffer: &'static str,
+        len: usize,
+        required: &'static str,
+        expected: usize,
+    ) -> Result<()> {
+        if len == expected {
+            return Ok(());
+        }
+        let error = ArgumentError::BufferLength { collective, buffer, len, required, expected };
+        Err(CommError::InvalidArguments { rank: self.rank(), error })
     }
 }
 
-/// As NCCL names the type.
-fn of(dtype: Dtype) -> DataType {
+/// NCCL's number of an element type.
+fn nccl_type(dtype: Dtype) -> DataType {
     match dtype {
         Dtype::F32 => DataType::F32,
         Dtype::Bf16 => DataType::Bf16,
@@ -73,29 +88,14 @@ fn of(dtype: Dtype) -> DataType {
     }
 }
 
-fn error(e: NcclError) -> CommError {
-    match e {
-        NcclError::Aborted(reason) => CommError::Aborted(reason),
-        other => CommError::Io(other.to_string()),
-    }
-}
-
-/// Where each rank's part begins in a view, in bytes, with its elements; parts without elements are left out.
-fn parts(x: View, counts: &[usize]) -> Vec<(usize, u64, usize)> {
-    let size = x.dtype().size();
-    let all = starts(counts).into_iter().zip(counts).enumerate();
-    all.filter(|(_, (_, n))| **n > 0)
-        .map(|(rank, (start, n))| (rank, x.address() + (start * size) as u64, *n))
-        .collect()
-}
-
-/// Stops a call whose views don't have the lengths that its counts say.
-fn expect(what: &str, have: usize, counts: &[usize]) -> Result<()> {
-    let want: usize = counts.iter().sum();
-    if have == want {
-        return Ok(());
-    }
-    Err(CommError::Mismatch(format!("{what} has {have} elements, the counts say {want}")))
+/// Each rank's part of a view, without the empty parts.
+fn rank_parts(x: View, counts: &[usize]) -> Vec<PeerBuffer> {
+    let element_bytes = x.dtype().size();
+    let part = |(peer, (start, &len)): (usize, (usize, &usize))| {
+        let address = x.address() + (start * element_bytes) as u64;
+        (len > 0).then_some(PeerBuffer { peer, address, len })
+    };
+    offsets(counts).into_iter().zip(counts).enumerate().filter_map(part).collect()
 }
 
 impl Comm for NcclComm {
@@ -108,52 +108,66 @@ impl Comm for NcclComm {
     }
 
     fn all_gather(&self, recv: ViewMut, send: View, counts: &[usize]) -> Result<()> {
-        let recv_at = recv.as_view();
-        if recv_at.is_on_host() && send.is_on_host() {
-            return self.hosts.all_gather(recv, send, counts);
+        let recv_view = recv.as_view();
+        if recv_view.is_on_host() && send.is_on_host() {
+            return self.host_comm.all_gather(recv, send, counts);
         }
-        expect("all_gather: recv", recv.len(), counts)?;
-        expect("all_gather: send", send.len(), &counts[self.rank()..=self.rank()])?;
-        let receives = parts(recv_at, counts);
+        let kind = CollectiveKind::AllGather;
+        self.check_len(kind, "recv", recv.len(), "the sum of counts", counts.iter().sum())?;
+        self.check_len(kind, "send", send.len(), "counts[rank]", counts[self.rank()])?;
+        let receives = rank_parts(recv_view, counts);
         if counts.iter().all(|n| *n == send.len()) && !send.is_empty() {
-            self.enter()?;
-            let (to, from, n) = (recv_at.address(), send.address(), send.len());
-            // SAFETY: as in `exchange`.
-            let done = unsafe { self.group.all_gather(to, from, n, of(send.dtype()), self.stream()) };
-            return done.map_err(error);
+            self.cuda.make_current()?;
+            let (to, from, len, dtype) =
+                (recv_view.address(), send.address(), send.len(), nccl_type(send.dtype()));
+            // SAFETY: see `exchange`.
+            unsafe { self.group.all_gather(to, from, len, dtype, self.stream()) }?;
+            return Ok(());
         }
-        let own = |rank: usize| (rank, send.address(), send.len());
-        let sends: Vec<_> = (0..self.world()).filter(|_| !send.is_empty()).map(own).collect();
+        let to_peer = |peer: usize| PeerBuffer { peer, address: send.address(), len: send.len() };
+        let sends: Vec<_> = (0..self.world()).filter(|_| !send.is_empty()).map(to_peer).collect();
         self.exchange(&sends, &receives, send.dtype())
     }
 
-    fn reduce_scatter_fold(&self, partials: &[View], counts: &[usize], sink: &mut Sink) -> Result<()> {
+    fn reduce_scatter_ordered(
+        &self,
+        partials: &[View],
+        counts: &[usize],
+        sink: &mut PartialSink,
+    ) -> Result<()> {
+        let kind = CollectiveKind::ReduceScatterOrdered;
         for partial in partials {
-            expect("reduce_scatter_fold: a partial", partial.len(), counts)?;
+            let total = counts.iter().sum();
+            self.check_len(kind, "a partial", partial.len(), "the sum of counts", total)?;
         }
         // Ranks may have different numbers of partials, which only they know.
-        let said = self.hosts.all_gather_bytes(&(partials.len() as u32).to_le_bytes())?;
+        let announced = self.host_comm.all_gather_bytes(&(partials.len() as u32).to_le_bytes())?;
         let number = |bytes: &Vec<u8>| <[u8; 4]>::try_from(&bytes[..]).map(u32::from_le_bytes);
-        let theirs: Vec<usize> = said.iter().map_while(|b| number(b).ok()).map(|n| n as usize).collect();
-        if theirs.len() != self.world() {
-            return Err(CommError::Mismatch("reduce_scatter_fold: a rank said no number".into()));
+        let partial_counts: Vec<usize> =
+            announced.iter().map_while(|b| number(b).ok()).map(|n| n as usize).collect();
+        if partial_counts.len() != self.world() {
+            let (announced, world) = (partial_counts.len(), self.world());
+            return Err(CommError::Mismatch(CallMismatch::PartialCountMissing { announced, world }));
         }
-        let own = counts[self.rank()];
-        let mut room = self.room.lock().unwrap_or_else(PoisonError::into_inner);
-        let len = own * theirs.iter().sum::<usize>();
-        if room.len() < len {
-            *room = self.cuda.zeroed(Dtype::F32, len);
+        let len = counts[self.rank()];
+        let mut received = self.received.lock().unwrap_or_else(PoisonError::into_inner);
+        let required = len * partial_counts.iter().sum::<usize>();
+        if received.len() < required {
+            *received = self.cuda.zeroed(Dtype::F32, required);
         }
-        let sends: Vec<_> = partials.iter().flat_map(|partial| parts(*partial, counts)).collect();
-        let from = theirs.iter().enumerate().flat_map(|(rank, n)| std::iter::repeat_n(rank, *n));
-        let at = |i: usize| room.view().address() + (i * own * size_of::<f32>()) as u64;
-        let receives: Vec<_> =
-            from.enumerate().filter(|_| own > 0).map(|(i, rank)| (rank, at(i), own)).collect();
+        let sends: Vec<_> = partials.iter().flat_map(|partial| rank_parts(*partial, counts)).collect();
+        let senders = partial_counts.iter().enumerate().flat_map(|(rank, n)| std::iter::repeat_n(rank, *n));
+        let start = received.view().address();
+        let receive = |(i, peer): (usize, usize)| {
+            let address = start + (i * len * size_of::<f32>()) as u64;
+            (len > 0).then_some(PeerBuffer { peer, address, len })
+        };
+        let receives: Vec<_> = senders.enumerate().filter_map(receive).collect();
         self.exchange(&sends, &receives, Dtype::F32)?;
         let mut i = 0;
-        for (rank, n) in theirs.into_iter().enumerate() {
+        for (rank, n) in partial_counts.into_iter().enumerate() {
             for index in 0..n {
-                sink(rank, index, room.view().slice(i * own..(i + 1) * own));
+                sink(rank, index, received.view().slice(i * len..(i + 1) * len));
                 i += 1;
             }
         }
@@ -161,15 +175,15 @@ impl Comm for NcclComm {
     }
 
     fn reduce_scatter(&self, recv: ViewMut, send: View, counts: &[usize]) -> Result<()> {
-        self.hosts.reduce_scatter(recv, send, counts)
+        self.host_comm.reduce_scatter(recv, send, counts)
     }
 
     fn all_reduce(&self, x: ViewMut) -> Result<()> {
-        self.hosts.all_reduce(x)
+        self.host_comm.all_reduce(x)
     }
 
     fn broadcast(&self, x: ViewMut, root: usize) -> Result<()> {
-        self.hosts.broadcast(x, root)
+        self.host_comm.broadcast(x, root)
     }
 
     fn all_to_all(
@@ -179,29 +193,32 @@ impl Comm for NcclComm {
         send: View,
         send_counts: &[usize],
     ) -> Result<()> {
-        let recv_at = recv.as_view();
-        if recv_at.is_on_host() && send.is_on_host() {
-            return self.hosts.all_to_all(recv, recv_counts, send, send_counts);
+        let recv_view = recv.as_view();
+        if recv_view.is_on_host() && send.is_on_host() {
+            return self.host_comm.all_to_all(recv, recv_counts, send, send_counts);
         }
-        expect("all_to_all: recv", recv.len(), recv_counts)?;
-        expect("all_to_all: send", send.len(), send_counts)?;
-        self.exchange(&parts(send, send_counts), &parts(recv_at, recv_counts), send.dtype())
+        let kind = CollectiveKind::AllToAll;
+        let (recv_total, send_total) = (recv_counts.iter().sum(), send_counts.iter().sum());
+        self.check_len(kind, "recv", recv.len(), "the sum of recv_counts", recv_total)?;
+        self.check_len(kind, "send", send.len(), "the sum of send_counts", send_total)?;
+        let (sends, receives) = (rank_parts(send, send_counts), rank_parts(recv_view, recv_counts));
+        self.exchange(&sends, &receives, send.dtype())
     }
 
     fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
-        self.hosts.all_gather_bytes(bytes)
+        self.host_comm.all_gather_bytes(bytes)
     }
 
     fn barrier(&self) -> Result<()> {
-        self.hosts.barrier()
+        self.host_comm.barrier()
     }
 
     fn abort(&self, reason: &str) {
         self.group.abort(reason);
-        self.hosts.abort(reason);
+        self.host_comm.abort(reason);
     }
 
-    fn aborted(&self) -> Option<String> {
-        self.hosts.aborted()
+    fn abort_reason(&self) -> Option<AbortReason> {
+        self.host_comm.abort_reason()
     }
 }

@@ -1,106 +1,132 @@
-//! all_reduce and reduce_scatter: sums by the fixed tree over ranks, read straight from the peers' slots.
-use super::{CHUNK, ShmComm, Turn, piece};
+//! All-reduce and reduce-scatter: sums by the fixed tree over ranks, read from the peers' slots.
+use super::{CallState, MAX_CHUNK_BYTES, ShmComm, chunk_range};
 use crate::{
     Result,
-    call::{self, Call},
+    call::{self, CollectiveCall},
     sum::tree_sum,
 };
 
-/// Up to this many bytes every rank sums all of an all_reduce for itself: one round instead of two.
-const SMALL: usize = 16 << 10;
+/// Up to this size, every rank computes the whole sum of an all-reduce: one round instead of two.
+const MAX_SINGLE_ROUND_BYTES: usize = 16 << 10;
 
 impl ShmComm {
-    pub(super) fn all_reduce_any(&self, turn: &mut Turn, call: &Call, x: &mut [f32]) -> Result<()> {
-        if size_of_val(x) <= SMALL.min(self.seg.layout.staging) {
-            return self.all_reduce_small(turn, call, x);
+    /// Replaces `x` by its sum over ranks, with the algorithm for its size.
+    pub(super) fn all_reduce_rounds(
+        &self,
+        call_state: &mut CallState,
+        call: &CollectiveCall,
+        x: &mut [f32],
+    ) -> Result<()> {
+        if size_of_val(x) <= MAX_SINGLE_ROUND_BYTES.min(self.segment.layout.staging_bytes) {
+            return self.all_reduce_small(call_state, call, x);
         }
-        self.all_reduce_large(turn, call, x)
+        self.all_reduce_large(call_state, call, x)
     }
 
-    /// Sums all of `x` here: a single round.
-    fn all_reduce_small(&self, turn: &mut Turn, call: &Call, x: &mut [f32]) -> Result<()> {
-        let slot = turn.next_slot();
+    /// Computes the whole sum on every rank, in one round.
+    fn all_reduce_small(
+        &self,
+        call_state: &mut CallState,
+        call: &CollectiveCall,
+        x: &mut [f32],
+    ) -> Result<()> {
+        let (rank, world) = (self.position.rank, self.position.world);
+        let slot = call_state.next_slot();
         // SAFETY: this rank's slot of the next round.
-        unsafe { self.seg.slot_f32_mut(self.at.rank, slot, 0, x.len()) }.copy_from_slice(x);
-        self.post(turn, call);
-        self.meet(turn, call)?;
+        unsafe { self.segment.slot_f32_mut(rank, slot, 0, x.len()) }.copy_from_slice(x);
+        self.enter_round(call_state, call);
+        self.wait_for_round(call_state, call)?;
         // SAFETY: read within the round.
-        let parts: Vec<&[f32]> =
-            (0..self.at.world).map(|r| unsafe { self.seg.slot_f32(r, slot, 0, x.len()) }).collect();
-        tree_sum(x, &parts);
+        let addend = |r| unsafe { self.segment.slot_f32(r, slot, 0, x.len()) };
+        let addends: Vec<&[f32]> = (0..world).map(addend).collect();
+        tree_sum(x, &addends);
         Ok(())
     }
 
-    /// Block by block, one round each and one more. A round shows what the peers need to sum their shares of a block (first
-    /// half of the slot) and this rank's sum of its share of the block before (second half).
-    fn all_reduce_large(&self, turn: &mut Turn, call: &Call, x: &mut [f32]) -> Result<()> {
-        let (rank, world) = (self.at.rank, self.at.world);
-        let block = CHUNK.min(self.seg.layout.staging / 2) / size_of::<f32>();
-        let mut before: &mut [f32] = &mut [];
-        for now in x.chunks_mut(block).chain([&mut [][..]]) {
-            let slot = turn.next_slot();
+    /// Sums block by block, in one round per block and one more.
+    ///
+    /// In a round a rank publishes the peers' shares of a block (first half of the slot), and its
+    /// sum of its share of the previous block (second half).
+    fn all_reduce_large(
+        &self,
+        call_state: &mut CallState,
+        call: &CollectiveCall,
+        x: &mut [f32],
+    ) -> Result<()> {
+        let (rank, world) = (self.position.rank, self.position.world);
+        let block_len = MAX_CHUNK_BYTES.min(self.segment.layout.staging_bytes / 2) / size_of::<f32>();
+        let mut previous: &mut [f32] = &mut [];
+        for block in x.chunks_mut(block_len).chain([&mut [][..]]) {
+            let slot = call_state.next_slot();
             for peer in self.peers() {
-                let part = call::share(now.len(), peer, world);
+                let share = call::even_share(block.len(), peer, world);
                 // SAFETY: this rank's slot of the next round.
-                let to = unsafe { self.seg.slot_f32_mut(rank, slot, part.start, part.len()) };
-                to.copy_from_slice(&now[part]);
+                let to = unsafe { self.segment.slot_f32_mut(rank, slot, share.start, share.len()) };
+                to.copy_from_slice(&block[share]);
             }
-            self.post(turn, call);
-            self.meet(turn, call)?;
+            self.enter_round(call_state, call);
+            self.wait_for_round(call_state, call)?;
             for peer in self.peers() {
-                let part = call::share(before.len(), peer, world);
+                let share = call::even_share(previous.len(), peer, world);
+                let start = block_len + share.start;
                 // SAFETY: read within the round.
-                let sum = unsafe { self.seg.slot_f32(peer, slot, block + part.start, part.len()) };
-                before[part].copy_from_slice(sum);
+                let sum = unsafe { self.segment.slot_f32(peer, slot, start, share.len()) };
+                previous[share].copy_from_slice(sum);
             }
-            let mine = call::share(now.len(), rank, world);
-            // SAFETY: this rank's slot of the next round: all have entered this one, so nobody reads it any more.
-            let sum = unsafe { self.seg.slot_f32_mut(rank, 1 - slot, block + mine.start, mine.len()) };
-            let part = |r: usize| match r == rank {
-                true => &now[mine.clone()],
+            let share = call::even_share(block.len(), rank, world);
+            let start = block_len + share.start;
+            // SAFETY: this rank's slot of the next round. All ranks have entered this round, so no
+            // rank reads that slot any more.
+            let sum = unsafe { self.segment.slot_f32_mut(rank, 1 - slot, start, share.len()) };
+            let addend = |r: usize| match r == rank {
+                true => &block[share.clone()],
                 // SAFETY: read within the round.
-                false => unsafe { self.seg.slot_f32(r, slot, mine.start, mine.len()) },
+                false => unsafe { self.segment.slot_f32(r, slot, share.start, share.len()) },
             };
-            tree_sum(sum, &(0..world).map(part).collect::<Vec<_>>());
-            now[mine].copy_from_slice(sum);
-            before = now;
+            tree_sum(sum, &(0..world).map(addend).collect::<Vec<_>>());
+            block[share].copy_from_slice(sum);
+            previous = block;
         }
         Ok(())
     }
 
-    /// Every rank shows each peer the next chunk of its part, and sums what it is shown.
+    /// Publishes the next chunk of each peer's part, and sums the chunks of this rank's part, until
+    /// the longest part is done.
     pub(super) fn reduce_scatter_chunks(
         &self,
-        turn: &mut Turn,
-        call: &Call,
+        call_state: &mut CallState,
+        call: &CollectiveCall,
         recv: &mut [f32],
         send: &[f32],
         counts: &[usize],
     ) -> Result<()> {
-        let (rank, world) = (self.at.rank, self.at.world);
-        let (starts, each) = (call::starts(counts), self.chunk_each());
+        let (rank, world) = (self.position.rank, self.position.world);
+        let (starts, chunk_len) = (call::offsets(counts), self.peer_chunk_elements());
         let longest = counts.iter().copied().max().unwrap_or(0);
-        let mut at = 0;
+        let mut offset = 0;
         loop {
-            let slot = turn.next_slot();
+            let slot = call_state.next_slot();
             for peer in self.peers() {
-                let part = piece(counts[peer], at, each);
-                let start = self.dest_at(rank, peer, each);
+                let range = chunk_range(counts[peer], offset, chunk_len);
+                let start = self.peer_chunk_offset(rank, peer, chunk_len);
                 // SAFETY: this rank's slot of the next round.
-                unsafe { self.seg.slot_f32_mut(rank, slot, start, part.len()) }
-                    .copy_from_slice(&send[starts[peer]..][part]);
+                unsafe { self.segment.slot_f32_mut(rank, slot, start, range.len()) }
+                    .copy_from_slice(&send[starts[peer]..][range]);
             }
-            self.post(turn, call);
-            self.meet(turn, call)?;
-            let mine = piece(recv.len(), at, each);
-            let part = |r: usize| match r == rank {
-                true => &send[starts[rank]..][mine.clone()],
-                // SAFETY: read within the round.
-                false => unsafe { self.seg.slot_f32(r, slot, self.dest_at(r, rank, each), mine.len()) },
+            self.enter_round(call_state, call);
+            self.wait_for_round(call_state, call)?;
+            let range = chunk_range(recv.len(), offset, chunk_len);
+            let addend = |r: usize| match r == rank {
+                true => &send[starts[rank]..][range.clone()],
+                false => {
+                    let start = self.peer_chunk_offset(r, rank, chunk_len);
+                    // SAFETY: read within the round.
+                    unsafe { self.segment.slot_f32(r, slot, start, range.len()) }
+                }
             };
-            tree_sum(&mut recv[mine.clone()], &(0..world).map(part).collect::<Vec<_>>());
-            at += each;
-            if at >= longest {
+            tree_sum(&mut recv[range.clone()], &(0..world).map(addend).collect::<Vec<_>>());
+            offset += chunk_len;
+            if offset >= longest {
                 return Ok(());
             }
         }

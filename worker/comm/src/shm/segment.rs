@@ -1,18 +1,22 @@
-//! The shared memory of a group: its layout, how it is sized and mapped, and the typed access to its parts.
+//! [`Segment`]: the shared memory of a group, with its layout, its mapping and typed access to its
+//! parts.
 //!
 //! ```text
-//! 0      header        identity (magic and layout version, world, staging), bell, poison and its reason
-//! 4096   rank lines    128 bytes per rank: rounds posted, the call of the last two rounds, pid, left
-//! …      tables        per rank and slot 2 × world words: numbers that peers need (lengths, counts)
+//! 0      header        identity (magic with layout version, world, staging), event count, abort
+//! 4096   rank lines    128 bytes per rank: entered rounds, calls of the last two rounds, pid
+//! …      tables        per rank and slot 2 × world words: numbers for the peers (lengths, counts)
 //! …      staging       per rank 2 slots of `staging` bytes
-//! …      tail          one page, never used but for its last byte, which sizes the file
-//! …      common        memory that all ranks have in common, each followed by a tail, in the order of the calls
+//! …      tail          one unused page, whose last byte sizes the file
+//! …      windows       shared windows in the order of their allocation, each followed by a tail
 //! ```
-//! All offsets come from this rank's own `world` and `staging`; nothing that a peer wrote is ever used as one. The file is
-//! sparse: pages cost memory only when they are touched.
-use super::Limits;
-use crate::{CommError, Result, shared_window::Pages};
-use nix::sys::stat::fstat;
+//! All offsets follow from this rank's own `world` and `staging`. A number that a peer wrote is
+//! never used as an offset. The file is sparse: pages take memory only after they are touched.
+use super::ShmLimits;
+use crate::{
+    AbortReason, GroupError, Result, SharedMemoryError, abort_reason::FIXED_BYTES,
+    shared_window::WindowMemory,
+};
+use nix::{errno::Errno, sys::stat::fstat};
 use std::{
     num::NonZeroUsize,
     ops::Range,
@@ -21,13 +25,13 @@ use std::{
     sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering::SeqCst},
 };
 
-/// Bytes of an abort reason that are kept.
-pub(super) const REASON: usize = 512;
+/// Bytes of the header for an encoded [`AbortReason`].
+pub(super) const MAX_REASON_BYTES: usize = 512;
 
 /// "launchS" and the layout version.
-const MAGIC: u64 = u64::from_le_bytes(*b"launchS\x01");
-const PAGE: usize = 4096;
-const LINE: usize = 128;
+const MAGIC: u64 = u64::from_le_bytes(*b"launchS\x02");
+const PAGE_BYTES: usize = 4096;
+const RANK_LINE_BYTES: usize = 128;
 
 /// The first page of the segment.
 #[repr(C)]
@@ -36,113 +40,110 @@ pub(super) struct Header {
     world: AtomicU64,
     staging: AtomicU64,
     pad: [u64; 13],
-    /// Counts the events that sleepers wait for; the futex they sleep on.
-    pub(super) bell: AtomicU32,
-    /// How many ranks sleep or are about to.
+    /// Counts the events that sleepers wait for; the futex on which they sleep.
+    pub(super) event_count: AtomicU32,
+    /// Ranks that sleep or are about to.
     pub(super) sleepers: AtomicU32,
     pad2: [u64; 15],
-    /// 0: healthy, 1: somebody is writing the reason, 2: aborted.
-    pub(super) poison: AtomicU32,
+    /// 0: not aborted, 1: a process is writing the reason, 2: aborted.
+    pub(super) abort_state: AtomicU32,
     pub(super) reason_len: AtomicU32,
-    pub(super) reason: [AtomicU8; REASON],
+    pub(super) reason: [AtomicU8; MAX_REASON_BYTES],
 }
 
-const _: () = assert!(size_of::<Header>() <= PAGE);
+const _: () = assert!(size_of::<Header>() <= PAGE_BYTES);
+const _: () = assert!(MAX_REASON_BYTES > FIXED_BYTES);
 
-/// What one rank tells all others; only that rank writes it.
+/// What one rank publishes to all others. Only that rank writes it.
 #[repr(C, align(128))]
-pub(super) struct Line {
-    /// Rounds that this rank has entered. Entering a round says: whatever earlier rounds showed has been read.
-    pub(super) posted: AtomicU64,
-    /// The call that round `n` belongs to, at `n % 2`.
+pub(super) struct RankLine {
+    /// The last round that this rank has entered. It has then finished reading all earlier rounds.
+    pub(super) entered_round: AtomicU64,
+    /// The call that round `n` belongs to, at index `n % 2`.
     pub(super) call: [[AtomicU64; 3]; 2],
-    /// Process id, or 0 while the rank hasn't joined.
-    pub(super) joined: AtomicU32,
-    /// Not 0: the rank has left the group in good order.
-    pub(super) left: AtomicU32,
+    /// Process id, or 0 before the rank has joined.
+    pub(super) joined_pid: AtomicU32,
+    /// Not 0 after the rank has left the group in order.
+    pub(super) has_left: AtomicU32,
     /// The processor on which this rank entered its last round.
     pub(super) cpu: AtomicU32,
 }
 
-const _: () = assert!(size_of::<Line>() == LINE);
+const _: () = assert!(size_of::<RankLine>() == RANK_LINE_BYTES);
 
-/// Where everything lies, from world and staging alone.
+/// The offsets of all parts, which follow from `world` and `staging` alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Layout {
+pub(super) struct SegmentLayout {
     pub(super) world: usize,
     /// Bytes of one slot.
-    pub(super) staging: usize,
+    pub(super) staging_bytes: usize,
     tables: usize,
     slots: usize,
     size: usize,
 }
 
-impl Layout {
-    /// `staging` is rounded up to whole pages. Fails when the sizes are out of bounds.
-    pub(super) fn new(world: usize, staging: usize) -> Result<Self> {
+impl SegmentLayout {
+    /// Computes the offsets. `staging` is rounded up to whole pages. Fails if a size is out of
+    /// bounds.
+    pub(super) fn new(world: usize, staging: usize) -> std::result::Result<Self, GroupError> {
         if !(1..=crate::MAX_WORLD).contains(&world) {
-            let most = crate::MAX_WORLD;
-            return Err(CommError::Io(format!("a group has 1 to {most} ranks, not {world}")));
+            return Err(GroupError::WorldSize { world, limit: crate::MAX_WORLD });
         }
-        // room for a cache line to each peer
-        let (least, most) = (PAGE.max(64 * world), 1 << 30);
-        if !(least..=most).contains(&staging) {
-            return Err(CommError::Io(format!(
-                "staging of {staging} bytes: {least} to {most} are possible with {world} ranks"
-            )));
+        // a slot holds at least one cache line for each peer
+        let (min, max) = (PAGE_BYTES.max(64 * world), 1 << 30);
+        if !(min..=max).contains(&staging) {
+            return Err(GroupError::StagingSize { bytes: staging, world, min, max });
         }
-        let staging = staging.next_multiple_of(PAGE);
-        let tables = PAGE + (world * LINE).next_multiple_of(PAGE);
-        let slots = tables + (world * 2 * 2 * world * size_of::<u64>()).next_multiple_of(PAGE);
-        let size = slots + world * 2 * staging + PAGE; // at most 2 TiB of address space
-        Ok(Layout { world, staging, tables, slots, size })
+        let staging = staging.next_multiple_of(PAGE_BYTES);
+        let tables = PAGE_BYTES + (world * RANK_LINE_BYTES).next_multiple_of(PAGE_BYTES);
+        let slots = tables + (world * 2 * 2 * world * size_of::<u64>()).next_multiple_of(PAGE_BYTES);
+        let size = slots + world * 2 * staging + PAGE_BYTES; // at most 2 TiB of address space
+        Ok(SegmentLayout { world, staging_bytes: staging, tables, slots, size })
     }
 }
 
-/// A shared mapping of the first bytes of a file.
-struct Mapping {
+/// A shared mapping of a part of a file.
+struct FileMapping {
     base: NonNull<u8>,
     len: usize,
 }
 
-// SAFETY: shared memory is reached through atomics, or through slices under the rules of `Segment::slot`.
-unsafe impl Send for Mapping {}
-// SAFETY: as above.
-unsafe impl Sync for Mapping {}
+// SAFETY: the memory is accessed through atomics, or through slices by the rules of
+// `Segment::slot`.
+unsafe impl Send for FileMapping {}
+// SAFETY: see `Send`.
+unsafe impl Sync for FileMapping {}
 
-impl Mapping {
-    fn new(fd: BorrowedFd<'_>, len: usize) -> Result<Self> {
-        Mapping::at(fd, 0, len)
-    }
-
-    /// `at`: a multiple of a page.
-    fn at(fd: BorrowedFd<'_>, at: usize, len: usize) -> Result<Self> {
+impl FileMapping {
+    /// Maps `len` bytes from `position` on, a multiple of the page size.
+    fn new(fd: BorrowedFd<'_>, position: usize, len: usize) -> Result<Self> {
         use nix::sys::mman::{MapFlags, ProtFlags, mmap};
-        let size = NonZeroUsize::new(len).ok_or_else(|| CommError::Io("empty shared memory".into()))?;
+        let failed = |errno| SharedMemoryError::Os { operation: "map", bytes: len, errno };
+        let size = NonZeroUsize::new(len).ok_or(failed(Errno::EINVAL))?;
         let prot = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
         let flags = MapFlags::MAP_SHARED | MapFlags::MAP_NORESERVE;
-        // SAFETY: a new mapping at an address of the kernel's choice.
-        let base = unsafe { mmap(None, size, prot, flags, fd, at as i64) }
-            .map_err(|e| CommError::Io(format!("can't map {len} bytes of shared memory: {e}")))?;
-        Ok(Mapping { base: base.cast(), len })
+        // SAFETY: a new mapping at an address that the kernel selects.
+        let base = unsafe { mmap(None, size, prot, flags, fd, position as i64) }.map_err(failed)?;
+        Ok(FileMapping { base: base.cast(), len })
     }
 }
 
-impl Drop for Mapping {
+impl Drop for FileMapping {
     fn drop(&mut self) {
-        // SAFETY: mapped in `new` with this length; nothing refers to it any more.
+        // SAFETY: mapped in `new` with this length; no reference to it is left.
         let _ = unsafe { nix::sys::mman::munmap(self.base.cast(), self.len) };
     }
 }
 
-/// Memory behind the segment that all ranks have in common.
-pub(super) struct CommonMap(Mapping);
+/// The mapping of a shared window, which is stored after the segment.
+pub(super) struct WindowMapping(FileMapping);
 
-impl CommonMap {
-    /// `len` bytes from `at` on, a multiple of a page, with a page behind them that sizes the file.
-    pub(super) fn open(fd: BorrowedFd<'_>, at: usize, len: usize) -> Result<Self> {
-        grow(fd, at + len.next_multiple_of(PAGE) + PAGE)?;
-        Ok(CommonMap(Mapping::at(fd, at, len.max(1))?))
+impl WindowMapping {
+    /// Maps `len` bytes from `position` on, a multiple of the page size, followed by a tail page
+    /// that sizes the file.
+    pub(super) fn open(fd: BorrowedFd<'_>, position: usize, len: usize) -> Result<Self> {
+        ensure_file_size(fd, position + len.next_multiple_of(PAGE_BYTES) + PAGE_BYTES)?;
+        Ok(WindowMapping(FileMapping::new(fd, position, len.max(1))?))
     }
 
     pub(super) fn start(&self) -> NonNull<u8> {
@@ -150,12 +151,14 @@ impl CommonMap {
     }
 }
 
-impl Pages for CommonMap {
-    fn let_go(&self, bytes: Range<usize>) {
-        let (from, to) = (bytes.start.next_multiple_of(PAGE), bytes.end.min(self.0.len) / PAGE * PAGE);
+impl WindowMemory for WindowMapping {
+    fn release_pages(&self, bytes: Range<usize>) {
+        let from = bytes.start.next_multiple_of(PAGE_BYTES);
+        let to = bytes.end.min(self.0.len) / PAGE_BYTES * PAGE_BYTES;
         if from < to {
-            // SAFETY: whole pages inside the mapping. They are shared: what is in them stays in the file, and the next access
-            // maps them again. Should it fail, they go on to count as this process's memory, which changes no result.
+            // SAFETY: whole pages inside the mapping. The mapping is shared: the contents stay in
+            // the file, and the next access maps them again. If the call fails, the pages still
+            // count as memory of this process, which changes no result.
             let _ = unsafe {
                 libc::madvise(self.0.base.add(from).as_ptr().cast(), to - from, libc::MADV_DONTNEED)
             };
@@ -163,126 +166,136 @@ impl Pages for CommonMap {
     }
 }
 
-/// The mapped header alone: enough to abort a group.
-pub(super) struct HeaderMap(Mapping);
+/// The mapping of the header alone, which is enough to abort a group.
+pub(super) struct HeaderMapping(FileMapping);
 
-impl HeaderMap {
-    /// Maps the header of a segment that need not be sized yet.
+impl HeaderMapping {
+    /// Maps the header of a segment, which may not have its full size yet.
     pub(super) fn open(fd: BorrowedFd<'_>) -> Result<Self> {
-        grow(fd, PAGE)?;
-        let map = HeaderMap(Mapping::new(fd, PAGE)?);
-        agree(&map.header().magic, MAGIC, "magic and layout version")?;
-        Ok(map)
+        ensure_file_size(fd, PAGE_BYTES)?;
+        let mapping = HeaderMapping(FileMapping::new(fd, 0, PAGE_BYTES)?);
+        set_or_compare(&mapping.header().magic, MAGIC, "magic and layout version")?;
+        Ok(mapping)
     }
 
     pub(super) fn header(&self) -> &Header {
-        // SAFETY: a page-aligned page of shared memory; Header is made of atomics, any bits are valid.
+        // SAFETY: a page-aligned page of shared memory; Header consists of atomics, all bits are
+        // valid.
         unsafe { self.0.base.cast().as_ref() }
     }
 }
 
-/// The whole mapped segment.
+/// The mapping of the whole segment.
 pub(super) struct Segment {
-    map: Mapping,
-    pub(super) layout: Layout,
+    mapping: FileMapping,
+    pub(super) layout: SegmentLayout,
 }
 
 impl Segment {
-    /// Sizes the file unless a peer has done so, maps it, and agrees with the peers about version, world and staging.
-    pub(super) fn open(fd: BorrowedFd<'_>, world: usize, limits: &Limits) -> Result<Self> {
-        let layout = Layout::new(world, limits.staging)?;
-        grow(fd, layout.size)?;
-        // Nobody shrinks it: a rank could die of SIGBUS. Refused where the creator didn't allow seals; then it's trust.
+    /// Sizes the file unless a peer has done so, maps it, and checks that the peers have the same
+    /// layout version, world and staging.
+    pub(super) fn open(fd: BorrowedFd<'_>, world: usize, limits: &ShmLimits) -> Result<Self> {
+        let layout = SegmentLayout::new(world, limits.staging_bytes)?;
+        ensure_file_size(fd, layout.size)?;
+        // A file that shrinks would end ranks with SIGBUS. Sealing fails if the creator did not
+        // allow seals; then the ranks must trust each other.
         let _ = nix::fcntl::fcntl(fd, nix::fcntl::FcntlArg::F_ADD_SEALS(nix::fcntl::SealFlag::F_SEAL_SHRINK));
-        let seg = Segment { map: Mapping::new(fd, layout.size)?, layout };
-        agree(&seg.header().magic, MAGIC, "magic and layout version")?;
-        // From here on it is a group's segment: a rank that can't take part ends the group, so nobody waits for it.
-        seg.check(fd).inspect_err(|e| seg.header().abort(&e.to_string()))?;
-        Ok(seg)
+        let segment = Segment { mapping: FileMapping::new(fd, 0, layout.size)?, layout };
+        set_or_compare(&segment.header().magic, MAGIC, "magic and layout version")?;
+        // From here on this is the segment of a group: a rank that cannot join aborts the group, so
+        // that no peer waits for it.
+        segment
+            .check_identity(fd)
+            .inspect_err(|e| segment.header().abort(&AbortReason::requested(&e.to_string())))?;
+        Ok(segment)
     }
 
-    fn check(&self, fd: BorrowedFd<'_>) -> Result<()> {
-        let Layout { world, staging, size, .. } = self.layout;
-        agree(&self.header().world, world as u64, "world")?;
-        agree(&self.header().staging, staging as u64, "staging")?;
-        match size_of_file(fd)? {
+    fn check_identity(&self, fd: BorrowedFd<'_>) -> Result<()> {
+        let SegmentLayout { world, staging_bytes, size, .. } = self.layout;
+        set_or_compare(&self.header().world, world as u64, "world size")?;
+        set_or_compare(&self.header().staging, staging_bytes as u64, "staging size")?;
+        match file_size(fd)? {
             found if found == size => Ok(()),
-            found => Err(CommError::Io(format!("the shared segment has {found} bytes, not {size}"))),
+            found => Err(SharedMemoryError::FileSize { found, expected: size }.into()),
         }
     }
 
     pub(super) fn header(&self) -> &Header {
-        // SAFETY: the mapping begins with a page for the header; it is made of atomics, any bits are valid.
-        unsafe { self.map.base.cast().as_ref() }
+        // SAFETY: the mapping begins with a page for the header; it consists of atomics, all bits
+        // are valid.
+        unsafe { self.mapping.base.cast().as_ref() }
     }
 
-    /// What rank `rank` tells the others.
-    pub(super) fn line(&self, rank: usize) -> &Line {
+    /// What `rank` publishes to the others.
+    pub(super) fn rank_line(&self, rank: usize) -> &RankLine {
         assert!(rank < self.layout.world);
         // SAFETY: inside the rank lines, aligned to 128, made of atomics.
-        unsafe { self.map.base.add(PAGE + rank * LINE).cast().as_ref() }
+        unsafe { self.mapping.base.add(PAGE_BYTES + rank * RANK_LINE_BYTES).cast().as_ref() }
     }
 
-    /// `2 × world` words of rank `rank` for the rounds of this slot.
+    /// The `2 × world` words of `rank` for the rounds of this slot.
     pub(super) fn table(&self, rank: usize, slot: usize) -> &[AtomicU64] {
         let (world, words) = (self.layout.world, 2 * self.layout.world);
         assert!(rank < world && slot < 2);
-        let at = self.layout.tables + (rank * 2 + slot) * words * size_of::<u64>();
+        let offset = self.layout.tables + (rank * 2 + slot) * words * size_of::<u64>();
         // SAFETY: inside the tables, aligned to 8 (they begin at a page), made of atomics.
-        unsafe { std::slice::from_raw_parts(self.map.base.add(at).cast().as_ptr(), words) }
+        unsafe { std::slice::from_raw_parts(self.mapping.base.add(offset).cast().as_ptr(), words) }
     }
 
-    /// Where `bytes` of common memory lie in the file, when `before` bytes are taken behind the segment, and how many are
-    /// then.
-    pub(super) fn behind(&self, before: usize, bytes: usize) -> Result<(usize, usize)> {
-        let taken = bytes.checked_next_multiple_of(PAGE).and_then(|n| n.checked_add(PAGE + before));
-        let at = self.layout.size.next_multiple_of(PAGE) + before;
-        match taken.filter(|&n| n <= isize::MAX as usize - at) {
-            Some(end) => Ok((at, end)),
-            None => Err(CommError::Io(format!("{bytes} bytes of common memory don't fit the address space"))),
+    /// The position in the file of a new shared window of `bytes` bytes, if `window_bytes` are in
+    /// use after the segment, and how many are in use then.
+    pub(super) fn window_position(&self, window_bytes: usize, bytes: usize) -> Result<(usize, usize)> {
+        let padded = bytes.checked_next_multiple_of(PAGE_BYTES);
+        let end = padded.and_then(|n| n.checked_add(PAGE_BYTES + window_bytes));
+        let position = self.layout.size.next_multiple_of(PAGE_BYTES) + window_bytes;
+        match end.filter(|&n| n <= isize::MAX as usize - position) {
+            Some(end) => Ok((position, end)),
+            None => Err(SharedMemoryError::WindowTooLarge { bytes }.into()),
         }
     }
 
-    fn slot_at(&self, rank: usize, slot: usize, start: usize, len: usize) -> NonNull<u8> {
-        let Layout { world, staging, slots, .. } = self.layout;
-        assert!(rank < world && slot < 2 && start <= staging && len <= staging - start);
-        // SAFETY: inside the mapping, as just checked.
-        unsafe { self.map.base.add(slots + (rank * 2 + slot) * staging + start) }
+    fn slot_address(&self, rank: usize, slot: usize, start: usize, len: usize) -> NonNull<u8> {
+        let SegmentLayout { world, staging_bytes, slots, .. } = self.layout;
+        assert!(rank < world && slot < 2 && start <= staging_bytes && len <= staging_bytes - start);
+        // SAFETY: inside the mapping, by the assertion.
+        unsafe { self.mapping.base.add(slots + (rank * 2 + slot) * staging_bytes + start) }
     }
 
-    /// `len` bytes of a slot, from byte `start`, to read.
+    /// `len` bytes of a slot from byte `start`, to read.
     ///
     /// # Safety
-    /// Only between the round in which `rank` showed this slot and the next one that this rank enters. The peer doesn't
-    /// write it then; one that breaks the rule can spoil numbers, not addresses.
+    /// Allowed from the round in which `rank` published this slot until this rank enters its next
+    /// round. The peer does not write the slot in between. A peer that breaks this rule can corrupt
+    /// numbers, but no addresses.
     pub(super) unsafe fn slot(&self, rank: usize, slot: usize, start: usize, len: usize) -> &[u8] {
-        // SAFETY: in bounds; any bytes are valid.
-        unsafe { std::slice::from_raw_parts(self.slot_at(rank, slot, start, len).as_ptr(), len) }
+        // SAFETY: in bounds; all bytes are valid.
+        unsafe { std::slice::from_raw_parts(self.slot_address(rank, slot, start, len).as_ptr(), len) }
     }
 
-    /// As [`Segment::slot`], `len` elements from element `start`.
+    /// `len` elements of a slot from element `start`, to read.
     ///
     /// # Safety
-    /// As [`Segment::slot`].
+    /// See [`Segment::slot`].
     pub(super) unsafe fn slot_f32(&self, rank: usize, slot: usize, start: usize, len: usize) -> &[f32] {
         // SAFETY: the caller's promise.
         bytemuck::cast_slice(unsafe { self.slot(rank, slot, start * 4, len * 4) })
     }
 
-    /// `len` bytes of a slot of this rank's own, to fill.
+    /// `len` bytes of a slot of this rank from byte `start`, to write.
     ///
     /// # Safety
-    /// `rank` is the caller's own, the slot is the next round's, and no other slice of the range is alive.
-    #[allow(clippy::mut_from_ref)] // shared memory: the exclusiveness is the protocol's, not the borrow's
+    /// `rank` is the caller's, the slot is that of its next round, and no other slice of the range
+    /// is in use.
+    #[allow(clippy::mut_from_ref)] // shared memory: the protocol guarantees exclusive access
     pub(super) unsafe fn slot_mut(&self, rank: usize, slot: usize, start: usize, len: usize) -> &mut [u8] {
         // SAFETY: in bounds; exclusive by the caller's promise.
-        unsafe { std::slice::from_raw_parts_mut(self.slot_at(rank, slot, start, len).as_ptr(), len) }
+        unsafe { std::slice::from_raw_parts_mut(self.slot_address(rank, slot, start, len).as_ptr(), len) }
     }
 
-    /// As [`Segment::slot_mut`], `len` elements from element `start`.
+    /// `len` elements of a slot of this rank from element `start`, to write.
     ///
     /// # Safety
-    /// As [`Segment::slot_mut`].
+    /// See [`Segment::slot_mut`].
     #[allow(clippy::mut_from_ref)]
     pub(super) unsafe fn slot_f32_mut(
         &self,
@@ -296,28 +309,36 @@ impl Segment {
     }
 }
 
-/// Makes the file at least `size` bytes long by writing its last byte, which nothing uses. Unlike truncation this can't
-/// shrink the file under a peer that believes in another size, and like it leaves the file sparse.
-fn grow(fd: BorrowedFd<'_>, size: usize) -> Result<()> {
-    if size_of_file(fd)? >= size {
+/// Makes the file at least `size` bytes long by writing its last byte, which is not used.
+///
+/// In contrast to truncation this cannot shrink the file of a peer with another size. The file
+/// stays sparse.
+fn ensure_file_size(fd: BorrowedFd<'_>, size: usize) -> Result<()> {
+    if file_size(fd)? >= size {
         return Ok(());
     }
-    nix::sys::uio::pwrite(fd.as_fd(), &[0], (size - 1) as i64)
-        .map(drop)
-        .map_err(|e| CommError::Io(format!("can't size the shared segment to {size} bytes: {e}")))
+    let failed = |errno| SharedMemoryError::Os { operation: "resize", bytes: size, errno };
+    nix::sys::uio::pwrite(fd.as_fd(), &[0], (size - 1) as i64).map_err(failed)?;
+    Ok(())
 }
 
-fn size_of_file(fd: BorrowedFd<'_>) -> Result<usize> {
-    let stat = fstat(fd).map_err(|e| CommError::Io(format!("can't look at the shared segment: {e}")))?;
-    usize::try_from(stat.st_size).map_err(|_| CommError::Io("the shared segment has no size".into()))
+fn file_size(fd: BorrowedFd<'_>) -> Result<usize> {
+    let failed = |errno| SharedMemoryError::Os { operation: "inspect", bytes: 0, errno };
+    let stat = fstat(fd).map_err(failed)?;
+    Ok(usize::try_from(stat.st_size).map_err(|_| failed(Errno::EINVAL))?)
 }
 
-/// The first rank to come writes `ours`; later ones must bring the same.
-fn agree(word: &AtomicU64, ours: u64, what: &str) -> Result<()> {
-    match word.compare_exchange(0, ours, SeqCst, SeqCst) {
-        Err(theirs) if theirs != ours => Err(CommError::Io(format!(
-            "the shared segment's {what} is {theirs:#x}, this rank's {ours:#x}: the ranks belong to different jobs or programs"
-        ))),
+/// Stores `value` in a word of the header if no rank has set it; fails if a peer has set another
+/// one.
+fn set_or_compare(
+    word: &AtomicU64,
+    value: u64,
+    field: &'static str,
+) -> std::result::Result<(), SharedMemoryError> {
+    match word.compare_exchange(0, value, SeqCst, SeqCst) {
+        Err(found) if found != value => {
+            Err(SharedMemoryError::HeaderMismatch { field, found, expected: value })
+        }
         _ => Ok(()),
     }
 }
@@ -329,18 +350,18 @@ mod tests {
     #[test]
     fn parts_of_the_layout_do_not_overlap() {
         for world in [1, 2, 3, 8, 16, 100, crate::MAX_WORLD] {
-            let l = Layout::new(world, 70_000).unwrap();
-            assert_eq!(l.staging % PAGE, 0);
-            assert!(PAGE + world * LINE <= l.tables);
+            let l = SegmentLayout::new(world, 70_000).unwrap();
+            assert_eq!(l.staging_bytes % PAGE_BYTES, 0);
+            assert!(PAGE_BYTES + world * RANK_LINE_BYTES <= l.tables);
             assert!(l.tables + world * 2 * 2 * world * 8 <= l.slots);
-            assert_eq!(l.slots + world * 2 * l.staging + PAGE, l.size);
+            assert_eq!(l.slots + world * 2 * l.staging_bytes + PAGE_BYTES, l.size);
         }
     }
 
     #[test]
-    fn sizes_out_of_bounds_are_refused() {
+    fn sizes_out_of_bounds_are_rejected() {
         for (world, staging) in [(0, 8192), (2000, 8192), (2, 100), (1024, 4096), (2, usize::MAX)] {
-            assert!(Layout::new(world, staging).is_err(), "{world} {staging}");
+            assert!(SegmentLayout::new(world, staging).is_err(), "{world} {staging}");
         }
     }
 }

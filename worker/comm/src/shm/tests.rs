@@ -1,147 +1,180 @@
-//! Ranks as threads of the test, each with a mapping of its own: what a segment refuses, and what a peer's nonsense does.
+//! Ranks as threads of the test, each with a separate mapping: segments that are rejected, and
+//! peers that break the protocol.
 use super::*;
+use crate::{SharedMemoryError, abort_reason::FIXED_BYTES};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use std::{
     sync::atomic::{AtomicUsize, Ordering::SeqCst},
     thread,
 };
 
-fn memfd() -> OwnedFd {
+fn create_memfd() -> OwnedFd {
     memfd_create("comm-test", MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING).unwrap()
 }
 
-fn short() -> Limits {
-    Limits { join: Duration::from_secs(30), wait: Duration::from_secs(30), staging: 4096 }
+fn test_limits() -> ShmLimits {
+    let timeout = Duration::from_secs(30);
+    ShmLimits { join_timeout: timeout, collective_timeout: timeout, staging_bytes: 4096 }
 }
 
-/// Joins `world` ranks and runs `rank` as each of them; results by rank.
-fn each<T: Send>(world: usize, limits: Limits, rank: impl Fn(ShmComm) -> T + Sync) -> Vec<T> {
-    let fd = memfd();
+/// Joins `world` ranks and runs `f` as each of them. Returns the results by rank.
+fn run_ranks<T: Send>(world: usize, limits: ShmLimits, f: impl Fn(ShmComm) -> T + Sync) -> Vec<T> {
+    let fd = create_memfd();
     thread::scope(|s| {
-        let (rank, fd) = (&rank, &fd);
-        let one = |r: usize| rank(ShmComm::join(fd.try_clone().unwrap(), r, world, limits).unwrap());
-        let threads: Vec<_> = (0..world).map(|r| s.spawn(move || one(r))).collect();
+        let (f, fd) = (&f, &fd);
+        let run = |r: usize| f(ShmComm::join(fd.try_clone().unwrap(), r, world, limits).unwrap());
+        let threads: Vec<_> = (0..world).map(|r| s.spawn(move || run(r))).collect();
         threads.into_iter().map(|t| t.join().unwrap()).collect()
     })
 }
 
-fn refused(fd: &OwnedFd, rank: usize, world: usize, limits: Limits) -> String {
-    ShmComm::join(fd.try_clone().unwrap(), rank, world, limits).err().unwrap().to_string()
+fn join_error(fd: &OwnedFd, rank: usize, world: usize, limits: ShmLimits) -> CommError {
+    ShmComm::join(fd.try_clone().unwrap(), rank, world, limits).err().unwrap()
+}
+
+/// The field of the header that two ranks disagree about.
+fn mismatched_field(error: &CommError) -> &'static str {
+    match error {
+        CommError::SharedMemory(SharedMemoryError::HeaderMismatch { field, .. }) => field,
+        other => panic!("{other}"),
+    }
 }
 
 #[test]
-fn a_foreign_or_unfit_segment_is_refused() {
-    let fd = memfd();
+fn the_segment_of_another_program_or_group_is_rejected() {
+    let fd = create_memfd();
     nix::sys::uio::pwrite(&fd, b"something else", 0).unwrap();
-    assert!(refused(&fd, 0, 2, short()).contains("magic and layout version"));
+    assert_eq!(mismatched_field(&join_error(&fd, 0, 2, test_limits())), "magic and layout version");
     assert!(abort(fd.as_fd(), "x").is_err());
-    let fd = memfd();
-    drop(ShmComm::join(fd.try_clone().unwrap(), 0, 1, short()).unwrap());
-    assert!(refused(&fd, 0, 2, short()).contains("world"));
-    let fd = memfd();
-    let alone = ShmComm::join(fd.try_clone().unwrap(), 0, 1, short()).unwrap();
-    assert!(refused(&fd, 0, 1, Limits { staging: 8192, ..short() }).contains("staging"));
-    let ended = alone.barrier().unwrap_err().to_string();
-    assert!(ended.contains("staging"), "a rank that can't take part ends the group: {ended}");
-    let fd = memfd();
-    assert!(refused(&fd, 2, 2, short()).contains("rank 2 in a group of 2"));
-    assert!(refused(&memfd(), 0, 0, short()).contains("not 0"));
-    let nothing = std::fs::File::open("/dev/null").unwrap();
-    assert!(ShmComm::join(nothing.into(), 0, 1, short()).is_err());
+    let fd = create_memfd();
+    drop(ShmComm::join(fd.try_clone().unwrap(), 0, 1, test_limits()).unwrap());
+    assert_eq!(mismatched_field(&join_error(&fd, 0, 2, test_limits())), "world size");
+    let fd = create_memfd();
+    let member = ShmComm::join(fd.try_clone().unwrap(), 0, 1, test_limits()).unwrap();
+    let rejected = join_error(&fd, 0, 1, ShmLimits { staging_bytes: 8192, ..test_limits() });
+    assert_eq!(mismatched_field(&rejected), "staging size");
+    // a rank that cannot join aborts the group
+    let reason = AbortReason::Requested { reason: rejected.to_string() };
+    assert_eq!(member.barrier(), Err(CommError::Aborted(reason)));
+    let out_of_range = join_error(&create_memfd(), 2, 2, test_limits());
+    assert_eq!(out_of_range, GroupError::RankOutOfRange { rank: 2, world: 2 }.into());
+    let empty_group = join_error(&create_memfd(), 0, 0, test_limits());
+    assert!(matches!(empty_group, CommError::InvalidGroup(GroupError::WorldSize { world: 0, .. })));
+    let not_a_memfd = std::fs::File::open("/dev/null").unwrap();
+    assert!(ShmComm::join(not_a_memfd.into(), 0, 1, test_limits()).is_err());
 }
 
 #[test]
-fn a_rank_joins_once() {
-    let fd = memfd();
-    let _first = ShmComm::join(fd.try_clone().unwrap(), 0, 1, short()).unwrap();
-    assert!(refused(&fd, 0, 1, short()).contains("rank 0 has joined already"));
+fn a_rank_joins_only_once() {
+    let fd = create_memfd();
+    let _member = ShmComm::join(fd.try_clone().unwrap(), 0, 1, test_limits()).unwrap();
+    let pid = std::process::id();
+    let error = GroupError::AlreadyJoined { rank: 0, joined_pid: pid, pid };
+    assert_eq!(join_error(&fd, 0, 1, test_limits()), error.into());
 }
 
 #[test]
-fn an_abort_before_the_first_rank_joins_is_seen() {
-    let fd = memfd();
-    abort(fd.as_fd(), "no room").unwrap();
-    assert_eq!(refused(&fd, 0, 2, short()), "collective aborted: no room");
+fn an_abort_before_the_first_rank_joins_makes_joining_fail() {
+    let fd = create_memfd();
+    abort(fd.as_fd(), "no memory").unwrap();
+    let error = CommError::Aborted(AbortReason::requested("no memory"));
+    assert_eq!(join_error(&fd, 0, 2, test_limits()), error);
 }
 
 #[test]
-fn a_long_reason_is_cut_at_a_character() {
+fn a_long_abort_reason_is_cut_at_a_character() {
     let long = "ä".repeat(400);
-    let errors = each(2, short(), |c| {
+    let errors = run_ranks(2, test_limits(), |c| {
         c.barrier().unwrap(); // both have joined
         if c.rank() == 0 {
             c.abort(&format!("x{long}"));
         }
         c.barrier().unwrap_err()
     });
-    let kept = format!("x{}", "ä".repeat((segment::REASON - 1) / 2));
-    assert_eq!(errors, [CommError::Aborted(kept.clone()), CommError::Aborted(kept)]);
+    let kept = "ä".repeat((segment::MAX_REASON_BYTES - FIXED_BYTES - 1) / 2);
+    let error = CommError::Aborted(AbortReason::Requested { reason: format!("x{kept}") });
+    assert_eq!(errors, [error.clone(), error]);
 }
 
 #[test]
-fn an_aborter_that_died_while_writing_is_survived() {
-    let errors = each(2, short(), |c| {
+fn ranks_survive_a_peer_that_dies_while_it_stores_an_abort_reason() {
+    let errors = run_ranks(2, test_limits(), |c| {
         c.barrier().unwrap(); // both have joined
-        c.seg.header().poison.store(1, SeqCst);
-        c.barrier().unwrap_err().to_string()
+        c.segment.header().abort_state.store(1, SeqCst);
+        c.barrier().unwrap_err()
     });
-    assert!(errors.iter().all(|e| e.contains("died before it gave a reason")), "{errors:?}");
+    assert!(errors.iter().all(|e| *e == CommError::Aborted(AbortReason::Lost)), "{errors:?}");
 }
 
 #[test]
-fn nobody_passes_a_barrier_before_all_have_come() {
+fn no_rank_passes_a_barrier_before_all_have_entered() {
     let (world, rounds) = (4, 300);
-    let came = AtomicUsize::new(0);
-    each(world, short(), |c| {
+    let entered = AtomicUsize::new(0);
+    run_ranks(world, test_limits(), |c| {
         for round in 1..=rounds {
-            came.fetch_add(1, SeqCst);
+            entered.fetch_add(1, SeqCst);
             c.barrier().unwrap();
-            assert!(came.load(SeqCst) >= world * round);
+            assert!(entered.load(SeqCst) >= world * round);
         }
     });
-    assert_eq!(came.load(SeqCst), world * rounds);
+    assert_eq!(entered.load(SeqCst), world * rounds);
 }
 
 #[test]
-fn a_wait_has_a_limit_that_names_the_missing() {
-    let limits = Limits { wait: Duration::from_millis(50), ..short() };
-    let done = std::sync::Barrier::new(3);
-    let errors = each(3, limits, |c| {
+fn a_timeout_names_the_missing_ranks() {
+    let timeout = Duration::from_millis(50);
+    let limits = ShmLimits { collective_timeout: timeout, ..test_limits() };
+    let timed_out = std::sync::Barrier::new(3);
+    let errors = run_ranks(3, limits, |c| {
         let first = (c.rank() == 0).then(|| c.barrier().unwrap_err());
-        done.wait(); // the others stay in the group until rank 0 has given up
+        timed_out.wait(); // the others stay in the group until the wait of rank 0 has timed out
         first.unwrap_or_else(|| c.barrier().unwrap_err())
     });
-    let CommError::Io(error) = &errors[0] else { panic!("{errors:?}") };
-    assert!(error.contains("in barrier (call 0) for ranks 1, 2 of 3"), "{error}");
-    assert_eq!(errors[1..], [CommError::Aborted(error.clone()), CommError::Aborted(error.clone())]);
+    let expected = CommError::Timeout {
+        rank: 0,
+        world: 3,
+        collective: crate::CollectiveKind::Barrier,
+        call_number: 0,
+        timeout,
+        missing: vec![1, 2],
+    };
+    assert_eq!(errors[0], expected);
+    let aborted = CommError::Aborted(expected.abort_reason(0));
+    assert_eq!(errors[1..], [aborted.clone(), aborted]);
 }
 
 #[test]
-fn a_panic_in_a_sink_frees_the_peers() {
-    let errors = each(2, short(), |c| {
+fn a_panic_in_a_sink_unblocks_the_peers() {
+    let errors = run_ranks(2, test_limits(), |c| {
         let x = Buf::zeroed(8);
-        let fold = || {
-            c.reduce_scatter_fold(&[x.view()], &[4, 4], &mut |from, _, _| {
-                assert!(c.rank() == 0 || from == 0, "on purpose");
+        let reduce = || {
+            c.reduce_scatter_ordered(&[x.view()], &[4, 4], &mut |from, _, _| {
+                assert!(c.rank() == 0 || from == 0, "intended");
             })
         };
-        let first = std::panic::catch_unwind(std::panic::AssertUnwindSafe(fold));
+        let first = std::panic::catch_unwind(std::panic::AssertUnwindSafe(reduce));
         assert_eq!(first.is_err(), c.rank() == 1);
-        c.barrier().unwrap_err().to_string()
+        c.barrier().unwrap_err()
     });
-    assert!(errors.iter().all(|e| e.contains("rank 1 panicked inside a collective")), "{errors:?}");
+    let expected = CommError::Aborted(AbortReason::RankPanicked { rank: 1 });
+    assert!(errors.iter().all(|e| *e == expected), "{errors:?}");
 }
 
-/// Rank 1 enters rounds as it should but publishes `number` where rank 0 looks for a length; rank 0's error.
-fn lied_to(number: u64, call: Call, honest: impl Fn(&ShmComm) -> Result<()> + Sync) -> CommError {
-    let mut errors = each(2, short(), |c| {
+/// Rank 1 enters the rounds of `call`, but publishes `number` where rank 0 reads a length. Returns
+/// the error of rank 0, which runs `honest`.
+fn error_with_invalid_length(
+    number: u64,
+    call: CollectiveCall,
+    honest: impl Fn(&ShmComm) -> Result<()> + Sync,
+) -> CommError {
+    let mut errors = run_ranks(2, test_limits(), |c| {
         if c.rank() == 0 {
             return honest(&c).err();
         }
         let slot = 1;
-        c.seg.table(1, slot).iter().for_each(|w| w.store(number, SeqCst));
-        c.seg.post(1, 1, call.numbered(0).words());
-        while c.healthy().is_ok() {
+        c.segment.table(1, slot).iter().for_each(|w| w.store(number, SeqCst));
+        c.segment.enter_round(1, 1, call.with_number(0).to_words());
+        while c.check_not_aborted().is_ok() {
             thread::yield_now();
         }
         None
@@ -150,19 +183,32 @@ fn lied_to(number: u64, call: Call, honest: impl Fn(&ShmComm) -> Result<()> + Sy
 }
 
 #[test]
-fn lengths_that_a_peer_makes_up_are_refused() {
-    let at = Place { rank: 1, world: 2 };
-    for lie in [u64::MAX, 1 << 40] {
-        let e = lied_to(lie, Call::all_gather_bytes(0).unwrap(), |c| c.all_gather_bytes(b"x").map(drop));
-        assert!(e.to_string().contains("rank 1 gives"), "{e}");
-        let call = Call::reduce_scatter_fold(at, [].into_iter(), &[1, 1]).unwrap();
-        let e = lied_to(lie, call, |c| c.reduce_scatter_fold(&[], &[1, 1], &mut |_, _, _| ()));
-        assert!(e.to_string().contains("partials"), "{e}");
-        let call = Call::all_to_all_of(at, (0, 4), &[0, 0], (0, 4), &[0, 0]).unwrap();
-        let e = lied_to(lie, call, |c| {
+fn invalid_lengths_of_a_peer_are_rejected() {
+    let position = GroupPosition { rank: 1, world: 2 };
+    let empty = BufferShape { len: 0, element_bytes: 4 };
+    for number in [u64::MAX, 1 << 40] {
+        let call = CollectiveCall::all_gather_bytes(0).unwrap();
+        let error = error_with_invalid_length(number, call, |c| c.all_gather_bytes(b"x").map(drop));
+        let expected =
+            CallMismatch::TooManyBytes { rank: 1, bytes: number, limit: crate::MAX_GATHER_BYTES as u64 };
+        assert_eq!(error, CommError::Mismatch(expected));
+        let call = CollectiveCall::reduce_scatter_ordered(position, [].into_iter(), &[1, 1]).unwrap();
+        let error = error_with_invalid_length(number, call, |c| {
+            c.reduce_scatter_ordered(&[], &[1, 1], &mut |_, _, _| ())
+        });
+        let CommError::Mismatch(CallMismatch::TooManyPartials { rank: 1, partials, .. }) = error else {
+            panic!("{error}")
+        };
+        assert_eq!(partials, number);
+        let call = CollectiveCall::all_to_all(position, empty, &[0, 0], empty, &[0, 0]).unwrap();
+        let error = error_with_invalid_length(number, call, |c| {
             let (mut recv, send) = (Buf::zeroed(2), Buf::zeroed(2));
             c.all_to_all(recv.view_mut(), &[1, 1], send.view(), &[1, 1])
         });
-        assert!(e.to_string().contains("rank 1 sends"), "{e}");
+        let CommError::Mismatch(CallMismatch::Transfer { from: 1, to: 0, sent, expected: 1, .. }) = error
+        else {
+            panic!("{error}")
+        };
+        assert_eq!(sent, number);
     }
 }

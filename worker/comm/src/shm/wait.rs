@@ -1,23 +1,31 @@
 //! Waiting for peers without burning a core, and being woken by an abort.
 //!
 //! # Why no wake-up is lost
-//! The bell is an event count. A sleeper (1) adds itself to `sleepers`, (2) reads the bell, (3) looks at its peers once more,
-//! (4) sleeps on the bell if it still has the value read. A poster (a) stores its round, (b) looks whether now *all* ranks
-//! have posted it, and if so (c) reads `sleepers`, and if there are any, (d) adds to the bell and wakes all. Steps 1–3 and
-//! a–c are sequentially consistent, so they have one order that all ranks agree about:
-//! * of two ranks that post at the same time, the one whose store comes later sees the other's in (b): some rank rings;
-//! * if the one that sees all reads `sleepers` as 0 in (c), then every sleeper's (1) comes after it, hence its (3) comes
-//!   after all the stores (a): it doesn't sleep;
-//! * otherwise the bell changes after the sleeper's (1): if before (2), then (3) sees all; if after, (4) returns at once.
+//! Sleepers wait on an event count. A sleeper (1) adds itself to `sleepers`, (2) reads the event
+//! count, (3) checks its peers once more, and (4) sleeps if the event count still has the value
+//! that it read. A rank that enters a round (a) stores the round, (b) checks whether now *all*
+//! ranks have entered it, and if so, (c) reads `sleepers`, and if there are any, (d) increments the
+//! event count and wakes all. Steps 1 to 3 and a to c are sequentially consistent, so all ranks
+//! observe them in one order:
 //!
-//! Every sleep ends after [`NAP`] at the latest, so a peer that breaks these rules can delay but not hang a rank.
+//! - If two ranks enter at the same time, the one whose store comes later observes the other's
+//!   store in (b). So some rank wakes the sleepers.
+//! - If the rank that observes all reads `sleepers` as 0 in (c), then every sleeper's (1) comes
+//!   after it. Hence its (3) comes after all the stores (a), and it does not sleep.
+//! - Otherwise the event count changes after the sleeper's (1). If it changes before (2), then (3)
+//!   observes all ranks. If it changes later, (4) returns at once.
 //!
-//! # Why data may be read
-//! A rank fills its slot and table and only then stores `posted` (SeqCst, hence release); a peer reads them only after it
-//! has loaded that value (SeqCst, hence acquire). The other way round: a rank stores `posted = n + 1` after its last read
-//! of what its peers showed in round n, and a peer overwrites that slot only for round n + 2, which it prepares after it
-//! has seen `posted ≥ n + 1` of all. Two slots are thus enough, with one wait a round.
-use super::segment::{Header, REASON, Segment};
+//! Every sleep ends after [`MAX_SLEEP`], so a peer that breaks these rules can delay a rank but not
+//! hang it.
+//!
+//! # Why the peers' data may be read
+//! A rank fills its slot and table and only then stores `entered_round` (SeqCst, hence release). A
+//! peer reads them only after it has loaded that value (SeqCst, hence acquire). In the other
+//! direction, a rank stores `entered_round = n + 1` after its last read of what its peers published
+//! in round n. A peer overwrites that slot only for round n + 2, which it prepares after it has
+//! observed `entered_round ≥ n + 1` of all ranks. So two slots are enough, with one wait per round.
+use super::segment::{Header, MAX_REASON_BYTES, Segment};
+use crate::AbortReason;
 use std::{
     sync::atomic::{
         AtomicU32,
@@ -26,158 +34,167 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The longest sleep before the abort flag and the limit are looked at again.
-const NAP: Duration = Duration::from_millis(100);
+/// The longest sleep before the abort state and the timeout are checked again.
+const MAX_SLEEP: Duration = Duration::from_millis(100);
 
-/// The longest spin before sleeping, where every rank can have a processor of its own: about what a sleep and a wake-up
-/// cost. Longer waits always sleep.
-const SPIN: Duration = Duration::from_micros(20);
+/// The longest spin before sleeping, if every rank can have a separate processor: about the cost of
+/// a sleep and a wake-up. Longer waits always sleep.
+const MAX_SPIN: Duration = Duration::from_micros(20);
 
-/// Why a wait ended without what it waited for.
+/// Why a wait for peers failed. Ranks are those within the segment.
 #[derive(Debug)]
-pub(super) enum Stopped {
-    Aborted(String),
-    /// The ranks that are still missing.
-    Late(Vec<usize>),
-    /// This rank left the group, so it never comes.
-    Left(usize),
+pub(super) enum WaitError {
+    /// The group was aborted.
+    Aborted(AbortReason),
+    /// These ranks are still missing after the timeout.
+    TimedOut(Vec<usize>),
+    /// This rank left the group, so it will not arrive.
+    PeerLeft(usize),
 }
 
 impl Header {
     /// Wakes every sleeper.
-    pub(super) fn ring(&self) {
-        self.bell.fetch_add(1, SeqCst);
-        futex_wake(&self.bell);
+    pub(super) fn wake_sleepers(&self) {
+        self.event_count.fetch_add(1, SeqCst);
+        futex_wake(&self.event_count);
     }
 
-    /// Aborts the group; the first reason stays.
-    pub(super) fn abort(&self, reason: &str) {
-        if self.poison.compare_exchange(0, 1, SeqCst, SeqCst).is_ok() {
-            let mut end = reason.len().min(REASON);
-            while !reason.is_char_boundary(end) {
-                end -= 1;
-            }
-            for (to, from) in self.reason.iter().zip(&reason.as_bytes()[..end]) {
+    /// Aborts the group. The first reason is kept.
+    pub(super) fn abort(&self, reason: &AbortReason) {
+        if self.abort_state.compare_exchange(0, 1, SeqCst, SeqCst).is_ok() {
+            let bytes = reason.encode(MAX_REASON_BYTES);
+            for (to, from) in self.reason.iter().zip(&bytes) {
                 to.store(*from, Relaxed);
             }
-            self.reason_len.store(end as u32, Relaxed);
-            self.poison.store(2, SeqCst);
-            futex_wake(&self.poison);
+            self.reason_len.store(bytes.len() as u32, Relaxed);
+            self.abort_state.store(2, SeqCst);
+            futex_wake(&self.abort_state);
         }
-        self.ring();
+        self.wake_sleepers();
     }
 
-    /// The reason, when the group is aborted.
-    pub(super) fn aborted(&self) -> Option<String> {
-        match self.poison.load(Acquire) {
+    /// The reason of the abort, if the group is aborted.
+    pub(super) fn abort_reason(&self) -> Option<AbortReason> {
+        match self.abort_state.load(Acquire) {
             0 => None,
             1 => {
-                // Its writer is a few stores away from 2, or dead.
-                futex_wait(&self.poison, 1, NAP);
-                (self.poison.load(Acquire) == 2)
-                    .then(|| self.reason())
-                    .or_else(|| Some("the process that aborted died before it gave a reason".into()))
+                // The writer is a few stores away from state 2, or dead.
+                futex_wait(&self.abort_state, 1, MAX_SLEEP);
+                let is_complete = self.abort_state.load(Acquire) == 2;
+                Some(if is_complete { self.stored_reason() } else { AbortReason::Lost })
             }
-            _ => Some(self.reason()),
+            _ => Some(self.stored_reason()),
         }
     }
 
-    fn reason(&self) -> String {
-        let len = (self.reason_len.load(Relaxed) as usize).min(REASON);
+    fn stored_reason(&self) -> AbortReason {
+        let len = (self.reason_len.load(Relaxed) as usize).min(MAX_REASON_BYTES);
         let bytes: Vec<u8> = self.reason[..len].iter().map(|b| b.load(Relaxed)).collect();
-        String::from_utf8_lossy(&bytes).into_owned()
+        AbortReason::decode(&bytes)
     }
 }
 
 impl Segment {
-    /// Enters round `round` as `rank`: what this rank wrote for it is now the peers' to read.
-    pub(super) fn post(&self, rank: usize, round: u64, call: [u64; 3]) {
-        let line = self.line(rank);
+    /// Enters `round` as `rank`: peers may read what this rank wrote for the round.
+    pub(super) fn enter_round(&self, rank: usize, round: u64, call: [u64; 3]) {
+        let line = self.rank_line(rank);
         for (word, value) in line.call[(round % 2) as usize].iter().zip(call) {
             word.store(value, Relaxed);
         }
-        line.cpu.store(cpu(), Relaxed);
-        line.posted.store(round, SeqCst);
-        let all = (0..self.layout.world).all(|r| self.line(r).posted.load(SeqCst) >= round);
-        if all && self.header().sleepers.load(SeqCst) != 0 {
-            self.header().ring();
+        line.cpu.store(current_cpu(), Relaxed);
+        line.entered_round.store(round, SeqCst);
+        let is_complete =
+            (0..self.layout.world).all(|r| self.rank_line(r).entered_round.load(SeqCst) >= round);
+        if is_complete && self.header().sleepers.load(SeqCst) != 0 {
+            self.header().wake_sleepers();
         }
     }
 
     /// Waits until every rank has entered `round`.
-    pub(super) fn await_round(&self, round: u64, spin: bool, limit: Duration) -> Result<(), Stopped> {
-        let here = |r: usize| self.line(r).posted.load(SeqCst) >= round;
-        // Spinning would keep a peer on the same processor from coming.
-        let crowded = |own| (0..self.layout.world).any(|r| !here(r) && self.line(r).cpu.load(Relaxed) == own);
-        if (0..self.layout.world).all(here) {
+    pub(super) fn wait_for_round(
+        &self,
+        round: u64,
+        can_spin: bool,
+        timeout: Duration,
+    ) -> Result<(), WaitError> {
+        let has_entered = |r: usize| self.rank_line(r).entered_round.load(SeqCst) >= round;
+        // Spinning would keep a peer on the same processor from entering the round.
+        let shares_cpu = |cpu| {
+            (0..self.layout.world).any(|r| !has_entered(r) && self.rank_line(r).cpu.load(Relaxed) == cpu)
+        };
+        if (0..self.layout.world).all(has_entered) {
             return Ok(());
         }
-        self.await_ranks(here, spin && !crowded(cpu()), limit, true)
+        self.wait_for_ranks(has_entered, can_spin && !shares_cpu(current_cpu()), timeout, true)
     }
 
     /// Waits until every rank has joined.
-    pub(super) fn await_join(&self, limit: Duration) -> Result<(), Stopped> {
-        self.await_ranks(|r| self.line(r).joined.load(SeqCst) != 0, false, limit, false)
+    pub(super) fn wait_for_join(&self, timeout: Duration) -> Result<(), WaitError> {
+        let has_joined = |r: usize| self.rank_line(r).joined_pid.load(SeqCst) != 0;
+        self.wait_for_ranks(has_joined, false, timeout, false)
     }
 
-    fn await_ranks(
+    /// Waits until every rank has arrived. `fail_on_leave`: a rank that left without having arrived
+    /// is an error.
+    fn wait_for_ranks(
         &self,
-        here: impl Fn(usize) -> bool,
-        spin: bool,
-        limit: Duration,
-        leaving_counts: bool,
-    ) -> Result<(), Stopped> {
+        has_arrived: impl Fn(usize) -> bool,
+        can_spin: bool,
+        timeout: Duration,
+        fail_on_leave: bool,
+    ) -> Result<(), WaitError> {
         let world = self.layout.world;
-        let mut first = 0; // the ranks before it are here
-        let mut all = || {
-            while first < world && here(first) {
-                first += 1;
+        let mut arrived = 0; // all ranks before this one have arrived
+        let mut is_complete = || {
+            while arrived < world && has_arrived(arrived) {
+                arrived += 1;
             }
-            first == world
+            arrived == world
         };
-        if all() || (spin && spin_until(&mut all)) {
+        if is_complete() || (can_spin && spin_until(&mut is_complete)) {
             return Ok(());
         }
-        let head = self.header();
+        let header = self.header();
         let start = Instant::now();
         loop {
-            head.sleepers.fetch_add(1, SeqCst);
-            let bell = head.bell.load(SeqCst);
-            let left = limit.saturating_sub(start.elapsed());
-            if !all() && head.poison.load(SeqCst) == 0 {
-                futex_wait(&head.bell, bell, NAP.min(left));
+            header.sleepers.fetch_add(1, SeqCst);
+            let events = header.event_count.load(SeqCst);
+            let remaining = timeout.saturating_sub(start.elapsed());
+            if !is_complete() && header.abort_state.load(SeqCst) == 0 {
+                futex_wait(&header.event_count, events, MAX_SLEEP.min(remaining));
             }
-            head.sleepers.fetch_sub(1, SeqCst);
-            // looked at before `all`: a rank that came and then left was here
-            let gone =
-                (0..world).find(|&r| leaving_counts && self.line(r).left.load(SeqCst) != 0 && !here(r));
-            if all() {
+            header.sleepers.fetch_sub(1, SeqCst);
+            // checked before `is_complete`: a rank may arrive and then leave
+            let has_left = |r: usize| self.rank_line(r).has_left.load(SeqCst) != 0;
+            let departed = (0..world).find(|&r| fail_on_leave && has_left(r) && !has_arrived(r));
+            if is_complete() {
                 return Ok(());
             }
-            if let Some(reason) = head.aborted() {
-                return Err(Stopped::Aborted(reason));
+            if let Some(reason) = header.abort_reason() {
+                return Err(WaitError::Aborted(reason));
             }
-            if let Some(rank) = gone {
-                return Err(Stopped::Left(rank));
+            if let Some(rank) = departed {
+                return Err(WaitError::PeerLeft(rank));
             }
-            if start.elapsed() >= limit {
-                return Err(Stopped::Late((0..world).filter(|&r| !here(r)).collect()));
+            if start.elapsed() >= timeout {
+                return Err(WaitError::TimedOut((0..world).filter(|&r| !has_arrived(r)).collect()));
             }
         }
     }
 }
 
-/// The processor that this thread runs on.
-fn cpu() -> u32 {
-    // SAFETY: asks for a number; -1 where the kernel doesn't tell.
+/// The processor on which this thread runs.
+fn current_cpu() -> u32 {
+    // SAFETY: reads a number; -1 if the kernel does not know it.
     unsafe { libc::sched_getcpu() as u32 }
 }
 
-fn spin_until(ready: &mut impl FnMut() -> bool) -> bool {
+/// Spins until `is_ready`, for at most [`MAX_SPIN`]. Returns whether it became ready.
+fn spin_until(is_ready: &mut impl FnMut() -> bool) -> bool {
     let start = Instant::now();
-    while start.elapsed() < SPIN {
+    while start.elapsed() < MAX_SPIN {
         for _ in 0..16 {
-            if ready() {
+            if is_ready() {
                 return true;
             }
             std::hint::spin_loop();
@@ -186,25 +203,25 @@ fn spin_until(ready: &mut impl FnMut() -> bool) -> bool {
     false
 }
 
-/// Sleeps while `word` is `value`, at most `limit`. May return early for no reason.
-fn futex_wait(word: &AtomicU32, value: u32, limit: Duration) {
-    let limit = libc::timespec {
-        tv_sec: limit.as_secs() as libc::time_t,
-        tv_nsec: limit.subsec_nanos() as libc::c_long,
+/// Sleeps while `word` is `value`, for at most `timeout`. May return early without a reason.
+fn futex_wait(word: &AtomicU32, value: u32, timeout: Duration) {
+    let timeout = libc::timespec {
+        tv_sec: timeout.as_secs() as libc::time_t,
+        tv_nsec: timeout.subsec_nanos() as libc::c_long,
     };
-    // SAFETY: `word` and `limit` outlive the call; without the private flag the kernel finds the word by its page, so that
-    // processes with different mappings meet.
-    unsafe { libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAIT, value, &limit) };
+    // SAFETY: `word` and `timeout` outlive the call. Without the private flag the kernel identifies
+    // the word by its page, so processes with different mappings use the same futex.
+    unsafe { libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAIT, value, &timeout) };
 }
 
-/// Wakes everybody who sleeps on `word`.
+/// Wakes every thread that sleeps on `word`.
 fn futex_wake(word: &AtomicU32) {
-    // SAFETY: the kernel only uses the address.
+    // SAFETY: the kernel uses the address only.
     unsafe { libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAKE, i32::MAX) };
 }
 
-/// Publishes numbers for the next round.
-pub(super) fn publish(table: &[std::sync::atomic::AtomicU64], values: impl IntoIterator<Item = u64>) {
+/// Stores numbers in a table for the next round.
+pub(super) fn store_words(table: &[std::sync::atomic::AtomicU64], values: impl IntoIterator<Item = u64>) {
     for (word, value) in table.iter().zip(values) {
         word.store(value, Release);
     }

@@ -1,100 +1,93 @@
-//! How two ranks prove to each other that they belong to the same attempt of the same run: bytes in, bytes out.
+//! How two ranks prove to each other that they belong to one attempt of one run. Encodes and checks
+//! messages; does no input or output.
 //!
 //! ```text
 //! connector                                             acceptor
 //! HELLO: magic, version, attempt, run, from, to, kind, nonce  ->
-//!                                          <-  CHALLENGE: magic, verdict, nonce
+//!                                          <-  CHALLENGE: magic, answer, nonce
 //! PROOF: MAC(key, "connector", hello, challenge)        ->
 //!                                          <-  WELCOME: MAC(key, "acceptor", hello, challenge)
 //! ```
-//! The MAC is keyed BLAKE3 over both messages, so it answers for both nonces, the ranks, the attempt and the run. A stranger
-//! learns a random number, at the cost of one small fixed buffer here.
+//! The MAC is keyed BLAKE3 over both messages, so it authenticates both nonces, the ranks, the
+//! attempt and the run. A process without the key learns a random number, and costs one small fixed
+//! buffer.
+use crate::RejectReason;
 
 /// First bytes of both sides.
 const MAGIC: [u8; 8] = *b"launchtc";
 /// Version of the protocol between ranks.
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
+/// The answer of a CHALLENGE that accepts the HELLO.
+const ACCEPTED: u32 = 0;
 
 /// Bytes of a nonce, a MAC and the key.
-pub(super) const SECRET: usize = 32;
+pub(super) const SECRET_BYTES: usize = 32;
 /// Bytes of HELLO.
-pub(super) const HELLO: usize = 8 + 4 + 4 + SECRET + 4 + 4 + 4 + SECRET;
+pub(super) const HELLO_BYTES: usize = 8 + 4 + 4 + SECRET_BYTES + 4 + 4 + 4 + SECRET_BYTES;
 /// Bytes of CHALLENGE.
-pub(super) const CHALLENGE: usize = 8 + 4 + SECRET;
+pub(super) const CHALLENGE_BYTES: usize = 8 + 4 + SECRET_BYTES;
 
-/// What a connection is for.
+/// What a connection between two ranks transfers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Lane {
-    /// The collectives' bytes.
+pub(super) enum ConnectionKind {
+    /// The data of collectives.
     Data = 0,
-    /// Heartbeats, aborts, farewells.
-    Watch = 1,
+    /// Heartbeats, aborts and farewells.
+    Control = 1,
 }
 
-impl Lane {
-    pub(super) const ALL: [Lane; 2] = [Lane::Data, Lane::Watch];
+impl ConnectionKind {
+    pub(super) const ALL: [ConnectionKind; 2] = [ConnectionKind::Data, ConnectionKind::Control];
 }
 
-/// What a rank knows of its group.
+/// What a rank proves in a handshake.
 #[derive(Clone)]
-pub(super) struct Identity {
-    pub(super) key: [u8; SECRET],
+pub(super) struct RankIdentity {
+    pub(super) key: [u8; SECRET_BYTES],
     /// BLAKE3 of the run's name.
-    pub(super) run: [u8; SECRET],
+    pub(super) run: [u8; SECRET_BYTES],
     pub(super) attempt: u32,
     pub(super) rank: u32,
     pub(super) world: u32,
 }
 
-/// Why an acceptor doesn't go on; said in the clear, so it is a hint and no proof.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Verdict {
-    GoOn = 0,
-    OtherVersion = 1,
-    OtherAttempt = 2,
-    /// Another run, or ranks that don't connect like this.
-    NotExpected = 3,
-}
+/// Rejections by their number in a CHALLENGE. The answer is not authenticated, so it is only a
+/// hint.
+const REJECTIONS: [(u32, RejectReason); 3] =
+    [(1, RejectReason::OtherVersion), (2, RejectReason::OtherAttempt), (3, RejectReason::UnexpectedRank)];
 
-impl Verdict {
-    fn from_word(word: u32) -> Option<Self> {
-        [Verdict::GoOn, Verdict::OtherVersion, Verdict::OtherAttempt, Verdict::NotExpected]
-            .into_iter()
-            .find(|v| *v as u32 == word)
-    }
-
-    pub(super) fn reason(self) -> &'static str {
-        match self {
-            Verdict::GoOn => "it went on",
-            Verdict::OtherVersion => "it speaks another version: two builds of `launch` are mixed",
-            Verdict::OtherAttempt => "it belongs to another attempt of the run",
-            Verdict::NotExpected => "it does not expect this rank",
-        }
-    }
-}
-
-/// A HELLO taken apart.
+/// The decoded HELLO of a connector.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Hello {
     pub(super) from: u32,
-    pub(super) lane: Lane,
+    pub(super) kind: ConnectionKind,
 }
 
-pub(super) fn hello(id: &Identity, to: u32, lane: Lane, nonce: &[u8; SECRET]) -> [u8; HELLO] {
-    let mut out = [0; HELLO];
-    let words = [id.rank, to, lane as u32].map(u32::to_le_bytes).concat();
+/// Encodes the HELLO of rank `id` to rank `to`.
+pub(super) fn encode_hello(
+    id: &RankIdentity,
+    to: u32,
+    kind: ConnectionKind,
+    nonce: &[u8; SECRET_BYTES],
+) -> [u8; HELLO_BYTES] {
+    let mut out = [0; HELLO_BYTES];
+    let words = [id.rank, to, kind as u32].map(u32::to_le_bytes).concat();
     let parts: [&[u8]; 6] =
         [&MAGIC, &VERSION.to_le_bytes(), &id.attempt.to_le_bytes(), &id.run, &words, nonce];
-    let mut at = 0;
+    let mut end = 0;
     for part in parts {
-        out[at..at + part.len()].copy_from_slice(part);
-        at += part.len();
+        out[end..end + part.len()].copy_from_slice(part);
+        end += part.len();
     }
     out
 }
 
-/// What the acceptor `id` thinks of a HELLO. `None`: not this protocol at all, not worth an answer.
-pub(super) fn judge(id: &Identity, hello: &[u8; HELLO]) -> Option<Result<Hello, Verdict>> {
+/// Decodes a HELLO to the acceptor `id`, or gives the reason to reject it. `None` if the bytes are
+/// of another protocol and deserve no answer.
+pub(super) fn check_hello(
+    id: &RankIdentity,
+    hello: &[u8; HELLO_BYTES],
+) -> Option<Result<Hello, RejectReason>> {
     let (magic, rest) = hello.split_at(8);
     if magic != MAGIC {
         return None;
@@ -105,68 +98,81 @@ pub(super) fn judge(id: &Identity, hello: &[u8; HELLO]) -> Option<Result<Hello, 
         u32::from_le_bytes(bytes)
     };
     if word(0) != VERSION {
-        return Some(Err(Verdict::OtherVersion));
+        return Some(Err(RejectReason::OtherVersion));
     }
-    if rest[8..8 + SECRET] != id.run {
-        return Some(Err(Verdict::NotExpected));
+    if rest[8..8 + SECRET_BYTES] != id.run {
+        return Some(Err(RejectReason::UnexpectedRank));
     }
     if word(4) != id.attempt {
-        return Some(Err(Verdict::OtherAttempt));
+        return Some(Err(RejectReason::OtherAttempt));
     }
-    let (from, to, lane) = (word(8 + SECRET), word(12 + SECRET), word(16 + SECRET));
-    let lane = Lane::ALL.into_iter().find(|l| *l as u32 == lane);
-    Some(match lane {
+    let (from, to, kind) = (word(8 + SECRET_BYTES), word(12 + SECRET_BYTES), word(16 + SECRET_BYTES));
+    let kind = ConnectionKind::ALL.into_iter().find(|k| *k as u32 == kind);
+    Some(match kind {
         // the higher rank connects
-        Some(lane) if to == id.rank && from > id.rank && from < id.world => Ok(Hello { from, lane }),
-        _ => Err(Verdict::NotExpected),
+        Some(kind) if to == id.rank && from > id.rank && from < id.world => Ok(Hello { from, kind }),
+        _ => Err(RejectReason::UnexpectedRank),
     })
 }
 
-pub(super) fn challenge(verdict: Verdict, nonce: &[u8; SECRET]) -> [u8; CHALLENGE] {
-    let mut out = [0; CHALLENGE];
+/// Encodes the acceptor's answer to a HELLO.
+pub(super) fn encode_challenge(
+    answer: Result<(), RejectReason>,
+    nonce: &[u8; SECRET_BYTES],
+) -> [u8; CHALLENGE_BYTES] {
+    let number = |reason| REJECTIONS.iter().find(|(_, r)| *r == reason).map_or(u32::MAX, |(n, _)| *n);
+    let answer = answer.map_or_else(number, |()| ACCEPTED);
+    let mut out = [0; CHALLENGE_BYTES];
     out[..8].copy_from_slice(&MAGIC);
-    out[8..12].copy_from_slice(&(verdict as u32).to_le_bytes());
+    out[8..12].copy_from_slice(&answer.to_le_bytes());
     out[12..].copy_from_slice(nonce);
     out
 }
 
-/// What the connector reads in a CHALLENGE.
-pub(super) fn read_challenge(challenge: &[u8; CHALLENGE]) -> Option<Verdict> {
+/// Decodes the answer in a CHALLENGE. `None` if the bytes are of another protocol.
+pub(super) fn decode_challenge(challenge: &[u8; CHALLENGE_BYTES]) -> Option<Result<(), RejectReason>> {
+    if challenge[..8] != MAGIC {
+        return None;
+    }
     let mut word = [0; 4];
     word.copy_from_slice(&challenge[8..12]);
-    (challenge[..8] == MAGIC).then(|| Verdict::from_word(u32::from_le_bytes(word))).flatten()
+    match u32::from_le_bytes(word) {
+        ACCEPTED => Some(Ok(())),
+        number => REJECTIONS.iter().find(|(n, _)| *n == number).map(|(_, reason)| Err(*reason)),
+    }
 }
 
-/// Whose MAC: each side proves itself in its own words, so that none can be sent back.
+/// Which side computes a MAC. The sides use different prefixes, so a MAC cannot be reflected.
 #[derive(Clone, Copy)]
-pub(super) enum Side {
+pub(super) enum HandshakeSide {
     Connector,
     Acceptor,
 }
 
-/// Comparing two of these takes the same time whatever they are.
-pub(super) fn mac(
-    id: &Identity,
-    side: Side,
-    hello: &[u8; HELLO],
-    challenge: &[u8; CHALLENGE],
+/// Computes a MAC. Comparing two of them takes constant time.
+pub(super) fn compute_mac(
+    id: &RankIdentity,
+    side: HandshakeSide,
+    hello: &[u8; HELLO_BYTES],
+    challenge: &[u8; CHALLENGE_BYTES],
 ) -> blake3::Hash {
     let mut hasher = blake3::Hasher::new_keyed(&id.key);
     hasher.update(match side {
-        Side::Connector => b"launch connector",
-        Side::Acceptor => b"launch acceptor ",
+        HandshakeSide::Connector => b"launch connector",
+        HandshakeSide::Acceptor => b"launch acceptor ",
     });
     hasher.update(hello).update(challenge).finalize()
 }
 
-/// Bytes that nobody can guess.
-pub(super) fn nonce() -> std::io::Result<[u8; SECRET]> {
-    let mut out = [0u8; SECRET];
-    // SAFETY: the buffer and its length are right; 32 bytes are never given in part once the pool is ready.
-    let got = unsafe { libc::getrandom(out.as_mut_ptr().cast(), out.len(), 0) };
-    match usize::try_from(got) {
-        Ok(SECRET) => Ok(out),
-        Ok(n) => Err(std::io::Error::other(format!("{n} random bytes of {SECRET}"))),
+/// Unpredictable bytes from the operating system.
+pub(super) fn random_nonce() -> std::io::Result<[u8; SECRET_BYTES]> {
+    let mut out = [0u8; SECRET_BYTES];
+    // SAFETY: address and length are those of the buffer. Once the pool is initialized, the kernel
+    // gives up to 256 bytes in full.
+    let filled = unsafe { libc::getrandom(out.as_mut_ptr().cast(), out.len(), 0) };
+    match usize::try_from(filled) {
+        Ok(SECRET_BYTES) => Ok(out),
+        Ok(n) => Err(std::io::Error::other(format!("getrandom returned {n} of {SECRET_BYTES} bytes"))),
         Err(_) => Err(std::io::Error::last_os_error()),
     }
 }
@@ -175,52 +181,65 @@ pub(super) fn nonce() -> std::io::Result<[u8; SECRET]> {
 mod tests {
     use super::*;
 
-    fn id(rank: u32, attempt: u32) -> Identity {
-        Identity { key: [7; SECRET], run: [9; SECRET], attempt, rank, world: 4 }
+    fn id(rank: u32, attempt: u32) -> RankIdentity {
+        RankIdentity { key: [7; SECRET_BYTES], run: [9; SECRET_BYTES], attempt, rank, world: 4 }
     }
 
     #[test]
-    fn a_hello_is_judged_by_every_field() {
-        let n = nonce().unwrap();
-        let good = hello(&id(3, 1), 0, Lane::Watch, &n);
-        assert_eq!(judge(&id(0, 1), &good), Some(Ok(Hello { from: 3, lane: Lane::Watch })));
-        assert_eq!(judge(&id(0, 2), &good), Some(Err(Verdict::OtherAttempt)));
-        assert_eq!(judge(&id(1, 1), &good), Some(Err(Verdict::NotExpected)), "meant for another rank");
-        let lower = hello(&id(0, 1), 3, Lane::Data, &n);
-        assert_eq!(judge(&id(3, 1), &lower), Some(Err(Verdict::NotExpected)), "the lower rank accepts");
-        let outside = hello(&id(4, 1), 0, Lane::Data, &n);
-        assert_eq!(judge(&id(0, 1), &outside), Some(Err(Verdict::NotExpected)));
-        let other_run = Identity { run: [8; SECRET], ..id(3, 1) };
-        let other = hello(&other_run, 0, Lane::Data, &n);
-        assert_eq!(judge(&id(0, 1), &other), Some(Err(Verdict::NotExpected)));
+    fn every_field_of_a_hello_is_checked() {
+        let n = random_nonce().unwrap();
+        let unexpected = Some(Err(RejectReason::UnexpectedRank));
+        let good = encode_hello(&id(3, 1), 0, ConnectionKind::Control, &n);
+        let accepted = Hello { from: 3, kind: ConnectionKind::Control };
+        assert_eq!(check_hello(&id(0, 1), &good), Some(Ok(accepted)));
+        assert_eq!(check_hello(&id(0, 2), &good), Some(Err(RejectReason::OtherAttempt)));
+        assert_eq!(check_hello(&id(1, 1), &good), unexpected, "meant for another rank");
+        let lower = encode_hello(&id(0, 1), 3, ConnectionKind::Data, &n);
+        assert_eq!(check_hello(&id(3, 1), &lower), unexpected, "the lower rank accepts");
+        let outside = encode_hello(&id(4, 1), 0, ConnectionKind::Data, &n);
+        assert_eq!(check_hello(&id(0, 1), &outside), unexpected);
+        let other_run = RankIdentity { run: [8; SECRET_BYTES], ..id(3, 1) };
+        let other = encode_hello(&other_run, 0, ConnectionKind::Data, &n);
+        assert_eq!(check_hello(&id(0, 1), &other), unexpected);
         let mut text = good;
         text[..8].copy_from_slice(b"GET / HT");
-        assert_eq!(judge(&id(0, 1), &text), None);
+        assert_eq!(check_hello(&id(0, 1), &text), None);
         let mut version = good;
         version[8] ^= 1;
-        assert_eq!(judge(&id(0, 1), &version), Some(Err(Verdict::OtherVersion)));
-        let mut lane = good;
-        lane[HELLO - SECRET - 4] = 9;
-        assert_eq!(judge(&id(0, 1), &lane), Some(Err(Verdict::NotExpected)));
+        assert_eq!(check_hello(&id(0, 1), &version), Some(Err(RejectReason::OtherVersion)));
+        let mut kind = good;
+        kind[HELLO_BYTES - SECRET_BYTES - 4] = 9;
+        assert_eq!(check_hello(&id(0, 1), &kind), unexpected);
     }
 
     #[test]
-    fn a_proof_answers_for_every_byte_and_for_its_side() {
-        let (id, n) = (id(3, 1), nonce().unwrap());
-        let (h, c) = (hello(&id, 0, Lane::Data, &n), challenge(Verdict::GoOn, &n));
-        let proof = mac(&id, Side::Connector, &h, &c);
-        assert_ne!(proof, mac(&id, Side::Acceptor, &h, &c));
-        for at in 0..HELLO {
+    fn a_challenge_carries_the_answer() {
+        let nonce = [1; SECRET_BYTES];
+        for answer in [Ok(()), Err(RejectReason::OtherAttempt), Err(RejectReason::UnexpectedRank)] {
+            assert_eq!(decode_challenge(&encode_challenge(answer, &nonce)), Some(answer));
+        }
+        let mut unknown = encode_challenge(Ok(()), &nonce);
+        unknown[8] = 77;
+        assert_eq!(decode_challenge(&unknown), None);
+    }
+
+    #[test]
+    fn a_proof_depends_on_every_byte_and_on_the_side() {
+        let (id, n) = (id(3, 1), random_nonce().unwrap());
+        let (h, c) = (encode_hello(&id, 0, ConnectionKind::Data, &n), encode_challenge(Ok(()), &n));
+        let proof = compute_mac(&id, HandshakeSide::Connector, &h, &c);
+        assert_ne!(proof, compute_mac(&id, HandshakeSide::Acceptor, &h, &c));
+        for i in 0..HELLO_BYTES {
             let mut other = h;
-            other[at] ^= 1;
-            assert_ne!(proof, mac(&id, Side::Connector, &other, &c));
+            other[i] ^= 1;
+            assert_ne!(proof, compute_mac(&id, HandshakeSide::Connector, &other, &c));
         }
-        for at in 0..CHALLENGE {
+        for i in 0..CHALLENGE_BYTES {
             let mut other = c;
-            other[at] ^= 1;
-            assert_ne!(proof, mac(&id, Side::Connector, &h, &other));
+            other[i] ^= 1;
+            assert_ne!(proof, compute_mac(&id, HandshakeSide::Connector, &h, &other));
         }
-        let stranger = Identity { key: [6; SECRET], ..id };
-        assert_ne!(proof, mac(&stranger, Side::Connector, &h, &c));
+        let without_key = RankIdentity { key: [6; SECRET_BYTES], ..id };
+        assert_ne!(proof, compute_mac(&without_key, HandshakeSide::Connector, &h, &c));
     }
 }

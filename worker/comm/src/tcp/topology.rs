@@ -1,90 +1,95 @@
-//! Which rank lives where, and who fetches what for its host. Pure.
+//! [`Topology`]: which rank is on which host, and which rank receives data for its host. Pure.
 //!
-//! Each rank has a *counterpart* on every other host: the rank whose place on its host is the same, modulo that host's
-//! number of ranks. What every rank needs crosses the network once per pair of hosts, to the counterpart, and is shared from
-//! there. All ranks of a host thus use the network at the same time, however unequal the hosts are.
+//! Each rank has a *counterpart* on every other host: the rank whose local rank is the same, modulo
+//! the number of ranks of that host. Data that every rank needs crosses the network once per pair
+//! of hosts, to the counterpart, and is shared from there. So all ranks of a host use the network
+//! at the same time, even if the hosts have different numbers of ranks.
+use crate::GroupError;
 
-/// The hosts of a group and this rank's place.
+/// The hosts of a group, as one rank sees them.
 #[derive(Clone, Debug)]
 pub(crate) struct Topology {
     pub(crate) rank: usize,
-    /// Index of this rank's host in `members`.
-    pub(crate) host: usize,
-    /// Place among the ranks of its host, by rank.
-    place: Vec<usize>,
-    /// Host index by rank.
-    host_of: Vec<usize>,
-    /// Ranks of each host, ascending.
-    members: Vec<Vec<usize>>,
+    /// Index of this rank's host in `host_ranks`.
+    host: usize,
+    /// By rank: its position among the ranks of its host.
+    local_rank_of: Vec<usize>,
+    /// By rank: the index of its host.
+    host_by_rank: Vec<usize>,
+    /// By host: its ranks, ascending.
+    host_ranks: Vec<Vec<usize>>,
 }
 
 impl Topology {
-    /// `hosts[r]` names rank r's host: any number, equal for the same host.
-    pub(crate) fn new(rank: usize, hosts: &[usize]) -> Result<Self, String> {
+    /// Builds the topology of `rank`. `hosts[r]` identifies the host of rank r by any number, equal
+    /// for the ranks of one host.
+    pub(crate) fn new(rank: usize, hosts: &[usize]) -> Result<Self, GroupError> {
         let world = hosts.len();
         if !(1..=crate::MAX_WORLD).contains(&world) {
-            return Err(format!("a group has 1 to {} ranks, not {world}", crate::MAX_WORLD));
+            return Err(GroupError::WorldSize { world, limit: crate::MAX_WORLD });
         }
         if rank >= world {
-            return Err(format!("rank {rank} in a group of {world} ranks"));
+            return Err(GroupError::RankOutOfRange { rank, world });
         }
-        let mut names: Vec<usize> = Vec::new();
-        let mut members: Vec<Vec<usize>> = Vec::new();
-        let (mut place, mut host_of) = (Vec::with_capacity(world), Vec::with_capacity(world));
-        for (r, name) in hosts.iter().enumerate() {
-            let host = names.iter().position(|n| n == name).unwrap_or_else(|| {
-                names.push(*name);
-                members.push(Vec::new());
-                names.len() - 1
+        let mut ids: Vec<usize> = Vec::new();
+        let mut host_ranks: Vec<Vec<usize>> = Vec::new();
+        let (mut local_rank_of, mut host_by_rank) = (Vec::with_capacity(world), Vec::with_capacity(world));
+        for (r, id) in hosts.iter().enumerate() {
+            let host = ids.iter().position(|known| known == id).unwrap_or_else(|| {
+                ids.push(*id);
+                host_ranks.push(Vec::new());
+                ids.len() - 1
             });
-            place.push(members[host].len());
-            host_of.push(host);
-            members[host].push(r);
+            local_rank_of.push(host_ranks[host].len());
+            host_by_rank.push(host);
+            host_ranks[host].push(r);
         }
-        Ok(Topology { rank, host: host_of[rank], place, host_of, members })
+        Ok(Topology { rank, host: host_by_rank[rank], local_rank_of, host_by_rank, host_ranks })
     }
 
+    /// Number of ranks of the job.
     pub(crate) fn world(&self) -> usize {
-        self.host_of.len()
+        self.host_by_rank.len()
     }
 
-    /// Ranks of this host, ascending.
-    pub(crate) fn here(&self) -> &[usize] {
-        &self.members[self.host]
+    /// The ranks of this host, ascending.
+    pub(crate) fn local_ranks(&self) -> &[usize] {
+        &self.host_ranks[self.host]
     }
 
-    /// This rank's place among them.
-    pub(crate) fn my_place(&self) -> usize {
-        self.place[self.rank]
+    /// The position of this rank among the ranks of its host.
+    pub(crate) fn local_rank(&self) -> usize {
+        self.local_rank_of[self.rank]
     }
 
-    pub(crate) fn is_here(&self, rank: usize) -> bool {
-        self.host_of[rank] == self.host
+    /// Whether `rank` is on this host.
+    pub(crate) fn is_local(&self, rank: usize) -> bool {
+        self.host_by_rank[rank] == self.host
     }
 
-    /// Ranks on other hosts, beginning after this one: not all send to the same rank first.
-    pub(crate) fn remote(&self) -> impl Iterator<Item = usize> + '_ {
+    /// The ranks on other hosts, beginning after this rank, so that not all send to one rank first.
+    pub(crate) fn remote_ranks(&self) -> impl Iterator<Item = usize> + '_ {
         let (me, world) = (self.rank, self.world());
-        (1..world).map(move |i| (me + i) % world).filter(|r| !self.is_here(*r))
+        (1..world).map(move |i| (me + i) % world).filter(|r| !self.is_local(*r))
     }
 
-    /// Who on `host` receives what every rank gets from `rank`.
-    fn receiver(&self, rank: usize, host: usize) -> usize {
-        if self.host_of[rank] == host {
+    /// The rank on `host` that receives the data of `rank` for all ranks of `host`.
+    fn receiver_on_host(&self, rank: usize, host: usize) -> usize {
+        if self.host_by_rank[rank] == host {
             return rank;
         }
-        let there = &self.members[host];
-        there[self.place[rank] % there.len()]
+        let ranks = &self.host_ranks[host];
+        ranks[self.local_rank_of[rank] % ranks.len()]
     }
 
-    /// Does `from` send to `to` what everybody gets from it? Both are on different hosts.
+    /// Whether `from` sends `to` the data that every rank needs. They are on different hosts.
     pub(crate) fn sends_to(&self, from: usize, to: usize) -> bool {
-        self.receiver(from, self.host_of[to]) == to
+        self.receiver_on_host(from, self.host_by_rank[to]) == to
     }
 
-    /// The place on this host that has rank's part first.
-    pub(crate) fn first_here(&self, rank: usize) -> usize {
-        self.place[self.receiver(rank, self.host)]
+    /// The local rank on this host that has the data of `rank` first.
+    pub(crate) fn local_receiver(&self, rank: usize) -> usize {
+        self.local_rank_of[self.receiver_on_host(rank, self.host)]
     }
 }
 
@@ -93,7 +98,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_part_reaches_each_host_once_and_every_rank_is_heard() {
+    fn each_rank_has_exactly_one_receiver_on_each_host() {
         for hosts in [
             vec![0],
             vec![0, 0, 0, 1],
@@ -103,26 +108,28 @@ mod tests {
             vec![0, 1, 1, 1, 1, 1, 0],
         ] {
             let world = hosts.len();
-            let all: Vec<Topology> = (0..world).map(|r| Topology::new(r, &hosts).unwrap()).collect();
+            let topologies: Vec<Topology> = (0..world).map(|r| Topology::new(r, &hosts).unwrap()).collect();
             for from in 0..world {
-                for at in &all {
-                    let received: Vec<usize> = at
-                        .here()
+                for topology in &topologies {
+                    let receivers: Vec<usize> = topology
+                        .local_ranks()
                         .iter()
                         .copied()
-                        .filter(|&to| to == from || (!at.is_here(from) && at.sends_to(from, to)))
+                        .filter(|&to| to == from || (!topology.is_local(from) && topology.sends_to(from, to)))
                         .collect();
-                    assert_eq!(received.len(), 1, "rank {from} on the host of {:?}: {hosts:?}", at.here());
-                    assert_eq!(at.here()[at.first_here(from)], received[0]);
+                    let local_ranks = topology.local_ranks();
+                    assert_eq!(receivers.len(), 1, "rank {from} on the host of {local_ranks:?}: {hosts:?}");
+                    assert_eq!(local_ranks[topology.local_receiver(from)], receivers[0]);
                 }
             }
         }
     }
 
     #[test]
-    fn nonsense_is_refused() {
-        assert!(Topology::new(0, &[]).is_err());
-        assert!(Topology::new(2, &[0, 0]).is_err());
-        assert!(Topology::new(0, &vec![0; crate::MAX_WORLD + 1]).is_err());
+    fn invalid_groups_are_rejected() {
+        assert!(matches!(Topology::new(0, &[]), Err(GroupError::WorldSize { world: 0, .. })));
+        assert!(matches!(Topology::new(2, &[0, 0]), Err(GroupError::RankOutOfRange { .. })));
+        let too_many = vec![0; crate::MAX_WORLD + 1];
+        assert!(matches!(Topology::new(0, &too_many), Err(GroupError::WorldSize { .. })));
     }
 }

@@ -1,8 +1,29 @@
-//! Checks that any group must pass: every collective against a brute-force twin that knows all ranks' values.
+//! Checks that every transport must pass: each collective is compared with a brute-force
+//! computation that knows the values of all ranks.
 use comm::Comm;
 use device::{Buf, Dtype};
+use std::fmt;
 
-/// A small generator (splitmix64): the ranks of a group draw the same plan from the same seed.
+/// A result that differs from the brute-force computation, or an error of a collective.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct CheckFailure {
+    /// What was checked.
+    pub(crate) check: String,
+    /// The difference or the error.
+    pub(crate) detail: String,
+}
+
+impl fmt::Display for CheckFailure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}", self.check, self.detail)
+    }
+}
+
+pub(crate) fn failure(check: &str, detail: impl Into<String>) -> CheckFailure {
+    CheckFailure { check: check.to_owned(), detail: detail.into() }
+}
+
+/// A small random generator (splitmix64). Ranks with the same seed draw the same collectives.
 #[derive(Clone)]
 pub(crate) struct Rng(u64);
 
@@ -36,7 +57,8 @@ impl Rng {
     }
 }
 
-/// The i-th value of tensor `id` on `rank`: of very different sizes, so that another order of a sum has other bits.
+/// The i-th value of tensor `id` on `rank`. Magnitudes differ strongly, so that another order of a
+/// sum gives other bits.
 fn value(id: u64, rank: usize, i: usize) -> f32 {
     let h = Rng(id ^ (rank as u64) << 40 ^ (i as u64) << 8).next();
     let scale = [1.0, 1e-5, 1e5, -1e5][(h & 3) as usize];
@@ -47,13 +69,13 @@ fn tensor(id: u64, rank: usize, len: usize) -> Buf {
     Buf::from_slice(&(0..len).map(|i| value(id, rank, i)).collect::<Vec<_>>())
 }
 
-/// The documented tree over ranks, as a binary counter.
-fn tree(values: impl Iterator<Item = f32>) -> f32 {
+/// Sums by the documented tree over ranks, as a binary counter.
+fn tree_sum(values: impl Iterator<Item = f32>) -> f32 {
     let mut stack: Vec<(usize, f32)> = Vec::new();
     for v in values {
         let mut top = (1, v);
         while stack.last().is_some_and(|s| s.0 == top.0) {
-            let left = stack.pop().expect("just seen");
+            let left = stack.pop().expect("the stack is not empty");
             top = (2 * top.0, left.1 + top.1);
         }
         stack.push(top);
@@ -61,45 +83,51 @@ fn tree(values: impl Iterator<Item = f32>) -> f32 {
     stack.into_iter().rev().map(|s| s.1).reduce(|right, left| left + right).expect("at least one rank")
 }
 
-fn same(what: &str, got: &[f32], want: impl ExactSizeIterator<Item = f32>) -> Result<(), String> {
-    if got.len() != want.len() {
-        return Err(format!("{what}: {} elements, not {}", got.len(), want.len()));
+fn check_equal(
+    what: &str,
+    actual: &[f32],
+    expected: impl ExactSizeIterator<Item = f32>,
+) -> Result<(), CheckFailure> {
+    if actual.len() != expected.len() {
+        return Err(failure(what, format!("{} elements, not {}", actual.len(), expected.len())));
     }
-    for (i, (g, w)) in got.iter().zip(want).enumerate() {
-        if g.to_bits() != w.to_bits() {
-            return Err(format!("{what}: element {i} of {} is {g}, not {w}", got.len()));
+    for (i, (a, e)) in actual.iter().zip(expected).enumerate() {
+        if a.to_bits() != e.to_bits() {
+            return Err(failure(what, format!("element {i} of {} is {a}, not {e}", actual.len())));
         }
     }
     Ok(())
 }
 
-fn failed(what: &str) -> impl Fn(comm::CommError) -> String {
-    move |e| format!("{what}: {e}")
+fn with_name(what: &'static str) -> impl Fn(comm::CommError) -> CheckFailure {
+    move |e| failure(what, e.to_string())
 }
 
 fn starts(counts: &[usize]) -> Vec<usize> {
     (0..counts.len()).map(|r| counts[..r].iter().sum()).collect()
 }
 
-/// `steps` collectives in a row, drawn from `seed`, parts of at most `max` elements.
-pub(crate) fn run(comm: &dyn Comm, seed: u64, steps: usize, max: usize) -> Result<(), String> {
+/// Runs `steps` collectives that are drawn from `seed`, with parts of at most `max` elements.
+pub(crate) fn run(comm: &dyn Comm, seed: u64, steps: usize, max: usize) -> Result<(), CheckFailure> {
     let mut rng = Rng(seed);
     for step in 0..steps {
         let id = rng.next();
         let kind = if step < 9 { step } else { rng.below(9) };
-        one(comm, kind, id, &mut rng, max)
-            .map_err(|e| format!("rank {} of {}, step {step}: {e}", comm.rank(), comm.world()))?;
+        run_step(comm, kind, id, &mut rng, max).map_err(|e| {
+            let check = format!("rank {} of {}, step {step}, {}", comm.rank(), comm.world(), e.check);
+            CheckFailure { check, ..e }
+        })?;
     }
     Ok(())
 }
 
-fn one(comm: &dyn Comm, kind: usize, id: u64, rng: &mut Rng, max: usize) -> Result<(), String> {
+fn run_step(comm: &dyn Comm, kind: usize, id: u64, rng: &mut Rng, max: usize) -> Result<(), CheckFailure> {
     match kind {
         0 => all_gather(comm, id, &rng.counts(comm.world(), max)),
         1 => {
             let counts = rng.counts(comm.world(), max);
             let partials: Vec<usize> = (0..comm.world()).map(|_| rng.below(4)).collect();
-            reduce_scatter_fold(comm, id, &counts, &partials)
+            reduce_scatter_ordered(comm, id, &counts, &partials)
         }
         2 => reduce_scatter(comm, id, &rng.counts(comm.world(), max)),
         3 => all_reduce(comm, id, rng.len(max * 2)),
@@ -110,142 +138,155 @@ fn one(comm: &dyn Comm, kind: usize, id: u64, rng: &mut Rng, max: usize) -> Resu
             all_to_all(comm, id, &matrix)
         }
         6 => all_gather_bytes(comm, id, &rng.counts(comm.world(), max * 4)),
-        7 => common(comm, id, &rng.counts(comm.world(), max)),
-        _ => comm.barrier().map_err(failed("barrier")),
+        7 => shared_window(comm, id, &rng.counts(comm.world(), max)),
+        _ => comm.barrier().map_err(with_name("barrier")),
     }
 }
 
-pub(crate) fn all_gather(comm: &dyn Comm, id: u64, counts: &[usize]) -> Result<(), String> {
+pub(crate) fn all_gather(comm: &dyn Comm, id: u64, counts: &[usize]) -> Result<(), CheckFailure> {
     let total: usize = counts.iter().sum();
     let mut recv = Buf::from_slice(&vec![f32::NAN; total]);
     let send = tensor(id, comm.rank(), counts[comm.rank()]);
-    comm.all_gather(recv.view_mut(), send.view(), counts).map_err(failed("all_gather"))?;
-    let want: Vec<f32> =
+    comm.all_gather(recv.view_mut(), send.view(), counts).map_err(with_name("all_gather"))?;
+    let expected: Vec<f32> =
         counts.iter().enumerate().flat_map(|(r, &n)| (0..n).map(move |i| value(id, r, i))).collect();
-    same("all_gather", recv.host(), want.into_iter())?;
+    check_equal("all_gather", recv.host(), expected.into_iter())?;
     all_gather_halves(comm, id, counts)
 }
 
-/// The same with elements of two bytes.
-fn all_gather_halves(comm: &dyn Comm, id: u64, counts: &[usize]) -> Result<(), String> {
+/// Checks an all-gather of elements of two bytes.
+fn all_gather_halves(comm: &dyn Comm, id: u64, counts: &[usize]) -> Result<(), CheckFailure> {
     let bits = |r: usize| (0..counts[r]).map(move |i| value(id, r, i).to_bits() as u16);
     let send = halves(&bits(comm.rank()).collect::<Vec<_>>());
     let mut recv = Buf::zeroed_as(Dtype::Bf16, counts.iter().sum());
-    comm.all_gather(recv.view_mut(), send.view(), counts).map_err(failed("all_gather of halves"))?;
-    same_halves("all_gather", &recv, (0..comm.world()).flat_map(bits))
+    comm.all_gather(recv.view_mut(), send.view(), counts).map_err(with_name("all_gather of halves"))?;
+    check_equal_halves("all_gather", &recv, (0..comm.world()).flat_map(bits))
 }
 
 fn halves(bits: &[u16]) -> Buf {
     let mut buf = Buf::zeroed_as(Dtype::Bf16, bits.len());
-    buf.view_mut().halves().copy_from_slice(bits);
+    buf.view_mut().half_bits().copy_from_slice(bits);
     buf
 }
 
-fn same_halves(what: &str, got: &Buf, want: impl Iterator<Item = u16>) -> Result<(), String> {
-    let same = got.view().halves().iter().copied().eq(want);
-    if same { Ok(()) } else { Err(format!("{what} of halves: other bits")) }
+fn check_equal_halves(
+    what: &str,
+    actual: &Buf,
+    expected: impl Iterator<Item = u16>,
+) -> Result<(), CheckFailure> {
+    let is_equal = actual.view().half_bits().iter().copied().eq(expected);
+    if is_equal { Ok(()) } else { Err(failure(what, "other bits of halves")) }
 }
 
-pub(crate) fn reduce_scatter_fold(
+pub(crate) fn reduce_scatter_ordered(
     comm: &dyn Comm,
     id: u64,
     counts: &[usize],
     partials: &[usize],
-) -> Result<(), String> {
+) -> Result<(), CheckFailure> {
     let total = counts.iter().sum();
     let me = comm.rank();
     let partial_id = |i: usize| id.wrapping_add(i as u64);
     let mine: Vec<Buf> = (0..partials[me]).map(|i| tensor(partial_id(i), me, total)).collect();
     let views: Vec<_> = mine.iter().map(Buf::view).collect();
-    let mut seen = Vec::new();
+    let mut delivered = Vec::new();
     let start = starts(counts)[me];
-    let mut wrong = Ok(());
-    comm.reduce_scatter_fold(&views, counts, &mut |rank, i, piece| {
-        seen.push((rank, i));
-        if wrong.is_ok() {
-            let want: Vec<f32> = (start..start + counts[me]).map(|k| value(partial_id(i), rank, k)).collect();
-            wrong = same(&format!("piece ({rank}, {i})"), piece.host(), want.into_iter());
+    let mut result = Ok(());
+    comm.reduce_scatter_ordered(&views, counts, &mut |rank, i, piece| {
+        delivered.push((rank, i));
+        if result.is_ok() {
+            let expected: Vec<f32> =
+                (start..start + counts[me]).map(|k| value(partial_id(i), rank, k)).collect();
+            result = check_equal(&format!("piece ({rank}, {i})"), piece.host(), expected.into_iter());
         }
     })
-    .map_err(failed("reduce_scatter_fold"))?;
-    wrong?;
+    .map_err(with_name("reduce_scatter_ordered"))?;
+    result?;
     let order: Vec<_> = partials.iter().enumerate().flat_map(|(r, &n)| (0..n).map(move |i| (r, i))).collect();
-    if seen != order {
-        return Err(format!("pieces came as {seen:?}, not as {order:?}"));
+    if delivered != order {
+        let detail = format!("pieces were delivered as {delivered:?}, not as {order:?}");
+        return Err(failure("reduce_scatter_ordered", detail));
     }
     Ok(())
 }
 
-pub(crate) fn reduce_scatter(comm: &dyn Comm, id: u64, counts: &[usize]) -> Result<(), String> {
+pub(crate) fn reduce_scatter(comm: &dyn Comm, id: u64, counts: &[usize]) -> Result<(), CheckFailure> {
     let total = counts.iter().sum();
     let send = tensor(id, comm.rank(), total);
     let mut recv = Buf::from_slice(&vec![f32::NAN; counts[comm.rank()]]);
-    comm.reduce_scatter(recv.view_mut(), send.view(), counts).map_err(failed("reduce_scatter"))?;
+    comm.reduce_scatter(recv.view_mut(), send.view(), counts).map_err(with_name("reduce_scatter"))?;
     let start = starts(counts)[comm.rank()];
-    let want = (start..start + counts[comm.rank()]).map(|i| tree((0..comm.world()).map(|r| value(id, r, i))));
-    same("reduce_scatter", recv.host(), want)
+    let expected =
+        (start..start + counts[comm.rank()]).map(|i| tree_sum((0..comm.world()).map(|r| value(id, r, i))));
+    check_equal("reduce_scatter", recv.host(), expected)
 }
 
-pub(crate) fn all_reduce(comm: &dyn Comm, id: u64, len: usize) -> Result<(), String> {
+pub(crate) fn all_reduce(comm: &dyn Comm, id: u64, len: usize) -> Result<(), CheckFailure> {
     let mut x = tensor(id, comm.rank(), len);
-    comm.all_reduce(x.view_mut()).map_err(failed("all_reduce"))?;
-    same("all_reduce", x.host(), (0..len).map(|i| tree((0..comm.world()).map(|r| value(id, r, i)))))
+    comm.all_reduce(x.view_mut()).map_err(with_name("all_reduce"))?;
+    check_equal(
+        "all_reduce",
+        x.host(),
+        (0..len).map(|i| tree_sum((0..comm.world()).map(|r| value(id, r, i)))),
+    )
 }
 
-pub(crate) fn broadcast(comm: &dyn Comm, id: u64, len: usize, root: usize) -> Result<(), String> {
+pub(crate) fn broadcast(comm: &dyn Comm, id: u64, len: usize, root: usize) -> Result<(), CheckFailure> {
     let mut x = tensor(id, comm.rank(), len);
-    comm.broadcast(x.view_mut(), root).map_err(failed("broadcast"))?;
-    same("broadcast", x.host(), (0..len).map(|i| value(id, root, i)))
+    comm.broadcast(x.view_mut(), root).map_err(with_name("broadcast"))?;
+    check_equal("broadcast", x.host(), (0..len).map(|i| value(id, root, i)))
 }
 
-/// `matrix[from][to]` elements.
-pub(crate) fn all_to_all(comm: &dyn Comm, id: u64, matrix: &[Vec<usize>]) -> Result<(), String> {
+/// Rank `from` sends `matrix[from][to]` elements to rank `to`.
+pub(crate) fn all_to_all(comm: &dyn Comm, id: u64, matrix: &[Vec<usize>]) -> Result<(), CheckFailure> {
     let me = comm.rank();
     let recv_counts: Vec<usize> = matrix.iter().map(|row| row[me]).collect();
     let send = tensor(id, me, matrix[me].iter().sum());
     let mut recv = Buf::from_slice(&vec![f32::NAN; recv_counts.iter().sum()]);
-    comm.all_to_all(recv.view_mut(), &recv_counts, send.view(), &matrix[me]).map_err(failed("all_to_all"))?;
+    comm.all_to_all(recv.view_mut(), &recv_counts, send.view(), &matrix[me])
+        .map_err(with_name("all_to_all"))?;
     let from = |r: usize| {
         let start = starts(&matrix[r])[me];
         (start..start + matrix[r][me]).map(move |i| value(id, r, i))
     };
-    let want: Vec<f32> = (0..comm.world()).flat_map(from).collect();
-    same("all_to_all", recv.host(), want.iter().copied())?;
+    let expected: Vec<f32> = (0..comm.world()).flat_map(from).collect();
+    check_equal("all_to_all", recv.host(), expected.iter().copied())?;
     let bits = |x: &f32| x.to_bits() as u16;
-    let given: Vec<u16> = send.host().iter().map(bits).collect();
-    let (send, mut recv) = (halves(&given), Buf::zeroed_as(Dtype::Bf16, recv.len()));
-    let traded = comm.all_to_all(recv.view_mut(), &recv_counts, send.view(), &matrix[me]);
-    traded.map_err(failed("all_to_all of halves"))?;
-    same_halves("all_to_all", &recv, want.iter().map(bits))
+    let sent_bits: Vec<u16> = send.host().iter().map(bits).collect();
+    let (send, mut recv) = (halves(&sent_bits), Buf::zeroed_as(Dtype::Bf16, recv.len()));
+    let exchanged = comm.all_to_all(recv.view_mut(), &recv_counts, send.view(), &matrix[me]);
+    exchanged.map_err(with_name("all_to_all of halves"))?;
+    check_equal_halves("all_to_all", &recv, expected.iter().map(bits))
 }
 
-pub(crate) fn all_gather_bytes(comm: &dyn Comm, id: u64, lens: &[usize]) -> Result<(), String> {
+pub(crate) fn all_gather_bytes(comm: &dyn Comm, id: u64, lens: &[usize]) -> Result<(), CheckFailure> {
     let bytes = |r: usize| (0..lens[r]).map(|i| value(id, r, i).to_bits() as u8).collect::<Vec<u8>>();
-    let got = comm.all_gather_bytes(&bytes(comm.rank())).map_err(failed("all_gather_bytes"))?;
-    let want: Vec<Vec<u8>> = (0..comm.world()).map(bytes).collect();
-    if got != want {
-        return Err("all_gather_bytes: wrong bytes".into());
+    let actual = comm.all_gather_bytes(&bytes(comm.rank())).map_err(with_name("all_gather_bytes"))?;
+    let expected: Vec<Vec<u8>> = (0..comm.world()).map(bytes).collect();
+    if actual != expected {
+        return Err(failure("all_gather_bytes", "wrong bytes"));
     }
     Ok(())
 }
 
-/// Memory in common: what each rank writes the others read, also after it was let go and after it was written again.
-pub(crate) fn common(comm: &dyn Comm, id: u64, counts: &[usize]) -> Result<(), String> {
-    let Some(mut memory) = comm.shared_window(Dtype::F32, counts).map_err(failed("common"))? else {
+/// The ranks read what each of them writes to a shared window, also after pages were released and
+/// after the values were replaced.
+pub(crate) fn shared_window(comm: &dyn Comm, id: u64, counts: &[usize]) -> Result<(), CheckFailure> {
+    let Some(mut window) = comm.shared_window(Dtype::F32, counts).map_err(with_name("shared_window"))? else {
         return Ok(());
     };
     let total: usize = counts.iter().sum();
-    same("common at first", memory.view.view().host(), vec![0.0; total].into_iter())?;
+    check_equal("shared_window before writing", window.view.view().host(), vec![0.0; total].into_iter())?;
     for id in [id, id.wrapping_add(1)] {
-        comm.barrier().map_err(failed("barrier"))?;
+        comm.barrier().map_err(with_name("barrier"))?;
         let mine = tensor(id, comm.rank(), counts[comm.rank()]);
-        memory.owned.host_mut().copy_from_slice(mine.host());
-        comm.barrier().map_err(failed("barrier"))?;
-        let want: Vec<f32> =
+        window.owned.host_mut().copy_from_slice(mine.host());
+        comm.barrier().map_err(with_name("barrier"))?;
+        let expected: Vec<f32> =
             counts.iter().enumerate().flat_map(|(r, &n)| (0..n).map(move |i| value(id, r, i))).collect();
         for _ in 0..2 {
-            same("common", memory.view.view().host(), want.iter().copied())?;
-            memory.view.let_go();
+            check_equal("shared_window", window.view.view().host(), expected.iter().copied())?;
+            window.view.release_peer_pages();
         }
     }
     Ok(())

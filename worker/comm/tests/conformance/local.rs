@@ -1,6 +1,6 @@
-//! The thread transport.
+//! Tests of the transport between threads of one process.
 use crate::checks;
-use comm::{Comm, CommError, local};
+use comm::{AbortReason, ArgumentError, CallMismatch, CollectiveKind, Comm, CommError, TransferUnit, local};
 use device::Buf;
 use std::{
     sync::atomic::{AtomicUsize, Ordering::SeqCst},
@@ -8,134 +8,164 @@ use std::{
     time::Duration,
 };
 
-/// Runs `rank` in a thread for each communicator; results by rank, None where it panicked.
-fn each<T: Send>(
+/// Runs `f` in a thread for each communicator. Returns the results by rank, `None` after a panic.
+fn run_ranks<T: Send>(
     group: Vec<local::LocalComm>,
-    rank: impl Fn(local::LocalComm) -> T + Sync,
+    f: impl Fn(local::LocalComm) -> T + Sync,
 ) -> Vec<Option<T>> {
     thread::scope(|s| {
-        let rank = &rank;
-        let threads: Vec<_> = group.into_iter().map(|c| s.spawn(move || rank(c))).collect();
+        let f = &f;
+        let threads: Vec<_> = group.into_iter().map(|c| s.spawn(move || f(c))).collect();
         threads.into_iter().map(|t| t.join().ok()).collect()
     })
 }
 
-#[test]
-fn conforms() {
-    for world in [1, 2, 3, 4, 5, 8, 16] {
-        for seed in 0..4 {
-            let done = each(local::group(world), |c| checks::run(&c, seed, 40, 700));
-            assert!(done.iter().all(|d| d == &Some(Ok(()))), "world {world}: {done:?}");
-        }
-    }
-    let done = each(local::group(2), |c| checks::run(&c, 9, 12, 300_000));
-    assert!(done.iter().all(|d| d == &Some(Ok(()))), "{done:?}");
+fn aborted(reason: AbortReason) -> CommError {
+    CommError::Aborted(reason)
 }
 
 #[test]
-fn nobody_passes_a_barrier_before_all_have_come() {
+fn every_collective_conforms() {
+    for world in [1, 2, 3, 4, 5, 8, 16] {
+        for seed in 0..4 {
+            let results = run_ranks(local::group(world), |c| checks::run(&c, seed, 40, 700));
+            assert!(results.iter().all(|r| r == &Some(Ok(()))), "world {world}: {results:?}");
+        }
+    }
+    let results = run_ranks(local::group(2), |c| checks::run(&c, 9, 12, 300_000));
+    assert!(results.iter().all(|r| r == &Some(Ok(()))), "{results:?}");
+}
+
+#[test]
+fn no_rank_passes_a_barrier_before_all_have_entered() {
     let (world, rounds) = (5, 200);
-    let came = AtomicUsize::new(0);
-    each(local::group(world), |c| {
+    let entered = AtomicUsize::new(0);
+    run_ranks(local::group(world), |c| {
         for round in 1..=rounds {
-            came.fetch_add(1, SeqCst);
+            entered.fetch_add(1, SeqCst);
             c.barrier().unwrap();
-            assert!(came.load(SeqCst) >= world * round);
+            assert!(entered.load(SeqCst) >= world * round);
         }
     })
     .into_iter()
     .for_each(|r| r.unwrap());
-    assert_eq!(came.load(SeqCst), world * rounds);
+    assert_eq!(entered.load(SeqCst), world * rounds);
 }
 
 #[test]
-fn abort_reaches_waiting_and_later_calls() {
+fn an_abort_ends_waiting_and_later_calls() {
     let group = local::group(3);
-    let errors = each(group, |c| {
+    let errors = run_ranks(group, |c| {
         if c.rank() == 2 {
             c.abort("the disk is full");
             c.abort("a later reason");
         }
         [c.barrier().unwrap_err(), c.all_reduce(Buf::zeroed(3).view_mut()).unwrap_err()]
     });
-    let aborted = CommError::Aborted("the disk is full".into());
-    assert!(errors.iter().all(|e| e.as_ref() == Some(&[aborted.clone(), aborted.clone()])), "{errors:?}");
+    let error = aborted(AbortReason::Requested { reason: "the disk is full".into() });
+    assert!(errors.iter().all(|e| e.as_ref() == Some(&[error.clone(), error.clone()])), "{errors:?}");
 }
 
 #[test]
-fn abort_comes_from_another_thread_of_the_same_rank() {
+fn another_thread_of_a_waiting_rank_can_abort() {
     let group = local::group(2);
     let (first, _second) = (&group[0], &group[1]);
     thread::scope(|s| {
         let waiting = s.spawn(|| first.barrier());
         s.spawn(|| first.abort("stop"));
-        assert_eq!(waiting.join().unwrap(), Err(CommError::Aborted("stop".into())));
+        let error = aborted(AbortReason::Requested { reason: "stop".into() });
+        assert_eq!(waiting.join().unwrap(), Err(error));
     });
 }
 
 #[test]
-fn a_rank_that_panics_or_leaves_frees_the_others() {
-    let errors = each(local::group(3), |c| {
-        assert!(c.rank() != 1, "on purpose");
-        c.barrier().unwrap_err().to_string()
+fn a_rank_that_panics_or_leaves_unblocks_the_others() {
+    let errors = run_ranks(local::group(3), |c| {
+        assert!(c.rank() != 1, "intended");
+        c.barrier().unwrap_err()
     });
-    assert!(errors[0].as_ref().unwrap().contains("rank 1 panicked"), "{errors:?}");
-    let errors = each(local::group(3), |c| match c.rank() {
-        1 => String::new(),
-        _ => c.barrier().unwrap_err().to_string(),
+    assert_eq!(errors[0], Some(aborted(AbortReason::RankPanicked { rank: 1 })));
+    let errors = run_ranks(local::group(3), |c| match c.rank() {
+        1 => None,
+        _ => Some(c.barrier().unwrap_err()),
     });
-    assert!(errors[2].as_ref().unwrap().contains("rank 1 left the group before barrier"), "{errors:?}");
-    // inside a sink: the memory that peers still read stays alive until they are done
-    let errors = each(local::group(3), |c| {
+    let left = AbortReason::PeerLeft { rank: 1, collective: "barrier".into() };
+    assert_eq!(errors[2], Some(Some(aborted(left))));
+    // inside a sink: memory that peers still read is not freed before they have finished
+    let errors = run_ranks(local::group(3), |c| {
         let partial = Buf::zeroed(3000);
         let mut sum = 0.0;
         let sink = &mut |rank: usize, _: usize, piece: device::View<'_>| {
-            assert!(c.rank() != 0 || rank != 1, "on purpose");
+            assert!(c.rank() != 0 || rank != 1, "intended");
             sum += piece.host().iter().sum::<f32>();
         };
-        c.reduce_scatter_fold(&[partial.view(), partial.view()], &[1000; 3], sink)
-            .map_err(|e| e.to_string())
-            .and_then(|()| c.barrier().map_err(|e| e.to_string()))
+        c.reduce_scatter_ordered(&[partial.view(), partial.view()], &[1000; 3], sink)
+            .and_then(|()| c.barrier())
             .unwrap_err()
     });
-    assert!(errors[0].is_none() && errors[1].as_ref().unwrap().contains("rank 0 panicked"), "{errors:?}");
+    let panicked = aborted(AbortReason::RankPanicked { rank: 0 });
+    assert_eq!(errors, [None, Some(panicked.clone()), Some(panicked)]);
 }
 
 #[test]
-fn disagreement_is_named_by_everybody() {
-    let errors = each(local::group(3), |c| match c.rank() {
+fn every_rank_reports_a_mismatch() {
+    let errors = run_ranks(local::group(3), |c| match c.rank() {
         1 => c.barrier().unwrap_err(),
         _ => c.all_reduce(Buf::zeroed(5).view_mut()).unwrap_err(),
     });
-    for e in errors.into_iter().flatten() {
-        let CommError::Mismatch(text) = e else { panic!("{e}") };
-        assert!(text.contains("rank 1 calls barrier (call 0") && text.contains("calls all_reduce"), "{text}");
+    for (reporter, error) in errors.into_iter().flatten().enumerate() {
+        let CommError::Mismatch(CallMismatch::Call { rank, call, peer, peer_call }) = error else {
+            panic!("{error}")
+        };
+        assert_eq!((rank, call.call_number, peer_call.call_number), (reporter, 0, 0));
+        let (barrier, other) = if rank == 1 { (call, peer_call) } else { (peer_call, call) };
+        assert!(rank == 1 || peer == 1, "rank 1 is one of the two");
+        assert_eq!(barrier.collective, Some(CollectiveKind::Barrier));
+        assert_eq!(other.collective, Some(CollectiveKind::AllReduce));
     }
-    let errors = each(local::group(2), |c| {
+    let errors = run_ranks(local::group(2), |c| {
         let (mut recv, send) = (Buf::zeroed(3 + c.rank()), Buf::zeroed(4));
         let recv_counts = [[2, 1], [2, 2]][c.rank()];
         c.all_to_all(recv.view_mut(), &recv_counts, send.view(), &[2, 2]).unwrap_err()
     });
-    for e in errors.into_iter().flatten() {
-        assert!(e.to_string().contains("rank 1 sends 2 elements to rank 0, which expects 1"), "{e}");
-    }
+    let unit = TransferUnit::Elements;
+    let mismatch = CallMismatch::Transfer { from: 1, to: 0, sent: 2, expected: 1, unit };
+    let expected = Some(CommError::Mismatch(mismatch));
+    assert_eq!(errors, [expected.clone(), expected]);
 }
 
 #[test]
-fn wrong_arguments_fail_on_the_caller_and_free_the_peers() {
-    let errors = each(local::group(2), |c| {
+fn invalid_arguments_fail_on_the_caller_and_unblock_the_peers() {
+    let errors = run_ranks(local::group(2), |c| {
         let (mut recv, send) = (Buf::zeroed(4), Buf::zeroed(3 - c.rank()));
         c.all_gather(recv.view_mut(), send.view(), &[2, 2]).unwrap_err()
     });
-    let wrong = "rank 0: all_gather: send has 3 elements, counts[rank] is 2";
-    assert_eq!(errors[0], Some(CommError::Mismatch(wrong.into())));
-    assert!(errors[1].as_ref().unwrap().to_string().contains(wrong), "{errors:?}");
+    let error = ArgumentError::BufferLength {
+        collective: CollectiveKind::AllGather,
+        buffer: "send",
+        len: 3,
+        required: "counts[rank]",
+        expected: 2,
+    };
+    let invalid = CommError::InvalidArguments { rank: 0, error };
+    let reason = AbortReason::RankFailed { rank: 0, message: invalid.to_string() };
+    assert_eq!(errors, [Some(invalid), Some(aborted(reason))]);
 }
 
 #[test]
-fn a_wait_has_a_limit_that_names_the_missing() {
-    let group = local::group_with(3, Duration::from_millis(30));
-    let Err(CommError::Io(error)) = group[0].barrier() else { panic!("a barrier without peers") };
-    assert!(error.contains("in barrier (call 0) for ranks 1, 2 of 3"), "{error}");
-    assert_eq!(group[1].barrier(), Err(CommError::Aborted(error)), "who comes later learns why");
+fn a_timeout_names_the_missing_ranks() {
+    let timeout = Duration::from_millis(30);
+    let group = local::group_with_timeout(3, timeout);
+    let expected = CommError::Timeout {
+        rank: 0,
+        world: 3,
+        collective: CollectiveKind::Barrier,
+        call_number: 0,
+        timeout,
+        missing: vec![1, 2],
+    };
+    assert_eq!(group[0].barrier(), Err(expected.clone()));
+    // a rank that enters later learns the reason
+    let reason = AbortReason::RankFailed { rank: 0, message: expected.to_string() };
+    assert_eq!(group[1].barrier(), Err(aborted(reason)));
 }

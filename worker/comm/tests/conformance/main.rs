@@ -1,4 +1,5 @@
-//! One set of checks for every transport, and what happens to a group when a rank dies, stops, leaves or errs.
+//! Every transport runs one set of checks, and is tested with ranks that die, stop, leave or make
+//! mistakes.
 mod checks;
 mod local;
 mod shm;

@@ -1,8 +1,9 @@
-//! The process transport: every rank is a process, made by running this test executable again.
-use crate::checks;
+//! Tests of the transport between processes. Every rank is a process that runs this test
+//! executable.
+use crate::checks::{self, CheckFailure, failure};
 use comm::{
-    Comm, CommError,
-    shm::{self, Limits, ShmComm},
+    AbortReason, CallMismatch, CollectiveKind, Comm, CommError,
+    shm::{self, ShmComm, ShmLimits},
 };
 use device::Buf;
 use nix::sys::{
@@ -17,145 +18,150 @@ use std::{
     time::Duration,
 };
 
-/// After this long a rank that hangs is killed by its own alarm.
-const ALARM: u32 = 60;
+/// A rank that hangs is killed by SIGALRM after this many seconds.
+const ALARM_SECONDS: u32 = 60;
 
-/// A rank in its own process. Killed when dropped.
-struct Rank {
+/// A rank in a separate process, which is killed when this is dropped.
+struct RankProcess {
     process: Child,
     stderr: BufReader<ChildStderr>,
 }
 
-impl Rank {
+impl RankProcess {
     fn pid(&self) -> nix::unistd::Pid {
         nix::unistd::Pid::from_raw(self.process.id() as i32)
     }
 
-    /// Waits for a line on which the rank says `text`.
-    fn hear(&mut self, text: &str) {
+    /// Waits for a line of the rank that contains `text`.
+    fn wait_for_line(&mut self, text: &str) {
         let mut line = String::new();
-        while self.stderr.read_line(&mut line).expect("readable") > 0 {
+        while self.stderr.read_line(&mut line).expect("stderr is readable") > 0 {
             if line.contains(text) {
                 return;
             }
             line.clear();
         }
-        panic!("the rank ended without saying {text:?}");
+        panic!("the rank ended without printing {text:?}");
     }
 
-    /// Fails unless the rank ends in order.
-    fn succeed(mut self) {
-        let mut said = String::new();
-        self.stderr.read_to_string(&mut said).expect("readable");
-        let status = self.process.wait().expect("a child");
-        assert!(status.success(), "a rank ended with {status}: {said}");
+    /// Waits for the end of the rank, which must succeed.
+    fn assert_success(mut self) {
+        let mut stderr = String::new();
+        self.stderr.read_to_string(&mut stderr).expect("stderr is readable");
+        let status = self.process.wait().expect("the child can be waited for");
+        assert!(status.success(), "a rank ended with {status}: {stderr}");
     }
 }
 
-impl Drop for Rank {
+impl Drop for RankProcess {
     fn drop(&mut self) {
         let _ = self.process.kill();
         let _ = self.process.wait();
     }
 }
 
-/// A group of processes that all play `case`.
-struct Group {
+/// A group of processes that all run `case`.
+struct ProcessGroup {
     fd: OwnedFd,
     world: usize,
     case: String,
 }
 
-impl Group {
+impl ProcessGroup {
     fn new(case: &str, world: usize) -> Self {
-        // inheritable: no close-on-exec
-        let fd = memfd_create("comm-test", MFdFlags::MFD_ALLOW_SEALING).expect("a memfd");
-        Group { fd, world, case: case.into() }
+        // without close-on-exec, so that the ranks inherit it
+        let fd = memfd_create("comm-test", MFdFlags::MFD_ALLOW_SEALING).expect("a memfd can be created");
+        ProcessGroup { fd, world, case: case.into() }
     }
 
-    fn rank(&self, rank: usize) -> Rank {
-        let mut process = Command::new(std::env::current_exe().expect("a path"))
+    fn spawn_rank(&self, rank: usize) -> RankProcess {
+        let mut process = Command::new(std::env::current_exe().expect("the path of this executable"))
             .args(["shm::child", "--exact", "--ignored", "--nocapture"])
             .env("COMM_TEST_CASE", format!("{} {rank} {} {}", self.case, self.world, self.fd.as_raw_fd()))
             .stdin(Stdio::piped())
             .stdout(Stdio::null())
             .stderr(Stdio::piped())
             .spawn()
-            .expect("a process");
-        let stderr = BufReader::new(process.stderr.take().expect("piped"));
-        Rank { process, stderr }
+            .expect("the process starts");
+        let stderr = BufReader::new(process.stderr.take().expect("the stream is piped"));
+        RankProcess { process, stderr }
     }
 
-    fn all(&self) -> Vec<Rank> {
-        (0..self.world).map(|r| self.rank(r)).collect()
+    fn spawn_all(&self) -> Vec<RankProcess> {
+        (0..self.world).map(|r| self.spawn_rank(r)).collect()
     }
 }
 
-fn limits(case: &str) -> Limits {
-    let staging = if case.starts_with("small") { 4096 } else { Limits::default().staging };
+fn limits(case: &str) -> ShmLimits {
+    let staging = if case.starts_with("small") { 4096 } else { ShmLimits::default().staging_bytes };
     let join = if case == "absent" { Duration::from_millis(300) } else { Duration::from_secs(50) };
-    Limits { join, wait: Duration::from_secs(50), staging }
+    ShmLimits { join_timeout: join, collective_timeout: Duration::from_secs(50), staging_bytes: staging }
 }
 
-/// The child's side of the tests below; does nothing when run by hand.
+/// Runs one rank of the tests below. Does nothing if it is started without a case.
 #[test]
 #[ignore = "run by the other tests"]
 fn child() {
-    let Ok(told) = std::env::var("COMM_TEST_CASE") else { return };
-    // SAFETY: only sets a timer and asks for a signal at the parent's death.
-    unsafe { libc::alarm(ALARM) };
-    nix::sys::prctl::set_pdeathsig(Signal::SIGKILL).expect("a signal");
-    let told: Vec<&str> = told.split(' ').collect();
-    let number = |i: usize| told[i].parse::<usize>().expect("a number");
+    let Ok(case) = std::env::var("COMM_TEST_CASE") else { return };
+    // SAFETY: sets a timer only.
+    unsafe { libc::alarm(ALARM_SECONDS) };
+    nix::sys::prctl::set_pdeathsig(Signal::SIGKILL).expect("the signal can be set or sent");
+    let args: Vec<&str> = case.split(' ').collect();
+    let number = |i: usize| args[i].parse::<usize>().expect("the argument is a number");
     // SAFETY: the parent left this descriptor open for us.
     let fd = unsafe { OwnedFd::from_raw_fd(number(3) as i32) };
-    let joined = ShmComm::join(fd, number(1), number(2), limits(told[0]));
-    match play(told[0], number(1), joined) {
+    let joined = ShmComm::join(fd, number(1), number(2), limits(args[0]));
+    match run_case(args[0], number(1), joined) {
         Ok(()) => std::process::exit(0),
         Err(e) => {
-            eprintln!("rank {}: {e}", told[1]);
+            eprintln!("rank {}: {e}", args[1]);
             std::process::exit(1)
         }
     }
 }
 
-fn play(case: &str, rank: usize, joined: comm::Result<ShmComm>) -> Result<(), String> {
+fn run_case(case: &str, rank: usize, joined: comm::Result<ShmComm>) -> Result<(), CheckFailure> {
     if case == "absent" {
-        let error = joined.err().ok_or("joined without a peer")?.to_string();
-        let right = error.contains("in join for ranks 0, 2 of 3, which did not come");
-        return if right { Ok(()) } else { Err(error) };
+        return match joined.err() {
+            Some(CommError::JoinTimeout { rank: 1, world: 3, missing, .. }) if missing == [0, 2] => Ok(()),
+            other => Err(failure("absent", format!("{other:?}"))),
+        };
     }
-    let comm = joined.map_err(|e| e.to_string())?;
+    let comm = joined.map_err(|e| failure("join", e.to_string()))?;
     match case {
         "small" => (0..3).try_for_each(|seed| checks::run(&comm, seed, 24, 700)),
         "default" => checks::run(&comm, 7, 24, 9000),
-        "large" => large(&comm),
-        "killed" => expect(until_error(&comm, |c| faulty(c, Signal::SIGKILL)), "rank 1 was killed"),
-        "anywhere" => expect(until_error(&comm, anything), "rank 1 was killed"),
-        "stopped" => stopped(&comm, rank),
-        "mismatch" => mismatch(&comm, rank),
-        "leaves" => leaves(&comm, rank),
-        other => Err(format!("no case {other}")),
+        "large" => large_buffers(&comm),
+        "killed" => {
+            let error = run_until_error(&comm, |c| raise_in_rank_1(c, Signal::SIGKILL));
+            expect_abort_request(error, "rank 1 was killed")
+        }
+        "anywhere" => expect_abort_request(run_until_error(&comm, mixed_collectives), "rank 1 was killed"),
+        "stopped" => stop_rank_1(&comm, rank),
+        "mismatch" => call_different_collectives(&comm, rank),
+        "leaves" => leave_early(&comm, rank),
+        other => Err(failure("case", other)),
     }
 }
 
-/// Sizes beyond staging in every streaming collective, and partials that need one and several windows.
-fn large(comm: &ShmComm) -> Result<(), String> {
+/// Runs every streaming collective with more data than staging holds, and ordered reduce-scatters
+/// with one window and with several.
+fn large_buffers(comm: &ShmComm) -> Result<(), CheckFailure> {
     let world = comm.world();
     let counts: Vec<usize> = (0..world).map(|r| 1_000_003 * (r % 3)).collect();
     checks::all_gather(comm, 1, &counts)?;
     checks::reduce_scatter(comm, 2, &counts)?;
     checks::all_reduce(comm, 3, 1_500_001)?;
     checks::broadcast(comm, 4, 1_500_001, world - 1)?;
-    checks::reduce_scatter_fold(comm, 5, &counts, &[1; 3][..world])?;
-    checks::reduce_scatter_fold(comm, 6, &[900_001, 500_001, 0][..world], &[3, 2, 4][..world])?;
+    checks::reduce_scatter_ordered(comm, 5, &counts, &[1; 3][..world])?;
+    checks::reduce_scatter_ordered(comm, 6, &[900_001, 500_001, 0][..world], &[3, 2, 4][..world])?;
     let matrix: Vec<Vec<usize>> =
         (0..world).map(|f| (0..world).map(|t| 300_007 * ((f + t) % 3)).collect()).collect();
     checks::all_to_all(comm, 7, &matrix)?;
     checks::all_gather_bytes(comm, 8, &[3_000_001, 0, comm::MAX_GATHER_BYTES / 8][..world])
 }
 
-fn until_error(comm: &ShmComm, mut step: impl FnMut(&ShmComm) -> Result<(), CommError>) -> CommError {
+fn run_until_error(comm: &ShmComm, mut step: impl FnMut(&ShmComm) -> Result<(), CommError>) -> CommError {
     loop {
         if let Err(e) = step(comm) {
             return e;
@@ -163,142 +169,157 @@ fn until_error(comm: &ShmComm, mut step: impl FnMut(&ShmComm) -> Result<(), Comm
     }
 }
 
-fn expect(error: CommError, reason: &str) -> Result<(), String> {
+fn expect_abort(error: Option<CommError>, expected: AbortReason) -> Result<(), CheckFailure> {
     match error {
-        CommError::Aborted(r) if r == reason => Ok(()),
-        other => Err(format!("got: {other}")),
+        Some(CommError::Aborted(reason)) if reason == expected => Ok(()),
+        other => Err(failure("abort reason", format!("{other:?}"))),
     }
 }
 
-/// A collective in whose middle rank 1 is struck by `signal`.
-fn faulty(comm: &ShmComm, signal: Signal) -> Result<(), CommError> {
+fn expect_abort_request(error: CommError, reason: &str) -> Result<(), CheckFailure> {
+    expect_abort(Some(error), AbortReason::Requested { reason: reason.to_owned() })
+}
+
+/// Runs a collective during which rank 1 raises `signal`.
+fn raise_in_rank_1(comm: &ShmComm, signal: Signal) -> Result<(), CommError> {
     let partial = Buf::zeroed(30_000);
-    comm.reduce_scatter_fold(&[partial.view()], &[10_000; 3], &mut |from, _, _| {
+    comm.reduce_scatter_ordered(&[partial.view()], &[10_000; 3], &mut |from, _, _| {
         if comm.rank() == 1 && from == 1 {
-            raise(signal).expect("a signal");
+            raise(signal).expect("the signal can be set or sent");
         }
     })
 }
 
-fn anything(comm: &ShmComm) -> Result<(), CommError> {
+/// Runs several collectives, of which rank 1 announces the last one.
+fn mixed_collectives(comm: &ShmComm) -> Result<(), CommError> {
     let mut x = Buf::zeroed(70_000);
     comm.all_reduce(x.view_mut())?;
     comm.broadcast(x.view_mut(), 1)?;
     comm.all_gather_bytes(&[0; 100])?;
     if comm.rank() == 1 {
-        eprintln!("under way");
+        eprintln!("running");
     }
     comm.barrier()
 }
 
-fn stopped(comm: &ShmComm, rank: usize) -> Result<(), String> {
+fn stop_rank_1(comm: &ShmComm, rank: usize) -> Result<(), CheckFailure> {
     std::thread::scope(|s| {
         if rank == 0 {
             s.spawn(|| {
                 let mut line = String::new();
-                let heard = std::io::stdin().read_line(&mut line);
-                comm.abort(if heard.is_ok() { line.trim() } else { "no line" });
+                let read = std::io::stdin().read_line(&mut line);
+                comm.abort(if read.is_ok() { line.trim() } else { "no line" });
             });
         }
-        expect(until_error(comm, |c| faulty(c, Signal::SIGSTOP)), "rank 1 is stopped")
+        let error = run_until_error(comm, |c| raise_in_rank_1(c, Signal::SIGSTOP));
+        expect_abort_request(error, "rank 1 is stopped")
     })
 }
 
-fn mismatch(comm: &ShmComm, rank: usize) -> Result<(), String> {
-    comm.barrier().map_err(|e| e.to_string())?;
+fn call_different_collectives(comm: &ShmComm, rank: usize) -> Result<(), CheckFailure> {
+    comm.barrier().map_err(|e| failure("barrier", e.to_string()))?;
     let called = match rank {
         1 => comm.barrier(),
         _ => comm.all_reduce(Buf::zeroed(5).view_mut()),
     };
-    let sides = ["rank 1 calls barrier (call 1", "calls all_reduce (call 1, 5 elements)"];
-    match called {
-        Err(CommError::Mismatch(text)) if sides.iter().all(|s| text.contains(s)) => (),
-        other => return Err(format!("{other:?}")),
+    let Err(CommError::Mismatch(CallMismatch::Call { call, peer_call, .. })) = called else {
+        return Err(failure("mismatch", format!("{called:?}")));
+    };
+    let (barrier, all_reduce) = if rank == 1 { (call, peer_call) } else { (peer_call, call) };
+    if barrier.collective != Some(CollectiveKind::Barrier)
+        || all_reduce.collective != Some(CollectiveKind::AllReduce)
+        || (barrier.call_number, all_reduce.call_number, all_reduce.elements) != (1, 1, 5)
+    {
+        return Err(failure("mismatch", format!("{call} and {peer_call}")));
     }
     match comm.barrier() {
         Err(CommError::Aborted(_)) => Ok(()),
-        other => Err(format!("after a mismatch: {other:?}")),
+        other => Err(failure("after a mismatch", format!("{other:?}"))),
     }
 }
 
-fn leaves(comm: &ShmComm, rank: usize) -> Result<(), String> {
-    comm.barrier().map_err(|e| e.to_string())?; // all have joined
+fn leave_early(comm: &ShmComm, rank: usize) -> Result<(), CheckFailure> {
+    comm.barrier().map_err(|e| failure("barrier", e.to_string()))?; // all have joined
     if rank == 1 {
-        return Ok(()); // dropped by the caller, in order
+        return Ok(()); // the caller drops the communicator in order
     }
-    expect(
-        comm.barrier().err().unwrap_or(CommError::Io("passed".into())),
-        "rank 1 left the group before barrier (call 1)",
-    )
+    let collective = "barrier (call 1)".to_owned();
+    expect_abort(comm.barrier().err(), AbortReason::PeerLeft { rank: 1, collective })
 }
 
-fn conforms(case: &str, worlds: &[usize]) {
+fn assert_group_succeeds(case: &str, worlds: &[usize]) {
     for &world in worlds {
-        Group::new(case, world).all().into_iter().for_each(Rank::succeed);
+        ProcessGroup::new(case, world).spawn_all().into_iter().for_each(RankProcess::assert_success);
     }
 }
 
 #[test]
-fn conforms_with_tiny_staging() {
-    conforms("small", &[1, 2, 3, 4, 5, 8]);
+fn every_collective_conforms_with_tiny_staging() {
+    assert_group_succeeds("small", &[1, 2, 3, 4, 5, 8]);
 }
 
 #[test]
-fn conforms_with_default_staging() {
-    conforms("default", &[1, 2, 3, 4, 5, 8]);
+fn every_collective_conforms_with_default_staging() {
+    assert_group_succeeds("default", &[1, 2, 3, 4, 5, 8]);
 }
 
 #[test]
-fn conforms_for_many_megabytes() {
-    conforms("large", &[1, 2, 3]);
+fn every_collective_conforms_for_many_megabytes() {
+    assert_group_succeeds("large", &[1, 2, 3]);
 }
 
 #[test]
-fn a_killed_rank_frees_the_others_once_the_parent_aborts() {
-    let group = Group::new("killed", 3);
-    let mut ranks = group.all();
-    let mut dead = ranks.remove(1);
-    dead.process.wait().expect("a child");
-    shm::abort(group.fd.as_fd(), "rank 1 was killed").expect("a segment");
-    ranks.into_iter().for_each(Rank::succeed);
+fn ranks_with_a_killed_peer_end_once_the_parent_aborts() {
+    let group = ProcessGroup::new("killed", 3);
+    let mut ranks = group.spawn_all();
+    let mut victim = ranks.remove(1);
+    victim.process.wait().expect("the child can be waited for");
+    shm::abort(group.fd.as_fd(), "rank 1 was killed").expect("the segment can be aborted");
+    ranks.into_iter().for_each(RankProcess::assert_success);
 }
 
 #[test]
-fn a_rank_killed_anywhere_frees_the_others_once_the_parent_aborts() {
+fn ranks_with_a_peer_killed_anywhere_end_once_the_parent_aborts() {
     for _ in 0..8 {
-        let group = Group::new("anywhere", 3);
-        let mut ranks = group.all();
-        let mut dead = ranks.remove(1);
-        dead.hear("under way");
-        drop(dead);
-        shm::abort(group.fd.as_fd(), "rank 1 was killed").expect("a segment");
-        ranks.into_iter().for_each(Rank::succeed);
+        let group = ProcessGroup::new("anywhere", 3);
+        let mut ranks = group.spawn_all();
+        let mut victim = ranks.remove(1);
+        victim.wait_for_line("running");
+        drop(victim);
+        shm::abort(group.fd.as_fd(), "rank 1 was killed").expect("the segment can be aborted");
+        ranks.into_iter().for_each(RankProcess::assert_success);
     }
 }
 
 #[test]
-fn a_stopped_rank_frees_the_others_once_a_survivor_aborts() {
-    let group = Group::new("stopped", 3);
-    let mut ranks = group.all();
-    let asleep = ranks.remove(1);
-    let status = waitpid(asleep.pid(), Some(WaitPidFlag::WUNTRACED)).expect("a child");
+fn ranks_with_a_stopped_peer_end_once_a_survivor_aborts() {
+    let group = ProcessGroup::new("stopped", 3);
+    let mut ranks = group.spawn_all();
+    let stopped = ranks.remove(1);
+    let status = waitpid(stopped.pid(), Some(WaitPidFlag::WUNTRACED)).expect("the child can be waited for");
     assert!(matches!(status, WaitStatus::Stopped(_, Signal::SIGSTOP)), "{status:?}");
-    ranks[0].process.stdin.take().expect("piped").write_all(b"rank 1 is stopped\n").expect("a pipe");
-    ranks.into_iter().for_each(Rank::succeed);
-    kill(asleep.pid(), Signal::SIGKILL).expect("a signal");
+    ranks[0]
+        .process
+        .stdin
+        .take()
+        .expect("the stream is piped")
+        .write_all(b"rank 1 is stopped\n")
+        .expect("the pipe is writable");
+    ranks.into_iter().for_each(RankProcess::assert_success);
+    kill(stopped.pid(), Signal::SIGKILL).expect("the signal can be set or sent");
 }
 
 #[test]
-fn a_rank_that_never_joins_is_named() {
-    Group::new("absent", 3).rank(1).succeed();
+fn a_join_timeout_names_the_missing_ranks() {
+    ProcessGroup::new("absent", 3).spawn_rank(1).assert_success();
 }
 
 #[test]
-fn disagreement_is_named_by_everybody() {
-    conforms("mismatch", &[3]);
+fn every_rank_reports_a_mismatch() {
+    assert_group_succeeds("mismatch", &[3]);
 }
 
 #[test]
-fn a_rank_that_leaves_frees_the_others() {
-    conforms("leaves", &[3]);
+fn a_rank_that_leaves_unblocks_the_others() {
+    assert_group_succeeds("leaves", &[3]);
 }

@@ -1,11 +1,12 @@
-//! The network transport, alone (one rank per host) and with shared memory inside the hosts. "Hosts" are groups of ranks on
-//! this machine that share no memory with each other.
-#![allow(clippy::unwrap_used)] // a test that panics has failed
-use crate::checks;
+//! Tests of the network transport, with one rank per host and with shared memory inside the hosts.
+//! A "host" is a group of ranks on this machine that shares no memory with the other ranks.
+#![allow(clippy::unwrap_used)] // a panic is a failed test
+use crate::checks::{self, CheckFailure};
 use comm::{
-    Comm, CommError,
-    shm::Limits as Shm,
-    tcp::{Endpoint, Group, Limits, Member, Stopper, TcpComm},
+    AbortReason, CallMismatch, CollectiveKind, Comm, CommError, ConnectError, GroupError, RejectReason,
+    TransferUnit,
+    shm::ShmLimits as Shm,
+    tcp::{AbortHandle, Endpoint, GroupMember, GroupSpec, TcpComm, TcpLimits},
 };
 use device::Buf;
 use nix::sys::memfd::{MFdFlags, memfd_create};
@@ -21,65 +22,70 @@ use std::{
 
 const LOOPBACK: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
 
-pub(crate) fn limits() -> Limits {
-    let shm = Shm { join: Duration::from_secs(50), wait: Duration::from_secs(50), ..Shm::default() };
-    Limits { shm, ..Limits::default() }
+pub(crate) fn test_limits() -> TcpLimits {
+    let shm = Shm {
+        join_timeout: Duration::from_secs(50),
+        collective_timeout: Duration::from_secs(50),
+        ..Shm::default()
+    };
+    TcpLimits { shm, ..TcpLimits::default() }
 }
 
-fn small() -> Limits {
-    let mut small = limits();
-    small.shm.staging = 4096;
+fn small_limits() -> TcpLimits {
+    let mut small = test_limits();
+    small.shm.staging_bytes = 4096;
     small
 }
 
-/// One rank before it joins.
-struct Seat {
+/// One rank that has not joined yet.
+struct PendingRank {
     endpoint: Endpoint,
-    group: Group,
+    group: GroupSpec,
     memory: Option<OwnedFd>,
 }
 
-impl Seat {
-    fn join(self, limits: Limits) -> comm::Result<TcpComm> {
-        let stopper = Stopper::new(self.group.rank, self.group.members.len())?;
-        self.endpoint.join(&self.group, self.memory, limits, &stopper)
+impl PendingRank {
+    fn join(self, limits: TcpLimits) -> comm::Result<TcpComm> {
+        let abort_handle = AbortHandle::new(self.group.rank, self.group.members.len())?;
+        self.endpoint.join(&self.group, self.memory, limits, &abort_handle)
     }
 }
 
-/// The ranks of a group whose hosts are as given, by rank.
-fn seats(hosts: &[usize]) -> Vec<Seat> {
+/// The ranks of a group, of which rank r is on host `hosts[r]`.
+fn pending_ranks(hosts: &[usize]) -> Vec<PendingRank> {
     let endpoints: Vec<Endpoint> = hosts.iter().map(|_| Endpoint::bind(LOOPBACK).unwrap()).collect();
     let member =
-        |(e, host): (&Endpoint, &usize)| Member { host: *host, addresses: vec![e.address().unwrap()] };
-    let members: Vec<Member> = endpoints.iter().zip(hosts).map(member).collect();
+        |(e, host): (&Endpoint, &usize)| GroupMember { host: *host, addresses: vec![e.address().unwrap()] };
+    let members: Vec<GroupMember> = endpoints.iter().zip(hosts).map(member).collect();
     let mut memory: HashMap<usize, OwnedFd> = HashMap::new();
     let flags = MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING;
     for host in hosts {
         memory.entry(*host).or_insert_with(|| memfd_create("comm-test", flags).unwrap());
     }
-    let seat = |(rank, endpoint): (usize, Endpoint)| Seat {
+    let rank = |(rank, endpoint): (usize, Endpoint)| PendingRank {
         endpoint,
-        group: Group { rank, members: members.clone(), run: "test".into(), attempt: 3, key: [7; 32] },
+        group: GroupSpec { rank, members: members.clone(), run: "test".into(), attempt: 3, key: [7; 32] },
         memory: Some(memory[&hosts[rank]].try_clone().unwrap()),
     };
-    endpoints.into_iter().enumerate().map(seat).collect()
+    endpoints.into_iter().enumerate().map(rank).collect()
 }
 
-/// Runs `rank` in a thread for each seat; results by rank, None where it panicked.
-fn each_joined<T: Send>(seats: Vec<Seat>, rank: impl Fn(Seat) -> T + Sync) -> Vec<Option<T>> {
+/// Runs `f` in a thread for each rank. Returns the results by rank, `None` after a panic.
+fn run_pending<T: Send>(pending: Vec<PendingRank>, f: impl Fn(PendingRank) -> T + Sync) -> Vec<Option<T>> {
     thread::scope(|s| {
-        let rank = &rank;
-        let threads: Vec<_> = seats.into_iter().map(|seat| s.spawn(move || rank(seat))).collect();
+        let f = &f;
+        let threads: Vec<_> = pending.into_iter().map(|rank| s.spawn(move || f(rank))).collect();
         threads.into_iter().map(|t| t.join().ok()).collect()
     })
 }
 
-fn each<T: Send>(hosts: &[usize], limits: Limits, rank: impl Fn(TcpComm) -> T + Sync) -> Vec<Option<T>> {
-    each_joined(seats(hosts), |seat| rank(seat.join(limits).unwrap()))
+/// Joins the ranks of a group and runs `f` as each of them.
+fn run_ranks<T: Send>(hosts: &[usize], limits: TcpLimits, f: impl Fn(TcpComm) -> T + Sync) -> Vec<Option<T>> {
+    run_pending(pending_ranks(hosts), |rank| f(rank.join(limits).unwrap()))
 }
 
-/// Splits of ranks over hosts: alone, even, uneven, in no order.
-const SPLITS: &[&[usize]] = &[
+/// The host of each rank: one rank per host, equal and unequal hosts, mixed orders.
+const HOSTS_OF_RANKS: &[&[usize]] = &[
     &[0],
     &[0, 0],
     &[0, 1],
@@ -95,34 +101,42 @@ const SPLITS: &[&[usize]] = &[
     &[0, 1, 0, 1, 0, 1, 0, 1],
 ];
 
+fn aborted(reason: AbortReason) -> CommError {
+    CommError::Aborted(reason)
+}
+
+fn requested(reason: &str) -> AbortReason {
+    AbortReason::Requested { reason: reason.to_owned() }
+}
+
 #[test]
-fn conforms_over_every_split() {
-    for hosts in SPLITS {
-        for (seed, limits) in [(1, small()), (2, limits())] {
-            let done = each(hosts, limits, |c| checks::run(&c, seed, 40, 700));
-            assert!(done.iter().all(|d| d == &Some(Ok(()))), "hosts {hosts:?}: {done:?}");
+fn every_collective_conforms_for_every_assignment_to_hosts() {
+    for hosts in HOSTS_OF_RANKS {
+        for (seed, limits) in [(1, small_limits()), (2, test_limits())] {
+            let results = run_ranks(hosts, limits, |c| checks::run(&c, seed, 40, 700));
+            assert!(results.iter().all(|r| r == &Some(Ok(()))), "hosts {hosts:?}: {results:?}");
         }
     }
 }
 
 #[test]
-fn conforms_for_megabytes() {
+fn every_collective_conforms_for_megabytes() {
     for hosts in [&[0, 1][..], &[0, 0, 1], &[0, 1, 0, 1]] {
-        let done = each(hosts, limits(), |c| checks::run(&c, 9, 12, 600_000));
-        assert!(done.iter().all(|d| d == &Some(Ok(()))), "hosts {hosts:?}: {done:?}");
+        let results = run_ranks(hosts, test_limits(), |c| checks::run(&c, 9, 12, 600_000));
+        assert!(results.iter().all(|r| r == &Some(Ok(()))), "hosts {hosts:?}: {results:?}");
     }
 }
 
 #[test]
-fn nobody_passes_a_barrier_before_all_have_come() {
+fn no_rank_passes_a_barrier_before_all_have_entered() {
     for hosts in [&[0, 1, 2, 3][..], &[0, 0, 0, 1, 1]] {
         let rounds = 100;
-        let came = AtomicUsize::new(0);
-        each(hosts, limits(), |c| {
+        let entered = AtomicUsize::new(0);
+        run_ranks(hosts, test_limits(), |c| {
             for round in 1..=rounds {
-                came.fetch_add(1, SeqCst);
+                entered.fetch_add(1, SeqCst);
                 c.barrier().unwrap();
-                assert!(came.load(SeqCst) >= hosts.len() * round);
+                assert!(entered.load(SeqCst) >= hosts.len() * round);
             }
         })
         .into_iter()
@@ -134,7 +148,7 @@ fn nobody_passes_a_barrier_before_all_have_come() {
 fn an_abort_reaches_every_host_within_a_second() {
     for hosts in [&[0, 1, 2][..], &[0, 0, 1, 1], &[0, 1, 1]] {
         for aborter in 0..hosts.len() {
-            let errors = each(hosts, limits(), |c| {
+            let errors = run_ranks(hosts, test_limits(), |c| {
                 c.barrier().unwrap();
                 if c.rank() == aborter {
                     thread::sleep(Duration::from_millis(100));
@@ -146,77 +160,105 @@ fn an_abort_reaches_every_host_within_a_second() {
                 assert!(began.elapsed() < Duration::from_secs(1), "{:?}", began.elapsed());
                 errors
             });
-            let aborted = CommError::Aborted("the disk is full".into());
-            assert!(
-                errors.iter().all(|e| e.as_ref() == Some(&[aborted.clone(), aborted.clone()])),
-                "{errors:?}"
-            );
+            let error = aborted(requested("the disk is full"));
+            assert!(errors.iter().all(|e| e.as_ref() == Some(&[error.clone(), error.clone()])), "{errors:?}");
         }
     }
 }
 
+/// Checks that every error is a mismatch, or an abort by a rank with a mismatch. Returns the
+/// mismatches.
+fn mismatches(results: Vec<Option<Result<(), CommError>>>) -> Vec<CallMismatch> {
+    let results = results.into_iter().map(|r| r.expect("no rank panics"));
+    // a rank that sent and received what it expected may finish before its peer aborts
+    let errors: Vec<CommError> = results.filter_map(Result::err).collect();
+    let reported: Vec<&CommError> = errors.iter().filter(|e| matches!(e, CommError::Mismatch(_))).collect();
+    let messages: Vec<String> = reported.iter().map(|e| e.to_string()).collect();
+    for error in &errors {
+        match error {
+            CommError::Mismatch(_) => {}
+            CommError::Aborted(AbortReason::RankFailed { message, .. }) if messages.contains(message) => {}
+            other => panic!("{other}"),
+        }
+    }
+    assert!(!reported.is_empty());
+    let mismatch = |e: CommError| match e {
+        CommError::Mismatch(mismatch) => Some(mismatch),
+        _ => None,
+    };
+    errors.into_iter().filter_map(mismatch).collect()
+}
+
 #[test]
-fn disagreement_is_named_everywhere() {
+fn a_mismatch_is_reported_on_every_host() {
     for hosts in [&[0, 1, 2][..], &[0, 0, 1], &[0, 1, 1, 1]] {
         for odd in 0..hosts.len() {
-            let errors = each(hosts, limits(), |c| match c.rank() == odd {
-                true => c.barrier().unwrap_err().to_string(),
-                false => c.all_reduce(Buf::zeroed(50_000).view_mut()).unwrap_err().to_string(),
+            let results = run_ranks(hosts, test_limits(), |c| match c.rank() == odd {
+                true => c.barrier(),
+                false => c.all_reduce(Buf::zeroed(50_000).view_mut()),
             });
-            for e in errors.into_iter().flatten() {
-                let sides = [format!("rank {odd} calls barrier (call 0"), "calls all_reduce (call 0".into()];
-                assert!(sides.iter().all(|s| e.contains(s)), "{e}");
+            for mismatch in mismatches(results) {
+                let CallMismatch::Call { rank, call, peer, peer_call } = mismatch else {
+                    panic!("{mismatch}")
+                };
+                let (barrier, all_reduce) = if rank == odd { (call, peer_call) } else { (peer_call, call) };
+                assert!(rank == odd || peer == odd, "{mismatch}");
+                assert_eq!(barrier.collective, Some(CollectiveKind::Barrier));
+                assert_eq!(all_reduce.collective, Some(CollectiveKind::AllReduce));
+                assert_eq!((barrier.call_number, all_reduce.call_number), (0, 0));
             }
         }
     }
     for hosts in [[0, 1], [0, 0]] {
-        let errors = each(&hosts, limits(), |c| {
+        let results = run_ranks(&hosts, test_limits(), |c| {
             let (mut recv, send) = (Buf::zeroed(3 + c.rank()), Buf::zeroed(4));
             let recv_counts = [[2, 1], [2, 2]][c.rank()];
-            c.all_to_all(recv.view_mut(), &recv_counts, send.view(), &[2, 2]).unwrap_err().to_string()
+            c.all_to_all(recv.view_mut(), &recv_counts, send.view(), &[2, 2])
         });
-        for e in errors.into_iter().flatten() {
-            assert!(e.contains("rank 1 sends 2 elements to rank 0, which expects 1"), "{e}");
-        }
+        let unit = TransferUnit::Elements;
+        let expected = CallMismatch::Transfer { from: 1, to: 0, sent: 2, expected: 1, unit };
+        assert!(mismatches(results).iter().all(|mismatch| *mismatch == expected));
     }
 }
 
 #[test]
-fn a_rank_that_panics_or_leaves_frees_the_others() {
+fn a_rank_that_panics_or_leaves_unblocks_the_others() {
     for hosts in [&[0, 1, 2][..], &[0, 1, 0], &[0, 0, 1]] {
-        let errors = each(hosts, limits(), |c| {
-            assert!(c.rank() != 1, "on purpose");
-            c.barrier().unwrap_err().to_string()
+        let errors = run_ranks(hosts, test_limits(), |c| {
+            assert!(c.rank() != 1, "intended");
+            c.barrier().unwrap_err()
         });
-        assert!(errors[2].as_ref().unwrap().contains("rank 1 panicked"), "{errors:?}");
-        let errors = each(hosts, limits(), |c| match c.rank() {
-            1 => String::new(),
-            _ => c.barrier().unwrap_err().to_string(),
+        assert_eq!(errors[2], Some(aborted(AbortReason::RankPanicked { rank: 1 })));
+        let errors = run_ranks(hosts, test_limits(), |c| match c.rank() {
+            1 => None,
+            _ => Some(c.barrier().unwrap_err()),
         });
-        assert!(errors[0].as_ref().unwrap().contains("rank 1 left the group before barrier"), "{errors:?}");
-        assert!(errors[2].as_ref().unwrap().contains("rank 1 left the group before barrier"), "{errors:?}");
-        let errors = each(hosts, limits(), |c| {
+        let left = AbortReason::PeerLeft { rank: 1, collective: "barrier (call 0)".into() };
+        assert_eq!(errors[0], Some(Some(aborted(left.clone()))));
+        assert_eq!(errors[2], Some(Some(aborted(left))));
+        let errors = run_ranks(hosts, test_limits(), |c| {
             let partial = Buf::zeroed(3000);
             let sink = &mut |rank: usize, _: usize, _: device::View<'_>| {
-                assert!(c.rank() != 0 || rank != 1, "on purpose");
+                assert!(c.rank() != 0 || rank != 1, "intended");
             };
-            c.reduce_scatter_fold(&[partial.view(), partial.view()], &[1000; 3], sink)
+            c.reduce_scatter_ordered(&[partial.view(), partial.view()], &[1000; 3], sink)
                 .and_then(|()| c.barrier())
                 .unwrap_err()
-                .to_string()
         });
-        assert!(errors[0].is_none() && errors[1].as_ref().unwrap().contains("rank 0 panicked"), "{errors:?}");
+        assert_eq!(errors[0], None);
+        assert_eq!(errors[1], Some(aborted(AbortReason::RankPanicked { rank: 0 })));
     }
 }
 
 #[test]
-fn a_wait_has_a_limit_that_names_the_missing() {
-    let mut short = limits();
-    short.shm.wait = Duration::from_millis(100);
-    let done = std::sync::Barrier::new(3);
-    let errors = each(&[0, 1, 2], short, |c| {
+fn a_timeout_names_the_missing_ranks() {
+    let timeout = Duration::from_millis(100);
+    let mut limits = test_limits();
+    limits.shm.collective_timeout = timeout;
+    let timed_out = std::sync::Barrier::new(3);
+    let errors = run_ranks(&[0, 1, 2], limits, |c| {
         let first = (c.rank() == 0).then(|| c.barrier().unwrap_err());
-        done.wait(); // the others stay in the group until rank 0 has given up
+        timed_out.wait(); // the others stay in the group until the wait of rank 0 has timed out
         // rank 0 had entered its barrier: one may still pass before its abort arrives
         first.unwrap_or_else(|| {
             loop {
@@ -226,15 +268,23 @@ fn a_wait_has_a_limit_that_names_the_missing() {
             }
         })
     });
-    let Some(CommError::Io(error)) = &errors[0] else { panic!("{errors:?}") };
-    assert!(error.contains("in barrier (call 0) for ranks 1, 2 of 3"), "{error}");
-    assert_eq!(errors[1], Some(CommError::Aborted(error.clone())));
+    let expected = CommError::Timeout {
+        rank: 0,
+        world: 3,
+        collective: CollectiveKind::Barrier,
+        call_number: 0,
+        timeout,
+        missing: vec![1, 2],
+    };
+    let reason = AbortReason::RankFailed { rank: 0, message: expected.to_string() };
+    assert_eq!(errors[0], Some(expected));
+    assert_eq!(errors[1], Some(aborted(reason)));
 }
 
 #[test]
 fn a_slow_reader_loses_nothing() {
     let len = 4_000_000; // more than socket buffers hold
-    let done = each(&[0, 1, 2], limits(), |c| {
+    let results = run_ranks(&[0, 1, 2], test_limits(), |c| {
         let counts = [len; 3];
         for id in 0..3 {
             if c.rank() == 1 {
@@ -242,81 +292,93 @@ fn a_slow_reader_loses_nothing() {
             }
             checks::all_gather(&c, id, &counts)?;
         }
-        Ok::<(), String>(())
+        Ok::<(), CheckFailure>(())
     });
-    assert!(done.iter().all(|d| d == &Some(Ok(()))), "{done:?}");
+    assert!(results.iter().all(|r| r == &Some(Ok(()))), "{results:?}");
 }
 
 #[test]
-fn strangers_do_not_disturb_a_group() {
-    let mut seats = seats(&[0, 1, 0]);
-    let last = seats.pop().unwrap();
-    let targets: Vec<SocketAddr> = seats.iter().map(|s| s.endpoint.address().unwrap()).collect();
+fn connections_of_other_programs_do_not_disturb_a_group() {
+    let mut pending = pending_ranks(&[0, 1, 0]);
+    let last = pending.pop().unwrap();
+    let targets: Vec<SocketAddr> = pending.iter().map(|s| s.endpoint.address().unwrap()).collect();
     let idle: Vec<TcpStream> = (0..40).map(|i| TcpStream::connect(targets[i % 2]).unwrap()).collect();
     for target in &targets {
         for garbage in [&b"GET / HTTP/1.1\r\nHost: somewhere\r\n\r\n"[..], &[0; 5000], b"launchtc", b""] {
             TcpStream::connect(target).unwrap().write_all(garbage).unwrap();
         }
     }
-    seats.push(last);
-    let done = each_joined(seats, |seat| checks::run(&seat.join(limits()).unwrap(), 5, 30, 500));
-    assert!(done.iter().all(|d| d == &Some(Ok(()))), "{done:?}");
+    pending.push(last);
+    let results = run_pending(pending, |rank| checks::run(&rank.join(test_limits()).unwrap(), 5, 30, 500));
+    assert!(results.iter().all(|r| r == &Some(Ok(()))), "{results:?}");
     drop(idle);
-    // a group that has met listens no more
+    // after joining, a rank no longer listens
     assert!(targets.iter().all(|t| TcpStream::connect(t).is_err()));
 }
 
-/// Joins a group of two whose rank 1 is changed; the errors of both.
-fn refused(change: impl Fn(&mut Group)) -> [String; 2] {
-    let mut seats = seats(&[0, 1]);
-    change(&mut seats[1].group);
-    let mut short = limits();
-    short.shm.join = Duration::from_millis(700);
-    let errors = each_joined(seats, |seat| seat.join(short).err().unwrap().to_string());
+/// Joins a group of two, of which rank 1 has a changed description. Returns the errors of both.
+fn join_errors(change: impl Fn(&mut GroupSpec)) -> [CommError; 2] {
+    let mut pending = pending_ranks(&[0, 1]);
+    change(&mut pending[1].group);
+    let mut short = test_limits();
+    short.shm.join_timeout = Duration::from_millis(700);
+    let errors = run_pending(pending, |rank| rank.join(short).err().unwrap());
     [errors[0].clone().unwrap(), errors[1].clone().unwrap()]
+}
+
+fn rejected(reason: RejectReason) -> CommError {
+    CommError::Rejected { rank: 1, peer: 0, reason }
 }
 
 #[test]
 fn another_key_attempt_or_run_is_rejected() {
-    let [at, from] = refused(|g| g.key[31] ^= 1);
-    assert!(from.contains("for rank 0 of 2") && from.contains("another key"), "{from}");
-    assert!(at.contains("in join for rank 1 of 2"), "{at}");
-    let [_, from] = refused(|g| g.attempt = 2);
-    assert!(from.contains("rank 0 refused rank 1: it belongs to another attempt"), "{from}");
-    let [_, from] = refused(|g| g.run = "other".into());
-    assert!(from.contains("rank 0 refused rank 1: it does not expect this rank"), "{from}");
+    let [acceptor, connector] = join_errors(|g| g.key[31] ^= 1);
+    let CommError::JoinTimeout { rank: 1, missing, last_failure, .. } = connector else {
+        panic!("{connector}")
+    };
+    assert_eq!(missing, [0]);
+    assert_eq!(last_failure.map(|f| f.error), Some(ConnectError::Closed));
+    match acceptor {
+        CommError::JoinTimeout { rank: 0, missing, .. } => assert_eq!(missing, [1]),
+        other => panic!("{other}"),
+    }
+    let [_, connector] = join_errors(|g| g.attempt = 2);
+    assert_eq!(connector, rejected(RejectReason::OtherAttempt));
+    let [_, connector] = join_errors(|g| g.run = "other".into());
+    assert_eq!(connector, rejected(RejectReason::UnexpectedRank));
 }
 
 #[test]
 fn a_late_rank_of_an_old_attempt_changes_nothing() {
-    let mut now = seats(&[0, 1, 2]);
-    let mut old = seats(&[0, 1, 2]).pop().unwrap();
+    let mut now = pending_ranks(&[0, 1, 2]);
+    let mut old = pending_ranks(&[0, 1, 2]).pop().unwrap();
     old.group.members = now[0].group.members.clone();
     old.group.attempt = 2;
     let late = now.pop().unwrap();
     thread::scope(|s| {
         let waiting: Vec<_> = now
             .into_iter()
-            .map(|seat| s.spawn(move || checks::run(&seat.join(limits()).unwrap(), 3, 20, 300)))
+            .map(|rank| s.spawn(move || checks::run(&rank.join(test_limits()).unwrap(), 3, 20, 300)))
             .collect();
-        let error = old.join(limits()).err().unwrap().to_string();
-        assert!(error.contains("another attempt"), "{error}");
-        checks::run(&late.join(limits()).unwrap(), 3, 20, 300).unwrap();
+        let error = old.join(test_limits()).err().unwrap();
+        let reason = RejectReason::OtherAttempt;
+        assert!(matches!(error, CommError::Rejected { rank: 2, reason: r, .. } if r == reason), "{error}");
+        checks::run(&late.join(test_limits()).unwrap(), 3, 20, 300).unwrap();
         waiting.into_iter().for_each(|t| t.join().unwrap().unwrap());
     });
 }
 
 #[test]
-fn a_listener_without_the_key_is_not_believed() {
-    let mut seats = seats(&[0, 1]);
-    let honest = seats.pop().unwrap();
-    let fake = seats.pop().unwrap();
+fn a_listener_without_the_key_is_not_accepted() {
+    let mut pending = pending_ranks(&[0, 1]);
+    let honest = pending.pop().unwrap();
+    let fake = pending.pop().unwrap();
     drop(fake.endpoint);
     let listener = std::net::TcpListener::bind((LOOPBACK, 0)).unwrap();
     let mut group = honest.group.clone();
     group.members[0].addresses = vec![listener.local_addr().unwrap()];
-    let mut short = limits();
-    short.shm.join = Duration::from_millis(700);
+    let mut short = test_limits();
+    short.shm.join_timeout = Duration::from_millis(700);
     let stop = std::sync::atomic::AtomicBool::new(false);
     thread::scope(|s| {
         s.spawn(|| {
@@ -329,39 +391,40 @@ fn a_listener_without_the_key_is_not_believed() {
                 stream.set_nonblocking(false).unwrap();
                 let mut hello = [0; 92];
                 stream.read_exact(&mut hello).unwrap();
-                // go on, with a nonce; then 32 bytes that are no proof
+                // a challenge that accepts, with a nonce; then 32 bytes that are no proof
                 let mut answer = b"launchtc\0\0\0\0".to_vec();
                 answer.extend_from_slice(&[1; 64]);
                 _ = stream.write_all(&answer);
             }
         });
-        let stopper = Stopper::new(1, 2).unwrap();
-        let error = honest.endpoint.join(&group, None, short, &stopper).err().unwrap().to_string();
+        let abort_handle = AbortHandle::new(1, 2).unwrap();
+        let error = honest.endpoint.join(&group, None, short, &abort_handle).err().unwrap();
         stop.store(true, SeqCst);
-        assert!(error.contains("does not know the job's key"), "{error}");
+        let CommError::JoinTimeout { last_failure: Some(failure), .. } = error else { panic!("{error}") };
+        assert_eq!(failure.error, ConnectError::WrongKey);
     });
 }
 
 #[test]
-fn joining_can_be_stopped() {
-    let seat = seats(&[0, 1]).remove(0);
-    let stopper = Stopper::new(0, 2).unwrap();
+fn joining_can_be_aborted() {
+    let rank = pending_ranks(&[0, 1]).remove(0);
+    let abort_handle = AbortHandle::new(0, 2).unwrap();
     let began = Instant::now();
     thread::scope(|s| {
         s.spawn(|| {
             thread::sleep(Duration::from_millis(50));
-            stopper.abort("rank 1 could not start");
+            abort_handle.abort("rank 1 could not start");
         });
-        let error = seat.endpoint.join(&seat.group, None, limits(), &stopper).err().unwrap();
-        assert_eq!(error, CommError::Aborted("rank 1 could not start".into()));
+        let error = rank.endpoint.join(&rank.group, None, test_limits(), &abort_handle).err().unwrap();
+        assert_eq!(error, aborted(requested("rank 1 could not start")));
     });
     assert!(began.elapsed() < Duration::from_secs(1));
 }
 
 #[test]
-fn several_ranks_of_a_host_need_its_memory() {
-    let seat = seats(&[0, 0]).remove(0);
-    let stopper = Stopper::new(0, 2).unwrap();
-    let error = seat.endpoint.join(&seat.group, None, limits(), &stopper).err().unwrap().to_string();
-    assert!(error.contains("no shared memory was given to rank 0"), "{error}");
+fn several_ranks_of_a_host_need_shared_memory() {
+    let rank = pending_ranks(&[0, 0]).remove(0);
+    let abort_handle = AbortHandle::new(0, 2).unwrap();
+    let error = rank.endpoint.join(&rank.group, None, test_limits(), &abort_handle).err().unwrap();
+    assert_eq!(error, GroupError::NoSharedMemory { rank: 0, world: 2, local_ranks: vec![0, 1] }.into());
 }

@@ -1,10 +1,14 @@
-//! The network transport between processes that die, stop and fall silent.
-use crate::{checks, tcp::limits};
+//! Tests of the network transport between processes that die, stop and become silent.
+use crate::{
+    checks::{self, CheckFailure, failure},
+    tcp::test_limits,
+};
 use comm::{
-    Comm, CommError,
-    tcp::{Endpoint, Group, Member, Stopper, TcpComm},
+    Comm, Result,
+    tcp::{AbortHandle, Endpoint, GroupMember, GroupSpec, TcpComm},
 };
 use device::Buf;
+use diagnostic::{Code, Diagnostic, codes::collective as codes};
 use nix::sys::{
     memfd::{MFdFlags, memfd_create},
     signal::{Signal, kill},
@@ -16,108 +20,108 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// After this long a rank that hangs is killed by its own alarm.
-const ALARM: u32 = 60;
+/// A rank that hangs is killed by SIGALRM after this many seconds.
+const ALARM_SECONDS: u32 = 60;
 
-/// A rank in its own process. Killed when dropped.
-struct Rank {
+/// A rank in a separate process, which is killed when this is dropped.
+struct RankProcess {
     process: Child,
     stderr: BufReader<ChildStderr>,
 }
 
-impl Rank {
-    /// The rest of the line on which the rank says `text`.
-    fn hear(&mut self, text: &str) -> String {
+impl RankProcess {
+    /// Waits for a line of the rank that contains `text`, and returns the rest of the line.
+    fn wait_for_line(&mut self, text: &str) -> String {
         let mut line = String::new();
-        while self.stderr.read_line(&mut line).expect("readable") > 0 {
+        while self.stderr.read_line(&mut line).expect("stderr is readable") > 0 {
             if let Some((_, rest)) = line.split_once(text) {
                 return rest.trim().to_owned();
             }
             line.clear();
         }
-        panic!("the rank ended without saying {text:?}");
+        panic!("the rank ended without printing {text:?}");
     }
 
     fn pid(&self) -> nix::unistd::Pid {
         nix::unistd::Pid::from_raw(self.process.id() as i32)
     }
 
-    /// What it says until its end; fails unless it ends in order.
-    fn succeed(mut self) -> String {
-        let mut said = String::new();
-        self.stderr.read_to_string(&mut said).expect("readable");
-        let status = self.process.wait().expect("a child");
-        assert!(status.success(), "a rank ended with {status}: {said}");
-        said
+    /// Waits for the end of the rank, which must succeed. Returns its remaining output.
+    fn assert_success(mut self) -> String {
+        let mut stderr = String::new();
+        self.stderr.read_to_string(&mut stderr).expect("stderr is readable");
+        let status = self.process.wait().expect("the child can be waited for");
+        assert!(status.success(), "a rank ended with {status}: {stderr}");
+        stderr
     }
 }
 
-impl Drop for Rank {
+impl Drop for RankProcess {
     fn drop(&mut self) {
         let _ = self.process.kill();
         let _ = self.process.wait();
     }
 }
 
-/// Starts a process for each rank; all have joined when this returns.
-fn group(case: &str, hosts: &[usize]) -> Vec<Rank> {
+/// Starts a process for each rank, and returns when all have joined.
+fn start_group(case: &str, hosts: &[usize]) -> Vec<RankProcess> {
     let names: Vec<String> = hosts.iter().map(usize::to_string).collect();
-    let most = hosts.iter().max().expect("a host");
-    // inheritable: no close-on-exec
-    let memory: Vec<OwnedFd> = (0..=*most)
-        .map(|_| memfd_create("comm-test", MFdFlags::MFD_ALLOW_SEALING).expect("a memfd"))
+    let last_host = hosts.iter().max().expect("the argument is a host");
+    // without close-on-exec, so that the ranks inherit them
+    let memory: Vec<OwnedFd> = (0..=*last_host)
+        .map(|_| memfd_create("comm-test", MFdFlags::MFD_ALLOW_SEALING).expect("a memfd can be created"))
         .collect();
     let start = |(rank, host): (usize, &usize)| {
-        let told = format!("{case} {rank} {} {}", memory[*host].as_raw_fd(), names.join(","));
-        let mut process = Command::new(std::env::current_exe().expect("a path"))
+        let args = format!("{case} {rank} {} {}", memory[*host].as_raw_fd(), names.join(","));
+        let mut process = Command::new(std::env::current_exe().expect("the path of this executable"))
             .args(["tcp_processes::child", "--exact", "--ignored", "--nocapture"])
-            .env("COMM_TEST_CASE", told)
+            .env("COMM_TEST_CASE", args)
             .stdin(Stdio::piped())
             .stdout(Stdio::null())
             .stderr(Stdio::piped())
             .spawn()
-            .expect("a process");
-        let stderr = BufReader::new(process.stderr.take().expect("piped"));
-        Rank { process, stderr }
+            .expect("the process starts");
+        let stderr = BufReader::new(process.stderr.take().expect("the stream is piped"));
+        RankProcess { process, stderr }
     };
-    let mut ranks: Vec<Rank> = hosts.iter().enumerate().map(start).collect();
-    let addresses: Vec<String> = ranks.iter_mut().map(|r| r.hear("listens at ")).collect();
+    let mut ranks: Vec<RankProcess> = hosts.iter().enumerate().map(start).collect();
+    let addresses: Vec<String> = ranks.iter_mut().map(|r| r.wait_for_line("listens at ")).collect();
     for rank in &mut ranks {
-        let mut stdin = rank.process.stdin.take().expect("piped");
-        writeln!(stdin, "{}", addresses.join(" ")).expect("a pipe");
+        let mut stdin = rank.process.stdin.take().expect("the stream is piped");
+        writeln!(stdin, "{}", addresses.join(" ")).expect("the pipe is writable");
     }
-    ranks.iter_mut().for_each(|r| drop(r.hear("joined")));
+    ranks.iter_mut().for_each(|r| drop(r.wait_for_line("joined")));
     ranks
 }
 
-/// The child's side of the tests below; does nothing when run by hand.
+/// Runs one rank of the tests below. Does nothing if it is started without a case.
 #[test]
 #[ignore = "run by the other tests"]
 fn child() {
-    let Ok(told) = std::env::var("COMM_TEST_CASE") else { return };
-    // SAFETY: only sets a timer and asks for a signal at the parent's death.
-    unsafe { libc::alarm(ALARM) };
-    nix::sys::prctl::set_pdeathsig(Signal::SIGKILL).expect("a signal");
-    let told: Vec<&str> = told.split(' ').collect();
-    let rank: usize = told[1].parse().expect("a rank");
+    let Ok(args) = std::env::var("COMM_TEST_CASE") else { return };
+    // SAFETY: sets a timer only.
+    unsafe { libc::alarm(ALARM_SECONDS) };
+    nix::sys::prctl::set_pdeathsig(Signal::SIGKILL).expect("the signal can be set");
+    let args: Vec<&str> = args.split(' ').collect();
+    let rank: usize = args[1].parse().expect("the argument is a rank");
     // SAFETY: the parent left this descriptor open for us.
-    let memory = unsafe { OwnedFd::from_raw_fd(told[2].parse().expect("a descriptor")) };
-    let endpoint = Endpoint::bind([127, 0, 0, 1].into()).expect("a port");
-    eprintln!("listens at {}", endpoint.address().expect("an address"));
+    let memory = unsafe { OwnedFd::from_raw_fd(args[2].parse().expect("the argument is a descriptor")) };
+    let endpoint = Endpoint::bind([127, 0, 0, 1].into()).expect("a port is free");
+    eprintln!("listens at {}", endpoint.address().expect("the address is valid"));
     let mut line = String::new();
-    std::io::stdin().read_line(&mut line).expect("addresses");
-    let hosts = told[3].split(',').map(|h| h.parse().expect("a host"));
-    let members: Vec<Member> = hosts
+    std::io::stdin().read_line(&mut line).expect("the parent sends the addresses");
+    let hosts = args[3].split(',').map(|h| h.parse().expect("the argument is a host"));
+    let members: Vec<GroupMember> = hosts
         .zip(line.split_whitespace())
-        .map(|(host, a)| Member { host, addresses: vec![a.parse().expect("an address")] })
+        .map(|(host, a)| GroupMember { host, addresses: vec![a.parse().expect("the address is valid")] })
         .collect();
-    let stopper = Stopper::new(rank, members.len()).expect("events");
-    let group = Group { rank, members, run: "test".into(), attempt: 0, key: [5; 32] };
-    let mut limits = limits();
-    limits.silence = Duration::from_secs(1);
-    let comm = endpoint.join(&group, Some(memory), limits, &stopper).expect("joined");
+    let abort_handle = AbortHandle::new(rank, members.len()).expect("an eventfd can be created");
+    let group = GroupSpec { rank, members, run: "test".into(), attempt: 0, key: [5; 32] };
+    let mut limits = test_limits();
+    limits.silence_timeout = Duration::from_secs(1);
+    let comm = endpoint.join(&group, Some(memory), limits, &abort_handle).expect("the rank joins");
     eprintln!("joined");
-    match play(told[0], &comm) {
+    match run_case(args[0], &comm) {
         Ok(()) => {
             drop(comm);
             std::process::exit(0)
@@ -129,72 +133,84 @@ fn child() {
     }
 }
 
-fn play(case: &str, comm: &TcpComm) -> Result<(), String> {
+fn run_case(case: &str, comm: &TcpComm) -> std::result::Result<(), CheckFailure> {
     match case {
         "conforms" => (0..2).try_for_each(|seed| checks::run(comm, seed, 24, 9000)),
         "until-error" => {
-            eprintln!("under way");
+            eprintln!("running");
             let error = loop {
-                if let Err(e) = anything(comm) {
+                if let Err(e) = mixed_collectives(comm) {
                     break e;
                 }
             };
-            eprintln!("error: {error}");
+            let diagnostic = Diagnostic::from(error);
+            let peer = diagnostic.field("peer").and_then(|p| p.as_u64()).expect("the error names a peer");
+            eprintln!("{}", error_line(diagnostic.code(), peer as usize));
             Ok(())
         }
-        other => Err(format!("no case {other}")),
+        other => Err(failure("case", other)),
     }
 }
 
-fn anything(comm: &TcpComm) -> Result<(), CommError> {
+fn mixed_collectives(comm: &TcpComm) -> Result<()> {
     let mut x = Buf::zeroed(70_000);
     comm.all_reduce(x.view_mut())?;
     comm.broadcast(x.view_mut(), 1)?;
     comm.all_gather_bytes(&[0; 100])?;
-    let mut all = Buf::zeroed(2000 * comm.world());
-    comm.all_gather(all.view_mut(), x.view().slice(0..2000), &vec![2000; comm.world()])?;
-    comm.reduce_scatter_fold(&[all.view()], &vec![2000; comm.world()], &mut |_, _, _| ())?;
+    let mut gathered = Buf::zeroed(2000 * comm.world());
+    comm.all_gather(gathered.view_mut(), x.view().slice(0..2000), &vec![2000; comm.world()])?;
+    comm.reduce_scatter_ordered(&[gathered.view()], &vec![2000; comm.world()], &mut |_, _, _| ())?;
     comm.barrier()
 }
 
 #[test]
-fn processes_conform() {
+fn every_collective_conforms_between_processes() {
     for hosts in [&[0, 1][..], &[0, 0, 0, 1], &[0, 1, 2, 3], &[0, 0, 0, 0, 1, 1, 1, 1]] {
-        group("conforms", hosts).into_iter().for_each(|r| drop(r.succeed()));
+        start_group("conforms", hosts).into_iter().for_each(|r| drop(r.assert_success()));
     }
 }
 
-/// The survivors of the victim's end all name it; how long the last one took.
-fn end(ranks: Vec<Rank>, victim: usize, how: Signal, words: &str) -> Duration {
-    let mut ranks: Vec<Option<Rank>> = ranks.into_iter().map(Some).collect();
-    ranks.iter_mut().flatten().for_each(|r| drop(r.hear("under way")));
-    let dead = ranks[victim].take().expect("a rank");
+/// Sends `signal` to the rank `victim`. Checks that every other rank reports `code` with the victim
+/// as the peer, and returns the time until the last one ended.
+fn end_rank(ranks: Vec<RankProcess>, victim: usize, signal: Signal, code: Code) -> Duration {
+    let mut ranks: Vec<Option<RankProcess>> = ranks.into_iter().map(Some).collect();
+    ranks.iter_mut().flatten().for_each(|r| drop(r.wait_for_line("running")));
+    let victim_process = ranks[victim].take().expect("the victim is a rank");
     // somewhere in the middle of a collective
-    std::thread::sleep(Duration::from_micros(u64::from(dead.process.id()) % 7 * 1100));
+    std::thread::sleep(Duration::from_micros(u64::from(victim_process.process.id()) % 7 * 1100));
     let began = Instant::now();
-    kill(dead.pid(), how).expect("a signal");
+    kill(victim_process.pid(), signal).expect("the signal can be sent");
+    let expected = error_line(code, victim);
     for rank in ranks.into_iter().flatten() {
-        let said = rank.succeed();
-        assert!(said.contains(&format!("rank {victim} {words}")), "{said}");
+        let output = rank.assert_success();
+        assert!(output.lines().any(|line| line == expected), "{output}");
     }
     began.elapsed()
 }
 
+/// What a rank prints about its error, in which the rank `peer` failed.
+fn error_line(code: Code, peer: usize) -> String {
+    format!("error: {code} of rank {peer}")
+}
+
 #[test]
-fn a_rank_killed_anywhere_is_named_by_all_within_a_second() {
-    // A host's own ranks learn of it from their peers on other hosts: here nobody else tells them.
+fn every_rank_reports_a_killed_rank_within_a_second() {
+    // The ranks of the victim's host learn of it from their peers on other hosts, because no agent
+    // runs here.
     for hosts in [&[0, 1, 2][..], &[0, 0, 1, 1], &[0, 1, 1]] {
         for victim in 0..hosts.len() {
-            let took = end(group("until-error", hosts), victim, Signal::SIGKILL, "is gone");
-            assert!(took < Duration::from_secs(1), "{took:?}");
+            let ranks = start_group("until-error", hosts);
+            let elapsed = end_rank(ranks, victim, Signal::SIGKILL, codes::PEER_LOST);
+            assert!(elapsed < Duration::from_secs(1), "{elapsed:?}");
         }
     }
 }
 
 #[test]
-fn a_rank_that_falls_silent_is_named_after_the_limit() {
+fn every_rank_reports_a_silent_rank_after_the_timeout() {
     for hosts in [&[0, 1, 2][..], &[0, 0, 1]] {
-        let took = end(group("until-error", hosts), 1, Signal::SIGSTOP, "is silent");
-        assert!(took > Duration::from_millis(500) && took < Duration::from_secs(3), "{took:?}");
+        let ranks = start_group("until-error", hosts);
+        let elapsed = end_rank(ranks, 1, Signal::SIGSTOP, codes::PEER_SILENT);
+        assert!(elapsed > Duration::from_millis(500) && elapsed < Duration::from_secs(3), "{elapsed:?}");
     }
 }

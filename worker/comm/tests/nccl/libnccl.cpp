@@ -1,5 +1,6 @@
-// An NCCL whose ranks are threads of one process and whose device memory is the host's: work is done, with real sums, when the
-// last rank has given its part. Streams are those of the emulated card. Faults come from fakeFault.
+// An emulated NCCL: its ranks are threads of one process, and its device memory is host memory. A
+// collective runs, with real sums, when the last rank has enqueued it. Streams are those of the
+// emulated GPU. fakeFault injects faults.
 #include "streams.hpp"
 #include <climits>
 #include <cstdint>
@@ -13,7 +14,7 @@
 
 #define API extern "C" __attribute__((visibility("default"))) int
 enum { SUCCESS = 0, SYSTEM_ERROR = 2, INVALID_ARGUMENT = 4, INVALID_USAGE = 5, REMOTE_ERROR = 6, IN_PROGRESS = 7 };
-enum { NO_FAULT = 0, NO_ID = 1, NEVER_JOINS = 2, FAILS_LATER = 3, REFUSES = 4, NEVER_DONE = 5 };
+enum { NO_FAULT = 0, NO_ID = 1, NEVER_JOINS = 2, FAILS_LATER = 3, REJECTS_CALLS = 4, NEVER_DONE = 5 };
 
 struct Id {
     char bytes[128];
@@ -37,11 +38,11 @@ struct Part {
 struct Work {
     std::vector<Part> parts;
     Stream* stream;
-    bool arrived; // the stream has come to it
-    bool gone = false;
+    bool arrived; // the stream has reached this work
+    bool ended = false;
 
     void end() {
-        gone = true;
+        ended = true;
         if (!stream->threaded) stream->pending--;
     }
 };
@@ -51,7 +52,7 @@ struct Comm {
     int rank;
     bool aborted = false;
     int error = SUCCESS;
-    std::vector<Work> works; // all of them, in order
+    std::vector<Work> works; // in the order of the calls
 };
 struct Group {
     int world;
@@ -69,24 +70,24 @@ static std::map<std::string, std::shared_ptr<Group>> groups;
 static int fault = NO_FAULT, fault_rank = -1;
 static std::atomic<int> live{0};
 thread_local bool grouping = false;
-thread_local std::vector<Part> noted;
-thread_local Comm* noted_comm = nullptr;
-thread_local Stream* noted_stream = nullptr;
-#define LOCKED std::lock_guard<std::mutex> held(lock_)
+thread_local std::vector<Part> recorded;
+thread_local Comm* recorded_comm = nullptr;
+thread_local Stream* recorded_stream = nullptr;
+#define LOCKED std::lock_guard<std::mutex> guard(lock_)
 
 API fakeFault(int which, int rank) {
     LOCKED;
     fault = which, fault_rank = rank;
     return SUCCESS;
 }
-// Communicators that nobody has given up.
+// Number of communicators that were not aborted.
 API fakeLive() { return live; }
 extern "C" __attribute__((visibility("default"))) void* fakeStream() { return new Stream; }
 API fakePending(void* stream) { return ((Stream*)stream)->pending; }
 
 API ncclGetVersion(int* version) {
-    const char* said = getenv("FAKE_NCCL_VERSION");
-    *version = said ? atoi(said) : 22703;
+    const char* configured = getenv("FAKE_NCCL_VERSION");
+    *version = configured ? atoi(configured) : 22703;
     return SUCCESS;
 }
 API ncclGetUniqueId(Id* id) {
@@ -106,8 +107,8 @@ extern "C" __attribute__((visibility("default"))) const char* ncclGetLastError(C
 API ncclCommInitRankConfig(Comm** comm, int world, Id id, int rank, Config* config) {
     LOCKED;
     if (config->magic != 0xcafebeef || config->size < sizeof(Config) || config->blocking != 0) return INVALID_ARGUMENT;
-    for (int unsaid : {config->cga, config->min, config->max, config->split, config->traffic_class})
-        if (unsaid != INT_MIN) return INVALID_ARGUMENT;
+    for (int undefined : {config->cga, config->min, config->max, config->split, config->traffic_class})
+        if (undefined != INT_MIN) return INVALID_ARGUMENT;
     auto& group = groups[id.bytes];
     if (!group) {
         group = std::make_shared<Group>();
@@ -130,21 +131,21 @@ API ncclCommGetAsyncError(Comm* c, int* state) {
 }
 API ncclCommAbort(Comm* c) {
     LOCKED;
-    if (c->aborted) abort(); // twice is a use after free
+    if (c->aborted) abort(); // a second abort would be a use after free
     c->aborted = true;
     for (Work& work : c->works)
-        if (!work.gone) work.end();
+        if (!work.ended) work.end();
     live--;
-    return SUCCESS; // kept: peers still look at it
+    return SUCCESS; // not freed, because peers still read it
 }
 
-// --- work -----------------------------------------------------------------------------------------------------------------
+// --- enqueued work ------------------------------------------------------------------------------
 
 static size_t size_of(int type) { return type == 1 ? 1 : type == 7 ? 4 : 2; }
 
-static bool agree(const Part& a, const Part& b) { return a.kind == b.kind && a.count == b.count && a.type == b.type && a.op == b.op; }
+static bool same_call(const Part& a, const Part& b) { return a.kind == b.kind && a.count == b.count && a.type == b.type && a.op == b.op; }
 
-// Sums in the order of the ranks.
+// Sums in rank order.
 static void sum(float* to, const std::vector<const Part*>& parts, size_t first, size_t count) {
     for (size_t i = 0; i < count; i++) {
         float total = 0;
@@ -156,7 +157,7 @@ static void sum(float* to, const std::vector<const Part*>& parts, size_t first, 
 static bool collective(std::vector<const Part*> parts) {
     const Part& one = *parts[0];
     for (const Part* p : parts)
-        if (!agree(one, *p) || (one.kind == BROADCAST && one.peer != p->peer)) return false;
+        if (!same_call(one, *p) || (one.kind == BROADCAST && one.peer != p->peer)) return false;
     size_t bytes = one.count * size_of(one.type), world = parts.size();
     std::vector<std::vector<char>> out(world);
     for (size_t r = 0; r < world; r++) {
@@ -190,7 +191,7 @@ static bool point_to_point(Group& g, size_t at) {
     return true;
 }
 
-// Does what every rank has given.
+// Runs the work that every rank has enqueued.
 static void advance(Group& g) {
     if (!g.complete()) return;
     for (;;) {
@@ -199,19 +200,20 @@ static void advance(Group& g) {
         std::vector<const Part*> first;
         for (Comm* c : g.ranks)
             if (!c->works[g.done].parts.empty()) first.push_back(&c->works[g.done].parts[0]);
-        bool together = first.size() == g.ranks.size() && first[0]->kind < SEND;
-        bool fits = together ? collective(first) : point_to_point(g, g.done);
+        bool is_collective = first.size() == g.ranks.size() && first[0]->kind < SEND;
+        bool is_valid = is_collective ? collective(first) : point_to_point(g, g.done);
         for (Comm* c : g.ranks) {
             Work& work = c->works[g.done];
-            if (!fits) c->error = INVALID_USAGE;
+            if (!is_valid) c->error = INVALID_USAGE;
             else if (!(fault == NEVER_DONE)) work.end();
         }
-        if (!fits) return;
+        if (!is_valid) return;
         g.done++;
     }
 }
 
-// The stream has come to a work: it begins when all ranks' streams have, and what comes behind it waits.
+// A stream has reached some work, which begins when the streams of all ranks have reached it. Later
+// work of the stream waits.
 static void arrive(Comm* c, size_t at) {
     {
         LOCKED;
@@ -220,28 +222,28 @@ static void arrive(Comm* c, size_t at) {
     }
     for (;; usleep(20)) {
         LOCKED;
-        if (c->works[at].gone) return;
+        if (c->works[at].ended) return;
     }
 }
 
-static int give(Comm* c, std::vector<Part> parts, Stream* stream) {
+static int enqueue(Comm* c, std::vector<Part> parts, Stream* stream) {
     LOCKED;
-    if (fault == REFUSES && fault_rank == c->rank) return SYSTEM_ERROR;
+    if (fault == REJECTS_CALLS && fault_rank == c->rank) return SYSTEM_ERROR;
     if (c->aborted || !c->group->complete()) return INVALID_USAGE;
     size_t at = c->works.size();
     c->works.push_back({std::move(parts), stream, !stream->threaded});
     if (stream->threaded) {
-        stream->put([c, at] { arrive(c, at); });
+        stream->push([c, at] { arrive(c, at); });
     } else {
         stream->pending++;
         advance(*c->group);
     }
     return SUCCESS;
 }
-static int note(Comm* c, Part part, Stream* stream) {
-    if (!grouping) return give(c, {part}, stream);
-    noted.push_back(part);
-    noted_comm = c, noted_stream = stream;
+static int record(Comm* c, Part part, Stream* stream) {
+    if (!grouping) return enqueue(c, {part}, stream);
+    recorded.push_back(part);
+    recorded_comm = c, recorded_stream = stream;
     return SUCCESS;
 }
 
@@ -252,14 +254,14 @@ API ncclGroupStart() {
 API ncclGroupEnd() {
     grouping = false;
     std::vector<Part> parts;
-    parts.swap(noted);
-    Comm* c = noted_comm;
-    noted_comm = nullptr;
-    return c ? give(c, parts, noted_stream) : SUCCESS;
+    parts.swap(recorded);
+    Comm* c = recorded_comm;
+    recorded_comm = nullptr;
+    return c ? enqueue(c, parts, recorded_stream) : SUCCESS;
 }
-API ncclAllGather(const void* send, void* recv, size_t count, int type, Comm* c, Stream* s) { return note(c, {GATHER, send, recv, count, type, 0, 0}, s); }
-API ncclReduceScatter(const void* send, void* recv, size_t count, int type, int op, Comm* c, Stream* s) { return note(c, {SCATTER, send, recv, count, type, op, 0}, s); }
-API ncclAllReduce(const void* send, void* recv, size_t count, int type, int op, Comm* c, Stream* s) { return note(c, {REDUCE, send, recv, count, type, op, 0}, s); }
-API ncclBroadcast(const void* send, void* recv, size_t count, int type, int root, Comm* c, Stream* s) { return note(c, {BROADCAST, send, recv, count, type, 0, root}, s); }
-API ncclSend(const void* send, size_t count, int type, int peer, Comm* c, Stream* s) { return note(c, {SEND, send, nullptr, count, type, 0, peer}, s); }
-API ncclRecv(void* recv, size_t count, int type, int peer, Comm* c, Stream* s) { return note(c, {RECV, nullptr, recv, count, type, 0, peer}, s); }
+API ncclAllGather(const void* send, void* recv, size_t count, int type, Comm* c, Stream* s) { return record(c, {GATHER, send, recv, count, type, 0, 0}, s); }
+API ncclReduceScatter(const void* send, void* recv, size_t count, int type, int op, Comm* c, Stream* s) { return record(c, {SCATTER, send, recv, count, type, op, 0}, s); }
+API ncclAllReduce(const void* send, void* recv, size_t count, int type, int op, Comm* c, Stream* s) { return record(c, {REDUCE, send, recv, count, type, op, 0}, s); }
+API ncclBroadcast(const void* send, void* recv, size_t count, int type, int root, Comm* c, Stream* s) { return record(c, {BROADCAST, send, recv, count, type, 0, root}, s); }
+API ncclSend(const void* send, size_t count, int type, int peer, Comm* c, Stream* s) { return record(c, {SEND, send, nullptr, count, type, 0, peer}, s); }
+API ncclRecv(void* recv, size_t count, int type, int peer, Comm* c, Stream* s) { return record(c, {RECV, nullptr, recv, count, type, 0, peer}, s); }

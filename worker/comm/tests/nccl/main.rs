@@ -1,11 +1,13 @@
-//! The NCCL binding against a stand-in that does real sums over host memory and fails when it is told to.
-mod stand_in;
+//! The NCCL binding with the emulated NCCL, which computes real sums in host memory and injects
+//! faults.
+mod emulated_nccl;
 
 use comm::{
-    Comm, local,
-    nccl::{DataType, Group, Nccl, NcclError, Stream, Sum},
+    AbortReason, Comm, local,
+    nccl::{CudaStream, DataType, NcclError, NcclGroup, NcclLibrary, PeerBuffer, ReduceOp},
 };
-use stand_in::folder;
+use diagnostic::{Diagnostic, codes::collective as codes};
+use emulated_nccl::library_directory;
 use std::{
     ffi::{c_int, c_void},
     sync::{Mutex, MutexGuard, PoisonError},
@@ -13,62 +15,82 @@ use std::{
     time::{Duration, Instant},
 };
 
-const PATIENT: Duration = Duration::from_secs(60);
+/// A timeout that no test reaches.
+const LONG_TIMEOUT: Duration = Duration::from_secs(60);
 
-fn nccl() -> Nccl {
-    Nccl::open(&[folder().to_owned()]).expect("the stand-in")
+// The faults of libnccl.cpp.
+const NO_FAULT: c_int = 0;
+const NO_ID: c_int = 1;
+const NEVER_JOINS: c_int = 2;
+const FAILS_LATER: c_int = 3;
+const REJECTS_CALLS: c_int = 4;
+const NEVER_DONE: c_int = 5;
+/// A fault that affects no rank in particular.
+const NO_RANK: c_int = -1;
+
+fn open_nccl() -> NcclLibrary {
+    NcclLibrary::open(&[library_directory().to_owned()]).expect("the emulated NCCL can be opened")
 }
 
-/// Functions of the stand-in that NCCL doesn't have.
-struct Fake(libloading::Library);
+/// The functions of the emulated NCCL that control it.
+struct NcclControl(libloading::Library);
 
-impl Fake {
+impl NcclControl {
     fn new() -> Self {
-        // SAFETY: our own library.
-        Fake(unsafe { libloading::Library::new(folder().join("libnccl.so.2")) }.expect("opened"))
+        let path = library_directory().join("libnccl.so.2");
+        // SAFETY: the library is built by these tests.
+        NcclControl(unsafe { libloading::Library::new(path) }.expect("the emulated NCCL can be opened"))
     }
-    fn fault(&self, which: c_int, rank: c_int) {
-        // SAFETY: as the source declares it.
+
+    /// Injects a fault into one rank.
+    fn inject(&self, fault: c_int, rank: c_int) {
+        // SAFETY: libnccl.cpp declares the function with this type.
         unsafe {
-            self.0.get::<unsafe extern "C" fn(c_int, c_int) -> c_int>(b"fakeFault\0").expect("there")(
-                which, rank,
-            )
+            let function = self.0.get::<unsafe extern "C" fn(c_int, c_int) -> c_int>(b"fakeFault\0");
+            function.expect("the function exists")(fault, rank)
         };
     }
-    fn live(&self) -> c_int {
-        // SAFETY: as the source declares it.
-        unsafe { self.0.get::<unsafe extern "C" fn() -> c_int>(b"fakeLive\0").expect("there")() }
-    }
-    fn stream(&self) -> Stream {
-        // SAFETY: as the source declares it.
-        Stream(unsafe {
-            self.0.get::<unsafe extern "C" fn() -> *mut c_void>(b"fakeStream\0").expect("there")()
-        })
-    }
-    fn is_done(&self, stream: Stream) -> bool {
-        // SAFETY: as the source declares it.
+
+    /// Number of communicators that were not aborted.
+    fn live_communicators(&self) -> c_int {
+        // SAFETY: libnccl.cpp declares the function with this type.
         unsafe {
-            self.0.get::<unsafe extern "C" fn(*mut c_void) -> c_int>(b"fakePending\0").expect("there")(
-                stream.0,
-            ) == 0
+            let function = self.0.get::<unsafe extern "C" fn() -> c_int>(b"fakeLive\0");
+            function.expect("the function exists")()
+        }
+    }
+
+    fn create_stream(&self) -> CudaStream {
+        // SAFETY: libnccl.cpp declares the function with this type.
+        unsafe {
+            let function = self.0.get::<unsafe extern "C" fn() -> *mut c_void>(b"fakeStream\0");
+            CudaStream(function.expect("the function exists")())
+        }
+    }
+
+    fn is_done(&self, stream: CudaStream) -> bool {
+        // SAFETY: libnccl.cpp declares the function with this type.
+        unsafe {
+            let function = self.0.get::<unsafe extern "C" fn(*mut c_void) -> c_int>(b"fakePending\0");
+            function.expect("the function exists")(stream.0) == 0
         }
     }
 }
 
-/// The stand-in's faults hold for the whole process: one test at a time.
-fn alone() -> MutexGuard<'static, ()> {
-    static ALONE: Mutex<()> = Mutex::new(());
-    let guard = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
-    Fake::new().fault(0, -1);
+/// Serializes the tests that use the emulated NCCL, because its faults apply to the whole process.
+fn lock_faults() -> MutexGuard<'static, ()> {
+    static LOCK: Mutex<()> = Mutex::new(());
+    let guard = LOCK.lock().unwrap_or_else(PoisonError::into_inner);
+    NcclControl::new().inject(NO_FAULT, NO_RANK);
     guard
 }
 
-/// Runs `rank` in a thread for each rank, with a way to meet.
-fn each<T: Send>(world: usize, rank: impl Fn(&dyn Comm) -> T + Sync) -> Vec<T> {
+/// Runs `f` in a thread for each rank of a group. Returns the results by rank.
+fn run_ranks<T: Send>(world: usize, f: impl Fn(&dyn Comm) -> T + Sync) -> Vec<T> {
     thread::scope(|s| {
-        let rank = &rank;
-        let threads: Vec<_> = local::group(world).into_iter().map(|c| s.spawn(move || rank(&c))).collect();
-        threads.into_iter().map(|t| t.join().expect("no panic")).collect()
+        let f = &f;
+        let threads: Vec<_> = local::group(world).into_iter().map(|c| s.spawn(move || f(&c))).collect();
+        threads.into_iter().map(|t| t.join().expect("no rank panics")).collect()
     })
 }
 
@@ -81,208 +103,210 @@ fn value(rank: usize, i: usize) -> f32 {
 }
 
 #[test]
-fn collectives_move_and_add_up() {
-    let _alone = alone();
+fn collectives_move_and_sum_the_data() {
+    let _lock = lock_faults();
     for world in [1, 2, 3, 5] {
-        let fake = Fake::new();
-        each(world, |others| {
-            let group = Group::meet(&nccl(), others, PATIENT).expect("met");
-            let (rank, stream, n) = (group.rank(), Fake::new().stream(), 7);
-            assert_eq!((rank, group.world()), (others.rank(), world));
-            let done = |what: &str| group.finish(what, || Fake::new().is_done(stream)).expect("finished");
-            let mut own: Vec<f32> = (0..n).map(|i| value(rank, i)).collect();
-            let mut all = vec![f32::NAN; n * world];
+        let control = NcclControl::new();
+        run_ranks(world, |host_comm| {
+            let group = NcclGroup::connect(&open_nccl(), host_comm, LONG_TIMEOUT).expect("connected");
+            let (rank, stream, n) = (group.rank(), NcclControl::new().create_stream(), 7);
+            assert_eq!((rank, group.world()), (host_comm.rank(), world));
+            let wait = |operation: &str| {
+                group.wait_done(operation, || NcclControl::new().is_done(stream)).expect("the work ends")
+            };
+            let mut x: Vec<f32> = (0..n).map(|i| value(rank, i)).collect();
+            let mut gathered = vec![f32::NAN; n * world];
             let mut part = vec![f32::NAN; n];
-            // SAFETY: the vectors live until the work is finished.
-            unsafe {
-                group
-                    .all_gather(address(&mut all), address(&mut own), n, DataType::F32, stream)
-                    .expect("given");
-                done("gather");
-                assert!((0..n * world).all(|i| all[i] == value(i / n, i % n)));
-                group
-                    .reduce_scatter(
-                        address(&mut part),
-                        address(&mut all),
-                        n,
-                        DataType::F32,
-                        Sum::Plain,
-                        stream,
-                    )
-                    .expect("given");
-                done("scatter");
-                assert!((0..n).all(|i| part[i] == value(rank, i) * world as f32));
-                group.all_reduce(address(&mut own), n, DataType::F32, Sum::Mean, stream).expect("given");
-                done("reduce");
-                let mean = |i| (0..world).map(|r| value(r, i)).sum::<f32>() / world as f32;
-                assert!((0..n).all(|i| own[i] == mean(i)));
-                part.fill(rank as f32);
-                group.broadcast(address(&mut part), n, DataType::F32, world - 1, stream).expect("given");
-                done("broadcast");
-            }
+            let (to, from) = (address(&mut gathered), address(&mut x));
+            // SAFETY: the vectors live until the work is done.
+            unsafe { group.all_gather(to, from, n, DataType::F32, stream) }.expect("accepted");
+            wait("all-gather");
+            assert!((0..n * world).all(|i| gathered[i] == value(i / n, i % n)));
+            let (to, from) = (address(&mut part), address(&mut gathered));
+            // SAFETY: the vectors live until the work is done.
+            unsafe { group.reduce_scatter(to, from, n, DataType::F32, ReduceOp::Sum, stream) }
+                .expect("accepted");
+            wait("reduce-scatter");
+            assert!((0..n).all(|i| part[i] == value(rank, i) * world as f32));
+            // SAFETY: the vectors live until the work is done.
+            unsafe { group.all_reduce(address(&mut x), n, DataType::F32, ReduceOp::Avg, stream) }
+                .expect("accepted");
+            wait("all-reduce");
+            let mean = |i| (0..world).map(|r| value(r, i)).sum::<f32>() / world as f32;
+            assert!((0..n).all(|i| x[i] == mean(i)));
+            part.fill(rank as f32);
+            // SAFETY: the vectors live until the work is done.
+            unsafe { group.broadcast(address(&mut part), n, DataType::F32, world - 1, stream) }
+                .expect("accepted");
+            wait("broadcast");
             assert!(part.iter().all(|x| *x == (world - 1) as f32));
-            exchange(&group, stream, &done);
+            check_exchange(&group, stream, &wait);
         });
-        assert_eq!(fake.live(), 0, "every communicator was given up");
+        assert_eq!(control.live_communicators(), 0, "every communicator is aborted");
     }
 }
 
 /// Rank r sends r + to + 1 bytes to rank `to`.
-fn exchange(group: &Group, stream: Stream, done: &dyn Fn(&str)) {
+fn check_exchange(group: &NcclGroup, stream: CudaStream, wait: &dyn Fn(&str)) {
     let (rank, world) = (group.rank(), group.world());
-    let mut out: Vec<Vec<u8>> = (0..world).map(|to| vec![(rank * 16 + to) as u8; rank + to + 1]).collect();
-    let mut into: Vec<Vec<u8>> = (0..world).map(|from| vec![255; rank + from + 1]).collect();
-    let list = |v: &mut Vec<Vec<u8>>| {
-        v.iter_mut().enumerate().map(|(p, x)| (p, address(x), x.len())).collect::<Vec<_>>()
+    let mut sent: Vec<Vec<u8>> = (0..world).map(|to| vec![(rank * 16 + to) as u8; rank + to + 1]).collect();
+    let mut received: Vec<Vec<u8>> = (0..world).map(|from| vec![255; rank + from + 1]).collect();
+    let buffers = |messages: &mut Vec<Vec<u8>>| {
+        let buffer =
+            |(peer, x): (usize, &mut Vec<u8>)| PeerBuffer { peer, address: address(x), len: x.len() };
+        messages.iter_mut().enumerate().map(buffer).collect::<Vec<_>>()
     };
-    let (sends, receives) = (list(&mut out), list(&mut into));
-    // SAFETY: the vectors live until the work is finished.
-    unsafe { group.exchange(&sends, &receives, DataType::U8, stream) }.expect("given");
-    done("exchange");
-    for (from, got) in into.iter().enumerate() {
-        assert!(got.iter().all(|x| *x == (from * 16 + rank) as u8), "from {from}: {got:?}");
+    let (sends, receives) = (buffers(&mut sent), buffers(&mut received));
+    // SAFETY: the vectors live until the work is done.
+    unsafe { group.exchange(&sends, &receives, DataType::U8, stream) }.expect("accepted");
+    wait("exchange");
+    for (from, message) in received.iter().enumerate() {
+        assert!(message.iter().all(|x| *x == (from * 16 + rank) as u8), "from {from}: {message:?}");
     }
-    let nobody = [(world, 0, 1)];
-    // SAFETY: refused before anything is touched.
-    let refused = unsafe { group.exchange(&nobody, &[], DataType::U8, stream) };
-    assert!(matches!(refused, Err(NcclError::Meeting(_))));
+    let out_of_range = [PeerBuffer { peer: world, address: 0, len: 1 }];
+    // SAFETY: the call is rejected before the address is used.
+    let rejected = unsafe { group.exchange(&out_of_range, &[], DataType::U8, stream) };
+    assert_eq!(rejected, Err(NcclError::PeerOutOfRange { peer: world, world }));
 }
 
 #[test]
-fn without_a_library_every_place_is_named() {
-    let Err(e) = Nccl::open(&["/no/such/folder".into()]).map(|_| ()) else {
-        return eprintln!("this machine has NCCL");
+fn a_missing_library_is_an_error_that_lists_the_attempts() {
+    let Err(error) = NcclLibrary::open(&["/no/such/directory".into()]).map(|_| ()) else {
+        return eprintln!("skipped: this machine has NCCL");
     };
-    let text = e.to_string();
-    assert!(text.contains("/no/such/folder/libnccl.so.2") && text.contains("LD_LIBRARY_PATH"), "{text}");
-    assert!(nccl().describe().starts_with("NCCL 2.27.3 (/"), "{}", nccl().describe());
+    let diagnostic = Diagnostic::from(error);
+    assert_eq!(diagnostic.code(), codes::NCCL_LIBRARY_MISSING);
+    assert!(!diagnostic.help().is_empty());
+    let attempts = diagnostic.field("attempts").and_then(|a| a.as_array()).expect("a list");
+    assert_eq!(attempts.len(), 2, "the directory and the loader");
+    assert!(attempts[0].to_string().contains("/no/such/directory/libnccl.so.2"), "{attempts:?}");
+    let nccl = open_nccl();
+    assert_eq!(nccl.version(), "2.27.3");
+    assert!(nccl.path().is_absolute());
 }
 
-/// Every rank learns why nobody can begin.
 #[test]
-fn a_meeting_that_fails_fails_for_all() {
-    let _alone = alone();
-    let fake = Fake::new();
-    fake.fault(1, -1);
-    for result in each(3, |others| Group::meet(&nccl(), others, PATIENT).map(|_| ())) {
-        let text = result.expect_err("no id").to_string();
-        assert!(
-            text.contains("rank 0 has no id: ncclGetUniqueId failed: unhandled system error: injected (2)"),
-            "{text}"
-        );
+fn a_failed_connect_fails_on_every_rank() {
+    let _lock = lock_faults();
+    let control = NcclControl::new();
+    control.inject(NO_ID, NO_RANK);
+    let connect = |timeout| move |c: &dyn Comm| NcclGroup::connect(&open_nccl(), c, timeout).map(|_| ());
+    let message = NcclError::Call {
+        function: "ncclGetUniqueId".into(),
+        status: 2,
+        message: "unhandled system error: injected".into(),
     }
-    fake.fault(2, 1);
+    .to_string();
+    for result in run_ranks(3, connect(LONG_TIMEOUT)) {
+        assert_eq!(result, Err(NcclError::PeerFailed { rank: 0, message: message.clone() }));
+    }
+    control.inject(NEVER_JOINS, 1);
     let began = Instant::now();
-    for result in each(3, |others| Group::meet(&nccl(), others, Duration::from_millis(200)).map(|_| ())) {
-        let e = result.expect_err("rank 1 never joins");
-        assert!(matches!(e, NcclError::Timeout { .. }) && e.to_string().contains("is a rank missing"), "{e}");
+    for result in run_ranks(3, connect(Duration::from_millis(200))) {
+        let error = result.expect_err("rank 1 never joins");
+        assert_eq!(error.code(), codes::NCCL_TIMEOUT, "{error}");
     }
     assert!(began.elapsed() < Duration::from_secs(30));
-    assert_eq!(fake.live(), 0);
+    assert_eq!(control.live_communicators(), 0);
 }
 
-/// A peer dies while the others join: who hears of it doesn't wait for the limit.
+/// A peer dies while the others join: a rank that learns of it does not wait for the timeout.
 #[test]
-fn an_abort_ends_a_meeting() {
-    let _alone = alone();
-    let fake = Fake::new();
-    fake.fault(2, 1);
+fn an_abort_ends_a_connect() {
+    let _lock = lock_faults();
+    let control = NcclControl::new();
+    control.inject(NEVER_JOINS, 1);
     let began = Instant::now();
-    let all = each(3, |others| {
+    let results = run_ranks(3, |host_comm| {
         thread::scope(|s| {
-            if others.rank() == 0 {
-                // as the session does, for a rank that waits
+            if host_comm.rank() == 0 {
+                // the session of a worker does this for a rank that waits
                 s.spawn(|| {
                     thread::sleep(Duration::from_millis(100));
-                    others.abort("rank 1 was killed");
+                    host_comm.abort("rank 1 was killed");
                 });
             }
-            Group::meet(&nccl(), others, PATIENT).map(|_| ())
+            NcclGroup::connect(&open_nccl(), host_comm, LONG_TIMEOUT).map(|_| ())
         })
     });
-    for result in all {
-        let text = result.expect_err("aborted").to_string();
-        assert!(text.contains("rank 1 was killed"), "{text}");
+    let reason = AbortReason::Requested { reason: "rank 1 was killed".into() };
+    for result in results {
+        assert_eq!(result, Err(NcclError::Aborted(reason.clone())));
     }
-    assert!(began.elapsed() < PATIENT / 2, "{:?}", began.elapsed());
-    assert_eq!(fake.live(), 0);
+    assert!(began.elapsed() < LONG_TIMEOUT / 2, "{:?}", began.elapsed());
+    assert_eq!(control.live_communicators(), 0);
 }
 
-/// What a group's work ends with under a fault, by rank: here rank 0 sums with peers.
-fn under(fault: c_int, rank: c_int, limit: Duration) -> Vec<NcclError> {
-    let fake = Fake::new();
-    let errors = each(2, |others| {
-        let mut group = Group::meet(&nccl(), others, PATIENT).expect("met");
-        group.set_limit(limit);
-        others.barrier().expect("all have met");
+/// Runs an all-reduce of two ranks with a fault. Returns the results by rank.
+fn all_reduce_with_fault(fault: c_int, rank: c_int, timeout: Duration) -> Vec<Result<(), NcclError>> {
+    let control = NcclControl::new();
+    let results = run_ranks(2, |host_comm| {
+        let mut group = NcclGroup::connect(&open_nccl(), host_comm, LONG_TIMEOUT).expect("connected");
+        group.set_timeout(timeout);
+        host_comm.barrier().expect("all have connected");
         if group.rank() == 0 {
-            Fake::new().fault(fault, rank);
+            NcclControl::new().inject(fault, rank);
         }
-        others.barrier().expect("the fault is set");
-        let (stream, mut x) = (Fake::new().stream(), vec![1.0f32; 4]);
-        // SAFETY: the vector lives until the work is finished or given up.
-        let given = unsafe { group.all_reduce(address(&mut x), 4, DataType::F32, Sum::Plain, stream) };
-        let first = given
-            .and_then(|()| group.finish("a sum", || Fake::new().is_done(stream)))
-            .err()
-            .unwrap_or_else(|| NcclError::Meeting("it went well".into()));
-        others.barrier().expect("both are through");
-        if fault != 0 && !matches!(first, NcclError::Meeting(_)) {
-            // later calls say the same, and the stream is free: no kernel waits for a peer any more
-            // SAFETY: refused before anything is touched.
+        host_comm.barrier().expect("the fault is injected");
+        let (stream, mut x) = (NcclControl::new().create_stream(), vec![1.0f32; 4]);
+        // SAFETY: the vector lives until the work is done or aborted.
+        let accepted = unsafe { group.all_reduce(address(&mut x), 4, DataType::F32, ReduceOp::Sum, stream) };
+        let result = accepted.and_then(|()| group.wait_done("a sum", || NcclControl::new().is_done(stream)));
+        host_comm.barrier().expect("both have finished");
+        if result.is_err() {
+            // Later calls return the same error, and no kernel on the stream waits for a peer.
+            // SAFETY: the call is rejected before the address is used.
             let later = unsafe { group.broadcast(address(&mut x), 4, DataType::F32, 0, stream) };
-            assert_eq!(later, Err(first.clone()));
-            assert!(Fake::new().is_done(stream));
+            assert_eq!(later, result);
+            assert!(NcclControl::new().is_done(stream));
         }
-        first
+        result
     });
-    assert_eq!(fake.live(), 0);
-    errors
+    assert_eq!(control.live_communicators(), 0);
+    results
 }
 
 #[test]
-fn errors_of_the_library_end_the_work() {
-    let _alone = alone();
+fn an_asynchronous_error_ends_the_work() {
+    let _lock = lock_faults();
     // the communicator fails while rank 1 waits
-    let e = under(3, 1, Duration::from_secs(5))[1].to_string();
-    assert!(e.contains("remote process exited or there was a network error: injected (6)"), "{e}");
+    let results = all_reduce_with_fault(FAILS_LATER, 1, Duration::from_secs(5));
+    let Err(NcclError::Call { status: 6, message, .. }) = &results[1] else { panic!("{results:?}") };
+    assert_eq!(message, "remote process exited or there was a network error: injected");
 }
 
 #[test]
-fn a_refused_call_is_an_error_at_once() {
-    let _alone = alone();
-    let limit = Duration::from_millis(300);
-    let errors = under(4, 0, limit);
-    assert!(
-        matches!(&errors[0], NcclError::Call { what, code: 2, .. } if what == "ncclAllReduce"),
-        "{errors:?}"
-    );
-    assert!(matches!(errors[1], NcclError::Timeout { .. }), "{errors:?}");
+fn a_rejected_call_fails_at_once() {
+    let _lock = lock_faults();
+    let results = all_reduce_with_fault(REJECTS_CALLS, 0, Duration::from_millis(300));
+    let Err(NcclError::Call { function, status: 2, .. }) = &results[0] else { panic!("{results:?}") };
+    assert_eq!(function, "ncclAllReduce");
+    assert!(matches!(results[1], Err(NcclError::Timeout { .. })), "{results:?}");
 }
 
 #[test]
-fn work_that_never_ends_has_a_limit() {
-    let _alone = alone();
-    for e in under(5, -1, Duration::from_millis(200)) {
-        assert_eq!(
-            e.to_string(),
-            "a sum did not end within 0.2 s: is a rank missing, or can't its host be reached?"
-        );
+fn work_that_never_ends_times_out() {
+    let _lock = lock_faults();
+    let timeout = Duration::from_millis(200);
+    let expected = Err(NcclError::Timeout { operation: "a sum".into(), timeout });
+    for result in all_reduce_with_fault(NEVER_DONE, NO_RANK, timeout) {
+        assert_eq!(result, expected);
     }
 }
 
-/// A peer died: whoever learns it aborts the group, and a rank that waits for the peer returns long before any limit.
+/// A peer died. The abort of the group ends a rank's wait for the peer long before the timeout.
 #[test]
-fn abort_frees_a_rank_that_waits() {
-    let _alone = alone();
-    let took = each(2, |others| {
-        let group = Group::meet(&nccl(), others, PATIENT).expect("met");
+fn an_abort_ends_a_wait() {
+    let _lock = lock_faults();
+    let elapsed = run_ranks(2, |host_comm| {
+        let group = NcclGroup::connect(&open_nccl(), host_comm, LONG_TIMEOUT).expect("connected");
         if group.rank() == 1 {
-            return Duration::ZERO; // dies: never gives its part
+            return Duration::ZERO; // never calls the collective
         }
-        let (stream, mut x) = (Fake::new().stream(), vec![1.0f32; 4]);
-        // SAFETY: the vector lives until the work is given up.
-        unsafe { group.all_reduce(address(&mut x), 4, DataType::F32, Sum::Plain, stream) }.expect("given");
+        let (stream, mut x) = (NcclControl::new().create_stream(), vec![1.0f32; 4]);
+        // SAFETY: the vector lives until the work is aborted.
+        unsafe { group.all_reduce(address(&mut x), 4, DataType::F32, ReduceOp::Sum, stream) }
+            .expect("accepted");
         thread::scope(|s| {
             s.spawn(|| {
                 thread::sleep(Duration::from_millis(50));
@@ -290,11 +314,12 @@ fn abort_frees_a_rank_that_waits() {
                 group.abort("a later reason");
             });
             let began = Instant::now();
-            let e = group.finish("a sum", || Fake::new().is_done(stream)).expect_err("aborted");
-            assert_eq!(e, NcclError::Aborted("rank 1 died".into()));
+            let result = group.wait_done("a sum", || NcclControl::new().is_done(stream));
+            let reason = AbortReason::Requested { reason: "rank 1 died".into() };
+            assert_eq!(result, Err(NcclError::Aborted(reason)));
             began.elapsed()
         })
     });
-    assert!(took[0] < PATIENT / 2, "{took:?}");
-    assert_eq!(Fake::new().live(), 0);
+    assert!(elapsed[0] < LONG_TIMEOUT / 2, "{elapsed:?}");
+    assert_eq!(NcclControl::new().live_communicators(), 0);
 }

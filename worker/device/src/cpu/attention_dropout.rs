@@ -1,47 +1,65 @@
-//! What dropout drops of attention's probabilities: a tile of keys of one query at a time, made anew wherever it is needed.
-use super::attention::KEYS;
-use super::simd::{LANES, Simd, get, put};
-use crate::{ops::AttentionDropout, philox::words_of_16};
+//! [`HeadDropout`]: dropout of attention probabilities.
+//!
+//! The factors of one query and one tile of keys are recomputed wherever they are needed.
+use super::attention::KEY_TILE;
+use super::simd::{LANES, Simd, load_lanes, store_lanes};
+use crate::{ops::AttentionDropout, philox::random_words_of_16_blocks};
 
-/// What is dropped of one head of one sequence.
+/// Dropout of the probabilities of one query head of one sequence.
 #[derive(Clone, Copy)]
 pub(crate) struct HeadDropout {
+    /// Key of the Philox generator.
     key: [u32; 2],
+    /// Probabilities are dropped if their random word is below it.
     threshold: u32,
-    keep: f32,
+    /// Factor of probabilities that are kept.
+    keep_scale: f32,
+    /// Number of the sequence in the random stream.
     sample: u64,
+    /// Query head.
     head: u64,
 }
 
 impl HeadDropout {
-    /// Of query head `h` of sequence `seq` of the batch.
+    /// Creates the dropout of query head `h` of sequence `seq` of the batch.
     pub(crate) fn new(d: &AttentionDropout, seq: usize, h: usize) -> Self {
-        let (threshold, keep) = (d.threshold(), d.keep());
-        HeadDropout { key: d.key, threshold, keep, sample: d.first + seq as u64, head: h as u64 }
+        let (threshold, keep_scale) = (d.threshold(), d.keep_scale());
+        HeadDropout {
+            key: d.key,
+            threshold,
+            keep_scale,
+            sample: d.first_sequence + seq as u64,
+            head: h as u64,
+        }
     }
 
-    /// What a query's probabilities of the tile of keys from `k0` on are multiplied by.
+    /// Returns the factors of a query's probabilities for the tile of keys that begins at `k0`: 0
+    /// or `1 / (1 − probability)`.
     #[inline(always)]
-    pub(crate) fn factors(&self, query: usize, k0: usize) -> [f32; KEYS] {
-        let words =
-            words_of_16(self.key, (k0 / KEYS * LANES) as u64, self.sample, self.head << 24 | query as u64);
-        let mut factors = [0.0; KEYS];
+    pub(crate) fn factors(&self, query: usize, k0: usize) -> [f32; KEY_TILE] {
+        let words = random_words_of_16_blocks(
+            self.key,
+            (k0 / KEY_TILE * LANES) as u64,
+            self.sample,
+            self.head << 24 | query as u64,
+        );
+        let mut factors = [0.0; KEY_TILE];
         for (factors, words) in factors.as_chunks_mut::<LANES>().0.iter_mut().zip(&words) {
             for (factor, word) in factors.iter_mut().zip(words) {
-                *factor = if *word < self.threshold { 0.0 } else { self.keep };
+                *factor = if *word < self.threshold { 0.0 } else { self.keep_scale };
             }
         }
         factors
     }
 }
 
-/// `row *= factors`
+/// Multiplies elementwise: `row *= factors`.
 #[inline(always)]
-pub(crate) fn multiply<S: Simd>(s: S, row: &mut [f32], factors: &[f32; KEYS]) {
+pub(crate) fn multiply_row<S: Simd>(s: S, row: &mut [f32], factors: &[f32; KEY_TILE]) {
     for j in (0..row.len()).step_by(LANES) {
-        put(s, row, j, s.mul(get(s, row, j), get(s, factors, j)));
+        store_lanes(s, row, j, s.mul(load_lanes(s, row, j), load_lanes(s, factors, j)));
     }
 }
 
-// A block of words is for four vectors of keys, of which a tile has four.
-const _: () = assert!(KEYS == 4 * LANES);
+// Each of the four words of a Philox block belongs to one of a tile's four vectors of keys.
+const _: () = assert!(KEY_TILE == 4 * LANES);

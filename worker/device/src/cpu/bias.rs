@@ -1,49 +1,65 @@
-//! A vector added to every row.
-use super::half::{In, Old, Out};
-use super::simd::{LANES, Simd, get, multiversion, put};
-use super::{Cpu, Parts, expect_len};
+//! Bias: a vector that is added to every row, and its gradient.
+//!
+//! The gradient is summed over chunks of rows, and the chunks' sums are added in order.
+use super::elements::{Input, Output, PriorContents};
+use super::simd::{LANES, Simd, load_lanes, multiversion, store_lanes};
+use super::{Cpu, DisjointSlices, expect_len};
 
-/// Rows whose share of the gradient is summed before it is added to the others'.
-const ROWS: usize = 32;
+/// Rows of a chunk that are summed first.
+const ROWS_PER_PARTIAL_SUM: usize = 32;
 
-pub(crate) fn forward(cpu: &Cpu, y: Out, bias: In, m: usize, n: usize) {
+/// [`crate::Ops::bias_forward`]
+pub(crate) fn forward(cpu: &Cpu, y: Output, bias: Input, m: usize, n: usize) {
     expect_len("bias_forward", "y", y.len(), m * n);
     expect_len("bias_forward", "bias", bias.len(), n);
-    let bias = bias.all(cpu);
-    cpu.by_rows(m, n, |rows| {
-        // SAFETY: tasks have rows of their own.
-        add(cpu.level, &mut unsafe { y.part(rows.start * n..rows.end * n, Old::Read) }, &bias);
+    let bias = bias.all_to_f32(cpu);
+    cpu.parallel_rows(m, n, |rows| {
+        // SAFETY: each task writes different rows.
+        add_bias(
+            cpu.instruction_set,
+            &mut unsafe { y.slice_as_f32(rows.start * n..rows.end * n, PriorContents::Read) },
+            &bias,
+        );
     });
 }
 
-/// `y += bias` in every row of `y`, by all threads.
-pub(crate) fn add_to_rows(cpu: &Cpu, y: &mut [f32], bias: &[f32]) {
+/// Adds `bias` to every row of `y`, on all threads.
+pub(crate) fn add_bias_to_rows(cpu: &Cpu, y: &mut [f32], bias: &[f32]) {
     let n = bias.len();
     let rows = y.len().checked_div(n).unwrap_or(0);
-    let y = Parts::new(y);
-    cpu.by_rows(rows, n, |rows| {
-        // SAFETY: tasks have rows of their own.
-        add(cpu.level, unsafe { y.part(rows.start * n..rows.end * n) }, bias);
+    let y = DisjointSlices::new(y);
+    cpu.parallel_rows(rows, n, |rows| {
+        // SAFETY: each task writes different rows.
+        add_bias(cpu.instruction_set, unsafe { y.slice_mut(rows.start * n..rows.end * n) }, bias);
     });
 }
 
-pub(crate) fn backward(cpu: &Cpu, dbias: &mut [f32], dy: In, m: usize, n: usize) {
+/// [`crate::Ops::bias_backward`]
+pub(crate) fn backward(cpu: &Cpu, dbias: &mut [f32], dy: Input, m: usize, n: usize) {
     expect_len("bias_backward", "dbias", dbias.len(), n);
     expect_len("bias_backward", "dy", dy.len(), m * n);
-    let chunks = m.div_ceil(ROWS);
+    let chunks = m.div_ceil(ROWS_PER_PARTIAL_SUM);
     let mut sums = cpu.scratch.take(chunks * n);
-    let parts = Parts::new(&mut sums);
+    let parts = DisjointSlices::new(&mut sums);
     cpu.pool.run(chunks, &|chunk| {
-        // SAFETY: tasks have a row of sums of their own.
-        let sum = unsafe { parts.part(chunk * n..(chunk + 1) * n) };
+        // SAFETY: each task writes its own row of partial sums.
+        let sum = unsafe { parts.slice_mut(chunk * n..(chunk + 1) * n) };
         sum.fill(0.0);
-        collect(cpu.level, sum, &dy.part(cpu, chunk * ROWS * n..((chunk + 1) * ROWS).min(m) * n));
+        sum_rows(
+            cpu.instruction_set,
+            sum,
+            &dy.to_f32(
+                cpu,
+                chunk * ROWS_PER_PARTIAL_SUM * n..((chunk + 1) * ROWS_PER_PARTIAL_SUM).min(m) * n,
+            ),
+        );
     });
-    add_in_order(dbias, &mut sums[..chunks * n]);
+    add_partial_sums(dbias, &mut sums[..chunks * n]);
 }
 
-/// `to += Σ` of the rows of `sums`, which are added one after the other; `sums` is spent.
-pub(crate) fn add_in_order(to: &mut [f32], sums: &mut [f32]) {
+/// Adds the rows of `sums` to each other in order, and the result to `to`. Overwrites the first row
+/// of `sums`.
+pub(crate) fn add_partial_sums(to: &mut [f32], sums: &mut [f32]) {
     let n = to.len();
     if sums.is_empty() {
         return;
@@ -56,26 +72,28 @@ pub(crate) fn add_in_order(to: &mut [f32], sums: &mut [f32]) {
 }
 
 multiversion! {
-    fn add = add_rows(y: &mut [f32], bias: &[f32])
+    fn add_bias = add_bias_simd(y: &mut [f32], bias: &[f32])
 }
 multiversion! {
-    fn collect = collect_rows(sum: &mut [f32], dy: &[f32])
+    fn sum_rows = sum_rows_simd(sum: &mut [f32], dy: &[f32])
 }
 
+/// Adds `bias` to every row of `y`.
 #[inline(always)]
-fn add_rows<S: Simd>(s: S, y: &mut [f32], bias: &[f32]) {
+fn add_bias_simd<S: Simd>(s: S, y: &mut [f32], bias: &[f32]) {
     for row in y.chunks_exact_mut(bias.len().max(1)) {
         for i in (0..row.len()).step_by(LANES) {
-            put(s, row, i, s.add(get(s, row, i), get(s, bias, i)));
+            store_lanes(s, row, i, s.add(load_lanes(s, row, i), load_lanes(s, bias, i)));
         }
     }
 }
 
+/// Adds the rows of `dy` to `sum`, in order.
 #[inline(always)]
-fn collect_rows<S: Simd>(s: S, sum: &mut [f32], dy: &[f32]) {
+fn sum_rows_simd<S: Simd>(s: S, sum: &mut [f32], dy: &[f32]) {
     for row in dy.chunks_exact(sum.len().max(1)) {
         for i in (0..row.len()).step_by(LANES) {
-            put(s, sum, i, s.add(get(s, sum, i), get(s, row, i)));
+            store_lanes(s, sum, i, s.add(load_lanes(s, sum, i), load_lanes(s, row, i)));
         }
     }
 }

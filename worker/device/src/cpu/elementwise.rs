@@ -1,91 +1,123 @@
-//! Small elementwise ops on vectors of `f32`, and the matrix transpose: what few models and Muon need.
-use super::half::{Old, Out};
-use super::{Cpu, Parts, expect_len};
-use crate::{ops::Dropout, philox::words};
+//! Elementwise ops on vectors, dropout and matrix transposition.
+use super::elements::{Input, Output, PriorContents};
+use super::simd::{LANES, Simd, load_lanes, multiversion, store_lanes};
+use super::{Cpu, DisjointSlices, expect_len};
+use crate::{ops::Dropout, philox::random_words};
 
-pub(crate) fn offset(cpu: &Cpu, y: &mut [f32], s: f32) {
+/// [`crate::Ops::add`]
+pub(crate) fn add(cpu: &Cpu, y: Output, x: Input) {
+    expect_len("add", "x", x.len(), y.len());
+    cpu.parallel_elements(y.len(), |r| {
+        // SAFETY: each task writes a different range.
+        add_slices(
+            cpu.instruction_set,
+            &mut unsafe { y.slice_as_f32(r.clone(), PriorContents::Read) },
+            &x.to_f32(cpu, r),
+        );
+    });
+}
+
+/// [`crate::Ops::scale`]
+pub(crate) fn scale(cpu: &Cpu, y: Output, factor: f32) {
+    cpu.parallel_elements(y.len(), |r| {
+        // SAFETY: each task writes a different range.
+        scale_slice(cpu.instruction_set, &mut unsafe { y.slice_as_f32(r, PriorContents::Read) }, factor);
+    });
+}
+
+/// [`crate::Ops::add_scalar`]
+pub(crate) fn add_scalar(cpu: &Cpu, y: &mut [f32], s: f32) {
     let len = y.len();
-    let y = Parts::new(y);
-    cpu.by_elements(len, |r| {
-        // SAFETY: tasks have ranges of their own.
-        unsafe { y.part(r) }.iter_mut().for_each(|y| *y += s);
+    let y = DisjointSlices::new(y);
+    cpu.parallel_elements(len, |r| {
+        // SAFETY: each task writes a different range.
+        unsafe { y.slice_mut(r) }.iter_mut().for_each(|y| *y += s);
     });
 }
 
-pub(crate) fn blend(cpu: &Cpu, y: &mut [f32], a: f32, x: &[f32], b: f32) {
-    expect_len("blend", "x", x.len(), y.len());
-    let y = Parts::new(y);
-    cpu.by_elements(x.len(), |r| {
-        // SAFETY: tasks have ranges of their own.
-        let own = unsafe { y.part(r.clone()) };
-        own.iter_mut().zip(&x[r]).for_each(|(y, x)| *y = a * *y + b * x);
+/// [`crate::Ops::axpby`]
+pub(crate) fn axpby(cpu: &Cpu, y: &mut [f32], a: f32, x: &[f32], b: f32) {
+    expect_len("axpby", "x", x.len(), y.len());
+    let y = DisjointSlices::new(y);
+    cpu.parallel_elements(x.len(), |r| {
+        // SAFETY: each task writes a different range.
+        let y = unsafe { y.slice_mut(r.clone()) };
+        y.iter_mut().zip(&x[r]).for_each(|(y, x)| *y = a * *y + b * x);
     });
 }
 
+/// [`crate::Ops::softcap`]
 pub(crate) fn softcap(cpu: &Cpu, y: &mut [f32], cap: f32) {
     let len = y.len();
-    let y = Parts::new(y);
-    cpu.by_elements(len, |r| {
-        // SAFETY: tasks have ranges of their own.
-        unsafe { y.part(r) }.iter_mut().for_each(|y| *y = cap * libm::tanhf(*y / cap));
+    let y = DisjointSlices::new(y);
+    cpu.parallel_elements(len, |r| {
+        // SAFETY: each task writes a different range.
+        unsafe { y.slice_mut(r) }.iter_mut().for_each(|y| *y = cap * libm::tanhf(*y / cap));
     });
 }
 
+/// [`crate::Ops::transpose`]
 pub(crate) fn transpose(cpu: &Cpu, y: &mut [f32], x: &[f32], rows: usize, columns: usize) {
     expect_len("transpose", "x", x.len(), rows * columns);
     expect_len("transpose", "y", y.len(), rows * columns);
-    let y = Parts::new(y);
-    cpu.by_rows(columns, rows, |range| {
-        // SAFETY: tasks have rows of the result of their own.
-        let own = unsafe { y.part(range.start * rows..range.end * rows) };
-        for (column, row) in range.zip(own.chunks_exact_mut(rows.max(1))) {
+    let y = DisjointSlices::new(y);
+    cpu.parallel_rows(columns, rows, |range| {
+        // SAFETY: each task writes different rows of the result.
+        let y = unsafe { y.slice_mut(range.start * rows..range.end * rows) };
+        for (column, row) in range.zip(y.chunks_exact_mut(rows.max(1))) {
             row.iter_mut().enumerate().for_each(|(i, y)| *y = x[i * columns + column]);
         }
     });
 }
 
-/// One after the other: the sum has one order, whatever the number of threads.
-pub(crate) fn sum_of_squares(x: &[f32]) -> f64 {
-    x.iter().map(|v| f64::from(*v).powi(2)).sum()
-}
-
-pub(crate) fn nesterov(cpu: &Cpu, buffer: &mut [f32], g: &mut [f32], mu: f64, scale: f32) {
-    expect_len("nesterov", "g", g.len(), buffer.len());
-    let (len, mu, rest) = (g.len(), mu as f32, (1.0 - mu) as f32);
-    let (buffer, g) = (Parts::new(buffer), Parts::new(g));
-    cpu.by_elements(len, |r| {
-        // SAFETY: tasks have ranges of their own.
-        let (buffer, g) = unsafe { (buffer.part(r.clone()), g.part(r)) };
-        for (b, g) in buffer.iter_mut().zip(g) {
-            let scaled = *g * scale;
-            *b += rest * (scaled - *b);
-            *g = scaled + mu * (*b - scaled);
-        }
-    });
-}
-
-pub(crate) fn dropout(cpu: &Cpu, x: Out, d: &Dropout) {
-    let (len, threshold, keep) = (x.len(), d.threshold(), d.keep());
-    if d.sample == 0 {
+/// [`crate::Ops::dropout`]
+pub(crate) fn dropout(cpu: &Cpu, x: Output, d: &Dropout) {
+    let (len, threshold, keep_scale) = (x.len(), d.threshold(), d.keep_scale());
+    if d.sample_len == 0 {
         return expect_len("dropout", "x", len, 0);
     }
-    let per_sample = d.sample.div_ceil(4);
-    expect_len("dropout", "x", len % d.sample, 0);
-    // Elements before a block, counted over all samples.
-    let before = |block: usize| block / per_sample * d.sample + 4 * (block % per_sample);
-    cpu.by_rows(len / d.sample * per_sample, 4, |range| {
-        let first = before(range.start);
-        // SAFETY: blocks have elements of their own.
-        let mut own = unsafe { x.part(first..before(range.end), Old::Read) };
-        let mut rest = &mut own[..];
+    let per_sample = d.sample_len.div_ceil(4);
+    expect_len("dropout", "x", len % d.sample_len, 0);
+    // Returns how many elements precede a block, counted over all samples.
+    let elements_before = |block: usize| block / per_sample * d.sample_len + 4 * (block % per_sample);
+    cpu.parallel_rows(len / d.sample_len * per_sample, 4, |range| {
+        let first = elements_before(range.start);
+        // SAFETY: different blocks have different elements.
+        let mut x = unsafe { x.slice_as_f32(first..elements_before(range.end), PriorContents::Read) };
+        let mut rest = &mut x[..];
         for block in range {
             let (sample, block_of_sample) = (block / per_sample, block % per_sample);
-            let drawn = words(d.key, block_of_sample as u64, d.first + sample as u64, 0);
-            let (values, after) = rest.split_at_mut((before(block + 1) - before(block)).min(4));
-            for (value, word) in values.iter_mut().zip(drawn) {
-                *value = if u64::from(word) < threshold { 0.0 } else { *value * keep };
+            let words = random_words(d.key, block_of_sample as u64, d.first_sample + sample as u64, 0);
+            let (values, after) =
+                rest.split_at_mut((elements_before(block + 1) - elements_before(block)).min(4));
+            for (value, word) in values.iter_mut().zip(words) {
+                *value = if u64::from(word) < threshold { 0.0 } else { *value * keep_scale };
             }
             rest = after;
         }
     });
+}
+
+multiversion! {
+    pub(super) fn add_slices = add_vectors(y: &mut [f32], x: &[f32])
+}
+
+multiversion! {
+    fn scale_slice = scale_vectors(y: &mut [f32], factor: f32)
+}
+
+/// Computes `y += x`.
+#[inline(always)]
+fn add_vectors<S: Simd>(s: S, y: &mut [f32], x: &[f32]) {
+    for i in (0..y.len()).step_by(LANES) {
+        store_lanes(s, y, i, s.add(load_lanes(s, y, i), load_lanes(s, x, i)));
+    }
+}
+
+/// Computes `y *= factor`.
+#[inline(always)]
+fn scale_vectors<S: Simd>(s: S, y: &mut [f32], factor: f32) {
+    for i in (0..y.len()).step_by(LANES) {
+        store_lanes(s, y, i, s.mul(load_lanes(s, y, i), s.splat(factor)));
+    }
 }

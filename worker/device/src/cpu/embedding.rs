@@ -1,35 +1,37 @@
-//! Token embedding.
-use super::half::{In, Old, Out};
-use super::{Cpu, Parts, expect_len};
+//! Token embedding: rows of the weight, and their gradient.
+use super::elements::{Input, Output, PriorContents};
+use super::{Cpu, DisjointSlices, expect_len};
 
-/// Columns that one task of the backward sums.
-const COLUMNS: usize = 128;
+/// Columns that one task of the backward pass sums.
+const TASK_COLUMNS: usize = 128;
 
-pub(crate) fn forward(cpu: &Cpu, x: Out, w: In, tokens: &[u32], d: usize) {
+/// [`crate::Ops::embedding_forward`]
+pub(crate) fn forward(cpu: &Cpu, x: Output, w: Input, tokens: &[u32], d: usize) {
     expect_len("embedding_forward", "x", x.len(), tokens.len() * d);
-    cpu.by_rows(tokens.len(), d, |rows| {
-        // SAFETY: tasks have rows of their own.
-        let mut x = unsafe { x.part(rows.start * d..rows.end * d, Old::Lost) };
+    cpu.parallel_rows(tokens.len(), d, |rows| {
+        // SAFETY: each task writes different rows.
+        let mut x = unsafe { x.slice_as_f32(rows.start * d..rows.end * d, PriorContents::Ignored) };
         for (x, &token) in x.chunks_exact_mut(d.max(1)).zip(&tokens[rows]) {
-            w.slice(token as usize * d..(token as usize + 1) * d).copy_to(cpu, x);
+            w.slice(token as usize * d..(token as usize + 1) * d).copy_to_f32(cpu, x);
         }
     });
 }
 
-/// Each task sums some columns over all tokens, so an element's order is that of the tokens.
-pub(crate) fn backward(cpu: &Cpu, dw: &mut [f32], dx: In, tokens: &[u32], d: usize) {
+/// [`crate::Ops::embedding_backward`]. Each task sums some columns over all tokens, so every
+/// element is summed in the order of the tokens.
+pub(crate) fn backward(cpu: &Cpu, dw: &mut [f32], dx: Input, tokens: &[u32], d: usize) {
     expect_len("embedding_backward", "dx", dx.len(), tokens.len() * d);
-    let dw = Parts::new(dw);
-    cpu.pool.run(d.div_ceil(COLUMNS), &|task| {
-        let columns = task * COLUMNS..((task + 1) * COLUMNS).min(d);
-        let mut given = [0.0; COLUMNS];
-        let given = &mut given[..columns.len()];
+    let dw = DisjointSlices::new(dw);
+    cpu.pool.run(d.div_ceil(TASK_COLUMNS), &|task| {
+        let columns = task * TASK_COLUMNS..((task + 1) * TASK_COLUMNS).min(d);
+        let mut columns_dx = [0.0; TASK_COLUMNS];
+        let columns_dx = &mut columns_dx[..columns.len()];
         for (i, &token) in tokens.iter().enumerate() {
-            dx.slice(i * d + columns.start..i * d + columns.end).copy_to(cpu, given);
+            dx.slice(i * d + columns.start..i * d + columns.end).copy_to_f32(cpu, columns_dx);
             let row = token as usize * d;
-            // SAFETY: tasks have columns of their own, and this is the task's only part.
-            let dw = unsafe { dw.part(row + columns.start..row + columns.end) };
-            for (dw, dx) in dw.iter_mut().zip(&*given) {
+            // SAFETY: each task writes different columns, and this is the task's only range.
+            let dw = unsafe { dw.slice_mut(row + columns.start..row + columns.end) };
+            for (dw, dx) in dw.iter_mut().zip(&*columns_dx) {
                 *dw += dx;
             }
         }

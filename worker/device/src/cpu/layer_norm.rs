@@ -1,94 +1,133 @@
-//! LayerNorm with a bias, alone and after a residual add.
-use super::bias::add_in_order;
-use super::flat::add_range;
-use super::half::{In, Old, Out};
-use super::simd::{LANES, Simd, get, multiversion, put};
-use super::{Cpu, Parts, expect_len};
-use crate::ops::Write;
+//! LayerNorm with bias (Ba et al., 2016), alone and after a residual add.
+//!
+//! Sums over a row have 16 lanes, which are then added as [`Simd::sum`] does. Gradients of weight
+//! and bias are summed over chunks of rows, and the chunks' sums are added in order.
+use super::bias::add_partial_sums;
+use super::elements::{Input, Output, PriorContents};
+use super::elementwise::add_slices;
+use super::simd::{LANES, Simd, load_lanes, multiversion, store_lanes};
+use super::{Cpu, DisjointSlices, expect_len};
+use crate::ops::WriteMode;
 
-/// Rows whose share of the gradients of weight and bias is summed before it is added to the others'.
-const ROWS: usize = 32;
+/// Rows of a chunk whose contributions to the gradients of weight and bias are summed first.
+const ROWS_PER_PARTIAL_SUM: usize = 32;
 
-/// Weight, bias and what is added to the variance.
+/// Parameters of the norm, see [`crate::ops::LayerNormParams`].
 #[derive(Clone, Copy)]
-pub(crate) struct Norm<'a> {
-    pub(crate) w: In<'a>,
-    pub(crate) b: In<'a>,
+pub(crate) struct LayerNormInput<'a> {
+    /// Weight.
+    pub(crate) w: Input<'a>,
+    /// Bias.
+    pub(crate) b: Input<'a>,
+    /// Added to the variance.
     pub(crate) eps: f32,
 }
 
-pub(crate) fn forward(cpu: &Cpu, y: Out, stats: &mut [f32], x: In, norm: Norm, m: usize) {
-    let d = check("layernorm_forward", &[("y", y.len()), ("x", x.len())], stats.len(), norm, m);
-    let (w, b, stats) = (norm.w.all(cpu), norm.b.all(cpu), Parts::new(stats));
-    let wide = Wide { w: &w, b: &b, eps: norm.eps };
-    cpu.by_rows(m, 3 * d, |rows| {
+/// [`crate::Ops::layernorm_forward`]
+pub(crate) fn forward(cpu: &Cpu, y: Output, stats: &mut [f32], x: Input, norm: LayerNormInput, m: usize) {
+    let d = check_lengths("layernorm_forward", &[("y", y.len()), ("x", x.len())], stats.len(), norm, m);
+    let (w, b, stats) = (norm.w.all_to_f32(cpu), norm.b.all_to_f32(cpu), DisjointSlices::new(stats));
+    let params = F32LayerNormInput { w: &w, b: &b, eps: norm.eps };
+    cpu.parallel_rows(m, 3 * d, |rows| {
         let (elements, pairs) = (rows.start * d..rows.end * d, 2 * rows.start..2 * rows.end);
-        // SAFETY: tasks have rows of their own.
-        let (mut y, stats) = unsafe { (y.part(elements.clone(), Old::Lost), stats.part(pairs)) };
-        normalise(cpu.level, &mut y, stats, &x.part(cpu, elements), wide);
+        // SAFETY: each task writes different rows.
+        let (mut y, stats) =
+            unsafe { (y.slice_as_f32(elements.clone(), PriorContents::Ignored), stats.slice_mut(pairs)) };
+        normalise(cpu.instruction_set, &mut y, stats, &x.to_f32(cpu, elements), params);
     });
 }
 
-pub(crate) fn add_forward(cpu: &Cpu, y: Out, stats: &mut [f32], x: Out, delta: In, norm: Norm, m: usize) {
+/// [`crate::Ops::add_layernorm_forward`]
+pub(crate) fn add_forward(
+    cpu: &Cpu,
+    y: Output,
+    stats: &mut [f32],
+    x: Output,
+    delta: Input,
+    norm: LayerNormInput,
+    m: usize,
+) {
     let lens = [("y", y.len()), ("x", x.len()), ("delta", delta.len())];
-    let d = check("add_layernorm_forward", &lens, stats.len(), norm, m);
-    let (w, b, stats) = (norm.w.all(cpu), norm.b.all(cpu), Parts::new(stats));
-    let wide = Wide { w: &w, b: &b, eps: norm.eps };
-    cpu.by_rows(m, 4 * d, |rows| {
+    let d = check_lengths("add_layernorm_forward", &lens, stats.len(), norm, m);
+    let (w, b, stats) = (norm.w.all_to_f32(cpu), norm.b.all_to_f32(cpu), DisjointSlices::new(stats));
+    let params = F32LayerNormInput { w: &w, b: &b, eps: norm.eps };
+    cpu.parallel_rows(m, 4 * d, |rows| {
         let (elements, pairs) = (rows.start * d..rows.end * d, 2 * rows.start..2 * rows.end);
-        // SAFETY: tasks have rows of their own.
+        // SAFETY: each task writes different rows.
         let (mut y, stats, mut x) = unsafe {
-            (y.part(elements.clone(), Old::Lost), stats.part(pairs), x.part(elements.clone(), Old::Read))
+            (
+                y.slice_as_f32(elements.clone(), PriorContents::Ignored),
+                stats.slice_mut(pairs),
+                x.slice_as_f32(elements.clone(), PriorContents::Read),
+            )
         };
-        add_range(cpu.level, &mut x, &delta.part(cpu, elements));
-        x.settle();
-        normalise(cpu.level, &mut y, stats, &x, wide);
+        add_slices(cpu.instruction_set, &mut x, &delta.to_f32(cpu, elements));
+        x.round_now();
+        normalise(cpu.instruction_set, &mut y, stats, &x, params);
     });
 }
 
+/// [`crate::Ops::layernorm_backward`]
 pub(crate) fn backward(
     cpu: &Cpu,
-    dx: Out,
+    dx: Output,
     grads: [&mut [f32]; 2],
-    dy: In,
-    x: In,
-    w: In,
+    dy: Input,
+    x: Input,
+    w: Input,
     stats: &[f32],
     m: usize,
-    write: Write,
+    write: WriteMode,
 ) {
     let lens = [("dx", dx.len()), ("dy", dy.len()), ("x", x.len())];
     let [dw, db] = grads;
-    let d = check("layernorm_backward", &lens, stats.len(), Norm { w, b: In::F32(db), eps: 0.0 }, m);
+    let d = check_lengths(
+        "layernorm_backward",
+        &lens,
+        stats.len(),
+        LayerNormInput { w, b: Input::F32(db), eps: 0.0 },
+        m,
+    );
     expect_len("layernorm_backward", "dw", dw.len(), d);
-    let w = w.all(cpu);
-    let old = if write == Write::Add { Old::Read } else { Old::Lost };
-    let chunks = m.div_ceil(ROWS);
+    let w = w.all_to_f32(cpu);
+    let prior = if write == WriteMode::Accumulate { PriorContents::Read } else { PriorContents::Ignored };
+    let chunks = m.div_ceil(ROWS_PER_PARTIAL_SUM);
     let mut sums = [cpu.scratch.take(chunks * d), cpu.scratch.take(chunks * d)];
     let [w_sums, b_sums] = &mut sums;
-    let parts = [Parts::new(w_sums), Parts::new(b_sums)];
+    let parts = [DisjointSlices::new(w_sums), DisjointSlices::new(b_sums)];
     cpu.pool.run(chunks, &|chunk| {
-        let rows = chunk * ROWS..((chunk + 1) * ROWS).min(m);
+        let rows = chunk * ROWS_PER_PARTIAL_SUM..((chunk + 1) * ROWS_PER_PARTIAL_SUM).min(m);
         let elements = rows.start * d..rows.end * d;
-        let own = chunk * d..(chunk + 1) * d;
-        // SAFETY: tasks have rows and rows of sums of their own.
-        let (mut dx, dw, db) =
-            unsafe { (dx.part(elements.clone(), old), parts[0].part(own.clone()), parts[1].part(own)) };
+        let chunk_sums = chunk * d..(chunk + 1) * d;
+        // SAFETY: each task writes different rows, and different rows of the partial sums.
+        let (mut dx, dw, db) = unsafe {
+            (
+                dx.slice_as_f32(elements.clone(), prior),
+                parts[0].slice_mut(chunk_sums.clone()),
+                parts[1].slice_mut(chunk_sums),
+            )
+        };
         dw.fill(0.0);
         db.fill(0.0);
-        let (dy, x) = (dy.part(cpu, elements.clone()), x.part(cpu, elements));
-        let given = Rows { dy: &dy, x: &x, w: &w, stats: &stats[2 * rows.start..2 * rows.end] };
-        differentiate(cpu.level, &mut dx, dw, db, given, write);
+        let (dy, x) = (dy.to_f32(cpu, elements.clone()), x.to_f32(cpu, elements));
+        let inputs = BackwardRows { dy: &dy, x: &x, w: &w, stats: &stats[2 * rows.start..2 * rows.end] };
+        differentiate(cpu.instruction_set, &mut dx, dw, db, inputs, write);
     });
     let [w_sums, b_sums] = &mut sums;
-    add_in_order(dw, &mut w_sums[..chunks * d]);
-    add_in_order(db, &mut b_sums[..chunks * d]);
+    add_partial_sums(dw, &mut w_sums[..chunks * d]);
+    add_partial_sums(db, &mut b_sums[..chunks * d]);
 }
 
-/// Checks the lengths; returns that of a row.
-fn check(op: &str, matrices: &[(&str, usize)], stats: usize, norm: Norm, m: usize) -> usize {
+/// Panics if a length does not fit the shape. Returns the length of a row.
+fn check_lengths(
+    op: &str,
+    matrices: &[(&str, usize)],
+    stats: usize,
+    norm: LayerNormInput,
+    m: usize,
+) -> usize {
     let d = norm.w.len();
-    assert!(d > 0, "{op}: rows of no element have no mean");
+    assert!(d > 0, "{op}: d is 0");
     for (name, len) in matrices {
         expect_len(op, name, *len, m * d);
     }
@@ -98,94 +137,95 @@ fn check(op: &str, matrices: &[(&str, usize)], stats: usize, norm: Norm, m: usiz
 }
 
 multiversion! {
-    fn normalise = normalise_rows(y: &mut [f32], stats: &mut [f32], x: &[f32], norm: Wide)
+    fn normalise = normalise_rows(y: &mut [f32], stats: &mut [f32], x: &[f32], norm: F32LayerNormInput)
 }
 multiversion! {
     fn differentiate = differentiate_rows(
-        dx: &mut [f32], dw: &mut [f32], db: &mut [f32], given: Rows, write: Write
+        dx: &mut [f32], dw: &mut [f32], db: &mut [f32], inputs: BackwardRows, write: WriteMode
     )
 }
 
-/// A [`Norm`] as `f32`.
+/// A [`LayerNormInput`] as `f32`.
 #[derive(Clone, Copy)]
-struct Wide<'a> {
+struct F32LayerNormInput<'a> {
     w: &'a [f32],
     b: &'a [f32],
     eps: f32,
 }
 
-/// `y = (x − mean)·rstd·w + b`; the sum of squares is that of the differences, which lie in `y` meanwhile: lanes past
-/// the end of a row read as 0 from there.
+/// Computes `y = (x − mean)·rstd·w + b`. The differences from the mean are stored in `y` first: the
+/// variance is their mean square, and lanes past the end of a row read as 0 from there.
 #[inline(always)]
-fn normalise_rows<S: Simd>(s: S, y: &mut [f32], stats: &mut [f32], x: &[f32], norm: Wide) {
-    let Wide { w, b, eps } = norm;
+fn normalise_rows<S: Simd>(s: S, y: &mut [f32], stats: &mut [f32], x: &[f32], norm: F32LayerNormInput) {
+    let F32LayerNormInput { w, b, eps } = norm;
     let d = w.len();
     for (row, stats) in stats.as_chunks_mut::<2>().0.iter_mut().enumerate() {
         let (x, y) = (&x[row * d..][..d], &mut y[row * d..][..d]);
         let mut sum = s.splat(0.0);
         for i in (0..d).step_by(LANES) {
-            sum = s.add(sum, get(s, x, i));
+            sum = s.add(sum, load_lanes(s, x, i));
         }
         let mean = (f64::from(s.sum(sum)) / d as f64) as f32;
         for i in (0..d).step_by(LANES) {
-            put(s, y, i, s.sub(get(s, x, i), s.splat(mean)));
+            store_lanes(s, y, i, s.sub(load_lanes(s, x, i), s.splat(mean)));
         }
         let mut squares = s.splat(0.0);
         for i in (0..d).step_by(LANES) {
-            let c = get(s, y, i);
+            let c = load_lanes(s, y, i);
             squares = s.fma(c, c, squares);
         }
         let variance = f64::from(s.sum(squares)) / d as f64;
         let rstd = (1.0 / (variance + f64::from(eps)).sqrt()) as f32;
         for i in (0..d).step_by(LANES) {
-            let xhat = s.mul(get(s, y, i), s.splat(rstd));
-            put(s, y, i, s.fma(xhat, get(s, w, i), get(s, b, i)));
+            let xhat = s.mul(load_lanes(s, y, i), s.splat(rstd));
+            store_lanes(s, y, i, s.fma(xhat, load_lanes(s, w, i), load_lanes(s, b, i)));
         }
         *stats = [mean, rstd];
     }
 }
 
-/// Inputs of the backward over some rows.
+/// Inputs of the backward pass for some rows.
 #[derive(Clone, Copy)]
-struct Rows<'a> {
+struct BackwardRows<'a> {
     dy: &'a [f32],
     x: &'a [f32],
     w: &'a [f32],
     stats: &'a [f32],
 }
 
-/// With x̂ = (x − mean)·rstd and g = dy·w: `dx = rstd·(g − mean(g) − x̂·mean(g·x̂))`, `dw += dy·x̂`, `db += dy`.
+/// Computes the gradients of some rows. With x̂ = (x − mean)·rstd and g = dy·w:
+/// `dx = rstd·(g − mean(g) − x̂·mean(g·x̂))`, `dw += dy·x̂` and `db += dy`.
 #[inline(always)]
 fn differentiate_rows<S: Simd>(
     s: S,
     dx: &mut [f32],
     dw: &mut [f32],
     db: &mut [f32],
-    given: Rows,
-    write: Write,
+    inputs: BackwardRows,
+    write: WriteMode,
 ) {
-    let d = given.w.len();
-    for (row, &[mean, rstd]) in given.stats.as_chunks::<2>().0.iter().enumerate() {
-        let (dy, x) = (&given.dy[row * d..][..d], &given.x[row * d..][..d]);
+    let d = inputs.w.len();
+    for (row, &[mean, rstd]) in inputs.stats.as_chunks::<2>().0.iter().enumerate() {
+        let (dy, x) = (&inputs.dy[row * d..][..d], &inputs.x[row * d..][..d]);
         let dx = &mut dx[row * d..][..d];
         let (mean, rstd) = (s.splat(mean), s.splat(rstd));
         let (mut sum, mut dot) = (s.splat(0.0), s.splat(0.0));
         for i in (0..d).step_by(LANES) {
-            let (dy, xhat) = (get(s, dy, i), s.mul(s.sub(get(s, x, i), mean), rstd));
-            put(s, db, i, s.add(get(s, db, i), dy));
-            put(s, dw, i, s.fma(dy, xhat, get(s, dw, i)));
-            let g = s.mul(dy, get(s, given.w, i));
+            let (dy, xhat) = (load_lanes(s, dy, i), s.mul(s.sub(load_lanes(s, x, i), mean), rstd));
+            store_lanes(s, db, i, s.add(load_lanes(s, db, i), dy));
+            store_lanes(s, dw, i, s.fma(dy, xhat, load_lanes(s, dw, i)));
+            let g = s.mul(dy, load_lanes(s, inputs.w, i));
             sum = s.add(sum, g);
             dot = s.fma(g, xhat, dot);
         }
-        let of_g = s.splat((f64::from(s.sum(sum)) / d as f64) as f32);
-        let of_dot = s.splat((f64::from(s.sum(dot)) / d as f64) as f32);
+        let mean_g = s.splat((f64::from(s.sum(sum)) / d as f64) as f32);
+        let mean_dot = s.splat((f64::from(s.sum(dot)) / d as f64) as f32);
         for i in (0..d).step_by(LANES) {
-            let xhat = s.mul(s.sub(get(s, x, i), mean), rstd);
-            let g = s.sub(s.mul(get(s, dy, i), get(s, given.w, i)), of_g);
-            let v = s.mul(rstd, s.fnma(xhat, of_dot, g));
-            let v = if write == Write::Add { s.add(get(s, dx, i), v) } else { v };
-            put(s, dx, i, v);
+            let xhat = s.mul(s.sub(load_lanes(s, x, i), mean), rstd);
+            let g = s.sub(s.mul(load_lanes(s, dy, i), load_lanes(s, inputs.w, i)), mean_g);
+            let v = s.mul(rstd, s.fnma(xhat, mean_dot, g));
+            let v = if write == WriteMode::Accumulate { s.add(load_lanes(s, dx, i), v) } else { v };
+            store_lanes(s, dx, i, v);
         }
     }
 }

@@ -1,101 +1,120 @@
 //! The CPU backend.
 //!
-//! Instruction set and threads are chosen at run time; neither changes a bit of any result (an instruction set without
-//! fused multiply-add excepted), and neither does the machine's C library: logarithms and powers are our own build's.
+//! The instruction set and the number of threads are chosen at run time. They do not change any bit
+//! of a result, with one exception: an instruction set without fused multiply-add rounds
+//! differently. Results do not depend on the machine's C library either, because logarithms, powers
+//! and tanh of single numbers come from the crate `libm`.
+//!
+//! Every op has a module. Kernels are written once over [`simd::Simd`] and compiled for each
+//! instruction set. 16-bit elements are converted to `f32` on reading and rounded once on writing
+//! ([`elements`]).
 mod attention;
 mod attention_backward;
 mod attention_dropout;
 mod bias;
 mod classifier;
+mod disjoint_slices;
+mod elements;
 mod elementwise;
 mod embedding;
-mod flat;
-mod fp8;
+mod expert_rows;
+mod fp8_matmul;
 mod gelu;
-mod grouped;
-mod half;
-mod head_norm;
-mod kernel;
+mod grouped_matmul;
 mod layer_norm;
 mod matmul;
-mod norm;
-mod pack;
-mod peak;
-mod pool;
+mod micro_kernel;
+mod optimizers;
+mod packing;
+mod peak_flops;
+mod reductions;
+mod rms_norm;
+mod rms_norm_heads;
 mod rope;
 mod router;
-mod rows;
+mod scratch;
 mod simd;
-mod stochastic;
+mod stochastic_rounding;
 mod storage;
 mod swiglu;
+mod thread_pool;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
-use crate::mem::{View, ViewMut};
+use crate::buffer::{View, ViewMut};
 use crate::ops::{
-    AdamW, AttentionShape, ClassifierGrads, Dropout, Fp8Matrix, Group, HeadRows, LayerNorm, Lion, Ops,
-    RouterGradient, RouterShape, Sgd, StochasticRounding, Write,
+    AdamWHyperparams, AttentionShape, ClassifierGrads, Dropout, Fp8Matrix, HeadLayout, LayerNormParams,
+    LionHyperparams, Ops, RouterBackwardInputs, RouterShape, RowGroup, SgdHyperparams, StochasticRounding,
+    WriteMode,
 };
-pub use classifier::classifier_rows;
-use half::Out;
-use matmul::{Product, product_bias, product_to};
-use pack::Operand;
-use pool::{Parts, Pool, Scratch};
-use simd::Level;
+pub use classifier::classifier_chunk_rows;
+use disjoint_slices::DisjointSlices;
+use elements::Output;
+use matmul::{MatmulShape, matmul, matmul_with_bias};
+use packing::Operand;
+use scratch::ScratchPool;
+use simd::InstructionSet;
 use std::ops::Range;
+use thread_pool::ThreadPool;
 
-/// Ops on host memory.
+/// [`crate::Ops`] on the CPU, in host memory.
 pub struct Cpu {
-    level: Level,
-    pool: Pool,
-    scratch: Scratch,
+    instruction_set: InstructionSet,
+    pool: ThreadPool,
+    scratch: ScratchPool,
 }
 
 impl Cpu {
-    /// A backend that computes on `threads` threads: the caller's and `threads − 1` of its own. With 1 everything runs
-    /// on the caller's.
+    /// Creates a backend that computes on `threads` threads: the caller's and `threads − 1`
+    /// helpers.
     ///
-    /// Calls from several threads at once are sound; one of them gets the helpers, the others run alone.
+    /// Several threads may call ops at the same time. One of them gets the helpers, the others
+    /// compute on their own thread.
     pub fn new(threads: usize) -> Self {
-        assert!(threads > 0, "a CPU backend needs a thread");
-        Cpu { level: Level::detect(), pool: Pool::new(threads), scratch: Scratch::default() }
+        assert!(threads > 0, "a CPU backend needs at least one thread");
+        Cpu {
+            instruction_set: InstructionSet::detect(),
+            pool: ThreadPool::new(threads),
+            scratch: ScratchPool::default(),
+        }
     }
 
-    /// A backend for each instruction set of this machine, best first; the first is what [`Cpu::new`] gives.
-    pub fn each_level(threads: usize) -> Vec<Self> {
-        let backend = |level| Cpu { level, ..Cpu::new(threads) };
-        Level::available().into_iter().map(backend).collect()
+    /// Creates one backend for each instruction set that this machine supports, best first, for
+    /// tests. [`Cpu::new`] chooses the first.
+    pub fn all_instruction_sets(threads: usize) -> Vec<Self> {
+        let backend = |instruction_set| Cpu { instruction_set, ..Cpu::new(threads) };
+        InstructionSet::available().into_iter().map(backend).collect()
     }
 
-    /// Instruction set and threads, for the log: `avx512, 2 threads`.
+    /// Describes instruction set and threads, for the log: `avx512, 2 threads`.
     pub fn describe(&self) -> String {
         let threads = self.pool.threads();
-        let s = if threads == 1 { "" } else { "s" };
-        format!("{}, {threads} thread{s}", self.level.name())
+        let plural = if threads == 1 { "" } else { "s" };
+        format!("{}, {threads} thread{plural}", self.instruction_set.name())
     }
 
-    /// Threads that ops run on.
+    /// Returns the number of threads that compute an op.
     pub fn threads(&self) -> usize {
         self.pool.threads()
     }
 
-    /// Bytes of scratch memory held at the moment.
+    /// Returns the bytes of scratch memory that the backend holds, in use or free.
     pub fn scratch_bytes(&self) -> usize {
         self.scratch.bytes()
     }
 
-    /// Runs `work` on ranges that cover `0..rows`; each range holds about 16 Ki elements when a row costs as much as
-    /// `width` elements.
-    fn by_rows(&self, rows: usize, width: usize, work: impl Fn(Range<usize>) + Sync) {
+    /// Runs `work` in parallel on ranges of rows that together are `0..rows`. A range has as many
+    /// rows as cost about as much as copying 16 Ki elements, where a row costs as much as `width`
+    /// elements.
+    fn parallel_rows(&self, rows: usize, width: usize, work: impl Fn(Range<usize>) + Sync) {
         let per_task = ((16 << 10) / width.max(1)).max(1);
         self.pool.run(rows.div_ceil(per_task), &|task| {
             work(task * per_task..((task + 1) * per_task).min(rows));
         });
     }
 
-    /// `y[m,n] = a·b + bias`
-    fn with_bias(
+    /// Checks the lengths, then computes `y[m,n] = a·b + bias`. `op` is the op's name in panics.
+    fn checked_matmul_with_bias(
         &self,
         op: &str,
         y: ViewMut,
@@ -108,39 +127,39 @@ impl Cpu {
         expect_len(op, "x", a.data.len(), m * k);
         expect_len(op, "w", b.data.len(), n * k);
         expect_len(op, "bias", bias.map_or(n, |b| b.len()), n);
-        let shape = Product { m, n, k, ldc: n, write: Write::Set };
-        product_bias(self, self.out(y), a, b, bias.map(Into::into), shape);
+        let shape = MatmulShape { m, n, k, ldc: n, write: WriteMode::Overwrite };
+        matmul_with_bias(self, self.output(y), a, b, bias.map(Into::into), shape);
     }
 
-    /// Elements that an op writes, of whatever type.
-    fn out<'a>(&'a self, v: ViewMut<'a>) -> Out<'a> {
-        Out::new(self, v)
+    /// The elements of `v`, of any type, as an output of this backend's tasks.
+    fn output<'a>(&'a self, v: ViewMut<'a>) -> Output<'a> {
+        Output::new(self, v)
     }
 
-    /// As [`Cpu::by_rows`] for flat vectors.
-    fn by_elements(&self, len: usize, work: impl Fn(Range<usize>) + Sync) {
-        self.by_rows(len, 1, work);
+    /// Runs `work` in parallel on ranges of elements that together are `0..len`.
+    fn parallel_elements(&self, len: usize, work: impl Fn(Range<usize>) + Sync) {
+        self.parallel_rows(len, 1, work);
     }
 }
 
-/// Stops the program when an argument doesn't have the length that the shape demands.
+/// Panics if an argument does not have the length that the shape requires.
 #[track_caller]
-fn expect_len(op: &str, name: &str, len: usize, want: usize) {
-    assert!(len == want, "{op}: {name} has {len} elements, the shape asks for {want}");
+fn expect_len(op: &str, name: &str, len: usize, expected: usize) {
+    assert!(len == expected, "{op}: {name} has {len} elements, but the shape needs {expected}");
 }
 
-fn given(norm: LayerNorm<'_>) -> layer_norm::Norm<'_> {
-    layer_norm::Norm { w: norm.w.into(), b: norm.b.into(), eps: norm.eps }
+fn layer_norm_params(norm: LayerNormParams<'_>) -> layer_norm::LayerNormInput<'_> {
+    layer_norm::LayerNormInput { w: norm.w.into(), b: norm.b.into(), eps: norm.eps }
 }
 
 impl Ops for Cpu {
-    fn matmul_forward(&self, y: ViewMut, x: View, w: View, m: usize, n: usize, k: usize, write: Write) {
+    fn matmul_forward(&self, y: ViewMut, x: View, w: View, m: usize, n: usize, k: usize, write: WriteMode) {
         expect_len("matmul_forward", "y", y.len(), m * n);
         expect_len("matmul_forward", "x", x.len(), m * k);
         expect_len("matmul_forward", "w", w.len(), n * k);
-        let a = Operand { data: x.into(), row: k, depth: 1 };
-        let b = Operand { data: w.into(), row: k, depth: 1 };
-        product_to(self, self.out(y), a, b, Product { m, n, k, ldc: n, write });
+        let a = Operand { data: x.into(), row_stride: k, depth_stride: 1 };
+        let b = Operand { data: w.into(), row_stride: k, depth_stride: 1 };
+        matmul(self, self.output(y), a, b, MatmulShape { m, n, k, ldc: n, write });
     }
 
     fn matmul_backward_input(
@@ -151,14 +170,14 @@ impl Ops for Cpu {
         m: usize,
         n: usize,
         k: usize,
-        write: Write,
+        write: WriteMode,
     ) {
         expect_len("matmul_backward_input", "dx", dx.len(), m * k);
         expect_len("matmul_backward_input", "dy", dy.len(), m * n);
         expect_len("matmul_backward_input", "w", w.len(), n * k);
-        let a = Operand { data: dy.into(), row: n, depth: 1 };
-        let b = Operand { data: w.into(), row: 1, depth: k };
-        product_to(self, self.out(dx), a, b, Product { m, n: k, k: n, ldc: k, write });
+        let a = Operand { data: dy.into(), row_stride: n, depth_stride: 1 };
+        let b = Operand { data: w.into(), row_stride: 1, depth_stride: k };
+        matmul(self, self.output(dx), a, b, MatmulShape { m, n: k, k: n, ldc: k, write });
     }
 
     fn matmul_backward_weight(
@@ -169,14 +188,14 @@ impl Ops for Cpu {
         m: usize,
         n: usize,
         k: usize,
-        write: Write,
+        write: WriteMode,
     ) {
         expect_len("matmul_backward_weight", "dw", dw.len(), n * k);
         expect_len("matmul_backward_weight", "dy", dy.len(), m * n);
         expect_len("matmul_backward_weight", "x", x.len(), m * k);
-        let a = Operand { data: dy.into(), row: 1, depth: n };
-        let b = Operand { data: x.into(), row: 1, depth: k };
-        product_to(self, self.out(dw), a, b, Product { m: n, n: k, k: m, ldc: k, write });
+        let a = Operand { data: dy.into(), row_stride: 1, depth_stride: n };
+        let b = Operand { data: x.into(), row_stride: 1, depth_stride: k };
+        matmul(self, self.output(dw), a, b, MatmulShape { m: n, n: k, k: m, ldc: k, write });
     }
 
     fn matmul_bias_forward(
@@ -189,9 +208,9 @@ impl Ops for Cpu {
         n: usize,
         k: usize,
     ) {
-        let a = Operand { data: x.into(), row: k, depth: 1 };
-        let b = Operand { data: w.into(), row: k, depth: 1 };
-        self.with_bias("matmul_bias_forward", y, a, b, bias, (m, n, k));
+        let a = Operand { data: x.into(), row_stride: k, depth_stride: 1 };
+        let b = Operand { data: w.into(), row_stride: k, depth_stride: 1 };
+        self.checked_matmul_with_bias("matmul_bias_forward", y, a, b, bias, (m, n, k));
     }
 
     fn conv1d_bias_forward(
@@ -204,12 +223,12 @@ impl Ops for Cpu {
         inp: usize,
         out: usize,
     ) {
-        let a = Operand { data: x.into(), row: inp, depth: 1 };
-        let b = Operand { data: w.into(), row: 1, depth: out };
-        self.with_bias("conv1d_bias_forward", y, a, b, Some(bias), (m, out, inp));
+        let a = Operand { data: x.into(), row_stride: inp, depth_stride: 1 };
+        let b = Operand { data: w.into(), row_stride: 1, depth_stride: out };
+        self.checked_matmul_with_bias("conv1d_bias_forward", y, a, b, Some(bias), (m, out, inp));
     }
 
-    fn fp8_product(
+    fn fp8_matmul(
         &self,
         c: ViewMut,
         a: Fp8Matrix,
@@ -217,13 +236,13 @@ impl Ops for Cpu {
         m: usize,
         n: usize,
         k: usize,
-        write: Write,
+        write: WriteMode,
     ) {
-        fp8::product(self, c, a, b, [m, n, k], write);
+        fp8_matmul::matmul_fp8(self, c, a, b, [m, n, k], write);
     }
 
     fn embedding_forward(&self, x: ViewMut, w: View, tokens: &[u32], d: usize) {
-        embedding::forward(self, self.out(x), w.into(), tokens, d);
+        embedding::forward(self, self.output(x), w.into(), tokens, d);
     }
 
     fn embedding_backward(&self, dw: ViewMut, dx: View, tokens: &[u32], d: usize) {
@@ -231,7 +250,7 @@ impl Ops for Cpu {
     }
 
     fn rmsnorm_forward(&self, y: ViewMut, rstd: ViewMut, x: View, w: View, m: usize, d: usize, eps: f32) {
-        norm::forward(self, self.out(y), rstd.host(), x.into(), w.into(), m, d, eps);
+        rms_norm::forward(self, self.output(y), rstd.host(), x.into(), w.into(), m, d, eps);
     }
 
     fn add_rmsnorm_forward(
@@ -245,7 +264,17 @@ impl Ops for Cpu {
         d: usize,
         eps: f32,
     ) {
-        norm::add_forward(self, self.out(y), rstd.host(), self.out(x), delta.into(), w.into(), m, d, eps);
+        rms_norm::add_forward(
+            self,
+            self.output(y),
+            rstd.host(),
+            self.output(x),
+            delta.into(),
+            w.into(),
+            m,
+            d,
+            eps,
+        );
     }
 
     fn rmsnorm_backward(
@@ -258,22 +287,38 @@ impl Ops for Cpu {
         rstd: View,
         m: usize,
         d: usize,
-        write: Write,
+        write: WriteMode,
     ) {
-        let (dx, dy, x, w) = (self.out(dx), dy.into(), x.into(), w.into());
-        norm::backward(self, dx, dw.host(), dy, x, w, rstd.host(), m, d, write);
+        let (dx, dy, x, w) = (self.output(dx), dy.into(), x.into(), w.into());
+        rms_norm::backward(self, dx, dw.host(), dy, x, w, rstd.host(), m, d, write);
     }
 
-    fn rmsnorm_heads_forward(&self, x: ViewMut, raw: ViewMut, rstd: ViewMut, w: View, h: HeadRows, eps: f32) {
-        head_norm::forward(self, self.out(x), self.out(raw), rstd.host(), w.into(), h, eps);
+    fn rmsnorm_heads_forward(
+        &self,
+        x: ViewMut,
+        raw: ViewMut,
+        rstd: ViewMut,
+        w: View,
+        layout: HeadLayout,
+        eps: f32,
+    ) {
+        rms_norm_heads::forward(self, self.output(x), self.output(raw), rstd.host(), w.into(), layout, eps);
     }
 
-    fn rmsnorm_heads_backward(&self, dx: ViewMut, dw: ViewMut, raw: View, rstd: View, w: View, h: HeadRows) {
-        head_norm::backward(self, self.out(dx), dw.host(), raw.into(), rstd.host(), w.into(), h);
+    fn rmsnorm_heads_backward(
+        &self,
+        dx: ViewMut,
+        dw: ViewMut,
+        raw: View,
+        rstd: View,
+        w: View,
+        layout: HeadLayout,
+    ) {
+        rms_norm_heads::backward(self, self.output(dx), dw.host(), raw.into(), rstd.host(), w.into(), layout);
     }
 
-    fn layernorm_forward(&self, y: ViewMut, stats: ViewMut, x: View, norm: LayerNorm, m: usize) {
-        layer_norm::forward(self, self.out(y), stats.host(), x.into(), given(norm), m);
+    fn layernorm_forward(&self, y: ViewMut, stats: ViewMut, x: View, norm: LayerNormParams, m: usize) {
+        layer_norm::forward(self, self.output(y), stats.host(), x.into(), layer_norm_params(norm), m);
     }
 
     fn add_layernorm_forward(
@@ -282,11 +327,11 @@ impl Ops for Cpu {
         stats: ViewMut,
         x: ViewMut,
         delta: View,
-        norm: LayerNorm,
+        norm: LayerNormParams,
         m: usize,
     ) {
-        let (y, x) = (self.out(y), self.out(x));
-        layer_norm::add_forward(self, y, stats.host(), x, delta.into(), given(norm), m);
+        let (y, x) = (self.output(y), self.output(x));
+        layer_norm::add_forward(self, y, stats.host(), x, delta.into(), layer_norm_params(norm), m);
     }
 
     fn layernorm_backward(
@@ -299,15 +344,15 @@ impl Ops for Cpu {
         w: View,
         stats: View,
         m: usize,
-        write: Write,
+        write: WriteMode,
     ) {
         let grads = [dw.host(), db.host()];
-        let (dx, dy, x, w) = (self.out(dx), dy.into(), x.into(), w.into());
+        let (dx, dy, x, w) = (self.output(dx), dy.into(), x.into(), w.into());
         layer_norm::backward(self, dx, grads, dy, x, w, stats.host(), m, write);
     }
 
     fn bias_forward(&self, y: ViewMut, bias: View, m: usize, n: usize) {
-        bias::forward(self, self.out(y), bias.into(), m, n);
+        bias::forward(self, self.output(y), bias.into(), m, n);
     }
 
     fn bias_backward(&self, dbias: ViewMut, dy: View, m: usize, n: usize) {
@@ -325,8 +370,8 @@ impl Ops for Cpu {
         head_dim: usize,
         stride: usize,
     ) {
-        let shape = rope::Shape { b, t, heads, head_dim, stride };
-        rope::rotate(self, self.out(x), cos.host(), sin.host(), shape, 1.0);
+        let shape = rope::RopeShape { b, t, heads, head_dim, stride };
+        rope::rotate_heads(self, self.output(x), cos.host(), sin.host(), shape, 1.0);
     }
 
     fn rope_backward(
@@ -340,12 +385,12 @@ impl Ops for Cpu {
         head_dim: usize,
         stride: usize,
     ) {
-        let shape = rope::Shape { b, t, heads, head_dim, stride };
-        rope::rotate(self, self.out(dx), cos.host(), sin.host(), shape, -1.0);
+        let shape = rope::RopeShape { b, t, heads, head_dim, stride };
+        rope::rotate_heads(self, self.output(dx), cos.host(), sin.host(), shape, -1.0);
     }
 
     fn attention_forward(&self, o: ViewMut, lse: ViewMut, qkv: View, starts: &[u32], shape: AttentionShape) {
-        attention::forward(self, self.out(o), lse.host(), qkv.into(), starts, shape);
+        attention::forward(self, self.output(o), lse.host(), qkv.into(), starts, shape);
     }
 
     fn attention_backward(
@@ -358,22 +403,22 @@ impl Ops for Cpu {
         starts: &[u32],
         shape: AttentionShape,
     ) {
-        let given = attention_backward::Given {
+        let inputs = attention_backward::BackwardInputs {
             d_o: d_o.into(),
             o: o.into(),
             lse: lse.host(),
             qkv: qkv.into(),
             starts,
         };
-        attention_backward::backward(self, self.out(dqkv), given, shape);
+        attention_backward::backward(self, self.output(dqkv), inputs, shape);
     }
 
     fn swiglu_forward(&self, y: ViewMut, gate_up: View, m: usize, f: usize) {
-        swiglu::forward(self, self.out(y), gate_up.into(), m, f);
+        swiglu::forward(self, self.output(y), gate_up.into(), m, f);
     }
 
     fn swiglu_backward(&self, dgate_up: ViewMut, dy: ViewMut, gate_up: View, m: usize, f: usize) {
-        swiglu::backward(self, self.out(dgate_up), self.out(dy), gate_up.into(), m, f);
+        swiglu::backward(self, self.output(dgate_up), self.output(dy), gate_up.into(), m, f);
     }
 
     fn router_forward(
@@ -381,20 +426,31 @@ impl Ops for Cpu {
         probs: ViewMut,
         weights: ViewMut,
         lse: ViewMut,
-        chosen: &mut [u32],
+        chosen_experts: &mut [u32],
         logits: View,
         shape: RouterShape,
     ) {
-        let out = router::Out { probs: probs.host(), weights: weights.host(), lse: lse.host(), chosen };
+        let out = router::RouterOutputs {
+            probs: probs.host(),
+            weights: weights.host(),
+            lse: lse.host(),
+            chosen_experts,
+        };
         router::forward(self, out, logits.host(), shape);
     }
 
-    fn router_backward(&self, dlogits: ViewMut, dweights: View, given: RouterGradient, shape: RouterShape) {
-        router::backward(self, dlogits.host(), dweights.host(), given, shape);
+    fn router_backward(
+        &self,
+        dlogits: ViewMut,
+        dweights: View,
+        inputs: RouterBackwardInputs,
+        shape: RouterShape,
+    ) {
+        router::backward(self, dlogits.host(), dweights.host(), inputs, shape);
     }
 
     fn gather_rows(&self, y: ViewMut, x: View, rows: &[u32], d: usize) {
-        rows::gather(self, self.out(y), x.into(), rows, d);
+        expert_rows::gather(self, self.output(y), x.into(), rows, d);
     }
 
     fn combine_rows(
@@ -402,52 +458,74 @@ impl Ops for Cpu {
         y: ViewMut,
         x: View,
         weights: Option<View>,
-        places: &[u32],
+        row_indices: &[u32],
         m: usize,
         d: usize,
-        write: Write,
+        write: WriteMode,
     ) {
-        let sum = rows::Sum { x: x.into(), weights: weights.map(View::host), places, d, write };
-        rows::combine(self, self.out(y), m, sum);
+        let sum = expert_rows::WeightedSum {
+            x: x.into(),
+            weights: weights.map(View::host),
+            row_indices: row_indices,
+            d,
+            write,
+        };
+        expert_rows::combine(self, self.output(y), m, sum);
     }
 
-    fn row_dots(&self, out: ViewMut, a: View, b: View, d: usize) {
-        rows::dots(self, out.host(), a.into(), b.into(), d);
+    fn dot_rows(&self, out: ViewMut, a: View, b: View, d: usize) {
+        expert_rows::dot_rows(self, out.host(), a.into(), b.into(), d);
     }
 
     fn scale_rows(&self, x: ViewMut, factors: View, d: usize) {
-        rows::scale(self, self.out(x), factors.host(), d);
+        expert_rows::scale(self, self.output(x), factors.host(), d);
     }
 
-    fn grouped_forward(&self, y: ViewMut, x: View, w: View, groups: &[Group], n: usize, k: usize) {
-        grouped::forward(self, self.out(y), x.into(), w.into(), groups, n, k);
+    fn grouped_forward(&self, y: ViewMut, x: View, w: View, groups: &[RowGroup], n: usize, k: usize) {
+        grouped_matmul::forward(self, self.output(y), x.into(), w.into(), groups, n, k);
     }
 
-    fn grouped_backward_input(&self, dx: ViewMut, dy: View, w: View, groups: &[Group], n: usize, k: usize) {
-        grouped::backward_input(self, self.out(dx), dy.into(), w.into(), groups, n, k);
+    fn grouped_backward_input(
+        &self,
+        dx: ViewMut,
+        dy: View,
+        w: View,
+        groups: &[RowGroup],
+        n: usize,
+        k: usize,
+    ) {
+        grouped_matmul::backward_input(self, self.output(dx), dy.into(), w.into(), groups, n, k);
     }
 
-    fn grouped_backward_weight(&self, dw: ViewMut, dy: View, x: View, groups: &[Group], n: usize, k: usize) {
-        grouped::backward_weight(self, dw.host(), dy.into(), x.into(), groups, n, k);
+    fn grouped_backward_weight(
+        &self,
+        dw: ViewMut,
+        dy: View,
+        x: View,
+        groups: &[RowGroup],
+        n: usize,
+        k: usize,
+    ) {
+        grouped_matmul::backward_weight(self, dw.host(), dy.into(), x.into(), groups, n, k);
     }
 
     fn gelu_forward(&self, y: ViewMut, x: View) {
-        gelu::forward(self, self.out(y), x.into());
+        gelu::forward(self, self.output(y), x.into());
     }
 
     fn gelu_backward(&self, dx: ViewMut, dy: ViewMut, x: View) {
-        gelu::backward(self, self.out(dx), self.out(dy), x.into());
+        gelu::backward(self, self.output(dx), self.output(dy), x.into());
     }
 
     fn geglu_forward(&self, y: ViewMut, gate_up: View, m: usize, f: usize) {
-        gelu::gated_forward(self, self.out(y), gate_up.into(), m, f);
+        gelu::gated_forward(self, self.output(y), gate_up.into(), m, f);
     }
 
     fn geglu_backward(&self, dgate_up: ViewMut, dy: ViewMut, gate_up: View, m: usize, f: usize) {
-        gelu::gated_backward(self, self.out(dgate_up), self.out(dy), gate_up.into(), m, f);
+        gelu::gated_backward(self, self.output(dgate_up), self.output(dy), gate_up.into(), m, f);
     }
 
-    fn capped_classifier(
+    fn classifier_with_softcap(
         &self,
         loss: ViewMut,
         x: View,
@@ -459,33 +537,33 @@ impl Ops for Cpu {
         cap: Option<f32>,
         grads: Option<ClassifierGrads>,
     ) {
-        let shape = classifier::Shape { m, d, v, cap };
+        let shape = classifier::ClassifierShape { m, d, v, cap };
         classifier::classifier(self, loss.host(), x.into(), w.into(), labels, shape, grads);
     }
 
     fn add(&self, y: ViewMut, x: View) {
-        flat::add(self, self.out(y), x.into());
+        elementwise::add(self, self.output(y), x.into());
     }
 
     fn scale(&self, y: ViewMut, s: f32) {
-        flat::scale(self, self.out(y), s);
+        elementwise::scale(self, self.output(y), s);
     }
 
     fn cast(&self, y: ViewMut, x: View) {
-        half::cast(self, y, x.into());
+        elements::cast(self, y, x.into());
     }
 
-    fn round_stochastically(&self, y: ViewMut, x: View, draw: &StochasticRounding) {
-        draw.check(&y);
-        stochastic::round_stochastically(self, y.halves(), x.host(), *draw);
+    fn round_stochastically(&self, y: ViewMut, x: View, rounding: &StochasticRounding) {
+        rounding.check(&y);
+        stochastic_rounding::round_stochastically(self, y.half_bits(), x.host(), *rounding);
     }
 
-    fn offset(&self, y: ViewMut, s: f32) {
-        elementwise::offset(self, y.host(), s);
+    fn add_scalar(&self, y: ViewMut, s: f32) {
+        elementwise::add_scalar(self, y.host(), s);
     }
 
-    fn blend(&self, y: ViewMut, a: f32, x: View, b: f32) {
-        elementwise::blend(self, y.host(), a, x.host(), b);
+    fn axpby(&self, y: ViewMut, a: f32, x: View, b: f32) {
+        elementwise::axpby(self, y.host(), a, x.host(), b);
     }
 
     fn softcap(&self, y: ViewMut, cap: f32) {
@@ -496,31 +574,31 @@ impl Ops for Cpu {
         elementwise::transpose(self, y.host(), x.host(), rows, columns);
     }
 
-    fn dropout(&self, x: ViewMut, d: &Dropout) {
-        elementwise::dropout(self, self.out(x), d);
+    fn dropout(&self, x: ViewMut, dropout: &Dropout) {
+        elementwise::dropout(self, self.output(x), dropout);
     }
 
-    fn sum_of_squares(&self, x: View) -> f64 {
-        elementwise::sum_of_squares(x.host())
+    fn sum_squares(&self, x: View) -> f64 {
+        reductions::sum_squares(x.host())
     }
 
-    fn nesterov(&self, buffer: ViewMut, g: ViewMut, mu: f64, scale: f32) {
-        elementwise::nesterov(self, buffer.host(), g.host(), mu, scale);
+    fn nesterov_momentum(&self, buffer: ViewMut, g: ViewMut, mu: f64, scale: f32) {
+        optimizers::nesterov_momentum(self, buffer.host(), g.host(), mu, scale);
     }
 
-    fn norm_blocks(&self, out: &mut [f64], x: View) {
-        flat::norm_blocks(self, out, x.host());
+    fn sum_squares_by_block(&self, out: &mut [f64], x: View) {
+        reductions::sum_squares_by_block(self, out, x.host());
     }
 
-    fn adamw(&self, p: ViewMut, g: View, exp_avg: ViewMut, exp_avg_sq: ViewMut, h: &AdamW) {
-        flat::adamw(self, p.host(), g.host(), exp_avg.host(), exp_avg_sq.host(), h);
+    fn adamw(&self, p: ViewMut, g: View, exp_avg: ViewMut, exp_avg_sq: ViewMut, hyper: &AdamWHyperparams) {
+        optimizers::adamw(self, p.host(), g.host(), exp_avg.host(), exp_avg_sq.host(), hyper);
     }
 
-    fn sgd(&self, p: ViewMut, g: View, momentum_buffer: ViewMut, h: &Sgd) {
-        flat::sgd(self, p.host(), g.host(), momentum_buffer.host(), h);
+    fn sgd(&self, p: ViewMut, g: View, momentum_buffer: ViewMut, hyper: &SgdHyperparams) {
+        optimizers::sgd(self, p.host(), g.host(), momentum_buffer.host(), hyper);
     }
 
-    fn lion(&self, p: ViewMut, g: View, exp_avg: ViewMut, h: &Lion) {
-        flat::lion(self, p.host(), g.host(), exp_avg.host(), h);
+    fn lion(&self, p: ViewMut, g: View, exp_avg: ViewMut, hyper: &LionHyperparams) {
+        optimizers::lion(self, p.host(), g.host(), exp_avg.host(), hyper);
     }
 }

@@ -1,39 +1,50 @@
-//! The router of a layer with experts: softmax over the experts, the best of each row, and both backwards.
-use super::simd::{LANES, Simd, exp, get, multiversion, put};
-use super::{Cpu, Parts, expect_len};
-use crate::ops::{RouterGradient, RouterShape};
+//! The router of a layer with experts: softmax over the experts, the selection for each row, and
+//! the gradients of both.
+use super::simd::{LANES, Simd, exp, load_lanes, multiversion, store_lanes};
+use super::{Cpu, DisjointSlices, expect_len};
+use crate::ops::{RouterBackwardInputs, RouterShape};
 
-/// Elements that an exponential costs as much as.
-const COST: usize = 4;
+/// Cost of an exponential, in copied elements.
+const EXP_COST: usize = 4;
 
-/// Outputs of the forward.
-pub(crate) struct Out<'a> {
+/// Outputs of the forward pass, see [`crate::Ops::router_forward`].
+pub(crate) struct RouterOutputs<'a> {
+    /// Probabilities, `[m, experts]`.
     pub(crate) probs: &'a mut [f32],
+    /// Weights of the selected experts, `[m, experts_per_token]`.
     pub(crate) weights: &'a mut [f32],
+    /// Log-sum-exp of each row's logits, `[m]`.
     pub(crate) lse: &'a mut [f32],
-    pub(crate) chosen: &'a mut [u32],
+    /// Selected experts, best first, `[m, experts_per_token]`.
+    pub(crate) chosen_experts: &'a mut [u32],
 }
 
-pub(crate) fn forward(cpu: &Cpu, out: Out, logits: &[f32], shape: RouterShape) {
-    let RouterShape { m, experts, per_token, normalise } = shape;
-    assert!((1..=experts).contains(&per_token), "router: {per_token} of {experts} experts");
+/// [`crate::Ops::router_forward`]
+pub(crate) fn forward(cpu: &Cpu, out: RouterOutputs, logits: &[f32], shape: RouterShape) {
+    let RouterShape { m, experts, experts_per_token, normalise_weights } = shape;
+    assert!(
+        (1..=experts).contains(&experts_per_token),
+        "router: experts_per_token is {experts_per_token}, not in 1..={experts}"
+    );
     expect_len("router_forward", "logits", logits.len(), m * experts);
     expect_len("router_forward", "probs", out.probs.len(), m * experts);
-    expect_len("router_forward", "weights", out.weights.len(), m * per_token);
+    expect_len("router_forward", "weights", out.weights.len(), m * experts_per_token);
     expect_len("router_forward", "lse", out.lse.len(), m);
-    expect_len("router_forward", "chosen", out.chosen.len(), m * per_token);
-    let (probs, weights) = (Parts::new(out.probs), Parts::new(out.weights));
-    let (lse, chosen) = (Parts::new(out.lse), Parts::new(out.chosen));
-    cpu.by_rows(m, (COST + per_token) * experts, |rows| {
+    expect_len("router_forward", "chosen_experts", out.chosen_experts.len(), m * experts_per_token);
+    let (probs, weights) = (DisjointSlices::new(out.probs), DisjointSlices::new(out.weights));
+    let (lse, chosen) = (DisjointSlices::new(out.lse), DisjointSlices::new(out.chosen_experts));
+    cpu.parallel_rows(m, (EXP_COST + experts_per_token) * experts, |rows| {
         for row in rows {
-            let (wide, narrow) = (row * experts..(row + 1) * experts, row * per_token..(row + 1) * per_token);
-            // SAFETY: tasks have rows of their own.
-            let (probs, weights) = unsafe { (probs.part(wide.clone()), weights.part(narrow.clone())) };
+            let (expert_range, chosen_range) =
+                (row * experts..(row + 1) * experts, row * experts_per_token..(row + 1) * experts_per_token);
+            // SAFETY: each task writes different rows.
+            let (probs, weights) =
+                unsafe { (probs.slice_mut(expert_range.clone()), weights.slice_mut(chosen_range.clone())) };
             // SAFETY: as above.
-            let (lse, chosen) = unsafe { (lse.part(row..row + 1), chosen.part(narrow)) };
-            lse[0] = softmax(cpu.level, probs, &logits[wide]);
-            choose(chosen, probs);
-            let sum = if normalise { chosen.iter().map(|&e| probs[e as usize]).sum() } else { 1.0 };
+            let (lse, chosen) = unsafe { (lse.slice_mut(row..row + 1), chosen.slice_mut(chosen_range)) };
+            lse[0] = softmax(cpu.instruction_set, probs, &logits[expert_range]);
+            select_experts(chosen, probs);
+            let sum = if normalise_weights { chosen.iter().map(|&e| probs[e as usize]).sum() } else { 1.0 };
             for (w, &e) in weights.iter_mut().zip(&*chosen) {
                 *w = probs[e as usize] / sum;
             }
@@ -41,8 +52,9 @@ pub(crate) fn forward(cpu: &Cpu, out: Out, logits: &[f32], shape: RouterShape) {
     });
 }
 
-/// The experts with the largest probabilities, best first; of equal ones the first. Numbers that are none count as the least.
-fn choose(chosen: &mut [u32], probs: &[f32]) {
+/// Selects the experts with the largest probabilities, best first. Of equal ones the lower index
+/// comes first. NaN counts as the smallest probability.
+fn select_experts(chosen: &mut [u32], probs: &[f32]) {
     for k in 0..chosen.len() {
         let (before, rest) = chosen.split_at_mut(k);
         let free = (0..probs.len() as u32).filter(|e| !before.contains(e));
@@ -51,53 +63,62 @@ fn choose(chosen: &mut [u32], probs: &[f32]) {
     }
 }
 
+/// [`crate::Ops::router_backward`]
 pub(crate) fn backward(
     cpu: &Cpu,
     dlogits: &mut [f32],
     dweights: &[f32],
-    given: RouterGradient,
+    inputs: RouterBackwardInputs,
     shape: RouterShape,
 ) {
-    let RouterShape { m, experts, per_token, normalise } = shape;
-    let (probs, lse) = (given.probs.host(), given.lse.host());
+    let RouterShape { m, experts, experts_per_token, normalise_weights } = shape;
+    let (probs, lse) = (inputs.probs.host(), inputs.lse.host());
     expect_len("router_backward", "dlogits", dlogits.len(), m * experts);
-    expect_len("router_backward", "dweights", dweights.len(), m * per_token);
+    expect_len("router_backward", "dweights", dweights.len(), m * experts_per_token);
     expect_len("router_backward", "probs", probs.len(), m * experts);
     expect_len("router_backward", "lse", lse.len(), m);
-    expect_len("router_backward", "chosen", given.chosen.len(), m * per_token);
-    expect_len("router_backward", "balance", given.balance.len(), experts);
-    let dlogits = Parts::new(dlogits);
-    cpu.by_rows(m, COST * experts, |rows| {
+    expect_len("router_backward", "chosen_experts", inputs.chosen_experts.len(), m * experts_per_token);
+    expect_len("router_backward", "balance_grad", inputs.balance_grad.len(), experts);
+    let dlogits = DisjointSlices::new(dlogits);
+    cpu.parallel_rows(m, EXP_COST * experts, |rows| {
         for row in rows {
-            let (wide, narrow) = (row * experts..(row + 1) * experts, row * per_token..(row + 1) * per_token);
-            // SAFETY: tasks have rows of their own.
-            let dlogits = unsafe { dlogits.part(wide.clone()) };
-            let (probs, chosen) = (&probs[wide], &given.chosen[narrow.clone()]);
-            dlogits.copy_from_slice(given.balance);
-            to_probs(dlogits, &dweights[narrow], probs, chosen, normalise);
-            through_softmax(dlogits, probs, 2.0 * given.z * lse[row]);
+            let (expert_range, chosen_range) =
+                (row * experts..(row + 1) * experts, row * experts_per_token..(row + 1) * experts_per_token);
+            // SAFETY: each task writes different rows.
+            let dlogits = unsafe { dlogits.slice_mut(expert_range.clone()) };
+            let (probs, chosen) = (&probs[expert_range], &inputs.chosen_experts[chosen_range.clone()]);
+            dlogits.copy_from_slice(inputs.balance_grad);
+            add_weight_gradients(dlogits, &dweights[chosen_range], probs, chosen, normalise_weights);
+            softmax_backward(dlogits, probs, 2.0 * inputs.z_loss_coef * lse[row]);
         }
     });
 }
 
-/// Adds the gradient of the chosen weights to that of the probabilities.
-fn to_probs(dprobs: &mut [f32], dweights: &[f32], probs: &[f32], chosen: &[u32], normalise: bool) {
-    let (mut sum, mut along) = (1.0, 0.0);
-    if normalise {
-        // w = p / Σp: what all of them have in common changes nothing.
+/// Adds the gradient of the selected experts' weights to the gradient `dprobs` of the probabilities.
+fn add_weight_gradients(
+    dprobs: &mut [f32],
+    dweights: &[f32],
+    probs: &[f32],
+    chosen: &[u32],
+    normalise_weights: bool,
+) {
+    let (mut sum, mut projection) = (1.0, 0.0);
+    if normalise_weights {
+        // w = p / Σp, so the component of the gradient along w has no effect.
         sum = chosen.iter().map(|&e| probs[e as usize]).sum();
-        along = chosen.iter().zip(dweights).map(|(&e, dw)| dw * (probs[e as usize] / sum)).sum();
+        projection = chosen.iter().zip(dweights).map(|(&e, dw)| dw * (probs[e as usize] / sum)).sum();
     }
     for (&e, dw) in chosen.iter().zip(dweights) {
-        dprobs[e as usize] += (dw - along) / sum;
+        dprobs[e as usize] += (dw - projection) / sum;
     }
 }
 
-/// The gradient of the probabilities becomes that of the logits; `slope` is that of the log-sum-exp.
-fn through_softmax(d: &mut [f32], probs: &[f32], slope: f32) {
-    let along: f32 = d.iter().zip(probs).map(|(d, p)| d * p).sum();
+/// Replaces the gradient `d` of the probabilities by that of the logits. `slope` is the gradient of
+/// the log-sum-exp.
+fn softmax_backward(d: &mut [f32], probs: &[f32], slope: f32) {
+    let projection: f32 = d.iter().zip(probs).map(|(d, p)| d * p).sum();
     for (d, p) in d.iter_mut().zip(probs) {
-        *d = p * (*d - along + slope);
+        *d = p * (*d - projection + slope);
     }
 }
 
@@ -106,16 +127,17 @@ multiversion! {
     fn softmax = softmax_row(probs: &mut [f32], logits: &[f32]) -> f32
 }
 
+/// Computes [`softmax`] of one row; the sum of the exponentials is computed in `f64`, in order.
 #[inline(always)]
 fn softmax_row<S: Simd>(s: S, probs: &mut [f32], logits: &[f32]) -> f32 {
     let max = logits.iter().fold(f32::NEG_INFINITY, |a, &b| if b > a { b } else { a });
     for i in (0..probs.len()).step_by(LANES) {
-        put(s, probs, i, exp(s, s.sub(get(s, logits, i), s.splat(max))));
+        store_lanes(s, probs, i, exp(s, s.sub(load_lanes(s, logits, i), s.splat(max))));
     }
     let total: f64 = probs.iter().map(|&p| f64::from(p)).sum();
-    let share = (1.0 / total) as f32;
+    let factor = (1.0 / total) as f32;
     for i in (0..probs.len()).step_by(LANES) {
-        put(s, probs, i, s.mul(get(s, probs, i), s.splat(share)));
+        store_lanes(s, probs, i, s.mul(load_lanes(s, probs, i), s.splat(factor)));
     }
     (f64::from(max) + libm::log(total)) as f32
 }

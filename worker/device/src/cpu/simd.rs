@@ -1,18 +1,24 @@
-//! One vector of 16 lanes, whatever the machine: a zmm register, two ymm registers, or what the compiler makes of an array.
+//! [`Simd`]: a vector of 16 `f32` lanes on every instruction set.
 //!
-//! Kernels are written once over [`Simd`] and compiled for each instruction set; [`Level`] is chosen at run time. The
-//! lane structure is the same everywhere, so AVX2 and AVX-512 machines give the same bits; the portable version differs
-//! from them only where it has no fused multiply-add.
-use super::kernel::{self, Tile};
+//! The vector is one zmm register with AVX-512, two ymm registers with AVX2, and an array
+//! elsewhere.
+//!
+//! Kernels are written once over [`Simd`] and compiled for each instruction set ([`multiversion`]);
+//! an [`InstructionSet`] is chosen at run time. The lanes are the same everywhere, so AVX2 and
+//! AVX-512 give the same bits. The portable version gives others only where it has no fused
+//! multiply-add.
+use super::micro_kernel::{self, MicroTile};
 
-/// Lanes of [`Simd::V`].
+/// Number of lanes of [`Simd::V`].
 pub(crate) const LANES: usize = 16;
 
-/// Largest micro tile of any instruction set: rows × vectors.
-pub(crate) const MAX_TILE: usize = 8 * 3 * LANES;
+/// Elements of the largest micro tile of any instruction set: rows × vectors × lanes.
+pub(crate) const MAX_TILE_LEN: usize = 8 * 3 * LANES;
 
-/// Operations on vectors of 16 `f32`. A value of an implementing type proves that the machine has the instructions.
+/// Operations on vectors of 16 `f32`. A value of an implementing type exists only on machines that
+/// have the instructions.
 pub(crate) trait Simd: Copy + Send + Sync + 'static {
+    /// The vector.
     type V: Copy;
     /// Rows of the matmul micro tile.
     const MR: usize;
@@ -21,99 +27,120 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// Columns of the matmul micro tile.
     const NR: usize = Self::NV * LANES;
 
+    /// Returns a vector whose lanes are all `x`.
     fn splat(self, x: f32) -> Self::V;
+    /// Loads 16 elements.
+    ///
     /// # Safety
-    /// 16 elements at `p` can be read.
+    /// 16 elements at `p` are readable.
     unsafe fn load(self, p: *const f32) -> Self::V;
-    /// The first `n < 16` lanes from `p`, the others 0.
+    /// Loads the first `n < 16` lanes from `p`; the others are 0.
+    ///
     /// # Safety
-    /// `n` elements at `p` can be read.
+    /// `n` elements at `p` are readable.
     unsafe fn load_part(self, p: *const f32, n: usize) -> Self::V;
+    /// Stores 16 elements.
+    ///
     /// # Safety
-    /// 16 elements at `p` can be written.
+    /// 16 elements at `p` are writable.
     unsafe fn store(self, p: *mut f32, v: Self::V);
+    /// Stores the first `n < 16` lanes.
+    ///
     /// # Safety
-    /// `n < 16` elements at `p` can be written.
+    /// `n` elements at `p` are writable.
     unsafe fn store_part(self, p: *mut f32, n: usize, v: Self::V);
 
+    /// `a + b` in each lane.
     fn add(self, a: Self::V, b: Self::V) -> Self::V;
+    /// `a − b` in each lane.
     fn sub(self, a: Self::V, b: Self::V) -> Self::V;
+    /// `a · b` in each lane.
     fn mul(self, a: Self::V, b: Self::V) -> Self::V;
+    /// `a / b` in each lane.
     fn div(self, a: Self::V, b: Self::V) -> Self::V;
+    /// `√a` in each lane.
     fn sqrt(self, a: Self::V) -> Self::V;
-    /// `a > b ? a : b` in each lane: `b` where either is NaN.
+    /// `a > b ? a : b` in each lane, so `b` where one of them is NaN.
     fn max(self, a: Self::V, b: Self::V) -> Self::V;
-    /// `a < b ? a : b` in each lane: `b` where either is NaN.
+    /// `a < b ? a : b` in each lane, so `b` where one of them is NaN.
     fn min(self, a: Self::V, b: Self::V) -> Self::V;
-    /// `a·b + c`, rounded once where the machine can.
+    /// `a·b + c` in each lane, rounded once if the machine has a fused multiply-add.
     fn fma(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V;
-    /// `c − a·b`, rounded once where the machine can.
+    /// `c − a·b` in each lane, rounded once if the machine has a fused multiply-add.
     fn fnma(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V;
-    /// `v · 2ⁿ`, rounded once; `n` holds whole numbers in −150..=129.
+    /// `v · 2ⁿ` in each lane, rounded once. The lanes of `n` are integers in −150..=129.
     fn scale_pow2(self, v: Self::V, n: Self::V) -> Self::V;
-    /// Sum of the lanes: i + (i+8), then + (i+4), (i+2), (i+1).
+    /// Returns the sum of the lanes in a fixed order: lanes `i` and `i + 8` are added, then `i` and
+    /// `i + 4`, `i + 2`, and `i + 1`.
     fn sum(self, v: Self::V) -> f32;
-    /// Largest lane (any of them when one is NaN).
-    fn largest(self, v: Self::V) -> f32;
+    /// Returns the largest lane, or an arbitrary lane if one is NaN.
+    fn max_lane(self, v: Self::V) -> f32;
 
-    /// Asks for the cache line at `p` to come nearer.
+    /// Prefetches the cache line at `p`, which may be an invalid address.
     fn prefetch(self, p: *const f32);
-    /// Runs the micro tile of `MR` rows and `nv ≤ NV` vectors.
+    /// Computes a micro tile of `MR` rows and `nv ≤ NV` vectors.
+    ///
     /// # Safety
-    /// As [`kernel::tile`].
-    unsafe fn micro(self, nv: usize, t: &Tile);
-    /// `dst[p·ldd + i] = src[i·lds + p]` for i, p in 0..8.
+    /// That of [`micro_kernel::compute_tile`].
+    unsafe fn run_micro_kernel(self, nv: usize, t: &MicroTile);
+    /// Transposes 8 × 8 elements: `dst[p·ldd + i] = src[i·lds + p]` for i and p in 0..8. Lanes of a
+    /// row are stored together and rows in rising order, also if `ldd < 8`.
+    ///
     /// # Safety
-    /// All those places are readable and writable.
+    /// These elements are readable in `src` and writable in `dst`.
     unsafe fn transpose8(self, src: *const f32, lds: usize, dst: *mut f32, ldd: usize);
 }
 
-/// 16 elements from `x[i..]`; lanes past the end are 0.
+/// Loads 16 elements from `x[i..]`. Lanes past the end are 0.
 #[inline(always)]
-pub(crate) fn get<S: Simd>(s: S, x: &[f32], i: usize) -> S::V {
+pub(crate) fn load_lanes<S: Simd>(s: S, x: &[f32], i: usize) -> S::V {
     let rest = &x[i..];
     if rest.len() >= LANES {
-        // SAFETY: 16 elements are there.
+        // SAFETY: the slice has 16 elements.
         unsafe { s.load(rest.as_ptr()) }
     } else {
-        // SAFETY: that many elements are there.
+        // SAFETY: the slice has that many elements.
         unsafe { s.load_part(rest.as_ptr(), rest.len()) }
     }
 }
 
-/// Writes the lanes of `v` that lie inside to `x[i..]`.
+/// Stores the lanes of `v` to `x[i..]`, without those past the end.
 #[inline(always)]
-pub(crate) fn put<S: Simd>(s: S, x: &mut [f32], i: usize, v: S::V) {
+pub(crate) fn store_lanes<S: Simd>(s: S, x: &mut [f32], i: usize, v: S::V) {
     let rest = &mut x[i..];
     if rest.len() >= LANES {
-        // SAFETY: 16 elements are there.
+        // SAFETY: the slice has 16 elements.
         unsafe { s.store(rest.as_mut_ptr(), v) }
     } else {
-        // SAFETY: that many elements are there.
+        // SAFETY: the slice has that many elements.
         unsafe { s.store_part(rest.as_mut_ptr(), rest.len(), v) }
     }
 }
 
-/// A whole vector.
+/// Loads a whole vector.
 #[inline(always)]
-pub(crate) fn load<S: Simd>(s: S, x: &[f32; LANES]) -> S::V {
-    // SAFETY: 16 elements are there.
+pub(crate) fn load_array<S: Simd>(s: S, x: &[f32; LANES]) -> S::V {
+    // SAFETY: the slice has 16 elements.
     unsafe { s.load(x.as_ptr()) }
 }
 
-/// A whole vector.
+/// Stores a whole vector.
 #[inline(always)]
-pub(crate) fn store<S: Simd>(s: S, x: &mut [f32; LANES], v: S::V) {
-    // SAFETY: 16 elements are there.
+pub(crate) fn store_array<S: Simd>(s: S, x: &mut [f32; LANES], v: S::V) {
+    // SAFETY: the slice has 16 elements.
     unsafe { s.store(x.as_mut_ptr(), v) }
 }
 
-/// eˣ within 2 ulp, subnormals included; +∞ above 88.72, 0 below −103.97, NaN stays NaN.
+/// Computes eˣ with an error of at most 2 ulp, also for subnormal results. The result is +∞ above
+/// 88.72 and 0 below −103.97; NaN stays NaN.
+///
+/// Uses eˣ = 2ⁿ·eʳ with n = round(x / ln 2), |r| ≤ ln 2 / 2, and the Taylor polynomial of eʳ.
 #[inline(always)]
 pub(crate) fn exp<S: Simd>(s: S, x: S::V) -> S::V {
-    // Adding and subtracting 1.5·2²³ rounds to a whole number.
+    // Adding and subtracting 1.5·2²³ rounds to an integer.
     const ROUND: f32 = 12_582_912.0;
-    // ln 2 in two parts; the first has 9 significant bits, so its product with a whole number below 2¹⁵ is exact.
+    // ln 2 as a sum. The first summand has 9 significant bits, so its product with an integer below
+    // 2¹⁵ is exact.
     const LN2_HIGH: f32 = 355.0 / 512.0;
     const LN2_LOW: f32 = (core::f64::consts::LN_2 - 355.0 / 512.0) as f32;
     let x = s.min(s.splat(89.0), s.max(s.splat(-104.0), x));
@@ -121,7 +148,7 @@ pub(crate) fn exp<S: Simd>(s: S, x: S::V) -> S::V {
     let n = s.sub(shifted, s.splat(ROUND));
     let r = s.fnma(n, s.splat(LN2_HIGH), x);
     let r = s.fnma(n, s.splat(LN2_LOW), r);
-    // Taylor to r⁷: with |r| ≤ ln 2 / 2 the rest is below 6e-9.
+    // Terms up to r⁷; the remainder is below 6e-9.
     let mut p = s.splat(1.0 / 5040.0);
     for c in [1.0 / 720.0, 1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5, 1.0, 1.0] {
         p = s.fma(p, r, s.splat(c));
@@ -129,33 +156,37 @@ pub(crate) fn exp<S: Simd>(s: S, x: S::V) -> S::V {
     s.scale_pow2(p, n)
 }
 
-/// tanh(x) within 6 ulp, small ones included; NaN stays NaN.
+/// Computes tanh(x) with an error of at most 6 ulp, also near 0; NaN stays NaN.
 #[inline(always)]
 pub(crate) fn tanh<S: Simd>(s: S, x: S::V) -> S::V {
-    // From 9.02 on the nearest f32 is 1. min and max keep the second where one is NaN.
+    // Above 9.02 the nearest f32 is 1. `min` and `max` return their second argument for NaN.
     let x = s.min(s.splat(9.02), s.max(s.splat(-9.02), x));
-    // Lambert's continued fraction of tanh(x/4), cut after seven terms, as a quotient of polynomials.
+    // Lambert's continued fraction of tanh(x/4), truncated after seven terms, as a quotient of
+    // polynomials.
     let quarter = s.mul(x, s.splat(0.25));
     let y = s.mul(quarter, quarter);
     let polynomial = |coefficients: &[f32]| {
         let one = s.splat(1.0);
         coefficients.iter().fold(one, |p, &c| s.fma(p, y, s.splat(c)))
     };
-    let above = s.mul(quarter, polynomial(&[378.0, 17325.0, 135_135.0]));
-    let below =
+    let numerator = s.mul(quarter, polynomial(&[378.0, 17325.0, 135_135.0]));
+    let denominator =
         s.fma(s.fma(s.fma(s.splat(28.0), y, s.splat(3150.0)), y, s.splat(62370.0)), y, s.splat(135_135.0));
     // tanh(2u) = 2·tanh(u) / (1 + tanh²(u)), twice.
     let double = |t: S::V| s.div(s.add(t, t), s.fma(t, t, s.splat(1.0)));
-    double(double(s.div(above, below)))
+    double(double(s.div(numerator, denominator)))
 }
 
-/// Arrays that the compiler vectorises for the target's baseline (SSE2 on x86-64, NEON on aarch64).
+/// [`Simd`] over arrays, which the compiler vectorises for the target's baseline: SSE2 on x86-64,
+/// NEON on aarch64.
 #[derive(Clone, Copy)]
 pub(crate) struct Portable;
 
-/// aarch64 always has a fused multiply-add; without one `f32::mul_add` would be a slow library call.
-const FUSED: bool = cfg!(target_arch = "aarch64");
+/// True if the target always has a fused multiply-add, as aarch64 does. Elsewhere `f32::mul_add`
+/// would be a slow library call.
+const HAS_FMA: bool = cfg!(target_arch = "aarch64");
 
+/// Returns an array with `f(i)` in lane `i`.
 #[inline(always)]
 fn lanes(f: impl Fn(usize) -> f32) -> [f32; LANES] {
     core::array::from_fn(f)
@@ -163,7 +194,7 @@ fn lanes(f: impl Fn(usize) -> f32) -> [f32; LANES] {
 
 impl Simd for Portable {
     type V = [f32; LANES];
-    const MR: usize = if FUSED { 6 } else { 2 };
+    const MR: usize = if HAS_FMA { 6 } else { 2 };
     const NV: usize = 1;
 
     #[inline(always)]
@@ -172,23 +203,23 @@ impl Simd for Portable {
     }
     #[inline(always)]
     unsafe fn load(self, p: *const f32) -> Self::V {
-        // SAFETY: the caller vouches for 16 elements.
+        // SAFETY: the caller guarantees 16 elements.
         unsafe { p.cast::<Self::V>().read_unaligned() }
     }
     #[inline(always)]
     unsafe fn load_part(self, p: *const f32, n: usize) -> Self::V {
-        // SAFETY: the caller vouches for n elements.
+        // SAFETY: the caller guarantees n elements.
         lanes(|i| if i < n { unsafe { *p.add(i) } } else { 0.0 })
     }
     #[inline(always)]
     unsafe fn store(self, p: *mut f32, v: Self::V) {
-        // SAFETY: the caller vouches for 16 elements.
+        // SAFETY: the caller guarantees 16 elements.
         unsafe { p.cast::<Self::V>().write_unaligned(v) }
     }
     #[inline(always)]
     unsafe fn store_part(self, p: *mut f32, n: usize, v: Self::V) {
         for (i, x) in v.iter().take(n).enumerate() {
-            // SAFETY: the caller vouches for n elements.
+            // SAFETY: the caller guarantees n elements.
             unsafe { *p.add(i) = *x }
         }
     }
@@ -222,16 +253,16 @@ impl Simd for Portable {
     }
     #[inline(always)]
     fn fma(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V {
-        lanes(|i| if FUSED { a[i].mul_add(b[i], c[i]) } else { a[i] * b[i] + c[i] })
+        lanes(|i| if HAS_FMA { a[i].mul_add(b[i], c[i]) } else { a[i] * b[i] + c[i] })
     }
     #[inline(always)]
     fn fnma(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V {
-        lanes(|i| if FUSED { (-a[i]).mul_add(b[i], c[i]) } else { c[i] - a[i] * b[i] })
+        lanes(|i| if HAS_FMA { (-a[i]).mul_add(b[i], c[i]) } else { c[i] - a[i] * b[i] })
     }
     #[inline(always)]
     fn scale_pow2(self, v: Self::V, n: Self::V) -> Self::V {
         lanes(|i| {
-            // Two factors, since 2⁻¹⁵⁰ and 2¹²⁹ themselves are no f32.
+            // Two factors, because 2⁻¹⁵⁰ and 2¹²⁹ are out of range of f32.
             let n = n[i] as i32;
             let high = n >> 1;
             let pow2 = |e: i32| f32::from_bits(((e + 127) << 23) as u32);
@@ -240,32 +271,33 @@ impl Simd for Portable {
     }
     #[inline(always)]
     fn sum(self, v: Self::V) -> f32 {
-        fold(v, |a, b| a + b)
+        reduce_lanes(v, |a, b| a + b)
     }
     #[inline(always)]
-    fn largest(self, v: Self::V) -> f32 {
-        fold(v, |a, b| if a > b { a } else { b })
+    fn max_lane(self, v: Self::V) -> f32 {
+        reduce_lanes(v, |a, b| if a > b { a } else { b })
     }
     #[inline(always)]
     fn prefetch(self, _: *const f32) {}
-    unsafe fn micro(self, nv: usize, t: &Tile) {
+    unsafe fn run_micro_kernel(self, nv: usize, t: &MicroTile) {
         debug_assert_eq!(nv, 1);
-        // SAFETY: as the caller promises.
-        unsafe { kernel::tile::<Self, { Self::MR }, 1>(self, t) }
+        // SAFETY: guaranteed by the caller.
+        unsafe { micro_kernel::compute_tile::<Self, { Self::MR }, 1>(self, t) }
     }
     #[inline(always)]
     unsafe fn transpose8(self, src: *const f32, lds: usize, dst: *mut f32, ldd: usize) {
         for p in 0..8 {
             for i in 0..8 {
-                // SAFETY: as the caller promises.
+                // SAFETY: guaranteed by the caller.
                 unsafe { *dst.add(p * ldd + i) = *src.add(i * lds + p) }
             }
         }
     }
 }
 
+/// Combines the lanes in the order of [`Simd::sum`].
 #[inline(always)]
-fn fold(mut v: [f32; LANES], f: impl Fn(f32, f32) -> f32) -> f32 {
+fn reduce_lanes(mut v: [f32; LANES], f: impl Fn(f32, f32) -> f32) -> f32 {
     for w in [8, 4, 2, 1] {
         for i in 0..w {
             v[i] = f(v[i], v[i + w]);
@@ -274,77 +306,83 @@ fn fold(mut v: [f32; LANES], f: impl Fn(f32, f32) -> f32) -> f32 {
     v[0]
 }
 
-/// The instruction set chosen for this process.
+/// An instruction set that this machine supports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Level {
+pub(crate) enum InstructionSet {
+    /// AVX-512 F, BW, DQ and VL.
     #[cfg(target_arch = "x86_64")]
     Avx512,
+    /// AVX2 and FMA.
     #[cfg(target_arch = "x86_64")]
     Avx2,
+    /// The target's baseline.
     Portable,
 }
 
-impl Level {
-    /// The best that this machine has.
+impl InstructionSet {
+    /// Returns the best instruction set of this machine.
     pub(crate) fn detect() -> Self {
         Self::available()[0]
     }
 
-    /// All that this machine has, best first.
+    /// Returns all instruction sets of this machine, best first.
     pub(crate) fn available() -> Vec<Self> {
-        let mut levels = Vec::new();
+        let mut sets = Vec::new();
         #[cfg(target_arch = "x86_64")]
         {
             if super::x86::has_avx512() {
-                levels.push(Level::Avx512);
+                sets.push(InstructionSet::Avx512);
             }
             if super::x86::has_avx2() {
-                levels.push(Level::Avx2);
+                sets.push(InstructionSet::Avx2);
             }
         }
-        levels.push(Level::Portable);
-        levels
+        sets.push(InstructionSet::Portable);
+        sets
     }
 
-    /// For the log.
+    /// Returns the name for the log.
     pub(crate) fn name(self) -> &'static str {
         match self {
             #[cfg(target_arch = "x86_64")]
-            Level::Avx512 => "avx512",
+            InstructionSet::Avx512 => "avx512",
             #[cfg(target_arch = "x86_64")]
-            Level::Avx2 => "avx2",
-            Level::Portable if cfg!(target_arch = "aarch64") => "neon",
-            Level::Portable => "baseline",
+            InstructionSet::Avx2 => "avx2",
+            InstructionSet::Portable if cfg!(target_arch = "aarch64") => "neon",
+            InstructionSet::Portable => "baseline",
         }
     }
 }
 
-/// `multiversion!(fn name = body(arg: Type, …) -> Out)` makes `name(level, arg, …)`, which runs the generic
-/// `#[inline(always)] fn body<S: Simd>(s: S, arg: Type, …)` compiled for the instruction set of `level`.
+/// Compiles a generic kernel for every instruction set.
+///
+/// `multiversion! { fn name = body(arg: Type, …) -> Result }` defines `name(instruction_set, arg,
+/// …)`, which calls `#[inline(always)] fn body<S: Simd>(s: S, arg: Type, …)`, compiled for the
+/// instruction set.
 macro_rules! multiversion {
     ($(#[$doc:meta])* $vis:vis fn $name:ident = $body:ident($($arg:ident: $ty:ty),* $(,)?) $(-> $out:ty)?) => {
         $(#[$doc])*
-        $vis fn $name(level: $crate::cpu::simd::Level, $($arg: $ty),*) $(-> $out)? {
+        $vis fn $name(instruction_set: $crate::cpu::simd::InstructionSet, $($arg: $ty),*) $(-> $out)? {
             #[cfg(target_arch = "x86_64")]
             #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
             fn avx512($($arg: $ty),*) $(-> $out)? {
-                // SAFETY: this function is compiled with, and only reached on machines with, the features.
+                // SAFETY: only machines with these features call this function.
                 $body(unsafe { $crate::cpu::x86::Avx512::assume() }, $($arg),*)
             }
             #[cfg(target_arch = "x86_64")]
             #[target_feature(enable = "avx2,fma")]
             fn avx2($($arg: $ty),*) $(-> $out)? {
-                // SAFETY: this function is compiled with, and only reached on machines with, the features.
+                // SAFETY: only machines with these features call this function.
                 $body(unsafe { $crate::cpu::x86::Avx2::assume() }, $($arg),*)
             }
-            match level {
+            match instruction_set {
                 #[cfg(target_arch = "x86_64")]
-                // SAFETY: a Level is made only where the machine has the instructions.
-                $crate::cpu::simd::Level::Avx512 => unsafe { avx512($($arg),*) },
+                // SAFETY: an InstructionSet exists only on machines that have it.
+                $crate::cpu::simd::InstructionSet::Avx512 => unsafe { avx512($($arg),*) },
                 #[cfg(target_arch = "x86_64")]
-                // SAFETY: a Level is made only where the machine has the instructions.
-                $crate::cpu::simd::Level::Avx2 => unsafe { avx2($($arg),*) },
-                $crate::cpu::simd::Level::Portable => $body($crate::cpu::simd::Portable, $($arg),*),
+                // SAFETY: an InstructionSet exists only on machines that have it.
+                $crate::cpu::simd::InstructionSet::Avx2 => unsafe { avx2($($arg),*) },
+                $crate::cpu::simd::InstructionSet::Portable => $body($crate::cpu::simd::Portable, $($arg),*),
             }
         }
     };
@@ -362,15 +400,15 @@ mod tests {
     #[inline(always)]
     fn exp_each<S: Simd>(s: S, x: &mut [f32]) {
         for i in (0..x.len()).step_by(LANES) {
-            put(s, x, i, exp(s, get(s, x, i)));
+            store_lanes(s, x, i, exp(s, load_lanes(s, x, i)));
         }
     }
 
-    /// Distance in units of the last place of `want`.
-    fn ulps(got: f32, want: f64) -> f64 {
-        let rounded = want as f32;
+    /// Returns the distance of `actual` from `expected` in units in the last place of `expected`.
+    fn ulps(actual: f32, expected: f64) -> f64 {
+        let rounded = expected as f32;
         let ulp = f64::from(f32::from_bits(rounded.to_bits() + 1)) - f64::from(rounded);
-        (f64::from(got) - want).abs() / ulp
+        (f64::from(actual) - expected).abs() / ulp
     }
 
     #[test]
@@ -381,12 +419,12 @@ mod tests {
             .chain(range(-1.0, 1.0, 100_000))
             .chain([0.0, -0.0, 1e-30, 88.722])
             .collect();
-        for level in Level::available() {
+        for instruction_set in InstructionSet::available() {
             let mut y = x.clone();
-            exp_all(level, &mut y);
+            exp_all(instruction_set, &mut y);
             for (x, y) in x.iter().zip(&y) {
                 let error = ulps(*y, f64::from(*x).exp());
-                assert!(error <= 2.0, "{}: exp({x}) = {y}, off by {error} ulp", level.name());
+                assert!(error <= 2.0, "{}: exp({x}) = {y}, off by {error} ulp", instruction_set.name());
             }
         }
     }
@@ -398,7 +436,7 @@ mod tests {
     #[inline(always)]
     fn tanh_each<S: Simd>(s: S, x: &mut [f32]) {
         for i in (0..x.len()).step_by(LANES) {
-            put(s, x, i, tanh(s, get(s, x, i)));
+            store_lanes(s, x, i, tanh(s, load_lanes(s, x, i)));
         }
     }
 
@@ -410,27 +448,27 @@ mod tests {
             .chain(range(1e-4, 0.1, 50_000))
             .chain([0.0, -0.0, 1e-30, 1e30, f32::INFINITY, f32::NEG_INFINITY])
             .collect();
-        for level in Level::available() {
+        for instruction_set in InstructionSet::available() {
             let mut y = x.clone();
-            tanh_all(level, &mut y);
+            tanh_all(instruction_set, &mut y);
             for (x, y) in x.iter().zip(&y) {
-                let want = f64::from(*x).tanh();
-                let error = ulps(y.abs(), want.abs());
-                assert!(error <= 6.0, "{}: tanh({x}) = {y}, off by {error} ulp", level.name());
-                assert!(y.abs() <= 1.0, "{}: tanh({x}) = {y}", level.name());
+                let expected = f64::from(*x).tanh();
+                let error = ulps(y.abs(), expected.abs());
+                assert!(error <= 6.0, "{}: tanh({x}) = {y}, off by {error} ulp", instruction_set.name());
+                assert!(y.abs() <= 1.0, "{}: tanh({x}) = {y}", instruction_set.name());
             }
             let mut broken = [f32::NAN, -f32::NAN];
-            tanh_all(level, &mut broken);
+            tanh_all(instruction_set, &mut broken);
             assert!(broken.iter().all(|x| x.is_nan()));
         }
     }
 
     #[test]
-    fn exp_at_the_ends() {
+    fn exp_handles_overflow_underflow_and_nan() {
         let inf = f32::INFINITY;
-        for level in Level::available() {
+        for instruction_set in InstructionSet::available() {
             let mut x = [-inf, -105.0, 89.0, 1e30, inf, f32::NAN, -f32::NAN];
-            exp_all(level, &mut x);
+            exp_all(instruction_set, &mut x);
             assert_eq!(x[..5], [0.0, 0.0, inf, inf, inf]);
             assert!(x[5].is_nan() && x[6].is_nan());
         }

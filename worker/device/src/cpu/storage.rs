@@ -1,7 +1,7 @@
-//! [`Storage`] on the host: what ops compute with lies there anyway.
+//! [`Storage`] of the CPU backend, whose memory is the host's.
 use super::Cpu;
 use crate::{
-    mem::{Buf, Dtype, View, ViewMut},
+    buffer::{Buf, Dtype, View, ViewMut},
     storage::Storage,
 };
 use std::ops::Range;
@@ -22,7 +22,7 @@ impl Storage for Cpu {
     fn copy(&self, to: ViewMut, from: View) {
         assert!(
             to.dtype() == from.dtype(),
-            "copy: {:?} to {:?}; a cast says what is meant",
+            "copy: the types differ, {:?} and {:?}; use `cast`",
             from.dtype(),
             to.dtype()
         );

@@ -1,33 +1,34 @@
-//! SwiGLU: `silu(gate) · up`, silu(g) = g·σ(g).
-use super::half::{In, Old, Out};
-use super::simd::{LANES, Simd, exp, get, multiversion, put};
+//! SwiGLU (Shazeer, 2020): `silu(gate)·up`, where silu(g) = g·σ(g).
+use super::elements::{Input, Output, PriorContents};
+use super::simd::{LANES, Simd, exp, load_lanes, multiversion, store_lanes};
 use super::{Cpu, expect_len};
 
-/// Elements that an exponential costs as much as.
-const COST: usize = 4;
+/// Cost of an exponential, in copied elements.
+const EXP_COST: usize = 4;
 
-pub(crate) fn forward(cpu: &Cpu, y: Out, gate_up: In, m: usize, f: usize) {
+/// [`crate::Ops::swiglu_forward`]
+pub(crate) fn forward(cpu: &Cpu, y: Output, gate_up: Input, m: usize, f: usize) {
     expect_len("swiglu_forward", "y", y.len(), m * f);
     expect_len("swiglu_forward", "gate_up", gate_up.len(), m * 2 * f);
-    cpu.by_rows(m, COST * f, |rows| {
-        // SAFETY: tasks have rows of their own.
-        let mut y = unsafe { y.part(rows.start * f..rows.end * f, Old::Lost) };
-        activate(cpu.level, &mut y, &gate_up.part(cpu, rows.start * 2 * f..rows.end * 2 * f), f);
+    cpu.parallel_rows(m, EXP_COST * f, |rows| {
+        // SAFETY: each task writes different rows.
+        let mut y = unsafe { y.slice_as_f32(rows.start * f..rows.end * f, PriorContents::Ignored) };
+        activate(cpu.instruction_set, &mut y, &gate_up.to_f32(cpu, rows.start * 2 * f..rows.end * 2 * f), f);
     });
 }
 
-/// `dy` becomes `y`.
-pub(crate) fn backward(cpu: &Cpu, dgate_up: Out, dy: Out, gate_up: In, m: usize, f: usize) {
+/// [`crate::Ops::swiglu_backward`]: replaces `dy` by `y`.
+pub(crate) fn backward(cpu: &Cpu, dgate_up: Output, dy: Output, gate_up: Input, m: usize, f: usize) {
     expect_len("swiglu_backward", "dgate_up", dgate_up.len(), m * 2 * f);
     expect_len("swiglu_backward", "dy", dy.len(), m * f);
     expect_len("swiglu_backward", "gate_up", gate_up.len(), m * 2 * f);
-    cpu.by_rows(m, COST * f, |rows| {
+    cpu.parallel_rows(m, EXP_COST * f, |rows| {
         let pairs = rows.start * 2 * f..rows.end * 2 * f;
-        // SAFETY: tasks have rows of their own.
-        let mut dgate_up = unsafe { dgate_up.part(pairs.clone(), Old::Lost) };
+        // SAFETY: each task writes different rows.
+        let mut dgate_up = unsafe { dgate_up.slice_as_f32(pairs.clone(), PriorContents::Ignored) };
         // SAFETY: as above.
-        let mut dy = unsafe { dy.part(rows.start * f..rows.end * f, Old::Read) };
-        differentiate(cpu.level, &mut dgate_up, &mut dy, &gate_up.part(cpu, pairs), f);
+        let mut dy = unsafe { dy.slice_as_f32(rows.start * f..rows.end * f, PriorContents::Read) };
+        differentiate(cpu.instruction_set, &mut dgate_up, &mut dy, &gate_up.to_f32(cpu, pairs), f);
     });
 }
 
@@ -38,26 +39,28 @@ multiversion! {
     fn differentiate = differentiate_rows(dgate_up: &mut [f32], dy: &mut [f32], gate_up: &[f32], f: usize)
 }
 
-/// σ(x)
+/// Computes σ(x) = 1 / (1 + e⁻ˣ).
 #[inline(always)]
 pub(super) fn sigmoid<S: Simd>(s: S, x: S::V) -> S::V {
     let one = s.splat(1.0);
     s.div(one, s.add(one, exp(s, s.sub(s.splat(0.0), x))))
 }
 
+/// Computes SwiGLU of each row.
 #[inline(always)]
 fn activate_rows<S: Simd>(s: S, y: &mut [f32], gate_up: &[f32], f: usize) {
     for row in 0..y.len() / f.max(1) {
         let y = &mut y[row * f..][..f];
         let (gate, up) = gate_up[row * 2 * f..][..2 * f].split_at(f);
         for i in (0..f).step_by(LANES) {
-            let g = get(s, gate, i);
-            put(s, y, i, s.mul(s.mul(g, sigmoid(s, g)), get(s, up, i)));
+            let g = load_lanes(s, gate, i);
+            store_lanes(s, y, i, s.mul(s.mul(g, sigmoid(s, g)), load_lanes(s, up, i)));
         }
     }
 }
 
-/// `dup = dy·silu(g)`, `dgate = dy·up·σ(g)·(1 + g·(1 − σ(g)))`; `dy` becomes `silu(g)·up`.
+/// Computes `dup = dy·silu(g)` and `dgate = dy·up·σ(g)·(1 + g·(1 − σ(g)))`, and replaces `dy` by
+/// `silu(g)·up`.
 #[inline(always)]
 fn differentiate_rows<S: Simd>(s: S, dgate_up: &mut [f32], dy: &mut [f32], gate_up: &[f32], f: usize) {
     let one = s.splat(1.0);
@@ -66,12 +69,12 @@ fn differentiate_rows<S: Simd>(s: S, dgate_up: &mut [f32], dy: &mut [f32], gate_
         let (gate, up) = gate_up[row * 2 * f..][..2 * f].split_at(f);
         let (dgate, dup) = dgate_up[row * 2 * f..][..2 * f].split_at_mut(f);
         for i in (0..f).step_by(LANES) {
-            let (g, up, dy) = (get(s, gate, i), get(s, up, i), get(s, dy_to_y, i));
+            let (g, up, dy) = (load_lanes(s, gate, i), load_lanes(s, up, i), load_lanes(s, dy_to_y, i));
             let sigma = sigmoid(s, g);
             let slope = s.mul(sigma, s.fma(g, s.sub(one, sigma), one));
-            put(s, dgate, i, s.mul(s.mul(dy, up), slope));
-            put(s, dup, i, s.mul(dy, s.mul(g, sigma)));
-            put(s, dy_to_y, i, s.mul(s.mul(g, sigma), up));
+            store_lanes(s, dgate, i, s.mul(s.mul(dy, up), slope));
+            store_lanes(s, dup, i, s.mul(dy, s.mul(g, sigma)));
+            store_lanes(s, dy_to_y, i, s.mul(s.mul(g, sigma), up));
         }
     }
 }

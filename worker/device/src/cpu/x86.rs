@@ -1,9 +1,9 @@
-//! AVX-512 and AVX2 + FMA.
-use super::kernel::{self, Tile};
+//! [`Simd`] for x86-64: [`Avx512`] and [`Avx2`].
+use super::micro_kernel::{self, MicroTile};
 use super::simd::{LANES, Simd};
 use core::arch::x86_64::*;
 
-/// Does this machine have what [`Avx512`] needs?
+/// True if this machine has the instructions of [`Avx512`].
 pub(crate) fn has_avx512() -> bool {
     has_avx2()
         && is_x86_feature_detected!("avx512f")
@@ -12,20 +12,22 @@ pub(crate) fn has_avx512() -> bool {
         && is_x86_feature_detected!("avx512vl")
 }
 
-/// Does this machine have what [`Avx2`] needs?
+/// True if this machine has the instructions of [`Avx2`].
 pub(crate) fn has_avx2() -> bool {
     is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma")
 }
 
-/// One zmm register.
+/// [`Simd`] with AVX-512; a vector is one zmm register.
 #[derive(Clone, Copy)]
 pub(crate) struct Avx512(());
 
-/// Two ymm registers.
+/// [`Simd`] with AVX2 and FMA; a vector is two ymm registers.
 #[derive(Clone, Copy)]
 pub(crate) struct Avx2(());
 
 impl Avx512 {
+    /// Creates a value without a check.
+    ///
     /// # Safety
     /// The machine has the instructions ([`has_avx512`]).
     #[inline(always)]
@@ -35,6 +37,8 @@ impl Avx512 {
 }
 
 impl Avx2 {
+    /// Creates a value without a check.
+    ///
     /// # Safety
     /// The machine has the instructions ([`has_avx2`]).
     #[inline(always)]
@@ -43,14 +47,17 @@ impl Avx2 {
     }
 }
 
-/// An intrinsic, called where `self` proves that the machine has it (and the pointers, if any, are vouched for by the caller).
-macro_rules! has {
+/// Calls an intrinsic in a method whose `self` proves that the machine has it. The method's caller
+/// guarantees that pointers are valid.
+macro_rules! intrinsic {
     ($e:expr) => {
-        // SAFETY: Avx512 and Avx2 exist only on machines with these instructions; pointers as the caller promises.
+        // SAFETY: `Avx512` and `Avx2` exist only on machines with these instructions, and the
+        // caller guarantees that pointers are valid.
         unsafe { $e }
     };
 }
 
+/// The mask of the first `n < 16` lanes.
 #[inline(always)]
 fn mask16(n: usize) -> __mmask16 {
     ((1u32 << n) - 1) as __mmask16
@@ -63,105 +70,107 @@ impl Simd for Avx512 {
 
     #[inline(always)]
     fn splat(self, x: f32) -> __m512 {
-        has!(_mm512_set1_ps(x))
+        intrinsic!(_mm512_set1_ps(x))
     }
     #[inline(always)]
     unsafe fn load(self, p: *const f32) -> __m512 {
-        has!(_mm512_loadu_ps(p))
+        intrinsic!(_mm512_loadu_ps(p))
     }
     #[inline(always)]
     unsafe fn load_part(self, p: *const f32, n: usize) -> __m512 {
-        has!(_mm512_maskz_loadu_ps(mask16(n), p))
+        intrinsic!(_mm512_maskz_loadu_ps(mask16(n), p))
     }
     #[inline(always)]
     unsafe fn store(self, p: *mut f32, v: __m512) {
-        has!(_mm512_storeu_ps(p, v))
+        intrinsic!(_mm512_storeu_ps(p, v))
     }
     #[inline(always)]
     unsafe fn store_part(self, p: *mut f32, n: usize, v: __m512) {
-        has!(_mm512_mask_storeu_ps(p, mask16(n), v))
+        intrinsic!(_mm512_mask_storeu_ps(p, mask16(n), v))
     }
     #[inline(always)]
     fn add(self, a: __m512, b: __m512) -> __m512 {
-        has!(_mm512_add_ps(a, b))
+        intrinsic!(_mm512_add_ps(a, b))
     }
     #[inline(always)]
     fn sub(self, a: __m512, b: __m512) -> __m512 {
-        has!(_mm512_sub_ps(a, b))
+        intrinsic!(_mm512_sub_ps(a, b))
     }
     #[inline(always)]
     fn mul(self, a: __m512, b: __m512) -> __m512 {
-        has!(_mm512_mul_ps(a, b))
+        intrinsic!(_mm512_mul_ps(a, b))
     }
     #[inline(always)]
     fn div(self, a: __m512, b: __m512) -> __m512 {
-        has!(_mm512_div_ps(a, b))
+        intrinsic!(_mm512_div_ps(a, b))
     }
     #[inline(always)]
     fn sqrt(self, a: __m512) -> __m512 {
-        has!(_mm512_sqrt_ps(a))
+        intrinsic!(_mm512_sqrt_ps(a))
     }
     #[inline(always)]
     fn max(self, a: __m512, b: __m512) -> __m512 {
-        has!(_mm512_max_ps(a, b))
+        intrinsic!(_mm512_max_ps(a, b))
     }
     #[inline(always)]
     fn min(self, a: __m512, b: __m512) -> __m512 {
-        has!(_mm512_min_ps(a, b))
+        intrinsic!(_mm512_min_ps(a, b))
     }
     #[inline(always)]
     fn fma(self, a: __m512, b: __m512, c: __m512) -> __m512 {
-        has!(_mm512_fmadd_ps(a, b, c))
+        intrinsic!(_mm512_fmadd_ps(a, b, c))
     }
     #[inline(always)]
     fn fnma(self, a: __m512, b: __m512, c: __m512) -> __m512 {
-        has!(_mm512_fnmadd_ps(a, b, c))
+        intrinsic!(_mm512_fnmadd_ps(a, b, c))
     }
     #[inline(always)]
     fn scale_pow2(self, v: __m512, n: __m512) -> __m512 {
-        has!(_mm512_scalef_ps(v, n))
+        intrinsic!(_mm512_scalef_ps(v, n))
     }
     #[inline(always)]
     fn sum(self, v: __m512) -> f32 {
-        has!(sum8(_mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps::<1>(v))))
+        intrinsic!(sum8(_mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps::<1>(v))))
     }
     #[inline(always)]
-    fn largest(self, v: __m512) -> f32 {
-        has!(largest8(_mm256_max_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps::<1>(v))))
+    fn max_lane(self, v: __m512) -> f32 {
+        intrinsic!(max8(_mm256_max_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps::<1>(v))))
     }
     #[inline(always)]
     fn prefetch(self, p: *const f32) {
-        has!(_mm_prefetch::<_MM_HINT_T0>(p.cast()))
+        intrinsic!(_mm_prefetch::<_MM_HINT_T0>(p.cast()))
     }
-    unsafe fn micro(self, nv: usize, t: &Tile) {
-        has!(micro_avx512(self, nv, t))
+    unsafe fn run_micro_kernel(self, nv: usize, t: &MicroTile) {
+        intrinsic!(micro_avx512(self, nv, t))
     }
     #[inline(always)]
     unsafe fn transpose8(self, src: *const f32, lds: usize, dst: *mut f32, ldd: usize) {
-        has!(transpose8(src, lds, dst, ldd))
+        intrinsic!(transpose8(src, lds, dst, ldd))
     }
 }
 
+/// [`Simd::run_micro_kernel`], compiled for AVX-512.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
-unsafe fn micro_avx512(s: Avx512, nv: usize, t: &Tile) {
-    // SAFETY: as the caller of `micro` promises.
+unsafe fn micro_avx512(s: Avx512, nv: usize, t: &MicroTile) {
+    // SAFETY: guaranteed by the caller of `run_micro_kernel`.
     unsafe {
         match nv {
-            1 => kernel::tile::<_, 8, 1>(s, t),
-            2 => kernel::tile::<_, 8, 2>(s, t),
-            _ => kernel::tile::<_, 8, 3>(s, t),
+            1 => micro_kernel::compute_tile::<_, 8, 1>(s, t),
+            2 => micro_kernel::compute_tile::<_, 8, 2>(s, t),
+            _ => micro_kernel::compute_tile::<_, 8, 3>(s, t),
         }
     }
 }
 
-/// Lane masks for `maskload`: 8 ones, then 8 zeros; a window of it selects the first lanes.
+/// Lane masks for `maskload`: 8 set masks, then 8 clear ones. Eight consecutive masks that begin at
+/// `8 − n` select the first `n` lanes.
 static MASKS: [i32; 16] = [-1, -1, -1, -1, -1, -1, -1, -1, 0, 0, 0, 0, 0, 0, 0, 0];
 
 /// The masks of the first `n` of 16 lanes.
 #[inline(always)]
 fn mask8x2(n: usize) -> [__m256i; 2] {
     let (a, b) = (n.min(8), n.saturating_sub(8));
-    let at = |k: usize| has!(_mm256_loadu_si256(MASKS.as_ptr().add(8 - k).cast()));
+    let at = |k: usize| intrinsic!(_mm256_loadu_si256(MASKS.as_ptr().add(8 - k).cast()));
     [at(a), at(b)]
 }
 
@@ -172,22 +181,22 @@ impl Simd for Avx2 {
 
     #[inline(always)]
     fn splat(self, x: f32) -> Self::V {
-        let v = has!(_mm256_set1_ps(x));
+        let v = intrinsic!(_mm256_set1_ps(x));
         [v, v]
     }
     #[inline(always)]
     unsafe fn load(self, p: *const f32) -> Self::V {
-        has!([_mm256_loadu_ps(p), _mm256_loadu_ps(p.add(8))])
+        intrinsic!([_mm256_loadu_ps(p), _mm256_loadu_ps(p.add(8))])
     }
     #[inline(always)]
     unsafe fn load_part(self, p: *const f32, n: usize) -> Self::V {
         let [a, b] = mask8x2(n);
-        // The second half may lie outside the allocation; masked lanes are not touched.
-        has!([_mm256_maskload_ps(p, a), _mm256_maskload_ps(p.wrapping_add(8), b)])
+        // The second half may be outside the allocation; masked lanes are not accessed.
+        intrinsic!([_mm256_maskload_ps(p, a), _mm256_maskload_ps(p.wrapping_add(8), b)])
     }
     #[inline(always)]
     unsafe fn store(self, p: *mut f32, v: Self::V) {
-        has!({
+        intrinsic!({
             _mm256_storeu_ps(p, v[0]);
             _mm256_storeu_ps(p.add(8), v[1]);
         })
@@ -195,80 +204,81 @@ impl Simd for Avx2 {
     #[inline(always)]
     unsafe fn store_part(self, p: *mut f32, n: usize, v: Self::V) {
         let [a, b] = mask8x2(n);
-        has!({
+        intrinsic!({
             _mm256_maskstore_ps(p, a, v[0]);
             _mm256_maskstore_ps(p.wrapping_add(8), b, v[1]);
         })
     }
     #[inline(always)]
     fn add(self, a: Self::V, b: Self::V) -> Self::V {
-        has!([_mm256_add_ps(a[0], b[0]), _mm256_add_ps(a[1], b[1])])
+        intrinsic!([_mm256_add_ps(a[0], b[0]), _mm256_add_ps(a[1], b[1])])
     }
     #[inline(always)]
     fn sub(self, a: Self::V, b: Self::V) -> Self::V {
-        has!([_mm256_sub_ps(a[0], b[0]), _mm256_sub_ps(a[1], b[1])])
+        intrinsic!([_mm256_sub_ps(a[0], b[0]), _mm256_sub_ps(a[1], b[1])])
     }
     #[inline(always)]
     fn mul(self, a: Self::V, b: Self::V) -> Self::V {
-        has!([_mm256_mul_ps(a[0], b[0]), _mm256_mul_ps(a[1], b[1])])
+        intrinsic!([_mm256_mul_ps(a[0], b[0]), _mm256_mul_ps(a[1], b[1])])
     }
     #[inline(always)]
     fn div(self, a: Self::V, b: Self::V) -> Self::V {
-        has!([_mm256_div_ps(a[0], b[0]), _mm256_div_ps(a[1], b[1])])
+        intrinsic!([_mm256_div_ps(a[0], b[0]), _mm256_div_ps(a[1], b[1])])
     }
     #[inline(always)]
     fn sqrt(self, a: Self::V) -> Self::V {
-        has!([_mm256_sqrt_ps(a[0]), _mm256_sqrt_ps(a[1])])
+        intrinsic!([_mm256_sqrt_ps(a[0]), _mm256_sqrt_ps(a[1])])
     }
     #[inline(always)]
     fn max(self, a: Self::V, b: Self::V) -> Self::V {
-        has!([_mm256_max_ps(a[0], b[0]), _mm256_max_ps(a[1], b[1])])
+        intrinsic!([_mm256_max_ps(a[0], b[0]), _mm256_max_ps(a[1], b[1])])
     }
     #[inline(always)]
     fn min(self, a: Self::V, b: Self::V) -> Self::V {
-        has!([_mm256_min_ps(a[0], b[0]), _mm256_min_ps(a[1], b[1])])
+        intrinsic!([_mm256_min_ps(a[0], b[0]), _mm256_min_ps(a[1], b[1])])
     }
     #[inline(always)]
     fn fma(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V {
-        has!([_mm256_fmadd_ps(a[0], b[0], c[0]), _mm256_fmadd_ps(a[1], b[1], c[1])])
+        intrinsic!([_mm256_fmadd_ps(a[0], b[0], c[0]), _mm256_fmadd_ps(a[1], b[1], c[1])])
     }
     #[inline(always)]
     fn fnma(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V {
-        has!([_mm256_fnmadd_ps(a[0], b[0], c[0]), _mm256_fnmadd_ps(a[1], b[1], c[1])])
+        intrinsic!([_mm256_fnmadd_ps(a[0], b[0], c[0]), _mm256_fnmadd_ps(a[1], b[1], c[1])])
     }
     #[inline(always)]
     fn scale_pow2(self, v: Self::V, n: Self::V) -> Self::V {
-        has!([scale_pow2_8(v[0], n[0]), scale_pow2_8(v[1], n[1])])
+        intrinsic!([scale_pow2_8(v[0], n[0]), scale_pow2_8(v[1], n[1])])
     }
     #[inline(always)]
     fn sum(self, v: Self::V) -> f32 {
-        has!(sum8(_mm256_add_ps(v[0], v[1])))
+        intrinsic!(sum8(_mm256_add_ps(v[0], v[1])))
     }
     #[inline(always)]
-    fn largest(self, v: Self::V) -> f32 {
-        has!(largest8(_mm256_max_ps(v[0], v[1])))
+    fn max_lane(self, v: Self::V) -> f32 {
+        intrinsic!(max8(_mm256_max_ps(v[0], v[1])))
     }
     #[inline(always)]
     fn prefetch(self, p: *const f32) {
-        has!(_mm_prefetch::<_MM_HINT_T0>(p.cast()))
+        intrinsic!(_mm_prefetch::<_MM_HINT_T0>(p.cast()))
     }
-    unsafe fn micro(self, nv: usize, t: &Tile) {
+    unsafe fn run_micro_kernel(self, nv: usize, t: &MicroTile) {
         debug_assert_eq!(nv, 1);
-        has!(micro_avx2(self, t))
+        intrinsic!(micro_avx2(self, t))
     }
     #[inline(always)]
     unsafe fn transpose8(self, src: *const f32, lds: usize, dst: *mut f32, ldd: usize) {
-        has!(transpose8(src, lds, dst, ldd))
+        intrinsic!(transpose8(src, lds, dst, ldd))
     }
 }
 
+/// [`Simd::run_micro_kernel`], compiled for AVX2.
 #[target_feature(enable = "avx2,fma")]
-unsafe fn micro_avx2(s: Avx2, t: &Tile) {
-    // SAFETY: as the caller of `micro` promises.
-    unsafe { kernel::tile::<_, 6, 1>(s, t) }
+unsafe fn micro_avx2(s: Avx2, t: &MicroTile) {
+    // SAFETY: guaranteed by the caller of `run_micro_kernel`.
+    unsafe { micro_kernel::compute_tile::<_, 6, 1>(s, t) }
 }
 
-/// `v · 2ⁿ` by two factors, since 2⁻¹⁵⁰ and 2¹²⁹ themselves are no f32.
+/// Computes `v · 2ⁿ` with two factors, because 2⁻¹⁵⁰ and 2¹²⁹ are out of range of `f32`.
 #[inline]
 #[target_feature(enable = "avx2,fma")]
 fn scale_pow2_8(v: __m256, n: __m256) -> __m256 {
@@ -281,6 +291,7 @@ fn scale_pow2_8(v: __m256, n: __m256) -> __m256 {
     _mm256_mul_ps(_mm256_mul_ps(v, high), low)
 }
 
+/// The sum of 8 lanes, in the order of [`Simd::sum`].
 #[inline]
 #[target_feature(enable = "avx2,fma")]
 fn sum8(v: __m256) -> f32 {
@@ -289,19 +300,21 @@ fn sum8(v: __m256) -> f32 {
     _mm_cvtss_f32(_mm_add_ss(v, _mm_movehdup_ps(v)))
 }
 
+/// The largest of 8 lanes.
 #[inline]
 #[target_feature(enable = "avx2,fma")]
-fn largest8(v: __m256) -> f32 {
+fn max8(v: __m256) -> f32 {
     let v = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps::<1>(v));
     let v = _mm_max_ps(v, _mm_movehl_ps(v, v));
     _mm_cvtss_f32(_mm_max_ss(v, _mm_movehdup_ps(v)))
 }
 
-/// See [`Simd::transpose8`]: pairs, then quadruples, then halves.
+/// [`Simd::transpose8`]: interleaves pairs of rows, then pairs of pairs, then the halves of the
+/// registers.
 #[inline]
 #[target_feature(enable = "avx2,fma")]
 unsafe fn transpose8(src: *const f32, lds: usize, dst: *mut f32, ldd: usize) {
-    // SAFETY: the caller vouches for 8 rows of 8 elements on both sides.
+    // SAFETY: the caller guarantees 8 rows of 8 elements in both matrices.
     let row = |i: usize| unsafe { _mm256_loadu_ps(src.add(i * lds)) };
     let r: [__m256; 8] = [row(0), row(1), row(2), row(3), row(4), row(5), row(6), row(7)];
     let mut quads = [_mm256_setzero_ps(); 8];
@@ -321,7 +334,8 @@ unsafe fn transpose8(src: *const f32, lds: usize, dst: *mut f32, ldd: usize) {
     }
     for p in 0..4 {
         let high = _mm256_permute2f128_ps::<0x31>(quads[p], quads[p + 4]);
-        // SAFETY: as above. Rows are stored in rising order: with ldd < 8 a row's surplus is overwritten by the next.
+        // SAFETY: as above. Rows are stored in rising order, so if ldd < 8 the next row overwrites
+        // the surplus of a row.
         unsafe { _mm256_storeu_ps(dst.add((p + 4) * ldd), high) };
     }
 }

@@ -2,7 +2,7 @@
 use super::compile::ACTIVATION;
 use super::launch::{KernelArg, LaunchConfig};
 use super::{Cuda, THREADS, TensorArg, are_vectorizable, expect_len, f32_address};
-use crate::mem::{Dtype, View, ViewMut};
+use crate::buffer::{Dtype, View, ViewMut};
 use std::ffi::CStr;
 
 /// The activation function of a gate.

@@ -4,7 +4,7 @@ use super::compile::{ATTENTION, FLASH};
 use super::cudnn::{AttentionOperands, AttentionPass};
 use super::launch::{KernelArg, LaunchConfig};
 use super::{Cuda, TensorArg, expect_len, f32_address, unwrap_or_panic};
-use crate::mem::{Dtype, View, ViewMut};
+use crate::buffer::{Dtype, View, ViewMut};
 use crate::ops::AttentionShape;
 use std::ffi::CStr;
 
@@ -15,7 +15,7 @@ const THREADS: u32 = 128;
 /// `MOST_DIM` of attention.cu: maximum head dimension.
 const MAX_HEAD_DIM: usize = 256;
 
-/// `OWN` of flash.cu: queries or keys that a block owns.
+/// `BLOCK_ROWS` of flash.cu: queries or keys of a block.
 const FLASH_TILE: usize = 128;
 /// Maximum bytes of shared memory of a block of flash.cu in addition to rows: statistics of two
 /// steps of 64 rows, and `Kept`.
@@ -45,8 +45,9 @@ unsafe impl KernelArg for AttentionArg {}
 impl AttentionArg {
     fn new(s: AttentionShape) -> Self {
         let [t, heads, kv_heads, dim] = [s.t, s.heads, s.kv_heads, s.head_dim].map(|n| n as i64);
-        let (first_sample, key, threshold, keep) =
-            s.dropout.map_or((0, [0; 2], 0, 0.0), |d| (d.first as i64, d.key, d.threshold(), d.keep()));
+        let (first_sample, key, threshold, keep) = s
+            .dropout
+            .map_or((0, [0; 2], 0, 0.0), |d| (d.first_sequence as i64, d.key, d.threshold(), d.keep_scale()));
         let cap = s.softcap.unwrap_or(0.0);
         AttentionArg { t, heads, kv_heads, dim, scale: s.scale, cap, first_sample, key, threshold, keep }
     }

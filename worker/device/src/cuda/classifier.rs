@@ -4,8 +4,8 @@ use super::compile::CLASSIFIER;
 use super::launch::KernelArg;
 use super::ops::{Operand, matmul};
 use super::{Cuda, dtype_code, expect_len, f32_address};
-use crate::mem::{Dtype, View, ViewMut};
-use crate::ops::{ClassifierGrads, IGNORE, Write};
+use crate::buffer::{Dtype, View, ViewMut};
+use crate::ops::{ClassifierGrads, IGNORE_LABEL, WriteMode};
 use crate::storage::Storage;
 
 /// Number of logits in a chunk. Chunks are large because each reads and writes the whole gradient
@@ -47,7 +47,9 @@ pub(super) fn classifier(
 ) {
     let ClassifierShape { m, d, v, cap } = shape;
     check(loss.len(), x.len(), w.len(), labels, shape, grads.as_ref());
-    if let Some(g) = grads.as_mut().filter(|g| g.dw_write == Write::Set && !g.dw.is_empty() && m == 0) {
+    if let Some(g) =
+        grads.as_mut().filter(|g| g.dw_write == WriteMode::Overwrite && !g.dw.is_empty() && m == 0)
+    {
         cuda.clear(g.dw.reborrow());
     }
     let (rows, stride) = (chunk_rows(m, v), v.next_multiple_of(ROW_ALIGNMENT));
@@ -67,7 +69,7 @@ pub(super) fn classifier(
         let count = rows.min(m - start);
         let x = Operand::new(x.slice(start * d..(start + count) * d), d, false);
         let f32_logits = Operand { dtype: Dtype::F32, stride, ..dlogits };
-        matmul(cuda, f32_logits, x, Operand::new(w, d, true), [count, v, d], Write::Set);
+        matmul(cuda, f32_logits, x, Operand::new(w, d, true), [count, v, d], WriteMode::Overwrite);
         // the type of the gradient that overwrites the logits; -1 for no gradient
         let gradient_code = if grads.is_some() { dtype_code(gradient_dtype) } else { -1 };
         let (loss, labels) = (loss + (start * 4) as u64, all_labels + (start * 4) as u64);
@@ -79,9 +81,9 @@ pub(super) fn classifier(
         cuda.launch_row_blocks(CLASSIFIER, kernel, count, v, &arguments);
         if let Some(g) = &grads {
             let dx = Operand::new(g.dx.as_view().slice(start * d..(start + count) * d), d, false);
-            matmul(cuda, dx, dlogits, Operand::new(w, d, false), [count, d, v], Write::Set);
+            matmul(cuda, dx, dlogits, Operand::new(w, d, false), [count, d, v], WriteMode::Overwrite);
             if !g.dw.is_empty() {
-                let write = if start == 0 { g.dw_write } else { Write::Add };
+                let write = if start == 0 { g.dw_write } else { WriteMode::Accumulate };
                 let dw = Operand::new(g.dw.as_view(), d, false);
                 matmul(cuda, dw, Operand { transposed: true, ..dlogits }, x, [v, d, count], write);
             }
@@ -104,7 +106,7 @@ fn check(
     expect_len("classifier", "x", x, m * d);
     expect_len("classifier", "w", w, v * d);
     expect_len("classifier", "labels", labels.len(), m);
-    let outside = labels.iter().find(|&&l| l != IGNORE && l as usize >= v);
+    let outside = labels.iter().find(|&&l| l != IGNORE_LABEL && l as usize >= v);
     assert!(outside.is_none(), "classifier: label {outside:?} is not below the vocabulary size {v}");
     if let Some(g) = grads {
         expect_len("classifier", "dx", g.dx.len(), m * d);

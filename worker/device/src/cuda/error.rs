@@ -44,7 +44,7 @@ pub enum CudaError {
         required: String,
     },
     /// The GPU lacks a feature that the job needs.
-    #[error("GPU {index} ({name}, {architecture}) does not support {feature}, which needs {required}")]
+    #[error("GPU {index} ({name}, {architecture}) does not support {feature}: {required} is required")]
     GpuUnsupported {
         /// Index of the GPU among those that this process sees.
         index: usize,
@@ -83,9 +83,10 @@ pub enum CudaError {
     },
     /// An allocation did not fit into the GPU's memory.
     #[error(
-        "out of GPU memory: {} needs {:.2} GiB more, but {:.2} of {:.2} GiB are free and this worker uses {:.2} GiB",
-        if label.is_empty() { "this step" } else { label },
+        "out of GPU memory: {:.2} GiB more are needed for {}, but {:.2} of {:.2} GiB are free and this worker uses \
+         {:.2} GiB",
         gib(*requested as u64),
+        if label.is_empty() { "this step" } else { label },
         gib(*free as u64),
         gib(*total as u64),
         gib(*used)

@@ -2,8 +2,10 @@
 use super::compile::FLAT;
 use super::launch::{KernelArg, LaunchConfig};
 use super::{Address, Cuda, TensorArg, expect_len, f32_address, unwrap_or_panic};
-use crate::mem::{View, ViewMut};
-use crate::ops::{AdamW, Dropout, Lion, NORM_BLOCK, Sgd, StochasticRounding};
+use crate::buffer::{View, ViewMut};
+use crate::ops::{
+    AdamWHyperparams, Dropout, LionHyperparams, NORM_BLOCK_LEN, SgdHyperparams, StochasticRounding,
+};
 
 pub(super) fn cast(cuda: &Cuda, y: ViewMut, x: View) {
     expect_len("cast", "x", x.len(), y.len());
@@ -85,17 +87,17 @@ struct DropoutScalars {
 unsafe impl KernelArg for DropoutScalars {}
 
 pub(super) fn dropout(cuda: &Cuda, x: ViewMut, d: &Dropout) {
-    let samples = x.len().checked_div(d.sample).unwrap_or(0);
-    expect_len("dropout", "x", x.len(), samples * d.sample);
+    let samples = x.len().checked_div(d.sample_len).unwrap_or(0);
+    expect_len("dropout", "x", x.len(), samples * d.sample_len);
     let scalars = DropoutScalars {
-        sample: d.sample as i64,
-        first: d.first as i64,
+        sample: d.sample_len as i64,
+        first: d.first_sample as i64,
         threshold: d.threshold(),
         key: d.key,
-        keep: d.keep(),
+        keep: d.keep_scale(),
         unused: 0.0,
     };
-    let blocks = samples * d.sample.div_ceil(4);
+    let blocks = samples * d.sample_len.div_ceil(4);
     cuda.launch_elementwise(FLAT, c"dropout", blocks, &[&TensorArg::from(&x), &(blocks as i64), &scalars]);
 }
 
@@ -112,7 +114,7 @@ unsafe impl KernelArg for RoundingScalars {}
 
 pub(super) fn round_stochastically(cuda: &Cuda, y: ViewMut, x: View, draw: &StochasticRounding) {
     expect_len("round_stochastically", "x", x.len(), y.len());
-    let StochasticRounding { key, first, step } = *draw;
+    let StochasticRounding { key, first_element: first, step } = *draw;
     let scalars = RoundingScalars { first: first as i64, step, key };
     // A thread rounds a block of four elements of the whole tensor. The first and the last block
     // may be only partly within `x`.
@@ -127,14 +129,14 @@ pub(super) fn round_stochastically(cuda: &Cuda, y: ViewMut, x: View, draw: &Stoc
 
 /// The sums of squares of every block of every vector. One launch per vector, one wait for all.
 pub(super) fn norm_blocks(cuda: &Cuda, vectors: &[View]) -> Vec<f64> {
-    let count = |x: &View| x.len().div_ceil(NORM_BLOCK);
+    let count = |x: &View| x.len().div_ceil(NORM_BLOCK_LEN);
     let mut out = vec![0.0f64; vectors.iter().map(count).sum()];
     let sums = cuda.scratch(size_of_val(&out[..]));
     let mut at = sums.at();
     for x in vectors {
         let shape = LaunchConfig { grid: [count(x) as u32, 1, 1], block: [256, 1, 1], shared: 0 };
         let arguments: [&dyn KernelArg; 4] =
-            [&at, &TensorArg::from(*x), &(x.len() as i64), &(NORM_BLOCK as i64)];
+            [&at, &TensorArg::from(*x), &(x.len() as i64), &(NORM_BLOCK_LEN as i64)];
         cuda.launch(FLAT, c"norm_blocks", shape, &arguments);
         at += (count(x) * size_of::<f64>()) as u64;
     }
@@ -161,7 +163,7 @@ struct AdamScalars {
 unsafe impl KernelArg for AdamScalars {}
 
 impl AdamScalars {
-    fn new(h: &AdamW) -> Self {
+    fn new(h: &AdamWHyperparams) -> Self {
         let (weight, t) = ((1.0 - h.beta1) as f32, h.step as f64);
         // PyTorch's lerp starts from the nearer end
         let from_end = weight >= 0.5;
@@ -179,7 +181,7 @@ impl AdamScalars {
     }
 }
 
-pub(super) fn adamw(cuda: &Cuda, p: ViewMut, g: View, avg: ViewMut, avg_sq: ViewMut, h: &AdamW) {
+pub(super) fn adamw(cuda: &Cuda, p: ViewMut, g: View, avg: ViewMut, avg_sq: ViewMut, h: &AdamWHyperparams) {
     let len = p.len();
     expect_len("adamw", "g", g.len(), len);
     expect_len("adamw", "exp_avg", avg.len(), len);
@@ -192,7 +194,7 @@ pub(super) fn adamw(cuda: &Cuda, p: ViewMut, g: View, avg: ViewMut, avg_sq: View
     cuda.launch_elementwise_by_8(FLAT, c"adamw", len, &arguments);
 }
 
-pub(super) fn sgd(cuda: &Cuda, p: ViewMut, g: View, momentum_buffer: ViewMut, h: &Sgd) {
+pub(super) fn sgd(cuda: &Cuda, p: ViewMut, g: View, momentum_buffer: ViewMut, h: &SgdHyperparams) {
     let len = p.len();
     expect_len("sgd", "g", g.len(), len);
     expect_len("sgd", "momentum_buffer", momentum_buffer.len(), if h.momentum == 0.0 { 0 } else { len });
@@ -217,7 +219,7 @@ struct LionScalars {
 // SAFETY: struct LionScalars of flat.cu.
 unsafe impl KernelArg for LionScalars {}
 
-pub(super) fn lion(cuda: &Cuda, p: ViewMut, g: View, avg: ViewMut, h: &Lion) {
+pub(super) fn lion(cuda: &Cuda, p: ViewMut, g: View, avg: ViewMut, h: &LionHyperparams) {
     let len = p.len();
     expect_len("lion", "g", g.len(), len);
     expect_len("lion", "exp_avg", avg.len(), len);

@@ -6,29 +6,29 @@ use super::matmul::{InputFormat, Matmul, MatrixRef};
 use super::memory::DeviceMemory;
 use super::ops::{Operand, finish_empty_matmul, via_f32_result};
 use super::{Cuda, TensorArg};
-use crate::fp8::Fp8;
-use crate::mem::{Dtype, ViewMut};
-use crate::ops::{Fp8Matrix, Write, check_fp8};
+use crate::buffer::{Dtype, ViewMut};
+use crate::fp8::Fp8Format;
+use crate::ops::{Fp8Matrix, WriteMode, check_fp8_shapes};
 
 /// For fp8, cuBLASLt needs pointers aligned to 16 bytes and sums of a multiple of 16 terms.
 const ALIGNMENT: usize = 16;
 /// Maximum number of threads of a block. The kernel that transposes a tile has exactly this many.
 const THREADS: usize = 256;
-/// `DEEP` of fp8.cu: elements of a tile along the sum.
+/// `TILE_DEPTH` of fp8.cu: elements of a tile along the sum.
 const TILE_DEPTH: usize = 128;
-/// `WIDE` of fp8.cu: elements of a tile across the sum.
+/// `TILE_WIDTH` of fp8.cu: elements of a tile across the sum.
 const TILE_WIDTH: usize = 32;
 
-/// Implements [`crate::Ops::fp8_product`].
+/// Implements [`crate::Ops::fp8_matmul`].
 pub(super) fn product(
     cuda: &Cuda,
     c: ViewMut,
     a: Fp8Matrix,
     b: Fp8Matrix,
     [m, n, k]: [usize; 3],
-    write: Write,
+    write: WriteMode,
 ) {
-    check_fp8(c.len(), &a, &b, [m, n, k]);
+    check_fp8_shapes(c.len(), &a, &b, [m, n, k]);
     let c = Operand::new(c.as_view(), n, false);
     if finish_empty_matmul(cuda, c, [m, n, k], write) {
         return;
@@ -46,7 +46,7 @@ pub(super) fn product(
         let (output, c) = (c.dtype, c.matrix());
         cuda.run_matmul(&Matmul { m, n, k: depth, a, b, c, inputs, output, add, bias: None });
     };
-    let add = write == Write::Add;
+    let add = write == WriteMode::Accumulate;
     if c.dtype != Dtype::F16 && c.at.is_multiple_of(ALIGNMENT as u64) {
         return run(c, add);
     }
@@ -56,7 +56,7 @@ pub(super) fn product(
 /// A matrix in fp8: rows of the left operand or columns of the right one, each contiguous along the
 /// sum and padded with zeros.
 struct QuantizedMatrix {
-    kind: Fp8,
+    kind: Fp8Format,
     elements: DeviceMemory,
     /// The scale and its reciprocal.
     scales: DeviceMemory,
@@ -66,7 +66,7 @@ impl QuantizedMatrix {
     /// Quantizes `count` vectors of `k` terms. `is_contiguous` is true if a stored row of the
     /// matrix is such a vector; otherwise the matrix is transposed.
     fn new(cuda: &Cuda, matrix: Fp8Matrix, is_contiguous: bool, count: usize, k: usize) -> Self {
-        let (kind, x, depth) = (matrix.kind, TensorArg::from(matrix.x), k.next_multiple_of(ALIGNMENT));
+        let (kind, x, depth) = (matrix.format, TensorArg::from(matrix.x), k.next_multiple_of(ALIGNMENT));
         let scales = compute_scales(cuda, x, count * k, kind);
         let elements = cuda.scratch(count * depth);
         let (rows, columns) = if is_contiguous { (count, k) } else { (k, count) };
@@ -77,14 +77,14 @@ impl QuantizedMatrix {
             cuda.launch_elementwise_by_8(FP8, c"quantize", count * depth, &arguments);
         } else {
             let tiles = depth.div_ceil(TILE_DEPTH) * count.div_ceil(TILE_WIDTH);
-            cuda.launch(FP8, c"quantize_turned", launch_config(tiles, THREADS), &arguments);
+            cuda.launch(FP8, c"quantize_transposed", launch_config(tiles, THREADS), &arguments);
         }
         QuantizedMatrix { kind, elements, scales }
     }
 }
 
 /// The scale of a vector and its reciprocal, computed on the GPU.
-fn compute_scales(cuda: &Cuda, x: TensorArg, len: usize, kind: Fp8) -> DeviceMemory {
+fn compute_scales(cuda: &Cuda, x: TensorArg, len: usize, kind: Fp8Format) -> DeviceMemory {
     let count = len.div_ceil(8 * THREADS).min(cuda.properties().multiprocessor_count * 4);
     let (parts, scales) = (cuda.scratch(count * size_of::<f32>()), cuda.scratch(2 * size_of::<f32>()));
     cuda.launch(FP8, c"amax", launch_config(count, len.div_ceil(8)), &[&parts.at(), &x, &(len as i64)]);
@@ -100,9 +100,9 @@ fn launch_config(blocks: usize, threads: usize) -> LaunchConfig {
 }
 
 /// The number of a format in fp8.cu.
-fn kind_code(kind: Fp8) -> i64 {
+fn kind_code(kind: Fp8Format) -> i64 {
     match kind {
-        Fp8::E4M3 => 0,
-        Fp8::E5M2 => 1,
+        Fp8Format::E4M3 => 0,
+        Fp8Format::E5M2 => 1,
     }
 }

@@ -14,8 +14,8 @@ use super::bindings::{
 use super::context::GpuContext;
 use super::error::{CudaError, Result};
 use super::library_search::{CudaLibrary, LibraryPaths};
-use crate::fp8::Fp8;
-use crate::mem::Dtype;
+use crate::buffer::Dtype;
+use crate::fp8::Fp8Format;
 use algorithm_search::AlgorithmSearch;
 use descriptors::{AlgorithmPreference, CallPointers, MatmulDescriptor, check};
 use prepared::LtHandle;
@@ -66,7 +66,7 @@ pub(super) enum InputFormat {
     Same(Dtype),
     /// For each operand its fp8 format and the GPU address of its scale. Both operands are
     /// contiguous along `k`: `a` is not transposed, `b` is.
-    Fp8([(Fp8, Address); 2]),
+    Fp8([(Fp8Format, Address); 2]),
 }
 
 impl Matmul {
@@ -106,8 +106,8 @@ impl InputFormat {
         match self {
             InputFormat::Same(dtype) => [type_of(dtype); 2],
             InputFormat::Fp8(operands) => operands.map(|(kind, _)| match kind {
-                Fp8::E4M3 => R_E4M3,
-                Fp8::E5M2 => R_E5M2,
+                Fp8Format::E4M3 => R_E4M3,
+                Fp8Format::E5M2 => R_E5M2,
             }),
         }
     }

@@ -43,7 +43,7 @@ pub use matmul::MATMUL_WORKSPACE_BYTES;
 pub use profile::ProfileEntry;
 pub use properties::GpuProperties;
 
-use crate::mem::{Buf, Dtype, MemoryOwner, View, ViewMut};
+use crate::buffer::{Buf, Dtype, MemoryOwner, View, ViewMut};
 use crate::storage::DeviceError;
 use bindings::Address;
 use compile::{KernelModules, KernelSource, Nvrtc};

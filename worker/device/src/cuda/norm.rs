@@ -2,8 +2,8 @@
 use super::compile::NORM;
 use super::launch::{KernelArg, LaunchConfig};
 use super::{Address, Cuda, TensorArg, are_vectorizable, expect_len, f32_address, row_threads};
-use crate::mem::{Dtype, View, ViewMut};
-use crate::ops::{HeadRows, LayerNorm, Write};
+use crate::buffer::{Dtype, View, ViewMut};
+use crate::ops::{HeadLayout, LayerNormParams, WriteMode};
 use std::ffi::CStr;
 
 /// `SUM_ROWS` of norm.cu: rows that a block sums.
@@ -35,8 +35,8 @@ impl Rows {
         [self.d, self.stride, self.first].iter().all(|n| n % 8 == 0)
     }
 
-    fn heads(h: HeadRows) -> Self {
-        let [d, per, stride, first] = [h.head_dim, h.heads, h.stride, h.first].map(|x| x as i64);
+    fn heads(h: HeadLayout) -> Self {
+        let [d, per, stride, first] = [h.head_dim, h.heads, h.stride, h.first_column].map(|x| x as i64);
         let count = h.rows * h.heads;
         assert!(count < 1 << 31, "rmsnorm_heads: {count} heads exceed the grid");
         Rows { count: count as i64, d, per, stride, first }
@@ -133,7 +133,7 @@ pub(super) fn rms_backward(
     w: View,
     rstd: View,
     m: usize,
-    write: Write,
+    write: WriteMode,
 ) {
     let (op, d) = ("rmsnorm_backward", w.len());
     for (name, len) in [("dx", dx.len()), ("dy", dy.len()), ("x", x.len())] {
@@ -143,7 +143,7 @@ pub(super) fn rms_backward(
     expect_len(op, "dw", dw.len(), d);
     let (at, dy, x, rstd) = (Rows::plain(m, d), TensorArg::from(dy), TensorArg::from(x), f32_address(rstd));
     sum_rows(cuda, f32_address(dw.as_view()), dy, RowFactor::RmsNormed(x, rstd), at);
-    let add = i64::from(write == Write::Add);
+    let add = i64::from(write == WriteMode::Accumulate);
     let (dx, w) = (TensorArg::from(&dx), TensorArg::from(w));
     let names = [c"rmsnorm_backward", c"rmsnorm_backward_bf16", c"rmsnorm_backward_bf16_long"];
     let [dy_type, x_type, w_type] = all_bf16([dy, x, w]);
@@ -152,13 +152,13 @@ pub(super) fn rms_backward(
     cuda.launch_row_warps(NORM, name, m, d, &arguments);
 }
 
-fn check_heads(op: &str, x: usize, raw: usize, rstd: usize, w: usize, h: HeadRows) {
+fn check_heads(op: &str, x: usize, raw: usize, rstd: usize, w: usize, h: HeadLayout) {
     assert!(h.head_dim > 0, "{op}: the head dimension is 0");
     assert!(
-        h.first + h.width() <= h.stride,
+        h.first_column + h.width() <= h.stride,
         "{op}: {} heads from element {} on do not fit rows of {}",
         h.heads,
-        h.first,
+        h.first_column,
         h.stride
     );
     expect_len(op, "x", x, h.rows * h.stride);
@@ -167,7 +167,7 @@ fn check_heads(op: &str, x: usize, raw: usize, rstd: usize, w: usize, h: HeadRow
     expect_len(op, "w", w, h.head_dim);
 }
 
-pub(super) fn heads(cuda: &Cuda, x: ViewMut, raw: ViewMut, rstd: ViewMut, w: View, h: HeadRows, eps: f32) {
+pub(super) fn heads(cuda: &Cuda, x: ViewMut, raw: ViewMut, rstd: ViewMut, w: View, h: HeadLayout, eps: f32) {
     check_heads("rmsnorm_heads_forward", x.len(), raw.len(), rstd.len(), w.len(), h);
     let (at, rstd) = (Rows::heads(h), f32_address(rstd.as_view()));
     let (x, raw, w) = (TensorArg::from(&x), TensorArg::from(&raw), TensorArg::from(w));
@@ -185,7 +185,7 @@ pub(super) fn heads_backward(
     raw: View,
     rstd: View,
     w: View,
-    h: HeadRows,
+    h: HeadLayout,
 ) {
     let op = "rmsnorm_heads_backward";
     check_heads(op, dx.len(), raw.len(), rstd.len(), w.len(), h);
@@ -207,7 +207,7 @@ pub(super) fn layer(
     stats: ViewMut,
     x: TensorArg,
     delta: Option<View>,
-    norm: LayerNorm,
+    norm: LayerNormParams,
     m: usize,
 ) {
     let d = norm.w.len();
@@ -235,7 +235,7 @@ pub(super) fn layer_backward(
     w: View,
     stats: View,
     m: usize,
-    write: Write,
+    write: WriteMode,
 ) {
     let (op, d) = ("layernorm_backward", w.len());
     for (name, len) in [("dx", dx.len()), ("dy", dy.len()), ("x", x.len())] {
@@ -247,7 +247,7 @@ pub(super) fn layer_backward(
     let (at, dy, x, stats) = (Rows::plain(m, d), TensorArg::from(dy), TensorArg::from(x), f32_address(stats));
     sum_rows(cuda, f32_address(dw.as_view()), dy, RowFactor::LayerNormed(x, stats), at);
     sum_rows(cuda, f32_address(db.as_view()), dy, RowFactor::One, at);
-    let add = i64::from(write == Write::Add);
+    let add = i64::from(write == WriteMode::Accumulate);
     let (dx, w, rows, width) = (TensorArg::from(&dx), TensorArg::from(w), m as i64, d as i64);
     let names = [c"layernorm_backward", c"layernorm_backward_bf16", c"layernorm_backward_bf16_long"];
     let [dy_type, x_type, w_type] = all_bf16([dy, x, w]);

@@ -5,10 +5,11 @@ use super::{
     Address, Cuda, TensorArg, address, attention, classifier, dtype_code, expect_len, flat, fp8, norm, rows,
     unwrap_or_panic,
 };
-use crate::mem::{Buf, Dtype, View, ViewMut};
+use crate::buffer::{Buf, Dtype, View, ViewMut};
 use crate::ops::{
-    AdamW, AttentionShape, ClassifierGrads, Dropout, Fp8Matrix, Group, HeadRows, LayerNorm, Lion, NORM_BLOCK,
-    Ops, RouterGradient, RouterShape, Sgd, StochasticRounding, Write,
+    AdamWHyperparams, AttentionShape, ClassifierGrads, Dropout, Fp8Matrix, HeadLayout, LayerNormParams,
+    LionHyperparams, NORM_BLOCK_LEN, Ops, RouterBackwardInputs, RouterShape, RowGroup, SgdHyperparams,
+    StochasticRounding, WriteMode,
 };
 
 /// A matrix of a matmul with its type and layout.
@@ -48,7 +49,7 @@ impl Operand {
 /// the other f32, the f32 one is rounded to bf16, so that tensor cores are used: the gradient of
 /// the residual stream is f32, while weights and activations are not. Other combinations are
 /// converted to f32.
-pub(super) fn matmul(cuda: &Cuda, c: Operand, a: Operand, b: Operand, sizes: [usize; 3], write: Write) {
+pub(super) fn matmul(cuda: &Cuda, c: Operand, a: Operand, b: Operand, sizes: [usize; 3], write: WriteMode) {
     if finish_empty_matmul(cuda, c, sizes, write) {
         return;
     }
@@ -67,12 +68,12 @@ fn matmul_as(
     a: Operand,
     b: Operand,
     [m, n, k]: [usize; 3],
-    write: Write,
+    write: WriteMode,
 ) -> bool {
     // The memory of converted operands lives until the matmul is enqueued.
     let (a, _a_memory) = convert_operand(cuda, a, dtype, [m, k]);
     let (b, _b_memory) = convert_operand(cuda, b, dtype, [k, n]);
-    let add = write == Write::Add;
+    let add = write == WriteMode::Accumulate;
     let request = |c: Operand, add| {
         let (output, [a, b, c]) = (c.dtype, [a, b, c].map(Operand::matrix));
         Matmul { m, n, k, a, b, c, inputs: InputFormat::Same(dtype), output, add, bias: None }
@@ -110,7 +111,7 @@ fn matmul_with_bias(cuda: &Cuda, y: ViewMut, a: Operand, b: Operand, bias: View,
     expect_len("matmul with bias", "bias", bias.len(), n);
     let c = Operand::new(y.as_view(), n, false);
     let run_separately = move || {
-        matmul(cuda, c, a, b, [m, n, k], Write::Set);
+        matmul(cuda, c, a, b, [m, n, k], WriteMode::Overwrite);
         norm::bias(cuda, y, bias, m, n);
     };
     let one_type = [b.dtype, c.dtype, bias.dtype()].iter().all(|dtype| *dtype == a.dtype);
@@ -124,9 +125,9 @@ fn matmul_with_bias(cuda: &Cuda, y: ViewMut, a: Operand, b: Operand, bias: View,
 }
 
 /// Completes a matmul without terms, whose result is zero. Returns false if the matmul has terms.
-pub(super) fn finish_empty_matmul(cuda: &Cuda, c: Operand, [m, n, k]: [usize; 3], write: Write) -> bool {
+pub(super) fn finish_empty_matmul(cuda: &Cuda, c: Operand, [m, n, k]: [usize; 3], write: WriteMode) -> bool {
     let len = m * n;
-    if len > 0 && k == 0 && write == Write::Set {
+    if len > 0 && k == 0 && write == WriteMode::Overwrite {
         unwrap_or_panic(cuda.gpu.fill_zero(c.at, len * c.dtype.size()));
     }
     len == 0 || k == 0
@@ -164,12 +165,12 @@ fn convert_operand(
 }
 
 /// The elements of a group's rows of `width` elements.
-fn group_range(group: &Group, width: usize) -> std::ops::Range<usize> {
+fn group_range(group: &RowGroup, width: usize) -> std::ops::Range<usize> {
     group.rows.start * width..group.rows.end * width
 }
 
 impl Ops for Cuda {
-    fn matmul_forward(&self, y: ViewMut, x: View, w: View, m: usize, n: usize, k: usize, write: Write) {
+    fn matmul_forward(&self, y: ViewMut, x: View, w: View, m: usize, n: usize, k: usize, write: WriteMode) {
         expect_len("matmul_forward", "y", y.len(), m * n);
         expect_len("matmul_forward", "x", x.len(), m * k);
         expect_len("matmul_forward", "w", w.len(), n * k);
@@ -187,7 +188,7 @@ impl Ops for Cuda {
         n: usize,
         k: usize,
     ) {
-        let Some(bias) = bias else { return self.matmul_forward(y, x, w, m, n, k, Write::Set) };
+        let Some(bias) = bias else { return self.matmul_forward(y, x, w, m, n, k, WriteMode::Overwrite) };
         expect_len("matmul_bias_forward", "y", y.len(), m * n);
         expect_len("matmul_bias_forward", "x", x.len(), m * k);
         expect_len("matmul_bias_forward", "w", w.len(), n * k);
@@ -220,7 +221,7 @@ impl Ops for Cuda {
         m: usize,
         n: usize,
         k: usize,
-        write: Write,
+        write: WriteMode,
     ) {
         expect_len("matmul_backward_input", "dx", dx.len(), m * k);
         expect_len("matmul_backward_input", "dy", dy.len(), m * n);
@@ -237,7 +238,7 @@ impl Ops for Cuda {
         m: usize,
         n: usize,
         k: usize,
-        write: Write,
+        write: WriteMode,
     ) {
         expect_len("matmul_backward_weight", "dw", dw.len(), n * k);
         expect_len("matmul_backward_weight", "dy", dy.len(), m * n);
@@ -246,7 +247,7 @@ impl Ops for Cuda {
         matmul(self, c, Operand::new(dy, n, true), Operand::new(x, k, false), [n, k, m], write);
     }
 
-    fn operand<'a>(&self, x: View<'a>, buf: &'a mut Buf) -> View<'a> {
+    fn as_matmul_operand<'a>(&self, x: View<'a>, buf: &'a mut Buf) -> View<'a> {
         if (x.dtype(), buf.dtype()) != (Dtype::F32, Dtype::Bf16) {
             return x;
         }
@@ -255,7 +256,7 @@ impl Ops for Cuda {
         buf.view().slice(0..n)
     }
 
-    fn fp8_product(
+    fn fp8_matmul(
         &self,
         c: ViewMut,
         a: Fp8Matrix,
@@ -263,7 +264,7 @@ impl Ops for Cuda {
         m: usize,
         n: usize,
         k: usize,
-        write: Write,
+        write: WriteMode,
     ) {
         fp8::product(self, c, a, b, [m, n, k], write);
     }
@@ -308,21 +309,37 @@ impl Ops for Cuda {
         rstd: View,
         m: usize,
         d: usize,
-        write: Write,
+        write: WriteMode,
     ) {
         expect_len("rmsnorm_backward", "w", w.len(), d);
         norm::rms_backward(self, dx, dw, dy, x, w, rstd, m, write);
     }
 
-    fn rmsnorm_heads_forward(&self, x: ViewMut, raw: ViewMut, rstd: ViewMut, w: View, h: HeadRows, eps: f32) {
+    fn rmsnorm_heads_forward(
+        &self,
+        x: ViewMut,
+        raw: ViewMut,
+        rstd: ViewMut,
+        w: View,
+        h: HeadLayout,
+        eps: f32,
+    ) {
         norm::heads(self, x, raw, rstd, w, h, eps);
     }
 
-    fn rmsnorm_heads_backward(&self, dx: ViewMut, dw: ViewMut, raw: View, rstd: View, w: View, h: HeadRows) {
+    fn rmsnorm_heads_backward(
+        &self,
+        dx: ViewMut,
+        dw: ViewMut,
+        raw: View,
+        rstd: View,
+        w: View,
+        h: HeadLayout,
+    ) {
         norm::heads_backward(self, dx, dw, raw, rstd, w, h);
     }
 
-    fn layernorm_forward(&self, y: ViewMut, stats: ViewMut, x: View, layer_norm: LayerNorm, m: usize) {
+    fn layernorm_forward(&self, y: ViewMut, stats: ViewMut, x: View, layer_norm: LayerNormParams, m: usize) {
         expect_len("layernorm_forward", "x", x.len(), m * layer_norm.w.len());
         norm::layer(self, y, stats, x.into(), None, layer_norm, m);
     }
@@ -333,7 +350,7 @@ impl Ops for Cuda {
         stats: ViewMut,
         x: ViewMut,
         delta: View,
-        layer_norm: LayerNorm,
+        layer_norm: LayerNormParams,
         m: usize,
     ) {
         expect_len("add_layernorm_forward", "x", x.len(), m * layer_norm.w.len());
@@ -350,7 +367,7 @@ impl Ops for Cuda {
         w: View,
         stats: View,
         m: usize,
-        write: Write,
+        write: WriteMode,
     ) {
         norm::layer_backward(self, dx, [dw, db], dy, x, w, stats, m, write);
     }
@@ -428,7 +445,13 @@ impl Ops for Cuda {
         rows::router(self, probs, weights, lse, chosen, logits, shape);
     }
 
-    fn router_backward(&self, dlogits: ViewMut, dweights: View, router: RouterGradient, shape: RouterShape) {
+    fn router_backward(
+        &self,
+        dlogits: ViewMut,
+        dweights: View,
+        router: RouterBackwardInputs,
+        shape: RouterShape,
+    ) {
         rows::router_backward(self, dlogits, dweights, router, shape);
     }
 
@@ -444,12 +467,12 @@ impl Ops for Cuda {
         indices: &[u32],
         m: usize,
         d: usize,
-        write: Write,
+        write: WriteMode,
     ) {
         rows::combine(self, y, x, weights, indices, m, d, write);
     }
 
-    fn row_dots(&self, out: ViewMut, a: View, b: View, d: usize) {
+    fn dot_rows(&self, out: ViewMut, a: View, b: View, d: usize) {
         rows::dots(self, out, a, b, d);
     }
 
@@ -457,11 +480,21 @@ impl Ops for Cuda {
         rows::scale(self, x, factors, d);
     }
 
-    fn grouped_forward(&self, mut y: ViewMut, x: View, w: View, groups: &[Group], n: usize, k: usize) {
+    fn grouped_forward(&self, mut y: ViewMut, x: View, w: View, groups: &[RowGroup], n: usize, k: usize) {
         for group in groups {
-            let (y, w) =
-                (y.reborrow().slice(group_range(group, n)), w.slice(group.matrix..group.matrix + n * k));
-            self.matmul_forward(y, x.slice(group_range(group, k)), w, group.rows.len(), n, k, Write::Set);
+            let (y, w) = (
+                y.reborrow().slice(group_range(group, n)),
+                w.slice(group.matrix_offset..group.matrix_offset + n * k),
+            );
+            self.matmul_forward(
+                y,
+                x.slice(group_range(group, k)),
+                w,
+                group.rows.len(),
+                n,
+                k,
+                WriteMode::Overwrite,
+            );
         }
     }
 
@@ -470,13 +503,15 @@ impl Ops for Cuda {
         mut dx: ViewMut,
         dy: View,
         w: View,
-        groups: &[Group],
+        groups: &[RowGroup],
         n: usize,
         k: usize,
     ) {
         for group in groups {
-            let (dx, w) =
-                (dx.reborrow().slice(group_range(group, k)), w.slice(group.matrix..group.matrix + n * k));
+            let (dx, w) = (
+                dx.reborrow().slice(group_range(group, k)),
+                w.slice(group.matrix_offset..group.matrix_offset + n * k),
+            );
             self.matmul_backward_input(
                 dx,
                 dy.slice(group_range(group, n)),
@@ -484,7 +519,7 @@ impl Ops for Cuda {
                 group.rows.len(),
                 n,
                 k,
-                Write::Set,
+                WriteMode::Overwrite,
             );
         }
     }
@@ -494,14 +529,14 @@ impl Ops for Cuda {
         mut dw: ViewMut,
         dy: View,
         x: View,
-        groups: &[Group],
+        groups: &[RowGroup],
         n: usize,
         k: usize,
     ) {
         for group in groups {
-            let dw = dw.reborrow().slice(group.matrix..group.matrix + n * k);
+            let dw = dw.reborrow().slice(group.matrix_offset..group.matrix_offset + n * k);
             let (dy, x) = (dy.slice(group_range(group, n)), x.slice(group_range(group, k)));
-            self.matmul_backward_weight(dw, dy, x, group.rows.len(), n, k, Write::Set);
+            self.matmul_backward_weight(dw, dy, x, group.rows.len(), n, k, WriteMode::Overwrite);
         }
     }
 
@@ -521,7 +556,7 @@ impl Ops for Cuda {
         activation::gated_backward(self, dgate_up, dy, gate_up, m, f, Gate::Gelu);
     }
 
-    fn capped_classifier(
+    fn classifier_with_softcap(
         &self,
         loss: ViewMut,
         x: View,
@@ -553,11 +588,11 @@ impl Ops for Cuda {
         flat::scale(self, y, s);
     }
 
-    fn offset(&self, y: ViewMut, s: f32) {
+    fn add_scalar(&self, y: ViewMut, s: f32) {
         flat::offset(self, y, s);
     }
 
-    fn blend(&self, y: ViewMut, a: f32, x: View, b: f32) {
+    fn axpby(&self, y: ViewMut, a: f32, x: View, b: f32) {
         flat::blend(self, y, a, x, b);
     }
 
@@ -573,32 +608,32 @@ impl Ops for Cuda {
         flat::dropout(self, x, d);
     }
 
-    fn sum_of_squares(&self, x: View) -> f64 {
+    fn sum_squares(&self, x: View) -> f64 {
         flat::norm_blocks(self, &[x]).iter().sum()
     }
 
-    fn nesterov(&self, buffer: ViewMut, g: ViewMut, mu: f64, scale: f32) {
+    fn nesterov_momentum(&self, buffer: ViewMut, g: ViewMut, mu: f64, scale: f32) {
         flat::nesterov(self, buffer, g, mu, scale);
     }
 
-    fn norm_blocks(&self, out: &mut [f64], x: View) {
-        expect_len("norm_blocks", "out", out.len(), x.len().div_ceil(NORM_BLOCK));
+    fn sum_squares_by_block(&self, out: &mut [f64], x: View) {
+        expect_len("norm_blocks", "out", out.len(), x.len().div_ceil(NORM_BLOCK_LEN));
         out.copy_from_slice(&flat::norm_blocks(self, &[x]));
     }
 
-    fn norm_blocks_of(&self, vectors: &[View]) -> Vec<f64> {
+    fn sum_squares_by_block_concat(&self, vectors: &[View]) -> Vec<f64> {
         flat::norm_blocks(self, vectors)
     }
 
-    fn adamw(&self, p: ViewMut, g: View, exp_avg: ViewMut, exp_avg_sq: ViewMut, h: &AdamW) {
+    fn adamw(&self, p: ViewMut, g: View, exp_avg: ViewMut, exp_avg_sq: ViewMut, h: &AdamWHyperparams) {
         flat::adamw(self, p, g, exp_avg, exp_avg_sq, h);
     }
 
-    fn sgd(&self, p: ViewMut, g: View, momentum_buffer: ViewMut, h: &Sgd) {
+    fn sgd(&self, p: ViewMut, g: View, momentum_buffer: ViewMut, h: &SgdHyperparams) {
         flat::sgd(self, p, g, momentum_buffer, h);
     }
 
-    fn lion(&self, p: ViewMut, g: View, exp_avg: ViewMut, h: &Lion) {
+    fn lion(&self, p: ViewMut, g: View, exp_avg: ViewMut, h: &LionHyperparams) {
         flat::lion(self, p, g, exp_avg, h);
     }
 }

@@ -2,8 +2,8 @@
 use super::compile::ROWS;
 use super::launch::{KernelArg, LaunchConfig};
 use super::{Cuda, TensorArg, expect_len, f32_address, unwrap_or_panic};
-use crate::mem::{View, ViewMut};
-use crate::ops::{RouterGradient, RouterShape, Write};
+use crate::buffer::{View, ViewMut};
+use crate::ops::{RouterBackwardInputs, RouterShape, WriteMode};
 
 /// Maximum number of experts: a warp of the router kernel holds their scores in registers.
 const MAX_EXPERTS: usize = 1024;
@@ -75,7 +75,7 @@ pub(super) fn combine(
     indices: &[u32],
     m: usize,
     d: usize,
-    write: Write,
+    write: WriteMode,
 ) {
     let op = "combine_rows";
     let per_row = indices.len().checked_div(m).unwrap_or(0);
@@ -90,7 +90,7 @@ pub(super) fn combine(
     let indices = cuda.upload_input("indices", indices);
     let (y, x, weights) =
         (TensorArg::from(&y), TensorArg::from(x), weights.map_or(TensorArg::NONE, TensorArg::from));
-    let [per_row, width, add] = [per_row as i64, d as i64, i64::from(write == Write::Add)];
+    let [per_row, width, add] = [per_row as i64, d as i64, i64::from(write == WriteMode::Accumulate)];
     cuda.launch_row_blocks(
         ROWS,
         c"combine_rows",
@@ -122,7 +122,7 @@ pub(super) fn scale(cuda: &Cuda, x: ViewMut, factors: View, d: usize) {
 
 /// One warp per row.
 fn router_config(m: usize, shape: RouterShape) -> LaunchConfig {
-    let RouterShape { experts, per_token, .. } = shape;
+    let RouterShape { experts, experts_per_token: per_token, .. } = shape;
     assert!((1..=experts).contains(&per_token), "router: {per_token} experts per token of {experts}");
     assert!(experts <= MAX_EXPERTS, "router: {experts} experts exceed the GPU's maximum of {MAX_EXPERTS}");
     LaunchConfig { grid: [m as u32, 1, 1], block: [32, 1, 1], shared: 0 }
@@ -137,7 +137,8 @@ pub(super) fn router(
     logits: View,
     shape: RouterShape,
 ) {
-    let (op, RouterShape { m, experts, per_token, normalise }) = ("router_forward", shape);
+    let (op, RouterShape { m, experts, experts_per_token: per_token, normalise_weights: normalise }) =
+        ("router_forward", shape);
     expect_len(op, "logits", logits.len(), m * experts);
     expect_len(op, "probs", probs.len(), m * experts);
     expect_len(op, "weights", weights.len(), m * per_token);
@@ -157,21 +158,22 @@ pub(super) fn router_backward(
     cuda: &Cuda,
     dlogits: ViewMut,
     dweights: View,
-    router: RouterGradient,
+    router: RouterBackwardInputs,
     shape: RouterShape,
 ) {
-    let (op, RouterShape { m, experts, per_token, normalise }) = ("router_backward", shape);
+    let (op, RouterShape { m, experts, experts_per_token: per_token, normalise_weights: normalise }) =
+        ("router_backward", shape);
     expect_len(op, "dlogits", dlogits.len(), m * experts);
     expect_len(op, "dweights", dweights.len(), m * per_token);
     expect_len(op, "probs", router.probs.len(), m * experts);
     expect_len(op, "lse", router.lse.len(), m);
-    expect_len(op, "chosen", router.chosen.len(), m * per_token);
-    expect_len(op, "balance", router.balance.len(), experts);
-    let chosen = cuda.upload_input("chosen", router.chosen);
-    let balance = cuda.upload_input("balance", router.balance);
+    expect_len(op, "chosen", router.chosen_experts.len(), m * per_token);
+    expect_len(op, "balance", router.balance_grad.len(), experts);
+    let chosen = cuda.upload_input("chosen", router.chosen_experts);
+    let balance = cuda.upload_input("balance", router.balance_grad);
     let [dweights, probs, lse] = [dweights, router.probs, router.lse].map(f32_address);
     let [experts, per_token, normalise] = [experts as i64, per_token as i64, i64::from(normalise)];
-    let (dlogits, twice_z) = (TensorArg::from(&dlogits), 2.0 * router.z);
+    let (dlogits, twice_z) = (TensorArg::from(&dlogits), 2.0 * router.z_loss_coef);
     let arguments: [&dyn KernelArg; 10] =
         [&dlogits, &dweights, &probs, &lse, &chosen, &balance, &experts, &per_token, &normalise, &twice_z];
     cuda.launch(ROWS, c"router_backward", router_config(m, shape), &arguments);

@@ -1,6 +1,6 @@
 //! [`Storage`] on a GPU.
 use super::{Cuda, PinnedOwner, address, streams, unwrap_or_panic};
-use crate::mem::{Buf, Dtype, View, ViewMut};
+use crate::buffer::{Buf, Dtype, View, ViewMut};
 use crate::storage::{BackendEvent, BackendNotice, DeviceError, Event, Storage};
 use std::{
     ops::Range,

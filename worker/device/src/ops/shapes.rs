@@ -1,245 +1,305 @@
-//! What ops are told beside their buffers: shapes, numbers, and where results go.
-use crate::fp8::Fp8;
-use crate::mem::{Dtype, View, ViewMut};
+//! Arguments of [`crate::Ops`] other than buffers: shapes, hyper-parameters and write modes.
+use crate::buffer::{Dtype, View, ViewMut};
+use crate::fp8::Fp8Format;
 
-/// `=` or `+=`.
+/// Whether an op overwrites its output (`=`) or adds to it (`+=`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Write {
-    /// The output is overwritten; what it held is not read.
-    Set,
+pub enum WriteMode {
+    /// The result replaces the output. Its previous content is not read.
+    Overwrite,
     /// The result is added to the output.
-    Add,
+    Accumulate,
 }
 
-/// Shape of attention over `b` sequences of `t` tokens, and what becomes of its scores.
+/// Shape and options of causal grouped-query attention.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AttentionShape {
+    /// Number of sequences.
     pub b: usize,
+    /// Tokens of each sequence.
     pub t: usize,
-    /// Query heads.
+    /// Number of query heads.
     pub heads: usize,
-    /// Key / value heads; divides `heads`.
+    /// Number of key and value heads; it divides `heads`.
     pub kv_heads: usize,
+    /// Elements of a head.
     pub head_dim: usize,
-    /// Factor of q·k, above 0.
+    /// The scores are `scale·(q·k)`; above 0.
     pub scale: f32,
-    /// A score s becomes `cap·tanh(s / cap)`.
+    /// If set, every score `s` becomes `cap·tanh(s / cap)`.
     pub softcap: Option<f32>,
-    /// What is dropped of the probabilities.
+    /// Dropout of the attention probabilities; `None` for no dropout.
     pub dropout: Option<AttentionDropout>,
 }
 
-/// What dropout drops of attention's probabilities; what is kept is multiplied by `1 / (1 − share)`.
+/// Dropout of attention probabilities. Probabilities that are kept are multiplied by
+/// `1 / (1 − probability)`.
 ///
-/// The probability of key `k` for query `q` (positions in their sequence) of query head `h` is dropped by word `k / 16 mod 4` of the
-/// block `16·⌊k / 64⌋ + k mod 16`, the sample `first` + sequence and the step `h·2²⁴ + q` ([`crate::philox::words`]), when it is below
-/// `share·2³²`, rounded down. So it depends on nothing but these numbers.
+/// For query `q` and key `k` (positions in their sequence) of query head `h`, the decision takes
+/// word `(k / 16) mod 4` of the Philox block `16·⌊k / 64⌋ + k mod 16`, at the sample
+/// `first_sequence + sequence` and the step `h·2²⁴ + q` ([`crate::philox::random_words`]). The
+/// attention probability is dropped if the word is below `⌊probability·2³²⌋`. The decision
+/// therefore depends on no tiling, thread or micro-batch.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AttentionDropout {
-    /// Of the random numbers.
+    /// Key of the Philox generator.
     pub key: [u32; 2],
-    /// Share that is dropped, at least 0 and below 1.
-    pub share: f64,
-    /// Number of the first sequence.
-    pub first: u64,
+    /// Probability of dropping an element, at least 0 and below 1.
+    pub probability: f64,
+    /// Number of the batch's first sequence in the random stream.
+    pub first_sequence: u64,
 }
 
 impl AttentionDropout {
-    /// A word below it drops its probability.
+    /// A probability is dropped if its random word is below this threshold.
     pub(crate) fn threshold(&self) -> u32 {
-        (self.share * 4_294_967_296.0) as u32
+        (self.probability * 4_294_967_296.0) as u32
     }
 
-    /// Factor of what is kept.
-    pub(crate) fn keep(&self) -> f32 {
-        (1.0 / (1.0 - self.share)) as f32
+    /// The factor of probabilities that are kept.
+    pub(crate) fn keep_scale(&self) -> f32 {
+        (1.0 / (1.0 - self.probability)) as f32
     }
 
-    /// Refuses what has no numbers of its own.
+    /// Panics if the probability is invalid, or if the shape exceeds the counter of the random
+    /// generator: 2²⁴ positions, 2¹⁶ heads and 2⁴³ sequences.
     pub(crate) fn check(&self, op: &str, shape: &AttentionShape) {
-        assert!((0.0..1.0).contains(&self.share), "{op}: a share of {} is dropped", self.share);
+        let p = self.probability;
+        assert!((0.0..1.0).contains(&p), "{op}: the dropout probability is {p}, not in 0..1");
         let (t, heads) = (shape.t, shape.heads);
-        assert!(t <= 1 << 24 && heads <= 1 << 16, "{op}: dropout of {t} positions, {heads} heads");
-        assert!(self.first + shape.b as u64 <= 1 << 43, "{op}: dropout of sequence {}", self.first);
+        assert!(
+            t <= 1 << 24 && heads <= 1 << 16,
+            "{op}: dropout supports at most 2^24 positions and 2^16 heads, not {t} and {heads}"
+        );
+        let first = self.first_sequence;
+        assert!(
+            first + shape.b as u64 <= 1 << 43,
+            "{op}: sequence {first} is beyond the range of the random generator"
+        );
     }
 }
 
 impl AttentionShape {
-    /// Scores times 1/√head_dim, without a cap.
+    /// Attention with the scale `1/√head_dim`, without softcap and dropout.
     pub fn new(b: usize, t: usize, heads: usize, kv_heads: usize, head_dim: usize) -> Self {
         let scale = (1.0 / (head_dim as f64).sqrt()) as f32;
         AttentionShape { b, t, heads, kv_heads, head_dim, scale, softcap: None, dropout: None }
     }
 }
 
-/// Some heads inside rows of a wider matrix: `rows` of `stride` elements, in each of which the heads lie side by side from
-/// column `first` on.
+/// Position of consecutive heads inside the rows of a wider matrix, such as the query heads inside
+/// the rows of qkv.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct HeadRows {
+pub struct HeadLayout {
+    /// Number of rows of the matrix.
     pub rows: usize,
-    pub first: usize,
+    /// Column of the first head's first element.
+    pub first_column: usize,
+    /// Number of heads, which follow one another without gaps.
     pub heads: usize,
+    /// Elements of a head.
     pub head_dim: usize,
+    /// Elements of a row of the matrix.
     pub stride: usize,
 }
 
-impl HeadRows {
-    /// Elements of the heads of one row.
+impl HeadLayout {
+    /// Elements of all heads of one row.
     pub fn width(&self) -> usize {
         self.heads * self.head_dim
     }
 }
 
-/// A router over `m` rows that sends each to `per_token` of `experts` experts.
+/// Shape of a router, which selects the experts of each token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RouterShape {
+    /// Number of tokens, which are rows.
     pub m: usize,
+    /// Number of experts of the layer.
     pub experts: usize,
-    pub per_token: usize,
-    /// The chosen probabilities are divided by their sum.
-    pub normalise: bool,
+    /// How many experts each token is sent to, at least 1.
+    pub experts_per_token: usize,
+    /// Divides the probabilities of a token's selected experts by their sum.
+    pub normalise_weights: bool,
 }
 
-/// What the router's backward needs beside the gradient of the weights.
+/// Inputs of the router's backward pass in addition to the gradient of the weights.
 #[derive(Clone, Copy)]
-pub struct RouterGradient<'a> {
-    /// `[m, experts]`, of the forward.
+pub struct RouterBackwardInputs<'a> {
+    /// Probabilities that the forward pass computed, `[m, experts]`.
     pub probs: View<'a>,
-    /// `[m]`, of the forward.
+    /// Log-sum-exp of each row's logits from the forward pass, `[m]`.
     pub lse: View<'a>,
-    /// `[m, per_token]`, of the forward.
-    pub chosen: &'a [u32],
-    /// `[experts]`: gradient of another loss by every row's probabilities (load balancing).
-    pub balance: &'a [f32],
-    /// Factor of Σ lse², whose gradient is added.
-    pub z: f32,
+    /// Experts that the forward pass selected, `[m, experts_per_token]`.
+    pub chosen_experts: &'a [u32],
+    /// Gradient of the load-balancing loss by the probabilities, equal for all rows, `[experts]`.
+    pub balance_grad: &'a [f32],
+    /// Coefficient of the z-loss Σ lse², whose gradient is added.
+    pub z_loss_coef: f32,
 }
 
-/// Rows that are multiplied with one matrix of a flat vector of matrices.
+/// Rows that are multiplied by one matrix in a grouped matmul: the tokens of one expert and its
+/// weight.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Group {
-    /// They lie behind those of the group before.
+pub struct RowGroup {
+    /// The rows of the group; groups are in the order of their rows and do not overlap.
     pub rows: std::ops::Range<usize>,
-    /// Where the matrix begins.
-    pub matrix: usize,
+    /// Index of the matrix's first element in the vector of all matrices.
+    pub matrix_offset: usize,
 }
 
-/// An operand of a product in fp8, of any type until then.
+/// An operand of an fp8 matmul, which the op scales and rounds to fp8.
 #[derive(Clone, Copy)]
 pub struct Fp8Matrix<'a> {
+    /// The elements, of any type.
     pub x: View<'a>,
-    /// What its elements are rounded to.
-    pub kind: Fp8,
-    /// Stored with rows and columns exchanged.
+    /// The format to which the elements are rounded.
+    pub format: Fp8Format,
+    /// True if the matrix is stored with rows and columns exchanged.
     pub transposed: bool,
 }
 
-/// The columns of a product in fp8 are a multiple of this: cards want rows of the result of whole 16 bytes.
-pub const FP8_COLUMNS: usize = 16;
+/// The number of columns of an fp8 matmul must be a multiple of this, because cuBLASLt requires
+/// result rows of whole 16 bytes.
+pub const FP8_COLUMN_MULTIPLE: usize = 16;
 
-/// What a LayerNorm computes with.
+/// Parameters of a LayerNorm over rows of `d` elements.
 #[derive(Clone, Copy)]
-pub struct LayerNorm<'a> {
-    /// `[d]`
+pub struct LayerNormParams<'a> {
+    /// Weight, `[d]`.
     pub w: View<'a>,
-    /// `[d]`
+    /// Bias, `[d]`.
     pub b: View<'a>,
+    /// Added to the variance before the square root.
     pub eps: f32,
 }
 
-/// Numbers of one AdamW update (decoupled weight decay; arithmetic as torch.optim.AdamW, single tensor).
+/// Hyper-parameters of one AdamW update with decoupled weight decay. The arithmetic is that of
+/// `torch.optim.AdamW` for a single tensor.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct AdamW {
+pub struct AdamWHyperparams {
+    /// Learning rate.
     pub lr: f64,
+    /// Decay of the first moment `exp_avg`.
     pub beta1: f64,
+    /// Decay of the second moment `exp_avg_sq`.
     pub beta2: f64,
+    /// Added to the denominator of the update.
     pub eps: f64,
+    /// Weight decay per unit of learning rate.
     pub weight_decay: f64,
-    /// 1-based.
+    /// Number of this update, from 1; used by the bias correction.
     pub step: u64,
-    /// The gradient is multiplied by this first (mean over tokens, clipping).
+    /// Factor of the gradient before anything else, for the mean over tokens and for clipping.
     pub grad_scale: f32,
 }
 
-/// Numbers of one SGD update (as torch.optim.SGD, dampening 0, no Nesterov, decay added to the gradient).
+/// Hyper-parameters of one SGD update. The arithmetic is that of `torch.optim.SGD` with dampening
+/// 0, without Nesterov momentum, and with weight decay added to the gradient.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Sgd {
+pub struct SgdHyperparams {
+    /// Learning rate.
     pub lr: f64,
+    /// Factor of the momentum buffer; 0 for no momentum.
     pub momentum: f64,
+    /// Factor of the parameter that is added to its gradient.
     pub weight_decay: f64,
+    /// Factor of the gradient before anything else, for the mean over tokens and for clipping.
     pub grad_scale: f32,
 }
 
-/// Numbers of one Lion update (Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023; decoupled decay).
+/// Hyper-parameters of one Lion update with decoupled weight decay (Chen et al., "Symbolic
+/// Discovery of Optimization Algorithms", 2023).
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Lion {
+pub struct LionHyperparams {
+    /// Learning rate.
     pub lr: f64,
+    /// Weight of `exp_avg` in the sum whose sign is the update.
     pub beta1: f64,
+    /// Decay of `exp_avg`.
     pub beta2: f64,
+    /// Weight decay per unit of learning rate.
     pub weight_decay: f64,
+    /// Factor of the gradient before anything else, for the mean over tokens and for clipping.
     pub grad_scale: f32,
 }
 
-/// What dropout drops of a vector whose samples lie one after the other.
+/// Dropout of a vector that consists of consecutive samples.
+///
+/// Element `i` of a sample takes word `i mod 4` of the Philox block `⌊i / 4⌋` at the step 0
+/// ([`crate::philox::random_words`]), and is dropped if the word is below `⌊probability·2³²⌋`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Dropout {
-    /// Of the random numbers ([`crate::philox::words`]).
+    /// Key of the Philox generator.
     pub key: [u32; 2],
-    /// Share that is dropped, at least 0 and below 1.
-    pub share: f64,
-    /// Elements of a sample; a block of random words is for four of them.
-    pub sample: usize,
-    /// Number of the first sample.
-    pub first: u64,
+    /// Probability of dropping an element, at least 0 and below 1.
+    pub probability: f64,
+    /// Elements of a sample.
+    pub sample_len: usize,
+    /// Number of the vector's first sample in the random stream.
+    pub first_sample: u64,
 }
 
 impl Dropout {
-    /// A word below it drops its element.
+    /// An element is dropped if its random word is below this threshold.
     pub(crate) fn threshold(&self) -> u64 {
-        (self.share * 4_294_967_296.0) as u64
+        (self.probability * 4_294_967_296.0) as u64
     }
 
-    /// Factor of what is kept.
-    pub(crate) fn keep(&self) -> f32 {
-        (1.0 / (1.0 - self.share)) as f32
+    /// The factor of elements that are kept.
+    pub(crate) fn keep_scale(&self) -> f32 {
+        (1.0 / (1.0 - self.probability)) as f32
     }
 }
 
-/// Which way each element of a part of a tensor is rounded: up with the share of the step that it has gone from the number below.
+/// Random numbers of stochastic rounding for a range of a tensor. A value between two bf16 numbers
+/// is rounded away from zero with a probability equal to its distance from the smaller magnitude,
+/// divided by the distance of the two numbers.
 ///
-/// Element `i` of the tensor takes the upper 16 bits of word `i mod 4` of the block `⌊i / 4⌋` at the sample 0 and the step
-/// ([`crate::philox::words`]), so it depends on nothing but these numbers.
+/// Element `i` of the tensor takes the upper 16 bits of word `i mod 4` of the Philox block `⌊i /
+/// 4⌋` at the sample 0 and the step `step` ([`crate::philox::random_words`]). The result therefore
+/// does not depend on how the tensor is divided.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct StochasticRounding {
-    /// Of the random numbers.
+    /// Key of the Philox generator.
     pub key: [u32; 2],
-    /// Number of the part's first element in its tensor.
-    pub first: u64,
-    /// Optimizer step.
+    /// Index of the range's first element in its tensor.
+    pub first_element: u64,
+    /// Number of the optimizer step.
     pub step: u64,
 }
 
 impl StochasticRounding {
-    /// Refuses a result of another type than bf16, and elements and steps that have no numbers of their own.
+    /// Panics if the result is not bf16, or if elements or the step exceed the counter of the
+    /// random generator: 2⁴⁵ elements and 2⁴² steps.
     #[track_caller]
     pub(crate) fn check(&self, y: &ViewMut) {
-        let (op, dtype, end) = ("round_stochastically", y.dtype(), self.first.saturating_add(y.len() as u64));
+        let (op, dtype) = ("round_stochastically", y.dtype());
+        let end = self.first_element.saturating_add(y.len() as u64);
         assert!(dtype == Dtype::Bf16, "{op}: the result is {dtype:?}, not Bf16");
-        assert!(end <= 1 << 45 && self.step < 1 << 42, "{op}: element {end} at step {}", self.step);
+        assert!(
+            end <= 1 << 45 && self.step < 1 << 42,
+            "{op}: element {end} at step {} is beyond the range of the random generator",
+            self.step
+        );
     }
 }
 
-/// The label of a position without a loss.
-pub const IGNORE: u32 = u32::MAX;
+/// The label of a position that has no loss, such as a token of a prompt.
+pub const IGNORE_LABEL: u32 = u32::MAX;
 
-/// Elements of a logical tensor that are squared and summed together for the gradient norm.
-pub const NORM_BLOCK: usize = 4096;
+/// Elements of a tensor that are squared and summed together for the gradient norm. The blocks do
+/// not depend on sharding, so neither does the norm.
+pub const NORM_BLOCK_LEN: usize = 4096;
 
-/// Outputs of [`Ops::classifier`]'s backward.
+/// Outputs of the backward pass of [`crate::Ops::classifier`].
 pub struct ClassifierGrads<'a> {
+    /// Gradient of the input, `[m, d]`; overwritten.
     pub dx: ViewMut<'a>,
-    /// Empty: not wanted.
+    /// Gradient of the weight, `[v, d]`; empty if it is not needed.
     pub dw: ViewMut<'a>,
-    pub dw_write: Write,
+    /// Whether `dw` is overwritten or added to.
+    pub dw_write: WriteMode,
+    /// Factor of the gradient of the logits.
     pub scale: f32,
 }

@@ -40,7 +40,7 @@ constexpr size_t STACK = 64 << 10, GUARD = 64; // bytes
 // A barrier between some threads of a block.
 struct Barrier {
     unsigned arrived = 0;
-    uint64_t turn = 0;
+    uint64_t generation = 0; // how often the barrier opened
 };
 
 // An asynchronous copy to shared memory that is not complete.
@@ -64,8 +64,8 @@ struct Block {
     std::vector<uint8_t> shared;
     std::function<void()> body;
     unsigned next = 0, finished = 0, current = 0;
-    unsigned finished_of_warp[WARP] = {};
-    Barrier all, warps[WARP];
+    unsigned finished_in_warp[WARP] = {};
+    Barrier block_barrier, warp_barriers[WARP];
     uint64_t lanes[MAX_THREADS];
     std::vector<Copy> copies[MAX_THREADS]; // by thread, in the order in which they were started
     unsigned groups[MAX_THREADS] = {};     // number of groups that each thread committed
@@ -81,37 +81,38 @@ struct Block {
         if (!_setjmp(self->at)) _longjmp(scheduler, 1);
         current = self->thread;
     }
-    void wait(Barrier& barrier, unsigned of, const unsigned& gone) {
-        uint64_t turn = barrier.turn;
+    // Waits until all `count` threads have arrived, except those that ended.
+    void wait(Barrier& barrier, unsigned count, const unsigned& ended) {
+        uint64_t generation = barrier.generation;
         progress++;
-        if (++barrier.arrived + gone >= of) {
+        if (++barrier.arrived + ended >= count) {
             barrier.arrived = 0;
-            barrier.turn++;
+            barrier.generation++;
             return;
         }
-        while (barrier.turn == turn) {
-            if (barrier.arrived + gone >= of) {
+        while (barrier.generation == generation) {
+            if (barrier.arrived + ended >= count) {
                 barrier.arrived = 0;
-                barrier.turn++;
+                barrier.generation++;
                 return;
             }
             yield();
         }
     }
-    void sync() { wait(all, threads.count(), finished); }
+    void sync() { wait(block_barrier, threads.count(), finished); }
     void sync_warp() {
         unsigned warp = current / WARP;
-        unsigned of = std::min(WARP, threads.count() - warp * WARP);
-        wait(warps[warp], of, finished_of_warp[warp]);
+        unsigned count = std::min(WARP, threads.count() - warp * WARP);
+        wait(warp_barriers[warp], count, finished_in_warp[warp]);
     }
     void run_threads() {
         while (next < threads.count()) {
-            unsigned turn = next++;
-            running->thread = current = backwards ? threads.count() - 1 - turn : turn;
+            unsigned index = next++;
+            running->thread = current = backwards ? threads.count() - 1 - index : index;
             body();
             if (!copies[running->thread].empty()) stop("a thread ended before its asynchronous copies completed");
             finished++;
-            finished_of_warp[running->thread / WARP]++;
+            finished_in_warp[running->thread / WARP]++;
             progress++;
         }
         running->live = false;
@@ -137,17 +138,17 @@ struct Block {
         for (uint64_t before = progress - 1; progress != before;) {
             before = progress;
             for (size_t i = begin; i < end; i++) {
-                size_t turn = backwards ? begin + end - 1 - i : i;
-                if (fibers[turn].live) resume(turn);
+                size_t fiber = backwards ? begin + end - 1 - i : i;
+                if (fibers[fiber].live) resume(fiber);
             }
         }
     }
     void run() {
         next = finished = 0;
-        memset(finished_of_warp, 0, sizeof finished_of_warp);
-        all = Barrier();
-        for (auto& warp : warps) warp = Barrier();
-        for (auto& closed : groups) closed = 0;
+        memset(finished_in_warp, 0, sizeof finished_in_warp);
+        block_barrier = Barrier();
+        for (auto& barrier : warp_barriers) barrier = Barrier();
+        for (auto& committed : groups) committed = 0;
         fibers.resize(threads.count());
         size_t begun = 0;
         while (finished < threads.count()) {
@@ -302,10 +303,10 @@ static inline void commit_copies() { emulator::block.groups[emulator::block.curr
 // Completes all committed groups except the latest `Open`. A GPU may complete them earlier; here
 // they complete as late as possible.
 template <int Open> void await_copies() {
-    unsigned self = emulator::block.current, closed = emulator::block.groups[self];
+    unsigned self = emulator::block.current, committed = emulator::block.groups[self];
     auto& copies = emulator::block.copies[self];
     size_t completed = 0;
-    for (; completed < copies.size() && copies[completed].group + Open < closed; completed++) {
+    for (; completed < copies.size() && copies[completed].group + Open < committed; completed++) {
         const emulator::Copy& copy = copies[completed];
         if (copy.is_valid) memcpy(copy.to, copy.from, copy.bytes);
         else memset(copy.to, 0, copy.bytes);
@@ -316,27 +317,27 @@ template <int Open> void await_copies() {
 // --- tensor cores: instructions of a whole warp ---------------------------------------------------
 
 // One of the two bf16 values of a register.
-static inline float half_of(unsigned bits, int which) { return __int_as_float((int)((which ? bits >> 16 : bits & 0xffff) << 16)); }
+static inline float bf16_of_register(unsigned bits, int which) { return __int_as_float((int)((which ? bits >> 16 : bits & 0xffff) << 16)); }
 
 static inline void multiply(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-    static unsigned given[emulator::MAX_THREADS][6];
-    unsigned self = emulator::block.current, warp = self / 32 * 32, group = self % 32 / 4, turn = self % 4;
-    memcpy(given[self], a, 16);
-    given[self][4] = b0, given[self][5] = b1;
+    static unsigned operands[emulator::MAX_THREADS][6]; // by thread: four registers of a, two of b
+    unsigned self = emulator::block.current, warp = self / 32 * 32, group = self % 32 / 4, lane_in_group = self % 4;
+    memcpy(operands[self], a, 16);
+    operands[self][4] = b0, operands[self][5] = b1;
     emulator::block.sync_warp();
     for (unsigned i = 0; i < 4; i++) {
-        unsigned row = group + 8 * (i / 2), column = 2 * turn + i % 2;
+        unsigned row = group + 8 * (i / 2), column = 2 * lane_in_group + i % 2;
         for (unsigned k = 0; k < 16; k++) {
-            unsigned of_a = warp + row % 8 * 4 + k % 8 / 2, of_b = warp + column * 4 + k % 8 / 2;
-            c[i] += half_of(given[of_a][row / 8 + 2 * (k / 8)], k % 2) * half_of(given[of_b][4 + k / 8], k % 2);
+            unsigned thread_a = warp + row % 8 * 4 + k % 8 / 2, thread_b = warp + column * 4 + k % 8 / 2;
+            c[i] += bf16_of_register(operands[thread_a][row / 8 + 2 * (k / 8)], k % 2) * bf16_of_register(operands[thread_b][4 + k / 8], k % 2);
         }
     }
     emulator::block.sync_warp();
 }
 
-// The rows of a warp's four matrices, by lane. Bank conflicts between rows of a matrix are slow on
-// a GPU; here they are an error.
-static inline const unsigned short** rows_of_matrices(const unsigned short* row) {
+// The addresses of the rows of a warp's four matrices, by lane. Bank conflicts between rows of a
+// matrix are slow on a GPU; here they are an error.
+static inline const unsigned short** exchange_row_addresses(const unsigned short* row) {
     static const unsigned short* rows[emulator::MAX_THREADS];
     unsigned self = emulator::block.current, warp = self / 32 * 32;
     emulator::expect_shared(row, 16, "a row of a matrix is not aligned");
@@ -348,13 +349,13 @@ static inline const unsigned short** rows_of_matrices(const unsigned short* row)
     return rows + warp;
 }
 static inline void load_matrices(unsigned (&x)[4], const unsigned short* row) {
-    const unsigned short** rows = rows_of_matrices(row);
+    const unsigned short** rows = exchange_row_addresses(row);
     unsigned lane = emulator::block.current % 32;
     for (unsigned i = 0; i < 4; i++) memcpy(&x[i], rows[8 * i + lane / 4] + 2 * (lane % 4), 4);
     emulator::block.sync_warp();
 }
 static inline void load_transposed(unsigned (&x)[4], const unsigned short* row) {
-    const unsigned short** rows = rows_of_matrices(row);
+    const unsigned short** rows = exchange_row_addresses(row);
     unsigned lane = emulator::block.current % 32;
     for (unsigned i = 0; i < 4; i++) {
         const unsigned short** two = rows + 8 * i + 2 * (lane % 4);

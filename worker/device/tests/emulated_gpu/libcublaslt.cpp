@@ -164,7 +164,7 @@ static double element(Tensor x, int64_t i) {
 
 // An operand's elements with those of one sum next to each other. `contiguous`: they are stored
 // that way.
-static std::vector<double> sum_terms(Layout l, bool contiguous, Tensor x) {
+static std::vector<double> operand_terms(Layout l, bool contiguous, Tensor x) {
     uint64_t depth = contiguous ? l.rows : l.cols, count = contiguous ? l.cols : l.rows;
     std::vector<double> terms(depth * count);
     for (uint64_t i = 0; i < count; i++)
@@ -176,7 +176,7 @@ static void multiply(Desc desc, Layout la, Layout lb, Layout lc, Layout ld, Tens
     uint64_t depth = desc.transa ? la.rows : la.cols;
     Tensor bias = {(void*)desc.bias, z.type};
     double scaled = (double)alpha * (desc.scale_a ? *desc.scale_a : 1) * (desc.scale_b ? *desc.scale_b : 1);
-    std::vector<double> a = sum_terms(la, desc.transa, x), b = sum_terms(lb, !desc.transb, y);
+    std::vector<double> a = operand_terms(la, desc.transa, x), b = operand_terms(lb, !desc.transb, y);
     for (uint64_t j = 0; j < ld.cols; j++)
         for (uint64_t i = 0; i < ld.rows; i++) {
             double sum = 0;

@@ -69,14 +69,15 @@ static bool fails(const char* name) {
     return ++calls[name] == strtol(rule.c_str() + colon + 1, nullptr, 10);
 }
 
-// Work on GPU memory, under the driver's lock.
+// Returns a function that runs `body` under the driver's lock.
 static std::function<void()> with_lock(std::function<void()> body) {
     return [body = std::move(body)] {
         LOCKED;
         body();
     };
 }
-static void work(void* stream, std::function<void()> body) { enqueue(stream, with_lock(std::move(body))); }
+// Enqueues work on GPU memory, which runs under the driver's lock.
+static void enqueue_locked(void* stream, std::function<void()> body) { enqueue(stream, with_lock(std::move(body))); }
 
 // --- memory ---------------------------------------------------------------------------------------
 
@@ -93,7 +94,8 @@ static size_t pooled_bytes = 0;
 
 static size_t gpu_memory() { return (size_t)setting("EMULATED_GPU_MEMORY", 8l << 30); }
 
-static bool inside(uintptr_t at, size_t bytes) {
+// True if the range is within one allocation.
+static bool is_allocated(uintptr_t at, size_t bytes) {
     auto next = allocations.upper_bound(at);
     if (next == allocations.begin()) return false;
     auto& [start, a] = *std::prev(next);
@@ -148,7 +150,7 @@ API cuMemFreeAsync(uintptr_t at, void* stream) {
         freed = found->second;
         allocations.erase(found);
     }
-    work(stream, [freed, at] {
+    enqueue_locked(stream, [freed, at] {
         mapped.erase(at);
         allocated -= freed.bytes;
         pooled.insert(freed.bytes);
@@ -188,10 +190,10 @@ API cuMemcpyHtoDAsync_v2(uintptr_t to, const void* from, size_t bytes, void* str
     {
         LOCKED;
         MAY_FAIL("cuMemcpyHtoDAsync");
-        if (!inside(to, bytes)) return INVALID_VALUE;
+        if (!is_allocated(to, bytes)) return INVALID_VALUE;
         if (!is_pinned(from)) snapshot.assign((const uint8_t*)from, (const uint8_t*)from + bytes);
     }
-    work(stream, [=, snapshot = std::move(snapshot)] { memcpy((void*)to, snapshot.empty() ? from : snapshot.data(), bytes); });
+    enqueue_locked(stream, [=, snapshot = std::move(snapshot)] { memcpy((void*)to, snapshot.empty() ? from : snapshot.data(), bytes); });
     return SUCCESS;
 }
 API cuMemcpyDtoHAsync_v2(void* to, uintptr_t from, size_t bytes, void* stream) {
@@ -201,10 +203,10 @@ API cuMemcpyDtoHAsync_v2(void* to, uintptr_t from, size_t bytes, void* stream) {
     {
         LOCKED;
         MAY_FAIL("cuMemcpyDtoHAsync");
-        if (!inside(from, bytes)) return INVALID_VALUE;
+        if (!is_allocated(from, bytes)) return INVALID_VALUE;
         is_async = is_pinned(to);
     }
-    work(stream, [=] { memcpy(to, (void*)from, bytes); });
+    enqueue_locked(stream, [=] { memcpy(to, (void*)from, bytes); });
     if (!is_async) ((Stream*)stream)->finish();
     return SUCCESS;
 }
@@ -213,10 +215,10 @@ API cuMemcpyDtoDAsync_v2(uintptr_t to, uintptr_t from, size_t bytes, void* strea
     REQUIRE_VALID_CAPTURE(stream);
     {
         LOCKED;
-        if (!inside(to, bytes) || !inside(from, bytes)) return INVALID_VALUE;
+        if (!is_allocated(to, bytes) || !is_allocated(from, bytes)) return INVALID_VALUE;
         if (to < from + bytes && from < to + bytes && bytes) return INVALID_VALUE; // undefined on a GPU
     }
-    work(stream, [=] { memcpy((void*)to, (void*)from, bytes); });
+    enqueue_locked(stream, [=] { memcpy((void*)to, (void*)from, bytes); });
     return SUCCESS;
 }
 API cuMemsetD8Async(uintptr_t to, unsigned char value, size_t bytes, void* stream) {
@@ -224,9 +226,9 @@ API cuMemsetD8Async(uintptr_t to, unsigned char value, size_t bytes, void* strea
     REQUIRE_VALID_CAPTURE(stream);
     {
         LOCKED;
-        if (!inside(to, bytes)) return INVALID_VALUE;
+        if (!is_allocated(to, bytes)) return INVALID_VALUE;
     }
-    work(stream, [=] { memset((void*)to, value, bytes); });
+    enqueue_locked(stream, [=] { memset((void*)to, value, bytes); });
     return SUCCESS;
 }
 
@@ -299,7 +301,7 @@ API cuCtxGetStreamPriorityRange(int* least, int* greatest) {
     return SUCCESS;
 }
 API cuStreamDestroy_v2(void* stream) {
-    end_stream(stream);
+    destroy_stream(stream);
     return SUCCESS;
 }
 API cuStreamSynchronize(void* stream) {
@@ -455,7 +457,7 @@ API cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsign
     }
     std::function<void()> body = bind_launch(k, {{gx, gy, gz}, {bx, by, bz}, shared}, arguments);
     if (!body) return INVALID_VALUE;
-    work(stream, std::move(body));
+    enqueue_locked(stream, std::move(body));
     if (((Stream*)stream)->capture) ((Stream*)stream)->capture->back()->is_kernel = true;
     return SUCCESS;
 }

@@ -24,12 +24,12 @@ const KERNEL_SOURCES: [&str; 8] =
     ["flat", "norm", "activation", "rows", "classifier", "attention", "flash", "fp8"];
 
 /// The directory of the emulated libraries, which the first test that needs them builds. With
-/// `LAUNCH_TEST_CARD=compiled` it is that of [`ptx_library_directory`].
+/// `LAUNCH_TEST_EMULATED_GPU=ptx` it is that of [`ptx_library_directory`].
 #[allow(dead_code, reason = "some test files only build the libraries")]
 pub(crate) fn library_directory() -> &'static Path {
     static DIRECTORY: OnceLock<PathBuf> = OnceLock::new();
-    DIRECTORY.get_or_init(|| match std::env::var("LAUNCH_TEST_CARD").as_deref() {
-        Ok("compiled") => ptx_library_directory().expect("LAUNCH_TEST_CARD=compiled needs NVRTC"),
+    DIRECTORY.get_or_init(|| match std::env::var("LAUNCH_TEST_EMULATED_GPU").as_deref() {
+        Ok("ptx") => ptx_library_directory().expect("LAUNCH_TEST_EMULATED_GPU=ptx needs NVRTC"),
         _ => cpp_library_directory().to_owned(),
     })
 }
@@ -63,7 +63,7 @@ fn cpp_library_directory() -> &'static Path {
 #[allow(dead_code, reason = "some test files do not use it")]
 pub(crate) fn ptx_library_directory() -> Option<PathBuf> {
     let nvrtc = nvrtc_directory()?;
-    let directory = cpp_library_directory().with_extension("compiled");
+    let directory = cpp_library_directory().with_extension("ptx");
     if !directory.exists() {
         let new = directory.with_extension(std::process::id().to_string());
         fs::create_dir_all(&new).expect("a directory");

@@ -1,7 +1,7 @@
 // The opcodes that the compiler generates for the kernels, and their effect on the lanes of a warp.
 // `.ftz` replaces subnormal operands and results by 0. `.approx` is as exact as the CPU.
 #pragma once
-#include "numbers.hpp"
+#include "arithmetic.hpp"
 #include "warp.hpp"
 
 namespace ptx {
@@ -9,38 +9,38 @@ namespace ptx {
 
 #define GET(T, n) w.get<T>(i.slots[n], l)
 #define EACH_LANE(name, statement) \
-    {name, {[](Warp& w, const Instruction& i, uint32_t lanes) { each_lane(lanes, [&](int l) { statement; }); }, Kind::PLAIN}},
-#define ONE(name, R, A, expression) EACH_LANE(name, A a = GET(A, 1); w.set<R>(i.slots[0], l, (R)(expression)))
-#define TWO(name, R, A, B, expression) EACH_LANE(name, A a = GET(A, 1); B b = GET(B, 2); w.set<R>(i.slots[0], l, (R)(expression)))
-#define THREE(name, R, A, B, C, expression) \
+    {name, {[](Warp& w, const Instruction& i, uint32_t lanes) { each_lane(lanes, [&](int l) { statement; }); }, InstructionKind::PLAIN}},
+#define UNARY(name, R, A, expression) EACH_LANE(name, A a = GET(A, 1); w.set<R>(i.slots[0], l, (R)(expression)))
+#define BINARY(name, R, A, B, expression) EACH_LANE(name, A a = GET(A, 1); B b = GET(B, 2); w.set<R>(i.slots[0], l, (R)(expression)))
+#define TERNARY(name, R, A, B, C, expression) \
     EACH_LANE(name, A a = GET(A, 1); B b = GET(B, 2); C c = GET(C, 3); w.set<R>(i.slots[0], l, (R)(expression)))
-#define SAME(name, T, expression) TWO(name, T, T, T, expression)
-#define COMPARE(name, T, expression) TWO("setp." name, uint32_t, T, T, (expression) ? 1 : 0)
+#define SAME_TYPE(name, T, expression) BINARY(name, T, T, T, expression)
+#define COMPARE(name, T, expression) BINARY("setp." name, uint32_t, T, T, (expression) ? 1 : 0)
 #define COMPARE_ALL(type, T) \
     COMPARE("eq." type, T, a == b) COMPARE("lt." type, T, a < b) COMPARE("le." type, T, a <= b) COMPARE("gt." type, T, a > b) \
     COMPARE("ge." type, T, a >= b)
 #define INTEGERS(type, T, U) \
-    SAME("add." type, T, (U)a + (U)b) SAME("sub." type, T, (U)a - (U)b) SAME("mul.lo." type, T, (U)a * (U)b) SAME("div." type, T, divided<T>(a, b)) \
-    SAME("rem." type, T, b == 0 ? a : (T)((U)a - (U)divided<T>(a, b) * (U)b)) SAME("min." type, T, std::min(a, b)) \
-    SAME("max." type, T, std::max(a, b)) \
-    ONE("neg." type, T, T, 0 - (U)a) TWO("shr." type, T, T, uint32_t, shifted_right<T>(a, b)) THREE("mad.lo." type, T, T, T, T, (U)a * (U)b + (U)c) \
-    ONE("mov." type, T, T, a) THREE("selp." type, T, T, T, uint32_t, c & 1 ? a : b) COMPARE_ALL(type, T) COMPARE("ne." type, T, a != b)
+    SAME_TYPE("add." type, T, (U)a + (U)b) SAME_TYPE("sub." type, T, (U)a - (U)b) SAME_TYPE("mul.lo." type, T, (U)a * (U)b) SAME_TYPE("div." type, T, divide<T>(a, b)) \
+    SAME_TYPE("rem." type, T, b == 0 ? a : (T)((U)a - (U)divide<T>(a, b) * (U)b)) SAME_TYPE("min." type, T, std::min(a, b)) \
+    SAME_TYPE("max." type, T, std::max(a, b)) \
+    UNARY("neg." type, T, T, 0 - (U)a) BINARY("shr." type, T, T, uint32_t, shift_right<T>(a, b)) TERNARY("mad.lo." type, T, T, T, T, (U)a * (U)b + (U)c) \
+    UNARY("mov." type, T, T, a) TERNARY("selp." type, T, T, T, uint32_t, c & 1 ? a : b) COMPARE_ALL(type, T) COMPARE("ne." type, T, a != b)
 #define BITS(type, T) \
-    SAME("and." type, T, a & b) SAME("or." type, T, a | b) SAME("xor." type, T, a ^ b) ONE("not." type, T, T, ~a) \
-    TWO("shl." type, T, T, uint32_t, shifted_left<T>(a, b)) \
-    THREE("selp." type, T, T, T, uint32_t, c & 1 ? a : b) COMPARE("eq." type, T, a == b) COMPARE("ne." type, T, a != b)
+    SAME_TYPE("and." type, T, a & b) SAME_TYPE("or." type, T, a | b) SAME_TYPE("xor." type, T, a ^ b) UNARY("not." type, T, T, ~a) \
+    BINARY("shl." type, T, T, uint32_t, shift_left<T>(a, b)) \
+    TERNARY("selp." type, T, T, T, uint32_t, c & 1 ? a : b) COMPARE("eq." type, T, a == b) COMPARE("ne." type, T, a != b)
 #define FLOATS(type, T) \
-    SAME("add." type, T, a + b) SAME("add.rn." type, T, a + b) SAME("sub." type, T, a - b) SAME("mul." type, T, a * b) \
-    SAME("mul.rn." type, T, a * b) SAME("div.rn." type, T, a / b) \
-    THREE("fma.rn." type, T, T, T, T, std::fma(a, b, c)) SAME("max." type, T, std::fmax(a, b)) SAME("min." type, T, std::fmin(a, b)) \
-    ONE("neg." type, T, T, -a) \
-    ONE("abs." type, T, T, std::fabs(a)) ONE("sqrt.rn." type, T, T, std::sqrt(a)) ONE("rcp.rn." type, T, T, 1 / a) ONE("mov." type, T, T, a) \
-    THREE("selp." type, T, T, T, uint32_t, c & 1 ? a : b) COMPARE_ALL(type, T) COMPARE("ne." type, T, a < b || a > b) \
+    SAME_TYPE("add." type, T, a + b) SAME_TYPE("add.rn." type, T, a + b) SAME_TYPE("sub." type, T, a - b) SAME_TYPE("mul." type, T, a * b) \
+    SAME_TYPE("mul.rn." type, T, a * b) SAME_TYPE("div.rn." type, T, a / b) \
+    TERNARY("fma.rn." type, T, T, T, T, std::fma(a, b, c)) SAME_TYPE("max." type, T, std::fmax(a, b)) SAME_TYPE("min." type, T, std::fmin(a, b)) \
+    UNARY("neg." type, T, T, -a) \
+    UNARY("abs." type, T, T, std::fabs(a)) UNARY("sqrt.rn." type, T, T, std::sqrt(a)) UNARY("rcp.rn." type, T, T, 1 / a) UNARY("mov." type, T, T, a) \
+    TERNARY("selp." type, T, T, T, uint32_t, c & 1 ? a : b) COMPARE_ALL(type, T) COMPARE("ne." type, T, a < b || a > b) \
     COMPARE("equ." type, T, !(a < b || a > b)) \
     COMPARE("neu." type, T, !(a == b)) COMPARE("ltu." type, T, !(a >= b)) COMPARE("leu." type, T, !(a > b)) \
     COMPARE("gtu." type, T, !(a <= b)) COMPARE("geu." type, T, !(a < b)) \
     COMPARE("num." type, T, !std::isnan(a) && !std::isnan(b)) COMPARE("nan." type, T, std::isnan(a) || std::isnan(b))
-#define CONVERT(to, from, R, A) ONE("cvt." to "." from, R, A, a)
+#define CONVERT(to, from, R, A) UNARY("cvt." to "." from, R, A, a)
 
 // mov.b32 between a register and a vector, such as `%r, {%rs, %rs}`, or between registers
 inline void pack(Warp& w, const Instruction& i, uint32_t lanes, int bytes) {
@@ -65,18 +65,18 @@ inline const uint8_t* gpu_memory(Warp& w, uint64_t at, size_t bytes, const Instr
     w.block->bytes += bytes;
     return (const uint8_t*)at;
 }
-inline Space space_of(const Instruction& i, uint64_t& at) {
+inline Space resolve_space(const Instruction& i, uint64_t& at) {
     if (i.space != Space::GENERIC) return i.space;
     if (at >> 61 == 1) return at -= LOCAL_WINDOW, Space::LOCAL;
     if (at >> 60 == 1) return at -= SHARED_WINDOW, Space::SHARED;
     return Space::GLOBAL;
 }
-inline uint8_t* place(Warp& w, const Instruction& i, int l, bool writes) {
+inline uint8_t* resolve_address(Warp& w, const Instruction& i, int l, bool writes) {
     uint64_t at = w.get<uint64_t>(i.base, l);
     if (i.space == Space::SHARED || i.space == Space::LOCAL) at = (uint32_t)at; // addresses of these spaces may have 32 bits
     at += (uint64_t)i.offset;
     uint32_t bytes = (uint32_t)(i.bytes * i.elements);
-    switch (space_of(i, at)) {
+    switch (resolve_space(i, at)) {
     case Space::PARAM:
         if (writes || at + bytes > w.block->parameters->size()) stop("an access is outside of the parameters: " + i.text);
         return (uint8_t*)w.block->parameters->data() + at;
@@ -93,7 +93,7 @@ inline uint8_t* place(Warp& w, const Instruction& i, int l, bool writes) {
 }
 template <class T> void load_as(Warp& w, const Instruction& i, uint32_t lanes) {
     each_lane(lanes, [&](int l) {
-        const uint8_t* from = place(w, i, l, false);
+        const uint8_t* from = resolve_address(w, i, l, false);
         for (int e = 0; e < i.elements; e++) {
             T x;
             memcpy(&x, from + (size_t)e * sizeof x, sizeof x);
@@ -111,8 +111,8 @@ inline void load(Warp& w, const Instruction& i, uint32_t lanes) {
 }
 template <class T> void store_as(Warp& w, const Instruction& i, uint32_t lanes) {
     each_lane(lanes, [&](int l) {
-        uint8_t* to = place(w, i, l, true);
-        for (int e = 0; e < i.elements; e++) memcpy(to + (size_t)e * sizeof(T), &w.of(i.slots[e])[l], sizeof(T));
+        uint8_t* to = resolve_address(w, i, l, true);
+        for (int e = 0; e < i.elements; e++) memcpy(to + (size_t)e * sizeof(T), &w.reg(i.slots[e])[l], sizeof(T));
     });
 }
 inline void store(Warp& w, const Instruction& i, uint32_t lanes) {
@@ -123,7 +123,7 @@ inline void store(Warp& w, const Instruction& i, uint32_t lanes) {
     default: return store_as<uint64_t>(w, i, lanes);
     }
 }
-inline Run find_access(const std::string& name) { return name == "ld" ? load : name == "st" ? store : nullptr; }
+inline Handler find_memory_access(const std::string& name) { return name == "ld" ? load : name == "st" ? store : nullptr; }
 
 // cp.async [shared], [global], bytes, bytes to read (the rest is filled with zeros)
 inline void begin_copy(Warp& w, const Instruction& i, uint32_t lanes) {
@@ -172,10 +172,10 @@ inline void shuffle(Warp& w, const Instruction& i, uint32_t lanes) { // shfl.syn
         w.set<uint32_t>(i.slots[1], l, 1);
     });
 }
-template <bool all> void vote(Warp& w, const Instruction& i, uint32_t lanes) {
+template <bool require_all> void vote(Warp& w, const Instruction& i, uint32_t lanes) {
     uint32_t yes = 0;
-    each_lane(lanes, [&](int l) { yes |= (uint32_t)(w.of(i.slots[1])[l] & 1) << l; });
-    uint32_t result = all ? yes == lanes : yes != 0;
+    each_lane(lanes, [&](int l) { yes |= (uint32_t)(w.reg(i.slots[1])[l] & 1) << l; });
+    uint32_t result = require_all ? yes == lanes : yes != 0;
     each_lane(lanes, [&](int l) { w.set<uint32_t>(i.slots[0], l, result); });
 }
 template <bool largest> void reduce(Warp& w, const Instruction& i, uint32_t lanes) {
@@ -186,7 +186,7 @@ template <bool largest> void reduce(Warp& w, const Instruction& i, uint32_t lane
     });
     each_lane(lanes, [&](int l) { w.set<int32_t>(i.slots[0], l, best); });
 }
-inline void meet(Warp& w, const Instruction&, uint32_t) { w.block->shadow.warp_barrier(w.number); }
+inline void warp_barrier(Warp& w, const Instruction&, uint32_t) { w.block->shadow.warp_barrier(w.number); }
 
 // mma.m16n8k16: d[16, 8] = a[16, 16] · b[16, 8] + c, with two bf16 values per register of a and b.
 // Lane 4·g + t has
@@ -246,27 +246,27 @@ template <bool transposed> void load_matrices(Warp& w, const Instruction& i, uin
 
 inline const Opcode* find_opcode(const std::string& name) {
     using std::fma;
-    static const std::map<std::string, Opcode> all = {
+    static const std::map<std::string, Opcode> opcodes = {
         INTEGERS("s16", int16_t, uint32_t) INTEGERS("u16", uint16_t, uint32_t) INTEGERS("s32", int32_t, uint32_t) INTEGERS("u32", uint32_t, uint32_t)
         INTEGERS("s64", int64_t, uint64_t) INTEGERS("u64", uint64_t, uint64_t) BITS("b16", uint16_t) BITS("b32", uint32_t) BITS("b64", uint64_t)
         FLOATS("f32", float) FLOATS("f64", double)
         // predicates
-        SAME("and.pred", uint32_t, a & b & 1) SAME("or.pred", uint32_t, (a | b) & 1) SAME("xor.pred", uint32_t, (a ^ b) & 1)
-        ONE("not.pred", uint32_t, uint32_t, ~a & 1) ONE("mov.pred", uint32_t, uint32_t, a & 1)
+        SAME_TYPE("and.pred", uint32_t, a & b & 1) SAME_TYPE("or.pred", uint32_t, (a | b) & 1) SAME_TYPE("xor.pred", uint32_t, (a ^ b) & 1)
+        UNARY("not.pred", uint32_t, uint32_t, ~a & 1) UNARY("mov.pred", uint32_t, uint32_t, a & 1)
         // wide multiplications and special functions
-        SAME("mul.hi.u32", uint32_t, (uint64_t)a * b >> 32) TWO("mul.wide.s32", int64_t, int32_t, int32_t, (int64_t)a * b)
-        TWO("mul.wide.u32", uint64_t, uint32_t, uint32_t, (uint64_t)a * b) TWO("mul.wide.u16", uint32_t, uint16_t, uint16_t, (uint32_t)a * b)
-        THREE("fma.rm.f32", float, float, float, float, rounded_down(a, b, c)) SAME("copysign.f32", float, std::copysign(b, a))
-        SAME("div.approx.f32", float, a / b) ONE("ex2.approx.f32", float, float, std::exp2(a))
-        ONE("ex2.approx.ftz.f32", float, float, flushed(std::exp2(flushed(a))))
-        ONE("rcp.approx.ftz.f32", float, float, flushed(1 / flushed(a))) ONE("rsqrt.approx.f32", float, float, 1 / std::sqrt(a))
-        ONE("rsqrt.approx.ftz.f32", float, float, flushed(1 / std::sqrt(flushed(a)))) ONE("lg2.approx.f32", float, float, std::log2(a))
-        ONE("rcp.approx.ftz.f64", double, double, 1 / a)
-        EACH_LANE("bfi.b32", w.set(i.slots[0], l, inserted<uint32_t>(GET(uint32_t, 1), GET(uint32_t, 2), GET(uint32_t, 3), GET(uint32_t, 4))))
-        EACH_LANE("bfi.b64", w.set(i.slots[0], l, inserted<uint64_t>(GET(uint64_t, 1), GET(uint64_t, 2), GET(uint32_t, 3), GET(uint32_t, 4))))
-        THREE("prmt.b32", uint32_t, uint32_t, uint32_t, uint32_t, permuted(a, b, c)) ONE("mov.b16", uint16_t, uint16_t, a)
-        {"mov.b32", {[](Warp& w, const Instruction& i, uint32_t lanes) { pack(w, i, lanes, 4); }, Kind::PLAIN}},
-        {"mov.b64", {[](Warp& w, const Instruction& i, uint32_t lanes) { pack(w, i, lanes, 8); }, Kind::PLAIN}},
+        SAME_TYPE("mul.hi.u32", uint32_t, (uint64_t)a * b >> 32) BINARY("mul.wide.s32", int64_t, int32_t, int32_t, (int64_t)a * b)
+        BINARY("mul.wide.u32", uint64_t, uint32_t, uint32_t, (uint64_t)a * b) BINARY("mul.wide.u16", uint32_t, uint16_t, uint16_t, (uint32_t)a * b)
+        TERNARY("fma.rm.f32", float, float, float, float, fma_round_down(a, b, c)) SAME_TYPE("copysign.f32", float, std::copysign(b, a))
+        SAME_TYPE("div.approx.f32", float, a / b) UNARY("ex2.approx.f32", float, float, std::exp2(a))
+        UNARY("ex2.approx.ftz.f32", float, float, flush_subnormal(std::exp2(flush_subnormal(a))))
+        UNARY("rcp.approx.ftz.f32", float, float, flush_subnormal(1 / flush_subnormal(a))) UNARY("rsqrt.approx.f32", float, float, 1 / std::sqrt(a))
+        UNARY("rsqrt.approx.ftz.f32", float, float, flush_subnormal(1 / std::sqrt(flush_subnormal(a)))) UNARY("lg2.approx.f32", float, float, std::log2(a))
+        UNARY("rcp.approx.ftz.f64", double, double, 1 / a)
+        EACH_LANE("bfi.b32", w.set(i.slots[0], l, insert_bits<uint32_t>(GET(uint32_t, 1), GET(uint32_t, 2), GET(uint32_t, 3), GET(uint32_t, 4))))
+        EACH_LANE("bfi.b64", w.set(i.slots[0], l, insert_bits<uint64_t>(GET(uint64_t, 1), GET(uint64_t, 2), GET(uint32_t, 3), GET(uint32_t, 4))))
+        TERNARY("prmt.b32", uint32_t, uint32_t, uint32_t, uint32_t, permute_bytes(a, b, c)) UNARY("mov.b16", uint16_t, uint16_t, a)
+        {"mov.b32", {[](Warp& w, const Instruction& i, uint32_t lanes) { pack(w, i, lanes, 4); }, InstructionKind::PLAIN}},
+        {"mov.b64", {[](Warp& w, const Instruction& i, uint32_t lanes) { pack(w, i, lanes, 8); }, InstructionKind::PLAIN}},
         // conversions
         CONVERT("s64", "s32", int64_t, int32_t) CONVERT("u64", "u32", uint64_t, uint32_t) CONVERT("u32", "u64", uint32_t, uint64_t)
         CONVERT("u16", "u32", uint16_t, uint32_t)
@@ -275,36 +275,36 @@ inline const Opcode* find_opcode(const std::string& name) {
         CONVERT("f64", "f32", double, float) CONVERT("rn.f32", "f64", float, double) CONVERT("rn.f32", "s32", float, int32_t)
         CONVERT("rn.f32", "u32", float, uint32_t)
         CONVERT("rn.f32", "s64", float, int64_t) CONVERT("rn.f32", "u64", float, uint64_t)
-        ONE("cvt.f32.f16", float, uint16_t, f16_to_float(a)) ONE("cvt.rn.f16.f32", uint16_t, float, to_f16_bits(a))
-        ONE("cvt.sat.f32.f32", float, float, std::isnan(a) ? 0 : std::min(std::max(a, 0.0f), 1.0f))
-        TWO("cvt.rn.bf16x2.f32", uint32_t, float, float, to_bf16_bits(a) << 16 | to_bf16_bits(b))
-        TWO("cvt.rn.satfinite.e4m3x2.f32", uint16_t, float, float, to_e4m3(a) << 8 | to_e4m3(b))
-        TWO("cvt.rn.satfinite.e5m2x2.f32", uint16_t, float, float, to_e5m2(a) << 8 | to_e5m2(b))
-        ONE("cvta.to.global.u64", uint64_t, uint64_t, a) ONE("cvta.global.u64", uint64_t, uint64_t, a)
-        ONE("cvta.shared.u64", uint64_t, uint64_t, a + SHARED_WINDOW)
-        ONE("cvta.to.shared.u64", uint64_t, uint64_t, a - SHARED_WINDOW) ONE("cvta.local.u64", uint64_t, uint64_t, a + LOCAL_WINDOW)
-        ONE("cvta.to.local.u64", uint64_t, uint64_t, a - LOCAL_WINDOW)
+        UNARY("cvt.f32.f16", float, uint16_t, f16_to_float(a)) UNARY("cvt.rn.f16.f32", uint16_t, float, to_f16_bits(a))
+        UNARY("cvt.sat.f32.f32", float, float, std::isnan(a) ? 0 : std::min(std::max(a, 0.0f), 1.0f))
+        BINARY("cvt.rn.bf16x2.f32", uint32_t, float, float, to_bf16_bits(a) << 16 | to_bf16_bits(b))
+        BINARY("cvt.rn.satfinite.e4m3x2.f32", uint16_t, float, float, to_e4m3(a) << 8 | to_e4m3(b))
+        BINARY("cvt.rn.satfinite.e5m2x2.f32", uint16_t, float, float, to_e5m2(a) << 8 | to_e5m2(b))
+        UNARY("cvta.to.global.u64", uint64_t, uint64_t, a) UNARY("cvta.global.u64", uint64_t, uint64_t, a)
+        UNARY("cvta.shared.u64", uint64_t, uint64_t, a + SHARED_WINDOW)
+        UNARY("cvta.to.shared.u64", uint64_t, uint64_t, a - SHARED_WINDOW) UNARY("cvta.local.u64", uint64_t, uint64_t, a + LOCAL_WINDOW)
+        UNARY("cvta.to.local.u64", uint64_t, uint64_t, a - LOCAL_WINDOW)
         // copies, collective instructions and barriers
-        {"cp.async.cg.shared.global", {begin_copy, Kind::PLAIN}},
-        {"cp.async.ca.shared.global", {begin_copy, Kind::PLAIN}},
-        {"cp.async.commit_group", {commit_copies, Kind::PLAIN}},
-        {"cp.async.wait_group", {await_copies, Kind::PLAIN}},
-        {"shfl.sync.bfly.b32", {shuffle, Kind::COLLECTIVE}},
-        {"vote.sync.all.pred", {vote<true>, Kind::COLLECTIVE}},
-        {"vote.sync.any.pred", {vote<false>, Kind::COLLECTIVE}},
-        {"redux.sync.max.s32", {reduce<true>, Kind::COLLECTIVE}},
-        {"redux.sync.min.s32", {reduce<false>, Kind::COLLECTIVE}},
-        {"bar.warp.sync", {meet, Kind::COLLECTIVE}},
-        {"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32", {multiply, Kind::COLLECTIVE}},
-        {"ldmatrix.sync.aligned.m8n8.x4.shared.b16", {load_matrices<false>, Kind::COLLECTIVE}},
-        {"ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16", {load_matrices<true>, Kind::COLLECTIVE}},
-        {"bra", {nullptr, Kind::BRANCH}},
-        {"bra.uni", {nullptr, Kind::BRANCH}},
-        {"ret", {nullptr, Kind::EXIT}},
-        {"exit", {nullptr, Kind::EXIT}},
-        {"bar.sync", {nullptr, Kind::BARRIER}},
+        {"cp.async.cg.shared.global", {begin_copy, InstructionKind::PLAIN}},
+        {"cp.async.ca.shared.global", {begin_copy, InstructionKind::PLAIN}},
+        {"cp.async.commit_group", {commit_copies, InstructionKind::PLAIN}},
+        {"cp.async.wait_group", {await_copies, InstructionKind::PLAIN}},
+        {"shfl.sync.bfly.b32", {shuffle, InstructionKind::COLLECTIVE}},
+        {"vote.sync.all.pred", {vote<true>, InstructionKind::COLLECTIVE}},
+        {"vote.sync.any.pred", {vote<false>, InstructionKind::COLLECTIVE}},
+        {"redux.sync.max.s32", {reduce<true>, InstructionKind::COLLECTIVE}},
+        {"redux.sync.min.s32", {reduce<false>, InstructionKind::COLLECTIVE}},
+        {"bar.warp.sync", {warp_barrier, InstructionKind::COLLECTIVE}},
+        {"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32", {multiply, InstructionKind::COLLECTIVE}},
+        {"ldmatrix.sync.aligned.m8n8.x4.shared.b16", {load_matrices<false>, InstructionKind::COLLECTIVE}},
+        {"ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16", {load_matrices<true>, InstructionKind::COLLECTIVE}},
+        {"bra", {nullptr, InstructionKind::BRANCH}},
+        {"bra.uni", {nullptr, InstructionKind::BRANCH}},
+        {"ret", {nullptr, InstructionKind::EXIT}},
+        {"exit", {nullptr, InstructionKind::EXIT}},
+        {"bar.sync", {nullptr, InstructionKind::BARRIER}},
     };
-    auto found = all.find(name);
-    return found == all.end() ? nullptr : &found->second;
+    auto found = opcodes.find(name);
+    return found == opcodes.end() ? nullptr : &found->second;
 }
 } // namespace ptx

@@ -22,22 +22,23 @@ namespace ptx {
 }
 
 enum class Space { GLOBAL, SHARED, LOCAL, PARAM, GENERIC };
-// How the warp's scheduler treats an instruction. COLLECTIVE: several lanes execute it together.
-enum class Kind { PLAIN, BRANCH, EXIT, COLLECTIVE, BARRIER };
+// How the warp's scheduler treats an instruction. Several lanes execute a COLLECTIVE one as a
+// group.
+enum class InstructionKind { PLAIN, BRANCH, EXIT, COLLECTIVE, BARRIER };
 
 struct Warp;
 struct Instruction;
-typedef void (*Run)(Warp&, const Instruction&, uint32_t lanes);
+typedef void (*Handler)(Warp&, const Instruction&, uint32_t lanes);
 
 constexpr int OPERANDS = 14;
 struct Instruction {
-    Run run = nullptr;
-    Kind kind = Kind::PLAIN;
+    Handler run = nullptr;
+    InstructionKind kind = InstructionKind::PLAIN;
     int guard = -1; // slot of the predicate
     bool negated = false;
     int slots[OPERANDS]; // in the order of the text, vectors element by element
     int count = 0;
-    int members = -1; // slot of the mask of lanes that execute it together; -1: all
+    int members = -1; // slot of the mask of lanes that execute it as a group; -1: all
     Space space = Space::GENERIC;
     int base = -1; // slot of an address; `offset` is added to it
     int64_t offset = 0;
@@ -62,7 +63,7 @@ struct Range {
 // Special registers, in the order of their slots, which come first.
 constexpr const char* SPECIAL[] = {"%tid.x", "%tid.y", "%tid.z", "%ntid.x", "%ntid.y", "%ntid.z",
                                    "%ctaid.x", "%ctaid.y", "%ctaid.z", "%nctaid.x", "%nctaid.y", "%nctaid.z", "%laneid"};
-constexpr int SPECIALS = sizeof SPECIAL / sizeof *SPECIAL;
+constexpr int SPECIAL_COUNT = sizeof SPECIAL / sizeof *SPECIAL;
 
 struct Kernel {
     std::string name;
@@ -71,29 +72,29 @@ struct Kernel {
     uint32_t static_end = RESERVED; // where dynamic shared memory begins
     std::vector<Range> variables;   // static variables in shared memory
     unsigned max_threads = 256;     // per block; a kernel needs .maxntid for more, or it may run out of registers
-    int finest = 4;                 // bytes of the smallest access to shared memory, at most 4
+    int smallest_shared_access = 4;                 // bytes of the smallest access to shared memory, at most 4
     int slots = 0;
     std::vector<std::pair<int, uint64_t>> constants; // slot, value
     std::vector<Instruction> code;
 };
 
 struct Opcode {
-    Run run;
-    Kind kind;
+    Handler run;
+    InstructionKind kind;
 };
 // The handler of an opcode that only accesses registers, or null (opcodes.hpp).
 const Opcode* find_opcode(const std::string& name);
-Run find_access(const std::string& name);
+Handler find_memory_access(const std::string& name);
 
 inline uint32_t aligned(uint32_t at, uint32_t to) { return (at + to - 1) / to * to; }
-inline int bytes_of(const std::string& type) { // "u32", "b8", "pred"
+inline int type_bytes(const std::string& type) { // "u32", "b8", "pred"
     int bits = atoi(type.c_str() + type.find_first_of("0123456789"));
     return bits / 8;
 }
 
 // The tokens of PTX. Statements end with ';' or ':', or are '{' or '}'. Braces after an opcode
 // enclose a vector.
-struct Text {
+struct Tokenizer {
     const char* at;
     // The next token, such as `.entry`, `%r1`, `%rd1+4`, `{` or `,`; empty at the end.
     std::string next() {
@@ -128,7 +129,7 @@ struct Variable {
     Space space;
     uint32_t bytes, align;
     uint32_t at = 0;
-    bool placed = false, dynamic = false;
+    bool is_allocated = false, is_dynamic = false;
 };
 
 struct Module {
@@ -154,13 +155,13 @@ class Parser {
     }
 
   private:
-    Text text;
+    Tokenizer text;
     std::map<std::string, Variable> module_variables;
     // State of the kernel that is being parsed.
     Kernel kernel;
     std::map<std::string, Variable> variables;
     std::map<std::string, int> registers;
-    std::map<uint64_t, int> numbers;
+    std::map<uint64_t, int> constant_slots;
     std::map<std::string, uint32_t> labels;
     std::vector<std::pair<size_t, std::string>> jumps;
 
@@ -172,13 +173,13 @@ class Parser {
             v.align = (uint32_t)atoi(text.next().c_str());
             word = text.next();
         }
-        v.bytes = (uint32_t)bytes_of(word);
+        v.bytes = (uint32_t)type_bytes(word);
         std::string name = text.next();
         if (text.peek() == "[") {
             text.next();
             std::string count = text.next();
-            v.dynamic = count == "]";
-            if (!v.dynamic) {
+            v.is_dynamic = count == "]";
+            if (!v.is_dynamic) {
                 v.bytes *= (uint32_t)atoi(count.c_str());
                 text.next();
             }
@@ -190,10 +191,10 @@ class Parser {
     Kernel entry() {
         kernel = Kernel();
         variables = module_variables;
-        registers.clear(), numbers.clear(), labels.clear(), jumps.clear();
+        registers.clear(), constant_slots.clear(), labels.clear(), jumps.clear();
         kernel.name = text.next();
-        kernel.slots = SPECIALS;
-        for (int i = 0; i < SPECIALS; i++) registers[SPECIAL[i]] = i;
+        kernel.slots = SPECIAL_COUNT;
+        for (int i = 0; i < SPECIAL_COUNT; i++) registers[SPECIAL[i]] = i;
         if (text.next() != "(") stop("PTX: an entry without parameters");
         while (text.peek() != ")") parameter();
         text.next();
@@ -210,7 +211,7 @@ class Parser {
             kernel.code[at].target = labels[label];
         }
         Instruction end;
-        end.kind = Kind::EXIT;
+        end.kind = InstructionKind::EXIT;
         kernel.code.push_back(end);
         kernel.static_end = aligned(kernel.static_end, 16);
         for (auto& [slot, value] : dynamic_addresses) kernel.constants.push_back({slot, kernel.static_end + value});
@@ -230,7 +231,7 @@ class Parser {
             align = (uint32_t)atoi(text.next().c_str());
             word = text.next();
         }
-        uint32_t bytes = (uint32_t)bytes_of(word);
+        uint32_t bytes = (uint32_t)type_bytes(word);
         std::string name = text.next();
         while (name[0] == '.') { // .ptr .align 1
             if (name == ".align") text.next();
@@ -245,12 +246,12 @@ class Parser {
         kernel.parameters.push_back({begin, end});
         kernel.parameter_bytes = end;
         Variable v{Space::PARAM, bytes * count, 1};
-        v.at = begin, v.placed = true;
+        v.at = begin, v.is_allocated = true;
         variables[name] = v;
     }
 
     void statement(std::string word) {
-        if (word == ".reg") return register_names();
+        if (word == ".reg") return declare_registers();
         if (word == ".pragma") return text.until(";");
         if (word == ".shared") return variable(Space::SHARED, variables);
         if (word == ".local") return variable(Space::LOCAL, variables);
@@ -274,7 +275,7 @@ class Parser {
 
     // `.reg .b32 %r<16>;`, `.reg .b16 tmp;`: a register without `%` gets its slot here, the others
     // at their first use.
-    void register_names() {
+    void declare_registers() {
         for (std::string word = text.next(); word != ";" && !word.empty(); word = text.next())
             if (isalpha((unsigned char)word[0]) || word[0] == '_') registers[word] = kernel.slots++;
     }
@@ -306,7 +307,7 @@ class Parser {
         if (v == variables.end()) {
             if (i.base >= 0) {
                 i.slots[i.count++] = slot(name);
-                i.slots[i.count++] = number((uint64_t)offset);
+                i.slots[i.count++] = constant_slot((uint64_t)offset);
                 return;
             }
             i.base = slot(name);
@@ -314,15 +315,15 @@ class Parser {
             return;
         }
         if (i.base >= 0) stop("PTX: the second address is a variable");
-        i.offset = offset + place(v->second);
-        if (v->second.dynamic) dynamic_accesses.push_back(kernel.code.size());
-        i.base = number(0);
+        i.offset = offset + allocate(v->second);
+        if (v->second.is_dynamic) dynamic_accesses.push_back(kernel.code.size());
+        i.base = constant_slot(0);
     }
 
-    uint32_t place(Variable& v) {
-        if (v.placed) return v.at;
-        v.placed = true;
-        if (v.dynamic) return v.at = 0;
+    uint32_t allocate(Variable& v) {
+        if (v.is_allocated) return v.at;
+        v.is_allocated = true;
+        if (v.is_dynamic) return v.at = 0;
         uint32_t& end = v.space == Space::LOCAL ? kernel.local_bytes : kernel.static_end;
         v.at = aligned(end, v.align);
         end = v.at + v.bytes;
@@ -333,13 +334,13 @@ class Parser {
         return v.at;
     }
 
-    int fresh(uint64_t value) {
+    int new_constant(uint64_t value) {
         kernel.constants.push_back({kernel.slots, value});
         return kernel.slots++;
     }
-    int number(uint64_t value) {
-        auto known = numbers.find(value);
-        return known != numbers.end() ? known->second : numbers[value] = fresh(value);
+    int constant_slot(uint64_t value) {
+        auto known = constant_slots.find(value);
+        return known != constant_slots.end() ? known->second : constant_slots[value] = new_constant(value);
     }
     int slot(const std::string& word) {
         auto known = registers.find(word);
@@ -347,17 +348,17 @@ class Parser {
         if (word[0] == '%') return registers[word] = kernel.slots++;
         if (isdigit((unsigned char)word[0]) || word[0] == '-') {
             bool bits = word[0] == '0' && (word[1] == 'f' || word[1] == 'F' || word[1] == 'd' || word[1] == 'D');
-            if (bits) return number(strtoull(word.c_str() + 2, nullptr, 16));
-            return number(word[0] == '-' ? (uint64_t)strtoll(word.c_str(), nullptr, 0) : strtoull(word.c_str(), nullptr, 0));
+            if (bits) return constant_slot(strtoull(word.c_str() + 2, nullptr, 16));
+            return constant_slot(word[0] == '-' ? (uint64_t)strtoll(word.c_str(), nullptr, 0) : strtoull(word.c_str(), nullptr, 0));
         }
         auto v = variables.find(word);
         if (v == variables.end()) stop("PTX: unknown word " + word);
-        uint64_t at = place(v->second);
-        if (v->second.dynamic) {
+        uint64_t at = allocate(v->second);
+        if (v->second.is_dynamic) {
             dynamic_addresses.push_back({kernel.slots, at});
             return kernel.slots++;
         }
-        return number(at);
+        return constant_slot(at);
     }
     // Slots and instructions that refer to dynamic shared memory, which begins after all static
     // variables.
@@ -381,7 +382,7 @@ class Parser {
         }
         static const std::map<std::string, Space> spaces = {
             {"global", Space::GLOBAL}, {"shared", Space::SHARED}, {"local", Space::LOCAL}, {"param", Space::PARAM}};
-        i.run = find_access(parts[0]);
+        i.run = find_memory_access(parts[0]);
         if (!i.run || parts.size() < 2) stop("PTX: unknown instruction " + i.text);
         for (size_t part = 1; part + 1 < parts.size(); part++) {
             auto space = spaces.find(parts[part]);
@@ -389,8 +390,8 @@ class Parser {
             else if (parts[part] == "v2" || parts[part] == "v4") i.elements = parts[part][1] - '0';
             else if (parts[part] != "nc") stop("PTX: unknown instruction " + i.text);
         }
-        i.bytes = bytes_of(parts.back());
-        if (i.space == Space::SHARED || i.space == Space::GENERIC) kernel.finest = std::min(kernel.finest, i.bytes);
+        i.bytes = type_bytes(parts.back());
+        if (i.space == Space::SHARED || i.space == Space::GENERIC) kernel.smallest_shared_access = std::min(kernel.smallest_shared_access, i.bytes);
         i.is_signed = parts.back()[0] == 's';
     }
 };

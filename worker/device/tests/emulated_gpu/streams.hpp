@@ -42,7 +42,7 @@ struct Stream {
     std::shared_ptr<std::vector<std::shared_ptr<Node>>> capture;
     bool invalid = false;
 
-    void put(std::function<void()> work) {
+    void push(std::function<void()> work) {
         std::lock_guard<std::mutex> held(lock);
         queue.push_back(std::move(work));
         changed.notify_all();
@@ -80,7 +80,7 @@ static inline void* new_stream(bool side) {
     return s;
 }
 // Completes all work first, so that the library may be closed afterwards.
-static inline void end_stream(void* stream) {
+static inline void destroy_stream(void* stream) {
     Stream* s = (Stream*)stream;
     if (s->threaded) {
         {
@@ -103,7 +103,7 @@ static inline bool invalidate_capture(void* stream) {
 static inline void enqueue(void* stream, std::function<void()> work) {
     Stream* s = (Stream*)stream;
     if (s && s->capture) return s->capture->push_back(std::make_shared<Node>(Node{std::move(work)}));
-    if (s && s->threaded) return s->put(std::move(work));
+    if (s && s->threaded) return s->push(std::move(work));
     while (s && s->pending > 0) usleep(20);
     work();
 }

@@ -2,13 +2,13 @@
 // instruction run together. Diverged lanes continue from the earliest instruction, so that they
 // reconverge where the compiler allows it. Collective instructions (shuffles, votes, tensor cores)
 // wait for their lanes. Errors are lanes that never arrive, addresses that are misaligned or
-// outside of an allocation, and races in shared memory (shadow.hpp).
+// outside of an allocation, and races in shared memory (shadow_memory.hpp).
 //
 // EMULATED_GPU_COUNTS=1: each launch prints the number of its warps' instructions and the bytes of
 // GPU memory that they accessed.
 #pragma once
 #include "ptx.hpp"
-#include "shadow.hpp"
+#include "shadow_memory.hpp"
 #include <algorithm>
 #include <cmath>
 
@@ -27,7 +27,7 @@ typedef uint64_t Lanes[32];
 struct Warp {
     Block* block = nullptr;
     const Kernel* kernel = nullptr;
-    uint32_t number = 0, exist = ALL; // the lanes that exist
+    uint32_t number = 0, existing = ALL; // the lanes that exist
     // Lanes that have not ended, that wait at a barrier of the block, and that wait for other
     // lanes.
     uint32_t live = 0, at_barrier = 0, waiting = 0;
@@ -37,22 +37,22 @@ struct Warp {
     std::vector<PendingCopy> copies[32];
     uint32_t groups[32];
 
-    Lanes& of(int slot) { return *(Lanes*)&registers[(size_t)slot * 32]; }
+    Lanes& reg(int slot) { return *(Lanes*)&registers[(size_t)slot * 32]; }
     template <class T> T get(int slot, int lane) {
         T x;
-        memcpy(&x, &of(slot)[lane], sizeof x);
+        memcpy(&x, &reg(slot)[lane], sizeof x);
         return x;
     }
     template <class T> void set(int slot, int lane, T x) {
         uint64_t bits = 0;
         memcpy(&bits, &x, sizeof x);
-        of(slot)[lane] = bits;
+        reg(slot)[lane] = bits;
     }
     uint32_t thread(int lane) const { return number * 32 + (uint32_t)lane; }
     uint32_t enabled_lanes(const Instruction& i, uint32_t lanes) {
         if (i.guard < 0) return lanes;
         uint32_t enabled = 0;
-        for (int l = 0; l < 32; l++) enabled |= (uint32_t)((of(i.guard)[l] & 1) != (uint64_t)i.negated) << l;
+        for (int l = 0; l < 32; l++) enabled |= (uint32_t)((reg(i.guard)[l] & 1) != (uint64_t)i.negated) << l;
         return enabled & lanes;
     }
     void advance();
@@ -64,7 +64,7 @@ struct Block {
     const std::vector<uint8_t>* parameters;
     std::vector<uint8_t> shared; // from address 0
     std::vector<Warp> warps;
-    Shadow shadow;
+    ShadowMemory shadow;
     bool (*is_accessible)(uint64_t at, size_t bytes); // GPU memory
     uint64_t instructions = 0, bytes = 0; // instructions of warps; bytes of GPU memory that they accessed
 };
@@ -77,8 +77,8 @@ template <class F> inline void each_lane(uint32_t lanes, F f) {
     for (; lanes; lanes &= lanes - 1) f(__builtin_ctz(lanes));
 }
 
-// Runs lanes that are at the same instruction until they diverge, meet other lanes, wait or end.
-// Returns those that continue.
+// Runs lanes that are at the same instruction until they diverge, warp_barrier other lanes, wait or
+// end. Returns those that continue.
 inline uint32_t Warp::run_until_divergence(uint32_t at, uint32_t lanes, uint32_t others) {
     uint32_t next = ALL; // the next instruction at which other lanes are
     each_lane(others, [&](int l) { next = std::min(next, pc[l] > at ? pc[l] : next); });
@@ -88,31 +88,31 @@ inline uint32_t Warp::run_until_divergence(uint32_t at, uint32_t lanes, uint32_t
         uint32_t m = enabled_lanes(i, lanes);
         block->instructions++;
         switch (i.kind) {
-        case Kind::PLAIN:
+        case InstructionKind::PLAIN:
             if (m) i.run(*this, i, m);
             at++;
             break;
-        case Kind::BRANCH:
+        case InstructionKind::BRANCH:
             set_pc(m, i.target);
             set_pc(lanes & ~m, at + 1);
             if (others || (m && m != lanes)) return lanes;
             at = m ? i.target : at + 1;
             break;
-        case Kind::EXIT:
+        case InstructionKind::EXIT:
             set_pc(lanes, at + 1);
             each_lane(m, [&](int l) {
                 if (!copies[l].empty()) stop("a thread ended before its asynchronous copies completed");
             });
             live &= ~m;
             return lanes & ~m;
-        case Kind::BARRIER:
+        case InstructionKind::BARRIER:
             set_pc(lanes, at + 1);
             at_barrier |= m;
             return lanes;
-        case Kind::COLLECTIVE: {
+        case InstructionKind::COLLECTIVE: {
             set_pc(lanes & ~m, at + 1);
             set_pc(m, at);
-            uint32_t members = exist & (i.members < 0 ? ALL : get<uint32_t>(i.members, m ? __builtin_ctz(m) : 0)), arrived = m;
+            uint32_t members = existing & (i.members < 0 ? ALL : get<uint32_t>(i.members, m ? __builtin_ctz(m) : 0)), arrived = m;
             each_lane(waiting, [&](int l) { arrived |= pc[l] == at ? 1u << l : 0; });
             if (!m) {
                 at++;
@@ -188,16 +188,16 @@ class Grid {
         w.block = &block;
         w.kernel = block.kernel;
         w.number = number;
-        w.exist = count - number * 32 >= 32 ? ALL : (1u << (count - number * 32)) - 1;
+        w.existing = count - number * 32 >= 32 ? ALL : (1u << (count - number * 32)) - 1;
         w.registers.assign((size_t)block.kernel->slots * 32, 0);
         w.local.assign((size_t)block.kernel->local_bytes * 32, 0xff);
         for (auto& [slot, value] : block.kernel->constants)
-            for (int l = 0; l < 32; l++) w.of(slot)[l] = value;
+            for (int l = 0; l < 32; l++) w.reg(slot)[l] = value;
         for (int l = 0; l < 32; l++) {
             unsigned t = w.thread(l);
-            uint64_t of_thread[3] = {t % threads[0], t / threads[0] % threads[1], t / threads[0] / threads[1]};
-            for (int d = 0; d < 3; d++) w.of(d)[l] = of_thread[d], w.of(3 + d)[l] = threads[d], w.of(9 + d)[l] = grid[d];
-            w.of(12)[l] = (uint64_t)l;
+            uint64_t thread_index[3] = {t % threads[0], t / threads[0] % threads[1], t / threads[0] / threads[1]};
+            for (int d = 0; d < 3; d++) w.reg(d)[l] = thread_index[d], w.reg(3 + d)[l] = threads[d], w.reg(9 + d)[l] = grid[d];
+            w.reg(12)[l] = (uint64_t)l;
         }
     }
     // Shared memory is initialized with NaN.
@@ -205,11 +205,11 @@ class Grid {
         block.shared.assign(end, 0xff);
         block.shadow.begin(*block.kernel, end);
         for (Warp& w : block.warps) {
-            w.live = w.exist, w.at_barrier = w.waiting = 0;
+            w.live = w.existing, w.at_barrier = w.waiting = 0;
             memset(w.pc, 0, sizeof w.pc);
             memset(w.groups, 0, sizeof w.groups);
             for (int d = 0; d < 3; d++)
-                for (int l = 0; l < 32; l++) w.of(6 + d)[l] = at[d];
+                for (int l = 0; l < 32; l++) w.reg(6 + d)[l] = at[d];
         }
         for (bool is_running = true; is_running;) {
             is_running = false;

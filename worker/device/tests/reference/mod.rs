@@ -1,12 +1,12 @@
-//! Every op as its definition says, in f64, and helpers to compare with it.
-#![allow(dead_code)] // each test binary uses a part
+//! The definition of every op in f64, and helpers that compare results with it.
+#![allow(dead_code)] // each test binary uses a part of this module
 
 use device::{
-    ops::{AttentionShape, IGNORE},
-    philox::words,
+    ops::{AttentionShape, IGNORE_LABEL},
+    philox::random_words,
 };
 
-/// A small generator of reproducible numbers.
+/// A small random number generator (xorshift64*): the same seed gives the same numbers.
 pub(crate) struct Random(u64);
 
 impl Random {
@@ -21,7 +21,7 @@ impl Random {
         self.0.wrapping_mul(0x2545_F491_4F6C_DD1D) >> 16
     }
 
-    /// In 0..n.
+    /// Uniform in 0..n.
     pub(crate) fn below(&mut self, n: usize) -> usize {
         (self.next() % n as u64) as usize
     }
@@ -35,7 +35,8 @@ impl Random {
         (0..len).map(|_| self.unit()).collect()
     }
 
-    /// Starts of documents of random lengths, in each of `b` sequences of `t` tokens.
+    /// For each token of `b` sequences of `t` tokens, the position where its document starts. The
+    /// documents' lengths are random, with the mean `mean`.
     pub(crate) fn starts(&mut self, b: usize, t: usize, mean: usize) -> Vec<u32> {
         let mut starts = Vec::new();
         for _ in 0..b {
@@ -51,7 +52,7 @@ impl Random {
     }
 }
 
-pub(crate) fn wide(x: &[f32]) -> Vec<f64> {
+pub(crate) fn to_f64(x: &[f32]) -> Vec<f64> {
     x.iter().map(|&x| f64::from(x)).collect()
 }
 
@@ -60,7 +61,8 @@ pub(crate) fn dot(a: &[f64], b: &[f64]) -> f64 {
     a.iter().zip(b).map(|(a, b)| a * b).sum()
 }
 
-/// The largest difference must be below `tolerance` × the largest expected value (or 1e-3, if that is larger).
+/// Asserts that each difference is at most `tolerance` × the largest magnitude in `want`, or
+/// `tolerance` × 1e-3 if that is larger.
 #[track_caller]
 pub(crate) fn assert_close(what: &str, got: &[f32], want: &[f64], tolerance: f64) {
     assert_eq!(got.len(), want.len(), "{what}");
@@ -71,7 +73,7 @@ pub(crate) fn assert_close(what: &str, got: &[f32], want: &[f64], tolerance: f64
     }
 }
 
-/// Central differences of `f` at every `step`-th element of `x`, compared with the gradient `got`.
+/// Compares the gradient `got` with central differences of `f` at every `step`-th element of `x`.
 #[track_caller]
 pub(crate) fn assert_gradient(
     what: &str,
@@ -134,7 +136,7 @@ pub(crate) fn layernorm(x: &[f64], w: &[f64], b: &[f64], eps: f64) -> Vec<f64> {
     x.chunks(d).flat_map(row).collect()
 }
 
-/// By its definition with tanh.
+/// GELU in its tanh approximation.
 pub(crate) fn gelu(x: f64) -> f64 {
     0.5 * x * (1.0 + ((2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x * x * x)).tanh())
 }
@@ -144,7 +146,8 @@ pub(crate) fn geglu(gate_up: &[f64], f: usize) -> Vec<f64> {
     gate_up.chunks(2 * f).flat_map(row).collect()
 }
 
-/// Position p of head h: pairs (i, i + head_dim/2) turned by the angle whose cosine and sine are given.
+/// Rotary embedding: rotates the pair of elements (i, i + head_dim/2) of each head by an angle.
+/// `cos` and `sin` are `[t, head_dim/2]`.
 pub(crate) fn rope(
     x: &[f64],
     cos: &[f64],
@@ -169,16 +172,21 @@ pub(crate) fn rope(
     y
 }
 
-/// What dropout makes of a probability of 1.
-fn kept(shape: &AttentionShape, seq: usize, h: usize, q: usize, k: usize) -> f64 {
+/// The factor by which dropout multiplies the probability of key `k` for query `q`: 0, or
+/// 1 / (1 − probability).
+fn dropout_factor(shape: &AttentionShape, seq: usize, h: usize, q: usize, k: usize) -> f64 {
     let Some(d) = shape.dropout else { return 1.0 };
     let block = (16 * (k / 64) + k % 16) as u64;
     let step = (h as u64) * (1 << 24) + q as u64;
-    let word = words(d.key, block, d.first + seq as u64, step)[k / 16 % 4];
-    if f64::from(word) < (d.share * 4_294_967_296.0).floor() { 0.0 } else { 1.0 / (1.0 - d.share) }
+    let word = random_words(d.key, block, d.first_sequence + seq as u64, step)[k / 16 % 4];
+    if f64::from(word) < (d.probability * 4_294_967_296.0).floor() {
+        0.0
+    } else {
+        1.0 / (1.0 - d.probability)
+    }
 }
 
-/// Outputs and log-sum-exps.
+/// The outputs of attention and the log-sum-exps of the scores.
 pub(crate) fn attention(qkv: &[f64], starts: &[u32], shape: AttentionShape) -> (Vec<f64>, Vec<f64>) {
     let AttentionShape { b, t, heads, kv_heads, head_dim, .. } = shape;
     let stride = (heads + 2 * kv_heads) * head_dim;
@@ -202,7 +210,7 @@ pub(crate) fn attention(qkv: &[f64], starts: &[u32], shape: AttentionShape) -> (
                 let total: f64 = scores.iter().map(|s| (s - max).exp()).sum();
                 lse[(seq * heads + h) * t + q] = max + total.ln();
                 for (k, s) in keys.iter().zip(&scores) {
-                    let p = (s - max).exp() / total * kept(&shape, seq, h, q, *k);
+                    let p = (s - max).exp() / total * dropout_factor(&shape, seq, h, q, *k);
                     for (j, v) in at(*k, heads + kv_heads + kv).iter().enumerate() {
                         o[((seq * t + q) * heads + h) * head_dim + j] += p * v;
                     }
@@ -218,12 +226,12 @@ pub(crate) fn swiglu(gate_up: &[f64], f: usize) -> Vec<f64> {
     gate_up.chunks(2 * f).flat_map(row).collect()
 }
 
-/// Each row's loss.
+/// The cross-entropy loss of each row, 0 for rows whose label is `IGNORE`.
 pub(crate) fn cross_entropy(x: &[f64], w: &[f64], labels: &[u32], d: usize, v: usize) -> Vec<f64> {
     capped_cross_entropy(x, w, labels, d, v, None)
 }
 
-/// As [`cross_entropy`], of logits that a cap was put on.
+/// The cross-entropy loss of each row, after a softcap of the logits.
 pub(crate) fn capped_cross_entropy(
     x: &[f64],
     w: &[f64],
@@ -237,7 +245,7 @@ pub(crate) fn capped_cross_entropy(
         logits.iter_mut().for_each(|l| *l = cap * (*l / cap).tanh());
     }
     let row = |(logits, &label): (&[f64], &u32)| {
-        if label == IGNORE {
+        if label == IGNORE_LABEL {
             return 0.0;
         }
         let max = logits.iter().fold(f64::NEG_INFINITY, |m, &l| m.max(l));

@@ -1,33 +1,36 @@
-//! The second half of a layer: residual add, norm, SwiGLU or GeGLU, residual add.
+//! The second half of a dense decoder layer: residual addition, norm, SwiGLU or GeGLU (Shazeer
+//! 2020), residual addition.
 use super::{
     Decoder,
-    adapt::{DOWN, GATE_UP},
+    layer_adapters::{DOWN, GATE_UP},
 };
-use crate::model::{Activations, LayerInput, each, lora::Scratch};
-use device::{Ops, View, ViewMut, ops::Write};
+use crate::model::{ActivationBuffers, LayerInput, lora::LoraScratch, split_buffers};
+use device::{Ops, View, ViewMut, ops::WriteMode};
 
 impl Decoder {
-    /// `mid` comes in as attention's projected output and leaves as the residual stream after attention.
+    /// Adds the layer's input to the projected output of attention, and computes the MLP: writes
+    /// the layer's output to `y`, if it is requested.
     pub(super) fn mlp_forward(
         &self,
         ops: &dyn Ops,
         input: &LayerInput,
         y: Option<ViewMut>,
-        saved: &mut Activations,
-        scratch: &mut Activations,
+        saved: &mut ActivationBuffers,
+        scratch: &mut ActivationBuffers,
     ) {
         let (p, s) = (input.params, &self.spans);
-        let (m, d, f) = (input.batch.rows(), self.n.hidden, self.n.intermediate);
-        let [_, _, _, _, mid, rstd2, gate_up, _, _, _, _, branch, branch_rstd] = each::<13>(saved);
-        let [norm, _, act, _, _, _, room, _, _, low @ ..] = each::<14>(scratch);
-        let mut low = Scratch::new(low);
-        let (w_post, eps) = (self.norm_factors(ops, p.slice(s.post_norm.clone()), room), self.n.eps);
+        let (m, d, f) = (input.batch.rows(), self.config.hidden_size, self.config.intermediate_size);
+        let [_, _, _, _, mid, rstd2, gate_up, _, _, _, _, branch, branch_rstd] = split_buffers::<13>(saved);
+        let [norm, _, act, _, _, _, norm_buffer, _, _, lora_scratch @ ..] = split_buffers::<14>(scratch);
+        let mut lora_scratch = LoraScratch::new(lora_scratch);
+        let (w_post, eps) =
+            (self.norm_factors(ops, p.slice(s.post_norm.clone()), norm_buffer), self.config.norm_eps);
         let x = input.x;
         ops.add_rmsnorm_forward(norm.view_mut(), rstd2.view_mut(), mid.view_mut(), x, w_post, m, d, eps);
         let w_gate_up = p.slice(s.gate_up.clone());
         let bias = s.gate_up_bias.clone().map(|b| p.slice(b));
         self.linear.forward(ops, gate_up.view_mut(), norm.view(), w_gate_up, bias, (m, d, 2 * f));
-        self.adapters_forward(ops, input, GATE_UP, norm.view(), gate_up.view_mut(), &mut low);
+        self.adapters_forward(ops, input, GATE_UP, norm.view(), gate_up.view_mut(), &mut lora_scratch);
         if y.is_none() && s.mlp_out_norm.is_none() {
             return;
         }
@@ -35,15 +38,16 @@ impl Decoder {
         let mut down = |mut out: ViewMut| {
             let (w_down, bias) = (p.slice(s.down.clone()), s.down_bias.clone().map(|b| p.slice(b)));
             self.linear.forward(ops, out.reborrow(), act.view(), w_down, bias, (m, f, d));
-            self.adapters_forward(ops, input, DOWN, act.view(), out, &mut low);
+            self.adapters_forward(ops, input, DOWN, act.view(), out, &mut lora_scratch);
         };
         if s.mlp_out_norm.is_some() {
             down(branch.view_mut());
         }
         let Some(mut y) = y else {
-            // The backward needs the output's 1/rms; its normed rows go where they are in nobody's way.
+            // The backward pass needs the 1/rms of the output; the normalized rows are discarded.
             if let Some(at) = &s.mlp_out_norm {
-                let (w, rstd) = (self.norm_factors(ops, p.slice(at.clone()), room), branch_rstd.view_mut());
+                let (w, rstd) =
+                    (self.norm_factors(ops, p.slice(at.clone()), norm_buffer), branch_rstd.view_mut());
                 ops.rmsnorm_forward(norm.view_mut(), rstd, branch.view(), w, m, d, eps);
             }
             return;
@@ -51,83 +55,124 @@ impl Decoder {
         match &s.mlp_out_norm {
             None => down(y.reborrow()),
             Some(at) => {
-                let (w, rstd) = (self.norm_factors(ops, p.slice(at.clone()), room), branch_rstd.view_mut());
+                let (w, rstd) =
+                    (self.norm_factors(ops, p.slice(at.clone()), norm_buffer), branch_rstd.view_mut());
                 ops.rmsnorm_forward(y.reborrow(), rstd, branch.view(), w, m, d, eps);
             }
         }
         ops.add(y, mid.view());
     }
 
+    /// Computes the gated activation: `act`, `[m, intermediate]`, from gate and up.
     fn gate_forward(&self, ops: &dyn Ops, act: ViewMut, gate_up: View, m: usize) {
-        match self.n.gelu {
-            true => ops.geglu_forward(act, gate_up, m, self.n.intermediate),
-            false => ops.swiglu_forward(act, gate_up, m, self.n.intermediate),
+        match self.config.uses_gelu {
+            true => ops.geglu_forward(act, gate_up, m, self.config.intermediate_size),
+            false => ops.swiglu_forward(act, gate_up, m, self.config.intermediate_size),
         }
     }
 
-    /// `dact` becomes what the forward made of gate and up.
+    /// Computes the gradients of gate and up; changes `dact` from the gradient of the activation to
+    /// the activation itself.
     fn gate_backward(&self, ops: &dyn Ops, dgate_up: ViewMut, dact: ViewMut, gate_up: View, m: usize) {
-        match self.n.gelu {
-            true => ops.geglu_backward(dgate_up, dact, gate_up, m, self.n.intermediate),
-            false => ops.swiglu_backward(dgate_up, dact, gate_up, m, self.n.intermediate),
+        match self.config.uses_gelu {
+            true => ops.geglu_backward(dgate_up, dact, gate_up, m, self.config.intermediate_size),
+            false => ops.swiglu_backward(dgate_up, dact, gate_up, m, self.config.intermediate_size),
         }
     }
 
-    /// `dx` becomes the gradient of the residual stream after attention.
+    /// Computes the gradients of the MLP. `dx` is the gradient of the layer's output on entry, and
+    /// of the residual stream after attention on return.
     pub(super) fn mlp_backward(
         &self,
         ops: &dyn Ops,
         input: &LayerInput,
         g: &mut ViewMut,
         dx: ViewMut,
-        saved: &mut Activations,
-        scratch: &mut Activations,
+        saved: &mut ActivationBuffers,
+        scratch: &mut ActivationBuffers,
     ) {
         let (p, s) = (input.params, &self.spans);
-        let (m, d, f) = (input.batch.rows(), self.n.hidden, self.n.intermediate);
-        let [_, _, _, _, mid, rstd2, gate_up, _, _, _, _, branch, branch_rstd] = each::<13>(saved);
-        let [norm, dnorm, act, dgate_up, _, _, room, _, _, low @ ..] = each::<14>(scratch);
-        let mut low = Scratch::new(low);
+        let (m, d, f) = (input.batch.rows(), self.config.hidden_size, self.config.intermediate_size);
+        let [_, _, _, _, mid, rstd2, gate_up, _, _, _, _, branch, branch_rstd] = split_buffers::<13>(saved);
+        let [norm, dnorm, act, dgate_up, _, _, norm_buffer, _, _, lora_scratch @ ..] =
+            split_buffers::<14>(scratch);
+        let mut lora_scratch = LoraScratch::new(lora_scratch);
         let dout = match &s.mlp_out_norm {
             None => dx.as_view(),
             Some(at) => {
-                let (w, rstd) = (self.norm_factors(ops, p.slice(at.clone()), room), branch_rstd.view());
+                let (w, rstd) =
+                    (self.norm_factors(ops, p.slice(at.clone()), norm_buffer), branch_rstd.view());
                 let (dbranch, dw) = (norm.view_mut(), g.slice_mut(at.clone()));
-                ops.rmsnorm_backward(dbranch, dw, dx.as_view(), branch.view(), w, rstd, m, d, Write::Set);
+                ops.rmsnorm_backward(
+                    dbranch,
+                    dw,
+                    dx.as_view(),
+                    branch.view(),
+                    w,
+                    rstd,
+                    m,
+                    d,
+                    WriteMode::Overwrite,
+                );
                 norm.view()
             }
         };
         if let Some(bias) = &s.down_bias {
             ops.bias_backward(g.slice_mut(bias.clone()), dout, m, d);
         }
-        let dout = self.linear.gradient(ops, dout, dnorm);
-        if self.adapts(input.layer) {
+        let dout = self.linear.round_gradient(ops, dout, dnorm);
+        if self.has_adapters(input.layer) {
             self.gate_forward(ops, act.view_mut(), gate_up.view(), m);
-            self.adapters_backward_weight(ops, input, DOWN, g, (act.view(), dout), &mut low);
+            self.adapters_backward_weight(ops, input, DOWN, g, (act.view(), dout), &mut lora_scratch);
         }
         let w_down = p.slice(s.down.clone());
         self.linear.backward_input(ops, act.view_mut(), dout, w_down, (m, f, d));
-        self.adapters_backward_input(ops, input, DOWN, act.view_mut(), &mut low);
+        self.adapters_backward_input(ops, input, DOWN, act.view_mut(), &mut lora_scratch);
         self.gate_backward(ops, dgate_up.view_mut(), act.view_mut(), gate_up.view(), m);
-        let wanted = self.wanted[input.layer];
-        if wanted.down {
+        let grad_mask = self.grad_masks[input.layer];
+        if grad_mask.down {
             let dw_down = g.slice_mut(s.down.clone());
             self.linear.backward_weight(ops, dw_down, dout, act.view(), (m, f, d));
         }
         if let Some(bias) = &s.gate_up_bias {
             ops.bias_backward(g.slice_mut(bias.clone()), dgate_up.view(), m, 2 * f);
         }
-        let w_post = self.norm_factors(ops, p.slice(s.post_norm.clone()), room);
-        ops.rmsnorm_forward(norm.view_mut(), rstd2.view_mut(), mid.view(), w_post, m, d, self.n.eps);
-        if wanted.gate_up {
+        let w_post = self.norm_factors(ops, p.slice(s.post_norm.clone()), norm_buffer);
+        ops.rmsnorm_forward(
+            norm.view_mut(),
+            rstd2.view_mut(),
+            mid.view(),
+            w_post,
+            m,
+            d,
+            self.config.norm_eps,
+        );
+        if grad_mask.gate_up {
             let dw_gate_up = g.slice_mut(s.gate_up.clone());
             self.linear.backward_weight(ops, dw_gate_up, dgate_up.view(), norm.view(), (m, d, 2 * f));
         }
         let w_gate_up: View = p.slice(s.gate_up.clone());
         self.linear.backward_input(ops, dnorm.view_mut(), dgate_up.view(), w_gate_up, (m, d, 2 * f));
-        self.adapters_backward_weight(ops, input, GATE_UP, g, (norm.view(), dgate_up.view()), &mut low);
-        self.adapters_backward_input(ops, input, GATE_UP, dnorm.view_mut(), &mut low);
+        self.adapters_backward_weight(
+            ops,
+            input,
+            GATE_UP,
+            g,
+            (norm.view(), dgate_up.view()),
+            &mut lora_scratch,
+        );
+        self.adapters_backward_input(ops, input, GATE_UP, dnorm.view_mut(), &mut lora_scratch);
         let dw_post = g.slice_mut(s.post_norm.clone());
-        ops.rmsnorm_backward(dx, dw_post, dnorm.view(), mid.view(), w_post, rstd2.view(), m, d, Write::Add);
+        ops.rmsnorm_backward(
+            dx,
+            dw_post,
+            dnorm.view(),
+            mid.view(),
+            w_post,
+            rstd2.view(),
+            m,
+            d,
+            WriteMode::Accumulate,
+        );
     }
 }

@@ -1,49 +1,53 @@
-//! A layer of GPT-2: its tensors, attention and MLP, each after a LayerNorm.
-use super::{Gpt2, Numbers};
+//! A layer of GPT-2 (`GPT2Block` of transformers): its tensors, attention and MLP, each after a
+//! LayerNorm.
+use super::{Gpt2, Gpt2Config};
 use crate::model::{
-    Activations, LayerInput,
-    dropout::Module,
-    each,
-    linear::Shape,
-    lora::{Adapters, Lora, Scratch, Together},
+    ActivationBuffers, LayerInput,
+    dropout::DropoutModule,
+    error::Result,
+    linear::MatmulShape,
+    lora::{Adapters, FusedLinears, Lora, LoraScratch},
+    split_buffers,
 };
-use crate::params::{Init, ParamSpec, Unit};
+use crate::params::{ParamInit, ParamSpec, ParamUnit};
 use device::{
     Ops, View, ViewMut,
-    ops::{AttentionShape, LayerNorm, Write},
+    ops::{AttentionShape, LayerNormParams, WriteMode},
 };
 use std::ops::Range;
 
-/// Weight and bias of a norm or a projection in the layer's flat vector.
+/// The ranges of the weight and bias of a norm or projection in the flat vector of the layer's
+/// unit. The bias follows the weight.
 #[derive(Clone)]
-struct Pair {
+struct WeightBiasSpans {
     w: Range<usize>,
     b: Range<usize>,
 }
 
-/// Where the tensors of a layer lie in its flat vector.
-pub(super) struct Spans {
-    ln_1: Pair,
-    c_attn: Pair,
-    attn_proj: Pair,
-    ln_2: Pair,
-    c_fc: Pair,
-    mlp_proj: Pair,
+/// The layout of a layer's tensors in the flat vector of its unit.
+pub(super) struct LayerSpans {
+    ln_1: WeightBiasSpans,
+    c_attn: WeightBiasSpans,
+    attn_proj: WeightBiasSpans,
+    ln_2: WeightBiasSpans,
+    c_fc: WeightBiasSpans,
+    mlp_proj: WeightBiasSpans,
 }
 
-impl Spans {
-    /// Those whose gradients are sums that ops add to.
-    pub(super) fn summed(&self) -> impl Iterator<Item = Range<usize>> {
+impl LayerSpans {
+    /// The tensors whose gradients ops add to, so that they must be cleared first: norms and
+    /// biases.
+    pub(super) fn accumulated_spans(&self) -> impl Iterator<Item = Range<usize>> {
         let norms = [&self.ln_1, &self.ln_2];
-        let all = [&self.ln_1, &self.c_attn, &self.attn_proj, &self.ln_2, &self.c_fc, &self.mlp_proj];
+        let modules = [&self.ln_1, &self.c_attn, &self.attn_proj, &self.ln_2, &self.c_fc, &self.mlp_proj];
         let weights = norms.into_iter().map(|p| p.w.clone());
-        weights.chain(all.into_iter().map(|p| p.b.clone())).collect::<Vec<_>>().into_iter()
+        weights.chain(modules.into_iter().map(|p| p.b.clone())).collect::<Vec<_>>().into_iter()
     }
 
-    /// What of this layer is trained.
-    pub(super) fn wanted(&self, unit: &Unit) -> Wanted {
-        let trained = |p: &Pair| unit.has_trained_in(p.w.clone());
-        Wanted {
+    /// The matrices whose gradients are needed, because `unit` marks a part of them as trained.
+    pub(super) fn grad_mask(&self, unit: &ParamUnit) -> GradMask {
+        let trained = |p: &WeightBiasSpans| unit.has_trained_in(p.w.clone());
+        GradMask {
             c_attn: trained(&self.c_attn),
             attn_proj: trained(&self.attn_proj),
             c_fc: trained(&self.c_fc),
@@ -52,40 +56,43 @@ impl Spans {
     }
 }
 
-/// Which matrices of a layer have a trained part; the gradients of the others are not computed.
+/// For each matrix of a layer whether its gradient is computed.
 #[derive(Clone, Copy)]
-pub(super) struct Wanted {
+pub(super) struct GradMask {
     c_attn: bool,
     attn_proj: bool,
     c_fc: bool,
     mlp_proj: bool,
 }
 
-impl Wanted {
-    pub(super) const ALL: Self = Wanted { c_attn: true, attn_proj: true, c_fc: true, mlp_proj: true };
+impl GradMask {
+    /// Every gradient is computed.
+    pub(super) const ALL: Self = GradMask { c_attn: true, attn_proj: true, c_fc: true, mlp_proj: true };
 }
 
-/// Where a layer drops.
-pub(super) struct Drops {
-    attention: Module,
-    attention_out: Module,
-    mlp_out: Module,
+/// The dropout modules of a layer.
+pub(super) struct LayerDropout {
+    attention: DropoutModule,
+    attention_out: DropoutModule,
+    mlp_out: DropoutModule,
 }
 
-impl Drops {
-    pub(super) fn new(n: &Numbers, layer: usize, seed: u64) -> Self {
-        let module = |rate, name| Module::new(rate, seed, &format!("{}h.{layer}.{name}", super::PREFIX));
-        Drops {
-            attention: module(n.rates.attention, "attn.attn_dropout"),
-            attention_out: module(n.rates.residual, "attn.resid_dropout"),
-            mlp_out: module(n.rates.residual, "mlp.dropout"),
+impl LayerDropout {
+    /// The modules of a layer, with their names in transformers.
+    pub(super) fn new(config: &Gpt2Config, layer: usize, seed: u64) -> Self {
+        let module =
+            |rate, name| DropoutModule::new(rate, seed, &format!("{}h.{layer}.{name}", super::PREFIX));
+        LayerDropout {
+            attention: module(config.dropout_rates.attention, "attn.attn_dropout"),
+            attention_out: module(config.dropout_rates.residual, "attn.resid_dropout"),
+            mlp_out: module(config.dropout_rates.residual, "mlp.dropout"),
         }
     }
 }
 
-/// A layer's tensors, and where they lie.
-pub(super) fn layer_unit(n: &Numbers, layer: usize) -> (Unit, Spans) {
-    let (d, f) = (n.hidden, n.intermediate);
+/// The unit of a layer, and its layout.
+pub(super) fn layer_unit(config: &Gpt2Config, layer: usize) -> (ParamUnit, LayerSpans) {
+    let (d, f) = (config.hidden_size, config.intermediate_size);
     let mut params: Vec<ParamSpec> = Vec::new();
     let mut at = 0;
     let mut add = |name: &str, shape: &[usize], init| {
@@ -96,249 +103,300 @@ pub(super) fn layer_unit(n: &Numbers, layer: usize) -> (Unit, Spans) {
         params.push(spec);
         from..at
     };
-    let mut pair = |name: &str, shape: &[usize], init| Pair {
+    let mut pair = |name: &str, shape: &[usize], init| WeightBiasSpans {
         w: add(&format!("{name}.weight"), shape, init),
-        b: add(&format!("{name}.bias"), &shape[shape.len() - 1..], Init::Zeros),
+        b: add(&format!("{name}.bias"), &shape[shape.len() - 1..], ParamInit::Zeros),
     };
-    let matrix = Init::Normal(n.std);
-    // What is added to the residual stream starts smaller, the more layers add to it.
-    let projection = Init::Normal(n.std / (2.0 * n.layers as f32).sqrt());
-    let spans = Spans {
-        ln_1: pair("ln_1", &[d], Init::Ones),
+    let matrix = ParamInit::Normal(config.init_std);
+    // Branches of the residual stream start smaller with more layers, like in
+    // `GPT2PreTrainedModel`.
+    let projection = ParamInit::Normal(config.init_std / (2.0 * config.layers as f32).sqrt());
+    let spans = LayerSpans {
+        ln_1: pair("ln_1", &[d], ParamInit::Ones),
         c_attn: pair("attn.c_attn", &[d, 3 * d], matrix),
         attn_proj: pair("attn.c_proj", &[d, d], projection),
-        ln_2: pair("ln_2", &[d], Init::Ones),
+        ln_2: pair("ln_2", &[d], ParamInit::Ones),
         c_fc: pair("mlp.c_fc", &[d, f], matrix),
         mlp_proj: pair("mlp.c_proj", &[f, d], projection),
     };
-    (Unit::new(format!("layer {layer}"), params), spans)
+    (ParamUnit::new(format!("layer {layer}"), params), spans)
 }
 
-/// Projections, by their place in [`Adapters`].
+/// The indices of the projections in [`Adapters`].
 const C_ATTN: usize = 0;
 const ATTN_PROJ: usize = 1;
 const C_FC: usize = 2;
 const MLP_PROJ: usize = 3;
 
-/// The adapters of every layer. Refuses a target that no projection is.
-pub(super) fn adapters(n: &Numbers, lora: &Lora) -> Result<Vec<Adapters>, String> {
-    let (d, f) = (n.hidden, n.intermediate);
-    let named = [[("attn.c_attn", 3 * d)], [("attn.c_proj", d)], [("mlp.c_fc", f)], [("mlp.c_proj", d)]];
-    let of_layer = |layer: usize| -> Vec<Together> {
+/// Makes the adapters of every layer.
+///
+/// # Errors
+/// [`crate::model::ModelError::LoraTargetUnknown`].
+pub(super) fn layer_adapters(config: &Gpt2Config, lora: &Lora) -> Result<Vec<Adapters>> {
+    let (d, f) = (config.hidden_size, config.intermediate_size);
+    let modules = [[("attn.c_attn", 3 * d)], [("attn.c_proj", d)], [("mlp.c_fc", f)], [("mlp.c_proj", d)]];
+    let fused_linears = |layer: usize| -> Vec<FusedLinears> {
         let prefix = format!("{}h.{layer}.", super::PREFIX);
-        let together = |(named, inp)| Together { prefix: prefix.clone(), inp, named };
-        named.iter().map(|n| &n[..]).zip([d, d, d, f]).map(together).collect()
+        let fused = |(modules, inputs)| FusedLinears { prefix: prefix.clone(), inputs, modules };
+        modules.iter().map(|m| &m[..]).zip([d, d, d, f]).map(fused).collect()
     };
-    let all: Vec<Vec<Together>> = (0..n.layers).map(of_layer).collect();
-    let names: Vec<String> = all.iter().flatten().map(|t| format!("{}{}", t.prefix, t.named[0].0)).collect();
-    lora.check(names.iter().map(String::as_str))?;
-    let layer =
-        |(l, together): (usize, &Vec<Together>)| Adapters::new(lora, together, layer_unit(n, l).0.len());
-    Ok(all.iter().enumerate().map(layer).collect())
+    let layers: Vec<Vec<FusedLinears>> = (0..config.layers).map(fused_linears).collect();
+    let names: Vec<String> = layers.iter().flatten().flat_map(FusedLinears::names).collect();
+    lora.check_targets(names.iter().map(String::as_str), false)?;
+    let adapters =
+        |(l, fused): (usize, &Vec<FusedLinears>)| Adapters::new(lora, fused, layer_unit(config, l).0.len());
+    Ok(layers.iter().enumerate().map(adapters).collect())
 }
 
-/// Two ranges of `g`, of which the first ends where the second begins.
-fn adjacent<'a>(g: &'a mut ViewMut, at: &Pair) -> (ViewMut<'a>, ViewMut<'a>) {
+/// The gradients of a weight and its bias, which follows the weight in `g`.
+fn split_weight_bias<'a>(g: &'a mut ViewMut, at: &WeightBiasSpans) -> (ViewMut<'a>, ViewMut<'a>) {
     g.slice_mut(at.w.start..at.b.end).split_at(at.w.len())
 }
 
 impl Gpt2 {
-    /// `y = x·w + b`
-    fn project(&self, ops: &dyn Ops, p: View, at: &Pair, y: ViewMut, x: View, shape: Shape) {
+    /// Computes `y = x·w + b`.
+    fn project(&self, ops: &dyn Ops, p: View, at: &WeightBiasSpans, y: ViewMut, x: View, shape: MatmulShape) {
         let (w, b) = (p.slice(at.w.clone()), p.slice(at.b.clone()));
         self.linear.conv1d_forward(ops, y, x, w, b, shape);
     }
 
-    /// `dx = dy · wᵀ`
-    fn project_backward(&self, ops: &dyn Ops, p: View, at: &Pair, dx: ViewMut, dy: View, shape: Shape) {
+    /// Computes `dx = dy · wᵀ`.
+    fn project_backward(
+        &self,
+        ops: &dyn Ops,
+        p: View,
+        at: &WeightBiasSpans,
+        dx: ViewMut,
+        dy: View,
+        shape: MatmulShape,
+    ) {
         self.linear.conv1d_backward_input(ops, dx, dy, p.slice(at.w.clone()), shape);
     }
 
-    /// The gradient of the weight, where it is wanted.
+    /// Computes the gradient of the weight, if `is_needed`.
     fn weight_backward(
         &self,
         ops: &dyn Ops,
-        at: &Pair,
+        at: &WeightBiasSpans,
         g: &mut ViewMut,
         (x, dy): (View, View),
-        shape: Shape,
-        wanted: bool,
+        shape: MatmulShape,
+        is_needed: bool,
     ) {
-        if wanted {
+        if is_needed {
             self.linear.conv1d_backward_weight(ops, g.slice_mut(at.w.clone()), dy, x, shape);
         }
     }
 
-    /// Adds to the gradient of the bias.
-    fn bias_backward(&self, ops: &dyn Ops, at: &Pair, g: &mut ViewMut, dy: View, (m, _, out): Shape) {
+    /// Adds the sum of the rows of `dy` to the gradient of the bias.
+    fn bias_backward(
+        &self,
+        ops: &dyn Ops,
+        at: &WeightBiasSpans,
+        g: &mut ViewMut,
+        dy: View,
+        (m, _, out): MatmulShape,
+    ) {
         ops.bias_backward(g.slice_mut(at.b.clone()), dy, m, out);
     }
 
-    /// Adds to `y` what adapters give for `x`.
+    /// Adds the output of the adapter of a projection for input `x` to `y`.
     fn adapters_forward(
         &self,
         ops: &dyn Ops,
         input: &LayerInput,
-        which: usize,
+        projection: usize,
         x: View,
         y: ViewMut,
-        low: &mut Scratch,
+        lora_scratch: &mut LoraScratch,
     ) {
         if let Some(adapters) = self.adapters.get(input.layer) {
-            adapters.forward(ops, which, (input.params, input.batch), x, y, low);
+            adapters.forward(ops, projection, (input.params, input.batch), x, y, lora_scratch);
         }
     }
 
-    /// Gradients of adapters; adds to `dx`, the gradient of their input.
+    /// Computes the gradients of the adapter of a projection, and adds the gradient of its input to
+    /// `dx`.
     fn adapters_backward(
         &self,
         ops: &dyn Ops,
         input: &LayerInput,
-        which: usize,
+        projection: usize,
         g: &mut ViewMut,
         xy: (View, View),
         dx: ViewMut,
-        low: &mut Scratch,
+        lora_scratch: &mut LoraScratch,
     ) {
         if let Some(adapters) = self.adapters.get(input.layer) {
-            let given = (input.params, input.batch);
-            adapters.backward_weight(ops, which, given, g, xy, low);
-            adapters.backward_input(ops, which, given, dx, low);
+            let params_and_batch = (input.params, input.batch);
+            adapters.backward_weight(ops, projection, params_and_batch, g, xy, lora_scratch);
+            adapters.backward_input(ops, projection, params_and_batch, dx, lora_scratch);
         }
     }
 
-    fn norm<'a>(&self, p: View<'a>, at: &Pair) -> LayerNorm<'a> {
-        LayerNorm { w: p.slice(at.w.clone()), b: p.slice(at.b.clone()), eps: self.n.eps }
+    /// The parameters of a LayerNorm.
+    fn norm<'a>(&self, p: View<'a>, at: &WeightBiasSpans) -> LayerNormParams<'a> {
+        LayerNormParams { w: p.slice(at.w.clone()), b: p.slice(at.b.clone()), eps: self.config.norm_eps }
     }
 
-    fn shape(&self, input: &LayerInput) -> AttentionShape {
-        let head_dim = self.n.hidden / self.n.heads;
-        let scale = if self.n.scaled { 1.0 / (head_dim as f64).sqrt() } else { 1.0 };
-        let by = if self.n.by_layer { (input.layer + 1) as f64 } else { 1.0 };
+    /// The shape, scale and dropout of the attention of a layer.
+    fn attention_shape(&self, input: &LayerInput) -> AttentionShape {
+        let head_dim = self.config.hidden_size / self.config.heads;
+        let scale = if self.config.scales_scores { 1.0 / (head_dim as f64).sqrt() } else { 1.0 };
+        let layer_divisor = if self.config.scales_by_layer_index { (input.layer + 1) as f64 } else { 1.0 };
         AttentionShape {
-            scale: (scale / by) as f32,
-            dropout: self.drops[input.layer].attention.of_attention(input.batch),
-            ..AttentionShape::new(input.batch.b, input.batch.t, self.n.heads, self.n.heads, head_dim)
+            scale: (scale / layer_divisor) as f32,
+            dropout: self.layer_dropout[input.layer].attention.attention_dropout(input.batch),
+            ..AttentionShape::new(
+                input.batch.sequences,
+                input.batch.seq_len,
+                self.config.heads,
+                self.config.heads,
+                head_dim,
+            )
         }
     }
 
-    /// Leaves the projected output in the buffer of the residual stream; the input is added later.
+    /// Computes attention. Its projected output is saved in the buffer of the residual stream, to
+    /// which [`Gpt2::mlp_forward`] adds the layer's input.
     pub(super) fn attention_forward(
         &self,
         ops: &dyn Ops,
         input: &LayerInput,
-        saved: &mut Activations,
-        scratch: &mut Activations,
+        saved: &mut ActivationBuffers,
+        scratch: &mut ActivationBuffers,
     ) {
-        let (p, s, m, d) = (input.params, &self.spans, input.batch.rows(), self.n.hidden);
-        let [stats, qkv, o, lse, mid, ..] = each::<7>(saved);
-        let [rows, _, _, _, _, _, _, low @ ..] = each::<12>(scratch);
-        let mut low = Scratch::new(low);
+        let (p, s, m, d) = (input.params, &self.spans, input.batch.rows(), self.config.hidden_size);
+        let [stats, qkv, o, lse, mid, ..] = split_buffers::<7>(saved);
+        let [rows, _, _, _, _, _, _, lora_scratch @ ..] = split_buffers::<12>(scratch);
+        let mut lora_scratch = LoraScratch::new(lora_scratch);
         ops.layernorm_forward(rows.view_mut(), stats.view_mut(), input.x, self.norm(p, &s.ln_1), m);
         self.project(ops, p, &s.c_attn, qkv.view_mut(), rows.view(), (m, d, 3 * d));
-        self.adapters_forward(ops, input, C_ATTN, rows.view(), qkv.view_mut(), &mut low);
-        let (starts, shape) = (&input.batch.starts, self.shape(input));
+        self.adapters_forward(ops, input, C_ATTN, rows.view(), qkv.view_mut(), &mut lora_scratch);
+        let (starts, shape) = (&input.batch.starts, self.attention_shape(input));
         ops.attention_forward(o.view_mut(), lse.view_mut(), qkv.view(), starts, shape);
         self.project(ops, p, &s.attn_proj, mid.view_mut(), o.view(), (m, d, d));
-        self.adapters_forward(ops, input, ATTN_PROJ, o.view(), mid.view_mut(), &mut low);
-        self.drops[input.layer].attention_out.apply(ops, input.batch, d, mid.view_mut());
+        self.adapters_forward(ops, input, ATTN_PROJ, o.view(), mid.view_mut(), &mut lora_scratch);
+        self.layer_dropout[input.layer].attention_out.apply(ops, input.batch, d, mid.view_mut());
     }
 
-    /// `dx` becomes the gradient of the layer's input.
+    /// Computes the gradients of attention. `dx` is the gradient of the residual stream after
+    /// attention on entry, and of the layer's input on return.
     pub(super) fn attention_backward(
         &self,
         ops: &dyn Ops,
         input: &LayerInput,
         g: &mut ViewMut,
         dx: ViewMut,
-        saved: &mut Activations,
-        scratch: &mut Activations,
+        saved: &mut ActivationBuffers,
+        scratch: &mut ActivationBuffers,
     ) {
-        let (p, s, m, d) = (input.params, &self.spans, input.batch.rows(), self.n.hidden);
-        let wanted = self.wanted[input.layer];
-        let [stats, qkv, o, lse, ..] = each::<7>(saved);
-        let [rows, drows, _, _, d_o, dqkv, _, low @ ..] = each::<12>(scratch);
-        let mut low = Scratch::new(low);
-        let dout = self.drops[input.layer].attention_out.backward(ops, input.batch, d, dx.as_view(), rows);
+        let (p, s, m, d) = (input.params, &self.spans, input.batch.rows(), self.config.hidden_size);
+        let grad_mask = self.grad_masks[input.layer];
+        let [stats, qkv, o, lse, ..] = split_buffers::<7>(saved);
+        let [rows, drows, _, _, d_o, dqkv, _, lora_scratch @ ..] = split_buffers::<12>(scratch);
+        let mut lora_scratch = LoraScratch::new(lora_scratch);
+        let dout =
+            self.layer_dropout[input.layer].attention_out.backward(ops, input.batch, d, dx.as_view(), rows);
         self.bias_backward(ops, &s.attn_proj, g, dout, (m, d, d));
-        let dout = self.linear.gradient(ops, dout, drows);
-        self.weight_backward(ops, &s.attn_proj, g, (o.view(), dout), (m, d, d), wanted.attn_proj);
+        let dout = self.linear.round_gradient(ops, dout, drows);
+        self.weight_backward(ops, &s.attn_proj, g, (o.view(), dout), (m, d, d), grad_mask.attn_proj);
         self.project_backward(ops, p, &s.attn_proj, d_o.view_mut(), dout, (m, d, d));
-        self.adapters_backward(ops, input, ATTN_PROJ, g, (o.view(), dout), d_o.view_mut(), &mut low);
-        let (starts, shape) = (&input.batch.starts, self.shape(input));
+        self.adapters_backward(ops, input, ATTN_PROJ, g, (o.view(), dout), d_o.view_mut(), &mut lora_scratch);
+        let (starts, shape) = (&input.batch.starts, self.attention_shape(input));
         ops.attention_backward(dqkv.view_mut(), d_o.view(), o.view(), lse.view(), qkv.view(), starts, shape);
         ops.layernorm_forward(rows.view_mut(), stats.view_mut(), input.x, self.norm(p, &s.ln_1), m);
         let shape = (m, d, 3 * d);
         let xy = (rows.view(), dqkv.view());
         self.bias_backward(ops, &s.c_attn, g, dqkv.view(), shape);
-        self.weight_backward(ops, &s.c_attn, g, xy, shape, wanted.c_attn);
+        self.weight_backward(ops, &s.c_attn, g, xy, shape, grad_mask.c_attn);
         self.project_backward(ops, p, &s.c_attn, drows.view_mut(), dqkv.view(), shape);
-        self.adapters_backward(ops, input, C_ATTN, g, xy, drows.view_mut(), &mut low);
-        let (dw, db) = adjacent(g, &s.ln_1);
+        self.adapters_backward(ops, input, C_ATTN, g, xy, drows.view_mut(), &mut lora_scratch);
+        let (dw, db) = split_weight_bias(g, &s.ln_1);
         let w = p.slice(s.ln_1.w.clone());
-        ops.layernorm_backward(dx, dw, db, drows.view(), input.x, w, stats.view(), m, Write::Add);
+        ops.layernorm_backward(dx, dw, db, drows.view(), input.x, w, stats.view(), m, WriteMode::Accumulate);
     }
 
-    /// `mid` comes in as attention's projected output and leaves as the residual stream after attention.
+    /// Adds the layer's input to the projected output of attention, and computes the MLP: writes
+    /// the layer's output to `y`, if it is requested.
     pub(super) fn mlp_forward(
         &self,
         ops: &dyn Ops,
         input: &LayerInput,
         y: Option<ViewMut>,
-        saved: &mut Activations,
-        scratch: &mut Activations,
+        saved: &mut ActivationBuffers,
+        scratch: &mut ActivationBuffers,
     ) {
         let (p, s, m) = (input.params, &self.spans, input.batch.rows());
-        let (d, f) = (self.n.hidden, self.n.intermediate);
-        let [_, _, _, _, mid, stats, fc] = each::<7>(saved);
-        let [rows, _, act, _, _, _, _, low @ ..] = each::<12>(scratch);
-        let mut low = Scratch::new(low);
+        let (d, f) = (self.config.hidden_size, self.config.intermediate_size);
+        let [_, _, _, _, mid, stats, fc] = split_buffers::<7>(saved);
+        let [rows, _, act, _, _, _, _, lora_scratch @ ..] = split_buffers::<12>(scratch);
+        let mut lora_scratch = LoraScratch::new(lora_scratch);
         let norm = self.norm(p, &s.ln_2);
         ops.add_layernorm_forward(rows.view_mut(), stats.view_mut(), mid.view_mut(), input.x, norm, m);
         self.project(ops, p, &s.c_fc, fc.view_mut(), rows.view(), (m, d, f));
-        self.adapters_forward(ops, input, C_FC, rows.view(), fc.view_mut(), &mut low);
+        self.adapters_forward(ops, input, C_FC, rows.view(), fc.view_mut(), &mut lora_scratch);
         let Some(mut y) = y else { return };
         ops.gelu_forward(act.view_mut(), fc.view());
         self.project(ops, p, &s.mlp_proj, y.reborrow(), act.view(), (m, f, d));
-        self.adapters_forward(ops, input, MLP_PROJ, act.view(), y.reborrow(), &mut low);
-        self.drops[input.layer].mlp_out.apply(ops, input.batch, d, y.reborrow());
+        self.adapters_forward(ops, input, MLP_PROJ, act.view(), y.reborrow(), &mut lora_scratch);
+        self.layer_dropout[input.layer].mlp_out.apply(ops, input.batch, d, y.reborrow());
         ops.add(y, mid.view());
     }
 
-    /// `dx` becomes the gradient of the residual stream after attention.
+    /// Computes the gradients of the MLP. `dx` is the gradient of the layer's output on entry, and
+    /// of the residual stream after attention on return.
     pub(super) fn mlp_backward(
         &self,
         ops: &dyn Ops,
         input: &LayerInput,
         g: &mut ViewMut,
         dx: ViewMut,
-        saved: &mut Activations,
-        scratch: &mut Activations,
+        saved: &mut ActivationBuffers,
+        scratch: &mut ActivationBuffers,
     ) {
         let (p, s, m) = (input.params, &self.spans, input.batch.rows());
-        let (d, f) = (self.n.hidden, self.n.intermediate);
-        let [_, _, _, _, mid, stats, fc] = each::<7>(saved);
-        let [rows, drows, act, dfc, _, _, _, low @ ..] = each::<12>(scratch);
-        let (wanted, mut low) = (self.wanted[input.layer], Scratch::new(low));
-        let dout = self.drops[input.layer].mlp_out.backward(ops, input.batch, d, dx.as_view(), rows);
+        let (d, f) = (self.config.hidden_size, self.config.intermediate_size);
+        let [_, _, _, _, mid, stats, fc] = split_buffers::<7>(saved);
+        let [rows, drows, act, dfc, _, _, _, lora_scratch @ ..] = split_buffers::<12>(scratch);
+        let (grad_mask, mut lora_scratch) = (self.grad_masks[input.layer], LoraScratch::new(lora_scratch));
+        let dout = self.layer_dropout[input.layer].mlp_out.backward(ops, input.batch, d, dx.as_view(), rows);
         self.bias_backward(ops, &s.mlp_proj, g, dout, (m, f, d));
-        let dout = self.linear.gradient(ops, dout, drows);
+        let dout = self.linear.round_gradient(ops, dout, drows);
         self.project_backward(ops, p, &s.mlp_proj, dfc.view_mut(), dout, (m, f, d));
         if self.adapters.get(input.layer).is_some() {
             ops.gelu_forward(act.view_mut(), fc.view());
-            self.adapters_backward(ops, input, MLP_PROJ, g, (act.view(), dout), dfc.view_mut(), &mut low);
+            self.adapters_backward(
+                ops,
+                input,
+                MLP_PROJ,
+                g,
+                (act.view(), dout),
+                dfc.view_mut(),
+                &mut lora_scratch,
+            );
         }
-        // What the forward multiplied comes back where the gradient was.
+        // Writes the output of GELU to `dfc` and the gradient of its input to `act`.
         ops.gelu_backward(act.view_mut(), dfc.view_mut(), fc.view());
-        self.weight_backward(ops, &s.mlp_proj, g, (dfc.view(), dout), (m, f, d), wanted.mlp_proj);
+        self.weight_backward(ops, &s.mlp_proj, g, (dfc.view(), dout), (m, f, d), grad_mask.mlp_proj);
         ops.layernorm_forward(rows.view_mut(), stats.view_mut(), mid.view(), self.norm(p, &s.ln_2), m);
         let xy = (rows.view(), act.view());
         self.bias_backward(ops, &s.c_fc, g, act.view(), (m, d, f));
-        self.weight_backward(ops, &s.c_fc, g, xy, (m, d, f), wanted.c_fc);
+        self.weight_backward(ops, &s.c_fc, g, xy, (m, d, f), grad_mask.c_fc);
         self.project_backward(ops, p, &s.c_fc, drows.view_mut(), act.view(), (m, d, f));
-        self.adapters_backward(ops, input, C_FC, g, xy, drows.view_mut(), &mut low);
-        let (dw, db) = adjacent(g, &s.ln_2);
+        self.adapters_backward(ops, input, C_FC, g, xy, drows.view_mut(), &mut lora_scratch);
+        let (dw, db) = split_weight_bias(g, &s.ln_2);
         let w = p.slice(s.ln_2.w.clone());
-        ops.layernorm_backward(dx, dw, db, drows.view(), mid.view(), w, stats.view(), m, Write::Add);
+        ops.layernorm_backward(
+            dx,
+            dw,
+            db,
+            drows.view(),
+            mid.view(),
+            w,
+            stats.view(),
+            m,
+            WriteMode::Accumulate,
+        );
     }
 }

@@ -2,7 +2,7 @@
 //! their owners.
 use super::super::{
     ShardingPolicy, SlotSchedule,
-    owner_groups::{exchange_runs, gather_from_owners, runs_of_group},
+    owner_groups::{exchange_partial_sums, gather_from_owners, runs_of_group},
     slot_sums::{SlotRun, SlotSums, merged_runs},
 };
 use super::{Engine, REDUCTIONS_IN_FLIGHT, lock};
@@ -45,23 +45,24 @@ impl Engine {
         let (unit, ops) = (&self.shards[u].unit, self.ops.as_ref());
         if !self.accumulates_in_place(u) {
             let owned = self.trained_gradient(u, gradient);
-            return lock(&self.shards[u].grads).push_owned(ops, SlotRun::slot(slot), owned);
+            return lock(&self.shards[u].grads).push_owned(ops, SlotRun::single_slot(slot), owned);
         }
         if !unit.all_trained() {
             unit.pack_trained(ops, gradient.view_mut());
         }
         let trained = gradient.view().slice(0..unit.trained_len());
-        lock(&self.shards[u].grads).push(ops, SlotRun::slot(slot), trained);
+        lock(&self.shards[u].grads).push(ops, SlotRun::single_slot(slot), trained);
         lock(&self.gradient_pool).give(gradient);
     }
 
+    /// Whether gradients are reduced to their owners during the backward pass.
     fn reduces_during_backward(&self) -> bool {
         self.policy.shard_gradients && self.world > 1
     }
 
     /// Reduces the whole gradient of unit `u` for one slot. Every rank calls this for every unit
     /// and round, with `None` when it has no slot in the round. Frozen parameters are not reduced.
-    pub fn reduce(&mut self, u: usize, round: usize, mut gradient: Option<Buf>) -> Result<()> {
+    pub fn reduce_gradient(&mut self, u: usize, round: usize, mut gradient: Option<Buf>) -> Result<()> {
         let shards = self.shards.clone();
         let unit = &shards[u].unit;
         if !unit.any_trained() {
@@ -83,9 +84,9 @@ impl Engine {
             let s = &shards[u];
             let mut sums = lock(&s.grads);
             let whole = gradient.as_ref().map(|g| g.view().slice(0..s.trained_counts.iter().sum()));
-            comm.reduce_scatter_fold(whole.as_slice(), &s.trained_counts, &mut |from, _, piece| {
+            comm.reduce_scatter_ordered(whole.as_slice(), &s.trained_counts, &mut |from, _, piece| {
                 if let Some(slot) = slots.slot(from, round) {
-                    sums.push(ops.as_ref(), SlotRun::slot(slot), piece);
+                    sums.push(ops.as_ref(), SlotRun::single_slot(slot), piece);
                 }
             })?;
             if let Some(g) = gradient {
@@ -103,8 +104,8 @@ impl Engine {
     /// to them in the order of the slots, and [`Engine::reduce_runs`] reduces them.
     pub fn take_run_sums(&self, u: usize) -> SlotSums {
         let len = self.shards[u].unit.trained_len();
-        let Some((pooled, mark)) = lock(&self.run_sums_pool).pop() else { return SlotSums::new(len) };
-        mark.stream_wait(); // also before the memory is freed
+        let Some((pooled, last_use)) = lock(&self.run_sums_pool).pop() else { return SlotSums::new(len) };
+        last_use.stream_wait(); // also before the memory is freed
         if pooled.len() == len { pooled } else { SlotSums::new(len) }
     }
 
@@ -118,25 +119,25 @@ impl Engine {
         write: impl FnOnce(&mut Buf),
     ) {
         let (unit, ops) = (&self.shards[u].unit, self.ops.as_ref());
-        let mut kept = runs.take_buffer(ops);
+        let mut gradient = runs.take_buffer(ops);
         if unit.all_trained() {
-            write(&mut kept);
+            write(&mut gradient);
         } else if unit.any_trained() {
             let mut whole = lock(&self.gradient_pool).take(ops, unit.len());
             write(&mut whole);
             unit.pack_trained(ops, whole.view_mut());
-            ops.copy(kept.view_mut(), whole.view().slice(0..unit.trained_len()));
+            ops.copy(gradient.view_mut(), whole.view().slice(0..unit.trained_len()));
             lock(&self.gradient_pool).give(whole);
         }
-        runs.push_owned(ops, SlotRun::slot(slot), kept);
+        runs.push_owned(ops, SlotRun::single_slot(slot), gradient);
     }
 
-    /// Reduces the gradients of unit `u`, which only some ranks owned, over the slots that this
+    /// Reduces the gradients of unit `u`, which only some ranks own, over the slots that this
     /// rank's group computed in this round. Every rank calls this for one of its units in every
     /// round, possibly with empty sums.
     pub fn reduce_runs(&mut self, u: usize, round: usize, runs: SlotSums) -> Result<()> {
         let (shards, slots, ops) = (self.shards.clone(), self.slots, self.ops.clone());
-        let (pool, messages) = (self.run_sums_pool.clone(), self.exchange.clone());
+        let (pool, buffers) = (self.run_sums_pool.clone(), self.exchange.clone());
         self.pending_reductions.push_back(self.queue.submit(move |comm: &dyn Comm| {
             let s = &shards[u];
             let sent = runs_of_group(&slots, s.unit.owners, comm.rank(), round);
@@ -145,9 +146,18 @@ impl Engine {
                 "the sums cover other slots than the schedule"
             );
             let mut sums = lock(&s.grads);
-            let (ops, messages) = (ops.as_ref(), &mut lock(&messages));
+            let (ops, buffers) = (ops.as_ref(), &mut lock(&buffers));
             let mut sink = |run, piece: View| sums.push(ops, run, piece);
-            exchange_runs(comm, ops, messages, (&s.unit, &s.partition), &slots, round, &runs, &mut sink)?;
+            exchange_partial_sums(
+                comm,
+                ops,
+                buffers,
+                (&s.unit, &s.partition),
+                &slots,
+                round,
+                &runs,
+                &mut sink,
+            )?;
             let mut runs = runs;
             runs.clear();
             lock(&pool).push((runs, ops.record_event()));
@@ -179,7 +189,7 @@ impl Engine {
             let mut whole = lock(&s.grads);
             let partials: Vec<View> = whole.partials().map(|(_, v)| v).collect();
             let mut sums = policy.new_gradient_sums(owned);
-            comm.reduce_scatter_fold(&partials, &s.trained_counts, &mut |from, index, piece| {
+            comm.reduce_scatter_ordered(&partials, &s.trained_counts, &mut |from, index, piece| {
                 sums.push(ops.as_ref(), partial_run(policy, slots, from, index), piece);
             })?;
             drop(partials);
@@ -189,7 +199,7 @@ impl Engine {
     }
 
     /// Returns the buffer of a finished gradient to the pool.
-    pub fn recycle(&self, u: usize, gradient: Buf) {
+    pub fn recycle_gradient(&self, u: usize, gradient: Buf) {
         lock(&self.shards[u].grads).recycle(gradient);
     }
 
@@ -208,13 +218,13 @@ impl Engine {
 
     /// Gathers every rank's shard of a trained vector of unit `u` into `whole`.
     pub fn gather_trained(&self, u: usize, owned: Buf, mut whole: Buf) -> Result<Buf> {
-        let (shards, ops, messages) = (self.shards.clone(), self.ops.clone(), self.exchange.clone());
+        let (shards, ops, buffers) = (self.shards.clone(), self.ops.clone(), self.exchange.clone());
         self.queue.run(move |comm: &dyn Comm| {
-            let (s, messages) = (&shards[u], &mut lock(&messages));
+            let (s, buffers) = (&shards[u], &mut lock(&buffers));
             gather_from_owners(
                 comm,
                 ops.as_ref(),
-                messages,
+                buffers,
                 s.unit.owners,
                 &s.trained_counts,
                 whole.view_mut(),
@@ -224,6 +234,7 @@ impl Engine {
         })
     }
 
+    /// An fp32 buffer of `len` zeros.
     fn zeros(&self, len: usize) -> Buf {
         self.ops.zeroed(Dtype::F32, len)
     }

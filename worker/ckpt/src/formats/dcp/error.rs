@@ -157,7 +157,7 @@ pub enum DcpError {
 }
 
 impl DcpError {
-    pub(super) fn item(location: &StorageLocation, error: TorchFileError) -> DcpError {
+    pub(super) fn in_item(location: &StorageLocation, error: TorchFileError) -> DcpError {
         DcpError::Item { offset: location.offset, error }
     }
 }

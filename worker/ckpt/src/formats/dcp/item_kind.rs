@@ -1,5 +1,5 @@
-//! Decides by its key whether an item of a distributed checkpoint is a weight, an optimizer state or a
-//! hyper-parameter.
+//! Decides by its key whether an item of a distributed checkpoint is a weight, an optimizer state
+//! or a hyper-parameter.
 use super::metadata::ItemMetadata;
 
 /// The meaning of an item.
@@ -31,8 +31,8 @@ impl KeyReader {
         let is_weight =
             |i: &&ItemMetadata| i.path.is_none() && matches!(kind_from_key(&i.key), ItemKind::Weight(_));
         let keys: Vec<&str> = items.iter().filter(is_weight).map(|i| i.key.as_str()).collect();
-        // Hugging Face names begin with `model.` too; it is the key of a dict when it occurs twice or
-        // precedes a head
+        // Hugging Face names begin with `model.` too; it is the key of a dict when it occurs twice
+        // or precedes a head
         let inner = ["model.", "transformer.", "lm_head."];
         let is_dict = |dict: &&'static str| {
             let rest: Option<Vec<&str>> =
@@ -42,7 +42,7 @@ impl KeyReader {
         KeyReader { model: MODELS.into_iter().find(is_dict) }
     }
 
-    pub(super) fn kind(&self, item: &ItemMetadata) -> ItemKind {
+    pub(super) fn item_kind(&self, item: &ItemMetadata) -> ItemKind {
         match &item.path {
             Some(path) => kind_from_path(path),
             None => match (kind_from_key(&item.key), self.model) {
@@ -124,8 +124,8 @@ mod tests {
             );
         }
         let wrapped = [item("model.model.a", None), item("model.lm_head.weight", None)];
-        assert_eq!(KeyReader::new(&wrapped).kind(&wrapped[0]), weight("model.a"));
+        assert_eq!(KeyReader::new(&wrapped).item_kind(&wrapped[0]), weight("model.a"));
         let plain = [item("model.a", None), item("lm_head.weight", None)];
-        assert_eq!(KeyReader::new(&plain).kind(&plain[0]), weight("model.a"));
+        assert_eq!(KeyReader::new(&plain).item_kind(&plain[0]), weight("model.a"));
     }
 }

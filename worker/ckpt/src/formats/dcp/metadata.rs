@@ -1,5 +1,5 @@
-//! Parses `.metadata` of torch distributed checkpoints: the tensors, their chunks, and where each chunk
-//! is stored.
+//! Parses `.metadata` of torch distributed checkpoints: the tensors, their chunks, and where each
+//! chunk is stored.
 use super::error::DcpError;
 use crate::dtype::Dtype;
 use crate::formats::torch_file::{named_dtype, shape_of};
@@ -92,18 +92,19 @@ pub(crate) fn parse(input: &[u8]) -> Result<Vec<ItemMetadata>> {
     if class != "torch.distributed.checkpoint.metadata.Metadata" {
         return Err(DcpError::NotMetadata { class: Some(class) });
     }
-    let mut locations = locations(field(root, "storage_data")?)?;
+    let mut locations = read_locations(read_field(root, "storage_data")?)?;
     let paths = paths(root.get("planner_data"))?;
     let mut items = Vec::new();
-    for (key, value) in
-        field(root, "state_dict_metadata")?.pairs().ok_or(DcpError::InvalidField("state_dict_metadata"))?
+    for (key, value) in read_field(root, "state_dict_metadata")?
+        .pairs()
+        .ok_or(DcpError::InvalidField("state_dict_metadata"))?
     {
         let key = key.str().ok_or(DcpError::InvalidField("key"))?.to_owned();
         let path = match &paths {
             Some(paths) => Some(paths.get(&key).cloned().ok_or_else(|| DcpError::PathMissing(key.clone()))?),
             None => None,
         };
-        let content = content(&key, value, &mut locations)?;
+        let content = read_item(&key, value, &mut locations)?;
         items.push(ItemMetadata { key, path, content });
     }
     match locations.into_keys().next() {
@@ -112,7 +113,7 @@ pub(crate) fn parse(input: &[u8]) -> Result<Vec<ItemMetadata>> {
     }
 }
 
-fn field<'t>(value: View<'t>, key: &'static str) -> Result<View<'t>> {
+fn read_field<'t>(value: View<'t>, key: &'static str) -> Result<View<'t>> {
     value.get(key).ok_or(DcpError::MissingField(key))
 }
 
@@ -127,12 +128,12 @@ fn attributes<'t>(value: View<'t>, class: &'static str) -> Result<View<'t>> {
 /// The storage location of each chunk, by key and offsets (`None` for a value).
 type Locations = HashMap<(String, Option<Vec<u64>>), StorageLocation>;
 
-fn locations(value: View<'_>) -> Result<Locations> {
+fn read_locations(value: View<'_>) -> Result<Locations> {
     let mut locations = HashMap::new();
     let mut taken: Vec<StorageLocation> = Vec::new();
     for (index, info) in value.pairs().ok_or(DcpError::InvalidField("storage_data"))? {
         let (index, info) = (attributes(index, "MetadataIndex")?, attributes(info, "_StorageInfo")?);
-        let key = field(index, "fqn")?.str().ok_or(DcpError::InvalidField("key"))?.to_owned();
+        let key = read_field(index, "fqn")?.str().ok_or(DcpError::InvalidField("key"))?.to_owned();
         let offset = match index.get("offset").filter(|v| !v.is_none()) {
             Some(v) => Some(shape_of(v).ok_or(DcpError::InvalidField("offset"))?),
             None => None,
@@ -143,9 +144,11 @@ fn locations(value: View<'_>) -> Result<Locations> {
         {
             return Err(DcpError::Transformed(key));
         }
-        let number = |key: &'static str| field(info, key)?.count().ok_or(DcpError::InvalidField(key));
-        let file =
-            field(info, "relative_path")?.str().ok_or(DcpError::InvalidField("relative_path"))?.to_owned();
+        let number = |key: &'static str| read_field(info, key)?.count().ok_or(DcpError::InvalidField(key));
+        let file = read_field(info, "relative_path")?
+            .str()
+            .ok_or(DcpError::InvalidField("relative_path"))?
+            .to_owned();
         let location = StorageLocation { file, offset: number("offset")?, length: number("length")? };
         taken.push(location.clone());
         if locations.insert((key.clone(), offset), location).is_some() {
@@ -180,7 +183,7 @@ fn paths(planner: Option<View<'_>>) -> Result<Option<HashMap<String, Vec<String>
     Ok(Some(paths))
 }
 
-fn content(key: &str, value: View<'_>, locations: &mut Locations) -> Result<ItemContent> {
+fn read_item(key: &str, value: View<'_>, locations: &mut Locations) -> Result<ItemContent> {
     let mut take = |offset: Option<Vec<u64>>| {
         let offsets = offset.clone().unwrap_or_default();
         locations
@@ -195,13 +198,13 @@ fn content(key: &str, value: View<'_>, locations: &mut Locations) -> Result<Item
         let sizes = view.get(name).and_then(shape_of).filter(|s| s.len() <= RANK_MAX);
         sizes.ok_or(DcpError::InvalidField(name))
     };
-    let properties = attributes(field(state, "properties")?, "TensorProperties")?;
+    let properties = attributes(read_field(state, "properties")?, "TensorProperties")?;
     let dtype = properties.items().and_then(|p| p.get(0)).or_else(|| properties.get("dtype"));
     let dtype = dtype.and_then(View::global).and_then(named_dtype);
     let dtype = dtype.ok_or_else(|| DcpError::UnknownDtype(key.to_owned()))?;
     let shape = sizes(state, "size")?;
     let mut chunks = Vec::new();
-    for chunk in field(state, "chunks")?.items().ok_or(DcpError::InvalidField("chunks"))?.iter() {
+    for chunk in read_field(state, "chunks")?.items().ok_or(DcpError::InvalidField("chunks"))?.iter() {
         let chunk = attributes(chunk, "ChunkStorageMetadata")?;
         let (offsets, sizes) = (sizes(chunk, "offsets")?, sizes(chunk, "sizes")?);
         let fits =

@@ -37,7 +37,8 @@ enum ItemValue {
     Forbidden(TorchFileError),
 }
 
-/// Adds the tensors of the subdirectory `inside` of the builder's directory (empty: the directory itself).
+/// Adds the tensors of the subdirectory `inside` of the builder's directory (empty: the directory
+/// itself).
 pub(crate) fn add(builder: &mut CheckpointBuilder, inside: &str) -> Result<()> {
     let within = |name: &str| if inside.is_empty() { name.to_owned() } else { format!("{inside}/{name}") };
     let name = within(METADATA);
@@ -47,18 +48,18 @@ pub(crate) fn add(builder: &mut CheckpointBuilder, inside: &str) -> Result<()> {
     let mut read = read_items(builder, &items, within)?;
     let mut found = ItemCollector::default();
     for item in &items {
-        found.item(builder, &name, names.kind(item), item, &mut read)?;
+        found.collect_item(builder, &name, names.item_kind(item), item, &mut read)?;
     }
-    let ranks: BTreeSet<u32> = locations(&items).filter_map(|p| rank_of(&p.file)).collect();
+    let ranks: BTreeSet<u32> = storage_locations(&items).filter_map(|p| rank_of(&p.file)).collect();
     if let Some(&last) = ranks.last() {
         builder.facts.world = builder.facts.world.max(Some(last + 1));
     }
     if !found.unknown.is_empty() {
         let unknown: Vec<String> = found.unknown.iter().cloned().collect();
-        builder.notice(format!("ignoring unknown optimizer states: {}", list_some(&unknown)));
+        builder.add_notice(format!("ignoring unknown optimizer states: {}", list_some(&unknown)));
     }
     for line in std::mem::take(&mut found.notices) {
-        builder.notice(line);
+        builder.add_notice(line);
     }
     let groups = found.groups();
     if !groups.is_empty() {
@@ -72,7 +73,7 @@ fn rank_of(file: &str) -> Option<u32> {
     file.strip_prefix("__")?.split('_').next()?.parse().ok()
 }
 
-fn locations(items: &[ItemMetadata]) -> impl Iterator<Item = &StorageLocation> {
+fn storage_locations(items: &[ItemMetadata]) -> impl Iterator<Item = &StorageLocation> {
     items.iter().flat_map(|item| match &item.content {
         ItemContent::Bytes(location) => vec![location],
         ItemContent::Tensor { chunks, .. } => chunks.iter().map(|c| &c.location).collect(),
@@ -85,7 +86,7 @@ fn read_items(
     items: &[ItemMetadata],
     within: impl Fn(&str) -> String,
 ) -> Result<HashMap<StorageLocation, ItemValue>> {
-    let mut sorted: Vec<&StorageLocation> = locations(items).collect();
+    let mut sorted: Vec<&StorageLocation> = storage_locations(items).collect();
     sorted.sort();
     let mut read = HashMap::new();
     let mut absent = Vec::new();
@@ -128,10 +129,10 @@ fn read_item(
         Ok(torch) => torch,
         // a value of an unknown class is ignored; an unreadable item is damage
         Err(error) if error.is_forbidden_global() => return Ok(ItemValue::Forbidden(error)),
-        Err(error) => return Err(builder.damaged(name, DcpError::item(location, error))),
+        Err(error) => return Err(builder.damaged(name, DcpError::in_item(location, error))),
     };
     let tensor = torch.tensor(torch.value());
-    match tensor.map_err(|error| builder.damaged(name, DcpError::item(location, error)))? {
+    match tensor.map_err(|error| builder.damaged(name, DcpError::in_item(location, error)))? {
         Some(mut view) => {
             view.member += stored.add(torch.members);
             Ok(ItemValue::Tensor(index, view))
@@ -156,7 +157,7 @@ struct ItemCollector {
 }
 
 impl ItemCollector {
-    fn item(
+    fn collect_item(
         &mut self,
         builder: &mut CheckpointBuilder,
         metadata: &str,
@@ -166,18 +167,18 @@ impl ItemCollector {
     ) -> Result<()> {
         match &item.content {
             ItemContent::Bytes(location) => {
-                self.value(kind, item, read.remove(location));
+                self.collect_value(kind, item, read.remove(location));
                 Ok(())
             }
             ItemContent::Tensor { dtype, shape, chunks } => {
                 let parts = self.parts(&item.key, *dtype, shape, chunks, read);
                 let parts = parts.map_err(|error| builder.damaged(metadata, error))?;
-                self.tensor(builder, metadata, kind, *dtype, shape, parts)
+                self.collect_tensor(builder, metadata, kind, *dtype, shape, parts)
             }
         }
     }
 
-    fn value(&mut self, kind: ItemKind, item: &ItemMetadata, read: Option<ItemValue>) {
+    fn collect_value(&mut self, kind: ItemKind, item: &ItemMetadata, read: Option<ItemValue>) {
         match (kind, read) {
             (ItemKind::Group(group, key), Some(ItemValue::Value(value))) => {
                 self.hyper.entry((group.parse().ok(), group)).or_default().insert(key, value);
@@ -189,7 +190,7 @@ impl ItemCollector {
         }
     }
 
-    fn tensor(
+    fn collect_tensor(
         &mut self,
         builder: &mut CheckpointBuilder,
         metadata: &str,
@@ -253,7 +254,7 @@ impl ItemCollector {
         for chunk in chunks {
             let (file, view) = match read.remove(&chunk.location) {
                 Some(ItemValue::Tensor(file, view)) => (file, view),
-                Some(ItemValue::Forbidden(error)) => return Err(DcpError::item(&chunk.location, error)),
+                Some(ItemValue::Forbidden(error)) => return Err(DcpError::in_item(&chunk.location, error)),
                 _ => {
                     let StorageLocation { file, offset, .. } = chunk.location.clone();
                     return Err(DcpError::NotATensor { key: key.to_owned(), file, offset });
@@ -284,8 +285,8 @@ impl ItemCollector {
         Ok(parts)
     }
 
-    /// The parameter groups. Groups of a single named parameter are merged when their hyper-parameters are
-    /// equal.
+    /// The parameter groups. Groups of a single named parameter are merged when their
+    /// hyper-parameters are equal.
     fn groups(self) -> Vec<ParamGroupInfo> {
         let mut groups: Vec<ParamGroupInfo> = Vec::new();
         for ((number, called), mut hyper) in self.hyper {
@@ -305,8 +306,8 @@ impl ItemCollector {
     }
 }
 
-/// The runs of consecutive elements of a chunk of a tensor of `shape`: first element in the tensor, and
-/// range of elements of the chunk.
+/// The runs of consecutive elements of a chunk of a tensor of `shape`: first element in the tensor,
+/// and range of elements of the chunk.
 fn runs(shape: &[u64], chunk: &Chunk) -> Option<impl Iterator<Item = (u64, std::ops::Range<u64>)>> {
     let total = elements(&chunk.sizes)?;
     elements(shape)?;

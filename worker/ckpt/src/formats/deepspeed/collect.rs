@@ -11,7 +11,7 @@ use std::collections::{HashMap, HashSet};
 
 /// The contents of a tag.
 #[derive(Default)]
-pub(super) struct Collected {
+pub(super) struct CollectedTensors {
     pub(super) entries: Vec<ExternalTensor>,
     pub(super) frozen: Vec<String>,
     /// Weights that are named and not stored.
@@ -23,11 +23,11 @@ pub(super) struct Collected {
 }
 
 /// Collects the tensors of a tag with the files of all ranks.
-pub(super) fn collect(tag: &Tag, stage: u8) -> Result<Collected> {
-    let mut found = Collected::default();
+pub(super) fn collect(tag: &Tag, stage: u8) -> Result<CollectedTensors> {
+    let mut found = CollectedTensors::default();
     let Some((file, model)) = tag.model.get(&0) else { return Ok(found) };
     found.groups(tag, model, stage)?;
-    found.frozen(tag, model, stage)?;
+    found.collect_frozen(tag, model, stage)?;
     found.ties(model);
     found.module(*file, model, stage);
     found.in_module_order(model);
@@ -35,8 +35,8 @@ pub(super) fn collect(tag: &Tag, stage: u8) -> Result<Collected> {
     Ok(found)
 }
 
-impl Collected {
-    fn weights(&self) -> HashSet<&str> {
+impl CollectedTensors {
+    fn weight_names(&self) -> HashSet<&str> {
         self.entries
             .iter()
             .filter(|e| e.info.role == TensorRole::Weight)
@@ -74,8 +74,8 @@ impl Collected {
         Ok(())
     }
 
-    pub(super) fn frozen(&mut self, tag: &Tag, model: &ModelStates, stage: u8) -> Result<()> {
-        let trained: HashSet<String> = self.weights().into_iter().map(str::to_owned).collect();
+    pub(super) fn collect_frozen(&mut self, tag: &Tag, model: &ModelStates, stage: u8) -> Result<()> {
+        let trained: HashSet<String> = self.weight_names().into_iter().map(str::to_owned).collect();
         let (frozen_late, frozen): (Vec<_>, Vec<_>) =
             model.frozen_shapes.iter().partition(|(n, _)| trained.contains(n));
         if !frozen_late.is_empty() {
@@ -102,7 +102,7 @@ impl Collected {
                 };
                 slices.push((*file, *view));
             }
-            let entry = layout::frozen(name, shape, &slices).map_err(|error| {
+            let entry = layout::frozen_layout(name, shape, &slices).map_err(|error| {
                 CkptError::damaged(&tag.path, "model files", DeepSpeedError::Frozen(error))
             })?;
             self.entries.push(entry);
@@ -113,7 +113,7 @@ impl Collected {
 
     /// Ties between weights, except aliases that are stored themselves.
     pub(super) fn ties(&mut self, model: &ModelStates) {
-        let stored: HashSet<String> = self.weights().into_iter().map(str::to_owned).collect();
+        let stored: HashSet<String> = self.weight_names().into_iter().map(str::to_owned).collect();
         for tie in &model.ties {
             if stored.contains(&tie.alias) {
                 self.notices.push(format!(
@@ -128,7 +128,7 @@ impl Collected {
 
     /// Buffers, and weights that only the 16-bit module has.
     pub(super) fn module(&mut self, file: usize, model: &ModelStates, stage: u8) {
-        let mut known: HashSet<String> = self.weights().into_iter().map(str::to_owned).collect();
+        let mut known: HashSet<String> = self.weight_names().into_iter().map(str::to_owned).collect();
         known.extend(self.ties.iter().map(|t| t.alias.clone()));
         let buffers: HashSet<&str> = model.buffers.iter().map(String::as_str).collect();
         let mut fallback = Vec::new();

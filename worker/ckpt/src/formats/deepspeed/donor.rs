@@ -1,5 +1,5 @@
-//! Replaces lost model files of stage 3 by those of other ranks. Without frozen weights, the model files
-//! of all ranks are equal.
+//! Replaces lost model files of stage 3 by those of other ranks. Without frozen weights, the model
+//! files of all ranks are equal.
 use super::file_names::TagFiles;
 use super::states::{GLOBALS, ModelStates, OptimizerStates};
 use crate::disk::{self, Buffers, Directory, SMALL_WINDOW};
@@ -24,8 +24,8 @@ pub(crate) struct Donor {
     pub(crate) buffers: bool,
 }
 
-/// Finds the lost model files of a tag of stage 3 that can be replaced. An error when a file is lost and
-/// cannot be replaced.
+/// Finds the lost model files of a tag of stage 3 that can be replaced. An error when a file is
+/// lost and cannot be replaced.
 pub(crate) fn find(path: &Path) -> Result<Vec<Donor>> {
     let directory = Directory::open(path)?;
     let names = TagFiles::list(&directory)?;
@@ -72,8 +72,8 @@ pub(crate) struct LostModelFiles {
     pub(crate) files: Vec<String>,
 }
 
-/// Finds the missing or damaged model files of a tag from its optimizer files; `None` when there are
-/// none, or when no optimizer file is readable.
+/// Finds the missing or damaged model files of a tag from its optimizer files; `None` when there
+/// are none, or when no optimizer file is readable.
 pub(crate) fn lost(path: &Path) -> Result<Option<LostModelFiles>> {
     let directory = Directory::open(path)?;
     let names = TagFiles::list(&directory)?;

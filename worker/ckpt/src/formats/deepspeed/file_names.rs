@@ -29,13 +29,13 @@ enum FileKind {
 impl TagFiles {
     /// Lists the files in the directory of a tag.
     pub(super) fn list(directory: &Directory) -> Result<TagFiles> {
-        TagFiles::find(directory, false)
+        TagFiles::find_files(directory, false)
     }
 
-    /// Lists the files of a universal checkpoint, which may have two model files of rank 0; the first one
-    /// is used.
+    /// Lists the files of a universal checkpoint, which may have two model files of rank 0; the
+    /// first one is used.
     pub(super) fn list_universal(directory: &Directory) -> Result<TagFiles> {
-        TagFiles::find(directory, true)
+        TagFiles::find_files(directory, true)
     }
 
     /// Number of model and optimizer files.
@@ -43,7 +43,7 @@ impl TagFiles {
         self.model.len() + self.optimizer.len()
     }
 
-    fn find(directory: &Directory, both: bool) -> Result<TagFiles> {
+    fn find_files(directory: &Directory, both: bool) -> Result<TagFiles> {
         let mut found = TagFiles::default();
         for name in directory.names()? {
             let (map, rank) = match file_kind(&name) {
@@ -101,14 +101,14 @@ fn file_kind(name: &str) -> FileKind {
     }
 }
 
-/// The rank in the name of the directory inside of a torch file, which is the rank that wrote the file;
-/// `None` when the name has no rank.
+/// The rank in the name of the directory inside of a torch file, which is the rank that wrote the
+/// file; `None` when the name has no rank.
 pub(super) fn rank_in_root(root: &str) -> Option<u32> {
     ranks(root).map(|(rank, _, _)| rank)
 }
 
 /// The step in a name such as `global_step10`.
-pub(super) fn step_of(tag: &str) -> Option<u64> {
+pub(super) fn step_from_tag(tag: &str) -> Option<u64> {
     tag.strip_prefix("global_step")?.parse().ok()
 }
 
@@ -134,6 +134,6 @@ mod tests {
             assert_eq!(file_kind(name), expected, "{name}");
         }
         assert_eq!(rank_in_root("zero_pp_rank_1_mp_rank_00_optim_states"), Some(1));
-        assert_eq!((rank_in_root("archive"), step_of("global_step12")), (None, Some(12)));
+        assert_eq!((rank_in_root("archive"), step_from_tag("global_step12")), (None, Some(12)));
     }
 }

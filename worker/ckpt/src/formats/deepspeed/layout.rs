@@ -22,7 +22,7 @@ impl RankShard<'_> {
         self.shard.fp32.elements()
     }
 
-    fn view(&self, role: TensorRole) -> Option<&TensorView> {
+    fn state_view(&self, role: TensorRole) -> Option<&TensorView> {
         match role {
             TensorRole::Weight => Some(&self.shard.fp32),
             _ => self.shard.states.iter().find(|(r, _)| *r == role).map(|(_, v)| v),
@@ -37,7 +37,7 @@ fn roles(ranks: &[RankShard<'_>]) -> Vec<TensorRole> {
     roles.extend(
         TensorRole::ALL
             .into_iter()
-            .filter(|r| r.is_optimizer_state() && ranks.iter().any(|k| k.view(*r).is_some())),
+            .filter(|r| r.is_optimizer_state() && ranks.iter().any(|k| k.state_view(*r).is_some())),
     );
     roles
 }
@@ -109,7 +109,7 @@ fn concatenated_parts(
     for (r, rank) in ranks.iter().enumerate() {
         let (from, to) = (span.start.max(begin), span.end.min(begin + rank.len()));
         if from < to {
-            let view = rank.view(role).ok_or(LayoutError::StateMissing { rank: r, role })?;
+            let view = rank.state_view(role).ok_or(LayoutError::StateMissing { rank: r, role })?;
             parts.push(TensorPart::new(rank.file, view, from - begin..to - begin, from - span.start));
         }
         begin += rank.len();
@@ -120,7 +120,7 @@ fn concatenated_parts(
 /// Checks that states are as long as the weights, or longer by the padding.
 fn check_states(ranks: &[RankShard<'_>], role: TensorRole) -> Result<(), LayoutError> {
     for (r, rank) in ranks.iter().enumerate() {
-        let Some(view) = rank.view(role) else { continue };
+        let Some(view) = rank.state_view(role) else { continue };
         let (weights, states) = (rank.len(), view.elements());
         let padded = rank.shard.padding.map(|p| weights.saturating_add(p));
         let fits = states == weights || padded.map_or(states > weights, |p| p == states);
@@ -146,7 +146,7 @@ pub(super) fn partitioned(
             let share = count.div_ceil(world);
             let mut parts = Vec::new();
             for (r, rank) in ranks.iter().enumerate() {
-                let view = rank.view(role).ok_or(LayoutError::StateMissing { rank: r, role })?;
+                let view = rank.state_view(role).ok_or(LayoutError::StateMissing { rank: r, role })?;
                 let span = (r as u64 * share).min(count)..((r as u64 + 1) * share).min(count);
                 let end = offset.saturating_add(share);
                 if view.elements() < end || view.dtype != Dtype::F32 {
@@ -168,7 +168,7 @@ pub(super) fn partitioned(
             offset += share;
         }
         for (rank, shard) in ranks.iter().enumerate() {
-            let found = shard.view(role).map_or(offset, TensorView::elements);
+            let found = shard.state_view(role).map_or(offset, TensorView::elements);
             if found != offset {
                 return Err(LayoutError::PartitionLength { role, rank, found, expected: offset });
             }
@@ -178,7 +178,7 @@ pub(super) fn partitioned(
 }
 
 /// A frozen parameter: whole in one file, or (stage 3) one slice per rank with padding at the end.
-pub(super) fn frozen(
+pub(super) fn frozen_layout(
     name: &str,
     shape: &[u64],
     slices: &[(usize, &TensorView)],

@@ -1,8 +1,8 @@
 //! Reads DeepSpeed checkpoints of ZeRO stages 0 to 3, including those of HF Trainer and Accelerate.
 //!
-//! `DIR/latest` names a tag. `DIR/TAG` has model files and the optimizer files of all ranks. When several
-//! sources have a weight, the flat groups (`param_shapes`) take precedence, then frozen weights, then
-//! the 16-bit `module`.
+//! `DIR/latest` names a tag. `DIR/TAG` has model files and the optimizer files of all ranks. When
+//! several sources have a weight, the flat groups (`param_shapes`) take precedence, then frozen
+//! weights, then the 16-bit `module`.
 mod collect;
 pub(crate) mod donor;
 pub(crate) mod error;
@@ -118,15 +118,17 @@ pub(crate) fn is_tag(path: &Path) -> bool {
 pub(crate) fn tags(path: &Path) -> Result<Vec<String>> {
     let mut tags = Directory::open(path)?.names()?;
     tags.retain(|t| is_plain_file_name(t) && is_tag(&path.join(t)));
-    tags.sort_by_key(|t| (file_names::step_of(t), t.clone()));
+    tags.sort_by_key(|t| (file_names::step_from_tag(t), t.clone()));
     Ok(tags)
 }
 
 /// Warns when a newer tag than the one that `latest` names has as many files.
 fn stale_latest(path: &Path, tag: &str, tags: &[String]) -> Result<Vec<String>> {
     let files = |tag: &str| Ok((TagFiles::list(&Directory::open(&path.join(tag))?)?).count());
-    let (Some(step), Some(newest)) = (file_names::step_of(tag), tags.last()) else { return Ok(Vec::new()) };
-    let newer = file_names::step_of(newest).is_some_and(|s| s > step) && files(newest)? >= files(tag)?;
+    let (Some(step), Some(newest)) = (file_names::step_from_tag(tag), tags.last()) else {
+        return Ok(Vec::new());
+    };
+    let newer = file_names::step_from_tag(newest).is_some_and(|s| s > step) && files(newest)? >= files(tag)?;
     let notice = format!(
         "`latest` names {tag}, but {newest} is newer and complete; give {} to use it",
         path.join(newest).display()
@@ -152,8 +154,8 @@ fn newest(path: &Path, tags: &[String]) -> Result<ExternalCheckpoint> {
     Err(first.unwrap_or(CkptError::not_a_checkpoint(path, Diagnosis::NoTag)))
 }
 
-/// Opens the tag at `path`, for which the user gave the path `given`; `root` may have a config and a
-/// tokenizer.
+/// Opens the tag at `path`, for which the user gave the path `given`; `root` may have a config and
+/// a tokenizer.
 fn open_tag(given: &Path, path: &Path, root: &Path, mut notices: Vec<String>) -> Result<ExternalCheckpoint> {
     let tag = Tag::load(path)?;
     let stage = tag.check_ranks()?;

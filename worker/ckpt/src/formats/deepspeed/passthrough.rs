@@ -152,7 +152,8 @@ fn precision(model: &ModelStates) -> Option<Dtype> {
     trained.and_then(named).or_else(|| model.module.first().map(|(_, v)| v.dtype))
 }
 
-/// The parameter groups with names. A group that was split into several flat groups is merged again.
+/// The parameter groups with names. A group that was split into several flat groups is merged
+/// again.
 fn groups(tag: &Tag, model: &ModelStates) -> Result<Vec<ParamGroup>> {
     let Some((file, states)) = tag.optimizer.get(&0) else { return Ok(Vec::new()) };
     let steps = steps(tag, *file, states)?;
@@ -212,12 +213,12 @@ impl TensorInliner<'_> {
                 let values: Vec<Object> = pairs.iter().map(|(_, v)| v.clone()).collect();
                 inline_all(self, &values)?.map(|values| Object::Dict(keys.into_iter().zip(values).collect()))
             }
-            Object::Tensor(t) => self.tensor(t)?,
+            Object::Tensor(t) => self.inline_tensor(t)?,
             other => Some(other.clone()),
         })
     }
 
-    fn tensor(&mut self, t: &StoredTensor) -> Result<Option<Object>> {
+    fn inline_tensor(&mut self, t: &StoredTensor) -> Result<Option<Object>> {
         let Some(view) = self.model.passthrough.tensors.get(t.storage) else { return Ok(None) };
         let count = view.elements();
         let bytes = count.saturating_mul(view.dtype.size());

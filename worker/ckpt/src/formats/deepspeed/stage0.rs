@@ -1,6 +1,6 @@
 //! Stage 0: the model file contains the whole optimizer, with numbered states and FP32 masters.
 use super::Tag;
-use super::collect::Collected;
+use super::collect::CollectedTensors;
 use super::error::DeepSpeedError;
 use super::states::ModelStates;
 use crate::catalog::TensorRole;
@@ -52,7 +52,7 @@ pub(super) fn add(
     tag: &Tag,
     file: usize,
     model: &ModelStates,
-    found: &mut Collected,
+    found: &mut CollectedTensors,
 ) -> Result<(Vec<ParamGroupInfo>, BTreeMap<String, u64>)> {
     let Some(embedded) = &model.embedded_optimizer else { return Ok(Default::default()) };
     let weights: Vec<(String, Vec<u64>)> = found
@@ -75,7 +75,7 @@ pub(super) fn add(
     let mut steps = BTreeMap::new();
     for ((_, ids), names) in embedded.optimizer.groups.iter().zip(&names) {
         for (id, name) in ids.iter().zip(names) {
-            if let Some(step) = states(tag, file, embedded, id, name, found)? {
+            if let Some(step) = optimizer_states(tag, file, embedded, id, name, found)? {
                 let step = whole_step(step)
                     .map_err(|error| damaged(DeepSpeedError::WeightStep { name: name.clone(), error }))?;
                 steps.insert(name.clone(), step);
@@ -91,13 +91,13 @@ pub(super) fn add(
     Ok((groups.map(|((hyper, _), names)| ParamGroupInfo { hyper: hyper.clone(), names }).collect(), steps))
 }
 
-fn states(
+fn optimizer_states(
     tag: &Tag,
     file: usize,
     embedded: &EmbeddedOptimizer,
     id: &ParamId,
     name: &str,
-    found: &mut Collected,
+    found: &mut CollectedTensors,
 ) -> Result<Option<f64>> {
     let Some(state) = embedded.optimizer.states.get(id) else { return Ok(None) };
     for (role, view) in &state.tensors {
@@ -115,7 +115,7 @@ fn masters(
     file: usize,
     embedded: &EmbeddedOptimizer,
     names: &[Vec<String>],
-    found: &mut Collected,
+    found: &mut CollectedTensors,
 ) -> std::result::Result<(), DeepSpeedError> {
     if embedded.masters.is_empty() {
         return Ok(());

@@ -82,11 +82,11 @@ pub(crate) struct NumberedGroup {
     pub(crate) ids: Vec<u64>,
 }
 
-fn field<'a>(value: View<'a>, key: &'static str) -> Result<View<'a>> {
+fn read_field<'a>(value: View<'a>, key: &'static str) -> Result<View<'a>> {
     value.get(key).ok_or(DeepSpeedError::MissingField(key))
 }
 
-fn tensors(file: &TorchFile, key: &'static str, value: View<'_>) -> Result<Vec<(String, TensorView)>> {
+fn read_tensors(file: &TorchFile, key: &'static str, value: View<'_>) -> Result<Vec<(String, TensorView)>> {
     let mut found = Vec::new();
     if value.is_none() {
         return Ok(found);
@@ -103,7 +103,7 @@ fn tensors(file: &TorchFile, key: &'static str, value: View<'_>) -> Result<Vec<(
     Ok(found)
 }
 
-fn shapes(key: &'static str, value: View<'_>) -> Result<Vec<(String, Vec<u64>)>> {
+fn read_shapes(key: &'static str, value: View<'_>) -> Result<Vec<(String, Vec<u64>)>> {
     let pairs = value.pairs().ok_or(DeepSpeedError::InvalidField(key))?;
     pairs
         .map(|(name, shape)| match (name.str(), shape_of(shape)) {
@@ -122,7 +122,7 @@ impl ModelStates {
             |v: View<'_>| v.items().map(|i| i.iter().filter_map(|n| n.str().map(str::to_owned)).collect());
         let no_list = DeepSpeedError::InvalidField("param_shapes");
         let groups = match optional("param_shapes").map(|v| v.items().ok_or(no_list)) {
-            Some(list) => list?.iter().map(|g| shapes("param_shapes", g)).collect::<Result<Vec<_>>>()?,
+            Some(list) => list?.iter().map(|g| read_shapes("param_shapes", g)).collect::<Result<Vec<_>>>()?,
             None => Vec::new(),
         };
         let ties = optional("shared_params").and_then(View::pairs).into_iter().flatten();
@@ -130,17 +130,17 @@ impl ModelStates {
             Some(Tie { alias: alias.str()?.to_owned(), target: target.str()?.to_owned() })
         });
         let frozen_shapes = match optional("frozen_param_shapes") {
-            Some(v) => shapes("frozen_param_shapes", v)?,
+            Some(v) => read_shapes("frozen_param_shapes", v)?,
             None => Vec::new(),
         };
         let frozen = match optional("frozen_param_fragments") {
-            Some(v) => tensors(file, "frozen_param_fragments", v)?,
+            Some(v) => read_tensors(file, "frozen_param_fragments", v)?,
             None => Vec::new(),
         };
         let world = count("dp_world_size").ok_or(DeepSpeedError::MissingField("dp_world_size"))?;
         let zero = optional("ds_config").and_then(|c| c.get("zero_optimization"));
         Ok(ModelStates {
-            module: tensors(file, "module", field(root, "module")?)?,
+            module: read_tensors(file, "module", read_field(root, "module")?)?,
             buffers: optional("buffer_names").and_then(texts).unwrap_or_default(),
             groups,
             frozen_shapes,
@@ -167,17 +167,20 @@ impl ModelStates {
 
 impl OptimizerStates {
     pub(super) fn read(file: &TorchFile) -> Result<OptimizerStates> {
-        let root = field(file.value(), "optimizer_state_dict")?;
+        let root = read_field(file.value(), "optimizer_state_dict")?;
         let stage = root.get("zero_stage").and_then(stage_of);
-        let partitions = field(root, "partition_count")?;
+        let partitions = read_field(root, "partition_count")?;
         let partitions = match partitions.items() {
             Some(items) => items.counts(),
             None => partitions.count().map(|n| vec![n]),
         };
         let third = root.get("fp32_flat_groups");
         let (flats, base) = match third {
-            Some(flats) => (flats, field(root, "optimizer_state_dict")?),
-            None => (field(root, "single_partition_of_fp32_groups")?, field(root, "base_optimizer_state")?),
+            Some(flats) => (flats, read_field(root, "optimizer_state_dict")?),
+            None => (
+                read_field(root, "single_partition_of_fp32_groups")?,
+                read_field(root, "base_optimizer_state")?,
+            ),
         };
         let mut shards = Vec::new();
         for (i, flat) in

@@ -83,8 +83,8 @@ impl Tag {
         CkptError::damaged(&self.path, self.store.files[file].name.as_str(), error)
     }
 
-    /// Returns the stage, after checking that the files of exactly all ranks exist and agree on stage and
-    /// world size.
+    /// Returns the stage, after checking that the files of exactly all ranks exist and agree on
+    /// stage and world size.
     pub(super) fn check_ranks(&self) -> Result<u8> {
         let Some((_, model)) = self.model.get(&0) else {
             return Err(self.missing("the model file of rank 0"));

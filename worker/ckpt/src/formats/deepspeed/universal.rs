@@ -1,10 +1,10 @@
-//! Reads DeepSpeed's universal checkpoints: `zero/NAME/{fp32,exp_avg,exp_avg_sq,step}.pt` per weight, and
-//! copies of the model files.
+//! Reads DeepSpeed's universal checkpoints: `zero/NAME/{fp32,exp_avg,exp_avg_sq,step}.pt` per
+//! weight, and copies of the model files.
 //!
-//! Converted from stage 1 or 2, the files are dicts with a shaped `param`. Converted from stage 3, they
-//! are flat tensors whose shapes are in the model files. Frozen weights and buffers are in the model
-//! files.
-use super::collect::Collected;
+//! Converted from stage 1 or 2, the files are dicts with a shaped `param`. Converted from stage 3,
+//! they are flat tensors whose shapes are in the model files. Frozen weights and buffers are in the
+//! model files.
+use super::collect::CollectedTensors;
 use super::error::{DeepSpeedError, LayoutError};
 use super::file_names::TagFiles;
 use super::states::{GLOBALS, ModelStates, param_groups};
@@ -222,7 +222,8 @@ fn open_all(directory: &Directory, paths: &[&str]) -> Vec<Result<TorchFile>> {
     opened.into_iter().map(|place| place.into_inner().unwrap_or_else(not_opened)).collect()
 }
 
-/// Reads one file; returns the index of the file, the tensor, and whether the file records the shape.
+/// Reads one file; returns the index of the file, the tensor, and whether the file records the
+/// shape.
 fn read_parameter_file(
     tag: &mut Tag,
     file: TorchFile,
@@ -254,8 +255,8 @@ fn collect(
     parameters: Vec<Parameter>,
     settings: &OptimizerSettings,
     unknown: &BTreeSet<String>,
-) -> Result<(Collected, BTreeMap<String, u64>)> {
-    let mut found = Collected::default();
+) -> Result<(CollectedTensors, BTreeMap<String, u64>)> {
+    let mut found = CollectedTensors::default();
     let mut steps = BTreeMap::new();
     let shapes: HashMap<&str, (u64, &Vec<u64>)> = (0u64..)
         .zip(&model.groups)
@@ -302,7 +303,7 @@ fn collect(
 
 /// Adds the entries of a weight; `known` is its shape in the model files.
 fn add_parameter(
-    found: &mut Collected,
+    found: &mut CollectedTensors,
     parameter: &Parameter,
     known: Option<&[u64]>,
 ) -> std::result::Result<(), DeepSpeedError> {
@@ -333,20 +334,20 @@ fn add_parameter(
     Ok(())
 }
 
-/// Adds what is not trained: frozen weights, buffers and ties of the model files, and weights without
-/// states.
+/// Adds what is not trained: frozen weights, buffers and ties of the model files, and weights
+/// without states.
 fn add_untrained(
     tag: &Tag,
     model: &ModelStates,
     stage: u8,
-    found: &mut Collected,
+    found: &mut CollectedTensors,
     untrained: Vec<&Parameter>,
 ) -> Result<()> {
     // slices of frozen weights are in the model files of all ranks, which may not have been copied
     let is_complete =
         stage < 3 || model.frozen.is_empty() || tag.model.len() as u64 >= u64::from(model.world);
     if is_complete && !model.frozen.is_empty() {
-        found.frozen(tag, model, stage)?;
+        found.collect_frozen(tag, model, stage)?;
     }
     found.ties(model);
     for one in untrained {

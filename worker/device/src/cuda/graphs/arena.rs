@@ -1,5 +1,5 @@
-//! [`Arena`]: scratch memory in which the same sequence of requests gets the same addresses, by first
-//! fit in a few large blocks.
+//! [`Arena`]: scratch memory in which the same sequence of requests gets the same addresses, by
+//! first fit in a few large blocks.
 //!
 //! The arena only does the bookkeeping, for one stream. A freed range is reusable immediately,
 //! because the stream executes the calls before and after in order.
@@ -77,7 +77,8 @@ impl Arena {
     /// bytes of a new block. In the long run a single large block remains.
     pub(in super::super) fn plan_growth(&mut self, bytes: usize) -> (Vec<Block>, usize) {
         let (bytes, capacity) = (bytes.next_multiple_of(ALIGNMENT), self.capacity());
-        // If the capacity would suffice but is fragmented, one block must be larger than the capacity.
+        // If the capacity would suffice but is fragmented, one block must be larger than the
+        // capacity.
         let needed = if capacity >= self.live + bytes { capacity + bytes } else { self.live + bytes };
         if self.live > 0 {
             self.peak = self.peak.max(needed);

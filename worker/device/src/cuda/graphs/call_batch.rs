@@ -1,5 +1,5 @@
-//! [`CallBatch`]: recorded calls of a stream, in order: kernels with their arguments, matmuls, cuDNN
-//! plans, fills and copies.
+//! [`CallBatch`]: recorded calls of a stream, in order: kernels with their arguments, matmuls,
+//! cuDNN plans, fills and copies.
 use super::super::bindings::{Address, KernelNode};
 use super::super::context::GpuContext;
 use super::super::cudnn::PreparedPlan;

@@ -4,13 +4,13 @@
 // Rotates the pairs (i, i + half) of each head by the angle of the row's position; sign −1 rotates
 // back. One block per position and sequence. Thread index x counts vectors of eight elements of a
 // half, y counts heads.
-template <int X> DEVICE void rope_of(Tensor x, const float* cosines, const float* sines, int heads, int half, i64 stride, float sign) {
+template <int X> DEVICE void rope_impl(Tensor x, const float* cosines, const float* sines, int heads, int half, i64 stride, float sign) {
     i64 row = ((i64)blockIdx.y * gridDim.x + blockIdx.x) * stride, angle = (i64)blockIdx.x * half;
     for (int i = 8 * (int)threadIdx.x; i < half; i += 8 * (int)blockDim.x) {
         i64 left = half - i;
         float c[8], s[8];
-        load_eight<X == ANY ? ANY : F32>(c, floats(cosines), angle + i, left);
-        load_eight<X == ANY ? ANY : F32>(s, floats(sines), angle + i, left);
+        load_eight<X == ANY ? ANY : F32>(c, f32_tensor(cosines), angle + i, left);
+        load_eight<X == ANY ? ANY : F32>(s, f32_tensor(sines), angle + i, left);
         EIGHT(k) s[k] *= sign;
         for (int head = (int)threadIdx.y; head < heads; head += (int)blockDim.y) {
             i64 at = row + 2 * head * half + i;
@@ -28,8 +28,8 @@ template <int X> DEVICE void rope_of(Tensor x, const float* cosines, const float
     }
 }
 #define ROPE Tensor x, const float *cosines, const float *sines, i64 heads, i64 half, i64 stride, float sign
-KERNEL rope(ROPE) { rope_of<ANY>(x, cosines, sines, (int)heads, (int)half, stride, sign); }
-KERNEL rope_bf16(ROPE) { rope_of<BF16>(x, cosines, sines, (int)heads, (int)half, stride, sign); }
+KERNEL rope(ROPE) { rope_impl<ANY>(x, cosines, sines, (int)heads, (int)half, stride, sign); }
+KERNEL rope_bf16(ROPE) { rope_impl<BF16>(x, cosines, sines, (int)heads, (int)half, stride, sign); }
 
 // 1 / (1 + e^−x). If e^−x is infinite, the result is 0.
 DEVICE float sigmoid(float x) { return reciprocal(1.0f + power_of_2(-LOG2E * x)); }
@@ -50,7 +50,7 @@ struct Gelu {
     }
 };
 
-template <int X> DEVICE void gelu_forward_of(Tensor y, Tensor x, i64 n) {
+template <int X> DEVICE void gelu_forward_impl(Tensor y, Tensor x, i64 n) {
     EACH_EIGHT(i, n) {
         float v[8];
         load_eight<X>(v, x, i, n - i);
@@ -58,11 +58,11 @@ template <int X> DEVICE void gelu_forward_of(Tensor y, Tensor x, i64 n) {
         store_eight<X>(y, i, n - i, v);
     }
 }
-KERNEL gelu_forward(Tensor y, Tensor x, i64 n) { gelu_forward_of<ANY>(y, x, n); }
-KERNEL gelu_forward_bf16(Tensor y, Tensor x, i64 n) { gelu_forward_of<BF16>(y, x, n); }
+KERNEL gelu_forward(Tensor y, Tensor x, i64 n) { gelu_forward_impl<ANY>(y, x, n); }
+KERNEL gelu_forward_bf16(Tensor y, Tensor x, i64 n) { gelu_forward_impl<BF16>(y, x, n); }
 
 // Overwrites dy with y, the output of the forward pass.
-template <int X> DEVICE void gelu_backward_of(Tensor dx, Tensor dy, Tensor x, i64 n) {
+template <int X> DEVICE void gelu_backward_impl(Tensor dx, Tensor dy, Tensor x, i64 n) {
     EACH_EIGHT(i, n) {
         float v[8], d[8];
         load_eight<X>(v, x, i, n - i);
@@ -76,11 +76,11 @@ template <int X> DEVICE void gelu_backward_of(Tensor dx, Tensor dy, Tensor x, i6
         store_eight<X>(dy, i, n - i, v);
     }
 }
-KERNEL gelu_backward(Tensor dx, Tensor dy, Tensor x, i64 n) { gelu_backward_of<ANY>(dx, dy, x, n); }
-KERNEL gelu_backward_bf16(Tensor dx, Tensor dy, Tensor x, i64 n) { gelu_backward_of<BF16>(dx, dy, x, n); }
+KERNEL gelu_backward(Tensor dx, Tensor dy, Tensor x, i64 n) { gelu_backward_impl<ANY>(dx, dy, x, n); }
+KERNEL gelu_backward_bf16(Tensor dx, Tensor dy, Tensor x, i64 n) { gelu_backward_impl<BF16>(dx, dy, x, n); }
 
 // y = act(gate)·up. A row of gate_up has gate, then up. One block per row.
-template <class Act, int X> DEVICE void gated_forward_of(Tensor y, Tensor gate_up, i64 f) {
+template <class Act, int X> DEVICE void gated_forward_impl(Tensor y, Tensor gate_up, i64 f) {
     i64 row = (i64)blockIdx.x * f;
     EIGHTS_OF_ROW(j, f) {
         float gate[8], up[8];
@@ -90,13 +90,13 @@ template <class Act, int X> DEVICE void gated_forward_of(Tensor y, Tensor gate_u
         store_eight<X>(y, row + j, f - j, up);
     }
 }
-KERNEL swiglu_forward(Tensor y, Tensor gate_up, i64 f) { gated_forward_of<Silu, ANY>(y, gate_up, f); }
-KERNEL swiglu_forward_bf16(Tensor y, Tensor gate_up, i64 f) { gated_forward_of<Silu, BF16>(y, gate_up, f); }
-KERNEL geglu_forward(Tensor y, Tensor gate_up, i64 f) { gated_forward_of<Gelu, ANY>(y, gate_up, f); }
-KERNEL geglu_forward_bf16(Tensor y, Tensor gate_up, i64 f) { gated_forward_of<Gelu, BF16>(y, gate_up, f); }
+KERNEL swiglu_forward(Tensor y, Tensor gate_up, i64 f) { gated_forward_impl<Silu, ANY>(y, gate_up, f); }
+KERNEL swiglu_forward_bf16(Tensor y, Tensor gate_up, i64 f) { gated_forward_impl<Silu, BF16>(y, gate_up, f); }
+KERNEL geglu_forward(Tensor y, Tensor gate_up, i64 f) { gated_forward_impl<Gelu, ANY>(y, gate_up, f); }
+KERNEL geglu_forward_bf16(Tensor y, Tensor gate_up, i64 f) { gated_forward_impl<Gelu, BF16>(y, gate_up, f); }
 
 // Overwrites dy with y, the output of the forward pass.
-template <class Act, int X> DEVICE void gated_backward_of(Tensor dgate_up, Tensor dy, Tensor gate_up, i64 f) {
+template <class Act, int X> DEVICE void gated_backward_impl(Tensor dgate_up, Tensor dy, Tensor gate_up, i64 f) {
     i64 row = (i64)blockIdx.x * f;
     EIGHTS_OF_ROW(j, f) {
         float gate[8], up[8], d[8];
@@ -114,7 +114,7 @@ template <class Act, int X> DEVICE void gated_backward_of(Tensor dgate_up, Tenso
         store_eight<X>(dy, row + j, f - j, up);
     }
 }
-KERNEL swiglu_backward(Tensor dgate_up, Tensor dy, Tensor gate_up, i64 f) { gated_backward_of<Silu, ANY>(dgate_up, dy, gate_up, f); }
-KERNEL swiglu_backward_bf16(Tensor dgate_up, Tensor dy, Tensor gate_up, i64 f) { gated_backward_of<Silu, BF16>(dgate_up, dy, gate_up, f); }
-KERNEL geglu_backward(Tensor dgate_up, Tensor dy, Tensor gate_up, i64 f) { gated_backward_of<Gelu, ANY>(dgate_up, dy, gate_up, f); }
-KERNEL geglu_backward_bf16(Tensor dgate_up, Tensor dy, Tensor gate_up, i64 f) { gated_backward_of<Gelu, BF16>(dgate_up, dy, gate_up, f); }
+KERNEL swiglu_backward(Tensor dgate_up, Tensor dy, Tensor gate_up, i64 f) { gated_backward_impl<Silu, ANY>(dgate_up, dy, gate_up, f); }
+KERNEL swiglu_backward_bf16(Tensor dgate_up, Tensor dy, Tensor gate_up, i64 f) { gated_backward_impl<Silu, BF16>(dgate_up, dy, gate_up, f); }
+KERNEL geglu_backward(Tensor dgate_up, Tensor dy, Tensor gate_up, i64 f) { gated_backward_impl<Gelu, ANY>(dgate_up, dy, gate_up, f); }
+KERNEL geglu_backward_bf16(Tensor dgate_up, Tensor dy, Tensor gate_up, i64 f) { gated_backward_impl<Gelu, BF16>(dgate_up, dy, gate_up, f); }

@@ -29,12 +29,12 @@ DEVICE float dot_rows(const float* a, const float* b, i64 dim) {
 }
 
 DEVICE i64 first_start(const u32* starts, i64 sequence, i64 first, Attention a) {
-    i64 least = a.t;
+    i64 smallest = a.t;
     for (i64 q = first; q < first + TILE && q < a.t; q++) {
-        i64 start = start_of(starts, sequence, q, a);
-        least = start < least ? start : least;
+        i64 start = document_start(starts, sequence, q, a);
+        smallest = start < smallest ? start : smallest;
     }
-    return least;
+    return smallest;
 }
 
 // Grid: (tiles of queries, heads, sequences).
@@ -45,16 +45,16 @@ KERNEL attention_forward(Tensor o, float* lse, Tensor qkv, const u32* starts, At
     i64 row = threadIdx.x / LANES, lane = threadIdx.x % LANES;
     i64 first = (i64)blockIdx.x * TILE, head = blockIdx.y, sequence = blockIdx.z;
     i64 kv = head / (a.heads / a.kv_heads), query = first + row;
-    i64 start = start_of(starts, sequence, query, a);
+    i64 start = document_start(starts, sequence, query, a);
     load_tile(qs, qkv, sequence, first, row_width(a), head * a.dim, a);
-    float most = NEGATIVE_INFINITY, total = 0, out[MAX_HEAD_DIM / LANES];
+    float largest = NEGATIVE_INFINITY, total = 0, out[MAX_HEAD_DIM / LANES];
     for (i64 c = 0; c < MAX_HEAD_DIM / LANES; c++) out[c] = 0;
     for (i64 key = first_start(starts, sequence, first, a) / TILE * TILE; key < first + TILE && key < a.t; key += TILE) {
         __syncthreads();
         load_tile(ks, qkv, sequence, key, row_width(a), (a.heads + kv) * a.dim, a);
         load_tile(vs, qkv, sequence, key, row_width(a), (a.heads + a.kv_heads + kv) * a.dim, a);
         __syncthreads();
-        float s[TILE / LANES], above = most;
+        float s[TILE / LANES], above = largest;
         for (int i = 0; i < TILE / LANES; i++) {
             i64 j = lane + LANES * i;
             bool is_visible = key + j >= start && key + j <= query && query < a.t;
@@ -62,14 +62,14 @@ KERNEL attention_forward(Tensor o, float* lse, Tensor qkv, const u32* starts, At
             above = fmaxf(above, s[i]);
         }
         above = row_max(above);
-        float keep = above == NEGATIVE_INFINITY ? 1.0f : expf(most - above), sum = 0;
+        float keep = above == NEGATIVE_INFINITY ? 1.0f : expf(largest - above), sum = 0;
         for (int i = 0; i < TILE / LANES; i++) {
             float p = s[i] == NEGATIVE_INFINITY ? 0.0f : expf(s[i] - above);
             sum += p;
             ps[row * (TILE + 1) + lane + LANES * i] = p * dropout_factor(sequence, head, query, key + lane + LANES * i, a);
         }
         total = total * keep + row_sum(sum);
-        most = above;
+        largest = above;
         __syncwarp();
         for (i64 c = 0; lane + LANES * c < a.dim; c++) {
             float v = out[c] * keep;
@@ -80,7 +80,7 @@ KERNEL attention_forward(Tensor o, float* lse, Tensor qkv, const u32* starts, At
     if (query >= a.t) return;
     i64 at = ((sequence * a.t + query) * a.heads + head) * a.dim;
     for (i64 c = 0; lane + LANES * c < a.dim; c++) store(o, at + lane + LANES * c, out[c] / total);
-    if (lane == 0) lse[(sequence * a.heads + head) * a.t + query] = most + logf(total);
+    if (lane == 0) lse[(sequence * a.heads + head) * a.t + query] = largest + logf(total);
 }
 
 DEVICE float add_pair(float sum, u32 a, u32 b) {
@@ -118,7 +118,7 @@ KERNEL attention_backward_q(Tensor dqkv, Tensor d_o, Tensor qkv, const float* ls
     i64 row = threadIdx.x / LANES, lane = threadIdx.x % LANES;
     i64 first = (i64)blockIdx.x * TILE, head = blockIdx.y, sequence = blockIdx.z;
     i64 kv = head / (a.heads / a.kv_heads), query = first + row;
-    i64 start = start_of(starts, sequence, query, a), stat = (sequence * a.heads + head) * a.t + query;
+    i64 start = document_start(starts, sequence, query, a), stat = (sequence * a.heads + head) * a.t + query;
     load_tile(qs, qkv, sequence, first, row_width(a), head * a.dim, a);
     load_tile(gs, d_o, sequence, first, a.heads * a.dim, head * a.dim, a);
     float out[MAX_HEAD_DIM / LANES];
@@ -175,7 +175,7 @@ KERNEL attention_backward_kv(Tensor dqkv, Tensor d_o, Tensor qkv, const float* l
             for (int i = 0; i < TILE / LANES; i++) {
                 i64 j = lane + LANES * i, query = q + j;
                 float p = 0, d = 0;
-                if (query < a.t && key <= query && key >= start_of(starts, sequence, query, a)) {
+                if (query < a.t && key <= query && key >= document_start(starts, sequence, query, a)) {
                     float s = capped_score(dot_rows(qs + j * stride, ks + row * stride, a.dim), a);
                     float factor = dropout_factor(sequence, head, query, key, a);
                     float dp = dot_rows(gs + j * stride, vs + row * stride, a.dim) * factor;

@@ -36,7 +36,7 @@ DEVICE float row_max(float x) {
 }
 
 // The first key that a query attends to. For a query beyond the sequence: the sequence's length.
-DEVICE i64 start_of(const u32* starts, i64 sequence, i64 query, Attention a) {
+DEVICE i64 document_start(const u32* starts, i64 sequence, i64 query, Attention a) {
     return query < a.t ? (i64)starts[sequence * a.t + query] : a.t;
 }
 

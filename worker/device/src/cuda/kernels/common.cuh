@@ -54,7 +54,7 @@ DEVICE u16 to_f16(float x) {
     return h;
 }
 // Packs two numbers into a word as bf16.
-DEVICE u32 two_bf16(float low, float high) {
+DEVICE u32 pack_bf16(float low, float high) {
     u32 both;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
     return both;
@@ -72,7 +72,7 @@ DEVICE float reciprocal(float x) {
 // Dynamic shared memory.
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(16) float name[]
 #else
-DEVICE u32 two_bf16(float low, float high) { return (u32)to_bf16(low) | (u32)to_bf16(high) << 16; }
+DEVICE u32 pack_bf16(float low, float high) { return (u32)to_bf16(low) | (u32)to_bf16(high) << 16; }
 DEVICE float power_of_2(float x) { return exp2f(x); }
 DEVICE float reciprocal(float x) { return 1.0f / x; }
 #endif
@@ -89,7 +89,7 @@ DEVICE void store(Tensor y, i64 i, float x) {
     else ((u16*)y.at)[i] = y.type == BF16 ? to_bf16(x) : to_f16(x);
 }
 
-DEVICE Tensor floats(const float* at) { return {(void*)at, F32}; }
+DEVICE Tensor f32_tensor(const float* at) { return {(void*)at, F32}; }
 
 // --- vectors of eight elements, accessed 16 bytes at a time if they are aligned ----------------------------------
 // Which thread has which elements depends on the shape only, so the order of sums does not depend
@@ -133,7 +133,7 @@ DEVICE void store_aligned(Tensor y, i64 i, const float (&v)[8]) {
     u32 words[4];
 #pragma unroll
     for (int k = 0; k < 4; k++)
-        words[k] = y.type == BF16 ? two_bf16(v[2 * k], v[2 * k + 1]) : (u32)to_f16(v[2 * k]) | (u32)to_f16(v[2 * k + 1]) << 16;
+        words[k] = y.type == BF16 ? pack_bf16(v[2 * k], v[2 * k + 1]) : (u32)to_f16(v[2 * k]) | (u32)to_f16(v[2 * k + 1]) << 16;
     *(uint4*)((u16*)y.at + i) = {words[0], words[1], words[2], words[3]};
 }
 DEVICE void store_eight(Tensor y, i64 i, i64 remaining, const float (&v)[8]) {
@@ -167,7 +167,7 @@ template <int TYPE> DEVICE void store_rounded(Tensor y, i64 i, i64 remaining, fl
     u32 words[4];
 #pragma unroll
     for (int k = 0; k < 4; k++) {
-        words[k] = two_bf16(v[2 * k], v[2 * k + 1]);
+        words[k] = pack_bf16(v[2 * k], v[2 * k + 1]);
         split_bf16(v[2 * k], v[2 * k + 1], words[k]);
     }
     *(uint4*)((u16*)y.at + i) = {words[0], words[1], words[2], words[3]};

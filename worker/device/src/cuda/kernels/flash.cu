@@ -10,15 +10,15 @@
 #include "attention.cuh"
 #include "tiles.cuh"
 
-#define OWN 128 // rows of a block
+#define BLOCK_ROWS 128 // rows of a block
 #define LN2 0.6931471805599453f
 #define ALL_LANES 0xffffffffu
 
-DEVICE bool all_of_warp(bool x) { return __all_sync(ALL_LANES, x); }
+DEVICE bool warp_all(bool x) { return __all_sync(ALL_LANES, x); }
 
 // tanh with an absolute error of the precision of 1, which is sufficient for the scores that it is
 // part of.
-DEVICE float tanh_by_power(float x) { return fmaf(-2.0f, reciprocal(1.0f + power_of_2(2.0f * LOG2E * x)), 1.0f); }
+DEVICE float tanh_approx(float x) { return fmaf(-2.0f, reciprocal(1.0f + power_of_2(2.0f * LOG2E * x)), 1.0f); }
 
 // --- the rows of a block ------------------------------------------------------------------------------------
 
@@ -44,9 +44,9 @@ struct BlockState {
 };
 
 DEVICE BlockPosition position_of_block(const Order& order, bool last_first) {
-    u32 tiles = (u32)order.tiles, heads = (u32)order.heads, together = (u32)order.heads_together;
-    u32 begin = blockIdx.x / (tiles * together) * together, rest = blockIdx.x - begin * tiles;
-    u32 size = (u32)order.total_heads - begin < together ? (u32)order.total_heads - begin : together;
+    u32 tiles = (u32)order.tiles, heads = (u32)order.heads, heads_together = (u32)order.heads_together;
+    u32 begin = blockIdx.x / (tiles * heads_together) * heads_together, rest = blockIdx.x - begin * tiles;
+    u32 size = (u32)order.total_heads - begin < heads_together ? (u32)order.total_heads - begin : heads_together;
     u32 tile = rest / size, head = begin + rest % size;
     return {(int)(last_first ? tiles - 1 - tile : tile), (int)(head % heads), (int)(head / heads)};
 }
@@ -58,9 +58,9 @@ template <int M> struct Queries {
     const int* starts;       // first keys of a lane's queries, every eighth
     // Whether any query may attend to one of the COUNT keys from `key` on, and whether each attends
     // to all of them.
-    template <int COUNT> DEVICE_METHOD bool see_any(int key) const { return key < from + 16 * M && key + COUNT > min_start; }
-    template <int COUNT> DEVICE_METHOD bool see_all(int key) const { return key + COUNT - 1 <= from && key >= max_start; }
-    DEVICE_METHOD int of_lane(int j) const { return from + group_of_lane() + 8 * j; }
+    template <int COUNT> DEVICE_METHOD bool attend_to_any(int key) const { return key < from + 16 * M && key + COUNT > min_start; }
+    template <int COUNT> DEVICE_METHOD bool attend_to_all(int key) const { return key + COUNT - 1 <= from && key >= max_start; }
+    DEVICE_METHOD int query_of_lane(int j) const { return from + lane_group() + 8 * j; }
 };
 
 // `starts` is in shared memory, with zeros beyond the sequence.
@@ -69,26 +69,26 @@ template <int M> DEVICE Queries<M> queries_of_warp(const int* starts, int first,
     starts += 16 * M * warp();
     int min_start = __reduce_min_sync(ALL_LANES, from + query < t ? starts[query] : t);
     int max_start = __reduce_max_sync(ALL_LANES, starts[query]);
-    return {from, min_start, max_start, starts + group_of_lane()};
+    return {from, min_start, max_start, starts + lane_group()};
 }
 
 DEVICE void fetch_starts(int* to, const u32* starts, int first, int t) {
     int i = (int)threadIdx.x;
-    if (i < OWN) copy_4(to + i, starts + (first + i < t ? first + i : 0), first + i < t);
+    if (i < BLOCK_ROWS) copy_4(to + i, starts + (first + i < t ? first + i : 0), first + i < t);
 }
 
 // The first key that any of the block's queries attends to.
 DEVICE int first_key(const u32* starts, int first, int t) {
-    int least = t;
-    for (int q = first + lane(); q < first + OWN && q < t; q += 32) least = min(least, (int)starts[q]);
-    return __reduce_min_sync(ALL_LANES, least);
+    int smallest = t;
+    for (int q = first + lane(); q < first + BLOCK_ROWS && q < t; q += 32) smallest = min(smallest, (int)starts[q]);
+    return __reduce_min_sync(ALL_LANES, smallest);
 }
 
 // Replaces the elements of masked keys by `value`. Columns are keys from `key` on.
 template <int M, int N> DEVICE void apply_mask(float (&x)[M][N][4], const Queries<M>& q, int key, float value) {
 #pragma unroll
     for (int j = 0; j < 2 * M; j++) {
-        int column = key + 2 * turn_of_lane(), from = q.starts[8 * j] - column, to = q.of_lane(j) - column;
+        int column = key + 2 * lane_in_group(), from = q.starts[8 * j] - column, to = q.query_of_lane(j) - column;
 #pragma unroll
         for (int n = 0; n < N; n++)
 #pragma unroll
@@ -112,7 +112,7 @@ template <int M, int N> DEVICE void cap_scores(float (&s)[M][N][4], const Attent
 #pragma unroll
         for (int n = 0; n < N; n++)
 #pragma unroll
-            for (int i = 0; i < 4; i++) s[m][n][i] = a.cap * tanh_by_power(s[m][n][i] * inner);
+            for (int i = 0; i < 4; i++) s[m][n][i] = a.cap * tanh_approx(s[m][n][i] * inner);
 }
 
 // d(capped score) / d(scale · q·k).
@@ -130,9 +130,9 @@ template <int M, int N> DEVICE void dropout_mask_by_query(u32 (&mask)[2 * M], co
         for (int n = 0; n < 2; n++)
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                int first = key + 8 * n + 2 * turn_of_lane() + i;
+                int first = key + 8 * n + 2 * lane_in_group() + i;
                 u32 c[4];
-                dropout_words(c, at.sequence, at.head, q.of_lane(j), first, a);
+                dropout_words(c, at.sequence, at.head, q.query_of_lane(j), first, a);
                 int w = first / 16 % 4;
 #pragma unroll
                 for (int m = n; m < N; m += 2) mask[j] |= (u32)is_kept(c, w + m / 2, a) << (2 * m + i);
@@ -156,7 +156,7 @@ template <int M, int N> DEVICE void apply_dropout(float (&p)[M][N][4], const u32
 // For each of a lane's rows: the largest score so far, and this lane's part of the sum of
 // exponentials relative to it.
 template <int M> struct SoftmaxState {
-    float most[2 * M], total[2 * M];
+    float largest[2 * M], total[2 * M];
 };
 
 // Online softmax: replaces scores by exponentials relative to the rows' largest scores, and
@@ -166,14 +166,14 @@ template <int D, int M, int N> DEVICE void softmax(float (&s)[M][N][4], float (&
     bool changed = false;
 #pragma unroll
     for (int j = 0; j < 2 * M; j++) {
-        float most = r.most[j], sum = 0;
+        float largest = r.largest[j], sum = 0;
 #pragma unroll
-        for (int n = 0; n < N; n++) most = fmaxf(most, fmaxf(s[j / 2][n][j % 2 * 2], s[j / 2][n][j % 2 * 2 + 1]));
-        most = row_max(most);
-        float base = most == NEGATIVE_INFINITY ? 0.0f : most * exponent; // all keys so far are masked
-        keep[j] = power_of_2(fmaf(r.most[j], exponent, -base));
-        changed |= r.most[j] != most;
-        r.most[j] = most;
+        for (int n = 0; n < N; n++) largest = fmaxf(largest, fmaxf(s[j / 2][n][j % 2 * 2], s[j / 2][n][j % 2 * 2 + 1]));
+        largest = row_max(largest);
+        float base = largest == NEGATIVE_INFINITY ? 0.0f : largest * exponent; // all keys so far are masked
+        keep[j] = power_of_2(fmaf(r.largest[j], exponent, -base));
+        changed |= r.largest[j] != largest;
+        r.largest[j] = largest;
 #pragma unroll
         for (int n = 0; n < N; n++)
 #pragma unroll
@@ -191,30 +191,30 @@ template <int D, int M, int N> DEVICE void softmax(float (&s)[M][N][4], float (&
         for (int n = 0; n < D / 8; n++) out[j / 2][n][j % 2 * 2] *= keep[j], out[j / 2][n][j % 2 * 2 + 1] *= keep[j];
 }
 
-template <int D, bool PLAIN, int WARPS, int M, int STEP, int CHUNK, class OwnRows>
+template <int D, bool PLAIN, int WARPS, int M, int STEP, int CHUNK, class OperandRows>
 DEVICE void forward(Tensor o, float* lse, Tensor qkv, const u32* starts, const Attention& a, const Order& order) {
     DYNAMIC_SHARED(shared);
     constexpr int THREADS = 32 * WARPS, N = CHUNK / 8, BUFFER = 2 * STEP * stride<D>(); // keys, then values
-    u16 *tiles = (u16*)shared, *qs = tiles + (OwnRows::IN_SHARED ? 2 * BUFFER : 0), *own_rows = qs + 16 * M * warp() * stride<D>();
-    int* own_starts = (int*)(tiles + 2 * BUFFER + (OwnRows::IN_SHARED ? OWN * stride<D>() : 0));
+    u16 *tiles = (u16*)shared, *qs = tiles + (OperandRows::IN_SHARED ? 2 * BUFFER : 0), *warp_tile = qs + 16 * M * warp() * stride<D>();
+    int* block_starts = (int*)(tiles + 2 * BUFFER + (OperandRows::IN_SHARED ? BLOCK_ROWS * stride<D>() : 0));
     BlockPosition at = position_of_block(order, true);
-    int t = (int)a.t, first = at.tile * OWN, end = min(first + OWN, t), kv = at.head / (int)(a.heads / a.kv_heads);
+    int t = (int)a.t, first = at.tile * BLOCK_ROWS, end = min(first + BLOCK_ROWS, t), kv = at.head / (int)(a.heads / a.kv_heads);
     Rows k_rows = rows_of(qkv.at, at.sequence, row_width(a), (a.heads + kv) * a.dim, a);
     Rows v_rows = rows_of(qkv.at, at.sequence, row_width(a), (a.heads + a.kv_heads + kv) * a.dim, a);
     starts += (i64)at.sequence * t;
-    BlockState* state = (BlockState*)(own_starts + OWN);
+    BlockState* state = (BlockState*)(block_starts + BLOCK_ROWS);
     if (threadIdx.x == 0) *state = {at, end, 0, ((i64)at.sequence * a.heads + at.head) * t, k_rows, v_rows};
-    fetch_rows<D, OWN, THREADS>(qs, rows_of(qkv.at, at.sequence, row_width(a), at.head * a.dim, a), first);
-    fetch_starts(own_starts, starts, first, t);
+    fetch_rows<D, BLOCK_ROWS, THREADS>(qs, rows_of(qkv.at, at.sequence, row_width(a), at.head * a.dim, a), first);
+    fetch_starts(block_starts, starts, first, t);
     int key = first_key(starts, first, t) / STEP * STEP;
-    if (OwnRows::IN_SHARED) fetch_pair<D, STEP, THREADS>(tiles, k_rows, v_rows, key);
+    if (OperandRows::IN_SHARED) fetch_pair<D, STEP, THREADS>(tiles, k_rows, v_rows, key);
     commit_copies();
     await_copies<0>();
     __syncthreads();
-    Queries<M> q = queries_of_warp<M>(own_starts, first, t);
-    OwnRows own;
-    own.load(own_rows);
-    if (!OwnRows::IN_SHARED) {
+    Queries<M> q = queries_of_warp<M>(block_starts, first, t);
+    OperandRows operand_rows;
+    operand_rows.load(warp_tile);
+    if (!OperandRows::IN_SHARED) {
         __syncthreads(); // from here on the buffers overwrite the block's own rows
         fetch_pair<D, STEP, THREADS>(tiles, k_rows, v_rows, key);
         commit_copies();
@@ -222,7 +222,7 @@ DEVICE void forward(Tensor o, float* lse, Tensor qkv, const u32* starts, const A
     float out[M][D / 8][4], exponent = exponent_of_score<PLAIN>(a);
     zero(out);
     SoftmaxState<M> r;
-    for (int j = 0; j < 2 * M; j++) r.most[j] = NEGATIVE_INFINITY, r.total[j] = 0;
+    for (int j = 0; j < 2 * M; j++) r.largest[j] = NEGATIVE_INFINITY, r.total[j] = 0;
     for (int buffer = 0; key < state->end; key += STEP, buffer ^= 1) {
         await_copies<0>();
         __syncthreads(); // this buffer is complete, and no thread uses the other one any more
@@ -231,14 +231,14 @@ DEVICE void forward(Tensor o, float* lse, Tensor qkv, const u32* starts, const A
         const u16 *ks = tiles + buffer * BUFFER, *vs = ks + STEP * stride<D>();
 #pragma unroll 1
         for (int c = 0; c < STEP; c += CHUNK) {
-            if (!q.template see_any<CHUNK>(key + c)) continue;
+            if (!q.template attend_to_any<CHUNK>(key + c)) continue;
             u32 mask[2 * M];
             if (!PLAIN) dropout_mask_by_query<M, N>(mask, state->at, q, key + c, a);
             float s[M][N][4];
             zero(s);
-            scores<D>(s, own, ks + c * stride<D>());
+            scores<D>(s, operand_rows, ks + c * stride<D>());
             if (!PLAIN) cap_scores(s, a);
-            if (!q.template see_all<CHUNK>(key + c)) apply_mask(s, q, key + c, NEGATIVE_INFINITY);
+            if (!q.template attend_to_all<CHUNK>(key + c)) apply_mask(s, q, key + c, NEGATIVE_INFINITY);
             softmax<D>(s, out, r, exponent);
             if (!PLAIN) apply_dropout(s, mask, a);
             add_rows<D>(out, s, vs + c * stride<D>());
@@ -251,12 +251,12 @@ DEVICE void forward(Tensor o, float* lse, Tensor qkv, const u32* starts, const A
 #pragma unroll
     for (int j = 0; j < 2 * M; j++) {
         float total = row_sum(r.total[j]);
-        int query = q.of_lane(j);
+        int query = q.query_of_lane(j);
         factor[j] = 1.0f / total;
-        if (turn_of_lane() == 0 && query < t) lse[state->stats + query] = r.most[j] * exponent * LN2 + logf(total);
+        if (lane_in_group() == 0 && query < t) lse[state->stats + query] = r.largest[j] * exponent * LN2 + logf(total);
     }
     Rows o_rows = rows_of(o.at, at.sequence, a.heads * a.dim, at.head * a.dim, a);
-    store_rows<D, M>(o_rows, q.from, own_rows, out, factor);
+    store_rows<D, M>(o_rows, q.from, warp_tile, out, factor);
 }
 
 // --- backward -----------------------------------------------------------------------------------------------
@@ -267,34 +267,34 @@ DEVICE void backward_q(Tensor dqkv, Tensor d_o, Tensor qkv, const float* lse, co
                        const Order& order) {
     DYNAMIC_SHARED(shared);
     constexpr int THREADS = 32 * WARPS, N = CHUNK / 8, BUFFER = 2 * STEP * stride<D>(); // keys, then values
-    u16 *tiles = (u16*)shared, *own_rows = tiles + 16 * M * warp() * stride<D>();
-    int* own_starts = (int*)(tiles + 2 * BUFFER);
+    u16 *tiles = (u16*)shared, *warp_tile = tiles + 16 * M * warp() * stride<D>();
+    int* block_starts = (int*)(tiles + 2 * BUFFER);
     BlockPosition at = position_of_block(order, true);
-    int t = (int)a.t, first = at.tile * OWN, end = min(first + OWN, t), kv = at.head / (int)(a.heads / a.kv_heads);
+    int t = (int)a.t, first = at.tile * BLOCK_ROWS, end = min(first + BLOCK_ROWS, t), kv = at.head / (int)(a.heads / a.kv_heads);
     Rows k_rows = rows_of(qkv.at, at.sequence, row_width(a), (a.heads + kv) * a.dim, a);
     Rows v_rows = rows_of(qkv.at, at.sequence, row_width(a), (a.heads + a.kv_heads + kv) * a.dim, a);
     starts += (i64)at.sequence * t;
-    BlockState* state = (BlockState*)(own_starts + OWN);
+    BlockState* state = (BlockState*)(block_starts + BLOCK_ROWS);
     if (threadIdx.x == 0) *state = {at, end, 0, ((i64)at.sequence * a.heads + at.head) * t, k_rows, v_rows};
-    fetch_rows<D, OWN, THREADS>(tiles, rows_of(qkv.at, at.sequence, row_width(a), at.head * a.dim, a), first);
-    fetch_rows<D, OWN, THREADS>(tiles + BUFFER, rows_of(d_o.at, at.sequence, a.heads * a.dim, at.head * a.dim, a), first);
-    fetch_starts(own_starts, starts, first, t);
+    fetch_rows<D, BLOCK_ROWS, THREADS>(tiles, rows_of(qkv.at, at.sequence, row_width(a), at.head * a.dim, a), first);
+    fetch_rows<D, BLOCK_ROWS, THREADS>(tiles + BUFFER, rows_of(d_o.at, at.sequence, a.heads * a.dim, at.head * a.dim, a), first);
+    fetch_starts(block_starts, starts, first, t);
     commit_copies();
     int key = first_key(starts, first, t) / STEP * STEP;
     await_copies<0>();
     __syncthreads();
-    Queries<M> q = queries_of_warp<M>(own_starts, first, t);
+    Queries<M> q = queries_of_warp<M>(block_starts, first, t);
     float l[2 * M], dot[2 * M], exponent = exponent_of_score<PLAIN>(a), inverse_cap = a.cap > 0 ? 1.0f / a.cap : 0.0f;
     i64 stats = state->stats;
 #pragma unroll
     for (int j = 0; j < 2 * M; j++) {
-        int query = q.of_lane(j);
+        int query = q.query_of_lane(j);
         l[j] = query < t ? lse[stats + query] * LOG2E : 0.0f;
         dot[j] = query < t ? dots[stats + query] : 0.0f;
     }
     RegisterRows<D, M> qs, gs;
-    qs.load(own_rows);
-    gs.load(own_rows + BUFFER);
+    qs.load(warp_tile);
+    gs.load(warp_tile + BUFFER);
     __syncthreads(); // from here on the buffers overwrite the block's own rows
     fetch_pair<D, STEP, THREADS>(tiles, k_rows, v_rows, key);
     commit_copies();
@@ -308,7 +308,7 @@ DEVICE void backward_q(Tensor dqkv, Tensor d_o, Tensor qkv, const float* lse, co
         const u16 *ks = tiles + buffer * BUFFER, *vs = ks + STEP * stride<D>();
 #pragma unroll 1
         for (int c = 0; c < STEP; c += CHUNK) {
-            if (!q.template see_any<CHUNK>(key + c)) continue;
+            if (!q.template attend_to_any<CHUNK>(key + c)) continue;
             u32 mask[2 * M];
             if (!PLAIN) dropout_mask_by_query<M, N>(mask, state->at, q, key + c, a);
             float s[M][N][4], d[M][N][4];
@@ -327,7 +327,7 @@ DEVICE void backward_q(Tensor dqkv, Tensor d_o, Tensor qkv, const float* lse, co
                         if (!PLAIN) ds *= slope(s[m][n][i], inverse_cap);
                         d[m][n][i] = power_of_2(fmaf(s[m][n][i], exponent, -l[2 * m + i / 2])) * ds;
                     }
-            if (!q.template see_all<CHUNK>(key + c)) apply_mask(d, q, key + c, 0.0f);
+            if (!q.template attend_to_all<CHUNK>(key + c)) apply_mask(d, q, key + c, 0.0f);
             add_rows<D>(out, d, ks + c * stride<D>());
         }
     }
@@ -337,7 +337,7 @@ DEVICE void backward_q(Tensor dqkv, Tensor d_o, Tensor qkv, const float* lse, co
     for (int j = 0; j < 2 * M; j++) factor[j] = a.scale;
     at = state->at;
     Rows dq_rows = rows_of(dqkv.at, at.sequence, row_width(a), at.head * a.dim, a);
-    store_rows<D, M>(dq_rows, q.from, own_rows, out, factor);
+    store_rows<D, M>(dq_rows, q.from, warp_tile, out, factor);
 }
 
 // Statistics and first keys of a step of queries.
@@ -446,22 +446,22 @@ DEVICE void backward_kv(Tensor dqkv, Tensor d_o, Tensor qkv, const float* lse, c
                         const Order& order) {
     DYNAMIC_SHARED(shared);
     constexpr int THREADS = 32 * WARPS, N = CHUNK / 8, BUFFER = 2 * STEP * stride<D>(); // queries, then gradients of outputs
-    u16 *tiles = (u16*)shared, *own_rows = tiles + 16 * M * warp() * stride<D>();
-    u16* values = tiles + (Values::IN_SHARED ? 2 * BUFFER : OWN * stride<D>());
-    Stats<STEP>* stats = (Stats<STEP>*)(tiles + 2 * BUFFER + (Values::IN_SHARED ? OWN * stride<D>() : 0));
+    u16 *tiles = (u16*)shared, *warp_tile = tiles + 16 * M * warp() * stride<D>();
+    u16* values = tiles + (Values::IN_SHARED ? 2 * BUFFER : BLOCK_ROWS * stride<D>());
+    Stats<STEP>* stats = (Stats<STEP>*)(tiles + 2 * BUFFER + (Values::IN_SHARED ? BLOCK_ROWS * stride<D>() : 0));
     BlockState* state = (BlockState*)(stats + 2);
     BlockPosition at = position_of_block(order, false);
-    int t = (int)a.t, first = at.tile * OWN, group = (int)(a.heads / a.kv_heads), head = at.head * group;
+    int t = (int)a.t, first = at.tile * BLOCK_ROWS, group = (int)(a.heads / a.kv_heads), head = at.head * group;
     i64 k_column = (a.heads + at.head) * a.dim, v_column = k_column + a.kv_heads * a.dim;
-    fetch_rows<D, OWN, THREADS>(tiles, rows_of(qkv.at, at.sequence, row_width(a), k_column, a), first);
-    fetch_rows<D, OWN, THREADS>(values, rows_of(qkv.at, at.sequence, row_width(a), v_column, a), first);
+    fetch_rows<D, BLOCK_ROWS, THREADS>(tiles, rows_of(qkv.at, at.sequence, row_width(a), k_column, a), first);
+    fetch_rows<D, BLOCK_ROWS, THREADS>(values, rows_of(qkv.at, at.sequence, row_width(a), v_column, a), first);
     commit_copies();
     if (threadIdx.x == 0) {
         Rows q_rows = rows_of(qkv.at, at.sequence, row_width(a), head * a.dim, a);
         Rows g_rows = rows_of(d_o.at, at.sequence, a.heads * a.dim, head * a.dim, a);
         *state = {at, 0, group, ((i64)at.sequence * a.heads + head) * t, q_rows, g_rows};
     }
-    int last = last_query<THREADS>(starts + (i64)at.sequence * t, first, first + OWN, t);
+    int last = last_query<THREADS>(starts + (i64)at.sequence * t, first, first + BLOCK_ROWS, t);
     if (lane() == 0) stats->starts[warp()] = last;
     await_copies<0>();
     __syncthreads();
@@ -469,33 +469,33 @@ DEVICE void backward_kv(Tensor dqkv, Tensor d_o, Tensor qkv, const float* lse, c
         for (int w = 0; w < WARPS; w++) state->end = max(state->end, stats->starts[w]);
     RegisterRows<D, M> ks;
     Values vs;
-    ks.load(own_rows);
-    vs.load(values + (own_rows - tiles));
+    ks.load(warp_tile);
+    vs.load(values + (warp_tile - tiles));
     __syncthreads(); // from here on the buffers overwrite the block's own rows
     fetch_step<D, STEP, THREADS>(tiles, stats, *state, lse, dots, starts, 0, first);
     commit_copies();
     float dk[M][D / 8][4], dv[M][D / 8][4], exponent = exponent_of_score<PLAIN>(a);
     zero(dk);
     zero(dv);
-    int own = first + 16 * M * warp(), q = first;
+    int operand_rows = first + 16 * M * warp(), q = first;
     head = 0;
     for (int buffer = 0; head < state->group; buffer ^= 1) {
         await_copies<0>();
         __syncthreads(); // this buffer is complete, and no thread uses the other one any more
         bool is_last = q + STEP >= state->end;
-        int next = is_last ? state->at.tile * OWN : q + STEP;
+        int next = is_last ? state->at.tile * BLOCK_ROWS : q + STEP;
         if (head + is_last < state->group)
             fetch_step<D, STEP, THREADS>(tiles + (buffer ^ 1) * BUFFER, stats + (buffer ^ 1), *state, lse, dots, starts, head + is_last, next);
         commit_copies();
         const u16 *qs = tiles + buffer * BUFFER, *gs = qs + STEP * stride<D>();
-        const Stats<STEP>& of_tile = stats[buffer];
-        bool is_masked = all_of_warp(of_tile.starts[lane()] >= own + 16 * M && of_tile.starts[lane() + STEP - 32] >= own + 16 * M);
-        bool is_unmasked = all_of_warp(of_tile.starts[lane()] <= own && of_tile.starts[lane() + STEP - 32] <= own);
+        const Stats<STEP>& tile_stats = stats[buffer];
+        bool is_masked = warp_all(tile_stats.starts[lane()] >= operand_rows + 16 * M && tile_stats.starts[lane() + STEP - 32] >= operand_rows + 16 * M);
+        bool is_unmasked = warp_all(tile_stats.starts[lane()] <= operand_rows && tile_stats.starts[lane() + STEP - 32] <= operand_rows);
 #pragma unroll 1
         for (int c = 0; c < STEP; c += CHUNK) {
-            if (q + c + CHUNK <= own || q + c >= t || is_masked) continue;
-            int column = c + 2 * turn_of_lane();
-            Chunk chunk = {q + column, own + group_of_lane(), of_tile.lse + column, of_tile.dots + column, of_tile.starts + column};
+            if (q + c + CHUNK <= operand_rows || q + c >= t || is_masked) continue;
+            int column = c + 2 * lane_in_group();
+            Chunk chunk = {q + column, operand_rows + lane_group(), tile_stats.lse + column, tile_stats.dots + column, tile_stats.starts + column};
             u32 mask = PLAIN ? 0 : dropout_mask_by_key<M, N>(chunk, state->at.sequence, state->at.head * state->group + head, a);
             float p[M][N][4], d[M][N][4];
             zero(p);
@@ -504,12 +504,12 @@ DEVICE void backward_kv(Tensor dqkv, Tensor d_o, Tensor qkv, const float* lse, c
             scores<D>(d, vs, gs + c * stride<D>());
             if (!PLAIN) cap_scores(p, a);
             probabilities_and_gradients<PLAIN>(p, d, chunk, mask, exponent, a);
-            if (q + c < own + 16 * M - 1 || !is_unmasked) mask_keys(p, chunk), mask_keys(d, chunk);
+            if (q + c < operand_rows + 16 * M - 1 || !is_unmasked) mask_keys(p, chunk), mask_keys(d, chunk);
             add_rows<D>(dv, p, gs + c * stride<D>());
             add_rows<D>(dk, d, qs + c * stride<D>());
         }
         q += STEP;
-        if (q >= state->end) q = state->at.tile * OWN, head++;
+        if (q >= state->end) q = state->at.tile * BLOCK_ROWS, head++;
     }
     await_copies<0>();
     __syncthreads();
@@ -517,8 +517,8 @@ DEVICE void backward_kv(Tensor dqkv, Tensor d_o, Tensor qkv, const float* lse, c
     k_column = (a.heads + at.head) * a.dim, v_column = k_column + a.kv_heads * a.dim;
     float one[2 * M], factor[2 * M];
     for (int j = 0; j < 2 * M; j++) one[j] = 1, factor[j] = a.scale;
-    store_rows<D, M>(rows_of(dqkv.at, at.sequence, row_width(a), v_column, a), own, own_rows, dv, one);
-    store_rows<D, M>(rows_of(dqkv.at, at.sequence, row_width(a), k_column, a), own, own_rows, dk, factor);
+    store_rows<D, M>(rows_of(dqkv.at, at.sequence, row_width(a), v_column, a), operand_rows, warp_tile, dv, one);
+    store_rows<D, M>(rows_of(dqkv.at, at.sequence, row_width(a), k_column, a), operand_rows, warp_tile, dk, factor);
 }
 
 // --- kernels ------------------------------------------------------------------------------------------------

@@ -127,8 +127,8 @@ KERNEL adamw(Tensor p, Tensor g, float* avg, float* avg_sq, i64 n, AdamScalars h
         float param[8], grad[8], m[8], v[8];
         load_eight(param, p, i, n - i);
         load_eight(grad, g, i, n - i);
-        load_eight(m, floats(avg), i, n - i);
-        load_eight(v, floats(avg_sq), i, n - i);
+        load_eight(m, f32_tensor(avg), i, n - i);
+        load_eight(v, f32_tensor(avg_sq), i, n - i);
         EIGHT(k) {
             grad[k] = __fmul_rn(grad[k], h.grad_scale);
             m[k] = __fadd_rn(h.from_end ? grad[k] : m[k], __fmul_rn(h.weight, __fadd_rn(grad[k], -m[k])));
@@ -136,8 +136,8 @@ KERNEL adamw(Tensor p, Tensor g, float* avg, float* avg_sq, i64 n, AdamScalars h
             float denom = __fadd_rn(sqrtf(v[k]) / h.correction2, h.eps);
             param[k] = __fadd_rn(__fmul_rn(param[k], h.keep), __fmul_rn(h.step, m[k]) / denom);
         }
-        store_eight(floats(avg), i, n - i, m);
-        store_eight(floats(avg_sq), i, n - i, v);
+        store_eight(f32_tensor(avg), i, n - i, m);
+        store_eight(f32_tensor(avg_sq), i, n - i, v);
         store_eight(p, i, n - i, param);
     }
 }

@@ -23,7 +23,7 @@ DEVICE u8 to_fp8(float x, i64 kind) {
     return (u8)(sign | code);
 }
 
-DEVICE u32 two_fp8(float low, float high, i64 kind) {
+DEVICE u32 pack_two_fp8(float low, float high, i64 kind) {
     u16 both = 0;
 #if !defined(EMULATED) && __CUDA_ARCH__ >= 890
     if (kind == E4M3) asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(both) : "f"(high), "f"(low));
@@ -34,46 +34,46 @@ DEVICE u32 two_fp8(float low, float high, i64 kind) {
 
 // Quantizes eight numbers times a factor. The GPU's instruction saturates infinite numbers, so it
 // is only used for finite ones.
-DEVICE uint2 eight_fp8(float (&v)[8], float factor, i64 kind) {
-    u32 most = 0, words[4];
+DEVICE uint2 pack_eight_fp8(float (&v)[8], float factor, i64 kind) {
+    u32 largest = 0, words[4];
     EIGHT(k) {
         v[k] = __fmul_rn(v[k], factor);
         u32 magnitude = (u32)__float_as_int(v[k]) & 0x7fffffff;
-        most = magnitude > most ? magnitude : most;
+        largest = magnitude > largest ? magnitude : largest;
     }
 #if !defined(EMULATED) && __CUDA_ARCH__ >= 890
-    bool use_instruction = most < 0x7f800000u;
+    bool use_instruction = largest < 0x7f800000u;
 #else
     bool use_instruction = false;
 #endif
 #pragma unroll
     for (int k = 0; k < 4; k++)
-        words[k] = use_instruction ? two_fp8(v[2 * k], v[2 * k + 1], kind) : (u32)to_fp8(v[2 * k], kind) | (u32)to_fp8(v[2 * k + 1], kind) << 8;
+        words[k] = use_instruction ? pack_two_fp8(v[2 * k], v[2 * k + 1], kind) : (u32)to_fp8(v[2 * k], kind) | (u32)to_fp8(v[2 * k + 1], kind) << 8;
     return {words[0] | words[1] << 16, words[2] | words[3] << 16};
 }
 
 // parts[block] = the largest magnitude of the block's finite elements.
 KERNEL amax(float* parts, Tensor x, i64 n) {
-    float most = 0;
+    float largest = 0;
     EACH_EIGHT(i, n) {
         float v[8];
         load_eight(v, x, i, n - i);
         EIGHT(k) {
             u32 magnitude = (u32)__float_as_int(v[k]) & 0x7fffffff;
-            if (magnitude < 0x7f800000u) most = fmaxf(most, __int_as_float((int)magnitude));
+            if (magnitude < 0x7f800000u) largest = fmaxf(largest, __int_as_float((int)magnitude));
         }
     }
-    most = block_max(most);
-    if (threadIdx.x == 0) parts[blockIdx.x] = most;
+    largest = block_max(largest);
+    if (threadIdx.x == 0) parts[blockIdx.x] = largest;
 }
 
 // Computes the scale and its reciprocal, which are powers of two. One block.
 KERNEL scale(float* scales, const float* parts, i64 count, i64 kind) {
-    float most = 0;
-    EACH(i, count) most = fmaxf(most, parts[i]);
-    most = block_max(most);
+    float largest = 0;
+    EACH(i, count) largest = fmaxf(largest, parts[i]);
+    largest = block_max(largest);
     if (threadIdx.x) return;
-    u32 bits = (u32)__float_as_int(most);
+    u32 bits = (u32)__float_as_int(largest);
     // The largest numbers of the formats are 1.75 · 2^8 and 1.75 · 2^15.
     int exponent = (int)(bits >> 23) - (kind == E4M3 ? 8 : 15) + ((bits & 0x7fffff) > 0x600000 ? 1 : 0);
     if (exponent < 127 - 60) exponent = 127 - 60;
@@ -88,25 +88,25 @@ KERNEL quantize(u8* q, Tensor x, const float* scales, i64 rows, i64 columns, i64
         i64 row = i / padded, column = i % padded;
         float v[8];
         load_eight(v, x, row * columns + column, columns - column);
-        *(uint2*)(q + i) = eight_fp8(v, scales[1], kind);
+        *(uint2*)(q + i) = pack_eight_fp8(v, scales[1], kind);
     }
 }
 
-#define DEEP 128 // rows of a tile
-#define WIDE 32  // columns of a tile
+#define TILE_DEPTH 128 // rows of a tile, along the sum
+#define TILE_WIDTH 32  // columns of a tile
 
 // Quantizes x[rows, columns] to its transpose q[columns, padded], padded with zeros. A block of 256
 // threads transposes a tile: a thread reads eight columns of a row, and writes sixteen rows of a
 // column.
-KERNEL quantize_turned(u8* q, Tensor x, const float* scales, i64 rows, i64 columns, i64 padded, i64 kind) {
-    __shared__ __align__(16) u8 tile[WIDE][DEEP + 16];
-    i64 tiles = (padded + DEEP - 1) / DEEP, row0 = blockIdx.x % tiles * DEEP, column0 = blockIdx.x / tiles * WIDE;
-    for (int i = (int)threadIdx.x; i < DEEP * WIDE / 8; i += 256) {
-        int down = i / (WIDE / 8), across = i % (WIDE / 8) * 8;
+KERNEL quantize_transposed(u8* q, Tensor x, const float* scales, i64 rows, i64 columns, i64 padded, i64 kind) {
+    __shared__ __align__(16) u8 tile[TILE_WIDTH][TILE_DEPTH + 16];
+    i64 tiles = (padded + TILE_DEPTH - 1) / TILE_DEPTH, row0 = blockIdx.x % tiles * TILE_DEPTH, column0 = blockIdx.x / tiles * TILE_WIDTH;
+    for (int i = (int)threadIdx.x; i < TILE_DEPTH * TILE_WIDTH / 8; i += 256) {
+        int down = i / (TILE_WIDTH / 8), across = i % (TILE_WIDTH / 8) * 8;
         i64 row = row0 + down, column = column0 + across;
         float v[8] = {};
         if (row < rows && column < columns) load_eight(v, x, row * columns + column, columns - column);
-        uint2 codes = eight_fp8(v, scales[1], kind);
+        uint2 codes = pack_eight_fp8(v, scales[1], kind);
 #pragma unroll
         for (int k = 0; k < 4; k++) {
             tile[across + k][down] = (u8)(codes.x >> 8 * k);
@@ -114,7 +114,7 @@ KERNEL quantize_turned(u8* q, Tensor x, const float* scales, i64 rows, i64 colum
         }
     }
     __syncthreads();
-    int across = (int)threadIdx.x / (DEEP / 16), down = (int)threadIdx.x % (DEEP / 16) * 16;
+    int across = (int)threadIdx.x / (TILE_DEPTH / 16), down = (int)threadIdx.x % (TILE_DEPTH / 16) * 16;
     i64 row = row0 + down, column = column0 + across;
     if (row < padded && column < columns) *(uint4*)(q + column * padded + row) = *(const uint4*)&tile[across][down];
 }

@@ -11,7 +11,7 @@ DEVICE i64 this_row() { return (i64)blockIdx.x * blockDim.y + threadIdx.y; }
 
 // The sum over the threads of a row.
 DEVICE float row_sum(float x) { return blockDim.x == 32 ? warp_sum(x) : block_sum(x); }
-DEVICE float mean_of(float sum, i64 d) { return __fdividef(sum, (float)d); }
+DEVICE float mean_from_sum(float sum, i64 d) { return __fdividef(sum, (float)d); }
 
 // Loops over a thread's vectors of a row: index of the vector, and its first element.
 #define VECTORS_OF_ROW(n, j, d) \
@@ -41,7 +41,7 @@ template <int X, int KEEP> DEVICE void rms_forward(Tensor y, float* rstd, Tensor
         load_and_add<X>(v[n], x, delta, row + j, d - j);
         EIGHT(k) sum = fmaf(v[n][k], v[n][k], sum);
     }
-    float factor = rsqrtf(mean_of(row_sum(sum), d) + eps);
+    float factor = rsqrtf(mean_from_sum(row_sum(sum), d) + eps);
     if (threadIdx.x == 0) rstd[this_row()] = factor;
     VECTORS_OF_ROW(n, j, d) {
         float weight[8];
@@ -71,7 +71,7 @@ DEVICE i64 row_start(Rows r, i64 row) {
 template <int X, int DX, int KEEP> DEVICE void rms_backward(Tensor dx, Tensor dy, Tensor x, Tensor w, const float* rstd, Rows at, i64 add) {
     if (this_row() >= at.count) return;
     i64 row = this_row() * at.d, strided = row_start(at, this_row());
-    float factor = rstd[this_row()], along = 0;
+    float factor = rstd[this_row()], projection = 0;
     RowCache<KEEP> g, v;
     VECTORS_OF_ROW(n, j, at.d) {
         float weight[8];
@@ -80,10 +80,10 @@ template <int X, int DX, int KEEP> DEVICE void rms_backward(Tensor dx, Tensor dy
         load_eight<X>(v[n], x, row + j, at.d - j);
         EIGHT(k) {
             g[n][k] = __fmul_rn(g[n][k], weight[k]);
-            along = fmaf(g[n][k], v[n][k], along);
+            projection = fmaf(g[n][k], v[n][k], projection);
         }
     }
-    along = mean_of(row_sum(along) * factor * factor, at.d);
+    projection = mean_from_sum(row_sum(projection) * factor * factor, at.d);
     VECTORS_OF_ROW(n, j, at.d) {
         if (KEEP == 0) {
             float weight[8];
@@ -92,7 +92,7 @@ template <int X, int DX, int KEEP> DEVICE void rms_backward(Tensor dx, Tensor dy
             load_eight<X>(v[n], x, row + j, at.d - j);
             EIGHT(k) g[n][k] = __fmul_rn(g[n][k], weight[k]);
         }
-        EIGHT(k) g[n][k] = factor * fmaf(-v[n][k], along, g[n][k]);
+        EIGHT(k) g[n][k] = factor * fmaf(-v[n][k], projection, g[n][k]);
         if (add) {
             load_eight<DX>(v[n], dx, strided + j, at.d - j);
             EIGHT(k) g[n][k] = __fadd_rn(v[n][k], g[n][k]);
@@ -117,7 +117,7 @@ template <int X, int KEEP> DEVICE void rms_heads_forward(Tensor x, Tensor raw, f
         store_eight<X>(raw, row + j, at.d - j, v[n]);
         EIGHT(k) sum = fmaf(v[n][k], v[n][k], sum);
     }
-    float factor = rsqrtf(mean_of(row_sum(sum), at.d) + eps);
+    float factor = rsqrtf(mean_from_sum(row_sum(sum), at.d) + eps);
     if (threadIdx.x == 0) rstd[this_row()] = factor;
     VECTORS_OF_ROW(n, j, at.d) {
         float weight[8];
@@ -141,7 +141,7 @@ DEVICE void layer_forward(Tensor y, float* stats, Tensor x, Tensor delta, Tensor
         load_and_add<X>(v[n], x, delta, row + j, d - j);
         EIGHT(k) sum += v[n][k];
     }
-    float mean = mean_of(row_sum(sum), d);
+    float mean = mean_from_sum(row_sum(sum), d);
     VECTORS_OF_ROW(n, j, d) {
         if (KEEP == 0) load_eight<X>(v[n], x, row + j, d - j);
         EIGHT(k) {
@@ -149,7 +149,7 @@ DEVICE void layer_forward(Tensor y, float* stats, Tensor x, Tensor delta, Tensor
             square = fmaf(deviation, deviation, square);
         }
     }
-    float factor = rsqrtf(mean_of(row_sum(square), d) + eps);
+    float factor = rsqrtf(mean_from_sum(row_sum(square), d) + eps);
     if (threadIdx.x == 0) {
         stats[2 * this_row()] = mean;
         stats[2 * this_row() + 1] = factor;
@@ -173,7 +173,7 @@ DEVICE void layer_backward(Tensor dx, Tensor dy, Tensor x, Tensor w, const float
     i64 row = this_row() * d;
     if (this_row() >= rows) return;
     float mean = stats[2 * this_row()], factor = stats[2 * this_row() + 1];
-    float along_one = 0, along_x = 0;
+    float mean_gradient = 0, projection = 0;
     RowCache<KEEP> g, v; // the gradient with respect to the normalized x, and the normalized x
     VECTORS_OF_ROW(n, j, d) {
         float weight[8];
@@ -183,12 +183,12 @@ DEVICE void layer_backward(Tensor dx, Tensor dy, Tensor x, Tensor w, const float
         EIGHT(k) {
             g[n][k] = __fmul_rn(g[n][k], weight[k]);
             v[n][k] = (v[n][k] - mean) * factor;
-            along_one += g[n][k];
-            along_x = fmaf(g[n][k], v[n][k], along_x);
+            mean_gradient += g[n][k];
+            projection = fmaf(g[n][k], v[n][k], projection);
         }
     }
-    along_one = mean_of(row_sum(along_one), d);
-    along_x = mean_of(row_sum(along_x), d);
+    mean_gradient = mean_from_sum(row_sum(mean_gradient), d);
+    projection = mean_from_sum(row_sum(projection), d);
     VECTORS_OF_ROW(n, j, d) {
         if (KEEP == 0) {
             float weight[8];
@@ -197,7 +197,7 @@ DEVICE void layer_backward(Tensor dx, Tensor dy, Tensor x, Tensor w, const float
             load_eight<X>(v[n], x, row + j, d - j);
             EIGHT(k) g[n][k] = __fmul_rn(g[n][k], weight[k]), v[n][k] = (v[n][k] - mean) * factor;
         }
-        EIGHT(k) g[n][k] = factor * fmaf(-v[n][k], along_x, g[n][k] - along_one);
+        EIGHT(k) g[n][k] = factor * fmaf(-v[n][k], projection, g[n][k] - mean_gradient);
         if (add) {
             load_eight<DX>(v[n], dx, row + j, d - j);
             EIGHT(k) g[n][k] = __fadd_rn(v[n][k], g[n][k]);
@@ -218,7 +218,7 @@ enum { PLAIN = 0, OF_RMSNORM = 1, OF_LAYERNORM = 2 };
 
 // sums[chunk, d] = Σ dy · factor, where the factor is 1 or the normalized x. A block of 32 × 8
 // threads sums SUM_ROWS rows of COLUMNS columns.
-template <int X> DEVICE void sum_rows_of(float* sums, Tensor dy, Tensor x, const float* stats, const Rows& at, i64 factor_kind) {
+template <int X> DEVICE void sum_rows_impl(float* sums, Tensor dy, Tensor x, const float* stats, const Rows& at, i64 factor_kind) {
     __shared__ float parts[8][COLUMNS];
     i64 j = (i64)blockIdx.y * COLUMNS + 8 * threadIdx.x;
     int first = (int)blockIdx.x * SUM_ROWS, end = (int)(first + SUM_ROWS < at.count ? first + SUM_ROWS : at.count);
@@ -242,8 +242,8 @@ template <int X> DEVICE void sum_rows_of(float* sums, Tensor dy, Tensor x, const
     for (int y = 1; y < 8; y++) total += parts[y][32 * threadIdx.y + threadIdx.x];
     if (j + threadIdx.y < at.d) sums[(i64)blockIdx.x * at.d + j + threadIdx.y] = total;
 }
-KERNEL sum_rows(float* sums, Tensor dy, Tensor x, const float* stats, Rows at, i64 factor_kind) { sum_rows_of<ANY>(sums, dy, x, stats, at, factor_kind); }
-KERNEL sum_rows_bf16(float* sums, Tensor dy, Tensor x, const float* stats, Rows at, i64 factor_kind) { sum_rows_of<BF16>(sums, dy, x, stats, at, factor_kind); }
+KERNEL sum_rows(float* sums, Tensor dy, Tensor x, const float* stats, Rows at, i64 factor_kind) { sum_rows_impl<ANY>(sums, dy, x, stats, at, factor_kind); }
+KERNEL sum_rows_bf16(float* sums, Tensor dy, Tensor x, const float* stats, Rows at, i64 factor_kind) { sum_rows_impl<BF16>(sums, dy, x, stats, at, factor_kind); }
 
 // out[d] += Σ sums[chunk, d]. A block of 32 × 32 threads sums 32 columns: thread y sums every 32nd
 // chunk, then the results are summed in the order of y.

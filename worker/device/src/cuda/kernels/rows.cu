@@ -101,19 +101,19 @@ DEVICE u32 best_expert(const float* probs, i64 experts, u32 taken) {
 // At most 1024 experts: each lane stores which of its experts are taken in 32 bits.
 KERNEL router_forward(float* probs, float* weights, float* lse, u32* chosen, Tensor logits, i64 experts, i64 per_token, i64 normalise) {
     i64 row = (i64)blockIdx.x * experts, narrow = (i64)blockIdx.x * per_token;
-    float most = NEGATIVE_INFINITY;
-    EACH_OF_ROW(e, experts) most = fmaxf(most, load(logits, row + e));
-    most = warp_max(most);
+    float largest = NEGATIVE_INFINITY;
+    EACH_OF_ROW(e, experts) largest = fmaxf(largest, load(logits, row + e));
+    largest = warp_max(largest);
     double total = 0;
     EACH_OF_ROW(e, experts) {
-        float p = expf(load(logits, row + e) - most);
+        float p = expf(load(logits, row + e) - largest);
         probs[row + e] = p;
         total += p;
     }
     total = warp_sum(total);
     float share = (float)(1.0 / total);
     EACH_OF_ROW(e, experts) probs[row + e] *= share;
-    if (threadIdx.x == 0) lse[blockIdx.x] = (float)((double)most + log(total));
+    if (threadIdx.x == 0) lse[blockIdx.x] = (float)((double)largest + log(total));
     __syncwarp();
     u32 taken = 0;
     float sum = 0;
@@ -149,12 +149,12 @@ KERNEL router_backward(Tensor dlogits, const float* dweights, const float* probs
         for (i64 k = 0; k < per_token; k++) sum += probs[row + chosen[k]];
         for (i64 k = 0; k < per_token; k++) shared += dweights[k] * (probs[row + chosen[k]] / sum);
     }
-    float along = 0;
+    float projection = 0;
     EACH_OF_ROW(e, experts)
-        along += probability_gradient((u32)e, balance, chosen, dweights, per_token, shared, sum) * probs[row + e];
-    along = warp_sum(along);
+        projection += probability_gradient((u32)e, balance, chosen, dweights, per_token, shared, sum) * probs[row + e];
+    projection = warp_sum(projection);
     EACH_OF_ROW(e, experts) {
         float d = probability_gradient((u32)e, balance, chosen, dweights, per_token, shared, sum);
-        store(dlogits, row + e, probs[row + e] * (d - along + twice_z * lse[blockIdx.x]));
+        store(dlogits, row + e, probs[row + e] * (d - projection + twice_z * lse[blockIdx.x]));
     }
 }

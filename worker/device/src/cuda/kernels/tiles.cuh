@@ -47,8 +47,8 @@ template <int Open> DEVICE void await_copies() { asm volatile("cp.async.wait_gro
 // `2·turn + 1`.
 DEVICE int lane() { return (int)(threadIdx.x & 31); }
 DEVICE int warp() { return (int)(threadIdx.x >> 5); }
-DEVICE int group_of_lane() { return lane() >> 2; }
-DEVICE int turn_of_lane() { return lane() & 3; }
+DEVICE int lane_group() { return lane() >> 2; }
+DEVICE int lane_in_group() { return lane() & 3; }
 
 // --- rows of a head, to shared memory and back --------------------------------------------------------------
 
@@ -100,10 +100,10 @@ template <int D, int M> DEVICE void put_rows(u16* tile, const float (&x)[M][D / 
     for (int m = 0; m < M; m++)
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            u16* row = tile + (16 * m + 8 * h + group_of_lane()) * stride<D>() + 2 * turn_of_lane();
+            u16* row = tile + (16 * m + 8 * h + lane_group()) * stride<D>() + 2 * lane_in_group();
             float f = factor[2 * m + h];
 #pragma unroll
-            for (int n = 0; n < D / 8; n++) *(u32*)(row + 8 * n) = two_bf16(x[m][n][2 * h] * f, x[m][n][2 * h + 1] * f);
+            for (int n = 0; n < D / 8; n++) *(u32*)(row + 8 * n) = pack_bf16(x[m][n][2 * h] * f, x[m][n][2 * h + 1] * f);
         }
 }
 
@@ -173,7 +173,7 @@ template <int D, int M> struct SharedRows {
 };
 
 // c[16·M, 8·N] += rows · other tileᵀ
-template <int D, int M, int N, class OwnRows> DEVICE void scores(float (&c)[M][N][4], const OwnRows& rows, const u16* other) {
+template <int D, int M, int N, class OperandRows> DEVICE void scores(float (&c)[M][N][4], const OperandRows& rows, const u16* other) {
     other += offset_by_rows<D>();
 #pragma unroll
     for (int k = 0; k < D / 16; k++) {
@@ -202,7 +202,7 @@ template <int D, int M, int N> DEVICE void add_rows(float (&out)[M][D / 8][4], c
 #pragma unroll
         for (int m = 0; m < M; m++)
 #pragma unroll
-            for (int i = 0; i < 4; i++) x[m][i] = two_bf16(p[m][k + i / 2][i % 2 * 2], p[m][k + i / 2][i % 2 * 2 + 1]);
+            for (int i = 0; i < 4; i++) x[m][i] = pack_bf16(p[m][k + i / 2][i % 2 * 2], p[m][k + i / 2][i % 2 * 2 + 1]);
 #pragma unroll
         for (int n = 0; n < D / 8; n += 2) {
             u32 y[4];

@@ -1,5 +1,5 @@
-//! [`AlgorithmSearch`]: finds the fastest of cuBLASLt's algorithms for a matmul, and stores the choice
-//! on disk for other processes.
+//! [`AlgorithmSearch`]: finds the fastest of cuBLASLt's algorithms for a matmul, and stores the
+//! choice on disk for other processes.
 //!
 //! Two algorithms may add in different orders. Processes of one host that share the directory use
 //! the same choice, whoever made it. Other hosts may choose differently.

@@ -1,0 +1,134 @@
+//! [`NcclError`]: why NCCL cannot be used, or why work of a group ended.
+use crate::{AbortReason, CommError, error::seconds};
+use device::cuda::CudaError;
+use diagnostic::{Code, Diagnostic, codes::collective as codes};
+use std::{path::PathBuf, time::Duration};
+
+/// Why NCCL cannot be used, or why work of a group ended.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum NcclError {
+    /// No library could be opened.
+    #[error("NCCL (libnccl.so.2) was not found; tried {}", attempts.join(", "))]
+    LibraryNotFound {
+        /// The dynamic loader's message for each file that was tried.
+        attempts: Vec<String>,
+    },
+    /// The library is older than this program supports.
+    #[error("{} is {found}, but NCCL 2.18 is required", path.display())]
+    LibraryTooOld {
+        /// The file of the library.
+        path: PathBuf,
+        /// The version, or the function that is missing.
+        found: String,
+    },
+    /// A function failed, or the communicator reported an error later.
+    #[error("{function} failed: {message} ({status})")]
+    Call {
+        /// The function, or the operation during which the communicator failed.
+        function: String,
+        /// NCCL's status.
+        status: i32,
+        /// NCCL's message.
+        message: String,
+    },
+    /// A peer did not join, or work did not end, within the timeout.
+    #[error("{operation} did not end within {}", seconds(*timeout))]
+    Timeout {
+        /// What did not end.
+        operation: String,
+        /// The limit.
+        timeout: Duration,
+    },
+    /// The group was aborted; the reason is the first one given.
+    #[error("collective aborted: {0}")]
+    Aborted(AbortReason),
+    /// Another rank could not create its communicator.
+    #[error("rank {rank} cannot create an NCCL communicator: {message}")]
+    PeerFailed {
+        /// The rank that failed.
+        rank: usize,
+        /// The message of its error.
+        message: String,
+    },
+    /// A message names a rank that does not exist: a bug of the caller.
+    #[error("rank {peer} does not exist in a group of {world} ranks")]
+    PeerOutOfRange {
+        /// The rank that was named.
+        peer: usize,
+        /// Number of ranks.
+        world: usize,
+    },
+    /// The transport between host memories, over which the ranks connect, failed.
+    #[error("the ranks cannot connect with NCCL: {0}")]
+    HostComm(Box<CommError>),
+    /// The GPU of this rank cannot be used.
+    #[error(transparent)]
+    Device(Box<CudaError>),
+}
+
+/// Result of an NCCL call.
+pub type Result<T> = std::result::Result<T, NcclError>;
+
+impl NcclError {
+    /// The stable name of what happened.
+    pub fn code(&self) -> Code {
+        match self {
+            NcclError::LibraryNotFound { .. } => codes::NCCL_LIBRARY_MISSING,
+            NcclError::LibraryTooOld { .. } => codes::NCCL_LIBRARY_TOO_OLD,
+            NcclError::Call { .. } => codes::NCCL_CALL_FAILED,
+            NcclError::Timeout { .. } => codes::NCCL_TIMEOUT,
+            NcclError::Aborted(reason) => reason.code(),
+            NcclError::PeerFailed { .. } => codes::NCCL_SETUP_FAILED,
+            NcclError::PeerOutOfRange { .. } => codes::COLLECTIVE_ARGUMENTS_INVALID,
+            NcclError::HostComm(error) => error.code(),
+            NcclError::Device(error) => error.code(),
+        }
+    }
+}
+
+impl From<CommError> for NcclError {
+    fn from(error: CommError) -> Self {
+        match error {
+            CommError::Aborted(reason) => NcclError::Aborted(reason),
+            other => NcclError::HostComm(Box::new(other)),
+        }
+    }
+}
+
+impl From<CudaError> for NcclError {
+    fn from(error: CudaError) -> Self {
+        NcclError::Device(Box::new(error))
+    }
+}
+
+impl From<NcclError> for Diagnostic {
+    fn from(error: NcclError) -> Self {
+        let diagnostic = Diagnostic::error(error.code(), error.to_string());
+        match error {
+            NcclError::LibraryNotFound { attempts } => {
+                diagnostic.with_subject("libnccl.so.2").with_field("attempts", attempts).with_help(
+                    "install NCCL or `pip install nvidia-nccl-cu13`, or add its directory to LD_LIBRARY_PATH",
+                )
+            }
+            NcclError::LibraryTooOld { path, found } => diagnostic
+                .with_subject(path.display().to_string())
+                .with_field("found", found)
+                .with_field("required", "2.18"),
+            NcclError::Call { function, status, message } => diagnostic
+                .with_subject(function)
+                .with_field("status", status)
+                .with_field("library_message", message),
+            NcclError::Timeout { operation, timeout } => diagnostic
+                .with_field("operation", operation)
+                .with_field("timeout_s", timeout.as_secs_f64())
+                .with_help("check that every rank runs and that its host can be reached"),
+            NcclError::Aborted(reason) => reason.add_fields(diagnostic),
+            NcclError::PeerFailed { rank, .. } => diagnostic.with_field("peer", rank),
+            NcclError::PeerOutOfRange { peer, world } => {
+                diagnostic.with_field("peer", peer).with_field("world_size", world)
+            }
+            NcclError::HostComm(error) => Diagnostic::from(*error).with_message(diagnostic.message()),
+            NcclError::Device(error) => Diagnostic::from(*error),
+        }
+    }
+}

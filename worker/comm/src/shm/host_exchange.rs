@@ -1,0 +1,235 @@
+//! The steps of a multi-host collective among the ranks of one host, in bytes.
+//!
+//! Ranks here are those within the segment, which are local ranks of the job. Every function runs
+//! at least one round, so it is also a barrier of the host.
+use super::{CACHE_LINE_ELEMENTS, CallState, ShmComm, chunk_range, store_words};
+use crate::{
+    CallMismatch, Result, TransferUnit,
+    call::{self, CollectiveCall},
+};
+use std::{
+    ops::Range,
+    sync::{MutexGuard, PoisonError, atomic::Ordering::Relaxed},
+};
+
+/// The bytes that one rank sends to another: the same range of each of several parts, concatenated.
+#[derive(Clone, Debug)]
+pub(crate) struct OutgoingMessage<'a> {
+    pub(crate) parts: &'a [&'a [u8]],
+    pub(crate) range: Range<usize>,
+}
+
+impl OutgoingMessage<'_> {
+    /// Bytes of the message.
+    pub(crate) fn len(&self) -> usize {
+        self.parts.len() * self.range.len()
+    }
+
+    /// The longest contiguous bytes from `offset` on, which is inside the message.
+    pub(crate) fn contiguous_from(&self, offset: usize) -> &[u8] {
+        let (part, skip) = (offset / self.range.len(), offset % self.range.len());
+        &self.parts[part][self.range.start + skip..self.range.end]
+    }
+
+    /// Fills `to` with the bytes from `offset` on.
+    fn copy_to(&self, mut to: &mut [u8], mut offset: usize) {
+        while !to.is_empty() {
+            let from = self.contiguous_from(offset);
+            let n = from.len().min(to.len());
+            let (head, tail) = to.split_at_mut(n);
+            head.copy_from_slice(&from[..n]);
+            to = tail;
+            offset += n;
+        }
+    }
+}
+
+impl ShmComm {
+    /// Locks the segment for one collective of this rank.
+    pub(crate) fn lock_call_state(&self) -> MutexGuard<'_, CallState> {
+        // A panic inside a collective aborts the group, so no inconsistent state is used.
+        self.call_state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Replicates ranges of `buf` on all ranks of the host: rank r already has `ranges[r]`.
+    ///
+    /// All ranks pass the same `ranges`.
+    pub(crate) fn replicate(
+        &self,
+        call_state: &mut CallState,
+        call: &CollectiveCall,
+        buf: &mut [u8],
+        ranges: &[Vec<Range<usize>>],
+    ) -> Result<()> {
+        let chunk_bytes = self.chunk_elements() * size_of::<f32>();
+        let total = |rank: usize| ranges[rank].iter().map(Range::len).sum::<usize>();
+        let longest = (0..self.position.world).map(total).max().unwrap_or(0);
+        let mut offset = 0;
+        loop {
+            let slot = call_state.next_slot();
+            let len = chunk_range(total(self.position.rank), offset, chunk_bytes).len();
+            // SAFETY: this rank's slot of the next round.
+            let to = unsafe { self.segment.slot_mut(self.position.rank, slot, 0, len) };
+            visit_ranges(&ranges[self.position.rank], offset, len, |position, range| {
+                to[position..position + range.len()].copy_from_slice(&buf[range]);
+            });
+            self.enter_round(call_state, call);
+            self.wait_for_round(call_state, call)?;
+            for peer in self.peers() {
+                let len = chunk_range(total(peer), offset, chunk_bytes).len();
+                // SAFETY: read within the round.
+                let from = unsafe { self.segment.slot(peer, slot, 0, len) };
+                visit_ranges(&ranges[peer], offset, len, |position, range| {
+                    let n = range.len();
+                    buf[range].copy_from_slice(&from[position..position + n]);
+                });
+            }
+            offset += chunk_bytes;
+            if offset >= longest {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Sends `messages[r]` to rank r, and receives the message of rank r in `buf[recv_ranges[r]]`.
+    ///
+    /// The entries of this rank itself are ignored.
+    pub(crate) fn exchange(
+        &self,
+        call_state: &mut CallState,
+        call: &CollectiveCall,
+        messages: &[OutgoingMessage],
+        buf: &mut [u8],
+        recv_ranges: &[Range<usize>],
+    ) -> Result<()> {
+        let me = self.position.rank;
+        let longest = self.exchange_message_lengths(call_state, call, messages, recv_ranges)?;
+        let chunk_bytes = self.peer_chunk_elements() * size_of::<f32>();
+        debug_assert!(chunk_bytes >= CACHE_LINE_ELEMENTS);
+        let mut offset = 0;
+        while offset < longest {
+            let slot = call_state.next_slot();
+            for peer in self.peers() {
+                let range = chunk_range(messages[peer].len(), offset, chunk_bytes);
+                let start = self.peer_chunk_offset(me, peer, chunk_bytes);
+                // SAFETY: this rank's slot of the next round.
+                let to = unsafe { self.segment.slot_mut(me, slot, start, range.len()) };
+                messages[peer].copy_to(to, range.start);
+            }
+            self.enter_round(call_state, call);
+            self.wait_for_round(call_state, call)?;
+            for peer in self.peers() {
+                let range = chunk_range(recv_ranges[peer].len(), offset, chunk_bytes);
+                let start = self.peer_chunk_offset(peer, me, chunk_bytes);
+                // SAFETY: read within the round.
+                let from = unsafe { self.segment.slot(peer, slot, start, range.len()) };
+                buf[recv_ranges[peer].start + range.start..][..range.len()].copy_from_slice(from);
+            }
+            offset = offset.saturating_add(chunk_bytes);
+        }
+        Ok(())
+    }
+
+    /// Checks in one round that every rank expects the messages that are sent to it. Returns the
+    /// bytes of the longest message between any two ranks.
+    fn exchange_message_lengths(
+        &self,
+        call_state: &mut CallState,
+        call: &CollectiveCall,
+        messages: &[OutgoingMessage],
+        recv_ranges: &[Range<usize>],
+    ) -> Result<usize> {
+        let (me, world) = (self.position.rank, self.position.world);
+        let slot = call_state.next_slot();
+        let (sent, expected) =
+            (messages.iter().map(OutgoingMessage::len), recv_ranges.iter().map(Range::len));
+        store_words(self.segment.table(me, slot), sent.chain(expected).map(|n| n as u64));
+        self.enter_round(call_state, call);
+        self.wait_for_round(call_state, call)?;
+        let mut longest = 0;
+        for peer in self.peers() {
+            let table = self.segment.table(peer, slot);
+            let word = |i: usize| table[i].load(Relaxed);
+            let (my_rank, peer_rank) = (self.job_rank(me), self.job_rank(peer));
+            let (sent, expected) = (messages[peer].len() as u64, recv_ranges[peer].len() as u64);
+            check_byte_transfer(peer_rank, my_rank, word(me), expected)
+                .and_then(|()| check_byte_transfer(my_rank, peer_rank, sent, word(world + me)))
+                .map_err(|mismatch| self.abort_on_mismatch(mismatch))?;
+            let most = (0..world).filter(|&to| to != peer).map(word).max();
+            longest = longest.max(most.unwrap_or(0));
+        }
+        let ours = self.peers().map(|p| messages[p].len() as u64).max().unwrap_or(0);
+        // An invalid number of a peer causes more rounds, but allocates no memory.
+        Ok(usize::try_from(longest.max(ours)).unwrap_or(usize::MAX))
+    }
+}
+
+/// Fails unless `to` expects as many bytes as `from` sends. Reports `f32` elements if their numbers
+/// differ.
+pub(crate) fn check_byte_transfer(
+    from: usize,
+    to: usize,
+    sent: u64,
+    expected: u64,
+) -> std::result::Result<(), CallMismatch> {
+    let element_bytes = size_of::<f32>() as u64;
+    call::check_transfer(from, to, sent / element_bytes, expected / element_bytes)?;
+    if sent == expected {
+        return Ok(());
+    }
+    Err(CallMismatch::Transfer { from, to, sent, expected, unit: TransferUnit::Bytes })
+}
+
+/// Calls `visit(position in the chunk, range)` for the `len` bytes from `offset` on of the stream
+/// that `ranges` form.
+fn visit_ranges(
+    ranges: &[Range<usize>],
+    offset: usize,
+    len: usize,
+    mut visit: impl FnMut(usize, Range<usize>),
+) {
+    let (mut skip, mut visited) = (offset, 0);
+    for range in ranges {
+        if visited == len {
+            return;
+        }
+        if skip >= range.len() {
+            skip -= range.len();
+            continue;
+        }
+        let n = (range.len() - skip).min(len - visited);
+        visit(visited, range.start + skip..range.start + skip + n);
+        visited += n;
+        skip = 0;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_byte_of_the_ranges_is_visited_once() {
+        let ranges = [3..5, 7..7, 10..14, 20..21];
+        let stream: Vec<usize> = ranges.iter().cloned().flatten().collect();
+        for offset in 0..=stream.len() {
+            for len in 0..=stream.len() - offset {
+                let mut visited = Vec::new();
+                visit_ranges(&ranges, offset, len, |position, range| {
+                    assert_eq!(position, visited.len());
+                    visited.extend(range);
+                });
+                assert_eq!(visited, stream[offset..offset + len]);
+            }
+        }
+    }
+
+    #[test]
+    fn a_message_is_one_range_of_each_part() {
+        let (a, b) = ([0u8, 1, 2, 3], [10u8, 11, 12, 13]);
+        let message = OutgoingMessage { parts: &[&a, &b], range: 1..3 };
+        let mut to = [0; 3];
+        message.copy_to(&mut to, 1);
+        assert_eq!((message.len(), to), (4, [2, 11, 12]));
+    }
+}

@@ -1,0 +1,359 @@
+//! [`ConnectionSetup`]: connects a rank to its peers on other hosts.
+//!
+//! Each rank listens, the higher rank of a pair connects, and both authenticate each other.
+use super::{
+    handshake::{
+        self as hs, CHALLENGE_BYTES, ConnectionKind, HELLO_BYTES, HandshakeSide, Hello, RankIdentity,
+        SECRET_BYTES,
+    },
+    peer_monitor::{GroupHealth, poll_timeout},
+    topology::Topology,
+};
+use crate::{CommError, ConnectError, ConnectFailure, RejectReason, Result};
+use nix::poll::{PollFd, PollFlags, poll};
+use std::{
+    collections::VecDeque,
+    io::{ErrorKind, Read, Write},
+    net::{SocketAddr, TcpListener, TcpStream},
+    os::fd::{AsFd, AsRawFd},
+    sync::atomic::{AtomicBool, Ordering::SeqCst},
+    time::{Duration, Instant},
+};
+
+/// The largest number of unauthenticated connections. One more closes the oldest.
+const MAX_PENDING: usize = 256;
+/// How long a handshake may take.
+const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long one attempt to connect may take.
+const CONNECT_TIMEOUT: Duration = Duration::from_millis(900);
+/// The delay between two attempts to connect to a rank.
+const RETRY_DELAY: Duration = Duration::from_millis(50);
+/// How often a wait checks whether the group was aborted.
+const ABORT_CHECK_INTERVAL: Duration = Duration::from_millis(100);
+
+/// Authenticated connections, each with the rank of the peer and its kind.
+pub(super) type AuthenticatedStreams = Vec<(u32, ConnectionKind, TcpStream)>;
+
+/// What a rank needs to connect to its peers.
+pub(super) struct ConnectionSetup<'a> {
+    pub(super) id: &'a RankIdentity,
+    pub(super) topology: &'a Topology,
+    /// By rank: where it listens.
+    pub(super) addresses: &'a [Vec<SocketAddr>],
+    pub(super) health: &'a GroupHealth,
+    /// How long connecting to all peers may take.
+    pub(super) timeout: Duration,
+    /// How long sent bytes may stay unacknowledged (`TCP_USER_TIMEOUT`).
+    pub(super) silence_timeout: Duration,
+}
+
+impl ConnectionSetup<'_> {
+    /// Opens both connections to every rank on another host. The streams are non-blocking.
+    pub(super) fn connect_all(&self, listener: &TcpListener) -> Result<AuthenticatedStreams> {
+        let deadline = Instant::now() + self.timeout;
+        let stop = AtomicBool::new(false);
+        let (accepted, connected) = std::thread::scope(|scope| {
+            let accepting = scope.spawn(|| self.accept_higher_ranks(listener, deadline, &stop));
+            let connected = self.connect_lower_ranks(deadline);
+            stop.store(connected.is_err(), SeqCst);
+            let panicked = |_| Err(CommError::ThreadEnded { message: None });
+            (accepting.join().unwrap_or_else(panicked), connected)
+        });
+        let mut streams = connected?;
+        streams.extend(accepted?);
+        for (_, _, stream) in &streams {
+            self.set_options(stream).map_err(CommError::transport("set the options of a connection"))?;
+        }
+        Ok(streams)
+    }
+
+    fn set_options(&self, stream: &TcpStream) -> std::io::Result<()> {
+        stream.set_nonblocking(true)?;
+        stream.set_nodelay(true)?;
+        set_user_timeout(stream, self.silence_timeout)
+    }
+
+    /// The error of a rank whose peers in `missing` did not join. A rank may be listed twice.
+    fn timeout_error(&self, mut missing: Vec<usize>, last_failure: Option<ConnectFailure>) -> CommError {
+        missing.sort_unstable();
+        missing.dedup();
+        CommError::JoinTimeout {
+            rank: self.topology.rank,
+            world: self.topology.world(),
+            timeout: self.timeout,
+            missing,
+            last_failure: last_failure.map(Box::new),
+        }
+    }
+
+    // ---- connecting to the lower ranks ----
+
+    fn connect_lower_ranks(&self, deadline: Instant) -> Result<AuthenticatedStreams> {
+        let lower = self.topology.remote_ranks().filter(|r| *r < self.topology.rank);
+        let mut remaining: VecDeque<(usize, ConnectionKind)> =
+            lower.flat_map(|r| ConnectionKind::ALL.map(|kind| (r, kind))).collect();
+        let mut streams = Vec::new();
+        let mut last_failure = None;
+        while let Some((peer, kind)) = remaining.pop_front() {
+            if let Some(reason) = self.health.abort_reason() {
+                return Err(CommError::Aborted(reason));
+            }
+            if Instant::now() >= deadline {
+                remaining.push_back((peer, kind));
+                let missing = remaining.iter().map(|(r, _)| *r).collect();
+                return Err(self.timeout_error(missing, last_failure));
+            }
+            match self.connect_to_rank(peer, kind) {
+                Ok(stream) => streams.push((peer as u32, kind, stream)),
+                Err((_, AttemptError::Rejected(reason))) => {
+                    return Err(CommError::Rejected { rank: self.topology.rank, peer, reason });
+                }
+                Err((address, AttemptError::Failed(error))) => {
+                    last_failure = Some(ConnectFailure { peer, address, error });
+                    remaining.push_back((peer, kind));
+                    std::thread::sleep(RETRY_DELAY);
+                }
+            }
+        }
+        Ok(streams)
+    }
+
+    /// Tries every address of a rank once. An error comes with the last address.
+    fn connect_to_rank(
+        &self,
+        rank: usize,
+        kind: ConnectionKind,
+    ) -> std::result::Result<TcpStream, (Option<SocketAddr>, AttemptError)> {
+        let mut last = (None, AttemptError::Failed(ConnectError::NoAddress));
+        for address in &self.addresses[rank] {
+            let stream = TcpStream::connect_timeout(address, CONNECT_TIMEOUT).map_err(AttemptError::from);
+            match stream.and_then(|stream| self.authenticate(stream, rank as u32, kind)) {
+                Ok(stream) => return Ok(stream),
+                Err(error @ AttemptError::Rejected(_)) => return Err((Some(*address), error)),
+                Err(error) => last = (Some(*address), error),
+            }
+        }
+        Err(last)
+    }
+
+    /// Runs the connector's side of the handshake.
+    fn authenticate(
+        &self,
+        mut stream: TcpStream,
+        to: u32,
+        kind: ConnectionKind,
+    ) -> std::result::Result<TcpStream, AttemptError> {
+        let deadline = Instant::now() + HANDSHAKE_TIMEOUT;
+        stream.set_read_timeout(Some(ABORT_CHECK_INTERVAL))?;
+        stream.set_write_timeout(Some(HANDSHAKE_TIMEOUT))?;
+        stream.set_nodelay(true)?;
+        let hello = hs::encode_hello(self.id, to, kind, &hs::random_nonce()?);
+        stream.write_all(&hello)?;
+        let mut challenge = [0; CHALLENGE_BYTES];
+        self.read_exact(&mut stream, &mut challenge, deadline)?;
+        match hs::decode_challenge(&challenge) {
+            Some(Ok(())) => {}
+            Some(Err(reason)) => return Err(AttemptError::Rejected(reason)),
+            None => return Err(AttemptError::Failed(ConnectError::NotAPeer)),
+        }
+        let mac = |side| hs::compute_mac(self.id, side, &hello, &challenge);
+        stream.write_all(mac(HandshakeSide::Connector).as_bytes())?;
+        let mut welcome = [0; SECRET_BYTES];
+        self.read_exact(&mut stream, &mut welcome, deadline)?;
+        match mac(HandshakeSide::Acceptor) == welcome {
+            true => Ok(stream),
+            false => Err(AttemptError::Failed(ConnectError::WrongKey)),
+        }
+    }
+
+    /// Fills `buf`. Fails after `deadline`, or soon after the group was aborted.
+    fn read_exact(
+        &self,
+        stream: &mut TcpStream,
+        buf: &mut [u8],
+        deadline: Instant,
+    ) -> std::result::Result<(), AttemptError> {
+        let mut filled = 0;
+        while filled < buf.len() {
+            match stream.read(&mut buf[filled..]) {
+                Ok(0) => return Err(AttemptError::Failed(ConnectError::Closed)),
+                Ok(n) => filled += n,
+                Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {
+                    if Instant::now() >= deadline || self.health.abort_reason().is_some() {
+                        return Err(AttemptError::Failed(ConnectError::NoAnswer));
+                    }
+                }
+                Err(e) if e.kind() == ErrorKind::Interrupted => {}
+                Err(e) => return Err(e.into()),
+            }
+        }
+        Ok(())
+    }
+
+    // ---- accepting the higher ranks ----
+
+    fn accept_higher_ranks(
+        &self,
+        listener: &TcpListener,
+        deadline: Instant,
+        stop: &AtomicBool,
+    ) -> Result<AuthenticatedStreams> {
+        listener.set_nonblocking(true).map_err(CommError::transport("accept connections of peers"))?;
+        let mut missing: Vec<(u32, ConnectionKind)> = self
+            .topology
+            .remote_ranks()
+            .filter(|r| *r > self.topology.rank)
+            .flat_map(|r| ConnectionKind::ALL.map(|kind| (r as u32, kind)))
+            .collect();
+        let mut streams: AuthenticatedStreams = Vec::new();
+        let mut pending: VecDeque<PendingConnection> = VecDeque::new();
+        while !missing.is_empty() && !stop.load(SeqCst) {
+            if let Some(reason) = self.health.abort_reason() {
+                return Err(CommError::Aborted(reason));
+            }
+            if Instant::now() >= deadline {
+                let ranks = missing.iter().map(|(r, _)| *r as usize).collect();
+                return Err(self.timeout_error(ranks, None));
+            }
+            self.wait_for_input(listener, &pending);
+            accept_pending(listener, &mut pending);
+            let now = Instant::now();
+            for _ in 0..pending.len() {
+                let Some(mut connection) = pending.pop_front() else { break };
+                match connection.advance(self.id) {
+                    HandshakeProgress::Authenticated(hello) => {
+                        // A peer that did not receive its welcome connects again and uses the last
+                        // connection.
+                        missing.retain(|m| *m != (hello.from, hello.kind));
+                        streams.retain(|(r, k, _)| (*r, *k) != (hello.from, hello.kind));
+                        streams.push((hello.from, hello.kind, connection.stream));
+                    }
+                    HandshakeProgress::Waiting if now < connection.deadline => {
+                        pending.push_back(connection);
+                    }
+                    HandshakeProgress::Waiting | HandshakeProgress::Failed => {}
+                }
+            }
+        }
+        Ok(streams)
+    }
+
+    fn wait_for_input(&self, listener: &TcpListener, pending: &VecDeque<PendingConnection>) {
+        let mut fds = vec![self.health.abort_poll_fd(), PollFd::new(listener.as_fd(), PollFlags::POLLIN)];
+        fds.extend(pending.iter().map(|p| PollFd::new(p.stream.as_fd(), PollFlags::POLLIN)));
+        _ = poll(&mut fds, poll_timeout(ABORT_CHECK_INTERVAL));
+    }
+}
+
+/// Makes the kernel close a connection whose sent bytes are not acknowledged within `timeout`.
+fn set_user_timeout(stream: &TcpStream, timeout: Duration) -> std::io::Result<()> {
+    let ms = libc::c_uint::try_from(timeout.as_millis()).unwrap_or(libc::c_uint::MAX);
+    let size = size_of_val(&ms) as libc::socklen_t;
+    // SAFETY: the descriptor is open, and the value has the given size.
+    let status = unsafe {
+        libc::setsockopt(
+            stream.as_raw_fd(),
+            libc::IPPROTO_TCP,
+            libc::TCP_USER_TIMEOUT,
+            std::ptr::from_ref(&ms).cast(),
+            size,
+        )
+    };
+    if status == 0 { Ok(()) } else { Err(std::io::Error::last_os_error()) }
+}
+
+/// Accepts the connections that wait at the listener.
+fn accept_pending(listener: &TcpListener, pending: &mut VecDeque<PendingConnection>) {
+    for _ in 0..MAX_PENDING {
+        let Ok((stream, _)) = listener.accept() else { return };
+        if stream.set_nonblocking(true).is_err() || stream.set_nodelay(true).is_err() {
+            continue;
+        }
+        if pending.len() >= MAX_PENDING {
+            pending.pop_front();
+        }
+        pending.push_back(PendingConnection {
+            stream,
+            deadline: Instant::now() + HANDSHAKE_TIMEOUT,
+            hello: [0; HELLO_BYTES],
+            proof: [0; SECRET_BYTES],
+            filled: 0,
+            expected: None,
+        });
+    }
+}
+
+/// Why one attempt to connect failed.
+enum AttemptError {
+    /// The peer's answer. Another attempt would fail, too.
+    Rejected(RejectReason),
+    /// Another attempt may succeed.
+    Failed(ConnectError),
+}
+
+impl From<std::io::Error> for AttemptError {
+    fn from(e: std::io::Error) -> Self {
+        AttemptError::Failed(ConnectError::Os(e.to_string()))
+    }
+}
+
+/// An accepted connection that is not authenticated yet.
+struct PendingConnection {
+    stream: TcpStream,
+    deadline: Instant,
+    hello: [u8; HELLO_BYTES],
+    proof: [u8; SECRET_BYTES],
+    filled: usize,
+    /// After the challenge: the peer's HELLO, the proof that it must send, and the answer to it.
+    expected: Option<(Hello, blake3::Hash, blake3::Hash)>,
+}
+
+/// How far the acceptor's side of a handshake is.
+enum HandshakeProgress {
+    Waiting,
+    Failed,
+    Authenticated(Hello),
+}
+
+impl PendingConnection {
+    /// Reads and answers what has arrived.
+    fn advance(&mut self, id: &RankIdentity) -> HandshakeProgress {
+        loop {
+            let buf = match self.expected {
+                None => &mut self.hello[self.filled..],
+                Some(_) => &mut self.proof[self.filled..],
+            };
+            match self.stream.read(buf) {
+                Ok(0) => return HandshakeProgress::Failed,
+                Ok(n) => self.filled += n,
+                Err(e) if e.kind() == ErrorKind::WouldBlock => return HandshakeProgress::Waiting,
+                Err(e) if e.kind() == ErrorKind::Interrupted => continue,
+                Err(_) => return HandshakeProgress::Failed,
+            }
+            if let Some((hello, proof, welcome)) = self.expected {
+                if self.filled == SECRET_BYTES {
+                    let is_valid = proof == self.proof && self.stream.write_all(welcome.as_bytes()).is_ok();
+                    return match is_valid {
+                        true => HandshakeProgress::Authenticated(hello),
+                        false => HandshakeProgress::Failed,
+                    };
+                }
+            } else if self.filled == HELLO_BYTES && !self.send_challenge(id) {
+                return HandshakeProgress::Failed;
+            }
+        }
+    }
+
+    /// Answers a HELLO. Returns whether the handshake continues.
+    fn send_challenge(&mut self, id: &RankIdentity) -> bool {
+        let Some(hello) = hs::check_hello(id, &self.hello) else { return false };
+        let Ok(nonce) = hs::random_nonce() else { return false };
+        let challenge = hs::encode_challenge(hello.map(drop), &nonce);
+        // The challenge fits into the empty send buffer of a new connection.
+        let (Ok(()), Ok(hello)) = (self.stream.write_all(&challenge), hello) else { return false };
+        let mac = |side| hs::compute_mac(id, side, &self.hello, &challenge);
+        self.expected = Some((hello, mac(HandshakeSide::Connector), mac(HandshakeSide::Acceptor)));
+        self.filled = 0;
+        true
+    }
+}

@@ -1,0 +1,324 @@
+//! [`NetworkStep`]: one step of a collective over all data connections at once.
+//!
+//! The calling thread sends and receives on whichever connection is ready next, directly from and
+//! to the caller's memory. The kernel's socket buffers are the only intermediate ones.
+//!
+//! Each message has a header: its number on this connection, the call that it belongs to (three
+//! words), and its length. The receiver knows all of these beforehand and compares them. So no
+//! memory is ever allocated for a length that a peer announces, and ranks that disagree about a
+//! collective detect it here.
+use super::{
+    peer_monitor::{GroupHealth, poll_timeout},
+    topology::Topology,
+};
+use crate::{
+    CallMismatch, CommError, Result,
+    call::CollectiveCall,
+    shm::{OutgoingMessage, check_byte_transfer},
+};
+use nix::{
+    poll::{PollFd, PollFlags, poll},
+    sys::socket::{MsgFlags, sendmsg},
+};
+use std::{
+    io::{ErrorKind, IoSlice, Read},
+    net::TcpStream,
+    ops::Range,
+    os::fd::{AsFd, AsRawFd},
+    time::{Duration, Instant},
+};
+
+/// Bytes of a header: five words.
+const HEADER_BYTES: usize = 40;
+/// The largest number of bytes that one connection moves before the others get their turn.
+const MAX_TURN_BYTES: usize = 1 << 20;
+/// How often a wait checks its timeout.
+const TIMEOUT_CHECK_INTERVAL: Duration = Duration::from_millis(500);
+
+/// The data connection to one rank.
+pub(super) struct DataConnection {
+    pub(super) stream: TcpStream,
+    /// Messages begun in each direction.
+    sent: u64,
+    received: u64,
+}
+
+impl DataConnection {
+    /// Wraps a non-blocking stream.
+    pub(super) fn new(stream: TcpStream) -> Self {
+        DataConnection { stream, sent: 0, received: 0 }
+    }
+}
+
+/// Where the bytes of an outgoing message are stored.
+pub(super) enum SendSource<'a> {
+    /// A range of the buffer that also receives. Sent and received ranges do not overlap.
+    Buffer(Range<usize>),
+    /// Memory apart from the receive buffer.
+    Message(OutgoingMessage<'a>),
+}
+
+impl SendSource<'_> {
+    fn len(&self) -> usize {
+        match self {
+            SendSource::Buffer(range) => range.len(),
+            SendSource::Message(message) => message.len(),
+        }
+    }
+}
+
+/// What one connection transfers in a step.
+pub(super) struct Transfer<'a> {
+    pub(super) peer: usize,
+    /// What to send, if anything.
+    pub(super) source: Option<SendSource<'a>>,
+    /// The range of the buffer that receives the peer's message, if one is expected.
+    pub(super) recv_range: Option<Range<usize>>,
+    sent_header: [u8; HEADER_BYTES],
+    received_header: [u8; HEADER_BYTES],
+    /// Bytes sent so far, including the header.
+    sent_bytes: usize,
+    /// Bytes received so far, including the header.
+    received_bytes: usize,
+}
+
+impl<'a> Transfer<'a> {
+    /// A transfer with `peer` that has not begun.
+    pub(super) fn new(peer: usize, source: Option<SendSource<'a>>, recv_range: Option<Range<usize>>) -> Self {
+        Transfer {
+            peer,
+            source,
+            recv_range,
+            sent_header: [0; HEADER_BYTES],
+            received_header: [0; HEADER_BYTES],
+            sent_bytes: 0,
+            received_bytes: 0,
+        }
+    }
+
+    fn has_bytes_to_send(&self) -> bool {
+        self.source.as_ref().is_some_and(|source| self.sent_bytes < HEADER_BYTES + source.len())
+    }
+
+    fn has_bytes_to_receive(&self) -> bool {
+        self.recv_range.as_ref().is_some_and(|range| self.received_bytes < HEADER_BYTES + range.len())
+    }
+}
+
+/// Why a transfer cannot continue.
+enum TransferError {
+    /// The connection failed, or the peer closed it.
+    Closed,
+    /// The peer's header is not the expected one.
+    Mismatch(CallMismatch),
+}
+
+/// One step of a collective.
+pub(super) struct NetworkStep<'a> {
+    pub(super) topology: &'a Topology,
+    pub(super) health: &'a GroupHealth,
+    pub(super) call: &'a CollectiveCall,
+    /// How long the step may make no progress.
+    pub(super) timeout: Duration,
+}
+
+impl NetworkStep<'_> {
+    /// Runs all transfers to their end. An error does not abort the group yet.
+    pub(super) fn run(
+        &self,
+        connections: &mut [Option<DataConnection>],
+        buf: &mut [u8],
+        transfers: &mut [Transfer],
+    ) -> Result<()> {
+        for transfer in transfers.iter_mut() {
+            let connection = self.connection(connections, transfer.peer)?;
+            if let Some(source) = &transfer.source {
+                transfer.sent_header = encode_header(connection.sent, self.call, source.len());
+                connection.sent += 1;
+            }
+            connection.received += u64::from(transfer.recv_range.is_some());
+        }
+        let mut last_progress = Instant::now();
+        loop {
+            let mut moved = 0;
+            for transfer in transfers.iter_mut() {
+                moved += self.progress(self.connection(connections, transfer.peer)?, buf, transfer)?;
+            }
+            if !transfers.iter().any(|t| t.has_bytes_to_send() || t.has_bytes_to_receive()) {
+                return Ok(());
+            }
+            if let Some(reason) = self.health.abort_reason() {
+                return Err(CommError::Aborted(reason));
+            }
+            match moved {
+                0 if last_progress.elapsed() >= self.timeout => return Err(self.timeout_error(transfers)),
+                0 => {
+                    let remaining = self.timeout.saturating_sub(last_progress.elapsed());
+                    self.wait_until_ready(connections, transfers, remaining);
+                }
+                _ => last_progress = Instant::now(),
+            }
+        }
+    }
+
+    fn connection<'c>(
+        &self,
+        connections: &'c mut [Option<DataConnection>],
+        peer: usize,
+    ) -> Result<&'c mut DataConnection> {
+        let connection = connections.get_mut(peer).and_then(Option::as_mut);
+        connection.ok_or(CommError::NotConnected { rank: self.topology.rank, peer })
+    }
+
+    /// Sends and receives what is possible without blocking. Returns the number of bytes moved.
+    fn progress(
+        &self,
+        connection: &mut DataConnection,
+        buf: &mut [u8],
+        transfer: &mut Transfer,
+    ) -> Result<usize> {
+        let (sent, received) = (transfer.sent_bytes, transfer.received_bytes);
+        let result = send(connection, buf, transfer).and_then(|()| self.receive(connection, buf, transfer));
+        if transfer.received_bytes > received {
+            self.health.record_activity(transfer.peer);
+        }
+        match result {
+            Ok(()) => Ok(transfer.sent_bytes - sent + transfer.received_bytes - received),
+            Err(TransferError::Mismatch(mismatch)) => Err(CommError::Mismatch(mismatch)),
+            Err(TransferError::Closed) => {
+                let collective = format!("{} (call {})", self.call.kind, self.call.number);
+                let reason = self.health.connection_end_reason(transfer.peer, &collective);
+                Err(CommError::Aborted(reason))
+            }
+        }
+    }
+
+    fn receive(
+        &self,
+        connection: &mut DataConnection,
+        buf: &mut [u8],
+        transfer: &mut Transfer,
+    ) -> std::result::Result<(), TransferError> {
+        let Some(range) = transfer.recv_range.clone() else { return Ok(()) };
+        let mut turn_bytes = 0;
+        while transfer.received_bytes < HEADER_BYTES + range.len() && turn_bytes < MAX_TURN_BYTES {
+            let to = match transfer.received_bytes.checked_sub(HEADER_BYTES) {
+                None => &mut transfer.received_header[transfer.received_bytes..],
+                Some(offset) => {
+                    let end = range.len().min(offset + MAX_TURN_BYTES);
+                    &mut buf[range.start + offset..range.start + end]
+                }
+            };
+            match connection.stream.read(to) {
+                Ok(0) => return Err(TransferError::Closed),
+                Ok(n) => {
+                    turn_bytes += n;
+                    transfer.received_bytes += n;
+                    if transfer.received_bytes == HEADER_BYTES {
+                        let number = connection.received - 1;
+                        self.check_header(number, transfer.peer, &transfer.received_header, range.len())
+                            .map_err(TransferError::Mismatch)?;
+                    }
+                }
+                Err(e) if e.kind() == ErrorKind::WouldBlock => return Ok(()),
+                Err(e) if e.kind() == ErrorKind::Interrupted => {}
+                Err(_) => return Err(TransferError::Closed),
+            }
+        }
+        Ok(())
+    }
+
+    /// Compares the peer's header with what this rank expects.
+    fn check_header(
+        &self,
+        expected: u64,
+        peer: usize,
+        header: &[u8; HEADER_BYTES],
+        len: usize,
+    ) -> std::result::Result<(), CallMismatch> {
+        let word = |i: usize| {
+            let mut bytes = [0; 8];
+            bytes.copy_from_slice(&header[i * 8..i * 8 + 8]);
+            u64::from_le_bytes(bytes)
+        };
+        let rank = self.topology.rank;
+        self.call.check_peer(rank, peer, [word(1), word(2), word(3)])?;
+        let number = word(0);
+        if number != expected {
+            return Err(CallMismatch::MessageNumber { rank, peer, number, expected });
+        }
+        check_byte_transfer(peer, rank, word(4), len as u64)
+    }
+
+    fn wait_until_ready(
+        &self,
+        connections: &[Option<DataConnection>],
+        transfers: &[Transfer],
+        timeout: Duration,
+    ) {
+        let mut fds = vec![self.health.abort_poll_fd()];
+        for transfer in transfers.iter().filter(|t| t.has_bytes_to_send() || t.has_bytes_to_receive()) {
+            let mut events = PollFlags::empty();
+            events.set(PollFlags::POLLIN, transfer.has_bytes_to_receive());
+            events.set(PollFlags::POLLOUT, transfer.has_bytes_to_send());
+            if let Some(connection) = &connections[transfer.peer] {
+                fds.push(PollFd::new(connection.stream.as_fd(), events));
+            }
+        }
+        _ = poll(&mut fds, poll_timeout(timeout.min(TIMEOUT_CHECK_INTERVAL)));
+    }
+
+    fn timeout_error(&self, transfers: &[Transfer]) -> CommError {
+        let unfinished = transfers.iter().filter(|t| t.has_bytes_to_receive() || t.has_bytes_to_send());
+        let mut missing: Vec<usize> = unfinished.map(|t| t.peer).collect();
+        missing.sort_unstable();
+        CommError::Timeout {
+            rank: self.topology.rank,
+            world: self.topology.world(),
+            collective: self.call.kind,
+            call_number: self.call.number,
+            timeout: self.timeout,
+            missing,
+        }
+    }
+}
+
+fn encode_header(number: u64, call: &CollectiveCall, len: usize) -> [u8; HEADER_BYTES] {
+    let mut out = [0; HEADER_BYTES];
+    let [a, b, c] = call.to_words();
+    for (to, word) in out.chunks_exact_mut(8).zip([number, a, b, c, len as u64]) {
+        to.copy_from_slice(&word.to_le_bytes());
+    }
+    out
+}
+
+fn send(
+    connection: &DataConnection,
+    buf: &[u8],
+    transfer: &mut Transfer,
+) -> std::result::Result<(), TransferError> {
+    let Some(source) = &transfer.source else { return Ok(()) };
+    let total = HEADER_BYTES + source.len();
+    let mut turn_bytes = 0;
+    while transfer.sent_bytes < total && turn_bytes < MAX_TURN_BYTES {
+        let offset = transfer.sent_bytes.saturating_sub(HEADER_BYTES);
+        let body: &[u8] = match source {
+            _ if offset >= source.len() => &[],
+            SendSource::Buffer(range) => &buf[range.start + offset..range.end],
+            SendSource::Message(message) => message.contiguous_from(offset),
+        };
+        let header = &transfer.sent_header[transfer.sent_bytes.min(HEADER_BYTES)..];
+        let slices = [IoSlice::new(header), IoSlice::new(&body[..body.len().min(MAX_TURN_BYTES)])];
+        let flags = MsgFlags::MSG_NOSIGNAL | MsgFlags::MSG_DONTWAIT;
+        match sendmsg::<()>(connection.stream.as_raw_fd(), &slices, &[], flags, None) {
+            Ok(n) => {
+                turn_bytes += n;
+                transfer.sent_bytes += n;
+            }
+            Err(nix::errno::Errno::EAGAIN) => return Ok(()),
+            Err(nix::errno::Errno::EINTR) => {}
+            Err(_) => return Err(TransferError::Closed),
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,336 @@
+//! [`PeerMonitor`]: detects dead peers, and carries heartbeats, farewells and aborts.
+//!
+//! Each pair of ranks has a control connection in addition to its data connection, so that control
+//! frames pass while data is queued. A frame is a kind (u8), a length (u16, little-endian, at most
+//! [`MAX_REASON_BYTES`]) and that many bytes. One thread per rank reads all frames. A thread that
+//! aborts the group writes its frames at once.
+use crate::{AbortReason, Comm, shm::ShmComm};
+use nix::{
+    poll::{PollFd, PollFlags, PollTimeout, poll},
+    sys::eventfd::{EfdFlags, EventFd},
+};
+use std::{
+    io::{ErrorKind, Read, Write},
+    net::{Shutdown, TcpStream},
+    os::fd::AsFd,
+    sync::{
+        Arc, Mutex, MutexGuard, OnceLock, PoisonError,
+        atomic::{AtomicBool, AtomicU64, Ordering::SeqCst},
+    },
+    time::{Duration, Instant},
+};
+
+/// The largest encoded abort reason. A longer text is cut.
+const MAX_REASON_BYTES: usize = 1024;
+/// Bytes of a frame's kind and length.
+const FRAME_HEADER_BYTES: usize = 3;
+/// The longest time between two checks of the host's shared memory, in which an abort wakes no
+/// connection.
+const SHM_CHECK_INTERVAL: Duration = Duration::from_millis(50);
+/// How long a leaving rank waits until its peers have read its farewell.
+const LEAVE_TIMEOUT: Duration = Duration::from_secs(1);
+/// How much later than the end of the data a farewell or an abort may arrive.
+const FAREWELL_DELAY: Duration = Duration::from_millis(200);
+/// Heartbeats that are sent within the silence timeout.
+const HEARTBEATS_PER_TIMEOUT: u32 = 5;
+
+const HEARTBEAT_FRAME: u8 = 1;
+const ABORT_FRAME: u8 = 2;
+const FAREWELL_FRAME: u8 = 3;
+
+/// What one rank knows about its group: whether it was aborted, and when each peer was last heard.
+/// Shared by the threads of the rank.
+pub(super) struct GroupHealth {
+    rank: usize,
+    start: Instant,
+    /// The first reason given.
+    aborted: Mutex<Option<AbortReason>>,
+    /// Readable forever once the group is aborted.
+    abort_event: EventFd,
+    /// Readable when the monitor thread must leave.
+    leave_event: EventFd,
+    /// By rank: it sent a farewell.
+    has_left: Vec<AtomicBool>,
+    /// By rank: when it was last heard, in milliseconds since `start`; 0 if never.
+    last_heard_ms: Vec<AtomicU64>,
+    /// The connections that frames are written to, without those that broke.
+    senders: Mutex<Vec<(usize, TcpStream)>>,
+    shm: OnceLock<Arc<ShmComm>>,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // no code panics while it holds one of these locks
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl GroupHealth {
+    /// The state of a rank that has not joined its group yet.
+    pub(super) fn new(rank: usize, world: usize) -> std::io::Result<Self> {
+        let event = || EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK);
+        Ok(GroupHealth {
+            rank,
+            start: Instant::now(),
+            aborted: Mutex::new(None),
+            abort_event: event()?,
+            leave_event: event()?,
+            has_left: (0..world).map(|_| AtomicBool::new(false)).collect(),
+            last_heard_ms: (0..world).map(|_| AtomicU64::new(0)).collect(),
+            senders: Mutex::new(Vec::new()),
+            shm: OnceLock::new(),
+        })
+    }
+
+    /// Connects aborts with the shared memory of this host: they reach its ranks from now on.
+    pub(super) fn attach_shared_memory(&self, shm: Arc<ShmComm>) {
+        let aborted = lock(&self.aborted);
+        if let Some(reason) = &*aborted {
+            shm.abort_with_reason(reason);
+        }
+        _ = self.shm.set(shm);
+    }
+
+    /// The reason of the abort, if the group is aborted.
+    pub(super) fn abort_reason(&self) -> Option<AbortReason> {
+        lock(&self.aborted).clone()
+    }
+
+    /// Wakes every waiting thread of this rank and sends the reason to all peers. The first reason
+    /// is kept.
+    pub(super) fn abort(&self, reason: &AbortReason) {
+        // Held to the end: a thread that learns the reason may leave at once, and the peers must
+        // receive the reason before that farewell.
+        let mut aborted = lock(&self.aborted);
+        if aborted.is_some() {
+            return;
+        }
+        *aborted = Some(reason.clone());
+        _ = self.abort_event.write(1);
+        if let Some(shm) = self.shm.get() {
+            shm.abort_with_reason(reason);
+        }
+        self.send_to_peers(ABORT_FRAME, &reason.encode(MAX_REASON_BYTES));
+    }
+
+    fn send_to_peers(&self, kind: u8, body: &[u8]) {
+        let mut frame = vec![kind];
+        frame.extend_from_slice(&(body.len() as u16).to_le_bytes());
+        frame.extend_from_slice(body);
+        // If a buffer is full of heartbeats or a connection broke, the peer detects silence or the
+        // end.
+        lock(&self.senders).retain_mut(|(_, stream)| stream.write(&frame).is_ok_and(|n| n == frame.len()));
+    }
+
+    /// Polled together with connections: becomes readable when the group is aborted.
+    pub(super) fn abort_poll_fd(&self) -> PollFd<'_> {
+        PollFd::new(self.abort_event.as_fd(), PollFlags::POLLIN)
+    }
+
+    /// Records that bytes arrived from `rank`.
+    pub(super) fn record_activity(&self, rank: usize) {
+        self.last_heard_ms[rank].store(self.elapsed_ms(), SeqCst);
+    }
+
+    /// Milliseconds since the start, plus 1: never 0.
+    fn elapsed_ms(&self) -> u64 {
+        self.start.elapsed().as_millis() as u64 + 1
+    }
+
+    /// Why the connection to `rank` ended, for a call of `collective`. Waits a moment for a
+    /// farewell or an abort, which may arrive later than the end of the data.
+    pub(super) fn connection_end_reason(&self, rank: usize, collective: &str) -> AbortReason {
+        let deadline = Instant::now() + FAREWELL_DELAY;
+        loop {
+            let has_left = self.has_left[rank].load(SeqCst);
+            // A rank that aborts sends its abort before its farewell, so check for it afterwards.
+            if let Some(reason) = self.abort_reason() {
+                return reason;
+            }
+            if has_left {
+                return AbortReason::PeerLeft { rank, collective: collective.to_owned() };
+            }
+            if Instant::now() >= deadline {
+                return AbortReason::PeerLost { rank };
+            }
+            std::thread::sleep(Duration::from_millis(2));
+        }
+    }
+
+    /// Sends farewells and ends the monitor thread.
+    pub(super) fn leave(&self) {
+        self.send_to_peers(FAREWELL_FRAME, &[]);
+        _ = self.leave_event.write(1);
+    }
+}
+
+/// The control connection of one peer.
+struct MonitoredPeer {
+    rank: usize,
+    stream: TcpStream,
+    buffer: [u8; FRAME_HEADER_BYTES + MAX_REASON_BYTES],
+    filled: usize,
+    is_open: bool,
+}
+
+/// The state of the thread that monitors the peers of a rank.
+pub(super) struct PeerMonitor {
+    health: Arc<GroupHealth>,
+    peers: Vec<MonitoredPeer>,
+    /// A peer that is silent for this long counts as dead.
+    silence_timeout: Duration,
+    /// The limit for a peer that was never heard, because it may still be joining.
+    join_timeout: Duration,
+}
+
+impl PeerMonitor {
+    /// Takes over the control connections, which are non-blocking.
+    pub(super) fn new(
+        health: Arc<GroupHealth>,
+        streams: Vec<(usize, TcpStream)>,
+        silence_timeout: Duration,
+        join_timeout: Duration,
+    ) -> std::io::Result<Self> {
+        let mut senders = lock(&health.senders);
+        for (rank, stream) in &streams {
+            senders.push((*rank, stream.try_clone()?));
+        }
+        drop(senders);
+        let peer = |(rank, stream)| MonitoredPeer {
+            rank,
+            stream,
+            buffer: [0; FRAME_HEADER_BYTES + MAX_REASON_BYTES],
+            filled: 0,
+            is_open: true,
+        };
+        let peers = streams.into_iter().map(peer).collect();
+        Ok(PeerMonitor { peers, health, silence_timeout, join_timeout })
+    }
+
+    /// Sends heartbeats and handles frames until the rank leaves.
+    pub(super) fn run(mut self) {
+        let interval = self.silence_timeout / HEARTBEATS_PER_TIMEOUT;
+        let mut next_heartbeat = Instant::now();
+        loop {
+            if Instant::now() >= next_heartbeat {
+                self.health.send_to_peers(HEARTBEAT_FRAME, &[]);
+                next_heartbeat = Instant::now() + interval;
+            }
+            let timeout = next_heartbeat.saturating_duration_since(Instant::now());
+            if self.read_frames(timeout.min(SHM_CHECK_INTERVAL)) {
+                break;
+            }
+            if let Some(reason) = self.health.shm.get().and_then(|shm| shm.abort_reason()) {
+                self.health.abort(&reason);
+            }
+            self.check_silence();
+        }
+        self.wait_for_close();
+    }
+
+    /// Handles the frames that arrive within `timeout`. Returns whether the rank leaves.
+    fn read_frames(&mut self, timeout: Duration) -> bool {
+        let mut fds = vec![PollFd::new(self.health.leave_event.as_fd(), PollFlags::POLLIN)];
+        fds.extend(self.peers.iter().filter(|p| p.is_open).map(pollable));
+        _ = poll(&mut fds, poll_timeout(timeout));
+        let ready: Vec<bool> = fds.iter().map(|fd| fd.any().unwrap_or(true)).collect();
+        drop(fds);
+        let open = self.peers.iter_mut().filter(|p| p.is_open);
+        for (peer, _) in open.zip(&ready[1..]).filter(|(_, ready)| **ready) {
+            peer.read(&self.health);
+        }
+        ready[0]
+    }
+
+    /// Aborts the group if a peer has been silent for too long.
+    fn check_silence(&self) {
+        let now_ms = self.health.elapsed_ms();
+        for peer in self.peers.iter().filter(|p| p.is_open) {
+            let heard_ms = self.health.last_heard_ms[peer.rank].load(SeqCst);
+            let silence = if heard_ms == 0 { self.join_timeout } else { self.silence_timeout };
+            if Duration::from_millis(now_ms.saturating_sub(heard_ms)) > silence {
+                let (rank, observer) = (peer.rank, self.health.rank);
+                self.health.abort(&AbortReason::PeerSilent { rank, observer, silence });
+                return;
+            }
+        }
+    }
+
+    /// Reads until all peers have closed their connections, so that a reset discards no sent frame.
+    fn wait_for_close(&mut self) {
+        lock(&self.health.senders).clear();
+        for peer in &self.peers {
+            _ = peer.stream.shutdown(Shutdown::Write);
+        }
+        let deadline = Instant::now() + LEAVE_TIMEOUT;
+        while self.peers.iter().any(|p| p.is_open) && Instant::now() < deadline {
+            let mut fds: Vec<PollFd> = self.peers.iter().filter(|p| p.is_open).map(pollable).collect();
+            _ = poll(&mut fds, poll_timeout(deadline.saturating_duration_since(Instant::now())));
+            for peer in self.peers.iter_mut().filter(|p| p.is_open) {
+                let mut discarded = [0; FRAME_HEADER_BYTES + MAX_REASON_BYTES];
+                match peer.stream.read(&mut discarded) {
+                    Ok(n) if n > 0 => {}
+                    Err(e) if e.kind() == ErrorKind::WouldBlock => {}
+                    _ => peer.is_open = false,
+                }
+            }
+        }
+    }
+}
+
+fn pollable(peer: &MonitoredPeer) -> PollFd<'_> {
+    PollFd::new(peer.stream.as_fd(), PollFlags::POLLIN)
+}
+
+/// Converts a timeout for `poll`, rounded up so that a wait never becomes a busy loop.
+pub(super) fn poll_timeout(timeout: Duration) -> PollTimeout {
+    let ms = timeout.as_micros().div_ceil(1000).min(60_000);
+    PollTimeout::from(ms as u16)
+}
+
+impl MonitoredPeer {
+    /// Reads once and handles the complete frames.
+    fn read(&mut self, health: &GroupHealth) {
+        match self.stream.read(&mut self.buffer[self.filled..]) {
+            Ok(0) => self.handle_end(health),
+            Ok(n) => {
+                health.record_activity(self.rank);
+                self.filled += n;
+                self.handle_frames(health);
+            }
+            Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => {}
+            Err(_) => self.handle_end(health),
+        }
+    }
+
+    /// Handles the end of the connection. Without a farewell it aborts the group.
+    fn handle_end(&mut self, health: &GroupHealth) {
+        self.is_open = false;
+        // answers a farewell: the peer waits for this end
+        _ = self.stream.shutdown(Shutdown::Both);
+        lock(&health.senders).retain(|(rank, _)| *rank != self.rank);
+        if !health.has_left[self.rank].load(SeqCst) {
+            health.abort(&AbortReason::PeerLost { rank: self.rank });
+        }
+    }
+
+    fn handle_frames(&mut self, health: &GroupHealth) {
+        while self.filled >= FRAME_HEADER_BYTES {
+            let len = u16::from_le_bytes([self.buffer[1], self.buffer[2]]) as usize;
+            if len > MAX_REASON_BYTES {
+                health.abort(&AbortReason::InvalidFrame { rank: self.rank, observer: health.rank });
+                self.is_open = false;
+                return;
+            }
+            let end = FRAME_HEADER_BYTES + len;
+            if self.filled < end {
+                return;
+            }
+            match self.buffer[0] {
+                ABORT_FRAME => health.abort(&AbortReason::decode(&self.buffer[FRAME_HEADER_BYTES..end])),
+                FAREWELL_FRAME => health.has_left[self.rank].store(true, SeqCst),
+                _ => {}
+            }
+            self.buffer.copy_within(end..self.filled, 0);
+            self.filled -= end;
+        }
+    }
+}

@@ -1,0 +1,422 @@
+//! [`Buf`], an owned buffer of a device, and [`View`] and [`ViewMut`], the ranges of buffers that
+//! ops read and write.
+//!
+//! A view is an address, a length, an element type and a lifetime. The same op signatures therefore
+//! serve host and device memory in every precision. On the host a view of `f32` is a slice:
+//! [`View::host`] costs nothing.
+use crate::huge_pages;
+use std::{alloc, marker::PhantomData, ops::Range, ptr::NonNull, sync::Arc};
+
+/// Alignment of every host buffer in bytes: one cache line, one AVX-512 register.
+pub const BUFFER_ALIGNMENT: usize = 64;
+
+/// Element type of a buffer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Dtype {
+    /// IEEE single precision.
+    F32,
+    /// bfloat16, the upper half of an `f32`: 8 bits of exponent, 7 of mantissa.
+    Bf16,
+    /// IEEE half precision: 5 bits of exponent, 10 of mantissa.
+    F16,
+}
+
+impl Dtype {
+    /// Bytes of an element.
+    pub fn size(self) -> usize {
+        match self {
+            Dtype::F32 => 4,
+            Dtype::Bf16 | Dtype::F16 => 2,
+        }
+    }
+}
+
+/// The owner of a buffer's memory, if that is not the Rust allocator.
+pub(crate) trait MemoryOwner: Send + Sync {
+    /// Frees the memory of a dropped buffer.
+    fn release(&self, address: u64, bytes: usize);
+}
+
+/// An owned buffer, on the host (aligned to [`ALIGN`]) or in GPU memory.
+pub struct Buf {
+    ptr: NonNull<u8>,
+    len: usize,
+    dtype: Dtype,
+    on_host: bool,
+    /// The owner of the memory; `None` for the Rust allocator.
+    owner: Option<Arc<dyn MemoryOwner>>,
+}
+
+// SAFETY: a Buf owns its memory exclusively, as a Vec does.
+unsafe impl Send for Buf {}
+// SAFETY: shared access only reads.
+unsafe impl Sync for Buf {}
+
+impl Buf {
+    /// `len` zeros of `f32` on the host. Aborts the process when memory is exhausted, as `Vec`
+    /// does. `launch plan` estimates the memory beforehand.
+    pub fn zeroed(len: usize) -> Self {
+        Self::zeroed_as(Dtype::F32, len)
+    }
+
+    /// `len` zeros of this type on the host, allocated as by [`Buf::zeroed`].
+    pub fn zeroed_as(dtype: Dtype, len: usize) -> Self {
+        if len == 0 {
+            return Buf { ptr: NonNull::<u64>::dangling().cast(), len, dtype, on_host: true, owner: None };
+        }
+        let layout = Self::layout(len, dtype);
+        if layout.size() >= huge_pages::HUGE_PAGE_BYTES {
+            let Some((owner, ptr)) = huge_pages::zeroed(layout.size()) else {
+                alloc::handle_alloc_error(layout)
+            };
+            return Buf { ptr, len, dtype, on_host: true, owner: Some(owner) };
+        }
+        // SAFETY: the layout's size is not zero.
+        let raw = unsafe { alloc::alloc_zeroed(layout) };
+        let Some(ptr) = NonNull::new(raw) else { alloc::handle_alloc_error(layout) };
+        Buf { ptr, len, dtype, on_host: true, owner: None }
+    }
+
+    /// A buffer over GPU memory that `owner` allocated for it. The address is ignored if `len` is
+    /// 0.
+    pub(crate) fn from_device_allocation(
+        owner: Arc<dyn MemoryOwner>,
+        address: u64,
+        dtype: Dtype,
+        len: usize,
+    ) -> Self {
+        let ptr = NonNull::new(address as *mut u8).unwrap_or(NonNull::<u64>::dangling().cast());
+        Buf { ptr, len, dtype, on_host: false, owner: Some(owner) }
+    }
+
+    /// A buffer over host memory that `owner` allocated for it. The memory is zero and aligned to
+    /// [`ALIGN`].
+    pub(crate) fn from_host_allocation(
+        owner: Arc<dyn MemoryOwner>,
+        ptr: NonNull<u8>,
+        dtype: Dtype,
+        len: usize,
+    ) -> Self {
+        Buf { ptr, len, dtype, on_host: true, owner: Some(owner) }
+    }
+
+    /// A buffer of `len` elements of host memory at `ptr`. The memory stays valid as long as
+    /// `owner` lives, which the buffer keeps.
+    ///
+    /// # Safety
+    /// The elements are valid and aligned to their type, and are not accessed in any other way
+    /// while a view of the buffer is in use.
+    pub unsafe fn from_raw_parts(
+        owner: Arc<dyn Send + Sync>,
+        ptr: NonNull<u8>,
+        dtype: Dtype,
+        len: usize,
+    ) -> Self {
+        struct SharedOwner(#[allow(dead_code)] Arc<dyn Send + Sync>); // held to be dropped with the buffer
+        impl MemoryOwner for SharedOwner {
+            fn release(&self, _: u64, _: usize) {}
+        }
+        Self::from_host_allocation(Arc::new(SharedOwner(owner)), ptr, dtype, len)
+    }
+
+    /// A copy of `src` on the host.
+    pub fn from_slice(src: &[f32]) -> Self {
+        let mut b = Self::zeroed(src.len());
+        b.host_mut().copy_from_slice(src);
+        b
+    }
+
+    /// A copy on the host of `src`, which is in host memory, in its type.
+    pub fn from_view(src: View) -> Self {
+        let mut b = Self::zeroed_as(src.dtype, src.len);
+        b.view_mut().bytes().copy_from_slice(src.bytes());
+        b
+    }
+
+    fn layout(len: usize, dtype: Dtype) -> alloc::Layout {
+        let elements = match dtype {
+            Dtype::F32 => alloc::Layout::array::<f32>(len),
+            Dtype::Bf16 | Dtype::F16 => alloc::Layout::array::<u16>(len),
+        };
+        elements.and_then(|l| l.align_to(BUFFER_ALIGNMENT)).expect("buffer length fits the address space")
+    }
+
+    /// Number of elements.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// True if there are no elements.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Element type.
+    pub fn dtype(&self) -> Dtype {
+        self.dtype
+    }
+
+    /// The whole buffer, to read.
+    pub fn view(&self) -> View<'_> {
+        View {
+            ptr: self.ptr.as_ptr(),
+            len: self.len,
+            dtype: self.dtype,
+            on_host: self.on_host,
+            life: PhantomData,
+        }
+    }
+
+    /// The whole buffer, to write.
+    pub fn view_mut(&mut self) -> ViewMut<'_> {
+        ViewMut {
+            ptr: self.ptr.as_ptr(),
+            len: self.len,
+            dtype: self.dtype,
+            on_host: self.on_host,
+            life: PhantomData,
+        }
+    }
+
+    /// The elements of a host buffer of `f32`. Panics for other buffers.
+    #[track_caller]
+    pub fn host(&self) -> &[f32] {
+        self.view().host()
+    }
+
+    /// The elements of a host buffer of `f32`, to write. Panics for other buffers.
+    #[track_caller]
+    pub fn host_mut(&mut self) -> &mut [f32] {
+        self.view_mut().host()
+    }
+}
+
+impl Default for Buf {
+    fn default() -> Self {
+        Buf::zeroed(0)
+    }
+}
+
+impl Drop for Buf {
+    fn drop(&mut self) {
+        if self.len == 0 {
+            return;
+        }
+        if let Some(owner) = &self.owner {
+            owner.release(self.ptr.as_ptr() as u64, self.len * self.dtype.size());
+        } else {
+            // SAFETY: `zeroed_as` allocated it with this layout.
+            unsafe { alloc::dealloc(self.ptr.as_ptr(), Self::layout(self.len, self.dtype)) }
+        }
+    }
+}
+
+impl std::fmt::Debug for Buf {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Buf[{} {:?}]", self.len, self.dtype)
+    }
+}
+
+/// Panics if GPU memory is accessed as host memory.
+#[track_caller]
+fn expect_host(on_host: bool) {
+    assert!(on_host, "a buffer in GPU memory is used as host memory");
+}
+
+/// Panics if elements are accessed as another type than theirs.
+#[track_caller]
+fn expect_dtype(is_expected: bool, dtype: Dtype, expected: &str) {
+    assert!(is_expected, "a buffer of {dtype:?} is used as {expected}");
+}
+
+/// A range of a buffer, to read.
+#[derive(Clone, Copy)]
+pub struct View<'a> {
+    ptr: *const u8,
+    len: usize,
+    dtype: Dtype,
+    on_host: bool,
+    life: PhantomData<&'a [u8]>,
+}
+
+// SAFETY: a shared view only reads, like `&[u8]`.
+unsafe impl Send for View<'_> {}
+// SAFETY: a shared view only reads, like `&[u8]`.
+unsafe impl Sync for View<'_> {}
+
+impl<'a> View<'a> {
+    /// Number of elements.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// True if there are no elements.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Element type.
+    pub fn dtype(&self) -> Dtype {
+        self.dtype
+    }
+
+    /// True if the elements are in host memory.
+    pub fn is_on_host(&self) -> bool {
+        self.on_host
+    }
+
+    /// The address of the first element, in host or GPU memory.
+    pub fn address(&self) -> u64 {
+        self.ptr as u64
+    }
+
+    /// A range of the view. Panics if it is out of bounds, like slicing.
+    pub fn slice(self, r: Range<usize>) -> View<'a> {
+        assert!(r.start <= r.end && r.end <= self.len, "view range {r:?} is outside 0..{}", self.len);
+        // SAFETY: within the allocation.
+        View { ptr: unsafe { self.ptr.add(r.start * self.dtype.size()) }, len: r.len(), ..self }
+    }
+
+    /// The elements of a host view of `f32`. Panics for other views.
+    #[track_caller]
+    pub fn host(self) -> &'a [f32] {
+        expect_host(self.on_host);
+        expect_dtype(self.dtype == Dtype::F32, self.dtype, "f32");
+        // SAFETY: `len` elements of `f32` that outlive 'a.
+        unsafe { std::slice::from_raw_parts(self.ptr.cast(), self.len) }
+    }
+
+    /// The bit patterns of a host view of 16-bit elements. Panics for other views.
+    #[track_caller]
+    pub fn half_bits(self) -> &'a [u16] {
+        expect_host(self.on_host);
+        expect_dtype(self.dtype != Dtype::F32, self.dtype, "16 bits");
+        // SAFETY: `len` aligned elements of 16 bits that outlive 'a.
+        unsafe { std::slice::from_raw_parts(self.ptr.cast(), self.len) }
+    }
+
+    /// The bytes of a host view. Panics for a view of GPU memory.
+    pub fn bytes(self) -> &'a [u8] {
+        expect_host(self.on_host);
+        // SAFETY: the elements have no padding and outlive 'a.
+        unsafe { std::slice::from_raw_parts(self.ptr, self.len * self.dtype.size()) }
+    }
+}
+
+impl<'a> From<&'a [f32]> for View<'a> {
+    fn from(s: &'a [f32]) -> Self {
+        View { ptr: s.as_ptr().cast(), len: s.len(), dtype: Dtype::F32, on_host: true, life: PhantomData }
+    }
+}
+
+/// An exclusive range of a buffer, to read and write.
+pub struct ViewMut<'a> {
+    ptr: *mut u8,
+    len: usize,
+    dtype: Dtype,
+    on_host: bool,
+    life: PhantomData<&'a mut [u8]>,
+}
+
+// SAFETY: an exclusive view, like `&mut [u8]`.
+unsafe impl Send for ViewMut<'_> {}
+// SAFETY: an exclusive view, like `&mut [u8]`.
+unsafe impl Sync for ViewMut<'_> {}
+
+impl<'a> ViewMut<'a> {
+    /// Number of elements.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// True if there are no elements.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Element type.
+    pub fn dtype(&self) -> Dtype {
+        self.dtype
+    }
+
+    /// A range of the view. Panics if it is out of bounds, like slicing.
+    pub fn slice(self, r: Range<usize>) -> ViewMut<'a> {
+        assert!(r.start <= r.end && r.end <= self.len, "view range {r:?} is outside 0..{}", self.len);
+        // SAFETY: within the allocation.
+        ViewMut { ptr: unsafe { self.ptr.add(r.start * self.dtype.size()) }, len: r.len(), ..self }
+    }
+
+    /// The ranges before and after index `mid`.
+    pub fn split_at(self, mid: usize) -> (ViewMut<'a>, ViewMut<'a>) {
+        assert!(mid <= self.len, "split index {mid} is outside 0..{}", self.len);
+        // SAFETY: within the allocation; the parts do not overlap.
+        let second = unsafe { self.ptr.add(mid * self.dtype.size()) };
+        let rest = ViewMut {
+            ptr: second,
+            len: self.len - mid,
+            dtype: self.dtype,
+            on_host: self.on_host,
+            life: PhantomData,
+        };
+        (ViewMut { len: mid, ..self }, rest)
+    }
+
+    /// Borrows a range of the view.
+    pub fn slice_mut(&mut self, r: Range<usize>) -> ViewMut<'_> {
+        self.reborrow().slice(r)
+    }
+
+    /// Borrows the whole view.
+    pub fn reborrow(&mut self) -> ViewMut<'_> {
+        ViewMut { ptr: self.ptr, len: self.len, dtype: self.dtype, on_host: self.on_host, life: PhantomData }
+    }
+
+    /// Converts it into a read-only view.
+    pub fn into_view(self) -> View<'a> {
+        View { ptr: self.ptr, len: self.len, dtype: self.dtype, on_host: self.on_host, life: PhantomData }
+    }
+
+    /// Borrows the whole view, to read.
+    pub fn as_view(&self) -> View<'_> {
+        View { ptr: self.ptr, len: self.len, dtype: self.dtype, on_host: self.on_host, life: PhantomData }
+    }
+
+    /// The elements of a host view of `f32`. Panics for other views.
+    #[track_caller]
+    pub fn host(self) -> &'a mut [f32] {
+        expect_host(self.on_host);
+        expect_dtype(self.dtype == Dtype::F32, self.dtype, "f32");
+        // SAFETY: `len` exclusive elements of `f32` that outlive 'a.
+        unsafe { std::slice::from_raw_parts_mut(self.ptr.cast(), self.len) }
+    }
+
+    /// The bit patterns of a host view of 16-bit elements. Panics for other views.
+    #[track_caller]
+    pub fn half_bits(self) -> &'a mut [u16] {
+        expect_host(self.on_host);
+        expect_dtype(self.dtype != Dtype::F32, self.dtype, "16 bits");
+        // SAFETY: `len` exclusive aligned elements of 16 bits that outlive 'a.
+        unsafe { std::slice::from_raw_parts_mut(self.ptr.cast(), self.len) }
+    }
+
+    /// The bytes of a host view, to write; every bit pattern is a valid element. Panics for a view
+    /// of GPU memory.
+    pub fn bytes(self) -> &'a mut [u8] {
+        expect_host(self.on_host);
+        // SAFETY: the elements have no padding, any bytes are valid, and the range is exclusive for
+        // 'a.
+        unsafe { std::slice::from_raw_parts_mut(self.ptr, self.len * self.dtype.size()) }
+    }
+}
+
+impl<'a> From<&'a mut [f32]> for ViewMut<'a> {
+    fn from(s: &'a mut [f32]) -> Self {
+        ViewMut {
+            ptr: s.as_mut_ptr().cast(),
+            len: s.len(),
+            dtype: Dtype::F32,
+            on_host: true,
+            life: PhantomData,
+        }
+    }
+}

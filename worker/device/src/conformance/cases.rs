@@ -1,0 +1,557 @@
+//! The cases of each family: every operation with its backward pass on one shape.
+use super::{
+    Backends, CaseBuffer, CaseResult, CaseRng, ConformanceError, MaxErrors, any_type, f32_only, poisoned,
+};
+use crate::Dtype;
+use crate::ops::{
+    AdamWHyperparams, AttentionShape, ClassifierGrads, Dropout, HeadLayout, IGNORE_LABEL, LayerNormParams,
+    LionHyperparams, NORM_BLOCK_LEN, Ops, RouterBackwardInputs, RouterShape, RowGroup, SgdHyperparams,
+    StochasticRounding, WriteMode,
+};
+use std::cell::RefCell;
+
+/// Compares the matmuls of linear and Conv1D layers, with and without bias.
+pub(super) fn matmuls(p: &Backends, seed: u64, m: usize, n: usize, k: usize) -> CaseResult {
+    let mut errors = MaxErrors::default();
+    let mut r = CaseRng::new(seed);
+    for write in [WriteMode::Overwrite, WriteMode::Accumulate] {
+        let mut output = |len| if write == WriteMode::Accumulate { r.vector(len) } else { poisoned(len) };
+        let outputs = [any_type(output(m * n)), any_type(output(m * k)), f32_only(output(n * k))];
+        let buffers: Vec<CaseBuffer> = outputs
+            .into_iter()
+            .chain([any_type(r.vector(m * k)), any_type(r.vector(n * k)), any_type(r.vector(m * n))])
+            .collect();
+        errors += p.compare(&format!("matmul {m} {n} {k} {write:?}"), &buffers, |ops, b| {
+            let [y, dx, dw, x, w, dy] = b else { unreachable!("six buffers") };
+            ops.matmul_forward(y.view_mut(), x.view(), w.view(), m, n, k, write);
+            ops.matmul_backward_input(dx.view_mut(), dy.view(), w.view(), m, n, k, write);
+            ops.matmul_backward_weight(dw.view_mut(), dy.view(), x.view(), m, n, k, write);
+        })?;
+    }
+    let outputs = [any_type(poisoned(m * n)), any_type(poisoned(m * n)), any_type(poisoned(m * k))];
+    let buffers = [
+        any_type(r.vector(m * k)),
+        any_type(r.vector(n * k)),
+        any_type(r.vector(n)),
+        f32_only(r.vector(m * n)),
+    ];
+    let buffers: Vec<CaseBuffer> = outputs.into_iter().chain(buffers).collect();
+    errors += p.compare(&format!("matmul with bias {m} {n} {k}"), &buffers, |ops, b| {
+        let [y, conv1d, dx, x, w, bias, dy] = b else { unreachable!("seven buffers") };
+        ops.matmul_bias_forward(y.view_mut(), x.view(), w.view(), Some(bias.view()), m, n, k);
+        ops.conv1d_bias_forward(conv1d.view_mut(), x.view(), w.view(), bias.view(), m, k, n);
+        // a gradient that is rounded before the matmuls that read it
+        let mut rounded_dy = ops.zeroed(w.buf.dtype(), m * n);
+        let dy = ops.as_matmul_operand(dy.view(), &mut rounded_dy);
+        ops.matmul_backward_input(dx.view_mut(), dy, w.view(), m, n, k, WriteMode::Overwrite);
+    })?;
+    Ok(errors)
+}
+
+/// Compares RMSNorm, LayerNorm and bias on `m` rows of `d` elements.
+pub(super) fn norms(p: &Backends, seed: u64, m: usize, d: usize) -> CaseResult {
+    let mut errors = MaxErrors::default();
+    let mut r = CaseRng::new(seed);
+    for write in [WriteMode::Overwrite, WriteMode::Accumulate] {
+        let dx = if write == WriteMode::Accumulate { r.vector(m * d) } else { poisoned(m * d) };
+        let buffers = [
+            any_type(poisoned(m * d)),
+            f32_only(poisoned(m)),
+            any_type(r.vector(m * d)),
+            any_type(r.vector(m * d)),
+            any_type(r.vector(d)),
+            any_type(dx),
+            f32_only(r.vector(d)),
+            any_type(r.vector(m * d)),
+        ];
+        errors += p.compare(&format!("rmsnorm {m} {d}"), &buffers, |ops, b| {
+            let [y, rstd, x, delta, w, dx, dw, dy] = b else { unreachable!("buffers") };
+            ops.rmsnorm_forward(y.view_mut(), rstd.view_mut(), x.view(), w.view(), m, d, 1e-5);
+            let (out, stat) = (y.view_mut(), rstd.view_mut());
+            ops.add_rmsnorm_forward(out, stat, x.view_mut(), delta.view(), w.view(), m, d, 1e-5);
+            let grads = (dx.view_mut(), dw.view_mut());
+            ops.rmsnorm_backward(grads.0, grads.1, dy.view(), x.view(), w.view(), rstd.view(), m, d, write);
+        })?;
+        let dx = if write == WriteMode::Accumulate { r.vector(m * d) } else { poisoned(m * d) };
+        let buffers = [
+            any_type(poisoned(m * d)),
+            f32_only(poisoned(2 * m)),
+            any_type(r.vector(m * d)),
+            any_type(r.vector(m * d)),
+            any_type(r.vector(d)),
+            any_type(r.vector(d)),
+            any_type(dx),
+            f32_only(r.vector(d)),
+            f32_only(r.vector(d)),
+            any_type(r.vector(m * d)),
+        ];
+        errors += p.compare(&format!("layernorm {m} {d}"), &buffers, |ops, b| {
+            let [y, stats, x, delta, w, bias, dx, dw, db, dy] = b else { unreachable!("buffers") };
+            // A row of few elements may have nearly no variance. The norm then amplifies the
+            // rounding of x by up to 1/√eps.
+            let eps = if d < 8 { 1e-1 } else { 1e-2 };
+            let norm = LayerNormParams { w: w.view(), b: bias.view(), eps };
+            ops.layernorm_forward(y.view_mut(), stats.view_mut(), x.view(), norm, m);
+            ops.add_layernorm_forward(y.view_mut(), stats.view_mut(), x.view_mut(), delta.view(), norm, m);
+            let (dx, dw, db) = (dx.view_mut(), dw.view_mut(), db.view_mut());
+            ops.layernorm_backward(dx, dw, db, dy.view(), x.view(), w.view(), stats.view(), m, write);
+        })?;
+    }
+    let buffers =
+        [any_type(r.vector(m * d)), any_type(r.vector(d)), f32_only(r.vector(d)), any_type(r.vector(m * d))];
+    errors += p.compare(&format!("bias {m} {d}"), &buffers, |ops, b| {
+        let [y, bias, dbias, dy] = b else { unreachable!("buffers") };
+        ops.bias_forward(y.view_mut(), bias.view(), m, d);
+        ops.bias_backward(dbias.view_mut(), dy.view(), m, d);
+    })?;
+    Ok(errors)
+}
+
+/// Compares RMSNorm of heads and rotary embeddings.
+pub(super) fn heads(
+    p: &Backends,
+    seed: u64,
+    rows: usize,
+    heads: usize,
+    head_dim: usize,
+    b: usize,
+) -> CaseResult {
+    let mut errors = MaxErrors::default();
+    let mut r = CaseRng::new(seed);
+    let (first, t) = (head_dim, rows);
+    let stride = heads * head_dim + 2 * head_dim;
+    let h = HeadLayout { rows, first_column: first, heads, head_dim, stride };
+    let buffers = [
+        any_type(r.vector(rows * stride)),
+        any_type(poisoned(rows * heads * head_dim)),
+        f32_only(poisoned(rows * heads)),
+        any_type(r.vector(head_dim)),
+        any_type(r.vector(rows * stride)),
+        f32_only(r.vector(head_dim)),
+    ];
+    errors += p.compare(&format!("norm of heads {h:?}"), &buffers, |ops, bufs| {
+        let [x, raw, rstd, w, dx, dw] = bufs else { unreachable!("buffers") };
+        ops.rmsnorm_heads_forward(x.view_mut(), raw.view_mut(), rstd.view_mut(), w.view(), h, 1e-3);
+        ops.rmsnorm_heads_backward(dx.view_mut(), dw.view_mut(), raw.view(), rstd.view(), w.view(), h);
+    })?;
+    let half = head_dim; // the heads are twice as wide
+    let stride = heads * 2 * half + if half.is_multiple_of(8) { 8 } else { 5 };
+    let angles: Vec<f32> = r.vector(t * half);
+    let buffers = [
+        any_type(r.vector(b * t * stride)),
+        any_type(r.vector(b * t * stride)),
+        f32_only(angles.iter().map(|a| a.cos()).collect()),
+        f32_only(angles.iter().map(|a| a.sin()).collect()),
+    ];
+    errors += p.compare(&format!("rope {b} {t} {heads} {half}"), &buffers, |ops, bufs| {
+        let [x, dx, cos, sin] = bufs else { unreachable!("buffers") };
+        ops.rope_forward(x.view_mut(), cos.view(), sin.view(), b, t, heads, 2 * half, stride);
+        ops.rope_backward(dx.view_mut(), cos.view(), sin.view(), b, t, heads, 2 * half, stride);
+    })?;
+    Ok(errors)
+}
+
+/// Compares SwiGLU, GeGLU and GELU on `m` rows of `f` elements.
+pub(super) fn activations(p: &Backends, seed: u64, m: usize, f: usize) -> CaseResult {
+    let mut errors = MaxErrors::default();
+    let mut r = CaseRng::new(seed);
+    let mut large = |len| r.vector(len).iter().map(|x| x * 9.0).collect::<Vec<_>>();
+    let buffers = [
+        any_type(poisoned(m * f)),
+        any_type(poisoned(m * f)),
+        any_type(poisoned(m * 2 * f)),
+        any_type(poisoned(m * 2 * f)),
+        any_type(large(m * 2 * f)),
+        any_type(large(m * f)),
+        any_type(large(m * f)),
+        any_type(large(m * f)),
+        any_type(poisoned(m * f)),
+        any_type(poisoned(m * f)),
+    ];
+    errors += p.compare(&format!("activations {m} {f}"), &buffers, |ops, b| {
+        let [silu, gelu, dsilu, dgelu, gate_up, dy, dy_gelu, dy_gelu_only, y, dx] = b else {
+            unreachable!("buffers")
+        };
+        ops.swiglu_forward(silu.view_mut(), gate_up.view(), m, f);
+        ops.swiglu_backward(dsilu.view_mut(), dy.view_mut(), gate_up.view(), m, f);
+        ops.geglu_forward(gelu.view_mut(), gate_up.view(), m, f);
+        ops.geglu_backward(dgelu.view_mut(), dy_gelu.view_mut(), gate_up.view(), m, f);
+        ops.gelu_forward(y.view_mut(), gate_up.view().slice(0..m * f));
+        ops.gelu_backward(dx.view_mut(), dy_gelu_only.view_mut(), gate_up.view().slice(m * f..2 * m * f));
+    })?;
+    Ok(errors)
+}
+
+/// Attention over documents of random lengths.
+pub(super) fn attention(p: &Backends, seed: u64, shape: AttentionShape) -> CaseResult {
+    let mut r = CaseRng::new(seed);
+    let mean = 1 + r.below(100);
+    let starts = r.document_starts(shape.b, shape.t, mean);
+    attention_with_starts(p, seed, shape, &starts)
+}
+
+/// Attention in which every query sees itself and up to `window − 1` positions before it.
+pub(super) fn windowed_attention(
+    p: &Backends,
+    seed: u64,
+    window: usize,
+    shape: AttentionShape,
+) -> CaseResult {
+    let starts: Vec<u32> =
+        (0..shape.b * shape.t).map(|i| (i % shape.t + 1).saturating_sub(window) as u32).collect();
+    attention_with_starts(p, seed, shape, &starts)
+}
+
+/// Attention in which every query sees a random number of positions.
+pub(super) fn ragged_attention(p: &Backends, seed: u64, shape: AttentionShape) -> CaseResult {
+    let mut r = CaseRng::new(seed);
+    let starts: Vec<u32> = (0..shape.b * shape.t).map(|i| r.below(i % shape.t + 1) as u32).collect();
+    attention_with_starts(p, seed, shape, &starts)
+}
+
+/// Compares attention with these `starts`.
+fn attention_with_starts(p: &Backends, seed: u64, shape: AttentionShape, starts: &[u32]) -> CaseResult {
+    let mut errors = MaxErrors::default();
+    let AttentionShape { b, t, heads, kv_heads, head_dim, .. } = shape;
+    let mut r = CaseRng::new(seed);
+    let qkv = b * t * (heads + 2 * kv_heads) * head_dim;
+    let o = b * t * heads * head_dim;
+    let buffers = [
+        any_type(poisoned(o)),
+        f32_only(poisoned(b * heads * t)),
+        any_type(poisoned(qkv)),
+        any_type(r.vector(qkv)),
+        any_type(r.vector(o)),
+    ];
+    errors += p.compare(&format!("{shape:?}"), &buffers, |ops, bufs| {
+        let [o, lse, dqkv, qkv, d_o] = bufs else { unreachable!("buffers") };
+        ops.attention_forward(o.view_mut(), lse.view_mut(), qkv.view(), starts, shape);
+        ops.attention_backward(dqkv.view_mut(), d_o.view(), o.view(), lse.view(), qkv.view(), starts, shape);
+    })?;
+    Ok(errors)
+}
+
+/// Compares the classifier with and without gradients, on `m` rows and a vocabulary of `v`.
+pub(super) fn classifier(
+    p: &Backends,
+    seed: u64,
+    m: usize,
+    d: usize,
+    v: usize,
+    cap: Option<f32>,
+) -> CaseResult {
+    let mut errors = MaxErrors::default();
+    let mut r = CaseRng::new(seed);
+    let labels: Vec<u32> =
+        (0..m).map(|_| if r.below(5) == 0 { IGNORE_LABEL } else { r.below(v) as u32 }).collect();
+    for dw_write in [WriteMode::Overwrite, WriteMode::Accumulate] {
+        let dw = if dw_write == WriteMode::Accumulate { r.vector(v * d) } else { poisoned(v * d) };
+        let buffers = [
+            f32_only(poisoned(m)),
+            f32_only(poisoned(m)),
+            any_type(poisoned(m * d)),
+            f32_only(dw),
+            any_type(r.vector(m * d)),
+            any_type(r.vector(v * d)),
+        ];
+        errors += p.compare(&format!("classifier {m} {d} {v} {cap:?}"), &buffers, |ops, b| {
+            let [loss, loss_only, dx, dw, x, w] = b else { unreachable!("buffers") };
+            let grads = ClassifierGrads { dx: dx.view_mut(), dw: dw.view_mut(), dw_write, scale: 0.25 };
+            ops.classifier_with_softcap(
+                loss.view_mut(),
+                x.view(),
+                w.view(),
+                &labels,
+                m,
+                d,
+                v,
+                cap,
+                Some(grads),
+            );
+            ops.classifier_with_softcap(
+                loss_only.view_mut(),
+                x.view(),
+                w.view(),
+                &labels,
+                m,
+                d,
+                v,
+                cap,
+                None,
+            );
+        })?;
+    }
+    Ok(errors)
+}
+
+/// Compares the router, and gathering and combining of rows.
+pub(super) fn experts(
+    p: &Backends,
+    seed: u64,
+    m: usize,
+    count: usize,
+    per_token: usize,
+    d: usize,
+) -> CaseResult {
+    let mut errors = MaxErrors::default();
+    let mut r = CaseRng::new(seed);
+    let shape = RouterShape {
+        m,
+        experts: count,
+        experts_per_token: per_token,
+        normalise_weights: seed.is_multiple_of(2),
+    };
+    let (balance, z) = (r.vector(count), 0.3);
+    // Multiples of ¼, which every type represents exactly. Some are equal.
+    let logits: Vec<f32> = (0..m * count).map(|_| r.below(40) as f32 * 0.25).collect();
+    let buffers = [
+        f32_only(poisoned(m * count)),
+        f32_only(poisoned(m * per_token)),
+        f32_only(poisoned(m)),
+        any_type(poisoned(m * count)),
+        any_type(logits),
+        f32_only(r.vector(m * per_token)),
+    ];
+    let selections = RefCell::new(Vec::new());
+    errors += p.compare(&format!("{shape:?}"), &buffers, |ops, b| {
+        let [probs, weights, lse, dlogits, logits, dweights] = b else { unreachable!("buffers") };
+        let mut chosen = vec![u32::MAX; m * per_token];
+        ops.router_forward(
+            probs.view_mut(),
+            weights.view_mut(),
+            lse.view_mut(),
+            &mut chosen,
+            logits.view(),
+            shape,
+        );
+        let buffers = RouterBackwardInputs {
+            probs: probs.view(),
+            lse: lse.view(),
+            chosen_experts: &chosen,
+            balance_grad: &balance,
+            z_loss_coef: z,
+        };
+        ops.router_backward(dlogits.view_mut(), dweights.view(), buffers, shape);
+        selections.borrow_mut().push(chosen);
+    })?;
+    let selections = selections.into_inner();
+    if selections.iter().any(|c| c != &selections[0]) {
+        return Err(ConformanceError::ExpertsDiffer(shape));
+    }
+    let row_indices: Vec<u32> = (0..m * per_token).map(|_| r.below(m) as u32).collect();
+    let buffers = [
+        any_type(poisoned(m * per_token * d)),
+        any_type(poisoned(m * d)),
+        any_type(r.vector(m * d)),
+        f32_only(poisoned(m)),
+        any_type(r.vector(m * d)),
+        any_type(r.vector(m * d)),
+        f32_only(r.vector(m * per_token)),
+        f32_only(r.vector(m)),
+    ];
+    errors += p.compare(&format!("rows {m} {per_token} {d}"), &buffers, |ops, b| {
+        let [gathered, set, added, dots, x, scaled, weights, factors] = b else { unreachable!("buffers") };
+        ops.gather_rows(gathered.view_mut(), x.view(), &row_indices, d);
+        ops.combine_rows(
+            set.view_mut(),
+            x.view(),
+            Some(weights.view()),
+            &row_indices,
+            m,
+            d,
+            WriteMode::Overwrite,
+        );
+        ops.combine_rows(added.view_mut(), x.view(), None, &row_indices, m, d, WriteMode::Accumulate);
+        ops.dot_rows(dots.view_mut(), x.view(), scaled.view(), d);
+        ops.scale_rows(scaled.view_mut(), factors.view(), d);
+    })?;
+    Ok(errors)
+}
+
+/// Compares grouped matmuls over groups of these sizes.
+pub(super) fn grouped(p: &Backends, seed: u64, sizes: &[usize], n: usize, k: usize) -> CaseResult {
+    let mut errors = MaxErrors::default();
+    let mut r = CaseRng::new(seed);
+    let mut groups = Vec::new();
+    let (mut at, mut matrix) = (0, 1);
+    for &size in sizes {
+        groups.push(RowGroup { rows: at..at + size, matrix_offset: matrix });
+        (at, matrix) = (at + size, matrix + n * k + 2);
+    }
+    let buffers = [
+        any_type(poisoned(at * n)),
+        any_type(poisoned(at * k)),
+        f32_only(r.vector(matrix)),
+        any_type(r.vector(at * k)),
+        any_type(r.vector(at * n)),
+        any_type(r.vector(matrix)),
+    ];
+    errors += p.compare(&format!("groups {sizes:?} {n} {k}"), &buffers, |ops, b| {
+        let [y, dx, dw, x, dy, w] = b else { unreachable!("buffers") };
+        ops.grouped_forward(y.view_mut(), x.view(), w.view(), &groups, n, k);
+        ops.grouped_backward_input(dx.view_mut(), dy.view(), w.view(), &groups, n, k);
+        ops.grouped_backward_weight(dw.view_mut(), dy.view(), x.view(), &groups, n, k);
+    })?;
+    Ok(errors)
+}
+
+/// Compares the token embedding on `m` tokens and a vocabulary of `v`.
+pub(super) fn embedding(p: &Backends, seed: u64, m: usize, d: usize, v: usize) -> CaseResult {
+    let mut errors = MaxErrors::default();
+    let mut r = CaseRng::new(seed);
+    let tokens: Vec<u32> = (0..m).map(|_| r.below(v) as u32).collect();
+    let buffers = [
+        any_type(poisoned(m * d)),
+        any_type(r.vector(v * d)),
+        f32_only(r.vector(v * d)),
+        any_type(r.vector(m * d)),
+    ];
+    errors += p.compare(&format!("embedding {m} {d} {v}"), &buffers, |ops, b| {
+        let [x, w, dw, dx] = b else { unreachable!("buffers") };
+        ops.embedding_forward(x.view_mut(), w.view(), &tokens, d);
+        ops.embedding_backward(dw.view_mut(), dx.view(), &tokens, d);
+    })?;
+    Ok(errors)
+}
+
+/// Compares operations on vectors of `n` elements, and optimizers.
+pub(super) fn vectors_and_optimizers(p: &Backends, seed: u64, n: usize) -> CaseResult {
+    let mut errors = MaxErrors::default();
+    let mut r = CaseRng::new(seed);
+    let buffers = [any_type(r.vector(n)), any_type(r.vector(n)), any_type(r.vector(n))];
+    let sums = RefCell::new(Vec::new());
+    errors += p.compare(&format!("flat {n}"), &buffers, |ops, b| {
+        let [y, x, z] = b else { unreachable!("buffers") };
+        ops.add(y.view_mut(), x.view());
+        ops.scale(z.view_mut(), -0.75);
+        let mut out = vec![f64::NAN; n.div_ceil(NORM_BLOCK_LEN)];
+        ops.sum_squares_by_block(&mut out, x.view());
+        sums.borrow_mut().push(out);
+    })?;
+    for pair in sums.into_inner().chunks(2) {
+        let [expected, actual] = pair else { unreachable!("both backends") };
+        let close = expected.iter().zip(actual).all(|(w, g)| (w - g).abs() <= w * 1e-12);
+        if !close {
+            return Err(ConformanceError::SumsDiffer {
+                case: format!("sum_squares_by_block {n}"),
+                gpu: actual.clone(),
+                cpu: expected.clone(),
+            });
+        }
+    }
+    let square = |v: Vec<f32>| v.iter().map(|x| x * x).collect::<Vec<_>>();
+    let buffers = [
+        f32_only(r.vector(n)),
+        f32_only(r.vector(n)),
+        f32_only(r.vector(n)),
+        f32_only(square(r.vector(n))),
+        f32_only(r.vector(n)),
+        f32_only(r.vector(n)),
+    ];
+    errors += p.compare(&format!("optimizers {n}"), &buffers, |ops, b| {
+        let [p, g, avg, avg_sq, momentum, q] = b else { unreachable!("buffers") };
+        for (step, beta1) in [(1, 0.9), (2, 0.3)] {
+            let h = AdamWHyperparams {
+                lr: 1e-2,
+                beta1,
+                beta2: 0.95,
+                eps: 1e-8,
+                weight_decay: 0.1,
+                step,
+                grad_scale: 0.5,
+            };
+            ops.adamw(p.view_mut(), g.view(), avg.view_mut(), avg_sq.view_mut(), &h);
+            let h = LionHyperparams { lr: 1e-3, beta1, beta2: 0.99, weight_decay: 0.1, grad_scale: 2.0 };
+            ops.lion(q.view_mut(), g.view(), avg.view_mut(), &h);
+            let h = SgdHyperparams { lr: 1e-2, momentum: 0.9, weight_decay: 0.01, grad_scale: 1.5 };
+            ops.sgd(p.view_mut(), g.view(), momentum.view_mut(), &h);
+            let h = SgdHyperparams { momentum: 0.0, weight_decay: 0.0, ..h };
+            ops.sgd(q.view_mut(), g.view(), momentum.view_mut().slice(0..0), &h);
+        }
+    })?;
+    errors += vector_ops(p, &mut r, n)?;
+    errors += stochastic_rounding(p, &mut r, n)?;
+    Ok(errors)
+}
+
+/// Compares stochastic rounding bit by bit, for usual numbers and for numbers of every exponent,
+/// infinities and NaN.
+fn stochastic_rounding(p: &Backends, r: &mut CaseRng, n: usize) -> CaseResult {
+    let values: Vec<f32> = (0..n)
+        .map(|i| match i % 3 {
+            0 => f32::from_bits((r.next() >> 7) as u32),
+            1 => f32::from_bits(0x7f7f_0000 | (r.next() >> 7) as u32 & 0x8000_ffff), // near the largest number
+            _ => r.vector(1)[0],
+        })
+        .collect();
+    let (key, step) = ([n as u32, 11], (1 << 40) + 3);
+    for first in [0, 1, 4096, (1 << 34) - 2] {
+        let rounding = StochasticRounding { key, first_element: first, step };
+        let run = |ops: &dyn Ops| {
+            let (x, mut y) = (ops.device_copy(values[..].into()), ops.zeroed(Dtype::Bf16, n));
+            ops.round_stochastically(y.view_mut(), x.view(), &rounding);
+            ops.host_copy(y.view()).view().half_bits().to_vec()
+        };
+        let (expected, actual) = (run(&p.cpu), run(p.cuda));
+        if let Some(i) = (0..n).find(|&i| expected[i] != actual[i]) {
+            return Err(ConformanceError::StochasticRoundingDiffers {
+                rounding,
+                input: values[i],
+                gpu: actual[i],
+                cpu: expected[i],
+            });
+        }
+    }
+    Ok(MaxErrors::default())
+}
+
+/// Compares operations that only Muon and some models need, and copies inside the backend's memory.
+fn vector_ops(p: &Backends, r: &mut CaseRng, n: usize) -> CaseResult {
+    let (rows, columns) = (n.isqrt(), n / n.isqrt());
+    let sums = RefCell::new(Vec::new());
+    let buffers = [
+        f32_only(r.vector(n)),
+        f32_only(r.vector(n)),
+        f32_only(r.vector(n)),
+        f32_only(poisoned(n)),
+        f32_only(poisoned(n)),
+        f32_only(poisoned(n)),
+        any_type(r.vector(n)),
+    ];
+    let errors = p.compare(&format!("vectors {n}"), &buffers, |ops, b| {
+        let [x, y, z, conv1d, copy, cleared, narrow] = b else { unreachable!("buffers") };
+        ops.add_scalar(x.view_mut(), 0.5);
+        ops.axpby(y.view_mut(), 0.75, x.view(), -1.25);
+        ops.softcap(z.view_mut(), 3.0);
+        let dropout = Dropout {
+            key: [n as u32, 7],
+            probability: 0.3,
+            sample_len: n.div_ceil(2),
+            first_sample: (1 << 33) + 5,
+        };
+        let prefix = 0..n / 2 * 2 / dropout.sample_len * dropout.sample_len;
+        ops.dropout(z.view_mut().slice(prefix.clone()), &dropout);
+        ops.dropout(narrow.view_mut().slice(prefix), &dropout);
+        ops.nesterov_momentum(x.view_mut(), z.view_mut(), 0.95, 0.5);
+        let prefix = rows * columns;
+        ops.clear(conv1d.view_mut());
+        ops.transpose(conv1d.view_mut().slice(0..prefix), y.view().slice(0..prefix), rows, columns);
+        ops.copy(copy.view_mut(), x.view());
+        ops.move_down(copy.view_mut(), n / 3..n - n / 5, n / 4);
+        ops.clear(cleared.view_mut());
+        sums.borrow_mut().push(ops.sum_squares(y.view()));
+        let parts = [x.view(), y.view().slice(0..n / 2), z.view()];
+        sums.borrow_mut().push(ops.sum_squares_by_block_concat(&parts).iter().sum());
+    })?;
+    for both in sums.into_inner().chunks(4) {
+        let (expected, actual) = both.split_at(2);
+        if !expected.iter().zip(actual).all(|(w, g): (&f64, &f64)| (w - g).abs() <= w * 1e-5) {
+            return Err(ConformanceError::SumsDiffer {
+                case: format!("sums of squares {n}"),
+                gpu: actual.to_vec(),
+                cpu: expected.to_vec(),
+            });
+        }
+    }
+    Ok(errors)
+}

@@ -1,0 +1,99 @@
+//! [`ConformanceError`]: how the result of a GPU differs from the CPU's.
+use crate::fp8::Fp8Format;
+use crate::ops::{RouterShape, StochasticRounding};
+use crate::storage::DeviceError;
+use crate::{Dtype, storage::panic_message};
+use diagnostic::{Code, Diagnostic, codes::device as codes, codes::run::INTERNAL};
+use std::any::Any;
+
+/// Why an operation on a GPU does not conform to its reference on the CPU.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum ConformanceError {
+    /// A buffer differs from the CPU's by more than the tolerance.
+    #[error(
+        "{case}: buffer {buffer} of {dtype:?}, {offset} elements into its memory, has a relative error \
+         of {error:e}; the tolerance is {tolerance:e}"
+    )]
+    BufferDiffers {
+        /// The operation and its shape.
+        case: String,
+        /// Element type of the buffers whose type varies.
+        dtype: Dtype,
+        /// Elements between the begin of the memory and of the buffer.
+        offset: usize,
+        /// Index of the buffer among the arguments of the case.
+        buffer: usize,
+        /// The largest difference, relative to the largest expected value.
+        error: f64,
+        /// The largest accepted error.
+        tolerance: f64,
+    },
+    /// Sums that are returned to the host differ.
+    #[error("{case}: the sums are {gpu:?} on the GPU and {cpu:?} on the CPU")]
+    SumsDiffer {
+        /// The operation and its length.
+        case: String,
+        /// The GPU's sums.
+        gpu: Vec<f64>,
+        /// The CPU's sums.
+        cpu: Vec<f64>,
+    },
+    /// The router selected other experts than the CPU's.
+    #[error("{0:?}: the GPU selects other experts than the CPU")]
+    ExpertsDiffer(RouterShape),
+    /// A number was rounded to another fp8 number.
+    #[error("{input:e} becomes {gpu:e} in {format:?} on the GPU and {cpu:e} on the CPU")]
+    Fp8RoundingDiffers {
+        /// The format.
+        format: Fp8Format,
+        /// The number that was rounded.
+        input: f32,
+        /// The GPU's result.
+        gpu: f32,
+        /// The CPU's result.
+        cpu: f32,
+    },
+    /// A number was rounded stochastically to another bf16 number.
+    #[error("{input:e} is rounded to {gpu:#x} on the GPU and to {cpu:#x} on the CPU ({rounding:?})")]
+    StochasticRoundingDiffers {
+        /// The random numbers.
+        rounding: StochasticRounding,
+        /// The number that was rounded.
+        input: f32,
+        /// The bits of the GPU's result.
+        gpu: u16,
+        /// The bits of the CPU's result.
+        cpu: u16,
+    },
+    /// An operation failed.
+    #[error(transparent)]
+    OpFailed(#[from] DeviceError),
+}
+
+impl ConformanceError {
+    /// Converts the payload of an operation's panic.
+    pub(super) fn from_panic(panic: &(dyn Any + Send)) -> Self {
+        let error = panic
+            .downcast_ref::<DeviceError>()
+            .cloned()
+            .unwrap_or_else(|| DeviceError(Diagnostic::error(INTERNAL, panic_message(panic))));
+        ConformanceError::OpFailed(error)
+    }
+
+    /// The code of the error.
+    pub fn code(&self) -> Code {
+        match self {
+            ConformanceError::OpFailed(DeviceError(diagnostic)) => diagnostic.code(),
+            _ => codes::GPU_RESULT_DIFFERS,
+        }
+    }
+}
+
+impl From<ConformanceError> for Diagnostic {
+    fn from(error: ConformanceError) -> Self {
+        match error {
+            ConformanceError::OpFailed(DeviceError(diagnostic)) => diagnostic,
+            error => Diagnostic::error(error.code(), error.to_string()),
+        }
+    }
+}

@@ -1,0 +1,535 @@
+//! Conformance of a GPU's operations with the CPU backend.
+//!
+//! Every operation runs on both backends, with odd, tiny and large shapes, in every element type,
+//! on buffers with any alignment, and with outputs that are filled with NaN beforehand. Tests run
+//! it on an emulated GPU, `launch gpu-check` on a real one.
+mod cases;
+mod error;
+mod fp8;
+
+pub use error::ConformanceError;
+
+use crate::{
+    Buf, Cpu, Cuda, Dtype, Ops, View, ViewMut,
+    ops::{AttentionDropout, AttentionShape},
+    storage::Storage,
+};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+/// Result of comparing one family of operations with the CPU.
+#[derive(Clone, Debug, PartialEq)]
+pub struct FamilyReport {
+    /// The operations.
+    pub family: &'static str,
+    /// Number of shapes that were compared.
+    pub cases: usize,
+    /// The largest errors of all cases that passed.
+    pub max_errors: MaxErrors,
+    /// The failure that ended the comparison of the family.
+    pub failure: Option<ConformanceError>,
+}
+
+/// The largest difference for each element type, relative to the largest expected value of its
+/// buffer.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct MaxErrors {
+    /// Error of cases in `f32`.
+    pub f32: f64,
+    /// Error of cases in bf16.
+    pub bf16: f64,
+    /// Error of cases in f16.
+    pub f16: f64,
+}
+
+impl std::ops::AddAssign for MaxErrors {
+    fn add_assign(&mut self, o: MaxErrors) {
+        self.f32 = self.f32.max(o.f32);
+        self.bf16 = self.bf16.max(o.bf16);
+        self.f16 = self.f16.max(o.f16);
+    }
+}
+
+/// Result of one case.
+type CaseResult = Result<MaxErrors, ConformanceError>;
+
+/// Element type, offset of the buffers in their memory, and tolerated error of the runs of each
+/// case. The errors stem from rounding: operands are rounded once before an operation, results once
+/// after it, and so are values that the forward pass keeps for the backward pass.
+const TOLERANCES: [(Dtype, usize, f64); 5] = [
+    (Dtype::Bf16, 0, 2e-2),
+    (Dtype::F32, 0, 1e-5),
+    (Dtype::F32, 3, 1e-5),
+    (Dtype::Bf16, 1, 2e-2),
+    (Dtype::F16, 0, 3e-3),
+];
+
+/// Compares every family of operations with the CPU, on `rounds` random shapes each, and on shapes
+/// at which the kernels take other paths.
+pub fn check_ops(cuda: &Cuda, seed: u64, rounds: usize) -> Vec<FamilyReport> {
+    let backends = Backends { cpu: Cpu::new(1), cuda, types: &TOLERANCES };
+    type Case<'a> = Box<dyn Fn(&mut CaseRng) -> CaseResult + 'a>;
+    let p = &backends;
+    let random: [(&str, Case); 9] = [
+        (
+            "matmul",
+            Box::new(|r| {
+                cases::matmuls(p, r.next(), r.in_range(1, 40), r.in_range(1, 40), r.in_range(1, 40))
+            }),
+        ),
+        ("norms, bias", Box::new(|r| cases::norms(p, r.next(), r.in_range(1, 150), r.in_range(1, 90)))),
+        (
+            "norms of heads, RoPE",
+            Box::new(|r| {
+                cases::heads(
+                    p,
+                    r.next(),
+                    r.in_range(1, 40),
+                    r.in_range(1, 5),
+                    r.in_range(1, 40),
+                    r.in_range(1, 3),
+                )
+            }),
+        ),
+        ("activations", Box::new(|r| cases::activations(p, r.next(), r.in_range(1, 20), r.in_range(1, 300)))),
+        ("attention", Box::new(|r| random_attention(p, r))),
+        (
+            "classifier",
+            Box::new(|r| {
+                let cap = (r.below(2) == 0).then_some(3.0);
+                cases::classifier(p, r.next(), r.in_range(1, 40), r.in_range(1, 40), r.in_range(1, 200), cap)
+            }),
+        ),
+        ("experts", Box::new(|r| random_experts(p, r))),
+        (
+            "embedding",
+            Box::new(|r| {
+                cases::embedding(p, r.next(), r.in_range(1, 120), r.in_range(1, 70), r.in_range(1, 50))
+            }),
+        ),
+        (
+            "vectors, optimizers",
+            Box::new(|r| cases::vectors_and_optimizers(p, r.next(), r.in_range(1, 9000))),
+        ),
+    ];
+    let mut reports: Vec<FamilyReport> = random
+        .iter()
+        .enumerate()
+        .map(|(i, (family, case))| {
+            let mut r = CaseRng::new(seed ^ ((i as u64 + 1) << 32));
+            run_family(family, (0..rounds).map(|_| case(&mut r)))
+        })
+        .collect();
+    reports.push(run_family(
+        "boundary shapes",
+        boundary_cases(p)
+            .into_iter()
+            .chain(tiled_attention_cases(p))
+            .chain(vectorised_cases(p))
+            .map(|case| case()),
+    ));
+    if cuda.properties().has_fp8() {
+        let mut r = CaseRng::new(seed ^ (99 << 32));
+        let products = (0..rounds)
+            .map(|_| fp8::matmuls(p, r.next(), r.in_range(1, 70), 16 * r.in_range(1, 4), r.in_range(1, 50)))
+            .collect::<Vec<_>>();
+        reports.push(run_family("fp8 matmul", products.into_iter().chain([fp8::rounding(p)])));
+    }
+    reports
+}
+
+/// Compares attention on a GPU whose attention cuDNN computes ([`Cuda::set_attention_backend`]), on
+/// `rounds` random shapes, on shapes of usual models, and with windows.
+pub fn check_cudnn_attention(cuda: &Cuda, seed: u64, rounds: usize) -> FamilyReport {
+    let types = [TOLERANCES[0], (Dtype::Bf16, 8, TOLERANCES[0].2)];
+    let backends = Backends { cpu: Cpu::new(1), cuda, types: &types };
+    let mut r = CaseRng::new(seed ^ (77 << 32));
+    let mut shapes: Vec<(usize, AttentionShape)> = (0..rounds)
+        .map(|_| {
+            let (kv_heads, t) = (r.in_range(1, 4), r.in_range(2, 200));
+            let shape = AttentionShape::new(
+                r.in_range(1, 4),
+                t,
+                kv_heads * r.in_range(1, 4),
+                kv_heads,
+                8 * r.in_range(1, 17),
+            );
+            (if r.below(2) == 0 { usize::MAX } else { r.in_range(1, t) }, shape)
+        })
+        .collect();
+    let shape = AttentionShape::new;
+    shapes.extend([
+        (usize::MAX, shape(2, 256, 4, 4, 64)),
+        (usize::MAX, shape(1, 300, 7, 1, 64)),
+        (usize::MAX, shape(1, 130, 4, 1, 128)),
+        (100, AttentionShape { scale: 0.3, ..shape(1, 260, 2, 1, 128) }),
+    ]);
+    let cases = shapes.into_iter().enumerate();
+    run_family(
+        "attention by cuDNN",
+        cases.map(|(i, (window, shape))| cases::windowed_attention(&backends, i as u64, window, shape)),
+    )
+}
+
+fn random_attention(p: &Backends, r: &mut CaseRng) -> CaseResult {
+    let kv_heads = r.in_range(1, 3);
+    let shape = AttentionShape::new(
+        r.in_range(1, 3),
+        r.in_range(1, 80),
+        kv_heads * r.in_range(1, 3),
+        kv_heads,
+        r.in_range(1, 40),
+    );
+    let softcap = shape.t.is_multiple_of(2).then_some(2.0);
+    let dropout = if shape.t.is_multiple_of(3) { dropout_from(r.next()) } else { None };
+    cases::attention(p, r.next(), AttentionShape { softcap, dropout, ..shape })
+}
+
+/// Attention dropout whose key and first sequence, up to 2⁴², are taken from `first`.
+fn dropout_from(first: u64) -> Option<AttentionDropout> {
+    Some(AttentionDropout { key: [first as u32, 5], probability: 0.3, first_sequence: first >> 22 })
+}
+
+fn random_experts(p: &Backends, r: &mut CaseRng) -> CaseResult {
+    let count = r.in_range(1, 70);
+    let mut errors = cases::experts(
+        p,
+        r.next(),
+        r.in_range(1, 30),
+        count,
+        r.in_range(1, 5).min(count),
+        r.in_range(1, 50),
+    )?;
+    let sizes: Vec<usize> = (0..r.in_range(1, 5)).map(|_| r.below(9)).collect();
+    errors += cases::grouped(p, r.next(), &sizes, r.in_range(1, 30), r.in_range(1, 30))?;
+    Ok(errors)
+}
+
+/// Shapes at the limits of kernels: rows longer than a thread block, the widest heads, documents
+/// that cross tiles, and more blocks than one launch has.
+fn boundary_cases<'a>(p: &'a Backends) -> Vec<Box<dyn Fn() -> CaseResult + 'a>> {
+    // The tiles of the backward kernel take 137 KiB of shared memory for heads of 256 elements.
+    // Only data-centre GPUs have that much; others have 99 KiB.
+    let widest = if p.cuda.properties().shared_memory_per_block < 144 << 10 { 176 } else { 256 };
+    vec![
+        Box::new(move || cases::norms(p, 1, 2, 1000)),
+        Box::new(move || cases::norms(p, 2, 129, 33)),
+        Box::new(move || cases::attention(p, 3, AttentionShape::new(1, 33, 2, 1, widest))),
+        Box::new(|| {
+            cases::attention(p, 4, AttentionShape { scale: 0.7, ..AttentionShape::new(2, 100, 2, 2, 8) })
+        }),
+        Box::new(move || cases::attention(p, 12, AttentionShape::new(1, 70, 2, 1, 128))),
+        Box::new(move || cases::attention(p, 13, AttentionShape::new(1, 130, 2, 2, 96))),
+        Box::new(move || {
+            let dropout = dropout_from(u64::MAX);
+            cases::attention(p, 15, AttentionShape { dropout, ..AttentionShape::new(2, 130, 4, 2, 40) })
+        }),
+        Box::new(move || {
+            let dropout = dropout_from(1 << 60);
+            cases::attention(p, 16, AttentionShape { dropout, ..AttentionShape::new(1, 100, 2, 1, widest) })
+        }),
+        Box::new(move || cases::attention(p, 14, AttentionShape::new(1, 40, 2, 1, 64))),
+        Box::new(move || cases::classifier(p, 5, 130, 3, 700, None)),
+        Box::new(move || cases::experts(p, 6, 3, 1024, 9, 4)),
+        Box::new(move || cases::grouped(p, 7, &[3, 0, 17, 1], 9, 14)),
+        Box::new(move || cases::grouped(p, 8, &[0, 0], 4, 4)),
+        Box::new(move || cases::embedding(p, 9, 300, 3, 2)),
+        Box::new(move || cases::vectors_and_optimizers(p, 10, 40_000)),
+        Box::new(move || cases::activations(p, 11, 1, 700)),
+    ]
+}
+
+/// Rows whose length is a multiple of eight, for which kernels load eight elements at once: for one
+/// warp, for each thread of a block, for several elements per thread, and longer than the registers
+/// hold. Also heads of such lengths, and sums over more rows than a block has.
+fn vectorised_cases<'a>(p: &'a Backends) -> Vec<Box<dyn Fn() -> CaseResult + 'a>> {
+    vec![
+        Box::new(move || cases::norms(p, 40, 3, 8)),
+        Box::new(move || cases::norms(p, 41, 131, 64)),
+        Box::new(move || cases::norms(p, 42, 5, 1016)),
+        Box::new(move || cases::norms(p, 43, 2, 2056)),
+        Box::new(move || cases::norms(p, 44, 2, 8192)),
+        Box::new(move || cases::norms(p, 45, 1, 8200)),
+        Box::new(move || cases::heads(p, 46, 21, 3, 64, 2)),
+        Box::new(move || cases::heads(p, 47, 3, 40, 8, 1)),
+        Box::new(move || cases::heads(p, 48, 2, 1, 264, 3)),
+        Box::new(move || cases::activations(p, 49, 3, 2056)),
+        Box::new(move || cases::activations(p, 50, 17, 8)),
+        Box::new(move || cases::classifier(p, 51, 5, 8, 2088, None)),
+        Box::new(move || cases::classifier(p, 52, 3, 8, 2051, Some(2.0))),
+    ]
+}
+
+/// Attention over several tiles that are visible entirely, partly or not at all, with heads of
+/// every size that has its own kernel and sizes between them, groups of 1 to 8 heads, softcap and
+/// dropout. With windows of 95 and 79 the mask must hide exactly one position of a chunk.
+fn tiled_attention_cases<'a>(p: &'a Backends) -> Vec<Box<dyn Fn() -> CaseResult + 'a>> {
+    let no_window = usize::MAX;
+    let shape = AttentionShape::new;
+    let (softcap, dropout) = (Some(3.0), dropout_from(1 << 30));
+    vec![
+        Box::new(move || cases::windowed_attention(p, 20, no_window, shape(1, 256, 2, 1, 64))),
+        Box::new(move || cases::windowed_attention(p, 21, no_window, shape(1, 290, 1, 1, 128))),
+        Box::new(move || cases::windowed_attention(p, 22, 95, shape(1, 300, 3, 1, 40))),
+        Box::new(move || cases::windowed_attention(p, 23, 79, shape(2, 210, 2, 1, 72))),
+        Box::new(move || cases::windowed_attention(p, 24, 1, shape(1, 150, 8, 1, 16))),
+        Box::new(move || cases::attention(p, 25, shape(1, 257, 4, 2, 96))),
+        Box::new(move || cases::attention(p, 26, shape(2, 129, 8, 1, 64))),
+        Box::new(move || cases::ragged_attention(p, 27, shape(1, 270, 2, 2, 63))),
+        Box::new(move || cases::ragged_attention(p, 28, shape(1, 200, 2, 1, 127))),
+        Box::new(move || {
+            cases::windowed_attention(
+                p,
+                29,
+                no_window,
+                AttentionShape { softcap, ..shape(1, 260, 1, 1, 128) },
+            )
+        }),
+        Box::new(move || {
+            cases::windowed_attention(
+                p,
+                30,
+                150,
+                AttentionShape { softcap, dropout, ..shape(1, 260, 2, 1, 64) },
+            )
+        }),
+        Box::new(move || {
+            cases::ragged_attention(p, 31, AttentionShape { softcap, dropout, ..shape(1, 230, 2, 1, 120) })
+        }),
+    ]
+}
+
+/// Runs cases until one fails. A panic, which would end a worker, ends the family.
+fn run_family(family: &'static str, cases: impl Iterator<Item = CaseResult>) -> FamilyReport {
+    let mut report = FamilyReport { family, cases: 0, max_errors: MaxErrors::default(), failure: None };
+    let mut cases = cases;
+    loop {
+        match catch_unwind(AssertUnwindSafe(|| cases.next())) {
+            Ok(None) => return report,
+            Ok(Some(Ok(errors))) => report.max_errors += errors,
+            Ok(Some(Err(error))) => report.failure = Some(error),
+            Err(panic) => report.failure = Some(ConformanceError::from_panic(panic.as_ref())),
+        }
+        report.cases += 1;
+        if report.failure.is_some() {
+            return report;
+        }
+    }
+}
+
+/// A buffer that a case passes to its operations.
+struct CaseBuffer {
+    values: Vec<f32>,
+    /// True if the buffer has the element type of the run, false if it is always `f32`.
+    varies_type: bool,
+}
+
+/// A buffer of activations or weights, whose element type varies.
+fn any_type(values: Vec<f32>) -> CaseBuffer {
+    CaseBuffer { values, varies_type: true }
+}
+
+/// A buffer of statistics, gradients of weights or states, which are always `f32`.
+fn f32_only(values: Vec<f32>) -> CaseBuffer {
+    CaseBuffer { values, varies_type: false }
+}
+
+/// Values of an output of which every element must be written.
+fn poisoned(len: usize) -> Vec<f32> {
+    vec![f32::NAN; len]
+}
+
+/// A buffer that begins `offset` elements after the begin of its memory.
+struct OffsetBuf {
+    buf: Buf,
+    offset: usize,
+}
+
+impl OffsetBuf {
+    fn view(&self) -> View<'_> {
+        self.buf.view().slice(self.offset..self.buf.len())
+    }
+    fn view_mut(&mut self) -> ViewMut<'_> {
+        let len = self.buf.len();
+        self.buf.view_mut().slice(self.offset..len)
+    }
+}
+
+/// The backends that are compared.
+struct Backends<'a> {
+    cpu: Cpu,
+    cuda: &'a Cuda,
+    /// Element type, offset in memory and tolerated error of each run, see [`TOLERANCES`].
+    types: &'a [(Dtype, usize, f64)],
+}
+
+impl Backends<'_> {
+    /// Runs operations on both backends and compares all buffers afterwards. The CPU computes in
+    /// `f32` on values that were rounded to the GPU's type.
+    fn compare(
+        &self,
+        case: &str,
+        buffers: &[CaseBuffer],
+        run: impl Fn(&dyn Ops, &mut [OffsetBuf]),
+    ) -> CaseResult {
+        self.compare_within(0.0, case, buffers, run)
+    }
+
+    /// Compares as [`Backends::compare`] does, with a tolerance of at least `min_tolerance`.
+    fn compare_within(
+        &self,
+        min_tolerance: f64,
+        case: &str,
+        buffers: &[CaseBuffer],
+        run: impl Fn(&dyn Ops, &mut [OffsetBuf]),
+    ) -> CaseResult {
+        let mut errors = MaxErrors::default();
+        for (dtype, offset, tolerance) in self.types.iter().map(|(d, s, t)| (*d, *s, t.max(min_tolerance))) {
+            let rounded: Vec<Vec<f32>> = buffers
+                .iter()
+                .map(|g| if g.varies_type { self.round_trip(dtype, &g.values) } else { g.values.clone() })
+                .collect();
+            let mut cpu: Vec<OffsetBuf> =
+                rounded.iter().map(|v| OffsetBuf { buf: Buf::from_slice(v), offset: 0 }).collect();
+            run(&self.cpu, &mut cpu);
+            let mut gpu: Vec<OffsetBuf> = rounded
+                .iter()
+                .zip(buffers)
+                .map(|(v, g)| self.to_gpu(if g.varies_type { dtype } else { Dtype::F32 }, v, offset))
+                .collect();
+            run(self.cuda, &mut gpu);
+            for (i, (expected, actual)) in cpu.iter().zip(&gpu).enumerate() {
+                let error = relative_error(&self.to_host(actual.view()), expected.view().host());
+                if error > tolerance || error.is_nan() {
+                    return Err(ConformanceError::BufferDiffers {
+                        case: case.to_owned(),
+                        dtype,
+                        offset,
+                        buffer: i,
+                        error,
+                        tolerance,
+                    });
+                }
+                match dtype {
+                    Dtype::F32 => errors.f32 = errors.f32.max(error),
+                    Dtype::Bf16 => errors.bf16 = errors.bf16.max(error),
+                    Dtype::F16 => errors.f16 = errors.f16.max(error),
+                }
+            }
+        }
+        Ok(errors)
+    }
+
+    fn to_gpu(&self, dtype: Dtype, values: &[f32], offset: usize) -> OffsetBuf {
+        let padded: Vec<f32> = std::iter::repeat_n(7.0, offset).chain(values.iter().copied()).collect();
+        let from = self.cuda.device_copy((&padded[..]).into());
+        let mut buf = self.cuda.zeroed(dtype, padded.len());
+        self.cuda.cast(buf.view_mut(), from.view());
+        OffsetBuf { buf, offset }
+    }
+
+    fn to_host(&self, from: View) -> Vec<f32> {
+        let mut wide = self.cuda.zeroed(Dtype::F32, from.len());
+        self.cuda.cast(wide.view_mut(), from);
+        self.cuda.host_copy(wide.view()).host().to_vec()
+    }
+
+    /// Returns the values after rounding them to this type.
+    fn round_trip(&self, dtype: Dtype, values: &[f32]) -> Vec<f32> {
+        self.to_host(self.to_gpu(dtype, values, 0).view())
+    }
+}
+
+/// The largest difference, relative to the largest expected value or 1e-3. It is infinite if only
+/// one side is NaN or the lengths differ.
+fn relative_error(actual: &[f32], expected: &[f32]) -> f64 {
+    let magnitude = expected.iter().fold(1e-3f64, |m, w| m.max(f64::from(w.abs())));
+    let pairs = actual.iter().zip(expected);
+    let differences = pairs.map(|(g, w)| match (g.is_nan(), w.is_nan()) {
+        (true, true) => 0.0,
+        (false, false) => (f64::from(*g) - f64::from(*w)).abs() / magnitude,
+        _ => f64::INFINITY,
+    });
+    if actual.len() == expected.len() { differences.fold(0.0, f64::max) } else { f64::INFINITY }
+}
+
+/// A small deterministic generator for the values and shapes of cases (xorshift64*).
+struct CaseRng(u64);
+
+impl CaseRng {
+    fn new(seed: u64) -> Self {
+        CaseRng(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1)
+    }
+
+    fn next(&mut self) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0.wrapping_mul(0x2545_F491_4F6C_DD1D) >> 16
+    }
+
+    /// A number in `0..n`.
+    fn below(&mut self, n: usize) -> usize {
+        (self.next() % n as u64) as usize
+    }
+
+    /// A number in `first..end`.
+    fn in_range(&mut self, first: usize, end: usize) -> usize {
+        first + self.below(end - first)
+    }
+
+    /// A vector of `len` numbers, uniform in (−1, 1).
+    fn vector(&mut self, len: usize) -> Vec<f32> {
+        (0..len).map(|_| (self.next() % (1 << 24)) as f32 / (1 << 23) as f32 - 1.0).collect()
+    }
+
+    /// The `starts` of documents with lengths of about `mean`, for `b` sequences of `t` tokens.
+    fn document_starts(&mut self, b: usize, t: usize, mean: usize) -> Vec<u32> {
+        let mut starts = Vec::new();
+        for _ in 0..b {
+            let mut start = 0;
+            for q in 0..t {
+                if q > 0 && self.below(mean) == 0 {
+                    start = q;
+                }
+                starts.push(start as u32);
+            }
+        }
+        starts
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::storage::DeviceError;
+    use diagnostic::{Diagnostic, codes::device as codes};
+
+    #[test]
+    fn differences_and_one_sided_nans_are_detected() {
+        assert_eq!(relative_error(&[1.0, f32::NAN], &[1.0, f32::NAN]), 0.0);
+        assert!((relative_error(&[1.0, 2.5], &[1.0, 2.0]) - 0.25).abs() < 1e-9);
+        for wrong in [&[f32::NAN, 1.0][..], &[1.0], &[1.0, f32::INFINITY]] {
+            assert_eq!(relative_error(wrong, &[1.0, 1.0]), f64::INFINITY, "{wrong:?}");
+        }
+        assert_eq!(relative_error(&[1.0, 1.0], &[f32::NAN, 1.0]), f64::INFINITY);
+    }
+
+    #[test]
+    fn a_family_ends_with_its_first_failure() {
+        let failure = ConformanceError::SumsDiffer { case: "add".to_owned(), gpu: vec![1.0], cpu: vec![2.0] };
+        let passed = MaxErrors { f32: 1e-6, ..MaxErrors::default() };
+        let report = run_family("ops", [Ok(passed), Err(failure.clone()), Ok(passed)].into_iter());
+        assert_eq!((report.cases, report.max_errors.f32, report.failure), (2, 1e-6, Some(failure)));
+    }
+
+    #[test]
+    fn a_panic_of_an_operation_ends_its_family() {
+        let lost = DeviceError(Diagnostic::error(codes::CUDA_CALL_FAILED, "GPU 1 is lost"));
+        let payload = lost.clone();
+        let cases = [1].into_iter().map(|_| std::panic::panic_any(payload.clone()));
+        let report = run_family("ops", cases);
+        assert_eq!(report.failure, Some(ConformanceError::OpFailed(lost)));
+        let report = run_family("ops", [1].into_iter().map(|n: u32| panic!("bug {n}")));
+        assert_eq!(report.failure.map(|error| error.code()), Some(diagnostic::codes::run::INTERNAL));
+    }
+}

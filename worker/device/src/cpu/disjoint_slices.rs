@@ -1,0 +1,37 @@
+//! [`DisjointSlices`]: a slice that several tasks write at the same time.
+use std::{marker::PhantomData, ops::Range};
+
+/// A slice whose disjoint ranges are written by different tasks.
+pub(crate) struct DisjointSlices<'a, T> {
+    ptr: *mut T,
+    len: usize,
+    life: PhantomData<&'a mut [T]>,
+}
+
+// SAFETY: like `&mut [T]`, because callers of `slice_mut` guarantee that ranges are disjoint.
+unsafe impl<T: Send> Sync for DisjointSlices<'_, T> {}
+// SAFETY: like `&mut [T]`.
+unsafe impl<T: Send> Send for DisjointSlices<'_, T> {}
+
+impl<'a, T> DisjointSlices<'a, T> {
+    /// Borrows the whole slice.
+    pub(crate) fn new(x: &'a mut [T]) -> Self {
+        DisjointSlices { ptr: x.as_mut_ptr(), len: x.len(), life: PhantomData }
+    }
+
+    /// Returns the elements of `r`. Panics if `r` is out of bounds.
+    ///
+    /// # Safety
+    /// No other range that is in use overlaps `r`.
+    #[allow(clippy::mut_from_ref)] // the caller guarantees disjointness
+    pub(crate) unsafe fn slice_mut(&self, r: Range<usize>) -> &mut [T] {
+        assert!(r.start <= r.end && r.end <= self.len, "range {r:?} is outside 0..{}", self.len);
+        // SAFETY: within the slice, and exclusive by the caller's guarantee.
+        unsafe { std::slice::from_raw_parts_mut(self.ptr.add(r.start), r.len()) }
+    }
+
+    /// Returns the address of the first element.
+    pub(crate) fn as_mut_ptr(&self) -> *mut T {
+        self.ptr
+    }
+}

@@ -1,0 +1,557 @@
+//! [`Input`] and [`Output`]: arguments of ops with any element type.
+//!
+//! Ops compute in `f32` and round each result once, to nearest, ties to even. A task converts the
+//! range that it needs: a range of `f32` is the slice itself, a range of 16-bit elements a copy in
+//! scratch memory, which stays in the cache.
+//!
+//! Conversions consist of integer and `f32` arithmetic that compilers vectorise, and give the same
+//! bits on every machine. Instructions that multiply 16-bit numbers are not used, because they sum
+//! in a different order.
+use super::scratch::ScratchBuf;
+use super::simd::{InstructionSet, LANES, Simd, load_array, load_lanes, multiversion};
+use super::{Cpu, DisjointSlices};
+use crate::buffer::{Dtype, View, ViewMut};
+use std::ops::{Deref, DerefMut, Range};
+
+/// A 16-bit floating-point format.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum HalfFormat {
+    /// bfloat16.
+    Bf16,
+    /// IEEE half precision.
+    F16,
+}
+
+/// Converts a bfloat16, exactly.
+#[inline(always)]
+fn bf16_to_f32(x: u16) -> f32 {
+    f32::from_bits(u32::from(x) << 16)
+}
+
+/// Rounds to the nearest bfloat16, ties to even. NaN stays NaN.
+#[inline(always)]
+pub(crate) fn f32_to_bf16(x: f32) -> u16 {
+    let bits = x.to_bits();
+    let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
+    // Rounding could carry the mantissa of a NaN into infinity.
+    let nan = (bits >> 16) | 0x40;
+    (if bits & 0x7fff_ffff > 0x7f80_0000 { nan } else { rounded }) as u16
+}
+
+/// Converts an IEEE half, exactly.
+#[inline(always)]
+fn f16_to_f32(x: u16) -> f32 {
+    let sign = u32::from(x & 0x8000) << 16;
+    let magnitude = u32::from(x & 0x7fff);
+    // The bits, read as an f32, are the number divided by 2¹¹². This also holds for subnormals.
+    let scaled = f32::from_bits(magnitude << 13) * f32::from_bits((127 + 112) << 23);
+    let special = magnitude << 13 | 0x7f80_0000;
+    let finite = scaled.to_bits();
+    f32::from_bits(sign | if magnitude >= 0x7c00 { special } else { finite })
+}
+
+/// Rounds to the nearest IEEE half, ties to even. NaN stays NaN.
+#[inline(always)]
+fn f32_to_f16(x: f32) -> u16 {
+    let bits = x.to_bits();
+    let sign = (bits >> 16) & 0x8000;
+    let magnitude = bits & 0x7fff_ffff;
+    // Adding 0.5 moves the 10 bits of a subnormal to the end of the mantissa and rounds them.
+    let subnormal = (f32::from_bits(magnitude) + 0.5).to_bits().wrapping_sub(0.5f32.to_bits());
+    let odd = (magnitude >> 13) & 1;
+    let normal = magnitude.wrapping_sub(112 << 23).wrapping_add(0xfff + odd) >> 13;
+    let finite = if magnitude < 113 << 23 { subnormal } else { normal };
+    // 65520 and more round to infinity.
+    let large = if magnitude > 0x7f80_0000 { 0x7e00 } else { 0x7c00 };
+    (sign | if magnitude >= 0x477f_f000 { large } else { finite }) as u16
+}
+
+/// An element type of matrices that kernels read.
+pub(crate) trait Element: Copy {
+    /// Converts the element, exactly.
+    fn to_f32(self) -> f32;
+
+    /// Loads 16 elements from index `i` as `f32`. Lanes past the end of `x` are 0.
+    #[inline(always)]
+    fn load_lanes<S: Simd>(s: S, x: &[Self], i: usize) -> S::V {
+        let rest = &x[i..];
+        let mut wide = [0.0; LANES];
+        wide.iter_mut().zip(rest).for_each(|(to, x)| *to = x.to_f32());
+        load_array(s, &wide)
+    }
+
+    /// Transposes 8 × 8 elements as [`Simd::transpose8`] does, and converts them to `f32`.
+    ///
+    /// # Safety
+    /// That of [`Simd::transpose8`].
+    #[inline(always)]
+    unsafe fn transpose8<S: Simd>(s: S, src: *const Self, lds: usize, dst: *mut f32, ldd: usize) {
+        let mut block = [0.0f32; 64];
+        for (i, row) in block.chunks_exact_mut(8).enumerate() {
+            // SAFETY: the caller guarantees that row i has 8 elements.
+            let from = unsafe { std::slice::from_raw_parts(src.add(i * lds), 8) };
+            row.iter_mut().zip(from).for_each(|(to, x)| *to = x.to_f32());
+        }
+        // SAFETY: the block has 8 rows of 8; the caller guarantees the destination.
+        unsafe { s.transpose8(block.as_ptr(), 8, dst, ldd) }
+    }
+}
+
+impl Element for f32 {
+    #[inline(always)]
+    fn to_f32(self) -> f32 {
+        self
+    }
+
+    #[inline(always)]
+    fn load_lanes<S: Simd>(s: S, x: &[Self], i: usize) -> S::V {
+        load_lanes(s, x, i)
+    }
+
+    #[inline(always)]
+    unsafe fn transpose8<S: Simd>(s: S, src: *const Self, lds: usize, dst: *mut f32, ldd: usize) {
+        // SAFETY: guaranteed by the caller.
+        unsafe { s.transpose8(src, lds, dst, ldd) }
+    }
+}
+
+/// The bits of a bfloat16.
+#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(transparent)]
+pub(crate) struct Bf16(u16);
+
+impl Element for Bf16 {
+    #[inline(always)]
+    fn to_f32(self) -> f32 {
+        bf16_to_f32(self.0)
+    }
+}
+
+/// The bits of an IEEE half.
+#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(transparent)]
+pub(crate) struct F16(u16);
+
+impl Element for F16 {
+    #[inline(always)]
+    fn to_f32(self) -> f32 {
+        f16_to_f32(self.0)
+    }
+}
+
+/// `with_elements!(input, x => body)` evaluates `body` with `x` bound to the slice of an [`Input`]
+/// in its own element type.
+macro_rules! with_elements {
+    ($in:expr, $x:ident => $body:expr) => {
+        match $in {
+            $crate::cpu::elements::Input::F32($x) => $body,
+            $crate::cpu::elements::Input::Half($crate::cpu::elements::HalfFormat::Bf16, x) => {
+                let $x: &[$crate::cpu::elements::Bf16] = bytemuck::cast_slice(x);
+                $body
+            }
+            $crate::cpu::elements::Input::Half($crate::cpu::elements::HalfFormat::F16, x) => {
+                let $x: &[$crate::cpu::elements::F16] = bytemuck::cast_slice(x);
+                $body
+            }
+        }
+    };
+}
+pub(crate) use with_elements;
+
+/// Converts `from` to `f32`, exactly.
+#[inline(always)]
+pub(crate) fn widen_into(format: HalfFormat, to: &mut [f32], from: &[u16]) {
+    match format {
+        HalfFormat::Bf16 => to.iter_mut().zip(from).for_each(|(to, x)| *to = bf16_to_f32(*x)),
+        HalfFormat::F16 => to.iter_mut().zip(from).for_each(|(to, x)| *to = f16_to_f32(*x)),
+    }
+}
+
+/// Rounds `from` to the nearest 16-bit numbers, ties to even.
+#[inline(always)]
+fn round_into(format: HalfFormat, to: &mut [u16], from: &[f32]) {
+    match format {
+        HalfFormat::Bf16 => to.iter_mut().zip(from).for_each(|(to, x)| *to = f32_to_bf16(*x)),
+        HalfFormat::F16 => to.iter_mut().zip(from).for_each(|(to, x)| *to = f32_to_f16(*x)),
+    }
+}
+
+multiversion! {
+    fn widen = widen_slice(format: HalfFormat, to: &mut [f32], from: &[u16])
+}
+multiversion! {
+    fn round = round_slice(format: HalfFormat, to: &mut [u16], from: &[f32])
+}
+
+#[inline(always)]
+fn widen_slice<S: Simd>(_: S, format: HalfFormat, to: &mut [f32], from: &[u16]) {
+    widen_into(format, to, from);
+}
+
+#[inline(always)]
+fn round_slice<S: Simd>(_: S, format: HalfFormat, to: &mut [u16], from: &[f32]) {
+    round_into(format, to, from);
+}
+
+/// Elements that an op reads, of any type.
+#[derive(Clone, Copy)]
+pub(crate) enum Input<'a> {
+    /// `f32` elements.
+    F32(&'a [f32]),
+    /// Bits of 16-bit elements.
+    Half(HalfFormat, &'a [u16]),
+}
+
+impl<'a> From<View<'a>> for Input<'a> {
+    fn from(v: View<'a>) -> Self {
+        match v.dtype() {
+            Dtype::F32 => Input::F32(v.host()),
+            Dtype::Bf16 => Input::Half(HalfFormat::Bf16, v.half_bits()),
+            Dtype::F16 => Input::Half(HalfFormat::F16, v.half_bits()),
+        }
+    }
+}
+
+impl<'a> Input<'a> {
+    /// Returns the number of elements.
+    pub(crate) fn len(&self) -> usize {
+        match self {
+            Input::F32(x) => x.len(),
+            Input::Half(_, x) => x.len(),
+        }
+    }
+
+    /// Returns a range of the elements.
+    #[inline(always)]
+    pub(crate) fn slice(self, r: Range<usize>) -> Input<'a> {
+        match self {
+            Input::F32(x) => Input::F32(&x[r]),
+            Input::Half(format, x) => Input::Half(format, &x[r]),
+        }
+    }
+
+    /// Returns a range of the elements as `f32`.
+    pub(crate) fn to_f32<'c>(self, cpu: &'c Cpu, r: Range<usize>) -> F32Input<'c>
+    where
+        'a: 'c,
+    {
+        match self.slice(r) {
+            Input::F32(x) => F32Input::Borrowed(x),
+            Input::Half(format, x) => {
+                let mut wide = cpu.scratch.take(x.len());
+                widen(cpu.instruction_set, format, &mut wide[..x.len()], x);
+                F32Input::Converted(wide, x.len())
+            }
+        }
+    }
+
+    /// Returns all elements as `f32`.
+    pub(crate) fn all_to_f32<'c>(self, cpu: &'c Cpu) -> F32Input<'c>
+    where
+        'a: 'c,
+    {
+        self.to_f32(cpu, 0..self.len())
+    }
+
+    /// Copies all elements to `to`, which has the same length, as `f32`.
+    pub(crate) fn copy_to_f32(self, cpu: &Cpu, to: &mut [f32]) {
+        match self {
+            Input::F32(x) => to.copy_from_slice(x),
+            Input::Half(format, x) => widen(cpu.instruction_set, format, to, x),
+        }
+    }
+
+    /// Returns element `i` as `f32`.
+    #[inline(always)]
+    pub(crate) fn get(&self, i: usize) -> f32 {
+        match self {
+            Input::F32(x) => x[i],
+            Input::Half(HalfFormat::Bf16, x) => bf16_to_f32(x[i]),
+            Input::Half(HalfFormat::F16, x) => f16_to_f32(x[i]),
+        }
+    }
+}
+
+/// Elements as `f32`: the slice itself, or a converted copy in scratch memory with its length.
+pub(crate) enum F32Input<'a> {
+    Borrowed(&'a [f32]),
+    Converted(ScratchBuf<'a>, usize),
+}
+
+impl Deref for F32Input<'_> {
+    type Target = [f32];
+    #[inline(always)]
+    fn deref(&self) -> &[f32] {
+        match self {
+            F32Input::Borrowed(x) => x,
+            F32Input::Converted(x, len) => &x[..*len],
+        }
+    }
+}
+
+/// Whether a task reads the previous content of the elements that it writes.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum PriorContents {
+    /// The elements are overwritten without being read.
+    Ignored,
+    /// The elements are also read.
+    Read,
+}
+
+/// Elements that an op writes, of any type. Tasks write different ranges of it at the same time.
+pub(crate) struct Output<'a> {
+    cpu: &'a Cpu,
+    elements: OutputElements<'a>,
+}
+
+/// The elements of an [`Output`] and their number.
+enum OutputElements<'a> {
+    F32(DisjointSlices<'a, f32>, usize),
+    Half(HalfFormat, DisjointSlices<'a, u16>, usize),
+}
+
+impl<'a> Output<'a> {
+    /// Borrows the elements of a view.
+    pub(crate) fn new(cpu: &'a Cpu, v: ViewMut<'a>) -> Self {
+        let len = v.len();
+        let elements = match v.dtype() {
+            Dtype::F32 => OutputElements::F32(DisjointSlices::new(v.host()), len),
+            Dtype::Bf16 => OutputElements::Half(HalfFormat::Bf16, DisjointSlices::new(v.half_bits()), len),
+            Dtype::F16 => OutputElements::Half(HalfFormat::F16, DisjointSlices::new(v.half_bits()), len),
+        };
+        Output { cpu, elements }
+    }
+
+    /// True if the elements are `f32`.
+    pub(crate) fn is_f32(&self) -> bool {
+        matches!(self.elements, OutputElements::F32(..))
+    }
+
+    /// Returns the number of elements.
+    pub(crate) fn len(&self) -> usize {
+        match &self.elements {
+            OutputElements::F32(_, len) | OutputElements::Half(_, _, len) => *len,
+        }
+    }
+
+    /// Returns a range of the elements as `f32`. 16-bit elements are rounded when the returned
+    /// value is dropped.
+    ///
+    /// # Safety
+    /// No other range that is in use overlaps `r`.
+    pub(crate) unsafe fn slice_as_f32(&self, r: Range<usize>, prior: PriorContents) -> F32Output<'_> {
+        match &self.elements {
+            // SAFETY: guaranteed by the caller.
+            OutputElements::F32(x, _) => F32Output::Borrowed(unsafe { x.slice_mut(r) }),
+            OutputElements::Half(format, x, _) => {
+                // SAFETY: guaranteed by the caller.
+                let to = unsafe { x.slice_mut(r) };
+                let mut wide = self.cpu.scratch.take(to.len());
+                if prior == PriorContents::Read {
+                    widen(self.cpu.instruction_set, *format, &mut wide[..to.len()], to);
+                }
+                F32Output::Converted { instruction_set: self.cpu.instruction_set, format: *format, wide, to }
+            }
+        }
+    }
+
+    /// Runs `work`, which may use all threads, on a range of the elements as `f32`. 16-bit elements
+    /// are rounded afterwards.
+    ///
+    /// # Safety
+    /// No other range that is in use overlaps `r`.
+    pub(crate) unsafe fn update_as_f32(
+        &self,
+        r: Range<usize>,
+        prior: PriorContents,
+        work: impl FnOnce(&mut [f32]),
+    ) {
+        let cpu = self.cpu;
+        match &self.elements {
+            // SAFETY: guaranteed by the caller.
+            OutputElements::F32(x, _) => work(unsafe { x.slice_mut(r) }),
+            OutputElements::Half(format, x, _) => {
+                let mut wide = cpu.scratch.take(r.len());
+                let wide = &mut wide[..r.len()];
+                // SAFETY: as above.
+                let to = unsafe { x.slice_mut(r) };
+                if prior == PriorContents::Read {
+                    widen_in_parallel(cpu, wide, Input::Half(*format, to));
+                }
+                work(wide);
+                let (to, from, format) = (DisjointSlices::new(to), &*wide, *format);
+                cpu.parallel_elements(from.len(), |r| {
+                    // SAFETY: each task writes a different range.
+                    round(cpu.instruction_set, format, unsafe { to.slice_mut(r.clone()) }, &from[r]);
+                });
+            }
+        }
+    }
+}
+
+/// Elements that a task writes as `f32`: the slice itself, or a copy in scratch memory that is
+/// rounded when it is dropped.
+pub(crate) enum F32Output<'a> {
+    Borrowed(&'a mut [f32]),
+    Converted { instruction_set: InstructionSet, format: HalfFormat, wide: ScratchBuf<'a>, to: &'a mut [u16] },
+}
+
+impl Deref for F32Output<'_> {
+    type Target = [f32];
+    #[inline(always)]
+    fn deref(&self) -> &[f32] {
+        match self {
+            F32Output::Borrowed(x) => x,
+            F32Output::Converted { wide, to, .. } => &wide[..to.len()],
+        }
+    }
+}
+
+impl DerefMut for F32Output<'_> {
+    #[inline(always)]
+    fn deref_mut(&mut self) -> &mut [f32] {
+        match self {
+            F32Output::Borrowed(x) => x,
+            F32Output::Converted { wide, to, .. } => &mut wide[..to.len()],
+        }
+    }
+}
+
+impl F32Output<'_> {
+    /// Rounds 16-bit elements now, so that they read as later ops will read them.
+    pub(crate) fn round_now(&mut self) {
+        if let F32Output::Converted { instruction_set, format, wide, to } = self {
+            round(*instruction_set, *format, to, &wide[..to.len()]);
+            widen(*instruction_set, *format, &mut wide[..to.len()], to);
+        }
+    }
+}
+
+impl Drop for F32Output<'_> {
+    fn drop(&mut self) {
+        if let F32Output::Converted { instruction_set, format, wide, to } = self {
+            round(*instruction_set, *format, to, &wide[..to.len()]);
+        }
+    }
+}
+
+/// Converts `from` to `f32` on all threads.
+fn widen_in_parallel(cpu: &Cpu, to: &mut [f32], from: Input) {
+    let parts = DisjointSlices::new(to);
+    cpu.parallel_elements(from.len(), |r| {
+        // SAFETY: each task writes a different range.
+        from.slice(r.clone()).copy_to_f32(cpu, unsafe { parts.slice_mut(r) });
+    });
+}
+
+/// [`crate::Ops::cast`]: converts `from` to the type of `to`.
+pub(crate) fn cast(cpu: &Cpu, to: ViewMut, from: Input) {
+    super::expect_len("cast", "from", from.len(), to.len());
+    let to = Output::new(cpu, to);
+    cpu.parallel_elements(from.len(), |r| {
+        let from = from.to_f32(cpu, r.clone());
+        // SAFETY: each task writes a different range.
+        unsafe { to.slice_as_f32(r, PriorContents::Ignored) }.copy_from_slice(&from);
+    });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Returns the 16-bit number nearest to `x`, of equally near ones the even one, by comparing in
+    /// `f64`.
+    fn nearest(x: f32, numbers: &[(f64, u16)]) -> u16 {
+        let x = f64::from(x);
+        let i = numbers.partition_point(|(v, _)| *v < x);
+        let above = numbers.get(i);
+        let below = i.checked_sub(1).and_then(|i| numbers.get(i));
+        match (below, above) {
+            (Some(b), Some(a)) => match (x - b.0).total_cmp(&(a.0 - x)) {
+                std::cmp::Ordering::Less => b.1,
+                std::cmp::Ordering::Greater => a.1,
+                std::cmp::Ordering::Equal if b.1 & 1 == 0 => b.1,
+                std::cmp::Ordering::Equal => a.1,
+            },
+            (Some(b), None) => b.1,
+            (None, Some(a)) => a.1,
+            (None, None) => unreachable!("`numbers` is not empty"),
+        }
+    }
+
+    /// Returns the value of a 16-bit number by the definition of its format. Infinity counts as the
+    /// number after the largest.
+    fn value(x: u16, exponent: u32, mantissa: u32) -> f64 {
+        let m = f64::from(x & ((1 << mantissa) - 1));
+        let e = i32::from((x & 0x7fff) >> mantissa);
+        let bias = (1 << (exponent - 1)) - 1;
+        let unit = f64::from(1u32 << mantissa);
+        let v = if e == 0 {
+            m / unit * f64::powi(2.0, 1 - bias)
+        } else {
+            (1.0 + m / unit) * f64::powi(2.0, e - bias)
+        };
+        if x & 0x8000 != 0 { -v } else { v }
+    }
+
+    fn check(format: HalfFormat, exponent: u32, mantissa: u32, to: fn(f32) -> u16, widened: fn(u16) -> f32) {
+        let inf = ((1u16 << exponent) - 1) << mantissa;
+        // positive numbers up to infinity, which counts as the number after the largest
+        let numbers: Vec<(f64, u16)> = (0..=inf).map(|x| (value(x, exponent, mantissa), x)).collect();
+        for x in 0..=u16::MAX {
+            let wide = widened(x);
+            match x & 0x7fff {
+                m if m > inf => assert!(wide.is_nan() && widened(to(wide)).is_nan(), "{format:?} {x:#x}"),
+                m if m == inf => assert_eq!(wide.is_infinite(), to(wide) == x),
+                _ => {
+                    assert_eq!(f64::from(wide), value(x, exponent, mantissa), "{format:?} {x:#x}");
+                    assert_eq!(to(wide), x, "{format:?} {x:#x} is rounded to itself");
+                }
+            }
+        }
+        let mut bits = 0x1234_5678u32;
+        for i in 0..200_000u32 {
+            bits = bits.wrapping_mul(0x9E37_79B1).wrapping_add(i) ^ (bits >> 15);
+            // random numbers, midpoints of neighbouring 16-bit numbers, and the midpoints'
+            // neighbours
+            let half = numbers[(bits as usize) % (numbers.len() - 1)];
+            let next = numbers[(bits as usize) % (numbers.len() - 1) + 1];
+            let middle = ((half.0 + next.0) / 2.0) as f32;
+            let near = [f32::from_bits(middle.to_bits() + 1), f32::from_bits(middle.to_bits().max(1) - 1)];
+            let some = f32::from_bits(bits & 0x7fff_ffff);
+            for x in [middle, near[0], near[1], some].into_iter().filter(|x| x.is_finite()) {
+                let beyond = f64::from(x) > numbers[numbers.len() - 1].0;
+                let expected = if beyond { inf } else { nearest(x, &numbers) };
+                assert_eq!(to(x), expected, "{format:?} {x:e} ({:#x})", x.to_bits());
+                assert_eq!(to(-x), expected | 0x8000, "{format:?} {:e}", -x);
+            }
+        }
+    }
+
+    #[test]
+    fn bf16_rounds_to_the_nearest_even() {
+        check(HalfFormat::Bf16, 8, 7, f32_to_bf16, bf16_to_f32);
+    }
+
+    #[test]
+    fn f16_rounds_to_the_nearest_even() {
+        check(HalfFormat::F16, 5, 10, f32_to_f16, f16_to_f32);
+    }
+
+    #[test]
+    fn all_instruction_sets_round_to_the_same_bits() {
+        let x: Vec<f32> = (0..40_001u32).map(|i| f32::from_bits(i.wrapping_mul(0x9E37_79B1))).collect();
+        for format in [HalfFormat::Bf16, HalfFormat::F16] {
+            let scalar = |x: &f32| if format == HalfFormat::Bf16 { f32_to_bf16(*x) } else { f32_to_f16(*x) };
+            let expected: Vec<u16> = x.iter().map(scalar).collect();
+            for instruction_set in InstructionSet::available() {
+                let (mut rounded, mut wide) = (vec![0u16; x.len()], vec![0f32; x.len()]);
+                round(instruction_set, format, &mut rounded, &x);
+                assert!(rounded == expected, "{format:?} {}", instruction_set.name());
+                widen(instruction_set, format, &mut wide, &rounded);
+                let widened = Input::Half(format, &rounded);
+                assert!((0..x.len()).all(|i| wide[i].to_bits() == widened.get(i).to_bits()), "{format:?}");
+            }
+        }
+    }
+}

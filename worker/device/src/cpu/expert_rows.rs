@@ -1,0 +1,127 @@
+//! Ops on rows that are sent to experts and return: gather, weighted sums, scaling and dot
+//! products.
+use super::elements::{Element, Input, Output, PriorContents, with_elements};
+use super::simd::{LANES, Simd, load_lanes, multiversion, store_lanes};
+use super::{Cpu, DisjointSlices, expect_len};
+use crate::ops::WriteMode;
+
+/// [`crate::Ops::gather_rows`]
+pub(crate) fn gather(cpu: &Cpu, y: Output, x: Input, rows: &[u32], d: usize) {
+    expect_len("gather_rows", "y", y.len(), rows.len() * d);
+    cpu.parallel_rows(rows.len(), d, |range| {
+        // SAFETY: each task writes different rows.
+        let mut y = unsafe { y.slice_as_f32(range.start * d..range.end * d, PriorContents::Ignored) };
+        for (y, &row) in y.chunks_exact_mut(d.max(1)).zip(&rows[range]) {
+            x.slice(row as usize * d..(row as usize + 1) * d).copy_to_f32(cpu, y);
+        }
+    });
+}
+
+/// Arguments of [`combine`], see [`crate::Ops::combine_rows`].
+#[derive(Clone, Copy)]
+pub(crate) struct WeightedSum<'a> {
+    /// The rows.
+    pub(crate) x: Input<'a>,
+    /// Weight of each term; `None` for 1.
+    pub(crate) weights: Option<&'a [f32]>,
+    /// Row of each term.
+    pub(crate) row_indices: &'a [u32],
+    /// Elements of a row.
+    pub(crate) d: usize,
+    /// Whether the result is overwritten or added to.
+    pub(crate) write: WriteMode,
+}
+
+/// [`crate::Ops::combine_rows`]
+pub(crate) fn combine(cpu: &Cpu, y: Output, m: usize, sum: WeightedSum) {
+    let per_row = sum.row_indices.len().checked_div(m).unwrap_or(0);
+    expect_len("combine_rows", "y", y.len(), m * sum.d);
+    expect_len("combine_rows", "row_indices", sum.row_indices.len(), m * per_row);
+    if let Some(w) = sum.weights {
+        expect_len("combine_rows", "weights", w.len(), sum.row_indices.len());
+    }
+    let prior = if sum.write == WriteMode::Accumulate { PriorContents::Read } else { PriorContents::Ignored };
+    cpu.parallel_rows(m, sum.d * per_row.max(1), |range| {
+        for row in range {
+            // SAFETY: each task writes different rows.
+            let mut y = unsafe { y.slice_as_f32(row * sum.d..(row + 1) * sum.d, prior) };
+            sum_selected_rows(cpu.instruction_set, &mut y, row * per_row..(row + 1) * per_row, sum);
+        }
+    });
+}
+
+/// [`crate::Ops::dot_rows`]
+pub(crate) fn dot_rows(cpu: &Cpu, out: &mut [f32], a: Input, b: Input, d: usize) {
+    expect_len("dot_rows", "a", a.len(), out.len() * d);
+    expect_len("dot_rows", "b", b.len(), out.len() * d);
+    let rows = out.len();
+    let out = DisjointSlices::new(out);
+    cpu.parallel_rows(rows, d, |range| {
+        let elements = range.start * d..range.end * d;
+        let (a, b) = (a.to_f32(cpu, elements.clone()), b.to_f32(cpu, elements));
+        // SAFETY: each task writes different rows.
+        for (i, out) in unsafe { out.slice_mut(range) }.iter_mut().enumerate() {
+            *out = dot(cpu.instruction_set, &a[i * d..][..d], &b[i * d..][..d]);
+        }
+    });
+}
+
+/// [`crate::Ops::scale_rows`]
+pub(crate) fn scale(cpu: &Cpu, x: Output, factors: &[f32], d: usize) {
+    expect_len("scale_rows", "x", x.len(), factors.len() * d);
+    cpu.parallel_rows(factors.len(), d, |range| {
+        // SAFETY: each task writes different rows.
+        let mut x = unsafe { x.slice_as_f32(range.start * d..range.end * d, PriorContents::Read) };
+        for (x, factor) in x.chunks_exact_mut(d.max(1)).zip(&factors[range]) {
+            x.iter_mut().for_each(|x| *x *= factor);
+        }
+    });
+}
+
+multiversion! {
+    fn sum_selected_rows = sum_selected_rows_simd(y: &mut [f32], terms: std::ops::Range<usize>, sum: WeightedSum)
+}
+multiversion! {
+    fn dot = dot_simd(a: &[f32], b: &[f32]) -> f32
+}
+
+/// Computes one weighted sum of rows.
+#[inline(always)]
+fn sum_selected_rows_simd<S: Simd>(s: S, y: &mut [f32], terms: std::ops::Range<usize>, sum: WeightedSum) {
+    with_elements!(sum.x, x => add_elements(s, y, x, terms, sum));
+}
+
+/// Computes one weighted sum of rows of `E`, in the order of `row_indices`.
+#[inline(always)]
+fn add_elements<S: Simd, E: Element>(
+    s: S,
+    y: &mut [f32],
+    x: &[E],
+    terms: std::ops::Range<usize>,
+    sum: WeightedSum,
+) {
+    for i in (0..sum.d).step_by(LANES) {
+        let mut total = s.splat(0.0);
+        for k in terms.clone() {
+            let x = E::load_lanes(s, &x[sum.row_indices[k] as usize * sum.d..][..sum.d], i);
+            total = match sum.weights {
+                Some(w) => s.fma(x, s.splat(w[k]), total),
+                None => s.add(total, x),
+            };
+        }
+        if sum.write == WriteMode::Accumulate {
+            total = s.add(load_lanes(s, y, i), total);
+        }
+        store_lanes(s, y, i, total);
+    }
+}
+
+/// Computes the dot product in 16 lanes, which are added in the order of [`Simd::sum`].
+#[inline(always)]
+fn dot_simd<S: Simd>(s: S, a: &[f32], b: &[f32]) -> f32 {
+    let mut total = s.splat(0.0);
+    for i in (0..a.len()).step_by(LANES) {
+        total = s.fma(load_lanes(s, a, i), load_lanes(s, b, i), total);
+    }
+    s.sum(total)
+}

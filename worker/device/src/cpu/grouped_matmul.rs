@@ -1,0 +1,111 @@
+//! Grouped matmul: each group of rows is multiplied by its own matrix, as the experts of a layer
+//! do.
+//!
+//! Every group is a separate matmul, so its bits do not depend on the other groups. Each group is
+//! one task, unless one group is most of the work; then groups run one after another on all
+//! threads.
+use super::elements::{Input, Output};
+use super::matmul::{MatmulShape, matmul_at_offset, matmul_f32};
+use super::packing::Operand;
+use super::{Cpu, DisjointSlices, expect_len};
+use crate::ops::{RowGroup, WriteMode};
+
+/// [`crate::Ops::grouped_forward`]: `y[rows, n] = x[rows, k] · w[n, k]ᵀ` for each group.
+pub(crate) fn forward(cpu: &Cpu, y: Output, x: Input, w: Input, groups: &[RowGroup], n: usize, k: usize) {
+    check_groups(groups, x.len(), k, w.len(), n * k);
+    expect_len("grouped_forward", "y", y.len(), x.len() / k * n);
+    for_each_group(cpu, groups, |g| {
+        let (rows, m) = (&g.rows, g.rows.len());
+        let a = Operand { data: x.slice(rows.start * k..rows.end * k), row_stride: k, depth_stride: 1 };
+        let b = Operand {
+            data: w.slice(g.matrix_offset..g.matrix_offset + n * k),
+            row_stride: k,
+            depth_stride: 1,
+        };
+        let shape = MatmulShape { m, n, k, ldc: n, write: WriteMode::Overwrite };
+        // SAFETY: different groups have different rows.
+        unsafe { matmul_at_offset(cpu, &y, rows.start * n, a, b, shape) };
+    });
+}
+
+/// [`crate::Ops::grouped_backward_input`]: `dx[rows, k] = dy[rows, n] · w[n, k]` for each group.
+pub(crate) fn backward_input(
+    cpu: &Cpu,
+    dx: Output,
+    dy: Input,
+    w: Input,
+    groups: &[RowGroup],
+    n: usize,
+    k: usize,
+) {
+    check_groups(groups, dx.len(), k, w.len(), n * k);
+    expect_len("grouped_backward_input", "dy", dy.len(), dx.len() / k * n);
+    for_each_group(cpu, groups, |g| {
+        let (rows, m) = (&g.rows, g.rows.len());
+        let a = Operand { data: dy.slice(rows.start * n..rows.end * n), row_stride: n, depth_stride: 1 };
+        let b = Operand {
+            data: w.slice(g.matrix_offset..g.matrix_offset + n * k),
+            row_stride: 1,
+            depth_stride: k,
+        };
+        let shape = MatmulShape { m, n: k, k: n, ldc: k, write: WriteMode::Overwrite };
+        // SAFETY: different groups have different rows.
+        unsafe { matmul_at_offset(cpu, &dx, rows.start * k, a, b, shape) };
+    });
+}
+
+/// [`crate::Ops::grouped_backward_weight`]: `dw[n, k] = dy[rows, n]ᵀ · x[rows, k]` for each group,
+/// zeros for an empty group.
+pub(crate) fn backward_weight(
+    cpu: &Cpu,
+    dw: &mut [f32],
+    dy: Input,
+    x: Input,
+    groups: &[RowGroup],
+    n: usize,
+    k: usize,
+) {
+    check_groups(groups, x.len(), k, dw.len(), n * k);
+    expect_len("grouped_backward_weight", "dy", dy.len(), x.len() / k * n);
+    let mut matrices: Vec<usize> = groups.iter().map(|g| g.matrix_offset).collect();
+    matrices.sort_unstable();
+    assert!(matrices.windows(2).all(|m| m[0] + n * k <= m[1]), "grouped_backward_weight: matrices overlap");
+    let dw = DisjointSlices::new(dw);
+    for_each_group(cpu, groups, |g| {
+        let (rows, m) = (&g.rows, g.rows.len());
+        // SAFETY: the matrices do not overlap.
+        let dw = unsafe { dw.slice_mut(g.matrix_offset..g.matrix_offset + n * k) };
+        let a = Operand { data: dy.slice(rows.start * n..rows.end * n), row_stride: 1, depth_stride: n };
+        let b = Operand { data: x.slice(rows.start * k..rows.end * k), row_stride: 1, depth_stride: k };
+        matmul_f32(cpu, dw, a, b, MatmulShape { m: n, n: k, k: m, ldc: k, write: WriteMode::Overwrite });
+    });
+}
+
+/// Panics unless the rows of the groups are in order without overlap, and all rows and matrices are
+/// in bounds.
+#[track_caller]
+fn check_groups(groups: &[RowGroup], x_len: usize, k: usize, weights_len: usize, matrix_len: usize) {
+    assert!(k > 0 && x_len.is_multiple_of(k), "grouped matmul: {x_len} elements are not rows of {k}");
+    let mut previous_end = 0;
+    for g in groups {
+        let is_valid = g.rows.start >= previous_end && g.rows.start <= g.rows.end && g.rows.end <= x_len / k;
+        assert!(is_valid, "grouped matmul: rows {:?} are not within {previous_end}..{}", g.rows, x_len / k);
+        assert!(
+            g.matrix_offset + matrix_len <= weights_len,
+            "grouped matmul: the matrix at {} exceeds the {weights_len} weights",
+            g.matrix_offset
+        );
+        previous_end = g.rows.end;
+    }
+}
+
+/// Runs `run` for each group, in parallel if no group is most of the work.
+fn for_each_group(cpu: &Cpu, groups: &[RowGroup], run: impl Fn(&RowGroup) + Sync) {
+    let rows = groups.iter().map(|g| g.rows.len());
+    let (total, largest) = (rows.clone().sum::<usize>(), rows.max().unwrap_or(0));
+    // A matmul inside a task runs on one thread.
+    match largest * cpu.pool.threads() <= total.max(1) * 3 / 2 {
+        true => cpu.pool.run(groups.len(), &|i| run(&groups[i])),
+        false => groups.iter().for_each(run),
+    }
+}

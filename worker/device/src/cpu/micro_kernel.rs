@@ -1,0 +1,120 @@
+//! The matmul micro-kernel: computes a tile of a few rows × a few vectors of the result in
+//! registers.
+//!
+//! Each element of the result is one chain `acc = a·b + acc` over the depth in rising order, from
+//! 0. The chain is then stored, or added to the previous element. It depends on nothing else, so a
+//! matmul may be divided into tiles in any way.
+use super::simd::{LANES, Simd};
+
+/// Operands of one micro tile, which computes
+/// `c[i·c_row_stride + j] (=|+=) Σ_p a[i·a_row_stride + p·a_depth_stride] · b[p·b_row_stride + j]`.
+pub(crate) struct MicroTile {
+    /// Number of terms of each sum.
+    pub(crate) depth: usize,
+    /// First element of the left operand.
+    pub(crate) a: *const f32,
+    /// Elements between rows of `a`.
+    pub(crate) a_row_stride: usize,
+    /// Elements between the terms of a row of `a`.
+    pub(crate) a_depth_stride: usize,
+    /// First element of the right operand.
+    pub(crate) b: *const f32,
+    /// Elements between rows of `b`.
+    pub(crate) b_row_stride: usize,
+    /// First element of the result.
+    pub(crate) c: *mut f32,
+    /// Elements between rows of `c`.
+    pub(crate) c_row_stride: usize,
+    /// True for `+=`, false for `=`.
+    pub(crate) accumulate: bool,
+}
+
+/// Computes a tile of `MR` rows × `NV` vectors.
+///
+/// # Safety
+/// All elements in the formula of [`MicroTile`] for i < MR, j < 16·NV and p < depth are readable,
+/// and those of `c` are writable.
+#[inline(always)]
+pub(crate) unsafe fn compute_tile<S: Simd, const MR: usize, const NV: usize>(s: S, t: &MicroTile) {
+    // With constant strides the compiler generates constant address offsets.
+    // SAFETY: guaranteed by the caller.
+    unsafe {
+        if t.a_row_stride == 1 && t.a_depth_stride == MR {
+            compute_tile_with_strides::<S, MR, NV>(s, t, 1, MR)
+        } else if t.a_depth_stride == 1 {
+            compute_tile_with_strides::<S, MR, NV>(s, t, t.a_row_stride, 1)
+        } else {
+            compute_tile_with_strides::<S, MR, NV>(s, t, t.a_row_stride, t.a_depth_stride)
+        }
+    }
+}
+
+/// [`compute_tile`] with the strides of `a` as arguments.
+#[inline(always)]
+unsafe fn compute_tile_with_strides<S: Simd, const MR: usize, const NV: usize>(
+    s: S,
+    t: &MicroTile,
+    rs: usize,
+    ks: usize,
+) {
+    // The result is needed at the end. A prefetched address need not be valid.
+    for i in 0..MR {
+        for j in 0..NV {
+            s.prefetch(t.c.wrapping_add(i * t.c_row_stride + j * LANES));
+        }
+    }
+    let mut acc = [[s.splat(0.0); NV]; MR];
+    for p in 0..t.depth {
+        let mut b = [s.splat(0.0); NV];
+        for (j, b) in b.iter_mut().enumerate() {
+            // SAFETY: p < depth, j < NV.
+            *b = unsafe { s.load(t.b.add(p * t.b_row_stride + j * LANES)) };
+        }
+        for (i, acc) in acc.iter_mut().enumerate() {
+            // SAFETY: i < MR, p < depth.
+            let a = s.splat(unsafe { *t.a.add(i * rs + p * ks) });
+            for (acc, b) in acc.iter_mut().zip(b) {
+                *acc = s.fma(a, b, *acc);
+            }
+        }
+    }
+    for (i, acc) in acc.iter().enumerate() {
+        for (j, acc) in acc.iter().enumerate() {
+            // SAFETY: i < MR, j < NV.
+            unsafe {
+                let c = t.c.add(i * t.c_row_stride + j * LANES);
+                let v = if t.accumulate { s.add(s.load(c), *acc) } else { *acc };
+                s.store(c, v);
+            }
+        }
+    }
+}
+
+/// Multiplies small matrices in scratch memory: `rows` (a multiple of `MR`) × `nvecs` vectors of
+/// the result, with the operands of [`MicroTile`].
+///
+/// # Safety
+/// That of [`compute_tile`], for i < rows and j < 16·nvecs.
+#[inline(always)]
+pub(crate) unsafe fn small_matmul<S: Simd>(s: S, rows: usize, nvecs: usize, t: MicroTile) {
+    if nvecs == 0 {
+        return;
+    }
+    // Panels of even width: 4 vectors are 2 + 2, not 3 + 1.
+    let panels = nvecs.div_ceil(S::NV);
+    let width = nvecs.div_ceil(panels);
+    for i in (0..rows).step_by(S::MR) {
+        let mut j = 0;
+        while j < nvecs {
+            let nv = width.min(nvecs - j);
+            // SAFETY: guaranteed by the caller.
+            unsafe {
+                let a = t.a.add(i * t.a_row_stride);
+                let b = t.b.add(j * LANES);
+                let c = t.c.add(i * t.c_row_stride + j * LANES);
+                s.run_micro_kernel(nv, &MicroTile { a, b, c, ..t });
+            }
+            j += nv;
+        }
+    }
+}

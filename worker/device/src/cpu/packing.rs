@@ -1,0 +1,188 @@
+//! Packing: copies of matmul operands in the order in which the micro-kernel reads them.
+//!
+//! A packed panel has `panel_width` rows of the left operand, or columns of the right operand.
+//! Element `i` of the panel at depth `p` is at `panel[p·panel_width + i]`.
+use super::elements::{Element, Input, with_elements};
+use super::simd::{LANES, Simd, multiversion};
+use std::ops::Range;
+
+/// An operand of a matmul. Element (i, p) is at `data[i·row_stride + p·depth_stride]`, where i
+/// counts rows of the left or columns of the right operand, and p the terms of the sum. One of the
+/// strides is 1.
+#[derive(Clone, Copy)]
+pub(crate) struct Operand<'a> {
+    /// The elements.
+    pub(crate) data: Input<'a>,
+    /// Elements between rows (left) or columns (right).
+    pub(crate) row_stride: usize,
+    /// Elements between terms of the sum.
+    pub(crate) depth_stride: usize,
+}
+
+impl<'a> Operand<'a> {
+    /// Returns the operand without its first `i` rows (or columns).
+    pub(crate) fn skip_rows(self, i: usize) -> Operand<'a> {
+        Operand { data: self.data.slice(i * self.row_stride..self.data.len()), ..self }
+    }
+}
+
+/// An [`Operand`] with elements of type `E`.
+#[derive(Clone, Copy)]
+struct TypedOperand<'a, E> {
+    data: &'a [E],
+    row: usize,
+    depth: usize,
+}
+
+/// The block of an operand that one call packs.
+#[derive(Clone)]
+pub(crate) struct PackBlock {
+    /// First row (left) or column (right).
+    pub(crate) first_row: usize,
+    /// Number of rows or columns.
+    pub(crate) rows: usize,
+    /// Range of the depth.
+    pub(crate) depth: Range<usize>,
+    /// Rows or columns of a panel.
+    pub(crate) panel_width: usize,
+}
+
+impl PackBlock {
+    /// Returns the elements of the packed panels, including the surplus that a transposed strip of
+    /// 8 writes past a narrower panel.
+    pub(crate) fn packed_len(&self) -> usize {
+        let surplus = if self.panel_width.is_multiple_of(8) { 0 } else { 8 };
+        self.rows.next_multiple_of(self.panel_width) * self.depth.len() + surplus
+    }
+}
+
+multiversion! {
+    /// Packs a block, one panel after another. Missing rows of the last panel become 0. `dst` has
+    /// at least [`PackBlock::packed_len`] elements.
+    pub(crate) fn pack = pack_block(dst: &mut [f32], src: Operand, block: PackBlock)
+}
+
+#[inline(always)]
+fn pack_block<S: Simd>(s: S, dst: &mut [f32], src: Operand, block: PackBlock) {
+    assert!(dst.len() >= block.packed_len(), "the packed panels do not fit into their buffer");
+    let Operand { data, row_stride: row, depth_stride: depth } = src;
+    with_elements!(data, data => pack_elements(s, dst, TypedOperand { data, row, depth }, block));
+}
+
+#[inline(always)]
+fn pack_elements<S: Simd, E: Element>(s: S, dst: &mut [f32], src: TypedOperand<E>, block: PackBlock) {
+    let panels = block.rows.div_ceil(block.panel_width);
+    if src.row == 1 {
+        let group = (COPIED_LANES / block.panel_width).max(1);
+        for first in (0..panels).step_by(group) {
+            copy_panels(s, dst, src, &block, first..(first + group).min(panels));
+        }
+    } else {
+        for panel in 0..panels {
+            transpose_panel(s, dst, src, &block, panel);
+        }
+    }
+}
+
+/// Elements of neighbouring panels that are copied together: whole cache lines of the source, and
+/// few panels that are written at the same time.
+const COPIED_LANES: usize = 32;
+
+/// How many rows ahead the source is prefetched.
+const PREFETCH_ROWS: usize = 12;
+
+/// Packs panels of an operand whose rows are contiguous (`row_stride` is 1).
+#[inline(always)]
+fn copy_panels<S: Simd, E: Element>(
+    s: S,
+    dst: &mut [f32],
+    src: TypedOperand<E>,
+    block: &PackBlock,
+    panels: Range<usize>,
+) {
+    let (width, k) = (block.panel_width, block.depth.len());
+    let first = panels.start * width;
+    let rows = (panels.len() * width).min(block.rows - first);
+    let whole = rows / width;
+    let dst = &mut dst[first * k..];
+    for p in 0..k {
+        let at = block.first_row + first + (block.depth.start + p) * src.depth;
+        let from = &src.data[at..][..rows];
+        // The distance between rows is too large for the hardware prefetcher. A prefetched address
+        // need not be valid.
+        for line in (0..rows).step_by(LANES) {
+            s.prefetch(src.data.as_ptr().wrapping_add(at + PREFETCH_ROWS * src.depth + line).cast());
+        }
+        for panel in 0..whole {
+            let from = &from[panel * width..][..width];
+            let to = &mut dst[(panel * k + p) * width..][..width];
+            // The compiler turns chunks of a fixed size into vector moves.
+            if width.is_multiple_of(8) {
+                copy_chunks::<E, 8>(to, from);
+            } else {
+                copy_chunks::<E, 2>(to, from);
+            }
+        }
+        if whole < panels.len() {
+            let to = &mut dst[(whole * k + p) * width..][..width];
+            let rest = &from[whole * width..];
+            widen_elements(&mut to[..rest.len()], rest);
+            to[rest.len()..].fill(0.0);
+        }
+    }
+}
+
+/// Copies chunks of `N` elements as `f32`.
+#[inline(always)]
+fn copy_chunks<E: Element, const N: usize>(to: &mut [f32], from: &[E]) {
+    for (to, from) in to.as_chunks_mut::<N>().0.iter_mut().zip(from.as_chunks::<N>().0) {
+        *to = from.map(E::to_f32);
+    }
+}
+
+/// Copies elements as `f32`.
+#[inline(always)]
+fn widen_elements<E: Element>(to: &mut [f32], from: &[E]) {
+    to.iter_mut().zip(from).for_each(|(to, x)| *to = x.to_f32());
+}
+
+/// Packs a panel of an operand that is contiguous along the depth: transposes blocks of 8 × 8, and
+/// copies the remaining elements one by one.
+#[inline(always)]
+fn transpose_panel<S: Simd, E: Element>(
+    s: S,
+    dst: &mut [f32],
+    src: TypedOperand<E>,
+    block: &PackBlock,
+    panel: usize,
+) {
+    let first = panel * block.panel_width;
+    let rows = block.panel_width.min(block.rows - first);
+    let k = block.depth.len();
+    let dst = &mut dst[first * k..];
+    let from = &src.data[(block.first_row + first) * src.row + block.depth.start..];
+    let whole = if rows == block.panel_width { block.panel_width.div_ceil(8) } else { rows / 8 };
+    // If a panel is narrower than 8, a strip reads rows of the next panel, which must exist.
+    let readable = |strip: usize| (strip * 8 + 7) * src.row + k <= from.len();
+    let strips = (0..whole).take_while(|&i| readable(i)).count();
+    let deep = k / 8 * 8;
+    for strip in 0..strips {
+        for p in (0..deep).step_by(8) {
+            // SAFETY: `readable` checks that 8 rows of 8 elements are readable, and `packed_len`
+            // includes space for 8 lanes.
+            unsafe {
+                let from = from.as_ptr().add(strip * 8 * src.row + p);
+                let to = dst.as_mut_ptr().add(p * block.panel_width + strip * 8);
+                E::transpose8(s, from, src.row, to, block.panel_width);
+            }
+        }
+    }
+    let done = (strips * 8).min(block.panel_width);
+    for p in 0..k {
+        let lanes = &mut dst[p * block.panel_width..(p + 1) * block.panel_width];
+        let start = if p < deep { done } else { 0 };
+        for (i, lane) in lanes.iter_mut().enumerate().skip(start) {
+            *lane = if i < rows { from[i * src.row + p].to_f32() } else { 0.0 };
+        }
+    }
+}

@@ -1,0 +1,77 @@
+//! Measures the peak rate of multiply-adds, to which benchmarks compare matmuls.
+use super::Cpu;
+use super::simd::{LANES, Simd, multiversion};
+use std::time::{Duration, Instant};
+
+/// Multiply-adds on each accumulator in one measurement.
+const FMAS_PER_CHAIN: usize = 20_000;
+
+impl Cpu {
+    /// Measures multiply-adds on registers for `time`, and returns the best rate of all threads
+    /// together in FLOP/s.
+    pub fn measure_peak_flops(&self, time: Duration) -> f64 {
+        let threads = self.pool.threads();
+        let barrier = std::sync::Barrier::new(threads);
+        let end = Instant::now() + time;
+        let best = std::sync::Mutex::new(f64::INFINITY);
+        // Every task waits for the others, so each runs on a separate thread.
+        self.pool.run(threads, &|_| {
+            barrier.wait();
+            while Instant::now() < end {
+                let begin = Instant::now();
+                std::hint::black_box(multiply_add(self.instruction_set, std::hint::black_box(0.5)));
+                let seconds = begin.elapsed().as_secs_f64();
+                let mut best = best.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+                *best = best.min(seconds);
+            }
+        });
+        let seconds = best.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner);
+        (threads * 2 * LANES * FMAS_PER_CHAIN * chain_count(self)) as f64 / seconds
+    }
+}
+
+/// Number of independent chains, which hide the latency and fit the registers: with 32 registers,
+/// and with 16.
+const CHAINS_WITH_32_REGISTERS: usize = 12;
+const CHAINS_WITH_16_REGISTERS: usize = 6;
+
+/// Returns the number of chains for this instruction set.
+fn chain_count(cpu: &Cpu) -> usize {
+    if has_32_registers(cpu.instruction_set) { CHAINS_WITH_32_REGISTERS } else { CHAINS_WITH_16_REGISTERS }
+}
+
+multiversion! {
+    fn multiply_add = multiply_add_chains(x: f32) -> f32
+}
+multiversion! {
+    fn has_32_registers = uses_32_registers() -> bool
+}
+
+/// True if the instruction set has 32 vector registers.
+#[inline(always)]
+fn uses_32_registers<S: Simd>(_: S) -> bool {
+    S::NV > 1
+}
+
+/// Computes all chains once.
+#[inline(always)]
+fn multiply_add_chains<S: Simd>(s: S, x: f32) -> f32 {
+    if uses_32_registers(s) {
+        chain::<S, CHAINS_WITH_32_REGISTERS>(s, x)
+    } else {
+        chain::<S, CHAINS_WITH_16_REGISTERS>(s, x)
+    }
+}
+
+/// Computes `N` independent chains of multiply-adds.
+#[inline(always)]
+fn chain<S: Simd, const N: usize>(s: S, x: f32) -> f32 {
+    let factor = s.splat(x);
+    let mut acc: [S::V; N] = core::array::from_fn(|i| s.splat(i as f32));
+    for _ in 0..FMAS_PER_CHAIN {
+        for acc in &mut acc {
+            *acc = s.fma(*acc, factor, factor);
+        }
+    }
+    acc.into_iter().map(|v| s.sum(v)).sum()
+}

@@ -1,0 +1,224 @@
+//! RMSNorm (Zhang and Sennrich, 2019), alone and after a residual add.
+//!
+//! Sums over a row have 16 lanes, which are then added as [`Simd::sum`] does. The gradient of the
+//! weight is summed over chunks of rows, and the chunks' sums are added in order.
+use super::bias::add_partial_sums;
+use super::elements::{F32Output, Input, Output, PriorContents};
+use super::elementwise::add_slices;
+use super::simd::{LANES, Simd, load_lanes, multiversion, store_lanes};
+use super::{Cpu, DisjointSlices, expect_len};
+use crate::ops::WriteMode;
+
+/// Rows of a chunk whose contributions to the weight's gradient are summed first.
+const ROWS_PER_PARTIAL_SUM: usize = 32;
+
+/// [`crate::Ops::rmsnorm_forward`]
+pub(crate) fn forward(
+    cpu: &Cpu,
+    y: Output,
+    rstd: &mut [f32],
+    x: Input,
+    w: Input,
+    m: usize,
+    d: usize,
+    eps: f32,
+) {
+    check_lengths("rmsnorm_forward", &[("y", y.len()), ("x", x.len())], rstd.len(), w.len(), m, d);
+    let (w, rstd) = (w.all_to_f32(cpu), DisjointSlices::new(rstd));
+    cpu.parallel_rows(m, 2 * d, |rows| {
+        // SAFETY: each task writes different rows.
+        let (mut y, rstd) = unsafe {
+            (
+                y.slice_as_f32(rows.start * d..rows.end * d, PriorContents::Ignored),
+                rstd.slice_mut(rows.clone()),
+            )
+        };
+        normalise(cpu.instruction_set, &mut y, rstd, &x.to_f32(cpu, rows.start * d..rows.end * d), &w, eps);
+    });
+}
+
+/// [`crate::Ops::add_rmsnorm_forward`]
+pub(crate) fn add_forward(
+    cpu: &Cpu,
+    y: Output,
+    rstd: &mut [f32],
+    x: Output,
+    delta: Input,
+    w: Input,
+    m: usize,
+    d: usize,
+    eps: f32,
+) {
+    let lens = [("y", y.len()), ("x", x.len()), ("delta", delta.len())];
+    check_lengths("add_rmsnorm_forward", &lens, rstd.len(), w.len(), m, d);
+    let (w, rstd) = (w.all_to_f32(cpu), DisjointSlices::new(rstd));
+    cpu.parallel_rows(m, 3 * d, |rows| {
+        let elements = rows.start * d..rows.end * d;
+        // SAFETY: each task writes different rows.
+        let (mut y, rstd, mut x) = unsafe {
+            (
+                y.slice_as_f32(elements.clone(), PriorContents::Ignored),
+                rstd.slice_mut(rows),
+                x.slice_as_f32(elements.clone(), PriorContents::Read),
+            )
+        };
+        let delta = delta.to_f32(cpu, elements);
+        match &mut x {
+            F32Output::Borrowed(x) => add_normalise(cpu.instruction_set, &mut y, rstd, x, &delta, &w, eps),
+            // The norm is computed from the rounded sum, which is what the backward pass reads.
+            sum => {
+                add_slices(cpu.instruction_set, sum, &delta);
+                sum.round_now();
+                normalise(cpu.instruction_set, &mut y, rstd, sum, &w, eps);
+            }
+        }
+    });
+}
+
+/// [`crate::Ops::rmsnorm_backward`]
+pub(crate) fn backward(
+    cpu: &Cpu,
+    dx: Output,
+    dw: &mut [f32],
+    dy: Input,
+    x: Input,
+    w: Input,
+    rstd: &[f32],
+    m: usize,
+    d: usize,
+    write: WriteMode,
+) {
+    let lens = [("dx", dx.len()), ("dy", dy.len()), ("x", x.len())];
+    check_lengths("rmsnorm_backward", &lens, rstd.len(), w.len(), m, d);
+    expect_len("rmsnorm_backward", "dw", dw.len(), d);
+    let chunks = m.div_ceil(ROWS_PER_PARTIAL_SUM);
+    let mut sums = cpu.scratch.take(chunks * d);
+    let (w, parts) = (w.all_to_f32(cpu), DisjointSlices::new(&mut sums));
+    let prior = if write == WriteMode::Accumulate { PriorContents::Read } else { PriorContents::Ignored };
+    cpu.pool.run(chunks, &|chunk| {
+        let rows = chunk * ROWS_PER_PARTIAL_SUM..((chunk + 1) * ROWS_PER_PARTIAL_SUM).min(m);
+        let elements = rows.start * d..rows.end * d;
+        // SAFETY: each task writes different rows and its own row of partial sums.
+        let (mut dx, dw) = unsafe {
+            (dx.slice_as_f32(elements.clone(), prior), parts.slice_mut(chunk * d..(chunk + 1) * d))
+        };
+        dw.fill(0.0);
+        let (dy, x) = (dy.to_f32(cpu, elements.clone()), x.to_f32(cpu, elements));
+        let inputs = BackwardRows { dy: &dy, x: &x, w: &w, rstd: &rstd[rows] };
+        differentiate(cpu.instruction_set, &mut dx, dw, inputs, write);
+    });
+    add_partial_sums(dw, &mut sums[..chunks * d]);
+}
+
+/// Panics if a length does not fit the shape.
+fn check_lengths(op: &str, matrices: &[(&str, usize)], rstd: usize, w: usize, m: usize, d: usize) {
+    assert!(d > 0, "{op}: d is 0");
+    for (name, len) in matrices {
+        expect_len(op, name, *len, m * d);
+    }
+    expect_len(op, "rstd", rstd, m);
+    expect_len(op, "w", w, d);
+}
+
+multiversion! {
+    pub(super) fn normalise = normalise_rows(y: &mut [f32], rstd: &mut [f32], x: &[f32], w: &[f32], eps: f32)
+}
+multiversion! {
+    fn add_normalise = add_normalise_rows(
+        y: &mut [f32], rstd: &mut [f32], x: &mut [f32], delta: &[f32], w: &[f32], eps: f32
+    )
+}
+multiversion! {
+    pub(super) fn differentiate = differentiate_rows(dx: &mut [f32], dw: &mut [f32], inputs: BackwardRows, write: WriteMode)
+}
+
+/// Computes RMSNorm of each row.
+#[inline(always)]
+fn normalise_rows<S: Simd>(s: S, y: &mut [f32], rstd: &mut [f32], x: &[f32], w: &[f32], eps: f32) {
+    let d = w.len();
+    for (row, rstd) in rstd.iter_mut().enumerate() {
+        let (x, y) = (&x[row * d..][..d], &mut y[row * d..][..d]);
+        let mut squares = s.splat(0.0);
+        for i in (0..d).step_by(LANES) {
+            let x = load_lanes(s, x, i);
+            squares = s.fma(x, x, squares);
+        }
+        *rstd = write_normalised_row(s, y, x, w, squares, eps);
+    }
+}
+
+/// Adds `delta` to `x`, and computes RMSNorm of each row.
+#[inline(always)]
+fn add_normalise_rows<S: Simd>(
+    s: S,
+    y: &mut [f32],
+    rstd: &mut [f32],
+    x: &mut [f32],
+    delta: &[f32],
+    w: &[f32],
+    eps: f32,
+) {
+    let d = w.len();
+    for (row, rstd) in rstd.iter_mut().enumerate() {
+        let (x, delta) = (&mut x[row * d..][..d], &delta[row * d..][..d]);
+        let mut squares = s.splat(0.0);
+        for i in (0..d).step_by(LANES) {
+            let sum = s.add(load_lanes(s, x, i), load_lanes(s, delta, i));
+            store_lanes(s, x, i, sum);
+            squares = s.fma(sum, sum, squares);
+        }
+        *rstd = write_normalised_row(s, &mut y[row * d..][..d], x, w, squares, eps);
+    }
+}
+
+/// Computes `rstd` from the lanes of Σ x², writes `y = x·rstd·w` and returns `rstd`.
+#[inline(always)]
+fn write_normalised_row<S: Simd>(s: S, y: &mut [f32], x: &[f32], w: &[f32], squares: S::V, eps: f32) -> f32 {
+    let d = x.len();
+    let mean = f64::from(s.sum(squares)) / d as f64;
+    let rstd = (1.0 / (mean + f64::from(eps)).sqrt()) as f32;
+    let r = s.splat(rstd);
+    for i in (0..d).step_by(LANES) {
+        store_lanes(s, y, i, s.mul(s.mul(load_lanes(s, x, i), r), load_lanes(s, w, i)));
+    }
+    rstd
+}
+
+/// Inputs of the backward pass for some rows.
+#[derive(Clone, Copy)]
+pub(super) struct BackwardRows<'a> {
+    /// Gradient of the result.
+    pub(super) dy: &'a [f32],
+    /// Input of the forward pass.
+    pub(super) x: &'a [f32],
+    /// Weight.
+    pub(super) w: &'a [f32],
+    /// 1/rms of each row.
+    pub(super) rstd: &'a [f32],
+}
+
+/// Computes the gradients of some rows. With x̂ = x·rstd and g = dy·w:
+/// `dx = rstd·(g − x̂·mean(g·x̂))` and `dw += dy·x̂`.
+#[inline(always)]
+fn differentiate_rows<S: Simd>(s: S, dx: &mut [f32], dw: &mut [f32], inputs: BackwardRows, write: WriteMode) {
+    let d = inputs.w.len();
+    for (row, &rstd) in inputs.rstd.iter().enumerate() {
+        let (dy, x) = (&inputs.dy[row * d..][..d], &inputs.x[row * d..][..d]);
+        let dx = &mut dx[row * d..][..d];
+        let r = s.splat(rstd);
+        let mut dot = s.splat(0.0);
+        for i in (0..d).step_by(LANES) {
+            let (dy, xhat) = (load_lanes(s, dy, i), s.mul(load_lanes(s, x, i), r));
+            store_lanes(s, dw, i, s.fma(dy, xhat, load_lanes(s, dw, i)));
+            dot = s.fma(s.mul(dy, load_lanes(s, inputs.w, i)), xhat, dot);
+        }
+        let mean = s.splat((f64::from(s.sum(dot)) / d as f64) as f32);
+        for i in (0..d).step_by(LANES) {
+            let xhat = s.mul(load_lanes(s, x, i), r);
+            let g = s.mul(load_lanes(s, dy, i), load_lanes(s, inputs.w, i));
+            let v = s.mul(r, s.fnma(xhat, mean, g));
+            let v = if write == WriteMode::Accumulate { s.add(load_lanes(s, dx, i), v) } else { v };
+            store_lanes(s, dx, i, v);
+        }
+    }
+}

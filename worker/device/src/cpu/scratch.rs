@@ -1,0 +1,101 @@
+//! [`ScratchPool`]: scratch memory that is reused by later calls.
+use crate::{buffer::Buf, huge_pages};
+use std::{
+    ops::{Deref, DerefMut},
+    sync::{
+        Mutex, PoisonError,
+        atomic::{AtomicUsize, Ordering},
+    },
+};
+
+/// Smallest number of elements of a buffer that is rounded up to whole huge pages.
+const HUGE_PAGE_MIN_LEN: usize = 64 << 10;
+
+/// Buffers of `f32` that ops borrow for the duration of a task.
+#[derive(Default)]
+pub(crate) struct ScratchPool {
+    free: Mutex<Vec<Buf>>,
+    /// Bytes of all buffers, free or in use.
+    bytes: AtomicUsize,
+}
+
+impl ScratchPool {
+    /// Borrows a buffer of at least `len` elements with arbitrary content.
+    pub(crate) fn take(&self, len: usize) -> ScratchBuf<'_> {
+        let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
+        let fits = (0..free.len()).filter(|&i| free[i].len() >= len).min_by_key(|&i| free[i].len());
+        // If no buffer is large enough, the largest is freed, so that the pool does not grow with
+        // every new length.
+        let index = fits.or_else(|| (0..free.len()).max_by_key(|&i| free[i].len()));
+        let candidate = index.map(|i| free.swap_remove(i));
+        drop(free);
+        let buf = match candidate {
+            Some(buf) if buf.len() >= len => buf,
+            smaller => {
+                let freed_bytes = smaller.map_or(0, |b| b.len() * 4);
+                // Lengths are rounded up, so that similar lengths share a buffer. Large buffers
+                // fill huge pages, because matmuls read packed panels faster from them.
+                let len = len.next_multiple_of(if len < HUGE_PAGE_MIN_LEN {
+                    1024
+                } else {
+                    huge_pages::HUGE_PAGE_BYTES / 4
+                });
+                self.bytes.fetch_add(len * 4, Ordering::Relaxed);
+                self.bytes.fetch_sub(freed_bytes, Ordering::Relaxed);
+                Buf::zeroed(len)
+            }
+        };
+        ScratchBuf { buf: Some(buf), pool: self }
+    }
+
+    /// Returns the bytes of all buffers, free or in use.
+    pub(crate) fn bytes(&self) -> usize {
+        self.bytes.load(Ordering::Relaxed)
+    }
+}
+
+/// A borrowed buffer, which returns to its pool when it is dropped.
+pub(crate) struct ScratchBuf<'a> {
+    buf: Option<Buf>,
+    pool: &'a ScratchPool,
+}
+
+impl Deref for ScratchBuf<'_> {
+    type Target = [f32];
+    fn deref(&self) -> &[f32] {
+        self.buf.as_ref().map_or(&[], |b| b.host())
+    }
+}
+
+impl DerefMut for ScratchBuf<'_> {
+    fn deref_mut(&mut self) -> &mut [f32] {
+        self.buf.as_mut().map_or(&mut [], |b| b.host_mut())
+    }
+}
+
+impl Drop for ScratchBuf<'_> {
+    fn drop(&mut self) {
+        if let Some(buf) = self.buf.take() {
+            self.pool.free.lock().unwrap_or_else(PoisonError::into_inner).push(buf);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn buffers_are_reused_and_replaced_by_larger_ones() {
+        let scratch = ScratchPool::default();
+        let first = scratch.take(5000).as_ptr();
+        assert_eq!(scratch.take(4000).as_ptr(), first);
+        let bytes = scratch.bytes();
+        drop(scratch.take(9000));
+        assert_eq!(
+            scratch.bytes(),
+            9000usize.next_multiple_of(1024) * 4,
+            "a larger buffer replaces the one of {bytes} bytes"
+        );
+    }
+}

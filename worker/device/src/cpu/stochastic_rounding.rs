@@ -1,0 +1,55 @@
+//! Stochastic rounding from `f32` to bf16.
+use super::simd::{Simd, multiversion};
+use super::{Cpu, DisjointSlices, expect_len};
+use crate::ops::StochasticRounding;
+use crate::philox::random_words_of_16_blocks;
+
+/// Elements that take their random numbers from 16 Philox blocks.
+const ELEMENTS_PER_DRAW: usize = 64;
+
+/// [`crate::Ops::round_stochastically`]
+pub(crate) fn round_stochastically(cpu: &Cpu, y: &mut [u16], x: &[f32], rounding: StochasticRounding) {
+    expect_len("round_stochastically", "x", x.len(), y.len());
+    let y = DisjointSlices::new(y);
+    cpu.parallel_elements(x.len(), |r| {
+        let rounding =
+            StochasticRounding { first_element: rounding.first_element + r.start as u64, ..rounding };
+        // SAFETY: each task writes a different range.
+        round_range(cpu.instruction_set, unsafe { y.slice_mut(r.clone()) }, &x[r], rounding);
+    });
+}
+
+multiversion! {
+    fn round_range = round_vectors(to: &mut [u16], from: &[f32], rounding: StochasticRounding)
+}
+
+/// Rounds a range of elements, up to 64 at a time.
+#[inline(always)]
+fn round_vectors<S: Simd>(_: S, mut to: &mut [u16], mut from: &[f32], rounding: StochasticRounding) {
+    let mut element = rounding.first_element;
+    while !to.is_empty() {
+        let skip = (element % ELEMENTS_PER_DRAW as u64) as usize;
+        let words = random_words_of_16_blocks(rounding.key, (element - skip as u64) / 4, 0, rounding.step);
+        let element_words: [u32; ELEMENTS_PER_DRAW] = std::array::from_fn(|i| words[i % 4][i / 4]);
+        let n = to.len().min(ELEMENTS_PER_DRAW - skip);
+        let (current, remaining) = std::mem::take(&mut to).split_at_mut(n);
+        for ((to, x), word) in current.iter_mut().zip(from).zip(&element_words[skip..]) {
+            *to = round_element(*x, word >> 16);
+        }
+        (to, from, element) = (remaining, &from[n..], element + n as u64);
+    }
+}
+
+/// Rounds `x` away from zero if the sum of its lower 16 bits and `random`, which has 16 bits,
+/// carries. The carry never reaches the sign.
+#[inline(always)]
+fn round_element(x: f32, random: u32) -> u16 {
+    let bits = x.to_bits();
+    let magnitude = bits & 0x7fff_ffff;
+    let sum = bits.wrapping_add(random) >> 16;
+    // A finite number must not become infinite.
+    let overflows = u32::from(magnitude < 0x7f80_0000 && sum & 0x7fff == 0x7f80);
+    // The mantissa of a NaN could carry into the sign.
+    let nan = (bits >> 16) | 0x40;
+    (if magnitude > 0x7f80_0000 { nan } else { sum - overflows }) as u16
+}

@@ -1,0 +1,48 @@
+//! Host memory of large buffers, in huge pages if the kernel provides them.
+//!
+//! Matmuls are 5 to 8 % slower if their operands are in small pages (docs/benchmarks/cpu.md).
+//! Huge pages are only requested for the part of a buffer that fills them completely, so a buffer
+//! takes no more memory than its bytes.
+use crate::buffer::MemoryOwner;
+use memmap2::{Advice, MmapMut};
+use std::{ptr::NonNull, sync::Arc};
+
+/// Bytes of a huge page. Buffers of at least this size get a separate mapping.
+pub(crate) const HUGE_PAGE_BYTES: usize = 2 << 20;
+
+/// The mapping of one buffer.
+struct Mapping(#[allow(dead_code)] MmapMut); // held to be unmapped with the buffer
+
+impl MemoryOwner for Mapping {
+    fn release(&self, _: u64, _: usize) {}
+}
+
+/// Maps `bytes` zeros, aligned to a huge page. `None` if the system is out of memory.
+pub(crate) fn zeroed(bytes: usize) -> Option<(Arc<dyn MemoryOwner>, NonNull<u8>)> {
+    let mut map = MmapMut::map_anon(bytes.checked_add(HUGE_PAGE_BYTES)?).ok()?;
+    let skip = map.as_ptr().align_offset(HUGE_PAGE_BYTES);
+    // A kernel without huge pages rejects the advice, which is harmless.
+    let _ = map.advise_range(Advice::HugePage, skip, bytes / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES);
+    let ptr = NonNull::new(map.get_mut(skip..skip + bytes)?.as_mut_ptr())?;
+    Some((Arc::new(Mapping(map)), ptr))
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::{Buf, Dtype};
+
+    #[test]
+    fn large_buffers_are_zero_and_aligned_to_huge_pages() {
+        for len in
+            [super::HUGE_PAGE_BYTES / 4, super::HUGE_PAGE_BYTES / 4 + 1, 3 * super::HUGE_PAGE_BYTES / 4 + 17]
+        {
+            let mut buf = Buf::zeroed(len);
+            assert_eq!(buf.host().as_ptr().align_offset(super::HUGE_PAGE_BYTES), 0);
+            assert_eq!(buf.host().len(), len);
+            assert!(buf.host().iter().all(|x| x.to_bits() == 0));
+            buf.host_mut().fill(1.0);
+            assert_eq!(buf.host()[len - 1], 1.0);
+        }
+        assert_eq!(Buf::zeroed_as(Dtype::Bf16, super::HUGE_PAGE_BYTES).len(), super::HUGE_PAGE_BYTES);
+    }
+}

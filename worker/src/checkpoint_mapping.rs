@@ -1,0 +1,359 @@
+//! The mapping between a rank's trainer and a checkpoint: which ranges of which tensors the rank
+//! writes and reads, under which names and roles.
+use crate::{
+    error::{Result, unreadable_checkpoint},
+    model::Model,
+    optim::{Optimizer, needs_state_vectors},
+    params::{ParamUnit, Segment, canonical_order},
+    stages::ReadyTrainer,
+    zero::engine::{Engine, copy_or_cast},
+};
+use ckpt::{
+    Checkpoint, CkptError, ReadRequest, TensorInfo, TensorRole, TensorSource, Tie, WeightShape,
+    peft::AdapterConfig,
+};
+use contract::job::{LoraSpec, LoraTargets, ModelSpec, OptimizerName, OptimizerSpec, TrainSpec};
+use device::{Buf, Dtype, Ops, View, ViewMut};
+use diagnostic::{Diagnostic, codes};
+use serde_json::Value;
+use std::{
+    collections::{BTreeSet, HashMap, HashSet},
+    ops::Range,
+    sync::RwLockReadGuard,
+};
+
+/// The description of the model in a checkpoint. `eod` is the token that ends a document.
+pub fn checkpoint_model_spec(
+    model: &dyn Model,
+    units: &[ParamUnit],
+    train: &TrainSpec,
+    eod: u32,
+) -> ckpt::ModelSpec {
+    let (spec, lora) = (&train.model, train.lora.as_ref());
+    ckpt::ModelSpec {
+        family: spec.family.clone(),
+        hf_config: hf_config(model, spec, eod),
+        weights: weight_shapes(units),
+        ties: model.tied_weights().into_iter().map(|t| Tie { alias: t.alias, target: t.target }).collect(),
+        frozen: frozen_names(units),
+        buffers: Vec::new(),
+        adapter: lora.map(|lora| adapter_config(model, units, lora, spec)),
+    }
+}
+
+/// The content of PEFT's `adapter_config.json`.
+fn adapter_config(model: &dyn Model, units: &[ParamUnit], lora: &LoraSpec, spec: &ModelSpec) -> Value {
+    let modules = units.iter().flat_map(|u| &u.params).filter_map(|p| p.name.strip_suffix(".lora_A.weight"));
+    // Short names would be ambiguous: some versions of transformers use them inside experts, too.
+    let has_full_names = model.moe().is_some();
+    let last = |name: &str| name.rsplit('.').next().unwrap_or(name).to_owned();
+    let modules: BTreeSet<String> =
+        modules.map(|m| if has_full_names { m.to_owned() } else { last(m) }).collect();
+    let targets = match &lora.targets {
+        LoraTargets::Names(names) if !has_full_names => names.clone(),
+        _ => modules.into_iter().collect(),
+    };
+    let config = AdapterConfig {
+        rank: lora.rank,
+        alpha: lora.alpha,
+        rslora: lora.rslora,
+        dropout: lora.dropout.unwrap_or(0.0),
+        targets,
+        fan_in_fan_out: model.stores_transposed_matrices(),
+    };
+    config.json(spec.from.as_ref().map(|f| f.to_string_lossy()).as_deref())
+}
+
+/// The content of `config.json`: unchanged for a model directory; a new model's gets the token that
+/// ends a document.
+fn hf_config(model: &dyn Model, spec: &ModelSpec, eod: u32) -> Value {
+    let mut config = model.hf_config().clone();
+    if spec.from.is_none() {
+        for key in ["bos_token_id", "eos_token_id"] {
+            config.insert(key.into(), eod.into());
+        }
+    }
+    Value::Object(config)
+}
+
+/// Names and shapes of all weights, in canonical order.
+fn weight_shapes(units: &[ParamUnit]) -> Vec<WeightShape> {
+    let shape = |s: &[usize]| s.iter().map(|&n| n as u64).collect();
+    let params = canonical_order(units).into_iter().map(|(u, i)| &units[u].params[i]);
+    params.map(|p| WeightShape { name: p.name.clone(), shape: shape(&p.shape) }).collect()
+}
+
+/// Names of the frozen weights, in canonical order.
+fn frozen_names(units: &[ParamUnit]) -> Vec<String> {
+    let frozen = canonical_order(units).into_iter().filter(|&(u, i)| !units[u].is_trained(i));
+    frozen.map(|(u, i)| units[u].params[i].name.clone()).collect()
+}
+
+/// Names of the trained parameters that lack an optimizer state in a checkpoint with these tensors.
+/// Their states start at zero.
+pub fn params_without_state(
+    tensors: &[TensorInfo],
+    units: &[ParamUnit],
+    optimizer: &OptimizerSpec,
+) -> HashSet<String> {
+    let held: HashSet<(TensorRole, &str)> = tensors.iter().map(|t| (t.role, t.name.as_str())).collect();
+    let roles = state_roles(optimizer);
+    let lacks = |name: &str| roles.iter().any(|role| !held.contains(&(*role, name)));
+    let names = units.iter().flat_map(ParamUnit::trained_params).map(|p| &p.name);
+    names.filter(|name| lacks(name)).cloned().collect()
+}
+
+/// The roles of the optimizer's state vectors in a checkpoint; at most two.
+pub fn state_roles(spec: &OptimizerSpec) -> Vec<TensorRole> {
+    let (first, second) = match spec.name {
+        OptimizerName::Adamw => (TensorRole::ExpAvg, TensorRole::ExpAvgSq),
+        OptimizerName::Sgd => (TensorRole::Momentum, TensorRole::Momentum),
+        OptimizerName::Lion => (TensorRole::ExpAvg, TensorRole::ExpAvg),
+        // Another first role than AdamW's, so that the two are not confused.
+        OptimizerName::Muon => (TensorRole::Momentum, TensorRole::ExpAvgSq),
+    };
+    let (has_first, has_second) = needs_state_vectors(spec);
+    [(has_first, first), (has_second, second)]
+        .into_iter()
+        .filter(|(has, _)| *has)
+        .map(|(_, role)| role)
+        .collect()
+}
+
+/// A range of a tensor that this rank owns.
+pub struct OwnedRange<'a> {
+    /// The tensor's name.
+    pub name: &'a str,
+    /// Whether the values are the weight or one of its optimizer states.
+    pub role: TensorRole,
+    /// Index of the first value in the tensor.
+    pub start_element: u64,
+    /// The values, in host or device memory.
+    pub values: View<'a>,
+}
+
+/// All ranges of weights and optimizer states that this rank owns. `params` are the guards of all
+/// units' parameters.
+pub fn owned_ranges<'a>(
+    engine: &'a Engine,
+    optimizer: &'a Optimizer,
+    params: &'a [RwLockReadGuard<Buf>],
+) -> Vec<OwnedRange<'a>> {
+    let roles = state_roles(optimizer.spec());
+    let mut out = Vec::new();
+    for (u, shard) in engine.shards.iter().enumerate() {
+        let (own, resident, st) = (engine.owned_range(u), engine.resident_range(u), optimizer.states(u));
+        let unit = &shard.unit;
+        let piece = |role, seg: &Segment, values| OwnedRange {
+            name: &unit.params[seg.param].name,
+            role,
+            start_element: seg.elements.start as u64,
+            values,
+        };
+        let weights = params[u].view().slice(own.start - resident.start..own.end - resident.start);
+        out.extend(unit.segments(own.clone()).iter().map(|seg| {
+            let in_shard = seg.flat.start - own.start..seg.flat.end - own.start;
+            piece(TensorRole::Weight, seg, weights.slice(in_shard))
+        }));
+        for (role, states) in roles.iter().zip([&st.first, &st.second]) {
+            let mut offset = unit.trained_offset(own.start) - st.trained.start;
+            for seg in unit.trained_segments(own.clone()) {
+                let values = states.view().slice(offset..offset + seg.flat.len());
+                offset += seg.flat.len();
+                out.push(piece(*role, &seg, values));
+            }
+        }
+    }
+    out
+}
+
+/// Checks that a checkpoint has the model's weights and, unless it holds only weights, exactly the
+/// optimizer's states.
+pub fn require_compatible(ckpt: &Checkpoint, units: &[ParamUnit], optimizer: &OptimizerSpec) -> Result<()> {
+    ckpt.require_model(&weight_shapes(units)).map_err(unreadable_checkpoint)?;
+    let roles = state_roles(optimizer);
+    if ckpt.is_weights_alone() {
+        return Ok(());
+    }
+    let stored: Vec<TensorRole> =
+        ckpt.tensors().map(|t| t.role).filter(|role| role.is_optimizer_state()).collect();
+    let error = |what: String, role: &TensorRole| {
+        let message = format!("checkpoint {} {what}", ckpt.path().display());
+        Diagnostic::error(codes::training::RESUME_OPTIMIZER_MISMATCH, message)
+            .with_subject(ckpt.path().display().to_string())
+            .with_field("role", role.to_string())
+            .with_field("optimizer", optimizer_name(optimizer))
+            .with_help("use the checkpoint's optimizer, or set `resume.from: never` to start at step 0")
+    };
+    let name = optimizer_name(optimizer);
+    if let Some(role) = roles.iter().find(|role| !stored.contains(role)) {
+        return Err(error(format!("has no {role}, which the optimizer {name} needs"), role).into());
+    }
+    if let Some(role) = stored.iter().find(|role| !roles.contains(role)) {
+        return Err(error(format!("has {role}, which the optimizer {name} does not use"), role).into());
+    }
+    Ok(())
+}
+
+/// The optimizer's name as in job.yaml.
+pub(crate) fn optimizer_name(spec: &OptimizerSpec) -> String {
+    format!("{:?}", spec.name).to_lowercase()
+}
+
+/// Updates the replicas of parameters and states after every rank has read its owned ranges.
+/// Collective.
+pub fn sync_replicas(ready: &mut ReadyTrainer) -> Result<()> {
+    let (engine, optimizer) = (&mut ready.trainer.engine, &mut ready.trainer.optimizer);
+    for u in 0..engine.shards.len() {
+        engine.start_param_gather(u);
+        if !engine.policy.shard_optimizer {
+            sync_states(ready.trainer.ops.as_ref(), engine, optimizer, u)?;
+        }
+        optimizer.evict_states(u);
+    }
+    Ok(engine.wait_param_gather()?)
+}
+
+/// Which parts of a checkpoint are read into the trainer.
+pub struct ReadPlan<'a> {
+    /// The checkpoint, of any format.
+    pub source: &'a dyn TensorSource,
+    /// Our name of a weight → its name in the checkpoint, if it differs.
+    pub renamed: &'a HashMap<String, String>,
+    /// Whether the optimizer states are read.
+    pub with_states: bool,
+    /// Names of the parameters whose states are not read, so that they start at zero.
+    pub reset_states: &'a HashSet<String>,
+    /// Only parameters whose names it accepts are read.
+    pub selects: fn(&str) -> bool,
+}
+
+/// Reads the owned ranges of the weights and states of every unit. Values in device memory or in 16
+/// bits are read into a host buffer first, one unit at a time.
+pub fn read_owned_ranges(ready: &mut ReadyTrainer, reading: &ReadPlan) -> std::result::Result<(), CkptError> {
+    let count = ready.trainer.engine.shards.len();
+    let in_place = ready.trainer.ops.is_host() && ready.trainer.engine.param_dtypes().updated == Dtype::F32;
+    let at_once = if in_place { count } else { 1 };
+    (0..count)
+        .step_by(at_once.max(1))
+        .try_for_each(|u| read_units(ready, u..(u + at_once).min(count), reading))
+}
+
+/// Reads the owned ranges of some units with one request.
+fn read_units(
+    ready: &mut ReadyTrainer,
+    units: Range<usize>,
+    reading: &ReadPlan,
+) -> std::result::Result<(), CkptError> {
+    let (engine, optimizer, ops) = (&ready.trainer.engine, &mut ready.trainer.optimizer, &ready.trainer.ops);
+    let roles = if reading.with_states { state_roles(optimizer.spec()) } else { Vec::new() };
+    let mut guards: Vec<_> = units.clone().map(|u| engine.params_mut(u)).collect();
+    let mut vectors = Vec::new();
+    let states = optimizer.all_states_mut().skip(units.start);
+    for ((u, params), st) in units.zip(&mut guards).zip(states) {
+        let (unit, own, base) =
+            (&engine.shards[u].unit, engine.owned_range(u), engine.resident_range(u).start);
+        let weights = params.view_mut().slice(own.start - base..own.end - base);
+        vectors.push((
+            unit,
+            TensorRole::Weight,
+            unit.segments(own.clone()),
+            HostValues::new(ops.as_ref(), weights),
+        ));
+        let trained = unit.trained_range(own.clone());
+        for (role, buf) in roles.iter().zip([&mut st.first, &mut st.second]) {
+            let states =
+                buf.view_mut().slice(trained.start - st.trained.start..trained.end - st.trained.start);
+            let states = HostValues::new(ops.as_ref(), states);
+            vectors.push((unit, *role, unit.trained_segments(own.clone()), states));
+        }
+    }
+    let mut requests = Vec::new();
+    for (unit, role, segments, values) in &mut vectors {
+        requests.extend(read_requests(unit, *role, std::mem::take(segments), values.values()));
+    }
+    requests.retain(|r| {
+        (reading.selects)(r.name) && !(r.role.is_optimizer_state() && reading.reset_states.contains(r.name))
+    });
+    for request in &mut requests {
+        if let Some(stored_name) = reading.renamed.get(request.name) {
+            request.name = stored_name;
+        }
+    }
+    reading.source.read_many(&mut requests)?;
+    vectors.into_iter().for_each(|(.., values)| values.write_back(ops.as_ref()));
+    Ok(())
+}
+
+/// Values that the host can write as `f32`: in place, or in a copy that is written back.
+enum HostValues<'a> {
+    InPlace(&'a mut [f32]),
+    Copy { values: Buf, target: ViewMut<'a> },
+}
+
+impl<'a> HostValues<'a> {
+    /// Host access to `target`: in place for fp32 in host memory, otherwise a copy.
+    fn new(ops: &dyn Ops, target: ViewMut<'a>) -> Self {
+        let current = target.as_view();
+        if current.dtype() != Dtype::F32 {
+            let mut wide = ops.zeroed(Dtype::F32, current.len());
+            ops.cast(wide.view_mut(), current);
+            let values = if current.is_on_host() { wide } else { ops.host_copy(wide.view()) };
+            return HostValues::Copy { values, target };
+        }
+        match current.is_on_host() {
+            true => HostValues::InPlace(target.host()),
+            false => HostValues::Copy { values: ops.host_copy(current), target },
+        }
+    }
+
+    /// The values as `f32` in host memory.
+    fn values(&mut self) -> &mut [f32] {
+        match self {
+            HostValues::InPlace(values) => values,
+            HostValues::Copy { values, .. } => values.host_mut(),
+        }
+    }
+
+    /// Copies the values back. 16-bit values are rounded to nearest, which does not change values
+    /// that were not written.
+    fn write_back(self, ops: &dyn Ops) {
+        if let HostValues::Copy { values, target } = self {
+            copy_or_cast(ops, target, values.view());
+        }
+    }
+}
+
+/// Read requests that fill `values`, which holds the segments one after another.
+fn read_requests<'a>(
+    unit: &'a ParamUnit,
+    role: TensorRole,
+    segments: Vec<Segment>,
+    mut values: &'a mut [f32],
+) -> Vec<ReadRequest<'a>> {
+    let requests = segments.into_iter().map(|seg| {
+        let (out, after) = std::mem::take(&mut values).split_at_mut(seg.flat.len());
+        values = after;
+        ReadRequest {
+            name: &unit.params[seg.param].name,
+            role,
+            start_element: seg.elements.start as u64,
+            out,
+        }
+    });
+    requests.collect()
+}
+
+/// Gathers the owners' ranges of replicated optimizer states on every rank. Collective.
+fn sync_states(ops: &dyn Ops, engine: &Engine, optimizer: &mut Optimizer, u: usize) -> Result<()> {
+    let shard = engine.shards[u].unit.trained_range(engine.owned_range(u));
+    let (first, second) = needs_state_vectors(optimizer.spec());
+    let st = optimizer.states_mut(u);
+    let mine = shard.start - st.trained.start..shard.end - st.trained.start;
+    for (buf, _) in [(&mut st.first, first), (&mut st.second, second)].into_iter().filter(|(_, kept)| *kept) {
+        let mine = ops.device_copy(buf.view().slice(mine.clone()));
+        let whole = engine.gather_trained(u, mine, ops.zeroed(Dtype::F32, buf.len()))?;
+        ops.copy(buf.view_mut(), whole.view());
+    }
+    Ok(())
+}

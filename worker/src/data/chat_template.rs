@@ -1,0 +1,330 @@
+//! [`ChatTemplate`]: renders a chat as text, and locates the text of the assistant in it.
+//!
+//! A template is Jinja with the settings of `transformers`: `trim_blocks`, `lstrip_blocks`,
+//! `raise_exception`, the methods of Python's strings, and `tojson` with Python's spacing.
+//! `strftime_now` is not available, because the output must not depend on the date.
+//!
+//! The assistant's text is what `{% generation %}` and `{% endgeneration %}` enclose. For a
+//! template without these tags, the chat is rendered once more up to each assistant message, and
+//! that message is the text that follows the generation prompt. If these shorter texts are not
+//! prefixes of the whole text, the record is rejected.
+use super::{
+    error::{ChatProblem, ChatTemplateProblem, DataError, TemplateFailure},
+    tokenizer::{TextTokenizer, read_text_file},
+};
+use contract::job::LossOn;
+use minijinja::{Environment, Error, ErrorKind, Value, context, syntax::SyntaxConfig, value::Kwargs};
+use regex::Regex;
+use std::{collections::BTreeMap, ops::Range, path::Path};
+
+/// Largest template, bytes.
+const MAX_TEMPLATE_BYTES: usize = 1 << 20;
+/// Largest number of template instructions per rendering, which stops endless loops.
+const MAX_INSTRUCTIONS: u64 = 10_000_000;
+/// Replace the generation tags in rendered text. Both are private-use characters that texts do not
+/// contain; a chat with one of them is rejected.
+const BEGIN: char = '\u{F70A1}';
+const END: char = '\u{F70A2}';
+/// The name of the template in the engine.
+const TEMPLATE_NAME: &str = "chat";
+
+/// A record with a chat.
+#[derive(Clone, Debug)]
+pub(crate) struct ChatRecord {
+    /// A list of messages, each an object with `role` and `content`.
+    pub(crate) messages: Value,
+    /// Tools that the assistant may call, for templates that list them.
+    pub(crate) tools: Option<Value>,
+}
+
+/// A text and the byte ranges of it that count for the loss, in rising order.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct MaskedText {
+    /// The complete text.
+    pub(crate) text: String,
+    /// Byte ranges of `text`.
+    pub(crate) loss_ranges: Vec<Range<usize>>,
+}
+
+/// A compiled chat template, with the special tokens that it may write.
+pub(crate) struct ChatTemplate {
+    environment: Environment<'static>,
+    /// Texts of the special tokens by the names that templates use, such as `eos_token`.
+    special_tokens: Value,
+    loss_on: LossOn,
+    has_generation_tags: bool,
+    digest: [u8; 32],
+}
+
+impl ChatTemplate {
+    /// Loads the template file of the job or, if `path` is `None`, the template of the tokenizer.
+    pub(crate) fn open(
+        path: Option<&Path>,
+        tokenizer: &TextTokenizer,
+        loss_on: LossOn,
+        workdir: &Path,
+    ) -> Result<Self, DataError> {
+        let source = match path {
+            Some(path) => read_template(&workdir.join(path)),
+            None => match tokenizer.chat_template() {
+                Ok(Some(source)) => Ok(source),
+                Ok(None) => Err(ChatTemplateProblem::TokenizerHasNone),
+                Err(problem) => Err(problem),
+            },
+        };
+        source
+            .and_then(|source| match source.len() > MAX_TEMPLATE_BYTES {
+                true => Err(ChatTemplateProblem::TooLarge { limit: MAX_TEMPLATE_BYTES }),
+                false => Self::new(&source, tokenizer.special_tokens(), loss_on),
+            })
+            .map_err(|problem| DataError::InvalidChatTemplate { problem })
+    }
+
+    /// Compiles a template. `special_tokens` are pairs of name and text.
+    pub(crate) fn new(
+        source: &str,
+        special_tokens: Vec<(String, String)>,
+        loss_on: LossOn,
+    ) -> Result<Self, ChatTemplateProblem> {
+        let mut hasher = blake3::Hasher::new_derive_key("launch 2026 chat template v1");
+        for text in [source].into_iter().chain(special_tokens.iter().flat_map(|(n, t)| [&**n, &**t])) {
+            hasher.update(&(text.len() as u64).to_le_bytes()).update(text.as_bytes());
+        }
+        hasher.update(&[u8::from(loss_on == LossOn::Assistant)]);
+        let (template, has_generation_tags) = replace_generation_tags(source);
+        let environment = compile(template).map_err(|e| ChatTemplateProblem::Syntax(template_failure(&e)))?;
+        let special_tokens: BTreeMap<String, String> = special_tokens.into_iter().collect();
+        Ok(ChatTemplate {
+            environment,
+            special_tokens: special_tokens.into(),
+            loss_on,
+            has_generation_tags,
+            digest: *hasher.finalize().as_bytes(),
+        })
+    }
+
+    /// The identity of the template. Templates with equal digests render equal chats equally.
+    pub(crate) fn digest(&self) -> &[u8; 32] {
+        &self.digest
+    }
+
+    /// Whether only some tokens of a chat count for the loss.
+    pub(crate) fn masks_loss(&self) -> bool {
+        self.loss_on == LossOn::Assistant
+    }
+
+    /// Renders a chat as text, with the ranges that count for the loss.
+    pub(crate) fn render_chat(&self, chat: &ChatRecord) -> Result<MaskedText, ChatProblem> {
+        let messages = check_messages(&chat.messages)?;
+        let rendered = self.render(chat, &messages, false)?;
+        let masked = match self.loss_on {
+            LossOn::All => {
+                let text: String = rendered.chars().filter(|&c| c != BEGIN && c != END).collect();
+                let whole = 0..text.len();
+                return Ok(MaskedText { text, loss_ranges: vec![whole] });
+            }
+            LossOn::Assistant if self.has_generation_tags => extract_tagged_ranges(&rendered)?,
+            LossOn::Assistant => self.locate_by_prefixes(chat, &messages, rendered)?,
+        };
+        match masked.loss_ranges.iter().any(|r| !r.is_empty()) {
+            true => Ok(masked),
+            false => Err(ChatProblem::NoAssistantText),
+        }
+    }
+
+    fn render(
+        &self,
+        chat: &ChatRecord,
+        messages: &[Value],
+        add_generation_prompt: bool,
+    ) -> Result<String, ChatProblem> {
+        let context = context! {
+            messages => messages,
+            tools => chat.tools.clone(),
+            documents => Value::from(()),
+            add_generation_prompt => add_generation_prompt,
+            ..self.special_tokens.clone()
+        };
+        let failed = |e: Error| ChatProblem::Template(template_failure(&e));
+        self.environment.get_template(TEMPLATE_NAME).and_then(|t| t.render(context)).map_err(failed)
+    }
+
+    /// Locates each assistant message in `text` by rendering the chat up to and before the message.
+    fn locate_by_prefixes(
+        &self,
+        chat: &ChatRecord,
+        messages: &[Value],
+        text: String,
+    ) -> Result<MaskedText, ChatProblem> {
+        let mut loss_ranges = Vec::new();
+        for (i, message) in messages.iter().enumerate() {
+            if message_role(message).as_deref() != Some("assistant") {
+                continue;
+            }
+            let before = self.render(chat, &messages[..i], true)?;
+            let after = self.render(chat, &messages[..=i], false)?;
+            if !(text.starts_with(&after) && after.starts_with(&before)) {
+                return Err(ChatProblem::TargetsAmbiguous { message: i + 1 });
+            }
+            loss_ranges.push(before.len()..after.len());
+        }
+        Ok(MaskedText { text, loss_ranges })
+    }
+}
+
+fn read_template(path: &Path) -> Result<String, ChatTemplateProblem> {
+    match read_text_file(path, MAX_TEMPLATE_BYTES as u64) {
+        Ok(Some(source)) => Ok(source),
+        Ok(None) => Err(ChatTemplateProblem::FileMissing { path: path.to_path_buf() }),
+        Err(problem) => Err(ChatTemplateProblem::FileUnreadable { path: path.to_path_buf(), problem }),
+    }
+}
+
+/// A template engine with the settings of `transformers` that holds this template.
+fn compile(template: String) -> Result<Environment<'static>, Error> {
+    let mut environment = Environment::new();
+    environment.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
+    environment.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
+    environment.set_fuel(Some(MAX_INSTRUCTIONS));
+    environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+    environment.add_function("raise_exception", |message: String| -> Result<Value, Error> {
+        Err(Error::new(ErrorKind::InvalidOperation, message))
+    });
+    environment.add_filter("tojson", to_json);
+    environment.add_template("generation", "\u{F70A1}")?;
+    environment.add_template("endgeneration", "\u{F70A2}")?;
+    environment.add_template_owned(TEMPLATE_NAME, template)?;
+    Ok(environment)
+}
+
+/// Checks that the messages are a list of objects with a role, at least one.
+fn check_messages(value: &Value) -> Result<Vec<Value>, ChatProblem> {
+    let Ok(items) = value.try_iter() else { return Err(ChatProblem::MessagesNotAList) };
+    let items: Vec<Value> = items.collect();
+    if value.as_str().is_some() {
+        return Err(ChatProblem::MessagesNotAList);
+    }
+    if items.is_empty() {
+        return Err(ChatProblem::NoMessages);
+    }
+    for (i, message) in items.iter().enumerate() {
+        if message_role(message).is_none() {
+            return Err(ChatProblem::RoleMissing { message: i + 1 });
+        }
+        if has_reserved_character(message) {
+            return Err(ChatProblem::ReservedCharacter { message: i + 1 });
+        }
+    }
+    Ok(items)
+}
+
+fn message_role(message: &Value) -> Option<String> {
+    message.get_attr("role").ok()?.as_str().map(str::to_owned)
+}
+
+fn has_reserved_character(value: &Value) -> bool {
+    value.to_string().contains([BEGIN, END])
+}
+
+/// Replaces the generation tags of a template by includes of [`BEGIN`] and [`END`], which keep the
+/// tags' handling of white space. Returns the template, and whether it had any such tag.
+fn replace_generation_tags(source: &str) -> (String, bool) {
+    // The pattern is constant, and a test compiles it.
+    let Ok(tag) = Regex::new(r"\{%([-+]?)\s*(generation|endgeneration)\s*([-+]?)%\}") else {
+        return (source.to_owned(), false);
+    };
+    let replaced = tag.replace_all(source, r#"{%$1 include "$2" $3%}"#);
+    let has_tags = matches!(replaced, std::borrow::Cow::Owned(_));
+    (replaced.into_owned(), has_tags)
+}
+
+/// Removes [`BEGIN`] and [`END`] from rendered text, and returns the ranges that they enclosed.
+fn extract_tagged_ranges(rendered: &str) -> Result<MaskedText, ChatProblem> {
+    let mut text = String::with_capacity(rendered.len());
+    let (mut loss_ranges, mut open) = (Vec::new(), None);
+    for c in rendered.chars() {
+        match (c, open) {
+            (BEGIN, None) => open = Some(text.len()),
+            (END, Some(from)) => {
+                loss_ranges.push(from..text.len());
+                open = None;
+            }
+            (BEGIN | END, _) => return Err(ChatProblem::UnpairedGenerationTags),
+            _ => text.push(c),
+        }
+    }
+    match open {
+        None => Ok(MaskedText { text, loss_ranges }),
+        Some(_) => Err(ChatProblem::UnpairedGenerationTags),
+    }
+}
+
+/// The engine's error with the line of the chat template, if the error is in it.
+fn template_failure(e: &Error) -> TemplateFailure {
+    TemplateFailure {
+        kind: e.kind(),
+        detail: e.detail().map_or_else(|| e.kind().to_string(), str::to_owned),
+        line: e.line().filter(|_| e.name() == Some(TEMPLATE_NAME)),
+    }
+}
+
+/// The filter `tojson` of `transformers`: Python's spacing, without HTML escapes.
+fn to_json(value: Value, options: Kwargs) -> Result<String, Error> {
+    let indent: Option<usize> = options.get("indent")?;
+    _ = options.get::<Option<bool>>("ensure_ascii")?;
+    options.assert_all_used()?;
+    let mut out = String::new();
+    write_json(&value, indent, 0, &mut out)?;
+    Ok(out)
+}
+
+/// Appends `value` as JSON. `depth` is the number of enclosing lists and objects.
+fn write_json(value: &Value, indent: Option<usize>, depth: usize, out: &mut String) -> Result<(), Error> {
+    use minijinja::value::ValueKind;
+    let unsupported =
+        |what: &str| Error::new(ErrorKind::BadSerialization, format!("{what} has no JSON form"));
+    let line = |depth: usize, out: &mut String| {
+        if let Some(n) = indent {
+            out.push('\n');
+            out.extend(std::iter::repeat_n(' ', n * depth));
+        }
+    };
+    let comma = if indent.is_some() { "," } else { ", " };
+    let text = |s: &str| serde_json::to_string(s).map_err(|_| unsupported("text"));
+    match value.kind() {
+        ValueKind::None => out.push_str("null"),
+        ValueKind::Bool => out.push_str(if value.is_true() { "true" } else { "false" }),
+        ValueKind::Number => out.push_str(&value.to_string()),
+        ValueKind::String => out.push_str(&text(value.as_str().ok_or_else(|| unsupported("text"))?)?),
+        ValueKind::Seq | ValueKind::Iterable => {
+            out.push('[');
+            let mut has_items = false;
+            for item in value.try_iter()? {
+                out.push_str(if std::mem::replace(&mut has_items, true) { comma } else { "" });
+                line(depth + 1, out);
+                write_json(&item, indent, depth + 1, out)?;
+            }
+            if has_items {
+                line(depth, out);
+            }
+            out.push(']');
+        }
+        ValueKind::Map => {
+            out.push('{');
+            let mut has_items = false;
+            for key in value.try_iter()? {
+                out.push_str(if std::mem::replace(&mut has_items, true) { comma } else { "" });
+                line(depth + 1, out);
+                out.push_str(&text(&key.to_string())?);
+                out.push_str(": ");
+                write_json(&value.get_item(&key)?, indent, depth + 1, out)?;
+            }
+            if has_items {
+                line(depth, out);
+            }
+            out.push('}');
+        }
+        other => return Err(unsupported(&other.to_string())),
+    }
+    Ok(())
+}

@@ -1,0 +1,523 @@
+//! Reads files as documents, as a stream. Memory holds one segment of a text file, or one line of a
+//! JSON lines file.
+//!
+//! - A text file is one document.
+//! - Each record of a `.jsonl`, `.ndjson` or `.parquet` file is one document: the text or chat in
+//!   the field that the job names.
+//!
+//! **Held-out split.** A piece of text is held out if a hash of its content is below the share. The
+//! split therefore does not depend on neighbouring pieces, the name of the file or the order of
+//! files, and it does not change when files are added. A record is one piece. Text files are cut
+//! into pieces of at most [`PIECE_BYTES`] bytes, after the last newline or otherwise between
+//! characters, so that a few long files can be split, too. Adjacent pieces on the same side form
+//! one document.
+use super::{
+    chat_template::MaskedText,
+    error::{DataError, RecordProblem},
+    json_lines::read_json_lines,
+    parquet_reader,
+    record::{Record, RecordFormat},
+};
+use std::{
+    fs::File,
+    io::{self, Read},
+    path::Path,
+};
+
+/// Longest piece of a text file that is assigned to one side of the split, bytes.
+pub(crate) const PIECE_BYTES: usize = 16 << 10;
+/// Longest text that is tokenized at once, bytes; only one JSON line may be longer. Longer
+/// documents are cut after a newline, or otherwise between characters.
+const SEGMENT_BYTES: usize = 256 << 10;
+
+/// A side of the held-out split.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Split {
+    /// The data that the model is trained on.
+    Train,
+    /// The data that the model is evaluated on.
+    HeldOut,
+}
+
+/// Selects the pieces of text that are read.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum SplitFilter {
+    /// Accepts every piece.
+    All,
+    /// Accepts the pieces on one side of a split that holds out this share.
+    Only(Split, f64),
+}
+
+impl SplitFilter {
+    /// Whether the piece is read.
+    pub(crate) fn accepts(self, piece: &str) -> bool {
+        match self {
+            SplitFilter::All => true,
+            SplitFilter::Only(split, share) => (split == Split::HeldOut) == is_held_out(piece, share),
+        }
+    }
+}
+
+/// Whether a piece of text belongs to the held-out share.
+fn is_held_out(piece: &str, share: f64) -> bool {
+    let digest = blake3::derive_key("launch 2026 held-out split v1", piece.as_bytes());
+    let mut first = [0; 8];
+    first.copy_from_slice(&digest[..8]);
+    // An f64 represents the top 53 bits exactly.
+    ((u64::from_le_bytes(first) >> 11) as f64) < share * (1u64 << 53) as f64
+}
+
+/// A part of the documents of a file, in order.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum DocumentPart {
+    /// Text of the current document, never empty.
+    Text(String),
+    /// A complete document of which only some text counts for the loss.
+    Masked(MaskedText),
+    /// The end of the current document, which had text.
+    End,
+}
+
+/// The format of a data file, which follows from its extension.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum FileFormat {
+    /// Plain text in UTF-8.
+    Text,
+    /// One JSON object per line.
+    JsonLines,
+    /// Parquet with one record per row.
+    Parquet,
+}
+
+impl FileFormat {
+    /// The format that the extension of `path` stands for; any unknown extension is text.
+    pub(crate) fn from_path(path: &Path) -> FileFormat {
+        match lower_case_extension(path).as_str() {
+            "jsonl" | "ndjson" => FileFormat::JsonLines,
+            "parquet" => FileFormat::Parquet,
+            _ => FileFormat::Text,
+        }
+    }
+}
+
+fn lower_case_extension(path: &Path) -> String {
+    path.extension().and_then(|e| e.to_str()).unwrap_or("").to_ascii_lowercase()
+}
+
+/// Receives the parts of documents; an error ends the reading.
+pub(crate) type PartSink<'a> = dyn FnMut(DocumentPart) -> Result<(), DataError> + 'a;
+
+/// Reads one file into `sink`. Returns the BLAKE3 hash of the bytes that were read, so that the
+/// caller can detect that the file changed.
+pub(crate) fn read_file(
+    path: &Path,
+    format: RecordFormat,
+    filter: SplitFilter,
+    sink: &mut PartSink,
+) -> Result<blake3::Hash, DataError> {
+    let (file_format, file) = open(path, format)?;
+    let mut input = HashingReader { inner: file, hasher: blake3::Hasher::new() };
+    let mut take = |record: Record| emit_record(record, format, filter, sink);
+    match file_format {
+        FileFormat::Text => read_text(&mut input, path, filter, sink)?,
+        FileFormat::JsonLines => read_json_lines(&mut input, path, format, u64::MAX, &mut take)?,
+        FileFormat::Parquet => parquet_reader::read_and_hash(&mut input, path, format, &mut take)?,
+    }
+    Ok(input.hasher.finalize())
+}
+
+/// Whether a file has a record or, if it is text, any text. Reads and checks the first record or
+/// the first piece only.
+pub(crate) fn has_record(path: &Path, format: RecordFormat) -> Result<bool, DataError> {
+    let (file_format, mut file) = open(path, format)?;
+    let mut found = false;
+    let mut take = |record: Record| {
+        found = true;
+        emit_record(record, format, SplitFilter::All, &mut |_| Ok(()))
+    };
+    match file_format {
+        FileFormat::Text => return begins_with_text(&mut file, path),
+        FileFormat::JsonLines => read_json_lines(&mut file, path, format, 1, &mut take)?,
+        FileFormat::Parquet => parquet_reader::read_rows(file, path, format, 1, &mut take)?,
+    }
+    Ok(found)
+}
+
+/// Opens a file, and rejects formats that cannot hold the records.
+fn open(path: &Path, format: RecordFormat) -> Result<(FileFormat, File), DataError> {
+    reject_compressed(path)?;
+    let file = File::open(path).map_err(|source| unreadable(path, source))?;
+    match FileFormat::from_path(path) {
+        FileFormat::Text if format.chat_template.is_some() => {
+            Err(DataError::NotAChatFile { path: path.to_path_buf() })
+        }
+        file_format => Ok((file_format, file)),
+    }
+}
+
+fn unreadable(path: &Path, source: io::Error) -> DataError {
+    DataError::Unreadable { path: path.to_path_buf(), source }
+}
+
+/// Checks that the first piece of a file is UTF-8. Returns false if the file is empty.
+fn begins_with_text(input: &mut impl Read, path: &Path) -> Result<bool, DataError> {
+    let mut bytes = vec![0; PIECE_BYTES];
+    let n = read_until_full(input, &mut bytes).map_err(|source| unreadable(path, source))?;
+    bytes.truncate(n);
+    match std::str::from_utf8(&bytes) {
+        // The end of the piece may cut a character.
+        Err(e) if e.error_len().is_some() || n < PIECE_BYTES => Err(DataError::NotUtf8 {
+            path: path.to_path_buf(),
+            line: 1 + count_newlines(&bytes[..e.valid_up_to()]),
+            offset: e.valid_up_to() as u64,
+        }),
+        _ => Ok(n > 0),
+    }
+}
+
+/// Passes the document of one record to `sink`, if `filter` accepts it. The inner error states why
+/// the record cannot be used.
+fn emit_record(
+    record: Record,
+    format: RecordFormat,
+    filter: SplitFilter,
+    sink: &mut PartSink,
+) -> Result<Result<(), RecordProblem>, DataError> {
+    let part = match (record, format.chat_template) {
+        (Record::Chat(chat), Some(template)) => match template.render_chat(&chat) {
+            Ok(masked) if template.masks_loss() => DocumentPart::Masked(masked),
+            Ok(masked) => DocumentPart::Text(masked.text),
+            Err(problem) => return Ok(Err(problem.into())),
+        },
+        (Record::Text(text), _) => DocumentPart::Text(text),
+        (Record::Chat(_), None) => return Ok(Err(RecordProblem::UnexpectedChat)),
+    };
+    let text = match &part {
+        DocumentPart::Text(text) | DocumentPart::Masked(MaskedText { text, .. }) => text,
+        DocumentPart::End => return Ok(Ok(())),
+    };
+    if !text.is_empty() && filter.accepts(text) {
+        sink(part)?;
+        sink(DocumentPart::End)?;
+    }
+    Ok(Ok(()))
+}
+
+/// Rejects compressed and other binary files by their extension. Read as text, they would only be
+/// reported as invalid UTF-8.
+fn reject_compressed(path: &Path) -> Result<(), DataError> {
+    let extension = lower_case_extension(path);
+    let remedy = match extension.as_str() {
+        "gz" => "decompress the file with gunzip",
+        "zst" => "decompress the file with zstd -d",
+        "xz" => "decompress the file with unxz",
+        "bz2" => "decompress the file with bunzip2",
+        "zip" => "decompress the file with unzip",
+        "arrow" => "convert the file to Parquet or JSON lines",
+        _ => return Ok(()),
+    };
+    Err(DataError::CompressedFile { path: path.to_path_buf(), extension, remedy })
+}
+
+/// A reader that hashes the bytes that are read through it.
+struct HashingReader<R> {
+    inner: R,
+    hasher: blake3::Hasher,
+}
+
+impl<R: Read> Read for HashingReader<R> {
+    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+        let n = self.inner.read(buf)?;
+        self.hasher.update(&buf[..n]);
+        Ok(n)
+    }
+}
+
+impl parquet_reader::AsFile for HashingReader<File> {
+    fn as_file(&mut self) -> &mut File {
+        &mut self.inner
+    }
+}
+
+/// Joins adjacent accepted pieces of a text file into segments and documents.
+struct DocumentAssembler<'a, 'b> {
+    pending: String,
+    /// The current document has text, pending or already in the sink.
+    has_text: bool,
+    sink: &'a mut PartSink<'b>,
+}
+
+impl DocumentAssembler<'_, '_> {
+    fn add_piece(&mut self, piece: &str) -> Result<(), DataError> {
+        if self.pending.len() + piece.len() > SEGMENT_BYTES {
+            self.flush()?;
+        }
+        self.pending.push_str(piece);
+        self.has_text |= !piece.is_empty();
+        Ok(())
+    }
+
+    fn flush(&mut self) -> Result<(), DataError> {
+        if self.pending.is_empty() {
+            return Ok(());
+        }
+        (self.sink)(DocumentPart::Text(std::mem::take(&mut self.pending)))
+    }
+
+    fn end_document(&mut self) -> Result<(), DataError> {
+        self.flush()?;
+        if std::mem::take(&mut self.has_text) { (self.sink)(DocumentPart::End) } else { Ok(()) }
+    }
+}
+
+/// Reads a text file piece by piece.
+fn read_text(
+    input: &mut impl Read,
+    path: &Path,
+    filter: SplitFilter,
+    sink: &mut PartSink,
+) -> Result<(), DataError> {
+    let mut assembler = DocumentAssembler { pending: String::new(), has_text: false, sink };
+    let (mut buffer, mut filled) = (vec![0u8; 16 * PIECE_BYTES], 0);
+    let (mut offset, mut line) = (0u64, 1u64);
+    loop {
+        let n = read_until_full(input, &mut buffer[filled..]).map_err(|source| unreadable(path, source))?;
+        filled += n;
+        let at_end = filled < buffer.len();
+        let mut from = 0;
+        while from < filled && (at_end || filled - from > PIECE_BYTES) {
+            let length = first_piece_length(&buffer[from..filled]);
+            let bytes = &buffer[from..from + length];
+            let piece = std::str::from_utf8(bytes).map_err(|e| DataError::NotUtf8 {
+                path: path.to_path_buf(),
+                line: line + count_newlines(&bytes[..e.valid_up_to()]),
+                offset: offset + (from + e.valid_up_to()) as u64,
+            })?;
+            if filter.accepts(piece) {
+                assembler.add_piece(piece)?
+            } else {
+                assembler.end_document()?
+            }
+            line += count_newlines(bytes);
+            from += length;
+        }
+        offset += from as u64;
+        buffer.copy_within(from..filled, 0);
+        filled -= from;
+        if at_end {
+            return assembler.end_document();
+        }
+    }
+}
+
+fn count_newlines(bytes: &[u8]) -> u64 {
+    bytes.iter().filter(|&&b| b == b'\n').count() as u64
+}
+
+/// Reads until `buffer` is full or the input ends. Returns the number of bytes.
+fn read_until_full(input: &mut impl Read, buffer: &mut [u8]) -> io::Result<usize> {
+    let mut n = 0;
+    while n < buffer.len() {
+        match input.read(&mut buffer[n..]) {
+            Ok(0) => break,
+            Ok(k) => n += k,
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+            Err(e) => return Err(e),
+        }
+    }
+    Ok(n)
+}
+
+/// Length of the first piece of `bytes`, which are longer than [`PIECE_BYTES`] unless they end the
+/// file.
+fn first_piece_length(bytes: &[u8]) -> usize {
+    if bytes.len() <= PIECE_BYTES {
+        return bytes.len();
+    }
+    if let Some(newline) = bytes[..PIECE_BYTES].iter().rposition(|&b| b == b'\n') {
+        return newline + 1;
+    }
+    // The byte after the cut begins a character. Invalid UTF-8 is cut anywhere; the reader rejects
+    // it.
+    (PIECE_BYTES - 3..=PIECE_BYTES).rev().find(|&i| bytes[i] & 0xC0 != 0x80).unwrap_or(PIECE_BYTES)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::data::error::RecordPosition;
+    use crate::data::json_lines::MAX_LINE_BYTES;
+    use proptest::prelude::*;
+    use serde_json::error::Category;
+    use std::fs;
+
+    /// The documents of a file with this name and content.
+    fn documents(name: &str, content: &[u8], filter: SplitFilter) -> Result<Vec<String>, DataError> {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join(name);
+        fs::write(&path, content).unwrap();
+        let (mut done, mut now) = (Vec::new(), String::new());
+        let format = RecordFormat { field: "text", chat_template: None };
+        let hash = read_file(&path, format, filter, &mut |part| {
+            match part {
+                DocumentPart::Masked(m) => panic!("{m:?}"),
+                DocumentPart::Text(t) => {
+                    assert!(!t.is_empty() && t.len() <= SEGMENT_BYTES.max(MAX_LINE_BYTES));
+                    now.push_str(&t);
+                }
+                DocumentPart::End => {
+                    assert!(!now.is_empty());
+                    done.push(std::mem::take(&mut now));
+                }
+            }
+            Ok(())
+        })?;
+        assert!(now.is_empty(), "a document has no end");
+        assert_eq!(hash, blake3::hash(content));
+        Ok(done)
+    }
+
+    #[test]
+    fn a_text_file_is_one_document() {
+        let text = "Ünï¢ødé\r\n".repeat(200_000);
+        assert_eq!(documents("a.txt", text.as_bytes(), SplitFilter::All).unwrap(), [text]);
+        let no_newline = "é".repeat(600_000);
+        assert_eq!(documents("a.txt", no_newline.as_bytes(), SplitFilter::All).unwrap(), [no_newline]);
+        assert!(documents("a.txt", b"", SplitFilter::All).unwrap().is_empty());
+    }
+
+    #[test]
+    fn each_json_line_is_one_document() {
+        let content = "\u{feff}{\"text\": \"a\\n\", \"x\": [1, {\"text\": 2}]}\n\n  \r\n{\"id\":1,\"text\":\"b\"}\n{\"text\":\"\"}\n{\"text\":\"c\"}";
+        for name in ["a.jsonl", "a.NDJSON"] {
+            assert_eq!(documents(name, content.as_bytes(), SplitFilter::All).unwrap(), ["a\n", "b", "c"]);
+        }
+    }
+
+    #[test]
+    fn invalid_lines_are_errors_with_their_line() {
+        let problem =
+            |content: &str| match documents("a.jsonl", content.as_bytes(), SplitFilter::All).unwrap_err() {
+                DataError::InvalidRecord { path, position: RecordPosition::Line(line), problem } => {
+                    assert!(path.ends_with("a.jsonl"));
+                    (line, problem)
+                }
+                other => panic!("{other}"),
+            };
+        let missing = |content: &str| match problem(content) {
+            (line, RecordProblem::FieldMissing { field, present }) => {
+                assert_eq!(field, "text");
+                (line, present)
+            }
+            other => panic!("{other:?}"),
+        };
+        let (line, present) = missing("{\"text\":\"a\"}\n{\"txt\":\"a\",\"id\":1}\n");
+        assert_eq!((line, present), (2, vec!["txt".to_owned(), "id".to_owned()]));
+        assert_eq!(missing("{}"), (1, Vec::new()));
+        let category = |content: &str| match problem(content) {
+            (line, RecordProblem::InvalidJson { category, column, .. }) => (line, category, column),
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(category("{\"text\":3}"), (1, Category::Data, 9));
+        assert_eq!(category("[1]").1, Category::Data);
+        assert_eq!(category("\n\n{\"text\":\"a\""), (3, Category::Eof, 11));
+        assert_eq!(category("{\"text\":\"a\"} x"), (1, Category::Syntax, 14));
+        assert_eq!(category(&format!("{{\"x\":{}", "[".repeat(100_000))).1, Category::Eof);
+        let long = format!("{{\"text\":\"{}\"}}\n", "x".repeat(MAX_LINE_BYTES));
+        assert!(matches!(problem(&long), (1, RecordProblem::LineTooLong { limit: MAX_LINE_BYTES })));
+    }
+
+    #[test]
+    fn invalid_utf8_is_an_error_with_its_line_and_offset() {
+        let mut content = "fine\n".repeat(300_000).into_bytes();
+        let at = 1_234_567;
+        content[at] = 0xff;
+        let line = at as u64 / 5 + 1;
+        for name in ["a.txt", "b.bin"] {
+            match documents(name, &content, SplitFilter::All).unwrap_err() {
+                DataError::NotUtf8 { offset, line: l, .. } => assert_eq!((offset, l), (at as u64, line)),
+                other => panic!("{other}"),
+            }
+        }
+        let cut = &"é".as_bytes()[..1];
+        assert!(matches!(
+            documents("a.txt", cut, SplitFilter::All),
+            Err(DataError::NotUtf8 { offset: 0, .. })
+        ));
+        let bad = documents("a.txt", &[0x80; 100_000], SplitFilter::All);
+        assert!(matches!(bad, Err(DataError::NotUtf8 { offset: 0, .. })));
+        let line = documents("a.jsonl", b"{\"text\":\"a\"}\n{\"text\":\"\xff\"}\n", SplitFilter::All);
+        assert!(matches!(line, Err(DataError::NotUtf8 { offset: 22, line: 2, .. })), "{line:?}");
+    }
+
+    fn numbered_lines(n: usize) -> String {
+        (0..n).map(|i| format!("This is line number {i} of a long file.\n")).collect()
+    }
+
+    #[test]
+    fn long_files_are_split_without_losing_text() {
+        let text = numbered_lines(60_000);
+        let side = |s| documents("a.txt", text.as_bytes(), SplitFilter::Only(s, 0.2)).unwrap();
+        let (train, held) = (side(Split::Train), side(Split::HeldOut));
+        let size = |d: &[String]| d.iter().map(String::len).sum::<usize>();
+        assert_eq!(size(&train) + size(&held), text.len());
+        let share = size(&held) as f64 / text.len() as f64;
+        assert!((0.1..0.3).contains(&share), "{share}");
+        // Pieces end at line ends, and every document is a contiguous range of the file.
+        for d in train.iter().chain(&held) {
+            assert!(d.ends_with('\n') && text.contains(d.as_str()));
+        }
+    }
+
+    #[test]
+    fn the_split_does_not_change_when_lines_are_added() {
+        let line = |i: usize| format!("{{\"text\":\"document {i}\"}}\n");
+        let content = |n: usize| (0..n).map(line).collect::<String>();
+        let held = |n: usize| {
+            documents("a.jsonl", content(n).as_bytes(), SplitFilter::Only(Split::HeldOut, 0.1)).unwrap()
+        };
+        let (small, large) = (held(1000), held(2000));
+        assert!((60..140).contains(&small.len()), "{}", small.len());
+        assert!(large.starts_with(&small));
+    }
+
+    proptest! {
+        /// Any bytes give documents or an error, never a panic.
+        #[test]
+        fn any_bytes_are_read_or_rejected(
+            bytes in proptest::collection::vec(any::<u8>(), 0..200),
+            padding in prop_oneof![Just(0), PIECE_BYTES - 150..PIECE_BYTES + 50, 16 * PIECE_BYTES - 150..16 * PIECE_BYTES + 50],
+            share in 0.0f64..1.0,
+        ) {
+            let content = [vec![b'x'; padding], bytes].concat();
+            for name in ["a.txt", "a.jsonl"] {
+                for filter in [SplitFilter::All, SplitFilter::Only(Split::Train, share)] {
+                    let result = documents(name, &content, filter);
+                    if name == "a.txt" {
+                        prop_assert_eq!(result.is_ok(), std::str::from_utf8(&content).is_ok());
+                    }
+                }
+            }
+        }
+
+        #[test]
+        fn a_share_of_0_holds_out_no_text_and_1_all_text(text in ".{1,50}") {
+            prop_assert!(!is_held_out(&text, 0.0));
+            prop_assert!(is_held_out(&text, 1.0));
+        }
+
+        #[test]
+        fn both_sides_together_have_all_text(
+            words in proptest::collection::vec("[a-zé\n]{0,3000}", 1..40),
+            share in 0.0f64..1.0,
+        ) {
+            let text = words.concat();
+            let side = |s| documents("a.txt", text.as_bytes(), SplitFilter::Only(s, share)).unwrap().concat();
+            let mut both: Vec<char> = (side(Split::Train) + &side(Split::HeldOut)).chars().collect();
+            let mut whole: Vec<char> = text.chars().collect();
+            both.sort_unstable();
+            whole.sort_unstable();
+            prop_assert_eq!(both, whole);
+        }
+    }
+}

@@ -1,0 +1,387 @@
+//! Expands the patterns of a job to data files.
+//!
+//! A pattern is a path, absolute or relative to the workdir. `*`, `?` and `[a-z]` match within one
+//! name, `{a,b}` stands for either alternative, and `**` for any number of directories. As in a
+//! shell, wildcards do not match names that begin with a dot unless the pattern has the dot.
+//! Symbolic links are followed. A directory is entered once per pattern, however many links lead to
+//! it, so that loops end. A file that several patterns or links reach is listed once. The files are
+//! sorted by the bytes of their paths, whatever the order of the patterns.
+use super::error::{DataError, PatternProblem};
+use globset::{GlobBuilder, GlobMatcher};
+use std::{
+    collections::HashSet,
+    ffi::OsString,
+    fs, io,
+    os::unix::{ffi::OsStrExt, fs::MetadataExt},
+    path::{Path, PathBuf},
+};
+
+/// Largest number of patterns that the braces of one pattern may stand for.
+const MAX_ALTERNATIVES: usize = 1024;
+
+/// A regular file that a pattern matches.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct DataFile {
+    /// The path, which starts at the workdir for relative patterns.
+    pub(crate) path: PathBuf,
+    /// Size of the file.
+    pub(crate) bytes: u64,
+}
+
+/// All files that the patterns match, sorted and without duplicates. Every pattern must match a
+/// file.
+pub(crate) fn expand_patterns(patterns: &[String], workdir: &Path) -> Result<Vec<DataFile>, DataError> {
+    if patterns.is_empty() {
+        return Err(DataError::NoFilesGiven);
+    }
+    let mut found = Vec::new();
+    for pattern in patterns {
+        let before = found.len();
+        expand_pattern(pattern, workdir, &mut found)?;
+        if found.len() == before {
+            return Err(DataError::NoMatch { pattern: pattern.clone(), directory: workdir.to_path_buf() });
+        }
+    }
+    found.sort_by(|a, b| a.path.as_os_str().as_bytes().cmp(b.path.as_os_str().as_bytes()));
+    let mut seen = HashSet::new();
+    let mut unique = Vec::with_capacity(found.len());
+    for file in found {
+        let canonical = fs::canonicalize(&file.path).map_err(|source| unreadable(&file.path, source))?;
+        if seen.insert(canonical) {
+            unique.push(file);
+        }
+    }
+    Ok(unique)
+}
+
+fn unreadable(path: &Path, source: io::Error) -> DataError {
+    DataError::Unreadable { path: path.to_path_buf(), source }
+}
+
+/// Appends the files that one pattern matches.
+fn expand_pattern(pattern: &str, workdir: &Path, found: &mut Vec<DataFile>) -> Result<(), DataError> {
+    let invalid = |problem| DataError::InvalidPattern { pattern: pattern.into(), problem };
+    if pattern.is_empty() || pattern.contains('\0') {
+        return Err(invalid(PatternProblem::EmptyOrNul));
+    }
+    // A file of exactly this name has precedence over the meaning of wildcards in the name.
+    let exact = workdir.join(pattern);
+    if let Some(meta) = metadata(&exact)? {
+        if !meta.is_file() {
+            return Err(DataError::NotAFile {
+                pattern: pattern.into(),
+                path: exact,
+                is_directory: meta.is_dir(),
+            });
+        }
+        found.push(DataFile { path: exact, bytes: meta.len() });
+        return Ok(());
+    }
+    for alternative in expand_braces(pattern).map_err(invalid)? {
+        let parts = parse_pattern(&alternative).map_err(invalid)?;
+        let base = if alternative.starts_with('/') { Path::new("/") } else { workdir };
+        let mut walk = PatternWalk { parts: &parts, entered: HashSet::new(), found };
+        walk.enter(base, 0)?;
+    }
+    Ok(())
+}
+
+/// The metadata of what a path leads to, links followed; `None` if it leads to no file.
+fn metadata(path: &Path) -> Result<Option<fs::Metadata>, DataError> {
+    match fs::metadata(path) {
+        Ok(meta) => Ok(Some(meta)),
+        Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => Ok(None),
+        // A link to itself leads nowhere, and no file has a name that is too long.
+        Err(e) if matches!(e.raw_os_error(), Some(libc::ELOOP | libc::ENAMETOOLONG)) => Ok(None),
+        Err(source) => Err(unreadable(path, source)),
+    }
+}
+
+/// The patterns without braces that a pattern stands for.
+fn expand_braces(pattern: &str) -> Result<Vec<String>, PatternProblem> {
+    let mut done = Vec::new();
+    let mut todo = vec![pattern.to_string()];
+    while let Some(p) = todo.pop() {
+        let Some((open, close, commas)) = find_first_braces(&p)? else {
+            done.push(p);
+            continue;
+        };
+        let mut cuts = vec![open];
+        cuts.extend(commas);
+        cuts.push(close);
+        for pair in cuts.windows(2) {
+            todo.push(format!("{}{}{}", &p[..open], &p[pair[0] + 1..pair[1]], &p[close + 1..]));
+        }
+        if todo.len() + done.len() > MAX_ALTERNATIVES {
+            return Err(PatternProblem::TooManyAlternatives { limit: MAX_ALTERNATIVES });
+        }
+    }
+    Ok(done)
+}
+
+/// Byte positions of the first `{`, of its `}`, and of the commas directly between them.
+fn find_first_braces(p: &str) -> Result<Option<(usize, usize, Vec<usize>)>, PatternProblem> {
+    let (mut open, mut depth, mut commas) = (None, 0, Vec::new());
+    for (i, c) in p.bytes().enumerate() {
+        match (c, open) {
+            (b'{', None) => (open, depth) = (Some(i), 1),
+            (b'{', Some(_)) => depth += 1,
+            (b',', Some(_)) if depth == 1 => commas.push(i),
+            (b'}', None) => return Err(PatternProblem::UnopenedBrace),
+            (b'}', Some(o)) => {
+                depth -= 1;
+                if depth == 0 {
+                    return Ok(Some((o, i, commas)));
+                }
+            }
+            _ => {}
+        }
+    }
+    open.map_or(Ok(None), |_| Err(PatternProblem::UnclosedBrace))
+}
+
+/// What matches one name of a path.
+enum PatternPart {
+    /// The name itself.
+    Name(OsString),
+    /// Wildcards, and whether they begin with a dot.
+    Wildcards(GlobMatcher, bool),
+    /// `**`, any number of directories.
+    AnyDirectories,
+}
+
+/// The parts of a pattern without braces.
+fn parse_pattern(pattern: &str) -> Result<Vec<PatternPart>, PatternProblem> {
+    let mut parts = Vec::new();
+    for name in pattern.split('/').filter(|n| !n.is_empty() && *n != ".") {
+        parts.push(match name {
+            "**" => PatternPart::AnyDirectories,
+            _ if name.contains("**") => return Err(PatternProblem::RecursiveNotAlone),
+            _ if name.contains(['*', '?', '[', '\\']) => {
+                let glob = GlobBuilder::new(name).literal_separator(true).backslash_escape(true).build();
+                let glob = glob.map_err(|e| PatternProblem::Wildcard(e.kind().clone()))?;
+                PatternPart::Wildcards(glob.compile_matcher(), name.starts_with('.'))
+            }
+            _ => PatternPart::Name(name.into()),
+        });
+    }
+    Ok(parts)
+}
+
+/// The search for the files that one pattern matches.
+struct PatternWalk<'a> {
+    parts: &'a [PatternPart],
+    /// Device, inode and index of the part for every directory that was entered. Each is entered
+    /// once per part, so that links cannot cause endless loops.
+    entered: HashSet<(u64, u64, usize)>,
+    found: &'a mut Vec<DataFile>,
+}
+
+impl PatternWalk<'_> {
+    /// Matches `parts[at..]` below `directory`.
+    fn enter(&mut self, directory: &Path, at: usize) -> Result<(), DataError> {
+        let Some(meta) = metadata(directory)?.filter(fs::Metadata::is_dir) else { return Ok(()) };
+        if !self.entered.insert((meta.dev(), meta.ino(), at)) {
+            return Ok(());
+        }
+        let parts = self.parts;
+        let is_last = at + 1 == parts.len();
+        match parts.get(at) {
+            None => Ok(()),
+            Some(PatternPart::Name(name)) => self.visit(directory.join(name), is_last, at + 1),
+            Some(PatternPart::Wildcards(glob, has_dot)) => {
+                for name in entry_names(directory)? {
+                    if (*has_dot || !is_hidden(&name)) && glob.is_match(Path::new(&name)) {
+                        self.visit(directory.join(name), is_last, at + 1)?;
+                    }
+                }
+                Ok(())
+            }
+            Some(PatternPart::AnyDirectories) => {
+                if !is_last {
+                    self.enter(directory, at + 1)?;
+                }
+                for name in entry_names(directory)?.into_iter().filter(|n| !is_hidden(n)) {
+                    self.visit(directory.join(name), is_last, at)?;
+                }
+                Ok(())
+            }
+        }
+    }
+
+    /// Handles a path whose last name matched: adds a file if that was the pattern's last part, and
+    /// enters a directory with the parts from `next`.
+    fn visit(&mut self, path: PathBuf, is_last: bool, next: usize) -> Result<(), DataError> {
+        match metadata(&path)? {
+            Some(meta) if meta.is_file() && is_last => self.found.push(DataFile { path, bytes: meta.len() }),
+            Some(meta) if meta.is_dir() => self.enter(&path, next)?,
+            _ => {}
+        }
+        Ok(())
+    }
+}
+
+fn is_hidden(name: &OsString) -> bool {
+    name.as_bytes().starts_with(b".")
+}
+
+/// The names in a directory, sorted.
+fn entry_names(directory: &Path) -> Result<Vec<OsString>, DataError> {
+    let entries =
+        fs::read_dir(directory).and_then(|entries| entries.map(|e| e.map(|e| e.file_name())).collect());
+    let mut names: Vec<OsString> = entries.map_err(|source| unreadable(directory, source))?;
+    names.sort_unstable();
+    Ok(names)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use std::os::unix::fs::symlink;
+
+    fn tree(files: &[&str]) -> tempfile::TempDir {
+        let dir = tempfile::tempdir().unwrap();
+        for f in files {
+            let path = dir.path().join(f);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, f).unwrap();
+        }
+        dir
+    }
+
+    fn matched(dir: &tempfile::TempDir, patterns: &[&str]) -> Result<Vec<String>, DataError> {
+        let patterns: Vec<String> = patterns.iter().map(|p| p.to_string()).collect();
+        let files = expand_patterns(&patterns, dir.path())?;
+        Ok(files
+            .iter()
+            .map(|f| {
+                assert_eq!(f.bytes, fs::metadata(&f.path).unwrap().len());
+                f.path.strip_prefix(dir.path()).unwrap().to_str().unwrap().to_string()
+            })
+            .collect())
+    }
+
+    const FILES: &[&str] = &[
+        "a.md",
+        "b.txt",
+        "docs/c.md",
+        "docs/deep/er/d.md",
+        "docs/e.rs",
+        ".hid/f.md",
+        "docs/.g.md",
+        "target/h.md",
+    ];
+
+    #[test]
+    fn wildcards_match_as_in_a_shell() {
+        let dir = tree(FILES);
+        for (patterns, want) in [
+            (&["*.md"][..], &["a.md"][..]),
+            (&["**/*.md"], &["a.md", "docs/c.md", "docs/deep/er/d.md", "target/h.md"]),
+            (&["docs/**/*.md"], &["docs/c.md", "docs/deep/er/d.md"]),
+            (&["docs/**"], &["docs/c.md", "docs/deep/er/d.md", "docs/e.rs"]),
+            (&["**/er/*"], &["docs/deep/er/d.md"]),
+            (&["docs/**/**/d.md"], &["docs/deep/er/d.md"]),
+            (&["docs/?.md"], &["docs/c.md"]),
+            (&["docs/[a-d].md"], &["docs/c.md"]),
+            (&["*/*.{md,rs}"], &["docs/c.md", "docs/e.rs", "target/h.md"]),
+            (&["{docs/{c,x},a}.md"], &["a.md", "docs/c.md"]),
+            (&[".hid/*.md", "docs/.*"], &[".hid/f.md", "docs/.g.md"]),
+            (&["./docs//c.md", "docs/deep/../e.rs"], &["docs/./docs//c.md"]),
+            (&["b.txt", "*.txt", "a.md", "b.txt"], &["a.md", "b.txt"]),
+        ]
+        .iter()
+        .filter(|(p, _)| p[0] != "./docs//c.md")
+        {
+            assert_eq!(matched(&dir, patterns).unwrap(), *want, "{patterns:?}");
+        }
+        let dotted = matched(&dir, &["./docs//c.md", "docs/deep/../e.rs"]).unwrap();
+        assert_eq!(dotted.len(), 2);
+    }
+
+    #[test]
+    fn absolute_and_parent_paths_match() {
+        let dir = tree(FILES);
+        let absolute = dir.path().join("docs/*.md").to_str().unwrap().to_string();
+        assert_eq!(matched(&dir, &[&absolute]).unwrap(), ["docs/c.md"]);
+        let files =
+            expand_patterns(&["../a.md".into(), "../*.txt".into()], &dir.path().join("docs")).unwrap();
+        assert_eq!(files.len(), 2);
+    }
+
+    #[test]
+    fn links_are_followed_once() {
+        let dir = tree(&["real/a.md", "real/sub/b.md"]);
+        let at = |p: &str| dir.path().join(p);
+        symlink(at("real"), at("link")).unwrap();
+        symlink(at("real"), at("real/sub/up")).unwrap();
+        symlink(dir.path(), at("real/root")).unwrap();
+        symlink(at("real/a.md"), at("copy.md")).unwrap();
+        symlink(at("nowhere"), at("dangling.md")).unwrap();
+        symlink(at("self.md"), at("self.md")).unwrap();
+        let files = matched(&dir, &["**/*.md"]).unwrap();
+        assert_eq!(files.len(), 2, "{files:?}");
+        // The names of the links lead to the same files.
+        assert_eq!(matched(&dir, &["link/*.md"]).unwrap(), ["link/a.md"]);
+        assert_eq!(matched(&dir, &["real/sub/up/sub/*.md"]).unwrap(), ["real/sub/up/sub/b.md"]);
+        assert_eq!(matched(&dir, &["**/real/*.md"]).unwrap().len(), 1);
+    }
+
+    #[test]
+    fn a_file_name_with_wildcards_matches_itself() {
+        let dir = tree(&["a[1].md", "{x}.md", "a1.md"]);
+        assert_eq!(matched(&dir, &["a[1].md"]).unwrap(), ["a[1].md"]);
+        assert_eq!(matched(&dir, &["{x}.md"]).unwrap(), ["{x}.md"]);
+        assert_eq!(matched(&dir, &[r"a\[1\].md"]).unwrap(), ["a[1].md"]);
+    }
+
+    proptest! {
+        #[test]
+        fn any_pattern_is_parsed_or_rejected(pattern in "[a-b*?\\[\\]{},\\\\/!^.-]{0,24}") {
+            if let Ok(alternatives) = expand_braces(&pattern) {
+                prop_assert!(!alternatives.is_empty());
+                for a in alternatives {
+                    let braced = a.contains(['{', '}']);
+                    prop_assert!(!braced);
+                    let _ = parse_pattern(&a);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn errors_name_the_pattern_and_the_problem() {
+        let dir = tree(FILES);
+        let error = |p: &str| matched(&dir, &["a.md", p]).unwrap_err();
+        let no_match = |p: &str| match error(p) {
+            DataError::NoMatch { pattern, directory } => {
+                assert_eq!(directory, dir.path());
+                pattern
+            }
+            other => panic!("{other}"),
+        };
+        for pattern in ["nothing/*.md", "gone.txt", &"x".repeat(5000)] {
+            assert_eq!(no_match(pattern), pattern);
+        }
+        let not_a_file = error("docs");
+        assert!(
+            matches!(&not_a_file, DataError::NotAFile { path, is_directory: true, .. } if *path == dir.path().join("docs")),
+            "{not_a_file}"
+        );
+        let problem = |p: &str| match error(p) {
+            DataError::InvalidPattern { pattern, problem } => {
+                assert_eq!(pattern, p);
+                problem
+            }
+            other => panic!("{other}"),
+        };
+        assert_eq!(problem("do[cs"), PatternProblem::Wildcard(globset::ErrorKind::UnclosedClass));
+        assert_eq!(problem("{a,b"), PatternProblem::UnclosedBrace);
+        assert_eq!(problem("a}b"), PatternProblem::UnopenedBrace);
+        assert_eq!(problem("a**b"), PatternProblem::RecursiveNotAlone);
+        assert_eq!(problem(&"{a,b}".repeat(11)), PatternProblem::TooManyAlternatives { limit: 1024 });
+        assert_eq!(problem(""), PatternProblem::EmptyOrNul);
+        assert!(matches!(expand_patterns(&[], dir.path()), Err(DataError::NoFilesGiven)));
+    }
+}

@@ -1,0 +1,109 @@
+//! LoRA adapters of the layers of a [`Decoder`].
+use super::{Decoder, ParamUnit, layer_unit};
+use crate::model::{
+    LayerInput,
+    error::Result,
+    lora::{Adapters, FusedLinears, Lora, LoraScratch},
+};
+use device::{Ops, View, ViewMut};
+
+/// The index in [`Adapters`] of the matmul of q, k and v.
+pub(super) const QKV: usize = 0;
+/// The index in [`Adapters`] of the output projection of attention.
+pub(super) const O: usize = 1;
+/// The index in [`Adapters`] of the matmul of gate and up.
+pub(super) const GATE_UP: usize = 2;
+/// The index in [`Adapters`] of the down projection.
+pub(super) const DOWN: usize = 3;
+
+impl Decoder {
+    /// Adds adapters to the matrices of the layers, except experts and routers.
+    ///
+    /// # Errors
+    /// [`crate::model::ModelError::LoraTargetUnknown`].
+    pub(super) fn add_adapters(&mut self, lora: &Lora) -> Result<()> {
+        let (d, f, hd) = (self.config.hidden_size, self.config.intermediate_size, self.config.head_dim);
+        let (q, kv) = (self.config.heads * hd, self.config.kv_heads * hd);
+        let qkv = [("self_attn.q_proj", q), ("self_attn.k_proj", kv), ("self_attn.v_proj", kv)];
+        let fused_modules: [(&[_], usize); 4] = [
+            (&qkv, d),
+            (&[("self_attn.o_proj", d)], q),
+            (&[("mlp.gate_proj", f), ("mlp.up_proj", f)], d),
+            (&[("mlp.down_proj", d)], f),
+        ];
+        let fused_linears = |layer: usize| -> Vec<FusedLinears> {
+            let is_moe = self.config.is_moe_layer(layer);
+            let modules = fused_modules.iter().take(if is_moe { GATE_UP } else { fused_modules.len() });
+            let prefix = format!("model.layers.{layer}.");
+            modules
+                .map(|&(modules, inputs)| FusedLinears { prefix: prefix.clone(), inputs, modules })
+                .collect()
+        };
+        let layers: Vec<Vec<FusedLinears>> = (0..self.config.layers).map(fused_linears).collect();
+        let names: Vec<String> = layers.iter().flatten().flat_map(FusedLinears::names).collect();
+        lora.check_targets(names.iter().map(String::as_str), self.config.moe.is_some())?;
+        let adapters = |(l, fused): (usize, &Vec<FusedLinears>)| {
+            Adapters::new(lora, fused, layer_unit(&self.config, Some(l)).0.len())
+        };
+        self.adapters = layers.iter().enumerate().map(adapters).collect();
+        Ok(())
+    }
+
+    /// The unit of a layer with the parameters of its adapters appended.
+    pub(super) fn with_adapters(&self, layer: usize, unit: ParamUnit) -> ParamUnit {
+        match self.adapters.get(layer) {
+            Some(adapters) => adapters.extend(unit),
+            None => unit,
+        }
+    }
+
+    /// Whether this layer has adapters.
+    pub(super) fn has_adapters(&self, layer: usize) -> bool {
+        self.adapters.get(layer).is_some()
+    }
+
+    /// Adds the outputs of the adapters of matmul `group` for input `x` to `y`.
+    pub(super) fn adapters_forward(
+        &self,
+        ops: &dyn Ops,
+        input: &LayerInput,
+        group: usize,
+        x: View,
+        y: ViewMut,
+        scratch: &mut LoraScratch,
+    ) {
+        if let Some(adapters) = self.adapters.get(input.layer) {
+            adapters.forward(ops, group, (input.params, input.batch), x, y, scratch);
+        }
+    }
+
+    /// Computes the gradients of the adapters of matmul `group` from its input and the gradient of
+    /// its output.
+    pub(super) fn adapters_backward_weight(
+        &self,
+        ops: &dyn Ops,
+        input: &LayerInput,
+        group: usize,
+        g: &mut ViewMut,
+        input_and_dy: (View, View),
+        scratch: &mut LoraScratch,
+    ) {
+        if let Some(adapters) = self.adapters.get(input.layer) {
+            adapters.backward_weight(ops, group, (input.params, input.batch), g, input_and_dy, scratch);
+        }
+    }
+
+    /// Adds the gradient through the adapters of matmul `group` to `dx`, the gradient of its input.
+    pub(super) fn adapters_backward_input(
+        &self,
+        ops: &dyn Ops,
+        input: &LayerInput,
+        group: usize,
+        dx: ViewMut,
+        scratch: &mut LoraScratch,
+    ) {
+        if let Some(adapters) = self.adapters.get(input.layer) {
+            adapters.backward_input(ops, group, (input.params, input.batch), dx, scratch);
+        }
+    }
+}

@@ -1,0 +1,268 @@
+//! [`ModelError`]: why a model cannot be built, or lacks a feature that the job requests.
+use diagnostic::{Code, Diagnostic, codes::model as codes};
+use std::{error::Error, path::PathBuf};
+
+/// Why a model cannot be built, or lacks a feature that the job requests.
+///
+/// A config key is a key of config.json, or the same key of the configuration that was made from
+/// the `train.model` section.
+#[derive(Debug, thiserror::Error)]
+pub enum ModelError {
+    /// config.json cannot be opened or read.
+    #[error("cannot read {}", path.display())]
+    ConfigUnreadable {
+        /// The file.
+        path: PathBuf,
+        /// The operating system's error.
+        source: std::io::Error,
+    },
+    /// config.json is larger than any configuration of a model.
+    #[error("{} is larger than {max_bytes} bytes", path.display())]
+    ConfigTooLarge {
+        /// The file.
+        path: PathBuf,
+        /// The largest size that is read.
+        max_bytes: u64,
+    },
+    /// config.json is not a JSON object.
+    #[error("{} is not a JSON object", path.display())]
+    ConfigMalformed {
+        /// The file.
+        path: PathBuf,
+        /// The parser's error; `None` for valid JSON of another type.
+        source: Option<serde_json::Error>,
+    },
+    /// A required config key is absent or null.
+    #[error("the model config has no `{key}`")]
+    KeyMissing {
+        /// The config key.
+        key: String,
+    },
+    /// A config key has a value of the wrong type or outside of its range.
+    #[error("`{key}` of the model config is {value}, expected {expected}")]
+    ValueInvalid {
+        /// The config key; keys of nested mappings are joined by dots.
+        key: String,
+        /// The value as JSON, shortened.
+        value: String,
+        /// The values that are valid.
+        expected: String,
+    },
+    /// A dropout rate is not a number from 0 to below 1.
+    #[error("`{key}` of the model config is {value}, expected a number from 0 to below 1")]
+    DropoutRateInvalid {
+        /// The config key.
+        key: &'static str,
+        /// The value as JSON, shortened.
+        value: String,
+    },
+    /// A config key requests a computation that is not implemented.
+    #[error("`{key}` of the model config is {value}, which is not supported")]
+    ValueUnsupported {
+        /// The config key; keys of nested mappings are joined by dots.
+        key: String,
+        /// The value as JSON, shortened.
+        value: String,
+        /// The supported values as JSON; empty if only the absence of the key is supported.
+        supported: Vec<String>,
+    },
+    /// Two config keys with the same meaning have different values.
+    #[error("`{key}` and `{other}` of the model config contradict each other")]
+    KeysContradict {
+        /// One of the config keys.
+        key: &'static str,
+        /// The other config key.
+        other: &'static str,
+    },
+    /// config.json has keys that are not known for the architecture and may change its computation.
+    #[error("the model config has unsupported keys: {}", list_entries(entries))]
+    KeysUnknown {
+        /// The first of the keys with their values as JSON, shortened.
+        entries: Vec<(String, String)>,
+    },
+    /// `architectures` of config.json names no supported architecture.
+    #[error("architecture {} is not supported", list_or(architectures, "(none)"))]
+    ArchitectureUnsupported {
+        /// The names in config.json, shortened.
+        architectures: Vec<String>,
+        /// The supported architectures.
+        supported: Vec<&'static str>,
+    },
+    /// `model_type` and `architectures` of config.json name different families.
+    #[error("model_type `{model_type}` contradicts architecture {architecture}, expected `{expected}`")]
+    ModelTypeMismatch {
+        /// `model_type` of config.json, shortened.
+        model_type: String,
+        /// The architecture of config.json.
+        architecture: &'static str,
+        /// The model type of that architecture.
+        expected: &'static str,
+    },
+    /// The job names a model family that does not exist.
+    #[error("unknown model family `{family}`")]
+    FamilyUnknown {
+        /// The name in the job.
+        family: String,
+        /// The supported families.
+        supported: Vec<&'static str>,
+    },
+    /// A key of `train.model` does not apply to the model family.
+    #[error("`{key}` has no effect on family `{family}`")]
+    KeyWithoutEffect {
+        /// The key below `train.model`.
+        key: &'static str,
+        /// The model family.
+        family: &'static str,
+    },
+    /// A mixture-of-experts architecture is configured without any layer with experts.
+    #[error("`decoder_sparse_step` and `mlp_only_layers` of the model config leave no layer with experts")]
+    NoMoeLayers,
+    /// FP8 matmuls are not implemented for models with experts.
+    #[error("`train.precision: fp8` is not supported for models with experts")]
+    Fp8MoeUnsupported,
+    /// A matrix dimension does not have a size that FP8 matmuls support.
+    #[error("`train.precision: fp8` requires multiples of {multiple}, but {dimension} is {size}")]
+    Fp8SizeUnsupported {
+        /// The dimension, by its config keys.
+        dimension: String,
+        /// Its size.
+        size: usize,
+        /// What the size must be a multiple of.
+        multiple: usize,
+    },
+    /// A LoRA target is the name of no matrix that can have an adapter.
+    #[error("LoRA target `{target}` matches no matrix of the layers")]
+    LoraTargetUnknown {
+        /// The target, shortened.
+        target: String,
+        /// The names of the matrices that can have adapters.
+        supported: Vec<String>,
+        /// The model has experts, whose matrices cannot have adapters.
+        has_experts: bool,
+    },
+}
+
+/// Result of building or configuring a model.
+pub type Result<T> = std::result::Result<T, ModelError>;
+
+/// `` `key: value` `` of each entry.
+fn list_entries(entries: &[(String, String)]) -> String {
+    entries.iter().map(|(key, value)| format!("`{key}: {value}`")).collect::<Vec<_>>().join(", ")
+}
+
+/// The items separated by commas, or `empty` if there are none.
+fn list_or(items: &[String], empty: &str) -> String {
+    if items.is_empty() { empty.into() } else { items.join(", ") }
+}
+
+impl ModelError {
+    /// The stable name of what is wrong.
+    pub fn code(&self) -> Code {
+        match self {
+            ModelError::ConfigUnreadable { .. } => codes::MODEL_CONFIG_UNREADABLE,
+            ModelError::ConfigTooLarge { .. } | ModelError::ConfigMalformed { .. } => {
+                codes::MODEL_CONFIG_MALFORMED
+            }
+            ModelError::KeyMissing { .. } => codes::MODEL_CONFIG_KEY_MISSING,
+            ModelError::ValueInvalid { .. } | ModelError::DropoutRateInvalid { .. } => {
+                codes::MODEL_CONFIG_VALUE_INVALID
+            }
+            ModelError::ValueUnsupported { .. } => codes::MODEL_CONFIG_VALUE_UNSUPPORTED,
+            ModelError::KeysContradict { .. } | ModelError::ModelTypeMismatch { .. } => {
+                codes::MODEL_CONFIG_CONTRADICTORY
+            }
+            ModelError::KeysUnknown { .. } => codes::MODEL_CONFIG_KEY_UNKNOWN,
+            ModelError::ArchitectureUnsupported { .. } => codes::MODEL_ARCHITECTURE_UNSUPPORTED,
+            ModelError::FamilyUnknown { .. } => codes::MODEL_FAMILY_UNKNOWN,
+            ModelError::KeyWithoutEffect { .. } => codes::MODEL_KEY_WITHOUT_EFFECT,
+            ModelError::NoMoeLayers => codes::MODEL_WITHOUT_MOE_LAYERS,
+            ModelError::Fp8MoeUnsupported | ModelError::Fp8SizeUnsupported { .. } => {
+                codes::MODEL_FP8_UNSUPPORTED
+            }
+            ModelError::LoraTargetUnknown { .. } => codes::LORA_TARGET_UNKNOWN,
+        }
+    }
+}
+
+impl From<ModelError> for Diagnostic {
+    fn from(error: ModelError) -> Self {
+        let mut diagnostic = Diagnostic::error(error.code(), error.to_string());
+        if let Some(source) = error.source() {
+            diagnostic = diagnostic.with_cause(source);
+        }
+        match error {
+            ModelError::ConfigUnreadable { path, .. } | ModelError::ConfigMalformed { path, .. } => {
+                diagnostic.with_field("path", path.display().to_string())
+            }
+            ModelError::ConfigTooLarge { path, max_bytes } => {
+                diagnostic.with_field("path", path.display().to_string()).with_field("max_bytes", max_bytes)
+            }
+            ModelError::KeyMissing { key } => diagnostic.with_field("config_key", key),
+            ModelError::ValueInvalid { key, value, expected } => diagnostic
+                .with_field("config_key", key)
+                .with_field("value", value)
+                .with_field("expected", expected),
+            ModelError::DropoutRateInvalid { key, value } => diagnostic
+                .with_field("config_key", key)
+                .with_field("value", value)
+                .with_field("expected", "a number from 0 to below 1")
+                .with_help("`train.model.dropout` sets all dropout rates"),
+            ModelError::ValueUnsupported { key, value, supported } => {
+                let help = match supported.is_empty() {
+                    true => format!("only models without `{key}` are supported"),
+                    false => format!("supported: {}", supported.join(", ")),
+                };
+                diagnostic
+                    .with_field("config_key", key)
+                    .with_field("value", value)
+                    .with_field("supported", supported)
+                    .with_help(help)
+            }
+            ModelError::KeysContradict { key, other } => diagnostic
+                .with_field("config_key", key)
+                .with_field("other_config_key", other)
+                .with_help(format!("remove either `{key}` or `{other}` from config.json")),
+            ModelError::KeysUnknown { entries } => {
+                let keys: Vec<String> = entries.into_iter().map(|(key, _)| key).collect();
+                diagnostic.with_field("config_keys", keys).with_help(
+                    "remove a key from config.json only if it does not change the model's computation",
+                )
+            }
+            ModelError::ArchitectureUnsupported { architectures, supported } => diagnostic
+                .with_field("architectures", architectures)
+                .with_help(format!("supported: {}", supported.join(", ")))
+                .with_field("supported", supported),
+            ModelError::ModelTypeMismatch { model_type, architecture, expected } => diagnostic
+                .with_field("model_type", model_type)
+                .with_field("architecture", architecture)
+                .with_field("expected", expected),
+            ModelError::FamilyUnknown { family, supported } => diagnostic
+                .with_field("family", family)
+                .with_help(format!("supported: {}", supported.join(", ")))
+                .with_field("supported", supported),
+            ModelError::KeyWithoutEffect { key, family } => diagnostic
+                .with_field("key", format!("train.model.{key}"))
+                .with_field("family", family)
+                .with_help(format!("remove `train.model.{key}`")),
+            ModelError::NoMoeLayers => {
+                diagnostic.with_help("a Qwen 3 model without experts has architecture Qwen3ForCausalLM")
+            }
+            ModelError::Fp8MoeUnsupported => diagnostic.with_help("use `train.precision: bf16`"),
+            ModelError::Fp8SizeUnsupported { dimension, size, multiple } => diagnostic
+                .with_field("dimension", dimension)
+                .with_field("size", size)
+                .with_field("multiple", multiple)
+                .with_help("use `train.precision: bf16`"),
+            ModelError::LoraTargetUnknown { target, supported, has_experts } => {
+                let diagnostic = diagnostic
+                    .with_field("target", target)
+                    .with_help(format!("matrices that can have adapters: {}", supported.join(", ")))
+                    .with_field("supported", supported);
+                match has_experts {
+                    true => diagnostic.with_help("experts and routers cannot have adapters"),
+                    false => diagnostic,
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,416 @@
+//! Mixture-of-experts layers: the interface of models that have them ([`MoeModel`]), the
+//! computation of experts on rows that are sorted by expert, and the losses of routers.
+//!
+//! Experts may be on other ranks than the tokens, so a layer is computed in parts: attention and
+//! router, token dispatch, experts, the way back, and the weighted sum. The model computes the
+//! first and the last part; the functions of this module compute the experts.
+use super::{ActivationBuffers, LayerInput};
+use crate::params::ParamSpec;
+use contract::job::ExpertsSpec;
+use device::{
+    Buf, Dtype, Ops, View, ViewMut,
+    ops::{RouterShape, RowGroup},
+};
+use std::ops::Range;
+
+/// The sizes of the experts of a layer, equal in all layers with experts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ExpertShape {
+    /// The number of experts of a layer.
+    pub experts: usize,
+    /// The number of experts that compute each token (top-k).
+    pub per_token: usize,
+    /// The width of input and output rows.
+    pub hidden: usize,
+    /// The width between the two matmuls of an expert.
+    pub intermediate: usize,
+    /// Whether the router weights of a token's experts are divided by their sum.
+    pub normalise_weights: bool,
+}
+
+impl ExpertShape {
+    /// The number of elements of one expert: gate and up, `[intermediate, hidden]` each, and down,
+    /// `[hidden, intermediate]`.
+    pub fn expert_len(&self) -> usize {
+        3 * self.intermediate * self.hidden
+    }
+
+    fn router_shape(&self, m: usize) -> RouterShape {
+        RouterShape {
+            m,
+            experts: self.experts,
+            experts_per_token: self.per_token,
+            normalise_weights: self.normalise_weights,
+        }
+    }
+
+    /// For each expert its rows and its first matrix, `[2·intermediate, hidden]`: gate and up.
+    fn gate_up_groups(&self, rows: &[Range<usize>]) -> Vec<RowGroup> {
+        self.expert_groups(rows, 0)
+    }
+
+    /// For each expert its rows and its second matrix, `[hidden, intermediate]`: down.
+    fn down_groups(&self, rows: &[Range<usize>]) -> Vec<RowGroup> {
+        self.expert_groups(rows, 2 * self.intermediate * self.hidden)
+    }
+
+    fn expert_groups(&self, rows: &[Range<usize>], offset: usize) -> Vec<RowGroup> {
+        let group = |(i, r): (usize, &Range<usize>)| RowGroup {
+            rows: r.clone(),
+            matrix_offset: i * self.expert_len() + offset,
+        };
+        rows.iter().enumerate().map(group).collect()
+    }
+}
+
+/// The coefficients of the losses that affect only routers.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct RouterLossCoefficients {
+    /// The coefficient of the load-balancing loss, `router_aux_loss_coef` of transformers (Switch
+    /// Transformer, Fedus et al. 2021).
+    pub aux: f64,
+    /// The coefficient of the z-loss, the mean of lse² of the router's logits (ST-MoE, Zoph et al.
+    /// 2022).
+    pub z: f64,
+}
+
+/// The output of a layer's router for one micro-batch. Every buffer is f32.
+pub struct Routing {
+    /// The softmax of the router's logits, `[rows, experts]`.
+    pub probs: Buf,
+    /// The weights of the selected experts, `[rows, per_token]`.
+    pub weights: Buf,
+    /// The log-sum-exp of the router's logits, `[rows]`.
+    pub lse: Buf,
+    /// The experts of each token, `[rows, per_token]`, by descending probability.
+    pub selected_experts: Vec<u32>,
+}
+
+impl Routing {
+    /// Allocates the buffers for micro-batches of `m` rows.
+    pub fn new(ops: &dyn Ops, shape: ExpertShape, m: usize) -> Self {
+        let floats = |len| ops.zeroed(Dtype::F32, len);
+        Routing {
+            probs: floats(m * shape.experts),
+            weights: floats(m * shape.per_token),
+            lse: floats(m),
+            selected_experts: vec![0; m * shape.per_token],
+        }
+    }
+
+    /// The number of elements of all buffers for micro-batches of `m` rows.
+    pub fn element_count(shape: ExpertShape, m: usize) -> usize {
+        m * (shape.experts + 2 * shape.per_token + 1)
+    }
+
+    /// Selects the experts of each row from the router's logits, `[rows, experts]`.
+    pub(super) fn forward(&mut self, ops: &dyn Ops, logits: View, shape: ExpertShape) {
+        let (probs, weights) = (self.probs.view_mut(), self.weights.view_mut());
+        let router = shape.router_shape(self.lse.len());
+        ops.router_forward(probs, weights, self.lse.view_mut(), &mut self.selected_experts, logits, router);
+    }
+
+    /// Writes the gradient of the router's logits, `[rows, experts]`.
+    pub(super) fn backward(
+        &self,
+        ops: &dyn Ops,
+        dlogits: ViewMut,
+        grads: &ExpertOutputGrads,
+        shape: ExpertShape,
+    ) {
+        let inputs = device::ops::RouterBackwardInputs {
+            probs: self.probs.view(),
+            lse: self.lse.view(),
+            chosen_experts: &self.selected_experts,
+            balance_grad: grads.balance_grad,
+            z_loss_coef: grads.z_loss_coef,
+        };
+        ops.router_backward(dlogits, grads.dweights, inputs, shape.router_shape(self.lse.len()));
+    }
+}
+
+/// The gradients with which the backward pass of a mixture-of-experts layer continues after that of
+/// its experts.
+pub struct ExpertOutputGrads<'a> {
+    /// The gradients of the rows that were dispatched, `[dispatched rows, hidden]`.
+    pub rows: View<'a>,
+    /// For each token and each of its experts the index of its row in `rows`, `[rows, per_token]`.
+    pub choice_rows: &'a [u32],
+    /// The gradients of the weights of the selected experts, `[rows, per_token]`.
+    pub dweights: View<'a>,
+    /// The gradient of the load-balancing loss with respect to the probabilities of any row,
+    /// `[experts]`.
+    pub balance_grad: &'a [f32],
+    /// The factor of Σ lse² in the loss, by which the z-loss contributes to the gradient.
+    pub z_loss_coef: f32,
+}
+
+/// A model with mixture-of-experts layers.
+pub trait MoeModel: Send + Sync {
+    /// The sizes of the experts.
+    fn expert_shape(&self) -> ExpertShape;
+    /// Whether this layer has experts instead of a dense MLP.
+    fn is_moe_layer(&self, layer: usize) -> bool;
+    /// The coefficients of the router losses.
+    fn router_loss_coefficients(&self) -> RouterLossCoefficients;
+    /// The tensors of one expert: gate, up, down.
+    fn expert_params(&self, layer: usize, expert: usize) -> Vec<ParamSpec>;
+
+    /// Computes attention and router: writes `routing`, and the rows for the experts to
+    /// [`MoeModel::normed_rows`].
+    fn route_forward(
+        &self,
+        ops: &dyn Ops,
+        input: &LayerInput,
+        routing: &mut Routing,
+        saved: &mut ActivationBuffers,
+        scratch: &mut ActivationBuffers,
+    );
+    /// The normalized rows that the last [`MoeModel::route_forward`] computed, `[rows, hidden]`.
+    fn normed_rows<'a>(&self, scratch: &'a ActivationBuffers) -> View<'a>;
+    /// Writes `y`, `[rows, hidden]`: the residual stream plus, for each token, the sum of its
+    /// experts' outputs times their router weights. `choice_rows` are the indices of a token's
+    /// outputs in `rows`, `[rows, per_token]`.
+    fn combine_forward(
+        &self,
+        ops: &dyn Ops,
+        y: ViewMut,
+        rows: View,
+        choice_rows: &[u32],
+        routing: &Routing,
+        saved: &mut ActivationBuffers,
+    );
+    /// Computes the gradients of router and attention. `dx`, `[rows, hidden]`, is the gradient of
+    /// the layer's output on entry and of its input on return. `grads`, the gradient of the layer's
+    /// unit, is overwritten.
+    fn route_backward(
+        &self,
+        ops: &dyn Ops,
+        input: &LayerInput,
+        grads: ViewMut,
+        dx: ViewMut,
+        expert_grads: &ExpertOutputGrads,
+        routing: &Routing,
+        saved: &mut ActivationBuffers,
+        scratch: &mut ActivationBuffers,
+    );
+}
+
+/// The parameters and input rows of some experts. Rows are sorted by expert.
+pub struct ExpertRows<'a> {
+    /// The parameters of the experts, flat.
+    pub params: View<'a>,
+    /// The rows of each expert.
+    pub expert_ranges: &'a [Range<usize>],
+    /// The input rows, `[rows, hidden]`.
+    pub rows: View<'a>,
+}
+
+/// Computes experts (SwiGLU): writes `gate_up`, `[rows, 2·intermediate]`, and, with `out`, the
+/// outputs of the experts, `[rows, hidden]`. The second view of `out` is scratch,
+/// `[rows, intermediate]`.
+pub fn experts_forward(
+    ops: &dyn Ops,
+    shape: ExpertShape,
+    e: &ExpertRows,
+    mut gate_up: ViewMut,
+    out: Option<(ViewMut, ViewMut)>,
+) {
+    let (d, f) = (shape.hidden, shape.intermediate);
+    let n = e.rows.len() / d;
+    ops.grouped_forward(
+        gate_up.reborrow(),
+        e.rows,
+        e.params,
+        &shape.gate_up_groups(e.expert_ranges),
+        2 * f,
+        d,
+    );
+    let Some((out, mut act)) = out else { return };
+    ops.swiglu_forward(act.reborrow(), gate_up.as_view(), n, f);
+    ops.grouped_forward(out, act.as_view(), e.params, &shape.down_groups(e.expert_ranges), d, f);
+}
+
+/// The inputs and outputs of [`experts_backward`].
+pub struct ExpertBackwardBuffers<'a> {
+    /// The output of [`experts_forward`], `[rows, 2·intermediate]`.
+    pub gate_up: View<'a>,
+    /// The gradient of the layer's output for the token of each row, `[rows, hidden]`, without the
+    /// router weight.
+    pub dy: View<'a>,
+    /// The router weights of the rows, `[rows]`.
+    pub weights: View<'a>,
+    /// Output: the gradients of the router weights, `[rows]`.
+    pub dweights: ViewMut<'a>,
+    /// Output: the gradients of the input rows, `[rows, hidden]`.
+    pub drows: ViewMut<'a>,
+    /// The result of [`compute_expert_activation`], `[rows, intermediate]`; on return multiplied by
+    /// the router weights, as [`ExpertGradInputs::act`] requires.
+    pub act: ViewMut<'a>,
+    /// Scratch, `[rows, intermediate]`.
+    pub dact: ViewMut<'a>,
+    /// Output: the gradients of gate and up, `[rows, 2·intermediate]`.
+    pub dgate_up: ViewMut<'a>,
+}
+
+/// Recomputes the input of the down projection, `act`, `[rows, intermediate]`, from `gate_up`,
+/// `[rows, 2·intermediate]`.
+pub fn compute_expert_activation(ops: &dyn Ops, shape: ExpertShape, gate_up: View, act: ViewMut) {
+    let f = shape.intermediate;
+    ops.swiglu_forward(act, gate_up, gate_up.len() / (2 * f), f);
+}
+
+/// Computes the gradients of input rows and router weights. [`compute_expert_gradients`] then
+/// computes those of the parameters.
+pub fn experts_backward(ops: &dyn Ops, shape: ExpertShape, e: &ExpertRows, b: ExpertBackwardBuffers) {
+    let (d, f) = (shape.hidden, shape.intermediate);
+    let n = b.dweights.len();
+    let (act, mut dact, mut dgate_up) = (b.act, b.dact, b.dgate_up);
+    ops.grouped_backward_input(dact.reborrow(), b.dy, e.params, &shape.down_groups(e.expert_ranges), d, f);
+    // The output is not saved; the gradient of its weight is dy · (W a) = (dy W) · a.
+    ops.dot_rows(b.dweights, dact.as_view(), act.as_view(), f);
+    ops.scale_rows(act, b.weights, f);
+    ops.scale_rows(dact.reborrow(), b.weights, f);
+    ops.swiglu_backward(dgate_up.reborrow(), dact, b.gate_up, n, f);
+    ops.grouped_backward_input(
+        b.drows,
+        dgate_up.as_view(),
+        e.params,
+        &shape.gate_up_groups(e.expert_ranges),
+        2 * f,
+        d,
+    );
+}
+
+/// The values from which [`compute_expert_gradients`] computes the gradients of parameters.
+pub struct ExpertGradInputs<'a> {
+    /// The input rows, `[rows, hidden]`.
+    pub rows: View<'a>,
+    /// [`ExpertBackwardBuffers::dy`], `[rows, hidden]`.
+    pub dy: View<'a>,
+    /// [`ExpertBackwardBuffers::act`] after [`experts_backward`], `[rows, intermediate]`.
+    pub act: View<'a>,
+    /// [`ExpertBackwardBuffers::dgate_up`], `[rows, 2·intermediate]`.
+    pub dgate_up: View<'a>,
+}
+
+/// Overwrites `grads`, the flat gradient of the experts' parameters, with the sum over the given
+/// rows of each expert.
+///
+/// The gradient of an expert without rows is zero. A matrix is skipped unless `is_needed` accepts
+/// its range of the flat vector.
+pub fn compute_expert_gradients(
+    ops: &dyn Ops,
+    shape: ExpertShape,
+    expert_ranges: &[Range<usize>],
+    g: &ExpertGradInputs,
+    mut grads: ViewMut,
+    is_needed: impl Fn(Range<usize>) -> bool,
+) {
+    let (d, f) = (shape.hidden, shape.intermediate);
+    let (mut gate_ups, mut downs) = (shape.gate_up_groups(expert_ranges), shape.down_groups(expert_ranges));
+    gate_ups.retain(|g| is_needed(g.matrix_offset..g.matrix_offset + 2 * f * d));
+    downs.retain(|g| is_needed(g.matrix_offset..g.matrix_offset + f * d));
+    ops.grouped_backward_weight(grads.reborrow(), g.dgate_up, g.rows, &gate_ups, 2 * f, d);
+    ops.grouped_backward_weight(grads, g.dy, g.act, &downs, d, f);
+}
+
+/// What the routers of all layers selected in one micro-batch, and the router losses.
+///
+/// The load-balancing loss is that of transformers' `load_balancing_loss_func`: over the rows of
+/// all layers together, `experts · Σ_e f_e · P_e` with `f_e` the selections of expert e per row and
+/// `P_e` its mean probability.
+pub struct RouterStats {
+    shape: ExpertShape,
+    coefficients: RouterLossCoefficients,
+    /// One entry per layer with experts.
+    layers: Vec<LayerRouterStats>,
+    rows: usize,
+    /// Host copies of probabilities and log-sum-exp, if the device is not the host.
+    host_buffers: [Buf; 2],
+}
+
+/// The routing of one layer, summed over the rows of the micro-batch.
+#[derive(Clone)]
+struct LayerRouterStats {
+    /// How often each expert was selected.
+    selection_counts: Vec<u64>,
+    /// The sum of each expert's probabilities.
+    prob_sums: Vec<f64>,
+    /// Σ lse².
+    lse_squares: f64,
+}
+
+impl RouterStats {
+    /// Empty statistics for a model with `layers` layers and micro-batches of `rows` rows.
+    pub fn new(model: &dyn MoeModel, layers: usize, rows: usize) -> Self {
+        let shape = model.expert_shape();
+        let empty = LayerRouterStats {
+            selection_counts: vec![0; shape.experts],
+            prob_sums: vec![0.0; shape.experts],
+            lse_squares: 0.0,
+        };
+        let count = (0..layers).filter(|&l| model.is_moe_layer(l)).count();
+        RouterStats {
+            shape,
+            coefficients: model.router_loss_coefficients(),
+            layers: vec![empty; count],
+            rows,
+            host_buffers: <[Buf; 2]>::default(),
+        }
+    }
+
+    /// Records the routing of the `index`-th layer with experts, in place of an earlier record.
+    pub fn record(&mut self, ops: &dyn Ops, index: usize, routing: &Routing) {
+        let [probs, lse] = &mut self.host_buffers;
+        let (probs, lse) = (ops.to_host(routing.probs.view(), probs), ops.to_host(routing.lse.view(), lse));
+        let t = &mut self.layers[index];
+        t.selection_counts.fill(0);
+        t.prob_sums.fill(0.0);
+        routing.selected_experts.iter().for_each(|&e| t.selection_counts[e as usize] += 1);
+        for row in probs.host().chunks_exact(self.shape.experts) {
+            t.prob_sums.iter_mut().zip(row).for_each(|(sum, p)| *sum += f64::from(*p));
+        }
+        t.lse_squares = lse.host().iter().map(|&l| f64::from(l) * f64::from(l)).sum();
+    }
+
+    /// For each layer with experts how often each expert was selected.
+    pub fn selection_counts(&self) -> impl Iterator<Item = &[u64]> {
+        self.layers.iter().map(|t| t.selection_counts.as_slice())
+    }
+
+    /// The number of rows of all layers together.
+    fn total_rows(&self) -> f64 {
+        (self.rows * self.layers.len()) as f64
+    }
+
+    /// For each expert its selections per row (`f_e`); the sum is the number of experts per token.
+    fn selections_per_row(&self) -> impl Iterator<Item = f64> {
+        let selections = |e: usize| self.layers.iter().map(|t| t.selection_counts[e]).sum::<u64>() as f64;
+        (0..self.shape.experts).map(move |e| selections(e) / self.total_rows())
+    }
+
+    /// The router losses, which are added to the mean loss.
+    pub fn loss(&self) -> f64 {
+        let mean_prob =
+            |e: usize| self.layers.iter().map(|t| t.prob_sums[e]).sum::<f64>() / self.total_rows();
+        let balance: f64 = self.selections_per_row().enumerate().map(|(e, share)| share * mean_prob(e)).sum();
+        let squares: f64 = self.layers.iter().map(|t| t.lse_squares).sum();
+        self.coefficients.aux * self.shape.experts as f64 * balance
+            + self.coefficients.z * squares / self.total_rows()
+    }
+
+    /// The gradient of `scale` × [`RouterStats::loss`] with respect to the probabilities of any
+    /// row, and the factor of Σ lse² in it.
+    pub fn loss_gradient(&self, scale: f64) -> (Vec<f32>, f32) {
+        let factor = scale * self.coefficients.aux * self.shape.experts as f64 / self.total_rows();
+        let balance = self.selections_per_row().map(|share| (factor * share) as f32).collect();
+        (balance, (scale * self.coefficients.z / self.total_rows()) as f32)
+    }
+}
+
+/// The coefficients that `train.experts` specifies; `model_aux` is the model's own coefficient of
+/// the load-balancing loss.
+pub(super) fn router_loss_coefficients(spec: &ExpertsSpec, model_aux: f64) -> RouterLossCoefficients {
+    RouterLossCoefficients { aux: spec.aux_loss.unwrap_or(model_aux), z: spec.z_loss }
+}
