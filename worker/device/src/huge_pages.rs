@@ -1,6 +1,6 @@
 //! Host memory of large buffers, in huge pages if the kernel provides them.
 //!
-//! Matmuls are 5 to 8 % slower if their operands are in small pages (docs/benchmarks/cpu.md).
+//! Matmuls of weight gradients are 5 to 8 % slower with small pages (docs/benchmarks/cpu.md).
 //! Huge pages are only requested for the part of a buffer that fills them completely, so a buffer
 //! takes no more memory than its bytes.
 use crate::buffer::MemoryOwner;
