@@ -99,8 +99,8 @@ fn cargo_metadata() -> Value {
 
 // --- what only one module may do ----------------------------------------------------------------------------------------
 
-/// A rule: the code of `within` contains no name of `names`, except in `only`. Tests and comments are
-/// ignored.
+/// A rule: the code of `within` contains no name of `names`, except in `only`. Tests and comments
+/// are ignored.
 struct Rule {
     what: &'static str,
     within: &'static [&'static str],
@@ -296,8 +296,8 @@ fn the_checker_sees_code_and_only_code() {
     assert_eq!(violations(&paths, &["ckpt::"]), [(2, "ckpt::")]);
 }
 
-/// Line and name of every restricted name in the code. A name that starts with a letter must start a
-/// word, and a crate or module (`name::`) must start a path.
+/// Line and name of every restricted name in the code. A name that starts with a letter must start
+/// a word, and a crate or module (`name::`) must start a path.
 fn violations(code: &[(usize, String)], names: &[&'static str]) -> Vec<(usize, &'static str)> {
     let mut found = Vec::new();
     for (number, line) in code {

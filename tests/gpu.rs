@@ -1,4 +1,5 @@
-//! `scripts/gpu-check`, `launch check` and training jobs on GPUs, with an emulated GPU and without one.
+//! `scripts/gpu-check`, `launch check` and training jobs on GPUs, with an emulated GPU and without
+//! one.
 #[path = "../worker/device/tests/emulated_gpu/mod.rs"]
 mod emulated_gpu;
 #[path = "../worker/comm/tests/nccl/emulated_nccl.rs"]
@@ -14,8 +15,8 @@ type EmulatorSetting = (&'static str, &'static str);
 /// The default configuration of the emulated GPU.
 const DEFAULT: EmulatorSetting = ("EMULATED_GPU_COUNT", "1");
 
-/// Runs `scripts/gpu-check` with the executable under test and the CUDA libraries of this directory.
-/// Returns the exit code, and the report with errors.
+/// Runs `scripts/gpu-check` with the executable under test and the CUDA libraries of this
+/// directory. Returns the exit code, and the report with errors.
 fn gpu_check(libraries: &Path, arguments: &[&str]) -> (Option<i32>, String) {
     gpu_check_with(libraries, arguments, DEFAULT)
 }
@@ -129,8 +130,8 @@ fn the_attention_of_cudnn_is_checked_where_it_is_installed() {
     assert_eq!((code, error_codes(&text)), (Some(1), vec!["cuda-call-failed"]), "{text}");
 }
 
-/// The emulator runs the threads of a block in reverse order: a kernel that lacks a barrier computes
-/// other numbers.
+/// The emulator runs the threads of a block in reverse order: a kernel that lacks a barrier
+/// computes other numbers.
 #[test]
 fn the_order_of_threads_does_not_change_results() {
     let reversed = ("EMULATED_GPU_ORDER", "1");
@@ -157,8 +158,8 @@ fn unusable_drivers_libraries_and_kernels_have_specific_errors() {
     support::assert_snapshot(directory, "unusable_gpus", &messages, &[]);
 }
 
-/// Compares training on the emulated GPU with training on the CPU, with models that are small enough
-/// for the emulator.
+/// Compares training on the emulated GPU with training on the CPU, with models that are small
+/// enough for the emulator.
 #[test]
 fn training_on_an_emulated_gpu_agrees_with_the_cpu() {
     let directories = [emulated_gpu::library_directory(), emulated_nccl::library_directory()];
@@ -252,8 +253,8 @@ fn loss_difference(a: &FinishedRun, b: &FinishedRun) -> f64 {
     a.iter().zip(&b).map(|(a, b)| ((a - b) / b).abs()).fold(0.0, f64::max)
 }
 
-/// Workers that time algorithms at the same time keep the same choice for each matmul. By default no
-/// worker times algorithms.
+/// Workers that time algorithms at the same time keep the same choice for each matmul. By default
+/// no worker times algorithms.
 #[test]
 fn a_job_that_is_not_deterministic_autotunes_matmuls() {
     let place = JobDirectory::new();
@@ -299,8 +300,8 @@ fn cuda_graphs_do_not_change_losses_and_their_use_is_reported() {
     assert_eq!(without.0, measured);
 }
 
-/// Attention by cuDNN when it is requested, when measured times decide, and when it is absent, fails
-/// or computes wrong results.
+/// Attention by cuDNN when it is requested, when measured times decide, and when it is absent,
+/// fails or computes wrong results.
 #[test]
 fn attention_by_cudnn_is_used_if_it_is_requested_or_faster() {
     let place = JobDirectory::new();

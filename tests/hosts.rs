@@ -65,8 +65,8 @@ impl Drop for WorkerProcess {
 }
 
 /// Runs the job of `place` with rank r on host `hosts[r]`. `edit_job` changes the job of each host,
-/// and `on_step(pids, step)` is called for every step that rank 0 reports. Returns the losses and how
-/// each rank ended.
+/// and `on_step(pids, step)` is called for every step that rank 0 reports. Returns the losses and
+/// how each rank ended.
 fn run(
     place: &JobDirectory,
     hosts: &[u32],
@@ -293,9 +293,9 @@ fn required_shared_storage_that_hosts_do_not_share_is_an_error() {
     }
 }
 
-/// Each run except the last is killed after a save. The next one resumes on other hosts with the same
-/// bits. A host without shards reads all of them from the other hosts. At the end rank 0, which wrote
-/// no shard, gathers the weights.
+/// Each run except the last is killed after a save. The next one resumes on other hosts with the
+/// same bits. A host without shards reads all of them from the other hosts. At the end rank 0,
+/// which wrote no shard, gathers the weights.
 #[test]
 fn host_local_shards_resume_bit_equal_with_any_assignment_of_ranks_to_hosts() {
     let place = JobDirectory::new();

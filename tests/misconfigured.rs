@@ -8,8 +8,8 @@ use std::{
     process::{Command, Output},
 };
 
-/// The lines of a job below `train:`, the key that is rejected, and the code of the mistake. The key
-/// is on the line that ends with `#!`.
+/// The lines of a job below `train:`, the key that is rejected, and the code of the mistake. The
+/// key is on the line that ends with `#!`.
 type Case = (&'static str, &'static str, &'static str);
 
 const DATA: &str = "  data: {files: [corpus.txt], seq_len: 32}\n";

@@ -232,8 +232,8 @@ impl RunningJob<'_> {
         kill(Pid::from_raw(self.child.id() as i32), signal).unwrap();
     }
 
-    /// Waits for the end of the controller. No process of the job may remain, unless a signal killed
-    /// the controller.
+    /// Waits for the end of the controller. No process of the job may remain, unless a signal
+    /// killed the controller.
     fn wait(mut self) -> EndedJob {
         let mut stderr = self.child.stderr.take().unwrap();
         let stderr = std::thread::spawn(move || {
@@ -405,8 +405,8 @@ fn a_failing_job_does_not_disturb_another_job() {
     assert_eq!((ended.exit_code(), ended.stdout.as_str()), (0, "[rank 0] fine\n"));
 }
 
-/// Starts a job whose controller has a pseudo-terminal as stdin, stdout and stderr. Returns the other
-/// side of the terminal, too.
+/// Starts a job whose controller has a pseudo-terminal as stdin, stdout and stderr. Returns the
+/// other side of the terminal, too.
 fn start_on_terminal(job: &Job, args: &[&str]) -> (Child, fs::File) {
     let flags = OFlag::O_RDWR | OFlag::O_NOCTTY | OFlag::O_CLOEXEC;
     let terminal = posix_openpt(flags).unwrap();

@@ -1,5 +1,5 @@
-//! Commands that control runs (`ps`, `logs`, `events`, `stop`, detached runs, changed job files) and
-//! `launch import`, with the real executable.
+//! Commands that control runs (`ps`, `logs`, `events`, `stop`, detached runs, changed job files)
+//! and `launch import`, with the real executable.
 #![allow(clippy::unwrap_used)] // a test that panics has failed
 mod support;
 use nix::{

@@ -45,7 +45,8 @@ fn a_run_saved_by_n_workers_resumes_bit_equal_on_m_workers() {
         place.delete_checkpoints();
         let w = workers(n);
         let asynchronous = format!("checkpoint.async={}", n % 2 == 0);
-        // both runs have the schedule of all 20 steps; the second one starts at the checkpoint of step 10
+        // both runs have the schedule of all 20 steps; the second one starts at the checkpoint of
+        // step 10
         place
             .run(&[&w, &asynchronous, "resume.from=never", "checkpoint.every=10", "checkpoint.keep=0"])
             .succeeded();

@@ -87,8 +87,8 @@ impl Hosts {
         self.dir.join(name)
     }
 
-    /// The processes of a host except its init and its sshd: pid on this machine, and command line. Empty
-    /// for a host that is down.
+    /// The processes of a host except its init and its sshd: pid on this machine, and command line.
+    /// Empty for a host that is down.
     pub(crate) fn processes(&self, host: &str) -> Vec<(i32, String)> {
         let first = fs::read_to_string(self.dir.join(host).join("pid1")).unwrap_or_default();
         let Ok(space) = fs::read_link(format!("/proc/{}/ns/pid", first.trim())) else { return Vec::new() };

@@ -71,8 +71,8 @@ impl SeededNumbers {
     }
 }
 
-/// `valid` with a few mutations: flipped bits, maximal lengths, removed or repeated ranges, `tokens` of
-/// the format, and bytes from `other`.
+/// `valid` with a few mutations: flipped bits, maximal lengths, removed or repeated ranges,
+/// `tokens` of the format, and bytes from `other`.
 pub(crate) fn mutated(
     valid: &[u8],
     numbers: &mut SeededNumbers,

@@ -131,7 +131,7 @@ fn run_case(case: &str, rank: usize, joined: comm::Result<ShmComm>) -> Result<()
     match case {
         "small" => (0..3).try_for_each(|seed| checks::run(&comm, seed, 24, 700)),
         "default" => checks::run(&comm, 7, 24, 9000),
-        "large" => large_buffers(&comm),
+        "large" => check_large_buffers(&comm),
         "killed" => {
             let error = run_until_error(&comm, |c| raise_in_rank_1(c, Signal::SIGKILL));
             expect_abort_request(error, "rank 1 was killed")
@@ -146,7 +146,7 @@ fn run_case(case: &str, rank: usize, joined: comm::Result<ShmComm>) -> Result<()
 
 /// Runs every streaming collective with more data than staging holds, and ordered reduce-scatters
 /// with one window and with several.
-fn large_buffers(comm: &ShmComm) -> Result<(), CheckFailure> {
+fn check_large_buffers(comm: &ShmComm) -> Result<(), CheckFailure> {
     let world = comm.world();
     let counts: Vec<usize> = (0..world).map(|r| 1_000_003 * (r % 3)).collect();
     checks::all_gather(comm, 1, &counts)?;

@@ -282,7 +282,7 @@ fn a_timeout_names_the_missing_ranks() {
 }
 
 #[test]
-fn a_slow_reader_loses_nothing() {
+fn a_slow_reader_loses_no_data() {
     let len = 4_000_000; // more than socket buffers hold
     let results = run_ranks(&[0, 1, 2], test_limits(), |c| {
         let counts = [len; 3];

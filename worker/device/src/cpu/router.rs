@@ -94,7 +94,8 @@ pub(crate) fn backward(
     });
 }
 
-/// Adds the gradient of the selected experts' weights to the gradient `dprobs` of the probabilities.
+/// Adds the gradient of the selected experts' weights to the gradient `dprobs` of the
+/// probabilities.
 fn add_weight_gradients(
     dprobs: &mut [f32],
     dweights: &[f32],
