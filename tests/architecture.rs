@@ -10,7 +10,7 @@ use std::{
     process::Command,
 };
 
-// --- crates ---------------------------------------------------------------------------------------------------------
+// --- crates --------------------------------------------------------------------------------------
 
 /// The workspace's crates, each with those of the workspace that it may depend on.
 const CRATES: &[(&str, &[&str])] = &[
@@ -97,7 +97,7 @@ fn cargo_metadata() -> Value {
     serde_json::from_slice(&output.stdout).expect("JSON")
 }
 
-// --- what only one module may do ----------------------------------------------------------------------------------------
+// --- what only one module may do -----------------------------------------------------------------
 
 /// A rule: the code of `within` contains no name of `names`, except in `only`. Tests and comments
 /// are ignored.
@@ -371,7 +371,7 @@ fn sources() -> Vec<(String, Vec<(usize, String)>)> {
         .collect()
 }
 
-// --- the map --------------------------------------------------------------------------------------------------------------
+// --- the map -------------------------------------------------------------------------------------
 
 #[test]
 fn the_map_shows_every_directory() {
@@ -431,7 +431,7 @@ fn dead_paths_are_found() {
     assert_eq!(dead_paths(line, root()), ["docs/none.md#b", "docs/none.md"]);
 }
 
-// --- files ----------------------------------------------------------------------------------------------------------------
+// --- files ---------------------------------------------------------------------------------------
 
 fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))

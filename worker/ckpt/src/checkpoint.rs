@@ -1,5 +1,5 @@
-//! [`Checkpoint`]: reads any range of any tensor of a native checkpoint, and verifies every block before
-//! its bytes are returned.
+//! [`Checkpoint`]: reads any range of any tensor of a native checkpoint, and verifies every block
+//! before its bytes are returned.
 use crate::catalog::{RunFacts, TensorInfo, TensorRole, TextFile, WeightShape, require_same_model};
 use crate::disk::{BLOCK, BlockFile, Buffers, Directory, ReadJob, stream};
 use crate::dtype::Dtype;

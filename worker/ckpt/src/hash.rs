@@ -1,4 +1,5 @@
-//! [`Hash`]: a BLAKE3 hash, serialized as hex digits in text formats and as 32 bytes in binary formats.
+//! [`Hash`]: a BLAKE3 hash, serialized as hex digits in text formats and as 32 bytes in binary
+//! formats.
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 use std::fmt;
 

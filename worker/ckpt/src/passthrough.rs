@@ -1,5 +1,5 @@
-//! [`PassthroughState`]: objects that a conversion copies unchanged, since [`crate::TrainingState`] cannot
-//! represent them.
+//! [`PassthroughState`]: objects that a conversion copies unchanged, since [`crate::TrainingState`]
+//! cannot represent them.
 use crate::catalog::RunFacts;
 use crate::dtype::Dtype;
 use crate::pickle::Object;

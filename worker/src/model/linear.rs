@@ -1,5 +1,5 @@
-//! [`LinearPrecision`]: the matmuls of a layer's matrices, in the compute dtype or in FP8. Adapters,
-//! routers and experts don't use it.
+//! [`LinearPrecision`]: the matmuls of a layer's matrices, in the compute dtype or in FP8.
+//! Adapters, routers and experts don't use it.
 use super::error::{ModelError, Result};
 use device::{
     Buf, Fp8Format, Ops, View, ViewMut,

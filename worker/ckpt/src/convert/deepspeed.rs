@@ -183,7 +183,7 @@ fn loss_scaler(state: &SourceState) -> Object {
 /// An entry of DeepSpeed's optimizer file other than the states: that of the source, or its
 /// default.
 fn optimizer_field(state: &SourceState, key: &str) -> Object {
-    let value = state.extras.optimizer.iter().find(|(k, _)| k == key).map(|(_, v)| v.clone());
+    let value = state.passthrough.optimizer.iter().find(|(k, _)| k == key).map(|(_, v)| v.clone());
     value.unwrap_or_else(|| match key {
         "loss_scaler" => loss_scaler(state),
         "dynamic_loss_scale" => Object::Bool(state.loss_scale.is_some()),
@@ -194,7 +194,7 @@ fn optimizer_field(state: &SourceState, key: &str) -> Object {
 /// Adds the gradient-norm limit where the source has one. Files of stage 3 have none, and an
 /// invented one would override the config's when stages 1 and 2 load it.
 fn add_clipping(state: &SourceState, optimizer: &mut Object) {
-    if let Some((key, clip)) = state.extras.optimizer.iter().find(|(key, _)| key == "clip_grad") {
+    if let Some((key, clip)) = state.passthrough.optimizer.iter().find(|(key, _)| key == "clip_grad") {
         optimizer.set(key, clip.clone());
     }
 }
@@ -333,7 +333,7 @@ fn finish_optimizer_file(
 
 /// The source's DeepSpeed config with the stage and batch size of the result.
 pub(super) fn deepspeed_config(state: &SourceState) -> Object {
-    let source = state.extras.model.iter().find(|(k, _)| k == "ds_config").map(|(_, v)| v.clone());
+    let source = state.passthrough.model.iter().find(|(k, _)| k == "ds_config").map(|(_, v)| v.clone());
     let mut config = source.filter(|c| matches!(c, Object::Dict(_))).unwrap_or(Object::Dict(Vec::new()));
     let mut zero = config.get("zero_optimization").cloned().unwrap_or(Object::Dict(Vec::new()));
     zero.set("stage", Object::Int(state.stage.into()));
@@ -407,8 +407,8 @@ fn module_dict(state: &SourceState, storages: &mut StorageBuilder) -> Object {
     for &b in &state.buffers {
         found.push((state.name(b).to_owned(), full_tensor(state, storages, b, state.tensors[b].dtype)));
     }
-    let position = |name: &str| state.extras.module.iter().position(|n| n == name).unwrap_or(usize::MAX);
-    let order: std::collections::HashMap<String, usize> = match state.extras.module.is_empty() {
+    let position = |name: &str| state.passthrough.module.iter().position(|n| n == name).unwrap_or(usize::MAX);
+    let order: std::collections::HashMap<String, usize> = match state.passthrough.module.is_empty() {
         true => (0..state.tensors.len()).map(|i| (state.tensors[i].name.clone(), i)).collect(),
         false => found.iter().map(|(n, _)| (n.clone(), position(n))).collect(),
     };
@@ -456,12 +456,12 @@ pub(super) fn engine_entries(
     storages: &mut StorageBuilder,
     world: u32,
 ) -> Vec<(String, Object)> {
-    let source_entry = |key: &str| state.extras.model.iter().find(|(k, _)| k == key).map(|(_, v)| v);
-    let mut pairs = vec![("lr_scheduler".to_owned(), storages.adopt(&state.extras.scheduler))];
+    let source_entry = |key: &str| state.passthrough.model.iter().find(|(k, _)| k == key).map(|(_, v)| v);
+    let mut pairs = vec![("lr_scheduler".to_owned(), storages.adopt(&state.passthrough.scheduler))];
     for key in ["data_sampler", "random_ltd"] {
         pairs.push((key.into(), storages.adopt(source_entry(key).unwrap_or(&Object::None))));
     }
-    pairs.push(("skipped_steps".into(), Object::count(state.extras.skipped)));
+    pairs.push(("skipped_steps".into(), Object::count(state.passthrough.skipped)));
     pairs.push(("global_steps".into(), Object::count(state.step)));
     // without this entry DeepSpeed computes steps × batch
     pairs.extend(state.samples.map(|n| ("global_samples".to_owned(), Object::count(n))));
@@ -470,7 +470,7 @@ pub(super) fn engine_entries(
     pairs.push(("ds_config".into(), storages.adopt(&deepspeed_config(state))));
     pairs.push(("ds_version".into(), Object::text(&state.version)));
     let written: Vec<String> = pairs.iter().map(|(k, _)| k.clone()).collect();
-    for (key, value) in &state.extras.model {
+    for (key, value) in &state.passthrough.model {
         if !written.contains(key) {
             pairs.push((key.clone(), storages.adopt(value)));
         }

@@ -57,7 +57,7 @@ pub(super) fn plan(state: &mut SourceState, _options: &ConvertOptions) -> Result
 fn shard_dtype(state: &SourceState, tensor: usize) -> Dtype {
     let TensorInfo { role, dtype, .. } = &state.tensors[tensor];
     let is_bf16_master =
-        state.extras.native.is_some() && *role == TensorRole::Weight && *dtype == Dtype::BF16;
+        state.passthrough.native.is_some() && *role == TensorRole::Weight && *dtype == Dtype::BF16;
     if is_bf16_master { Dtype::BF16 } else { Dtype::F32 }
 }
 
@@ -75,7 +75,7 @@ pub(super) fn finish(
 fn run_facts(state: &mut SourceState, plan: &OutputPlan) -> RunFacts {
     let program = format!("launch {}", env!("CARGO_PKG_VERSION"));
     let stage = plan.stage.unwrap_or(state.stage);
-    if let Some(native) = &state.extras.native {
+    if let Some(native) = &state.passthrough.native {
         let facts = RunFacts { world: plan.world, stage, ..(**native).clone() };
         return match state.regrouped {
             true => RunFacts { groups: groups_json(state), ..facts },
@@ -103,7 +103,7 @@ fn run_facts(state: &mut SourceState, plan: &OutputPlan) -> RunFacts {
         cursor[LATE] = Value::Object(late);
     }
     if let Some(LossScale { scale, steps }) = state.loss_scale {
-        cursor["loss_scale"] = json!({"scale": scale, "steps": steps, "skipped": state.extras.skipped});
+        cursor["loss_scale"] = json!({"scale": scale, "steps": steps, "skipped": state.passthrough.skipped});
     }
     let family = state.config.get("model_type").and_then(Value::as_str).unwrap_or("unknown");
     RunFacts {
@@ -126,7 +126,7 @@ fn run_facts(state: &mut SourceState, plan: &OutputPlan) -> RunFacts {
             adapter: None,
         },
         tokenizer: state.text_files.clone(),
-        job: json!({"converted": {"from": state.path, "scheduler": state.extras.scheduler.json()}}),
+        job: json!({"converted": {"from": state.path, "scheduler": state.passthrough.scheduler.json()}}),
     }
 }
 

@@ -54,8 +54,8 @@ pub fn find_ungrouped(source: &dyn TensorSource) -> Result<UngroupedWeights> {
 }
 
 /// The groups as the checkpoint lists them, possibly without names.
-pub(super) fn listed_groups(state: &TrainingState, extras: &mut PassthroughState) -> Vec<ParamGroup> {
-    let mut groups = std::mem::take(&mut extras.groups);
+pub(super) fn listed_groups(state: &TrainingState, passthrough: &mut PassthroughState) -> Vec<ParamGroup> {
+    let mut groups = std::mem::take(&mut passthrough.groups);
     if groups.is_empty() {
         groups = state.groups.iter().map(|group| ParamGroup::from_info(group, &state.steps)).collect();
     }

@@ -55,7 +55,7 @@ pub(super) struct SourceState {
     pub(super) loss_scale: Option<LossScale>,
     /// Number of ranks that saved the source.
     pub(super) source_world: Option<u32>,
-    pub(super) extras: PassthroughState,
+    pub(super) passthrough: PassthroughState,
     pub(super) notices: Vec<ConvertNotice>,
 }
 
@@ -65,19 +65,19 @@ impl SourceState {
     /// # Errors
     /// When the target needs something that neither of them provides.
     pub(super) fn from_source(source: &dyn TensorSource, options: &ConvertOptions) -> Result<SourceState> {
-        let (state, mut extras) = (source.state(), source.passthrough()?);
-        let given = param_groups::listed_groups(&state, &mut extras);
-        if extras.scheduler == Object::None {
-            extras.scheduler = Object::from_json(&state.scheduler);
+        let (state, mut passthrough) = (source.state(), source.passthrough()?);
+        let given = param_groups::listed_groups(&state, &mut passthrough);
+        if passthrough.scheduler == Object::None {
+            passthrough.scheduler = Object::from_json(&state.scheduler);
         }
         let mut notices =
-            std::mem::take(&mut extras.notices).into_iter().map(ConvertNotice::Source).collect();
+            std::mem::take(&mut passthrough.notices).into_iter().map(ConvertNotice::Source).collect();
         let tensors = source.tensors();
         let index: HashMap<(TensorRole, String), usize> =
             tensors.iter().enumerate().map(|(i, t)| ((t.role, t.name.clone()), i)).collect();
         let roles = optimizer_roles(&tensors);
         let at_source = |error: ConvertError| error.into_ckpt_error(source.path());
-        let has_groups = extras.native.is_some() || !given.is_empty();
+        let has_groups = passthrough.native.is_some() || !given.is_empty();
         let step =
             training_step(source, &roles, has_groups, options.target, &mut notices).map_err(at_source)?;
         let GroupSet { groups, ungrouped } =
@@ -89,12 +89,12 @@ impl SourceState {
             notices.push(ConvertNotice::GroupsUnknown { parameters, groups });
         }
         let step = match options.target {
-            ConvertTarget::Native if extras.native.is_none() => {
+            ConvertTarget::Native if passthrough.native.is_none() => {
                 step_from_updates(step, groups.iter().chain(&ungrouped), &mut notices)
             }
             _ => step,
         };
-        let sets = WeightSets::new(source, &tensors, groups.iter().chain(&ungrouped), &state, &extras);
+        let sets = WeightSets::new(source, &tensors, groups.iter().chain(&ungrouped), &state, &passthrough);
         Ok(SourceState {
             path: source.path().to_owned(),
             groups,
@@ -109,15 +109,15 @@ impl SourceState {
             tokens: source.tokens().unwrap_or(0),
             config: source.hf_config().cloned().unwrap_or_default(),
             text_files: source.texts().to_vec(),
-            precision: options.dtype.or(extras.precision).unwrap_or(Dtype::F32),
+            precision: options.dtype.or(passthrough.precision).unwrap_or(Dtype::F32),
             stage: options.stage.or(state.stage.filter(|s| (1..=3).contains(s))).unwrap_or(2),
             world: options.world.or(state.world).unwrap_or(1),
-            version: extras.version.clone().unwrap_or_else(|| DEEPSPEED_VERSION.into()),
+            version: passthrough.version.clone().unwrap_or_else(|| DEEPSPEED_VERSION.into()),
             notices,
             loss_scale: state.loss_scale(),
             ties: state.ties,
             source_world: state.world,
-            extras,
+            passthrough,
             index,
             tensors,
         })
@@ -138,7 +138,8 @@ impl SourceState {
 
     /// The tag: the directory name of a ZeRO checkpoint.
     pub(super) fn tag(&self) -> String {
-        let tag = self.extras.tag.as_ref().filter(|t| is_plain_file_name(t) && !t.ends_with("_universal"));
+        let tag =
+            self.passthrough.tag.as_ref().filter(|t| is_plain_file_name(t) && !t.ends_with("_universal"));
         tag.cloned().unwrap_or_else(|| format!("global_step{}", self.step))
     }
 
@@ -175,7 +176,7 @@ impl WeightSets {
         tensors: &[TensorInfo],
         groups: impl Iterator<Item = &'a WeightGroup>,
         state: &TrainingState,
-        extras: &PassthroughState,
+        passthrough: &PassthroughState,
     ) -> WeightSets {
         let with_role = |role: TensorRole| (0..tensors.len()).filter(move |&i| tensors[i].role == role);
         let grouped: HashSet<usize> = groups.flat_map(|g| g.weights.iter().copied()).collect();
@@ -184,7 +185,7 @@ impl WeightSets {
         let frozen =
             with_role(TensorRole::Weight).filter(|i| has_training_state && !grouped.contains(i)).collect();
         let frozen_names: HashSet<&str> =
-            state.frozen.iter().chain(&extras.frozen_late).map(String::as_str).collect();
+            state.frozen.iter().chain(&passthrough.frozen_late).map(String::as_str).collect();
         let frozen_at_save = with_role(TensorRole::Weight)
             .filter(|i| !grouped.contains(i) || frozen_names.contains(tensors[*i].name.as_str()))
             .collect();

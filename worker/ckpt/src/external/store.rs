@@ -1,5 +1,5 @@
-//! [`Store`]: the files of an external checkpoint. Reads parts of tensors in place, and verifies the
-//! CRC-32 of a span of a file before its first use.
+//! [`Store`]: the files of an external checkpoint. Reads parts of tensors in place, and verifies
+//! the CRC-32 of a span of a file before its first use.
 use super::crc_combine::PartialCrcs;
 pub(crate) use super::part::TensorPart;
 use crate::disk::{Directory, ReadAt, Scratch};

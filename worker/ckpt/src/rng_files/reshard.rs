@@ -117,8 +117,8 @@ pub(super) fn write(state: &ExternalCheckpoint, world: u32, into: &Path) -> Resu
 }
 
 /// The sub-group size in the config of the run, whose engine will load the result.
-fn sub_group_size(extras: &PassthroughState) -> u64 {
-    let config = extras.model.iter().find(|(key, _)| key == "ds_config").map(|(_, config)| config);
+fn sub_group_size(passthrough: &PassthroughState) -> u64 {
+    let config = passthrough.model.iter().find(|(key, _)| key == "ds_config").map(|(_, config)| config);
     let size = config.and_then(|c| c.get("zero_optimization")?.get("sub_group_size"));
     match size {
         Some(Object::Int(n)) if *n > 0 => *n as u64,

@@ -20,7 +20,7 @@ struct MemorySource {
     path: PathBuf,
     tensors: Vec<(TensorInfo, Vec<f32>)>,
     state: TrainingState,
-    extras: PassthroughState,
+    passthrough: PassthroughState,
 }
 
 impl TensorSource for MemorySource {
@@ -43,7 +43,7 @@ impl TensorSource for MemorySource {
         Ok(())
     }
     fn passthrough(&self) -> Result<PassthroughState> {
-        Ok(self.extras.clone())
+        Ok(self.passthrough.clone())
     }
     fn step(&self) -> Option<u64> {
         Some(5)
@@ -57,8 +57,8 @@ fn values(seed: u64, n: u64) -> Vec<f32> {
 
 /// A source with parameter groups of these shapes, frozen weights, and a buffer of a 16-bit dtype.
 fn memory_source(path: &Path, groups: &[Vec<Vec<u64>>], frozen: &[Vec<u64>]) -> MemorySource {
-    let (state, extras) = (TrainingState::default(), PassthroughState::default());
-    let mut made = MemorySource { path: path.to_owned(), tensors: Vec::new(), state, extras };
+    let (state, passthrough) = (TrainingState::default(), PassthroughState::default());
+    let mut made = MemorySource { path: path.to_owned(), tensors: Vec::new(), state, passthrough };
     let mut seed = 0;
     let mut add = |name: &str, role, dtype, shape: &[u64]| {
         seed += 1;
@@ -81,16 +81,16 @@ fn memory_source(path: &Path, groups: &[Vec<Vec<u64>>], frozen: &[Vec<u64>]) -> 
             ("lr".into(), Object::Float(0.1 * (g + 1) as f64)),
             ("betas".into(), Object::Tuple(vec![Object::Float(0.9), Object::Float(0.99)])),
         ];
-        made.extras.groups.push(group);
+        made.passthrough.groups.push(group);
     }
     for (i, shape) in frozen.iter().enumerate() {
         add(&format!("frozen{i}"), TensorRole::Weight, Dtype::BF16, shape);
     }
     add("buffer", TensorRole::Buffer, Dtype::F16, &[3]);
     made.tensors.sort_by_key(|(t, _)| t.role);
-    made.extras.precision = Some(Dtype::BF16);
+    made.passthrough.precision = Some(Dtype::BF16);
     made.state.ties = vec![Tie { alias: "alias".into(), target: "g0.p0".into() }];
-    made.extras.scheduler = Object::dict([("last_epoch", Object::Int(5))]);
+    made.passthrough.scheduler = Object::dict([("last_epoch", Object::Int(5))]);
     made
 }
 
@@ -139,9 +139,9 @@ fn assert_same(a: &dyn TensorSource, b: &dyn TensorSource, dtypes: bool) {
 
 /// The names of each group's weights, with the number of updates of each.
 fn updates_by_group(source: &dyn TensorSource) -> Vec<Vec<(String, Option<f64>)>> {
-    let (state, extras) = (source.state(), source.passthrough().expect("known"));
+    let (state, passthrough) = (source.state(), source.passthrough().expect("known"));
     let native = state.groups.iter().map(|g| ParamGroup::from_info(g, &state.steps));
-    let groups = if extras.groups.is_empty() { native.collect() } else { extras.groups };
+    let groups = if passthrough.groups.is_empty() { native.collect() } else { passthrough.groups };
     groups.into_iter().map(|g| g.names.into_iter().zip(g.steps).collect()).collect()
 }
 
@@ -264,11 +264,11 @@ fn updates_stay_with_their_weights_where_groups_have_no_names() {
         let at = |name: &str| dir.path().join(name);
         fs::create_dir(at("made")).expect("made");
         let mut source = memory_source(&at("made"), &[vec![vec![3]], vec![vec![2, 2]]], &[]);
-        for group in &mut source.extras.groups {
+        for group in &mut source.passthrough.groups {
             let steps = group.steps.drain(..).map(|s| s.expect("known") as u64);
             source.state.steps.extend(group.names.drain(..).zip(steps));
         }
-        source.extras.groups.truncate(groups);
+        source.passthrough.groups.truncate(groups);
         convert(&source, &at("out"), &ConvertOptions::new(to), |_, _| {}).expect("converted");
         let steps = open(&at("out")).state().steps;
         assert_eq!((steps["g0.p0"], steps["g1.p0"]), (4, 3), "{groups} groups to {to:?}");

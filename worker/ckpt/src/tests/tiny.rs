@@ -97,9 +97,9 @@ fn special_properties_of_tiny_checkpoints() {
     };
     assert_eq!(facts("z2_old").0.writer, "DeepSpeed 0.14.5");
     assert_eq!(facts("z2").0.writer, "DeepSpeed 0.19.8");
-    let (moe, extras, tensors) = facts("z2_fp16_moe");
+    let (moe, passthrough, tensors) = facts("z2_fp16_moe");
     let experts = tensors.iter().find(|t| t.name.ends_with("experts.gate_up_proj")).expect("fused");
-    assert_eq!((&experts.shape[..], extras.precision), (&[3, 16, 8][..], Some(crate::Dtype::F16)));
+    assert_eq!((&experts.shape[..], passthrough.precision), (&[3, 16, 8][..], Some(crate::Dtype::F16)));
     assert!(moe.loss_scaler["cur_scale"].is_number(), "{}", moe.loss_scaler);
     let tiny = facts("z3_tiny_group").0;
     assert_eq!((tiny.groups[2].names.as_slice(), tiny.world), (&["temperature".to_owned()][..], Some(2)));

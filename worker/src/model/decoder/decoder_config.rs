@@ -1,5 +1,5 @@
-//! [`DecoderConfig`]: the sizes and options of a decoder, read from config.json, and the config.json
-//! of a model that job.yaml describes.
+//! [`DecoderConfig`]: the sizes and options of a decoder, read from config.json, and the
+//! config.json of a model that job.yaml describes.
 use super::moe_block::{ExpertTensorNames, MoeConfig};
 use crate::{
     model::{
