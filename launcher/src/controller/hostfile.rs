@@ -181,7 +181,7 @@ impl HostfileWatch {
         if unchanged {
             return HostfileChange::default();
         }
-        let notice = (!parts.is_empty()).then(|| format!("the hostfile has changed: {}", parts.join("; ")));
+        let notice = (!parts.is_empty()).then(|| format!("the hostfile has changed ({})", parts.join("; ")));
         self.listed.clone_from(&listed);
         self.listed.extend(new.iter().map(|_| true));
         HostfileChange {

@@ -63,10 +63,10 @@ impl fmt::Display for NoRestart {
                 f.write_str("two attempts in a row ended before their first step")
             }
             NoRestart::BudgetUsed { budget: 1 } => {
-                f.write_str("the only restart that `run.restarts` allows is used")
+                f.write_str("the only restart that `run.restarts` allows has been used")
             }
             NoRestart::BudgetUsed { budget } => {
-                write!(f, "all {budget} restarts that `run.restarts` allows are used")
+                write!(f, "all {budget} restarts that `run.restarts` allows have been used")
             }
         }
     }

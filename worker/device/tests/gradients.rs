@@ -579,7 +579,7 @@ fn ops_accept_empty_inputs() {
 }
 
 #[test]
-#[should_panic(expected = "attention_forward: token 1 starts at 2, after itself")]
+#[should_panic(expected = "attention_forward: the start 2 of token 1 is after the token")]
 fn a_document_start_after_its_token_is_rejected() {
     let shape = AttentionShape::new(1, 3, 1, 1, 1);
     let (mut o, mut lse) = ([0.0; 3], [0.0; 3]);
@@ -589,7 +589,7 @@ fn a_document_start_after_its_token_is_rejected() {
 }
 
 #[test]
-#[should_panic(expected = "classifier: label Some(3) is not below the vocabulary of 3")]
+#[should_panic(expected = "classifier: label Some(3) is not below the vocabulary size 3")]
 fn labels_beyond_the_vocabulary_are_rejected() {
     let mut loss = [0.0];
     let (x, w) = ([0.0; 2], [0.0; 6]);

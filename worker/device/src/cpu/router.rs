@@ -53,7 +53,7 @@ pub(crate) fn forward(cpu: &Cpu, out: RouterOutputs, logits: &[f32], shape: Rout
 }
 
 /// Selects the experts with the largest probabilities, best first. Of equal ones the lower index
-/// comes first. NaN counts as the smallest probability.
+/// comes first. With NaN probabilities the selected experts are arbitrary but different.
 fn select_experts(chosen: &mut [u32], probs: &[f32]) {
     for k in 0..chosen.len() {
         let (before, rest) = chosen.split_at_mut(k);

@@ -36,12 +36,12 @@ pub(super) fn scale(cuda: &Cuda, y: ViewMut, factor: f32) {
     );
 }
 
-pub(super) fn offset(cuda: &Cuda, y: ViewMut, offset: f32) {
+pub(super) fn add_scalar(cuda: &Cuda, y: ViewMut, offset: f32) {
     cuda.launch_elementwise(FLAT, c"offset", y.len(), &[&TensorArg::from(&y), &(y.len() as i64), &offset]);
 }
 
-pub(super) fn blend(cuda: &Cuda, y: ViewMut, a: f32, x: View, b: f32) {
-    expect_len("blend", "x", x.len(), y.len());
+pub(super) fn axpby(cuda: &Cuda, y: ViewMut, a: f32, x: View, b: f32) {
+    expect_len("axpby", "x", x.len(), y.len());
     let arguments: [&dyn KernelArg; 5] =
         [&f32_address(y.as_view()), &f32_address(x), &(x.len() as i64), &a, &b];
     cuda.launch_elementwise(FLAT, c"blend", x.len(), &arguments);
@@ -59,9 +59,9 @@ pub(super) fn transpose(cuda: &Cuda, y: ViewMut, x: View, rows: usize, columns: 
     cuda.launch_elementwise(FLAT, c"transpose", x.len(), &arguments);
 }
 
-pub(super) fn nesterov(cuda: &Cuda, buffer: ViewMut, g: ViewMut, mu: f64, scale: f32) {
+pub(super) fn nesterov_momentum(cuda: &Cuda, buffer: ViewMut, g: ViewMut, mu: f64, scale: f32) {
     let len = g.len();
-    expect_len("nesterov", "g", len, buffer.len());
+    expect_len("nesterov_momentum", "g", len, buffer.len());
     let (buffer, g) = (f32_address(buffer.as_view()), f32_address(g.as_view()));
     let (mu, one_minus_mu) = (mu as f32, (1.0 - mu) as f32);
     cuda.launch_elementwise(
@@ -128,7 +128,7 @@ pub(super) fn round_stochastically(cuda: &Cuda, y: ViewMut, x: View, draw: &Stoc
 }
 
 /// The sums of squares of every block of every vector. One launch per vector, one wait for all.
-pub(super) fn norm_blocks(cuda: &Cuda, vectors: &[View]) -> Vec<f64> {
+pub(super) fn sum_squares_by_block(cuda: &Cuda, vectors: &[View]) -> Vec<f64> {
     let count = |x: &View| x.len().div_ceil(NORM_BLOCK_LEN);
     let mut out = vec![0.0f64; vectors.iter().map(count).sum()];
     let sums = cuda.scratch(size_of_val(&out[..]));

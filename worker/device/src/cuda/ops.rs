@@ -589,11 +589,11 @@ impl Ops for Cuda {
     }
 
     fn add_scalar(&self, y: ViewMut, s: f32) {
-        flat::offset(self, y, s);
+        flat::add_scalar(self, y, s);
     }
 
     fn axpby(&self, y: ViewMut, a: f32, x: View, b: f32) {
-        flat::blend(self, y, a, x, b);
+        flat::axpby(self, y, a, x, b);
     }
 
     fn softcap(&self, y: ViewMut, cap: f32) {
@@ -609,20 +609,20 @@ impl Ops for Cuda {
     }
 
     fn sum_squares(&self, x: View) -> f64 {
-        flat::norm_blocks(self, &[x]).iter().sum()
+        flat::sum_squares_by_block(self, &[x]).iter().sum()
     }
 
     fn nesterov_momentum(&self, buffer: ViewMut, g: ViewMut, mu: f64, scale: f32) {
-        flat::nesterov(self, buffer, g, mu, scale);
+        flat::nesterov_momentum(self, buffer, g, mu, scale);
     }
 
     fn sum_squares_by_block(&self, out: &mut [f64], x: View) {
-        expect_len("norm_blocks", "out", out.len(), x.len().div_ceil(NORM_BLOCK_LEN));
-        out.copy_from_slice(&flat::norm_blocks(self, &[x]));
+        expect_len("sum_squares_by_block", "out", out.len(), x.len().div_ceil(NORM_BLOCK_LEN));
+        out.copy_from_slice(&flat::sum_squares_by_block(self, &[x]));
     }
 
     fn sum_squares_by_block_concat(&self, vectors: &[View]) -> Vec<f64> {
-        flat::norm_blocks(self, vectors)
+        flat::sum_squares_by_block(self, vectors)
     }
 
     fn adamw(&self, p: ViewMut, g: View, exp_avg: ViewMut, exp_avg_sq: ViewMut, h: &AdamWHyperparams) {

@@ -102,8 +102,8 @@ pub(super) fn combine(
 
 pub(super) fn dots(cuda: &Cuda, out: ViewMut, a: View, b: View, d: usize) {
     let rows = out.len();
-    expect_len("row_dots", "a", a.len(), rows * d);
-    expect_len("row_dots", "b", b.len(), rows * d);
+    expect_len("dot_rows", "a", a.len(), rows * d);
+    expect_len("dot_rows", "b", b.len(), rows * d);
     let (out, a, b) = (TensorArg::from(&out), TensorArg::from(a), TensorArg::from(b));
     cuda.launch_row_blocks(ROWS, c"row_dots", rows, d, &[&out, &a, &b, &(d as i64)]);
 }
