@@ -364,7 +364,7 @@ def main():
             shutil.rmtree(other) if os.path.isdir(other) else os.remove(other)
         versions = {m: __import__(m).__version__ for m in ("torch", "transformers", "accelerate", "deepspeed") if m in sys.modules}
         with open("next.json", "w") as f:
-            json.dump(dict(family=family, layers=LAYERS, world=world, folder=directory, losses=losses[:BEFORE], next=losses[BEFORE:], **extra,
+            json.dump(dict(family=family, layers=LAYERS, world=world, directory=directory, losses=losses[:BEFORE], next=losses[BEFORE:], **extra,
                            documents=documents, versions=versions), f, indent=1)
             f.write("\n")
     if dist.is_initialized():

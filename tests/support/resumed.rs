@@ -61,7 +61,7 @@ impl ResumedJob {
         // for bf16 programs the losses of the fp32 state were recorded separately
         let next =
             if recording["next_fp32"].is_null() { &recording["next"] } else { &recording["next_fp32"] };
-        let from = at.join(recording["folder"].as_str().unwrap());
+        let from = at.join(recording["directory"].as_str().unwrap());
         (ResumedJob { place, from, next: numbers(next) }, recording)
     }
 

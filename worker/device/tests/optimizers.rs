@@ -160,7 +160,7 @@ fn sums_and_norms_match_their_definitions() {
 }
 
 #[test]
-#[should_panic(expected = "adamw: g has 3 elements, the shape asks for 4")]
+#[should_panic(expected = "adamw: g has 3 elements, but the shape needs 4")]
 fn vectors_of_different_lengths_are_rejected() {
     let (mut p, mut m, mut v) = ([0.0; 4], [0.0; 4], [0.0; 4]);
     let h = AdamWHyperparams {
