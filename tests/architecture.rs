@@ -149,7 +149,7 @@ const RULES: &[Rule] = &[
         only: &[],
     },
     Rule {
-        what: "plan, cores, policy, rendezvous, partition, order and cut are pure",
+        what: "plans, cores, the restart policy, the rendezvous protocol, partitions and data order are pure",
         within: &[
             "launcher/src/plan/",
             "launcher/src/plan.rs",

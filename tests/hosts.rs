@@ -239,7 +239,7 @@ fn a_killed_rank_ends_all_hosts_within_a_second_and_is_reported() {
         for (rank, e) in ended.iter().enumerate().filter(|(rank, _)| *rank != victim) {
             let (exit, error) = e.fatal.as_ref().unwrap();
             assert_eq!((*exit, e.exit_code), (WorkerExit::Aborted, Some(WorkerExit::Aborted.code().into())));
-            assert_eq!(error.code(), codes::collective::COLLECTIVE_ABORTED);
+            assert_eq!(error.code(), codes::collective::PEER_LOST);
             assert_eq!(error.field("peer"), Some(&victim.into()), "rank {rank}: {error:?}");
             let took = e.ended_at - killed;
             assert!(took < Duration::from_secs(1), "rank {rank} took {took:?}");

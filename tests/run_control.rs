@@ -274,7 +274,7 @@ fn a_changed_job_file_takes_effect_while_the_training_runs() {
     assert_eq!(*steps.last().unwrap(), end.max(reloads[1]), "the new last step, or the step of the reload");
     let messages: Vec<&str> =
         events.iter().filter(|e| e["event"] == "notice").map(|e| e["message"].as_str().unwrap()).collect();
-    let messages = messages[before..].join("\n");
+    let messages = messages[before..].join("\n").replace(&format!("→ {end},"), "→ [END],");
     let messages =
         reloads.iter().fold(messages, |text, step| text.replace(&(step + 1).to_string(), "[STEP]"));
     operator.0.assert_snapshot("notices_of_changed_job_files", &messages);

@@ -20,7 +20,7 @@ const TILE_DEPTH: usize = 128;
 const TILE_WIDTH: usize = 32;
 
 /// Implements [`crate::Ops::fp8_matmul`].
-pub(super) fn product(
+pub(super) fn matmul(
     cuda: &Cuda,
     c: ViewMut,
     a: Fp8Matrix,

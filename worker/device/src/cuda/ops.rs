@@ -266,7 +266,7 @@ impl Ops for Cuda {
         k: usize,
         write: WriteMode,
     ) {
-        fp8::product(self, c, a, b, [m, n, k], write);
+        fp8::matmul(self, c, a, b, [m, n, k], write);
     }
 
     fn embedding_forward(&self, x: ViewMut, w: View, tokens: &[u32], d: usize) {
@@ -473,7 +473,7 @@ impl Ops for Cuda {
     }
 
     fn dot_rows(&self, out: ViewMut, a: View, b: View, d: usize) {
-        rows::dots(self, out, a, b, d);
+        rows::dot_rows(self, out, a, b, d);
     }
 
     fn scale_rows(&self, x: ViewMut, factors: View, d: usize) {

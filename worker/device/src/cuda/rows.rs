@@ -100,7 +100,7 @@ pub(super) fn combine(
     );
 }
 
-pub(super) fn dots(cuda: &Cuda, out: ViewMut, a: View, b: View, d: usize) {
+pub(super) fn dot_rows(cuda: &Cuda, out: ViewMut, a: View, b: View, d: usize) {
     let rows = out.len();
     expect_len("dot_rows", "a", a.len(), rows * d);
     expect_len("dot_rows", "b", b.len(), rows * d);
