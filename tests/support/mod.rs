@@ -197,8 +197,8 @@ pub(crate) fn rejection(output: &Output) -> (i32, Value) {
 }
 
 /// Compares messages with the snapshot `name` in tests/support/snapshots. `directory`, the
-/// repository, run names, the host name, pids, CPU features, times and all but the first directory of
-/// a library search are replaced by placeholders, and so are the matches of `filters` (regular
+/// repository, run names, the host name, pids, CPU features, times and all but the first directory
+/// of a library search are replaced by placeholders, and so are the matches of `filters` (regular
 /// expression, placeholder).
 #[track_caller]
 pub(crate) fn assert_snapshot(directory: &Path, name: &str, messages: &str, filters: &[(&str, &str)]) {

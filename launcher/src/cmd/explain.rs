@@ -12,13 +12,19 @@ const MIN_SIMILARITY: f64 = 0.75;
 pub(crate) fn run(args: &ExplainArgs, as_json: bool) -> diagnostic::Result<u8> {
     let text = match (&args.code, as_json) {
         (Some(name), true) => format!("{}\n", code_json(find_code(name)?)),
-        (Some(name), false) => diagnostic::entry(find_code(name)?),
+        (Some(name), false) => terminal_text(find_code(name)?),
         (None, true) => format!("{}\n", Value::from(codes::all_codes().map(code_json).collect::<Vec<_>>())),
         (None, false) => {
             codes::all_codes().map(|code| format!("{code}: {}\n", code.info().summary)).collect()
         }
     };
     super::print(&text)
+}
+
+/// The entry of a code without the Markdown of its heading.
+fn terminal_text(code: Code) -> String {
+    let entry = diagnostic::entry(code);
+    format!("{}\n", entry.trim_start_matches('#').trim())
 }
 
 fn code_json(code: Code) -> Value {

@@ -291,7 +291,7 @@ pub enum OutputProblem {
         operation: &'static str,
     },
     /// The directory was made by the same operation, and `--force` is not given.
-    #[error("the directory was written by {operation}; `--force` replaces it")]
+    #[error("the directory was written by an earlier {operation}")]
     NeedsForce {
         /// The operation that made the directory.
         operation: &'static str,
