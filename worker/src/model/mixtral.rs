@@ -17,8 +17,8 @@ pub(super) const FAMILY: ModelFamily = ModelFamily {
         config.sliding_window = fields.optional_size("sliding_window")?.map(|w| w as usize);
         config.sliding_layers.fill(config.sliding_window.is_some());
         let names = ExpertTensorNames { block: "block_sparse_moe", matrices: ["w1", "w3", "w2"] };
-        let (experts, width) = (fields.size("num_local_experts")?, config.intermediate_size);
-        config.read_experts(&fields, experts, width, names)?;
+        let experts = ("num_local_experts", fields.size("num_local_experts")?);
+        config.read_experts(&fields, experts, config.intermediate_size, names)?;
         fields.require_one_of("router_jitter_noise", &[json!(0)])?;
         if let Some(moe) = &mut config.moe {
             moe.shape.normalise_weights = true;

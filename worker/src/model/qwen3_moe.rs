@@ -25,7 +25,8 @@ pub(super) const FAMILY: ModelFamily = ModelFamily {
         fields.get("max_window_layers");
         let names = ExpertTensorNames { block: "mlp", matrices: ["gate_proj", "up_proj", "down_proj"] };
         let width = fields.size("moe_intermediate_size")? as usize;
-        config.read_experts(&fields, read_expert_count(&fields)?, width, names)?;
+        let experts = ("num_experts", read_expert_count(&fields)?);
+        config.read_experts(&fields, experts, width, names)?;
         let normalise_weights = fields.flag("norm_topk_prob")?;
         let step = fields.optional_size("decoder_sparse_step")?.unwrap_or(1) as usize;
         let dense_layers = read_mlp_only_layers(&fields, config.layers)?;

@@ -354,7 +354,7 @@ pub(crate) fn resume_newest(
 /// checkpoints.
 pub(crate) fn assert_notices(name: &str, notices: &[String], root: &Path) {
     let text = notices.join("\n").replace(&root.display().to_string(), "[root]");
-    insta::with_settings!({ snapshot_path => "../snapshots", prepend_module_to_snapshot => false, omit_expression => true }, {
+    insta::with_settings!({ snapshot_path => "../snapshots", prepend_module_to_snapshot => false, omit_expression => true, filters => [(r"\(id [0-9a-f]+\)", "(id [id])")] }, {
         insta::assert_snapshot!(name, text);
     });
 }

@@ -145,11 +145,12 @@ impl DecoderConfig {
     }
 
     /// Reads the keys that families with experts share. Every layer gets `count` experts of width
-    /// `intermediate`; a family with dense layers marks them afterwards.
+    /// `intermediate`; a family with dense layers marks them afterwards. `count_key` is the config
+    /// key of the count.
     pub(in crate::model) fn read_experts(
         &mut self,
         fields: &ConfigFields,
-        count: u32,
+        (count_key, count): (&str, u32),
         intermediate: usize,
         names: ExpertTensorNames,
     ) -> Result<()> {
@@ -160,7 +161,7 @@ impl DecoderConfig {
         }
         if count > EXPERTS_MAX {
             let expected = format!("at most {EXPERTS_MAX}");
-            return Err(invalid_value("num_experts", &count.into(), expected));
+            return Err(invalid_value(count_key, &count.into(), expected));
         }
         // Without effect: the key adds router logits to the output of transformers' forward pass.
         // `train.experts` decides about the losses of routers.
