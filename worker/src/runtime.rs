@@ -79,7 +79,7 @@ pub fn main() -> u8 {
 /// panic with a [`DeviceError`].
 fn catch_device_errors<T>(f: impl FnOnce() -> Result<T>) -> Result<T> {
     let from_panic = |panic: Box<dyn Any + Send>| match panic.downcast::<DeviceError>() {
-        Ok(error) => Err(Diagnostic::from(error.0).with_category(Category::Failed).into()),
+        Ok(error) => Err(error.0.with_category(Category::Failed).into()),
         Err(other) => resume_unwind(other),
     };
     catch_unwind(AssertUnwindSafe(f)).unwrap_or_else(from_panic)

@@ -113,7 +113,7 @@ pub(crate) fn slurm_transport(job: &JobSpec) -> diagnostic::Result<Option<(Slurm
 /// The transport to these hosts over SSH.
 pub(crate) fn ssh_transport(job: &JobSpec, hosts: &[ClusterHost]) -> diagnostic::Result<SshTransport> {
     let hosts: Vec<HostAddress> = hosts.iter().map(|h| h.host.clone()).collect();
-    Ok(SshTransport::new(&job.cluster.ssh, &hosts, &job.run.workdir)?)
+    SshTransport::new(&job.cluster.ssh, &hosts, &job.run.workdir)
 }
 
 /// A host for the plan before its agent runs.

@@ -225,7 +225,7 @@ fn host(name: &str, slots: Option<u32>, gpus: u32) -> JobHost {
     ];
     let gpus = (0..gpus).map(|_| gpu(0)).collect();
     let inventory = Inventory { gpus, addresses, ..machine(&[0, 1, 2, 3], None) };
-    JobHost { name: name.to_owned(), slots, selected_slots: None, local: false, inventory: inventory }
+    JobHost { name: name.to_owned(), slots, selected_slots: None, local: false, inventory }
 }
 
 fn plan_hosts(job: &JobSpec, hosts: &[JobHost], attempt: &Attempt) -> Result<Plan, Vec<Diagnostic>> {

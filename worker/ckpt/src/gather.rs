@@ -138,7 +138,7 @@ pub fn gather(
 }
 
 fn to_pretty_json(value: &impl serde::Serialize) -> Result<String> {
-    let text = serde_json::to_string_pretty(value).map_err(|e| CkptError::invalid_save(e))?;
+    let text = serde_json::to_string_pretty(value).map_err(CkptError::invalid_save)?;
     Ok(text + "\n")
 }
 

@@ -468,10 +468,7 @@ mod tests {
         let dir = two_files();
         fs::write(dir.path().join("cache"), "a file").unwrap();
         let error = open_cache(dir.path(), SplitFilter::All).err().unwrap();
-        assert!(
-            matches!(error, DataError::CacheUnusable { operation: CacheOperation::Create, .. }),
-            "{error}"
-        );
+        assert!(matches!(error, DataError::CacheUnusable { operation: CacheOperation::Read, .. }), "{error}");
         let diagnostic = Diagnostic::from(error);
         assert_eq!(diagnostic.code(), codes::TOKEN_CACHE_UNUSABLE);
         assert_eq!(diagnostic.subject(), Some("train.data.cache"));

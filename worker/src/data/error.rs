@@ -286,6 +286,10 @@ impl DataError {
             }
             DataError::NotUtf8 { .. } => "convert the file (iconv -t UTF-8) or exclude it".into(),
             DataError::CompressedFile { remedy, .. } => (*remedy).into(),
+            DataError::NotAChatFile { .. } => {
+                "name files with records, or set train.data.format: text".into()
+            }
+            DataError::InvalidParquet { problem, .. } => problem.help().into(),
             DataError::InvalidRecord { problem, .. } => problem.help().into(),
             DataError::Empty { .. } => {
                 "name a file with text, or a .jsonl file with a record per line".into()

@@ -135,7 +135,7 @@ impl MoeTrainer {
             layers,
             saved: (0..sets).map(|_| saved()).collect(),
             workspace: MoeWorkspace::new(ops.as_ref(), dtype),
-            dispatcher: dispatcher,
+            dispatcher,
         })
     }
 

@@ -120,7 +120,7 @@ impl Output {
 
     /// Records a finished file for a later conversion.
     pub(super) fn record(&mut self, file: &FinishedFile) -> Result<()> {
-        let line = serde_json::to_string(file).map_err(|e| CkptError::invalid_save(e))?;
+        let line = serde_json::to_string(file).map_err(CkptError::invalid_save)?;
         self.append_line(&(line + "\n"))
     }
 

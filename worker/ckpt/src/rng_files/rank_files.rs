@@ -176,7 +176,7 @@ pub(super) fn write_ranks(
         let stem = name.rsplit_once('.').map_or(name.as_str(), |(stem, _)| stem);
         disk::write_file(path.join(&name), &encode::encode_rank_file(writer, stem, states))?;
     }
-    let mut text = serde_json::to_vec_pretty(record).map_err(|e| CkptError::invalid_save(e))?;
+    let mut text = serde_json::to_vec_pretty(record).map_err(CkptError::invalid_save)?;
     text.push(b'\n');
     disk::write_file(path.join(RECORD), &text)?;
     Ok(())

@@ -65,7 +65,7 @@ impl PreparedRecord {
     }
 
     pub(super) fn write(&self, dir: &Path) -> Result<()> {
-        let mut text = serde_json::to_vec_pretty(self).map_err(|e| CkptError::invalid_save(e))?;
+        let mut text = serde_json::to_vec_pretty(self).map_err(CkptError::invalid_save)?;
         text.push(b'\n');
         disk::write_file(dir.join(RECORD), &text).map(drop)
     }

@@ -67,7 +67,7 @@ pub(super) fn rounding(p: &Backends) -> CaseResult {
         let run = |ops: &dyn Ops| {
             let [x, identity] = [&x, &identity].map(|v| ops.device_copy(v[..].into()));
             let mut c = ops.device_copy(Buf::from_slice(&poisoned(m * n)).view());
-            let x = Fp8Matrix { x: x.view(), format: format, transposed: false };
+            let x = Fp8Matrix { x: x.view(), format, transposed: false };
             let identity = Fp8Matrix { x: identity.view(), format: Fp8Format::E4M3, transposed: false };
             ops.fp8_matmul(c.view_mut(), x, identity, m, n, n, WriteMode::Overwrite);
             ops.host_copy(c.view()).host().to_vec()

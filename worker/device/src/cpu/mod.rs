@@ -463,13 +463,8 @@ impl Ops for Cpu {
         d: usize,
         write: WriteMode,
     ) {
-        let sum = expert_rows::WeightedSum {
-            x: x.into(),
-            weights: weights.map(View::host),
-            row_indices: row_indices,
-            d,
-            write,
-        };
+        let sum =
+            expert_rows::WeightedSum { x: x.into(), weights: weights.map(View::host), row_indices, d, write };
         expert_rows::combine(self, self.output(y), m, sum);
     }
 

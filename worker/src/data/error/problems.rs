@@ -136,7 +136,7 @@ pub enum RecordProblem {
 }
 
 impl RecordProblem {
-    /// The stable name of what is wrong.
+    /// The code of the diagnostic.
     pub(super) fn code(&self) -> Code {
         match self {
             RecordProblem::InvalidJson { .. }
@@ -163,6 +163,14 @@ impl RecordProblem {
             RecordProblem::Chat(ChatProblem::NoAssistantText) => {
                 "remove the record, or set train.data.loss_on: all"
             }
+            RecordProblem::Chat(ChatProblem::Template(_) | ChatProblem::UnpairedGenerationTags) => {
+                "correct the chat template, or the record"
+            }
+            RecordProblem::Chat(_) => {
+                "each message must be an object with a role and a content, such as \
+                 {\"role\": \"user\", \"content\": \"…\"}"
+            }
+            RecordProblem::LineTooLong { .. } => "split the record into shorter ones",
             RecordProblem::RowUnreadable(_) => "write the file again; it is damaged or cut off",
             _ => {
                 "the field that train.data.field names must be a text or, with `format: chat`, a list of messages"
@@ -213,7 +221,15 @@ pub enum ParquetProblem {
 }
 
 impl ParquetProblem {
-    /// The stable name of what is wrong.
+    pub(super) fn help(&self) -> &'static str {
+        match self {
+            ParquetProblem::ColumnMissing { .. } => "set train.data.field to one of the file's columns",
+            ParquetProblem::TooManyColumns { .. } => "write the column with the text to another file",
+            _ => "write the file again; it is damaged or cut off",
+        }
+    }
+
+    /// The code of the diagnostic.
     pub(super) fn code(&self) -> Code {
         match self {
             ParquetProblem::Undecodable(_) | ParquetProblem::DecoderPanicked => codes::PARQUET_UNREADABLE,
@@ -266,9 +282,7 @@ pub enum ChatProblem {
     #[error("the list of messages is empty")]
     NoMessages,
     /// A message is not an object with a role.
-    #[error(
-        "message {message} has no `role`; expected an object such as {{\"role\": \"user\", \"content\": …}}"
-    )]
+    #[error("message {message} has no `role`")]
     RoleMissing {
         /// The number of the message, from 1.
         message: usize,
@@ -369,7 +383,7 @@ pub enum ChatTemplateProblem {
 }
 
 impl ChatTemplateProblem {
-    /// The stable name of what is wrong.
+    /// The code of the diagnostic.
     pub(super) fn code(&self) -> Code {
         match self {
             ChatTemplateProblem::FileMissing { .. } | ChatTemplateProblem::TokenizerHasNone => {
@@ -452,7 +466,7 @@ pub enum TokenizerProblem {
 }
 
 impl TokenizerProblem {
-    /// The stable name of what is wrong.
+    /// The code of the diagnostic.
     pub(super) fn code(&self) -> Code {
         match self {
             TokenizerProblem::FileMissing => codes::TOKENIZER_MISSING,
