@@ -52,7 +52,7 @@ pub(crate) fn become_subreaper() -> io::Result<()> {
 /// Forks. Returns the child's pid in the parent, and `None` in the child.
 ///
 /// Must be called before a second thread is started.
-pub(super) fn fork() -> io::Result<Option<Pid>> {
+pub(super) fn fork_process() -> io::Result<Option<Pid>> {
     // SAFETY: with one thread no lock can be held by a thread that the new process lacks.
     match unsafe { nix::unistd::fork()? } {
         nix::unistd::ForkResult::Parent { child } => Ok(Some(child)),

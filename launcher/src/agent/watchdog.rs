@@ -6,7 +6,7 @@
 //! does the same.
 use super::{
     descendants::kill_descendants,
-    process::{become_subreaper, fork, reap_children},
+    process::{become_subreaper, fork_process, reap_children},
 };
 use nix::{
     errno::Errno,
@@ -35,7 +35,7 @@ const IGNORED_SIGNALS: [Signal; 4] = [Signal::SIGINT, Signal::SIGTERM, Signal::S
 /// ended and no process is left. Must be called while this process has only one thread.
 pub(super) fn fork_below_watchdog() -> io::Result<Option<u8>> {
     become_subreaper()?;
-    match fork()? {
+    match fork_process()? {
         None => Ok(None),
         Some(agent) => watch_agent(agent).map(Some),
     }

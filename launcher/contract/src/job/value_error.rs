@@ -12,7 +12,7 @@ pub(crate) struct ValueError {
     pub(crate) span: Span,
     /// The part of the value that is wrong, such as `item 2`; empty for the whole value.
     part: String,
-    what: Mistake,
+    what: Box<Mistake>,
     help: Option<String>,
     /// Further mistakes in the same value.
     others: Vec<ValueError>,
@@ -52,7 +52,7 @@ impl ValueError {
     }
 
     fn with_mistake(code: Code, span: Span, what: Mistake) -> Self {
-        ValueError { code, span, part: String::new(), what, help: None, others: Vec::new() }
+        ValueError { code, span, part: String::new(), what: Box::new(what), help: None, others: Vec::new() }
     }
 
     /// Merges several errors into one that reports them all; `None` when there are none.
@@ -74,7 +74,7 @@ impl ValueError {
     /// Adds an accepted keyword to what was expected of the whole value: "must be `auto` or …".
     pub(crate) fn or_keyword(mut self, keyword: &str) -> Self {
         if let (true, Mistake::Unexpected { expected, .. } | Mistake::Missing { expected }) =
-            (self.part.is_empty(), &mut self.what)
+            (self.part.is_empty(), &mut *self.what)
         {
             *expected = format!("`{keyword}` or {expected}");
         }
@@ -89,7 +89,7 @@ impl ValueError {
 
     /// The message as it follows the name of the key.
     fn message(&self) -> String {
-        let text = match &self.what {
+        let text = match &*self.what {
             Mistake::Unexpected { expected, found } => format!("must be {expected}, found {found}"),
             Mistake::Missing { expected } => format!("has no value; it must be {expected}"),
             Mistake::Other(message) => message.clone(),
@@ -110,11 +110,13 @@ impl ValueError {
         if let Some(subject) = subject {
             diagnostic = diagnostic.with_subject(subject);
         }
-        if let Mistake::Unexpected { expected, found } = self.what {
-            diagnostic = diagnostic.with_field("expected", expected).with_field("found", found);
-        } else if let Mistake::Missing { expected } = self.what {
-            diagnostic = diagnostic.with_field("expected", expected);
-        }
+        diagnostic = match *self.what {
+            Mistake::Unexpected { expected, found } => {
+                diagnostic.with_field("expected", expected).with_field("found", found)
+            }
+            Mistake::Missing { expected } => diagnostic.with_field("expected", expected),
+            Mistake::Other(_) => diagnostic,
+        };
         if let Some(help) = self.help {
             diagnostic = diagnostic.with_help(help);
         }
