@@ -55,8 +55,8 @@ impl<'s> Reader<'s> {
             let close = format!("\"{}", "#".repeat(hashes));
             let length = rest[open..].find(&close).unwrap_or(rest.len() - open);
             self.text(open, length, close.len());
-        } else if rest.starts_with('"') {
-            let length = quoted_length(&rest[1..]);
+        } else if let Some(quoted) = rest.strip_prefix('"') {
+            let length = quoted_length(quoted);
             self.text(1, length, 1);
         } else if let Some(length) = char_literal(rest) {
             self.code.push_str("' '");

@@ -92,14 +92,16 @@ fn check_data(job: &JobSpec, train: &TrainSpec, report: &mut PreflightReport) ->
     estimate.ok().map(|e| (e.vocab_size, e.tokens))
 }
 
-/// Builds the model with its adapters and experts for `world` ranks. Returns the train section with
-/// what the named directories add to it, the model, and all of its units.
+/// The train section with what the named directories add to it, the model, and all of its units.
+type CheckedModel = (TrainSpec, Box<dyn Model>, Vec<ParamUnit>);
+
+/// Builds the model with its adapters and experts for `world` ranks.
 fn check_model(
     job: &JobSpec,
     train: &TrainSpec,
     vocab: u32,
     world: u32,
-) -> Result<(TrainSpec, Box<dyn Model>, Vec<ParamUnit>), Vec<Diagnostic>> {
+) -> Result<CheckedModel, Vec<Diagnostic>> {
     let one = |error: Diagnostic| vec![error];
     let workdir = &job.run.workdir;
     let spec = resolve_model(&train.model.resolve_paths(workdir), vocab, train.data.seq_len).map_err(one)?;
