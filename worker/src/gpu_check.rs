@@ -3,7 +3,10 @@
 mod curves;
 mod throughput;
 
-use crate::gpu::{kernel_cache_directory, library_search_paths, unusable_gpu};
+use crate::{
+    gpu::{kernel_cache_directory, library_search_paths, unusable_gpu},
+    runtime::silence_device_panics,
+};
 use comm::nccl::NcclLibrary;
 use contract::exit;
 use device::{
@@ -15,6 +18,7 @@ use device::{
 use diagnostic::{Diagnostic, codes};
 use std::{
     any::Any,
+    panic::{AssertUnwindSafe, catch_unwind},
     path::Path,
     sync::Arc,
     time::{Duration, Instant},
@@ -83,6 +87,7 @@ pub fn main(arguments: impl Iterator<Item = String>) -> u8 {
     if options.list_models {
         return print_json(throughput::describe_models(options.tiny));
     }
+    silence_device_panics();
     let open = || {
         Cuda::open(&library_search_paths(&[], Path::new("")), options.device, kernel_cache_directory())
             .map(Arc::new)
@@ -101,7 +106,10 @@ pub fn main(arguments: impl Iterator<Item = String>) -> u8 {
             drop(cuda);
             throughput::profile_model(&open, options.tiny, number).map(|()| true)
         }
-        None => run_checks(&cuda, options, &open),
+        None => {
+            let checked = catch_unwind(AssertUnwindSafe(|| run_checks(&cuda, options, &open)));
+            checked.unwrap_or_else(|panic| Err(panic_diagnostic(panic.as_ref())))
+        }
     };
     match passed {
         Ok(true) => exit::DONE,

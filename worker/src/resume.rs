@@ -116,6 +116,10 @@ pub fn resume(
     }
     match skipped.first() {
         None => Ok(None),
+        // no file is damaged: a host that left the job has the shards
+        Some((_, first)) if skipped.iter().all(|(_, e)| e.code() == codes::RESUME_SHARD_UNREACHABLE) => {
+            Err(first.clone())
+        }
         Some((_, first)) => {
             let message = match skipped.len() {
                 1 => format!("the only checkpoint in {} is damaged", root.display()),

@@ -86,7 +86,7 @@ fn catch_device_errors<T>(f: impl FnOnce() -> Result<T>) -> Result<T> {
 }
 
 /// Suppresses the panic messages of device errors, which this rank reports as errors.
-fn silence_device_panics() {
+pub(crate) fn silence_device_panics() {
     let default_hook = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |info| {
         if !info.payload().is::<DeviceError>() {

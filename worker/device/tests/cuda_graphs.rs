@@ -271,7 +271,7 @@ fn timing_decides() {
             let ms = if cuda.graph_stats().enabled { ms_with_graphs } else { 5 };
             notices.extend(cuda.after_step(Duration::from_millis(ms)));
         }
-        assert_eq!(notices, [expected.clone()]);
+        assert_eq!(notices, std::slice::from_ref(&expected));
         let is_enabled = matches!(expected, BackendNotice::GraphsMeasured { enabled: true, .. });
         assert_eq!(cuda.graph_stats().enabled, is_enabled);
     }

@@ -153,10 +153,13 @@ impl World {
             let at = now + self.rng.ms(1, 50);
             self.schedule(at, SimEvent::Feed(host, number, AgentInput::Worker { rank, message: hello }));
             // Heartbeats, as rare as the lease allows.
-            for beat in (10..).step_by(10).map(Duration::from_secs).take_while(|beat| now + *beat < done) {
+            for after in (10..).step_by(10).map(Duration::from_secs).take_while(|after| now + *after < done) {
                 let phase = contract::event::Phase::Training;
-                let message = contract::control::FromWorker::Progress { phase, step: beat.as_secs() };
-                self.schedule(now + beat, SimEvent::Feed(host, number, AgentInput::Worker { rank, message }));
+                let message = contract::control::FromWorker::Progress { phase, step: after.as_secs() };
+                self.schedule(
+                    now + after,
+                    SimEvent::Feed(host, number, AgentInput::Worker { rank, message }),
+                );
             }
         }
         Ok(Some(AgentInput::Spawned { rank, pid }))
