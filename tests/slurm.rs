@@ -298,6 +298,15 @@ fn programs_run_in_allocations_of_every_kind() {
     c.assert_nothing_left();
 }
 
+/// The message with the lines that srun and slurmstepd printed, in alphabetical order, because they
+/// write at the same time.
+fn sorted_output(message: &str) -> String {
+    let Some((sentence, output)) = message.rsplit_once("controller: ") else { return message.to_owned() };
+    let mut lines: Vec<&str> = output.split(" | ").collect();
+    lines.sort_unstable();
+    format!("{sentence}controller: {}", lines.join(" | "))
+}
+
 #[test]
 fn wrong_uses_of_an_allocation_are_rejected_with_help() {
     let Some(c) = Cluster::start("wrong_uses_of_an_allocation_are_rejected_with_help", 2) else { return };
@@ -315,7 +324,8 @@ fn wrong_uses_of_an_allocation_are_rejected_with_help() {
     let mut messages = String::new();
     let mut append = |failure: &Value| {
         let diagnostic = &failure["diagnostics"][0];
-        messages += &format!("{}: {}\n  help: {}\n", failure["code"], diagnostic["message"], failure["help"]);
+        let message = sorted_output(diagnostic["message"].as_str().unwrap());
+        messages += &format!("{}: {message}\n  help: {}\n", failure["code"], failure["help"]);
     };
     let per_task = c.run_on("h0", "srun -N2 -n2 -K0 -o task-%t.json ./launch job.yaml --json");
     assert!(!per_task.status.success(), "{}", output_text(&per_task));

@@ -253,7 +253,7 @@ fn wrong_inputs_have_specific_codes() {
         (&["train.data.files=[nothing/*.txt]"], 2, "data-file-missing"),
         (&["train.data.seq_len=1000000"], 2, "data-too-short"),
         (&["train.batch.global=7", "train.batch.micro=2"], 2, "job-value-not-multiple"),
-        (&["train.model.vocab_size=100"], 2, "vocab-size-too-small"),
+        (&["train.model.vocab_size=100"], 2, "job-values-inconsistent"),
         (&["train.optimizers.lr=1"], 2, "job-key-unknown"),
         (&["resume.from=nowhere"], 4, "checkpoint-not-found"),
         (&["checkpoint.dir=/proc/nothing"], 3, "storage-not-writable"),

@@ -24,8 +24,10 @@ use std::{error::Error, fmt};
 pub enum Severity {
     /// The request is rejected, or the operation failed.
     Error,
-    /// The operation continues.
+    /// The operation continues, but the result may not be what the user expects.
     Warning,
+    /// Information about a decision that the user may want to know.
+    Note,
 }
 
 /// An error or warning: what is wrong, with which object, why, and what to do about it.
@@ -62,6 +64,11 @@ impl Diagnostic {
     /// A warning, worded like an error's message.
     pub fn warning(code: Code, message: impl Into<String>) -> Self {
         Self::new(code, Severity::Warning, message.into())
+    }
+
+    /// A note about a decision, such as the checkpoint that a job resumes from.
+    pub fn note(code: Code, message: impl Into<String>) -> Self {
+        Self::new(code, Severity::Note, message.into())
     }
 
     fn new(code: Code, severity: Severity, message: String) -> Self {

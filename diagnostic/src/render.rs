@@ -50,6 +50,7 @@ fn without_source(diagnostic: &Diagnostic, color: bool) -> String {
     let (name, style) = match diagnostic.severity() {
         Severity::Error => ("error", "\x1b[1;31m"),
         Severity::Warning => ("warning", "\x1b[1;33m"),
+        Severity::Note => ("note", "\x1b[1;32m"),
     };
     let (style, reset) = if color { (style, "\x1b[0m") } else { ("", "") };
     let (code, message) = (diagnostic.code().name(), visible(diagnostic.message()));
@@ -79,6 +80,7 @@ fn with_source(diagnostic: &Diagnostic, location: &Location, color: bool) -> Str
     let level = match diagnostic.severity() {
         Severity::Error => Level::ERROR,
         Severity::Warning => Level::WARNING,
+        Severity::Note => Level::NOTE,
     };
     let title = level.primary_title(diagnostic.message()).id(diagnostic.code().name());
     let mut group = match location {

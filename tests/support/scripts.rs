@@ -78,7 +78,7 @@ impl Script {
     /// the machine.
     #[track_caller]
     pub(crate) fn assert_notices(&self, name: &str, ran: &FinishedRun) {
-        let filters = [(r"(?m)^\S+ \d+ workers share \d+ CPU cores.*\n?", "")];
+        let filters = [(r"(?m)^\S+ \S+ \d+ workers share \d+ CPU cores.*\n?", "")];
         assert_snapshot(&self.place.path(""), name, &ran.notices().join("\n"), &filters);
     }
 

@@ -5,7 +5,7 @@ use contract::{
     JobSpec, Source,
     job::{Document, Syntax},
 };
-use diagnostic::codes::{command, job};
+use diagnostic::codes::command;
 use std::{
     collections::BTreeMap,
     fs,
@@ -208,7 +208,7 @@ fn invalid_configs_are_rejected() {
         assert_eq!((error.code(), error.subject()), expected, "{text}: {error}");
     }
     let error = first_error("train_batch_size: 3", deepspeed, Syntax::Json);
-    assert_eq!(error.code(), job::JOB_YAML_SYNTAX);
+    assert_eq!(error.code(), command::IMPORT_NOT_A_CONFIG);
 }
 
 #[test]

@@ -19,16 +19,18 @@ use std::path::{Path, PathBuf};
 const PLACEHOLDER: &str = "{resume}";
 
 /// Finds and prepares the directory to resume from. The workers of the plan receive its path in
-/// their environment and where their command contains `{resume}`; remarks become warnings of the
+/// their environment and where their command contains `{resume}`; remarks become notes of the
 /// plan. Jobs of the built-in training stay unchanged.
 pub(crate) fn prepare_program_resume(job: &JobSpec, plan: &mut Plan) -> diagnostic::Result<()> {
     if job.run.command.is_none() {
         return Ok(());
     }
     let (path, remarks) = resume_directory(job, plan.world)?;
-    plan.warnings.extend(remarks.into_iter().map(|message| {
-        Diagnostic::warning(job_codes::JOB_RESUME_NOTICE, message).with_subject("resume.from")
-    }));
+    plan.warnings.extend(
+        remarks.into_iter().map(|message| {
+            Diagnostic::note(job_codes::JOB_RESUME_NOTICE, message).with_subject("resume.from")
+        }),
+    );
     let text = match &path {
         Some(path) => path.to_str().ok_or_else(|| not_utf8(path))?,
         None => "",

@@ -15,7 +15,7 @@ use contract::{
     control::{FromAgent, JobKey, PeerAddress, Peers, ToAgent},
     event::Event,
 };
-use diagnostic::{Diagnostic, codes::run};
+use diagnostic::{Diagnostic, Severity, codes::run};
 use std::{collections::HashSet, io::Read as _, path::PathBuf};
 
 impl Driver {
@@ -158,11 +158,16 @@ fn plan_error(mut problems: Vec<Diagnostic>) -> Diagnostic {
     problems.into_iter().fold(summary, Diagnostic::with_detail)
 }
 
-/// A warning on one line, with its place or the key that it concerns.
-pub(super) fn notice_text(warning: &Diagnostic) -> String {
-    let code = warning.code().name();
-    match (warning.location(), warning.subject()) {
-        (None, Some(subject)) => format!("warning[{code}]: {subject}: {warning}"),
-        _ => format!("warning[{code}]: {warning}"),
+/// A warning or note on one line, with its place or the key that it concerns.
+pub(super) fn notice_text(notice: &Diagnostic) -> String {
+    let severity = match notice.severity() {
+        Severity::Error => "error",
+        Severity::Warning => "warning",
+        Severity::Note => "note",
+    };
+    let code = notice.code().name();
+    match (notice.location(), notice.subject()) {
+        (None, Some(subject)) => format!("{severity}[{code}]: {subject}: {notice}"),
+        _ => format!("{severity}[{code}]: {notice}"),
     }
 }
