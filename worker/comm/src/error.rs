@@ -1,11 +1,11 @@
 //! [`CommError`]: why a collective ended without a result.
 use crate::{abort_reason::AbortReason, call::CollectiveKind, nccl::NcclError};
-use device::cuda::CudaError;
+use device::{cuda::CudaError, storage::DeviceError};
 use diagnostic::{Code, Diagnostic, codes::collective as codes};
 use std::{net::SocketAddr, time::Duration};
 
 /// Why a collective ended without a result.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum CommError {
     /// The group was aborted, by this rank or by a peer. Never the root cause of a job's end.
     #[error("collective aborted: {0}")]
@@ -100,7 +100,7 @@ pub enum CommError {
     },
     /// The GPU that holds the buffers failed.
     #[error(transparent)]
-    Device(Box<CudaError>),
+    Device(#[from] DeviceError),
     /// NCCL failed.
     #[error(transparent)]
     Nccl(Box<NcclError>),
@@ -460,7 +460,7 @@ impl CommError {
                 codes::COLLECTIVE_TRANSPORT_FAILED
             }
             CommError::ThreadEnded { .. } => codes::COMMUNICATION_THREAD_FAILED,
-            CommError::Device(error) => error.code(),
+            CommError::Device(error) => error.0.code(),
             CommError::Nccl(error) => error.code(),
         }
     }
@@ -481,7 +481,7 @@ impl CommError {
 
 impl From<CudaError> for CommError {
     fn from(error: CudaError) -> Self {
-        CommError::Device(Box::new(error))
+        CommError::Device(DeviceError(error.into()))
     }
 }
 
@@ -527,7 +527,7 @@ impl From<CommError> for Diagnostic {
             CommError::NotConnected { rank, peer } => {
                 diagnostic.with_field("rank", rank).with_field("peer", peer)
             }
-            CommError::Device(error) => Diagnostic::from(*error),
+            CommError::Device(error) => error.0,
             CommError::Nccl(error) => Diagnostic::from(*error),
             CommError::InvalidGroup(_) | CommError::SharedMemory(_) | CommError::ThreadEnded { .. } => {
                 diagnostic

@@ -7,8 +7,9 @@
 use comm::{Comm, CommError, Result};
 use device::{
     Ops,
-    storage::{Event, panic_message},
+    storage::{DeviceError, Event, panic_message},
 };
+use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::{
     Arc,
@@ -65,6 +66,15 @@ impl ExposedWaits {
         if self.ops.is_host() {
             self.host_nanoseconds.fetch_add(began.elapsed().as_nanos() as u64, Relaxed);
         }
+    }
+}
+
+/// What the caller of a collective reports about a panic of the communication thread. Operations of
+/// a device panic with their error.
+fn panic_error(panic: &(dyn Any + Send)) -> CommError {
+    match panic.downcast_ref::<DeviceError>() {
+        Some(error) => error.clone().into(),
+        None => CommError::ThreadEnded { message: Some(panic_message(panic)) },
     }
 }
 
@@ -125,7 +135,7 @@ impl CollectiveQueue {
                 Ok(result) => return drop(done.send(result)),
                 Err(panic) => panic,
             };
-            drop(done.send(Err(CommError::ThreadEnded { message: Some(panic_message(panic.as_ref())) })));
+            drop(done.send(Err(panic_error(panic.as_ref()))));
             resume_unwind(panic);
         });
         match &self.jobs {

@@ -5,7 +5,7 @@ use diagnostic::{Code, Diagnostic, codes::collective as codes};
 use std::{path::PathBuf, time::Duration};
 
 /// Why NCCL cannot be used, or why work of a group ended.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum NcclError {
     /// No library could be opened.
     #[error("NCCL (libnccl.so.2) was not found; tried {}", attempts.join(", "))]
