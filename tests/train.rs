@@ -256,7 +256,7 @@ fn wrong_inputs_have_specific_codes() {
         (&["train.model.vocab_size=100"], 2, "job-values-inconsistent"),
         (&["train.optimizers.lr=1"], 2, "job-key-unknown"),
         (&["resume.from=nowhere"], 4, "checkpoint-not-found"),
-        (&["checkpoint.dir=/proc/nothing"], 3, "storage-not-writable"),
+        (&["checkpoint.dir=/proc/nothing"], 3, "checkpoint-io-failed"),
     ];
     let mut messages = String::new();
     for (set, exit_code, code) in cases {
