@@ -135,8 +135,7 @@ fn a_damaged_checkpoint_is_skipped_with_a_notice() {
     let expected = train_fresh(&spec(0), 1, 1, BEFORE + AFTER).split_off(BEFORE as usize);
     let (losses, notices) = resume_and_train(&spec(3), 3, dir.path());
     assert_eq!(losses, expected);
-    let names_checkpoint = |notice: &String| notice.contains(&*newer.to_string_lossy());
-    assert!(notices.len() == 1 && notices.iter().all(names_checkpoint), "{notices:?}");
+    assert_notices("resume_skipped_damaged", &notices, dir.path());
 }
 
 #[test]
