@@ -251,10 +251,17 @@ fn print_conformance(cuda: &Cuda, cudnn: Option<&Cuda>, rounds: usize) -> bool {
     reports.extend(cudnn.map(|cuda| conformance::check_cudnn_attention(cuda, 1, rounds)));
     for report in &reports {
         let conformance::MaxErrors { f32, bf16, f16 } = report.max_errors;
-        let result = report.failure.as_ref().map_or_else(|| "ok".to_owned(), ToString::to_string);
+        let result = if report.failure.is_some() { "FAILED" } else { "ok" };
         println!("| {} | {} | {f32:.1e} | {bf16:.1e} | {f16:.1e} | {result} |", report.family, report.cases);
     }
     println!();
+    for report in &reports {
+        if let Some(failure) = &report.failure {
+            let diagnostic = Diagnostic::from(failure.clone());
+            let message = format!("{}: {}", report.family, diagnostic.message());
+            print_error(&diagnostic.with_message(message));
+        }
+    }
     reports.iter().all(|report| report.failure.is_none())
 }
 

@@ -125,6 +125,8 @@ pub fn detect_layout(
     }
     if is_required {
         let names = exchange_values(queue, Ok(host.to_owned()))?;
+        // No rank ends, and so aborts the others, before every rank has the names.
+        _ = queue.run(|comm| comm.barrier());
         return Err(not_shared_error(root, &leaders, &names).into());
     }
     let mine = (leaders[rank] == rank).then(|| StorageHost::load_or_create(root, host)).transpose();
