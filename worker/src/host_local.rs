@@ -195,7 +195,11 @@ impl HostLocalCheckpoint {
 }
 
 /// The error of a shard that no host of the job has.
-fn unreachable_shard_error(checkpoint: &Checkpoint, file: usize, layout: &StorageLayout) -> Diagnostic {
+pub(crate) fn unreachable_shard_error(
+    checkpoint: &Checkpoint,
+    file: usize,
+    layout: &StorageLayout,
+) -> Diagnostic {
     let path = checkpoint.path().display();
     let name = checkpoint.files().nth(file).map(|(name, _)| name).unwrap_or_default();
     let host = checkpoint.shard_host(file);

@@ -15,7 +15,7 @@ use crate::{
     },
     consensus::exchange_values,
     error::{Error, Result, unreadable_checkpoint},
-    host_local::{self, CheckpointCandidate, HostLocalCheckpoint},
+    host_local::{self, CheckpointCandidate, HostLocalCheckpoint, unreachable_shard_error},
     stages::{Cursor, ReadyTrainer},
     storage_layout::StorageLayout,
     train::loss_scale::LossScaleState,
@@ -104,7 +104,8 @@ pub fn resume(
         match load_native(ready, dirs, &candidate, data_digest, events) {
             Ok(resumed) => {
                 for (path, error) in skipped {
-                    let message = format!("skipped damaged checkpoint {}: {error}", path.display());
+                    let state = if is_unreachable(&error) { "incomplete" } else { "damaged" };
+                    let message = format!("skipped {state} checkpoint {}: {error}", path.display());
                     events(Event::Notice { rank: None, message })?;
                 }
                 return Ok(Some(resumed));
@@ -114,26 +115,31 @@ pub fn resume(
             Err(LoadError::Damaged(e)) => skipped.push((candidate.path, e)),
         }
     }
-    match skipped.first() {
-        None => Ok(None),
-        // no file is damaged: a host that left the job has the shards
-        Some((_, first)) if skipped.iter().all(|(_, e)| e.code() == codes::RESUME_SHARD_UNREACHABLE) => {
-            Err(first.clone())
-        }
-        Some((_, first)) => {
-            let message = match skipped.len() {
-                1 => format!("the only checkpoint in {} is damaged", root.display()),
-                n => format!("all {n} checkpoints in {} are damaged", root.display()),
-            };
-            Err(Diagnostic::error(codes::RESUME_NO_USABLE_CHECKPOINT, message)
-                .with_subject(root.display().to_string())
-                .with_field("checkpoints", skipped.len())
-                .with_cause(first)
-                .with_help("rebuild one with `launch ckpt repair`, or remove them")
-                .with_help("or set `resume.from: never` to start at step 0")
-                .into())
-        }
+    if skipped.is_empty() { Ok(None) } else { Err(no_usable_checkpoint_error(root, &skipped)) }
+}
+
+/// Whether the error is about shards of hosts that are not part of the job; no file is damaged.
+fn is_unreachable(error: &Error) -> bool {
+    error.code() == codes::RESUME_SHARD_UNREACHABLE
+}
+
+/// The error of a job for which no checkpoint is usable. `skipped` has the newest checkpoint first.
+fn no_usable_checkpoint_error(root: &Path, skipped: &[(PathBuf, Error)]) -> Error {
+    let (_, newest) = &skipped[0];
+    if skipped.iter().all(|(_, e)| is_unreachable(e)) {
+        return newest.clone();
     }
+    let message = match skipped.len() {
+        1 => format!("the only checkpoint in {} is damaged", root.display()),
+        n => format!("all {n} checkpoints in {} are damaged or incomplete", root.display()),
+    };
+    Diagnostic::error(codes::RESUME_NO_USABLE_CHECKPOINT, message)
+        .with_subject(root.display().to_string())
+        .with_field("checkpoints", skipped.len())
+        .with_cause(newest)
+        .with_help("rebuild one with `launch ckpt repair`, or remove them")
+        .with_help("or set `resume.from: never` to start at step 0")
+        .into()
 }
 
 /// Names and shapes of the model's weights.
@@ -290,8 +296,13 @@ fn open_native(
     candidate: &CheckpointCandidate,
 ) -> Result<Result<OpenCheckpoint>> {
     if dirs.layout.is_shared() {
-        let opened = Checkpoint::open(&candidate.path).and_then(|c| c.require_all_shards().map(|()| c));
-        return Ok(opened.map(|c| OpenCheckpoint::Shared(Box::new(c))).map_err(unreadable_checkpoint));
+        return Ok(match Checkpoint::open(&candidate.path) {
+            Ok(checkpoint) => match checkpoint.local_files().iter().position(|is_here| !is_here) {
+                None => Ok(OpenCheckpoint::Shared(Box::new(checkpoint))),
+                Some(file) => Err(unreachable_shard_error(&checkpoint, file, dirs.layout).into()),
+            },
+            Err(e) => Err(unreadable_checkpoint(e)),
+        });
     }
     let queue = ready.trainer.engine.queue();
     match HostLocalCheckpoint::open(queue, dirs.layout, &candidate.path, candidate.hash.as_deref()) {

@@ -86,6 +86,7 @@ fn runs_resume_on_other_hosts_and_a_missing_host_is_named() {
         assert_eq!(ckpt::list(&root).unwrap().len(), 1, "checkpoint.keep is 1");
     }
     let error = resume_train_and_save(&spec, &[0, 2], several_hosts.path(), 1).unwrap_err();
-    assert_eq!(error.code().name(), "resume-no-usable-checkpoint");
-    assert_notices("host_local_missing_host", error.diagnostic().causes(), several_hosts.path());
+    assert_eq!(error.code().name(), "resume-shard-unreachable");
+    let message = error.diagnostic().message().to_owned();
+    assert_notices("host_local_missing_host", &[message], several_hosts.path());
 }

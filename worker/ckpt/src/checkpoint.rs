@@ -134,11 +134,6 @@ impl Checkpoint {
         self.manifest.files.iter().map(|f| f.blocks.len() as u64).collect()
     }
 
-    /// Requires that all shards are on this host.
-    pub fn require_all_shards(&self) -> Result<()> {
-        self.require_shards(|_| true)
-    }
-
     fn require_shards(&self, needed: impl Fn(usize) -> bool) -> Result<()> {
         let absent = (0..self.local_files.len()).filter(|&i| !self.local_files[i] && needed(i));
         let shards: Vec<RemoteShard> = absent.map(|i| self.remote_shard(i)).collect();
