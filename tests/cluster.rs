@@ -96,8 +96,8 @@ impl ActiveRun {
     }
 }
 
-/// Waits until the hosts have no process of a job, and checks that no shared memory and no file is
-/// left on them.
+/// Waits until the hosts have no processes of a job. Then checks that shared memory is empty and
+/// that the executable is the only file in launch's cache.
 fn assert_nothing_left(hosts: &Hosts, names: &[&str]) {
     let began = Instant::now();
     loop {

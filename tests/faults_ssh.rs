@@ -21,7 +21,7 @@ use support::hosts::Hosts;
 const HOSTS: [&str; 4] = ["h0", "h1", "h2", "h3"];
 /// The first, a middle and the last host.
 const POSITIONS: [usize; 3] = [0, 1, 3];
-/// Longest wait for anything without a separate limit.
+/// The longest wait for a condition that has no separate limit.
 const LIMIT: Duration = Duration::from_secs(60);
 
 /// The program of a rank. It fails on a signal, and leaves a grandchild in a separate session that
@@ -73,7 +73,8 @@ const REPORTED_FAULTS: [InjectedFault; 10] = [
     ControllerKilled,
     HostHalted,
 ];
-/// Faults that are noticed by silence only: after a lease of 5 s or a `hang_timeout` of 2 s.
+/// Faults that only show as silence. They are detected when a lease of 5 s or a `hang_timeout` of 2
+/// s expires.
 const SILENT_FAULTS: [InjectedFault; 5] = [WorkerStopped, HostCrashed, CableCut, Partition, HostFrozen];
 
 impl InjectedFault {
@@ -96,7 +97,7 @@ impl InjectedFault {
     }
 }
 
-/// A job of 4 hosts and 8 ranks that only ends by a fault.
+/// A running job with 8 ranks on 4 hosts. It ends only when a fault is injected.
 struct Job<'a> {
     hosts: &'a Hosts,
     name: String,
@@ -219,7 +220,7 @@ fn launch(dir: &tempfile::TempDir, args: &[&str]) -> Child {
     command.spawn().unwrap()
 }
 
-/// The processes of a job on a host: all except the sessions of sshd.
+/// The processes of a job on a host. The sessions of sshd are left out.
 fn job_processes(hosts: &Hosts, host: usize) -> Vec<(i32, String)> {
     let mut processes = hosts.processes(HOSTS[host]);
     processes.retain(|(_, line)| !is_sshd_session(line));
@@ -243,7 +244,8 @@ fn start_hosts(test: &str) -> Option<Hosts> {
     Some(hosts)
 }
 
-/// Injects a fault. Returns its time, and the host that is unreachable afterwards.
+/// Injects a fault on a host. Returns the time of the fault, and the host if it is unreachable
+/// afterwards.
 fn inject(job: &Job<'_>, fault: InjectedFault, host: usize) -> (Instant, Option<usize>) {
     let (hosts, name) = (job.hosts, HOSTS[host]);
     // a rank that is not the first one of its host
@@ -296,7 +298,7 @@ fn inject(job: &Job<'_>, fault: InjectedFault, host: usize) -> (Instant, Option<
     }
 }
 
-/// Undoes a fault.
+/// Undoes a fault on a host, so that the next fault can be injected there.
 fn heal(hosts: &Hosts, fault: InjectedFault, host: usize) {
     let name = HOSTS[host];
     match fault {
@@ -345,8 +347,8 @@ fn run_case(hosts: &Hosts, fault: InjectedFault, host: usize) -> (Duration, Dura
     (end.reported, end.cleaned)
 }
 
-/// Waits until no host has a process of the job or a session, and checks that no shared memory and
-/// no temporary file is left.
+/// Waits until every host has neither processes of the job nor SSH sessions. Then checks that
+/// shared memory and temporary directories are empty.
 fn assert_nothing_left(hosts: &Hosts, what: &str) {
     let began = Instant::now();
     loop {
@@ -363,7 +365,7 @@ fn assert_nothing_left(hosts: &Hosts, what: &str) {
     }
 }
 
-/// Injects each fault at one position, which differs between faults.
+/// Injects each fault on one host. Successive faults use different hosts.
 fn run_at_one_position(test: &str, faults: &[InjectedFault], limit: Duration) {
     let Some(hosts) = start_hosts(test) else { return };
     for (i, fault) in faults.iter().enumerate() {

@@ -185,7 +185,8 @@ fn run_with_env(
     (losses.into_inner().unwrap(), ended)
 }
 
-/// The next message of a worker; `None` when the worker has closed the connection.
+/// Waits for the next message of a worker. Returns `None` when the worker has closed the
+/// connection.
 fn receive(connection: &mut UnixStream) -> Option<FromWorker> {
     let mut header = [0; frame::HEADER];
     connection.read_exact(&mut header).ok()?;

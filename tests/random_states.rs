@@ -28,7 +28,8 @@ fn words(line: &str) -> Vec<String> {
     line.split_whitespace().map(str::to_owned).collect()
 }
 
-/// Python, numpy and torch accept the files, and the next 1,000 draws of each follow the rule.
+/// Python, numpy and torch load the files that `launch ckpt rng` writes for another number of
+/// ranks. Their next 1,000 draws agree with the mode that is recorded for each RNG stream.
 #[test]
 fn draws_from_prepared_files_follow_the_rule() {
     let Some(python) = support::python("draws_from_prepared_files_follow_the_rule") else { return };
@@ -55,7 +56,7 @@ fn draws_from_prepared_files_follow_the_rule() {
     let mut checks = Vec::new();
     for (name, _, world, differs) in sources {
         for new in [1, 2, 3, 4] {
-            // the same number of ranks, or no stream that differs between ranks
+            // `--strict` needs an equal number of ranks, or streams that are equal on all ranks
             let strict = new == world || (world > 1 && !differs.contains("per-rank"));
             let strict = strict.then_some("--strict");
             for option in ["--seed=99", "--reseed"].into_iter().chain(strict) {

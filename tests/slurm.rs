@@ -298,8 +298,8 @@ fn programs_run_in_allocations_of_every_kind() {
     c.assert_nothing_left();
 }
 
-/// The message with the lines that srun and slurmstepd printed, in alphabetical order, because they
-/// write at the same time.
+/// Sorts the lines of srun and slurmstepd in a message, because the two programs write at the same
+/// time.
 fn sorted_output(message: &str) -> String {
     let Some((sentence, output)) = message.rsplit_once("controller: ") else { return message.to_owned() };
     let mut lines: Vec<&str> = output.split(" | ").collect();

@@ -69,7 +69,7 @@ fn append_notes(text: &mut String, diagnostic: &Diagnostic) {
     }
 }
 
-/// Control characters other than a line break become `·`, so that a message cannot steer a
+/// Replaces control characters other than line breaks by `·`, so that a message cannot control the
 /// terminal.
 fn visible(text: &str) -> String {
     text.chars().map(|c| if c.is_control() && c != '\n' { '·' } else { c }).collect()
@@ -116,7 +116,8 @@ fn with_source(diagnostic: &Diagnostic, location: &Location, color: bool) -> Str
     format!("{}\n", renderer.render(&[group]))
 }
 
-/// The bytes of `width` characters from the 1-based character `column`, clamped to the text.
+/// The byte range of the `width` characters that begin at the 1-based `column`, clamped to the
+/// text.
 fn byte_range(text: &str, column: u32, width: u32) -> std::ops::Range<usize> {
     let at = |chars: usize| text.char_indices().nth(chars).map_or(text.len(), |(byte, _)| byte);
     let first = column.saturating_sub(1) as usize;

@@ -150,7 +150,7 @@ pub(crate) struct GpuCheckArgs {
     pub(crate) options: Vec<String>,
 }
 
-/// Error: `gpu-check` does not come first, as in `launch --json gpu-check`.
+/// Returns the usage error for `gpu-check` after other arguments, as in `launch --json gpu-check`.
 pub(crate) fn misplaced_gpu_check() -> Diagnostic {
     Diagnostic::error(command::USAGE, format!("`{GPU_CHECK}` must be the first argument"))
         .with_help(format!("write `launch {GPU_CHECK} [OPTION]…`"))
@@ -182,7 +182,7 @@ pub(crate) enum ValueError {
     Pattern(globset::ErrorKind),
 }
 
-/// `3` or `0-3`.
+/// Parses a rank, `3`, or a range of ranks, `0-3`.
 fn parse_ranks(text: &str) -> Result<Vec<u32>, ValueError> {
     let (first, last) = text.split_once('-').unwrap_or((text, text));
     match (first.trim().parse(), last.trim().parse()) {
@@ -191,7 +191,7 @@ fn parse_ranks(text: &str) -> Result<Vec<u32>, ValueError> {
     }
 }
 
-/// A duration with a unit, in milliseconds.
+/// Parses a duration with a unit, such as `30s`, and returns milliseconds.
 fn parse_duration_ms(text: &str) -> Result<u64, ValueError> {
     contract::job::parse_duration(text).ok_or(ValueError::Duration)
 }
@@ -311,7 +311,7 @@ pub(crate) enum ParsedArgs {
     Command(Box<Cli>),
     /// Text for stdout: help or the version.
     Print(String),
-    /// The arguments are wrong. The format is the one that they ask for.
+    /// The error of invalid arguments, and the output format that the arguments request.
     Invalid(Diagnostic, OutputFormat),
 }
 
@@ -335,7 +335,7 @@ pub(crate) fn parse(args: impl Iterator<Item = OsString>) -> ParsedArgs {
     }
 }
 
-/// The command that describes these arguments: `launch ckpt convert --help` for
+/// Returns the command that prints the help of these arguments: `launch ckpt convert --help` for
 /// `launch ckpt convert a b --to zip`.
 fn help_command(args: &[OsString]) -> String {
     let (mut command, mut words) = (Cli::command(), vec!["launch".to_owned()]);
@@ -347,7 +347,7 @@ fn help_command(args: &[OsString]) -> String {
     format!("{} --help", words.join(" "))
 }
 
-/// The format that wrong arguments ask for, so that their error is printed as JSON too.
+/// Returns the output format that invalid arguments request, so that their error is printed in it.
 fn requested_format(args: &[OsString]) -> OutputFormat {
     let options = args.iter().take_while(|arg| *arg != "--");
     OutputFormat { json: options.into_iter().any(|arg| arg == "--json"), ..OutputFormat::default() }
@@ -373,8 +373,8 @@ fn missing_subcommand(word: &OsStr) -> Option<Diagnostic> {
     })
 }
 
-/// `launch job.yaml …` → `launch run job.yaml …`. A first word of letters only is a command; a job
-/// file with such a name is written `./name`.
+/// Inserts the default command: `launch job.yaml …` becomes `launch run job.yaml …`. A first word
+/// of letters only is a command; a job file with such a name is written `./name`.
 fn insert_default_command(args: impl Iterator<Item = OsString>) -> Vec<OsString> {
     let mut args: Vec<OsString> = args.collect();
     let is_command = |arg: &OsString| {
@@ -404,7 +404,7 @@ fn first_word(args: &[OsString]) -> Option<usize> {
     None
 }
 
-/// clap's error as a diagnostic. `help_command` describes the arguments.
+/// Converts clap's error to a diagnostic, whose help names `help_command`.
 fn usage_error(error: &clap::Error, help_command: &str) -> Diagnostic {
     let text = |kind| error.get(kind).and_then(context_text);
     let argument = text(ContextKind::InvalidArg).unwrap_or_default();
@@ -446,7 +446,7 @@ fn usage_error(error: &clap::Error, help_command: &str) -> Diagnostic {
     usage.with_help(format!("see `{help_command}`"))
 }
 
-/// A piece of clap's error context as text.
+/// Converts a value of clap's error context to text.
 fn context_text(value: &ContextValue) -> Option<String> {
     match value {
         ContextValue::String(text) => Some(text.clone()),

@@ -1,24 +1,25 @@
 //! Splits Rust source into comments, string literals and code.
 
-/// A stretch of a source; `line` counts from 1.
+/// A part of a source that is a comment, the content of a string literal, or code. `line` is the
+/// number of its first line, from 1.
 pub(crate) enum Piece {
     Comment {
         line: usize,
         text: String,
     },
-    /// The inside of a string literal.
+    /// The content of a string literal.
     Text {
         line: usize,
         text: String,
     },
-    /// Code between comments and literals, line by line.
+    /// Code between comments and literals, at most one line.
     Code {
         line: usize,
         text: String,
     },
 }
 
-/// The pieces of a source in order.
+/// Splits a source into its pieces, in order.
 pub(crate) fn pieces(source: &str) -> Vec<Piece> {
     let mut reader = Reader { rest: source, line: 1, code: String::new(), pieces: Vec::new() };
     while !reader.rest.is_empty() {
@@ -72,7 +73,8 @@ impl<'s> Reader<'s> {
         }
     }
 
-    /// A literal of `length` bytes that starts at `open` and is closed by `close` bytes.
+    /// Reads a string literal: its content has `length` bytes and starts at offset `open`, and its
+    /// end delimiter has `close` bytes.
     fn text(&mut self, open: usize, length: usize, close: usize) {
         let text = self.rest[open..open + length].to_owned();
         self.end_code();
@@ -94,7 +96,8 @@ impl<'s> Reader<'s> {
     }
 }
 
-/// The number of `#` of a raw string that starts here.
+/// Returns the number of `#` of the raw string literal at the beginning of `rest`, if there is one.
+/// `before` is the code before it.
 fn raw_string(rest: &str, before: &str) -> Option<usize> {
     let after = rest.strip_prefix("br").or_else(|| rest.strip_prefix('r'))?;
     let word = |c: char| c.is_alphanumeric() || c == '_';
@@ -103,7 +106,7 @@ fn raw_string(rest: &str, before: &str) -> Option<usize> {
     (starts && after[hashes..].starts_with('"')).then_some(hashes)
 }
 
-/// Bytes up to the quote that closes a string.
+/// Returns the number of bytes before the quote that closes a string literal.
 fn quoted_length(text: &str) -> usize {
     let mut escaped = false;
     for (at, c) in text.char_indices() {
@@ -117,7 +120,8 @@ fn quoted_length(text: &str) -> usize {
     text.len()
 }
 
-/// The length of a character literal that starts here; a lifetime is none.
+/// Returns the length of the character literal at the beginning of `rest`; `None` for a lifetime
+/// and for other text.
 fn char_literal(rest: &str) -> Option<usize> {
     let inside = rest.strip_prefix('\'')?;
     let mut chars = inside.char_indices();

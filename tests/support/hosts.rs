@@ -106,7 +106,7 @@ impl Hosts {
             .collect()
     }
 
-    /// An address in the network of the hosts.
+    /// The address in the network of the hosts whose last byte is `last`.
     pub(crate) fn address(&self, last: u8) -> String {
         format!("{}.{last}", self.net)
     }
@@ -119,7 +119,7 @@ impl Drop for Hosts {
     }
 }
 
-/// What this machine lacks for hosts.
+/// Why this machine cannot create the hosts; `None` if it can.
 fn missing() -> Option<String> {
     if !nix::unistd::Uid::effective().is_root() {
         return Some("hosts in namespaces need root".to_owned());

@@ -44,7 +44,7 @@ impl FinishedRun {
         self.events.iter().filter(|e| e["event"] == name).collect()
     }
 
-    /// Step, loss and gradient norm of each step, with floats as bits.
+    /// The number, loss and gradient norm of each step. Floats are returned as their bits.
     pub(crate) fn losses(&self) -> Vec<(u64, u64, u64)> {
         let bits = |v: &Value| v.as_f64().expect("a number").to_bits();
         let steps = self.named("step").into_iter();
@@ -85,7 +85,7 @@ impl FinishedRun {
         self.failure()["reason"]["kind"].as_str().expect("a kind")
     }
 
-    /// The diagnostics of the failure. One that summarizes others is replaced by them.
+    /// The diagnostics of the failure. A summary is replaced by the diagnostics that it summarizes.
     #[track_caller]
     pub(crate) fn diagnostics(&self) -> Vec<&Value> {
         let diagnostics = self.failure()["diagnostics"].as_array().expect("diagnostics");
@@ -99,7 +99,7 @@ impl FinishedRun {
     }
 }
 
-/// The details of a diagnostic that `--json` printed; a diagnostic without details is its only one.
+/// The details of a diagnostic that `--json` printed, or the diagnostic if it has no details.
 pub(crate) fn details(diagnostic: &Value) -> Vec<&Value> {
     match diagnostic["details"].as_array() {
         Some(details) => details.iter().collect(),
@@ -272,20 +272,20 @@ pub(crate) fn files_below(dir: &Path) -> Vec<String> {
     found
 }
 
-/// The Python that scripts/setup-tests installed. Without it the test is skipped, or fails when
-/// LAUNCH_TEST_REQUIRE is `all`.
+/// The Python environment that scripts/setup-tests installed. Without it the test is skipped, or
+/// fails when LAUNCH_TEST_REQUIRE is `all`.
 pub(crate) fn python(test: &str) -> Option<PathBuf> {
     python_with(test, "python", "transformers")
 }
 
-/// A Python with DeepSpeed; otherwise like [`python`].
+/// The Python environment with DeepSpeed. Skips or fails the test without it, as [`python`] does.
 #[allow(dead_code)] // only some tests need it
 pub(crate) fn deepspeed(test: &str) -> Option<PathBuf> {
     python_with(test, "deepspeed", "DeepSpeed")
 }
 
-/// A Python with the oldest supported torch, which `scripts/setup-tests --all` installs; otherwise
-/// like [`python`].
+/// The Python environment with the oldest supported torch, which `scripts/setup-tests --all`
+/// installs. Skips or fails the test without it, as [`python`] does.
 #[allow(dead_code)] // only some tests need it
 pub(crate) fn old_torch(test: &str) -> Option<PathBuf> {
     python_with(test, "old-torch", "an old torch (setup-tests --all)")

@@ -65,7 +65,7 @@ impl ResumedJob {
         (ResumedJob { place, from, next: numbers(next) }, recording)
     }
 
-    /// Checks the losses of the steps after the third.
+    /// Checks that the losses of the run, which begins at step 4, are those of the recorded run.
     #[track_caller]
     pub(crate) fn follows(&self, ran: &FinishedRun) {
         let steps = ran.named("step");

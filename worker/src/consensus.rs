@@ -12,11 +12,12 @@ const WINDOW_BYTES: usize = 4 << 20;
 /// Most bytes of one [`broadcast_bytes`].
 const MAX_BROADCAST_BYTES: u64 = 256 << 20;
 
-/// Exchanges the values of all ranks, ordered by rank. Collective.
+/// Sends this rank's value to all ranks. Returns the values of all ranks, in rank order.
+/// Collective.
 ///
 /// # Errors
-/// This rank's own error unchanged, or the error of another rank as aborted, so that only the rank
-/// where it happened reports it as a root cause.
+/// Returns this rank's own error unchanged. The error of another rank is marked as aborted, so that
+/// only the rank where it happened reports it as a root cause.
 pub fn exchange_values<T: Serialize + DeserializeOwned>(
     queue: &CollectiveQueue,
     mine: Result<T>,
@@ -26,8 +27,8 @@ pub fn exchange_values<T: Serialize + DeserializeOwned>(
     values_or_abort(results)
 }
 
-/// Exchanges the values of all ranks on the caller's thread, before a [`CollectiveQueue`] exists.
-/// Errors are those of [`exchange_values`]. Collective.
+/// Does what [`exchange_values`] does, but on the caller's thread, before a [`CollectiveQueue`]
+/// exists. Collective.
 pub fn exchange_values_on<T: Serialize + DeserializeOwned>(
     comm: &dyn Comm,
     mine: Result<T>,
@@ -37,12 +38,14 @@ pub fn exchange_values_on<T: Serialize + DeserializeOwned>(
     values_or_abort(decode_reports(&reports)?)
 }
 
-/// The values of all ranks, or the error of the lowest rank that has one, as aborted.
+/// Returns the values of all ranks. If ranks have errors, returns that of the lowest such rank,
+/// marked as aborted by that rank.
 pub fn values_or_abort<T>(results: Vec<Result<T>>) -> Result<Vec<T>> {
     results.into_iter().enumerate().map(|(rank, value)| value.map_err(|e| e.into_peer_error(rank))).collect()
 }
 
-/// Exchanges the value or error of all ranks, ordered by rank. Collective.
+/// Sends this rank's value or error to all ranks. Returns those of all ranks, in rank order.
+/// Collective.
 pub fn exchange_results<T: Serialize + DeserializeOwned>(
     queue: &CollectiveQueue,
     mine: Result<&T>,

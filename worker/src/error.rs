@@ -124,7 +124,7 @@ pub(crate) fn unreadable_adapters(error: CkptError, key: &str) -> Diagnostic {
     Diagnostic::from(error).with_category(Category::Job).with_subject(key)
 }
 
-/// The error of a thread that could not be started; `purpose` names what it is for.
+/// The error that the thread for `purpose` could not be started.
 pub(crate) fn thread_start_error(purpose: &str, error: &std::io::Error) -> Error {
     let message = format!("cannot start the {purpose} thread");
     let diagnostic = Diagnostic::error(codes::training::WORKER_THREAD_FAILED, message);

@@ -147,8 +147,8 @@ fn place_experts(
     Ok(ranks)
 }
 
-/// The model's units followed by the units of its experts: layer by layer, one unit for each rank
-/// of a group.
+/// Returns the dense units of the model, followed by its expert units. Each MoE layer has one
+/// expert unit for each rank of an expert-parallel group.
 pub fn units_with_experts(model: &dyn Model, layout: Option<&ExpertLayout>) -> Vec<ParamUnit> {
     let mut units = model.units();
     let (Some(sparse), Some(layout)) = (model.moe(), layout) else { return units };

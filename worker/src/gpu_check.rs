@@ -38,17 +38,17 @@ const NCCL_TIMEOUT: Duration = Duration::from_secs(60);
 struct GpuCheckOptions {
     /// The index of the GPU.
     device: usize,
-    /// Few shapes and no timing.
+    /// Whether to check few shapes and time nothing.
     quick: bool,
-    /// Training of models with a few elements, for slow GPUs.
+    /// Whether to train models with only a few elements, for slow GPUs.
     tiny: bool,
-    /// No training.
+    /// Whether to skip the training checks.
     ops_only: bool,
-    /// Prints the models that are timed, and nothing else.
+    /// Whether to print the models that are timed, and nothing else.
     list_models: bool,
-    /// Times training of this model, and nothing else.
+    /// The index of the only model whose training is timed; no checks are run.
     model: Option<usize>,
-    /// Profiles a training step of this model, and nothing else.
+    /// The index of the only model of which a training step is profiled; no checks are run.
     profile: Option<usize>,
 }
 
@@ -175,7 +175,8 @@ fn panic_diagnostic(panic: &(dyn Any + Send)) -> Diagnostic {
     }
 }
 
-/// Prints all tables. Returns whether every result agrees with the CPU.
+/// Checks and times the GPU as `options` request, and prints the results as tables. Returns whether
+/// every result agrees with the CPU.
 fn run_checks(cuda: &Cuda, options: GpuCheckOptions, open: curves::OpenGpu) -> diagnostic::Result<bool> {
     let paths = library_search_paths(&[], Path::new(""));
     print_properties(cuda)?;
@@ -265,7 +266,7 @@ fn print_conformance(cuda: &Cuda, cudnn: Option<&Cuda>, rounds: usize) -> bool {
     reports.iter().all(|report| report.failure.is_none())
 }
 
-/// An operation that is timed.
+/// An operation to time, with the amount of work from which its rate is computed.
 struct TimedOp<'a> {
     name: String,
     /// Floating-point operations or bytes of one call.

@@ -94,7 +94,7 @@ pub struct F32Buffers {
     pub scratch: &'static [usize],
 }
 
-/// The input of a layer, equal in its forward and backward pass.
+/// The input of a layer. The backward pass gets the same input as the forward pass.
 pub struct LayerInput<'a> {
     /// The parameters of the layer's unit, flat.
     pub params: View<'a>,
@@ -201,8 +201,8 @@ pub trait Model: Send + Sync {
     fn moe(&self) -> Option<&dyn moe::MoeModel> {
         None
     }
-    /// Sets the coefficients of the router losses that `train.experts` specifies. No effect on a
-    /// dense model.
+    /// Sets the coefficients of the router losses that `train.experts` specifies. Has no effect on
+    /// a dense model.
     fn set_router_losses(&mut self, _spec: &ExpertsSpec) {}
     /// The config.json that the model was built from.
     fn hf_config(&self) -> &Map<String, Value>;
@@ -219,10 +219,12 @@ pub trait Model: Send + Sync {
     /// another type than they require.
     fn f32_buffers(&self) -> F32Buffers;
 
-    /// Embeds the tokens: writes `x`, `[rows, hidden]`. `params` is the embedding unit, flat.
+    /// Computes the embedding of each token and writes it to `x`, `[rows, hidden]`. `params` is the
+    /// flat vector of the embedding unit.
     fn embedding_forward(&self, ops: &dyn Ops, params: View, batch: &Batch, x: ViewMut);
-    /// Adds the gradient of the embedding to `grads`, the embedding unit's gradient. `dx`,
-    /// `[rows, hidden]`, has unspecified values afterwards.
+    /// Adds the gradient of the embedding to `grads`, the flat gradient of the embedding unit.
+    /// `dx`, `[rows, hidden]`, is the gradient of the embedding's output; its values are
+    /// unspecified afterwards.
     fn embedding_backward(&self, ops: &dyn Ops, grads: ViewMut, batch: &Batch, dx: ViewMut);
 
     /// Computes a layer: writes `y`, `[rows, hidden]`, and saves values for the backward pass.

@@ -149,12 +149,12 @@ fn matches_name_or_alias(pattern: &GlobMatcher, name: &str, ties: &[TiedWeight])
     pattern.is_match(name) || ties.iter().any(matches_alias)
 }
 
-/// The hyper-parameters of one parameter group.
+/// The name and the hyper-parameters with which the optimizer updates one parameter group.
 #[derive(Clone, Debug, PartialEq)]
 pub struct GroupHyperparams {
     /// `decay` or `no_decay`; `group 1` or `group 1 no_decay` for entry 1 of `optimizer.groups`.
     pub name: String,
-    /// Factor of the job's learning rate.
+    /// The factor by which the job's learning rate is multiplied.
     pub lr_scale: f64,
     /// The coefficients of the moving averages.
     pub betas: (f64, f64),

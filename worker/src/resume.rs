@@ -106,7 +106,7 @@ pub fn resume(
                 for (path, error) in skipped {
                     let state = if is_unreachable(&error) { "incomplete" } else { "damaged" };
                     let message = format!("skipped {state} checkpoint {}: {error}", path.display());
-                    events(Event::Notice { rank: None, message })?;
+                    events(Event::diagnostic_notice(None, message, error.diagnostic()))?;
                 }
                 return Ok(Some(resumed));
             }
@@ -276,7 +276,7 @@ fn load_native(
         notices.extend(differences::job_setting_notices(ready, facts, data_digest));
     }
     for message in notices {
-        events(Event::Notice { rank: None, message })?;
+        events(Event::notice(None, message))?;
     }
     let rng_generation = facts.rng.get("generation").and_then(Value::as_u64).unwrap_or(0);
     Ok(ResumePoint { path: path.into(), cursor, is_native: true, rng_generation })

@@ -287,7 +287,7 @@ fn checkpoint_layout(
             "checkpoint.dir is not shared: each of {} directories on the hosts stores the shards of its workers",
             layout.hosts().len()
         );
-        session.send_event(Event::Notice { rank: Some(0), message })?;
+        session.send_event(Event::notice(Some(0), message))?;
     }
     Ok(layout)
 }

@@ -29,7 +29,7 @@ use std::{
 
 /// Time between two heartbeats.
 const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);
-/// Longest wait for a message of the agent that is due.
+/// Longest wait for a message that the agent must send.
 const MESSAGE_TIMEOUT: Duration = Duration::from_secs(60);
 /// Longest wait until all ranks of the job accept connections; they start at about the same time.
 const PEERS_TIMEOUT: Duration = Duration::from_secs(120);
@@ -83,11 +83,11 @@ pub struct Session {
 /// A function that an abort calls with its reason, to end blocked operations.
 type AbortHandler = Box<dyn Fn(&str) + Send>;
 
-/// The handlers of [`Session::on_abort`], and the reason once an abort has come.
+/// The handlers of [`Session::on_abort`], and the reason of the abort if it has happened.
 #[derive(Default)]
 struct AbortHandlers {
     handlers: Vec<AbortHandler>,
-    /// The reason of the abort, if it has come.
+    /// Why the group was aborted; `None` before an abort.
     reason: Option<String>,
 }
 
@@ -195,7 +195,7 @@ impl Session {
         Ok(())
     }
 
-    /// Adds a handler of aborts; calls it immediately if the abort has already come.
+    /// Adds a handler of aborts. Calls it immediately after an abort.
     pub fn on_abort(&self, abort: impl Fn(&str) + Send + 'static) {
         let mut aborts = self.aborts.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(reason) = &aborts.reason {

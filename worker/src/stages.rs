@@ -40,7 +40,7 @@ pub struct BuiltModel {
     trained_count: u64,
 }
 
-/// Stage 3: the model with memory for this rank's shard of every parameter.
+/// Stage 3: the model with this rank's shard of every parameter allocated and filled with zeros.
 pub struct ShardedModel {
     train: TrainSpec,
     model: Arc<dyn Model>,
@@ -204,7 +204,7 @@ impl BuiltModel {
     }
 }
 
-/// The element type of activations and of the weights for computation.
+/// Returns the element type of activations and of the weights that matmuls read.
 pub fn compute_dtype(precision: Precision) -> Dtype {
     match precision {
         Precision::Fp32 => Dtype::F32,
@@ -213,7 +213,8 @@ pub fn compute_dtype(precision: Precision) -> Dtype {
     }
 }
 
-/// The element types of the weights for computation and of those that the optimizer updates.
+/// Returns the element types of the weights that matmuls read and of the weights that the optimizer
+/// updates.
 pub fn weight_dtypes(train: &TrainSpec) -> ParamDtypes {
     let dtype = compute_dtype(train.precision);
     ParamDtypes { compute: dtype, updated: if train.rounds_stochastically() { dtype } else { Dtype::F32 } }
@@ -221,8 +222,8 @@ pub fn weight_dtypes(train: &TrainSpec) -> ParamDtypes {
 
 /// Initialises this rank's elements of the selected parameters of unit `u`.
 ///
-/// Values are functions of the logical element, so every sharding gets the same weights. Weights
-/// for computation in 16 bits are only valid for the selected parameters afterwards.
+/// A value depends only on the seed and the logical element, so the weights are the same for every
+/// sharding. Afterwards, a 16-bit compute copy is valid only for the selected parameters.
 fn initialise_unit(engine: &Engine, ops: &dyn Ops, u: usize, seed: u64, selects: impl Fn(&str) -> bool) {
     let (unit, resident, computed) =
         (&engine.shards[u].unit, engine.resident_range(u), engine.compute_range(u));
@@ -240,7 +241,7 @@ fn initialise_unit(engine: &Engine, ops: &dyn Ops, u: usize, seed: u64, selects:
     if resident == computed {
         return engine.refresh_compute_copy(u);
     }
-    // This rank keeps more weights for computation than it keeps in fp32.
+    // The compute copy has more elements than this rank's shard of the fp32 master weights.
     for offset in (0..computed.len()).step_by(INIT_BUFFER_ELEMENTS) {
         let values = &mut buffer.host_mut()[..INIT_BUFFER_ELEMENTS.min(computed.len() - offset)];
         values.fill(0.0);

@@ -40,7 +40,7 @@ fn half_frozen(stage: u8) -> TrainSpec {
     s
 }
 
-/// Places each expert on the rank given in the order of experts.
+/// Places expert i on rank `ranks[i]` of each group.
 fn place_experts(ranks: &[u32]) -> ExpertPlacement {
     ExpertPlacement::Experts((0..).zip(ranks.iter().copied()).collect())
 }

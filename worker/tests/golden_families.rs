@@ -289,8 +289,8 @@ fn rope_keys_of_transformers_4_are_accepted() {
     assert!(error.is_none(), "{error:?}");
 }
 
-/// transformers 4 stores the bases of both rotations in separate keys, and the sliding-window
-/// layers as a pattern.
+/// In the Gemma 3 config of transformers 4, the base frequencies of global and local RoPE have
+/// separate keys, and a pattern selects the sliding-window layers.
 #[test]
 fn gemma3_of_transformers_4_trains_with_the_same_bits() {
     let dir = tempfile::tempdir().unwrap();

@@ -132,6 +132,9 @@ pub enum Event {
         rank: Option<Rank>,
         /// The message, on one line.
         message: String,
+        /// The warning or error that the message is about, where it has a code.
+        #[serde(default, skip_serializing_if = "Vec::is_empty", with = "json::diagnostics")]
+        diagnostics: Vec<Diagnostic>,
     },
     /// The root cause of a failed run; at most one per run.
     Failure(Box<FailureReport>),
@@ -165,6 +168,22 @@ pub enum Event {
         /// Seconds since the start of the run.
         seconds: f64,
     },
+}
+
+impl Event {
+    /// A notice without a code.
+    pub fn notice(rank: Option<Rank>, message: impl Into<String>) -> Event {
+        Event::Notice { rank, message: message.into(), diagnostics: Vec::new() }
+    }
+
+    /// A notice about a warning or an error, with its code.
+    pub fn diagnostic_notice(
+        rank: Option<Rank>,
+        message: impl Into<String>,
+        diagnostic: &Diagnostic,
+    ) -> Event {
+        Event::Notice { rank, message: message.into(), diagnostics: vec![diagnostic.clone()] }
+    }
 }
 
 /// The root cause of a failed attempt or run.

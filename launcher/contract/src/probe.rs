@@ -9,13 +9,13 @@ pub const MAX_PEERS: usize = 64;
 /// A request to an agent.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Probe {
-    /// Report what is on the host. Until it ends the agent also listens for its peers, and keeps a
+    /// Report what is on the host. Until the agent ends, it also listens for its peers and keeps a
     /// nonce file in each directory.
     Inspect {
         /// Letters and digits that name the nonce file.
         nonce: String,
-        /// Absolute directories that the job writes to. Of an absent one the nearest existing
-        /// parent is inspected.
+        /// Absolute directories that the job writes to. If a directory does not exist, its nearest
+        /// existing parent is inspected.
         dirs: Vec<PathBuf>,
         /// For built-in training on GPUs: the absolute directories in which CUDA libraries are
         /// searched first.
@@ -47,18 +47,20 @@ pub struct PeerListener {
 /// The answer to a [`Probe`].
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum ProbeAnswer {
-    /// What is on the host.
+    /// The inspection of the host.
     Inspect(Box<HostInspection>),
     /// Which hosts and nonces are visible.
     Connect {
-        /// For each peer its name and the time to connect, milliseconds, or why it failed.
+        /// For each peer: its name, and the time to connect in milliseconds or why the connection
+        /// failed.
         peers: Vec<(String, diagnostic::Result<f64>)>,
-        /// For each directory of `Inspect` the requested nonces that are visible there.
+        /// For each directory of `Inspect`: the requested nonces that are visible in it.
         nonces: Vec<Vec<String>>,
     },
 }
 
-/// What is on a host. Unknown values are `None` or empty.
+/// The inspection of one host: hardware, system limits and directories. Unknown values are `None`
+/// or empty.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct HostInspection {
     /// The hostname.
@@ -75,11 +77,11 @@ pub struct HostInspection {
     pub cpus: u32,
     /// The memory that may be used, bytes.
     pub memory: u64,
-    /// The part of it that is available, bytes.
+    /// The part of `memory` that is available, bytes.
     pub memory_available: u64,
     /// The clock of the host at the time of the answer, nanoseconds since 1970.
     pub unix_time_ns: i64,
-    /// The home and the cache directory, and why one of them is not writable.
+    /// The home and the cache directory, each with whether it is writable or why not.
     pub writable: Vec<(PathBuf, diagnostic::Result<()>)>,
     /// The directories of [`Probe::Inspect`], in its order.
     pub dirs: Vec<DirectoryReport>,
@@ -91,9 +93,9 @@ pub struct HostInspection {
     pub shm_size_and_free: Option<(u64, u64)>,
     /// Names and addresses of the interfaces that are up, without the loopback.
     pub interfaces: Vec<(String, std::net::IpAddr)>,
-    /// The port that its peers can connect to.
+    /// The port on which the agent listens for its peers.
     pub port: Option<u16>,
-    /// The text that it sends there.
+    /// The text that the agent sends to a peer that connects to `port`.
     pub greeting: String,
 }
 
@@ -106,11 +108,11 @@ pub struct DirectoryReport {
     pub filesystem: String,
     /// Free space, bytes.
     pub free: u64,
-    /// Whether it is writable, or why not.
+    /// Whether the directory is writable, or why not.
     pub writable: diagnostic::Result<()>,
 }
 
-/// A library that training on GPUs opens.
+/// The result of opening one library that training on GPUs uses.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct LibraryReport {
     /// Its short name in lower case, e.g. `cublaslt`.
@@ -121,7 +123,7 @@ pub struct LibraryReport {
     pub result: diagnostic::Result<(String, PathBuf)>,
 }
 
-/// The GPUs of a host, their driver and libraries.
+/// The GPUs of a host with their driver and libraries, as its agent reports them.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct GpuReport {
     /// The number of device nodes `/dev/nvidiaN`.
@@ -156,7 +158,7 @@ pub struct GpuStatus {
     pub uncorrected_ecc_errors: Option<u64>,
     /// Whether row remapping is pending until the next reset, and whether it has failed.
     pub remapped_rows: (bool, bool),
-    /// Why its clocks are throttled, apart from being idle.
+    /// Why the GPU's clocks are throttled, other than because it is idle.
     pub throttle_reasons: Vec<String>,
     /// Whether its compute mode admits at most one process.
     pub exclusive_compute: bool,
@@ -164,6 +166,6 @@ pub struct GpuStatus {
     pub mig_enabled: bool,
     /// The number of active NVLinks.
     pub nvlinks: u32,
-    /// The indices of GPUs whose memory it cannot access directly, each with the reason.
+    /// The indices of GPUs whose memory this GPU cannot access directly, each with the reason.
     pub no_peer_access: Vec<(u32, String)>,
 }

@@ -55,7 +55,10 @@ fn next_event(event: Option<&Event>) -> Option<Event> {
         Some(Event::Sample { .. }) => Event::Checkpoint { step: 6, path: path(), bytes: 7, seconds: 0.5 },
         Some(Event::Checkpoint { .. }) => Event::Gather { step: 6, path: path(), bytes: 7 },
         Some(Event::Gather { .. }) => Event::Reload { step: 6, values: reload_values() },
-        Some(Event::Reload { .. }) => Event::Notice { rank: None, message: "line\nbreak".into() },
+        Some(Event::Reload { .. }) => Event::notice(None, "line\nbreak"),
+        Some(Event::Notice { diagnostics, .. }) if diagnostics.is_empty() => {
+            Event::diagnostic_notice(Some(1), "text", &failure().diagnostics[0])
+        }
         Some(Event::Notice { .. }) => {
             Event::Restart { attempt: 1, restarts_left: 2, pause_s: 1.5, failure: failure() }
         }

@@ -87,7 +87,7 @@ pub(crate) enum Input {
     },
     /// The answer to [`Action::Sweep`]: the pids that could not be killed.
     Swept { left: Vec<i32> },
-    /// Something about a worker to report to the user, which does not end it.
+    /// A warning about a worker for the user. The worker continues.
     Warning { rank: Rank, message: String },
     /// Time has passed.
     Tick,
@@ -105,7 +105,7 @@ pub(crate) enum Action {
     Spawn(usize),
     /// Send a message to a built-in worker.
     SendToWorker(Rank, ToWorker),
-    /// From now on forward the output lines of these ranks to the controller, and of no others.
+    /// Forward the output lines of only these ranks to the controller from now on.
     ShowOutput(Vec<Rank>),
     /// Send a signal to a worker's process group.
     Signal(Rank, GroupSignal),
@@ -213,7 +213,8 @@ pub(crate) struct Core {
 }
 
 impl Core {
-    /// The state machine of the agent with this pid on a host with this inventory.
+    /// Creates the state machine of an agent that waits for the controller's hello. `pid` is the
+    /// agent's process, and `inventory` describes its host.
     pub(crate) fn new(pid: u32, inventory: HostInventory) -> Self {
         Core {
             pid,
@@ -286,7 +287,7 @@ impl Core {
             }
             Input::Swept { left } => self.on_swept(&left),
             Input::Warning { rank, message } => {
-                let event = contract::event::Event::Notice { rank: Some(rank), message };
+                let event = contract::event::Event::notice(Some(rank), message);
                 self.send(FromAgent::Event { attempt: self.attempt, rank, event });
             }
             Input::Tick => {}
@@ -444,7 +445,7 @@ impl Core {
             self.stacks_deadline = now + STACKS_TIMEOUT;
             return self.out.push(Action::WriteStacks(living));
         }
-        // A second order that does not request stacks does not wait for them either.
+        // A second kill request does not wait for the stacks that the first one requested.
         self.kill_after_stacks = None;
         self.end_workers(now, &reason, grace_ms);
     }

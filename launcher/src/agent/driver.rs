@@ -492,7 +492,7 @@ impl Driver {
         let dropped = self.dropped_events;
         if dropped > 0 && priority != Priority::Low {
             let message = format!("{dropped} events were dropped while the controller did not read");
-            let event = Event::Notice { rank: None, message };
+            let event = Event::notice(None, message);
             let attempt = self.plan.as_ref().map_or(0, |plan| plan.attempt);
             if self.outbox.send(Priority::Normal, FromAgent::Event { attempt, rank: 0, event }) {
                 self.dropped_events = 0;

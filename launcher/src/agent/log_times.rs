@@ -18,7 +18,8 @@ const PAIR_BYTES: usize = 16;
 /// second.
 const MAX_FILE_BYTES: u64 = 16 << 20;
 
-/// Writes the pairs of one log. If the file cannot be written, only the times are missing.
+/// Appends the times of one log to its file of times. If that file cannot be written, the log
+/// itself is still complete.
 #[derive(Debug)]
 pub(super) struct LogTimes {
     file: Option<File>,
@@ -27,7 +28,7 @@ pub(super) struct LogTimes {
 }
 
 impl LogTimes {
-    /// Opens the file of times of this log.
+    /// Opens or creates the file of times of `log`.
     pub(super) fn open(log: &Path) -> LogTimes {
         let file = OpenOptions::new().append(true).create(true).open(times_path(log)).ok();
         let size = file.as_ref().and_then(|f| f.metadata().ok()).map_or(0, |m| m.len());
@@ -37,7 +38,7 @@ impl LogTimes {
         LogTimes { file, size, last: None }
     }
 
-    /// Records that the log has `bytes` and more is written now.
+    /// Records that the log has `bytes` bytes at the present time, before more is written.
     pub(super) fn record(&mut self, bytes: u64) {
         if self.last.is_some_and(|last| last.elapsed() < MIN_INTERVAL) || self.size >= MAX_FILE_BYTES {
             return;
@@ -60,10 +61,11 @@ pub(crate) fn unix_time_ms() -> u64 {
     since.map_or(0, |d| u64::try_from(d.as_millis()).unwrap_or(u64::MAX))
 }
 
-/// The offset at which the part of a log begins that was written at this time or later, accurate to
-/// about a second.
+/// Returns the offset of the first byte of a log that was written at or after `since_ms`, accurate
+/// to about a second.
 ///
-/// Returns 0 if no times are recorded, and `end`, the size of the log, if the whole log is older.
+/// Returns 0 if no times are recorded. Returns `end`, the size of the log, if the whole log is
+/// older.
 pub(crate) fn offset_at(log: &Path, since_ms: u64, end: u64) -> u64 {
     let mut bytes = Vec::new();
     let read = File::open(times_path(log)).and_then(|f| f.take(MAX_FILE_BYTES).read_to_end(&mut bytes));

@@ -233,13 +233,14 @@ struct OutputSink {
     console: Outbox<FromAgent>,
     events: mpsc::Sender<(Rank, u32, PumpEvent)>,
     tail: VecDeque<String>,
-    /// Lines that the console did not get.
+    /// Lines that were not sent to the console.
     dropped_lines: u64,
     progress_reported_at: Option<Instant>,
 }
 
 impl OutputSink {
-    /// Handles new bytes of a stream. Whole lines are passed on, and the rest is held back.
+    /// Processes new bytes of a stream. Distributes whole lines, and keeps the rest until the line
+    /// is complete.
     fn push_bytes(&mut self, stream: &mut OutputStream, bytes: &[u8]) {
         let Some(end) = bytes.iter().rposition(|b| *b == b'\n') else {
             stream.unfinished.extend_from_slice(bytes);
@@ -259,7 +260,7 @@ impl OutputSink {
         stream.unfinished.extend_from_slice(rest);
     }
 
-    /// Passes on an unfinished line.
+    /// Distributes an unfinished line as if it had ended.
     fn finish_line(&mut self, stream: &mut OutputStream) {
         if !stream.unfinished.is_empty() {
             let rest = std::mem::take(&mut stream.unfinished);
@@ -267,7 +268,7 @@ impl OutputSink {
         }
     }
 
-    /// Handles whole lines of one stream.
+    /// Distributes whole lines of one stream, and looks for the progress pattern in them.
     fn push_lines(&mut self, bytes: &[u8], stderr: bool) {
         if let Some(error) = self.log.write(bytes) {
             self.send_event(PumpEvent::LogFailed(error));

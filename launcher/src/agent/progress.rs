@@ -1,5 +1,5 @@
-//! Decides whether a worker makes progress, from its reports, its output and its CPU time. Does no
-//! I/O.
+//! [`WorkerProgress`]: decides whether a worker makes progress, from its reports, its output and
+//! its CPU time. This module does no I/O.
 use contract::event::Phase;
 use std::time::Duration;
 
@@ -7,7 +7,7 @@ use std::time::Duration;
 /// A process that waits in a poll loop uses a little, too.
 const WORK_TICKS: u64 = 2;
 
-/// The progress of one worker.
+/// When one worker last made progress, and whether a stall was reported since then.
 #[derive(Debug)]
 pub(super) struct WorkerProgress {
     /// When the worker last made progress.
@@ -16,12 +16,13 @@ pub(super) struct WorkerProgress {
     reported: Option<(Phase, u64)>,
     /// The CPU time at the last measurement.
     ticks: u64,
-    /// A stall was reported, and whether the process was stopped then.
+    /// `None` unless a stall was reported since the last progress; then whether the process was
+    /// stopped at that time.
     stall_reported: Option<bool>,
 }
 
 impl WorkerProgress {
-    /// A worker that was started now.
+    /// The state of a worker that starts at `now`.
     pub(super) fn new(now: Duration) -> Self {
         WorkerProgress { last_at: now, reported: None, ticks: 0, stall_reported: None }
     }
@@ -49,8 +50,8 @@ impl WorkerProgress {
         self.stall_reported.take().is_some()
     }
 
-    /// Checks for a stall, after a measurement without progress. Returns its duration in
-    /// milliseconds and `stopped` if it is to be reported now.
+    /// Checks for a stall after a measurement without progress. If a stall is to be reported now,
+    /// returns its duration in milliseconds, and `stopped`.
     pub(super) fn check_stall(
         &mut self,
         now: Duration,

@@ -47,7 +47,7 @@ fn watch_agent(agent: Pid) -> io::Result<u8> {
         // SAFETY: ignoring a signal installs no handler.
         unsafe { signal(number, SigHandler::SigIgn)? };
     }
-    // Only the agent keeps the streams, so that they end with it.
+    // Only the agent keeps the streams open, so that they end when the agent ends.
     let null = OpenOptions::new().read(true).write(true).open("/dev/null")?;
     dup2_stdin(&null)?;
     dup2_stdout(&null)?;
@@ -77,8 +77,8 @@ fn sweep() {
     }
 }
 
-/// The agent's exit code. If a signal killed the agent, this process kills itself with the same
-/// signal, so that sshd reports it.
+/// Returns the exit code of an agent that ended with `status`. If a signal killed the agent, this
+/// process kills itself with the same signal instead, so that sshd reports the signal.
 fn exit_like_agent(status: WaitStatus) -> u8 {
     match status {
         WaitStatus::Exited(_, code) => code as u8,

@@ -130,7 +130,7 @@ fn path_text(path: &Path) -> diagnostic::Result<String> {
     })
 }
 
-/// Rejects characters for which the option lines of Slurm have no escape.
+/// Rejects paths with characters that cannot be escaped in `#SBATCH` lines.
 fn check_option_path(path: &Path) -> diagnostic::Result<()> {
     let path = path_text(path)?;
     // `%j` is intended; Slurm would replace any other `%`.
@@ -188,14 +188,14 @@ impl BatchScript {
     }
 }
 
-/// A path as an option line of Slurm needs it.
+/// Quotes a path for an `#SBATCH` line, if necessary.
 fn quote_option(path: &Path) -> String {
     let path = path.display().to_string();
     let is_plain = |c: char| !c.is_whitespace() && c != '#';
     if path.chars().all(is_plain) { path } else { format!("\"{path}\"") }
 }
 
-/// `DAYS-HOURS:MINUTES:SECONDS`, rounded up to a second.
+/// Formats a duration as `DAYS-HOURS:MINUTES:SECONDS`, rounded up to a second.
 fn time_limit(ms: u64) -> String {
     let s = ms.div_ceil(1000);
     format!("{}-{:02}:{:02}:{:02}", s / 86_400, s / 3600 % 24, s / 60 % 60, s % 60)

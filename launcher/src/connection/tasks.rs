@@ -1,4 +1,5 @@
-//! The two tasks of a control connection: one reads into a bounded channel, one writes from one.
+//! The two tasks of a control connection. One reads frames into a bounded channel; the other writes
+//! the messages of another bounded channel.
 use super::frame::{self, FrameError};
 use serde::{Serialize, de::DeserializeOwned};
 use std::collections::VecDeque;
@@ -7,7 +8,7 @@ use tokio::{
     sync::mpsc,
 };
 
-/// Messages that wait to be sent on one connection.
+/// Most messages that wait to be sent on one connection.
 const QUEUE_CAPACITY: usize = 4096;
 /// Places of the queue that [`Priority::Low`] leaves free.
 const RESERVED_ABOVE_LOW: usize = 3072;
@@ -82,14 +83,14 @@ pub(crate) struct Outbox<T> {
 }
 
 impl<T> Clone for Outbox<T> {
-    /// Another sender to the same connection, with a separate, empty overflow.
+    /// Returns another sender to the same connection, with a separate and empty overflow buffer.
     fn clone(&self) -> Self {
         Outbox { queue: self.queue.clone(), overflow: VecDeque::new() }
     }
 }
 
 impl<T> Outbox<T> {
-    /// An outbox, and the queue for [`write_frames`].
+    /// Creates an outbox and the receiving end of its queue, for [`write_frames`].
     pub(crate) fn new() -> (Self, mpsc::Receiver<T>) {
         let (queue, receiver) = mpsc::channel(QUEUE_CAPACITY);
         (Outbox { queue, overflow: VecDeque::new() }, receiver)
@@ -114,12 +115,13 @@ impl<T> Outbox<T> {
         fits
     }
 
-    /// Whether critical messages wait outside of the queue.
+    /// Whether critical messages wait outside the queue.
     pub(crate) fn is_behind(&self) -> bool {
         !self.overflow.is_empty()
     }
 
-    /// Moves waiting critical messages into the queue, as far as it has free places.
+    /// Moves critical messages from the overflow buffer into the queue until the queue is full.
+    /// Never blocks.
     pub(crate) fn flush(&mut self) {
         while !self.overflow.is_empty() {
             let Ok(slot) = self.queue.try_reserve() else { return };

@@ -450,7 +450,7 @@ impl Core {
     }
 
     fn emit_notice(&mut self, message: String) {
-        self.actions.push(Action::Event(Event::Notice { rank: None, message }));
+        self.actions.push(Action::Event(Event::notice(None, message)));
     }
 
     fn check_deadlines(&mut self, now: Duration) {

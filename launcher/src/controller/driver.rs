@@ -396,7 +396,7 @@ impl Driver {
     }
 
     fn emit_notice(&mut self, message: String) {
-        self.emit_event(Event::Notice { rank: None, message });
+        self.emit_event(Event::notice(None, message));
     }
 
     fn emit_event(&mut self, event: Event) {

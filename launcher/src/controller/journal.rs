@@ -155,7 +155,7 @@ mod tests {
         let run_dir = dir.path().join("a/b");
         let mut journal = Journal::create(&plan(&run_dir), &["launch".into(), "job.yaml".into()]).unwrap();
         let done = Event::Done { exit_code: 0, step: Some(2), seconds: 1.5 };
-        let events = [step(1), Event::Notice { rank: None, message: "line\nbreak".into() }, step(2), done];
+        let events = [step(1), Event::notice(None, "line\nbreak"), step(2), done];
         events.iter().for_each(|event| journal.append(event).unwrap());
         let read = |name: &str| -> Vec<Event> {
             let text = fs::read_to_string(run_dir.join(name)).unwrap();

@@ -16,7 +16,7 @@ use contract::{
 use std::net::{IpAddr, Ipv4Addr};
 use tokio::sync::mpsc;
 
-/// The inventories that the agents have sent.
+/// The inventories that the agents have sent, and the user's choices of devices.
 pub(super) struct HostInventories {
     /// The user's choices of devices, which hold for every host.
     chosen: Vec<(String, String)>,
@@ -37,7 +37,7 @@ impl HostInventories {
         }
     }
 
-    /// These hosts as input of the plan.
+    /// Describes the hosts for the planner. Leaves out hosts without an inventory.
     pub(super) fn job_hosts(&self, targets: &[HostTarget], hosts: &[HostIndex]) -> Vec<JobHost> {
         let job_host = |host: &HostIndex| {
             let target = targets.get(*host)?;
@@ -93,7 +93,7 @@ impl Preparation {
     }
 }
 
-/// The workers of each host of a plan, as the core needs them.
+/// The workers of each host of a plan, in the form of [`Input::Ready`](super::core::Input::Ready).
 pub(super) fn planned_workers(plan: &Plan) -> Vec<Vec<PlannedWorker>> {
     let host_workers =
         |host: &HostPlan| host.workers.iter().map(|w| PlannedWorker { log: w.log.clone() }).collect();

@@ -11,7 +11,7 @@ use std::{
 };
 use tokio::sync::mpsc;
 
-/// A bound rendezvous.
+/// A rendezvous whose address is bound.
 #[derive(Debug)]
 pub(crate) enum Rendezvous {
     /// A port that rank 0 will bind, with its number.
@@ -21,8 +21,8 @@ pub(crate) enum Rendezvous {
 }
 
 impl Rendezvous {
-    /// Binds the requested port, or any free one. `messages` receives lines that the store has for
-    /// the user.
+    /// Binds the requested port, or any free one. The store sends its messages for the user to
+    /// `messages`.
     pub(crate) fn open(
         bind: &BindRendezvous,
         messages: &mpsc::Sender<String>,
@@ -92,7 +92,7 @@ fn hold_port(address: IpAddr, port: u16) -> io::Result<Rendezvous> {
     Ok(Rendezvous::Port(listener, number))
 }
 
-/// Puts the port into a worker's environment where the plan left it open.
+/// Inserts the port into a worker's environment where the plan has a placeholder.
 pub(super) fn fill_in_port(environment: &mut [(String, String)], port: u16) {
     let is_open = |(name, value): &&mut (String, String)| name == env::MASTER_PORT && value == "auto";
     for (_, value) in environment.iter_mut().filter(is_open) {

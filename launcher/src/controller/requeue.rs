@@ -1,4 +1,4 @@
-//! Whether a Slurm batch job is put back into the queue after its run has ended. Pure.
+//! Decides whether a Slurm batch job is requeued after its run has ended. Calls no Slurm command.
 use super::core::Outcome;
 use crate::report::count;
 
@@ -13,17 +13,18 @@ pub struct Requeue {
     pub most: u32,
 }
 
-/// What to do with the batch job.
+/// Whether to requeue the batch job, and what to report.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct RequeueDecision {
-    /// The batch job to requeue; `None`: none.
+    /// The batch job to requeue; `None` if it is not requeued.
     pub(super) job: Option<u64>,
     /// A notice for the user.
     pub(super) message: String,
 }
 
 impl Requeue {
-    /// `None`: the run completed, failed, or was stopped by a user.
+    /// Decides by the outcome of the run. `None` if the run completed, failed, or was stopped by a
+    /// user.
     pub(super) fn decide(&self, outcome: &Outcome) -> Option<RequeueDecision> {
         let why = match outcome {
             Outcome { time_limit: true, .. } => "the time limit is near",

@@ -5,13 +5,13 @@ use nix::sys::signal::Signal;
 use std::io;
 use tokio::signal::unix::{Signal as SignalStream, SignalKind, signal};
 
-/// The caught signals.
+/// The streams of the signals that the controller catches, and how it interprets them.
 pub(super) struct SignalReceiver {
     actions: SignalActions,
     interrupt: SignalStream,
     terminate: SignalStream,
     quit: SignalStream,
-    /// `None`: the parent process ignores it (`nohup`), and so does the controller.
+    /// `None` if the controller inherited an ignored SIGHUP (`nohup`), which stays ignored.
     hangup: Option<SignalStream>,
     usr1: SignalStream,
     usr2: SignalStream,
@@ -26,13 +26,13 @@ pub(super) enum SignalEvent {
     Request(Input),
     /// Child processes have ended.
     ChildrenEnded,
-    /// `run.signals` ignores it.
+    /// A signal that `run.signals` ignores.
     Ignored,
 }
 
 impl SignalReceiver {
-    /// Catches the signals. `has_time_limit`: SIGUSR1 comes from the batch system before the time
-    /// limit.
+    /// Installs the signal handlers. With `has_time_limit`, the batch system sends SIGUSR1 before
+    /// the time limit.
     pub(super) fn catch(actions: SignalActions, has_time_limit: bool) -> io::Result<Self> {
         Ok(SignalReceiver {
             actions,

@@ -11,7 +11,7 @@ use std::{
     path::Path,
 };
 
-/// The version of event files from which on TensorBoard applies session marks.
+/// The file version, which is the lowest with which TensorBoard applies session marks.
 const FILE_VERSION: &str = "brain.Event:2";
 
 /// An open event file.
@@ -70,7 +70,8 @@ impl EventFile {
     }
 }
 
-/// An `Event` message: wall_time = 1, step = 2, and the encoded payload.
+/// Encodes an `Event` message with the fields wall_time (1) and step (2), and appends the encoded
+/// field `payload`.
 fn message(time: f64, step: u64, payload: &[u8]) -> Vec<u8> {
     let mut out = vec![1 << 3 | 1];
     out.extend(time.to_le_bytes());
@@ -79,7 +80,7 @@ fn message(time: f64, step: u64, payload: &[u8]) -> Vec<u8> {
     out
 }
 
-/// A `Summary.Value` message: tag = 1, simple_value = 2.
+/// Encodes a `Summary.Value` message with the fields tag (1) and simple_value (2).
 fn scalar(tag: &str, value: f64) -> Vec<u8> {
     let mut out = string_field(1, tag);
     out.push(2 << 3 | 5);
@@ -114,12 +115,12 @@ fn encode_varint(mut value: u64) -> Vec<u8> {
     out
 }
 
-/// The checksum of TFRecords: CRC-32C, rotated and offset.
+/// Computes the checksum of TFRecords: CRC-32C, rotated and offset.
 fn masked_crc(data: &[u8]) -> u32 {
     crc32c(data).rotate_right(15).wrapping_add(0xa282_ead8)
 }
 
-/// CRC-32C (Castagnoli), computed bit by bit because records are short and few.
+/// Computes CRC-32C (Castagnoli) bit by bit, because records are short and few.
 fn crc32c(data: &[u8]) -> u32 {
     !data.iter().fold(!0, |crc, &byte| {
         (0..8).fold(crc ^ u32::from(byte), |c, _| if c & 1 == 1 { c >> 1 ^ 0x82f6_3b78 } else { c >> 1 })

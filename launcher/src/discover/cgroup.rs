@@ -14,8 +14,8 @@ pub(super) struct Limits {
     pub(super) memory: Option<u64>,
 }
 
-/// The tightest limits of this process's groups and their parents; no limits where nothing can be
-/// read.
+/// Reads the tightest limits of this process's control groups and their parents. A limit that
+/// cannot be read does not count.
 pub(super) fn limits(root: &Path) -> Limits {
     let groups = fs::read_to_string(root.join("proc/self/cgroup")).unwrap_or_default();
     let mut limits = Limits::default();
@@ -43,8 +43,8 @@ pub(super) fn limits(root: &Path) -> Limits {
     limits
 }
 
-/// How many processes of this process's group the kernel has killed for lack of memory; `None`
-/// where the count cannot be read.
+/// Reads how many processes of this process's control group the kernel has killed for lack of
+/// memory; `None` if the count cannot be read.
 pub(crate) fn oom_kills(root: &Path) -> Option<u64> {
     let groups = fs::read_to_string(root.join("proc/self/cgroup")).ok()?;
     let mount = root.join("sys/fs/cgroup");
@@ -77,7 +77,7 @@ impl Limits {
     }
 }
 
-/// The directory of a group and those of its parents, up to the mount.
+/// The directory of a control group and those of its parents, up to the mount point.
 fn group_and_parents(mount: &Path, group: &str) -> Vec<PathBuf> {
     let relative = Path::new(group.trim_start_matches('/'));
     // `..` appears when the group is outside of the namespace of this process.
@@ -103,7 +103,7 @@ fn cpu_share(quota: f64, period: f64) -> Option<f64> {
     (quota > 0.0 && period > 0.0).then(|| quota / period)
 }
 
-/// The number in a file; `None` for `max`, `-1` and unreadable files.
+/// Reads the number in a file; `None` for `max`, `-1` and unreadable files.
 fn number(file: &Path) -> Option<u64> {
     fs::read_to_string(file).ok()?.trim().parse().ok()
 }

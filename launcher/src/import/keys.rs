@@ -11,7 +11,7 @@ pub(super) struct RemainingKeys<'d> {
     /// The path of the mapping; empty at the top.
     path: String,
     remaining: Vec<(&'d str, &'d Item)>,
-    /// Errors of values that were taken.
+    /// Errors in the values that were taken.
     pub(super) errors: Vec<Diagnostic>,
 }
 
@@ -55,7 +55,7 @@ impl<'d> RemainingKeys<'d> {
         (!matches!(item.value, ItemValue::Null)).then_some(item)
     }
 
-    /// Takes a scalar.
+    /// Takes the value of `key`; a list or a mapping is an error.
     pub(super) fn scalar(&mut self, key: &str) -> Option<&'d Item> {
         let item = self.take(key)?;
         if matches!(item.value, ItemValue::List(_) | ItemValue::Map(_)) {
@@ -65,12 +65,13 @@ impl<'d> RemainingKeys<'d> {
         Some(item)
     }
 
-    /// Takes a scalar as text, whatever its type.
+    /// Takes the scalar value of `key` as text, whatever its type.
     pub(super) fn text(&mut self, key: &str) -> Option<String> {
         self.scalar(key).map(super::wording::python_str)
     }
 
-    /// Takes a boolean, also in the notation of YAML 1.1 (`yes`, `no`, `on`, `off`) and in quotes.
+    /// Takes the value of `key`; anything but a boolean is an error. Quoted booleans and those of
+    /// YAML 1.1 (`yes`, `no`, `on`, `off`) are accepted.
     pub(super) fn boolean(&mut self, key: &str) -> Option<bool> {
         let item = self.take(key)?;
         let word = item.text.to_ascii_lowercase();
@@ -85,12 +86,12 @@ impl<'d> RemainingKeys<'d> {
         }
     }
 
-    /// Takes an integer of at least `min`.
+    /// Takes the value of `key`; anything but an integer from `min` to `u32::MAX` is an error.
     pub(super) fn integer(&mut self, key: &str, min: i128) -> Option<i128> {
         self.integer_in(key, min, u32::MAX.into())
     }
 
-    /// Takes an integer from `min` to `max`.
+    /// Takes the value of `key`; anything but an integer from `min` to `max` is an error.
     pub(super) fn integer_in(&mut self, key: &str, min: i128, max: i128) -> Option<i128> {
         let item = self.take(key)?;
         let number = match item.value {
@@ -106,7 +107,7 @@ impl<'d> RemainingKeys<'d> {
         number
     }
 
-    /// Takes a finite number.
+    /// Takes the value of `key`; anything but a finite number is an error.
     pub(super) fn number(&mut self, key: &str) -> Option<f64> {
         let item = self.take(key)?;
         let number = match item.value {
@@ -122,18 +123,18 @@ impl<'d> RemainingKeys<'d> {
         number
     }
 
-    /// Whether the value is `auto`, which leaves it to HF Trainer.
+    /// Whether the value of `key` is `auto`, so that HF Trainer chooses the value.
     pub(super) fn is_auto(&self, key: &str) -> bool {
         self.remaining.iter().any(|(name, item)| *name == key && item.text == "auto")
     }
 
-    /// An integer, without taking it.
+    /// The value of `key` if it is an integer. The key is not taken.
     pub(super) fn peek(&self, key: &str) -> Option<i128> {
         let (_, item) = self.remaining.iter().find(|(name, _)| *name == key)?;
         if let ItemValue::Int(n) = item.value { Some(n) } else { None }
     }
 
-    /// Takes a mapping.
+    /// Takes the value of `key`; anything but a mapping is an error.
     pub(super) fn section(&mut self, key: &str) -> Option<RemainingKeys<'d>> {
         let item = self.take(key)?;
         let path = self.path(key);

@@ -8,7 +8,7 @@ use contract::{
 };
 use diagnostic::{Diagnostic, codes::host as codes};
 
-/// The GPUs of a job on one host, in the order of the numbers that a program gives them.
+/// The GPUs of a job on one host, in the order of the device numbers that a program sees.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct GpuSelection {
     /// Entries of `CUDA_VISIBLE_DEVICES`; none is empty.
@@ -19,17 +19,18 @@ pub(super) struct GpuSelection {
     variable: &'static str,
     /// Whether programs get the variable even if launch's environment does not have it.
     set_always: bool,
-    /// Whether the names are numbers in the order of the PCI bus, and not a selection of the user.
+    /// Whether the names are GPU numbers in PCI bus order, not the user's selection.
     in_bus_order: bool,
     /// Whether GPUs are hidden from programs.
     hidden: bool,
     /// Whether the host has not reported its GPUs yet.
     unknown: bool,
-    /// Built-in workers per GPU; each sees only its own GPU. 0: the workers are a program's.
+    /// Built-in workers per GPU, each of which sees only its own GPU; 0 if the workers run a
+    /// program.
     workers_per_gpu: u32,
 }
 
-/// The GPUs that the job uses on a host with this inventory.
+/// Selects the GPUs that the job uses on a host with this inventory.
 pub(super) fn select_gpus(job: &JobSpec, inventory: &Inventory) -> diagnostic::Result<GpuSelection> {
     let inherited =
         |name: &str| inventory.inherited_env.iter().find(|(n, _)| n == name).map(|(_, value)| value.as_str());
@@ -91,7 +92,7 @@ fn unknown_gpu(number: u32, inventory: &Inventory) -> Diagnostic {
 }
 
 impl GpuSelection {
-    /// The selection less the GPUs whose numbers are not among the host's selected slots.
+    /// Keeps only the GPUs whose numbers are among the host's selected slots.
     pub(super) fn with_selected_slots(self, job: &JobSpec, host: &JobHost) -> diagnostic::Result<Self> {
         let Some(slots) = &host.selected_slots else { return Ok(self) };
         let are_first = slots.iter().zip(0..).all(|(slot, index)| *slot == index);
@@ -190,7 +191,7 @@ impl GpuSelection {
         Ok(())
     }
 
-    /// The variables that select the GPUs of a worker.
+    /// The environment variables that select the GPUs of a worker.
     pub(super) fn env(&self, policy: VisibleDevices, local_rank: u32) -> Vec<(&'static str, String)> {
         let policy = if self.workers_per_gpu > 0 { VisibleDevices::One } else { policy };
         let visible = match (policy, self.names.get(self.gpu_of(local_rank))) {
@@ -223,7 +224,7 @@ fn parse_device_list(list: &str) -> Vec<String> {
     entries.take_while(|entry| !entry.is_empty() && !entry.starts_with('-')).map(str::to_owned).collect()
 }
 
-/// The NUMA node of the GPU with this number or this beginning of its UUID.
+/// Returns the NUMA node of the GPU whose number is `name` or whose UUID begins with `name`.
 fn numa_node(inventory: &Inventory, name: &str) -> Option<u32> {
     let by_number = name.parse::<usize>().ok().and_then(|n| inventory.gpus.get(n));
     let by_uuid = || inventory.gpus.iter().find(|g| g.uuid.as_deref().is_some_and(|u| u.starts_with(name)));

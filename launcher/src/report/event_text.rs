@@ -43,8 +43,8 @@ pub(crate) fn event_text(event: &Event) -> String {
             format!("step {step}: saved full weights {} ({})", path.display(), format_bytes(*bytes))
         }
         Event::Reload { step, .. } => format!("job file reloaded, effective from step {}", step + 1),
-        Event::Notice { rank: None, message } => message.clone(),
-        Event::Notice { rank: Some(rank), message } => format!("rank {rank}: {message}"),
+        Event::Notice { rank: None, message, .. } => message.clone(),
+        Event::Notice { rank: Some(rank), message, .. } => format!("rank {rank}: {message}"),
         Event::Placement { attempt, world, hosts } => {
             let verb = if *attempt > 0 { "restarting" } else { "starting" };
             let workers = count(u64::from(*world), "worker", "workers");
@@ -120,8 +120,8 @@ mod tests {
             Event::Sample { step: 10, prompt: "Once".into(), text: " upon".into() },
             Event::Checkpoint { step: 40, path: path(), bytes: 1 << 20, seconds: 0.25 },
             Event::Gather { step: 40, path: "weights".into(), bytes: 1 << 30 },
-            Event::Notice { rank: None, message: "draining host h1".into() },
-            Event::Notice { rank: Some(3), message: "slow storage".into() },
+            Event::notice(None, "draining host h1"),
+            Event::notice(Some(3), "slow storage"),
             Event::Placement { attempt: 0, world: 4, hosts: hosts(2) },
             Event::Placement { attempt: 1, world: 64, hosts: hosts(64) },
             Event::Failure(failure()),

@@ -1,9 +1,9 @@
-//! Numbers, durations, ranks and phases as text for people.
+//! Formats numbers, durations, ranks, hosts and phases for the console.
 use contract::{event::Phase, ids::Rank};
 use diagnostic::Diagnostic;
 use std::collections::BTreeMap;
 
-/// A number with three digits and a unit: `12.3k`, `4.56M`.
+/// Formats a number with three digits and a decimal prefix: `12.3k`, `4.56M`.
 pub(super) fn format_number(x: f64) -> String {
     let (scaled, unit) = match x.abs() {
         a if a >= 999.5e6 => (x / 1e9, "G"),
@@ -18,12 +18,12 @@ pub(super) fn format_number(x: f64) -> String {
     }
 }
 
-/// A count with its noun: `1 host`, `3 hosts`.
+/// Formats a count with its noun: `1 host`, `3 hosts`.
 pub(crate) fn count(n: u64, one: &str, many: &str) -> String {
     format!("{n} {}", if n == 1 { one } else { many })
 }
 
-/// The first of several errors, and how many more there are: `line 3: … (and 2 more)`.
+/// Formats the first of several errors and the number of the others: `line 3: … (and 2 more)`.
 pub(crate) fn and_more(errors: &[Diagnostic]) -> String {
     let first = errors.first().map_or_else(String::new, ToString::to_string);
     match errors.len() {
@@ -32,7 +32,7 @@ pub(crate) fn and_more(errors: &[Diagnostic]) -> String {
     }
 }
 
-/// A size: `512 B`, `1.5 MiB`.
+/// Formats a size with a binary unit: `512 B`, `1.5 MiB`.
 pub(super) fn format_bytes(n: u64) -> String {
     let units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
     let step = (n.max(1).ilog2() / 10) as usize;
@@ -42,12 +42,12 @@ pub(super) fn format_bytes(n: u64) -> String {
     }
 }
 
-/// A duration: `0.4 s`, `12:34`, `1:02:03`.
+/// Formats a duration: `0.4 s`, `12:34`, `1:02:03`.
 pub(crate) fn format_duration(seconds: f64) -> String {
     if seconds < 10.0 { format!("{seconds:.1} s") } else { format_clock(seconds) }
 }
 
-/// A duration in clock notation: `0:07`, `12:34`, `1:02:03`.
+/// Formats a duration in clock notation: `0:07`, `12:34`, `1:02:03`.
 pub(crate) fn format_clock(seconds: f64) -> String {
     let s = if seconds.is_finite() { seconds.clamp(0.0, 3.6e9).round() as u64 } else { 0 };
     match s / 3600 {
@@ -56,7 +56,7 @@ pub(crate) fn format_clock(seconds: f64) -> String {
     }
 }
 
-/// Sorted ranks as ranges: `0, 2-5, 9`.
+/// Formats sorted ranks as ranges: `0, 2-5, 9`.
 pub(crate) fn format_ranks(sorted: &[Rank]) -> String {
     let mut ranges: Vec<(Rank, Rank)> = Vec::new();
     for &rank in sorted {
@@ -69,10 +69,10 @@ pub(crate) fn format_ranks(sorted: &[Rank]) -> String {
     ranges.iter().map(range).collect::<Vec<_>>().join(", ")
 }
 
-/// Longest list of hosts that is shown in full.
+/// Number of hosts up to which every host is listed.
 const MAX_HOSTS_LISTED: usize = 8;
 
-/// Hosts as `h0, h1`; a long list as its length, first and last host: `64 hosts (h0 … h63)`.
+/// Formats hosts as a list, `h0, h1`, or a long list as `64 hosts (h0 … h63)`.
 pub(crate) fn format_hosts(names: &[String]) -> String {
     match names {
         [first, .., last] if names.len() > MAX_HOSTS_LISTED => {
@@ -82,7 +82,8 @@ pub(crate) fn format_hosts(names: &[String]) -> String {
     }
 }
 
-/// Each distinct value once, with its ranks: `[("0-2", value), …]`, the most common value first.
+/// Groups ranks by value, and returns each distinct value with its ranks: `[("0-2", value), …]`.
+/// The most common value comes first.
 pub(super) fn group_by_rank<'a, T: PartialEq>(
     values: impl IntoIterator<Item = (Rank, &'a T)>,
 ) -> Vec<(String, &'a T)> {
@@ -97,13 +98,13 @@ pub(super) fn group_by_rank<'a, T: PartialEq>(
     groups.into_iter().map(|(value, list)| (format_ranks(&list), value)).collect()
 }
 
-/// `rank 3`, `ranks 0, 2-5`.
+/// Puts the noun before formatted ranks: `rank 3`, `ranks 0, 2-5`.
 pub(super) fn rank_label(ranks: &str) -> String {
     let noun = if ranks.contains([',', '-']) { "ranks" } else { "rank" };
     format!("{noun} {ranks}")
 }
 
-/// The phases of all ranks: the most common one, then the ranks with another one.
+/// Formats the phases of all ranks: the most common phase, then the other ranks with their phases.
 pub(super) fn format_phases(phases: &BTreeMap<Rank, Phase>) -> String {
     let groups = group_by_rank(phases.iter().map(|(r, p)| (*r, p)));
     match groups.as_slice() {

@@ -30,7 +30,7 @@ const AVERAGING_SECONDS: f64 = 10.0;
 /// Waiting for collectives is shown from this fraction of the step on.
 const SHOWN_EXPOSED_SHARE: f64 = 0.05;
 
-/// The state of a run as far as it is shown, and the console.
+/// The state of a run that is displayed, and the console on which it is displayed.
 pub(super) struct View {
     config: ReportConfig,
     console: Console,
@@ -114,12 +114,12 @@ impl View {
         }
     }
 
-    /// The time until [`View::on_deadline`] must be called; `None`: no line is waiting.
+    /// The time until [`View::on_deadline`] must be called; `None` if no line is waiting.
     pub(super) fn time_to_deadline(&self) -> Option<Duration> {
         self.dedup.deadline().map(|at| at.saturating_sub(self.started_at.elapsed()))
     }
 
-    /// Shows the lines that have waited long enough.
+    /// Prints the lines whose waiting time has ended.
     pub(super) fn on_deadline(&mut self) {
         let lines = self.dedup.due(self.started_at.elapsed());
         self.show_lines(lines);
@@ -201,7 +201,7 @@ impl View {
         }
     }
 
-    /// Keeps what the progress bar and the summary need.
+    /// Stores the values of an event that the progress bar and the summary display.
     fn record(&mut self, event: &Event) {
         match event {
             Event::Ready { step, total_steps, .. } => {
@@ -264,7 +264,7 @@ impl View {
         }
     }
 
-    /// Updates the progress bar; `done`: the steps that are done, if they changed.
+    /// Updates the progress bar. `done` is the number of finished steps, if it changed.
     fn update_bar(&mut self, done: Option<u64>) {
         if !self.console.has_bar() {
             return;
@@ -285,7 +285,7 @@ impl View {
 
     // ---- failures and the end ----
 
-    /// A failure, the last output lines of its rank, its log, and what to do.
+    /// Shows a failure, the last output lines of its rank, its log, and what to do.
     fn show_failure(&mut self, failure: &FailureReport) {
         self.console.write_message(&strip_control(&failure_text(failure)));
         if !failure.tail.is_empty() {
@@ -330,12 +330,12 @@ impl View {
         self.show_files(summary);
     }
 
-    /// How a rank ended that was not the root cause; with several hosts also where.
+    /// Describes how a rank ended that was not the root cause. Names its host if there are several.
     fn peer_end_text(&self, peer: &PeerEnd) -> String {
         if self.config.hosts > 1 { format!("{} (on {})", peer.end, peer.host) } else { peer.end.to_string() }
     }
 
-    /// The files of the run, and the command that resumes it.
+    /// Shows the files of the run, and the command that resumes it.
     fn show_files(&mut self, summary: &RunSummary) {
         let weights = self.weights.as_ref().map(|path| format!("  weights      {}", path.display()));
         let checkpoint = self
@@ -351,8 +351,8 @@ impl View {
     }
 }
 
-/// The share of a step in which computation waits for collectives, if it is large enough to show.
-/// Both arguments are in seconds.
+/// Formats the share of a step in which computation waits for collectives; empty if the share is
+/// too small to display. Both arguments are in seconds.
 fn exposed_share_text(exposed: f64, step: f64) -> String {
     let share = if step > 0.0 { (exposed / step).min(1.0) } else { 0.0 };
     if share < SHOWN_EXPOSED_SHARE {

@@ -5,13 +5,14 @@ use diagnostic::{Diagnostic, codes::command};
 /// Which runs a command can use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RunFilter {
-    /// The command reads files: without a name it uses the active run, else the newest.
+    /// The command reads files. Without a name it uses the active run, or the newest run if no run
+    /// is active.
     Any,
     /// The command acts on an active run.
     Active,
 }
 
-/// No run, or more than one, matches.
+/// Why the command line does not select exactly one run.
 #[derive(Debug, PartialEq, thiserror::Error)]
 pub(crate) enum SelectError<'r> {
     /// There is no run at all.
@@ -38,7 +39,7 @@ pub(crate) enum SelectError<'r> {
 }
 
 impl SelectError<'_> {
-    /// The runs that match, when there are several.
+    /// The matching runs, if the error is that several match; otherwise empty.
     pub(crate) fn candidates(&self) -> &[&Run] {
         match self {
             SelectError::NoRuns | SelectError::NoneActive | SelectError::NotFound(_) => &[],
@@ -63,9 +64,12 @@ impl From<SelectError<'_>> for Diagnostic {
     }
 }
 
-/// The run with this name, this beginning of its name, or this job name; without a name the active
-/// run, or the newest one where the filter allows it. `runs` is sorted from the newest to the
-/// oldest.
+/// Selects a run of `runs`, which is sorted from the newest to the oldest.
+///
+/// `name` is the name of a run, the name of a job (its active run, else its newest), or the
+/// beginning of the name of a run, in this order of precedence. Without a name the only active run
+/// is selected. If no run is active, [`RunFilter::Any`] selects the newest run, and
+/// [`RunFilter::Active`] the only run that was started on another machine.
 pub(crate) fn select_run<'r>(
     runs: &'r [Run],
     name: Option<&str>,
@@ -101,8 +105,8 @@ pub(crate) fn select_run<'r>(
     }
 }
 
-/// The only run that was started on another machine, when no run is active here. The command then
-/// names that machine.
+/// Selects the only run that was started on another machine, for use when no run is active here.
+/// The command then names that machine.
 fn select_remote_run(runs: &[Run]) -> Result<&Run, SelectError<'_>> {
     let remote: Vec<&Run> = runs.iter().filter(|run| run.state == RunState::Elsewhere).collect();
     match remote.as_slice() {

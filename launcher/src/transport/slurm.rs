@@ -36,17 +36,19 @@ use step::Step;
 /// Starts agents on the nodes of the allocation that this process runs in.
 pub(crate) struct SlurmTransport {
     allocation: Allocation,
-    /// Copy the executable to the nodes.
+    /// Whether srun copies the executable to the nodes (`--bcast`).
     bcast: bool,
-    /// Addresses of this machine to which agents connect; empty for all of them.
+    /// Addresses of this machine to which agents connect. If empty, agents try every address of
+    /// this machine.
     addresses: Vec<IpAddr>,
     steps: Vec<Arc<Step>>,
 }
 
 impl SlurmTransport {
-    /// With `bcast` srun copies the executable to the nodes; otherwise they find it at the path
-    /// that it has here. `addresses` are addresses of this machine to which agents connect; when
-    /// the list is empty, agents try all of them.
+    /// Creates the transport for an allocation. With `bcast` srun copies the executable to the
+    /// nodes; otherwise the nodes must have it at the path that it has here. `addresses` are
+    /// addresses of this machine to which agents connect; if the list is empty, agents try all of
+    /// them.
     pub(crate) fn new(allocation: Allocation, bcast: bool, addresses: Vec<IpAddr>) -> SlurmTransport {
         SlurmTransport { allocation, bcast, addresses, steps: Vec::new() }
     }
@@ -160,7 +162,7 @@ impl Transport for SlurmTransport {
     }
 }
 
-/// A command of Slurm could not be started.
+/// Returns the error for a command of Slurm that could not be started.
 fn command_not_started(command: &str, error: &io::Error) -> Diagnostic {
     match error.kind() {
         io::ErrorKind::NotFound => {
@@ -174,7 +176,7 @@ fn command_not_started(command: &str, error: &io::Error) -> Diagnostic {
     .with_subject(command)
 }
 
-/// A command of Slurm ended with an error.
+/// Returns the error for a command of Slurm that ended with a nonzero exit status or by a signal.
 fn command_failed(command: &str, status: ProcessStatus, stderr: &[u8]) -> Diagnostic {
     let stderr = one_line(stderr);
     let separator = if stderr.is_empty() { "" } else { ": " };
@@ -184,7 +186,7 @@ fn command_failed(command: &str, status: ProcessStatus, stderr: &[u8]) -> Diagno
         .with_field("output", stderr)
 }
 
-/// The output of a command that succeeded.
+/// Returns the output of a command of Slurm, or the error if it could not be started or failed.
 fn successful_output(command: &str, output: io::Result<Output>) -> diagnostic::Result<Output> {
     let output = output.map_err(|error| command_not_started(command, &error))?;
     if output.status.success() {

@@ -39,7 +39,7 @@ const MAX_JUMP_FANOUT: u32 = 8;
 
 /// Starts agents on other hosts over SSH.
 pub(crate) struct SshTransport {
-    /// By name.
+    /// The hosts by name.
     hosts: HashMap<String, HostAddress>,
     resolver: Arc<TargetResolver>,
     executable: &'static Executable,
@@ -64,7 +64,7 @@ impl SshTransport {
         })
     }
 
-    /// Starts an agent on the host of this name. The second value shows how far the connection is.
+    /// Starts an agent on the host of this name. Also returns the connection's progress.
     pub(crate) fn start_agent(
         &self,
         name: &str,
@@ -167,7 +167,8 @@ impl SshConnection {
         )
     }
 
-    /// Waits for a permit, and holds it until the agent runs.
+    /// Connects to the host and starts the agent. Blocks until the fanout limit permits another
+    /// connection, and holds the permit until the agent runs.
     fn start_agent(&self, target: &SshTarget) -> diagnostic::Result<(ssh2::Session, RemoteAgent)> {
         let fanout = if target.jumps.is_empty() { &self.fanout } else { &self.jump_fanout };
         let _permit = fanout.acquire();

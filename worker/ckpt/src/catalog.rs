@@ -33,7 +33,7 @@ impl TensorRole {
         TensorRole::Buffer,
     ];
 
-    /// The name in files and tables, such as `exp_avg`.
+    /// The name of the role in files and tables, such as `exp_avg`.
     pub fn name(self) -> &'static str {
         match self {
             TensorRole::Weight => "weight",

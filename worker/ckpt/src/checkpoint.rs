@@ -206,8 +206,8 @@ impl Checkpoint {
     }
 
     /// Like [`Checkpoint::read_many`], for a checkpoint with shards on other hosts. After the local
-    /// blocks are read, `fetch` is called once with all remote blocks, sorted. It passes each block
-    /// to the sink in that order, where the block is verified.
+    /// blocks are read, `fetch` is called once with all remote blocks, sorted. `fetch` passes each
+    /// block in that order to the sink, which verifies it.
     pub fn read_many_with(
         &self,
         requests: &mut [ReadRequest<'_>],
@@ -256,7 +256,8 @@ impl Checkpoint {
         read.and(fetched)
     }
 
-    /// Reads blocks of a local file without verifying them, for a reader on another host that does.
+    /// Reads blocks of a local file without verifying them. The rank on another host that receives
+    /// them verifies them.
     pub fn read_blocks(&self, run: &BlockRange, sink: &mut BlockSink<'_>) -> Result<()> {
         let file = self.manifest.files.get(run.file).filter(|f| run.blocks.end <= f.blocks.len() as u64);
         let file = file.ok_or_else(|| {
@@ -391,7 +392,8 @@ impl TensorSource for Checkpoint {
         if wide.is_empty() && !narrow.is_empty() { Dtype::BF16 } else { Dtype::F32 }
     }
 
-    /// A training run always lists its parameter groups, even if its optimizer has no states.
+    /// Whether the checkpoint has weights only. A training run always lists its parameter groups,
+    /// even if its optimizer has no states.
     fn is_weights_alone(&self) -> bool {
         let facts = self.facts();
         let states = || Checkpoint::tensors(self).any(|t| t.role.is_optimizer_state());

@@ -28,18 +28,19 @@ pub struct Staging {
     pub(crate) root: PathBuf,
     pub(crate) dir: PathBuf,
     pub(crate) step: u64,
-    /// Keep the staging directory on drop, since other hosts may have completed the checkpoint.
+    /// Whether to keep the staging directory on drop, because other hosts may have completed the
+    /// checkpoint.
     pub(crate) prepared: bool,
     _lock: DirLock,
 }
 
 impl Staging {
-    /// Creates `root` if needed, removes what interrupted saves have left, and creates the staging
-    /// directory. `total_bytes` is the size of what all ranks together write.
+    /// Creates `root` if needed, removes the remains of interrupted saves, and creates the staging
+    /// directory. `total_bytes` is the number of bytes that all ranks together write.
     ///
     /// # Errors
-    /// [`CkptError::NoSpace`] before anything is written; [`CkptError::Busy`] when another process
-    /// saves here.
+    /// [`CkptError::InsufficientSpace`] if `root` has too little free space, before anything is
+    /// written; [`CkptError::DirectoryBusy`] if another process holds the lock of `root`.
     pub fn begin(root: &Path, step: u64, total_bytes: u64) -> Result<Staging> {
         disk::make_dirs(root)?;
         let lock = disk::lock_dir(root)?;
@@ -91,7 +92,8 @@ pub fn commit(staging: Staging, facts: RunFacts, reports: Vec<ShardReport>) -> R
     commit_with(staging, facts, reports, None, Swap::Atomic)
 }
 
-/// Like [`commit`], with the parity files of all ranks from [`crate::write_parity`].
+/// Completes a save as [`commit`] does, and includes the parity files that [`crate::write_parity`]
+/// wrote.
 pub fn commit_parity(
     staging: Staging,
     facts: RunFacts,
@@ -151,7 +153,7 @@ pub(crate) fn require_file(directory: &Directory, file: &FileEntry) -> Result<()
     Err(CkptError::invalid_save(SaveProblem::FileSize { file, expected, found }))
 }
 
-/// Makes the manifest from the reports of all ranks.
+/// Assembles the manifest from the reports of all ranks.
 pub(crate) fn assemble(
     facts: RunFacts,
     mut reports: Vec<ShardReport>,
@@ -215,7 +217,7 @@ pub(crate) fn assemble(
     Ok(manifest)
 }
 
-/// Makes the entry of one tensor.
+/// Returns the manifest entry of one tensor.
 fn entry(role: TensorRole, t: &WeightShape, dtype: Dtype, mut pieces: Vec<Extent>) -> TensorEntry {
     pieces.sort_by_key(|e| e.start);
     TensorEntry { name: t.name.clone(), role, dtype, shape: t.shape.clone(), pieces }
@@ -231,8 +233,8 @@ pub(crate) enum Swap {
     TwoSteps,
 }
 
-/// Renames a complete, synced directory, durably. A directory that had the name before is renamed
-/// to `from`.
+/// Renames the complete, synced directory `from` to `to`, durably. A previous directory `to` is
+/// renamed to `from`.
 pub(crate) fn publish(from: &Path, to: &Path, how: Swap) -> Result<()> {
     let parent = disk::parent_of(to);
     if !disk::exists(to) {
@@ -264,7 +266,7 @@ fn rename(from: &Path, to: &Path) -> Result<()> {
     fault::around("rename", || fs::rename(from, to)).map_err(CkptError::io("rename", from))
 }
 
-/// Writes this step to `latest`.
+/// Makes `latest` name the checkpoint of `step`, atomically and durably.
 pub(crate) fn update_latest(root: &Path, step: u64) -> Result<()> {
     replace_file(root, LATEST_NEW, LATEST, latest_text(step).as_bytes())
 }
@@ -278,7 +280,7 @@ pub(crate) fn replace_file(root: &Path, new: &str, name: &str, content: &[u8]) -
     disk::sync_dir(root)
 }
 
-/// Removes what interrupted saves and removals have left, and undoes an incomplete replacement.
+/// Removes the remains of interrupted saves and removals, and undoes an incomplete replacement.
 pub(crate) fn clean(root: &Path) -> Result<()> {
     for name in Directory::open(root)?.names()? {
         let path = root.join(&name);
@@ -307,8 +309,8 @@ fn remove_hidden(path: &Path) -> Result<()> {
     }
 }
 
-/// Removes the oldest checkpoints until `keep` are left; 0 keeps all. Never removes the one that
-/// `latest` names. Each is renamed before its contents are removed. Returns the removed paths.
+/// Removes all checkpoints except the newest `keep` and the one that `latest` names; 0 keeps all.
+/// Each checkpoint is renamed before its contents are removed. Returns the removed paths.
 pub fn prune(root: &Path, keep: u32) -> Result<Vec<PathBuf>> {
     if keep == 0 {
         return Ok(Vec::new());

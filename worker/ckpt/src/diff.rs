@@ -20,7 +20,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 /// Elements of each side that a thread compares at a time.
 const WINDOW: u64 = 1 << 20;
-/// Most threads.
+/// Maximum number of threads.
 const THREADS: usize = 16;
 
 /// One of the two checkpoints that are compared.
@@ -28,7 +28,7 @@ const THREADS: usize = 16;
 pub struct Side<'a> {
     /// The checkpoint.
     pub source: &'a dyn TensorSource,
-    /// Second names of tied weights.
+    /// Aliases of tied weights.
     pub ties: &'a [Tie],
 }
 
@@ -60,7 +60,8 @@ pub struct DiffReport {
     pub shapes: Vec<ShapeDiff>,
     /// Tensors with different dtypes, whose values may be equal.
     pub dtypes: Vec<DtypeDiff>,
-    /// Names that one side stores and the other has as a tie; compared with the tied tensor.
+    /// Names of tensors that one side stores and the other has as an alias. They are compared with
+    /// the target of the alias.
     pub tied: Vec<String>,
     /// Tensors that are integers on one side only; their shapes were compared, but not their
     /// elements.
@@ -222,7 +223,7 @@ fn pair_tensors(a: Side<'_>, b: Side<'_>, options: &DiffOptions) -> (DiffReport,
             Some((_, false)) => {}
         }
     }
-    // compared under its second name
+    // compared under its alias
     report.only_a.retain(|name| !covered.contains(name));
     report.only_b.retain(|name| !covered.contains(name));
     (report, pairs)

@@ -22,7 +22,7 @@ pub type Result<T> = std::result::Result<T, CkptError>;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CkptError {
-    /// Nothing has this path.
+    /// No file or directory exists at the path.
     #[error("checkpoint {} does not exist", .path.display())]
     NotFound {
         /// The path that was given.
@@ -182,7 +182,7 @@ impl CkptError {
         move |e| CkptError::Io { action, path, source: e.into() }
     }
 
-    /// The data of a save are not one complete checkpoint.
+    /// Returns [`CkptError::InvalidSave`] for this problem.
     pub(crate) fn invalid_save(problem: impl Into<SaveProblem>) -> CkptError {
         CkptError::InvalidSave(problem.into())
     }
@@ -195,7 +195,7 @@ impl CkptError {
         CkptError::Internal { what }
     }
 
-    /// Damage of one file, without a block or tensors.
+    /// Returns [`CkptError::Damaged`] for a damaged file, without naming a block or tensors.
     pub(crate) fn damaged(
         path: &Path,
         file: impl Into<String>,

@@ -27,8 +27,8 @@ const HOST_NEW: &str = ".host-new";
 const LISTED_MAX: usize = 4096;
 
 impl StorageHost {
-    /// The host with the checkpoint directory `root`, under its current name. Creates the id at
-    /// first use.
+    /// Returns the host whose checkpoint directory is `root`, with its current name. Creates the id
+    /// of the host at first use.
     pub fn load_or_create(root: &Path, name: &str) -> Result<StorageHost> {
         disk::make_dirs(root)?;
         let id = match StorageHost::read_id(root)? {
@@ -63,8 +63,8 @@ pub fn manifest(
     manifest.encode()
 }
 
-/// A host's prepared part of a checkpoint: durable under its hidden name. It is kept on drop, since
-/// other hosts may complete theirs.
+/// A host's prepared part of a checkpoint, durable under a hidden name. Dropping this value keeps
+/// the directory, since other hosts may complete their parts.
 pub struct PreparedSave {
     staging: Staging,
     bytes: u64,
@@ -127,7 +127,8 @@ pub fn list_manifests(root: &Path) -> Result<Vec<ManifestId>> {
         .collect())
 }
 
-/// Reads the manifest of a checkpoint: its hash and text, if the hash is valid.
+/// Reads the manifest of a checkpoint. Returns its hash and its text; `None` if the manifest is
+/// missing or its hash is invalid.
 pub fn read_manifest(path: &Path) -> Option<(String, Vec<u8>)> {
     let text = Directory::open(path).and_then(|f| Manifest::read(&f)).ok()?;
     let (hash, _) = Manifest::unsealed(text.clone()).ok()?;

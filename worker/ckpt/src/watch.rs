@@ -31,7 +31,7 @@ fn is_written_late(part: &StatePart, is_deepspeed: bool) -> bool {
     }
 }
 
-/// The status of a directory.
+/// Whether a watched directory is a complete checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum DirectoryStatus {
@@ -39,11 +39,11 @@ pub enum DirectoryStatus {
     Complete {
         /// Step of the checkpoint, if known.
         step: Option<u64>,
-        /// Parts of a training state that did not appear within the limit.
+        /// Parts of a training state that were not written within the time limit.
         missing: Vec<String>,
     },
-    /// The checkpoint is not complete, and nothing changed within the limit. Checked again when it
-    /// changes.
+    /// The checkpoint is not complete, and nothing changed within the time limit. The directory is
+    /// checked again when it changes.
     Incomplete {
         /// What is missing or damaged.
         why: String,
@@ -60,13 +60,13 @@ pub struct DirectoryReport {
     pub status: DirectoryStatus,
 }
 
-/// The state of a directory at the last poll.
+/// What the previous poll found in a directory.
 struct DirectoryState {
     /// Names, sizes and modification times of the files.
     snapshot: Snapshot,
-    /// When the snapshot was first equal.
+    /// When the directory was first seen in this state.
     since: Instant,
-    /// The status was reported.
+    /// Whether the status of this snapshot was reported.
     reported: bool,
 }
 
@@ -80,8 +80,9 @@ pub struct DirectoryWatch {
 }
 
 impl DirectoryWatch {
-    /// An external checkpoint is complete when nothing changed for `settle`. If it is incomplete,
-    /// or lacks what is written last, it is reported when nothing changed for `limit`.
+    /// Creates a watch of the directory `root`. A complete external checkpoint is reported when
+    /// nothing has changed for `settle`. A checkpoint that is incomplete, or lacks parts that
+    /// programs write last, is reported when nothing has changed for `limit`.
     pub fn new(root: &Path, settle: Duration, limit: Duration) -> DirectoryWatch {
         DirectoryWatch { root: root.to_owned(), settle, limit, states: BTreeMap::new() }
     }
@@ -122,7 +123,8 @@ impl DirectoryWatch {
     }
 }
 
-/// The status of a directory in which nothing changed for `quiet`; `None` when it is not known yet.
+/// The status of a directory in which nothing has changed for `quiet`; `None` while a save may
+/// still be in progress.
 fn directory_status(
     path: &Path,
     quiet: Duration,
@@ -163,7 +165,8 @@ fn directory_status(
     }
 }
 
-/// HF Trainer writes its state last. Only HF Trainer uses these directory names.
+/// Whether the directory is a checkpoint of HF Trainer without `trainer_state.json`, which HF
+/// Trainer writes last. Only HF Trainer uses these directory names.
 fn lacks_trainer_state(path: &Path) -> bool {
     let trainer = path.file_name().is_some_and(|n| n.to_string_lossy().starts_with("checkpoint-"));
     trainer && !exists(&path.join("trainer_state.json"))

@@ -1,4 +1,5 @@
-//! [`CollectiveCall`]: the description of one call, from which ranks detect that they disagree.
+//! [`CollectiveCall`]: the description of one call. Ranks compare it to detect calls that do not
+//! match.
 use crate::error::{ArgumentError, CallMismatch, CallSummary, TransferUnit};
 use std::{fmt, ops::Range};
 
@@ -112,7 +113,7 @@ impl CollectiveCall {
         CollectiveCall { number, ..self }
     }
 
-    /// Describes an all-gather, or names the argument that is wrong.
+    /// Describes an all-gather. An error states which argument is invalid.
     pub(crate) fn all_gather(
         position: GroupPosition,
         recv: BufferShape,
@@ -170,7 +171,7 @@ impl CollectiveCall {
         Ok(CollectiveCall::new(collective, len, [root]))
     }
 
-    /// Describes an all-to-all, or names the argument that is wrong.
+    /// Describes an all-to-all. An error states which argument is invalid.
     pub(crate) fn all_to_all(
         position: GroupPosition,
         recv: BufferShape,

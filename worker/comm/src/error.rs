@@ -566,7 +566,7 @@ pub(crate) fn seconds(duration: Duration) -> String {
     format!("{} s", duration.as_secs_f64())
 }
 
-/// `ranks 1, 3 of 4`
+/// Formats ranks for a message, such as `ranks 1, 3 of 4`.
 pub(crate) fn rank_list(ranks: &[usize], world: usize) -> String {
     let numbers: Vec<String> = ranks.iter().map(usize::to_string).collect();
     let noun = if ranks.len() == 1 { "rank" } else { "ranks" };

@@ -75,7 +75,7 @@ pub struct LocalComm {
     call_state: Mutex<CallState>,
 }
 
-/// How far one rank is.
+/// The progress of one rank.
 struct CallState {
     /// Collectives called so far.
     calls: u64,
@@ -83,21 +83,21 @@ struct CallState {
     exchanges: u64,
 }
 
-/// What the ranks of a group share.
+/// The state that the ranks of a group share.
 struct LocalGroup {
     timeout: Duration,
     state: Mutex<GroupState>,
     changed: Condvar,
 }
 
-/// The progress of every rank.
+/// The state of a group behind its lock: the progress of every rank, and why the group was aborted.
 struct GroupState {
     contributions: Vec<Option<Arc<Contribution>>>,
     /// By rank: the last exchange that it entered.
     entered: Vec<u64>,
     /// By rank: the last exchange in which it has finished reading.
     finished: Vec<u64>,
-    /// By rank: its communicator was dropped.
+    /// By rank: whether its communicator was dropped.
     has_left: Vec<bool>,
     /// Ranks that are reading their peers' memory now.
     readers: usize,
@@ -150,7 +150,7 @@ impl PublishedSlice {
         PublishedSlice { address, bytes, element_bytes: size_of::<f32>() }
     }
 
-    /// Publishes elements of `element_bytes` bytes each.
+    /// Describes `x` as elements of `element_bytes` bytes each, to be published to the peers.
     fn from_bytes(x: &[u8], element_bytes: usize) -> Self {
         PublishedSlice { address: x.as_ptr(), bytes: x.len(), element_bytes }
     }
@@ -285,7 +285,8 @@ impl LocalComm {
         }
     }
 
-    /// Runs the first half of an exchange. On success this rank counts as a reader.
+    /// Publishes `contribution` and waits until all ranks have published theirs for the same call.
+    /// Returns all contributions. On success this rank counts as a reader.
     fn wait_for_peers(&self, exchange: u64, contribution: Contribution) -> Result<Vec<Arc<Contribution>>> {
         let group = &*self.group;
         let call = contribution.call;

@@ -84,7 +84,7 @@ pub struct ShmComm {
     call_state: Mutex<CallState>,
 }
 
-/// The ranks within the job of the ranks of a segment, for error messages.
+/// Maps ranks within a segment to ranks within the job, for error messages.
 #[derive(Clone, Debug)]
 pub(crate) struct JobRanks {
     /// By rank within the segment: the rank within the job.
@@ -93,13 +93,13 @@ pub(crate) struct JobRanks {
     pub(crate) world: usize,
 }
 
-/// How far one rank is, and its reusable memory.
+/// The progress of one rank, and its reusable memory.
 pub(crate) struct CallState {
     /// Collectives called so far.
     calls: u64,
     /// Rounds entered so far.
     rounds: u64,
-    /// Where pieces are assembled that do not fit into staging. Kept for the next call.
+    /// A buffer for pieces that do not fit into the staging memory. The next call reuses it.
     scratch: Buf,
     /// Bytes of shared windows after the segment.
     window_bytes: usize,
@@ -163,7 +163,7 @@ impl ShmComm {
         }
     }
 
-    /// The rank within the job of `rank` within the segment.
+    /// Converts `rank`, the rank of a process within the segment, to its rank within the job.
     fn job_rank(&self, rank: usize) -> usize {
         self.job_ranks.ranks[rank]
     }

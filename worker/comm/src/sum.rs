@@ -30,8 +30,8 @@ pub(crate) fn tree_sum(out: &mut [f32], parts: &[&[f32]]) {
     }
 }
 
-/// Stores the tree sum of `parts[r][start..start + out.len()]` over r in `out`, which is at most
-/// BLOCK_LEN long.
+/// Stores the tree sum of `parts[r][start + i]` over r in `out[i]`. `out` has at most [`BLOCK_LEN`]
+/// elements.
 fn sum_block(out: &mut [f32], parts: &[&[f32]], start: usize) {
     let n = out.len();
     let block = |r: usize| &parts[r][start..start + n];
@@ -71,7 +71,7 @@ fn add_assign(out: &mut [f32], b: &[f32]) {
 mod tests {
     use super::tree_sum;
 
-    /// Sums with an explicit binary counter.
+    /// Computes the tree sum with an explicit binary counter, as the reference for [`tree_sum`].
     fn binary_counter_sum(values: &[f32]) -> f32 {
         let mut stack: Vec<(usize, f32)> = Vec::new();
         for &v in values {

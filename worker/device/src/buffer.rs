@@ -37,7 +37,7 @@ pub(crate) trait MemoryOwner: Send + Sync {
     fn release(&self, address: u64, bytes: usize);
 }
 
-/// An owned buffer, on the host (aligned to [`ALIGN`]) or in GPU memory.
+/// An owned buffer, on the host (aligned to [`BUFFER_ALIGNMENT`]) or in GPU memory.
 pub struct Buf {
     ptr: NonNull<u8>,
     len: usize,
@@ -90,7 +90,7 @@ impl Buf {
     }
 
     /// A buffer over host memory that `owner` allocated for it. The memory is zero and aligned to
-    /// [`ALIGN`].
+    /// [`BUFFER_ALIGNMENT`].
     pub(crate) fn from_host_allocation(
         owner: Arc<dyn MemoryOwner>,
         ptr: NonNull<u8>,
@@ -100,8 +100,8 @@ impl Buf {
         Buf { ptr, len, dtype, on_host: true, owner: Some(owner) }
     }
 
-    /// A buffer of `len` elements of host memory at `ptr`. The memory stays valid as long as
-    /// `owner` lives, which the buffer keeps.
+    /// A buffer of `len` elements of host memory at `ptr`. The buffer holds `owner`, which keeps
+    /// the memory valid.
     ///
     /// # Safety
     /// The elements are valid and aligned to their type, and are not accessed in any other way
@@ -126,7 +126,7 @@ impl Buf {
         b
     }
 
-    /// A copy on the host of `src`, which is in host memory, in its type.
+    /// A copy of `src`, which is in host memory, with the same element type.
     pub fn from_view(src: View) -> Self {
         let mut b = Self::zeroed_as(src.dtype, src.len);
         b.view_mut().bytes().copy_from_slice(src.bytes());
@@ -371,7 +371,7 @@ impl<'a> ViewMut<'a> {
         ViewMut { ptr: self.ptr, len: self.len, dtype: self.dtype, on_host: self.on_host, life: PhantomData }
     }
 
-    /// Converts it into a read-only view.
+    /// Converts the view into a read-only one.
     pub fn into_view(self) -> View<'a> {
         View { ptr: self.ptr, len: self.len, dtype: self.dtype, on_host: self.on_host, life: PhantomData }
     }

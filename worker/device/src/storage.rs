@@ -117,7 +117,8 @@ pub trait Storage: Send + Sync {
     }
 }
 
-/// What a backend decided or had to give up while training; the job continues.
+/// A message of a backend for the user: a decision made while training, or a feature that does not
+/// work. The job continues.
 #[derive(Clone, Debug, PartialEq)]
 pub enum BackendNotice {
     /// CUDA graphs are not used, because each call keeps the GPU busy for long.
@@ -146,15 +147,9 @@ pub enum BackendNotice {
         /// Seconds that this program's kernels take.
         built_in_seconds: f64,
     },
-    /// Something does not work on this rank, and training continues without it.
+    /// A feature does not work on this rank, and training continues without it. All other notices
+    /// are equal on all ranks.
     Degraded(Diagnostic),
-}
-
-impl BackendNotice {
-    /// True if only this rank may have found it. Other notices are alike on all ranks.
-    pub fn is_rank_local(&self) -> bool {
-        matches!(self, BackendNotice::Degraded(_))
-    }
 }
 
 impl fmt::Display for BackendNotice {

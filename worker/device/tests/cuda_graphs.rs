@@ -124,8 +124,7 @@ fn graphs_replace_calls_and_keep_the_bits(expected: &[Vec<u32>; 2]) {
     assert_eq!(calls("cuGraphExecDestroy"), calls("cuGraphInstantiate"), "every graph is destroyed");
 }
 
-/// Recorded calls are issued before memory that they use is freed, and before their results are
-/// read.
+/// Recorded calls are issued before their memory is freed, and before their results are read.
 fn freed_memory_was_used_before() {
     let cuda = cuda();
     cuda.set_graphs_enabled(true);
@@ -198,8 +197,8 @@ fn changed_arguments_update_a_graph() {
     assert!(calls("cuLaunchKernel") - launches < 30, "{}", calls("cuLaunchKernel") - launches);
 }
 
-/// Batches that occur twice and never again fill the cache at most, and after a while make no
-/// graphs.
+/// Batches that occur exactly twice never exceed the maximum number of cached graphs. After some
+/// graphs were evicted unused, no more graphs are captured.
 fn the_number_of_graphs_is_limited() {
     let cuda = cuda();
     cuda.set_graphs_enabled(true);
@@ -250,7 +249,7 @@ fn failures_of_graphs_keep_the_results(expected: &[Vec<u32>; 2]) {
     }
 }
 
-/// The autotuner keeps the faster way, and does not try graphs if calls are long.
+/// The autotuner keeps graphs on only if they are faster, and does not try them if calls are long.
 fn timing_decides() {
     let measured = |enabled, step_seconds_with| BackendNotice::GraphsMeasured {
         enabled,

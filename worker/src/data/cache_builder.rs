@@ -270,7 +270,7 @@ impl Drop for TemporaryFile {
     }
 }
 
-/// Reads and tokenizes all files in order. `path` is the cache file that errors name.
+/// Reads and tokenizes all files in order. `path` is the path of the cache file for error messages.
 fn tokenize_files(
     inputs: &CacheInputs,
     mut writer: TokenCacheWriter,

@@ -268,7 +268,8 @@ fn template_failure(e: &Error) -> TemplateFailure {
     }
 }
 
-/// The filter `tojson` of `transformers`: Python's spacing, without HTML escapes.
+/// Implements the filter `tojson` as transformers does: with the spacing of Python's `json.dumps`,
+/// and without escaping HTML.
 fn to_json(value: Value, options: Kwargs) -> Result<String, Error> {
     let indent: Option<usize> = options.get("indent")?;
     _ = options.get::<Option<bool>>("ensure_ascii")?;

@@ -49,7 +49,7 @@ pub(crate) enum SplitFilter {
 }
 
 impl SplitFilter {
-    /// Whether the piece is read.
+    /// Whether the filter selects this piece of text.
     pub(crate) fn accepts(self, piece: &str) -> bool {
         match self {
             SplitFilter::All => true,
@@ -90,7 +90,7 @@ pub(crate) enum FileFormat {
 }
 
 impl FileFormat {
-    /// The format that the extension of `path` stands for; any unknown extension is text.
+    /// The format that the extension of `path` names; a file with an unknown extension is text.
     pub(crate) fn from_path(path: &Path) -> FileFormat {
         match lower_case_extension(path).as_str() {
             "jsonl" | "ndjson" => FileFormat::JsonLines,

@@ -86,7 +86,7 @@ fn expand_pattern(pattern: &str, workdir: &Path, found: &mut Vec<DataFile>) -> R
     Ok(())
 }
 
-/// The metadata of what a path leads to, links followed; `None` if it leads to no file.
+/// The metadata of the file or directory at a path, after following links; `None` if none exists.
 fn metadata(path: &Path) -> Result<Option<fs::Metadata>, DataError> {
     match fs::metadata(path) {
         Ok(meta) => Ok(Some(meta)),
@@ -140,7 +140,7 @@ fn find_first_braces(p: &str) -> Result<Option<(usize, usize, Vec<usize>)>, Patt
     open.map_or(Ok(None), |_| Err(PatternProblem::UnclosedBrace))
 }
 
-/// What matches one name of a path.
+/// The part of a pattern that matches one name of a path, or any number of names.
 enum PatternPart {
     /// The name itself.
     Name(OsString),

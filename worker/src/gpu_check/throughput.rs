@@ -210,12 +210,12 @@ struct Measurement {
     mfu: Option<f64>,
     /// Peak memory of the GPU in bytes.
     memory: u64,
-    /// The cell about saving, if it was measured.
+    /// The text of the cell about saving; `None` if saving was not measured.
     save: Option<String>,
 }
 
 impl Measurement {
-    /// The cells of the table row.
+    /// The measured values as cells of a table row, separated by ` | `.
     fn row(&self) -> String {
         let mfu = self.mfu.map_or_else(|| "?".to_owned(), |mfu| format!("{:.1} %", 100.0 * mfu));
         let memory = self.memory as f64 / f64::from(1 << 30);

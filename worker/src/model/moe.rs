@@ -44,12 +44,14 @@ impl ExpertShape {
         }
     }
 
-    /// For each expert its rows and its first matrix, `[2·intermediate, hidden]`: gate and up.
+    /// The groups of the first grouped matmul: for each expert, its rows and its matrix of gate and
+    /// up, `[2·intermediate, hidden]`.
     fn gate_up_groups(&self, rows: &[Range<usize>]) -> Vec<RowGroup> {
         self.expert_groups(rows, 0)
     }
 
-    /// For each expert its rows and its second matrix, `[hidden, intermediate]`: down.
+    /// The groups of the second grouped matmul: for each expert, its rows and its matrix `down`,
+    /// `[hidden, intermediate]`.
     fn down_groups(&self, rows: &[Range<usize>]) -> Vec<RowGroup> {
         self.expert_groups(rows, 2 * self.intermediate * self.hidden)
     }
@@ -129,12 +131,13 @@ impl Routing {
     }
 }
 
-/// The gradients with which the backward pass of a mixture-of-experts layer continues after that of
-/// its experts.
+/// The gradients that [`MoeModel::route_backward`] needs after the backward pass of the layer's
+/// experts.
 pub struct ExpertOutputGrads<'a> {
     /// The gradients of the rows that were dispatched, `[dispatched rows, hidden]`.
     pub rows: View<'a>,
-    /// For each token and each of its experts the index of its row in `rows`, `[rows, per_token]`.
+    /// For each token and each of its selected experts, the index of the token's row in `rows`,
+    /// `[rows, per_token]`.
     pub choice_rows: &'a [u32],
     /// The gradients of the weights of the selected experts, `[rows, per_token]`.
     pub dweights: View<'a>,
@@ -360,7 +363,8 @@ impl RouterStats {
         }
     }
 
-    /// Records the routing of the `index`-th layer with experts, in place of an earlier record.
+    /// Records the routing of the `index`-th MoE layer and replaces the previous record of the
+    /// layer.
     pub fn record(&mut self, ops: &dyn Ops, index: usize, routing: &Routing) {
         let [probs, lse] = &mut self.host_buffers;
         let (probs, lse) = (ops.to_host(routing.probs.view(), probs), ops.to_host(routing.lse.view(), lse));
@@ -374,7 +378,7 @@ impl RouterStats {
         t.lse_squares = lse.host().iter().map(|&l| f64::from(l) * f64::from(l)).sum();
     }
 
-    /// For each layer with experts how often each expert was selected.
+    /// For each MoE layer: how often each expert was selected.
     pub fn selection_counts(&self) -> impl Iterator<Item = &[u64]> {
         self.layers.iter().map(|t| t.selection_counts.as_slice())
     }

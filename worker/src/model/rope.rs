@@ -40,9 +40,10 @@ struct Llama3Scaling {
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct YarnScaling {
     factor: f64,
-    /// Turns from which a frequency is unchanged.
+    /// A frequency with at least this many turns within the original positions is unchanged.
     beta_fast: f64,
-    /// Turns up to which a frequency is divided by `factor`.
+    /// A frequency with at most this many turns within the original positions is divided by
+    /// `factor`.
     beta_slow: f64,
     original_max_position_embeddings: f64,
     /// The factor of cos and sin.
@@ -104,8 +105,8 @@ impl RopeConfig {
         }
     }
 
-    /// The angle per position of the `i`-th pair of elements of a head, computed in f32 like in
-    /// transformers.
+    /// The frequency, in radians per position, of the `i`-th pair of elements of a head. It is
+    /// computed in f32, as in transformers.
     fn inverse_frequency(&self, i: usize, head_dim: usize) -> f32 {
         let exponent = (2 * i) as f32 / head_dim as f32;
         let inverse = 1.0 / (self.theta as f32).powf(exponent);
@@ -164,7 +165,7 @@ impl YarnScaling {
         })
     }
 
-    /// The angle per position of the `i`-th pair of elements of a head.
+    /// The frequency, in radians per position, of the `i`-th pair of elements of a head.
     fn inverse_frequency(&self, theta: f64, i: usize, head_dim: usize) -> f32 {
         let dim = head_dim as f64;
         let pair_with_turns = |turns: f64| {
@@ -203,7 +204,7 @@ impl Llama3Scaling {
         Ok(rule)
     }
 
-    /// Scales `inverse`, an angle per position.
+    /// Applies the scaling rule to `inverse`, an unscaled frequency in radians per position.
     fn scale(&self, inverse: f32) -> f32 {
         let (low, high, old) =
             (self.low_freq_factor, self.high_freq_factor, self.original_max_position_embeddings);

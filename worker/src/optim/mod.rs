@@ -47,7 +47,7 @@ pub struct ParamGroup {
 pub struct StepParams {
     /// The learning rate of this step for groups with a scale of 1.
     pub lr: f64,
-    /// The number of the step, from 1.
+    /// The number of the step, counted from 1.
     pub step: u64,
     /// The factor of the summed gradient: mean over targets times clipping.
     pub grad_scale: f32,
@@ -62,7 +62,8 @@ pub struct Optimizer {
     group_indices: Vec<Vec<usize>>,
     /// By unit: whether Muon updates the parameter, which is then a matrix.
     is_muon_matrix: Vec<Vec<bool>>,
-    /// By how many updates each parameter, by unit, lags behind the steps of the run.
+    /// For each unit and parameter, the number of updates by which it lags behind the steps of the
+    /// run.
     step_lags: Vec<Vec<u64>>,
     units: Vec<UnitStates>,
     /// Stochastic rounding of bf16 weights without master weights.
@@ -125,9 +126,9 @@ impl Optimizer {
         })
     }
 
-    /// Sets by how many updates the named parameters lag behind the steps of the run; other
-    /// parameters have no lag. A group that was added to the optimizer later has a separate count
-    /// of updates, which its bias correction depends on.
+    /// Sets the step lag of the named parameters; the others have none. The bias correction of a
+    /// parameter depends on its own number of updates, which is smaller than the step if the
+    /// parameter was frozen for a while.
     pub fn set_step_lag(&mut self, units: &[ParamUnit], lags: &HashMap<String, u64>) {
         let unit_lags =
             |u: &ParamUnit| u.params.iter().map(|p| lags.get(&p.name).copied().unwrap_or(0)).collect();
@@ -162,7 +163,8 @@ impl Optimizer {
         self.evict_states(u);
     }
 
-    /// Allows the system to write file-backed states of unit `u` and drop them from memory.
+    /// Allows the operating system to write file-backed states of unit `u` to their file and to
+    /// free their memory.
     pub fn evict_states(&self, u: usize) {
         self.units
             .get(u)
@@ -207,8 +209,9 @@ impl Optimizer {
         self.is_muon_matrix[u].contains(&true)
     }
 
-    /// Replaces the gradient of Muon's matrices in the range of unit `u` by their Nesterov
-    /// momentum. [`Optimizer::update`] takes the momentum of the whole unit.
+    /// Updates the momentum of Muon's matrices in the range of unit `u`, and replaces their
+    /// gradients in `grad` by the Nesterov momentum. The caller gathers `grad` for the whole unit
+    /// and passes it to [`Optimizer::update`] as `directions`.
     pub fn apply_muon_momentum(
         &mut self,
         ops: &dyn Ops,

@@ -19,7 +19,8 @@ pub(super) struct StochasticUpdate {
     chunk: Buf,
 }
 
-/// The length of the fp32 buffer for updates of these ranges of units.
+/// The number of elements of the fp32 buffer that updates of these ranges of units need: the length
+/// of their longest trained segment, at most `MAX_CHUNK`.
 pub fn update_chunk_len<'a>(ranges: impl Iterator<Item = (&'a ParamUnit, Range<usize>)>) -> usize {
     let largest = |(unit, range): (&ParamUnit, Range<usize>)| {
         unit.trained_segments(range).iter().map(|s| s.flat.len()).max().unwrap_or(0)
@@ -83,7 +84,8 @@ mod tests {
     use super::*;
     use device::Cpu;
 
-    /// The elements `elements` of a tensor after adding 1/1000 to each, in chunks of `chunk_len`.
+    /// Adds 1/1000 to each of the elements `elements` of a tensor, in chunks of `chunk_len`, and
+    /// returns their bits.
     fn updated(chunk_len: usize, elements: Range<usize>) -> Vec<u16> {
         let cpu = Cpu::new(2);
         let key = RandomStream::new(3, Purpose::StochasticRounding, "w").key();

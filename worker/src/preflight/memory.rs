@@ -19,8 +19,8 @@ use device::{
 };
 
 /// Bytes of executable, allocator, thread stacks and tokenizer. A process with a tiny model takes
-/// 21 MiB; the difference is what the estimate of the operators' workspace is too high for small
-/// matmuls.
+/// 21 MiB. This constant is 3 MiB smaller, because the estimate of the operators' workspace is too
+/// high by as much for small matmuls.
 const PROCESS_BYTES: u64 = 18 << 20;
 /// Bytes of the aligned buffers between a shard and its file while a checkpoint is written or read
 /// (`ckpt::write_shard`).
@@ -142,7 +142,8 @@ impl MemoryPlan<'_> {
         ]
     }
 
-    /// Elements of bf16 weights without master weights that are updated in fp32 at a time.
+    /// Number of elements in the fp32 buffer through which the optimizer updates bf16 weights chunk
+    /// by chunk; 0 if updates are not rounded stochastically.
     fn fp32_update_elements(&self, policy: ShardingPolicy, rank: usize) -> u64 {
         if !self.train.rounds_stochastically() {
             return 0;
@@ -154,7 +155,7 @@ impl MemoryPlan<'_> {
         update_chunk_len(self.units_of(rank).map(|u| (u, updated(u)))) as u64
     }
 
-    /// Bytes of the activation buffers of MoE layers.
+    /// The bytes of the activation buffers of all MoE layers, for `rows` tokens.
     fn moe_activations(&self, rows: usize, dtype: Dtype) -> u64 {
         let parallel = self.train.experts.expert_parallel_size as usize;
         moe::buffer_bytes(self.model, self.units, rows, self.train.recompute, dtype, parallel) as u64
@@ -182,8 +183,8 @@ impl MemoryPlan<'_> {
         self.units.iter().map(trained).collect()
     }
 
-    /// Elements of one state vector that are in memory at once if states are offloaded: those of
-    /// one unit and of the next.
+    /// Largest number of elements of one offloaded state vector that are in memory at the same
+    /// time: those of one unit and of the next.
     fn offload_staging(&self, policy: ShardingPolicy, rank: usize) -> u64 {
         let shards = self.trained_shard_lengths(rank);
         let full: Vec<usize> = self.units_of(rank).map(ParamUnit::trained_len).collect();
@@ -196,9 +197,10 @@ impl MemoryPlan<'_> {
         pairs.or(lengths.first().copied()).unwrap_or(0) as u64
     }
 
-    /// Elements that Muon needs to update the matrices of a unit: the directions of all matrices,
-    /// and the larger of this rank's shard of them, which is sent, and the Newton–Schulz iteration
-    /// of the largest matrix.
+    /// Largest number of elements that Muon needs in addition to its states while it updates a
+    /// unit: the update directions of the whole unit, and the larger of two buffers. One holds the
+    /// shard of the directions that this rank sends, the other the Newton–Schulz iteration of the
+    /// unit's largest matrix.
     fn muon_elements(&self, policy: ShardingPolicy, rank: usize) -> u64 {
         let iteration = |shape: &[usize]| {
             let (small, large) = (shape[0].min(shape[1]), shape[0].max(shape[1]));
@@ -216,17 +218,18 @@ impl MemoryPlan<'_> {
         owned.filter_map(of_unit).max().unwrap_or(0) as u64
     }
 
-    /// Bytes of the fp32 form of a 16-bit result that the CPU backend accumulates: of a matmul a
-    /// million elements or 256 rows, at most all; of the gradient of q, k and v all.
+    /// Bytes of the largest buffer in which the CPU backend accumulates a 16-bit result in fp32. Of
+    /// the result of a matmul the buffer holds 256 rows or 2²⁰ elements at a time, whichever are
+    /// more. The gradient of q, k and v is held completely.
     fn widened_results(&self, b: usize, t: usize) -> u64 {
         let largest = self.model.scratch_lengths(b, t).into_iter().max().unwrap_or(0);
         let rows = largest.div_ceil((b * t).max(1)) * 256;
         4 * largest.min(rows.max(1 << 20)).max(b * t * self.model.qkv_width()) as u64
     }
 
-    /// Bytes that the GPU backend needs at once: the workspace of matmuls, and the largest of a
-    /// chunk of logits with their gradients, the fp8 operands, and the workspace of cuDNN's
-    /// attention.
+    /// Bytes of temporary GPU memory: the workspace of matmuls, and the largest of three buffers
+    /// that are never needed at the same time. These are a chunk of logits with their gradients,
+    /// the fp8 operands, and the workspace of cuDNN's attention.
     fn gpu_workspace(&self, b: usize, t: usize) -> u64 {
         let logits = device::cuda::classifier_workspace_bytes(b * t, self.model.vocab_size()) as u64;
         let attention = match crate::gpu::attention_backend(self.train) {
@@ -240,7 +243,8 @@ impl MemoryPlan<'_> {
         logits.max(self.fp8_operands(b * t)).max(attention) + device::cuda::MATMUL_WORKSPACE_BYTES as u64
     }
 
-    /// Elements of both operands of the largest fp8 matmul, which are rounded before it.
+    /// Number of elements of both operands of the largest fp8 matmul, whose fp8 copies are made
+    /// before it.
     fn fp8_operands(&self, rows: usize) -> u64 {
         if self.train.precision != Precision::Fp8 {
             return 0;

@@ -145,7 +145,8 @@ fn expert_placement_notice(ready: &ReadyTrainer, stored: &Value) -> Option<Strin
     })
 }
 
-/// The notice about other hyper-parameters of one parameter group.
+/// The notice about hyper-parameters of one parameter group that differ between job and checkpoint;
+/// `None` if all are equal.
 fn group_difference(ours: &ParamGroup, stored: &ParamGroup) -> Option<String> {
     let betas = |group: &ParamGroup| format!("{:?}", [group.betas.0, group.betas.1]);
     let fields = [

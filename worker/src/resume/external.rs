@@ -23,7 +23,8 @@ use diagnostic::{Diagnostic, codes::training as codes};
 use serde_json::{Map, Value};
 use std::{collections::HashMap, path::Path};
 
-/// Loads an external checkpoint: each rank reads its owned ranges. Collective.
+/// Loads the training state of an external checkpoint. Each rank reads its owned ranges.
+/// Collective.
 pub(super) fn load_external(
     ready: &mut ReadyTrainer,
     source: &ExternalCheckpoint,
@@ -51,7 +52,7 @@ pub(super) fn load_external(
     let facts = source.facts();
     events(Event::Resume { step: cursor.step, path: path.into(), world: facts.world, stage: facts.stage })?;
     for message in facts.notices.iter().map(ToString::to_string).chain(notices) {
-        events(Event::Notice { rank: None, message })?;
+        events(Event::notice(None, message))?;
     }
     Ok(ResumePoint { path: path.into(), cursor, is_native: false, rng_generation: 0 })
 }
@@ -67,12 +68,13 @@ pub(super) fn load_weights(
     let matched = match_model(ready, source, &units, false, selects)?;
     read_matched_ranges(ready, source, &matched, selects)?;
     if let Some(message) = unused_buffer_notice(&matched) {
-        events(Event::Notice { rank: None, message })?;
+        events(Event::notice(None, message))?;
     }
     Ok(())
 }
 
-/// Matches the checkpoint to the model; rank 0 also compares tied weights. Collective.
+/// Matches the checkpoint's tensors with the model's. Rank 0 also checks that tied weights are
+/// equal. Collective.
 fn match_model(
     ready: &ReadyTrainer,
     source: &ExternalCheckpoint,
@@ -113,8 +115,8 @@ fn read_matched_ranges(
     }
 }
 
-/// `resume.rng: strict` cannot be honoured if the number of ranks changes: the random states of the
-/// other ranks would be lost.
+/// Rejects `resume.rng: strict` if the number of ranks changes, because RNG streams could not be
+/// restored for every rank.
 fn check_rng(source: &ExternalCheckpoint, job: &JobSpec, ready: &ReadyTrainer) -> Result<()> {
     let (facts, world) = (source.facts(), ready.trainer.engine.world());
     let Some(written_by) = facts.world.filter(|w| *w as usize != world) else { return Ok(()) };
@@ -134,8 +136,8 @@ fn check_rng(source: &ExternalCheckpoint, job: &JobSpec, ready: &ReadyTrainer) -
     Ok(())
 }
 
-/// The position at which the run resumes, with notices about how it was determined. Also sets the
-/// number of updates of each parameter.
+/// Returns the position at which the run resumes, with notices about how the position was
+/// determined. Also sets the number of updates of each parameter.
 fn restore_position(
     ready: &mut ReadyTrainer,
     source: &ExternalCheckpoint,
@@ -190,14 +192,15 @@ fn restore_position(
     Ok((Cursor { step, consumed_samples, tokens }, notices))
 }
 
-/// With fp16: restores the loss scale of the checkpoint, or returns a notice if it is not usable.
+/// With fp16, restores the loss scale of the checkpoint, or returns a notice if the loss scale is
+/// not usable.
 fn restore_loss_scale(ready: &mut ReadyTrainer, source: &ExternalCheckpoint) -> Option<String> {
     let LossScale { scale, steps } = source.state().loss_scale()?;
     let restored = ready.trainer.loss_scale.restore(LossScaleState { scale, steps, skipped: 0 });
     restored.err().map(|why| format!("the loss scale starts at its initial value: {why}"))
 }
 
-/// Notices about parts of the checkpoint that are not loaded.
+/// Returns notices about parts of the checkpoint that are not loaded.
 fn unused_part_notices(source: &ExternalCheckpoint, matched: &WeightMatch) -> Vec<String> {
     let rng = (!source.facts().rng_files.is_empty()).then(|| {
         "the checkpoint's random states of Python and torch are not loaded: the built-in runtime's random \
@@ -207,7 +210,7 @@ fn unused_part_notices(source: &ExternalCheckpoint, matched: &WeightMatch) -> Ve
     unused_buffer_notice(matched).into_iter().chain(rng).collect()
 }
 
-/// The notice about buffers that the job's model does not have.
+/// Returns a notice about buffers in the checkpoint that the job's model does not have.
 fn unused_buffer_notice(matched: &WeightMatch) -> Option<String> {
     let has_unused = !matched.unused.is_empty();
     has_unused.then(|| {
@@ -215,7 +218,8 @@ fn unused_buffer_notice(matched: &WeightMatch) -> Option<String> {
     })
 }
 
-/// Notices about other hyper-parameters of the parameter groups and another learning rate.
+/// Returns notices about the hyper-parameters and the learning rate of the job that differ from the
+/// checkpoint's.
 fn hyperparam_notices(
     ready: &ReadyTrainer,
     source: &ExternalCheckpoint,
@@ -290,8 +294,8 @@ fn describe_changed_hyperparams(ours: &ParamGroup, stored: &Map<String, Value>) 
     changed
 }
 
-/// A notice if the learning rate of the next step is not the one that every group of the checkpoint
-/// would have used.
+/// Returns a notice if the learning rate of the next step differs from the one that a group of the
+/// checkpoint would have used.
 fn learning_rate_notice(
     ready: &ReadyTrainer,
     stored_groups: &[ckpt::ParamGroupInfo],
@@ -311,7 +315,8 @@ fn learning_rate_notice(
     })
 }
 
-/// The number of steps that the scheduler has counted: DeepSpeed's counts from −1, torch's from 0.
+/// Returns the number of steps that the scheduler has counted. DeepSpeed's schedulers count from
+/// −1, torch's from 0.
 fn scheduler_position(scheduler: &Value) -> Option<u64> {
     let number = |key: &str| scheduler.get(key).and_then(Value::as_i64);
     let position = number("last_epoch").or_else(|| number("last_batch_iteration")?.checked_add(1));

@@ -74,7 +74,8 @@ impl SampleSets {
         }
     }
 
-    /// Opens the data on this rank.
+    /// Opens the training data and the held-out data on this rank, and determines the order of
+    /// their samples.
     fn read(train: &TrainSpec, init: &WorkerInit) -> Result<Self> {
         let (spec, workdir) = (&train.data, &init.workdir);
         let data = Dataset::open(spec, None, Split::Train, workdir)?;
@@ -96,12 +97,13 @@ impl SampleSets {
         }
         let sets = [Some(&self.train), self.eval.as_ref()].into_iter().flatten();
         for warning in sets.flat_map(|samples| samples.data.warnings()) {
-            session.send_event(Event::Notice { rank: Some(0), message: warning.to_string() })?;
+            session.send_event(Event::diagnostic_notice(Some(0), warning.to_string(), warning))?;
         }
         Ok(())
     }
 
-    /// What the run evaluates and generates; `None` if the job does not evaluate.
+    /// Returns what the run evaluates and which text it generates; `None` if the job does not
+    /// evaluate.
     pub(super) fn held_out<'a>(
         &'a self,
         train: &'a TrainSpec,

@@ -56,7 +56,7 @@ impl PayloadBuffers {
         PayloadBuffers { packed: ops.zeroed(dtype, 0), received: ops.zeroed(dtype, 0), pending: None }
     }
 
-    /// Starts the exchange from `packed` to `arrived`, or in the other direction with `back`.
+    /// Starts the exchange from `packed` to `received`; with `back`, from `received` to `packed`.
     fn start_exchange(
         &mut self,
         queue: &CollectiveQueue,
@@ -146,9 +146,9 @@ impl TokenDispatcher {
         }
     }
 
-    /// Starts to send the rows that `fill` writes, sorted by the rank of their expert.
-    /// [`TokenDispatcher::wait_dispatched`] waits for them. Without an exchange `fill` writes to
-    /// `to`.
+    /// Calls `fill` to write the rows, sorted by the rank of their expert, and starts to send them
+    /// to these ranks. [`TokenDispatcher::wait_dispatched`] waits for the rows that this rank
+    /// receives. If this rank has every expert, `fill` writes directly to `to` and nothing is sent.
     pub(super) fn dispatch(
         &mut self,
         layer: &MoeLayerPlan,
@@ -169,7 +169,8 @@ impl TokenDispatcher {
         self.buffers(payload).0.start_exchange(&queue, false, counts);
     }
 
-    /// Waits for dispatched rows and writes them to `to`, sorted by expert.
+    /// Waits for the dispatched rows and writes them to `to`, sorted by expert. Does nothing if
+    /// this rank has every expert.
     pub(super) fn wait_dispatched(
         &mut self,
         (_, receiving): DispatchPlan,
@@ -211,8 +212,8 @@ impl TokenDispatcher {
         buffers.start_exchange(&queue, true, (received, sent));
     }
 
-    /// Waits for combined rows, sorted by the rank of their expert. They are valid until the next
-    /// dispatch. Without an exchange these are the rows of `from`.
+    /// Waits for the combined rows and returns them, sorted by the rank of their expert. They are
+    /// valid until the next dispatch. If this rank has every expert, they are the rows of `from`.
     pub(super) fn wait_combined<'a>(
         &'a mut self,
         (sending, _): DispatchPlan,

@@ -43,7 +43,7 @@ pub struct MoeTrainer {
     dispatcher: TokenDispatcher,
 }
 
-/// Where the experts of one layer are.
+/// How the experts of one layer are distributed over the ranks of a group.
 #[derive(Clone)]
 pub(super) struct MoeLayerPlan {
     /// The number of layers with experts before this one.
@@ -56,7 +56,7 @@ pub(super) struct MoeLayerPlan {
     pub(super) per_rank: Vec<usize>,
 }
 
-/// The activations that a layer's forward pass saves for its backward pass.
+/// The activations that the forward pass of a layer with experts saves for the backward pass.
 struct SavedMoeLayer {
     routing: Routing,
     send_plan: SendPlan,
@@ -68,7 +68,7 @@ struct SavedMoeLayer {
 
 /// Buffers that all layers share. They grow as the routing requires.
 struct MoeWorkspace {
-    /// The output of experts, or the gradients of their outputs.
+    /// The outputs of experts, or the gradients of these outputs.
     out: Buf,
     /// The gradients of rows.
     drows: Buf,
@@ -83,7 +83,7 @@ struct MoeWorkspace {
 }
 
 impl MoeWorkspace {
-    /// Empty buffers; `dtype` is the type of rows.
+    /// Creates empty buffers; `dtype` is the element type of rows.
     fn new(ops: &dyn Ops, dtype: Dtype) -> Self {
         let rows = || ops.zeroed(dtype, 0);
         MoeWorkspace {
@@ -99,13 +99,13 @@ impl MoeWorkspace {
     }
 }
 
-/// The first `len` elements of a buffer of rows, with unspecified content.
+/// Resizes a buffer of rows to `len` elements and returns them. Their values are unspecified.
 pub(super) fn resize_row_buffer<'a>(ops: &dyn Ops, buf: &'a mut Buf, len: usize) -> ViewMut<'a> {
     with_alloc_label("MoE activations", || buffer_pool::resize_buffer(ops, buf, len))
 }
 
 impl MoeTrainer {
-    /// The state for micro-batches of `rows` tokens; `None` for a dense model.
+    /// Creates the trainer for micro-batches of `rows` tokens; `None` for a dense model.
     pub fn new(
         ops: &Arc<dyn Ops>,
         model: &dyn Model,
@@ -374,7 +374,7 @@ impl Trainer {
         Ok(self.engine.reduce_runs(unit, round, runs)?)
     }
 
-    /// Waits for the gradients of rows and weights, and sorts those of weights by the tokens'
+    /// Waits for the gradients of rows and of router weights, and sorts the latter by the tokens'
     /// choices.
     fn combine_gradients(&mut self, l: usize) -> Result<()> {
         let Some(x) = &mut self.experts else { return Ok(()) };
@@ -387,7 +387,8 @@ impl Trainer {
         Ok(())
     }
 
-    /// The backward pass of router and attention, from the combined gradients.
+    /// The backward pass of router and attention. Its input are the gradients of rows and router
+    /// weights that [`Trainer::combine_gradients`] collected.
     fn route_backward(&mut self, l: usize, guard: &ParamsGuard, grad: &mut Buf) -> Result<()> {
         let positions = self.global_batch() as f64 * self.batch.seq_len as f64;
         let scale = f64::from(self.loss_scale.factor()) * self.batch.count_targets() as f64 / positions;

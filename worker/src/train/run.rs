@@ -18,6 +18,7 @@ use contract::{
     job::{JobSpec, ReloadValues, SaveInterval},
 };
 use diagnostic::{Diagnostic, codes};
+use device::storage::BackendNotice;
 use std::time::{Duration, Instant};
 
 /// The evaluation on held-out samples.
@@ -161,12 +162,10 @@ fn apply_reload(running: &mut RunningTrainer, run: &RunContext, values: &mut Rel
 fn report_backend_notice(running: &RunningTrainer, run: &RunContext, took: Duration) -> Result<()> {
     let rank = Some(running.trainer.engine.rank() as u32);
     match running.trainer.ops.after_step(took) {
-        Some(notice) if notice.is_rank_local() => {
-            run.session.send_event(Event::Notice { rank, message: notice.to_string() })
+        Some(BackendNotice::Degraded(warning)) => {
+            run.session.send_event(Event::diagnostic_notice(rank, warning.to_string(), &warning))
         }
-        Some(notice) if run.is_leader => {
-            run.session.send_event(Event::Notice { rank: None, message: notice.to_string() })
-        }
+        Some(notice) if run.is_leader => run.session.send_event(Event::notice(None, notice.to_string())),
         _ => Ok(()),
     }
 }
@@ -201,7 +200,7 @@ fn report_skipped_steps(running: &RunningTrainer, run: &RunContext) -> Result<()
             let message = format!(
                 "skipped {skipped} {steps} since step 0 because gradients overflowed fp16; loss scale {scale}"
             );
-            run.session.send_event(Event::Notice { rank: None, message })
+            run.session.send_event(Event::notice(None, message))
         }
         _ => Ok(()),
     }
@@ -297,7 +296,7 @@ fn save_checkpoint(
     saver.begin(running)?;
     if let Some(message) = saver.take_notice() {
         run.session
-            .send_event(Event::Notice { rank: Some(running.trainer.engine.rank() as u32), message })?;
+            .send_event(Event::notice(Some(running.trainer.engine.rank() as u32), message))?;
     }
     if wait || !run.job.checkpoint.r#async {
         finish_save(running, run, saver)?;

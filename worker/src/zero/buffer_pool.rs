@@ -4,8 +4,8 @@ use device::{Buf, Dtype, Ops, ViewMut, storage::Event};
 /// The lengths that [`resize_buffer`] allocates are multiples of this many elements.
 const GROWTH: usize = 1024;
 
-/// The first `len` elements of `buf`, which is reallocated if it is shorter. The content is
-/// unspecified.
+/// Returns the first `len` elements of `buf`, with unspecified content. Reallocates `buf` if it is
+/// shorter.
 pub fn resize_buffer<'a>(ops: &dyn Ops, buf: &'a mut Buf, len: usize) -> ViewMut<'a> {
     if buf.len() < len {
         let dtype = buf.dtype();
@@ -30,7 +30,8 @@ impl BufferPool {
         BufferPool { dtype, free: Vec::new() }
     }
 
-    /// A buffer of at least `len` elements with unspecified content.
+    /// Takes a buffer of at least `len` elements from the pool, or allocates one. Its content is
+    /// unspecified.
     pub fn take(&mut self, ops: &dyn Ops, len: usize) -> Buf {
         // Of several equal buffers, one whose event has completed and whose address is lowest: each
         // step then has the same buffers, and CUDA graphs can be replayed.
@@ -59,7 +60,8 @@ impl BufferPool {
     }
 }
 
-/// The decisions of a [`BufferPool`] on lengths only, for the memory estimate.
+/// A [`BufferPool`] without memory, which counts the elements that the pool would allocate. The
+/// memory estimate uses it.
 #[derive(Default, Clone)]
 pub struct BufferPoolEstimate {
     free: Vec<usize>,

@@ -21,7 +21,7 @@ use std::{thread::JoinHandle, time::Instant};
 /// The largest number of queued collectives; submitting more blocks the caller.
 const QUEUE_LIMIT: usize = 64;
 
-/// A submitted collective, as the communication thread runs it.
+/// A submitted collective: the closure that the communication thread calls with the communicator.
 type CollectiveJob = Box<dyn FnOnce(&dyn Comm) + Send>;
 
 /// Submits collectives to the communication thread. With one rank they run on the caller's thread.

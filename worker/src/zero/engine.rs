@@ -277,8 +277,8 @@ impl Engine {
     }
 
     /// Casts the resident master weights of unit `u` to the parameters for computation. Does
-    /// nothing without master weights. Ranks that store the whole unit must have changed it
-    /// identically.
+    /// nothing without master weights. If several ranks store the whole unit, all of them must have
+    /// made equal changes to it.
     pub fn refresh_compute_copy(&self, u: usize) {
         self.shards[u].refresh_compute_copy(self.ops.as_ref(), self.resident_range(u), self.compute_range(u));
     }
@@ -462,8 +462,8 @@ impl UnitShard {
         ops.cast(to.view_mut().slice(within(&computed)), from.view().slice(within(&resident)));
     }
 
-    /// Gathers the owners' shards into `values`, which stores the range `stored` of the unit on
-    /// this rank. This rank owns the range `owned`.
+    /// Gathers the shards of all owner ranks into `values`, which stores the flat range `stored` of
+    /// the unit. The flat range `owned` is this rank's shard, which `values` contains already.
     fn gather_in_place(
         &self,
         comm: &dyn Comm,

@@ -46,7 +46,7 @@ impl ExchangeBuffers {
     }
 }
 
-/// `buf`, replaced by an empty buffer of this backend and `dtype` unless it already is one.
+/// Returns `buf`, after replacing it by an empty buffer if it is not of this backend and `dtype`.
 fn with_dtype<'a>(ops: &dyn Ops, buf: &'a mut Buf, dtype: Dtype) -> &'a mut Buf {
     if buf.is_empty() || buf.dtype() != dtype {
         *buf = ops.zeroed(dtype, 0);
@@ -137,8 +137,8 @@ pub fn owner_peak_buffers(slots: &SlotSchedule, owners: OwnerRanks) -> usize {
     peak_buffers(runs, false)
 }
 
-/// Sends each owner its shard of every owner's partial sums; `sink` receives them in the order of
-/// the slots.
+/// Exchanges the owners' partial sums of a unit's gradients: each owner receives its shard of every
+/// partial sum. `sink` receives the shards in the order of the slots. Collective.
 pub(super) fn exchange_partial_sums(
     comm: &dyn Comm,
     ops: &dyn Ops,

@@ -20,12 +20,13 @@ pub struct SlotRun {
 }
 
 impl SlotRun {
-    /// The run of one slot.
+    /// Creates the run that covers only the slot `start`.
     pub fn single_slot(start: usize) -> Self {
         SlotRun { start, len: 1 }
     }
 
-    /// The parent run when `self` (left) and `right` are siblings.
+    /// Returns the run that covers `self` and `right` if they are the left and the right child of
+    /// one node of the tree; otherwise `None`.
     pub fn parent_run(self, right: SlotRun) -> Option<SlotRun> {
         let siblings = self.len == right.len
             && self.start.is_multiple_of(2 * self.len)
@@ -83,7 +84,7 @@ impl SlotSums {
         if self.in_arrival_order { left.followed_by(right) } else { left.parent_run(right) }
     }
 
-    /// The number of elements of a vector.
+    /// The number of elements of each summed vector.
     pub fn len(&self) -> usize {
         self.len
     }

@@ -32,7 +32,7 @@ impl SampleSource for Case {
     }
 }
 
-/// Reads a JSON file.
+/// Reads a JSON file. Panics if the file cannot be read or parsed.
 pub(crate) fn read_json(path: &Path) -> Value {
     serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
 }

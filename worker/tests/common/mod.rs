@@ -305,7 +305,7 @@ pub(crate) fn job_spec(train: &TrainSpec, dir: &Path, asynchronous: bool) -> Job
     job
 }
 
-/// The saver of one rank's checkpoints, for a directory `root` that all ranks share.
+/// Creates the checkpoint saver of one rank, for a directory `root` that all ranks share.
 pub(crate) fn checkpoint_saver(running: &RunningTrainer, job: &JobSpec, root: &Path) -> CheckpointSaver {
     let units: Vec<_> = running.trainer.engine.shards.iter().map(|s| s.unit.clone()).collect();
     let identity = RunMetadata {

@@ -91,7 +91,7 @@ pub(crate) fn train_on_gpu(spec: &TrainSpec, world: usize, steps: u64) -> Curve 
     }))
 }
 
-/// The largest relative difference between two curves, in losses and norms.
+/// The largest relative difference between two curves, over all losses and gradient norms.
 pub(crate) fn max_relative_difference(a: &Curve, b: &Curve) -> f64 {
     assert_eq!(a.len(), b.len());
     let values = |c: &Curve| c.iter().flat_map(|&(l, n)| [l, n]).map(f64::from_bits).collect::<Vec<_>>();

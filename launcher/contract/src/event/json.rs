@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 use std::{path::PathBuf, str::FromStr};
 
-/// Names that schema 2 replaced: of schema 1, and of schema 2.
+/// Events that schema 2 renamed: the name in schema 1, and the name in schema 2.
 const RENAMED_EVENTS: [(&str, &str); 2] = [("placed", "placement"), ("gathered", "gather")];
 const RENAMED_FIELDS: [(&str, &str); 3] =
     [("epoch", "attempt"), ("left", "restarts_left"), ("cause", "message")];
@@ -30,7 +30,7 @@ impl EventSchema {
     }
 }
 
-/// Error: there is no such version of the JSON form of events.
+/// The error of a version that the JSON form of events does not have.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the schema of events is 1 or 2, not {0:?}")]
 pub struct UnknownSchema(String);
@@ -57,12 +57,12 @@ pub struct TimedEvent {
 }
 
 impl Event {
-    /// The event as one JSON object on one line, without a line break.
+    /// Formats the event as a JSON object on one line, without a line break.
     pub fn to_json(&self, schema: EventSchema) -> serde_json::Result<String> {
         to_line(self, schema, None)
     }
 
-    /// The event as one JSON object that also has the field `time`, in seconds since 1970.
+    /// Formats the event as a JSON object that also has the field `time`, in seconds since 1970.
     pub fn to_json_at(&self, schema: EventSchema, time: f64) -> serde_json::Result<String> {
         to_line(self, schema, Some(time))
     }
@@ -86,7 +86,7 @@ impl TimedEvent {
         Ok(TimedEvent { event: Event::from_json(line)?, time })
     }
 
-    /// The event and its time as one JSON object on one line, without a line break.
+    /// Formats the event and its time as a JSON object on one line, without a line break.
     pub fn to_json(&self, schema: EventSchema) -> serde_json::Result<String> {
         self.event.to_json_at(schema, self.time)
     }
@@ -101,7 +101,7 @@ fn to_line(event: &Event, schema: EventSchema, time: Option<f64>) -> serde_json:
     }
 }
 
-/// Gives the names of schema 2 to the fields of an event of schema 1.
+/// Renames the event and its fields from schema 1 to schema 2.
 fn upgrade(object: &mut Map<String, Value>) {
     if let Some(Value::String(name)) = object.get_mut("event")
         && let Some((_, new)) = RENAMED_EVENTS.iter().find(|(old, _)| old == name)
@@ -126,7 +126,8 @@ struct LineV2<'a> {
     time: Option<f64>,
 }
 
-/// Fields that follow from the others: the code of a failure, and the deprecated names.
+/// Fields of the JSON object that are derived from the event: the code of a failure, and values
+/// under deprecated names.
 #[derive(Default, Serialize)]
 #[serde(default)]
 struct ExtraFields<'a> {
@@ -175,7 +176,7 @@ enum EventV1<'a> {
     Unchanged(&'a Event),
 }
 
-/// The events that schema 2 changed, as schema 1 has them.
+/// The events that schema 2 changed, in the form of schema 1.
 #[derive(Serialize)]
 #[serde(tag = "event", rename_all = "snake_case")]
 enum RenamedEventV1<'a> {
@@ -258,7 +259,8 @@ pub(super) mod diagnostics {
         objects.into_iter().map(diagnostic).collect()
     }
 
-    /// Adds what [`Diagnostic::to_json`] leaves out. The source line of a location is lost.
+    /// Adds the fields that [`Diagnostic::to_json`] omits. The source line of a location is not
+    /// restored.
     fn stored_form(mut object: Map<String, Value>) -> Value {
         let code = object.get("code").and_then(Value::as_str).and_then(Code::from_name);
         if let Some(code) = code {

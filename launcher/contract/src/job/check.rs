@@ -43,7 +43,7 @@ pub(crate) fn check_job(d: &mut Decoder, job: &JobSpec) {
     }
 }
 
-/// Exactly one of `run.command` and `train` is given.
+/// Requires exactly one of `run.command` and `train`.
 fn check_what_runs(d: &mut Decoder, job: &JobSpec) {
     let command = d.sources.is_given("run.command");
     if !d.is_valid(&[""]) {
@@ -106,7 +106,7 @@ fn check_program_checkpoints(d: &mut Decoder, job: &JobSpec) {
     }
 }
 
-/// Keys of `run` that only apply to programs.
+/// Checks the keys of `run` that only apply to programs.
 fn check_program_keys(d: &mut Decoder, job: &JobSpec) {
     const VISIBLE: &str = "run.visible_devices";
     if !d.is_valid(&["run.command", "cluster.devices", VISIBLE]) {
@@ -126,7 +126,7 @@ fn check_program_keys(d: &mut Decoder, job: &JobSpec) {
     }
 }
 
-/// Keys that only apply to built-in training on GPUs.
+/// Checks the keys that only apply to built-in training on GPUs.
 fn check_gpu_keys(d: &mut Decoder, job: &JobSpec) {
     const WORKERS: &str = "cluster.workers_per_gpu";
     const BACKEND: &str = "cluster.comm_backend";
@@ -169,7 +169,7 @@ fn check_gpu_keys(d: &mut Decoder, job: &JobSpec) {
     }
 }
 
-/// The requirements of cuDNN's attention.
+/// Rejects `train.attention: cudnn` in jobs that cuDNN's attention does not support.
 fn check_attention(d: &mut Decoder, job: &JobSpec, train: &TrainSpec) {
     const KEY: &str = "train.attention";
     let keys = ["train.precision", "train.deterministic", "cluster.devices", KEY];
@@ -221,8 +221,8 @@ fn check_batch(d: &mut Decoder, train: &TrainSpec) {
     }
 }
 
-/// Only bf16 can do without fp32 master weights: fp32 weights are their own masters, and fp16 has
-/// too few exponents to be the only weights.
+/// Checks `train.master_weights`, which only applies to bf16 and fp8: fp32 weights need no master
+/// weights, and the range of fp16 is too small for weights without them.
 fn check_master_weights(d: &mut Decoder, train: &TrainSpec) {
     const KEY: &str = "train.master_weights";
     if !d.is_valid(&["train.precision", KEY]) || !d.sources.is_given(KEY) || train.precision.is_bf16() {
@@ -321,8 +321,8 @@ fn check_heads(d: &mut Decoder, m: &ModelSpec) {
     }
 }
 
-/// The ranks of an expert placement are ranks of the expert group. Whether the experts exist is
-/// checked when the model is known.
+/// Checks that the ranks of an expert placement are ranks of the expert group. Whether the experts
+/// exist is checked when the model is known.
 fn check_experts(d: &mut Decoder, e: &ExpertsSpec) {
     const PLACEMENT: &str = "train.experts.placement";
     const SIZE: &str = "train.experts.expert_parallel_size";
@@ -350,7 +350,7 @@ fn check_experts(d: &mut Decoder, e: &ExpertsSpec) {
     }
 }
 
-/// Settings that GPT-2 does not have.
+/// Rejects settings that GPT-2 does not have.
 fn check_gpt2(d: &mut Decoder, m: &ModelSpec) {
     let head_dim = m.hidden_size.checked_div(m.num_attention_heads);
     for (path, is_wrong) in [
@@ -393,7 +393,7 @@ fn check_data(d: &mut Decoder, train: &TrainSpec) {
     check_held_out(d, train);
 }
 
-/// Evaluation needs text, and a held-out share needs an evaluation.
+/// Checks that an evaluation has text, and that a held-out share is used by an evaluation.
 fn check_held_out(d: &mut Decoder, train: &TrainSpec) {
     const HELD_OUT: &str = "train.data.held_out";
     let share = train.data.held_out;
@@ -441,7 +441,7 @@ fn check_optimizer(d: &mut Decoder, o: &OptimizerSpec) {
     }
 }
 
-/// Which parameters are trained, and the hyper-parameters of their groups.
+/// Checks the selection of trained parameters and the hyper-parameters of parameter groups.
 fn check_selection(d: &mut Decoder, train: &TrainSpec) {
     const FREEZE: &str = "train.freeze";
     const ONLY: &str = "train.train_only";
@@ -480,7 +480,8 @@ fn check_selection(d: &mut Decoder, train: &TrainSpec) {
     }
 }
 
-/// Adapters are the only trained parameters, and a directory of adapters has their settings.
+/// Rejects keys that conflict with `train.lora`: adapters are the only trained parameters, and the
+/// directory `train.lora.from` contains their settings.
 fn check_lora(d: &mut Decoder, train: &TrainSpec) {
     const FROM: &str = "train.lora.from";
     let Some(lora) = &train.lora else { return };

@@ -7,14 +7,14 @@ use std::{net::IpAddr, path::PathBuf};
 pub struct ClusterSpec {
     /// The hosts, before the filters.
     pub hosts: Hosts,
-    /// DeepSpeed's filter: only these hosts and slots, verbatim. Excludes `exclude`.
+    /// DeepSpeed's filter: only these hosts and slots, verbatim. Cannot be combined with `exclude`.
     pub include: Vec<String>,
     /// DeepSpeed's filter: all but these hosts and slots, verbatim.
     pub exclude: Vec<String>,
     /// How hosts are reached by SSH.
     pub ssh: SshSpec,
-    /// How many hosts run workers: the first that are available. The others are spare hosts. `None`
-    /// for all.
+    /// The number of hosts that run workers; `None` for all. The first available hosts are used,
+    /// the others are spare hosts.
     pub use_hosts: Option<u32>,
     /// The number of workers on each host.
     pub workers_per_host: WorkersPerHost,
@@ -39,8 +39,7 @@ pub struct ClusterSpec {
 /// The address at which a built-in worker listens for workers on other hosts.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Interface {
-    /// The address that the host is reached at by SSH, else the first that is not a loopback
-    /// address.
+    /// The address at which the host is reached by SSH, else its first non-loopback address.
     Auto,
     /// The name of an interface (`eth0`), or the network of the address (`10.1.0.0/16`).
     Named(String),
@@ -98,7 +97,7 @@ fn is_in_network(address: IpAddr, (network, bits): (&str, &str)) -> bool {
     }
 }
 
-/// `cluster.hosts`.
+/// `cluster.hosts`: which hosts the job may use.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Hosts {
     /// The nodes of the Slurm allocation that launch runs in, else this machine.
@@ -140,7 +139,7 @@ pub struct SshSpec {
 /// Which SSH configuration is read.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum SshConfig {
-    /// Those of the user and of the system.
+    /// The configurations of the user and of the system.
     #[serde(rename = "Usual")]
     Default,
     /// No configuration.
@@ -149,12 +148,12 @@ pub enum SshConfig {
     File(PathBuf),
 }
 
-/// How the key of a host is verified.
+/// Which host keys an SSH connection accepts (`cluster.ssh.known_hosts`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum KnownHosts {
-    /// The key must be in known_hosts.
+    /// Only keys that known_hosts contains.
     Strict,
-    /// The key of a host that known_hosts does not contain is added to it.
+    /// Also the key of a host that known_hosts does not contain; the key is then added.
     AcceptNew,
 }
 

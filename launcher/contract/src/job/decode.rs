@@ -149,7 +149,8 @@ impl Decoder {
         reader(node).map_err(|error| self.report(path, error)).ok()
     }
 
-    /// Reports a mistake in the value of `path`; the message begins with the path.
+    /// Reports a wrong value of `path`. The message begins with the path; an empty path stands for
+    /// the whole job.
     pub(crate) fn report(&mut self, path: &str, error: ValueError) {
         let (subject, prefix) = match path {
             "" => (None, "the job ".to_owned()),
@@ -160,8 +161,8 @@ impl Decoder {
         }
     }
 
-    /// Reports an error in the meaning of `path`; empty for the job as a whole. `help` may be
-    /// empty.
+    /// Reports a value of `path` that is well-formed but not possible. An empty `path` stands for
+    /// the whole job. `help` may be empty.
     pub(crate) fn reject(&mut self, code: Code, path: &str, message: impl Into<String>, help: &str) {
         let error = self.sources.locate(with_subject_and_help(Diagnostic::error(code, message), path, help));
         self.push(error);
@@ -186,8 +187,8 @@ impl Decoder {
         });
     }
 
-    /// Whether no error concerns any of these keys, so that their values are those that the job
-    /// states.
+    /// Whether all of these keys are without errors. Their values are then those of the job, not
+    /// defaults in place of wrong values.
     pub(crate) fn is_valid(&self, paths: &[&str]) -> bool {
         !self.errors.iter().any(|error| paths.contains(&error.subject().unwrap_or_default()))
     }
@@ -198,7 +199,8 @@ fn with_subject_and_help(diagnostic: Diagnostic, path: &str, help: &str) -> Diag
     if help.is_empty() { diagnostic } else { diagnostic.with_help(help) }
 }
 
-/// The key with this last name or alias, when exactly one section has it.
+/// Finds the key whose path ends with `name` or that has this alias; `None` unless there is exactly
+/// one.
 fn key_with_last_name(name: &str) -> Option<&'static str> {
     let has_name = |k: &&keys::Key| k.path.rsplit('.').next() == Some(name) || k.aliases.contains(&name);
     let mut found = keys::KEYS.iter().filter(has_name).map(|k| k.path);

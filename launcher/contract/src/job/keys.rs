@@ -12,7 +12,7 @@ pub struct Key {
     pub accepts: &'static str,
     /// The value when the key is absent.
     pub default: KeyDefault,
-    /// Other last names of the key, which are not deprecated. Most are DeepSpeed's.
+    /// Alternative last names of the key, which are not deprecated. Most are DeepSpeed's.
     pub aliases: &'static [&'static str],
 }
 
@@ -243,12 +243,13 @@ pub static KEYS: &[Key] = &[
     key("slurm.bcast", "`true` or `false`", "false"),
 ];
 
-/// The key with this path.
+/// Returns the key with this documented path.
 pub(crate) fn find(path: &str) -> Option<&'static Key> {
     KEYS.iter().find(|k| k.path == path)
 }
 
-/// The keys directly within a section, each with its last name. `""` is the top of the job.
+/// Returns the keys directly within a section, each with the last name of its path. `""` is the top
+/// level of the job.
 pub(crate) fn names_in(section: &str) -> impl Iterator<Item = (&'static str, &'static Key)> {
     KEYS.iter().filter_map(move |k| {
         let (parent, name) = k.path.rsplit_once('.').unwrap_or(("", k.path));
@@ -256,7 +257,8 @@ pub(crate) fn names_in(section: &str) -> impl Iterator<Item = (&'static str, &'s
     })
 }
 
-/// The documented path of a path whose last name may be an alias or deprecated.
+/// Returns the documented path of a key. `path` may end in an alias or a deprecated name; an
+/// unknown path is returned unchanged.
 pub(crate) fn canonical(path: &str) -> String {
     let (parent, last) = path.rsplit_once('.').unwrap_or(("", path));
     let by_alias = names_in(parent).find(|(_, k)| k.aliases.contains(&last)).map(|(_, k)| k.path.to_owned());

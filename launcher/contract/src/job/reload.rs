@@ -76,7 +76,8 @@ impl ReloadValues {
     }
 }
 
-/// Compares a running job with its edited file.
+/// Compares a running job with its edited file. Returns the changed keys, and the values to
+/// continue with.
 pub fn compare_jobs(running: &JobSpec, file: &JobSpec) -> ReloadChanges {
     let (before, after) = (key_values(running), key_values(file));
     let keys: BTreeSet<&String> = before.keys().chain(after.keys()).collect();

@@ -283,7 +283,8 @@ pub fn is_reserved(name: &str) -> bool {
     RESERVED.iter().any(|(reserved, _)| *reserved == name)
 }
 
-/// Variables with their values, and variables with the source of their value.
+/// Environment variables: first those with a value in the job, then those whose value comes from
+/// another source.
 type Environment = (Vec<(String, String)>, Vec<(String, EnvSource)>);
 
 fn environment(node: &YamlNode) -> ReadResult<Environment> {

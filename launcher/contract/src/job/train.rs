@@ -28,8 +28,8 @@ pub struct TrainSpec {
     pub zero: ZeroSpec,
     /// The element type of weights and activations.
     pub precision: Precision,
-    /// Whether there are fp32 master weights. Without them the bf16 weights are the only ones
-    /// (`Bf16` and `Fp8`).
+    /// Whether fp32 master weights are kept. Without them the optimizer updates the bf16 weights
+    /// directly (`Bf16` and `Fp8`).
     #[serde(default = "enabled")]
     pub master_weights: bool,
     /// The loss scale of `Fp16`.
@@ -62,10 +62,11 @@ pub struct TrainSpec {
     pub cuda_graphs: CudaGraphs,
     /// Evaluation during training; `None` for no evaluation.
     pub eval: Option<EvalSpec>,
-    /// Patterns of parameters that are not trained.
+    /// Name patterns of the parameters that are not trained.
     #[serde(default)]
     pub freeze: Vec<String>,
-    /// Patterns of the only parameters that are trained; empty for all except those of `freeze`.
+    /// Name patterns of the only parameters that are trained; empty to train all except those of
+    /// `freeze`.
     #[serde(default)]
     pub train_only: Vec<String>,
     /// Low-rank adapters, which are then the only trained parameters.
@@ -98,7 +99,8 @@ mod numerics {
 }
 
 impl TrainSpec {
-    /// Whether the 16-bit weights are the only ones, so that updates are rounded stochastically.
+    /// Whether updates of the weights are rounded stochastically, because there are bf16 weights
+    /// and no fp32 master weights.
     pub fn rounds_stochastically(&self) -> bool {
         self.precision.is_bf16() && !self.master_weights
     }
@@ -141,7 +143,7 @@ pub struct ModelSpec {
     pub moe_intermediate_size: Option<u32>,
     /// Longest sequence; 0 for `data.seq_len`.
     pub max_position_embeddings: u32,
-    /// Added under the root of RMSNorm.
+    /// The constant that is added to the mean square in RMSNorm.
     pub rms_norm_eps: f64,
     /// Base of the frequencies of rotary embeddings.
     pub rope_theta: f64,
@@ -152,7 +154,7 @@ pub struct ModelSpec {
 }
 
 impl ModelSpec {
-    /// A copy in which `from` is relative to the current directory instead of the workdir.
+    /// Returns a copy in which `from` is relative to the current directory instead of the workdir.
     pub fn resolve_paths(&self, workdir: &Path) -> ModelSpec {
         ModelSpec { from: self.from.as_ref().map(|f| workdir.join(f)), ..self.clone() }
     }
@@ -161,7 +163,7 @@ impl ModelSpec {
 /// `train.data`: how text becomes samples.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct DataSpec {
-    /// The sources of text, at least one. That of `data.files` has no name.
+    /// The data sources, at least one. The source that `data.files` defines has no name.
     pub sources: Vec<DataSource>,
     /// A Jinja template for chats, relative to the workdir; `None` for that of the tokenizer.
     pub chat_template: Option<PathBuf>,
@@ -250,7 +252,7 @@ impl Precision {
         matches!(self, Precision::Bf16 | Precision::Fp8)
     }
 
-    /// The name in job.yaml.
+    /// Returns the name that job.yaml uses.
     pub fn name(self) -> &'static str {
         match self {
             Precision::Fp32 => "fp32",
@@ -290,17 +292,17 @@ pub struct BatchSpec {
 /// `train.attention`: which kernels compute attention on GPUs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Attention {
-    /// launch's. Without `deterministic` cuDNN's where it is available and faster.
+    /// launch's kernels. Without `deterministic`, cuDNN's where they are available and faster.
     #[default]
     Auto,
-    /// launch's.
+    /// launch's kernels.
     Flash,
-    /// cuDNN's.
+    /// cuDNN's kernels.
     Cudnn,
 }
 
 impl Attention {
-    /// The name in job.yaml.
+    /// Returns the name that job.yaml uses.
     pub fn name(self) -> &'static str {
         match self {
             Attention::Auto => "auto",
@@ -314,7 +316,7 @@ impl Attention {
 /// depend on it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum CudaGraphs {
-    /// Where a measurement shows that it is faster.
+    /// If a measurement shows that steps are faster with graphs.
     #[default]
     Auto,
     /// Always.
@@ -324,7 +326,7 @@ pub enum CudaGraphs {
 }
 
 impl CudaGraphs {
-    /// The name in job.yaml.
+    /// Returns the name that job.yaml uses.
     pub fn name(self) -> &'static str {
         match self {
             CudaGraphs::Auto => "auto",
@@ -337,9 +339,9 @@ impl CudaGraphs {
 /// `train.recompute`: what the backward pass recomputes instead of reading stored activations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Recompute {
-    /// Nothing.
+    /// No recomputation.
     None,
-    /// Each block, of which only the input is stored.
+    /// Each block from its input, which is the only activation that is stored.
     Block,
 }
 
@@ -376,7 +378,7 @@ const PRECISIONS: &[(&str, Precision)] = &[
     ("fp8", Precision::Fp8),
 ];
 
-/// Decodes `train`.
+/// Decodes the `train` section of job.yaml. Errors are collected in `d`.
 pub(crate) fn decode(d: &mut Decoder, t: &Section<'_>) -> TrainSpec {
     let model = decode_model(d, t);
     let optimizer = decode_optimizer(d, t);
@@ -422,7 +424,7 @@ pub(crate) fn decode(d: &mut Decoder, t: &Section<'_>) -> TrainSpec {
     }
 }
 
-/// Reads a number above 0. Kernels compute in f32, so it must neither vanish nor overflow there.
+/// Reads a positive number that is finite and not 0 as f32, in which kernels compute.
 pub(super) fn positive(node: &YamlNode) -> ReadResult<f64> {
     number("a number above 0", |x| x as f32 > 0.0 && (x as f32).is_finite())(node)
 }

@@ -1,4 +1,4 @@
-//! [`evaluate`]: turns what was found on the hosts into check results.
+//! [`evaluate`]: turns the inspections of the hosts into check results.
 use super::{Check, CheckLevel, CheckReport, HostReport, codes, gpus, probe::HostProbe};
 use crate::{cmd::plan::bytes, discover::hosts::ClusterHost, transport::ssh::ConnectionStage};
 use contract::{JobSpec, probe::HostInspection};
@@ -27,8 +27,8 @@ const STAGES: [(ConnectionStage, &str); 7] = [
     (ConnectionStage::Agent, "agent"),
 ];
 
-/// The check results of all hosts. `hosts` are those of the job, in the order of `probes`; `None`:
-/// this machine or the nodes of Slurm.
+/// Returns the check results of all hosts. `hosts` are the hosts of the job, in the order of
+/// `probes`; `None` for this machine or the nodes of the Slurm allocation.
 pub(super) fn evaluate(job: &JobSpec, hosts: Option<&[ClusterHost]>, probes: Vec<HostProbe>) -> CheckReport {
     let checks = job_checks(job, &probes);
     let first = probes.iter().find_map(|probe| probe.inspection.clone());
@@ -76,7 +76,7 @@ fn connection_checks(probe: &HostProbe, is_remote: bool) -> Vec<Check> {
     checks
 }
 
-/// Checks of one host, some of which compare it with the first host.
+/// Returns the check results of one host, some of which compare the host with `first`.
 fn host_checks(
     job: &JobSpec,
     host: &HostInspection,
@@ -224,7 +224,7 @@ fn port_checks(probe: &HostProbe) -> Vec<Check> {
     checks
 }
 
-/// Checks of all hosts together: whether they share the checkpoint and working directories.
+/// Checks whether all hosts share the checkpoint directory and the working directory.
 fn job_checks(job: &JobSpec, probes: &[HostProbe]) -> Vec<Check> {
     let answered: Vec<&HostProbe> = probes.iter().filter(|probe| !probe.nonces.is_empty()).collect();
     if answered.len() < 2 {
@@ -294,7 +294,8 @@ mod tests {
         }
     }
 
-    /// The checks of the second of two hosts that are not ok, after a change.
+    /// Returns the checks of the second of two hosts that are not ok after `change` was applied to
+    /// it.
     fn findings(change: impl FnOnce(&mut HostProbe)) -> Vec<(&'static str, CheckLevel)> {
         let job = crate::testing::job();
         let mut second = probe(Some(inspection()));

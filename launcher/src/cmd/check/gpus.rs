@@ -4,8 +4,8 @@ use crate::cmd::plan::bytes;
 use contract::probe::{GpuReport, HostInspection, LibraryReport};
 use diagnostic::Diagnostic;
 
-/// The checks of number, driver, libraries, memory, health and links. `first` is the first host of
-/// the job; `slots` are those of the hostfile.
+/// Checks number, driver, libraries, memory, health and links of a host's GPUs. `first` is the
+/// first host of the job, and `slots` the number of slots in the hostfile.
 pub(super) fn gpu_checks(host: &HostInspection, first: &HostInspection, slots: Option<u32>) -> Vec<Check> {
     let (gpus, first_gpus) = (&host.gpus, &first.gpus);
     let mut checks = vec![count_check(gpus, first, slots)];
@@ -57,7 +57,7 @@ fn count_check(gpus: &GpuReport, first: &HostInspection, slots: Option<u32>) -> 
     }
 }
 
-/// The NCCL that the loader finds for programs.
+/// Checks that the NCCL library that the dynamic loader finds has the version of the first host.
 fn nccl_check(gpus: &GpuReport, first: &HostInspection) -> Check {
     match (&gpus.nccl, &first.gpus.nccl) {
         (Some((_, version)), Some((_, other))) if version != other => Check::warn(
@@ -71,8 +71,8 @@ fn nccl_check(gpus: &GpuReport, first: &HostInspection) -> Check {
     }
 }
 
-/// The libraries that the built-in training opens on GPUs: present, and of the version of the first
-/// host.
+/// Checks that the libraries that built-in training opens on GPUs are usable and have the versions
+/// of the first host.
 fn library_checks(gpus: &GpuReport, first: &HostInspection) -> Vec<Check> {
     const NAME: &str = "cuda";
     let first_version = |name: &str| {
@@ -107,13 +107,13 @@ fn library_checks(gpus: &GpuReport, first: &HostInspection) -> Vec<Check> {
     gpus.libraries.iter().map(check).collect()
 }
 
-/// The help of an error, such as the directories that were searched, and further advice.
+/// Joins the help of an error, such as the searched directories, with further advice.
 fn join_help(error: &Diagnostic, advice: &str) -> String {
     let help = error.help().iter().map(String::as_str).chain([advice]);
     help.collect::<Vec<_>>().join("; ")
 }
 
-/// Memory errors, throttled clocks, and modes that limit how ranks can use a GPU.
+/// Checks for memory errors, throttled clocks, and modes that limit how ranks can use a GPU.
 fn health_checks(gpus: &GpuReport) -> Vec<Check> {
     const NAME: &str = "gpu health";
     let mut checks = Vec::new();
@@ -159,7 +159,7 @@ fn health_checks(gpus: &GpuReport) -> Vec<Check> {
     checks
 }
 
-/// The connections between the GPUs of a host; `None` with fewer than two.
+/// Checks the connections between the GPUs of a host; `None` if it has fewer than two.
 fn link_check(gpus: &GpuReport) -> Option<Check> {
     const NAME: &str = "gpu links";
     let (first, _) = (gpus.gpus.first()?, gpus.gpus.get(1)?);
@@ -185,7 +185,7 @@ fn link_check(gpus: &GpuReport) -> Option<Check> {
     })
 }
 
-/// Free memory, and other processes that use a GPU.
+/// Checks the free memory, and whether other processes use a GPU.
 fn memory_checks(gpus: &GpuReport) -> Vec<Check> {
     const NAME: &str = "gpu memory";
     let fullest = gpus.gpus.iter().min_by_key(|g| g.memory_free);

@@ -67,9 +67,9 @@ enum Format {
     Deepspeed,
 }
 
-/// Least memory that a conversion works with, bytes.
+/// Minimum of `--memory`, in bytes.
 const MIN_MEMORY_BYTES: u64 = 64 << 20;
-/// Memory that gathering may need, bytes.
+/// Memory that gathering may use, in bytes.
 const GATHER_MEMORY_BYTES: u64 = 256_000_000;
 
 /// Parses a size of at least [`MIN_MEMORY_BYTES`].
@@ -97,8 +97,8 @@ fn parse_group_rule(text: &str) -> Result<GroupRule, ValueError> {
     Ok(GroupRule { pattern: glob.compile_matcher(), group })
 }
 
-/// The group of each parameter that a rule matches. Every rule must match a parameter, and no two
-/// rules the same one.
+/// Returns the group of each parameter that a rule matches. Rejects a rule that matches no
+/// parameter, and two rules that match the same parameter.
 fn assign_groups(
     source: &dyn TensorSource,
     rules: &[GroupRule],
@@ -144,7 +144,7 @@ fn assign_groups(
     Ok(assigned.into_iter().map(|(name, rule)| (name, rule.group)).collect())
 }
 
-/// Error: an option contradicts the others or the checkpoint.
+/// The error of an option that contradicts other options or the checkpoint.
 fn rejected(code: Code, option: &str, message: String) -> Diagnostic {
     Diagnostic::error(code, message).with_subject(option)
 }

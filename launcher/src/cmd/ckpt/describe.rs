@@ -6,7 +6,7 @@ use ckpt::{
 };
 use serde_json::{Map, Value, json};
 
-/// A native checkpoint as JSON.
+/// Describes a native checkpoint as JSON.
 pub(super) fn native_json(checkpoint: &Checkpoint) -> Value {
     let facts = checkpoint.facts();
     let tensors: Vec<Value> = checkpoint.tensors().map(|t| tensor_json(&t)).collect();
@@ -25,8 +25,8 @@ pub(super) fn native_json(checkpoint: &Checkpoint) -> Value {
     })
 }
 
-/// A shard as JSON. With host-local storage also the host that wrote it, and whether it is on this
-/// host.
+/// Describes a shard as JSON. With host-local storage the JSON also has the host that wrote the
+/// shard, and whether the shard is on this host.
 fn file_json(checkpoint: &Checkpoint, file: usize, name: &str, bytes: u64) -> Value {
     let mut value = json!({"name": name, "bytes": bytes});
     if let Some(host) = checkpoint.shard_host(file) {
@@ -36,7 +36,7 @@ fn file_json(checkpoint: &Checkpoint, file: usize, name: &str, bytes: u64) -> Va
     value
 }
 
-/// The shards on other hosts, with their hosts; `None`: all shards are on this host.
+/// The shards on other hosts, with their hosts; `None` if all shards are on this host.
 fn remote_shards(checkpoint: &Checkpoint) -> Option<String> {
     let absent =
         checkpoint.files().zip(checkpoint.local_files()).enumerate().filter(|(_, (_, here))| !**here);
@@ -63,7 +63,7 @@ fn missing(checkpoint: &Checkpoint) -> Vec<&'static str> {
     parts.into_iter().filter(|(_, present)| !present).map(|(name, _)| name).collect()
 }
 
-/// A native checkpoint as text: facts, and tables of the optimizer groups and tensors.
+/// Describes a native checkpoint as text: facts, and tables of the optimizer groups and tensors.
 pub(super) fn native_text(checkpoint: &Checkpoint) -> String {
     let facts = checkpoint.facts();
     let tensors: Vec<TensorInfo> = checkpoint.tensors().collect();
@@ -87,8 +87,8 @@ pub(super) fn native_text(checkpoint: &Checkpoint) -> String {
     join_sections(&lines, &facts.groups, &tensors)
 }
 
-/// An external checkpoint as text: facts, and tables of the optimizer groups, tensors and random
-/// states.
+/// Describes an external checkpoint as text: facts, and tables of the optimizer groups, tensors and
+/// RNG streams.
 pub(super) fn external_text(checkpoint: &ExternalCheckpoint) -> String {
     let facts = checkpoint.facts();
     let tensors = checkpoint.tensors();
@@ -135,8 +135,8 @@ fn format_updates<'a>(steps: impl Iterator<Item = &'a u64>) -> String {
     }
 }
 
-/// A table of random states with a row for each rank and stream. Streams with equal digests
-/// continue with the same numbers.
+/// Formats a table with a row for each rank and RNG stream. Streams with equal digests continue
+/// with the same numbers.
 fn random_state_table(checkpoint: &ExternalCheckpoint) -> String {
     let rows = match random_states(checkpoint) {
         Ok(rows) if rows.is_empty() => return String::new(),
@@ -150,8 +150,8 @@ fn random_state_table(checkpoint: &ExternalCheckpoint) -> String {
     format!("\n{}", align_columns(&table))
 }
 
-/// The random states of a checkpoint: in its directory, or, for the directory of a tag, in the
-/// parent.
+/// Reads the RNG streams of a checkpoint from its directory or, if the directory is that of a tag,
+/// from the parent.
 fn random_states(checkpoint: &ExternalCheckpoint) -> diagnostic::Result<Vec<StreamDigest>> {
     if checkpoint.facts().rng_files.is_empty() {
         return Ok(Vec::new());
@@ -162,7 +162,7 @@ fn random_states(checkpoint: &ExternalCheckpoint) -> diagnostic::Result<Vec<Stre
     if digests.is_empty() { Ok(rank_files::digests(parent)?) } else { Ok(digests) }
 }
 
-/// An external checkpoint as JSON.
+/// Describes an external checkpoint as JSON.
 pub(super) fn external_json(checkpoint: &ExternalCheckpoint) -> Value {
     let mut value = serde_json::to_value(checkpoint.facts()).unwrap_or(Value::Null);
     let files: Vec<Value> =
@@ -194,7 +194,7 @@ fn format_ties(ties: &[Tie]) -> String {
     )
 }
 
-/// One line for each role: number of tensors and elements, and dtypes.
+/// Returns a line for each tensor role: the number of tensors and elements, and the dtypes.
 fn role_lines(tensors: &[TensorInfo]) -> Vec<(&'static str, String)> {
     let mut lines = Vec::new();
     for role in TensorRole::ALL {
@@ -211,7 +211,7 @@ fn role_lines(tensors: &[TensorInfo]) -> Vec<(&'static str, String)> {
     lines
 }
 
-/// Facts, optimizer groups and tensors as one text.
+/// Joins the lines of facts with the tables of optimizer groups and tensors.
 fn join_sections(lines: &[(&str, String)], groups: &Value, tensors: &[TensorInfo]) -> String {
     let mut text: String =
         lines.iter().map(|(key, value)| format!("{key:<10}  {}\n", printable(value))).collect();
@@ -224,7 +224,7 @@ fn join_sections(lines: &[(&str, String)], groups: &Value, tensors: &[TensorInfo
     text
 }
 
-/// A table with a row for each optimizer group; empty without groups.
+/// Formats a table with a row for each optimizer group; empty without groups.
 fn group_table(groups: &Value) -> String {
     let groups: Vec<&Map<String, Value>> =
         groups.as_array().into_iter().flatten().filter_map(Value::as_object).collect();
@@ -253,7 +253,7 @@ fn group_table(groups: &Value) -> String {
     if groups.is_empty() { String::new() } else { align_columns(&rows) }
 }
 
-/// Rows as text: columns are two spaces apart, and the last is not padded.
+/// Formats rows as a table. Columns are two spaces apart, and the last column is not padded.
 fn align_columns(rows: &[Vec<String>]) -> String {
     let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
     let width = |c: usize| rows.iter().filter_map(|r| r.get(c)).map(|s| s.chars().count()).max().unwrap_or(0);
@@ -263,7 +263,7 @@ fn align_columns(rows: &[Vec<String>]) -> String {
     rows.iter().map(|row| line(row).trim_end().to_owned() + "\n").collect()
 }
 
-/// A table of the tensors: role, dtype, shape and name.
+/// Formats a table of the tensors: role, dtype, shape and name.
 fn tensor_table(tensors: &[TensorInfo]) -> String {
     let shape = |t: &TensorInfo| t.shape.iter().map(u64::to_string).collect::<Vec<_>>().join(" × ");
     let mut rows = vec![["ROLE", "DTYPE", "SHAPE", "NAME"].map(str::to_owned).to_vec()];
@@ -273,12 +273,12 @@ fn tensor_table(tensors: &[TensorInfo]) -> String {
     align_columns(&rows)
 }
 
-/// A text without control characters, which could control the terminal.
+/// Replaces control characters by U+FFFD, so that the text cannot control the terminal.
 pub(super) fn printable(text: &str) -> String {
     text.chars().map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect()
 }
 
-/// A size with a decimal unit: 1234567 → `1.23 MB`.
+/// Formats a size with a decimal unit: 1234567 as `1.23 MB`.
 pub(super) fn format_bytes(bytes: u64) -> String {
     const UNITS: [&str; 5] = ["kB", "MB", "GB", "TB", "PB"];
     let (mut value, mut unit) = (bytes as f64 / 1e3, 0);

@@ -17,7 +17,7 @@ use contract::{
 use diagnostic::{Diagnostic, codes::run};
 use std::{cmp::Reverse, collections::BinaryHeap, ops::Range, time::Duration};
 
-/// How far the connection to a host's agent is.
+/// The state of a host's agent, as the controller knows it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum AgentState {
     /// Not started, or released.
@@ -27,51 +27,52 @@ pub(super) enum AgentState {
     Starting,
     /// Its hello has arrived.
     Joined,
-    /// Ended, or given up because of its silence.
+    /// Ended, failed, or killed because its lease expired.
     Lost,
 }
 
-/// A host and its agent.
+/// The state of a host and of its agent, as the controller knows it.
 #[derive(Debug, Default)]
 pub(super) struct HostState {
     pub(super) agent: AgentState,
     /// The name that the machine gives itself.
     pub(super) hostname: String,
-    /// The agent's process.
+    /// The process id of the agent.
     pub(super) pid: u32,
-    /// Memory that the job may use there, bytes; 0: unknown.
+    /// Bytes of memory that the job may use on the host; 0 if unknown.
     pub(super) memory: u64,
     /// When the last message of the agent arrived.
     pub(super) last_heard: Duration,
     /// Attempts that failed because of this host.
     pub(super) failures: u32,
-    /// The run uses it no more.
+    /// Whether the run no longer uses the host.
     pub(super) excluded: bool,
-    /// It is no longer in the list of hosts.
+    /// Whether the host is no longer in the list of hosts.
     pub(super) unlisted: bool,
-    /// A notice has reported that it is used although it is unlisted.
+    /// Whether a notice has reported that the host is used although it is unlisted.
     pub(super) use_reported: bool,
-    /// For a lost host: from when on no process of the job can be alive there.
+    /// For a lost host, the time from which on no process of the job can be alive there.
     pub(super) quarantined_until: Duration,
-    /// It may have processes of this attempt.
+    /// Whether the host may have processes of this attempt.
     pub(super) active: bool,
-    /// Its ranks in this attempt.
+    /// The ranks of the host in this attempt.
     pub(super) ranks: Range<Rank>,
-    /// The number of its workers that are running.
+    /// The number of workers that run on the host.
     pub(super) running: usize,
-    /// The ticket of its valid entry in the lease queue.
+    /// The ticket of the host's valid entry in the lease queue; entries with other tickets are
+    /// ignored.
     ticket: u32,
 }
 
 impl HostState {
-    /// Whether its agent may send messages.
+    /// Whether the agent may send messages.
     pub(super) fn is_connected(&self) -> bool {
         matches!(self.agent, AgentState::Starting | AgentState::Joined)
     }
 }
 
-/// When the lease of each agent is checked next: one valid entry per agent, renewed only when it is
-/// due, so that a message costs nothing here.
+/// The time of the next lease check of each agent. There is one valid entry per agent. An entry is
+/// renewed only when it is due, so that a message of an agent needs no update of the queue.
 #[derive(Debug, Default)]
 pub(super) struct LeaseQueue(BinaryHeap<Reverse<(Duration, HostIndex, u32)>>);
 
@@ -145,8 +146,8 @@ impl Core {
         self.try_prepare(now);
     }
 
-    /// An agent cannot do its work. A host without workers of this attempt is given up, and the
-    /// others continue.
+    /// Handles an agent that cannot do its work. A host without workers of this attempt is marked
+    /// as lost, and the run continues on the others.
     pub(super) fn agent_failed(&mut self, now: Duration, id: HostIndex, diagnostic: Diagnostic) {
         let joining = matches!(self.state, AttemptState::Joining | AttemptState::Preparing);
         if !joining && !self.hosts[id].active {
@@ -158,10 +159,10 @@ impl Core {
         self.fail(now, cause);
     }
 
-    /// Prepares an attempt when the first hosts that are available have joined, as many as the job
-    /// uses, or when no more can come.
+    /// Prepares an attempt once as many hosts have joined as the job uses, or no further host can
+    /// join.
     ///
-    /// `scanned` moves over the list once, so that joining costs the same for each host.
+    /// `scanned` moves over the list once, so that the cost of joining is constant per host.
     pub(super) fn try_prepare(&mut self, now: Duration) {
         if self.state != AttemptState::Joining {
             return;
@@ -191,7 +192,7 @@ impl Core {
         });
     }
 
-    /// Makes [`Core::try_prepare`] look at all hosts again.
+    /// Makes [`Core::try_prepare`] examine all hosts again.
     pub(super) fn restart_scan(&mut self) {
         (self.scanned, self.scanned_joined) = (0, 0);
     }
@@ -256,7 +257,7 @@ impl Core {
         }
     }
 
-    /// No process of this attempt is left on the host.
+    /// Records that no process of this attempt is left on the host.
     pub(super) fn deactivate(&mut self, id: HostIndex) {
         let host = &mut self.hosts[id];
         if std::mem::take(&mut host.active) {
@@ -287,7 +288,7 @@ impl Core {
         self.host_lost(now, cause, was_active);
     }
 
-    /// The loss of an agent as the root cause, with exit code 1.
+    /// Returns the end of an agent as a root cause, with exit code 1.
     fn agent_end_cause(&self, id: HostIndex, end: AgentEnd) -> RootCause {
         let remote = self.setup.hosts[id].remote;
         let host = if remote { &self.setup.hosts[id].name } else { self.hostname(id) };
@@ -299,7 +300,7 @@ impl Core {
         }
     }
 
-    /// Decides what follows from the loss of a host.
+    /// Continues without a lost host or fails the attempt, depending on the attempt's state.
     fn host_lost(&mut self, now: Duration, cause: RootCause, was_active: bool) {
         self.host_lost = true;
         let id = cause.host;
@@ -354,7 +355,7 @@ impl Core {
         }
     }
 
-    /// Whether the hosts that have joined, or may still join, are enough.
+    /// Whether the hosts that have joined or may still join number at least `run.min_hosts`.
     fn has_enough_hosts(&self) -> bool {
         let usable = |host: &&HostState| host.is_connected() && !host.excluded;
         self.hosts.iter().filter(usable).count() >= self.setup.min_hosts
@@ -372,7 +373,7 @@ impl Core {
         self.actions.extend(heartbeats);
     }
 
-    /// Gives up agents whose leases have expired.
+    /// Kills agents whose leases have expired, and marks their hosts as lost.
     pub(super) fn check_leases(&mut self, now: Duration) {
         while let Some(Reverse((due, id, ticket))) = self.leases.0.peek().copied()
             && now > due
@@ -399,8 +400,8 @@ impl Core {
         }
     }
 
-    /// Begins the next attempt: excludes hosts that failed too often, and starts lost agents again
-    /// as far as needed.
+    /// Begins the next attempt: excludes hosts that failed too often, and restarts lost agents if
+    /// more hosts are needed.
     pub(super) fn begin_joining(&mut self, now: Duration) {
         self.state = AttemptState::Joining;
         self.restart_scan();
@@ -436,8 +437,8 @@ impl Core {
         self.try_prepare(now);
     }
 
-    /// When the next attempt may begin: after the pause, and not before the hosts that it needs are
-    /// free of processes of this attempt.
+    /// Returns when the next attempt may begin: after the pause and, if the job needs more hosts
+    /// than have joined, after the quarantine of the lost hosts.
     pub(super) fn next_attempt_at(&self, now: Duration, pause: Duration) -> Duration {
         let is_usable = |host: &&HostState| host.agent == AgentState::Joined && !host.excluded;
         if self.hosts.iter().filter(is_usable).count() >= self.setup.use_hosts {

@@ -5,7 +5,8 @@ use crate::report::count;
 use std::time::Duration;
 
 impl Core {
-    /// Takes over a changed list: hosts that were added, and which of the known hosts are listed.
+    /// Applies a changed list of hosts. `added` are new hosts; `listed` states for each known host
+    /// whether the list still contains it.
     pub(super) fn update_roster(&mut self, now: Duration, added: Vec<HostSetup>, listed: &[bool]) {
         for (id, listed) in (0..self.hosts.len()).zip(listed) {
             let host = &mut self.hosts[id];
@@ -33,7 +34,7 @@ impl Core {
         self.try_prepare(now);
     }
 
-    /// A host is listed again: it was repaired, or removing it was a mistake.
+    /// Readmits a host that is listed again, because it was repaired or was removed by mistake.
     fn relist_host(&mut self, now: Duration, id: HostIndex) {
         let host = &mut self.hosts[id];
         (host.unlisted, host.excluded, host.failures) = (false, false, 0);
@@ -42,7 +43,7 @@ impl Core {
         }
     }
 
-    /// Starts an agent, unless the attempt is ending; the next attempt starts it then.
+    /// Starts the agent of a listed host. If the attempt is ending, the next attempt starts it.
     fn start_agent_of_listed(&mut self, now: Duration, id: HostIndex) {
         let ending =
             matches!(self.state, AttemptState::Stopping(_) | AttemptState::Ending | AttemptState::Finished);
@@ -51,8 +52,8 @@ impl Core {
         }
     }
 
-    /// Releases hosts that are no longer listed, the last first, as far as the others are enough.
-    /// Hosts with workers are drained first: an attempt without them follows.
+    /// Releases hosts that are no longer listed, the last first, as long as enough others remain.
+    /// A host with workers is drained first: the next attempt runs without it.
     pub(super) fn release_unlisted(&mut self, now: Duration) {
         if self.unlisted == 0 {
             return;
@@ -122,7 +123,7 @@ impl Core {
         self.emit_notice(format!("{label} is no longer listed: the run continues without it"));
     }
 
-    /// Stops all workers, to start them again without these hosts.
+    /// Stops all workers, so that the next attempt starts them on the other hosts.
     fn drain(&mut self, now: Duration, leaving: &[HostIndex]) {
         self.state = AttemptState::Draining { host_lost: false };
         self.send_stop(now);
@@ -140,8 +141,8 @@ impl Core {
         });
     }
 
-    /// A draining host is lost before its workers have stopped, so the others cannot finish the
-    /// step.
+    /// Handles the loss of a draining host whose workers have not stopped yet. The other workers
+    /// cannot finish the step.
     pub(super) fn drained_host_lost(&mut self, now: Duration, message: &str) {
         self.emit_notice(format!("{message}; it is no longer listed, and the run continues without it"));
         if self.state == (AttemptState::Draining { host_lost: false }) {

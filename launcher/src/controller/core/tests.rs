@@ -392,7 +392,7 @@ fn workers_cannot_report_events_of_the_controller() {
     let mut rig = CoreHarness::running(1, 1, true);
     let done = Event::Done { exit_code: 0, step: None, seconds: 1.0 };
     assert!(rig.agent(0, FromAgent::Event { attempt: 0, rank: 0, event: done }).is_empty());
-    let notice = Event::Notice { rank: None, message: "x".into() };
+    let notice = Event::notice(None, "x");
     assert_eq!(
         rig.agent(0, FromAgent::Event { attempt: 0, rank: 0, event: notice.clone() }),
         [Action::Event(notice)]

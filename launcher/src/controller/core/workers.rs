@@ -131,7 +131,7 @@ impl Core {
         }
     }
 
-    /// An agent could not start or supervise a worker.
+    /// Processes the report that an agent could not start or supervise a worker.
     fn worker_failed(&mut self, now: Duration, host: HostIndex, rank: Rank, diagnostic: Diagnostic) {
         let joining = matches!(self.state, AttemptState::Joining | AttemptState::Preparing);
         let exit_code = if joining { exit::CLUSTER } else { exit::FAILED };
@@ -190,7 +190,8 @@ impl Core {
         }
     }
 
-    /// A worker makes no progress. The job hangs when no worker makes any, or one is suspended.
+    /// Processes the report that a worker makes no progress. The job hangs when no worker makes
+    /// progress or one is suspended.
     fn worker_stalled(
         &mut self,
         now: Duration,
@@ -234,7 +235,8 @@ impl Core {
         self.deactivate(host);
     }
 
-    /// Remembers a failure that is probably the consequence of another one that was not seen yet.
+    /// Remembers a failure that is probably the consequence of a failure that is not reported yet.
+    /// It becomes the root cause if no other failure is reported in time.
     fn suspect_failure(&mut self, now: Duration, cause: RootCause) {
         let has_workers = matches!(
             self.state,

@@ -67,7 +67,7 @@ impl Driver {
         (self.prepare_resume)(&self.job, &mut plan)?;
         let new = plan.warnings.iter().filter(|w| !self.plan.warnings.contains(w)).cloned();
         for warning in new.collect::<Vec<_>>() {
-            self.emit_event(Event::Notice { rank: None, message: notice_text(&warning) });
+            self.emit_event(Event::diagnostic_notice(None, notice_text(&warning), &warning));
         }
         let mut preparation = Preparation::new(&self.job, plan, &self.inventories.addresses());
         preparation.hosts = hosts.to_vec();

@@ -1,6 +1,6 @@
 //! [`Store`]: the keys, queues and waits of the rendezvous store, without I/O and clock.
 //!
-//! Timeouts are the clients' business: a client cancels its wait.
+//! The store has no timeouts: a client that waited too long cancels its wait.
 use super::{
     ClientError,
     wire::{Key, MAX_MESSAGE, MAX_VALUE, Reply, Request, Value},
@@ -11,7 +11,8 @@ use std::collections::{BTreeMap, HashMap, VecDeque};
 pub(super) type Client = u64;
 /// Limit of the bytes of all keys, values, queues and waits together, including [`ENTRY`] for each.
 pub(super) const MAX_TOTAL: usize = 1 << 30;
-/// Bytes that an entry, or a key that a client waits for, costs in addition to its own.
+/// Bytes that are charged for each entry, and for each key that a client waits for, in addition to
+/// the bytes of keys and values.
 const ENTRY: usize = 128;
 /// Reply to CHECK, and to a WAIT or BARRIER that ends.
 const READY: u8 = 0;
@@ -26,7 +27,7 @@ pub(super) type Replies = Vec<(Client, Reply)>;
 /// What a client waits for.
 #[derive(Debug)]
 enum Waiting {
-    /// All of these keys, and how many of them are missing.
+    /// All of these keys; the number is that of the missing keys.
     Keys(Vec<Key>, usize),
     /// Other clients at this barrier.
     Barrier(Key),
@@ -102,7 +103,7 @@ impl Store {
         Ok(())
     }
 
-    /// Ends the wait of a client, if there is one: the client cancelled it, or is gone.
+    /// Ends the wait of a client, if it has one, because the client cancelled it or disconnected.
     pub(super) fn remove_client(&mut self, client: Client) {
         let (map, keys) = match self.waiting.remove(&client) {
             None => return,
@@ -165,8 +166,8 @@ impl Store {
         Ok(())
     }
 
-    /// Counts a new key for the clients that wait for it. Counting makes a key cost the same for
-    /// each waiting client, however many other keys it waits for.
+    /// Decrements the number of missing keys of each client that waits for a new key. The cost per
+    /// client does not depend on the number of keys that the client waits for.
     fn key_appeared(&mut self, key: &[u8]) {
         for client in self.waiters.get(key).into_iter().flatten() {
             if let Some(Waiting::Keys(_, missing)) = self.waiting.get_mut(client) {
@@ -175,7 +176,7 @@ impl Store {
         }
     }
 
-    /// Counts a removed key for the clients that wait for it.
+    /// Increments the number of missing keys of each client that waits for a removed key.
     fn key_removed(&mut self, key: &[u8]) {
         for client in self.waiters.get(key).into_iter().flatten() {
             if let Some(Waiting::Keys(_, missing)) = self.waiting.get_mut(client) {
@@ -184,7 +185,8 @@ impl Store {
         }
     }
 
-    /// Replaces `before` bytes by `after` in the sum of all bytes.
+    /// Replaces `before` by `after` in the number of bytes in use. Fails if the result exceeds
+    /// [`MAX_TOTAL`].
     fn account(&mut self, before: usize, after: usize) -> Result<(), ClientError> {
         let bytes = self.bytes - before + after;
         if bytes > MAX_TOTAL {
@@ -289,7 +291,7 @@ impl Store {
         }
     }
 
-    /// Ends a client's wait for keys if none is missing.
+    /// Ends a client's wait for keys if no key is missing. Returns whether the wait ended.
     fn wake_if_ready(&mut self, client: Client, out: &mut Replies) -> bool {
         let ready = matches!(self.waiting.get(&client), Some(Waiting::Keys(_, 0)));
         if ready {
@@ -299,8 +301,8 @@ impl Store {
         ready
     }
 
-    /// Counts an arrival. The arrival that completes the number wakes all clients; later ones do
-    /// not wait.
+    /// Counts a client's arrival at a barrier. The arrival that makes the count reach `world` wakes
+    /// all waiting clients; later arrivals do not wait.
     fn barrier(
         &mut self,
         client: Client,
@@ -330,7 +332,7 @@ fn entry_bytes(key: &[u8], value: &[u8]) -> usize {
     key.len() + value.len() + ENTRY
 }
 
-/// The cost of a wait: its keys are stored twice, by client and by key.
+/// Returns the bytes that are charged for a wait. Each key is stored twice: by client and by key.
 fn cost_of_wait(keys: &[Key]) -> usize {
     keys.iter().map(|key| 2 * key.len() + ENTRY).sum()
 }

@@ -135,7 +135,7 @@ struct Model {
 }
 
 impl Model {
-    /// The reply to the client itself; `None`: no immediate reply.
+    /// Executes a request. Returns the reply to the client, or `None` if it has no immediate reply.
     fn ask(&mut self, request: &Request) -> Option<Reply> {
         let value = |model: &Model, k: &Key| model.values.get(k).cloned().unwrap_or_default();
         let has = |model: &Model, k: &Key| {

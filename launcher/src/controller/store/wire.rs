@@ -133,7 +133,7 @@ impl RequestParser<'_> {
         }
     }
 
-    /// The next `length` bytes.
+    /// Consumes the next `length` bytes.
     fn take(&mut self, length: usize) -> Result<&[u8], ParseStop> {
         let end = self.at.saturating_add(length);
         let taken = self.bytes.get(self.at..end).ok_or(ParseStop::Incomplete(end))?;
@@ -151,7 +151,7 @@ impl RequestParser<'_> {
         Ok(i64::from_le_bytes(self.read_array()?))
     }
 
-    /// A length of at most `limit`.
+    /// Parses a length. A length above `limit` is an error.
     fn length(&mut self, field: LengthField, limit: u64) -> Result<usize, ParseStop> {
         let length = u64::from_le_bytes(self.read_array()?);
         if length > limit {
@@ -170,7 +170,7 @@ impl RequestParser<'_> {
         self.bytes_of(length)
     }
 
-    /// The next `length` bytes, copied if values are wanted.
+    /// Consumes the next `length` bytes, and returns a copy if `copies` is set.
     fn bytes_of(&mut self, length: usize) -> Result<Vec<u8>, ParseStop> {
         let copies = self.copies;
         let bytes = self.take(length)?;
@@ -181,7 +181,8 @@ impl RequestParser<'_> {
         self.list(8, Self::read_key)
     }
 
-    /// A list with its length, of items with at least `min_bytes` bytes each.
+    /// Parses a list: the number of its items, then the items, each at least `min_bytes` bytes
+    /// long.
     fn list<T>(
         &mut self,
         min_bytes: usize,

@@ -45,19 +45,19 @@ pub(super) struct TorchrunArgs {
 }
 
 impl TorchrunArgs {
-    /// Takes the last value of an option.
+    /// Removes every occurrence of an option, and returns its last value.
     pub(super) fn value(&mut self, name: &str) -> Option<String> {
         let value = self.options.iter().rev().find(|(n, _)| *n == name).map(|(_, value)| value.clone());
         self.options.retain(|(n, _)| *n != name);
         value
     }
 
-    /// The last value of an option, without taking it.
+    /// Returns the last value of an option without removing the option.
     pub(super) fn peek(&self, name: &str) -> Option<&str> {
         self.options.iter().rev().find(|(n, _)| *n == name).map(|(_, value)| value.as_str())
     }
 
-    /// Takes an option without a value; returns whether it was given.
+    /// Removes an option that has no value, and returns whether it was given.
     pub(super) fn flag(&mut self, name: &str) -> bool {
         self.value(name).is_some()
     }
@@ -134,7 +134,8 @@ pub(super) fn parse(args: &[String]) -> Result<TorchrunArgs, ArgumentError> {
     }
 }
 
-/// The full name of an option, and the value that is attached to it.
+/// Parses an argument such as `--name`, `--name=value` or `-m`. Returns the full name of the
+/// option, and the value that is attached to it, if any.
 fn parse_option(arg: &str) -> Result<(&'static str, Option<String>), ArgumentError> {
     let unknown = || ArgumentError::UnknownOption(arg.escape_debug().to_string());
     let Some(long) = arg.strip_prefix("--") else {

@@ -24,10 +24,11 @@ use tokio::{
     time::{Sleep, sleep},
 };
 
-/// How long the end of a connection is held back for the exit of srun, which would explain it.
+/// How long the end of a stream is delayed for the exit status of srun, which explains the end.
 const STEP_EXIT_TIMEOUT: Duration = Duration::from_millis(250);
 
-/// The controller's ends of an agent that has been started and may not have connected yet.
+/// The controller's streams to and from an agent that has been started and may not have connected
+/// yet, and the connection that they belong to.
 pub(super) struct PendingAgent {
     pub(super) input: AgentInput,
     pub(super) output: AgentOutput,
@@ -61,7 +62,7 @@ enum SlotState {
     Closed,
 }
 
-/// The place that the TCP connection of one agent fills.
+/// Receives the TCP connection of one agent when the agent connects.
 pub(super) struct AgentSlot {
     pub(super) name: String,
     state: Arc<Mutex<SlotState>>,

@@ -1,4 +1,4 @@
-//! Reads ssh_config(5), as far as connecting needs it.
+//! Reads the settings of ssh_config(5) that are needed to connect.
 //!
 //! `Match` and the canonicalization of host names are not evaluated here; the resolver runs `ssh
 //! -G` when a file contains them.
@@ -15,15 +15,16 @@ const MAX_FILE_BYTES: u64 = 1 << 20;
 /// The most lines, with those of included files.
 const MAX_LINES: usize = 50_000;
 
-/// The relevant lines of the configuration, with included files in place.
+/// The parsed lines of the SSH configuration. Each `Include` is replaced by the lines of the
+/// included files.
 #[derive(Debug, Default)]
 pub(super) struct SshConfigLines {
     lines: Vec<ConfigLine>,
-    /// A keyword that only OpenSSH's client evaluates, with its file and line.
+    /// The first keyword that only OpenSSH's client evaluates, if there is one.
     pub(super) unsupported: Option<UnsupportedKeyword>,
 }
 
-/// A keyword that only OpenSSH's client evaluates.
+/// A keyword that only OpenSSH's client evaluates, with its file and line.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct UnsupportedKeyword {
     pub(super) keyword: String,
@@ -33,7 +34,8 @@ pub(super) struct UnsupportedKeyword {
 
 #[derive(Debug)]
 enum ConfigLine {
-    /// The lines up to the next `Host` apply to hosts that match. `depth` is that of `Include`.
+    /// The lines up to the next `Host` apply to hosts that match `patterns`. `depth` is the nesting
+    /// depth of `Include`.
     Host {
         patterns: Vec<String>,
         depth: u32,
@@ -65,7 +67,7 @@ pub(super) struct HostSettings {
     pub(super) strict_host_key_checking: Option<String>,
 }
 
-/// A mistake in a configuration file.
+/// A syntax error in an SSH configuration file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 enum SyntaxError {
     #[error("a quote is not closed")]
@@ -158,7 +160,8 @@ impl SshConfigLines {
         Ok(())
     }
 
-    /// The settings of a host, which `Host` patterns match by the name that the job uses.
+    /// Returns the settings of a host. `Host` patterns are matched with `host`, its name in the
+    /// job.
     pub(super) fn settings(&self, host: &str) -> HostSettings {
         let mut settings = HostSettings::default();
         // Whether the current `Host` matches, for each level of `Include`.
@@ -308,7 +311,7 @@ pub(super) fn expand_tilde(path: &str, home: &Path) -> PathBuf {
     }
 }
 
-/// The files whose last path component matches the pattern, sorted by name.
+/// Lists the files whose last path component matches the pattern, sorted by name.
 fn glob(pattern: &Path) -> Vec<PathBuf> {
     let Some(name) = pattern.file_name().and_then(|n| n.to_str()) else { return Vec::new() };
     let Some(directory) = pattern.parent().filter(|_| name.contains(['*', '?'])) else {

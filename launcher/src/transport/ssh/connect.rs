@@ -35,7 +35,8 @@ const HOST_KEYS: &str = "ssh-ed25519,ecdsa-sha2-nistp256,ecdsa-sha2-nistp384,ecd
 const TCP_USER_TIMEOUT_MS: u32 = 30_000;
 /// The interval of keepalive messages on an idle connection, in seconds.
 pub(super) const KEEPALIVE_S: u32 = 15;
-/// The most connections to a server that closes them before its banner because it has too many.
+/// Most attempts to connect to a server that closes connections before its banner. A server does so
+/// when it has too many connections.
 const MAX_CONNECT_ATTEMPTS: u32 = 6;
 /// The pause before the second attempt; doubled each time.
 const FIRST_RETRY_DELAY: Duration = Duration::from_millis(200);
@@ -67,7 +68,7 @@ pub(super) fn connect(target: &SshTarget, progress: &ConnectionProgress) -> diag
     connect_hop(target, target, previous, progress)
 }
 
-/// Connects to one hop, again if its server closes the connection before its banner.
+/// Connects to one hop. Retries a direct connection that the server closes before its banner.
 fn connect_hop(
     target: &SshTarget,
     hop: &SshTarget,
@@ -147,7 +148,7 @@ fn name_unresolved(target: &SshTarget, reason: &str) -> Diagnostic {
         .with_help(format!("check the name with `getent hosts {hostname}`, or use an address"))
 }
 
-/// The text of an operating system error, without what Rust adds to it.
+/// The text of an operating system error, without the prefix and suffix that Rust adds to it.
 fn system_message(error: &io::Error) -> String {
     let text = error.to_string();
     let text = text.rsplit_once(" (os error").map_or(text.as_str(), |(text, _)| text);

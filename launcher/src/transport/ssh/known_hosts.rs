@@ -18,7 +18,8 @@ const MAX_CACHED_LISTS: usize = 64;
 
 /// Device, inode, size and change time of a file; `None` where it does not exist.
 type FileStamp = Option<(u64, u64, u64, i64, i64)>;
-/// Parsed lists of files, with the stamps that the files had.
+/// The parsed content of each list of known_hosts files, with the stamps of the files when they
+/// were read.
 type Cache = HashMap<Vec<PathBuf>, (Vec<FileStamp>, Arc<KnownHosts>)>;
 
 static CACHE: LazyLock<Mutex<Cache>> = LazyLock::new(Mutex::default);

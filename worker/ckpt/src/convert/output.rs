@@ -19,7 +19,7 @@ use std::io::Write;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-/// Space needed in addition to tensors: headers, pickles, rounding up.
+/// Bytes needed in addition to tensors: headers, pickles, rounding up.
 const OVERHEAD_BYTES: u64 = 16 << 20;
 const CONVERT_MARKER: OutputMarker = OutputMarker {
     file: "converted.json",
@@ -28,7 +28,7 @@ const CONVERT_MARKER: OutputMarker = OutputMarker {
 };
 const TASK: &str = ".task.json";
 const DONE: &str = ".done";
-/// Longest record of finished files that is read, bytes.
+/// Maximum bytes of `.done` that are read.
 const DONE_MAX: u64 = 1 << 30;
 /// Depth of directories of a source that its fingerprint covers.
 const DEPTH_MAX: u32 = 4;
@@ -104,7 +104,7 @@ impl Output {
         Ok(Output { dir, path, earlier: HashMap::new(), record: None, _lock: None })
     }
 
-    /// The record of a file that an interrupted conversion had finished.
+    /// Returns the record of `path` if an interrupted conversion had finished that file.
     pub(super) fn earlier(&self, path: &str) -> Option<&FinishedFile> {
         self.earlier.get(path)
     }
@@ -118,7 +118,7 @@ impl Output {
         }
     }
 
-    /// Records a finished file for a later conversion.
+    /// Appends a finished file to `.done`, so that a later conversion can reuse the file.
     pub(super) fn record(&mut self, file: &FinishedFile) -> Result<()> {
         let line = serde_json::to_string(file).map_err(CkptError::invalid_save)?;
         self.append_line(&(line + "\n"))
@@ -161,14 +161,15 @@ fn read_task(dir: &Path) -> Option<Value> {
     serde_json::from_slice(&text).ok()
 }
 
-/// The finished files of an interrupted conversion; truncated lines are ignored.
+/// Reads the records of the files that an interrupted conversion had finished, by path. Ignores
+/// truncated lines.
 fn earlier(dir: &Path) -> HashMap<String, FinishedFile> {
     let text = Directory::open(dir).and_then(|f| f.read(DONE, DONE_MAX)).unwrap_or_default();
     let lines = text.split(|&b| b == b'\n').filter_map(|l| serde_json::from_slice::<FinishedFile>(l).ok());
     lines.map(|f| (f.path.clone(), f)).collect()
 }
 
-/// What the files depend on: the source with the state of its files, and the options.
+/// Describes what the output depends on: the source with the state of its files, and the options.
 fn describe_task(source: &dyn TensorSource, options: &ConvertOptions) -> Result<Value> {
     let path = source.path().canonicalize().map_err(CkptError::io("look at", source.path()))?;
     let files = fingerprint(&path)?;

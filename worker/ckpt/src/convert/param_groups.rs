@@ -71,7 +71,8 @@ fn trained_weights(tensors: &[TensorInfo]) -> Vec<String> {
     weights.map(|t| t.name.clone()).collect()
 }
 
-/// Whether all trained weights are in one group, so that the group needs no names.
+/// Whether there is at most one group and it lists no names. Such a group contains all trained
+/// weights.
 fn is_single_unnamed_group(groups: &[ParamGroup]) -> bool {
     groups.len() <= 1 && groups.iter().all(|g| g.names.is_empty())
 }

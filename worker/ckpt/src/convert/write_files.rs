@@ -43,7 +43,7 @@ pub(super) struct WrittenFiles {
     pub(super) shards: Vec<ShardReport>,
 }
 
-/// State that all workers share.
+/// State that all threads that write files share.
 struct FileWriters<'a> {
     source: &'a dyn TensorSource,
     tensors: &'a [TensorInfo],

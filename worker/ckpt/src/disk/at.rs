@@ -15,10 +15,10 @@ use std::os::unix::fs::FileExt;
 const DIRECT: usize = 2 << 20;
 /// Bytes per cached read, so that they stay in the CPU cache until they are used.
 const CACHED: usize = 256 << 10;
-/// Smaller ranges are not read with direct I/O, bytes.
+/// Minimum bytes of a range that is read with direct I/O.
 const DIRECT_MIN: u64 = 256 << 10;
 
-/// Buffers that are reused for the next file.
+/// Buffers for direct reads, which are reused from file to file.
 pub(crate) struct Scratch {
     buffers: Buffers,
 }
@@ -51,7 +51,7 @@ enum Direct {
 }
 
 impl<'a> ReadAt<'a> {
-    /// Opens the file; returns its size too.
+    /// Opens the file. Returns the reader and the file's size.
     pub(crate) fn open(
         directory: &'a Directory,
         name: &'a str,
@@ -74,7 +74,7 @@ impl<'a> ReadAt<'a> {
         Ok(())
     }
 
-    /// Fills `out` with the bytes from `at` on, and passes them to `sink` too, piece by piece.
+    /// Fills `out` with the bytes at offset `at`, and also passes them to `sink`, piece by piece.
     pub(crate) fn fill(&mut self, at: u64, out: &mut [u8], mut sink: impl FnMut(&[u8])) -> io::Result<()> {
         let mut done = 0;
         while done < out.len() {
@@ -113,8 +113,8 @@ impl<'a> ReadAt<'a> {
         Ok(())
     }
 
-    /// Reads at most [`DIRECT`] bytes with direct I/O. False when they must be read through the
-    /// page cache.
+    /// Reads at most [`DIRECT`] bytes with direct I/O. Returns false if they must be read through
+    /// the page cache.
     fn read_direct(&mut self, bytes: Range<u64>, sink: &mut impl FnMut(&[u8])) -> io::Result<bool> {
         if bytes.end - bytes.start < DIRECT_MIN || matches!(self.direct, Direct::Unsupported) {
             return Ok(false);
@@ -153,7 +153,8 @@ impl<'a> ReadAt<'a> {
     }
 }
 
-/// The end of a piece that begins at `at`, aligned for O_DIRECT.
+/// The offset at which a read from offset `at` ends: at most [`DIRECT`] bytes later, and aligned
+/// for O_DIRECT.
 fn end_of_piece(at: u64) -> u64 {
     at.saturating_add(DIRECT as u64) / ALIGN as u64 * ALIGN as u64
 }

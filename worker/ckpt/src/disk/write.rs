@@ -14,16 +14,16 @@ use std::thread::JoinHandle;
 /// How bytes are written to the disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum IoMode {
-    /// With O_DIRECT, if the file system supports it.
+    /// Bypasses the page cache (O_DIRECT), if the file system supports it.
     Direct,
-    /// Through the page cache; for small files.
+    /// Writes through the page cache. Small files use this mode.
     Buffered,
 }
 
 /// Windows per file: one is filled, one waits, one is written.
 const WINDOWS: usize = 3;
-/// Bytes per window when many files are written at once: little slower than [`WINDOW`] with a
-/// quarter of the memory.
+/// Bytes per window when many files are written at once. Such windows are little slower than those
+/// of [`WINDOW`] bytes and need a quarter of the memory.
 pub(crate) const SMALL_WINDOW: usize = 2 << 20;
 
 /// The file, to which windows are appended.
@@ -77,7 +77,8 @@ impl OutputFile {
         }
     }
 
-    /// Turns O_DIRECT off, for file systems that support it at open but not for this write.
+    /// Turns O_DIRECT off, for file systems that accept it when the file is opened but not for this
+    /// write.
     fn disable_direct(&mut self) -> io::Result<()> {
         let flags = OFlag::from_bits_retain(fcntl(&self.file, FcntlArg::F_GETFL)?);
         fcntl(&self.file, FcntlArg::F_SETFL(flags - OFlag::O_DIRECT))?;
@@ -107,7 +108,7 @@ enum Writer {
         empty: Receiver<Buffer>,
         thread: JoinHandle<io::Result<OutputFile>>,
     },
-    /// Closed by an error or by finishing.
+    /// The writer has failed or finished.
     Closed,
 }
 
@@ -178,7 +179,8 @@ impl FileWriter {
         }
     }
 
-    /// Passes the full window to the writing thread and takes an empty one.
+    /// Passes the current window to the writing thread and continues with an empty one. Starts the
+    /// thread at the first call.
     fn send(&mut self) -> io::Result<()> {
         if let Writer::Inline(_) = self.writer
             && let Writer::Inline(output) = std::mem::replace(&mut self.writer, Writer::Closed)

@@ -32,7 +32,7 @@ fn split(file: usize, span: usize, bytes: Range<u64>) -> impl Iterator<Item = Pi
 }
 
 impl Store {
-    /// Verifies every span of every file; returns bytes, number of spans and damage.
+    /// Verifies every span of every file. Returns the bytes, the number of spans and the damage.
     /// `tensors_with(predicate)` names the tensors with a matching part.
     pub(crate) fn verify_all(
         &self,
@@ -57,8 +57,8 @@ impl Store {
         Ok((bytes, spans.len() as u64, damaged))
     }
 
-    /// Verifies every span of which bytes were read without verification; with `every_span`, every
-    /// span. Reads the remaining bytes of these spans.
+    /// Verifies the spans of which bytes were read without verification, or all spans with
+    /// `every_span`. Reads the remaining bytes of these spans.
     pub(crate) fn verify_reads(
         &self,
         every_span: bool,
@@ -144,7 +144,7 @@ impl Store {
     }
 }
 
-/// The number of threads for this many bytes.
+/// The number of threads that verify `bytes` bytes: one more than cores, but fewer for few bytes.
 fn threads(bytes: u64) -> usize {
     let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
     (cores + 1).min(THREADS_MAX).min((bytes / PER_THREAD) as usize + 1)

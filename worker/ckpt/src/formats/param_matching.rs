@@ -1,4 +1,4 @@
-//! Assigns the numbered states of an optimizer to the names of weights.
+//! Assigns optimizer states, which torch numbers, to the names of weights.
 //!
 //! torch numbers the parameters of an optimizer. The names follow from the order of the model's
 //! parameters, the rule by which programs form parameter groups, and the shapes. The assignment is
@@ -12,13 +12,13 @@ pub(crate) type Shapes = Vec<Option<Vec<u64>>>;
 /// Name and shape of a weight.
 pub(crate) type Weight<'a> = (&'a str, &'a [u64]);
 
-/// A rule that selects the weights of the first of two parameter groups.
+/// A rule that divides weights into two parameter groups: true for the weights of the first group.
 type Rule = fn(&Weight<'_>) -> bool;
 
-/// The rules that programs use; the first group is the one with weight decay.
+/// The rules that programs use. The first group has weight decay.
 const RULES: [Rule; 2] = [is_decayed_by_name, is_matrix];
 
-/// Why numbered states cannot be assigned to weights.
+/// Why optimizer states cannot be assigned to weights.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum MatchError {
@@ -36,7 +36,7 @@ pub enum MatchError {
         /// Number of groups.
         groups: usize,
     },
-    /// A group has another size than every known rule gives.
+    /// The size of a group is not the one that a known rule gives.
     #[error("group {group} has states of {states} weights, the usual rules give {expected}")]
     GroupSize {
         /// Index of the group.
@@ -106,7 +106,8 @@ type GroupNames = Vec<Vec<String>>;
 /// The weights of each group, as one rule forms them.
 type Grouping<'a> = Vec<Vec<Weight<'a>>>;
 
-/// The name of each state, per group. `in_order`: the weights are in the order of the model.
+/// Returns the name of each state, by group. `in_order` states whether `weights` are in the order
+/// of the model.
 pub(crate) fn match_names(
     groups: &[Shapes],
     weights: &[Weight<'_>],
@@ -141,7 +142,7 @@ pub(crate) fn match_names(
     }
 }
 
-/// The ways in which programs divide weights into this number of groups.
+/// Returns the ways in which programs divide weights into this number of groups.
 fn groupings(groups: usize, sequence: Vec<Weight<'_>>) -> Result<Vec<Grouping<'_>>, MatchError> {
     match groups {
         1 => Ok(vec![vec![sequence]]),
@@ -156,7 +157,7 @@ fn groupings(groups: usize, sequence: Vec<Weight<'_>>) -> Result<Vec<Grouping<'_
     }
 }
 
-/// The names in the order of the groups, when the shapes match. If the order of the model is
+/// Returns the names in the order of the groups if the shapes match. If the order of the model is
 /// unknown, only the shapes decide.
 fn names_if_shapes_match(
     groups: &[Shapes],
@@ -251,8 +252,8 @@ mod tests {
         assert_eq!(match_names(&one, &WEIGHTS, false).expect("fits")[0][2], "model.norm.weight");
     }
 
-    /// Each model family with one group and with two: states in the order of the model are matched,
-    /// whatever the order of the listed names.
+    /// States are matched for each model family, with one group and with two, in any order of the
+    /// listed names.
     #[test]
     fn states_of_every_family_match_their_names() {
         let models: serde_json::Map<String, serde_json::Value> =

@@ -11,7 +11,7 @@ pub(crate) const MAGIC: &[u8] =
     &[0x80, 0x02, 0x8a, 0x0a, 0x6c, 0xfc, 0x9c, 0x46, 0xf9, 0x20, 0x6a, 0xa8, 0x50, 0x19, 0x2e];
 /// The only version of the format.
 const PROTOCOL: i64 = 1001;
-/// Bytes of the first attempt to read a pickle, whose length is unknown.
+/// Bytes that are read first to parse a pickle, whose length is unknown.
 const FIRST_READ: u64 = 64 << 10;
 /// Limit on the number of storages.
 const STORAGES_MAX: usize = 1 << 20;
@@ -61,7 +61,8 @@ pub(super) fn parse(
     }
 }
 
-/// Reads the header of the storage at `at`, its number of elements, and moves `at` to its end.
+/// Locates the storage at offset `at`, whose header must state `count` elements. Moves `at` to the
+/// end of the storage.
 fn storage(
     at: &mut u64,
     size: u64,
@@ -86,7 +87,7 @@ fn storage(
     Ok(Member { name: format!("data/{key}"), data: start..end, crc: None })
 }
 
-/// Elements and bytes of every storage that the values name, by key.
+/// Elements and bytes of every storage that the pickled values refer to, by key.
 fn described_storages(tree: &Tree, width: impl Fn(&str) -> Option<u64>) -> Result<HashMap<&str, (u64, u64)>> {
     let mut found = HashMap::new();
     for id in tree.persistent() {

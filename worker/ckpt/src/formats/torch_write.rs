@@ -106,7 +106,7 @@ impl TorchWriter {
         Ok(())
     }
 
-    /// Appends to the open member.
+    /// Appends bytes to the open member.
     pub(crate) fn write(&mut self, bytes: &[u8]) -> Result<()> {
         match &mut self.open {
             Some((_, _, size, hasher)) => {
@@ -118,7 +118,7 @@ impl TorchWriter {
         self.write_bytes(bytes)
     }
 
-    /// Ends the open member.
+    /// Ends the open zip member, and writes its CRC-32 and size in a data descriptor.
     pub(crate) fn end(&mut self) -> Result<()> {
         let Some((name, at, size, hasher)) = self.open.take() else {
             return Err(CkptError::internal("no zip member is open"));
@@ -160,7 +160,7 @@ impl TorchWriter {
     }
 }
 
-/// A CRC-32 of the names, sizes and CRC-32s of members.
+/// Computes a CRC-32 over the names, sizes and CRC-32s of members.
 pub(crate) fn digest<'m>(members: impl Iterator<Item = (&'m str, u64, u32)>) -> u32 {
     let mut hasher = crc32fast::Hasher::new();
     for (name, size, crc) in members {
@@ -207,7 +207,8 @@ fn entry(out: &mut Vec<u8>, m: &WrittenMember) {
     out.extend(extra);
 }
 
-/// Makes the end records, with zip64 records only where they are needed.
+/// Encodes the records after the central directory. The zip64 records are written only if they are
+/// needed.
 fn end_records(start: u64, length: u64, count: u64) -> Vec<u8> {
     let mut out = Vec::new();
     if start >= WIDE || count >= u64::from(u16::MAX) {

@@ -11,17 +11,19 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::path::Path;
 
-/// A view of a checkpoint with adapters.
+/// A source of the tensors to gather from a checkpoint with adapters.
 pub(super) struct AdapterView<'a> {
     pub(super) source: Box<dyn TensorSource + 'a>,
-    /// Stem of the weight files' names.
+    /// The common beginning of the names of the weight files.
     pub(super) stem: &'static str,
 }
 
-/// The view to gather for a checkpoint with adapters; `None` when it has none.
+/// Returns what to gather from a checkpoint with adapters: the model with merged adapters if
+/// `merge` is set, otherwise only the adapters. Returns `None` if the checkpoint has no adapters.
 ///
 /// # Errors
-/// When `merge` is set and there are no adapters, or when the adapters don't fit their matrices.
+/// When `merge` is set and the checkpoint has no adapters, or when an adapter does not fit its
+/// matrix.
 pub(super) fn adapter_view(checkpoint: &dyn TensorSource, merge: bool) -> Result<Option<AdapterView<'_>>> {
     let damaged = |reason: DamageReason| CkptError::damaged(checkpoint.path(), ADAPTER_CONFIG, reason);
     let Some(adapter) = checkpoint.adapter() else {
@@ -41,7 +43,7 @@ pub(super) fn adapter_view(checkpoint: &dyn TensorSource, merge: bool) -> Result
     }))
 }
 
-/// Only the adapters, with PEFT's tensor names.
+/// A source of the adapters alone, with PEFT's tensor names.
 struct AdapterSource<'a> {
     inner: &'a dyn TensorSource,
     texts: Vec<TextFile>,
@@ -106,7 +108,7 @@ impl TensorSource for AdapterSource<'_> {
     }
 }
 
-/// The model with the adapters added to their matrices on every read.
+/// A source of the model's weights, which adds the adapters to their matrices on every read.
 struct MergedSource<'a> {
     inner: &'a dyn TensorSource,
     /// Adapters by the name of their matrix.

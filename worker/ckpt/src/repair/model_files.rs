@@ -1,5 +1,5 @@
-//! Repairs DeepSpeed's model files: from those of the other ranks, or from a universal checkpoint
-//! of an equal state.
+//! Rebuilds lost model files of DeepSpeed from those of other ranks, or from a universal checkpoint
+//! with the same training state.
 use super::universal::{SUFFIX, candidate_paths};
 use super::{RepairDir, external, join_name};
 use crate::convert::{ConvertOptions, ConvertTarget, convert_into};
@@ -10,10 +10,11 @@ use crate::external::ExternalCheckpoint;
 use crate::formats::deepspeed::{self, donor};
 use crate::source::TensorSource;
 
-/// Creates the model files that a tag lacks, where a source for them exists.
+/// Rebuilds the lost model files of a tag, if a source for them exists.
 ///
 /// # Errors
-/// When the other ranks' files can't be read or have content that differs by rank.
+/// When no source exists: the files of other ranks cannot be read, or have content that differs by
+/// rank.
 pub(super) fn repair_model_files(bench: &mut RepairDir, tag: &str) -> Result<()> {
     let from_ranks = copy_from_ranks(bench, tag);
     let path = bench.dir.join(tag);
@@ -26,7 +27,8 @@ pub(super) fn repair_model_files(bench: &mut RepairDir, tag: &str) -> Result<()>
     from_ranks
 }
 
-/// Creates model files of stage 3 from those of other ranks, which have equal content.
+/// Rebuilds lost model files of a stage 3 tag as copies of another rank's model file. At stage 3
+/// all ranks have equal model files, unless weights are frozen.
 fn copy_from_ranks(bench: &mut RepairDir, tag: &str) -> Result<()> {
     let path = bench.dir.join(tag);
     for donor in donor::find(&path)? {
@@ -37,7 +39,8 @@ fn copy_from_ranks(bench: &mut RepairDir, tag: &str) -> Result<()> {
     Ok(())
 }
 
-/// Sound universal checkpoints with the tag's name, next to it and in sibling directories.
+/// Finds the intact universal checkpoints with the tag's name, next to the tag and in sibling
+/// directories.
 fn universal_checkpoints(bench: &RepairDir, tag: &str) -> Result<Vec<ExternalCheckpoint>> {
     let name = bench.original.join(tag).file_name().unwrap_or_default().to_string_lossy().into_owned();
     let places = candidate_paths(bench, tag, &format!("{name}{SUFFIX}"))?;
@@ -45,8 +48,9 @@ fn universal_checkpoints(bench: &RepairDir, tag: &str) -> Result<Vec<ExternalChe
     Ok(universal.filter_map(|p| external::open_sound(p).ok()).collect())
 }
 
-/// Copies model files from the conversion of a universal checkpoint to the tag's layout. Keeps them
-/// only when every weight and state of the tag is then bit-equal to the universal checkpoint.
+/// Converts a universal checkpoint to the tag's layout and copies the lost model files from the
+/// result. Keeps the copies only if every weight and state of the tag is then bit-equal to the
+/// universal checkpoint.
 fn copy_from_universal(
     bench: &mut RepairDir,
     tag: &str,

@@ -64,7 +64,8 @@ fn link_or_copy(source: &Path, target: &Path) -> Result<()> {
     copied.sync_all().map_err(CkptError::io("fsync", target))
 }
 
-/// A hidden directory in which a result is built. Dropping removes it, unless it was published.
+/// A hidden directory in which a result is built. Dropping the value removes the directory, unless
+/// it was renamed to its final name.
 pub(crate) struct ScratchDir {
     pub(crate) dir: std::path::PathBuf,
 }

@@ -26,7 +26,7 @@ const TRAINER_STATE: &str = "trainer_state.json";
 /// Directory of the optimizer in FSDP's sharded checkpoints.
 const FSDP_OPTIMIZER: &str = "optimizer_0";
 
-/// Where the result is written.
+/// Where a prepared checkpoint is written.
 #[derive(Clone, Debug)]
 pub enum Destination {
     /// `launch-wM/NAME`, next to the checkpoint `NAME`.

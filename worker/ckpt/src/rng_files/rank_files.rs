@@ -23,7 +23,7 @@ pub enum RngFilesError {
     /// Files of two programs are in one directory.
     #[error("RNG state files of HF Trainer and of Accelerate are mixed")]
     MixedPrograms,
-    /// Two files are of one rank, since a stale one was left behind by another number of ranks.
+    /// Two files are of one rank: one is stale, left behind by a run with another number of ranks.
     #[error("{other} is of rank {rank}, too; one of them is left from a run with another number of ranks")]
     DuplicateRank {
         /// The rank.
@@ -31,7 +31,7 @@ pub enum RngFilesError {
         /// Name of the other file.
         other: String,
     },
-    /// The highest rank exceeds every cluster.
+    /// The highest rank exceeds the limit.
     #[error("{world} ranks, more than the limit of {limit}")]
     TooManyRanks {
         /// Number of ranks.
@@ -42,12 +42,12 @@ pub enum RngFilesError {
     /// `rng_state.pth` is next to files of ranks.
     #[error("saved by a run of one process, but the other files by a run of several ranks")]
     MixedWorlds,
-    /// The dict keys are those of another program than the file name.
+    /// The file name and the keys of the content belong to different programs.
     #[error("the file name and the content belong to different programs")]
     OtherProgram,
 }
 
-/// The RNG states of every rank of a checkpoint.
+/// The RNG states of all ranks, as a checkpoint directory stores them.
 #[derive(Clone, Debug)]
 pub struct StoredStates {
     /// The program whose files they are.
@@ -95,13 +95,14 @@ pub(crate) fn parse_file_name(name: &str) -> Option<(RngFormat, u32)> {
     }
 }
 
-/// Whether the file depends on the number of ranks: an RNG state file or the record of a decision.
+/// Whether this is the name of an RNG state file or of [`RECORD`]: the files that depend on the
+/// number of ranks.
 pub(super) fn is_rng_file(name: &str) -> bool {
     parse_file_name(name).is_some() || name == RECORD
 }
 
 /// Reads the states of all ranks; `None` when the directory has no RNG state files. `world` is the
-/// number of ranks where it is known, otherwise the highest rank decides.
+/// number of ranks, if it is known. Otherwise the highest rank in the file names determines it.
 ///
 /// # Errors
 /// When a rank has no file (the error names the first one), when files of different programs or

@@ -41,7 +41,8 @@ fn raw_states(path: &Path) -> (ExternalCheckpoint, Vec<(u64, Vec<u64>)>) {
     (builder.finish().expect("whole"), shapes)
 }
 
-/// torch computes `linear(x, gate_up[e]).chunk(2)`, which gives gate and up.
+/// In the fused tensor `gate_up`, the rows of gate precede those of up: transformers computes gate
+/// and up as `linear(x, gate_up[e]).chunk(2)`.
 #[test]
 fn fused_optimizer_states_are_split_by_expert() {
     for (name, [gate, up, down], module, [layers, experts, width]) in MIXTURES {

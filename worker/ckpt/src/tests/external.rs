@@ -52,7 +52,7 @@ pub(super) fn read(checkpoint: &ExternalCheckpoint, name: &str, role: TensorRole
     Ok(out)
 }
 
-/// BLAKE3 of the bytes of every F32 tensor in the reference, by `role/name`.
+/// The expected BLAKE3 hashes of a golden checkpoint's F32 tensors, by `role/name`.
 pub(super) fn references(name: &str) -> BTreeMap<String, String> {
     let text = fs::read(golden(name).join("reference.json")).expect("there");
     let tensors: BTreeMap<String, Value> = serde_json::from_slice(&text).expect("JSON");

@@ -20,7 +20,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The largest number of unauthenticated connections. One more closes the oldest.
+/// The largest number of unauthenticated connections. If another one arrives, the oldest is closed.
 const MAX_PENDING: usize = 256;
 /// How long a handshake may take.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
@@ -31,14 +31,14 @@ const RETRY_DELAY: Duration = Duration::from_millis(50);
 /// How often a wait checks whether the group was aborted.
 const ABORT_CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Authenticated connections, each with the rank of the peer and its kind.
+/// Authenticated connections. Each has the rank of the peer and the kind of the connection.
 pub(super) type AuthenticatedStreams = Vec<(u32, ConnectionKind, TcpStream)>;
 
 /// What a rank needs to connect to its peers.
 pub(super) struct ConnectionSetup<'a> {
     pub(super) id: &'a RankIdentity,
     pub(super) topology: &'a Topology,
-    /// By rank: where it listens.
+    /// By rank: the addresses on which the rank listens.
     pub(super) addresses: &'a [Vec<SocketAddr>],
     pub(super) health: &'a GroupHealth,
     /// How long connecting to all peers may take.
@@ -118,7 +118,8 @@ impl ConnectionSetup<'_> {
         Ok(streams)
     }
 
-    /// Tries every address of a rank once. An error comes with the last address.
+    /// Tries every address of a rank once, until one works. An error is returned with the address
+    /// that was tried last.
     fn connect_to_rank(
         &self,
         rank: usize,

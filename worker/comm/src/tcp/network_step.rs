@@ -30,7 +30,8 @@ use std::{
 
 /// Bytes of a header: five words.
 const HEADER_BYTES: usize = 40;
-/// The largest number of bytes that one connection moves before the others get their turn.
+/// About how many bytes one connection transfers in each direction before the next connection gets
+/// its turn.
 const MAX_TURN_BYTES: usize = 1 << 20;
 /// How often a wait checks its timeout.
 const TIMEOUT_CHECK_INTERVAL: Duration = Duration::from_millis(500);
@@ -83,7 +84,7 @@ pub(super) struct Transfer<'a> {
 }
 
 impl<'a> Transfer<'a> {
-    /// A transfer with `peer` that has not begun.
+    /// Creates a transfer with `peer` that has not begun.
     pub(super) fn new(peer: usize, source: Option<SendSource<'a>>, recv_range: Option<Range<usize>>) -> Self {
         Transfer {
             peer,
@@ -118,12 +119,13 @@ pub(super) struct NetworkStep<'a> {
     pub(super) topology: &'a Topology,
     pub(super) health: &'a GroupHealth,
     pub(super) call: &'a CollectiveCall,
-    /// How long the step may make no progress.
+    /// The longest time without progress; then the step fails.
     pub(super) timeout: Duration,
 }
 
 impl NetworkStep<'_> {
-    /// Runs all transfers to their end. An error does not abort the group yet.
+    /// Blocks until all transfers are complete, or one of them fails. After an error the caller
+    /// must abort the group.
     pub(super) fn run(
         &self,
         connections: &mut [Option<DataConnection>],

@@ -44,7 +44,7 @@ impl RankProcess {
         panic!("the rank ended without printing {text:?}");
     }
 
-    /// Waits for the end of the rank, which must succeed.
+    /// Waits for the end of the rank's process. Panics if the process failed.
     fn assert_success(mut self) {
         let mut stderr = String::new();
         self.stderr.read_to_string(&mut stderr).expect("stderr is readable");

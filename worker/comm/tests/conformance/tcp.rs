@@ -51,7 +51,7 @@ impl PendingRank {
     }
 }
 
-/// The ranks of a group, of which rank r is on host `hosts[r]`.
+/// Creates the ranks of a group that have not joined yet. Rank r is on host `hosts[r]`.
 fn pending_ranks(hosts: &[usize]) -> Vec<PendingRank> {
     let endpoints: Vec<Endpoint> = hosts.iter().map(|_| Endpoint::bind(LOOPBACK).unwrap()).collect();
     let member =

@@ -333,12 +333,12 @@ fn f32_only(values: Vec<f32>) -> CaseBuffer {
     CaseBuffer { values, varies_type: false }
 }
 
-/// Values of an output of which every element must be written.
+/// Returns NaN for every element of an output, so that an element that is not written is detected.
 fn poisoned(len: usize) -> Vec<f32> {
     vec![f32::NAN; len]
 }
 
-/// A buffer that begins `offset` elements after the begin of its memory.
+/// A buffer whose elements begin `offset` elements after the start of its allocation.
 struct OffsetBuf {
     buf: Buf,
     offset: usize,
@@ -354,7 +354,7 @@ impl OffsetBuf {
     }
 }
 
-/// The backends that are compared.
+/// The CPU and GPU backends that are compared.
 struct Backends<'a> {
     cpu: Cpu,
     cuda: &'a Cuda,
@@ -374,7 +374,7 @@ impl Backends<'_> {
         self.compare_within(0.0, case, buffers, run)
     }
 
-    /// Compares as [`Backends::compare`] does, with a tolerance of at least `min_tolerance`.
+    /// Compares as [`Backends::compare`] does, but tolerates errors up to at least `min_tolerance`.
     fn compare_within(
         &self,
         min_tolerance: f64,
@@ -433,14 +433,14 @@ impl Backends<'_> {
         self.cuda.host_copy(wide.view()).host().to_vec()
     }
 
-    /// Returns the values after rounding them to this type.
+    /// Returns the values after the GPU has rounded them to `dtype`.
     fn round_trip(&self, dtype: Dtype, values: &[f32]) -> Vec<f32> {
         self.to_host(self.to_gpu(dtype, values, 0).view())
     }
 }
 
-/// The largest difference, relative to the largest expected value or 1e-3. It is infinite if only
-/// one side is NaN or the lengths differ.
+/// Returns the largest difference, relative to the largest expected value or 1e-3. The result is
+/// infinite if only one side is NaN or the lengths differ.
 fn relative_error(actual: &[f32], expected: &[f32]) -> f64 {
     let magnitude = expected.iter().fold(1e-3f64, |m, w| m.max(f64::from(w.abs())));
     let pairs = actual.iter().zip(expected);

@@ -22,7 +22,7 @@ pub(crate) const READ_SLACK: usize = 16;
 /// Largest number of rows of a micro tile.
 pub(crate) const MAX_MR: usize = 8;
 
-/// The shape, and sizes that follow from it.
+/// The shape of an attention, and sizes that follow from the shape.
 #[derive(Clone, Copy)]
 pub(crate) struct AttentionLayout {
     /// The shape.
@@ -104,7 +104,7 @@ pub(crate) struct HeadSlice<'a> {
 }
 
 impl<'a> HeadSlice<'a> {
-    /// Returns row `i`, counted from the first.
+    /// Returns the elements of row `i` of the slice.
     #[inline(always)]
     fn row(&self, i: usize) -> Input<'a> {
         let first = (self.first + i) * self.stride + self.column;
@@ -177,7 +177,7 @@ pub(crate) fn visible_keys(q: usize, start: u32, k0: usize) -> Range<usize> {
     (start as usize).clamp(k0, k0 + end) - k0..end
 }
 
-/// [`crate::Ops::attention_forward`]. A task computes one tile of queries of one head.
+/// Implements [`crate::Ops::attention_forward`]. A task computes one tile of queries of one head.
 pub(crate) fn forward(
     cpu: &Cpu,
     o: Output,

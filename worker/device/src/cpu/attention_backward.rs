@@ -30,7 +30,7 @@ pub(crate) struct BackwardInputs<'a> {
     pub(crate) starts: &'a [u32],
 }
 
-/// [`crate::Ops::attention_backward`]. A task computes one key head of one sequence.
+/// Implements [`crate::Ops::attention_backward`]. A task computes one key head of one sequence.
 pub(crate) fn backward(cpu: &Cpu, dqkv: Output, inputs: BackwardInputs, shape: AttentionShape) {
     let AttentionShape { b, t, heads, kv_heads, head_dim, .. } = shape;
     let op = "attention_backward";

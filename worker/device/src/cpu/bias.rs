@@ -8,7 +8,7 @@ use super::{Cpu, DisjointSlices, expect_len};
 /// Rows of a chunk that are summed first.
 const ROWS_PER_PARTIAL_SUM: usize = 32;
 
-/// [`crate::Ops::bias_forward`]
+/// Implements [`crate::Ops::bias_forward`].
 pub(crate) fn forward(cpu: &Cpu, y: Output, bias: Input, m: usize, n: usize) {
     expect_len("bias_forward", "y", y.len(), m * n);
     expect_len("bias_forward", "bias", bias.len(), n);
@@ -34,7 +34,7 @@ pub(crate) fn add_bias_to_rows(cpu: &Cpu, y: &mut [f32], bias: &[f32]) {
     });
 }
 
-/// [`crate::Ops::bias_backward`]
+/// Implements [`crate::Ops::bias_backward`].
 pub(crate) fn backward(cpu: &Cpu, dbias: &mut [f32], dy: Input, m: usize, n: usize) {
     expect_len("bias_backward", "dbias", dbias.len(), n);
     expect_len("bias_backward", "dy", dy.len(), m * n);

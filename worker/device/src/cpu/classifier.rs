@@ -23,8 +23,8 @@ const MIN_CHUNK_ROWS: usize = 256;
 /// Columns of a block of the vocabulary.
 const VOCAB_BLOCK: usize = 512;
 
-/// Returns the rows of a chunk, whose logits are in memory at the same time, of `m` rows with a
-/// vocabulary of `v`.
+/// Returns the number of rows of a chunk, for `m` rows in total and a vocabulary of `v`. The logits
+/// of one chunk are in memory at the same time.
 pub fn classifier_chunk_rows(m: usize, v: usize) -> usize {
     (MAX_CHUNK_LOGITS / v.max(1)).clamp(MIN_CHUNK_ROWS, MAX_CHUNK_ROWS).min(m)
 }
@@ -42,7 +42,7 @@ pub(crate) struct ClassifierShape {
     pub(crate) cap: Option<f32>,
 }
 
-/// [`crate::Ops::classifier_with_softcap`]
+/// Implements [`crate::Ops::classifier_with_softcap`].
 pub(crate) fn classifier(
     cpu: &Cpu,
     loss: &mut [f32],
@@ -127,7 +127,7 @@ struct RowStatistics {
 impl RowStatistics {
     /// Size in elements of `f32`.
     const FLOATS: usize = size_of::<Self>() / size_of::<f32>();
-    /// Statistics of no logit.
+    /// Statistics of a row before its first logit.
     const EMPTY: Self = RowStatistics { max: f64::NEG_INFINITY, total: 0.0, label_logit: 0.0 };
 
     /// Returns the cross-entropy loss: `log Σ e^logit − logit of the label`.
@@ -291,9 +291,11 @@ fn cap_each<S: Simd>(s: S, x: &mut [f32], cap: f32) {
     }
 }
 
-/// Updates the statistics of a row with some of its logits. A NaN makes the sum NaN.
+/// Updates the maximum and the sum of a row's statistics with some of its logits. A NaN makes the
+/// sum NaN.
 ///
-/// The exponentials are summed in 16 lanes of `f32` for a block, and blocks are added in `f64`.
+/// The exponentials of these logits are summed in 16 lanes of `f32`. Their sum is added to the
+/// row's total in `f64`.
 #[inline(always)]
 fn update_row_statistics_simd<S: Simd>(s: S, statistics: &mut RowStatistics, logits: &[f32]) {
     let whole = logits.len() / LANES * LANES;
@@ -329,7 +331,8 @@ fn exponentiate_logits<S: Simd>(s: S, x: &mut [f32], shift: f32, factor: f32) {
     }
 }
 
-/// Computes [`exponentiate_logits`] of capped logits, and the gradient before the softcap from it.
+/// Computes [`exponentiate_logits`] of capped logits, and from the result the gradient of the
+/// logits before the softcap.
 #[inline(always)]
 fn exponentiate_capped_logits<S: Simd>(s: S, x: &mut [f32], shift: f32, factor: f32, cap: f32) {
     let (shift, factor) = (s.splat(shift), s.splat(factor));

@@ -83,7 +83,7 @@ pub(crate) trait Element: Copy {
     /// Transposes 8 × 8 elements as [`Simd::transpose8`] does, and converts them to `f32`.
     ///
     /// # Safety
-    /// That of [`Simd::transpose8`].
+    /// The requirements of [`Simd::transpose8`].
     #[inline(always)]
     unsafe fn transpose8<S: Simd>(s: S, src: *const Self, lds: usize, dst: *mut f32, ldd: usize) {
         let mut block = [0.0f32; 64];
@@ -272,7 +272,8 @@ impl<'a> Input<'a> {
     }
 }
 
-/// Elements as `f32`: the slice itself, or a converted copy in scratch memory with its length.
+/// Elements as `f32`: the slice itself, or a converted copy in scratch memory and its number of
+/// elements.
 pub(crate) enum F32Input<'a> {
     Borrowed(&'a [f32]),
     Converted(ScratchBuf<'a>, usize),
@@ -389,8 +390,8 @@ impl<'a> Output<'a> {
     }
 }
 
-/// Elements that a task writes as `f32`: the slice itself, or a copy in scratch memory that is
-/// rounded when it is dropped.
+/// Elements that a task writes as `f32`: the output itself, or an `f32` copy of it in scratch
+/// memory. Dropping a copy rounds its elements to 16 bits and writes them to the output.
 pub(crate) enum F32Output<'a> {
     Borrowed(&'a mut [f32]),
     Converted { instruction_set: InstructionSet, format: HalfFormat, wide: ScratchBuf<'a>, to: &'a mut [u16] },
@@ -444,7 +445,7 @@ fn widen_in_parallel(cpu: &Cpu, to: &mut [f32], from: Input) {
     });
 }
 
-/// [`crate::Ops::cast`]: converts `from` to the type of `to`.
+/// Implements [`crate::Ops::cast`]. Converts `from` to the type of `to`.
 pub(crate) fn cast(cpu: &Cpu, to: ViewMut, from: Input) {
     super::expect_len("cast", "from", from.len(), to.len());
     let to = Output::new(cpu, to);
@@ -459,8 +460,7 @@ pub(crate) fn cast(cpu: &Cpu, to: ViewMut, from: Input) {
 mod tests {
     use super::*;
 
-    /// Returns the 16-bit number nearest to `x`, of equally near ones the even one, by comparing in
-    /// `f64`.
+    /// Returns the 16-bit number nearest to `x`, ties to even. Compares candidates in `f64`.
     fn nearest(x: f32, numbers: &[(f64, u16)]) -> u16 {
         let x = f64::from(x);
         let i = numbers.partition_point(|(v, _)| *v < x);

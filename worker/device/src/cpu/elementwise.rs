@@ -4,7 +4,7 @@ use super::simd::{LANES, Simd, load_lanes, multiversion, store_lanes};
 use super::{Cpu, DisjointSlices, expect_len};
 use crate::{ops::Dropout, philox::random_words};
 
-/// [`crate::Ops::add`]
+/// Implements [`crate::Ops::add`].
 pub(crate) fn add(cpu: &Cpu, y: Output, x: Input) {
     expect_len("add", "x", x.len(), y.len());
     cpu.parallel_elements(y.len(), |r| {
@@ -17,7 +17,7 @@ pub(crate) fn add(cpu: &Cpu, y: Output, x: Input) {
     });
 }
 
-/// [`crate::Ops::scale`]
+/// Implements [`crate::Ops::scale`].
 pub(crate) fn scale(cpu: &Cpu, y: Output, factor: f32) {
     cpu.parallel_elements(y.len(), |r| {
         // SAFETY: each task writes a different range.
@@ -25,7 +25,7 @@ pub(crate) fn scale(cpu: &Cpu, y: Output, factor: f32) {
     });
 }
 
-/// [`crate::Ops::add_scalar`]
+/// Implements [`crate::Ops::add_scalar`].
 pub(crate) fn add_scalar(cpu: &Cpu, y: &mut [f32], s: f32) {
     let len = y.len();
     let y = DisjointSlices::new(y);
@@ -35,7 +35,7 @@ pub(crate) fn add_scalar(cpu: &Cpu, y: &mut [f32], s: f32) {
     });
 }
 
-/// [`crate::Ops::axpby`]
+/// Implements [`crate::Ops::axpby`].
 pub(crate) fn axpby(cpu: &Cpu, y: &mut [f32], a: f32, x: &[f32], b: f32) {
     expect_len("axpby", "x", x.len(), y.len());
     let y = DisjointSlices::new(y);
@@ -46,7 +46,7 @@ pub(crate) fn axpby(cpu: &Cpu, y: &mut [f32], a: f32, x: &[f32], b: f32) {
     });
 }
 
-/// [`crate::Ops::softcap`]
+/// Implements [`crate::Ops::softcap`].
 pub(crate) fn softcap(cpu: &Cpu, y: &mut [f32], cap: f32) {
     let len = y.len();
     let y = DisjointSlices::new(y);
@@ -56,7 +56,7 @@ pub(crate) fn softcap(cpu: &Cpu, y: &mut [f32], cap: f32) {
     });
 }
 
-/// [`crate::Ops::transpose`]
+/// Implements [`crate::Ops::transpose`].
 pub(crate) fn transpose(cpu: &Cpu, y: &mut [f32], x: &[f32], rows: usize, columns: usize) {
     expect_len("transpose", "x", x.len(), rows * columns);
     expect_len("transpose", "y", y.len(), rows * columns);
@@ -70,7 +70,7 @@ pub(crate) fn transpose(cpu: &Cpu, y: &mut [f32], x: &[f32], rows: usize, column
     });
 }
 
-/// [`crate::Ops::dropout`]
+/// Implements [`crate::Ops::dropout`].
 pub(crate) fn dropout(cpu: &Cpu, x: Output, d: &Dropout) {
     let (len, threshold, keep_scale) = (x.len(), d.threshold(), d.keep_scale());
     if d.sample_len == 0 {

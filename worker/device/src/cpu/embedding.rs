@@ -5,7 +5,7 @@ use super::{Cpu, DisjointSlices, expect_len};
 /// Columns that one task of the backward pass sums.
 const TASK_COLUMNS: usize = 128;
 
-/// [`crate::Ops::embedding_forward`]
+/// Implements [`crate::Ops::embedding_forward`].
 pub(crate) fn forward(cpu: &Cpu, x: Output, w: Input, tokens: &[u32], d: usize) {
     expect_len("embedding_forward", "x", x.len(), tokens.len() * d);
     cpu.parallel_rows(tokens.len(), d, |rows| {
@@ -17,8 +17,8 @@ pub(crate) fn forward(cpu: &Cpu, x: Output, w: Input, tokens: &[u32], d: usize) 
     });
 }
 
-/// [`crate::Ops::embedding_backward`]. Each task sums some columns over all tokens, so every
-/// element is summed in the order of the tokens.
+/// Implements [`crate::Ops::embedding_backward`]. Each task sums some columns over all tokens, so
+/// every element is summed in the order of the tokens.
 pub(crate) fn backward(cpu: &Cpu, dw: &mut [f32], dx: Input, tokens: &[u32], d: usize) {
     expect_len("embedding_backward", "dx", dx.len(), tokens.len() * d);
     let dw = DisjointSlices::new(dw);

@@ -5,7 +5,7 @@ use super::simd::{LANES, Simd, load_lanes, multiversion, store_lanes};
 use super::{Cpu, DisjointSlices, expect_len};
 use crate::ops::WriteMode;
 
-/// [`crate::Ops::gather_rows`]
+/// Implements [`crate::Ops::gather_rows`].
 pub(crate) fn gather(cpu: &Cpu, y: Output, x: Input, rows: &[u32], d: usize) {
     expect_len("gather_rows", "y", y.len(), rows.len() * d);
     cpu.parallel_rows(rows.len(), d, |range| {
@@ -32,7 +32,7 @@ pub(crate) struct WeightedSum<'a> {
     pub(crate) write: WriteMode,
 }
 
-/// [`crate::Ops::combine_rows`]
+/// Implements [`crate::Ops::combine_rows`].
 pub(crate) fn combine(cpu: &Cpu, y: Output, m: usize, sum: WeightedSum) {
     let per_row = sum.row_indices.len().checked_div(m).unwrap_or(0);
     expect_len("combine_rows", "y", y.len(), m * sum.d);
@@ -50,7 +50,7 @@ pub(crate) fn combine(cpu: &Cpu, y: Output, m: usize, sum: WeightedSum) {
     });
 }
 
-/// [`crate::Ops::dot_rows`]
+/// Implements [`crate::Ops::dot_rows`].
 pub(crate) fn dot_rows(cpu: &Cpu, out: &mut [f32], a: Input, b: Input, d: usize) {
     expect_len("dot_rows", "a", a.len(), out.len() * d);
     expect_len("dot_rows", "b", b.len(), out.len() * d);
@@ -66,7 +66,7 @@ pub(crate) fn dot_rows(cpu: &Cpu, out: &mut [f32], a: Input, b: Input, d: usize)
     });
 }
 
-/// [`crate::Ops::scale_rows`]
+/// Implements [`crate::Ops::scale_rows`].
 pub(crate) fn scale(cpu: &Cpu, x: Output, factors: &[f32], d: usize) {
     expect_len("scale_rows", "x", x.len(), factors.len() * d);
     cpu.parallel_rows(factors.len(), d, |range| {

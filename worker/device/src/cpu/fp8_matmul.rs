@@ -14,7 +14,7 @@ use crate::ops::{Fp8Matrix, WriteMode, check_fp8_shapes};
 /// Elements that one task converts.
 const TASK_LEN: usize = 16 << 10;
 
-/// [`crate::Ops::fp8_matmul`]
+/// Implements [`crate::Ops::fp8_matmul`].
 pub(super) fn matmul_fp8(
     cpu: &Cpu,
     c: ViewMut,

@@ -13,7 +13,7 @@ const TWO_SQRT_2_OVER_PI: f32 = core::f32::consts::FRAC_2_SQRT_PI * core::f32::c
 /// Coefficient of x³ in the approximation.
 const CUBIC_COEFFICIENT: f32 = 0.044715;
 
-/// [`crate::Ops::gelu_forward`]
+/// Implements [`crate::Ops::gelu_forward`].
 pub(crate) fn forward(cpu: &Cpu, y: Output, x: Input) {
     expect_len("gelu_forward", "x", x.len(), y.len());
     let len = y.len();
@@ -25,7 +25,7 @@ pub(crate) fn forward(cpu: &Cpu, y: Output, x: Input) {
     });
 }
 
-/// [`crate::Ops::gelu_backward`]: replaces `dy` by `y`.
+/// Implements [`crate::Ops::gelu_backward`]. Replaces `dy` by `y`.
 pub(crate) fn backward(cpu: &Cpu, dx: Output, dy: Output, x: Input) {
     expect_len("gelu_backward", "dy", dy.len(), dx.len());
     expect_len("gelu_backward", "x", x.len(), dx.len());
@@ -40,7 +40,7 @@ pub(crate) fn backward(cpu: &Cpu, dx: Output, dy: Output, x: Input) {
     });
 }
 
-/// [`crate::Ops::geglu_forward`]
+/// Implements [`crate::Ops::geglu_forward`].
 pub(crate) fn gated_forward(cpu: &Cpu, y: Output, gate_up: Input, m: usize, f: usize) {
     expect_len("geglu_forward", "y", y.len(), m * f);
     expect_len("geglu_forward", "gate_up", gate_up.len(), m * 2 * f);
@@ -51,7 +51,7 @@ pub(crate) fn gated_forward(cpu: &Cpu, y: Output, gate_up: Input, m: usize, f: u
     });
 }
 
-/// [`crate::Ops::geglu_backward`]: replaces `dy` by `y`.
+/// Implements [`crate::Ops::geglu_backward`]. Replaces `dy` by `y`.
 pub(crate) fn gated_backward(cpu: &Cpu, dgate_up: Output, dy: Output, gate_up: Input, m: usize, f: usize) {
     expect_len("geglu_backward", "dgate_up", dgate_up.len(), m * 2 * f);
     expect_len("geglu_backward", "dy", dy.len(), m * f);

@@ -10,7 +10,7 @@ use super::packing::Operand;
 use super::{Cpu, DisjointSlices, expect_len};
 use crate::ops::{RowGroup, WriteMode};
 
-/// [`crate::Ops::grouped_forward`]: `y[rows, n] = x[rows, k] · w[n, k]ᵀ` for each group.
+/// Implements [`crate::Ops::grouped_forward`]: `y[rows, n] = x[rows, k] · w[n, k]ᵀ` for each group.
 pub(crate) fn forward(cpu: &Cpu, y: Output, x: Input, w: Input, groups: &[RowGroup], n: usize, k: usize) {
     check_groups(groups, x.len(), k, w.len(), n * k);
     expect_len("grouped_forward", "y", y.len(), x.len() / k * n);
@@ -28,7 +28,8 @@ pub(crate) fn forward(cpu: &Cpu, y: Output, x: Input, w: Input, groups: &[RowGro
     });
 }
 
-/// [`crate::Ops::grouped_backward_input`]: `dx[rows, k] = dy[rows, n] · w[n, k]` for each group.
+/// Implements [`crate::Ops::grouped_backward_input`]: `dx[rows, k] = dy[rows, n] · w[n, k]` for each
+/// group.
 pub(crate) fn backward_input(
     cpu: &Cpu,
     dx: Output,
@@ -54,8 +55,8 @@ pub(crate) fn backward_input(
     });
 }
 
-/// [`crate::Ops::grouped_backward_weight`]: `dw[n, k] = dy[rows, n]ᵀ · x[rows, k]` for each group,
-/// zeros for an empty group.
+/// Implements [`crate::Ops::grouped_backward_weight`]: `dw[n, k] = dy[rows, n]ᵀ · x[rows, k]` for
+/// each group, zeros for an empty group.
 pub(crate) fn backward_weight(
     cpu: &Cpu,
     dw: &mut [f32],

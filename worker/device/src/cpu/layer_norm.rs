@@ -23,7 +23,7 @@ pub(crate) struct LayerNormInput<'a> {
     pub(crate) eps: f32,
 }
 
-/// [`crate::Ops::layernorm_forward`]
+/// Implements [`crate::Ops::layernorm_forward`].
 pub(crate) fn forward(cpu: &Cpu, y: Output, stats: &mut [f32], x: Input, norm: LayerNormInput, m: usize) {
     let d = check_lengths("layernorm_forward", &[("y", y.len()), ("x", x.len())], stats.len(), norm, m);
     let (w, b, stats) = (norm.w.all_to_f32(cpu), norm.b.all_to_f32(cpu), DisjointSlices::new(stats));
@@ -37,7 +37,7 @@ pub(crate) fn forward(cpu: &Cpu, y: Output, stats: &mut [f32], x: Input, norm: L
     });
 }
 
-/// [`crate::Ops::add_layernorm_forward`]
+/// Implements [`crate::Ops::add_layernorm_forward`].
 pub(crate) fn add_forward(
     cpu: &Cpu,
     y: Output,
@@ -67,7 +67,7 @@ pub(crate) fn add_forward(
     });
 }
 
-/// [`crate::Ops::layernorm_backward`]
+/// Implements [`crate::Ops::layernorm_backward`].
 pub(crate) fn backward(
     cpu: &Cpu,
     dx: Output,

@@ -339,13 +339,13 @@ struct UnpackedOperands<'a> {
 }
 
 impl UnpackedOperands<'_> {
-    /// True if the left (or right) operand is not packed.
+    /// True if the left operand, or without `is_left` the right operand, is not packed.
     fn contains(&self, is_left: bool) -> bool {
         if is_left { self.a.is_some() } else { self.b.is_some() }
     }
 }
 
-/// Where a task finds an operand of its block of the result.
+/// The memory from which a task reads an operand of its block of the result.
 #[derive(Clone, Copy)]
 enum OperandSource<'a> {
     /// Packed panels of the block's rows or columns.
@@ -420,9 +420,9 @@ fn multiply_block_tiles<S: Simd>(s: S, t: ResultBlock, a: OperandSource, b: Oper
     }
 }
 
-/// Computes a micro tile, of which it writes `columns` columns and the `rows` rows that follow the
-/// first `rows_above`. An incomplete tile passes through a buffer. `t.c` is the first row that is
-/// written.
+/// Computes a micro tile and writes a part of it to `t.c`: its first `columns` columns of `rows`
+/// rows, without the first `rows_above` rows of the tile. A tile that is not written completely
+/// passes through a buffer.
 ///
 /// # Safety
 /// The operands of `t` are complete panels. The rows and columns that are written are in `c`, and

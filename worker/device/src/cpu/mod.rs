@@ -136,7 +136,7 @@ impl Cpu {
         Output::new(self, v)
     }
 
-    /// Runs `work` in parallel on ranges of elements that together are `0..len`.
+    /// Divides `0..len` into ranges and runs `work` on them in parallel.
     fn parallel_elements(&self, len: usize, work: impl Fn(Range<usize>) + Sync) {
         self.parallel_rows(len, 1, work);
     }

@@ -6,7 +6,7 @@ use super::simd::{LANES, Simd, load_lanes, multiversion, store_lanes};
 use super::{Cpu, DisjointSlices, expect_len};
 use crate::ops::{AdamWHyperparams, LionHyperparams, SgdHyperparams};
 
-/// [`crate::Ops::adamw`]
+/// Implements [`crate::Ops::adamw`].
 pub(crate) fn adamw(
     cpu: &Cpu,
     p: &mut [f32],
@@ -30,7 +30,7 @@ pub(crate) fn adamw(
     });
 }
 
-/// [`crate::Ops::sgd`]
+/// Implements [`crate::Ops::sgd`].
 pub(crate) fn sgd(cpu: &Cpu, p: &mut [f32], g: &[f32], momentum_buffer: &mut [f32], hyper: &SgdHyperparams) {
     let len = p.len();
     expect_len("sgd", "g", g.len(), len);
@@ -45,7 +45,7 @@ pub(crate) fn sgd(cpu: &Cpu, p: &mut [f32], g: &[f32], momentum_buffer: &mut [f3
     });
 }
 
-/// [`crate::Ops::lion`]
+/// Implements [`crate::Ops::lion`].
 pub(crate) fn lion(cpu: &Cpu, p: &mut [f32], g: &[f32], avg: &mut [f32], hyper: &LionHyperparams) {
     let len = p.len();
     expect_len("lion", "g", g.len(), len);
@@ -58,7 +58,7 @@ pub(crate) fn lion(cpu: &Cpu, p: &mut [f32], g: &[f32], avg: &mut [f32], hyper: 
     });
 }
 
-/// [`crate::Ops::nesterov_momentum`]
+/// Implements [`crate::Ops::nesterov_momentum`].
 pub(crate) fn nesterov_momentum(cpu: &Cpu, buffer: &mut [f32], g: &mut [f32], mu: f64, scale: f32) {
     expect_len("nesterov_momentum", "g", g.len(), buffer.len());
     let (len, mu, one_minus_mu) = (g.len(), mu as f32, (1.0 - mu) as f32);

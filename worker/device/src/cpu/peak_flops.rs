@@ -30,8 +30,8 @@ impl Cpu {
     }
 }
 
-/// Number of independent chains, which hide the latency and fit the registers: with 32 registers,
-/// and with 16.
+/// Number of independent chains of multiply-adds with 32 vector registers, and with 16: enough to
+/// hide the latency, and few enough for the registers.
 const CHAINS_WITH_32_REGISTERS: usize = 12;
 const CHAINS_WITH_16_REGISTERS: usize = 6;
 
@@ -53,7 +53,8 @@ fn uses_32_registers<S: Simd>(_: S) -> bool {
     S::NV > 1
 }
 
-/// Computes all chains once.
+/// Computes as many independent chains as the instruction set has registers for, each of
+/// [`FMAS_PER_CHAIN`] multiply-adds. Returns a value that depends on all of them.
 #[inline(always)]
 fn multiply_add_chains<S: Simd>(s: S, x: f32) -> f32 {
     if uses_32_registers(s) {
@@ -63,7 +64,8 @@ fn multiply_add_chains<S: Simd>(s: S, x: f32) -> f32 {
     }
 }
 
-/// Computes `N` independent chains of multiply-adds.
+/// Computes `N` independent chains of [`FMAS_PER_CHAIN`] multiply-adds. Returns a value that
+/// depends on all of them.
 #[inline(always)]
 fn chain<S: Simd, const N: usize>(s: S, x: f32) -> f32 {
     let factor = s.splat(x);

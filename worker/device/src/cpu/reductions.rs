@@ -3,7 +3,7 @@ use super::simd::{LANES, Simd, multiversion};
 use super::{Cpu, DisjointSlices, expect_len};
 use crate::ops::NORM_BLOCK_LEN;
 
-/// [`crate::Ops::sum_squares_by_block`]
+/// Implements [`crate::Ops::sum_squares_by_block`].
 pub(crate) fn sum_squares_by_block(cpu: &Cpu, out: &mut [f64], x: &[f32]) {
     expect_len("sum_squares_by_block", "out", out.len(), x.len().div_ceil(NORM_BLOCK_LEN));
     let blocks = out.len();
@@ -17,7 +17,7 @@ pub(crate) fn sum_squares_by_block(cpu: &Cpu, out: &mut [f64], x: &[f32]) {
     });
 }
 
-/// [`crate::Ops::sum_squares`]. Adds in the order of the elements, on one thread.
+/// Implements [`crate::Ops::sum_squares`]. Adds in the order of the elements, on one thread.
 pub(crate) fn sum_squares(x: &[f32]) -> f64 {
     x.iter().map(|v| f64::from(*v).powi(2)).sum()
 }

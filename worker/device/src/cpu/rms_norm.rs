@@ -12,7 +12,7 @@ use crate::ops::WriteMode;
 /// Rows of a chunk whose contributions to the weight's gradient are summed first.
 const ROWS_PER_PARTIAL_SUM: usize = 32;
 
-/// [`crate::Ops::rmsnorm_forward`]
+/// Implements [`crate::Ops::rmsnorm_forward`].
 pub(crate) fn forward(
     cpu: &Cpu,
     y: Output,
@@ -37,7 +37,7 @@ pub(crate) fn forward(
     });
 }
 
-/// [`crate::Ops::add_rmsnorm_forward`]
+/// Implements [`crate::Ops::add_rmsnorm_forward`].
 pub(crate) fn add_forward(
     cpu: &Cpu,
     y: Output,
@@ -75,7 +75,7 @@ pub(crate) fn add_forward(
     });
 }
 
-/// [`crate::Ops::rmsnorm_backward`]
+/// Implements [`crate::Ops::rmsnorm_backward`].
 pub(crate) fn backward(
     cpu: &Cpu,
     dx: Output,

@@ -9,7 +9,7 @@ use crate::ops::{HeadLayout, WriteMode};
 /// Rows of a chunk whose contributions to the weight's gradient are summed first.
 const ROWS_PER_PARTIAL_SUM: usize = 32;
 
-/// Panics if a length does not fit the layout.
+/// Panics if the length of a buffer of `op` does not fit `layout`.
 fn check_lengths(op: &str, x: usize, raw: usize, rstd: usize, w: usize, layout: HeadLayout) {
     assert!(layout.head_dim > 0, "{op}: head_dim is 0");
     assert!(
@@ -24,7 +24,7 @@ fn check_lengths(op: &str, x: usize, raw: usize, rstd: usize, w: usize, layout: 
     expect_len(op, "w", w, layout.head_dim);
 }
 
-/// [`crate::Ops::rmsnorm_heads_forward`]
+/// Implements [`crate::Ops::rmsnorm_heads_forward`].
 pub(crate) fn forward(
     cpu: &Cpu,
     x: Output,
@@ -54,7 +54,7 @@ pub(crate) fn forward(
     });
 }
 
-/// [`crate::Ops::rmsnorm_heads_backward`]
+/// Implements [`crate::Ops::rmsnorm_heads_backward`].
 pub(crate) fn backward(
     cpu: &Cpu,
     dx: Output,

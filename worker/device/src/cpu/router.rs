@@ -19,7 +19,7 @@ pub(crate) struct RouterOutputs<'a> {
     pub(crate) chosen_experts: &'a mut [u32],
 }
 
-/// [`crate::Ops::router_forward`]
+/// Implements [`crate::Ops::router_forward`].
 pub(crate) fn forward(cpu: &Cpu, out: RouterOutputs, logits: &[f32], shape: RouterShape) {
     let RouterShape { m, experts, experts_per_token, normalise_weights } = shape;
     assert!(
@@ -63,7 +63,7 @@ fn select_experts(chosen: &mut [u32], probs: &[f32]) {
     }
 }
 
-/// [`crate::Ops::router_backward`]
+/// Implements [`crate::Ops::router_backward`].
 pub(crate) fn backward(
     cpu: &Cpu,
     dlogits: &mut [f32],

@@ -7,7 +7,7 @@ use crate::philox::random_words_of_16_blocks;
 /// Elements that take their random numbers from 16 Philox blocks.
 const ELEMENTS_PER_DRAW: usize = 64;
 
-/// [`crate::Ops::round_stochastically`]
+/// Implements [`crate::Ops::round_stochastically`].
 pub(crate) fn round_stochastically(cpu: &Cpu, y: &mut [u16], x: &[f32], rounding: StochasticRounding) {
     expect_len("round_stochastically", "x", x.len(), y.len());
     let y = DisjointSlices::new(y);

@@ -6,7 +6,7 @@ use super::{Cpu, expect_len};
 /// Cost of an exponential, in copied elements.
 const EXP_COST: usize = 4;
 
-/// [`crate::Ops::swiglu_forward`]
+/// Implements [`crate::Ops::swiglu_forward`].
 pub(crate) fn forward(cpu: &Cpu, y: Output, gate_up: Input, m: usize, f: usize) {
     expect_len("swiglu_forward", "y", y.len(), m * f);
     expect_len("swiglu_forward", "gate_up", gate_up.len(), m * 2 * f);
@@ -17,7 +17,7 @@ pub(crate) fn forward(cpu: &Cpu, y: Output, gate_up: Input, m: usize, f: usize) 
     });
 }
 
-/// [`crate::Ops::swiglu_backward`]: replaces `dy` by `y`.
+/// Implements [`crate::Ops::swiglu_backward`]. Replaces `dy` by `y`.
 pub(crate) fn backward(cpu: &Cpu, dgate_up: Output, dy: Output, gate_up: Input, m: usize, f: usize) {
     expect_len("swiglu_backward", "dgate_up", dgate_up.len(), m * 2 * f);
     expect_len("swiglu_backward", "dy", dy.len(), m * f);

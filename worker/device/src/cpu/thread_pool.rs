@@ -165,7 +165,7 @@ impl PoolShared {
         }
     }
 
-    /// Lets no further helper join the job, and waits for those that have.
+    /// Lets no further helper join the job, and waits for the helpers that have joined.
     fn close_job(&self) {
         self.lock().job = None;
         for _ in 0..SPIN_ITERATIONS {

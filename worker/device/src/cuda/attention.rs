@@ -267,7 +267,8 @@ pub(super) fn backward(
     }
 }
 
-/// Enqueues the pass on cuDNN. Returns false if this program's kernels are to compute it.
+/// Enqueues the pass on cuDNN. Returns false without cuDNN, or if cuDNN was not selected for this
+/// shape; the caller then launches the built-in kernels.
 fn run_on_cudnn(
     cuda: &Cuda,
     is_bf16: bool,

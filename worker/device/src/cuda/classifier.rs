@@ -17,7 +17,8 @@ const MIN_CHUNK_ROWS: usize = 1024;
 /// that are not aligned to 16 bytes.
 const ROW_ALIGNMENT: usize = 64;
 
-/// `m` rows of `d` elements, a vocabulary of `v`, and the softcap of the logits.
+/// The sizes of a classifier: `m` rows of `d` elements and a vocabulary of `v`, with the softcap of
+/// the logits.
 #[derive(Clone, Copy)]
 pub(super) struct ClassifierShape {
     pub(super) m: usize,
@@ -26,7 +27,7 @@ pub(super) struct ClassifierShape {
     pub(super) cap: Option<f32>,
 }
 
-/// Rows of a chunk of `m` rows of `v` logits.
+/// The number of rows in a chunk of `m` rows of `v` logits.
 fn chunk_rows(m: usize, v: usize) -> usize {
     (CHUNK_LOGITS / v.max(1)).max(MIN_CHUNK_ROWS).min(m)
 }

@@ -32,16 +32,16 @@ const MIN_VERSION: usize = 91_000;
 /// Maximum number of bytes of an error message.
 const MAX_MESSAGE: usize = 1 << 12;
 
-/// An open cuDNN.
+/// The opened cuDNN library, with a handle for one GPU.
 pub(super) struct Cudnn {
     library: Arc<CudnnApi>,
     version: usize,
     path: PathBuf,
-    /// `None` if it was opened without a GPU.
+    /// `None` if the library was opened without a GPU.
     handle: Mutex<Option<CudnnHandle>>,
 }
 
-/// A handle of cuDNN, used by one thread at a time.
+/// A cuDNN handle. Only one thread may use it at a time.
 struct CudnnHandle {
     library: Arc<CudnnApi>,
     handle: Handle,
@@ -57,7 +57,7 @@ impl Drop for CudnnHandle {
     }
 }
 
-/// The library's version (`9.19.0`) and path. It creates nothing on a GPU.
+/// Returns the library's version, such as `9.19.0`, and path. Does not use a GPU.
 pub(super) fn library_version(paths: &LibraryPaths) -> Result<(String, PathBuf)> {
     let cudnn = Cudnn::open_without_gpu(paths)?;
     Ok((cudnn.version(), cudnn.path))
@@ -75,7 +75,7 @@ impl Cudnn {
         Ok(Cudnn { handle: Mutex::new(Some(handle)), ..cudnn })
     }
 
-    /// Opens the library for making plans only.
+    /// Opens the library without a GPU, only to create plans.
     fn open_without_gpu(paths: &LibraryPaths) -> Result<Cudnn> {
         let opened = paths.open(CudaLibrary::Cudnn)?;
         let path = opened.path.clone();
@@ -122,7 +122,7 @@ impl Cudnn {
         handle.as_ref().map_or_else(|| unreachable!("cuDNN was opened without a GPU"), |h| f(h.handle))
     }
 
-    /// Issues a plan to a stream. `variant_pack` names its tensors' addresses.
+    /// Issues a plan to a stream. `variant_pack` contains the addresses of the plan's tensors.
     fn execute(&self, plan: &ExecutionPlan, variant_pack: &Descriptor, stream: Handle) -> Result<()> {
         self.with_handle(|handle| {
             // SAFETY: handle and stream live.
@@ -140,7 +140,7 @@ impl Cudnn {
 /// Bytes that cuDNN's plans for the forward and the backward pass of attention need in addition to
 /// their operands; `None` where there is no plan.
 ///
-/// The GPU need not exist: `properties` is its description, JSON in cuDNN's form.
+/// The GPU need not exist: `properties` describes it, as JSON in cuDNN's form.
 pub fn cudnn_plan_workspaces(
     paths: &LibraryPaths,
     properties: &str,

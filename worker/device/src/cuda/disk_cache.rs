@@ -15,7 +15,8 @@ pub(super) const MAX_BYTES: usize = 64 << 20;
 pub(super) type Magic = [u8; 16];
 const HEADER_BYTES: usize = size_of::<Magic>() + blake3::OUT_LEN;
 
-/// The content of a file; `None` if it is missing, damaged, or of another kind.
+/// Reads the content of a cache file. Returns `None` if the file is missing or damaged, or begins
+/// with another magic.
 pub(super) fn read(path: &Path, magic: &Magic) -> Option<Vec<u8>> {
     let mut bytes = Vec::new();
     File::open(path).ok()?.take((HEADER_BYTES + MAX_BYTES) as u64).read_to_end(&mut bytes).ok()?;

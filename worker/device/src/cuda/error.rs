@@ -135,7 +135,7 @@ fn join(rejected: &[RejectedLibrary]) -> String {
 }
 
 impl CudaError {
-    /// The stable name of what happened.
+    /// The error code that the user sees.
     pub fn code(&self) -> Code {
         match self {
             CudaError::LibraryNotFound { .. } => codes::DEVICE_LIBRARY_MISSING,

@@ -121,8 +121,7 @@ impl Graphs {
 }
 
 impl GpuContext {
-    /// The locked recording state of this thread's stream; `None` if its calls are issued
-    /// immediately.
+    /// Locks the state that records this thread's calls; `None` if they are issued immediately.
     pub(super) fn recording(&self) -> Option<MutexGuard<'_, GraphState>> {
         (self.graphs.on.load(Relaxed) && self.stream() == self.stream).then(|| self.graphs.lock())
     }
@@ -172,8 +171,8 @@ impl GpuContext {
         self.graphs.lock().disable_reason.take()
     }
 
-    /// Drops recorded calls and graphs when the GPU is closed. Calls that were not issued yet need
-    /// not be: the memory that they would write is gone.
+    /// Drops recorded calls and graphs when the GPU is closed. Recorded calls are not issued,
+    /// because the memory that they would write has been freed.
     pub(super) fn discard_graphs(&self) {
         let mut state = self.graphs.lock();
         state.batch.clear();
@@ -195,7 +194,7 @@ impl Cuda {
         *self.lock_graph_tuner() = Some(GraphAutotuner::default());
     }
 
-    /// How calls were issued so far.
+    /// Returns counts of the ways in which calls were issued so far.
     pub fn graph_stats(&self) -> GraphStats {
         let state = self.gpu.graphs.lock();
         GraphStats { enabled: state.on, cached_graphs: state.graphs.len(), ..state.stats }
@@ -256,14 +255,15 @@ impl GraphState {
         issued
     }
 
-    /// Issues every recorded call where no error can be returned: the next flush returns it.
+    /// Issues every recorded call, for callers that cannot return an error. The next flush returns
+    /// the error.
     pub(super) fn flush_deferring_error(&mut self, gpu: &GpuContext) {
         if let Err(error) = self.flush(gpu) {
             self.deferred_error = Some(error);
         }
     }
 
-    /// Issues the recorded calls if they are as many as a batch holds.
+    /// Issues the recorded calls if the batch is full, or if graphs are off.
     fn flush_if_full(&mut self, gpu: &GpuContext) -> Result<()> {
         if self.batch.len() >= MAX_BATCH_CALLS || !self.on { self.flush(gpu) } else { Ok(()) }
     }
@@ -348,7 +348,7 @@ impl GraphState {
         false
     }
 
-    /// Launches the graph with this hash. Returns false if the driver failed to.
+    /// Launches the graph with this hash. Returns false if the driver fails to launch it.
     fn replay(&mut self, gpu: &GpuContext, hash: u64) -> bool {
         let Some(cached) = self.graphs.get_mut(&hash) else { return false };
         if let Err(error) = cached.graph.launch(gpu) {

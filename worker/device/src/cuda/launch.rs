@@ -35,7 +35,7 @@ pub(super) struct LaunchConfig {
 /// An argument of a kernel, which is copied byte by byte.
 ///
 /// # Safety
-/// The type has the memory layout of the kernel's C parameter, and has no padding.
+/// The type must have the memory layout of the kernel's C parameter, without padding.
 pub(super) unsafe trait KernelArg {}
 
 // SAFETY: `i64` in the kernels' sources.
@@ -78,8 +78,8 @@ impl GpuContext {
     /// Enqueues a kernel on this thread's stream.
     ///
     /// # Safety
-    /// `arguments` are those of the kernel's source, in order, and every address covers what the
-    /// kernel accesses.
+    /// `arguments` must match the kernel's parameters in number, type and order. Each address must
+    /// point to all memory that the kernel accesses through it.
     pub(super) unsafe fn launch(
         &self,
         name: &'static CStr,
@@ -100,8 +100,8 @@ impl GpuContext {
     /// Launches a kernel on `stream` immediately.
     ///
     /// # Safety
-    /// `arguments` points to the arguments of the kernel's source, in order, and every address
-    /// among them covers what the kernel accesses.
+    /// `arguments` must point to values that match the kernel's parameters in number, type and
+    /// order. Each address among them must point to all memory that the kernel accesses through it.
     pub(super) unsafe fn issue_launch(
         &self,
         name: &CStr,

@@ -31,7 +31,7 @@ pub enum CudaLibrary {
     Driver,
     /// NVRTC, the run-time compiler.
     Nvrtc,
-    /// cuBLASLt, matrix products.
+    /// cuBLASLt, matmuls.
     CublasLt,
     /// cuDNN, used for attention. Optional.
     Cudnn,
@@ -51,7 +51,7 @@ impl CudaLibrary {
         }
     }
 
-    /// The library's name for messages.
+    /// The library's name in messages.
     pub(super) fn title(self) -> &'static str {
         match self {
             CudaLibrary::Driver => "the NVIDIA driver",
@@ -62,7 +62,7 @@ impl CudaLibrary {
         }
     }
 
-    /// How to install the library, for the help of an error.
+    /// Instructions to install the library, used as the help text of errors.
     pub(super) fn install_help(self) -> &'static str {
         match self {
             CudaLibrary::Driver => {
@@ -98,7 +98,7 @@ const DEFAULT_TOOLKIT_ROOTS: [&str; 3] = ["/usr/local/cuda", "/usr/local/cuda-13
 /// Maximum number of entries of a directory that are read.
 const MAX_ENTRIES: usize = 4096;
 
-/// What [`CudaError::LibraryNotFound`] lists for the search by the dynamic loader.
+/// The entry for the dynamic loader in the searched directories of [`CudaError::LibraryNotFound`].
 const LOADER: &str = "the dynamic loader's directories";
 
 /// An open library and where it was found.
@@ -124,7 +124,7 @@ pub struct RejectedLibrary {
 pub enum RejectReason {
     /// The dynamic loader rejected it, with this message.
     Loader(String),
-    /// It is made for a newer CUDA than the driver implements.
+    /// The library requires a newer CUDA version than the driver implements.
     NewerThanDriver {
         /// The CUDA major version of the driver.
         driver_cuda_major: u32,
@@ -152,13 +152,13 @@ fn major_version(file_name: &str) -> Option<u32> {
 }
 
 impl LibraryPaths {
-    /// The same paths, for a driver that implements this major version of CUDA.
+    /// Returns a copy of the paths for a driver that implements this major version of CUDA.
     pub(super) fn for_driver(&self, major: u32) -> LibraryPaths {
         LibraryPaths { driver_cuda_major: Some(major), ..self.clone() }
     }
 
-    /// The library's file names, best first: those that the driver can use, and those that are too
-    /// new for it.
+    /// Returns the library's file names, best first: those that the driver can use, and those that
+    /// are too new for the driver.
     fn file_names(&self, library: CudaLibrary) -> (Vec<&'static str>, Vec<&'static str>) {
         let newest = Some(self.driver_cuda_major.unwrap_or(u32::MAX));
         library.file_names().iter().partition(|name| major_version(name) <= newest)
@@ -220,7 +220,8 @@ impl LibraryPaths {
         })
     }
 
-    /// The rejection of a file that needs a newer driver, if the file exists.
+    /// Returns the rejection of a file that requires a newer driver; `None` if the file does not
+    /// exist.
     fn reject_newer(&self, path: PathBuf) -> Option<RejectedLibrary> {
         let driver_cuda_major = self.driver_cuda_major.filter(|_| path.exists())?;
         Some(RejectedLibrary { path, reason: RejectReason::NewerThanDriver { driver_cuda_major } })
@@ -254,7 +255,8 @@ fn sorted_entries(directory: &Path) -> Vec<PathBuf> {
     paths
 }
 
-/// Opens the library at `path`, if there is one. Why it cannot be opened is added to `rejected`.
+/// Opens the library at `path`; `None` if no file exists there or opening fails. A failure is added
+/// to `rejected`.
 fn open_file(path: &Path, rejected: &mut Vec<RejectedLibrary>) -> Option<OpenLibrary> {
     if !path.exists() {
         return None;

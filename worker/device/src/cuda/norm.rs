@@ -11,7 +11,7 @@ const SUM_ROWS: usize = 64;
 /// `COLUMNS` of norm.cu: columns that a block sums.
 const COLUMNS: usize = 256;
 
-/// Where rows, or heads within rows, are stored; `Rows` of norm.cu.
+/// The layout of rows, or of heads within rows, in a tensor; `Rows` of norm.cu.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct Rows {
@@ -43,8 +43,9 @@ impl Rows {
     }
 }
 
-/// The kernel for rows of `d` elements: the general one, or the one for vectorizable tensors of
-/// these types in which a thread has one vector of eight elements, or up to four.
+/// Selects the kernel for rows of `d` elements. If the tensors can be accessed as vectors of eight
+/// elements, this is `one` or `up_to_four`, named after the number of vectors per thread.
+/// Otherwise, and for longer rows, it is `general`.
 fn select_kernel(
     d: usize,
     tensors: &[(TensorArg, Dtype)],
@@ -58,7 +59,7 @@ fn select_kernel(
     }
 }
 
-/// The tensors, each with the type bf16.
+/// Pairs each tensor with the required type bf16.
 fn all_bf16<const N: usize>(tensors: [TensorArg; N]) -> [(TensorArg, Dtype); N] {
     tensors.map(|tensor| (tensor, Dtype::Bf16))
 }

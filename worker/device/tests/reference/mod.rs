@@ -21,12 +21,12 @@ impl Random {
         self.0.wrapping_mul(0x2545_F491_4F6C_DD1D) >> 16
     }
 
-    /// Uniform in 0..n.
+    /// Returns a uniformly distributed number in `0..n`.
     pub(crate) fn below(&mut self, n: usize) -> usize {
         (self.next() % n as u64) as usize
     }
 
-    /// Uniform in (−1, 1).
+    /// Returns a uniformly distributed number in [−1, 1).
     pub(crate) fn unit(&mut self) -> f32 {
         (self.next() % (1 << 24)) as f32 / (1 << 23) as f32 - 1.0
     }
@@ -56,7 +56,7 @@ pub(crate) fn to_f64(x: &[f32]) -> Vec<f64> {
     x.iter().map(|&x| f64::from(x)).collect()
 }
 
-/// Σ a·b
+/// Computes the dot product Σ a·b.
 pub(crate) fn dot(a: &[f64], b: &[f64]) -> f64 {
     a.iter().zip(b).map(|(a, b)| a * b).sum()
 }
@@ -101,7 +101,7 @@ pub(crate) fn assert_gradient(
     assert_close(what, &got, &want, tolerance);
 }
 
-/// `y[m,n] = x[m,k]·w[n,k]ᵀ`
+/// Computes the matmul `y[m,n] = x[m,k]·w[n,k]ᵀ`.
 pub(crate) fn matmul(x: &[f64], w: &[f64], m: usize, n: usize, k: usize) -> Vec<f64> {
     let mut y = vec![0.0; m * n];
     for i in 0..m {

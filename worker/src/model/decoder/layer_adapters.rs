@@ -62,7 +62,8 @@ impl Decoder {
         self.adapters.get(layer).is_some()
     }
 
-    /// Adds the outputs of the adapters of matmul `group` for input `x` to `y`.
+    /// Adds the outputs of the adapters of matmul `group` to `y`, the output of the matmul. `x` is
+    /// the input of the matmul.
     pub(super) fn adapters_forward(
         &self,
         ops: &dyn Ops,
@@ -77,8 +78,9 @@ impl Decoder {
         }
     }
 
-    /// Computes the gradients of the adapters of matmul `group` from its input and the gradient of
-    /// its output.
+    /// Computes the gradients of the parameters of the adapters of matmul `group`, which is an
+    /// index in [`Adapters`]. `input_and_dy` is the input of the matmul and the gradient of its
+    /// output. `g` is the gradient of the layer's unit.
     pub(super) fn adapters_backward_weight(
         &self,
         ops: &dyn Ops,
@@ -93,7 +95,8 @@ impl Decoder {
         }
     }
 
-    /// Adds the gradient through the adapters of matmul `group` to `dx`, the gradient of its input.
+    /// Adds the gradient that flows through the adapters of matmul `group` to `dx`, the gradient of
+    /// the input of the matmul.
     pub(super) fn adapters_backward_input(
         &self,
         ops: &dyn Ops,

@@ -15,13 +15,13 @@ pub(in crate::model) struct MoeConfig {
     pub(in crate::model) shape: ExpertShape,
     /// The coefficients of the router losses.
     pub(in crate::model) losses: RouterLossCoefficients,
-    /// For each layer whether it has experts.
+    /// For each layer, whether it has experts.
     pub(in crate::model) moe_layers: Vec<bool>,
     /// The names of the tensors of experts.
     pub(in crate::model) names: ExpertTensorNames,
 }
 
-/// The parts of the names of router and expert tensors in which families differ.
+/// The parts of the names of router and expert tensors that differ between model families.
 pub(in crate::model) struct ExpertTensorNames {
     /// The module of router and experts within a layer.
     pub(in crate::model) block: &'static str,

@@ -12,14 +12,14 @@ use std::{
     time::Duration,
 };
 
-/// An agent's process.
+/// A simulated process of an agent.
 pub(super) struct Agent {
     pub(super) number: u32,
     pub(super) core: AgentCore,
     pub(super) plan: Option<HostPlan>,
-    /// Its connection is open.
+    /// Whether the control connection is open.
     pub(super) linked: bool,
-    /// Messages are lost, and no end sees that.
+    /// Whether messages in both directions are lost while neither end notices.
     pub(super) silent: bool,
     pub(super) tick_at: Duration,
 }
@@ -76,7 +76,7 @@ impl World {
                 None
             }
             Action::PrepareWorkers(plan) => {
-                // Like in the driver, no worker of another agent may run on this host.
+                // As in the driver, no worker of another agent may run on this host.
                 let has_older = self.hosts[host].workers.values().any(|owner| *owner != number);
                 if let Some(agent) = self.agent(host, number) {
                     agent.plan = (!has_older).then(|| (*plan).clone());
@@ -192,7 +192,7 @@ impl World {
         self.feed(host, number, AgentInput::WorkerExited { rank, status, oom: false, gpu: None })
     }
 
-    /// The process of the agent ends, and its workers with it.
+    /// Ends the process of an agent and the workers that the agent started.
     pub(super) fn agent_ends(&mut self, host: HostIndex, number: u32) {
         let linked =
             self.agent(host, number).is_some_and(|a| a.linked && !a.silent) && !self.hosts[host].disconnected;

@@ -9,12 +9,12 @@ use crate::external::ExternalTensor;
 use crate::formats::torch_file::TensorView;
 use std::collections::{HashMap, HashSet};
 
-/// The contents of a tag.
+/// Every tensor of a tag, and what is missing or ignored in it.
 #[derive(Default)]
 pub(super) struct CollectedTensors {
     pub(super) entries: Vec<ExternalTensor>,
     pub(super) frozen: Vec<String>,
-    /// Weights that are named and not stored.
+    /// Weights that the tag names but does not store.
     pub(super) lost: Vec<String>,
     pub(super) ties: Vec<Tie>,
     /// Why an existing optimizer state is ignored.
@@ -44,7 +44,7 @@ impl CollectedTensors {
             .collect()
     }
 
-    /// Trained parameters: FP32 masters and optimizer states.
+    /// Collects the fp32 master weights and optimizer states of the trained parameters.
     fn groups(&mut self, tag: &Tag, model: &ModelStates, stage: u8) -> Result<()> {
         if stage == 0 {
             return Ok(());
@@ -111,7 +111,7 @@ impl CollectedTensors {
         Ok(())
     }
 
-    /// Ties between weights, except aliases that are stored themselves.
+    /// Collects the ties between weights, except those whose alias is stored as well.
     pub(super) fn ties(&mut self, model: &ModelStates) {
         let stored: HashSet<String> = self.weight_names().into_iter().map(str::to_owned).collect();
         for tie in &model.ties {
@@ -126,7 +126,7 @@ impl CollectedTensors {
         }
     }
 
-    /// Buffers, and weights that only the 16-bit module has.
+    /// Collects buffers, and weights that only the 16-bit module has.
     pub(super) fn module(&mut self, file: usize, model: &ModelStates, stage: u8) {
         let mut known: HashSet<String> = self.weight_names().into_iter().map(str::to_owned).collect();
         known.extend(self.ties.iter().map(|t| t.alias.clone()));

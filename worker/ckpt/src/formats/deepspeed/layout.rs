@@ -46,7 +46,7 @@ fn impossible_shape(name: &str, shape: &[u64]) -> LayoutError {
     LayoutError::ImpossibleShape { name: name.to_owned(), shape: shape.to_vec() }
 }
 
-/// Makes the entry of one parameter.
+/// Returns the tensor of one parameter, composed of `parts`.
 fn entry(
     name: &str,
     shape: &[u64],
@@ -98,7 +98,8 @@ pub(super) fn flat(
     Ok(entries)
 }
 
-/// The parts with elements `span` of the concatenation of all ranks.
+/// Locates the elements `span` of the concatenated shards of all ranks. Returns one part for each
+/// rank that has some of them.
 fn concatenated_parts(
     ranks: &[RankShard<'_>],
     role: TensorRole,

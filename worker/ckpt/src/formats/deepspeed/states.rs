@@ -204,7 +204,7 @@ impl OptimizerStates {
     }
 }
 
-/// Reads the stage: a number, or an enum with one.
+/// Reads a ZeRO stage, which is stored as a number or as an enum whose value is a number.
 pub(super) fn stage_of(value: View<'_>) -> Option<u8> {
     let number = match value.object() {
         Some((_, args, _)) => args.items()?.get(0)?,
@@ -213,7 +213,7 @@ pub(super) fn stage_of(value: View<'_>) -> Option<u8> {
     number.count().and_then(|n| u8::try_from(n).ok())
 }
 
-/// Reads the parameter groups; none when there are no `param_groups`.
+/// Reads the parameter groups. Returns an empty list if `param_groups` is absent.
 pub(crate) fn param_groups(optimizer: View<'_>) -> Result<Vec<NumberedGroup>> {
     let Some(groups) = optimizer.get("param_groups") else { return Ok(Vec::new()) };
     let wrong = || DeepSpeedError::InvalidField("param_groups");

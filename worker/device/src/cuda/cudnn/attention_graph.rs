@@ -8,7 +8,7 @@ use super::operation_graph::{ALIGNMENT, GraphTensor, OperationGraph, TensorLocat
 use crate::ops::AttentionShape;
 use std::{ops::Range, sync::Arc};
 
-// The numbers by which the library finds a graph's tensors.
+// The ids of a graph's tensors, by which cuDNN is given their addresses.
 const Q: i64 = 1;
 const K: i64 = 2;
 const V: i64 = 3;
@@ -24,7 +24,7 @@ const D_V: i64 = 12;
 const KEEP_SCALE: i64 = 13;
 /// Σ dO·O for each query.
 const DOTS: i64 = 14;
-/// The gradient of the queries while it is a sum of several blocks' parts.
+/// The fp32 buffer in which the gradient of the queries is accumulated.
 const D_Q_SUMS: i64 = 15;
 
 /// Largest head dimension that the backward pass supports.
@@ -32,18 +32,18 @@ const MAX_HEAD_DIM: usize = 128;
 /// Head dimensions are multiples of this.
 const HEAD_DIM_STEP: usize = 8;
 
-/// The keys that a query attends to, among those of its sequence that are not after it.
+/// The keys that a query attends to, among those of its sequence up to its own position.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Mask {
-    /// All of them.
+    /// All keys up to the query's position.
     Causal,
-    /// This many, itself included.
+    /// This many keys, of which the last is at the query's position.
     Window(usize),
 }
 
 impl Mask {
-    /// The mask in which each query's first key is as in `starts`, for sequences of `t` tokens;
-    /// `None` if there is none, as with several documents in a sequence.
+    /// Returns the mask in which the first key of each query is that of `starts`, for sequences of
+    /// `t` tokens. Returns `None` if no mask fits, for example if a sequence has several documents.
     fn from_starts(starts: &[u32], t: usize) -> Option<Mask> {
         let first = starts.get(..t)?;
         let window = first.iter().position(|start| *start > 0);
@@ -85,7 +85,7 @@ pub(in super::super) struct AttentionPass {
     pub(super) is_backward: bool,
 }
 
-/// The addresses of a pass's operands; 0 for those that only the other pass has.
+/// The addresses of a pass's operands; 0 for operands that only the other pass has.
 #[derive(Clone, Copy, Debug, Default)]
 pub(in super::super) struct AttentionOperands {
     pub(in super::super) qkv: Address,
@@ -106,11 +106,11 @@ impl AttentionOperands {
 pub(super) struct ExtraTensor {
     pub(super) id: i64,
     pub(super) elements: usize,
-    /// True if it must be zero before the pass.
+    /// True if the tensor must be zero before the pass.
     pub(super) is_zeroed: bool,
 }
 
-/// Dimensions and strides of the tensors of a shape.
+/// Dimensions and strides of the tensors of an attention shape.
 struct Layout {
     b: i64,
     t: i64,
@@ -125,12 +125,13 @@ impl Layout {
         Layout { b, t, heads, kv_heads, dim }
     }
 
-    /// Dimensions of a tensor with a vector for each token and head.
+    /// Dimensions of a tensor with a vector for each token and head: `[b, heads, t, dim]`.
     fn rows(&self, heads: i64) -> [i64; 4] {
         [self.b, heads, self.t, self.dim]
     }
 
-    /// Strides of such a tensor, whose tokens are rows of `width` elements with heads side by side.
+    /// Strides for the dimensions of [`Layout::rows`], in memory where each token is a row of
+    /// `width` elements and the heads of a row are adjacent.
     fn strides(&self, width: i64) -> [i64; 4] {
         [self.t * width, self.dim, width, 1]
     }
@@ -152,8 +153,8 @@ impl Layout {
 }
 
 impl AttentionPass {
-    /// The pass of an attention, or why cuDNN cannot compute it. `is_bf16` is true if all of its
-    /// tensors are bf16.
+    /// Creates a pass, or returns why cuDNN cannot compute it. `is_bf16` is true if all tensors of
+    /// the pass are bf16.
     pub(in super::super) fn new(
         shape: AttentionShape,
         starts: &[u32],
@@ -177,7 +178,7 @@ impl AttentionPass {
         Ok(AttentionPass { shape, mask, is_backward })
     }
 
-    /// Number and address of each tensor of the graph that is an operand.
+    /// Returns the id and address of each tensor of the graph that is an operand.
     pub(super) fn operand_tensors(&self, at: &AttentionOperands) -> Vec<(i64, Address)> {
         let s = self.shape;
         let size = size_of::<u16>() as u64;
@@ -230,7 +231,7 @@ impl AttentionPass {
         Ok([download_bf16(at.o, rows * queries)?, lse, Vec::new()])
     }
 
-    /// Numbers and values of the scalars that the graph reads from the host.
+    /// Returns the ids and values of the scalars that the graph reads from the host.
     fn scalars(&self) -> Vec<(i64, f32)> {
         let mut scalars = vec![(SCALE, self.shape.scale), (MASK_VALUE, f32::NEG_INFINITY)];
         if let Mask::Window(window) = self.mask {
@@ -272,7 +273,7 @@ pub fn cudnn_workspace_bytes(s: AttentionShape) -> usize {
     queries * (s.head_dim * (2 * size_of::<f32>() + gradients) + 2 * size_of::<f32>())
 }
 
-/// The library's plans for a pass, best guess first.
+/// Returns cuDNN's execution plans for a pass, the one that cuDNN expects to be the fastest first.
 pub(super) fn plans(
     library: &Arc<CudnnApi>,
     pass: &AttentionPass,

@@ -20,7 +20,7 @@ const RUNS: usize = 4;
 /// Both are rounded to bf16, as are intermediate results.
 const TOLERANCE: f64 = 2e-2;
 
-/// Whose kernels compute attention.
+/// The implementation that computes attention.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum AttentionBackend {
     /// This program's kernels.
@@ -32,7 +32,7 @@ pub enum AttentionBackend {
     Cudnn,
 }
 
-/// What distinguishes passes: sizes, bits of the scale, mask, direction.
+/// The properties by which attention passes differ: sizes, bits of the scale, mask, direction.
 type PassKey = ([usize; 5], u32, Mask, bool);
 
 /// The open library and the decisions made so far.
@@ -84,8 +84,8 @@ impl CudnnAttention {
         self.notices.lock().unwrap_or_else(PoisonError::into_inner).pop_front()
     }
 
-    /// Enqueues a pass on cuDNN. Returns false if it is to be computed by this program's kernels,
-    /// which `built_in` runs.
+    /// Enqueues a pass on cuDNN. Returns false if cuDNN does not support the pass or was not
+    /// selected for it. `built_in` runs the pass on the built-in kernels, to time them.
     pub(in super::super) fn run(
         &self,
         cuda: &Cuda,
@@ -208,7 +208,8 @@ impl CudnnAttention {
         self.push_notice(BackendNotice::Degraded(warning));
     }
 
-    /// Enqueues a plan for a pass.
+    /// Enqueues the execution plan of an attention pass on this thread's stream, with scratch
+    /// memory for its workspace and for tensors that only cuDNN needs.
     fn enqueue(
         &self,
         gpu: &Arc<GpuContext>,
@@ -264,7 +265,7 @@ fn relative_difference(results: &[Vec<f32>; 3], expected: &[Vec<f32>; 3]) -> f64
     results.iter().zip(expected).map(difference).fold(0.0, f64::max)
 }
 
-/// Seconds of one run, averaged over some; `None` if one fails.
+/// Mean seconds of one run over [`RUNS`] timed runs; `None` if a run fails.
 fn time(gpu: &Arc<GpuContext>, run: impl Fn() -> bool) -> Result<Option<f64>> {
     if !run() {
         return Ok(None);

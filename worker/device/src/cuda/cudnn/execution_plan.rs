@@ -9,26 +9,26 @@ use std::{ffi::c_void, ptr, sync::Arc};
 /// `CUDNN_STATUS_NOT_SUPPORTED` and its sub-codes.
 const NOT_SUPPORTED: std::ops::Range<i32> = 3000..4000;
 
-/// The GPU that plans are made for.
+/// The GPU for which an execution plan is compiled.
 pub(super) enum PlanTarget {
-    /// The GPU of this handle of the library.
+    /// The GPU of this cuDNN handle.
     Handle(Handle),
     /// A GPU that is only known by its properties.
     Properties(Descriptor),
 }
 
-/// A compiled graph.
+/// A graph of operations that cuDNN has compiled for one GPU.
 pub(super) struct ExecutionPlan {
     plan: Descriptor,
     /// Bytes of workspace.
     pub(super) workspace: usize,
-    /// Number and value of each scalar that the graph reads from the host.
+    /// The id and value of each scalar that the graph reads from host memory.
     scalars: Vec<(i64, Box<f32>)>,
     _config: Descriptor,
     _source: Arc<PlanSource>,
 }
 
-/// The descriptors that plans are made of. The library may read them as long as the plans live.
+/// The descriptors from which plans are created. cuDNN may read them as long as the plans live.
 struct PlanSource {
     _graph_descriptor: Descriptor,
     graph: OperationGraph,
@@ -104,12 +104,12 @@ impl ExecutionPlan {
     }
 }
 
-/// A plan with the addresses that it is run with.
+/// A plan with the addresses of the tensors for one execution.
 #[derive(Clone)]
 pub(in super::super) struct PreparedPlan {
     pub(super) cudnn: Arc<Cudnn>,
     pub(super) plan: Arc<ExecutionPlan>,
-    /// Number and address of each tensor.
+    /// The id and address of each tensor.
     pub(super) tensors: Vec<(i64, Address)>,
     pub(super) workspace: Address,
 }
@@ -123,7 +123,7 @@ impl PartialEq for PreparedPlan {
 }
 
 impl PreparedPlan {
-    /// Issues it to a stream.
+    /// Issues the plan to a stream.
     pub(in super::super) fn issue(&self, stream: Handle) -> Result<()> {
         let on_device = |(id, at): &(i64, Address)| (*id, ptr::without_provenance(*at as usize));
         let on_host = |(id, value): &(i64, Box<f32>)| (*id, ptr::from_ref(&**value).cast::<c_void>());

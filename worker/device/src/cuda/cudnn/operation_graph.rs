@@ -36,7 +36,7 @@ pub(super) struct OperationGraph {
     pub(super) operations: Vec<Descriptor>,
 }
 
-/// Strides of a contiguous tensor.
+/// Returns the strides of a contiguous tensor with these dimensions.
 pub(super) fn packed_strides([_, h, s, d]: [i64; 4]) -> [i64; 4] {
     [h * s * d, s * d, d, 1]
 }
@@ -70,12 +70,12 @@ impl OperationGraph {
         Ok(GraphTensor { index, dims, strides })
     }
 
-    /// A contiguous virtual tensor.
+    /// Creates a contiguous virtual tensor.
     pub(super) fn virtual_tensor(&mut self, data_type: DataType, dims: [i64; 4]) -> Result<GraphTensor> {
         self.tensor(TensorLocation::Virtual, data_type, dims, packed_strides(dims))
     }
 
-    /// One `f32` on the host.
+    /// Creates a tensor of one `f32` on the host, bound to the number `id`.
     pub(super) fn scalar(&mut self, id: i64) -> Result<GraphTensor> {
         self.tensor(TensorLocation::Host(id), DataType::F32, [1; 4], [1; 4])
     }
@@ -98,7 +98,7 @@ impl OperationGraph {
         Ok(())
     }
 
-    /// `y = mode(x, b)`. Modes with one operand have no `b`.
+    /// Adds the operation `y = mode(x, b)`. Modes with one operand have no `b`.
     pub(super) fn pointwise(
         &mut self,
         mode: PointwiseMode,
@@ -121,7 +121,8 @@ impl OperationGraph {
         )
     }
 
-    /// `mode(x, b)` as a new virtual tensor of the dimensions of `x`.
+    /// Adds the operation `mode(x, b)` and returns its result, a virtual tensor with the dimensions
+    /// of `x`.
     pub(super) fn apply(
         &mut self,
         mode: PointwiseMode,
@@ -134,7 +135,8 @@ impl OperationGraph {
         Ok(y)
     }
 
-    /// The index of each element of `x` along an axis.
+    /// Adds the operation that computes the index of each element of `x` along `axis`, and returns
+    /// its result, a virtual tensor of integers.
     pub(super) fn index(&mut self, x: GraphTensor, axis: i64) -> Result<GraphTensor> {
         let y = self.virtual_tensor(DataType::I32, x.dims)?;
         let descriptor = Descriptor::new(&self.library, DescriptorType::Pointwise)?
@@ -150,7 +152,8 @@ impl OperationGraph {
         Ok(y)
     }
 
-    /// `x` where `condition` is true, otherwise `other`.
+    /// Adds the operation that selects `x` where `condition` is true, otherwise `other`. Returns
+    /// its result, a virtual tensor.
     pub(super) fn select(
         &mut self,
         condition: GraphTensor,
@@ -172,8 +175,8 @@ impl OperationGraph {
         Ok(y)
     }
 
-    /// `c = a · b` over the last two dimensions. If `b` has fewer heads, several heads of `a` share
-    /// one.
+    /// Adds the matmul `c = a · b` over the last two dimensions. If `b` has fewer heads than `a`,
+    /// several heads of `a` share one head of `b`.
     pub(super) fn matmul(&mut self, a: GraphTensor, b: GraphTensor, c: GraphTensor) -> Result<()> {
         let descriptor = Descriptor::new(&self.library, DescriptorType::Matmul)?
             .set_data_type(A::MatmulPrecision, DataType::F32)?
@@ -185,7 +188,7 @@ impl OperationGraph {
         )
     }
 
-    /// Reduces `x` over the dimensions in which `y` is smaller.
+    /// Adds the operation that reduces `x` to `y`, over the dimensions in which `y` is smaller.
     pub(super) fn reduce(&mut self, operator: Reduction, x: GraphTensor, y: GraphTensor) -> Result<()> {
         let descriptor = Descriptor::new(&self.library, DescriptorType::Reduction)?
             .set_reduction(operator)?
@@ -198,7 +201,8 @@ impl OperationGraph {
         )
     }
 
-    /// `x` with its last two dimensions exchanged, converted to a type.
+    /// Adds the operation that exchanges the last two dimensions of `x`, and returns its result, a
+    /// virtual tensor of type `data_type`.
     pub(super) fn transpose(&mut self, data_type: DataType, x: GraphTensor) -> Result<GraphTensor> {
         let swap = |[b, h, s, d]: [i64; 4]| [b, h, d, s];
         let y = self.tensor(TensorLocation::Virtual, data_type, swap(x.dims), swap(x.strides))?;

@@ -1,9 +1,10 @@
 //! [`GraphAutotuner`]: measures whether steps are faster with CUDA graphs.
 use std::time::Duration;
 
-/// Steps of each way that are not counted, because algorithms are chosen and graphs built in them.
+/// Steps without graphs, and with graphs, that are not counted: algorithms are chosen and graphs
+/// captured in them.
 const WARM_UP_STEPS: usize = 5;
-/// Steps of each way that are counted.
+/// Steps without graphs, and with graphs, that are counted.
 const COUNTED_STEPS: usize = 9;
 const STEPS: usize = WARM_UP_STEPS + COUNTED_STEPS;
 
@@ -11,7 +12,8 @@ const STEPS: usize = WARM_UP_STEPS + COUNTED_STEPS;
 /// GPU never waits for calls then, and large models need the memory that graphs would take.
 const LONG_CALL_SECONDS: f64 = 100e-6;
 
-/// Durations of some steps without graphs, then of as many with them.
+/// Compares the durations of steps without graphs to those of the following steps with graphs, and
+/// decides which are faster.
 #[derive(Default)]
 pub(in super::super) struct GraphAutotuner {
     step_seconds: Vec<f64>,
@@ -62,7 +64,8 @@ impl GraphAutotuner {
     }
 }
 
-/// The median, because evaluations, saves and other jobs prolong single steps.
+/// Returns the median of the durations. Evaluations, saves and other jobs prolong single steps,
+/// which would distort the mean.
 fn median(seconds: &[f64]) -> f64 {
     let mut sorted = seconds.to_vec();
     sorted.sort_by(f64::total_cmp);
