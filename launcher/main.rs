@@ -1,6 +1,8 @@
-//! The executable `launch`: runs the role that the first argument names.
+//! The executable `launch`: calls the worker, the GPU check or the launcher, depending on the first
+//! argument.
 use std::process::ExitCode;
 
+/// Calls the role that the first argument names, and returns its exit code.
 fn main() -> ExitCode {
     let role = std::env::args_os().nth(1);
     // Crate `launcher` does not depend on crate `worker`, so the worker's roles are dispatched

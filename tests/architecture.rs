@@ -164,7 +164,7 @@ const RULES: &[Rule] = &[
             "worker/src/data/epoch_permutation.rs",
             "worker/src/zero/slot_sums.rs",
             "worker/src/zero/gather_retention.rs",
-            "worker/ckpt/src/partition.rs",
+            "worker/ckpt/src/element_ranges.rs",
         ],
         names: &[
             "std::fs",
@@ -241,7 +241,11 @@ const EXCEPTIONS: &[(&str, &str, &str)] = &[
         "rename(",
         "the kernel cache is not a checkpoint: it can be rebuilt",
     ),
-    ("worker/src/data/cache_builder.rs", "rename(", "the token cache is not a checkpoint: it can be rebuilt"),
+    (
+        "worker/src/data/token_cache_builder.rs",
+        "rename(",
+        "the token cache is not a checkpoint: it can be rebuilt",
+    ),
     (
         "worker/src/data/content_digests.rs",
         "rename(",

@@ -24,7 +24,7 @@ const LIMIT: Duration = Duration::from_secs(90);
 /// checkpoint directory is shared.
 fn start_hosts(test: &str) -> Option<(JobDirectory, Hosts)> {
     let place = JobDirectory::new();
-    let hosts = Hosts::sharing(test, 4, &place.path(""))?;
+    let hosts = Hosts::start_sharing(test, 4, &place.path(""))?;
     fs::create_dir(place.path("home")).unwrap();
     fs::create_dir(place.path("jobs")).unwrap();
     Some((place, hosts))
@@ -550,7 +550,7 @@ fn reports_of_script(
 #[test]
 fn scripts_of_accelerate_and_deepspeed_run_unchanged_on_four_hosts() {
     let test = "cluster::scripts_of_accelerate_and_deepspeed_run_unchanged_on_four_hosts";
-    let Some(python) = support::deepspeed(test) else { return };
+    let Some(python) = support::python_with_deepspeed(test) else { return };
     let Some((place, hosts)) = start_hosts(test) else { return };
     for report in reports_of_script(&place, &hosts, &python, "accelerate", ACCELERATE_SCRIPT) {
         for (name, value) in [

@@ -153,7 +153,9 @@ fn convert(from: &Path, to: &Path, arguments: &[String]) {
 
 #[test]
 fn deepspeed_resumes_from_converted_checkpoints() {
-    let Some(python) = support::deepspeed("deepspeed_resumes_from_converted_checkpoints") else { return };
+    let Some(python) = support::python_with_deepspeed("deepspeed_resumes_from_converted_checkpoints") else {
+        return;
+    };
     let python = ForkServer::start(&python, &TRAINERS);
     let place = JobDirectory::new();
     let path = |name: String| -> PathBuf { place.path(&name) };

@@ -233,7 +233,7 @@ fn is_sshd_session(command_line: &str) -> bool {
 
 /// Starts four hosts that have the program of the ranks and the library that skews clocks.
 fn start_hosts(test: &str) -> Option<Hosts> {
-    let hosts = Hosts::up(test, 4)?;
+    let hosts = Hosts::start(test, 4)?;
     let library = hosts.file("shared/skew.so");
     let mut cc = Command::new("cc");
     cc.args(["-shared", "-fPIC", "-O1", "-o"]).arg(library).arg(SKEW_LIBRARY);
@@ -246,7 +246,7 @@ fn start_hosts(test: &str) -> Option<Hosts> {
 
 /// Injects a fault on a host. Returns the time of the fault, and the host if it is unreachable
 /// afterwards.
-fn inject(job: &Job<'_>, fault: InjectedFault, host: usize) -> (Instant, Option<usize>) {
+fn inject_fault(job: &Job<'_>, fault: InjectedFault, host: usize) -> (Instant, Option<usize>) {
     let (hosts, name) = (job.hosts, HOSTS[host]);
     // a rank that is not the first one of its host
     let rank = || job.rank_pid(host * 2 + 1);
@@ -299,7 +299,7 @@ fn inject(job: &Job<'_>, fault: InjectedFault, host: usize) -> (Instant, Option<
 }
 
 /// Undoes a fault on a host, so that the next fault can be injected there.
-fn heal(hosts: &Hosts, fault: InjectedFault, host: usize) {
+fn undo_fault(hosts: &Hosts, fault: InjectedFault, host: usize) {
     let name = HOSTS[host];
     match fault {
         OutOfMemory => hosts.command(&["mem", name, "-1"]),
@@ -321,9 +321,9 @@ fn run_case(hosts: &Hosts, fault: InjectedFault, host: usize) -> (Duration, Dura
     let what = format!("{fault:?} on {}", HOSTS[host]);
     let name = format!("{fault:?}-{host}").to_lowercase();
     let job = Job::start(hosts, &name);
-    let (since, unreachable) = inject(&job, fault, host);
+    let (since, unreachable) = inject_fault(&job, fault, host);
     let end = job.wait_end(since, unreachable);
-    heal(hosts, fault, host);
+    undo_fault(hosts, fault, host);
     if fault != ControllerKilled {
         let failure = end.failure.unwrap_or_else(|| panic!("{what}: no failure event"));
         let (is_of_rank, reason) = fault.expected_reason();

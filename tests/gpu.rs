@@ -162,7 +162,7 @@ fn unusable_drivers_libraries_and_kernels_have_specific_errors() {
 /// enough for the emulator.
 #[test]
 fn training_on_an_emulated_gpu_agrees_with_the_cpu() {
-    let directories = [emulated_gpu::library_directory(), emulated_nccl::library_directory()];
+    let directories = [emulated_gpu::library_directory(), emulated_nccl::build_library()];
     let libraries = std::env::join_paths(directories).expect("paths");
     // a version of NCCL that supports several ranks on one GPU
     let nccl = ("FAKE_NCCL_VERSION", "23007");
@@ -425,7 +425,7 @@ fn check_reports_the_version_and_path_of_each_cuda_library() {
     let directories = [
         emulated_gpu::library_directory().to_owned(),
         emulated_gpu::library_directory().join("cudnn"),
-        emulated_nccl::library_directory().to_owned(),
+        emulated_nccl::build_library().to_owned(),
     ];
     let list = std::env::join_paths(&directories).expect("paths");
     let libraries = regex::escape(&directories[0].display().to_string());
@@ -489,13 +489,13 @@ fn failures_of_gpus_and_their_libraries_are_reported_once() {
     let libraries = format!(
         "cluster.cuda_library_paths=[{}, {}]",
         emulated_gpu::library_directory().display(),
-        emulated_nccl::library_directory().display()
+        emulated_nccl::build_library().display()
     );
     let two = ["cluster.devices=cuda", "cluster.workers_per_host=2", "cluster.workers_per_gpu=2"];
     let set = [&two[..], &["cluster.comm_backend=nccl", &libraries]].concat();
     let ran = run_job(&place, &set, DEFAULT);
     assert_eq!((ran.code, codes(&ran)), (3, vec!["device-library-too-old".into()]), "{}", ran.stderr);
-    let nccl = regex::escape(&emulated_nccl::library_directory().display().to_string());
+    let nccl = regex::escape(&emulated_nccl::build_library().display().to_string());
     let filters = [(nccl.as_str(), "[NCCL]")];
     support::assert_snapshot(&place.path(""), "nccl_without_shared_gpus", ran.failure_message(), &filters);
     // the directories of the job come before those of the machine

@@ -3,12 +3,12 @@
 #![allow(clippy::unwrap_used)] // a test that panics has failed
 mod support;
 use contract::{
-    control::{FromWorker, JobKey, PeerAddress, Peers, ToWorker, VERSION, WorkerInit},
+    control::{FromWorker, JobKey, PROTOCOL_VERSION, ToWorker, WorkerAddresses, WorkerInit, WorkerPeers},
     env,
     event::Event,
     exit::WorkerExit,
     frame,
-    job::{Interface, JobSpec, Source, load},
+    job::{InterfaceSelector, JobSource, JobSpec, load_job},
 };
 use diagnostic::{Diagnostic, codes};
 use nix::{
@@ -112,20 +112,20 @@ fn run_with_env(
         Mutex::new(connections.iter().map(|c| c.try_clone().unwrap()).collect());
     let send = |rank: usize, message: &ToWorker| {
         // fails if the worker has ended
-        _ = writers.lock().unwrap()[rank].write_all(&frame::encode(message).unwrap());
+        _ = writers.lock().unwrap()[rank].write_all(&frame::encode_frame(message).unwrap());
     };
     let listening: Mutex<BTreeMap<u32, Vec<SocketAddr>>> = Mutex::new(BTreeMap::new());
     let losses = Mutex::new(Losses::new());
     let init_message = |rank: usize| {
         let host = hosts[rank];
         let text = TINY.to_owned();
-        let (mut job, _, _) = load(Source::Text { name: "job.yaml".into(), text }, &[]).unwrap();
+        let (mut job, _, _) = load_job(JobSource::Text { name: "job.yaml".into(), text }, &[]).unwrap();
         job.run.workdir = place.path("");
-        job.cluster.interface = Interface::Named("127.0.0.0/8".into());
+        job.cluster.interface = InterfaceSelector::Named("127.0.0.0/8".into());
         edit_job(host, &mut job);
         let ranks_before = |r: usize| hosts[..r].iter().filter(|h| **h == host).count() as u32;
         ToWorker::Init(Box::new(WorkerInit {
-            version: VERSION,
+            version: PROTOCOL_VERSION,
             rank: rank as u32,
             local_rank: ranks_before(rank),
             world,
@@ -147,12 +147,12 @@ fn run_with_env(
                     let mut listening = listening.lock().unwrap();
                     listening.insert(rank as u32, addresses);
                     if listening.len() == hosts.len() {
-                        let member = |(r, a): (&u32, &Vec<SocketAddr>)| PeerAddress {
+                        let member = |(r, a): (&u32, &Vec<SocketAddr>)| WorkerAddresses {
                             host_index: hosts[*r as usize],
                             addresses: a.clone(),
                         };
                         let members = listening.iter().map(member).collect();
-                        let peers = Peers { attempt: 4, key: JobKey([3; 32]), members, nccl_id: None };
+                        let peers = WorkerPeers { attempt: 4, key: JobKey([3; 32]), members, nccl_id: None };
                         (0..hosts.len()).for_each(|r| send(r, &ToWorker::Peers(peers.clone())));
                     }
                 }
@@ -188,11 +188,11 @@ fn run_with_env(
 /// Waits for the next message of a worker. Returns `None` when the worker has closed the
 /// connection.
 fn receive(connection: &mut UnixStream) -> Option<FromWorker> {
-    let mut header = [0; frame::HEADER];
+    let mut header = [0; frame::HEADER_BYTES];
     connection.read_exact(&mut header).ok()?;
-    let mut body = vec![0; frame::body_length(header).unwrap() as usize];
+    let mut body = vec![0; frame::decode_body_length(header).unwrap() as usize];
     connection.read_exact(&mut body).ok()?;
-    Some(frame::decode(&body).unwrap())
+    Some(frame::decode_body(&body).unwrap())
 }
 
 #[test]
@@ -239,7 +239,10 @@ fn a_killed_rank_ends_all_hosts_within_a_second_and_is_reported() {
         let killed = killed.into_inner().unwrap().unwrap();
         for (rank, e) in ended.iter().enumerate().filter(|(rank, _)| *rank != victim) {
             let (exit, error) = e.fatal.as_ref().unwrap();
-            assert_eq!((*exit, e.exit_code), (WorkerExit::Aborted, Some(WorkerExit::Aborted.code().into())));
+            assert_eq!(
+                (*exit, e.exit_code),
+                (WorkerExit::Aborted, Some(WorkerExit::Aborted.exit_code().into()))
+            );
             assert_eq!(error.code(), codes::collective::PEER_LOST);
             assert_eq!(error.field("peer"), Some(&victim.into()), "rank {rank}: {error:?}");
             let took = e.ended_at - killed;

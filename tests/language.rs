@@ -58,7 +58,7 @@ impl Rules {
 
     /// The first banned match in `text`, with what to write instead.
     fn violation<'t>(&self, text: &'t str) -> Option<(&'t str, &str)> {
-        let cleaned = without_code_spans(text);
+        let cleaned = blank_code_spans(text);
         for banned in &self.patterns {
             for found in banned.pattern.find_iter(&cleaned) {
                 let around = surroundings(&cleaned, found.start(), found.end());
@@ -88,7 +88,7 @@ fn replaced_identifiers(glossary: &str) -> impl Iterator<Item = String> {
 
 /// `text` with everything between backticks replaced by spaces of the same length: names of code,
 /// keys and files are not prose.
-fn without_code_spans(text: &str) -> String {
+fn blank_code_spans(text: &str) -> String {
     let mut inside = false;
     let blank = |c: char| " ".repeat(c.len_utf8());
     let mut out = String::with_capacity(text.len());

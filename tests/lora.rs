@@ -12,7 +12,9 @@ const EVAL_SAMPLES: usize = 8;
 
 #[test]
 fn peft_reads_the_adapters_of_a_job_and_a_job_those_of_peft() {
-    let Some(python) = support::deepspeed("peft_reads_the_adapters_of_a_job_and_a_job_those_of_peft") else {
+    let Some(python) =
+        support::python_with_deepspeed("peft_reads_the_adapters_of_a_job_and_a_job_those_of_peft")
+    else {
         return;
     };
     for (family, workers, targets) in [("llama", 2, "[q_proj, v_proj, down_proj]"), ("gpt2", 3, "all-linear")]

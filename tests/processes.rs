@@ -189,7 +189,7 @@ impl EndedJob {
     }
 
     /// The only event of this name.
-    fn event(&self, name: &str) -> Value {
+    fn only_event(&self, name: &str) -> Value {
         let mut found: Vec<_> = self.events().into_iter().filter(|e| e["event"] == name).collect();
         assert_eq!(found.len(), 1, "{name}: {}", self.stdout);
         found.remove(0)
@@ -334,11 +334,11 @@ fn the_first_failure_ends_the_job_and_is_reported_once() {
     job.assert_snapshot("first_failure", &ended.stderr);
     let job = Job::shell(3, script, &[]);
     let ended = job.run(&["--json"]);
-    let failure = ended.event("failure");
+    let failure = ended.only_event("failure");
     let reason = json!({ "kind": "exit", "code": 3 });
     assert_eq!((&failure["rank"], &failure["reason"]), (&1.into(), &reason));
     assert_eq!(failure["tail"], json!(["working 1", "no disk"]));
-    assert_eq!(ended.event("done")["exit_code"], 1);
+    assert_eq!(ended.only_event("done")["exit_code"], 1);
     let journal = fs::read_to_string(job.run_dir().join("events.jsonl")).unwrap();
     let untimed = |line: &str| {
         let mut event: Value = serde_json::from_str(line).unwrap();
@@ -355,7 +355,7 @@ fn the_signal_that_killed_a_worker_is_reported() {
         let job = Job::shell(2, &format!("[ $RANK = 0 ] && kill -{name} $$; sleep 1000"), &[]);
         let ended = job.run(&["--json"]);
         assert_eq!(ended.exit_code(), 1);
-        let reason = ended.event("failure")["reason"].clone();
+        let reason = ended.only_event("failure")["reason"].clone();
         assert_eq!((&reason["name"], &reason["number"]), (&signal.into(), &number.into()), "{reason}");
     }
 }
@@ -372,7 +372,7 @@ fn a_program_that_cannot_be_started_is_reported_with_the_reason() {
         let yaml = format!("name: test\ncluster: {{workers_per_host: 2}}\nrun: {{command: {command}}}\n");
         fs::write(job.path("job.yaml"), yaml).unwrap();
         let ended = job.run(&["--json"]);
-        let failure = ended.event("failure");
+        let failure = ended.only_event("failure");
         assert_eq!((ended.exit_code(), &failure["code"]), (1, &code.into()), "{failure}");
         assert_eq!(failure["reason"]["kind"], "start_failed", "{failure}");
         messages += &format!("{command}: {}\n", failure["message"].as_str().unwrap());
@@ -387,7 +387,7 @@ fn a_job_may_have_many_more_workers_than_cores() {
     let job = Job::shell(workers, "echo $RANK > done.$RANK", &[]);
     let ended = job.run(&["--json"]);
     assert_eq!(ended.exit_code(), 0);
-    let message = ended.event("notice")["message"].as_str().unwrap().to_owned();
+    let message = ended.only_event("notice")["message"].as_str().unwrap().to_owned();
     let message = message.replace(&format!("{workers} workers"), "[N] workers");
     job.assert_snapshot("more_workers_than_cores", &message.replace(&format!("{cores} CPU"), "[N] CPU"));
     assert!((0..workers).all(|rank| job.path(&format!("done.{rank}")).exists()));

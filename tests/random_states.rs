@@ -142,7 +142,9 @@ fn check_rejections(place: &JobDirectory, a: &Path) {
 /// losses equal those of the uninterrupted run.
 #[test]
 fn a_trainer_script_resumes_with_another_number_of_ranks() {
-    let Some(python) = support::deepspeed("a_trainer_script_resumes_with_another_number_of_ranks") else {
+    let Some(python) =
+        support::python_with_deepspeed("a_trainer_script_resumes_with_another_number_of_ranks")
+    else {
         return;
     };
     let fork_server = ForkServer::start(&python, &TRAINERS);

@@ -16,7 +16,7 @@ fn resumed_losses_equal_those_of_deepspeed() {
             let ran = resumed.run(&set).succeeded();
             let event = ran.named("resume")[0];
             assert_eq!((&event["step"], &event["world"]), (&3.into(), &2.into()));
-            resumed.follows(&ran);
+            resumed.assert_losses(&ran);
             let steps = ran.named("step");
             // the schedule is linear from 2e-3 at step 2 to 0 at step 20; three steps are done
             let lr = steps[0]["lr"].as_f64().unwrap();
@@ -46,7 +46,7 @@ fn universal_checkpoints_resume_with_the_losses_of_deepspeed() {
         for workers in [1, 3] {
             let workers = format!("cluster.workers_per_host={workers}");
             let ran = resumed.run(&[&workers, "checkpoint.every=never"]).succeeded();
-            resumed.follows(&ran);
+            resumed.assert_losses(&ran);
         }
     }
 }
@@ -102,7 +102,7 @@ fn checkpoints_without_parameter_groups_are_converted_and_resumed() {
         for workers in [1, 3] {
             let workers = format!("cluster.workers_per_host={workers}");
             let ran = resumed.run(&[&workers, "checkpoint.every=never"]).succeeded();
-            resumed.follows(&ran);
+            resumed.assert_losses(&ran);
             let name = from_name(&resumed.from);
             if workers.ends_with("=1") {
                 resumed

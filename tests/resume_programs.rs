@@ -58,7 +58,7 @@ fn resumed_losses_equal_those_of_the_programs() {
             let ran = resumed.run(&[&set, optimizer].concat()).succeeded();
             let event = ran.named("resume")[0];
             assert_eq!((&event["step"], &event["world"]), (&3.into(), &world.into()), "{name}");
-            resumed.follows(&ran);
+            resumed.assert_losses(&ran);
             let lr = ran.named("step")[0]["lr"].as_f64().unwrap();
             assert!((lr - rate * 17.0 / 18.0).abs() < 1e-12, "{name}: {lr}");
             if workers == 1 {
@@ -87,7 +87,7 @@ fn momentum_of_sgd_is_converted_through_the_universal_format() {
     for from in [universal, native] {
         resumed.from = from;
         let ran = resumed.run(&[SGD, "checkpoint.every=never"]).succeeded();
-        resumed.follows(&ran);
+        resumed.assert_losses(&ran);
         assert_eq!(ran.losses(), direct.losses(), "{}", resumed.from.display());
     }
 }
@@ -146,7 +146,7 @@ fn frozen_parameters_stay_frozen() {
             let set: Vec<&str> =
                 set.iter().map(String::as_str).chain([freeze, "checkpoint.every=never"]).collect();
             let ran = resumed.run(&set).succeeded();
-            resumed.follows(&ran);
+            resumed.assert_losses(&ran);
             if workers == 1 {
                 resumed.place.assert_snapshot(&format!("notices_{name}"), &ran.notices().join("\n"));
             }

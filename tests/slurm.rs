@@ -126,12 +126,12 @@ impl Cluster {
         fs::write(self.shared("job.yaml"), job + &slurm).unwrap();
         let uninterrupted = "./launch job.yaml --set name=uninterrupted --set cluster.hosts=local";
         self.output_of("h1", uninterrupted);
-        self.losses("uninterrupted")
+        self.step_bits("uninterrupted")
     }
 
     /// The bits of loss and gradient norm of each step, over all runs of a job. Steps that two runs
     /// executed must be equal.
-    fn losses(&self, job: &str) -> BTreeMap<u64, (u64, u64)> {
+    fn step_bits(&self, job: &str) -> BTreeMap<u64, (u64, u64)> {
         let mut losses = BTreeMap::new();
         for event in self.events(job).iter().filter(|e| e["event"] == "step") {
             let bits = |name: &str| event[name].as_f64().unwrap().to_bits();
@@ -425,7 +425,7 @@ fn jobs_save_at_the_time_limit_and_at_scancel_and_resume() {
     let job = c.output_of("h0", "./launch sbatch job.yaml");
     c.wait_end(&job, "COMPLETED");
     assert_eq!(resumes(&c), 2, "{}", c.describe(&job));
-    assert!(c.losses("tiny") == expected, "the losses differ from those of an uninterrupted run");
+    assert!(c.step_bits("tiny") == expected, "the losses differ from those of an uninterrupted run");
     c.wait_end(&limited, "COMPLETED");
     assert!(c.shared("saved").exists());
     assert_eq!(c.field(&limited, "Restarts"), "1", "{}", c.describe(&limited));
@@ -463,7 +463,7 @@ fn a_job_that_loses_a_node_is_requeued_and_resumes() {
     assert!(c.call(&["crash", &node]).status.success());
     c.wait_end(&job, "COMPLETED");
     assert_ne!(c.field(&job, "Restarts"), "0", "{}", c.describe(&job));
-    assert!(c.losses("tiny") == expected, "the losses differ from those of an uninterrupted run");
+    assert!(c.step_bits("tiny") == expected, "the losses differ from those of an uninterrupted run");
     // ranks listen on the requested interface
     let log = c.output_of("h0", "cat runs/tiny/2*/logs/rank-0.log");
     let lines = log.lines().filter(|line| line.contains(&format!("{}.", net.trim())));

@@ -114,7 +114,7 @@ const CHECKS: [&str; 21] = [
 
 #[test]
 fn reachable_hosts_pass_every_check() {
-    let Some(hosts) = Hosts::up("ssh::reachable_hosts_pass_every_check", 4) else { return };
+    let Some(hosts) = Hosts::start("ssh::reachable_hosts_pass_every_check", 4) else { return };
     let job = Job::new(&hosts, ALL, TRIVIAL_RUN);
     let (code, found) = job.check(&[]);
     assert_eq!((code, &found["ok"]), (0, &Value::Bool(true)), "{found:#}");
@@ -152,7 +152,7 @@ fn reachable_hosts_pass_every_check() {
 
 #[test]
 fn connection_failures_have_distinct_codes() {
-    let Some(hosts) = Hosts::up("ssh::connection_failures_have_distinct_codes", 4) else { return };
+    let Some(hosts) = Hosts::start("ssh::connection_failures_have_distinct_codes", 4) else { return };
     let unused_address = hosts.address(200);
     let list = format!("[\"h[0-3]\", {unused_address}, no-such-host.invalid]");
     let job = Job::new(&hosts, &list, TRIVIAL_RUN);
@@ -183,7 +183,7 @@ fn connection_failures_have_distinct_codes() {
 
 #[test]
 fn login_failures_have_distinct_codes() {
-    let Some(hosts) = Hosts::up("ssh::login_failures_have_distinct_codes", 1) else { return };
+    let Some(hosts) = Hosts::start("ssh::login_failures_have_distinct_codes", 1) else { return };
     let job = Job::new(&hosts, "[h0]", TRIVIAL_RUN);
     for (name, passphrase) in [("unauthorized", ""), ("locked", "secret")] {
         let mut keygen = Command::new("ssh-keygen");
@@ -202,7 +202,7 @@ fn login_failures_have_distinct_codes() {
 
 #[test]
 fn bootstrap_failures_have_distinct_codes() {
-    let Some(hosts) = Hosts::up("ssh::bootstrap_failures_have_distinct_codes", 4) else { return };
+    let Some(hosts) = Hosts::start("ssh::bootstrap_failures_have_distinct_codes", 4) else { return };
     let job = Job::new(&hosts, ALL, TRIVIAL_RUN);
     hosts.command(&["fill", "h0", "/", "20000"]);
     hosts.shell("h1", "mkdir -p /root/.cache; mount -t tmpfs -o noexec none /root/.cache");
@@ -227,7 +227,7 @@ fn bootstrap_failures_have_distinct_codes() {
 
 #[test]
 fn output_of_the_login_shell_is_tolerated() {
-    let Some(hosts) = Hosts::up("ssh::output_of_the_login_shell_is_tolerated", 2) else { return };
+    let Some(hosts) = Hosts::start("ssh::output_of_the_login_shell_is_tolerated", 2) else { return };
     hosts.shell(
         "h0",
         "printf 'echo Welcome to h0\\necho oops >&2\\nprintf \"no line end\"\\n' > /root/.bashrc",
@@ -251,7 +251,7 @@ fn output_of_the_login_shell_is_tolerated() {
 
 #[test]
 fn a_host_is_reached_through_a_jump_host() {
-    let Some(hosts) = Hosts::up("ssh::a_host_is_reached_through_a_jump_host", 3) else { return };
+    let Some(hosts) = Hosts::start("ssh::a_host_is_reached_through_a_jump_host", 3) else { return };
     // h1 and h2 take connections from h0 only
     for host in ["h1", "h2"] {
         hosts.shell(
@@ -277,7 +277,7 @@ ROLE_RANK|ROLE_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|OMP_NUM_THREADS|TORCHELASTIC_R
 
 #[test]
 fn a_program_runs_on_four_hosts() {
-    let Some(hosts) = Hosts::up("ssh::a_program_runs_on_four_hosts", 4) else { return };
+    let Some(hosts) = Hosts::start("ssh::a_program_runs_on_four_hosts", 4) else { return };
     for host in ["h0", "h1", "h2", "h3"] {
         hosts.shell(host, &format!("cat > /root/rank <<'END'\n{PRINT_RANK}END\nchmod 755 /root/rank"));
     }
@@ -329,7 +329,7 @@ fn failure_event(events: &str) -> Value {
 
 #[test]
 fn a_failure_ends_the_workers_of_every_host() {
-    let Some(hosts) = Hosts::up("ssh::a_failure_ends_the_workers_of_every_host", 3) else { return };
+    let Some(hosts) = Hosts::start("ssh::a_failure_ends_the_workers_of_every_host", 3) else { return };
     let script = "if [ $RANK = 3 ]; then sleep 1; echo broken; exit 7; fi; sleep 600";
     let run = format!(
         "run: {{command: [sh, -c, '{script}'], workdir: /root, grace_period: 2s, logs: {{dir: '/tmp/runs/{{run}}'}}}}"
@@ -349,7 +349,9 @@ fn a_failure_ends_the_workers_of_every_host() {
 
 #[test]
 fn the_workers_of_every_host_end_with_the_controller() {
-    let Some(hosts) = Hosts::up("ssh::the_workers_of_every_host_end_with_the_controller", 2) else { return };
+    let Some(hosts) = Hosts::start("ssh::the_workers_of_every_host_end_with_the_controller", 2) else {
+        return;
+    };
     let run =
         "run: {command: [sleep, '601'], workdir: /root, grace_period: 1s, logs: {dir: '/tmp/runs/{run}'}}";
     let job = Job::new(&hosts, "[h0, h1]", run);
@@ -372,7 +374,9 @@ fn the_workers_of_every_host_end_with_the_controller() {
 
 #[test]
 fn an_unreachable_host_ends_the_run_before_it_starts() {
-    let Some(hosts) = Hosts::up("ssh::an_unreachable_host_ends_the_run_before_it_starts", 2) else { return };
+    let Some(hosts) = Hosts::start("ssh::an_unreachable_host_ends_the_run_before_it_starts", 2) else {
+        return;
+    };
     let run = "run: {command: [sh, -c, 'echo started'], workdir: /root, logs: {dir: '/tmp/runs/{run}'}}";
     let job = Job::new(&hosts, "[h0, h1]", run);
     hosts.command(&["sshd-stop", "h1"]);

@@ -59,7 +59,9 @@ fn process_groups_initialize_with_the_store_of_the_agent_and_of_rank_0() {
 
 #[test]
 fn process_groups_of_an_old_torch_initialize_with_both_stores() {
-    if let Some(python) = support::old_torch("process_groups_of_an_old_torch_initialize_with_both_stores") {
+    if let Some(python) =
+        support::python_with_old_torch("process_groups_of_an_old_torch_initialize_with_both_stores")
+    {
         check_process_groups(&python);
     }
 }
@@ -131,7 +133,9 @@ fn every_operation_of_a_tcp_store_works() {
 
 #[test]
 fn every_operation_of_a_tcp_store_works_with_an_old_torch() {
-    if let Some(python) = support::old_torch("every_operation_of_a_tcp_store_works_with_an_old_torch") {
+    if let Some(python) =
+        support::python_with_old_torch("every_operation_of_a_tcp_store_works_with_an_old_torch")
+    {
         check_store_operations(&python);
     }
 }

@@ -95,7 +95,7 @@ fn resume_trainer(python: &[String], stage: u8, bf16: bool) {
 #[test]
 fn trainer_scripts_with_deepspeed_resume_with_another_number_of_ranks() {
     let test = "trainer_scripts_with_deepspeed_resume_with_another_number_of_ranks";
-    let Some(python) = support::deepspeed(test) else { return };
+    let Some(python) = support::python_with_deepspeed(test) else { return };
     let fork_server = ForkServer::start(&python, &TRAINERS);
     for (stage, bf16) in [(2, false), (3, false), (2, true)] {
         resume_trainer(&fork_server.python(), stage, bf16);
@@ -105,7 +105,7 @@ fn trainer_scripts_with_deepspeed_resume_with_another_number_of_ranks() {
 #[test]
 fn loops_with_accelerate_resume_with_another_number_of_ranks() {
     let test = "loops_with_accelerate_resume_with_another_number_of_ranks";
-    let Some(python) = support::deepspeed(test) else { return };
+    let Some(python) = support::python_with_deepspeed(test) else { return };
     let fork_server = ForkServer::start(&python, &TRAINERS);
     let script = || Script::new(&fork_server.python(), "accelerate_loop.py", 9);
     resume_loop_repeatedly(&script());
@@ -165,7 +165,7 @@ fn resume_loop(script: &Script, name: &str, close: f64, workers: u32) {
 #[test]
 fn a_trainer_script_with_fsdp_resumes_with_another_number_of_ranks() {
     let test = "a_trainer_script_with_fsdp_resumes_with_another_number_of_ranks";
-    let Some(python) = support::deepspeed(test) else { return };
+    let Some(python) = support::python_with_deepspeed(test) else { return };
     let python = [python.to_str().unwrap().to_owned()];
     let script = Script::new(&python, "trainer.py", 9).with_fsdp("sharded");
     let (ran, whole) = script.run(2, "whole", "", &[]);

@@ -2,7 +2,8 @@
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 use std::fmt;
 
-/// What kind of failure a diagnostic is; decides the exit code of `launch` (docs/cli.md).
+/// The kind of failure that a diagnostic reports. The category decides the exit code of `launch`
+/// (docs/cli.md).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Category {
@@ -19,7 +20,7 @@ pub enum Category {
 }
 
 impl Category {
-    /// The exit code of `launch` for a failure of this kind.
+    /// Returns the exit code of `launch` for a failure of this kind.
     pub const fn exit_code(self) -> u8 {
         match self {
             Category::Usage | Category::Job => 2,
@@ -30,47 +31,50 @@ impl Category {
     }
 }
 
-/// The explanation of one code, as `launch explain CODE` and docs/errors.md show it.
+/// The explanation of one code, which `launch explain CODE` and docs/errors.md show.
 #[derive(Debug)]
 pub struct CodeInfo {
-    /// The code in kebab-case, such as `ssh-host-key-unknown`. Stable between releases.
+    /// The name of the code in kebab-case, such as `ssh-host-key-unknown`. It is stable between
+    /// releases.
     pub name: &'static str,
-    /// The category, and so the exit code, unless the diagnostic replaces it.
+    /// The default category of diagnostics with this code. A diagnostic may replace it.
     pub category: Category,
-    /// One sentence: what happened.
+    /// One sentence that states what happened.
     pub summary: &'static str,
-    /// Why it usually happens.
+    /// The usual causes.
     pub cause: &'static str,
-    /// What to do about it.
+    /// What the user can do about the error.
     pub remedy: &'static str,
 }
 
-/// The stable name of one kind of error. Equal when the names are equal; serialized as the name.
+/// The stable name of one kind of error. Codes are equal if their names are equal, and are
+/// serialized as the name.
 #[derive(Clone, Copy)]
 pub struct Code(&'static CodeInfo);
 
 impl Code {
-    /// Declared by the tables of [`crate::codes`] only, so that every code has an explanation.
+    /// Creates the code of an explanation. Only the tables in [`crate::codes`] call this function,
+    /// so that every code has an explanation.
     pub(crate) const fn new(info: &'static CodeInfo) -> Self {
         Code(info)
     }
 
-    /// The code of this name, if there is one.
+    /// Returns the code with this name; `None` if no table declares one.
     pub fn from_name(name: &str) -> Option<Self> {
         crate::codes::all_codes().find(|code| code.name() == name)
     }
 
-    /// The code in kebab-case, such as `ssh-host-key-unknown`.
+    /// Returns the code in kebab-case, such as `ssh-host-key-unknown`.
     pub const fn name(self) -> &'static str {
         self.0.name
     }
 
-    /// The category of diagnostics with this code, unless they replace it.
+    /// Returns the default category of diagnostics with this code.
     pub const fn category(self) -> Category {
         self.0.category
     }
 
-    /// The explanation of the code: summary, cause and remedy.
+    /// Returns the explanation of the code.
     pub const fn info(self) -> &'static CodeInfo {
         self.0
     }

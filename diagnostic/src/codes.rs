@@ -1,10 +1,10 @@
-//! Every code of the product, by area, each with its category, summary, cause and remedy.
+//! Declares every code of the product, by area, each with its category, summary, cause and remedy.
 //!
-//! A code that is released keeps its name. Texts are sentences in plain text; `docs/errors.md` is
-//! generated from them (`LAUNCH_UPDATE_DOCS=1 cargo test -p diagnostic`).
+//! A released code keeps its name. The texts are sentences in plain text, from which
+//! `LAUNCH_UPDATE_DOCS=1 cargo test -p diagnostic` generates `docs/errors.md`.
 use crate::Code;
 
-/// Declares codes as constants, and the list `ALL` of them.
+/// Declares a constant for each code, and a list of all of them.
 macro_rules! codes {
     ($($constant:ident: $category:ident = $name:literal {
         summary: $summary:literal, cause: $cause:literal, remedy: $remedy:literal $(,)?
@@ -35,7 +35,7 @@ pub mod model;
 pub mod run;
 pub mod training;
 
-/// The areas in the order of docs/errors.md, each with its title.
+/// The areas of codes in the order of docs/errors.md: the title and the codes of each.
 pub(crate) const AREAS: &[(&str, &[Code])] = &[
     ("Command line", command::ALL),
     ("Job file", job::ALL),
@@ -49,7 +49,7 @@ pub(crate) const AREAS: &[(&str, &[Code])] = &[
     ("Collectives", collective::ALL),
 ];
 
-/// Every code, area by area.
+/// Iterates over every code, area by area.
 pub fn all_codes() -> impl Iterator<Item = Code> {
     AREAS.iter().flat_map(|(_, list)| list.iter().copied())
 }

@@ -1,17 +1,18 @@
 //! Crate `diagnostic`: the error value that every crate of the product reports.
 //!
-//! A [`Diagnostic`] holds a stable [`Code`], a subject, structured fields, help and causes. Text is
-//! made from it in [`render`], in one place; `--json` prints [`Diagnostic::to_json`]. The codes and
-//! their explanations are declared in [`codes`], from which `docs/errors.md` is generated.
+//! A [`Diagnostic`] holds a stable [`Code`], a subject, structured fields, help and causes.
+//! [`render`] turns a diagnostic into text, in one place; `--json` prints [`Diagnostic::to_json`].
+//! The codes and their explanations are declared in [`codes`], from which `docs/errors.md` is
+//! generated.
 mod code;
+mod code_reference;
 pub mod codes;
 mod location;
-mod reference;
 mod render;
 
 pub use code::{Category, Code, CodeInfo};
+pub use code_reference::{render_code_entry, render_code_reference};
 pub use location::Location;
-pub use reference::{entry, reference};
 pub use render::{render, render_all};
 
 use serde::{Deserialize, Serialize};
@@ -32,13 +33,14 @@ pub enum Severity {
 
 /// An error or warning: what is wrong, with which object, why, and what to do about it.
 ///
-/// Boxed inside, so that `Result<T, Diagnostic>` stays small.
+/// The data are boxed, so that `Result<T, Diagnostic>` stays small.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(transparent)]
-pub struct Diagnostic(Box<Inner>);
+pub struct Diagnostic(Box<DiagnosticData>);
 
+/// The data of a [`Diagnostic`]. Serialization uses the names of these fields.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-struct Inner {
+struct DiagnosticData {
     code: Code,
     severity: Severity,
     category: Category,
@@ -55,24 +57,25 @@ struct Inner {
 pub type Result<T> = std::result::Result<T, Diagnostic>;
 
 impl Diagnostic {
-    /// An error. `message` is one line in lower case, without a full stop: what failed, the object,
-    /// the observed value, the expected value.
+    /// Creates an error. `message` is one line in lower case, without a full stop: what failed, the
+    /// object, the observed value, the expected value.
     pub fn error(code: Code, message: impl Into<String>) -> Self {
         Self::new(code, Severity::Error, message.into())
     }
 
-    /// A warning, worded like an error's message.
+    /// Creates a warning. The rules for `message` are those of [`Diagnostic::error`].
     pub fn warning(code: Code, message: impl Into<String>) -> Self {
         Self::new(code, Severity::Warning, message.into())
     }
 
-    /// A note about a decision, such as the checkpoint that a job resumes from.
+    /// Creates a note about a decision, such as the choice of the checkpoint that a job resumes
+    /// from.
     pub fn note(code: Code, message: impl Into<String>) -> Self {
         Self::new(code, Severity::Note, message.into())
     }
 
     fn new(code: Code, severity: Severity, message: String) -> Self {
-        Diagnostic(Box::new(Inner {
+        Diagnostic(Box::new(DiagnosticData {
             code,
             severity,
             category: code.category(),
@@ -86,36 +89,38 @@ impl Diagnostic {
         }))
     }
 
-    /// Names the object: a job key (`train.batch.global`), a host, a path.
+    /// Sets the subject, which is the object that is wrong: a job key (`train.batch.global`), a
+    /// host, a path.
     pub fn with_subject(mut self, subject: impl Into<String>) -> Self {
         self.0.subject = Some(subject.into());
         self
     }
 
-    /// Names the place in a file or argument where the mistake was written.
+    /// Sets the place in a file or argument where the mistake was written.
     pub fn with_location(mut self, location: Location) -> Self {
         self.0.location = Some(location);
         self
     }
 
-    /// Adds a value that programs can read. Names are in snake_case and carry their unit.
+    /// Adds a value that programs can read. `name` is in snake_case and ends with the unit of the
+    /// value.
     pub fn with_field(mut self, name: &str, value: impl Into<Value>) -> Self {
         self.0.fields.insert(name.to_owned(), value.into());
         self
     }
 
-    /// Adds advice: the next command or edit.
+    /// Adds advice for the user: the next command to run or the edit to make.
     pub fn with_help(mut self, help: impl Into<String>) -> Self {
         self.0.help.push(help.into());
         self
     }
 
-    /// Adds the remedy of the code as advice, in lower case and without a full stop.
+    /// Adds the remedy of the code to the advice, in lower case and without a full stop.
     pub fn with_remedy(self) -> Self {
         let remedy = self.0.code.info().remedy.trim_end_matches('.');
         let mut chars = remedy.chars();
         let help = match (chars.next(), chars.next()) {
-            // not an abbreviation such as NCCL
+            // The first word is not an abbreviation such as NCCL.
             (Some(first), Some(second)) if second.is_lowercase() => {
                 first.to_lowercase().chain(remedy.chars().skip(1)).collect()
             }
@@ -124,7 +129,8 @@ impl Diagnostic {
         self.with_help(help)
     }
 
-    /// Adds an error that caused this one, and that error's own sources, outermost first.
+    /// Adds the message of an error that caused this one, followed by the messages of its sources,
+    /// outermost first.
     pub fn with_cause(mut self, error: &dyn Error) -> Self {
         let mut next = Some(error);
         while let Some(error) = next {
@@ -140,74 +146,75 @@ impl Diagnostic {
         self
     }
 
-    /// Replaces the category, and so the exit code, that the code has by default.
+    /// Replaces the category of the code, which decides the exit code.
     pub fn with_category(mut self, category: Category) -> Self {
         self.0.category = category;
         self
     }
 
-    /// Replaces the message; code, fields and location stay.
+    /// Replaces the message and keeps everything else.
     pub fn with_message(mut self, message: impl Into<String>) -> Self {
         self.0.message = message.into();
         self
     }
 
-    /// The stable name of this kind of error.
+    /// Returns the stable code of this kind of error.
     pub fn code(&self) -> Code {
         self.0.code
     }
 
-    /// Whether this is an error or a warning.
+    /// Returns whether this is an error, a warning or a note.
     pub fn severity(&self) -> Severity {
         self.0.severity
     }
 
-    /// The category, which decides the exit code.
+    /// Returns the category, which decides the exit code.
     pub fn category(&self) -> Category {
         self.0.category
     }
 
-    /// What happened, on one line in lower case.
+    /// Returns the message: what happened, on one line in lower case.
     pub fn message(&self) -> &str {
         &self.0.message
     }
 
-    /// The object that the diagnostic is about: a key, path, host or rank.
+    /// Returns the object that the diagnostic is about: a key, path, host or rank.
     pub fn subject(&self) -> Option<&str> {
         self.0.subject.as_deref()
     }
 
-    /// The place in a file or argument where the mistake was written.
+    /// Returns the place in a file or argument where the mistake was written.
     pub fn location(&self) -> Option<&Location> {
         self.0.location.as_ref()
     }
 
-    /// The field of this name, if it was given.
+    /// Returns the value of a field; `None` if the diagnostic has no field of this name.
     pub fn field(&self, name: &str) -> Option<&Value> {
         self.0.fields.get(name)
     }
 
-    /// All fields: values that programs may use.
+    /// Returns all fields, which are values for programs.
     pub fn fields(&self) -> &Map<String, Value> {
         &self.0.fields
     }
 
-    /// What the user can do next, one entry per suggestion.
+    /// Returns the advice for the user, one entry per suggestion.
     pub fn help(&self) -> &[String] {
         &self.0.help
     }
 
-    /// What caused this diagnostic, outermost first.
+    /// Returns the messages of the errors that caused this diagnostic, outermost first.
     pub fn causes(&self) -> &[String] {
         &self.0.causes
     }
 
-    /// The diagnostics that this one summarizes.
+    /// Returns the diagnostics that this one summarizes.
     pub fn details(&self) -> &[Diagnostic] {
         &self.0.details
     }
 
-    /// The diagnostic as `--json` prints it. Absent parts are left out.
+    /// Returns the diagnostic in the form that `--json` prints. Fields without a value are left
+    /// out.
     pub fn to_json(&self) -> Value {
         let inner = &*self.0;
         let mut object = Map::new();
@@ -236,7 +243,8 @@ impl Diagnostic {
     }
 }
 
-/// One line: place, message and causes, or the details where the diagnostic only summarizes them.
+/// Writes one line: location, message and causes. A diagnostic with details shows the details in
+/// place of its location and message.
 impl fmt::Display for Diagnostic {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (i, detail) in self.0.details.iter().enumerate() {

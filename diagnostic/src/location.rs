@@ -3,10 +3,10 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::fmt;
 
-/// Where a mistake was written.
+/// The place in a file or in a `--set` argument where a mistake was written.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Location {
-    /// A file as a whole.
+    /// A whole file.
     File {
         /// The name of the file.
         file: String,
@@ -15,9 +15,9 @@ pub enum Location {
     Line {
         /// The name of the file.
         file: String,
-        /// The number of the line, from 1.
+        /// The line number, counted from 1.
         line: u32,
-        /// The first character of the part, from 1.
+        /// The number of the first character of the part, counted from 1.
         column: u32,
         /// The number of characters of the part, at least 1.
         width: u32,
@@ -26,7 +26,7 @@ pub enum Location {
     },
     /// Part of a `--set path=value` argument.
     Override {
-        /// The first character of the part, from 1.
+        /// The number of the first character of the part, counted from 1.
         column: u32,
         /// The number of characters of the part, at least 1.
         width: u32,
@@ -36,7 +36,7 @@ pub enum Location {
 }
 
 impl Location {
-    /// The file's name, or `--set`.
+    /// Returns the file name; `--set` for an argument.
     pub fn file(&self) -> &str {
         match self {
             Location::File { file } | Location::Line { file, .. } => file,
@@ -44,7 +44,7 @@ impl Location {
         }
     }
 
-    /// The line, from 1; 0 for a whole file.
+    /// Returns the line number, counted from 1; 1 for an argument, and 0 for a whole file.
     pub fn line(&self) -> u32 {
         match self {
             Location::File { .. } => 0,
@@ -53,7 +53,7 @@ impl Location {
         }
     }
 
-    /// The column, from 1; 0 for a whole file.
+    /// Returns the column, counted from 1 in characters; 0 for a whole file.
     pub fn column(&self) -> u32 {
         match self {
             Location::File { .. } => 0,
@@ -61,7 +61,8 @@ impl Location {
         }
     }
 
-    /// `file`, `line` and `column`, as `--json` prints them; only `file` for a whole file.
+    /// Returns the JSON object that `--json` prints: `file`, `line` and `column`; only `file` for a
+    /// whole file.
     pub(crate) fn to_json(&self) -> Value {
         match self {
             Location::File { file } => json!({ "file": file }),
@@ -70,7 +71,7 @@ impl Location {
     }
 }
 
-/// `job.yaml:4:13`, or the `--set` argument.
+/// Writes `job.yaml:4:13`, `job.yaml` for a whole file, or the whole `--set` argument.
 impl fmt::Display for Location {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {

@@ -1,15 +1,16 @@
-//! Diagnostics as text for people: code, message, source line with a caret, causes, help.
+//! Renders diagnostics as text for the terminal: code, message, source line with a caret, causes,
+//! help.
 use crate::{Diagnostic, Location, Severity};
 use annotate_snippets::{AnnotationKind, Level, Origin, Renderer, Snippet};
 use std::fmt::Write;
 
-/// Longest source line that is shown under a message, characters.
-const MAX_LINE: usize = 400;
-/// Most diagnostics that are rendered; the rest is counted.
-const MAX_SHOWN: usize = 40;
+/// The longest source line that is shown below a message, in characters.
+const MAX_SHOWN_LINE_CHARS: usize = 400;
+/// The most diagnostics that are rendered. A last line states the number of the others.
+const MAX_SHOWN_DIAGNOSTICS: usize = 40;
 
-/// One diagnostic with its details; ends with a line break. A diagnostic that summarizes a single
-/// detail shows only that detail. Control characters are made visible.
+/// Renders a diagnostic and its details. A diagnostic with a single detail shows that detail and
+/// its own causes and help. Control characters become visible. The text ends with a line break.
 pub fn render(diagnostic: &Diagnostic, color: bool) -> String {
     let details = diagnostic.details();
     let mut text = render_all(details, color);
@@ -24,58 +25,63 @@ pub fn render(diagnostic: &Diagnostic, color: bool) -> String {
     text
 }
 
-/// Several diagnostics with an empty line between two; ends with a line break when not empty.
+/// Renders several diagnostics, separated by empty lines, but not their details. The text ends with
+/// a line break unless `diagnostics` is empty.
 pub fn render_all(diagnostics: &[Diagnostic], color: bool) -> String {
     let mut text = String::new();
-    for (i, diagnostic) in diagnostics.iter().take(MAX_SHOWN).enumerate() {
+    for (i, diagnostic) in diagnostics.iter().take(MAX_SHOWN_DIAGNOSTICS).enumerate() {
         if i > 0 {
             text.push('\n');
         }
         text.push_str(&render_one(diagnostic, color));
     }
-    if diagnostics.len() > MAX_SHOWN {
-        _ = writeln!(text, "\n… and {} more", diagnostics.len() - MAX_SHOWN);
+    if diagnostics.len() > MAX_SHOWN_DIAGNOSTICS {
+        _ = writeln!(text, "\n… and {} more", diagnostics.len() - MAX_SHOWN_DIAGNOSTICS);
     }
     text
 }
 
+/// Renders one diagnostic without its details.
 fn render_one(diagnostic: &Diagnostic, color: bool) -> String {
     match diagnostic.location() {
-        Some(location) => with_source(diagnostic, location, color),
-        None => without_source(diagnostic, color),
+        Some(location) => render_with_source(diagnostic, location, color),
+        None => render_without_source(diagnostic, color),
     }
 }
 
-fn without_source(diagnostic: &Diagnostic, color: bool) -> String {
+/// Renders a diagnostic that has no location.
+fn render_without_source(diagnostic: &Diagnostic, color: bool) -> String {
     let (name, style) = match diagnostic.severity() {
         Severity::Error => ("error", "\x1b[1;31m"),
         Severity::Warning => ("warning", "\x1b[1;33m"),
         Severity::Note => ("note", "\x1b[1;32m"),
     };
     let (style, reset) = if color { (style, "\x1b[0m") } else { ("", "") };
-    let (code, message) = (diagnostic.code().name(), visible(diagnostic.message()));
+    let (code, message) = (diagnostic.code().name(), replace_control_characters(diagnostic.message()));
     let mut text = format!("{style}{name}[{code}]{reset}: {message}\n");
     append_notes(&mut text, diagnostic);
     text
 }
 
-/// The causes and help of a diagnostic, one a line.
+/// Appends the causes and the help of a diagnostic, one per line.
 fn append_notes(text: &mut String, diagnostic: &Diagnostic) {
     for cause in diagnostic.causes() {
-        _ = writeln!(text, "  caused by: {}", visible(cause));
+        _ = writeln!(text, "  caused by: {}", replace_control_characters(cause));
     }
     for help in diagnostic.help() {
-        _ = writeln!(text, "  help: {}", visible(help));
+        _ = writeln!(text, "  help: {}", replace_control_characters(help));
     }
 }
 
 /// Replaces control characters other than line breaks by `·`, so that a message cannot control the
 /// terminal.
-fn visible(text: &str) -> String {
+fn replace_control_characters(text: &str) -> String {
     text.chars().map(|c| if c.is_control() && c != '\n' { '·' } else { c }).collect()
 }
 
-fn with_source(diagnostic: &Diagnostic, location: &Location, color: bool) -> String {
+/// Renders a diagnostic with the source line that its location points at. A longer line than
+/// [`MAX_SHOWN_LINE_CHARS`] is not shown.
+fn render_with_source(diagnostic: &Diagnostic, location: &Location, color: bool) -> String {
     let renderer = if color { Renderer::styled() } else { Renderer::plain() };
     let level = match diagnostic.severity() {
         Severity::Error => Level::ERROR,
@@ -85,21 +91,21 @@ fn with_source(diagnostic: &Diagnostic, location: &Location, color: bool) -> Str
     let title = level.primary_title(diagnostic.message()).id(diagnostic.code().name());
     let mut group = match location {
         Location::File { file } => title.element(Origin::path(file)),
-        Location::Line { file, line, column, text, .. } if text.chars().count() > MAX_LINE => {
+        Location::Line { file, line, column, text, .. } if text.chars().count() > MAX_SHOWN_LINE_CHARS => {
             title.element(Origin::path(file).line(*line as usize).char_column(*column as usize))
         }
         Location::Line { file, line, column, width, text } => title.element(
             Snippet::source(text)
                 .path(file)
                 .line_start(*line as usize)
-                .annotation(AnnotationKind::Primary.span(byte_range(text, *column, *width))),
+                .annotation(AnnotationKind::Primary.span(compute_byte_range(text, *column, *width))),
         ),
-        Location::Override { text, .. } if text.chars().count() > MAX_LINE => {
+        Location::Override { text, .. } if text.chars().count() > MAX_SHOWN_LINE_CHARS => {
             title.element(Origin::path("--set"))
         }
         Location::Override { column, width, text } => {
             let argument = format!("--set {text}");
-            let span = byte_range(&argument, *column + 6, *width);
+            let span = compute_byte_range(&argument, *column + 6, *width);
             title.element(
                 Snippet::source(argument)
                     .line_numbering(false)
@@ -116,9 +122,9 @@ fn with_source(diagnostic: &Diagnostic, location: &Location, color: bool) -> Str
     format!("{}\n", renderer.render(&[group]))
 }
 
-/// The byte range of the `width` characters that begin at the 1-based `column`, clamped to the
-/// text.
-fn byte_range(text: &str, column: u32, width: u32) -> std::ops::Range<usize> {
+/// Computes the byte range of `width` characters from `column` on, which counts from 1. The range
+/// ends at the end of the text at the latest.
+fn compute_byte_range(text: &str, column: u32, width: u32) -> std::ops::Range<usize> {
     let at = |chars: usize| text.char_indices().nth(chars).map_or(text.len(), |(byte, _)| byte);
     let first = column.saturating_sub(1) as usize;
     at(first)..at(first + width as usize)

@@ -3,7 +3,7 @@ use super::*;
 use std::{collections::BTreeSet, fs, path::Path};
 
 #[test]
-fn text_shows_message_causes_and_help() {
+fn rendered_text_shows_message_causes_and_help() {
     let cause = std::io::Error::other("disk is full");
     let diagnostic = Diagnostic::error(codes::run::INTERNAL, "cannot create the run directory")
         .with_cause(&cause)
@@ -30,7 +30,7 @@ fn a_summary_lists_its_details_first() {
 }
 
 #[test]
-fn json_has_code_fields_and_details() {
+fn the_json_form_has_code_fields_and_details() {
     let diagnostic = Diagnostic::warning(codes::run::INTERNAL, "late")
         .with_subject("rank 3")
         .with_field("seconds", 2)
@@ -65,16 +65,16 @@ fn codes_are_unique_and_explained() {
     }
 }
 
-/// docs/errors.md is generated; `LAUNCH_UPDATE_DOCS=1` rewrites it.
+/// Compares docs/errors.md with the tables of codes. `LAUNCH_UPDATE_DOCS=1` rewrites the file.
 #[test]
-fn the_reference_is_current() {
+fn the_error_reference_is_current() {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/errors.md");
     if std::env::var_os("LAUNCH_UPDATE_DOCS").is_some() {
-        fs::write(&path, reference()).expect("docs/errors.md is writable");
+        fs::write(&path, render_code_reference()).expect("docs/errors.md is writable");
     }
     let text = fs::read_to_string(&path).unwrap_or_default();
     assert!(
-        text == reference(),
+        text == render_code_reference(),
         "docs/errors.md is out of date: LAUNCH_UPDATE_DOCS=1 cargo test -p diagnostic"
     );
 }

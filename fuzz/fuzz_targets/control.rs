@@ -1,4 +1,5 @@
+//! Fuzzes the decoder of control messages.
 #![no_main]
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
-    let _ = launcher::untrusted::control(bytes);
+    let _ = launcher::untrusted::parse_control_stream(bytes);
 });

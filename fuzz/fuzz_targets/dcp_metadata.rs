@@ -1,4 +1,5 @@
+//! Fuzzes the parser of `.metadata` files of PyTorch Distributed Checkpoint.
 #![no_main]
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
-    let _ = ckpt::untrusted::dcp_metadata(bytes);
+    let _ = ckpt::untrusted::parse_dcp_metadata(bytes);
 });

@@ -1,4 +1,5 @@
+//! Fuzzes the parser of the items of `cluster.hosts`.
 #![no_main]
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
-    let _ = launcher::untrusted::host_list(bytes);
+    let _ = launcher::untrusted::parse_host_list(bytes);
 });

@@ -22,11 +22,11 @@ mod watchdog;
 
 pub(crate) use core::CONTROLLER_LEASE;
 pub use driver::{AgentOptions, main};
-pub(crate) use executable::{executable_hash, print_executable_hash};
-pub(crate) use process::{become_subreaper, exit_status, reap_children};
+pub(crate) use executable::{hash_executable, print_executable_hash};
+pub(crate) use process::{become_subreaper, decode_wait_status, reap_children};
 
-/// What the simulator of the controller's tests uses.
+/// The agent's state machine, for the simulated cluster of the controller's tests.
 #[cfg(test)]
 pub(crate) mod simulated {
-    pub(crate) use super::core::{Action, Core, GroupSignal, Input};
+    pub(crate) use super::core::{AgentAction, AgentCore, AgentInput, GroupSignal};
 }

@@ -1,4 +1,4 @@
-//! The command line: its options, and the errors of wrong arguments.
+//! Parses the command line, and converts errors of wrong arguments to diagnostics.
 use crate::{cmd::OutputFormat, cmd::ckpt::CkptArgs};
 use clap::{
     Args, CommandFactory, Parser, Subcommand,
@@ -26,7 +26,7 @@ use std::{
 )]
 pub(crate) struct Cli {
     #[command(subcommand)]
-    pub(crate) command: Command,
+    pub(crate) command: LaunchCommand,
     /// Print JSON on stdout: one event per line, plans and tables as one object
     #[arg(long, global = true)]
     pub(crate) json: bool,
@@ -35,11 +35,12 @@ pub(crate) struct Cli {
     pub(crate) json_schema: Option<EventSchema>,
 }
 
+/// The subcommand of `launch` with its options.
 #[derive(Debug, Subcommand)]
-pub(crate) enum Command {
+pub(crate) enum LaunchCommand {
     /// Run a job (the default command)
     Run(RunArgs),
-    /// Show what would run where: ranks, environment, memory; changes nothing
+    /// Show the ranks, environment and memory of a job without running it
     Plan(JobArgs),
     /// Check every host of a job: connection, GPUs, storage, ports
     Check(JobArgs),
@@ -67,10 +68,10 @@ pub(crate) enum Command {
     Agent(AgentArgs),
 }
 
-/// The command that crate `worker` implements; the executable's `main` dispatches it.
+/// The name of the command that crate `worker` implements. The executable's `main` dispatches it.
 const GPU_CHECK: &str = "gpu-check";
 
-/// A job and changes to it.
+/// The job and the overrides of commands that only read a job.
 #[derive(Debug, Args)]
 pub(crate) struct JobArgs {
     /// Job file
@@ -81,6 +82,7 @@ pub(crate) struct JobArgs {
     pub(crate) set: Vec<String>,
 }
 
+/// Arguments of `launch ps`.
 #[derive(Debug, Args)]
 pub(crate) struct PsArgs {
     /// Show all past runs instead of the newest 20
@@ -88,9 +90,10 @@ pub(crate) struct PsArgs {
     pub(crate) show_all: bool,
 }
 
+/// Arguments of `launch logs`.
 #[derive(Debug, Args)]
 pub(crate) struct LogsArgs {
-    /// Name of a run or its beginning, name of a job, or run directory
+    /// Name of a run or its first characters, name of a job, or run directory
     /// [default: the active run, else the newest]
     #[arg(value_name = "RUN")]
     pub(crate) run: Option<String>,
@@ -103,14 +106,15 @@ pub(crate) struct LogsArgs {
     /// Only lines that match this regular expression
     #[arg(long, value_name = "RE")]
     pub(crate) grep: Option<String>,
-    /// Only lines written within this time, accurate to about a second: 30s, 10m, 2h
+    /// Only lines of the last DURATION, such as 30s, 10m or 2h; accurate to about a second
     #[arg(long, value_name = "DURATION", value_parser = parse_duration_ms)]
     pub(crate) since: Option<u64>,
 }
 
+/// Arguments of `launch events`.
 #[derive(Debug, Args)]
 pub(crate) struct EventsArgs {
-    /// Name of a run or its beginning, name of a job, or run directory
+    /// Name of a run or its first characters, name of a job, or run directory
     /// [default: the active run, else the newest]
     #[arg(value_name = "RUN")]
     pub(crate) run: Option<String>,
@@ -119,9 +123,10 @@ pub(crate) struct EventsArgs {
     pub(crate) follow: bool,
 }
 
+/// Arguments of `launch stop`.
 #[derive(Debug, Args)]
 pub(crate) struct StopArgs {
-    /// Name of a run or its beginning, name of a job, or run directory
+    /// Name of a run or its first characters, name of a job, or run directory
     /// [default: the only active run]
     #[arg(value_name = "RUN")]
     pub(crate) run: Option<String>,
@@ -136,6 +141,7 @@ pub(crate) struct StopArgs {
     pub(crate) wait: u64,
 }
 
+/// Arguments of `launch explain`.
 #[derive(Debug, Args)]
 pub(crate) struct ExplainArgs {
     /// Error code, such as ssh-host-key-unknown [default: list all codes]
@@ -143,6 +149,7 @@ pub(crate) struct ExplainArgs {
     pub(crate) code: Option<String>,
 }
 
+/// Arguments of `launch gpu-check`, which crate `worker` parses.
 #[derive(Debug, Args)]
 pub(crate) struct GpuCheckArgs {
     /// Options of the command, which docs/cli.md lists
@@ -151,17 +158,17 @@ pub(crate) struct GpuCheckArgs {
 }
 
 /// Returns the usage error for `gpu-check` after other arguments, as in `launch --json gpu-check`.
-pub(crate) fn misplaced_gpu_check() -> Diagnostic {
+pub(crate) fn misplaced_gpu_check_error() -> Diagnostic {
     Diagnostic::error(command::USAGE, format!("`{GPU_CHECK}` must be the first argument"))
         .with_help(format!("write `launch {GPU_CHECK} [OPTION]…`"))
 }
 
-/// Largest rank in a list of ranks.
-const MAX_RANKS: u32 = 1 << 20;
+/// Ranks in a list must be less than this number.
+const RANK_LIMIT: u32 = 1 << 20;
 
-/// An option has a value of the wrong form.
+/// The error of an option whose value has the wrong form.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum ValueError {
+pub(crate) enum OptionValueError {
     /// Not a rank or a range of ranks.
     #[error("expected a rank or a range of ranks, such as 3 or 0-3,7")]
     Ranks,
@@ -183,19 +190,20 @@ pub(crate) enum ValueError {
 }
 
 /// Parses a rank, `3`, or a range of ranks, `0-3`.
-fn parse_ranks(text: &str) -> Result<Vec<u32>, ValueError> {
+fn parse_ranks(text: &str) -> Result<Vec<u32>, OptionValueError> {
     let (first, last) = text.split_once('-').unwrap_or((text, text));
     match (first.trim().parse(), last.trim().parse()) {
-        (Ok(first), Ok(last)) if first <= last && last < MAX_RANKS => Ok((first..=last).collect()),
-        _ => Err(ValueError::Ranks),
+        (Ok(first), Ok(last)) if first <= last && last < RANK_LIMIT => Ok((first..=last).collect()),
+        _ => Err(OptionValueError::Ranks),
     }
 }
 
 /// Parses a duration with a unit, such as `30s`, and returns milliseconds.
-fn parse_duration_ms(text: &str) -> Result<u64, ValueError> {
-    contract::job::parse_duration(text).ok_or(ValueError::Duration)
+fn parse_duration_ms(text: &str) -> Result<u64, OptionValueError> {
+    contract::job::parse_duration(text).ok_or(OptionValueError::Duration)
 }
 
+/// Arguments of `launch run`.
 #[derive(Debug, Args)]
 pub(crate) struct RunArgs {
     /// Job file
@@ -217,11 +225,11 @@ pub(crate) struct RunArgs {
     /// Program and arguments to run as workers, without a job file
     #[arg(last = true, value_name = "PROGRAM")]
     pub(crate) command: Vec<OsString>,
-    /// In a Slurm batch job: save, stop and requeue before the time limit (SIGUSR1) or when a node
-    /// is lost, at most `slurm.requeues` times
+    /// In a Slurm batch job: save and requeue the job before its time limit (SIGUSR1), and requeue
+    /// it after the loss of a node; at most `slurm.requeues` times
     #[arg(long, requires = "job")]
     pub(crate) requeue: bool,
-    /// Return when the job has started; it continues without this terminal
+    /// Return when the workers have started; the job continues without this terminal
     #[arg(long, conflicts_with = "dry_run")]
     pub(crate) detach: bool,
     /// Internal: name of the run and descriptor of a detached controller
@@ -232,9 +240,10 @@ pub(crate) struct RunArgs {
     pub(crate) dry_run: bool,
 }
 
+/// Arguments of the internal command `launch agent`.
 #[derive(Debug, Args)]
 pub(crate) struct AgentArgs {
-    /// Text to print first, on a separate line; output before it is not the agent's
+    /// Text that the agent prints first, on a separate line; ignore output before this text
     #[arg(long, value_name = "TEXT")]
     pub(crate) marker: Option<String>,
     /// Print the content hash of this executable once it is on disk, and exit
@@ -248,6 +257,7 @@ pub(crate) struct AgentArgs {
     pub(crate) remove_own_file: bool,
 }
 
+/// Arguments of `launch sbatch`.
 #[derive(Debug, Args)]
 pub(crate) struct SbatchArgs {
     /// Job file
@@ -264,25 +274,28 @@ pub(crate) struct SbatchArgs {
     pub(crate) options: Vec<String>,
 }
 
+/// Arguments of `launch import`.
 #[derive(Debug, Args)]
 pub(crate) struct ImportArgs {
     #[command(subcommand)]
-    pub(crate) from: ImportFrom,
+    pub(crate) from: ImportCommand,
 }
 
+/// The launcher whose configuration `launch import` converts.
 #[derive(Debug, Subcommand)]
-pub(crate) enum ImportFrom {
+pub(crate) enum ImportCommand {
     /// Convert the file that `accelerate config` writes
-    Accelerate(ImportFile),
-    /// Convert a DeepSpeed configuration: to built-in training, or to a job of the program after
+    Accelerate(ImportFileArgs),
+    /// Convert a DeepSpeed configuration to a job of the built-in training, or of the program after
     /// `--`
-    Deepspeed(ImportFile),
+    Deepspeed(ImportFileArgs),
     /// Convert the arguments of torchrun
-    Torchrun(ImportTorchrun),
+    Torchrun(ImportTorchrunArgs),
 }
 
+/// Arguments of `launch import accelerate` and `launch import deepspeed`.
 #[derive(Debug, Args)]
-pub(crate) struct ImportFile {
+pub(crate) struct ImportFileArgs {
     /// Configuration file
     #[arg(value_name = "FILE")]
     pub(crate) file: PathBuf,
@@ -294,8 +307,9 @@ pub(crate) struct ImportFile {
     pub(crate) program: Vec<String>,
 }
 
+/// Arguments of `launch import torchrun`.
 #[derive(Debug, Args)]
-pub(crate) struct ImportTorchrun {
+pub(crate) struct ImportTorchrunArgs {
     /// Hostfile of DeepSpeed or Open MPI
     #[arg(long, value_name = "FILE")]
     pub(crate) hostfile: Option<PathBuf>,
@@ -315,12 +329,12 @@ pub(crate) enum ParsedArgs {
     Invalid(Diagnostic, OutputFormat),
 }
 
-/// Parses the arguments; the first is the program's name.
-pub(crate) fn parse(args: impl Iterator<Item = OsString>) -> ParsedArgs {
+/// Parses the command line. The first argument is the name of the program.
+pub(crate) fn parse_command_line(args: impl Iterator<Item = OsString>) -> ParsedArgs {
     let args = insert_default_command(args);
-    let format = requested_format(&args);
-    let first = first_word(&args).map(|at| args[at].clone());
-    let help_command = help_command(&args);
+    let format = detect_requested_format(&args);
+    let first = find_first_word(&args).map(|at| args[at].clone());
+    let help_command = find_help_command(&args);
     let error = match Cli::try_parse_from(args) {
         Ok(cli) => return ParsedArgs::Command(Box::new(cli)),
         Err(error) => error,
@@ -328,18 +342,18 @@ pub(crate) fn parse(args: impl Iterator<Item = OsString>) -> ParsedArgs {
     match error.kind() {
         ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => ParsedArgs::Print(error.to_string()),
         ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand | ErrorKind::MissingSubcommand => {
-            let missing = first.as_deref().and_then(missing_subcommand);
-            ParsedArgs::Invalid(missing.unwrap_or_else(no_job), format)
+            let missing = first.as_deref().and_then(missing_subcommand_error);
+            ParsedArgs::Invalid(missing.unwrap_or_else(missing_job_error), format)
         }
         _ => ParsedArgs::Invalid(usage_error(&error, &help_command), format),
     }
 }
 
-/// Returns the command that prints the help of these arguments: `launch ckpt convert --help` for
-/// `launch ckpt convert a b --to zip`.
-fn help_command(args: &[OsString]) -> String {
+/// Returns the command line that prints the help of the subcommand in `args`, such as
+/// `launch ckpt convert --help` for `launch ckpt convert a b --to zip`.
+fn find_help_command(args: &[OsString]) -> String {
     let (mut command, mut words) = (Cli::command(), vec!["launch".to_owned()]);
-    for word in first_word(args).map_or(&[][..], |at| &args[at..]) {
+    for word in find_first_word(args).map_or(&[][..], |at| &args[at..]) {
         let Some(subcommand) = command.find_subcommand(word).cloned() else { break };
         words.push(subcommand.get_name().to_owned());
         command = subcommand;
@@ -347,19 +361,22 @@ fn help_command(args: &[OsString]) -> String {
     format!("{} --help", words.join(" "))
 }
 
-/// Returns the output format that invalid arguments request, so that their error is printed in it.
-fn requested_format(args: &[OsString]) -> OutputFormat {
+/// Returns the output format that `args` request, in which the error of invalid arguments is
+/// printed.
+fn detect_requested_format(args: &[OsString]) -> OutputFormat {
     let options = args.iter().take_while(|arg| *arg != "--");
     OutputFormat { json: options.into_iter().any(|arg| arg == "--json"), ..OutputFormat::default() }
 }
 
-fn no_job() -> Diagnostic {
+/// Returns the error of a command line without a job file and a command.
+fn missing_job_error() -> Diagnostic {
     Diagnostic::error(command::COMMAND_MISSING, "no job file given")
         .with_help("name a job, as in `launch job.yaml`, or see `launch --help`")
 }
 
-/// The error of a command such as `launch ckpt` that was given without its subcommand.
-fn missing_subcommand(word: &OsStr) -> Option<Diagnostic> {
+/// Returns the error of a command such as `launch ckpt` that was given without a subcommand; `None`
+/// if the command has no subcommands.
+fn missing_subcommand_error(word: &OsStr) -> Option<Diagnostic> {
     let cli = Cli::command();
     let name = word.to_str()?;
     let subcommands = cli.find_subcommand(name)?.get_subcommands().filter(|c| !c.is_hide_set());
@@ -373,15 +390,16 @@ fn missing_subcommand(word: &OsStr) -> Option<Diagnostic> {
     })
 }
 
-/// Inserts the default command: `launch job.yaml …` becomes `launch run job.yaml …`. A first word
-/// of letters only is a command; a job file with such a name is written `./name`.
+/// Inserts the default command, so that `launch job.yaml …` becomes `launch run job.yaml …`. A
+/// first word of letters only is taken as a command; a job file with a name of letters is written
+/// `./name`.
 fn insert_default_command(args: impl Iterator<Item = OsString>) -> Vec<OsString> {
     let mut args: Vec<OsString> = args.collect();
     let is_command = |arg: &OsString| {
         arg == GPU_CHECK || arg.to_str().is_some_and(|a| a.bytes().all(|b| b.is_ascii_alphabetic()))
     };
     let is_general_option = |arg: &OsString| ["-h", "--help", "-V", "--version"].iter().any(|g| arg == g);
-    if let Some(at) = first_word(&args)
+    if let Some(at) = find_first_word(&args)
         && !is_command(&args[at])
         && !is_general_option(&args[at])
     {
@@ -390,8 +408,9 @@ fn insert_default_command(args: impl Iterator<Item = OsString>) -> Vec<OsString>
     args
 }
 
-/// Index of the first argument that is not a global option, as in `launch --json plan job.yaml`.
-fn first_word(args: &[OsString]) -> Option<usize> {
+/// Returns the index of the first argument that is not a global option: that of `plan` in
+/// `launch --json plan job.yaml`. `None` if there is no such argument.
+fn find_first_word(args: &[OsString]) -> Option<usize> {
     let mut at = 1;
     while let Some(arg) = args.get(at) {
         match arg.to_str() {
@@ -404,9 +423,9 @@ fn first_word(args: &[OsString]) -> Option<usize> {
     None
 }
 
-/// Converts clap's error to a diagnostic, whose help names `help_command`.
+/// Converts clap's error to a diagnostic. The help of the diagnostic names `help_command`.
 fn usage_error(error: &clap::Error, help_command: &str) -> Diagnostic {
-    let text = |kind| error.get(kind).and_then(context_text);
+    let text = |kind| error.get(kind).and_then(context_to_text);
     let argument = text(ContextKind::InvalidArg).unwrap_or_default();
     let value = text(ContextKind::InvalidValue).unwrap_or_default();
     let message = match error.kind() {
@@ -446,8 +465,8 @@ fn usage_error(error: &clap::Error, help_command: &str) -> Diagnostic {
     usage.with_help(format!("see `{help_command}`"))
 }
 
-/// Converts a value of clap's error context to text.
-fn context_text(value: &ContextValue) -> Option<String> {
+/// Converts a value of clap's error context to text; `None` for other types of values.
+fn context_to_text(value: &ContextValue) -> Option<String> {
     match value {
         ContextValue::String(text) => Some(text.clone()),
         ContextValue::Strings(texts) => Some(texts.join("`, `")),
@@ -460,38 +479,42 @@ fn context_text(value: &ContextValue) -> Option<String> {
 mod tests {
     use super::*;
 
-    fn parsed(args: &[&str]) -> ParsedArgs {
-        parse(std::iter::once("launch").chain(args.iter().copied()).map(OsString::from))
+    /// Parses the arguments after the name of the program.
+    fn parse_words(args: &[&str]) -> ParsedArgs {
+        parse_command_line(std::iter::once("launch").chain(args.iter().copied()).map(OsString::from))
     }
 
-    fn command(args: &[&str]) -> Cli {
-        match parsed(args) {
+    /// Parses valid arguments. Panics if they are rejected.
+    fn parse_valid_command(args: &[&str]) -> Cli {
+        match parse_words(args) {
             ParsedArgs::Command(cli) => *cli,
             other => panic!("{args:?}: {other:?}"),
         }
     }
 
-    fn run_command(args: &[&str]) -> (RunArgs, bool) {
-        match command(args) {
-            Cli { command: Command::Run(run), json, .. } => (run, json),
+    /// Parses the arguments of `launch run`. Returns the options and `--json`.
+    fn parse_run_command(args: &[&str]) -> (RunArgs, bool) {
+        match parse_valid_command(args) {
+            Cli { command: LaunchCommand::Run(run), json, .. } => (run, json),
             other => panic!("{args:?}: {other:?}"),
         }
     }
 
-    fn invalid(args: &[&str]) -> Diagnostic {
-        match parsed(args) {
+    /// Parses invalid arguments and returns their error.
+    fn expect_usage_error(args: &[&str]) -> Diagnostic {
+        match parse_words(args) {
             ParsedArgs::Invalid(error, _) => error,
             other => panic!("accepted: {other:?}"),
         }
     }
 
     #[test]
-    fn the_command_line_is_consistent() {
+    fn the_definition_of_the_command_line_is_consistent() {
         Cli::command().debug_assert();
     }
 
     #[test]
-    fn run_is_the_default() {
+    fn run_is_the_default_command() {
         for args in [
             &["a.yaml", "--set", "x=1", "--dry-run"][..],
             &["run", "a.yaml", "--set", "x=1", "--dry-run"],
@@ -499,7 +522,7 @@ mod tests {
             &["--json", "--dry-run", "--set=x=1", "a.yaml"],
             &["--json-schema", "1", "--dry-run", "--set=x=1", "a.yaml"],
         ] {
-            let (run, json) = run_command(args);
+            let (run, json) = parse_run_command(args);
             assert_eq!(
                 (run.job.as_deref().and_then(std::path::Path::to_str), run.set, run.dry_run),
                 (Some("a.yaml"), vec!["x=1".to_owned()], true)
@@ -516,7 +539,7 @@ mod tests {
             (&["run", "--workers=4", "--", "python", "train.py", "--json", "-x"], Some(4)),
             (&["run", "--nproc_per_node=4", "--", "python", "train.py", "--json", "-x"], Some(4)),
         ] {
-            let (run, json) = run_command(args);
+            let (run, json) = parse_run_command(args);
             assert_eq!((run.job, run.workers, json), (None, workers, false));
             assert_eq!(run.command, ["python", "train.py", "--json", "-x"]);
         }
@@ -526,36 +549,39 @@ mod tests {
             &["run", "--workers", "0", "--", "true"],
             &["run", "--"],
         ] {
-            assert_eq!(invalid(args).code(), command::USAGE, "{args:?}");
+            assert_eq!(expect_usage_error(args).code(), command::USAGE, "{args:?}");
         }
     }
 
     #[test]
     fn options_may_precede_the_command() {
         for args in [&["plan", "a.yaml", "--json"][..], &["--json", "plan", "a.yaml"]] {
-            assert!(matches!(command(args), Cli { command: Command::Plan(_), json: true, .. }), "{args:?}");
+            assert!(
+                matches!(parse_valid_command(args), Cli { command: LaunchCommand::Plan(_), json: true, .. }),
+                "{args:?}"
+            );
         }
         for args in [&["--json-schema", "1", "events"][..], &["events", "--json-schema=1"]] {
-            assert_eq!(command(args).json_schema, Some(EventSchema::V1), "{args:?}");
+            assert_eq!(parse_valid_command(args).json_schema, Some(EventSchema::V1), "{args:?}");
         }
-        assert_eq!(command(&["events"]).json_schema, None);
-        assert!(matches!(command(&["agent"]), Cli { command: Command::Agent(_), .. }));
+        assert_eq!(parse_valid_command(&["events"]).json_schema, None);
+        assert!(matches!(parse_valid_command(&["agent"]), Cli { command: LaunchCommand::Agent(_), .. }));
     }
 
     #[test]
     fn help_lists_every_public_command() {
-        let ParsedArgs::Print(version) = parsed(&["--version"]) else { panic!("no version") };
+        let ParsedArgs::Print(version) = parse_words(&["--version"]) else { panic!("no version") };
         assert_eq!(version.split_whitespace().next(), Some("launch"));
-        let ParsedArgs::Print(help) = parsed(&["--help"]) else { panic!("no help") };
+        let ParsedArgs::Print(help) = parse_words(&["--help"]) else { panic!("no help") };
         insta::assert_snapshot!("help", help);
     }
 
     #[test]
     fn a_missing_command_has_its_own_code() {
         for args in [&[][..], &["--json"], &["import"], &["--json", "ckpt"]] {
-            assert_eq!(invalid(args).code(), command::COMMAND_MISSING, "{args:?}");
+            assert_eq!(expect_usage_error(args).code(), command::COMMAND_MISSING, "{args:?}");
         }
-        let error = invalid(&["import"]);
+        let error = expect_usage_error(&["import"]);
         let expected = serde_json::json!(["accelerate", "deepspeed", "torchrun"]);
         assert_eq!(error.field("subcommands"), Some(&expected));
     }
@@ -577,7 +603,7 @@ mod tests {
             &["logs", "--rank", "x"],
             &["ckpt", "convert", "a", "b", "--to", "zip"],
         ] {
-            let error = invalid(args);
+            let error = expect_usage_error(args);
             assert_eq!(error.code(), command::USAGE, "{args:?}");
             assert!(!error.message().contains('\n'), "{args:?}: {error}");
             lines += &format!("launch {}\n{}\n", args.join(" "), diagnostic::render(&error, false));
@@ -587,7 +613,7 @@ mod tests {
 
     #[test]
     fn wrong_arguments_are_reported_in_the_requested_format() {
-        let json = |args: &[&str]| match parsed(args) {
+        let json = |args: &[&str]| match parse_words(args) {
             ParsedArgs::Invalid(_, format) => format.json,
             other => panic!("accepted: {other:?}"),
         };

@@ -13,7 +13,7 @@ pub(crate) mod sbatch;
 pub(crate) mod stop;
 mod targets;
 
-use crate::report::plain;
+use crate::report::command_output;
 use contract::event::EventSchema;
 use diagnostic::{
     Diagnostic,
@@ -30,24 +30,25 @@ pub(crate) struct OutputFormat {
     pub(crate) schema: EventSchema,
 }
 
-/// The exit code of a command; an error is reported first.
-pub(crate) fn exit_code(result: diagnostic::Result<u8>, format: OutputFormat) -> u8 {
+/// Returns the exit code of a command. If the command failed, its error is reported first.
+pub(crate) fn report_result(result: diagnostic::Result<u8>, format: OutputFormat) -> u8 {
     result.unwrap_or_else(|error| report_error(&error, format))
 }
 
-/// Reports an error to people on stderr and, with `--json`, as one object on stdout. Returns its
-/// exit code.
+/// Prints an error as text to stderr and, with `--json` and schema 2, also as one JSON object to
+/// stdout. Returns the exit code of the error's category.
 pub(crate) fn report_error(error: &Diagnostic, format: OutputFormat) -> u8 {
-    plain::write_message(&diagnostic::render(error, plain::use_color()));
+    command_output::write_message(&diagnostic::render(error, command_output::is_color_enabled()));
     if format.json && format.schema == EventSchema::V2 {
         // The exit code reports the error to a program that has closed stdout.
-        _ = plain::write_data(&format!("{}\n", error_event(error)));
+        _ = command_output::write_data(&format!("{}\n", build_error_event(error)));
     }
     error.category().exit_code()
 }
 
-/// The object that `--json` prints for an error: the diagnostic's fields, `schema` and `event`.
-fn error_event(error: &Diagnostic) -> Value {
+/// Returns the JSON object that `--json` prints for an error. It has the members of the diagnostic,
+/// `schema` and `event`.
+fn build_error_event(error: &Diagnostic) -> Value {
     let mut event = error.to_json();
     event["schema"] = json!(EventSchema::V2.number());
     event["event"] = json!("error");
@@ -56,22 +57,22 @@ fn error_event(error: &Diagnostic) -> Value {
 
 /// Prints warnings to stderr.
 pub(crate) fn print_warnings(warnings: &[Diagnostic]) {
-    plain::write_message(&diagnostic::render_all(warnings, plain::use_color()));
+    command_output::write_message(&diagnostic::render_all(warnings, command_output::is_color_enabled()));
 }
 
-/// Writes data to stdout and returns the exit code of success.
-pub(crate) fn print(text: &str) -> diagnostic::Result<u8> {
-    plain::write_data(text).map_err(|error| output_failed(&error))?;
+/// Writes the output of a command to stdout and returns the exit code of success.
+pub(crate) fn print_output(text: &str) -> diagnostic::Result<u8> {
+    command_output::write_data(text).map_err(|error| output_error(&error))?;
     Ok(contract::exit::DONE)
 }
 
-/// Error: stdout is not writable.
-pub(crate) fn output_failed(error: &std::io::Error) -> Diagnostic {
+/// Returns the error of a failed write to stdout.
+pub(crate) fn output_error(error: &std::io::Error) -> Diagnostic {
     Diagnostic::error(command::OUTPUT_FAILED, "cannot write to standard output").with_cause(error)
 }
 
-/// Error: the job file has these mistakes.
-pub(crate) fn invalid_job(file: &str, mistakes: Vec<Diagnostic>) -> Diagnostic {
+/// Returns one error for a job file, with each of the mistakes as a detail.
+pub(crate) fn invalid_job_error(file: &str, mistakes: Vec<Diagnostic>) -> Diagnostic {
     let noun = if mistakes.len() == 1 { "mistake" } else { "mistakes" };
     let message = format!("{file} has {} {noun}; nothing was started", mistakes.len());
     let summary = Diagnostic::error(job::JOB_INVALID, message)
@@ -80,8 +81,8 @@ pub(crate) fn invalid_job(file: &str, mistakes: Vec<Diagnostic>) -> Diagnostic {
     mistakes.into_iter().fold(summary, Diagnostic::with_detail)
 }
 
-/// Warns that `--json-schema 1` will be removed.
-pub(crate) fn warn_deprecated_schema() {
+/// Prints the warning that `--json-schema 1` will be removed.
+pub(crate) fn print_schema_deprecation() {
     let message = "`--json-schema 1` is deprecated and will be removed in the next release";
     print_warnings(&[Diagnostic::warning(command::JSON_SCHEMA_DEPRECATED, message)
         .with_help("read events of schema 2; docs/events.md lists the renamed fields")]);
@@ -95,7 +96,7 @@ mod tests {
     #[test]
     fn an_error_is_one_json_object_with_its_code() {
         let error = Diagnostic::error(run::INTERNAL, "it failed").with_field("seconds", 2);
-        let event = error_event(&error);
+        let event = build_error_event(&error);
         assert_eq!((&event["schema"], &event["event"]), (&json!(2), &json!("error")));
         assert_eq!((&event["code"], &event["fields"]["seconds"]), (&json!("internal"), &json!(2)));
     }
@@ -103,7 +104,7 @@ mod tests {
     #[test]
     fn an_invalid_job_lists_its_mistakes() {
         let mistake = |text: &str| Diagnostic::error(job::JOB_VALUE_TYPE, text);
-        let error = invalid_job("a.yaml", vec![mistake("one"), mistake("two")]);
+        let error = invalid_job_error("a.yaml", vec![mistake("one"), mistake("two")]);
         assert_eq!((error.code(), error.details().len()), (job::JOB_INVALID, 2));
         assert_eq!(error.category().exit_code(), contract::exit::USAGE);
     }

@@ -1,13 +1,13 @@
 //! Control connections: framed messages over any byte stream.
 //!
 //! Each connection has one task that reads and one that writes. A frame is a little-endian u32
-//! length and a MessagePack body; `contract::control` declares the messages. Reading untrusted
-//! input allocates at most `contract::control::MAX_FRAME` bytes and never panics.
-mod clock;
+//! length and a MessagePack body. `contract::control` declares the messages. Reading untrusted
+//! input allocates at most `contract::control::MAX_FRAME_BYTES` bytes and never panics.
 mod frame;
+mod frame_tasks;
 pub(crate) mod handshake;
-mod tasks;
+mod running_clock;
 
-pub(crate) use clock::RunningClock;
-pub(crate) use frame::{FrameError, encode};
-pub(crate) use tasks::{Outbox, Priority, read_frames, write_frames};
+pub(crate) use frame::{FrameError, encode_frame};
+pub(crate) use frame_tasks::{MessagePriority, Outbox, read_frames, write_frames};
+pub(crate) use running_clock::RunningClock;

@@ -1,9 +1,9 @@
-//! The controller: the process that a user starts, one per run. It plans the attempts and decides
-//! what runs.
+//! The controller: the process that a user starts, one for each run. It plans the attempts of the
+//! run and decides what runs where.
 //!
-//! `core` decides without I/O, and `driver` executes: a transport starts the agents, control
-//! connections carry messages, events go to the journal and to the report. `preparation` plans an
-//! attempt and binds its rendezvous.
+//! `core` makes the decisions without I/O. `driver` executes them: it starts agents through a
+//! transport, exchanges messages with them over control connections, and reports events to the
+//! journal and to the user. `preparation` holds what an attempt needs before its workers start.
 mod core;
 mod driver;
 mod file_watch;
@@ -23,95 +23,99 @@ mod tensorboard;
 
 pub(crate) use core::PeerEnd;
 pub(crate) use journal::write_atomically;
-pub(crate) use rendezvous::Rendezvous;
+pub(crate) use rendezvous::BoundRendezvous;
 pub(crate) use store::StoreServer;
-pub(crate) use store::untrusted::serve as serve_untrusted_clients;
+pub(crate) use store::untrusted::serve_untrusted_clients;
 
 use crate::{
-    discover::{Inventory, hosts::ClusterHost},
+    discover::{Inventory, cluster_hosts::ClusterHost},
     plan::Plan,
     transport::Transport,
 };
 use contract::{event::EventSchema, hosts::HostSlots, job::JobSpec};
 
-pub use crate::secrets::Secrets;
+pub use crate::secrets::SecretVariables;
 pub use crate::transport::detached::StartNotifier;
-pub use hostfile::HostFile;
+pub use hostfile::FilteredHostfile;
 pub use job_file::JobFile;
-pub use requeue::Requeue;
+pub use requeue::RequeueableJob;
 
-/// A host of a job, as its transport reaches it.
+/// A host of a job, with the name under which the transport reaches the host.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HostTarget {
-    /// The name in the job, which the transport knows.
+    /// The host's name in the job, by which the transport finds the host.
     pub name: String,
-    /// The number of workers that the list of hosts declares for it.
+    /// The number of workers that the list of hosts declares for the host; `None` if it declares no
+    /// number.
     pub slots: Option<u32>,
-    /// The numbers of those slots, where a filter picked them.
+    /// The numbers of the slots that a filter selected; `None` without a filter of slots.
     pub selected_slots: Option<Vec<u32>>,
-    /// Whether it is the controller's machine.
+    /// Whether the host is the controller's machine.
     pub local: bool,
 }
 
 impl HostTarget {
-    /// A host of the job on another machine.
-    pub(crate) fn remote(host: &ClusterHost) -> HostTarget {
+    /// Creates the target for a host of the job that is another machine.
+    pub(crate) fn from_cluster_host(host: &ClusterHost) -> HostTarget {
         let selected_slots =
             if let HostSlots::Selected(list) = &host.slots { Some(list.clone()) } else { None };
         HostTarget { name: host.host.name(), slots: host.slots.count(), selected_slots, local: false }
     }
 }
 
-/// The job to run, and where.
+/// A job that is ready to run, with its hosts and the transport that reaches them.
 pub(crate) struct RunRequest {
     pub(crate) job: JobSpec,
     /// The plan for the declared hosts. Each attempt is planned again with the inventories of its
     /// hosts.
     pub(crate) plan: Plan,
-    /// In the order of ranks.
+    /// The hosts in the order of ranks.
     pub(crate) hosts: Vec<HostTarget>,
-    /// Starts agents on the hosts.
+    /// The transport that starts the agents on the hosts.
     pub(crate) transport: Box<dyn Transport>,
-    /// The inventory of the controller's machine; its user's choices of devices hold for the job.
+    /// The inventory of the controller's machine. The user's choices of devices on this machine
+    /// apply to all hosts of the job.
     pub(crate) local_inventory: Inventory,
-    /// Prepares the checkpoint that programs resume from.
-    pub(crate) prepare_resume: PrepareResume,
+    /// Prepares the checkpoint from which programs resume.
+    pub(crate) prepare_resume: ResumePreparer,
 }
 
-/// Adapts the checkpoint that programs resume from to the plan of an attempt, and adds its path to
-/// the environment of the workers.
-pub(crate) type PrepareResume = fn(&JobSpec, &mut Plan) -> diagnostic::Result<()>;
+/// Adapts the checkpoint from which programs resume to the plan of an attempt, and adds the path of
+/// the checkpoint to the environment of the workers.
+pub(crate) type ResumePreparer = fn(&JobSpec, &mut Plan) -> diagnostic::Result<()>;
 
-/// How to run a job.
+/// The options of a run: the form of its output, secrets, and the files to watch.
 #[derive(Clone, Debug, Default)]
-pub struct Options {
-    /// Prints events as JSON lines on stdout.
+pub struct RunOptions {
+    /// Whether events are printed on stdout as JSON lines.
     pub json: bool,
-    /// The form of these lines.
+    /// The schema of the JSON lines.
     pub schema: EventSchema,
-    /// The command line, stored with the run and shown as the command to resume with.
+    /// The command line of `launch`. It is stored with the run and shown as the command that
+    /// resumes the run.
     pub command: Vec<String>,
     /// Secrets for the environment of the workers.
-    pub secrets: Secrets,
-    /// The batch job to requeue.
-    pub requeue: Option<Requeue>,
-    /// Notified when all workers are running. The run is then detached from the terminal.
+    pub secrets: SecretVariables,
+    /// The Slurm batch job that may be requeued after the run; `None` outside of a batch job.
+    pub requeue: Option<RequeueableJob>,
+    /// Notified when all workers are running. The run is then detached from the terminal. `None`
+    /// for a run in the foreground.
     pub starter: Option<StartNotifier>,
-    /// Watched for changes while the job runs.
+    /// The job file to watch for changes while the job runs; `None` to watch no job file.
     pub job_file: Option<JobFile>,
-    /// Watched for changes while the job runs.
-    pub hostfile: Option<HostFile>,
+    /// The hostfile to watch for changes while the job runs; `None` if the job has no hostfile.
+    pub hostfile: Option<FilteredHostfile>,
 }
 
-/// Runs a job to its end; returns the exit code of `launch`.
-pub(crate) fn run(request: RunRequest, options: Options) -> u8 {
-    driver::run(request, options)
+/// Runs a job to its end and returns the exit code of `launch`. Blocks.
+pub(crate) fn run_job(request: RunRequest, options: RunOptions) -> u8 {
+    driver::run_job(request, options)
 }
 
 #[cfg(test)]
 mod tests {
-    mod positions;
+    mod fault_positions;
     mod roster;
     mod sim;
-    mod simulated;
+    mod simulated_runs;
 }

@@ -1,56 +1,58 @@
 //! [`Inventory`]: the CPUs, GPUs, memory and network interfaces of a machine, read from the system.
 mod cgroup;
+pub(crate) mod cluster_hosts;
 mod gpus;
-pub(crate) mod hosts;
 pub mod local;
 pub mod slurm;
 pub(crate) mod topology;
 
-pub(crate) use cgroup::oom_kills;
+pub(crate) use cgroup::read_oom_kill_count;
 
 use contract::{
     control::{HostInventory, InterfaceAddress},
     env::VISIBLE_DEVICES,
-    machine::{Gpu, Topology},
+    hardware::{CpuTopology, GpuDevice},
 };
 
-/// What was discovered about one machine.
+/// The hardware and environment that were discovered on one machine.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Inventory {
-    /// The host name.
+    /// The hostname.
     pub host: String,
-    /// The CPUs that an agent may run on, ascending; empty: not known yet.
+    /// The numbers of the CPUs that an agent may run on, ascending; empty if they are not known
+    /// yet.
     pub cpus: Vec<u32>,
-    /// The limit on CPU time of the control group, in CPUs; `None`: no limit.
+    /// The limit on CPU time of the control group, in CPUs; `None` for no limit.
     pub quota: Option<f64>,
-    /// Usable memory in bytes: the machine's, or the limit of the control group; 0: unknown.
+    /// The usable memory in bytes: that of the machine, or the limit of the control group; 0 if
+    /// unknown.
     pub memory: u64,
-    /// The addresses of the network interfaces; empty: not known yet.
+    /// The addresses of the network interfaces; empty if they are not known yet.
     pub addresses: Vec<InterfaceAddress>,
-    /// The size of /dev/shm in bytes; 0: none or unknown.
+    /// The size of /dev/shm in bytes; 0 if it does not exist or is unknown.
     pub shm: u64,
-    /// The cores of these CPUs.
-    pub topology: Topology,
-    /// The GPUs, by number.
-    pub gpus: Vec<Gpu>,
-    /// The variables of [`contract::env::USERS_CHOICE`] that the user has set, and those of
+    /// The physical cores of the CPUs in `cpus`.
+    pub topology: CpuTopology,
+    /// The GPUs, in the order of their numbers.
+    pub gpus: Vec<GpuDevice>,
+    /// The variables of [`contract::env::USER_OVERRIDABLE`] that the user has set, and those of
     /// [`VISIBLE_DEVICES`] that are set on this machine.
     pub inherited_env: Vec<(String, String)>,
 }
 
 impl Inventory {
-    /// The inventory of a machine of which only the name is known.
+    /// Returns the inventory of a machine of which only the name is known.
     pub fn unknown(host: &str) -> Inventory {
         Inventory { host: host.to_owned(), ..Inventory::default() }
     }
 
-    /// Whether no agent has reported about the machine yet.
+    /// Returns whether no agent has reported the inventory of the machine yet.
     pub fn is_unknown(&self) -> bool {
         self.cpus.is_empty()
     }
 
-    /// The inventory that an agent reports. `user_env` has the variables that the user has set in
-    /// the controller's environment.
+    /// Converts the report of an agent to an inventory. `user_env` has the variables that the user
+    /// has set in the controller's environment.
     pub fn from_agent(reported: HostInventory, user_env: &[(String, String)]) -> Inventory {
         let HostInventory {
             host,
@@ -65,17 +67,17 @@ impl Inventory {
         } = reported;
         cpus.sort_unstable();
         cpus.dedup();
-        if !topology.covers(&cpus) {
-            topology = Topology::flat(&cpus);
+        if !topology.covers_exactly(&cpus) {
+            topology = CpuTopology::with_one_core_per_cpu(&cpus);
         }
-        // The visible GPUs are those of the host, not of the controller.
+        // The host's variables of visible GPUs apply, not those of the controller.
         let from_user = user_env.iter().filter(|(name, _)| !is_device_variable(name)).cloned();
         let of_host = visible_devices.into_iter().filter(|(name, _)| is_device_variable(name));
         let inherited_env = from_user.chain(of_host).collect();
         Inventory { host, cpus, quota, memory, addresses, shm, topology, gpus, inherited_env }
     }
 
-    /// The inventory in the form in which an agent reports it.
+    /// Converts the inventory to the form in which an agent reports it.
     pub fn into_host_inventory(self) -> HostInventory {
         let Inventory {
             host,
@@ -92,13 +94,15 @@ impl Inventory {
         HostInventory { host, cpus, quota, memory, addresses, shm, topology, gpus, visible_devices }
     }
 
-    /// The number of threads that can run at once: CPUs, or fewer with a limit on CPU time.
-    pub fn cores(&self) -> u32 {
+    /// Returns the number of threads that can run at once: the number of CPUs, or fewer with a
+    /// limit on CPU time.
+    pub fn usable_cpus(&self) -> u32 {
         let cpus = self.cpus.len() as u32;
         self.quota.map_or(cpus, |quota| cpus.min(quota.floor().max(1.0) as u32))
     }
 }
 
+/// Returns whether the variable selects GPUs.
 fn is_device_variable(name: &str) -> bool {
     VISIBLE_DEVICES.contains(&name)
 }
@@ -106,14 +110,14 @@ fn is_device_variable(name: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use contract::machine::{Core, GpuVendor};
+    use contract::hardware::{CpuCore, GpuVendor};
 
     #[test]
     fn an_inventory_round_trips_and_visible_gpus_are_those_of_the_host() {
         let pair = |name: &str, value: &str| (name.to_owned(), value.to_owned());
-        let gpu = Gpu { vendor: GpuVendor::Nvidia, bus: None, uuid: None, numa_node: Some(1) };
+        let gpu = GpuDevice { vendor: GpuVendor::Nvidia, bus: None, uuid: None, numa_node: Some(1) };
         let variables = vec![pair("OMP_NUM_THREADS", "3"), pair("CUDA_VISIBLE_DEVICES", "1")];
-        let topology = Topology { cores: vec![Core { cpus: vec![0, 2], numa_node: 1 }] };
+        let topology = CpuTopology { cores: vec![CpuCore { cpus: vec![0, 2], numa_node: 1 }] };
         let remote = Inventory {
             host: "remote".into(),
             cpus: vec![0, 2],
@@ -132,6 +136,9 @@ mod tests {
             ..remote.into_host_inventory()
         };
         let received = Inventory::from_agent(odd, &[]);
-        assert_eq!((received.topology, received.inherited_env), (Topology::flat(&[2, 5]), vec![]));
+        assert_eq!(
+            (received.topology, received.inherited_env),
+            (CpuTopology::with_one_core_per_cpu(&[2, 5]), vec![])
+        );
     }
 }

@@ -1,26 +1,26 @@
-//! [`Plan`]: which worker runs where, with which CPUs, GPUs and environment.
+//! [`Plan`]: the host, CPUs, GPUs and environment of each worker of an attempt.
 //!
-//! A plan follows from the job and the inventories of its hosts alone. Every attempt has its own
-//! plan, because a restart may use other hosts.
-mod command;
+//! A plan only depends on the job and the inventories of its hosts. Every attempt has its own plan,
+//! because a restart may use other hosts.
 mod cpu_binding;
-mod devices;
-mod env;
-mod master;
+mod gpu_selection;
+mod master_address;
+mod worker_command;
+mod worker_env;
 
-pub(crate) use devices::is_device_variable;
+pub(crate) use gpu_selection::is_device_variable;
 
-use crate::{discover::Inventory, report::count};
+use crate::{discover::Inventory, report::format_count};
 use contract::{
     control::{HostPlan, WorkerPlan},
     ids::{Rank, RunId},
-    job::{CpuBind, Devices, Hosts, JobSpec, ResumeFrom, WorkersPerHost},
+    job::{CpuBind, DeviceSelection, HostSelection, JobSpec, ResumeFrom, WorkersPerHost},
 };
 use core::net::IpAddr;
 use diagnostic::{Code, Diagnostic, codes::host as codes};
 use std::path::PathBuf;
 
-/// The workers of one attempt.
+/// The workers of one attempt, host by host.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Plan {
     /// The name of the run.
@@ -29,87 +29,86 @@ pub struct Plan {
     pub run_dir: PathBuf,
     /// The number of workers.
     pub world: u32,
-    /// `MASTER_ADDR` of the workers; `None`: determined when the agents have reported the addresses
-    /// of their hosts.
+    /// The `MASTER_ADDR` of the workers; `None` until the agents have reported the addresses of
+    /// their hosts.
     pub master_address: Option<IpAddr>,
-    /// The plan of each host, in the order of the hosts, which is the order of the ranks.
+    /// The plan of each host, in the order of the hosts. Ranks follow this order.
     pub host_plans: Vec<HostPlan>,
-    /// The name of each host as the job has it.
+    /// The name of each host, as the job states it.
     pub host_names: Vec<String>,
-    /// Warnings to report before the start.
+    /// The warnings to report before the attempt starts.
     pub warnings: Vec<Diagnostic>,
 }
 
-/// A host for which a plan is made.
+/// A host of the job, for which a plan is made.
 #[derive(Clone, Debug, PartialEq)]
 pub struct JobHost {
-    /// The name as the job has it.
+    /// The name of the host, as the job states it.
     pub name: String,
-    /// The number of workers that a hostfile or Slurm allows on the host.
+    /// The number of workers that a hostfile or Slurm allows on the host; `None` if neither states
+    /// it.
     pub slots: Option<u32>,
-    /// The numbers of the slots that a host filter selects; they are the GPUs to use.
+    /// The numbers of the slots that a host filter selects, which are the GPUs to use; `None` for
+    /// all slots.
     pub selected_slots: Option<Vec<u32>>,
-    /// Whether it is the controller's machine.
+    /// Whether the host is the controller's machine.
     pub local: bool,
-    /// What its agent found, or [`Inventory::unknown`] before that.
+    /// The inventory that the host's agent reported; [`Inventory::unknown`] before that.
     pub inventory: Inventory,
 }
 
-/// The attempt that is planned.
+/// The number and the checkpoint of the attempt to plan.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Attempt {
     /// The number of the attempt, from 0.
     pub number: u32,
-    /// Restarts so far, without those that only change hosts.
+    /// The number of restarts so far, without those that only change hosts.
     pub restarts: u32,
-    /// The last checkpoint of this run, for a job whose `resume.from` is not `auto`.
+    /// The last checkpoint of this run, from which a job resumes whose `resume.from` is not `auto`;
+    /// `None` if there is none.
     pub resume: Option<PathBuf>,
 }
 
-/// Most workers of a host.
+/// The most workers of a host.
 const MAX_WORKERS_PER_HOST: u32 = 1024;
-/// Most workers of a job.
+/// The most workers of a job.
 const MAX_WORKERS: u32 = 1 << 20;
 
-/// Plans an attempt on these hosts; ranks follow the order of the hosts. A rendezvous port that the
+/// Plans an attempt on these hosts. Ranks follow the order of the hosts. A rendezvous port that the
 /// job does not fix is `auto` in the environment and is replaced when the attempt starts.
 ///
 /// The errors name the keys of the job that the hosts cannot satisfy.
-pub fn plan(
+pub fn plan_attempt(
     job: &JobSpec,
     hosts: &[JobHost],
     run: &RunId,
     attempt: &Attempt,
 ) -> Result<Plan, Vec<Diagnostic>> {
-    plan_attempt(job, hosts, run, attempt).map_err(|error| vec![error])
+    build_plan(job, hosts, run, attempt).map_err(|error| vec![error])
 }
 
-fn plan_attempt(
-    job: &JobSpec,
-    hosts: &[JobHost],
-    run: &RunId,
-    attempt: &Attempt,
-) -> diagnostic::Result<Plan> {
-    let capacities = hosts.iter().map(|host| host_capacity(job, host));
+/// Builds the plan of an attempt; stops at the first error.
+fn build_plan(job: &JobSpec, hosts: &[JobHost], run: &RunId, attempt: &Attempt) -> diagnostic::Result<Plan> {
+    let capacities = hosts.iter().map(|host| compute_host_capacity(job, host));
     let capacities: Vec<HostCapacity> = capacities.collect::<Result<_, _>>()?;
     let world = capacities.iter().map(|capacity| u64::from(capacity.workers)).sum::<u64>();
     if world == 0 || world > u64::from(MAX_WORKERS) {
         let (workers, hosts) =
-            (count(world, "worker", "workers"), count(hosts.len() as u64, "host", "hosts"));
+            (format_count(world, "worker", "workers"), format_count(hosts.len() as u64, "host", "hosts"));
         let message = format!("the job has {workers} on {hosts}; 1 to {MAX_WORKERS} are supported");
-        return Err(error(codes::WORKERS_OUT_OF_RANGE, "cluster.workers_per_host", message)
+        return Err(key_error(codes::WORKERS_OUT_OF_RANGE, "cluster.workers_per_host", message)
             .with_field("workers", world)
             .with_help("change `cluster.workers_per_host`"));
     }
     let world = world as u32;
-    let threads = env::threads(job)?;
-    let master_address = master::master_address(hosts, &job.cluster.interface)?;
-    let run_dir = run_dir(job, run);
-    let attempt_job = job_for_attempt(job, attempt);
+    let threads = worker_env::parse_threads(job)?;
+    let master_address = master_address::choose_master_address(hosts, &job.cluster.interface)?;
+    let run_dir = resolve_run_dir(job, run);
+    let attempt_job = adapt_job_to_attempt(job, attempt);
     let mut first_rank = 0;
     let mut host_plans = Vec::with_capacity(hosts.len());
     for (group, (host, capacity)) in hosts.iter().zip(&capacities).enumerate() {
-        let job_env = env::JobEnv {
+        let job_env = worker_env::SharedEnvValues {
             job,
             run,
             world,
@@ -132,54 +131,61 @@ fn plan_attempt(
         first_rank += capacity.workers;
     }
     let workers: Vec<u32> = capacities.iter().map(|capacity| capacity.workers).collect();
-    let warnings = warnings(job, hosts, &workers, world);
+    let warnings = collect_warnings(job, hosts, &workers, world);
     let host_names = hosts.iter().map(|h| h.name.clone()).collect();
     Ok(Plan { run: run.clone(), run_dir, world, master_address, host_plans, host_names, warnings })
 }
 
-/// What a host offers the job.
+/// The number of workers of a host, and the GPUs of the job there.
 struct HostCapacity {
-    /// Number of workers.
+    /// The number of workers.
     workers: u32,
-    gpus: devices::GpuSelection,
+    gpus: gpu_selection::GpuSelection,
 }
 
-/// The ranks of one host.
+/// The host, capacity and first rank of a group of workers.
 struct HostRanks<'a> {
     host: &'a JobHost,
     capacity: &'a HostCapacity,
-    /// The number of the host.
+    /// The index of the host (`GROUP_RANK`).
     group: u32,
     first_rank: Rank,
-    /// The number of threads that the job sets.
+    /// The number of threads per worker that the job sets; `None` for the worker's share of the
+    /// cores.
     threads: Option<u32>,
 }
 
 /// Plans the workers of one host.
-fn plan_workers(job_env: &env::JobEnv<'_>, ranks: &HostRanks<'_>) -> diagnostic::Result<Vec<WorkerPlan>> {
+fn plan_workers(
+    job_env: &worker_env::SharedEnvValues<'_>,
+    ranks: &HostRanks<'_>,
+) -> diagnostic::Result<Vec<WorkerPlan>> {
     let (job, inventory) = (job_env.job, &ranks.host.inventory);
     let HostCapacity { workers, gpus } = ranks.capacity;
     let gpu_nodes: Vec<Option<u32>> = (0..*workers).map(|local_rank| gpus.numa_node_of(local_rank)).collect();
     // The cores of a host without an agent are not known yet.
     let bind = if inventory.is_unknown() { CpuBind::None } else { job.run.cpu_bind };
     let slots = cpu_binding::assign_cpus(inventory, &gpu_nodes, bind).map_err(|e| {
-        error(codes::CPU_BINDING_IMPOSSIBLE, "run.cpu_bind", format!("{e} on {}", ranks.host.name))
+        key_error(codes::CPU_BINDING_IMPOSSIBLE, "run.cpu_bind", format!("{e} on {}", ranks.host.name))
             .with_field("host", ranks.host.name.as_str())
             .with_field("workers", e.workers)
             .with_field("cpus", e.cpus)
             .with_help("use `auto`, which leaves workers unbound where cores are too few")
     })?;
-    let plan_worker = |(local_rank, slot): (u32, &cpu_binding::CpuSlot)| {
+    let plan_worker = |(local_rank, slot): (u32, &cpu_binding::WorkerCpus)| {
         let rank = ranks.first_rank + local_rank;
         let (local_world, group, threads) = (*workers, ranks.group, slot.threads);
-        let position = env::WorkerPosition { rank, local_rank, local_world, group, threads, gpus };
+        let position = worker_env::WorkerPosition { rank, local_rank, local_world, group, threads, gpus };
         WorkerPlan {
             rank,
             local_rank,
             local_world,
-            command: command::worker_command(&job.run, env::local_rank_env(job, local_rank)),
+            command: worker_command::build_worker_command(
+                &job.run,
+                worker_env::compute_local_rank_env(job, local_rank),
+            ),
             threads: ranks.threads.unwrap_or(slot.threads),
-            env: env::worker_env(job_env, inventory, &position),
+            env: worker_env::build_worker_env(job_env, inventory, &position),
             workdir: job.run.workdir.clone(),
             cpus: slot.cpus.clone(),
             log: job_env.logs.join(format!("rank-{rank}.log")),
@@ -188,18 +194,18 @@ fn plan_workers(job_env: &env::JobEnv<'_>, ranks: &HostRanks<'_>) -> diagnostic:
     Ok((0..*workers).zip(&slots).map(plan_worker).collect())
 }
 
-/// The number of workers of a host, and their GPUs. A host that offers less than its slots or the
-/// job declare is an error, which states both numbers.
-fn host_capacity(job: &JobSpec, host: &JobHost) -> diagnostic::Result<HostCapacity> {
+/// Computes the number of workers of a host, and selects their GPUs. A host that offers less than
+/// its slots or the job declare is an error, which states both numbers.
+fn compute_host_capacity(job: &JobSpec, host: &JobHost) -> diagnostic::Result<HostCapacity> {
     const KEY: &str = "cluster.workers_per_host";
     let name = &host.name;
-    let gpus = devices::select_gpus(job, &host.inventory)?.with_selected_slots(job, host)?;
-    let gpu_workers = gpus.workers() as u32;
+    let gpus = gpu_selection::select_gpus(job, &host.inventory)?.with_selected_slots(job, host)?;
+    let gpu_workers = gpus.worker_capacity() as u32;
     let workers = match (job.cluster.workers_per_host, host.slots) {
         (WorkersPerHost::Exactly(n), Some(slots)) if n > slots => {
             let noun = if slots == 1 { "slot" } else { "slots" };
             let message = format!("the job places {n} workers on {name}, which has {slots} {noun}");
-            return Err(error(codes::WORKERS_EXCEED_SLOTS, KEY, message)
+            return Err(key_error(codes::WORKERS_EXCEED_SLOTS, KEY, message)
                 .with_field("host", name.as_str())
                 .with_field("workers", n)
                 .with_field("slots", slots)
@@ -211,41 +217,42 @@ fn host_capacity(job: &JobSpec, host: &JobHost) -> diagnostic::Result<HostCapaci
     };
     match host.slots {
         Some(slots) if gpu_workers > 0 && slots > gpu_workers => {
-            let available = count(gpus.count() as u64, "GPU", "GPUs");
+            let available = format_count(gpus.gpu_count() as u64, "GPU", "GPUs");
             let reason = match job.cluster.devices {
-                Devices::List(_) => format!("`cluster.devices` names {available}"),
+                DeviceSelection::List(_) => format!("`cluster.devices` names {available}"),
                 _ => format!("the host has {available}"),
             };
             let message = format!("{name} declares {slots} slots, but {reason}");
-            Err(error(codes::SLOTS_EXCEED_GPUS, "cluster.hosts", message)
+            Err(key_error(codes::SLOTS_EXCEED_GPUS, "cluster.hosts", message)
                 .with_field("host", name.as_str())
                 .with_field("slots", slots)
-                .with_field("gpus", gpus.count())
+                .with_field("gpus", gpus.gpu_count())
                 .with_help("correct the slots, or use `cluster.devices: cpu`"))
         }
         _ if workers > MAX_WORKERS_PER_HOST => {
             let message = format!(
                 "the job places {workers} workers on {name}; at most {MAX_WORKERS_PER_HOST} are supported"
             );
-            Err(error(codes::WORKERS_OUT_OF_RANGE, KEY, message)
+            Err(key_error(codes::WORKERS_OUT_OF_RANGE, KEY, message)
                 .with_field("host", name.as_str())
                 .with_field("workers", workers))
         }
         _ => {
-            gpus.check(job, workers, &host.inventory)?;
+            gpus.check_workers(job, workers, &host.inventory)?;
             Ok(HostCapacity { workers, gpus })
         }
     }
 }
 
-/// The job as the hosts of an attempt receive it. After a restart it resumes from the last
-/// checkpoint of the run.
-fn job_for_attempt(job: &JobSpec, attempt: &Attempt) -> JobSpec {
+/// Returns the job that the hosts of an attempt receive. After a restart the job resumes from the
+/// last checkpoint of the run.
+fn adapt_job_to_attempt(job: &JobSpec, attempt: &Attempt) -> JobSpec {
     let mut job = job.clone();
     if job.run.command.is_some() {
         // Sending the list of hosts to every host grows with the square of their number. Built-in
         // workers need it, because they store the job in their checkpoints.
-        (job.cluster.hosts, job.cluster.include, job.cluster.exclude) = (Hosts::Local, vec![], vec![]);
+        (job.cluster.hosts, job.cluster.include, job.cluster.exclude) =
+            (HostSelection::Local, vec![], vec![]);
     }
     if let (Some(path), false) = (&attempt.resume, job.resume.from == ResumeFrom::Auto) {
         job.resume.from = ResumeFrom::Path(path.clone());
@@ -253,23 +260,24 @@ fn job_for_attempt(job: &JobSpec, attempt: &Attempt) -> JobSpec {
     job
 }
 
-/// Names of the devices of a host's workers, by local rank: `gpu 0`, `cpu` or `unknown`.
-pub(crate) fn device_labels(job: &JobSpec, inventory: &Inventory, workers: u32) -> Vec<String> {
-    let gpus = devices::select_gpus(job, inventory).unwrap_or_default();
-    (0..workers).map(|rank| gpus.label(rank)).collect()
+/// Lists the names of the devices of a host's workers, by local rank: `gpu 0`, `cpu` or `unknown`.
+pub(crate) fn list_device_labels(job: &JobSpec, inventory: &Inventory, workers: u32) -> Vec<String> {
+    let gpus = gpu_selection::select_gpus(job, inventory).unwrap_or_default();
+    (0..workers).map(|rank| gpus.device_label(rank)).collect()
 }
 
-/// The absolute path of the run directory, with its placeholders replaced.
-fn run_dir(job: &JobSpec, run: &RunId) -> PathBuf {
+/// Returns the absolute path of the run directory, with its placeholders replaced.
+fn resolve_run_dir(job: &JobSpec, run: &RunId) -> PathBuf {
     let dir = job.run.logs.dir.replace("{name}", &job.name).replace("{run}", &run.0);
     job.run.workdir.join(dir)
 }
 
-/// `workers` has the number of workers of each host.
-fn warnings(job: &JobSpec, hosts: &[JobHost], workers: &[u32], world: u32) -> Vec<Diagnostic> {
+/// Collects warnings about oversubscribed CPUs and about ranks that do not exist. `workers` has the
+/// number of workers of each host.
+fn collect_warnings(job: &JobSpec, hosts: &[JobHost], workers: &[u32], world: u32) -> Vec<Diagnostic> {
     let mut warnings = Vec::new();
     for (host, &count) in hosts.iter().zip(workers) {
-        let cores = host.inventory.cores();
+        let cores = host.inventory.usable_cpus();
         if count > cores && !host.inventory.cpus.is_empty() {
             let on_host = if hosts.len() > 1 { format!(" on {}", host.name) } else { String::new() };
             let noun = if cores == 1 { "core" } else { "cores" };
@@ -285,7 +293,7 @@ fn warnings(job: &JobSpec, hosts: &[JobHost], workers: &[u32], world: u32) -> Ve
         }
     }
     for (i, rank) in job.run.logs.show.iter().enumerate().filter(|(_, rank)| **rank >= world) {
-        let workers = count(u64::from(world), "worker", "workers");
+        let workers = format_count(u64::from(world), "worker", "workers");
         let message = format!("there is no rank {rank} to show: the job has {workers}");
         warnings.push(
             Diagnostic::warning(codes::LOG_RANK_UNKNOWN, message)
@@ -298,8 +306,8 @@ fn warnings(job: &JobSpec, hosts: &[JobHost], workers: &[u32], world: u32) -> Ve
     warnings
 }
 
-/// An error about a key of the job.
-fn error(code: Code, key: &str, message: impl Into<String>) -> Diagnostic {
+/// Creates an error about a key of the job.
+fn key_error(code: Code, key: &str, message: impl Into<String>) -> Diagnostic {
     Diagnostic::error(code, message).with_subject(key)
 }
 

@@ -1,23 +1,26 @@
-//! [`Report`]: shows a run to the user. It is the only writer to the terminal, on a separate
-//! thread, so that the job never waits for a paused terminal, a pager or a closed pipe.
+//! [`Reporter`]: shows a run to the user. A separate thread writes to the terminal, so that the job
+//! never waits for a paused terminal, a pager or a closed pipe. No other code writes to the
+//! terminal during a run.
 //!
 //! stdout carries data: events with `--json`, otherwise the stdout of the shown ranks. stderr
 //! carries messages: a progress bar on a terminal, plain lines elsewhere.
+pub(crate) mod command_output;
 mod console;
-mod dedup;
+mod deduplicator;
 mod event_text;
 mod format;
 mod loss_curve;
-pub(crate) mod plain;
 mod rate_limit;
 mod view;
 
-pub(crate) use event_text::event_text;
-pub(crate) use format::{and_more, count, format_clock, format_duration, format_ranks, strip_control};
+pub(crate) use event_text::format_event;
+pub(crate) use format::{
+    format_clock, format_count, format_duration, format_first_error, format_ranks, replace_control_sequences,
+};
 
 use crate::controller::PeerEnd;
 use contract::{
-    event::{Event, EventSchema, Phase},
+    event::{Event, EventSchema, WorkerPhase},
     ids::Rank,
 };
 use std::{
@@ -31,20 +34,21 @@ use std::{
     time::Duration,
 };
 
-/// Capacity of the queue of items.
-const QUEUE: usize = 1 << 16;
-/// Limit of lines of workers in the queue.
+/// The number of items that fit into the queue.
+const QUEUE_CAPACITY: usize = 1 << 16;
+/// The largest number of lines of workers in the queue.
 const MAX_QUEUED_LINES: usize = 2048;
-/// At the end: how long stdout and stderr may accept nothing (a pager, a paused terminal) before
-/// the rest is dropped.
+/// How long stdout and stderr may accept no output at the end of a run, as in a pager or a paused
+/// terminal, before the rest is dropped.
 const STUCK_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// How to show a run.
+/// The options and sizes of a run that determine how it is shown.
 #[derive(Clone, Debug)]
 pub(crate) struct ReportConfig {
-    /// Prints events as JSON lines on stdout, in this schema.
+    /// The schema in which events are printed to stdout as JSON lines; `None` prints text.
     pub(crate) json: Option<EventSchema>,
-    /// Prints `[rank N]` before each line of a worker, and equal lines of several ranks once.
+    /// Whether `[rank N]` is printed before each line of a worker, and equal lines of several ranks
+    /// are printed once.
     pub(crate) prefix: bool,
     /// Whether the output goes to a file because the run is detached from the terminal.
     pub(crate) detached: bool,
@@ -60,15 +64,15 @@ pub(crate) struct ReportConfig {
     pub(crate) hosts: usize,
 }
 
-/// How the run ended, for the final messages.
+/// The end of a run, for the final messages.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct RunSummary {
     pub(crate) exit_code: u8,
-    /// Ended by a stop request.
+    /// Whether a stop request ended the run.
     pub(crate) stopped: bool,
-    /// Ended by a stop request, without a save.
+    /// Whether a stop request ended the run without a save.
     pub(crate) killed: bool,
-    /// How the ranks ended that were not the root cause.
+    /// The ends of the ranks that were not the root cause of a failure.
     pub(crate) peers: Vec<PeerEnd>,
     pub(crate) run_dir: PathBuf,
     /// The command line that resumes the job.
@@ -76,42 +80,44 @@ pub(crate) struct RunSummary {
     pub(crate) seconds: f64,
 }
 
+/// An item for the reporting thread to show.
 #[derive(Debug)]
-enum Item {
+enum ReportItem {
     Event(Event),
     Line { rank: Rank, stderr: bool, text: String },
-    Progress { rank: Rank, phase: Phase },
+    Progress { rank: Rank, phase: WorkerPhase },
     Message(String),
     Finish(RunSummary),
 }
 
-/// The handle of the reporting thread. No method waits, except [`Report::finish`].
+/// The handle of the reporting thread. No method blocks, except [`Reporter::finish`].
 #[derive(Debug)]
-pub(crate) struct Report {
-    queue: SyncSender<Item>,
+pub(crate) struct Reporter {
+    queue: SyncSender<ReportItem>,
     done: Receiver<()>,
-    counters: Arc<Counters>,
+    counters: Arc<ReportCounters>,
     /// Items that were dropped because the queue was full.
     dropped: u64,
 }
 
+/// Counters that the reporting thread shares with its handle.
 #[derive(Debug, Default)]
-struct Counters {
-    /// Items shown so far.
+struct ReportCounters {
+    /// The number of items shown so far.
     shown: AtomicU64,
-    /// Lines in the queue.
+    /// The number of lines in the queue.
     queued_lines: AtomicUsize,
 }
 
-impl Report {
+impl Reporter {
     /// Starts the reporting thread.
-    pub(crate) fn start(config: ReportConfig) -> std::io::Result<Report> {
-        let (queue, items) = sync_channel(QUEUE);
+    pub(crate) fn start(config: ReportConfig) -> std::io::Result<Reporter> {
+        let (queue, items) = sync_channel(QUEUE_CAPACITY);
         let (finished, done) = channel();
-        let counters = Arc::new(Counters::default());
+        let counters = Arc::new(ReportCounters::default());
         let thread_counters = counters.clone();
         thread::Builder::new().name("report".into()).spawn(move || {
-            let mut view = view::View::new(config);
+            let mut view = view::RunView::new(config);
             loop {
                 let item = match view.time_to_deadline() {
                     Some(timeout) => items.recv_timeout(timeout),
@@ -120,15 +126,15 @@ impl Report {
                 let item = match item {
                     Ok(item) => item,
                     Err(RecvTimeoutError::Timeout) => {
-                        view.on_deadline();
+                        view.show_due_lines();
                         continue;
                     }
                     Err(RecvTimeoutError::Disconnected) => break,
                 };
-                if matches!(item, Item::Line { .. }) {
+                if matches!(item, ReportItem::Line { .. }) {
                     thread_counters.queued_lines.fetch_sub(1, Ordering::Relaxed);
                 }
-                let is_last = matches!(item, Item::Finish(_));
+                let is_last = matches!(item, ReportItem::Finish(_));
                 view.show_item(item);
                 thread_counters.shown.fetch_add(1, Ordering::Relaxed);
                 if is_last {
@@ -137,42 +143,45 @@ impl Report {
             }
             _ = finished.send(());
         })?;
-        Ok(Report { queue, done, counters, dropped: 0 })
+        Ok(Reporter { queue, done, counters, dropped: 0 })
     }
 
-    /// Shows an event.
-    pub(crate) fn event(&mut self, event: Event) {
-        self.enqueue(Item::Event(event));
+    /// Queues an event to be shown.
+    pub(crate) fn show_event(&mut self, event: Event) {
+        self.enqueue(ReportItem::Event(event));
     }
 
-    /// Shows a line of a worker.
-    pub(crate) fn line(&mut self, rank: Rank, stderr: bool, text: String) {
+    /// Queues a line of a worker to be shown. The line is dropped and counted if
+    /// [`MAX_QUEUED_LINES`] are waiting.
+    pub(crate) fn show_line(&mut self, rank: Rank, stderr: bool, text: String) {
         if self.counters.queued_lines.load(Ordering::Relaxed) >= MAX_QUEUED_LINES {
             self.dropped += 1;
             return;
         }
         self.counters.queued_lines.fetch_add(1, Ordering::Relaxed);
-        if !self.enqueue(Item::Line { rank, stderr, text }) {
+        if !self.enqueue(ReportItem::Line { rank, stderr, text }) {
             self.counters.queued_lines.fetch_sub(1, Ordering::Relaxed);
         }
     }
 
-    /// Shows what a rank is doing.
-    pub(crate) fn progress(&mut self, rank: Rank, phase: Phase) {
-        self.enqueue(Item::Progress { rank, phase });
+    /// Queues the phase of a rank, for the progress bar.
+    pub(crate) fn show_phase(&mut self, rank: Rank, phase: WorkerPhase) {
+        self.enqueue(ReportItem::Progress { rank, phase });
     }
 
-    /// Shows a message.
-    pub(crate) fn message(&mut self, text: String) {
-        self.enqueue(Item::Message(text));
+    /// Queues a message to be shown on stderr.
+    pub(crate) fn show_message(&mut self, text: String) {
+        self.enqueue(ReportItem::Message(text));
     }
 
-    fn enqueue(&mut self, item: Item) -> bool {
+    /// Adds an item to the queue, after a message about dropped items if there are any. Returns
+    /// whether the item fits; otherwise it is dropped and counted.
+    fn enqueue(&mut self, item: ReportItem) -> bool {
         if self.dropped > 0 {
-            let lines = format::count(self.dropped, "line", "lines");
+            let lines = format::format_count(self.dropped, "line", "lines");
             let text =
                 format!("[{lines} not shown: output arrived faster than it could be written; see the logs]");
-            if self.queue.try_send(Item::Message(text)).is_ok() {
+            if self.queue.try_send(ReportItem::Message(text)).is_ok() {
                 self.dropped = 0;
             }
         }
@@ -181,10 +190,11 @@ impl Report {
         sent
     }
 
-    /// Shows the summary, and waits until everything is written or the output makes no progress.
+    /// Shows the summary, and blocks until everything is written or the output has accepted nothing
+    /// for [`STUCK_TIMEOUT`].
     pub(crate) fn finish(mut self, summary: RunSummary) {
-        self.enqueue(Item::Message(String::new())); // reports dropped lines
-        let mut item = Item::Finish(summary);
+        self.enqueue(ReportItem::Message(String::new())); // reports dropped lines
+        let mut item = ReportItem::Finish(summary);
         let pause = Duration::from_millis(10);
         let (mut shown_before, mut stuck_for) = (u64::MAX, Duration::ZERO);
         let mut sent = false;
@@ -193,7 +203,7 @@ impl Report {
                 match self.queue.try_send(item) {
                     Ok(()) => {
                         sent = true;
-                        item = Item::Message(String::new());
+                        item = ReportItem::Message(String::new());
                     }
                     Err(TrySendError::Full(returned)) => item = returned,
                     Err(TrySendError::Disconnected(_)) => return,

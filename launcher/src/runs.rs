@@ -1,9 +1,10 @@
-//! The runs of this user: what was started, what is active, and how past runs ended.
+//! Records the runs of this user, lists them, and determines which are active and how the others
+//! ended.
 //!
-//! Each controller writes a [`RunRecord`] as `run.json` into its run directory, and links it from
-//! the user's state directory (`$XDG_STATE_HOME/launch/runs`). The record needs no clean-up: a
-//! process is identified by its pid and start time, so that the record of a killed controller is
-//! not mistaken for that of a running one.
+//! Each controller writes a [`RunRecord`] as `run.json` into its run directory, and creates a link
+//! to the record in the user's state directory (`$XDG_STATE_HOME/launch/runs`). A record stays
+//! valid after a crash, because it identifies the controller by pid and start time. A later process
+//! with the controller's pid is not mistaken for the controller.
 mod process;
 mod select;
 
@@ -21,23 +22,24 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Version of `run.json`.
-const VERSION: u32 = 1;
-/// Largest `run.json` that is read, bytes.
+/// The version of the format of `run.json`.
+const RECORD_VERSION: u32 = 1;
+/// The largest `run.json` that is read, in bytes.
 const MAX_RECORD_BYTES: u64 = 256 << 10;
-/// Records in the state directory; the oldest are removed first.
+/// The largest number of records in the state directory. The oldest ones are removed first.
 const MAX_RECORDS: usize = 500;
-/// Entries of one directory that are read.
+/// The number of entries of one directory that are read.
 const MAX_DIR_ENTRIES: usize = 10_000;
-/// How much of the end of a journal is searched for the last step and the end of the run, bytes.
+/// The number of bytes at the end of a journal that are searched for the last step and the end of
+/// the run.
 const JOURNAL_TAIL_BYTES: u64 = 256 << 10;
 
 /// The content of `run.json`: a run and the controller that executes it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct RunRecord {
-    /// [`VERSION`] of the writer.
+    /// The [`RECORD_VERSION`] of the program that wrote the record.
     pub(crate) version: u32,
-    /// The name of the run.
+    /// The ID of the run.
     pub(crate) run: String,
     /// The name of the job.
     pub(crate) name: String,
@@ -45,9 +47,9 @@ pub(crate) struct RunRecord {
     pub(crate) run_dir: PathBuf,
     /// The world size of the first attempt.
     pub(crate) world: u32,
-    /// Start of the run, milliseconds since 1970.
+    /// The start of the run, in milliseconds since 1970.
     pub(crate) began_ms: u64,
-    /// The command line.
+    /// The command line that started the run.
     pub(crate) command: Vec<String>,
     /// The controller's process.
     #[serde(rename = "by")]
@@ -57,9 +59,9 @@ pub(crate) struct RunRecord {
 /// A run and its current state.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Run {
-    /// The content of its `run.json`.
+    /// The content of the run's `run.json`.
     pub(crate) record: RunRecord,
-    /// Whether it is active, or how it ended.
+    /// Whether the run is active, or how it ended.
     pub(crate) state: RunState,
     /// The last optimizer step in the journal.
     pub(crate) step: Option<u64>,
@@ -70,45 +72,48 @@ pub(crate) struct Run {
 pub(crate) enum RunState {
     /// The controller's process exists.
     Running,
-    /// The journal records the end: exit code and duration in seconds.
+    /// The journal records the end of the run, with exit code and duration in seconds.
     Ended(u8, f64),
     /// The controller is on another machine, and the journal records no end.
     Elsewhere,
-    /// The controller is gone and recorded no end: it was killed, or the machine went down.
+    /// The controller has ended without recording the end of the run, because it was killed or the
+    /// machine went down.
     Lost,
 }
 
-/// Writes the record of this process as the controller of the plan.
-pub(crate) fn register(plan: &Plan, name: &str, command: &[String]) -> io::Result<()> {
+/// Writes the `run.json` of a run whose controller is this process, and links it from the state
+/// directory. Removes the oldest links of other runs.
+pub(crate) fn register_run(plan: &Plan, name: &str, command: &[String]) -> io::Result<()> {
     let record = RunRecord {
-        version: VERSION,
+        version: RECORD_VERSION,
         run: plan.run.0.clone(),
         name: name.to_owned(),
         run_dir: plan.run_dir.clone(),
         world: plan.world,
-        began_ms: crate::agent::log_times::unix_time_ms(),
+        began_ms: crate::agent::log_times::read_unix_time_ms(),
         command: command.to_vec(),
         controller: ProcessIdentity::current()?,
     };
     let bytes = serde_json::to_vec_pretty(&record)?;
     write_atomically(&plan.run_dir, "run.json", &bytes)?;
-    let Some(directory) = state_dir() else { return Ok(()) };
+    let Some(directory) = resolve_state_dir() else { return Ok(()) };
     fs::create_dir_all(&directory)?;
     remove_old_records(&directory);
-    // A symbolic link dangles when the run directory is removed, so that no stale record remains.
+    // When the run directory is removed, a symbolic link dangles and leaves no stale record.
     symlink(plan.run_dir.join("run.json"), directory.join(format!("{}.json", plan.run.0)))
 }
 
-/// The directory with the links to the records; `None` when the user has no home directory.
-fn state_dir() -> Option<PathBuf> {
+/// Returns the directory with the links to the records; `None` if the user has no home directory.
+fn resolve_state_dir() -> Option<PathBuf> {
     let absolute = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
     let state = absolute(env::XDG_STATE_HOME).or_else(|| Some(absolute(env::HOME)?.join(".local/state")));
     state.map(|state| state.join("launch/runs"))
 }
 
-/// Removes the oldest links to runs that are not active. Names of runs sort by time.
+/// Removes the oldest links to runs that are not active, until a further one fits. The names of
+/// links sort by time.
 fn remove_old_records(directory: &Path) {
-    let mut names = json_files(directory);
+    let mut names = list_json_files(directory);
     names.sort();
     let excess = names.len().saturating_sub(MAX_RECORDS - 1);
     for file in &names[..excess] {
@@ -119,17 +124,19 @@ fn remove_old_records(directory: &Path) {
     }
 }
 
-fn json_files(directory: &Path) -> Vec<PathBuf> {
+/// Returns the paths of the visible `.json` files of a directory, in no order.
+fn list_json_files(directory: &Path) -> Vec<PathBuf> {
     let entries =
         fs::read_dir(directory).into_iter().flatten().flatten().take(MAX_DIR_ENTRIES).map(|e| e.path());
     let visible = |path: &PathBuf| path.file_name().is_some_and(|n| !n.to_string_lossy().starts_with('.'));
     entries.filter(|path| path.extension().is_some_and(|e| e == "json") && visible(path)).collect()
 }
 
-/// The runs in the state directory and in `base/runs/NAME/RUN`, the newest first.
-pub(crate) fn list(base: &Path) -> Vec<Run> {
+/// Loads the runs that the state directory links and those in `base/runs/NAME/RUN`, the newest
+/// first. Skips unreadable records.
+pub(crate) fn list_runs(base: &Path) -> Vec<Run> {
     let mut records: BTreeMap<String, RunRecord> = BTreeMap::new();
-    let linked = state_dir().map(|d| json_files(&d)).unwrap_or_default();
+    let linked = resolve_state_dir().map(|d| list_json_files(&d)).unwrap_or_default();
     let children = |dir: PathBuf| {
         fs::read_dir(dir).into_iter().flatten().flatten().take(MAX_DIR_ENTRIES).map(|entry| entry.path())
     };
@@ -142,23 +149,23 @@ pub(crate) fn list(base: &Path) -> Vec<Run> {
     runs
 }
 
-/// The run with this run directory.
-pub(crate) fn in_directory(directory: &Path) -> Option<Run> {
+/// Loads the run with this run directory; `None` if the directory has no valid record.
+pub(crate) fn load_run_in_directory(directory: &Path) -> Option<Run> {
     read_record(&directory.join("run.json")).map(load_run)
 }
 
-/// Reads a record; `None` when the file is not one of this version.
+/// Reads a record; `None` if the file is unreadable or has another version.
 fn read_record(file: &Path) -> Option<RunRecord> {
     let mut bytes = Vec::new();
     File::open(file).ok()?.take(MAX_RECORD_BYTES).read_to_end(&mut bytes).ok()?;
     let record: RunRecord = serde_json::from_slice(&bytes).ok()?;
-    (record.version == VERSION && record.run_dir.is_absolute()).then_some(record)
+    (record.version == RECORD_VERSION && record.run_dir.is_absolute()).then_some(record)
 }
 
 /// Determines the state of a run from its process and its journal.
 pub(crate) fn load_run(record: RunRecord) -> Run {
     let alive = record.controller.is_alive();
-    let (step, end) = last_progress(&record.run_dir.join("events.jsonl"));
+    let (step, end) = read_last_progress(&record.run_dir.join("events.jsonl"));
     let state = match end {
         _ if alive => RunState::Running,
         Some((code, seconds)) => RunState::Ended(code, seconds),
@@ -168,8 +175,9 @@ pub(crate) fn load_run(record: RunRecord) -> Run {
     Run { record, state, step }
 }
 
-/// The last step in a journal, and the exit code and duration if it records the end of the run.
-fn last_progress(journal: &Path) -> (Option<u64>, Option<(u8, f64)>) {
+/// Reads the last step from a journal, and, if the journal records the end of the run, its exit
+/// code and duration in seconds.
+fn read_last_progress(journal: &Path) -> (Option<u64>, Option<(u8, f64)>) {
     let mut bytes = Vec::new();
     let read = File::open(journal).and_then(|mut file| {
         let size = file.metadata()?.len();
@@ -197,9 +205,10 @@ fn last_progress(journal: &Path) -> (Option<u64>, Option<(u8, f64)>) {
 mod tests {
     use super::*;
 
-    fn record(run_dir: &Path, controller: ProcessIdentity) -> RunRecord {
+    /// Returns a record of run `r` of job `n`.
+    fn make_record(run_dir: &Path, controller: ProcessIdentity) -> RunRecord {
         RunRecord {
-            version: VERSION,
+            version: RECORD_VERSION,
             run: "r".into(),
             name: "n".into(),
             run_dir: run_dir.into(),
@@ -215,16 +224,16 @@ mod tests {
         let dir = tempfile::tempdir().expect("a directory");
         let this = ProcessIdentity::current().expect("this process");
         let gone = this.with_other_start();
-        let state = |controller: &ProcessIdentity| load_run(record(dir.path(), controller.clone()));
+        let state = |controller: &ProcessIdentity| load_run(make_record(dir.path(), controller.clone()));
         assert_eq!(state(&this).state, RunState::Running);
         assert_eq!(state(&gone).state, RunState::Lost);
-        assert_eq!(state(&this.on_other_host()).state, RunState::Elsewhere);
+        assert_eq!(state(&this.with_other_host()).state, RunState::Elsewhere);
         let journal =
             "{\"event\":\"done\",\"exit_code\":143,\"step\":7,\"seconds\":2.5,\"time\":1}\n{\"event\":\"st";
         fs::write(dir.path().join("events.jsonl"), journal).expect("a journal");
         let run = state(&gone);
         assert_eq!((run.state, run.step), (RunState::Ended(143, 2.5), Some(7)));
-        assert_eq!(state(&this.on_other_host()).state, RunState::Ended(143, 2.5));
+        assert_eq!(state(&this.with_other_host()).state, RunState::Ended(143, 2.5));
     }
 
     #[test]
@@ -234,19 +243,19 @@ mod tests {
         fs::create_dir_all(&run_dir).expect("a directory");
         fs::create_dir_all(dir.path().join("runs/job/other")).expect("a directory");
         fs::write(dir.path().join("runs/job/other/run.json"), "{\"version\": 1").expect("a file");
-        let expected = record(&run_dir, ProcessIdentity::current().expect("this process"));
+        let expected = make_record(&run_dir, ProcessIdentity::current().expect("this process"));
         fs::write(run_dir.join("run.json"), serde_json::to_vec(&expected).expect("JSON")).expect("a file");
         let listed: Vec<RunRecord> =
-            list(dir.path()).into_iter().map(|r| r.record).filter(|e| e.run == "r").collect();
+            list_runs(dir.path()).into_iter().map(|r| r.record).filter(|e| e.run == "r").collect();
         assert_eq!(listed, std::slice::from_ref(&expected));
-        assert_eq!(in_directory(&run_dir).map(|r| r.record), Some(expected));
+        assert_eq!(load_run_in_directory(&run_dir).map(|r| r.record), Some(expected));
     }
 
     /// `run.json` is a stored format: other versions of launch read it.
     #[test]
     fn the_names_in_a_record_are_stable() {
         let controller = ProcessIdentity { host: "h".into(), boot: "b".into(), pid: 7, start_ticks: 9 };
-        let json = serde_json::to_value(record(Path::new("/r"), controller)).expect("JSON");
+        let json = serde_json::to_value(make_record(Path::new("/r"), controller)).expect("JSON");
         let expected = serde_json::json!({
             "version": 1, "run": "r", "name": "n", "run_dir": "/r", "world": 1, "began_ms": 5, "command": [],
             "by": {"host": "h", "boot": "b", "pid": 7, "started": 9},
@@ -260,11 +269,11 @@ mod tests {
         let this = ProcessIdentity::current().expect("this process");
         for i in 0..MAX_RECORDS + 3 {
             let controller = if i == 0 { this.clone() } else { this.with_other_start() };
-            let bytes = serde_json::to_vec(&record(dir.path(), controller)).expect("JSON");
+            let bytes = serde_json::to_vec(&make_record(dir.path(), controller)).expect("JSON");
             fs::write(dir.path().join(format!("2026-{i:05}.json")), bytes).expect("a file");
         }
         remove_old_records(dir.path());
-        let remaining = json_files(dir.path());
+        let remaining = list_json_files(dir.path());
         assert_eq!(remaining.len(), MAX_RECORDS);
         assert!(remaining.contains(&dir.path().join("2026-00000.json")), "it is active");
         assert!(!remaining.contains(&dir.path().join("2026-00003.json")));

@@ -1,9 +1,10 @@
-//! [`Secrets`]: values of `run.env` that are given by reference, and variables that `run.pass_env`
-//! selects. They are resolved once, passed to the workers, and never printed or stored.
+//! [`SecretVariables`]: the variables of `run.env` whose values come from references, and the
+//! variables that `run.pass_env` selects. Their values are read once and passed to the workers.
+//! They are never printed or stored.
 use crate::plan::is_device_variable;
 use contract::{
     env::{USER_OVERRIDABLE, looks_secret},
-    job::{EnvSource, JobSpec, RunSpec, is_reserved},
+    job::{EnvSource, JobSpec, RunSpec, is_reserved_variable},
 };
 use diagnostic::{
     Diagnostic,
@@ -12,62 +13,64 @@ use diagnostic::{
 use globset::{Glob, GlobMatcher};
 use std::{env, ffi::OsString, fmt, fs::File, io::Read, path::Path};
 
-/// Printed instead of a secret value.
+/// The text that replaces a secret value.
 pub(crate) const REDACTED: &str = "***";
-/// Most variables that `run.pass_env` may select.
+/// The most variables that `run.pass_env` may select.
 const MAX_PASSED: usize = 4096;
-/// Most bytes of their names and values.
+/// The most bytes of the names and values that `run.pass_env` may select.
 const MAX_PASSED_BYTES: usize = 1 << 20;
-/// Longest value by reference, bytes.
-const MAX_VALUE: u64 = 64 << 10;
+/// The longest value in a file, bytes.
+const MAX_VALUE_BYTES: u64 = 64 << 10;
 
-/// Environment variables whose values must not be printed. `Debug` shows the names only.
+/// Environment variables whose values must not be printed. `Debug` prints only their names.
 #[derive(Clone, Default)]
-pub struct Secrets {
-    /// Variables of `run.env` by reference.
+pub struct SecretVariables {
+    /// The variables of `run.env` whose values come from references.
     referenced: Vec<(String, String)>,
-    /// Variables of launch's environment that `run.pass_env` selects.
+    /// The variables of launch's environment that `run.pass_env` selects.
     passed: Vec<(String, String)>,
 }
 
-impl Secrets {
-    /// Names and values for the environment of a worker.
+impl SecretVariables {
+    /// Iterates over the names and values for the environment of a worker.
     pub(crate) fn pairs(&self) -> impl Iterator<Item = (String, String)> {
         self.passed.iter().chain(&self.referenced).cloned()
     }
 
-    /// Names of the variables that `run.pass_env` selects.
+    /// Iterates over the names of the variables that `run.pass_env` selects.
     pub(crate) fn passed_names(&self) -> impl Iterator<Item = &str> {
         self.passed.iter().map(|(name, _)| name.as_str())
     }
 }
 
-impl fmt::Debug for Secrets {
+impl fmt::Debug for SecretVariables {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_set().entries(self.passed.iter().chain(&self.referenced).map(|(name, _)| name)).finish()
     }
 }
 
-/// Resolves all references. The error lists every variable that has no usable value.
-pub(crate) fn resolve(run: &RunSpec) -> Result<Secrets, Vec<Diagnostic>> {
+/// Reads the values of all references and of the variables that `run.pass_env` selects. The error
+/// lists every variable that has no usable value.
+pub(crate) fn resolve_secret_variables(run: &RunSpec) -> Result<SecretVariables, Vec<Diagnostic>> {
     let (mut referenced, mut errors) = (Vec::new(), Vec::new());
     for (name, source) in &run.env_from {
         let value = match source {
             EnvSource::FromEnv(variable) => read_variable(name, variable),
-            EnvSource::FromFile(path) => read_file(name, &run.workdir.join(path)),
+            EnvSource::FromFile(path) => read_value_file(name, &run.workdir.join(path)),
         };
         match value {
             Ok(value) => referenced.push((name.clone(), value)),
             Err(error) => errors.push(error.with_subject(format!("run.env.{name}"))),
         }
     }
-    let passed =
-        passed_variables(run, env::vars_os()).map_err(|error| vec![error.with_subject("run.pass_env")])?;
-    if errors.is_empty() { Ok(Secrets { referenced, passed }) } else { Err(errors) }
+    let passed = select_passed_variables(run, env::vars_os())
+        .map_err(|error| vec![error.with_subject("run.pass_env")])?;
+    if errors.is_empty() { Ok(SecretVariables { referenced, passed }) } else { Err(errors) }
 }
 
-/// A copy of the job that may be printed and stored: values whose names look secret are redacted.
-pub(crate) fn redact(job: &JobSpec) -> JobSpec {
+/// Returns a copy of the job that may be printed and stored. Values whose names suggest a secret
+/// are redacted.
+pub(crate) fn redact_job(job: &JobSpec) -> JobSpec {
     let mut redacted = job.clone();
     for (name, value) in &mut redacted.run.env {
         if looks_secret(name) && !value.is_empty() {
@@ -77,8 +80,9 @@ pub(crate) fn redact(job: &JobSpec) -> JobSpec {
     redacted
 }
 
-/// The variables that `run.pass_env` selects, without those that launch, the user or the job sets.
-fn passed_variables(
+/// Selects the variables of `environment` that match `run.pass_env`. Variables that launch, the
+/// user or the job sets are left out.
+fn select_passed_variables(
     run: &RunSpec,
     environment: impl Iterator<Item = (OsString, OsString)>,
 ) -> diagnostic::Result<Vec<(String, String)>> {
@@ -88,7 +92,7 @@ fn passed_variables(
             .with_cause(&error)
     })?;
     let is_set_elsewhere = |name: &str| {
-        is_reserved(name)
+        is_reserved_variable(name)
             || is_device_variable(name)
             || USER_OVERRIDABLE.contains(&name)
             || run.env.iter().any(|(set, _)| set == name)
@@ -116,7 +120,8 @@ fn passed_variables(
     Ok(passed)
 }
 
-/// The value of a variable of launch's environment, for the variable `name` of the job.
+/// Reads the variable `variable` of launch's environment. `name` is the variable of the job, for
+/// the error.
 fn read_variable(name: &str, variable: &str) -> diagnostic::Result<String> {
     // `var_os` panics for names that no variable can have.
     let value = if variable.contains(['=', '\0']) { None } else { env::var_os(variable) };
@@ -131,15 +136,16 @@ fn read_variable(name: &str, variable: &str) -> diagnostic::Result<String> {
     })
 }
 
-/// The text of a file without its last line end, for the variable `name` of the job.
-fn read_file(name: &str, path: &Path) -> diagnostic::Result<String> {
+/// Reads a file as text without the line break at its end. `name` is the variable of the job, for
+/// the error.
+fn read_value_file(name: &str, path: &Path) -> diagnostic::Result<String> {
     let file = path.display().to_string();
     let invalid = |reason: &str| {
         let message = format!("`{name}` has no value: {file} {reason}");
         Diagnostic::error(host::ENV_VALUE_INVALID, message).with_field("file", file.as_str())
     };
     let mut bytes = Vec::new();
-    let read = File::open(path).and_then(|f| f.take(MAX_VALUE + 3).read_to_end(&mut bytes));
+    let read = File::open(path).and_then(|f| f.take(MAX_VALUE_BYTES + 3).read_to_end(&mut bytes));
     read.map_err(|error| {
         let message = format!("`{name}` has no value: cannot read {file}");
         Diagnostic::error(job::JOB_ENV_VALUE_MISSING, message)
@@ -150,7 +156,9 @@ fn read_file(name: &str, path: &Path) -> diagnostic::Result<String> {
     let line_end = if value.ends_with("\r\n") { 2 } else { usize::from(value.ends_with('\n')) };
     value.truncate(value.len() - line_end);
     match value {
-        value if value.len() as u64 > MAX_VALUE => Err(invalid(&format!("is longer than {MAX_VALUE} bytes"))),
+        value if value.len() as u64 > MAX_VALUE_BYTES => {
+            Err(invalid(&format!("is longer than {MAX_VALUE_BYTES} bytes")))
+        }
         value if value.contains('\0') => Err(invalid("contains a NUL character")),
         value => Ok(value),
     }
@@ -162,12 +170,12 @@ mod tests {
     use diagnostic::Code;
     use std::fs;
 
-    /// The value of `run.env.A` by reference, or the code of the error.
+    /// Returns the value of a variable that is given by reference, or the code of the error.
     fn resolve_one(source: EnvSource, workdir: &Path) -> Result<String, Code> {
-        let mut run = crate::testing::job().run;
+        let mut run = crate::testing::sample_job().run;
         run.workdir = workdir.to_owned();
         run.env_from = vec![("A".to_owned(), source)];
-        match resolve(&run) {
+        match resolve_secret_variables(&run) {
             Ok(secrets) => {
                 assert_eq!(format!("{secrets:?}"), "{\"A\"}", "the value is not shown");
                 Ok(secrets.pairs().next().expect("a value").1)
@@ -181,7 +189,7 @@ mod tests {
 
     #[test]
     fn patterns_pass_variables_that_nothing_else_sets() {
-        let mut run = crate::testing::job().run;
+        let mut run = crate::testing::sample_job().run;
         run.pass_env = vec!["HF_*".into(), "RANK".into(), "*_DEVICES".into(), "A?".into()];
         run.env = vec![("HF_HOME".into(), "/mine".into())];
         let environment = [
@@ -193,16 +201,16 @@ mod tests {
             ("A", "d"),
         ];
         let environment = environment.iter().map(|(n, v)| (OsString::from(n), OsString::from(v)));
-        let passed = passed_variables(&run, environment).expect("few variables");
+        let passed = select_passed_variables(&run, environment).expect("few variables");
         assert_eq!(passed, [("AB", "c"), ("HF_TOKEN", "t")].map(|(n, v)| (n.to_owned(), v.to_owned())));
         let many = (0..=MAX_PASSED).map(|i| (OsString::from(format!("HF_{i}")), OsString::new()));
-        let error = passed_variables(&run, many).expect_err("too many");
+        let error = select_passed_variables(&run, many).expect_err("too many");
         assert_eq!(error.code(), job::JOB_PASS_ENV_TOO_LARGE);
     }
 
     #[test]
     fn values_with_secret_names_are_redacted() {
-        let mut job = crate::testing::job();
+        let mut job = crate::testing::sample_job();
         for name in [
             "HF_TOKEN",
             "aws_secret_access_key",
@@ -213,7 +221,7 @@ mod tests {
         ] {
             job.run.env.push((name.to_owned(), "v".to_owned()));
         }
-        let values: Vec<String> = redact(&job).run.env.into_iter().map(|(_, v)| v).collect();
+        let values: Vec<String> = redact_job(&job).run.env.into_iter().map(|(_, v)| v).collect();
         assert_eq!(values, [REDACTED, REDACTED, "v", "v", REDACTED, "v"]);
     }
 

@@ -1,16 +1,16 @@
 //! A sample job for unit tests.
 use contract::job::{
-    CheckpointSpec, ClusterSpec, CommBackend, CpuBind, Devices, Hosts, JobSpec, KnownHosts, LogsSpec,
-    MasterPort, MinHosts, ResumeFrom, ResumeSpec, RngPolicy, RunSpec, SaveInterval, SignalAction, Signals,
-    SshConfig, SshSpec, StoreHost, VisibleDevices, WorkersPerHost,
+    CheckpointSpec, ClusterSpec, CommBackend, CpuBind, DeviceSelection, HostSelection, JobSpec, KnownHosts,
+    LogsSpec, MasterPort, MinHosts, ResumeFrom, ResumeSpec, RngPolicy, RunSpec, SaveInterval, SignalAction,
+    Signals, SshConfig, SshSpec, StoreHost, VisibleDevices, WorkersPerHost,
 };
 
-/// A job that runs the program `true`.
-pub(crate) fn job() -> JobSpec {
+/// Returns a job named `sample` that runs the program `true` on this machine.
+pub(crate) fn sample_job() -> JobSpec {
     JobSpec {
         name: "sample".into(),
         cluster: ClusterSpec {
-            hosts: Hosts::Local,
+            hosts: HostSelection::Local,
             include: Vec::new(),
             exclude: Vec::new(),
             ssh: SshSpec {
@@ -25,13 +25,13 @@ pub(crate) fn job() -> JobSpec {
             },
             use_hosts: None,
             workers_per_host: WorkersPerHost::Auto,
-            devices: Devices::Auto,
+            devices: DeviceSelection::Auto,
             workers_per_gpu: 1,
             comm_backend: CommBackend::Auto,
             cuda_library_paths: Vec::new(),
             master_port: MasterPort::Auto,
             store: StoreHost::Agent,
-            interface: contract::job::Interface::Auto,
+            interface: contract::job::InterfaceSelector::Auto,
         },
         run: RunSpec {
             command: Some(vec!["true".into()]),

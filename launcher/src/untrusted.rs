@@ -1,25 +1,25 @@
-//! Every parser of untrusted input in the launcher, each behind one function, for fuzz targets and
-//! robustness tests. Crate `ckpt` has the parsers of checkpoints.
+//! Calls every parser of untrusted input in the launcher, for fuzz targets and robustness tests.
+//! Crate `ckpt` has the parsers of checkpoints.
 //!
-//! Each function returns the first error. None may panic, loop forever, or use memory beyond its
-//! limits.
+//! Each function runs one parser and returns its first error. No parser may panic, loop forever, or
+//! use more memory than its limits allow.
 use contract::{
     control::{FromAgent, FromWorker, ToAgent, ToWorker},
-    frame::{self, FrameError, HEADER},
+    frame::{self, FrameError, HEADER_BYTES},
     hosts::{self, HostSlots},
     job,
 };
 use serde::{Serialize, de::DeserializeOwned};
 use std::error::Error;
 
-/// Nothing, or the first error.
+/// The result of a parser: success, or its first error.
 pub type ParseResult = Result<(), Box<dyn Error + Send + Sync>>;
 
-/// Lines of a hostfile that are tried as filters.
-const MAX_FILTERS: usize = 8;
+/// The number of lines of a hostfile that are tried as host filters.
+const MAX_FILTER_LINES: usize = 8;
 
-/// Parses a control stream: a sequence of frames of one of the four message types.
-pub fn control(bytes: &[u8]) -> ParseResult {
+/// Parses a control stream, which is a sequence of frames of one of the four message types.
+pub fn parse_control_stream(bytes: &[u8]) -> ParseResult {
     let parsers = [
         parse_frames::<FromAgent>,
         parse_frames::<ToAgent>,
@@ -30,26 +30,27 @@ pub fn control(bytes: &[u8]) -> ParseResult {
     parsers.iter().map(|parse| parse(bytes)).reduce(|one, other| one.or(other)).unwrap_or(Ok(()))
 }
 
+/// Parses a sequence of frames of one message type, and encodes each message again.
 fn parse_frames<T: Serialize + DeserializeOwned>(mut bytes: &[u8]) -> ParseResult {
-    while let Some((header, rest)) = bytes.split_first_chunk::<HEADER>() {
-        let length = frame::body_length(*header)? as usize;
+    while let Some((header, rest)) = bytes.split_first_chunk::<HEADER_BYTES>() {
+        let length = frame::decode_body_length(*header)? as usize;
         let body = rest.get(..length).ok_or(FrameError::Truncated)?;
-        frame::encode(&frame::decode::<T>(body)?)?;
+        frame::encode_frame(&frame::decode_body::<T>(body)?)?;
         bytes = &rest[length..];
     }
     if bytes.is_empty() { Ok(()) } else { Err(FrameError::Truncated.into()) }
 }
 
-/// Parses a hostfile, and its lines as host filters of DeepSpeed.
-pub fn hostfile(bytes: &[u8]) -> ParseResult {
+/// Parses a hostfile, and tries its first lines as host filters of DeepSpeed.
+pub fn parse_hostfile(bytes: &[u8]) -> ParseResult {
     let text = str::from_utf8(bytes)?;
     if text.len() > hosts::MAX_HOSTFILE {
         return Err("the hostfile is larger than 4 MiB".into());
     }
-    let entries = hosts::parse_hostfile(text).map_err(first)?;
+    let entries = hosts::parse_hostfile(text).map_err(take_first_error)?;
     let slots = |slots: Option<u32>| slots.map_or(HostSlots::Auto, HostSlots::Count);
     let named: Vec<_> = entries.into_iter().map(|entry| (entry.host.name(), slots(entry.slots))).collect();
-    for line in text.lines().take(MAX_FILTERS) {
+    for line in text.lines().take(MAX_FILTER_LINES) {
         for (include, exclude) in [(vec![line.to_owned()], vec![]), (vec![], vec![line.to_owned()])] {
             // A line of a hostfile is rarely a valid filter.
             _ = hosts::filter_hosts(&named, &include, &exclude);
@@ -58,15 +59,15 @@ pub fn hostfile(bytes: &[u8]) -> ParseResult {
     Ok(())
 }
 
-/// Parses an item of `cluster.hosts`: users, ports, ranges.
-pub fn host_list(bytes: &[u8]) -> ParseResult {
+/// Parses an item of `cluster.hosts`, which may have a user, a port and ranges.
+pub fn parse_host_list(bytes: &[u8]) -> ParseResult {
     hosts::parse_hosts(str::from_utf8(bytes)?)?;
     Ok(())
 }
 
-/// Parses variables of Slurm, one a line: node list, tasks per node, CPUs per node, number of
-/// groups.
-pub fn slurm(bytes: &[u8]) -> ParseResult {
+/// Parses the values of Slurm's variables, one per line: node list, tasks per node, CPUs per node,
+/// number of groups.
+pub fn parse_slurm_variables(bytes: &[u8]) -> ParseResult {
     let text = str::from_utf8(bytes)?;
     let mut lines = text.lines();
     let names = ["SLURM_JOB_NODELIST", "SLURM_TASKS_PER_NODE", "SLURM_JOB_CPUS_PER_NODE", "SLURM_HET_SIZE"];
@@ -79,11 +80,11 @@ pub fn slurm(bytes: &[u8]) -> ParseResult {
     Ok(())
 }
 
-/// Loads a job.yaml. A valid job must print to YAML that loads to an equal job.
-pub fn job(bytes: &[u8]) -> ParseResult {
+/// Loads a job.yaml. Panics if the YAML that a valid job prints does not load to an equal job.
+pub fn parse_job(bytes: &[u8]) -> ParseResult {
     let load = |text: String| {
-        let source = job::Source::Text { name: "job.yaml".to_owned(), text };
-        job::load(source, &[]).map_err(first)
+        let source = job::JobSource::Text { name: "job.yaml".to_owned(), text };
+        job::load_job(source, &[]).map_err(take_first_error)
     };
     let (spec, ..) = load(str::from_utf8(bytes)?.to_owned())?;
     let (again, ..) =
@@ -92,18 +93,18 @@ pub fn job(bytes: &[u8]) -> ParseResult {
     Ok(())
 }
 
-/// Parses requests to the rendezvous store; the files in `tests/corpus` are examples.
-pub fn store(bytes: &[u8]) -> ParseResult {
+/// Parses and executes requests to the rendezvous store. The files in `tests/corpus` are examples.
+pub fn parse_store_requests(bytes: &[u8]) -> ParseResult {
     Ok(crate::controller::serve_untrusted_clients(bytes)?)
 }
 
 /// Parses the invitation that an agent gets before it connects to its controller.
-pub fn invitation(bytes: &[u8]) -> ParseResult {
+pub fn parse_invitation(bytes: &[u8]) -> ParseResult {
     crate::connection::handshake::Invitation::read(&mut &bytes[..])?;
     Ok(())
 }
 
-/// The first of several errors.
-fn first<E: Error + Send + Sync + 'static>(errors: Vec<E>) -> Box<dyn Error + Send + Sync> {
+/// Returns the first of several errors.
+fn take_first_error<E: Error + Send + Sync + 'static>(errors: Vec<E>) -> Box<dyn Error + Send + Sync> {
     errors.into_iter().next().map_or_else(|| "the parser reported no error".into(), Into::into)
 }

@@ -4,7 +4,7 @@
 mod untrusted;
 
 use contract::{
-    control::{ExitStatus, FromAgent, HostInventory, ToAgent, VERSION},
+    control::{ExitStatus, FromAgent, HostInventory, PROTOCOL_VERSION, ToAgent},
     frame,
 };
 use launcher::untrusted::ParseResult;
@@ -23,13 +23,13 @@ type Parser = fn(&[u8]) -> ParseResult;
 
 /// Each parser, by the extension of its files in the corpus.
 const PARSERS: [(&str, Parser); 7] = [
-    ("control", launcher::untrusted::control),
-    ("hostfile", launcher::untrusted::hostfile),
-    ("hosts", launcher::untrusted::host_list),
-    ("slurm", launcher::untrusted::slurm),
-    ("job", launcher::untrusted::job),
-    ("store", launcher::untrusted::store),
-    ("invitation", launcher::untrusted::invitation),
+    ("control", launcher::untrusted::parse_control_stream),
+    ("hostfile", launcher::untrusted::parse_hostfile),
+    ("hosts", launcher::untrusted::parse_host_list),
+    ("slurm", launcher::untrusted::parse_slurm_variables),
+    ("job", launcher::untrusted::parse_job),
+    ("store", launcher::untrusted::parse_store_requests),
+    ("invitation", launcher::untrusted::parse_invitation),
 ];
 
 /// Streams of messages of an agent and of a controller.
@@ -46,12 +46,13 @@ fn streams() -> [Vec<u8>; 2] {
         error: None,
         gpu: None,
     };
-    let agent = [FromAgent::Hello { version: VERSION, pid: 77, inventory }, exited, FromAgent::Heartbeat];
+    let agent =
+        [FromAgent::Hello { version: PROTOCOL_VERSION, pid: 77, inventory }, exited, FromAgent::Heartbeat];
     let kill = ToAgent::Kill { attempt: 0, reason: "a peer failed".into(), grace_ms: 5, stacks: false };
-    let controller = [ToAgent::Hello { version: VERSION }, kill, ToAgent::Heartbeat];
+    let controller = [ToAgent::Hello { version: PROTOCOL_VERSION }, kill, ToAgent::Heartbeat];
     [
-        agent.iter().flat_map(|m| frame::encode(m).expect("encodable")).collect(),
-        controller.iter().flat_map(|m| frame::encode(m).expect("encodable")).collect(),
+        agent.iter().flat_map(|m| frame::encode_frame(m).expect("encodable")).collect(),
+        controller.iter().flat_map(|m| frame::encode_frame(m).expect("encodable")).collect(),
     ]
 }
 
@@ -123,11 +124,11 @@ fn claimed_sizes_do_not_allocate_memory() {
         }
     }
     // A frame and a key with the largest length that the format allows.
-    assert!(launcher::untrusted::control(&[0xff; 16]).is_err());
-    assert!(launcher::untrusted::control(&[0, 0, 0, 1, 0xdd, 0xff, 0xff, 0xff, 0xff]).is_err());
+    assert!(launcher::untrusted::parse_control_stream(&[0xff; 16]).is_err());
+    assert!(launcher::untrusted::parse_control_stream(&[0, 0, 0, 1, 0xdd, 0xff, 0xff, 0xff, 0xff]).is_err());
     let mut key = vec![0, 9, 1];
     key.extend([0xff; 8]);
-    assert!(launcher::untrusted::store(&key).is_err());
+    assert!(launcher::untrusted::parse_store_requests(&key).is_err());
     let peak = memory.peak();
     assert!(peak < CAP, "{peak} bytes at the peak");
 }

@@ -1,4 +1,4 @@
-"""Creates and checks the random states that HF Trainer and Accelerate save, with Python, numpy and torch.
+"""Creates and checks the RNG states that HF Trainer and Accelerate save, with Python, numpy and torch.
 
     random_states.py make DIR trainer|accelerate WORLD [--per-rank KIND…] [--cuda one|all]
     random_states.py check DIR WORLD SOURCE SOURCE_WORLD

@@ -56,5 +56,5 @@ fn closed_stdout_and_stderr_do_not_disturb_the_job() {
 fn output_without_a_line_break_is_part_of_the_tail() {
     let job = Job::shell(1, "printf 'half a line' >&2; kill -KILL $$", &[]);
     let ended = job.run(&["--json"]);
-    assert_eq!(ended.event("failure")["tail"], json!(["half a line"]));
+    assert_eq!(ended.only_event("failure")["tail"], json!(["half a line"]));
 }

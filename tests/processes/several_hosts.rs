@@ -17,7 +17,7 @@ fn ranks_of_several_hosts_have_their_numbers_in_the_environment() {
         let text = fs::read_to_string(job.path(&format!("out.{rank}"))).unwrap();
         assert_eq!(text, format!("{} {} 6 3\n", rank / 2, rank % 2));
     }
-    assert_eq!(run.event("placement")["hosts"].as_array().unwrap().len(), 3);
+    assert_eq!(run.only_event("placement")["hosts"].as_array().unwrap().len(), 3);
 }
 
 #[test]
@@ -32,7 +32,7 @@ fn a_restart_has_the_same_number_on_every_rank() {
     for rank in 0..4 {
         assert_eq!(fs::read_to_string(job.path(&format!("count.{rank}"))).unwrap(), "0/2\n1/2\n");
     }
-    let restart = run.event("restart");
+    let restart = run.only_event("restart");
     assert_eq!(
         (&restart["rank"], &restart["reason"]["code"], &restart["restarts_left"]),
         (&2.into(), &3.into(), &1.into())
@@ -68,7 +68,7 @@ fn a_suspended_rank_is_reported_with_its_stacks_in_the_log() {
     );
     let run = job.run(&["--json"]);
     assert_eq!(run.exit_code(), 1);
-    let failure = run.event("failure");
+    let failure = run.only_event("failure");
     assert!(failure["rank"] == 1 && failure["code"] == "worker-suspended", "{failure}");
     assert!(job.log(1).contains("state T"), "{}", job.log(1));
 }

@@ -32,14 +32,14 @@ fn an_interrupt_saves_and_the_same_command_resumes() {
     running.signal(Signal::SIGINT);
     let ended = running.wait();
     assert_eq!(ended.exit_code(), 130, "{}", ended.stderr);
-    let saved = ended.event("checkpoint")["step"].as_u64().unwrap();
+    let saved = ended.only_event("checkpoint")["step"].as_u64().unwrap();
     let stderr = ended.stderr.replace(&format!("{saved:08}"), "[STEP]");
     let stderr = stderr.replace(&format!("step {saved}"), "step [STEP]").replace(LAUNCH, "launch");
     job.assert_snapshot("interrupted_training", &stderr);
     let ended = job.run(&["--json", "--set", &format!("train.steps={}", saved + 2)]);
     assert_eq!(ended.exit_code(), 0, "{}", ended.stderr);
-    assert_eq!(ended.event("resume")["step"], saved);
-    assert_eq!(ended.event("done")["step"], saved + 2);
+    assert_eq!(ended.only_event("resume")["step"], saved);
+    assert_eq!(ended.only_event("done")["step"], saved + 2);
 }
 
 #[test]

@@ -25,13 +25,13 @@ pub(crate) struct Hosts {
 
 impl Hosts {
     /// Starts `count` hosts. `None` when this machine cannot have hosts; the test is then skipped.
-    pub(crate) fn up(test: &str, count: u32) -> Option<Hosts> {
-        Hosts::sharing(test, count, Path::new(""))
+    pub(crate) fn start(test: &str, count: u32) -> Option<Hosts> {
+        Hosts::start_sharing(test, count, Path::new(""))
     }
 
     /// Starts `count` hosts that see the directory `bind` of this machine under the same path.
-    pub(crate) fn sharing(test: &str, count: u32, bind: &Path) -> Option<Hosts> {
-        if let Some(missing) = missing() {
+    pub(crate) fn start_sharing(test: &str, count: u32, bind: &Path) -> Option<Hosts> {
+        if let Some(missing) = missing_requirement() {
             skip(test, &missing);
             return None;
         }
@@ -120,7 +120,7 @@ impl Drop for Hosts {
 }
 
 /// Why this machine cannot create the hosts; `None` if it can.
-fn missing() -> Option<String> {
+fn missing_requirement() -> Option<String> {
     if !nix::unistd::Uid::effective().is_root() {
         return Some("hosts in namespaces need root".to_owned());
     }

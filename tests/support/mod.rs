@@ -280,14 +280,14 @@ pub(crate) fn python(test: &str) -> Option<PathBuf> {
 
 /// The Python environment with DeepSpeed. Skips or fails the test without it, as [`python`] does.
 #[allow(dead_code)] // only some tests need it
-pub(crate) fn deepspeed(test: &str) -> Option<PathBuf> {
+pub(crate) fn python_with_deepspeed(test: &str) -> Option<PathBuf> {
     python_with(test, "deepspeed", "DeepSpeed")
 }
 
 /// The Python environment with the oldest supported torch, which `scripts/setup-tests --all`
 /// installs. Skips or fails the test without it, as [`python`] does.
 #[allow(dead_code)] // only some tests need it
-pub(crate) fn old_torch(test: &str) -> Option<PathBuf> {
+pub(crate) fn python_with_old_torch(test: &str) -> Option<PathBuf> {
     python_with(test, "old-torch", "an old torch (setup-tests --all)")
 }
 

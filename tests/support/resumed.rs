@@ -67,7 +67,7 @@ impl ResumedJob {
 
     /// Checks that the losses of the run, which begins at step 4, are those of the recorded run.
     #[track_caller]
-    pub(crate) fn follows(&self, ran: &FinishedRun) {
+    pub(crate) fn assert_losses(&self, ran: &FinishedRun) {
         let steps = ran.named("step");
         assert_eq!(steps[0]["step"], 4);
         assert!(steps.len() >= self.next.len(), "{} steps", steps.len());

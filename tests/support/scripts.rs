@@ -83,7 +83,7 @@ impl Script {
     }
 
     /// What a rank reported before its first step.
-    pub(crate) fn first_step(&self, report: &str, rank: u32) -> Value {
+    pub(crate) fn rank_report(&self, report: &str, rank: u32) -> Value {
         let text = fs::read(self.place.path(&format!("{report}/rank-{rank}.json"))).unwrap();
         serde_json::from_slice(&text).unwrap()
     }
@@ -91,7 +91,7 @@ impl Script {
     /// The number of distinct values of `key` that the ranks reported before their first step.
     pub(crate) fn distinct_values(&self, report: &str, workers: u32, key: &str) -> usize {
         let mut values: Vec<String> =
-            (0..workers).map(|rank| self.first_step(report, rank)[key].to_string()).collect();
+            (0..workers).map(|rank| self.rank_report(report, rank)[key].to_string()).collect();
         values.sort_unstable();
         values.dedup();
         values.len()

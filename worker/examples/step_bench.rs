@@ -1,12 +1,12 @@
-//! Measures the tokens per second of training steps in one process, without launcher and data, for
-//! the model of docs/benchmarks.
+//! Benchmarks training steps of the model of docs/benchmarks in one process, without launcher and
+//! data. Prints tokens per second, GFLOP/s and peak memory.
 //!
 //!     cargo run --release -p worker --example step_bench -- [threads] [micro] [stage] [recompute]
 #![allow(clippy::unwrap_used)] // a benchmark
 #[path = "../tests/common/mod.rs"]
 mod common;
 use common::*;
-use contract::job::{ModelSpec, Recompute};
+use contract::job::{ModelSpec, RecomputeMode};
 use std::time::Instant;
 
 fn main() {
@@ -22,15 +22,15 @@ fn main() {
         num_key_value_heads: 6,
         head_dim: 64,
         max_position_embeddings: 256,
-        ..odd_model()
+        ..create_odd_sized_model()
     };
-    let mut spec = train_spec(model, stage as u8, 8, micro, 256);
+    let mut spec = create_train_spec(model, stage as u8, 8, micro, 256);
     if number(4, 0) == 1 {
-        spec.recompute = Recompute::Block;
+        spec.recompute = RecomputeMode::Block;
     }
-    let mut running = build_trainer(&spec, single_rank(), threads as usize).start_fresh();
+    let mut running = build_trainer(&spec, create_single_rank_comm(), threads as usize).start_fresh();
     train_steps(&mut running, 2);
-    let flops = running.trainer.model.flops_per_token(256);
+    let flops = running.trainer.model.compute_flops_per_token(256);
     let mut rates: Vec<f64> = (0..8)
         .map(|_| {
             let began = Instant::now();
@@ -45,6 +45,6 @@ fn main() {
         rates[0],
         rates[rates.len() - 1],
         median * flops / 1e9,
-        worker::train::run::peak_rss() >> 20
+        worker::train::run::read_peak_rss() >> 20
     );
 }

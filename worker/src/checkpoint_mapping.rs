@@ -1,15 +1,15 @@
 //! The mapping between a rank's trainer and a checkpoint: which ranges of which tensors the rank
 //! writes and reads, under which names and roles.
 use crate::{
-    error::{Result, unreadable_checkpoint},
+    error::{Result, to_unreadable_checkpoint_error},
     model::Model,
     optim::{Optimizer, needs_state_vectors},
-    params::{ParamUnit, Segment, canonical_order},
-    stages::ReadyTrainer,
-    zero::engine::{Engine, copy_or_cast},
+    params::{ParamUnit, Segment, list_tensors_in_canonical_order},
+    stages::UninitializedTrainer,
+    zero::engine::{ZeroEngine, copy_or_cast},
 };
 use ckpt::{
-    Checkpoint, CkptError, ReadRequest, TensorInfo, TensorRole, TensorSource, Tie, WeightShape,
+    Checkpoint, CkptError, ReadRequest, TensorInfo, TensorRole, TensorSource, TiedWeight, WeightShape,
     peft::AdapterConfig,
 };
 use contract::job::{LoraSpec, LoraTargets, ModelSpec, OptimizerName, OptimizerSpec, TrainSpec};
@@ -22,8 +22,9 @@ use std::{
     sync::RwLockReadGuard,
 };
 
-/// The description of the model in a checkpoint. `eod` is the token that ends a document.
-pub fn checkpoint_model_spec(
+/// Builds the description of the model that a checkpoint stores. `eod` is the token that ends a
+/// document.
+pub fn build_checkpoint_model_spec(
     model: &dyn Model,
     units: &[ParamUnit],
     train: &TrainSpec,
@@ -32,20 +33,24 @@ pub fn checkpoint_model_spec(
     let (spec, lora) = (&train.model, train.lora.as_ref());
     ckpt::ModelSpec {
         family: spec.family.clone(),
-        hf_config: hf_config(model, spec, eod),
-        weights: weight_shapes(units),
-        ties: model.tied_weights().into_iter().map(|t| Tie { alias: t.alias, target: t.target }).collect(),
-        frozen: frozen_names(units),
+        hf_config: build_hf_config(model, spec, eod),
+        weights: list_canonical_weight_shapes(units),
+        ties: model
+            .tied_weights()
+            .into_iter()
+            .map(|t| TiedWeight { alias: t.alias, target: t.target })
+            .collect(),
+        frozen: list_frozen_names(units),
         buffers: Vec::new(),
-        adapter: lora.map(|lora| adapter_config(model, units, lora, spec)),
+        adapter: lora.map(|lora| build_adapter_config(model, units, lora, spec)),
     }
 }
 
-/// The content of PEFT's `adapter_config.json`.
-fn adapter_config(model: &dyn Model, units: &[ParamUnit], lora: &LoraSpec, spec: &ModelSpec) -> Value {
+/// Builds the content of PEFT's `adapter_config.json`.
+fn build_adapter_config(model: &dyn Model, units: &[ParamUnit], lora: &LoraSpec, spec: &ModelSpec) -> Value {
     let modules = units.iter().flat_map(|u| &u.params).filter_map(|p| p.name.strip_suffix(".lora_A.weight"));
     // Short names would be ambiguous: some versions of transformers use them inside experts, too.
-    let has_full_names = model.moe().is_some();
+    let has_full_names = model.as_moe_model().is_some();
     let last = |name: &str| name.rsplit('.').next().unwrap_or(name).to_owned();
     let modules: BTreeSet<String> =
         modules.map(|m| if has_full_names { m.to_owned() } else { last(m) }).collect();
@@ -56,17 +61,19 @@ fn adapter_config(model: &dyn Model, units: &[ParamUnit], lora: &LoraSpec, spec:
     let config = AdapterConfig {
         rank: lora.rank,
         alpha: lora.alpha,
-        rslora: lora.rslora,
+        use_rslora: lora.rslora,
         dropout: lora.dropout.unwrap_or(0.0),
         targets,
         fan_in_fan_out: model.stores_transposed_matrices(),
     };
-    config.json(spec.from.as_ref().map(|f| f.to_string_lossy()).as_deref())
+    config.to_json(spec.from.as_ref().map(|f| f.to_string_lossy()).as_deref())
 }
 
-/// The content of `config.json`: unchanged for a model directory; a new model's gets the token that
-/// ends a document.
-fn hf_config(model: &dyn Model, spec: &ModelSpec, eod: u32) -> Value {
+/// Builds the content of `config.json`.
+///
+/// The file of a model directory is unchanged. For a new model, the token that ends a document is
+/// added.
+fn build_hf_config(model: &dyn Model, spec: &ModelSpec, eod: u32) -> Value {
     let mut config = model.hf_config().clone();
     if spec.from.is_none() {
         for key in ["bos_token_id", "eos_token_id"] {
@@ -76,35 +83,35 @@ fn hf_config(model: &dyn Model, spec: &ModelSpec, eod: u32) -> Value {
     Value::Object(config)
 }
 
-/// Names and shapes of all weights, in canonical order.
-fn weight_shapes(units: &[ParamUnit]) -> Vec<WeightShape> {
+/// Lists the names and shapes of all weights, in canonical order.
+fn list_canonical_weight_shapes(units: &[ParamUnit]) -> Vec<WeightShape> {
     let shape = |s: &[usize]| s.iter().map(|&n| n as u64).collect();
-    let params = canonical_order(units).into_iter().map(|(u, i)| &units[u].params[i]);
+    let params = list_tensors_in_canonical_order(units).into_iter().map(|(u, i)| &units[u].params[i]);
     params.map(|p| WeightShape { name: p.name.clone(), shape: shape(&p.shape) }).collect()
 }
 
-/// Names of the frozen weights, in canonical order.
-fn frozen_names(units: &[ParamUnit]) -> Vec<String> {
-    let frozen = canonical_order(units).into_iter().filter(|&(u, i)| !units[u].is_trained(i));
+/// Lists the names of the frozen weights, in canonical order.
+fn list_frozen_names(units: &[ParamUnit]) -> Vec<String> {
+    let frozen = list_tensors_in_canonical_order(units).into_iter().filter(|&(u, i)| !units[u].is_trained(i));
     frozen.map(|(u, i)| units[u].params[i].name.clone()).collect()
 }
 
-/// Names of the trained parameters that lack an optimizer state in a checkpoint with these tensors.
+/// Finds the trained parameters that lack an optimizer state in a checkpoint with these tensors.
 /// Their states start at zero.
-pub fn params_without_state(
+pub fn find_params_without_state(
     tensors: &[TensorInfo],
     units: &[ParamUnit],
     optimizer: &OptimizerSpec,
 ) -> HashSet<String> {
     let held: HashSet<(TensorRole, &str)> = tensors.iter().map(|t| (t.role, t.name.as_str())).collect();
-    let roles = state_roles(optimizer);
+    let roles = list_state_roles(optimizer);
     let lacks = |name: &str| roles.iter().any(|role| !held.contains(&(*role, name)));
-    let names = units.iter().flat_map(ParamUnit::trained_params).map(|p| &p.name);
+    let names = units.iter().flat_map(ParamUnit::list_trained_params).map(|p| &p.name);
     names.filter(|name| lacks(name)).cloned().collect()
 }
 
-/// The roles of the optimizer's state vectors in a checkpoint; at most two.
-pub fn state_roles(spec: &OptimizerSpec) -> Vec<TensorRole> {
+/// Lists the roles of the optimizer's state vectors in a checkpoint, at most two.
+pub fn list_state_roles(spec: &OptimizerSpec) -> Vec<TensorRole> {
     let (first, second) = match spec.name {
         OptimizerName::Adamw => (TensorRole::ExpAvg, TensorRole::ExpAvgSq),
         OptimizerName::Sgd => (TensorRole::Momentum, TensorRole::Momentum),
@@ -120,26 +127,26 @@ pub fn state_roles(spec: &OptimizerSpec) -> Vec<TensorRole> {
         .collect()
 }
 
-/// A range of a tensor that this rank owns.
+/// A range of a tensor that this rank owns, with its values.
 pub struct OwnedRange<'a> {
     /// The tensor's name.
     pub name: &'a str,
     /// Whether the values are the weight or one of its optimizer states.
     pub role: TensorRole,
-    /// Index of the first value in the tensor.
+    /// The index of the first value in the tensor.
     pub start_element: u64,
     /// The values, in host or device memory.
     pub values: View<'a>,
 }
 
-/// All ranges of weights and optimizer states that this rank owns. `params` are the guards of all
-/// units' parameters.
-pub fn owned_ranges<'a>(
-    engine: &'a Engine,
+/// Lists all ranges of weights and optimizer states that this rank owns. `params` are the guards of
+/// all units' parameters.
+pub fn list_owned_ranges<'a>(
+    engine: &'a ZeroEngine,
     optimizer: &'a Optimizer,
     params: &'a [RwLockReadGuard<Buf>],
 ) -> Vec<OwnedRange<'a>> {
-    let roles = state_roles(optimizer.spec());
+    let roles = list_state_roles(optimizer.spec());
     let mut out = Vec::new();
     for (u, shard) in engine.shards.iter().enumerate() {
         let (own, resident, st) = (engine.owned_range(u), engine.resident_range(u), optimizer.states(u));
@@ -151,13 +158,13 @@ pub fn owned_ranges<'a>(
             values,
         };
         let weights = params[u].view().slice(own.start - resident.start..own.end - resident.start);
-        out.extend(unit.segments(own.clone()).iter().map(|seg| {
+        out.extend(unit.list_segments(own.clone()).iter().map(|seg| {
             let in_shard = seg.flat.start - own.start..seg.flat.end - own.start;
             piece(TensorRole::Weight, seg, weights.slice(in_shard))
         }));
         for (role, states) in roles.iter().zip([&st.first, &st.second]) {
-            let mut offset = unit.trained_offset(own.start) - st.trained.start;
-            for seg in unit.trained_segments(own.clone()) {
+            let mut offset = unit.compute_trained_offset(own.start) - st.trained.start;
+            for seg in unit.list_trained_segments(own.clone()) {
                 let values = states.view().slice(offset..offset + seg.flat.len());
                 offset += seg.flat.len();
                 out.push(piece(*role, &seg, values));
@@ -167,12 +174,12 @@ pub fn owned_ranges<'a>(
     out
 }
 
-/// Checks that a checkpoint has the model's weights and, unless it holds only weights, exactly the
+/// Fails unless a checkpoint has the model's weights and, if it has more than weights, exactly the
 /// optimizer's states.
 pub fn require_compatible(ckpt: &Checkpoint, units: &[ParamUnit], optimizer: &OptimizerSpec) -> Result<()> {
-    ckpt.require_model(&weight_shapes(units)).map_err(unreadable_checkpoint)?;
-    let roles = state_roles(optimizer);
-    if ckpt.is_weights_alone() {
+    ckpt.require_model(&list_canonical_weight_shapes(units)).map_err(to_unreadable_checkpoint_error)?;
+    let roles = list_state_roles(optimizer);
+    if ckpt.has_only_weights() {
         return Ok(());
     }
     let stored: Vec<TensorRole> =
@@ -182,10 +189,10 @@ pub fn require_compatible(ckpt: &Checkpoint, units: &[ParamUnit], optimizer: &Op
         Diagnostic::error(codes::training::RESUME_OPTIMIZER_MISMATCH, message)
             .with_subject(ckpt.path().display().to_string())
             .with_field("role", role.to_string())
-            .with_field("optimizer", optimizer_name(optimizer))
+            .with_field("optimizer", format_optimizer_name(optimizer))
             .with_help("use the checkpoint's optimizer, or set `resume.from: never` to start at step 0")
     };
-    let name = optimizer_name(optimizer);
+    let name = format_optimizer_name(optimizer);
     if let Some(role) = roles.iter().find(|role| !stored.contains(role)) {
         return Err(error(format!("has no {role}, which the optimizer {name} needs"), role).into());
     }
@@ -195,42 +202,46 @@ pub fn require_compatible(ckpt: &Checkpoint, units: &[ParamUnit], optimizer: &Op
     Ok(())
 }
 
-/// The optimizer's name as in job.yaml.
-pub(crate) fn optimizer_name(spec: &OptimizerSpec) -> String {
+/// Returns the optimizer's name as in job.yaml.
+pub(crate) fn format_optimizer_name(spec: &OptimizerSpec) -> String {
     format!("{:?}", spec.name).to_lowercase()
 }
 
-/// Updates the replicas of parameters and states after every rank has read its owned ranges.
-/// Collective.
-pub fn sync_replicas(ready: &mut ReadyTrainer) -> Result<()> {
+/// Updates the replicas of parameters and optimizer states after every rank has read its owned
+/// ranges. Collective: every rank must call it.
+pub fn sync_replicas(ready: &mut UninitializedTrainer) -> Result<()> {
     let (engine, optimizer) = (&mut ready.trainer.engine, &mut ready.trainer.optimizer);
     for u in 0..engine.shards.len() {
         engine.start_param_gather(u);
         if !engine.policy.shard_optimizer {
-            sync_states(ready.trainer.ops.as_ref(), engine, optimizer, u)?;
+            sync_replicated_states(ready.trainer.ops.as_ref(), engine, optimizer, u)?;
         }
         optimizer.evict_states(u);
     }
     Ok(engine.wait_param_gather()?)
 }
 
-/// Which parts of a checkpoint are read into the trainer.
+/// The parts of a checkpoint that are read into the trainer.
 pub struct ReadPlan<'a> {
     /// The checkpoint, of any format.
     pub source: &'a dyn TensorSource,
-    /// Our name of a weight → its name in the checkpoint, if it differs.
+    /// By the job's name of a weight: its name in the checkpoint, if it differs.
     pub renamed: &'a HashMap<String, String>,
     /// Whether the optimizer states are read.
     pub with_states: bool,
     /// Names of the parameters whose states are not read, so that they start at zero.
     pub reset_states: &'a HashSet<String>,
-    /// Only parameters whose names it accepts are read.
+    /// Returns whether the parameter with a name is read.
     pub selects: fn(&str) -> bool,
 }
 
-/// Reads the owned ranges of the weights and states of every unit. Values in device memory or in 16
-/// bits are read into a host buffer first, one unit at a time.
-pub fn read_owned_ranges(ready: &mut ReadyTrainer, reading: &ReadPlan) -> std::result::Result<(), CkptError> {
+/// Reads the owned ranges of the weights and states of every unit.
+///
+/// Values in device memory or in 16 bits are first read into a host buffer, one unit at a time.
+pub fn read_owned_ranges(
+    ready: &mut UninitializedTrainer,
+    reading: &ReadPlan,
+) -> std::result::Result<(), CkptError> {
     let count = ready.trainer.engine.shards.len();
     let in_place = ready.trainer.ops.is_host() && ready.trainer.engine.param_dtypes().updated == Dtype::F32;
     let at_once = if in_place { count } else { 1 };
@@ -239,14 +250,14 @@ pub fn read_owned_ranges(ready: &mut ReadyTrainer, reading: &ReadPlan) -> std::r
         .try_for_each(|u| read_units(ready, u..(u + at_once).min(count), reading))
 }
 
-/// Reads the owned ranges of some units with one request.
+/// Reads the owned ranges of the units `units` with one request.
 fn read_units(
-    ready: &mut ReadyTrainer,
+    ready: &mut UninitializedTrainer,
     units: Range<usize>,
     reading: &ReadPlan,
 ) -> std::result::Result<(), CkptError> {
     let (engine, optimizer, ops) = (&ready.trainer.engine, &mut ready.trainer.optimizer, &ready.trainer.ops);
-    let roles = if reading.with_states { state_roles(optimizer.spec()) } else { Vec::new() };
+    let roles = if reading.with_states { list_state_roles(optimizer.spec()) } else { Vec::new() };
     let mut guards: Vec<_> = units.clone().map(|u| engine.params_mut(u)).collect();
     let mut vectors = Vec::new();
     let states = optimizer.all_states_mut().skip(units.start);
@@ -257,20 +268,20 @@ fn read_units(
         vectors.push((
             unit,
             TensorRole::Weight,
-            unit.segments(own.clone()),
+            unit.list_segments(own.clone()),
             HostValues::new(ops.as_ref(), weights),
         ));
-        let trained = unit.trained_range(own.clone());
+        let trained = unit.compute_trained_range(own.clone());
         for (role, buf) in roles.iter().zip([&mut st.first, &mut st.second]) {
             let states =
                 buf.view_mut().slice(trained.start - st.trained.start..trained.end - st.trained.start);
             let states = HostValues::new(ops.as_ref(), states);
-            vectors.push((unit, *role, unit.trained_segments(own.clone()), states));
+            vectors.push((unit, *role, unit.list_trained_segments(own.clone()), states));
         }
     }
     let mut requests = Vec::new();
     for (unit, role, segments, values) in &mut vectors {
-        requests.extend(read_requests(unit, *role, std::mem::take(segments), values.values()));
+        requests.extend(build_read_requests(unit, *role, std::mem::take(segments), values.values()));
     }
     requests.retain(|r| {
         (reading.selects)(r.name) && !(r.role.is_optimizer_state() && reading.reset_states.contains(r.name))
@@ -292,22 +303,22 @@ enum HostValues<'a> {
 }
 
 impl<'a> HostValues<'a> {
-    /// Host access to `target`: in place for fp32 in host memory, otherwise a copy.
+    /// Gives the host access to `target`: in place for fp32 in host memory, otherwise in a copy.
     fn new(ops: &dyn Ops, target: ViewMut<'a>) -> Self {
         let current = target.as_view();
         if current.dtype() != Dtype::F32 {
             let mut wide = ops.zeroed(Dtype::F32, current.len());
             ops.cast(wide.view_mut(), current);
-            let values = if current.is_on_host() { wide } else { ops.host_copy(wide.view()) };
+            let values = if current.is_on_host() { wide } else { ops.clone_to_host(wide.view()) };
             return HostValues::Copy { values, target };
         }
         match current.is_on_host() {
             true => HostValues::InPlace(target.host()),
-            false => HostValues::Copy { values: ops.host_copy(current), target },
+            false => HostValues::Copy { values: ops.clone_to_host(current), target },
         }
     }
 
-    /// The values as `f32` in host memory.
+    /// Returns the values as `f32` in host memory.
     fn values(&mut self) -> &mut [f32] {
         match self {
             HostValues::InPlace(values) => values,
@@ -315,8 +326,8 @@ impl<'a> HostValues<'a> {
         }
     }
 
-    /// Copies the values back. 16-bit values are rounded to nearest, which does not change values
-    /// that were not written.
+    /// Copies the values back to their memory if they are a copy. Rounding to 16 bits does not
+    /// change values that were not written.
     fn write_back(self, ops: &dyn Ops) {
         if let HostValues::Copy { values, target } = self {
             copy_or_cast(ops, target, values.view());
@@ -324,8 +335,8 @@ impl<'a> HostValues<'a> {
     }
 }
 
-/// Read requests that fill `values`, which holds the segments one after another.
-fn read_requests<'a>(
+/// Builds read requests that fill `values`, which contains the segments one after another.
+fn build_read_requests<'a>(
     unit: &'a ParamUnit,
     role: TensorRole,
     segments: Vec<Segment>,
@@ -344,14 +355,20 @@ fn read_requests<'a>(
     requests.collect()
 }
 
-/// Gathers the owners' ranges of replicated optimizer states on every rank. Collective.
-fn sync_states(ops: &dyn Ops, engine: &Engine, optimizer: &mut Optimizer, u: usize) -> Result<()> {
-    let shard = engine.shards[u].unit.trained_range(engine.owned_range(u));
+/// Gathers the owners' ranges of the replicated optimizer states of unit `u` on every rank.
+/// Collective: every rank must call it.
+fn sync_replicated_states(
+    ops: &dyn Ops,
+    engine: &ZeroEngine,
+    optimizer: &mut Optimizer,
+    u: usize,
+) -> Result<()> {
+    let shard = engine.shards[u].unit.compute_trained_range(engine.owned_range(u));
     let (first, second) = needs_state_vectors(optimizer.spec());
     let st = optimizer.states_mut(u);
     let mine = shard.start - st.trained.start..shard.end - st.trained.start;
     for (buf, _) in [(&mut st.first, first), (&mut st.second, second)].into_iter().filter(|(_, kept)| *kept) {
-        let mine = ops.device_copy(buf.view().slice(mine.clone()));
+        let mine = ops.clone_to_device(buf.view().slice(mine.clone()));
         let whole = engine.gather_trained(u, mine, ops.zeroed(Dtype::F32, buf.len()))?;
         ops.copy(buf.view_mut(), whole.view());
     }

@@ -1,4 +1,5 @@
-//! One outcome for all ranks: every rank gets the values of all ranks, or every rank fails.
+//! Exchanges of values between ranks with one outcome: every rank gets the values of all ranks, or
+//! every rank fails.
 use crate::{
     error::{Error, Result},
     zero::collective_queue::CollectiveQueue,
@@ -7,13 +8,13 @@ use comm::Comm;
 use diagnostic::{Diagnostic, codes};
 use serde::{Serialize, de::DeserializeOwned};
 
-/// Bytes of one message of [`broadcast_bytes`].
+/// The number of bytes that [`broadcast_bytes`] sends in one message.
 const WINDOW_BYTES: usize = 4 << 20;
-/// Most bytes of one [`broadcast_bytes`].
+/// The largest number of bytes that [`broadcast_bytes`] sends.
 const MAX_BROADCAST_BYTES: u64 = 256 << 20;
 
 /// Sends this rank's value to all ranks. Returns the values of all ranks, in rank order.
-/// Collective.
+/// Collective: every rank must call it.
 ///
 /// # Errors
 /// Returns this rank's own error unchanged. The error of another rank is marked as aborted, so that
@@ -27,9 +28,11 @@ pub fn exchange_values<T: Serialize + DeserializeOwned>(
     values_or_abort(results)
 }
 
-/// Does what [`exchange_values`] does, but on the caller's thread, before a [`CollectiveQueue`]
-/// exists. Collective.
-pub fn exchange_values_on<T: Serialize + DeserializeOwned>(
+/// Sends this rank's value to all ranks, as [`exchange_values`] does, but on the caller's thread.
+/// It is used before a [`CollectiveQueue`] exists.
+///
+/// Collective: every rank must call it.
+pub fn exchange_values_without_queue<T: Serialize + DeserializeOwned>(
     comm: &dyn Comm,
     mine: Result<T>,
 ) -> Result<Vec<T>> {
@@ -38,22 +41,25 @@ pub fn exchange_values_on<T: Serialize + DeserializeOwned>(
     values_or_abort(decode_reports(&reports)?)
 }
 
-/// Returns the values of all ranks. If ranks have errors, returns that of the lowest such rank,
-/// marked as aborted by that rank.
+/// Returns the values of all ranks. If ranks have errors, returns the error of the lowest such
+/// rank, marked as aborted by that rank.
 pub fn values_or_abort<T>(results: Vec<Result<T>>) -> Result<Vec<T>> {
     results.into_iter().enumerate().map(|(rank, value)| value.map_err(|e| e.into_peer_error(rank))).collect()
 }
 
-/// Sends this rank's value or error to all ranks. Returns those of all ranks, in rank order.
-/// Collective.
+/// Sends this rank's value or error to all ranks. Returns the values and errors of all ranks, in
+/// rank order. Fails only if the exchange fails.
+///
+/// Collective: every rank must call it.
 pub fn exchange_results<T: Serialize + DeserializeOwned>(
     queue: &CollectiveQueue,
     mine: Result<&T>,
 ) -> Result<Vec<Result<T>>> {
     let bytes = encode_report(mine)?;
-    decode_reports(&queue.run(move |comm| comm.all_gather_bytes(&bytes))?)
+    decode_reports(&queue.run_and_wait(move |comm| comm.all_gather_bytes(&bytes))?)
 }
 
+/// Encodes a value or an error for the other ranks.
 fn encode_report<T: Serialize>(mine: Result<&T>) -> Result<Vec<u8>> {
     rmp_serde::to_vec_named(&mine).map_err(|e| {
         let message = "cannot encode a report to the other ranks";
@@ -61,10 +67,12 @@ fn encode_report<T: Serialize>(mine: Result<&T>) -> Result<Vec<u8>> {
     })
 }
 
+/// Decodes the values and errors of all ranks. Fails if the bytes of a rank are not valid.
 fn decode_reports<T: DeserializeOwned>(reports: &[Vec<u8>]) -> Result<Vec<Result<T>>> {
     reports.iter().enumerate().map(|(rank, report)| decode_report(rank, report)).collect()
 }
 
+/// Decodes the value or error of `rank`. Fails if the bytes are not valid.
 fn decode_report<T: DeserializeOwned>(rank: usize, report: &[u8]) -> Result<Result<T>> {
     rmp_serde::from_slice(report).map_err(|e| {
         let message = format!("cannot decode the report of rank {rank}");
@@ -73,10 +81,11 @@ fn decode_report<T: DeserializeOwned>(rank: usize, report: &[u8]) -> Result<Resu
     })
 }
 
-/// Sends the bytes of rank `root` to every rank. `mine` is ignored on the other ranks. Collective.
+/// Sends the bytes of rank `root` to every rank. `mine` is ignored on the other ranks. Collective:
+/// every rank must call it.
 ///
 /// # Errors
-/// The error of `root` on every rank; or more than 256 MiB of bytes.
+/// Fails on every rank if `mine` is an error on `root`, or if there are more than 256 MiB of bytes.
 pub fn broadcast_bytes(queue: &CollectiveQueue, root: usize, mine: Result<Vec<u8>>) -> Result<Vec<u8>> {
     let is_root = queue.comm().rank() == root;
     let mine = if is_root { mine } else { Ok(Vec::new()) };
@@ -85,24 +94,25 @@ pub fn broadcast_bytes(queue: &CollectiveQueue, root: usize, mine: Result<Vec<u8
     let length = lengths.get(root).copied().unwrap_or(0);
     if length > MAX_BROADCAST_BYTES {
         let message = format!("rank {root} sends {length} bytes, more than {MAX_BROADCAST_BYTES}");
-        return Err(invalid_broadcast_error(root, message));
+        return Err(build_invalid_broadcast_error(root, message));
     }
     let (length, mut received) = (length as usize, Vec::new());
     while received.len() < length {
         let end = length.min(received.len() + WINDOW_BYTES);
         let window = mine.get(received.len()..end).unwrap_or(&[]).to_vec();
-        let windows = queue.run(move |comm| comm.all_gather_bytes(&window))?;
+        let windows = queue.run_and_wait(move |comm| comm.all_gather_bytes(&window))?;
         match windows.into_iter().nth(root) {
             Some(window) if !window.is_empty() => received.extend(window),
             _ => {
                 let message = format!("rank {root} sent {} bytes of {length}", received.len());
-                return Err(invalid_broadcast_error(root, message));
+                return Err(build_invalid_broadcast_error(root, message));
             }
         }
     }
     Ok(received)
 }
 
-fn invalid_broadcast_error(rank: usize, message: String) -> Error {
+/// Builds the error of a rank that did not send the bytes that it announced.
+fn build_invalid_broadcast_error(rank: usize, message: String) -> Error {
     Diagnostic::error(codes::training::PEER_REPORT_INVALID, message).with_field("rank", rank).into()
 }

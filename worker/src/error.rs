@@ -8,47 +8,47 @@ use serde::{Deserialize, Serialize};
 
 /// Why a rank ended: a [`Diagnostic`], and whether this rank or another one is at fault.
 ///
-/// Serializable, because ranks exchange their errors (see [`crate::consensus`]).
+/// It is serializable, because ranks exchange their errors (see [`crate::consensus`]).
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Error {
     diagnostic: Diagnostic,
-    /// Another rank or the agent ended the job, so this error is never its root cause.
+    /// Whether another rank or the agent ended the job. This error is then never the root cause.
     aborted: bool,
 }
 
-/// Result of the training runtime.
+/// The result of the training runtime.
 pub type Result<T> = std::result::Result<T, Error>;
 
 impl Error {
-    /// An error of this rank; see [`Diagnostic::error`] for the form of the message.
+    /// Creates an error of this rank. See [`Diagnostic::error`] for the form of the message.
     pub fn new(code: Code, message: impl Into<String>) -> Self {
         Diagnostic::error(code, message).into()
     }
 
-    /// The end of this rank because another rank or the agent ended the job.
+    /// Creates the error of a rank that ends because another rank or the agent ended the job.
     pub fn aborted(diagnostic: Diagnostic) -> Self {
         Error { diagnostic, aborted: true }
     }
 
-    /// Converts the error of `rank` to what the other ranks report: `rank 3: …`, never a root
-    /// cause.
+    /// Converts the error of `rank` to the error that the other ranks report: `rank 3: …`. It is
+    /// never a root cause.
     pub fn into_peer_error(self, rank: usize) -> Self {
         let message = format!("rank {rank}: {}", self.diagnostic.message());
         Error::aborted(self.diagnostic.with_message(message).with_field("rank", rank))
     }
 
-    /// What happened, for events, logs and `--json`.
+    /// Returns what happened, for events, logs and `--json`.
     pub fn diagnostic(&self) -> &Diagnostic {
         &self.diagnostic
     }
 
-    /// The stable name of what happened.
+    /// Returns the stable error code.
     pub fn code(&self) -> Code {
         self.diagnostic.code()
     }
 
-    /// How the worker process ends because of this error.
-    pub fn exit(&self) -> WorkerExit {
+    /// Returns how the worker process ends because of this error.
+    pub fn to_worker_exit(&self) -> WorkerExit {
         if self.aborted {
             return WorkerExit::Aborted;
         }
@@ -92,18 +92,19 @@ impl From<CommError> for Error {
 
 /// Converts an error of reading a checkpoint. Its category is always `Checkpoint` (exit code 4),
 /// because every cause makes this checkpoint unusable.
-pub(crate) fn unreadable_checkpoint(error: CkptError) -> Error {
+pub(crate) fn to_unreadable_checkpoint_error(error: CkptError) -> Error {
     Diagnostic::from(error).with_category(Category::Checkpoint).into()
 }
 
 /// Converts an error of writing to the checkpoint directory. Its category is always `Cluster` (exit
 /// code 3), because the storage is at fault and no checkpoint.
-pub(crate) fn unwritable_checkpoint(error: CkptError) -> Error {
+pub(crate) fn to_unwritable_checkpoint_error(error: CkptError) -> Error {
     Diagnostic::from(error).with_category(Category::Cluster).into()
 }
 
-/// One error for all mistakes of the `train` section; several become details of a summary.
-pub(crate) fn invalid_train_section(mut mistakes: Vec<Diagnostic>) -> Error {
+/// Combines all mistakes of the `train` section into one error. Several mistakes become details of
+/// a summary.
+pub(crate) fn combine_train_mistakes(mut mistakes: Vec<Diagnostic>) -> Error {
     if mistakes.len() == 1 {
         return mistakes.remove(0).into();
     }
@@ -120,12 +121,12 @@ impl From<DataError> for Error {
 
 /// Converts an error of reading the pretrained adapters that `key` names. Its category is always
 /// `Job` (exit code 2), because the job names the directory.
-pub(crate) fn unreadable_adapters(error: CkptError, key: &str) -> Diagnostic {
+pub(crate) fn to_unreadable_adapters_error(error: CkptError, key: &str) -> Diagnostic {
     Diagnostic::from(error).with_category(Category::Job).with_subject(key)
 }
 
-/// The error that the thread for `purpose` could not be started.
-pub(crate) fn thread_start_error(purpose: &str, error: &std::io::Error) -> Error {
+/// Builds the error of a thread for `purpose` that could not be started.
+pub(crate) fn build_thread_start_error(purpose: &str, error: &std::io::Error) -> Error {
     let message = format!("cannot start the {purpose} thread");
     let diagnostic = Diagnostic::error(codes::training::WORKER_THREAD_FAILED, message);
     diagnostic.with_field("thread", purpose).with_cause(error).into()

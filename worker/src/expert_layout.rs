@@ -1,10 +1,10 @@
-//! [`ExpertLayout`]: which rank has which expert. [`SendPlan`], [`RecvPlan`]: the order of the rows
-//! that are dispatched to experts and received by them. Pure.
+//! [`ExpertLayout`]: which rank has which expert. [`SendPlan`] and [`RecvPlan`]: the order of the
+//! rows that ranks dispatch to experts and receive for them.
 //!
 //! With an expert-parallel size of N, N neighbouring ranks form a group; rank r has index `r % N`
 //! in its group. Each group has every expert of a layer once. The ranks with the same index in all
-//! groups share the experts that the layout assigns to this index: these are sharded, gathered and
-//! reduced among them, as other units are among all ranks.
+//! groups share the experts that the layout assigns to this index: they shard, gather and reduce
+//! these experts among themselves, as all ranks do with other units.
 use crate::{
     model::{Model, moe::MoeModel},
     params::{OwnerRanks, ParamUnit},
@@ -13,43 +13,47 @@ use contract::job::{ExpertPlacement, ExpertsSpec};
 use diagnostic::{Diagnostic, codes};
 use std::{collections::BTreeMap, ops::Range};
 
-const EXPERTS: &str = "train.experts";
-const PARALLEL_SIZE: &str = "train.experts.expert_parallel_size";
-const PLACEMENT: &str = "train.experts.placement";
+/// The key of the job's experts.
+const EXPERTS_KEY: &str = "train.experts";
+/// The key of the expert-parallel size.
+const PARALLEL_SIZE_KEY: &str = "train.experts.expert_parallel_size";
+/// The key of the placement of experts.
+const PLACEMENT_KEY: &str = "train.experts.placement";
 
-/// Which rank of an expert-parallel group has which experts of each MoE layer.
+/// The assignment of the experts of each MoE layer to the ranks of an expert-parallel group.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ExpertLayout {
-    /// Number of ranks of a group: the expert-parallel size.
+    /// The expert-parallel size: the number of ranks of a group.
     pub parallel: usize,
-    /// For each MoE layer: the experts of each rank of a group, in ascending order.
+    /// By MoE layer: the experts of each rank of a group, in ascending order.
     layers: BTreeMap<usize, Vec<Vec<usize>>>,
 }
 
 impl ExpertLayout {
-    /// The layout that `train.experts` describes, for a model of `layers` layers on `world` ranks;
-    /// `None` if the model has no experts.
+    /// Creates the layout that `train.experts` describes, for a model of `layers` layers on `world`
+    /// ranks. Returns `None` if the model has no experts.
     ///
     /// # Errors
-    /// The job's experts do not fit the model or the number of ranks; the subject is the key.
+    /// Fails if the job's experts do not fit the model or the number of ranks. The subject of the
+    /// error is the key.
     pub fn new(
         spec: &ExpertsSpec,
         model: &dyn Model,
         layers: usize,
         world: usize,
     ) -> diagnostic::Result<Option<Self>> {
-        let Some(sparse) = model.moe() else {
+        let Some(sparse) = model.as_moe_model() else {
             if *spec == ExpertsSpec::default() {
                 return Ok(None);
             }
-            let message = format!("`{EXPERTS}` is set, but the model has no experts");
+            let message = format!("`{EXPERTS_KEY}` is set, but the model has no experts");
             return Err(Diagnostic::error(codes::training::EXPERTS_NOT_IN_MODEL, message)
-                .with_subject(EXPERTS)
-                .with_help(format!("remove `{EXPERTS}`")));
+                .with_subject(EXPERTS_KEY)
+                .with_help(format!("remove `{EXPERTS_KEY}`")));
         };
         let parallel = spec.expert_parallel_size as usize;
         if !world.is_multiple_of(parallel) {
-            return Err(invalid_parallel_size_error(parallel, "workers", world));
+            return Err(build_invalid_parallel_size_error(parallel, "workers", world));
         }
         let moe_layers = (0..layers).filter(|&l| sparse.is_moe_layer(l));
         let placed: diagnostic::Result<_> =
@@ -58,49 +62,53 @@ impl ExpertLayout {
             && let Some(l) =
                 named.keys().find(|l| **l as usize >= layers || !sparse.is_moe_layer(**l as usize))
         {
-            let message = format!("`{PLACEMENT}` names layer {l}, which has no experts");
+            let message = format!("`{PLACEMENT_KEY}` names layer {l}, which has no experts");
             return Err(Diagnostic::error(codes::training::EXPERTS_NOT_IN_MODEL, message)
-                .with_subject(PLACEMENT)
+                .with_subject(PLACEMENT_KEY)
                 .with_field("layer", *l));
         }
         Ok(Some(ExpertLayout { parallel, layers: placed? }))
     }
 
-    /// The layout with every expert on every rank; `None` if the model has no experts.
-    pub fn replicated(model: &dyn Model) -> Option<Self> {
-        let sparse = model.moe()?;
+    /// Creates the layout with every expert on every rank. Returns `None` if the model has no
+    /// experts.
+    pub fn for_replicated_experts(model: &dyn Model) -> Option<Self> {
+        let sparse = model.as_moe_model()?;
         let ranks = vec![(0..sparse.expert_shape().experts).collect()];
-        let moe_layers = (0..model.units().len() - 2).filter(|&l| sparse.is_moe_layer(l));
+        let moe_layers = (0..model.param_units().len() - 2).filter(|&l| sparse.is_moe_layer(l));
         Some(ExpertLayout { parallel: 1, layers: moe_layers.map(|l| (l, ranks.clone())).collect() })
     }
 
-    /// The experts of `layer` on the rank with index `index` of each group, in ascending order.
-    pub fn experts_on(&self, layer: usize, index: usize) -> &[usize] {
+    /// Returns the experts of `layer` on the rank with index `index` of each group, in ascending
+    /// order.
+    pub fn list_experts_on(&self, layer: usize, index: usize) -> &[usize] {
         self.layers.get(&layer).map_or(&[], |ranks| &ranks[index])
     }
 
-    /// The experts of `layer` in the order in which rows are dispatched to them: rank by rank.
-    pub fn dispatch_order(&self, layer: usize) -> Vec<usize> {
+    /// Returns the experts of `layer` in the order in which rows are dispatched to them: rank by
+    /// rank.
+    pub fn list_experts_in_dispatch_order(&self, layer: usize) -> Vec<usize> {
         self.layers.get(&layer).map(|ranks| ranks.concat()).unwrap_or_default()
     }
 
-    /// The ranks of the group that contains `rank`.
-    pub fn group_ranks(&self, rank: usize) -> Range<usize> {
+    /// Returns the ranks of the group that contains `rank`.
+    pub fn list_group_ranks(&self, rank: usize) -> Range<usize> {
         let first = rank / self.parallel * self.parallel;
         first..first + self.parallel
     }
 }
 
-/// The error of an expert-parallel size that does not divide the number of `things`.
-fn invalid_parallel_size_error(parallel: usize, things: &str, count: usize) -> Diagnostic {
-    let message = format!("`{PARALLEL_SIZE}` {parallel} does not divide the number of {things}, {count}");
+/// Builds the error of an expert-parallel size that does not divide the number of `things`.
+fn build_invalid_parallel_size_error(parallel: usize, things: &str, count: usize) -> Diagnostic {
+    let message = format!("`{PARALLEL_SIZE_KEY}` {parallel} does not divide the number of {things}, {count}");
     Diagnostic::error(codes::training::EXPERT_PARALLEL_SIZE_INVALID, message)
-        .with_subject(PARALLEL_SIZE)
+        .with_subject(PARALLEL_SIZE_KEY)
         .with_field("expert_parallel_size", parallel)
         .with_field(things, count)
 }
 
-/// The experts of `layer` on each rank of a group.
+/// Determines the experts of `layer` on each rank of a group. Fails if the job's placement is not
+/// valid.
 fn place_experts(
     spec: &ExpertsSpec,
     sparse: &dyn MoeModel,
@@ -114,16 +122,16 @@ fn place_experts(
     };
     let Some(named) = named else {
         if !experts.is_multiple_of(parallel) {
-            return Err(invalid_parallel_size_error(parallel, "experts", experts)
-                .with_help(format!("or assign each expert to a rank with `{PLACEMENT}`")));
+            return Err(build_invalid_parallel_size_error(parallel, "experts", experts)
+                .with_help(format!("or assign each expert to a rank with `{PLACEMENT_KEY}`")));
         }
         let per_rank = experts / parallel;
         return Ok((0..parallel).map(|r| (r * per_rank..(r + 1) * per_rank).collect()).collect());
     };
     let invalid = |expert: usize, what: String| {
-        let message = format!("`{PLACEMENT}`: layer {layer}: {what}");
+        let message = format!("`{PLACEMENT_KEY}`: layer {layer}: {what}");
         Diagnostic::error(codes::training::EXPERT_PLACEMENT_INVALID, message)
-            .with_subject(PLACEMENT)
+            .with_subject(PLACEMENT_KEY)
             .with_field("layer", layer)
             .with_field("expert", expert)
     };
@@ -147,11 +155,11 @@ fn place_experts(
     Ok(ranks)
 }
 
-/// Returns the dense units of the model, followed by its expert units. Each MoE layer has one
-/// expert unit for each rank of an expert-parallel group.
-pub fn units_with_experts(model: &dyn Model, layout: Option<&ExpertLayout>) -> Vec<ParamUnit> {
-    let mut units = model.units();
-    let (Some(sparse), Some(layout)) = (model.moe(), layout) else { return units };
+/// Builds the dense units of the model, followed by its expert units. Each MoE layer has one expert
+/// unit for each rank of an expert-parallel group.
+pub fn build_units_with_experts(model: &dyn Model, layout: Option<&ExpertLayout>) -> Vec<ParamUnit> {
+    let mut units = model.param_units();
+    let (Some(sparse), Some(layout)) = (model.as_moe_model(), layout) else { return units };
     let experts = sparse.expert_shape().experts;
     for (&layer, ranks) in &layout.layers {
         for (first, on_rank) in ranks.iter().enumerate() {
@@ -164,34 +172,34 @@ pub fn units_with_experts(model: &dyn Model, layout: Option<&ExpertLayout>) -> V
                 _ => format!("experts of layer {layer} on rank {first}"),
             };
             let owners = OwnerRanks { first, stride: layout.parallel };
-            units.push(ParamUnit::with_experts(name, params, owners, layer, positions));
+            units.push(ParamUnit::new_expert_unit(name, params, owners, layer, positions));
         }
     }
     units
 }
 
-/// The order in which the rows of one micro-batch are dispatched: sorted by expert, for each expert
-/// in the order of the tokens.
+/// The order in which the rows of one micro-batch are dispatched: sorted by expert, and for each
+/// expert in the order of the tokens.
 #[derive(Default)]
 pub struct SendPlan {
-    /// For each dispatched row: its token.
+    /// By dispatched row: its token.
     pub row_tokens: Vec<u32>,
-    /// For each choice (token by token, best expert first): its dispatched row.
+    /// By choice (token by token, best expert first): its dispatched row.
     pub choice_rows: Vec<u32>,
-    /// For each expert, in the order of dispatch: its number of rows.
+    /// By expert, in the order of dispatch: its number of rows.
     pub expert_rows: Vec<usize>,
 }
 
 impl SendPlan {
-    /// Sorts the choices: `chosen` holds `per_token` experts for each token, and `order` is the
-    /// order of the experts in the dispatch.
+    /// Plans the dispatch of these choices. `chosen` contains `per_token` experts for each token,
+    /// and `order` is the order of the experts in the dispatch.
     pub fn sort_choices(&mut self, chosen: &[u32], per_token: usize, order: &[usize]) {
         let mut position = vec![0; order.len()];
         order.iter().enumerate().for_each(|(i, &e)| position[e] = i);
         self.expert_rows.clear();
         self.expert_rows.resize(order.len(), 0);
         chosen.iter().for_each(|&e| self.expert_rows[position[e as usize]] += 1);
-        let mut next = start_offsets(&self.expert_rows);
+        let mut next = compute_start_offsets(&self.expert_rows);
         self.row_tokens.resize(chosen.len(), 0);
         self.choice_rows.resize(chosen.len(), 0);
         for (choice, &e) in chosen.iter().enumerate() {
@@ -202,14 +210,14 @@ impl SendPlan {
         }
     }
 
-    /// For each dispatched row: its choice.
-    pub fn choices(&self) -> Vec<u32> {
+    /// Returns, by dispatched row, the index of its choice.
+    pub fn list_choices(&self) -> Vec<u32> {
         let mut choices = vec![0; self.choice_rows.len()];
         (0..).zip(&self.choice_rows).for_each(|(choice, &row)| choices[row as usize] = choice);
         choices
     }
 
-    /// Makes the plan empty: no row is dispatched to any of `experts` experts.
+    /// Makes the plan empty: no row is dispatched to any of the `experts` experts.
     pub fn clear(&mut self, experts: usize) {
         self.row_tokens.clear();
         self.choice_rows.clear();
@@ -222,43 +230,45 @@ impl SendPlan {
 #[derive(Default)]
 pub struct RecvPlan {
     experts: usize,
-    /// Number of rows by sender, then expert.
+    /// The numbers of rows by sender, then expert.
     counts: Vec<usize>,
 }
 
 impl RecvPlan {
-    /// A plan for `experts` experts; `counts` are numbers of rows by sender, then expert.
+    /// Creates a plan for `experts` experts. `counts` are the numbers of rows by sender, then
+    /// expert.
     pub fn new(experts: usize, counts: Vec<usize>) -> Self {
         RecvPlan { experts, counts }
     }
 
-    /// Number of rows from all senders.
-    pub fn rows(&self) -> usize {
+    /// Returns the number of rows from all senders.
+    pub fn count_rows(&self) -> usize {
         self.counts.iter().sum()
     }
 
-    /// The number of ranks that send rows.
-    fn senders(&self) -> usize {
+    /// Returns the number of ranks that send rows.
+    fn count_senders(&self) -> usize {
         self.counts.len().checked_div(self.experts).unwrap_or(0)
     }
 
-    /// Number of rows from one sender.
-    pub fn rows_from(&self, sender: usize) -> usize {
+    /// Returns the number of rows from one sender.
+    pub fn count_rows_from(&self, sender: usize) -> usize {
         let first = sender * self.experts;
         self.counts.get(first..first + self.experts).map_or(0, |c| c.iter().sum())
     }
 
-    /// Numbers of rows by expert, then sender.
-    fn counts_by_expert(&self) -> Vec<usize> {
-        let of_expert = |e: usize| (0..self.senders()).map(move |s| self.counts[s * self.experts + e]);
+    /// Returns the numbers of rows by expert, then sender.
+    fn sort_counts_by_expert(&self) -> Vec<usize> {
+        let of_expert = |e: usize| (0..self.count_senders()).map(move |s| self.counts[s * self.experts + e]);
         (0..self.experts).flat_map(of_expert).collect()
     }
 
-    /// For each expert: the range of its rows among rows sorted by expert, then sender.
-    pub fn expert_ranges(&self) -> Vec<Range<usize>> {
-        let counts = self.counts_by_expert();
-        let offsets = start_offsets(&counts);
-        let senders = self.senders();
+    /// Computes, for each expert, the range of its rows among rows that are sorted by expert, then
+    /// sender.
+    pub fn compute_expert_ranges(&self) -> Vec<Range<usize>> {
+        let counts = self.sort_counts_by_expert();
+        let offsets = compute_start_offsets(&counts);
+        let senders = self.count_senders();
         let range = |e: usize| {
             let (first, last) = (e * senders, (e + 1) * senders - 1);
             offsets[first]..offsets[last] + counts[last]
@@ -266,23 +276,24 @@ impl RecvPlan {
         (0..self.experts).map(range).collect()
     }
 
-    /// For each expert: the range of its rows from `sender` among rows sorted by expert, then
-    /// sender.
-    pub fn expert_ranges_from(&self, sender: usize) -> Vec<Range<usize>> {
-        let counts = self.counts_by_expert();
-        let offsets = start_offsets(&counts);
+    /// Computes, for each expert, the range of its rows from `sender` among rows that are sorted by
+    /// expert, then sender.
+    pub fn compute_expert_ranges_from(&self, sender: usize) -> Vec<Range<usize>> {
+        let counts = self.sort_counts_by_expert();
+        let offsets = compute_start_offsets(&counts);
         let range = |e: usize| {
-            let i = e * self.senders() + sender;
+            let i = e * self.count_senders() + sender;
             offsets[i]..offsets[i] + counts[i]
         };
         (0..self.experts).map(range).collect()
     }
 
-    /// Each block of rows as received (by sender, then expert), with its start among rows sorted by
-    /// expert, then sender.
-    pub fn blocks(&self) -> impl Iterator<Item = (Range<usize>, usize)> {
-        let (received, sorted) = (start_offsets(&self.counts), start_offsets(&self.counts_by_expert()));
-        let senders = self.senders();
+    /// Returns each block of rows as received (by sender, then expert), with its start among rows
+    /// that are sorted by expert, then sender.
+    pub fn list_row_blocks(&self) -> impl Iterator<Item = (Range<usize>, usize)> {
+        let (received, sorted) =
+            (compute_start_offsets(&self.counts), compute_start_offsets(&self.sort_counts_by_expert()));
+        let senders = self.count_senders();
         self.counts.iter().enumerate().map(move |(i, &n)| {
             let (sender, expert) = (i / self.experts, i % self.experts);
             (received[i]..received[i] + n, sorted[expert * senders + sender])
@@ -290,8 +301,8 @@ impl RecvPlan {
     }
 }
 
-/// The exclusive prefix sums of `counts`.
-fn start_offsets(counts: &[usize]) -> Vec<usize> {
+/// Computes the exclusive prefix sums of `counts`.
+fn compute_start_offsets(counts: &[usize]) -> Vec<usize> {
     let next = |offset: &mut usize, n: &usize| {
         let start = *offset;
         *offset += n;
@@ -335,15 +346,15 @@ mod tests {
             senders in 1usize..5, experts in 0usize..5, seed in prop::collection::vec(0usize..4, 25)
         ) {
             let r = RecvPlan::new(experts, seed[..senders * experts].to_vec());
-            let mut sorted = vec![(9, 9); r.rows()];
-            for (i, (received, to)) in r.blocks().enumerate() {
+            let mut sorted = vec![(9, 9); r.count_rows()];
+            for (i, (received, to)) in r.list_row_blocks().enumerate() {
                 sorted[to..to + received.len()].fill((i % experts, i / experts));
             }
             prop_assert!(sorted.is_sorted());
-            let ranges = r.expert_ranges();
-            prop_assert_eq!((0..senders).map(|s| r.rows_from(s)).sum::<usize>(), r.rows());
+            let ranges = r.compute_expert_ranges();
+            prop_assert_eq!((0..senders).map(|s| r.count_rows_from(s)).sum::<usize>(), r.count_rows());
             for sender in 0..senders {
-                for (e, range) in r.expert_ranges_from(sender).into_iter().enumerate() {
+                for (e, range) in r.compute_expert_ranges_from(sender).into_iter().enumerate() {
                     prop_assert!(range.is_empty() || (ranges[e].start <= range.start && range.end <= ranges[e].end));
                     prop_assert!(sorted[range].iter().all(|x| *x == (e, sender)));
                 }

@@ -1,6 +1,6 @@
 //! [`RankDevice`]: the CPU or GPU of a rank, and the directories of CUDA libraries and of compiled
 //! kernels.
-use crate::{error::Result, session::Session};
+use crate::{error::Result, session::AgentSession};
 use comm::{
     Comm,
     nccl::{NcclComm, NcclError, NcclLibrary},
@@ -9,7 +9,7 @@ use comm::{
 use contract::{
     control::WorkerInit,
     env,
-    job::{Attention, ClusterSpec, CommBackend, CudaGraphs, Precision, TrainSpec},
+    job::{AttentionKernels, ClusterSpec, CommBackend, CudaGraphMode, Precision, TrainSpec},
     probe::LibraryReport,
 };
 use device::{
@@ -24,12 +24,12 @@ use std::{
     time::Duration,
 };
 
-/// Longest wait until all ranks have joined the NCCL communicator.
+/// The longest wait until all ranks have joined the NCCL communicator.
 const NCCL_TIMEOUT: Duration = Duration::from_secs(120);
 
-/// Where CUDA libraries are searched for: the directories that the job configures (relative to its
-/// working directory), then those that the environment of this process names.
-pub(crate) fn library_search_paths(configured: &[PathBuf], workdir: &Path) -> LibraryPaths {
+/// Collects the paths in which CUDA libraries are searched for: the directories that the job
+/// configures, relative to `workdir`, and then those that the environment of this process names.
+pub(crate) fn collect_library_search_paths(configured: &[PathBuf], workdir: &Path) -> LibraryPaths {
     let path_list = |name: &str| -> Vec<PathBuf> {
         std::env::var_os(name).map(|list| std::env::split_paths(&list).collect()).unwrap_or_default()
     };
@@ -41,14 +41,14 @@ pub(crate) fn library_search_paths(configured: &[PathBuf], workdir: &Path) -> Li
         ld_library_path: path_list(env::LD_LIBRARY_PATH),
         python_prefixes: paths(&[env::VIRTUAL_ENV, env::CONDA_PREFIX]),
         toolkit_roots: paths(&[env::CUDA_HOME, env::CUDA_PATH]),
-        fallback_python_prefixes: python_prefixes(),
+        fallback_python_prefixes: find_python_prefixes(),
         driver_cuda_major: None,
     }
 }
 
-/// The prefix of the first `python3` on the PATH, before and after resolving links, and the prefix
-/// of the user's own packages.
-fn python_prefixes() -> Vec<PathBuf> {
+/// Finds the prefix of the first `python3` on the PATH, before and after resolving links, and the
+/// prefix of the user's own packages.
+fn find_python_prefixes() -> Vec<PathBuf> {
     let path = std::env::var_os(env::PATH).unwrap_or_default();
     let python = std::env::split_paths(&path).map(|dir| dir.join("python3")).find(|file| file.is_file());
     let resolved = python.as_ref().and_then(|file| file.canonicalize().ok());
@@ -61,7 +61,8 @@ fn python_prefixes() -> Vec<PathBuf> {
     prefixes
 }
 
-/// Tries to open each library that training opens: those of one GPU, and NCCL for several.
+/// Tries to open each library that training opens: the libraries of one GPU, and NCCL for several
+/// GPUs.
 pub(crate) fn probe_libraries(paths: &LibraryPaths) -> Vec<LibraryReport> {
     let report = |name: &str, required, result: diagnostic::Result<_>| LibraryReport {
         name: name.to_owned(),
@@ -69,33 +70,33 @@ pub(crate) fn probe_libraries(paths: &LibraryPaths) -> Vec<LibraryReport> {
         result,
     };
     // Attention has an implementation without cuDNN.
-    let gpu_libraries = device::cuda::library_versions(paths)
+    let gpu_libraries = device::cuda::query_library_versions(paths)
         .into_iter()
         .map(|(name, found)| report(name, name != "cuDNN", found.map_err(Diagnostic::from)));
-    let nccl = NcclLibrary::open(&paths.directories(CudaLibrary::Nccl));
-    let nccl = nccl.map(|nccl| (nccl.version(), nccl.path().to_owned())).map_err(unusable_nccl);
+    let nccl = NcclLibrary::open(&paths.list_directories(CudaLibrary::Nccl));
+    let nccl = nccl.map(|nccl| (nccl.version(), nccl.path().to_owned())).map_err(to_unusable_nccl_error);
     gpu_libraries.chain([report("NCCL", false, nccl)]).collect()
 }
 
-/// The directory of compiled kernels; `None` if the environment names no home directory.
-pub(crate) fn kernel_cache_directory() -> Option<PathBuf> {
+/// Returns the directory of compiled kernels, or `None` if the environment names no home directory.
+pub(crate) fn find_kernel_cache_directory() -> Option<PathBuf> {
     let absolute = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
     let cache = absolute(env::XDG_CACHE_HOME).or_else(|| Some(absolute(env::HOME)?.join(".cache")))?;
     Some(cache.join("launch/kernels"))
 }
 
-/// The implementation of attention that a job selects.
-pub(crate) fn attention_backend(train: &TrainSpec) -> device::cuda::AttentionBackend {
+/// Returns the implementation of attention that a job selects.
+pub(crate) fn select_attention_backend(train: &TrainSpec) -> device::cuda::AttentionBackend {
     use device::cuda::AttentionBackend;
     match train.attention {
-        Attention::Cudnn => AttentionBackend::Cudnn,
-        Attention::Auto if !train.deterministic => AttentionBackend::Auto,
-        Attention::Auto | Attention::Flash => AttentionBackend::BuiltIn,
+        AttentionKernels::Cudnn => AttentionBackend::Cudnn,
+        AttentionKernels::Auto if !train.deterministic => AttentionBackend::Auto,
+        AttentionKernels::Auto | AttentionKernels::Flash => AttentionBackend::BuiltIn,
     }
 }
 
 /// Converts the error of a GPU, or of a library that it needs, to a diagnostic with exit code 3.
-pub(crate) fn unusable_gpu(error: CudaError) -> Diagnostic {
+pub(crate) fn to_unusable_gpu_error(error: CudaError) -> Diagnostic {
     let diagnostic = Diagnostic::from(error).with_category(Category::Cluster);
     let message = format!("cannot use a GPU: {}", diagnostic.message());
     diagnostic.with_message(message)
@@ -115,19 +116,19 @@ impl RankDevice {
         if !cluster.trains_on_gpus() {
             return Ok(RankDevice::Cpu(Arc::new(Cpu::new(init.threads as usize))));
         }
-        let paths = library_search_paths(&cluster.cuda_library_paths, &init.workdir);
-        let cuda = Cuda::open(&paths, 0, kernel_cache_directory()).map_err(unusable_gpu)?;
+        let paths = collect_library_search_paths(&cluster.cuda_library_paths, &init.workdir);
+        let cuda = Cuda::open(&paths, 0, find_kernel_cache_directory()).map_err(to_unusable_gpu_error)?;
         if let Some(train) = &init.job.train {
             configure_gpu(&cuda, train, &paths)?;
         }
-        cuda.load_kernels().map_err(unusable_gpu)?;
+        cuda.load_kernels().map_err(to_unusable_gpu_error)?;
         if let Some(error) = cuda.kernel_cache_error() {
             println!("compiled kernels are not cached: {error}");
         }
         Ok(RankDevice::Gpu(Arc::new(cuda), paths))
     }
 
-    /// The operations of this device.
+    /// Returns the operations of this device.
     pub(crate) fn ops(&self) -> Arc<dyn Ops> {
         match self {
             RankDevice::Cpu(cpu) => cpu.clone(),
@@ -135,19 +136,21 @@ impl RankDevice {
         }
     }
 
-    /// One line about the device, for the worker's log.
+    /// Describes the device in one line, for the worker's log.
     pub(crate) fn describe(&self) -> String {
         match self {
             RankDevice::Cpu(cpu) => cpu.describe(),
-            RankDevice::Gpu(cuda, _) => cuda.describe(),
+            RankDevice::Gpu(cuda, _) => cuda.describe_gpu(),
         }
     }
 
-    /// The collectives of the engine: those of `hosts`, or NCCL, which `hosts` connects. An abort
-    /// of the session also ends NCCL's. Collective.
+    /// Connects the collectives of the engine: `hosts` itself, `hosts` with staging for GPU memory,
+    /// or NCCL on top of `hosts`. An abort of the session also aborts NCCL.
+    ///
+    /// Collective: every rank must call it.
     pub(crate) fn connect_collectives(
         &self,
-        session: &Session,
+        session: &AgentSession,
         cluster: &ClusterSpec,
         hosts: Arc<dyn Comm>,
     ) -> Result<Arc<dyn Comm>> {
@@ -160,7 +163,8 @@ impl RankDevice {
                 return Ok(Arc::new(StagedComm::new(hosts, cuda.clone())));
             }
         }
-        let nccl = NcclLibrary::open(&paths.directories(CudaLibrary::Nccl)).map_err(unusable_nccl)?;
+        let nccl =
+            NcclLibrary::open(&paths.list_directories(CudaLibrary::Nccl)).map_err(to_unusable_nccl_error)?;
         if cluster.workers_per_gpu > 1 && !nccl.supports_gpu_sharing() {
             let message = format!(
                 "{} does not support {} workers on one GPU; NCCL 2.30 or newer is required",
@@ -170,24 +174,25 @@ impl RankDevice {
             return Err(Diagnostic::error(codes::device::DEVICE_LIBRARY_TOO_OLD, message)
                 .with_subject("cluster.workers_per_gpu")
                 .with_field("workers_per_gpu", cluster.workers_per_gpu)
-                .with_help(USE_HOST_MEMORY)
+                .with_help(HOST_MEMORY_HELP)
                 .into());
         }
-        let comm =
-            Arc::new(NcclComm::connect(&nccl, cuda.clone(), hosts, NCCL_TIMEOUT).map_err(unusable_nccl)?);
+        let comm = Arc::new(
+            NcclComm::connect(&nccl, cuda.clone(), hosts, NCCL_TIMEOUT).map_err(to_unusable_nccl_error)?,
+        );
         println!("collectives: {}", nccl.describe());
         let aborted = comm.clone();
-        session.on_abort(move |reason| aborted.abort(reason));
+        session.add_abort_handler(move |reason| aborted.abort(reason));
         Ok(comm)
     }
 }
 
-/// Advice for errors of NCCL.
-const USE_HOST_MEMORY: &str = "set `cluster.comm_backend: host`, whose collectives use host memory";
+/// The advice for errors of NCCL.
+const HOST_MEMORY_HELP: &str = "set `cluster.comm_backend: host`, whose collectives use host memory";
 
 /// Converts an error of NCCL to a diagnostic with exit code 3.
-pub(crate) fn unusable_nccl(error: NcclError) -> Diagnostic {
-    Diagnostic::from(error).with_category(Category::Cluster).with_help(USE_HOST_MEMORY)
+pub(crate) fn to_unusable_nccl_error(error: NcclError) -> Diagnostic {
+    Diagnostic::from(error).with_category(Category::Cluster).with_help(HOST_MEMORY_HELP)
 }
 
 /// Applies the keys of the `train` section that concern the GPU.
@@ -199,13 +204,15 @@ fn configure_gpu(cuda: &Cuda, train: &TrainSpec, paths: &LibraryPaths) -> Result
     if !train.deterministic {
         cuda.enable_matmul_autotuning();
     }
-    if let Some(error) = cuda.set_attention_backend(attention_backend(train), paths).map_err(unusable_gpu)? {
+    if let Some(error) =
+        cuda.set_attention_backend(select_attention_backend(train), paths).map_err(to_unusable_gpu_error)?
+    {
         println!("attention runs without cuDNN: {error}");
     }
     match train.cuda_graphs {
-        CudaGraphs::Auto => cuda.autotune_graphs(),
-        CudaGraphs::Always => cuda.set_graphs_enabled(true),
-        CudaGraphs::Never => {}
+        CudaGraphMode::Auto => cuda.start_graph_autotuning(),
+        CudaGraphMode::Always => cuda.set_graphs_enabled(true),
+        CudaGraphMode::Never => {}
     }
     Ok(())
 }

@@ -4,7 +4,7 @@ mod curves;
 mod throughput;
 
 use crate::{
-    gpu::{kernel_cache_directory, library_search_paths, unusable_gpu},
+    gpu::{collect_library_search_paths, find_kernel_cache_directory, to_unusable_gpu_error},
     runtime::silence_device_panics,
 };
 use comm::nccl::NcclLibrary;
@@ -13,7 +13,7 @@ use device::{
     Buf, Cuda, Dtype, Ops, conformance,
     cuda::{self, AttentionBackend, CudaError, CudaLibrary, LibraryPaths},
     ops::{AdamWHyperparams, AttentionShape, WriteMode},
-    storage::{DeviceError, panic_message},
+    storage::{DeviceError, extract_panic_message},
 };
 use diagnostic::{Diagnostic, codes};
 use std::{
@@ -24,16 +24,16 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Random shapes of each family of operations.
+/// The number of random shapes of each family of operations.
 const ROUNDS: usize = 40;
-/// Random shapes of each family of operations with `--quick`.
+/// The number of random shapes of each family of operations with `--quick`.
 const QUICK_ROUNDS: usize = 2;
 /// How long an operation is repeated while it is timed.
 const TIMED_DURATION: Duration = Duration::from_millis(300);
-/// Longest wait until the ranks of a training check have joined the NCCL communicator.
+/// The longest wait until the ranks of a training check have joined the NCCL communicator.
 const NCCL_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// The command-line options.
+/// The command-line options of `launch gpu-check`.
 #[derive(Clone, Copy, Debug, Default)]
 struct GpuCheckOptions {
     /// The index of the GPU.
@@ -52,11 +52,14 @@ struct GpuCheckOptions {
     profile: Option<usize>,
 }
 
+/// The usage line of `launch gpu-check`.
 const USAGE: &str =
     "launch gpu-check [--device N] [--quick] [--tiny] [--ops | --models | --model N | --profile N]";
 
+/// The description of `launch gpu-check` in its help.
 const HELP: &str = "Compare operations and training on a GPU with the CPU, and measure speeds";
 
+/// The descriptions of the options of `launch gpu-check` in its help.
 const OPTIONS_HELP: &str = "\
 Options:
       --device <N>   Index of the GPU [default: 0]
@@ -68,7 +71,7 @@ Options:
       --profile <N>  Show the time of each operation of a training step of model N
   -h, --help         Print help";
 
-/// Runs `launch gpu-check` with these arguments, see [`USAGE`]. Returns the exit code of the
+/// Runs `launch gpu-check` with these arguments (see [`USAGE`]). Returns the exit code of the
 /// process.
 ///
 /// `--models` lists the models that are timed and `--model N` times one of them, both as JSON for
@@ -89,9 +92,13 @@ pub fn main(arguments: impl Iterator<Item = String>) -> u8 {
     }
     silence_device_panics();
     let open = || {
-        Cuda::open(&library_search_paths(&[], Path::new("")), options.device, kernel_cache_directory())
-            .map(Arc::new)
-            .map_err(unusable_gpu)
+        Cuda::open(
+            &collect_library_search_paths(&[], Path::new("")),
+            options.device,
+            find_kernel_cache_directory(),
+        )
+        .map(Arc::new)
+        .map_err(to_unusable_gpu_error)
     };
     let cuda = match open() {
         Ok(cuda) => cuda,
@@ -107,8 +114,8 @@ pub fn main(arguments: impl Iterator<Item = String>) -> u8 {
             throughput::profile_model(&open, options.tiny, number).map(|()| true)
         }
         None => {
-            let checked = catch_unwind(AssertUnwindSafe(|| run_checks(&cuda, options, &open)));
-            checked.unwrap_or_else(|panic| Err(panic_diagnostic(panic.as_ref())))
+            let checked = catch_unwind(AssertUnwindSafe(|| run_and_print_checks(&cuda, options, &open)));
+            checked.unwrap_or_else(|panic| Err(panic_to_diagnostic(panic.as_ref())))
         }
     };
     match passed {
@@ -168,19 +175,23 @@ fn print_json(result: diagnostic::Result<serde_json::Value>) -> u8 {
 
 /// Converts a panic of a check to an error. A failed device operation panics with a
 /// [`DeviceError`].
-fn panic_diagnostic(panic: &(dyn Any + Send)) -> Diagnostic {
+fn panic_to_diagnostic(panic: &(dyn Any + Send)) -> Diagnostic {
     match panic.downcast_ref::<DeviceError>() {
         Some(error) => error.0.clone(),
-        None => Diagnostic::error(codes::run::INTERNAL, panic_message(panic)),
+        None => Diagnostic::error(codes::run::INTERNAL, extract_panic_message(panic)),
     }
 }
 
-/// Checks and times the GPU as `options` request, and prints the results as tables. Returns whether
-/// every result agrees with the CPU.
-fn run_checks(cuda: &Cuda, options: GpuCheckOptions, open: curves::OpenGpu) -> diagnostic::Result<bool> {
-    let paths = library_search_paths(&[], Path::new(""));
+/// Checks and times the GPU according to `options`, and prints the results as tables. Returns
+/// whether every result agrees with the CPU.
+fn run_and_print_checks(
+    cuda: &Cuda,
+    options: GpuCheckOptions,
+    open: curves::OpenGpu,
+) -> diagnostic::Result<bool> {
+    let paths = collect_library_search_paths(&[], Path::new(""));
     print_properties(cuda)?;
-    let nccl = NcclLibrary::open(&paths.directories(CudaLibrary::Nccl));
+    let nccl = NcclLibrary::open(&paths.list_directories(CudaLibrary::Nccl));
     match &nccl {
         Ok(nccl) => println!("{}", nccl.describe()),
         Err(e) => println!("NCCL is not available: {e}"),
@@ -193,18 +204,18 @@ fn run_checks(cuda: &Cuda, options: GpuCheckOptions, open: curves::OpenGpu) -> d
         println!("compiled kernels are not cached: {why}\n");
     }
     let GpuCheckOptions { quick, tiny, ops_only, .. } = options;
-    let agrees = print_conformance(cuda, cudnn.as_ref(), if quick { QUICK_ROUNDS } else { ROUNDS });
+    let agrees = compare_and_print_ops(cuda, cudnn.as_ref(), if quick { QUICK_ROUNDS } else { ROUNDS });
     if agrees && !quick {
-        print_op_speed(cuda, cudnn.as_ref())?;
+        measure_and_print_op_speed(cuda, cudnn.as_ref())?;
     }
     drop(cudnn);
     if ops_only || (quick && !tiny) {
         return Ok(agrees);
     }
     let has_fp8 = cuda.properties().has_fp8();
-    let agrees = agrees && curves::print_curves(open, nccl.as_ref().ok(), tiny, has_fp8);
+    let agrees = agrees && curves::compare_and_print_curves(open, nccl.as_ref().ok(), tiny, has_fp8);
     if agrees && (!quick || tiny) {
-        throughput::print_speed(open, tiny);
+        throughput::measure_and_print_speed(open, tiny);
     }
     Ok(agrees)
 }
@@ -212,9 +223,9 @@ fn run_checks(cuda: &Cuda, options: GpuCheckOptions, open: curves::OpenGpu) -> d
 /// Prints the GPU, its memory and the versions of its libraries.
 fn print_properties(cuda: &Cuda) -> Result<(), CudaError> {
     let (gpu, libraries) = (cuda.properties(), cuda.loaded_libraries());
-    let (free, total) = cuda.memory_info()?;
+    let (free, total) = cuda.query_memory_info()?;
     let gib = |bytes: usize| bytes as f64 / f64::from(1 << 30);
-    println!("GPU {}: {}, {} multiprocessors", gpu.index, cuda.describe(), gpu.multiprocessor_count);
+    println!("GPU {}: {}, {} multiprocessors", gpu.index, cuda.describe_gpu(), gpu.multiprocessor_count);
     println!("memory: {:.1} of {:.1} GiB free", gib(free), gib(total));
     println!(
         "driver: CUDA {}.{} ({})",
@@ -230,7 +241,7 @@ fn print_properties(cuda: &Cuda) -> Result<(), CudaError> {
 
 /// Prints the version of cuDNN, and opens the GPU with its attention if it is available.
 fn open_with_cudnn(paths: &LibraryPaths, device: usize) -> Result<Option<Cuda>, CudaError> {
-    let cudnn = cuda::library_versions(paths).into_iter().find(|(name, _)| *name == "cuDNN");
+    let cudnn = cuda::query_library_versions(paths).into_iter().find(|(name, _)| *name == "cuDNN");
     match cudnn.map(|(_, found)| found) {
         Some(Ok((version, path))) => println!("cuDNN {version} ({})", path.display()),
         Some(Err(e)) => {
@@ -239,17 +250,18 @@ fn open_with_cudnn(paths: &LibraryPaths, device: usize) -> Result<Option<Cuda>, 
         }
         None => return Ok(None),
     }
-    let cuda = Cuda::open(paths, device, kernel_cache_directory())?;
+    let cuda = Cuda::open(paths, device, find_kernel_cache_directory())?;
     cuda.set_attention_backend(AttentionBackend::Cudnn, paths)?;
     Ok(Some(cuda))
 }
 
-/// Compares every operation with the CPU's. Returns whether all agree.
-fn print_conformance(cuda: &Cuda, cudnn: Option<&Cuda>, rounds: usize) -> bool {
+/// Compares every operation with the CPU's and prints a table of the errors. Returns whether all
+/// operations agree.
+fn compare_and_print_ops(cuda: &Cuda, cudnn: Option<&Cuda>, rounds: usize) -> bool {
     println!("| operation, compared with the CPU | shapes | f32 error | bf16 error | f16 error | result |");
     println!("|---|---|---|---|---|---|");
-    let mut reports = conformance::check_ops(cuda, 1, rounds);
-    reports.extend(cudnn.map(|cuda| conformance::check_cudnn_attention(cuda, 1, rounds)));
+    let mut reports = conformance::compare_ops_with_cpu(cuda, 1, rounds);
+    reports.extend(cudnn.map(|cuda| conformance::compare_cudnn_attention_with_cpu(cuda, 1, rounds)));
     for report in &reports {
         let conformance::MaxErrors { f32, bf16, f16 } = report.max_errors;
         let result = if report.failure.is_some() { "FAILED" } else { "ok" };
@@ -269,7 +281,7 @@ fn print_conformance(cuda: &Cuda, cudnn: Option<&Cuda>, rounds: usize) -> bool {
 /// An operation to time, with the amount of work from which its rate is computed.
 struct TimedOp<'a> {
     name: String,
-    /// Floating-point operations or bytes of one call.
+    /// The number of floating-point operations or bytes of one call.
     amount: f64,
     /// The unit of `amount` per second, divided by 10¹².
     unit: &'static str,
@@ -277,27 +289,27 @@ struct TimedOp<'a> {
 }
 
 /// Times single operations and prints a table of their rates.
-fn print_op_speed(cuda: &Cuda, cudnn: Option<&Cuda>) -> Result<(), CudaError> {
+fn measure_and_print_op_speed(cuda: &Cuda, cudnn: Option<&Cuda>) -> Result<(), CudaError> {
     println!("| operation | time | rate |\n|---|---|---|");
     for (m, n, k) in [(4096, 4096, 4096), (8192, 2304, 768), (8192, 768, 3072), (8192, 50_304, 768)] {
-        time_op(cuda, timed_matmul(cuda, m, n, k)?)?;
+        measure_and_print_op(cuda, prepare_timed_matmul(cuda, m, n, k)?)?;
     }
     for shape in ATTENTION_SHAPES {
         for (cuda, backend) in [(Some(cuda), ""), (cudnn, " by cuDNN")] {
             let Some(cuda) = cuda else { continue };
-            for op in timed_attention(cuda, shape, backend)? {
-                time_op(cuda, op)?;
+            for op in prepare_timed_attention(cuda, shape, backend)? {
+                measure_and_print_op(cuda, op)?;
             }
         }
     }
-    for op in memory_bound_ops(cuda)? {
-        time_op(cuda, op)?;
+    for op in prepare_memory_bound_ops(cuda)? {
+        measure_and_print_op(cuda, op)?;
     }
     Ok(())
 }
 
-/// Times an operation and prints its row.
-fn time_op(cuda: &Cuda, mut op: TimedOp) -> Result<(), CudaError> {
+/// Times an operation and prints its row of the table.
+fn measure_and_print_op(cuda: &Cuda, mut op: TimedOp) -> Result<(), CudaError> {
     for _ in 0..3 {
         (op.run)();
     }
@@ -314,8 +326,8 @@ fn time_op(cuda: &Cuda, mut op: TimedOp) -> Result<(), CudaError> {
     Ok(())
 }
 
-/// A bf16 matmul of `[m, k]` and `[n, k]` for timing.
-fn timed_matmul<'a>(cuda: &'a Cuda, m: usize, n: usize, k: usize) -> Result<TimedOp<'a>, CudaError> {
+/// Prepares a bf16 matmul of `[m, k]` and `[n, k]` for timing.
+fn prepare_timed_matmul<'a>(cuda: &'a Cuda, m: usize, n: usize, k: usize) -> Result<TimedOp<'a>, CudaError> {
     let [mut y, x, w] = allocate_buffers(cuda, Dtype::Bf16, [m * n, m * k, n * k])?;
     Ok(TimedOp {
         name: format!("matmul, bf16, {m} × {n} × {k}"),
@@ -327,12 +339,12 @@ fn timed_matmul<'a>(cuda: &'a Cuda, m: usize, n: usize, k: usize) -> Result<Time
     })
 }
 
-/// Sequences, tokens, query heads, key heads, and head size: the attention of GPT-2 and
-/// Llama-3.1-8B.
+/// The attention of GPT-2 and of Llama-3.1-8B: sequences, tokens, query heads, key heads, and head
+/// size.
 const ATTENTION_SHAPES: [[usize; 5]; 2] = [[8, 1024, 12, 12, 64], [2, 2048, 32, 8, 128]];
 
-/// The forward and backward pass of bf16 attention for timing.
-fn timed_attention<'a>(
+/// Prepares the forward and the backward pass of bf16 attention for timing.
+fn prepare_timed_attention<'a>(
     cuda: &'a Cuda,
     sizes: [usize; 5],
     backend: &str,
@@ -372,8 +384,8 @@ fn timed_attention<'a>(
     ])
 }
 
-/// Operations whose speed is limited by memory bandwidth.
-fn memory_bound_ops(cuda: &Cuda) -> Result<[TimedOp<'_>; 3], CudaError> {
+/// Prepares operations whose speed is limited by memory bandwidth for timing.
+fn prepare_memory_bound_ops(cuda: &Cuda) -> Result<[TimedOp<'_>; 3], CudaError> {
     const N: usize = 64 << 20;
     let (m, d) = (8192, 4096);
     let [mut y, x] = allocate_buffers(cuda, Dtype::Bf16, [N, N])?;
@@ -413,7 +425,7 @@ fn memory_bound_ops(cuda: &Cuda) -> Result<[TimedOp<'_>; 3], CudaError> {
     ])
 }
 
-/// Allocates zeroed buffers of these lengths on the GPU.
+/// Allocates zeroed buffers of these lengths, in elements, on the GPU.
 fn allocate_buffers<const N: usize>(
     cuda: &Cuda,
     dtype: Dtype,

@@ -22,7 +22,7 @@ pub mod runtime;
 pub mod save;
 pub mod session;
 pub mod stages;
-pub mod storage_layout;
+pub mod storage_topology;
 pub mod train;
 pub mod zero;
 

@@ -1,16 +1,16 @@
-//! [`Model`]: a model as the training loop sees it, namely parameter units and functions that
-//! compute blocks from given parameters.
+//! [`Model`]: the interface between the training loop and model architectures. A model describes
+//! its parameter units, and computes one block at a time from the parameters that are passed to it.
 //!
-//! A model holds no parameters and knows nothing about sharding. The caller passes the parameters
-//! of a whole unit as one flat vector, and the model writes gradients of whole units. The units are
+//! A model holds no parameters and does not depend on sharding. The caller passes the parameters of
+//! a whole unit as one flat vector, and the model writes gradients of whole units. The units are
 //! the embedding, the layers, and the head, in this order.
 mod decoder;
-mod dropout;
+mod dropout_module;
 mod error;
 mod gemma;
 mod gpt2;
 mod hf_config;
-mod linear;
+mod linear_precision;
 mod llama;
 pub mod lora;
 mod mistral;
@@ -19,7 +19,7 @@ pub mod moe;
 mod qwen2;
 mod qwen3;
 mod qwen3_moe;
-mod rope;
+mod rotary_embedding;
 
 pub use error::{ModelError, Result};
 
@@ -29,9 +29,10 @@ use device::{Buf, Dtype, Ops, View, ViewMut};
 use serde_json::{Map, Value};
 use std::path::Path;
 
-/// One micro-batch. Its vectors have one element per token, sequence after sequence.
+/// The inputs and labels of one micro-batch. Each vector has one element per token, sequence after
+/// sequence.
 #[derive(Clone, Debug, Default)]
-pub struct Batch {
+pub struct MicroBatch {
     /// The number of sequences.
     pub sequences: usize,
     /// The number of tokens per sequence.
@@ -40,24 +41,24 @@ pub struct Batch {
     pub tokens: Vec<u32>,
     /// The target token of each position, or [`device::ops::IGNORE_LABEL`] for no loss.
     pub labels: Vec<u32>,
-    /// For each token the first position of its sequence that it may attend to: the beginning of
-    /// its document.
+    /// For each token, the first position of its sequence to which the token attends. This is the
+    /// beginning of the token's document.
     pub starts: Vec<u32>,
-    /// For each token the first position that it may attend to in sliding-window layers. Empty if
-    /// the model has no such layers.
+    /// For each token, the first position to which the token attends in sliding-window layers.
+    /// Empty if the model has no sliding-window layers.
     pub window_starts: Vec<u32>,
     /// In training, the number of the first sequence within the run, which selects the dropout
     /// masks. `None` disables dropout.
     pub first_sample: Option<u64>,
 }
 
-impl Batch {
-    /// The number of tokens, which is the number of rows of every activation.
+impl MicroBatch {
+    /// Returns the number of tokens, which is the number of rows of every activation.
     pub fn rows(&self) -> usize {
         self.sequences * self.seq_len
     }
 
-    /// Fills [`Batch::window_starts`] for layers in which a token attends to at most `window`
+    /// Fills [`MicroBatch::window_starts`] for layers in which a token attends to at most `window`
     /// tokens, including itself.
     pub fn set_window_starts(&mut self, window: usize) {
         let seq_len = self.seq_len.max(1);
@@ -67,18 +68,19 @@ impl Batch {
         self.window_starts.extend(self.starts.iter().enumerate().map(window_start));
     }
 
-    /// The number of positions with a loss.
+    /// Counts the positions whose label counts for the loss.
     pub fn count_targets(&self) -> u64 {
         self.labels.iter().filter(|&&l| l != device::ops::IGNORE_LABEL).count() as u64
     }
 }
 
-/// Buffers for activations or scratch values; the model decides their number, lengths and meaning.
+/// Buffers for activations or scratch values. The model determines their number, lengths and
+/// contents.
 pub struct ActivationBuffers(pub Vec<Buf>);
 
 impl ActivationBuffers {
-    /// Allocates zeroed buffers of these lengths. Elements are of type `dtype`, except in the
-    /// buffers whose indices are in `f32_indices`.
+    /// Allocates zeroed buffers with these numbers of elements. The buffers at `f32_indices` have
+    /// elements of type f32, and all others of type `dtype`.
     pub fn new(ops: &dyn Ops, lengths: &[usize], dtype: Dtype, f32_indices: &[usize]) -> Self {
         let dtype_of = |i: usize| if f32_indices.contains(&i) { Dtype::F32 } else { dtype };
         ActivationBuffers(lengths.iter().enumerate().map(|(i, &n)| ops.zeroed(dtype_of(i), n)).collect())
@@ -87,26 +89,26 @@ impl ActivationBuffers {
 
 /// The indices of the buffers that are f32 in every precision, such as 1/rms and log-sum-exp.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct F32Buffers {
-    /// Indices into [`Model::saved_lengths`].
+pub struct F32BufferIndices {
+    /// Indices into [`Model::saved_buffer_lengths`].
     pub saved: &'static [usize],
-    /// Indices into [`Model::scratch_lengths`].
+    /// Indices into [`Model::scratch_buffer_lengths`].
     pub scratch: &'static [usize],
 }
 
-/// The input of a layer. The backward pass gets the same input as the forward pass.
+/// The input of a layer's forward pass, which the backward pass receives, too.
 pub struct LayerInput<'a> {
     /// The parameters of the layer's unit, flat.
     pub params: View<'a>,
     /// The micro-batch.
-    pub batch: &'a Batch,
+    pub batch: &'a MicroBatch,
     /// The residual stream before the layer, `[rows, hidden]`.
     pub x: View<'a>,
     /// The number of the layer, from 0.
     pub layer: usize,
 }
 
-/// The parameters that the head computes with.
+/// The parameters that the head uses.
 pub struct HeadParams<'a> {
     /// The parameters of the head's unit, flat.
     pub head: View<'a>,
@@ -128,7 +130,7 @@ pub struct HeadGrads<'a> {
     pub scale: f32,
 }
 
-/// A second name of a stored tensor, as in `_tied_weights_keys` of transformers.
+/// A second name of a stored tensor (`_tied_weights_keys` in transformers).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TiedWeight {
     /// The name that is not stored.
@@ -142,93 +144,96 @@ pub struct TiedWeight {
 /// Shapes: `rows` is the number of tokens of the micro-batch, `hidden` the width of the residual
 /// stream.
 pub trait Model: Send + Sync {
-    /// The parameter units: embedding, layers, head. Experts are in separate units
+    /// Returns the parameter units: embedding, layers, head. Experts are in separate units
     /// ([`moe::MoeModel::expert_params`]).
-    fn units(&self) -> Vec<ParamUnit>;
+    fn param_units(&self) -> Vec<ParamUnit>;
     /// Adds LoRA adapters to matrices of the layers. Their parameters become part of
-    /// [`Model::units`].
+    /// [`Model::param_units`].
     ///
     /// # Errors
     /// [`ModelError::LoraTargetUnknown`].
-    fn add_lora(&mut self, lora: &lora::Lora) -> Result<()>;
-    /// Inputs and outputs of each matmul of a layer, without experts and adapters.
+    fn add_lora_adapters(&mut self, lora: &lora::LoraConfig) -> Result<()>;
+    /// Returns the number of inputs and outputs of each matmul of a layer, without experts and
+    /// adapters.
     fn linear_shapes(&self) -> Vec<(usize, usize)>;
-    /// Computes the matmuls of the layers in FP8 from now on.
+    /// Switches the matmuls of the layers to FP8.
     ///
     /// # Errors
     /// [`ModelError::Fp8MoeUnsupported`] or [`ModelError::Fp8SizeUnsupported`].
     fn enable_fp8(&mut self) -> Result<()>;
     /// Sets the run's seed, which selects the dropout masks. The seed of a new model is 0.
     fn set_dropout_seed(&mut self, _seed: u64) {}
-    /// Selects the gradients to compute: those of the parameters that `units` (as in
-    /// [`Model::units`]) marks as trained. Gradients of other parameters have unspecified values.
-    fn set_trained(&mut self, _units: &[ParamUnit]) {}
+    /// Restricts the backward pass to the gradients of trained parameters. `units` are those of
+    /// [`Model::param_units`] with the trained parameters marked. Gradients of other parameters
+    /// have unspecified values.
+    fn set_trained_params(&mut self, _units: &[ParamUnit]) {}
     /// Moves constants, such as the tables of rotary embedding, to the device of `ops`.
     fn move_to_device(&mut self, _ops: &dyn Ops) {}
-    /// The width of the residual stream.
+    /// Returns the width of the residual stream.
     fn hidden_size(&self) -> usize;
-    /// The number of tokens in the vocabulary.
+    /// Returns the number of tokens in the vocabulary.
     fn vocab_size(&self) -> usize;
-    /// The number of elements of q, k and v of one token together.
+    /// Returns the number of elements of q, k and v of one token together.
     fn qkv_width(&self) -> usize;
-    /// Whether the head uses the embedding matrix (`tie_word_embeddings`).
+    /// Returns whether the head uses the embedding matrix (`tie_word_embeddings`).
     fn has_tied_embeddings(&self) -> bool;
-    /// The second names of stored tensors.
+    /// Returns the second names of stored tensors.
     fn tied_weights(&self) -> Vec<TiedWeight>;
-    /// Whether matrices are stored as `[in, out]`, like transformers' `Conv1D`, instead of
-    /// `[out, in]`. PEFT calls this `fan_in_fan_out`.
+    /// Returns whether matrices are stored as `[in, out]`, as in `Conv1D` of transformers, instead
+    /// of `[out, in]`. PEFT calls this `fan_in_fan_out`.
     fn stores_transposed_matrices(&self) -> bool {
         false
     }
-    /// The prefix of stored names that files of the model without its head omit, as
-    /// `base_model_prefix` of transformers.
+    /// Returns the prefix of stored names that is absent in files of the model without its head
+    /// (`base_model_prefix` in transformers).
     fn base_model_prefix(&self) -> Option<&'static str> {
         None
     }
-    /// Whether a stored tensor of this name is a constant, which older checkpoints contain and
-    /// which is not loaded.
+    /// Returns whether the tensor of this name is a constant. Older checkpoints contain constants;
+    /// they are not loaded.
     fn is_constant_tensor(&self, _name: &str) -> bool {
         false
     }
-    /// The number of query heads, the number of key and value heads, and the width of a head.
+    /// Returns the number of query heads, the number of key and value heads, and the width of a
+    /// head.
     fn attention_dims(&self) -> [usize; 3];
-    /// The tokens that a token of a sliding-window layer attends to; `None` if every layer has full
-    /// attention.
+    /// Returns the number of tokens to which a token attends in sliding-window layers, including
+    /// itself, or `None` if every layer has full attention.
     fn sliding_window(&self) -> Option<usize> {
         None
     }
-    /// The mixture-of-experts interface; `None` for a dense model.
-    fn moe(&self) -> Option<&dyn moe::MoeModel> {
+    /// Returns the mixture-of-experts interface of the model, or `None` for a dense model.
+    fn as_moe_model(&self) -> Option<&dyn moe::MoeModel> {
         None
     }
     /// Sets the coefficients of the router losses that `train.experts` specifies. Has no effect on
     /// a dense model.
     fn set_router_losses(&mut self, _spec: &ExpertsSpec) {}
-    /// The config.json that the model was built from.
+    /// Returns the config.json from which the model was built.
     fn hf_config(&self) -> &Map<String, Value>;
-    /// Floating-point operations of matmuls per token in forward and backward pass, without
-    /// recomputation, for sequences of `seq_len` tokens.
-    fn flops_per_token(&self, seq_len: usize) -> f64;
+    /// Computes the floating-point operations of matmuls per token in forward and backward pass,
+    /// without recomputation, for sequences of `seq_len` tokens.
+    fn compute_flops_per_token(&self, seq_len: usize) -> f64;
 
-    /// The lengths of the buffers in which a layer's forward pass saves values for its backward
-    /// pass, for `b` sequences of `t` tokens.
-    fn saved_lengths(&self, b: usize, t: usize) -> Vec<usize>;
-    /// The lengths of the scratch buffers that all blocks share, for `b` sequences of `t` tokens.
-    fn scratch_lengths(&self, b: usize, t: usize) -> Vec<usize>;
-    /// The saved and scratch buffers that are f32 in every precision. Ops panic if a buffer has
-    /// another type than they require.
-    fn f32_buffers(&self) -> F32Buffers;
+    /// Computes the lengths, in elements, of the buffers in which a layer's forward pass saves
+    /// values for its backward pass. The micro-batch has `b` sequences of `t` tokens.
+    fn saved_buffer_lengths(&self, b: usize, t: usize) -> Vec<usize>;
+    /// Computes the lengths, in elements, of the scratch buffers that all blocks share. The
+    /// micro-batch has `b` sequences of `t` tokens.
+    fn scratch_buffer_lengths(&self, b: usize, t: usize) -> Vec<usize>;
+    /// Returns the indices of the saved and scratch buffers that are f32 in every precision.
+    fn f32_buffer_indices(&self) -> F32BufferIndices;
 
     /// Computes the embedding of each token and writes it to `x`, `[rows, hidden]`. `params` is the
     /// flat vector of the embedding unit.
-    fn embedding_forward(&self, ops: &dyn Ops, params: View, batch: &Batch, x: ViewMut);
+    fn embedding_forward(&self, ops: &dyn Ops, params: View, batch: &MicroBatch, x: ViewMut);
     /// Adds the gradient of the embedding to `grads`, the flat gradient of the embedding unit.
-    /// `dx`, `[rows, hidden]`, is the gradient of the embedding's output; its values are
-    /// unspecified afterwards.
-    fn embedding_backward(&self, ops: &dyn Ops, grads: ViewMut, batch: &Batch, dx: ViewMut);
+    /// `dx`, `[rows, hidden]`, is the gradient of the embedding's output. Leaves unspecified values
+    /// in `dx`.
+    fn embedding_backward(&self, ops: &dyn Ops, grads: ViewMut, batch: &MicroBatch, dx: ViewMut);
 
-    /// Computes a layer: writes `y`, `[rows, hidden]`, and saves values for the backward pass.
-    /// Without `y` only the saved values are computed (recomputation).
+    /// Computes a layer. Writes the output to `y`, `[rows, hidden]`, and values for the backward
+    /// pass to `saved`. If `y` is `None`, computes only the saved values (recomputation).
     fn layer_forward(
         &self,
         ops: &dyn Ops,
@@ -237,8 +242,9 @@ pub trait Model: Send + Sync {
         saved: &mut ActivationBuffers,
         scratch: &mut ActivationBuffers,
     );
-    /// Computes the gradients of a layer. `dx`, `[rows, hidden]`, is the gradient of the output on
-    /// entry and of the input on return. `grads`, the gradient of the layer's unit, is overwritten.
+    /// Computes the gradients of a layer. `dx`, `[rows, hidden]`, is the gradient of the layer's
+    /// output on entry and of its input on return. Overwrites `grads`, the gradient of the layer's
+    /// unit.
     fn layer_backward(
         &self,
         ops: &dyn Ops,
@@ -250,7 +256,7 @@ pub trait Model: Send + Sync {
     );
 
     /// Computes the logits `out`, `[vocab]`, of one row `x`, `[hidden]`, of the head's input.
-    fn logits(
+    fn compute_logits(
         &self,
         ops: &dyn Ops,
         params: HeadParams,
@@ -260,12 +266,12 @@ pub trait Model: Send + Sync {
     );
 
     /// Computes the cross-entropy `loss`, `[rows]`, from the head's input `x`, `[rows, hidden]`.
-    /// With `grads` the backward pass is computed, too.
-    fn head_loss(
+    /// Also computes the backward pass if `grads` are given.
+    fn compute_head_loss(
         &self,
         ops: &dyn Ops,
         params: HeadParams,
-        batch: &Batch,
+        batch: &MicroBatch,
         x: View,
         loss: ViewMut,
         grads: Option<HeadGrads>,
@@ -273,25 +279,26 @@ pub trait Model: Send + Sync {
     );
 }
 
-/// Builds a model from its config.json, for sequences of at most the given number of tokens.
-type BuildModel = fn(&Map<String, Value>, usize) -> Result<Box<dyn Model>>;
+/// A function that builds a model from its config.json, for sequences of at most the given number
+/// of tokens.
+type ModelBuilderFn = fn(&Map<String, Value>, usize) -> Result<Box<dyn Model>>;
 
-/// A model family that can be trained: its names, and how to build its models.
+/// A model family that can be trained: its names, and the functions that build its models.
 pub struct ModelFamily {
-    /// The name in job.yaml, which is `model_type` in config.json.
+    /// The name of the family in job.yaml, equal to `model_type` of config.json.
     pub name: &'static str,
-    /// The name in `architectures` of config.json: a class of transformers.
+    /// The class of transformers that `architectures` of config.json names.
     pub architecture: &'static str,
-    /// Builds a model; rejects configs with unsupported keys or values.
-    build: BuildModel,
-    /// Makes the config.json of a model that job.yaml describes.
-    spec_to_hf_config: fn(&ModelSpec) -> Map<String, Value>,
+    /// Builds a model. Rejects configs with unsupported keys or values.
+    build: ModelBuilderFn,
+    /// Builds the config.json of a model that job.yaml describes.
+    build_hf_config: fn(&ModelSpec) -> Map<String, Value>,
     /// The keys of dropout rates in config.json.
     dropout_keys: &'static [&'static str],
 }
 
-/// Every supported model family. A new family is a file in `model/` and an entry here.
-pub const FAMILIES: &[ModelFamily] = &[
+/// The supported model families.
+pub const MODEL_FAMILIES: &[ModelFamily] = &[
     gemma::GEMMA2,
     gemma::GEMMA3,
     gpt2::FAMILY,
@@ -303,21 +310,22 @@ pub const FAMILIES: &[ModelFamily] = &[
     qwen3_moe::FAMILY,
 ];
 
-/// The family of a config.json, from `architectures` and `model_type`.
-fn find_family(config: &Map<String, Value>) -> Result<&'static ModelFamily> {
+/// Returns the model family of a config.json. Fails if no family has its `architectures`, or
+/// `model_type` contradicts them.
+fn find_model_family(config: &Map<String, Value>) -> Result<&'static ModelFamily> {
     let architectures: Vec<&str> = match config.get("architectures") {
         Some(Value::Array(names)) => names.iter().filter_map(Value::as_str).collect(),
         _ => Vec::new(),
     };
-    let Some(family) = FAMILIES.iter().find(|f| architectures == [f.architecture]) else {
+    let Some(family) = MODEL_FAMILIES.iter().find(|f| architectures == [f.architecture]) else {
         return Err(ModelError::ArchitectureUnsupported {
-            architectures: architectures.iter().take(4).map(|name| hf_config::shorten(name)).collect(),
-            supported: FAMILIES.iter().map(|f| f.architecture).collect(),
+            architectures: architectures.iter().take(4).map(|name| hf_config::shorten_text(name)).collect(),
+            supported: MODEL_FAMILIES.iter().map(|f| f.architecture).collect(),
         });
     };
     match config.get("model_type").and_then(Value::as_str) {
         Some(model_type) if model_type != family.name => Err(ModelError::ModelTypeMismatch {
-            model_type: hf_config::shorten(model_type),
+            model_type: hf_config::shorten_text(model_type),
             architecture: family.architecture,
             expected: family.name,
         }),
@@ -325,9 +333,9 @@ fn find_family(config: &Map<String, Value>) -> Result<&'static ModelFamily> {
     }
 }
 
-/// The parts of a model directory's config.json that are compared with the job.
+/// The values of a model directory's config.json that the preflight compares with the job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ConfigSummary {
+pub struct ModelConfigSummary {
     /// The name of the model family.
     pub family: &'static str,
     /// The number of tokens in the vocabulary.
@@ -336,25 +344,30 @@ pub struct ConfigSummary {
     pub max_positions: u32,
 }
 
-/// Reads the parts of a model directory's config.json that are compared with the job.
+/// Reads the values of a model directory's config.json that the preflight compares with the job.
 ///
 /// # Errors
 /// The config cannot be read, or its architecture is not supported.
-pub fn read_config_summary(directory: &Path) -> Result<ConfigSummary> {
+pub fn read_model_config_summary(directory: &Path) -> Result<ModelConfigSummary> {
     let config = hf_config::read_hf_config(directory)?;
-    let family = find_family(&config)?;
-    let fields = hf_config::ConfigFields::new(&config);
+    let family = find_model_family(&config)?;
+    let fields = hf_config::HfConfigFields::new(&config);
     let positions = if family.name == gpt2::FAMILY.name { "n_positions" } else { "max_position_embeddings" };
-    let (vocab_size, max_positions) = (fields.size("vocab_size")?, fields.size(positions)?);
-    Ok(ConfigSummary { family: family.name, vocab_size, max_positions })
+    let (vocab_size, max_positions) = (fields.read_size("vocab_size")?, fields.read_size(positions)?);
+    Ok(ModelConfigSummary { family: family.name, vocab_size, max_positions })
 }
 
-/// Builds the model of a job ([`build`]) with the router losses that `train.experts` specifies.
+/// Builds the model of a job ([`build_model`]), and sets the router losses that `train.experts`
+/// specifies.
 ///
 /// # Errors
 /// The config is unusable or has unsupported keys or values.
-pub fn build_with_experts(spec: &ModelSpec, experts: &ExpertsSpec, seq_len: u32) -> Result<Box<dyn Model>> {
-    let mut model = build(spec, seq_len)?;
+pub fn build_model_with_router_losses(
+    spec: &ModelSpec,
+    experts: &ExpertsSpec,
+    seq_len: u32,
+) -> Result<Box<dyn Model>> {
+    let mut model = build_model(spec, seq_len)?;
     model.set_router_losses(experts);
     Ok(model)
 }
@@ -366,20 +379,20 @@ pub fn build_with_experts(spec: &ModelSpec, experts: &ExpertsSpec, seq_len: u32)
 ///
 /// # Errors
 /// The config is unusable or has unsupported keys or values.
-pub fn build(spec: &ModelSpec, seq_len: u32) -> Result<Box<dyn Model>> {
+pub fn build_model(spec: &ModelSpec, seq_len: u32) -> Result<Box<dyn Model>> {
     if let Some(directory) = &spec.from {
         let mut config = hf_config::read_hf_config(directory)?;
-        let family = find_family(&config)?;
-        hf_config::set_dropout(&mut config, family.dropout_keys, spec.dropout);
+        let family = find_model_family(&config)?;
+        hf_config::set_dropout_rates(&mut config, family.dropout_keys, spec.dropout);
         return (family.build)(&config, seq_len as usize);
     }
     let family =
-        FAMILIES.iter().find(|f| f.name == spec.family).ok_or_else(|| ModelError::FamilyUnknown {
-            family: hf_config::shorten(&spec.family),
-            supported: FAMILIES.iter().map(|f| f.name).collect(),
+        MODEL_FAMILIES.iter().find(|f| f.name == spec.family).ok_or_else(|| ModelError::FamilyUnknown {
+            family: hf_config::shorten_text(&spec.family),
+            supported: MODEL_FAMILIES.iter().map(|f| f.name).collect(),
         })?;
-    let mut config = (family.spec_to_hf_config)(spec);
-    hf_config::set_dropout(&mut config, family.dropout_keys, spec.dropout);
+    let mut config = (family.build_hf_config)(spec);
+    hf_config::set_dropout_rates(&mut config, family.dropout_keys, spec.dropout);
     // A key of the job has an effect if the family's config has one of these keys.
     let expert_keys = [
         ("num_experts", spec.num_experts, ["num_experts", "num_local_experts"]),
@@ -394,11 +407,11 @@ pub fn build(spec: &ModelSpec, seq_len: u32) -> Result<Box<dyn Model>> {
     (family.build)(&config, seq_len as usize)
 }
 
-/// Exclusive access to the first `N` buffers at once.
+/// Returns exclusive references to the first `N` buffers.
 ///
 /// # Panics
 /// There are fewer than `N` buffers.
-fn split_buffers<const N: usize>(buffers: &mut ActivationBuffers) -> [&mut Buf; N] {
+fn borrow_first_buffers<const N: usize>(buffers: &mut ActivationBuffers) -> [&mut Buf; N] {
     let mut buffers = buffers.0.iter_mut();
     std::array::from_fn(|_| buffers.next().expect("the model declares at least N buffers"))
 }

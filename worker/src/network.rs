@@ -2,16 +2,16 @@
 //! addresses, and joins the group.
 use crate::{
     error::{Error, Result},
-    session::Session,
+    session::AgentSession,
 };
 use comm::{
     Comm,
-    tcp::{AbortHandle, Endpoint, GroupMember, GroupSpec, TcpLimits},
+    tcp::{AbortHandle, GroupMember, GroupSpec, RankListener, TcpLimits},
 };
 use contract::{
-    control::{MAX_ADDRESSES, PeerAddress, Peers, WorkerInit},
+    control::{MAX_ADDRESSES, WorkerAddresses, WorkerInit, WorkerPeers},
     env,
-    job::Interface,
+    job::InterfaceSelector,
 };
 use diagnostic::{Diagnostic, codes};
 use nix::{ifaddrs::getifaddrs, net::if_::InterfaceFlags, sys::resource};
@@ -21,18 +21,19 @@ use std::{
     sync::Arc,
 };
 
-/// Connects this rank to all others. `memory` is the memory that the ranks of this host share.
-/// Collective.
-pub(crate) fn connect_hosts(
-    session: &Arc<Session>,
+/// Connects this rank to all others. Collective: every rank must call it.
+///
+/// `memory` is the memory that the ranks of this host share.
+pub(crate) fn connect_ranks_of_hosts(
+    session: &Arc<AgentSession>,
     mut read: UnixStream,
     init: &WorkerInit,
     memory: Option<OwnedFd>,
     shm: comm::shm::ShmLimits,
 ) -> Result<Arc<dyn Comm>> {
     raise_open_file_limit(init.world as usize)?;
-    let (address, reason) = listen_address(&init.job.cluster.interface)?;
-    let bound = Endpoint::bind(address).and_then(|endpoint| Ok((endpoint.address()?, endpoint)));
+    let (address, reason) = find_listen_address(&init.job.cluster.interface)?;
+    let bound = RankListener::bind(address).and_then(|endpoint| Ok((endpoint.address()?, endpoint)));
     let (address, endpoint) = bound.map_err(|e| {
         let message = format!("cannot listen on {address} ({reason})");
         Diagnostic::error(codes::training::WORKER_LISTEN_FAILED, message)
@@ -44,7 +45,7 @@ pub(crate) fn connect_hosts(
         init.rank, init.world
     );
     let peers = session.exchange_addresses(&mut read, vec![address], init.attempt)?;
-    let group = peer_group(init, peers)?;
+    let group = build_peer_group(init, peers)?;
     let stopper = AbortHandle::new(group.rank, group.members.len())?;
     let stop = stopper.clone();
     // From here on an abort also interrupts joining.
@@ -52,11 +53,12 @@ pub(crate) fn connect_hosts(
     Ok(Arc::new(endpoint.join(&group, memory, TcpLimits { shm, ..TcpLimits::default() }, &stopper)?))
 }
 
-/// The group of ranks to connect to, if the controller's list fits this rank.
-fn peer_group(init: &WorkerInit, peers: Peers) -> Result<GroupSpec> {
+/// Builds the group to join from the controller's list of peers. Fails if the list does not fit
+/// this rank.
+fn build_peer_group(init: &WorkerInit, peers: WorkerPeers) -> Result<GroupSpec> {
     let rank = init.rank as usize;
     let is_on_this_host =
-        |p: &PeerAddress| peers.members.get(rank).is_some_and(|me| me.host_index == p.host_index);
+        |p: &WorkerAddresses| peers.members.get(rank).is_some_and(|me| me.host_index == p.host_index);
     let fits = peers.members.len() == init.world as usize
         && peers.members.iter().all(|p| (1..=MAX_ADDRESSES).contains(&p.addresses.len()))
         && peers.members.iter().filter(|p| is_on_this_host(p)).count() == init.local_world as usize;
@@ -75,7 +77,8 @@ fn peer_group(init: &WorkerInit, peers: Peers) -> Result<GroupSpec> {
     Ok(GroupSpec { rank, members, run: init.run.clone(), attempt: init.attempt, key: peers.key.0 })
 }
 
-/// Raises the soft limit of open files to two connections per peer and what else a worker opens.
+/// Raises the soft limit of open files to two connections per peer and the other files that a
+/// worker opens.
 fn raise_open_file_limit(world: usize) -> Result<()> {
     let needed = 2 * world as u64 + 256;
     let error = |message: String| {
@@ -104,8 +107,9 @@ struct InterfaceAddress {
     loopback: bool,
 }
 
-/// The address to listen on, and why it was selected.
-fn listen_address(wanted: &Interface) -> Result<(IpAddr, String)> {
+/// Finds the address to listen on among the addresses of this host. Also returns why it was
+/// selected.
+fn find_listen_address(wanted: &InterfaceSelector) -> Result<(IpAddr, String)> {
     let interfaces = getifaddrs().map_err(|e| {
         let message = "cannot list the network addresses of this host";
         Diagnostic::error(codes::training::HOST_ADDRESSES_UNAVAILABLE, message).with_cause(&e)
@@ -127,10 +131,10 @@ fn listen_address(wanted: &Interface) -> Result<(IpAddr, String)> {
     Ok(select_address(wanted, ssh.as_deref(), &addresses)?)
 }
 
-/// Selects the address to listen on from `addresses`, and gives the reason. `ssh` is the value of
-/// `SSH_CONNECTION`.
+/// Selects the address to listen on from `addresses`. Also returns why it was selected. `ssh` is
+/// the value of `SSH_CONNECTION`.
 fn select_address(
-    wanted: &Interface,
+    wanted: &InterfaceSelector,
     ssh: Option<&str>,
     addresses: &[InterfaceAddress],
 ) -> diagnostic::Result<(IpAddr, String)> {
@@ -144,7 +148,7 @@ fn select_address(
     candidates.sort_by_key(|a| a.address.is_ipv6());
     let describe = |a: &InterfaceAddress| format!("interface {}", a.interface);
     match wanted {
-        Interface::Auto => {
+        InterfaceSelector::Auto => {
             let reached = ssh.and_then(|s| s.split(' ').nth(2)).and_then(|a| a.parse::<IpAddr>().ok());
             if let Some(a) = reached.and_then(|r| candidates.iter().find(|a| a.address == r)) {
                 return Ok((a.address, format!("{}, used by the ssh connection", describe(a))));
@@ -159,16 +163,18 @@ fn select_address(
                     Diagnostic::error(codes::training::HOST_ADDRESSES_UNAVAILABLE, message)
                 })
         }
-        Interface::Named(name) => {
+        InterfaceSelector::Named(name) => {
             let found = candidates.iter().find(|a| wanted.admits(&a.interface, a.address));
             found
                 .map(|a| (a.address, format!("{}, cluster.interface: {name}", describe(a))))
-                .ok_or_else(|| interface_not_found_error(name, addresses))
+                .ok_or_else(|| build_interface_not_found_error(name, addresses))
         }
     }
 }
 
-fn interface_not_found_error(name: &str, addresses: &[InterfaceAddress]) -> Diagnostic {
+/// Builds the error of a `cluster.interface` that matches no address. It lists the addresses of
+/// this host.
+fn build_interface_not_found_error(name: &str, addresses: &[InterfaceAddress]) -> Diagnostic {
     let list: Vec<String> = addresses.iter().map(|a| format!("{} on {}", a.address, a.interface)).collect();
     let message = format!("no address of this host matches `cluster.interface: {name}`");
     Diagnostic::error(codes::training::INTERFACE_NOT_FOUND, message)
@@ -182,7 +188,7 @@ fn interface_not_found_error(name: &str, addresses: &[InterfaceAddress]) -> Diag
 mod tests {
     use super::*;
 
-    fn addresses() -> Vec<InterfaceAddress> {
+    fn list_test_addresses() -> Vec<InterfaceAddress> {
         [
             ("lo", "127.0.0.1", true),
             ("lo", "::1", true),
@@ -199,58 +205,66 @@ mod tests {
         .to_vec()
     }
 
-    fn select(
+    fn select_for_test(
         wanted: &str,
         ssh: Option<&str>,
         addresses: &[InterfaceAddress],
     ) -> diagnostic::Result<(String, String)> {
         let wanted = match wanted {
-            "auto" => Interface::Auto,
-            name => Interface::Named(name.into()),
+            "auto" => InterfaceSelector::Auto,
+            name => InterfaceSelector::Named(name.into()),
         };
         select_address(&wanted, ssh, addresses).map(|(address, reason)| (address.to_string(), reason))
     }
 
-    fn selected(wanted: &str, addresses: &[InterfaceAddress]) -> String {
-        select(wanted, None, addresses).unwrap().0
+    fn expect_selected(wanted: &str, addresses: &[InterfaceAddress]) -> String {
+        select_for_test(wanted, None, addresses).unwrap().0
     }
 
     #[test]
     fn auto_is_the_address_of_the_ssh_connection_or_the_first_that_is_no_loopback() {
         let ssh = Some("192.0.2.1 4711 10.1.2.3 22");
-        assert_eq!(select("auto", ssh, &addresses()).unwrap().0, "10.1.2.3");
+        assert_eq!(select_for_test("auto", ssh, &list_test_addresses()).unwrap().0, "10.1.2.3");
         for ssh in [None, Some(""), Some("a b"), Some("192.0.2.1 4711 198.51.100.7 22")] {
-            assert_eq!(select("auto", ssh, &addresses()).unwrap().0, "192.0.2.5", "{ssh:?}");
+            assert_eq!(
+                select_for_test("auto", ssh, &list_test_addresses()).unwrap().0,
+                "192.0.2.5",
+                "{ssh:?}"
+            );
         }
-        assert_eq!(selected("auto", &addresses()[..2]), "127.0.0.1");
-        assert_eq!(selected("auto", &addresses()[..4]), "2001:db8::5", "link-local addresses are skipped");
-        let error = select("auto", None, &[]).unwrap_err();
+        assert_eq!(expect_selected("auto", &list_test_addresses()[..2]), "127.0.0.1");
+        assert_eq!(
+            expect_selected("auto", &list_test_addresses()[..4]),
+            "2001:db8::5",
+            "link-local addresses are skipped"
+        );
+        let error = select_for_test("auto", None, &[]).unwrap_err();
         assert_eq!(error.code(), codes::training::HOST_ADDRESSES_UNAVAILABLE);
     }
 
     #[test]
     fn the_reason_names_the_interface_and_the_rule() {
         let reasons = [("auto", Some("192.0.2.1 4711 10.1.2.3 22")), ("auto", None), ("10.1.0.0/16", None)]
-            .map(|(wanted, ssh)| select(wanted, ssh, &addresses()).unwrap().1);
+            .map(|(wanted, ssh)| select_for_test(wanted, ssh, &list_test_addresses()).unwrap().1);
         insta::assert_snapshot!(reasons.join("\n"));
     }
 
     #[test]
     fn an_interface_is_selected_by_name_or_network() {
-        assert_eq!(selected("ib0", &addresses()), "10.1.2.3");
-        assert_eq!(selected("10.1.0.0/16", &addresses()), "10.1.2.3");
-        assert_eq!(selected("2001:db8::/32", &addresses()), "2001:db8::5");
-        assert_eq!(selected("0.0.0.0/0", &addresses()[4..]), "192.0.2.5");
-        assert_eq!(selected("127.0.0.0/8", &addresses()), "127.0.0.1");
+        assert_eq!(expect_selected("ib0", &list_test_addresses()), "10.1.2.3");
+        assert_eq!(expect_selected("10.1.0.0/16", &list_test_addresses()), "10.1.2.3");
+        assert_eq!(expect_selected("2001:db8::/32", &list_test_addresses()), "2001:db8::5");
+        assert_eq!(expect_selected("0.0.0.0/0", &list_test_addresses()[4..]), "192.0.2.5");
+        assert_eq!(expect_selected("127.0.0.0/8", &list_test_addresses()), "127.0.0.1");
     }
 
     #[test]
     fn an_interface_that_does_not_exist_is_an_error_that_lists_the_addresses() {
         assert_eq!(
-            select("ib1", None, &addresses()).unwrap_err().code(),
+            select_for_test("ib1", None, &list_test_addresses()).unwrap_err().code(),
             codes::training::INTERFACE_NOT_FOUND
         );
-        let error = select("10.2.0.0/16", None, &addresses()).unwrap_err();
+        let error = select_for_test("10.2.0.0/16", None, &list_test_addresses()).unwrap_err();
         assert_eq!(error.code(), codes::training::INTERFACE_NOT_FOUND);
         insta::assert_snapshot!(diagnostic::render(&error, false));
     }

@@ -1,57 +1,62 @@
-//! Which parameters are trained, and the optimizer's parameter groups, both selected by name
-//! patterns.
+//! Selects the parameters that are trained, and the optimizer's parameter groups, by name patterns.
 //!
 //! Each pattern must match a parameter. With low-rank adapters only the adapters are trained. A
 //! tied matrix is one parameter with two names; a pattern that matches either name selects it.
 use crate::{
     expert_layout::{self, ExpertLayout},
-    model::{Model, TiedWeight, lora::Lora},
+    model::{Model, TiedWeight, lora::LoraConfig},
     params::ParamUnit,
 };
-use ckpt::peft::is_adapter;
+use ckpt::peft::is_lora_matrix;
 use contract::job::{OptimizerSpec, Precision, TrainSpec};
 use diagnostic::{Diagnostic, codes};
 use globset::{Glob, GlobMatcher};
 
-const FREEZE: &str = "train.freeze";
-const TRAIN_ONLY: &str = "train.train_only";
-const GROUPS: &str = "train.optimizer.groups";
-const LORA_TARGETS: &str = "train.lora.targets";
-const PRECISION: &str = "train.precision";
-const NO_DECAY: &str = "train.optimizer.no_decay";
+/// The key of the patterns that freeze parameters.
+const FREEZE_KEY: &str = "train.freeze";
+/// The key of the patterns that select the trained parameters.
+const TRAIN_ONLY_KEY: &str = "train.train_only";
+/// The key of the parameter groups.
+const GROUPS_KEY: &str = "train.optimizer.groups";
+/// The key of the LoRA targets.
+const LORA_TARGETS_KEY: &str = "train.lora.targets";
+/// The key of the precision.
+const PRECISION_KEY: &str = "train.precision";
+/// The key of the patterns that exempt parameters from weight decay.
+const NO_DECAY_KEY: &str = "train.optimizer.no_decay";
 /// The key that names the directory of pretrained adapters.
-pub const LORA_FROM: &str = "train.lora.from";
+pub const LORA_FROM_KEY: &str = "train.lora.from";
 
-/// Adds the job's adapters to the model, sets the precision of its matmuls, and returns its units,
-/// in which each parameter is marked as trained or frozen.
+/// Adds the job's adapters to the model and sets the precision of its matmuls. Returns the model's
+/// units, in which each parameter is marked as trained or frozen.
 ///
-/// # Errors
-/// Every mistake in the keys that select parameters; subjects are the keys.
-pub fn trainable_units(
+/// # Errors Fails with every mistake in the keys that select parameters. The subjects of the errors
+/// are the keys.
+pub fn build_trainable_units(
     model: &mut dyn Model,
     layout: Option<&ExpertLayout>,
     train: &TrainSpec,
 ) -> Result<Vec<ParamUnit>, Vec<Diagnostic>> {
     if train.precision == Precision::Fp8 {
-        model.enable_fp8().map_err(|e| vec![Diagnostic::from(e).with_subject(PRECISION)])?;
+        model.enable_fp8().map_err(|e| vec![Diagnostic::from(e).with_subject(PRECISION_KEY)])?;
     }
     if let Some(spec) = &train.lora {
-        let lora = Lora { spec: spec.clone(), seed: train.seed };
-        let key = if spec.from.is_some() { LORA_FROM } else { LORA_TARGETS };
-        model.add_lora(&lora).map_err(|e| vec![Diagnostic::from(e).with_subject(key)])?;
+        let lora = LoraConfig { spec: spec.clone(), seed: train.seed };
+        let key = if spec.from.is_some() { LORA_FROM_KEY } else { LORA_TARGETS_KEY };
+        model.add_lora_adapters(&lora).map_err(|e| vec![Diagnostic::from(e).with_subject(key)])?;
     }
     model.set_dropout_seed(train.seed);
-    let mut units = expert_layout::units_with_experts(model, layout);
+    let mut units = expert_layout::build_units_with_experts(model, layout);
     mark_trained(&mut units, &model.tied_weights(), train)?;
     let dense_units = units.iter().filter(|u| !u.holds_experts()).count();
-    model.set_trained(&units[..dense_units]);
+    model.set_trained_params(&units[..dense_units]);
     Ok(units)
 }
 
 /// Marks each parameter of the units as trained or frozen.
 ///
-/// # Errors
-/// Invalid or unmatched patterns, or no trained parameter; subjects are the keys.
+/// # Errors Fails if a pattern is invalid or matches nothing, or if no parameter is trained. The
+/// subjects of the errors are the keys.
 pub fn mark_trained(
     units: &mut [ParamUnit],
     ties: &[TiedWeight],
@@ -59,50 +64,58 @@ pub fn mark_trained(
 ) -> Result<(), Vec<Diagnostic>> {
     let names = || units.iter().flat_map(|u| &u.params).map(|p| p.name.as_str());
     let mut mistakes = Vec::new();
-    let freeze = NamePatterns::compile_matching(FREEZE, &train.freeze, names(), ties, &mut mistakes);
-    let only = NamePatterns::compile_matching(TRAIN_ONLY, &train.train_only, names(), ties, &mut mistakes);
+    let freeze =
+        NamePatterns::compile_matched_patterns(FREEZE_KEY, &train.freeze, names(), ties, &mut mistakes);
+    let only = NamePatterns::compile_matched_patterns(
+        TRAIN_ONLY_KEY,
+        &train.train_only,
+        names(),
+        ties,
+        &mut mistakes,
+    );
     let has_selection = !train.train_only.is_empty();
     for unit in units.iter_mut() {
         unit.set_trained(|name| match train.lora {
-            Some(_) => is_adapter(name),
+            Some(_) => is_lora_matrix(name),
             None => !freeze.matches(name, ties) && (!has_selection || only.matches(name, ties)),
         });
     }
-    if mistakes.is_empty() && !units.iter().any(ParamUnit::any_trained) {
-        let message = format!("`{FREEZE}` freezes every parameter; at least one must be trained");
+    if mistakes.is_empty() && !units.iter().any(ParamUnit::has_any_trained) {
+        let message = format!("`{FREEZE_KEY}` freezes every parameter; at least one must be trained");
         let code = codes::training::NO_TRAINED_PARAMETERS;
-        mistakes.push(Diagnostic::error(code, message).with_subject(FREEZE));
+        mistakes.push(Diagnostic::error(code, message).with_subject(FREEZE_KEY));
     }
     if mistakes.is_empty() { Ok(()) } else { Err(mistakes) }
 }
 
-/// The index of the first of the model's dense units that has a trained parameter, or whose experts
-/// have one. Units below it need no gradient.
-pub fn first_trained_unit<'a>(units: impl Iterator<Item = &'a ParamUnit>) -> usize {
+/// Finds the first of the model's dense units that has a trained parameter, or whose experts have
+/// one. Returns its index. Units below it need no gradient.
+pub fn find_first_trained_unit<'a>(units: impl Iterator<Item = &'a ParamUnit>) -> usize {
     let dense_index =
-        |(i, u): (usize, &ParamUnit)| u.any_trained().then(|| u.expert_layer().map_or(i, |l| l + 1));
+        |(i, u): (usize, &ParamUnit)| u.has_any_trained().then(|| u.expert_layer().map_or(i, |l| l + 1));
     units.enumerate().filter_map(dense_index).min().unwrap_or(0)
 }
 
-/// The first layer that needs a backward pass. All parameters below it are frozen.
-pub fn first_backward_layer(units: &[ParamUnit]) -> usize {
+/// Finds the first layer that needs a backward pass. All parameters below it are frozen.
+pub fn find_first_backward_layer(units: &[ParamUnit]) -> usize {
     let layers = units.iter().filter(|u| !u.holds_experts()).count().saturating_sub(2);
-    first_trained_unit(units.iter()).saturating_sub(1).min(layers)
+    find_first_trained_unit(units.iter()).saturating_sub(1).min(layers)
 }
 
-/// The name patterns of one key.
+/// The compiled name patterns of one key.
 struct NamePatterns(Vec<GlobMatcher>);
 
 impl NamePatterns {
-    /// Compiles the patterns; each must match one of `names`. Adds what is wrong to `mistakes`.
-    fn compile_matching<'a>(
+    /// Compiles the patterns, each of which must match one of `names`. Adds every error to
+    /// `mistakes`.
+    fn compile_matched_patterns<'a>(
         key: &'static str,
         patterns: &[String],
         names: impl Iterator<Item = &'a str> + Clone,
         ties: &[TiedWeight],
         mistakes: &mut Vec<Diagnostic>,
     ) -> Self {
-        let compiled = NamePatterns::compile(key, patterns, mistakes);
+        let compiled = NamePatterns::compile_patterns(key, patterns, mistakes);
         for pattern in &compiled.0 {
             if !names.clone().any(|n| matches_name_or_alias(pattern, n, ties)) {
                 let examples: Vec<&str> = names.clone().take(3).collect();
@@ -119,8 +132,8 @@ impl NamePatterns {
         compiled
     }
 
-    /// Compiles the patterns, which may match nothing. Adds what is wrong to `mistakes`.
-    fn compile(key: &'static str, patterns: &[String], mistakes: &mut Vec<Diagnostic>) -> Self {
+    /// Compiles the patterns, which may match nothing. Adds every error to `mistakes`.
+    fn compile_patterns(key: &'static str, patterns: &[String], mistakes: &mut Vec<Diagnostic>) -> Self {
         let mut compiled = Vec::new();
         for pattern in patterns {
             match Glob::new(pattern) {
@@ -138,12 +151,13 @@ impl NamePatterns {
         NamePatterns(compiled)
     }
 
+    /// Returns whether a pattern matches the parameter's name or, for a tied matrix, its alias.
     fn matches(&self, name: &str, ties: &[TiedWeight]) -> bool {
         self.0.iter().any(|p| matches_name_or_alias(p, name, ties))
     }
 }
 
-/// Whether the pattern matches the parameter's name or, for a tied matrix, its alias.
+/// Returns whether the pattern matches the parameter's name or, for a tied matrix, its alias.
 fn matches_name_or_alias(pattern: &GlobMatcher, name: &str, ties: &[TiedWeight]) -> bool {
     let matches_alias = |t: &TiedWeight| t.target == name && pattern.is_match(&t.alias);
     pattern.is_match(name) || ties.iter().any(matches_alias)
@@ -152,7 +166,8 @@ fn matches_name_or_alias(pattern: &GlobMatcher, name: &str, ties: &[TiedWeight])
 /// The name and the hyper-parameters with which the optimizer updates one parameter group.
 #[derive(Clone, Debug, PartialEq)]
 pub struct GroupHyperparams {
-    /// `decay` or `no_decay`; `group 1` or `group 1 no_decay` for entry 1 of `optimizer.groups`.
+    /// The name of the group: `decay` or `no_decay`, or `group 1` or `group 1 no_decay` for entry 1
+    /// of `optimizer.groups`.
     pub name: String,
     /// The factor by which the job's learning rate is multiplied.
     pub lr_scale: f64,
@@ -170,25 +185,31 @@ pub struct GroupHyperparams {
 pub struct ParamGroups {
     /// The hyper-parameters of each group.
     pub hyperparams: Vec<GroupHyperparams>,
-    /// For each unit and parameter: the index of its group (meaningless for frozen parameters).
+    /// By unit and parameter: the index of its group. The index of a frozen parameter is
+    /// meaningless.
     pub group_indices: Vec<Vec<usize>>,
 }
 
 /// Assigns each trained parameter to a group.
 ///
-/// # Errors
-/// Every invalid or unmatched pattern; subjects are the keys.
+/// # Errors Fails with every invalid or unmatched pattern. The subjects of the errors are the keys.
 pub fn assign_groups(
     spec: &OptimizerSpec,
     units: &[ParamUnit],
     ties: &[TiedWeight],
 ) -> Result<ParamGroups, Vec<Diagnostic>> {
     let mut mistakes = Vec::new();
-    let no_decay = NamePatterns::compile(NO_DECAY, &spec.no_decay, &mut mistakes);
-    let trained = units.iter().flat_map(ParamUnit::trained_params).map(|p| p.name.as_str());
+    let no_decay = NamePatterns::compile_patterns(NO_DECAY_KEY, &spec.no_decay, &mut mistakes);
+    let trained = units.iter().flat_map(ParamUnit::list_trained_params).map(|p| p.name.as_str());
     let mut rules = Vec::new();
     for g in &spec.groups {
-        rules.push(NamePatterns::compile_matching(GROUPS, &g.r#match, trained.clone(), ties, &mut mistakes));
+        rules.push(NamePatterns::compile_matched_patterns(
+            GROUPS_KEY,
+            &g.r#match,
+            trained.clone(),
+            ties,
+            &mut mistakes,
+        ));
     }
     if !mistakes.is_empty() {
         return Err(mistakes);
@@ -199,7 +220,7 @@ pub fn assign_groups(
         let mut of_unit = Vec::with_capacity(unit.params.len());
         for (i, p) in unit.params.iter().enumerate() {
             let rule = rules.iter().position(|r| r.matches(&p.name, ties));
-            let hyperparams = group_hyperparams(spec, rule, no_decay.matches(&p.name, ties));
+            let hyperparams = resolve_group_hyperparams(spec, rule, no_decay.matches(&p.name, ties));
             let group = groups.iter().position(|g| *g == hyperparams);
             of_unit.push(group.unwrap_or(groups.len()));
             if group.is_none() && unit.is_trained(i) {
@@ -211,8 +232,9 @@ pub fn assign_groups(
     Ok(ParamGroups { hyperparams: groups, group_indices: group_of })
 }
 
-/// The hyper-parameters of a parameter that `rule` (an index into `optimizer.groups`) selects.
-fn group_hyperparams(spec: &OptimizerSpec, rule: Option<usize>, no_decay: bool) -> GroupHyperparams {
+/// Determines the hyper-parameters of a parameter that `rule` (an index into `optimizer.groups`)
+/// selects.
+fn resolve_group_hyperparams(spec: &OptimizerSpec, rule: Option<usize>, no_decay: bool) -> GroupHyperparams {
     let default_decay = if no_decay { 0.0 } else { spec.weight_decay };
     let default_name = if no_decay { "no_decay" } else { "decay" };
     let Some((n, g)) = rule.and_then(|n| Some((n + 1, spec.groups.get(n)?))) else {

@@ -3,11 +3,11 @@
 use crate::{
     data,
     expert_layout::ExpertLayout,
-    gpu::library_search_paths,
+    gpu::collect_library_search_paths,
     model::{self, Model},
-    param_groups::{self, LORA_FROM},
+    param_groups::{self, LORA_FROM_KEY},
     params::ParamUnit,
-    resume::check_adapters,
+    resume::open_matching_adapters,
     stages::{resolve_lora, resolve_model},
 };
 use contract::{
@@ -29,26 +29,32 @@ pub struct TrainPreflight;
 
 impl Preflight for TrainPreflight {
     fn check_gpus(&self, job: &JobSpec) -> diagnostic::Result<()> {
-        let search = library_search_paths(&job.cluster.cuda_library_paths, &job.run.workdir);
-        device::cuda::check_available(&search).map_err(crate::gpu::unusable_gpu)
+        let search = collect_library_search_paths(&job.cluster.cuda_library_paths, &job.run.workdir);
+        device::cuda::check_driver_and_libraries(&search).map_err(crate::gpu::to_unusable_gpu_error)
     }
 
-    fn gpu_libraries(&self, directories: &[PathBuf]) -> Vec<LibraryReport> {
-        crate::gpu::probe_libraries(&library_search_paths(directories, Path::new("/")))
+    fn inspect_gpu_libraries(&self, directories: &[PathBuf]) -> Vec<LibraryReport> {
+        crate::gpu::probe_libraries(&collect_library_search_paths(directories, Path::new("/")))
     }
 
     fn check_job(&self, job: &JobSpec, world: u32, threads: u32) -> PreflightReport {
         let mut report = PreflightReport::default();
         if let Some(train) = &job.train {
-            check_train(job, train, world, threads, &mut report);
+            check_train_section(job, train, world, threads, &mut report);
         }
         report
     }
 }
 
-/// Adds everything that is wrong or worth a warning to the report. Checks that need the result of a
-/// failed check are skipped.
-fn check_train(job: &JobSpec, train: &TrainSpec, world: u32, threads: u32, report: &mut PreflightReport) {
+/// Adds every error and warning about the `train` section to the report. Checks that need the
+/// result of a failed check are skipped.
+fn check_train_section(
+    job: &JobSpec,
+    train: &TrainSpec,
+    world: u32,
+    threads: u32,
+    report: &mut PreflightReport,
+) {
     let data = check_data(job, train, report);
     // The model can be checked without the data, except for its vocabulary.
     let (vocab, tokens) = data.unwrap_or((train.model.vocab_size.max(1), 0));
@@ -62,7 +68,7 @@ fn check_train(job: &JobSpec, train: &TrainSpec, world: u32, threads: u32, repor
     if data.is_none() {
         return;
     }
-    report.warnings.extend(idle_worker_warning(&train, world));
+    report.warnings.extend(find_idle_worker_warning(&train, world));
     let plan = MemoryPlan {
         job,
         train: &train,
@@ -72,14 +78,14 @@ fn check_train(job: &JobSpec, train: &TrainSpec, world: u32, threads: u32, repor
         threads: threads as usize,
         tokens,
     };
-    report.memory = (0..world).map(|rank| plan.estimate(rank)).collect();
+    report.memory = (0..world).map(|rank| plan.estimate_rank_memory(rank)).collect();
 }
 
 /// Checks the training and evaluation data. Returns the tokenizer's vocabulary size and the number
 /// of tokens, or `None` if the training data cannot be read.
 fn check_data(job: &JobSpec, train: &TrainSpec, report: &mut PreflightReport) -> Option<(u32, u64)> {
     let workdir = &job.run.workdir;
-    let estimate = data::check_training_data(&train.data, workdir).map_err(|errors| {
+    let estimate = data::check_and_estimate_data(&train.data, workdir).map_err(|errors| {
         report.errors.extend(errors.into_iter().map(Diagnostic::from));
     });
     if let Some(eval) = train.eval.as_ref().filter(|e| !e.files.is_empty()) {
@@ -92,10 +98,12 @@ fn check_data(job: &JobSpec, train: &TrainSpec, report: &mut PreflightReport) ->
     estimate.ok().map(|e| (e.vocab_size, e.tokens))
 }
 
-/// The train section with what the named directories add to it, the model, and all of its units.
+/// The `train` section, completed by the directories that it names, with the model and all of its
+/// units.
 type CheckedModel = (TrainSpec, Box<dyn Model>, Vec<ParamUnit>);
 
-/// Builds the model with its adapters and experts for `world` ranks.
+/// Builds the model with its adapters and experts for `world` ranks. Fails with everything that is
+/// wrong.
 fn check_model(
     job: &JobSpec,
     train: &TrainSpec,
@@ -105,23 +113,24 @@ fn check_model(
     let one = |error: Diagnostic| vec![error];
     let workdir = &job.run.workdir;
     let spec = resolve_model(&train.model.resolve_paths(workdir), vocab, train.data.seq_len).map_err(one)?;
-    let mut model = model::build_with_experts(&spec, &train.experts, train.data.seq_len).map_err(|e| {
-        let key = if spec.from.is_some() { "train.model.from" } else { "train.model.family" };
-        one(Diagnostic::from(e).with_subject(key))
-    })?;
+    let mut model = model::build_model_with_router_losses(&spec, &train.experts, train.data.seq_len)
+        .map_err(|e| {
+            let key = if spec.from.is_some() { "train.model.from" } else { "train.model.family" };
+            one(Diagnostic::from(e).with_subject(key))
+        })?;
     let lora = train.lora.as_ref().map(|l| l.resolve_paths(workdir));
     let train = TrainSpec { lora: resolve_lora(lora.as_ref()).map_err(one)?, ..train.clone() };
-    let layers = model.units().len() - 2;
+    let layers = model.param_units().len() - 2;
     let layout = ExpertLayout::new(&train.experts, model.as_ref(), layers, world as usize).map_err(one)?;
-    let units = param_groups::trainable_units(model.as_mut(), layout.as_ref(), &train)?;
+    let units = param_groups::build_trainable_units(model.as_mut(), layout.as_ref(), &train)?;
     if let Some(directory) = train.lora.as_ref().and_then(|l| l.from.as_ref()) {
-        check_adapters(directory, &units).map_err(|e| one(e.with_subject(LORA_FROM)))?;
+        open_matching_adapters(directory, &units).map_err(|e| one(e.with_subject(LORA_FROM_KEY)))?;
     }
     Ok((train, model, units))
 }
 
-/// A warning if a step has fewer micro-batches than there are workers.
-fn idle_worker_warning(train: &TrainSpec, world: u32) -> Option<Diagnostic> {
+/// Returns a warning if a step has fewer micro-batches than there are workers.
+fn find_idle_worker_warning(train: &TrainSpec, world: u32) -> Option<Diagnostic> {
     let slots = train.batch.global / train.batch.micro;
     (slots < world).then(|| {
         let micro_batches = if slots == 1 { "1 micro-batch" } else { &format!("{slots} micro-batches") };

@@ -6,18 +6,18 @@ mod external;
 mod pretrained;
 mod weight_match;
 
-pub use adapters::check_adapters;
+pub use adapters::open_matching_adapters;
 pub use pretrained::{PretrainedModel, start_from_model};
 
 use crate::{
     checkpoint_mapping::{
-        ReadPlan, params_without_state, read_owned_ranges, require_compatible, sync_replicas,
+        ReadPlan, find_params_without_state, read_owned_ranges, require_compatible, sync_replicas,
     },
     consensus::exchange_values,
-    error::{Error, Result, unreadable_checkpoint},
-    host_local::{self, CheckpointCandidate, HostLocalCheckpoint, unreachable_shard_error},
-    stages::{Cursor, ReadyTrainer},
-    storage_layout::StorageLayout,
+    error::{Error, Result, to_unreadable_checkpoint_error},
+    host_local::{self, CheckpointCandidate, HostLocalCheckpoint, build_unreachable_shard_error},
+    stages::{Cursor, UninitializedTrainer},
+    storage_topology::StorageTopology,
     train::loss_scale::LossScaleState,
 };
 use ckpt::{Checkpoint, ExternalCheckpoint, OpenedCheckpoint, RunFacts, TensorSource};
@@ -34,23 +34,25 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// The checkpoint from which a run resumed.
+/// The checkpoint from which a run resumed, and the position in it.
 pub struct ResumePoint {
     /// The directory of the checkpoint.
     pub path: PathBuf,
-    /// The progress that it records.
+    /// The progress that the checkpoint records.
     pub cursor: Cursor,
-    /// Whether launch wrote it; then no save is needed before the first step.
+    /// Whether launch wrote the checkpoint. If so, no save is needed before the first step.
     pub is_native: bool,
-    /// How often random streams were reseeded before it was written.
+    /// How often RNG streams were reseeded before the checkpoint was written.
     pub rng_generation: u64,
 }
 
 impl ResumePoint {
-    /// The new generation of random streams, and the decision that the next checkpoint records. The
-    /// built-in runtime's streams have no state: `reseed` increments the generation and changes no
-    /// number.
-    pub fn rng_decision(&self, policy: RngPolicy, world: usize) -> (u64, Value) {
+    /// Computes the new generation of RNG streams, and the decision that the next checkpoint
+    /// records.
+    ///
+    /// The built-in runtime's streams have no state: `reseed` increments the generation and changes
+    /// no number.
+    pub fn decide_rng_generation(&self, policy: RngPolicy, world: usize) -> (u64, Value) {
         let generation = self.rng_generation + u64::from(policy == RngPolicy::Reseed);
         let policy = match policy {
             RngPolicy::Reconcile => "reconcile",
@@ -62,26 +64,27 @@ impl ResumePoint {
     }
 }
 
-/// Receives the events of resuming; those of rank 0 are reported.
+/// A callback that receives the events of resuming. The events of rank 0 are reported.
 pub type EventSink<'a> = dyn FnMut(Event) -> Result<()> + 'a;
 
 /// The directories in which checkpoints are searched for.
 pub struct CheckpointDirs<'a> {
-    /// `checkpoint.dir`.
+    /// The directory `checkpoint.dir`.
     pub root: &'a Path,
-    /// The directory that a relative `resume.from` starts at.
+    /// The working directory of the job, to which a relative `resume.from` refers.
     pub workdir: &'a Path,
     /// Which ranks share `root`.
-    pub layout: &'a StorageLayout,
+    pub layout: &'a StorageTopology,
 }
 
-/// Loads the checkpoint that the job names; `None` if the run starts at step 0. `data_digest` is
-/// the digest of the training data. Collective.
+/// Loads the checkpoint that the job names. Returns `None` if the run starts at step 0. Collective:
+/// every rank must call it.
 ///
-/// With `resume.from: auto`, damaged checkpoints are skipped with a notice in favour of older ones.
-/// A checkpoint of another model is an error of the job and never skipped.
-pub fn resume(
-    ready: &mut ReadyTrainer,
+/// `data_digest` is the digest of the training data. With `resume.from: auto`, damaged checkpoints
+/// are skipped with a notice in favour of older ones. A checkpoint of another model is an error of
+/// the job and never skipped.
+pub fn resume_from_checkpoint(
+    ready: &mut UninitializedTrainer,
     job: &JobSpec,
     dirs: &CheckpointDirs,
     data_digest: &str,
@@ -91,10 +94,10 @@ pub fn resume(
     let (candidates, is_named) = match &job.resume.from {
         ResumeFrom::Never => return Ok(None),
         ResumeFrom::Auto => (list_candidates(ready, dirs, root)?, false),
-        ResumeFrom::Path(path) => match find_named(ready, dirs, &dirs.workdir.join(path))? {
+        ResumeFrom::Path(path) => match find_named_checkpoint(ready, dirs, &dirs.workdir.join(path))? {
             NamedCheckpoint::Native(candidate) => (vec![candidate], true),
             NamedCheckpoint::External(mut source, path) => {
-                source.unfuse_experts(&weight_shapes(ready));
+                source.unfuse_experts(&list_weight_shapes(ready));
                 return external::load_external(ready, &source, &path, job, events).map(Some);
             }
         },
@@ -106,7 +109,7 @@ pub fn resume(
                 for (path, error) in skipped {
                     let state = if is_unreachable(&error) { "incomplete" } else { "damaged" };
                     let message = format!("skipped {state} checkpoint {}: {error}", path.display());
-                    events(Event::diagnostic_notice(None, message, error.diagnostic()))?;
+                    events(Event::new_diagnostic_notice(None, message, error.diagnostic()))?;
                 }
                 return Ok(Some(resumed));
             }
@@ -115,16 +118,18 @@ pub fn resume(
             Err(LoadError::Damaged(e)) => skipped.push((candidate.path, e)),
         }
     }
-    if skipped.is_empty() { Ok(None) } else { Err(no_usable_checkpoint_error(root, &skipped)) }
+    if skipped.is_empty() { Ok(None) } else { Err(build_no_usable_checkpoint_error(root, &skipped)) }
 }
 
-/// Whether the error is about shards of hosts that are not part of the job; no file is damaged.
+/// Returns whether the error is about shards of hosts that are not part of the job. No file is
+/// damaged then.
 fn is_unreachable(error: &Error) -> bool {
     error.code() == codes::RESUME_SHARD_UNREACHABLE
 }
 
-/// The error of a job for which no checkpoint is usable. `skipped` has the newest checkpoint first.
-fn no_usable_checkpoint_error(root: &Path, skipped: &[(PathBuf, Error)]) -> Error {
+/// Builds the error of a job for which no checkpoint is usable. `skipped` has the newest checkpoint
+/// first.
+fn build_no_usable_checkpoint_error(root: &Path, skipped: &[(PathBuf, Error)]) -> Error {
     let (_, newest) = &skipped[0];
     if skipped.iter().all(|(_, e)| is_unreachable(e)) {
         return newest.clone();
@@ -142,17 +147,18 @@ fn no_usable_checkpoint_error(root: &Path, skipped: &[(PathBuf, Error)]) -> Erro
         .into()
 }
 
-/// Names and shapes of the model's weights.
-fn weight_shapes(ready: &ReadyTrainer) -> Vec<(String, Vec<u64>)> {
+/// Lists the names and shapes of the model's weights.
+fn list_weight_shapes(ready: &UninitializedTrainer) -> Vec<(String, Vec<u64>)> {
     let params = ready.trainer.engine.shards.iter().flat_map(|s| &s.unit.params);
     params.map(|p| (p.name.clone(), p.shape.iter().map(|&n| n as u64).collect())).collect()
 }
 
 /// Why a checkpoint was not loaded.
 enum LoadError {
-    /// Its bytes are not those that were written. An older checkpoint may be usable.
+    /// The bytes of the checkpoint are not those that were written. An older checkpoint may be
+    /// usable.
     Damaged(Error),
-    /// It is intact but not of this job, or the job is ending.
+    /// The checkpoint is intact but not of this job, or the job is ending.
     Fatal(Error),
 }
 
@@ -168,10 +174,12 @@ impl From<Diagnostic> for LoadError {
     }
 }
 
-/// All checkpoints under `root`, newest first: those that rank 0 sees, or with host-local
-/// directories those of any host. Collective.
+/// Lists all checkpoints in `root`, newest first: those that rank 0 sees, or those of any host if
+/// hosts have separate directories.
+///
+/// Collective: every rank must call it.
 fn list_candidates(
-    ready: &ReadyTrainer,
+    ready: &UninitializedTrainer,
     dirs: &CheckpointDirs,
     root: &Path,
 ) -> Result<Vec<CheckpointCandidate>> {
@@ -179,9 +187,9 @@ fn list_candidates(
     if !dirs.layout.is_shared() {
         return host_local::list_candidates(queue, dirs.layout, root);
     }
-    let listed = if ready.trainer.engine.rank() == 0 { ckpt::list(root) } else { Ok(Vec::new()) };
+    let listed = if ready.trainer.engine.rank() == 0 { ckpt::list_checkpoints(root) } else { Ok(Vec::new()) };
     let paths = listed.map(|list| list.into_iter().map(|(_, path)| path).collect::<Vec<_>>());
-    let paths = exchange_values(queue, paths.map_err(unreadable_checkpoint))?.swap_remove(0);
+    let paths = exchange_values(queue, paths.map_err(to_unreadable_checkpoint_error))?.swap_remove(0);
     Ok(paths.into_iter().map(CheckpointCandidate::from_path).collect())
 }
 
@@ -191,9 +199,15 @@ enum NamedCheckpoint {
     External(Box<ExternalCheckpoint>, PathBuf),
 }
 
-/// Finds the checkpoint at `path`, or the newest in the directory `path`, or an external checkpoint
-/// there. Collective.
-fn find_named(ready: &ReadyTrainer, dirs: &CheckpointDirs, path: &Path) -> Result<NamedCheckpoint> {
+/// Finds the checkpoint at `path`: a native checkpoint, the newest native one in the directory, or
+/// an external one.
+///
+/// Collective: every rank must call it.
+fn find_named_checkpoint(
+    ready: &UninitializedTrainer,
+    dirs: &CheckpointDirs,
+    path: &Path,
+) -> Result<NamedCheckpoint> {
     let has_manifest = path.join("manifest.json").exists();
     // With host-local directories a host without a part of the checkpoint has no manifest.
     if exchange_values(ready.trainer.engine.queue(), Ok(has_manifest))?.contains(&true) {
@@ -202,10 +216,11 @@ fn find_named(ready: &ReadyTrainer, dirs: &CheckpointDirs, path: &Path) -> Resul
     if let Some(newest) = list_candidates(ready, dirs, path)?.into_iter().next() {
         return Ok(NamedCheckpoint::Native(newest));
     }
-    let trained = weight_match::trained_names(ready);
-    let found = ckpt::find_trained(path, Some(&trained))
-        .map_err(|e| Error::from(Diagnostic::from(unreadable_checkpoint(e)).with_subject("resume.from")));
-    if let Some(e) = first_damage(ready, found.as_ref().err().cloned())? {
+    let trained = weight_match::list_trained_names(ready);
+    let found = ckpt::open_with_trained_names(path, Some(&trained)).map_err(|e| {
+        Error::from(Diagnostic::from(to_unreadable_checkpoint_error(e)).with_subject("resume.from"))
+    });
+    if let Some(e) = exchange_first_damage(ready, found.as_ref().err().cloned())? {
         return Err(e);
     }
     match found? {
@@ -216,9 +231,10 @@ fn find_named(ready: &ReadyTrainer, dirs: &CheckpointDirs, path: &Path) -> Resul
     }
 }
 
-/// Loads a native checkpoint: each rank reads its owned ranges. Collective.
+/// Loads a native checkpoint: each rank reads its owned ranges. Collective: every rank must call
+/// it.
 fn load_native(
-    ready: &mut ReadyTrainer,
+    ready: &mut UninitializedTrainer,
     dirs: &CheckpointDirs,
     candidate: &CheckpointCandidate,
     data_digest: &str,
@@ -226,30 +242,30 @@ fn load_native(
 ) -> std::result::Result<ResumePoint, LoadError> {
     let path = candidate.path.as_path();
     let opened = open_native(ready, dirs, candidate)?;
-    let damage = first_damage(ready, opened.as_ref().err().cloned())?;
+    let damage = exchange_first_damage(ready, opened.as_ref().err().cloned())?;
     let opened = match (opened, damage) {
         (Ok(opened), None) => opened,
         (_, Some(e)) | (Err(e), None) => return Err(LoadError::Damaged(e)),
     };
     let (checkpoint, source): (&Checkpoint, &dyn TensorSource) = match &opened {
-        OpenCheckpoint::Shared(c) => (c, &**c),
-        OpenCheckpoint::HostLocal(c) => (c.checkpoint(), &**c),
+        ReadableCheckpoint::Shared(c) => (c, &**c),
+        ReadableCheckpoint::HostLocal(c) => (c.checkpoint(), &**c),
     };
     let (facts, tensors) = (checkpoint.facts(), source.tensors());
     let units: Vec<_> = ready.trainer.engine.shards.iter().map(|s| s.unit.clone()).collect();
-    let weights_only = checkpoint.is_weights_alone();
+    let weights_only = checkpoint.has_only_weights();
     require_compatible(checkpoint, &units, ready.trainer.optimizer.spec())?;
     let (cursor, guess) = match weights_only {
-        true => (Cursor::default(), Some(differences::weights_only_notice(path))),
+        true => (Cursor::default(), Some(differences::format_weights_only_notice(path))),
         false => read_cursor(ready, facts, path)?,
     };
     let reset_states = match weights_only {
         true => HashSet::new(),
-        false => params_without_state(&tensors, &units, ready.trainer.optimizer.spec()),
+        false => find_params_without_state(&tensors, &units, ready.trainer.optimizer.spec()),
     };
     let mut step_lag = read_step_lag(facts, path)?;
     step_lag.extend(reset_states.iter().map(|name| (name.clone(), cursor.step)));
-    ready.trainer.optimizer.set_step_lag(&units, &step_lag);
+    ready.trainer.optimizer.set_step_lags(&units, &step_lag);
     restore_loss_scale(ready, facts, path)?;
     let plan = ReadPlan {
         source,
@@ -258,8 +274,8 @@ fn load_native(
         reset_states: &reset_states,
         selects: |_| true,
     };
-    let read = read_owned_ranges(ready, &plan).err().map(unreadable_checkpoint);
-    if let Some(e) = first_damage(ready, read)? {
+    let read = read_owned_ranges(ready, &plan).err().map(to_unreadable_checkpoint_error);
+    if let Some(e) = exchange_first_damage(ready, read)? {
         return Err(LoadError::Damaged(e));
     }
     sync_replicas(ready)?;
@@ -270,69 +286,80 @@ fn load_native(
         stage: Some(facts.stage),
     })?;
     let mut notices: Vec<String> =
-        guess.into_iter().chain(differences::master_weight_notice(ready, &tensors)).collect();
+        guess.into_iter().chain(differences::find_master_weight_notice(ready, &tensors)).collect();
     if !weights_only {
-        notices.extend(differences::frozen_parameter_notices(&units, &tensors, &reset_states));
-        notices.extend(differences::job_setting_notices(ready, facts, data_digest));
+        notices.extend(differences::collect_frozen_parameter_notices(&units, &tensors, &reset_states));
+        notices.extend(differences::collect_job_setting_notices(ready, facts, data_digest));
     }
     for message in notices {
-        events(Event::notice(None, message))?;
+        events(Event::new_notice(None, message))?;
     }
     let rng_generation = facts.rng.get("generation").and_then(Value::as_u64).unwrap_or(0);
     Ok(ResumePoint { path: path.into(), cursor, is_native: true, rng_generation })
 }
 
 /// A native checkpoint of which every rank can read all bytes.
-enum OpenCheckpoint {
+enum ReadableCheckpoint {
     Shared(Box<Checkpoint>),
     HostLocal(Box<HostLocalCheckpoint>),
 }
 
 /// Opens a native checkpoint. The inner error is damage of the checkpoint; the outer error ends the
-/// job. Collective.
+/// job.
+///
+/// Collective: every rank must call it.
 fn open_native(
-    ready: &ReadyTrainer,
+    ready: &UninitializedTrainer,
     dirs: &CheckpointDirs,
     candidate: &CheckpointCandidate,
-) -> Result<Result<OpenCheckpoint>> {
+) -> Result<Result<ReadableCheckpoint>> {
     if dirs.layout.is_shared() {
         return Ok(match Checkpoint::open(&candidate.path) {
             Ok(checkpoint) => match checkpoint.local_files().iter().position(|is_here| !is_here) {
-                None => Ok(OpenCheckpoint::Shared(Box::new(checkpoint))),
-                Some(file) => Err(unreachable_shard_error(&checkpoint, file, dirs.layout).into()),
+                None => Ok(ReadableCheckpoint::Shared(Box::new(checkpoint))),
+                Some(file) => Err(build_unreachable_shard_error(&checkpoint, file, dirs.layout).into()),
             },
-            Err(e) => Err(unreadable_checkpoint(e)),
+            Err(e) => Err(to_unreadable_checkpoint_error(e)),
         });
     }
     let queue = ready.trainer.engine.queue();
     match HostLocalCheckpoint::open(queue, dirs.layout, &candidate.path, candidate.hash.as_deref()) {
-        Ok(opened) => Ok(Ok(OpenCheckpoint::HostLocal(Box::new(opened)))),
+        Ok(opened) => Ok(Ok(ReadableCheckpoint::HostLocal(Box::new(opened)))),
         // After an unusable checkpoint an older one may be usable; a failed collective ends the
         // job.
-        Err(e) if e.exit() == WorkerExit::Checkpoint => Ok(Err(e)),
+        Err(e) if e.to_worker_exit() == WorkerExit::Checkpoint => Ok(Err(e)),
         Err(e) => Err(e),
     }
 }
 
-/// The damage that the lowest rank found, if any rank found some; equal on every rank. Collective.
-fn first_damage(ready: &ReadyTrainer, mine: Option<Error>) -> Result<Option<Error>> {
+/// Exchanges the damage that each rank found, and returns that of the lowest rank with any. Every
+/// rank gets the same result.
+///
+/// Collective: every rank must call it.
+fn exchange_first_damage(ready: &UninitializedTrainer, mine: Option<Error>) -> Result<Option<Error>> {
     let damage = exchange_values(ready.trainer.engine.queue(), Ok(mine))?;
     Ok(damage.into_iter().flatten().next())
 }
 
-/// An error about the position that a checkpoint records.
-fn invalid_position_error(path: &Path, what: &str) -> Diagnostic {
+/// Builds an error about the position that a checkpoint records.
+fn build_invalid_position_error(path: &Path, what: &str) -> Diagnostic {
     let message = format!("checkpoint {}: {what}", path.display());
     Diagnostic::error(codes::RESUME_POSITION_INVALID, message).with_subject(path.display().to_string())
 }
 
-/// The progress that the checkpoint records. A checkpoint that was converted from another program's
-/// has none: the position is then its step times the batch size, which a notice reports.
-fn read_cursor(ready: &ReadyTrainer, facts: &RunFacts, path: &Path) -> Result<(Cursor, Option<String>)> {
+/// Reads the progress that the checkpoint records.
+///
+/// A checkpoint that was converted from another program's has none. The position is then its step
+/// times the batch size, which the returned notice reports.
+fn read_cursor(
+    ready: &UninitializedTrainer,
+    facts: &RunFacts,
+    path: &Path,
+) -> Result<(Cursor, Option<String>)> {
     match facts.cursor.get("at") {
         Some(position) if !position.is_null() => {
             let cursor = serde_json::from_value(position.clone()).map_err(|e| {
-                invalid_position_error(path, "cannot read the position in its manifest").with_cause(&e)
+                build_invalid_position_error(path, "cannot read the position in its manifest").with_cause(&e)
             })?;
             Ok((cursor, None))
         }
@@ -341,7 +368,7 @@ fn read_cursor(ready: &ReadyTrainer, facts: &RunFacts, path: &Path) -> Result<(C
             let samples = facts
                 .step
                 .checked_mul(batch)
-                .ok_or_else(|| invalid_position_error(path, "its number of steps is out of range"))?;
+                .ok_or_else(|| build_invalid_position_error(path, "its number of steps is out of range"))?;
             let notice = format!(
                 "data resumes at sample {samples} (step {} × global batch {batch}; the checkpoint records no position)",
                 facts.step
@@ -351,20 +378,21 @@ fn read_cursor(ready: &ReadyTrainer, facts: &RunFacts, path: &Path) -> Result<(C
     }
 }
 
-/// With fp16: restores the loss scale that the checkpoint records.
-fn restore_loss_scale(ready: &mut ReadyTrainer, facts: &RunFacts, path: &Path) -> Result<()> {
+/// Restores the loss scale that the checkpoint records. Does nothing if there is none.
+fn restore_loss_scale(ready: &mut UninitializedTrainer, facts: &RunFacts, path: &Path) -> Result<()> {
     let Some(state) = facts.cursor.get("loss_scale").filter(|s| !s.is_null()) else { return Ok(()) };
-    let invalid = || invalid_position_error(path, "cannot use the loss scale in its manifest");
+    let invalid = || build_invalid_position_error(path, "cannot use the loss scale in its manifest");
     let state = LossScaleState::deserialize(state).map_err(|e| invalid().with_cause(&e))?;
-    Ok(ready.trainer.loss_scale.restore(state).map_err(|e| invalid().with_cause(&e))?)
+    Ok(ready.trainer.loss_scale.restore_state(state).map_err(|e| invalid().with_cause(&e))?)
 }
 
-/// By how many updates each of some parameters is behind the others.
+/// Reads the step lags that the checkpoint records: by how many updates some parameters are behind
+/// the others.
 fn read_step_lag(facts: &RunFacts, path: &Path) -> Result<HashMap<String, u64>> {
     match facts.cursor.get("late") {
         None | Some(Value::Null) => Ok(HashMap::new()),
         Some(lag) => Ok(serde_json::from_value(lag.clone()).map_err(|e| {
-            invalid_position_error(path, "cannot read the update counts in its manifest").with_cause(&e)
+            build_invalid_position_error(path, "cannot read the update counts in its manifest").with_cause(&e)
         })?),
     }
 }

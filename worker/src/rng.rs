@@ -1,12 +1,12 @@
 //! Counter-based random numbers: every number is a pure function of the run's seed, its purpose,
 //! and logical ids.
 //!
-//! The rank, thread, shard, micro-batch and order of calls never enter, so any number of workers
-//! and any sharding get the same numbers. The generator is Philox4x32-10 (Salmon et al., "Parallel
-//! random numbers: as easy as 1, 2, 3", 2011) with `key = H64(run seed, purpose, scope)` and
-//! `counter = (element / 4, sample, step)`. Real-valued functions come from the `libm` crate, not
-//! from the platform's C library, so a job gets the same weights on every machine.
-use device::philox::random_words;
+//! A number does not depend on rank, thread, shard, micro-batch or order of calls, so any number of
+//! workers and any sharding get the same numbers. The generator is Philox4x32-10 (Salmon et al.,
+//! "Parallel random numbers: as easy as 1, 2, 3", 2011) with `key = H64(run seed, purpose, scope)`
+//! and `counter = (element / 4, sample, step)`. Real-valued functions come from the `libm` crate,
+//! not from the platform's C library, so a job gets the same weights on every machine.
+use device::philox::compute_random_words;
 use rayon::prelude::*;
 
 pub use device::philox::philox4x32_10;
@@ -29,7 +29,8 @@ pub enum Purpose {
 }
 
 impl Purpose {
-    /// The name that is hashed into the key. A changed name changes the numbers of every run.
+    /// Returns the name that is hashed into the key. A changed name changes the numbers of every
+    /// run.
     pub fn name(self) -> &'static str {
         match self {
             Purpose::Init => "init",
@@ -48,13 +49,16 @@ pub struct RandomStream {
     key: [u32; 2],
 }
 
-/// Bits of the logical ids in a counter: 2⁴³ blocks of four elements, 2⁴³ samples, 2⁴² steps.
+/// Bits of a block's number in a counter: 2⁴³ blocks of four elements.
 const BLOCK_BITS: u32 = 43;
+/// Bits of a sample's number in a counter.
 const SAMPLE_BITS: u32 = 43;
+/// Bits of a step's number in a counter.
 const STEP_BITS: u32 = 42;
 
 impl RandomStream {
-    /// The stream of a scope: a parameter's name, a layer or a prompt, depending on the purpose.
+    /// Creates the stream of a scope: a parameter's name, a layer or a prompt, depending on the
+    /// purpose.
     pub fn new(run_seed: u64, purpose: Purpose, scope: &str) -> Self {
         let mut hasher = blake3::Hasher::new_derive_key("launch 2026 random stream v1");
         hasher.update(&run_seed.to_le_bytes());
@@ -69,41 +73,41 @@ impl RandomStream {
         }
     }
 
-    /// The Philox key, for operations that compute the numbers of this stream themselves.
+    /// Returns the Philox key, for operations that compute the numbers of this stream themselves.
     pub fn key(&self) -> [u32; 2] {
         self.key
     }
 
-    /// The four random words of the elements from `4 * block`, for a sample at an optimizer step.
-    /// Different ids never share a counter.
+    /// Computes the four random words of the elements from `4 * block` on, for a sample at an
+    /// optimizer step. Different ids never share a counter.
     ///
     /// # Panics
-    /// An id exceeds its range: 2⁴³ blocks, 2⁴³ samples, 2⁴² steps.
-    pub fn words(&self, block: u64, sample: u64, step: u64) -> [u32; 4] {
+    /// Panics if an id exceeds its range: 2⁴³ blocks, 2⁴³ samples, 2⁴² steps.
+    pub fn compute_words(&self, block: u64, sample: u64, step: u64) -> [u32; 4] {
         assert!(
             block >> BLOCK_BITS == 0 && sample >> SAMPLE_BITS == 0 && step >> STEP_BITS == 0,
             "block, sample or step exceeds the range of the counter"
         );
-        random_words(self.key, block, sample, step)
+        compute_random_words(self.key, block, sample, step)
     }
 
-    /// Four standard normal values (Box–Muller): the elements from `4 * block`, at most 6.8 in
-    /// magnitude.
-    fn normals(&self, block: u64) -> [f64; 4] {
-        let w = self.words(block, 0, 0);
-        let (a, b) = box_muller(w[0], w[1]);
-        let (c, d) = box_muller(w[2], w[3]);
+    /// Computes four standard normal values (Box–Muller) for the elements from `4 * block` on.
+    /// Their magnitude is at most 6.8.
+    fn compute_normals(&self, block: u64) -> [f64; 4] {
+        let w = self.compute_words(block, 0, 0);
+        let (a, b) = compute_box_muller(w[0], w[1]);
+        let (c, d) = compute_box_muller(w[2], w[3]);
         [a, b, c, d]
     }
 
-    /// Four uniform values in [0, 1): the elements from `4 * block`.
-    fn uniforms(&self, block: u64) -> [f64; 4] {
-        self.words(block, 0, 0).map(|w| f64::from(w) / 4_294_967_296.0)
+    /// Computes four uniform values in [0, 1) for the elements from `4 * block` on.
+    fn compute_uniforms(&self, block: u64) -> [f64; 4] {
+        self.compute_words(block, 0, 0).map(|w| f64::from(w) / 4_294_967_296.0)
     }
 }
 
 /// Converts two random words to two independent standard normal values.
-fn box_muller(a: u32, b: u32) -> (f64, f64) {
+fn compute_box_muller(a: u32, b: u32) -> (f64, f64) {
     let u = (f64::from(a) + 0.5) / 4_294_967_296.0;
     let angle = f64::from(b) * (std::f64::consts::TAU / 4_294_967_296.0);
     let radius = libm::sqrt(-2.0 * libm::log(u));
@@ -111,22 +115,22 @@ fn box_muller(a: u32, b: u32) -> (f64, f64) {
     (radius * cos, radius * sin)
 }
 
-/// Elements that a thread fills at a time.
-const CHUNK: usize = 1 << 16;
+/// The number of elements that a thread fills at a time.
+const CHUNK_ELEMENTS: usize = 1 << 16;
 
-/// Fills `out` with the elements from `first_element` of a tensor of normal values with mean 0 and
-/// standard deviation `std`.
+/// Fills `out` with the elements from `first_element` on of a tensor of normal values with mean 0
+/// and standard deviation `std`.
 ///
 /// Element i is a function of (seed, purpose, tensor name, i), so every partition of the tensor
 /// gets the same values.
 pub fn fill_normal(out: &mut [f32], seed: u64, purpose: Purpose, tensor: &str, first_element: u64, std: f32) {
     let stream = RandomStream::new(seed, purpose, tensor);
     let std = f64::from(std);
-    fill_blocks(out, first_element, |block| stream.normals(block).map(|z| (z * std) as f32));
+    fill_blocks(out, first_element, |block| stream.compute_normals(block).map(|z| (z * std) as f32));
 }
 
-/// Fills `out` with the elements from `first_element` of a tensor of uniform values in [low, high].
-/// Partitions of the tensor get the same values, as with [`fill_normal`].
+/// Fills `out` with the elements from `first_element` on of a tensor of uniform values in [low,
+/// high]. Every partition of the tensor gets the same values, as with [`fill_normal`].
 pub fn fill_uniform(
     out: &mut [f32],
     seed: u64,
@@ -138,13 +142,13 @@ pub fn fill_uniform(
 ) {
     let stream = RandomStream::new(seed, purpose, tensor);
     let (low, width) = (f64::from(low), f64::from(high) - f64::from(low));
-    fill_blocks(out, first_element, |block| stream.uniforms(block).map(|u| (low + u * width) as f32));
+    fill_blocks(out, first_element, |block| stream.compute_uniforms(block).map(|u| (low + u * width) as f32));
 }
 
-/// Fills `out` from blocks of four elements; the first and the last block may be used in part.
+/// Fills `out` from blocks of four elements. The first and the last block may be used in part.
 fn fill_blocks(out: &mut [f32], first_element: u64, values: impl Fn(u64) -> [f32; 4] + Sync) {
-    out.par_chunks_mut(CHUNK).enumerate().for_each(|(i, chunk)| {
-        let mut element = first_element + (i * CHUNK) as u64;
+    out.par_chunks_mut(CHUNK_ELEMENTS).enumerate().for_each(|(i, chunk)| {
+        let mut element = first_element + (i * CHUNK_ELEMENTS) as u64;
         let mut rest = chunk;
         while !rest.is_empty() {
             let skip = (element % 4) as usize;
@@ -182,7 +186,7 @@ mod tests {
         for block in ids {
             for sample in ids {
                 for step in ids {
-                    assert!(seen.insert(s.words(block, sample, step)), "{block} {sample} {step}");
+                    assert!(seen.insert(s.compute_words(block, sample, step)), "{block} {sample} {step}");
                 }
             }
         }
@@ -197,7 +201,7 @@ mod tests {
             RandomStream::new(1, Purpose::Init, "a.c"),
             RandomStream::new(1, Purpose::Init, ""),
         ] {
-            assert_ne!(base.words(0, 0, 0), other.words(0, 0, 0));
+            assert_ne!(base.compute_words(0, 0, 0), other.compute_words(0, 0, 0));
         }
     }
 
@@ -252,10 +256,10 @@ mod tests {
 
     #[test]
     fn chunks_of_different_threads_are_contiguous() {
-        let mut whole = vec![0.0f32; 3 * CHUNK + 5];
+        let mut whole = vec![0.0f32; 3 * CHUNK_ELEMENTS + 5];
         fill_normal(&mut whole, 3, Purpose::Init, "w", 1, 1.0);
         let mut part = vec![0.0f32; 9];
-        fill_normal(&mut part, 3, Purpose::Init, "w", 1 + (2 * CHUNK - 4) as u64, 1.0);
-        assert_eq!(part[..], whole[2 * CHUNK - 4..2 * CHUNK + 5]);
+        fill_normal(&mut part, 3, Purpose::Init, "w", 1 + (2 * CHUNK_ELEMENTS - 4) as u64, 1.0);
+        assert_eq!(part[..], whole[2 * CHUNK_ELEMENTS - 4..2 * CHUNK_ELEMENTS + 5]);
     }
 }

@@ -4,33 +4,33 @@ mod gather_weights;
 mod samples;
 
 use crate::{
-    checkpoint_mapping::checkpoint_model_spec,
+    checkpoint_mapping::build_checkpoint_model_spec,
     consensus::exchange_values,
     data::TextTokenizer,
-    error::{Error, Result, unwritable_checkpoint},
+    error::{Error, Result, to_unwritable_checkpoint_error},
     gpu::RankDevice,
     host_local, network,
     params::ParamUnit,
-    resume::{CheckpointDirs, PretrainedModel, ResumePoint, resume, start_from_model},
-    save::{CheckpointSaver, RunMetadata, checkpoint_bytes},
-    session::{Session, inherited_descriptor},
-    stages::{ReadyTrainer, ResolvedSpec, RunningTrainer},
-    storage_layout::{StorageLayout, detect_layout},
+    resume::{CheckpointDirs, PretrainedModel, ResumePoint, resume_from_checkpoint, start_from_model},
+    save::{CheckpointSaver, RunMetadata, count_checkpoint_bytes},
+    session::{AgentSession, take_inherited_descriptor},
+    stages::{ResolvedSpec, RunningTrainer, UninitializedTrainer},
+    storage_topology::{StorageTopology, detect_topology},
     train::run::{RunContext, train_until_done},
     zero::collective_queue::CollectiveQueue,
 };
-use ckpt::{Staging, TextFile};
+use ckpt::{StagingDir, TextFile};
 use comm::{Comm, local, shm::ShmComm};
 use contract::{
     control::WorkerInit,
     env,
-    event::{Event, Phase},
+    event::{Event, WorkerPhase},
     exit::WorkerExit,
-    job::{Offload, TrainSpec, ZeroSpec},
+    job::{OffloadTarget, TrainSpec, ZeroSpec},
 };
 use device::storage::DeviceError;
 use diagnostic::{Category, Diagnostic, codes};
-use gather_weights::gather_weights;
+use gather_weights::gather_last_checkpoint_weights;
 use samples::SampleSets;
 use std::{
     any::Any,
@@ -40,24 +40,26 @@ use std::{
     sync::Arc,
 };
 
-/// Bytes of shared memory for one message of a rank; larger messages are sent in windows of this
-/// size. Small, because each rank's memory counts the staging memory of every rank.
+/// The size of shared memory for one message of a rank; larger messages are sent in windows of this
+/// size.
+///
+/// It is small because the memory of each rank includes the staging memory of every rank.
 pub const STAGING_BYTES: usize = 1 << 20;
 
 /// Runs the subcommand `launch worker`. Returns the exit code of the process.
 pub fn main() -> u8 {
     ignore_signals();
-    let (session, read, init) = match Session::connect() {
+    let (session, read, init) = match AgentSession::connect() {
         Ok(joined) => joined,
         Err(e) => {
             // No agent is connected, so only the terminal can show the error.
             eprint!("launch worker: {}", diagnostic::render(e.diagnostic(), false));
-            return e.exit().code();
+            return e.to_worker_exit().exit_code();
         }
     };
     silence_device_panics();
-    let result = connect_ranks(&session, read, &init).and_then(|comm| {
-        let result = catch_device_errors(|| run_rank(&session, &init, comm.clone()));
+    let result = connect_to_other_ranks(&session, read, &init).and_then(|comm| {
+        let result = catch_device_errors(|| train_as_rank(&session, &init, comm.clone()));
         if let Err(e) = &result {
             // The other ranks get the reason before they notice that this rank ended.
             comm.abort(&format!("rank {}: {e}", init.rank));
@@ -66,17 +68,17 @@ pub fn main() -> u8 {
     });
     record_fault_points(&init);
     match result {
-        Ok(exit) => exit.code(),
+        Ok(exit) => exit.exit_code(),
         Err(e) => {
             eprint!("{}", diagnostic::render(e.diagnostic(), false));
             session.report_failure(&e);
-            e.exit().code()
+            e.to_worker_exit().exit_code()
         }
     }
 }
 
-/// Converts the panic of a failed device operation to an error. Operations return no errors; they
-/// panic with a [`DeviceError`].
+/// Runs `f` and converts the panic of a failed device operation to an error. Operations return no
+/// errors; they panic with a [`DeviceError`].
 fn catch_device_errors<T>(f: impl FnOnce() -> Result<T>) -> Result<T> {
     let from_panic = |panic: Box<dyn Any + Send>| match panic.downcast::<DeviceError>() {
         Ok(error) => Err(error.0.with_category(Category::Failed).into()),
@@ -85,7 +87,7 @@ fn catch_device_errors<T>(f: impl FnOnce() -> Result<T>) -> Result<T> {
     catch_unwind(AssertUnwindSafe(f)).unwrap_or_else(from_panic)
 }
 
-/// Suppresses the panic messages of device errors, which this rank reports as errors.
+/// Suppresses the panic messages of device errors, which this rank reports as errors instead.
 pub(crate) fn silence_device_panics() {
     let default_hook = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |info| {
@@ -95,8 +97,9 @@ pub(crate) fn silence_device_panics() {
     }));
 }
 
-/// Ignores the signals that a batch system or terminal sends to every process of a job. The
-/// controller decides once, for all ranks, at which step to save and stop.
+/// Ignores the signals that a batch system or terminal sends to every process of a job.
+///
+/// The controller decides once, for all ranks, at which step to save and stop.
 fn ignore_signals() {
     use nix::sys::signal::{SigHandler, Signal, signal};
     for ignored in [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP, Signal::SIGUSR1, Signal::SIGUSR2] {
@@ -105,18 +108,22 @@ fn ignore_signals() {
     }
 }
 
-/// Connects the ranks of the job. From then on the session aborts the collectives when the agent
-/// requests it. Collective.
-fn connect_ranks(session: &Arc<Session>, read: UnixStream, init: &WorkerInit) -> Result<Arc<dyn Comm>> {
+/// Connects the ranks of the job. From then on the session aborts the collectives if the agent
+/// requests it. Collective: every rank must call it.
+fn connect_to_other_ranks(
+    session: &Arc<AgentSession>,
+    read: UnixStream,
+    init: &WorkerInit,
+) -> Result<Arc<dyn Comm>> {
     arm_fault_point(init)?;
     let limits = comm::shm::ShmLimits { staging_bytes: STAGING_BYTES, ..Default::default() };
     if init.local_world < init.world {
-        return network::connect_hosts(session, read, init, inherited_shared_memory()?, limits);
+        return network::connect_ranks_of_hosts(session, read, init, take_inherited_shared_memory()?, limits);
     }
     let comm: Arc<dyn Comm> = match init.world {
-        1 => Arc::new(local::group(1).remove(0)),
+        1 => Arc::new(local::create_group(1).remove(0)),
         world => {
-            let fd = inherited_shared_memory()?.ok_or_else(|| {
+            let fd = take_inherited_shared_memory()?.ok_or_else(|| {
                 let message =
                     format!("{} is not set, so the other ranks cannot be reached", env::LAUNCH_SHM_FD);
                 Diagnostic::error(codes::training::SHARED_MEMORY_MISSING, message)
@@ -130,15 +137,17 @@ fn connect_ranks(session: &Arc<Session>, read: UnixStream, init: &WorkerInit) ->
     Ok(comm)
 }
 
-fn inherited_shared_memory() -> Result<Option<OwnedFd>> {
-    inherited_descriptor(env::LAUNCH_SHM_FD)
+/// Takes the descriptor of the shared memory that this process inherited. Returns `None` if there
+/// is none.
+fn take_inherited_shared_memory() -> Result<Option<OwnedFd>> {
+    take_inherited_descriptor(env::LAUNCH_SHM_FD)
 }
 
-/// Runs one rank after it is connected: builds the trainer, resumes, trains, and gathers the
-/// weights. Collective.
-fn run_rank(session: &Session, init: &WorkerInit, comm: Arc<dyn Comm>) -> Result<WorkerExit> {
+/// Builds the trainer of a connected rank, resumes, trains, and gathers the weights. Collective:
+/// every rank must call it.
+fn train_as_rank(session: &AgentSession, init: &WorkerInit, comm: Arc<dyn Comm>) -> Result<WorkerExit> {
     let job = &init.job;
-    let train = &absolute_train_spec(init)?;
+    let train = &make_train_paths_absolute(init)?;
     let is_leader = init.rank == 0;
     limit_threads(init.threads as usize)?;
     let device = RankDevice::open(init)?;
@@ -151,47 +160,48 @@ fn run_rank(session: &Session, init: &WorkerInit, comm: Arc<dyn Comm>) -> Result
     let mut pretrained = PretrainedModel::open(train.model.from.as_deref(), comm.as_ref())?;
     let model = ResolvedSpec::new(train, tokenizer.vocab_size())?.build_model()?;
     let parameters = model.trained_count();
-    let ready = model.shard(comm, ops)?.create_optimizer()?.set_schedule();
-    let root = checkpoint_root(init);
-    let layout = checkpoint_layout(session, init, ready.trainer.engine.queue(), &root)?;
+    let ready = model.shard_model(comm, ops)?.create_optimizer()?.into_trainer();
+    let root = find_checkpoint_root(init);
+    let layout = detect_checkpoint_layout(session, init, ready.trainer.engine.queue(), &root)?;
     check_checkpoint_storage(&ready, &root, &layout)?;
 
-    session.set_phase(Phase::Resuming)?;
-    let mut metadata = run_metadata(&ready, init, &tokenizer, &samples);
+    session.set_phase(WorkerPhase::Resuming)?;
+    let mut metadata = build_run_metadata(&ready, init, &tokenizer, &samples);
     if let Some(pretrained) = &pretrained {
-        pretrained.add_texts(&mut metadata.tokenizer);
+        pretrained.add_text_files(&mut metadata.tokenizer);
     }
     let dirs = CheckpointDirs { root: &root, workdir: &init.workdir, layout: &layout };
     let (mut running, resumed) =
         resume_or_initialise(session, init, ready, &dirs, &samples.digest, pretrained.as_mut())?;
     if let Some(resumed) = &resumed {
         (metadata.rng_generation, metadata.rng_decision) =
-            resumed.rng_decision(job.resume.rng, init.world as usize);
+            resumed.decide_rng_generation(job.resume.rng, init.world as usize);
     }
     let last = resumed.filter(|r| r.is_native).map(|r| r.path);
     let mut saver =
         CheckpointSaver::new(root.clone(), job.checkpoint.clone(), metadata, last, layout.clone());
     report_ready(session, &running, parameters, is_leader)?;
-    let held_out = samples.held_out(train, &tokenizer)?;
+    let held_out = samples.prepare_evaluation(train, &tokenizer)?;
     let run_spec = RunContext { job, session, source: &samples.train, held_out, is_leader };
     let exit = train_until_done(&mut running, &run_spec, &mut saver)?;
     if exit == WorkerExit::Done && job.checkpoint.gather_16bit_weights_on_model_save {
-        session.set_phase(Phase::Gathering)?;
-        gather_weights(session, running.trainer.engine.queue(), &saver, &root, &layout)?;
+        session.set_phase(WorkerPhase::Gathering)?;
+        gather_last_checkpoint_weights(session, running.trainer.engine.queue(), &saver, &root, &layout)?;
     }
-    session.set_phase(Phase::Ending)?;
+    session.set_phase(WorkerPhase::Ending)?;
     wait_for_all_ranks(&running)?;
     Ok(exit)
 }
 
-/// The `train` section with paths relative to the working directory made absolute.
-fn absolute_train_spec(init: &WorkerInit) -> Result<TrainSpec> {
+/// Returns the `train` section, with paths relative to the working directory made absolute. Fails
+/// if the job has no such section.
+fn make_train_paths_absolute(init: &WorkerInit) -> Result<TrainSpec> {
     let train = init.job.train.as_ref().ok_or_else(|| {
         Error::new(codes::training::TRAIN_SECTION_MISSING, "the job has no `train` section")
     })?;
     let offload = train.zero.offload.clone().map(|offload| match offload {
-        Offload::Files(directory) => Offload::Files(init.workdir.join(directory)),
-        Offload::Cpu => Offload::Cpu,
+        OffloadTarget::Files(directory) => OffloadTarget::Files(init.workdir.join(directory)),
+        OffloadTarget::Cpu => OffloadTarget::Cpu,
     });
     Ok(TrainSpec {
         model: train.model.resolve_paths(&init.workdir),
@@ -212,24 +222,29 @@ fn limit_threads(threads: usize) -> Result<()> {
 }
 
 /// Loads the checkpoint that the job names, or initialises the model. Returns the resume point if
-/// there is one. Collective.
+/// there is one. Collective: every rank must call it.
 fn resume_or_initialise(
-    session: &Session,
+    session: &AgentSession,
     init: &WorkerInit,
-    mut ready: ReadyTrainer,
+    mut ready: UninitializedTrainer,
     dirs: &CheckpointDirs,
     data_digest: &str,
     pretrained: Option<&mut PretrainedModel>,
 ) -> Result<(RunningTrainer, Option<ResumePoint>)> {
     let mut send = |event| if init.rank == 0 { session.send_event(event) } else { Ok(()) };
-    match resume(&mut ready, &init.job, dirs, data_digest, &mut send)? {
+    match resume_from_checkpoint(&mut ready, &init.job, dirs, data_digest, &mut send)? {
         Some(resumed) => Ok((ready.start_at(resumed.cursor), Some(resumed))),
         None => Ok((start_from_model(ready, pretrained, &mut send)?, None)),
     }
 }
 
-/// Reports that this rank is ready to train.
-fn report_ready(session: &Session, running: &RunningTrainer, parameters: u64, is_leader: bool) -> Result<()> {
+/// Reports that this rank is ready to train. The leader also sends the event.
+fn report_ready(
+    session: &AgentSession,
+    running: &RunningTrainer,
+    parameters: u64,
+    is_leader: bool,
+) -> Result<()> {
     let step = running.position.step;
     session.set_step(step);
     if !is_leader {
@@ -240,36 +255,39 @@ fn report_ready(session: &Session, running: &RunningTrainer, parameters: u64, is
     session.send_event(Event::Ready { step, total_steps: train.steps, parameters, tokens_per_step })
 }
 
-/// Waits until every rank has finished its last collective. A GPU may still execute it after the
-/// call, and other ranks then read this rank's memory. Collective.
+/// Waits until every rank has finished its last collective. Collective: every rank must call it.
+///
+/// A GPU may still execute a collective after the call, and other ranks then read this rank's
+/// memory.
 fn wait_for_all_ranks(running: &RunningTrainer) -> Result<()> {
     let queue = running.trainer.engine.queue();
-    queue.run(|_| Ok(()))?;
+    queue.run_and_wait(|_| Ok(()))?;
     running.trainer.ops.synchronize();
-    Ok(queue.run(|comm| comm.barrier())?)
+    Ok(queue.run_and_wait(|comm| comm.barrier())?)
 }
 
-/// The directory of checkpoints: `checkpoint.dir` with `{name}` replaced, in the working directory.
-fn checkpoint_root(init: &WorkerInit) -> PathBuf {
+/// Returns the directory of checkpoints: `checkpoint.dir` in the working directory, with `{name}`
+/// replaced.
+fn find_checkpoint_root(init: &WorkerInit) -> PathBuf {
     let dir = init.job.checkpoint.dir.to_string_lossy().replace("{name}", &init.job.name);
     init.workdir.join(dir)
 }
 
-/// Detects which ranks share the checkpoint directory. With host-local directories, completes a
-/// commit that was interrupted. Collective.
-fn checkpoint_layout(
-    session: &Session,
+/// Detects which ranks share the checkpoint directory. If hosts have separate directories,
+/// completes a commit that was interrupted. Collective: every rank must call it.
+fn detect_checkpoint_layout(
+    session: &AgentSession,
     init: &WorkerInit,
     queue: &CollectiveQueue,
     root: &Path,
-) -> Result<StorageLayout> {
+) -> Result<StorageTopology> {
     if init.local_world >= init.world {
-        return Ok(StorageLayout::shared(init.world as usize));
+        return Ok(StorageTopology::for_shared_directory(init.world as usize));
     }
     let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
     let token = format!("{}-{}", init.run, init.attempt);
     let is_required = init.job.checkpoint.require_shared;
-    let layout = detect_layout(queue, init.local_rank == 0, host.trim(), &token, root, is_required)?;
+    let layout = detect_topology(queue, init.local_rank == 0, host.trim(), &token, root, is_required)?;
     if layout.is_shared() {
         return Ok(layout);
     }
@@ -287,28 +305,32 @@ fn checkpoint_layout(
             "checkpoint.dir is not shared: each of {} directories on the hosts stores the shards of its workers",
             layout.hosts().len()
         );
-        session.send_event(Event::notice(Some(0), message))?;
+        session.send_event(Event::new_notice(Some(0), message))?;
     }
     Ok(layout)
 }
 
 /// Checks before the first step that a checkpoint can be written: creates and removes a staging
-/// directory, which also checks the free space. Collective.
-fn check_checkpoint_storage(ready: &ReadyTrainer, root: &Path, layout: &StorageLayout) -> Result<()> {
+/// directory, which also checks the free space. Collective: every rank must call it.
+fn check_checkpoint_storage(
+    ready: &UninitializedTrainer,
+    root: &Path,
+    layout: &StorageTopology,
+) -> Result<()> {
     let (engine, optimizer) = (&ready.trainer.engine, &ready.trainer.optimizer);
     let rank = engine.rank();
-    let result = if layout.directory_leader(rank) == rank {
-        let bytes = layout.bytes_share(rank, checkpoint_bytes(engine, optimizer));
-        Staging::begin(root, 0, bytes).map(drop).map_err(unwritable_checkpoint)
+    let result = if layout.find_directory_leader(rank) == rank {
+        let bytes = layout.compute_bytes_share(rank, count_checkpoint_bytes(engine, optimizer));
+        StagingDir::create(root, 0, bytes).map(drop).map_err(to_unwritable_checkpoint_error)
     } else {
         Ok(())
     };
     exchange_values(engine.queue(), result).map(drop)
 }
 
-/// The metadata that every checkpoint of this run stores.
-fn run_metadata(
-    ready: &ReadyTrainer,
+/// Builds the metadata that every checkpoint of this run stores.
+fn build_run_metadata(
+    ready: &UninitializedTrainer,
     init: &WorkerInit,
     tokenizer: &TextTokenizer,
     samples: &SampleSets,
@@ -316,9 +338,9 @@ fn run_metadata(
     let train = ready.train_spec();
     let trainer = &ready.trainer;
     let units: Vec<ParamUnit> = trainer.engine.shards.iter().map(|s| s.unit.clone()).collect();
-    let files = tokenizer.hf_files().into_iter().map(|(name, text)| TextFile { name, text });
+    let files = tokenizer.build_hf_files().into_iter().map(|(name, text)| TextFile { name, text });
     RunMetadata {
-        model: checkpoint_model_spec(trainer.model.as_ref(), &units, train, tokenizer.eod()),
+        model: build_checkpoint_model_spec(trainer.model.as_ref(), &units, train, tokenizer.eod()),
         tokenizer: files.collect(),
         job: init.job.clone(),
         data_digest: samples.digest.clone(),
@@ -327,7 +349,7 @@ fn run_metadata(
     }
 }
 
-/// For tests: `LAUNCH_FAULT=RANK:N` kills the worker of the rank at its N-th fault point.
+/// For tests: kills the worker of the rank at its N-th fault point if `LAUNCH_FAULT=RANK:N` is set.
 fn arm_fault_point(init: &WorkerInit) -> Result<()> {
     let Some(value) = std::env::var_os(env::LAUNCH_FAULT) else { return Ok(()) };
     let parsed = value
@@ -339,16 +361,16 @@ fn arm_fault_point(init: &WorkerInit) -> Result<()> {
         Diagnostic::error(codes::training::FAULT_INJECTION_INVALID, message).with_subject(env::LAUNCH_FAULT)
     })?;
     if rank == init.rank {
-        ckpt::fault::arm(n);
+        ckpt::fault_points::arm_fault_points(n);
     }
     Ok(())
 }
 
-/// For tests: appends the rank and the number of fault points it passed to the file that
+/// For tests: appends the rank and the number of fault points that it passed to the file that
 /// `LAUNCH_FAULT_COUNT` names.
 fn record_fault_points(init: &WorkerInit) {
     let Some(path) = std::env::var_os(env::LAUNCH_FAULT_COUNT) else { return };
-    let line = format!("{} {}\n", init.rank, ckpt::fault::passed());
+    let line = format!("{} {}\n", init.rank, ckpt::fault_points::count_passed_points());
     let file = std::fs::OpenOptions::new().create(true).append(true).open(path);
     // A test that cannot read the file fails by itself.
     let _ = file.and_then(|mut f| std::io::Write::write_all(&mut f, line.as_bytes()));

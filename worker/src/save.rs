@@ -1,22 +1,23 @@
 //! [`CheckpointSaver`]: writes the checkpoints of a run, in the background with `checkpoint.async`.
 use crate::{
-    checkpoint_mapping::{OwnedRange, owned_ranges, state_roles},
+    checkpoint_mapping::{OwnedRange, list_owned_ranges, list_state_roles},
     consensus::exchange_values,
-    error::{Error, Result, thread_start_error, unwritable_checkpoint},
+    error::{Error, Result, build_thread_start_error, to_unwritable_checkpoint_error},
     host_local,
     optim::Optimizer,
     params::ParamUnit,
     stages::RunningTrainer,
-    storage_layout::StorageLayout,
-    zero::engine::Engine,
+    storage_topology::StorageTopology,
+    zero::engine::ZeroEngine,
 };
 use ckpt::{
-    CkptError, Elements, ModelSpec, ParityReport, Piece, RunFacts, ShardReport, Staging, TensorRole, TextFile,
+    CkptError, ModelSpec, ParityReport, PieceElements, RunFacts, ShardReport, StagingDir, TensorPiece,
+    TensorRole, TextFile,
 };
 use contract::job::{CheckpointSpec, JobSpec};
 use device::{
     Buf, Dtype, Ops, View,
-    storage::{Event, panic_message},
+    storage::{Event, extract_panic_message},
 };
 use diagnostic::codes;
 use serde_json::{Value, json};
@@ -36,21 +37,21 @@ pub struct RunMetadata {
     pub job: JobSpec,
     /// The digest of the training data.
     pub data_digest: String,
-    /// How often random streams were reseeded (docs/numerics.md).
+    /// How often RNG streams were reseeded (docs/numerics.md).
     pub rng_generation: u64,
-    /// How random streams were restored when the run resumed; null if it started at step 0.
+    /// How RNG streams were restored when the run resumed; null if the run started at step 0.
     pub rng_decision: Value,
 }
 
 /// A committed checkpoint.
 pub struct SavedCheckpoint {
-    /// Optimizer steps done.
+    /// The number of optimizer steps done.
     pub step: u64,
     /// The directory of the checkpoint.
     pub path: PathBuf,
-    /// The size of the checkpoint in the file system.
+    /// The size of the checkpoint in the file system, in bytes.
     pub bytes: u64,
-    /// The time from the first write to the commit.
+    /// The time from the first write to the commit, in seconds.
     pub seconds: f64,
 }
 
@@ -61,13 +62,14 @@ pub struct CheckpointSaver {
     metadata: RunMetadata,
     pending: Option<PendingSave>,
     last: Option<PathBuf>,
-    layout: StorageLayout,
+    layout: StorageTopology,
     staging: StagingMemory,
     notice: Option<String>,
 }
 
-/// Pinned host memory to which background saves copy a GPU's values. Allocated once and in the
-/// background, because the driver takes seconds for many gigabytes.
+/// Pinned host memory to which background saves copy a GPU's values.
+///
+/// It is allocated once and in the background, because the driver takes seconds for many gigabytes.
 enum StagingMemory {
     NotAllocated,
     Allocating(JoinHandle<Vec<Buf>>),
@@ -78,23 +80,24 @@ enum StagingMemory {
 struct PendingSave {
     facts: RunFacts,
     /// The staging directory, on the rank that leads the directory.
-    staging: Option<Staging>,
+    staging: Option<StagingDir>,
     /// The path of the staging directory, into which all ranks write.
     directory: PathBuf,
-    writer: ShardWriter,
+    writer: ShardWriteState,
     began: Instant,
 }
 
-/// The writing of this rank's shard: finished, or running on a background thread.
-enum ShardWriter {
+/// The state of writing this rank's shard: finished, or running on a background thread.
+enum ShardWriteState {
     Done(ShardResult),
-    /// Returns the staging memory together with the result.
+    /// The thread that writes the shard. It returns the staging memory together with the result.
     Background(JoinHandle<(ShardResult, Vec<Buf>)>),
 }
 
+/// The report about a shard that was written, or the error of writing it.
 type ShardResult = std::result::Result<ShardReport, CkptError>;
 
-/// An owned range of a tensor without its values.
+/// The description of an owned range of a tensor, without its values.
 struct RangeLabel {
     name: String,
     role: TensorRole,
@@ -102,14 +105,14 @@ struct RangeLabel {
 }
 
 impl CheckpointSaver {
-    /// A saver into the directory `root`, which ranks share according to `layout`. `last` is the
-    /// checkpoint from which the run resumed.
+    /// Creates a saver of checkpoints in the directory `root`, which ranks share according to
+    /// `layout`. `last` is the checkpoint from which the run resumed.
     pub fn new(
         root: PathBuf,
         spec: CheckpointSpec,
         metadata: RunMetadata,
         last: Option<PathBuf>,
-        layout: StorageLayout,
+        layout: StorageTopology,
     ) -> Self {
         CheckpointSaver {
             root,
@@ -123,20 +126,23 @@ impl CheckpointSaver {
         }
     }
 
-    /// Starts to allocate the staging memory for background saves of a GPU; otherwise the first
-    /// save does. On a CPU each save allocates its memory.
+    /// Starts to allocate the staging memory for background saves of a GPU. Without this call, the
+    /// first save allocates it.
+    ///
+    /// On a CPU each save allocates its own memory.
     pub fn allocate_staging(&mut self, running: &RunningTrainer) -> Result<()> {
         let is_gpu = !running.trainer.ops.is_host();
         if is_gpu && self.saves_in_background(running) && matches!(self.staging, StagingMemory::NotAllocated)
         {
-            let (sizes, ops) = (range_sizes(running), running.trainer.ops.clone());
-            let allocate = move || sizes.into_iter().map(|(dtype, len)| ops.staging(dtype, len)).collect();
+            let (sizes, ops) = (list_range_sizes(running), running.trainer.ops.clone());
+            let allocate =
+                move || sizes.into_iter().map(|(dtype, len)| ops.alloc_staging(dtype, len)).collect();
             self.staging = StagingMemory::Allocating(spawn_thread("checkpoint memory", allocate)?);
         }
         Ok(())
     }
 
-    /// Waits until the staging memory is allocated.
+    /// Waits until the staging memory is allocated. Starts the allocation if necessary.
     pub fn wait_for_staging(&mut self, running: &RunningTrainer) -> Result<()> {
         self.allocate_staging(running)?;
         if matches!(self.staging, StagingMemory::Allocating(_)) {
@@ -145,8 +151,10 @@ impl CheckpointSaver {
         Ok(())
     }
 
-    /// Whether saves run in the background. Offloaded states are written in the foreground: a copy
-    /// of them would need the memory that offloading saves.
+    /// Returns whether saves run in the background.
+    ///
+    /// Offloaded states are written in the foreground, because a copy of them would need the memory
+    /// that offloading saves.
     fn saves_in_background(&self, running: &RunningTrainer) -> bool {
         self.spec.r#async && running.train_spec().zero.offload.is_none()
     }
@@ -156,56 +164,57 @@ impl CheckpointSaver {
         self.notice.take()
     }
 
-    /// The staging memory for one background save: pinned, or pageable with a notice if the driver
-    /// has no pinned memory.
+    /// Takes the staging memory for one background save. If the driver has no pinned memory,
+    /// returns pageable memory and records a notice.
     fn take_staging(&mut self, running: &RunningTrainer) -> Result<Vec<Buf>> {
         self.allocate_staging(running)?;
         match std::mem::replace(&mut self.staging, StagingMemory::NotAllocated) {
             StagingMemory::Ready(buffers) => Ok(buffers),
             StagingMemory::Allocating(thread) => Ok(thread.join().unwrap_or_else(|panic| {
-                let why = panic_message(panic.as_ref());
+                let why = extract_panic_message(panic.as_ref());
                 self.notice = Some(format!(
                     "saving blocks training while the GPU's memory is copied: no pinned host memory ({why})"
                 ));
-                pageable_buffers(running)
+                allocate_pageable_buffers(running)
             })),
-            StagingMemory::NotAllocated => Ok(pageable_buffers(running)),
+            StagingMemory::NotAllocated => Ok(allocate_pageable_buffers(running)),
         }
     }
 
-    /// The newest committed checkpoint of this run.
+    /// Returns the newest committed checkpoint of this run.
     pub fn last_checkpoint(&self) -> Option<&Path> {
         self.last.as_deref()
     }
 
-    /// Whether a checkpoint was begun and not finished.
+    /// Returns whether a checkpoint was begun and not finished.
     pub fn is_pending(&self) -> bool {
         self.pending.is_some()
     }
 
-    /// Whether the background thread of this rank is still writing.
+    /// Returns whether the background thread of this rank is still writing.
     pub fn is_writing(&self) -> bool {
-        matches!(&self.pending, Some(PendingSave { writer: ShardWriter::Background(t), .. }) if !t.is_finished())
+        matches!(&self.pending, Some(PendingSave { writer: ShardWriteState::Background(t), .. }) if !t.is_finished())
     }
 
-    /// Begins a checkpoint of the current state; the previous one must be finished. Collective.
-    pub fn begin(&mut self, running: &mut RunningTrainer) -> Result<()> {
+    /// Begins a checkpoint of the current state. The previous checkpoint must be finished.
+    /// Collective: every rank must call it.
+    pub fn begin_save(&mut self, running: &mut RunningTrainer) -> Result<()> {
         let began = Instant::now();
         let (engine, optimizer) = (&running.trainer.engine, &running.trainer.optimizer);
-        let facts = self.run_facts(running);
-        let (rank, leader) = (engine.rank(), self.layout.directory_leader(engine.rank()));
-        let bytes = self.layout.bytes_share(rank, self.total_bytes(engine, optimizer));
-        let staging = (rank == leader).then(|| Staging::begin(&self.root, facts.step, bytes));
-        let staging = staging.transpose().map_err(unwritable_checkpoint);
+        let facts = self.build_run_facts(running);
+        let (rank, leader) = (engine.rank(), self.layout.find_directory_leader(engine.rank()));
+        let bytes = self.layout.compute_bytes_share(rank, self.count_total_bytes(engine, optimizer));
+        let staging = (rank == leader).then(|| StagingDir::create(&self.root, facts.step, bytes));
+        let staging = staging.transpose().map_err(to_unwritable_checkpoint_error);
         let path = staging.as_ref().map(|s| s.as_ref().map(|s| s.path().to_path_buf())).map_err(Clone::clone);
         let paths = exchange_values(engine.queue(), path)?;
         let path = paths
             .into_iter()
             .nth(leader)
             .flatten()
-            .ok_or_else(|| writer_error(format!("rank {leader} reported no staging directory")))?;
+            .ok_or_else(|| build_writer_error(format!("rank {leader} reported no staging directory")))?;
         let guards: Vec<_> = (0..engine.shards.len()).map(|u| engine.params(u)).collect();
-        let ranges = owned_ranges(engine, optimizer, &guards);
+        let ranges = list_owned_ranges(engine, optimizer, &guards);
         let ops = running.trainer.ops.as_ref();
         let rank = engine.rank() as u32;
         let world = engine.world() as u32;
@@ -213,17 +222,17 @@ impl CheckpointSaver {
         let labels: Vec<RangeLabel> = ranges.iter().map(RangeLabel::new).collect();
         let values: Vec<View> = ranges.iter().map(|o| o.values).collect();
         let (writer, copied) = if self.saves_in_background(running) {
-            let copies = ops.download(&values, self.take_staging(running)?);
+            let copies = ops.start_download(&values, self.take_staging(running)?);
             let copied = copies.done_event();
             let write = move || {
                 let buffers = copies.wait();
-                (ckpt::write_shard(&path, rank, world, &pieces(&labels, &buffers)), buffers)
+                (ckpt::write_shard(&path, rank, world, &pair_labels_with_values(&labels, &buffers)), buffers)
             };
-            (ShardWriter::Background(spawn_thread("checkpoint", write)?), copied)
+            (ShardWriteState::Background(spawn_thread("checkpoint", write)?), copied)
         } else {
             let written = write_in_foreground(ops, &path, rank, world, &labels, &values);
             (0..engine.shards.len()).for_each(|u| optimizer.evict_states(u));
-            (ShardWriter::Done(written), Event::default())
+            (ShardWriteState::Done(written), Event::default())
         };
         drop(guards);
         running.trainer.delay_update_until(copied);
@@ -232,32 +241,35 @@ impl CheckpointSaver {
         Ok(())
     }
 
-    /// Number of bytes that all ranks together write for one checkpoint, including parity.
-    fn total_bytes(&self, engine: &Engine, optimizer: &Optimizer) -> u64 {
-        let tensors = checkpoint_bytes(engine, optimizer);
+    /// Computes the number of bytes that all ranks together write for one checkpoint, including
+    /// parity.
+    fn count_total_bytes(&self, engine: &ZeroEngine, optimizer: &Optimizer) -> u64 {
+        let tensors = count_checkpoint_bytes(engine, optimizer);
         let parity = if self.spec.parity { tensors.div_ceil(engine.world() as u64) } else { 0 };
         tensors.saturating_add(parity)
     }
 
-    /// Waits for the writers, commits, and removes old checkpoints. `None` if no checkpoint was
-    /// begun. Collective.
-    pub fn finish(&mut self, running: &RunningTrainer) -> Result<Option<SavedCheckpoint>> {
+    /// Waits for the writers of all ranks, commits the checkpoint, and removes old checkpoints.
+    /// Returns `None` if no checkpoint was begun.
+    ///
+    /// Collective: every rank must call it.
+    pub fn finish_save(&mut self, running: &RunningTrainer) -> Result<Option<SavedCheckpoint>> {
         let Some(PendingSave { facts, staging, directory, writer, began }) = self.pending.take() else {
             return Ok(None);
         };
         let queue = running.trainer.engine.queue();
         let report = match writer {
-            ShardWriter::Done(written) => written.map_err(unwritable_checkpoint),
-            ShardWriter::Background(thread) => match thread.join() {
+            ShardWriteState::Done(written) => written.map_err(to_unwritable_checkpoint_error),
+            ShardWriteState::Background(thread) => match thread.join() {
                 Ok((written, buffers)) => {
                     if !running.trainer.ops.is_host() {
                         self.staging = StagingMemory::Ready(buffers);
                     }
-                    written.map_err(unwritable_checkpoint)
+                    written.map_err(to_unwritable_checkpoint_error)
                 }
                 Err(panic) => {
-                    let why = panic_message(panic.as_ref());
-                    Err(writer_error(format!("the checkpoint writer stopped: {why}")))
+                    let why = extract_panic_message(panic.as_ref());
+                    Err(build_writer_error(format!("the checkpoint writer stopped: {why}")))
                 }
             },
         };
@@ -285,14 +297,16 @@ impl CheckpointSaver {
             .into_iter()
             .flatten()
             .next()
-            .ok_or_else(|| writer_error("rank 0 reported no committed checkpoint".into()))?;
+            .ok_or_else(|| build_writer_error("rank 0 reported no committed checkpoint".into()))?;
         self.last = Some(path.clone());
         Ok(Some(SavedCheckpoint { step, path, bytes, seconds: began.elapsed().as_secs_f64() }))
     }
 
-    /// Writes this rank's stripe of the parity and returns the reports of all; `None` without
-    /// `checkpoint.parity`. The shards of all ranks must be complete, because each rank reads one
-    /// Nth of the checkpoint. Collective.
+    /// Writes this rank's stripe of the parity and returns the reports of all ranks. Returns `None`
+    /// without `checkpoint.parity`.
+    ///
+    /// The shards of all ranks must be complete, because each rank reads one Nth of the checkpoint.
+    /// Collective: every rank must call it.
     fn write_parity_stripe(
         &self,
         running: &RunningTrainer,
@@ -304,32 +318,32 @@ impl CheckpointSaver {
         }
         let engine = &running.trainer.engine;
         let (rank, world) = (engine.rank() as u32, engine.world() as u32);
-        let mine = ckpt::write_parity(directory, rank, world, shards).map_err(unwritable_checkpoint);
+        let mine = ckpt::write_parity(directory, rank, world, shards).map_err(to_unwritable_checkpoint_error);
         exchange_values(engine.queue(), mine).map(Some)
     }
 
     /// Commits a checkpoint in a directory that all ranks share, and removes old checkpoints.
-    /// Returns its path and bytes.
+    /// Returns the path and the number of bytes of the checkpoint.
     fn commit_and_prune(
         &self,
-        staging: Staging,
+        staging: StagingDir,
         facts: RunFacts,
         reports: Vec<ShardReport>,
         parity: Option<Vec<ParityReport>>,
     ) -> Result<(PathBuf, u64)> {
         let done = match parity {
-            Some(parity) => ckpt::commit_parity(staging, facts, reports, parity),
-            None => ckpt::commit(staging, facts, reports),
+            Some(parity) => ckpt::commit_save_with_parity(staging, facts, reports, parity),
+            None => ckpt::commit_save(staging, facts, reports),
         };
-        let done = done.map_err(unwritable_checkpoint)?;
+        let done = done.map_err(to_unwritable_checkpoint_error)?;
         if self.spec.keep > 0 {
-            ckpt::prune(&self.root, self.spec.keep).map_err(unwritable_checkpoint)?;
+            ckpt::prune_checkpoints(&self.root, self.spec.keep).map_err(to_unwritable_checkpoint_error)?;
         }
         Ok((done.path, done.bytes))
     }
 
-    /// The facts about the run that the manifest of a checkpoint stores.
-    fn run_facts(&self, running: &RunningTrainer) -> RunFacts {
+    /// Builds the facts about the run that the manifest of a checkpoint stores.
+    fn build_run_facts(&self, running: &RunningTrainer) -> RunFacts {
         let (metadata, trainer, train) = (&self.metadata, &running.trainer, running.train_spec());
         let units: Vec<_> = trainer.engine.shards.iter().map(|s| s.unit.clone()).collect();
         RunFacts {
@@ -339,14 +353,14 @@ impl CheckpointSaver {
             run_seed: train.seed,
             tokens: running.position.tokens,
             program: format!("launch {}", env!("CARGO_PKG_VERSION")),
-            cursor: cursor_json(running, &metadata.data_digest, &units),
+            cursor: build_cursor_json(running, &metadata.data_digest, &units),
             // The runtime's random numbers are functions of seed and logical ids, without state.
             rng: json!({
                 "engine": "philox4x32-10, stateless",
                 "generation": metadata.rng_generation,
                 "resumed": metadata.rng_decision,
             }),
-            groups: json!(trainer.optimizer.groups(&units)),
+            groups: json!(trainer.optimizer.list_param_groups(&units)),
             model: metadata.model.clone(),
             tokenizer: metadata.tokenizer.clone(),
             job: json!(metadata.job),
@@ -354,11 +368,11 @@ impl CheckpointSaver {
     }
 }
 
-/// The cursor that a checkpoint stores: the position of the run, `late` if some parameters have had
-/// fewer updates than others, and `loss_scale` with fp16.
-fn cursor_json(running: &RunningTrainer, data: &str, units: &[ParamUnit]) -> Value {
+/// Builds the cursor that a checkpoint stores: the position of the run, `late` if some parameters
+/// have had fewer updates than others, and `loss_scale` with fp16.
+fn build_cursor_json(running: &RunningTrainer, data: &str, units: &[ParamUnit]) -> Value {
     let mut cursor = json!({ "at": running.position, "data": data });
-    let step_lag = running.trainer.optimizer.step_lag(units);
+    let step_lag = running.trainer.optimizer.collect_step_lags(units);
     if !step_lag.is_empty() {
         cursor["late"] = json!(step_lag);
     }
@@ -373,42 +387,43 @@ impl RangeLabel {
         RangeLabel { name: o.name.into(), role: o.role, start_element: o.start_element }
     }
 
-    /// The range with its values, in the form in which shards are written.
-    fn piece<'a>(&'a self, data: View<'a>) -> Piece<'a> {
+    /// Adds the values to the range, in the form in which shards are written.
+    fn with_values<'a>(&'a self, data: View<'a>) -> TensorPiece<'a> {
         let data = match data.dtype() {
-            Dtype::F32 => Elements::F32(data.host()),
-            Dtype::Bf16 => Elements::Bf16(data.half_bits()),
+            Dtype::F32 => PieceElements::F32(data.host()),
+            Dtype::Bf16 => PieceElements::Bf16(data.half_bits()),
             Dtype::F16 => unreachable!("with fp16, checkpoints hold fp32 master weights"),
         };
-        Piece { name: &self.name, role: self.role, start_element: self.start_element, data }
+        TensorPiece { name: &self.name, role: self.role, start_element: self.start_element, data }
     }
 }
 
-/// Element type and length of each range that this rank owns.
-fn range_sizes(running: &RunningTrainer) -> Vec<(Dtype, usize)> {
+/// Lists the element type and the length of each range that this rank owns.
+fn list_range_sizes(running: &RunningTrainer) -> Vec<(Dtype, usize)> {
     let (engine, optimizer) = (&running.trainer.engine, &running.trainer.optimizer);
     let guards: Vec<_> = (0..engine.shards.len()).map(|u| engine.params(u)).collect();
-    owned_ranges(engine, optimizer, &guards).iter().map(|o| (o.values.dtype(), o.values.len())).collect()
+    list_owned_ranges(engine, optimizer, &guards).iter().map(|o| (o.values.dtype(), o.values.len())).collect()
 }
 
-/// Ordinary host memory for copies of the owned ranges.
-fn pageable_buffers(running: &RunningTrainer) -> Vec<Buf> {
-    range_sizes(running).into_iter().map(|(dtype, len)| Buf::zeroed_as(dtype, len)).collect()
+/// Allocates ordinary host memory for copies of the owned ranges.
+fn allocate_pageable_buffers(running: &RunningTrainer) -> Vec<Buf> {
+    list_range_sizes(running).into_iter().map(|(dtype, len)| Buf::zeroed_as(dtype, len)).collect()
 }
 
 /// Pairs each label with its values.
-fn pieces<'a>(labels: &'a [RangeLabel], values: &'a [Buf]) -> Vec<Piece<'a>> {
-    labels.iter().zip(values).map(|(label, values)| label.piece(values.view())).collect()
+fn pair_labels_with_values<'a>(labels: &'a [RangeLabel], values: &'a [Buf]) -> Vec<TensorPiece<'a>> {
+    labels.iter().zip(values).map(|(label, values)| label.with_values(values.view())).collect()
 }
 
+/// Starts a thread with this name. The error names the thread.
 fn spawn_thread<T: Send + 'static>(
     name: &str,
     f: impl FnOnce() -> T + Send + 'static,
 ) -> Result<JoinHandle<T>> {
-    std::thread::Builder::new().name(name.into()).spawn(f).map_err(|e| thread_start_error(name, &e))
+    std::thread::Builder::new().name(name.into()).spawn(f).map_err(|e| build_thread_start_error(name, &e))
 }
 
-/// Writes a shard in the foreground, directly from host memory or through a host copy of device
+/// Writes a shard on the calling thread, directly from host memory or through a host copy of device
 /// memory.
 fn write_in_foreground(
     ops: &dyn Ops,
@@ -418,24 +433,24 @@ fn write_in_foreground(
     labels: &[RangeLabel],
     values: &[View],
 ) -> ShardResult {
-    let host_copy = |v: &View| if v.is_on_host() { Buf::default() } else { ops.host_copy(*v) };
+    let host_copy = |v: &View| if v.is_on_host() { Buf::default() } else { ops.clone_to_host(*v) };
     let copies: Vec<Buf> = values.iter().map(host_copy).collect();
-    let pieces =
-        labels.iter().zip(values).zip(&copies).map(|((label, values), copy)| {
-            label.piece(if values.is_on_host() { *values } else { copy.view() })
-        });
-    let pieces: Vec<Piece> = pieces.collect();
+    let pieces = labels.iter().zip(values).zip(&copies).map(|((label, values), copy)| {
+        label.with_values(if values.is_on_host() { *values } else { copy.view() })
+    });
+    let pieces: Vec<TensorPiece> = pieces.collect();
     ckpt::write_shard(path, rank, world, &pieces)
 }
 
-/// Number of bytes of all tensors of a checkpoint.
-pub fn checkpoint_bytes(engine: &Engine, optimizer: &Optimizer) -> u64 {
-    let states = state_roles(optimizer.spec()).len() as u64;
+/// Computes the number of bytes of all tensors of a checkpoint.
+pub fn count_checkpoint_bytes(engine: &ZeroEngine, optimizer: &Optimizer) -> u64 {
+    let states = list_state_roles(optimizer.spec()).len() as u64;
     let weight = engine.param_dtypes().updated.size() as u64;
     let unit_bytes = |u: &ParamUnit| weight * u.len() as u64 + 4 * states * u.trained_len() as u64;
     engine.shards.iter().map(|s| unit_bytes(&s.unit)).sum()
 }
 
-fn writer_error(message: String) -> Error {
+/// Builds the error of a checkpoint that could not be written.
+fn build_writer_error(message: String) -> Error {
     Error::new(codes::training::CHECKPOINT_WRITER_FAILED, message)
 }

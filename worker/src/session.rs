@@ -1,12 +1,12 @@
-//! [`Session`]: the control connection of a worker to its agent.
+//! [`AgentSession`]: the control connection of a worker to its agent.
 //!
-//! One thread reads requests (stop, save, reload, abort), one sends a heartbeat each second. Events
-//! are sent by the thread in which they happen.
-use crate::error::{Error, Result, thread_start_error};
+//! One thread reads requests (stop, save, reload, abort), and another one sends a heartbeat each
+//! second. Events are sent by the thread in which they happen.
+use crate::error::{Error, Result, build_thread_start_error};
 use contract::{
-    control::{FromWorker, Peers, ToWorker, VERSION, WorkerInit},
+    control::{FromWorker, PROTOCOL_VERSION, ToWorker, WorkerInit, WorkerPeers},
     env,
-    event::{Event, Phase},
+    event::{Event, WorkerPhase},
     exit::WorkerExit,
     frame,
     job::ReloadValues,
@@ -27,13 +27,14 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Time between two heartbeats.
+/// The time between two heartbeats.
 const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);
-/// Longest wait for a message that the agent must send.
+/// The longest wait for a message that the agent must send.
 const MESSAGE_TIMEOUT: Duration = Duration::from_secs(60);
-/// Longest wait until all ranks of the job accept connections; they start at about the same time.
+/// The longest wait until all ranks of the job accept connections. They start at about the same
+/// time.
 const PEERS_TIMEOUT: Duration = Duration::from_secs(120);
-/// The reason of an abort when the agent ended.
+/// The reason of an abort because the agent ended.
 const AGENT_ENDED: &str = "the agent closed the control connection";
 
 /// The agent's requests to stop, save or reload, which take effect at the next step boundary.
@@ -45,37 +46,38 @@ pub struct AgentRequests {
 }
 
 impl AgentRequests {
-    /// Whether the agent requested to save and stop.
-    pub fn stop_requested(&self) -> bool {
+    /// Returns whether the agent requested to save and stop.
+    pub fn is_stop_requested(&self) -> bool {
         self.stop.load(Relaxed)
     }
 
-    /// Whether the agent requested a checkpoint since the last call.
+    /// Takes the request for a checkpoint. Returns whether there was one since the last call.
     pub fn take_save_request(&self) -> bool {
         self.save.swap(false, Relaxed)
     }
 
-    /// Whether values of a changed job file are waiting to be taken.
+    /// Returns whether values of a changed job file are waiting to be taken.
     pub fn has_reload(&self) -> bool {
         self.reload_values.lock().unwrap_or_else(PoisonError::into_inner).is_some()
     }
 
-    /// Takes the newest values of a changed job file.
+    /// Takes the newest values of a changed job file, or returns `None` if there are none.
     pub fn take_reload(&self) -> Option<ReloadValues> {
         self.reload_values.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
+    /// Stores the values of a changed job file.
     fn set_reload(&self, values: ReloadValues) {
         *self.reload_values.lock().unwrap_or_else(PoisonError::into_inner) = Some(values);
     }
 }
 
 /// The worker's end of the control connection to its agent.
-pub struct Session {
+pub struct AgentSession {
     write: Mutex<UnixStream>,
-    /// Requests that the agent sent.
+    /// The requests that the agent sent.
     pub requests: AgentRequests,
-    phase: Mutex<Phase>,
+    phase: Mutex<WorkerPhase>,
     step: AtomicU64,
     aborts: Mutex<AbortHandlers>,
 }
@@ -83,19 +85,21 @@ pub struct Session {
 /// A function that an abort calls with its reason, to end blocked operations.
 type AbortHandler = Box<dyn Fn(&str) + Send>;
 
-/// The handlers of [`Session::on_abort`], and the reason of the abort if it has happened.
+/// The handlers that [`AgentSession::add_abort_handler`] added, and the reason of the abort if it
+/// has happened.
 #[derive(Default)]
 struct AbortHandlers {
     handlers: Vec<AbortHandler>,
-    /// Why the group was aborted; `None` before an abort.
+    /// Why the group was aborted, or `None` before an abort.
     reason: Option<String>,
 }
 
-/// The open descriptor whose number is in the environment variable `name`; `None` if it is not set.
+/// Takes the open descriptor whose number is in the environment variable `name`. Returns `None` if
+/// the variable is not set. Each variable may be read once.
 ///
 /// # Errors
-/// The value is not the number of an open, inherited descriptor.
-pub fn inherited_descriptor(name: &str) -> Result<Option<OwnedFd>> {
+/// Fails if the value is not the number of an open, inherited descriptor.
+pub fn take_inherited_descriptor(name: &str) -> Result<Option<OwnedFd>> {
     let Some(value) = std::env::var_os(name) else { return Ok(None) };
     let invalid = |cause: Option<std::io::Error>| {
         let message = format!("{name}={value:?} is not an open, inherited descriptor");
@@ -113,36 +117,36 @@ pub fn inherited_descriptor(name: &str) -> Result<Option<OwnedFd>> {
     Ok(Some(unsafe { OwnedFd::from_raw_fd(fd) }))
 }
 
-impl Session {
+impl AgentSession {
     /// Opens the control connection and waits for the agent's first message. Returns the session,
-    /// the stream that [`Session::start_threads`] will read, and the worker's instructions.
-    pub fn connect() -> Result<(Arc<Session>, UnixStream, WorkerInit)> {
-        let fd = inherited_descriptor(env::LAUNCH_CONTROL_FD)?.ok_or_else(|| {
+    /// the stream that [`AgentSession::start_threads`] reads, and the worker's instructions.
+    pub fn connect() -> Result<(Arc<AgentSession>, UnixStream, WorkerInit)> {
+        let fd = take_inherited_descriptor(env::LAUNCH_CONTROL_FD)?.ok_or_else(|| {
             let message = "`launch worker` was started without an agent";
             Diagnostic::error(codes::training::WORKER_STARTED_DIRECTLY, message)
                 .with_help("run `launch job.yaml`, whose agents start the workers")
         })?;
         let mut read = UnixStream::from(fd);
-        let write = read.try_clone().map_err(connection_lost_error)?;
-        let session = Session {
+        let write = read.try_clone().map_err(build_connection_lost_error)?;
+        let session = AgentSession {
             write: Mutex::new(write),
             requests: AgentRequests::default(),
-            phase: Mutex::new(Phase::Starting),
+            phase: Mutex::new(WorkerPhase::Starting),
             step: AtomicU64::new(0),
             aborts: Mutex::default(),
         };
-        session.send(&FromWorker::Hello { version: VERSION, pid: std::process::id() })?;
-        read.set_read_timeout(Some(MESSAGE_TIMEOUT)).map_err(connection_lost_error)?;
+        session.send_message(&FromWorker::Hello { version: PROTOCOL_VERSION, pid: std::process::id() })?;
+        read.set_read_timeout(Some(MESSAGE_TIMEOUT)).map_err(build_connection_lost_error)?;
         let init = match receive_message(&mut read)? {
-            Some(ToWorker::Init(init)) if init.version == VERSION => *init,
+            Some(ToWorker::Init(init)) if init.version == PROTOCOL_VERSION => *init,
             Some(ToWorker::Init(init)) => {
                 let message = format!(
-                    "the agent uses version {} of the control protocol, this worker version {VERSION}",
+                    "the agent uses version {} of the control protocol, this worker version {PROTOCOL_VERSION}",
                     init.version
                 );
                 return Err(Diagnostic::error(codes::run::AGENT_VERSION_MISMATCH, message)
                     .with_field("agent_version", init.version)
-                    .with_field("worker_version", VERSION)
+                    .with_field("worker_version", PROTOCOL_VERSION)
                     .with_help("install the same version of launch on every host")
                     .into());
             }
@@ -151,12 +155,14 @@ impl Session {
                 return Err(Error::new(codes::training::AGENT_MESSAGE_INVALID, message));
             }
         };
-        read.set_read_timeout(None).map_err(connection_lost_error)?;
+        read.set_read_timeout(None).map_err(build_connection_lost_error)?;
         Ok((Arc::new(session), read, init))
     }
 
-    /// Starts the threads that read requests and send heartbeats. `abort` ends every collective; it
-    /// is called when the agent requests an abort or ends.
+    /// Starts the threads that read requests and send heartbeats. `abort` must end every
+    /// collective; it is called when the agent requests an abort or ends.
+    ///
+    /// The process exits when the agent ends.
     pub fn start_threads(
         self: &Arc<Self>,
         mut read: UnixStream,
@@ -177,12 +183,12 @@ impl Session {
                     Ok(None) | Err(_) => {
                         abort(AGENT_ENDED);
                         session.call_abort_handlers(AGENT_ENDED);
-                        std::process::exit(WorkerExit::Aborted.code().into());
+                        std::process::exit(WorkerExit::Aborted.exit_code().into());
                     }
                 }
             }
         });
-        reader.map_err(|e| thread_start_error("session", &e))?;
+        reader.map_err(|e| build_thread_start_error("session", &e))?;
         let session = self.clone();
         let heartbeat = std::thread::Builder::new().name("heartbeat".into()).spawn(move || {
             // Ends with the process. A failed send means that the agent ended, which the reader
@@ -191,12 +197,12 @@ impl Session {
                 std::thread::sleep(HEARTBEAT_INTERVAL);
             }
         });
-        heartbeat.map_err(|e| thread_start_error("heartbeat", &e))?;
+        heartbeat.map_err(|e| build_thread_start_error("heartbeat", &e))?;
         Ok(())
     }
 
-    /// Adds a handler of aborts. Calls it immediately after an abort.
-    pub fn on_abort(&self, abort: impl Fn(&str) + Send + 'static) {
+    /// Adds a handler of aborts. If the session was aborted already, calls the handler immediately.
+    pub fn add_abort_handler(&self, abort: impl Fn(&str) + Send + 'static) {
         let mut aborts = self.aborts.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(reason) = &aborts.reason {
             abort(reason);
@@ -204,36 +210,39 @@ impl Session {
         aborts.handlers.push(Box::new(abort));
     }
 
+    /// Calls all handlers with the reason of an abort, and records the reason.
     fn call_abort_handlers(&self, reason: &str) {
         let mut aborts = self.aborts.lock().unwrap_or_else(PoisonError::into_inner);
         aborts.handlers.iter().for_each(|abort| abort(reason));
         aborts.reason.get_or_insert_with(|| reason.to_owned());
     }
 
-    /// Reports the addresses on which this rank accepts connections, and waits for those of all
-    /// ranks. Called before [`Session::start_threads`], so it sends the heartbeats itself.
+    /// Reports the addresses on which this rank accepts connections, and waits for the addresses of
+    /// all ranks.
+    ///
+    /// It is called before [`AgentSession::start_threads`], so it sends the heartbeats itself.
     pub fn exchange_addresses(
         &self,
         read: &mut UnixStream,
         addresses: Vec<SocketAddr>,
         attempt: u32,
-    ) -> Result<Peers> {
+    ) -> Result<WorkerPeers> {
         self.send_progress()?;
-        self.send(&FromWorker::Listening { addresses })?;
+        self.send_message(&FromWorker::Listening { addresses })?;
         let deadline = Instant::now() + PEERS_TIMEOUT;
         loop {
-            read.set_read_timeout(Some(HEARTBEAT_INTERVAL)).map_err(connection_lost_error)?;
+            read.set_read_timeout(Some(HEARTBEAT_INTERVAL)).map_err(build_connection_lost_error)?;
             if !poll_readable(read)? {
                 if Instant::now() >= deadline {
-                    return Err(peers_not_listening_error());
+                    return Err(build_peers_not_listening_error());
                 }
                 self.send_progress()?;
                 continue;
             }
-            read.set_read_timeout(Some(MESSAGE_TIMEOUT)).map_err(connection_lost_error)?;
+            read.set_read_timeout(Some(MESSAGE_TIMEOUT)).map_err(build_connection_lost_error)?;
             match receive_message(read)? {
                 Some(ToWorker::Peers(peers)) if peers.attempt == attempt => {
-                    read.set_read_timeout(None).map_err(connection_lost_error)?;
+                    read.set_read_timeout(None).map_err(build_connection_lost_error)?;
                     return Ok(peers);
                 }
                 Some(ToWorker::Peers(_) | ToWorker::Init(_)) => {}
@@ -255,7 +264,7 @@ impl Session {
     }
 
     /// Sets the phase of this rank and reports it.
-    pub fn set_phase(&self, phase: Phase) -> Result<()> {
+    pub fn set_phase(&self, phase: WorkerPhase) -> Result<()> {
         *self.phase.lock().unwrap_or_else(PoisonError::into_inner) = phase;
         self.send_progress()
     }
@@ -268,63 +277,70 @@ impl Session {
     /// Sends the phase and the step of this rank, which also serves as heartbeat.
     fn send_progress(&self) -> Result<()> {
         let phase = *self.phase.lock().unwrap_or_else(PoisonError::into_inner);
-        self.send(&FromWorker::Progress { phase, step: self.step.load(Relaxed) })
+        self.send_message(&FromWorker::Progress { phase, step: self.step.load(Relaxed) })
     }
 
     /// Reports an event to the controller.
     pub fn send_event(&self, event: Event) -> Result<()> {
-        self.send(&FromWorker::Event(event))
+        self.send_message(&FromWorker::Event(event))
     }
 
     /// Reports why this worker ends. If the report is lost, the exit code still has the category.
     pub fn report_failure(&self, e: &Error) {
-        let _ = self.send(&FromWorker::Fatal { exit: e.exit(), diagnostic: e.diagnostic().clone() });
+        let _ = self.send_message(&FromWorker::Fatal {
+            exit: e.to_worker_exit(),
+            diagnostic: e.diagnostic().clone(),
+        });
     }
 
-    fn send(&self, message: &FromWorker) -> Result<()> {
-        let frame = frame::encode(message).map_err(invalid_message_error)?;
+    /// Sends one message to the agent. Blocks while the agent does not read.
+    fn send_message(&self, message: &FromWorker) -> Result<()> {
+        let frame = frame::encode_frame(message).map_err(build_invalid_message_error)?;
         let mut write = self.write.lock().unwrap_or_else(PoisonError::into_inner);
-        write.write_all(&frame).map_err(connection_lost_error)
+        write.write_all(&frame).map_err(build_connection_lost_error)
     }
 }
 
 /// Waits for data or the end of the stream, at most for the stream's read timeout. Returns whether
 /// there is something to read.
 fn poll_readable(read: &UnixStream) -> Result<bool> {
-    let timeout = read.read_timeout().map_err(connection_lost_error)?.unwrap_or(MESSAGE_TIMEOUT);
+    let timeout = read.read_timeout().map_err(build_connection_lost_error)?.unwrap_or(MESSAGE_TIMEOUT);
     let mut fds = [PollFd::new(read.as_fd(), PollFlags::POLLIN)];
     match poll(&mut fds, PollTimeout::try_from(timeout).unwrap_or(PollTimeout::MAX)) {
         Ok(n) => Ok(n > 0),
         Err(nix::errno::Errno::EINTR) => Ok(false),
-        Err(e) => Err(connection_lost_error(e.into())),
+        Err(e) => Err(build_connection_lost_error(e.into())),
     }
 }
 
-/// Reads one message; `None` if the agent closed the connection.
+/// Reads one message. Returns `None` if the agent closed the connection.
 fn receive_message(read: &mut UnixStream) -> Result<Option<ToWorker>> {
-    let mut header = [0; frame::HEADER];
+    let mut header = [0; frame::HEADER_BYTES];
     match read.read_exact(&mut header) {
         Err(e) if e.kind() == std::io::ErrorKind::UnexpectedEof => return Ok(None),
-        other => other.map_err(connection_lost_error)?,
+        other => other.map_err(build_connection_lost_error)?,
     }
-    let mut body = vec![0; frame::body_length(header).map_err(invalid_message_error)? as usize];
-    read.read_exact(&mut body).map_err(connection_lost_error)?;
-    frame::decode(&body).map(Some).map_err(invalid_message_error)
+    let mut body = vec![0; frame::decode_body_length(header).map_err(build_invalid_message_error)? as usize];
+    read.read_exact(&mut body).map_err(build_connection_lost_error)?;
+    frame::decode_body(&body).map(Some).map_err(build_invalid_message_error)
 }
 
-fn peers_not_listening_error() -> Error {
+/// Builds the error of a job whose ranks did not all accept connections in time.
+fn build_peers_not_listening_error() -> Error {
     let seconds = PEERS_TIMEOUT.as_secs();
     let message = format!("not all ranks of the job accepted connections within {seconds} s");
     let diagnostic = Diagnostic::error(codes::training::PEERS_NOT_LISTENING, message);
     diagnostic.with_field("timeout_seconds", seconds).into()
 }
 
-fn invalid_message_error(error: frame::FrameError) -> Error {
+/// Builds the error of a message from the agent that is not valid.
+fn build_invalid_message_error(error: frame::FrameError) -> Error {
     let message = "a message on the control connection to the agent is not valid";
     Diagnostic::error(codes::training::AGENT_MESSAGE_INVALID, message).with_cause(&error).into()
 }
 
-fn connection_lost_error(error: std::io::Error) -> Error {
+/// Builds the error of a failed control connection, which is never a root cause.
+fn build_connection_lost_error(error: std::io::Error) -> Error {
     let message = "the control connection to the agent failed";
     Error::aborted(Diagnostic::error(codes::training::AGENT_CONNECTION_LOST, message).with_cause(&error))
 }

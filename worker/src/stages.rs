@@ -1,24 +1,24 @@
-//! Builds the trainer of a rank in stages, each with its own type, so that nothing can be used
+//! Builds the trainer of a rank in stages. Each stage has its own type, so that nothing can be used
 //! before it exists: [`ResolvedSpec`], [`BuiltModel`], [`ShardedModel`], [`ModelWithOptimizer`],
-//! [`ReadyTrainer`], [`RunningTrainer`].
+//! [`UninitializedTrainer`], [`RunningTrainer`].
 use crate::{
-    error::{Result, invalid_train_section},
+    error::{Result, combine_train_mistakes},
     expert_layout::{self, ExpertLayout},
-    model::{self, Batch, Model},
-    optim::{Optimizer, schedule::learning_rate_at},
-    param_groups::{self, LORA_FROM, first_backward_layer},
+    model::{self, MicroBatch, Model},
+    optim::{Optimizer, schedule::compute_learning_rate},
+    param_groups::{self, LORA_FROM_KEY, find_first_backward_layer},
     params::{ParamInit, ParamUnit, Segment},
     rng::{Purpose, fill_normal, fill_uniform},
     train::{
         activations::MicroBatchActivations,
         loss_scale::LossScale,
         moe::MoeTrainer,
-        step::{SampleSource, StepOutcome, StepReport, Trainer},
+        step::{RankStepReport, SampleSource, StepOutcome, Trainer},
     },
     zero::{
         ShardingPolicy,
         collective_queue::CollectiveQueue,
-        engine::{Engine, ParamDtypes},
+        engine::{ParamDtypes, ZeroEngine},
     },
 };
 use ckpt::peft::AdapterConfig;
@@ -28,7 +28,8 @@ use device::{Dtype, Ops, View, storage::Event, with_alloc_label};
 use diagnostic::{Diagnostic, codes};
 use std::{ops::Range, sync::Arc};
 
-/// Stage 1: the `train` section, completed by the tokenizer and the directories that it names.
+/// Stage 1: the `train` section, completed by the tokenizer and the directories that the section
+/// names.
 pub struct ResolvedSpec {
     train: TrainSpec,
 }
@@ -44,7 +45,7 @@ pub struct BuiltModel {
 pub struct ShardedModel {
     train: TrainSpec,
     model: Arc<dyn Model>,
-    engine: Engine,
+    engine: ZeroEngine,
     ops: Arc<dyn Ops>,
     expert_layout: Option<ExpertLayout>,
 }
@@ -55,46 +56,45 @@ pub struct ModelWithOptimizer {
     trainer: Trainer,
 }
 
-/// Stage 5: a trainer that knows the learning rate of every step. A checkpoint can be loaded into
-/// it.
-pub struct ReadyTrainer {
-    /// Computes the steps.
+/// Stage 5: a complete trainer whose parameters have no values yet. They are loaded from a
+/// checkpoint or initialised.
+pub struct UninitializedTrainer {
+    /// The state that computes the steps.
     pub trainer: Trainer,
     train: TrainSpec,
 }
 
-/// Stage 6: a trainer with parameters and a position, which takes steps.
+/// Stage 6: a trainer with parameters and a position, which runs steps.
 pub struct RunningTrainer {
-    /// Computes the steps.
+    /// The state that computes the steps.
     pub trainer: Trainer,
     train: TrainSpec,
-    /// How far training has progressed.
+    /// The progress of the run.
     pub position: Cursor,
 }
 
 /// The progress of a run, as checkpoints store it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Cursor {
-    /// Optimizer steps done.
+    /// The number of optimizer steps done.
     pub step: u64,
-    /// Samples consumed; also the number of the next step's first sample.
+    /// The number of samples consumed, which is also the number of the next step's first sample.
     pub consumed_samples: u64,
-    /// Tokens trained on.
+    /// The number of tokens trained on.
     pub tokens: u64,
 }
 
 /// Completes the `train.model` section with the sizes of the model directory, or with those that
 /// follow from a tokenizer with `vocab` tokens and samples of `seq_len` tokens.
 ///
-/// # Errors
-/// The directory is unusable, or its model is too small for the tokenizer or the samples; the
-/// subject is the key.
+/// # Errors Fails if the directory is unusable, or if its model is too small for the tokenizer or
+/// the samples. The subject of the error is the key.
 pub fn resolve_model(spec: &ModelSpec, vocab: u32, seq_len: u32) -> diagnostic::Result<ModelSpec> {
     const FROM: &str = "train.model.from";
     let mut resolved = spec.clone();
     if let Some(directory) = &spec.from {
-        let config =
-            model::read_config_summary(directory).map_err(|e| Diagnostic::from(e).with_subject(FROM))?;
+        let config = model::read_model_config_summary(directory)
+            .map_err(|e| Diagnostic::from(e).with_subject(FROM))?;
         resolved.family = config.family.into();
         (resolved.vocab_size, resolved.max_position_embeddings) = (config.vocab_size, config.max_positions);
     }
@@ -142,13 +142,13 @@ pub fn resolve_model(spec: &ModelSpec, vocab: u32, seq_len: u32) -> diagnostic::
 /// Completes the `train.lora` section with the configuration in the directory that
 /// `train.lora.from` names.
 ///
-/// # Errors
-/// The configuration cannot be read; the subject is the key.
+/// # Errors Fails if the configuration cannot be read. The subject of the error is the key.
 pub fn resolve_lora(spec: Option<&LoraSpec>) -> diagnostic::Result<Option<LoraSpec>> {
     let Some(spec) = spec else { return Ok(None) };
     let Some(directory) = &spec.from else { return Ok(Some(spec.clone())) };
-    let AdapterConfig { rank, alpha, rslora, dropout, targets, .. } =
-        AdapterConfig::read(directory).map_err(|e| crate::error::unreadable_adapters(e, LORA_FROM))?;
+    let AdapterConfig { rank, alpha, use_rslora: rslora, dropout, targets, .. } =
+        AdapterConfig::read(directory)
+            .map_err(|e| crate::error::to_unreadable_adapters_error(e, LORA_FROM_KEY))?;
     let targets = LoraTargets::Names(targets);
     let dropout = spec.dropout.or(Some(dropout));
     Ok(Some(LoraSpec { from: spec.from.clone(), rank, alpha, dropout, rslora, targets }))
@@ -165,39 +165,43 @@ impl ResolvedSpec {
 
     /// Builds the model and decides which of its parameters are trained.
     pub fn build_model(self) -> Result<BuiltModel> {
-        let mut model =
-            model::build_with_experts(&self.train.model, &self.train.experts, self.train.data.seq_len)
-                .map_err(|e| Diagnostic::from(e).with_subject("train.model"))?;
-        let replicated = ExpertLayout::replicated(model.as_ref());
-        let units = param_groups::trainable_units(model.as_mut(), replicated.as_ref(), &self.train)
-            .map_err(invalid_train_section)?;
+        let mut model = model::build_model_with_router_losses(
+            &self.train.model,
+            &self.train.experts,
+            self.train.data.seq_len,
+        )
+        .map_err(|e| Diagnostic::from(e).with_subject("train.model"))?;
+        let replicated = ExpertLayout::for_replicated_experts(model.as_ref());
+        let units = param_groups::build_trainable_units(model.as_mut(), replicated.as_ref(), &self.train)
+            .map_err(combine_train_mistakes)?;
         let trained_count = units.iter().map(|u| u.trained_len() as u64).sum();
         Ok(BuiltModel { train: self.train, model, trained_count })
     }
 }
 
 impl BuiltModel {
-    /// Number of trained elements of the model.
+    /// Returns the number of trained elements of the model.
     pub fn trained_count(&self) -> u64 {
         self.trained_count
     }
 
-    /// Allocates this rank's shard of each unit, filled with zeros. Collective.
-    pub fn shard(self, comm: Arc<dyn Comm>, ops: Arc<dyn Ops>) -> Result<ShardedModel> {
+    /// Allocates this rank's shard of each unit, filled with zeros. Collective: every rank must
+    /// call it.
+    pub fn shard_model(self, comm: Arc<dyn Comm>, ops: Arc<dyn Ops>) -> Result<ShardedModel> {
         let train = self.train;
         let queue = CollectiveQueue::new(comm, ops.clone())
-            .map_err(|e| crate::error::thread_start_error("communication", &e))?;
-        let layers = self.model.units().len() - 2;
+            .map_err(|e| crate::error::build_thread_start_error("communication", &e))?;
+        let layers = self.model.param_units().len() - 2;
         let world = queue.comm().world();
         let expert_layout = ExpertLayout::new(&train.experts, self.model.as_ref(), layers, world)?;
-        let mut units = expert_layout::units_with_experts(self.model.as_ref(), expert_layout.as_ref());
+        let mut units = expert_layout::build_units_with_experts(self.model.as_ref(), expert_layout.as_ref());
         param_groups::mark_trained(&mut units, &self.model.tied_weights(), &train)
-            .map_err(invalid_train_section)?;
+            .map_err(combine_train_mistakes)?;
         let policy = ShardingPolicy::for_job(&train);
         let slots = (train.batch.global / train.batch.micro) as usize;
-        let (zero, weights) = (&train.zero, weight_dtypes(&train));
+        let (zero, weights) = (&train.zero, select_weight_dtypes(&train));
         let retention = (zero.prefetch as usize, zero.max_live_parameters);
-        let engine = Engine::new(units, policy, slots, retention, weights, queue, ops.clone())?;
+        let engine = ZeroEngine::new(units, policy, slots, retention, weights, queue, ops.clone())?;
         let mut model = self.model;
         model.move_to_device(ops.as_ref());
         Ok(ShardedModel { train, model: model.into(), engine, ops, expert_layout })
@@ -205,7 +209,7 @@ impl BuiltModel {
 }
 
 /// Returns the element type of activations and of the weights that matmuls read.
-pub fn compute_dtype(precision: Precision) -> Dtype {
+pub fn select_compute_dtype(precision: Precision) -> Dtype {
     match precision {
         Precision::Fp32 => Dtype::F32,
         Precision::Bf16 | Precision::Fp8 => Dtype::Bf16,
@@ -215,8 +219,8 @@ pub fn compute_dtype(precision: Precision) -> Dtype {
 
 /// Returns the element types of the weights that matmuls read and of the weights that the optimizer
 /// updates.
-pub fn weight_dtypes(train: &TrainSpec) -> ParamDtypes {
-    let dtype = compute_dtype(train.precision);
+pub fn select_weight_dtypes(train: &TrainSpec) -> ParamDtypes {
+    let dtype = select_compute_dtype(train.precision);
     ParamDtypes { compute: dtype, updated: if train.rounds_stochastically() { dtype } else { Dtype::F32 } }
 }
 
@@ -224,13 +228,13 @@ pub fn weight_dtypes(train: &TrainSpec) -> ParamDtypes {
 ///
 /// A value depends only on the seed and the logical element, so the weights are the same for every
 /// sharding. Afterwards, a 16-bit compute copy is valid only for the selected parameters.
-fn initialise_unit(engine: &Engine, ops: &dyn Ops, u: usize, seed: u64, selects: impl Fn(&str) -> bool) {
+fn initialise_unit(engine: &ZeroEngine, ops: &dyn Ops, u: usize, seed: u64, selects: impl Fn(&str) -> bool) {
     let (unit, resident, computed) =
         (&engine.shards[u].unit, engine.resident_range(u), engine.compute_range(u));
     let longest = resident.len().max(computed.len());
-    let mut buffer = ops.staging(Dtype::F32, INIT_BUFFER_ELEMENTS.min(longest));
+    let mut buffer = ops.alloc_staging(Dtype::F32, INIT_BUFFER_ELEMENTS.min(longest));
     let is_selected = |seg: &Segment| selects(&unit.params[seg.param].name);
-    for seg in unit.segments(resident.clone()).iter().filter(|seg| is_selected(seg)) {
+    for seg in unit.list_segments(resident.clone()).iter().filter(|seg| is_selected(seg)) {
         for from in seg.flat.clone().step_by(INIT_BUFFER_ELEMENTS) {
             let range = from..seg.flat.end.min(from + INIT_BUFFER_ELEMENTS);
             let values = &mut buffer.host_mut()[..range.len()];
@@ -251,11 +255,11 @@ fn initialise_unit(engine: &Engine, ops: &dyn Ops, u: usize, seed: u64, selects:
     }
 }
 
-/// Elements of the host buffer through which initial values pass.
+/// The number of elements of the host buffer through which initial values pass.
 const INIT_BUFFER_ELEMENTS: usize = 1 << 20;
 
-/// Writes the initial values of a flat range of a unit; parameters that are not selected are
-/// skipped.
+/// Writes the initial values of a flat range of a unit to `out`. Skips parameters that are not
+/// selected.
 fn fill_initial_values(
     unit: &ParamUnit,
     range: Range<usize>,
@@ -263,7 +267,7 @@ fn fill_initial_values(
     selects: impl Fn(&str) -> bool,
     out: &mut [f32],
 ) {
-    for seg in unit.segments(range.clone()) {
+    for seg in unit.list_segments(range.clone()) {
         let spec = &unit.params[seg.param];
         if !selects(&spec.name) {
             continue;
@@ -299,10 +303,10 @@ impl ShardedModel {
             offload,
             seed,
         )
-        .map_err(invalid_train_section)?;
+        .map_err(combine_train_mistakes)?;
         let (b, t) = (train.batch.micro as usize, train.data.seq_len as usize);
         let layers = units.iter().filter(|u| !u.holds_experts()).count() - 2;
-        let first = first_backward_layer(&units);
+        let first = find_first_backward_layer(&units);
         let (recompute, dtype, memory) = (train.recompute, engine.param_dtypes().compute, ops.as_ref());
         let experts =
             MoeTrainer::new(&ops, model.as_ref(), expert_layout.as_ref(), &engine, b * t, recompute);
@@ -310,7 +314,7 @@ impl ShardedModel {
             || MicroBatchActivations::new(memory, model.as_ref(), layers, b, t, recompute, first, dtype);
         let trainer = Trainer {
             activations: with_alloc_label("activations", work),
-            batch: Batch {
+            batch: MicroBatch {
                 sequences: b,
                 seq_len: t,
                 tokens: vec![0; b * t],
@@ -337,20 +341,20 @@ impl ShardedModel {
 }
 
 impl ModelWithOptimizer {
-    /// Completes the trainer; the learning rate of every step follows from the job's schedule.
-    pub fn set_schedule(self) -> ReadyTrainer {
-        ReadyTrainer { trainer: self.trainer, train: self.train }
+    /// Completes the trainer. The learning rate of every step follows from the job's schedule.
+    pub fn into_trainer(self) -> UninitializedTrainer {
+        UninitializedTrainer { trainer: self.trainer, train: self.train }
     }
 }
 
-impl ReadyTrainer {
-    /// The resolved `train` section.
+impl UninitializedTrainer {
+    /// Returns the resolved `train` section.
     pub fn train_spec(&self) -> &TrainSpec {
         &self.train
     }
 
     /// Initialises the parameters whose names `selects` accepts.
-    pub fn initialise(&self, selects: impl Fn(&str) -> bool) {
+    pub fn initialise_params(&self, selects: impl Fn(&str) -> bool) {
         let (engine, ops) = (&self.trainer.engine, self.trainer.ops.as_ref());
         for u in 0..engine.shards.len() {
             initialise_unit(engine, ops, u, self.train.seed, &selects);
@@ -359,30 +363,34 @@ impl ReadyTrainer {
 
     /// Initialises all parameters and starts at step 0.
     pub fn start_fresh(self) -> RunningTrainer {
-        self.initialise(|_| true);
+        self.initialise_params(|_| true);
         self.start_at(Cursor::default())
     }
 
-    /// Starts at `position` with the state that was loaded.
+    /// Starts at `position` with the parameters and states that were loaded or initialised.
     pub fn start_at(self, position: Cursor) -> RunningTrainer {
         RunningTrainer { trainer: self.trainer, train: self.train, position }
     }
 }
 
 impl RunningTrainer {
-    /// Takes one step and returns its outcome and learning rate. Collective.
+    /// Runs one step. Returns its outcome and learning rate. Collective: every rank must call it.
     ///
     /// If the loss or the gradient norm is not finite, no parameter changes and the step is not
     /// counted. The samples of a step that was skipped because of an overflow are consumed.
-    pub fn step(&mut self, source: &dyn SampleSource, report: StepReport) -> Result<(StepOutcome, f64)> {
-        let lr = learning_rate_at(
+    pub fn run_step(
+        &mut self,
+        source: &dyn SampleSource,
+        report: RankStepReport,
+    ) -> Result<(StepOutcome, f64)> {
+        let lr = compute_learning_rate(
             &self.train.schedule,
             self.train.optimizer.lr,
             self.train.steps,
             self.position.step,
         );
-        let outcome = self.trainer.accumulate(source, self.position.consumed_samples, report)?;
-        let outcome = self.trainer.update(outcome, lr, self.position.step)?;
+        let outcome = self.trainer.accumulate_gradients(source, self.position.consumed_samples, report)?;
+        let outcome = self.trainer.update_parameters(outcome, lr, self.position.step)?;
         let samples = self.trainer.global_batch();
         // At the smallest loss scale the step is not skipped: its norm is an error, as in every
         // precision.
@@ -400,13 +408,13 @@ impl RunningTrainer {
     }
 
     /// Applies new values of the keys that may change while a job runs.
-    pub fn reload(&mut self, values: &ReloadTrain) {
+    pub fn apply_reloaded_values(&mut self, values: &ReloadTrain) {
         self.train.steps = values.steps;
         self.train.schedule.min_lr = values.min_lr;
         self.train.schedule.decay_steps = values.decay_steps;
     }
 
-    /// The resolved `train` section, with reloaded values.
+    /// Returns the resolved `train` section, with reloaded values.
     pub fn train_spec(&self) -> &TrainSpec {
         &self.train
     }

@@ -1,71 +1,78 @@
-//! Dropout: the same bits for every number of workers, stage, recomputation and after a resume,
-//! gradients compared with finite differences, and no dropout in evaluation.
+//! Tests of dropout: losses have the same bits for every number of workers, stage and recomputation
+//! and after a resume, gradients match finite differences, and evaluation has no dropout.
 #![allow(clippy::unwrap_used)] // a test that panics has failed
 mod common;
 use common::{
-    families::{golden_directory, pretrained_spec, start_from_pretrained},
+    families::{create_pretrained_model_spec, golden_model_directory, start_from_pretrained},
     golden::read_json,
     *,
 };
 use contract::job::*;
 use serde_json::json;
 
-/// Steps of each compared run.
+/// Number of steps of each compared run.
 const STEPS: u64 = 3;
 
-/// A new GPT-2 model whose sizes have no common divisor.
-fn gpt2() -> ModelSpec {
+/// Creates the `train.model` section of a new GPT-2 model.
+fn create_gpt2_model() -> ModelSpec {
     ModelSpec {
         family: "gpt2".into(),
         num_key_value_heads: 3,
         intermediate_size: 168,
         tie_word_embeddings: true,
-        ..odd_model()
+        ..create_odd_sized_model()
     }
 }
 
-/// Training with dropout rate `rate`.
-fn spec(model: ModelSpec, rate: f64, stage: u8) -> TrainSpec {
-    train_spec(ModelSpec { dropout: Some(rate), ..model }, stage, 8, 1, 11)
+/// Creates the `train` section of `model` with dropout rate `rate`.
+fn create_dropout_spec(model: ModelSpec, rate: f64, stage: u8) -> TrainSpec {
+    create_train_spec(ModelSpec { dropout: Some(rate), ..model }, stage, 8, 1, 11)
 }
 
 #[test]
-fn every_world_size_stage_thread_count_and_recomputation_gives_the_same_bits() {
+fn losses_with_dropout_have_the_same_bits_for_every_world_size_stage_and_recomputation() {
     for (name, model, rate, precision) in [
-        ("gpt2", gpt2(), 0.1, Precision::Fp32),
-        ("gpt2", gpt2(), 0.3, Precision::Bf16),
-        ("llama", odd_model(), 0.2, Precision::Fp32),
+        ("gpt2", create_gpt2_model(), 0.1, Precision::Fp32),
+        ("gpt2", create_gpt2_model(), 0.3, Precision::Bf16),
+        ("llama", create_odd_sized_model(), 0.2, Precision::Fp32),
     ] {
-        let spec = |stage| TrainSpec { precision, ..spec(model.clone(), rate, stage) };
-        let expected = train_fresh(&spec(0), 1, 1, STEPS);
+        let create_dropout_spec =
+            |stage| TrainSpec { precision, ..create_dropout_spec(model.clone(), rate, stage) };
+        let expected = train_new_run(&create_dropout_spec(0), 1, 1, STEPS);
         assert!(expected.windows(2).all(|w| w[0] != w[1]), "the steps must change something");
         for stage in 0..=3 {
             for world in [1, 2, 3, 4] {
-                let mut spec = spec(stage);
+                let mut spec = create_dropout_spec(stage);
                 if (stage as usize + world).is_multiple_of(2) {
-                    spec.recompute = Recompute::Block;
+                    spec.recompute = RecomputeMode::Block;
                 }
-                let losses = train_fresh(&spec, world, 1 + world % 2, STEPS);
+                let losses = train_new_run(&spec, world, 1 + world % 2, STEPS);
                 assert_eq!(losses, expected, "{name}, {precision:?}: world {world}, stage {stage}");
             }
         }
-        let without = TrainSpec { model: ModelSpec { dropout: Some(0.0), ..model.clone() }, ..spec(0) };
-        let plain = train_fresh(&without, 1, 1, STEPS);
+        let without =
+            TrainSpec { model: ModelSpec { dropout: Some(0.0), ..model.clone() }, ..create_dropout_spec(0) };
+        let plain = train_new_run(&without, 1, 1, STEPS);
         assert_ne!(plain, expected, "{name}: dropout changes the losses");
-        let absent = TrainSpec { model: ModelSpec { dropout: None, ..model.clone() }, ..spec(0) };
-        assert_eq!(train_fresh(&absent, 1, 1, STEPS), plain, "{name}: a new model has no dropout by default");
+        let absent =
+            TrainSpec { model: ModelSpec { dropout: None, ..model.clone() }, ..create_dropout_spec(0) };
+        assert_eq!(
+            train_new_run(&absent, 1, 1, STEPS),
+            plain,
+            "{name}: a new model has no dropout by default"
+        );
     }
 }
 
-/// A mask depends on the sample, so another distribution of samples over micro-batches changes only
-/// the order of sums.
+/// Another distribution of samples over micro-batches changes only the order of sums, because the
+/// dropout mask depends on the sample.
 #[test]
-fn masks_do_not_depend_on_the_micro_batch_size() {
-    for model in [gpt2(), odd_model()] {
+fn dropout_masks_do_not_depend_on_the_micro_batch_size() {
+    for model in [create_gpt2_model(), create_odd_sized_model()] {
         let first_loss = |micro| {
-            let mut spec = spec(model.clone(), 0.3, 0);
+            let mut spec = create_dropout_spec(model.clone(), 0.3, 0);
             spec.batch.micro = micro;
-            f64::from_bits(train_fresh(&spec, 1, 1, 1)[0].0)
+            f64::from_bits(train_new_run(&spec, 1, 1, 1)[0].0)
         };
         let reference = first_loss(1);
         for micro in [2, 4, 8] {
@@ -76,48 +83,57 @@ fn masks_do_not_depend_on_the_micro_batch_size() {
 }
 
 #[test]
-fn sliding_windows_packing_and_experts_give_the_same_bits() {
+fn dropout_with_sliding_windows_packing_and_experts_has_the_same_bits_on_any_world_size() {
     for name in
         ["mistral_packed", "mistral_window", "qwen2_sliding_layers", "gemma2", "gpt2_packed", "qwen3_moe"]
     {
-        let spec = |stage| {
-            let model = ModelSpec { dropout: Some(0.25), ..pretrained_spec(&golden_directory(name)) };
-            train_spec(model, stage, 4, 1, 13)
+        let create_dropout_spec = |stage| {
+            let model = ModelSpec {
+                dropout: Some(0.25),
+                ..create_pretrained_model_spec(&golden_model_directory(name))
+            };
+            create_train_spec(model, stage, 4, 1, 13)
         };
         let run = |spec: &TrainSpec, world| {
-            equal_on_all_ranks(on_ranks(world, |c| train_steps(&mut start_from_pretrained(spec, c), 2)))
+            expect_equal_on_all_ranks(run_on_ranks(world, |c| {
+                train_steps(&mut start_from_pretrained(spec, c), 2)
+            }))
         };
-        let expected = run(&spec(0), 1);
-        let mut recomputed = spec(3);
-        recomputed.recompute = Recompute::Block;
-        for (spec, world) in [(spec(1), 2), (recomputed, 3), (spec(2), 4)] {
+        let expected = run(&create_dropout_spec(0), 1);
+        let mut recomputed = create_dropout_spec(3);
+        recomputed.recompute = RecomputeMode::Block;
+        for (spec, world) in [(create_dropout_spec(1), 2), (recomputed, 3), (create_dropout_spec(2), 4)] {
             assert_eq!(run(&spec, world), expected, "{name}: world {world}");
         }
-        let mut parallel = spec(3);
+        let mut parallel = create_dropout_spec(3);
         if name == "qwen3_moe" {
             parallel.experts.expert_parallel_size = 2;
             assert_eq!(run(&parallel, 2), expected, "expert-parallel size 2");
         }
-        let mut plain = spec(0);
+        let mut plain = create_dropout_spec(0);
         plain.model.dropout = Some(0.0);
         assert_ne!(run(&plain, 1), expected, "{name}: dropout changes the losses");
     }
 }
 
 #[test]
-fn a_run_resumes_with_the_same_bits() {
-    let expected = train_fresh(&spec(gpt2(), 0.1, 0), 1, 1, 5).split_off(3);
+fn a_run_with_dropout_resumes_with_the_same_bits() {
+    let expected = train_new_run(&create_dropout_spec(create_gpt2_model(), 0.1, 0), 1, 1, 5).split_off(3);
     for (from, n, to, m) in [(3, 3, 1, 2), (0, 2, 3, 4), (2, 1, 3, 3)] {
         let dir = tempfile::tempdir().unwrap();
-        on_ranks(n, |c| {
-            let spec = spec(gpt2(), 0.1, from);
+        run_on_ranks(n, |c| {
+            let spec = create_dropout_spec(create_gpt2_model(), 0.1, from);
             let mut running = build_trainer(&spec, c, 1).start_fresh();
             train_steps(&mut running, 3);
             save_checkpoint(&mut running, &spec, dir.path());
         });
         let resume_with = |rate| {
-            equal_on_all_ranks(on_ranks(m, |c| {
-                let (mut running, notices) = resume_newest(&spec(gpt2(), rate, to), c, dir.path());
+            expect_equal_on_all_ranks(run_on_ranks(m, |c| {
+                let (mut running, notices) = resume_newest_checkpoint(
+                    &create_dropout_spec(create_gpt2_model(), rate, to),
+                    c,
+                    dir.path(),
+                );
                 (train_steps(&mut running, 2), notices)
             }))
         };
@@ -126,16 +142,18 @@ fn a_run_resumes_with_the_same_bits() {
         assert!(notices.is_empty(), "{notices:?}");
         let (losses, notices) = resume_with(0.2);
         assert_ne!(losses, expected);
-        assert_notices("dropout_another_rate", &notices, dir.path());
+        assert_notices_match_snapshot("dropout_another_rate", &notices, dir.path());
     }
 }
 
 #[test]
-fn gradients_equal_finite_differences() {
-    for (name, model, rate) in [("gpt2", gpt2(), 0.3), ("llama", odd_model(), 0.4)] {
-        let mut running = build_trainer(&spec(model, rate, 0), single_rank(), 1).start_fresh();
+fn gradients_with_dropout_equal_finite_differences() {
+    for (name, model, rate) in [("gpt2", create_gpt2_model(), 0.3), ("llama", create_odd_sized_model(), 0.4)]
+    {
+        let mut running =
+            build_trainer(&create_dropout_spec(model, rate, 0), create_single_rank_comm(), 1).start_fresh();
         train_steps(&mut running, 4);
-        let (slope, norm) = slope_and_norm(&mut running, 0.01);
+        let (slope, norm) = measure_slope_and_gradient_norm(&mut running, 0.01);
         assert!(
             (slope - norm).abs() < 0.005 * norm,
             "{name}: finite difference {slope}, norm of the gradient {norm}"
@@ -145,12 +163,17 @@ fn gradients_equal_finite_differences() {
 
 #[test]
 fn evaluation_has_no_dropout() {
-    for model in [gpt2(), odd_model()] {
+    for model in [create_gpt2_model(), create_odd_sized_model()] {
         let source = SyntheticSamples { vocab: 131 };
         let loss = |rate| {
-            let mut running = build_trainer(&spec(model.clone(), rate, 0), single_rank(), 1).start_fresh();
+            let mut running =
+                build_trainer(&create_dropout_spec(model.clone(), rate, 0), create_single_rank_comm(), 1)
+                    .start_fresh();
             // Training must not leave dropout enabled.
-            running.trainer.accumulate(&source, 0, worker::train::step::StepReport::default()).unwrap();
+            running
+                .trainer
+                .accumulate_gradients(&source, 0, worker::train::step::RankStepReport::default())
+                .unwrap();
             running.trainer.evaluate(&source, 0, 3).unwrap().loss.to_bits()
         };
         assert_eq!(loss(0.5), loss(0.0));
@@ -163,16 +186,16 @@ fn evaluation_has_no_dropout() {
 fn every_dropout_rate_of_config_json_has_an_effect() {
     let losses = |name: &str, rates: &[(&str, f64)], dropout: Option<f64>, seed| {
         let dir = tempfile::tempdir().unwrap();
-        let mut config = read_json(&golden_directory(name).join("config.json"));
+        let mut config = read_json(&golden_model_directory(name).join("config.json"));
         for (key, rate) in rates {
             config[*key] = json!(rate);
         }
         std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
         let weights = "model.safetensors";
-        std::fs::copy(golden_directory(name).join(weights), dir.path().join(weights)).unwrap();
-        let mut spec = train_spec(pretrained_spec(dir.path()), 3, 4, 1, 13);
+        std::fs::copy(golden_model_directory(name).join(weights), dir.path().join(weights)).unwrap();
+        let mut spec = create_train_spec(create_pretrained_model_spec(dir.path()), 3, 4, 1, 13);
         (spec.model.dropout, spec.seed) = (dropout, seed);
-        on_ranks(2, |c| train_steps(&mut start_from_pretrained(&spec, c), 2)).remove(0)
+        run_on_ranks(2, |c| train_steps(&mut start_from_pretrained(&spec, c), 2)).remove(0)
     };
     for (name, keys) in [
         ("gpt2", &["attn_pdrop", "embd_pdrop", "resid_pdrop"][..]),
@@ -194,31 +217,38 @@ fn every_dropout_rate_of_config_json_has_an_effect() {
         assert_eq!(losses(name, &[], Some(0.1), 7), whole, "{name}: `train.model.dropout` sets all rates");
         assert_eq!(losses(name, &all_rates, Some(0.0), 7), plain, "{name}: rate 0");
     }
-    // Without rates in config.json those of GPT-2 are 0.1.
-    let config = read_json(&golden_directory("gpt2").join("config.json"));
+    // If config.json of a GPT-2 has no rates, they are 0.1.
+    let config = read_json(&golden_model_directory("gpt2").join("config.json"));
     let dir = tempfile::tempdir().unwrap();
     let mut without_rates = config.as_object().unwrap().clone();
     without_rates.retain(|key, _| !key.ends_with("_pdrop"));
     std::fs::write(dir.path().join("config.json"), serde_json::Value::Object(without_rates).to_string())
         .unwrap();
-    std::fs::copy(golden_directory("gpt2").join("model.safetensors"), dir.path().join("model.safetensors"))
-        .unwrap();
-    let spec = train_spec(pretrained_spec(dir.path()), 3, 4, 1, 13);
-    let default_rates = on_ranks(1, |c| train_steps(&mut start_from_pretrained(&spec, c), 2)).remove(0);
+    std::fs::copy(
+        golden_model_directory("gpt2").join("model.safetensors"),
+        dir.path().join("model.safetensors"),
+    )
+    .unwrap();
+    let spec = create_train_spec(create_pretrained_model_spec(dir.path()), 3, 4, 1, 13);
+    let default_rates = run_on_ranks(1, |c| train_steps(&mut start_from_pretrained(&spec, c), 2)).remove(0);
     assert_eq!(default_rates, losses("gpt2", &[], Some(0.1), 7));
 }
 
-/// Dropped elements of the embedding, of attention and of the MLP add nothing to the residual
-/// stream; those of the embedding get no gradient.
+/// Dropped elements of embedding, attention and MLP add zero to the residual stream. Dropped
+/// elements of the embedding get no gradient.
 #[test]
 fn each_dropout_module_of_gpt2_has_its_own_mask() {
     let rate = 0.3;
-    let mut spec = spec(gpt2(), rate, 0);
+    let mut spec = create_dropout_spec(create_gpt2_model(), rate, 0);
     spec.batch = BatchSpec { global: 1, micro: 1 };
-    let mut running = build_trainer(&spec, single_rank(), 1).start_fresh();
+    let mut running = build_trainer(&spec, create_single_rank_comm(), 1).start_fresh();
     running
         .trainer
-        .accumulate(&SyntheticSamples { vocab: 131 }, 0, worker::train::step::StepReport::default())
+        .accumulate_gradients(
+            &SyntheticSamples { vocab: 131 },
+            0,
+            worker::train::step::RankStepReport::default(),
+        )
         .unwrap();
     let positions = running.trainer.engine.shards[0].unit.tensor_range(1);
     let gradients = running.trainer.engine.finish_gradient(0).unwrap();

@@ -1,15 +1,16 @@
-//! FP8 training: the loss curve is close to that of bf16, the bits are the same for every number of
-//! workers, stage, thread count and recomputation, and unsupported models are rejected.
+//! Tests of FP8 training: the losses are close to those of bf16 and have the same bits for every
+//! number of workers, stage, thread count and recomputation, and unsupported models are rejected.
 #![allow(clippy::unwrap_used)] // a test that panics has failed
 mod common;
 use common::*;
-use contract::job::{LoraSpec, LoraTargets, ModelSpec, Precision, Recompute, TrainSpec};
+use contract::job::{LoraSpec, LoraTargets, ModelSpec, Precision, RecomputeMode, TrainSpec};
 use contract::preflight::Preflight;
 use diagnostic::codes;
-use worker::{stages::ResolvedSpec, train::step::StepReport};
+use worker::{stages::ResolvedSpec, train::step::RankStepReport};
 
-/// A Llama whose sizes are multiples of 16 without a larger common divisor.
-fn llama() -> ModelSpec {
+/// Creates the `train.model` section of a Llama whose sizes have 16 as their greatest common
+/// divisor.
+fn create_fp8_llama() -> ModelSpec {
     ModelSpec {
         vocab_size: 61,
         hidden_size: 48,
@@ -18,39 +19,39 @@ fn llama() -> ModelSpec {
         num_attention_heads: 2,
         num_key_value_heads: 1,
         head_dim: 16,
-        ..odd_model()
+        ..create_odd_sized_model()
     }
 }
 
-/// A GPT-2 with the sizes of [`llama`].
-fn gpt2() -> ModelSpec {
-    ModelSpec { family: "gpt2".into(), num_key_value_heads: 3, num_attention_heads: 3, ..llama() }
+/// Creates the `train.model` section of a GPT-2 with those sizes.
+fn create_fp8_gpt2() -> ModelSpec {
+    ModelSpec { family: "gpt2".into(), num_key_value_heads: 3, num_attention_heads: 3, ..create_fp8_llama() }
 }
 
-/// Training in the given precision.
-fn spec(model: ModelSpec, stage: u8, precision: Precision) -> TrainSpec {
-    let mut spec = TrainSpec { precision, ..train_spec(model, stage, 8, 2, 13) };
+/// Creates the `train` section of `model` in this precision.
+fn create_spec_with_precision(model: ModelSpec, stage: u8, precision: Precision) -> TrainSpec {
+    let mut spec = TrainSpec { precision, ..create_train_spec(model, stage, 8, 2, 13) };
     (spec.optimizer.lr, spec.steps) = (1e-2, 40);
     spec
 }
 
-/// The losses of `steps` steps on learnable samples.
-fn train_losses(spec: &TrainSpec, steps: u64) -> Vec<f64> {
-    let mut running = build_trainer(spec, single_rank(), 2).start_fresh();
+/// Trains a new run for `steps` steps on learnable samples, and returns the losses.
+fn train_and_collect_losses(spec: &TrainSpec, steps: u64) -> Vec<f64> {
+    let mut running = build_trainer(spec, create_single_rank_comm(), 2).start_fresh();
     let source = LearnableSamples { vocab: spec.model.vocab_size, ignored: Some(7) };
-    (0..steps).map(|_| running.step(&source, StepReport::default()).unwrap().0.loss).collect()
+    (0..steps).map(|_| running.run_step(&source, RankStepReport::default()).unwrap().0.loss).collect()
 }
 
-/// The largest allowed relative difference of a loss from that of bf16: about twice the measured
-/// differences, 0.029 and 0.040.
-const MAX_DIFFERENCE: f64 = 0.08;
+/// The largest accepted relative difference between a loss in FP8 and in bf16: about twice the
+/// measured differences, 0.029 and 0.040.
+const MAX_BF16_DIFFERENCE: f64 = 0.08;
 
 /// Compares 30 steps, in which the loss falls below 60 % of its first value.
 #[test]
-fn the_loss_curve_is_close_to_bf16() {
-    for (name, model) in [("llama", llama()), ("gpt2", gpt2())] {
-        let [fp8, bf16] =
-            [Precision::Fp8, Precision::Bf16].map(|p| train_losses(&spec(model.clone(), 0, p), 30));
+fn fp8_losses_are_close_to_bf16_losses() {
+    for (name, model) in [("llama", create_fp8_llama()), ("gpt2", create_fp8_gpt2())] {
+        let [fp8, bf16] = [Precision::Fp8, Precision::Bf16]
+            .map(|p| train_and_collect_losses(&create_spec_with_precision(model.clone(), 0, p), 30));
         let difference = |(a, b): (&f64, &f64)| ((a - b) / b).abs();
         let differences: Vec<f64> = fp8.iter().zip(&bf16).map(difference).collect();
         let largest = differences.iter().copied().fold(0.0, f64::max);
@@ -59,53 +60,53 @@ fn the_loss_curve_is_close_to_bf16() {
             fp8[0], fp8[29], bf16[29]
         );
         assert!(fp8[29] < 0.6 * fp8[0], "{name}: {fp8:?}");
-        assert!(largest < MAX_DIFFERENCE, "{name}: {largest}, {fp8:?}, {bf16:?}");
+        assert!(largest < MAX_BF16_DIFFERENCE, "{name}: {largest}, {fp8:?}, {bf16:?}");
         assert!(differences.iter().all(|d| *d > 0.0), "{name}: a step has the loss of bf16");
     }
 }
 
 #[test]
-fn every_world_size_stage_thread_count_and_recomputation_gives_the_same_bits() {
-    for (name, model) in [("llama", llama()), ("gpt2", gpt2())] {
-        let fp8 = |stage| spec(model.clone(), stage, Precision::Fp8);
-        let expected = train_fresh(&fp8(0), 1, 1, 3);
+fn fp8_losses_have_the_same_bits_for_every_world_size_stage_thread_count_and_recomputation() {
+    for (name, model) in [("llama", create_fp8_llama()), ("gpt2", create_fp8_gpt2())] {
+        let fp8 = |stage| create_spec_with_precision(model.clone(), stage, Precision::Fp8);
+        let expected = train_new_run(&fp8(0), 1, 1, 3);
         for (stage, world, threads) in
             [(0, 1, 3), (0, 2, 1), (1, 2, 1), (2, 4, 1), (3, 1, 1), (3, 2, 2), (3, 4, 1)]
         {
-            let losses = train_fresh(&fp8(stage), world, threads, 3);
+            let losses = train_new_run(&fp8(stage), world, threads, 3);
             assert_eq!(losses, expected, "{name}: stage {stage}, {world} ranks, {threads} threads");
         }
-        let recompute = TrainSpec { recompute: Recompute::Block, ..fp8(3) };
-        assert_eq!(train_fresh(&recompute, 2, 1, 3), expected, "{name}: recomputation");
+        let recompute = TrainSpec { recompute: RecomputeMode::Block, ..fp8(3) };
+        assert_eq!(train_new_run(&recompute, 2, 1, 3), expected, "{name}: recomputation");
     }
 }
 
-/// LoRA adapters are computed in bf16, the frozen matrices in FP8.
+/// LoRA adapters are computed in bf16, and the frozen matrices in FP8.
 #[test]
-fn adapters_of_fp8_matrices_have_the_same_bits() {
+fn lora_losses_with_fp8_matrices_have_the_same_bits_on_every_world_size() {
     let lora_spec = |stage, precision| {
         let targets = LoraTargets::AllLinear;
         let lora = LoraSpec { from: None, rank: 3, alpha: 6.0, dropout: Some(0.2), rslora: false, targets };
-        TrainSpec { lora: Some(lora), ..spec(llama(), stage, precision) }
+        TrainSpec { lora: Some(lora), ..create_spec_with_precision(create_fp8_llama(), stage, precision) }
     };
-    let expected = train_fresh(&lora_spec(0, Precision::Fp8), 1, 1, 3);
-    assert_eq!(train_fresh(&lora_spec(3, Precision::Fp8), 2, 1, 3), expected);
-    assert_ne!(train_fresh(&lora_spec(0, Precision::Bf16), 1, 1, 3), expected);
+    let expected = train_new_run(&lora_spec(0, Precision::Fp8), 1, 1, 3);
+    assert_eq!(train_new_run(&lora_spec(3, Precision::Fp8), 2, 1, 3), expected);
+    assert_ne!(train_new_run(&lora_spec(0, Precision::Bf16), 1, 1, 3), expected);
 }
 
 #[test]
 fn models_that_fp8_does_not_support_are_rejected() {
     let error = |model: ModelSpec| {
-        let spec = spec(model, 0, Precision::Fp8);
+        let spec = create_spec_with_precision(model, 0, Precision::Fp8);
         let model = ResolvedSpec::new(&spec, spec.model.vocab_size).and_then(ResolvedSpec::build_model);
         model.err().unwrap().diagnostic().clone()
     };
-    let ModelSpec { head_dim, .. } = llama();
+    let ModelSpec { head_dim, .. } = create_fp8_llama();
     for (model, dimension, size) in [
-        (ModelSpec { hidden_size: 40, ..llama() }, "hidden_size", 40),
-        (ModelSpec { intermediate_size: 81, ..llama() }, "intermediate_size", 81),
-        (ModelSpec { head_dim: head_dim - 4, ..llama() }, "num_attention_heads * head_dim", 24),
-        (ModelSpec { intermediate_size: 100, ..gpt2() }, "n_inner", 100),
+        (ModelSpec { hidden_size: 40, ..create_fp8_llama() }, "hidden_size", 40),
+        (ModelSpec { intermediate_size: 81, ..create_fp8_llama() }, "intermediate_size", 81),
+        (ModelSpec { head_dim: head_dim - 4, ..create_fp8_llama() }, "num_attention_heads * head_dim", 24),
+        (ModelSpec { intermediate_size: 100, ..create_fp8_gpt2() }, "n_inner", 100),
     ] {
         let error = error(model);
         assert_eq!(error.code(), codes::model::MODEL_FP8_UNSUPPORTED, "{error}");
@@ -118,7 +119,7 @@ fn models_that_fp8_does_not_support_are_rejected() {
         num_experts: Some(4),
         num_experts_per_tok: Some(2),
         moe_intermediate_size: Some(16),
-        ..llama()
+        ..create_fp8_llama()
     });
     assert_eq!(moe.code(), codes::model::MODEL_FP8_UNSUPPORTED, "{moe}");
     assert_eq!((moe.subject(), moe.field("dimension")), (Some("train.precision"), None));
@@ -135,7 +136,7 @@ fn preflight_checks_and_memory_plan_consider_fp8() {
              model: {{hidden_size: 96, intermediate_size: {intermediate}, num_hidden_layers: 3}}\n",
             dir.path()
         );
-        let loaded = contract::load(contract::Source::Text { name: "test".into(), text }, &[]);
+        let loaded = contract::load_job(contract::JobSource::Text { name: "test".into(), text }, &[]);
         worker::TrainPreflight.check_job(&loaded.unwrap_or_else(|problems| panic!("{problems:?}")).0, 1, 1)
     };
     let errors = check("fp8", 250).errors;

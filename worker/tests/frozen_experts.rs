@@ -1,16 +1,17 @@
-//! Partial training of a mixture-of-experts model: patterns freeze experts and assign them to
-//! parameter groups like other parameters. Gradients equal those of full training, the bits do not
-//! depend on workers or placement, and checkpoints can be resumed with another placement.
+//! Tests of models with frozen experts: patterns freeze experts and assign them to parameter
+//! groups. Gradients equal those of full training, the bits of losses do not depend on workers or
+//! placement, and runs resume with another placement.
 #![allow(clippy::unwrap_used)] // a test that panics has failed
 mod common;
 use ckpt::{Checkpoint, TensorRole};
 use common::*;
 use contract::job::*;
 use std::collections::BTreeMap;
-use worker::{stages::ResolvedSpec, train::step::StepReport};
+use worker::{stages::ResolvedSpec, train::step::RankStepReport};
 
-/// Full training of two layers with six experts, two per token.
-fn spec(stage: u8) -> TrainSpec {
+/// Creates the `train` section of a model of two layers with six experts, two per token. No
+/// parameter is frozen.
+fn create_moe_spec(stage: u8) -> TrainSpec {
     let model = ModelSpec {
         family: "qwen3_moe".into(),
         num_experts: Some(6),
@@ -18,36 +19,41 @@ fn spec(stage: u8) -> TrainSpec {
         moe_intermediate_size: Some(19),
         num_hidden_layers: 2,
         vocab_size: 67,
-        ..odd_model()
+        ..create_odd_sized_model()
     };
-    let mut s = train_spec(model, stage, 8, 1, 11);
+    let mut s = create_train_spec(model, stage, 8, 1, 11);
     (s.experts.aux_loss, s.experts.z_loss) = (Some(0.1), 0.01);
     s
 }
 
-fn strings(texts: &[&str]) -> Vec<String> {
+/// Converts texts to owned strings.
+fn to_strings(texts: &[&str]) -> Vec<String> {
     texts.iter().map(|t| (*t).into()).collect()
 }
 
-/// Trains about half of the model: frozen are an expert, parts of experts, a router and the query
-/// projections; some experts have a lower learning rate.
-fn half_frozen(stage: u8) -> TrainSpec {
-    let mut s = spec(stage);
-    s.freeze = strings(&["*.experts.0.*", "*.1.mlp.experts.3.down_proj.*", "*.0.mlp.gate.*", "*.q_proj.*"]);
-    let slow_experts =
-        GroupSpec { r#match: strings(&["*.experts.[13].*"]), lr_scale: Some(0.5), ..GroupSpec::default() };
+/// Creates the `train` section of a model with about half of its parameters frozen: an expert,
+/// parts of experts, a router and the query projections. Some experts have a lower learning rate.
+fn create_half_frozen_spec(stage: u8) -> TrainSpec {
+    let mut s = create_moe_spec(stage);
+    s.freeze =
+        to_strings(&["*.experts.0.*", "*.1.mlp.experts.3.down_proj.*", "*.0.mlp.gate.*", "*.q_proj.*"]);
+    let slow_experts = ParamGroupSpec {
+        r#match: to_strings(&["*.experts.[13].*"]),
+        lr_scale: Some(0.5),
+        ..ParamGroupSpec::default()
+    };
     s.optimizer.groups = vec![slow_experts];
     s
 }
 
-/// Places expert i on rank `ranks[i]` of each group.
+/// Creates a placement with expert i on rank `ranks[i]` of each expert-parallel group.
 fn place_experts(ranks: &[u32]) -> ExpertPlacement {
     ExpertPlacement::Experts((0..).zip(ranks.iter().copied()).collect())
 }
 
-/// World sizes, expert-parallel sizes and placements. With some of them a rank has only frozen
-/// experts.
-fn placements() -> Vec<(usize, u32, ExpertPlacement)> {
+/// Lists world sizes with an expert-parallel size and a placement. In some placements a rank has
+/// only frozen experts.
+fn list_placements() -> Vec<(usize, u32, ExpertPlacement)> {
     vec![
         (1, 1, ExpertPlacement::Balanced),
         (3, 1, ExpertPlacement::Balanced),
@@ -59,11 +65,11 @@ fn placements() -> Vec<(usize, u32, ExpertPlacement)> {
 }
 
 #[test]
-fn every_world_size_stage_and_placement_gives_the_same_bits() {
-    let only = |stage, only: &str| TrainSpec { train_only: strings(&[only]), ..spec(stage) };
-    let frozen = |stage| TrainSpec { freeze: strings(&["*.experts.*"]), ..spec(stage) };
+fn losses_with_frozen_experts_have_the_same_bits_for_every_world_size_stage_and_placement() {
+    let only = |stage, only: &str| TrainSpec { train_only: to_strings(&[only]), ..create_moe_spec(stage) };
+    let frozen = |stage| TrainSpec { freeze: to_strings(&["*.experts.*"]), ..create_moe_spec(stage) };
     let makes: [(&str, &dyn Fn(u8) -> TrainSpec); 7] = [
-        ("half of the model", &half_frozen),
+        ("half of the model", &create_half_frozen_spec),
         ("all experts frozen", &frozen),
         ("one expert", &|stage| only(stage, "model.layers.1.mlp.experts.2.*")),
         ("experts of layer 0", &|stage| only(stage, "model.layers.0.mlp.experts.*")),
@@ -72,34 +78,41 @@ fn every_world_size_stage_and_placement_gives_the_same_bits() {
         ("head", &|stage| only(stage, "lm_head.*")),
     ];
     for (name, make) in makes {
-        let expected = train_fresh(&make(0), 1, 1, 3);
+        let expected = train_new_run(&make(0), 1, 1, 3);
         assert!(expected.windows(2).all(|w| w[0] != w[1]), "{name}: the steps must change something");
-        for (i, (world, parallel, placement)) in placements().into_iter().enumerate() {
+        for (i, (world, parallel, placement)) in list_placements().into_iter().enumerate() {
             for stage in [i as u8 % 4, (i as u8 + 2) % 4] {
                 let mut s = make(stage);
                 (s.experts.expert_parallel_size, s.experts.placement) = (parallel, placement.clone());
-                s.recompute =
-                    if (i + stage as usize).is_multiple_of(2) { Recompute::Block } else { Recompute::None };
-                let losses = train_fresh(&s, world, 1, 3);
+                s.recompute = if (i + stage as usize).is_multiple_of(2) {
+                    RecomputeMode::Block
+                } else {
+                    RecomputeMode::None
+                };
+                let losses = train_new_run(&s, world, 1, 3);
                 assert_eq!(losses, expected, "{name}: world {world}, groups of {parallel}, stage {stage}");
             }
         }
     }
 }
 
-/// The bits of every gradient of the first step on one rank, by name.
-fn first_gradients(spec: &TrainSpec) -> BTreeMap<String, Vec<u32>> {
-    let alone = single_rank();
+/// Computes the gradients of the first step on one rank. Returns their bits by parameter name.
+fn compute_first_gradients(spec: &TrainSpec) -> BTreeMap<String, Vec<u32>> {
+    let alone = create_single_rank_comm();
     let mut running = build_trainer(spec, alone, 1).start_fresh();
     running
         .trainer
-        .accumulate(&SyntheticSamples { vocab: spec.model.vocab_size }, 0, StepReport::default())
+        .accumulate_gradients(
+            &SyntheticSamples { vocab: spec.model.vocab_size },
+            0,
+            RankStepReport::default(),
+        )
         .unwrap();
     let mut gradients = BTreeMap::new();
     for u in 0..running.trainer.engine.shards.len() {
         let sum = running.trainer.engine.finish_gradient(u).unwrap();
         let mut rest = sum.host();
-        for p in running.trainer.engine.shards[u].unit.trained_params() {
+        for p in running.trainer.engine.shards[u].unit.list_trained_params() {
             let (gradient, after) = rest.split_at(p.len());
             rest = after;
             gradients.insert(p.name.clone(), gradient.iter().map(|x| x.to_bits()).collect());
@@ -110,17 +123,17 @@ fn first_gradients(spec: &TrainSpec) -> BTreeMap<String, Vec<u32>> {
 }
 
 #[test]
-fn gradients_equal_those_of_full_training() {
-    let full = first_gradients(&spec(3));
-    let only = |pattern: &str| TrainSpec { train_only: strings(&[pattern]), ..spec(3) };
+fn gradients_with_frozen_experts_equal_those_of_full_training() {
+    let full = compute_first_gradients(&create_moe_spec(3));
+    let only = |pattern: &str| TrainSpec { train_only: to_strings(&[pattern]), ..create_moe_spec(3) };
     for (spec, count) in [
-        (half_frozen(3), full.len() - 2 * 3 - 1 - 1 - 2),
+        (create_half_frozen_spec(3), full.len() - 2 * 3 - 1 - 1 - 2),
         (only("*.experts.*"), 2 * 6 * 3),
         (only("*.1.mlp.experts.[24].*"), 2 * 3),
         (only("*.mlp.gate.weight"), 2),
         (only("*input_layernorm*"), 2),
     ] {
-        let partial = first_gradients(&spec);
+        let partial = compute_first_gradients(&spec);
         assert_eq!(partial.len(), count);
         for (name, gradient) in &partial {
             assert_eq!(gradient, &full[name], "{name}");
@@ -132,14 +145,14 @@ fn gradients_equal_those_of_full_training() {
 #[test]
 fn frozen_experts_do_not_change_and_a_resume_with_another_placement_has_the_same_bits() {
     let placed = |stage, parallel, placement| {
-        let mut s = half_frozen(stage);
+        let mut s = create_half_frozen_spec(stage);
         (s.experts.expert_parallel_size, s.experts.placement) = (parallel, placement);
         s
     };
-    let whole = train_fresh(&half_frozen(0), 1, 1, 5);
+    let whole = train_new_run(&create_half_frozen_spec(0), 1, 1, 5);
     let dir = tempfile::tempdir().unwrap();
     let first = placed(2, 2, place_experts(&[0, 1, 1, 1, 1, 1]));
-    on_ranks(4, |c| {
+    run_on_ranks(4, |c| {
         let mut running = build_trainer(&first, c, 1).start_fresh();
         assert_eq!(train_steps(&mut running, 3), whole[..3]);
         save_checkpoint(&mut running, &first, dir.path());
@@ -150,11 +163,12 @@ fn frozen_experts_do_not_change_and_a_resume_with_another_placement_has_the_same
     assert_eq!(frozen.len(), 2 * 3 + 1 + 1 + 2);
     assert_eq!(count(TensorRole::ExpAvg) + frozen.len(), count(TensorRole::Weight));
     let initial_weights = {
-        let alone = single_rank();
+        let alone = create_single_rank_comm();
         let mut weights = BTreeMap::new();
-        golden::for_each_param(&build_trainer(&half_frozen(0), alone, 1).start_fresh(), |name, v| {
-            drop(weights.insert(name.to_owned(), v.to_vec()))
-        });
+        golden::visit_params(
+            &build_trainer(&create_half_frozen_spec(0), alone, 1).start_fresh(),
+            |name, v| drop(weights.insert(name.to_owned(), v.to_vec())),
+        );
         weights
     };
     for (name, initial) in &initial_weights {
@@ -168,20 +182,24 @@ fn frozen_experts_do_not_change_and_a_resume_with_another_placement_has_the_same
         (2, placed(1, 2, ExpertPlacement::Balanced)),
         (2, placed(0, 2, ExpertPlacement::Balanced)),
     ] {
-        let (losses, notices) = equal_on_all_ranks(on_ranks(world, |c| {
-            let (mut running, notices) = resume_newest(&next, c, dir.path());
+        let (losses, notices) = expect_equal_on_all_ranks(run_on_ranks(world, |c| {
+            let (mut running, notices) = resume_newest_checkpoint(&next, c, dir.path());
             (train_steps(&mut running, 2), notices)
         }));
         assert_eq!(losses, whole[3..], "world {world}");
         let size = next.experts.expert_parallel_size;
-        assert_notices(&format!("frozen_experts_{world}_ranks_size_{size}"), &notices, dir.path());
+        assert_notices_match_snapshot(
+            &format!("frozen_experts_{world}_ranks_size_{size}"),
+            &notices,
+            dir.path(),
+        );
     }
 }
 
 #[test]
 fn a_pattern_that_matches_no_expert_is_rejected() {
     let code = |freeze: &str| {
-        let s = TrainSpec { freeze: strings(&[freeze]), ..spec(3) };
+        let s = TrainSpec { freeze: to_strings(&[freeze]), ..create_moe_spec(3) };
         let model = ResolvedSpec::new(&s, s.model.vocab_size).unwrap().build_model();
         model.err().map(|e| (e.code().name(), e.diagnostic().subject().unwrap_or_default().to_owned()))
     };

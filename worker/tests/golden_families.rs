@@ -1,11 +1,14 @@
-//! Every model family compared with transformers and PyTorch: logits, loss, every gradient and ten
+//! Compares every model family with transformers and PyTorch: logits, loss, every gradient and ten
 //! AdamW steps of models that `save_pretrained` wrote (tests/golden/families/README.md). Further
 //! tests check loading, saving and resuming of these models, and the errors of unsupported configs.
 #![allow(clippy::unwrap_used)] // a test that panics has failed
 mod common;
 use ckpt::{Checkpoint, Dtype, GatherOptions};
 use common::{
-    families::{CASES, golden_directory, load_case, pretrained_spec, start_from_pretrained},
+    families::{
+        FAMILY_CASES, create_pretrained_model_spec, golden_model_directory, load_family_case,
+        start_from_pretrained,
+    },
     golden::{self, read_json},
     *,
 };
@@ -20,34 +23,42 @@ use worker::{model::ModelError, resume::PretrainedModel, stages::Cursor};
 
 #[test]
 fn logits_gradients_and_steps_match_transformers() {
-    for name in CASES {
+    for name in FAMILY_CASES {
         println!("{name}");
-        golden::check_case(&load_case(name), |case| {
-            start_from_pretrained(&case.spec, Arc::new(comm::local::group(1).remove(0)))
+        golden::assert_golden_case(&load_family_case(name), |case| {
+            start_from_pretrained(&case.spec, Arc::new(comm::local::create_group(1).remove(0)))
         });
     }
 }
 
 #[test]
-fn every_world_size_and_stage_gives_the_same_bits() {
-    for (i, name) in CASES.into_iter().enumerate() {
+fn every_family_has_the_same_bits_for_every_world_size_and_stage() {
+    for (i, name) in FAMILY_CASES.into_iter().enumerate() {
         let spec = |stage| {
-            let mut s = train_spec(pretrained_spec(&golden_directory(name)), stage, 6, 1, 13);
+            let mut s = create_train_spec(
+                create_pretrained_model_spec(&golden_model_directory(name)),
+                stage,
+                6,
+                1,
+                13,
+            );
             s.steps = 4;
             s
         };
         let run = |stage, world| {
-            equal_on_all_ranks(on_ranks(world, |c| {
+            expect_equal_on_all_ranks(run_on_ranks(world, |c| {
                 train_steps(&mut start_from_pretrained(&spec(stage), c), 3)
             }))
         };
         let expected = run(0, 1);
         let mut recompute = spec(3);
-        recompute.recompute = contract::job::Recompute::Block;
-        let recomputed = on_ranks(2, |c| train_steps(&mut start_from_pretrained(&recompute, c), 3)).remove(0);
+        recompute.recompute = contract::job::RecomputeMode::Block;
+        let recomputed =
+            run_on_ranks(2, |c| train_steps(&mut start_from_pretrained(&recompute, c), 3)).remove(0);
         assert_eq!(recomputed, expected, "{name}: recomputation");
         for stage in 0..=3 {
-            // Half of the pairs per case; bit_equal.rs tests all of them with one model.
+            // Half of the pairs per case; deterministic_training.rs tests all of them with one
+            // model.
             for world in (1..=4).filter(|world| (world + usize::from(stage) + i).is_multiple_of(2)) {
                 assert_eq!(run(stage, world), expected, "{name}: world {world}, stage {stage}");
             }
@@ -59,40 +70,40 @@ fn every_world_size_and_stage_gives_the_same_bits() {
 /// into `out`.
 fn load_and_gather(directory: &Path, world: usize, out: &Path, dtype: Dtype) {
     let dir = tempfile::tempdir().unwrap();
-    let spec = train_spec(pretrained_spec(directory), 3, 4, 1, 13);
-    let job = job_spec(&spec, dir.path(), false);
-    on_ranks(world, |c| {
+    let spec = create_train_spec(create_pretrained_model_spec(directory), 3, 4, 1, 13);
+    let job = create_job_spec(&spec, dir.path(), false);
+    run_on_ranks(world, |c| {
         let mut running = start_from_pretrained(&spec, c);
-        let mut saver = checkpoint_saver(&running, &job, dir.path());
-        saver.begin(&mut running).unwrap();
-        assert_eq!(saver.finish(&running).unwrap().unwrap().step, 0);
+        let mut saver = create_checkpoint_saver(&running, &job, dir.path());
+        saver.begin_save(&mut running).unwrap();
+        assert_eq!(saver.finish_save(&running).unwrap().unwrap().step, 0);
     });
     let checkpoint = Checkpoint::open(&dir.path().join("step-00000000")).unwrap();
     let options = GatherOptions { dtype: Some(dtype), ..GatherOptions::default() };
-    ckpt::gather(&checkpoint, out, &options, |_, _| {}).unwrap();
+    ckpt::gather_weights(&checkpoint, out, &options, |_, _| {}).unwrap();
 }
 
 #[test]
 fn untrained_weights_are_gathered_with_the_bits_that_were_loaded() {
-    for (i, name) in CASES.into_iter().enumerate() {
+    for (i, name) in FAMILY_CASES.into_iter().enumerate() {
         let dir = tempfile::tempdir().unwrap();
         let (world, first) = (1 + i % 4, dir.path().join("first"));
         let weights = |directory: &Path| std::fs::read(directory.join("model.safetensors")).unwrap();
-        load_and_gather(&golden_directory(name), world, &first, Dtype::F32);
+        load_and_gather(&golden_model_directory(name), world, &first, Dtype::F32);
         let bits = |file: &[u8]| -> Vec<(String, Vec<u32>)> {
             let tensors = golden::parse_safetensors(file).into_iter();
             tensors.map(|(name, x)| (name, x.iter().map(|x| x.to_bits()).collect())).collect()
         };
-        assert_eq!(bits(&weights(&first)), bits(&weights(&golden_directory(name))), "{name}");
+        assert_eq!(bits(&weights(&first)), bits(&weights(&golden_model_directory(name))), "{name}");
         assert_eq!(
             read_json(&first.join("config.json")),
-            read_json(&golden_directory(name).join("config.json")),
+            read_json(&golden_model_directory(name).join("config.json")),
             "{name}"
         );
 
         // A model that was gathered in BF16 is loaded exactly.
         let (second, third) = (dir.path().join("second"), dir.path().join("third"));
-        load_and_gather(&golden_directory(name), 1, &second, Dtype::BF16);
+        load_and_gather(&golden_model_directory(name), 1, &second, Dtype::BF16);
         load_and_gather(&second, 3, &third, Dtype::BF16);
         assert_eq!(weights(&second), weights(&third), "{name}");
         assert_eq!(read_json(&third.join("config.json"))["dtype"], "bfloat16");
@@ -100,44 +111,52 @@ fn untrained_weights_are_gathered_with_the_bits_that_were_loaded() {
 }
 
 #[test]
-fn a_run_resumes_with_the_same_bits() {
+fn a_run_from_pretrained_weights_resumes_with_the_same_bits() {
     let names =
         ["gemma3", "gpt2", "llama_biases_tied", "mistral_window", "mixtral", "qwen2", "qwen3", "qwen3_moe"];
     for name in names {
-        let spec = |stage| train_spec(pretrained_spec(&golden_directory(name)), stage, 6, 1, 13);
-        let whole = on_ranks(1, |c| train_steps(&mut start_from_pretrained(&spec(0), c), 5)).remove(0);
+        let spec = |stage| {
+            create_train_spec(create_pretrained_model_spec(&golden_model_directory(name)), stage, 6, 1, 13)
+        };
+        let whole = run_on_ranks(1, |c| train_steps(&mut start_from_pretrained(&spec(0), c), 5)).remove(0);
         let dir = tempfile::tempdir().unwrap();
-        on_ranks(3, |c| {
+        run_on_ranks(3, |c| {
             let mut running = start_from_pretrained(&spec(3), c);
             train_steps(&mut running, 3);
             save_checkpoint(&mut running, &spec(3), dir.path());
         });
-        let losses = on_ranks(2, |c| train_steps(&mut resume_newest(&spec(1), c, dir.path()).0, 2));
+        let losses =
+            run_on_ranks(2, |c| train_steps(&mut resume_newest_checkpoint(&spec(1), c, dir.path()).0, 2));
         assert_eq!(losses, [&whole[3..], &whole[3..]], "{name}");
     }
 }
 
-/// The error of building a golden model whose config.json was changed; `None` if it is accepted.
-fn build_error(name: &str, change: impl FnOnce(&mut serde_json::Map<String, Value>)) -> Option<ModelError> {
+/// Returns the error of building a golden model whose config.json was changed by `change`, or
+/// `None` if the config is accepted.
+fn find_build_error(
+    name: &str,
+    change: impl FnOnce(&mut serde_json::Map<String, Value>),
+) -> Option<ModelError> {
     let dir = tempfile::tempdir().unwrap();
-    let mut config = read_json(&golden_directory(name).join("config.json"));
+    let mut config = read_json(&golden_model_directory(name).join("config.json"));
     change(config.as_object_mut().unwrap());
     std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
-    worker::model::build(&pretrained_spec(dir.path()), 16).err()
+    worker::model::build_model(&create_pretrained_model_spec(dir.path()), 16).err()
 }
 
-/// The error of building a golden model with another value of one config key.
-fn error_with(name: &str, key: &str, value: &Value) -> Option<ModelError> {
-    build_error(name, |config| drop(config.insert(key.into(), value.clone())))
+/// Returns the error of building a golden model with another value of one config key, or `None` if
+/// the config is accepted.
+fn find_error_with(name: &str, key: &str, value: &Value) -> Option<ModelError> {
+    find_build_error(name, |config| drop(config.insert(key.into(), value.clone())))
 }
 
-/// The name of the golden model, a config key, and a value for it.
+/// The name of a golden model, a config key, and a value for the key.
 type ConfigCase = (&'static str, &'static str, Value);
 
-/// Checks that each value is rejected with the code, and that the error names the key.
-fn assert_rejected(code: diagnostic::Code, cases: &[ConfigCase]) {
+/// Asserts that each value is rejected with this code, and that the error names the key.
+fn assert_configs_rejected(code: diagnostic::Code, cases: &[ConfigCase]) {
     for (name, key, value) in cases {
-        let error = error_with(name, key, value).unwrap_or_else(|| panic!("{name}: {key}: {value}"));
+        let error = find_error_with(name, key, value).unwrap_or_else(|| panic!("{name}: {key}: {value}"));
         let error = Diagnostic::from(error);
         assert_eq!(error.code(), code, "{name}: {key}: {value}: {error}");
         let named_key = match error.field("config_keys") {
@@ -153,7 +172,7 @@ fn assert_rejected(code: diagnostic::Code, cases: &[ConfigCase]) {
 #[test]
 fn unsupported_and_invalid_configs_are_rejected_by_key() {
     const LLAMA: &str = "llama_biases_tied";
-    assert_rejected(
+    assert_configs_rejected(
         codes::MODEL_CONFIG_VALUE_UNSUPPORTED,
         &[
             (LLAMA, "hidden_act", json!("gelu")),
@@ -169,7 +188,7 @@ fn unsupported_and_invalid_configs_are_rejected_by_key() {
             ("gemma3", "attn_logit_softcapping", json!(50.0)),
         ],
     );
-    assert_rejected(
+    assert_configs_rejected(
         codes::MODEL_CONFIG_VALUE_INVALID,
         &[
             (LLAMA, "attention_dropout", json!(1)),
@@ -196,7 +215,7 @@ fn unsupported_and_invalid_configs_are_rejected_by_key() {
             ("gemma3", "rope_parameters", json!({"rope_type": "default"})),
         ],
     );
-    assert_rejected(
+    assert_configs_rejected(
         codes::MODEL_CONFIG_KEY_UNKNOWN,
         &[
             (LLAMA, "resid_pdrop", json!(0.1)),
@@ -207,7 +226,7 @@ fn unsupported_and_invalid_configs_are_rejected_by_key() {
             ("gpt2", "rope_theta", json!(1e4)),
         ],
     );
-    assert_rejected(
+    assert_configs_rejected(
         codes::MODEL_CONFIG_CONTRADICTORY,
         &[
             (LLAMA, "rope_scaling", json!({"type": "linear", "factor": 2})),
@@ -215,36 +234,36 @@ fn unsupported_and_invalid_configs_are_rejected_by_key() {
             ("gemma3", "rope_scaling", json!({"type": "linear", "factor": 8})),
         ],
     );
-    assert_rejected(
+    assert_configs_rejected(
         codes::MODEL_CONFIG_KEY_MISSING,
         &[(LLAMA, "hidden_size", json!(null)), ("mixtral", "num_local_experts", json!(null))],
     );
     for (architectures, names) in [(json!(["NewForCausalLM"]), vec!["NewForCausalLM"]), (json!(null), vec![])]
     {
-        let error = error_with(LLAMA, "architectures", &architectures);
+        let error = find_error_with(LLAMA, "architectures", &architectures);
         assert!(
             matches!(&error, Some(ModelError::ArchitectureUnsupported { architectures, .. }) if *architectures == names),
             "{error:?}"
         );
     }
-    let error = error_with(LLAMA, "model_type", &json!("qwen2"));
+    let error = find_error_with(LLAMA, "model_type", &json!("qwen2"));
     assert!(
         matches!(&error, Some(ModelError::ModelTypeMismatch { model_type, .. }) if model_type == "qwen2"),
         "{error:?}"
     );
     // The layer types require a window.
-    let error = error_with("qwen2_sliding_layers", "use_sliding_window", &json!(false));
+    let error = find_error_with("qwen2_sliding_layers", "use_sliding_window", &json!(false));
     assert!(
         matches!(&error, Some(ModelError::ValueInvalid { key, .. }) if key == "layer_types"),
         "{error:?}"
     );
-    let dense = error_with("qwen3_moe", "mlp_only_layers", &json!([0, 1, 2]));
+    let dense = find_error_with("qwen3_moe", "mlp_only_layers", &json!([0, 1, 2]));
     assert!(matches!(dense, Some(ModelError::NoMoeLayers)), "{dense:?}");
-    let logits = error_with("qwen3_moe", "output_router_logits", &json!(true));
+    let logits = find_error_with("qwen3_moe", "output_router_logits", &json!(true));
     assert!(logits.is_none(), "{logits:?}");
 }
 
-/// Models of the Hub have further keys that do not change the computation.
+/// Configs of the Hub have keys that do not change the computation.
 #[test]
 fn config_keys_without_effect_are_accepted() {
     let long_rope =
@@ -273,14 +292,14 @@ fn config_keys_without_effect_are_accepted() {
         ("gpt2", "predict_special_tokens", json!(true)),
         ("gpt2", "task_specific_params", json!({"text-generation": {"max_length": 50}})),
     ] {
-        let error = error_with(name, key, &value);
+        let error = find_error_with(name, key, &value);
         assert!(error.is_none(), "{name}: {key}: {value}: {error:?}");
     }
 }
 
 #[test]
 fn rope_keys_of_transformers_4_are_accepted() {
-    let error = build_error("llama_llama3", |c| {
+    let error = find_build_error("llama_llama3", |c| {
         let mut rope = c.remove("rope_parameters").unwrap();
         let theta = rope.as_object_mut().unwrap().remove("rope_theta").unwrap();
         c.insert("rope_theta".into(), theta);
@@ -294,7 +313,7 @@ fn rope_keys_of_transformers_4_are_accepted() {
 #[test]
 fn gemma3_of_transformers_4_trains_with_the_same_bits() {
     let dir = tempfile::tempdir().unwrap();
-    let mut config = read_json(&golden_directory("gemma3").join("config.json"));
+    let mut config = read_json(&golden_model_directory("gemma3").join("config.json"));
     let map = config.as_object_mut().unwrap();
     for key in ["rope_parameters", "layer_types", "_sliding_window_pattern"] {
         map.remove(key);
@@ -304,13 +323,16 @@ fn gemma3_of_transformers_4_trains_with_the_same_bits() {
     map.insert("rope_scaling".into(), json!({"rope_type": "linear", "factor": 8.0}));
     map.insert("sliding_window_pattern".into(), json!(3));
     std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
-    std::fs::copy(golden_directory("gemma3").join("model.safetensors"), dir.path().join("model.safetensors"))
-        .unwrap();
+    std::fs::copy(
+        golden_model_directory("gemma3").join("model.safetensors"),
+        dir.path().join("model.safetensors"),
+    )
+    .unwrap();
     let run = |directory: &Path| {
-        let spec = train_spec(pretrained_spec(directory), 3, 4, 1, 13);
-        on_ranks(2, |c| train_steps(&mut start_from_pretrained(&spec, c), 2)).remove(0)
+        let spec = create_train_spec(create_pretrained_model_spec(directory), 3, 4, 1, 13);
+        run_on_ranks(2, |c| train_steps(&mut start_from_pretrained(&spec, c), 2)).remove(0)
     };
-    assert_eq!(run(dir.path()), run(&golden_directory("gemma3")));
+    assert_eq!(run(dir.path()), run(&golden_model_directory("gemma3")));
 }
 
 /// GPT-2 on the Hub has tensor names without prefix, causal masks among its weights, and dropout
@@ -318,12 +340,12 @@ fn gemma3_of_transformers_4_trains_with_the_same_bits() {
 #[test]
 fn gpt2_of_the_hub_is_loaded_with_one_notice_about_its_masks() {
     let dir = tempfile::tempdir().unwrap();
-    let mut config = read_json(&golden_directory("gpt2").join("config.json"));
+    let mut config = read_json(&golden_model_directory("gpt2").join("config.json"));
     for key in ["attn_pdrop", "embd_pdrop", "resid_pdrop"] {
         config[key] = json!(0.1);
     }
     std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
-    let file = std::fs::read(golden_directory("gpt2").join("model.safetensors")).unwrap();
+    let file = std::fs::read(golden_model_directory("gpt2").join("model.safetensors")).unwrap();
     let mut tensors = golden::parse_safetensors_with_shapes(&file);
     for (name, _) in &mut tensors {
         *name = name.strip_prefix("transformer.").unwrap().to_owned();
@@ -334,8 +356,9 @@ fn gpt2_of_the_hub_is_loaded_with_one_notice_about_its_masks() {
     }
     std::fs::write(dir.path().join("model.safetensors"), golden::encode_safetensors(&tensors)).unwrap();
     let run = |directory: &Path, dropout: Option<f64>| {
-        let spec = train_spec(ModelSpec { dropout, ..pretrained_spec(directory) }, 3, 4, 1, 13);
-        on_ranks(2, |c| {
+        let spec =
+            create_train_spec(ModelSpec { dropout, ..create_pretrained_model_spec(directory) }, 3, 4, 1, 13);
+        run_on_ranks(2, |c| {
             let mut pretrained =
                 PretrainedModel::open(spec.model.from.as_deref(), c.as_ref()).unwrap().unwrap();
             let mut ready = build_trainer(&spec, c, 1);
@@ -347,24 +370,24 @@ fn gpt2_of_the_hub_is_loaded_with_one_notice_about_its_masks() {
                 }
                 other => panic!("{other:?}"),
             };
-            pretrained.load(&mut ready, &mut collect).unwrap();
+            pretrained.load_pretrained_weights(&mut ready, &mut collect).unwrap();
             let config = ready.trainer.model.hf_config().clone();
             (train_steps(&mut ready.start_at(Cursor::default()), 2), notices, config)
         })
         .remove(0)
     };
     let (losses, notices, config) = run(dir.path(), None);
-    let (golden_losses, ..) = run(&golden_directory("gpt2"), Some(0.1));
+    let (golden_losses, ..) = run(&golden_model_directory("gpt2"), Some(0.1));
     assert_eq!(losses, golden_losses, "the rates of config.json have the effect of `train.model.dropout`");
-    assert_notices("golden_families_gpt2_masks", &notices, dir.path());
+    assert_notices_match_snapshot("golden_families_gpt2_masks", &notices, dir.path());
     assert_eq!(config["embd_pdrop"], 0.1);
 
     tensors.retain(|(name, _)| name != "h.1.ln_2.bias");
     std::fs::write(dir.path().join("model.safetensors"), golden::encode_safetensors(&tensors)).unwrap();
-    let spec = train_spec(pretrained_spec(dir.path()), 3, 4, 1, 13);
-    let errors = on_ranks(1, |c| {
+    let spec = create_train_spec(create_pretrained_model_spec(dir.path()), 3, 4, 1, 13);
+    let errors = run_on_ranks(1, |c| {
         let mut pretrained = PretrainedModel::open(spec.model.from.as_deref(), c.as_ref()).unwrap().unwrap();
-        pretrained.load(&mut build_trainer(&spec, c, 1), &mut |_| Ok(())).unwrap_err()
+        pretrained.load_pretrained_weights(&mut build_trainer(&spec, c, 1), &mut |_| Ok(())).unwrap_err()
     });
     assert_eq!(errors[0].code(), RESUME_MODEL_MISMATCH);
     let missing = errors[0].diagnostic().field("missing").unwrap();
@@ -375,12 +398,13 @@ fn gpt2_of_the_hub_is_loaded_with_one_notice_about_its_masks() {
 #[test]
 fn new_models_train_with_the_same_bits_on_every_world_size() {
     for family in ["gpt2", "gemma2", "gemma3_text"] {
-        let model = ModelSpec { family: family.into(), tie_word_embeddings: true, ..odd_model() };
+        let model =
+            ModelSpec { family: family.into(), tie_word_embeddings: true, ..create_odd_sized_model() };
         let heads = ModelSpec { num_key_value_heads: 3, ..model.clone() };
         let model = if family == "gpt2" { heads } else { model };
         let run = |world, stage| {
-            let spec = train_spec(model.clone(), stage, 4, 1, 13);
-            on_ranks(world, |c| train_steps(&mut build_trainer(&spec, c, 1).start_fresh(), 3)).remove(0)
+            let spec = create_train_spec(model.clone(), stage, 4, 1, 13);
+            run_on_ranks(world, |c| train_steps(&mut build_trainer(&spec, c, 1).start_fresh(), 3)).remove(0)
         };
         let expected = run(1, 0);
         assert!(expected.windows(2).all(|w| w[0] != w[1]), "{family}: the steps must change something");
@@ -393,13 +417,17 @@ fn new_models_train_with_the_same_bits_on_every_world_size() {
 #[test]
 fn weights_of_another_model_are_rejected() {
     let dir = tempfile::tempdir().unwrap();
-    std::fs::copy(golden_directory("qwen3").join("config.json"), dir.path().join("config.json")).unwrap();
-    std::fs::copy(golden_directory("qwen2").join("model.safetensors"), dir.path().join("model.safetensors"))
+    std::fs::copy(golden_model_directory("qwen3").join("config.json"), dir.path().join("config.json"))
         .unwrap();
-    let spec = train_spec(pretrained_spec(dir.path()), 3, 2, 1, 13);
-    let errors = on_ranks(2, |c| {
+    std::fs::copy(
+        golden_model_directory("qwen2").join("model.safetensors"),
+        dir.path().join("model.safetensors"),
+    )
+    .unwrap();
+    let spec = create_train_spec(create_pretrained_model_spec(dir.path()), 3, 2, 1, 13);
+    let errors = run_on_ranks(2, |c| {
         let mut pretrained = PretrainedModel::open(spec.model.from.as_deref(), c.as_ref()).unwrap().unwrap();
-        pretrained.load(&mut build_trainer(&spec, c, 1), &mut |_| Ok(())).unwrap_err()
+        pretrained.load_pretrained_weights(&mut build_trainer(&spec, c, 1), &mut |_| Ok(())).unwrap_err()
     });
     assert_eq!(errors[0].code(), RESUME_MODEL_MISMATCH);
     let missing = errors[0].diagnostic().field("missing").unwrap().as_array().unwrap();

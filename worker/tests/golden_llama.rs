@@ -1,33 +1,33 @@
-//! Llama compared with transformers and PyTorch: logits, loss, every gradient and ten AdamW steps
+//! Compares Llama with transformers and PyTorch: logits, loss, every gradient and ten AdamW steps
 //! (tests/golden/llama/README.md).
 #![allow(clippy::unwrap_used)] // a test that panics has failed
 mod common;
 use common::{
     golden,
-    llama::{load_case, start_with_golden_weights},
+    llama::{load_llama_case, start_with_golden_weights},
 };
 
-/// Compares our results with the golden answers of a case.
-fn check(name: &str) {
-    golden::check_case(&load_case(name), start_with_golden_weights);
+/// Asserts that launch computes the expected values of a golden case.
+fn assert_matches_golden_case(name: &str) {
+    golden::assert_golden_case(&load_llama_case(name), start_with_golden_weights);
 }
 
 #[test]
 fn multi_head_attention_with_separate_embeddings_matches_pytorch() {
-    check("mha");
+    assert_matches_golden_case("mha");
 }
 
 #[test]
 fn grouped_query_attention_with_tied_embeddings_matches_pytorch() {
-    check("gqa_tied");
+    assert_matches_golden_case("gqa_tied");
 }
 
 #[test]
 fn odd_sizes_match_pytorch() {
-    check("odd");
+    assert_matches_golden_case("odd");
 }
 
 #[test]
 fn packed_documents_match_pytorch() {
-    check("packed");
+    assert_matches_golden_case("packed");
 }

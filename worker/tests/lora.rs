@@ -1,11 +1,12 @@
-//! LoRA adapters: results compared with PEFT (tests/golden/lora/README.md), the same bits for every
-//! number of workers, gradients compared with finite differences, and what is loaded and gathered.
+//! Tests of LoRA adapters: results match PEFT (tests/golden/lora/README.md), losses have the same
+//! bits for every number of workers, gradients match finite differences, and adapters are loaded,
+//! merged and gathered.
 #![allow(clippy::unwrap_used)] // a test that panics has failed
 mod common;
 use ckpt::{Checkpoint, CkptError, GatherOptions, OptionProblem, peft::AdapterConfig};
 use comm::Comm;
 use common::{
-    golden::{self, Case, parse_case, read_json},
+    golden::{self, GoldenCase, parse_golden_case, read_json},
     *,
 };
 use contract::job::*;
@@ -15,19 +16,20 @@ use std::{
     sync::Arc,
 };
 use worker::{
-    resume::{PretrainedModel, check_adapters, start_from_model},
+    resume::{PretrainedModel, open_matching_adapters, start_from_model},
     stages::RunningTrainer,
 };
 
-const CASES: [&str; 7] = ["q_v", "all_linear", "rslora", "one_module", "gemma", "gpt2", "experts"];
+/// The directories of the golden cases of LoRA.
+const LORA_CASES: [&str; 7] = ["q_v", "all_linear", "rslora", "one_module", "gemma", "gpt2", "experts"];
 
-/// The directory of a golden model or adapter.
-fn golden_path(kind: &str, name: &str) -> PathBuf {
+/// Returns the directory of a golden model or adapter: `kind` is `families` or `lora`.
+fn golden_lora_path(kind: &str, name: &str) -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../tests/golden").join(kind).join(name)
 }
 
-/// New adapters on all linear modules, with α = 2·rank.
-fn new_adapters(rank: u32, dropout: f64) -> LoraSpec {
+/// Creates the `train.lora` section for new adapters on all linear modules, with α = 2·rank.
+fn create_adapter_spec(rank: u32, dropout: f64) -> LoraSpec {
     let targets = LoraTargets::AllLinear;
     LoraSpec {
         from: None,
@@ -39,33 +41,33 @@ fn new_adapters(rank: u32, dropout: f64) -> LoraSpec {
     }
 }
 
-/// The adapters of a directory.
-fn pretrained_adapters(adapter: PathBuf) -> LoraSpec {
-    LoraSpec { from: Some(adapter), dropout: None, ..new_adapters(1, 0.0) }
+/// Creates the `train.lora` section for the adapters of a directory.
+fn create_pretrained_adapter_spec(adapter: PathBuf) -> LoraSpec {
+    LoraSpec { from: Some(adapter), dropout: None, ..create_adapter_spec(1, 0.0) }
 }
 
-/// The golden model of a family.
-fn base_model(family: &str) -> ModelSpec {
+/// Creates the `train.model` section for the golden model of a family.
+fn create_base_model_spec(family: &str) -> ModelSpec {
     ModelSpec {
-        from: Some(golden_path("families", family)),
+        from: Some(golden_lora_path("families", family)),
         rms_norm_eps: 1e-5,
         vocab_size: 0,
-        ..odd_model()
+        ..create_odd_sized_model()
     }
 }
 
-/// Reads a golden case.
-fn load_case(name: &str) -> Case {
-    let dir = golden_path("lora", name);
+/// Reads the golden case `name`.
+fn load_lora_case(name: &str) -> GoldenCase {
+    let dir = golden_lora_path("lora", name);
     let about = read_json(&dir.join("case.json"));
-    let model = base_model(about["family"].as_str().unwrap());
-    let mut case = parse_case(&about, model, &std::fs::read(dir.join("answers.safetensors")).unwrap());
-    case.spec.lora = Some(pretrained_adapters(dir.join("adapter")));
+    let model = create_base_model_spec(about["family"].as_str().unwrap());
+    let mut case = parse_golden_case(&about, model, &std::fs::read(dir.join("answers.safetensors")).unwrap());
+    case.spec.lora = Some(create_pretrained_adapter_spec(dir.join("adapter")));
     case
 }
 
-/// Starts a run with the weights and adapters that the spec names.
-fn start_run(spec: &TrainSpec, comm: Arc<dyn Comm>) -> RunningTrainer {
+/// Starts a run of one rank at step 0 with the weights and adapters that the spec names.
+fn start_lora_run(spec: &TrainSpec, comm: Arc<dyn Comm>) -> RunningTrainer {
     let mut pretrained = PretrainedModel::open(spec.model.from.as_deref(), comm.as_ref()).unwrap();
     start_from_model(build_trainer(spec, comm, 1), pretrained.as_mut(), &mut |event| panic!("{event:?}"))
         .unwrap()
@@ -73,23 +75,25 @@ fn start_run(spec: &TrainSpec, comm: Arc<dyn Comm>) -> RunningTrainer {
 
 #[test]
 fn logits_gradients_and_steps_match_peft() {
-    for name in CASES {
+    for name in LORA_CASES {
         println!("{name}");
-        golden::check_case(&load_case(name), |case| start_run(&case.spec, single_rank()));
+        golden::assert_golden_case(&load_lora_case(name), |case| {
+            start_lora_run(&case.spec, create_single_rank_comm())
+        });
     }
 }
 
-/// Saves a run at its first step and gathers the checkpoint in two ways. Returns the directories of
-/// the adapters and of the merged model.
-fn gather_adapters_and_merged(spec: &TrainSpec, world: usize, dir: &Path) -> [PathBuf; 2] {
-    on_ranks(world, |c| save_checkpoint(&mut start_run(spec, c), spec, dir));
+/// Saves a checkpoint of a new run and gathers its adapters and the merged model. Returns the
+/// directories of the adapters and of the merged model.
+fn gather_adapters_and_merged_model(spec: &TrainSpec, world: usize, dir: &Path) -> [PathBuf; 2] {
+    run_on_ranks(world, |c| save_checkpoint(&mut start_lora_run(spec, c), spec, dir));
     let checkpoint = Checkpoint::open(&dir.join("step-00000000")).unwrap();
     [false, true].map(|merge_lora| {
         let out = dir.join(if merge_lora { "merged" } else { "adapter" });
         // The small limit must not split adapters, of which PEFT reads one file only.
         let max_shard_size = if merge_lora { 5_000_000 } else { 10 };
         let options = GatherOptions { merge_lora, max_shard_size, ..GatherOptions::default() };
-        assert!(ckpt::gather(&checkpoint, &out, &options, |_, _| {}).unwrap().config);
+        assert!(ckpt::gather_weights(&checkpoint, &out, &options, |_, _| {}).unwrap().config);
         out
     })
 }
@@ -101,10 +105,10 @@ fn read_weights(file: PathBuf) -> BTreeMap<String, Vec<f32>> {
 
 #[test]
 fn adapters_are_gathered_unchanged_and_merged_like_peft_merges_them() {
-    for (name, world) in CASES.into_iter().zip([1, 3, 2, 4, 1, 2, 3]) {
-        let (case, dir) = (load_case(name), tempfile::tempdir().unwrap());
-        let [adapter, merged] = gather_adapters_and_merged(&case.spec, world, dir.path());
-        let theirs = golden_path("lora", name).join("adapter");
+    for (name, world) in LORA_CASES.into_iter().zip([1, 3, 2, 4, 1, 2, 3]) {
+        let (case, dir) = (load_lora_case(name), tempfile::tempdir().unwrap());
+        let [adapter, merged] = gather_adapters_and_merged_model(&case.spec, world, dir.path());
+        let theirs = golden_lora_path("lora", name).join("adapter");
         let file = "adapter_model.safetensors";
         assert_eq!(read_weights(adapter.join(file)), read_weights(theirs.join(file)), "{name}");
         let (a, b) = (AdapterConfig::read(&adapter).unwrap(), AdapterConfig::read(&theirs).unwrap());
@@ -135,13 +139,15 @@ fn adapters_are_gathered_unchanged_and_merged_like_peft_merges_them() {
 
 #[test]
 fn a_checkpoint_without_adapters_has_none_to_merge() {
-    let (spec, dir) = (train_spec(odd_model(), 0, 2, 1, 11), tempfile::tempdir().unwrap());
-    let mut running = build_trainer(&spec, single_rank(), 1).start_fresh();
+    let (spec, dir) =
+        (create_train_spec(create_odd_sized_model(), 0, 2, 1, 11), tempfile::tempdir().unwrap());
+    let mut running = build_trainer(&spec, create_single_rank_comm(), 1).start_fresh();
     save_checkpoint(&mut running, &spec, dir.path());
     let path = dir.path().join("step-00000000");
     let options = GatherOptions { merge_lora: true, ..GatherOptions::default() };
     let out = dir.path().join("out");
-    let error = ckpt::gather(&Checkpoint::open(&path).unwrap(), &out, &options, |_, _| {}).unwrap_err();
+    let error =
+        ckpt::gather_weights(&Checkpoint::open(&path).unwrap(), &out, &options, |_, _| {}).unwrap_err();
     let problem = match &error {
         CkptError::InvalidOption { problem } => problem,
         _ => panic!("{error}"),
@@ -150,38 +156,40 @@ fn a_checkpoint_without_adapters_has_none_to_merge() {
     assert!(!out.exists());
 }
 
-/// Training of new adapters with dropout.
-fn lora_spec(model: ModelSpec, stage: u8) -> TrainSpec {
-    TrainSpec { lora: Some(new_adapters(3, 0.25)), ..train_spec(model, stage, 8, 1, 11) }
+/// Creates the `train` section for new adapters with dropout.
+fn create_lora_train_spec(model: ModelSpec, stage: u8) -> TrainSpec {
+    TrainSpec { lora: Some(create_adapter_spec(3, 0.25)), ..create_train_spec(model, stage, 8, 1, 11) }
 }
 
 #[test]
-fn every_world_size_stage_and_recomputation_gives_the_same_bits_with_dropout() {
-    let expected = train_fresh(&lora_spec(odd_model(), 0), 1, 1, 3);
+fn lora_losses_with_dropout_have_the_same_bits_for_every_world_size_stage_and_recomputation() {
+    let expected = train_new_run(&create_lora_train_spec(create_odd_sized_model(), 0), 1, 1, 3);
     assert!(expected.windows(2).all(|w| w[0] != w[1]), "the steps must change something");
     for stage in 0..=3 {
         for world in [1, 2, 3, 4, 8] {
-            let mut spec = lora_spec(odd_model(), stage);
+            let mut spec = create_lora_train_spec(create_odd_sized_model(), stage);
             if (stage as usize + world).is_multiple_of(2) {
-                spec.recompute = Recompute::Block;
+                spec.recompute = RecomputeMode::Block;
             }
-            assert_eq!(train_fresh(&spec, world, 1, 3), expected, "world {world}, stage {stage}");
+            assert_eq!(train_new_run(&spec, world, 1, 3), expected, "world {world}, stage {stage}");
         }
     }
-    let mut other = lora_spec(odd_model(), 0);
-    other.lora = Some(new_adapters(3, 0.0));
-    assert_ne!(train_fresh(&other, 1, 1, 3), expected, "dropout changes the losses");
+    let mut other = create_lora_train_spec(create_odd_sized_model(), 0);
+    other.lora = Some(create_adapter_spec(3, 0.0));
+    assert_ne!(train_new_run(&other, 1, 1, 3), expected, "dropout changes the losses");
 }
 
 #[test]
-fn every_expert_parallel_size_gives_the_same_bits() {
+fn lora_losses_have_the_same_bits_for_every_expert_parallel_size() {
     let spec = |stage, parallel| {
-        let mut spec = lora_spec(base_model("mixtral"), stage);
+        let mut spec = create_lora_train_spec(create_base_model_spec("mixtral"), stage);
         spec.experts.expert_parallel_size = parallel;
         spec
     };
     let run = |stage, parallel, world| {
-        equal_on_all_ranks(on_ranks(world, |c| train_steps(&mut start_run(&spec(stage, parallel), c), 3)))
+        expect_equal_on_all_ranks(run_on_ranks(world, |c| {
+            train_steps(&mut start_lora_run(&spec(stage, parallel), c), 3)
+        }))
     };
     let expected = run(0, 1, 1);
     for (stage, parallel, world) in [(0, 2, 2), (3, 1, 3), (2, 4, 4), (3, 2, 4), (1, 2, 8)] {
@@ -189,30 +197,30 @@ fn every_expert_parallel_size_gives_the_same_bits() {
     }
 }
 
-/// New adapters of pretrained weights.
+/// Trains new adapters of pretrained weights.
 #[test]
-fn sixteen_bit_training_has_the_same_bits_on_every_world_size_and_stage() {
+fn sixteen_bit_lora_training_has_the_same_bits_on_every_world_size_and_stage() {
     for (name, precision) in
         [("qwen2", Precision::Bf16), ("gpt2", Precision::Bf16), ("mixtral", Precision::Fp16)]
     {
         let spec = |stage, parallel| {
-            let mut spec = lora_spec(base_model(name), stage);
+            let mut spec = create_lora_train_spec(create_base_model_spec(name), stage);
             (spec.precision, spec.experts.expert_parallel_size) = (precision, parallel);
             spec.loss_scale.initial_scale_power = 12;
             spec
         };
         let run = |spec: &TrainSpec, world| {
-            equal_on_all_ranks(on_ranks(world, |c| train_steps(&mut start_run(spec, c), 3)))
+            expect_equal_on_all_ranks(run_on_ranks(world, |c| train_steps(&mut start_lora_run(spec, c), 3)))
         };
         let expected = run(&spec(0, 1), 1);
         assert_ne!(
             expected,
-            run(&lora_spec(base_model(name), 0), 1),
+            run(&create_lora_train_spec(create_base_model_spec(name), 0), 1),
             "{name}: 16-bit training differs from fp32"
         );
         for (stage, world) in [(0, 2), (1, 3), (2, 4), (3, 2), (3, 8)] {
             let mut spec = spec(stage, if name == "mixtral" && world % 2 == 0 { 2 } else { 1 });
-            spec.recompute = if stage == 2 { Recompute::Block } else { Recompute::None };
+            spec.recompute = if stage == 2 { RecomputeMode::Block } else { RecomputeMode::None };
             assert_eq!(run(&spec, world), expected, "{name}: world {world}, stage {stage}");
         }
     }
@@ -220,17 +228,26 @@ fn sixteen_bit_training_has_the_same_bits_on_every_world_size_and_stage() {
 
 #[test]
 fn a_run_with_adapters_resumes_with_the_same_bits() {
-    let expected = train_fresh(&lora_spec(odd_model(), 0), 1, 1, 5).split_off(3);
+    let expected = train_new_run(&create_lora_train_spec(create_odd_sized_model(), 0), 1, 1, 5).split_off(3);
     for (from, n, to, m) in [(3, 3, 1, 2), (0, 2, 3, 4)] {
         let dir = tempfile::tempdir().unwrap();
-        on_ranks(n, |c| {
-            let spec = lora_spec(odd_model(), from);
+        run_on_ranks(n, |c| {
+            let spec = create_lora_train_spec(create_odd_sized_model(), from);
             let mut running = build_trainer(&spec, c, 1).start_fresh();
             train_steps(&mut running, 3);
             save_checkpoint(&mut running, &spec, dir.path());
         });
-        let after =
-            on_ranks(m, |c| train_steps(&mut resume_newest(&lora_spec(odd_model(), to), c, dir.path()).0, 2));
+        let after = run_on_ranks(m, |c| {
+            train_steps(
+                &mut resume_newest_checkpoint(
+                    &create_lora_train_spec(create_odd_sized_model(), to),
+                    c,
+                    dir.path(),
+                )
+                .0,
+                2,
+            )
+        });
         assert!(after.iter().all(|a| *a == expected), "{n} workers at stage {from} to {m} at stage {to}");
     }
 }
@@ -238,16 +255,17 @@ fn a_run_with_adapters_resumes_with_the_same_bits() {
 #[test]
 fn gradients_with_dropout_equal_finite_differences() {
     for (family, targets) in [("llama", LoraTargets::AllLinear), ("gpt2", LoraTargets::AllLinear)] {
-        let mut spec = lora_spec(ModelSpec { family: family.into(), ..odd_model() }, 0);
+        let mut spec =
+            create_lora_train_spec(ModelSpec { family: family.into(), ..create_odd_sized_model() }, 0);
         if family == "gpt2" {
             (spec.model.num_key_value_heads, spec.model.intermediate_size) = (3, 168);
             spec.model.tie_word_embeddings = true;
         }
-        spec.lora = Some(LoraSpec { targets, alpha: 12.0, ..new_adapters(3, 0.25) });
-        let mut running = build_trainer(&spec, single_rank(), 1).start_fresh();
+        spec.lora = Some(LoraSpec { targets, alpha: 12.0, ..create_adapter_spec(3, 0.25) });
+        let mut running = build_trainer(&spec, create_single_rank_comm(), 1).start_fresh();
         // A has no gradient at first, because B is zero.
         train_steps(&mut running, 4);
-        let (slope, norm) = slope_and_norm(&mut running, 0.02);
+        let (slope, norm) = measure_slope_and_gradient_norm(&mut running, 0.02);
         assert!(
             (slope - norm).abs() < 0.01 * norm,
             "{family}: finite difference {slope}, norm of the gradient {norm}"
@@ -256,16 +274,19 @@ fn gradients_with_dropout_equal_finite_differences() {
 }
 
 #[test]
-fn evaluation_has_no_dropout() {
+fn evaluation_of_adapters_has_no_dropout() {
     let source = SyntheticSamples { vocab: 131 };
     let loss = |dropout| {
-        let spec = TrainSpec { lora: Some(new_adapters(3, dropout)), ..train_spec(odd_model(), 0, 8, 1, 11) };
-        let mut running = build_trainer(&spec, single_rank(), 1).start_fresh();
+        let spec = TrainSpec {
+            lora: Some(create_adapter_spec(3, dropout)),
+            ..create_train_spec(create_odd_sized_model(), 0, 8, 1, 11)
+        };
+        let mut running = build_trainer(&spec, create_single_rank_comm(), 1).start_fresh();
         // The output of adapters is zero as long as B is zero.
         for u in 0..running.trainer.engine.shards.len() {
             let unit = running.trainer.engine.shards[u].unit.clone();
             running.trainer.engine.with_resident(u, |params| {
-                for s in unit.trained_segments(0..unit.len()) {
+                for s in unit.list_trained_segments(0..unit.len()) {
                     params.host_mut()[s.flat].fill(0.01);
                 }
             });
@@ -278,11 +299,11 @@ fn evaluation_has_no_dropout() {
 #[test]
 fn adapters_of_another_model_are_rejected_with_the_tensors_that_differ() {
     let check = |adapter: &str, family: &str, targets: LoraTargets| {
-        let mut spec = train_spec(base_model(family), 3, 2, 1, 11);
-        spec.lora = Some(LoraSpec { targets, ..new_adapters(3, 0.0) });
-        let running = start_run(&spec, single_rank());
+        let mut spec = create_train_spec(create_base_model_spec(family), 3, 2, 1, 11);
+        spec.lora = Some(LoraSpec { targets, ..create_adapter_spec(3, 0.0) });
+        let running = start_lora_run(&spec, create_single_rank_comm());
         let units: Vec<_> = running.trainer.engine.shards.iter().map(|s| s.unit.clone()).collect();
-        check_adapters(&golden_path("lora", adapter).join("adapter"), &units).map(drop)
+        open_matching_adapters(&golden_lora_path("lora", adapter).join("adapter"), &units).map(drop)
     };
     let names = |names: &[&str]| LoraTargets::Names(names.iter().map(|n| (*n).to_owned()).collect());
     assert_eq!(check("q_v", "llama_linear", names(&["q_proj", "v_proj"])), Ok(()));

@@ -38,7 +38,7 @@ codes! {
     }
     CHECKPOINT_SHARD_MISSING: Checkpoint = "checkpoint-shard-missing" {
         summary: "A file or tensor that belongs to the checkpoint does not exist.",
-        cause: "The checkpoint was copied incompletely, or its files are spread over hosts.",
+        cause: "The checkpoint was copied incompletely, or its files are on several hosts.",
         remedy: "Copy the missing files, rebuild them with `launch ckpt repair`, or use another checkpoint.",
     }
     CHECKPOINT_SHARDS_ON_OTHER_HOSTS: Checkpoint = "checkpoint-shards-on-other-hosts" {
@@ -63,7 +63,7 @@ codes! {
     }
     CHECKPOINT_HASH_MISMATCH: Checkpoint = "checkpoint-hash-mismatch" {
         summary: "A block of a shard does not match its BLAKE3 hash.",
-        cause: "The bytes changed after the save: a faulty disk, an interrupted copy, an edited file.",
+        cause: "The bytes changed after the save because of a faulty disk, an interrupted copy or an edit.",
         remedy: "Restore the file, rebuild it from parity with `launch ckpt repair`, or use another checkpoint.",
     }
     CHECKPOINT_FILE_TRUNCATED: Checkpoint = "checkpoint-file-truncated" {
@@ -77,7 +77,7 @@ codes! {
         remedy: "Restore the file, or use another checkpoint.",
     }
     CHECKPOINT_FILE_NOT_REGULAR: Checkpoint = "checkpoint-file-not-regular" {
-        summary: "A symbolic link, a device or a path outside of the directory stands in place of a file.",
+        summary: "A file of the checkpoint is a symbolic link, a device or a path outside of the directory.",
         cause: "Files of the checkpoint were replaced by links. launch does not follow them.",
         remedy: "Copy the files into the checkpoint directory.",
     }
@@ -103,7 +103,7 @@ codes! {
     }
     ZIP_CRC_MISMATCH: Checkpoint = "zip-crc-mismatch" {
         summary: "A member of a torch file does not match its CRC-32.",
-        cause: "The bytes changed after the save: a faulty disk, an interrupted copy, an edited file.",
+        cause: "The bytes changed after the save because of a faulty disk, an interrupted copy or an edit.",
         remedy: "Restore the file, run `launch ckpt repair`, or use another checkpoint.",
     }
     PICKLE_GLOBAL_FORBIDDEN: Checkpoint = "pickle-global-forbidden" {
@@ -207,7 +207,7 @@ codes! {
         remedy: "Wait for the other process, end it, or use another directory.",
     }
     CHECKPOINT_SAVE_INVALID: Failed = "checkpoint-save-invalid" {
-        summary: "The data given to a save are not one complete checkpoint.",
+        summary: "The data that the ranks passed to a save are not one complete checkpoint.",
         cause: "A rank reported wrong or incomplete shards. This is a bug of launch.",
         remedy: "Report the message, the version and the job file.",
     }
@@ -243,17 +243,17 @@ codes! {
     }
     RNG_STATE_INVALID: Checkpoint = "rng-state-invalid" {
         summary: "An RNG state file of HF Trainer or Accelerate has invalid content.",
-        cause: "The file is damaged, or a version of the program wrote it whose layout is not known.",
-        remedy: "Run `launch ckpt repair` to replace damaged files, or remove the files to seed the generators again.",
+        cause: "The file is damaged, or was written by a version of the program whose file layout is unknown.",
+        remedy: "Run `launch ckpt repair` to replace damaged files, or remove the files to reseed the generators.",
     }
     RNG_FILES_INCONSISTENT: Checkpoint = "rng-files-inconsistent" {
-        summary: "The RNG state files of a checkpoint are of different programs or runs.",
+        summary: "The RNG state files of a checkpoint belong to different programs or runs.",
         cause: "Files of a run with another number of ranks were left in the directory.",
         remedy: "Remove the stale files.",
     }
     RNG_STREAM_MISSING: Checkpoint = "rng-stream-missing" {
         summary: "Some ranks have an RNG stream that others lack.",
-        cause: "The files are of runs with different devices, such as with and without GPUs.",
+        cause: "The files belong to runs with different devices, for example with and without GPUs.",
         remedy: "Use the files of one run.",
     }
     RNG_STREAM_NOT_REPLICATED: Checkpoint = "rng-stream-not-replicated" {
@@ -262,18 +262,18 @@ codes! {
         remedy: "Remove the stream from `--replicated`, or declare it with `--per-rank`.",
     }
     RNG_STRICT_WOULD_RESEED: Checkpoint = "rng-strict-would-reseed" {
-        summary: "The number of ranks changed, and policy strict does not allow new RNG streams.",
-        cause: "Each rank has a separate stream, so other ranks need new ones.",
+        summary: "The number of ranks changed, and the policy `strict` does not allow new RNG streams.",
+        cause: "Each rank has a separate stream, so another number of ranks needs new streams.",
         remedy: "Resume with as many ranks as saved the checkpoint, or use `resume.rng: reconcile`.",
     }
     RNG_OWNER_UNKNOWN: Checkpoint = "rng-owner-unknown" {
-        summary: "An RNG stream moves with its owner, and no saved rank has that owner.",
+        summary: "An RNG stream belongs to an owner, such as an expert, that no saved rank has.",
         cause: "The owners of the old and new ranks are missing or do not match.",
         remedy: "Give the owners of all ranks.",
     }
     SCHEDULER_RESCALE_UNSUPPORTED: Checkpoint = "scheduler-rescale-unsupported" {
-        summary: "Accelerate's scheduler.bin counts processes and cannot be rescaled.",
-        cause: "The scheduler consists of several schedulers, or its pickle has an unknown layout.",
+        summary: "The scheduler state of Accelerate (scheduler.bin) cannot be converted to another number of ranks.",
+        cause: "Accelerate steps the scheduler once per process. This scheduler consists of several schedulers, or its pickle has an unknown layout.",
         remedy: "Resume with as many ranks as saved the checkpoint.",
     }
     CONVERT_WEIGHTS_ONLY: Checkpoint = "convert-weights-only" {
@@ -292,23 +292,23 @@ codes! {
         remedy: "Use `--to safetensors` to write the weights.",
     }
     CONVERT_STEP_MISSING: Checkpoint = "convert-step-missing" {
-        summary: "The source has optimizer states but does not contain its step.",
+        summary: "The source has optimizer states but does not contain the step at which they were saved.",
         cause: "A file with the training state, such as trainer_state.json, was lost.",
         remedy: "Copy the file into the directory.",
     }
     CONVERT_GROUPS_UNKNOWN: Checkpoint = "convert-groups-unknown" {
-        summary: "The source does not assign its parameters to parameter groups, but the target format requires it.",
-        cause: "DeepSpeed's universal format may store several groups without the names in them.",
+        summary: "The source does not record the parameter group of each parameter, but the target format requires this assignment.",
+        cause: "DeepSpeed's universal format may store several groups without the names of their parameters.",
         remedy: "Assign the parameters with `--group 'PATTERN=N'`, or use `--to native`.",
     }
     PARAMETER_GROUP_INVALID: Checkpoint = "parameter-group-invalid" {
-        summary: "`--group` names a parameter or a group that it does not apply to.",
+        summary: "`--group` cannot be applied to the parameter or the group that it names.",
         cause: "The parameter does not exist or has a group already, or the group number is too large.",
         remedy: "Remove or correct the option; `launch ckpt inspect` lists the groups.",
     }
     CONVERT_PARAMETER_ORDER_UNKNOWN: Checkpoint = "convert-parameter-order-unknown" {
         summary: "The order of the parameters in an optimizer group is unknown.",
-        cause: "ZeRO files store parameters by position, and the model is of no known family.",
+        cause: "ZeRO files store parameters by position, and the family of the model is not known.",
         remedy: "Use `--to universal`, which stores parameters by name.",
     }
     CONVERT_UPDATE_COUNTS_DIFFER: Checkpoint = "convert-update-counts-differ" {

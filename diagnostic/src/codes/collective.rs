@@ -8,7 +8,7 @@ codes! {
     }
     PEER_LOST: Failed = "peer-lost" {
         summary: "The connection to another rank ended without a farewell.",
-        cause: "The process or the host of the peer ended, for instance by SIGKILL, by lack of memory or by a reboot.",
+        cause: "The process or the host of the peer ended, for instance because of SIGKILL, an out-of-memory kill or a reboot.",
         remedy: "Read the log of the peer that the field peer names, and the kernel log of its host.",
     }
     PEER_SILENT: Failed = "peer-silent" {
@@ -39,7 +39,7 @@ codes! {
     COLLECTIVE_TIMEOUT: Failed = "collective-timeout" {
         summary: "Some ranks did not enter a collective in time.",
         cause: "The missing ranks hang, or are far slower than the others.",
-        remedy: "Inspect the ranks in the field missing_ranks, for instance with `launch status` and a debugger.",
+        remedy: "Inspect the processes of the ranks in the field missing_ranks with a debugger, or set `run.hang_timeout` to log their stacks.",
     }
     COLLECTIVE_JOIN_TIMEOUT: Failed = "collective-join-timeout" {
         summary: "Some ranks did not join the group of the job in time.",
@@ -47,7 +47,7 @@ codes! {
         remedy: "Read the logs of the ranks in the field missing_ranks, and check the network with `launch check`.",
     }
     COLLECTIVE_MISMATCH: Failed = "collective-mismatch" {
-        summary: "Two ranks called different collectives, or with sizes that do not fit each other.",
+        summary: "Two ranks called different collectives, or called one collective with sizes that do not match.",
         cause: "A bug in launch, or ranks that read different configurations or data.",
         remedy: "Report the message together with the job file.",
     }
@@ -93,11 +93,11 @@ codes! {
     }
     NCCL_CALL_FAILED: Failed = "nccl-call-failed" {
         summary: "A function of NCCL failed.",
-        cause: "The network or the GPUs do not work for NCCL, or a peer ended.",
+        cause: "NCCL cannot use the network or the GPUs, or a peer ended.",
         remedy: "Run with NCCL_DEBUG=INFO to see NCCL's log, or set cluster.comm_backend: host.",
     }
     NCCL_TIMEOUT: Failed = "nccl-timeout" {
-        summary: "Work of NCCL did not end in time.",
+        summary: "An operation of NCCL did not complete in time.",
         cause: "A rank is missing or hangs, or NCCL cannot reach a host.",
         remedy: "Run with NCCL_DEBUG=INFO to see NCCL's log, and check the network between the hosts.",
     }

@@ -5,7 +5,7 @@ codes! {
     USAGE: Usage = "usage" {
         summary: "The command line is not valid.",
         cause: "An option is unknown, a value is missing or of the wrong form, or two options contradict each other.",
-        remedy: "Run the command with --help to see what it takes.",
+        remedy: "Run the command with --help to see its arguments and options.",
     }
     COMMAND_MISSING: Usage = "command-missing" {
         summary: "The command line names neither a job nor a complete command.",
@@ -24,7 +24,7 @@ codes! {
     }
     OUTPUT_FAILED: Failed = "output-failed" {
         summary: "Standard output is not writable.",
-        cause: "The program that reads the output has ended, or the disk that the output goes to is full.",
+        cause: "The program that reads the output has ended, or the disk to which the output is written is full.",
         remedy: "Free disk space, or keep the reading program running.",
     }
     JSON_SCHEMA_DEPRECATED: Usage = "json-schema-deprecated" {
@@ -65,12 +65,12 @@ codes! {
         remedy: "Name the directory that `launch ps` shows in the column `files`.",
     }
     RUN_NOT_ACTIVE: Usage = "run-not-active" {
-        summary: "No run is active that could be stopped.",
+        summary: "There is no active run to stop.",
         cause: "All runs have ended.",
         remedy: "List the runs with `launch ps`.",
     }
     RUN_ON_OTHER_HOST: Cluster = "run-on-other-host" {
-        summary: "The controller of the run is on another machine, from which the run must be stopped.",
+        summary: "The controller of the run is on another machine, and the run can only be stopped on that machine.",
         cause: "The run was started on another machine that shares the run directory.",
         remedy: "Run the suggested command, which stops the run over SSH.",
     }
@@ -80,14 +80,14 @@ codes! {
         remedy: "Stop the run as the user who started it.",
     }
     RUN_STOP_TIMEOUT: Failed = "run-stop-timeout" {
-        summary: "A run that was asked to stop has not ended within `--wait`.",
+        summary: "A run did not end within `--wait` after the request to stop.",
         cause: "Saving a checkpoint takes long, or the program ignores SIGTERM.",
         remedy: "Wait longer, or kill the run with `launch stop --now`.",
     }
     RUN_LOGS_MISSING: Failed = "run-logs-missing" {
         summary: "The run directory has no logs.",
         cause: "The run ended before a worker started, the logs were removed, or they are on other hosts.",
-        remedy: "Look for the logs on the hosts of the run; `run.logs.show` selects the ranks whose output is copied here.",
+        remedy: "Look for the logs on the hosts of the run; `run.logs.show` selects the ranks whose output is copied to this machine.",
     }
     RUN_FILE_UNREADABLE: Failed = "run-file-unreadable" {
         summary: "A file of the run directory could not be read.",
@@ -96,7 +96,7 @@ codes! {
     }
     RANK_OUT_OF_RANGE: Usage = "rank-out-of-range" {
         summary: "`--rank` names a rank that the run does not have.",
-        cause: "Ranks count from 0 to the number of workers less 1.",
+        cause: "Ranks are numbered from 0 to the number of workers minus 1.",
         remedy: "Use a rank that `launch ps` or `launch plan` shows.",
     }
     PATTERN_INVALID: Usage = "pattern-invalid" {
@@ -118,7 +118,7 @@ codes! {
     // --- launch sbatch -------------------------------------------------------------------------
     SBATCH_HOSTS_UNSUPPORTED: Job = "sbatch-hosts-unsupported" {
         summary: "The hosts of the job are not the nodes that Slurm would allocate.",
-        cause: "`cluster.hosts` names hosts, a hostfile or `local`, so that the allocated nodes would stay idle.",
+        cause: "`cluster.hosts` names hosts, a hostfile or `local`, so the allocated nodes would be idle.",
         remedy: "Remove `cluster.hosts`, or add `--set cluster.hosts=slurm`.",
     }
     SBATCH_TEXT_UNSUPPORTED: Usage = "sbatch-text-unsupported" {
@@ -151,17 +151,17 @@ codes! {
     IMPORT_UNSUPPORTED: Job = "import-unsupported" {
         summary: "The configuration describes a kind of job that launch does not run.",
         cause: "The file is for TPUs, SageMaker or another accelerator or environment.",
-        remedy: "launch runs on this machine, over SSH and inside Slurm, on CPUs and GPUs.",
+        remedy: "Convert only configurations for CPUs or GPUs on this machine, over SSH or inside Slurm.",
     }
     IMPORT_ARGUMENTS_INVALID: Job = "import-arguments-invalid" {
         summary: "The arguments are not a valid command line of torchrun.",
         cause: "An option is unknown or ambiguous, a value is missing or of the wrong form, or no script follows.",
-        remedy: "Write the arguments as after `torchrun`, behind `--`.",
+        remedy: "Write the arguments of `torchrun` after `--`.",
     }
 
     // --- launch ckpt ---------------------------------------------------------------------------
     CONVERT_OPTION_UNSUPPORTED: Usage = "convert-option-unsupported" {
-        summary: "An option has no meaning for the format that `launch ckpt convert --to` names.",
+        summary: "An option does not apply to the format that `launch ckpt convert --to` names.",
         cause: "Weights alone have no ranks, ZeRO stages or parameter groups, and only DeepSpeed has a sub-group size.",
         remedy: "Leave the option out, or choose another format.",
     }

@@ -82,7 +82,7 @@ codes! {
         remedy: "Give each record a list of objects such as {\"role\": \"user\", \"content\": \"...\"}.",
     }
     CHAT_WITHOUT_ASSISTANT: Job = "chat-without-assistant" {
-        summary: "A chat record has no text of the assistant, so that no token of it would be trained on.",
+        summary: "A chat record has no text of the assistant, so no token of the record would count for the loss.",
         cause: "The record has no message with the role assistant, or the template writes nothing for it.",
         remedy: "Remove the record, or set train.data.loss_on: all.",
     }

@@ -2,7 +2,7 @@
 
 codes! {
     GPU_NOT_FOUND: Cluster = "gpu-not-found" {
-        summary: "The NVIDIA driver does not show this process the GPU that it was given.",
+        summary: "The NVIDIA driver does not show the GPU that was assigned to this process.",
         cause: "The machine has fewer GPUs than the job uses, CUDA_VISIBLE_DEVICES hides them, or a container was started without GPUs.",
         remedy: "Compare the output of `nvidia-smi` with the job's cluster section, then run `launch check`.",
     }
@@ -54,15 +54,15 @@ codes! {
     CUDA_GRAPHS_DISABLED: Failed = "cuda-graphs-disabled" {
         summary: "CUDA graphs were turned off because the driver failed to build or launch one.",
         cause: "The driver or a library does not support capturing one of the calls.",
-        remedy: "Nothing is required: training continues without CUDA graphs. Set train.cuda_graphs: false to avoid the attempt.",
+        remedy: "Nothing is required: training continues without CUDA graphs. Set train.cuda_graphs: false so that training does not try CUDA graphs.",
     }
     CUDNN_ATTENTION_UNSUPPORTED: Failed = "cudnn-attention-unsupported" {
         summary: "train.attention is cudnn, and cuDNN cannot compute this attention.",
         cause: "cuDNN supports bf16, heads of up to 128 elements in multiples of 8, one document per sequence, no attention dropout and no softcap.",
-        remedy: "Set train.attention: auto, which uses launch's own kernels there.",
+        remedy: "Set train.attention: auto, which uses launch's own kernels in this case.",
     }
     CUDNN_PLAN_REJECTED: Failed = "cudnn-plan-rejected" {
-        summary: "cuDNN is not used for an attention shape because no plan of it passed the checks.",
+        summary: "cuDNN is not used for an attention shape because no execution plan of cuDNN passed the checks.",
         cause: "cuDNN offers no plan for the shape, a plan failed, or its results differ from those of launch's own kernels.",
         remedy: "Nothing is required: launch's own kernels are used for this shape.",
     }

@@ -13,7 +13,7 @@ codes! {
         remedy: "Correct the line that is named, or set `cluster.ssh.config` to another file.",
     }
     SSH_CONFIG_UNSUPPORTED: Cluster = "ssh-config-unsupported" {
-        summary: "The SSH configuration uses a keyword that only OpenSSH's client evaluates, and the client failed.",
+        summary: "The SSH configuration uses a keyword for which launch needs OpenSSH's client, and the client failed.",
         cause: "`Match` and the canonicalization of host names are evaluated by `ssh -G`. The client is missing, or it rejects the configuration.",
         remedy: "Install OpenSSH's client on this machine, or set `cluster.ssh.config` to another file.",
     }
@@ -61,7 +61,7 @@ codes! {
     }
     SSH_CONNECT_FAILED: Cluster = "ssh-connect-failed" {
         summary: "The TCP connection to a host's SSH port failed.",
-        cause: "The operating system reports the reason.",
+        cause: "The message contains the reason that the operating system reported.",
         remedy: "Try `ssh HOST` from this machine.",
     }
     SSH_JUMP_FAILED: Cluster = "ssh-jump-failed" {
@@ -71,7 +71,7 @@ codes! {
     }
     SSH_HANDSHAKE_FAILED: Cluster = "ssh-handshake-failed" {
         summary: "A host accepted the connection, but the SSH handshake failed.",
-        cause: "The port does not belong to an SSH server, the server has too many callers (`MaxStartups`), or it offers no common algorithm.",
+        cause: "The port does not belong to an SSH server, the server has too many connections that are not logged in (`MaxStartups`), or it offers no common algorithm.",
         remedy: "Try `ssh HOST`. For many hosts behind one server lower `cluster.ssh.fanout`, or raise `MaxStartups` in sshd_config.",
     }
     SSH_HANDSHAKE_TIMEOUT: Cluster = "ssh-handshake-timeout" {
@@ -87,7 +87,7 @@ codes! {
     SSH_CONNECTION_ABORTED: Cluster = "ssh-connection-aborted" {
         summary: "The controller closed the connection to a host before the agent was running.",
         cause: "The host took longer than the controller waits, or the job was stopped.",
-        remedy: "Look for an earlier message about the host.",
+        remedy: "Read the earlier message about the host.",
     }
     SSH_CONNECTION_LOST: Cluster = "ssh-connection-lost" {
         summary: "The SSH connection to a host was lost.",
@@ -104,7 +104,7 @@ codes! {
     SSH_HOST_KEY_CHANGED: Cluster = "ssh-host-key-changed" {
         summary: "A host presents another SSH key than the one in known_hosts.",
         cause: "The host was reinstalled, or another machine answers in its place.",
-        remedy: "Find out which of the two it is, then remove the old key with `ssh-keygen -R HOST`.",
+        remedy: "Find out which of the two causes applies. If the host was reinstalled, remove the old key with `ssh-keygen -R HOST`.",
     }
     SSH_HOST_KEY_TYPE_UNKNOWN: Cluster = "ssh-host-key-type-unknown" {
         summary: "known_hosts has keys of a host, but no key of the type that the host presents.",
@@ -140,7 +140,7 @@ codes! {
     }
     SSH_PUBLICKEY_UNSUPPORTED: Cluster = "ssh-publickey-unsupported" {
         summary: "A host does not accept public keys.",
-        cause: "Its sshd allows other methods only, such as passwords. launch logs in with keys only.",
+        cause: "The sshd of the host allows only other methods, such as passwords. launch logs in with keys only.",
         remedy: "Enable `PubkeyAuthentication` in sshd_config of the host.",
     }
     SSH_COMMAND_REJECTED: Cluster = "ssh-command-rejected" {
@@ -182,7 +182,7 @@ codes! {
     }
     EXECUTABLE_COPY_FAILED: Cluster = "executable-copy-failed" {
         summary: "The executable of launch could not be copied to a host.",
-        cause: "The host reports the reason.",
+        cause: "The message contains the reason that the host reported.",
         remedy: "Try to copy a file to `~/.cache` on the host with `scp`.",
     }
     EXECUTABLE_DISK_FULL: Cluster = "executable-disk-full" {
@@ -213,7 +213,7 @@ codes! {
     EXECUTABLE_ARCHITECTURE_MISMATCH: Cluster = "executable-architecture-mismatch" {
         summary: "A host has another CPU architecture than this machine.",
         cause: "All hosts of a job must have the architecture that launch was built for.",
-        remedy: "Remove the host from the job, or start launch on a machine of its architecture.",
+        remedy: "Remove the host from the job, or start the job from a machine with the architecture of the hosts.",
     }
     EXECUTABLE_LIBC_TOO_OLD: Cluster = "executable-libc-too-old" {
         summary: "The C library of a host is older than launch requires.",
@@ -226,7 +226,7 @@ codes! {
         remedy: "Remove `~/.cache/launch/bin` on the host and start again; the executable is copied again.",
     }
     EXECUTABLE_REMOVED: Cluster = "executable-removed" {
-        summary: "The executable of launch was copied to a host and removed again before it could be started.",
+        summary: "The executable of launch was copied to a host, but it was removed before it could be started.",
         cause: "A program on the host cleans `~/.cache/launch`.",
         remedy: "Exclude the directory from the cleanup, or set `XDG_CACHE_HOME` on the host to another directory.",
     }
@@ -239,8 +239,8 @@ codes! {
     }
     SLURM_COMMAND_FAILED: Cluster = "slurm-command-failed" {
         summary: "A command of Slurm failed.",
-        cause: "Slurm reports the reason.",
-        remedy: "Correct what the output of the command names.",
+        cause: "The message contains the reason that Slurm reported.",
+        remedy: "Correct the error that the output of the command names.",
     }
     SLURM_NODE_NOT_ALLOCATED: Cluster = "slurm-node-not-allocated" {
         summary: "A host of the job is not a node of the Slurm allocation.",
@@ -263,18 +263,18 @@ codes! {
         remedy: "Read the output of srun. `cluster.interface` selects the network on which agents connect.",
     }
     SLURM_EXECUTABLE_MISSING: Cluster = "slurm-executable-missing" {
-        summary: "The nodes do not have launch's executable at the path that it has here.",
+        summary: "The nodes do not have launch's executable at the same path as this machine.",
         cause: "The executable is on a file system that the nodes do not share.",
         remedy: "Put the executable on the shared file system, or set `slurm.bcast: true` to copy it.",
     }
     SLURM_EXECUTABLE_NOT_ALLOWED: Cluster = "slurm-executable-not-allowed" {
-        summary: "The nodes may not run launch's executable from where it is stored.",
+        summary: "The nodes are not allowed to run launch's executable from its directory.",
         cause: "The file system is mounted with `noexec`, or the permissions do not allow it.",
         remedy: "Move the executable, or set `slurm.bcast: true` to copy it.",
     }
     SLURM_CONTROLLER_UNREACHABLE: Cluster = "slurm-controller-unreachable" {
         summary: "Slurm's controller (slurmctld) did not answer.",
-        cause: "It is overloaded or down.",
+        cause: "slurmctld is overloaded or down.",
         remedy: "See `scontrol ping`, and start again when it answers.",
     }
     SLURM_ALLOCATION_ENDED: Cluster = "slurm-allocation-ended" {
@@ -347,7 +347,7 @@ codes! {
         remedy: "Create the directory on every host, or correct `run.workdir`.",
     }
     WORKER_CPU_UNAVAILABLE: Cluster = "worker-cpu-unavailable" {
-        summary: "A worker is to be bound to a CPU that the agent may not use.",
+        summary: "The plan binds a worker to a CPU that the agent may not use.",
         cause: "A container, a control group or `taskset` limits the CPUs of the agent.",
         remedy: "Use `run.cpu_bind: none`, or lift the limit.",
     }
@@ -370,7 +370,7 @@ codes! {
     // --- answers to `launch check` -------------------------------------------------------------
     PEER_ADDRESS_MISSING: Cluster = "peer-address-missing" {
         summary: "A host has no network address that others can reach.",
-        cause: "No interface but the loopback is up.",
+        cause: "No interface except the loopback is up.",
         remedy: "Check `ip address` on the host.",
     }
     PEER_MISMATCH: Cluster = "peer-mismatch" {
@@ -379,7 +379,7 @@ codes! {
         remedy: "Check the addresses of the hosts (`ip address`).",
     }
     PROBE_FAILED: Cluster = "probe-failed" {
-        summary: "An agent could not answer a question of `launch check`.",
+        summary: "An agent could not answer a probe of `launch check`.",
         cause: "A limit of threads is reached on the host, or the agent has a bug.",
         remedy: "Check `ulimit -u` on the host.",
     }
@@ -398,7 +398,7 @@ codes! {
 
     // --- planning ------------------------------------------------------------------------------
     HOSTS_TOO_FEW: Job = "hosts-too-few" {
-        summary: "A key asks for more hosts than the job has.",
+        summary: "A key requires more hosts than the job has.",
         cause: "`cluster.use_hosts` or `run.min_hosts` is larger than the number of hosts.",
         remedy: "Name more hosts, or lower the number.",
     }
@@ -420,11 +420,11 @@ codes! {
     SLOTS_NOT_GPUS: Job = "slots-not-gpus" {
         summary: "A host filter selects slots by number, and the slots are not the GPUs of the job.",
         cause: "The job uses no GPUs on the host, or `cluster.devices` names GPUs as well.",
-        remedy: "Remove one of the two selections; on CPUs select the slots from 0.",
+        remedy: "Remove one of the two selections; on CPUs, select the first slots, beginning with 0.",
     }
     GPU_INDEX_UNKNOWN: Job = "gpu-index-unknown" {
         summary: "The job names a GPU that the host does not have.",
-        cause: "GPUs count from 0 in the order of the PCI bus, within what `CUDA_VISIBLE_DEVICES` shows.",
+        cause: "GPUs are numbered from 0 in the order of the PCI bus, among those that `CUDA_VISIBLE_DEVICES` shows.",
         remedy: "Name GPUs that exist on every host; `launch check` shows how many each host has.",
     }
     GPU_REQUIRED: Job = "gpu-required" {
@@ -444,22 +444,22 @@ codes! {
     }
     THREADS_INVALID: Job = "threads-invalid" {
         summary: "`run.env.OMP_NUM_THREADS` is not a number of threads.",
-        cause: "The built-in training takes a single number from 1 to 4096.",
+        cause: "The built-in training accepts a single number from 1 to 4096.",
         remedy: "Write a number, or remove the variable to use each worker's share of the cores.",
     }
     ADDRESS_UNREACHABLE: Job = "address-unreachable" {
         summary: "The host of rank 0 has no address that other hosts can reach.",
-        cause: "It has only loopback or link-local addresses, or `cluster.interface` excludes all others.",
+        cause: "The host has only loopback or link-local addresses, or `cluster.interface` excludes all others.",
         remedy: "Give the host an address, or choose another interface.",
     }
     CPU_OVERSUBSCRIBED: Job = "cpu-oversubscribed" {
         summary: "A host has fewer CPU cores than workers. This is a warning.",
-        cause: "Several workers share a core, so that they run in turns.",
+        cause: "The job places more workers on the host than the host has cores, so several workers share a core.",
         remedy: "Use at most one worker for each core.",
     }
     LOG_RANK_UNKNOWN: Job = "log-rank-unknown" {
         summary: "`run.logs.show` names a rank that the job does not have. This is a warning.",
-        cause: "Ranks count from 0 to the number of workers less 1.",
+        cause: "Ranks are numbered from 0 to the number of workers minus 1.",
         remedy: "Remove the rank from `run.logs.show`.",
     }
     ENV_VALUE_INVALID: Job = "env-value-invalid" {
@@ -487,7 +487,7 @@ codes! {
     SLURM_STARTED_PER_TASK: Cluster = "slurm-started-per-task" {
         summary: "launch was started once for each task of an srun step.",
         cause: "The job was started with `srun launch`.",
-        remedy: "Start launch once, without srun: it starts its own step on all nodes of the allocation.",
+        remedy: "Start launch once, without srun. launch starts a job step on all nodes of the allocation.",
     }
     SLURM_NODE_DUPLICATE: Cluster = "slurm-node-duplicate" {
         summary: "A node belongs to two groups of a heterogeneous job.",
@@ -501,7 +501,7 @@ codes! {
     }
     SLURM_REQUEUE_UNAVAILABLE: Cluster = "slurm-requeue-unavailable" {
         summary: "`--requeue` was given outside of a Slurm batch job.",
-        cause: "Only a batch job can be queued again.",
+        cause: "Only a batch job can be requeued.",
         remedy: "Leave the option out, or submit the job with `launch sbatch`.",
     }
 
@@ -568,7 +568,7 @@ codes! {
     }
     GPUS_FEWER_THAN_SLOTS: Cluster = "gpus-fewer-than-slots" {
         summary: "A host has fewer GPUs than the hostfile declares slots. This is a warning.",
-        cause: "Ranks share GPUs, unless the job computes on CPUs.",
+        cause: "The hostfile is wrong, or a GPU is missing. Ranks share GPUs, unless the job computes on CPUs.",
         remedy: "Correct the slots of the hostfile.",
     }
     LIBRARY_VERSION_DIFFERS: Cluster = "library-version-differs" {

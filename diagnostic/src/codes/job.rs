@@ -154,7 +154,7 @@ codes! {
 
     // --- hosts ---------------------------------------------------------------------------------
     JOB_HOST_INVALID: Job = "job-host-invalid" {
-        summary: "A host is not written as `[user@]name[:port]`.",
+        summary: "The text that names a host does not have the form `[user@]name[:port]`.",
         cause: "The user, name or port is empty or contains characters that are not allowed.",
         remedy: "Correct the text at the reported character.",
     }
@@ -196,7 +196,7 @@ codes! {
         remedy: "Remove the variable and use the key that the message names.",
     }
     JOB_SECRET_IN_FILE: Job = "job-secret-in-file" {
-        summary: "A variable of `run.env` looks like a secret and its value is written in the job file.",
+        summary: "The name of a variable of `run.env` looks like that of a secret, and its value is written in the job file.",
         cause: "The name matches `*_TOKEN`, `*SECRET*`, `*PASSWORD*` or `*_KEY`.",
         remedy: "Use `{from_env: NAME}` or `{from_file: path}`, so that the value is in no file of launch.",
     }
@@ -221,12 +221,12 @@ codes! {
     JOB_SCHEDULE_TRUNCATED: Job = "job-schedule-truncated" {
         summary: "Training ends before the learning-rate schedule is complete.",
         cause: "The warm-up, or warm-up and decay together, take more steps than `train.steps`.",
-        remedy: "Nothing in a short trial run; otherwise shorten the warm-up or train for more steps.",
+        remedy: "Nothing is required in a short trial run. Otherwise, shorten the warm-up or train for more steps.",
     }
     JOB_RESUME_NOTICE: Job = "job-resume-notice" {
-        summary: "Reports which checkpoint a program resumes from and how it was prepared.",
+        summary: "The message reports which checkpoint a program resumes from and how the checkpoint was prepared.",
         cause: "The job has `run.command` and `resume.from`.",
-        remedy: "Nothing; the message is informational.",
+        remedy: "Nothing is required; the message is informational.",
     }
     JOB_LORA_WITHOUT_BASE: Job = "job-lora-without-base" {
         summary: "Adapters are trained on a new model, whose random weights stay frozen.",

@@ -55,7 +55,7 @@ codes! {
         remedy: "Remove the key, or use a mixture-of-experts family.",
     }
     MODEL_WITHOUT_MOE_LAYERS: Job = "model-without-moe-layers" {
-        summary: "config.json of a mixture-of-experts architecture leaves no layer with experts.",
+        summary: "The config.json of a mixture-of-experts architecture describes a model without MoE layers.",
         cause: "decoder_sparse_step and mlp_only_layers make every layer a dense layer.",
         remedy: "Correct these keys, or use the dense architecture of the family.",
     }
@@ -67,7 +67,7 @@ codes! {
         remedy: "Use train.precision: bf16.",
     }
     LORA_TARGET_UNKNOWN: Job = "lora-target-unknown" {
-        summary: "A LoRA target is the name of no matrix that can have an adapter.",
+        summary: "A LoRA target does not name a matrix that can have an adapter.",
         cause: "The name belongs to another model family, or to an expert, a router, an embedding or the head.",
         remedy: "Use names that the message lists, or train.lora.targets: all-linear.",
     }

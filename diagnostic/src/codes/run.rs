@@ -14,7 +14,7 @@ codes! {
     }
     OUT_OF_MEMORY: Failed = "out-of-memory" {
         summary: "The kernel killed a worker because memory ran out.",
-        cause: "The job needs more memory than the host, or the control group of the job, has.",
+        cause: "The job needs more memory than the host or the control group of the job has.",
         remedy: "Use a smaller batch, more hosts or offloading, or raise the memory limit of the control group.",
     }
     GPU_ERROR: Failed = "gpu-error" {
@@ -25,7 +25,7 @@ codes! {
     HANG_DETECTED: Failed = "hang-detected" {
         summary: "No worker made progress for `run.hang_timeout`.",
         cause: "Most often a rank waits in a collective that another rank never enters.",
-        remedy: "Compare the stacks at the end of each rank's log: the rank that is outside the collective is the one to look at.",
+        remedy: "Compare the stacks at the end of each rank's log, and look for a rank that is not in the collective in which the others wait.",
     }
     WORKER_SUSPENDED: Failed = "worker-suspended" {
         summary: "A worker's process was suspended by a signal for `run.hang_timeout`.",
@@ -38,7 +38,7 @@ codes! {
         remedy: "Check the state of the process with `ps -o stat`, the memory of the host, and its file systems.",
     }
     WORKER_LOST: Failed = "worker-lost" {
-        summary: "An agent reported that its workers had ended, but not how one of them ended.",
+        summary: "An agent reported the end of its workers, but not the exit result of one of them.",
         cause: "A bug of launch.",
         remedy: "Report the message, the version and the logs.",
     }
@@ -64,7 +64,7 @@ codes! {
     }
     PROCESS_UNKILLABLE: Failed = "process-unkillable" {
         summary: "Processes of the job did not end after SIGKILL.",
-        cause: "They are blocked in the kernel, most often in a device driver or a network file system.",
+        cause: "The processes are blocked in the kernel, most often in a device driver or a network file system.",
         remedy: "Check the devices and network file systems of the host; reboot it if the processes stay.",
     }
     ROOT_CAUSE_UNKNOWN: Failed = "root-cause-unknown" {
@@ -98,7 +98,7 @@ codes! {
         remedy: "Repair or add hosts, or lower `run.min_hosts`.",
     }
     FAILURE_UNKNOWN: Failed = "failure-unknown" {
-        summary: "The journal does not record the reason of the failure in a form that this version knows.",
+        summary: "The journal records the reason of the failure in a form that this version of launch does not know.",
         cause: "Another version of launch wrote the journal.",
         remedy: "Read the message of the event, or use the version that wrote the journal.",
     }
@@ -110,7 +110,7 @@ codes! {
     }
     RENDEZVOUS_TIMEOUT: Cluster = "rendezvous-timeout" {
         summary: "The host of rank 0 did not bind the rendezvous in time.",
-        cause: "Its agent is blocked, or the host is overloaded.",
+        cause: "The agent of that host is blocked, or the host is overloaded.",
         remedy: "Check the host, then start the job again.",
     }
     RENDEZVOUS_TOO_MANY_RANKS: Cluster = "rendezvous-too-many-ranks" {
@@ -126,7 +126,7 @@ codes! {
     PLAN_TOO_LARGE: Cluster = "plan-too-large" {
         summary: "The plan of a host is larger than a control message may be.",
         cause: "The environment or the command of the workers is very long.",
-        remedy: "Shorten `run.env`, the command, or the number of workers of one host.",
+        remedy: "Shorten `run.env` or the command, or use fewer workers per host.",
     }
     RANDOM_UNAVAILABLE: Cluster = "random-unavailable" {
         summary: "The operating system gave no random numbers for the key of the job.",

@@ -60,22 +60,22 @@ codes! {
     }
     NO_TRAINED_PARAMETERS: Job = "no-trained-parameters" {
         summary: "Every parameter of the model is frozen.",
-        cause: "train.freeze matches all parameters that train.train_only selects.",
-        remedy: "Narrow train.freeze or widen train.train_only.",
+        cause: "The patterns of train.freeze match every parameter of the model.",
+        remedy: "Remove or narrow a pattern of train.freeze.",
     }
 
     PEER_REPORT_INVALID: Failed = "peer-report-invalid" {
-        summary: "A rank received a message from another rank that it cannot use.",
+        summary: "A rank cannot use a message that it received from another rank.",
         cause: "The ranks run different versions of launch, or memory is damaged.",
-        remedy: "Install the same version on every host; if it is the same already, report the message.",
+        remedy: "Install the same version on every host; if all hosts have the same version, report the message.",
     }
     AGENT_CONNECTION_LOST: Failed = "agent-connection-lost" {
         summary: "A worker lost the control connection to its agent.",
         cause: "The agent ended or was killed.",
-        remedy: "Look in the run's log for the reason why the agent ended.",
+        remedy: "Read the log of the run, which contains the reason why the agent ended.",
     }
     AGENT_MESSAGE_INVALID: Failed = "agent-message-invalid" {
-        summary: "A worker received a control message from its agent that it cannot use.",
+        summary: "A worker cannot use a control message that it received from its agent.",
         cause: "The installation of launch changed while the job was starting, or memory is damaged.",
         remedy: "Start the job again with one installation of launch; if it happens again, report the message.",
     }
@@ -101,7 +101,7 @@ codes! {
     }
     SHARED_MEMORY_MISSING: Cluster = "shared-memory-missing" {
         summary: "A worker was started without the shared memory of the workers of its host.",
-        cause: "The agent could not create it, or the worker was not started by an agent.",
+        cause: "The agent could not create the shared memory, or the worker was not started by an agent.",
         remedy: "Start the job with `launch job.yaml`; check the free space of /dev/shm with `launch check`.",
     }
     OPEN_FILE_LIMIT: Cluster = "open-file-limit" {
@@ -156,9 +156,9 @@ codes! {
         remedy: "Point checkpoint.dir at a directory that all workers of a host see.",
     }
     STORAGE_PARTIALLY_SHARED: Cluster = "storage-partially-shared" {
-        summary: "One host sees the files of another in the checkpoint directory, but not the other way around.",
+        summary: "One host sees the files of another host in the checkpoint directory, but the other host does not see those of the first.",
         cause: "The directory is an overlay, a snapshot or a one-way synchronised copy.",
-        remedy: "Give each host its own directory, or all hosts the same one.",
+        remedy: "Give each host its own directory, or give all hosts the same directory.",
     }
     STORAGE_ID_DUPLICATE: Cluster = "storage-id-duplicate" {
         summary: "The host-local checkpoint directories of two hosts carry the same identifier.",
@@ -176,9 +176,9 @@ codes! {
         remedy: "Earlier checkpoints are complete; resume from them and report the message.",
     }
     OFFLOAD_STORAGE_UNUSABLE: Job = "offload-storage-unusable" {
-        summary: "The optimizer states could not be placed at the place that train.zero.offload names.",
+        summary: "The optimizer states could not be stored in the memory or directory that train.zero.offload names.",
         cause: "The directory is missing or full, or the host has too little memory.",
-        remedy: "Point train.zero.offload at a directory with free space, or use fewer optimizer states.",
+        remedy: "Point train.zero.offload at a directory with free space, or use an optimizer with fewer states.",
     }
 
     RESUME_NO_USABLE_CHECKPOINT: Checkpoint = "resume-no-usable-checkpoint" {
@@ -187,7 +187,7 @@ codes! {
         remedy: "Rebuild one with `launch ckpt repair`, remove them, or set resume.from: never to start at step 0.",
     }
     RESUME_MODEL_MISMATCH: Checkpoint = "resume-model-mismatch" {
-        summary: "The checkpoint holds another model than the one the job describes.",
+        summary: "The checkpoint contains another model than the job describes.",
         cause: "Tensors are missing, have other shapes, or have no counterpart in the job's model.",
         remedy: "Make train.model like the checkpoint's config.json, or resume from another checkpoint.",
     }
@@ -203,7 +203,7 @@ codes! {
     }
     RESUME_POSITION_INVALID: Checkpoint = "resume-position-invalid" {
         summary: "The step, sample position or loss scale that the checkpoint records is missing or not valid.",
-        cause: "The checkpoint was edited, damaged, or written by a program that does not record it.",
+        cause: "The checkpoint was edited, damaged, or written by a program that does not record the value.",
         remedy: "Resume from another checkpoint, or from its weights only.",
     }
     RESUME_TIED_WEIGHTS_DIFFER: Checkpoint = "resume-tied-weights-differ" {
@@ -213,7 +213,7 @@ codes! {
     }
     RESUME_RNG_STRICT: Checkpoint = "resume-rng-strict" {
         summary: "resume.rng: strict does not allow another number of ranks than the checkpoint's.",
-        cause: "The checkpoint holds one random state per rank, and the number of ranks changed.",
+        cause: "The checkpoint holds one RNG state per rank, and the number of ranks changed.",
         remedy: "Resume with the same number of ranks, or set resume.rng: reconcile.",
     }
     RESUME_FETCH_FAILED: Checkpoint = "resume-fetch-failed" {

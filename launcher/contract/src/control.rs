@@ -2,14 +2,14 @@
 //! between an agent and its built-in workers (over a socket).
 //!
 //! Module `frame` defines how a message is encoded. The first message of each side carries
-//! [`VERSION`]; a side that finds another version ends the connection.
+//! [`PROTOCOL_VERSION`]. A side that receives another version ends the connection.
 use crate::{
-    event::{Event, Phase},
+    event::{Event, WorkerPhase},
     failure::GpuFault,
+    hardware::{CpuTopology, GpuDevice},
     ids::Rank,
     job::{JobSpec, ReloadValues},
-    machine::{Gpu, Topology},
-    probe::{Probe, ProbeAnswer},
+    probe::{ProbeAnswer, ProbeRequest},
 };
 use diagnostic::Diagnostic;
 use serde::{Deserialize, Serialize};
@@ -19,79 +19,83 @@ use std::{
     path::PathBuf,
 };
 
-/// Version of these messages. All processes run the same executable, so a different version means
-/// that two builds are mixed.
-pub const VERSION: u32 = 5;
-/// Largest body of a frame that either side accepts, bytes.
-pub const MAX_FRAME: u32 = 16 << 20;
+/// The version of these messages. All processes run the same executable, so a different version
+/// means that two builds are mixed.
+pub const PROTOCOL_VERSION: u32 = 5;
+/// The largest body of a frame that either side accepts, bytes.
+pub const MAX_FRAME_BYTES: u32 = 16 << 20;
 
 /// A message from the controller to an agent.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum ToAgent {
     /// The first message; the agent answers with [`FromAgent::Hello`].
     Hello {
-        /// [`VERSION`] of the controller.
+        /// The [`PROTOCOL_VERSION`] of the controller.
         version: u32,
     },
     /// Bind the rendezvous of an attempt whose rank 0 is on this host; answered by
     /// [`FromAgent::Bound`].
-    Bind(BindRendezvous),
+    Bind(RendezvousRequest),
     /// Start the workers of the plan. Sent once per attempt.
     Start(Box<HostPlan>),
-    /// Stop the workers: built-in ones save at the next step boundary and exit, programs get
+    /// Stop the workers: built-in workers save at the next step boundary and exit; programs get
     /// SIGTERM.
     Stop {
         /// The attempt that the message is for.
         attempt: u32,
-        /// Workers that still run after this time are killed, milliseconds; `None` for no limit.
+        /// The time in milliseconds after which workers that still run are killed; `None` for no
+        /// limit.
         deadline_ms: Option<u64>,
     },
-    /// Save a checkpoint and continue: built-in workers save at the next step boundary, and
-    /// programs that handle the signal get it. Other programs are not signalled.
+    /// Save a checkpoint and continue. Built-in workers save at the next step boundary. Programs
+    /// get the signal if they handle it; other programs are not signalled.
     Save {
         /// The attempt that the message is for.
         attempt: u32,
-        /// The signal for programs.
+        /// The number of the signal for programs.
         signal: i32,
     },
-    /// The job file has changed: use these values from the next step boundary.
+    /// Use the values of the changed job file from the next step boundary.
     Reload {
         /// The attempt that the message is for.
         attempt: u32,
         /// The values of all reloadable keys.
         values: ReloadValues,
     },
-    /// End all workers now: abort collectives and send SIGTERM, then SIGKILL after the grace
+    /// End all workers now: abort collectives and send SIGTERM, then send SIGKILL after the grace
     /// period.
     Kill {
         /// The attempt that the message is for.
         attempt: u32,
-        /// Why, for the logs of the workers.
+        /// The reason, which is written to the logs of the workers.
         reason: String,
-        /// Time from SIGTERM to SIGKILL, milliseconds.
+        /// The time from SIGTERM to SIGKILL, milliseconds.
         grace_ms: u64,
         /// Whether to write the stacks of all workers to their logs first.
         stacks: bool,
     },
-    /// Inspect the host; the agent answers with [`FromAgent::Probed`]. Only sent before a `Start`.
-    Probe(Probe),
-    /// The addresses of all built-in workers of the job, for every worker on the host.
-    Peers(Peers),
-    /// A sign of life of the controller. Silence for longer than the lease ends the agent.
+    /// A request of `launch check`, which the agent answers with [`FromAgent::Probed`]. Only sent
+    /// before [`ToAgent::Start`].
+    Probe(ProbeRequest),
+    /// The addresses of all built-in workers of the job, which the agent passes to every worker on
+    /// its host.
+    Peers(WorkerPeers),
+    /// A sign of life of the controller. An agent ends if it receives nothing for longer than the
+    /// lease.
     Heartbeat,
 }
 
-/// The rendezvous (`MASTER_PORT`) that an agent is to bind on its host.
+/// A request to an agent to bind the rendezvous port (`MASTER_PORT`) on its host.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct BindRendezvous {
+pub struct RendezvousRequest {
     /// The attempt that the rendezvous is for.
     pub attempt: u32,
     /// The address to bind.
     pub address: IpAddr,
     /// The port to bind; 0 for any free one.
     pub port: u16,
-    /// Whether to serve torch's TCPStore on the port. Otherwise the port is held until the workers
-    /// start.
+    /// Whether the agent serves torch's TCPStore on the port. Otherwise the agent only holds the
+    /// port until the workers start.
     pub store: bool,
     /// The number of ranks that will connect.
     pub clients: u32,
@@ -110,22 +114,22 @@ pub struct HostPlan {
     pub host: String,
     /// The run directory, absolute.
     pub run_dir: PathBuf,
-    /// 0 for the first start; each restart adds 1.
+    /// The number of the attempt, counted from 0.
     pub attempt: u32,
     /// The number of workers of the job.
     pub world: u32,
-    /// The workers of this host by local rank.
+    /// The workers of this host, in the order of their local ranks.
     pub workers: Vec<WorkerPlan>,
-    /// Time from SIGTERM to SIGKILL, milliseconds.
+    /// The time from SIGTERM to SIGKILL, milliseconds.
     pub grace_ms: u64,
 }
 
-/// What the process of one worker is started with.
+/// The command, environment and CPU binding of one worker's process.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct WorkerPlan {
     /// The global rank.
     pub rank: Rank,
-    /// The rank on its host.
+    /// The local rank: the number of the worker among those of its host.
     pub local_rank: u32,
     /// The number of workers on its host.
     pub local_world: u32,
@@ -135,7 +139,7 @@ pub struct WorkerPlan {
     pub env: Vec<(String, String)>,
     /// The working directory.
     pub workdir: PathBuf,
-    /// The CPUs that the process is bound to; empty when it is not bound.
+    /// The numbers of the CPUs that the process is bound to; empty if the process is not bound.
     pub cpus: Vec<u32>,
     /// The number of threads of the built-in runtime, at least 1.
     pub threads: u32,
@@ -148,18 +152,18 @@ pub struct WorkerPlan {
 pub enum FromAgent {
     /// The first message.
     Hello {
-        /// [`VERSION`] of the agent.
+        /// The [`PROTOCOL_VERSION`] of the agent.
         version: u32,
         /// Process id of the agent.
         pid: u32,
-        /// What the agent discovered about its host.
+        /// The hardware and environment of the host.
         inventory: HostInventory,
     },
     /// The answer to [`ToAgent::Bind`].
     Bound {
         /// The attempt of the rendezvous.
         attempt: u32,
-        /// The port, or why it was not bound.
+        /// The bound port, or why binding failed.
         port: diagnostic::Result<u16>,
     },
     /// The process of a worker was started.
@@ -179,16 +183,15 @@ pub enum FromAgent {
         rank: Rank,
         /// The process id.
         pid: u32,
-        /// How it ended.
+        /// The exit code or signal of the process.
         status: ExitStatus,
         /// Whether the kernel killed the process because memory was exhausted.
         oom: bool,
-        /// The last lines of its log.
+        /// The last lines of the worker's log.
         tail: Vec<String>,
-        /// What a failed program recorded about its failure, on one line
-        /// (`TORCHELASTIC_ERROR_FILE`).
+        /// The failure that the program recorded in `TORCHELASTIC_ERROR_FILE`, on one line.
         error: Option<String>,
-        /// The error that the GPU driver reported for this process.
+        /// The error of the worker's GPU that the GPU driver reported; `None` if there is none.
         gpu: Option<GpuFault>,
     },
     /// A line of a worker's output that the console may show.
@@ -216,11 +219,11 @@ pub enum FromAgent {
         /// The rank of the worker.
         rank: Rank,
         /// What the worker is doing.
-        phase: Phase,
+        phase: WorkerPhase,
         /// The number of steps that are done.
         step: u64,
     },
-    /// A worker has made no progress for `run.hang_timeout`.
+    /// A worker made no progress for `run.hang_timeout`.
     Stalled {
         /// The attempt of the worker.
         attempt: u32,
@@ -231,7 +234,7 @@ pub enum FromAgent {
         /// Whether the process is suspended (state T).
         suspended: bool,
     },
-    /// A worker that was [`FromAgent::Stalled`] makes progress again.
+    /// A worker makes progress again after [`FromAgent::Stalled`].
     Recovered {
         /// The attempt of the worker.
         attempt: u32,
@@ -244,29 +247,29 @@ pub enum FromAgent {
         rank: Rank,
         /// The attempt of the worker.
         attempt: u32,
-        /// Its addresses, best first.
+        /// The addresses of the worker, best first.
         addresses: Vec<SocketAddr>,
     },
-    /// The final report of a built-in worker: why it is about to exit.
+    /// The final report of a built-in worker before it exits.
     Fatal {
         /// The attempt of the worker.
         attempt: u32,
         /// The rank of the worker.
         rank: Rank,
-        /// The kind of exit.
+        /// The reason for the exit, which determines the exit code.
         exit: crate::exit::WorkerExit,
-        /// The reason.
+        /// The error that is reported to the user.
         diagnostic: Diagnostic,
-        /// The error that the GPU driver reported for this process.
+        /// The error of the worker's GPU that the GPU driver reported; `None` if there is none.
         gpu: Option<GpuFault>,
     },
-    /// The agent failed, or could not start or supervise the worker of this rank.
+    /// The agent failed, or could not start or supervise a worker.
     Failed {
         /// The attempt that failed.
         attempt: u32,
-        /// The worker that is affected; `None` for the agent itself.
+        /// The worker that could not be started or supervised; `None` if the agent itself failed.
         rank: Option<Rank>,
-        /// The reason.
+        /// The error that is reported to the user.
         diagnostic: Diagnostic,
     },
     /// The answer to [`ToAgent::Probe`].
@@ -280,45 +283,45 @@ pub enum FromAgent {
     Heartbeat,
 }
 
-/// What an agent discovered about its host when it started.
+/// The hardware and environment that an agent discovered on its host when it started.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct HostInventory {
     /// The hostname, which is displayed but never resolved.
     pub host: String,
-    /// The CPUs on which the agent may run, ascending.
+    /// The numbers of the CPUs on which the agent may run, ascending.
     pub cpus: Vec<u32>,
-    /// The CPU time that the control group allows, in CPUs; `None` without a limit.
+    /// The limit on CPU time of the control group, in CPUs; `None` without a limit.
     pub quota: Option<f64>,
-    /// The memory that may be used, bytes; 0 when unknown.
+    /// The memory that the job may use, bytes; 0 if unknown.
     pub memory: u64,
-    /// The addresses of the interfaces that are up, the loopback included.
+    /// The addresses of the network interfaces that are up, including the loopback.
     pub addresses: Vec<InterfaceAddress>,
-    /// The size of /dev/shm, bytes; 0 when there is none.
+    /// The size of /dev/shm, bytes; 0 if it does not exist.
     pub shm: u64,
-    /// The physical cores that the CPUs belong to.
-    pub topology: Topology,
-    /// The GPUs by number.
-    pub gpus: Vec<Gpu>,
+    /// The physical cores of the CPUs in `cpus`.
+    pub topology: CpuTopology,
+    /// The GPUs, in the order of their numbers.
+    pub gpus: Vec<GpuDevice>,
     /// The variables of [`crate::env::VISIBLE_DEVICES`] in the environment of the agent, which its
     /// workers inherit.
     pub visible_devices: Vec<(String, String)>,
 }
 
-/// A numeric address of an interface.
+/// An IP address of a network interface.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct InterfaceAddress {
     /// The name of the interface, e.g. `eth0`.
     pub interface: String,
-    /// Its address.
+    /// The IP address.
     pub address: IpAddr,
 }
 
-/// How a process ended.
+/// The exit code of a process, or the signal that killed it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ExitStatus {
-    /// The exit code.
+    /// The process exited with this code.
     Code(u8),
-    /// The number of the signal that ended it, and whether it dumped core.
+    /// The number of the signal that killed the process, and whether the process dumped core.
     Signal(i32, bool),
 }
 
@@ -333,42 +336,44 @@ pub enum ToWorker {
     Save,
     /// Use these values from the next step boundary. Rank 0 decides when.
     Reload(ReloadValues),
-    /// A peer has failed: every pending collective returns an error now.
+    /// A peer failed: every pending collective returns an error now.
     Abort {
         /// Which peer failed and why.
         reason: String,
     },
     /// The addresses of all workers. Sent once, when all of them listen, and only in jobs on
     /// several hosts.
-    Peers(Peers),
+    Peers(WorkerPeers),
 }
 
-/// How the built-in workers of one attempt find and authenticate each other.
+/// The addresses of the built-in workers of one attempt, and the key with which the workers
+/// authenticate each other.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Peers {
+pub struct WorkerPeers {
     /// The attempt that the addresses belong to.
     pub attempt: u32,
-    /// The key that the workers authenticate with.
+    /// The key with which the workers authenticate each other.
     pub key: JobKey,
-    /// The workers by rank.
-    pub members: Vec<PeerAddress>,
-    /// The id of an NCCL communicator, created by rank 0; `None` for the CPU backend.
+    /// The addresses of each worker, in the order of the ranks.
+    pub members: Vec<WorkerAddresses>,
+    /// The id of the NCCL communicator, which rank 0 creates; `None` for the CPU backend.
     pub nccl_id: Option<Vec<u8>>,
 }
 
 /// The host and the addresses of one worker.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct PeerAddress {
-    /// The index of its host. Workers of one host share memory.
+pub struct WorkerAddresses {
+    /// The index of the worker's host. Workers with the same index share memory.
     pub host_index: u32,
-    /// Its addresses, to be tried in this order.
+    /// The addresses to connect to, in this order.
     pub addresses: Vec<SocketAddr>,
 }
 
-/// Most addresses of one worker.
+/// The most addresses of one worker.
 pub const MAX_ADDRESSES: usize = 16;
 
-/// The secret that the workers of an attempt prove to each other to hold. It is never printed.
+/// The secret of an attempt. Workers prove to each other that they know it. `Debug` does not print
+/// the secret.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct JobKey(pub [u8; 32]);
 
@@ -381,11 +386,11 @@ impl fmt::Debug for JobKey {
 /// The identity and the job of a built-in worker.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct WorkerInit {
-    /// [`VERSION`] of the agent.
+    /// The [`PROTOCOL_VERSION`] of the agent.
     pub version: u32,
     /// The global rank.
     pub rank: Rank,
-    /// The rank on its host.
+    /// The local rank: the number of the worker among those of its host.
     pub local_rank: u32,
     /// The number of workers of the job.
     pub world: u32,
@@ -393,7 +398,7 @@ pub struct WorkerInit {
     pub local_world: u32,
     /// The number of threads to compute with, at least 1.
     pub threads: u32,
-    /// 0 for the first start; each restart adds 1.
+    /// The number of the attempt, counted from 0.
     pub attempt: u32,
     /// The name of the run.
     pub run: String,
@@ -410,31 +415,31 @@ pub struct WorkerInit {
 pub enum FromWorker {
     /// The first message.
     Hello {
-        /// [`VERSION`] of the worker.
+        /// The [`PROTOCOL_VERSION`] of the worker.
         version: u32,
         /// The process id.
         pid: u32,
     },
-    /// A sign of life with the present activity. A dedicated thread sends it at least once a
-    /// second.
+    /// A sign of life with the current phase and step. A dedicated thread sends this message at
+    /// least once a second.
     Progress {
         /// What the worker is doing.
-        phase: Phase,
+        phase: WorkerPhase,
         /// The number of steps that are done.
         step: u64,
     },
-    /// An event for the controller.
+    /// An event, which the agent passes to the controller.
     Event(Event),
-    /// The worker listens for its peers on other hosts.
+    /// The worker listens for the workers on other hosts.
     Listening {
-        /// Its addresses, best first.
+        /// The addresses of the worker, best first.
         addresses: Vec<SocketAddr>,
     },
     /// The final report before the worker exits.
     Fatal {
-        /// The kind of exit.
+        /// The reason for the exit, which determines the exit code.
         exit: crate::exit::WorkerExit,
-        /// The reason.
+        /// The error that is reported to the user.
         diagnostic: Diagnostic,
     },
 }

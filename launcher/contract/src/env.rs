@@ -1,12 +1,12 @@
 //! The names of all environment variables that launch reads or sets.
 
-/// Set for every worker: its global rank.
+/// Set for every worker: the global rank of the worker.
 pub const RANK: &str = "RANK";
-/// Set for every worker: its rank on its host.
+/// Set for every worker: the rank of the worker on its host.
 pub const LOCAL_RANK: &str = "LOCAL_RANK";
 /// Set for every worker: the number of workers of the job.
 pub const WORLD_SIZE: &str = "WORLD_SIZE";
-/// Set for every worker: the number of workers on its host.
+/// Set for every worker: the number of workers on the worker's host.
 pub const LOCAL_WORLD_SIZE: &str = "LOCAL_WORLD_SIZE";
 /// Set for every worker: the address of rank 0's host.
 pub const MASTER_ADDR: &str = "MASTER_ADDR";
@@ -35,7 +35,8 @@ pub const TORCHELASTIC_RUN_ID: &str = "TORCHELASTIC_RUN_ID";
 pub const TORCHELASTIC_USE_AGENT_STORE: &str = "TORCHELASTIC_USE_AGENT_STORE";
 /// Set for programs: the file in which a worker records its failure as JSON. The agent reads it.
 pub const TORCHELASTIC_ERROR_FILE: &str = "TORCHELASTIC_ERROR_FILE";
-/// Set for built-in workers that share a GPU and use NCCL, which supports it from 2.30 on.
+/// Set for built-in workers that share a GPU and use NCCL: allows several ranks on a GPU (NCCL 2.30
+/// and later).
 pub const NCCL_MULTI_RANK_GPU_ENABLE: &str = "NCCL_MULTI_RANK_GPU_ENABLE";
 /// Set for programs unless the user sets it: an error of NCCL ends the process.
 pub const TORCH_NCCL_ASYNC_ERROR_HANDLING: &str = "TORCH_NCCL_ASYNC_ERROR_HANDLING";
@@ -43,7 +44,7 @@ pub const TORCH_NCCL_ASYNC_ERROR_HANDLING: &str = "TORCH_NCCL_ASYNC_ERROR_HANDLI
 pub const PYTHONUNBUFFERED: &str = "PYTHONUNBUFFERED";
 /// Set for programs: the index of the host.
 pub const NODE_RANK: &str = "NODE_RANK";
-/// Set for programs, as DeepSpeed does: the number of workers on its host.
+/// Set for programs, as DeepSpeed does: the number of workers on the worker's host.
 pub const LOCAL_SIZE: &str = "LOCAL_SIZE";
 /// Set for programs, as DeepSpeed does: the index of the host.
 pub const CROSS_RANK: &str = "CROSS_RANK";
@@ -52,17 +53,16 @@ pub const CROSS_SIZE: &str = "CROSS_SIZE";
 /// Set for programs of jobs with `resume.from`: the directory to resume from; empty when there is
 /// no checkpoint.
 pub const LAUNCH_RESUME_FROM: &str = "LAUNCH_RESUME_FROM";
-/// Variables that launch sets for programs only where the environment of the user does not have
-/// them.
+/// Variables that launch sets for programs only if the user's environment does not have them.
 pub const USER_OVERRIDABLE: [&str; 3] = [OMP_NUM_THREADS, PYTHONUNBUFFERED, TORCH_NCCL_ASYNC_ERROR_HANDLING];
-/// The GPUs that a process sees. Set for programs where the job selects GPUs.
+/// Set for programs of jobs that select GPUs: the GPUs that the process sees.
 pub const CUDA_VISIBLE_DEVICES: &str = "CUDA_VISIBLE_DEVICES";
-/// The order in which CUDA numbers GPUs. Set to the order of the PCI bus where launch selects GPUs
-/// by number.
+/// Set where launch selects GPUs by number: CUDA numbers GPUs in the order of the PCI bus.
 pub const CUDA_DEVICE_ORDER: &str = "CUDA_DEVICE_ORDER";
-/// ROCm's counterpart of [`CUDA_VISIBLE_DEVICES`], over which it has precedence there.
+/// The GPUs that a ROCm process sees. ROCm reads [`CUDA_VISIBLE_DEVICES`] only if this variable is
+/// not set.
 pub const HIP_VISIBLE_DEVICES: &str = "HIP_VISIBLE_DEVICES";
-/// The counterpart of [`CUDA_VISIBLE_DEVICES`] for Intel's Level Zero.
+/// The GPUs that a process of Intel's Level Zero sees.
 pub const ZE_AFFINITY_MASK: &str = "ZE_AFFINITY_MASK";
 /// The variables that restrict which GPUs a process sees.
 pub const VISIBLE_DEVICES: [&str; 3] = [CUDA_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES, ZE_AFFINITY_MASK];
@@ -85,7 +85,7 @@ pub const CUDA_HOME: &str = "CUDA_HOME";
 /// Read: the directory of a CUDA toolkit, under an older name.
 pub const CUDA_PATH: &str = "CUDA_PATH";
 
-/// Whether the name of a variable suggests that its value is secret.
+/// Returns whether the name of a variable suggests that its value is a secret.
 pub fn looks_secret(name: &str) -> bool {
     const SECRET_PARTS: [&str; 7] =
         ["TOKEN", "SECRET", "PASSWORD", "PASSWD", "API_KEY", "PRIVATE_KEY", "CREDENTIAL"];
@@ -100,19 +100,19 @@ pub const LAUNCH_CONTROL_FD: &str = "LAUNCH_CONTROL_FD";
 /// memfd).
 pub const LAUNCH_SHM_FD: &str = "LAUNCH_SHM_FD";
 /// Read by built-in workers: `client-address client-port server-address server-port`, set by sshd.
-/// The
-/// third is the address at which the controller reached the host.
+/// The third value is the address at which the controller reached the host.
 pub const SSH_CONNECTION: &str = "SSH_CONNECTION";
 /// Testing: `RANK:N` makes the worker of that rank kill itself at its N-th fault point
 /// (docs/testing.md).
 pub const LAUNCH_FAULT: &str = "LAUNCH_FAULT";
 /// Testing: a file to which every worker appends the number of fault points that it has passed.
 pub const LAUNCH_FAULT_COUNT: &str = "LAUNCH_FAULT_COUNT";
-/// Read by an agent in a Slurm step: the name of its node.
+/// Read by an agent in a Slurm step: the name of the agent's node.
 pub const SLURMD_NODENAME: &str = "SLURMD_NODENAME";
-/// Read by an agent: its presence means that the agent is part of a Slurm step.
+/// Read by an agent: set if the agent is part of a Slurm step.
 pub const SLURM_STEP_ID: &str = "SLURM_STEP_ID";
-/// Testing: the number of agents on this machine, each of which stands for a host.
+/// Testing: the number of agents that launch starts on this machine, each of which stands for a
+/// host.
 pub const LAUNCH_LOCAL_AGENTS: &str = "LAUNCH_LOCAL_AGENTS";
 /// Testing: the number of NVIDIA GPUs on this machine, in place of those that the driver lists.
 pub const LAUNCH_GPUS: &str = "LAUNCH_GPUS";

@@ -11,12 +11,13 @@ pub const USAGE: u8 = 2;
 pub const CLUSTER: u8 = 3;
 /// The checkpoint is not usable.
 pub const CHECKPOINT: u8 = 4;
-/// Stopped by SIGINT after a save.
+/// SIGINT stopped the run, which saved a checkpoint before.
 pub const INTERRUPTED: u8 = 130;
-/// Stopped by SIGTERM after a save.
+/// SIGTERM stopped the run, which saved a checkpoint before.
 pub const TERMINATED: u8 = 143;
 
-/// Why a built-in worker exits; its process has the exit code [`WorkerExit::code`].
+/// The reason why a built-in worker exits. The exit code of its process is
+/// [`WorkerExit::exit_code`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum WorkerExit {
     /// All steps are done.
@@ -25,19 +26,19 @@ pub enum WorkerExit {
     Stopped,
     /// Training failed, for example because the loss is NaN or the disk is full.
     Failed,
-    /// The job file does not fit the data or the model.
+    /// The job file contradicts the data or the model.
     BadJob,
     /// The cluster, a device or storage is not available.
     Cluster,
     /// The checkpoint is not usable.
     Checkpoint,
-    /// Another rank failed, or the agent aborted the job; never a root cause.
+    /// Another rank failed, or the agent aborted the job. This exit is never a root cause.
     Aborted,
 }
 
 impl WorkerExit {
-    /// The exit code of the process.
-    pub fn code(self) -> u8 {
+    /// Returns the exit code of the worker's process.
+    pub fn exit_code(self) -> u8 {
         match self {
             WorkerExit::Done => DONE,
             WorkerExit::Stopped => 75,
@@ -49,10 +50,12 @@ impl WorkerExit {
         }
     }
 
-    /// The meaning of a built-in worker's exit code; `None` for other codes, such as that of a
-    /// panic.
-    pub fn from_code(code: u8) -> Option<Self> {
+    /// Returns the reason that belongs to an exit code of a built-in worker; `None` for other
+    /// codes, such as that of a panic.
+    pub fn from_exit_code(code: u8) -> Option<Self> {
         use WorkerExit::*;
-        [Done, Stopped, Failed, BadJob, Cluster, Checkpoint, Aborted].into_iter().find(|e| e.code() == code)
+        [Done, Stopped, Failed, BadJob, Cluster, Checkpoint, Aborted]
+            .into_iter()
+            .find(|e| e.exit_code() == code)
     }
 }

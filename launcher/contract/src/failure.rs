@@ -3,10 +3,10 @@ use crate::ids::Rank;
 use diagnostic::{Code, codes::run};
 use serde::{Deserialize, Serialize};
 
-/// Why an attempt, or the whole run, failed.
+/// The reason why an attempt or the whole run failed.
 ///
-/// In JSON an object tagged by `kind`, such as `{"kind": "exit", "code": 3}`; docs/events.md lists
-/// every kind with its fields.
+/// The JSON form is an object tagged by `kind`, such as `{"kind": "exit", "code": 3}`.
+/// docs/events.md lists every kind with its fields.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case")]
 pub enum FailureReason {
@@ -20,7 +20,7 @@ pub enum FailureReason {
     },
     /// A signal killed a worker's process.
     Signal {
-        /// The signal, such as `SIGSEGV`; `signal 35` where it has no name.
+        /// The name of the signal, such as `SIGSEGV`; `signal 35` if the signal has no name.
         name: String,
         /// The number of the signal on Linux.
         number: i32,
@@ -29,10 +29,10 @@ pub enum FailureReason {
     },
     /// The kernel killed a worker's process because memory ran out.
     Oom {
-        /// The memory that the job may use on the host, in bytes; `None` where it is unknown.
+        /// The memory that the job may use on the host, in bytes; `None` if unknown.
         limit_bytes: Option<u64>,
     },
-    /// A worker failed, and the GPU driver reported an error of its GPU.
+    /// A worker failed, and the GPU driver reported an error of the worker's GPU.
     Gpu(GpuFault),
     /// A worker of the built-in runtime panicked, which is a bug of `launch`.
     Panic,
@@ -41,28 +41,29 @@ pub enum FailureReason {
         /// The diagnostic code of the error.
         code: Code,
     },
-    /// A worker of the built-in runtime saved and stopped although no stop was requested.
+    /// A worker of the built-in runtime saved a checkpoint and exited although no stop was
+    /// requested.
     StoppedUnexpectedly,
-    /// A worker ended because a peer failed, but no failure of a peer was observed.
+    /// A worker ended because another rank failed, but no failure of another rank was observed.
     AbortedByPeer,
     /// No worker made progress for `run.hang_timeout`.
     Hang {
-        /// How long there was no progress, in seconds.
+        /// The time without progress, in seconds.
         seconds: u64,
         /// The ranks that were running.
         ranks: Vec<Rank>,
     },
     /// A worker's process was suspended by a signal (state T) for `run.hang_timeout`.
     Suspended {
-        /// How long there was no progress, in seconds.
+        /// The time without progress, in seconds.
         seconds: u64,
     },
-    /// A worker of the built-in runtime sent no heartbeat to its agent.
+    /// A worker of the built-in runtime sent no heartbeat to its agent for too long.
     WorkerSilent {
-        /// How long the agent received nothing, in seconds.
+        /// The time for which the agent received nothing, in seconds.
         seconds: u64,
     },
-    /// An agent reported that all its workers had ended, but not how this one ended.
+    /// An agent reported that all its workers had ended, but did not report how this worker ended.
     WorkerLost,
     /// A worker's process could not be started.
     StartFailed {
@@ -73,27 +74,27 @@ pub enum FailureReason {
     AgentLost,
     /// An agent on the controller's machine did not answer.
     AgentSilent {
-        /// How long the controller received nothing, in seconds.
+        /// The time for which the controller received nothing, in seconds.
         seconds: u64,
     },
-    /// An agent reported that it cannot do its work.
+    /// An agent reported an error that keeps it from supervising workers.
     AgentFailed {
         /// The diagnostic code of the error.
         code: Code,
     },
     /// The connection to a host was lost, or its agent could not be started.
     HostLost {
-        /// The host as the job names it.
+        /// The name of the host, as the job states it.
         host: String,
-        /// How long the controller received nothing, in seconds; `None` where the loss was seen at
-        /// once.
+        /// The time for which the controller received nothing, in seconds; `None` if the loss was
+        /// detected at once.
         silent_s: Option<u64>,
     },
     /// Fewer hosts are available than an attempt needs.
     TooFewHosts {
-        /// Hosts that can take part.
+        /// The number of hosts that are available.
         available: u64,
-        /// Hosts that `run.min_hosts` requires.
+        /// The number of hosts that `run.min_hosts` requires.
         required: u64,
     },
     /// The attempt could not be planned, or its rendezvous could not be bound.
@@ -106,14 +107,15 @@ pub enum FailureReason {
         /// The diagnostic code of the error.
         code: Code,
     },
-    /// A journal of another version records a reason that this version does not know.
+    /// A reason that this version of launch does not know. Another version recorded it in the
+    /// journal.
     #[default]
     #[serde(other)]
     Unknown,
 }
 
 impl FailureReason {
-    /// The diagnostic code that `launch explain` explains.
+    /// Returns the diagnostic code of the reason, for `launch explain`.
     pub fn code(&self) -> Code {
         match self {
             FailureReason::Exit { .. } => run::WORKER_EXITED,
@@ -152,7 +154,7 @@ pub struct GpuFault {
     pub xid: u32,
     /// The GPU's address on the PCI bus, such as `0000:17:00`.
     pub pci_address: String,
-    /// What the number means, for the common ones.
+    /// The meaning of the number; `None` for uncommon errors.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub description: Option<String>,
 }

@@ -1,26 +1,26 @@
 //! Frames of control connections: a little-endian u32 length, then a MessagePack body.
 //!
-//! Both sides write frames with [`encode`]. A reader takes [`HEADER`] bytes, passes them to
-//! [`body_length`], reads the body and passes it to [`decode`]. A reader allocates no memory for
-//! bytes that have not arrived.
-use crate::control::MAX_FRAME;
+//! Both sides write frames with [`encode_frame`]. A reader takes [`HEADER_BYTES`] bytes, passes
+//! them to [`decode_body_length`], reads the body and passes it to [`decode_body`]. A reader
+//! allocates no memory for bytes that have not arrived.
+use crate::control::MAX_FRAME_BYTES;
 use diagnostic::{Code, Diagnostic, codes};
 use serde::{Serialize, de::DeserializeOwned};
 use std::io;
 
-/// Bytes of the length in front of each body.
-pub const HEADER: usize = 4;
+/// The size of the header of a frame, which is the length of its body, in bytes.
+pub const HEADER_BYTES: usize = 4;
 
-/// Why a control connection cannot be used any more.
+/// An error in the frames of a control connection, after which the connection cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum FrameError {
     /// Reading from or writing to the stream failed.
     #[error("the control connection failed")]
     Io(#[source] io::Error),
-    /// The body is longer than [`MAX_FRAME`].
-    #[error("a control message has {bytes} bytes; the limit is {MAX_FRAME}")]
+    /// The body is longer than [`MAX_FRAME_BYTES`].
+    #[error("a control message has {bytes} bytes; the limit is {MAX_FRAME_BYTES}")]
     TooLong {
-        /// The length that was announced or that is needed, in bytes.
+        /// The announced or the needed length, in bytes.
         bytes: u64,
     },
     /// The stream ended inside a frame.
@@ -35,13 +35,13 @@ pub enum FrameError {
     /// The body holds more than one message.
     #[error("{bytes} bytes follow a control message in its frame")]
     TrailingBytes {
-        /// The bytes after the message.
+        /// The number of bytes after the message.
         bytes: usize,
     },
 }
 
 impl FrameError {
-    /// The diagnostic code of this error.
+    /// Returns the diagnostic code of this error.
     pub fn code(&self) -> Code {
         match self {
             FrameError::Io(_) | FrameError::Truncated => codes::host::CONTROL_CONNECTION_LOST,
@@ -61,7 +61,7 @@ impl From<FrameError> for Diagnostic {
             FrameError::Encode(source) => diagnostic.with_cause(source),
             FrameError::Decode(source) => diagnostic.with_cause(source),
             FrameError::TooLong { bytes } => {
-                diagnostic.with_field("bytes", *bytes).with_field("limit_bytes", MAX_FRAME)
+                diagnostic.with_field("bytes", *bytes).with_field("limit_bytes", MAX_FRAME_BYTES)
             }
             FrameError::TrailingBytes { bytes } => diagnostic.with_field("bytes", *bytes),
             FrameError::Truncated => diagnostic,
@@ -70,26 +70,26 @@ impl From<FrameError> for Diagnostic {
 }
 
 /// Encodes `message` as a whole frame: header and body.
-pub fn encode<T: Serialize>(message: &T) -> Result<Vec<u8>, FrameError> {
+pub fn encode_frame<T: Serialize>(message: &T) -> Result<Vec<u8>, FrameError> {
     let body = rmp_serde::to_vec_named(message).map_err(FrameError::Encode)?;
-    let length = u32::try_from(body.len()).ok().filter(|n| *n <= MAX_FRAME);
+    let length = u32::try_from(body.len()).ok().filter(|n| *n <= MAX_FRAME_BYTES);
     let Some(length) = length else { return Err(FrameError::TooLong { bytes: body.len() as u64 }) };
-    let mut frame = Vec::with_capacity(HEADER + body.len());
+    let mut frame = Vec::with_capacity(HEADER_BYTES + body.len());
     frame.extend_from_slice(&length.to_le_bytes());
     frame.extend_from_slice(&body);
     Ok(frame)
 }
 
-/// Returns the length of the body that a header announces, at most [`MAX_FRAME`].
-pub fn body_length(header: [u8; HEADER]) -> Result<u32, FrameError> {
+/// Decodes a header into the length of the body, which is at most [`MAX_FRAME_BYTES`].
+pub fn decode_body_length(header: [u8; HEADER_BYTES]) -> Result<u32, FrameError> {
     match u32::from_le_bytes(header) {
-        n if n > MAX_FRAME => Err(FrameError::TooLong { bytes: u64::from(n) }),
+        n if n > MAX_FRAME_BYTES => Err(FrameError::TooLong { bytes: u64::from(n) }),
         n => Ok(n),
     }
 }
 
-/// Decodes the body of a frame, which must hold exactly one message.
-pub fn decode<T: DeserializeOwned>(body: &[u8]) -> Result<T, FrameError> {
+/// Decodes the body of a frame. A body with anything but one message is an error.
+pub fn decode_body<T: DeserializeOwned>(body: &[u8]) -> Result<T, FrameError> {
     let mut rest = body;
     let message = rmp_serde::from_read::<_, T>(&mut rest).map_err(FrameError::Decode)?;
     match rest.len() {

@@ -1,7 +1,7 @@
-//! Reads hosts as users write them: `user@node-[01-16]:22`, hostfiles of DeepSpeed and Open MPI,
+//! Parses hosts as users write them: `user@node-[01-16]:22`, hostfiles of DeepSpeed and Open MPI,
 //! and DeepSpeed's filters.
 //!
-//! The functions are pure: they turn text into hosts, or into an error with the position of the
+//! The functions are pure. They convert text to hosts, or to an error with the position of the
 //! mistake. Every expansion is bounded.
 mod error;
 mod filter;
@@ -18,25 +18,25 @@ pub use range::expand_ranges;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// Most hosts of a job.
+/// The most hosts of a job.
 pub const MAX_HOSTS: usize = 16_384;
-/// Longest name of a host, bytes. DNS allows 253.
+/// The longest name of a host, bytes. DNS allows 253.
 pub const MAX_NAME: usize = 255;
 
-/// A host and how to reach it, as far as the user has stated it.
+/// A host as the user names it, with the login name and port if they are written.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct HostAddress {
-    /// The login name, if one is written.
+    /// The login name; `None` if none is written.
     pub user: Option<String>,
-    /// A name, an alias of the SSH configuration, or an address; IPv6 without brackets.
+    /// A hostname, an alias of the SSH configuration, or an IP address (IPv6 without brackets).
     pub host: String,
-    /// The port of sshd, if one is written.
+    /// The port of sshd; `None` if none is written.
     pub port: Option<u16>,
 }
 
 impl HostAddress {
-    /// The name of the host in plans, logs and filters: without the user, with the port if one is
-    /// written.
+    /// Returns the name of the host in plans, logs and filters: without the user, and with the port
+    /// if one is written.
     pub fn name(&self) -> String {
         match self.port {
             None => self.host.clone(),
@@ -55,8 +55,8 @@ impl fmt::Display for HostAddress {
     }
 }
 
-/// Parses the hosts of one text: `[user@]name[:port]`, several separated by commas. A name may have
-/// Slurm's ranges (`n[01-03,07]`).
+/// Parses `[user@]name[:port]`, or several of them separated by commas. A name may have Slurm's
+/// ranges (`n[01-03,07]`).
 pub fn parse_hosts(text: &str) -> Result<Vec<HostAddress>, HostSyntaxError> {
     let mut hosts = Vec::new();
     let mut at = 0;
@@ -66,16 +66,16 @@ pub fn parse_hosts(text: &str) -> Result<Vec<HostAddress>, HostSyntaxError> {
             None => (None, 0),
         };
         if let Some(user) = user {
-            check_user(user).map_err(|problem| HostSyntaxError { at, problem })?;
+            check_user_name(user).map_err(|problem| HostSyntaxError { at, problem })?;
         }
         let name_at = at + name_at;
-        let (name, port) = split_port(&part[name_at - at..]).map_err(|error| error.shifted(name_at))?;
+        let (name, port) = split_port(&part[name_at - at..]).map_err(|error| error.shift_by(name_at))?;
         let names = match name.contains(':') {
             true => vec![name.to_owned()],
-            false => expand_ranges(name).map_err(|error| error.shifted(name_at))?,
+            false => expand_ranges(name).map_err(|error| error.shift_by(name_at))?,
         };
         for name in names {
-            check_name(&name).map_err(|problem| HostSyntaxError { at: name_at, problem })?;
+            check_host_name(&name).map_err(|problem| HostSyntaxError { at: name_at, problem })?;
             hosts.push(HostAddress { user: user.map(str::to_owned), host: name, port });
         }
         if hosts.len() > MAX_HOSTS {
@@ -92,28 +92,29 @@ fn split_port(text: &str) -> Result<(&str, Option<u16>), HostSyntaxError> {
     if let Some((address, rest)) = bracketed.filter(|(address, _)| address.contains(':')) {
         let port_at = address.len() + 3;
         return match rest.strip_prefix(':') {
-            Some(port) => Ok((address, Some(port_number(port, port_at)?))),
+            Some(port) => Ok((address, Some(parse_port(port, port_at)?))),
             None if rest.is_empty() => Ok((address, None)),
             None => Err(HostSyntaxError { at: port_at - 1, problem: HostSyntaxProblem::TextAfterAddress }),
         };
     }
     match (text.find(':'), text.rfind(':')) {
         (Some(first), Some(last)) if first == last => {
-            Ok((&text[..first], Some(port_number(&text[first + 1..], first + 1)?)))
+            Ok((&text[..first], Some(parse_port(&text[first + 1..], first + 1)?)))
         }
         // Two or more colons: an IPv6 address without a port.
         _ => Ok((text, None)),
     }
 }
 
-fn port_number(text: &str, at: usize) -> Result<u16, HostSyntaxError> {
+/// Parses a port from 1 to 65535. `at` is the position of `text` for the error, in bytes.
+fn parse_port(text: &str, at: usize) -> Result<u16, HostSyntaxError> {
     let digits = !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit());
     let port = text.parse::<u16>().ok().filter(|port| digits && *port > 0);
     port.ok_or(HostSyntaxError { at, problem: HostSyntaxProblem::PortInvalid })
 }
 
-/// Accepts only names that ssh and shells cannot mistake for anything else.
-fn check_user(user: &str) -> Result<(), HostSyntaxProblem> {
+/// Rejects login names that ssh or a shell could mistake for something else.
+fn check_user_name(user: &str) -> Result<(), HostSyntaxProblem> {
     let is_allowed = |c: char| c.is_alphanumeric() || "._-\\$+".contains(c);
     match () {
         () if user.is_empty() => Err(HostSyntaxProblem::UserEmpty),
@@ -123,7 +124,8 @@ fn check_user(user: &str) -> Result<(), HostSyntaxProblem> {
     }
 }
 
-fn check_name(name: &str) -> Result<(), HostSyntaxProblem> {
+/// Rejects names that are neither a hostname nor an IPv6 address.
+fn check_host_name(name: &str) -> Result<(), HostSyntaxProblem> {
     if name.is_empty() {
         return Err(HostSyntaxProblem::NameEmpty);
     }
@@ -150,6 +152,7 @@ mod tests {
     use super::{HostSyntaxProblem::*, *};
     use proptest::prelude::*;
 
+    /// Creates a host address.
     fn host(user: Option<&str>, host: &str, port: Option<u16>) -> HostAddress {
         HostAddress { user: user.map(str::to_owned), host: host.to_owned(), port }
     }
@@ -172,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn mistakes_are_reported_with_their_position() {
+    fn mistakes_in_hosts_are_reported_with_their_position() {
         for (text, at, problem) in [
             ("", 0, NameEmpty),
             ("a,,b", 2, NameEmpty),

@@ -1,4 +1,4 @@
-//! Identities of workers and runs. Neither depends on a hostname or an address.
+//! Identities of workers and runs, which do not depend on a hostname or an address.
 use serde::{Deserialize, Serialize};
 
 /// The global rank of a worker, from 0 to one less than the world size.

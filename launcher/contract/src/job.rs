@@ -1,34 +1,34 @@
-//! [`JobSpec`]: a job after parsing, defaults and validation. Every field has a value.
+//! [`JobSpec`]: a job after parsing, defaults and validation. Every key has a value.
 //!
 //! docs/job.md documents the keys. Fields have the names of their keys, with a unit where the type
-//! has none. Checkpoint manifests contain the job as JSON: a field that was renamed since keeps its
-//! first name there by `serde(rename)`, and [`JobSpec::to_key_json`] shows it under its present
-//! name.
+//! has none. Checkpoint manifests contain the job as JSON. A field that was renamed later keeps its
+//! first name there by `serde(rename)`, and [`JobSpec::to_key_json`] shows the field under its
+//! present name.
 mod check;
 pub mod checkpoint;
 pub mod cluster;
+mod data_sources;
 mod decode;
+mod decode_hosts;
 mod deprecated;
 mod document;
 pub mod experts;
-mod hosts;
-mod key_names;
+mod key_json;
 mod keys;
 mod load;
 pub mod lora;
 pub mod optimizer;
 mod overrides;
+pub mod param_groups;
 mod print;
-mod read;
+mod readers;
 mod reload;
 pub mod run;
 mod scalar;
 mod sections;
 pub mod slurm;
-mod source;
-mod sources;
+mod source_map;
 pub mod train;
-pub mod tune;
 mod value_error;
 mod yaml;
 
@@ -36,31 +36,31 @@ use serde::{Deserialize, Serialize};
 
 pub use checkpoint::{CheckpointSpec, ResumeFrom, ResumeSpec, RngPolicy, SaveInterval};
 pub use cluster::{
-    ClusterSpec, CommBackend, Devices, Hosts, Interface, KnownHosts, MasterPort, SshConfig, SshSpec,
-    StoreHost, WorkersPerHost,
+    ClusterSpec, CommBackend, DeviceSelection, HostSelection, InterfaceSelector, KnownHosts, MasterPort,
+    SshConfig, SshSpec, StoreHost, WorkersPerHost,
 };
+pub use data_sources::{DataSource, LossTargets, RecordFormat};
 pub use deprecated::{DEPRECATED, DeprecatedName};
-pub use document::{Document, Item, ItemValue, Syntax};
+pub use document::{Document, DocumentItem, DocumentSyntax, DocumentValue};
 pub use experts::{ExpertPlacement, ExpertsSpec};
-pub use keys::{KEYS, Key, KeyDefault};
-pub use load::{MAX_JOB, Source, load};
+pub use keys::{KEYS, KeyDefault, KeyInfo};
+pub use load::{JobSource, MAX_JOB, load_job};
 pub use lora::{LoraSpec, LoraTargets};
 pub use optimizer::{OptimizerName, OptimizerSpec, ScheduleName, ScheduleSpec};
+pub use param_groups::ParamGroupSpec;
 pub use print::quote_yaml;
 pub use reload::{ReloadChanges, ReloadTrain, ReloadValues, compare_jobs};
 pub use run::{CpuBind, EnvSource, LogsSpec, MinHosts, RunSpec, SignalAction, Signals, VisibleDevices};
 pub use scalar::parse_duration;
-pub use sections::is_reserved;
+pub use sections::is_reserved_variable;
 pub use slurm::SlurmSpec;
-pub use source::SourceMap;
-pub use sources::{DataSource, Format, LossOn};
+pub use source_map::SourceMap;
 pub use train::{
-    Attention, BatchSpec, CudaGraphs, DataSpec, EvalSpec, LossScaleSpec, ModelSpec, Offload, Precision,
-    Recompute, SampleSpec, Tokenizer, TrainSpec, ZeroSpec,
+    AttentionKernels, BatchSpec, CudaGraphMode, DataSpec, EvalSpec, GenerationSpec, LossScaleSpec, ModelSpec,
+    OffloadTarget, Precision, RecomputeMode, TokenizerSpec, TrainSpec, ZeroSpec,
 };
-pub use tune::GroupSpec;
 
-/// A whole job.
+/// A whole job: the content of job.yaml with all defaults.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct JobSpec {
     /// `name`: the name of the job, which is part of its directories.
@@ -71,7 +71,7 @@ pub struct JobSpec {
     pub run: RunSpec,
     /// `train`: the built-in training; present exactly when `run.command` is absent.
     pub train: Option<TrainSpec>,
-    /// `checkpoint`: when and where the built-in training saves.
+    /// `checkpoint`: when and where the built-in training saves checkpoints.
     pub checkpoint: CheckpointSpec,
     /// `resume`: the checkpoint that the run begins with.
     pub resume: ResumeSpec,

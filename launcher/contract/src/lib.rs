@@ -1,19 +1,19 @@
 //! Crate `contract`: the data that controller, agents and workers exchange.
 //!
-//! It contains the job, the control messages, the events and the names of environment variables. Of
-//! our crates it depends on `diagnostic` only. All types are plain data that can be printed,
-//! compared and serialized.
+//! The crate contains the job, the control messages, the events and the names of environment
+//! variables. Of our crates it depends on `diagnostic` only. All types are plain data that can be
+//! printed, compared and serialized.
 pub mod control;
 pub mod env;
 pub mod event;
 pub mod exit;
 pub mod failure;
 pub mod frame;
+pub mod hardware;
 pub mod hosts;
 pub mod ids;
 pub mod job;
-pub mod machine;
 pub mod preflight;
 pub mod probe;
 
-pub use job::{JobSpec, Source, SourceMap, load};
+pub use job::{JobSource, JobSpec, SourceMap, load_job};

@@ -1,60 +1,61 @@
-//! The requests of `launch check` to an agent, and its reports.
+//! The requests of `launch check` to an agent, and the agent's answers.
 use diagnostic::Diagnostic;
 use serde::{Deserialize, Serialize};
 use std::{collections::BTreeMap, net::SocketAddr, path::PathBuf};
 
-/// Most peers of one [`Probe::Connect`].
+/// The most peers of one [`ProbeRequest::Connect`].
 pub const MAX_PEERS: usize = 64;
 
-/// A request to an agent.
+/// A request of `launch check` to an agent.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub enum Probe {
-    /// Report what is on the host. Until the agent ends, it also listens for its peers and keeps a
-    /// nonce file in each directory.
+pub enum ProbeRequest {
+    /// Inspect the hardware, limits and directories of the host. Until the agent ends, it also
+    /// listens for its peers and keeps a nonce file in each directory.
     Inspect {
-        /// Letters and digits that name the nonce file.
+        /// The name of the nonce file: letters and digits.
         nonce: String,
-        /// Absolute directories that the job writes to. If a directory does not exist, its nearest
-        /// existing parent is inspected.
+        /// The absolute directories that the job writes to. If a directory does not exist, its
+        /// nearest existing parent is inspected.
         dirs: Vec<PathBuf>,
-        /// For built-in training on GPUs: the absolute directories in which CUDA libraries are
-        /// searched first.
+        /// The absolute directories in which CUDA libraries are searched first; `None` if the job
+        /// does not train on GPUs.
         cuda: Option<Vec<PathBuf>>,
     },
-    /// Connect to other agents, and report which nonce files are visible in the directories of
-    /// `Inspect`.
+    /// Connect to the agents of other hosts, and report which nonce files are visible in the
+    /// directories of [`ProbeRequest::Inspect`].
     Connect {
         /// The agents of the other hosts.
         peers: Vec<PeerListener>,
-        /// The nonces of all hosts.
+        /// The names of the nonce files of all hosts.
         nonces: Vec<String>,
         /// Time limit per connection, milliseconds.
         timeout_ms: u64,
     },
 }
 
-/// Where the agent of another host listens.
+/// The addresses at which the agent of another host listens during `launch check`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PeerListener {
     /// The name of the host.
     pub name: String,
-    /// Its addresses, to be tried in this order.
+    /// The addresses to connect to, in this order.
     pub addresses: Vec<SocketAddr>,
-    /// The text that it sends to a process that connects.
+    /// The text that the agent sends to a process that connects.
     pub greeting: String,
 }
 
-/// The answer to a [`Probe`].
+/// The answer of an agent to a [`ProbeRequest`].
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum ProbeAnswer {
     /// The inspection of the host.
     Inspect(Box<HostInspection>),
-    /// Which hosts and nonces are visible.
+    /// The peers and nonce files that the host can reach.
     Connect {
-        /// For each peer: its name, and the time to connect in milliseconds or why the connection
+        /// For each peer: the name, and the time to connect in milliseconds or why the connection
         /// failed.
         peers: Vec<(String, diagnostic::Result<f64>)>,
-        /// For each directory of `Inspect`: the requested nonces that are visible in it.
+        /// For each directory of [`ProbeRequest::Inspect`]: the requested nonces that are visible
+        /// there.
         nonces: Vec<Vec<String>>,
     },
 }
@@ -65,9 +66,9 @@ pub enum ProbeAnswer {
 pub struct HostInspection {
     /// The hostname.
     pub hostname: String,
-    /// The architecture in Rust's notation: `x86_64`, `aarch64`.
+    /// The architecture of the CPU in Rust's notation: `x86_64`, `aarch64`.
     pub arch: String,
-    /// The release of the kernel.
+    /// The release of the kernel (`uname -r`).
     pub kernel: String,
     /// The version of the launch executable.
     pub version: String,
@@ -75,51 +76,51 @@ pub struct HostInspection {
     pub executable: String,
     /// The number of CPUs that the agent may use.
     pub cpus: u32,
-    /// The memory that may be used, bytes.
+    /// The memory that the agent may use, bytes.
     pub memory: u64,
-    /// The part of `memory` that is available, bytes.
+    /// The available part of `memory`, bytes.
     pub memory_available: u64,
     /// The clock of the host at the time of the answer, nanoseconds since 1970.
     pub unix_time_ns: i64,
-    /// The home and the cache directory, each with whether it is writable or why not.
+    /// The home directory and the cache directory; for each, the error if it is not writable.
     pub writable: Vec<(PathBuf, diagnostic::Result<()>)>,
-    /// The directories of [`Probe::Inspect`], in its order.
-    pub dirs: Vec<DirectoryReport>,
-    /// The GPUs.
+    /// The directories of [`ProbeRequest::Inspect`], in the order of the request.
+    pub dirs: Vec<DirectoryInspection>,
+    /// The GPUs with their driver and libraries.
     pub gpus: GpuReport,
-    /// Soft resource limits: `nofile`, `nproc`, `memlock` (bytes); `None` for unlimited.
+    /// Soft resource limits by name: `nofile`, `nproc`, `memlock` (bytes); `None` if unlimited.
     pub limits: BTreeMap<String, Option<u64>>,
-    /// Size and free space of /dev/shm, bytes.
+    /// The size and the free space of /dev/shm, bytes.
     pub shm_size_and_free: Option<(u64, u64)>,
-    /// Names and addresses of the interfaces that are up, without the loopback.
+    /// The names and addresses of the network interfaces that are up, without the loopback.
     pub interfaces: Vec<(String, std::net::IpAddr)>,
-    /// The port on which the agent listens for its peers.
+    /// The port on which the agent listens for its peers; `None` if listening failed.
     pub port: Option<u16>,
     /// The text that the agent sends to a peer that connects to `port`.
     pub greeting: String,
 }
 
-/// A directory that the job writes to.
+/// The inspection of a directory that the job writes to.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct DirectoryReport {
+pub struct DirectoryInspection {
     /// The inspected directory: the requested one or its nearest existing parent.
     pub path: PathBuf,
     /// The type of the file system, e.g. `ext4`.
     pub filesystem: String,
     /// Free space, bytes.
     pub free: u64,
-    /// Whether the directory is writable, or why not.
+    /// The error if the directory is not writable.
     pub writable: diagnostic::Result<()>,
 }
 
 /// The result of opening one library that training on GPUs uses.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct LibraryReport {
-    /// Its short name in lower case, e.g. `cublaslt`.
+    /// The short name of the library in lower case, e.g. `cublaslt`.
     pub name: String,
-    /// Whether training on one GPU requires it.
+    /// Whether training on one GPU requires the library.
     pub required: bool,
-    /// Its version and path, or why it is not usable.
+    /// The version and path of the library, or why the library is not usable.
     pub result: diagnostic::Result<(String, PathBuf)>,
 }
 
@@ -128,7 +129,7 @@ pub struct LibraryReport {
 pub struct GpuReport {
     /// The number of device nodes `/dev/nvidiaN`.
     pub devices: u32,
-    /// Why the management library (NVML) is not usable although there are devices.
+    /// Why the management library (NVML) is not usable although device nodes exist.
     pub error: Option<Diagnostic>,
     /// The version of the NVIDIA driver.
     pub driver: Option<String>,
@@ -136,7 +137,7 @@ pub struct GpuReport {
     pub gpus: Vec<GpuStatus>,
     /// Path and version of libnccl.so.2.
     pub nccl: Option<(String, String)>,
-    /// The libraries that training on GPUs opens, if requested.
+    /// The libraries that training on GPUs uses; empty unless they were requested.
     pub libraries: Vec<LibraryReport>,
 }
 
@@ -147,22 +148,22 @@ pub struct GpuStatus {
     pub name: String,
     /// The address on the PCI bus.
     pub pci_address: String,
-    /// Its memory, bytes.
+    /// The memory of the GPU, bytes.
     pub memory: u64,
-    /// Its free memory, bytes.
+    /// The free memory of the GPU, bytes.
     pub memory_free: u64,
-    /// Process id and memory, in bytes, of each process that computes on it.
+    /// The process id and the memory, in bytes, of each process that computes on the GPU.
     pub processes: Vec<(u32, u64)>,
-    /// Memory errors that ECC could not correct since the driver was loaded; `None` when not
-    /// counted.
+    /// The number of memory errors since the driver was loaded that ECC could not correct; `None`
+    /// if the GPU does not count them.
     pub uncorrected_ecc_errors: Option<u64>,
     /// Whether row remapping is pending until the next reset, and whether it has failed.
     pub remapped_rows: (bool, bool),
-    /// Why the GPU's clocks are throttled, other than because it is idle.
+    /// The reasons why the GPU's clocks are throttled, without idleness.
     pub throttle_reasons: Vec<String>,
-    /// Whether its compute mode admits at most one process.
+    /// Whether the compute mode of the GPU admits at most one process.
     pub exclusive_compute: bool,
-    /// Whether it is partitioned into instances (MIG).
+    /// Whether the GPU is partitioned into instances (MIG).
     pub mig_enabled: bool,
     /// The number of active NVLinks.
     pub nvlinks: u32,

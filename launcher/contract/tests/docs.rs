@@ -1,19 +1,19 @@
-//! docs/job.md documents the keys of the table of keys with their accepted values and defaults, and
-//! no others.
+//! Checks that docs/job.md documents exactly the keys of the table of keys, with their accepted
+//! values and defaults.
 use contract::job::{DEPRECATED, KEYS, KeyDefault};
 use std::{collections::BTreeMap, fs, path::Path};
 
-/// Widest table row, and widest line of prose, in characters.
+/// The widest table row and the widest line of prose, in characters.
 const MAX_ROW: usize = 200;
 const MAX_LINE: usize = 100;
 
-fn document() -> String {
+fn read_reference() -> String {
     let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/job.md");
     fs::read_to_string(file).expect("docs/job.md")
 }
 
-/// Each section of the document by its heading of the second level.
-fn sections(text: &str) -> BTreeMap<&str, &str> {
+/// Splits the document into its sections, by heading of the second level.
+fn split_sections(text: &str) -> BTreeMap<&str, &str> {
     text.split("\n## ")
         .skip(1)
         .map(|section| section.split_once('\n').expect("a heading and a body"))
@@ -21,8 +21,8 @@ fn sections(text: &str) -> BTreeMap<&str, &str> {
         .collect()
 }
 
-/// `key → [accepted values, default, meaning]` of the table rows of a section.
-fn rows(section: &str) -> BTreeMap<String, Vec<String>> {
+/// Parses the table rows of a section: key → [accepted values, default, meaning].
+fn parse_rows(section: &str) -> BTreeMap<String, Vec<String>> {
     let rows = section.lines().filter(|l| l.starts_with("| `"));
     rows.map(|row| {
         let mut cells = row.trim_matches('|').split(" | ").map(|c| c.trim().to_owned());
@@ -34,10 +34,10 @@ fn rows(section: &str) -> BTreeMap<String, Vec<String>> {
 
 #[test]
 fn the_reference_documents_the_table_of_keys() {
-    let text = document();
-    let sections = sections(&text);
+    let text = read_reference();
+    let sections = split_sections(&text);
     let mut rows_by_section: BTreeMap<&str, BTreeMap<String, Vec<String>>> =
-        sections.iter().map(|(heading, body)| (*heading, rows(body))).collect();
+        sections.iter().map(|(heading, body)| (*heading, parse_rows(body))).collect();
     for key in KEYS {
         let default = match key.default {
             KeyDefault::Section => {
@@ -66,11 +66,11 @@ fn the_reference_documents_the_table_of_keys() {
     assert!(rows_by_section.is_empty(), "docs/job.md documents unknown keys: {rows_by_section:?}");
 }
 
-/// A heading of the third level that names a key stands in the section of that key.
+/// A heading of the third level that names a key is in the section of that key.
 #[test]
 fn key_paragraphs_name_keys_of_their_section() {
-    let text = document();
-    for (heading, body) in sections(&text) {
+    let text = read_reference();
+    for (heading, body) in split_sections(&text) {
         for name in body.lines().filter_map(|l| l.strip_prefix("### `")).filter_map(|l| l.strip_suffix('`')) {
             let path = format!("{heading}.{name}");
             assert!(KEYS.iter().any(|key| key.path == path), "{path} is not a key");
@@ -80,7 +80,7 @@ fn key_paragraphs_name_keys_of_their_section() {
 
 #[test]
 fn lines_and_rows_of_the_reference_fit() {
-    for (i, line) in document().lines().enumerate() {
+    for (i, line) in read_reference().lines().enumerate() {
         let max = if line.starts_with('|') { MAX_ROW } else { MAX_LINE };
         let width = line.chars().count();
         assert!(width <= max, "docs/job.md:{}: {width} characters", i + 1);
@@ -89,12 +89,12 @@ fn lines_and_rows_of_the_reference_fit() {
 
 #[test]
 fn the_examples_of_the_reference_load_without_warnings() {
-    let text = document();
+    let text = read_reference();
     let mut examples = 0;
     for block in text.split("```yaml\n").skip(1) {
         let job = block.split("```").next().expect("a block").to_owned();
-        let source = contract::Source::Text { name: "example.yaml".to_owned(), text: job.clone() };
-        let (.., warnings) = contract::load(source, &[]).expect("an example loads");
+        let source = contract::JobSource::Text { name: "example.yaml".to_owned(), text: job.clone() };
+        let (.., warnings) = contract::load_job(source, &[]).expect("an example loads");
         assert!(warnings.is_empty(), "{job}: {warnings:?}");
         examples += 1;
     }

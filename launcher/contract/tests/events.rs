@@ -1,4 +1,4 @@
-//! The JSON form of events, in both schemas, and its documentation in docs/events.md.
+//! Tests of the JSON form of events in both schemas, and of its documentation in docs/events.md.
 use contract::{
     event::{Event, EventSchema, FailureReport, TimedEvent},
     failure::{FailureReason, GpuFault},
@@ -8,7 +8,8 @@ use diagnostic::{Diagnostic, Location, codes};
 use serde_json::{Map, Value};
 use std::{collections::BTreeSet, fs, path::Path};
 
-fn failure() -> Box<FailureReport> {
+/// Returns a failure report with all fields.
+fn example_failure() -> Box<FailureReport> {
     let detail = Diagnostic::error(codes::run::INTERNAL, "a detail");
     let diagnostic = Diagnostic::error(codes::run::PLAN_INVALID, "the job does not fit the hosts")
         .with_subject("cluster.use_hosts")
@@ -29,7 +30,8 @@ fn failure() -> Box<FailureReport> {
     })
 }
 
-/// The event after this one, so that a new variant does not compile before it has a sample.
+/// Returns the event that follows this one in the list of examples. A new variant does not compile
+/// before it has an example.
 fn next_event(event: Option<&Event>) -> Option<Event> {
     let path = || "/run".into();
     Some(match event {
@@ -55,28 +57,29 @@ fn next_event(event: Option<&Event>) -> Option<Event> {
         Some(Event::Sample { .. }) => Event::Checkpoint { step: 6, path: path(), bytes: 7, seconds: 0.5 },
         Some(Event::Checkpoint { .. }) => Event::Gather { step: 6, path: path(), bytes: 7 },
         Some(Event::Gather { .. }) => Event::Reload { step: 6, values: reload_values() },
-        Some(Event::Reload { .. }) => Event::notice(None, "line\nbreak"),
+        Some(Event::Reload { .. }) => Event::new_notice(None, "line\nbreak"),
         Some(Event::Notice { diagnostics, .. }) if diagnostics.is_empty() => {
-            Event::diagnostic_notice(Some(1), "text", &failure().diagnostics[0])
+            Event::new_diagnostic_notice(Some(1), "text", &example_failure().diagnostics[0])
         }
         Some(Event::Notice { .. }) => {
-            Event::Restart { attempt: 1, restarts_left: 2, pause_s: 1.5, failure: failure() }
+            Event::Restart { attempt: 1, restarts_left: 2, pause_s: 1.5, failure: example_failure() }
         }
-        Some(Event::Restart { .. }) => Event::Failure(failure()),
+        Some(Event::Restart { .. }) => Event::Failure(example_failure()),
         Some(Event::Failure(_)) => Event::Done { exit_code: 1, step: Some(6), seconds: 8.0 },
         Some(Event::Done { .. }) => return None,
     })
 }
 
 fn reload_values() -> ReloadValues {
-    let source = contract::Source::Text {
+    let source = contract::JobSource::Text {
         name: "job.yaml".into(),
         text: "train: {data: {files: [a]}, steps: 10}".into(),
     };
-    ReloadValues::from_job(&contract::load(source, &[]).expect("a job").0)
+    ReloadValues::from_job(&contract::load_job(source, &[]).expect("a job").0)
 }
 
-fn events() -> Vec<Event> {
+/// Lists an example of every event.
+fn list_events() -> Vec<Event> {
     let mut events: Vec<Event> = Vec::new();
     while let Some(event) = next_event(events.last()) {
         events.push(event);
@@ -84,7 +87,8 @@ fn events() -> Vec<Event> {
     events
 }
 
-/// The reason after this one, so that a new variant does not compile before it has a sample.
+/// Returns the reason that follows this one in the list of examples. A new variant does not compile
+/// before it has an example.
 fn next_reason(reason: Option<&FailureReason>) -> Option<FailureReason> {
     use FailureReason as R;
     let code = codes::run::INTERNAL;
@@ -117,7 +121,8 @@ fn next_reason(reason: Option<&FailureReason>) -> Option<FailureReason> {
     })
 }
 
-fn reasons() -> Vec<FailureReason> {
+/// Lists an example of every failure reason.
+fn list_reasons() -> Vec<FailureReason> {
     let mut reasons: Vec<FailureReason> = Vec::new();
     while let Some(reason) = next_reason(reasons.last()) {
         reasons.push(reason);
@@ -125,36 +130,37 @@ fn reasons() -> Vec<FailureReason> {
     reasons
 }
 
-fn lines(schema: EventSchema) -> String {
-    events().iter().map(|event| event.to_json(schema).expect("JSON") + "\n").collect()
+/// Formats the example of every event, one per line.
+fn format_lines(schema: EventSchema) -> String {
+    list_events().iter().map(|event| event.to_json(schema).expect("JSON") + "\n").collect()
 }
 
 #[test]
 fn schema_2_has_the_new_and_the_deprecated_names() {
-    insta::assert_snapshot!(lines(EventSchema::V2));
+    insta::assert_snapshot!(format_lines(EventSchema::V2));
 }
 
 #[test]
 fn schema_1_has_the_names_of_earlier_releases_only() {
-    insta::assert_snapshot!(lines(EventSchema::V1));
+    insta::assert_snapshot!(format_lines(EventSchema::V1));
 }
 
 #[test]
 fn failure_reasons_are_objects_tagged_by_kind() {
-    let lines = reasons()
+    let lines = list_reasons()
         .iter()
         .map(|reason| serde_json::to_string(reason).expect("JSON") + "\n")
         .collect::<String>();
     insta::assert_snapshot!(lines);
-    for reason in reasons() {
+    for reason in list_reasons() {
         let text = serde_json::to_string(&reason).expect("JSON");
         assert_eq!(serde_json::from_str::<FailureReason>(&text).expect("a reason"), reason);
     }
 }
 
 #[test]
-fn schema_2_round_trips() {
-    for event in events() {
+fn events_round_trip_in_schema_2() {
+    for event in list_events() {
         let timed = TimedEvent { event, time: 1_700_000_000.25 };
         let line = timed.to_json(EventSchema::V2).expect("JSON");
         assert_eq!(TimedEvent::from_json(&line).expect("an event"), timed, "{line}");
@@ -163,7 +169,7 @@ fn schema_2_round_trips() {
 
 #[test]
 fn journals_of_earlier_releases_are_read() {
-    for event in events() {
+    for event in list_events() {
         let line = event.to_json(EventSchema::V1).expect("JSON");
         let read = Event::from_json(&line).expect("an event");
         assert_eq!(read.to_json(EventSchema::V1).expect("JSON"), line);
@@ -171,7 +177,7 @@ fn journals_of_earlier_releases_are_read() {
             reason: FailureReason::Unknown,
             help: Vec::new(),
             diagnostics: Vec::new(),
-            ..*failure()
+            ..*example_failure()
         };
         match (&event, &read) {
             (Event::Failure(_), Event::Failure(failure)) => assert_eq!(**failure, without_reason),
@@ -192,21 +198,22 @@ fn a_reason_of_a_later_version_is_unknown() {
 
 // ---- documentation ----
 
-fn documentation() -> String {
+fn read_documentation() -> String {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/events.md");
     fs::read_to_string(path).expect("docs/events.md")
 }
 
-/// The text of a section of the page.
-fn section<'a>(page: &'a str, title: &str) -> &'a str {
+/// Returns the text of a section of the page.
+fn find_section<'a>(page: &'a str, title: &str) -> &'a str {
     let heading = format!("\n## {title}\n");
     let start = page.find(&heading).unwrap_or_else(|| panic!("docs/events.md has no section `{title}`"));
     let rest = &page[start + heading.len()..];
     &rest[..rest.find("\n## ").unwrap_or(rest.len())]
 }
 
-/// The values in backticks of the first cells of the table rows that begin with these cells.
-fn table_column(section: &str, leading: &[&str]) -> BTreeSet<String> {
+/// Reads one column of the tables of a section, from the rows whose first cells are `leading`: the
+/// cell after them, without backticks.
+fn read_table_column(section: &str, leading: &[&str]) -> BTreeSet<String> {
     let cell = |cell: &str| cell.trim().trim_matches('`').to_owned();
     let rows = section.lines().filter(|line| line.starts_with("| `"));
     let rows = rows.map(|line| line.trim_matches('|').split('|').map(cell).collect::<Vec<_>>());
@@ -215,27 +222,28 @@ fn table_column(section: &str, leading: &[&str]) -> BTreeSet<String> {
         .collect()
 }
 
-fn field_names(object: &Map<String, Value>, except: &[&str]) -> BTreeSet<String> {
+/// Returns the names of the fields of an object, without those in `except`.
+fn collect_field_names(object: &Map<String, Value>, except: &[&str]) -> BTreeSet<String> {
     object.keys().filter(|name| !except.contains(&name.as_str())).cloned().collect()
 }
 
 #[test]
 fn every_event_and_field_is_documented() {
-    let page = documentation();
+    let page = read_documentation();
     let deprecated = ["cause", "epoch", "left"];
-    let common = table_column(section(&page, "Schema"), &[]);
+    let common = read_table_column(find_section(&page, "Schema"), &[]);
     assert_eq!(common, ["event", "schema", "time"].map(String::from).into());
-    for event in events() {
+    for event in list_events() {
         let line = event.to_json(EventSchema::V2).expect("JSON");
         let object: Map<String, Value> = serde_json::from_str(&line).expect("an object");
         let name = object["event"].as_str().expect("a name").to_owned();
-        let mut documented = table_column(section(&page, &name), &[]);
+        let mut documented = read_table_column(find_section(&page, &name), &[]);
         if name == "restart" {
-            documented.extend(table_column(section(&page, "failure"), &[]));
+            documented.extend(read_table_column(find_section(&page, "failure"), &[]));
         }
         let except = [&deprecated[..], &["event", "schema"]].concat();
-        assert_eq!(field_names(&object, &except), documented, "fields of `{name}`");
-        let old = table_column(section(&page, "Deprecated names"), &[]);
+        assert_eq!(collect_field_names(&object, &except), documented, "fields of `{name}`");
+        let old = read_table_column(find_section(&page, "Deprecated names"), &[]);
         for field in deprecated.iter().filter(|field| object.contains_key(**field)) {
             assert!(old.iter().any(|row| row.contains(name.as_str())), "`{field}` of `{name}`");
         }
@@ -244,19 +252,23 @@ fn every_event_and_field_is_documented() {
 
 #[test]
 fn every_failure_reason_and_field_is_documented() {
-    let page = documentation();
-    let section = section(&page, "Failure reasons");
+    let page = read_documentation();
+    let section = find_section(&page, "Failure reasons");
     let (kinds, fields) = section.split_once("Further fields").expect("two tables");
-    let mut documented_kinds = table_column(kinds, &[]);
-    for reason in reasons() {
+    let mut documented_kinds = read_table_column(kinds, &[]);
+    for reason in list_reasons() {
         let Value::Object(object) = serde_json::to_value(&reason).expect("JSON") else { panic!("an object") };
         let kind = object["kind"].as_str().expect("a kind").to_owned();
         assert!(documented_kinds.remove(&kind), "`{kind}` is not documented");
-        let code = table_column(kinds, &[&kind]);
+        let code = read_table_column(kinds, &[&kind]);
         let has_own_code = object.get("code").is_some_and(Value::is_string);
         let expected = if has_own_code { "that of the error" } else { reason.code().name() };
         assert_eq!(code, [expected.to_owned()].into(), "code of `{kind}`");
-        assert_eq!(field_names(&object, &["kind"]), table_column(fields, &[&kind]), "fields of `{kind}`");
+        assert_eq!(
+            collect_field_names(&object, &["kind"]),
+            read_table_column(fields, &[&kind]),
+            "fields of `{kind}`"
+        );
     }
     assert!(documented_kinds.is_empty(), "documented, but not reasons: {documented_kinds:?}");
 }

@@ -1,29 +1,32 @@
-//! Loads valid jobs (defaults, `--set`, locations, files, round trips) and checks that no input
-//! panics.
+//! Tests of loading jobs: defaults, `--set`, locations, files, round trips, and inputs that must
+//! not panic.
 use contract::{
-    JobSpec, Source, SourceMap,
+    JobSource, JobSpec, SourceMap,
     job::{
-        KEYS, KeyDefault, OptimizerName, ResumeFrom, SaveInterval, ScheduleName, Tokenizer, WorkersPerHost,
+        KEYS, KeyDefault, OptimizerName, ResumeFrom, SaveInterval, ScheduleName, TokenizerSpec,
+        WorkersPerHost,
     },
-    load,
+    load_job,
 };
 use diagnostic::{Code, Diagnostic, Location, Severity, codes::job as codes, render_all};
 use proptest::prelude::*;
 
 const TRAIN: &str = "train: {data: {files: [a.txt]}}";
 
-fn job(text: &str, set: &[&str]) -> (JobSpec, SourceMap, Vec<Diagnostic>) {
-    try_job(text, set).unwrap_or_else(|p| panic!("{}", render_all(&p, false)))
+/// Loads a job from a text with `--set` arguments. Panics if the job is rejected.
+fn load_text(text: &str, set: &[&str]) -> (JobSpec, SourceMap, Vec<Diagnostic>) {
+    try_load_text(text, set).unwrap_or_else(|p| panic!("{}", render_all(&p, false)))
 }
 
-fn try_job(text: &str, set: &[&str]) -> Result<(JobSpec, SourceMap, Vec<Diagnostic>), Vec<Diagnostic>> {
+/// Loads a job from a text with `--set` arguments.
+fn try_load_text(text: &str, set: &[&str]) -> Result<(JobSpec, SourceMap, Vec<Diagnostic>), Vec<Diagnostic>> {
     let set: Vec<String> = set.iter().map(|s| (*s).to_owned()).collect();
-    load(Source::Text { name: "dir/tiny.yaml".to_owned(), text: text.to_owned() }, &set)
+    load_job(JobSource::Text { name: "dir/tiny.yaml".to_owned(), text: text.to_owned() }, &set)
 }
 
 #[test]
-fn the_shortest_jobs() {
-    let (command, _, _) = job("run: {command: [echo, 1, true, 3e-4, \"\"]}", &[]);
+fn the_shortest_jobs_load_with_defaults() {
+    let (command, _, _) = load_text("run: {command: [echo, 1, true, 3e-4, \"\"]}", &[]);
     assert_eq!(
         command.run.command.as_deref(),
         Some(&["echo", "1", "true", "3e-4", ""].map(String::from)[..])
@@ -32,7 +35,7 @@ fn the_shortest_jobs() {
     assert_eq!(command.name, "tiny");
     assert!(command.run.workdir.is_absolute());
 
-    let (trained, _, warnings) = job(TRAIN, &[]);
+    let (trained, _, warnings) = load_text(TRAIN, &[]);
     let train = trained.train.expect("train");
     assert!(warnings.is_empty());
     assert_eq!(train.optimizer.lr, 3e-4);
@@ -45,47 +48,47 @@ fn the_shortest_jobs() {
 }
 
 #[test]
-fn every_shown_default_is_the_default() {
-    let plain = job("train: {data: {files: [a.txt]}, eval: {files: [b.txt]}}", &[]).0;
-    let command = job("run: {command: [a]}", &[]).0;
+fn every_default_in_the_table_of_keys_is_the_default() {
+    let plain = load_text("train: {data: {files: [a.txt]}, eval: {files: [b.txt]}}", &[]).0;
+    let command = load_text("run: {command: [a]}", &[]).0;
     for key in KEYS {
         let KeyDefault::Yaml(default) = key.default else { continue };
         let set = format!("{}={default}", key.path);
         match key.path {
             "train.eval.files" => {
                 let text = "train: {data: {files: [a.txt], held_out: 0.5}, eval: {}}";
-                assert_eq!(job(text, &[&set]).0, job(text, &[]).0);
+                assert_eq!(load_text(text, &[&set]).0, load_text(text, &[]).0);
             }
             path if path.starts_with("train.loss_scale.") => {
                 let text = "train: {data: {files: [a.txt]}, precision: fp16}";
-                assert_eq!(job(text, &[&set]).0, job(text, &[]).0, "{set}");
+                assert_eq!(load_text(text, &[&set]).0, load_text(text, &[]).0, "{set}");
             }
             "train.master_weights" => {
                 let text = "train: {data: {files: [a.txt]}, precision: bf16}";
-                assert_eq!(job(text, &[&set]).0, job(text, &[]).0, "{set}");
+                assert_eq!(load_text(text, &[&set]).0, load_text(text, &[]).0, "{set}");
             }
             path if path.starts_with("train.lora.") || path.starts_with("train.eval.sample.") => {
                 let text =
                     "train: {data: {files: [a.txt]}, lora: {}, eval: {files: [b.txt], sample: {prompt: a}}}";
-                assert_eq!(job(text, &[&set]).0, job(text, &[]).0, "{set}");
+                assert_eq!(load_text(text, &[&set]).0, load_text(text, &[]).0, "{set}");
             }
             "cluster.workers_per_gpu" | "cluster.comm_backend" | "cluster.cuda_library_paths" => {
                 let text = "cluster: {devices: cuda}\ntrain: {data: {files: [a.txt]}}";
-                assert_eq!(job(text, &[&set]).0, job(text, &[]).0, "{set}");
+                assert_eq!(load_text(text, &[&set]).0, load_text(text, &[]).0, "{set}");
             }
             path if path.starts_with("run.") || path.starts_with("cluster.") => {
-                assert_eq!(job("run: {command: [a]}", &[&set]).0, command, "{set}");
+                assert_eq!(load_text("run: {command: [a]}", &[&set]).0, command, "{set}");
             }
             _ => {
                 let text = "train: {data: {files: [a.txt]}, eval: {files: [b.txt]}}";
-                assert_eq!(job(text, &[&set]).0, plain, "{set}");
+                assert_eq!(load_text(text, &[&set]).0, plain, "{set}");
             }
         }
     }
 }
 
 #[test]
-fn values_of_every_kind() {
+fn values_of_every_kind_are_decoded() {
     let text = "
 name: my-run_1.0
 cluster: {workers_per_host: 3, devices: cpu, master_port: 29500}
@@ -100,14 +103,14 @@ train:
 checkpoint: {every: 10m, stage3_gather_16bit_weights_on_model_save: false}
 resume: {from: runs/x/checkpoints/step-10, rng: strict}
 ";
-    let (spec, _, warnings) = job(text, &[]);
+    let (spec, _, warnings) = load_text(text, &[]);
     assert!(warnings.is_empty());
     assert_eq!(spec.cluster.workers_per_host, WorkersPerHost::Exactly(3));
     assert_eq!(spec.run.grace_period_ms, 90_000);
     assert_eq!(spec.run.env, [("A", "1"), ("B", "x y"), ("C", "true")].map(|(a, b)| (a.into(), b.into())));
     assert_eq!(spec.run.logs.max_size, 2_000_000);
     let train = spec.train.as_ref().expect("train");
-    assert_eq!(train.data.tokenizer, Tokenizer::File("t/tokenizer.json".into()));
+    assert_eq!(train.data.tokenizer, TokenizerSpec::File("t/tokenizer.json".into()));
     assert_eq!((train.optimizer.name, train.optimizer.lr), (OptimizerName::Sgd, 1.0));
     assert_eq!(train.optimizer.momentum, 0.9);
     assert_eq!((train.schedule.name, train.schedule.decay_steps), (ScheduleName::Wsd, 7));
@@ -118,7 +121,7 @@ resume: {from: runs/x/checkpoints/step-10, rng: strict}
 }
 
 #[test]
-fn overrides_win_in_order() {
+fn later_overrides_replace_earlier_ones_and_the_file() {
     let set = [
         "train.steps=7",
         "train.steps=9",
@@ -130,7 +133,7 @@ fn overrides_win_in_order() {
         "run.env.A_B=x=y",
         "name=over",
     ];
-    let (spec, map, _) = job("train: {batch: {global: 16}, data: {files: [a.txt]}}", &set);
+    let (spec, map, _) = load_text("train: {batch: {global: 16}, data: {files: [a.txt]}}", &set);
     let train = spec.train.as_ref().expect("train");
     assert_eq!(train.steps, 9);
     assert_eq!((train.optimizer.lr, train.optimizer.weight_decay), (1e-2, 0.0));
@@ -139,7 +142,7 @@ fn overrides_win_in_order() {
     assert_eq!(train.batch.global, 8);
     assert_eq!(spec.run.env, [("A_B".to_owned(), "x=y".to_owned())]);
     assert_eq!(spec.name, "over");
-    let Location::Override { column, text, .. } = map.key_location("train.steps") else {
+    let Location::Override { column, text, .. } = map.locate_key("train.steps") else {
         panic!("not from --set")
     };
     assert_eq!((column, text.as_str()), (13, "train.steps=9"));
@@ -148,9 +151,9 @@ fn overrides_win_in_order() {
 #[test]
 fn diagnostics_point_at_their_key() {
     let text = "train:\n  data:\n    files: [a.txt, b.txt]\n  batch: {global: 8}\n";
-    let (_, map, _) = job(text, &[]);
+    let (_, map, _) = load_text(text, &[]);
     let at = |path: &str| {
-        let place = map.key_location(path);
+        let place = map.locate_key(path);
         (place.line(), place.column())
     };
     assert_eq!(at("train.batch.global"), (4, 19));
@@ -160,12 +163,12 @@ fn diagnostics_point_at_their_key() {
     assert_eq!(at("train.data"), (2, 3));
     assert_eq!(at("cluster.hosts"), (0, 0), "the file");
     let error = Diagnostic::error(codes::JOB_INVALID, "no such family").with_subject("train.model.family");
-    assert_eq!(map.locate(error).to_string(), "dir/tiny.yaml:1:1: no such family");
+    assert_eq!(map.add_location(error).to_string(), "dir/tiny.yaml:1:1: no such family");
 }
 
 #[test]
 fn unused_held_out_share_is_a_warning() {
-    let (_, _, warnings) = job("train: {data: {files: [a], held_out: 0.1}}", &[]);
+    let (_, _, warnings) = load_text("train: {data: {files: [a], held_out: 0.1}}", &[]);
     assert_eq!(warnings.len(), 1);
     assert_eq!(warnings[0].subject(), Some("train.data.held_out"));
     assert_eq!(warnings[0].severity(), Severity::Warning);
@@ -174,7 +177,7 @@ fn unused_held_out_share_is_a_warning() {
 #[test]
 fn aliases_of_yaml_stand_for_their_value() {
     let text = "train:\n  data: {files: &f [a.txt]}\n  eval: {files: *f}\n";
-    let (spec, _, _) = job(text, &[]);
+    let (spec, _, _) = load_text(text, &[]);
     assert_eq!(spec.train.and_then(|t| t.eval).map(|e| e.files), Some(vec!["a.txt".to_owned()]));
 }
 
@@ -186,7 +189,7 @@ fn files_that_are_not_jobs_are_rejected() {
         if let Some(bytes) = bytes {
             std::fs::write(&path, bytes).expect("written");
         }
-        let mut errors = load(Source::File(path), &[]).expect_err("rejected");
+        let mut errors = load_job(JobSource::File(path), &[]).expect_err("rejected");
         assert_eq!(errors.len(), 1);
         errors.remove(0)
     };
@@ -199,7 +202,7 @@ fn files_that_are_not_jobs_are_rejected() {
     let nul = error("nul.yaml", Some(b"run: {command: [a]}\n\0garbage"));
     assert_eq!(nul.code(), codes::JOB_CONTROL_CHARACTER);
     let large = directory.path().join("large.yaml");
-    // The file is sparse: its length alone is the reason.
+    // The file is sparse. It is rejected because of its length.
     std::fs::File::create(&large).and_then(|f| f.set_len(100 << 20)).expect("sparse file");
     let large = error("large.yaml", None);
     assert_eq!(large.code(), codes::JOB_TOO_LARGE);
@@ -224,9 +227,9 @@ fn deprecated_names_are_accepted_with_a_warning() {
         (EXPERTS, "train.experts.parallel=2", "train.experts.expert_parallel_size=2"),
         (PROGRAM, "slurm.notice=9s", "slurm.signal_time=9s"),
     ] {
-        let (expected, _, warnings) = job(text, &[new]);
+        let (expected, _, warnings) = load_text(text, &[new]);
         assert_eq!(warnings, [], "{new}");
-        let (found, map, warnings) = job(text, &[old]);
+        let (found, map, warnings) = load_text(text, &[old]);
         assert_eq!(found, expected, "{old}");
         let key = new.split('=').next().expect("a key");
         assert!(map.is_given(key), "{old}");
@@ -234,25 +237,26 @@ fn deprecated_names_are_accepted_with_a_warning() {
         assert_eq!((warnings[0].code(), warnings[0].subject()), (codes::JOB_KEY_DEPRECATED, Some(key)));
     }
     // The message names the present key, and the help the name that the user wrote.
-    let errors = try_job(EXPERTS, &["train.numerics=slow"]).expect_err("not a value");
+    let errors = try_load_text(EXPERTS, &["train.numerics=slow"]).expect_err("not a value");
     assert_eq!((errors[0].code(), errors[0].subject()), (codes::JOB_VALUE_TYPE, Some("train.deterministic")));
     assert_eq!(errors[0].help(), ["`train.numerics` is the deprecated name of `train.deterministic`"]);
 }
 
-fn codes_of_errors(text: &str, set: &[&str]) -> Vec<Code> {
-    try_job(text, set).expect_err("rejected").iter().map(Diagnostic::code).collect()
+/// Returns the codes of the errors of a job that is rejected.
+fn load_error_codes(text: &str, set: &[&str]) -> Vec<Code> {
+    try_load_text(text, set).expect_err("rejected").iter().map(Diagnostic::code).collect()
 }
 
 #[test]
 fn a_key_by_its_present_and_its_deprecated_name_is_a_conflict() {
     let text = "run: {command: [a], grace: 5s, grace_period: 6s}";
-    let errors = try_job(text, &[]).expect_err("a conflict");
+    let errors = try_load_text(text, &[]).expect_err("a conflict");
     assert_eq!(errors.len(), 1);
     assert_eq!((errors[0].code(), errors[0].subject()), (codes::JOB_KEYS_CONFLICT, Some("run.grace_period")));
-    // A `--set` replaces the value in the file, by whichever name either is given.
-    let (spec, _, warnings) = job("run: {command: [a], grace: 5s}", &["run.grace_period=6s"]);
+    // A `--set` replaces the value in the file, whichever of the two names each of them uses.
+    let (spec, _, warnings) = load_text("run: {command: [a], grace: 5s}", &["run.grace_period=6s"]);
     assert_eq!((spec.run.grace_period_ms, warnings.len()), (6000, 0));
-    let (spec, _, warnings) = job("run: {command: [a], grace_period: 5s}", &["run.grace=6s"]);
+    let (spec, _, warnings) = load_text("run: {command: [a], grace_period: 5s}", &["run.grace=6s"]);
     assert_eq!((spec.run.grace_period_ms, warnings.len()), (6000, 1));
 }
 
@@ -270,16 +274,16 @@ fn settings_without_effect_on_the_result_are_warnings() {
         (train, "run.local_rank_argument=true", codes::JOB_KEY_HAS_NO_EFFECT),
         ("run: {command: [a]}", "resume.rng=strict", codes::JOB_KEY_HAS_NO_EFFECT),
     ] {
-        let (_, _, warnings) = job(text, &[set]);
+        let (_, _, warnings) = load_text(text, &[set]);
         assert_eq!(warnings.iter().map(Diagnostic::code).collect::<Vec<_>>(), [code], "{set}");
     }
     let wsd =
         "train: {data: {files: [a]}, steps: 100, schedule: {name: wsd, warmup_steps: 60, decay_steps: 50}}";
-    assert_eq!(job(wsd, &[]).2[0].code(), codes::JOB_SCHEDULE_TRUNCATED);
+    assert_eq!(load_text(wsd, &[]).2[0].code(), codes::JOB_SCHEDULE_TRUNCATED);
     // A setting that cannot be honoured stays an error.
-    assert_eq!(codes_of_errors(train, &["cluster.comm_backend=nccl"]), [codes::JOB_KEY_HAS_NO_EFFECT]);
+    assert_eq!(load_error_codes(train, &["cluster.comm_backend=nccl"]), [codes::JOB_KEY_HAS_NO_EFFECT]);
     assert_eq!(
-        codes_of_errors(train, &["train.precision=fp16", "train.master_weights=false"]),
+        load_error_codes(train, &["train.precision=fp16", "train.master_weights=false"]),
         [codes::JOB_KEYS_CONFLICT]
     );
 }
@@ -298,7 +302,7 @@ fn the_stored_names_of_renamed_keys_stay() {
         "train.experts.expert_parallel_size=2",
         "slurm.signal_time=9s",
     ];
-    let (spec, _, _) = job("cluster: {devices: cuda}\ntrain: {data: {files: [a]}}", &set);
+    let (spec, _, _) = load_text("cluster: {devices: cuda}\ntrain: {data: {files: [a]}}", &set);
     let json = serde_json::to_value(&spec).expect("JSON");
     for (pointer, value) in [
         ("/cluster/collectives", serde_json::json!("Host")),
@@ -333,16 +337,16 @@ fn the_stored_names_of_renamed_keys_stay() {
 }
 
 #[test]
-fn a_byte_order_mark_and_crlf_are_fine() {
-    let (spec, map, _) = job("\u{feff}name: x\r\nrun:\r\n  command: [a]\r\n", &[]);
+fn a_byte_order_mark_and_crlf_are_accepted() {
+    let (spec, map, _) = load_text("\u{feff}name: x\r\nrun:\r\n  command: [a]\r\n", &[]);
     assert_eq!(spec.name, "x");
-    assert_eq!((map.key_location("run.command").line(), map.key_location("run.command").column()), (3, 12));
+    assert_eq!((map.locate_key("run.command").line(), map.locate_key("run.command").column()), (3, 12));
 }
 
 #[test]
-fn a_job_round_trips() {
+fn a_job_round_trips_through_messagepack_and_json() {
     let text = "train: {data: {files: [a]}, eval: {files: [b]}, clip_norm: off, optimizer: {lr: 0.1}}";
-    for spec in [job(text, &[]).0, job("run: {command: [a], env: {A: b}}", &[]).0] {
+    for spec in [load_text(text, &[]).0, load_text("run: {command: [a], env: {A: b}}", &[]).0] {
         let packed = rmp_serde::to_vec_named(&spec).expect("packs");
         assert_eq!(rmp_serde::from_slice::<JobSpec>(&packed).expect("unpacks"), spec);
         let json = serde_json::to_string(&spec).expect("prints");
@@ -353,7 +357,7 @@ fn a_job_round_trips() {
 #[test]
 fn adversarial_texts_are_rejected_quickly() {
     let deep_path = format!("{}=1", "a.".repeat(50_000) + "a");
-    assert!(try_job(TRAIN, &[&deep_path]).is_err());
+    assert!(try_load_text(TRAIN, &[&deep_path]).is_err());
     for text in [
         "[".repeat(100_000),
         "{a: ".repeat(100_000),
@@ -363,7 +367,7 @@ fn adversarial_texts_are_rejected_quickly() {
         format!("train: {{{}}}", (0..60_000).map(|i| format!("k{i}: 1, ")).collect::<String>()),
         (0..45_000).map(|i| format!("key_number_{i}: 1\n")).collect(),
     ] {
-        let problems = try_job(&text, &[]).expect_err("rejected");
+        let problems = try_load_text(&text, &[]).expect_err("rejected");
         assert!(render_all(&problems, false).len() < 200_000);
     }
 }
@@ -372,7 +376,7 @@ proptest! {
     #[test]
     fn no_bytes_panic(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
         let text = String::from_utf8_lossy(&bytes).into_owned();
-        if let Err(problems) = try_job(&text, &[&text]) {
+        if let Err(problems) = try_load_text(&text, &[&text]) {
             render_all(&problems, true);
         }
     }
@@ -382,7 +386,7 @@ proptest! {
         text in r#"([a-z]{1,3}|train|run|data|files|:|: |\n|\n  |\n    |- |\[|\]|\{|\}|,|"|'|&a|\*a|#|\||>|!|%|\?|\t|1|é|---|<<){0,40}"#,
         set in r#"(train|run|\.|\[0\]|=|\[|\]|[a-z]|1|é){0,8}"#,
     ) {
-        if let Err(problems) = try_job(&text, &[&set]) {
+        if let Err(problems) = try_load_text(&text, &[&set]) {
             prop_assert!(!problems.is_empty());
             render_all(&problems, false);
         }
@@ -392,7 +396,7 @@ proptest! {
     fn a_cut_job_never_panics(cut in 0usize..400) {
         let text = "name: a\ntrain:\n  data: {files: [\"é.txt\"]}\n  optimizer: {betas: [0.9, 0.95]}\nrun: {env: {A: |\n  x}}\n";
         let cut = (0..=cut.min(text.len())).rev().find(|&i| text.is_char_boundary(i)).unwrap_or(0);
-        if let Err(problems) = try_job(&text[..cut], &[]) {
+        if let Err(problems) = try_load_text(&text[..cut], &[]) {
             render_all(&problems, false);
         }
     }

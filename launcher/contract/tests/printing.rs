@@ -1,19 +1,21 @@
-//! A job that is printed as YAML loads to the same job, and every key is printed.
+//! Tests that a printed job loads to an equal job, and that every key is printed.
 use contract::{
-    JobSpec, Source, SourceMap,
+    JobSource, JobSpec, SourceMap,
     job::{KEYS, KeyDefault},
-    load,
+    load_job,
 };
 use diagnostic::render_all;
 use proptest::prelude::*;
 
-fn job(text: &str, set: &[String]) -> (JobSpec, SourceMap) {
-    match load(Source::Text { name: "a.yaml".to_owned(), text: text.to_owned() }, set) {
+/// Loads a job from a text with `--set` arguments. Panics if the job is rejected.
+fn load_text(text: &str, set: &[String]) -> (JobSpec, SourceMap) {
+    match load_job(JobSource::Text { name: "a.yaml".to_owned(), text: text.to_owned() }, set) {
         Ok((job, map, _)) => (job, map),
         Err(problems) => panic!("{text}\n{}", render_all(&problems, false)),
     }
 }
 
+/// Jobs that together have every key.
 const JOBS: &[&str] = &[
     "cluster: {hosts: [a, 'me@n[1-3]:22'], include: ['a:0@n1:22'], ssh: {user: 'x', port: 2222, key: ~/.ssh/k, config: none, known_hosts: accept_new, jump: 'j@b:1', connect_timeout: 5s, fanout: 3}}\nrun: {command: [a]}",
     "cluster: {hosts: {file: 'my hosts'}, exclude: 'b:1', ssh: {config: ./cfg}}\nrun: {command: [a]}",
@@ -65,25 +67,26 @@ const JOBS: &[&str] = &[
 #[test]
 fn a_printed_job_loads_to_the_same_job() {
     for text in JOBS {
-        let (spec, _) = job(text, &[]);
-        assert_eq!(job(&spec.to_yaml(), &[]).0, spec, "{}", spec.to_yaml());
+        let (spec, _) = load_text(text, &[]);
+        assert_eq!(load_text(&spec.to_yaml(), &[]).0, spec, "{}", spec.to_yaml());
     }
 }
 
 #[test]
 fn every_key_is_printed() {
-    let maps: Vec<SourceMap> = JOBS.iter().map(|text| job(&job(text, &[]).0.to_yaml(), &[]).1).collect();
+    let maps: Vec<SourceMap> =
+        JOBS.iter().map(|text| load_text(&load_text(text, &[]).0.to_yaml(), &[]).1).collect();
     for key in KEYS.iter().filter(|k| k.default != KeyDefault::Section) {
         assert!(maps.iter().any(|m| m.is_given(key.path)), "{} is never printed", key.path);
     }
 }
 
-/// GPT-2 has a tied head, and an MLP of four times the width.
+/// GPT-2 has a tied head, and an MLP of four times the hidden size.
 #[test]
 fn defaults_follow_the_family() {
     let model = |family: &str| {
         let text = format!("train: {{model: {{family: {family}, hidden_size: 64}}, data: {{files: [a]}}}}");
-        let model = job(&text, &[]).0.train.expect("train").model;
+        let model = load_text(&text, &[]).0.train.expect("train").model;
         (model.intermediate_size, model.tie_word_embeddings)
     };
     assert_eq!(model("gpt2"), (256, true));
@@ -100,15 +103,15 @@ proptest! {
         eps in 1e-30f64..1e30,
         seed in any::<u64>(),
     ) {
-        let (mut spec, _) = job(JOBS[2], &[]);
+        let (mut spec, _) = load_text(JOBS[2], &[]);
         spec.run.command = Some(vec!["p".to_owned(), word.clone()]);
         spec.run.env = vec![("A".to_owned(), word)];
-        prop_assert_eq!(&job(&spec.to_yaml(), &[]).0, &spec);
-        let (mut spec, _) = job(JOBS[3], &[]);
+        prop_assert_eq!(&load_text(&spec.to_yaml(), &[]).0, &spec);
+        let (mut spec, _) = load_text(JOBS[3], &[]);
         let train = spec.train.as_mut().expect("train");
         (train.optimizer.lr, train.optimizer.weight_decay, train.optimizer.eps, train.seed) = (lr, decay, eps, seed);
         train.schedule.name = contract::job::ScheduleName::Linear;
         train.schedule.min_lr = lr / 3.0;
-        prop_assert_eq!(&job(&spec.to_yaml(), &[]).0, &spec);
+        prop_assert_eq!(&load_text(&spec.to_yaml(), &[]).0, &spec);
     }
 }

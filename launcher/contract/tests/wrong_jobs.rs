@@ -1,19 +1,19 @@
-//! Snapshots of the errors for wrong jobs: `wrong/NAME.yaml` and the expected text in
+//! Compares the errors of wrong jobs with stored texts: the job is `wrong/NAME.yaml`, the text
 //! `wrong/NAME.txt`.
 //!
 //! `UPDATE_EXPECTED=1 cargo test -p contract --test wrong_jobs` rewrites the texts. A line
 //! `#! path=value` of a job is a `--set` argument.
-use contract::{Source, load};
+use contract::{JobSource, load_job};
 use diagnostic::{Diagnostic, render_all};
 use std::{fs, path::Path};
 
-/// The errors of a job as the terminal shows them, each preceded by its code.
-fn explain(file: &Path) -> String {
+/// Renders the errors of a job in the form of the terminal, each preceded by its code and subject.
+fn render_errors(file: &Path) -> String {
     let text = fs::read_to_string(file).expect("case is readable");
     let overrides: Vec<String> =
         text.lines().filter_map(|l| l.strip_prefix("#! ")).map(str::to_owned).collect();
-    let source = Source::Text { name: "job.yaml".to_owned(), text };
-    match load(source, &overrides) {
+    let source = JobSource::Text { name: "job.yaml".to_owned(), text };
+    match load_job(source, &overrides) {
         Ok(_) => "accepted\n".to_owned(),
         Err(errors) => {
             let one = |error: &Diagnostic| {
@@ -37,7 +37,7 @@ fn each_wrong_job_is_explained() {
             continue;
         }
         cases += 1;
-        let explanation = explain(&file);
+        let explanation = render_errors(&file);
         assert_ne!(explanation, "accepted\n", "{} is not rejected", file.display());
         let expected = file.with_extension("txt");
         if update {

@@ -1,38 +1,39 @@
 //! Measures the activity of workers from `/proc`: the CPU time of a worker's process tree, and
 //! whether its first process is stopped.
-use super::descendants::{ProcessStat, processes};
+use super::descendants::{ProcessStat, list_processes};
 use std::collections::HashMap;
 
-/// The activity of one worker.
+/// The CPU time of one worker's process tree, and whether the worker is stopped.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Activity {
-    /// CPU time of the running processes of the tree and of the children that they waited for, in
-    /// clock ticks.
+pub(super) struct WorkerActivity {
+    /// CPU time in clock ticks: that of the running processes of the tree and of the children that
+    /// they waited for.
     pub(super) ticks: u64,
     /// Whether the first process is stopped by a signal.
     pub(super) stopped: bool,
 }
 
-/// Measures several workers, given by the pids of their first processes.
-pub(super) fn measure_activity(leaders: &[u32]) -> Vec<Activity> {
-    activity_of(&processes(), leaders)
+/// Measures the activity of several workers now. `leaders` are the pids of their first processes;
+/// the results have the same order.
+pub(super) fn measure_activity(leaders: &[u32]) -> Vec<WorkerActivity> {
+    sum_activity(&list_processes(), leaders)
 }
 
-/// The pids of a worker's process tree, the first process first.
-pub(super) fn process_tree(leader: u32) -> Vec<i32> {
-    let processes = processes();
-    let children = children_by_parent(&processes);
+/// Returns the pids of a worker's process tree, beginning with the worker's first process.
+pub(super) fn list_process_tree(leader: u32) -> Vec<i32> {
+    let processes = list_processes();
+    let children = index_children(&processes);
     let mut pids = Vec::new();
-    visit_tree(&children, &processes, leader as i32, &mut |process| pids.push(process.pid));
+    visit_process_tree(&children, &processes, leader as i32, &mut |process| pids.push(process.pid));
     pids
 }
 
-/// The activity of each leader's tree in a list of all processes.
-fn activity_of(processes: &[ProcessStat], leaders: &[u32]) -> Vec<Activity> {
-    let children = children_by_parent(processes);
+/// Sums the CPU time of each leader's process tree. `processes` is a list of all processes.
+fn sum_activity(processes: &[ProcessStat], leaders: &[u32]) -> Vec<WorkerActivity> {
+    let children = index_children(processes);
     let measure = |leader: &u32| {
-        let mut activity = Activity::default();
-        visit_tree(&children, processes, *leader as i32, &mut |process| {
+        let mut activity = WorkerActivity::default();
+        visit_process_tree(&children, processes, *leader as i32, &mut |process| {
             activity.ticks += process.ticks;
             activity.stopped |= process.pid == *leader as i32 && process.stopped;
         });
@@ -41,8 +42,8 @@ fn activity_of(processes: &[ProcessStat], leaders: &[u32]) -> Vec<Activity> {
     leaders.iter().map(measure).collect()
 }
 
-/// The indices of the children of each parent.
-fn children_by_parent(processes: &[ProcessStat]) -> HashMap<i32, Vec<usize>> {
+/// Maps each parent's pid to the indices of its children in `processes`.
+fn index_children(processes: &[ProcessStat]) -> HashMap<i32, Vec<usize>> {
     let mut children: HashMap<i32, Vec<usize>> = HashMap::new();
     for (index, process) in processes.iter().enumerate() {
         children.entry(process.parent).or_default().push(index);
@@ -51,7 +52,7 @@ fn children_by_parent(processes: &[ProcessStat]) -> HashMap<i32, Vec<usize>> {
 }
 
 /// Calls `visit` for the leader and its descendants.
-fn visit_tree(
+fn visit_process_tree(
     children: &HashMap<i32, Vec<usize>>,
     processes: &[ProcessStat],
     leader: i32,
@@ -61,8 +62,8 @@ fn visit_tree(
         visit(first);
     }
     let mut parents = vec![leader];
-    // /proc is not read atomically, so the list may contain a cycle. It ends after as many visits
-    // as there are processes.
+    // /proc is not read atomically, so the list may contain a cycle. The search ends after as many
+    // visits as there are processes.
     let mut remaining = processes.len();
     while let Some(parent) = parents.pop() {
         for &index in children.get(&parent).map_or(&[][..], Vec::as_slice) {
@@ -92,17 +93,17 @@ mod tests {
             process(30, 31, 9, false),
             process(31, 30, 9, false),
         ];
-        let activity = |ticks, stopped| Activity { ticks, stopped };
+        let activity = |ticks, stopped| WorkerActivity { ticks, stopped };
         assert_eq!(
-            activity_of(&processes, &[10, 20, 99]),
+            sum_activity(&processes, &[10, 20, 99]),
             [activity(13, true), activity(3, false), activity(0, false)]
         );
-        assert!(activity_of(&processes, &[30])[0].ticks >= 18, "a cycle ends");
+        assert!(sum_activity(&processes, &[30])[0].ticks >= 18, "a cycle ends");
     }
 
     #[test]
-    fn the_test_process_is_running() {
-        assert_eq!(process_tree(std::process::id()).first(), Some(&(std::process::id() as i32)));
+    fn the_test_process_is_measured_as_running() {
+        assert_eq!(list_process_tree(std::process::id()).first(), Some(&(std::process::id() as i32)));
         assert!(!measure_activity(&[std::process::id()])[0].stopped);
     }
 }

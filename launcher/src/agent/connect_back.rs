@@ -16,38 +16,40 @@ use std::{
 };
 use tokio::{net::TcpStream, task::JoinSet, time::sleep, time::timeout};
 
-/// The delay between the first attempts at two addresses (RFC 8305).
+/// The delay between the starts of two connection attempts (RFC 8305).
 const ATTEMPT_DELAY: Duration = Duration::from_millis(200);
-/// The limit of one TCP connection attempt.
+/// The time limit of one TCP connection attempt.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Reads the invitation from standard input and connects to the controller.
+/// Reads the invitation from standard input and connects to the controller that it names.
 ///
-/// Returns the reading and the writing end of the control connection. Blocks until one address has
-/// answered or all have failed.
+/// Returns two descriptors of the control connection, for reading and for writing. Blocks until the
+/// controller has proved itself at one address or all addresses have failed.
 pub(super) fn connect_back(stdin: OwnedFd) -> diagnostic::Result<(OwnedFd, OwnedFd)> {
     let invitation = Invitation::read(&mut File::from(stdin))?;
-    let name = host_name();
+    let name = read_host_name();
     let cannot_start = |error: io::Error| {
         Diagnostic::error(host::AGENT_START_FAILED, "cannot set up the connection to the controller")
             .with_cause(&error)
     };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(cannot_start)?;
-    let stream = runtime.block_on(connect_to_any(&invitation, &name))?.into_std().map_err(cannot_start)?;
+    let stream =
+        runtime.block_on(connect_to_first_address(&invitation, &name))?.into_std().map_err(cannot_start)?;
     Ok((stream.try_clone().map_err(cannot_start)?.into(), stream.into()))
 }
 
-/// The name by which the controller expects this host.
-fn host_name() -> String {
+/// Returns the name by which the controller knows this host: that of Slurm, or else the host name.
+fn read_host_name() -> String {
     let slurm = std::env::var(env::SLURMD_NODENAME).ok().filter(|name| !name.is_empty());
     slurm.unwrap_or_else(|| {
         fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default().trim().to_owned()
     })
 }
 
-/// Connects to all addresses, each a little later than the one before, and keeps the first on which
-/// the controller proves itself.
-async fn connect_to_any(invitation: &Invitation, name: &str) -> diagnostic::Result<TcpStream> {
+/// Connects to all addresses of the controller, each [`ATTEMPT_DELAY`] later than the one before.
+/// Returns the first connection on which the controller proves that it has the job's key, and drops
+/// the others.
+async fn connect_to_first_address(invitation: &Invitation, name: &str) -> diagnostic::Result<TcpStream> {
     let mut attempts = JoinSet::new();
     for (i, address) in invitation.addresses.iter().copied().enumerate() {
         let (key, name) = (invitation.key.clone(), name.to_owned());
@@ -69,7 +71,7 @@ async fn connect_to_any(invitation: &Invitation, name: &str) -> diagnostic::Resu
     while let Some(finished) = attempts.join_next().await {
         match finished {
             // The other connections are dropped without a confirmation.
-            Ok(Ok(verified)) => return Ok(VerifiedController::confirm(verified).await?),
+            Ok(Ok(verified)) => return Ok(VerifiedController::send_agent_proof(verified).await?),
             Ok(Err(failure)) => failures.push(failure),
             Err(error) => {
                 return Err(Diagnostic::error(
@@ -92,10 +94,11 @@ async fn connect_to_any(invitation: &Invitation, name: &str) -> diagnostic::Resu
     .with_help("check that no firewall blocks TCP connections between the nodes"))
 }
 
-/// Removes the file of this process's executable, which was copied for this agent only.
+/// Removes the file of this process's executable, which was copied for this agent only. Errors are
+/// ignored.
 ///
-/// Workers are started from the open file, so they do not need it.
-pub(super) fn remove_executable() {
+/// Workers are started from `/proc/self/exe`, so they do not need the file.
+pub(super) fn remove_own_executable() {
     if let Ok(file) = fs::read_link("/proc/self/exe") {
         // A file that stays does no harm.
         _ = fs::remove_file(file);

@@ -1,12 +1,12 @@
-//! The agent's state machine: messages, process exits and time go in, commands come out. It does no
-//! I/O and reads no clock.
+//! The agent's state machine: messages, process exits and time are its input, and actions are its
+//! output. The state machine does no I/O and reads no clock.
 mod workers;
 
 use super::progress::WorkerProgress;
 use contract::{
     control::{
-        BindRendezvous, ExitStatus, FromAgent, FromWorker, HostInventory, HostPlan, Peers, ToAgent, ToWorker,
-        VERSION, WorkerInit,
+        ExitStatus, FromAgent, FromWorker, HostInventory, HostPlan, PROTOCOL_VERSION, RendezvousRequest,
+        ToAgent, ToWorker, WorkerInit, WorkerPeers,
     },
     exit::WorkerExit,
     failure::GpuFault,
@@ -22,16 +22,17 @@ use std::{
 
 /// The interval of heartbeats to the controller.
 pub(crate) const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);
-/// How long a built-in worker may send nothing before it counts as failed. Long, because a worker
-/// in a debugger or on a machine that swaps is silent, too.
+/// How long a built-in worker may send nothing before it counts as failed. The time is long because
+/// a worker in a debugger or on a machine that swaps is silent, too.
 pub(crate) const WORKER_LEASE: Duration = Duration::from_secs(30);
 /// How long the controller may be silent after a heartbeat before the agent ends its workers.
 ///
-/// A controller on the same machine sends no heartbeats, because the end of its stream is enough.
+/// A controller on the agent's machine sends no heartbeats, because the end of its stream is
+/// enough.
 pub(crate) const CONTROLLER_LEASE: Duration = Duration::from_secs(5);
-/// How long writing the stacks of hanging workers may take before they are killed without.
+/// How long writing the stacks of hanging workers may take before the workers are killed anyway.
 pub(crate) const STACKS_TIMEOUT: Duration = Duration::from_secs(8);
-/// The interval of checks whether workers make progress.
+/// The interval at which the activity of workers is measured.
 pub(crate) const ACTIVITY_INTERVAL: Duration = Duration::from_secs(1);
 /// How long a worker's last output and final report are awaited after its process has ended.
 pub(crate) const FINAL_OUTPUT_TIMEOUT: Duration = Duration::from_millis(500);
@@ -41,20 +42,20 @@ pub(crate) const FINAL_OUTPUT_TIMEOUT: Duration = Duration::from_millis(500);
 /// the controller reports the end of the step, and not that of a worker.
 pub(crate) const STEP_KILL_DELAY: Duration = Duration::from_millis(300);
 
-/// An event that the agent reacts to.
+/// An event that the driver reports to the agent's state machine.
 #[derive(Debug)]
-pub(crate) enum Input {
+pub(crate) enum AgentInput {
     /// A message of the controller.
     Controller(ToAgent),
     /// The control connection to the controller ended or failed.
     ControllerLost,
-    /// A worker's process was started; an answer to [`Action::Spawn`].
+    /// A worker's process was started; an answer to [`AgentAction::Spawn`].
     Spawned { rank: Rank, pid: u32 },
-    /// A worker's process could not be started; an answer to [`Action::Spawn`].
+    /// A worker's process could not be started; an answer to [`AgentAction::Spawn`].
     SpawnFailed { rank: Rank, diagnostic: Diagnostic },
     /// A message of a built-in worker.
     Worker { rank: Rank, message: FromWorker },
-    /// A built-in worker's final report, with the error of its GPU, if the driver reported one.
+    /// A built-in worker's final report; `gpu` is the error that the GPU driver reported for it.
     WorkerFatal { rank: Rank, exit: WorkerExit, diagnostic: Diagnostic, gpu: Option<GpuFault> },
     /// A worker's control connection ended; `error` is set if it failed.
     WorkerConnectionEnded { rank: Rank, error: Option<Diagnostic> },
@@ -62,46 +63,46 @@ pub(crate) enum Input {
     WorkerExited {
         rank: Rank,
         status: ExitStatus,
-        /// Whether the kernel killed it because memory ran out.
+        /// Whether the kernel killed the worker because memory ran out.
         oom: bool,
-        /// The error that the GPU driver reported for it.
+        /// The error that the GPU driver reported for the worker.
         gpu: Option<GpuFault>,
     },
-    /// The CPU time of a worker's processes so far, in clock ticks, and whether its first process
-    /// is stopped by a signal; an answer to [`Action::MeasureActivity`].
+    /// An answer to [`AgentAction::MeasureActivity`]: the CPU time of a worker's processes so far
+    /// in clock ticks, and whether the first process is stopped by a signal.
     Activity { rank: Rank, ticks: u64, stopped: bool },
     /// A line of output contains `run.progress_pattern`.
     ProgressMarker { rank: Rank },
-    /// The port of the rendezvous, or why it was not bound; the answer to [`Action::Bind`].
+    /// The port of the rendezvous, or the error of binding it; the answer to [`AgentAction::Bind`].
     Bound { attempt: u32, port: diagnostic::Result<u16> },
-    /// The stacks are in the logs; the answer to [`Action::WriteStacks`].
+    /// The stacks are in the logs; the answer to [`AgentAction::WriteStacks`].
     StacksWritten,
     /// The output that a worker left in its pipes is in its log; the answer to
-    /// [`Action::DrainOutput`].
+    /// [`AgentAction::DrainOutput`].
     Drained {
         rank: Rank,
         /// The last lines of the log.
         tail: Vec<String>,
-        /// What the program recorded about its failure (`TORCHELASTIC_ERROR_FILE`).
+        /// The error that the program recorded in `TORCHELASTIC_ERROR_FILE`.
         error: Option<String>,
     },
-    /// The answer to [`Action::Sweep`]: the pids that could not be killed.
+    /// The answer to [`AgentAction::Sweep`]: the pids that could not be killed.
     Swept { left: Vec<i32> },
     /// A warning about a worker for the user. The worker continues.
     Warning { rank: Rank, message: String },
-    /// Time has passed.
+    /// Nothing happened but that time has passed.
     Tick,
 }
 
-/// An action for the driver.
+/// An action that the state machine requests from the driver.
 #[derive(Debug)]
-pub(crate) enum Action {
+pub(crate) enum AgentAction {
     /// Send a message to the controller.
     Send(FromAgent),
-    /// Set up what the workers of this plan share.
+    /// Set up the resources that the workers of this plan share.
     PrepareWorkers(Rc<HostPlan>),
-    /// Start the worker at this index of the plan; answered by [`Input::Spawned`] or
-    /// [`Input::SpawnFailed`].
+    /// Start the worker at this index of the plan; answered by [`AgentInput::Spawned`] or
+    /// [`AgentInput::SpawnFailed`].
     Spawn(usize),
     /// Send a message to a built-in worker.
     SendToWorker(Rank, ToWorker),
@@ -111,15 +112,15 @@ pub(crate) enum Action {
     Signal(Rank, GroupSignal),
     /// Request a save by sending this signal to a program that has a handler for it.
     RequestSave(Rank, i32),
-    /// Bind the rendezvous; answered by [`Input::Bound`].
-    Bind(BindRendezvous),
-    /// Measure the CPU time of all workers; answered by one [`Input::Activity`] for each.
+    /// Bind the rendezvous; answered by [`AgentInput::Bound`].
+    Bind(RendezvousRequest),
+    /// Measure the CPU time of all workers; answered by one [`AgentInput::Activity`] for each.
     MeasureActivity,
-    /// Write the stacks of these workers to their logs; answered by [`Input::StacksWritten`].
+    /// Write the stacks of these workers to their logs; answered by [`AgentInput::StacksWritten`].
     WriteStacks(Vec<Rank>),
-    /// Read what a worker that ended left in its pipes; answered by [`Input::Drained`].
+    /// Read the output that an ended worker left in its pipes; answered by [`AgentInput::Drained`].
     DrainOutput(Rank),
-    /// Kill every process that is left; answered by [`Input::Swept`].
+    /// Kill every descendant of the agent; answered by [`AgentInput::Swept`].
     Sweep,
     /// Exit with this code.
     Exit(u8),
@@ -134,6 +135,7 @@ pub(crate) enum GroupSignal {
     Kill,
 }
 
+/// The phase of an agent's life.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum AgentState {
     /// Waits for the controller's hello.
@@ -148,19 +150,19 @@ enum AgentState {
     Exiting,
 }
 
-/// A worker that was started.
+/// What the agent knows about a worker that it started.
 #[derive(Debug)]
-struct Worker {
-    /// Runs the built-in runtime.
+struct WorkerState {
+    /// Whether the worker runs the built-in runtime.
     builtin: bool,
-    /// `None` if it was never started.
+    /// The worker's pid; `None` if it was never started.
     pid: Option<u32>,
     /// The first message to a built-in worker, until its hello arrives.
     init: Option<Box<WorkerInit>>,
-    /// Messages that follow `init`.
+    /// Messages that are held back until `init` was sent.
     after_init: Vec<ToWorker>,
     last_message_at: Duration,
-    /// Its silence was reported.
+    /// Whether the silence of the worker was reported.
     silence_reported: bool,
     connection_open: bool,
     status: Option<ExitStatus>,
@@ -172,19 +174,20 @@ struct Worker {
     progress: WorkerProgress,
 }
 
-impl Worker {
+impl WorkerState {
+    /// Returns whether the process was started and has not been reaped.
     fn is_alive(&self) -> bool {
         self.pid.is_some() && self.status.is_none()
     }
 }
 
 /// The state machine of an agent.
-pub(crate) struct Core {
+pub(crate) struct AgentCore {
     pid: u32,
     inventory: HostInventory,
     state: AgentState,
     plan: Option<Rc<HostPlan>>,
-    workers: BTreeMap<Rank, Worker>,
+    workers: BTreeMap<Rank, WorkerState>,
     /// Workers whose end is not reported yet, in the order of their ends.
     unreported: VecDeque<Rank>,
     /// Index of the next worker to start.
@@ -192,7 +195,8 @@ pub(crate) struct Core {
     spawning: bool,
     /// The current or the last attempt.
     attempt: u32,
-    /// Kill for this reason, with this grace period in ms, when the stacks are written.
+    /// The reason and the grace period (in ms) of the kill that follows when the stacks are
+    /// written.
     kill_after_stacks: Option<(String, u64)>,
     /// When the wait for the stacks ends.
     stacks_deadline: Duration,
@@ -207,16 +211,16 @@ pub(crate) struct Core {
     controller_lost: bool,
     /// When the next heartbeat is sent.
     heartbeat_at: Duration,
-    /// The agent runs in a Slurm step.
+    /// Whether the agent runs in a Slurm step.
     in_slurm_step: bool,
-    out: Vec<Action>,
+    out: Vec<AgentAction>,
 }
 
-impl Core {
+impl AgentCore {
     /// Creates the state machine of an agent that waits for the controller's hello. `pid` is the
     /// agent's process, and `inventory` describes its host.
     pub(crate) fn new(pid: u32, inventory: HostInventory) -> Self {
-        Core {
+        AgentCore {
             pid,
             inventory,
             state: AgentState::AwaitingHello,
@@ -241,75 +245,85 @@ impl Core {
 
     /// Sets whether the agent runs in a Slurm step; see [`STEP_KILL_DELAY`].
     pub(crate) fn with_slurm_step(self, in_slurm_step: bool) -> Self {
-        Core { in_slurm_step, ..self }
+        AgentCore { in_slurm_step, ..self }
     }
 
-    /// The latest time for the next [`Input::Tick`].
-    pub(crate) fn deadline(&self) -> Duration {
+    /// Returns the latest time for the next [`AgentInput::Tick`], on the clock of
+    /// [`AgentCore::handle_input`].
+    pub(crate) fn next_deadline(&self) -> Duration {
         if matches!(self.state, AgentState::AwaitingHello | AgentState::Exiting) {
             return Duration::MAX;
         }
         let first = self.unreported.front().and_then(|rank| self.workers.get(rank));
-        let report_at = first.map(|worker| self.report_at(worker));
+        let report_at = first.map(|worker| self.report_due_at(worker));
         [self.kill_at, report_at, Some(self.activity_at), Some(self.stacks_deadline)]
             .into_iter()
             .flatten()
             .fold(self.heartbeat_at, Duration::min)
     }
 
-    /// Handles an event that happened at `now`, a time since any fixed start that never decreases.
-    pub(crate) fn handle(&mut self, now: Duration, input: Input) -> Vec<Action> {
+    /// Handles an event and returns the actions that follow. `now` is the time since any fixed
+    /// start and never decreases.
+    pub(crate) fn handle_input(&mut self, now: Duration, input: AgentInput) -> Vec<AgentAction> {
         match input {
-            Input::Controller(message) => self.on_controller_message(now, message),
-            Input::ControllerLost => self.on_controller_lost(),
-            Input::Spawned { rank, pid } => self.on_spawned(now, rank, pid),
-            Input::SpawnFailed { rank, diagnostic } => {
+            AgentInput::Controller(message) => self.on_controller_message(now, message),
+            AgentInput::ControllerLost => self.on_controller_lost(),
+            AgentInput::Spawned { rank, pid } => self.on_spawned(now, rank, pid),
+            AgentInput::SpawnFailed { rank, diagnostic } => {
                 self.spawning = false;
-                self.send(FromAgent::Failed { attempt: self.attempt, rank: Some(rank), diagnostic });
+                self.send_to_controller(FromAgent::Failed {
+                    attempt: self.attempt,
+                    rank: Some(rank),
+                    diagnostic,
+                });
             }
-            Input::Worker { rank, message } => self.on_worker_message(now, rank, message),
-            Input::WorkerFatal { rank, exit, diagnostic, gpu } => {
+            AgentInput::Worker { rank, message } => self.on_worker_message(now, rank, message),
+            AgentInput::WorkerFatal { rank, exit, diagnostic, gpu } => {
                 self.on_worker_fatal(now, rank, (exit, diagnostic), gpu);
             }
-            Input::WorkerConnectionEnded { rank, error } => self.on_worker_connection_ended(rank, error),
-            Input::WorkerExited { rank, status, oom, gpu } => {
+            AgentInput::WorkerConnectionEnded { rank, error } => self.on_worker_connection_ended(rank, error),
+            AgentInput::WorkerExited { rank, status, oom, gpu } => {
                 self.on_worker_exited(now, rank, status, oom, gpu)
             }
-            Input::Activity { rank, ticks, stopped } => self.on_activity(now, rank, ticks, stopped),
-            Input::ProgressMarker { rank } => self.on_progress(now, rank),
-            Input::Bound { attempt, port } => self.send(FromAgent::Bound { attempt, port }),
-            Input::StacksWritten => self.on_stacks_written(now),
-            Input::Drained { rank, tail, error } => {
+            AgentInput::Activity { rank, ticks, stopped } => self.on_activity(now, rank, ticks, stopped),
+            AgentInput::ProgressMarker { rank } => self.on_progress(now, rank),
+            AgentInput::Bound { attempt, port } => {
+                self.send_to_controller(FromAgent::Bound { attempt, port })
+            }
+            AgentInput::StacksWritten => self.on_stacks_written(now),
+            AgentInput::Drained { rank, tail, error } => {
                 if let Some(worker) = self.workers.get_mut(&rank) {
                     worker.tail = Some(tail);
                     worker.error = error;
                 }
             }
-            Input::Swept { left } => self.on_swept(&left),
-            Input::Warning { rank, message } => {
-                let event = contract::event::Event::notice(Some(rank), message);
-                self.send(FromAgent::Event { attempt: self.attempt, rank, event });
+            AgentInput::Swept { left } => self.on_swept(&left),
+            AgentInput::Warning { rank, message } => {
+                let event = contract::event::Event::new_notice(Some(rank), message);
+                self.send_to_controller(FromAgent::Event { attempt: self.attempt, rank, event });
             }
-            Input::Tick => {}
+            AgentInput::Tick => {}
         }
-        self.on_time(now);
-        self.report_ended(now);
+        self.act_on_deadlines(now);
+        self.report_ended_workers(now);
         self.sweep_if_all_ended();
         std::mem::take(&mut self.out)
     }
 
-    fn send(&mut self, message: FromAgent) {
-        self.out.push(Action::Send(message));
+    fn send_to_controller(&mut self, message: FromAgent) {
+        self.out.push(AgentAction::Send(message));
     }
 
-    fn reject(&mut self, diagnostic: Diagnostic) {
-        self.send(FromAgent::Failed { attempt: self.attempt, rank: None, diagnostic });
-        self.exit(1);
+    /// Reports an error of the whole agent to the controller and requests an exit with code 1.
+    fn fail_and_exit(&mut self, diagnostic: Diagnostic) {
+        self.send_to_controller(FromAgent::Failed { attempt: self.attempt, rank: None, diagnostic });
+        self.request_exit(1);
     }
 
-    fn exit(&mut self, code: u8) {
+    /// Requests the exit of the agent.
+    fn request_exit(&mut self, code: u8) {
         self.state = AgentState::Exiting;
-        self.out.push(Action::Exit(code));
+        self.out.push(AgentAction::Exit(code));
     }
 
     // ---- the controller ----
@@ -317,41 +331,43 @@ impl Core {
     fn on_controller_message(&mut self, now: Duration, message: ToAgent) {
         if self.state == AgentState::AwaitingHello {
             return match message {
-                ToAgent::Hello { version } if version == VERSION => {
+                ToAgent::Hello { version } if version == PROTOCOL_VERSION => {
                     self.state = AgentState::Idle;
                     self.heartbeat_at = now + HEARTBEAT_INTERVAL;
-                    let found = self.inventory.clone();
-                    self.send(FromAgent::Hello { version: VERSION, pid: self.pid, inventory: found });
+                    let inventory = self.inventory.clone();
+                    self.send_to_controller(FromAgent::Hello { version: PROTOCOL_VERSION, pid: self.pid, inventory });
                 }
-                ToAgent::Hello { version } => self.reject(
+                ToAgent::Hello { version } => self.fail_and_exit(
                     Diagnostic::error(
                         run::AGENT_VERSION_MISMATCH,
                         format!(
-                            "the agent speaks version {VERSION} of the control protocol and the controller \
+                            "the agent speaks version {PROTOCOL_VERSION} of the control protocol and the controller \
                              version {version}"
                         ),
                     )
                     .with_help("install the same build of launch on every host"),
                 ),
-                _ => self.reject(protocol_error("the controller's first message was not a hello")),
+                _ => self.fail_and_exit(protocol_error("the controller's first message was not a hello")),
             };
         }
         // Every message proves that the controller is alive.
         self.controller_heard_at = self.controller_heard_at.map(|_| now);
         let is_current = |attempt: u32| attempt == self.attempt;
         match message {
-            ToAgent::Hello { .. } => self.reject(protocol_error("the controller sent a second hello")),
+            ToAgent::Hello { .. } => self.fail_and_exit(protocol_error("the controller sent a second hello")),
             // The driver answers probes; they do not change the state.
             ToAgent::Probe(_) => {}
             ToAgent::Heartbeat => self.controller_heard_at = Some(now),
-            ToAgent::Bind(bind) => self.out.push(Action::Bind(bind)),
-            ToAgent::Start(plan) => self.start(now, plan),
-            ToAgent::Stop { attempt, deadline_ms } if is_current(attempt) => self.stop(now, deadline_ms),
-            ToAgent::Save { attempt, signal } if is_current(attempt) => self.save(signal),
-            ToAgent::Kill { attempt, reason, grace_ms, stacks } if is_current(attempt) => {
-                self.kill(now, reason, grace_ms, stacks);
+            ToAgent::Bind(bind) => self.out.push(AgentAction::Bind(bind)),
+            ToAgent::Start(plan) => self.start_attempt(now, plan),
+            ToAgent::Stop { attempt, deadline_ms } if is_current(attempt) => {
+                self.stop_workers(now, deadline_ms)
             }
-            ToAgent::Reload { attempt, values } if is_current(attempt) => self.reload(values),
+            ToAgent::Save { attempt, signal } if is_current(attempt) => self.request_saves(signal),
+            ToAgent::Kill { attempt, reason, grace_ms, stacks } if is_current(attempt) => {
+                self.kill_workers(now, reason, grace_ms, stacks);
+            }
+            ToAgent::Reload { attempt, values } if is_current(attempt) => self.forward_reload(values),
             // Of an attempt that has ended.
             ToAgent::Stop { .. } | ToAgent::Save { .. } | ToAgent::Kill { .. } | ToAgent::Reload { .. } => {}
             ToAgent::Peers(peers) => self.forward_peers(&peers),
@@ -359,45 +375,49 @@ impl Core {
     }
 
     /// Sends the addresses of the peers to the built-in workers of the attempt.
-    fn forward_peers(&mut self, peers: &Peers) {
+    fn forward_peers(&mut self, peers: &WorkerPeers) {
         if self.plan.as_ref().is_none_or(|plan| plan.attempt != peers.attempt) {
             return; // of an attempt that has ended
         }
-        for rank in self.living() {
+        for rank in self.running_ranks() {
             if self.workers[&rank].builtin {
                 self.send_to_worker(rank, ToWorker::Peers(peers.clone()));
             }
         }
     }
 
-    /// Requests a save from all workers.
-    fn save(&mut self, signal: i32) {
-        for rank in self.living() {
+    /// Requests a save from all workers, by message from built-in ones and by `signal` from
+    /// programs.
+    fn request_saves(&mut self, signal: i32) {
+        for rank in self.running_ranks() {
             if self.workers[&rank].builtin {
                 self.send_to_worker(rank, ToWorker::Save);
             } else {
-                self.out.push(Action::RequestSave(rank, signal));
+                self.out.push(AgentAction::RequestSave(rank, signal));
             }
         }
     }
 
-    /// Forwards the values of a changed job file. Rank 0 decides from which step on they apply.
-    fn reload(&mut self, values: ReloadValues) {
-        self.out.push(Action::ShowOutput(values.log_ranks.clone()));
+    /// Forwards the values of a changed job file to rank 0, which decides from which step on the
+    /// values apply. Updates which ranks' output is forwarded.
+    fn forward_reload(&mut self, values: ReloadValues) {
+        self.out.push(AgentAction::ShowOutput(values.log_ranks.clone()));
         if self.workers.get(&0).is_some_and(|w| w.builtin && w.is_alive()) {
             self.send_to_worker(0, ToWorker::Reload(values));
         }
     }
 
-    /// Starts the workers of a new attempt.
-    fn start(&mut self, now: Duration, plan: Box<HostPlan>) {
+    /// Starts the workers of a new attempt. Rejects an inconsistent plan.
+    fn start_attempt(&mut self, now: Duration, plan: Box<HostPlan>) {
         let ranks: std::collections::BTreeSet<Rank> = plan.workers.iter().map(|w| w.rank).collect();
         if self.state != AgentState::Idle {
-            return self.reject(protocol_error("the controller started workers while others are running"));
+            return self
+                .fail_and_exit(protocol_error("the controller started workers while others are running"));
         }
         if ranks.len() != plan.workers.len() || ranks.last().is_some_and(|r| *r >= plan.world) {
-            return self
-                .reject(protocol_error("the plan names a rank twice, or a rank outside the world size"));
+            return self.fail_and_exit(protocol_error(
+                "the plan names a rank twice, or a rank outside the world size",
+            ));
         }
         self.state = AgentState::Running;
         (self.attempt, self.kill_after_stacks) = (plan.attempt, None);
@@ -409,7 +429,7 @@ impl Core {
         self.next = 0;
         let plan: Rc<HostPlan> = plan.into();
         self.plan = Some(plan.clone());
-        self.out.push(Action::PrepareWorkers(plan));
+        self.out.push(AgentAction::PrepareWorkers(plan));
         self.spawn_next();
     }
 
@@ -418,32 +438,32 @@ impl Core {
         let count = self.plan.as_ref().map_or(0, |p| p.workers.len());
         self.spawning = self.next < count && self.kill_at.is_none();
         if self.spawning {
-            self.out.push(Action::Spawn(self.next));
+            self.out.push(AgentAction::Spawn(self.next));
             self.next += 1;
         }
     }
 
-    /// Requests all workers to stop, and kills those that are left after the deadline.
-    fn stop(&mut self, now: Duration, deadline_ms: Option<u64>) {
-        for rank in self.living() {
+    /// Requests all workers to stop, and kills those that run longer than `deadline_ms` from now.
+    fn stop_workers(&mut self, now: Duration, deadline_ms: Option<u64>) {
+        for rank in self.running_ranks() {
             if self.workers[&rank].builtin {
                 self.send_to_worker(rank, ToWorker::Stop);
             } else {
-                self.out.push(Action::Signal(rank, GroupSignal::Terminate));
+                self.out.push(AgentAction::Signal(rank, GroupSignal::Terminate));
             }
         }
         if let Some(ms) = deadline_ms {
-            self.kill_no_later_than(now + Duration::from_millis(ms));
+            self.schedule_kill(now + Duration::from_millis(ms));
         }
     }
 
-    /// Ends all workers, after writing their stacks if requested.
-    fn kill(&mut self, now: Duration, reason: String, grace_ms: u64, stacks: bool) {
-        let living = self.living();
+    /// Ends all workers within the grace period. With `stacks`, their stacks are written first.
+    fn kill_workers(&mut self, now: Duration, reason: String, grace_ms: u64, stacks: bool) {
+        let living = self.running_ranks();
         if stacks && self.kill_after_stacks.is_none() && !living.is_empty() {
             self.kill_after_stacks = Some((reason, grace_ms));
             self.stacks_deadline = now + STACKS_TIMEOUT;
-            return self.out.push(Action::WriteStacks(living));
+            return self.out.push(AgentAction::WriteStacks(living));
         }
         // A second kill request does not wait for the stacks that the first one requested.
         self.kill_after_stacks = None;
@@ -457,24 +477,26 @@ impl Core {
         }
     }
 
+    /// Aborts or terminates all workers now, and kills those that are left after the grace period.
     fn end_workers(&mut self, now: Duration, reason: &str, grace_ms: u64) {
-        self.kill_no_later_than(now + Duration::from_millis(grace_ms));
+        self.schedule_kill(now + Duration::from_millis(grace_ms));
         if grace_ms == 0 {
-            return; // `on_time` kills the workers
+            return; // `act_on_deadlines` kills the workers
         }
-        for rank in self.living() {
+        for rank in self.running_ranks() {
             let worker = &self.workers[&rank];
             // A built-in worker that is initialized exits by itself when its collectives are
             // aborted.
             if worker.builtin && worker.init.is_none() {
                 self.send_to_worker(rank, ToWorker::Abort { reason: reason.to_owned() });
             } else {
-                self.out.push(Action::Signal(rank, GroupSignal::Terminate));
+                self.out.push(AgentAction::Signal(rank, GroupSignal::Terminate));
             }
         }
     }
 
-    fn kill_no_later_than(&mut self, at: Duration) {
+    /// Sets the time at which workers are killed, unless an earlier one is set.
+    fn schedule_kill(&mut self, at: Duration) {
         if self.state == AgentState::Running {
             self.kill_at = Some(self.kill_at.map_or(at, |before| before.min(at)));
         }
@@ -486,7 +508,7 @@ impl Core {
         }
         self.controller_lost = true;
         match self.state {
-            AgentState::AwaitingHello | AgentState::Idle => self.exit(0),
+            AgentState::AwaitingHello | AgentState::Idle => self.request_exit(0),
             AgentState::Running => self.kill_at = Some(Duration::ZERO),
             AgentState::Sweeping | AgentState::Exiting => {}
         }
@@ -494,13 +516,14 @@ impl Core {
 
     // ---- time ----
 
-    fn on_time(&mut self, now: Duration) {
+    /// Performs what is due at `now`: heartbeats, leases, kills and measurements.
+    fn act_on_deadlines(&mut self, now: Duration) {
         if matches!(self.state, AgentState::AwaitingHello | AgentState::Exiting) {
             return;
         }
         if now >= self.heartbeat_at {
             self.heartbeat_at = now + HEARTBEAT_INTERVAL;
-            self.send(FromAgent::Heartbeat);
+            self.send_to_controller(FromAgent::Heartbeat);
         }
         if self.controller_heard_at.is_some_and(|heard_at| now > heard_at + CONTROLLER_LEASE) {
             self.on_controller_lost();
@@ -508,21 +531,23 @@ impl Core {
         if self.state == AgentState::Running && self.kill_at.is_some_and(|at| now >= at) {
             // Repeated, so that a worker that was being started meanwhile is killed, too.
             let kills: Vec<_> =
-                self.living().into_iter().map(|r| Action::Signal(r, GroupSignal::Kill)).collect();
+                self.running_ranks().into_iter().map(|r| AgentAction::Signal(r, GroupSignal::Kill)).collect();
             self.out.extend(kills);
-            self.kill_at = (self.spawning || !self.living().is_empty()).then_some(now + HEARTBEAT_INTERVAL);
+            self.kill_at =
+                (self.spawning || !self.running_ranks().is_empty()).then_some(now + HEARTBEAT_INTERVAL);
         }
-        self.check_leases(now);
+        self.report_silent_workers(now);
         if now >= self.stacks_deadline {
             self.on_stacks_written(now);
         }
         if now >= self.activity_at && self.state == AgentState::Running {
             self.activity_at = now + ACTIVITY_INTERVAL;
-            self.out.push(Action::MeasureActivity);
+            self.out.push(AgentAction::MeasureActivity);
         }
     }
 
-    fn check_leases(&mut self, now: Duration) {
+    /// Reports each built-in worker whose lease has run out, once.
+    fn report_silent_workers(&mut self, now: Duration) {
         let mut silent = Vec::new();
         for (rank, worker) in &mut self.workers {
             if worker.builtin
@@ -538,7 +563,11 @@ impl Core {
             let seconds = WORKER_LEASE.as_secs();
             let message = format!("the worker sent no heartbeat for {seconds} s");
             let diagnostic = Diagnostic::error(run::WORKER_SILENT, message).with_field("seconds", seconds);
-            self.send(FromAgent::Failed { attempt: self.attempt, rank: Some(rank), diagnostic });
+            self.send_to_controller(FromAgent::Failed {
+                attempt: self.attempt,
+                rank: Some(rank),
+                diagnostic,
+            });
         }
     }
 
@@ -549,11 +578,11 @@ impl Core {
         let (Some(timeout), Some(plan)) = (self.hang_timeout, self.plan.as_ref()) else { return };
         let has_pattern = plan.job.run.progress_pattern.is_some();
         let Some(worker) = self.workers.get_mut(&rank).filter(|w| w.is_alive()) else { return };
-        if worker.progress.cpu_has_progressed(ticks, worker.builtin, has_pattern) && !stopped {
+        if worker.progress.record_cpu_time(ticks, worker.builtin, has_pattern) && !stopped {
             return self.on_progress(now, rank);
         }
-        if let Some((for_ms, stopped)) = worker.progress.check_stall(now, timeout, stopped) {
-            self.send(FromAgent::Stalled {
+        if let Some((for_ms, stopped)) = worker.progress.take_stall_report(now, timeout, stopped) {
+            self.send_to_controller(FromAgent::Stalled {
                 attempt: self.attempt,
                 rank,
                 stalled_ms: for_ms,
@@ -562,19 +591,20 @@ impl Core {
         }
     }
 
+    /// Records progress of a worker. Reports the recovery if a stall of the worker was reported.
     fn on_progress(&mut self, now: Duration, rank: Rank) {
         if self.workers.get_mut(&rank).is_some_and(|w| w.progress.record_progress(now)) {
-            self.send(FromAgent::Recovered { attempt: self.attempt, rank });
+            self.send_to_controller(FromAgent::Recovered { attempt: self.attempt, rank });
         }
     }
 }
 
-/// An error of the controller that the agent cannot work with.
+/// Returns the error of a controller that violates the control protocol.
 fn protocol_error(message: &str) -> Diagnostic {
     Diagnostic::error(run::INTERNAL, message)
 }
 
-/// Whether the loss of a message changes what the job does or reports.
+/// Returns whether the loss of a message would change what the job does or reports.
 pub(crate) fn is_critical(message: &FromAgent) -> bool {
     match message {
         FromAgent::Line { .. }

@@ -1,5 +1,5 @@
-//! Finds and kills the processes that a job left behind. They are children of this process, which
-//! is their subreaper, whatever session or group they moved to.
+//! Finds and kills the processes that a job left behind. This process is their subreaper, so they
+//! are its descendants, whatever session or group they moved to.
 use nix::{errno::Errno, sys::signal::Signal, unistd::Pid};
 use std::{collections::HashMap, fs, os::fd::FromRawFd, os::fd::OwnedFd};
 
@@ -12,17 +12,18 @@ pub(super) struct ProcessStat {
     pub(super) start_time: u64,
     /// CPU time of the process and of the children that it waited for, in clock ticks.
     pub(super) ticks: u64,
-    /// Stopped by a signal, not by a debugger.
+    /// Whether the process is stopped by a signal (not by a debugger).
     pub(super) stopped: bool,
 }
 
 /// Sends SIGKILL to every descendant of this process, except `spared` processes and their
 /// descendants. Returns the pids of the killed processes.
 ///
-/// Processes may be started meanwhile, so call it again until no process is left.
+/// Descendants may start processes meanwhile, so the caller must repeat the call until no process
+/// is left.
 pub(crate) fn kill_descendants(spared: &[u32]) -> Vec<i32> {
     let mut children: HashMap<i32, Vec<ProcessStat>> = HashMap::new();
-    for process in processes() {
+    for process in list_processes() {
         children.entry(process.parent).or_default().push(process);
     }
     let mut killed = Vec::new();
@@ -41,24 +42,30 @@ pub(crate) fn kill_descendants(spared: &[u32]) -> Vec<i32> {
     killed
 }
 
-/// The pids of the children of this process.
-pub(crate) fn children() -> Vec<u32> {
+/// Returns the pids of the children of this process, without zombies.
+pub(crate) fn list_children() -> Vec<u32> {
     let parent = Pid::this().as_raw();
-    processes().iter().filter(|p| p.parent == parent).map(|p| p.pid.unsigned_abs()).collect()
+    list_processes().iter().filter(|p| p.parent == parent).map(|p| p.pid.unsigned_abs()).collect()
 }
 
-/// All processes that are visible to this one, without zombies.
-pub(super) fn processes() -> Vec<ProcessStat> {
+/// Reads the states of all processes in `/proc`, without zombies.
+pub(super) fn list_processes() -> Vec<ProcessStat> {
     let Ok(entries) = fs::read_dir("/proc") else { return Vec::new() };
-    entries.flatten().filter_map(|e| e.file_name().to_str()?.parse().ok()).filter_map(read_process).collect()
+    entries
+        .flatten()
+        .filter_map(|e| e.file_name().to_str()?.parse().ok())
+        .filter_map(read_process_stat)
+        .collect()
 }
 
-fn read_process(pid: i32) -> Option<ProcessStat> {
-    parse_stat(pid, &fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)
+/// Reads the state of a process; `None` if it does not exist or has ended.
+fn read_process_stat(pid: i32) -> Option<ProcessStat> {
+    parse_process_stat(pid, &fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)
 }
 
-/// Parses `/proc/PID/stat`. The name, in parentheses, may contain any characters, also parentheses.
-fn parse_stat(pid: i32, stat: &str) -> Option<ProcessStat> {
+/// Parses `/proc/PID/stat`; `None` for a zombie or an invalid line. The process name, in
+/// parentheses, may contain any characters, also parentheses.
+fn parse_process_stat(pid: i32, stat: &str) -> Option<ProcessStat> {
     let mut fields = stat.rsplit_once(')')?.1.split_ascii_whitespace();
     let state = fields.next()?;
     let parent = fields.next()?.parse().ok()?;
@@ -66,7 +73,7 @@ fn parse_stat(pid: i32, stat: &str) -> Option<ProcessStat> {
     let mut times = fields.by_ref().skip(9).take(4);
     let mut ticks = 0u64;
     for _ in 0..4 {
-        // The last two may be negative because of kernel bugs.
+        // The times of children may be negative because of kernel bugs.
         ticks = ticks.saturating_add_signed(times.next()?.parse::<i64>().ok()?.max(0));
     }
     let start_time = fields.nth(4)?.parse().ok()?;
@@ -82,15 +89,17 @@ fn kill_if_unchanged(process: ProcessStat) -> bool {
     if fd < 0 {
         // Linux before 5.3 has no pidfds: a small window remains between this check and the signal.
         return Errno::last() == Errno::ENOSYS
-            && read_process(process.pid).is_some_and(|current| current.start_time == process.start_time)
+            && read_process_stat(process.pid)
+                .is_some_and(|current| current.start_time == process.start_time)
             && nix::sys::signal::kill(Pid::from_raw(process.pid), Signal::SIGKILL).is_ok();
     }
     // SAFETY: the kernel returned this descriptor, nothing else owns it, and descriptors fit into
     // i32.
     let fd = unsafe { OwnedFd::from_raw_fd(fd as i32) };
-    // The descriptor refers to one process. If that is still the same one, the signal cannot reach
-    // another.
-    let is_same = read_process(process.pid).is_some_and(|current| current.start_time == process.start_time);
+    // The descriptor refers to one process. If its start time is the expected one, the signal
+    // cannot reach another process.
+    let is_same =
+        read_process_stat(process.pid).is_some_and(|current| current.start_time == process.start_time);
     is_same && {
         use std::os::fd::AsRawFd;
         // SAFETY: a valid pidfd, a signal number, no siginfo, no flags.
@@ -116,28 +125,28 @@ mod tests {
         let rest = " S 17 4242 4242 0 -1 4194560 1 0 0 0 1 2 3 4 20 0 1 0 987654 1 2";
         let expected = ProcessStat { pid: 5, parent: 17, start_time: 987_654, ticks: 10, stopped: false };
         for name in ["(sh)", "(a b) c)", "())", "( 1 S 3 )"] {
-            assert_eq!(parse_stat(5, &format!("5 {name}{rest}")), Some(expected));
+            assert_eq!(parse_process_stat(5, &format!("5 {name}{rest}")), Some(expected));
         }
-        assert_eq!(parse_stat(5, &format!("5 (sh){}", rest.replacen('S', "Z", 1))), None);
+        assert_eq!(parse_process_stat(5, &format!("5 (sh){}", rest.replacen('S', "Z", 1))), None);
         for broken in ["", "5 (sh", "5 (sh) S", "5 (sh) S x 1 2"] {
-            assert_eq!(parse_stat(5, broken), None);
+            assert_eq!(parse_process_stat(5, broken), None);
         }
     }
 
     #[test]
     fn the_test_process_is_listed_with_its_parent() {
-        let process = read_process(Pid::this().as_raw()).unwrap();
+        let process = read_process_stat(Pid::this().as_raw()).unwrap();
         assert_eq!(process.parent, Pid::parent().as_raw());
         // Its CPU time increases meanwhile.
         let is_same = |p: &ProcessStat| {
             (p.pid, p.parent, p.start_time) == (process.pid, process.parent, process.start_time)
         };
-        assert!(processes().iter().any(is_same));
+        assert!(list_processes().iter().any(is_same));
     }
 
     #[test]
     fn a_process_with_another_start_time_is_not_killed() {
-        let process = read_process(Pid::this().as_raw()).unwrap();
+        let process = read_process_stat(Pid::this().as_raw()).unwrap();
         assert!(!kill_if_unchanged(ProcessStat { start_time: process.start_time + 1, ..process }));
     }
 }

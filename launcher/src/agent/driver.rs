@@ -1,7 +1,7 @@
 //! Executes the actions of the agent's state machine and reports events to it.
 use super::{
     activity, connect_back,
-    core::{Action, Core, Input, is_critical},
+    core::{AgentAction, AgentCore, AgentInput, is_critical},
     descendants::kill_descendants,
     error_file,
     gpu_faults::GpuFaultWatch,
@@ -11,10 +11,10 @@ use super::{
     process,
     stacks::{self, StackTarget},
 };
-use crate::connection::{FrameError, Outbox, Priority, RunningClock, read_frames, write_frames};
-use crate::controller::Rendezvous;
+use crate::connection::{FrameError, MessagePriority, Outbox, RunningClock, read_frames, write_frames};
+use crate::controller::BoundRendezvous;
 use contract::{
-    control::{BindRendezvous, ExitStatus, FromAgent, FromWorker, HostPlan, ToAgent, ToWorker},
+    control::{ExitStatus, FromAgent, FromWorker, HostPlan, RendezvousRequest, ToAgent, ToWorker},
     env,
     event::Event,
     ids::Rank,
@@ -55,22 +55,23 @@ const CHANNEL_CAPACITY: usize = 256;
 /// The options of the hidden command `launch agent`.
 #[derive(Clone)]
 pub struct AgentOptions {
-    /// A line with this text and ` agent` is the first output, which separates it from the
-    /// output of the login shell.
+    /// The agent prints this text and ` agent` as its first line, which separates its output from
+    /// that of the login shell.
     pub marker: Option<String>,
-    /// Standard input holds an invitation to connect to the controller over TCP. Otherwise standard
-    /// input and output are the control connection.
+    /// Whether standard input holds an invitation to connect to the controller over TCP. Otherwise
+    /// standard input and output are the control connection.
     pub join: bool,
-    /// Remove the executable's file after the start, because it was copied for this agent only.
+    /// Whether to remove the executable's file after the start, because the file was copied for
+    /// this agent only.
     pub remove_executable: bool,
-    /// Checks the libraries that training needs.
+    /// The preflight checks, which inspect the libraries that training needs.
     pub preflight: &'static dyn Preflight,
 }
 
 /// Runs an agent until its controller ends the connection. Returns the exit code.
 pub fn main(options: AgentOptions) -> u8 {
     if options.remove_executable {
-        connect_back::remove_executable();
+        connect_back::remove_own_executable();
     }
     // An agent with a marker was started by sshd, so no other process of launch is above it.
     if options.marker.is_some() {
@@ -88,10 +89,11 @@ pub fn main(options: AgentOptions) -> u8 {
             }
         }
     }
-    run(&options).unwrap_or_else(|error| report_start_failure(&error))
+    run_agent(&options).unwrap_or_else(|error| report_start_failure(&error))
 }
 
-fn run(options: &AgentOptions) -> diagnostic::Result<u8> {
+/// Sets up the control connection and runs the event loop. Returns the exit code.
+fn run_agent(options: &AgentOptions) -> diagnostic::Result<u8> {
     let cannot_start = |error: io::Error| {
         Diagnostic::error(codes::host::AGENT_START_FAILED, "cannot start the agent").with_cause(&error)
     };
@@ -100,19 +102,20 @@ fn run(options: &AgentOptions) -> diagnostic::Result<u8> {
         streams = connect_back::connect_back(streams.0)?;
     }
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(cannot_start)?;
-    runtime.block_on(serve(streams.0, streams.1, options.preflight)).map_err(cannot_start)
+    runtime.block_on(run_on_connection(streams.0, streams.1, options.preflight)).map_err(cannot_start)
 }
 
-/// Prints an error before the control connection exists. Returns the exit code.
+/// Prints an error to stderr, for use before the control connection exists. Returns the exit code.
 fn report_start_failure(error: &Diagnostic) -> u8 {
     _ = writeln!(io::stderr(), "launch agent: {error} (`launch agent` is started by launch, not by hand)");
     1
 }
 
-/// Takes standard input and output for the control connection, so that nothing else uses them.
+/// Takes standard input and output for the control connection, and replaces them by `/dev/null` and
+/// stderr, so that no other code writes to the connection. Prints the marker first.
 ///
-/// Also ignores the signals that a terminal, a batch system or an operator may send to every
-/// process of the job: the controller handles them.
+/// Makes this process a subreaper. Ignores the signals that a terminal, a batch system or an
+/// operator may send to every process of the job, because the controller handles them.
 fn take_standard_streams(marker: Option<&str>) -> io::Result<(OwnedFd, OwnedFd)> {
     if let Some(marker) = marker {
         // The last line of the login shell's output may have no line end.
@@ -134,18 +137,23 @@ fn take_standard_streams(marker: Option<&str>) -> io::Result<(OwnedFd, OwnedFd)>
     Ok((input, output))
 }
 
-async fn serve(input: OwnedFd, output: OwnedFd, preflight: &'static dyn Preflight) -> io::Result<u8> {
+/// Runs the agent on a control connection until it exits. Returns the exit code.
+async fn run_on_connection(
+    input: OwnedFd,
+    output: OwnedFd,
+    preflight: &'static dyn Preflight,
+) -> io::Result<u8> {
     for fd in [&input, &output] {
         set_nonblocking(fd)?;
     }
     let input = pipe::Receiver::from_owned_fd_unchecked(input)?;
     let output = pipe::Sender::from_owned_fd_unchecked(output)?;
-    let (outbox, outgoing) = Outbox::new();
+    let (outbox, outgoing) = Outbox::channel();
     let (inbox, controller) = mpsc::channel(CHANNEL_CAPACITY);
     tokio::spawn(read_frames((), input, inbox));
     let writer = tokio::spawn(write_frames(output, outgoing));
-    let mut driver = Driver::new(outbox, controller, Prober::new(preflight))?;
-    let code = driver.run().await;
+    let mut driver = AgentDriver::new(outbox, controller, Prober::new(preflight))?;
+    let code = driver.run_event_loop().await;
     drop(driver); // ends the output pumps, and with them the last outboxes
     _ = timeout(FLUSH_TIMEOUT, writer).await;
     Ok(code)
@@ -158,46 +166,50 @@ fn set_nonblocking(fd: &OwnedFd) -> io::Result<()> {
     Ok(())
 }
 
-/// Identifies the worker of a message: its rank, and its pid, which differs between attempts.
+/// The rank and the pid of a worker. The pid differs between attempts, so that late messages of an
+/// earlier attempt are recognized.
 type WorkerId = (Rank, u32);
 
-/// The connections to a worker's process.
+/// The agent's connections to a worker's process.
 struct WorkerHandle {
     pid: u32,
     outbox: Option<Outbox<ToWorker>>,
     pump: Option<OutputPump>,
 }
 
-type FromController = mpsc::Receiver<((), Result<Option<ToAgent>, FrameError>)>;
-/// Both ends of a channel.
-type Channel<T> = (mpsc::Sender<T>, mpsc::Receiver<T>);
+/// The queue of messages from the controller; `Ok(None)` is the end of the connection.
+type ControllerInbox = mpsc::Receiver<((), Result<Option<ToAgent>, FrameError>)>;
+/// The sender and the receiver of a channel.
+type ChannelEnds<T> = (mpsc::Sender<T>, mpsc::Receiver<T>);
+/// A message of a worker, the end of its control connection (`Ok(None)`), or an error.
 type WorkerMessage = (WorkerId, Result<Option<FromWorker>, FrameError>);
 
-struct Driver {
-    core: Core,
+/// Executes the actions of the agent's state machine.
+struct AgentDriver {
+    core: AgentCore,
     clock: RunningClock,
     outbox: Outbox<FromAgent>,
-    controller: FromController,
+    controller: ControllerInbox,
     controller_open: bool,
     children: SignalStream,
-    pump_events: Channel<(Rank, u32, PumpEvent)>,
-    worker_messages: Channel<WorkerMessage>,
-    /// The attempt whose stacks were written.
-    stacks_written: Channel<u32>,
+    pump_events: ChannelEnds<(Rank, u32, PumpEvent)>,
+    worker_messages: ChannelEnds<WorkerMessage>,
+    /// Receives the number of each attempt whose stacks were written.
+    stacks_written: ChannelEnds<u32>,
     /// Messages of the rendezvous store for the user.
-    store_messages: Channel<String>,
-    rendezvous: Option<Rendezvous>,
+    store_messages: ChannelEnds<String>,
+    rendezvous: Option<BoundRendezvous>,
     /// The rendezvous store, which serves the workers of all hosts while they run.
     store: Option<crate::controller::StoreServer>,
     oom: OomWatch,
     gpu_faults: GpuFaultWatch,
-    /// Held while this agent runs; see [`Driver::lock_host`].
+    /// The lock that this agent holds while it runs; see [`AgentDriver::lock_host`].
     host_lock: Option<UnixListener>,
     /// The attempt in which a missing signal handler was reported.
     missing_handler_reported: Option<u32>,
     plan: Option<Rc<HostPlan>>,
     shm: Option<OwnedFd>,
-    file_limit: process::OpenFileLimit,
+    file_limit: process::OpenFileLimits,
     workers: HashMap<Rank, WorkerHandle>,
     /// Pids of workers that have not been reaped.
     leaders: HashMap<u32, Rank>,
@@ -210,13 +222,14 @@ struct Driver {
     prober: Prober,
 }
 
-impl Driver {
-    fn new(outbox: Outbox<FromAgent>, controller: FromController, prober: Prober) -> io::Result<Self> {
-        let facts = crate::discover::local::inventory()?;
+impl AgentDriver {
+    /// Inspects the host, starts the watches and raises the limit of open files. Starts no worker.
+    fn new(outbox: Outbox<FromAgent>, controller: ControllerInbox, prober: Prober) -> io::Result<Self> {
+        let inventory = crate::discover::local::discover_local()?;
         let mut clock = RunningClock::start();
         clock.now();
-        Ok(Driver {
-            core: Core::new(std::process::id(), facts.into_host_inventory())
+        Ok(AgentDriver {
+            core: AgentCore::new(std::process::id(), inventory.into_host_inventory())
                 .with_slurm_step(std::env::var_os(env::SLURM_STEP_ID).is_some()),
             clock,
             outbox,
@@ -246,116 +259,122 @@ impl Driver {
     }
 
     /// Runs the event loop until the core ends. Returns the exit code.
-    async fn run(&mut self) -> u8 {
+    async fn run_event_loop(&mut self) -> u8 {
         loop {
             if let Some(code) = self.exit {
                 return code;
             }
             let now = self.clock.now();
-            let pause = self.core.deadline().saturating_sub(now).min(Duration::from_secs(1));
+            let pause = self.core.next_deadline().saturating_sub(now).min(Duration::from_secs(1));
             let pause = if self.sweep_started_at.is_some() { pause.min(SWEEP_INTERVAL) } else { pause };
             let wake = Instant::now() + pause;
             let input = tokio::select! {
-                message = self.controller.recv(), if self.controller_open => self.on_controller(message),
-                _ = self.children.recv() => Input::Tick,
-                Some((rank, pid, event)) = self.pump_events.1.recv() => self.on_pump(rank, pid, event),
-                Some(message) = self.worker_messages.1.recv() => self.on_worker(message),
-                Some(attempt) = self.stacks_written.1.recv() => self.on_stacks(attempt),
+                message = self.controller.recv(), if self.controller_open => self.on_controller_message(message),
+                _ = self.children.recv() => AgentInput::Tick,
+                Some((rank, pid, event)) = self.pump_events.1.recv() => self.on_pump_event(rank, pid, event),
+                Some(message) = self.worker_messages.1.recv() => self.on_worker_message(message),
+                Some(attempt) = self.stacks_written.1.recv() => self.on_stacks_written(attempt),
                 Some(text) = self.store_messages.1.recv() => {
                     // The controller forwards the stderr of agents.
                     _ = writeln!(io::stderr(), "{text}");
-                    Input::Tick
+                    AgentInput::Tick
                 }
-                () = sleep(wake.saturating_duration_since(Instant::now())) => Input::Tick,
+                () = sleep(wake.saturating_duration_since(Instant::now())) => AgentInput::Tick,
             };
-            self.handle(input);
+            self.handle_input(input);
             self.reap_workers();
             self.sweep_processes();
-            self.outbox.flush();
+            self.outbox.flush_overflow();
         }
     }
 
     // ---- events, translated for the core ----
 
-    fn on_controller(&mut self, message: Option<((), Result<Option<ToAgent>, FrameError>)>) -> Input {
+    fn on_controller_message(
+        &mut self,
+        message: Option<((), Result<Option<ToAgent>, FrameError>)>,
+    ) -> AgentInput {
         match message {
             Some(((), Ok(Some(ToAgent::Probe(probe))))) => {
                 let mut outbox = self.outbox.clone();
-                let send_answer =
-                    move |answer| _ = outbox.send(Priority::Critical, FromAgent::Probed(answer));
-                if let Err(error) = self.prober.answer(probe, send_answer) {
+                let send_answer = move |answer| {
+                    _ = outbox.send_message(MessagePriority::Critical, FromAgent::Probed(answer))
+                };
+                if let Err(error) = self.prober.start_answering(probe, send_answer) {
                     let diagnostic =
                         Diagnostic::error(codes::host::PROBE_FAILED, "cannot start a thread for a probe")
                             .with_cause(&error);
-                    self.send(FromAgent::Failed { attempt: 0, rank: None, diagnostic });
+                    self.send_to_controller(FromAgent::Failed { attempt: 0, rank: None, diagnostic });
                 }
-                Input::Tick
+                AgentInput::Tick
             }
-            Some(((), Ok(Some(message)))) => Input::Controller(message),
+            Some(((), Ok(Some(message)))) => AgentInput::Controller(message),
             Some(((), Err(error))) => {
                 _ = writeln!(io::stderr(), "launch agent: {}", Diagnostic::from(error));
                 self.controller_open = false;
-                Input::ControllerLost
+                AgentInput::ControllerLost
             }
             _ => {
                 self.controller_open = false;
-                Input::ControllerLost
+                AgentInput::ControllerLost
             }
         }
     }
 
-    fn on_pump(&mut self, rank: Rank, pid: u32, event: PumpEvent) -> Input {
+    fn on_pump_event(&mut self, rank: Rank, pid: u32, event: PumpEvent) -> AgentInput {
         match event {
-            _ if self.workers.get(&rank).is_none_or(|r| r.pid != pid) => Input::Tick,
+            _ if self.workers.get(&rank).is_none_or(|r| r.pid != pid) => AgentInput::Tick,
             PumpEvent::Drained(tail) => {
-                let file = self.error_file(rank);
-                Input::Drained {
+                let file = self.find_error_file(rank);
+                AgentInput::Drained {
                     rank,
                     tail,
                     error: file.and_then(|file| error_file::read_error_message(&file)),
                 }
             }
-            PumpEvent::Progress => Input::ProgressMarker { rank },
-            PumpEvent::LogFailed(warning) => Input::Warning { rank, message: warning.to_string() },
+            PumpEvent::Progress => AgentInput::ProgressMarker { rank },
+            PumpEvent::LogFailed(warning) => AgentInput::Warning { rank, message: warning.to_string() },
         }
     }
 
-    /// The file to which a program may write why it fails.
-    fn error_file(&self, rank: Rank) -> Option<PathBuf> {
+    /// Returns the path of the file in which a program may record its error.
+    fn find_error_file(&self, rank: Rank) -> Option<PathBuf> {
         let worker = self.plan.as_ref()?.workers.iter().find(|w| w.rank == rank)?;
         let variable = worker.env.iter().find(|(name, _)| name == env::TORCHELASTIC_ERROR_FILE);
         variable.map(|(_, file)| worker.workdir.join(file))
     }
 
-    fn on_worker(&mut self, ((rank, pid), message): WorkerMessage) -> Input {
+    fn on_worker_message(&mut self, ((rank, pid), message): WorkerMessage) -> AgentInput {
         match message {
-            _ if self.workers.get(&rank).is_none_or(|r| r.pid != pid) => Input::Tick,
+            _ if self.workers.get(&rank).is_none_or(|r| r.pid != pid) => AgentInput::Tick,
             Ok(Some(FromWorker::Fatal { exit, diagnostic })) => {
                 let gpu = self.gpu_faults.find_fault(pid);
-                Input::WorkerFatal { rank, exit, diagnostic, gpu }
+                AgentInput::WorkerFatal { rank, exit, diagnostic, gpu }
             }
-            Ok(Some(message)) => Input::Worker { rank, message },
-            Ok(None) => Input::WorkerConnectionEnded { rank, error: None },
+            Ok(Some(message)) => AgentInput::Worker { rank, message },
+            Ok(None) => AgentInput::WorkerConnectionEnded { rank, error: None },
             // A killed worker's socket may reset instead of ending.
-            Err(FrameError::Io(_)) => Input::WorkerConnectionEnded { rank, error: None },
+            Err(FrameError::Io(_)) => AgentInput::WorkerConnectionEnded { rank, error: None },
             Err(error) => {
                 let message = "cannot read a control message of the worker";
                 let diagnostic = Diagnostic::error(error.code(), message).with_cause(&error);
-                Input::WorkerConnectionEnded { rank, error: Some(diagnostic) }
+                AgentInput::WorkerConnectionEnded { rank, error: Some(diagnostic) }
             }
         }
     }
 
-    fn handle(&mut self, input: Input) {
+    /// Passes an input to the core and executes the actions that follow, until no input is left.
+    fn handle_input(&mut self, input: AgentInput) {
         let mut inputs = VecDeque::from([input]);
         while let Some(input) = inputs.pop_front() {
             let now = self.clock.now();
-            for command in self.core.handle(now, input) {
-                inputs.extend(self.execute(command));
+            for command in self.core.handle_input(now, input) {
+                inputs.extend(self.execute_action(command));
             }
         }
     }
 
+    /// Reaps all children that have ended, and reports the workers among them to the core.
     fn reap_workers(&mut self) {
         let mut ended = Vec::new();
         let leaders = &self.leaders;
@@ -364,75 +383,81 @@ impl Driver {
             if let Some(rank) = self.leaders.remove(&pid) {
                 // Checked before the next process is reaped, because each OOM kill explains one
                 // process.
-                let oom =
-                    matches!(status, ExitStatus::Signal(libc::SIGKILL, _)) && self.oom.was_oom_killed(pid);
+                let oom = matches!(status, ExitStatus::Signal(libc::SIGKILL, _))
+                    && self.oom.attribute_oom_kill(pid);
                 let gpu = (status != ExitStatus::Code(0)).then(|| self.gpu_faults.find_fault(pid)).flatten();
-                self.handle(Input::WorkerExited { rank, status, oom, gpu });
+                self.handle_input(AgentInput::WorkerExited { rank, status, oom, gpu });
             }
         }
     }
 
+    /// During a sweep: kills and reaps descendants. Reports the end of the sweep to the core when
+    /// no process is left or [`SWEEP_TIMEOUT`] has passed.
     fn sweep_processes(&mut self) {
         let Some(since) = self.sweep_started_at else { return };
         let children_left = process::reap_children(|_| false, |_, _| ());
         let left = if children_left { kill_descendants(&[]) } else { Vec::new() };
         if !children_left || self.clock.now() > since + SWEEP_TIMEOUT {
             self.sweep_started_at = None;
-            self.handle(Input::Swept { left });
+            self.handle_input(AgentInput::Swept { left });
         }
     }
 
     // ---- actions of the core ----
 
-    fn execute(&mut self, command: Action) -> Option<Input> {
+    /// Executes an action. Returns the answer if there is one at once.
+    fn execute_action(&mut self, command: AgentAction) -> Option<AgentInput> {
         match command {
-            Action::Send(message) => self.send(message),
-            Action::PrepareWorkers(plan) => return self.prepare_workers(plan),
-            Action::Spawn(index) => return self.spawn_worker(index),
-            Action::SendToWorker(rank, message) => {
+            AgentAction::Send(message) => self.send_to_controller(message),
+            AgentAction::PrepareWorkers(plan) => return self.prepare_workers(plan),
+            AgentAction::Spawn(index) => return self.spawn_worker(index),
+            AgentAction::SendToWorker(rank, message) => {
                 if let Some(outbox) = self.workers.get_mut(&rank).and_then(|r| r.outbox.as_mut()) {
-                    outbox.send(Priority::Critical, message);
+                    outbox.send_message(MessagePriority::Critical, message);
                 }
             }
-            Action::ShowOutput(ranks) => {
+            AgentAction::ShowOutput(ranks) => {
                 for (rank, worker) in &self.workers {
-                    worker.pump.iter().for_each(|pump| pump.show(ranks.contains(rank)));
+                    worker.pump.iter().for_each(|pump| pump.set_shown(ranks.contains(rank)));
                 }
             }
-            Action::Signal(rank, ending) => {
-                if let Some(pid) = self.leader(rank) {
+            AgentAction::Signal(rank, ending) => {
+                if let Some(pid) = self.find_unreaped_pid(rank) {
                     process::signal_group(pid, ending);
                 }
             }
-            Action::RequestSave(rank, signal) => return self.request_save(rank, signal),
-            Action::Bind(bind) => return Some(self.bind_rendezvous(&bind)),
-            Action::MeasureActivity => self.measure_activity(),
-            Action::WriteStacks(ranks) => self.write_stacks(&ranks),
-            Action::DrainOutput(rank) => match self.workers.get(&rank).and_then(|r| r.pump.as_ref()) {
-                Some(pump) => pump.drain(),
-                None => return Some(Input::Drained { rank, tail: Vec::new(), error: None }),
+            AgentAction::RequestSave(rank, signal) => return self.request_save(rank, signal),
+            AgentAction::Bind(bind) => return Some(self.bind_rendezvous(&bind)),
+            AgentAction::MeasureActivity => self.measure_activity(),
+            AgentAction::WriteStacks(ranks) => self.start_writing_stacks(&ranks),
+            AgentAction::DrainOutput(rank) => match self.workers.get(&rank).and_then(|r| r.pump.as_ref()) {
+                Some(pump) => pump.request_drain(),
+                None => return Some(AgentInput::Drained { rank, tail: Vec::new(), error: None }),
             },
-            Action::Sweep => {
+            AgentAction::Sweep => {
                 self.sweep_started_at = Some(self.clock.now());
             }
-            Action::Exit(code) => self.exit = Some(code),
+            AgentAction::Exit(code) => self.exit = Some(code),
         }
         None
     }
 
-    fn on_stacks(&self, attempt: u32) -> Input {
+    fn on_stacks_written(&self, attempt: u32) -> AgentInput {
         let now = self.plan.as_ref().map(|plan| plan.attempt);
-        if now == Some(attempt) { Input::StacksWritten } else { Input::Tick }
+        if now == Some(attempt) { AgentInput::StacksWritten } else { AgentInput::Tick }
     }
 
-    /// The pid of a worker that has not been reaped, so that no other process can have the pid.
-    fn leader(&self, rank: Rank) -> Option<u32> {
+    /// Returns the pid of a worker; `None` if the worker has been reaped, because another process
+    /// may have the pid by then.
+    fn find_unreaped_pid(&self, rank: Rank) -> Option<u32> {
         self.workers.get(&rank).map(|r| r.pid).filter(|pid| self.leaders.contains_key(pid))
     }
 
-    fn request_save(&mut self, rank: Rank, signal: i32) -> Option<Input> {
+    /// Sends the save signal to a program that has a handler for it. Otherwise returns a warning,
+    /// once per attempt.
+    fn request_save(&mut self, rank: Rank, signal: i32) -> Option<AgentInput> {
         let attempt = self.plan.as_ref()?.attempt;
-        if process::signal_if_handled(self.leader(rank)?, signal)
+        if process::signal_if_handled(self.find_unreaped_pid(rank)?, signal)
             || self.missing_handler_reported.replace(attempt) == Some(attempt)
         {
             return None;
@@ -442,19 +467,20 @@ impl Driver {
             "the program has no handler for {name}, so the signal is not sent to it, nor to other ranks \
              without a handler"
         );
-        Some(Input::Warning { rank, message })
+        Some(AgentInput::Warning { rank, message })
     }
 
-    fn bind_rendezvous(&mut self, bind: &BindRendezvous) -> Input {
+    /// Binds the rendezvous of an attempt, after closing that of an earlier one.
+    fn bind_rendezvous(&mut self, bind: &RendezvousRequest) -> AgentInput {
         // The rendezvous of an earlier attempt is closed first, because the port may be the same.
         (self.rendezvous, self.store) = (None, None);
-        let opened = Rendezvous::open(bind, &self.store_messages.0);
+        let opened = BoundRendezvous::bind(bind, &self.store_messages.0);
         let port = opened.map(|rendezvous| {
             let port = rendezvous.port();
             self.rendezvous = Some(rendezvous);
             port
         });
-        Input::Bound { attempt: bind.attempt, port }
+        AgentInput::Bound { attempt: bind.attempt, port }
     }
 
     /// Measures the activity of all workers and reports it to the core.
@@ -462,15 +488,20 @@ impl Driver {
         let living: Vec<(u32, Rank)> = self.leaders.iter().map(|(pid, rank)| (*pid, *rank)).collect();
         let pids: Vec<u32> = living.iter().map(|(pid, _)| *pid).collect();
         for ((_, rank), measured) in living.into_iter().zip(activity::measure_activity(&pids)) {
-            self.handle(Input::Activity { rank, ticks: measured.ticks, stopped: measured.stopped });
+            self.handle_input(AgentInput::Activity {
+                rank,
+                ticks: measured.ticks,
+                stopped: measured.stopped,
+            });
         }
     }
 
-    fn write_stacks(&mut self, ranks: &[Rank]) {
+    /// Starts a thread that writes the stacks of workers to their logs.
+    fn start_writing_stacks(&mut self, ranks: &[Rank]) {
         let Some(plan) = self.plan.clone() else { return };
         let subject = |rank: &Rank| {
             let log = plan.workers.iter().find(|w| w.rank == *rank)?.log.clone();
-            Some(StackTarget { pid: self.leader(*rank)?, log })
+            Some(StackTarget { pid: self.find_unreaped_pid(*rank)?, log })
         };
         let subjects: Vec<StackTarget> = ranks.iter().filter_map(subject).collect();
         let (written, attempt) = (self.stacks_written.0.clone(), plan.attempt);
@@ -483,36 +514,41 @@ impl Driver {
         _ = std::thread::Builder::new().name("stacks".into()).spawn(work);
     }
 
-    fn send(&mut self, message: FromAgent) {
+    /// Queues a message to the controller. If events were dropped because the queue was full, a
+    /// notice with their number precedes the message.
+    fn send_to_controller(&mut self, message: FromAgent) {
         let priority = match &message {
-            FromAgent::Event { .. } => Priority::Normal,
-            message if is_critical(message) => Priority::Critical,
-            _ => Priority::Low,
+            FromAgent::Event { .. } => MessagePriority::Normal,
+            message if is_critical(message) => MessagePriority::Critical,
+            _ => MessagePriority::Low,
         };
         let dropped = self.dropped_events;
-        if dropped > 0 && priority != Priority::Low {
+        if dropped > 0 && priority != MessagePriority::Low {
             let message = format!("{dropped} events were dropped while the controller did not read");
-            let event = Event::notice(None, message);
+            let event = Event::new_notice(None, message);
             let attempt = self.plan.as_ref().map_or(0, |plan| plan.attempt);
-            if self.outbox.send(Priority::Normal, FromAgent::Event { attempt, rank: 0, event }) {
+            if self.outbox.send_message(MessagePriority::Normal, FromAgent::Event { attempt, rank: 0, event })
+            {
                 self.dropped_events = 0;
             }
         }
-        if !self.outbox.send(priority, message) && priority == Priority::Normal {
+        if !self.outbox.send_message(priority, message) && priority == MessagePriority::Normal {
             self.dropped_events += 1;
         }
     }
 
-    fn prepare_workers(&mut self, plan: Rc<HostPlan>) -> Option<Input> {
+    /// Locks the host and creates the shared memory for the workers of a plan. Returns a failed
+    /// spawn if that is not possible.
+    fn prepare_workers(&mut self, plan: Rc<HostPlan>) -> Option<AgentInput> {
         self.workers.clear();
         self.shm = None;
         if let Err(diagnostic) = self.lock_host(&plan) {
             let rank = plan.workers.first()?.rank;
             self.plan = None; // no worker is started
-            return Some(Input::SpawnFailed { rank, diagnostic });
+            return Some(AgentInput::SpawnFailed { rank, diagnostic });
         }
         // The store serves until the next start, because ranks of other hosts may need it longer.
-        self.store = self.rendezvous.take().and_then(|rendezvous| rendezvous.hand_over().1);
+        self.store = self.rendezvous.take().and_then(|rendezvous| rendezvous.hand_over_to_workers().1);
         self.plan = Some(plan.clone());
         let builtin = plan.workers.iter().find(|w| w.command.is_none())?;
         match process::create_shared_memory() {
@@ -521,16 +557,18 @@ impl Driver {
                 let message = "cannot create the shared memory of the host (memfd)";
                 let diagnostic =
                     Diagnostic::error(codes::run::WORKER_START_FAILED, message).with_cause(&error);
-                return Some(Input::SpawnFailed { rank: builtin.rank, diagnostic });
+                return Some(AgentInput::SpawnFailed { rank: builtin.rank, diagnostic });
             }
         }
         None
     }
 
-    /// Makes sure that only one agent of a run has workers on this host.
+    /// Locks this host for the workers of this agent. Fails if another agent of the run has the
+    /// lock.
     ///
-    /// While an earlier agent is alive (cut off, or frozen until now), its workers may be, too. The
-    /// lock is an abstract socket, which the kernel frees however the agent ends.
+    /// While an earlier agent of the run is alive (disconnected, or frozen until now), its workers
+    /// may be alive, too. The lock is an abstract socket, which the kernel frees however the agent
+    /// ends.
     fn lock_host(&mut self, plan: &HostPlan) -> diagnostic::Result<()> {
         if self.host_lock.is_some() {
             return Ok(());
@@ -546,23 +584,27 @@ impl Driver {
                 );
                 return Err(Diagnostic::error(codes::host::HOST_IN_USE, message).with_subject(&plan.host));
             }
-            // Without abstract sockets only the quarantine of a lost host protects against this.
+            // Without abstract sockets only the quarantine of a lost host protects against two
+            // agents.
             Err(_) => {}
         }
         Ok(())
     }
 
-    fn spawn_worker(&mut self, index: usize) -> Option<Input> {
+    /// Starts the worker at this index of the plan. Returns the answer for the core.
+    fn spawn_worker(&mut self, index: usize) -> Option<AgentInput> {
         let plan = self.plan.clone()?;
         let worker = plan.workers.get(index)?;
         let rank = worker.rank;
-        match self.try_spawn(&plan, index) {
-            Ok(pid) => Some(Input::Spawned { rank, pid }),
-            Err(diagnostic) => Some(Input::SpawnFailed { rank, diagnostic }),
+        match self.start_worker_process(&plan, index) {
+            Ok(pid) => Some(AgentInput::Spawned { rank, pid }),
+            Err(diagnostic) => Some(AgentInput::SpawnFailed { rank, diagnostic }),
         }
     }
 
-    fn try_spawn(&mut self, plan: &HostPlan, index: usize) -> diagnostic::Result<u32> {
+    /// Opens the log of a worker, starts its process, its output pump and its control connection.
+    /// Returns the pid. Kills the process if the pump or the connection cannot be started.
+    fn start_worker_process(&mut self, plan: &HostPlan, index: usize) -> diagnostic::Result<u32> {
         let worker = &plan.workers[index];
         let logs = &plan.job.run.logs;
         let log = RankLog::open(&worker.log, logs.max_size).map_err(|error| {
@@ -571,7 +613,8 @@ impl Driver {
                 .with_subject(file)
                 .with_cause(&error)
         })?;
-        let spawned = process::spawn(worker, self.shm.as_ref().map(AsFd::as_fd), self.file_limit)?;
+        let spawned =
+            process::spawn_worker_process(worker, self.shm.as_ref().map(AsFd::as_fd), self.file_limit)?;
         let pid = spawned.pid;
         self.leaders.insert(pid, worker.rank);
         let mut handle = WorkerHandle { pid, outbox: None, pump: None };
@@ -582,7 +625,8 @@ impl Driver {
         let pump = PumpOptions { rank: worker.rank, show, progress_pattern };
         let pump = OutputPump::start(pump, pid, log, spawned.stdout, spawned.stderr, console, events);
         let id = (worker.rank, pid);
-        let connection = spawned.control.map(|stream| start_connection(id, stream, &self.worker_messages.0));
+        let connection =
+            spawned.control.map(|stream| start_worker_connection(id, stream, &self.worker_messages.0));
         let result = match (pump, connection.transpose()) {
             (Ok(pump), Ok(outbox)) => {
                 handle.pump = Some(pump);
@@ -600,15 +644,16 @@ impl Driver {
     }
 }
 
-/// Starts the two tasks of a worker's control connection.
-fn start_connection(
+/// Starts the tasks that read and write a worker's control connection. Received messages are sent
+/// to `inbox`. Returns the queue of messages to the worker.
+fn start_worker_connection(
     id: WorkerId,
     stream: std::os::unix::net::UnixStream,
     inbox: &mpsc::Sender<WorkerMessage>,
 ) -> io::Result<Outbox<ToWorker>> {
     stream.set_nonblocking(true)?;
     let (reader, writer) = UnixStream::from_std(stream)?.into_split();
-    let (outbox, outgoing) = Outbox::new();
+    let (outbox, outgoing) = Outbox::channel();
     tokio::spawn(read_frames(id, reader, inbox.clone()));
     tokio::spawn(write_frames(writer, outgoing));
     Ok(outbox)

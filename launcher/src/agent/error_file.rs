@@ -10,7 +10,8 @@ const MAX_FILE_BYTES: u64 = 1 << 20;
 /// The longest message, in characters.
 const MAX_MESSAGE_CHARS: usize = 500;
 
-/// The message, joined to one line; `None` if there is no valid file.
+/// Reads the error message that a program recorded in `file`, joined to one line; `None` if there
+/// is no valid file.
 pub(super) fn read_error_message(file: &Path) -> Option<String> {
     // Opening a named pipe would block, and a link could lead to any file.
     let flags = libc::O_NONBLOCK | libc::O_NOFOLLOW | libc::O_NOCTTY;
@@ -21,11 +22,12 @@ pub(super) fn read_error_message(file: &Path) -> Option<String> {
     }
     let mut text = Vec::new();
     file.take(MAX_FILE_BYTES).read_to_end(&mut text).ok()?;
-    parse_message(&text)
+    parse_error_message(&text)
 }
 
-/// The message in the text of an error file.
-fn parse_message(text: &[u8]) -> Option<String> {
+/// Parses the content of an error file and returns its message, joined to one line and truncated;
+/// `None` if the content is invalid or the message is empty.
+fn parse_error_message(text: &[u8]) -> Option<String> {
     let value: Value = serde_json::from_slice(text).ok()?;
     let message = value.get("message")?;
     let message = message.get("message").unwrap_or(message).as_str()?;
@@ -46,7 +48,7 @@ mod tests {
     use std::fs;
 
     #[test]
-    fn both_formats_are_parsed() {
+    fn error_files_of_torch_and_other_programs_are_parsed() {
         for (text, expected) in [
             (
                 r#"{"message": {"message": "ValueError: bad", "extraInfo": {"timestamp": "1"}}}"#,
@@ -61,13 +63,13 @@ mod tests {
             ("", None),
             ("{\"message\": \"cut", None),
         ] {
-            assert_eq!(parse_message(text.as_bytes()).as_deref(), expected, "{text}");
+            assert_eq!(parse_error_message(text.as_bytes()).as_deref(), expected, "{text}");
         }
-        let long = parse_message(format!("{{\"message\": \"{}\"}}", "é".repeat(1000)).as_bytes())
+        let long = parse_error_message(format!("{{\"message\": \"{}\"}}", "é".repeat(1000)).as_bytes())
             .expect("a message");
         assert_eq!(long, format!("{} […]", "é".repeat(MAX_MESSAGE_CHARS)));
         let deep = "[".repeat(100_000);
-        assert_eq!(parse_message(format!("{{\"message\": {deep}").as_bytes()), None);
+        assert_eq!(parse_error_message(format!("{{\"message\": {deep}").as_bytes()), None);
     }
 
     #[test]
@@ -92,7 +94,7 @@ mod tests {
     proptest! {
         #[test]
         fn untrusted_bytes_never_panic(bytes in proptest::collection::vec(any::<u8>(), 0..100)) {
-            if let Some(line) = parse_message(&bytes) {
+            if let Some(line) = parse_error_message(&bytes) {
                 prop_assert!(!line.contains(char::is_control));
             }
         }

@@ -1,18 +1,18 @@
-//! The content hash of the running executable, by which hosts identify their cached copy.
+//! Computes the content hash of the running executable, by which hosts identify their cached copy.
 use std::{
     fs::File,
     io::{self, Read, Write},
 };
 
-/// Bytes that are hashed at once.
+/// The number of bytes that are hashed at once.
 const CHUNK_BYTES: usize = 1 << 20;
 
-/// The BLAKE3 hash of the running executable, in hexadecimal.
-pub(crate) fn executable_hash() -> io::Result<String> {
+/// Computes the BLAKE3 hash of the running executable, in hexadecimal.
+pub(crate) fn hash_executable() -> io::Result<String> {
     hash_file(&mut File::open("/proc/self/exe")?)
 }
 
-/// Writes the executable to disk (fsync) and prints its hash. Returns the exit code.
+/// Flushes the running executable to disk (fsync) and prints its hash. Returns the exit code.
 pub(crate) fn print_executable_hash() -> u8 {
     let hash = File::open("/proc/self/exe").and_then(|mut file| {
         file.sync_all()?;
@@ -27,6 +27,7 @@ pub(crate) fn print_executable_hash() -> u8 {
     }
 }
 
+/// Computes the BLAKE3 hash of a file from its current position on, in hexadecimal.
 fn hash_file(file: &mut File) -> io::Result<String> {
     let mut hasher = blake3::Hasher::new();
     let mut chunk = vec![0; CHUNK_BYTES];

@@ -1,16 +1,16 @@
-//! Finds GPU errors (Xid) in the kernel log, where NVIDIA's driver reports them, with the pid of
-//! the affected process if it knows it.
+//! Finds GPU errors (Xid) in the kernel log, where NVIDIA's driver reports them, in some cases with
+//! the pid of the affected process.
 use super::kernel_log::KernelLog;
 use contract::failure::GpuFault;
 
-/// The most faults that are kept.
+/// The number of faults that are kept.
 const MAX_FAULTS: usize = 1000;
 
-/// The Xid of a cleanup after a process that has ended, which follows other faults.
+/// The Xid of the cleanup after a process has ended. It follows other faults and is ignored.
 const XID_CLEANUP: u32 = 45;
 
-/// Descriptions of common Xids. NVIDIA's list of Xid errors describes all.
-const DESCRIPTIONS: [(u32, &str); 5] = [
+/// Descriptions of common Xids, from NVIDIA's list of Xid errors.
+const XID_DESCRIPTIONS: [(u32, &str); 5] = [
     (31, "GPU memory page fault"),
     (43, "the GPU stopped processing"),
     (48, "uncorrectable memory error (double-bit ECC)"),
@@ -18,17 +18,17 @@ const DESCRIPTIONS: [(u32, &str); 5] = [
     (79, "the GPU fell off the bus"),
 ];
 
-/// A fault in the kernel log.
+/// A GPU error that the kernel log reports.
 #[derive(Debug, PartialEq)]
 struct LoggedFault {
     /// The address of the GPU on the PCI bus.
     pci_address: String,
     xid: u32,
-    /// The affected process; `None` if the driver does not know it.
+    /// The pid of the affected process; `None` if the driver does not report it.
     pid: Option<u32>,
 }
 
-/// Collects the faults since it was started.
+/// Collects the GPU errors that the kernel log reports after the start of the watch.
 #[derive(Debug)]
 pub(super) struct GpuFaultWatch {
     log: Option<KernelLog>,
@@ -36,27 +36,30 @@ pub(super) struct GpuFaultWatch {
 }
 
 impl GpuFaultWatch {
+    /// Opens the kernel log at its end. A watch without access to the log finds no faults.
     pub(super) fn start() -> Self {
         GpuFaultWatch { log: KernelLog::open(), faults: Vec::new() }
     }
 
-    /// The first fault of this process, or else the first fault without a pid.
+    /// Reads the new records of the log. Returns the first fault of this process, or else the first
+    /// fault without a pid.
     pub(super) fn find_fault(&mut self, pid: u32) -> Option<GpuFault> {
         if let Some(log) = &mut self.log {
-            log.read(|record| {
+            log.read_new_records(|record| {
                 self.faults.extend(parse_fault(record).filter(|fault| fault.xid != XID_CLEANUP));
             });
             self.faults.truncate(MAX_FAULTS);
         }
         let exact = self.faults.iter().find(|fault| fault.pid == Some(pid));
         let fault = exact.or_else(|| self.faults.iter().find(|fault| fault.pid.is_none()))?;
-        let description = DESCRIPTIONS.iter().find(|(xid, _)| *xid == fault.xid);
+        let description = XID_DESCRIPTIONS.iter().find(|(xid, _)| *xid == fault.xid);
         let description = description.map(|(_, description)| (*description).to_owned());
         Some(GpuFault { xid: fault.xid, pci_address: fault.pci_address.clone(), description })
     }
 }
 
-/// Parses `…NVRM: Xid (PCI:0000:17:00): 31, pid=4242, name=python, …`.
+/// Parses a record such as `…NVRM: Xid (PCI:0000:17:00): 31, pid=4242, name=python, …`; `None` if
+/// the record does not report a GPU error.
 fn parse_fault(record: &str) -> Option<LoggedFault> {
     let (_, rest) = record.split_once("NVRM: Xid (PCI:")?;
     let (pci_address, rest) = rest.split_once("):")?;
@@ -69,7 +72,7 @@ fn parse_fault(record: &str) -> Option<LoggedFault> {
 mod tests {
     use super::*;
 
-    fn watch_of(records: &[&str]) -> GpuFaultWatch {
+    fn make_watch(records: &[&str]) -> GpuFaultWatch {
         GpuFaultWatch { log: None, faults: records.iter().filter_map(|record| parse_fault(record)).collect() }
     }
 
@@ -95,16 +98,16 @@ mod tests {
         let of_other_process = "NVRM: Xid (PCI:0000:01:00): 31, pid=7, name=a";
         let without_pid = "NVRM: Xid (PCI:0000:02:00): 79, pid='<unknown>', name=<unknown>";
         let of_process = "NVRM: Xid (PCI:0000:03:00): 7777, pid=9, name=b";
-        assert_eq!(watch_of(&[of_other_process]).find_fault(9), None);
+        assert_eq!(make_watch(&[of_other_process]).find_fault(9), None);
         let fault = |xid, pci_address: &str, description: Option<&str>| GpuFault {
             xid,
             pci_address: pci_address.into(),
             description: description.map(str::to_owned),
         };
         let off_the_bus = fault(79, "0000:02:00", Some("the GPU fell off the bus"));
-        assert_eq!(watch_of(&[of_other_process, without_pid]).find_fault(9), Some(off_the_bus));
+        assert_eq!(make_watch(&[of_other_process, without_pid]).find_fault(9), Some(off_the_bus));
         assert_eq!(
-            watch_of(&[of_other_process, without_pid, of_process]).find_fault(9),
+            make_watch(&[of_other_process, without_pid, of_process]).find_fault(9),
             Some(fault(7777, "0000:03:00", None))
         );
     }

@@ -7,7 +7,7 @@ use std::{
 
 /// The largest record, in bytes.
 const MAX_RECORD_BYTES: usize = 8 << 10;
-/// The most records that are read at once.
+/// The number of records that are read at once.
 const MAX_RECORDS: usize = 10_000;
 
 /// The kernel log, open for reading.
@@ -22,8 +22,8 @@ impl KernelLog {
         Some(KernelLog(log))
     }
 
-    /// Passes the new records to `on_record`.
-    pub(super) fn read(&mut self, mut on_record: impl FnMut(&str)) {
+    /// Reads the records that were added since the last call, and passes each to `on_record`.
+    pub(super) fn read_new_records(&mut self, mut on_record: impl FnMut(&str)) {
         let mut bytes = [0; MAX_RECORD_BYTES];
         for _ in 0..MAX_RECORDS {
             match self.0.read(&mut bytes) {

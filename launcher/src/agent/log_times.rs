@@ -14,38 +14,38 @@ use std::{
 const MIN_INTERVAL: Duration = Duration::from_secs(1);
 /// The size of a pair, in bytes.
 const PAIR_BYTES: usize = 16;
-/// The most bytes of pairs that are read or written: enough for twelve days with output every
-/// second.
+/// The largest size of a file of times, in bytes: enough for twelve days with output every second.
 const MAX_FILE_BYTES: u64 = 16 << 20;
 
-/// Appends the times of one log to its file of times. If that file cannot be written, the log
-/// itself is still complete.
+/// Appends pairs of time and size of one log to the log's file of times. Write errors end the
+/// recording, but do not affect the log.
 #[derive(Debug)]
-pub(super) struct LogTimes {
+pub(super) struct LogTimesWriter {
     file: Option<File>,
     size: u64,
     last: Option<Instant>,
 }
 
-impl LogTimes {
+impl LogTimesWriter {
     /// Opens or creates the file of times of `log`.
-    pub(super) fn open(log: &Path) -> LogTimes {
-        let file = OpenOptions::new().append(true).create(true).open(times_path(log)).ok();
+    pub(super) fn open(log: &Path) -> LogTimesWriter {
+        let file = OpenOptions::new().append(true).create(true).open(log_times_path(log)).ok();
         let size = file.as_ref().and_then(|f| f.metadata().ok()).map_or(0, |m| m.len());
         // A pair that a crash truncated would misalign all later ones.
         let whole = size - size % PAIR_BYTES as u64;
         let size = file.as_ref().filter(|f| f.set_len(whole).is_ok()).map_or(size, |_| whole);
-        LogTimes { file, size, last: None }
+        LogTimesWriter { file, size, last: None }
     }
 
-    /// Records that the log has `bytes` bytes at the present time, before more is written.
-    pub(super) fn record(&mut self, bytes: u64) {
+    /// Records that the log has `bytes` bytes now. The caller must call this before it writes to
+    /// the log.
+    pub(super) fn record_size(&mut self, bytes: u64) {
         if self.last.is_some_and(|last| last.elapsed() < MIN_INTERVAL) || self.size >= MAX_FILE_BYTES {
             return;
         }
         self.last = Some(Instant::now());
         let mut pair = [0; PAIR_BYTES];
-        pair[..8].copy_from_slice(&unix_time_ms().to_le_bytes());
+        pair[..8].copy_from_slice(&read_unix_time_ms().to_le_bytes());
         pair[8..].copy_from_slice(&bytes.to_le_bytes());
         self.size += PAIR_BYTES as u64;
         let written = self.file.as_mut().map_or(Ok(()), |file| file.write_all(&pair));
@@ -55,20 +55,20 @@ impl LogTimes {
     }
 }
 
-/// The time in milliseconds since 1970.
-pub(crate) fn unix_time_ms() -> u64 {
+/// Returns the current time in milliseconds since 1970.
+pub(crate) fn read_unix_time_ms() -> u64 {
     let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
     since.map_or(0, |d| u64::try_from(d.as_millis()).unwrap_or(u64::MAX))
 }
 
-/// Returns the offset of the first byte of a log that was written at or after `since_ms`, accurate
-/// to about a second.
+/// Returns the offset of the first byte of a log that was written at or after `since_ms`
+/// (milliseconds since 1970), accurate to about a second.
 ///
 /// Returns 0 if no times are recorded. Returns `end`, the size of the log, if the whole log is
 /// older.
-pub(crate) fn offset_at(log: &Path, since_ms: u64, end: u64) -> u64 {
+pub(crate) fn find_offset_at(log: &Path, since_ms: u64, end: u64) -> u64 {
     let mut bytes = Vec::new();
-    let read = File::open(times_path(log)).and_then(|f| f.take(MAX_FILE_BYTES).read_to_end(&mut bytes));
+    let read = File::open(log_times_path(log)).and_then(|f| f.take(MAX_FILE_BYTES).read_to_end(&mut bytes));
     if read.is_err() || bytes.len() < PAIR_BYTES {
         return 0;
     }
@@ -91,16 +91,17 @@ pub(crate) fn offset_at(log: &Path, since_ms: u64, end: u64) -> u64 {
     if newest < since_ms {
         end
     } else {
-        bytes.chunks_exact(PAIR_BYTES).next_back().map_or(0, pair_offset).min(end)
+        bytes.chunks_exact(PAIR_BYTES).next_back().map_or(0, decode_log_size).min(end)
     }
 }
 
-/// The offset of a pair.
-fn pair_offset(pair: &[u8]) -> u64 {
+/// Decodes the size of the log, the second number of a pair.
+fn decode_log_size(pair: &[u8]) -> u64 {
     pair[8..].iter().rev().fold(0, |n, b| n << 8 | u64::from(*b))
 }
 
-fn times_path(log: &Path) -> PathBuf {
+/// Returns the path of the file of times that belongs to `log`.
+fn log_times_path(log: &Path) -> PathBuf {
     let mut name = log.as_os_str().to_owned();
     name.push(".times");
     name.into()
@@ -115,32 +116,32 @@ mod tests {
         let dir = tempfile::tempdir().expect("directory");
         let log = dir.path().join("rank-0.log");
         fs::write(&log, "x".repeat(300)).expect("log");
-        assert_eq!(offset_at(&log, 0, 300), 0, "no times are recorded");
+        assert_eq!(find_offset_at(&log, 0, 300), 0, "no times are recorded");
         let pairs: Vec<u8> = [(1000u64, 0u64), (2000, 100), (5000, 200)]
             .iter()
             .flat_map(|(at, offset)| [at.to_le_bytes(), offset.to_le_bytes()].concat())
             .chain(*b"torn")
             .collect();
-        fs::write(times_path(&log), pairs).expect("times");
+        fs::write(log_times_path(&log), pairs).expect("times");
         for (since, expected) in
             [(0, 0), (1000, 0), (1001, 100), (2001, 200), (5000, 200), (5001, 200), (u64::MAX, 300)]
         {
-            assert_eq!(offset_at(&log, since, 300), expected, "{since}");
+            assert_eq!(find_offset_at(&log, since, 300), expected, "{since}");
         }
-        assert_eq!(offset_at(&log, 5000, 150), 150, "the log was truncated");
+        assert_eq!(find_offset_at(&log, 5000, 150), 150, "the log was truncated");
     }
 
     #[test]
     fn at_most_one_pair_per_second_is_written() {
         let dir = tempfile::tempdir().expect("directory");
         let log = dir.path().join("rank-0.log");
-        let mut times = LogTimes::open(&log);
-        let before = unix_time_ms();
-        (0..1000).for_each(|n| times.record(n));
-        let bytes = fs::read(times_path(&log)).expect("times");
+        let mut times = LogTimesWriter::open(&log);
+        let before = read_unix_time_ms();
+        (0..1000).for_each(|n| times.record_size(n));
+        let bytes = fs::read(log_times_path(&log)).expect("times");
         assert!(bytes.len() >= PAIR_BYTES && bytes.len() <= 5 * PAIR_BYTES, "{} bytes", bytes.len());
-        assert_eq!(offset_at(&log, before, 1000), 0);
-        let mut unwritable = LogTimes::open(Path::new("/proc/nowhere/x.log"));
-        unwritable.record(1);
+        assert_eq!(find_offset_at(&log, before, 1000), 0);
+        let mut unwritable = LogTimesWriter::open(Path::new("/proc/nowhere/x.log"));
+        unwritable.record_size(1);
     }
 }

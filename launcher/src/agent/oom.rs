@@ -1,15 +1,16 @@
 //! Detects processes that the kernel killed because memory ran out.
 //!
-//! The control group counts such kills. Where its counter is not readable, the kernel log has the
-//! pids.
+//! The control group counts OOM kills. Where the counter is not readable, the kernel log has the
+//! pids of killed processes.
 use super::kernel_log::KernelLog;
-use crate::discover::oom_kills;
+use crate::discover::read_oom_kill_count;
 use std::path::Path;
 
-/// Detects OOM kills since it was started.
+/// Detects OOM kills that happen after the start of the watch.
 #[derive(Debug)]
 pub(super) struct OomWatch {
-    /// Kills of this control group that are attributed to a process or happened before the start.
+    /// The number of OOM kills of this control group that were attributed to a process or happened
+    /// before the start; `None` if the counter is not readable.
     known_kills: Option<u64>,
     log: Option<KernelLog>,
     /// Pids of killed processes in the kernel log.
@@ -17,25 +18,27 @@ pub(super) struct OomWatch {
 }
 
 impl OomWatch {
+    /// Reads the current number of OOM kills, or opens the kernel log at its end.
     pub(super) fn start() -> Self {
-        let known_kills = oom_kills(Path::new("/"));
+        let known_kills = read_oom_kill_count(Path::new("/"));
         let log = if known_kills.is_none() { KernelLog::open() } else { None };
         OomWatch { known_kills, log, killed_pids: Vec::new() }
     }
 
-    /// Whether a process of this control group that died of SIGKILL was killed because memory ran
-    /// out. To be called once for each such process.
-    pub(super) fn was_oom_killed(&mut self, pid: u32) -> bool {
+    /// Returns whether a process of this control group that died of SIGKILL was killed because
+    /// memory ran out, and attributes one counted OOM kill to it. The caller must call this once
+    /// for each process that died of SIGKILL.
+    pub(super) fn attribute_oom_kill(&mut self, pid: u32) -> bool {
         match &mut self.known_kills {
             Some(known) => {
-                let is_new = oom_kills(Path::new("/")).is_some_and(|count| count > *known);
+                let is_new = read_oom_kill_count(Path::new("/")).is_some_and(|count| count > *known);
                 // Each kill accounts for one process.
                 *known += u64::from(is_new);
                 is_new
             }
             None => {
                 if let Some(log) = &mut self.log {
-                    log.read(|record| self.killed_pids.extend(parse_killed_pid(record)));
+                    log.read_new_records(|record| self.killed_pids.extend(parse_killed_pid(record)));
                 }
                 self.killed_pids.contains(&pid)
             }
@@ -43,7 +46,8 @@ impl OomWatch {
     }
 }
 
-/// Parses the pid in `… Out of memory: Killed process 123 (name) …`.
+/// Parses the pid in a record such as `… Out of memory: Killed process 123 (name) …`; `None` if the
+/// record does not report an OOM kill.
 fn parse_killed_pid(record: &str) -> Option<u32> {
     let (before, after) = record.split_once("Killed process ")?;
     let is_oom = before.to_ascii_lowercase().contains("out of memory");
@@ -56,7 +60,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn kernel_records_are_parsed() {
+    fn oom_records_of_the_kernel_log_are_parsed() {
         let record = "4,123,456,-;Memory cgroup out of memory: Killed process 4242 (python) total-vm:1kB";
         assert_eq!(parse_killed_pid(record), Some(4242));
         assert_eq!(parse_killed_pid("3,1,2,-;Out of memory: Killed process 7 (a b) x"), Some(7));
@@ -67,7 +71,7 @@ mod tests {
     }
 
     #[test]
-    fn the_test_process_was_not_killed() {
-        assert!(!OomWatch::start().was_oom_killed(std::process::id()));
+    fn the_test_process_was_not_killed_by_the_kernel() {
+        assert!(!OomWatch::start().attribute_oom_kill(std::process::id()));
     }
 }

@@ -1,9 +1,9 @@
 //! Copies a worker's output from its pipes to its log, on one thread per rank.
 //!
 //! The pump also keeps the last lines and forwards the lines of shown ranks to the controller. If
-//! the console is slow, lines are dropped there; the worker is never blocked.
-use super::log_times::LogTimes;
-use crate::connection::{Outbox, Priority};
+//! the controller reads slowly, lines are not forwarded, so that the worker is never blocked.
+use super::log_times::LogTimesWriter;
+use crate::connection::{MessagePriority, Outbox};
 use contract::{control::FromAgent, ids::Rank};
 use diagnostic::{Diagnostic, codes::host::WORKER_LOG_UNWRITABLE};
 use nix::{
@@ -26,13 +26,15 @@ use std::{
 };
 use tokio::sync::mpsc;
 
-/// The last lines of each rank that are kept.
+/// The number of last lines of each rank that are kept.
 pub(crate) const TAIL_LINES: usize = 20;
-/// Longer lines are truncated on the console and in the tail, but not in the log. In bytes.
+/// The length in bytes to which lines are truncated on the console and in the tail. The log has the
+/// whole lines.
 pub(crate) const MAX_LINE_BYTES: usize = 4 << 10;
-/// An unfinished line is written to the log after this time without more output, in milliseconds.
+/// The time without more output after which an unfinished line is written to the log, in
+/// milliseconds.
 const UNFINISHED_LINE_MS: u16 = 200;
-/// Bytes that are read at once, and the longest unfinished line that is held back.
+/// The number of bytes that are read at once, and the longest unfinished line that is held back.
 const CHUNK_BYTES: usize = 64 << 10;
 /// The shortest time between two reports of progress.
 const PROGRESS_INTERVAL: Duration = Duration::from_secs(1);
@@ -40,21 +42,21 @@ const PROGRESS_INTERVAL: Duration = Duration::from_secs(1);
 /// An event that a pump reports to the agent.
 #[derive(Debug)]
 pub(crate) enum PumpEvent {
-    /// The last lines; the answer to [`OutputPump::drain`].
+    /// The last lines; the answer to [`OutputPump::request_drain`].
     Drained(Vec<String>),
     /// A line contains the progress pattern. Reported about once a second at most.
     Progress,
-    /// The log cannot be written any more, for this reason; the worker continues.
+    /// The warning that the log cannot be written any more. The worker continues.
     LogFailed(Diagnostic),
 }
 
-/// How a pump treats the output of a rank.
+/// The options of an output pump for one rank.
 #[derive(Clone, Debug)]
 pub(crate) struct PumpOptions {
     pub(crate) rank: Rank,
-    /// Forward the lines to the controller.
+    /// Whether the lines are forwarded to the controller.
     pub(crate) show: bool,
-    /// Lines that contain this text are progress (`run.progress_pattern`).
+    /// The text of lines that count as progress (`run.progress_pattern`).
     pub(crate) progress_pattern: Option<String>,
 }
 
@@ -65,13 +67,16 @@ pub(crate) struct OutputPump {
     show: Arc<AtomicBool>,
 }
 
-// Commands to a pump's thread.
-const CONTINUE: u8 = 0;
-const DRAIN: u8 = 1;
-const QUIT: u8 = 2;
+/// Command to a pump thread: continue.
+const COMMAND_CONTINUE: u8 = 0;
+/// Command to a pump thread: write what is left in the pipes, and report the last lines.
+const COMMAND_DRAIN: u8 = 1;
+/// Command to a pump thread: end.
+const COMMAND_QUIT: u8 = 2;
 
 impl OutputPump {
-    /// Starts the thread. `events` receives the rank, the worker's pid and the event.
+    /// Starts the thread that copies `stdout` and `stderr` of a worker. `events` receives the rank,
+    /// the worker's pid and the event.
     pub(crate) fn start(
         options: PumpOptions,
         pid: u32,
@@ -85,7 +90,7 @@ impl OutputPump {
             fcntl(fd, FcntlArg::F_SETFL(OFlag::O_NONBLOCK))?;
         }
         let wake = EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
-        let command = Arc::new((AtomicU8::new(CONTINUE), wake));
+        let command = Arc::new((AtomicU8::new(COMMAND_CONTINUE), wake));
         let streams = [OutputStream::new(stdout, false), OutputStream::new(stderr, true)];
         let show = Arc::new(AtomicBool::new(options.show));
         let sink = OutputSink {
@@ -105,16 +110,17 @@ impl OutputPump {
     }
 
     /// Sets whether lines are forwarded to the controller from now on.
-    pub(crate) fn show(&self, show: bool) {
+    pub(crate) fn set_shown(&self, show: bool) {
         self.show.store(show, Ordering::Relaxed);
     }
 
-    /// After the worker has ended: writes what is left in the pipes to the log, and reports the
-    /// last lines.
-    pub(crate) fn drain(&self) {
-        self.send_command(DRAIN);
+    /// Requests that the thread write what is left in the pipes to the log and report the last
+    /// lines ([`PumpEvent::Drained`]). Called after the worker has ended. Does not block.
+    pub(crate) fn request_drain(&self) {
+        self.send_command(COMMAND_DRAIN);
     }
 
+    /// Sets the command of the thread and wakes the thread.
     fn send_command(&self, command: u8) {
         self.command.0.store(command, Ordering::Release);
         _ = self.command.1.write(1);
@@ -123,7 +129,7 @@ impl OutputPump {
 
 impl Drop for OutputPump {
     fn drop(&mut self) {
-        self.send_command(QUIT);
+        self.send_command(COMMAND_QUIT);
     }
 }
 
@@ -141,8 +147,8 @@ impl OutputStream {
         OutputStream { pipe: Some(fd.into()), stderr, unfinished: Vec::new() }
     }
 
-    /// Reads once. Returns the number of bytes, 0 at the end of the stream, which closes the pipe,
-    /// and `None` when no output is available.
+    /// Reads once without blocking. Returns the number of bytes, or `None` if no output is
+    /// available. Closes the pipe at the end of the stream and returns 0.
     fn read(&mut self, buffer: &mut [u8]) -> Option<usize> {
         let pipe = self.pipe.as_mut()?;
         match pipe.read(buffer) {
@@ -157,7 +163,7 @@ impl OutputStream {
     }
 }
 
-/// The thread of a pump.
+/// The state of a pump's thread.
 struct PumpThread {
     command: Arc<(AtomicU8, EventFd)>,
     streams: [OutputStream; 2],
@@ -165,16 +171,17 @@ struct PumpThread {
 }
 
 impl PumpThread {
+    /// Copies output until the command [`COMMAND_QUIT`] arrives.
     fn run(mut self) {
         let mut buffer = vec![0; CHUNK_BYTES];
         loop {
-            let ready = self.wait();
-            match self.command.0.swap(CONTINUE, Ordering::AcqRel) {
-                QUIT => {
-                    self.command.0.store(QUIT, Ordering::Release);
+            let ready = self.wait_for_output();
+            match self.command.0.swap(COMMAND_CONTINUE, Ordering::AcqRel) {
+                COMMAND_QUIT => {
+                    self.command.0.store(COMMAND_QUIT, Ordering::Release);
                     return self.finish_lines();
                 }
-                DRAIN => self.drain(&mut buffer),
+                COMMAND_DRAIN => self.drain_pipes(&mut buffer),
                 _ => {}
             }
             for stream in &mut self.streams {
@@ -189,8 +196,8 @@ impl PumpThread {
     }
 
     /// Waits for output or a command. Returns `false` if a line is unfinished and no more output
-    /// came.
-    fn wait(&self) -> bool {
+    /// came within [`UNFINISHED_LINE_MS`].
+    fn wait_for_output(&self) -> bool {
         let mut fds = vec![PollFd::new(self.command.1.as_fd(), PollFlags::POLLIN)];
         let open = self.streams.iter().filter_map(|s| s.pipe.as_ref());
         fds.extend(open.map(|p| PollFd::new(p.as_fd(), PollFlags::POLLIN)));
@@ -201,9 +208,9 @@ impl PumpThread {
         ready
     }
 
-    /// Reads what the worker left in the pipes. Does not wait for descendants that keep a pipe
-    /// open.
-    fn drain(&mut self, buffer: &mut [u8]) {
+    /// Reads the output that the worker left in the pipes, and reports the last lines. Does not
+    /// wait for descendants of the worker that keep a pipe open.
+    fn drain_pipes(&mut self, buffer: &mut [u8]) {
         for stream in &mut self.streams {
             let size = stream.pipe.as_ref().and_then(|p| fcntl(p, FcntlArg::F_GETPIPE_SZ).ok());
             let mut remaining = size.map_or(0, |n| n.unsigned_abs() as usize);
@@ -217,6 +224,7 @@ impl PumpThread {
         self.sink.report_drained();
     }
 
+    /// Distributes the unfinished lines of both streams.
     fn finish_lines(&mut self) {
         for stream in &mut self.streams {
             self.sink.finish_line(stream);
@@ -224,7 +232,7 @@ impl PumpThread {
     }
 }
 
-/// Distributes output to the log, the tail and the console.
+/// Distributes the output of a worker to the log, the tail and the console.
 struct OutputSink {
     options: PumpOptions,
     shown: Arc<AtomicBool>,
@@ -239,8 +247,8 @@ struct OutputSink {
 }
 
 impl OutputSink {
-    /// Processes new bytes of a stream. Distributes whole lines, and keeps the rest until the line
-    /// is complete.
+    /// Distributes the whole lines of new bytes, and keeps the rest in the stream until its line is
+    /// complete.
     fn push_bytes(&mut self, stream: &mut OutputStream, bytes: &[u8]) {
         let Some(end) = bytes.iter().rposition(|b| *b == b'\n') else {
             stream.unfinished.extend_from_slice(bytes);
@@ -270,14 +278,14 @@ impl OutputSink {
 
     /// Distributes whole lines of one stream, and looks for the progress pattern in them.
     fn push_lines(&mut self, bytes: &[u8], stderr: bool) {
-        if let Some(error) = self.log.write(bytes) {
+        if let Some(error) = self.log.append(bytes) {
             self.send_event(PumpEvent::LogFailed(error));
         }
         self.detect_progress(bytes);
         let bytes = bytes.strip_suffix(b"\n").unwrap_or(bytes);
         if self.shown.load(Ordering::Relaxed) {
             for line in bytes.split(|b| *b == b'\n') {
-                self.forward_text(display_line(line), stderr);
+                self.forward_text(format_display_line(line), stderr);
             }
         }
         let last: Vec<&[u8]> = bytes.rsplit(|b| *b == b'\n').take(TAIL_LINES).collect();
@@ -285,10 +293,12 @@ impl OutputSink {
             if self.tail.len() == TAIL_LINES {
                 self.tail.pop_front();
             }
-            self.tail.push_back(display_line(line));
+            self.tail.push_back(format_display_line(line));
         }
     }
 
+    /// Reports progress if the bytes contain the progress pattern, at most once per
+    /// [`PROGRESS_INTERVAL`].
     fn detect_progress(&mut self, bytes: &[u8]) {
         let Some(pattern) = self.options.progress_pattern.as_ref().map(String::as_bytes) else { return };
         let is_due = self.progress_reported_at.is_none_or(|at| at.elapsed() >= PROGRESS_INTERVAL);
@@ -299,18 +309,24 @@ impl OutputSink {
         }
     }
 
+    /// Forwards a line to the controller, after a notice about dropped lines if there are any.
+    /// Counts the line as dropped if the queue is full.
     fn forward_text(&mut self, text: String, stderr: bool) {
         let rank = self.options.rank;
-        if self.dropped_lines > 0 && self.console.send(Priority::Low, self.dropped_lines_notice()) {
+        if self.dropped_lines > 0
+            && self.console.send_message(MessagePriority::Low, self.format_dropped_lines_notice())
+        {
             self.dropped_lines = 0;
         }
-        if self.dropped_lines > 0 || !self.console.send(Priority::Low, FromAgent::Line { rank, stderr, text })
+        if self.dropped_lines > 0
+            || !self.console.send_message(MessagePriority::Low, FromAgent::Line { rank, stderr, text })
         {
             self.dropped_lines += 1;
         }
     }
 
-    fn dropped_lines_notice(&self) -> FromAgent {
+    /// Returns the notice that names the log for the lines that were not forwarded.
+    fn format_dropped_lines_notice(&self) -> FromAgent {
         let text = match self.dropped_lines {
             1 => format!("[1 line is only in {}]", self.log.path),
             n => format!("[{n} lines are only in {}]", self.log.path),
@@ -318,8 +334,11 @@ impl OutputSink {
         FromAgent::Line { rank: self.options.rank, stderr: true, text }
     }
 
+    /// Forwards a notice about dropped lines, and reports the last lines to the agent.
     fn report_drained(&mut self) {
-        if self.dropped_lines > 0 && self.console.send(Priority::Normal, self.dropped_lines_notice()) {
+        if self.dropped_lines > 0
+            && self.console.send_message(MessagePriority::Normal, self.format_dropped_lines_notice())
+        {
             self.dropped_lines = 0;
         }
         let tail = self.tail.iter().cloned().collect();
@@ -332,8 +351,9 @@ impl OutputSink {
     }
 }
 
-/// A line as a terminal would show it after carriage returns, truncated, as valid UTF-8.
-fn display_line(line: &[u8]) -> String {
+/// Returns a line as a terminal shows it: the text after the last carriage return, as valid UTF-8,
+/// truncated to [`MAX_LINE_BYTES`].
+fn format_display_line(line: &[u8]) -> String {
     let line = line.strip_suffix(b"\r").unwrap_or(line);
     let line = line.rsplit(|b| *b == b'\r').next().unwrap_or(line);
     let mut text = String::from_utf8_lossy(&line[..line.len().min(MAX_LINE_BYTES)]).into_owned();
@@ -350,8 +370,8 @@ pub(crate) struct RankLog {
     path: String,
     size: u64,
     max_size: u64,
-    times: LogTimes,
-    /// The log is full, or could not be written.
+    times: LogTimesWriter,
+    /// Whether the log is full or could not be written.
     closed: bool,
 }
 
@@ -363,12 +383,13 @@ impl RankLog {
         }
         let file = OpenOptions::new().append(true).create(true).open(path)?;
         let size = file.metadata()?.len();
-        let times = LogTimes::open(path);
+        let times = LogTimesWriter::open(path);
         Ok(RankLog { file, path: path.display().to_string(), size, max_size, times, closed: false })
     }
 
-    /// Appends. Returns a warning when writing fails for the first time.
-    fn write(&mut self, bytes: &[u8]) -> Option<Diagnostic> {
+    /// Appends bytes to the log. A full log ends with a notice, and later bytes are dropped.
+    /// Returns a warning when writing fails for the first time.
+    fn append(&mut self, bytes: &[u8]) -> Option<Diagnostic> {
         if self.closed {
             return None;
         }
@@ -379,7 +400,7 @@ impl RankLog {
             self.closed = true;
             bytes[..free as usize].iter().rposition(|b| *b == b'\n').map_or(0, |end| end + 1)
         };
-        self.times.record(self.size);
+        self.times.record_size(self.size);
         let mut result = self.file.write_all(&bytes[..fits]);
         self.size += fits as u64;
         if self.closed && result.is_ok() {

@@ -1,7 +1,8 @@
 use super::*;
 use std::os::fd::IntoRawFd;
 
-struct Rig {
+/// A running pump with the worker's ends of the pipes and the receivers of its events and lines.
+struct PumpHarness {
     stdout: File,
     stderr: File,
     pump: OutputPump,
@@ -11,33 +12,36 @@ struct Rig {
     _dir: tempfile::TempDir,
 }
 
-fn rig(max_size: u64, show: bool) -> Rig {
+/// Starts a pump for rank 0 with pid 1, whose log has at most `max_size` bytes.
+fn start_pump_harness(max_size: u64, show: bool) -> PumpHarness {
     let dir = tempfile::tempdir().unwrap();
     let log = dir.path().join("deep/er/rank-0.log");
     let pipe = || nix::unistd::pipe2(OFlag::O_CLOEXEC).unwrap();
     let ((out, stdout), (err, stderr)) = (pipe(), pipe());
-    let (console, lines) = Outbox::new();
+    let (console, lines) = Outbox::channel();
     let (sender, events) = mpsc::channel(8);
     let plan = PumpOptions { rank: 0, show, progress_pattern: None };
     let pump = OutputPump::start(plan, 1, RankLog::open(&log, max_size).unwrap(), out, err, console, sender)
         .unwrap();
-    Rig { stdout: stdout.into(), stderr: stderr.into(), pump, events, lines, log, _dir: dir }
+    PumpHarness { stdout: stdout.into(), stderr: stderr.into(), pump, events, lines, log, _dir: dir }
 }
 
-impl Rig {
-    fn drained(&mut self) -> Vec<String> {
-        self.pump.drain();
+impl PumpHarness {
+    /// Drains the pump and returns the last lines.
+    fn drain_tail(&mut self) -> Vec<String> {
+        self.pump.request_drain();
         match self.events.blocking_recv() {
             Some((0, 1, PumpEvent::Drained(tail))) => tail,
             other => panic!("{other:?}"),
         }
     }
 
-    fn log(&self) -> String {
+    fn read_log(&self) -> String {
         String::from_utf8_lossy(&std::fs::read(&self.log).unwrap()).into_owned()
     }
 
-    fn console(&mut self) -> Vec<(bool, String)> {
+    /// Returns the forwarded lines, each with whether it is from stderr.
+    fn take_console_lines(&mut self) -> Vec<(bool, String)> {
         let mut lines = Vec::new();
         while let Ok(FromAgent::Line { stderr, text, .. }) = self.lines.try_recv() {
             lines.push((stderr, text));
@@ -48,14 +52,14 @@ impl Rig {
 
 #[test]
 fn lines_reach_the_log_the_tail_and_the_console() {
-    let mut rig = rig(1 << 20, true);
-    rig.stdout.write_all(b"one\ntwo\n").unwrap();
-    assert_eq!(rig.drained(), ["one", "two"]);
-    rig.stderr.write_all(b"bad \xff byte\nno newline").unwrap();
-    assert_eq!(rig.drained(), ["one", "two", "bad \u{fffd} byte", "no newline"]);
-    let mut log = std::fs::read(&rig.log).unwrap();
+    let mut harness = start_pump_harness(1 << 20, true);
+    harness.stdout.write_all(b"one\ntwo\n").unwrap();
+    assert_eq!(harness.drain_tail(), ["one", "two"]);
+    harness.stderr.write_all(b"bad \xff byte\nno newline").unwrap();
+    assert_eq!(harness.drain_tail(), ["one", "two", "bad \u{fffd} byte", "no newline"]);
+    let mut log = std::fs::read(&harness.log).unwrap();
     assert_eq!(log, b"one\ntwo\nbad \xff byte\nno newline");
-    let console: Vec<_> = rig.console();
+    let console: Vec<_> = harness.take_console_lines();
     let expected = [(false, "one"), (false, "two"), (true, "bad \u{fffd} byte"), (true, "no newline")];
     assert_eq!(console, expected.map(|(e, t)| (e, t.to_owned())));
     log.clear();
@@ -63,45 +67,45 @@ fn lines_reach_the_log_the_tail_and_the_console() {
 
 #[test]
 fn draining_does_not_wait_for_a_descendant_that_keeps_the_pipe_open() {
-    let mut rig = rig(1 << 20, false);
-    let held = rig.stdout.try_clone().unwrap();
-    rig.stdout.write_all(b"last line\n").unwrap();
-    drop(std::mem::replace(&mut rig.stdout, held));
-    assert_eq!(rig.drained(), ["last line"]);
-    rig.stdout.write_all(b"and later\n").unwrap();
-    assert_eq!(rig.drained(), ["last line", "and later"]);
+    let mut harness = start_pump_harness(1 << 20, false);
+    let held = harness.stdout.try_clone().unwrap();
+    harness.stdout.write_all(b"last line\n").unwrap();
+    drop(std::mem::replace(&mut harness.stdout, held));
+    assert_eq!(harness.drain_tail(), ["last line"]);
+    harness.stdout.write_all(b"and later\n").unwrap();
+    assert_eq!(harness.drain_tail(), ["last line", "and later"]);
 }
 
 #[test]
 fn the_tail_keeps_the_last_lines_and_truncates_long_ones() {
-    let mut rig = rig(1 << 20, false);
+    let mut harness = start_pump_harness(1 << 20, false);
     for i in 0..100 {
-        writeln!(rig.stdout, "line {i}").unwrap();
+        writeln!(harness.stdout, "line {i}").unwrap();
     }
     let long = "é".repeat(MAX_LINE_BYTES);
-    rig.stdout.write_all(long.as_bytes()).unwrap();
-    let tail = rig.drained();
+    harness.stdout.write_all(long.as_bytes()).unwrap();
+    let tail = harness.drain_tail();
     assert_eq!(tail.len(), TAIL_LINES);
     assert_eq!(tail[0], "line 81");
     assert_eq!(tail[TAIL_LINES - 1], format!("{} […]", "é".repeat(MAX_LINE_BYTES / 2)));
-    assert!(rig.log().ends_with(&long));
+    assert!(harness.read_log().ends_with(&long));
 }
 
 #[test]
 fn a_progress_bar_is_reduced_to_what_a_terminal_shows() {
-    assert_eq!(display_line(b"  1%\r 50%\r100%\r"), "100%");
-    assert_eq!(display_line(b"done\r"), "done");
-    assert_eq!(display_line(b""), "");
+    assert_eq!(format_display_line(b"  1%\r 50%\r100%\r"), "100%");
+    assert_eq!(format_display_line(b"done\r"), "done");
+    assert_eq!(format_display_line(b""), "");
 }
 
 #[test]
 fn a_full_log_ends_with_one_notice() {
-    let mut rig = rig(25, false);
+    let mut harness = start_pump_harness(25, false);
     for _ in 0..10 {
-        rig.stdout.write_all(b"ten bytes\n").unwrap();
-        rig.drained();
+        harness.stdout.write_all(b"ten bytes\n").unwrap();
+        harness.drain_tail();
     }
-    let log = rig.log();
+    let log = harness.read_log();
     let (kept, notice) = log.split_at(20);
     assert_eq!(kept, "ten bytes\nten bytes\n");
     insta::assert_snapshot!("notice_of_a_full_log", notice);
@@ -109,7 +113,7 @@ fn a_full_log_ends_with_one_notice() {
 
 #[test]
 fn a_log_that_cannot_be_written_is_reported_once_and_does_not_block_the_worker() {
-    let (console, _lines) = Outbox::<FromAgent>::new();
+    let (console, _lines) = Outbox::<FromAgent>::channel();
     let (sender, mut events) = mpsc::channel(8);
     let pipe = || nix::unistd::pipe2(OFlag::O_CLOEXEC).unwrap();
     let ((out, stdout), (err, _stderr)) = (pipe(), pipe());
@@ -119,7 +123,7 @@ fn a_log_that_cannot_be_written_is_reported_once_and_does_not_block_the_worker()
         path: "/dev/full".into(),
         size: 0,
         max_size: 1 << 20,
-        times: LogTimes::open(Path::new("/dev/null/x")),
+        times: LogTimesWriter::open(Path::new("/dev/null/x")),
         closed: false,
     };
     let plan = PumpOptions { rank: 0, show: false, progress_pattern: None };
@@ -128,7 +132,7 @@ fn a_log_that_cannot_be_written_is_reported_once_and_does_not_block_the_worker()
     for _ in 0..1000 {
         stdout.write_all(&[b'\n'; 1000]).unwrap();
     }
-    pump.drain();
+    pump.request_drain();
     let Some((_, _, PumpEvent::LogFailed(warning))) = events.blocking_recv() else { panic!() };
     assert_eq!(warning.code(), WORKER_LOG_UNWRITABLE);
     assert_eq!(warning.causes(), [io::Error::from_raw_os_error(libc::ENOSPC).to_string()]);
@@ -137,14 +141,14 @@ fn a_log_that_cannot_be_written_is_reported_once_and_does_not_block_the_worker()
 
 #[test]
 fn a_console_that_does_not_read_loses_lines_and_does_not_block_the_worker() {
-    let mut rig = rig(1 << 30, true);
+    let mut harness = start_pump_harness(1 << 30, true);
     let line = [b"x".repeat(99), b"\n".to_vec()].concat();
     for _ in 0..100_000 {
-        rig.stdout.write_all(&line).unwrap();
+        harness.stdout.write_all(&line).unwrap();
     }
-    rig.drained();
-    assert_eq!(rig.log().len(), 10_000_000);
-    let console = rig.console();
+    harness.drain_tail();
+    assert_eq!(harness.read_log().len(), 10_000_000);
+    let console = harness.take_console_lines();
     assert!(console.len() < 5000, "{}", console.len());
     let notice = &console[console.len() - 1].1;
     insta::with_settings!({ filters => [(r"\d+ lines", "[COUNT] lines"), (r"in /\S+/", "in [DIR]/")] }, {
@@ -153,9 +157,9 @@ fn a_console_that_does_not_read_loses_lines_and_does_not_block_the_worker() {
 }
 
 #[test]
-fn dropping_the_handle_ends_the_thread() {
-    let rig = rig(1 << 20, false);
-    let Rig { stdout, pump, mut events, .. } = rig;
+fn dropping_the_pump_ends_its_thread() {
+    let harness = start_pump_harness(1 << 20, false);
+    let PumpHarness { stdout, pump, mut events, .. } = harness;
     drop(pump);
     // The thread owns the other end of `events`; it closes when the thread is gone.
     assert!(events.blocking_recv().is_none());

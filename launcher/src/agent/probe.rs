@@ -1,11 +1,11 @@
 //! Answers the probes of `launch check`, on separate threads of the agent.
 mod gpu;
-mod inventory;
+mod inspection;
 mod nvml;
 
 use contract::{
     preflight::Preflight,
-    probe::{MAX_PEERS, PeerListener, Probe, ProbeAnswer},
+    probe::{MAX_PEERS, PeerListener, ProbeAnswer, ProbeRequest},
 };
 use diagnostic::{Diagnostic, codes::host};
 use std::{
@@ -20,26 +20,26 @@ use std::{
 
 /// The prefix of the names of nonce files.
 const NONCE_PREFIX: &str = ".launch-check-";
-/// The most addresses of one peer that are tried.
+/// The number of addresses of one peer that are tried.
 const MAX_PEER_ADDRESSES: usize = 8;
 /// The longest greeting that is read, in bytes.
 const MAX_GREETING_BYTES: u64 = 256;
-/// The limit of sending the greeting to one peer.
+/// The time limit for sending the greeting to one peer.
 const GREETING_TIMEOUT: Duration = Duration::from_secs(2);
-/// The longest limit of a connection that a probe may request.
+/// The longest connection timeout that a probe may request, in milliseconds.
 const MAX_CONNECT_TIMEOUT_MS: u64 = 60_000;
 
-/// Answers probes, and removes what they left on the host when it is dropped.
+/// Answers the probes of `launch check`. Dropping the last clone removes the nonce files.
 #[derive(Clone)]
 pub(super) struct Prober {
     preflight: &'static dyn Preflight,
     state: Arc<Mutex<ProbeState>>,
 }
 
-/// What probes have set up on this host.
+/// The nonce files and directories of earlier probes. Dropping the state removes the nonce files.
 #[derive(Debug, Default)]
 struct ProbeState {
-    /// The directories of [`Probe::Inspect`] in which nonce files may be.
+    /// The directories of [`ProbeRequest::Inspect`] in which nonce files may be.
     dirs: Vec<PathBuf>,
     /// The nonce files of this host.
     nonce_files: Vec<PathBuf>,
@@ -50,46 +50,50 @@ impl Prober {
         Prober { preflight, state: Arc::default() }
     }
 
-    fn lock(&self) -> MutexGuard<'_, ProbeState> {
+    /// Locks the state, also after a panic of another thread.
+    fn lock_state(&self) -> MutexGuard<'_, ProbeState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Answers on a new thread.
-    pub(super) fn answer(
+    /// Starts a thread that answers a probe and passes the answer to `send`. Fails if the thread
+    /// cannot be started.
+    pub(super) fn start_answering(
         &self,
-        probe: Probe,
+        probe: ProbeRequest,
         send: impl FnOnce(ProbeAnswer) + Send + 'static,
     ) -> io::Result<()> {
         let prober = self.clone();
-        thread::Builder::new().name("probe".into()).spawn(move || send(prober.run(probe))).map(drop)
+        thread::Builder::new().name("probe".into()).spawn(move || send(prober.answer_probe(probe))).map(drop)
     }
 
-    fn run(&self, probe: Probe) -> ProbeAnswer {
+    /// Answers a probe. Blocks until the inspection or all connections have ended.
+    fn answer_probe(&self, probe: ProbeRequest) -> ProbeAnswer {
         match probe {
-            Probe::Inspect { nonce, dirs, cuda } => {
-                let mut report = inventory::inspect_host(&dirs);
-                report.gpus.libraries =
-                    cuda.map_or_else(Vec::new, |directories| self.preflight.gpu_libraries(&directories));
+            ProbeRequest::Inspect { nonce, dirs, cuda } => {
+                let mut report = inspection::inspect_host(&dirs);
+                report.gpus.libraries = cuda
+                    .map_or_else(Vec::new, |directories| self.preflight.inspect_gpu_libraries(&directories));
                 let existing: Vec<PathBuf> = report.dirs.iter().map(|d| d.path.clone()).collect();
-                self.write_nonces(&nonce, &existing);
-                if let Some((port, greeting)) = listen(&nonce) {
+                self.write_nonce_files(&nonce, &existing);
+                if let Some((port, greeting)) = serve_greeting(&nonce) {
                     (report.port, report.greeting) = (Some(port), greeting);
                 }
                 ProbeAnswer::Inspect(Box::new(report))
             }
-            Probe::Connect { peers, nonces, timeout_ms } => {
+            ProbeRequest::Connect { peers, nonces, timeout_ms } => {
                 let timeout = Duration::from_millis(timeout_ms.min(MAX_CONNECT_TIMEOUT_MS));
                 let peers = connect_to_peers(&peers, timeout);
-                ProbeAnswer::Connect { peers, nonces: self.visible_nonces(&nonces) }
+                ProbeAnswer::Connect { peers, nonces: self.find_visible_nonces(&nonces) }
             }
         }
     }
 
-    /// Writes a nonce file into each directory that is writable.
-    fn write_nonces(&self, nonce: &str, dirs: &[PathBuf]) {
-        let mut state = self.lock();
+    /// Writes a nonce file into each of the directories that is writable, and stores the
+    /// directories.
+    fn write_nonce_files(&self, nonce: &str, dirs: &[PathBuf]) {
+        let mut state = self.lock_state();
         for dir in dirs {
-            let file = dir.join(format!("{NONCE_PREFIX}{}", sanitize(nonce)));
+            let file = dir.join(format!("{NONCE_PREFIX}{}", sanitize_nonce(nonce)));
             let created = fs::OpenOptions::new().write(true).create_new(true).open(&file);
             if created.and_then(|mut f| f.write_all(nonce.as_bytes())).is_ok() {
                 state.nonce_files.push(file);
@@ -98,9 +102,9 @@ impl Prober {
         state.dirs = dirs.to_vec();
     }
 
-    /// For each directory, those of the nonces whose files are visible there.
-    fn visible_nonces(&self, nonces: &[String]) -> Vec<Vec<String>> {
-        let dirs = self.lock().dirs.clone();
+    /// Returns, for each stored directory, the nonces whose files are visible in it.
+    fn find_visible_nonces(&self, nonces: &[String]) -> Vec<Vec<String>> {
+        let dirs = self.lock_state().dirs.clone();
         // Listing the directory makes NFS clients refresh their cache.
         let list = |dir: &PathBuf| {
             let entries = fs::read_dir(dir).into_iter().flatten().flatten();
@@ -108,7 +112,8 @@ impl Prober {
         };
         let visible = |dir: &PathBuf| {
             let names = list(dir);
-            let is_visible = |nonce: &&String| names.contains(&format!("{NONCE_PREFIX}{}", sanitize(nonce)));
+            let is_visible =
+                |nonce: &&String| names.contains(&format!("{NONCE_PREFIX}{}", sanitize_nonce(nonce)));
             nonces.iter().filter(is_visible).cloned().collect()
         };
         dirs.iter().map(visible).collect()
@@ -121,12 +126,13 @@ impl Drop for ProbeState {
     }
 }
 
-/// Opens a TCP port that sends a greeting to every process that connects. Returns both.
-fn listen(nonce: &str) -> Option<(u16, String)> {
+/// Opens a TCP port and starts a thread that sends a greeting to every process that connects.
+/// Returns port and greeting; `None` if the port cannot be opened.
+fn serve_greeting(nonce: &str) -> Option<(u16, String)> {
     let any = [SocketAddr::from((Ipv6Addr::UNSPECIFIED, 0)), SocketAddr::from((Ipv4Addr::UNSPECIFIED, 0))];
     let listener = TcpListener::bind(&any[..]).ok()?;
     let port = listener.local_addr().ok()?.port();
-    let greeting = sanitize(nonce);
+    let greeting = sanitize_nonce(nonce);
     let line = format!("{greeting}\n");
     let serve = move || {
         for stream in listener.incoming() {
@@ -139,13 +145,13 @@ fn listen(nonce: &str) -> Option<(u16, String)> {
     Some((port, greeting))
 }
 
-/// A nonce reduced to characters that are safe in a file name.
-fn sanitize(nonce: &str) -> String {
+/// Removes all characters of a nonce that are not safe in a file name, and truncates it.
+fn sanitize_nonce(nonce: &str) -> String {
     nonce.chars().filter(|c| c.is_ascii_alphanumeric() || *c == '-').take(64).collect()
 }
 
-/// Connects to all peers at once. Returns the time of each connection in milliseconds, or why it
-/// failed.
+/// Connects to all peers at once. Returns the name of each peer with the time of the connection in
+/// milliseconds or its error. Blocks until all connections have ended.
 fn connect_to_peers(peers: &[PeerListener], timeout: Duration) -> Vec<(String, diagnostic::Result<f64>)> {
     let connect = |peer: &PeerListener| {
         let start = Instant::now();
@@ -162,7 +168,8 @@ fn connect_to_peers(peers: &[PeerListener], timeout: Duration) -> Vec<(String, d
     })
 }
 
-/// Tries the addresses of a peer until one answers with the peer's greeting.
+/// Connects to the addresses of a peer, one after another, until one answers with the peer's
+/// greeting. Returns the error of the last address if all fail.
 fn connect_to_peer(peer: &PeerListener, timeout: Duration) -> diagnostic::Result<()> {
     let mut last_error = Diagnostic::error(host::PEER_ADDRESS_MISSING, "the host has no address");
     for address in peer.addresses.iter().take(MAX_PEER_ADDRESSES) {
@@ -178,6 +185,7 @@ fn connect_to_peer(peer: &PeerListener, timeout: Duration) -> diagnostic::Result
     Err(last_error.with_subject(&peer.name))
 }
 
+/// Connects to an address and reads the text that it sends until the end of the stream.
 fn read_greeting(address: SocketAddr, timeout: Duration) -> io::Result<String> {
     let stream = TcpStream::connect_timeout(&address, timeout)?;
     stream.set_read_timeout(Some(timeout))?;
@@ -191,6 +199,7 @@ mod tests {
     use super::*;
     use contract::{job::JobSpec, preflight::PreflightReport, probe::LibraryReport};
 
+    /// Preflight checks that report one missing library.
     struct FakePreflight;
 
     impl Preflight for FakePreflight {
@@ -198,7 +207,7 @@ mod tests {
             Ok(())
         }
 
-        fn gpu_libraries(&self, directories: &[PathBuf]) -> Vec<LibraryReport> {
+        fn inspect_gpu_libraries(&self, directories: &[PathBuf]) -> Vec<LibraryReport> {
             let missing = Diagnostic::error(host::CUDA_LIBRARY_MISSING, format!("not in {directories:?}"));
             vec![LibraryReport { name: "one".into(), required: true, result: Err(missing) }]
         }
@@ -208,23 +217,24 @@ mod tests {
         }
     }
 
-    fn inspect(
+    /// Has the prober inspect the host.
+    fn run_inspect_probe(
         prober: &Prober,
         nonce: &str,
         dirs: Vec<PathBuf>,
         cuda: Option<Vec<PathBuf>>,
     ) -> Box<contract::probe::HostInspection> {
-        match prober.run(Probe::Inspect { nonce: nonce.into(), dirs, cuda }) {
+        match prober.answer_probe(ProbeRequest::Inspect { nonce: nonce.into(), dirs, cuda }) {
             ProbeAnswer::Inspect(report) => report,
             other => panic!("{other:?}"),
         }
     }
 
     #[test]
-    fn libraries_are_reported_only_on_request() {
+    fn gpu_libraries_are_inspected_only_on_request() {
         let prober = Prober::new(&FakePreflight);
-        assert!(inspect(&prober, "n", vec![], None).gpus.libraries.is_empty());
-        let libraries = inspect(&prober, "n", vec![], Some(vec!["/own".into()])).gpus.libraries;
+        assert!(run_inspect_probe(&prober, "n", vec![], None).gpus.libraries.is_empty());
+        let libraries = run_inspect_probe(&prober, "n", vec![], Some(vec!["/own".into()])).gpus.libraries;
         let error = libraries[0].result.as_ref().expect_err("missing");
         assert_eq!((error.code(), error.message()), (host::CUDA_LIBRARY_MISSING, "not in [\"/own\"]"));
     }
@@ -234,7 +244,7 @@ mod tests {
         let dir = tempfile::tempdir().expect("a directory");
         let prober = Prober::new(&FakePreflight);
         let dirs = vec![dir.path().join("not/yet"), dir.path().to_owned()];
-        let report = inspect(&prober, "n-1/..", dirs, None);
+        let report = run_inspect_probe(&prober, "n-1/..", dirs, None);
         assert!(
             !report.hostname.is_empty() && report.cpus > 0 && report.memory > 0 && report.unix_time_ns > 0
         );
@@ -250,12 +260,14 @@ mod tests {
             greeting: greeting.to_owned(),
         };
         let closed = TcpListener::bind("127.0.0.1:0").and_then(|l| l.local_addr()).expect("a port").port();
-        let probe = Probe::Connect {
+        let probe = ProbeRequest::Connect {
             peers: vec![peer(port, &report.greeting), peer(port, "other"), peer(closed, "none")],
             nonces: vec!["n-1/..".into(), "n-2".into()],
             timeout_ms: 2000,
         };
-        let ProbeAnswer::Connect { peers, nonces } = prober.run(probe) else { panic!("another answer") };
+        let ProbeAnswer::Connect { peers, nonces } = prober.answer_probe(probe) else {
+            panic!("another answer")
+        };
         let codes: Vec<_> = peers.iter().map(|(_, r)| r.as_ref().err().map(Diagnostic::code)).collect();
         assert_eq!(codes, [None, Some(host::PEER_MISMATCH), Some(host::PEER_UNREACHABLE)]);
         assert_eq!(nonces, [["n-1/.."], ["n-1/.."]]);

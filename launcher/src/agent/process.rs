@@ -1,9 +1,9 @@
-//! Starts, signals and reaps worker processes; no other module of the agent does.
+//! Starts, signals and reaps worker processes. No other module of the agent starts processes.
 //!
 //! Each worker leads a separate process group. `PR_SET_PDEATHSIG` kills it when the thread that
 //! started it ends, so workers are started from the agent's main thread only.
 use super::core::GroupSignal;
-use crate::discover::topology::common_numa_node;
+use crate::discover::topology::find_common_numa_node;
 use contract::{
     control::{ExitStatus, WorkerPlan},
     env,
@@ -44,14 +44,15 @@ pub(crate) struct SpawnedWorker {
     pub(crate) control: Option<UnixStream>,
 }
 
-/// Makes orphaned descendants of this process its children, instead of init's.
+/// Makes this process the subreaper of its descendants: orphans become its children instead of
+/// those of init.
 pub(crate) fn become_subreaper() -> io::Result<()> {
     Ok(prctl::set_child_subreaper(true)?)
 }
 
-/// Forks. Returns the child's pid in the parent, and `None` in the child.
+/// Forks this process. Returns the child's pid in the parent, and `None` in the child.
 ///
-/// Must be called before a second thread is started.
+/// The caller must not have started a second thread.
 pub(super) fn fork_process() -> io::Result<Option<Pid>> {
     // SAFETY: with one thread no lock can be held by a thread that the new process lacks.
     match unsafe { nix::unistd::fork()? } {
@@ -60,13 +61,14 @@ pub(super) fn fork_process() -> io::Result<Option<Pid>> {
     }
 }
 
-/// Creates an empty memory file that the built-in workers of the host share. They set its size.
+/// Creates an empty memory file (memfd) that the built-in workers of the host share. The workers
+/// set its size.
 pub(super) fn create_shared_memory() -> io::Result<OwnedFd> {
     Ok(memfd_create(c"launch", MFdFlags::MFD_CLOEXEC)?)
 }
 
-/// The CPUs on which this process may run.
-pub(super) fn allowed_cpus() -> Vec<u32> {
+/// Returns the numbers of the CPUs on which this process may run; empty if they cannot be read.
+pub(super) fn read_allowed_cpus() -> Vec<u32> {
     nix::sched::sched_getaffinity(Pid::from_raw(0)).map_or_else(
         |_| Vec::new(),
         |set| {
@@ -76,8 +78,8 @@ pub(super) fn allowed_cpus() -> Vec<u32> {
     )
 }
 
-/// Sets the close-on-exec flag of every open descriptor above 2, so that workers do not inherit
-/// them. Descriptors that are opened later have it already.
+/// Sets the close-on-exec flag of every open descriptor above 2, so that workers do not inherit the
+/// descriptors. Descriptors that are opened later have the flag from the start.
 pub(super) fn set_cloexec_on_all() {
     let open: Vec<RawFd> = std::fs::read_dir("/proc/self/fd")
         .map(|d| d.flatten().filter_map(|e| e.file_name().to_str()?.parse().ok()).collect())
@@ -89,35 +91,39 @@ pub(super) fn set_cloexec_on_all() {
 }
 
 /// The soft and the hard limit of open files with which the agent was started.
-pub(super) type OpenFileLimit = (u64, u64);
+pub(super) type OpenFileLimits = (u64, u64);
 
-/// Raises the agent's soft limit of open files to the hard limit: it needs four for each worker.
-/// Returns the previous limits, which workers get.
-pub(super) fn raise_file_limit() -> io::Result<OpenFileLimit> {
+/// Raises the agent's soft limit of open files to the hard limit, because the agent needs four
+/// files for each worker. Returns the previous limits, which workers get.
+pub(super) fn raise_file_limit() -> io::Result<OpenFileLimits> {
     let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;
     setrlimit(Resource::RLIMIT_NOFILE, hard, hard)?;
     Ok((soft, hard))
 }
 
-/// Starts a worker. A built-in worker inherits `shm` as its shared memory.
-pub(super) fn spawn(
+/// Starts the process of a worker with its CPU affinity, preferred NUMA node and environment. A
+/// built-in worker inherits `shm` as its shared memory. `(soft, hard)` are the worker's limits of
+/// open files.
+pub(super) fn spawn_worker_process(
     plan: &WorkerPlan,
     shm: Option<BorrowedFd<'_>>,
-    (soft, hard): OpenFileLimit,
+    (soft, hard): OpenFileLimits,
 ) -> diagnostic::Result<SpawnedWorker> {
-    let affinity = cpu_set(plan)?;
-    let (control, theirs) = match plan.command {
+    let affinity = build_cpu_set(plan)?;
+    let (control, worker_end) = match plan.command {
         Some(_) => (None, None),
-        None => UnixStream::pair().map(|(a, b)| (Some(a), Some(b))).map_err(|e| start_error(plan, &e))?,
+        None => {
+            UnixStream::pair().map(|(a, b)| (Some(a), Some(b))).map_err(|e| worker_start_error(plan, &e))?
+        }
     };
-    let mut command = worker_command(plan);
+    let mut command = build_worker_command(plan);
     let mut inherited: Vec<RawFd> = Vec::new();
-    if let (Some(theirs), Some(shm)) = (&theirs, shm) {
-        command.env(env::LAUNCH_CONTROL_FD, theirs.as_raw_fd().to_string());
+    if let (Some(worker_end), Some(shm)) = (&worker_end, shm) {
+        command.env(env::LAUNCH_CONTROL_FD, worker_end.as_raw_fd().to_string());
         command.env(env::LAUNCH_SHM_FD, shm.as_raw_fd().to_string());
-        inherited.extend([theirs.as_raw_fd(), shm.as_raw_fd()]);
+        inherited.extend([worker_end.as_raw_fd(), shm.as_raw_fd()]);
     }
-    let memory = common_numa_node(&plan.cpus).and_then(NodeMask::single_node);
+    let memory = find_common_numa_node(&plan.cpus).and_then(NumaNodeMask::with_node);
     let agent = Pid::this();
     // SAFETY: the closure only makes system calls that are allowed between fork and exec;
     // everything it uses was allocated before.
@@ -131,7 +137,7 @@ pub(super) fn spawn(
                 nix::sched::sched_setaffinity(Pid::from_raw(0), set)?;
             }
             if let Some(nodes) = &memory {
-                prefer_memory(nodes);
+                prefer_numa_memory(nodes);
             }
             setrlimit(Resource::RLIMIT_NOFILE, soft, hard)?;
             reset_signals();
@@ -143,7 +149,7 @@ pub(super) fn spawn(
             Ok(())
         });
     }
-    let mut child = command.spawn().map_err(|e| start_error(plan, &e))?;
+    let mut child = command.spawn().map_err(|e| worker_start_error(plan, &e))?;
     let (Some(stdout), Some(stderr)) = (child.stdout.take(), child.stderr.take()) else {
         return Err(Diagnostic::error(run::INTERNAL, "the worker has no output pipes"));
     };
@@ -151,7 +157,9 @@ pub(super) fn spawn(
     Ok(SpawnedWorker { pid: child.id(), stdout: stdout.into(), stderr: stderr.into(), control })
 }
 
-fn worker_command(plan: &WorkerPlan) -> Command {
+/// Returns the command of a worker: the program of the plan, or `launch worker` for a built-in
+/// worker. stdin is `/dev/null`, and stdout and stderr are pipes.
+fn build_worker_command(plan: &WorkerPlan) -> Command {
     let mut command = match plan.command.as_deref() {
         Some([program, arguments @ ..]) => {
             let mut command = Command::new(program);
@@ -171,12 +179,13 @@ fn worker_command(plan: &WorkerPlan) -> Command {
     command
 }
 
-/// The CPU set of the plan; an error if the agent may not use all of its CPUs.
-fn cpu_set(plan: &WorkerPlan) -> diagnostic::Result<Option<nix::sched::CpuSet>> {
+/// Returns the CPUs of the plan as a CPU set; `None` if the plan does not bind the worker. Fails if
+/// the agent may not use one of the CPUs.
+fn build_cpu_set(plan: &WorkerPlan) -> diagnostic::Result<Option<nix::sched::CpuSet>> {
     if plan.cpus.is_empty() {
         return Ok(None);
     }
-    let allowed = allowed_cpus();
+    let allowed = read_allowed_cpus();
     let mut set = nix::sched::CpuSet::new();
     for cpu in &plan.cpus {
         if !allowed.contains(cpu) || set.set(*cpu as usize).is_err() {
@@ -194,29 +203,30 @@ fn cpu_set(plan: &WorkerPlan) -> diagnostic::Result<Option<nix::sched::CpuSet>> 
 }
 
 /// A set of NUMA nodes in the kernel's format.
-struct NodeMask([libc::c_ulong; 16]);
+struct NumaNodeMask([libc::c_ulong; 16]);
 
-impl NodeMask {
-    /// The set of one node; `None` if the number is out of range.
-    fn single_node(node: u32) -> Option<NodeMask> {
-        let mut mask = NodeMask([0; 16]);
+impl NumaNodeMask {
+    /// Returns the set of one node; `None` if the number is out of range.
+    fn with_node(node: u32) -> Option<NumaNodeMask> {
+        let mut mask = NumaNodeMask([0; 16]);
         *mask.0.get_mut(node as usize / 64)? |= 1 << (node % 64);
         Some(mask)
     }
 }
 
-/// Lets the calling process allocate memory from this node while it has some. Async-signal-safe.
+/// Makes the calling process prefer memory of these NUMA nodes. Async-signal-safe. Errors are
+/// ignored.
 ///
-/// Where a container forbids it, memory comes from the node of the thread that touches it first,
-/// which is the same node for threads that are bound to it.
-fn prefer_memory(nodes: &NodeMask) {
+/// Where a container forbids the system call, memory comes from the node of the thread that touches
+/// the memory first. For threads that are bound to a node, that is the preferred node.
+fn prefer_numa_memory(nodes: &NumaNodeMask) {
     let bits = 8 * size_of_val(&nodes.0);
     // SAFETY: the kernel reads `bits` bits at the address; the mask has that many.
     unsafe { libc::syscall(libc::SYS_set_mempolicy, libc::MPOL_PREFERRED, nodes.0.as_ptr(), bits) };
 }
 
-/// The error of a worker that could not be started.
-fn start_error(plan: &WorkerPlan, error: &io::Error) -> Diagnostic {
+/// Returns the error of a worker that could not be started, with the code of its likely reason.
+fn worker_start_error(plan: &WorkerPlan, error: &io::Error) -> Diagnostic {
     let program = plan.command.as_ref().and_then(|c| c.first()).map_or("launch worker", String::as_str);
     let workdir = plan.workdir.display();
     let (code, reason) = match error.raw_os_error().map(Errno::from_raw) {
@@ -245,8 +255,8 @@ fn start_error(plan: &WorkerPlan, error: &io::Error) -> Diagnostic {
 
 /// Resets all signals to their default actions and unblocks them. Async-signal-safe.
 fn reset_signals() {
-    // The kernel's structure, all zero: the default action. glibc's `signal` does not reset the two
-    // signals that it reserves for itself, and those are inherited as ignored, too.
+    // The kernel's structure for an action; all zero is the default action. glibc's `signal` does
+    // not reset the two signals that glibc reserves, which are inherited as ignored, too.
     let default = [0u64; 4];
     for signal in 1..=64 {
         // SAFETY: the kernel reads at most 32 bytes; SIGKILL and SIGSTOP give an error and stay
@@ -263,7 +273,8 @@ fn reset_signals() {
     }
 }
 
-/// Signals the process group of a worker that has not been reaped, so that its pid is not reused.
+/// Sends a signal to the process group of a worker. The worker must not have been reaped, because
+/// its pid could belong to another process then.
 pub(super) fn signal_group(pid: u32, ending: GroupSignal) {
     let group = Pid::from_raw(pid as i32);
     // An error means that the group has ended meanwhile.
@@ -277,15 +288,17 @@ pub(super) fn signal_group(pid: u32, ending: GroupSignal) {
     }
 }
 
-/// Sends a signal to a worker's first process if that has a handler for it. Returns `false` if it
-/// has none: the default action would kill it or have no effect.
+/// Sends a signal to a worker's first process if the process has a handler for the signal. Returns
+/// whether the signal was sent. Without a handler the default action would kill the process or have
+/// no effect.
 pub(super) fn signal_if_handled(pid: u32, signal: i32) -> bool {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
     let Ok(signal) = Signal::try_from(signal) else { return false };
     has_handler(&status, signal as i32) && nix::sys::signal::kill(Pid::from_raw(pid as i32), signal).is_ok()
 }
 
-/// Whether a process with this `/proc/PID/status` has a handler for the signal.
+/// Returns whether a process has a handler for a signal. `status` is the content of
+/// `/proc/PID/status`.
 fn has_handler(status: &str, signal: i32) -> bool {
     let mask = status.lines().find_map(|l| l.strip_prefix("SigCgt:"));
     let mask = mask.and_then(|m| u64::from_str_radix(m.trim(), 16).ok()).unwrap_or(0);
@@ -296,7 +309,7 @@ fn has_handler(status: &str, signal: i32) -> bool {
 ///
 /// Blocks for up to `limit`. Returns `None` if py-spy is not installed. The text is empty if py-spy
 /// does not answer in time or the process is not Python.
-pub(super) fn py_spy_dump(pid: i32, limit: std::time::Duration, max_bytes: usize) -> Option<String> {
+pub(super) fn run_py_spy_dump(pid: i32, limit: std::time::Duration, max_bytes: usize) -> Option<String> {
     use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
     use std::{io::Read, os::fd::AsFd, time::Instant};
     let mut command = Command::new("py-spy");
@@ -315,15 +328,16 @@ pub(super) fn py_spy_dump(pid: i32, limit: std::time::Duration, max_bytes: usize
             _ => break,
         }
     }
-    // The agent's event loop reaps it. If it hangs, the sweep after the workers' end kills it.
+    // The agent's event loop reaps py-spy. If py-spy hangs, the sweep after the workers' end kills
+    // it.
     Some(String::from_utf8_lossy(&text).into_owned())
 }
 
-/// Reaps every child that has ended and calls `on_exit` for each. Returns whether children are
-/// left.
+/// Reaps every child that has ended, and calls `on_exit` with the pid and the exit status of each.
+/// Returns whether children are left.
 ///
-/// If the child is a group leader according to `is_leader`, its group is killed first, while the
-/// zombie keeps the group's number from being reused.
+/// If `is_leader` returns `true` for a pid, the process group of that child is killed first, while
+/// the zombie prevents the reuse of the group's number.
 pub(crate) fn reap_children(
     is_leader: impl Fn(u32) -> bool,
     mut on_exit: impl FnMut(u32, ExitStatus),
@@ -349,13 +363,13 @@ pub(crate) fn reap_children(
         let mut status = 0;
         // SAFETY: waits for a child that has ended; `status` is valid for writes.
         if unsafe { libc::waitpid(pid, &mut status, 0) } == pid {
-            on_exit(pid as u32, exit_status(status));
+            on_exit(pid as u32, decode_wait_status(status));
         }
     }
 }
 
-/// Decodes the status of waitpid.
-pub(crate) fn exit_status(status: i32) -> ExitStatus {
+/// Decodes a wait status of `waitpid` as an exit code or a signal.
+pub(crate) fn decode_wait_status(status: i32) -> ExitStatus {
     let status = std::process::ExitStatus::from_raw(status);
     match status.signal() {
         Some(signal) => ExitStatus::Signal(signal, status.core_dumped()),

@@ -1,58 +1,61 @@
 //! [`WorkerProgress`]: decides whether a worker makes progress, from its reports, its output and
 //! its CPU time. This module does no I/O.
-use contract::event::Phase;
+use contract::event::WorkerPhase;
 use std::time::Duration;
 
-/// The CPU time between two measurements that counts as progress, in clock ticks (10 ms on Linux).
-/// A process that waits in a poll loop uses a little, too.
-const WORK_TICKS: u64 = 2;
+/// The least CPU time between two measurements that counts as progress, in clock ticks (10 ms on
+/// Linux). A process that waits in a poll loop uses less.
+const MIN_PROGRESS_TICKS: u64 = 2;
 
-/// When one worker last made progress, and whether a stall was reported since then.
+/// The time of one worker's last progress, and whether a stall was reported since then.
 #[derive(Debug)]
 pub(super) struct WorkerProgress {
     /// When the worker last made progress.
     last_at: Duration,
     /// The last phase and step that the built-in runtime reported.
-    reported: Option<(Phase, u64)>,
+    reported: Option<(WorkerPhase, u64)>,
     /// The CPU time at the last measurement.
     ticks: u64,
-    /// `None` unless a stall was reported since the last progress; then whether the process was
-    /// stopped at that time.
+    /// Whether the process was stopped when a stall was last reported; `None` if no stall was
+    /// reported since the last progress.
     stall_reported: Option<bool>,
 }
 
 impl WorkerProgress {
-    /// The state of a worker that starts at `now`.
+    /// Creates the state of a worker that starts at `now`.
     pub(super) fn new(now: Duration) -> Self {
         WorkerProgress { last_at: now, reported: None, ticks: 0, stall_reported: None }
     }
 
-    /// Records a report of the built-in runtime. Returns whether it is progress.
-    pub(super) fn runtime_has_progressed(&mut self, phase: Phase, step: u64) -> bool {
+    /// Records the phase and step that the built-in runtime reported. Returns whether they changed,
+    /// which counts as progress.
+    pub(super) fn record_runtime_report(&mut self, phase: WorkerPhase, step: u64) -> bool {
         self.reported.replace((phase, step)) != Some((phase, step))
     }
 
-    /// Records the CPU time of all processes of the worker so far. Returns whether it is progress.
+    /// Records the CPU time of all processes of the worker so far, in clock ticks. Returns whether
+    /// the change counts as progress.
     ///
     /// CPU time does not count where a better sign exists: `run.progress_pattern` for a program,
     /// steps for the built-in runtime while it trains.
-    pub(super) fn cpu_has_progressed(&mut self, ticks: u64, builtin: bool, has_pattern: bool) -> bool {
+    pub(super) fn record_cpu_time(&mut self, ticks: u64, builtin: bool, has_pattern: bool) -> bool {
         // The ticks of processes that end are subtracted, so a decrease is progress, too.
-        let used = ticks.abs_diff(self.ticks) >= WORK_TICKS;
+        let used = ticks.abs_diff(self.ticks) >= MIN_PROGRESS_TICKS;
         self.ticks = ticks;
-        let training = matches!(self.reported, Some((Phase::Training, _)));
+        let training = matches!(self.reported, Some((WorkerPhase::Training, _)));
         used && if builtin { !training } else { !has_pattern }
     }
 
-    /// Records progress. Returns whether a stall had been reported.
+    /// Records progress at `now`. Returns whether a stall had been reported before.
     pub(super) fn record_progress(&mut self, now: Duration) -> bool {
         self.last_at = now;
         self.stall_reported.take().is_some()
     }
 
-    /// Checks for a stall after a measurement without progress. If a stall is to be reported now,
-    /// returns its duration in milliseconds, and `stopped`.
-    pub(super) fn check_stall(
+    /// Checks for a stall after a measurement without progress. Returns the duration of the stall
+    /// in milliseconds and `stopped` if the stall is to be reported now, and records that it is
+    /// reported.
+    pub(super) fn take_stall_report(
         &mut self,
         now: Duration,
         timeout: Duration,
@@ -78,31 +81,38 @@ mod tests {
     #[test]
     fn programs_progress_by_cpu_time_unless_they_have_a_pattern() {
         let mut p = WorkerProgress::new(s(0));
-        assert!(p.cpu_has_progressed(50, false, false));
-        assert!(!p.cpu_has_progressed(51, false, false), "a poll loop is not progress");
-        assert!(p.cpu_has_progressed(20, false, false), "a child process ended");
-        assert!(!p.cpu_has_progressed(90, false, true), "the pattern is the better sign");
+        assert!(p.record_cpu_time(50, false, false));
+        assert!(!p.record_cpu_time(51, false, false), "a poll loop is not progress");
+        assert!(p.record_cpu_time(20, false, false), "a child process ended");
+        assert!(!p.record_cpu_time(90, false, true), "the pattern is the better sign");
     }
 
     #[test]
     fn the_runtime_progresses_by_steps_while_it_trains_and_by_cpu_time_otherwise() {
         let mut p = WorkerProgress::new(s(0));
-        assert!(p.cpu_has_progressed(50, true, false), "for example while it reads data");
-        assert!(p.runtime_has_progressed(Phase::Training, 1));
-        assert!(!p.runtime_has_progressed(Phase::Training, 1));
-        assert!(!p.cpu_has_progressed(500, true, false), "spinning in a collective is not progress");
-        assert!(p.runtime_has_progressed(Phase::Training, 2) && p.runtime_has_progressed(Phase::Saving, 2));
+        assert!(p.record_cpu_time(50, true, false), "for example while it reads data");
+        assert!(p.record_runtime_report(WorkerPhase::Training, 1));
+        assert!(!p.record_runtime_report(WorkerPhase::Training, 1));
+        assert!(!p.record_cpu_time(500, true, false), "spinning in a collective is not progress");
+        assert!(
+            p.record_runtime_report(WorkerPhase::Training, 2)
+                && p.record_runtime_report(WorkerPhase::Saving, 2)
+        );
     }
 
     #[test]
     fn a_stall_and_its_end_are_each_reported_once() {
         let mut p = WorkerProgress::new(s(10));
-        assert_eq!(p.check_stall(s(14), s(5), false), None);
-        assert_eq!(p.check_stall(s(15), s(5), false), Some((5000, false)));
-        assert_eq!(p.check_stall(s(16), s(5), false), None);
-        assert_eq!(p.check_stall(s(17), s(5), true), Some((7000, true)), "a stop is reported separately");
+        assert_eq!(p.take_stall_report(s(14), s(5), false), None);
+        assert_eq!(p.take_stall_report(s(15), s(5), false), Some((5000, false)));
+        assert_eq!(p.take_stall_report(s(16), s(5), false), None);
+        assert_eq!(
+            p.take_stall_report(s(17), s(5), true),
+            Some((7000, true)),
+            "a stop is reported separately"
+        );
         assert!(p.record_progress(s(18)) && !p.record_progress(s(19)));
-        assert_eq!(p.check_stall(s(23), s(5), false), None);
-        assert_eq!(p.check_stall(s(24), s(5), false), Some((5000, false)));
+        assert_eq!(p.take_stall_report(s(23), s(5), false), None);
+        assert_eq!(p.take_stall_report(s(24), s(5), false), Some((5000, false)));
     }
 }

@@ -1,5 +1,5 @@
-//! Writes the stacks of hanging workers to their logs: what `/proc` shows of every thread, and the
-//! Python stack if py-spy is installed.
+//! Writes the stacks of hanging workers to their logs: the state and kernel stack of every thread
+//! from `/proc`, and the Python stack if py-spy is installed.
 use super::{activity, process};
 use std::{
     fmt::Write as _,
@@ -9,39 +9,43 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The limit of one dump of py-spy.
-const PY_SPY_LIMIT: Duration = Duration::from_secs(2);
-/// The limit of all dumps together.
-const TOTAL_LIMIT: Duration = Duration::from_secs(6);
-/// The most processes of a worker, threads of a process, and frames of a thread.
+/// The time limit of one run of py-spy.
+const PY_SPY_TIMEOUT: Duration = Duration::from_secs(2);
+/// The time limit of all runs of py-spy together.
+const TOTAL_TIMEOUT: Duration = Duration::from_secs(6);
+/// The largest number of processes of a worker, of threads of a process, and of frames of a thread
+/// that are written.
 const MAX_ITEMS: usize = 64;
-/// The most bytes of one `/proc` file and of one dump.
+/// The number of bytes that are used of one `/proc` file and of one dump of py-spy.
 const MAX_BYTES: usize = 64 << 10;
 
-/// A worker whose stacks are written.
+/// A worker whose stacks are to be written, and the log to append them to.
 #[derive(Clone, Debug)]
 pub(super) struct StackTarget {
     pub(super) pid: u32,
     pub(super) log: PathBuf,
 }
 
-/// Appends the stacks of each worker to its log. Blocks for little more than [`TOTAL_LIMIT`]. Parts
-/// that cannot be read or written are left out.
+/// Appends the stacks of each worker to its log. Blocks for little more than [`TOTAL_TIMEOUT`].
+/// Parts that cannot be read or written are left out.
 pub(super) fn write_stacks(workers: &[StackTarget]) {
-    // First what is fast, for all workers.
+    // Reading /proc is fast, so it is done for all workers first.
     for worker in workers {
-        let text: String =
-            activity::process_tree(worker.pid).into_iter().take(MAX_ITEMS).map(describe_process).collect();
+        let text: String = activity::list_process_tree(worker.pid)
+            .into_iter()
+            .take(MAX_ITEMS)
+            .map(describe_threads)
+            .collect();
         append_to_log(&worker.log, &format!("launch: no progress; the stacks of the processes:\n{text}"));
     }
-    let deadline = Instant::now() + TOTAL_LIMIT;
+    let deadline = Instant::now() + TOTAL_TIMEOUT;
     for worker in workers {
-        for pid in activity::process_tree(worker.pid).into_iter().take(MAX_ITEMS) {
-            let remaining = deadline.saturating_duration_since(Instant::now()).min(PY_SPY_LIMIT);
+        for pid in activity::list_process_tree(worker.pid).into_iter().take(MAX_ITEMS) {
+            let remaining = deadline.saturating_duration_since(Instant::now()).min(PY_SPY_TIMEOUT);
             if remaining.is_zero() {
                 return;
             }
-            match process::py_spy_dump(pid, remaining, MAX_BYTES) {
+            match process::run_py_spy_dump(pid, remaining, MAX_BYTES) {
                 Some(text) if !text.is_empty() => append_to_log(&worker.log, &text),
                 Some(_) => {}
                 None => return, // py-spy is not installed
@@ -50,20 +54,20 @@ pub(super) fn write_stacks(workers: &[StackTarget]) {
     }
 }
 
-/// State, wait channel and kernel stack of every thread.
-fn describe_process(pid: i32) -> String {
+/// Describes every thread of a process by its state, wait channel, system call and kernel stack.
+fn describe_threads(pid: i32) -> String {
     let root = PathBuf::from(format!("/proc/{pid}"));
-    let command = read(&root.join("cmdline")).replace('\0', " ");
+    let command = read_truncated(&root.join("cmdline")).replace('\0', " ");
     let mut text = format!("  process {pid}: {}\n", command.trim());
     let threads = fs::read_dir(root.join("task")).into_iter().flatten().flatten().take(MAX_ITEMS);
     for thread in threads {
-        let status = read(&thread.path().join("status"));
+        let status = read_truncated(&thread.path().join("status"));
         let field = |name: &str| {
             let line = status.lines().find_map(|l| l.strip_prefix(name));
             line.unwrap_or("?").trim().to_owned()
         };
-        let channel = read(&thread.path().join("wchan"));
-        let call = read(&thread.path().join("syscall"));
+        let channel = read_truncated(&thread.path().join("wchan"));
+        let call = read_truncated(&thread.path().join("syscall"));
         let call = call.split_whitespace().next().unwrap_or("?").to_owned();
         // Writing to a String cannot fail.
         _ = writeln!(
@@ -74,18 +78,20 @@ fn describe_process(pid: i32) -> String {
             field("State:"),
             if channel.is_empty() || channel == "0" { "-" } else { &channel },
         );
-        for frame in read(&thread.path().join("stack")).lines().take(MAX_ITEMS) {
+        for frame in read_truncated(&thread.path().join("stack")).lines().take(MAX_ITEMS) {
             _ = writeln!(text, "      {frame}");
         }
     }
     text
 }
 
-fn read(path: &Path) -> String {
+/// Reads a file and truncates its text to [`MAX_BYTES`]; empty if the file cannot be read.
+fn read_truncated(path: &Path) -> String {
     let bytes = fs::read(path).unwrap_or_default();
     String::from_utf8_lossy(&bytes[..bytes.len().min(MAX_BYTES)]).trim_end().to_owned()
 }
 
+/// Appends text and a line end to a log. Errors are ignored.
 fn append_to_log(log: &Path, text: &str) {
     // The output pump appends to the log, too. One write keeps lines whole.
     let file = OpenOptions::new().append(true).open(log);

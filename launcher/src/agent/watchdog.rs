@@ -1,9 +1,9 @@
 //! The watchdog above an agent on another host.
 //!
 //! When the agent is killed, its workers die with it, but processes that the workers started in
-//! other sessions do not. So the process that sshd started is a watchdog: it waits for the agent,
-//! its child, and then kills every process that is left. On the controller's machine the controller
-//! does the same.
+//! other sessions do not. Therefore the process that sshd started is a watchdog, and the agent is
+//! its child. The watchdog waits for the end of the agent and then kills every process that is
+//! left. On the controller's machine the controller does this.
 use super::{
     descendants::kill_descendants,
     process::{become_subreaper, fork_process, reap_children},
@@ -22,17 +22,18 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How long killed processes may take to end before the watchdog gives up on them.
+/// How long the watchdog waits for killed processes to end.
 const SWEEP_TIMEOUT: Duration = Duration::from_secs(5);
 /// The pause between two searches for processes that are left.
 const SWEEP_INTERVAL: Duration = Duration::from_millis(2);
-/// Signals that a terminal, a batch system or an operator may send to the whole group.
+/// The signals that the watchdog ignores, because a terminal, a batch system or an operator may
+/// send them to the whole process group.
 const IGNORED_SIGNALS: [Signal; 4] = [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP, Signal::SIGQUIT];
 
-/// Forks: this process becomes the watchdog, and its child continues as the agent.
+/// Forks this process. The parent becomes the watchdog, and the child continues as the agent.
 ///
-/// Returns `None` in the agent. In the watchdog returns the agent's exit code, after the agent has
-/// ended and no process is left. Must be called while this process has only one thread.
+/// Returns `None` in the agent at once. In the watchdog, blocks until the agent has ended and no
+/// process is left, and returns the agent's exit code. The caller must have only one thread.
 pub(super) fn fork_below_watchdog() -> io::Result<Option<u8>> {
     become_subreaper()?;
     match fork_process()? {
@@ -41,7 +42,8 @@ pub(super) fn fork_below_watchdog() -> io::Result<Option<u8>> {
     }
 }
 
-/// Blocks until the agent has ended, then kills what it left.
+/// Blocks until the agent has ended, and then kills the processes that it left. Returns the agent's
+/// exit code. Closes the standard streams.
 fn watch_agent(agent: Pid) -> io::Result<u8> {
     for number in IGNORED_SIGNALS {
         // SAFETY: ignoring a signal installs no handler.
@@ -61,12 +63,12 @@ fn watch_agent(agent: Pid) -> io::Result<u8> {
             Err(error) => return Err(error.into()),
         }
     };
-    sweep();
+    sweep_descendants();
     Ok(exit_like_agent(status))
 }
 
 /// Kills descendants until none is left or [`SWEEP_TIMEOUT`] has passed.
-fn sweep() {
+fn sweep_descendants() {
     let start = Instant::now();
     loop {
         kill_descendants(&[]);

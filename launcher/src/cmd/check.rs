@@ -6,13 +6,13 @@ mod probe;
 mod render;
 mod slurm;
 
-use super::invalid_job;
+use super::invalid_job_error;
 use crate::{
     cli::JobArgs,
-    discover::hosts::{ClusterHost, hosts},
+    discover::cluster_hosts::{ClusterHost, resolve_hosts},
     transport::{self, AgentProcess, LocalTransport, Transport, ssh},
 };
-use contract::{JobSpec, Source, exit, probe::HostInspection};
+use contract::{JobSource, JobSpec, exit, probe::HostInspection};
 use diagnostic::{
     Code, Diagnostic,
     codes::{command, host as codes},
@@ -24,11 +24,13 @@ use std::{
     time::{SystemTime, UNIX_EPOCH},
 };
 
-/// Checks every host of the job. Exit code 3 if a check failed.
+/// Runs `launch check`: checks every host of the job and prints the results. Returns exit code 3 if
+/// a check failed.
 pub(crate) fn run(args: &JobArgs, json: bool) -> diagnostic::Result<u8> {
-    let report = check(args)?;
-    let text = if json { format!("{}\n", render::as_json(&report)) } else { render::as_text(&report) };
-    let code = super::print(&text)?;
+    let report = check_hosts(args)?;
+    let text =
+        if json { format!("{}\n", render::render_json(&report)) } else { render::render_text(&report) };
+    let code = super::print_output(&text)?;
     Ok(if report.has_failed() { exit::CLUSTER } else { code })
 }
 
@@ -39,10 +41,11 @@ struct CheckReport {
     name: String,
     hosts: Vec<HostReport>,
     /// Checks that concern all hosts together.
-    checks: Vec<Check>,
+    checks: Vec<CheckResult>,
 }
 
 impl CheckReport {
+    /// Returns whether a check of any host or of the job failed.
     fn has_failed(&self) -> bool {
         let mut checks = self.hosts.iter().flat_map(|h| &h.checks).chain(&self.checks);
         checks.any(|c| c.level == CheckLevel::Fail)
@@ -52,53 +55,69 @@ impl CheckReport {
 /// The results of one host.
 #[derive(Debug)]
 struct HostReport {
-    /// The name as the job has it.
+    /// The name that the job gives the host.
     name: String,
-    /// What its agent reported; `None`: no agent answered.
+    /// What the agent of the host reported; `None` if no agent answered.
     inspection: Option<HostInspection>,
-    /// How far its clock is ahead of this machine's, and the uncertainty, seconds.
+    /// By how many seconds the clock of the host is ahead of this machine's, and the uncertainty of
+    /// that in seconds.
     clock_skew_s: Option<(f64, f64)>,
-    checks: Vec<Check>,
+    checks: Vec<CheckResult>,
 }
 
 /// The result of one check.
 #[derive(Clone, Debug, PartialEq)]
-struct Check {
+struct CheckResult {
     /// The name of the check, as docs/cli.md lists it.
     name: &'static str,
     level: CheckLevel,
-    /// What was found, on one line.
+    /// The observed value or the error, on one line.
     found: String,
     /// The code of a failure or warning.
     code: Option<Code>,
-    /// What to do about a failure or warning.
+    /// The advice for a failure or warning.
     help: Option<String>,
-    /// Values for programs, named as in the diagnostic of the code.
+    /// Values for programs, under the names that the diagnostic of the code uses.
     fields: Map<String, Value>,
     /// Whether `found` names the host.
     names_host: bool,
 }
 
-impl Check {
-    fn ok(name: &'static str, found: impl Into<String>) -> Check {
+impl CheckResult {
+    /// Returns a passed check.
+    fn ok(name: &'static str, found: impl Into<String>) -> CheckResult {
         let (found, fields) = (found.into(), Map::new());
-        Check { name, level: CheckLevel::Ok, found, code: None, help: None, fields, names_host: false }
+        CheckResult { name, level: CheckLevel::Ok, found, code: None, help: None, fields, names_host: false }
     }
 
-    fn skipped(name: &'static str) -> Check {
-        Check { level: CheckLevel::Skipped, ..Check::ok(name, "") }
+    /// Returns a check that was not run because an earlier one failed.
+    fn skipped(name: &'static str) -> CheckResult {
+        CheckResult { level: CheckLevel::Skipped, ..CheckResult::ok(name, "") }
     }
 
-    fn warn(name: &'static str, code: Code, found: impl Into<String>, help: impl Into<String>) -> Check {
+    /// Returns a check with a problem that does not prevent the job from starting.
+    fn warn(
+        name: &'static str,
+        code: Code,
+        found: impl Into<String>,
+        help: impl Into<String>,
+    ) -> CheckResult {
         let (level, help) = (CheckLevel::Warn, Some(help.into()));
-        Check { level, code: Some(code), help, ..Check::ok(name, found) }
+        CheckResult { level, code: Some(code), help, ..CheckResult::ok(name, found) }
     }
 
-    fn failed(name: &'static str, code: Code, found: impl Into<String>, help: impl Into<String>) -> Check {
-        Check { level: CheckLevel::Fail, ..Check::warn(name, code, found, help) }
+    /// Returns a check with a problem that prevents the job from starting.
+    fn failed(
+        name: &'static str,
+        code: Code,
+        found: impl Into<String>,
+        help: impl Into<String>,
+    ) -> CheckResult {
+        CheckResult { level: CheckLevel::Fail, ..CheckResult::warn(name, code, found, help) }
     }
 
-    fn with_field(mut self, name: &str, value: impl Into<Value>) -> Check {
+    /// Sets a value for programs.
+    fn with_field(mut self, name: &str, value: impl Into<Value>) -> CheckResult {
         self.fields.insert(name.to_owned(), value.into());
         self
     }
@@ -113,11 +132,12 @@ enum CheckLevel {
     Warn,
     /// The job would not start.
     Fail,
-    /// A check that comes before it failed.
+    /// An earlier check failed, so this one was not run.
     Skipped,
 }
 
-/// A host whose agent is starting.
+/// A host with the agent that was started on it, or the error of the start. Dropping it kills an
+/// agent that is a child process.
 struct StartedAgent {
     name: String,
     agent: diagnostic::Result<AgentProcess>,
@@ -125,32 +145,35 @@ struct StartedAgent {
     progress: Option<Arc<ssh::ConnectionProgress>>,
 }
 
-fn check(args: &JobArgs) -> diagnostic::Result<CheckReport> {
+/// Starts an agent on every host of the job, has all of them inspect their hosts, and evaluates the
+/// answers. Fails if the job is invalid or its hosts cannot be determined.
+fn check_hosts(args: &JobArgs) -> diagnostic::Result<CheckReport> {
     let file = args.job.display().to_string();
-    let loaded = contract::load(Source::File(args.job.clone()), &args.set);
-    let (job, map, _) = loaded.map_err(|mistakes| invalid_job(&file, mistakes))?;
-    let hosts = hosts(&job.cluster, &job.run.workdir)
-        .map_err(|errors| invalid_job(&file, errors.into_iter().map(|e| map.locate(e)).collect()))?;
+    let loaded = contract::load_job(JobSource::File(args.job.clone()), &args.set);
+    let (job, map, _) = loaded.map_err(|mistakes| invalid_job_error(&file, mistakes))?;
+    let hosts = resolve_hosts(&job.cluster, &job.run.workdir).map_err(|errors| {
+        invalid_job_error(&file, errors.into_iter().map(|e| map.add_location(e)).collect())
+    })?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let runtime = runtime.map_err(|e| {
         Diagnostic::error(command::ASYNC_RUNTIME_FAILED, "cannot start the event loop").with_cause(&e)
     })?;
     tokio::task::LocalSet::new().block_on(&runtime, async {
-        let nodes = if hosts.is_none() { super::targets::slurm_transport(&job)? } else { None };
+        let nodes = if hosts.is_none() { super::targets::create_slurm_transport(&job)? } else { None };
         let (agents, step) = match (&hosts, nodes) {
             (Some(hosts), _) => (start_ssh_agents(&job, hosts)?, None),
             (None, Some((transport, names))) => {
-                let (agents, step) = slurm::start(transport, &names);
+                let (agents, step) = slurm::start_agents(transport, &names);
                 (agents, Some(step))
             }
             (None, None) => (vec![start_local_agent()], None),
         };
-        let (targets, nonce) = (probe_targets(&job), nonce());
-        let probes = probe::probe_hosts(agents, &targets, &nonce, connect_timeout_ms(&job)).await;
+        let (targets, nonce) = (collect_probe_targets(&job), create_nonce());
+        let probes = probe::probe_hosts(agents, &targets, &nonce, limit_peer_timeout_ms(&job)).await;
         if let Some(step) = step {
-            step.end().await;
+            step.wait_or_kill().await;
         }
-        Ok(evaluate::evaluate(&job, hosts.as_deref(), probes))
+        Ok(evaluate::evaluate_probes(&job, hosts.as_deref(), probes))
     })
 }
 
@@ -166,7 +189,7 @@ fn start_local_agent() -> StartedAgent {
 
 /// Starts an agent on each of these hosts over SSH.
 fn start_ssh_agents(job: &JobSpec, hosts: &[ClusterHost]) -> diagnostic::Result<Vec<StartedAgent>> {
-    let ssh = super::targets::ssh_transport(job, hosts)?;
+    let ssh = super::targets::create_ssh_transport(job, hosts)?;
     let start = |host: &ClusterHost| {
         let name = host.host.name();
         match ssh.start_agent(&name) {
@@ -177,8 +200,9 @@ fn start_ssh_agents(job: &JobSpec, hosts: &[ClusterHost]) -> diagnostic::Result<
     Ok(hosts.iter().map(start).collect())
 }
 
-/// The directories that the job writes to, and those of CUDA libraries if it trains on GPUs.
-fn probe_targets(job: &JobSpec) -> probe::ProbeTargets {
+/// Collects the directories that the job writes to and, if the job trains on GPUs, the directories
+/// in which CUDA libraries are searched first.
+fn collect_probe_targets(job: &JobSpec) -> probe::ProbeTargets {
     let workdir = &job.run.workdir;
     let logs = workdir.join(job.run.logs.dir.replace("{name}", &job.name));
     let logs = logs.to_string_lossy().split("{run}").next().map(PathBuf::from).unwrap_or_default();
@@ -191,13 +215,15 @@ fn probe_targets(job: &JobSpec) -> probe::ProbeTargets {
     }
 }
 
-/// Time limit of a connection between two hosts, milliseconds.
-fn connect_timeout_ms(job: &JobSpec) -> u64 {
+/// Returns the time limit for a TCP connection between two hosts, in milliseconds: that of SSH, but
+/// at most 5 s.
+fn limit_peer_timeout_ms(job: &JobSpec) -> u64 {
     job.cluster.ssh.connect_timeout_ms.min(5000)
 }
 
-/// A name that no other check has.
-fn nonce() -> String {
+/// Returns text that differs from one run of `launch check` to the next, made from the process ID
+/// and the time.
+fn create_nonce() -> String {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     format!("{:x}-{:x}", std::process::id(), now.as_nanos())
 }

@@ -10,9 +10,9 @@ pub(crate) mod resume;
 mod rng;
 mod watch;
 
-use self::describe::{format_bytes, printable};
-use super::output_failed;
-use crate::{cli::ValueError, report::plain};
+use self::describe::{format_bytes, replace_control_chars};
+use super::output_error;
+use crate::{cli::OptionValueError, report::command_output};
 use ckpt::{Dtype, GatherOptions, NewestCheckpoint, OpenedCheckpoint, VerifyReport};
 use clap::{Args, Subcommand, ValueEnum};
 use contract::exit;
@@ -27,11 +27,12 @@ use std::{
 #[derive(Debug, Args)]
 pub(crate) struct CkptArgs {
     #[command(subcommand)]
-    command: Command,
+    command: CkptCommand,
 }
 
+/// The subcommands of `launch ckpt`.
 #[derive(Debug, Subcommand)]
-enum Command {
+enum CkptCommand {
     /// Show the contents of a checkpoint
     Inspect {
         /// Checkpoint of launch, DeepSpeed, torch, HF Trainer or Accelerate, or a directory of
@@ -48,7 +49,7 @@ enum Command {
         /// Count NaN and infinite values too
         #[arg(long)]
         values: bool,
-        /// Exit with code 4 on warnings too: outdated `latest`, missing random state, NaN values
+        /// Exit with code 4 on warnings too: outdated `latest`, missing RNG state, NaN values
         #[arg(long)]
         strict: bool,
     },
@@ -61,7 +62,7 @@ enum Command {
         out: PathBuf,
         /// Element type to write [default: that of the trained weights, fp32 or bf16]
         #[arg(long, value_enum)]
-        dtype: Option<Precision>,
+        dtype: Option<DtypeOption>,
         /// Largest size of a weight file
         #[arg(long, value_name = "SIZE", default_value = "5GB", value_parser = parse_size)]
         max_shard_size: u64,
@@ -84,7 +85,7 @@ enum Command {
         #[arg(long)]
         weights_only: bool,
     },
-    /// Reshard the random states of HF Trainer or Accelerate for another world size
+    /// Reshard the RNG states of HF Trainer or Accelerate for another world size
     Rng(rng::RngArgs),
     /// Rebuild the derivable parts of a damaged checkpoint in a new directory; exit code 4 if
     /// something is lost
@@ -95,18 +96,18 @@ enum Command {
 
 /// The element type of `--dtype`.
 #[derive(Clone, Copy, Debug, ValueEnum)]
-enum Precision {
+enum DtypeOption {
     Bf16,
     Fp16,
     Fp32,
 }
 
-impl From<Precision> for Dtype {
-    fn from(precision: Precision) -> Dtype {
+impl From<DtypeOption> for Dtype {
+    fn from(precision: DtypeOption) -> Dtype {
         match precision {
-            Precision::Bf16 => Dtype::BF16,
-            Precision::Fp16 => Dtype::F16,
-            Precision::Fp32 => Dtype::F32,
+            DtypeOption::Bf16 => Dtype::BF16,
+            DtypeOption::Fp16 => Dtype::F16,
+            DtypeOption::Fp32 => Dtype::F32,
         }
     }
 }
@@ -114,154 +115,165 @@ impl From<Precision> for Dtype {
 /// Runs `launch ckpt …` and returns the exit code.
 pub(crate) fn run(args: CkptArgs, json: bool) -> diagnostic::Result<u8> {
     match args.command {
-        Command::Inspect { dir } => run_inspect(&dir, json),
-        Command::Verify { path, values, strict } => run_verify(&path, values, strict, json),
-        Command::Gather { dir, out, dtype, max_shard_size, force, merge_lora } => {
+        CkptCommand::Inspect { dir } => run_inspect(&dir, json),
+        CkptCommand::Verify { path, values, strict } => run_verify(&path, values, strict, json),
+        CkptCommand::Gather { dir, out, dtype, max_shard_size, force, merge_lora } => {
             let dtype = dtype.map(Dtype::from);
             run_gather(&dir, &out, &GatherOptions { dtype, max_shard_size, force, merge_lora }, json)
         }
-        Command::Convert(args) => convert::run(&args, json),
-        Command::Diff { a, b, weights_only } => diff::diff(&a, &b, weights_only, json),
-        Command::Rng(args) => rng::run(args, json),
-        Command::Repair(args) => repair::run(args, json),
-        Command::Watch(args) => watch::run(args, json),
+        CkptCommand::Convert(args) => convert::run(&args, json),
+        CkptCommand::Diff { a, b, weights_only } => diff::run(&a, &b, weights_only, json),
+        CkptCommand::Rng(args) => rng::run(args, json),
+        CkptCommand::Repair(args) => repair::run(args, json),
+        CkptCommand::Watch(args) => watch::run(args, json),
     }
 }
 
 /// Writes a line to stderr.
-fn log(line: fmt::Arguments<'_>) {
-    plain::write_message(&format!("{line}\n"));
+fn log_line(line: fmt::Arguments<'_>) {
+    command_output::write_message(&format!("{line}\n"));
 }
 
 /// Writes a result to stdout.
-fn print(text: &str) -> diagnostic::Result<()> {
-    plain::write_data(text).map_err(|error| output_failed(&error))
+fn print_result(text: &str) -> diagnostic::Result<()> {
+    command_output::write_data(text).map_err(|error| output_error(&error))
 }
 
-/// Opens the checkpoint that a path names. Reports which one it is, and newer ones that are
-/// unusable.
-fn open(path: &Path) -> diagnostic::Result<OpenedCheckpoint> {
-    let found = ckpt::find(path)?;
+/// Opens the checkpoint at a path or, if the path is a directory of checkpoints, the newest usable
+/// one. Logs the chosen checkpoint, the skipped ones and the warnings about it.
+fn open_checkpoint(path: &Path) -> diagnostic::Result<OpenedCheckpoint> {
+    let found = ckpt::open_checkpoint(path)?;
     match &found {
         OpenedCheckpoint::Native(newest) => {
             let NewestCheckpoint { checkpoint, skipped } = &**newest;
             for error in skipped {
-                log(format_args!("warning: skipped an unusable checkpoint: {error}"));
+                log_line(format_args!("warning: skipped an unusable checkpoint: {error}"));
             }
             if checkpoint.path() != path {
-                log(format_args!("using {}", checkpoint.path().display()));
+                log_line(format_args!("using {}", checkpoint.path().display()));
             }
         }
         OpenedCheckpoint::External(external) => {
             for warning in external.facts().incomplete.iter().chain(&external.facts().warnings) {
-                log(format_args!("warning: {}", printable(warning)));
+                log_line(format_args!("warning: {}", replace_control_chars(warning)));
             }
             for notice in &external.facts().notices {
-                log(format_args!("note: {}", printable(notice)));
+                log_line(format_args!("note: {}", replace_control_chars(notice)));
             }
         }
     }
     Ok(found)
 }
 
+/// Runs `launch ckpt inspect`: prints the contents of a checkpoint.
 fn run_inspect(dir: &Path, json: bool) -> diagnostic::Result<u8> {
-    let text = match (open(dir)?, json) {
+    let text = match (open_checkpoint(dir)?, json) {
         (OpenedCheckpoint::Native(newest), true) => {
-            format!("{}\n", describe::native_json(&newest.checkpoint))
+            format!("{}\n", describe::describe_native_as_json(&newest.checkpoint))
         }
-        (OpenedCheckpoint::Native(newest), false) => describe::native_text(&newest.checkpoint),
-        (OpenedCheckpoint::External(external), true) => format!("{}\n", describe::external_json(&external)),
-        (OpenedCheckpoint::External(external), false) => describe::external_text(&external),
+        (OpenedCheckpoint::Native(newest), false) => describe::describe_native_as_text(&newest.checkpoint),
+        (OpenedCheckpoint::External(external), true) => {
+            format!("{}\n", describe::describe_external_as_json(&external))
+        }
+        (OpenedCheckpoint::External(external), false) => describe::describe_external_as_text(&external),
     };
-    print(&text)?;
+    print_result(&text)?;
     Ok(exit::DONE)
 }
 
+/// Runs `launch ckpt verify`: verifies the checkpoints at a path and prints the result. Returns
+/// exit code 4 if one is damaged or, with `strict`, if there are warnings.
 fn run_verify(path: &Path, values: bool, strict: bool, json: bool) -> diagnostic::Result<u8> {
-    let report = ckpt::verify_with(path, ckpt::VerifyOptions { values })?;
+    let report = ckpt::verify_checkpoints_with(path, ckpt::VerifyOptions { values })?;
     let sound = report.is_sound() && (!strict || report.warnings.is_empty());
     if json {
         let mut value = serde_json::to_value(&report).unwrap_or(Value::Null);
         value["sound"] = sound.into();
-        print(&format!("{value}\n"))?;
+        print_result(&format!("{value}\n"))?;
     } else {
-        print(&verify_text(&report))?;
+        print_result(&format_verify_report(&report))?;
     }
     for warning in &report.warnings {
         let level = if strict { "error" } else { "warning" };
-        log(format_args!("{level}: {}", printable(warning)));
+        log_line(format_args!("{level}: {}", replace_control_chars(warning)));
     }
     for note in &report.notes {
-        log(format_args!("note: {}", printable(note)));
+        log_line(format_args!("note: {}", replace_control_chars(note)));
     }
     Ok(if sound { exit::DONE } else { exit::CHECKPOINT })
 }
 
-/// One line for each checkpoint and each problem.
-fn verify_text(report: &VerifyReport) -> String {
+/// Formats a report with one line for each checkpoint and each problem.
+fn format_verify_report(report: &VerifyReport) -> String {
     let mut text = String::new();
     for c in &report.checkpoints {
         let (path, size) = (c.path.display(), format_bytes(c.bytes));
         text.push_str(&match c.problems.len() {
             0 if !c.elsewhere.is_empty() => {
-                let remote = count(c.elsewhere.len(), "file");
+                let remote = format_count(c.elsewhere.len(), "file");
                 format!("partial  {path}  {} blocks, {size} sound; {remote} on other hosts\n", c.blocks)
             }
             0 => format!("sound    {path}  {} blocks, {size}\n", c.blocks),
-            n => format!("DAMAGED  {path}  {}\n", count(n, "problem")),
+            n => format!("DAMAGED  {path}  {}\n", format_count(n, "problem")),
         });
-        text.extend(c.problems.iter().map(|p| format!("         {}\n", printable(&p.to_string()))));
+        text.extend(
+            c.problems.iter().map(|p| format!("         {}\n", replace_control_chars(&p.to_string()))),
+        );
     }
     for problem in &report.problems {
-        let (path, problem) = (report.path.display(), printable(&problem.to_string()));
+        let (path, problem) = (report.path.display(), replace_control_chars(&problem.to_string()));
         text.push_str(&format!("DAMAGED  {path}\n         {problem}\n"));
     }
     text
 }
 
-/// A count with its noun: `1 file`, `2 files`.
-fn count(n: usize, noun: &str) -> String {
+/// Formats a count with its noun: `1 file`, `2 files`.
+fn format_count(n: usize, noun: &str) -> String {
     format!("{n} {noun}{}", if n == 1 { "" } else { "s" })
 }
 
+/// Runs `launch ckpt gather`: writes the full weights of a checkpoint to `out` and prints the path.
 fn run_gather(dir: &Path, out: &Path, options: &GatherOptions, json: bool) -> diagnostic::Result<u8> {
-    let found = open(dir)?;
+    let found = open_checkpoint(dir)?;
     let source = found.source();
     let mut progress = ProgressLine::new("gathering");
-    let result = ckpt::gather(source, out, options, |done, total| progress.update(done, total));
+    let result = ckpt::gather_weights(source, out, options, |done, total| progress.update(done, total));
     progress.clear();
     let report = result?;
     if !report.config {
-        log(format_args!("note: the checkpoint has no config.json; copy that of the model to the weights"));
+        log_line(format_args!(
+            "note: the checkpoint has no config.json; copy that of the model to the weights"
+        ));
     }
     if !report.left_out.is_empty() {
-        let names = printable(&report.left_out.join(", "));
-        log(format_args!("note: buffers that are not floating point are left out: {names}"));
+        let names = replace_control_chars(&report.left_out.join(", "));
+        log_line(format_args!("note: buffers that are not floating point are left out: {names}"));
     }
     if !report.not_finite.is_empty() {
-        let names = printable(&report.not_finite.join(", "));
-        log(format_args!("warning: tensors with NaN or infinite values: {names}"));
+        let names = replace_control_chars(&report.not_finite.join(", "));
+        log_line(format_args!("warning: tensors with NaN or infinite values: {names}"));
     }
     let step = source.step();
     if json {
         let mut value = serde_json::to_value(&report).unwrap_or(Value::Null);
         value["step"] = step.into();
-        print(&format!("{value}\n"))?;
+        print_result(&format!("{value}\n"))?;
     } else {
-        log(format_args!(
+        log_line(format_args!(
             "gathered {} of step {} as {}: {} in {}",
-            count(report.tensors as usize, "tensor"),
+            format_count(report.tensors as usize, "tensor"),
             step.map_or("unknown".to_owned(), |s| s.to_string()),
             report.dtype,
             format_bytes(report.bytes),
-            count(report.files.len(), "file"),
+            format_count(report.files.len(), "file"),
         ));
-        print(&format!("{}\n", report.path.display()))?;
+        print_result(&format!("{}\n", report.path.display()))?;
     }
     Ok(exit::DONE)
 }
 
-/// A progress line on a terminal, redrawn at most ten times a second.
+/// A line on a terminal that shows the progress of an operation in bytes. It is redrawn at most ten
+/// times a second, and not drawn if stderr is not a terminal.
 struct ProgressLine {
     action: &'static str,
     drawn: Option<Instant>,
@@ -269,31 +281,34 @@ struct ProgressLine {
 }
 
 impl ProgressLine {
-    /// `action` is a present participle, such as `converting`.
+    /// Creates a line that is not drawn yet. `action` is a present participle, such as
+    /// `converting`.
     fn new(action: &'static str) -> ProgressLine {
-        ProgressLine { action, drawn: None, on_terminal: plain::stderr_is_terminal() }
+        ProgressLine { action, drawn: None, on_terminal: command_output::stderr_is_terminal() }
     }
 
+    /// Draws the progress in bytes if the line was not drawn within the last 100 ms.
     fn update(&mut self, done: u64, total: u64) {
         let due = self.drawn.is_none_or(|t| t.elapsed() >= Duration::from_millis(100));
         if self.on_terminal && due {
             self.drawn = Some(Instant::now());
             let (action, done, total) = (self.action, format_bytes(done), format_bytes(total));
-            plain::write_message(&format!("\r\x1b[K{action}: {done} of {total}"));
+            command_output::write_message(&format!("\r\x1b[K{action}: {done} of {total}"));
         }
     }
 
+    /// Erases the line from the terminal.
     fn clear(&self) {
         if self.drawn.is_some() {
-            plain::write_message("\r\x1b[K");
+            command_output::write_message("\r\x1b[K");
         }
     }
 }
 
-/// Parses `5GB`, `500MB`, `2GiB` or a number of bytes.
-fn parse_size(text: &str) -> Result<u64, ValueError> {
+/// Parses a size with an optional unit, such as `5GB`, `1.5 MiB` or `4096`. Returns bytes.
+fn parse_size(text: &str) -> Result<u64, OptionValueError> {
     let digits = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
-    let number: f64 = text[..digits].parse().map_err(|_| ValueError::Size)?;
+    let number: f64 = text[..digits].parse().map_err(|_| OptionValueError::Size)?;
     let unit: u64 = match text[digits..].trim().to_ascii_lowercase().as_str() {
         "" | "b" => 1,
         "kb" => 1_000,
@@ -304,11 +319,11 @@ fn parse_size(text: &str) -> Result<u64, ValueError> {
         "mib" => 1 << 20,
         "gib" => 1 << 30,
         "tib" => 1 << 40,
-        _ => return Err(ValueError::Size),
+        _ => return Err(OptionValueError::Size),
     };
     let bytes = number * unit as f64;
     if !(1.0..1e18).contains(&bytes) {
-        return Err(ValueError::Size);
+        return Err(OptionValueError::Size);
     }
     Ok(bytes as u64)
 }
@@ -319,12 +334,13 @@ mod tests {
     use ckpt::TensorRole;
     use serde_json::json;
 
-    fn exit_code(result: diagnostic::Result<u8>) -> u8 {
+    /// Returns the exit code of a result without reporting an error.
+    fn take_exit_code(result: diagnostic::Result<u8>) -> u8 {
         result.unwrap_or_else(|error| error.category().exit_code())
     }
 
     #[test]
-    fn sizes_are_read_with_their_units() {
+    fn sizes_with_units_are_parsed() {
         assert_eq!(parse_size("5GB"), Ok(5_000_000_000));
         assert_eq!(parse_size("1.5 MiB"), Ok(1_572_864));
         assert_eq!(parse_size("4096"), Ok(4096));
@@ -334,9 +350,9 @@ mod tests {
     }
 
     /// Saves a checkpoint of step 3 with one weight of 4 elements and no optimizer state.
-    pub(super) fn save_sample(root: &Path) -> PathBuf {
-        let staging = ckpt::Staging::begin(root, 3, 16).expect("begun");
-        let piece = ckpt::Piece {
+    pub(super) fn save_sample_checkpoint(root: &Path) -> PathBuf {
+        let staging = ckpt::StagingDir::create(root, 3, 16).expect("begun");
+        let piece = ckpt::TensorPiece {
             name: "w",
             role: TensorRole::Weight,
             start_element: 0,
@@ -352,15 +368,16 @@ mod tests {
             "cursor": {"epoch": 1}, "rng": null, "groups": [{"lr": 0.1}], "model": model, "tokenizer": [], "job": null,
         });
         let facts = serde_json::from_value(facts).expect("facts");
-        ckpt::commit(staging, facts, vec![report]).expect("complete").path
+        ckpt::commit_save(staging, facts, vec![report]).expect("complete").path
     }
 
-    fn verify(path: PathBuf) -> Command {
-        Command::Verify { path, values: false, strict: false }
+    /// Returns the command `launch ckpt verify PATH`.
+    fn verify_command(path: PathBuf) -> CkptCommand {
+        CkptCommand::Verify { path, values: false, strict: false }
     }
 
     #[test]
-    fn warnings_fail_only_with_strict() {
+    fn warnings_fail_the_verification_only_with_strict() {
         let golden =
             Path::new(env!("CARGO_MANIFEST_DIR")).join("../worker/ckpt/tests/golden/hf_ddp/checkpoint-3");
         let dir = tempfile::tempdir().expect("a directory");
@@ -371,8 +388,8 @@ mod tests {
             std::fs::copy(&from, path.join(from.file_name().expect("a name"))).expect("copied");
         }
         let code = |strict| {
-            let command = Command::Verify { path: path.clone(), values: true, strict };
-            exit_code(run(CkptArgs { command }, true))
+            let command = CkptCommand::Verify { path: path.clone(), values: true, strict };
+            take_exit_code(run(CkptArgs { command }, true))
         };
         assert_eq!((code(false), code(true)), (exit::DONE, exit::DONE), "no warnings");
         std::fs::remove_file(path.join("rng_state_1.pth")).expect("removed");
@@ -380,20 +397,20 @@ mod tests {
     }
 
     #[test]
-    fn checkpoints_of_deepspeed_are_accepted() {
+    fn external_checkpoints_are_inspected_verified_and_gathered() {
         let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../worker/ckpt/tests/golden");
         let dir = tempfile::tempdir().expect("a directory");
-        let run = |command| exit_code(run(CkptArgs { command }, true));
+        let run = |command| take_exit_code(run(CkptArgs { command }, true));
         let ckpt = golden.join("z2_frozen");
-        assert_eq!(run(Command::Inspect { dir: ckpt.clone() }), exit::DONE);
-        assert_eq!(run(verify(ckpt.clone())), exit::DONE);
+        assert_eq!(run(CkptCommand::Inspect { dir: ckpt.clone() }), exit::DONE);
+        assert_eq!(run(verify_command(ckpt.clone())), exit::DONE);
         for kind in ["accelerate_z2", "fsdp_full", "universal", "dcp"] {
             let dir = golden.join("tiny").join(kind);
-            assert_eq!(run(Command::Inspect { dir: dir.clone() }), exit::DONE, "{kind}");
-            assert_eq!(run(verify(dir)), exit::DONE, "{kind}");
+            assert_eq!(run(CkptCommand::Inspect { dir: dir.clone() }), exit::DONE, "{kind}");
+            assert_eq!(run(verify_command(dir)), exit::DONE, "{kind}");
         }
-        let (out, dtype) = (dir.path().join("out"), Some(Precision::Bf16));
-        let gather = Command::Gather {
+        let (out, dtype) = (dir.path().join("out"), Some(DtypeOption::Bf16));
+        let gather = CkptCommand::Gather {
             dir: ckpt,
             out: out.clone(),
             dtype,
@@ -407,12 +424,12 @@ mod tests {
         std::fs::create_dir(dir.path().join("global_step1")).expect("made");
         let lone = dir.path().join("global_step1/zero_pp_rank_0_mp_rank_00_model_states.pt");
         std::fs::write(lone, "nothing").expect("written");
-        assert_eq!(run(Command::Inspect { dir: dir.path().to_owned() }), exit::CHECKPOINT);
-        assert_eq!(run(verify(dir.path().to_owned())), exit::CHECKPOINT);
+        assert_eq!(run(CkptCommand::Inspect { dir: dir.path().to_owned() }), exit::CHECKPOINT);
+        assert_eq!(run(verify_command(dir.path().to_owned())), exit::CHECKPOINT);
     }
 
-    /// The exit code of `launch ckpt` with these arguments.
-    fn ckpt_command(words: &[&str]) -> u8 {
+    /// Parses and runs `launch ckpt` with these arguments. Returns the exit code.
+    fn run_ckpt_command(words: &[&str]) -> u8 {
         use clap::Parser;
         #[derive(Parser)]
         struct Cli {
@@ -420,21 +437,22 @@ mod tests {
             args: CkptArgs,
         }
         match Cli::try_parse_from(std::iter::once(&"ckpt").chain(words)) {
-            Ok(cli) => exit_code(run(cli.args, false)),
+            Ok(cli) => take_exit_code(run(cli.args, false)),
             Err(_) => exit::USAGE,
         }
     }
 
     /// Contradicting options and impossible limits are rejected before anything is read or written.
     #[test]
-    fn impossible_options_are_rejected() {
+    fn contradicting_or_impossible_options_are_rejected() {
         let dir = tempfile::tempdir().expect("a directory");
         let root = dir.path().join("checkpoints");
-        save_sample(&root);
+        save_sample_checkpoint(&root);
         let (root, out) = (root.display().to_string(), dir.path().join("out"));
         let shown = out.display().to_string();
-        let convert =
-            |options: &[&str]| ckpt_command(&[&["convert", root.as_str(), shown.as_str()], options].concat());
+        let convert = |options: &[&str]| {
+            run_ckpt_command(&[&["convert", root.as_str(), shown.as_str()], options].concat())
+        };
         for options in [
             &["--to", "safetensors", "--stage", "3"][..],
             &["--to", "safetensors", "--world-size", "2"],
@@ -454,23 +472,23 @@ mod tests {
         let file = dir.path().join("file.pt");
         std::fs::write(&file, "not a torch file").expect("written");
         let file = file.display().to_string();
-        assert_eq!(ckpt_command(&["watch", &file]), exit::USAGE);
-        assert_eq!(ckpt_command(&["watch", &root, "--gather", &root]), exit::USAGE);
-        assert_eq!(ckpt_command(&["watch", &root, "--settle", "0"]), exit::USAGE);
-        assert_eq!(ckpt_command(&["verify", &file]), exit::CHECKPOINT);
-        assert_eq!(ckpt_command(&["rng", &root, "--world-size", "0"]), exit::USAGE);
-        assert_eq!(ckpt_command(&["repair", &root, "--in-place", "--out", "x"]), exit::USAGE);
-        assert_eq!(ckpt_command(&["diff", &root, &file]), exit::CHECKPOINT);
+        assert_eq!(run_ckpt_command(&["watch", &file]), exit::USAGE);
+        assert_eq!(run_ckpt_command(&["watch", &root, "--gather", &root]), exit::USAGE);
+        assert_eq!(run_ckpt_command(&["watch", &root, "--settle", "0"]), exit::USAGE);
+        assert_eq!(run_ckpt_command(&["verify", &file]), exit::CHECKPOINT);
+        assert_eq!(run_ckpt_command(&["rng", &root, "--world-size", "0"]), exit::USAGE);
+        assert_eq!(run_ckpt_command(&["repair", &root, "--in-place", "--out", "x"]), exit::USAGE);
+        assert_eq!(run_ckpt_command(&["diff", &root, &file]), exit::CHECKPOINT);
     }
 
     #[test]
-    fn every_outcome_has_its_exit_code() {
+    fn every_outcome_of_a_ckpt_command_has_its_exit_code() {
         let dir = tempfile::tempdir().expect("a directory");
         let root = dir.path().join("checkpoints");
-        let path = save_sample(&root);
+        let path = save_sample_checkpoint(&root);
         let out = dir.path().join("out");
-        let run = |command| exit_code(run(CkptArgs { command }, true));
-        let gather = |dtype, force| Command::Gather {
+        let run = |command| take_exit_code(run(CkptArgs { command }, true));
+        let gather = |dtype, force| CkptCommand::Gather {
             dir: root.clone(),
             out: out.clone(),
             dtype,
@@ -478,19 +496,19 @@ mod tests {
             force,
             merge_lora: false,
         };
-        assert_eq!(run(Command::Inspect { dir: root.clone() }), exit::DONE);
-        assert_eq!(run(verify(root.clone())), exit::DONE);
-        assert_eq!(run(gather(Some(Precision::Fp16), false)), exit::FAILED, "1e6 exceeds fp16");
-        assert_eq!(run(gather(Some(Precision::Bf16), false)), exit::DONE);
-        assert_eq!(run(gather(Some(Precision::Bf16), false)), exit::USAGE, "not overwritten");
+        assert_eq!(run(CkptCommand::Inspect { dir: root.clone() }), exit::DONE);
+        assert_eq!(run(verify_command(root.clone())), exit::DONE);
+        assert_eq!(run(gather(Some(DtypeOption::Fp16), false)), exit::FAILED, "1e6 exceeds fp16");
+        assert_eq!(run(gather(Some(DtypeOption::Bf16), false)), exit::DONE);
+        assert_eq!(run(gather(Some(DtypeOption::Bf16), false)), exit::USAGE, "not overwritten");
         assert_eq!(run(gather(None, true)), exit::DONE);
         std::fs::write(path.join("shard-00000-of-00001.safetensors"), "cut").expect("written");
-        assert_eq!(run(verify(root.clone())), exit::CHECKPOINT);
-        assert_eq!(run(Command::Inspect { dir: path }), exit::CHECKPOINT);
+        assert_eq!(run(verify_command(root.clone())), exit::CHECKPOINT);
+        assert_eq!(run(CkptCommand::Inspect { dir: path }), exit::CHECKPOINT);
         assert_eq!(run(gather(None, true)), exit::CHECKPOINT);
-        assert_eq!(run(Command::Inspect { dir: dir.path().join("nowhere") }), exit::CHECKPOINT);
-        let report = ckpt::verify(&root).expect("a directory");
+        assert_eq!(run(CkptCommand::Inspect { dir: dir.path().join("nowhere") }), exit::CHECKPOINT);
+        let report = ckpt::verify_checkpoints(&root).expect("a directory");
         assert!(!report.is_sound());
-        assert_eq!(verify_text(&report).split_whitespace().next(), Some("DAMAGED"));
+        assert_eq!(format_verify_report(&report).split_whitespace().next(), Some("DAMAGED"));
     }
 }

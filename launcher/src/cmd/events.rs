@@ -1,23 +1,24 @@
 //! `launch events`: the events of a run, from its journal.
-use super::{OutputFormat, output_failed, ps::resolve_run};
+use super::{OutputFormat, output_error, ps::resolve_run};
 use crate::{
     cli::EventsArgs,
-    report::{event_text, format_clock, plain, strip_control},
+    line_follower::{LineFollower, POLL_INTERVAL},
+    report::{command_output, format_clock, format_event, replace_control_sequences},
     runs::{Run, RunFilter},
-    tail::{LineFollower, POLL_INTERVAL},
 };
 use contract::event::TimedEvent;
 use diagnostic::{Diagnostic, codes::command};
 use serde::Deserialize;
 
-/// Shows the events.
+/// Runs `launch events`: prints the journal of a run.
 pub(crate) fn run(args: &EventsArgs, format: OutputFormat) -> diagnostic::Result<u8> {
     let run = resolve_run(args.run.as_deref(), RunFilter::Any)?;
-    show_journal(&run, args.follow, format)?;
+    print_journal(&run, args.follow, format)?;
     Ok(contract::exit::DONE)
 }
 
-fn show_journal(run: &Run, follow: bool, format: OutputFormat) -> diagnostic::Result<()> {
+/// Prints the journal of a run. With `follow`, continues until the controller has ended.
+fn print_journal(run: &Run, follow: bool, format: OutputFormat) -> diagnostic::Result<()> {
     let file = run.record.run_dir.join("events.jsonl");
     let unreadable = |e: std::io::Error| {
         let path = file.display().to_string();
@@ -30,17 +31,17 @@ fn show_journal(run: &Run, follow: bool, format: OutputFormat) -> diagnostic::Re
         // Checked before reading, so that everything written before the end is read.
         let may_grow = follow && run.record.controller.is_alive();
         let mut text = String::new();
-        let more = lines.read(&mut |line| {
+        let more = lines.read_lines(&mut |line| {
             let line = String::from_utf8_lossy(line);
             text.push_str(&match format.json {
-                true => json_line(&line, format),
-                false => event_line(&line, run.record.began_ms),
+                true => convert_json_line(&line, format),
+                false => format_event_line(&line, run.record.began_ms),
             });
         });
         let more = more.map_err(unreadable)?;
-        match plain::write_data_or_broken_pipe(&text) {
+        match command_output::write_data_strict(&text) {
             Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => return Ok(()),
-            other => other.map_err(|error| output_failed(&error))?,
+            other => other.map_err(|error| output_error(&error))?,
         }
         match (more, may_grow) {
             (true, _) => {}
@@ -50,12 +51,12 @@ fn show_journal(run: &Run, follow: bool, format: OutputFormat) -> diagnostic::Re
     }
 }
 
-/// A line of the journal in the schema that is requested. A line that this version cannot read,
-/// such as half a line after a crash, is printed unchanged.
-fn json_line(line: &str, format: OutputFormat) -> String {
+/// Converts a line of the journal to the requested schema. Returns a line that this version cannot
+/// read, such as half a line after a crash, unchanged.
+fn convert_json_line(line: &str, format: OutputFormat) -> String {
     #[derive(Deserialize)]
     struct StoredEvent {
-        #[serde(default = "first_schema")]
+        #[serde(default = "default_schema")]
         schema: u8,
     }
     let stored = serde_json::from_str::<StoredEvent>(line);
@@ -68,21 +69,22 @@ fn json_line(line: &str, format: OutputFormat) -> String {
     format!("{}\n", converted.as_deref().unwrap_or(line))
 }
 
-/// Journals of earlier releases do not record their schema.
-fn first_schema() -> u8 {
+/// Returns the schema of journals that do not record it, which earlier releases wrote.
+fn default_schema() -> u8 {
     1
 }
 
-/// A line of the journal for people: the time since the start of the run, and the event.
-fn event_line(line: &str, began_ms: u64) -> String {
+/// Formats a line of the journal as text: the time since the start of the run, and the event.
+/// `began_ms` is the start of the run in milliseconds since 1970.
+fn format_event_line(line: &str, began_ms: u64) -> String {
     let (since, text) = match TimedEvent::from_json(line) {
         Ok(TimedEvent { event, time }) => {
-            (format_clock((time - began_ms as f64 / 1000.0).max(0.0)), event_text(&event))
+            (format_clock((time - began_ms as f64 / 1000.0).max(0.0)), format_event(&event))
         }
         // Half a line after a crash, or an event of a later version.
         Err(_) => (String::new(), line.to_owned()),
     };
-    format!("{since:>8}  {}\n", strip_control(&text))
+    format!("{since:>8}  {}\n", replace_control_sequences(&text))
 }
 
 #[cfg(test)]
@@ -91,15 +93,15 @@ mod tests {
     use contract::event::EventSchema;
 
     #[test]
-    fn lines_are_converted_between_schemas() {
+    fn journal_lines_are_converted_between_schemas() {
         let old = r#"{"event":"placed","epoch":0,"world":2,"hosts":["a"],"time":1.5}"#;
         let format = |schema| OutputFormat { json: true, schema };
-        assert_eq!(json_line(old, format(EventSchema::V1)), format!("{old}\n"));
-        let new = json_line(old, format(EventSchema::V2));
+        assert_eq!(convert_json_line(old, format(EventSchema::V1)), format!("{old}\n"));
+        let new = convert_json_line(old, format(EventSchema::V2));
         let value: serde_json::Value = serde_json::from_str(&new).expect("JSON");
         assert_eq!((&value["event"], &value["schema"]), (&"placement".into(), &2.into()));
-        let again = json_line(new.trim_end(), format(EventSchema::V1));
+        let again = convert_json_line(new.trim_end(), format(EventSchema::V1));
         assert_eq!(again, format!("{old}\n"));
-        assert_eq!(json_line("{\"ev", format(EventSchema::V2)), "{\"ev\n", "half a line stays");
+        assert_eq!(convert_json_line("{\"ev", format(EventSchema::V2)), "{\"ev\n", "half a line stays");
     }
 }

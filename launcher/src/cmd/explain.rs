@@ -3,31 +3,34 @@ use crate::cli::ExplainArgs;
 use diagnostic::{Code, Diagnostic, codes};
 use serde_json::{Value, json};
 
-/// Suggested codes for a misspelled one.
+/// The number of codes that are suggested for a misspelled one.
 const MAX_SUGGESTIONS: usize = 3;
-/// Least Jaro-Winkler similarity of a suggestion.
+/// The least Jaro-Winkler similarity of a suggested code.
 const MIN_SIMILARITY: f64 = 0.75;
 
-/// Prints the explanation of one code, or the list of all codes.
+/// Runs `launch explain`: prints the explanation of one code, or the list of all codes.
 pub(crate) fn run(args: &ExplainArgs, as_json: bool) -> diagnostic::Result<u8> {
     let text = match (&args.code, as_json) {
-        (Some(name), true) => format!("{}\n", code_json(find_code(name)?)),
-        (Some(name), false) => terminal_text(find_code(name)?),
-        (None, true) => format!("{}\n", Value::from(codes::all_codes().map(code_json).collect::<Vec<_>>())),
+        (Some(name), true) => format!("{}\n", code_to_json(find_code(name)?)),
+        (Some(name), false) => format_for_terminal(find_code(name)?),
+        (None, true) => {
+            format!("{}\n", Value::from(codes::all_codes().map(code_to_json).collect::<Vec<_>>()))
+        }
         (None, false) => {
             codes::all_codes().map(|code| format!("{code}: {}\n", code.info().summary)).collect()
         }
     };
-    super::print(&text)
+    super::print_output(&text)
 }
 
-/// The entry of a code without the Markdown of its heading.
-fn terminal_text(code: Code) -> String {
-    let entry = diagnostic::entry(code);
+/// Formats the explanation of a code without the Markdown of the heading.
+fn format_for_terminal(code: Code) -> String {
+    let entry = diagnostic::render_code_entry(code);
     format!("{}\n", entry.trim_start_matches('#').trim())
 }
 
-fn code_json(code: Code) -> Value {
+/// Returns the explanation of a code as JSON.
+fn code_to_json(code: Code) -> Value {
     let info = code.info();
     json!({
         "code": info.name,
@@ -39,13 +42,14 @@ fn code_json(code: Code) -> Value {
     })
 }
 
-/// The code of this name. Upper case and underscores are accepted as well.
+/// Finds a code by its name, in which upper case and underscores are accepted as well. The error
+/// for an unknown name suggests similar codes.
 fn find_code(name: &str) -> diagnostic::Result<Code> {
     let normalized = name.trim().to_ascii_lowercase().replace('_', "-");
     Code::from_name(&normalized).ok_or_else(|| {
         let message = format!("there is no code `{}`", name.escape_debug());
         let unknown = Diagnostic::error(codes::command::CODE_UNKNOWN, message).with_subject(name);
-        let near = nearest_codes(&normalized);
+        let near = find_similar_codes(&normalized);
         if near.is_empty() {
             return unknown.with_help("`launch explain` lists all codes");
         }
@@ -54,8 +58,9 @@ fn find_code(name: &str) -> diagnostic::Result<Code> {
     })
 }
 
-/// The names of codes that are similar to this one, most similar first.
-fn nearest_codes(name: &str) -> Vec<&'static str> {
+/// Returns the names of the codes that are most similar to a misspelled one, the most similar
+/// first.
+fn find_similar_codes(name: &str) -> Vec<&'static str> {
     let similarity = |code: Code| (strsim::jaro_winkler(code.name(), name), code.name());
     let mut near: Vec<(f64, &str)> = codes::all_codes().map(similarity).collect();
     near.retain(|(similarity, _)| *similarity >= MIN_SIMILARITY);
@@ -85,7 +90,7 @@ mod tests {
 
     #[test]
     fn the_json_of_a_code_has_every_part() {
-        let value = code_json(codes::command::OUTPUT_FAILED);
+        let value = code_to_json(codes::command::OUTPUT_FAILED);
         assert_eq!((&value["code"], &value["exit_code"]), (&json!("output-failed"), &json!(1)));
         assert!(["summary", "cause", "remedy"].iter().all(|key| value[key].is_string()));
     }

@@ -1,11 +1,11 @@
 //! `launch logs`: the output of the ranks, from their log files.
-use super::{output_failed, ps::resolve_run};
+use super::{output_error, ps::resolve_run};
 use crate::{
-    agent::log_times::{offset_at, unix_time_ms},
+    agent::log_times::{find_offset_at, read_unix_time_ms},
     cli::LogsArgs,
-    report::{count, plain, strip_control},
+    line_follower::{LineFollower, POLL_INTERVAL},
+    report::{command_output, format_count, replace_control_sequences},
     runs::{Run, RunFilter},
-    tail::{LineFollower, POLL_INTERVAL},
 };
 use contract::ids::Rank;
 use diagnostic::{Diagnostic, codes::command};
@@ -16,15 +16,16 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Why the log of a rank may be missing.
+/// The help text for a missing log.
 const LOGS_ON_OTHER_HOSTS: &str = "without a shared run directory each host keeps its logs; \
                                    `run.logs.show` selects the ranks whose output is copied here";
-/// Prefix of the copy of a rank's console output, kept where the rank's log is on another host.
+/// The file name prefix of the copies of console output that the controller keeps for ranks whose
+/// logs are on other hosts.
 const STREAMED_PREFIX: &str = "streamed-";
-/// Text collected before a write, bytes.
+/// The number of bytes that are collected before they are written to stdout.
 const WRITE_BATCH_BYTES: usize = 64 << 10;
 
-/// Shows the logs.
+/// Runs `launch logs`: prints the logs of a run.
 pub(crate) fn run(args: &LogsArgs) -> diagnostic::Result<u8> {
     let run = resolve_run(args.run.as_deref(), RunFilter::Any)?;
     LogViewer::new(&run, args)?.show_logs()?;
@@ -35,7 +36,7 @@ pub(crate) fn run(args: &LogsArgs) -> diagnostic::Result<u8> {
 struct LogViewer<'a> {
     run: &'a Run,
     directory: PathBuf,
-    /// The selected ranks; `None`: all.
+    /// The selected ranks; `None` selects all ranks.
     ranks: Option<BTreeSet<Rank>>,
     pattern: Option<Regex>,
     since_ms: u64,
@@ -49,6 +50,8 @@ struct LogViewer<'a> {
 }
 
 impl<'a> LogViewer<'a> {
+    /// Creates a viewer without open files. Rejects an invalid pattern and a rank that the run does
+    /// not have.
     fn new(run: &'a Run, args: &LogsArgs) -> diagnostic::Result<Self> {
         let pattern = args.grep.as_deref().map(Regex::new).transpose();
         let pattern = pattern.map_err(|e| {
@@ -60,7 +63,7 @@ impl<'a> LogViewer<'a> {
         let ranks: Option<BTreeSet<Rank>> =
             (!args.rank.is_empty()).then(|| args.rank.concat().into_iter().collect());
         if let Some(rank) = ranks.iter().flatten().find(|rank| **rank >= world) {
-            let workers = count(u64::from(world), "worker", "workers");
+            let workers = format_count(u64::from(world), "worker", "workers");
             let message = format!("there is no rank {rank}: the run has {workers}");
             return Err(Diagnostic::error(command::RANK_OUT_OF_RANGE, message)
                 .with_subject("--rank")
@@ -73,7 +76,7 @@ impl<'a> LogViewer<'a> {
             prefix: ranks.as_ref().map_or(world as usize, BTreeSet::len) > 1,
             ranks,
             pattern,
-            since_ms: args.since.map_or(0, |ms| unix_time_ms().saturating_sub(ms)),
+            since_ms: args.since.map_or(0, |ms| read_unix_time_ms().saturating_sub(ms)),
             follow: args.follow,
             followers: BTreeMap::new(),
             out: String::new(),
@@ -81,27 +84,29 @@ impl<'a> LogViewer<'a> {
         })
     }
 
+    /// Prints the logs of the selected ranks. With `--follow`, continues until the controller has
+    /// ended. Returns early if the reader of stdout has ended.
     fn show_logs(mut self) -> diagnostic::Result<()> {
         let mut opened: Vec<Rank> = Vec::new();
         loop {
             // Checked before reading, so that everything written before the end is read.
             let may_grow = self.follow && self.run.record.controller.is_alive();
-            for (rank, files) in self.log_files() {
+            for (rank, files) in self.list_log_files() {
                 if !opened.contains(&rank) {
                     opened.push(rank);
-                    self.open_files(rank, &files)?;
+                    self.open_log_files(rank, &files)?;
                 }
             }
             let mut more = false;
             for rank in opened.clone() {
-                more |= self.read(rank)?;
+                more |= self.collect_lines(rank)?;
             }
-            self.write(true)?;
+            self.write_collected(true)?;
             match (more, may_grow) {
                 _ if self.reader_gone => return Ok(()),
                 (true, _) => {}
                 (false, true) => std::thread::sleep(POLL_INTERVAL),
-                (false, false) if opened.is_empty() => return Err(self.no_logs()),
+                (false, false) if opened.is_empty() => return Err(self.missing_logs_error()),
                 (false, false) => {
                     self.report_missing_logs(&opened);
                     return Ok(());
@@ -110,7 +115,8 @@ impl<'a> LogViewer<'a> {
         }
     }
 
-    fn no_logs(&self) -> Diagnostic {
+    /// Returns the error of a run without any logs.
+    fn missing_logs_error(&self) -> Diagnostic {
         let (run, directory) = (&self.run.record.run, self.directory.display().to_string());
         Diagnostic::error(command::RUN_LOGS_MISSING, format!("run {run} has no logs in {directory}"))
             .with_subject(run)
@@ -119,14 +125,16 @@ impl<'a> LogViewer<'a> {
             .with_help(LOGS_ON_OTHER_HOSTS)
     }
 
-    /// Reports how many of the selected ranks have no log on this host.
+    /// Prints a note with the number of selected ranks whose logs are not on this host.
     fn report_missing_logs(&self, opened: &[Rank]) {
         let selected = (0..self.run.record.world).filter(|rank| self.is_selected(*rank));
         let missing = selected.filter(|rank| !opened.contains(rank)).count();
         if missing > 0 {
             let noun = if missing == 1 { "rank" } else { "ranks" };
-            plain::write_message(&format!("note: the logs of {missing} {noun} are not on this host\n"));
-            plain::write_message(&format!("  help: {LOGS_ON_OTHER_HOSTS}\n"));
+            command_output::write_message(&format!(
+                "note: the logs of {missing} {noun} are not on this host\n"
+            ));
+            command_output::write_message(&format!("  help: {LOGS_ON_OTHER_HOSTS}\n"));
         }
     }
 
@@ -134,9 +142,9 @@ impl<'a> LogViewer<'a> {
         self.ranks.as_ref().is_none_or(|ranks| ranks.contains(&rank))
     }
 
-    /// The log files of each selected rank, the oldest first: `rank-0.log.2`, `rank-0.log.1`,
-    /// `rank-0.log`. For a rank whose log is on another host, the copy of its console output.
-    fn log_files(&self) -> BTreeMap<Rank, Vec<PathBuf>> {
+    /// Lists the log files of each selected rank, the oldest first: `rank-0.log.2`, `rank-0.log.1`,
+    /// `rank-0.log`. A rank whose log is on another host has only the copy of its console output.
+    fn list_log_files(&self) -> BTreeMap<Rank, Vec<PathBuf>> {
         let mut logs: BTreeMap<Rank, Vec<(u32, PathBuf)>> = BTreeMap::new();
         let mut copies: BTreeMap<Rank, PathBuf> = BTreeMap::new();
         for path in fs::read_dir(&self.directory).into_iter().flatten().flatten().map(|e| e.path()) {
@@ -158,25 +166,27 @@ impl<'a> LogViewer<'a> {
         logs.into_iter().map(|(rank, files)| (rank, sorted(files))).collect()
     }
 
-    /// Prints the rotated files of a rank, and opens the one that is being written.
-    fn open_files(&mut self, rank: Rank, files: &[PathBuf]) -> diagnostic::Result<()> {
+    /// Prints the rotated log files of a rank, and opens the file that is being written.
+    fn open_log_files(&mut self, rank: Rank, files: &[PathBuf]) -> diagnostic::Result<()> {
         for file in files {
             let end = fs::metadata(file).map_or(0, |m| m.len());
-            let from = if self.since_ms == 0 { 0 } else { offset_at(file, self.since_ms, end) };
-            let follower = LineFollower::open(file.clone(), from).map_err(|e| unreadable_log(file, &e))?;
+            let from = if self.since_ms == 0 { 0 } else { find_offset_at(file, self.since_ms, end) };
+            let follower =
+                LineFollower::open(file.clone(), from).map_err(|e| unreadable_log_error(file, &e))?;
             self.followers.insert(rank, follower);
             if Some(file) != files.last() {
-                while self.read(rank)? {}
+                while self.collect_lines(rank)? {}
             }
         }
         Ok(())
     }
 
-    /// Reads and filters the next lines of a rank; returns whether there may be more.
-    fn read(&mut self, rank: Rank) -> diagnostic::Result<bool> {
+    /// Reads the next lines of a rank's log, filters them and collects them for stdout. Returns
+    /// whether there may be more lines.
+    fn collect_lines(&mut self, rank: Rank) -> diagnostic::Result<bool> {
         let Some(follower) = self.followers.get_mut(&rank) else { return Ok(false) };
         let (out, pattern, prefix) = (&mut self.out, &self.pattern, self.prefix);
-        let more = follower.read(&mut |line| {
+        let more = follower.read_lines(&mut |line| {
             if pattern.as_ref().is_some_and(|p| !p.is_match(line)) {
                 return;
             }
@@ -184,36 +194,42 @@ impl<'a> LogViewer<'a> {
                 out.push_str(&format!("[rank {rank}] "));
             }
             let text = String::from_utf8_lossy(line);
-            out.push_str(&if plain::stdout_is_terminal() { strip_control(&text) } else { text.into_owned() });
+            out.push_str(&if command_output::stdout_is_terminal() {
+                replace_control_sequences(&text)
+            } else {
+                text.into_owned()
+            });
             out.push('\n');
         });
-        let more = more.map_err(|e| unreadable_log(follower.path(), &e))?;
-        self.write(false)?;
+        let more = more.map_err(|e| unreadable_log_error(follower.path(), &e))?;
+        self.write_collected(false)?;
         Ok(more && !self.reader_gone)
     }
 
     /// Writes the collected text when there is enough of it, or everything with `flush`.
-    fn write(&mut self, flush: bool) -> diagnostic::Result<()> {
+    fn write_collected(&mut self, flush: bool) -> diagnostic::Result<()> {
         if !flush && self.out.len() < WRITE_BATCH_BYTES {
             return Ok(());
         }
-        match plain::write_data_or_broken_pipe(&std::mem::take(&mut self.out)) {
+        match command_output::write_data_strict(&std::mem::take(&mut self.out)) {
             Err(error) if error.kind() == io::ErrorKind::BrokenPipe => self.reader_gone = true,
-            Err(error) => return Err(output_failed(&error)),
+            Err(error) => return Err(output_error(&error)),
             Ok(()) => {}
         }
         Ok(())
     }
 }
 
-fn unreadable_log(file: &Path, error: &io::Error) -> Diagnostic {
+/// Returns the error of a log file that cannot be read.
+fn unreadable_log_error(file: &Path, error: &io::Error) -> Diagnostic {
     let path = file.display().to_string();
     Diagnostic::error(command::RUN_FILE_UNREADABLE, format!("cannot read {path}"))
         .with_subject(path)
         .with_cause(error)
 }
 
-/// `rank-3.log.2` → rank 3, two rotations ago.
+/// Parses the name of a log file: `rank-3.log.2` is rank 3's log from two rotations ago. Returns
+/// the rank and the number of rotations, or `None` if the file is not a log.
 fn parse_log_name(name: &str) -> Option<(Rank, u32)> {
     let (rank, rest) = name.strip_prefix("rank-")?.split_once(".log")?;
     let rotations = match rest {
@@ -228,7 +244,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn logs_are_recognized_by_their_names() {
+    fn log_files_are_recognized_by_their_names() {
         assert_eq!(parse_log_name("rank-12.log"), Some((12, 0)));
         assert_eq!(parse_log_name("rank-0.log.3"), Some((0, 3)));
         for other in ["rank-0.log.times", "rank-0.error.json", "rank-x.log", "rank-0.logs", "console.log"] {

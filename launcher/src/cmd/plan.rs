@@ -1,12 +1,12 @@
-//! `launch plan`, and the text of `--dry-run`: shows what would run where, and changes nothing.
-use super::prepare::{JobRequest, PreparedJob, prepare};
+//! `launch plan` and `launch run --dry-run`: print the plan of a job without starting it.
+use super::prepare::{JobRequest, PreparedJob, prepare_job};
 use crate::{
     cli::JobArgs,
     controller::HostTarget,
-    secrets::{REDACTED, redact},
+    secrets::{REDACTED, redact_job},
 };
 use contract::{
-    Source,
+    JobSource,
     control::{HostPlan, WorkerPlan},
     ids::RunId,
     job::EnvSource,
@@ -16,39 +16,41 @@ use diagnostic::{Diagnostic, Location};
 use serde_json::{Map, Value, json};
 use std::fmt::Write;
 
-/// Shows the plan.
+/// Runs `launch plan`: prints the plan of a job.
 pub(crate) fn run(args: &JobArgs, json: bool, preflight: &dyn Preflight) -> diagnostic::Result<u8> {
-    let request = JobRequest { source: Source::File(args.job.clone()), set: args.set.clone() };
-    print_plan(&prepare(&request, &unnamed_run(), preflight)?, json, false)
+    let request = JobRequest { source: JobSource::File(args.job.clone()), set: args.set.clone() };
+    print_plan(&prepare_job(&request, &placeholder_run_id(), preflight)?, json, false)
 }
 
-/// Shows the plan and the job with all defaults.
-pub(crate) fn dry_run(request: &JobRequest, json: bool, preflight: &dyn Preflight) -> diagnostic::Result<u8> {
-    print_plan(&prepare(request, &unnamed_run(), preflight)?, json, true)
+/// Runs `launch run --dry-run`: prints the plan, and as text also the job with all defaults.
+pub(crate) fn run_dry(request: &JobRequest, json: bool, preflight: &dyn Preflight) -> diagnostic::Result<u8> {
+    print_plan(&prepare_job(request, &placeholder_run_id(), preflight)?, json, true)
 }
 
-/// Placeholder of the run's name in paths of a run that is not started.
-fn unnamed_run() -> RunId {
+/// Returns the placeholder `{run}`, which stands for the run ID in the paths of a plan.
+fn placeholder_run_id() -> RunId {
     RunId("{run}".to_owned())
 }
 
+/// Prints warnings to stderr and the plan to stdout. With `with_job`, the text also has the job
+/// with all defaults.
 fn print_plan(prepared: &PreparedJob, json: bool, with_job: bool) -> diagnostic::Result<u8> {
     super::print_warnings(&prepared.warnings);
     if json {
-        return super::print(&format!("{}\n", as_json(prepared)));
+        return super::print_output(&format!("{}\n", render_json(prepared)));
     }
-    let mut text = as_text(prepared);
+    let mut text = render_text(prepared);
     if with_job {
-        _ = write!(text, "\n# the job with all defaults\n{}", redact(&prepared.job).to_yaml());
+        _ = write!(text, "\n# the job with all defaults\n{}", redact_job(&prepared.job).to_yaml());
     }
-    super::print(&text)
+    super::print_output(&text)
 }
 
-/// The plan as a JSON object.
-pub(crate) fn as_json(p: &PreparedJob) -> Value {
+/// Returns the plan as the JSON object that `--json` prints. Secrets are redacted.
+pub(crate) fn render_json(p: &PreparedJob) -> Value {
     let memory = |rank: u32| p.preflight.iter().flat_map(|v| &v.memory).find(|m| m.rank == rank);
-    let devices = device_names(p);
-    let ranks: Vec<Value> = workers_with_hosts(p)
+    let devices = collect_device_names(p);
+    let ranks: Vec<Value> = list_workers_with_hosts(p)
         .map(|(host, w)| {
             json!({
                 "rank": w.rank,
@@ -57,7 +59,7 @@ pub(crate) fn as_json(p: &PreparedJob) -> Value {
                 "device": devices.get(w.rank as usize),
                 "cpus": w.cpus,
                 "threads": w.threads,
-                "env": env_json(&w.env),
+                "env": env_to_json(&w.env),
                 "workdir": w.workdir,
                 "command": w.command,
                 "log": w.log,
@@ -68,29 +70,31 @@ pub(crate) fn as_json(p: &PreparedJob) -> Value {
             })
         })
         .collect();
-    let warnings: Vec<Value> = p.warnings.iter().map(warning_json).collect();
+    let warnings: Vec<Value> = p.warnings.iter().map(warning_to_json).collect();
     let host = &p.inventory;
     json!({
         "name": p.job.name,
         "world": p.plan.world,
         "run_dir": p.plan.run_dir,
-        "checkpoint_dir": checkpoint_dir(p),
+        "checkpoint_dir": resolve_checkpoint_dir(p),
         "host": {
             "name": host.host, "cpus": host.cpus, "quota": host.quota, "memory": host.memory,
         },
         "parameters": p.preflight.as_ref().map(|v| v.parameters),
         "ranks": ranks,
         "warnings": warnings,
-        "job": redact(&p.job).to_key_json(),
+        "job": redact_job(&p.job).to_key_json(),
     })
 }
 
-fn env_json(env: &[(String, String)]) -> Map<String, Value> {
-    env.iter().map(|(name, value)| (name.clone(), Value::from(displayed_value(name, value)))).collect()
+/// Returns environment variables as a JSON object, with secret values redacted.
+fn env_to_json(env: &[(String, String)]) -> Map<String, Value> {
+    env.iter().map(|(name, value)| (name.clone(), Value::from(redact_secret_value(name, value)))).collect()
 }
 
-/// A warning as JSON. The fields `path`, `file`, `line`, `column` and `hint` are those of schema 1.
-fn warning_json(warning: &Diagnostic) -> Value {
+/// Returns a warning as JSON: the members of the diagnostic, and `path`, `file`, `line`, `column`
+/// and `hint` as in schema 1.
+fn warning_to_json(warning: &Diagnostic) -> Value {
     let mut object = warning.to_json();
     object["path"] = json!(warning.subject());
     object["file"] = json!(warning.location().map(Location::file));
@@ -100,8 +104,9 @@ fn warning_json(warning: &Diagnostic) -> Value {
     object
 }
 
-/// The plan as text.
-pub(crate) fn as_text(p: &PreparedJob) -> String {
+/// Formats the plan as text: a summary, a table of ranks, their environment and the memory
+/// estimate.
+pub(crate) fn render_text(p: &PreparedJob) -> String {
     let mut text = String::new();
     // Writing to a String does not fail.
     let world = p.plan.world;
@@ -112,66 +117,68 @@ pub(crate) fn as_text(p: &PreparedJob) -> String {
     };
     _ = writeln!(text, "job {}: {world} {workers_word} on {hosts}", p.job.name);
     match &p.job.run.command {
-        Some(command) => _ = writeln!(text, "command: {}", shell_words(command)),
+        Some(command) => _ = writeln!(text, "command: {}", quote_shell_words(command)),
         None => _ = writeln!(text, "command: built-in training"),
     }
     _ = writeln!(text, "workdir: {}", p.job.run.workdir.display());
     _ = writeln!(text, "run directory: {}", p.plan.run_dir.display());
-    if let Some(dir) = checkpoint_dir(p) {
+    if let Some(dir) = resolve_checkpoint_dir(p) {
         _ = writeln!(text, "checkpoints: {}", dir.display());
     }
-    _ = write!(text, "\n{}", table(&rank_rows(p)));
-    _ = write!(text, "\n{}", environment_text(p));
+    _ = write!(text, "\n{}", format_table(&format_rank_rows(p)));
+    _ = write!(text, "\n{}", format_environment(p));
     if let (Some(report), Some(train)) = (&p.preflight, &p.job.train) {
         let n = report.parameters;
         _ = writeln!(text, "\nmodel: {}, {} parameters", train.model.family, group_digits(n));
         _ = writeln!(text, "ZeRO stage {}, {} samples per step", train.zero.stage, train.batch.global);
         let (kind, installed) =
             if p.job.cluster.trains_on_gpus() { ("GPU memory", 0) } else { ("memory", p.inventory.memory) };
-        _ = write!(text, "{}", memory_summary(&report.memory, kind, installed));
+        _ = write!(text, "{}", format_memory_summary(&report.memory, kind, installed));
     }
     text
 }
 
-fn planned_workers(p: &PreparedJob) -> impl Iterator<Item = &WorkerPlan> {
+/// Returns the workers of all hosts in the order of their ranks.
+fn list_workers(p: &PreparedJob) -> impl Iterator<Item = &WorkerPlan> {
     p.plan.host_plans.iter().flat_map(|n| &n.workers)
 }
 
-/// Every worker with the name of its host.
-fn workers_with_hosts(p: &PreparedJob) -> impl Iterator<Item = (&str, &WorkerPlan)> {
+/// Returns every worker with the name of its host, in the order of ranks.
+fn list_workers_with_hosts(p: &PreparedJob) -> impl Iterator<Item = (&str, &WorkerPlan)> {
     let hosts = p.plan.host_names.iter().zip(&p.plan.host_plans);
     hosts.flat_map(|(name, plan)| plan.workers.iter().map(move |w| (name.as_str(), w)))
 }
 
-/// The name of each rank's device.
-fn device_names(p: &PreparedJob) -> Vec<String> {
+/// Returns the name of each rank's device, such as `cpu`, in the order of ranks.
+fn collect_device_names(p: &PreparedJob) -> Vec<String> {
     let host_devices = |(target, plan): (&HostTarget, &HostPlan)| {
-        let inventory = super::targets::planning_host(target, &p.inventory).inventory;
-        crate::plan::device_labels(&p.job, &inventory, plan.workers.len() as u32)
+        let inventory = super::targets::build_planning_host(target, &p.inventory).inventory;
+        crate::plan::list_device_labels(&p.job, &inventory, plan.workers.len() as u32)
     };
     p.hosts.iter().zip(&p.plan.host_plans).flat_map(host_devices).collect()
 }
 
-/// The checkpoint directory; `None` for a job that runs a program.
-fn checkpoint_dir(p: &PreparedJob) -> Option<std::path::PathBuf> {
+/// Returns the path of the checkpoint directory; `None` for a job that runs a program.
+fn resolve_checkpoint_dir(p: &PreparedJob) -> Option<std::path::PathBuf> {
     p.job.train.as_ref().map(|_| p.job.run.workdir.join(&p.job.checkpoint.dir))
 }
 
-fn rank_rows(p: &PreparedJob) -> Vec<Vec<String>> {
+/// Returns the rows of the table of ranks, the first with the column names.
+fn format_rank_rows(p: &PreparedJob) -> Vec<Vec<String>> {
     let head = ["rank", "host", "local rank", "device", "cpus", "threads", "memory"];
     let columns = if p.preflight.is_some() { head.len() } else { head.len() - 1 };
     let mut rows = vec![head[..columns].iter().map(|h| (*h).to_owned()).collect::<Vec<_>>()];
-    let devices = device_names(p);
-    for (host, w) in workers_with_hosts(p) {
+    let devices = collect_device_names(p);
+    for (host, w) in list_workers_with_hosts(p) {
         let memory = p.preflight.iter().flat_map(|v| &v.memory).find(|m| m.rank == w.rank);
         let mut row = vec![
             w.rank.to_string(),
             host.to_owned(),
             w.local_rank.to_string(),
             devices.get(w.rank as usize).cloned().unwrap_or_default(),
-            if w.cpus.is_empty() { "any".to_owned() } else { ranges(&w.cpus) },
+            if w.cpus.is_empty() { "any".to_owned() } else { format_cpu_ranges(&w.cpus) },
             w.threads.to_string(),
-            memory.map_or_else(|| "-".to_owned(), |m| bytes(m.total)),
+            memory.map_or_else(|| "-".to_owned(), |m| format_binary_bytes(m.total)),
         ];
         row.truncate(columns);
         rows.push(row);
@@ -179,8 +186,8 @@ fn rank_rows(p: &PreparedJob) -> Vec<Vec<String>> {
     rows
 }
 
-/// Rows as text, with each column padded to its widest cell.
-pub(crate) fn table(rows: &[Vec<String>]) -> String {
+/// Formats rows as a table, in which each column is padded to its widest cell.
+pub(crate) fn format_table(rows: &[Vec<String>]) -> String {
     let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
     let width = |c: usize| rows.iter().filter_map(|r| r.get(c)).map(|s| s.chars().count()).max().unwrap_or(0);
     let widths: Vec<usize> = (0..columns).map(width).collect();
@@ -192,17 +199,18 @@ pub(crate) fn table(rows: &[Vec<String>]) -> String {
     text
 }
 
-/// The environment of the workers; values that differ between ranks are shown as `(by rank)`.
-fn environment_text(p: &PreparedJob) -> String {
+/// Formats the environment of the workers. Values that differ between ranks are shown as
+/// `(by rank)`, and secrets only by their source.
+fn format_environment(p: &PreparedJob) -> String {
     let mut text = "environment of each worker:\n".to_owned();
-    let workers: Vec<&WorkerPlan> = planned_workers(p).collect();
+    let workers: Vec<&WorkerPlan> = list_workers(p).collect();
     let Some(first) = workers.first() else { return text };
     for (name, value) in &first.env {
         let differs = workers.iter().any(|w| !w.env.contains(&(name.clone(), value.clone())));
         let shown = if differs {
             "(by rank)".to_owned()
         } else {
-            displayed_value(name, value).replace(char::is_control, "\u{fffd}")
+            redact_secret_value(name, value).replace(char::is_control, "\u{fffd}")
         };
         _ = writeln!(text, "  {name}={shown}");
     }
@@ -220,31 +228,36 @@ fn environment_text(p: &PreparedJob) -> String {
     text
 }
 
-/// The value of a variable, redacted if its name looks secret.
-fn displayed_value<'a>(name: &str, value: &'a str) -> &'a str {
+/// Returns the value of an environment variable, redacted if the name looks secret.
+fn redact_secret_value<'a>(name: &str, value: &'a str) -> &'a str {
     if contract::env::looks_secret(name) && !value.is_empty() { REDACTED } else { value }
 }
 
-/// The memory of the rank that needs most, with its parts, and the sum over all ranks. `installed`
-/// is the memory of the machine in bytes; 0: not shown.
-fn memory_summary(estimates: &[MemoryEstimate], kind: &str, installed: u64) -> String {
+/// Formats the memory estimate of the rank that needs most, with its parts, and the sum over all
+/// ranks. `installed` is the memory of this machine in bytes, or 0 to leave it out.
+fn format_memory_summary(estimates: &[MemoryEstimate], kind: &str, installed: u64) -> String {
     let mut text = String::new();
     let Some(largest) = estimates.iter().max_by_key(|m| m.total) else { return text };
-    _ = writeln!(text, "{kind} of rank {} (the largest): {}", largest.rank, bytes(largest.total));
+    _ = writeln!(
+        text,
+        "{kind} of rank {} (the largest): {}",
+        largest.rank,
+        format_binary_bytes(largest.total)
+    );
     let rows: Vec<Vec<String>> =
-        largest.parts.iter().map(|(name, n)| vec![format!("  {name}"), bytes(*n)]).collect();
-    text.push_str(&table(&rows));
+        largest.parts.iter().map(|(name, n)| vec![format!("  {name}"), format_binary_bytes(*n)]).collect();
+    text.push_str(&format_table(&rows));
     let total = estimates.iter().map(|m| m.total).sum();
     let available = match installed {
         0 => String::new(),
-        installed => format!("; this machine has {}", bytes(installed)),
+        installed => format!("; this machine has {}", format_binary_bytes(installed)),
     };
-    _ = writeln!(text, "{kind} of all ranks: {}{available}", bytes(total));
+    _ = writeln!(text, "{kind} of all ranks: {}{available}", format_binary_bytes(total));
     text
 }
 
-/// A command quoted for a POSIX shell.
-pub(crate) fn shell_words(words: &[String]) -> String {
+/// Joins the words of a command, quoted for a POSIX shell.
+pub(crate) fn quote_shell_words(words: &[String]) -> String {
     let simple =
         |w: &str| !w.is_empty() && w.chars().all(|c| c.is_ascii_alphanumeric() || "_-./:=,@%+".contains(c));
     let quoted = |w: &String| match simple(w) {
@@ -254,8 +267,8 @@ pub(crate) fn shell_words(words: &[String]) -> String {
     words.iter().map(quoted).collect::<Vec<_>>().join(" ")
 }
 
-/// CPU numbers as ranges: `0-3,8`.
-fn ranges(cpus: &[u32]) -> String {
+/// Formats ascending CPU numbers as ranges: `0-3,8`.
+fn format_cpu_ranges(cpus: &[u32]) -> String {
     let mut parts: Vec<(u32, u32)> = Vec::new();
     for &cpu in cpus {
         match parts.last_mut() {
@@ -267,8 +280,8 @@ fn ranges(cpus: &[u32]) -> String {
     parts.iter().map(text).collect::<Vec<_>>().join(",")
 }
 
-/// A size with a binary unit: `512 B`, `1.5 MiB`.
-pub(crate) fn bytes(n: u64) -> String {
+/// Formats a number of bytes with a binary unit: `512 B`, `1.5 MiB`.
+pub(crate) fn format_binary_bytes(n: u64) -> String {
     let units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
     let step = (n.max(1).ilog2() / 10) as usize;
     match step {
@@ -277,7 +290,7 @@ pub(crate) fn bytes(n: u64) -> String {
     }
 }
 
-/// A number with separators: `1,234,567`.
+/// Formats a number with thousands separators: `1,234,567`.
 fn group_digits(n: u64) -> String {
     let digits = n.to_string();
     let mut text = String::new();
@@ -294,26 +307,27 @@ fn group_digits(n: u64) -> String {
 mod tests {
     use super::*;
 
-    fn prepared(text: &str, report: Option<contract::preflight::PreflightReport>) -> PreparedJob {
-        let source = contract::Source::Text { name: "demo.yaml".to_owned(), text: text.to_owned() };
-        let (job, _, warnings) = contract::load(source, &[]).expect("a job");
+    fn prepare_sample_job(text: &str, report: Option<contract::preflight::PreflightReport>) -> PreparedJob {
+        let source = contract::JobSource::Text { name: "demo.yaml".to_owned(), text: text.to_owned() };
+        let (job, _, warnings) = contract::load_job(source, &[]).expect("a job");
         let inventory = crate::discover::Inventory {
             host: "node".to_owned(),
             cpus: (0..8).collect(),
             memory: 8 << 30,
-            topology: contract::machine::Topology::flat(&(0..8).collect::<Vec<_>>()),
+            topology: contract::hardware::CpuTopology::with_one_core_per_cpu(&(0..8).collect::<Vec<_>>()),
             ..Default::default()
         };
-        let hosts = super::super::targets::job_hosts(&job, &inventory).expect("hosts");
+        let hosts = super::super::targets::determine_job_hosts(&job, &inventory).expect("hosts");
         let planning: Vec<_> =
-            hosts.iter().map(|h| super::super::targets::planning_host(h, &inventory)).collect();
+            hosts.iter().map(|h| super::super::targets::build_planning_host(h, &inventory)).collect();
         let attempt = crate::plan::Attempt::default();
-        let plan = crate::plan::plan(&job, &planning, &unnamed_run(), &attempt).expect("a plan");
-        let secrets = crate::secrets::Secrets::default();
+        let plan =
+            crate::plan::plan_attempt(&job, &planning, &placeholder_run_id(), &attempt).expect("a plan");
+        let secrets = crate::secrets::SecretVariables::default();
         PreparedJob { job, inventory, hosts, plan, secrets, preflight: report, warnings }
     }
 
-    fn report() -> contract::preflight::PreflightReport {
+    fn make_preflight_report() -> contract::preflight::PreflightReport {
         let estimate = |rank, total| MemoryEstimate {
             rank,
             parts: vec![("activations".to_owned(), total - 1024), ("process".to_owned(), 1024)],
@@ -330,7 +344,7 @@ mod tests {
         "cluster: {workers_per_host: 2}\nrun: {workdir: /w, env: {A: b}}\ntrain: {data: {files: [a]}}";
 
     #[test]
-    fn a_plan_is_printed_as_text() {
+    fn a_plan_as_text_has_ranks_environment_and_memory() {
         let expected = "\
 job demo: 2 workers on node
 command: built-in training
@@ -359,41 +373,44 @@ memory of rank 0 (the largest): 3.0 MiB
   process      1.0 KiB
 memory of all ranks: 5.0 MiB; this machine has 8.0 GiB
 ";
-        assert_eq!(as_text(&prepared(TRAIN, Some(report()))), expected);
+        assert_eq!(render_text(&prepare_sample_job(TRAIN, Some(make_preflight_report()))), expected);
     }
 
     #[test]
     fn the_source_of_a_secret_is_shown() {
         let job = "run: {command: [a], env: {K: {from_env: KEY}, F: {from_file: f.txt}}}";
         insta::with_settings!({ filters => [(env!("CARGO_MANIFEST_DIR"), "[DIR]")] }, {
-            insta::assert_snapshot!("secrets", environment_text(&prepared(job, None)));
+            insta::assert_snapshot!("secrets", format_environment(&prepare_sample_job(job, None)));
         });
     }
 
     #[test]
     fn a_plan_as_json_has_every_field() {
-        let plan = as_json(&prepared(TRAIN, Some(report())));
+        let plan = render_json(&prepare_sample_job(TRAIN, Some(make_preflight_report())));
         assert_eq!(plan["parameters"], 1_234_567);
         assert_eq!(plan["checkpoint_dir"], "/w/runs/demo/checkpoints");
         assert_eq!(plan["ranks"][1]["env"]["RANK"], "1");
         assert_eq!(plan["ranks"][1]["cpus"], json!([4, 5, 6, 7]));
         assert_eq!(plan["ranks"][0]["memory"]["parts"]["process"], 1024);
-        let plan = as_json(&prepared("run: {command: [a]}", None));
+        let plan = render_json(&prepare_sample_job("run: {command: [a]}", None));
         assert!(plan["checkpoint_dir"].is_null() && plan["ranks"][0]["memory"].is_null());
         assert_eq!(plan["ranks"][0]["command"], json!(["a"]));
     }
 
     #[test]
-    fn commands_are_quoted_for_a_shell() {
+    fn words_of_commands_are_quoted_for_a_shell() {
         let words = ["sh", "-c", "echo it's", "", "--lr=3e-4"].map(str::to_owned);
-        assert_eq!(shell_words(&words), r"sh -c 'echo it'\''s' '' --lr=3e-4");
+        assert_eq!(quote_shell_words(&words), r"sh -c 'echo it'\''s' '' --lr=3e-4");
     }
 
     #[test]
-    fn numbers_are_readable() {
-        assert_eq!(ranges(&[0, 1, 2, 4, 8, 9]), "0-2,4,8-9");
-        assert_eq!((bytes(0), bytes(1023), bytes(1536)), ("0 B".into(), "1023 B".into(), "1.5 KiB".into()));
-        assert_eq!(bytes(u64::MAX), "16.0 EiB");
+    fn cpu_ranges_sizes_and_numbers_are_formatted() {
+        assert_eq!(format_cpu_ranges(&[0, 1, 2, 4, 8, 9]), "0-2,4,8-9");
+        assert_eq!(
+            (format_binary_bytes(0), format_binary_bytes(1023), format_binary_bytes(1536)),
+            ("0 B".into(), "1023 B".into(), "1.5 KiB".into())
+        );
+        assert_eq!(format_binary_bytes(u64::MAX), "16.0 EiB");
         assert_eq!(
             (group_digits(7), group_digits(1234), group_digits(1_234_567)),
             ("7".into(), "1,234".into(), "1,234,567".into())

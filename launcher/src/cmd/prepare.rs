@@ -1,17 +1,17 @@
-//! [`prepare`]: the common part of `launch run`, `plan` and `--dry-run`. Loads the job, inspects
-//! the machine, makes the plan and runs the preflight checks.
+//! [`prepare_job`]: the common part of `launch run` and `launch plan`. Loads the job, inspects this
+//! machine, makes the plan and runs the preflight checks.
 use super::{
-    invalid_job,
-    targets::{self, HostsError},
+    invalid_job_error,
+    targets::{self, JobHostsError},
 };
 use crate::{
     controller::HostTarget,
     discover::{self, Inventory},
     plan::{self, Attempt, JobHost, Plan},
-    secrets::{self, Secrets},
+    secrets::{self, SecretVariables},
 };
 use contract::{
-    JobSpec, Source, SourceMap,
+    JobSource, JobSpec, SourceMap,
     ids::RunId,
     job::MinHosts,
     preflight::{Preflight, PreflightReport},
@@ -21,59 +21,60 @@ use diagnostic::{
     codes::{host, job as job_codes},
 };
 
-/// A job to prepare.
+/// A job that is to be loaded, with overrides.
 #[derive(Debug)]
 pub(crate) struct JobRequest {
     /// Where the job is read from.
-    pub(crate) source: Source,
+    pub(crate) source: JobSource,
     /// The `--set` arguments.
     pub(crate) set: Vec<String>,
 }
 
-/// A job that may start.
+/// A job that passed its checks, with everything that the start needs.
 #[derive(Debug)]
 pub(crate) struct PreparedJob {
     pub(crate) job: JobSpec,
-    /// This machine.
+    /// The inventory of this machine.
     pub(crate) inventory: Inventory,
     /// The hosts in the order of their ranks.
     pub(crate) hosts: Vec<HostTarget>,
-    /// The plan from what the job declares about other hosts. The controller plans again with what
-    /// the agents find there.
+    /// The plan, made from what the job declares about other hosts. The controller makes the final
+    /// plan from the inventories that the agents report.
     pub(crate) plan: Plan,
-    pub(crate) secrets: Secrets,
-    /// The checks of the built-in training; `None` for a job that runs a program.
+    pub(crate) secrets: SecretVariables,
+    /// The preflight report of built-in training; `None` for a job that runs a program.
     pub(crate) preflight: Option<PreflightReport>,
     pub(crate) warnings: Vec<Diagnostic>,
 }
 
-/// Loads, checks and plans a job. Reads files, and changes nothing.
-pub(crate) fn prepare(
+/// Loads, checks and plans a job. Reads files but writes none. The mistakes of an invalid job are
+/// returned as the details of one error.
+pub(crate) fn prepare_job(
     request: &JobRequest,
     run: &RunId,
     preflight: &dyn Preflight,
 ) -> diagnostic::Result<PreparedJob> {
     let file = match &request.source {
-        Source::File(path) => path.display().to_string(),
-        Source::Text { name, .. } => name.clone(),
+        JobSource::File(path) => path.display().to_string(),
+        JobSource::Text { name, .. } => name.clone(),
     };
-    let loaded = contract::load(request.source.clone(), &request.set);
-    let (job, map, mut warnings) = loaded.map_err(|mistakes| invalid_job(&file, mistakes))?;
-    let invalid = |mistakes: Vec<Diagnostic>| invalid_job(&file, locate(&map, &mistakes));
+    let loaded = contract::load_job(request.source.clone(), &request.set);
+    let (job, map, mut warnings) = loaded.map_err(|mistakes| invalid_job_error(&file, mistakes))?;
+    let invalid = |mistakes: Vec<Diagnostic>| invalid_job_error(&file, locate_diagnostics(&map, &mistakes));
     if !job.run.workdir.is_dir() {
         let message = format!("the directory `{}` does not exist", job.run.workdir.display());
         let error = Diagnostic::error(job_codes::JOB_WORKDIR_INVALID, message);
         return Err(invalid(vec![error.with_subject("run.workdir")]));
     }
-    let secrets = secrets::resolve(&job.run).map_err(invalid)?;
-    let inventory = discover::local::inventory().map_err(|e| {
+    let secrets = secrets::resolve_secret_variables(&job.run).map_err(invalid)?;
+    let inventory = discover::local::discover_local().map_err(|e| {
         Diagnostic::error(host::INVENTORY_UNREADABLE, "cannot determine the CPUs and memory of this machine")
             .with_cause(&e)
             .with_help("launch reads them from /proc; check that it is mounted")
     })?;
-    let hosts = targets::job_hosts(&job, &inventory).map_err(|error| match error {
-        HostsError::Job(mistakes) => invalid(mistakes),
-        HostsError::Cluster(error) => error,
+    let hosts = targets::determine_job_hosts(&job, &inventory).map_err(|error| match error {
+        JobHostsError::Job(mistakes) => invalid(mistakes),
+        JobHostsError::Cluster(error) => error,
     })?;
     let too_few = check_host_counts(&job, hosts.len());
     if !too_few.is_empty() {
@@ -84,9 +85,10 @@ pub(crate) fn prepare(
             error.with_category(Category::Cluster).with_help("`cluster.devices: cpu` trains on CPUs")
         })?;
     }
-    let planning: Vec<JobHost> = hosts.iter().map(|host| targets::planning_host(host, &inventory)).collect();
-    let plan = plan::plan(&job, &planning, run, &Attempt::default()).map_err(invalid)?;
-    warnings.extend(locate(&map, &plan.warnings));
+    let planning: Vec<JobHost> =
+        hosts.iter().map(|host| targets::build_planning_host(host, &inventory)).collect();
+    let plan = plan::plan_attempt(&job, &planning, run, &Attempt::default()).map_err(invalid)?;
+    warnings.extend(locate_diagnostics(&map, &plan.warnings));
     let report = match &job.train {
         Some(_) => {
             let threads = plan.host_plans.iter().flat_map(|h| &h.workers).map(|w| w.threads).max();
@@ -94,7 +96,7 @@ pub(crate) fn prepare(
             if !report.errors.is_empty() {
                 return Err(invalid(report.errors));
             }
-            warnings.extend(locate(&map, &report.warnings));
+            warnings.extend(locate_diagnostics(&map, &report.warnings));
             // GPU memory is checked where it is allocated.
             let on_cpus = !job.cluster.trains_on_gpus();
             warnings.extend(check_memory(&map, &inventory, &report).filter(|_| on_cpus));
@@ -105,12 +107,13 @@ pub(crate) fn prepare(
     Ok(PreparedJob { job, inventory, hosts, plan, secrets, preflight: report, warnings })
 }
 
-/// Adds the places of their keys to diagnostics.
-fn locate(map: &SourceMap, diagnostics: &[Diagnostic]) -> Vec<Diagnostic> {
-    diagnostics.iter().map(|d| map.locate(d.clone())).collect()
+/// Adds file, line and column to diagnostics whose subject is a key of the job.
+fn locate_diagnostics(map: &SourceMap, diagnostics: &[Diagnostic]) -> Vec<Diagnostic> {
+    diagnostics.iter().map(|d| map.add_location(d.clone())).collect()
 }
 
-/// Errors of keys that ask for more hosts than the job has.
+/// Returns an error for each of `cluster.use_hosts` and `run.min_hosts` that exceeds the number of
+/// hosts.
 fn check_host_counts(job: &JobSpec, hosts: usize) -> Vec<Diagnostic> {
     let used = job.cluster.use_hosts.map_or(hosts, |n| n as usize);
     let min_hosts = if let MinHosts::AtLeast(n) = job.run.min_hosts { n as usize } else { 0 };
@@ -129,7 +132,7 @@ fn check_host_counts(job: &JobSpec, hosts: usize) -> Vec<Diagnostic> {
     exceeded.map(error).collect()
 }
 
-/// A warning when the workers of this machine together need more memory than it has.
+/// Returns a warning if all workers together need more memory than this machine has.
 fn check_memory(map: &SourceMap, inventory: &Inventory, report: &PreflightReport) -> Option<Diagnostic> {
     let required: u64 = report.memory.iter().map(|m| m.total).sum();
     if inventory.memory == 0 || required <= inventory.memory {
@@ -137,15 +140,15 @@ fn check_memory(map: &SourceMap, inventory: &Inventory, report: &PreflightReport
     }
     let message = format!(
         "the workers need about {} of memory; this machine has {}",
-        super::plan::bytes(required),
-        super::plan::bytes(inventory.memory)
+        super::plan::format_binary_bytes(required),
+        super::plan::format_binary_bytes(inventory.memory)
     );
     let warning = Diagnostic::warning(host::MEMORY_INSUFFICIENT, message)
         .with_subject("train")
         .with_field("required_bytes", required)
         .with_field("available_bytes", inventory.memory)
         .with_help("use a smaller `batch.micro`, `recompute: block` or a higher `zero.stage`");
-    Some(map.locate(warning))
+    Some(map.add_location(warning))
 }
 
 #[cfg(test)]
@@ -154,7 +157,7 @@ mod tests {
 
     #[test]
     fn a_job_cannot_require_more_hosts_than_it_has() {
-        let mut job = crate::testing::job();
+        let mut job = crate::testing::sample_job();
         let mut keys = |use_hosts, min_hosts, hosts| {
             (job.cluster.use_hosts, job.run.min_hosts) = (use_hosts, min_hosts);
             let errors = check_host_counts(&job, hosts);

@@ -1,21 +1,20 @@
-//! `launch ps`: active and past runs; and [`resolve_run`], which finds the run that a command
-//! names.
-use super::plan::table;
+//! `launch ps`: lists active and past runs. [`resolve_run`] finds the run that a command names.
+use super::plan::format_table;
 use crate::{
-    agent::log_times::unix_time_ms,
+    agent::log_times::read_unix_time_ms,
     cli::PsArgs,
-    report::{format_duration, strip_control},
+    report::{format_duration, replace_control_sequences},
     runs::{self, Run, RunFilter, RunState},
 };
 use diagnostic::{Diagnostic, codes::command};
 use serde_json::{Value, json};
 
-/// Past runs that are shown without `--all`.
+/// The number of past runs that are shown without `--all`.
 const MAX_PAST_RUNS: usize = 20;
 
-/// Shows the runs.
+/// Runs `launch ps`: prints the runs of this user.
 pub(crate) fn run(args: &PsArgs, as_json: bool) -> diagnostic::Result<u8> {
-    let mut runs = runs::list(&std::path::absolute(".").unwrap_or_default());
+    let mut runs = runs::list_runs(&std::path::absolute(".").unwrap_or_default());
     if !args.show_all {
         let mut past = 0;
         runs.retain(|run| {
@@ -24,30 +23,32 @@ pub(crate) fn run(args: &PsArgs, as_json: bool) -> diagnostic::Result<u8> {
         });
     }
     if as_json {
-        let runs: Vec<Value> = runs.iter().map(run_json).collect();
-        return super::print(&format!("{}\n", Value::from(runs)));
+        let runs: Vec<Value> = runs.iter().map(run_to_json).collect();
+        return super::print_output(&format!("{}\n", Value::from(runs)));
     }
     if runs.is_empty() {
-        crate::report::plain::write_message("there are no runs\n");
+        crate::report::command_output::write_message("there are no runs\n");
         return Ok(contract::exit::DONE);
     }
-    super::print(&run_table(&runs, unix_time_ms()))
+    super::print_output(&format_run_table(&runs, read_unix_time_ms()))
 }
 
-fn run_json(run: &Run) -> Value {
+/// Returns a run as the JSON object that `--json` prints.
+fn run_to_json(run: &Run) -> Value {
     let r = &run.record;
     let (code, seconds) = match run.state {
         RunState::Ended(code, seconds) => (Some(code), Some(seconds)),
         _ => (None, None),
     };
     json!({
-        "run": r.run, "name": r.name, "state": state_name(run.state), "exit_code": code, "seconds": seconds,
+        "run": r.run, "name": r.name, "state": format_state(run.state), "exit_code": code, "seconds": seconds,
         "step": run.step, "world": r.world, "began_ms": r.began_ms, "host": r.controller.host,
         "pid": r.controller.pid, "run_dir": r.run_dir, "command": r.command,
     })
 }
 
-fn state_name(state: RunState) -> &'static str {
+/// Returns the name of a state. Exit codes 130 and 143 mean that a signal stopped the run.
+fn format_state(state: RunState) -> &'static str {
     match state {
         RunState::Running => "running",
         RunState::Ended(0, _) => "done",
@@ -58,8 +59,8 @@ fn state_name(state: RunState) -> &'static str {
     }
 }
 
-/// The runs as a table. `now_ms` is the current time, milliseconds since 1970.
-pub(super) fn run_table(runs: &[Run], now_ms: u64) -> String {
+/// Formats runs as a table. `now_ms` is the current time in milliseconds since 1970.
+pub(super) fn format_run_table(runs: &[Run], now_ms: u64) -> String {
     let head = ["run", "job", "state", "workers", "step", "began", "took", "host", "files"];
     let mut rows = vec![head.map(str::to_owned).to_vec()];
     for run in runs {
@@ -73,7 +74,7 @@ pub(super) fn run_table(runs: &[Run], now_ms: u64) -> String {
         let row = [
             record.run.clone(),
             record.name.clone(),
-            state_name(run.state).to_owned(),
+            format_state(run.state).to_owned(),
             record.world.to_string(),
             run.step.map_or_else(|| "-".to_owned(), |step| step.to_string()),
             format_age(age),
@@ -81,11 +82,12 @@ pub(super) fn run_table(runs: &[Run], now_ms: u64) -> String {
             record.controller.host.clone(),
             record.run_dir.display().to_string(),
         ];
-        rows.push(row.iter().map(|cell| strip_control(cell)).collect());
+        rows.push(row.iter().map(|cell| replace_control_sequences(cell)).collect());
     }
-    table(&rows)
+    format_table(&rows)
 }
 
+/// Formats the time since the start of a run in the largest fitting unit: `5 min ago`.
 fn format_age(seconds: f64) -> String {
     match seconds as u64 {
         s @ 0..120 => format!("{s} s ago"),
@@ -95,12 +97,12 @@ fn format_age(seconds: f64) -> String {
     }
 }
 
-/// The run that the command line names: by its directory, or as [`runs::select_run`] resolves
-/// names.
+/// Finds the run that an argument names, either by its directory or by a name that
+/// [`runs::select_run`] resolves. The error lists the candidates if several runs match.
 pub(super) fn resolve_run(name: Option<&str>, filter: RunFilter) -> diagnostic::Result<Run> {
     let is_path = |text: &&str| text.contains('/') || *text == "." || *text == "..";
     if let Some(directory) = name.filter(is_path) {
-        let run = std::path::absolute(directory).ok().and_then(|d| runs::in_directory(&d));
+        let run = std::path::absolute(directory).ok().and_then(|d| runs::load_run_in_directory(&d));
         return run.ok_or_else(|| {
             let message = format!("`{directory}` is not a run directory");
             Diagnostic::error(command::RUN_DIRECTORY_INVALID, message)
@@ -108,14 +110,16 @@ pub(super) fn resolve_run(name: Option<&str>, filter: RunFilter) -> diagnostic::
                 .with_help("`launch ps` shows the directories of runs in the column `files`")
         });
     }
-    let runs = runs::list(&std::path::absolute(".").unwrap_or_default());
+    let runs = runs::list_runs(&std::path::absolute(".").unwrap_or_default());
     match runs::select_run(&runs, name, filter) {
         Ok(run) => Ok(run.clone()),
         Err(error) => {
             let candidates: Vec<Run> = error.candidates().iter().map(|run| (*run).clone()).collect();
             let help = match candidates.is_empty() {
                 true => "`launch ps` lists the runs".to_owned(),
-                false => format!("candidates:\n{}", run_table(&candidates, unix_time_ms()).trim_end()),
+                false => {
+                    format!("candidates:\n{}", format_run_table(&candidates, read_unix_time_ms()).trim_end())
+                }
             };
             Err(Diagnostic::from(error).with_help(help))
         }
@@ -127,7 +131,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ages_and_states_are_readable() {
+    fn ages_and_states_of_runs_are_formatted() {
         let ages = [0.0, 119.9, 120.0, 7199.0, 7200.0, 172_800.0].map(format_age);
         assert_eq!(ages, ["0 s ago", "119 s ago", "2 min ago", "119 min ago", "2 h ago", "2 days ago"]);
         let states = [
@@ -137,6 +141,6 @@ mod tests {
             RunState::Ended(1, 1.0),
             RunState::Lost,
         ];
-        assert_eq!(states.map(state_name), ["running", "done", "stopped", "failed", "lost"]);
+        assert_eq!(states.map(format_state), ["running", "done", "stopped", "failed", "lost"]);
     }
 }

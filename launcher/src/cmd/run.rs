@@ -1,16 +1,16 @@
 //! `launch run`: prepares a job and passes it to the controller.
 use super::{
     OutputFormat,
-    prepare::{JobRequest, PreparedJob, prepare},
+    prepare::{JobRequest, PreparedJob, prepare_job},
 };
 use crate::{
     cli::RunArgs,
     controller::{self, StartNotifier},
-    report::plain,
+    report::command_output,
     transport::detached::{self, DetachedStart},
 };
 use contract::{
-    Source,
+    JobSource,
     control::ExitStatus,
     event::{Event, FailureReport},
     failure::FailureReason,
@@ -29,7 +29,8 @@ use std::{
     time::{Duration, Instant, SystemTime},
 };
 
-/// Runs the job and returns the exit code. `command_line` is the whole command line.
+/// Runs `launch run`: starts the job, detaches it or prints its plan. Returns the exit code.
+/// `command_line` is the whole command line, for the run record.
 pub(crate) fn run(
     args: &RunArgs,
     format: OutputFormat,
@@ -37,10 +38,10 @@ pub(crate) fn run(
     preflight: &dyn Preflight,
 ) -> u8 {
     let began = Instant::now();
-    let result = job_request(args).and_then(|request| match args.dry_run {
-        true => super::plan::dry_run(&request, format.json, preflight),
-        false if args.detach => detach(args, &request, format.json, preflight),
-        false => start(args, &request, format, command_line, preflight),
+    let result = build_job_request(args).and_then(|request| match args.dry_run {
+        true => super::plan::run_dry(&request, format.json, preflight),
+        false if args.detach => start_detached(args, &request, format.json, preflight),
+        false => run_controller(args, &request, format, command_line, preflight),
     });
     match result {
         Err(error) if format.json && !args.dry_run => {
@@ -48,38 +49,39 @@ pub(crate) fn run(
             print_failure_events(&error, began.elapsed(), format);
             super::report_error(&error, OutputFormat::default())
         }
-        result => super::exit_code(result, format),
+        result => super::report_result(result, format),
     }
 }
 
-/// The job file, or a job that runs the program of the command line.
-fn job_request(args: &RunArgs) -> diagnostic::Result<JobRequest> {
+/// Returns a request for the job file or, without one, for a job that runs the program of the
+/// command line.
+fn build_job_request(args: &RunArgs) -> diagnostic::Result<JobRequest> {
     let set = args.set.clone();
     if let Some(job) = &args.job {
-        return Ok(JobRequest { source: Source::File(job.clone()), set });
+        return Ok(JobRequest { source: JobSource::File(job.clone()), set });
     }
     let words = args.command.iter().map(|word| word.to_str()).collect::<Option<Vec<_>>>();
     let words = words.ok_or_else(|| {
         let message = "an argument of the program is not UTF-8 text";
         Diagnostic::error(command::ARGUMENT_NOT_UTF8, message)
     })?;
-    let text = job_of_program(&words, args.workers.unwrap_or(1));
-    Ok(JobRequest { source: Source::Text { name: "the command line".to_owned(), text }, set })
+    let text = format_program_job(&words, args.workers.unwrap_or(1));
+    Ok(JobRequest { source: JobSource::Text { name: "the command line".to_owned(), text }, set })
 }
 
-/// The text of a job.yaml that runs a program.
-fn job_of_program(words: &[&str], workers: u32) -> String {
-    let quoted: Vec<String> = words.iter().map(|word| yaml_string(word)).collect();
-    let (name, command) = (program_name(words), quoted.join(", "));
+/// Returns the text of a job.yaml that runs a program on this machine.
+fn format_program_job(words: &[&str], workers: u32) -> String {
+    let quoted: Vec<String> = words.iter().map(|word| quote_yaml_string(word)).collect();
+    let (name, command) = (derive_job_name(words), quoted.join(", "));
     format!(
         "name: {}\ncluster: {{hosts: local, workers_per_host: {workers}}}\nrun: {{command: [{command}]}}\n",
-        yaml_string(&name)
+        quote_yaml_string(&name)
     )
 }
 
-/// The name of the job: that of the script for interpreters (`python -u train.py` → `train`), else
-/// that of the program.
-fn program_name(words: &[&str]) -> String {
+/// Derives the name of the job from its command: the name of the script for interpreters
+/// (`python -u train.py` → `train`), else that of the program.
+fn derive_job_name(words: &[&str]) -> String {
     let stem = |word: &str| Path::new(word).file_stem().map(|s| s.to_string_lossy().into_owned());
     let program = words.first().and_then(|word| stem(word)).unwrap_or_default();
     let script = words.iter().skip(1).find(|word| !word.starts_with('-')).and_then(|word| stem(word));
@@ -92,8 +94,8 @@ fn program_name(words: &[&str]) -> String {
     if name.is_empty() { "program".to_owned() } else { name.to_owned() }
 }
 
-/// A text as a double-quoted ASCII scalar of YAML.
-fn yaml_string(text: &str) -> String {
+/// Quotes a text as a double-quoted YAML scalar in ASCII.
+fn quote_yaml_string(text: &str) -> String {
     let mut quoted = String::from("\"");
     for c in text.chars() {
         match c {
@@ -105,16 +107,17 @@ fn yaml_string(text: &str) -> String {
     quoted + "\""
 }
 
-/// Starts a controller in its own session, and returns when its workers run.
-fn detach(
+/// Starts a controller in a separate session and waits until its workers run or it has ended.
+/// Returns the exit code of a controller that has ended.
+fn start_detached(
     args: &RunArgs,
     request: &JobRequest,
     json: bool,
     preflight: &dyn Preflight,
 ) -> diagnostic::Result<u8> {
-    let run = new_run_id(SystemTime::now(), random_bits());
-    // Prepared here as well, so that mistakes are reported on this terminal.
-    let PreparedJob { plan, warnings, .. } = prepare(request, &run, preflight)?;
+    let run = create_run_id(SystemTime::now(), draw_random_bits());
+    // The job is prepared here as well, so that mistakes are reported on this terminal.
+    let PreparedJob { plan, warnings, .. } = prepare_job(request, &run, preflight)?;
     super::print_warnings(&warnings);
     let directory = &plan.run_dir;
     let console = directory.join("console.log");
@@ -126,24 +129,25 @@ fn detach(
                 .with_subject(path)
                 .with_cause(&e)
         })?;
-    let started = detached::start_and_wait(|fd| controller_args(args, &run, fd), file).map_err(|e| {
-        Diagnostic::error(command::CONTROLLER_START_FAILED, "cannot start the controller").with_cause(&e)
-    })?;
+    let started = detached::start_detached_controller(|fd| build_controller_args(args, &run, fd), file)
+        .map_err(|e| {
+            Diagnostic::error(command::CONTROLLER_START_FAILED, "cannot start the controller").with_cause(&e)
+        })?;
     match started {
         DetachedStart::Started(pid) => {
             if json {
                 let object = serde_json::json!({"run": run.0, "run_dir": directory, "pid": pid});
-                return super::print(&format!("{object}\n"));
+                return super::print_output(&format!("{object}\n"));
             }
-            plain::write_message(&format!(
+            command_output::write_message(&format!(
                 "launch: run {run} continues in the background (pid {pid}, files in {})\n  \
                  launch logs {run} --follow    launch events {run} --follow    launch stop {run}\n",
                 directory.display()
             ));
-            super::print(&format!("{run}\n"))
+            super::print_output(&format!("{run}\n"))
         }
         DetachedStart::Ended(status) => {
-            plain::write_message(&fs::read_to_string(&console).unwrap_or_default());
+            command_output::write_message(&fs::read_to_string(&console).unwrap_or_default());
             Ok(match status {
                 ExitStatus::Code(code) => code,
                 ExitStatus::Signal(..) => contract::exit::FAILED,
@@ -152,8 +156,8 @@ fn detach(
     }
 }
 
-/// The command line of a detached controller.
-fn controller_args(args: &RunArgs, run: &RunId, fd: i32) -> Vec<OsString> {
+/// Returns the arguments of a detached controller. `fd` is the pipe that it notifies of its start.
+fn build_controller_args(args: &RunArgs, run: &RunId, fd: i32) -> Vec<OsString> {
     let mut words: Vec<OsString> = vec!["run".into()];
     words.extend(args.set.iter().flat_map(|set| ["--set".into(), set.into()]));
     words.extend(["--detached".into(), format!("{run}:{fd}").into()]);
@@ -169,8 +173,9 @@ fn controller_args(args: &RunArgs, run: &RunId, fd: i32) -> Vec<OsString> {
     words
 }
 
-/// Parses `--detached RUN:FD`: the name of the run, and the pipe that is notified of its start.
-fn parse_detached(text: &str) -> diagnostic::Result<(RunId, StartNotifier)> {
+/// Parses the value `RUN:FD` of `--detached`: the ID of the run, and the inherited pipe that the
+/// controller notifies of its start.
+fn parse_detached_option(text: &str) -> diagnostic::Result<(RunId, StartNotifier)> {
     let invalid = || {
         let message = "`--detached` is an internal option of launch";
         Diagnostic::error(command::DETACHED_ARGUMENT_INVALID, message).with_help("use `--detach`")
@@ -182,37 +187,38 @@ fn parse_detached(text: &str) -> diagnostic::Result<(RunId, StartNotifier)> {
     Ok((RunId(run.to_owned()), notifier))
 }
 
-/// Runs the job under a controller in this process.
-fn start(
+/// Prepares the job and runs its controller in this process until the run ends. Returns the exit
+/// code of the run.
+fn run_controller(
     args: &RunArgs,
     request: &JobRequest,
     format: OutputFormat,
     mut command_line: Vec<String>,
     preflight: &dyn Preflight,
 ) -> diagnostic::Result<u8> {
-    let (run, starter) = match args.detached.as_deref().map(parse_detached).transpose()? {
+    let (run, starter) = match args.detached.as_deref().map(parse_detached_option).transpose()? {
         Some((run, starter)) => (run, Some(starter)),
-        None => (new_run_id(SystemTime::now(), random_bits()), None),
+        None => (create_run_id(SystemTime::now(), draw_random_bits()), None),
     };
     if let Some(at) = command_line.iter().position(|word| word == "--detached") {
         command_line.drain(at..(at + 2).min(command_line.len()));
     }
     let PreparedJob { job, inventory, hosts, mut plan, warnings, secrets, .. } =
-        prepare(request, &run, preflight)?;
-    // The controller reports them, so that they are in the journal too.
+        prepare_job(request, &run, preflight)?;
+    // The controller reports the warnings, so that the journal contains them too.
     plan.warnings = warnings;
     let prepare_resume = super::ckpt::resume::prepare_program_resume;
     prepare_resume(&job, &mut plan)?;
-    let transport = super::targets::job_transport(&job)?;
-    let requeue = if args.requeue { Some(super::targets::requeue(&job)?) } else { None };
+    let transport = super::targets::create_job_transport(&job)?;
+    let requeue = if args.requeue { Some(super::targets::build_requeue(&job)?) } else { None };
     let job_file = match &request.source {
-        Source::File(path) => Some(controller::JobFile { path: path.clone(), set: request.set.clone() }),
-        Source::Text { .. } => None,
+        JobSource::File(path) => Some(controller::JobFile { path: path.clone(), set: request.set.clone() }),
+        JobSource::Text { .. } => None,
     };
-    let hostfile = controller::HostFile::from_job(&job);
+    let hostfile = controller::FilteredHostfile::from_job(&job);
     let request =
         controller::RunRequest { job, plan, hosts, transport, local_inventory: inventory, prepare_resume };
-    let options = controller::Options {
+    let options = controller::RunOptions {
         json: format.json,
         schema: format.schema,
         command: command_line,
@@ -222,19 +228,19 @@ fn start(
         job_file,
         hostfile,
     };
-    Ok(controller::run(request, options))
+    Ok(controller::run_job(request, options))
 }
 
-/// A name such as `20261120-223145-7f3a`: the time in UTC and 16 random bits.
-fn new_run_id(now: SystemTime, random: u16) -> RunId {
+/// Creates the ID of a run, such as `20261120-223145-7f3a`, from the time in UTC and random bits.
+fn create_run_id(now: SystemTime, random: u16) -> RunId {
     let seconds = now.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs();
-    let (year, month, day) = civil_date(seconds / 86_400);
+    let (year, month, day) = compute_civil_date(seconds / 86_400);
     let (hour, minute, second) = (seconds / 3600 % 24, seconds / 60 % 60, seconds % 60);
     RunId(format!("{year:04}{month:02}{day:02}-{hour:02}{minute:02}{second:02}-{random:04x}"))
 }
 
-/// Year, month and day of the day that is `days` after 1970-01-01.
-fn civil_date(mut days: u64) -> (u64, u64, u64) {
+/// Computes the year, month and day that is `days` after 1970-01-01.
+fn compute_civil_date(mut days: u64) -> (u64, u64, u64) {
     let leap = |y: u64| (y.is_multiple_of(4) && !y.is_multiple_of(100)) || y.is_multiple_of(400);
     let mut year = 1970;
     loop {
@@ -257,12 +263,12 @@ fn civil_date(mut days: u64) -> (u64, u64, u64) {
     (year, month, days + 1)
 }
 
-/// Bits that differ from process to process.
-fn random_bits() -> u16 {
+/// Returns random bits that differ from process to process.
+fn draw_random_bits() -> u16 {
     RandomState::new().hash_one(std::process::id()) as u16
 }
 
-/// Prints the events of a run that was rejected before it started.
+/// Prints the `failure` and `done` events of a run that was rejected before its start.
 fn print_failure_events(error: &Diagnostic, elapsed: Duration, format: OutputFormat) {
     let failure = Event::Failure(Box::new(FailureReport {
         reason: FailureReason::Rejected { code: error.code() },
@@ -276,7 +282,7 @@ fn print_failure_events(error: &Diagnostic, elapsed: Duration, format: OutputFor
     for event in [failure, done] {
         if let Ok(line) = event.to_json(format.schema) {
             // The exit code reports the failure to a program that has closed stdout.
-            _ = plain::write_data(&format!("{line}\n"));
+            _ = command_output::write_data(&format!("{line}\n"));
         }
     }
 }
@@ -286,16 +292,17 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn loaded(words: &[&str], workers: u32) -> contract::JobSpec {
-        let text = job_of_program(words, workers);
-        match contract::load(Source::Text { name: "x".to_owned(), text: text.clone() }, &[]) {
+    /// Loads the job that runs a program.
+    fn load_program_job(words: &[&str], workers: u32) -> contract::JobSpec {
+        let text = format_program_job(words, workers);
+        match contract::load_job(JobSource::Text { name: "x".to_owned(), text: text.clone() }, &[]) {
             Ok((job, _, _)) => job,
             Err(mistakes) => panic!("{text}: {mistakes:?}"),
         }
     }
 
     #[test]
-    fn a_program_is_named_after_its_script() {
+    fn the_job_of_a_program_is_named_after_its_script() {
         for (words, name) in [
             (&["python", "train.py", "--lr", "1"][..], "train"),
             (&["/usr/bin/python3.11", "-u", "src/my train.py"], "python3"),
@@ -305,15 +312,15 @@ mod tests {
             (&[".."], "program"),
             (&["-"], "program"),
         ] {
-            assert_eq!(loaded(words, 1).name, name, "{words:?}");
+            assert_eq!(load_program_job(words, 1).name, name, "{words:?}");
         }
     }
 
     proptest! {
         #[test]
-        fn any_program_is_a_job(words in proptest::collection::vec("[^\0]{0,12}", 0..4), workers in 1u32..=1024) {
+        fn any_command_line_of_a_program_makes_a_valid_job(words in proptest::collection::vec("[^\0]{0,12}", 0..4), workers in 1u32..=1024) {
             let words: Vec<&str> = std::iter::once("program").chain(words.iter().map(String::as_str)).collect();
-            let job = loaded(&words, workers);
+            let job = load_program_job(&words, workers);
             prop_assert_eq!(job.run.command, Some(words.iter().map(|w| (*w).to_owned()).collect()));
             prop_assert_eq!(job.cluster.workers_per_host, contract::job::WorkersPerHost::Exactly(workers));
         }
@@ -321,7 +328,7 @@ mod tests {
 
     #[test]
     fn run_ids_sort_by_time() {
-        let at = |seconds| new_run_id(SystemTime::UNIX_EPOCH + Duration::from_secs(seconds), 0xabc).0;
+        let at = |seconds| create_run_id(SystemTime::UNIX_EPOCH + Duration::from_secs(seconds), 0xabc).0;
         assert_eq!(at(0), "19700101-000000-0abc");
         assert_eq!(at(951_782_400), "20000229-000000-0abc");
         assert_eq!(at(1_795_215_105), "20261120-225145-0abc");

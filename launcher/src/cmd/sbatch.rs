@@ -1,9 +1,9 @@
 //! `launch sbatch`: writes a job as a Slurm batch script, and submits or prints it.
-use super::{invalid_job, plan::shell_words};
-use crate::{cli::SbatchArgs, report::plain, transport::submit_job};
+use super::{invalid_job_error, plan::quote_shell_words};
+use crate::{cli::SbatchArgs, report::command_output, transport::submit_job};
 use contract::{
-    JobSpec, Source,
-    job::{Hosts, SlurmSpec},
+    JobSource, JobSpec,
+    job::{HostSelection, SlurmSpec},
 };
 use diagnostic::{
     Diagnostic,
@@ -15,17 +15,17 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Submits the job, or prints its script.
+/// Runs `launch sbatch`: submits the job to Slurm or, with `--print`, prints the batch script.
 pub(crate) fn run(args: &SbatchArgs, as_json: bool) -> diagnostic::Result<u8> {
-    let script = batch_script(args)?;
+    let script = build_batch_script(args)?;
     let text = match args.print {
-        true => script.text(),
+        true => script.render(),
         false => submit_script(&script, &args.options, as_json)?,
     };
-    super::print(&text)
+    super::print_output(&text)
 }
 
-/// A batch script.
+/// The content of a Slurm batch script that runs `launch run`.
 #[derive(Debug)]
 struct BatchScript {
     /// The name of the job.
@@ -39,19 +39,20 @@ struct BatchScript {
     command: Vec<String>,
 }
 
-fn batch_script(args: &SbatchArgs) -> diagnostic::Result<BatchScript> {
+/// Loads and checks the job, and returns its batch script.
+fn build_batch_script(args: &SbatchArgs) -> diagnostic::Result<BatchScript> {
     let file = args.job.display().to_string();
-    let loaded = contract::load(Source::File(args.job.clone()), &args.set);
-    let (job, map, _) = loaded.map_err(|mistakes| invalid_job(&file, mistakes))?;
-    check_job(&job).map_err(|error| invalid_job(&file, vec![map.locate(error)]))?;
+    let loaded = contract::load_job(JobSource::File(args.job.clone()), &args.set);
+    let (job, map, _) = loaded.map_err(|mistakes| invalid_job_error(&file, mistakes))?;
+    check_batch_job(&job).map_err(|error| invalid_job_error(&file, vec![map.add_location(error)]))?;
     let executable = std::env::current_exe().map_err(|e| {
         let message = "cannot determine the path of launch's executable";
         Diagnostic::error(command::EXECUTABLE_UNKNOWN, message).with_cause(&e)
     })?;
     let mut words = vec![
-        path_text(&executable)?,
+        path_to_script_text(&executable)?,
         "run".to_owned(),
-        path_text(&absolute_path(&args.job)?)?,
+        path_to_script_text(&resolve_absolute_path(&args.job)?)?,
         "--requeue".to_owned(),
     ];
     words.extend(args.set.iter().map(|set| format!("--set={set}")));
@@ -62,8 +63,8 @@ fn batch_script(args: &SbatchArgs) -> diagnostic::Result<BatchScript> {
             .with_help("write the value into the job file"));
     }
     let script = BatchScript {
-        output: output_dir(&job).join("slurm-%j.out"),
-        chdir: absolute_path(Path::new("."))?,
+        output: find_common_run_dir(&job).join("slurm-%j.out"),
+        chdir: resolve_absolute_path(Path::new("."))?,
         name: job.name,
         slurm: job.slurm,
         command: words,
@@ -74,9 +75,10 @@ fn batch_script(args: &SbatchArgs) -> diagnostic::Result<BatchScript> {
     Ok(script)
 }
 
-/// Rejects jobs that would leave allocated nodes idle, or have no working directory.
-fn check_job(job: &JobSpec) -> diagnostic::Result<()> {
-    if job.cluster.hosts == Hosts::Local && job.slurm.nodes > 1 {
+/// Rejects jobs that would leave allocated nodes idle, and jobs whose working directory does not
+/// exist.
+fn check_batch_job(job: &JobSpec) -> diagnostic::Result<()> {
+    if job.cluster.hosts == HostSelection::Local && job.slurm.nodes > 1 {
         let message =
             format!("`cluster.hosts: local` would leave all but one of {} nodes idle", job.slurm.nodes);
         return Err(Diagnostic::error(command::SBATCH_HOSTS_UNSUPPORTED, message)
@@ -84,7 +86,7 @@ fn check_job(job: &JobSpec) -> diagnostic::Result<()> {
             .with_field("nodes", job.slurm.nodes)
             .with_help("remove `cluster.hosts`, or request one node"));
     }
-    if matches!(job.cluster.hosts, Hosts::List(_) | Hosts::File(_)) {
+    if matches!(job.cluster.hosts, HostSelection::List(_) | HostSelection::File(_)) {
         let message = "the batch job would reach these hosts over SSH and leave its own nodes idle";
         return Err(Diagnostic::error(command::SBATCH_HOSTS_UNSUPPORTED, message)
             .with_subject("cluster.hosts")
@@ -99,15 +101,17 @@ fn check_job(job: &JobSpec) -> diagnostic::Result<()> {
     Ok(())
 }
 
-fn absolute_path(path: &Path) -> diagnostic::Result<PathBuf> {
+/// Returns the absolute form of a path. Fails if the current directory is not available.
+fn resolve_absolute_path(path: &Path) -> diagnostic::Result<PathBuf> {
     std::path::absolute(path).map_err(|e| {
         let message = format!("cannot determine the absolute path of {}", path.display());
         Diagnostic::error(command::CURRENT_DIRECTORY_UNAVAILABLE, message).with_cause(&e)
     })
 }
 
-/// The directory that all runs of the job have in common.
-fn output_dir(job: &JobSpec) -> PathBuf {
+/// Returns the directory for the output of the batch job: the part of `run.logs.dir` before
+/// `{run}`, which all runs of the job have in common.
+fn find_common_run_dir(job: &JobSpec) -> PathBuf {
     let template = job.run.logs.dir.replace("{name}", &job.name);
     let common: PathBuf = Path::new(&template)
         .components()
@@ -116,8 +120,8 @@ fn output_dir(job: &JobSpec) -> PathBuf {
     job.run.workdir.join(common)
 }
 
-/// A path as text for the script.
-fn path_text(path: &Path) -> diagnostic::Result<String> {
+/// Returns a path as text for the script. Rejects paths that are not UTF-8 or have line breaks.
+fn path_to_script_text(path: &Path) -> diagnostic::Result<String> {
     let text = path.to_str().filter(|text| !text.contains('\n'));
     text.map(str::to_owned).ok_or_else(|| {
         let path = path.display().to_string();
@@ -132,7 +136,7 @@ fn path_text(path: &Path) -> diagnostic::Result<String> {
 
 /// Rejects paths with characters that cannot be escaped in `#SBATCH` lines.
 fn check_option_path(path: &Path) -> diagnostic::Result<()> {
-    let path = path_text(path)?;
+    let path = path_to_script_text(path)?;
     // `%j` is intended; Slurm would replace any other `%`.
     let without_id = path.strip_suffix("slurm-%j.out").unwrap_or(&path);
     let is_unsupported = |c: &char| matches!(c, '"' | '\'' | '\\' | '%') || c.is_control();
@@ -149,26 +153,27 @@ fn check_option_path(path: &Path) -> diagnostic::Result<()> {
 }
 
 impl BatchScript {
-    /// The text of the script.
-    fn text(&self) -> String {
+    /// Returns the text of the script.
+    fn render(&self) -> String {
         let options: String =
-            self.sbatch_options().iter().map(|option| format!("#SBATCH {option}\n")).collect();
+            self.list_sbatch_options().iter().map(|option| format!("#SBATCH {option}\n")).collect();
         format!(
             "#!/bin/bash\n{options}\n\
              # exec replaces the shell, so that Slurm's signal before the time limit reaches launch.\n\
              exec {}\n",
-            shell_words(&self.command)
+            quote_shell_words(&self.command)
         )
     }
 
-    fn sbatch_options(&self) -> Vec<String> {
+    /// Returns the options of the `#SBATCH` lines. Those of `slurm.extra` come last.
+    fn list_sbatch_options(&self) -> Vec<String> {
         let s = &self.slurm;
         let mut options = vec![
             format!("--job-name={}", self.name),
             format!("--nodes={}", s.nodes),
             "--ntasks-per-node=1".to_owned(),
         ];
-        options.extend(s.time_ms.map(|ms| format!("--time={}", time_limit(ms))));
+        options.extend(s.time_ms.map(|ms| format!("--time={}", format_time_limit(ms))));
         options.extend(s.partition.as_ref().map(|name| format!("--partition={name}")));
         options.extend(s.account.as_ref().map(|name| format!("--account={name}")));
         options.extend(s.qos.as_ref().map(|name| format!("--qos={name}")));
@@ -180,8 +185,8 @@ impl BatchScript {
             format!("--signal=B:USR1@{}", s.signal_time_ms.div_ceil(1000)),
             if s.requeues > 0 { "--requeue" } else { "--no-requeue" }.to_owned(),
             "--open-mode=append".to_owned(),
-            format!("--output={}", quote_option(&self.output)),
-            format!("--chdir={}", quote_option(&self.chdir)),
+            format!("--output={}", quote_option_path(&self.output)),
+            format!("--chdir={}", quote_option_path(&self.chdir)),
         ]);
         options.extend(s.extra.iter().cloned());
         options
@@ -189,19 +194,20 @@ impl BatchScript {
 }
 
 /// Quotes a path for an `#SBATCH` line, if necessary.
-fn quote_option(path: &Path) -> String {
+fn quote_option_path(path: &Path) -> String {
     let path = path.display().to_string();
     let is_plain = |c: char| !c.is_whitespace() && c != '#';
     if path.chars().all(is_plain) { path } else { format!("\"{path}\"") }
 }
 
-/// Formats a duration as `DAYS-HOURS:MINUTES:SECONDS`, rounded up to a second.
-fn time_limit(ms: u64) -> String {
+/// Formats milliseconds as Slurm's `DAYS-HOURS:MINUTES:SECONDS`, rounded up to a second.
+fn format_time_limit(ms: u64) -> String {
     let s = ms.div_ceil(1000);
     format!("{}-{:02}:{:02}:{:02}", s / 86_400, s / 3600 % 24, s / 60 % 60, s % 60)
 }
 
-/// Submits the script and returns the text for stdout: the job id.
+/// Creates the output directory, submits the script and returns the text for stdout: the job ID or,
+/// with `as_json`, an object with job ID and output file.
 fn submit_script(script: &BatchScript, options: &[String], as_json: bool) -> diagnostic::Result<String> {
     let dir = script.output.parent().unwrap_or(Path::new("."));
     // Slurm does not create directories: without this one the job would fail without any output.
@@ -211,12 +217,15 @@ fn submit_script(script: &BatchScript, options: &[String], as_json: bool) -> dia
             .with_subject(path)
             .with_cause(&e)
     })?;
-    let job = submit_job(&script.text(), options)?;
+    let job = submit_job(&script.render(), options)?;
     let output = script.output.display().to_string().replace("%j", &job);
     if as_json {
         return Ok(format!("{}\n", json!({"job": job, "output": output})));
     }
-    plain::write_message(&format!("submitted {} as job {job}; its output goes to {output}\n", script.name));
+    command_output::write_message(&format!(
+        "submitted {} as job {job}; its output goes to {output}\n",
+        script.name
+    ));
     Ok(format!("{job}\n"))
 }
 
@@ -224,7 +233,7 @@ fn submit_script(script: &BatchScript, options: &[String], as_json: bool) -> dia
 mod tests {
     use super::*;
 
-    fn sample(slurm: SlurmSpec) -> BatchScript {
+    fn make_sample_script(slurm: SlurmSpec) -> BatchScript {
         BatchScript {
             name: "demo".into(),
             slurm,
@@ -266,12 +275,12 @@ mod tests {
             \n\
             # exec replaces the shell, so that Slurm's signal before the time limit reaches launch.\n\
             exec /x/launch run '/w/my job.yaml' --requeue '--set=a=it'\\''s'\n";
-        assert_eq!(sample(slurm).text(), expected);
+        assert_eq!(make_sample_script(slurm).render(), expected);
     }
 
     #[test]
     fn without_requeues_slurm_does_not_requeue_either() {
-        let text = sample(SlurmSpec { requeues: 0, ..SlurmSpec::default() }).text();
+        let text = make_sample_script(SlurmSpec { requeues: 0, ..SlurmSpec::default() }).render();
         assert!(text.lines().any(|line| line == "#SBATCH --no-requeue"), "{text}");
     }
 
@@ -282,7 +291,12 @@ mod tests {
         let script_with_hosts = |hosts: &str| {
             fs::write(&job, format!("run: {{command: [a]}}\ncluster: {{hosts: {hosts}}}\n"))
                 .expect("written");
-            batch_script(&SbatchArgs { job: job.clone(), set: Vec::new(), print: true, options: Vec::new() })
+            build_batch_script(&SbatchArgs {
+                job: job.clone(),
+                set: Vec::new(),
+                print: true,
+                options: Vec::new(),
+            })
         };
         for hosts in ["[a, b]", "{file: hosts}"] {
             let error = script_with_hosts(hosts).expect_err(hosts);
@@ -292,9 +306,9 @@ mod tests {
     }
 
     #[test]
-    fn time_limits_have_slurms_form() {
-        assert_eq!(time_limit(60_000), "0-00:01:00");
-        assert_eq!(time_limit(86_400_000 + 3_600_001), "1-01:00:01");
+    fn time_limits_have_the_format_of_slurm() {
+        assert_eq!(format_time_limit(60_000), "0-00:01:00");
+        assert_eq!(format_time_limit(86_400_000 + 3_600_001), "1-01:00:01");
     }
 
     #[test]
@@ -306,14 +320,14 @@ mod tests {
     }
 
     #[test]
-    fn the_output_is_next_to_the_run_directories() {
-        let mut job = crate::testing::job();
+    fn the_batch_output_is_stored_next_to_the_run_directories() {
+        let mut job = crate::testing::sample_job();
         job.run.workdir = "/w".into();
         for (template, dir) in
             [("runs/{name}/{run}", "/w/runs/sample"), ("/logs/{run}-{name}", "/logs"), ("here", "/w/here")]
         {
             job.run.logs.dir = template.into();
-            assert_eq!(output_dir(&job), PathBuf::from(dir));
+            assert_eq!(find_common_run_dir(&job), PathBuf::from(dir));
         }
     }
 }

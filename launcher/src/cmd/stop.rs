@@ -2,7 +2,7 @@
 use super::ps::resolve_run;
 use crate::{
     cli::StopArgs,
-    report::plain,
+    report::command_output,
     runs::{self, ProcessHandle, RunFilter, RunState},
 };
 use diagnostic::{Diagnostic, codes::command};
@@ -12,12 +12,13 @@ use std::time::{Duration, Instant};
 /// Time between two checks of a run that is ending.
 const POLL_INTERVAL: Duration = Duration::from_millis(500);
 
-/// Stops the run and waits for its end.
+/// Runs `launch stop`: signals the controller of a run and, without `--no-wait`, waits until the
+/// controller has ended.
 pub(crate) fn run(args: &StopArgs) -> diagnostic::Result<u8> {
     let run = resolve_run(args.run.as_deref(), RunFilter::Active)?;
     let (name, controller) = (&run.record.run, &run.record.controller);
     if !controller.is_on_this_boot() && !matches!(run.state, RunState::Ended(..)) {
-        return Err(remote_run(name, &controller.host, args.now));
+        return Err(remote_run_error(name, &controller.host, args.now));
     }
     let cannot_signal = |e: &std::io::Error| {
         let message = format!("cannot signal the controller of run {name} (pid {})", controller.pid);
@@ -27,29 +28,29 @@ pub(crate) fn run(args: &StopArgs) -> diagnostic::Result<u8> {
             .with_cause(e)
     };
     let Some(handle) = controller.open_handle().map_err(|e| cannot_signal(&e))? else {
-        plain::write_message(&format!("run {name} is not active\n"));
+        command_output::write_message(&format!("run {name} is not active\n"));
         return Ok(contract::exit::DONE);
     };
     let (signal, action) = match args.now {
         true => (Signal::SIGQUIT, "killing run"),
         false => (Signal::SIGTERM, "saving and stopping run"),
     };
-    handle.signal(signal).map_err(|e| cannot_signal(&e))?;
-    plain::write_message(&format!("{action} {name}\n"));
+    handle.send_signal(signal).map_err(|e| cannot_signal(&e))?;
+    command_output::write_message(&format!("{action} {name}\n"));
     if args.no_wait {
         return Ok(contract::exit::DONE);
     }
-    wait(name, &handle, Duration::from_secs(args.wait))?;
+    wait_for_controller(name, &handle, Duration::from_secs(args.wait))?;
     let ended = match runs::load_run(run.record.clone()).state {
         RunState::Ended(code, _) => format!("ended with exit code {code}"),
         _ => "ended".to_owned(),
     };
-    plain::write_message(&format!("run {name} {ended}\n"));
+    command_output::write_message(&format!("run {name} {ended}\n"));
     Ok(contract::exit::DONE)
 }
 
-/// Error: the controller of the run is on another host.
-fn remote_run(name: &str, host: &str, now: bool) -> Diagnostic {
+/// Returns the error of a run whose controller is on another host.
+fn remote_run_error(name: &str, host: &str, now: bool) -> Diagnostic {
     let option = if now { " --now" } else { "" };
     Diagnostic::error(command::RUN_ON_OTHER_HOST, format!("the controller of run {name} is on host {host}"))
         .with_subject(name)
@@ -57,7 +58,8 @@ fn remote_run(name: &str, host: &str, now: bool) -> Diagnostic {
         .with_help(format!("run `ssh {host} launch stop{option} {name}`"))
 }
 
-fn wait(name: &str, handle: &ProcessHandle, limit: Duration) -> diagnostic::Result<()> {
+/// Waits until the controller has ended. Fails if `limit` has passed.
+fn wait_for_controller(name: &str, handle: &ProcessHandle, limit: Duration) -> diagnostic::Result<()> {
     let began = Instant::now();
     while !handle.wait_for_exit(POLL_INTERVAL) {
         if began.elapsed() >= limit {

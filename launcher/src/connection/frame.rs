@@ -1,10 +1,10 @@
-//! Reads frames from an asynchronous stream.
-pub(crate) use contract::frame::{FrameError, encode};
-use contract::frame::{HEADER, body_length, decode};
+//! Reads the frames of a control connection from an asynchronous stream.
+pub(crate) use contract::frame::{FrameError, encode_frame};
+use contract::frame::{HEADER_BYTES, decode_body, decode_body_length};
 use serde::de::DeserializeOwned;
 use tokio::io::{AsyncRead, AsyncReadExt};
 
-/// Reads one frame; `None` when the stream ends between two frames.
+/// Reads one frame and decodes its message. Returns `None` if the stream ends between two frames.
 ///
 /// Not cancel-safe: a frame that was read in part is lost, so call it from a separate task.
 pub(super) async fn read_frame<R, T>(stream: &mut R) -> Result<Option<T>, FrameError>
@@ -12,29 +12,29 @@ where
     R: AsyncRead + Unpin,
     T: DeserializeOwned,
 {
-    let mut header = [0; HEADER];
+    let mut header = [0; HEADER_BYTES];
     let mut filled = 0;
-    while filled < HEADER {
+    while filled < HEADER_BYTES {
         match stream.read(&mut header[filled..]).await.map_err(FrameError::Io)? {
             0 if filled == 0 => return Ok(None),
             0 => return Err(FrameError::Truncated),
             n => filled += n,
         }
     }
-    let length = body_length(header)?;
+    let length = decode_body_length(header)?;
     // The buffer grows with the bytes that arrive, whatever length the header announces.
     let mut body = Vec::new();
     stream.take(u64::from(length)).read_to_end(&mut body).await.map_err(FrameError::Io)?;
     if body.len() < length as usize {
         return Err(FrameError::Truncated);
     }
-    decode(&body).map(Some)
+    decode_body(&body).map(Some)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use contract::control::{FromAgent, FromWorker, MAX_FRAME, ToAgent, ToWorker};
+    use contract::control::{FromAgent, FromWorker, MAX_FRAME_BYTES, ToAgent, ToWorker};
     use proptest::prelude::*;
 
     fn block_on<F: Future>(future: F) -> F::Output {
@@ -48,7 +48,7 @@ mod tests {
             FromAgent::Started { attempt: 0, rank: 3, pid: 77 },
             FromAgent::Line { rank: 0, stderr: true, text: "π — not ASCII".into() },
         ];
-        let bytes: Vec<u8> = messages.iter().flat_map(|m| encode(m).unwrap()).collect();
+        let bytes: Vec<u8> = messages.iter().flat_map(|m| encode_frame(m).unwrap()).collect();
         block_on(async {
             let mut stream = &bytes[..];
             for message in &messages {
@@ -60,9 +60,13 @@ mod tests {
 
     #[test]
     fn a_stream_that_ends_inside_a_frame_is_an_error() {
-        let bytes =
-            encode(&ToAgent::Kill { attempt: 0, reason: "a peer failed".into(), grace_ms: 5, stacks: false })
-                .unwrap();
+        let bytes = encode_frame(&ToAgent::Kill {
+            attempt: 0,
+            reason: "a peer failed".into(),
+            grace_ms: 5,
+            stacks: false,
+        })
+        .unwrap();
         for end in 1..bytes.len() {
             let result = block_on(read_frame::<_, ToAgent>(&mut &bytes[..end]));
             assert!(matches!(result, Err(FrameError::Truncated)), "ends at {end}: {result:?}");
@@ -71,12 +75,12 @@ mod tests {
 
     #[test]
     fn a_frame_that_is_too_long_is_rejected_before_its_body_is_read() {
-        let mut bytes = (MAX_FRAME + 1).to_le_bytes().to_vec();
+        let mut bytes = (MAX_FRAME_BYTES + 1).to_le_bytes().to_vec();
         bytes.extend_from_slice(&[0; 64]);
         let mut stream = &bytes[..];
         let result = block_on(read_frame::<_, ToAgent>(&mut stream));
         assert!(
-            matches!(result, Err(FrameError::TooLong { bytes }) if bytes == u64::from(MAX_FRAME) + 1),
+            matches!(result, Err(FrameError::TooLong { bytes }) if bytes == u64::from(MAX_FRAME_BYTES) + 1),
             "{result:?}"
         );
         assert_eq!(stream.len(), 64, "the body must be left unread");
@@ -84,34 +88,34 @@ mod tests {
 
     #[test]
     fn a_message_that_is_too_long_is_not_encoded() {
-        let text = "x".repeat(MAX_FRAME as usize);
+        let text = "x".repeat(MAX_FRAME_BYTES as usize);
         assert!(matches!(
-            encode(&FromAgent::Line { rank: 0, stderr: false, text }),
+            encode_frame(&FromAgent::Line { rank: 0, stderr: false, text }),
             Err(FrameError::TooLong { .. })
         ));
     }
 
     #[test]
     fn trailing_bytes_and_messages_of_other_connections_are_rejected() {
-        let mut body = encode(&ToAgent::Heartbeat).unwrap()[HEADER..].to_vec();
+        let mut body = encode_frame(&ToAgent::Heartbeat).unwrap()[HEADER_BYTES..].to_vec();
         body.push(0);
-        assert!(matches!(decode::<ToAgent>(&body), Err(FrameError::TrailingBytes { bytes: 1 })));
-        let body = encode(&FromAgent::WorkersEnded { attempt: 0 }).unwrap()[HEADER..].to_vec();
-        assert!(matches!(decode::<ToAgent>(&body), Err(FrameError::Decode(_))));
-        // an array that claims four billion strings
+        assert!(matches!(decode_body::<ToAgent>(&body), Err(FrameError::TrailingBytes { bytes: 1 })));
+        let body = encode_frame(&FromAgent::WorkersEnded { attempt: 0 }).unwrap()[HEADER_BYTES..].to_vec();
+        assert!(matches!(decode_body::<ToAgent>(&body), Err(FrameError::Decode(_))));
+        // The body is an array that claims four billion strings.
         let body = [0x81, 0xa4, b'L', b'i', b'n', b'e', 0xdd, 0xff, 0xff, 0xff, 0xff];
-        assert!(matches!(decode::<FromAgent>(&body), Err(FrameError::Decode(_))));
-        // nesting without end
-        assert!(matches!(decode::<FromAgent>(&[0x91; 100_000]), Err(FrameError::Decode(_))));
+        assert!(matches!(decode_body::<FromAgent>(&body), Err(FrameError::Decode(_))));
+        // The body is an endless nesting of arrays.
+        assert!(matches!(decode_body::<FromAgent>(&[0x91; 100_000]), Err(FrameError::Decode(_))));
     }
 
     proptest! {
         #[test]
         fn untrusted_bodies_never_panic(body in proptest::collection::vec(any::<u8>(), 0..300)) {
-            let _ = decode::<ToAgent>(&body);
-            let _ = decode::<FromAgent>(&body);
-            let _ = decode::<ToWorker>(&body);
-            let _ = decode::<FromWorker>(&body);
+            let _ = decode_body::<ToAgent>(&body);
+            let _ = decode_body::<FromAgent>(&body);
+            let _ = decode_body::<ToWorker>(&body);
+            let _ = decode_body::<FromWorker>(&body);
         }
 
         #[test]
@@ -129,7 +133,7 @@ mod tests {
             let exited = FromAgent::Exited {
                 attempt: 0, rank: 1, pid: 2, status, oom: false, tail, error: None, gpu: None,
             };
-            let mut frame = encode(&exited).unwrap();
+            let mut frame = encode_frame(&exited).unwrap();
             let offset = offset % frame.len();
             frame[offset] ^= flipped_bits;
             block_on(async {

@@ -2,7 +2,7 @@
 //!
 //! Before the first control message both sides prove that they hold the same 32-byte key, which
 //! reaches the agents in an [`Invitation`] on their standard input. Each side sends a fresh nonce
-//! and receives a BLAKE3 hash, keyed with that key, of both nonces, the host's name and the role of
+//! and a proof: a BLAKE3 hash, keyed with that key, of both nonces, the host's name and the role of
 //! the sender. So no proof can be replayed or reflected.
 //!
 //! The control messages that follow are neither encrypted nor authenticated. Like MPI and NCCL, the
@@ -11,18 +11,18 @@ use diagnostic::{Code, Diagnostic, codes};
 use std::{fmt, io, io::Read as _, net::SocketAddr, time::Duration};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
-/// The limit of a whole handshake, on either side.
+/// The time limit of a whole handshake, on either side.
 pub(crate) const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
-/// The most addresses in an invitation.
+/// The limit of addresses in an invitation.
 pub(crate) const MAX_ADDRESSES: usize = 16;
-/// The longest invitation, in bytes.
+/// The length of the longest invitation, in bytes.
 const MAX_INVITATION_BYTES: usize = 4096;
 /// The first bytes of a connection: the protocol and its version.
 const MAGIC: &[u8; 8] = b"launchJ1";
 /// The first word of an invitation: the protocol and its version.
 const INVITATION_PREFIX: &str = "launch-join-1";
 
-/// The key of one group of agents. Never printed.
+/// The secret key that a controller shares with one group of agents. It is never printed.
 #[derive(Clone, PartialEq, Eq)]
 pub(crate) struct HandshakeKey([u8; 32]);
 
@@ -34,14 +34,15 @@ impl fmt::Debug for HandshakeKey {
 
 impl HandshakeKey {
     /// Generates a key from the kernel's random numbers.
-    pub(crate) fn random() -> io::Result<HandshakeKey> {
-        random_bytes().map(HandshakeKey)
+    pub(crate) fn generate() -> io::Result<HandshakeKey> {
+        read_random_bytes().map(HandshakeKey)
     }
 
-    /// What the side of this role must send to prove that it holds the key.
-    fn proof(
+    /// Computes the proof that the side of this role must send: a hash, keyed with the key, of the
+    /// role, both nonces and the host's name.
+    fn compute_proof(
         &self,
-        role: Role,
+        role: HandshakeRole,
         agent_nonce: &[u8; 32],
         controller_nonce: &[u8; 32],
         name: &str,
@@ -58,32 +59,33 @@ impl HandshakeKey {
 
 /// A side of the handshake.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Role {
-    /// The side that connects.
+pub(crate) enum HandshakeRole {
+    /// The agent, which connects.
     Agent,
-    /// The side that listens.
+    /// The controller, which listens.
     Controller,
 }
 
-impl Role {
+impl HandshakeRole {
+    /// Returns the bytes that stand for the role in a proof.
     fn transcript_label(self) -> &'static [u8; 8] {
         match self {
-            Role::Agent => b"agent  1",
-            Role::Controller => b"control1",
+            HandshakeRole::Agent => b"agent  1",
+            HandshakeRole::Controller => b"control1",
         }
     }
 }
 
-impl fmt::Display for Role {
+impl fmt::Display for HandshakeRole {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Role::Agent => "agent",
-            Role::Controller => "controller",
+            HandshakeRole::Agent => "agent",
+            HandshakeRole::Controller => "controller",
         })
     }
 }
 
-/// Why a handshake failed.
+/// An error of the handshake between an agent and its controller.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum HandshakeError {
     /// The connection failed or ended.
@@ -94,7 +96,7 @@ pub(crate) enum HandshakeError {
     Timeout,
     /// The other side does not hold the key.
     #[error("the {0} at the other end has another key")]
-    WrongKey(Role),
+    WrongKey(HandshakeRole),
     /// The other side is not an agent of this version of launch.
     #[error("the connection does not come from an agent of this version of launch")]
     WrongProtocol,
@@ -104,7 +106,7 @@ pub(crate) enum HandshakeError {
 }
 
 impl HandshakeError {
-    /// The diagnostic code of this error.
+    /// Returns the diagnostic code of this error.
     pub(crate) fn code(&self) -> Code {
         match self {
             HandshakeError::Io(_) | HandshakeError::Timeout => codes::host::CONTROL_CONNECTION_LOST,
@@ -121,7 +123,7 @@ impl From<HandshakeError> for Diagnostic {
     }
 }
 
-/// Why an invitation cannot be used. The key does not appear in the texts.
+/// An error in an invitation. The messages never contain the key.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum InvitationError {
     /// Standard input could not be read.
@@ -148,23 +150,25 @@ impl From<InvitationError> for Diagnostic {
     }
 }
 
-fn random_bytes() -> io::Result<[u8; 32]> {
+/// Reads 32 random bytes from the kernel.
+fn read_random_bytes() -> io::Result<[u8; 32]> {
     let mut bytes = [0; 32];
     std::fs::File::open("/dev/urandom")?.read_exact(&mut bytes)?;
     Ok(bytes)
 }
 
-/// What an agent needs to connect to its controller, as one line of text.
+/// The key and addresses that an agent needs to connect to its controller. It is passed as one line
+/// of text.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Invitation {
-    /// Proves that the agent belongs to the job.
+    /// The key with which the agent proves that it belongs to the job.
     pub(crate) key: HandshakeKey,
     /// Addresses on which the controller listens, in order of preference.
     pub(crate) addresses: Vec<SocketAddr>,
 }
 
 impl Invitation {
-    /// The invitation as a line, with its line break.
+    /// Formats the invitation as a line, with its line break.
     pub(crate) fn to_line(&self) -> String {
         let key: String = self.key.0.iter().map(|byte| format!("{byte:02x}")).collect();
         let addresses = self.addresses.iter().take(MAX_ADDRESSES).map(|a| format!(" {a}"));
@@ -187,7 +191,7 @@ impl Invitation {
         }
     }
 
-    /// Reads the line from a stream, and no byte after it.
+    /// Reads an invitation from the first line of a stream. Reads no byte after the line.
     pub(crate) fn read(stream: &mut impl io::Read) -> Result<Invitation, InvitationError> {
         let mut line = Vec::new();
         let mut byte = [0];
@@ -201,6 +205,7 @@ impl Invitation {
     }
 }
 
+/// Parses a key of 64 hexadecimal digits.
 fn parse_key(hex: &str) -> Option<HandshakeKey> {
     let digits = hex.bytes().map(|b| char::from(b).to_digit(16)).collect::<Option<Vec<u32>>>()?;
     let bytes: Vec<u8> = digits.chunks_exact(2).map(|pair| (pair[0] * 16 + pair[1]) as u8).collect();
@@ -208,10 +213,10 @@ fn parse_key(hex: &str) -> Option<HandshakeKey> {
     bytes.try_into().ok().map(HandshakeKey)
 }
 
-/// The agent's side of the handshake, up to the proof that the peer is the controller.
+/// Performs the agent's side of the handshake, up to the proof that the peer is the controller.
 ///
 /// An agent may try several connections at once. Only the one on which
-/// [`VerifiedController::confirm`] is called becomes the control connection.
+/// [`VerifiedController::send_agent_proof`] is called becomes the control connection.
 pub(crate) async fn authenticate_controller<S>(
     mut stream: S,
     key: &HandshakeKey,
@@ -221,7 +226,7 @@ where
     S: AsyncRead + AsyncWrite + Unpin,
 {
     let length = u8::try_from(name.len()).map_err(|_| HandshakeError::InvalidName)?;
-    let agent_nonce = random_bytes()?;
+    let agent_nonce = read_random_bytes()?;
     let mut hello = Vec::from(MAGIC);
     hello.extend(agent_nonce);
     hello.push(length);
@@ -231,34 +236,36 @@ where
     stream.read_exact(&mut controller_nonce).await?;
     stream.read_exact(&mut proof).await?;
     // `blake3::Hash` compares in constant time.
-    let expected = key.proof(Role::Controller, &agent_nonce, &controller_nonce, name);
+    let expected = key.compute_proof(HandshakeRole::Controller, &agent_nonce, &controller_nonce, name);
     if blake3::Hash::from_bytes(proof) != expected {
-        return Err(HandshakeError::WrongKey(Role::Controller));
+        return Err(HandshakeError::WrongKey(HandshakeRole::Controller));
     }
-    let proof = key.proof(Role::Agent, &agent_nonce, &controller_nonce, name);
+    let proof = key.compute_proof(HandshakeRole::Agent, &agent_nonce, &controller_nonce, name);
     Ok(VerifiedController { stream, proof })
 }
 
-/// A connection on which the controller has proved itself and the agent has not yet.
+/// A connection on which the controller has proved that it holds the key, and the agent has not
+/// yet.
 #[derive(Debug)]
 pub(crate) struct VerifiedController<S> {
     stream: S,
-    /// The agent's proof.
+    /// The proof that the agent has to send.
     proof: blake3::Hash,
 }
 
 impl<S: AsyncWrite + Unpin> VerifiedController<S> {
     /// Sends the agent's proof, which makes this connection the control connection.
-    pub(crate) async fn confirm(mut self) -> Result<S, HandshakeError> {
+    pub(crate) async fn send_agent_proof(mut self) -> Result<S, HandshakeError> {
         self.stream.write_all(self.proof.as_bytes()).await?;
         Ok(self.stream)
     }
 }
 
-/// The controller's side of the handshake. Returns the name of the host whose agent connected.
+/// Performs the controller's side of the handshake. Returns the name of the host whose agent
+/// connected.
 ///
-/// A peer without the key learns only a hash that covers the nonce it sent. The caller limits the
-/// time.
+/// A peer without the key learns only a hash that covers the nonce it sent. The caller has to limit
+/// the time.
 pub(crate) async fn authenticate_agent<S>(
     stream: &mut S,
     key: &HandshakeKey,
@@ -277,14 +284,16 @@ where
     let mut name = vec![0; usize::from(rest[32])];
     stream.read_exact(&mut name).await?;
     let name = String::from_utf8(name).map_err(|_| HandshakeError::InvalidName)?;
-    let controller_nonce = random_bytes()?;
+    let controller_nonce = read_random_bytes()?;
     stream.write_all(&controller_nonce).await?;
-    let proof = key.proof(Role::Controller, &agent_nonce, &controller_nonce, &name);
+    let proof = key.compute_proof(HandshakeRole::Controller, &agent_nonce, &controller_nonce, &name);
     stream.write_all(proof.as_bytes()).await?;
     let mut proof = [0; 32];
     stream.read_exact(&mut proof).await?;
-    if blake3::Hash::from_bytes(proof) != key.proof(Role::Agent, &agent_nonce, &controller_nonce, &name) {
-        return Err(HandshakeError::WrongKey(Role::Agent));
+    if blake3::Hash::from_bytes(proof)
+        != key.compute_proof(HandshakeRole::Agent, &agent_nonce, &controller_nonce, &name)
+    {
+        return Err(HandshakeError::WrongKey(HandshakeRole::Agent));
     }
     Ok(name)
 }

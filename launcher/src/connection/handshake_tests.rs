@@ -6,7 +6,8 @@ fn block_on<F: Future>(future: F) -> F::Output {
     tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(future)
 }
 
-fn key_of(byte: u8) -> HandshakeKey {
+/// Creates a key that repeats one byte.
+fn key_from_byte(byte: u8) -> HandshakeKey {
     HandshakeKey([byte; 32])
 }
 
@@ -19,7 +20,8 @@ fn run_handshake(
     block_on(async {
         let (agent_end, mut controller_end) = duplex(64);
         let agent = async {
-            let mut stream = authenticate_controller(agent_end, &agent_key, name).await?.confirm().await?;
+            let mut stream =
+                authenticate_controller(agent_end, &agent_key, name).await?.send_agent_proof().await?;
             stream.write_all(b"then").await.map_err(HandshakeError::from)
         };
         tokio::join!(agent, async {
@@ -36,14 +38,14 @@ fn run_handshake(
 #[test]
 fn the_handshake_succeeds_with_equal_keys_only() {
     for name in ["n1", "", &"x".repeat(255)] {
-        let (agent, controller) = run_handshake(key_of(1), key_of(1), name);
+        let (agent, controller) = run_handshake(key_from_byte(1), key_from_byte(1), name);
         agent.unwrap();
         assert_eq!(controller.unwrap(), name);
     }
-    let (agent, controller) = run_handshake(key_of(1), key_of(2), "n1");
-    assert!(matches!(agent, Err(HandshakeError::WrongKey(Role::Controller))), "{agent:?}");
+    let (agent, controller) = run_handshake(key_from_byte(1), key_from_byte(2), "n1");
+    assert!(matches!(agent, Err(HandshakeError::WrongKey(HandshakeRole::Controller))), "{agent:?}");
     controller.unwrap_err();
-    let (agent, _) = run_handshake(key_of(1), key_of(1), &"x".repeat(256));
+    let (agent, _) = run_handshake(key_from_byte(1), key_from_byte(1), &"x".repeat(256));
     assert!(matches!(agent, Err(HandshakeError::InvalidName)), "{agent:?}");
 }
 
@@ -59,9 +61,9 @@ fn the_controllers_proof_cannot_be_reflected() {
             near.read_exact(&mut nonce_and_proof).await.unwrap();
             near.write_all(&nonce_and_proof[32..]).await.unwrap();
         };
-        let key = key_of(3);
+        let key = key_from_byte(3);
         let ((), result) = tokio::join!(attacker, authenticate_agent(&mut far, &key));
-        assert!(matches!(result, Err(HandshakeError::WrongKey(Role::Agent))), "{result:?}");
+        assert!(matches!(result, Err(HandshakeError::WrongKey(HandshakeRole::Agent))), "{result:?}");
     });
 }
 
@@ -70,8 +72,14 @@ fn a_recorded_handshake_cannot_be_replayed() {
     let recorded = block_on(async {
         let (near, mut far) = duplex(1024);
         let (mut tapped, mut tap) = duplex(1024);
-        let agent =
-            async { authenticate_controller(near, &key_of(4), "n").await.unwrap().confirm().await.unwrap() };
+        let agent = async {
+            authenticate_controller(near, &key_from_byte(4), "n")
+                .await
+                .unwrap()
+                .send_agent_proof()
+                .await
+                .unwrap()
+        };
         let relay = async {
             let mut hello = [0; 42];
             far.read_exact(&mut hello).await.unwrap();
@@ -84,7 +92,7 @@ fn a_recorded_handshake_cannot_be_replayed() {
             tapped.write_all(&proof).await.unwrap();
             (hello, proof)
         };
-        let key = key_of(4);
+        let key = key_from_byte(4);
         let (_, recorded, result) = tokio::join!(agent, relay, authenticate_agent(&mut tap, &key));
         assert_eq!(result.unwrap(), "n");
         recorded
@@ -93,7 +101,7 @@ fn a_recorded_handshake_cannot_be_replayed() {
         let (mut near, mut far) = duplex(1024);
         near.write_all(&recorded.0).await.unwrap();
         near.write_all(&recorded.1).await.unwrap();
-        authenticate_agent(&mut far, &key_of(4)).await.unwrap_err();
+        authenticate_agent(&mut far, &key_from_byte(4)).await.unwrap_err();
     });
 }
 
@@ -101,7 +109,7 @@ fn a_recorded_handshake_cannot_be_replayed() {
 fn an_invitation_round_trips_as_a_line() {
     let addresses: Vec<SocketAddr> =
         ["10.0.0.1:77", "[fd00::1]:77"].iter().map(|a| a.parse().unwrap()).collect();
-    let invitation = Invitation { key: HandshakeKey::random().unwrap(), addresses };
+    let invitation = Invitation { key: HandshakeKey::generate().unwrap(), addresses };
     let line = invitation.to_line();
     assert_eq!(Invitation::from_line(&line).unwrap(), invitation);
     let bytes = format!("{line}rest").into_bytes();
@@ -129,7 +137,7 @@ proptest! {
             let (mut near, mut far) = duplex(1024);
             near.write_all(&bytes).await.unwrap();
             near.shutdown().await.unwrap();
-            assert!(authenticate_agent(&mut far, &key_of(5)).await.is_err());
+            assert!(authenticate_agent(&mut far, &key_from_byte(5)).await.is_err());
         });
         _ = Invitation::read(&mut &bytes[..]);
     }

@@ -1,10 +1,11 @@
 //! The controller's decisions, as a state machine without I/O and clock.
 //!
-//! [`Core::handle`] takes what happened (messages of agents, signals, time) and returns what to do.
-//! The first failure by the controller's clock is the root cause; everything after it is its
-//! consequence. One start of all workers is an attempt: a message of another attempt has no effect.
-//! The work per message does not depend on the number of hosts or workers, except for broadcasts
-//! and the end of an attempt.
+//! [`ControllerCore::handle_input`] takes an input (a message of an agent, a signal, the passing of
+//! time) and returns the actions that the driver has to execute. The first failure by the
+//! controller's clock is the root cause, and all later failures count as its consequences. An
+//! attempt is one start of all workers, and messages of other attempts have no effect. The work per
+//! message does not depend on the number of hosts or workers, except for broadcasts and the end of
+//! an attempt.
 mod ending;
 mod hosts;
 mod roster;
@@ -12,63 +13,70 @@ mod workers;
 
 use super::{
     peer_exchange::PeerExchange,
-    policy::{AttemptEnd, History, NoRestart},
+    policy::{AttemptEnd, NoRestartReason, RestartHistory},
     root_cause::{AgentEnd, RootCause, WorkerEnd},
 };
 use contract::{
-    control::{ExitStatus, FromAgent, HostInventory, PeerAddress, ToAgent},
-    event::{Event, Phase},
+    control::{ExitStatus, FromAgent, HostInventory, ToAgent, WorkerAddresses},
+    event::{Event, WorkerPhase},
     exit::{self, WorkerExit},
     failure::FailureReason,
     ids::Rank,
     job::{JobSpec, MinHosts, ReloadValues},
 };
 use diagnostic::Diagnostic;
-use hosts::{AgentState, HostState, LeaseQueue};
+use hosts::{AgentConnectionState, HostState, LeaseQueue};
 use std::{path::PathBuf, time::Duration};
 
 /// Index of a host in the job's list of hosts.
 pub(crate) type HostIndex = usize;
 
-/// From starting an agent to its hello: a connection, a login, perhaps a copy of the executable.
+/// The time limit from starting an agent to its hello. It covers the connection, the login and,
+/// where necessary, copying the executable.
 pub(crate) const HELLO_TIMEOUT: Duration = Duration::from_secs(60);
-/// An agent on the controller's machine that sends nothing for this long is lost.
+/// How long an agent on the controller's machine may be silent before the controller counts it as
+/// lost.
 pub(crate) const AGENT_LEASE: Duration = Duration::from_secs(30);
-/// An agent on another host that sends nothing for this long is lost: networks fail silently.
+/// How long an agent on another host may be silent before the controller counts it as lost. The
+/// lease is short because networks fail silently.
 pub(crate) const REMOTE_LEASE: Duration = Duration::from_secs(5);
-/// Between two heartbeats to an agent on another host.
+/// The interval between two heartbeats to an agent on another host.
 pub(crate) const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);
-/// A lost remote host is not used again before this. If its agent is alive, it has noticed by then
-/// that the controller is silent, and has ended its workers.
+/// How long a lost remote host is not used again. If the agent of the host is still alive, it
+/// notices within this time that the controller is silent, and ends its workers.
 pub(crate) const LOST_HOST_QUARANTINE: Duration =
     Duration::from_secs(crate::agent::CONTROLLER_LEASE.as_secs() + 7);
-/// For planning an attempt and binding its rendezvous.
+/// The time limit for planning an attempt and binding its rendezvous.
 pub(crate) const PREPARE_TIMEOUT: Duration = Duration::from_secs(15);
-/// When the first exit is only the consequence of another failure: how long to wait for that
-/// failure.
+/// How long the controller waits for the root cause when the first exit is only the consequence of
+/// another failure.
 pub(crate) const ROOT_CAUSE_TIMEOUT: Duration = Duration::from_millis(100);
-/// From aborting the collectives of built-in workers to SIGKILL.
+/// The time from aborting the collectives of built-in workers to SIGKILL.
 pub(crate) const ABORT_GRACE: Duration = Duration::from_millis(500);
 /// How long a failure report waits for the last output lines of the failed rank.
 pub(crate) const TAIL_TIMEOUT: Duration = Duration::from_secs(1);
-/// After SIGKILL is due: how long an agent may take to report that its workers ended.
+/// How long an agent may take to report that its workers ended, counted from the time at which
+/// SIGKILL is due.
 pub(crate) const AGENT_END_TIMEOUT: Duration = Duration::from_secs(10);
-/// A host that made this many attempts fail is excluded when the other hosts are enough.
+/// The number of failed attempts after which the host that caused them is excluded, if the other
+/// hosts are enough for the job.
 pub(crate) const MAX_HOST_FAILURES: u32 = 2;
 
-/// A request to end the run.
+/// A request to save and stop the run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum StopRequest {
-    /// SIGINT.
+    /// The user pressed Ctrl-C: the controller received SIGINT.
     Interrupt,
-    /// SIGTERM or SIGHUP.
+    /// The controller received SIGTERM or SIGHUP, or a signal for which `run.signals` requests to
+    /// save and stop.
     Terminate,
-    /// The batch system's signal before the time limit.
+    /// The batch system sent its signal before the time limit of the job.
     TimeLimit,
 }
 
 impl StopRequest {
-    fn exit_code(self) -> u8 {
+    /// Returns the exit code of `launch` for a run that this request ended.
+    fn to_exit_code(self) -> u8 {
         match self {
             StopRequest::Interrupt => exit::INTERRUPTED,
             StopRequest::Terminate | StopRequest::TimeLimit => exit::TERMINATED,
@@ -76,24 +84,24 @@ impl StopRequest {
     }
 }
 
-/// A host of the job.
+/// The name of a host of the job, and whether the host is remote.
 #[derive(Clone, Debug)]
 pub(crate) struct HostSetup {
-    /// The name in the job.
+    /// The host's name in the job.
     pub(crate) name: String,
-    /// Whether it is another machine, so that its agent is not a child of the controller.
+    /// Whether the host is another machine, so that its agent is not a child of the controller.
     pub(crate) remote: bool,
 }
 
-/// What the core needs to know about the job.
+/// The settings of a job on which the core's decisions depend.
 #[derive(Clone, Debug)]
-pub(crate) struct Setup {
+pub(crate) struct CoreSetup {
     pub(crate) hosts: Vec<HostSetup>,
-    /// Whether workers run the built-in runtime, and not programs.
+    /// Whether workers run the built-in runtime instead of programs.
     pub(crate) builtin: bool,
-    /// From SIGTERM to SIGKILL of programs.
+    /// The time from SIGTERM to SIGKILL of programs.
     pub(crate) grace: Duration,
-    /// `run.restarts`.
+    /// The number of restarts that `run.restarts` allows.
     pub(crate) restarts: u32,
     /// The number of hosts that an attempt uses when they are available.
     pub(crate) use_hosts: usize,
@@ -101,11 +109,12 @@ pub(crate) struct Setup {
     pub(crate) use_all_listed: bool,
     /// The number of hosts that an attempt needs.
     pub(crate) min_hosts: usize,
-    /// Seed of the jitter of pauses.
+    /// The seed of the jitter of restart pauses.
     pub(crate) seed: u64,
 }
 
-impl Setup {
+impl CoreSetup {
+    /// Derives the settings from a job and its list of hosts.
     pub(crate) fn new(job: &JobSpec, hosts: Vec<HostSetup>, seed: u64) -> Self {
         let count = hosts.len();
         let use_hosts = job.cluster.use_hosts.map_or(count, |n| (n as usize).min(count));
@@ -113,9 +122,9 @@ impl Setup {
             MinHosts::All => use_hosts,
             MinHosts::AtLeast(n) => (n as usize).min(use_hosts),
         };
-        // A job that cannot run on fewer hosts does not use more either: an added host is a spare.
+        // A job that cannot run on fewer hosts does not use more either. An added host is a spare.
         let use_all_listed = job.cluster.use_hosts.is_none() && job.run.min_hosts != MinHosts::All;
-        Setup {
+        CoreSetup {
             hosts,
             builtin: job.run.command.is_none(),
             grace: Duration::from_millis(job.run.grace_period_ms),
@@ -128,22 +137,24 @@ impl Setup {
     }
 }
 
-/// A worker of an attempt's plan.
+/// A worker in the plan of an attempt, reduced to what the core needs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct PlannedWorker {
+    /// The path of the worker's log.
     pub(crate) log: PathBuf,
 }
 
-/// What happened.
+/// An input of the core: a message, a signal, a changed file, or the passing of time.
 #[derive(Debug)]
 #[cfg_attr(test, derive(Clone))]
-pub(crate) enum Input {
+pub(crate) enum ControllerInput {
     /// A message of the agent on a host.
     Agent(HostIndex, FromAgent),
-    /// An agent is gone, and with it every process of its host, as far as the controller can know.
+    /// The agent on a host is gone. As far as the controller can know, every process of the job on
+    /// that host is gone with it.
     AgentGone { host: HostIndex, end: AgentEnd },
-    /// An attempt is planned: the workers of each host that [`Action::Prepare`] named, ranks
-    /// ascending.
+    /// An attempt is planned. `workers` holds the workers of each host that
+    /// [`ControllerAction::Prepare`] named, with ranks ascending.
     Ready { attempt: u32, workers: Vec<Vec<PlannedWorker>> },
     /// An attempt could not be planned, or its rendezvous could not be bound.
     Rejected { attempt: u32, diagnostic: Diagnostic },
@@ -151,26 +162,26 @@ pub(crate) enum Input {
     Stop(StopRequest),
     /// A request to end without saving.
     Kill,
-    /// A request to save and continue; the signal that programs get.
+    /// A request to save and continue. Holds the number of the signal that programs get.
     Save(i32),
-    /// The job file changed: the new values of reloadable keys.
+    /// The job file changed. Holds the new values of the reloadable keys.
     Reload(ReloadValues),
-    /// The list of hosts changed: the new hosts, and which known hosts are listed (by
-    /// [`HostIndex`]).
+    /// The list of hosts changed. `added` are the new hosts. `listed` states for each known host,
+    /// by [`HostIndex`], whether the new list contains it.
     Hosts { added: Vec<HostSetup>, listed: Vec<bool> },
-    /// Time passed.
+    /// Time passed, and a deadline may be due.
     Tick,
 }
 
-/// What to do.
+/// An action that the driver executes for the core.
 #[derive(Debug, PartialEq)]
-pub(crate) enum Action {
+pub(crate) enum ControllerAction {
     /// Send a message to the agent on a host.
     Send(HostIndex, ToAgent),
-    /// Keep the inventory that an agent sent with its hello.
+    /// Keep the inventory that the agent of a host sent with its hello.
     RecordInventory(HostIndex, HostInventory),
-    /// Plan this attempt and bind its rendezvous; answered by [`Input::Ready`] or
-    /// [`Input::Rejected`].
+    /// Plan this attempt and bind its rendezvous. The driver answers with
+    /// [`ControllerInput::Ready`] or [`ControllerInput::Rejected`].
     Prepare {
         attempt: u32,
         restarts: u32,
@@ -180,50 +191,51 @@ pub(crate) enum Action {
     },
     /// Start the workers of the newest plan.
     StartWorkers,
-    /// Start the agent of this host, for the first time or again.
+    /// Start the agent of a host, for the first time or again.
     StartAgent(HostIndex),
     /// Close the control connection of an agent that is no longer needed.
     ReleaseAgent(HostIndex),
     /// Send all built-in workers the addresses of their peers, with a new key for this attempt.
-    SendPeers { attempt: u32, members: Vec<PeerAddress> },
+    SendPeers { attempt: u32, members: Vec<WorkerAddresses> },
     /// Report and store an event.
     Event(Event),
-    /// Show a line of a worker's output.
+    /// Show a line of a worker's output to the user.
     Line { rank: Rank, stderr: bool, text: String },
-    /// Show what a worker is doing.
-    Progress { rank: Rank, phase: Phase },
-    /// Kill an agent that does not answer.
+    /// Show the user what a worker is doing.
+    Progress { rank: Rank, phase: WorkerPhase },
+    /// Kill the agent of a host, because it does not answer or cannot do its work.
     KillAgent(HostIndex),
-    /// The run is over.
-    End(Outcome),
+    /// The run is over. No action follows.
+    End(RunOutcome),
 }
 
-/// How a rank that was not the root cause ended.
+/// The end of a rank that was not the root cause of a failure.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct PeerEnd {
     pub(crate) rank: Rank,
-    /// The host as the job names it.
+    /// The host's name in the job.
     pub(crate) host: String,
     pub(crate) end: WorkerEnd,
 }
 
-/// How the run ended.
+/// The end of a run: the exit code and what led to it.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub(crate) struct Outcome {
+pub(crate) struct RunOutcome {
+    /// The exit code of `launch`.
     pub(crate) exit_code: u8,
-    /// Ended by a stop request.
+    /// Whether a stop request ended the run.
     pub(crate) stopped: bool,
-    /// Ended by a stop request without a chance to save.
+    /// Whether a stop request ended the run without a chance to save.
     pub(crate) killed: bool,
-    /// Ended because the time limit was near.
-    pub(crate) time_limit: bool,
-    /// The root cause is the loss of a host.
+    /// Whether the run ended because the time limit was near.
+    pub(crate) near_time_limit: bool,
+    /// Whether the root cause is the loss of a host.
     pub(crate) host_lost: bool,
     /// Whether the run got further than it was at its start, as far as the controller can know.
-    pub(crate) progress: bool,
-    /// The last optimizer step, where steps are known.
+    pub(crate) made_progress: bool,
+    /// The last optimizer step; `None` for programs, whose steps are unknown.
     pub(crate) step: Option<u64>,
-    /// After a failure: how the other ranks ended.
+    /// How the other ranks ended after a failure.
     pub(crate) peers: Vec<PeerEnd>,
 }
 
@@ -234,75 +246,79 @@ enum AttemptState {
     Joining,
     /// Waiting for the plan and the rendezvous.
     Preparing,
+    /// The workers are started or running.
     Running,
-    /// Ended by a request: workers save and stop.
+    /// Workers save and stop, as this request demands.
     Stopping(StopRequest),
-    /// Workers save and stop, to start again without hosts that are no longer listed. `host_lost`:
-    /// one of those hosts is lost, and the other workers are killed.
-    Draining {
-        host_lost: bool,
-    },
-    /// Workers are killed after a failure or a second request.
+    /// Workers save and stop, so that the next attempt starts without hosts that are no longer
+    /// listed. With `host_lost`, one of those hosts is lost, and the other workers are killed.
+    Draining { host_lost: bool },
+    /// Workers are killed after a failure or a second request to stop.
     Ending,
-    /// Waiting for the next attempt, until this time.
-    Backoff {
-        until: Duration,
-    },
+    /// The next attempt begins at the time `until`.
+    Backoff { until: Duration },
     /// The run is over.
     Finished,
 }
 
-/// A worker of the current attempt.
+/// A worker of the current attempt, as its agent reported it.
 #[derive(Debug)]
 struct WorkerState {
     host: HostIndex,
     log: PathBuf,
+    /// The process id; `None` before the start.
     pid: Option<u32>,
-    /// How its process ended, and the last lines of its output.
+    /// The exit status and the last output lines of the process; `None` before its end.
     ended: Option<(ExitStatus, Vec<String>)>,
+    /// Whether the kernel killed the process because memory ran out.
     oom: bool,
+    /// The last message of the worker, in which it reported why it was about to exit.
     final_report: Option<(WorkerExit, Diagnostic)>,
-    /// How long it had made no progress when its agent reported that.
+    /// How long the worker had made no progress when its agent reported the stall; `None` while the
+    /// worker makes progress.
     stalled_for: Option<Duration>,
 }
 
 impl WorkerState {
+    /// Whether the process was started and has not ended.
     fn is_running(&self) -> bool {
         self.pid.is_some() && self.ended.is_none()
     }
 }
 
-/// The state machine of a run.
-pub(crate) struct Core {
-    setup: Setup,
+/// The controller's state machine for one run.
+pub(crate) struct ControllerCore {
+    setup: CoreSetup,
     state: AttemptState,
     hosts: Vec<HostState>,
     leases: LeaseQueue,
-    history: History,
+    history: RestartHistory,
     /// The current attempt, or the next one while in backoff.
     attempt: u32,
 
     // ---- state of the current attempt ----
-    /// Its hosts, in the order of ranks.
+    /// The hosts of the attempt, in the order of ranks.
     members: Vec<HostIndex>,
-    /// Members that may have processes of this attempt.
+    /// The number of members that may have processes of this attempt.
     active_hosts: usize,
-    /// By rank.
+    /// The workers of the attempt, by rank.
     workers: Vec<WorkerState>,
-    /// Workers that are running.
+    /// The number of workers that are running.
     running: usize,
-    /// Running workers that make no progress.
+    /// The number of running workers that make no progress.
     stalled: usize,
     peer_exchange: PeerExchange,
-    /// A failure that may be the consequence of one not yet seen, and how long to wait for that
-    /// one.
+    /// A failure that may be the consequence of a failure that is not reported yet, and the time
+    /// until which the core waits for the latter.
     suspect: Option<(RootCause, Duration)>,
+    /// The root cause of the attempt's failure; `None` while no failure was found.
     cause: Option<RootCause>,
-    /// Why the job is not started again after the cause, where restarts were requested.
-    no_restart: Option<NoRestart>,
-    /// When the cause was found, until it is reported.
+    /// Why the job is not restarted after the root cause; `None` if it is restarted, or if no
+    /// restarts were requested.
+    no_restart: Option<NoRestartReason>,
+    /// When the root cause was found; `None` once it is reported.
     unreported_since: Option<Duration>,
-    /// The next attempt starts after this pause.
+    /// The pause before the next attempt; `None` if no restart is pending.
     restart_pause: Option<Duration>,
     /// The last step of this attempt.
     attempt_step: Option<u64>,
@@ -312,7 +328,8 @@ pub(crate) struct Core {
     host_lost: bool,
     /// Whether the run completed a step.
     stepped: bool,
-    /// When preparing fails, or when agents that have not ended their workers are killed.
+    /// When the preparation of the attempt fails, or when agents that have not ended their workers
+    /// are killed.
     phase_deadline: Option<Duration>,
 
     // ---- state of the whole run ----
@@ -321,25 +338,27 @@ pub(crate) struct Core {
     step: Option<u64>,
     /// The newest checkpoint of this run.
     checkpoint: Option<PathBuf>,
-    /// The message of the failure that the last restart followed.
+    /// The message of the failure after which the run was last restarted.
     last_failure: Option<String>,
     any_remote: bool,
     next_heartbeat: Duration,
-    /// Hosts that are no longer listed and not yet excluded.
+    /// The number of hosts that are no longer listed and not yet excluded.
     unlisted: usize,
-    /// How many hosts of the list [`Core::try_prepare`] has looked at, and how many of them take
-    /// part.
+    /// How many hosts of the list [`ControllerCore::try_prepare_attempt`] has examined.
     scanned: HostIndex,
+    /// How many of the examined hosts take part in the next attempt.
     scanned_joined: usize,
-    actions: Vec<Action>,
+    actions: Vec<ControllerAction>,
 }
 
-impl Core {
-    pub(crate) fn new(setup: Setup) -> Self {
+impl ControllerCore {
+    /// Creates the core of a run that waits for the agents of its first attempt.
+    pub(crate) fn new(setup: CoreSetup) -> Self {
         let hosts = setup.hosts.iter().map(|_| HostState::default()).collect();
         let any_remote = setup.hosts.iter().any(|h| h.remote);
-        let history = History { budget: setup.restarts, builtin: setup.builtin, ..History::default() };
-        Core {
+        let history =
+            RestartHistory { budget: setup.restarts, builtin: setup.builtin, ..RestartHistory::default() };
+        ControllerCore {
             setup,
             state: AttemptState::Joining,
             hosts,
@@ -376,116 +395,128 @@ impl Core {
         }
     }
 
-    /// Sends a hello to every agent, all of which were just started.
-    pub(crate) fn start(&mut self, now: Duration) -> Vec<Action> {
+    /// Sends a hello to the agent of each host, and returns the actions. The caller has just
+    /// started these agents.
+    pub(crate) fn send_hellos(&mut self, now: Duration) -> Vec<ControllerAction> {
         self.next_heartbeat = now + HEARTBEAT_INTERVAL;
         for id in 0..self.hosts.len() {
-            if self.hosts[id].agent == AgentState::NotStarted {
+            if self.hosts[id].agent == AgentConnectionState::NotStarted {
                 self.send_hello(now, id);
             }
         }
         std::mem::take(&mut self.actions)
     }
 
-    /// When the next [`Input::Tick`] is due at the latest; `None`: no deadline.
-    pub(crate) fn deadline(&self) -> Option<Duration> {
+    /// Returns when the next [`ControllerInput::Tick`] is due at the latest, or `None` if no
+    /// deadline is pending.
+    pub(crate) fn find_next_deadline(&self) -> Option<Duration> {
         let suspect = self.suspect.as_ref().map(|(_, until)| *until);
         let tail = self.unreported_since.map(|since| since + TAIL_TIMEOUT);
         let backoff = if let AttemptState::Backoff { until } = self.state { Some(until) } else { None };
         let heartbeat = self.any_remote.then_some(self.next_heartbeat);
-        [suspect, tail, backoff, heartbeat, self.phase_deadline, self.leases.next()]
+        [suspect, tail, backoff, heartbeat, self.phase_deadline, self.leases.find_next_check()]
             .into_iter()
             .flatten()
             .min()
     }
 
-    /// Processes what happened at `now` (since any fixed start; monotonic) and returns what to do.
-    pub(crate) fn handle(&mut self, now: Duration, input: Input) -> Vec<Action> {
+    /// Processes an input and returns the actions for the driver. `now` is the time since any fixed
+    /// start and never decreases.
+    pub(crate) fn handle_input(&mut self, now: Duration, input: ControllerInput) -> Vec<ControllerAction> {
         if self.state == AttemptState::Finished {
             return Vec::new();
         }
         match input {
-            Input::Agent(host, message) => {
+            ControllerInput::Agent(host, message) => {
                 if self.hosts.get(host).is_some_and(HostState::is_connected) {
                     self.hosts[host].last_heard = now;
-                    self.agent_message(now, host, message);
+                    self.handle_agent_message(now, host, message);
                 }
             }
-            Input::AgentGone { host, end } => {
+            ControllerInput::AgentGone { host, end } => {
                 if host < self.hosts.len() {
-                    self.agent_gone(now, host, end);
+                    self.handle_agent_gone(now, host, end);
                 }
             }
-            Input::Ready { attempt, workers } => {
+            ControllerInput::Ready { attempt, workers } => {
                 if self.is_preparing(attempt) {
                     self.start_attempt(now, workers);
                 }
             }
-            Input::Rejected { attempt, diagnostic } => {
+            ControllerInput::Rejected { attempt, diagnostic } => {
                 if self.is_preparing(attempt) {
                     self.reject_attempt(now, diagnostic);
                 }
             }
-            Input::Stop(request) => self.stop(now, request),
-            Input::Kill => {
-                self.stop(now, StopRequest::Terminate);
-                self.stop(now, StopRequest::Terminate);
+            ControllerInput::Stop(request) => self.handle_stop_request(now, request),
+            ControllerInput::Kill => {
+                self.handle_stop_request(now, StopRequest::Terminate);
+                self.handle_stop_request(now, StopRequest::Terminate);
             }
-            Input::Save(signal) => self.broadcast(&ToAgent::Save { attempt: self.attempt, signal }),
-            Input::Reload(values) => self.broadcast(&ToAgent::Reload { attempt: self.attempt, values }),
-            Input::Hosts { added, listed } => self.update_roster(now, added, &listed),
-            Input::Tick => {}
+            ControllerInput::Save(signal) => {
+                self.broadcast_to_agents(&ToAgent::Save { attempt: self.attempt, signal })
+            }
+            ControllerInput::Reload(values) => {
+                self.broadcast_to_agents(&ToAgent::Reload { attempt: self.attempt, values })
+            }
+            ControllerInput::Hosts { added, listed } => self.update_roster(now, added, &listed),
+            ControllerInput::Tick => {}
         }
-        self.check_deadlines(now);
+        self.process_deadlines(now);
         self.report_failure(now);
         self.finish_attempt(now);
         std::mem::take(&mut self.actions)
     }
 
     /// Sends a message to every agent that has workers of this attempt.
-    fn broadcast(&mut self, message: &ToAgent) {
+    fn broadcast_to_agents(&mut self, message: &ToAgent) {
         let active = self.members.iter().filter(|id| self.hosts[**id].active);
         self.actions.reserve(self.active_hosts);
-        self.actions.extend(active.map(|id| Action::Send(*id, message.clone())));
+        self.actions.extend(active.map(|id| ControllerAction::Send(*id, message.clone())));
     }
 
+    /// Emits an event with a notice for the user.
     fn emit_notice(&mut self, message: String) {
-        self.actions.push(Action::Event(Event::notice(None, message)));
+        self.actions.push(ControllerAction::Event(Event::new_notice(None, message)));
     }
 
-    fn check_deadlines(&mut self, now: Duration) {
+    /// Processes every deadline that has passed: of the suspected failure, the heartbeats, the
+    /// leases, the phase and the backoff.
+    fn process_deadlines(&mut self, now: Duration) {
         if self.suspect.as_ref().is_some_and(|(_, until)| now >= *until) {
             self.promote_suspect(now);
         }
         self.send_heartbeats(now);
-        self.check_leases(now);
+        self.expire_leases(now);
         if self.phase_deadline.is_some_and(|deadline| now >= deadline) {
             self.phase_deadline = None;
-            self.phase_timed_out(now);
+            self.handle_phase_timeout(now);
         }
         if matches!(self.state, AttemptState::Backoff { until } if now >= until) {
-            self.begin_joining(now);
+            self.begin_next_attempt(now);
         }
     }
 
-    fn agent_message(&mut self, now: Duration, host: HostIndex, message: FromAgent) {
+    /// Processes a message of a connected agent. Drops messages of earlier attempts, except output
+    /// lines and failures of the agent itself.
+    fn handle_agent_message(&mut self, now: Duration, host: HostIndex, message: FromAgent) {
         if let FromAgent::Hello { version, pid, inventory } = message {
-            return self.agent_connected(now, host, version, pid, inventory);
+            return self.handle_agent_hello(now, host, version, pid, inventory);
         }
-        if self.hosts[host].agent != AgentState::Joined {
+        if self.hosts[host].agent != AgentConnectionState::Joined {
             return;
         }
-        // A late message of an earlier attempt has no effect.
-        let is_current = self.hosts[host].active && message_attempt(&message) == Some(self.attempt);
+        // Late messages of an earlier attempt are dropped.
+        let is_current = self.hosts[host].active && find_message_attempt(&message) == Some(self.attempt);
         let is_any_attempt = matches!(message, FromAgent::Line { .. } | FromAgent::Failed { rank: None, .. });
         if is_current || is_any_attempt {
-            self.worker_message(now, host, message);
+            self.handle_worker_message(now, host, message);
         }
     }
 }
 
-/// The attempt that a message belongs to.
-fn message_attempt(message: &FromAgent) -> Option<u32> {
+/// Returns the attempt that a message belongs to, or `None` if the message belongs to no attempt.
+fn find_message_attempt(message: &FromAgent) -> Option<u32> {
     match message {
         FromAgent::Bound { attempt, .. }
         | FromAgent::Started { attempt, .. }
@@ -504,12 +535,12 @@ fn message_attempt(message: &FromAgent) -> Option<u32> {
     }
 }
 
-/// How this attempt ended, for the restart policy.
-fn attempt_end(cause: &RootCause, step: Option<u64>, saved: bool) -> AttemptEnd {
+/// Builds the description of the attempt's end on which the restart policy decides.
+fn build_attempt_end(cause: &RootCause, step: Option<u64>, saved: bool) -> AttemptEnd {
     AttemptEnd { exit_code: cause.exit_code, step, saved }
 }
 
 #[cfg(test)]
-mod testing;
+mod harness;
 #[cfg(test)]
 mod tests;

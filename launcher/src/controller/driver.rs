@@ -1,29 +1,29 @@
-//! [`Driver`]: executes what the core decides. It starts agents, carries messages, catches signals,
-//! and writes the journal and the report.
-mod attempt;
+//! [`ControllerDriver`]: executes what the core decides. The driver starts agents, exchanges
+//! messages with them, catches signals, and writes the journal and the report.
 mod cleanup;
+mod start_attempt;
 
 use super::{
-    HostTarget, Options, PrepareResume, Requeue, RunRequest, Secrets, StartNotifier, StoreServer,
-    core::{Action, Core, HostIndex, HostSetup, Input, Outcome, Setup},
-    file_watch::FileContent,
-    hostfile::{HostFile, HostfileWatch},
+    HostTarget, RequeueableJob, ResumePreparer, RunOptions, RunRequest, SecretVariables, StartNotifier,
+    StoreServer,
+    core::{ControllerAction, ControllerCore, ControllerInput, CoreSetup, HostIndex, HostSetup, RunOutcome},
+    file_watch::WatchedFileContent,
+    hostfile::{FilteredHostfile, HostfileWatch},
     job_file::{JobFile, JobFileWatch},
     journal::Journal,
-    preparation::{HostInventories, Preparation},
+    preparation::{AttemptPreparation, HostInventories},
     root_cause::AgentEnd,
     signals::{SignalEvent, SignalReceiver},
     streamed_logs::StreamedLogs,
 };
 use crate::{
-    agent::{self, descendants::children},
-    connection::{FrameError, Outbox, Priority, RunningClock, read_frames, write_frames},
+    agent::{self, descendants::list_children},
+    connection::{FrameError, MessagePriority, Outbox, RunningClock, read_frames, write_frames},
     plan::Plan,
-    report::{self, Report},
+    report::{self, Reporter},
     runs,
     transport::{self, AgentHandle, AgentProcess, Transport},
 };
-use attempt::notice_text;
 use contract::{
     control::{ExitStatus, FromAgent, ToAgent},
     event::{Event, FailureReport},
@@ -33,6 +33,7 @@ use contract::{
 };
 use diagnostic::{Diagnostic, codes};
 use nix::sys::signal::{SigHandler, Signal};
+use start_attempt::format_notice;
 use std::{
     collections::{HashMap, HashSet, VecDeque},
     hash::{BuildHasher, RandomState},
@@ -40,15 +41,16 @@ use std::{
 };
 use tokio::{io::AsyncReadExt, sync::mpsc, time::sleep};
 
-/// Capacity of the channel of messages from all agents.
-const INBOX: usize = 1024;
-/// Size of one read of an agent's stderr, bytes.
-const STDERR_CHUNK: usize = 4 << 10;
-/// Longest sleep of the main loop, because the clock stops while the process is stopped.
+/// The capacity of the channel that receives the messages of all agents.
+const INBOX_CAPACITY: usize = 1024;
+/// The size of one read of an agent's stderr, in bytes.
+const STDERR_CHUNK_BYTES: usize = 4 << 10;
+/// The longest sleep of the event loop. It has a limit because the clock of the run stops while the
+/// process is stopped.
 const MAX_SLEEP: Duration = Duration::from_secs(1);
 
-/// Runs the job to its end; returns the exit code of `launch`.
-pub(super) fn run(request: RunRequest, options: Options) -> u8 {
+/// Runs the job to its end and returns the exit code of `launch`. Blocks.
+pub(super) fn run_job(request: RunRequest, options: RunOptions) -> u8 {
     let config = report::ReportConfig {
         json: options.json.then_some(options.schema),
         prefix: request.job.run.logs.prefix,
@@ -60,35 +62,42 @@ pub(super) fn run(request: RunRequest, options: Options) -> u8 {
         hosts: request.hosts.len(),
     };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    match runtime.and_then(|runtime| Ok((Report::start(config)?, runtime))) {
+    match runtime.and_then(|runtime| Ok((Reporter::start(config)?, runtime))) {
         Ok((report, runtime)) => {
-            let mut driver = Driver::new(request, options, report);
-            let outcome = runtime.block_on(driver.run());
-            driver.finish(outcome)
+            let mut driver = ControllerDriver::new(request, options, report);
+            let outcome = runtime.block_on(driver.run_to_end());
+            driver.finish_run(outcome)
         }
         Err(error) => {
-            let error = setup_error("cannot start the threads of the controller").with_cause(&error);
-            report::plain::write_message(&diagnostic::render(&error, report::plain::use_color()));
+            let error = build_setup_error("cannot start the threads of the controller").with_cause(&error);
+            report::command_output::write_message(&diagnostic::render(
+                &error,
+                report::command_output::is_color_enabled(),
+            ));
             exit::CLUSTER
         }
     }
 }
 
-fn setup_error(message: &str) -> Diagnostic {
+/// Builds the error for a controller that cannot start.
+fn build_setup_error(message: &str) -> Diagnostic {
     Diagnostic::error(codes::run::CONTROLLER_SETUP_FAILED, message)
 }
 
-/// The process of an agent and the controller's end of its connection.
-struct Agent {
+/// The process of an agent, with the controller's end of the control connection.
+struct SupervisedAgent {
+    /// The number that distinguishes the agent from earlier agents of its host.
     number: u32,
     handle: AgentHandle,
+    /// Queues messages to the agent; `None` once the control stream is closed.
     outbox: Option<Outbox<ToAgent>>,
+    /// The exit status, once the process was reaped.
     ended: Option<ExitStatus>,
 }
 
-impl Agent {
-    /// Its pid while it is a child that was not reaped.
-    fn unreaped_child(&self) -> Option<u32> {
+impl SupervisedAgent {
+    /// Returns the pid of the agent if it is a child of the controller that was not reaped.
+    fn find_unreaped_pid(&self) -> Option<u32> {
         match self.handle {
             AgentHandle::Child(pid) if self.ended.is_none() => Some(pid),
             _ => None,
@@ -96,60 +105,65 @@ impl Agent {
     }
 }
 
-/// An agent of a host; the next agent of the host has another number.
+/// The host of an agent and the agent's number. Each later agent of the host gets another number.
 type AgentId = (HostIndex, u32);
+/// A message from an agent. `Ok(None)` or an error means that the stream has ended.
 type AgentMessage = (AgentId, Result<Option<FromAgent>, FrameError>);
 
-struct Driver {
+/// The state with which the driver executes the actions of the core.
+struct ControllerDriver {
     job: JobSpec,
     /// The plan of the newest attempt.
     plan: Plan,
     hosts: Vec<HostTarget>,
     transport: Box<dyn Transport>,
-    prepare_resume: PrepareResume,
+    prepare_resume: ResumePreparer,
     inventories: HostInventories,
-    /// The command line.
+    /// The command line of `launch`.
     command: Vec<String>,
-    secrets: Secrets,
-    requeue: Option<Requeue>,
+    secrets: SecretVariables,
+    requeue: Option<RequeueableJob>,
     job_file: Option<JobFile>,
-    hostfile: Option<HostFile>,
+    hostfile: Option<FilteredHostfile>,
     /// Notified when all workers of an attempt are running.
     starter: Option<StartNotifier>,
-    /// Workers of this attempt that are not running yet.
+    /// The number of workers of this attempt that are not running yet.
     not_started: u32,
-    core: Core,
+    core: ControllerCore,
     clock: RunningClock,
-    report: Report,
+    report: Reporter,
     journal: Option<Journal>,
     streamed_logs: StreamedLogs,
-    agents: HashMap<HostIndex, Agent>,
-    /// Agents for which messages wait because their queues are full.
+    agents: HashMap<HostIndex, SupervisedAgent>,
+    /// Agents that have messages waiting because their queues are full.
     backlogged: HashSet<HostIndex>,
     /// Inputs for the core that follow from its own actions.
-    pending_inputs: VecDeque<Input>,
+    pending_inputs: VecDeque<ControllerInput>,
     /// The number of agents that were started.
     agents_started: u32,
+    /// The channel of messages from all agents.
     messages: (mpsc::Sender<AgentMessage>, mpsc::Receiver<AgentMessage>),
-    /// Lines for the user.
+    /// The channel of lines for the user.
     lines: (mpsc::Sender<String>, mpsc::Receiver<String>),
     /// The attempt that is being prepared.
-    preparation: Option<Preparation>,
-    /// Serves the workers of the current attempt.
+    preparation: Option<AttemptPreparation>,
+    /// The rendezvous store for the workers of the current attempt.
     store: Option<StoreServer>,
     /// Children that existed before this program (`sh -c 'other & exec launch …'`) and must not be
     /// killed.
     preexisting_children: Vec<u32>,
-    outcome: Option<Outcome>,
+    /// The outcome of the run, once the core has ended the run.
+    outcome: Option<RunOutcome>,
 }
 
-impl Driver {
-    fn new(request: RunRequest, options: Options, report: Report) -> Self {
+impl ControllerDriver {
+    /// Creates the driver of a run. Starts no process and writes no file.
+    fn new(request: RunRequest, options: RunOptions, report: Reporter) -> Self {
         let RunRequest { job, plan, hosts, transport, local_inventory, prepare_resume } = request;
         let setups = hosts.iter().map(|h| HostSetup { name: h.name.clone(), remote: !h.local });
-        let setup = Setup::new(&job, setups.collect(), RandomState::new().hash_one(&plan.run.0));
-        Driver {
-            core: Core::new(setup),
+        let setup = CoreSetup::new(&job, setups.collect(), RandomState::new().hash_one(&plan.run.0));
+        ControllerDriver {
+            core: ControllerCore::new(setup),
             streamed_logs: StreamedLogs::new(plan.run_dir.join("logs"), job.run.logs.max_size),
             inventories: HostInventories::new(local_inventory.inherited_env, hosts.len()),
             job,
@@ -171,8 +185,8 @@ impl Driver {
             backlogged: HashSet::new(),
             pending_inputs: VecDeque::new(),
             agents_started: 0,
-            messages: mpsc::channel(INBOX),
-            lines: mpsc::channel(INBOX),
+            messages: mpsc::channel(INBOX_CAPACITY),
+            lines: mpsc::channel(INBOX_CAPACITY),
             preparation: None,
             store: None,
             preexisting_children: Vec::new(),
@@ -180,9 +194,10 @@ impl Driver {
         }
     }
 
-    async fn run(&mut self) -> Outcome {
+    /// Runs the job and returns its outcome. Reports a failure to set up the run as the outcome.
+    async fn run_to_end(&mut self) -> RunOutcome {
         match self.prepare_run() {
-            Ok(signals) => self.serve(signals).await,
+            Ok(signals) => self.run_event_loop(signals).await,
             Err(error) => {
                 let exit_code = exit::CLUSTER;
                 self.emit_event(Event::Failure(Box::new(FailureReport {
@@ -192,12 +207,13 @@ impl Driver {
                     diagnostics: vec![error],
                     ..FailureReport::default()
                 })));
-                Outcome { exit_code, ..Outcome::default() }
+                RunOutcome { exit_code, ..RunOutcome::default() }
             }
         }
     }
 
-    /// Everything that can fail before a process is started.
+    /// Does everything that can fail before a process is started, such as creating the run
+    /// directory, checking a requested port and installing the signal handlers.
     fn prepare_run(&mut self) -> diagnostic::Result<SignalReceiver> {
         let directory = self.plan.run_dir.clone();
         let journal = Journal::create(&self.plan, &self.command).map_err(|error| {
@@ -209,28 +225,31 @@ impl Driver {
         self.journal = Some(journal);
         let (run, world) = (self.plan.run.to_string(), self.plan.world);
         self.emit_event(Event::Start { run, run_dir: directory, world });
-        if let Err(error) = runs::register(&self.plan, &self.job.name, &self.command) {
+        if let Err(error) = runs::register_run(&self.plan, &self.job.name, &self.command) {
             self.emit_notice(format!(
                 "cannot register the run: {error}; `launch ps` and `launch stop` will not list it"
             ));
         }
         for warning in self.plan.warnings.clone() {
             let help: String = warning.help().iter().map(|help| format!(" ({help})")).collect();
-            self.emit_notice(format!("{}{help}", notice_text(&warning)));
+            self.emit_notice(format!("{}{help}", format_notice(&warning)));
         }
         // A requested port of this machine is checked before any process is started.
         if self.plan.master_address.is_some_and(|address| address.is_loopback()) {
-            let preparation = Preparation::new(&self.job, self.plan.clone(), &self.inventories.addresses());
-            drop(preparation.bind_locally(&self.lines.0)?);
+            let preparation =
+                AttemptPreparation::new(&self.job, self.plan.clone(), &self.inventories.collect_addresses());
+            drop(preparation.bind_rendezvous(&self.lines.0)?);
         }
-        self.preexisting_children = children();
+        self.preexisting_children = list_children();
         agent::become_subreaper()
-            .map_err(|error| setup_error("cannot become a child subreaper").with_cause(&error))?;
-        SignalReceiver::catch(self.job.run.signals, self.requeue.is_some())
-            .map_err(|error| setup_error("cannot catch signals").with_cause(&error))
+            .map_err(|error| build_setup_error("cannot become a child subreaper").with_cause(&error))?;
+        SignalReceiver::install(self.job.run.signals, self.requeue.is_some())
+            .map_err(|error| build_setup_error("cannot catch signals").with_cause(&error))
     }
 
-    async fn serve(&mut self, mut signals: SignalReceiver) -> Outcome {
+    /// Starts the agents, then processes messages, signals, file changes and deadlines until the
+    /// core ends the run. All agents have ended when this function returns.
+    async fn run_event_loop(&mut self, mut signals: SignalReceiver) -> RunOutcome {
         let names: Vec<String> = self.hosts.iter().map(|h| h.name.clone()).collect();
         let mut failed = Vec::new();
         for (host, started) in self.transport.start_agents(&names).into_iter().enumerate() {
@@ -242,178 +261,201 @@ impl Driver {
         let mut job_file = JobFileWatch::start(self.job_file.take());
         let mut hostfile = HostfileWatch::start(self.hostfile.take(), &self.hosts);
         let now = self.clock.now();
-        let actions = self.core.start(now);
-        actions.into_iter().for_each(|action| self.execute(action));
+        let actions = self.core.send_hellos(now);
+        actions.into_iter().for_each(|action| self.execute_action(action));
         for (host, error) in failed {
-            self.handle(Input::AgentGone { host, end: AgentEnd::NotStarted(error) });
+            self.handle_input(ControllerInput::AgentGone { host, end: AgentEnd::NotStarted(error) });
         }
         loop {
             if let Some(outcome) = self.outcome.take() {
-                self.close().await;
+                self.close_agents().await;
                 return outcome;
             }
             let now = self.clock.now();
-            let pause = self.core.deadline().map_or(MAX_SLEEP, |at| at.saturating_sub(now).min(MAX_SLEEP));
+            let pause =
+                self.core.find_next_deadline().map_or(MAX_SLEEP, |at| at.saturating_sub(now).min(MAX_SLEEP));
             tokio::select! {
-                Some((agent, message)) = self.messages.1.recv() => self.on_agent(agent, message).await,
-                Some(line) = self.lines.1.recv() => self.report.message(line),
-                event = signals.next() => match event {
-                    SignalEvent::Request(input) => self.handle(input),
-                    SignalEvent::ChildrenEnded => _ = self.reap(),
+                Some((agent, message)) = self.messages.1.recv() => self.handle_agent_message(agent, message).await,
+                Some(line) = self.lines.1.recv() => self.report.show_message(line),
+                event = signals.receive() => match event {
+                    SignalEvent::Request(input) => self.handle_input(input),
+                    SignalEvent::ChildrenEnded => _ = self.reap_children(),
                     SignalEvent::Ignored => {}
                 },
-                content = job_file.next() => self.reload(&mut job_file, content),
-                content = hostfile.next() => self.update_hosts(&mut hostfile, content),
-                () = sleep(pause) => self.handle(Input::Tick),
+                content = job_file.wait_for_change() => self.apply_job_file_change(&mut job_file, content),
+                content = hostfile.wait_for_change() => self.apply_hostfile_change(&mut hostfile, content),
+                () = sleep(pause) => self.handle_input(ControllerInput::Tick),
             }
-            self.flush();
+            self.flush_outboxes();
         }
     }
 
+    /// Starts the tasks that read from and write to a new agent, and makes it the agent of its
+    /// host.
     fn register_agent(&mut self, host: HostIndex, process: AgentProcess) {
-        let (outbox, outgoing) = Outbox::new();
+        let (outbox, outgoing) = Outbox::channel();
         self.agents_started = self.agents_started.wrapping_add(1);
         let number = self.agents_started;
         tokio::spawn(read_frames((host, number), process.output, self.messages.0.clone()));
         tokio::spawn(write_frames(process.input, outgoing));
         tokio::spawn(forward_stderr(process.stderr, self.lines.0.clone()));
-        let agent = Agent { number, handle: process.handle, outbox: Some(outbox), ended: None };
+        let agent = SupervisedAgent { number, handle: process.handle, outbox: Some(outbox), ended: None };
         self.agents.insert(host, agent);
     }
 
     /// Sends messages that waited because an agent's queue was full.
-    fn flush(&mut self) {
+    fn flush_outboxes(&mut self) {
         let agents = &mut self.agents;
         self.backlogged.retain(|host| {
             let outbox = agents.get_mut(host).and_then(|a| a.outbox.as_mut());
             outbox.is_some_and(|outbox| {
-                outbox.flush();
-                outbox.is_behind()
+                outbox.flush_overflow();
+                outbox.has_overflow()
             })
         });
     }
 
-    async fn on_agent(&mut self, (host, number): AgentId, message: Result<Option<FromAgent>, FrameError>) {
-        // Messages of an agent that was replaced have no effect.
+    /// Passes a message of an agent, or the end of its stream, to the core. Ignores agents that
+    /// were replaced.
+    async fn handle_agent_message(
+        &mut self,
+        (host, number): AgentId,
+        message: Result<Option<FromAgent>, FrameError>,
+    ) {
+        // The agent may have been replaced by a later one of its host.
         if self.agents.get(&host).is_none_or(|agent| agent.number != number) {
             return;
         }
         match message {
-            Ok(Some(FromAgent::Bound { attempt, port })) => self.on_bound(host, attempt, port),
+            Ok(Some(FromAgent::Bound { attempt, port })) => self.handle_bound_rendezvous(host, attempt, port),
             Ok(Some(message)) => {
                 if matches!(message, FromAgent::Started { .. }) {
                     self.count_started_worker();
                 }
-                self.handle(Input::Agent(host, message));
+                self.handle_input(ControllerInput::Agent(host, message));
             }
-            Ok(None) => self.on_agent_ended(host, None).await,
-            Err(error) => self.on_agent_ended(host, Some(error.into())).await,
+            Ok(None) => self.handle_agent_end(host, None).await,
+            Err(error) => self.handle_agent_end(host, Some(error.into())).await,
         }
     }
 
-    /// Notifies the process that started this one when the last worker runs.
+    /// Counts a worker that runs. When the last worker of the attempt runs, notifies the process
+    /// that started this detached controller.
     fn count_started_worker(&mut self) {
         self.not_started = self.not_started.saturating_sub(1);
         if self.not_started == 0
             && let Some(starter) = self.starter.take()
         {
-            starter.notify();
+            starter.notify_started();
         }
     }
 
     // ---- actions of the core ----
 
-    fn handle(&mut self, input: Input) {
+    /// Gives an input to the core, executes the resulting actions, and repeats this for the inputs
+    /// that follow from them.
+    fn handle_input(&mut self, input: ControllerInput) {
         let now = self.clock.now();
-        let actions = self.core.handle(now, input);
-        actions.into_iter().for_each(|action| self.execute(action));
+        let actions = self.core.handle_input(now, input);
+        actions.into_iter().for_each(|action| self.execute_action(action));
         while let Some(input) = self.pending_inputs.pop_front() {
             let now = self.clock.now();
-            let actions = self.core.handle(now, input);
-            actions.into_iter().for_each(|action| self.execute(action));
+            let actions = self.core.handle_input(now, input);
+            actions.into_iter().for_each(|action| self.execute_action(action));
         }
     }
 
-    fn execute(&mut self, action: Action) {
+    /// Executes one action of the core.
+    fn execute_action(&mut self, action: ControllerAction) {
         match action {
-            Action::Send(host, message) => self.send(host, message),
-            Action::RecordInventory(host, inventory) => self.inventories.insert(host, inventory),
-            Action::Prepare { attempt, restarts, hosts, resume } => {
+            ControllerAction::Send(host, message) => self.send_to_agent(host, message),
+            ControllerAction::RecordInventory(host, inventory) => {
+                self.inventories.insert_inventory(host, inventory)
+            }
+            ControllerAction::Prepare { attempt, restarts, hosts, resume } => {
                 self.prepare_attempt(attempt, restarts, &hosts, resume);
             }
-            Action::StartWorkers => self.start_workers(),
-            Action::StartAgent(host) => self.start_agent(host),
-            Action::ReleaseAgent(host) => {
+            ControllerAction::StartWorkers => self.start_workers(),
+            ControllerAction::StartAgent(host) => self.start_agent(host),
+            ControllerAction::ReleaseAgent(host) => {
                 if let Some(agent) = self.agents.get_mut(&host) {
                     agent.outbox = None;
                 }
             }
-            Action::SendPeers { attempt, members } => self.send_peers_and_key(attempt, members),
-            Action::Event(event) => self.emit_event(event),
-            Action::Line { rank, stderr, text } => {
-                if let Some(warning) = self.streamed_logs.append(rank, &text) {
-                    self.report.message(warning);
+            ControllerAction::SendPeers { attempt, members } => self.send_peers_and_key(attempt, members),
+            ControllerAction::Event(event) => self.emit_event(event),
+            ControllerAction::Line { rank, stderr, text } => {
+                if let Some(warning) = self.streamed_logs.append_line(rank, &text) {
+                    self.report.show_message(warning);
                 }
-                self.report.line(rank, stderr, text);
+                self.report.show_line(rank, stderr, text);
             }
-            Action::Progress { rank, phase } => self.report.progress(rank, phase),
-            Action::KillAgent(host) => self.kill_agent(host),
-            Action::End(outcome) => self.outcome = Some(outcome),
+            ControllerAction::Progress { rank, phase } => self.report.show_phase(rank, phase),
+            ControllerAction::KillAgent(host) => self.kill_agent(host),
+            ControllerAction::End(outcome) => self.outcome = Some(outcome),
         }
     }
 
-    fn send(&mut self, host: HostIndex, message: ToAgent) {
+    /// Queues a message to the agent of a host. Drops the message if the host has no agent or its
+    /// control stream is closed.
+    fn send_to_agent(&mut self, host: HostIndex, message: ToAgent) {
         if let Some(outbox) = self.agents.get_mut(&host).and_then(|a| a.outbox.as_mut()) {
-            outbox.send(Priority::Critical, message);
-            if outbox.is_behind() {
+            outbox.send_message(MessagePriority::Critical, message);
+            if outbox.has_overflow() {
                 self.backlogged.insert(host);
             }
         }
     }
 
-    /// Applies a change of the job file.
-    fn reload(&mut self, watch: &mut JobFileWatch, content: FileContent) {
-        let change = watch.apply(&self.job, content);
+    /// Applies a change of the job file: reports it and sends reloadable values to the workers.
+    fn apply_job_file_change(&mut self, watch: &mut JobFileWatch, content: WatchedFileContent) {
+        let change = watch.apply_change(&self.job, content);
         change.notices.into_iter().for_each(|message| self.emit_notice(message));
         let Some(values) = change.values else { return };
         // Later attempts begin with the new values.
-        values.apply(&mut self.job);
+        values.apply_to(&mut self.job);
         let prepared = self.preparation.iter_mut().flat_map(|p| &mut p.plan.host_plans);
-        prepared.for_each(|plan| values.apply(&mut plan.job));
-        self.handle(Input::Reload(values));
+        prepared.for_each(|plan| values.apply_to(&mut plan.job));
+        self.handle_input(ControllerInput::Reload(values));
     }
 
-    /// Applies a change of the hostfile.
-    fn update_hosts(&mut self, watch: &mut HostfileWatch, content: FileContent) {
-        let change = watch.apply(&mut self.hosts, content);
+    /// Applies a change of the hostfile: reports it and gives the new list of hosts to the core and
+    /// the transport.
+    fn apply_hostfile_change(&mut self, watch: &mut HostfileWatch, content: WatchedFileContent) {
+        let change = watch.apply_change(&mut self.hosts, content);
         change.notices.into_iter().for_each(|message| self.emit_notice(message));
         let Some(hosts) = change.hosts else { return };
         self.transport.update_hosts(&hosts.addresses);
         let added =
             hosts.added.iter().map(|h| HostSetup { name: h.name.clone(), remote: !h.local }).collect();
         self.hosts.extend(hosts.added);
-        self.handle(Input::Hosts { added, listed: hosts.listed });
+        self.handle_input(ControllerInput::Hosts { added, listed: hosts.listed });
     }
 
+    /// Emits an event with a notice for the user.
     fn emit_notice(&mut self, message: String) {
-        self.emit_event(Event::notice(None, message));
+        self.emit_event(Event::new_notice(None, message));
     }
 
+    /// Writes an event to the journal and reports it to the user. An error of the journal is
+    /// reported once and does not end the run.
     fn emit_event(&mut self, event: Event) {
-        let result = self.journal.as_mut().map_or(Ok(()), |journal| journal.append(&event));
+        let result = self.journal.as_mut().map_or(Ok(()), |journal| journal.append_event(&event));
         if let Err(error) = result {
-            self.report.message(format!(
+            self.report.show_message(format!(
                 "launch: cannot write the journal of the run: {error}; the run continues without it"
             ));
         }
-        self.report.event(event);
+        self.report.show_event(event);
     }
 
-    fn finish(mut self, outcome: Outcome) -> u8 {
+    /// Reports the end of the run, requeues the batch job if that is due, and returns the exit code
+    /// of `launch`.
+    fn finish_run(mut self, outcome: RunOutcome) -> u8 {
         let seconds = self.clock.now().as_secs_f64();
         let exit_code = outcome.exit_code;
         let requeue = self.requeue.take().and_then(|requeue| {
-            let decision = requeue.decide(&outcome)?;
+            let decision = requeue.decide_requeue(&outcome)?;
             self.emit_notice(decision.message);
             decision.job
         });
@@ -433,17 +475,20 @@ impl Driver {
             resume: quote_command(&self.command),
             seconds,
         });
-        // The last step, because Slurm ends this process, too.
+        // Requeuing is the last step, because Slurm then ends this process, too.
         if let Some(Err(error)) = requeue.map(transport::requeue_job) {
-            report::plain::write_message(&diagnostic::render(&error, report::plain::use_color()));
+            report::command_output::write_message(&diagnostic::render(
+                &error,
+                report::command_output::is_color_enabled(),
+            ));
         }
         exit_code
     }
 }
 
-/// Forwards the lines that an agent writes to stderr.
+/// Forwards the lines that an agent writes to stderr until the stream ends.
 async fn forward_stderr(mut stream: transport::AgentOutput, lines: mpsc::Sender<String>) {
-    let mut buffer = [0; STDERR_CHUNK];
+    let mut buffer = [0; STDERR_CHUNK_BYTES];
     while let Ok(n @ 1..) = stream.read(&mut buffer).await {
         for line in String::from_utf8_lossy(&buffer[..n]).lines() {
             if lines.send(line.to_owned()).await.is_err() {
@@ -453,7 +498,7 @@ async fn forward_stderr(mut stream: transport::AgentOutput, lines: mpsc::Sender<
     }
 }
 
-/// The command line, quoted for a shell.
+/// Joins the words of a command line, quoted for a shell.
 fn quote_command(words: &[String]) -> String {
     let plain = |c: char| c.is_ascii_alphanumeric() || "-_./=:,+@%".contains(c);
     let quote = |word: &String| {

@@ -1,7 +1,7 @@
 //! Watches files that a user may edit while the job runs, and reports their changed content.
 //!
-//! The directory is watched, and not the file, because editors replace a file by a new one. Changes
-//! that the kernel does not report (by other clients of a network file system) are found by
+//! Each watch observes the directory of a file, because editors replace a file by a new one.
+//! Changes that the kernel does not report (by other clients of a network file system) are found by
 //! polling.
 use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};
 use std::{
@@ -20,26 +20,25 @@ use tokio::{
     time::{sleep, timeout},
 };
 
-/// Between two polls.
+/// The interval between two polls of a file.
 const POLL_INTERVAL: Duration = Duration::from_secs(5);
-/// A file is read when it has not changed for this long.
+/// How long a file must stay unchanged before it is read.
 const SETTLE_TIME: Duration = Duration::from_millis(100);
-/// Content that is not valid is read again after this long, because it may have been partially
-/// written.
+/// The delay before invalid content is read again, because it may have been partially written.
 const REREAD_DELAY: Duration = Duration::from_millis(500);
-/// Capacity of the channel of changes.
-const CHANGES: usize = 4;
+/// The capacity of the channel of changes.
+const CHANNEL_CAPACITY: usize = 4;
 
 /// The content of a watched file after a change.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum FileContent {
+pub(crate) enum WatchedFileContent {
     Text(String),
-    Unreadable(UnreadableFile),
+    Unreadable(FileReadError),
 }
 
-/// Why a watched file was not read.
+/// The reason why a watched file could not be read.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum UnreadableFile {
+pub(crate) enum FileReadError {
     #[error("the file does not exist")]
     Missing,
     #[error("it is not a regular file")]
@@ -53,31 +52,31 @@ pub(crate) enum UnreadableFile {
 }
 
 /// Watches a file of at most `limit` bytes until the receiver is dropped, and sends its content
-/// after each change. Text for which `is_complete` is false may be partially written; it is sent
-/// only if it stays.
+/// after each change. Text for which `is_complete` is false may be partially written, so it is read
+/// again after [`REREAD_DELAY`] before it is sent.
 pub(crate) fn watch_file(
     path: PathBuf,
     limit: u64,
     is_complete: impl Fn(&str) -> bool + Send + 'static,
-) -> mpsc::Receiver<FileContent> {
-    let (sender, receiver) = mpsc::channel(CHANGES);
-    // Read before this function returns, so that no later change is missed.
-    let first = (fingerprint(&path), read(&path, limit));
+) -> mpsc::Receiver<WatchedFileContent> {
+    let (sender, receiver) = mpsc::channel(CHANNEL_CAPACITY);
+    // The file is read before this function returns, so that no later change is missed.
+    let first = (read_fingerprint(&path), read_content(&path, limit));
     tokio::spawn(async move {
         let inotify = watch_directories(&path);
         let (mut last_fingerprint, mut last_content) = first;
         while !sender.is_closed() {
-            wait(inotify.as_ref()).await;
-            let fingerprint = settled_fingerprint(&path).await;
+            wait_for_change(inotify.as_ref()).await;
+            let fingerprint = wait_for_settled_fingerprint(&path).await;
             if fingerprint == last_fingerprint {
                 continue;
             }
             last_fingerprint = fingerprint;
-            let mut content = read(&path, limit);
-            if !matches!(&content, FileContent::Text(text) if is_complete(text)) {
+            let mut content = read_content(&path, limit);
+            if !matches!(&content, WatchedFileContent::Text(text) if is_complete(text)) {
                 sleep(REREAD_DELAY).await;
-                last_fingerprint = settled_fingerprint(&path).await;
-                content = read(&path, limit);
+                last_fingerprint = wait_for_settled_fingerprint(&path).await;
+                content = read_content(&path, limit);
             }
             if content != last_content {
                 last_content = content.clone();
@@ -90,7 +89,8 @@ pub(crate) fn watch_file(
     receiver
 }
 
-/// Watches the directory of the file, and the directory of the file that it links to.
+/// Watches the directory of the file and the directory of the file that it links to. Returns `None`
+/// if the kernel provides no watch, so that the file is only polled.
 fn watch_directories(path: &Path) -> Option<AsyncFd<OwnedFd>> {
     let inotify = Inotify::init(InitFlags::IN_NONBLOCK | InitFlags::IN_CLOEXEC).ok()?;
     let flags = AddWatchFlags::IN_CLOSE_WRITE
@@ -111,8 +111,8 @@ fn watch_directories(path: &Path) -> Option<AsyncFd<OwnedFd>> {
     unsafe { AsyncFd::register_with_interest(fd, Interest::READABLE) }.ok()
 }
 
-/// Waits for a change in the directories, or for the next poll.
-async fn wait(inotify: Option<&AsyncFd<OwnedFd>>) {
+/// Waits for a change in the directories or for the next poll.
+async fn wait_for_change(inotify: Option<&AsyncFd<OwnedFd>>) {
     let Some(inotify) = inotify else { return sleep(POLL_INTERVAL).await };
     if let Ok(Ok(mut guard)) = timeout(POLL_INTERVAL, inotify.readable()).await {
         // The events are discarded, because the file itself is compared.
@@ -122,21 +122,24 @@ async fn wait(inotify: Option<&AsyncFd<OwnedFd>>) {
     }
 }
 
-/// Device, inode, modification time and size of a file; they differ after each change.
-type Fingerprint = Option<(u64, u64, i64, i64, u64)>;
+/// The device, inode, modification time and size of a file, which differ after each change; `None`
+/// if the file does not exist.
+type FileFingerprint = Option<(u64, u64, i64, i64, u64)>;
 
-fn fingerprint(path: &Path) -> Fingerprint {
-    let m = fs::metadata(path).ok()?;
-    Some((m.dev(), m.ino(), m.mtime(), m.mtime_nsec(), m.size()))
+/// Reads the fingerprint of a file. Returns `None` if the file does not exist or cannot be
+/// accessed.
+fn read_fingerprint(path: &Path) -> FileFingerprint {
+    let metadata = fs::metadata(path).ok()?;
+    Some((metadata.dev(), metadata.ino(), metadata.mtime(), metadata.mtime_nsec(), metadata.size()))
 }
 
-/// The fingerprint of the file once it has stopped changing, or after 20 intervals if it does not
-/// stop.
-async fn settled_fingerprint(path: &Path) -> Fingerprint {
-    let mut before = fingerprint(path);
+/// Waits until the file has stopped changing, but at most 20 intervals of [`SETTLE_TIME`], and
+/// returns its fingerprint.
+async fn wait_for_settled_fingerprint(path: &Path) -> FileFingerprint {
+    let mut before = read_fingerprint(path);
     for _ in 0..20 {
         sleep(SETTLE_TIME).await;
-        let now = fingerprint(path);
+        let now = read_fingerprint(path);
         if now == before {
             break;
         }
@@ -145,88 +148,98 @@ async fn settled_fingerprint(path: &Path) -> Fingerprint {
     before
 }
 
-fn read(path: &Path, limit: u64) -> FileContent {
+/// Reads a file of at most `limit` bytes. The content states why, if the file cannot be read.
+fn read_content(path: &Path, limit: u64) -> WatchedFileContent {
     match read_text(path, limit) {
-        Ok(text) => FileContent::Text(text),
-        Err(error) => FileContent::Unreadable(error),
+        Ok(text) => WatchedFileContent::Text(text),
+        Err(error) => WatchedFileContent::Unreadable(error),
     }
 }
 
-fn read_text(path: &Path, limit: u64) -> Result<String, UnreadableFile> {
+/// Reads a regular file of at most `limit` bytes as UTF-8.
+fn read_text(path: &Path, limit: u64) -> Result<String, FileReadError> {
     let io_error = |error: io::Error| match error.kind() {
-        io::ErrorKind::NotFound => UnreadableFile::Missing,
-        _ => UnreadableFile::Io(error.to_string()),
+        io::ErrorKind::NotFound => FileReadError::Missing,
+        _ => FileReadError::Io(error.to_string()),
     };
     let file = File::open(path).map_err(io_error)?;
     // Reading a named pipe would wait for its writer.
     if !file.metadata().map_err(io_error)?.is_file() {
-        return Err(UnreadableFile::NotAFile);
+        return Err(FileReadError::NotAFile);
     }
     let mut bytes = Vec::new();
     file.take(limit + 1).read_to_end(&mut bytes).map_err(io_error)?;
     if bytes.len() as u64 > limit {
-        return Err(UnreadableFile::TooLarge { limit });
+        return Err(FileReadError::TooLarge { limit });
     }
-    String::from_utf8(bytes).map_err(|_| UnreadableFile::NotUtf8)
+    String::from_utf8(bytes).map_err(|_| FileReadError::NotUtf8)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn in_runtime(test: impl Future<Output = ()>) {
+    /// Runs an asynchronous test to its end.
+    fn run_in_runtime(test: impl Future<Output = ()>) {
         tokio::runtime::Builder::new_current_thread().enable_all().build().expect("runtime").block_on(test);
     }
 
-    async fn next(changes: &mut mpsc::Receiver<FileContent>) -> FileContent {
+    /// Returns the next reported content. Panics if no change is reported within 30 s.
+    async fn receive_change(changes: &mut mpsc::Receiver<WatchedFileContent>) -> WatchedFileContent {
         timeout(Duration::from_secs(30), changes.recv()).await.expect("in time").expect("the watch is active")
     }
 
-    fn text(text: &str) -> FileContent {
-        FileContent::Text(text.to_owned())
+    fn new_text(text: &str) -> WatchedFileContent {
+        WatchedFileContent::Text(text.to_owned())
     }
 
     #[test]
     fn every_way_of_writing_is_reported_once() {
-        in_runtime(async {
+        run_in_runtime(async {
             let dir = tempfile::tempdir().expect("directory");
             let file = dir.path().join("job.yaml");
             fs::write(&file, "one").expect("written");
             let mut changes = watch_file(file.clone(), 100, |text| text != "partial");
             sleep(Duration::from_millis(50)).await;
             fs::write(&file, "two").expect("written");
-            assert_eq!(next(&mut changes).await, text("two"));
+            assert_eq!(receive_change(&mut changes).await, new_text("two"));
             // Editors replace the file by a new one.
             let temporary = dir.path().join(".job.yaml.swp");
             fs::write(&temporary, "three").expect("written");
             fs::remove_file(&file).expect("removed");
             fs::rename(&temporary, &file).expect("renamed");
-            assert_eq!(next(&mut changes).await, text("three"));
-            // Partially written, then complete.
+            assert_eq!(receive_change(&mut changes).await, new_text("three"));
+            // The file is partially written, then complete.
             fs::write(&file, "partial").expect("written");
             sleep(SETTLE_TIME * 3).await;
             fs::write(&file, "whole").expect("written");
-            assert_eq!(next(&mut changes).await, text("whole"));
-            // Rewritten with equal content: no report. Then incomplete for good.
+            assert_eq!(receive_change(&mut changes).await, new_text("whole"));
+            // A rewrite with equal content is not reported. Incomplete content that stays is.
             fs::write(&file, "whole").expect("written");
             sleep(SETTLE_TIME * 3).await;
             fs::write(&file, "partial").expect("written");
-            assert_eq!(next(&mut changes).await, text("partial"));
+            assert_eq!(receive_change(&mut changes).await, new_text("partial"));
             fs::write(&file, "x".repeat(101)).expect("written");
             assert_eq!(
-                next(&mut changes).await,
-                FileContent::Unreadable(UnreadableFile::TooLarge { limit: 100 })
+                receive_change(&mut changes).await,
+                WatchedFileContent::Unreadable(FileReadError::TooLarge { limit: 100 })
             );
             fs::remove_file(&file).expect("removed");
-            assert_eq!(next(&mut changes).await, FileContent::Unreadable(UnreadableFile::Missing));
+            assert_eq!(
+                receive_change(&mut changes).await,
+                WatchedFileContent::Unreadable(FileReadError::Missing)
+            );
             fs::write(&file, b"\xff").expect("written");
-            assert_eq!(next(&mut changes).await, FileContent::Unreadable(UnreadableFile::NotUtf8));
+            assert_eq!(
+                receive_change(&mut changes).await,
+                WatchedFileContent::Unreadable(FileReadError::NotUtf8)
+            );
         });
     }
 
     #[test]
     fn a_replaced_link_is_reported() {
-        in_runtime(async {
+        run_in_runtime(async {
             let dir = tempfile::tempdir().expect("directory");
             for (name, content) in [("a", "one"), ("b", "two")] {
                 fs::create_dir(dir.path().join(name)).expect("directory");
@@ -239,7 +252,7 @@ mod tests {
             sleep(Duration::from_millis(50)).await;
             std::os::unix::fs::symlink("b", dir.path().join("new")).expect("link");
             fs::rename(dir.path().join("new"), &data).expect("renamed");
-            assert_eq!(next(&mut changes).await, text("two"));
+            assert_eq!(receive_change(&mut changes).await, new_text("two"));
         });
     }
 }

@@ -1,16 +1,16 @@
-//! [`HostfileWatch`]: the hostfile while its job runs; which hosts were added and which are no
-//! longer listed.
+//! [`HostfileWatch`]: finds out which hosts were added to the hostfile, and which are no longer
+//! listed, while its job runs.
 use super::{
     HostTarget,
-    file_watch::{FileContent, watch_file},
+    file_watch::{WatchedFileContent, watch_file},
 };
 use crate::{
-    discover::hosts::{ClusterHost, hosts_from_text},
-    report::and_more,
+    discover::cluster_hosts::{ClusterHost, resolve_hostfile_text},
+    report::format_first_error,
 };
 use contract::{
     hosts::{HostAddress, MAX_HOSTFILE, MAX_HOSTS},
-    job::{ClusterSpec, Hosts, JobSpec},
+    job::{ClusterSpec, HostSelection, JobSpec},
 };
 use diagnostic::{Diagnostic, codes};
 use std::{
@@ -19,25 +19,26 @@ use std::{
 };
 use tokio::sync::mpsc;
 
-/// Limit of names that a notice lists.
-const MAX_NAMES: usize = 8;
+/// The limit of host names that a notice lists.
+const MAX_LISTED_NAMES: usize = 8;
 
 /// The hostfile of a job, with the job's filters.
 #[derive(Clone, Debug)]
-pub struct HostFile {
+pub struct FilteredHostfile {
     path: PathBuf,
     cluster: ClusterSpec,
 }
 
-impl HostFile {
-    /// The hostfile of the job; `None`: the job has another source of hosts.
-    pub(crate) fn from_job(job: &JobSpec) -> Option<HostFile> {
-        let Hosts::File(file) = &job.cluster.hosts else { return None };
-        Some(HostFile { path: job.run.workdir.join(file), cluster: job.cluster.clone() })
+impl FilteredHostfile {
+    /// Returns the hostfile of the job, or `None` if the job has another source of hosts.
+    pub(crate) fn from_job(job: &JobSpec) -> Option<FilteredHostfile> {
+        let HostSelection::File(file) = &job.cluster.hosts else { return None };
+        Some(FilteredHostfile { path: job.run.workdir.join(file), cluster: job.cluster.clone() })
     }
 
-    fn hosts_in(&self, text: &str) -> Result<Vec<ClusterHost>, Vec<Diagnostic>> {
-        let hosts = hosts_from_text(&self.cluster, &self.path, text)?;
+    /// Parses the text of a hostfile and applies the job's filters. Fails if no host is left.
+    fn parse_hosts(&self, text: &str) -> Result<Vec<ClusterHost>, Vec<Diagnostic>> {
+        let hosts = resolve_hostfile_text(&self.cluster, &self.path, text)?;
         if hosts.is_empty() {
             let message = format!("no host of {} is left", self.path.display());
             return Err(vec![Diagnostic::error(codes::run::TOO_FEW_HOSTS, message)]);
@@ -46,11 +47,12 @@ impl HostFile {
     }
 }
 
-/// What to do about a changed hostfile.
+/// The consequences of a changed hostfile: notices, and the new list of hosts.
 #[derive(Debug, Default, PartialEq)]
 pub(super) struct HostfileChange {
     /// Messages for the user.
     pub(super) notices: Vec<String>,
+    /// The hosts after the change; `None` if the run keeps its hosts.
     pub(super) hosts: Option<ListedHosts>,
 }
 
@@ -59,15 +61,15 @@ pub(super) struct HostfileChange {
 pub(super) struct ListedHosts {
     /// Hosts that were not known before.
     pub(super) added: Vec<HostTarget>,
-    /// Whether each known host is in the file.
+    /// Whether each known host is in the file, by host index.
     pub(super) listed: Vec<bool>,
     /// The addresses of all hosts in the file.
     pub(super) addresses: Vec<HostAddress>,
 }
 
-/// The watched hostfile of a run; a run without one has no changes.
+/// The watch of a run's hostfile. A run without a hostfile gets no changes.
 pub(super) struct HostfileWatch {
-    file: Option<(HostFile, mpsc::Receiver<FileContent>)>,
+    file: Option<(FilteredHostfile, mpsc::Receiver<WatchedFileContent>)>,
     /// Whether each known host was in the file after the last change.
     listed: Vec<bool>,
     /// The address of each listed host after the last change.
@@ -75,13 +77,15 @@ pub(super) struct HostfileWatch {
 }
 
 impl HostfileWatch {
-    pub(super) fn start(file: Option<HostFile>, hosts: &[HostTarget]) -> HostfileWatch {
+    /// Starts to watch the hostfile of a run with these hosts. Without a hostfile, the watch
+    /// reports no change.
+    pub(super) fn start(file: Option<FilteredHostfile>, hosts: &[HostTarget]) -> HostfileWatch {
         let names: HashSet<String> = hosts.iter().map(|h| h.name.clone()).collect();
-        let watch = |file: HostFile| {
+        let watch = |file: FilteredHostfile| {
             let (path, hostfile) = (file.path.clone(), file.clone());
             // Text that ends within a line, or lacks hosts of the run, may be partially written.
             let is_complete = move |text: &str| {
-                let hosts = text.ends_with('\n').then(|| hostfile.hosts_in(text).ok()).flatten();
+                let hosts = text.ends_with('\n').then(|| hostfile.parse_hosts(text).ok()).flatten();
                 hosts.is_some_and(|hosts| {
                     let listed: HashSet<String> = hosts.iter().map(|h| h.host.name()).collect();
                     names.iter().all(|name| listed.contains(name))
@@ -92,8 +96,8 @@ impl HostfileWatch {
         HostfileWatch { file: file.map(watch), listed: vec![true; hosts.len()], addresses: HashMap::new() }
     }
 
-    /// Waits for the next change. Cancel-safe.
-    pub(super) async fn next(&mut self) -> FileContent {
+    /// Waits for the next change of the hostfile. Waits forever without a hostfile. Cancel-safe.
+    pub(super) async fn wait_for_change(&mut self) -> WatchedFileContent {
         let content = match &mut self.file {
             Some((_, receiver)) => receiver.recv().await,
             None => None,
@@ -104,25 +108,30 @@ impl HostfileWatch {
         }
     }
 
-    /// Compares the changed file with the hosts of the run, and updates the slots of known hosts.
-    pub(super) fn apply(&mut self, hosts: &mut [HostTarget], content: FileContent) -> HostfileChange {
+    /// Compares the changed file with the hosts of the run, and updates the slots of known hosts. A
+    /// hostfile that is not valid changes nothing and is reported in a notice.
+    pub(super) fn apply_change(
+        &mut self,
+        hosts: &mut [HostTarget],
+        content: WatchedFileContent,
+    ) -> HostfileChange {
         let Some((file, _)) = &self.file else { return HostfileChange::default() };
         let name = file.path.display();
         let notice = |notice: String| HostfileChange { notices: vec![notice], hosts: None };
         let text = match content {
-            FileContent::Text(text) => text,
-            FileContent::Unreadable(error) => {
+            WatchedFileContent::Text(text) => text,
+            WatchedFileContent::Unreadable(error) => {
                 return notice(format!(
                     "cannot read the hostfile {name}: {error}; the run continues unchanged"
                 ));
             }
         };
-        let in_file = match file.hosts_in(&text) {
+        let in_file = match file.parse_hosts(&text) {
             Ok(hosts) => hosts,
             Err(errors) => {
                 return notice(format!(
                     "the changed hostfile is not valid, and the run continues unchanged: {}",
-                    and_more(&errors)
+                    format_first_error(&errors)
                 ));
             }
         };
@@ -141,7 +150,7 @@ impl HostfileWatch {
         for host in &in_file {
             let Some(&id) = known.get(&host.host.name()) else { continue };
             listed[id] = true;
-            let target = HostTarget { local: hosts[id].local, ..HostTarget::remote(host) };
+            let target = HostTarget { local: hosts[id].local, ..HostTarget::from_cluster_host(host) };
             if target != hosts[id] {
                 resized.push(target.name.clone());
                 hosts[id] = target;
@@ -150,6 +159,7 @@ impl HostfileWatch {
         self.compare_hosts(hosts, &new, &in_file, listed, resized)
     }
 
+    /// Describes the changes in a notice, records the new list, and returns both.
     fn compare_hosts(
         &mut self,
         hosts: &[HostTarget],
@@ -172,7 +182,7 @@ impl HostfileWatch {
         let parts: Vec<String> = changes
             .iter()
             .filter(|(_, names)| !names.is_empty())
-            .map(|(what, names)| format!("{what}: {}", list_names(names)))
+            .map(|(what, names)| format!("{what}: {}", join_names(names)))
             .collect();
         let addresses: HashMap<String, HostAddress> =
             in_file.iter().map(|h| (h.host.name(), h.host.clone())).collect();
@@ -187,7 +197,7 @@ impl HostfileWatch {
         HostfileChange {
             notices: notice.into_iter().collect(),
             hosts: Some(ListedHosts {
-                added: new.iter().map(|h| HostTarget::remote(h)).collect(),
+                added: new.iter().map(|h| HostTarget::from_cluster_host(h)).collect(),
                 listed,
                 addresses: in_file.iter().map(|h| h.host.clone()).collect(),
             }),
@@ -195,45 +205,48 @@ impl HostfileWatch {
     }
 }
 
-fn list_names(names: &[String]) -> String {
-    match names.len().checked_sub(MAX_NAMES) {
+/// Joins host names with commas. Lists at most [`MAX_LISTED_NAMES`] of them, followed by the number
+/// of the others.
+fn join_names(names: &[String]) -> String {
+    match names.len().checked_sub(MAX_LISTED_NAMES) {
         None | Some(0) => names.join(", "),
-        Some(more) => format!("{} and {more} more", names[..MAX_NAMES].join(", ")),
+        Some(more) => format!("{} and {more} more", names[..MAX_LISTED_NAMES].join(", ")),
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::controller::file_watch::UnreadableFile;
+    use crate::controller::file_watch::FileReadError;
 
-    /// The watch of a run with these hosts of a hostfile.
-    fn watch_run(cluster: &str, text: &str) -> (HostfileWatch, Vec<HostTarget>) {
+    /// Creates the watch and the hosts of a run with this hostfile.
+    fn create_watch(cluster: &str, text: &str) -> (HostfileWatch, Vec<HostTarget>) {
         let job = format!("run: {{command: [a]}}\ncluster: {cluster}");
-        let source = contract::Source::Text { name: "job.yaml".into(), text: job };
-        let job = contract::load(source, &[]).expect("a job").0;
-        let file = HostFile::from_job(&job).expect("a hostfile");
+        let source = contract::JobSource::Text { name: "job.yaml".into(), text: job };
+        let job = contract::load_job(source, &[]).expect("a job").0;
+        let file = FilteredHostfile::from_job(&job).expect("a hostfile");
         let hosts: Vec<HostTarget> =
-            file.hosts_in(text).expect("hosts").iter().map(HostTarget::remote).collect();
+            file.parse_hosts(text).expect("hosts").iter().map(HostTarget::from_cluster_host).collect();
         let listed = vec![true; hosts.len()];
         let file = Some((file, mpsc::channel(1).1));
         (HostfileWatch { file, listed, addresses: HashMap::new() }, hosts)
     }
 
-    /// Compares with the snapshot of this name, without the directory of the hostfile.
+    /// Compares the notices with the snapshot `name`, in which the directory of the hostfile is
+    /// left out.
     fn assert_notices(name: &str, notices: &[String]) {
         let mut settings = insta::Settings::clone_current();
         settings.add_filter(r"/\S*/hosts\b", "hosts");
         settings.bind(|| insta::assert_snapshot!(name, notices.join("\n")));
     }
 
-    /// Applies a changed hostfile: the notices, and which known hosts are listed.
-    fn change(
+    /// Applies a changed hostfile. Returns the notices, and which known hosts are listed.
+    fn apply_text(
         watch: &mut HostfileWatch,
         hosts: &mut Vec<HostTarget>,
         text: &str,
     ) -> (Vec<String>, Option<Vec<bool>>) {
-        let change = watch.apply(hosts, FileContent::Text(text.to_owned()));
+        let change = watch.apply_change(hosts, WatchedFileContent::Text(text.to_owned()));
         let listed = change.hosts.map(|change| {
             hosts.extend(change.added);
             change.listed
@@ -243,7 +256,7 @@ mod tests {
 
     #[test]
     fn hosts_are_added_removed_and_listed_again() {
-        let (mut watch, mut hosts) = watch_run("{hosts: {file: hosts}}", "a slots=2\nb slots=2\n");
+        let (mut watch, mut hosts) = create_watch("{hosts: {file: hosts}}", "a slots=2\nb slots=2\n");
         let mut all_notices = Vec::new();
         let many: String = (0..12).map(|i| format!("n{i}\n")).collect();
         for (text, expected) in [
@@ -252,7 +265,7 @@ mod tests {
             ("a slots=2\nb slots=4\nc slots=1\n", Some(vec![true, true, true])),
             (&format!("a slots=2\nb slots=4\nc slots=1\n{many}"), Some(vec![true, true, true])),
         ] {
-            let (notices, listed) = change(&mut watch, &mut hosts, text);
+            let (notices, listed) = apply_text(&mut watch, &mut hosts, text);
             assert_eq!(listed, expected, "{text}");
             all_notices.extend(notices);
         }
@@ -263,9 +276,9 @@ mod tests {
 
     #[test]
     fn another_address_of_a_host_is_taken_over_without_a_notice() {
-        let (mut watch, mut hosts) = watch_run("{hosts: {file: hosts}}", "a\nb\n");
-        change(&mut watch, &mut hosts, "a\nb\nc\n");
-        let change = watch.apply(&mut hosts, FileContent::Text("me@a\nb\nc\n".to_owned()));
+        let (mut watch, mut hosts) = create_watch("{hosts: {file: hosts}}", "a\nb\n");
+        apply_text(&mut watch, &mut hosts, "a\nb\nc\n");
+        let change = watch.apply_change(&mut hosts, WatchedFileContent::Text("me@a\nb\nc\n".to_owned()));
         let listed = change.hosts.expect("a change");
         assert!(change.notices.is_empty() && listed.added.is_empty(), "{:?}", change.notices);
         assert_eq!(listed.addresses[0].user.as_deref(), Some("me"));
@@ -273,7 +286,7 @@ mod tests {
 
     #[test]
     fn filters_apply_and_an_invalid_hostfile_changes_nothing() {
-        let (mut watch, mut hosts) = watch_run("{hosts: {file: hosts}, exclude: [b]}", "a\nb\nc\n");
+        let (mut watch, mut hosts) = create_watch("{hosts: {file: hosts}, exclude: [b]}", "a\nb\nc\n");
         let before = hosts.clone();
         let mut all_notices = Vec::new();
         for (text, is_valid) in [
@@ -284,11 +297,11 @@ mod tests {
             ("a slots=0\nb\n", false),
             ("b\n", false),
         ] {
-            let (notices, listed) = change(&mut watch, &mut hosts, text);
+            let (notices, listed) = apply_text(&mut watch, &mut hosts, text);
             assert_eq!((listed.is_some(), notices.len()), (is_valid, 1), "{text}: {notices:?}");
             all_notices.extend(notices);
         }
-        let gone = watch.apply(&mut hosts, FileContent::Unreadable(UnreadableFile::Missing));
+        let gone = watch.apply_change(&mut hosts, WatchedFileContent::Unreadable(FileReadError::Missing));
         assert_eq!(gone.hosts, None);
         all_notices.extend(gone.notices);
         assert_notices("filters_and_invalid_hostfiles", &all_notices);
@@ -297,8 +310,8 @@ mod tests {
 
     #[test]
     fn a_run_has_a_limit_of_hosts() {
-        let (mut watch, mut hosts) = watch_run("{hosts: {file: hosts}}", "a\n");
-        let (notices, listed) = change(&mut watch, &mut hosts, &format!("n[1-{MAX_HOSTS}]\n"));
+        let (mut watch, mut hosts) = create_watch("{hosts: {file: hosts}}", "a\n");
+        let (notices, listed) = apply_text(&mut watch, &mut hosts, &format!("n[1-{MAX_HOSTS}]\n"));
         assert_eq!((listed, notices.len()), (None, 1), "{notices:?}");
     }
 }

@@ -1,15 +1,15 @@
-//! [`JobFileWatch`]: the job file while its job runs; which of its changes take effect.
-use super::file_watch::{FileContent, watch_file};
-use crate::report::and_more;
+//! [`JobFileWatch`]: finds out which changes of the job file take effect while its job runs.
+use super::file_watch::{WatchedFileContent, watch_file};
+use crate::report::format_first_error;
 use contract::{
-    JobSpec, Source, SourceMap,
-    job::{MAX_JOB, ReloadValues, compare_jobs, load},
+    JobSource, JobSpec, SourceMap,
+    job::{MAX_JOB, ReloadValues, compare_jobs, load_job},
 };
 use diagnostic::Diagnostic;
 use std::{collections::BTreeSet, path::PathBuf};
 use tokio::sync::mpsc;
 
-/// A job file, with the overrides of the command line.
+/// The path of a job file, with the overrides of the command line.
 #[derive(Clone, Debug)]
 pub struct JobFile {
     /// The path of the file.
@@ -18,34 +18,36 @@ pub struct JobFile {
     pub set: Vec<String>,
 }
 
-/// What to do about a changed job file.
+/// The consequences of a changed job file: notices and reloaded values.
 #[derive(Debug, Default, PartialEq)]
 pub(super) struct JobFileChange {
     /// Messages for the user.
     pub(super) notices: Vec<String>,
-    /// The new values, for the running workers and for later attempts.
+    /// The new values for the running workers and for later attempts; `None` if no reloadable key
+    /// changed.
     pub(super) values: Option<ReloadValues>,
 }
 
-/// The watched job file of a run; a run without one has no changes.
+/// The watch of a run's job file. A run without a job file gets no changes.
 pub(super) struct JobFileWatch {
-    file: Option<(JobFile, mpsc::Receiver<FileContent>)>,
-    /// Changed keys that were already reported as ignored.
+    file: Option<(JobFile, mpsc::Receiver<WatchedFileContent>)>,
+    /// Changed keys that were already reported as not reloadable.
     reported: BTreeSet<String>,
 }
 
 impl JobFileWatch {
+    /// Starts to watch the job file. Without a job file, the watch reports no change.
     pub(super) fn start(file: Option<JobFile>) -> JobFileWatch {
         let watch = |file: JobFile| {
             let (path, job_file) = (file.path.clone(), file.clone());
-            let is_complete = move |text: &str| load_text(&job_file, text).is_ok();
+            let is_complete = move |text: &str| load_job_text(&job_file, text).is_ok();
             (file, watch_file(path, MAX_JOB, is_complete))
         };
         JobFileWatch { file: file.map(watch), reported: BTreeSet::new() }
     }
 
-    /// Waits for the next change. Cancel-safe.
-    pub(super) async fn next(&mut self) -> FileContent {
+    /// Waits for the next change of the job file. Waits forever without a job file. Cancel-safe.
+    pub(super) async fn wait_for_change(&mut self) -> WatchedFileContent {
         let content = match &mut self.file {
             Some((_, receiver)) => receiver.recv().await,
             None => None,
@@ -56,23 +58,24 @@ impl JobFileWatch {
         }
     }
 
-    /// Compares the changed file with the running job.
-    pub(super) fn apply(&mut self, running: &JobSpec, content: FileContent) -> JobFileChange {
+    /// Compares the changed file with the running job. Reports each change that is not reloadable
+    /// once.
+    pub(super) fn apply_change(&mut self, running: &JobSpec, content: WatchedFileContent) -> JobFileChange {
         let Some((file, _)) = &self.file else { return JobFileChange::default() };
         let name = file.path.display();
         let notice = |notice: String| JobFileChange { notices: vec![notice], values: None };
         let text = match content {
-            FileContent::Text(text) => text,
-            FileContent::Unreadable(error) => {
+            WatchedFileContent::Text(text) => text,
+            WatchedFileContent::Unreadable(error) => {
                 return notice(format!("cannot read {name}: {error}; the run continues unchanged"));
             }
         };
-        let job = match load_text(file, &text) {
+        let job = match load_job_text(file, &text) {
             Ok((job, _, _)) => job,
             Err(errors) => {
                 return notice(format!(
                     "the changed {name} is not valid, and the run continues unchanged: {}",
-                    and_more(&errors)
+                    format_first_error(&errors)
                 ));
             }
         };
@@ -95,19 +98,22 @@ impl JobFileWatch {
     }
 }
 
+/// A job with the locations of its keys and the warnings of loading it.
 type LoadedJob = (JobSpec, SourceMap, Vec<Diagnostic>);
 
-fn load_text(file: &JobFile, text: &str) -> Result<LoadedJob, Vec<Diagnostic>> {
-    load(Source::Text { name: file.path.display().to_string(), text: text.to_owned() }, &file.set)
+/// Loads a job from the text of its file, and applies the overrides of the command line.
+fn load_job_text(file: &JobFile, text: &str) -> Result<LoadedJob, Vec<Diagnostic>> {
+    load_job(JobSource::Text { name: file.path.display().to_string(), text: text.to_owned() }, &file.set)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::controller::file_watch::UnreadableFile;
+    use crate::controller::file_watch::FileReadError;
     use contract::job::SaveInterval;
 
-    fn watch_with_overrides(set: &[&str]) -> JobFileWatch {
+    /// Creates the watch of a job file with these arguments of `--set`.
+    fn create_watch_with_overrides(set: &[&str]) -> JobFileWatch {
         let set = set.iter().map(|s| (*s).to_owned()).collect();
         let file = JobFile { path: "job.yaml".into(), set };
         JobFileWatch { file: Some((file, mpsc::channel(1).1)), reported: BTreeSet::new() }
@@ -117,25 +123,25 @@ mod tests {
 
     #[test]
     fn reloadable_changes_take_effect_and_others_are_reported_once() {
-        let mut watch = watch_with_overrides(&["train.seed=5"]);
+        let mut watch = create_watch_with_overrides(&["train.seed=5"]);
         let file = watch.file.as_ref().expect("a file").0.clone();
-        let mut running = load_text(&file, JOB).expect("a job").0;
+        let mut running = load_job_text(&file, JOB).expect("a job").0;
         let mut notices = Vec::new();
-        let mut apply = |running: &JobSpec, content: FileContent| {
-            let change = watch.apply(running, content);
+        let mut apply = |running: &JobSpec, content: WatchedFileContent| {
+            let change = watch.apply_change(running, content);
             notices.extend(change.notices);
             change.values
         };
-        let text = |text: &str| FileContent::Text(text.to_owned());
+        let text = |text: &str| WatchedFileContent::Text(text.to_owned());
         assert_eq!(apply(&running, text(JOB)), None);
         let changed = format!("{JOB}checkpoint: {{every: 7}}\nrun: {{grace_period: 1s}}\n");
-        apply(&running, text(&changed)).expect("values").apply(&mut running);
+        apply(&running, text(&changed)).expect("values").apply_to(&mut running);
         assert_eq!(running.checkpoint.every, SaveInterval::Steps(7));
         // Ignored keys are reported once, and the override takes precedence over the file.
         let again = "train: {data: {files: [a]}, steps: 100, seed: 9}\ncheckpoint: {every: 7}\nrun: {grace_period: 1s}\n";
         assert_eq!(apply(&running, text(again)), None);
         assert_eq!(apply(&running, text("train: {data: {files: [a]}, stepps: 1, seed: x}\n")), None);
-        assert_eq!(apply(&running, FileContent::Unreadable(UnreadableFile::Missing)), None);
+        assert_eq!(apply(&running, WatchedFileContent::Unreadable(FileReadError::Missing)), None);
         insta::assert_snapshot!(notices.join("\n"));
     }
 }

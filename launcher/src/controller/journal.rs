@@ -1,8 +1,8 @@
-//! [`Journal`]: the files of a run directory: the job (`job.json`), all events (`events.jsonl`),
-//! and the metrics (`metrics.jsonl`, and an event file for TensorBoard).
+//! [`Journal`]: writes the files of a run directory: the job (`job.json`), all events
+//! (`events.jsonl`), and the metrics (`metrics.jsonl`, and an event file for TensorBoard).
 //!
 //! Events are appended line by line, so that a crash loses at most the last line.
-use super::tensorboard::EventFile;
+use super::tensorboard::TensorboardFile;
 use crate::plan::Plan;
 use contract::{
     event::{Event, EventSchema},
@@ -15,8 +15,8 @@ use std::{
     path::Path,
 };
 
-/// Version of `job.json`.
-const VERSION: u32 = 1;
+/// The format version of `job.json`.
+const JOB_FILE_VERSION: u32 = 1;
 
 /// The content of `job.json`.
 #[derive(Serialize)]
@@ -24,7 +24,7 @@ struct StoredJob<'a> {
     version: u32,
     run: &'a str,
     world: u32,
-    /// The command line.
+    /// The command line of `launch`.
     command: &'a [String],
     job: &'a JobSpec,
 }
@@ -34,37 +34,39 @@ struct StoredJob<'a> {
 pub(super) struct Journal {
     events: File,
     metrics: File,
-    tensorboard: Option<EventFile>,
-    /// A write has failed; nothing is written after it.
+    tensorboard: Option<TensorboardFile>,
+    /// Whether a write has failed. Nothing is written after a failure.
     has_failed: bool,
 }
 
 impl Journal {
-    /// Creates the run directory and its files.
+    /// Creates the run directory, writes `job.json`, and opens the other files for appending.
     pub(super) fn create(plan: &Plan, command: &[String]) -> io::Result<Journal> {
         fs::create_dir_all(&plan.run_dir)?;
         if let Some(node) = plan.host_plans.first() {
-            let (version, job) = (VERSION, &crate::secrets::redact(&node.job));
+            let (version, job) = (JOB_FILE_VERSION, &crate::secrets::redact_job(&node.job));
             let file = StoredJob { version, run: &plan.run.0, world: plan.world, command, job };
             write_atomically(&plan.run_dir, "job.json", &serde_json::to_vec_pretty(&file)?)?;
         }
         let open = |name: &str| OpenOptions::new().append(true).create(true).open(plan.run_dir.join(name));
         let (events, metrics) = (open("events.jsonl")?, open("metrics.jsonl")?);
-        Ok(Journal { events, metrics, tensorboard: tensorboard_file(plan)?, has_failed: false })
+        Ok(Journal { events, metrics, tensorboard: create_tensorboard_file(plan)?, has_failed: false })
     }
 
-    /// Appends an event. Only the first error is returned.
-    pub(super) fn append(&mut self, event: &Event) -> io::Result<()> {
+    /// Appends an event to the files of the run directory. After the first error, which is
+    /// returned, later events are dropped without an error.
+    pub(super) fn append_event(&mut self, event: &Event) -> io::Result<()> {
         if self.has_failed {
             return Ok(());
         }
-        let result = self.write(event);
+        let result = self.write_event(event);
         self.has_failed = result.is_err();
         result
     }
 
-    fn write(&mut self, event: &Event) -> io::Result<()> {
-        let time = now();
+    /// Writes an event to each file that records events of its kind.
+    fn write_event(&mut self, event: &Event) -> io::Result<()> {
+        let time = read_unix_time();
         let line = |schema| event.to_json_at(schema, time).map(|line| line + "\n");
         self.events.write_all(line(EventSchema::V2)?.as_bytes())?;
         if matches!(
@@ -75,7 +77,7 @@ impl Journal {
             self.metrics.write_all(line(EventSchema::V1)?.as_bytes())?;
         }
         if let Some(file) = &mut self.tensorboard {
-            file.append(event, time)?;
+            file.append_event(event, time)?;
         }
         if matches!(event, Event::Failure(_) | Event::Done { .. } | Event::Checkpoint { .. }) {
             self.events.sync_data()?;
@@ -85,19 +87,20 @@ impl Journal {
     }
 }
 
-/// Seconds since 1970.
-fn now() -> f64 {
-    crate::agent::log_times::unix_time_ms() as f64 / 1000.0
+/// Returns the time in seconds since 1970.
+fn read_unix_time() -> f64 {
+    crate::agent::log_times::read_unix_time_ms() as f64 / 1000.0
 }
 
-/// The TensorBoard file of a training job of the built-in runtime; programs write their own
-/// metrics.
-fn tensorboard_file(plan: &Plan) -> io::Result<Option<EventFile>> {
+/// Creates the TensorBoard file of a training job of the built-in runtime. Returns `None` for
+/// programs, which write their own metrics.
+fn create_tensorboard_file(plan: &Plan) -> io::Result<Option<TensorboardFile>> {
     let trains = plan.host_plans.first().is_some_and(|node| node.job.train.is_some());
-    trains.then(|| EventFile::create(&plan.run_dir, &plan.run.0, now())).transpose()
+    trains.then(|| TensorboardFile::create(&plan.run_dir, &plan.run.0, read_unix_time())).transpose()
 }
 
-/// Writes a file so that it either has all its bytes or does not exist.
+/// Writes a file atomically and durably: after a crash, the file has either all its bytes or its
+/// previous content.
 pub(crate) fn write_atomically(directory: &Path, name: &str, bytes: &[u8]) -> io::Result<()> {
     let temporary = directory.join(format!(".{name}.tmp"));
     let mut file = File::create(&temporary)?;
@@ -113,9 +116,10 @@ mod tests {
     use crate::testing;
     use contract::{control::HostPlan, ids::RunId};
 
-    fn plan(run_dir: &Path) -> Plan {
+    /// Builds a plan of one host without workers.
+    fn build_plan(run_dir: &Path) -> Plan {
         let node = HostPlan {
-            job: testing::job(),
+            job: testing::sample_job(),
             run: "r1".into(),
             host: "here".into(),
             run_dir: run_dir.into(),
@@ -135,7 +139,8 @@ mod tests {
         }
     }
 
-    fn step(step: u64) -> Event {
+    /// Builds the event of a training step whose numbers have inexact decimal forms.
+    fn build_step_event(step: u64) -> Event {
         let (loss, grad_norm, lr) = (0.1 + 0.2, 1.0 / 3.0, 3e-4);
         Event::Step {
             step,
@@ -153,20 +158,21 @@ mod tests {
     fn events_read_back_equal() {
         let dir = tempfile::tempdir().unwrap();
         let run_dir = dir.path().join("a/b");
-        let mut journal = Journal::create(&plan(&run_dir), &["launch".into(), "job.yaml".into()]).unwrap();
+        let mut journal =
+            Journal::create(&build_plan(&run_dir), &["launch".into(), "job.yaml".into()]).unwrap();
         let done = Event::Done { exit_code: 0, step: Some(2), seconds: 1.5 };
-        let events = [step(1), Event::notice(None, "line\nbreak"), step(2), done];
-        events.iter().for_each(|event| journal.append(event).unwrap());
+        let events = [build_step_event(1), Event::new_notice(None, "line\nbreak"), build_step_event(2), done];
+        events.iter().for_each(|event| journal.append_event(event).unwrap());
         let read = |name: &str| -> Vec<Event> {
             let text = fs::read_to_string(run_dir.join(name)).unwrap();
             text.lines().map(|line| Event::from_json(line).unwrap()).collect()
         };
         assert_eq!(read("events.jsonl"), events, "floats have equal bits");
-        assert_eq!(read("metrics.jsonl"), [step(1), step(2)]);
+        assert_eq!(read("metrics.jsonl"), [build_step_event(1), build_step_event(2)]);
         let job: serde_json::Value =
             serde_json::from_slice(&fs::read(run_dir.join("job.json")).unwrap()).unwrap();
         assert_eq!((&job["run"], &job["command"][1]), (&"r1".into(), &"job.yaml".into()));
-        assert_eq!(serde_json::from_value::<JobSpec>(job["job"].clone()).unwrap(), testing::job());
+        assert_eq!(serde_json::from_value::<JobSpec>(job["job"].clone()).unwrap(), testing::sample_job());
         let names: Vec<_> = fs::read_dir(&run_dir).unwrap().map(|e| e.unwrap().file_name()).collect();
         assert_eq!(names.len(), 3, "there is no temporary file: {names:?}");
     }
@@ -174,11 +180,11 @@ mod tests {
     #[test]
     fn a_full_disk_is_reported_once() {
         let dir = tempfile::tempdir().unwrap();
-        let mut journal = Journal::create(&plan(dir.path()), &[]).unwrap();
+        let mut journal = Journal::create(&build_plan(dir.path()), &[]).unwrap();
         journal.events = OpenOptions::new().append(true).open("/dev/full").unwrap();
-        assert!(journal.append(&step(1)).is_err());
-        assert!(journal.append(&step(2)).is_ok());
-        let nowhere = Journal::create(&plan(Path::new("/proc/nowhere")), &[]);
+        assert!(journal.append_event(&build_step_event(1)).is_err());
+        assert!(journal.append_event(&build_step_event(2)).is_ok());
+        let nowhere = Journal::create(&build_plan(Path::new("/proc/nowhere")), &[]);
         assert!(nowhere.is_err());
     }
 }

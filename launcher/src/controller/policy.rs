@@ -1,99 +1,105 @@
-//! Restart policy: whether a failed job is started again, and after which pause. Pure.
+//! The restart policy: decides whether a failed job is restarted, and after which pause. No I/O and
+//! no clock.
 use contract::exit;
 use std::{fmt, time::Duration};
 
-/// The pause before the first restart, and before one that follows progress.
+/// The pause before the first restart, and before a restart that follows progress.
 pub(crate) const FIRST_PAUSE: Duration = Duration::from_secs(1);
-/// The longest pause. Each restart in a row without progress doubles the pause.
+/// The longest pause between two attempts. Each restart in a row without progress doubles the
+/// pause.
 pub(crate) const LONGEST_PAUSE: Duration = Duration::from_secs(60);
-/// The largest random change of a pause, as a fraction of it, so that many jobs do not restart at
-/// the same moment.
-pub(crate) const JITTER: f64 = 0.2;
+/// The largest random change of a pause, as a fraction of the pause. It prevents many jobs from
+/// restarting at the same moment.
+pub(crate) const MAX_JITTER: f64 = 0.2;
 
-/// How an attempt ended.
+/// The end of an attempt, as the restart policy needs to know it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct AttemptEnd {
-    /// What `launch` would exit with.
+    /// The exit code of `launch` if the run ended here.
     pub(crate) exit_code: u8,
-    /// The last optimizer step, where steps are known (the built-in runtime).
+    /// The last optimizer step; `None` for programs, whose steps are unknown, and before the first
+    /// step.
     pub(crate) step: Option<u64>,
-    /// Whether it completed a checkpoint.
+    /// Whether the attempt completed a checkpoint.
     pub(crate) saved: bool,
 }
 
-/// The failures of a run so far.
+/// The restarts of a run so far, and how many the job allows.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct History {
-    /// `run.restarts`.
+pub(crate) struct RestartHistory {
+    /// The number of restarts that `run.restarts` allows.
     pub(crate) budget: u32,
-    /// Restarts so far.
+    /// The number of restarts so far.
     pub(crate) used: u32,
     /// Whether workers run the built-in runtime, whose steps are known.
     pub(crate) builtin: bool,
+    /// How the previous failed attempt ended.
     pub(crate) last: Option<AttemptEnd>,
-    /// Restarts in a row that brought no progress.
+    /// The number of restarts in a row that brought no progress.
     pub(crate) no_progress: u32,
 }
 
-/// Why a job is not started again.
+/// The reason why a job is not restarted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum NoRestart {
+pub(crate) enum NoRestartReason {
     /// The job file is wrong, and a restart would fail in the same way.
     JobInvalid,
     /// The checkpoint is unusable, and a restart would fail in the same way.
     CheckpointUnusable,
-    /// Two attempts in a row ended at this step without a new checkpoint; `None`: before their
-    /// first step.
+    /// Two attempts in a row ended at this step without a new checkpoint. `None` means that they
+    /// ended before their first step.
     NoProgress { step: Option<u64> },
     /// All restarts that `run.restarts` allows were used.
     BudgetUsed { budget: u32 },
 }
 
-impl fmt::Display for NoRestart {
+impl fmt::Display for NoRestartReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            NoRestart::JobInvalid => f.write_str("the job is not valid, and a restart would fail again"),
-            NoRestart::CheckpointUnusable => {
+            NoRestartReason::JobInvalid => {
+                f.write_str("the job is not valid, and a restart would fail again")
+            }
+            NoRestartReason::CheckpointUnusable => {
                 f.write_str("the checkpoint is not usable, and a restart would fail again")
             }
-            NoRestart::NoProgress { step: Some(step) } => {
+            NoRestartReason::NoProgress { step: Some(step) } => {
                 write!(f, "two attempts in a row ended at step {step} without a new checkpoint")
             }
-            NoRestart::NoProgress { step: None } => {
+            NoRestartReason::NoProgress { step: None } => {
                 f.write_str("two attempts in a row ended before their first step")
             }
-            NoRestart::BudgetUsed { budget: 1 } => {
+            NoRestartReason::BudgetUsed { budget: 1 } => {
                 f.write_str("the only restart that `run.restarts` allows has been used")
             }
-            NoRestart::BudgetUsed { budget } => {
+            NoRestartReason::BudgetUsed { budget } => {
                 write!(f, "all {budget} restarts that `run.restarts` allows have been used")
             }
         }
     }
 }
 
-/// What to do after a failure.
+/// The decision of the restart policy after a failure.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum RestartDecision {
-    /// Start again after this pause.
+    /// Restart the job after this pause.
     Restart(Duration),
-    /// End the run; `None`: restarts were not requested.
-    Stop(Option<NoRestart>),
+    /// End the run. `None` means that no restarts were requested.
+    Stop(Option<NoRestartReason>),
 }
 
-impl History {
-    /// Decides what follows a failure, and takes a restart from the budget. `chance` is uniform in
-    /// 0..1.
-    pub(crate) fn decide(&mut self, end: AttemptEnd, chance: f64) -> RestartDecision {
+impl RestartHistory {
+    /// Decides what follows a failure, and takes a restart from the budget. `chance` is a uniform
+    /// random number from 0 to 1, from which the jitter of the pause is computed.
+    pub(crate) fn decide_restart(&mut self, end: AttemptEnd, chance: f64) -> RestartDecision {
         if self.budget == 0 {
             return RestartDecision::Stop(None);
         }
         let no_progress = self.is_without_progress(end);
         let reason = match end.exit_code {
-            exit::USAGE => Some(NoRestart::JobInvalid),
-            exit::CHECKPOINT => Some(NoRestart::CheckpointUnusable),
-            _ if self.builtin && no_progress => Some(NoRestart::NoProgress { step: end.step }),
-            _ if self.used >= self.budget => Some(NoRestart::BudgetUsed { budget: self.budget }),
+            exit::USAGE => Some(NoRestartReason::JobInvalid),
+            exit::CHECKPOINT => Some(NoRestartReason::CheckpointUnusable),
+            _ if self.builtin && no_progress => Some(NoRestartReason::NoProgress { step: end.step }),
+            _ if self.used >= self.budget => Some(NoRestartReason::BudgetUsed { budget: self.budget }),
             _ => None,
         };
         if reason.is_some() {
@@ -102,19 +108,21 @@ impl History {
         self.used += 1;
         self.no_progress = if no_progress || !self.builtin { self.no_progress + 1 } else { 0 };
         self.last = Some(end);
-        RestartDecision::Restart(self.restart_delay(chance))
+        RestartDecision::Restart(self.compute_restart_delay(chance))
     }
 
-    /// Whether this attempt ended at the step of the last one, and neither saved a checkpoint.
+    /// Whether this attempt ended at the same step as the previous one, and neither saved a
+    /// checkpoint.
     fn is_without_progress(&self, end: AttemptEnd) -> bool {
         self.last.is_some_and(|last| last.step == end.step && !last.saved && !end.saved)
     }
 
-    fn restart_delay(&self, chance: f64) -> Duration {
-        // The progress of programs is unknown: every restart in a row counts.
+    /// Returns the pause before the next restart, with jitter.
+    fn compute_restart_delay(&self, chance: f64) -> Duration {
+        // The progress of programs is unknown, so every restart in a row counts.
         let doublings = self.no_progress.saturating_sub(u32::from(!self.builtin)).min(16);
         let pause = FIRST_PAUSE.saturating_mul(1 << doublings).min(LONGEST_PAUSE);
-        pause.mul_f64(1.0 + JITTER * (2.0 * chance.clamp(0.0, 1.0) - 1.0))
+        pause.mul_f64(1.0 + MAX_JITTER * (2.0 * chance.clamp(0.0, 1.0) - 1.0))
     }
 }
 
@@ -122,56 +130,76 @@ impl History {
 mod tests {
     use super::*;
 
-    const fn end(exit_code: u8, step: Option<u64>, saved: bool) -> AttemptEnd {
+    const fn build_attempt_end(exit_code: u8, step: Option<u64>, saved: bool) -> AttemptEnd {
         AttemptEnd { exit_code, step, saved }
     }
 
-    fn restart(seconds: u64) -> RestartDecision {
+    /// Builds the decision to restart after this pause, in seconds.
+    fn build_restart(seconds: u64) -> RestartDecision {
         RestartDecision::Restart(Duration::from_secs(seconds))
     }
 
-    fn stop(why: NoRestart) -> RestartDecision {
+    /// Builds the decision to end the run for this reason.
+    fn build_stop(why: NoRestartReason) -> RestartDecision {
         RestartDecision::Stop(Some(why))
     }
 
     #[test]
     fn restarts_follow_progress_and_budget() {
+        /// A description, the budget, whether the runtime is built in, and the decisions after each
+        /// end of an attempt.
         type Case = (&'static str, u32, bool, Vec<(AttemptEnd, RestartDecision)>);
-        let same_step = NoRestart::NoProgress { step: Some(7) };
+        let same_step = NoRestartReason::NoProgress { step: Some(7) };
         let cases: Vec<Case> = vec![
-            ("not requested", 0, true, vec![(end(1, Some(1), false), RestartDecision::Stop(None))]),
+            (
+                "not requested",
+                0,
+                true,
+                vec![(build_attempt_end(1, Some(1), false), RestartDecision::Stop(None))],
+            ),
             (
                 "the budget is the job's",
                 2,
                 true,
                 vec![
-                    (end(1, Some(7), false), restart(1)),
-                    (end(1, Some(9), false), restart(1)),
-                    (end(1, Some(12), true), stop(NoRestart::BudgetUsed { budget: 2 })),
+                    (build_attempt_end(1, Some(7), false), build_restart(1)),
+                    (build_attempt_end(1, Some(9), false), build_restart(1)),
+                    (
+                        build_attempt_end(1, Some(12), true),
+                        build_stop(NoRestartReason::BudgetUsed { budget: 2 }),
+                    ),
                 ],
             ),
-            ("an invalid job", 9, true, vec![(end(2, None, false), stop(NoRestart::JobInvalid))]),
+            (
+                "an invalid job",
+                9,
+                true,
+                vec![(build_attempt_end(2, None, false), build_stop(NoRestartReason::JobInvalid))],
+            ),
             (
                 "an unusable checkpoint",
                 9,
                 true,
-                vec![(end(4, None, false), stop(NoRestart::CheckpointUnusable))],
+                vec![(build_attempt_end(4, None, false), build_stop(NoRestartReason::CheckpointUnusable))],
             ),
             (
                 "the same step twice",
                 9,
                 true,
-                vec![(end(1, Some(7), false), restart(1)), (end(1, Some(7), false), stop(same_step))],
+                vec![
+                    (build_attempt_end(1, Some(7), false), build_restart(1)),
+                    (build_attempt_end(1, Some(7), false), build_stop(same_step)),
+                ],
             ),
             (
                 "a new checkpoint is progress",
                 9,
                 true,
                 vec![
-                    (end(1, Some(7), false), restart(1)),
-                    (end(1, Some(7), true), restart(1)),
-                    (end(1, Some(7), false), restart(1)),
-                    (end(1, Some(7), false), stop(same_step)),
+                    (build_attempt_end(1, Some(7), false), build_restart(1)),
+                    (build_attempt_end(1, Some(7), true), build_restart(1)),
+                    (build_attempt_end(1, Some(7), false), build_restart(1)),
+                    (build_attempt_end(1, Some(7), false), build_stop(same_step)),
                 ],
             ),
             (
@@ -179,21 +207,26 @@ mod tests {
                 9,
                 true,
                 vec![
-                    (end(3, None, false), restart(1)),
-                    (end(3, None, false), stop(NoRestart::NoProgress { step: None })),
+                    (build_attempt_end(3, None, false), build_restart(1)),
+                    (
+                        build_attempt_end(3, None, false),
+                        build_stop(NoRestartReason::NoProgress { step: None }),
+                    ),
                 ],
             ),
             (
                 "the steps of programs are unknown, and their pauses double",
                 9,
                 false,
-                [1, 2, 4, 8, 16, 32, 60, 60, 60].map(|s| (end(1, None, false), restart(s))).to_vec(),
+                [1, 2, 4, 8, 16, 32, 60, 60, 60]
+                    .map(|s| (build_attempt_end(1, None, false), build_restart(s)))
+                    .to_vec(),
             ),
         ];
         for (what, budget, builtin, attempts) in cases {
-            let mut history = History { budget, builtin, ..History::default() };
+            let mut history = RestartHistory { budget, builtin, ..RestartHistory::default() };
             for (i, (end, decision)) in attempts.into_iter().enumerate() {
-                assert_eq!(history.decide(end, 0.5), decision, "{what}: attempt {i}");
+                assert_eq!(history.decide_restart(end, 0.5), decision, "{what}: attempt {i}");
             }
         }
     }
@@ -201,9 +234,9 @@ mod tests {
     #[test]
     fn chance_changes_a_pause_by_up_to_a_fifth() {
         for (chance, ms) in [(0.0, 800), (0.5, 1000), (1.0, 1200)] {
-            let mut history = History { budget: 1, ..History::default() };
+            let mut history = RestartHistory { budget: 1, ..RestartHistory::default() };
             assert_eq!(
-                history.decide(end(1, None, false), chance),
+                history.decide_restart(build_attempt_end(1, None, false), chance),
                 RestartDecision::Restart(Duration::from_millis(ms))
             );
         }
@@ -212,12 +245,12 @@ mod tests {
     #[test]
     fn each_reason_against_a_restart_has_a_message() {
         let reasons = [
-            NoRestart::JobInvalid,
-            NoRestart::CheckpointUnusable,
-            NoRestart::NoProgress { step: Some(7) },
-            NoRestart::NoProgress { step: None },
-            NoRestart::BudgetUsed { budget: 1 },
-            NoRestart::BudgetUsed { budget: 3 },
+            NoRestartReason::JobInvalid,
+            NoRestartReason::CheckpointUnusable,
+            NoRestartReason::NoProgress { step: Some(7) },
+            NoRestartReason::NoProgress { step: None },
+            NoRestartReason::BudgetUsed { budget: 1 },
+            NoRestartReason::BudgetUsed { budget: 3 },
         ];
         insta::assert_snapshot!(reasons.map(|reason| reason.to_string()).join("\n"));
     }

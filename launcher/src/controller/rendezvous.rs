@@ -1,9 +1,10 @@
-//! [`Rendezvous`]: the address `MASTER_ADDR`:`MASTER_PORT` at which the workers of a job meet.
+//! [`BoundRendezvous`]: the bound address `MASTER_ADDR`:`MASTER_PORT` at which the workers of a job
+//! meet.
 //!
-//! It is the store that launch serves for programs, or else a port that is held until just before
-//! the workers start. The controller binds it, or the agent on the host of rank 0.
+//! The rendezvous is a store that launch serves for programs, or a port that is held until just
+//! before the workers start. The controller or the agent on the host of rank 0 binds it.
 use super::store::StoreServer;
-use contract::{control::BindRendezvous, env};
+use contract::{control::RendezvousRequest, env};
 use diagnostic::{Diagnostic, codes::run};
 use std::{
     io,
@@ -13,49 +14,50 @@ use tokio::sync::mpsc;
 
 /// A rendezvous whose address is bound.
 #[derive(Debug)]
-pub(crate) enum Rendezvous {
-    /// A port that rank 0 will bind, with its number.
+pub(crate) enum BoundRendezvous {
+    /// A held port that rank 0 will bind, with its number.
     Port(TcpListener, u16),
-    /// A store that serves until the next attempt or the end of the run.
+    /// A store that runs until the next attempt or the end of the run.
     Store(StoreServer),
 }
 
-impl Rendezvous {
+impl BoundRendezvous {
     /// Binds the requested port, or any free one. The store sends its messages for the user to
     /// `messages`.
-    pub(crate) fn open(
-        bind: &BindRendezvous,
+    pub(crate) fn bind(
+        bind: &RendezvousRequest,
         messages: &mpsc::Sender<String>,
-    ) -> diagnostic::Result<Rendezvous> {
+    ) -> diagnostic::Result<BoundRendezvous> {
         if bind.store {
             StoreServer::check_capacity(bind.clients)?;
         }
         let bound = if bind.store {
             StoreServer::start(bind.address, bind.port, &bind.allowed, messages.clone())
-                .map(Rendezvous::Store)
+                .map(BoundRendezvous::Store)
         } else {
             hold_port(bind.address, bind.port)
         };
-        bound.map_err(|error| port_unavailable(bind, &error))
+        bound.map_err(|error| build_port_error(bind, &error))
     }
 
-    /// The port's number, for the workers.
+    /// Returns the number of the port, for the workers.
     pub(crate) fn port(&self) -> u16 {
         match self {
-            Rendezvous::Port(_, number) => *number,
-            Rendezvous::Store(server) => server.port(),
+            BoundRendezvous::Port(_, number) => *number,
+            BoundRendezvous::Store(server) => server.port(),
         }
     }
 
-    /// Hands the rendezvous over to workers that are about to start: frees a port that rank 0 will
-    /// bind, and returns the store, which has to be kept.
-    pub(crate) fn hand_over(self) -> (u16, Option<StoreServer>) {
+    /// Hands the rendezvous over to workers that are about to start. Returns its port. Frees a held
+    /// port, so that rank 0 can bind it. The caller must keep a returned store for as long as the
+    /// workers run.
+    pub(crate) fn hand_over_to_workers(self) -> (u16, Option<StoreServer>) {
         match self {
-            Rendezvous::Port(listener, number) => {
+            BoundRendezvous::Port(listener, number) => {
                 drop(listener);
                 (number, None)
             }
-            Rendezvous::Store(server) => {
+            BoundRendezvous::Store(server) => {
                 StoreServer::raise_file_limit();
                 (server.port(), Some(server))
             }
@@ -63,7 +65,8 @@ impl Rendezvous {
     }
 }
 
-fn port_unavailable(bind: &BindRendezvous, error: &io::Error) -> Diagnostic {
+/// Builds the error for a rendezvous whose port cannot be bound.
+fn build_port_error(bind: &RendezvousRequest, error: &io::Error) -> Diagnostic {
     let address = bind.address;
     let diagnostic = match bind.port {
         0 => Diagnostic::error(
@@ -83,16 +86,17 @@ fn port_unavailable(bind: &BindRendezvous, error: &io::Error) -> Diagnostic {
     diagnostic.with_field("address", address.to_string()).with_cause(error)
 }
 
-fn hold_port(address: IpAddr, port: u16) -> io::Result<Rendezvous> {
+/// Binds the port, or any free one if `port` is 0, without serving it.
+fn hold_port(address: IpAddr, port: u16) -> io::Result<BoundRendezvous> {
     let listener = match port {
         0 => TcpListener::bind((address, 0)),
         number => TcpListener::bind((Ipv4Addr::UNSPECIFIED, number)),
     }?;
     let number = listener.local_addr()?.port();
-    Ok(Rendezvous::Port(listener, number))
+    Ok(BoundRendezvous::Port(listener, number))
 }
 
-/// Inserts the port into a worker's environment where the plan has a placeholder.
+/// Replaces the placeholder `auto` of `MASTER_PORT` in a worker's environment by the port.
 pub(super) fn fill_in_port(environment: &mut [(String, String)], port: u16) {
     let is_open = |(name, value): &&mut (String, String)| name == env::MASTER_PORT && value == "auto";
     for (_, value) in environment.iter_mut().filter(is_open) {
@@ -104,42 +108,44 @@ pub(super) fn fill_in_port(environment: &mut [(String, String)], port: u16) {
 mod tests {
     use super::*;
 
-    fn open(port: u16, store: bool) -> diagnostic::Result<Rendezvous> {
-        open_for(1, port, store)
+    /// Binds a rendezvous for one client at the loopback address.
+    fn bind_for_one_client(port: u16, store: bool) -> diagnostic::Result<BoundRendezvous> {
+        bind_for_clients(1, port, store)
     }
 
-    fn open_for(clients: u32, port: u16, store: bool) -> diagnostic::Result<Rendezvous> {
+    /// Binds a rendezvous for this many clients at the loopback address.
+    fn bind_for_clients(clients: u32, port: u16, store: bool) -> diagnostic::Result<BoundRendezvous> {
         let address = Ipv4Addr::LOCALHOST.into();
-        let bind = BindRendezvous { attempt: 0, address, port, store, clients, allowed: Vec::new() };
-        Rendezvous::open(&bind, &mpsc::channel(1).0)
+        let bind = RendezvousRequest { attempt: 0, address, port, store, clients, allowed: Vec::new() };
+        BoundRendezvous::bind(&bind, &mpsc::channel(1).0)
     }
 
     #[test]
     fn too_many_clients_for_the_store_are_rejected_before_anything_starts() {
-        let error = open_for(100_000, 0, true).expect_err("too many");
+        let error = bind_for_clients(100_000, 0, true).expect_err("too many");
         assert_eq!(error.code(), run::RENDEZVOUS_TOO_MANY_RANKS);
         assert_eq!(error.field("ranks"), Some(&100_000.into()));
-        assert!(open_for(100_000, 0, false).is_ok());
+        assert!(bind_for_clients(100_000, 0, false).is_ok());
     }
 
     #[test]
     fn a_held_port_is_not_available_to_others_and_free_for_rank_0() {
         for store in [false, true] {
-            let first = open(0, store).expect("a port");
+            let first = bind_for_one_client(0, store).expect("a port");
             let number = first.port();
             for other in [false, true] {
-                let error = open(number, other).expect_err("taken");
+                let error = bind_for_one_client(number, other).expect_err("taken");
                 assert_eq!(error.code(), run::RENDEZVOUS_PORT_UNAVAILABLE);
                 assert_eq!(error.field("port"), Some(&number.into()));
             }
-            let (port, server) = first.hand_over();
+            let (port, server) = first.hand_over_to_workers();
             assert_eq!((port, server.is_some()), (number, store));
             assert_eq!(TcpListener::bind((Ipv4Addr::LOCALHOST, number)).is_err(), server.is_some());
         }
     }
 
     #[test]
-    fn only_an_open_port_is_filled_in() {
+    fn only_the_placeholder_of_a_port_is_replaced() {
         let pair = |value: &str| (env::MASTER_PORT.to_owned(), value.to_owned());
         let mut environment = [pair("auto"), pair("29500")];
         fill_in_port(&mut environment, 7);

@@ -17,19 +17,19 @@ const PANIC_EXIT: u8 = 101;
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct RootCause {
     pub(crate) host: HostIndex,
-    /// `None`: not a failure of a worker.
+    /// The failed rank; `None` if the failure is not that of a worker.
     pub(crate) rank: Option<Rank>,
     pub(crate) reason: FailureReason,
-    /// One line for people. The rank and host are not repeated in it.
+    /// The failure as one line for the user, without the rank and the host.
     pub(crate) message: String,
-    /// The errors behind the reason.
+    /// The errors that explain the reason.
     pub(crate) diagnostics: Vec<Diagnostic>,
     /// The exit code of `launch` if this failure ends the run.
     pub(crate) exit_code: u8,
 }
 
 impl RootCause {
-    /// A failure with exit code 1 and without diagnostics.
+    /// Creates a root cause without a rank and without diagnostics, with exit code 1.
     pub(crate) fn new(host: HostIndex, reason: FailureReason, message: impl Into<String>) -> Self {
         RootCause {
             host,
@@ -41,36 +41,39 @@ impl RootCause {
         }
     }
 
+    /// Sets the failed rank.
     pub(crate) fn with_rank(mut self, rank: Option<Rank>) -> Self {
         self.rank = rank;
         self
     }
 
+    /// Sets the exit code of `launch` for the case that this failure ends the run.
     pub(crate) fn with_exit_code(mut self, exit_code: u8) -> Self {
         self.exit_code = exit_code;
         self
     }
 
+    /// Adds an error that explains the reason.
     pub(crate) fn with_diagnostic(mut self, diagnostic: Diagnostic) -> Self {
         self.diagnostics.push(diagnostic);
         self
     }
 
-    /// What a person can do: the help of the diagnostics, and advice for the reason.
-    pub(crate) fn help(&self) -> Vec<String> {
-        let help = self.diagnostics.iter().flat_map(all_help);
-        help.chain(advice(&self.reason).map(str::to_owned)).collect()
+    /// Returns what the user can do: the help of the diagnostics, and advice for the reason.
+    pub(crate) fn collect_help(&self) -> Vec<String> {
+        let help = self.diagnostics.iter().flat_map(collect_diagnostic_help);
+        help.chain(find_advice(&self.reason).map(str::to_owned)).collect()
     }
 }
 
-/// The help of a diagnostic and of its details.
-fn all_help(diagnostic: &Diagnostic) -> Vec<String> {
-    let details = diagnostic.details().iter().flat_map(all_help);
+/// Returns the help of a diagnostic and of its details.
+fn collect_diagnostic_help(diagnostic: &Diagnostic) -> Vec<String> {
+    let details = diagnostic.details().iter().flat_map(collect_diagnostic_help);
     diagnostic.help().iter().cloned().chain(details).collect()
 }
 
-/// The exit code of `launch` when a built-in worker's failure is the root cause.
-pub(crate) fn exit_code_for(exit: WorkerExit) -> u8 {
+/// Returns the exit code of `launch` if a built-in worker's exit with this code is the root cause.
+pub(crate) fn to_launch_exit_code(exit: WorkerExit) -> u8 {
     match exit {
         WorkerExit::BadJob => exit::USAGE,
         WorkerExit::Cluster => exit::CLUSTER,
@@ -79,8 +82,8 @@ pub(crate) fn exit_code_for(exit: WorkerExit) -> u8 {
     }
 }
 
-/// A worker that reported why it is about to exit.
-pub(crate) fn worker_error(
+/// Builds the root cause for a worker that reported why it is about to exit.
+pub(crate) fn build_worker_error_cause(
     (host, rank): (HostIndex, Rank),
     exit: WorkerExit,
     diagnostic: Diagnostic,
@@ -96,12 +99,12 @@ pub(crate) fn worker_error(
     };
     RootCause::new(host, reason, message)
         .with_rank(Some(rank))
-        .with_exit_code(exit_code_for(exit))
+        .with_exit_code(to_launch_exit_code(exit))
         .with_diagnostic(diagnostic)
 }
 
-/// A worker that ended because of a peer whose failure was not observed.
-pub(crate) fn aborted_by_peer(
+/// Builds the root cause for a worker that ended because of a peer whose failure was not observed.
+pub(crate) fn build_aborted_cause(
     (host, rank): (HostIndex, Rank),
     final_report: Option<(WorkerExit, Diagnostic)>,
 ) -> RootCause {
@@ -116,24 +119,27 @@ pub(crate) fn aborted_by_peer(
     }
 }
 
-/// How the process of a worker ended, as its agent reports it.
+/// The end of a worker's process, as the worker's agent reports it.
 #[derive(Clone, Debug)]
-pub(crate) struct ProcessEnd {
+pub(crate) struct WorkerProcessEnd {
     pub(crate) status: ExitStatus,
+    /// Whether the worker ran the built-in runtime.
     pub(crate) builtin: bool,
-    /// The kernel killed it because memory ran out; the memory of its host in bytes, where known.
+    /// `Some` if the kernel killed the process because memory ran out. The value is the memory of
+    /// the host in bytes, or `None` if unknown.
     pub(crate) oom: Option<Option<u64>>,
-    /// What the program recorded about its failure.
+    /// The error that the program recorded about its failure.
     pub(crate) error: Option<String>,
+    /// The GPU fault that the agent found for this process.
     pub(crate) gpu: Option<GpuFault>,
 }
 
-impl ProcessEnd {
-    /// The failure that this end of a process is.
-    pub(crate) fn root_cause(self, (host, rank): (HostIndex, Rank)) -> RootCause {
+impl WorkerProcessEnd {
+    /// Converts the end of the process into the failure of its rank.
+    pub(crate) fn into_root_cause(self, (host, rank): (HostIndex, Rank)) -> RootCause {
         let mut message = match self.oom {
             Some(_) => WorkerEnd::OutOfMemory(self.status).to_string(),
-            None => ended_text(self.status, self.builtin),
+            None => describe_process_end(self.status, self.builtin),
         };
         for detail in self.error.iter().cloned().chain(self.gpu.as_ref().map(ToString::to_string)) {
             message.push_str(&format!(": {detail}"));
@@ -142,9 +148,9 @@ impl ProcessEnd {
             (Some(limit_bytes), ..) => FailureReason::Oom { limit_bytes },
             (_, Some(fault), _) => FailureReason::Gpu(fault),
             (.., ExitStatus::Signal(number, core_dumped)) => {
-                FailureReason::Signal { name: signal_name(number), number, core_dumped }
+                FailureReason::Signal { name: format_signal_name(number), number, core_dumped }
             }
-            (.., ExitStatus::Code(code)) => match WorkerExit::from_code(code).filter(|_| self.builtin) {
+            (.., ExitStatus::Code(code)) => match WorkerExit::from_exit_code(code).filter(|_| self.builtin) {
                 Some(WorkerExit::Stopped) => FailureReason::StoppedUnexpectedly,
                 None if self.builtin && code == PANIC_EXIT => FailureReason::Panic,
                 _ => FailureReason::Exit { code, error: self.error },
@@ -154,25 +160,25 @@ impl ProcessEnd {
     }
 }
 
-/// How a worker ended that was not the root cause.
+/// The end of a worker that was not the root cause of a failure.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum WorkerEnd {
-    /// Its process ended; `builtin`: it ran the built-in runtime.
+    /// The process ended. `builtin` states whether it ran the built-in runtime.
     Exited { status: ExitStatus, builtin: bool },
-    /// The kernel killed its process because memory ran out.
+    /// The kernel killed the process because memory ran out.
     OutOfMemory(ExitStatus),
-    /// It was running when its agent was lost.
+    /// The worker was running when its agent was lost.
     LostWithAgent,
-    /// Its process was never started.
+    /// The process was never started.
     NeverStarted,
 }
 
 impl fmt::Display for WorkerEnd {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            WorkerEnd::Exited { status, builtin } => f.write_str(&ended_text(*status, *builtin)),
+            WorkerEnd::Exited { status, builtin } => f.write_str(&describe_process_end(*status, *builtin)),
             WorkerEnd::OutOfMemory(status) => {
-                write!(f, "{} because memory ran out (OOM killer)", ended_text(*status, false))
+                write!(f, "{} because memory ran out (OOM killer)", describe_process_end(*status, false))
             }
             WorkerEnd::LostWithAgent => f.write_str("lost with its agent"),
             WorkerEnd::NeverStarted => f.write_str("never started"),
@@ -180,11 +186,12 @@ impl fmt::Display for WorkerEnd {
     }
 }
 
-/// How a process ended: `exited with code 3`, `killed by SIGSEGV (core dumped)`.
-pub(crate) fn ended_text(status: ExitStatus, builtin: bool) -> String {
+/// Describes how a process ended, such as `exited with code 3` or `killed by SIGSEGV (core
+/// dumped)`. The exit codes of the built-in runtime are explained if `builtin` is set.
+pub(crate) fn describe_process_end(status: ExitStatus, builtin: bool) -> String {
     match status {
         ExitStatus::Code(0) => "finished".into(),
-        ExitStatus::Code(code) => match WorkerExit::from_code(code).filter(|_| builtin) {
+        ExitStatus::Code(code) => match WorkerExit::from_exit_code(code).filter(|_| builtin) {
             Some(WorkerExit::Aborted) => "aborted after the failure".into(),
             Some(WorkerExit::Stopped) => "saved and stopped although no stop was requested".into(),
             None if builtin && code == PANIC_EXIT => {
@@ -194,47 +201,49 @@ pub(crate) fn ended_text(status: ExitStatus, builtin: bool) -> String {
         },
         ExitStatus::Signal(number, core_dumped) => {
             let core = if core_dumped { " (core dumped)" } else { "" };
-            format!("killed by {}{core}", signal_name(number))
+            format!("killed by {}{core}", format_signal_name(number))
         }
     }
 }
 
-fn signal_name(number: i32) -> String {
+/// Returns the name of a signal, such as `SIGKILL`, or `signal N` if the number has no name.
+fn format_signal_name(number: i32) -> String {
     Signal::try_from(number).map_or_else(|_| format!("signal {number}"), |signal| signal.to_string())
 }
 
-/// Why a host's agent, and with it every process of the job on that host, is gone.
+/// The way in which a host's agent ended or was lost. Every process of the job on that host is gone
+/// with the agent.
 #[derive(Clone, Debug)]
 pub(crate) enum AgentEnd {
-    /// It could not be started.
+    /// The agent could not be started.
     NotStarted(Diagnostic),
-    /// Its process ended; only agents that are children of the controller are seen to end.
+    /// The agent's process ended. Known only for agents that are children of the controller.
     Exited(ExitStatus),
-    /// Its process ended before it was seen to run.
+    /// The agent's process ended before the controller saw it run.
     NeverRan,
     /// A control message could not be read or sent.
     StreamBroken(Diagnostic),
     /// The transport lost the connection and knows why.
     ConnectionLost(Diagnostic),
-    /// The connection ended; how the agent's process ended, where the transport knows it.
+    /// The connection ended. Holds the exit status of the agent, if the transport knows it.
     ConnectionEnded(Option<ExitStatus>),
-    /// It sent no hello.
+    /// The agent sent no hello within this time.
     NoHello { seconds: u64 },
-    /// It sent nothing for the length of its lease.
+    /// The agent sent nothing for the length of its lease.
     Silent { seconds: u64 },
-    /// It did not end its workers in time and was killed.
+    /// The agent did not end its workers in time and was killed.
     KilledLate { seconds: u64 },
-    /// It reported an error.
+    /// The agent reported an error.
     Failed(Diagnostic),
 }
 
-/// An agent, for messages about it.
+/// The host and pid of an agent, for messages about the agent.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct AgentLabel<'a> {
-    /// The host as the job names it; for the controller's machine its own name.
+    /// The host's name in the job or, for the controller's machine, its host name.
     pub(crate) host: &'a str,
     pub(crate) remote: bool,
-    /// 0: unknown.
+    /// The process id of the agent; 0 if unknown.
     pub(crate) pid: u32,
 }
 
@@ -250,20 +259,20 @@ impl fmt::Display for AgentLabel<'_> {
 }
 
 impl AgentEnd {
-    /// One line for people.
-    pub(crate) fn message(&self, agent: AgentLabel<'_>) -> String {
+    /// Formats the end of the agent as one line for the user.
+    pub(crate) fn format_message(&self, agent: AgentLabel<'_>) -> String {
         let AgentLabel { host, remote, .. } = agent;
         match self {
             AgentEnd::NotStarted(error) => format!("cannot start {agent}: {error}"),
             AgentEnd::Exited(ExitStatus::Code(code)) => format!("{agent} exited with code {code}"),
-            AgentEnd::Exited(status) => format!("{agent} was {}", ended_text(*status, false)),
+            AgentEnd::Exited(status) => format!("{agent} was {}", describe_process_end(*status, false)),
             AgentEnd::NeverRan => format!("{agent} never ran"),
             AgentEnd::StreamBroken(error) => format!("lost the control connection to {agent}: {error}"),
             // The message of the transport names the host.
             AgentEnd::ConnectionLost(error) => error.to_string(),
             AgentEnd::ConnectionEnded(None) => format!("lost host {host}: its control connection ended"),
             AgentEnd::ConnectionEnded(Some(status)) => {
-                let ended = ended_text(*status, false);
+                let ended = describe_process_end(*status, false);
                 format!("lost host {host}: its control connection ended (the agent: {ended})")
             }
             AgentEnd::NoHello { seconds } => format!("{agent} sent no hello within {seconds} s"),
@@ -278,8 +287,8 @@ impl AgentEnd {
         }
     }
 
-    /// The same as data.
-    pub(crate) fn reason(&self, agent: AgentLabel<'_>) -> FailureReason {
+    /// Returns the reason of the failure that the end of the agent causes.
+    pub(crate) fn to_failure_reason(&self, agent: AgentLabel<'_>) -> FailureReason {
         let silent_s = match self {
             AgentEnd::NoHello { seconds }
             | AgentEnd::Silent { seconds }
@@ -294,7 +303,7 @@ impl AgentEnd {
         }
     }
 
-    /// The error behind it.
+    /// Returns the error behind the end of the agent, if there is one.
     pub(crate) fn into_diagnostic(self) -> Option<Diagnostic> {
         match self {
             AgentEnd::NotStarted(error)
@@ -311,8 +320,8 @@ impl AgentEnd {
     }
 }
 
-/// What a person can do about a failure, in addition to what its message states.
-pub(crate) fn advice(reason: &FailureReason) -> Option<&'static str> {
+/// Returns what the user can do about a failure, in addition to what its message states.
+pub(crate) fn find_advice(reason: &FailureReason) -> Option<&'static str> {
     Some(match reason {
         FailureReason::Oom { .. } => {
             "use a smaller batch or more hosts, or raise the memory limit of the control group; \
@@ -336,7 +345,7 @@ pub(crate) fn advice(reason: &FailureReason) -> Option<&'static str> {
             "check whether the process is stopped (`ps -o stat`), the machine is swapping, or a file \
              system is blocked"
         }
-        FailureReason::Signal { name, .. } => signal_advice(name)?,
+        FailureReason::Signal { name, .. } => find_signal_advice(name)?,
         FailureReason::AbortedByPeer => "read the logs of all ranks: one of them names the peer that failed",
         FailureReason::Panic => "report the message in the rank's log, the version and the job file",
         FailureReason::Exit { .. }
@@ -354,7 +363,8 @@ pub(crate) fn advice(reason: &FailureReason) -> Option<&'static str> {
     })
 }
 
-fn signal_advice(name: &str) -> Option<&'static str> {
+/// Returns what the user can do about a process that this signal killed.
+fn find_signal_advice(name: &str) -> Option<&'static str> {
     Some(match name {
         "SIGKILL" => {
             "SIGKILL comes from a person, a batch system, or the kernel when memory runs out: \
@@ -378,8 +388,9 @@ mod tests {
     use super::*;
     use diagnostic::codes;
 
-    fn ended(status: ExitStatus, builtin: bool) -> RootCause {
-        ProcessEnd { status, builtin, oom: None, error: None, gpu: None }.root_cause((0, 1))
+    /// Builds the root cause of rank 1 for this exit status.
+    fn build_cause(status: ExitStatus, builtin: bool) -> RootCause {
+        WorkerProcessEnd { status, builtin, oom: None, error: None, gpu: None }.into_root_cause((0, 1))
     }
 
     #[test]
@@ -416,36 +427,37 @@ mod tests {
             (ExitStatus::Signal(35, false), false, signal("signal 35", 35, false), "killed by signal 35"),
         ];
         for (status, builtin, reason, message) in cases {
-            let cause = ended(status, builtin);
+            let cause = build_cause(status, builtin);
             assert_eq!((cause.reason, cause.message.as_str()), (reason, message));
         }
     }
 
     #[test]
-    fn memory_and_gpu_errors_come_before_the_signal() {
+    fn memory_and_gpu_errors_take_precedence_over_the_signal() {
         let fault = GpuFault { xid: 79, pci_address: "0000:17:00".into(), description: None };
         let status = ExitStatus::Signal(9, false);
-        let end = ProcessEnd { status, builtin: false, oom: None, error: None, gpu: Some(fault.clone()) };
-        assert_eq!(end.clone().root_cause((0, 0)).reason, FailureReason::Gpu(fault));
-        let end = ProcessEnd { oom: Some(Some(1 << 30)), ..end };
-        assert_eq!(end.root_cause((0, 0)).reason, FailureReason::Oom { limit_bytes: Some(1 << 30) });
+        let end =
+            WorkerProcessEnd { status, builtin: false, oom: None, error: None, gpu: Some(fault.clone()) };
+        assert_eq!(end.clone().into_root_cause((0, 0)).reason, FailureReason::Gpu(fault));
+        let end = WorkerProcessEnd { oom: Some(Some(1 << 30)), ..end };
+        assert_eq!(end.into_root_cause((0, 0)).reason, FailureReason::Oom { limit_bytes: Some(1 << 30) });
     }
 
     #[test]
     fn exit_codes_carry_the_category_of_the_failure() {
-        assert_eq!(exit_code_for(WorkerExit::BadJob), 2);
-        assert_eq!(exit_code_for(WorkerExit::Cluster), 3);
-        assert_eq!(exit_code_for(WorkerExit::Checkpoint), 4);
-        assert_eq!(exit_code_for(WorkerExit::Failed), 1);
+        assert_eq!(to_launch_exit_code(WorkerExit::BadJob), 2);
+        assert_eq!(to_launch_exit_code(WorkerExit::Cluster), 3);
+        assert_eq!(to_launch_exit_code(WorkerExit::Checkpoint), 4);
+        assert_eq!(to_launch_exit_code(WorkerExit::Failed), 1);
     }
 
     #[test]
-    fn help_is_that_of_the_diagnostic_and_of_the_reason() {
-        assert_eq!(ended(ExitStatus::Signal(9, false), false).help().len(), 1);
-        assert!(ended(ExitStatus::Code(1), false).help().is_empty());
+    fn help_combines_the_diagnostic_and_advice_for_the_reason() {
+        assert_eq!(build_cause(ExitStatus::Signal(9, false), false).collect_help().len(), 1);
+        assert!(build_cause(ExitStatus::Code(1), false).collect_help().is_empty());
         let error = Diagnostic::error(codes::run::INTERNAL, "no").with_help("try again");
-        let cause = worker_error((0, 0), WorkerExit::Failed, error, None);
-        assert_eq!(cause.help(), ["try again"]);
+        let cause = build_worker_error_cause((0, 0), WorkerExit::Failed, error, None);
+        assert_eq!(cause.collect_help(), ["try again"]);
     }
 
     #[test]
@@ -469,7 +481,7 @@ mod tests {
             AgentLabel { host: "node-3", remote: true, pid: 9 },
             AgentLabel { host: "h1", remote: false, pid: 9 },
         ];
-        let lines = labels.iter().flat_map(|label| ends.iter().map(|end| end.message(*label)));
+        let lines = labels.iter().flat_map(|label| ends.iter().map(|end| end.format_message(*label)));
         insta::assert_snapshot!(lines.collect::<Vec<_>>().join("\n"));
     }
 }

@@ -1,12 +1,13 @@
 //! The signals that the controller catches, and what each of them requests.
-use super::core::{Input, StopRequest};
+use super::core::{ControllerInput, StopRequest};
 use contract::job::{SignalAction, Signals as SignalActions};
 use nix::sys::signal::Signal;
 use std::io;
 use tokio::signal::unix::{Signal as SignalStream, SignalKind, signal};
 
-/// The streams of the signals that the controller catches, and how it interprets them.
+/// The streams of the signals that the controller catches, with the meanings of the signals.
 pub(super) struct SignalReceiver {
+    /// What SIGUSR1, SIGUSR2 and SIGTERM request (`run.signals`).
     actions: SignalActions,
     interrupt: SignalStream,
     terminate: SignalStream,
@@ -16,14 +17,14 @@ pub(super) struct SignalReceiver {
     usr1: SignalStream,
     usr2: SignalStream,
     child: SignalStream,
-    /// SIGUSR1 announces the time limit of the batch job.
+    /// Whether SIGUSR1 announces the time limit of the batch job.
     has_time_limit: bool,
 }
 
-/// What a received signal means.
+/// The meaning of a received signal.
 pub(super) enum SignalEvent {
     /// A request to the core.
-    Request(Input),
+    Request(ControllerInput),
     /// Child processes have ended.
     ChildrenEnded,
     /// A signal that `run.signals` ignores.
@@ -31,15 +32,15 @@ pub(super) enum SignalEvent {
 }
 
 impl SignalReceiver {
-    /// Installs the signal handlers. With `has_time_limit`, the batch system sends SIGUSR1 before
-    /// the time limit.
-    pub(super) fn catch(actions: SignalActions, has_time_limit: bool) -> io::Result<Self> {
+    /// Installs the signal handlers. With `has_time_limit`, SIGUSR1 means that the time limit of
+    /// the batch job is near.
+    pub(super) fn install(actions: SignalActions, has_time_limit: bool) -> io::Result<Self> {
         Ok(SignalReceiver {
             actions,
             interrupt: signal(SignalKind::interrupt())?,
             terminate: signal(SignalKind::terminate())?,
             quit: signal(SignalKind::quit())?,
-            hangup: if is_ignored(libc::SIGHUP) { None } else { Some(signal(SignalKind::hangup())?) },
+            hangup: if is_signal_ignored(libc::SIGHUP) { None } else { Some(signal(SignalKind::hangup())?) },
             usr1: signal(SignalKind::user_defined1())?,
             usr2: signal(SignalKind::user_defined2())?,
             child: signal(SignalKind::child())?,
@@ -47,8 +48,8 @@ impl SignalReceiver {
         })
     }
 
-    /// Waits for the next signal.
-    pub(super) async fn next(&mut self) -> SignalEvent {
+    /// Waits for the next signal and returns its meaning. Cancel-safe.
+    pub(super) async fn receive(&mut self) -> SignalEvent {
         let hangup = async {
             match &mut self.hangup {
                 Some(stream) => stream.recv().await,
@@ -57,29 +58,31 @@ impl SignalReceiver {
         };
         let SignalActions { usr1, usr2, term } = self.actions;
         tokio::select! {
-            _ = self.interrupt.recv() => SignalEvent::Request(Input::Stop(StopRequest::Interrupt)),
-            _ = self.terminate.recv() => signal_event(term, Signal::SIGTERM),
-            _ = self.quit.recv() => SignalEvent::Request(Input::Kill),
-            _ = hangup => SignalEvent::Request(Input::Stop(StopRequest::Terminate)),
+            _ = self.interrupt.recv() => SignalEvent::Request(ControllerInput::Stop(StopRequest::Interrupt)),
+            _ = self.terminate.recv() => interpret_signal(term, Signal::SIGTERM),
+            _ = self.quit.recv() => SignalEvent::Request(ControllerInput::Kill),
+            _ = hangup => SignalEvent::Request(ControllerInput::Stop(StopRequest::Terminate)),
             _ = self.usr1.recv() => match self.has_time_limit {
-                true => SignalEvent::Request(Input::Stop(StopRequest::TimeLimit)),
-                false => signal_event(usr1, Signal::SIGUSR1),
+                true => SignalEvent::Request(ControllerInput::Stop(StopRequest::TimeLimit)),
+                false => interpret_signal(usr1, Signal::SIGUSR1),
             },
-            _ = self.usr2.recv() => signal_event(usr2, Signal::SIGUSR2),
+            _ = self.usr2.recv() => interpret_signal(usr2, Signal::SIGUSR2),
             _ = self.child.recv() => SignalEvent::ChildrenEnded,
         }
     }
 }
 
-fn signal_event(action: SignalAction, signal: Signal) -> SignalEvent {
+/// Returns what a signal means under this setting of `run.signals`.
+fn interpret_signal(action: SignalAction, signal: Signal) -> SignalEvent {
     match action {
-        SignalAction::Save => SignalEvent::Request(Input::Save(signal as i32)),
-        SignalAction::SaveAndStop => SignalEvent::Request(Input::Stop(StopRequest::Terminate)),
+        SignalAction::Save => SignalEvent::Request(ControllerInput::Save(signal as i32)),
+        SignalAction::SaveAndStop => SignalEvent::Request(ControllerInput::Stop(StopRequest::Terminate)),
         SignalAction::Ignore => SignalEvent::Ignored,
     }
 }
 
-fn is_ignored(signal: i32) -> bool {
+/// Whether the process ignores this signal at present.
+fn is_signal_ignored(signal: i32) -> bool {
     // SAFETY: only queries the current action, and `action` is valid memory for the result.
     unsafe {
         let mut action = std::mem::zeroed::<libc::sigaction>();

@@ -1,4 +1,4 @@
-//! [`EventFile`]: the metrics of a run as scalars in an event file of TensorBoard.
+//! [`TensorboardFile`]: writes the metrics of a run as scalars to an event file of TensorBoard.
 //!
 //! The file is a sequence of TFRecords: length, masked CRC-32C of the length, data, masked CRC-32C
 //! of the data. Each record is an `Event` message of tensorflow/core/util/event.proto in Protocol
@@ -11,37 +11,42 @@ use std::{
     path::Path,
 };
 
-/// The file version, which is the lowest with which TensorBoard applies session marks.
+/// The file version, which is the lowest for which TensorBoard applies session marks.
 const FILE_VERSION: &str = "brain.Event:2";
 
-/// An open event file.
+/// An event file that is open for appending.
 #[derive(Debug)]
-pub(super) struct EventFile {
+pub(super) struct TensorboardFile {
     out: File,
 }
 
-impl EventFile {
-    /// Creates a file in `directory`; `time` is in seconds since 1970.
+impl TensorboardFile {
+    /// Creates an event file in `directory` and writes its version. `time` is in seconds since
+    /// 1970.
     pub(super) fn create(directory: &Path, run: &str, time: f64) -> io::Result<Self> {
         fs::create_dir_all(directory)?;
         // TensorBoard reads files in the order of their names.
         let name = format!("events.out.tfevents.{:010}.{run}", time as u64);
         let out = File::options().append(true).create(true).open(directory.join(name))?;
-        let mut file = EventFile { out };
-        file.record(&message(time, 0, &string_field(3, FILE_VERSION)))?;
+        let mut file = TensorboardFile { out };
+        file.write_record(&encode_event_message(time, 0, &encode_string_field(3, FILE_VERSION)))?;
         Ok(file)
     }
 
-    /// Appends the scalars of an event, if it has any; `time` is in seconds since 1970.
-    pub(super) fn append(&mut self, event: &Event, time: f64) -> io::Result<()> {
+    /// Appends the scalars of an event, if it has any. `time` is in seconds since 1970.
+    pub(super) fn append_event(&mut self, event: &Event, time: f64) -> io::Result<()> {
         let scalars = |step: u64, values: &[(&str, f64)]| {
-            let values: Vec<u8> =
-                values.iter().flat_map(|(tag, v)| bytes_field(1, &scalar(tag, *v))).collect();
-            message(time, step, &bytes_field(5, &values))
+            let values: Vec<u8> = values
+                .iter()
+                .flat_map(|(tag, v)| encode_bytes_field(1, &encode_scalar_value(tag, *v)))
+                .collect();
+            encode_event_message(time, step, &encode_bytes_field(5, &values))
         };
         let record = match *event {
             // The session begins with the step after the one it resumes from.
-            Event::Ready { step, .. } => message(time, step + 1, &bytes_field(7, &varint_field(1, 1))),
+            Event::Ready { step, .. } => {
+                encode_event_message(time, step + 1, &encode_bytes_field(7, &encode_varint_field(1, 1)))
+            }
             Event::Step { step, loss, grad_norm, lr, tokens_per_s, exposed_comm_s, .. } => scalars(
                 step,
                 &[
@@ -57,54 +62,63 @@ impl EventFile {
             }
             _ => return Ok(()),
         };
-        self.record(&record)
+        self.write_record(&record)
     }
 
-    /// Writes a record at once. After a crash at most the last record is truncated, and readers
-    /// skip it.
-    fn record(&mut self, data: &[u8]) -> io::Result<()> {
+    /// Writes a record with one system call. After a crash at most the last record is truncated,
+    /// and readers skip it.
+    fn write_record(&mut self, data: &[u8]) -> io::Result<()> {
         let length = (data.len() as u64).to_le_bytes();
-        let record =
-            [&length[..], &masked_crc(&length).to_le_bytes(), data, &masked_crc(data).to_le_bytes()].concat();
+        let record = [
+            &length[..],
+            &compute_masked_crc(&length).to_le_bytes(),
+            data,
+            &compute_masked_crc(data).to_le_bytes(),
+        ]
+        .concat();
         self.out.write_all(&record)
     }
 }
 
-/// Encodes an `Event` message with the fields wall_time (1) and step (2), and appends the encoded
-/// field `payload`.
-fn message(time: f64, step: u64, payload: &[u8]) -> Vec<u8> {
+/// Encodes an `Event` message with the fields wall_time (1, in seconds since 1970) and step (2),
+/// and appends the encoded field `payload`.
+fn encode_event_message(time: f64, step: u64, payload: &[u8]) -> Vec<u8> {
     let mut out = vec![1 << 3 | 1];
     out.extend(time.to_le_bytes());
-    out.extend(varint_field(2, step));
+    out.extend(encode_varint_field(2, step));
     out.extend(payload);
     out
 }
 
 /// Encodes a `Summary.Value` message with the fields tag (1) and simple_value (2).
-fn scalar(tag: &str, value: f64) -> Vec<u8> {
-    let mut out = string_field(1, tag);
+fn encode_scalar_value(tag: &str, value: f64) -> Vec<u8> {
+    let mut out = encode_string_field(1, tag);
     out.push(2 << 3 | 5);
     out.extend((value as f32).to_le_bytes());
     out
 }
 
-fn string_field(field: u8, value: &str) -> Vec<u8> {
-    bytes_field(field, value.as_bytes())
+/// Encodes a string field of a Protocol Buffers message.
+fn encode_string_field(field: u8, value: &str) -> Vec<u8> {
+    encode_bytes_field(field, value.as_bytes())
 }
 
-fn bytes_field(field: u8, value: &[u8]) -> Vec<u8> {
+/// Encodes a length-delimited field: a byte string or a nested message.
+fn encode_bytes_field(field: u8, value: &[u8]) -> Vec<u8> {
     let mut out = vec![field << 3 | 2];
     out.extend(encode_varint(value.len() as u64));
     out.extend(value);
     out
 }
 
-fn varint_field(field: u8, value: u64) -> Vec<u8> {
+/// Encodes an integer field of a Protocol Buffers message.
+fn encode_varint_field(field: u8, value: u64) -> Vec<u8> {
     let mut out = vec![field << 3];
     out.extend(encode_varint(value));
     out
 }
 
+/// Encodes an integer with seven bits per byte, the lowest first.
 fn encode_varint(mut value: u64) -> Vec<u8> {
     let mut out = Vec::new();
     while value >= 0x80 {
@@ -116,12 +130,12 @@ fn encode_varint(mut value: u64) -> Vec<u8> {
 }
 
 /// Computes the checksum of TFRecords: CRC-32C, rotated and offset.
-fn masked_crc(data: &[u8]) -> u32 {
-    crc32c(data).rotate_right(15).wrapping_add(0xa282_ead8)
+fn compute_masked_crc(data: &[u8]) -> u32 {
+    compute_crc32c(data).rotate_right(15).wrapping_add(0xa282_ead8)
 }
 
 /// Computes CRC-32C (Castagnoli) bit by bit, because records are short and few.
-fn crc32c(data: &[u8]) -> u32 {
+fn compute_crc32c(data: &[u8]) -> u32 {
     !data.iter().fold(!0, |crc, &byte| {
         (0..8).fold(crc ^ u32::from(byte), |c, _| if c & 1 == 1 { c >> 1 ^ 0x82f6_3b78 } else { c >> 1 })
     })
@@ -134,9 +148,9 @@ mod tests {
     #[test]
     fn checksums_match_the_standard() {
         // RFC 3720, B.4
-        assert_eq!(crc32c(&[0; 32]), 0x8a91_36aa);
-        assert_eq!(crc32c(&[0xff; 32]), 0x62a8_ab43);
-        assert_eq!(crc32c(b"123456789"), 0xe306_9283);
+        assert_eq!(compute_crc32c(&[0; 32]), 0x8a91_36aa);
+        assert_eq!(compute_crc32c(&[0xff; 32]), 0x62a8_ab43);
+        assert_eq!(compute_crc32c(b"123456789"), 0xe306_9283);
     }
 
     #[test]
@@ -149,8 +163,8 @@ mod tests {
     #[test]
     fn records_have_length_and_checksums() {
         let dir = tempfile::tempdir().unwrap();
-        let mut file = EventFile::create(&dir.path().join("tb"), "r", 7.5).unwrap();
-        file.append(&Event::Eval { step: 3, loss: 0.5, perplexity: 2.0, tokens: 1 }, 8.0).unwrap();
+        let mut file = TensorboardFile::create(&dir.path().join("tb"), "r", 7.5).unwrap();
+        file.append_event(&Event::Eval { step: 3, loss: 0.5, perplexity: 2.0, tokens: 1 }, 8.0).unwrap();
         let path = dir.path().join("tb/events.out.tfevents.0000000007.r");
         let data = fs::read(path).unwrap();
         let first = u64::from_le_bytes(data[..8].try_into().unwrap()) as usize;

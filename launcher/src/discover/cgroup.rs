@@ -1,42 +1,43 @@
-//! [`limits`]: the limits of the control groups of this process (version 2, and the controllers cpu
-//! and memory of version 1).
+//! [`read_limits`]: the limits of the control groups of this process, in version 2 and in version 1
+//! with the controllers cpu and memory.
 use std::{
     fs,
     path::{Path, PathBuf},
 };
 
-/// Limits of control groups.
+/// The limits on CPU time and memory of control groups.
 #[derive(Debug, Default, PartialEq)]
-pub(super) struct Limits {
-    /// CPU time, in CPUs; `None`: no limit.
+pub(super) struct CgroupLimits {
+    /// The limit on CPU time, in CPUs; `None` for no limit.
     pub(super) cpus: Option<f64>,
-    /// Memory, in bytes; `None`: no limit.
+    /// The limit on memory, in bytes; `None` for no limit.
     pub(super) memory: Option<u64>,
 }
 
-/// Reads the tightest limits of this process's control groups and their parents. A limit that
-/// cannot be read does not count.
-pub(super) fn limits(root: &Path) -> Limits {
+/// Reads the smallest limits of this process's control groups and their parents. A file that cannot
+/// be read is no limit.
+pub(super) fn read_limits(root: &Path) -> CgroupLimits {
     let groups = fs::read_to_string(root.join("proc/self/cgroup")).unwrap_or_default();
-    let mut limits = Limits::default();
+    let mut limits = CgroupLimits::default();
     for line in groups.lines() {
         let mut parts = line.splitn(3, ':').skip(1);
         let (Some(controllers), Some(group)) = (parts.next(), parts.next()) else { continue };
         let has = |name: &str| controllers.split(',').any(|c| c == name);
         let mount = root.join("sys/fs/cgroup");
         if controllers.is_empty() {
-            for directory in group_and_parents(&mount, group) {
-                limits.lower_limits(quota_v2(&directory), number(&directory.join("memory.max")));
+            for directory in list_group_and_parents(&mount, group) {
+                limits
+                    .lower_limits(read_cpu_quota_v2(&directory), read_number(&directory.join("memory.max")));
             }
         } else if has("cpu") {
-            // Inside a container the path of the group may be invisible; the root of the mount is
-            // the group.
-            for directory in group_and_parents(&mount.join("cpu"), group) {
-                limits.lower_limits(quota_v1(&directory), None);
+            // Inside a container the path of the group may be invisible. The root of the mount is
+            // then the group.
+            for directory in list_group_and_parents(&mount.join("cpu"), group) {
+                limits.lower_limits(read_cpu_quota_v1(&directory), None);
             }
         } else if has("memory") {
-            for directory in group_and_parents(&mount.join("memory"), group) {
-                limits.lower_limits(None, number(&directory.join("memory.limit_in_bytes")));
+            for directory in list_group_and_parents(&mount.join("memory"), group) {
+                limits.lower_limits(None, read_number(&directory.join("memory.limit_in_bytes")));
             }
         }
     }
@@ -45,7 +46,7 @@ pub(super) fn limits(root: &Path) -> Limits {
 
 /// Reads how many processes of this process's control group the kernel has killed for lack of
 /// memory; `None` if the count cannot be read.
-pub(crate) fn oom_kills(root: &Path) -> Option<u64> {
+pub(crate) fn read_oom_kill_count(root: &Path) -> Option<u64> {
     let groups = fs::read_to_string(root.join("proc/self/cgroup")).ok()?;
     let mount = root.join("sys/fs/cgroup");
     let of_line = |line: &str| {
@@ -58,9 +59,9 @@ pub(crate) fn oom_kills(root: &Path) -> Option<u64> {
             }
             _ => return None,
         };
-        // Inside a container the path of the group may be invisible; the nearest visible parent
-        // counts.
-        group_and_parents(&mount, group).iter().find_map(|directory| {
+        // Inside a container the path of the group may be invisible. The nearest visible parent is
+        // then read.
+        list_group_and_parents(&mount, group).iter().find_map(|directory| {
             let text = fs::read_to_string(directory.join(file)).ok()?;
             text.lines().find_map(|l| l.strip_prefix("oom_kill ")).and_then(|n| n.trim().parse().ok())
         })
@@ -68,7 +69,8 @@ pub(crate) fn oom_kills(root: &Path) -> Option<u64> {
     groups.lines().find_map(of_line)
 }
 
-impl Limits {
+impl CgroupLimits {
+    /// Lowers the limits to these values if they are smaller.
     fn lower_limits(&mut self, cpus: Option<f64>, memory: Option<u64>) {
         self.cpus = [self.cpus, cpus].into_iter().flatten().reduce(f64::min);
         // Version 1 writes "no limit" as a number near 2^63.
@@ -77,8 +79,8 @@ impl Limits {
     }
 }
 
-/// The directory of a control group and those of its parents, up to the mount point.
-fn group_and_parents(mount: &Path, group: &str) -> Vec<PathBuf> {
+/// Lists the directory of a control group and those of its parents, up to the mount point.
+fn list_group_and_parents(mount: &Path, group: &str) -> Vec<PathBuf> {
     let relative = Path::new(group.trim_start_matches('/'));
     // `..` appears when the group is outside of the namespace of this process.
     let is_inside = relative.components().all(|c| matches!(c, std::path::Component::Normal(_)));
@@ -86,25 +88,28 @@ fn group_and_parents(mount: &Path, group: &str) -> Vec<PathBuf> {
     directory.ancestors().take_while(|d| d.starts_with(mount)).map(Path::to_owned).collect()
 }
 
-/// Parses `cpu.max`: "QUOTA PERIOD" or "max PERIOD", in microseconds.
-fn quota_v2(directory: &Path) -> Option<f64> {
+/// Reads the limit on CPU time from `cpu.max`, in CPUs. The file contains "QUOTA PERIOD" or "max
+/// PERIOD", in microseconds.
+fn read_cpu_quota_v2(directory: &Path) -> Option<f64> {
     let text = fs::read_to_string(directory.join("cpu.max")).ok()?;
     let (quota, period) = text.trim().split_once(' ')?;
-    cpu_share(quota.parse().ok()?, period.parse().ok()?)
+    compute_quota_cpus(quota.parse().ok()?, period.parse().ok()?)
 }
 
-fn quota_v1(directory: &Path) -> Option<f64> {
-    let quota = number(&directory.join("cpu.cfs_quota_us"))?;
-    let period = number(&directory.join("cpu.cfs_period_us"))?;
-    cpu_share(quota as f64, period as f64)
+/// Reads the limit on CPU time of version 1, in CPUs.
+fn read_cpu_quota_v1(directory: &Path) -> Option<f64> {
+    let quota = read_number(&directory.join("cpu.cfs_quota_us"))?;
+    let period = read_number(&directory.join("cpu.cfs_period_us"))?;
+    compute_quota_cpus(quota as f64, period as f64)
 }
 
-fn cpu_share(quota: f64, period: f64) -> Option<f64> {
+/// Computes a limit on CPU time in CPUs; `None` for no limit.
+fn compute_quota_cpus(quota: f64, period: f64) -> Option<f64> {
     (quota > 0.0 && period > 0.0).then(|| quota / period)
 }
 
 /// Reads the number in a file; `None` for `max`, `-1` and unreadable files.
-fn number(file: &Path) -> Option<u64> {
+fn read_number(file: &Path) -> Option<u64> {
     fs::read_to_string(file).ok()?.trim().parse().ok()
 }
 
@@ -112,7 +117,8 @@ fn number(file: &Path) -> Option<u64> {
 mod tests {
     use super::*;
 
-    fn tree(files: &[(&str, &str)]) -> tempfile::TempDir {
+    /// Writes files into a temporary directory, which is the root of a machine.
+    fn write_tree(files: &[(&str, &str)]) -> tempfile::TempDir {
         let root = tempfile::tempdir().expect("directory");
         for (path, text) in files {
             let path = root.path().join(path);
@@ -124,43 +130,43 @@ mod tests {
 
     #[test]
     fn unreadable_files_are_no_limit() {
-        assert_eq!(limits(tree(&[]).path()), Limits::default());
+        assert_eq!(read_limits(write_tree(&[]).path()), CgroupLimits::default());
     }
 
     #[test]
     fn oom_kills_are_counted_in_both_versions() {
-        let v2 = tree(&[
+        let v2 = write_tree(&[
             ("proc/self/cgroup", "0::/a/b\n"),
             ("sys/fs/cgroup/a/b/memory.events", "low 0\noom 4\noom_kill 3\noom_group_kill 0\n"),
             ("sys/fs/cgroup/a/memory.events", "oom_kill 9\n"),
         ]);
-        let v1 = tree(&[
+        let v1 = write_tree(&[
             ("proc/self/cgroup", "7:cpu:/x\n4:memory:/docker/x\n"),
             ("sys/fs/cgroup/memory/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n"),
         ]);
-        assert_eq!((oom_kills(v2.path()), oom_kills(v1.path())), (Some(3), Some(2)));
-        assert_eq!(oom_kills(tree(&[("proc/self/cgroup", "0::/a\n")]).path()), None);
+        assert_eq!((read_oom_kill_count(v2.path()), read_oom_kill_count(v1.path())), (Some(3), Some(2)));
+        assert_eq!(read_oom_kill_count(write_tree(&[("proc/self/cgroup", "0::/a\n")]).path()), None);
     }
 
     #[test]
     fn limits_of_version_1_are_read() {
-        let root = tree(&[
+        let root = write_tree(&[
             ("proc/self/cgroup", "5:cpu,cpuacct:/docker/x\n4:memory:/docker/x\n1:name=systemd:/\n"),
             ("sys/fs/cgroup/cpu/cpu.cfs_quota_us", "150000"),
             ("sys/fs/cgroup/cpu/cpu.cfs_period_us", "100000"),
             ("sys/fs/cgroup/memory/docker/x/memory.limit_in_bytes", "1048576"),
             ("sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712"),
         ]);
-        assert_eq!(limits(root.path()), Limits { cpus: Some(1.5), memory: Some(1 << 20) });
+        assert_eq!(read_limits(root.path()), CgroupLimits { cpus: Some(1.5), memory: Some(1 << 20) });
     }
 
     #[test]
     fn a_path_outside_of_the_namespace_is_the_mount() {
-        let root = tree(&[
+        let root = write_tree(&[
             ("proc/self/cgroup", "0::/../../other\n"),
             ("sys/fs/cgroup/cpu.max", "50000 100000"),
             ("sys/other/cpu.max", "1 100000"),
         ]);
-        assert_eq!(limits(root.path()).cpus, Some(0.5));
+        assert_eq!(read_limits(root.path()).cpus, Some(0.5));
     }
 }

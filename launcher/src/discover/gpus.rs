@@ -1,36 +1,38 @@
-//! [`detect`]: the GPUs of this machine as its drivers list them, without loading a GPU library.
-use contract::machine::{Gpu, GpuVendor};
+//! [`detect_gpus`]: detects the GPUs of this machine from the lists of their drivers, without
+//! loading a GPU library.
+use contract::hardware::{GpuDevice, GpuVendor};
 use std::{fs, path::Path};
 
-/// Most GPUs of a machine.
+/// The most GPUs of a machine.
 const MAX_GPUS: usize = 1024;
 
-/// The GPUs of this machine in the order of the PCI bus, which is also CUDA's order where all GPUs
-/// are alike.
-pub(super) fn detect(root: &Path) -> Vec<Gpu> {
-    let mut found = nvidia_gpus(root);
+/// Detects the GPUs of NVIDIA, or else of AMD, in the order of the PCI bus. CUDA has the same order
+/// if all GPUs are of one model.
+pub(super) fn detect_gpus(root: &Path) -> Vec<GpuDevice> {
+    let mut found = list_nvidia_gpus(root);
     if found.is_empty() {
-        found = amd(root);
+        found = list_amd_gpus(root);
     }
     found.truncate(MAX_GPUS);
     found
 }
 
-/// The GPUs that a test simulates: `count` NVIDIA GPUs.
-pub(super) fn simulated(count: Option<&str>) -> Option<Vec<Gpu>> {
+/// Creates `count` NVIDIA GPUs for a test; `None` if `count` is not a number.
+pub(super) fn simulate_gpus(count: Option<&str>) -> Option<Vec<GpuDevice>> {
     let count = count?.parse::<usize>().ok()?.min(MAX_GPUS);
-    Some(vec![Gpu { vendor: GpuVendor::Nvidia, bus: None, uuid: None, numa_node: None }; count])
+    Some(vec![GpuDevice { vendor: GpuVendor::Nvidia, bus: None, uuid: None, numa_node: None }; count])
 }
 
-fn nvidia_gpus(root: &Path) -> Vec<Gpu> {
-    let mut buses: Vec<String> = entry_names(&root.join("proc/driver/nvidia/gpus"));
+/// Lists the GPUs of NVIDIA's driver in the order of the PCI bus.
+fn list_nvidia_gpus(root: &Path) -> Vec<GpuDevice> {
+    let mut buses: Vec<String> = list_entry_names(&root.join("proc/driver/nvidia/gpus"));
     buses.sort();
     let number = |name: String| name.strip_prefix("nvidia")?.parse::<u32>().ok();
-    let devices: Vec<u32> = entry_names(&root.join("dev")).into_iter().filter_map(number).collect();
+    let devices: Vec<u32> = list_entry_names(&root.join("dev")).into_iter().filter_map(number).collect();
     if buses.is_empty() {
-        // A container may hide the driver's list but show the devices.
+        // A container may hide the driver's list but show the device nodes.
         return vec![
-            Gpu { vendor: GpuVendor::Nvidia, bus: None, uuid: None, numa_node: None };
+            GpuDevice { vendor: GpuVendor::Nvidia, bus: None, uuid: None, numa_node: None };
             devices.len()
         ];
     }
@@ -44,15 +46,21 @@ fn nvidia_gpus(root: &Path) -> Vec<Gpu> {
             return None;
         }
         let uuid = field("GPU UUID:").filter(|u| !u.contains('?')).map(str::to_owned);
-        Some(Gpu { vendor: GpuVendor::Nvidia, uuid, numa_node: numa_node(root, &bus), bus: Some(bus) })
+        Some(GpuDevice {
+            vendor: GpuVendor::Nvidia,
+            uuid,
+            numa_node: read_numa_node(root, &bus),
+            bus: Some(bus),
+        })
     };
     buses.into_iter().filter_map(gpu).collect()
 }
 
-/// AMD's compute driver lists CPUs and GPUs as nodes; a GPU has SIMD units.
-fn amd(root: &Path) -> Vec<Gpu> {
+/// Lists the GPUs of AMD's compute driver. The driver lists CPUs and GPUs as nodes, of which only
+/// GPUs have SIMD units.
+fn list_amd_gpus(root: &Path) -> Vec<GpuDevice> {
     let nodes = root.join("sys/class/kfd/kfd/topology/nodes");
-    let mut numbers: Vec<u32> = entry_names(&nodes).iter().filter_map(|n| n.parse().ok()).collect();
+    let mut numbers: Vec<u32> = list_entry_names(&nodes).iter().filter_map(|n| n.parse().ok()).collect();
     numbers.sort_unstable();
     let gpu = |number: &u32| {
         let text = fs::read_to_string(nodes.join(number.to_string()).join("properties")).ok()?;
@@ -63,24 +71,25 @@ fn amd(root: &Path) -> Vec<Gpu> {
         if value("simd_count")? == 0 {
             return None;
         }
-        // The number combines bus, device and function.
+        // `location_id` combines bus, device and function.
         let bus = value("location_id").map(|id| {
             let domain = value("domain").unwrap_or(0);
             format!("{domain:04x}:{:02x}:{:02x}.{:x}", id >> 8 & 0xff, id >> 3 & 0x1f, id & 7)
         });
-        let node = bus.as_deref().and_then(|bus| numa_node(root, bus));
-        Some(Gpu { vendor: GpuVendor::Amd, bus, uuid: None, numa_node: node })
+        let node = bus.as_deref().and_then(|bus| read_numa_node(root, bus));
+        Some(GpuDevice { vendor: GpuVendor::Amd, bus, uuid: None, numa_node: node })
     };
     numbers.iter().filter_map(gpu).collect()
 }
 
-/// The NUMA node of a PCI device; `None` where the kernel writes -1.
-fn numa_node(root: &Path, bus: &str) -> Option<u32> {
+/// Reads the NUMA node of a PCI device; `None` if the kernel states -1 or the file cannot be read.
+fn read_numa_node(root: &Path, bus: &str) -> Option<u32> {
     let file = root.join("sys/bus/pci/devices").join(bus.to_lowercase()).join("numa_node");
     fs::read_to_string(file).ok()?.trim().parse().ok()
 }
 
-fn entry_names(directory: &Path) -> Vec<String> {
+/// Lists the names of the entries of a directory; empty if it cannot be read.
+fn list_entry_names(directory: &Path) -> Vec<String> {
     let entries = fs::read_dir(directory).map(|d| d.flatten().collect::<Vec<_>>()).unwrap_or_default();
     entries.into_iter().filter_map(|e| e.file_name().into_string().ok()).collect()
 }
@@ -89,7 +98,7 @@ fn entry_names(directory: &Path) -> Vec<String> {
 pub(crate) mod tests {
     use super::*;
 
-    fn write(root: &Path, path: &str, text: &str) {
+    fn write_file(root: &Path, path: &str, text: &str) {
         let path = root.join(path);
         fs::create_dir_all(path.parent().expect("a parent")).expect("directory");
         fs::write(path, text).expect("file");
@@ -101,43 +110,43 @@ pub(crate) mod tests {
         for (bus, node) in [("0000:C1:00.0", "1"), ("0000:17:00.0", "0"), ("0000:65:00.0", "-1")] {
             let minor = node.trim_start_matches('-');
             let text = format!("Model: \t\t H100\nGPU UUID: \t GPU-{bus}\nDevice Minor: \t 1{minor}\n");
-            write(root.path(), &format!("proc/driver/nvidia/gpus/{bus}/information"), &text);
-            write(root.path(), &format!("sys/bus/pci/devices/{}/numa_node", bus.to_lowercase()), node);
+            write_file(root.path(), &format!("proc/driver/nvidia/gpus/{bus}/information"), &text);
+            write_file(root.path(), &format!("sys/bus/pci/devices/{}/numa_node", bus.to_lowercase()), node);
         }
-        let found = detect(root.path());
+        let found = detect_gpus(root.path());
         let nodes: Vec<_> = found.iter().map(|g| (g.bus.as_deref().unwrap_or(""), g.numa_node)).collect();
         assert_eq!(nodes, [("0000:17:00.0", Some(0)), ("0000:65:00.0", None), ("0000:C1:00.0", Some(1))]);
         assert_eq!(found[0].uuid.as_deref(), Some("GPU-0000:17:00.0"));
         // A container with one of the GPUs that sees the list of the host.
-        write(root.path(), "dev/nvidia10", "");
-        let given: Vec<_> = detect(root.path()).into_iter().filter_map(|g| g.bus).collect();
+        write_file(root.path(), "dev/nvidia10", "");
+        let given: Vec<_> = detect_gpus(root.path()).into_iter().filter_map(|g| g.bus).collect();
         assert_eq!(given, ["0000:17:00.0"]);
     }
 
     #[test]
     fn devices_without_a_list_and_gpus_of_amd_are_detected() {
         let root = tempfile::tempdir().expect("directory");
-        assert!(detect(root.path()).is_empty());
+        assert!(detect_gpus(root.path()).is_empty());
         for name in ["nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm", "null"] {
-            write(root.path(), &format!("dev/{name}"), "");
+            write_file(root.path(), &format!("dev/{name}"), "");
         }
-        assert_eq!(detect(root.path()).len(), 2);
+        assert_eq!(detect_gpus(root.path()).len(), 2);
         let root = tempfile::tempdir().expect("directory");
-        write(
+        write_file(
             root.path(),
             "sys/class/kfd/kfd/topology/nodes/0/properties",
             "cpu_cores_count 8\nsimd_count 0\n",
         );
-        write(
+        write_file(
             root.path(),
             "sys/class/kfd/kfd/topology/nodes/1/properties",
             "simd_count 440\nlocation_id 5888\ndomain 0\n",
         );
-        write(root.path(), "sys/bus/pci/devices/0000:17:00.0/numa_node", "1\n");
+        write_file(root.path(), "sys/bus/pci/devices/0000:17:00.0/numa_node", "1\n");
         let bus = Some("0000:17:00.0".to_owned());
         assert_eq!(
-            detect(root.path()),
-            [Gpu { vendor: GpuVendor::Amd, bus, uuid: None, numa_node: Some(1) }]
+            detect_gpus(root.path()),
+            [GpuDevice { vendor: GpuVendor::Amd, bus, uuid: None, numa_node: Some(1) }]
         );
     }
 }

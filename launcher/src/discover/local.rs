@@ -1,25 +1,26 @@
-//! [`inventory`]: the inventory of this machine, read from /proc, /sys and /dev.
+//! [`discover_local`]: discovers the inventory of this machine from /proc, /sys and /dev.
 use super::{Inventory, cgroup, gpus, topology};
 use contract::{control::InterfaceAddress, env};
 use std::{fs, io, net::IpAddr, path::Path};
 
-/// Largest CPU number of a machine.
+/// The largest number of CPUs of a machine.
 const MAX_CPUS: u32 = 65_536;
-/// Most addresses that an inventory has.
+/// The most addresses in an inventory.
 const MAX_ADDRESSES: usize = 256;
 
-/// The inventory of this machine; the error names the file that cannot be read.
-pub fn inventory() -> io::Result<Inventory> {
+/// Discovers the inventory of this machine. The error names the file that cannot be read.
+pub fn discover_local() -> io::Result<Inventory> {
     let shm = nix::sys::statvfs::statvfs("/dev/shm").map_or(0, |fs| fs.blocks() * fs.fragment_size());
-    let found = inventory_below(Path::new("/"))?;
-    let gpus = gpus::simulated(std::env::var(env::LAUNCH_GPUS).ok().as_deref()).unwrap_or(found.gpus);
-    Ok(Inventory { inherited_env: inherited_env(), addresses: addresses(), shm, gpus, ..found })
+    let found = discover_below(Path::new("/"))?;
+    let gpus = gpus::simulate_gpus(std::env::var(env::LAUNCH_GPUS).ok().as_deref()).unwrap_or(found.gpus);
+    Ok(Inventory { inherited_env: read_inherited_env(), addresses: list_addresses(), shm, gpus, ..found })
 }
 
-/// The inventory as the files below `root` describe it.
-fn inventory_below(root: &Path) -> io::Result<Inventory> {
-    let host = read(root, "proc/sys/kernel/hostname")?.trim().to_owned();
-    let status = read(root, "proc/self/status")?;
+/// Reads the inventory from the files below `root`, without addresses, /dev/shm and the
+/// environment.
+fn discover_below(root: &Path) -> io::Result<Inventory> {
+    let host = read_system_file(root, "proc/sys/kernel/hostname")?.trim().to_owned();
+    let status = read_system_file(root, "proc/self/status")?;
     let list = status.lines().find_map(|l| l.strip_prefix("Cpus_allowed_list:")).unwrap_or("");
     let cpus = parse_cpu_list(list.trim()).ok_or_else(|| {
         io::Error::new(
@@ -27,17 +28,19 @@ fn inventory_below(root: &Path) -> io::Result<Inventory> {
             format!("/proc/self/status lists no CPUs: `{}`", list.trim()),
         )
     })?;
-    let limits = cgroup::limits(root);
-    let installed = read(root, "proc/meminfo").ok().and_then(|text| total_memory(&text)).unwrap_or(0);
+    let limits = cgroup::read_limits(root);
+    let installed =
+        read_system_file(root, "proc/meminfo").ok().and_then(|text| parse_total_memory(&text)).unwrap_or(0);
     let memory = match limits.memory {
         Some(limit) if installed == 0 || limit < installed => limit,
         _ => installed,
     };
-    let (topology, gpus) = (topology::read(root, &cpus), gpus::detect(root));
+    let (topology, gpus) = (topology::read_topology(root, &cpus), gpus::detect_gpus(root));
     Ok(Inventory { host, cpus, quota: limits.cpus, memory, topology, gpus, ..Inventory::default() })
 }
 
-fn inherited_env() -> Vec<(String, String)> {
+/// Reads the variables of the environment that an inventory contains.
+fn read_inherited_env() -> Vec<(String, String)> {
     let value = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
     let choices = env::USER_OVERRIDABLE.iter().filter_map(|name| Some(((*name).to_owned(), value(name)?)));
     // An empty list of devices hides all GPUs, so it is kept.
@@ -45,8 +48,8 @@ fn inherited_env() -> Vec<(String, String)> {
     choices.chain(devices.filter_map(|name| Some(((*name).to_owned(), std::env::var(name).ok()?)))).collect()
 }
 
-/// The addresses of the interfaces that are up, in the kernel's order.
-fn addresses() -> Vec<InterfaceAddress> {
+/// Lists the addresses of the interfaces that are up, in the kernel's order.
+fn list_addresses() -> Vec<InterfaceAddress> {
     use nix::net::if_::InterfaceFlags;
     let Ok(interfaces) = nix::ifaddrs::getifaddrs() else { return Vec::new() };
     let up = interfaces.filter(|i| i.flags.contains(InterfaceFlags::IFF_UP));
@@ -62,11 +65,13 @@ fn addresses() -> Vec<InterfaceAddress> {
     up.filter_map(address).take(MAX_ADDRESSES).collect()
 }
 
-fn read(root: &Path, path: &str) -> io::Result<String> {
+/// Reads a file below `root`. The error names the file.
+fn read_system_file(root: &Path, path: &str) -> io::Result<String> {
     fs::read_to_string(root.join(path)).map_err(|e| io::Error::new(e.kind(), format!("/{path}: {e}")))
 }
 
-/// `0-3,8,10-11` → the CPU numbers, ascending; `None` for an empty or malformed list.
+/// Parses a list such as `0-3,8,10-11` into CPU numbers, ascending; `None` if it is empty or
+/// malformed.
 pub(super) fn parse_cpu_list(text: &str) -> Option<Vec<u32>> {
     let mut cpus = Vec::new();
     for part in text.split(',') {
@@ -82,8 +87,8 @@ pub(super) fn parse_cpu_list(text: &str) -> Option<Vec<u32>> {
     (!cpus.is_empty()).then_some(cpus)
 }
 
-/// `MemTotal` in bytes.
-fn total_memory(meminfo: &str) -> Option<u64> {
+/// Parses `MemTotal` of /proc/meminfo, in bytes.
+fn parse_total_memory(meminfo: &str) -> Option<u64> {
     let line = meminfo.lines().find_map(|l| l.strip_prefix("MemTotal:"))?;
     line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
 }
@@ -91,7 +96,7 @@ fn total_memory(meminfo: &str) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use contract::machine::{Gpu, GpuVendor, Topology};
+    use contract::hardware::{CpuTopology, GpuDevice, GpuVendor};
 
     #[test]
     fn lists_of_cpus_are_parsed() {
@@ -104,9 +109,9 @@ mod tests {
 
     #[test]
     fn this_machine_has_an_inventory() {
-        let inventory = inventory().expect("an inventory");
+        let inventory = discover_local().expect("an inventory");
         assert!(!inventory.host.is_empty() && !inventory.cpus.is_empty() && inventory.memory > 0);
-        assert!((1..=inventory.cpus.len() as u32).contains(&inventory.cores()));
+        assert!((1..=inventory.cpus.len() as u32).contains(&inventory.usable_cpus()));
         assert!(inventory.addresses.iter().any(|a| a.address.is_loopback()), "{:?}", inventory.addresses);
     }
 
@@ -128,17 +133,17 @@ mod tests {
         for file in ["nvidia0", "nvidia11", "nvidiactl", "nvidia-uvm", "nvidia"] {
             write(&format!("dev/{file}"), "");
         }
-        let inventory = inventory_below(root.path()).expect("an inventory");
+        let inventory = discover_below(root.path()).expect("an inventory");
         let expected = Inventory {
             host: "node-7".into(),
             cpus: vec![2, 3, 4, 5],
             quota: Some(2.5),
             memory: 512_000,
-            topology: Topology::flat(&[2, 3, 4, 5]),
-            gpus: vec![Gpu { vendor: GpuVendor::Nvidia, bus: None, uuid: None, numa_node: None }; 2],
+            topology: CpuTopology::with_one_core_per_cpu(&[2, 3, 4, 5]),
+            gpus: vec![GpuDevice { vendor: GpuVendor::Nvidia, bus: None, uuid: None, numa_node: None }; 2],
             ..Inventory::default()
         };
         assert_eq!(inventory, expected);
-        assert_eq!(inventory.cores(), 2);
+        assert_eq!(inventory.usable_cpus(), 2);
     }
 }

@@ -1,75 +1,80 @@
-//! [`read_allocation`]: the Slurm allocation that the environment describes.
+//! [`read_allocation`]: reads the Slurm allocation from environment variables.
 //!
-//! Pure: the environment is an argument. Slurm 22.05 to 24.11 set these variables:
+//! The functions are pure: the environment is an argument. Slurm 22.05 to 24.11 set these
+//! variables:
 //!
 //! - In a batch script and in `salloc` they describe the job. In a step (`srun`), `SLURM_STEP_*`,
 //!   `SLURM_NTASKS` and similar variables describe the step.
 //! - `SLURM_TASKS_PER_NODE` is set even if the user requested no tasks; with `--exclusive` it is
 //!   the number of CPUs. It counts only if `SLURM_NTASKS` shows that tasks were requested.
-//! - A heterogeneous job has all names once more with the suffix `_HET_GROUP_n`. Each group is a
-//!   job, and the names without the suffix describe the first group.
+//! - A heterogeneous job also has all names with the suffix `_HET_GROUP_n`. Each group is a job,
+//!   and the names without the suffix describe the first group.
 use contract::hosts;
 use diagnostic::{Diagnostic, codes::host as codes};
 use std::collections::BTreeSet;
 
-/// Most nodes of an allocation.
+/// The most nodes of an allocation.
 pub const MAX_NODES: usize = hosts::MAX_HOSTS;
-/// Longest node list that is read, bytes.
+/// The longest node list that is accepted, bytes.
 const MAX_LIST_BYTES: usize = 1 << 20;
-/// Longest name of a node, bytes.
+/// The longest name of a node, bytes.
 const MAX_NAME_BYTES: usize = 255;
-/// Most groups of a heterogeneous job.
+/// The most groups of a heterogeneous job.
 const MAX_GROUPS: u32 = 128;
 
 /// The nodes that Slurm has allocated to this job.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Allocation {
-    /// The job id. A task of an array has its own; a heterogeneous job has that of its first group.
+pub struct SlurmAllocation {
+    /// The job id. A task of an array has its own job id. A heterogeneous job has the job id of its
+    /// first group.
     pub job: u64,
-    /// The job id of the array and the index of this task.
+    /// The job id of the array and the index of this task; `None` if the job is not part of an
+    /// array.
     pub array: Option<(u64, u64)>,
-    /// How often Slurm has requeued this job.
+    /// How many times Slurm has requeued this job.
     pub restarts: u32,
-    /// One group, or each group of a heterogeneous job.
-    pub groups: Vec<NodeGroup>,
+    /// The groups of nodes. Only a heterogeneous job has several.
+    pub groups: Vec<SlurmNodeGroup>,
 }
 
-/// Nodes that were requested together.
+/// A group of nodes: all nodes, or one component of a heterogeneous job.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct NodeGroup {
-    /// The number of the group in a heterogeneous job.
+pub struct SlurmNodeGroup {
+    /// The number of the group in a heterogeneous job; `None` in other jobs.
     pub het: Option<u32>,
     /// The nodes in Slurm's order; at least one.
     pub nodes: Vec<SlurmNode>,
 }
 
-/// A node of the allocation, or the part of it that belongs to the job.
+/// A node of the allocation, with the tasks, CPUs and GPUs of the job there.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SlurmNode {
     /// The name of the node.
     pub name: String,
-    /// The number of tasks that were requested; `None`: none were requested.
+    /// The number of requested tasks; `None` if the job requested no tasks.
     pub tasks: Option<u32>,
-    /// The number of CPUs of the job on this node; 0: unknown.
+    /// The number of CPUs of the job on this node; 0 if unknown.
     pub cpus: u32,
-    /// The number of GPUs of the job on this node, where Slurm states it before a step runs.
+    /// The number of GPUs of the job on this node; `None` if Slurm does not state it before a step
+    /// runs.
     pub gpus: Option<u32>,
-    /// Whether GPUs were requested per task (`--gpus-per-task`). A step with one task on each node
-    /// then gets the GPUs of one task, unless it requests all of them.
+    /// Whether GPUs were requested per task (`--gpus-per-task`). A step with one task per node then
+    /// gets the GPUs of one task, unless the step requests all of them.
     pub gpus_by_task: bool,
 }
 
-impl Allocation {
-    /// All nodes in order.
+impl SlurmAllocation {
+    /// Iterates over all nodes in order.
     pub fn nodes(&self) -> impl Iterator<Item = &SlurmNode> {
         self.groups.iter().flat_map(|group| &group.nodes)
     }
 }
 
 impl SlurmNode {
-    /// The number of workers for `workers_per_host: auto`: the GPUs for jobs that use them, else
-    /// the requested tasks, else 1. `None`: the number of GPUs that the agent finds.
-    pub fn workers(&self, use_gpus: bool) -> Option<u32> {
+    /// Returns the number of workers for `workers_per_host: auto`: the number of GPUs for jobs that
+    /// use them, otherwise the number of requested tasks, otherwise 1. `None` stands for the number
+    /// of GPUs that the agent finds.
+    pub fn worker_count(&self, use_gpus: bool) -> Option<u32> {
         let tasks = self.tasks.unwrap_or(1).max(1);
         match self.gpus {
             Some(gpus) if use_gpus && gpus > 0 => Some(gpus),
@@ -79,21 +84,22 @@ impl SlurmNode {
     }
 }
 
-/// The allocation that this environment describes; `None` outside of Slurm.
-pub fn read_allocation(get: &dyn Fn(&str) -> Option<String>) -> diagnostic::Result<Option<Allocation>> {
+/// Reads the allocation that the variables describe; `None` outside of Slurm. `get` returns the
+/// value of a variable.
+pub fn read_allocation(get: &dyn Fn(&str) -> Option<String>) -> diagnostic::Result<Option<SlurmAllocation>> {
     let Some(job) = get("SLURM_JOB_ID") else { return Ok(None) };
-    let job = parse_number(&job).ok_or_else(|| invalid_variable("SLURM_JOB_ID", &job))?;
+    let job = parse_number(&job).ok_or_else(|| invalid_variable_error("SLURM_JOB_ID", &job))?;
     check_single_instance(get)?;
     let groups = match get("SLURM_HET_SIZE") {
         None => vec![read_group(get, None)?],
         Some(size) => {
             let count = parse_number(&size).filter(|n| (1..=u64::from(MAX_GROUPS)).contains(n));
-            let count = count.ok_or_else(|| invalid_variable("SLURM_HET_SIZE", &size))?;
+            let count = count.ok_or_else(|| invalid_variable_error("SLURM_HET_SIZE", &size))?;
             (0..count as u32).map(|g| read_group(get, Some(g))).collect::<Result<_, _>>()?
         }
     };
     let mut names = BTreeSet::new();
-    let nodes = groups.iter().flat_map(|g: &NodeGroup| &g.nodes);
+    let nodes = groups.iter().flat_map(|g: &SlurmNodeGroup| &g.nodes);
     if let Some(node) = nodes.clone().find(|n| !names.insert(n.name.as_str())) {
         let message = format!("node {} is in two groups of this heterogeneous job", node.name);
         return Err(Diagnostic::error(codes::SLURM_NODE_DUPLICATE, message)
@@ -109,7 +115,7 @@ pub fn read_allocation(get: &dyn Fn(&str) -> Option<String>) -> diagnostic::Resu
     let array = get("SLURM_ARRAY_JOB_ID").zip(get("SLURM_ARRAY_TASK_ID"));
     let array = array.and_then(|(job, task)| parse_number(&job).zip(parse_number(&task)));
     let restarts = get("SLURM_RESTART_COUNT").and_then(|n| parse_number(&n)).unwrap_or(0);
-    Ok(Some(Allocation { job, array, restarts: restarts.min(u64::from(u32::MAX)) as u32, groups }))
+    Ok(Some(SlurmAllocation { job, array, restarts: restarts.min(u64::from(u32::MAX)) as u32, groups }))
 }
 
 /// Rejects `srun launch job.yaml`, which would run the whole job once for each task.
@@ -127,8 +133,8 @@ fn check_single_instance(get: &dyn Fn(&str) -> Option<String>) -> diagnostic::Re
     }
 }
 
-/// Reads the nodes of a group; `het` is its number in a heterogeneous job.
-fn read_group(get: &dyn Fn(&str) -> Option<String>, het: Option<u32>) -> diagnostic::Result<NodeGroup> {
+/// Reads the nodes of a group. `het` is its number in a heterogeneous job.
+fn read_group(get: &dyn Fn(&str) -> Option<String>, het: Option<u32>) -> diagnostic::Result<SlurmNodeGroup> {
     let full_name = |name: &str| het.map_or_else(|| name.to_owned(), |n| format!("{name}_HET_GROUP_{n}"));
     let variable = |name: &str| get(&full_name(name));
     let list = variable("SLURM_JOB_NODELIST").ok_or_else(|| {
@@ -138,20 +144,20 @@ fn read_group(get: &dyn Fn(&str) -> Option<String>, het: Option<u32>) -> diagnos
             .with_subject(name)
             .with_help("start launch inside sbatch or salloc, or set `cluster.hosts: local`")
     })?;
-    let names =
-        expand_node_list(&list).ok_or_else(|| invalid_variable(&full_name("SLURM_JOB_NODELIST"), &list))?;
+    let names = expand_node_list(&list)
+        .ok_or_else(|| invalid_variable_error(&full_name("SLURM_JOB_NODELIST"), &list))?;
     let counts = |name: &str| -> diagnostic::Result<Option<Vec<u32>>> {
         let Some(text) = variable(name) else { return Ok(None) };
         let counts = expand_counts(&text).filter(|counts| counts.len() == names.len());
-        counts.map(Some).ok_or_else(|| invalid_variable(&full_name(name), &text))
+        counts.map(Some).ok_or_else(|| invalid_variable_error(&full_name(name), &text))
     };
     let are_requested = variable("SLURM_NTASKS").is_some() || variable("SLURM_NTASKS_PER_NODE").is_some();
-    // In a step of one task these numbers describe the step, not the job.
+    // In a step of one task these variables describe the step, not the job.
     let in_step = get("SLURM_STEP_ID").is_some();
     let tasks = if are_requested && !in_step { counts("SLURM_TASKS_PER_NODE")? } else { None };
     let cpus = counts("SLURM_JOB_CPUS_PER_NODE")?;
-    let gpus_per_node = gpus_per_node(&variable);
-    let gpus_per_task = variable("SLURM_GPUS_PER_TASK").and_then(|text| gpu_count(&text));
+    let gpus_per_node = read_gpus_per_node(&variable);
+    let gpus_per_task = variable("SLURM_GPUS_PER_TASK").and_then(|text| parse_gpu_count(&text));
     let nodes = names.into_iter().enumerate().map(|(i, name)| {
         let tasks = tasks.as_ref().map(|tasks| tasks[i]);
         let gpus_of_tasks = tasks.zip(gpus_per_task).map(|(tasks, gpus)| tasks.saturating_mul(gpus));
@@ -159,24 +165,24 @@ fn read_group(get: &dyn Fn(&str) -> Option<String>, het: Option<u32>) -> diagnos
         let gpus = gpus_of_tasks.or(gpus_per_node);
         SlurmNode { name, tasks, cpus, gpus, gpus_by_task: gpus_of_tasks.is_some() }
     });
-    Ok(NodeGroup { het, nodes: nodes.collect() })
+    Ok(SlurmNodeGroup { het, nodes: nodes.collect() })
 }
 
-/// GPUs of each node: as requested, else those of the node of the batch script.
-fn gpus_per_node(get: &dyn Fn(&str) -> Option<String>) -> Option<u32> {
-    let requested = get("SLURM_GPUS_PER_NODE").and_then(|text| gpu_count(&text));
-    requested.or_else(|| gpu_count(&get("SLURM_GPUS_ON_NODE")?))
+/// Reads the number of GPUs per node: as requested, otherwise that of the node of the batch script.
+fn read_gpus_per_node(get: &dyn Fn(&str) -> Option<String>) -> Option<u32> {
+    let requested = get("SLURM_GPUS_PER_NODE").and_then(|text| parse_gpu_count(&text));
+    requested.or_else(|| parse_gpu_count(&get("SLURM_GPUS_ON_NODE")?))
 }
 
-/// `4`, `a100:4` or `a100:2,h100:2`.
-fn gpu_count(text: &str) -> Option<u32> {
+/// Parses a number of GPUs: `4`, `a100:4` or `a100:2,h100:2`.
+fn parse_gpu_count(text: &str) -> Option<u32> {
     let mut counts = text.split(',').map(|part| parse_number(part.rsplit(':').next()?));
     let sum = counts.try_fold(0u64, |sum, n| sum.checked_add(n?))?;
     u32::try_from(sum).ok().filter(|gpus| *gpus <= 1024)
 }
 
-/// Error: a variable has a value that is not in Slurm's notation.
-fn invalid_variable(name: &str, value: &str) -> Diagnostic {
+/// Creates the error of a variable whose value is not in Slurm's notation.
+fn invalid_variable_error(name: &str, value: &str) -> Diagnostic {
     let excerpt: String = value.chars().take(60).flat_map(char::escape_default).collect();
     Diagnostic::error(codes::SLURM_VARIABLE_INVALID, format!("{name} has an unexpected value: `{excerpt}`"))
         .with_subject(name)
@@ -184,12 +190,14 @@ fn invalid_variable(name: &str, value: &str) -> Diagnostic {
         .with_help("check whether it was changed by hand; `cluster.hosts: local` ignores it")
 }
 
+/// Parses a number of at most 19 decimal digits.
 fn parse_number(text: &str) -> Option<u64> {
     let digits = !text.is_empty() && text.len() <= 19 && text.bytes().all(|b| b.is_ascii_digit());
     text.parse().ok().filter(|_| digits)
 }
 
-/// `5,1(x2)` → 5, 1, 1; `None` for malformed text and for more than [`MAX_NODES`] counts.
+/// Expands repeated counts: `5,1(x2)` gives 5, 1, 1. Returns `None` for malformed text and for more
+/// than [`MAX_NODES`] counts.
 pub fn expand_counts(text: &str) -> Option<Vec<u32>> {
     let mut counts = Vec::new();
     for part in text.split(',') {
@@ -206,8 +214,8 @@ pub fn expand_counts(text: &str) -> Option<Vec<u32>> {
     Some(counts)
 }
 
-/// `a[1-2]n[01,03-04],b` → the names in order; `None` for malformed text and for more than
-/// [`MAX_NODES`] names.
+/// Expands a node list such as `a[1-2]n[01,03-04],b` into names, in order; `None` for malformed
+/// text and for more than [`MAX_NODES`] names.
 pub fn expand_node_list(list: &str) -> Option<Vec<String>> {
     if list.len() > MAX_LIST_BYTES {
         return None;
@@ -216,7 +224,8 @@ pub fn expand_node_list(list: &str) -> Option<Vec<String>> {
     names.iter().all(|name| is_node_name(name)).then_some(names)
 }
 
-/// Whether a text has only the characters of host names. Node names become part of command lines.
+/// Returns whether a text has only the characters of hostnames. Node names become part of command
+/// lines.
 fn is_node_name(name: &str) -> bool {
     let is_allowed = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'_' | b'.');
     (1..=MAX_NAME_BYTES).contains(&name.len()) && !name.starts_with('-') && name.bytes().all(is_allowed)

@@ -2,8 +2,11 @@ use super::*;
 use proptest::prelude::*;
 use std::collections::HashMap;
 
-/// The allocation of a recorded environment in which variables were changed or removed.
-fn recorded(name: &str, changes: &[(&str, Option<&str>)]) -> diagnostic::Result<Option<Allocation>> {
+/// Reads the allocation from a recorded environment in which variables are changed or removed.
+fn read_recorded(
+    name: &str,
+    changes: &[(&str, Option<&str>)],
+) -> diagnostic::Result<Option<SlurmAllocation>> {
     let file = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/slurm/env").join(name);
     let text = std::fs::read_to_string(&file).unwrap_or_else(|e| panic!("{}: {e}", file.display()));
     let mut vars: HashMap<String, String> =
@@ -18,17 +21,17 @@ fn recorded(name: &str, changes: &[(&str, Option<&str>)]) -> diagnostic::Result<
 }
 
 /// The group, name, tasks, CPUs and GPUs of each node.
-type Nodes = Vec<(Option<u32>, String, Option<u32>, u32, Option<u32>)>;
+type NodeSummaries = Vec<(Option<u32>, String, Option<u32>, u32, Option<u32>)>;
 
-fn nodes_of(allocation: &Allocation) -> Nodes {
-    let nodes = |g: &NodeGroup| {
+fn summarize_nodes(allocation: &SlurmAllocation) -> NodeSummaries {
+    let nodes = |g: &SlurmNodeGroup| {
         let each = |n: &SlurmNode| (g.het, n.name.clone(), n.tasks, n.cpus, n.gpus);
         g.nodes.iter().map(each).collect::<Vec<_>>()
     };
     allocation.groups.iter().flat_map(nodes).collect()
 }
 
-fn node(
+fn new_node_summary(
     name: &str,
     tasks: Option<u32>,
     cpus: u32,
@@ -44,9 +47,9 @@ fn outside_of_slurm_there_is_no_allocation() {
 
 #[test]
 fn recorded_environments_are_read() {
-    let recorded_nodes = |name: &str| nodes_of(&recorded(name, &[]).unwrap().unwrap());
-    let each = |names: &[&str], tasks, cpus, gpus| -> Nodes {
-        names.iter().map(|name| node(name, tasks, cpus, gpus)).collect()
+    let recorded_nodes = |name: &str| summarize_nodes(&read_recorded(name, &[]).unwrap().unwrap());
+    let each = |names: &[&str], tasks, cpus, gpus| -> NodeSummaries {
+        names.iter().map(|name| new_node_summary(name, tasks, cpus, gpus)).collect()
     };
     assert_eq!(recorded_nodes("env.sbatch.1"), each(&["h1", "h2", "h3", "h4"], Some(1), 4, Some(2)));
     assert_eq!(recorded_nodes("env.salloc"), each(&["h1", "h2"], None, 1, None));
@@ -59,34 +62,38 @@ fn recorded_environments_are_read() {
     assert_eq!(recorded_nodes("env.gpus_per_node.6"), each(&["h1", "h2"], Some(1), 1, Some(3)));
     assert_eq!(
         recorded_nodes("env.uneven_n7_N3.4"),
-        [node("h1", Some(5), 5, None), node("h2", Some(1), 1, None), node("h4", Some(1), 1, None)]
+        [
+            new_node_summary("h1", Some(5), 5, None),
+            new_node_summary("h2", Some(1), 1, None),
+            new_node_summary("h4", Some(1), 1, None)
+        ]
     );
-    assert_eq!(recorded_nodes("env.gpus_per_task.7")[0], node("h1", Some(3), 3, Some(3)));
-    let by_task = recorded("env.gpus_per_task.7", &[]).unwrap().unwrap();
+    assert_eq!(recorded_nodes("env.gpus_per_task.7")[0], new_node_summary("h1", Some(3), 3, Some(3)));
+    let by_task = read_recorded("env.gpus_per_task.7", &[]).unwrap().unwrap();
     assert!(by_task.nodes().all(|n| n.gpus_by_task));
-    let het = recorded("env.het.12", &[]).unwrap().unwrap();
+    let het = read_recorded("env.het.12", &[]).unwrap().unwrap();
     let group = |g, name: &str, tasks, cpus| (Some(g), name.to_owned(), Some(tasks), cpus, None);
-    assert_eq!(nodes_of(&het), [group(0, "h1", 2, 2), group(1, "h2", 1, 1), group(1, "h3", 1, 1)]);
+    assert_eq!(summarize_nodes(&het), [group(0, "h1", 2, 2), group(1, "h2", 1, 1), group(1, "h3", 1, 1)]);
     assert_eq!((het.job, het.restarts), (12, 0));
-    let array = recorded("env.array.8_1", &[("SLURM_RESTART_COUNT", Some("2"))]).unwrap().unwrap();
+    let array = read_recorded("env.array.8_1", &[("SLURM_RESTART_COUNT", Some("2"))]).unwrap().unwrap();
     assert_eq!((array.job, array.array, array.restarts), (8, Some((8, 1)), 2));
 }
 
 #[test]
 fn the_workers_of_a_node_follow_gpus_and_tasks() {
     let node = |tasks, gpus| SlurmNode { name: "n".into(), tasks, cpus: 4, gpus, gpus_by_task: false };
-    assert_eq!(node(Some(2), Some(4)).workers(true), Some(4));
-    assert_eq!(node(Some(2), Some(4)).workers(false), Some(2));
-    assert_eq!(node(Some(2), Some(0)).workers(true), Some(2));
-    assert_eq!(node(Some(2), None).workers(true), Some(2));
-    assert_eq!((node(None, None).workers(true), node(None, None).workers(false)), (None, Some(1)));
+    assert_eq!(node(Some(2), Some(4)).worker_count(true), Some(4));
+    assert_eq!(node(Some(2), Some(4)).worker_count(false), Some(2));
+    assert_eq!(node(Some(2), Some(0)).worker_count(true), Some(2));
+    assert_eq!(node(Some(2), None).worker_count(true), Some(2));
+    assert_eq!((node(None, None).worker_count(true), node(None, None).worker_count(false)), (None, Some(1)));
 }
 
 #[test]
 fn a_step_of_several_tasks_is_rejected_and_one_of_a_single_task_is_not() {
-    let error = recorded("env.srun.1.2", &[]).unwrap_err();
+    let error = read_recorded("env.srun.1.2", &[]).unwrap_err();
     assert_eq!((error.code(), error.field("tasks")), (codes::SLURM_STARTED_PER_TASK, Some(&4.into())));
-    let alone = recorded("env.srun.1.2", &[("SLURM_STEP_NUM_TASKS", Some("1"))]).unwrap().unwrap();
+    let alone = read_recorded("env.srun.1.2", &[("SLURM_STEP_NUM_TASKS", Some("1"))]).unwrap().unwrap();
     assert_eq!(alone.nodes().count(), 4);
     assert!(alone.nodes().all(|n| n.tasks.is_none()), "the task of the step is not the job's");
 }
@@ -95,7 +102,7 @@ fn a_step_of_several_tasks_is_rejected_and_one_of_a_single_task_is_not() {
 fn gpu_requests_of_every_form_are_read() {
     for (text, gpus) in [("4", Some(4)), ("a100:4", Some(4)), ("a100:2,h100:1", Some(3)), ("x", Some(3))] {
         let set = [("SLURM_GPUS_PER_NODE", Some(text))];
-        let found = recorded("env.gpus_per_node.6", &set).unwrap().unwrap();
+        let found = read_recorded("env.gpus_per_node.6", &set).unwrap().unwrap();
         assert!(found.nodes().all(|n| n.gpus == gpus), "{text}: {found:?}");
     }
 }
@@ -110,15 +117,16 @@ fn invalid_variables_are_named() {
         ("SLURM_TASKS_PER_NODE", Some("1(x3)")),
         ("SLURM_JOB_CPUS_PER_NODE", Some("4(x")),
     ] {
-        let error = recorded("env.sbatch.1", &[(name, value)]).unwrap_err();
+        let error = read_recorded("env.sbatch.1", &[(name, value)]).unwrap_err();
         assert_eq!(error.subject(), Some(name), "{value:?}: {error}");
     }
-    let twice = recorded("env.het.12", &[("SLURM_JOB_NODELIST_HET_GROUP_1", Some("h[1-2]"))]).unwrap_err();
+    let twice =
+        read_recorded("env.het.12", &[("SLURM_JOB_NODELIST_HET_GROUP_1", Some("h[1-2]"))]).unwrap_err();
     assert_eq!((twice.code(), twice.subject()), (codes::SLURM_NODE_DUPLICATE, Some("h1")));
-    assert!(recorded("env.het.12", &[("SLURM_HET_SIZE", Some("1000000"))]).is_err());
+    assert!(read_recorded("env.het.12", &[("SLURM_HET_SIZE", Some("1000000"))]).is_err());
 }
 
-/// Node lists and the names that `scontrol show hostnames` prints for them.
+/// Compares node lists with the names that `scontrol show hostnames` prints for them.
 #[test]
 fn node_lists_expand_like_scontrol() {
     for (list, names) in [

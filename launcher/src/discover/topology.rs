@@ -1,14 +1,15 @@
-//! Cores and NUMA nodes of this machine, read from /sys.
+//! Reads the cores and NUMA nodes of this machine from /sys.
 use super::local::parse_cpu_list;
-use contract::machine::{Core, Topology};
+use contract::hardware::{CpuCore, CpuTopology};
 use std::{collections::BTreeMap, fs, path::Path};
 
-/// Most CPUs of a topology.
+/// The most CPUs of a topology.
 const MAX_CPUS: usize = 16_384;
 
-/// The topology of the allowed CPUs, from /sys below `root`.
-pub(super) fn read(root: &Path, allowed: &[u32]) -> Topology {
-    let nodes = numa_node_by_cpu(root);
+/// Reads the topology of the allowed CPUs from /sys below `root`. A CPU whose files cannot be read
+/// is a core of NUMA node 0.
+pub(super) fn read_topology(root: &Path, allowed: &[u32]) -> CpuTopology {
+    let nodes = read_numa_node_by_cpu(root);
     let mut cores: BTreeMap<(u32, u32), Vec<u32>> = BTreeMap::new();
     for &cpu in allowed.iter().take(MAX_CPUS) {
         let siblings = format!("sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list");
@@ -18,22 +19,27 @@ pub(super) fn read(root: &Path, allowed: &[u32]) -> Topology {
         let core = siblings.filter(|threads| threads.contains(&cpu)).map_or(cpu, |threads| threads[0]);
         cores.entry((nodes.get(&cpu).copied().unwrap_or(0), core)).or_default().push(cpu);
     }
-    Topology { cores: cores.into_iter().map(|((node, _), cpus)| Core { cpus, numa_node: node }).collect() }
+    CpuTopology {
+        cores: cores.into_iter().map(|((node, _), cpus)| CpuCore { cpus, numa_node: node }).collect(),
+    }
 }
 
-/// The NUMA node that all these CPUs belong to; `None` on a machine with a single node.
-pub(crate) fn common_numa_node(cpus: &[u32]) -> Option<u32> {
-    common_numa_node_below(Path::new("/"), cpus)
+/// Finds the NUMA node to which all these CPUs belong; `None` if they belong to several nodes, or
+/// the machine has a single node.
+pub(crate) fn find_common_numa_node(cpus: &[u32]) -> Option<u32> {
+    find_common_numa_node_below(Path::new("/"), cpus)
 }
 
-fn common_numa_node_below(root: &Path, cpus: &[u32]) -> Option<u32> {
-    let nodes = numa_node_by_cpu(root);
+/// Finds the common NUMA node of CPUs by /sys below `root`.
+fn find_common_numa_node_below(root: &Path, cpus: &[u32]) -> Option<u32> {
+    let nodes = read_numa_node_by_cpu(root);
     let several = nodes.values().any(|node| Some(node) != nodes.values().next());
     let first = *nodes.get(cpus.first()?)?;
     (several && cpus.iter().all(|cpu| nodes.get(cpu) == Some(&first))).then_some(first)
 }
 
-fn numa_node_by_cpu(root: &Path) -> BTreeMap<u32, u32> {
+/// Reads the NUMA node of each CPU.
+fn read_numa_node_by_cpu(root: &Path) -> BTreeMap<u32, u32> {
     let mut nodes = BTreeMap::new();
     let Ok(entries) = fs::read_dir(root.join("sys/devices/system/node")) else { return nodes };
     for entry in entries.flatten() {
@@ -54,7 +60,7 @@ pub(crate) mod tests {
 
     /// Writes the /sys of a machine with `nodes` NUMA nodes of `cores` cores of `threads` threads.
     /// CPUs are numbered as Linux numbers them: the first threads of all cores come first.
-    pub(crate) fn machine(root: &Path, nodes: u32, cores: u32, threads: u32) {
+    pub(crate) fn write_machine(root: &Path, nodes: u32, cores: u32, threads: u32) {
         let total = nodes * cores;
         let write = |path: String, text: String| {
             let path = root.join(path);
@@ -79,43 +85,43 @@ pub(crate) mod tests {
     #[test]
     fn hardware_threads_are_grouped_by_core_and_node() {
         let root = tempfile::tempdir().expect("directory");
-        machine(root.path(), 2, 4, 2);
+        write_machine(root.path(), 2, 4, 2);
         let allowed: Vec<u32> = (0..16).collect();
-        let cores = read(root.path(), &allowed).cores;
+        let cores = read_topology(root.path(), &allowed).cores;
         assert_eq!(cores.len(), 8);
-        assert_eq!(cores[0], Core { cpus: vec![0, 8], numa_node: 0 });
-        assert_eq!(cores[7], Core { cpus: vec![7, 15], numa_node: 1 });
+        assert_eq!(cores[0], CpuCore { cpus: vec![0, 8], numa_node: 0 });
+        assert_eq!(cores[7], CpuCore { cpus: vec![7, 15], numa_node: 1 });
         // A container that may use one thread of some cores and both threads of another.
-        let cores = read(root.path(), &[2, 3, 4, 9, 12]).cores;
+        let cores = read_topology(root.path(), &[2, 3, 4, 9, 12]).cores;
         let expected = [(vec![9], 0), (vec![2], 0), (vec![3], 0), (vec![4, 12], 1)];
-        assert_eq!(cores, expected.map(|(cpus, numa_node)| Core { cpus, numa_node }));
+        assert_eq!(cores, expected.map(|(cpus, numa_node)| CpuCore { cpus, numa_node }));
     }
 
     #[test]
     fn an_unreadable_topology_is_flat() {
         let root = tempfile::tempdir().expect("directory");
-        assert_eq!(read(root.path(), &[1, 5]), Topology::flat(&[1, 5]));
-        machine(root.path(), 1, 2, 1);
+        assert_eq!(read_topology(root.path(), &[1, 5]), CpuTopology::with_one_core_per_cpu(&[1, 5]));
+        write_machine(root.path(), 1, 2, 1);
         fs::write(
             root.path().join("sys/devices/system/cpu/cpu1/topology/thread_siblings_list"),
             "0-99999999",
         )
         .expect("file");
         fs::write(root.path().join("sys/devices/system/node/node0/cpulist"), "x").expect("file");
-        assert_eq!(read(root.path(), &[0, 1]), Topology::flat(&[0, 1]));
+        assert_eq!(read_topology(root.path(), &[0, 1]), CpuTopology::with_one_core_per_cpu(&[0, 1]));
     }
 
     #[test]
     fn the_numa_node_of_a_binding_is_found() {
         let root = tempfile::tempdir().expect("directory");
-        machine(root.path(), 2, 2, 1);
-        let node = |cpus: &[u32]| common_numa_node_below(root.path(), cpus);
+        write_machine(root.path(), 2, 2, 1);
+        let node = |cpus: &[u32]| find_common_numa_node_below(root.path(), cpus);
         assert_eq!(
             [node(&[0, 1]), node(&[3]), node(&[1, 2]), node(&[]), node(&[9])],
             [Some(0), Some(1), None, None, None]
         );
         let one = tempfile::tempdir().expect("directory");
-        machine(one.path(), 1, 4, 1);
-        assert_eq!(common_numa_node_below(one.path(), &[0]), None, "a single node is no choice");
+        write_machine(one.path(), 1, 4, 1);
+        assert_eq!(find_common_numa_node_below(one.path(), &[0]), None, "a single node is no choice");
     }
 }

@@ -1,17 +1,18 @@
-//! Converts Accelerate's `ClusterConfig`, which `accelerate config` writes to default_config.yaml.
+//! Converts Accelerate's `ClusterConfig`, the content of the file default_config.yaml that
+//! `accelerate config` writes.
 //!
-//! The environment of the job is that which `accelerate launch` sets for the same file.
+//! The environment of the job equals the one that `accelerate launch` sets for the file.
 mod env;
 
 use super::{
-    Draft, ImportContext, ImportErrors, ImportedJob, keys::RemainingKeys, note_unnamed_hosts, set_command,
-    set_hostfile,
+    ImportErrors, ImportOptions, ImportedJob, JobDraft, note_unnamed_hosts, remaining_keys::RemainingKeys,
+    set_command, set_hostfile,
 };
 use contract::job::Document;
 use diagnostic::{Diagnostic, Location, codes::command};
 use std::path::Path;
 
-/// The `distributed_type` of a configuration.
+/// The kind of job: the `distributed_type` of a configuration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum DistributedType {
     Single,
@@ -22,6 +23,7 @@ enum DistributedType {
     Megatron,
 }
 
+/// The values of `distributed_type`.
 const DISTRIBUTED_TYPES: &[(&str, DistributedType)] = &[
     ("NO", DistributedType::Single),
     ("MULTI_CPU", DistributedType::Cpu),
@@ -31,7 +33,7 @@ const DISTRIBUTED_TYPES: &[(&str, DistributedType)] = &[
     ("MEGATRON_LM", DistributedType::Megatron),
 ];
 
-/// Keys that apply to TPUs only.
+/// The keys that only apply to TPUs.
 const TPU_KEYS: &[&str] = &[
     "downcast_bf16",
     "tpu_name",
@@ -44,21 +46,21 @@ const TPU_KEYS: &[&str] = &[
     "tpu_env",
 ];
 
-/// Converts a configuration.
-pub(crate) fn accelerate(
+/// Converts a configuration of Accelerate.
+pub(crate) fn convert_accelerate_config(
     document: &Document,
-    context: &ImportContext<'_>,
+    context: &ImportOptions<'_>,
 ) -> Result<ImportedJob, ImportErrors> {
-    let mut keys = RemainingKeys::top(document)?;
-    let mut draft = Draft::default();
-    let kind = distributed_type(&mut keys, document)?;
+    let mut keys = RemainingKeys::from_document(document)?;
+    let mut draft = JobDraft::default();
+    let kind = take_distributed_type(&mut keys, document)?;
     set_command(&mut draft, context, "the configuration of Accelerate");
-    let cpu = keys.boolean("use_cpu").unwrap_or(false);
+    let cpu = keys.take_boolean("use_cpu").unwrap_or(false);
     let has_mpi_hostfile = set_mpi_hostfile(&mut draft, &mut keys, context);
     let named = has_mpi_hostfile || context.hostfile.is_some();
     let machines = set_processes(&mut draft, &mut keys, kind, cpu, named);
     set_master(&mut draft, &mut keys);
-    let names_hosts = env::environment(&mut draft, &mut keys, kind, cpu);
+    let names_hosts = env::set_environment(&mut draft, &mut keys, kind, cpu);
     if machines > 1 && !named && !names_hosts {
         note_unnamed_hosts(&mut draft, "num_machines", machines);
     }
@@ -66,26 +68,27 @@ pub(crate) fn accelerate(
         set_hostfile(&mut draft, "--hostfile", file);
     }
     note_tpu_keys(&mut draft, &mut keys);
-    finish(draft, keys, document)
+    finish_job(draft, keys, document)
 }
 
-fn finish(
-    mut draft: Draft,
+/// Adds notes about keys that were not converted, and finishes the job. Fails if values had errors.
+fn finish_job(
+    mut draft: JobDraft,
     keys: RemainingKeys<'_>,
     document: &Document,
 ) -> Result<ImportedJob, ImportErrors> {
-    let (rest, errors) = keys.into_rest();
+    let (rest, errors) = keys.into_untaken();
     for (key, value) in rest {
-        draft.not_carried(&key, format!("launch does not know this key (value: {value})"), "");
+        draft.add_not_carried_note(&key, format!("launch does not know this key (value: {value})"), "");
     }
     match errors.is_empty() {
-        true => draft.finish(&format!("{}, configuration of Accelerate", document.file())),
+        true => draft.finish_job(&format!("{}, configuration of Accelerate", document.file())),
         false => Err(errors),
     }
 }
 
-/// The kind of job. Rejects kinds that launch does not run.
-fn distributed_type(
+/// Takes the kind of job. Kinds that launch does not run are errors.
+fn take_distributed_type(
     keys: &mut RemainingKeys<'_>,
     document: &Document,
 ) -> Result<DistributedType, ImportErrors> {
@@ -93,12 +96,12 @@ fn distributed_type(
         let location = Location::File { file: document.file().to_owned() };
         vec![Diagnostic::error(code, message).with_location(location).with_help(help)]
     };
-    if let Some(name) = keys.text("compute_environment").filter(|e| e != "LOCAL_MACHINE") {
+    if let Some(name) = keys.take_text("compute_environment").filter(|e| e != "LOCAL_MACHINE") {
         let message = format!("`compute_environment` is `{name}`, which launch does not support");
         let help = "launch runs on this machine, over SSH and inside Slurm";
         return Err(error(command::IMPORT_UNSUPPORTED, message, help));
     }
-    let given = keys.scalar("distributed_type");
+    let given = keys.take_scalar("distributed_type");
     if !keys.errors.is_empty() {
         return Err(std::mem::take(&mut keys.errors));
     }
@@ -120,35 +123,36 @@ fn distributed_type(
     }
 }
 
-/// Converts the hostfile of mpirun; returns whether there is one.
-fn set_mpi_hostfile(draft: &mut Draft, keys: &mut RemainingKeys<'_>, context: &ImportContext<'_>) -> bool {
-    let Some(mut mpi) = keys.section("mpirun_config") else { return false };
-    let file = mpi.text("mpirun_hostfile");
+/// Converts the hostfile of mpirun. Returns whether the configuration has one.
+fn set_mpi_hostfile(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, context: &ImportOptions<'_>) -> bool {
+    let Some(mut mpi) = keys.take_section("mpirun_config") else { return false };
+    let file = mpi.take_text("mpirun_hostfile");
     if let Some(file) = file.as_deref().filter(|_| context.hostfile.is_none()) {
         set_hostfile(draft, "mpirun_config.mpirun_hostfile", Path::new(file));
     }
-    let (rest, errors) = mpi.into_rest();
+    let (rest, errors) = mpi.into_untaken();
     keys.errors.extend(errors);
     for (key, _) in rest {
-        draft.not_carried(&key, "launch starts the processes without mpirun", "");
+        draft.add_not_carried_note(&key, "launch starts the processes without mpirun", "");
     }
     file.is_some()
 }
 
-/// Converts the number of processes, their hosts and GPUs; returns the number of machines.
+/// Converts the number of processes, their hosts and GPUs. `named` states whether the hosts are
+/// named. Returns the number of machines.
 fn set_processes(
-    draft: &mut Draft,
+    draft: &mut JobDraft,
     keys: &mut RemainingKeys<'_>,
     kind: DistributedType,
     cpu: bool,
     named: bool,
 ) -> u64 {
-    let machines = keys.integer("num_machines", 1).unwrap_or(1);
-    // -1: given on Accelerate's command line.
-    let total = keys.integer("num_processes", -1).filter(|n| *n > 0);
+    let machines = keys.take_integer("num_machines", 1).unwrap_or(1);
+    // -1 means that the number was given on Accelerate's command line.
+    let total = keys.take_integer("num_processes", -1).filter(|n| *n > 0);
     match total {
         _ if kind == DistributedType::Single && !named => draft.set_required("cluster.workers_per_host", "1"),
-        None => draft.note(
+        None => draft.add_key_note(
             "cluster.workers_per_host",
             "`num_processes` is not given: one worker per GPU, or one per host without GPUs",
             "set the number if that is not intended",
@@ -159,13 +163,13 @@ fn set_processes(
                 let reason = format!(
                     "{total} is not a multiple of {machines} machines; Accelerate starts {each} on each"
                 );
-                draft.note("num_processes", reason, "this job does the same");
+                draft.add_key_note("num_processes", reason, "this job does the same");
             }
             draft.set_imported("num_processes", "cluster.workers_per_host", each.to_string());
         }
     }
     if kind == DistributedType::Cpu && !named && total.is_some_and(|n| n > 1) {
-        draft.note(
+        draft.add_key_note(
             "num_processes",
             "without mpirun Accelerate would start one process; this job starts all of them",
             "",
@@ -181,64 +185,71 @@ fn set_processes(
     machines as u64
 }
 
-fn set_gpus(draft: &mut Draft, keys: &mut RemainingKeys<'_>, cpu: bool) {
-    let Some(ids) = keys.text("gpu_ids").filter(|ids| ids != "all") else { return };
+/// Converts `gpu_ids`.
+fn set_gpus(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, cpu: bool) {
+    let Some(ids) = keys.take_text("gpu_ids").filter(|ids| ids != "all") else { return };
     let numbers: Option<Vec<u32>> = ids.split(',').map(|id| id.trim().parse().ok()).collect();
     match numbers {
-        _ if cpu => draft.not_carried("gpu_ids", "`use_cpu` hides the GPUs", ""),
+        _ if cpu => draft.add_not_carried_note("gpu_ids", "`use_cpu` hides the GPUs", ""),
         Some(numbers) => {
             let numbers: Vec<String> = numbers.iter().map(u32::to_string).collect();
             draft.set_imported("gpu_ids", "cluster.devices", format!("[{}]", numbers.join(", ")));
         }
         None => {
             let todo = "list numbers in `cluster.devices`, or set `CUDA_VISIBLE_DEVICES` for launch";
-            draft.not_carried("gpu_ids", format!("`{}` is not a list of numbers", ids.escape_debug()), todo);
+            draft.add_not_carried_note(
+                "gpu_ids",
+                format!("`{}` is not a list of numbers", ids.escape_debug()),
+                todo,
+            );
         }
     }
 }
 
-/// Notes the keys of jobs with several machines, which launch does not need.
-fn note_multi_host_keys(draft: &mut Draft, keys: &mut RemainingKeys<'_>, machines: i128) {
-    let rank = keys.integer("machine_rank", 0);
-    let backend = keys.text("rdzv_backend").filter(|b| b != "static");
-    let same_network = keys.boolean("same_network");
-    if let Some(function) = keys.text("main_training_function").filter(|f| f != "main") {
+/// Adds notes about keys of jobs on several machines that launch does not need.
+fn note_multi_host_keys(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, machines: i128) {
+    let rank = keys.take_integer("machine_rank", 0);
+    let backend = keys.take_text("rdzv_backend").filter(|b| b != "static");
+    let same_network = keys.take_boolean("same_network");
+    if let Some(function) = keys.take_text("main_training_function").filter(|f| f != "main") {
         let reason = format!("`{function}` applies to notebooks and TPUs; launch runs the whole script");
-        draft.not_carried("main_training_function", reason, "");
+        draft.add_not_carried_note("main_training_function", reason, "");
     }
     if let Some(backend) = backend {
         let reason = format!("`{backend}`: launch assigns the ranks itself");
-        draft.not_carried("rdzv_backend", reason, "");
+        draft.add_not_carried_note("rdzv_backend", reason, "");
     }
     if machines <= 1 {
         return;
     }
     if rank.is_some() {
         let reason = "one launch starts all hosts; ranks follow the order of `cluster.hosts`";
-        draft.not_carried("machine_rank", reason, "");
+        draft.add_not_carried_note("machine_rank", reason, "");
     }
     if same_network == Some(false) {
-        draft.not_carried("same_network", "launch reaches each host over SSH or through Slurm", "");
+        draft.add_not_carried_note("same_network", "launch reaches each host over SSH or through Slurm", "");
     }
 }
 
-fn set_master(draft: &mut Draft, keys: &mut RemainingKeys<'_>) {
-    if let Some(address) = keys.text("main_process_ip") {
+/// Converts the rendezvous port, and adds a note about the rendezvous address.
+fn set_master(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
+    if let Some(address) = keys.take_text("main_process_ip") {
         let reason = format!("`{}`: `MASTER_ADDR` is the address of the first host", address.escape_debug());
-        draft.not_carried("main_process_ip", reason, "name that host first in `cluster.hosts`");
+        draft.add_not_carried_note("main_process_ip", reason, "name that host first in `cluster.hosts`");
     }
-    if let Some(port) = keys.integer("main_process_port", 0).filter(|port| *port > 0) {
+    if let Some(port) = keys.take_integer("main_process_port", 0).filter(|port| *port > 0) {
         draft.set_imported("main_process_port", "cluster.master_port", port.to_string());
     }
 }
 
-fn note_tpu_keys(draft: &mut Draft, keys: &mut RemainingKeys<'_>) {
+/// Adds notes about keys of TPUs that have an effect.
+fn note_tpu_keys(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     for key in TPU_KEYS {
         let Some(item) = keys.take(key) else { continue };
         let has_no_effect = matches!(item.text.to_ascii_lowercase().as_str(), "no" | "false" | "")
-            && !matches!(&item.value, contract::job::ItemValue::List(list) if !list.is_empty());
+            && !matches!(&item.value, contract::job::DocumentValue::List(list) if !list.is_empty());
         if !has_no_effect {
-            draft.not_carried(key, "launch doesn't run on TPUs", "");
+            draft.add_not_carried_note(key, "launch doesn't run on TPUs", "");
         }
     }
 }

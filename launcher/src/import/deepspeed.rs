@@ -1,66 +1,70 @@
-//! Converts a configuration of DeepSpeed: to a job of a program that reads the file itself, or to
-//! the built-in training.
+//! Converts a configuration of DeepSpeed to a job.yaml. With a program, the job runs the program,
+//! which reads the configuration itself. Otherwise the job uses the built-in training.
 mod optimizer;
-mod tables;
+mod unsupported_keys;
 mod zero;
 
 use super::{
-    Draft, ImportContext, ImportErrors, ImportedJob, keys::RemainingKeys, python_command, set_hostfile,
-    total_slots, wording,
+    ImportErrors, ImportOptions, ImportedJob, JobDraft, build_python_command, count_slots,
+    remaining_keys::RemainingKeys, set_hostfile, value_text,
 };
-use contract::job::{Document, ItemValue};
+use contract::job::{Document, DocumentValue};
 use diagnostic::Diagnostic;
 use std::path::Path;
-use tables::UNSUPPORTED_KEYS;
+use unsupported_keys::UNSUPPORTED_KEYS;
 
-/// Note about the value `auto`.
+/// The text of notes about the value `auto`.
 const AUTO: &str = "HF Trainer replaces `auto`";
 
-/// Converts a configuration; `hosts` is the text of the hostfile.
-pub(crate) fn deepspeed(
+/// Converts a configuration. `hosts` is the text of the hostfile.
+pub(crate) fn convert_deepspeed_config(
     document: &Document,
     hosts: Option<&str>,
-    context: &ImportContext<'_>,
+    context: &ImportOptions<'_>,
 ) -> Result<ImportedJob, ImportErrors> {
-    let keys = RemainingKeys::top(document)?;
-    let mut draft = Draft::default();
+    let keys = RemainingKeys::from_document(document)?;
+    let mut draft = JobDraft::default();
     let mut workers = None;
     if let (Some(file), Some(text)) = (context.hostfile, hosts) {
         set_hostfile(&mut draft, "--hostfile", file);
-        match total_slots(text) {
+        match count_slots(text) {
             Ok(slots) => workers = slots,
             Err(error) => {
                 let reason = format!("line {} is not valid: {error}", error.line);
-                draft.note("--hostfile", reason, "correct it")
+                draft.add_key_note("--hostfile", reason, "correct it")
             }
         }
     }
     let origin = format!("{}, configuration of DeepSpeed", document.file());
     let errors = match context.program {
-        [] => training(&mut draft, keys, workers),
+        [] => set_training(&mut draft, keys, workers),
         words => {
-            program(&mut draft, keys, words, document.file());
+            set_program(&mut draft, keys, words, document.file());
             Vec::new()
         }
     };
     match errors.is_empty() {
-        true => draft.finish(&origin),
+        true => draft.finish_job(&origin),
         false => Err(errors),
     }
 }
 
-/// Sets a job that runs a program, which passes the configuration to DeepSpeed.
-fn program(draft: &mut Draft, keys: RemainingKeys<'_>, words: &[String], file: &str) {
-    let words = python_command(words);
-    draft.set_required("run.command", &wording::yaml_list(&words));
+/// Sets the keys of a job that runs a program, which passes the configuration `file` to DeepSpeed.
+fn set_program(draft: &mut JobDraft, keys: RemainingKeys<'_>, words: &[String], file: &str) {
+    let words = build_python_command(words);
+    draft.set_required("run.command", &value_text::format_yaml_list(&words));
     draft.set_required("run.local_rank_argument", "true");
     let todo = "remove `run.local_rank_argument` if the script does not accept it";
-    draft.note("run.local_rank_argument", "the script gets `--local_rank=N`, like from `deepspeed`", todo);
+    draft.add_key_note(
+        "run.local_rank_argument",
+        "the script gets `--local_rank=N`, like from `deepspeed`",
+        todo,
+    );
     let name = Path::new(file).file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
-    let keys = keys.names().join(", ");
-    draft.note(file, format!("the program reads the file itself, with {keys}"), "");
+    let keys = keys.remaining_names().join(", ");
+    draft.add_key_note(file, format!("the program reads the file itself, with {keys}"), "");
     if !words.iter().any(|word| word.contains(&name)) {
-        draft.note(
+        draft.add_key_note(
             file,
             "no argument of the program names the file",
             "add it in the form that the script expects",
@@ -68,52 +72,53 @@ fn program(draft: &mut Draft, keys: RemainingKeys<'_>, words: &[String], file: &
     }
 }
 
-/// Sets the built-in training with the settings of the configuration; returns its mistakes.
-fn training(draft: &mut Draft, mut keys: RemainingKeys<'_>, workers: Option<u64>) -> Vec<Diagnostic> {
+/// Sets the keys of the built-in training from the settings of the configuration. `workers` is the
+/// number of workers, if known. Returns the mistakes of the configuration.
+fn set_training(draft: &mut JobDraft, mut keys: RemainingKeys<'_>, workers: Option<u64>) -> Vec<Diagnostic> {
     draft.set_required("train.data.files", "[\"data/*.txt\"]");
     let todo = "name them in `train.data.files` and `train.model.from` (a Hugging Face directory)";
-    draft.note("train.data.files", "the configuration names no data and no model", todo);
-    batch(draft, &mut keys, workers);
+    draft.add_key_note("train.data.files", "the configuration names no data and no model", todo);
+    convert_batch(draft, &mut keys, workers);
     convert_precision(draft, &mut keys);
-    zero::zero(draft, &mut keys);
-    let rate = optimizer::optimizer(draft, &mut keys);
-    optimizer::scheduler(draft, &mut keys, rate);
-    clipping(draft, &mut keys);
+    zero::convert_zero(draft, &mut keys);
+    let rate = optimizer::convert_optimizer(draft, &mut keys);
+    optimizer::convert_scheduler(draft, &mut keys, rate);
+    convert_clipping(draft, &mut keys);
     let requested = |keys: &mut RemainingKeys<'_>, name: &str| {
         let item = keys.take(name)?;
         let off = match &item.value {
-            ItemValue::Bool(false) => true,
-            ItemValue::Map(entries) => entries
+            DocumentValue::Bool(false) => true,
+            DocumentValue::Map(entries) => entries
                 .iter()
-                .any(|(key, value)| key == "enabled" && matches!(value.value, ItemValue::Bool(false))),
+                .any(|(key, value)| key == "enabled" && matches!(value.value, DocumentValue::Bool(false))),
             _ => false,
         };
-        (!off).then(|| wording::display_value(item))
+        (!off).then(|| value_text::format_for_note(item))
     };
     for (name, reason) in UNSUPPORTED_KEYS {
         if let Some(value) = requested(&mut keys, name) {
-            draft.not_carried(name, format!("{reason} (value: {value})"), "");
+            draft.add_not_carried_note(name, format!("{reason} (value: {value})"), "");
         }
     }
-    let (rest, errors) = keys.into_rest();
+    let (rest, errors) = keys.into_untaken();
     for (key, value) in rest {
-        draft.not_carried(&key, format!("launch does not know this key (value: {value})"), "");
+        draft.add_not_carried_note(&key, format!("launch does not know this key (value: {value})"), "");
     }
     errors
 }
 
 /// Converts the batch sizes. DeepSpeed requires `train_batch_size = micro-batch × accumulation
-/// steps × workers`, of which two or three are given.
-fn batch(draft: &mut Draft, keys: &mut RemainingKeys<'_>, workers: Option<u64>) {
+/// steps × workers`. A configuration contains two or three of the sizes.
+fn convert_batch(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, workers: Option<u64>) {
     const NAMES: [&str; 3] =
         ["train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"];
     let [global, micro, steps] = NAMES.map(|name| {
         if keys.is_auto(name) {
             keys.take(name);
-            draft.not_carried(name, "HF Trainer replaces `auto`", "set `train.batch`");
+            draft.add_not_carried_note(name, "HF Trainer replaces `auto`", "set `train.batch`");
             return None;
         }
-        keys.integer(name, 1)
+        keys.take_integer(name, 1)
     });
     let each = micro.unwrap_or(1) * steps.unwrap_or(1);
     if let Some(micro) = micro {
@@ -127,10 +132,10 @@ fn batch(draft: &mut Draft, keys: &mut RemainingKeys<'_>, workers: Option<u64>) 
             {
                 let reason = format!("{each} × {n} workers is not {global}, which DeepSpeed rejects");
                 let todo = "a step has `batch.global` samples for any number of workers";
-                draft.note(NAMES[0], reason, todo);
+                draft.add_key_note(NAMES[0], reason, todo);
             }
             if micro.is_none() {
-                let micro = default_micro_batch(global, steps, workers);
+                let micro = compute_default_micro_batch(global, steps, workers);
                 draft.set_imported(NAMES[0], "train.batch.micro", micro.to_string());
             }
         }
@@ -140,7 +145,7 @@ fn batch(draft: &mut Draft, keys: &mut RemainingKeys<'_>, workers: Option<u64>) 
         (None, _) if micro.is_some() => {
             draft.set_imported(NAMES[1], "train.batch.global", each.to_string());
             let reason = format!("{each} is the number of samples of one worker");
-            draft.note(
+            draft.add_key_note(
                 "train.batch.global",
                 reason,
                 "multiply it by the number of workers, or give `--hostfile`",
@@ -150,34 +155,35 @@ fn batch(draft: &mut Draft, keys: &mut RemainingKeys<'_>, workers: Option<u64>) 
     }
 }
 
-/// The micro-batch when it is not given.
-fn default_micro_batch(global: i128, steps: Option<i128>, workers: Option<u64>) -> i128 {
+/// Computes a micro-batch that is not given: the largest one that divides the global batch and that
+/// DeepSpeed's formula allows.
+fn compute_default_micro_batch(global: i128, steps: Option<i128>, workers: Option<u64>) -> i128 {
     let each = global / steps.unwrap_or(1).max(1) / workers.map_or(1, i128::from).max(1);
-    // The largest micro-batch that divides the global batch.
     (1..=each.max(1)).rev().find(|micro| global % micro == 0).unwrap_or(1)
 }
 
-fn convert_precision(draft: &mut Draft, keys: &mut RemainingKeys<'_>) {
+/// Converts `fp16` and `bf16`.
+fn convert_precision(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     for (name, word) in [("fp16", "fp16"), ("bf16", "bf16"), ("bfloat16", "bf16")] {
-        let Some(mut part) = keys.section(name) else { continue };
+        let Some(mut part) = keys.take_section(name) else { continue };
         let enabled = match part.is_auto("enabled") {
             true => {
                 part.take("enabled");
-                draft.not_carried(&part.path("enabled"), AUTO, "");
+                draft.add_not_carried_note(&part.path("enabled"), AUTO, "");
                 false
             }
-            false => part.boolean("enabled").unwrap_or(false),
+            false => part.take_boolean("enabled").unwrap_or(false),
         };
         if enabled {
             draft.set_imported(&part.path("enabled"), "train.precision", word);
         }
         if enabled && name == "fp16" {
-            loss_scale(draft, &mut part);
+            convert_loss_scale(draft, &mut part);
         }
-        let (rest, errors) = part.into_rest();
+        let (rest, errors) = part.into_untaken();
         keys.errors.extend(errors);
         for (key, value) in rest.into_iter().filter(|_| enabled) {
-            draft.not_carried(
+            draft.add_not_carried_note(
                 &key,
                 format!("the built-in training has no such setting (value: {value})"),
                 "",
@@ -187,28 +193,29 @@ fn convert_precision(draft: &mut Draft, keys: &mut RemainingKeys<'_>) {
 }
 
 /// Converts the dynamic loss scale. A constant loss scale is not supported.
-fn loss_scale(draft: &mut Draft, part: &mut RemainingKeys<'_>) {
-    if part.peek("loss_scale") == Some(0) {
+fn convert_loss_scale(draft: &mut JobDraft, part: &mut RemainingKeys<'_>) {
+    if part.peek_integer("loss_scale") == Some(0) {
         part.take("loss_scale");
     }
     for (name, least) in [("initial_scale_power", 0), ("loss_scale_window", 1)] {
-        if let Some(n) = part.integer(name, least) {
+        if let Some(n) = part.take_integer(name, least) {
             draft.set_imported(&part.path(name), &format!("train.loss_scale.{name}"), n.to_string());
         }
     }
-    if let Some(n) = part.number("min_loss_scale").filter(|n| *n > 0.0) {
+    if let Some(n) = part.take_number("min_loss_scale").filter(|n| *n > 0.0) {
         draft.set_imported(&part.path("min_loss_scale"), "train.loss_scale.min_loss_scale", format!("{n:?}"));
     }
 }
 
-/// Converts gradient clipping, which DeepSpeed does not do by default.
-fn clipping(draft: &mut Draft, keys: &mut RemainingKeys<'_>) {
+/// Converts gradient clipping. Without the key the job disables clipping, which is DeepSpeed's
+/// default.
+fn convert_clipping(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     const NAME: &str = "gradient_clipping";
     if keys.is_auto(NAME) {
         keys.take(NAME);
-        return draft.not_carried(NAME, AUTO, "set `train.clip_norm`");
+        return draft.add_not_carried_note(NAME, AUTO, "set `train.clip_norm`");
     }
-    match keys.number(NAME) {
+    match keys.take_number(NAME) {
         Some(norm) if norm > 0.0 => draft.set_imported(NAME, "train.clip_norm", format!("{norm:?}")),
         _ => draft.set_imported(NAME, "train.clip_norm", "off"),
     }

@@ -1,9 +1,9 @@
-//! Golden tests of imports: each input in tests/import has its expected job and notes.
+//! Golden tests of imports: each input in tests/import is compared with its expected job and notes.
 //! `UPDATE_EXPECTED=1` rewrites them.
 use super::{draft::NoteKind, *};
 use contract::{
-    JobSpec, Source,
-    job::{Document, Syntax},
+    JobSource, JobSpec,
+    job::{Document, DocumentSyntax},
 };
 use diagnostic::codes::command;
 use std::{
@@ -12,17 +12,18 @@ use std::{
     path::{Path, PathBuf},
 };
 
-fn inputs_dir(name: &str) -> PathBuf {
+fn input_directory(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/import").join(name)
 }
 
-/// The input files of a directory with this extension, sorted.
-fn inputs(name: &str, ending: &str) -> Vec<PathBuf> {
+/// Lists the input files of a directory with this extension, sorted.
+fn list_inputs(name: &str, ending: &str) -> Vec<PathBuf> {
     let is_expected_output = |path: &Path| {
         path.to_string_lossy().ends_with(".job.yaml") || path.to_string_lossy().ends_with(".env.json")
     };
-    let files =
-        fs::read_dir(inputs_dir(name)).expect("a directory").filter_map(|entry| Some(entry.ok()?.path()));
+    let files = fs::read_dir(input_directory(name))
+        .expect("a directory")
+        .filter_map(|entry| Some(entry.ok()?.path()));
     let mut files: Vec<_> = files
         .filter(|path| path.extension().is_some_and(|e| e == ending) && !is_expected_output(path))
         .collect();
@@ -31,30 +32,32 @@ fn inputs(name: &str, ending: &str) -> Vec<PathBuf> {
     files
 }
 
-/// The file name without its directory, so that messages do not depend on the machine.
+/// Returns the file name without its directory, so that messages do not depend on the machine.
 fn display_name(path: &Path) -> String {
     path.file_name().expect("a name").to_string_lossy().into_owned()
 }
 
-fn document(path: &Path, syntax: Syntax) -> Document {
+/// Reads and parses an input file.
+fn parse_document(path: &Path, syntax: DocumentSyntax) -> Document {
     let text = fs::read_to_string(path).expect("a file");
     Document::parse(&display_name(path), &text, syntax).expect("a document")
 }
 
-fn loaded(text: &str) -> JobSpec {
-    let source = Source::Text { name: "job.yaml".to_owned(), text: text.to_owned() };
-    contract::load(source, &[]).expect("an imported job loads").0
+/// Loads an imported job. Panics if the job is rejected.
+fn load_imported(text: &str) -> JobSpec {
+    let source = JobSource::Text { name: "job.yaml".to_owned(), text: text.to_owned() };
+    contract::load_job(source, &[]).expect("an imported job loads").0
 }
 
-/// Lines that depend on the features of this version of the built-in training, which another test
-/// covers.
+/// Returns whether a line depends on the features of this version of the built-in training, which
+/// another test covers.
 fn depends_on_version(line: &str) -> bool {
     let words = ["precision:", "not carried: fp16.enabled:", "not carried: bf16.enabled:"];
     words.iter().any(|word| line.trim_start().starts_with(word))
 }
 
-/// Compares with the files context `path`.
-fn check(path: &Path, imported: &ImportedJob) {
+/// Compares the job and the notes with the golden files of the input `path`.
+fn assert_matches_golden(path: &Path, imported: &ImportedJob) {
     let notes: String = imported.notes.iter().map(|note| format!("{note}\n")).collect();
     for (ending, made) in [("job.yaml", &imported.job), ("notes", &notes)] {
         let lines = made.lines().filter(|line| !depends_on_version(line));
@@ -66,7 +69,7 @@ fn check(path: &Path, imported: &ImportedJob) {
         let expected = fs::read_to_string(&file).unwrap_or_default();
         assert_eq!(made, expected, "{}", file.display());
     }
-    loaded(&imported.job);
+    load_imported(&imported.job);
 }
 
 /// A precision is either part of the job or named in a note.
@@ -76,8 +79,8 @@ fn a_precision_is_converted_or_noted() {
         (r#"{"bf16": {"enabled": true}}"#, "bf16.enabled", "precision: bf16"),
         (r#"{"fp16": {"enabled": true}}"#, "fp16.enabled", "precision: fp16"),
     ] {
-        let document = Document::parse("ds.json", config, Syntax::Json).expect("JSON");
-        let imported = deepspeed(&document, None, &ImportContext::default()).expect("a job");
+        let document = Document::parse("ds.json", config, DocumentSyntax::Json).expect("JSON");
+        let imported = convert_deepspeed_config(&document, None, &ImportOptions::default()).expect("a job");
         let is_noted = imported.notes.iter().any(|note| note.kind == NoteKind::NotCarried && note.key == key);
         let is_converted = imported.job.lines().any(|l| l.trim() == line);
         assert!(is_noted != is_converted, "{config}: {} {:?}", imported.job, imported.notes);
@@ -88,17 +91,17 @@ fn a_precision_is_converted_or_noted() {
 fn offloading_to_files_is_converted_and_other_devices_are_noted() {
     let import_zero = |zero: &str| {
         let config = format!(r#"{{"zero_optimization": {{"stage": 3, {zero}}}}}"#);
-        let document = Document::parse("ds.json", &config, Syntax::Json).expect("JSON");
-        let imported = deepspeed(&document, None, &ImportContext::default()).expect("a job");
+        let document = Document::parse("ds.json", &config, DocumentSyntax::Json).expect("JSON");
+        let imported = convert_deepspeed_config(&document, None, &ImportOptions::default()).expect("a job");
         let notes = imported.notes.into_iter().filter(|n| n.key.contains("offload"));
         let notes: Vec<String> = notes.map(|n| n.key).collect();
-        (loaded(&imported.job).train.expect("a train section").zero.offload, notes)
+        (load_imported(&imported.job).train.expect("a train section").zero.offload, notes)
     };
     let path = "/nvme 1/{states}, mine";
     let (offload, notes) = import_zero(&format!(
         r#""offload_optimizer": {{"device": "nvme", "nvme_path": "{path}", "buffer_count": 4}}"#
     ));
-    assert_eq!(offload, Some(contract::job::Offload::Files(path.into())));
+    assert_eq!(offload, Some(contract::job::OffloadTarget::Files(path.into())));
     assert_eq!(notes, ["zero_optimization.offload_optimizer.buffer_count"]);
     for (zero, key) in [
         (r#""offload_optimizer": {"device": "nvme"}"#, "offload_optimizer.device"),
@@ -118,9 +121,9 @@ fn offloading_to_files_is_converted_and_other_devices_are_noted() {
 fn the_dynamic_loss_scale_is_converted() {
     let config = r#"{"fp16": {"enabled": true, "loss_scale": 0, "initial_scale_power": 12, "loss_scale_window": 500,
         "min_loss_scale": 4, "hysteresis": 2}}"#;
-    let document = Document::parse("ds.json", config, Syntax::Json).expect("JSON");
-    let imported = deepspeed(&document, None, &ImportContext::default()).expect("a job");
-    let scale = loaded(&imported.job).train.expect("a train section").loss_scale;
+    let document = Document::parse("ds.json", config, DocumentSyntax::Json).expect("JSON");
+    let imported = convert_deepspeed_config(&document, None, &ImportOptions::default()).expect("a job");
+    let scale = load_imported(&imported.job).train.expect("a train section").loss_scale;
     assert_eq!((scale.initial_scale_power, scale.loss_scale_window, scale.min_loss_scale), (12, 500, 4.0));
     let noted = imported.notes.iter().map(|n| n.key.as_str()).filter(|key| key.starts_with("fp16."));
     assert_eq!(noted.collect::<Vec<_>>(), ["fp16.hysteresis"]);
@@ -128,14 +131,19 @@ fn the_dynamic_loss_scale_is_converted() {
 
 #[test]
 fn accelerate_configs_give_the_expected_jobs() {
-    for path in inputs("accelerate", "yaml") {
-        let imported = accelerate(&document(&path, Syntax::Yaml), &ImportContext::default()).expect("a job");
-        check(&path, &imported);
-        // The environment is that of `accelerate launch` (scripts/golden/accelerate_env.py).
+    for path in list_inputs("accelerate", "yaml") {
+        let imported = convert_accelerate_config(
+            &parse_document(&path, DocumentSyntax::Yaml),
+            &ImportOptions::default(),
+        )
+        .expect("a job");
+        assert_matches_golden(&path, &imported);
+        // The expected environment was recorded from `accelerate launch`
+        // (scripts/golden/accelerate_env.py).
         let env = fs::read_to_string(path.with_extension("env.json")).expect("a golden environment");
         let golden: BTreeMap<String, String> = serde_json::from_str(&env).expect("JSON");
-        let mut ours: BTreeMap<String, String> = loaded(&imported.job).run.env.into_iter().collect();
-        // Accelerate's library reads these, but its launcher does not set them.
+        let mut ours: BTreeMap<String, String> = load_imported(&imported.job).run.env.into_iter().collect();
+        // Accelerate's library reads these two variables, but its launcher does not set them.
         for extra in ["OPTIMIZER", "PARAM"] {
             ours.remove(&format!("ACCELERATE_DEEPSPEED_OFFLOAD_{extra}_NVME_PATH"));
         }
@@ -146,27 +154,34 @@ fn accelerate_configs_give_the_expected_jobs() {
 
 #[test]
 fn deepspeed_configs_give_the_expected_jobs() {
-    for path in inputs("deepspeed", "json") {
-        let imported =
-            deepspeed(&document(&path, Syntax::Json), None, &ImportContext::default()).expect("a job");
-        check(&path, &imported);
+    for path in list_inputs("deepspeed", "json") {
+        let imported = convert_deepspeed_config(
+            &parse_document(&path, DocumentSyntax::Json),
+            None,
+            &ImportOptions::default(),
+        )
+        .expect("a job");
+        assert_matches_golden(&path, &imported);
     }
 }
 
 #[test]
 fn torchrun_arguments_give_the_expected_jobs() {
-    for path in inputs("torchrun", "args") {
+    for path in list_inputs("torchrun", "args") {
         let text = fs::read_to_string(&path).expect("a file");
         let args: Vec<String> = text.split_whitespace().map(str::to_owned).collect();
-        check(&path, &torchrun(&args, &ImportContext::default()).expect("a job"));
+        assert_matches_golden(
+            &path,
+            &convert_torchrun_args(&args, &ImportOptions::default()).expect("a job"),
+        );
     }
 }
 
-/// The first error of a text that is not a valid configuration.
-fn first_error(
+/// Returns the first error of a text that is not a valid configuration.
+fn expect_first_error(
     text: &str,
     import: fn(&Document) -> Result<ImportedJob, ImportErrors>,
-    syntax: Syntax,
+    syntax: DocumentSyntax,
 ) -> Diagnostic {
     match Document::parse("f", text, syntax) {
         Ok(document) => import(&document).expect_err(text).remove(0),
@@ -176,7 +191,7 @@ fn first_error(
 
 #[test]
 fn invalid_configs_are_rejected() {
-    let accelerate = |document: &Document| accelerate(document, &ImportContext::default());
+    let accelerate = |document: &Document| convert_accelerate_config(document, &ImportOptions::default());
     for (text, code, subject) in [
         ("just text", command::IMPORT_VALUE_INVALID, Some("")),
         ("num_processes: 2", command::IMPORT_NOT_A_CONFIG, None),
@@ -189,13 +204,17 @@ fn invalid_configs_are_rejected() {
             Some("use_cpu"),
         ),
     ] {
-        let error = first_error(text, accelerate, Syntax::Yaml);
+        let error = expect_first_error(text, accelerate, DocumentSyntax::Yaml);
         assert_eq!((error.code(), error.subject()), (code, subject), "{text}: {error}");
     }
-    first_error("[a", accelerate, Syntax::Yaml);
-    let error = first_error("distributed_type: MULTI_GPU\nnum_processes: many", accelerate, Syntax::Yaml);
+    expect_first_error("[a", accelerate, DocumentSyntax::Yaml);
+    let error = expect_first_error(
+        "distributed_type: MULTI_GPU\nnum_processes: many",
+        accelerate,
+        DocumentSyntax::Yaml,
+    );
     assert_eq!(error.location().map(ToString::to_string).as_deref(), Some("f:2:16"));
-    let deepspeed = |document: &Document| deepspeed(document, None, &ImportContext::default());
+    let deepspeed = |document: &Document| convert_deepspeed_config(document, None, &ImportOptions::default());
     for (text, subject) in [
         ("{\"train_batch_size\": \"x\"}", "train_batch_size"),
         ("{\"zero_optimization\": []}", "zero_optimization"),
@@ -203,11 +222,11 @@ fn invalid_configs_are_rejected() {
         ("{\"optimizer\": {\"type\": \"AdamW\", \"params\": 3}}", "optimizer.params"),
         ("{\"fp16\": {\"enabled\": 3}}", "fp16.enabled"),
     ] {
-        let error = first_error(text, deepspeed, Syntax::Json);
+        let error = expect_first_error(text, deepspeed, DocumentSyntax::Json);
         let expected = (command::IMPORT_VALUE_INVALID, Some(subject));
         assert_eq!((error.code(), error.subject()), expected, "{text}: {error}");
     }
-    let error = first_error("train_batch_size: 3", deepspeed, Syntax::Json);
+    let error = expect_first_error("train_batch_size: 3", deepspeed, DocumentSyntax::Json);
     assert_eq!(error.code(), command::IMPORT_NOT_A_CONFIG);
 }
 
@@ -226,7 +245,7 @@ fn values_that_torchrun_rejects_are_rejected() {
         ("--monitor-interval inf a.py", "monitor-interval"),
     ] {
         let words: Vec<String> = args.split_whitespace().map(str::to_owned).collect();
-        let errors = torchrun(&words, &ImportContext::default()).expect_err(args);
+        let errors = convert_torchrun_args(&words, &ImportOptions::default()).expect_err(args);
         assert_eq!((errors.len(), errors[0].code()), (1, command::IMPORT_ARGUMENTS_INVALID), "{args}");
         assert_eq!(errors[0].field("option"), Some(&option.into()), "{args}");
     }
@@ -236,11 +255,11 @@ fn values_that_torchrun_rejects_are_rejected() {
 #[test]
 fn missing_batch_sizes_are_computed() {
     let import_batch = |text: &str, hosts: Option<&str>| {
-        let document = Document::parse("ds.json", text, Syntax::Json).expect("a document");
+        let document = Document::parse("ds.json", text, DocumentSyntax::Json).expect("a document");
         let file = Path::new("hostfile");
-        let context = ImportContext { hostfile: hosts.map(|_| file), ..ImportContext::default() };
-        let imported = deepspeed(&document, hosts, &context).expect("a job");
-        let batch = loaded(&imported.job).train.expect("train").batch;
+        let context = ImportOptions { hostfile: hosts.map(|_| file), ..ImportOptions::default() };
+        let imported = convert_deepspeed_config(&document, hosts, &context).expect("a job");
+        let batch = load_imported(&imported.job).train.expect("train").batch;
         let keys: Vec<String> = imported.notes.into_iter().map(|n| n.key).collect();
         (batch.global, batch.micro, keys)
     };
@@ -266,16 +285,19 @@ fn missing_batch_sizes_are_computed() {
 
 #[test]
 fn programs_and_hostfiles_are_converted() {
-    let document = Document::parse("ds.json", "{\"fp16\": {\"enabled\": true}}", Syntax::Json).expect("JSON");
+    let document =
+        Document::parse("ds.json", "{\"fp16\": {\"enabled\": true}}", DocumentSyntax::Json).expect("JSON");
     let words: Vec<String> = ["train.py", "--deepspeed_config", "ds.json"].map(str::to_owned).to_vec();
-    let context = ImportContext { hostfile: Some(Path::new("hosts")), program: &words };
-    let job = loaded(&deepspeed(&document, Some("a slots=2\n"), &context).expect("a job").job);
-    assert_eq!(job.cluster.hosts, contract::job::Hosts::File("hosts".into()));
+    let context = ImportOptions { hostfile: Some(Path::new("hosts")), program: &words };
+    let job = load_imported(
+        &convert_deepspeed_config(&document, Some("a slots=2\n"), &context).expect("a job").job,
+    );
+    assert_eq!(job.cluster.hosts, contract::job::HostSelection::File("hosts".into()));
     assert!(job.train.is_none() && job.run.local_rank_argument);
     assert_eq!(job.run.command.expect("a command"), ["python", "train.py", "--deepspeed_config", "ds.json"]);
     let args: Vec<String> = ["--nnodes=2:3", "--nproc-per-node", "2", "a.py"].map(str::to_owned).to_vec();
-    let context = ImportContext { hostfile: Some(Path::new("hosts")), program: &[] };
-    let job = loaded(&torchrun(&args, &context).expect("a job").job);
+    let context = ImportOptions { hostfile: Some(Path::new("hosts")), program: &[] };
+    let job = load_imported(&convert_torchrun_args(&args, &context).expect("a job").job);
     assert_eq!(job.run.min_hosts, contract::job::MinHosts::AtLeast(2));
 }
 
@@ -297,10 +319,10 @@ proptest::proptest! {
         let mut names = std::collections::BTreeSet::new();
         let entries = keys.iter().filter(|(name, _)| names.insert(*name));
         let entries: Vec<_> = entries.map(|(name, value)| format!("\"{}\": {}", NAMES[*name], VALUES[*value])).collect();
-        let document = Document::parse("f.json", &format!("{{{}}}", entries.join(", ")), Syntax::Json).expect("JSON");
-        for imported in [deepspeed(&document, None, &ImportContext::default()), accelerate(&document, &ImportContext::default())] {
+        let document = Document::parse("f.json", &format!("{{{}}}", entries.join(", ")), DocumentSyntax::Json).expect("JSON");
+        for imported in [convert_deepspeed_config(&document, None, &ImportOptions::default()), convert_accelerate_config(&document, &ImportOptions::default())] {
             match imported {
-                Ok(imported) => { loaded(&imported.job); }
+                Ok(imported) => { load_imported(&imported.job); }
                 Err(errors) => proptest::prop_assert!(!errors.is_empty()),
             }
         }

@@ -1,15 +1,18 @@
-//! Converts the arguments of torchrun to a job.
+//! Converts the arguments of torchrun to a job.yaml.
 mod arguments;
 
-use super::{Draft, ImportContext, ImportErrors, ImportedJob, note_unnamed_hosts, set_hostfile, wording};
-use arguments::{ArgumentError, TorchrunArgs, parse};
+use super::{
+    ImportErrors, ImportOptions, ImportedJob, JobDraft, note_unnamed_hosts, set_hostfile, value_text,
+};
+use arguments::{TorchrunArgs, TorchrunArgsError, parse_torchrun_args};
 use contract::job::quote_yaml;
 use diagnostic::Diagnostic;
 
-/// The default of `--signals-to-handle`.
+/// The default value of `--signals-to-handle`.
 const SIGNALS: &str = "SIGTERM,SIGINT,SIGHUP,SIGQUIT";
 
-/// Options without a counterpart in a job: name, the value that has no effect, and the reason.
+/// The options without a counterpart in a job: the name, the value that has no effect, and the
+/// reason.
 const UNSUPPORTED_OPTIONS: &[(&str, &str, &str)] = &[
     ("rdzv-backend", "static", "launch assigns the ranks itself"),
     ("rdzv-endpoint", "", "launch assigns the ranks itself, and hosts the store on the first host"),
@@ -29,55 +32,59 @@ const UNSUPPORTED_OPTIONS: &[(&str, &str, &str)] = &[
     ("logs-specs", "", "launch has its own log format"),
 ];
 
-/// Converts the arguments that follow `torchrun`.
-pub(crate) fn torchrun(args: &[String], context: &ImportContext<'_>) -> Result<ImportedJob, ImportErrors> {
-    let rejected = |error: ArgumentError| vec![Diagnostic::from(error)];
-    let mut given = parse(args).map_err(rejected)?;
+/// Converts the arguments that follow `torchrun`. An invalid command line is an error.
+pub(crate) fn convert_torchrun_args(
+    args: &[String],
+    context: &ImportOptions<'_>,
+) -> Result<ImportedJob, ImportErrors> {
+    let rejected = |error: TorchrunArgsError| vec![Diagnostic::from(error)];
+    let mut given = parse_torchrun_args(args).map_err(rejected)?;
     check_values(&given).map_err(rejected)?;
-    let mut draft = Draft::default();
-    draft.set_required("run.command", &wording::yaml_list(&program_command(&mut given)));
+    let mut draft = JobDraft::default();
+    draft.set_required("run.command", &value_text::format_yaml_list(&take_program_command(&mut given)));
     set_hosts(&mut draft, &mut given, context);
     set_workers(&mut draft, &mut given);
     set_restarts_and_signals(&mut draft, &mut given);
     set_logs(&mut draft, &mut given);
-    if let Some(name) = given.value("rdzv-id").filter(|id| id != "none") {
+    if let Some(name) = given.take_last_value("rdzv-id").filter(|id| id != "none") {
         draft.set_imported("--rdzv-id", "name", quote_yaml(&name));
     }
-    let standalone = given.flag("standalone");
+    let standalone = given.take_flag("standalone");
     for (name, no_effect, reason) in UNSUPPORTED_OPTIONS {
-        let Some(value) = given.value(name).filter(|value| value != no_effect) else { continue };
+        let Some(value) = given.take_last_value(name).filter(|value| value != no_effect) else { continue };
         if !(standalone && name.starts_with("rdzv-")) {
-            draft.not_carried(
+            draft.add_not_carried_note(
                 &format!("--{name}"),
                 format!("{reason} (value: {})", value.escape_debug()),
                 "",
             );
         }
     }
-    draft.finish("torchrun's arguments")
+    draft.finish_job("torchrun's arguments")
 }
 
-fn program_command(given: &mut TorchrunArgs) -> Vec<String> {
-    let prefix: &[&str] = match (given.flag("module"), given.flag("no-python")) {
+/// Returns the command of the job. Removes `--module`, `--no-python` and `--run-path`.
+fn take_program_command(given: &mut TorchrunArgs) -> Vec<String> {
+    let prefix: &[&str] = match (given.take_flag("module"), given.take_flag("no-python")) {
         (_, true) => &[],
         (true, false) => &["python", "-m"],
         (false, false) => &["python"],
     };
     // With --run-path torchrun runs the script inside its own Python process, which the script does
     // not notice.
-    given.flag("run-path");
+    given.take_flag("run-path");
     prefix.iter().map(|word| (*word).to_owned()).chain(given.program.iter().cloned()).collect()
 }
 
-/// Rejects the values that torchrun rejects.
-fn check_values(given: &TorchrunArgs) -> Result<(), ArgumentError> {
+/// Rejects values that torchrun also rejects.
+fn check_values(given: &TorchrunArgs) -> Result<(), TorchrunArgsError> {
     type ValuePredicate = fn(&str) -> bool;
     let count: ValuePredicate = |text| text.parse::<u32>().is_ok();
     let seconds: ValuePredicate = |text| text.parse::<f64>().is_ok_and(|s| s >= 0.0 && s.is_finite());
     let workers: ValuePredicate =
         |text| ["auto", "gpu", "cpu", "xpu"].contains(&text) || text.parse::<u32>().is_ok_and(|n| n > 0);
     let kinds: [(&'static str, ValuePredicate, &'static str); 7] = [
-        ("nnodes", |text| parse_range(text).is_some(), "a number of hosts, or a range such as 1:4"),
+        ("nnodes", |text| parse_host_range(text).is_some(), "a number of hosts, or a range such as 1:4"),
         ("nproc-per-node", workers, "a number of workers, auto, gpu, cpu or xpu"),
         ("max-restarts", count, "a number of restarts"),
         ("node-rank", count, "a number of a host, from 0"),
@@ -86,27 +93,27 @@ fn check_values(given: &TorchrunArgs) -> Result<(), ArgumentError> {
         ("shutdown-timeout", count, "a whole number of seconds"),
     ];
     for (name, is_valid, expected) in kinds {
-        if let Some(value) = given.peek(name).filter(|value| !is_valid(value)) {
+        if let Some(value) = given.last_value(name).filter(|value| !is_valid(value)) {
             let value = value.escape_debug().to_string();
-            return Err(ArgumentError::InvalidValue { option: name, value, expected });
+            return Err(TorchrunArgsError::InvalidValue { option: name, value, expected });
         }
     }
     Ok(())
 }
 
-/// Parses `4` or `1:4`: the least and the largest number of hosts.
-fn parse_range(text: &str) -> Option<(u64, u64)> {
+/// Parses the smallest and the largest number of hosts: `4` or `1:4`.
+fn parse_host_range(text: &str) -> Option<(u64, u64)> {
     let (low, high) = text.split_once(':').unwrap_or((text, text));
     low.parse().ok().zip(high.parse().ok()).filter(|(low, high)| *low > 0 && low <= high)
 }
 
 /// Converts `--nnodes` and `--hostfile`.
-fn set_hosts(draft: &mut Draft, given: &mut TorchrunArgs, context: &ImportContext<'_>) {
+fn set_hosts(draft: &mut JobDraft, given: &mut TorchrunArgs, context: &ImportOptions<'_>) {
     if let Some(file) = context.hostfile {
         set_hostfile(draft, "--hostfile", file);
     }
-    let Some(nodes) = given.value("nnodes") else { return };
-    let Some((low, high)) = parse_range(&nodes) else { return };
+    let Some(nodes) = given.take_last_value("nnodes") else { return };
+    let Some((low, high)) = parse_host_range(&nodes) else { return };
     let named = context.hostfile.is_some();
     if high > 1 && !named {
         note_unnamed_hosts(draft, "--nnodes", high);
@@ -117,7 +124,7 @@ fn set_hosts(draft: &mut Draft, given: &mut TorchrunArgs, context: &ImportContex
         false if named || low == 1 => draft.set_imported("--nnodes", "run.min_hosts", low.to_string()),
         false => {
             let reason = format!("at least {low} hosts are required but not named");
-            draft.not_carried(
+            draft.add_not_carried_note(
                 "--nnodes",
                 reason,
                 &format!("set `run.min_hosts: {low}` together with `cluster.hosts`"),
@@ -127,10 +134,10 @@ fn set_hosts(draft: &mut Draft, given: &mut TorchrunArgs, context: &ImportContex
 }
 
 /// Converts `--nproc-per-node` (a number, `auto`, `gpu` or `cpu`) and the options of CPU binding.
-fn set_workers(draft: &mut Draft, given: &mut TorchrunArgs) {
+fn set_workers(draft: &mut JobDraft, given: &mut TorchrunArgs) {
     const FROM: &str = "--nproc-per-node";
     let (path, devices) = ("cluster.workers_per_host", "cluster.devices");
-    match given.value("nproc-per-node").as_deref() {
+    match given.take_last_value("nproc-per-node").as_deref() {
         None => draft.set_required(path, "1"),
         Some("gpu") => {
             draft.set_imported(FROM, devices, "cuda");
@@ -138,7 +145,7 @@ fn set_workers(draft: &mut Draft, given: &mut TorchrunArgs) {
         }
         Some("auto") => {
             draft.set_imported(FROM, path, "auto");
-            draft.note(
+            draft.add_key_note(
                 FROM,
                 "on a host without GPUs torchrun starts one worker per CPU, launch a single one",
                 "",
@@ -147,14 +154,18 @@ fn set_workers(draft: &mut Draft, given: &mut TorchrunArgs) {
         Some("cpu") => {
             draft.set_imported(FROM, devices, "cpu");
             draft.set_required(path, "1");
-            draft.not_carried(FROM, "one worker per CPU is not supported", "set `cluster.workers_per_host`");
+            draft.add_not_carried_note(
+                FROM,
+                "one worker per CPU is not supported",
+                "set `cluster.workers_per_host`",
+            );
         }
-        Some(other) => draft.set_imported(FROM, path, wording::whole_number(other)),
+        Some(other) => draft.set_imported(FROM, path, value_text::format_whole_number(other)),
     }
-    if given.flag("virtual-local-rank") {
+    if given.take_flag("virtual-local-rank") {
         draft.set_imported("--virtual-local-rank", "run.visible_devices", "one");
     }
-    let Some(binding) = given.value("numa-binding") else { return };
+    let Some(binding) = given.take_last_value("numa-binding") else { return };
     let (bind, replacement) = match binding.as_str() {
         "node" => ("numa", None),
         "socket" => ("numa", Some("a NUMA node, which may be smaller than a socket")),
@@ -163,22 +174,22 @@ fn set_workers(draft: &mut Draft, given: &mut TorchrunArgs) {
     };
     draft.set_imported("--numa-binding", "run.cpu_bind", bind);
     if let Some(replacement) = replacement {
-        draft.note("--numa-binding", format!("`{binding}` becomes {replacement}"), "");
+        draft.add_key_note("--numa-binding", format!("`{binding}` becomes {replacement}"), "");
     }
 }
 
-/// Converts the options of restarts, signals and shutdown.
-fn set_restarts_and_signals(draft: &mut Draft, given: &mut TorchrunArgs) {
-    if let Some(restarts) = given.value("max-restarts").filter(|n| n != "0") {
-        draft.set_imported("--max-restarts", "run.restarts", wording::whole_number(&restarts));
+/// Converts the options of restarts, shutdown, the rendezvous port and signals.
+fn set_restarts_and_signals(draft: &mut JobDraft, given: &mut TorchrunArgs) {
+    if let Some(restarts) = given.take_last_value("max-restarts").filter(|n| n != "0") {
+        draft.set_imported("--max-restarts", "run.restarts", value_text::format_whole_number(&restarts));
     }
-    if let Some(seconds) = given.value("shutdown-timeout") {
+    if let Some(seconds) = given.take_last_value("shutdown-timeout") {
         draft.set_imported("--shutdown-timeout", "run.grace_period", quote_yaml(&format!("{seconds}s")));
     }
-    if let Some(port) = given.value("master-port").filter(|port| port != "0") {
-        draft.set_imported("--master-port", "cluster.master_port", wording::whole_number(&port));
+    if let Some(port) = given.take_last_value("master-port").filter(|port| port != "0") {
+        draft.set_imported("--master-port", "cluster.master_port", value_text::format_whole_number(&port));
     }
-    let Some(signals) = given.value("signals-to-handle").filter(|s| s != SIGNALS) else { return };
+    let Some(signals) = given.take_last_value("signals-to-handle").filter(|s| s != SIGNALS) else { return };
     for signal in
         signals.split(',').map(str::trim).filter(|s| !SIGNALS.split(',').any(|default| default == *s))
     {
@@ -194,7 +205,7 @@ fn set_restarts_and_signals(draft: &mut Draft, given: &mut TorchrunArgs) {
             }
             other => {
                 let reason = format!("launch does not forward `{}`", other.escape_debug());
-                draft.not_carried(
+                draft.add_not_carried_note(
                     "--signals-to-handle",
                     reason,
                     "`run.signals` supports SIGUSR1, SIGUSR2 and SIGTERM",
@@ -204,17 +215,18 @@ fn set_restarts_and_signals(draft: &mut Draft, given: &mut TorchrunArgs) {
     }
 }
 
-fn set_logs(draft: &mut Draft, given: &mut TorchrunArgs) {
-    if let Some(dir) = given.value("log-dir") {
+/// Converts the options of log directories and of ranks on the console.
+fn set_logs(draft: &mut JobDraft, given: &mut TorchrunArgs) {
+    if let Some(dir) = given.take_last_value("log-dir") {
         let dir = format!("{}/{{name}}/{{run}}", dir.trim_end_matches('/'));
         draft.set_imported("--log-dir", "run.logs.dir", quote_yaml(&dir));
     }
-    match given.value("local-ranks-filter").filter(|ranks| !ranks.is_empty()) {
+    match given.take_last_value("local-ranks-filter").filter(|ranks| !ranks.is_empty()) {
         Some(ranks) => {
             let ranks: Vec<String> =
-                ranks.split(',').map(|rank| wording::whole_number(rank.trim())).collect();
+                ranks.split(',').map(|rank| value_text::format_whole_number(rank.trim())).collect();
             draft.set_imported("--local-ranks-filter", "run.logs.show", format!("[{}]", ranks.join(", ")));
         }
-        None => draft.note("run.logs.show", "the console shows rank 0; torchrun shows all ranks", ""),
+        None => draft.add_key_note("run.logs.show", "the console shows rank 0; torchrun shows all ranks", ""),
     }
 }

@@ -1,96 +1,106 @@
-//! [`assign_cpus`]: which CPUs each worker of a host is bound to.
-use crate::{discover::Inventory, report::count};
-use contract::{job::CpuBind, machine::Core};
+//! [`assign_cpus`]: assigns the CPUs of a host to its workers.
+use crate::{discover::Inventory, report::format_count};
+use contract::{hardware::CpuCore, job::CpuBind};
 use std::collections::BTreeMap;
 
-/// The CPUs of one worker.
+/// The CPUs and the number of threads of one worker.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct CpuSlot {
-    /// CPU numbers in ascending order; empty: the worker is not bound.
+pub(super) struct WorkerCpus {
+    /// The CPU numbers in ascending order; empty if the worker is not bound.
     pub(super) cpus: Vec<u32>,
-    /// Number of threads for `OMP_NUM_THREADS`.
+    /// The number of threads for `OMP_NUM_THREADS`.
     pub(super) threads: u32,
 }
 
 /// The host has fewer CPUs than workers that must be bound.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("cannot bind {} to {}", count(*workers as u64, "worker", "workers"), count(*cpus as u64, "CPU", "CPUs"))]
+#[error("cannot bind {} to {}", format_count(*workers as u64, "worker", "workers"), format_count(*cpus as u64, "CPU", "CPUs"))]
 pub(super) struct TooFewCpus {
     pub(super) workers: usize,
     pub(super) cpus: usize,
 }
 
-/// The CPUs of each worker; `gpu_nodes[i]` is the NUMA node of worker i's GPU.
+/// Assigns CPUs to each worker. `gpu_nodes[i]` is the NUMA node of worker i's GPU.
 ///
-/// Shares are equal and disjoint, so that no rank waits for a slower one or uses another's cores;
+/// Shares are equal and disjoint, so that no rank waits for a slower one or uses another's cores.
 /// CPUs that cannot be divided equally stay free. A limit on CPU time lowers the number of threads
 /// and leaves the binding unchanged.
 pub(super) fn assign_cpus(
     inventory: &Inventory,
     gpu_nodes: &[Option<u32>],
     bind: CpuBind,
-) -> Result<Vec<CpuSlot>, TooFewCpus> {
+) -> Result<Vec<WorkerCpus>, TooFewCpus> {
     let workers = gpu_nodes.len().max(1);
-    let cores: Vec<&Core> = inventory.topology.cores.iter().collect();
-    let equal_threads = (inventory.cores().min(cores.len() as u32) / workers as u32).max(1);
-    let unbound = vec![CpuSlot { cpus: Vec::new(), threads: equal_threads }; gpu_nodes.len()];
+    let cores: Vec<&CpuCore> = inventory.topology.cores.iter().collect();
+    let equal_threads = (inventory.usable_cpus().min(cores.len() as u32) / workers as u32).max(1);
+    let unbound = vec![WorkerCpus { cpus: Vec::new(), threads: equal_threads }; gpu_nodes.len()];
     let slots = match bind {
         CpuBind::None => return Ok(unbound),
         CpuBind::Numa => bind_to_numa_nodes(&cores, gpu_nodes),
         CpuBind::Auto if gpu_nodes.iter().all(Option::is_some) => bind_to_numa_nodes(&cores, gpu_nodes),
         CpuBind::Auto | CpuBind::Cores => bind_to_cores(&cores, gpu_nodes),
     };
-    let limit = (inventory.cores() / workers as u32).max(1);
+    let limit = (inventory.usable_cpus() / workers as u32).max(1);
     match slots {
         Some(slots) => {
-            Ok(slots.into_iter().map(|s| CpuSlot { threads: s.threads.min(limit), ..s }).collect())
+            Ok(slots.into_iter().map(|s| WorkerCpus { threads: s.threads.min(limit), ..s }).collect())
         }
         // The scheduler balances better than a fixed split of too few CPUs.
-        None if bind == CpuBind::Auto => Ok(vec![CpuSlot { cpus: Vec::new(), threads: 1 }; gpu_nodes.len()]),
+        None if bind == CpuBind::Auto => {
+            Ok(vec![WorkerCpus { cpus: Vec::new(), threads: 1 }; gpu_nodes.len()])
+        }
         None => Err(TooFewCpus { workers, cpus: inventory.cpus.len() }),
     }
 }
 
-/// Binds each worker to all cores of a NUMA node, which its workers share.
-fn bind_to_numa_nodes(cores: &[&Core], gpu_nodes: &[Option<u32>]) -> Option<Vec<CpuSlot>> {
-    let nodes = cores_by_node(cores);
+/// Binds each worker to all cores of its NUMA nodes, which several workers may share; `None` if a
+/// worker would have no cores.
+fn bind_to_numa_nodes(cores: &[&CpuCore], gpu_nodes: &[Option<u32>]) -> Option<Vec<WorkerCpus>> {
+    let nodes = group_cores_by_node(cores);
     let assigned = assign_nodes(&nodes, gpu_nodes);
     let slot = |worker: usize| {
-        let cores: Vec<&Core> =
+        let cores: Vec<&CpuCore> =
             assigned[worker].iter().flat_map(|node| nodes[node].iter().copied()).collect();
         let sharing = assigned.iter().filter(|other| **other == assigned[worker]).count();
         let threads = (cores.len() / sharing).max(1) as u32;
-        (!cores.is_empty()).then(|| CpuSlot { cpus: cpus_of_cores(&cores), threads })
+        (!cores.is_empty()).then(|| WorkerCpus { cpus: collect_cpus(&cores), threads })
     };
     (0..gpu_nodes.len()).map(slot).collect()
 }
 
-/// Binds each worker to separate cores: on the NUMA node of its GPU, or on one node where that
-/// costs at most a quarter of them; to single CPUs where there are fewer cores than workers.
-fn bind_to_cores(cores: &[&Core], gpu_nodes: &[Option<u32>]) -> Option<Vec<CpuSlot>> {
-    let split: Vec<Core> = match cores.len() >= gpu_nodes.len() {
+/// Binds each worker to separate cores, or to single CPUs if there are fewer cores than workers.
+/// The cores are on the NUMA node of the worker's GPU; without GPUs they are on one node if that
+/// costs at most a quarter of them. Returns `None` if there are fewer CPUs than workers.
+fn bind_to_cores(cores: &[&CpuCore], gpu_nodes: &[Option<u32>]) -> Option<Vec<WorkerCpus>> {
+    let split: Vec<CpuCore> = match cores.len() >= gpu_nodes.len() {
         true => cores.iter().map(|core| (*core).clone()).collect(),
         false => cores
             .iter()
-            .flat_map(|core| core.cpus.iter().map(|cpu| Core { cpus: vec![*cpu], numa_node: core.numa_node }))
+            .flat_map(|core| {
+                core.cpus.iter().map(|cpu| CpuCore { cpus: vec![*cpu], numa_node: core.numa_node })
+            })
             .collect(),
     };
     let share = split.len() / gpu_nodes.len().max(1);
     if share == 0 {
         return None;
     }
-    let units: Vec<&Core> = split.iter().collect();
+    let units: Vec<&CpuCore> = split.iter().collect();
     let has_gpu = gpu_nodes.iter().any(Option::is_some);
-    let within = shares_within_nodes(&units, gpu_nodes).filter(|s| has_gpu || s[0].len() * 4 >= share * 3);
+    let within = divide_within_nodes(&units, gpu_nodes).filter(|s| has_gpu || s[0].len() * 4 >= share * 3);
     let shares =
         within.unwrap_or_else(|| units.chunks(share).take(gpu_nodes.len()).map(<[_]>::to_vec).collect());
-    let slot = |cores: Vec<&Core>| CpuSlot { cpus: cpus_of_cores(&cores), threads: cores.len() as u32 };
+    let slot = |cores: Vec<&CpuCore>| WorkerCpus { cpus: collect_cpus(&cores), threads: cores.len() as u32 };
     Some(shares.into_iter().map(slot).collect())
 }
 
-/// Equal shares of cores, each within the NUMA nodes of its worker.
-fn shares_within_nodes<'c>(units: &[&'c Core], gpu_nodes: &[Option<u32>]) -> Option<Vec<Vec<&'c Core>>> {
-    let nodes = cores_by_node(units);
+/// Divides cores into equal shares, each within the NUMA nodes of its worker; `None` if a share
+/// would be empty.
+fn divide_within_nodes<'c>(
+    units: &[&'c CpuCore],
+    gpu_nodes: &[Option<u32>],
+) -> Option<Vec<Vec<&'c CpuCore>>> {
+    let nodes = group_cores_by_node(units);
     let assigned = assign_nodes(&nodes, gpu_nodes);
     let mut workers_by_nodes: BTreeMap<&[u32], usize> = BTreeMap::new();
     assigned.iter().for_each(|nodes| *workers_by_nodes.entry(nodes.as_slice()).or_default() += 1);
@@ -110,16 +120,17 @@ fn shares_within_nodes<'c>(units: &[&'c Core], gpu_nodes: &[Option<u32>]) -> Opt
     Some(shares)
 }
 
-fn cores_by_node<'c>(cores: &[&'c Core]) -> BTreeMap<u32, Vec<&'c Core>> {
-    let mut nodes: BTreeMap<u32, Vec<&Core>> = BTreeMap::new();
+/// Groups cores by the number of their NUMA node.
+fn group_cores_by_node<'c>(cores: &[&'c CpuCore]) -> BTreeMap<u32, Vec<&'c CpuCore>> {
+    let mut nodes: BTreeMap<u32, Vec<&CpuCore>> = BTreeMap::new();
     cores.iter().for_each(|core| nodes.entry(core.numa_node).or_default().push(core));
     nodes
 }
 
-/// The NUMA nodes of each worker; two workers have equal or disjoint nodes. A worker gets the node
-/// of its GPU. Workers without a known node get equal parts of the nodes that no GPU is on,
-/// neighbours together, or else the node with the fewest workers.
-fn assign_nodes(nodes: &BTreeMap<u32, Vec<&Core>>, gpu_nodes: &[Option<u32>]) -> Vec<Vec<u32>> {
+/// Assigns NUMA nodes to each worker. Two workers have equal or disjoint nodes. A worker gets the
+/// node of its GPU. Workers whose node is unknown get equal shares of neighbouring nodes without a
+/// GPU. If each node has a GPU, they get the nodes with the fewest workers.
+fn assign_nodes(nodes: &BTreeMap<u32, Vec<&CpuCore>>, gpu_nodes: &[Option<u32>]) -> Vec<Vec<u32>> {
     let known = |gpu_node: &Option<u32>| gpu_node.filter(|node| nodes.contains_key(node));
     let mut workers: BTreeMap<u32, usize> = nodes.keys().map(|node| (*node, 0)).collect();
     gpu_nodes.iter().filter_map(known).for_each(|node| *workers.entry(node).or_default() += 1);
@@ -138,7 +149,8 @@ fn assign_nodes(nodes: &BTreeMap<u32, Vec<&Core>>, gpu_nodes: &[Option<u32>]) ->
     gpu_nodes.iter().map(assign).collect()
 }
 
-fn cpus_of_cores(cores: &[&Core]) -> Vec<u32> {
+/// Returns the CPU numbers of these cores, ascending.
+fn collect_cpus(cores: &[&CpuCore]) -> Vec<u32> {
     let mut cpus: Vec<u32> = cores.iter().flat_map(|core| core.cpus.iter().copied()).collect();
     cpus.sort_unstable();
     cpus

@@ -1,19 +1,20 @@
 use super::*;
 use contract::{
-    Source,
+    JobSource,
     control::InterfaceAddress,
-    job::Interface,
-    machine::{Gpu, GpuVendor, Topology},
+    hardware::{CpuTopology, GpuDevice, GpuVendor},
+    job::InterfaceSelector,
 };
 use proptest::prelude::*;
 
-fn job(text: &str) -> JobSpec {
-    let source = Source::Text { name: "demo.yaml".to_owned(), text: text.to_owned() };
-    contract::load(source, &[]).expect("a job").0
+fn load_job_text(text: &str) -> JobSpec {
+    let source = JobSource::Text { name: "demo.yaml".to_owned(), text: text.to_owned() };
+    contract::load_job(source, &[]).expect("a job").0
 }
 
-fn machine(cpus: &[u32], quota: Option<f64>) -> Inventory {
-    let topology = Topology::flat(cpus);
+/// Builds an inventory with these CPUs and this limit on CPU time.
+fn build_inventory(cpus: &[u32], quota: Option<f64>) -> Inventory {
+    let topology = CpuTopology::with_one_core_per_cpu(cpus);
     Inventory {
         host: "here".to_owned(),
         cpus: cpus.to_vec(),
@@ -24,13 +25,14 @@ fn machine(cpus: &[u32], quota: Option<f64>) -> Inventory {
     }
 }
 
-fn command(workers: u32) -> JobSpec {
-    job(&format!(
+/// Loads a job that runs a program with this number of workers.
+fn job_with_workers(workers: u32) -> JobSpec {
+    load_job_text(&format!(
         "cluster: {{workers_per_host: {workers}, master_port: 4000}}\nrun: {{command: [true], workdir: /w, env: {{A: b}}}}"
     ))
 }
 
-/// A plan for the controller's machine.
+/// Plans an attempt on the controller's machine.
 fn plan_local(job: &JobSpec, inventory: &Inventory) -> Result<Plan, Vec<Diagnostic>> {
     let host = JobHost {
         name: inventory.host.clone(),
@@ -39,21 +41,22 @@ fn plan_local(job: &JobSpec, inventory: &Inventory) -> Result<Plan, Vec<Diagnost
         local: true,
         inventory: inventory.clone(),
     };
-    plan(job, &[host], &RunId("R".to_owned()), &Attempt::default())
+    plan_attempt(job, &[host], &RunId("R".to_owned()), &Attempt::default())
 }
 
-fn planned(job: &JobSpec, inventory: &Inventory) -> Plan {
+/// Plans an attempt on the controller's machine. Panics if the plan is rejected.
+fn expect_plan(job: &JobSpec, inventory: &Inventory) -> Plan {
     plan_local(job, inventory).expect("a plan")
 }
 
-/// The key that a diagnostic is about.
-fn subject(diagnostic: &Diagnostic) -> &str {
+/// Returns the key that a diagnostic is about.
+fn subject_key(diagnostic: &Diagnostic) -> &str {
     diagnostic.subject().unwrap_or_default()
 }
 
 #[test]
-fn two_workers() {
-    let plan = planned(&command(2), &machine(&[0, 1, 4, 5, 6], None));
+fn two_workers_get_separate_cpus_and_the_environment_of_torchrun() {
+    let plan = expect_plan(&job_with_workers(2), &build_inventory(&[0, 1, 4, 5, 6], None));
     assert_eq!((plan.world, plan.run_dir.to_str()), (2, Some("/w/runs/demo/R")));
     assert!(plan.warnings.is_empty());
     let [node] = &plan.host_plans[..] else { panic!("one node") };
@@ -95,23 +98,25 @@ fn two_workers() {
 
 #[test]
 fn more_workers_than_cpus_run_unbound_and_are_warned_about() {
-    let plan = planned(&command(3), &machine(&[0, 1], None));
+    let plan = expect_plan(&job_with_workers(3), &build_inventory(&[0, 1], None));
     assert!(plan.host_plans[0].workers.iter().all(|w| w.cpus.is_empty() && w.threads == 1));
     assert_eq!(plan.warnings.len(), 1);
-    assert_eq!(subject(&plan.warnings[0]), "cluster.workers_per_host");
+    assert_eq!(subject_key(&plan.warnings[0]), "cluster.workers_per_host");
 }
 
 #[test]
-fn a_time_limit_means_fewer_threads() {
-    let plan = planned(&command(1), &machine(&[0, 1, 2, 3], Some(2.5)));
+fn a_cpu_time_limit_lowers_the_threads() {
+    let plan = expect_plan(&job_with_workers(1), &build_inventory(&[0, 1, 2, 3], Some(2.5)));
     assert_eq!((plan.host_plans[0].workers[0].threads, plan.host_plans[0].workers[0].cpus.len()), (2, 4));
-    assert!(!planned(&command(3), &machine(&[0, 1, 2, 3], Some(2.0))).warnings.is_empty());
+    assert!(
+        !expect_plan(&job_with_workers(3), &build_inventory(&[0, 1, 2, 3], Some(2.0))).warnings.is_empty()
+    );
 }
 
 #[test]
 fn the_job_may_set_the_threads() {
-    let job = job("run: {command: [true], env: {OMP_NUM_THREADS: 3}}");
-    let plan = planned(&job, &machine(&[0], None));
+    let job = load_job_text("run: {command: [true], env: {OMP_NUM_THREADS: 3}}");
+    let plan = expect_plan(&job, &build_inventory(&[0], None));
     let worker = &plan.host_plans[0].workers[0];
     assert_eq!(worker.threads, 3);
     assert_eq!(worker.env.iter().filter(|(n, _)| n == "OMP_NUM_THREADS").count(), 1);
@@ -120,9 +125,9 @@ fn the_job_may_set_the_threads() {
 #[test]
 fn the_job_and_the_inherited_environment_override_defaults() {
     let chosen = [("OMP_NUM_THREADS", "7"), ("PYTHONUNBUFFERED", "x")].map(|(n, v)| (n.into(), v.into()));
-    let inventory = Inventory { inherited_env: chosen.to_vec(), ..machine(&[0, 1], None) };
+    let inventory = Inventory { inherited_env: chosen.to_vec(), ..build_inventory(&[0, 1], None) };
     let values = |text: &str| {
-        let env = planned(&job(text), &inventory).host_plans[0].workers[0].env.clone();
+        let env = expect_plan(&load_job_text(text), &inventory).host_plans[0].workers[0].env.clone();
         let values_of = |name: &str| {
             let found: Vec<_> = env.iter().filter(|(n, _)| n == name).map(|(_, v)| v.clone()).collect();
             found.join(" and ")
@@ -141,32 +146,35 @@ fn the_job_and_the_inherited_environment_override_defaults() {
 
 #[test]
 fn the_built_in_training_rejects_a_list_of_threads() {
-    let inventory = machine(&[0, 1], None);
-    let program = job("run: {command: [true], env: {OMP_NUM_THREADS: '4,2'}}");
-    assert_eq!(planned(&program, &inventory).host_plans[0].workers[0].threads, 2);
-    let trained = job("run: {env: {OMP_NUM_THREADS: '4,2'}}\ntrain: {data: {files: [a]}}");
+    let inventory = build_inventory(&[0, 1], None);
+    let program = load_job_text("run: {command: [true], env: {OMP_NUM_THREADS: '4,2'}}");
+    assert_eq!(expect_plan(&program, &inventory).host_plans[0].workers[0].threads, 2);
+    let trained = load_job_text("run: {env: {OMP_NUM_THREADS: '4,2'}}\ntrain: {data: {files: [a]}}");
     let errors = plan_local(&trained, &inventory).expect_err("a list of threads");
-    assert_eq!(subject(&errors[0]), "run.env.OMP_NUM_THREADS");
+    assert_eq!(subject_key(&errors[0]), "run.env.OMP_NUM_THREADS");
 }
 
 #[test]
 fn an_absent_rank_is_warned_about() {
-    let plan = planned(&job("run: {command: [true], logs: {show: [0, 2]}}"), &machine(&[0, 1], None));
-    let paths: Vec<&str> = plan.warnings.iter().map(subject).collect();
+    let plan = expect_plan(
+        &load_job_text("run: {command: [true], logs: {show: [0, 2]}}"),
+        &build_inventory(&[0, 1], None),
+    );
+    let paths: Vec<&str> = plan.warnings.iter().map(subject_key).collect();
     assert_eq!(paths, ["run.logs.show[1]"]);
 }
 
 #[test]
 fn a_port_that_is_not_fixed_is_auto() {
-    let plan = planned(&job("run: {command: [true]}"), &machine(&[0], None));
+    let plan = expect_plan(&load_job_text("run: {command: [true]}"), &build_inventory(&[0], None));
     assert!(plan.host_plans[0].workers[0].env.contains(&("MASTER_PORT".to_owned(), "auto".to_owned())));
 }
 
 #[test]
-fn a_gpu_for_each_worker() {
-    let inventory = Inventory { gpus: vec![gpu(0), gpu(0)], ..machine(&[0, 1, 2, 3], None) };
+fn each_worker_gets_its_own_gpu() {
+    let inventory = Inventory { gpus: vec![new_gpu(0), new_gpu(0)], ..build_inventory(&[0, 1, 2, 3], None) };
     let script = "run: {command: [python, a.py], visible_devices: one, local_rank_argument: true}";
-    let plan = planned(&job(script), &inventory);
+    let plan = expect_plan(&load_job_text(script), &inventory);
     assert_eq!(plan.world, 2, "as many workers as GPUs");
     let second = &plan.host_plans[0].workers[1];
     let variable = |name: &str| second.env.iter().find(|(n, _)| n == name).map(|(_, v)| v.as_str());
@@ -176,14 +184,16 @@ fn a_gpu_for_each_worker() {
     );
     assert_eq!(second.command.as_deref().map(|c| c.join(" ")).as_deref(), Some("python a.py --local_rank=0"));
     assert_eq!((second.local_rank, &second.cpus[..]), (1, &[0, 1, 2, 3][..]));
-    let rejected_key =
-        |text: &str| subject(&plan_local(&job(text), &inventory).expect_err("rejected")[0]).to_owned();
+    let rejected_key = |text: &str| {
+        subject_key(&plan_local(&load_job_text(text), &inventory).expect_err("rejected")[0]).to_owned()
+    };
     assert_eq!(
         rejected_key("cluster: {workers_per_host: 3}\nrun: {command: [a], visible_devices: one}"),
         "run.visible_devices"
     );
     assert_eq!(rejected_key("cluster: {devices: [2]}\nrun: {command: [a]}"), "cluster.devices");
-    let trained = planned(&job("cluster: {devices: cuda}\ntrain: {data: {files: [a]}}"), &inventory);
+    let trained =
+        expect_plan(&load_job_text("cluster: {devices: cuda}\ntrain: {data: {files: [a]}}"), &inventory);
     let device = |rank: usize| {
         let env = &trained.host_plans[0].workers[rank].env;
         env.iter().find(|(name, _)| name == "CUDA_VISIBLE_DEVICES").map(|(_, value)| value.clone())
@@ -191,27 +201,28 @@ fn a_gpu_for_each_worker() {
     assert_eq!((trained.world, device(0).as_deref(), device(1).as_deref()), (2, Some("0"), Some("1")));
     let shared = |backend: &str| {
         let cluster = format!("cluster: {{devices: cuda, workers_per_gpu: 2, comm_backend: {backend}}}");
-        let plan = planned(&job(&format!("{cluster}\ntrain: {{data: {{files: [a]}}}}")), &inventory);
+        let plan =
+            expect_plan(&load_job_text(&format!("{cluster}\ntrain: {{data: {{files: [a]}}}}")), &inventory);
         assert_eq!(plan.world, 4);
         plan.host_plans[0].workers[3].env.contains(&("NCCL_MULTI_RANK_GPU_ENABLE".to_owned(), "1".to_owned()))
     };
     assert!(shared("nccl") && !shared("host") && !shared("auto"));
     let none = Inventory { gpus: Vec::new(), ..inventory.clone() };
-    let errors =
-        plan_local(&job("cluster: {devices: cuda}\ntrain: {data: {files: [a]}}"), &none).expect_err("no GPU");
-    assert_eq!(subject(&errors[0]), "cluster.devices");
+    let errors = plan_local(&load_job_text("cluster: {devices: cuda}\ntrain: {data: {files: [a]}}"), &none)
+        .expect_err("no GPU");
+    assert_eq!(subject_key(&errors[0]), "cluster.devices");
     assert_eq!(
         rejected_key("cluster: {workers_per_host: 9}\nrun: {command: [a], cpu_bind: cores}"),
         "run.cpu_bind"
     );
 }
 
-fn gpu(node: u32) -> Gpu {
-    Gpu { vendor: GpuVendor::Nvidia, bus: None, uuid: None, numa_node: Some(node) }
+fn new_gpu(node: u32) -> GpuDevice {
+    GpuDevice { vendor: GpuVendor::Nvidia, bus: None, uuid: None, numa_node: Some(node) }
 }
 
-/// A remote host with these slots, whose agent found this many GPUs.
-fn host(name: &str, slots: Option<u32>, gpus: u32) -> JobHost {
+/// Creates a remote host with these slots, whose agent found this number of GPUs.
+fn remote_host(name: &str, slots: Option<u32>, gpus: u32) -> JobHost {
     let address = |interface: &str, ip: &str| InterfaceAddress {
         interface: interface.into(),
         address: ip.parse().expect("ip"),
@@ -223,16 +234,17 @@ fn host(name: &str, slots: Option<u32>, gpus: u32) -> JobHost {
         address("eth0", "10.0.0.7"),
         address("ib0", "10.9.0.7"),
     ];
-    let gpus = (0..gpus).map(|_| gpu(0)).collect();
-    let inventory = Inventory { gpus, addresses, ..machine(&[0, 1, 2, 3], None) };
+    let gpus = (0..gpus).map(|_| new_gpu(0)).collect();
+    let inventory = Inventory { gpus, addresses, ..build_inventory(&[0, 1, 2, 3], None) };
     JobHost { name: name.to_owned(), slots, selected_slots: None, local: false, inventory }
 }
 
 fn plan_hosts(job: &JobSpec, hosts: &[JobHost], attempt: &Attempt) -> Result<Plan, Vec<Diagnostic>> {
-    plan(job, hosts, &RunId("R".to_owned()), attempt)
+    plan_attempt(job, hosts, &RunId("R".to_owned()), attempt)
 }
 
-fn value(plan: &Plan, rank: usize, name: &str) -> String {
+/// Returns the value of an environment variable of a worker.
+fn find_env_value(plan: &Plan, rank: usize, name: &str) -> String {
     let mut workers = plan.host_plans.iter().flat_map(|n| &n.workers);
     let env = &workers.nth(rank).expect("the rank").env;
     env.iter().find(|(n, _)| n == name).expect("the name").1.clone()
@@ -240,8 +252,8 @@ fn value(plan: &Plan, rank: usize, name: &str) -> String {
 
 #[test]
 fn ranks_follow_the_hosts() {
-    let job = job("run: {command: [true], workdir: /w}");
-    let hosts = [host("a", Some(1), 0), host("b", Some(3), 0), host("c", Some(2), 0)];
+    let job = load_job_text("run: {command: [true], workdir: /w}");
+    let hosts = [remote_host("a", Some(1), 0), remote_host("b", Some(3), 0), remote_host("c", Some(2), 0)];
     let attempt = Attempt { number: 2, restarts: 1, ..Attempt::default() };
     let plan = plan_hosts(&job, &hosts, &attempt).expect("a plan");
     assert_eq!((plan.world, plan.host_names.join(" ")), (6, "a b c".to_owned()));
@@ -264,20 +276,21 @@ fn ranks_follow_the_hosts() {
         ("TORCHELASTIC_RESTART_COUNT", "1 1 1 1 1 1"),
         ("MASTER_ADDR", "10.0.0.7 10.0.0.7 10.0.0.7 10.0.0.7 10.0.0.7 10.0.0.7"),
     ] {
-        let found: Vec<String> = (0..6).map(|rank| value(&plan, rank, name)).collect();
+        let found: Vec<String> = (0..6).map(|rank| find_env_value(&plan, rank, name)).collect();
         assert_eq!(found.join(" "), values, "{name}");
     }
 }
 
 #[test]
 fn the_master_address_is_numeric_and_reachable() {
-    let job = job("run: {command: [true]}");
+    let job = load_job_text("run: {command: [true]}");
     let master = |hosts: &[JobHost], interface: Option<&str>| {
         let mut job = job.clone();
-        job.cluster.interface = interface.map_or(Interface::Auto, |name| Interface::Named(name.into()));
+        job.cluster.interface =
+            interface.map_or(InterfaceSelector::Auto, |name| InterfaceSelector::Named(name.into()));
         plan_hosts(&job, hosts, &Attempt::default()).map(|plan| plan.master_address.map(|ip| ip.to_string()))
     };
-    let (a, b) = (host("a", None, 0), host("b", None, 0));
+    let (a, b) = (remote_host("a", None, 0), remote_host("b", None, 0));
     assert_eq!(master(&[a.clone(), b.clone()], None), Ok(Some("10.0.0.7".into())));
     assert_eq!(master(&[a.clone(), b.clone()], Some("ib0")), Ok(Some("10.9.0.7".into())));
     assert_eq!(master(&[a.clone(), b.clone()], Some("10.9.0.0/16")), Ok(Some("10.9.0.7".into())));
@@ -297,53 +310,55 @@ fn the_master_address_is_numeric_and_reachable() {
 
 #[test]
 fn each_host_gives_its_own_gpus_and_cores() {
-    let one = job("run: {command: [true], visible_devices: one, cpu_bind: cores}");
-    let mut b = host("b", None, 4);
+    let one = load_job_text("run: {command: [true], visible_devices: one, cpu_bind: cores}");
+    let mut b = remote_host("b", None, 4);
     b.inventory.inherited_env = vec![("CUDA_VISIBLE_DEVICES".into(), "3".into())];
-    let plan = plan_hosts(&one, &[host("a", None, 2), b], &Attempt::default()).expect("a plan");
-    let values = |name: &str| (0..3).map(|rank| value(&plan, rank, name)).collect::<Vec<_>>().join(" ");
+    let plan = plan_hosts(&one, &[remote_host("a", None, 2), b], &Attempt::default()).expect("a plan");
+    let values =
+        |name: &str| (0..3).map(|rank| find_env_value(&plan, rank, name)).collect::<Vec<_>>().join(" ");
     assert_eq!(
         (plan.world, values("CUDA_VISIBLE_DEVICES"), values("LOCAL_RANK")),
         (3, "0 1 3".into(), "0 0 0".into())
     );
     let cpus: Vec<&[u32]> = plan.host_plans.iter().flat_map(|n| &n.workers).map(|w| &w.cpus[..]).collect();
     assert_eq!(cpus, [&[0, 1][..], &[2, 3], &[0, 1, 2, 3]]);
-    // A host without an inventory cannot contradict the job; once it reports, it does.
-    let two = job("cluster: {devices: [0, 2]}\nrun: {command: [true], cpu_bind: cores}");
-    let unknown = JobHost { inventory: Inventory::unknown("u"), ..host("u", None, 0) };
-    assert_eq!(device_labels(&one, &unknown.inventory, 1), ["unknown"]);
+    // A plan accepts GPU numbers on a host without an inventory, and rejects wrong ones once the
+    // inventory is known.
+    let two = load_job_text("cluster: {devices: [0, 2]}\nrun: {command: [true], cpu_bind: cores}");
+    let unknown = JobHost { inventory: Inventory::unknown("u"), ..remote_host("u", None, 0) };
+    assert_eq!(list_device_labels(&one, &unknown.inventory, 1), ["unknown"]);
     assert_eq!(plan_hosts(&two, &[unknown], &Attempt::default()).expect("a plan").world, 2);
-    let errors = plan_hosts(&two, &[host("a", None, 2)], &Attempt::default()).expect_err("two GPUs");
-    assert_eq!(subject(&errors[0]), "cluster.devices");
+    let errors = plan_hosts(&two, &[remote_host("a", None, 2)], &Attempt::default()).expect_err("two GPUs");
+    assert_eq!(subject_key(&errors[0]), "cluster.devices");
 }
 
 #[test]
 fn slots_that_the_gpus_cannot_serve_are_rejected_with_both_numbers() {
-    let auto = job("run: {command: [true]}");
-    let two = job("cluster: {workers_per_host: 2}\nrun: {command: [true]}");
-    let cpu = job("cluster: {devices: cpu}\nrun: {command: [true]}");
+    let auto = load_job_text("run: {command: [true]}");
+    let two = load_job_text("cluster: {workers_per_host: 2}\nrun: {command: [true]}");
+    let cpu = load_job_text("cluster: {devices: cpu}\nrun: {command: [true]}");
     let workers =
         |job: &JobSpec, host: JobHost| plan_hosts(job, &[host], &Attempt::default()).map(|plan| plan.world);
-    assert_eq!(workers(&auto, host("a", None, 4)), Ok(4), "one for each GPU");
-    assert_eq!(workers(&auto, host("a", Some(3), 4)), Ok(3));
-    assert_eq!(workers(&two, host("a", Some(3), 4)), Ok(2));
-    assert_eq!(workers(&cpu, host("a", Some(8), 4)), Ok(8));
-    assert_eq!(workers(&auto, host("a", None, 0)), Ok(1));
-    let errors = workers(&auto, host("a", Some(8), 4)).expect_err("4 GPUs");
+    assert_eq!(workers(&auto, remote_host("a", None, 4)), Ok(4), "one for each GPU");
+    assert_eq!(workers(&auto, remote_host("a", Some(3), 4)), Ok(3));
+    assert_eq!(workers(&two, remote_host("a", Some(3), 4)), Ok(2));
+    assert_eq!(workers(&cpu, remote_host("a", Some(8), 4)), Ok(8));
+    assert_eq!(workers(&auto, remote_host("a", None, 0)), Ok(1));
+    let errors = workers(&auto, remote_host("a", Some(8), 4)).expect_err("4 GPUs");
     assert_eq!(errors[0].code(), codes::SLOTS_EXCEED_GPUS);
     assert_eq!((errors[0].field("slots"), errors[0].field("gpus")), (Some(&8.into()), Some(&4.into())));
-    let errors = workers(&two, host("a", Some(1), 0)).expect_err("1 slot");
+    let errors = workers(&two, remote_host("a", Some(1), 0)).expect_err("1 slot");
     assert_eq!(errors[0].code(), codes::WORKERS_EXCEED_SLOTS);
     assert_eq!((errors[0].field("workers"), errors[0].field("slots")), (Some(&2.into()), Some(&1.into())));
-    assert!(workers(&auto, host("a", Some(0), 0)).is_err(), "no worker at all");
+    assert!(workers(&auto, remote_host("a", Some(0), 0)).is_err(), "no worker at all");
 }
 
 #[test]
 fn a_restart_resumes_from_the_last_checkpoint_of_the_run() {
     let resume_from = |from: &str, saved: Option<&str>| {
-        let job = job(&format!("train: {{data: {{files: [a]}}}}\nresume: {{from: {from}}}"));
+        let job = load_job_text(&format!("train: {{data: {{files: [a]}}}}\nresume: {{from: {from}}}"));
         let attempt = Attempt { resume: saved.map(PathBuf::from), ..Attempt::default() };
-        let plan = plan_hosts(&job, &[host("a", None, 0)], &attempt).expect("a plan");
+        let plan = plan_hosts(&job, &[remote_host("a", None, 0)], &attempt).expect("a plan");
         plan.host_plans[0].job.resume.from.clone()
     };
     let path = |p: &str| ResumeFrom::Path(p.into());
@@ -354,12 +369,12 @@ fn a_restart_resumes_from_the_last_checkpoint_of_the_run() {
 }
 
 proptest! {
-    /// Ranks are 0..world, each once, ascending over the hosts. Local ranks count from 0 on each
-    /// host.
+    /// Ranks are 0..world, each of them once, ascending over the hosts. Local ranks count from 0 on
+    /// each host.
     #[test]
     fn ranks_are_contiguous_over_any_hosts(slots in proptest::collection::vec(1u32..9, 1..20)) {
-        let job = job("run: {command: [true]}");
-        let hosts: Vec<JobHost> = slots.iter().enumerate().map(|(i, s)| host(&format!("h{i}"), Some(*s), 0)).collect();
+        let job = load_job_text("run: {command: [true]}");
+        let hosts: Vec<JobHost> = slots.iter().enumerate().map(|(i, s)| remote_host(&format!("h{i}"), Some(*s), 0)).collect();
         let plan = plan_hosts(&job, &hosts, &Attempt::default()).expect("a plan");
         let ranks: Vec<u32> = plan.host_plans.iter().flat_map(|n| &n.workers).map(|w| w.rank).collect();
         prop_assert_eq!(ranks, (0..slots.iter().sum()).collect::<Vec<u32>>());

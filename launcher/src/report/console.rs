@@ -5,7 +5,7 @@ use std::{
     time::Duration,
 };
 
-/// Between two redraws of the bar without news.
+/// Time between two redraws of the progress bar without new values.
 const REDRAW_INTERVAL: Duration = Duration::from_millis(250);
 
 /// stdout and stderr, with a progress bar below them on a terminal. After a write error nothing
@@ -17,18 +17,20 @@ pub(super) struct Console {
 }
 
 impl Console {
-    /// `with_bar`: draws a bar if stderr is a terminal.
+    /// Creates a console. With `with_bar`, a progress bar is drawn if stderr is a terminal.
     pub(super) fn new(with_bar: bool) -> Self {
         let bar = (with_bar && io::stderr().is_terminal()).then(|| {
             let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr());
-            bar.set_style(Self::style("{elapsed} {msg}"));
+            bar.set_style(Self::make_bar_style("{elapsed} {msg}"));
             bar.enable_steady_tick(REDRAW_INTERVAL);
             bar
         });
         Console { bar, stdout_works: true, stderr_works: true }
     }
 
-    fn style(template: &str) -> ProgressStyle {
+    /// Returns a style of the bar with the text of `template`, or the default style if `template`
+    /// is invalid.
+    fn make_bar_style(template: &str) -> ProgressStyle {
         let style = ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
         style.progress_chars("━╸─")
     }
@@ -37,16 +39,16 @@ impl Console {
         self.bar.is_some()
     }
 
-    /// Makes the bar show progress towards `total` steps.
+    /// Makes the bar show `done` of `total` steps.
     pub(super) fn set_total_steps(&mut self, total: u64, done: u64) {
         if let Some(bar) = &self.bar {
-            bar.set_style(Self::style("step {pos}/{len} {bar:20} {msg}"));
+            bar.set_style(Self::make_bar_style("step {pos}/{len} {bar:20} {msg}"));
             bar.set_length(total);
             bar.set_position(done);
         }
     }
 
-    /// Sets the text next to the bar.
+    /// Sets the text next to the bar and, if given, the number of finished steps.
     pub(super) fn set_status(&mut self, done: Option<u64>, message: String) {
         if let Some(bar) = &self.bar {
             if let Some(done) = done {
@@ -63,20 +65,21 @@ impl Console {
         }
     }
 
-    /// Writes a line to stdout.
+    /// Writes a line to stdout, above the bar.
     pub(super) fn write_data(&mut self, line: &str) {
         if self.stdout_works {
             self.stdout_works = self.write_above_bar(|| write_line(io::stdout().lock(), line)).is_ok();
         }
     }
 
-    /// Writes a line to stderr.
+    /// Writes a line to stderr, above the bar.
     pub(super) fn write_message(&mut self, line: &str) {
         if self.stderr_works {
             self.stderr_works = self.write_above_bar(|| write_line(io::stderr().lock(), line)).is_ok();
         }
     }
 
+    /// Removes the bar, calls `write`, and draws the bar again.
     fn write_above_bar(&self, write: impl FnOnce() -> io::Result<()>) -> io::Result<()> {
         match &self.bar {
             Some(bar) => bar.suspend(write),
@@ -85,7 +88,8 @@ impl Console {
     }
 }
 
-/// Writes a line with one call, so that lines of other processes do not end up within it.
+/// Writes a line and its line end with one call, so that output of other processes does not split
+/// the line.
 fn write_line(mut stream: impl Write, line: &str) -> io::Result<()> {
     let mut bytes = Vec::with_capacity(line.len() + 1);
     bytes.extend_from_slice(line.as_bytes());

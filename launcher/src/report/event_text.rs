@@ -1,12 +1,12 @@
-//! Events as one line of text for people.
-use super::format::{count, format_bytes, format_duration, format_hosts, format_number};
+//! Formats events as one line of text for people.
+use super::format::{format_bytes, format_count, format_duration, format_hosts, format_number};
 use contract::event::{Event, FailureReport};
 
-/// An event on one line, without the output lines and the help of a failure.
-pub(crate) fn event_text(event: &Event) -> String {
+/// Formats an event as one line. The output lines and the help of a failure are left out.
+pub(crate) fn format_event(event: &Event) -> String {
     match event {
         Event::Start { run, run_dir, world } => {
-            let workers = count(u64::from(*world), "worker", "workers");
+            let workers = format_count(u64::from(*world), "worker", "workers");
             format!("run {run}: {workers}, run directory {}", run_dir.display())
         }
         Event::Ready { step, total_steps, parameters, tokens_per_step } => {
@@ -18,7 +18,7 @@ pub(crate) fn event_text(event: &Event) -> String {
         }
         Event::Resume { step, path, world, stage } => {
             let stage = stage.map_or_else(String::new, |stage| format!(" at ZeRO stage {stage}"));
-            let workers = world.map(|world| count(u64::from(world), "worker", "workers"));
+            let workers = world.map(|world| format_count(u64::from(world), "worker", "workers"));
             let writer =
                 workers.map_or_else(String::new, |workers| format!(" (written by {workers}{stage})"));
             format!("resuming at step {step} from {}{writer}", path.display())
@@ -47,13 +47,13 @@ pub(crate) fn event_text(event: &Event) -> String {
         Event::Notice { rank: Some(rank), message, .. } => format!("rank {rank}: {message}"),
         Event::Placement { attempt, world, hosts } => {
             let verb = if *attempt > 0 { "restarting" } else { "starting" };
-            let workers = count(u64::from(*world), "worker", "workers");
+            let workers = format_count(u64::from(*world), "worker", "workers");
             format!("{verb} {workers} on {}", format_hosts(hosts))
         }
-        Event::Failure(failure) => failure_text(failure),
+        Event::Failure(failure) => format_failure(failure),
         Event::Restart { attempt, restarts_left, pause_s, failure } => {
-            let restart = restart_text(*attempt, *restarts_left, *pause_s);
-            format!("{}; {restart}", failure_text(failure))
+            let restart = format_restart(*attempt, *restarts_left, *pause_s);
+            format!("{}; {restart}", format_failure(failure))
         }
         Event::Done { exit_code: 0, seconds, .. } => format!("done in {}", format_duration(*seconds)),
         Event::Done { exit_code, seconds, .. } => {
@@ -62,8 +62,9 @@ pub(crate) fn event_text(event: &Event) -> String {
     }
 }
 
+/// Formats a failure as one line, such as
 /// `error[worker-exited]: rank 1 (pid 4711 on node-3): exited with code 3`.
-pub(super) fn failure_text(failure: &FailureReport) -> String {
+pub(super) fn format_failure(failure: &FailureReport) -> String {
     let FailureReport { rank, host, pid, reason, message, .. } = failure;
     let subject = match rank {
         Some(rank) if *pid != 0 => format!("rank {rank} (pid {pid} on {host}): "),
@@ -73,8 +74,8 @@ pub(super) fn failure_text(failure: &FailureReport) -> String {
     format!("error[{}]: {subject}{message}", reason.code())
 }
 
-/// `restart 1 of 3 in 2.0 s`.
-pub(super) fn restart_text(restart: u32, restarts_left: u32, pause_s: f64) -> String {
+/// Formats the number of a restart and the pause before it: `restart 1 of 3 in 2.0 s`.
+pub(super) fn format_restart(restart: u32, restarts_left: u32, pause_s: f64) -> String {
     let total = u64::from(restart) + u64::from(restarts_left);
     format!("restart {restart} of {total} in {pause_s:.1} s")
 }
@@ -84,7 +85,7 @@ mod tests {
     use super::*;
     use contract::failure::FailureReason;
 
-    fn failure() -> Box<FailureReport> {
+    fn sample_failure() -> Box<FailureReport> {
         Box::new(FailureReport {
             rank: Some(1),
             host: "node-3".into(),
@@ -120,16 +121,16 @@ mod tests {
             Event::Sample { step: 10, prompt: "Once".into(), text: " upon".into() },
             Event::Checkpoint { step: 40, path: path(), bytes: 1 << 20, seconds: 0.25 },
             Event::Gather { step: 40, path: "weights".into(), bytes: 1 << 30 },
-            Event::notice(None, "draining host h1"),
-            Event::notice(Some(3), "slow storage"),
+            Event::new_notice(None, "draining host h1"),
+            Event::new_notice(Some(3), "slow storage"),
             Event::Placement { attempt: 0, world: 4, hosts: hosts(2) },
             Event::Placement { attempt: 1, world: 64, hosts: hosts(64) },
-            Event::Failure(failure()),
-            Event::Failure(Box::new(FailureReport { pid: 0, ..*failure() })),
-            Event::Restart { attempt: 1, restarts_left: 2, pause_s: 1.0, failure: failure() },
+            Event::Failure(sample_failure()),
+            Event::Failure(Box::new(FailureReport { pid: 0, ..*sample_failure() })),
+            Event::Restart { attempt: 1, restarts_left: 2, pause_s: 1.0, failure: sample_failure() },
             Event::Done { exit_code: 0, step: Some(100), seconds: 75.0 },
             Event::Done { exit_code: 1, step: None, seconds: 3.0 },
         ];
-        insta::assert_snapshot!(events.iter().map(event_text).collect::<Vec<_>>().join("\n"));
+        insta::assert_snapshot!(events.iter().map(format_event).collect::<Vec<_>>().join("\n"));
     }
 }

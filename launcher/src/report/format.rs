@@ -1,5 +1,5 @@
 //! Formats numbers, durations, ranks, hosts and phases for the console.
-use contract::{event::Phase, ids::Rank};
+use contract::{event::WorkerPhase, ids::Rank};
 use diagnostic::Diagnostic;
 use std::collections::BTreeMap;
 
@@ -19,12 +19,12 @@ pub(super) fn format_number(x: f64) -> String {
 }
 
 /// Formats a count with its noun: `1 host`, `3 hosts`.
-pub(crate) fn count(n: u64, one: &str, many: &str) -> String {
+pub(crate) fn format_count(n: u64, one: &str, many: &str) -> String {
     format!("{n} {}", if n == 1 { one } else { many })
 }
 
 /// Formats the first of several errors and the number of the others: `line 3: … (and 2 more)`.
-pub(crate) fn and_more(errors: &[Diagnostic]) -> String {
+pub(crate) fn format_first_error(errors: &[Diagnostic]) -> String {
     let first = errors.first().map_or_else(String::new, ToString::to_string);
     match errors.len() {
         0 | 1 => first,
@@ -69,7 +69,7 @@ pub(crate) fn format_ranks(sorted: &[Rank]) -> String {
     ranges.iter().map(range).collect::<Vec<_>>().join(", ")
 }
 
-/// Number of hosts up to which every host is listed.
+/// The largest number of hosts of which each is listed.
 const MAX_HOSTS_LISTED: usize = 8;
 
 /// Formats hosts as a list, `h0, h1`, or a long list as `64 hosts (h0 … h63)`.
@@ -82,9 +82,9 @@ pub(crate) fn format_hosts(names: &[String]) -> String {
     }
 }
 
-/// Groups ranks by value, and returns each distinct value with its ranks: `[("0-2", value), …]`.
-/// The most common value comes first.
-pub(super) fn group_by_rank<'a, T: PartialEq>(
+/// Groups ranks with equal values. Returns each distinct value with its formatted ranks, the most
+/// common value first: `[("0-2", value), …]`.
+pub(super) fn group_ranks_by_value<'a, T: PartialEq>(
     values: impl IntoIterator<Item = (Rank, &'a T)>,
 ) -> Vec<(String, &'a T)> {
     let mut groups: Vec<(&T, Vec<Rank>)> = Vec::new();
@@ -99,40 +99,42 @@ pub(super) fn group_by_rank<'a, T: PartialEq>(
 }
 
 /// Puts the noun before formatted ranks: `rank 3`, `ranks 0, 2-5`.
-pub(super) fn rank_label(ranks: &str) -> String {
+pub(super) fn format_rank_label(ranks: &str) -> String {
     let noun = if ranks.contains([',', '-']) { "ranks" } else { "rank" };
     format!("{noun} {ranks}")
 }
 
 /// Formats the phases of all ranks: the most common phase, then the other ranks with their phases.
-pub(super) fn format_phases(phases: &BTreeMap<Rank, Phase>) -> String {
-    let groups = group_by_rank(phases.iter().map(|(r, p)| (*r, p)));
+pub(super) fn format_phases(phases: &BTreeMap<Rank, WorkerPhase>) -> String {
+    let groups = group_ranks_by_value(phases.iter().map(|(r, p)| (*r, p)));
     match groups.as_slice() {
         [] => "starting".into(),
-        [(_, phase)] => phase_name(**phase).into(),
+        [(_, phase)] => format_phase(**phase).into(),
         [(_, most), rest @ ..] => {
-            let others =
-                rest.iter().map(|(ranks, phase)| format!("{} {}", rank_label(ranks), phase_name(**phase)));
-            format!("{}; {}", phase_name(**most), others.collect::<Vec<_>>().join("; "))
+            let others = rest
+                .iter()
+                .map(|(ranks, phase)| format!("{} {}", format_rank_label(ranks), format_phase(**phase)));
+            format!("{}; {}", format_phase(**most), others.collect::<Vec<_>>().join("; "))
         }
     }
 }
 
-fn phase_name(phase: Phase) -> &'static str {
+/// Returns a phase as a present participle, for the progress bar.
+fn format_phase(phase: WorkerPhase) -> &'static str {
     match phase {
-        Phase::Starting => "starting",
-        Phase::Resuming => "reading a checkpoint",
-        Phase::Training => "training",
-        Phase::Evaluating => "evaluating",
-        Phase::Saving => "saving a checkpoint",
-        Phase::Gathering => "saving full weights",
-        Phase::Ending => "ending",
+        WorkerPhase::Starting => "starting",
+        WorkerPhase::Resuming => "reading a checkpoint",
+        WorkerPhase::Training => "training",
+        WorkerPhase::Evaluating => "evaluating",
+        WorkerPhase::Saving => "saving a checkpoint",
+        WorkerPhase::Gathering => "saving full weights",
+        WorkerPhase::Ending => "ending",
     }
 }
 
-/// Replaces control sequences that could move the cursor or set the window title; colors and tabs
-/// stay.
-pub(crate) fn strip_control(text: &str) -> String {
+/// Replaces control characters by `·`, so that text cannot move the cursor or set the window title.
+/// Colors and tabs stay.
+pub(crate) fn replace_control_sequences(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     let mut rest = text;
     while let Some(at) = rest.find(|c: char| c.is_control() && c != '\t') {
@@ -195,19 +197,19 @@ mod tests {
     fn ranks_are_grouped_into_ranges() {
         assert_eq!(format_ranks(&[0, 2, 3, 4, 9]), "0, 2-4, 9");
         assert_eq!(format_ranks(&[]), "");
-        let mut phases: BTreeMap<Rank, Phase> = (0..8).map(|r| (r, Phase::Training)).collect();
+        let mut phases: BTreeMap<Rank, WorkerPhase> = (0..8).map(|r| (r, WorkerPhase::Training)).collect();
         assert_eq!(format_phases(&phases), "training");
-        phases.insert(3, Phase::Saving);
-        phases.insert(4, Phase::Saving);
+        phases.insert(3, WorkerPhase::Saving);
+        phases.insert(4, WorkerPhase::Saving);
         assert_eq!(format_phases(&phases), "training; ranks 3-4 saving a checkpoint");
     }
 
     #[test]
     fn colors_stay_and_other_control_sequences_are_replaced() {
-        assert_eq!(strip_control("a\tb"), "a\tb");
-        assert_eq!(strip_control("\x1b[1;31mred\x1b[0m"), "\x1b[1;31mred\x1b[0m");
-        assert_eq!(strip_control("\x1b[2Jx\x07"), "·[2Jx·");
-        assert_eq!(strip_control("\x1b]0;title\x07\x1b["), "·]0;title··[");
-        assert_eq!(strip_control("é\u{9b}31m"), "é·31m");
+        assert_eq!(replace_control_sequences("a\tb"), "a\tb");
+        assert_eq!(replace_control_sequences("\x1b[1;31mred\x1b[0m"), "\x1b[1;31mred\x1b[0m");
+        assert_eq!(replace_control_sequences("\x1b[2Jx\x07"), "·[2Jx·");
+        assert_eq!(replace_control_sequences("\x1b]0;title\x07\x1b["), "·]0;title··[");
+        assert_eq!(replace_control_sequences("é\u{9b}31m"), "é·31m");
     }
 }

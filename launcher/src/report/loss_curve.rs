@@ -1,10 +1,10 @@
-//! [`LossCurve`]: a plot of the loss in braille characters.
+//! [`LossCurve`]: plots the losses of a run in braille characters.
 
-/// Width of the plot in characters; a character has 2 × 4 dots.
+/// The width of the plot in characters, each of which has 2 × 4 dots.
 const COLUMNS: usize = 60;
-/// Height of the plot in characters.
+/// The height of the plot in characters.
 const ROWS: usize = 8;
-/// Limit of stored points; above it, neighbors are averaged.
+/// The largest number of stored points. When there are more, neighboring points are averaged.
 const MAX_POINTS: usize = 1 << 16;
 
 /// The losses of all steps of a run, averaged in pairs when there are very many.
@@ -14,8 +14,8 @@ pub(super) struct LossCurve {
 }
 
 impl LossCurve {
-    /// Adds the loss of a step, unless it is not finite.
-    pub(super) fn push(&mut self, step: u64, loss: f64) {
+    /// Adds the loss of a step. Ignores NaN and infinite losses.
+    pub(super) fn push_loss(&mut self, step: u64, loss: f64) {
         if loss.is_finite() {
             self.points.push((step, loss));
         }
@@ -28,8 +28,8 @@ impl LossCurve {
         }
     }
 
-    /// The lines of the plot; none when there are fewer than two points.
-    pub(super) fn draw(&self) -> Vec<String> {
+    /// Returns the lines of the plot, or no lines if there are fewer than two steps.
+    pub(super) fn draw_lines(&self) -> Vec<String> {
         let (Some(first), Some(last)) = (self.points.first(), self.points.last()) else { return Vec::new() };
         if self.points.len() < 2 || first.0 == last.0 {
             return Vec::new();
@@ -78,38 +78,39 @@ impl LossCurve {
 mod tests {
     use super::*;
 
-    fn dots(line: &str) -> Vec<bool> {
+    /// Returns, for each character of a plotted line, whether it has dots.
+    fn find_dots(line: &str) -> Vec<bool> {
         line.chars().skip(10).map(|c| c as u32 > 0x2800).collect()
     }
 
     #[test]
     fn a_falling_loss_is_plotted_from_top_left_to_bottom_right() {
         let mut curve = LossCurve::default();
-        (0..=100).for_each(|i| curve.push(i, 5.0 - 0.04 * i as f64));
-        let lines = curve.draw();
+        (0..=100).for_each(|i| curve.push_loss(i, 5.0 - 0.04 * i as f64));
+        let lines = curve.draw_lines();
         assert_eq!(lines.len(), ROWS + 1);
-        assert!(dots(&lines[0])[0] && dots(&lines[ROWS - 1])[COLUMNS - 1]);
-        assert!(!dots(&lines[ROWS - 1])[0]);
+        assert!(find_dots(&lines[0])[0] && find_dots(&lines[ROWS - 1])[COLUMNS - 1]);
+        assert!(!find_dots(&lines[ROWS - 1])[0]);
         insta::assert_snapshot!(lines.join("\n"));
     }
 
     #[test]
     fn unusual_values_are_plotted_without_panic() {
         let mut curve = LossCurve::default();
-        assert!(curve.draw().is_empty());
-        curve.push(7, f64::NAN);
-        curve.push(7, 2.0);
-        assert!(curve.draw().is_empty(), "one point is not enough");
-        curve.push(8, 2.0);
-        curve.push(u64::MAX, 2.0);
-        curve.push(3, -1e300);
-        assert_eq!(curve.draw().len(), ROWS + 1);
+        assert!(curve.draw_lines().is_empty());
+        curve.push_loss(7, f64::NAN);
+        curve.push_loss(7, 2.0);
+        assert!(curve.draw_lines().is_empty(), "one point is not enough");
+        curve.push_loss(8, 2.0);
+        curve.push_loss(u64::MAX, 2.0);
+        curve.push_loss(3, -1e300);
+        assert_eq!(curve.draw_lines().len(), ROWS + 1);
     }
 
     #[test]
     fn very_long_runs_are_averaged_and_keep_their_last_step() {
         let mut curve = LossCurve::default();
-        (1..=200_000).for_each(|i| curve.push(i, 1.0));
+        (1..=200_000).for_each(|i| curve.push_loss(i, 1.0));
         assert!(curve.points.len() <= MAX_POINTS);
         assert_eq!(curve.points.last().map(|p| p.0), Some(200_000));
     }

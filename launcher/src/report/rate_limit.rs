@@ -1,43 +1,49 @@
-//! [`RateLimit`]: limits the lines of workers on a terminal. Lines above the limit are counted, not
+//! [`LineRateLimit`]: limits the lines of workers on a terminal. Lines above the limit are counted, not
 //! shown.
 use std::time::Duration;
 
-/// Lines per second in the long run.
-const RATE: f64 = 200.0;
-/// Lines that may be shown at once.
-const BURST: f64 = 2000.0;
-/// Between two lines that report how many were omitted.
+/// The number of lines per second that are shown in the long run.
+const LINES_PER_SECOND: f64 = 200.0;
+/// The number of lines that may be shown at once.
+const BURST_LINES: f64 = 2000.0;
+/// The least time between two reports of omitted lines.
 const REPORT_INTERVAL: Duration = Duration::from_secs(1);
 
-/// A token bucket of lines.
+/// A token bucket that limits the rate of shown lines and counts the omitted ones.
 #[derive(Debug)]
-pub(super) struct RateLimit {
+pub(super) struct LineRateLimit {
     tokens: f64,
     refilled_at: Duration,
     omitted: u64,
     reported_at: Duration,
 }
 
-/// What to do with a line.
+/// The decision whether a line is shown, and whether omitted lines are reported.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum LineDecision {
     Show,
-    /// Report how many lines were omitted before it, then show it.
+    /// Report this number of omitted lines, then show the line.
     ShowAfterReport(u64),
     Omit,
-    /// Omit it, and report how many lines were omitted so far.
+    /// Omit the line, and report this number of omitted lines, which includes it.
     OmitAndReport(u64),
 }
 
-impl RateLimit {
+impl LineRateLimit {
     pub(super) fn new() -> Self {
-        RateLimit { tokens: BURST, refilled_at: Duration::ZERO, omitted: 0, reported_at: Duration::ZERO }
+        LineRateLimit {
+            tokens: BURST_LINES,
+            refilled_at: Duration::ZERO,
+            omitted: 0,
+            reported_at: Duration::ZERO,
+        }
     }
 
-    /// Decides about a line that arrives at `now` (since any fixed start).
-    pub(super) fn on_line(&mut self, now: Duration) -> LineDecision {
+    /// Decides whether a line that arrives at `now` is shown, and counts it if it is omitted. `now`
+    /// is the time since any fixed start.
+    pub(super) fn decide_line(&mut self, now: Duration) -> LineDecision {
         let passed = now.saturating_sub(self.refilled_at).as_secs_f64();
-        self.tokens = (self.tokens + passed * RATE).min(BURST);
+        self.tokens = (self.tokens + passed * LINES_PER_SECOND).min(BURST_LINES);
         self.refilled_at = self.refilled_at.max(now);
         if self.tokens >= 1.0 {
             self.tokens -= 1.0;
@@ -57,7 +63,7 @@ impl RateLimit {
         LineDecision::Omit
     }
 
-    /// The number of lines that were omitted and not yet reported; resets it.
+    /// Returns the number of lines that were omitted and not yet reported, and resets it to 0.
     pub(super) fn take_omitted(&mut self) -> u64 {
         std::mem::take(&mut self.omitted)
     }
@@ -70,15 +76,15 @@ mod tests {
 
     #[test]
     fn a_burst_is_shown_and_a_flood_is_counted() {
-        let mut limit = RateLimit::new();
+        let mut limit = LineRateLimit::new();
         let at = Duration::from_millis;
-        assert!((0..2000).all(|_| limit.on_line(at(0)) == LineDecision::Show));
-        assert!((0..500).all(|_| limit.on_line(at(0)) == LineDecision::Omit));
-        assert_eq!(limit.on_line(at(5)), LineDecision::ShowAfterReport(500), "5 ms are one line");
-        assert_eq!(limit.on_line(at(5)), LineDecision::Omit);
-        assert_eq!(limit.on_line(at(60_000)), LineDecision::ShowAfterReport(1));
+        assert!((0..2000).all(|_| limit.decide_line(at(0)) == LineDecision::Show));
+        assert!((0..500).all(|_| limit.decide_line(at(0)) == LineDecision::Omit));
+        assert_eq!(limit.decide_line(at(5)), LineDecision::ShowAfterReport(500), "5 ms are one line");
+        assert_eq!(limit.decide_line(at(5)), LineDecision::Omit);
+        assert_eq!(limit.decide_line(at(60_000)), LineDecision::ShowAfterReport(1));
         assert!(
-            (0..1999).all(|_| limit.on_line(at(60_000)) == LineDecision::Show),
+            (0..1999).all(|_| limit.decide_line(at(60_000)) == LineDecision::Show),
             "unused lines accumulate"
         );
     }
@@ -87,11 +93,11 @@ mod tests {
         /// Each line is shown or counted, and the rate is never exceeded.
         #[test]
         fn every_line_is_shown_or_counted(pauses in proptest::collection::vec(0u64..4, 1..6000)) {
-            let mut limit = RateLimit::new();
+            let mut limit = LineRateLimit::new();
             let (mut now, mut shown, mut reported) = (Duration::ZERO, 0u64, 0u64);
             for pause in &pauses {
                 now += Duration::from_millis(*pause);
-                match limit.on_line(now) {
+                match limit.decide_line(now) {
                     LineDecision::Show => shown += 1,
                     LineDecision::ShowAfterReport(n) => { shown += 1; reported += n; }
                     LineDecision::OmitAndReport(n) => reported += n,
@@ -99,7 +105,7 @@ mod tests {
                 }
             }
             prop_assert_eq!(shown + reported + limit.take_omitted(), pauses.len() as u64);
-            prop_assert!(shown as f64 <= BURST + now.as_secs_f64() * RATE + 1.0);
+            prop_assert!(shown as f64 <= BURST_LINES + now.as_secs_f64() * LINES_PER_SECOND + 1.0);
         }
     }
 }

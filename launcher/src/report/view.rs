@@ -1,17 +1,17 @@
-//! [`View`]: what the reporting thread shows for each item.
+//! [`RunView`]: the part of the reporting thread that shows items on the console.
 use super::{
-    Item, ReportConfig, RunSummary,
+    ReportConfig, ReportItem, RunSummary,
     console::Console,
-    dedup::{Deduplicator, Line},
-    event_text::{event_text, failure_text, restart_text},
-    format::{count, format_clock, format_duration, format_number, format_phases, format_ranks},
-    format::{group_by_rank, rank_label, strip_control},
+    deduplicator::{Deduplicator, MergedLine},
+    event_text::{format_event, format_failure, format_restart},
+    format::{format_clock, format_count, format_duration, format_number, format_phases, format_ranks},
+    format::{format_rank_label, group_ranks_by_value, replace_control_sequences},
     loss_curve::LossCurve,
-    rate_limit::{LineDecision, RateLimit},
+    rate_limit::{LineDecision, LineRateLimit},
 };
 use crate::controller::PeerEnd;
 use contract::{
-    event::{Event, FailureReport, Phase},
+    event::{Event, FailureReport, WorkerPhase},
     ids::Rank,
 };
 use std::{
@@ -21,24 +21,24 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Without a progress bar: longest time between two step lines.
+/// The longest time between two lines about steps if there is no progress bar.
 const STEP_LINE_INTERVAL: Duration = Duration::from_secs(10);
-/// Without a progress bar: approximate number of step lines in a run.
+/// The approximate number of lines about steps in a run if there is no progress bar.
 const STEP_LINES: u64 = 20;
-/// The duration of a step is averaged over about this many seconds.
+/// The time constant of the average duration of a step, in seconds.
 const AVERAGING_SECONDS: f64 = 10.0;
-/// Waiting for collectives is shown from this fraction of the step on.
+/// The least share of a step spent waiting for collectives that is shown.
 const SHOWN_EXPOSED_SHARE: f64 = 0.05;
 
 /// The state of a run that is displayed, and the console on which it is displayed.
-pub(super) struct View {
+pub(super) struct RunView {
     config: ReportConfig,
     console: Console,
-    phases: BTreeMap<Rank, Phase>,
+    phases: BTreeMap<Rank, WorkerPhase>,
     loss_curve: LossCurve,
     total_steps: u64,
     last_step: Option<(u64, Instant)>,
-    /// Average duration of a step, seconds.
+    /// The average duration of a step, in seconds; 0 before the second step.
     step_seconds: f64,
     last_step_line: Option<Instant>,
     /// The metrics of the last step, for the progress bar.
@@ -47,19 +47,19 @@ pub(super) struct View {
     weights: Option<PathBuf>,
     has_failed: bool,
     dedup: Deduplicator,
-    rate_limit: RateLimit,
+    rate_limit: LineRateLimit,
     started_at: Instant,
     stdout_is_terminal: bool,
     stderr_is_terminal: bool,
 }
 
-impl View {
+impl RunView {
     pub(super) fn new(config: ReportConfig) -> Self {
         let stdout_is_terminal = io::stdout().is_terminal();
         // JSON lines on the same terminal would break the progress bar.
         let with_bar = config.json.is_none() || !stdout_is_terminal;
         let dedup = Deduplicator::new(config.shown_ranks);
-        let mut view = View {
+        let mut view = RunView {
             config,
             console: Console::new(with_bar),
             phases: BTreeMap::new(),
@@ -73,7 +73,7 @@ impl View {
             weights: None,
             has_failed: false,
             dedup,
-            rate_limit: RateLimit::new(),
+            rate_limit: LineRateLimit::new(),
             started_at: Instant::now(),
             stdout_is_terminal,
             stderr_is_terminal: io::stderr().is_terminal(),
@@ -82,50 +82,52 @@ impl View {
         view
     }
 
-    pub(super) fn show_item(&mut self, item: Item) {
+    /// Shows an item. Lines that wait for equal lines of other ranks are shown before an event.
+    pub(super) fn show_item(&mut self, item: ReportItem) {
         // Lines that were printed before an event are shown before it.
-        if !matches!(item, Item::Line { .. } | Item::Progress { .. }) {
-            let lines = self.dedup.flush();
+        if !matches!(item, ReportItem::Line { .. } | ReportItem::Progress { .. }) {
+            let lines = self.dedup.take_all_lines();
             self.show_lines(lines);
         }
         match item {
-            Item::Event(event) => self.show_event(&event),
-            Item::Line { rank, stderr, text } => self.show_line(rank, stderr, text),
-            Item::Progress { rank, phase } => {
+            ReportItem::Event(event) => self.show_event(&event),
+            ReportItem::Line { rank, stderr, text } => self.queue_line(rank, stderr, text),
+            ReportItem::Progress { rank, phase } => {
                 if self.phases.insert(rank, phase) != Some(phase) {
                     self.update_bar(None);
                 }
             }
-            Item::Message(text) => {
+            ReportItem::Message(text) => {
                 if !text.is_empty() {
-                    self.console.write_message(&strip_control(&text));
+                    self.console.write_message(&replace_control_sequences(&text));
                 }
             }
-            Item::Finish(summary) => self.show_summary(&summary),
+            ReportItem::Finish(summary) => self.show_summary(&summary),
         }
     }
 
-    fn show_line(&mut self, rank: Rank, stderr: bool, text: String) {
+    fn queue_line(&mut self, rank: Rank, stderr: bool, text: String) {
         if self.config.prefix {
-            let lines = self.dedup.push(self.started_at.elapsed(), rank, stderr, text);
+            let lines = self.dedup.push_line(self.started_at.elapsed(), rank, stderr, text);
             self.show_lines(lines);
         } else {
             self.write_worker_line(String::new(), stderr, &text);
         }
     }
 
-    /// The time until [`View::on_deadline`] must be called; `None` if no line is waiting.
+    /// The time until [`RunView::show_due_lines`] must be called; `None` if no line is waiting.
     pub(super) fn time_to_deadline(&self) -> Option<Duration> {
         self.dedup.deadline().map(|at| at.saturating_sub(self.started_at.elapsed()))
     }
 
     /// Prints the lines whose waiting time has ended.
-    pub(super) fn on_deadline(&mut self) {
-        let lines = self.dedup.due(self.started_at.elapsed());
+    pub(super) fn show_due_lines(&mut self) {
+        let lines = self.dedup.take_due_lines(self.started_at.elapsed());
         self.show_lines(lines);
     }
 
-    fn show_lines(&mut self, lines: Vec<Line>) {
+    /// Writes lines with the ranks that printed them.
+    fn show_lines(&mut self, lines: Vec<MergedLine>) {
         for line in lines {
             let ranks: Vec<Rank> = line.ranks.into_iter().collect();
             let noun = if ranks.len() == 1 { "rank" } else { "ranks" };
@@ -134,11 +136,13 @@ impl View {
         }
     }
 
-    fn report_omitted(&mut self, omitted: u64) {
-        let (lines, logs) = (count(omitted, "line", "lines"), self.config.logs.display());
+    /// Writes how many lines were omitted because of the rate limit.
+    fn report_omitted_lines(&mut self, omitted: u64) {
+        let (lines, logs) = (format_count(omitted, "line", "lines"), self.config.logs.display());
         self.console.write_message(&format!("[{lines} omitted here; {logs} has the complete output]"));
     }
 
+    /// Writes a line of a worker to stdout or stderr, unless the rate limit omits it.
     fn write_worker_line(&mut self, prefix: String, stderr: bool, text: &str) {
         // The output of the built-in runtime is messages. The rate is limited for people only, not
         // for files and programs.
@@ -146,18 +150,18 @@ impl View {
         let to_terminal = if is_message { self.stderr_is_terminal } else { self.stdout_is_terminal };
         let is_limited = self.config.detached || to_terminal;
         let decision = match is_limited {
-            true => self.rate_limit.on_line(self.started_at.elapsed()),
+            true => self.rate_limit.decide_line(self.started_at.elapsed()),
             false => LineDecision::Show,
         };
         match decision {
             LineDecision::Show => {}
-            LineDecision::ShowAfterReport(omitted) => self.report_omitted(omitted),
+            LineDecision::ShowAfterReport(omitted) => self.report_omitted_lines(omitted),
             LineDecision::Omit => return,
-            LineDecision::OmitAndReport(omitted) => return self.report_omitted(omitted),
+            LineDecision::OmitAndReport(omitted) => return self.report_omitted_lines(omitted),
         }
         // A terminal is protected from control sequences; pipes and files get the bytes of the
         // worker.
-        let text = if to_terminal { strip_control(text) } else { text.to_owned() };
+        let text = if to_terminal { replace_control_sequences(text) } else { text.to_owned() };
         if is_message {
             self.console.write_message(&format!("{prefix}{text}"));
         } else {
@@ -165,6 +169,7 @@ impl View {
         }
     }
 
+    /// Writes an event as JSON if requested, and as text to stderr.
     fn show_event(&mut self, event: &Event) {
         if let Some(schema) = self.config.json
             && let Ok(line) = event.to_json(schema)
@@ -182,7 +187,7 @@ impl View {
             }
             Event::Restart { attempt, restarts_left, pause_s, failure } => {
                 self.show_failure(failure);
-                self.write_message(&restart_text(*attempt, *restarts_left, *pause_s));
+                self.write_message(&format_restart(*attempt, *restarts_left, *pause_s));
             }
             Event::Start { .. }
             | Event::Ready { .. }
@@ -195,14 +200,14 @@ impl View {
             | Event::Reload { .. }
             | Event::Notice { .. }
             | Event::Placement { .. } => {
-                self.record(event);
-                self.write_message(&event_text(event));
+                self.update_summary_state(event);
+                self.write_message(&format_event(event));
             }
         }
     }
 
     /// Stores the values of an event that the progress bar and the summary display.
-    fn record(&mut self, event: &Event) {
+    fn update_summary_state(&mut self, event: &Event) {
         match event {
             Event::Ready { step, total_steps, .. } => {
                 self.total_steps = *total_steps;
@@ -225,16 +230,17 @@ impl View {
     }
 
     fn write_message(&mut self, text: &str) {
-        self.console.write_message(&format!("launch: {}", strip_control(text)));
+        self.console.write_message(&format!("launch: {}", replace_control_sequences(text)));
     }
 
     // ---- steps ----
 
+    /// Records the metrics of a step, updates the progress bar, and writes a line if one is due.
     fn show_step(&mut self, event: &Event) {
         let Event::Step { step, loss, grad_norm, lr, tokens_per_s, exposed_comm_s, .. } = event else {
             return;
         };
-        self.loss_curve.push(*step, *loss);
+        self.loss_curve.push_loss(*step, *loss);
         let now = Instant::now();
         if let Some((before, at)) = self.last_step {
             let elapsed = (now - at).as_secs_f64();
@@ -247,7 +253,7 @@ impl View {
         let speed = format!(
             "{} tokens/s{}",
             format_number(*tokens_per_s),
-            exposed_share_text(*exposed_comm_s, self.step_seconds)
+            format_exposed_share(*exposed_comm_s, self.step_seconds)
         );
         self.metrics = format!("loss {loss:.4}  {speed}");
         self.update_bar(Some(*step));
@@ -278,42 +284,44 @@ impl View {
         parts.push(if self.config.builtin {
             format_phases(&self.phases)
         } else {
-            format!("{} running", count(u64::from(self.config.world), "worker", "workers"))
+            format!("{} running", format_count(u64::from(self.config.world), "worker", "workers"))
         });
         self.console.set_status(done, parts.join("  "));
     }
 
     // ---- failures and the end ----
 
-    /// Shows a failure, the last output lines of its rank, its log, and what to do.
+    /// Writes a failure, the last output lines of the failed rank, the path of its log, and the
+    /// help.
     fn show_failure(&mut self, failure: &FailureReport) {
-        self.console.write_message(&strip_control(&failure_text(failure)));
+        self.console.write_message(&replace_control_sequences(&format_failure(failure)));
         if !failure.tail.is_empty() {
             self.console.write_message("  last lines of its output:");
         }
         for line in &failure.tail {
-            self.console.write_message(&format!("  | {}", strip_control(line)));
+            self.console.write_message(&format!("  | {}", replace_control_sequences(line)));
         }
         if let Some(log) = failure.log.as_ref().filter(|_| failure.pid != 0) {
             self.console.write_message(&format!("  log: {}", log.display()));
         }
         for help in &failure.help {
-            self.console.write_message(&format!("  help: {}", strip_control(help)));
+            self.console.write_message(&format!("  help: {}", replace_control_sequences(help)));
         }
     }
 
+    /// Writes the final messages: how the other ranks ended, the loss curve, and how the run ended.
     fn show_summary(&mut self, summary: &RunSummary) {
         if let omitted @ 1.. = self.rate_limit.take_omitted() {
-            self.report_omitted(omitted);
+            self.report_omitted_lines(omitted);
         }
         self.console.remove_bar();
         let ends: Vec<(Rank, String)> =
-            summary.peers.iter().map(|peer| (peer.rank, self.peer_end_text(peer))).collect();
-        for (ranks, end) in group_by_rank(ends.iter().map(|(rank, end)| (*rank, end))) {
-            self.console.write_message(&format!("  then {}: {end}", rank_label(&ranks)));
+            summary.peers.iter().map(|peer| (peer.rank, self.format_peer_end(peer))).collect();
+        for (ranks, end) in group_ranks_by_value(ends.iter().map(|(rank, end)| (*rank, end))) {
+            self.console.write_message(&format!("  then {}: {end}", format_rank_label(&ranks)));
         }
         if self.config.builtin && self.config.json.is_none() {
-            self.loss_curve.draw().iter().for_each(|line| self.console.write_message(line));
+            self.loss_curve.draw_lines().iter().for_each(|line| self.console.write_message(line));
         }
         let time = format_duration(summary.seconds);
         match summary {
@@ -330,12 +338,13 @@ impl View {
         self.show_files(summary);
     }
 
-    /// Describes how a rank ended that was not the root cause. Names its host if there are several.
-    fn peer_end_text(&self, peer: &PeerEnd) -> String {
+    /// Describes the end of a rank that was not the root cause. Names the host of the rank if the
+    /// run has several hosts.
+    fn format_peer_end(&self, peer: &PeerEnd) -> String {
         if self.config.hosts > 1 { format!("{} (on {})", peer.end, peer.host) } else { peer.end.to_string() }
     }
 
-    /// Shows the files of the run, and the command that resumes it.
+    /// Writes the paths of the run's files, and the command that resumes a run that did not finish.
     fn show_files(&mut self, summary: &RunSummary) {
         let weights = self.weights.as_ref().map(|path| format!("  weights      {}", path.display()));
         let checkpoint = self
@@ -353,7 +362,7 @@ impl View {
 
 /// Formats the share of a step in which computation waits for collectives; empty if the share is
 /// too small to display. Both arguments are in seconds.
-fn exposed_share_text(exposed: f64, step: f64) -> String {
+fn format_exposed_share(exposed: f64, step: f64) -> String {
     let share = if step > 0.0 { (exposed / step).min(1.0) } else { 0.0 };
     if share < SHOWN_EXPOSED_SHARE {
         String::new()

@@ -14,37 +14,38 @@ use std::{
 /// Identifies a process by machine, boot, pid and start time.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct ProcessIdentity {
-    /// Host name of the machine.
+    /// The host name of the machine.
     pub(crate) host: String,
     /// The kernel's identifier of the current boot.
     pub(crate) boot: String,
-    /// The process id.
+    /// The process ID.
     pub(crate) pid: u32,
-    /// Clock ticks from boot to the start of the process.
+    /// The start of the process, in clock ticks since the boot.
     #[serde(rename = "started")]
     pub(crate) start_ticks: u64,
 }
 
 impl ProcessIdentity {
-    /// The identity of this process.
+    /// Returns the identity of this process.
     pub(crate) fn current() -> io::Result<ProcessIdentity> {
         let pid = std::process::id();
         let start_ticks =
-            start_ticks(pid).ok_or_else(|| io::Error::other("/proc does not list this process"))?;
-        Ok(ProcessIdentity { host: host(), boot: boot_id(), pid, start_ticks })
+            read_start_ticks(pid).ok_or_else(|| io::Error::other("/proc does not list this process"))?;
+        Ok(ProcessIdentity { host: read_host_name(), boot: read_boot_id(), pid, start_ticks })
     }
 
-    /// Whether the process was started on this machine since its last boot.
+    /// Returns whether the process was started on this machine since the last boot.
     pub(crate) fn is_on_this_boot(&self) -> bool {
-        self.host == host() && self.boot == boot_id()
+        self.host == read_host_name() && self.boot == read_boot_id()
     }
 
-    /// Whether the process exists on this machine and has not ended.
+    /// Returns whether the process exists on this machine and has not ended.
     pub(crate) fn is_alive(&self) -> bool {
-        self.is_on_this_boot() && start_ticks(self.pid) == Some(self.start_ticks)
+        self.is_on_this_boot() && read_start_ticks(self.pid) == Some(self.start_ticks)
     }
 
-    /// Opens a handle that stays valid when the pid is reused; `None` when the process has ended.
+    /// Opens a handle of the process, which never refers to a later process with the pid; `None` if
+    /// the process has ended.
     pub(crate) fn open_handle(&self) -> io::Result<Option<ProcessHandle>> {
         // SAFETY: pidfd_open returns a new descriptor or fails.
         let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, self.pid, 0) };
@@ -54,19 +55,22 @@ impl ProcessIdentity {
             Ok(fd) => {
                 // SAFETY: the descriptor is new, and nothing else owns it.
                 let handle = ProcessHandle(unsafe { OwnedFd::from_raw_fd(fd as i32) });
-                // Checked after opening: from now on the handle cannot refer to another process.
+                // The check follows the opening, because an open handle cannot refer to another
+                // process.
                 Ok(self.is_alive().then_some(handle))
             }
         }
     }
 
+    /// Returns the identity of another process that had this pid on this machine.
     #[cfg(test)]
     pub(crate) fn with_other_start(&self) -> ProcessIdentity {
         ProcessIdentity { start_ticks: self.start_ticks + 1, ..self.clone() }
     }
 
+    /// Returns the identity of a process with this pid on another machine.
     #[cfg(test)]
-    pub(crate) fn on_other_host(&self) -> ProcessIdentity {
+    pub(crate) fn with_other_host(&self) -> ProcessIdentity {
         ProcessIdentity { host: "another".into(), ..self.clone() }
     }
 }
@@ -77,14 +81,14 @@ pub(crate) struct ProcessHandle(OwnedFd);
 
 impl ProcessHandle {
     /// Sends a signal to the process.
-    pub(crate) fn signal(&self, signal: Signal) -> io::Result<()> {
+    pub(crate) fn send_signal(&self, signal: Signal) -> io::Result<()> {
         let (fd, no_info) = (self.0.as_raw_fd(), std::ptr::null::<libc::siginfo_t>());
         // SAFETY: the descriptor is open; without siginfo the signal is sent as kill(2) sends it.
         let sent = unsafe { libc::syscall(libc::SYS_pidfd_send_signal, fd, signal as i32, no_info, 0) };
         Errno::result(sent).map(drop).map_err(io::Error::from)
     }
 
-    /// Waits for the process to end; returns whether it has ended within `limit`.
+    /// Waits until the process ends, for at most `limit`. Returns whether it has ended.
     pub(crate) fn wait_for_exit(&self, limit: Duration) -> bool {
         let mut fds = [PollFd::new(self.0.as_fd(), PollFlags::POLLIN)];
         let limit = PollTimeout::try_from(limit).unwrap_or(PollTimeout::MAX);
@@ -92,20 +96,22 @@ impl ProcessHandle {
     }
 }
 
-/// Start time of a process: field 22 of /proc/PID/stat, counted after the name, which may contain
-/// any character. `None` for a process that has ended, also when it was not reaped yet.
-fn start_ticks(pid: u32) -> Option<u64> {
+/// Reads the start time of a process in clock ticks since boot, which is field 22 of
+/// `/proc/PID/stat`. `None` if the process has ended, also if it was not reaped yet.
+fn read_start_ticks(pid: u32) -> Option<u64> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     let mut fields = stat.rsplit_once(')')?.1.split_whitespace();
     let state = fields.next()?;
     (state != "Z" && state != "X").then(|| fields.nth(18)?.parse().ok()).flatten()
 }
 
-fn host() -> String {
+/// Reads the host name of this machine; empty if `/proc` is not readable.
+fn read_host_name() -> String {
     fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default().trim().to_owned()
 }
 
-fn boot_id() -> String {
+/// Reads the kernel's identifier of the current boot; empty if `/proc` is not readable.
+fn read_boot_id() -> String {
     fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default().trim().to_owned()
 }
 
@@ -116,7 +122,7 @@ mod tests {
     #[test]
     fn a_process_is_not_mistaken_for_one_that_had_its_pid() {
         let this = ProcessIdentity::current().expect("this process");
-        assert!(this.is_alive() && !this.with_other_start().is_alive() && !this.on_other_host().is_alive());
+        assert!(this.is_alive() && !this.with_other_start().is_alive() && !this.with_other_host().is_alive());
         let handle = this.open_handle().expect("pidfd").expect("alive");
         assert!(!handle.wait_for_exit(Duration::from_millis(1)));
         assert!(this.with_other_start().open_handle().expect("pidfd").is_none());

@@ -2,19 +2,19 @@
 use super::{Run, RunState};
 use diagnostic::{Diagnostic, codes::command};
 
-/// Which runs a command can use.
+/// The kind of runs that a command can use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RunFilter {
-    /// The command reads files. Without a name it uses the active run, or the newest run if no run
-    /// is active.
+    /// The command reads files of a run. Without a name, the command uses the active run, or the
+    /// newest run if no run is active.
     Any,
     /// The command acts on an active run.
     Active,
 }
 
-/// Why the command line does not select exactly one run.
+/// The error of a command line that does not select exactly one run.
 #[derive(Debug, PartialEq, thiserror::Error)]
-pub(crate) enum SelectError<'r> {
+pub(crate) enum RunSelectionError<'r> {
     /// There is no run at all.
     #[error("there are no runs")]
     NoRuns,
@@ -38,24 +38,24 @@ pub(crate) enum SelectError<'r> {
     SeveralRemote(Vec<&'r Run>),
 }
 
-impl SelectError<'_> {
-    /// The matching runs, if the error is that several match; otherwise empty.
+impl RunSelectionError<'_> {
+    /// Returns the matching runs if several runs match; otherwise an empty slice.
     pub(crate) fn candidates(&self) -> &[&Run] {
         match self {
-            SelectError::NoRuns | SelectError::NoneActive | SelectError::NotFound(_) => &[],
-            SelectError::SeveralActive(runs)
-            | SelectError::SeveralOfJob(_, runs)
-            | SelectError::SeveralWithPrefix(_, runs)
-            | SelectError::SeveralRemote(runs) => runs,
+            RunSelectionError::NoRuns | RunSelectionError::NoneActive | RunSelectionError::NotFound(_) => &[],
+            RunSelectionError::SeveralActive(runs)
+            | RunSelectionError::SeveralOfJob(_, runs)
+            | RunSelectionError::SeveralWithPrefix(_, runs)
+            | RunSelectionError::SeveralRemote(runs) => runs,
         }
     }
 }
 
-impl From<SelectError<'_>> for Diagnostic {
-    fn from(error: SelectError<'_>) -> Diagnostic {
+impl From<RunSelectionError<'_>> for Diagnostic {
+    fn from(error: RunSelectionError<'_>) -> Diagnostic {
         let code = match &error {
-            SelectError::NoRuns | SelectError::NotFound(_) => command::RUN_NOT_FOUND,
-            SelectError::NoneActive => command::RUN_NOT_ACTIVE,
+            RunSelectionError::NoRuns | RunSelectionError::NotFound(_) => command::RUN_NOT_FOUND,
+            RunSelectionError::NoneActive => command::RUN_NOT_ACTIVE,
             _ => command::RUN_AMBIGUOUS,
         };
         let names: Vec<&str> = error.candidates().iter().map(|run| run.record.run.as_str()).collect();
@@ -64,26 +64,26 @@ impl From<SelectError<'_>> for Diagnostic {
     }
 }
 
-/// Selects a run of `runs`, which is sorted from the newest to the oldest.
+/// Selects one of `runs`, which must be sorted from the newest to the oldest.
 ///
-/// `name` is the name of a run, the name of a job (its active run, else its newest), or the
-/// beginning of the name of a run, in this order of precedence. Without a name the only active run
-/// is selected. If no run is active, [`RunFilter::Any`] selects the newest run, and
+/// `name` is, in this order of precedence, the ID of a run, the name of a job (whose active run or
+/// else newest run is selected), or the beginning of the ID of a run. Without a name the only
+/// active run is selected. If no run is active, [`RunFilter::Any`] selects the newest run, and
 /// [`RunFilter::Active`] the only run that was started on another machine.
 pub(crate) fn select_run<'r>(
     runs: &'r [Run],
     name: Option<&str>,
     filter: RunFilter,
-) -> Result<&'r Run, SelectError<'r>> {
+) -> Result<&'r Run, RunSelectionError<'r>> {
     let is_active = |run: &&Run| run.state == RunState::Running;
     let Some(name) = name else {
         let active: Vec<&Run> = runs.iter().filter(is_active).collect();
         return match (active.as_slice(), runs.first(), filter) {
             ([one], ..) => Ok(one),
             ([], Some(newest), RunFilter::Any) => Ok(newest),
-            ([], None, RunFilter::Any) => Err(SelectError::NoRuns),
+            ([], None, RunFilter::Any) => Err(RunSelectionError::NoRuns),
             ([], _, RunFilter::Active) => select_remote_run(runs),
-            _ => Err(SelectError::SeveralActive(active)),
+            _ => Err(RunSelectionError::SeveralActive(active)),
         };
     };
     if let Some(run) = runs.iter().find(|run| run.record.run == name) {
@@ -94,25 +94,25 @@ pub(crate) fn select_run<'r>(
     match (active.as_slice(), of_job.as_slice()) {
         ([one], _) => return Ok(one),
         ([], [newest, ..]) => return Ok(newest),
-        ([_, ..], _) => return Err(SelectError::SeveralOfJob(name.to_owned(), active)),
+        ([_, ..], _) => return Err(RunSelectionError::SeveralOfJob(name.to_owned(), active)),
         _ => {}
     }
     let with_prefix: Vec<&Run> = runs.iter().filter(|run| run.record.run.starts_with(name)).collect();
     match with_prefix.as_slice() {
         [one] => Ok(one),
-        [] => Err(SelectError::NotFound(name.to_owned())),
-        _ => Err(SelectError::SeveralWithPrefix(name.to_owned(), with_prefix)),
+        [] => Err(RunSelectionError::NotFound(name.to_owned())),
+        _ => Err(RunSelectionError::SeveralWithPrefix(name.to_owned(), with_prefix)),
     }
 }
 
-/// Selects the only run that was started on another machine, for use when no run is active here.
-/// The command then names that machine.
-fn select_remote_run(runs: &[Run]) -> Result<&Run, SelectError<'_>> {
+/// Selects the only run that was started on another machine, for use when no run is active on this
+/// machine. The error message of the command names the other machine.
+fn select_remote_run(runs: &[Run]) -> Result<&Run, RunSelectionError<'_>> {
     let remote: Vec<&Run> = runs.iter().filter(|run| run.state == RunState::Elsewhere).collect();
     match remote.as_slice() {
-        [] => Err(SelectError::NoneActive),
+        [] => Err(RunSelectionError::NoneActive),
         [one] => Ok(one),
-        _ => Err(SelectError::SeveralRemote(remote)),
+        _ => Err(RunSelectionError::SeveralRemote(remote)),
     }
 }
 

@@ -1,5 +1,5 @@
-//! Starts a controller that outlives the terminal: this executable again, in a separate session,
-//! with its output in a file.
+//! Starts a detached controller, which outlives the terminal: this executable runs again in a
+//! separate session, with its output in a file.
 use contract::control::ExitStatus;
 use nix::{
     fcntl::{FcntlArg, FdFlag, OFlag, fcntl},
@@ -20,24 +20,25 @@ use std::{
 /// The result of starting a detached controller.
 #[derive(Debug)]
 pub(crate) enum DetachedStart {
-    /// All workers run. The pid of the controller.
+    /// All workers run. Holds the pid of the controller.
     Started(u32),
-    /// The controller ended before all workers ran.
+    /// The controller ended before all workers ran. Holds its exit status.
     Ended(ExitStatus),
 }
 
 /// Starts this executable as a detached controller. Blocks until the job has started or the
 /// controller has ended.
 ///
-/// `args` returns the arguments, given the descriptor of which [`StartNotifier`] takes hold.
-/// Standard output and standard error go to `console`.
-pub(crate) fn start_and_wait(
+/// `args` returns the arguments of the controller. It receives the number of the file descriptor
+/// from which the controller creates its [`StartNotifier`]. Standard output and standard error go
+/// to `console`.
+pub(crate) fn start_detached_controller(
     args: impl Fn(RawFd) -> Vec<OsString>,
     console: File,
 ) -> io::Result<DetachedStart> {
     let (reader, writer) = pipe2(OFlag::O_CLOEXEC)?;
     let fd = writer.as_raw_fd();
-    // The file that this process runs, even if it was replaced meanwhile.
+    // This is the file that this process runs, even if its path was replaced meanwhile.
     let mut command = Command::new("/proc/self/exe");
     command.arg0("launch").args(args(fd));
     let errors = console.try_clone()?;
@@ -55,11 +56,11 @@ pub(crate) fn start_and_wait(
     let mut child = command.spawn()?;
     drop(writer);
     let mut notification = Vec::new();
-    // Returns at the latest when the controller gives up on an agent that does not answer.
+    // The read ends at the latest when the controller gives up on an agent that does not answer.
     File::from(reader).take(1).read_to_end(&mut notification)?;
     if notification.is_empty() {
         let status = std::os::unix::process::ExitStatusExt::into_raw(child.wait()?);
-        return Ok(DetachedStart::Ended(crate::agent::exit_status(status)));
+        return Ok(DetachedStart::Ended(crate::agent::decode_wait_status(status)));
     }
     Ok(DetachedStart::Started(child.id()))
 }
@@ -69,21 +70,22 @@ pub(crate) fn start_and_wait(
 pub struct StartNotifier(Arc<OwnedFd>);
 
 impl StartNotifier {
-    /// Takes the inherited descriptor of this number and sets its close-on-exec flag.
+    /// Takes the inherited file descriptor of this number and sets its close-on-exec flag. Rejects
+    /// the standard streams.
     pub(crate) fn from_inherited_fd(fd: RawFd) -> io::Result<StartNotifier> {
         if fd <= 2 {
             return Err(io::Error::other("a standard stream is not a descriptor to notify on"));
         }
-        // SAFETY: the parent names a descriptor that it opened for this process. It is taken once,
-        // before any other file is opened.
+        // SAFETY: the parent process opened the descriptor for this process. This process takes it
+        // once, before any other file is opened.
         let fd = unsafe { OwnedFd::from_raw_fd(fd) };
         fcntl(&fd, FcntlArg::F_SETFD(FdFlag::FD_CLOEXEC))?;
         Ok(StartNotifier(Arc::new(fd)))
     }
 
-    /// Reports that all workers run.
-    pub(crate) fn notify(self) {
-        // The process that waits may have ended.
+    /// Notifies the waiting process that all workers run.
+    pub(crate) fn notify_started(self) {
+        // An error means that the waiting process has ended.
         if let Ok(fd) = self.0.try_clone() {
             _ = File::from(fd).write_all(b"s");
         }

@@ -1,5 +1,5 @@
-//! The agent on this machine: a child of the controller, with the control connection on its
-//! standard input and output.
+//! [`LocalTransport`]: starts the agent on this machine as a child of the controller, with the
+//! control connection on its standard input and output.
 use super::{AgentHandle, AgentProcess, Transport};
 use diagnostic::{Diagnostic, codes::host};
 use std::{
@@ -9,14 +9,14 @@ use std::{
 };
 use tokio::net::unix::pipe;
 
-/// Starts agents on this machine.
+/// The transport that starts agents on this machine.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct LocalTransport;
 
 impl Transport for LocalTransport {
     fn start_agents(&mut self, hosts: &[String]) -> Vec<diagnostic::Result<AgentProcess>> {
         let start = |name: &String| {
-            start_agent().map_err(|error| {
+            start_local_agent().map_err(|error| {
                 let message = format!("cannot start the agent of host {name} on this machine");
                 Diagnostic::error(host::AGENT_START_FAILED, message).with_subject(name).with_cause(&error)
             })
@@ -25,8 +25,10 @@ impl Transport for LocalTransport {
     }
 }
 
-fn start_agent() -> io::Result<AgentProcess> {
-    // The file that this process runs, even if it was replaced meanwhile: versions cannot differ.
+/// Starts an agent as a child process in a separate process group. The controller has to reap it.
+fn start_local_agent() -> io::Result<AgentProcess> {
+    // This is the file that this process runs, even if its path was replaced meanwhile. So the
+    // versions of controller and agent cannot differ.
     let mut command = Command::new("/proc/self/exe");
     command.arg0("launch").arg("agent");
     command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());

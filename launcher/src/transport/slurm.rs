@@ -1,9 +1,10 @@
-//! Starts agents on the nodes of a Slurm allocation: one step (`srun`) with one task on each node.
-//! Each agent connects back to the controller over TCP.
+//! [`SlurmTransport`]: starts agents on the nodes of a Slurm allocation, in one step (`srun`) with
+//! one task on each node. Each agent connects back to the controller over TCP.
 //!
 //! srun cannot carry the control connections: it mixes the output of all tasks, and a SIGTERM to
 //! srun kills the tasks at once. So srun only starts the agents and passes them an invitation on
-//! standard input, which keeps the key out of arguments and environment. srun ends last.
+//! standard input, which keeps the key out of arguments and environment. srun ends after its last
+//! agent.
 //!
 //! Each group of a heterogeneous job gets a separate step, because srun passes its standard input
 //! to the first group only.
@@ -20,7 +21,7 @@ pub(crate) use submit::submit_job;
 use super::{AgentHandle, AgentOutput, AgentProcess, Transport};
 use crate::{
     connection::handshake::{HandshakeKey, Invitation},
-    discover::slurm::Allocation,
+    discover::slurm::SlurmAllocation,
 };
 use contract::control::ExitStatus;
 use diagnostic::{Diagnostic, codes::host};
@@ -31,33 +32,34 @@ use std::{
     process::{ExitStatus as ProcessStatus, Output},
     sync::Arc,
 };
-use step::Step;
+use step::SlurmStep;
 
-/// Starts agents on the nodes of the allocation that this process runs in.
+/// The transport that starts agents on the nodes of the allocation in which this process runs.
 pub(crate) struct SlurmTransport {
-    allocation: Allocation,
+    allocation: SlurmAllocation,
     /// Whether srun copies the executable to the nodes (`--bcast`).
     bcast: bool,
-    /// Addresses of this machine to which agents connect. If empty, agents try every address of
-    /// this machine.
+    /// The addresses of this machine to which agents connect. If the list is empty, agents try
+    /// every address of this machine.
     addresses: Vec<IpAddr>,
-    steps: Vec<Arc<Step>>,
+    steps: Vec<Arc<SlurmStep>>,
 }
 
 impl SlurmTransport {
-    /// Creates the transport for an allocation. With `bcast` srun copies the executable to the
-    /// nodes; otherwise the nodes must have it at the path that it has here. `addresses` are
-    /// addresses of this machine to which agents connect; if the list is empty, agents try all of
-    /// them.
-    pub(crate) fn new(allocation: Allocation, bcast: bool, addresses: Vec<IpAddr>) -> SlurmTransport {
+    /// Creates the transport for an allocation.
+    ///
+    /// With `bcast`, srun copies the executable to the nodes. Otherwise each node must have the
+    /// executable at the path that it has here. `addresses` are the addresses of this machine to
+    /// which agents connect. If the list is empty, agents try all addresses of this machine.
+    pub(crate) fn new(allocation: SlurmAllocation, bcast: bool, addresses: Vec<IpAddr>) -> SlurmTransport {
         SlurmTransport { allocation, bcast, addresses, steps: Vec::new() }
     }
 
     /// Divides the nodes among `hosts` into steps.
     ///
-    /// A step holds the nodes of one heterogeneous group. Where the job requests GPUs per task and
-    /// the nodes have different numbers of them, each node gets a separate step.
-    fn group_into_steps(&self, hosts: &[String]) -> Vec<srun::StepNodes> {
+    /// A step holds the nodes of one heterogeneous group. If the job requests GPUs per task and the
+    /// nodes have different numbers of GPUs, each node gets a separate step.
+    fn group_nodes_into_steps(&self, hosts: &[String]) -> Vec<srun::StepNodes> {
         let requested: HashSet<&str> = hosts.iter().map(String::as_str).collect();
         let mut steps: Vec<srun::StepNodes> = Vec::new();
         for group in &self.allocation.groups {
@@ -68,9 +70,9 @@ impl SlurmTransport {
             for node in group.nodes.iter().filter(|node| requested.contains(node.name.as_str())) {
                 let gpus = node.gpus.filter(|_| by_task);
                 let gpus = gpus.map(if gpus_are_equal {
-                    srun::GpuRequest::PerNode
+                    srun::StepGpuRequest::PerNode
                 } else {
-                    srun::GpuRequest::Total
+                    srun::StepGpuRequest::Total
                 });
                 let single = srun::StepNodes { het_group: group.het, gpus, names: vec![node.name.clone()] };
                 match &mut current {
@@ -83,27 +85,29 @@ impl SlurmTransport {
         steps
     }
 
+    /// Starts one step of agents and the listener to which they connect. Returns the agents with
+    /// the names of their nodes. The agents have not connected yet.
     fn start_step(&mut self, nodes: &srun::StepNodes) -> diagnostic::Result<Vec<(String, AgentProcess)>> {
         let cannot_listen = |error: io::Error| {
             Diagnostic::error(host::SLURM_LISTEN_FAILED, "cannot open a TCP port for the agents")
                 .with_cause(&error)
         };
-        let (listener, port) = listener::listen(nodes.names.len()).map_err(cannot_listen)?;
+        let (listener, port) = listener::open_listener(nodes.names.len()).map_err(cannot_listen)?;
         let mut ips = self.addresses.clone();
         if ips.is_empty() {
-            ips = listener::local_addresses();
+            ips = listener::list_local_addresses();
             // A cluster of one machine may have no other address.
             ips.push(IpAddr::from([127, 0, 0, 1]));
         }
         let invitation = Invitation {
-            key: HandshakeKey::random().map_err(cannot_listen)?,
+            key: HandshakeKey::generate().map_err(cannot_listen)?,
             addresses: ips.into_iter().map(|ip| SocketAddr::new(ip, port)).collect(),
         };
-        let executable = srun::StepExecutable::current(self.bcast, self.allocation.job)?;
-        let (step, output) = Step::start(&srun::arguments(nodes, &executable), &invitation)?;
+        let executable = srun::StepExecutable::find_current(self.bcast, self.allocation.job)?;
+        let (step, output) = SlurmStep::start(&srun::build_arguments(nodes, &executable), &invitation)?;
         self.steps.push(step.clone());
         let pending: Vec<_> =
-            nodes.names.iter().map(|name| pending_agent::pending_agent(name, &step)).collect();
+            nodes.names.iter().map(|name| pending_agent::create_pending_agent(name, &step)).collect();
         let (mut agents, mut slots) = (Vec::new(), Vec::new());
         // The output of the whole step belongs to the first agent.
         let mut step_output = Some(output);
@@ -131,7 +135,7 @@ impl SlurmTransport {
 impl Transport for SlurmTransport {
     fn start_agents(&mut self, hosts: &[String]) -> Vec<diagnostic::Result<AgentProcess>> {
         let mut started: Vec<(String, diagnostic::Result<AgentProcess>)> = Vec::new();
-        for nodes in self.group_into_steps(hosts) {
+        for nodes in self.group_nodes_into_steps(hosts) {
             match self.start_step(&nodes) {
                 Ok(agents) => started.extend(agents.into_iter().map(|(name, agent)| (name, Ok(agent)))),
                 Err(error) => {
@@ -155,15 +159,15 @@ impl Transport for SlurmTransport {
         self.steps.iter().filter_map(|step| step.running_pid()).collect()
     }
 
-    fn on_child_exit(&mut self, pid: u32, status: ExitStatus) {
+    fn record_child_exit(&mut self, pid: u32, status: ExitStatus) {
         if let Some(step) = self.steps.iter().find(|step| step.pid() == pid) {
             step.set_exit_status(status);
         }
     }
 }
 
-/// Returns the error for a command of Slurm that could not be started.
-fn command_not_started(command: &str, error: &io::Error) -> Diagnostic {
+/// Builds the error for a command of Slurm that could not be started.
+fn build_start_error(command: &str, error: &io::Error) -> Diagnostic {
     match error.kind() {
         io::ErrorKind::NotFound => {
             let message = format!("`{command}` is not in PATH");
@@ -176,9 +180,9 @@ fn command_not_started(command: &str, error: &io::Error) -> Diagnostic {
     .with_subject(command)
 }
 
-/// Returns the error for a command of Slurm that ended with a nonzero exit status or by a signal.
-fn command_failed(command: &str, status: ProcessStatus, stderr: &[u8]) -> Diagnostic {
-    let stderr = one_line(stderr);
+/// Builds the error for a command of Slurm that ended with a nonzero exit status or by a signal.
+fn build_command_error(command: &str, status: ProcessStatus, stderr: &[u8]) -> Diagnostic {
+    let stderr = join_lines(stderr);
     let separator = if stderr.is_empty() { "" } else { ": " };
     let code = srun::classify_output(&stderr).unwrap_or(host::SLURM_COMMAND_FAILED);
     Diagnostic::error(code, format!("`{command}` failed ({status}){separator}{stderr}"))
@@ -186,49 +190,57 @@ fn command_failed(command: &str, status: ProcessStatus, stderr: &[u8]) -> Diagno
         .with_field("output", stderr)
 }
 
-/// Returns the output of a command of Slurm, or the error if it could not be started or failed.
-fn successful_output(command: &str, output: io::Result<Output>) -> diagnostic::Result<Output> {
-    let output = output.map_err(|error| command_not_started(command, &error))?;
+/// Returns the output of a command of Slurm, or the error if the command could not be started or
+/// failed.
+fn check_output(command: &str, output: io::Result<Output>) -> diagnostic::Result<Output> {
+    let output = output.map_err(|error| build_start_error(command, &error))?;
     if output.status.success() {
         Ok(output)
     } else {
-        Err(command_failed(command, output.status, &output.stderr))
+        Err(build_command_error(command, output.status, &output.stderr))
     }
 }
 
-fn one_line(text: &[u8]) -> String {
+/// Joins the lines of a text with ` | `.
+fn join_lines(text: &[u8]) -> String {
     String::from_utf8_lossy(text).trim().replace('\n', " | ")
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::discover::slurm::{NodeGroup, SlurmNode};
+    use crate::discover::slurm::{SlurmNode, SlurmNodeGroup};
 
-    fn node(name: &str, gpus: Option<u32>, gpus_by_task: bool) -> SlurmNode {
+    /// Builds a node of an allocation. `gpus_by_task` states whether the job requested GPUs per
+    /// task.
+    fn build_node(name: &str, gpus: Option<u32>, gpus_by_task: bool) -> SlurmNode {
         SlurmNode { name: name.to_owned(), tasks: None, cpus: 0, gpus, gpus_by_task }
     }
 
     #[test]
     fn a_step_holds_nodes_with_equal_requests() {
-        let two_nodes = |gpus: [u32; 2]| vec![node("a", Some(gpus[0]), true), node("b", Some(gpus[1]), true)];
+        let two_nodes =
+            |gpus: [u32; 2]| vec![build_node("a", Some(gpus[0]), true), build_node("b", Some(gpus[1]), true)];
         let uneven = vec![
-            NodeGroup { het: Some(0), nodes: two_nodes([2, 1]) },
-            NodeGroup { het: Some(1), nodes: vec![node("c", None, false), node("d", None, false)] },
+            SlurmNodeGroup { het: Some(0), nodes: two_nodes([2, 1]) },
+            SlurmNodeGroup {
+                het: Some(1),
+                nodes: vec![build_node("c", None, false), build_node("d", None, false)],
+            },
         ];
-        let even = vec![NodeGroup { het: None, nodes: two_nodes([2, 2]) }];
+        let even = vec![SlurmNodeGroup { het: None, nodes: two_nodes([2, 2]) }];
         let hosts = ["d", "a", "c", "b", "elsewhere"].map(str::to_owned);
-        let steps = |groups: Vec<NodeGroup>| -> Vec<_> {
-            let allocation = Allocation { job: 7, array: None, restarts: 0, groups };
+        let steps = |groups: Vec<SlurmNodeGroup>| -> Vec<_> {
+            let allocation = SlurmAllocation { job: 7, array: None, restarts: 0, groups };
             let slurm = SlurmTransport::new(allocation, false, Vec::new());
-            let steps = slurm.group_into_steps(&hosts);
+            let steps = slurm.group_nodes_into_steps(&hosts);
             steps.into_iter().map(|step| (step.het_group, step.gpus, step.names.join(","))).collect()
         };
         let step = |het_group, gpus, names: &str| (het_group, gpus, names.to_owned());
-        let total = |count| Some(srun::GpuRequest::Total(count));
+        let total = |count| Some(srun::StepGpuRequest::Total(count));
         let expected =
             [step(Some(0), total(2), "a"), step(Some(0), total(1), "b"), step(Some(1), None, "c,d")];
         assert_eq!(steps(uneven), expected);
-        assert_eq!(steps(even), [step(None, Some(srun::GpuRequest::PerNode(2)), "a,b")]);
+        assert_eq!(steps(even), [step(None, Some(srun::StepGpuRequest::PerNode(2)), "a,b")]);
     }
 }

@@ -1,8 +1,9 @@
-//! Starts agents on other hosts over SSH.
+//! [`SshTransport`]: starts agents on other hosts over SSH.
 //!
-//! Each host has one SSH connection on a separate thread, which connects, starts the executable on
-//! the host (copying it first if necessary), and then relays the control connection. No TCP port is
-//! opened, and only one path passes through the login shell.
+//! Each host has one SSH connection on a separate thread. The thread connects, starts the
+//! executable on the host (copying it first if necessary), and then relays the control connection.
+//! No TCP port is opened. Only one path, that of the executable on the host, passes through the
+//! login shell.
 mod auth;
 mod bootstrap;
 mod config;
@@ -33,23 +34,25 @@ use tokio::net::UnixStream;
 const STDERR: i32 = 1;
 /// The stack size of a connection's thread, in bytes. There may be thousands of threads.
 const THREAD_STACK_BYTES: usize = 512 << 10;
-/// Connections that are set up through one jump host at once. By default sshd drops callers from
-/// the eleventh on (`MaxStartups`).
+/// The limit of connections that are set up at once through one jump host. By default sshd drops
+/// connections from the eleventh on (`MaxStartups`).
 const MAX_JUMP_FANOUT: u32 = 8;
 
-/// Starts agents on other hosts over SSH.
+/// The transport that starts agents on other hosts over SSH.
 pub(crate) struct SshTransport {
-    /// The hosts by name.
+    /// The hosts by their names in the job.
     hosts: HashMap<String, HostAddress>,
     resolver: Arc<TargetResolver>,
     executable: &'static Executable,
+    /// Limits the direct connections that are set up at once.
     fanout: Arc<FanoutLimit>,
+    /// Limits the connections through jump hosts that are set up at once.
     jump_fanout: Arc<FanoutLimit>,
 }
 
 impl SshTransport {
-    /// Reads the SSH configuration and the executable. Relative paths of the job are relative to
-    /// `base`.
+    /// Creates the transport: reads the SSH configuration and hashes the executable. Relative paths
+    /// in `spec` are relative to `base`.
     pub(crate) fn new(
         spec: &SshSpec,
         hosts: &[HostAddress],
@@ -57,7 +60,7 @@ impl SshTransport {
     ) -> diagnostic::Result<SshTransport> {
         Ok(SshTransport {
             hosts: hosts.iter().map(|host| (host.name(), host.clone())).collect(),
-            executable: Executable::current()?,
+            executable: Executable::open_current()?,
             resolver: Arc::new(TargetResolver::new(spec, base)?),
             fanout: Arc::new(FanoutLimit::new(spec.fanout)),
             jump_fanout: Arc::new(FanoutLimit::new(spec.fanout.min(MAX_JUMP_FANOUT))),
@@ -82,6 +85,8 @@ impl SshTransport {
         })
     }
 
+    /// Starts the thread of a connection. Returns the agent's streams, before the connection is set
+    /// up, and the connection's progress.
     fn spawn_connection(&self, host: &HostAddress) -> io::Result<(AgentProcess, Arc<ConnectionProgress>)> {
         let (control, control_end) = StdStream::pair()?;
         let (stderr, stderr_end) = StdStream::pair()?;
@@ -99,25 +104,26 @@ impl SshTransport {
         thread::Builder::new()
             .name("ssh".into())
             .stack_size(THREAD_STACK_BYTES)
-            .spawn(move || connection.run())?;
-        let (output, input) = to_async(control)?.into_split();
+            .spawn(move || connection.run_to_end())?;
+        let (output, input) = into_async_stream(control)?.into_split();
         let process = AgentProcess {
             handle: AgentHandle::Connection(Box::new(progress.clone())),
             input: Box::new(input),
             output: Box::new(output),
-            stderr: Box::new(to_async(stderr)?),
+            stderr: Box::new(into_async_stream(stderr)?),
         };
         Ok((process, progress))
     }
 }
 
-fn to_async(stream: StdStream) -> io::Result<UnixStream> {
+/// Converts a stream into a nonblocking stream of tokio.
+fn into_async_stream(stream: StdStream) -> io::Result<UnixStream> {
     stream.set_nonblocking(true)?;
     UnixStream::from_std(stream)
 }
 
-/// An error about the connection to `target`. The message must name the host.
-fn ssh_error(target: &SshTarget, code: Code, message: impl Into<String>) -> Diagnostic {
+/// Builds an error about the connection to `target`. `message` must name the host.
+fn build_ssh_error(target: &SshTarget, code: Code, message: impl Into<String>) -> Diagnostic {
     Diagnostic::error(code, message).with_subject(&target.name)
 }
 
@@ -131,7 +137,7 @@ impl Transport for SshTransport {
     }
 }
 
-/// The connection to one host, on its thread.
+/// The connection to one host, owned by the thread of the connection.
 struct SshConnection {
     host: HostAddress,
     resolver: Arc<TargetResolver>,
@@ -144,55 +150,59 @@ struct SshConnection {
 }
 
 impl SshConnection {
-    /// Blocks until the agent or the connection has ended.
-    fn run(self) {
-        let (failure, status) = match self.start_and_relay() {
+    /// Starts the agent and relays its streams. Blocks until the agent or the connection has ended,
+    /// and records how it ended.
+    fn run_to_end(self) {
+        let (failure, status) = match self.start_and_relay_agent() {
             Ok(status) => (None, status),
             Err(failure) => (Some(failure), None),
         };
-        self.progress.finish(failure, status);
-        // The streams end when `self` is dropped, so the reason is known before.
+        self.progress.record_end(failure, status);
+        // The streams end when `self` is dropped. So the result is recorded before they end.
     }
 
-    fn start_and_relay(&self) -> diagnostic::Result<Option<ExitStatus>> {
-        let target = self.resolver.target(&self.host)?;
+    /// Starts the agent and relays its streams until it ends. Returns the agent's exit status, if
+    /// the host reports it.
+    fn start_and_relay_agent(&self) -> diagnostic::Result<Option<ExitStatus>> {
+        let target = self.resolver.resolve_target(&self.host)?;
         let (session, agent) = self.start_agent(&target)?;
-        relay::relay(&session, agent.channel, &self.control, Some(&self.stderr), agent.leftover).map_err(
-            |error| {
+        relay::relay_channel(&session, agent.channel, &self.control, Some(&self.stderr), agent.leftover)
+            .map_err(|error| {
                 let message = format!("the SSH connection to host {} was lost", target.name);
-                ssh_error(&target, host::SSH_CONNECTION_LOST, message)
+                build_ssh_error(&target, host::SSH_CONNECTION_LOST, message)
                     .with_cause(&error)
                     .with_help("check that the host is up and reachable")
-            },
-        )
+            })
     }
 
     /// Connects to the host and starts the agent. Blocks until the fanout limit permits another
     /// connection, and holds the permit until the agent runs.
     fn start_agent(&self, target: &SshTarget) -> diagnostic::Result<(ssh2::Session, RemoteAgent)> {
         let fanout = if target.jumps.is_empty() { &self.fanout } else { &self.jump_fanout };
-        let _permit = fanout.acquire();
+        let _permit = fanout.acquire_permit();
         self.progress.check_not_aborted(&target.name)?;
-        let session = connect::connect(target, &self.progress)?;
-        let agent = bootstrap::start_agent(target, &session, self.executable, &self.progress)?;
+        let session = connect::open_session(target, &self.progress)?;
+        let agent = bootstrap::start_remote_agent(target, &session, self.executable, &self.progress)?;
         Ok((session, agent))
     }
 }
 
-/// Limits how many connections are set up at once.
+/// A limit of connections that are set up at once.
 #[derive(Debug)]
 struct FanoutLimit {
+    /// The number of permits that are free.
     free: Mutex<u32>,
     released: Condvar,
 }
 
 impl FanoutLimit {
+    /// Creates a limit of `limit` connections, but at least one.
     fn new(limit: u32) -> FanoutLimit {
         FanoutLimit { free: Mutex::new(limit.max(1)), released: Condvar::new() }
     }
 
-    /// Blocks until a permit is free.
-    fn acquire(&self) -> FanoutPermit<'_> {
+    /// Takes a permit. Blocks until one is free.
+    fn acquire_permit(&self) -> FanoutPermit<'_> {
         let free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
         let mut free =
             self.released.wait_while(free, |free| *free == 0).unwrap_or_else(PoisonError::into_inner);
@@ -201,7 +211,7 @@ impl FanoutLimit {
     }
 }
 
-/// The right to set up one connection, released when dropped.
+/// The right to set up one connection. Dropping it releases the permit.
 struct FanoutPermit<'a>(&'a FanoutLimit);
 
 impl Drop for FanoutPermit<'_> {

@@ -1,9 +1,10 @@
-//! Compares the speed of saving and loading with plain O_DIRECT writes and reads of equal size.
+//! Measures how fast checkpoints are saved, loaded, verified and gathered, and compares saving and
+//! loading with plain O_DIRECT writes and reads of equal size.
 //!
 //! `cargo run -p ckpt --release --example ckpt_bench -- DIR [GIB] [ROUNDS]`
 use ckpt::{
-    Checkpoint, Dtype, GatherOptions, ModelSpec, Piece, ReadRequest, RunFacts, Staging, TensorRole,
-    WeightShape, commit, gather, write_shard,
+    Checkpoint, Dtype, GatherOptions, ModelSpec, ReadRequest, RunFacts, StagingDir, TensorPiece, TensorRole,
+    WeightShape, commit_save, gather_weights, write_shard,
 };
 use memmap2::MmapMut;
 use std::fs::OpenOptions;
@@ -12,7 +13,8 @@ use std::path::Path;
 use std::time::Instant;
 
 type Error = Box<dyn std::error::Error + Send + Sync>;
-const BLOCK: usize = 8 << 20;
+/// Bytes of one plain read or write.
+const IO_BLOCK_BYTES: usize = 8 << 20;
 
 fn main() -> Result<(), Error> {
     let mut args = std::env::args().skip(1);
@@ -35,51 +37,59 @@ fn main() -> Result<(), Error> {
         "{:.2} GB, best of {rounds}, GB/s (share of O_DIRECT in the same round: median)",
         elements as f64 * 4e-9
     );
-    let result = [1, 2].into_iter().try_for_each(|ranks| measure(&dir, &data, ranks, rounds));
+    let result = [1, 2].into_iter().try_for_each(|ranks| measure_rates(&dir, &data, ranks, rounds));
     std::fs::remove_dir_all(&dir)?;
     result
 }
 
-/// Runs rounds of (plain write, save, plain read, load, verify, gather) with one thread per rank.
-fn measure(dir: &Path, data: &[f32], ranks: usize, rounds: usize) -> Result<(), Error> {
+/// Runs `rounds` rounds of plain write, save, plain read, load, verify and gather, and prints the
+/// rates. Uses one thread per rank.
+///
+/// # Errors
+/// When an operation fails, the loaded data differ from `data`, or the checkpoint is damaged.
+fn measure_rates(dir: &Path, data: &[f32], ranks: usize, rounds: usize) -> Result<(), Error> {
     let gb = data.len() as f64 * 4e-9;
     let parts: Vec<&[f32]> =
         (0..ranks).map(|r| &data[data.len() * r / ranks..data.len() * (r + 1) / ranks]).collect();
     let mut rates = [const { Vec::new() }; 6];
     for round in 0..rounds {
         let t = Instant::now();
-        on_each(&parts, |r, part| plain_write(&dir.join(format!("plain-{r}")), bytemuck::cast_slice(part)))?;
+        run_on_each_part(&parts, |r, part| {
+            write_direct(&dir.join(format!("plain-{r}")), bytemuck::cast_slice(part))
+        })?;
         rates[0].push(gb / t.elapsed().as_secs_f64());
         let t = Instant::now();
-        let path = save(dir, &parts, round as u64)?;
+        let path = save_checkpoint(dir, &parts, round as u64)?;
         rates[1].push(gb / t.elapsed().as_secs_f64());
         let t = Instant::now();
-        on_each(&parts, |r, part| plain_read(&dir.join(format!("plain-{r}")), part.len() * 4))?;
+        run_on_each_part(&parts, |r, part| read_direct(&dir.join(format!("plain-{r}")), part.len() * 4))?;
         rates[2].push(gb / t.elapsed().as_secs_f64());
         let mut loaded: Vec<Vec<f32>> = parts.iter().map(|p| vec![1.0; p.len()]).collect();
         let t = Instant::now();
-        load(&path, &mut loaded)?;
+        load_checkpoint(&path, &mut loaded)?;
         rates[3].push(gb / t.elapsed().as_secs_f64());
         if loaded.iter().zip(&parts).any(|(l, p)| l != p) {
             return Err("the loaded data differ from the saved data".into());
         }
         drop(loaded);
         let t = Instant::now();
-        if !ckpt::verify(&path)?.is_sound() {
+        if !ckpt::verify_checkpoints(&path)?.is_sound() {
             return Err("the saved checkpoint is damaged".into());
         }
         rates[4].push(gb / t.elapsed().as_secs_f64());
         let t = Instant::now();
         let options = GatherOptions { dtype: Some(Dtype::BF16), force: true, ..GatherOptions::default() };
-        gather(&Checkpoint::open(&path)?, &dir.join("gathered"), &options, |_, _| ())?;
+        gather_weights(&Checkpoint::open(&path)?, &dir.join("gathered"), &options, |_, _| ())?;
         rates[5].push(gb / t.elapsed().as_secs_f64());
         std::fs::remove_dir_all(path)?;
     }
-    report(ranks, &rates);
+    print_rates(ranks, &rates);
     Ok(())
 }
 
-fn report(ranks: usize, rates: &[Vec<f64>; 6]) {
+/// Prints the best rate of each operation in GB/s. For saving and loading, also prints the median
+/// over the rounds of their share of the plain rate, in percent.
+fn print_rates(ranks: usize, rates: &[Vec<f64>; 6]) {
     let best = |v: &[f64]| v.iter().copied().fold(0.0, f64::max);
     let median_share = |ours: &[f64], plain: &[f64]| {
         let mut shares: Vec<f64> = ours.iter().zip(plain).map(|(a, b)| a / b).collect();
@@ -100,8 +110,9 @@ fn report(ranks: usize, rates: &[Vec<f64>; 6]) {
     );
 }
 
-/// Runs `f(rank, part)` in one thread per part.
-fn on_each<T: Send>(
+/// Runs `f(rank, part)` in one thread per part. Waits for all threads, and returns their results in
+/// the order of the ranks, or the first error.
+fn run_on_each_part<T: Send>(
     parts: &[&[f32]],
     f: impl Fn(usize, &[f32]) -> Result<T, Error> + Sync,
 ) -> Result<Vec<T>, Error> {
@@ -112,34 +123,39 @@ fn on_each<T: Send>(
     })
 }
 
-fn plain_write(path: &Path, bytes: &[u8]) -> Result<(), Error> {
+/// Writes about `bytes.len()` bytes to a new file with O_DIRECT and syncs the file. Every block has
+/// the content of the first one. Rounds the last block down to a multiple of 4096 bytes.
+fn write_direct(path: &Path, bytes: &[u8]) -> Result<(), Error> {
     let _ = std::fs::remove_file(path);
     let file = OpenOptions::new().write(true).create_new(true).custom_flags(libc::O_DIRECT).open(path)?;
-    let mut buffer = MmapMut::map_anon(BLOCK)?;
-    // writes one buffer repeatedly; filled with data so that the file system stores it
-    buffer.copy_from_slice(&bytes[..BLOCK.min(bytes.len())]);
-    for at in (0..bytes.len()).step_by(BLOCK) {
-        let n = BLOCK.min(bytes.len() - at) / 4096 * 4096;
+    let mut buffer = MmapMut::map_anon(IO_BLOCK_BYTES)?;
+    // the buffer is filled with data, since file systems may store zeros without writing them
+    buffer.copy_from_slice(&bytes[..IO_BLOCK_BYTES.min(bytes.len())]);
+    for at in (0..bytes.len()).step_by(IO_BLOCK_BYTES) {
+        let n = IO_BLOCK_BYTES.min(bytes.len() - at) / 4096 * 4096;
         file.write_all_at(&buffer[..n], at as u64)?;
     }
     file.sync_all()?;
     Ok(())
 }
 
-fn plain_read(path: &Path, len: usize) -> Result<(), Error> {
+/// Reads `len` bytes of a file with O_DIRECT and drops them. Rounds the last block down to a
+/// multiple of 4096 bytes.
+fn read_direct(path: &Path, len: usize) -> Result<(), Error> {
     let file = OpenOptions::new().read(true).custom_flags(libc::O_DIRECT).open(path)?;
-    let mut buffer = MmapMut::map_anon(BLOCK)?;
-    for at in (0..len).step_by(BLOCK) {
-        let n = BLOCK.min(len - at) / 4096 * 4096;
+    let mut buffer = MmapMut::map_anon(IO_BLOCK_BYTES)?;
+    for at in (0..len).step_by(IO_BLOCK_BYTES) {
+        let n = IO_BLOCK_BYTES.min(len - at) / 4096 * 4096;
         file.read_exact_at(&mut buffer[..n], at as u64)?;
     }
     Ok(())
 }
 
-fn save(dir: &Path, parts: &[&[f32]], step: u64) -> Result<std::path::PathBuf, Error> {
+/// Saves the parts as one weight, with one rank per part. Returns the path of the checkpoint.
+fn save_checkpoint(dir: &Path, parts: &[&[f32]], step: u64) -> Result<std::path::PathBuf, Error> {
     let total: usize = parts.iter().map(|p| p.len()).sum();
     let world = parts.len() as u32;
-    let staging = Staging::begin(&dir.join("checkpoints"), step, total as u64 * 4)?;
+    let staging = StagingDir::create(&dir.join("checkpoints"), step, total as u64 * 4)?;
     let starts: Vec<u64> = parts
         .iter()
         .scan(0, |at, p| {
@@ -147,9 +163,9 @@ fn save(dir: &Path, parts: &[&[f32]], step: u64) -> Result<std::path::PathBuf, E
             Some(*at - p.len() as u64)
         })
         .collect();
-    let reports = on_each(parts, |r, data| {
+    let reports = run_on_each_part(parts, |r, data| {
         let piece =
-            Piece { name: "w", role: TensorRole::Weight, start_element: starts[r], data: data.into() };
+            TensorPiece { name: "w", role: TensorRole::Weight, start_element: starts[r], data: data.into() };
         Ok(write_shard(staging.path(), r as u32, world, &[piece])?)
     })?;
     let null = serde_json::Value::Null;
@@ -176,10 +192,11 @@ fn save(dir: &Path, parts: &[&[f32]], step: u64) -> Result<std::path::PathBuf, E
         tokenizer: Vec::new(),
         job: null,
     };
-    Ok(commit(staging, facts, reports)?.path)
+    Ok(commit_save(staging, facts, reports)?.path)
 }
 
-fn load(path: &Path, parts: &mut [Vec<f32>]) -> Result<(), Error> {
+/// Reads the weight that [`save_checkpoint`] saved into `parts`, with one thread per part.
+fn load_checkpoint(path: &Path, parts: &mut [Vec<f32>]) -> Result<(), Error> {
     std::thread::scope(|s| {
         let mut at = 0;
         let mut threads = Vec::new();

@@ -10,14 +10,14 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-/// Elements of each weight except the last.
-const WEIGHT: u64 = 64 << 20;
+/// Number of elements of each weight except the last one, which may be smaller.
+const WEIGHT_ELEMENTS: u64 = 64 << 20;
 /// Bytes per parameter: FP32 weight, both moments of Adam, and the module's BF16 weight.
-const PER_ELEMENT: u64 = 14;
-/// Distance of the elements of the flat group that aren't zero.
-const MARK_EVERY: u64 = 10_000_019;
-/// Alignment of zip members, which is torch's.
-const ALIGNMENT: u64 = 64;
+const BYTES_PER_PARAM: u64 = 14;
+/// Distance between the elements of the flat group that aren't zero, in elements.
+const NONZERO_DISTANCE: u64 = 10_000_019;
+/// Alignment of the data of zip members in bytes, as `torch.save` aligns them.
+const ZIP_ALIGNMENT: u64 = 64;
 
 #[allow(dead_code)] // tests include this file without `main`
 fn main() -> io::Result<()> {
@@ -26,27 +26,28 @@ fn main() -> io::Result<()> {
     let dir = args.next().ok_or_else(usage)?;
     let bytes: u64 = args.next().and_then(|a| a.parse().ok()).ok_or_else(usage)?;
     let ranks = args.next().map_or(Some(2), |a| a.parse().ok()).ok_or_else(usage)?;
-    make(Path::new(&dir), bytes / PER_ELEMENT / (2 * ranks) * (2 * ranks), ranks, true)
+    write_checkpoint(Path::new(&dir), bytes / BYTES_PER_PARAM / (2 * ranks) * (2 * ranks), ranks, true)
 }
 
-/// The shapes of the weights `layers.I.weight`, which have `elements` elements in total.
-pub(crate) fn shapes(elements: u64) -> Vec<[u64; 2]> {
-    let whole = (0..elements / WEIGHT).map(|_| [WEIGHT / 4096, 4096]);
-    let rest = elements % WEIGHT;
+/// Returns the shapes of the weights `layers.I.weight`, which have `elements` elements in total.
+pub(crate) fn list_weight_shapes(elements: u64) -> Vec<[u64; 2]> {
+    let whole = (0..elements / WEIGHT_ELEMENTS).map(|_| [WEIGHT_ELEMENTS / 4096, 4096]);
+    let rest = elements % WEIGHT_ELEMENTS;
     whole.chain((rest != 0).then_some([1, rest])).collect()
 }
 
-/// Element `i` of the flat group of weights, first moments or second moments (`role` 0, 1 or 2).
-pub(crate) fn value(i: u64, role: u64) -> f32 {
-    if i.is_multiple_of(MARK_EVERY) { (3 * (i / MARK_EVERY) + role + 1) as f32 } else { 0.0 }
+/// Computes element `i` of the flat group of the weights (`role` 0), the first moments (1) or the
+/// second moments (2).
+pub(crate) fn compute_value(i: u64, role: u64) -> f32 {
+    if i.is_multiple_of(NONZERO_DISTANCE) { (3 * (i / NONZERO_DISTANCE) + role + 1) as f32 } else { 0.0 }
 }
 
-/// Writes a checkpoint of `ranks` ranks with `elements` parameters, with or without moments, into
-/// `dir`.
+/// Writes a checkpoint of `ranks` ranks with `elements` parameters into `dir`. Writes Adam's
+/// moments if `moments` is true.
 ///
 /// # Panics
-/// When `elements` is not a positive multiple of `2 * ranks`.
-pub(crate) fn make(dir: &Path, elements: u64, ranks: u64, moments: bool) -> io::Result<()> {
+/// If `elements` is not a positive multiple of `2 * ranks`.
+pub(crate) fn write_checkpoint(dir: &Path, elements: u64, ranks: u64, moments: bool) -> io::Result<()> {
     assert!(
         elements > 0 && elements.is_multiple_of(2 * ranks),
         "elements must be a positive multiple of 2 * ranks"
@@ -64,12 +65,12 @@ pub(crate) fn make(dir: &Path, elements: u64, ranks: u64, moments: bool) -> io::
         write_torch_file(
             &tag.join(format!("{stem}.pt")),
             &stem,
-            &optimizer(per_rank, ranks, moments),
+            &encode_optimizer_pickle(per_rank, ranks, moments),
             storages,
         )?;
     }
-    let module = SparseStorage { bytes: 2 * elements, marks: Vec::new() };
-    let model = model(&shapes(elements), elements, ranks);
+    let module = SparseStorage { bytes: 2 * elements, nonzero_values: Vec::new() };
+    let model = encode_model_pickle(&list_weight_shapes(elements), elements, ranks);
     write_torch_file(
         &tag.join("mp_rank_00_model_states.pt"),
         "mp_rank_00_model_states",
@@ -79,36 +80,39 @@ pub(crate) fn make(dir: &Path, elements: u64, ranks: u64, moments: bool) -> io::
     std::fs::write(dir.join("latest"), "global_step3")
 }
 
-/// A storage that is a hole except for a few numbers.
+/// A tensor storage that consists of zeros, except for a few F32 numbers.
 struct SparseStorage {
     bytes: u64,
-    /// The numbers, with ascending byte offsets.
-    marks: Vec<(u64, [u8; 4])>,
+    /// Byte offset and little-endian bytes of each nonzero number, in ascending order of offsets.
+    nonzero_values: Vec<(u64, [u8; 4])>,
 }
 
 impl SparseStorage {
-    /// Elements `range` of a flat group.
+    /// Makes the storage of the elements `range` of the flat group of `role` (see
+    /// [`compute_value`]).
     fn new(range: std::ops::Range<u64>, role: u64) -> SparseStorage {
-        let first = range.start.next_multiple_of(MARK_EVERY);
-        let marked = (first..range.end).step_by(MARK_EVERY as usize);
-        let mark = |i: u64| (4 * (i - range.start), value(i, role).to_le_bytes());
-        SparseStorage { bytes: 4 * (range.end - range.start), marks: marked.map(mark).collect() }
+        let first = range.start.next_multiple_of(NONZERO_DISTANCE);
+        let marked = (first..range.end).step_by(NONZERO_DISTANCE as usize);
+        let mark = |i: u64| (4 * (i - range.start), compute_value(i, role).to_le_bytes());
+        SparseStorage { bytes: 4 * (range.end - range.start), nonzero_values: marked.map(mark).collect() }
     }
 
-    fn crc(&self) -> u32 {
+    /// Computes the CRC-32 of the whole storage without producing its zeros.
+    fn compute_crc(&self) -> u32 {
         let (mut crc, mut at) = (Hasher::new(), 0);
-        for (place, bytes) in &self.marks {
-            crc.combine(&zeros(place - at));
+        for (place, bytes) in &self.nonzero_values {
+            crc.combine(&compute_crc_of_zeros(place - at));
             crc.update(bytes);
             at = place + 4;
         }
-        crc.combine(&zeros(self.bytes - at));
+        crc.combine(&compute_crc_of_zeros(self.bytes - at));
         crc.finalize()
     }
 }
 
-/// The CRC-32 of `count` zero bytes, combined from those of powers of two.
-fn zeros(mut count: u64) -> Hasher {
+/// Computes the CRC-32 of `count` zero bytes in O(log `count`) steps, by combining the CRCs of runs
+/// whose lengths are powers of two.
+fn compute_crc_of_zeros(mut count: u64) -> Hasher {
     let (mut crc, mut power) = (Hasher::new(), Hasher::new());
     power.update(&[0]);
     while count > 0 {
@@ -122,7 +126,8 @@ fn zeros(mut count: u64) -> Hasher {
     crc
 }
 
-/// Writes a torch file: a zip of stored members with 64-bit sizes and offsets.
+/// Writes a torch file: a zip of uncompressed members with 64-bit sizes and offsets. Zeros of the
+/// storages become holes of the file.
 fn write_torch_file(path: &Path, root: &str, pickle: &[u8], storages: Vec<SparseStorage>) -> io::Result<()> {
     let file = File::create_new(path)?;
     let (mut at, mut directory, mut count) = (0u64, Vec::new(), 0u64);
@@ -131,7 +136,7 @@ fn write_torch_file(path: &Path, root: &str, pickle: &[u8], storages: Vec<Sparse
         let mut header = [b"PK\x03\x04".as_slice(), &[45, 0, 0, 8], &[0; 18]].concat();
         header.extend((name.len() as u16).to_le_bytes());
         let begin = at + header.len() as u64 + 2 + name.len() as u64;
-        let filler = (begin + 4).next_multiple_of(ALIGNMENT) - begin - 4;
+        let filler = (begin + 4).next_multiple_of(ZIP_ALIGNMENT) - begin - 4;
         header.extend((filler as u16 + 4).to_le_bytes());
         header.extend(name.as_bytes());
         header.extend(b"FB");
@@ -162,8 +167,9 @@ fn write_torch_file(path: &Path, root: &str, pickle: &[u8], storages: Vec<Sparse
         member(name.into(), bytes.len() as u64, crc32fast::hash(bytes), &[(0, bytes)])?;
     }
     for (i, storage) in storages.iter().enumerate() {
-        let pieces: Vec<(u64, &[u8])> = storage.marks.iter().map(|(at, b)| (*at, b.as_slice())).collect();
-        member(format!("data/{i}"), storage.bytes, storage.crc(), &pieces)?;
+        let pieces: Vec<(u64, &[u8])> =
+            storage.nonzero_values.iter().map(|(at, b)| (*at, b.as_slice())).collect();
+        member(format!("data/{i}"), storage.bytes, storage.compute_crc(), &pieces)?;
     }
     member("version".into(), 2, crc32fast::hash(b"3\n"), &[(0, b"3\n")])?;
     let (start, length) = (at, directory.len() as u64);
@@ -182,138 +188,142 @@ fn write_torch_file(path: &Path, root: &str, pickle: &[u8], storages: Vec<Sparse
     file.write_all_at(&directory, start)
 }
 
-/// A writer of pickle protocol 2 with the opcodes that these files need.
-struct Pickle(Vec<u8>);
+/// A writer of pickle protocol 2, which supports only the opcodes that torch files need.
+struct PickleWriter(Vec<u8>);
 
 /// A function that writes one value.
-type Value<'a> = &'a dyn Fn(&mut Pickle);
+type WriteValue<'a> = &'a dyn Fn(&mut PickleWriter);
 
-impl Pickle {
-    fn text(&mut self, text: &str) {
+impl PickleWriter {
+    fn write_text(&mut self, text: &str) {
         self.0.push(b'X');
         self.0.extend((text.len() as u32).to_le_bytes());
         self.0.extend(text.as_bytes());
     }
 
-    fn int(&mut self, n: u64) {
+    fn write_int(&mut self, n: u64) {
         self.0.extend([0x8a, 8]);
         self.0.extend(n.to_le_bytes());
     }
 
-    fn ints(&mut self, values: &[u64]) {
+    fn write_int_tuple(&mut self, values: &[u64]) {
         self.0.push(b'(');
-        values.iter().for_each(|&n| self.int(n));
+        values.iter().for_each(|&n| self.write_int(n));
         self.0.push(b't');
     }
 
-    fn dict(&mut self, pairs: &[(&str, Value<'_>)]) {
+    fn write_dict(&mut self, pairs: &[(&str, WriteValue<'_>)]) {
         self.0.extend(b"}(");
         for (key, value) in pairs {
-            self.text(key);
+            self.write_text(key);
             value(self);
         }
         self.0.push(b'u');
     }
 
-    fn list(&mut self, items: &[Value<'_>]) {
+    fn write_list(&mut self, items: &[WriteValue<'_>]) {
         self.0.extend(b"](");
         items.iter().for_each(|item| item(self));
         self.0.push(b'e');
     }
 
-    /// A tensor at `offset` of a storage of `stored` elements.
-    fn tensor(&mut self, class: &str, storage: u64, stored: u64, offset: u64, shape: &[u64]) {
+    /// Writes a contiguous tensor of the shape `shape`. The tensor begins at element `offset` of
+    /// the storage with number `storage`, which has `stored` elements and the torch class `class`.
+    fn write_tensor(&mut self, class: &str, storage: u64, stored: u64, offset: u64, shape: &[u64]) {
         self.0.extend(b"ctorch._utils\n_rebuild_tensor_v2\n((");
-        self.text("storage");
+        self.write_text("storage");
         self.0.extend(format!("ctorch\n{class}\n").bytes());
-        self.text(&storage.to_string());
-        self.text("cpu");
-        self.int(stored);
+        self.write_text(&storage.to_string());
+        self.write_text("cpu");
+        self.write_int(stored);
         self.0.extend(b"tQ");
-        self.int(offset);
-        self.ints(shape);
+        self.write_int(offset);
+        self.write_int_tuple(shape);
         let strides: Vec<u64> = (0..shape.len()).map(|i| shape[i + 1..].iter().product()).collect();
-        self.ints(&strides);
+        self.write_int_tuple(&strides);
         self.0.extend(b"\x89ccollections\nOrderedDict\n)RtR");
     }
 }
 
-fn pickle_dict(pairs: &[(&str, Value<'_>)]) -> Vec<u8> {
-    let mut pickle = Pickle(b"\x80\x02".to_vec());
-    pickle.dict(pairs);
+/// Encodes a dict as a whole pickle, with its header and its STOP opcode.
+fn encode_dict(pairs: &[(&str, WriteValue<'_>)]) -> Vec<u8> {
+    let mut pickle = PickleWriter(b"\x80\x02".to_vec());
+    pickle.write_dict(pairs);
     pickle.0.push(b'.');
     pickle.0
 }
 
-fn none(p: &mut Pickle) {
+fn write_none(p: &mut PickleWriter) {
     p.0.push(b'N');
 }
 
-/// The pickle of a rank's optimizer file.
-fn optimizer(part: u64, ranks: u64, moments: bool) -> Vec<u8> {
-    let flat = |role: u64| move |p: &mut Pickle| p.tensor("FloatStorage", role, part, 0, &[part]);
+/// Encodes the pickle of a rank's optimizer file; `part` is the rank's number of elements.
+fn encode_optimizer_pickle(part: u64, ranks: u64, moments: bool) -> Vec<u8> {
+    let flat = |role: u64| move |p: &mut PickleWriter| p.write_tensor("FloatStorage", role, part, 0, &[part]);
     let (weights, first, second) = (flat(0), flat(1), flat(2));
-    let three = |p: &mut Pickle| p.int(3);
-    let states = |p: &mut Pickle| match moments {
-        true => p.dict(&[("step", &three), ("exp_avg", &first), ("exp_avg_sq", &second)]),
-        false => p.dict(&[]),
+    let three = |p: &mut PickleWriter| p.write_int(3);
+    let states = |p: &mut PickleWriter| match moments {
+        true => p.write_dict(&[("step", &three), ("exp_avg", &first), ("exp_avg_sq", &second)]),
+        false => p.write_dict(&[]),
     };
-    let state = |p: &mut Pickle| {
+    let state = |p: &mut PickleWriter| {
         p.0.extend(b"}");
-        p.int(0);
+        p.write_int(0);
         states(p);
         p.0.push(b's');
     };
-    let params = |p: &mut Pickle| p.list(&[&|p| p.int(0)]);
-    let group = |p: &mut Pickle| p.dict(&[("params", &params)]);
-    let groups = |p: &mut Pickle| p.list(&[&group]);
-    let base = |p: &mut Pickle| p.dict(&[("state", &state), ("param_groups", &groups)]);
-    let optimizer = |p: &mut Pickle| {
-        p.dict(&[
-            ("zero_stage", &|p| p.int(2)),
-            ("partition_count", &|p| p.list(&[&|p| p.int(ranks)])),
-            ("group_paddings", &|p| p.list(&[&|p| p.int(0)])),
+    let params = |p: &mut PickleWriter| p.write_list(&[&|p| p.write_int(0)]);
+    let group = |p: &mut PickleWriter| p.write_dict(&[("params", &params)]);
+    let groups = |p: &mut PickleWriter| p.write_list(&[&group]);
+    let base = |p: &mut PickleWriter| p.write_dict(&[("state", &state), ("param_groups", &groups)]);
+    let optimizer = |p: &mut PickleWriter| {
+        p.write_dict(&[
+            ("zero_stage", &|p| p.write_int(2)),
+            ("partition_count", &|p| p.write_list(&[&|p| p.write_int(ranks)])),
+            ("group_paddings", &|p| p.write_list(&[&|p| p.write_int(0)])),
             ("base_optimizer_state", &base),
-            ("single_partition_of_fp32_groups", &|p| p.list(&[&weights])),
+            ("single_partition_of_fp32_groups", &|p| p.write_list(&[&weights])),
         ]);
     };
-    pickle_dict(&[("optimizer_state_dict", &optimizer), ("ds_version", &|p| p.text("0.19.8"))])
+    encode_dict(&[("optimizer_state_dict", &optimizer), ("ds_version", &|p| p.write_text("0.19.8"))])
 }
 
-/// The pickle of the model file.
-fn model(shapes: &[[u64; 2]], elements: u64, ranks: u64) -> Vec<u8> {
-    let named = |p: &mut Pickle, value: &dyn Fn(&mut Pickle, usize)| {
+/// Encodes the pickle of the model file.
+fn encode_model_pickle(shapes: &[[u64; 2]], elements: u64, ranks: u64) -> Vec<u8> {
+    let named = |p: &mut PickleWriter, value: &dyn Fn(&mut PickleWriter, usize)| {
         p.0.extend(b"}(");
         for i in 0..shapes.len() {
-            p.text(&format!("layers.{i}.weight"));
+            p.write_text(&format!("layers.{i}.weight"));
             value(p, i);
         }
         p.0.push(b'u');
     };
-    let module = |p: &mut Pickle| {
-        named(p, &|p, i| p.tensor("BFloat16Storage", 0, elements, i as u64 * WEIGHT, &shapes[i]));
+    let module = |p: &mut PickleWriter| {
+        named(p, &|p, i| {
+            p.write_tensor("BFloat16Storage", 0, elements, i as u64 * WEIGHT_ELEMENTS, &shapes[i])
+        });
     };
-    let sizes = |p: &mut Pickle| {
+    let sizes = |p: &mut PickleWriter| {
         named(p, &|p, i| {
             p.0.extend(b"ctorch\nSize\n");
-            p.ints(&shapes[i]);
+            p.write_int_tuple(&shapes[i]);
             p.0.extend(b"\x85R");
         });
     };
-    let count = |n: u64| move |p: &mut Pickle| p.int(n);
-    pickle_dict(&[
+    let count = |n: u64| move |p: &mut PickleWriter| p.write_int(n);
+    encode_dict(&[
         ("module", &module),
-        ("buffer_names", &|p| p.list(&[])),
-        ("optimizer", &none),
-        ("param_shapes", &|p| p.list(&[&sizes])),
-        ("frozen_param_shapes", &none),
-        ("shared_params", &|p| p.dict(&[])),
-        ("frozen_param_fragments", &none),
-        ("lr_scheduler", &none),
+        ("buffer_names", &|p| p.write_list(&[])),
+        ("optimizer", &write_none),
+        ("param_shapes", &|p| p.write_list(&[&sizes])),
+        ("frozen_param_shapes", &write_none),
+        ("shared_params", &|p| p.write_dict(&[])),
+        ("frozen_param_fragments", &write_none),
+        ("lr_scheduler", &write_none),
         ("skipped_steps", &count(0)),
         ("global_steps", &count(3)),
         ("dp_world_size", &count(ranks)),
         ("mp_world_size", &count(1)),
-        ("ds_version", &|p| p.text("0.19.8")),
+        ("ds_version", &|p| p.write_text("0.19.8")),
     ])
 }

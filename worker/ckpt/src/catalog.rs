@@ -17,9 +17,9 @@ pub enum TensorRole {
     ExpAvg,
     /// Second moment of Adam.
     ExpAvgSq,
-    /// Momentum of SGD, Muon and Lion.
+    /// Momentum of SGD, Muon or Lion.
     Momentum,
-    /// A buffer of the model, which is not trained.
+    /// A buffer of the model: a tensor that is saved with the weights and not trained.
     Buffer,
 }
 
@@ -33,7 +33,7 @@ impl TensorRole {
         TensorRole::Buffer,
     ];
 
-    /// The name of the role in files and tables, such as `exp_avg`.
+    /// Returns the name of the role in files and tables, such as `exp_avg`.
     pub fn name(self) -> &'static str {
         match self {
             TensorRole::Weight => "weight",
@@ -44,7 +44,8 @@ impl TensorRole {
         }
     }
 
-    /// True for optimizer states, which have the shape of the weight of the same name.
+    /// Returns true for optimizer states. An optimizer state has the name and the shape of its
+    /// weight.
     pub fn is_optimizer_state(self) -> bool {
         matches!(self, TensorRole::ExpAvg | TensorRole::ExpAvgSq | TensorRole::Momentum)
     }
@@ -56,28 +57,28 @@ impl fmt::Display for TensorRole {
     }
 }
 
-/// A whole logical tensor, independent of how it is split among files.
+/// Name, role, dtype and shape of a whole tensor, however its elements are divided among files.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TensorInfo {
     /// Name in the Hugging Face model.
     pub name: String,
-    /// Purpose of the tensor.
+    /// Role of the tensor.
     pub role: TensorRole,
-    /// Stored element type.
+    /// Dtype of the stored elements.
     pub dtype: Dtype,
     /// Dimensions.
     pub shape: Vec<u64>,
 }
 
 impl TensorInfo {
-    /// Number of elements.
-    pub fn elements(&self) -> u64 {
+    /// Returns the number of elements.
+    pub fn element_count(&self) -> u64 {
         self.shape.iter().product()
     }
 
-    /// Size of all elements, bytes.
+    /// Returns the size of all elements in bytes.
     pub fn bytes(&self) -> u64 {
-        self.elements() * self.dtype.size()
+        self.element_count() * self.dtype.size()
     }
 }
 
@@ -91,36 +92,37 @@ pub struct WeightShape {
     pub shape: Vec<u64>,
 }
 
-/// A tied weight: `alias` is the same tensor as `target` and is not stored.
+/// A tied weight: `alias` is another name of the weight `target`, so that only `target` is stored.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Tie {
-    /// Name of the tied weight.
+pub struct TiedWeight {
+    /// Name of the weight that is not stored.
     pub alias: String,
-    /// Name of the stored weight.
+    /// Name of the weight that is stored in its place.
     pub target: String,
 }
 
-/// A description of the model: enough to check the tensors and to export a Hugging Face directory.
+/// A description of the model, from which tensors are checked and a Hugging Face directory is
+/// exported.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ModelSpec {
-    /// Name of the architecture, such as `qwen3`.
+    /// Model family, such as `qwen3`.
     pub family: String,
-    /// Content of `config.json`; an object.
+    /// Content of `config.json`, a JSON object.
     pub hf_config: Value,
-    /// Every stored weight in canonical order.
+    /// Every stored weight, in the order in which the model lists its parameters.
     pub weights: Vec<WeightShape>,
     /// Tied weights.
-    pub ties: Vec<Tie>,
+    pub ties: Vec<TiedWeight>,
     /// Weights that are not trained and therefore have no optimizer state.
     #[serde(default)]
     pub frozen: Vec<String>,
-    /// Tensors of role [`Role::Buffer`].
+    /// Name and shape of each tensor of the role [`TensorRole::Buffer`].
     #[serde(default)]
     pub buffers: Vec<WeightShape>,
-    /// PEFT's `adapter_config.json`, when the model has LoRA adapters. Their tensors are in
-    /// `weights`.
+    /// Content of PEFT's `adapter_config.json` if the model has LoRA adapters. The matrices of the
+    /// adapters are listed in `weights`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub adapter: Option<Value>,
 }
@@ -131,11 +133,11 @@ pub struct ModelSpec {
 pub struct TextFile {
     /// File name without directories.
     pub name: String,
-    /// Content.
+    /// Content of the file.
     pub text: String,
 }
 
-/// Facts about the run and its state, which the caller of a save supplies for the manifest.
+/// Facts about a run and its state that a manifest records. The caller of a save provides them.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RunFacts {
@@ -151,30 +153,32 @@ pub struct RunFacts {
     pub tokens: u64,
     /// Version of launch that wrote the checkpoint.
     pub program: String,
-    /// Position in the data order.
+    /// Cursor: samples consumed, scale of the FP16 loss, and step lags of weights.
     pub cursor: Value,
-    /// State of the random number generators.
+    /// RNG streams.
     pub rng: Value,
-    /// Hyper-parameters per parameter group.
+    /// Parameter groups with their hyper-parameters.
     pub groups: Value,
-    /// The model.
+    /// Description of the model.
     pub model: ModelSpec,
-    /// Tokenizer files.
+    /// Files of the tokenizer.
     pub tokenizer: Vec<TextFile>,
     /// The resolved job file.
     pub job: Value,
 }
 
-/// Key in the cursor: a map from weights to the number of updates by which they are behind the run.
-pub(crate) const LATE: &str = "late";
+/// Key in the cursor of the step lags: an object that maps the name of a weight to the number of
+/// updates by which the weight is behind the step of the run.
+pub(crate) const STEP_LAG_KEY: &str = "late";
 
-/// Limit on the name of a tensor, bytes.
-const NAME_MAX: usize = 1024;
-/// Limit on the dimensions of a tensor.
-const RANK_MAX: usize = 16;
+/// Maximum length of a tensor's name in bytes.
+const TENSOR_NAME_MAX: usize = 1024;
+/// Maximum number of dimensions of a tensor.
+const DIMENSIONS_MAX: usize = 16;
 
-/// Number of elements of a shape; `None` when the size in bytes would overflow.
-pub(crate) fn elements(shape: &[u64]) -> Option<u64> {
+/// Counts the elements of a shape. Returns `None` if their size in bytes could overflow an `i64`,
+/// for elements of up to 8 bytes.
+pub(crate) fn count_elements(shape: &[u64]) -> Option<u64> {
     // a dimension of size 0 must not hide an overflow from readers that multiply in another order
     let nonzero = shape.iter().filter(|&&d| d > 0).try_fold(1u64, |n, &d| n.checked_mul(d))?;
     nonzero.checked_mul(8).filter(|&b| b <= i64::MAX as u64)?;
@@ -183,21 +187,22 @@ pub(crate) fn elements(shape: &[u64]) -> Option<u64> {
 
 /// A tensor name that is empty, too long, or has control characters.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{name:?} is not a valid tensor name (1 to {NAME_MAX} bytes, no control characters)")]
+#[error("{name:?} is not a valid tensor name (1 to {TENSOR_NAME_MAX} bytes, no control characters)")]
 pub struct InvalidTensorName {
     /// The first characters of the name.
     pub name: String,
 }
 
-/// Rejects invalid tensor names.
-pub(crate) fn check_name(name: &str) -> std::result::Result<(), InvalidTensorName> {
-    if name.is_empty() || name.len() > NAME_MAX || name.chars().any(char::is_control) {
+/// Rejects a tensor name that is empty, too long, or has control characters.
+pub(crate) fn check_tensor_name(name: &str) -> std::result::Result<(), InvalidTensorName> {
+    if name.is_empty() || name.len() > TENSOR_NAME_MAX || name.chars().any(char::is_control) {
         return Err(InvalidTensorName { name: name.chars().take(60).collect() });
     }
     Ok(())
 }
 
-/// True for a file name without directories that is not hidden.
+/// Returns true for a valid name of a visible file: no directories, no leading dot, no control
+/// characters, at most 255 bytes.
 pub(crate) fn is_plain_file_name(name: &str) -> bool {
     !name.is_empty()
         && name.len() <= 255
@@ -205,14 +210,16 @@ pub(crate) fn is_plain_file_name(name: &str) -> bool {
         && !name.chars().any(|c| c == '/' || c == '\\' || c.is_control())
 }
 
-fn check_shapes(kind: &str, tensors: &[WeightShape]) -> std::result::Result<(), ManifestError> {
+/// Rejects a list with an invalid or repeated tensor name or an impossible shape. `kind` (weight or
+/// buffer) is for the error.
+fn check_tensor_list(kind: &str, tensors: &[WeightShape]) -> std::result::Result<(), ManifestError> {
     let mut seen = HashSet::new();
     for t in tensors {
-        check_name(&t.name)?;
+        check_tensor_name(&t.name)?;
         if !seen.insert(t.name.as_str()) {
             return Err(ManifestError::Duplicate(format!("{kind} {}", t.name)));
         }
-        if t.shape.len() > RANK_MAX || elements(&t.shape).is_none() {
+        if t.shape.len() > DIMENSIONS_MAX || count_elements(&t.shape).is_none() {
             return Err(ManifestError::ImpossibleShape {
                 tensor: format!("{kind} {}", t.name),
                 shape: t.shape.clone(),
@@ -223,16 +230,16 @@ fn check_shapes(kind: &str, tensors: &[WeightShape]) -> std::result::Result<(), 
 }
 
 impl ModelSpec {
-    /// Rejects a model that contradicts itself.
+    /// Rejects a model that contradicts itself, such as one with a tie to a weight that it lacks.
     pub(crate) fn check(&self) -> std::result::Result<(), ManifestError> {
         if !self.hf_config.is_object() {
             return Err(ManifestError::ConfigNotAnObject);
         }
-        check_shapes("weight", &self.weights)?;
-        check_shapes("buffer", &self.buffers)?;
+        check_tensor_list("weight", &self.weights)?;
+        check_tensor_list("buffer", &self.buffers)?;
         let weights: HashSet<&str> = self.weights.iter().map(|w| w.name.as_str()).collect();
         for tie in &self.ties {
-            check_name(&tie.alias)?;
+            check_tensor_name(&tie.alias)?;
             if weights.contains(tie.alias.as_str()) || !weights.contains(tie.target.as_str()) {
                 return Err(ManifestError::InvalidTie {
                     alias: tie.alias.clone(),
@@ -246,17 +253,18 @@ impl ModelSpec {
         }
     }
 
-    /// The first tensor in which two models differ: its name, and name and shape in this and in the
-    /// other model. The order of tensors is ignored, since programs list them in different orders.
-    pub(crate) fn first_difference(&self, other: &[WeightShape]) -> Option<(String, String, String)> {
-        fn by_name(tensors: &[WeightShape]) -> HashMap<&str, &WeightShape> {
+    /// Finds the first tensor in which this model's weights and `other` differ. Returns the
+    /// tensor's name, and then name and shape as text: first in this model, then in `other`.
+    /// Ignores the order of the tensors, since programs list them in different orders.
+    pub(crate) fn find_first_difference(&self, other: &[WeightShape]) -> Option<(String, String, String)> {
+        fn index_by_name(tensors: &[WeightShape]) -> HashMap<&str, &WeightShape> {
             tensors.iter().map(|w| (w.name.as_str(), w)).collect()
         }
         let shown = |w: Option<&&WeightShape>| match w {
             Some(w) => format!("{} {:?}", w.name, w.shape),
             None => "no such tensor".to_owned(),
         };
-        let (ours, theirs) = (by_name(&self.weights), by_name(other));
+        let (ours, theirs) = (index_by_name(&self.weights), index_by_name(other));
         let listed = other.iter().chain(&self.weights).map(|w| w.name.as_str());
         let name = listed.into_iter().find(|name| ours.get(name) != theirs.get(name))?;
         Some((name.to_owned(), shown(ours.get(name)), shown(theirs.get(name))))
@@ -264,12 +272,14 @@ impl ModelSpec {
 }
 
 impl RunFacts {
-    /// Number of updates of a trained weight. A weight that was unfrozen later is behind the run.
-    pub(crate) fn updates(&self, weight: &str) -> u64 {
-        self.step.saturating_sub(self.cursor[LATE][weight].as_u64().unwrap_or(0))
+    /// Returns the update count of a trained weight: the step of the run minus the step lag of the
+    /// weight, which is 0 unless the weight was frozen for a while.
+    pub(crate) fn count_updates(&self, weight: &str) -> u64 {
+        self.step.saturating_sub(self.cursor[STEP_LAG_KEY][weight].as_u64().unwrap_or(0))
     }
 
-    /// Rejects facts that could not be read back or exported.
+    /// Rejects facts that could not be read back or exported: an inconsistent model, a world size
+    /// of 0, or an unsafe or repeated name of a tokenizer file.
     pub(crate) fn check(&self) -> std::result::Result<(), ManifestError> {
         self.model.check()?;
         if self.world == 0 {
@@ -285,13 +295,14 @@ impl RunFacts {
     }
 }
 
-/// Rejects a checkpoint of another model and names the first tensor that differs.
+/// Rejects the checkpoint at `path`, which stores the model `stored`, unless its weights are those
+/// in `wanted`. The error names the first tensor that differs.
 pub(crate) fn require_same_model(
     path: &std::path::Path,
     stored: &ModelSpec,
     wanted: &[WeightShape],
 ) -> Result<()> {
-    match stored.first_difference(wanted) {
+    match stored.find_first_difference(wanted) {
         None => Ok(()),
         Some((tensor, found, expected)) => {
             Err(CkptError::ModelMismatch { path: path.to_owned(), tensor, expected, found })
@@ -305,9 +316,9 @@ mod tests {
 
     #[test]
     fn overflowing_shapes_have_no_element_count() {
-        assert_eq!(elements(&[]), Some(1));
-        assert_eq!(elements(&[3, 0]), Some(0));
-        assert_eq!(elements(&[1 << 40, 1 << 40]), None);
-        assert_eq!(elements(&[0, u64::MAX, 3]), None);
+        assert_eq!(count_elements(&[]), Some(1));
+        assert_eq!(count_elements(&[3, 0]), Some(0));
+        assert_eq!(count_elements(&[1 << 40, 1 << 40]), None);
+        assert_eq!(count_elements(&[0, u64::MAX, 3]), None);
     }
 }

@@ -1,17 +1,17 @@
-//! [`Checkpoint`]: reads any range of any tensor of a native checkpoint, and verifies every block
+//! [`Checkpoint`]: reads any range of any tensor of a native checkpoint. Every block is verified
 //! before its bytes are returned.
 use crate::catalog::{RunFacts, TensorInfo, TensorRole, TextFile, WeightShape, require_same_model};
-use crate::disk::{BLOCK, BlockFile, Buffers, Directory, ReadJob, stream};
+use crate::disk::{BLOCK, BlockFile, BlockRequest, Directory, DiskBufferPool, stream_windows};
 use crate::dtype::Dtype;
+use crate::element_ranges;
 use crate::error::{CkptError, Damage, DamageReason, MissingPart, RemoteShard, Result};
 use crate::hash::Hash;
-use crate::host::StorageHost;
-use crate::manifest::{Extent, FileEntry, Manifest, TensorEntry};
-use crate::partition;
+use crate::manifest::{FileEntry, Manifest, PieceEntry, TensorEntry};
 use crate::passthrough::PassthroughState;
 use crate::remote_shards::RemoteShards;
-use crate::source::{ReadRequest, TensorSource};
-use crate::state::TrainingState;
+use crate::storage_host::StorageHost;
+use crate::tensor_source::{ReadRequest, TensorSource};
+use crate::training_state::TrainingState;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use std::collections::{HashMap, HashSet};
@@ -19,17 +19,17 @@ use std::fmt;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-/// An open native checkpoint. It remains readable when its directory is renamed, but not when it is
-/// removed.
+/// An open native checkpoint. Its files are opened for each read, relative to the open directory.
+/// Reads therefore still work after the directory is renamed, but not after it is removed.
 pub struct Checkpoint {
     path: PathBuf,
-    /// `None` when no part of the checkpoint is on this host.
+    /// The open checkpoint directory; `None` if no part of the checkpoint is on this host.
     directory: Option<Directory>,
-    /// For each file, whether it is in the directory.
+    /// For each shard, whether its file is in the directory.
     local_files: Vec<bool>,
     manifest: Manifest,
     index: HashMap<(TensorRole, String), usize>,
-    buffers: Buffers,
+    buffers: DiskBufferPool,
 }
 
 impl fmt::Debug for Checkpoint {
@@ -38,22 +38,24 @@ impl fmt::Debug for Checkpoint {
     }
 }
 
-/// Consecutive 1 MiB blocks of a file.
+/// A range of consecutive 1 MiB blocks of one shard.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BlockRange {
-    /// Index of the file, which is the rank that wrote it.
+    /// Index of the shard, which is the rank that wrote the file.
     pub file: usize,
-    /// Indices of the blocks.
+    /// Indices of the blocks in the file.
     pub blocks: Range<u64>,
 }
 
-/// Receives a block: index of the file, index of the block, bytes.
+/// A callback that receives one block: the index of the shard, the index of the block in the
+/// shard, and the bytes of the block.
 pub type BlockSink<'a> = dyn FnMut(usize, u64, &[u8]) -> Result<()> + 'a;
 
-/// Fetches blocks from other hosts and passes each to the sink, in the order of the request.
-pub type FetchBlocks<'a> = dyn FnMut(Vec<BlockRange>, &mut BlockSink<'_>) -> Result<()> + 'a;
+/// A callback that fetches blocks from other hosts and passes each block to the sink, in the order
+/// in which the blocks were requested.
+pub type BlockFetcher<'a> = dyn FnMut(Vec<BlockRange>, &mut BlockSink<'_>) -> Result<()> + 'a;
 
-/// A byte range of a file, and the buffer to fill.
+/// A byte range of a shard, and the buffer that receives its bytes.
 struct ByteRead<'a> {
     file: usize,
     bytes: Range<u64>,
@@ -61,8 +63,14 @@ struct ByteRead<'a> {
 }
 
 impl Checkpoint {
-    /// Opens a directory with a manifest. Verifies the hash, the consistency of the manifest and
-    /// the sizes of the shards. The content of the shards is verified when it is read.
+    /// Opens the native checkpoint in the directory `path`. Verifies the hash and the consistency
+    /// of the manifest, and the sizes of the shards. Reads verify the content of the shards.
+    ///
+    /// A shard may be missing if the manifest records that another host stores it.
+    ///
+    /// # Errors
+    /// [`CkptError::NotFound`] if `path` does not exist; an error that names the damaged or missing
+    /// file otherwise.
     pub fn open(path: &Path) -> Result<Checkpoint> {
         if !crate::disk::exists(path) {
             return Err(CkptError::NotFound { path: path.to_owned() });
@@ -72,7 +80,7 @@ impl Checkpoint {
         let remote = RemoteShards::new(path, &manifest);
         let mut local_files = Vec::with_capacity(manifest.files.len());
         for (i, file) in manifest.files.iter().enumerate() {
-            local_files.push(match directory.size_of(&file.name)? {
+            local_files.push(match directory.file_size(&file.name)? {
                 Some(size) if size == file.bytes => true,
                 Some(size) => {
                     let reason = DamageReason::SizeMismatch { expected: file.bytes, found: size };
@@ -85,13 +93,14 @@ impl Checkpoint {
         Ok(Checkpoint::from_parts(path, Some(directory), local_files, manifest))
     }
 
-    /// Opens a host-local checkpoint from the text of its manifest. Shards in the directory (if
-    /// `has_directory`) are read directly, the others through [`Checkpoint::read_many_with`].
+    /// Opens a host-local checkpoint from the text of its manifest, which another host may have
+    /// sent. With `has_directory`, the shards in the directory `path` are read from there. Other
+    /// shards can be read only with [`Checkpoint::read_many_with_fetcher`].
     pub fn from_manifest(path: &Path, text: Vec<u8>, has_directory: bool) -> Result<Checkpoint> {
         let manifest = Manifest::parse(path, text)?;
         let directory = if has_directory { Some(Directory::open(path)?) } else { None };
         let is_local = |f: &FileEntry| {
-            directory.as_ref().is_some_and(|d| d.size_of(&f.name).is_ok_and(|n| n == Some(f.bytes)))
+            directory.as_ref().is_some_and(|d| d.file_size(&f.name).is_ok_and(|n| n == Some(f.bytes)))
         };
         let local_files = manifest.files.iter().map(is_local).collect();
         Ok(Checkpoint::from_parts(path, directory, local_files, manifest))
@@ -110,51 +119,54 @@ impl Checkpoint {
             local_files,
             manifest,
             index,
-            buffers: Buffers::default(),
+            buffers: DiskBufferPool::default(),
         }
     }
 
-    /// The path given to [`Checkpoint::open`].
+    /// Returns the path that was given to [`Checkpoint::open`] or [`Checkpoint::from_manifest`].
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// For each file, whether it is in the directory.
+    /// Returns, for each shard, whether its file is in the directory on this host.
     pub fn local_files(&self) -> &[bool] {
         &self.local_files
     }
 
-    /// The host that stores a shard; `None` when all shards are in one directory.
+    /// Returns the host that stores the shard with index `file`; `None` if the hosts share the
+    /// checkpoint directory.
     pub fn shard_host(&self, file: usize) -> Option<&StorageHost> {
         self.manifest.shard_host(file)
     }
 
-    /// Number of 1 MiB blocks of each file.
-    pub fn blocks(&self) -> Vec<u64> {
+    /// Returns the number of 1 MiB blocks of each shard.
+    pub fn block_counts(&self) -> Vec<u64> {
         self.manifest.files.iter().map(|f| f.blocks.len() as u64).collect()
     }
 
-    fn require_shards(&self, needed: impl Fn(usize) -> bool) -> Result<()> {
+    /// Returns [`CkptError::ShardsOnOtherHosts`] with every shard for which `needed` is true and
+    /// which isn't in the directory on this host.
+    fn require_local_shards(&self, needed: impl Fn(usize) -> bool) -> Result<()> {
         let absent = (0..self.local_files.len()).filter(|&i| !self.local_files[i] && needed(i));
-        let shards: Vec<RemoteShard> = absent.map(|i| self.remote_shard(i)).collect();
+        let shards: Vec<RemoteShard> = absent.map(|i| self.make_remote_shard(i)).collect();
         match shards.is_empty() {
             true => Ok(()),
             false => Err(CkptError::ShardsOnOtherHosts { path: self.path.clone(), shards }),
         }
     }
 
-    /// The name of a shard and the host that stores it.
-    fn remote_shard(&self, file: usize) -> RemoteShard {
+    /// Makes the description of a shard and its host for an error.
+    fn make_remote_shard(&self, file: usize) -> RemoteShard {
         let host = self.shard_host(file).map_or("unknown".to_owned(), StorageHost::to_string);
         RemoteShard { file: self.manifest.files[file].name.clone(), host }
     }
 
-    /// Facts about the run that saved the checkpoint.
+    /// Returns the facts about the run that saved the checkpoint.
     pub fn facts(&self) -> &RunFacts {
         &self.manifest.facts
     }
 
-    /// Every tensor, weights first, in the order of the model.
+    /// Iterates over all tensors: weights first, and within a role in the order of the model.
     pub fn tensors(&self) -> impl Iterator<Item = TensorInfo> + '_ {
         self.manifest.tensors.iter().map(|t| TensorInfo {
             name: t.name.clone(),
@@ -164,28 +176,29 @@ impl Checkpoint {
         })
     }
 
-    /// Name and size in bytes of every shard.
-    pub fn files(&self) -> impl Iterator<Item = (&str, u64)> {
+    /// Iterates over the name and the size in bytes of every shard.
+    pub fn shard_sizes(&self) -> impl Iterator<Item = (&str, u64)> {
         self.manifest.files.iter().map(|f| (f.name.as_str(), f.bytes))
     }
 
-    /// Size of all shards, bytes.
-    pub fn bytes(&self) -> u64 {
-        self.manifest.bytes()
+    /// Returns the total size of all shards in bytes.
+    pub fn total_shard_bytes(&self) -> u64 {
+        self.manifest.total_shard_bytes()
     }
 
-    /// True when the checkpoint stores this tensor.
-    pub fn holds(&self, name: &str, role: TensorRole) -> bool {
+    /// Returns true if the checkpoint stores the tensor of this name and role.
+    pub fn has_tensor(&self, name: &str, role: TensorRole) -> bool {
         self.index.contains_key(&(role, name.to_owned()))
     }
 
-    /// Rejects a checkpoint of a model with other weights; the error names the first difference.
+    /// Rejects the checkpoint unless its model has exactly these weights. The error names the first
+    /// tensor that differs.
     pub fn require_model(&self, weights: &[WeightShape]) -> Result<()> {
         require_same_model(self.path(), &self.manifest.facts.model, weights)
     }
 
-    /// Reads elements `range` of one tensor; `out` is as long as the range. For many ranges
-    /// [`Checkpoint::read_many`] is faster, since it reads no block twice.
+    /// Reads the elements `range` of one tensor into `out`, which must have the length of the
+    /// range. For many ranges [`Checkpoint::read_many`] is faster, since it reads no block twice.
     pub fn read_f32(&self, name: &str, role: TensorRole, range: Range<u64>, out: &mut [f32]) -> Result<()> {
         if range.start > range.end || range.end - range.start != out.len() as u64 {
             return Err(CkptError::internal("the range of a read has another length than its buffer"));
@@ -193,37 +206,46 @@ impl Checkpoint {
         self.read_many(&mut [ReadRequest { name, role, start_element: range.start, out }])
     }
 
-    /// Reads many ranges in the order of their offsets. Each block is read and verified once. After
-    /// an error the contents of the outputs are undefined. Needs 24 MiB in addition to the outputs.
+    /// Reads many ranges of tensors as F32. Reads and verifies each block once, in the order of the
+    /// offsets. After an error the contents of the outputs are undefined. Needs 24 MiB of memory in
+    /// addition to the outputs.
     ///
     /// # Errors
     /// [`CkptError::Damaged`] names the block and the tensors in it; [`CkptError::NoSuchTensor`]
     /// and [`CkptError::RangeOutsideTensor`] when a tensor or range does not exist.
     pub fn read_many(&self, requests: &mut [ReadRequest<'_>]) -> Result<()> {
-        self.read_many_with(requests, &mut |remote, _| {
-            self.require_shards(|file| remote.iter().any(|run| run.file == file))
+        self.read_many_with_fetcher(requests, &mut |remote, _| {
+            self.require_local_shards(|file| remote.iter().any(|run| run.file == file))
         })
     }
 
-    /// Like [`Checkpoint::read_many`], for a checkpoint with shards on other hosts. After the local
-    /// blocks are read, `fetch` is called once with all remote blocks, sorted. `fetch` passes each
-    /// block in that order to the sink, which verifies it.
-    pub fn read_many_with(
+    /// Reads many ranges of tensors as F32, also from shards on other hosts. After the local blocks
+    /// are read, calls `fetch` once with all remote blocks, sorted by shard and index. `fetch` must
+    /// pass each block in this order to the sink, which verifies the block.
+    ///
+    /// # Errors
+    /// Those of [`Checkpoint::read_many`] and of `fetch`.
+    pub fn read_many_with_fetcher(
         &self,
         requests: &mut [ReadRequest<'_>],
-        fetch: &mut FetchBlocks<'_>,
+        fetch: &mut BlockFetcher<'_>,
     ) -> Result<()> {
-        self.read_stored(requests, fetch)?;
+        self.read_stored_elements(requests, fetch)?;
         for request in requests.iter_mut() {
             if self.find_tensor(request.name, request.role)?.dtype == Dtype::BF16 {
-                widen(request.out);
+                widen_bf16_in_place(request.out);
             }
         }
         Ok(())
     }
 
-    /// Reads the stored elements, unconverted, to the end of each output.
-    fn read_stored(&self, requests: &mut [ReadRequest<'_>], fetch: &mut FetchBlocks<'_>) -> Result<()> {
+    /// Reads the stored elements of each request without conversion. Elements narrower than F32
+    /// fill only the end of the output.
+    fn read_stored_elements(
+        &self,
+        requests: &mut [ReadRequest<'_>],
+        fetch: &mut BlockFetcher<'_>,
+    ) -> Result<()> {
         let mut reads = Vec::new();
         for request in requests.iter_mut() {
             self.resolve_request(request, &mut reads)?;
@@ -234,20 +256,20 @@ impl Checkpoint {
             let file = in_file[0].file;
             let ranges = in_file.iter().map(|w| w.bytes.clone()).collect();
             let size = self.manifest.files[file].bytes;
-            for blocks in partition::covering_blocks(ranges, BLOCK as u64) {
+            for blocks in element_ranges::find_covering_blocks(ranges, BLOCK as u64) {
                 match self.local_files[file] {
-                    true => jobs.push(ReadJob { file, size, blocks }),
+                    true => jobs.push(BlockRequest { file, size, blocks }),
                     false => remote.push(BlockRange { file, blocks }),
                 }
             }
         }
-        let mut scatter = BlockScatter { reads: &mut reads, first: 0 };
-        let read = self.read_jobs(&jobs, &mut |file, block, bytes| {
+        let mut scatter = BlockScatter { reads: &mut reads, first_pending: 0 };
+        let read = self.run_read_jobs(&jobs, &mut |file, block, bytes| {
             self.verify_block(file, block, bytes)?;
             scatter.scatter_block(file, block * BLOCK as u64, bytes);
             Ok(())
         });
-        let mut scatter = BlockScatter { reads: &mut reads, first: 0 };
+        let mut scatter = BlockScatter { reads: &mut reads, first_pending: 0 };
         let fetched = fetch(remote, &mut |file, block, bytes| {
             self.verify_block(file, block, bytes)?;
             scatter.scatter_block(file, block * BLOCK as u64, bytes);
@@ -256,17 +278,22 @@ impl Checkpoint {
         read.and(fetched)
     }
 
-    /// Reads blocks of a local file without verifying them. The rank on another host that receives
-    /// them verifies them.
+    /// Reads blocks of a local shard and passes each to `sink` without verifying it. The rank of
+    /// another host that receives the block verifies it.
     pub fn read_blocks(&self, run: &BlockRange, sink: &mut BlockSink<'_>) -> Result<()> {
         let file = self.manifest.files.get(run.file).filter(|f| run.blocks.end <= f.blocks.len() as u64);
         let file = file.ok_or_else(|| {
             CkptError::missing(&self.path, MissingPart::Blocks { file: run.file, blocks: run.blocks.clone() })
         })?;
-        self.read_jobs(&[ReadJob { file: run.file, size: file.bytes, blocks: run.blocks.clone() }], sink)
+        self.run_read_jobs(
+            &[BlockRequest { file: run.file, size: file.bytes, blocks: run.blocks.clone() }],
+            sink,
+        )
     }
 
-    fn read_jobs(&self, jobs: &[ReadJob], sink: &mut BlockSink<'_>) -> Result<()> {
+    /// Reads the blocks of all jobs from local files and passes each block to `sink`, in the order
+    /// of the jobs.
+    fn run_read_jobs(&self, jobs: &[BlockRequest], sink: &mut BlockSink<'_>) -> Result<()> {
         let open = |file: usize| {
             let name = &self.manifest.files[file].name;
             match &self.directory {
@@ -274,12 +301,13 @@ impl Checkpoint {
                 None => Err(CkptError::missing(&self.path, MissingPart::File(name.clone()))),
             }
         };
-        stream(&self.buffers, jobs, open, |(job, read)| {
-            let window = read.map_err(|e| self.read_error(&job, e))?;
+        stream_windows(&self.buffers, jobs, open, |(job, read)| {
+            let window = read.map_err(|e| self.convert_read_error(&job, e))?;
             job.blocks.clone().zip(window.chunks(BLOCK)).try_for_each(|(b, bytes)| sink(job.file, b, bytes))
         })
     }
 
+    /// Divides a request into reads of byte ranges of shards, and appends them to `reads`.
     fn resolve_request<'a>(
         &self,
         request: &'a mut ReadRequest<'_>,
@@ -288,11 +316,11 @@ impl Checkpoint {
         let tensor = self.find_tensor(request.name, request.role)?;
         let start = request.start_element;
         let range = start..start.saturating_add(request.out.len() as u64);
-        if range.end > tensor.elements() {
+        if range.end > tensor.element_count() {
             return Err(CkptError::RangeOutsideTensor {
                 path: self.path().to_owned(),
                 tensor: tensor.label(),
-                elements: tensor.elements(),
+                elements: tensor.element_count(),
                 requested: range.end,
             });
         }
@@ -301,7 +329,7 @@ impl Checkpoint {
         // narrower elements are read to the end of the buffer, from where they are widened in place
         let skip = bytes.len() - bytes.len() / 4 * size as usize;
         let mut rest = &mut bytes[skip..];
-        for (i, part) in partition::cover(&tensor.pieces, Extent::elements, range) {
+        for (i, part) in element_ranges::intersect_ranges(&tensor.pieces, PieceEntry::element_range, range) {
             let piece = &tensor.pieces[i];
             let from = piece.offset + (part.start - piece.start) * size;
             let len = (part.end - part.start) * size;
@@ -312,6 +340,7 @@ impl Checkpoint {
         Ok(())
     }
 
+    /// Finds the manifest's entry of a tensor, or returns [`CkptError::NoSuchTensor`].
     fn find_tensor(&self, name: &str, role: TensorRole) -> Result<&TensorEntry> {
         match self.index.get(&(role, name.to_owned())) {
             Some(&i) => Ok(&self.manifest.tensors[i]),
@@ -322,6 +351,7 @@ impl Checkpoint {
         }
     }
 
+    /// Compares a block with its hash in the manifest. The error names the tensors in the block.
     fn verify_block(&self, file: usize, block: u64, bytes: &[u8]) -> Result<()> {
         let entry = &self.manifest.files[file];
         if entry.blocks.get(block as usize) == Some(&Hash::digest(bytes)) {
@@ -330,14 +360,15 @@ impl Checkpoint {
         let damage = Damage {
             file: entry.name.clone(),
             block: Some(block),
-            tensors: self.manifest.tensors_in(file, block),
+            tensors: self.manifest.tensors_in_block(file, block),
             reason: DamageReason::HashMismatch,
         };
         Err(CkptError::Damaged { path: self.path().to_owned(), damage: Box::new(damage) })
     }
 
-    /// Converts the error of a failed read, and adds the tensors in the blocks.
-    fn read_error(&self, job: &ReadJob, e: &CkptError) -> CkptError {
+    /// Converts the error of a failed read of a job to an error about this checkpoint. An I/O error
+    /// becomes [`CkptError::Damaged`] with the names of the tensors in the job's blocks.
+    fn convert_read_error(&self, job: &BlockRequest, e: &CkptError) -> CkptError {
         let path = self.path().to_owned();
         match e {
             CkptError::Damaged { damage, .. } => CkptError::Damaged { path, damage: damage.clone() },
@@ -350,7 +381,7 @@ impl Checkpoint {
                     reason: other.to_string().into(),
                 };
                 for block in job.blocks.clone() {
-                    damage.tensors.extend(self.manifest.tensors_in(job.file, block));
+                    damage.tensors.extend(self.manifest.tensors_in_block(job.file, block));
                 }
                 damage.tensors.dedup();
                 CkptError::Damaged { path, damage: Box::new(damage) }
@@ -372,10 +403,10 @@ impl TensorSource for Checkpoint {
         Checkpoint::read_many(self, requests)
     }
 
-    fn passthrough(&self) -> Result<PassthroughState> {
+    fn read_passthrough(&self) -> Result<PassthroughState> {
         let precision = (self.weights_dtype() == Dtype::BF16).then_some(Dtype::BF16);
         Ok(PassthroughState {
-            native: Some(Box::new(self.facts().clone())),
+            native_facts: Some(Box::new(self.facts().clone())),
             precision,
             ..PassthroughState::default()
         })
@@ -387,20 +418,20 @@ impl TensorSource for Checkpoint {
 
     fn weights_dtype(&self) -> Dtype {
         let weights =
-            self.manifest.tensors.iter().filter(|t| t.role == TensorRole::Weight && t.elements() > 0);
+            self.manifest.tensors.iter().filter(|t| t.role == TensorRole::Weight && t.element_count() > 0);
         let (narrow, wide): (Vec<_>, Vec<_>) = weights.partition(|t| t.dtype == Dtype::BF16);
         if wide.is_empty() && !narrow.is_empty() { Dtype::BF16 } else { Dtype::F32 }
     }
 
-    /// Whether the checkpoint has weights only. A training run always lists its parameter groups,
-    /// even if its optimizer has no states.
-    fn is_weights_alone(&self) -> bool {
+    /// Returns whether the checkpoint has only weights: step 0, no optimizer states and no
+    /// parameter groups. A training run always lists its parameter groups.
+    fn has_only_weights(&self) -> bool {
         let facts = self.facts();
         let states = || Checkpoint::tensors(self).any(|t| t.role.is_optimizer_state());
         facts.step == 0 && facts.groups.as_array().is_none_or(Vec::is_empty) && !states()
     }
 
-    fn state(&self) -> TrainingState {
+    fn training_state(&self) -> TrainingState {
         let facts = self.facts();
         let trained = facts.model.weights.iter().filter(|w| !facts.model.frozen.contains(&w.name));
         TrainingState {
@@ -410,9 +441,9 @@ impl TensorSource for Checkpoint {
             stage: Some(facts.stage),
             // the worker writes groups in this form; any other form is ignored
             groups: serde_json::from_value(facts.groups.clone()).unwrap_or_default(),
-            steps: trained.map(|w| (w.name.clone(), facts.updates(&w.name))).collect(),
-            // the scheduler of the program that it was converted from; here the schedule is a
-            // function of the step
+            steps: trained.map(|w| (w.name.clone(), facts.count_updates(&w.name))).collect(),
+            // the scheduler of the program from whose checkpoint this one was converted; a native
+            // run computes its schedule from the step
             scheduler: facts.job["converted"]["scheduler"].clone(),
             loss_scaler: facts.cursor["loss_scale"].clone(),
             ties: facts.model.ties.clone(),
@@ -429,11 +460,11 @@ impl TensorSource for Checkpoint {
         self.facts().model.hf_config.as_object()
     }
 
-    fn adapter(&self) -> Option<&Value> {
+    fn adapter_config(&self) -> Option<&Value> {
         self.facts().model.adapter.as_ref()
     }
 
-    fn texts(&self) -> &[TextFile] {
+    fn text_files(&self) -> &[TextFile] {
         &self.facts().tokenizer
     }
 
@@ -446,36 +477,40 @@ impl TensorSource for Checkpoint {
             .filter(state)
             .flat_map(|t| t.pieces.iter().map(|p| p.file))
             .collect();
-        self.require_shards(|file| files.contains(&file))
+        self.require_local_shards(|file| files.contains(&file))
     }
 }
 
-/// Widens the BF16 numbers in the second half of `out` to F32, in place.
-fn widen(out: &mut [f32]) {
+/// Converts the BF16 numbers in the second half of the bytes of `out` to F32, in place. The results
+/// fill `out`.
+fn widen_bf16_in_place(out: &mut [f32]) {
     let len = out.len();
     for i in 0..len {
-        // element `i` is written at or before the halves that are still to be read
+        // the write of element `i` never reaches the BF16 numbers after number `i`
         let halves: &[u16] = bytemuck::cast_slice(out);
         let half = halves[len + i];
         out[i] = f32::from_bits(u32::from(half) << 16);
     }
 }
 
-/// Copies verified blocks, which arrive sorted, to the buffers of the reads.
+/// Copies blocks to the buffers of the reads that need their bytes. The reads must be sorted by
+/// shard and offset, and the blocks must arrive in this order.
 struct BlockScatter<'s, 'a> {
     reads: &'s mut [ByteRead<'a>],
-    /// All reads before this one are complete.
-    first: usize,
+    /// Index of the first read that may be incomplete. All reads before it are complete.
+    first_pending: usize,
 }
 
 impl BlockScatter<'_, '_> {
+    /// Copies the parts of a block to the reads that overlap it. `at` is the byte offset of the
+    /// block in shard `file`.
     fn scatter_block(&mut self, file: usize, at: u64, bytes: &[u8]) {
         let end = at + bytes.len() as u64;
         let done = |w: &ByteRead<'_>| (w.file, w.bytes.end) <= (file, at) || w.file < file;
-        while self.first < self.reads.len() && done(&self.reads[self.first]) {
-            self.first += 1;
+        while self.first_pending < self.reads.len() && done(&self.reads[self.first_pending]) {
+            self.first_pending += 1;
         }
-        for w in &mut self.reads[self.first..] {
+        for w in &mut self.reads[self.first_pending..] {
             if w.file > file || w.bytes.start >= end {
                 return;
             }

@@ -1,16 +1,17 @@
-//! Commits a save with renames, so that a checkpoint is complete or absent whenever the process is
-//! killed. No other module renames.
+//! Commits a save with renames, so that a checkpoint is complete or absent at whatever moment the
+//! process is killed. Every rename of the crate happens in this module.
 use crate::catalog::{RunFacts, TensorRole, WeightShape};
+use crate::checkpoint_dir::{
+    DELETING_PREFIX, LATEST_FILE, LATEST_TEMP_FILE, REPLACED_PREFIX, SAVING_PREFIX, encode_latest,
+    list_checkpoints, parse_step_dir_name, read_latest_step, step_dir_name,
+};
 use crate::disk::{self, DirLock, Directory};
 use crate::dtype::Dtype;
 use crate::error::{CkptError, Result, SaveProblem};
-use crate::fault;
-use crate::manifest::{Extent, FileEntry, MANIFEST, Manifest, TensorEntry, shard_name};
+use crate::fault_points;
+use crate::manifest::{FileEntry, MANIFEST_FILE, Manifest, PieceEntry, TensorEntry, shard_file_name};
 use crate::parity::ParityReport;
-use crate::root::{
-    DELETING, LATEST, LATEST_NEW, REPLACED, SAVING, latest_step, latest_text, list, step_name, step_of,
-};
-use crate::save::ShardReport;
+use crate::shard_writer::ShardReport;
 use nix::errno::Errno;
 use nix::fcntl::{AT_FDCWD, RenameFlags, renameat2};
 use std::collections::{HashMap, HashSet};
@@ -18,62 +19,65 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// Space needed in addition to the tensors: headers, manifest, rounding.
+/// Disk space that a save needs in addition to the tensors, in bytes: headers, manifest, rounding.
 const OVERHEAD_BYTES: u64 = 4 << 20;
 
-/// A save in progress: a hidden staging directory in the checkpoint directory. The process holds
-/// the lock of the checkpoint directory until the save is committed or dropped. Dropping it removes
-/// the staging directory.
-pub struct Staging {
+/// The hidden directory to which a save in progress writes, inside the checkpoint directory. This
+/// value also holds the lock of the checkpoint directory. Dropping it releases the lock and, unless
+/// the save was committed or prepared, removes the staging directory.
+pub struct StagingDir {
     pub(crate) root: PathBuf,
     pub(crate) dir: PathBuf,
     pub(crate) step: u64,
-    /// Whether to keep the staging directory on drop, because other hosts may have completed the
-    /// checkpoint.
-    pub(crate) prepared: bool,
+    /// Whether a drop keeps the staging directory. True for a prepared save, since other hosts may
+    /// have completed the checkpoint.
+    pub(crate) keep_on_drop: bool,
     _lock: DirLock,
 }
 
-impl Staging {
-    /// Creates `root` if needed, removes the remains of interrupted saves, and creates the staging
-    /// directory. `total_bytes` is the number of bytes that all ranks together write.
+impl StagingDir {
+    /// Creates the checkpoint directory `root` if needed and locks it, removes the remains of
+    /// interrupted saves, and creates the staging directory. `total_bytes` is the number of bytes
+    /// that all ranks together write.
     ///
     /// # Errors
-    /// [`CkptError::InsufficientSpace`] if `root` has too little free space, before anything is
-    /// written; [`CkptError::DirectoryBusy`] if another process holds the lock of `root`.
-    pub fn begin(root: &Path, step: u64, total_bytes: u64) -> Result<Staging> {
+    /// [`CkptError::InsufficientSpace`] if the file system of `root` has too little free space,
+    /// before any file is written; [`CkptError::DirectoryBusy`] if another process holds the lock
+    /// of `root`.
+    pub fn create(root: &Path, step: u64, total_bytes: u64) -> Result<StagingDir> {
         disk::make_dirs(root)?;
         let lock = disk::lock_dir(root)?;
-        clean(root)?;
+        remove_leftovers(root)?;
         let needed = total_bytes.saturating_add(total_bytes / 1000).saturating_add(OVERHEAD_BYTES);
-        let free = disk::free_bytes(root)?;
+        let free = disk::query_free_bytes(root)?;
         if needed > free {
             return Err(CkptError::InsufficientSpace { path: root.to_owned(), needed, free });
         }
-        let dir = root.join(unique_name(&step_name(step)));
+        let dir = root.join(make_staging_name(&step_dir_name(step)));
         disk::make_dir(&dir)?;
-        Ok(Staging { root: root.to_owned(), dir, step, prepared: false, _lock: lock })
+        Ok(StagingDir { root: root.to_owned(), dir, step, keep_on_drop: false, _lock: lock })
     }
 
-    /// The staging directory, to which all ranks write their shards.
+    /// Returns the path of the staging directory, to which all ranks write their shards.
     pub fn path(&self) -> &Path {
         &self.dir
     }
 }
 
-impl Drop for Staging {
+impl Drop for StagingDir {
     fn drop(&mut self) {
-        if !self.prepared {
-            // if the removal fails, the next `begin` removes the directory
+        if !self.keep_on_drop {
+            // if the removal fails, the next `StagingDir::create` removes the directory
             let _ = disk::remove_tree(&self.dir);
         }
     }
 }
 
-/// A name that no process of an earlier run can be writing to.
-fn unique_name(step: &str) -> String {
+/// Makes the name of a staging directory from step, process and time, so that no process of an
+/// earlier run writes to the directory.
+fn make_staging_name(step: &str) -> String {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos();
-    format!("{SAVING}{step}-{}-{now}", std::process::id())
+    format!("{SAVING_PREFIX}{step}-{}-{now}", std::process::id())
 }
 
 /// A checkpoint that is complete on disk.
@@ -81,34 +85,45 @@ fn unique_name(step: &str) -> String {
 pub struct CommittedCheckpoint {
     /// The checkpoint directory.
     pub path: PathBuf,
-    /// Size of all files.
+    /// Total size of the checkpoint's files in bytes.
     pub bytes: u64,
 }
 
 /// Completes a save: checks that the shards contain every tensor of the model and of the optimizer
-/// state exactly once, writes the manifest, renames the staging directory, and updates `latest`. An
-/// existing checkpoint of the same step remains complete until it is replaced.
-pub fn commit(staging: Staging, facts: RunFacts, reports: Vec<ShardReport>) -> Result<CommittedCheckpoint> {
-    commit_with(staging, facts, reports, None, Swap::Atomic)
+/// state exactly once, writes the manifest, renames the staging directory, and updates `latest`.
+/// `reports` are those of all ranks. An existing checkpoint of this step remains complete until the
+/// new one replaces it.
+///
+/// # Errors
+/// [`CkptError::InvalidSave`] if the shards and `facts` don't form a complete checkpoint; I/O
+/// errors. After an error the staging directory is removed.
+pub fn commit_save(
+    staging: StagingDir,
+    facts: RunFacts,
+    reports: Vec<ShardReport>,
+) -> Result<CommittedCheckpoint> {
+    commit_save_by(staging, facts, reports, None, ReplaceMethod::AtomicExchange)
 }
 
-/// Completes a save as [`commit`] does, and includes the parity files that [`crate::write_parity`]
-/// wrote.
-pub fn commit_parity(
-    staging: Staging,
+/// Completes a save as [`commit_save`] does, and includes the parity files that
+/// [`crate::write_parity`] wrote. `parity` are the reports of all ranks.
+pub fn commit_save_with_parity(
+    staging: StagingDir,
     facts: RunFacts,
     reports: Vec<ShardReport>,
     parity: Vec<ParityReport>,
 ) -> Result<CommittedCheckpoint> {
-    commit_with(staging, facts, reports, Some(parity), Swap::Atomic)
+    commit_save_by(staging, facts, reports, Some(parity), ReplaceMethod::AtomicExchange)
 }
 
-pub(crate) fn commit_with(
-    staging: Staging,
+/// Completes a save as [`commit_save`] does, with optional parity files, and replaces an existing
+/// checkpoint of this step by the method `swap`.
+pub(crate) fn commit_save_by(
+    staging: StagingDir,
     facts: RunFacts,
     reports: Vec<ShardReport>,
     parity: Option<Vec<ParityReport>>,
-    swap: Swap,
+    swap: ReplaceMethod,
 ) -> Result<CommittedCheckpoint> {
     if facts.step != staging.step {
         return Err(CkptError::invalid_save(SaveProblem::StepMismatch {
@@ -117,35 +132,35 @@ pub(crate) fn commit_with(
         }));
     }
     let bytes = write_manifest(&staging.dir, facts, reports, parity)?;
-    let path = staging.root.join(step_name(staging.step));
-    publish(&staging.dir, &path, swap)?;
+    let path = staging.root.join(step_dir_name(staging.step));
+    publish_directory(&staging.dir, &path, swap)?;
     update_latest(&staging.root, staging.step)?;
     // a replaced checkpoint now has the hidden name, and is removed by dropping `staging` or the
-    // next `begin`
+    // next `StagingDir::create`
     drop(staging);
     Ok(CommittedCheckpoint { path, bytes })
 }
 
-/// Checks that all shards in `dir` exist and contain every tensor, and writes the manifest. Returns
-/// the size of all files.
+/// Checks that all shards in `dir` exist with their reported sizes and contain every tensor, and
+/// writes the manifest durably. Returns the total size of all files in bytes.
 pub(crate) fn write_manifest(
     dir: &Path,
     facts: RunFacts,
     reports: Vec<ShardReport>,
     parity: Option<Vec<ParityReport>>,
 ) -> Result<u64> {
-    let manifest = assemble(facts, reports, parity)?;
+    let manifest = assemble_manifest(facts, reports, parity)?;
     let directory = Directory::open(dir)?;
-    manifest.all_files().try_for_each(|file| require_file(&directory, file))?;
+    manifest.all_files().try_for_each(|file| require_reported_file(&directory, file))?;
     let files: u64 = manifest.all_files().map(|f| f.bytes).sum();
-    let bytes = files + disk::write_file(dir.join(MANIFEST), &manifest.encode()?)?;
+    let bytes = files + disk::write_file(dir.join(MANIFEST_FILE), &manifest.encode()?)?;
     disk::sync_dir(dir)?;
     Ok(bytes)
 }
 
-/// Requires that the file exists and has the reported size.
-pub(crate) fn require_file(directory: &Directory, file: &FileEntry) -> Result<()> {
-    let found = directory.size_of(&file.name)?;
+/// Returns [`SaveProblem::FileSize`] unless the file exists with the size in its entry.
+pub(crate) fn require_reported_file(directory: &Directory, file: &FileEntry) -> Result<()> {
+    let found = directory.file_size(&file.name)?;
     if found == Some(file.bytes) {
         return Ok(());
     }
@@ -153,8 +168,12 @@ pub(crate) fn require_file(directory: &Directory, file: &FileEntry) -> Result<()
     Err(CkptError::invalid_save(SaveProblem::FileSize { file, expected, found }))
 }
 
-/// Assembles the manifest from the reports of all ranks.
-pub(crate) fn assemble(
+/// Assembles the manifest from the reports of all ranks, and checks its consistency.
+///
+/// # Errors
+/// [`CkptError::InvalidSave`] if a rank's report is missing, or the tensors aren't exactly those of
+/// the model.
+pub(crate) fn assemble_manifest(
     facts: RunFacts,
     mut reports: Vec<ShardReport>,
     parity: Option<Vec<ParityReport>>,
@@ -164,17 +183,17 @@ pub(crate) fn assemble(
     if !ranks.iter().copied().eq(0..facts.world) {
         return Err(CkptError::invalid_save(SaveProblem::RankReports { ranks, world: facts.world }));
     }
-    let mut pieces: HashMap<(TensorRole, String), (Dtype, Vec<Extent>)> = HashMap::new();
+    let mut pieces: HashMap<(TensorRole, String), (Dtype, Vec<PieceEntry>)> = HashMap::new();
     let mut files = Vec::with_capacity(reports.len());
     for (file, report) in reports.into_iter().enumerate() {
-        if report.world != facts.world || report.file != shard_name(report.rank, facts.world) {
+        if report.world != facts.world || report.file != shard_file_name(report.rank, facts.world) {
             return Err(CkptError::invalid_save(SaveProblem::NotAShard {
                 file: report.file,
                 world: facts.world,
             }));
         }
         for p in report.pieces {
-            let extent = Extent { start: p.start, count: p.count, file, offset: p.offset };
+            let extent = PieceEntry { start: p.start, count: p.count, file, offset: p.offset };
             let (dtype, held) = pieces.entry((p.role, p.name)).or_insert((p.dtype, Vec::new()));
             if *dtype != p.dtype {
                 return Err(CkptError::invalid_save(SaveProblem::MixedDtypes {
@@ -197,8 +216,8 @@ pub(crate) fn assemble(
             let empty = t.shape.contains(&0) && present;
             let empty = empty && !(role.is_optimizer_state() && frozen.contains(t.name.as_str()));
             match pieces.remove(&(role, t.name.clone())) {
-                Some((dtype, held)) => tensors.push(entry(role, t, dtype, held)),
-                None if empty => tensors.push(entry(role, t, Dtype::F32, Vec::new())),
+                Some((dtype, held)) => tensors.push(make_tensor_entry(role, t, dtype, held)),
+                None if empty => tensors.push(make_tensor_entry(role, t, Dtype::F32, Vec::new())),
                 None => {}
             }
         }
@@ -213,119 +232,130 @@ pub(crate) fn assemble(
         stripes.into_iter().map(entry).collect()
     });
     let manifest = Manifest::new(facts, files, tensors, parity);
-    manifest.check().map_err(CkptError::invalid_save)?;
+    manifest.check_consistency().map_err(CkptError::invalid_save)?;
     Ok(manifest)
 }
 
-/// Returns the manifest entry of one tensor.
-fn entry(role: TensorRole, t: &WeightShape, dtype: Dtype, mut pieces: Vec<Extent>) -> TensorEntry {
+/// Makes the manifest entry of one tensor, with its pieces sorted by their first element.
+fn make_tensor_entry(
+    role: TensorRole,
+    t: &WeightShape,
+    dtype: Dtype,
+    mut pieces: Vec<PieceEntry>,
+) -> TensorEntry {
     pieces.sort_by_key(|e| e.start);
     TensorEntry { name: t.name.clone(), role, dtype, shape: t.shape.clone(), pieces }
 }
 
-/// How one directory replaces another.
+/// The method by which one directory replaces another.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Swap {
-    /// Exchange both names atomically, if the file system supports it.
-    Atomic,
-    /// Two renames, as on a file system without atomic exchange.
+pub(crate) enum ReplaceMethod {
+    /// Exchange both names atomically; two renames if the file system can't exchange names.
+    AtomicExchange,
+    /// Two renames, which the tests of file systems without atomic exchange request.
     #[cfg_attr(not(test), allow(dead_code))]
-    TwoSteps,
+    TwoRenames,
 }
 
-/// Renames the complete, synced directory `from` to `to`, durably. A previous directory `to` is
-/// renamed to `from`.
-pub(crate) fn publish(from: &Path, to: &Path, how: Swap) -> Result<()> {
-    let parent = disk::parent_of(to);
+/// Renames the complete, synced directory `from` to `to`, durably. If `to` exists, it gets the name
+/// `from`, which the caller then removes.
+pub(crate) fn publish_directory(from: &Path, to: &Path, how: ReplaceMethod) -> Result<()> {
+    let parent = disk::parent_dir(to);
     if !disk::exists(to) {
-        rename(from, to)?;
+        rename_path(from, to)?;
         return disk::sync_dir(&parent);
     }
-    if how == Swap::Atomic {
+    if how == ReplaceMethod::AtomicExchange {
         let swap = || renameat2(AT_FDCWD, from, AT_FDCWD, to, RenameFlags::RENAME_EXCHANGE);
-        match fault::around("rename", swap) {
+        match fault_points::run_between_points("rename", swap) {
             Ok(()) => return disk::sync_dir(&parent),
             Err(Errno::EINVAL | Errno::ENOSYS | Errno::ENOTSUP) => {}
             Err(e) => return Err(CkptError::errno("rename", from)(e)),
         }
     }
     // between the two renames, readers find the old directory under its `.replaced-` name
-    let aside = parent.join(format!("{REPLACED}{}", to.file_name().unwrap_or_default().to_string_lossy()));
+    let aside =
+        parent.join(format!("{REPLACED_PREFIX}{}", to.file_name().unwrap_or_default().to_string_lossy()));
     disk::remove_tree(&aside)?;
-    rename(to, &aside)?;
+    rename_path(to, &aside)?;
     disk::sync_dir(&parent)?;
-    if let Err(e) = rename(from, to) {
-        rename(&aside, to)?;
+    if let Err(e) = rename_path(from, to) {
+        rename_path(&aside, to)?;
         return Err(e);
     }
     disk::sync_dir(&parent)?;
-    rename(&aside, from)
+    rename_path(&aside, from)
 }
 
-fn rename(from: &Path, to: &Path) -> Result<()> {
-    fault::around("rename", || fs::rename(from, to)).map_err(CkptError::io("rename", from))
+/// Renames a file or directory between two fault points. Does not sync the parent directory.
+fn rename_path(from: &Path, to: &Path) -> Result<()> {
+    fault_points::run_between_points("rename", || fs::rename(from, to)).map_err(CkptError::io("rename", from))
 }
 
-/// Makes `latest` name the checkpoint of `step`, atomically and durably.
+/// Replaces `latest` atomically and durably by one that names the checkpoint of `step`.
 pub(crate) fn update_latest(root: &Path, step: u64) -> Result<()> {
-    replace_file(root, LATEST_NEW, LATEST, latest_text(step).as_bytes())
+    replace_file(root, LATEST_TEMP_FILE, LATEST_FILE, encode_latest(step).as_bytes())
 }
 
-/// Replaces a small file atomically and durably. `new` is the temporary name.
+/// Replaces the small file `name` in the directory `root` atomically and durably. `new` is the name
+/// under which the new content is written before it is renamed.
 pub(crate) fn replace_file(root: &Path, new: &str, name: &str, content: &[u8]) -> Result<()> {
     let new = root.join(new);
     disk::unlink(&new)?;
     disk::write_file(new.clone(), content)?;
-    rename(&new, &root.join(name))?;
+    rename_path(&new, &root.join(name))?;
     disk::sync_dir(root)
 }
 
-/// Removes the remains of interrupted saves and removals, and undoes an incomplete replacement.
-pub(crate) fn clean(root: &Path) -> Result<()> {
-    for name in Directory::open(root)?.names()? {
+/// Removes the remains of interrupted saves and removals from the checkpoint directory `root`.
+/// Gives an old checkpoint its name back if its replacement was interrupted.
+pub(crate) fn remove_leftovers(root: &Path) -> Result<()> {
+    for name in Directory::open(root)?.list_names()? {
         let path = root.join(&name);
-        if let Some(step) = name.strip_prefix(REPLACED).filter(|n| step_of(n).is_some()) {
+        if let Some(step) = name.strip_prefix(REPLACED_PREFIX).filter(|n| parse_step_dir_name(n).is_some()) {
             match disk::exists(&root.join(step)) {
-                true => remove_hidden(&path)?,
+                true => remove_hidden_entry(&path)?,
                 false => {
-                    rename(&path, &root.join(step))?;
+                    rename_path(&path, &root.join(step))?;
                     disk::sync_dir(root)?;
                 }
             }
-        } else if name.starts_with(SAVING) || name.starts_with(DELETING) {
-            remove_hidden(&path)?;
-        } else if name == LATEST_NEW {
+        } else if name.starts_with(SAVING_PREFIX) || name.starts_with(DELETING_PREFIX) {
+            remove_hidden_entry(&path)?;
+        } else if name == LATEST_TEMP_FILE {
             disk::unlink(&path)?;
         }
     }
     Ok(())
 }
 
-/// Removes a hidden directory, or a file or symbolic link of that name.
-fn remove_hidden(path: &Path) -> Result<()> {
+/// Removes the directory, file or symbolic link at `path`. Does not follow a link.
+fn remove_hidden_entry(path: &Path) -> Result<()> {
     match path.symlink_metadata() {
         Ok(m) if m.is_dir() => disk::remove_tree(path),
         _ => disk::unlink(path),
     }
 }
 
-/// Removes all checkpoints except the newest `keep` and the one that `latest` names; 0 keeps all.
-/// Each checkpoint is renamed before its contents are removed. Returns the removed paths.
-pub fn prune(root: &Path, keep: u32) -> Result<Vec<PathBuf>> {
+/// Removes all checkpoints from the directory `root` except the newest `keep` ones and the one that
+/// `latest` names. Removes nothing if `keep` is 0. Renames each checkpoint before its files are
+/// removed, so that no incomplete checkpoint is visible. Returns the paths of the removed
+/// checkpoints.
+pub fn prune_checkpoints(root: &Path, keep: u32) -> Result<Vec<PathBuf>> {
     if keep == 0 {
         return Ok(Vec::new());
     }
     let _lock = disk::lock_dir(root)?;
     // a damaged `latest` protects nothing; the newest checkpoints are kept in any case
-    let protected = latest_step(root).unwrap_or(None);
+    let protected = read_latest_step(root).unwrap_or(None);
     let mut removed = Vec::new();
-    for (step, path) in list(root)?.into_iter().skip(keep as usize) {
+    for (step, path) in list_checkpoints(root)?.into_iter().skip(keep as usize) {
         if Some(step) == protected {
             continue;
         }
-        let hidden = root.join(format!("{DELETING}{}-{}", step_name(step), std::process::id()));
+        let hidden = root.join(format!("{DELETING_PREFIX}{}-{}", step_dir_name(step), std::process::id()));
         disk::remove_tree(&hidden)?;
-        rename(&path, &hidden)?;
+        rename_path(&path, &hidden)?;
         disk::sync_dir(root)?;
         disk::remove_tree(&hidden)?;
         removed.push(path);

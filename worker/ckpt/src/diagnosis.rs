@@ -1,21 +1,21 @@
 //! [`Diagnosis`]: what a path without a readable checkpoint probably is, and what to do.
+use crate::checkpoint_dir::parse_step_dir_name;
 use crate::disk::{Directory, exists};
 use crate::error::CkptError;
 use crate::formats::deepspeed;
 use crate::formats::weights;
-use crate::manifest::MANIFEST;
-use crate::root::step_of;
+use crate::manifest::MANIFEST_FILE;
 use diagnostic::Code;
 use diagnostic::codes::checkpoint as codes;
 use std::path::Path;
 
-/// Subdirectories that are searched for a checkpoint.
-const SEARCHED_MAX: usize = 256;
-/// Subdirectories that a message lists.
-const LISTED_MAX: usize = 4;
-/// Files and directories that identify a checkpoint or the directory of one.
-const MARKERS: [&str; 6] =
-    [MANIFEST, "latest", "latest_universal", "trainer_state.json", ".metadata", "random_states_0.pkl"];
+/// Maximum number of subdirectories that are searched for a checkpoint.
+const SEARCHED_SUBDIRECTORIES_MAX: usize = 256;
+/// Maximum number of subdirectories that a message lists.
+const LISTED_CANDIDATES_MAX: usize = 4;
+/// Names of files whose presence shows that a directory is a checkpoint or contains checkpoints.
+const MARKER_FILES: [&str; 6] =
+    [MANIFEST_FILE, "latest", "latest_universal", "trainer_state.json", ".metadata", "random_states_0.pkl"];
 
 /// What a path without a readable checkpoint probably is.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -27,23 +27,24 @@ pub enum Diagnosis {
     /// The path is a file.
     #[error("not a directory")]
     NotADirectory,
-    /// The path is a file whose name is not that of a weights file.
+    /// The path is a file without the extension of a weights file.
     #[error("the file name does not end in .safetensors, .bin, .pt or .pth")]
     NotAWeightsFile,
     /// A native checkpoint directory without a manifest.
-    #[error("{MANIFEST} is missing: a save or a removal was interrupted")]
+    #[error("{MANIFEST_FILE} is missing: a save or a removal was interrupted")]
     ManifestMissing,
     /// FSDP's directory of sharded weights lacks `.metadata`.
     #[error(
         "pytorch_model_fsdp_0 has no .metadata: the save was interrupted, or the hidden file was not copied"
     )]
     FsdpMetadataMissing,
-    /// Files `*.distcp` without `.metadata`.
+    /// A torch distributed checkpoint, with files `*.distcp`, lacks `.metadata`.
     #[error(
         "the directory has .distcp files without .metadata: the save was interrupted, or the hidden file was not copied"
     )]
     DcpMetadataMissing,
-    /// FSDP shards that only the same program on as many ranks can read.
+    /// The directory has FSDP's local shards. Only the program that wrote them can read them, on as
+    /// many ranks.
     #[error(
         "the directory has FSDP local shards (LOCAL_STATE_DICT), which only the same program on as many ranks can read"
     )]
@@ -62,7 +63,7 @@ pub enum Diagnosis {
         /// The name in `latest`.
         tag: String,
     },
-    /// The entry that `latest` names is a symbolic link.
+    /// `latest` names a symbolic link, which is not followed.
     #[error("`latest` names {tag}, a symbolic link, which is not followed")]
     LatestTargetIsSymlink {
         /// The name in `latest`.
@@ -74,41 +75,42 @@ pub enum Diagnosis {
         /// The name in `latest`.
         tag: String,
     },
-    /// No DeepSpeed tag can be opened.
+    /// The directory has no DeepSpeed tag.
     #[error("the directory has no DeepSpeed tag")]
     NoTag,
-    /// Files of PyTorch Lightning and other programs.
+    /// The directory has `.ckpt` files, as PyTorch Lightning and other programs write them.
     #[error("the directory has .ckpt files, a format that is not supported")]
     CkptFiles,
-    /// Llama weights as Meta distributes them.
+    /// The directory has Llama weights in the format in which Meta distributes them.
     #[error("the directory has weights in Meta's format (consolidated.*.pth), which is not supported")]
     MetaWeights,
-    /// No checkpoint here, but subdirectories may have one.
-    #[error("the directory has no checkpoint, but these subdirectories may: {}", list_candidates(candidates, *more))]
+    /// The directory is not a checkpoint, but subdirectories of it may be.
+    #[error("the directory has no checkpoint, but these subdirectories may: {}", format_candidates(candidates, *more))]
     Subdirectories {
-        /// Paths relative to the directory.
+        /// Paths of the first candidates, relative to the directory.
         candidates: Vec<String>,
-        /// Number of candidates that are not in the list.
+        /// Number of further candidates.
         more: usize,
     },
-    /// Neither HF Trainer nor Accelerate wrote the directory.
+    /// The directory lacks the files by which HF Trainer's and Accelerate's checkpoints are
+    /// recognized.
     #[error("the directory is of neither HF Trainer nor Accelerate: no trainer_state.json, no RNG states")]
     NoTrainerState,
     /// The name of the directory is not valid UTF-8.
     #[error("the directory name is not valid UTF-8")]
     NameNotUtf8,
-    /// Nothing in the directory belongs to a known format.
+    /// No entry of the directory belongs to a known format.
     #[error(
-        "no {MANIFEST}, no step-* directories, no DeepSpeed state, no weights (model.safetensors, pytorch_model.bin, .metadata)"
+        "no {MANIFEST_FILE}, no step-* directories, no DeepSpeed state, no weights (model.safetensors, pytorch_model.bin, .metadata)"
     )]
     NotRecognized,
-    /// The directory cannot be read; the text is the error.
+    /// The directory cannot be read. The field is the message of the error.
     #[error("{0}")]
     Unreadable(String),
 }
 
 impl Diagnosis {
-    /// The stable code of this diagnosis.
+    /// Returns the stable code of this diagnosis.
     pub fn code(&self) -> Code {
         use Diagnosis::*;
         match self {
@@ -132,7 +134,7 @@ impl Diagnosis {
         }
     }
 
-    /// What to do about it.
+    /// Returns advice to the user; `None` if there is none.
     pub fn help(&self) -> Option<String> {
         use Diagnosis::*;
         Some(match self {
@@ -153,19 +155,20 @@ impl Diagnosis {
     }
 }
 
-fn list_candidates(candidates: &[String], more: usize) -> String {
+/// Formats the candidates as a list, followed by the number of those that the list lacks.
+fn format_candidates(candidates: &[String], more: usize) -> String {
     match more {
         0 => candidates.join(", "),
         more => format!("{} and {more} more", candidates.join(", ")),
     }
 }
 
-/// Diagnoses a directory in which no checkpoint was found.
-pub(crate) fn diagnose(path: &Path) -> Diagnosis {
-    let names = match Directory::open(path).and_then(|f| f.names()) {
+/// Diagnoses a directory that no reader recognized as a checkpoint, from the names of its entries.
+pub(crate) fn diagnose_directory(path: &Path) -> Diagnosis {
+    let names = match Directory::open(path).and_then(|f| f.list_names()) {
         Ok(names) if names.is_empty() => return Diagnosis::Empty,
         Ok(names) => names,
-        Err(e) => return unreadable_directory(e),
+        Err(e) => return diagnose_unreadable(e),
     };
     let has = |name: &str| names.iter().any(|n| n == name);
     let any = |fits: &dyn Fn(&str) -> bool| names.iter().any(|n| fits(n));
@@ -181,65 +184,71 @@ pub(crate) fn diagnose(path: &Path) -> Diagnosis {
         () if has("latest") => diagnose_latest(path),
         () if any(&|n| n.ends_with(".ckpt")) => Diagnosis::CkptFiles,
         () if any(&|n| n.starts_with("consolidated.") && n.ends_with(".pth")) => Diagnosis::MetaWeights,
-        () if step_of(&path.file_name().unwrap_or_default().to_string_lossy()).is_some() => {
+        () if parse_step_dir_name(&path.file_name().unwrap_or_default().to_string_lossy()).is_some() => {
             Diagnosis::ManifestMissing
         }
         () => search_subdirectories(path, &names),
     }
 }
 
-fn unreadable_directory(error: CkptError) -> Diagnosis {
+/// Makes the diagnosis of a directory that could not be listed.
+fn diagnose_unreadable(error: CkptError) -> Diagnosis {
     match error {
         CkptError::NotACheckpoint { diagnosis, .. } => diagnosis,
         other => Diagnosis::Unreadable(other.to_string()),
     }
 }
 
-/// Why the directory that `latest` names was not opened.
+/// Diagnoses why the directory that `latest` names could not be opened as a checkpoint.
 fn diagnose_latest(path: &Path) -> Diagnosis {
-    let named = Directory::open(path).and_then(|directory| deepspeed::latest(&directory, deepspeed::LATEST));
+    let named = Directory::open(path)
+        .and_then(|directory| deepspeed::read_latest(&directory, deepspeed::LATEST_FILE));
     let tag = match named {
         Ok(tag) => tag,
-        Err(e) => return unreadable_directory(e),
+        Err(e) => return diagnose_unreadable(e),
     };
     match path.join(&tag).symlink_metadata() {
         Err(_) => Diagnosis::LatestTargetMissing { tag },
         Ok(m) if m.is_symlink() => Diagnosis::LatestTargetIsSymlink { tag },
-        Ok(_) => match Directory::open(&path.join(&tag)).and_then(|directory| directory.names()) {
+        Ok(_) => match Directory::open(&path.join(&tag)).and_then(|directory| directory.list_names()) {
             Ok(_) => Diagnosis::LatestTargetEmpty { tag },
-            Err(e) => unreadable_directory(e),
+            Err(e) => diagnose_unreadable(e),
         },
     }
 }
 
-/// Finds subdirectories that may have a checkpoint, at most two levels down.
+/// Searches the subdirectories `names` and those one level below for checkpoints. Searches at most
+/// [`SEARCHED_SUBDIRECTORIES_MAX`] of them.
 fn search_subdirectories(path: &Path, names: &[String]) -> Diagnosis {
-    let mut left = SEARCHED_MAX;
+    let mut left = SEARCHED_SUBDIRECTORIES_MAX;
     let mut candidates = Vec::new();
     for name in names {
         let directory = path.join(name);
-        match may_be_checkpoint(&directory, &mut left) {
+        match probe_for_checkpoint(&directory, &mut left) {
             true => candidates.push(name.clone()),
             false if left > 0 && directory.symlink_metadata().is_ok_and(|m| m.is_dir()) => {
-                let inner = Directory::open(&directory).and_then(|f| f.names()).unwrap_or_default();
-                let inner = inner.iter().find(|inner| may_be_checkpoint(&directory.join(inner), &mut left));
+                let inner = Directory::open(&directory).and_then(|f| f.list_names()).unwrap_or_default();
+                let inner =
+                    inner.iter().find(|inner| probe_for_checkpoint(&directory.join(inner), &mut left));
                 candidates.extend(inner.map(|inner| format!("{name}/{inner}")));
             }
             false => {}
         }
     }
-    let more = candidates.len().saturating_sub(LISTED_MAX);
-    candidates.truncate(LISTED_MAX);
+    let more = candidates.len().saturating_sub(LISTED_CANDIDATES_MAX);
+    candidates.truncate(LISTED_CANDIDATES_MAX);
     match candidates.is_empty() {
         true => Diagnosis::NotRecognized,
         false => Diagnosis::Subdirectories { candidates, more },
     }
 }
 
-fn may_be_checkpoint(path: &Path, left: &mut usize) -> bool {
+/// Returns whether `path` is a directory with one of the [`MARKER_FILES`] or a weights file. Each
+/// directory that is searched decrements `left`; returns false if `left` is 0.
+fn probe_for_checkpoint(path: &Path, left: &mut usize) -> bool {
     if *left == 0 || !path.symlink_metadata().is_ok_and(|m| m.is_dir()) {
         return false;
     }
     *left -= 1;
-    MARKERS.iter().chain(&weights::FILES).any(|name| exists(&path.join(name)))
+    MARKER_FILES.iter().chain(&weights::WEIGHTS_FILES).any(|name| exists(&path.join(name)))
 }

@@ -1,16 +1,17 @@
-//! Compares two checkpoints of any formats, ZeRO stages and numbers of ranks: first the tensors'
-//! names, shapes and dtypes, then every element.
+//! Compares two checkpoints of any formats, ZeRO stages and numbers of ranks: first the names,
+//! shapes and dtypes of the tensors, then every element.
 //!
-//! Elements are streamed: each thread holds two windows of 4 MiB, for any size of checkpoint.
+//! Elements are streamed. Each thread holds two windows of 4 MiB, whatever the size of the
+//! checkpoints.
 mod stats;
 
 pub use self::stats::{ElementDiff, ElementPair, RoundingCast};
 
 use self::stats::DiffStats;
-use crate::catalog::{TensorInfo, TensorRole, Tie};
+use crate::catalog::{TensorInfo, TensorRole, TiedWeight};
 use crate::dtype::Dtype;
 use crate::error::{CkptError, Result};
-use crate::source::{ReadRequest, TensorSource};
+use crate::tensor_source::{ReadRequest, TensorSource};
 use serde::Serialize;
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ops::Range;
@@ -18,28 +19,28 @@ use std::path::PathBuf;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-/// Elements of each side that a thread compares at a time.
-const WINDOW: u64 = 1 << 20;
-/// Maximum number of threads.
-const THREADS: usize = 16;
+/// Maximum number of elements of each checkpoint that a thread compares at a time.
+const WINDOW_ELEMENTS: u64 = 1 << 20;
+/// Maximum number of threads that compare.
+const THREADS_MAX: usize = 16;
 
 /// One of the two checkpoints that are compared.
 #[derive(Clone, Copy)]
-pub struct Side<'a> {
+pub struct DiffSide<'a> {
     /// The checkpoint.
     pub source: &'a dyn TensorSource,
-    /// Aliases of tied weights.
-    pub ties: &'a [Tie],
+    /// Tied weights of the checkpoint.
+    pub ties: &'a [TiedWeight],
 }
 
-/// Which tensors are compared.
+/// Options of [`diff_checkpoints`].
 #[derive(Clone, Copy, Debug, Default)]
 pub struct DiffOptions {
-    /// Compare weights and buffers, and ignore optimizer states.
+    /// Compare only weights and buffers, and ignore optimizer states.
     pub weights_only: bool,
 }
 
-/// How two checkpoints differ.
+/// The differences between two checkpoints `a` and `b`.
 #[derive(Clone, Debug, Serialize)]
 pub struct DiffReport {
     /// Path of the first checkpoint.
@@ -48,10 +49,10 @@ pub struct DiffReport {
     pub b: PathBuf,
     /// Pairs of tensors whose elements were compared.
     pub compared: u64,
-    /// Compared pairs with equal bits in every element.
+    /// Compared pairs whose elements all have equal bits.
     pub equal: u64,
     /// Floating-point tensors with different elements, in the order of `a`.
-    pub different: Vec<TensorDiff>,
+    pub different: Vec<FloatTensorDiff>,
     /// `role/name` of tensors that only `a` has.
     pub only_a: Vec<String>,
     /// `role/name` of tensors that only `b` has.
@@ -60,18 +61,18 @@ pub struct DiffReport {
     pub shapes: Vec<ShapeDiff>,
     /// Tensors with different dtypes, whose values may be equal.
     pub dtypes: Vec<DtypeDiff>,
-    /// Names of tensors that one side stores and the other has as an alias. They are compared with
-    /// the target of the alias.
+    /// Lines about tensors that one checkpoint stores while the other has only an alias of the
+    /// name. Such a tensor is compared with the target of the alias.
     pub tied: Vec<String>,
-    /// Tensors that are integers on one side only; their shapes were compared, but not their
-    /// elements.
+    /// Tensors whose elements can't be compared, since at most one side is floating-point and the
+    /// dtypes differ. Their shapes were compared.
     pub not_compared: Vec<String>,
     /// Integer tensors with different bytes.
-    pub other_bytes: Vec<BytesDiff>,
+    pub other_bytes: Vec<IntegerTensorDiff>,
 }
 
 impl DiffReport {
-    /// Whether the checkpoints differ at most in dtypes and ties.
+    /// Returns whether the checkpoints differ at most in dtypes and ties.
     pub fn is_equal(&self) -> bool {
         self.different.is_empty()
             && self.only_a.is_empty()
@@ -84,7 +85,7 @@ impl DiffReport {
 
 /// An integer tensor with different elements.
 #[derive(Clone, Debug, Serialize)]
-pub struct BytesDiff {
+pub struct IntegerTensorDiff {
     /// `role/name` in `a`.
     pub tensor: String,
     /// Shape on both sides.
@@ -99,7 +100,7 @@ pub struct BytesDiff {
 
 /// A floating-point tensor with different elements.
 #[derive(Clone, Debug, Serialize)]
-pub struct TensorDiff {
+pub struct FloatTensorDiff {
     /// `role/name` in `a`.
     pub tensor: String,
     /// Shape on both sides.
@@ -131,19 +132,20 @@ pub struct DtypeDiff {
     pub b: Dtype,
 }
 
-/// Compares every tensor that both checkpoints have. `progress` gets (elements compared, total
-/// elements).
+/// Compares every tensor that both checkpoints have, and lists the tensors that only one has.
+/// Calls `progress` with the number of compared elements and the total number.
 ///
 /// # Errors
 /// When one of the checkpoints can't be read, for example because of damage.
-pub fn diff(
-    a: Side<'_>,
-    b: Side<'_>,
+pub fn diff_checkpoints(
+    a: DiffSide<'_>,
+    b: DiffSide<'_>,
     options: &DiffOptions,
     progress: impl FnMut(u64, u64) + Send,
 ) -> Result<DiffReport> {
     let (mut report, pairs) = pair_tensors(a, b, options);
-    let (exact, pairs): (Vec<Pair>, Vec<Pair>) = pairs.into_iter().partition(|p| !p.a.dtype.is_float());
+    let (exact, pairs): (Vec<TensorPair>, Vec<TensorPair>) =
+        pairs.into_iter().partition(|p| !p.a.dtype.is_float());
     for pair in &exact {
         report.compared += 1;
         match compare_bytes(a.source, b.source, pair)? {
@@ -154,11 +156,11 @@ pub fn diff(
     let stats = compare_elements(a.source, b.source, &pairs, progress)?;
     for (pair, stats) in pairs.iter().zip(stats) {
         report.compared += 1;
-        match stats.finish() {
+        match stats.into_element_diff() {
             None => report.equal += 1,
             Some(values) => {
-                report.different.push(TensorDiff {
-                    tensor: tensor_label(&pair.a),
+                report.different.push(FloatTensorDiff {
+                    tensor: format_tensor_label(&pair.a),
                     shape: pair.a.shape.clone(),
                     values,
                 });
@@ -168,20 +170,23 @@ pub fn diff(
     Ok(report)
 }
 
-fn tensor_label(info: &TensorInfo) -> String {
+/// Formats the name of a tensor as `role/name`.
+fn format_tensor_label(info: &TensorInfo) -> String {
     format!("{}/{}", info.role, info.name)
 }
 
-/// A tensor that both sides have.
-struct Pair {
+/// A tensor of `a` and the tensor of `b` that corresponds to it.
+struct TensorPair {
     a: TensorInfo,
     b: TensorInfo,
 }
 
-/// Pairs the tensors of both sides, and reports those without a partner.
-fn pair_tensors(a: Side<'_>, b: Side<'_>, options: &DiffOptions) -> (DiffReport, Vec<Pair>) {
+/// Pairs the tensors of both checkpoints by role and name. Returns the pairs whose elements can be
+/// compared, and a report of all other differences.
+fn pair_tensors(a: DiffSide<'_>, b: DiffSide<'_>, options: &DiffOptions) -> (DiffReport, Vec<TensorPair>) {
     let is_compared = |t: &TensorInfo| !options.weights_only || !t.role.is_optimizer_state();
-    let tensors = |side: Side<'_>| side.source.tensors().into_iter().filter(is_compared).collect::<Vec<_>>();
+    let tensors =
+        |side: DiffSide<'_>| side.source.tensors().into_iter().filter(is_compared).collect::<Vec<_>>();
     let (tensors_a, tensors_b) = (tensors(a), tensors(b));
     let (index_a, index_b) = (TensorIndex::new(&tensors_a, a.ties), TensorIndex::new(&tensors_b, b.ties));
     let mut report = DiffReport {
@@ -201,51 +206,60 @@ fn pair_tensors(a: Side<'_>, b: Side<'_>, options: &DiffOptions) -> (DiffReport,
     let mut pairs = Vec::new();
     let mut covered = HashSet::new();
     for info in &tensors_a {
-        match index_b.find(info) {
-            None => report.only_a.push(tensor_label(info)),
+        match index_b.find_tensor(info) {
+            None => report.only_a.push(format_tensor_label(info)),
             Some((other, tied)) => {
                 if tied {
-                    report.tied.push(format!("{} = {} in b", tensor_label(info), tensor_label(other)));
-                    covered.insert(tensor_label(other));
+                    report.tied.push(format!(
+                        "{} = {} in b",
+                        format_tensor_label(info),
+                        format_tensor_label(other)
+                    ));
+                    covered.insert(format_tensor_label(other));
                 }
-                pairs.extend(report.add_pair(info, other));
+                pairs.extend(report.pair_if_comparable(info, other));
             }
         }
     }
     for info in &tensors_b {
-        match index_a.find(info) {
-            None => report.only_b.push(tensor_label(info)),
+        match index_a.find_tensor(info) {
+            None => report.only_b.push(format_tensor_label(info)),
             Some((other, true)) => {
-                report.tied.push(format!("{} = {} in a", tensor_label(info), tensor_label(other)));
-                covered.insert(tensor_label(other));
-                pairs.extend(report.add_pair(other, info));
+                report.tied.push(format!(
+                    "{} = {} in a",
+                    format_tensor_label(info),
+                    format_tensor_label(other)
+                ));
+                covered.insert(format_tensor_label(other));
+                pairs.extend(report.pair_if_comparable(other, info));
             }
             Some((_, false)) => {}
         }
     }
-    // compared under its alias
+    // these tensors were compared under their aliases
     report.only_a.retain(|name| !covered.contains(name));
     report.only_b.retain(|name| !covered.contains(name));
     (report, pairs)
 }
 
-/// Tensors by role and name, with tied names.
+/// The tensors of one checkpoint, indexed by role and name, and the aliases of tied weights.
 struct TensorIndex<'a> {
-    by_name: HashMap<(TensorRole, &'a str), &'a TensorInfo>,
+    tensors_by_name: HashMap<(TensorRole, &'a str), &'a TensorInfo>,
     aliases: HashMap<&'a str, &'a str>,
 }
 
 impl<'a> TensorIndex<'a> {
-    fn new(tensors: &'a [TensorInfo], ties: &'a [Tie]) -> TensorIndex<'a> {
+    fn new(tensors: &'a [TensorInfo], ties: &'a [TiedWeight]) -> TensorIndex<'a> {
         TensorIndex {
-            by_name: tensors.iter().map(|t| ((t.role, t.name.as_str()), t)).collect(),
+            tensors_by_name: tensors.iter().map(|t| ((t.role, t.name.as_str()), t)).collect(),
             aliases: ties.iter().map(|t| (t.alias.as_str(), t.target.as_str())).collect(),
         }
     }
 
-    /// Finds the tensor with this role and name; true when the name is a tie.
-    fn find(&self, info: &TensorInfo) -> Option<(&'a TensorInfo, bool)> {
-        let by_name = |name: &str| self.by_name.get(&(info.role, name)).copied();
+    /// Finds the tensor with the role and name of `info`. Returns the tensor, and true if `info`'s
+    /// name is an alias of it. Returns `None` if there is no such tensor.
+    fn find_tensor(&self, info: &TensorInfo) -> Option<(&'a TensorInfo, bool)> {
+        let by_name = |name: &str| self.tensors_by_name.get(&(info.role, name)).copied();
         by_name(&info.name).map(|t| (t, false)).or_else(|| {
             let target = self.aliases.get(info.name.as_str())?;
             Some((by_name(target)?, true))
@@ -254,31 +268,40 @@ impl<'a> TensorIndex<'a> {
 }
 
 impl DiffReport {
-    /// Compares dtype and shape of two tensors. Returns a pair when their elements can be compared.
-    fn add_pair(&mut self, a: &TensorInfo, b: &TensorInfo) -> Option<Pair> {
+    /// Reports differences in dtype and shape of two tensors. Returns them as a pair if their
+    /// elements can be compared, and `None` otherwise.
+    fn pair_if_comparable(&mut self, a: &TensorInfo, b: &TensorInfo) -> Option<TensorPair> {
         if a.dtype != b.dtype {
-            self.dtypes.push(DtypeDiff { tensor: tensor_label(a), a: a.dtype, b: b.dtype });
+            self.dtypes.push(DtypeDiff { tensor: format_tensor_label(a), a: a.dtype, b: b.dtype });
         }
         if a.shape != b.shape {
-            self.shapes.push(ShapeDiff { tensor: tensor_label(a), a: a.shape.clone(), b: b.shape.clone() });
+            self.shapes.push(ShapeDiff {
+                tensor: format_tensor_label(a),
+                a: a.shape.clone(),
+                b: b.shape.clone(),
+            });
             return None;
         }
         if a.dtype != b.dtype && !(a.dtype.is_float() && b.dtype.is_float()) {
-            self.not_compared.push(tensor_label(a));
+            self.not_compared.push(format_tensor_label(a));
             return None;
         }
-        Some(Pair { a: a.clone(), b: b.clone() })
+        Some(TensorPair { a: a.clone(), b: b.clone() })
     }
 }
 
-/// Compares a pair of integer tensors by their bytes; `None` when they are equal. Such tensors are
-/// few and small, so one thread reads them.
-fn compare_bytes(a: &dyn TensorSource, b: &dyn TensorSource, pair: &Pair) -> Result<Option<BytesDiff>> {
-    let (size, total) = (pair.a.dtype.size(), pair.a.elements());
+/// Compares a pair of tensors of equal dtype byte by byte, for dtypes that aren't read as F32.
+/// Returns `None` if the bytes are equal. Such tensors are few and small, so one thread reads them.
+fn compare_bytes(
+    a: &dyn TensorSource,
+    b: &dyn TensorSource,
+    pair: &TensorPair,
+) -> Result<Option<IntegerTensorDiff>> {
+    let (size, total) = (pair.a.dtype.size(), pair.a.element_count());
     let (mut start, mut first, mut differing) = (0, None, 0);
     let (mut left, mut right) = (Vec::new(), Vec::new());
     while start < total {
-        let count = WINDOW.min(total - start);
+        let count = WINDOW_ELEMENTS.min(total - start);
         for (source, info, out) in [(a, &pair.a, &mut left), (b, &pair.b, &mut right)] {
             out.resize((count * size) as usize, 0u8);
             source.read_raw(&info.name, info.role, start, out)?;
@@ -291,20 +314,26 @@ fn compare_bytes(a: &dyn TensorSource, b: &dyn TensorSource, pair: &Pair) -> Res
         start += count;
     }
     let (shape, dtype) = (pair.a.shape.clone(), pair.a.dtype);
-    Ok(first.map(|first| BytesDiff { tensor: tensor_label(&pair.a), shape, dtype, first, differing }))
+    Ok(first.map(|first| IntegerTensorDiff {
+        tensor: format_tensor_label(&pair.a),
+        shape,
+        dtype,
+        first,
+        differing,
+    }))
 }
 
-/// A range of elements of a pair.
+/// A range of elements of one tensor pair.
 struct PairSpan {
     pair: usize,
     range: Range<u64>,
 }
 
 /// Divides the elements of all pairs into windows of at most [`WINDOW`] elements, in order.
-fn divide_into_windows(pairs: &[Pair]) -> Vec<Vec<PairSpan>> {
-    let (mut windows, mut open, mut free) = (Vec::new(), Vec::new(), WINDOW);
+fn divide_into_windows(pairs: &[TensorPair]) -> Vec<Vec<PairSpan>> {
+    let (mut windows, mut open, mut free) = (Vec::new(), Vec::new(), WINDOW_ELEMENTS);
     for (pair, info) in pairs.iter().map(|p| &p.a).enumerate() {
-        let (mut start, total) = (0, info.elements());
+        let (mut start, total) = (0, info.element_count());
         while start < total {
             let end = total.min(start + free);
             open.push(PairSpan { pair, range: start..end });
@@ -312,7 +341,7 @@ fn divide_into_windows(pairs: &[Pair]) -> Vec<Vec<PairSpan>> {
             start = end;
             if free == 0 {
                 windows.push(std::mem::take(&mut open));
-                free = WINDOW;
+                free = WINDOW_ELEMENTS;
             }
         }
     }
@@ -320,18 +349,19 @@ fn divide_into_windows(pairs: &[Pair]) -> Vec<Vec<PairSpan>> {
     windows
 }
 
-/// Compares the elements of all pairs. Returns the statistics in the order of the pairs.
+/// Compares the elements of all pairs in several threads. Returns statistics in the order of the
+/// pairs.
 fn compare_elements(
     a: &dyn TensorSource,
     b: &dyn TensorSource,
-    pairs: &[Pair],
+    pairs: &[TensorPair],
     progress: impl FnMut(u64, u64) + Send,
 ) -> Result<Vec<DiffStats>> {
     let windows = divide_into_windows(pairs);
-    let total: u64 = pairs.iter().map(|p| p.a.elements()).sum();
+    let total: u64 = pairs.iter().map(|p| p.a.element_count()).sum();
     let (next, failed) = (AtomicUsize::new(0), AtomicBool::new(false));
     let done = Mutex::new((BTreeMap::new(), progress, 0u64));
-    let worker = || -> Result<()> {
+    let compare_windows = || -> Result<()> {
         let (mut left, mut right) = (Vec::new(), Vec::new());
         while let Some((number, spans)) = take_window(&windows, &next, &failed) {
             let stats = compare_window(a, b, pairs, spans, &mut left, &mut right).inspect_err(|_| {
@@ -346,9 +376,9 @@ fn compare_elements(
         }
         Ok(())
     };
-    let threads = std::thread::available_parallelism().map_or(1, usize::from).min(THREADS);
+    let threads = std::thread::available_parallelism().map_or(1, usize::from).min(THREADS_MAX);
     std::thread::scope(|scope| {
-        let workers: Vec<_> = (0..threads).map(|_| scope.spawn(worker)).collect();
+        let workers: Vec<_> = (0..threads).map(|_| scope.spawn(compare_windows)).collect();
         let ended =
             workers.into_iter().map(|w| w.join().map_err(|_| CkptError::internal("a thread panicked")));
         ended.collect::<Vec<_>>().into_iter().try_for_each(|result| result?)
@@ -357,12 +387,13 @@ fn compare_elements(
     let mut totals: Vec<DiffStats> = pairs.iter().map(|_| DiffStats::default()).collect();
     // in the order of windows, so that sums don't depend on thread timing
     for (pair, stats) in found.into_values().flatten() {
-        totals[pair].append(stats);
+        totals[pair].append_range(stats);
     }
     Ok(totals)
 }
 
-/// The next window and its number; `None` when all are taken or a thread has failed.
+/// Takes the next window. Returns its number and its spans; `None` if all windows are taken or a
+/// thread has failed.
 fn take_window<'a>(
     windows: &'a [Vec<PairSpan>],
     next: &AtomicUsize,
@@ -375,11 +406,12 @@ fn take_window<'a>(
     windows.get(number).map(|spans| (number, spans.as_slice()))
 }
 
-/// Reads and compares one window.
+/// Reads one window of both checkpoints into the buffers `left` and `right`, and compares it.
+/// Returns statistics for each span, with the index of its pair.
 fn compare_window(
     a: &dyn TensorSource,
     b: &dyn TensorSource,
-    pairs: &[Pair],
+    pairs: &[TensorPair],
     spans: &[PairSpan],
     left: &mut Vec<f32>,
     right: &mut Vec<f32>,
@@ -390,13 +422,13 @@ fn compare_window(
     for span in spans {
         let count = (span.range.end - span.range.start) as usize;
         let (x, y) = (&left[at..at + count], &right[at..at + count]);
-        found.push((span.pair, DiffStats::compare(span.range.start, x, y)));
+        found.push((span.pair, DiffStats::from_slices(span.range.start, x, y)));
         at += count;
     }
     Ok(found)
 }
 
-/// Reads the elements of `spans` from one side into `buffer`.
+/// Reads the elements of `spans` from one checkpoint into `buffer`, one span after another.
 fn read_spans<'a>(
     source: &dyn TensorSource,
     spans: &[PairSpan],

@@ -1,4 +1,4 @@
-//! [`Dtype`]: the element types, named as in safetensors.
+//! [`Dtype`]: the element types of tensors, with the names that safetensors gives them.
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
@@ -39,12 +39,13 @@ pub enum Dtype {
 }
 
 impl Dtype {
-    /// True for F32, BF16 and F16, which convert to F32 without loss.
+    /// Returns true for F32, BF16 and F16: the floating-point dtypes whose values F32 represents
+    /// exactly and which are read as F32.
     pub fn is_float(self) -> bool {
         matches!(self, Dtype::F32 | Dtype::BF16 | Dtype::F16)
     }
 
-    /// Bytes per element.
+    /// Returns the size of one element in bytes.
     pub fn size(self) -> u64 {
         use Dtype::*;
         match self {
@@ -55,7 +56,7 @@ impl Dtype {
         }
     }
 
-    /// The name in PyTorch and in `config.json`, such as `bfloat16`.
+    /// Returns the name in PyTorch and in `config.json`, such as `bfloat16`.
     pub fn torch_name(self) -> &'static str {
         use Dtype::*;
         match self {

@@ -1,21 +1,21 @@
 //! [`CkptError`]: why a checkpoint cannot be written, read, converted or gathered.
 //!
-//! Every error has a stable code ([`CkptError::code`]). [`diagnostic::Diagnostic`] is made from it
-//! at the boundary of this crate: the message, structured fields, and the advice as help texts.
+//! Every error has a stable code ([`CkptError::code`]). Callers of this crate convert an error to a
+//! [`diagnostic::Diagnostic`], which has the message, structured fields, and advice as help texts.
 mod damage;
-mod parts;
-mod report;
+mod details;
+mod diagnostic_conversion;
 
 pub use damage::{Damage, DamageReason, ReadFailure};
-pub use parts::{MissingPart, OptionProblem, OutputProblem, RemoteShard, SaveProblem, UnsupportedFeature};
-pub(crate) use parts::{RANKS_LISTED, list_some};
+pub use details::{MissingPart, OptionProblem, OutputProblem, RemoteShard, SaveProblem, UnsupportedFeature};
+pub(crate) use details::{RANKS_LISTED_MAX, format_names};
 
 use crate::diagnosis::Diagnosis;
 use std::error::Error;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// Result of the operations of this crate.
+/// Result of this crate's operations.
 pub type Result<T> = std::result::Result<T, CkptError>;
 
 /// Why a checkpoint cannot be written, read, converted or gathered.
@@ -25,18 +25,18 @@ pub enum CkptError {
     /// No file or directory exists at the path.
     #[error("checkpoint {} does not exist", .path.display())]
     NotFound {
-        /// The path that was given.
+        /// The path that the caller gave.
         path: PathBuf,
     },
     /// The path exists, but no checkpoint that can be opened is there.
     #[error("{} is not a checkpoint: {diagnosis}", .path.display())]
     NotACheckpoint {
-        /// The path that was given.
+        /// The path that the caller gave.
         path: PathBuf,
-        /// What the directory probably is instead.
+        /// What the path probably is instead.
         diagnosis: Diagnosis,
     },
-    /// The stored bytes are not those that were saved, or contradict each other.
+    /// The stored bytes differ from those that were saved, or contradict each other.
     #[error("checkpoint {} is damaged: {damage}", .path.display())]
     Damaged {
         /// The checkpoint directory.
@@ -53,7 +53,7 @@ pub enum CkptError {
         part: MissingPart,
     },
     /// Some shards are in the checkpoint directories of other hosts.
-    #[error("checkpoint {} has {} on other hosts: {}", .path.display(), parts::count(shards.len(), "shard"), parts::remote_shards(shards))]
+    #[error("checkpoint {} has {} on other hosts: {}", .path.display(), details::format_count(shards.len(), "shard"), details::format_remote_shards(shards))]
     ShardsOnOtherHosts {
         /// The checkpoint directory on this host.
         path: PathBuf,
@@ -130,7 +130,7 @@ pub enum CkptError {
     /// An option of a conversion or gather is invalid, or does not apply to the checkpoint.
     #[error("{problem}")]
     InvalidOption {
-        /// What is wrong with which option.
+        /// The option, and why it is rejected.
         problem: OptionProblem,
     },
     /// A state that the code considers impossible, such as a thread that ended early.
@@ -147,7 +147,7 @@ pub enum CkptError {
         /// Why the path is rejected.
         problem: OutputProblem,
     },
-    /// A finite value is outside of the range of the narrower dtype.
+    /// A finite value does not fit the narrower dtype to which it is converted.
     #[error("{tensor}, element {element}: {value:e} is outside of the range of {dtype}")]
     ValueOverflow {
         /// The tensor's name.
@@ -172,11 +172,15 @@ pub enum CkptError {
 }
 
 impl CkptError {
+    /// Returns a function that wraps an I/O error in [`CkptError::Io`]. `action` completes the
+    /// sentence "cannot … PATH".
     pub(crate) fn io(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> CkptError {
         let path = path.to_owned();
         move |source| CkptError::Io { action, path, source }
     }
 
+    /// Returns a function that wraps an error of a system call in [`CkptError::Io`]. `action`
+    /// completes the sentence "cannot … PATH".
     pub(crate) fn errno(action: &'static str, path: &Path) -> impl FnOnce(nix::Error) -> CkptError {
         let path = path.to_owned();
         move |e| CkptError::Io { action, path, source: e.into() }
@@ -187,42 +191,49 @@ impl CkptError {
         CkptError::InvalidSave(problem.into())
     }
 
+    /// Returns [`CkptError::InvalidOption`] for this problem.
     pub(crate) fn invalid_option(problem: OptionProblem) -> CkptError {
         CkptError::InvalidOption { problem }
     }
 
+    /// Returns [`CkptError::Internal`]; `what` states what happened.
     pub(crate) fn internal(what: &'static str) -> CkptError {
         CkptError::Internal { what }
     }
 
-    /// Returns [`CkptError::Damaged`] for a damaged file, without naming a block or tensors.
+    /// Returns [`CkptError::Damaged`] for the file `file` of the checkpoint at `path`, without
+    /// naming a block or tensors.
     pub(crate) fn damaged(
         path: &Path,
         file: impl Into<String>,
         reason: impl Into<DamageReason>,
     ) -> CkptError {
-        let damage = Damage::of_file(file, reason);
+        let damage = Damage::for_file(file, reason);
         CkptError::Damaged { path: path.to_owned(), damage: Box::new(damage) }
     }
 
+    /// Returns [`CkptError::Missing`] for a part of the checkpoint at `path`.
     pub(crate) fn missing(path: &Path, part: impl Into<MissingPart>) -> CkptError {
         CkptError::Missing { path: path.to_owned(), part: part.into() }
     }
 
+    /// Returns [`CkptError::Unsupported`] for the checkpoint at `path`.
     pub(crate) fn unsupported(path: &Path, feature: impl Into<UnsupportedFeature>) -> CkptError {
         CkptError::Unsupported { path: path.to_owned(), feature: feature.into() }
     }
 
+    /// Returns [`CkptError::NotACheckpoint`] for the directory at `path`.
     pub(crate) fn not_a_checkpoint(path: &Path, diagnosis: Diagnosis) -> CkptError {
         CkptError::NotACheckpoint { path: path.to_owned(), diagnosis }
     }
 
+    /// Returns [`CkptError::OutputRejected`] for the output path `path`.
     pub(crate) fn output_rejected(path: &Path, problem: OutputProblem) -> CkptError {
         CkptError::OutputRejected { path: path.to_owned(), problem }
     }
 
-    /// True when the checkpoint itself is at fault, so that another one may work (exit code 4).
-    /// False when the caller, the disk or the output is at fault.
+    /// Returns true if the checkpoint itself is at fault, so that another one may work (exit code
+    /// 4), and false if the caller, the disk or the output is at fault.
     pub fn is_checkpoint_at_fault(&self) -> bool {
         use CkptError::*;
         match self {
@@ -248,7 +259,7 @@ impl CkptError {
     }
 }
 
-/// Formats a size with a decimal unit: `1234567` as `1.23 MB`.
+/// Formats a size of `n` bytes with a decimal unit: `1234567` as `1.23 MB`.
 pub(crate) fn format_bytes(n: u64) -> String {
     const UNITS: [&str; 6] = ["kB", "MB", "GB", "TB", "PB", "EB"];
     if n < 1000 {

@@ -1,5 +1,5 @@
-//! [`Hash`]: a BLAKE3 hash, serialized as hex digits in text formats and as 32 bytes in binary
-//! formats.
+//! [`Hash`]: a BLAKE3 hash, which is serialized as hex digits in text formats and as 32 bytes in
+//! binary formats.
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 use std::fmt;
 
@@ -8,27 +8,27 @@ use std::fmt;
 pub struct Hash(pub [u8; 32]);
 
 impl Hash {
-    /// Hashes these bytes.
+    /// Computes the hash of these bytes.
     pub fn digest(data: &[u8]) -> Hash {
         Hash(*blake3::hash(data).as_bytes())
     }
 
-    /// The hash as 64 lower-case hex digits.
-    pub(crate) fn hex(&self) -> String {
+    /// Formats the hash as 64 lower-case hex digits.
+    pub(crate) fn to_hex(&self) -> String {
         blake3::Hash::from_bytes(self.0).to_hex().to_string()
     }
 }
 
 impl fmt::Debug for Hash {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.hex())
+        f.write_str(&self.to_hex())
     }
 }
 
 impl Serialize for Hash {
     fn serialize<S: Serializer>(&self, s: S) -> Result<S::Ok, S::Error> {
         match s.is_human_readable() {
-            true => s.serialize_str(&self.hex()),
+            true => s.serialize_str(&self.to_hex()),
             false => s.serialize_bytes(&self.0),
         }
     }

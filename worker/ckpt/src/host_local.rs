@@ -1,78 +1,90 @@
 //! Host-local checkpoints, for hosts that do not share a checkpoint directory. Each host stores the
-//! shards of the ranks on this host and a copy of the manifest, which records the host of each
-//! shard.
+//! shards of its ranks and a copy of the manifest, which records the host of each shard.
 //!
 //! The commit has two phases. First, every host prepares: it writes the manifest to its staging
 //! directory and syncs it. When all hosts have prepared, each renames its staging directory. A host
 //! that was killed between the phases finds its prepared directory at the next start, and completes
-//! it if and only if another host has completed the same checkpoint ([`list_prepared`],
-//! [`roll_forward`]).
+//! it if and only if another host has completed the same checkpoint ([`list_prepared_saves`],
+//! [`complete_prepared_save`]).
 use crate::catalog::RunFacts;
-use crate::commit::{self, CommittedCheckpoint, Staging, Swap, publish, require_file};
+use crate::checkpoint_dir::{self, SAVING_PREFIX, step_dir_name};
+use crate::commit::{
+    self, CommittedCheckpoint, ReplaceMethod, StagingDir, publish_directory, require_reported_file,
+};
 use crate::disk::{self, Directory};
 use crate::error::{CkptError, Result, SaveProblem};
-pub use crate::host::StorageHost;
-use crate::host::{HOST, ID_LEN, NAME_MAX};
-use crate::manifest::{MANIFEST, Manifest};
-use crate::root::{self, SAVING, step_name};
-use crate::save::ShardReport;
+use crate::manifest::{MANIFEST_FILE, Manifest};
+use crate::shard_writer::ShardReport;
+pub use crate::storage_host::StorageHost;
+use crate::storage_host::{HOST_ID_FILE, HOST_ID_LEN, HOST_NAME_MAX};
 use serde::{Deserialize, Serialize};
 use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
-/// Temporary name of [`HOST`].
-const HOST_NEW: &str = ".host-new";
-/// Limit on the checkpoints that are listed, newest first.
-const LISTED_MAX: usize = 4096;
+/// Temporary name of [`HOST_ID_FILE`] while the file is written.
+const HOST_ID_TEMP_FILE: &str = ".host-new";
+/// Maximum number of checkpoints that are listed; the oldest ones are left out.
+const LISTED_CHECKPOINTS_MAX: usize = 4096;
 
 impl StorageHost {
-    /// Returns the host whose checkpoint directory is `root`, with its current name. Creates the id
-    /// of the host at first use.
+    /// Returns the host whose checkpoint directory is `root`, with the id in that directory and the
+    /// name `name` without control characters. Creates the directory, and an id if there is no
+    /// valid one.
     pub fn load_or_create(root: &Path, name: &str) -> Result<StorageHost> {
         disk::make_dirs(root)?;
         let id = match StorageHost::read_id(root)? {
             Some(id) => id,
-            None => StorageHost::make_id(root)?,
+            None => StorageHost::create_id(root)?,
         };
-        let name: String = name.chars().filter(|c| !c.is_control()).take(NAME_MAX / 4).collect();
+        let name: String = name.chars().filter(|c| !c.is_control()).take(HOST_NAME_MAX / 4).collect();
         Ok(StorageHost { id, name: if name.is_empty() { "unnamed".into() } else { name } })
     }
 
-    fn make_id(root: &Path) -> Result<String> {
-        let mut random = [0u8; ID_LEN / 2];
+    /// Creates a random id and writes it durably to the checkpoint directory `root`.
+    fn create_id(root: &Path) -> Result<String> {
+        let mut random = [0u8; HOST_ID_LEN / 2];
         let source = Path::new("/dev/urandom");
         let read = File::open(source).and_then(|mut f| f.read_exact(&mut random));
         read.map_err(CkptError::io("read", source))?;
         let id: String = random.iter().map(|b| format!("{b:02x}")).collect();
-        commit::replace_file(root, HOST_NEW, HOST, format!("{id}\n").as_bytes())?;
+        commit::replace_file(root, HOST_ID_TEMP_FILE, HOST_ID_FILE, format!("{id}\n").as_bytes())?;
         Ok(id)
     }
 }
 
-/// Makes the manifest, of which every host stores a copy. The shard of rank r is on
-/// `hosts[host_of_rank[r]]`.
-pub fn manifest(
+/// Encodes the manifest of a host-local checkpoint, of which every host stores a copy. `reports`
+/// are those of all ranks. The shard of rank r is on `hosts[host_of_rank[r]]`.
+///
+/// # Errors
+/// [`CkptError::InvalidSave`] if the shards aren't complete, or a shard is on no host.
+pub fn encode_manifest(
     facts: RunFacts,
     reports: Vec<ShardReport>,
     hosts: Vec<StorageHost>,
     host_of_rank: &[usize],
 ) -> Result<Vec<u8>> {
-    let manifest = commit::assemble(facts, reports, None)?.with_hosts(hosts, host_of_rank);
-    manifest.check().map_err(CkptError::invalid_save)?;
+    let manifest = commit::assemble_manifest(facts, reports, None)?.with_hosts(hosts, host_of_rank);
+    manifest.check_consistency().map_err(CkptError::invalid_save)?;
     manifest.encode()
 }
 
-/// A host's prepared part of a checkpoint, durable under a hidden name. Dropping this value keeps
-/// the directory, since other hosts may complete their parts.
+/// A host's part of a checkpoint after the first phase of the commit: complete and durable under a
+/// hidden name. Dropping this value keeps the directory, since other hosts may complete their
+/// parts.
 pub struct PreparedSave {
-    staging: Staging,
+    staging: StagingDir,
     bytes: u64,
 }
 
 impl PreparedSave {
-    /// Phase one on host `id`: checks its shards, adds the manifest and syncs the directory.
-    pub fn new(mut staging: Staging, id: &str, text: Vec<u8>) -> Result<PreparedSave> {
+    /// Performs the first phase on the host `id`: checks that the shards of this host are in the
+    /// staging directory, writes the manifest `text` to it, and syncs the directory.
+    ///
+    /// # Errors
+    /// If a shard is missing or has the wrong size, or the manifest is of another step. The staging
+    /// directory is then removed.
+    pub fn prepare(mut staging: StagingDir, id: &str, text: Vec<u8>) -> Result<PreparedSave> {
         let manifest = Manifest::parse(&staging.dir, text.clone())?;
         if manifest.facts.step != staging.step {
             let (begun, committed) = (staging.step, manifest.facts.step);
@@ -81,36 +93,38 @@ impl PreparedSave {
         let directory = Directory::open(&staging.dir)?;
         for (i, file) in manifest.files.iter().enumerate() {
             if manifest.shard_host(i).is_some_and(|h| h.id == id) {
-                require_file(&directory, file)?;
+                require_reported_file(&directory, file)?;
             }
         }
-        // from here on the directory must survive a kill, since other hosts may consider this host
-        // prepared
-        let bytes = manifest.bytes() + disk::write_file(staging.dir.join(MANIFEST), &text)?;
+        // once this function returns, the directory must survive a kill, since other hosts rely on
+        // this host being prepared
+        let bytes = manifest.total_shard_bytes() + disk::write_file(staging.dir.join(MANIFEST_FILE), &text)?;
         disk::sync_dir(&staging.dir)?;
         disk::sync_dir(&staging.root)?;
-        staging.prepared = true;
+        staging.keep_on_drop = true;
         Ok(PreparedSave { staging, bytes })
     }
 
-    /// Phase two, after every host has prepared: renames the directory and updates `latest`.
+    /// Performs the second phase: renames the directory to the name of its step and updates
+    /// `latest`. The caller must know that every host has prepared.
     pub fn complete(mut self) -> Result<CommittedCheckpoint> {
-        let Staging { root, dir, step, .. } = &self.staging;
-        let path = root.join(step_name(*step));
-        publish(dir, &path, Swap::Atomic)?;
+        let StagingDir { root, dir, step, .. } = &self.staging;
+        let path = root.join(step_dir_name(*step));
+        publish_directory(dir, &path, ReplaceMethod::AtomicExchange)?;
         commit::update_latest(root, *step)?;
         // the replaced checkpoint now has the hidden name
-        self.staging.prepared = false;
+        self.staging.keep_on_drop = false;
         Ok(CommittedCheckpoint { path, bytes: self.bytes })
     }
 
-    /// Removes the prepared directory, since another host could not prepare.
+    /// Removes the prepared directory, after another host could not prepare.
     pub fn discard(mut self) {
-        self.staging.prepared = false;
+        self.staging.keep_on_drop = false;
     }
 }
 
-/// Identifies a checkpoint by the hash of its manifest.
+/// The identity of a host-local checkpoint, which is equal on all its hosts: the step, and the hash
+/// of the manifest.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct ManifestId {
     /// Step of the checkpoint.
@@ -119,34 +133,37 @@ pub struct ManifestId {
     pub hash: String,
 }
 
-/// Lists the checkpoints in a directory that have a valid manifest, newest first.
+/// Lists the checkpoints in the checkpoint directory `root` whose manifest matches its hash, newest
+/// first.
 pub fn list_manifests(root: &Path) -> Result<Vec<ManifestId>> {
-    let checkpoints = root::list(root)?.into_iter().take(LISTED_MAX);
+    let checkpoints = checkpoint_dir::list_checkpoints(root)?.into_iter().take(LISTED_CHECKPOINTS_MAX);
     Ok(checkpoints
         .filter_map(|(step, path)| Some(ManifestId { step, hash: read_manifest(&path)?.0 }))
         .collect())
 }
 
-/// Reads the manifest of a checkpoint. Returns its hash and its text; `None` if the manifest is
-/// missing or its hash is invalid.
+/// Reads the manifest of the checkpoint at `path`. Returns the hash and the text of the manifest;
+/// `None` if it is missing or does not match its hash.
 pub fn read_manifest(path: &Path) -> Option<(String, Vec<u8>)> {
-    let text = Directory::open(path).and_then(|f| Manifest::read(&f)).ok()?;
-    let (hash, _) = Manifest::unsealed(text.clone()).ok()?;
+    let text = Directory::open(path).and_then(|f| Manifest::read_text(&f)).ok()?;
+    let (hash, _) = Manifest::verify_and_unseal(text.clone()).ok()?;
     Some((hash, text))
 }
 
-/// The path of a step's checkpoint in this directory, whether or not it exists.
+/// Returns the path of a step's checkpoint in the checkpoint directory `root`, whether or not the
+/// checkpoint exists.
 pub fn checkpoint_path(root: &Path, step: u64) -> PathBuf {
-    root::locate(root, step).unwrap_or_else(|| root.join(step_name(step)))
+    checkpoint_dir::locate_step(root, step).unwrap_or_else(|| root.join(step_dir_name(step)))
 }
 
-/// Lists the prepared directories of saves that were interrupted between the phases.
-pub fn list_prepared(root: &Path) -> Result<Vec<(ManifestId, PathBuf)>> {
+/// Lists the prepared directories in the checkpoint directory `root`: those of saves that were
+/// interrupted between the two phases.
+pub fn list_prepared_saves(root: &Path) -> Result<Vec<(ManifestId, PathBuf)>> {
     if !disk::exists(root) {
         return Ok(Vec::new());
     }
     let mut found = Vec::new();
-    for name in Directory::open(root)?.names()?.into_iter().filter(|n| n.starts_with(SAVING)) {
+    for name in Directory::open(root)?.list_names()?.into_iter().filter(|n| n.starts_with(SAVING_PREFIX)) {
         let path = root.join(name);
         let valid =
             read_manifest(&path).and_then(|(hash, text)| Some((hash, Manifest::parse(&path, text).ok()?)));
@@ -157,9 +174,10 @@ pub fn list_prepared(root: &Path) -> Result<Vec<(ManifestId, PathBuf)>> {
     Ok(found)
 }
 
-/// Completes a prepared directory, since another host has completed the same checkpoint.
-pub fn roll_forward(root: &Path, path: &Path, step: u64) -> Result<()> {
+/// Performs the second phase for the prepared directory `path`: renames it to the name of `step`
+/// and updates `latest`. The caller must know that another host has completed this checkpoint.
+pub fn complete_prepared_save(root: &Path, path: &Path, step: u64) -> Result<()> {
     let _lock = disk::lock_dir(root)?;
-    publish(path, &root.join(step_name(step)), Swap::Atomic)?;
+    publish_directory(path, &root.join(step_dir_name(step)), ReplaceMethod::AtomicExchange)?;
     commit::update_latest(root, step)
 }

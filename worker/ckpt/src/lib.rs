@@ -1,20 +1,20 @@
 //! Crate `ckpt`: writes, reads, verifies, repairs and converts checkpoints.
 //!
-//! Of our crates it depends only on `diagnostic`, and it does not use collectives.
+//! Of the workspace's crates, `ckpt` depends only on `diagnostic`. It does not use collectives.
 //!
 //! A native checkpoint is a directory `step-00000010` with one safetensors file per rank and a
 //! `manifest.json`, which maps logical tensors to byte ranges and has a BLAKE3 hash per block. A
 //! checkpoint is complete or absent. A save has three steps:
 //!
-//! 1. Rank 0: [`Staging::begin`] creates a hidden staging directory.
+//! 1. Rank 0: [`StagingDir::create`] creates a hidden staging directory.
 //! 2. Every rank: [`write_shard`] writes a file there and returns a small [`ShardReport`].
-//! 3. Rank 0: [`commit`] checks that the shards contain every tensor exactly once, writes the
-//!    manifest, renames the directory and updates `latest`. [`prune`] then removes the oldest
-//!    checkpoints.
+//! 3. Rank 0: [`commit_save`] checks that the shards contain every tensor exactly once, writes the
+//!    manifest, renames the directory and updates `latest`. [`prune_checkpoints`] then removes the
+//!    oldest checkpoints.
 //!
-//! [`Checkpoint::open`] reads a native checkpoint with any number of ranks, [`verify`] checks every
-//! byte, and [`gather`] exports a Hugging Face directory. Checkpoints of other programs are read in
-//! place ([`find`], [`ExternalCheckpoint`]).
+//! [`Checkpoint::open`] opens a native checkpoint for any number of ranks, [`verify_checkpoints`]
+//! checks every byte, and [`gather_weights`] exports a Hugging Face directory. Checkpoints of other
+//! programs are read in place ([`open_checkpoint`], [`ExternalCheckpoint`]).
 //!
 //! Errors are [`CkptError`]s; each has a stable code and converts to a [`diagnostic::Diagnostic`].
 #[cfg(target_endian = "big")]
@@ -22,70 +22,75 @@ compile_error!("checkpoints are little-endian; big-endian machines are not suppo
 
 mod catalog;
 mod checkpoint;
+mod checkpoint_dir;
 mod commit;
 mod convert;
 mod diagnosis;
 mod diff;
+mod directory_watch;
 mod disk;
 mod dtype;
+mod element_ranges;
 mod error;
 mod external;
-pub mod fault;
+pub mod fault_points;
 pub mod format_errors;
 pub mod formats;
 mod gather;
 mod hash;
-mod host;
 pub mod host_local;
 mod manifest;
 mod manifest_error;
 mod parity;
-mod partition;
 mod passthrough;
 pub mod peft;
 mod pickle;
 mod remote_shards;
 mod repair;
 pub mod rng_files;
-mod root;
-mod save;
-mod source;
-mod state;
+mod shard_writer;
+mod storage_host;
 mod stripes;
+mod tensor_source;
 #[cfg(test)]
 mod tests;
+mod training_state;
 #[doc(hidden)]
 pub mod untrusted;
 mod verify;
-mod watch;
 
-pub use catalog::{ModelSpec, RunFacts, TensorInfo, TensorRole, TextFile, Tie, WeightShape};
-pub use checkpoint::{BlockRange, BlockSink, Checkpoint, FetchBlocks};
-pub use commit::{CommittedCheckpoint, Staging, commit, commit_parity, prune};
+pub use catalog::{ModelSpec, RunFacts, TensorInfo, TensorRole, TextFile, TiedWeight, WeightShape};
+pub use checkpoint::{BlockFetcher, BlockRange, BlockSink, Checkpoint};
+pub use checkpoint_dir::{
+    NewestCheckpoint, OpenedCheckpoint, find_latest, list_checkpoints, open_checkpoint, open_newest,
+    open_with_trained_names, step_dir_name,
+};
+pub use commit::{CommittedCheckpoint, StagingDir, commit_save, commit_save_with_parity, prune_checkpoints};
 pub use convert::{
-    ConvertError, ConvertNotice, ConvertOptions, ConvertReport, ConvertTarget, UngroupedWeights, convert,
-    find_ungrouped,
+    ConvertError, ConvertNotice, ConvertOptions, ConvertReport, ConvertTarget, UngroupedWeights,
+    convert_checkpoint, find_ungrouped_weights,
 };
 pub use diagnosis::Diagnosis;
 pub use diff::{
-    BytesDiff, DiffOptions, DiffReport, DtypeDiff, ElementDiff, ElementPair, RoundingCast, ShapeDiff, Side,
-    TensorDiff, diff,
+    DiffOptions, DiffReport, DiffSide, DtypeDiff, ElementDiff, ElementPair, FloatTensorDiff,
+    IntegerTensorDiff, RoundingCast, ShapeDiff, diff_checkpoints,
 };
+pub use directory_watch::{DirectoryReport, DirectoryStatus, DirectoryWatch};
 pub use dtype::Dtype;
 pub use error::{
     CkptError, Damage, DamageReason, MissingPart, OptionProblem, OutputProblem, ReadFailure, RemoteShard,
     Result, SaveProblem, UnsupportedFeature,
 };
 pub use external::{ExternalCheckpoint, ExternalFacts, StatePart};
-pub use gather::{GatherOptions, GatherReport, GatheredFile, gather};
+pub use gather::{GatherOptions, GatherReport, GatheredFile, gather_weights};
 pub use hash::Hash;
 pub use parity::{ParityReport, write_parity};
 pub use passthrough::{ParamGroup, PassthroughState};
-pub use pickle::Object;
-pub use repair::{RepairOptions, RepairReport, repair};
-pub use root::{NewestCheckpoint, OpenedCheckpoint, find, find_trained, latest, list, newest, step_name};
-pub use save::{Elements, Piece, PieceReport, ShardReport, write_shard};
-pub use source::{ReadRequest, TensorSource};
-pub use state::{LossScale, ParamGroupInfo, TrainingState};
-pub use verify::{CheckpointReport, VerifyOptions, VerifyReport, verify, verify_with};
-pub use watch::{DirectoryReport, DirectoryStatus, DirectoryWatch};
+pub use pickle::PythonObject;
+pub use repair::{RepairOptions, RepairReport, repair_checkpoints};
+pub use shard_writer::{PieceElements, PieceReport, ShardReport, TensorPiece, write_shard};
+pub use tensor_source::{ReadRequest, TensorSource};
+pub use training_state::{LossScale, ParamGroupInfo, TrainingState};
+pub use verify::{
+    CheckpointReport, VerifyOptions, VerifyReport, verify_checkpoints, verify_checkpoints_with,
+};

@@ -1,69 +1,71 @@
-//! `manifest.json`: which byte ranges of which file hold which tensor, a hash per block, and facts
-//! about the run.
+//! [`Manifest`]: the content of `manifest.json`, which lists the byte ranges of each tensor in the
+//! shards, a hash per block, and facts about the run.
 //!
 //! The file begins with `{"blake3":"<64 hex digits>",`. The hash is that of the whole file with
 //! zeros in place of the digits, so that every flipped bit is detected. A hash is not a signature,
 //! so all contents are checked as untrusted input.
-use crate::catalog::{RunFacts, TensorRole, check_name, elements};
+use crate::catalog::{RunFacts, TensorRole, check_tensor_name, count_elements};
 use crate::diagnosis::Diagnosis;
 use crate::disk::{BLOCK, Directory};
 use crate::dtype::Dtype;
+use crate::element_ranges;
 use crate::error::{CkptError, Result, SaveProblem, UnsupportedFeature};
 use crate::formats::safetensors;
 use crate::hash::Hash;
-use crate::host::StorageHost;
 use crate::manifest_error::ManifestError;
-use crate::partition;
+use crate::storage_host::StorageHost;
 use crate::stripes;
 use serde::{Deserialize, Serialize};
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 use std::path::Path;
 
-/// Name of the file. A directory without it is not a native checkpoint.
-pub(crate) const MANIFEST: &str = "manifest.json";
-/// Limit on the size of the file, bytes. 64 hex digits per MiB of state suffice for about 3 TB.
-const MANIFEST_MAX: u64 = 256 << 20;
-const FORMAT: &str = "launch checkpoint";
-/// Without parity; readable by every version of the program.
-const VERSION: u32 = 1;
-/// With parity, or with the host of each shard.
+/// Name of the manifest's file. A directory without this file is not a native checkpoint.
+pub(crate) const MANIFEST_FILE: &str = "manifest.json";
+/// Maximum size of the manifest's file in bytes. With 64 hex digits per MiB of state, this suffices
+/// for about 3 TB.
+const MANIFEST_BYTES_MAX: u64 = 256 << 20;
+const FORMAT_NAME: &str = "launch checkpoint";
+/// Version of a manifest without parity, hosts and BF16, which every version of the program reads.
+const BASE_VERSION: u32 = 1;
+/// Version of a manifest with parity, or with the host of each shard.
 const EXTENDED_VERSION: u32 = 2;
-/// With BF16 weights, and everything of version 2.
-const NARROW_VERSION: u32 = 3;
-/// Limit on the hosts of one checkpoint.
+/// Version of a manifest with BF16 weights. It may have everything that version 2 may have.
+const BF16_VERSION: u32 = 3;
+/// Maximum number of hosts of one checkpoint.
 const HOSTS_MAX: usize = 65_536;
-const OPENING: &str = "{\"blake3\":\"";
-const HEX: Range<usize> = OPENING.len()..OPENING.len() + 64;
+const HASH_FIELD_START: &str = "{\"blake3\":\"";
+const HASH_DIGITS: Range<usize> = HASH_FIELD_START.len()..HASH_FIELD_START.len() + 64;
 
-/// The whole manifest.
+/// The content of `manifest.json`.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Manifest {
-    /// Must be the first field; see the module documentation.
+    /// BLAKE3 hash of the file. Must be the first field; see the module documentation.
     blake3: String,
     format: String,
     version: u32,
     pub(crate) facts: RunFacts,
     block_bytes: u64,
-    /// The hosts that store the shards, when they share no directory; empty in version 1.
+    /// The hosts that store the shards, if they don't share a checkpoint directory; empty in
+    /// version 1.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(crate) hosts: Vec<StorageHost>,
     pub(crate) files: Vec<FileEntry>,
     pub(crate) tensors: Vec<TensorEntry>,
-    /// One parity file per rank; absent in version 1.
+    /// The parity files, one per rank; `None` in version 1.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) parity: Option<Vec<FileEntry>>,
 }
 
-/// The fields that all versions have.
+/// The fields of the manifest that every version has, from which the version is determined.
 #[derive(Deserialize)]
-struct Head {
+struct ManifestHeader {
     format: String,
     version: u32,
 }
 
-/// A shard or parity file.
+/// The manifest's entry of a shard or of a parity file.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct FileEntry {
@@ -71,12 +73,12 @@ pub(crate) struct FileEntry {
     pub(crate) bytes: u64,
     /// BLAKE3 hash of each [`BLOCK`] of the file; the last block may be shorter.
     pub(crate) blocks: Vec<Hash>,
-    /// Index into [`Manifest::hosts`]; absent in version 1.
+    /// Index into [`Manifest::hosts`] of the host that stores the file; absent in version 1.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) host: Option<usize>,
 }
 
-/// A logical tensor.
+/// The manifest's entry of a tensor.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct TensorEntry {
@@ -84,126 +86,147 @@ pub(crate) struct TensorEntry {
     pub(crate) role: TensorRole,
     pub(crate) dtype: Dtype,
     pub(crate) shape: Vec<u64>,
-    /// Sorted by start; together they cover the tensor exactly once.
-    pub(crate) pieces: Vec<Extent>,
+    /// The pieces of the tensor, sorted by first element. Together they cover it exactly once.
+    pub(crate) pieces: Vec<PieceEntry>,
 }
 
-/// Consecutive elements of a tensor in one file.
+/// The manifest's entry of a piece: consecutive elements of a tensor in one shard.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(crate) struct Extent {
-    /// First element.
+pub(crate) struct PieceEntry {
+    /// Index of the first element in the tensor.
     pub(crate) start: u64,
     /// Number of elements.
     pub(crate) count: u64,
     /// Index into [`Manifest::files`].
     pub(crate) file: usize,
-    /// Byte offset in the file.
+    /// Byte offset of the first element in the shard.
     pub(crate) offset: u64,
 }
 
-impl Extent {
-    /// Elements of the tensor; a start that overflows is seen by [`cut::flaw`].
-    pub(crate) fn elements(&self) -> Range<u64> {
+impl PieceEntry {
+    /// Returns the range of the tensor's elements in this piece. If the end overflows, it is
+    /// `u64::MAX`, which [`element_ranges::find_coverage_error`] rejects.
+    pub(crate) fn element_range(&self) -> Range<u64> {
         self.start..self.start.saturating_add(self.count)
     }
 
-    /// Range of bytes in the file.
-    pub(crate) fn bytes(&self, dtype: Dtype) -> Range<u64> {
+    /// Returns the byte range of the piece in its shard, for elements of this dtype.
+    pub(crate) fn byte_range(&self, dtype: Dtype) -> Range<u64> {
         self.offset..self.offset.saturating_add(self.count.saturating_mul(dtype.size()))
     }
 }
 
 impl TensorEntry {
-    /// `role/name`.
+    /// Formats the name of the tensor as `role/name`.
     pub(crate) fn label(&self) -> String {
         format!("{}/{}", self.role, self.name)
     }
 
-    /// Number of elements.
-    pub(crate) fn elements(&self) -> u64 {
-        elements(&self.shape).unwrap_or(u64::MAX)
+    /// Returns the number of elements; `u64::MAX` if the shape is impossible.
+    pub(crate) fn element_count(&self) -> u64 {
+        count_elements(&self.shape).unwrap_or(u64::MAX)
     }
 }
 
-/// File name of a rank's shard.
-pub(crate) fn shard_name(rank: u32, world: u32) -> String {
+/// Makes the file name of a rank's shard.
+pub(crate) fn shard_file_name(rank: u32, world: u32) -> String {
     format!("shard-{rank:05}-of-{world:05}.safetensors")
 }
 
 impl Manifest {
+    /// Makes a manifest with the oldest version that can represent the contents. Does not check
+    /// them.
     pub(crate) fn new(
         facts: RunFacts,
         files: Vec<FileEntry>,
         tensors: Vec<TensorEntry>,
         parity: Option<Vec<FileEntry>>,
     ) -> Manifest {
-        let (blake3, format) = ("0".repeat(64), FORMAT.to_owned());
+        let (blake3, format) = ("0".repeat(64), FORMAT_NAME.to_owned());
         let (block_bytes, hosts) = (BLOCK as u64, Vec::new());
-        let mut manifest =
-            Manifest { blake3, format, version: VERSION, facts, block_bytes, hosts, files, tensors, parity };
-        manifest.version = manifest.needed_version();
+        let mut manifest = Manifest {
+            blake3,
+            format,
+            version: BASE_VERSION,
+            facts,
+            block_bytes,
+            hosts,
+            files,
+            tensors,
+            parity,
+        };
+        manifest.version = manifest.compute_version();
         manifest
     }
 
-    /// The oldest version that can represent the contents.
-    fn needed_version(&self) -> u32 {
+    /// Determines the oldest version that can represent the contents.
+    fn compute_version(&self) -> u32 {
         if self.tensors.iter().any(|t| t.dtype == Dtype::BF16) {
-            NARROW_VERSION
+            BF16_VERSION
         } else if self.parity.is_some() || !self.hosts.is_empty() {
             EXTENDED_VERSION
         } else {
-            VERSION
+            BASE_VERSION
         }
     }
 
-    /// Records the host of each shard, by rank.
+    /// Returns the manifest with the host of each shard: `host_of[r]` is the index in `hosts` of
+    /// the host that stores the shard of rank r.
     pub(crate) fn with_hosts(mut self, hosts: Vec<StorageHost>, host_of: &[usize]) -> Manifest {
         self.hosts = hosts;
-        self.version = self.needed_version();
+        self.version = self.compute_version();
         for (file, host) in self.files.iter_mut().zip(host_of) {
             file.host = Some(*host);
         }
         self
     }
 
-    /// The host that stores this shard, when the manifest records one.
+    /// Returns the host that stores the shard with index `file`; `None` if the manifest records no
+    /// hosts.
     pub(crate) fn shard_host(&self, file: usize) -> Option<&StorageHost> {
         self.hosts.get(self.files.get(file)?.host?)
     }
 
-    /// Serializes the manifest with its hash.
+    /// Serializes the manifest to JSON with its hash.
+    ///
+    /// # Errors
+    /// If the text is longer than [`MANIFEST_BYTES_MAX`].
     pub(crate) fn encode(&self) -> Result<Vec<u8>> {
-        let mut text = self.unsealed_text().map_err(CkptError::invalid_save)?;
-        if text.len() as u64 > MANIFEST_MAX {
+        let mut text = self.encode_unsealed().map_err(CkptError::invalid_save)?;
+        if text.len() as u64 > MANIFEST_BYTES_MAX {
             return Err(CkptError::invalid_save(SaveProblem::ManifestTooLarge {
                 bytes: text.len() as u64,
-                limit: MANIFEST_MAX,
+                limit: MANIFEST_BYTES_MAX,
             }));
         }
-        text[HEX].fill(b'0');
-        let hash = Hash::digest(&text).hex();
-        text[HEX].copy_from_slice(hash.as_bytes());
+        text[HASH_DIGITS].fill(b'0');
+        let hash = Hash::digest(&text).to_hex();
+        text[HASH_DIGITS].copy_from_slice(hash.as_bytes());
         Ok(text)
     }
 
-    /// The JSON text, with zeros in place of the hash.
-    fn unsealed_text(&self) -> std::result::Result<Vec<u8>, ManifestError> {
+    /// Serializes the manifest to JSON, with the current value of the field `blake3`.
+    fn encode_unsealed(&self) -> std::result::Result<Vec<u8>, ManifestError> {
         let text = serde_json::to_vec(self)?;
-        match text.starts_with(OPENING.as_bytes()) && text.len() > HEX.end {
+        match text.starts_with(HASH_FIELD_START.as_bytes()) && text.len() > HASH_DIGITS.end {
             true => Ok(text),
             false => Err(ManifestError::HashNotFirst),
         }
     }
 
-    /// Reads the manifest and checks everything that does not need the shards.
+    /// Reads the manifest of the checkpoint in `directory`, and verifies its hash and consistency.
+    /// Does not read the shards.
     pub(crate) fn load(directory: &Directory) -> Result<Manifest> {
-        Manifest::parse(directory.path(), Manifest::read(directory)?)
+        Manifest::parse(directory.path(), Manifest::read_text(directory)?)
     }
 
-    /// Reads the text of the manifest, unchecked.
-    pub(crate) fn read(directory: &Directory) -> Result<Vec<u8>> {
-        match directory.read(MANIFEST, MANIFEST_MAX) {
+    /// Reads the text of the manifest in `directory` without verifying it.
+    ///
+    /// # Errors
+    /// [`Diagnosis::ManifestMissing`] if the file does not exist.
+    pub(crate) fn read_text(directory: &Directory) -> Result<Vec<u8>> {
+        match directory.read_file(MANIFEST_FILE, MANIFEST_BYTES_MAX) {
             Err(CkptError::Missing { path, .. }) => {
                 Err(CkptError::not_a_checkpoint(&path, Diagnosis::ManifestMissing))
             }
@@ -211,56 +234,61 @@ impl Manifest {
         }
     }
 
-    /// Writes the matching hash into the text of a manifest, if the text is long enough.
-    pub(crate) fn seal(text: &mut [u8]) {
-        if text.get_mut(HEX).map(|hex| hex.fill(b'0')).is_some() {
-            let hash = Hash::digest(text).hex();
-            text[HEX].copy_from_slice(hash.as_bytes());
+    /// Writes the matching hash into the text of a manifest. Does nothing if the text is too short
+    /// for a hash.
+    pub(crate) fn seal_text(text: &mut [u8]) {
+        if text.get_mut(HASH_DIGITS).map(|hex| hex.fill(b'0')).is_some() {
+            let hash = Hash::digest(text).to_hex();
+            text[HASH_DIGITS].copy_from_slice(hash.as_bytes());
         }
     }
 
-    /// Verifies the hash of a text; returns the hash and the text with zeros in its place.
-    pub(crate) fn unsealed(mut text: Vec<u8>) -> std::result::Result<(String, Vec<u8>), ManifestError> {
-        let stored = text.get(HEX).ok_or(ManifestError::Truncated)?.to_owned();
-        text[HEX].fill(b'0');
-        let hash = Hash::digest(&text).hex();
-        match text.starts_with(OPENING.as_bytes()) && hash.as_bytes() == stored {
+    /// Verifies the hash of the text of a manifest. Returns the hash, and the text with zeros in
+    /// place of the hash.
+    pub(crate) fn verify_and_unseal(
+        mut text: Vec<u8>,
+    ) -> std::result::Result<(String, Vec<u8>), ManifestError> {
+        let stored = text.get(HASH_DIGITS).ok_or(ManifestError::Truncated)?.to_owned();
+        text[HASH_DIGITS].fill(b'0');
+        let hash = Hash::digest(&text).to_hex();
+        match text.starts_with(HASH_FIELD_START.as_bytes()) && hash.as_bytes() == stored {
             true => Ok((hash, text)),
             false => Err(ManifestError::HashMismatch),
         }
     }
 
-    /// Parses and checks the text of the manifest of the checkpoint at `path`.
+    /// Parses the text of the manifest of the checkpoint at `path`, and verifies its hash, version
+    /// and consistency.
     pub(crate) fn parse(path: &Path, text: Vec<u8>) -> Result<Manifest> {
-        let damaged = |error: ManifestError| CkptError::damaged(path, MANIFEST, error);
-        let (_, zeroed) = Manifest::unsealed(text).map_err(damaged)?;
-        let head: Head = serde_json::from_slice(&zeroed).map_err(|e| damaged(e.into()))?;
-        if head.format != FORMAT || !(VERSION..=NARROW_VERSION).contains(&head.version) {
+        let damaged = |error: ManifestError| CkptError::damaged(path, MANIFEST_FILE, error);
+        let (_, zeroed) = Manifest::verify_and_unseal(text).map_err(damaged)?;
+        let head: ManifestHeader = serde_json::from_slice(&zeroed).map_err(|e| damaged(e.into()))?;
+        if head.format != FORMAT_NAME || !(BASE_VERSION..=BF16_VERSION).contains(&head.version) {
             let (format, version) = (head.format, head.version);
-            let (oldest, newest) = (VERSION, NARROW_VERSION);
+            let (oldest, newest) = (BASE_VERSION, BF16_VERSION);
             let feature = UnsupportedFeature::FormatVersion { format, version, oldest, newest };
             return Err(CkptError::unsupported(path, feature));
         }
         let manifest: Manifest = serde_json::from_slice(&zeroed).map_err(|e| damaged(e.into()))?;
-        manifest.check().map_err(damaged)?;
+        manifest.check_consistency().map_err(damaged)?;
         Ok(manifest)
     }
 
-    /// Size of all shards, bytes.
-    pub(crate) fn bytes(&self) -> u64 {
+    /// Returns the total size of all shards in bytes.
+    pub(crate) fn total_shard_bytes(&self) -> u64 {
         self.files.iter().map(|f| f.bytes).sum()
     }
 
-    /// The shards, then the parity files.
+    /// Iterates over the entries of the shards, and then over those of the parity files.
     pub(crate) fn all_files(&self) -> impl Iterator<Item = &FileEntry> {
         self.files.iter().chain(self.parity.iter().flatten())
     }
 
-    /// `role/name` of the tensors with bytes in this block.
-    pub(crate) fn tensors_in(&self, file: usize, block: u64) -> Vec<String> {
+    /// Returns `role/name` of the tensors with bytes in the block with index `block` of a shard.
+    pub(crate) fn tensors_in_block(&self, file: usize, block: u64) -> Vec<String> {
         let (start, end) = (block * BLOCK as u64, (block + 1) * BLOCK as u64);
-        let inside = |t: &TensorEntry, e: &Extent| {
-            let bytes = e.bytes(t.dtype);
+        let inside = |t: &TensorEntry, e: &PieceEntry| {
+            let bytes = e.byte_range(t.dtype);
             e.file == file && bytes.start < end && bytes.end > start
         };
         self.tensors
@@ -270,21 +298,21 @@ impl Manifest {
             .collect()
     }
 
-    /// Rejects a manifest that contradicts itself.
-    pub(crate) fn check(&self) -> std::result::Result<(), ManifestError> {
+    /// Rejects a manifest that contradicts itself or exceeds a limit.
+    pub(crate) fn check_consistency(&self) -> std::result::Result<(), ManifestError> {
         self.facts.check()?;
         if self.block_bytes != BLOCK as u64 {
             return Err(ManifestError::BlockSize { found: self.block_bytes, expected: BLOCK as u64 });
         }
         self.check_files()?;
-        let version = self.needed_version();
+        let version = self.compute_version();
         if version != self.version {
             return Err(ManifestError::Version { recorded: self.version, needed: version });
         }
         if let Some(parity) = &self.parity {
             let sizes: Vec<u64> = self.files.iter().map(|f| f.bytes).collect();
             let given = parity.iter().map(|f| (f.name.as_str(), f.bytes, f.blocks.len() as u64));
-            stripes::check(&sizes, given)?;
+            stripes::check_parity_files(&sizes, given)?;
         }
         self.check_hosts()?;
         let mut spans: Vec<Vec<Range<u64>>> = vec![Vec::new(); self.files.len()];
@@ -304,13 +332,14 @@ impl Manifest {
         self.check_complete(&seen)
     }
 
+    /// Rejects a wrong number, name or number of blocks of the shards.
     fn check_files(&self) -> std::result::Result<(), ManifestError> {
         if self.files.len() as u64 != u64::from(self.facts.world) {
             return Err(ManifestError::ShardCount { shards: self.files.len(), world: self.facts.world });
         }
         let mut total = 0u64;
         for (rank, file) in self.files.iter().enumerate() {
-            if file.name != shard_name(rank as u32, self.facts.world) {
+            if file.name != shard_file_name(rank as u32, self.facts.world) {
                 return Err(ManifestError::ShardName { rank, name: file.name.clone() });
             }
             if file.blocks.len() as u64 != file.bytes.div_ceil(BLOCK as u64) {
@@ -325,7 +354,8 @@ impl Manifest {
         Ok(())
     }
 
-    /// When hosts are listed, every shard must be on one of them.
+    /// Rejects invalid hosts, and shards on a host that isn't listed. Without hosts, rejects shards
+    /// with a host.
     fn check_hosts(&self) -> std::result::Result<(), ManifestError> {
         if self.hosts.is_empty() {
             return match self.files.iter().all(|f| f.host.is_none()) {
@@ -349,27 +379,31 @@ impl Manifest {
         }
     }
 
+    /// Rejects a tensor with an impossible name, dtype or shape, whose pieces don't cover it
+    /// exactly once, or with a piece outside of its shard. Adds the byte ranges of the pieces to
+    /// `spans`, by shard.
     fn check_tensor(
         &self,
         tensor: &TensorEntry,
         spans: &mut [Vec<Range<u64>>],
     ) -> std::result::Result<(), ManifestError> {
-        check_name(&tensor.name)?;
+        check_tensor_name(&tensor.name)?;
         let label = tensor.label();
         let narrow = tensor.role == TensorRole::Weight && tensor.dtype == Dtype::BF16;
         if tensor.dtype != Dtype::F32 && !narrow {
             return Err(ManifestError::Dtype { tensor: label, dtype: tensor.dtype });
         }
-        let total = elements(&tensor.shape).ok_or_else(|| ManifestError::ImpossibleShape {
+        let total = count_elements(&tensor.shape).ok_or_else(|| ManifestError::ImpossibleShape {
             tensor: label.clone(),
             shape: tensor.shape.clone(),
         })?;
-        let error = partition::coverage_error(total, tensor.pieces.iter().map(Extent::elements));
+        let error =
+            element_ranges::find_coverage_error(total, tensor.pieces.iter().map(PieceEntry::element_range));
         if let Some(error) = error {
             return Err(ManifestError::Coverage { tensor: label, error });
         }
         for piece in &tensor.pieces {
-            let bytes = piece.bytes(tensor.dtype);
+            let bytes = piece.byte_range(tensor.dtype);
             match (self.files.get(piece.file), spans.get_mut(piece.file)) {
                 (Some(file), Some(spans)) if bytes.end <= file.bytes && bytes.start >= 8 => spans.push(bytes),
                 _ => {
@@ -380,17 +414,18 @@ impl Manifest {
         Ok(())
     }
 
-    /// Every tensor of the model and of the optimizer state is stored with the shape of the model,
-    /// and no other tensor is.
+    /// Rejects a manifest in which a tensor of the model or of the optimizer state is missing or
+    /// has another shape than in the model, or which has another tensor. `found` are the tensors of
+    /// the manifest with their shapes.
     fn check_complete(
         &self,
         found: &HashMap<(TensorRole, &str), &[u64]>,
     ) -> std::result::Result<(), ManifestError> {
-        let card = &self.facts.model;
-        let frozen: HashSet<&str> = card.frozen.iter().map(String::as_str).collect();
+        let model = &self.facts.model;
+        let frozen: HashSet<&str> = model.frozen.iter().map(String::as_str).collect();
         let mut expected: HashMap<(TensorRole, &str), &[u64]> = HashMap::new();
         for role in TensorRole::ALL {
-            let listed = if role == TensorRole::Buffer { &card.buffers } else { &card.weights };
+            let listed = if role == TensorRole::Buffer { &model.buffers } else { &model.weights };
             let any = role.is_optimizer_state() && found.keys().any(|(r, _)| *r == role);
             for t in listed {
                 let key = (role, t.name.as_str());
@@ -422,13 +457,14 @@ impl Manifest {
         }
     }
 
-    /// The expected header of a shard: dtype, elements and byte range in the file, by piece key.
-    pub(crate) fn expected_header(&self, file: usize) -> HashMap<String, (Dtype, u64, Range<u64>)> {
+    /// Returns the entries that the header of a shard must have: dtype, number of elements and byte
+    /// range in the file, by the key of the piece.
+    pub(crate) fn expected_header_entries(&self, file: usize) -> HashMap<String, (Dtype, u64, Range<u64>)> {
         let mut expected = HashMap::new();
         for tensor in &self.tensors {
             for piece in tensor.pieces.iter().filter(|p| p.file == file && p.count > 0) {
                 let key = safetensors::piece_key(tensor.role, &tensor.name, piece.start);
-                expected.insert(key, (tensor.dtype, piece.count, piece.bytes(tensor.dtype)));
+                expected.insert(key, (tensor.dtype, piece.count, piece.byte_range(tensor.dtype)));
             }
         }
         expected

@@ -1,17 +1,17 @@
-//! [`ManifestError`]: how a manifest contradicts itself.
+//! [`ManifestError`]: why a manifest or the data of a save is rejected.
 use crate::catalog::InvalidTensorName;
 use crate::dtype::Dtype;
-use crate::partition::CoverageError;
+use crate::element_ranges::CoverageError;
 use std::ops::Range;
 
-/// How a manifest, or the data of a save, contradicts itself.
+/// Why a manifest, or the data of a save, is rejected.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ManifestError {
     /// The manifest is shorter than its hash.
     #[error("the manifest is truncated")]
     Truncated,
-    /// The manifest does not match its own hash.
+    /// The manifest does not match the hash in it.
     #[error("the manifest does not match its own BLAKE3 hash")]
     HashMismatch,
     /// The serialized manifest does not begin with its hash.
@@ -34,32 +34,32 @@ pub enum ManifestError {
     ImpossibleShape {
         /// The tensor.
         tensor: String,
-        /// Its dimensions.
+        /// The dimensions of the tensor.
         shape: Vec<u64>,
     },
-    /// A tied weight is stored, or its target is not.
+    /// A tied weight is itself stored, or the target of the tie is not stored.
     #[error("{alias} is tied to {target}, which does not match the weights")]
     InvalidTie {
-        /// The tied name.
+        /// Name of the tied weight.
         alias: String,
-        /// The stored weight.
+        /// Name of the weight that should be stored in its place.
         target: String,
     },
-    /// A frozen name is not a weight.
+    /// The list of frozen weights has a name that is not a weight.
     #[error("{0} is frozen but is not a weight")]
     FrozenNotAWeight(String),
     /// The world size is 0.
     #[error("the world size is 0")]
     NoRanks,
-    /// A tokenizer file has an unsafe name, or the same name as another.
+    /// A tokenizer file has an unsafe name, or two files have this name.
     #[error("{0:?} is not a valid tokenizer file name, or occurs twice")]
     TokenizerFileName(String),
     /// The block size differs from 1 MiB.
     #[error("blocks have {found} bytes, expected {expected}")]
     BlockSize {
-        /// The recorded size.
+        /// The recorded block size in bytes.
         found: u64,
-        /// The size that this program uses.
+        /// The block size that this program uses, in bytes.
         expected: u64,
     },
     /// The version differs from what the contents need.
@@ -73,9 +73,9 @@ pub enum ManifestError {
     /// The number of shards differs from the world size.
     #[error("{shards} shards for a world size of {world}")]
     ShardCount {
-        /// Shards in the manifest.
+        /// Number of shards in the manifest.
         shards: usize,
-        /// Ranks that wrote the checkpoint.
+        /// Number of ranks that wrote the checkpoint.
         world: u32,
     },
     /// A shard has an unexpected name.
@@ -86,50 +86,50 @@ pub enum ManifestError {
         /// The recorded name.
         name: String,
     },
-    /// The number of block hashes does not match the size.
+    /// The number of block hashes of a file does not match the size of the file.
     #[error("{file} has {bytes} bytes and {hashes} block hashes")]
     BlockCount {
         /// Name of the file.
         file: String,
-        /// Size of the file.
+        /// Size of the file in bytes.
         bytes: u64,
-        /// Number of hashes.
+        /// Number of block hashes.
         hashes: usize,
     },
-    /// The sum of all sizes overflows.
+    /// The total size of the shards, or their number, overflows.
     #[error("the sizes of the shards overflow")]
     SizeOverflow,
     /// The number of parity files differs from the number of shards.
     #[error("{parity} parity files for {shards} shards")]
     ParityCount {
-        /// Parity files in the manifest.
+        /// Number of parity files in the manifest.
         parity: usize,
-        /// Shards in the manifest.
+        /// Number of shards in the manifest.
         shards: usize,
     },
-    /// A parity file does not match the shards.
+    /// The name or the size of a parity file does not match the shards.
     #[error("parity file {rank} ({name}) does not match the shards")]
     ParityFile {
-        /// Rank of the file.
+        /// Rank that wrote the file.
         rank: u32,
         /// Name of the file.
         name: String,
     },
-    /// Shards refer to hosts, but none are listed.
+    /// Shards refer to hosts, but the manifest lists no hosts.
     #[error("shards are on hosts that are not listed")]
     NoHosts,
-    /// Too many hosts.
+    /// The manifest lists too many hosts.
     #[error("{found} hosts, more than the limit of {limit}")]
     HostCount {
-        /// Hosts in the manifest.
+        /// Number of hosts in the manifest.
         found: usize,
-        /// The limit.
+        /// Maximum number of hosts.
         limit: usize,
     },
     /// A host has an invalid id or name.
     #[error("a host has an invalid id or name")]
     InvalidHost,
-    /// A shard is on no listed host.
+    /// A shard is not on any of the listed hosts.
     #[error("{0} is on no listed host")]
     ShardWithoutHost(String),
     /// Two tensors share bytes of a shard.
@@ -137,10 +137,10 @@ pub enum ManifestError {
     Overlap {
         /// Name of the shard.
         file: String,
-        /// The shared bytes.
+        /// The bytes that belong to both tensors.
         bytes: Range<u64>,
     },
-    /// A tensor has a dtype that is not stored natively.
+    /// A tensor has a dtype that native checkpoints do not store.
     #[error("{tensor} is {dtype}; state is stored as F32, weights as F32 or BF16")]
     Dtype {
         /// `role/name`.
@@ -161,15 +161,15 @@ pub enum ManifestError {
     OutsideShard {
         /// `role/name`.
         tensor: String,
-        /// Bytes of the piece.
+        /// Byte range of the piece in the shard.
         bytes: Range<u64>,
         /// Index of the shard.
         shard: usize,
     },
-    /// No shard holds a tensor of the model.
+    /// A tensor of the model is in no shard.
     #[error("no shard holds {0}")]
     MissingTensor(String),
-    /// A tensor has another shape than the model states.
+    /// The shape of a tensor differs from the shape in the model.
     #[error("{tensor} has the shape {found:?}, expected {expected:?}")]
     Shape {
         /// `role/name`.

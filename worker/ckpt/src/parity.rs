@@ -1,45 +1,49 @@
-//! XOR parity over the shards of a checkpoint. One lost or damaged shard of N is rebuilt bit for
-//! bit from the others.
+//! XOR parity over the shards of a checkpoint, from which one lost or damaged shard of N is rebuilt
+//! bit for bit.
 //!
-//! The parity of N shards is as long as the longest shard; shorter shards are padded with zeros.
-//! The parity is split into N stripes of whole blocks. Rank r writes stripe r to the file
-//! `parity-r-of-N.bin`, from the same stripe of every shard, so that no rank reads more than one
-//! Nth of the checkpoint. The manifest has a BLAKE3 hash per block of shards and stripes. Each
-//! block that is damaged in at most one file is rebuilt.
-use crate::disk::{self, BLOCK, BlockFile, Buffers, Directory, FileWriter, IoMode, ReadJob, WINDOW, stream};
+//! The parity of N shards is as long as the longest shard. Shorter shards count as padded with
+//! zeros. The parity is divided into N stripes of whole blocks. Rank r computes stripe r from the
+//! blocks of all shards at the positions of the stripe, and writes it to the file
+//! `parity-r-of-N.bin`. No rank therefore reads more than one Nth of the checkpoint. The manifest
+//! has a BLAKE3 hash per block of shards and stripes. A block is rebuilt if at most one file is
+//! damaged at its position.
+use crate::disk::{
+    self, BLOCK, BlockFile, BlockRequest, Directory, DiskBufferPool, FileWriter, IoMode, WINDOW,
+    stream_windows,
+};
 use crate::error::{CkptError, DamageReason, Result, SaveProblem};
 use crate::hash::Hash;
 use crate::manifest::{FileEntry, Manifest};
-use crate::save::ShardReport;
-use crate::stripes::{parity_name, stripe};
+use crate::shard_writer::ShardReport;
+use crate::stripes::{compute_stripe, parity_file_name};
 use serde::{Deserialize, Serialize};
 use std::fs::File;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-/// Blocks per window.
+/// Number of blocks per window of a read.
 const WINDOW_BLOCKS: u64 = (WINDOW / BLOCK) as u64;
 
-/// Describes a written parity file to rank 0.
+/// The description of a written parity file, which its rank sends to rank 0.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ParityReport {
     /// Rank that wrote the file.
     pub rank: u32,
-    /// World size.
+    /// World size of the save.
     pub world: u32,
     /// Name of the file.
     pub file: String,
-    /// Size of the file.
+    /// Size of the file in bytes.
     pub bytes: u64,
     /// BLAKE3 hash of each MiB of the file.
     pub blocks: Vec<Hash>,
 }
 
-/// Writes this rank's parity file to the directory [`crate::Staging::path`] and makes it durable.
-/// Must be called after every shard is written; `shards` are the reports of all ranks. Every block
-/// that is read is verified, so that a faulty write of a shard is detected before the commit. Needs
-/// 40 MiB.
+/// Writes this rank's parity file to the staging directory ([`crate::StagingDir::path`]) and syncs
+/// it. Must be called after all ranks have written their shards; `shards` are their reports.
+/// Verifies every block that it reads, so that a faulty write of a shard is detected before the
+/// commit. Needs 40 MiB of memory.
 pub fn write_parity(staging: &Path, rank: u32, world: u32, shards: &[ShardReport]) -> Result<ParityReport> {
     let mut sorted: Vec<&ShardReport> = shards.iter().collect();
     sorted.sort_by_key(|s| s.rank);
@@ -51,14 +55,14 @@ pub fn write_parity(staging: &Path, rank: u32, world: u32, shards: &[ShardReport
     }
     let directory = Directory::open(staging)?;
     let sizes: Vec<u64> = sorted.iter().map(|s| s.bytes).collect();
-    let (blocks, _) = stripe(&sizes, rank);
-    let file = parity_name(rank, world);
+    let (blocks, _) = compute_stripe(&sizes, rank);
+    let file = parity_file_name(rank, world);
     let mut out = FileWriter::create(staging.join(&file), IoMode::Direct, true)?;
-    let jobs = jobs(&sizes, blocks);
+    let jobs = plan_reads(&sizes, blocks);
     let open = |i: usize| BlockFile::open(&directory, &sorted[i].file);
     let mut sum: Vec<u8> = Vec::new();
     let mut window = None;
-    stream(&Buffers::default(), &jobs, open, |(job, read)| {
+    stream_windows(&DiskBufferPool::default(), &jobs, open, |(job, read)| {
         let bytes = read.map_err(|e| CkptError::invalid_save(SaveProblem::ReadBack(e.to_string())))?;
         if window.is_some_and(|w| w != job.blocks.start) {
             out.write(&sum)?;
@@ -74,7 +78,7 @@ pub fn write_parity(staging: &Path, rank: u32, world: u32, shards: &[ShardReport
                 ));
             }
         }
-        xor(&mut sum, bytes);
+        xor_into(&mut sum, bytes);
         Ok(())
     })?;
     out.write(&sum)?;
@@ -82,8 +86,9 @@ pub fn write_parity(staging: &Path, rank: u32, world: u32, shards: &[ShardReport
     Ok(ParityReport { rank, world, file, bytes, blocks })
 }
 
-/// The reads of these blocks of all shards, window by window.
-fn jobs(sizes: &[u64], blocks: Range<u64>) -> Vec<ReadJob> {
+/// Plans the reads of the blocks `blocks` of all shards, window by window. `sizes` are the sizes of
+/// the shards in bytes.
+fn plan_reads(sizes: &[u64], blocks: Range<u64>) -> Vec<BlockRequest> {
     let mut jobs = Vec::new();
     let mut start = blocks.start;
     while start < blocks.end {
@@ -91,7 +96,7 @@ fn jobs(sizes: &[u64], blocks: Range<u64>) -> Vec<ReadJob> {
         for (file, &size) in sizes.iter().enumerate() {
             let shard_end = size.div_ceil(BLOCK as u64).min(end);
             if start < shard_end {
-                jobs.push(ReadJob { file, size, blocks: start..shard_end });
+                jobs.push(BlockRequest { file, size, blocks: start..shard_end });
             }
         }
         start = end;
@@ -99,30 +104,31 @@ fn jobs(sizes: &[u64], blocks: Range<u64>) -> Vec<ReadJob> {
     jobs
 }
 
-/// Computes `sum ^= bytes`; the sum grows to the longest length.
-fn xor(sum: &mut Vec<u8>, bytes: &[u8]) {
+/// Computes `sum ^= bytes`. If `sum` is shorter than `bytes`, extends it with zeros first.
+fn xor_into(sum: &mut Vec<u8>, bytes: &[u8]) {
     if sum.len() < bytes.len() {
         sum.resize(bytes.len(), 0);
     }
     sum.iter_mut().zip(bytes).for_each(|(s, b)| *s ^= b);
 }
 
-/// What [`rebuild`] did, one line per file.
+/// The result of [`rebuild_from_parity`], as one line per file for the user.
 #[derive(Debug, Default)]
 pub(crate) struct RebuildReport {
     pub(crate) rebuilt: Vec<String>,
     pub(crate) lost: Vec<String>,
 }
 
-/// Rebuilds the damaged files of a checkpoint: reads intact blocks from `from` and writes complete
-/// files to `to`. Removes files in `to` that do not belong to the checkpoint.
-pub(crate) fn rebuild(from: &Path, to: &Path) -> Result<RebuildReport> {
+/// Rebuilds the damaged files of the native checkpoint in the directory `from`. Writes the rebuilt
+/// files to `to`, a copy of the directory. Removes files from `to` that do not belong to the
+/// checkpoint. Files that can't be rebuilt are listed in the report.
+pub(crate) fn rebuild_from_parity(from: &Path, to: &Path) -> Result<RebuildReport> {
     let directory = Directory::open(from)?;
     let manifest = Manifest::load(&directory)?;
     let mut done = RebuildReport::default();
-    for name in Directory::open(to)?.names()? {
+    for name in Directory::open(to)?.list_names()? {
         let known = manifest.all_files().any(|f| f.name == name);
-        if !known && name != crate::manifest::MANIFEST {
+        if !known && name != crate::manifest::MANIFEST_FILE {
             match to.join(&name).is_dir() {
                 true => disk::remove_tree(&to.join(&name))?,
                 false => disk::unlink(&to.join(&name))?,
@@ -130,40 +136,41 @@ pub(crate) fn rebuild(from: &Path, to: &Path) -> Result<RebuildReport> {
             done.rebuilt.push(format!("{name}: removed, since it does not belong to the checkpoint"));
         }
     }
-    let set = FileSet::open(&directory, &manifest);
+    let set = CheckpointFiles::open(&directory, &manifest);
     for shard in 0..manifest.files.len() {
         let read = |block| set.shard(shard, block);
-        rewrite_if_damaged(&manifest.files[shard], set.size(shard), to, &mut done, &read)?;
+        rewrite_if_damaged(&manifest.files[shard], set.shard_size(shard), to, &mut done, &read)?;
     }
     for (rank, entry) in manifest.parity.iter().flatten().enumerate() {
-        let (blocks, _) = stripe(&set.sizes, rank as u32);
-        let size = set.parity.get(rank).and_then(size_of);
-        let read = |block: u64| match set.stripe_block(rank, block) {
+        let (blocks, _) = compute_stripe(&set.sizes, rank as u32);
+        let size = set.parity.get(rank).and_then(read_file_size);
+        let read = |block: u64| match set.read_stripe_block(rank, block) {
             Some(bytes) => Some((bytes, false)),
-            None => set.sum_of_shards(blocks.start + block, None).map(|bytes| (bytes, true)),
+            None => set.xor_shards(blocks.start + block, None).map(|bytes| (bytes, true)),
         };
         rewrite_if_damaged(entry, size, to, &mut done, &read)?;
     }
     Ok(done)
 }
 
-fn size_of(file: &Option<File>) -> Option<u64> {
+/// Returns the size of an open file in bytes; `None` if it is missing or its size can't be read.
+fn read_file_size(file: &Option<File>) -> Option<u64> {
     file.as_ref()?.metadata().ok().map(|m| m.len())
 }
 
-/// The files of a checkpoint that exist.
-struct FileSet<'m> {
+/// The shards and parity files of a checkpoint, opened; `None` for a missing file.
+struct CheckpointFiles<'m> {
     manifest: &'m Manifest,
     sizes: Vec<u64>,
     shards: Vec<Option<File>>,
     parity: Vec<Option<File>>,
 }
 
-impl<'m> FileSet<'m> {
-    fn open(directory: &Directory, manifest: &'m Manifest) -> FileSet<'m> {
+impl<'m> CheckpointFiles<'m> {
+    fn open(directory: &Directory, manifest: &'m Manifest) -> CheckpointFiles<'m> {
         let open =
             |f: &FileEntry| directory.open_file(&f.name, nix::fcntl::OFlag::empty()).ok().map(|(f, _)| f);
-        FileSet {
+        CheckpointFiles {
             manifest,
             sizes: manifest.files.iter().map(|f| f.bytes).collect(),
             shards: manifest.files.iter().map(open).collect(),
@@ -171,60 +178,67 @@ impl<'m> FileSet<'m> {
         }
     }
 
-    fn size(&self, shard: usize) -> Option<u64> {
-        self.shards.get(shard).and_then(size_of)
+    fn shard_size(&self, read_or_rebuild_block: usize) -> Option<u64> {
+        self.shards.get(read_or_rebuild_block).and_then(read_file_size)
     }
 
-    /// A block of a shard, and whether it was rebuilt; `None` when it cannot be rebuilt.
+    /// Reads a block of a shard, or rebuilds it from the other shards and the parity if it is
+    /// damaged. Returns the block, and whether it was rebuilt; `None` if it can't be rebuilt.
     fn shard(&self, shard: usize, block: u64) -> Option<(Vec<u8>, bool)> {
         let entry = self.manifest.files.get(shard)?;
-        if let Some(bytes) = intact_block(self.shards.get(shard)?.as_ref(), entry, block) {
+        if let Some(bytes) = read_intact_block(self.shards.get(shard)?.as_ref(), entry, block) {
             return Some((bytes, false));
         }
-        let mut bytes = self.sum_of_shards(block, Some(shard))?;
-        xor(&mut bytes, &self.parity_block(block)?);
-        bytes.truncate(block_len(entry.bytes, block));
+        let mut bytes = self.xor_shards(block, Some(shard))?;
+        xor_into(&mut bytes, &self.read_parity_block(block)?);
+        bytes.truncate(compute_block_len(entry.bytes, block));
         (entry.blocks.get(block as usize) == Some(&Hash::digest(&bytes))).then_some((bytes, true))
     }
 
-    /// XOR of a block of all shards except one; `None` when one of them is damaged.
-    fn sum_of_shards(&self, block: u64, except: Option<usize>) -> Option<Vec<u8>> {
+    /// Computes the XOR of the blocks with index `block` of all shards, or of all but the shard
+    /// `except`. Returns `None` if one of these blocks is damaged.
+    fn xor_shards(&self, block: u64, except: Option<usize>) -> Option<Vec<u8>> {
         let mut sum = Vec::new();
         for (i, entry) in self.manifest.files.iter().enumerate() {
             if except != Some(i) && block < entry.blocks.len() as u64 {
-                xor(&mut sum, &intact_block(self.shards.get(i)?.as_ref(), entry, block)?);
+                xor_into(&mut sum, &read_intact_block(self.shards.get(i)?.as_ref(), entry, block)?);
             }
         }
         let longest = self.sizes.iter().copied().max().unwrap_or(0);
-        sum.resize(block_len(longest, block), 0);
+        sum.resize(compute_block_len(longest, block), 0);
         Some(sum)
     }
 
-    /// The parity of this block of the shards.
-    fn parity_block(&self, block: u64) -> Option<Vec<u8>> {
-        let rank = (0..self.sizes.len()).find(|&r| stripe(&self.sizes, r as u32).0.contains(&block))?;
-        self.stripe_block(rank, block - stripe(&self.sizes, rank as u32).0.start)
+    /// Reads the parity of the blocks with index `block` of all shards; `None` if it is damaged.
+    fn read_parity_block(&self, block: u64) -> Option<Vec<u8>> {
+        let rank =
+            (0..self.sizes.len()).find(|&r| compute_stripe(&self.sizes, r as u32).0.contains(&block))?;
+        self.read_stripe_block(rank, block - compute_stripe(&self.sizes, rank as u32).0.start)
     }
 
-    fn stripe_block(&self, rank: usize, block: u64) -> Option<Vec<u8>> {
+    /// Reads the block with index `block` of the parity file of `rank`; `None` if it is damaged.
+    fn read_stripe_block(&self, rank: usize, block: u64) -> Option<Vec<u8>> {
         let entry = self.manifest.parity.as_ref()?.get(rank)?;
-        intact_block(self.parity.get(rank)?.as_ref(), entry, block)
+        read_intact_block(self.parity.get(rank)?.as_ref(), entry, block)
     }
 }
 
-/// Length of a block of a file of `size` bytes.
-fn block_len(size: u64, block: u64) -> usize {
+/// Computes the length of the block with index `block` of a file of `size` bytes, in bytes. Only
+/// the last block is shorter than the others.
+fn compute_block_len(size: u64, block: u64) -> usize {
     size.saturating_sub(block.saturating_mul(BLOCK as u64)).min(BLOCK as u64) as usize
 }
 
-/// Reads a block that matches its hash; `None` otherwise.
-fn intact_block(file: Option<&File>, entry: &FileEntry, block: u64) -> Option<Vec<u8>> {
-    let mut bytes = vec![0u8; block_len(entry.bytes, block)];
+/// Reads a block of a file. Returns `None` if the block can't be read or does not match its hash.
+fn read_intact_block(file: Option<&File>, entry: &FileEntry, block: u64) -> Option<Vec<u8>> {
+    let mut bytes = vec![0u8; compute_block_len(entry.bytes, block)];
     file?.read_exact_at(&mut bytes, block * BLOCK as u64).ok()?;
     (entry.blocks.get(block as usize) == Some(&Hash::digest(&bytes))).then_some(bytes)
 }
 
-/// Rewrites a file if it is damaged and every block is available.
+/// Rewrites a file in the directory `to` if blocks of it had to be rebuilt or its size is wrong.
+/// `read` returns a block, and whether it was rebuilt. If a block is not available, only reports
+/// the file as lost in `done`.
 fn rewrite_if_damaged(
     entry: &FileEntry,
     size: Option<u64>,

@@ -1,72 +1,80 @@
-//! [`PassthroughState`]: objects that a conversion copies unchanged, since [`crate::TrainingState`]
-//! cannot represent them.
+//! [`PassthroughState`]: objects of a checkpoint that [`crate::TrainingState`] cannot represent. A
+//! conversion copies them unchanged.
 use crate::catalog::RunFacts;
 use crate::dtype::Dtype;
-use crate::pickle::Object;
-use crate::state::ParamGroupInfo;
+use crate::pickle::PythonObject;
+use crate::training_state::ParamGroupInfo;
 use std::collections::BTreeMap;
 
-/// State that a conversion copies unchanged, in addition to [`crate::TrainingState`]. Fields that a
-/// format does not have are empty.
+/// The state of a checkpoint that a conversion copies unchanged, in addition to
+/// [`crate::TrainingState`]. Fields that the format of the checkpoint lacks are empty.
 #[derive(Clone, Debug, Default)]
 pub struct PassthroughState {
-    /// The parameter groups in the order of the optimizer, with values that JSON cannot represent.
+    /// The parameter groups in the order of the optimizer, including values that JSON cannot
+    /// represent.
     pub groups: Vec<ParamGroup>,
-    /// Names of the tensors of the module in its order, including aliases and buffers.
-    pub module: Vec<String>,
-    /// Weights that were frozen after the optimizer was created, and are still in a parameter
-    /// group.
+    /// Names of the tensors in the module's `state_dict`, in its order, including aliases and
+    /// buffers.
+    pub module_tensor_names: Vec<String>,
+    /// Names of weights that were frozen after the optimizer was created. They are still in a
+    /// parameter group.
     pub frozen_late: Vec<String>,
     /// Dtype in which the model computes.
     pub precision: Option<Dtype>,
     /// State of the learning rate scheduler, including values that JSON cannot represent.
-    pub scheduler: Object,
-    /// All facts of a native checkpoint.
-    pub native: Option<Box<RunFacts>>,
-    /// Steps skipped because of overflows.
-    pub skipped: u64,
-    /// Other entries of DeepSpeed's model file, of the engine and the client state.
-    pub model: Vec<(String, Object)>,
-    /// Other entries of DeepSpeed's optimizer file, such as loss scaler and clipping.
-    pub optimizer: Vec<(String, Object)>,
+    pub scheduler: PythonObject,
+    /// All facts of a native checkpoint; `None` for an external one.
+    pub native_facts: Option<Box<RunFacts>>,
+    /// Number of steps that were skipped because of overflows.
+    pub skipped_steps: u64,
+    /// Entries of DeepSpeed's model file that no other field represents: state of the engine and of
+    /// the client.
+    pub model_entries: Vec<(String, PythonObject)>,
+    /// Entries of DeepSpeed's optimizer file that no other field represents, such as the loss
+    /// scaler and the limit of the gradient norm.
+    pub optimizer_entries: Vec<(String, PythonObject)>,
     /// Version of DeepSpeed that wrote the checkpoint.
-    pub version: Option<String>,
-    /// Name of the tag.
+    pub deepspeed_version: Option<String>,
+    /// Name of the DeepSpeed tag.
     pub tag: Option<String>,
-    /// Notices about entries that cannot be copied.
+    /// Messages to the user about entries that cannot be copied.
     pub notices: Vec<String>,
 }
 
-/// Parameters that share hyper-parameters, with exact values.
+/// A parameter group of the optimizer, with hyper-parameters of any type.
 #[derive(Clone, Debug, Default)]
 pub struct ParamGroup {
-    /// Names in the order of the optimizer; empty when unknown.
+    /// Names of the parameters in the order of the optimizer; empty if unknown.
     pub names: Vec<String>,
-    /// Number of updates of each parameter; `None` when not recorded.
+    /// Update count of each parameter; `None` if it is not recorded.
     pub steps: Vec<Option<f64>>,
-    /// Hyper-parameters by torch's names.
-    pub options: Vec<(String, Object)>,
+    /// Hyper-parameters by their names in torch.
+    pub options: Vec<(String, PythonObject)>,
 }
 
 impl ParamGroup {
-    /// Makes a group, with the number of updates of each weight.
+    /// Makes a group from its form in [`crate::TrainingState`], with the update counts of its
+    /// weights in `steps`.
     pub(crate) fn from_info(group: &ParamGroupInfo, steps: &BTreeMap<String, u64>) -> ParamGroup {
         ParamGroup {
             names: group.names.clone(),
             steps: group.names.iter().map(|name| steps.get(name).map(|&s| s as f64)).collect(),
-            options: ParamGroup::from_json(&group.hyper),
+            options: ParamGroup::options_from_json(&group.hyper),
         }
     }
 
-    /// Converts hyper-parameters from JSON.
-    fn from_json(hyper: &serde_json::Map<String, serde_json::Value>) -> Vec<(String, Object)> {
-        let convert =
-            |(key, value): (&String, &serde_json::Value)| match (key.as_str(), Object::from_json(value)) {
-                // the name of the group in native checkpoints
-                ("name", _) => None,
-                ("betas", Object::List(betas)) => Some((key.clone(), Object::Tuple(betas))),
-                (_, value) => Some((key.clone(), value)),
-            };
+    /// Converts hyper-parameters from JSON to objects as torch stores them. Leaves out the name of
+    /// the group.
+    fn options_from_json(hyper: &serde_json::Map<String, serde_json::Value>) -> Vec<(String, PythonObject)> {
+        let convert = |(key, value): (&String, &serde_json::Value)| match (
+            key.as_str(),
+            PythonObject::from_json(value),
+        ) {
+            // only groups of native checkpoints have a name
+            ("name", _) => None,
+            ("betas", PythonObject::List(betas)) => Some((key.clone(), PythonObject::Tuple(betas))),
+            (_, value) => Some((key.clone(), value)),
+        };
         hyper.iter().filter_map(convert).collect()
     }
 }

@@ -2,13 +2,13 @@
 //! `adapter_model.safetensors`.
 //!
 //! In a checkpoint, the adapter of the matrix `X.weight` consists of the tensors `X.lora_A.weight`
-//! `[rank, in]` and `X.lora_B.weight` `[out, rank]`. In PEFT's files their names begin with
-//! [`PREFIX`]. A setting that is not known here and would change the arithmetic is rejected by its
-//! name.
+//! `[rank, in]` and `X.lora_B.weight` `[out, rank]`. In PEFT's files, the names of these tensors
+//! begin with [`PEFT_NAME_PREFIX`]. An unknown setting that could change the arithmetic is rejected
+//! with an error that names it.
 use crate::catalog::TensorRole;
 use crate::disk::Directory;
 use crate::error::{CkptError, MissingPart, Result, UnsupportedFeature};
-use crate::external::{ExternalCheckpoint, builder::CheckpointBuilder};
+use crate::external::{ExternalCheckpoint, builder::ExternalCheckpointBuilder};
 use crate::formats::weights;
 use diagnostic::Code;
 use diagnostic::codes::checkpoint as codes;
@@ -16,54 +16,58 @@ use serde_json::{Map, Value, json};
 use std::path::Path;
 
 /// The prefix of tensor names in PEFT's files.
-pub const PREFIX: &str = "base_model.model.";
-/// The file with the configuration.
-pub const ADAPTER_CONFIG: &str = "adapter_config.json";
-/// The stem of the file with the weights.
-pub(crate) const STEM: &str = "adapter_model";
-const A: &str = ".lora_A.weight";
-const B: &str = ".lora_B.weight";
-/// Limit on the configuration, bytes.
-const CONFIG_MAX: u64 = 1 << 20;
-/// Limit on the rank.
-const RANK_MAX: u64 = 1 << 16;
+pub const PEFT_NAME_PREFIX: &str = "base_model.model.";
+/// Name of the file with the configuration of an adapter.
+pub const ADAPTER_CONFIG_FILE: &str = "adapter_config.json";
+/// Common beginning of the names of the files with an adapter's weights.
+pub(crate) const ADAPTER_MODEL_STEM: &str = "adapter_model";
+/// End of the name of a LoRA matrix A.
+const LORA_A_SUFFIX: &str = ".lora_A.weight";
+/// End of the name of a LoRA matrix B.
+const LORA_B_SUFFIX: &str = ".lora_B.weight";
+/// Maximum size of the configuration file in bytes.
+const CONFIG_BYTES_MAX: u64 = 1 << 20;
+/// Maximum rank of an adapter.
+const LORA_RANK_MAX: u64 = 1 << 16;
 
-/// True for the name of a LoRA matrix.
-pub fn is_adapter(name: &str) -> bool {
-    name.ends_with(A) || name.ends_with(B)
+/// Returns true for the name of a LoRA matrix A or B.
+pub fn is_lora_matrix(name: &str) -> bool {
+    name.ends_with(LORA_A_SUFFIX) || name.ends_with(LORA_B_SUFFIX)
 }
 
-/// The names of the two LoRA matrices of a weight, `….weight`.
-pub(crate) fn adapter_names(weight: &str) -> Option<[String; 2]> {
+/// Returns the names of the LoRA matrices A and B of a weight; `None` if the name of the weight
+/// does not end in `.weight`.
+pub(crate) fn lora_matrix_names(weight: &str) -> Option<[String; 2]> {
     let module = weight.strip_suffix(".weight")?;
-    Some([format!("{module}{A}"), format!("{module}{B}")])
+    Some([format!("{module}{LORA_A_SUFFIX}"), format!("{module}{LORA_B_SUFFIX}")])
 }
 
-/// The weight that a LoRA matrix belongs to.
-pub(crate) fn adapted_weight(adapter: &str) -> Option<String> {
-    let module = adapter.strip_suffix(A).or_else(|| adapter.strip_suffix(B))?;
+/// Returns the name of the weight to which a LoRA matrix belongs; `None` for other tensors.
+pub(crate) fn adapted_weight_name(adapter: &str) -> Option<String> {
+    let module = adapter.strip_suffix(LORA_A_SUFFIX).or_else(|| adapter.strip_suffix(LORA_B_SUFFIX))?;
     Some(format!("{module}.weight"))
 }
 
-/// The settings in `adapter_config.json`.
+/// The settings in `adapter_config.json` that influence the arithmetic or are exported.
 #[derive(Clone, Debug, PartialEq)]
 pub struct AdapterConfig {
     /// Rank of the LoRA matrices.
     pub rank: u32,
-    /// The output of an adapter is multiplied by `alpha / rank`.
+    /// Numerator of the factor by which the output of an adapter is multiplied (see
+    /// [`AdapterConfig::scale`]).
     pub alpha: f64,
-    /// The factor is `alpha / √rank` instead (rsLoRA).
-    pub rslora: bool,
+    /// Whether the factor is `alpha / √rank` (rsLoRA) instead of `alpha / rank`.
+    pub use_rslora: bool,
     /// Dropout probability of the inputs of an adapter in training.
     pub dropout: f64,
-    /// Names of modules, or suffixes of names after a dot.
+    /// LoRA targets: names of modules, or the ends of such names after a dot.
     pub targets: Vec<String>,
-    /// The model stores its matrices as `[in, out]`.
+    /// Whether the model stores its matrices as `[in, out]` instead of `[out, in]`.
     pub fan_in_fan_out: bool,
 }
 
-/// Settings that do not influence the arithmetic.
-const IRRELEVANT: &[&str] = &[
+/// Settings of PEFT that do not influence the arithmetic and are ignored.
+const IRRELEVANT_SETTINGS: &[&str] = &[
     "auto_mapping",
     "base_model_name_or_path",
     "inference_mode",
@@ -73,7 +77,8 @@ const IRRELEVANT: &[&str] = &[
     "revision",
     "runtime_config",
 ];
-const KNOWN: &[&str] = &[
+/// Settings of PEFT that are read.
+const KNOWN_SETTINGS: &[&str] = &[
     "bias",
     "fan_in_fan_out",
     "init_lora_weights",
@@ -87,11 +92,15 @@ const KNOWN: &[&str] = &[
 ];
 
 impl AdapterConfig {
-    /// Reads `adapter_config.json` in a directory.
+    /// Reads and parses `adapter_config.json` in a directory.
+    ///
+    /// # Errors
+    /// [`CkptError::Damaged`] if the file is not JSON, [`CkptError::Unsupported`] if a setting is
+    /// not supported.
     pub fn read(directory: &Path) -> Result<AdapterConfig> {
-        let text = Directory::open(directory)?.read(ADAPTER_CONFIG, CONFIG_MAX)?;
+        let text = Directory::open(directory)?.read_file(ADAPTER_CONFIG_FILE, CONFIG_BYTES_MAX)?;
         AdapterConfig::from_json(&text).map_err(|error| match error {
-            AdapterConfigError::Json(_) => CkptError::damaged(directory, ADAPTER_CONFIG, error),
+            AdapterConfigError::Json(_) => CkptError::damaged(directory, ADAPTER_CONFIG_FILE, error),
             error => CkptError::unsupported(directory, error),
         })
     }
@@ -99,14 +108,17 @@ impl AdapterConfig {
     /// Parses the text of `adapter_config.json`.
     pub fn from_json(text: &[u8]) -> std::result::Result<AdapterConfig, AdapterConfigError> {
         match serde_json::from_slice(text) {
-            Ok(Value::Object(map)) => AdapterConfig::parse(&map),
+            Ok(Value::Object(map)) => AdapterConfig::parse_object(&map),
             Ok(_) => Err(AdapterConfigError::Json("not an object".into())),
             Err(error) => Err(AdapterConfigError::Json(error.to_string())),
         }
     }
 
-    /// Parses the object in `adapter_config.json`.
-    pub fn parse(map: &Map<String, Value>) -> std::result::Result<AdapterConfig, AdapterConfigError> {
+    /// Parses the JSON object in `adapter_config.json`.
+    ///
+    /// # Errors
+    /// If a setting has an invalid or unsupported value, or an unknown setting isn't switched off.
+    pub fn parse_object(map: &Map<String, Value>) -> std::result::Result<AdapterConfig, AdapterConfigError> {
         let get = |key: &str| map.get(key).filter(|v| !v.is_null());
         for (key, allowed) in [
             ("peft_type", vec![json!("LORA")]),
@@ -131,7 +143,7 @@ impl AdapterConfig {
                 .filter(|x| (*x as f32).is_finite() && fits(*x))
                 .ok_or_else(|| AdapterConfigError::invalid(key, v, expected)),
         };
-        let rank = get("r").map_or(Some(8), Value::as_u64).filter(|r| (1..=RANK_MAX).contains(r));
+        let rank = get("r").map_or(Some(8), Value::as_u64).filter(|r| (1..=LORA_RANK_MAX).contains(r));
         let rank = rank.ok_or_else(|| {
             let found = get("r").unwrap_or(&Value::Null);
             AdapterConfigError::invalid("r", found, "a whole number from 1 to 65536")
@@ -139,9 +151,9 @@ impl AdapterConfig {
         let config = AdapterConfig {
             rank: rank as u32,
             alpha: number("lora_alpha", 8.0, "a positive number", |x| x as f32 > 0.0)?,
-            rslora: flag("use_rslora")?,
+            use_rslora: flag("use_rslora")?,
             dropout: number("lora_dropout", 0.0, "a number from 0 to 1", |x| (0.0..1.0).contains(&x))?,
-            targets: read_target_modules(get("target_modules"))?,
+            targets: parse_target_modules(get("target_modules"))?,
             fan_in_fan_out: flag("fan_in_fan_out")?,
         };
         let off = |v: &Value| match v {
@@ -150,7 +162,7 @@ impl AdapterConfig {
             Value::Object(entries) => entries.is_empty(),
             _ => false,
         };
-        let known = |key: &str| KNOWN.contains(&key) || IRRELEVANT.contains(&key);
+        let known = |key: &str| KNOWN_SETTINGS.contains(&key) || IRRELEVANT_SETTINGS.contains(&key);
         match map.iter().find(|(key, v)| !known(key) && !off(v)) {
             None => Ok(config),
             Some((key, v)) => {
@@ -161,8 +173,9 @@ impl AdapterConfig {
         }
     }
 
-    /// Makes the content of `adapter_config.json`; `base` is the directory of the base model.
-    pub fn json(&self, base: Option<&str>) -> Value {
+    /// Converts the settings to the content of `adapter_config.json`. `base` is the directory of
+    /// the base model.
+    pub fn to_json(&self, base: Option<&str>) -> Value {
         let whole = self.alpha.fract() == 0.0 && self.alpha < 1e15;
         let alpha = if whole { json!(self.alpha as u64) } else { json!(self.alpha) };
         json!({
@@ -170,14 +183,15 @@ impl AdapterConfig {
             "fan_in_fan_out": self.fan_in_fan_out, "inference_mode": true, "init_lora_weights": true,
             "layers_pattern": null, "layers_to_transform": null, "lora_alpha": alpha, "lora_dropout": self.dropout,
             "modules_to_save": null, "peft_type": "LORA", "r": self.rank, "rank_pattern": {}, "revision": null,
-            "target_modules": self.targets, "task_type": "CAUSAL_LM", "use_dora": false, "use_rslora": self.rslora,
+            "target_modules": self.targets, "task_type": "CAUSAL_LM", "use_dora": false, "use_rslora": self.use_rslora,
         })
     }
 
-    /// The factor by which the output of an adapter is multiplied.
+    /// Returns the factor by which the output of an adapter is multiplied: `alpha / rank`, or
+    /// `alpha / √rank` for rsLoRA.
     pub fn scale(&self) -> f64 {
         let rank = f64::from(self.rank);
-        self.alpha / if self.rslora { rank.sqrt() } else { rank }
+        self.alpha / if self.use_rslora { rank.sqrt() } else { rank }
     }
 }
 
@@ -189,38 +203,38 @@ pub enum AdapterConfigError {
     #[error("invalid JSON: {0}")]
     Json(String),
     /// A setting has an unsupported value.
-    #[error("{ADAPTER_CONFIG}: `{key}: {value}` is not supported")]
+    #[error("{ADAPTER_CONFIG_FILE}: `{key}: {value}` is not supported")]
     Unsupported {
-        /// The setting.
+        /// Name of the setting.
         key: String,
-        /// Its value as JSON, shortened.
+        /// Value of the setting as JSON, shortened.
         value: String,
     },
     /// A setting has an invalid value.
-    #[error("{ADAPTER_CONFIG}: `{key}` is {value}, expected {expected}")]
+    #[error("{ADAPTER_CONFIG_FILE}: `{key}` is {value}, expected {expected}")]
     Invalid {
-        /// The setting.
+        /// Name of the setting.
         key: String,
-        /// Its value as JSON, shortened.
+        /// Value of the setting as JSON, shortened.
         value: String,
         /// What the value must be.
         expected: &'static str,
     },
     /// `target_modules` is missing.
-    #[error("{ADAPTER_CONFIG} has no `target_modules`")]
+    #[error("{ADAPTER_CONFIG_FILE} has no `target_modules`")]
     NoTargets,
 }
 
 impl AdapterConfigError {
     fn unsupported(key: &str, value: &Value) -> Self {
-        AdapterConfigError::Unsupported { key: key.to_owned(), value: shorten(value) }
+        AdapterConfigError::Unsupported { key: key.to_owned(), value: format_shortened(value) }
     }
 
     fn invalid(key: &str, value: &Value, expected: &'static str) -> Self {
-        AdapterConfigError::Invalid { key: key.to_owned(), value: shorten(value), expected }
+        AdapterConfigError::Invalid { key: key.to_owned(), value: format_shortened(value), expected }
     }
 
-    /// The stable code of this error.
+    /// Returns the stable code of this error.
     pub fn code(&self) -> Code {
         match self {
             AdapterConfigError::Json(_) => codes::CHECKPOINT_JSON_INVALID,
@@ -229,7 +243,8 @@ impl AdapterConfigError {
     }
 }
 
-fn read_target_modules(v: Option<&Value>) -> std::result::Result<Vec<String>, AdapterConfigError> {
+/// Parses `target_modules`, a list of at least one name. Returns the names sorted.
+fn parse_target_modules(v: Option<&Value>) -> std::result::Result<Vec<String>, AdapterConfigError> {
     let wrong = |v: &Value| AdapterConfigError::invalid("target_modules", v, "a list of names");
     let v = v.ok_or(AdapterConfigError::NoTargets)?;
     let names = v.as_array().filter(|names| !names.is_empty()).ok_or_else(|| wrong(v))?;
@@ -242,8 +257,8 @@ fn read_target_modules(v: Option<&Value>) -> std::result::Result<Vec<String>, Ad
     Ok(names)
 }
 
-/// Formats a value as JSON, shortened for a message.
-fn shorten(value: &Value) -> String {
+/// Formats a value as JSON, shortened to 60 characters for a message.
+fn format_shortened(value: &Value) -> String {
     let text = value.to_string();
     match text.chars().count() > 60 {
         true => text.chars().take(60).chain("…".chars()).collect(),
@@ -251,26 +266,30 @@ fn shorten(value: &Value) -> String {
     }
 }
 
-/// Opens the adapters in a directory under their names in a checkpoint.
+/// Opens the PEFT adapters in the directory `path`, with the names that their tensors have in a
+/// checkpoint.
+///
+/// # Errors
+/// If there is no file of adapter weights, it is damaged, or it has other tensors.
 pub fn open_adapters(path: &Path) -> Result<ExternalCheckpoint> {
-    let mut builder = CheckpointBuilder::new(path)?;
-    let files = [format!("{STEM}.safetensors"), format!("{STEM}.bin")];
+    let mut builder = ExternalCheckpointBuilder::new(path)?;
+    let files = [format!("{ADAPTER_MODEL_STEM}.safetensors"), format!("{ADAPTER_MODEL_STEM}.bin")];
     let mut found = None;
     for file in &files {
-        if found.is_none() && builder.directory.size_of(file)?.is_some() {
+        if found.is_none() && builder.directory.file_size(file)?.is_some() {
             found = Some(file);
         }
     }
     let Some(file) = found else {
         return Err(CkptError::missing(path, MissingPart::AnyFileOf(files.to_vec())));
     };
-    weights::add_file(&mut builder, file)?;
+    weights::add_weights_file(&mut builder, file)?;
     for entry in &mut builder.entries {
         let info = &mut entry.info;
         match info
             .name
-            .strip_prefix(PREFIX)
-            .filter(|name| info.role == TensorRole::Weight && is_adapter(name))
+            .strip_prefix(PEFT_NAME_PREFIX)
+            .filter(|name| info.role == TensorRole::Weight && is_lora_matrix(name))
         {
             Some(name) => info.name = name.to_owned(),
             None => {

@@ -1,28 +1,30 @@
-//! [`RemoteShards`]: which shards of a checkpoint are on other hosts.
+//! [`RemoteShards`]: determines which shards of a host-local checkpoint are on other hosts.
 use crate::disk;
-use crate::host::StorageHost;
 use crate::manifest::Manifest;
+use crate::storage_host::StorageHost;
 use std::path::Path;
 
-/// Which shards may be absent from a checkpoint directory because other hosts store them.
+/// Determines which shards may be absent from a checkpoint directory because other hosts store
+/// them.
 pub(crate) struct RemoteShards<'m> {
     manifest: &'m Manifest,
-    /// Id of this host's checkpoint directory.
+    /// Id of this host; `None` if the checkpoint is not host-local, or this host has no id.
     local_id: Option<String>,
 }
 
 impl<'m> RemoteShards<'m> {
-    /// For the checkpoint at `path`, whose parent directory has the id of this host. Without an id
-    /// every shard may be remote.
+    /// Reads the id of this host from the parent directory of the checkpoint at `path`. If there is
+    /// no id, every shard that has a host counts as remote.
     pub(crate) fn new(path: &Path, manifest: &'m Manifest) -> Self {
         let local_id = match manifest.hosts.is_empty() {
             true => None,
-            false => StorageHost::read_id(&disk::parent_of(path)).unwrap_or(None),
+            false => StorageHost::read_id(&disk::parent_dir(path)).unwrap_or(None),
         };
         RemoteShards { manifest, local_id }
     }
 
-    /// The other host that stores this shard; `None` for a local shard.
+    /// Returns the other host that stores the shard with index `file`; `None` if this host stores
+    /// it.
     pub(crate) fn remote_host(&self, file: usize) -> Option<&'m StorageHost> {
         self.manifest.shard_host(file).filter(|host| Some(&host.id) != self.local_id.as_ref())
     }

@@ -9,6 +9,7 @@
 //! - [`rank_files`]: the files of all ranks in a checkpoint directory.
 //! - [`prepare`]: a sibling directory from which an unmodified script resumes with M ranks.
 //! - `reshard`, `scheduler`: the parts of such a directory that depend on the number of ranks.
+//! - `link_tree`: duplicates the other files with hard links.
 mod decode;
 mod encode;
 pub(crate) mod link_tree;

@@ -1,16 +1,16 @@
-//! Which blocks of the parity each rank stores. Free of I/O.
+//! Computes which blocks of the parity each rank stores, without I/O.
 use crate::disk::BLOCK;
 use crate::manifest_error::ManifestError;
 use std::ops::Range;
 
-/// The file name of a rank's parity stripe.
-pub(crate) fn parity_name(rank: u32, world: u32) -> String {
+/// Makes the name of the file with a rank's parity stripe.
+pub(crate) fn parity_file_name(rank: u32, world: u32) -> String {
     format!("parity-{rank:05}-of-{world:05}.bin")
 }
 
-/// The parity blocks in the stripe of `rank`, and the size of the stripe in bytes; `sizes` are
-/// those of the shards.
-pub(crate) fn stripe(sizes: &[u64], rank: u32) -> (Range<u64>, u64) {
+/// Computes the range of parity blocks in the stripe of `rank`, and the size of the stripe in
+/// bytes. `sizes` are the sizes of all shards in bytes.
+pub(crate) fn compute_stripe(sizes: &[u64], rank: u32) -> (Range<u64>, u64) {
     let block = BLOCK as u64;
     let longest = sizes.iter().copied().max().unwrap_or(0);
     let blocks = longest.div_ceil(block);
@@ -21,9 +21,9 @@ pub(crate) fn stripe(sizes: &[u64], rank: u32) -> (Range<u64>, u64) {
     (start..end, bytes)
 }
 
-/// Rejects parity files (name, size and number of blocks of each) that do not match shards of these
-/// sizes.
-pub(crate) fn check<'a>(
+/// Rejects parity files that do not match shards of the sizes `sizes`. Each parity file is given by
+/// its name, size in bytes and number of blocks.
+pub(crate) fn check_parity_files<'a>(
     sizes: &[u64],
     parity: impl ExactSizeIterator<Item = (&'a str, u64, u64)>,
 ) -> Result<(), ManifestError> {
@@ -32,8 +32,9 @@ pub(crate) fn check<'a>(
         return Err(ManifestError::ParityCount { parity: parity.len(), shards: sizes.len() });
     }
     for (rank, (name, size, count)) in (0..world).zip(parity) {
-        let (blocks, bytes) = stripe(sizes, rank);
-        let fits = name == parity_name(rank, world) && size == bytes && count == blocks.end - blocks.start;
+        let (blocks, bytes) = compute_stripe(sizes, rank);
+        let fits =
+            name == parity_file_name(rank, world) && size == bytes && count == blocks.end - blocks.start;
         if !fits {
             return Err(ManifestError::ParityFile { rank, name: name.to_owned() });
         }

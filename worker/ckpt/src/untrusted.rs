@@ -1,16 +1,19 @@
 //! One function per parser of untrusted input, for fuzz targets and the tests of malformed input.
 //!
-//! Each rejects invalid bytes with an error. None may panic, loop forever, or allocate more memory
-//! than its limits.
+//! Each function rejects invalid bytes with an error. It must not panic, loop forever, or allocate
+//! more memory than the limits of its parser.
 use crate::error::CkptError;
-use crate::formats::torch_file::{PLAIN, TENSORS, TorchFile};
-use crate::formats::{dcp, optimizer as state_dict, safetensors as header, zip as container};
+use crate::formats::torch_file::{PLAIN_GLOBALS, TENSOR_GLOBALS, TorchFile};
+use crate::formats::{dcp, optimizer_state as state_dict, safetensors as header, zip as container};
 use crate::manifest::Manifest;
 use diagnostic::{Diagnostic, Result};
 use std::io;
 use std::path::Path;
 
-/// Reads from a slice as from a file.
+/// Fills `out` with the bytes of a slice from offset `at` on, as a read of a file does.
+///
+/// # Errors
+/// [`io::ErrorKind::UnexpectedEof`] if the slice is too short.
 fn read_at(bytes: &[u8], at: u64, out: &mut [u8]) -> io::Result<()> {
     let start = usize::try_from(at).ok();
     match start.and_then(|s| bytes.get(s..)?.get(..out.len())) {
@@ -22,68 +25,73 @@ fn read_at(bytes: &[u8], at: u64, out: &mut [u8]) -> io::Result<()> {
     }
 }
 
-fn rejected_input(reason: impl Into<crate::DamageReason>) -> Diagnostic {
+/// Makes the diagnostic of an input that a parser rejected.
+fn report_rejected(reason: impl Into<crate::DamageReason>) -> Diagnostic {
     CkptError::damaged(Path::new("."), "input", reason).into()
 }
 
-/// Parses a bare pickle.
-pub fn pickle(bytes: &[u8]) -> Result<()> {
-    let tree = crate::pickle::load(bytes, &[TENSORS, PLAIN]);
-    tree.map(|tree| drop(tree.root().json()))
-        .map_err(|e| rejected_input(crate::formats::torch_error::TorchFileError::from(e)))
+/// Parses a pickle that is not in a container, and converts it to JSON.
+pub fn parse_pickle(bytes: &[u8]) -> Result<()> {
+    let tree = crate::pickle::parse_pickle(bytes, &[TENSOR_GLOBALS, PLAIN_GLOBALS]);
+    tree.map(|tree| drop(tree.root_value().to_json()))
+        .map_err(|e| report_rejected(crate::formats::torch_error::TorchFileError::from(e)))
 }
 
-/// Parses the directory of a zip container.
-pub fn zip(bytes: &[u8]) -> Result<()> {
-    container::members(bytes.len() as u64, |at, out| read_at(bytes, at, out))
+/// Parses the directory of a zip file.
+pub fn parse_zip(bytes: &[u8]) -> Result<()> {
+    container::read_members(bytes.len() as u64, |at, out| read_at(bytes, at, out))
         .map(drop)
-        .map_err(rejected_input)
+        .map_err(report_rejected)
 }
 
+/// Parses the structure of a torch file in memory.
 fn open_torch_file(bytes: &[u8]) -> Result<TorchFile> {
     let read = |at: u64, out: &mut [u8]| read_at(bytes, at, out);
-    TorchFile::parse(bytes.len() as u64, read, &[TENSORS, PLAIN]).map_err(rejected_input)
+    TorchFile::parse(bytes.len() as u64, read, &[TENSOR_GLOBALS, PLAIN_GLOBALS]).map_err(report_rejected)
 }
 
-/// Parses a torch file, zip or legacy, and every tensor in it.
-pub fn torch_file(bytes: &[u8]) -> Result<()> {
+/// Parses a torch file of the zip or the legacy format, and every tensor at the top level of its
+/// value.
+pub fn parse_torch_file(bytes: &[u8]) -> Result<()> {
     let file = open_torch_file(bytes)?;
-    if let Some(pairs) = file.value().pairs() {
+    if let Some(pairs) = file.value().as_pairs() {
         for (_, value) in pairs {
-            file.tensor(value).map_err(rejected_input)?;
+            file.parse_tensor(value).map_err(report_rejected)?;
         }
     }
-    file.tensor(file.value()).map(drop).map_err(rejected_input)
+    file.parse_tensor(file.value()).map(drop).map_err(report_rejected)
 }
 
 /// Parses the `state_dict` of an optimizer in a torch file.
-pub fn optimizer(bytes: &[u8]) -> Result<()> {
+pub fn parse_optimizer(bytes: &[u8]) -> Result<()> {
     let file = open_torch_file(bytes)?;
     let parsed = state_dict::OptimizerStateDict::read(&file, file.value());
-    parsed.map(|optimizer| drop(optimizer.shapes())).map_err(rejected_input)
+    parsed.map(|optimizer| drop(optimizer.state_shapes())).map_err(report_rejected)
 }
 
 /// Parses the header of a safetensors file.
-pub fn safetensors(bytes: &[u8]) -> Result<()> {
+pub fn parse_safetensors(bytes: &[u8]) -> Result<()> {
     header::read_header(bytes.len() as u64, |at, out| read_at(bytes, at, out))
         .map(drop)
-        .map_err(rejected_input)
+        .map_err(report_rejected)
 }
 
 /// Parses the `.metadata` of a torch distributed checkpoint.
-pub fn dcp_metadata(bytes: &[u8]) -> Result<()> {
-    dcp::metadata::parse(bytes).map(drop).map_err(rejected_input)
+pub fn parse_dcp_metadata(bytes: &[u8]) -> Result<()> {
+    dcp::metadata::parse_metadata(bytes).map(drop).map_err(report_rejected)
 }
 
 /// Parses PEFT's `adapter_config.json`.
-pub fn adapter_config(bytes: &[u8]) -> Result<()> {
-    crate::peft::AdapterConfig::from_json(bytes).map(|config| drop(config.json(None))).map_err(rejected_input)
+pub fn parse_adapter_config(bytes: &[u8]) -> Result<()> {
+    crate::peft::AdapterConfig::from_json(bytes)
+        .map(|config| drop(config.to_json(None)))
+        .map_err(report_rejected)
 }
 
-/// Parses the manifest of a native checkpoint after inserting the matching hash, since otherwise
-/// only the hash would be tested.
-pub fn manifest(bytes: &[u8]) -> Result<()> {
+/// Parses the manifest of a native checkpoint after writing the matching hash into it. Without
+/// this, the parser would reject every modified input because of its hash.
+pub fn parse_manifest(bytes: &[u8]) -> Result<()> {
     let mut text = bytes.to_vec();
-    Manifest::seal(&mut text);
+    Manifest::seal_text(&mut text);
     Manifest::parse(Path::new("."), text).map(drop).map_err(Into::into)
 }

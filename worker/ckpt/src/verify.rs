@@ -1,83 +1,88 @@
 //! Verifies every byte of a checkpoint, or of every checkpoint in a directory, and reports all
 //! problems.
 use crate::checkpoint::Checkpoint;
-use crate::diagnosis::diagnose;
-use crate::disk::{BLOCK, BlockFile, Buffers, Directory, ReadJob, exists, stream};
+use crate::checkpoint_dir::{
+    self, DELETING_PREFIX, LATEST_FILE, LATEST_TEMP_FILE, REPLACED_PREFIX, SAVING_PREFIX,
+};
+use crate::diagnosis::diagnose_directory;
+use crate::disk::{BLOCK, BlockFile, BlockRequest, Directory, DiskBufferPool, exists, stream_windows};
 use crate::error::{CkptError, Damage, DamageReason, MissingPart, RemoteShard, Result};
-use crate::external::values::non_finite_values;
+use crate::external::non_finite_values::find_non_finite_values;
 use crate::external::{self, scan};
 use crate::formats::safetensors;
 use crate::hash::Hash;
-use crate::manifest::{FileEntry, MANIFEST, Manifest};
+use crate::manifest::{FileEntry, MANIFEST_FILE, Manifest};
 use crate::remote_shards::RemoteShards;
-use crate::root::{self, DELETING, LATEST, LATEST_NEW, REPLACED, SAVING};
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 
-/// The result of [`verify`].
+/// The result of [`verify_checkpoints`].
 #[derive(Clone, Debug, Serialize)]
 pub struct VerifyReport {
     /// The path that was verified.
     pub path: PathBuf,
     /// The checkpoints, newest first.
     pub checkpoints: Vec<CheckpointReport>,
-    /// Problems of the directory that contains the checkpoints, such as `latest`.
+    /// Problems of the directory that contains the checkpoints, such as a damaged `latest`.
     pub problems: Vec<Damage>,
-    /// Likely mistakes without damage: a stale `latest`, a missing random state, NaN values.
+    /// Lines about likely mistakes that aren't damage: a stale `latest`, a missing RNG state, NaN
+    /// values.
     pub warnings: Vec<String>,
-    /// Notices.
+    /// Lines about facts that the user should know and that aren't mistakes.
     pub notes: Vec<String>,
 }
 
-/// Options of [`verify_with`].
+/// Options of [`verify_checkpoints_with`].
 #[derive(Clone, Copy, Debug, Default)]
 pub struct VerifyOptions {
     /// Also search every tensor for NaN and infinite values.
     pub values: bool,
 }
 
-/// The result for one checkpoint.
+/// The result of the verification of one checkpoint.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct CheckpointReport {
     /// The checkpoint directory.
     pub path: PathBuf,
     /// Step of the checkpoint; `None` when the manifest cannot be read.
     pub step: Option<u64>,
-    /// Bytes verified.
+    /// Number of verified bytes.
     pub bytes: u64,
-    /// Blocks verified; members of files for external checkpoints.
+    /// Number of verified blocks; for an external checkpoint, number of verified members of files.
     pub blocks: u64,
-    /// Damaged and missing files.
+    /// Damaged, missing and unexpected files.
     pub problems: Vec<Damage>,
-    /// Shards on other hosts, which were not verified.
+    /// Shards that other hosts store and that were therefore not verified.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub elsewhere: Vec<RemoteShard>,
 }
 
 impl VerifyReport {
-    /// True when nothing is damaged.
+    /// Returns true if no problem was found.
     pub fn is_sound(&self) -> bool {
         self.problems.is_empty() && self.checkpoints.iter().all(|c| c.problems.is_empty())
     }
 
-    /// All problems, each with its checkpoint or directory.
-    pub fn problems(&self) -> impl Iterator<Item = (&Path, &Damage)> {
+    /// Iterates over all problems, each with the path of its checkpoint or directory.
+    pub fn all_problems(&self) -> impl Iterator<Item = (&Path, &Damage)> {
         let in_checkpoints =
             self.checkpoints.iter().flat_map(|c| c.problems.iter().map(move |p| (c.path.as_path(), p)));
         self.problems.iter().map(|p| (self.path.as_path(), p)).chain(in_checkpoints)
     }
 }
 
-/// Calls [`verify_with`] with the default options.
-pub fn verify(path: &Path) -> Result<VerifyReport> {
-    verify_with(path, VerifyOptions::default())
+/// Calls [`verify_checkpoints_with`] with the default options.
+pub fn verify_checkpoints(path: &Path) -> Result<VerifyReport> {
+    verify_checkpoints_with(path, VerifyOptions::default())
 }
 
-/// Verifies the checkpoint at `path`, or each one in the directory `path` and `latest`.
+/// Verifies every byte of the checkpoint at `path`. If `path` is a directory of checkpoints,
+/// verifies each of them and `latest`.
 ///
 /// # Errors
-/// Only when there is no checkpoint, or the directory cannot be listed. Damage is in the report.
-pub fn verify_with(path: &Path, options: VerifyOptions) -> Result<VerifyReport> {
+/// Only if there is no checkpoint or the directory cannot be listed. Damage is not an error, but in
+/// the report.
+pub fn verify_checkpoints_with(path: &Path, options: VerifyOptions) -> Result<VerifyReport> {
     let mut report = verify_files(path, options)?;
     for c in &report.checkpoints {
         let note = |s: &RemoteShard| {
@@ -88,14 +93,16 @@ pub fn verify_with(path: &Path, options: VerifyOptions) -> Result<VerifyReport> 
     let native = report
         .checkpoints
         .iter()
-        .filter(|c| exists(&c.path.join(MANIFEST)) && c.problems.is_empty() && c.elsewhere.is_empty());
+        .filter(|c| exists(&c.path.join(MANIFEST_FILE)) && c.problems.is_empty() && c.elsewhere.is_empty());
     for path in native.filter(|_| options.values).map(|c| c.path.clone()).collect::<Vec<_>>() {
-        let lines = non_finite_values(&Checkpoint::open(&path)?)?;
+        let lines = find_non_finite_values(&Checkpoint::open(&path)?)?;
         report.warnings.extend(lines.into_iter().map(|line| format!("{}: {line}", path.display())));
     }
     Ok(report)
 }
 
+/// Verifies every stored byte of the checkpoints at `path`, and with `options.values` the values of
+/// an external checkpoint. Does not search native checkpoints for non-finite values.
 fn verify_files(path: &Path, options: VerifyOptions) -> Result<VerifyReport> {
     let mut report = VerifyReport {
         path: path.to_owned(),
@@ -112,30 +119,34 @@ fn verify_files(path: &Path, options: VerifyOptions) -> Result<VerifyReport> {
         verify_external(path, &name, options, &mut report)?;
         return Ok(report);
     }
-    if exists(&path.join(MANIFEST)) || root::step_of(&name).is_some() {
-        report.checkpoints.push(verify_one(path, root::step_of(&name))?);
+    if exists(&path.join(MANIFEST_FILE)) || checkpoint_dir::parse_step_dir_name(&name).is_some() {
+        report.checkpoints.push(verify_native(path, checkpoint_dir::parse_step_dir_name(&name))?);
         return Ok(report);
     }
-    let steps = root::steps(path)?;
+    let steps = checkpoint_dir::list_steps(path)?;
     for &step in &steps {
-        let path = root::locate(path, step).unwrap_or_else(|| path.join(root::step_name(step)));
-        report.checkpoints.push(verify_one(&path, Some(step))?);
+        let path = checkpoint_dir::locate_step(path, step)
+            .unwrap_or_else(|| path.join(checkpoint_dir::step_dir_name(step)));
+        report.checkpoints.push(verify_native(&path, Some(step))?);
     }
     if steps.is_empty() && verify_external(path, &name, options, &mut report)? {
         return Ok(report);
     }
     // a native `latest` contains a hash of itself
     let is_native = |text: Vec<u8>| String::from_utf8_lossy(&text).contains("blake3:");
-    let latest = Directory::open(path)?.read(LATEST, 4096).ok();
+    let latest = Directory::open(path)?.read_file(LATEST_FILE, 4096).ok();
     if steps.is_empty() && latest.is_some_and(|text| !is_native(text)) {
-        return Err(CkptError::not_a_checkpoint(path, diagnose(path)));
+        return Err(CkptError::not_a_checkpoint(path, diagnose_directory(path)));
     }
-    if steps.is_empty() && !exists(&path.join(LATEST)) {
-        return Err(CkptError::not_a_checkpoint(path, diagnose(path)));
+    if steps.is_empty() && !exists(&path.join(LATEST_FILE)) {
+        return Err(CkptError::not_a_checkpoint(path, diagnose_directory(path)));
     }
     verify_latest(path, &steps, &mut report);
-    for name in Directory::open(path)?.names()? {
-        if [SAVING, DELETING, REPLACED, LATEST_NEW].iter().any(|p| name.starts_with(p)) {
+    for name in Directory::open(path)?.list_names()? {
+        if [SAVING_PREFIX, DELETING_PREFIX, REPLACED_PREFIX, LATEST_TEMP_FILE]
+            .iter()
+            .any(|p| name.starts_with(p))
+        {
             report.notes.push(format!(
                 "{name} belongs to a save in progress or an interrupted one; the next save removes it"
             ));
@@ -144,19 +155,20 @@ fn verify_files(path: &Path, options: VerifyOptions) -> Result<VerifyReport> {
     Ok(report)
 }
 
-/// Verifies an external checkpoint against the CRC-32s of its files. False when there is none.
+/// Verifies the external checkpoint at `path` against the CRC-32s in its files, and adds the result
+/// to `report`. Returns false if there is no external checkpoint.
 fn verify_external(
     path: &Path,
     name: &str,
     options: VerifyOptions,
     report: &mut VerifyReport,
 ) -> Result<bool> {
-    let opened = match external::open(path) {
+    let opened = match external::open_checkpoint(path) {
         Ok(None) => return Ok(false),
         Ok(Some(found)) => found,
         Err(e @ CkptError::NotACheckpoint { .. }) if path.is_file() => return Err(e),
         Err(e) if e.is_checkpoint_at_fault() => {
-            report.checkpoints.push(report_unreadable(path, name, e)?);
+            report.checkpoints.push(unreadable_report(path, name, e)?);
             return Ok(true);
         }
         Err(e) => return Err(e),
@@ -165,62 +177,70 @@ fn verify_external(
     report.warnings.extend(warnings);
     report.notes.extend(opened.facts().notices.iter().cloned());
     if options.values && one.problems.is_empty() {
-        report.warnings.extend(non_finite_values(&opened)?);
+        report.warnings.extend(find_non_finite_values(&opened)?);
     }
     report.checkpoints.push(one);
     Ok(true)
 }
 
-/// Reports a checkpoint that cannot be opened: the error, and the problems of each file.
-fn report_unreadable(path: &Path, name: &str, e: CkptError) -> Result<CheckpointReport> {
+/// Makes the report of an external checkpoint that cannot be opened because of `e`: the error and
+/// the problems of each file.
+fn unreadable_report(path: &Path, name: &str, e: CkptError) -> Result<CheckpointReport> {
     let at = match &e {
         CkptError::Damaged { path, .. } | CkptError::Missing { path, .. } if path.is_dir() => path.clone(),
         _ => path.to_owned(),
     };
-    let mut problems = vec![damage_of(name, e)];
+    let mut problems = vec![convert_to_damage(name, e)];
     let scan = match at.is_dir() {
-        true => scan::scan_directory(&at, &Default::default(), scan::DEPTH)?,
+        true => scan::check_directory_files(&at, &Default::default(), scan::SCAN_DEPTH)?,
         false => scan::ScanReport::default(),
     };
     problems.extend(scan.problems.into_iter().filter(|p| p.file != problems[0].file).collect::<Vec<_>>());
     Ok(CheckpointReport { path: at, bytes: scan.bytes, blocks: scan.members, problems, ..Default::default() })
 }
 
+/// Verifies `latest` in the checkpoint directory `path`. Reports a damaged one, and one that does
+/// not name the newest step. `steps` are sorted, newest first.
 fn verify_latest(path: &Path, steps: &[u64], report: &mut VerifyReport) {
-    match (root::latest(path).and_then(|_| root::latest_step(path)), steps.first()) {
+    match (
+        checkpoint_dir::find_latest(path).and_then(|_| checkpoint_dir::read_latest_step(path)),
+        steps.first(),
+    ) {
         (Ok(Some(step)), Some(&newest)) if step < newest => report.warnings.push(format!(
             "`latest` names {}, but {} is newer: a save was interrupted after its checkpoint was complete",
-            root::step_name(step),
-            root::step_name(newest)
+            checkpoint_dir::step_dir_name(step),
+            checkpoint_dir::step_dir_name(newest)
         )),
         (Ok(Some(_)), _) => {}
         (Ok(None), _) => report.notes.push("no `latest`; the newest checkpoint is used".into()),
-        (Err(e), _) => report.problems.push(damage_of(LATEST, e)),
+        (Err(e), _) => report.problems.push(convert_to_damage(LATEST_FILE, e)),
     }
 }
 
-/// Converts an error of opening or reading to a problem of a file.
-fn damage_of(file: &str, e: CkptError) -> Damage {
+/// Converts an error of opening or reading a file to a problem of this file.
+fn convert_to_damage(file: &str, e: CkptError) -> Damage {
     match e {
         CkptError::Damaged { damage, .. } => *damage,
         CkptError::Missing { part: MissingPart::File(name), .. } if name == file => {
-            Damage::of_file(file, DamageReason::FileMissing)
+            Damage::for_file(file, DamageReason::FileMissing)
         }
-        CkptError::Missing { part, .. } => Damage::of_file(file, DamageReason::PartMissing(part)),
+        CkptError::Missing { part, .. } => Damage::for_file(file, DamageReason::PartMissing(part)),
         CkptError::NotACheckpoint { diagnosis, .. } => {
-            Damage::of_file(file, DamageReason::NotACheckpoint(diagnosis))
+            Damage::for_file(file, DamageReason::NotACheckpoint(diagnosis))
         }
-        other => Damage::of_file(file, other.to_string()),
+        other => Damage::for_file(file, other.to_string()),
     }
 }
 
-fn verify_one(path: &Path, named: Option<u64>) -> Result<CheckpointReport> {
+/// Verifies every file of the native checkpoint at `path`. `named` is the step in the name of its
+/// directory.
+fn verify_native(path: &Path, named: Option<u64>) -> Result<CheckpointReport> {
     let mut report = CheckpointReport { path: path.to_owned(), ..CheckpointReport::default() };
     let loaded = Directory::open(path).and_then(|directory| Ok((Manifest::load(&directory)?, directory)));
     let (manifest, directory) = match loaded {
         Ok(loaded) => loaded,
         Err(e) => {
-            report.problems.push(damage_of(MANIFEST, e));
+            report.problems.push(convert_to_damage(MANIFEST_FILE, e));
             return Ok(report);
         }
     };
@@ -228,45 +248,47 @@ fn verify_one(path: &Path, named: Option<u64>) -> Result<CheckpointReport> {
     report.step = Some(step);
     if let Some(named) = named.filter(|&n| n != step) {
         let reason = DamageReason::StepMismatch { named, stored: step };
-        report.problems.push(Damage::of_file(MANIFEST, reason));
+        report.problems.push(Damage::for_file(MANIFEST_FILE, reason));
     }
-    let buffers = Buffers::default();
+    let buffers = DiskBufferPool::default();
     let remote = RemoteShards::new(path, &manifest);
     for file in 0..manifest.files.len() {
         let name = &manifest.files[file].name;
         if let Some(host) = remote.remote_host(file)
-            && !directory.has(name)?
+            && !directory.has_entry(name)?
         {
             let host = host.to_string();
             report.elsewhere.push(RemoteShard { file: name.clone(), host });
             continue;
         }
-        verify_file(&directory, &manifest, file, &buffers, &mut report)?;
+        verify_shard(&directory, &manifest, file, &buffers, &mut report)?;
     }
     for file in manifest.parity.iter().flatten() {
-        verify_parity(&directory, file, &buffers, &mut report)?;
+        verify_parity_file(&directory, file, &buffers, &mut report)?;
     }
-    for name in directory.names()? {
-        if name != MANIFEST && manifest.all_files().all(|f| f.name != name) {
-            report.problems.push(Damage::of_file(name, DamageReason::UnexpectedFile));
+    for name in directory.list_names()? {
+        if name != MANIFEST_FILE && manifest.all_files().all(|f| f.name != name) {
+            report.problems.push(Damage::for_file(name, DamageReason::UnexpectedFile));
         }
     }
     Ok(report)
 }
 
-fn verify_file(
+/// Verifies the size, the blocks and the header of the shard with index `file`, and adds its
+/// problems to `report`.
+fn verify_shard(
     directory: &Directory,
     manifest: &Manifest,
     file: usize,
-    buffers: &Buffers,
+    buffers: &DiskBufferPool,
     report: &mut CheckpointReport,
 ) -> Result<()> {
     let entry = &manifest.files[file];
     let size = match BlockFile::open(directory, &entry.name) {
         Ok(open) => open.size(),
         Err(e) => {
-            let mut damage = damage_of(&entry.name, e);
-            damage.tensors = tensors_from(manifest, file, 0);
+            let mut damage = convert_to_damage(&entry.name, e);
+            damage.tensors = list_tensors_from_block(manifest, file, 0);
             report.problems.push(damage);
             return Ok(());
         }
@@ -278,7 +300,7 @@ fn verify_file(
         reason,
     };
     if size < entry.bytes {
-        let tensors = tensors_from(manifest, file, size / BLOCK as u64);
+        let tensors = list_tensors_from_block(manifest, file, size / BLOCK as u64);
         report.problems.push(problem(
             None,
             tensors,
@@ -291,13 +313,13 @@ fn verify_file(
     let mut first_block_is_valid = false;
     // blocks that are only partly present are reported above
     let readable = if size < entry.bytes { size / BLOCK as u64 } else { entry.blocks.len() as u64 };
-    let jobs = [ReadJob { file, size: entry.bytes, blocks: 0..readable }];
+    let jobs = [BlockRequest { file, size: entry.bytes, blocks: 0..readable }];
     let open = |_| BlockFile::open(directory, &entry.name);
-    stream(buffers, &jobs, open, |(job, read)| {
+    stream_windows(buffers, &jobs, open, |(job, read)| {
         let window = match read {
             Ok(window) => window,
             Err(e) => {
-                let tensors = manifest.tensors_in(file, job.blocks.start);
+                let tensors = manifest.tensors_in_block(file, job.blocks.start);
                 let detail = format!("blocks {}..{}: {e}", job.blocks.start, job.blocks.end);
                 report.problems.push(problem(Some(job.blocks.start), tensors, detail.into()));
                 return Ok(());
@@ -307,7 +329,7 @@ fn verify_file(
             report.blocks += 1;
             report.bytes += bytes.len() as u64;
             if entry.blocks[block as usize] != Hash::digest(bytes) {
-                let tensors = manifest.tensors_in(file, block);
+                let tensors = manifest.tensors_in_block(file, block);
                 report.problems.push(problem(Some(block), tensors, DamageReason::HashMismatch));
             } else if block == 0 {
                 first_block_is_valid = true;
@@ -316,21 +338,21 @@ fn verify_file(
         Ok(())
     })?;
     if size == entry.bytes && first_block_is_valid {
-        let reason = header_problem(directory, manifest, file);
+        let reason = find_header_problem(directory, manifest, file);
         report.problems.extend(reason.map(|reason| problem(Some(0), Vec::new(), reason)));
     }
     Ok(())
 }
 
-/// Verifies a parity file, which contains no tensors.
-fn verify_parity(
+/// Verifies a parity file of a native checkpoint, and adds its problems to `report`.
+fn verify_parity_file(
     directory: &Directory,
     entry: &FileEntry,
-    buffers: &Buffers,
+    buffers: &DiskBufferPool,
     report: &mut CheckpointReport,
 ) -> Result<()> {
     let problem = |block, reason| Damage { file: entry.name.clone(), block, tensors: Vec::new(), reason };
-    match directory.size_of(&entry.name) {
+    match directory.file_size(&entry.name) {
         Ok(Some(size)) if size == entry.bytes => {}
         Ok(Some(size)) => {
             let reason = DamageReason::SizeMismatch { expected: entry.bytes, found: size };
@@ -342,12 +364,12 @@ fn verify_parity(
             return Ok(());
         }
         Err(e) => {
-            report.problems.push(damage_of(&entry.name, e));
+            report.problems.push(convert_to_damage(&entry.name, e));
             return Ok(());
         }
     }
-    let jobs = [ReadJob { file: 0, size: entry.bytes, blocks: 0..entry.blocks.len() as u64 }];
-    stream(
+    let jobs = [BlockRequest { file: 0, size: entry.bytes, blocks: 0..entry.blocks.len() as u64 }];
+    stream_windows(
         buffers,
         &jobs,
         |_| BlockFile::open(directory, &entry.name),
@@ -371,18 +393,18 @@ fn verify_parity(
     )
 }
 
-/// Compares the header of a shard with the manifest.
-fn header_problem(directory: &Directory, manifest: &Manifest, file: usize) -> Option<DamageReason> {
+/// Compares the header of a shard with the manifest. Returns the first contradiction.
+fn find_header_problem(directory: &Directory, manifest: &Manifest, file: usize) -> Option<DamageReason> {
     use std::os::unix::fs::FileExt;
     let (shard, size) = match directory.open_file(&manifest.files[file].name, nix::fcntl::OFlag::empty()) {
         Ok(open) => open,
-        Err(e) => return Some(damage_of("", e).reason),
+        Err(e) => return Some(convert_to_damage("", e).reason),
     };
     let header = match safetensors::read_header(size, |at, out| shard.read_exact_at(out, at)) {
         Ok(header) => header,
         Err(error) => return Some(error.into()),
     };
-    let mut expected = manifest.expected_header(file);
+    let mut expected = manifest.expected_header_entries(file);
     for e in &header.entries {
         let elements: u64 = e.shape.iter().product();
         if expected.remove(&e.name) != Some((e.dtype, elements, e.bytes.clone())) {
@@ -392,11 +414,12 @@ fn header_problem(directory: &Directory, manifest: &Manifest, file: usize) -> Op
     expected.into_keys().next().map(|piece| DamageReason::HeaderMismatch { piece })
 }
 
-/// `role/name` of the tensors with bytes in or after this block.
-fn tensors_from(manifest: &Manifest, file: usize, block: u64) -> Vec<String> {
+/// Lists the tensors with bytes in or after the block with index `block` of a shard, as
+/// `role/name`.
+fn list_tensors_from_block(manifest: &Manifest, file: usize, block: u64) -> Vec<String> {
     let start = block * BLOCK as u64;
     let after = |t: &&crate::manifest::TensorEntry| {
-        t.pieces.iter().any(|p| p.file == file && p.bytes(t.dtype).end > start)
+        t.pieces.iter().any(|p| p.file == file && p.byte_range(t.dtype).end > start)
     };
     manifest.tensors.iter().filter(after).map(|t| t.label()).collect()
 }

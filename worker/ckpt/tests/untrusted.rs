@@ -1,4 +1,4 @@
-//! Untrusted input: random changes of a corpus never make a reader panic or use more memory than a
+//! Tests that random changes of valid files never make a parser panic or use more memory than a
 //! fixed limit, whatever sizes the bytes claim.
 #[path = "../../../tests/support/untrusted.rs"]
 mod untrusted;
@@ -6,34 +6,38 @@ mod untrusted;
 use std::path::Path;
 use untrusted::{MemoryMeter, SeededNumbers};
 
-/// Limit on the memory for reading a few kilobytes, bytes.
-const CAP: usize = 96 << 20;
-/// Changed copies per file and reader.
-const CHANGES: u64 = 3000;
+/// Limit in bytes on the memory for parsing a few kilobytes.
+const MEMORY_MAX: usize = 96 << 20;
+/// Changed copies of each file that each parser gets.
+const MUTATIONS_PER_PARSER: u64 = 3000;
 
-/// Opcodes of pickles, which the changes insert.
+/// Opcodes of pickles. The changes insert them into files.
 const OPCODES: &[u8] = b"(.0NKJMX}])tuedrqhjcRbQ\x81\x85\x94\x8a\x93";
 
-type Reader = fn(&[u8]) -> diagnostic::Result<()>;
+/// A function that parses untrusted bytes.
+type ParseFn = fn(&[u8]) -> diagnostic::Result<()>;
 
-const READERS: [(&str, Reader); 8] = [
-    ("pickle", ckpt::untrusted::pickle),
-    ("zip", ckpt::untrusted::zip),
-    ("torch_file", ckpt::untrusted::torch_file),
-    ("optimizer", ckpt::untrusted::optimizer),
-    ("safetensors", ckpt::untrusted::safetensors),
-    ("dcp_metadata", ckpt::untrusted::dcp_metadata),
-    ("manifest", ckpt::untrusted::manifest),
-    ("adapter_config", ckpt::untrusted::adapter_config),
+/// All parsers of untrusted input, by name.
+const PARSERS: [(&str, ParseFn); 8] = [
+    ("pickle", ckpt::untrusted::parse_pickle),
+    ("zip", ckpt::untrusted::parse_zip),
+    ("torch_file", ckpt::untrusted::parse_torch_file),
+    ("optimizer", ckpt::untrusted::parse_optimizer),
+    ("safetensors", ckpt::untrusted::parse_safetensors),
+    ("dcp_metadata", ckpt::untrusted::parse_dcp_metadata),
+    ("manifest", ckpt::untrusted::parse_manifest),
+    ("adapter_config", ckpt::untrusted::parse_adapter_config),
 ];
 
-fn corpus() -> Vec<(String, Vec<u8>)> {
+/// Reads the valid files of the corpus, with their names.
+fn read_corpus() -> Vec<(String, Vec<u8>)> {
     let files = untrusted::corpus(&Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/corpus"));
     assert!(files.len() >= 7, "the corpus exists");
     files
 }
 
-fn mutated(valid: &[u8], numbers: &mut SeededNumbers) -> Vec<u8> {
+/// Returns a randomly changed copy of a valid file.
+fn mutate(valid: &[u8], numbers: &mut SeededNumbers) -> Vec<u8> {
     untrusted::mutated(valid, numbers, OPCODES, |numbers| numbers.next(256) as u8)
 }
 
@@ -41,11 +45,11 @@ fn mutated(valid: &[u8], numbers: &mut SeededNumbers) -> Vec<u8> {
 fn changed_files_never_panic_or_exceed_the_memory_limit() {
     let memory = MemoryMeter::start();
     let (mut rejected, mut read) = (0u64, 0u64);
-    for (name, valid) in corpus() {
-        for (reader, run) in READERS {
+    for (name, valid) in read_corpus() {
+        for (reader, run) in PARSERS {
             let mut numbers = SeededNumbers(name.len() as u64 * 7 + reader.len() as u64);
-            for _ in 0..CHANGES {
-                match run(&mutated(&valid, &mut numbers)) {
+            for _ in 0..MUTATIONS_PER_PARSER {
+                match run(&mutate(&valid, &mut numbers)) {
                     Ok(()) => read += 1,
                     Err(error) => {
                         let text = error.to_string();
@@ -57,20 +61,20 @@ fn changed_files_never_panic_or_exceed_the_memory_limit() {
         }
     }
     let peak = memory.peak();
-    assert!(peak < CAP, "{peak} bytes at the peak");
+    assert!(peak < MEMORY_MAX, "{peak} bytes at the peak");
     assert!(read > 1000 && rejected > 10_000, "{read} read, {rejected} rejected");
 }
 
 #[test]
-fn unchanged_files_are_read() {
-    for (name, bytes) in corpus() {
-        let reads: &[Reader] = match name.rsplit('.').next() {
-            Some("pkl") => &[ckpt::untrusted::pickle],
-            Some("pt") => &[ckpt::untrusted::torch_file],
-            Some("safetensors") => &[ckpt::untrusted::safetensors],
-            Some("adapter") => &[ckpt::untrusted::adapter_config],
-            Some("metadata") => &[ckpt::untrusted::dcp_metadata],
-            _ => &[ckpt::untrusted::manifest],
+fn unchanged_corpus_files_are_accepted() {
+    for (name, bytes) in read_corpus() {
+        let reads: &[ParseFn] = match name.rsplit('.').next() {
+            Some("pkl") => &[ckpt::untrusted::parse_pickle],
+            Some("pt") => &[ckpt::untrusted::parse_torch_file],
+            Some("safetensors") => &[ckpt::untrusted::parse_safetensors],
+            Some("adapter") => &[ckpt::untrusted::parse_adapter_config],
+            Some("metadata") => &[ckpt::untrusted::parse_dcp_metadata],
+            _ => &[ckpt::untrusted::parse_manifest],
         };
         for read in reads {
             assert_eq!(read(&bytes), Ok(()), "{name}");
@@ -78,7 +82,7 @@ fn unchanged_files_are_read() {
     }
 }
 
-/// Pickles that execute commands, claim huge sizes or nest without bound.
+/// The pickles execute commands, claim huge sizes, or nest without bound.
 #[test]
 fn known_attacks_are_rejected() {
     let long = |op: &[u8], len: u64| [b"\x80\x04".as_slice(), op, &len.to_le_bytes()].concat();
@@ -101,17 +105,17 @@ fn known_attacks_are_rejected() {
         ("frame of 2^40 bytes", long(b"\x95", 1 << 40)),
     ];
     let line = |(what, bytes): &(&str, Vec<u8>)| {
-        let error = ckpt::untrusted::pickle(bytes).expect_err(what);
+        let error = ckpt::untrusted::parse_pickle(bytes).expect_err(what);
         format!("{what}: [{}] {error}", error.code())
     };
     insta::assert_snapshot!("known_attacks", attacks.iter().map(line).collect::<Vec<_>>().join("\n"));
     // shared values are not copied, so 2^40 references need no memory
-    assert_eq!(ckpt::untrusted::pickle(&doubling), Ok(()));
+    assert_eq!(ckpt::untrusted::parse_pickle(&doubling), Ok(()));
 }
 
 #[test]
 fn invalid_manifests_are_rejected() {
     for text in [&b"{}"[..], b"", &[b' '; 200], &[b'['; 5000]] {
-        assert!(ckpt::untrusted::manifest(text).is_err());
+        assert!(ckpt::untrusted::parse_manifest(text).is_err());
     }
 }

@@ -24,7 +24,8 @@ use std::{
 };
 
 const MIB: usize = 1 << 20;
-const SIZES: [usize; 4] = [MIB, 8 * MIB, 64 * MIB, 256 * MIB];
+/// The message sizes of the columns, in bytes.
+const MESSAGE_BYTES: [usize; 4] = [MIB, 8 * MIB, 64 * MIB, 256 * MIB];
 
 /// The arguments: `WORLD FILTER`, followed by `RANK DESCRIPTOR` in the process of a rank.
 struct BenchArgs {
@@ -33,6 +34,7 @@ struct BenchArgs {
     rank: Option<(usize, i32)>,
 }
 
+/// Parses the command line. Panics if a number is invalid.
 fn parse_args() -> BenchArgs {
     let args: Vec<String> = std::env::args().skip(1).collect();
     let number = |i: usize| args.get(i).map(|n| n.parse::<usize>().expect("the argument is a number"));
@@ -48,6 +50,7 @@ fn main() {
     }
 }
 
+/// Starts a process for each rank and waits for all of them.
 fn spawn_ranks(args: &BenchArgs) {
     let fd = memfd_create("comm-bench", MFdFlags::empty()).expect("a memfd can be created");
     let spawn = |r: usize| {
@@ -71,7 +74,7 @@ fn run_rank(rank: usize, world: usize, fd: i32) {
     // SAFETY: this process inherited the descriptor and no other code uses it.
     let fd = unsafe { OwnedFd::from_raw_fd(fd) };
     let comm = ShmComm::join(fd, rank, world, ShmLimits::default()).expect("the group can be joined");
-    print_line(rank, "median (best) GB/s       1 MiB          8 MiB         64 MiB        256 MiB");
+    print_on_rank_0(rank, "median (best) GB/s       1 MiB          8 MiB         64 MiB        256 MiB");
     let crossing = (world - 1) as f64 / world as f64;
     measure_row(&comm, "memcpy, rank 0 alone", 1.0, |bytes| {
         let (from, mut to) = (Buf::from_slice(&vec![1.0; bytes / 4]), Buf::zeroed(bytes / 4));
@@ -120,21 +123,21 @@ fn run_rank(rank: usize, world: usize, fd: i32) {
     measure_latency(&comm);
 }
 
-/// Prints on rank 0 only.
-fn print_line(rank: usize, line: &str) {
+/// Prints `line` if this is rank 0.
+fn print_on_rank_0(rank: usize, line: &str) {
     if rank == 0 {
         println!("{line}");
     }
 }
 
-/// Measures and prints one row of the table. `make(bytes)` returns the operation of that size, of
-/// which the fraction `share` of the bytes counts.
+/// Measures and prints one row of the table, if its name matches the filter. `make(bytes)` returns
+/// the operation of that size, of which the fraction `share` of the bytes counts.
 fn measure_row<F: FnMut(&ShmComm)>(comm: &ShmComm, name: &str, share: f64, make: impl Fn(usize) -> F) {
     if !name.contains(&parse_args().filter) {
         return;
     }
     let mut line = format!("{name:<22}");
-    for bytes in SIZES {
+    for bytes in MESSAGE_BYTES {
         let mut run = make(bytes);
         let repeat = (256 * MIB / bytes).clamp(6, 100);
         let mut times: Vec<Duration> = (0..repeat + 2)
@@ -150,7 +153,7 @@ fn measure_row<F: FnMut(&ShmComm)>(comm: &ShmComm, name: &str, share: f64, make:
         let rate = |t: Duration| bytes as f64 * share / t.as_secs_f64() / 1e9;
         line += &format!("  {:5.1} ({:5.1})", rate(times[times.len() / 2]), rate(times[0]));
     }
-    print_line(comm.rank(), &line);
+    print_on_rank_0(comm.rank(), &line);
 }
 
 /// Measures and prints the latency of a barrier.
@@ -165,7 +168,7 @@ fn measure_latency(comm: &ShmComm) {
         .collect();
     times.sort();
     let us = |t: Duration| t.as_secs_f64() * 1e6;
-    print_line(
+    print_on_rank_0(
         comm.rank(),
         &format!(
             "barrier in µs (mean of 1000): median {:.2}, best {:.2}, worst {:.2}",

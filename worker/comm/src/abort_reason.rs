@@ -3,11 +3,11 @@
 //! An abort is shared through the header of a shared memory segment and in frames between hosts.
 //! Both carry the bytes of [`AbortReason::encode`]: kind (u8), rank (u32), observer (u32),
 //! milliseconds (u64), all little-endian, then text in UTF-8.
-use crate::error::seconds;
+use crate::error::format_seconds;
 use diagnostic::{Code, Diagnostic, codes::collective as codes};
 use std::time::Duration;
 
-/// Bytes before the text of an encoded reason.
+/// Bytes of an encoded reason before its text.
 pub(crate) const FIXED_BYTES: usize = 1 + 4 + 4 + 8;
 
 /// Why a group was aborted. Every rank receives the first reason that was given.
@@ -34,11 +34,11 @@ pub enum AbortReason {
         rank: usize,
     },
     /// Nothing was received from a rank for too long.
-    #[error("rank {rank} is silent: rank {observer} has heard nothing from it for {}", seconds(*silence))]
+    #[error("rank {rank} is silent: rank {observer} has heard nothing from it for {}", format_seconds(*silence))]
     PeerSilent {
         /// The silent rank.
         rank: usize,
-        /// The rank that waited for a sign of life.
+        /// The rank that received nothing from the silent rank.
         observer: usize,
         /// The limit.
         silence: Duration,
@@ -71,12 +71,12 @@ pub enum AbortReason {
 }
 
 impl AbortReason {
-    /// A reason given by the caller of [`Comm::abort`](crate::Comm::abort).
-    pub(crate) fn requested(reason: &str) -> Self {
+    /// Creates the reason that a caller of [`Comm::abort`](crate::Comm::abort) gave.
+    pub(crate) fn from_request(reason: &str) -> Self {
         AbortReason::Requested { reason: reason.to_owned() }
     }
 
-    /// The stable name of what happened.
+    /// Returns the stable error code of this reason.
     pub fn code(&self) -> Code {
         match self {
             AbortReason::Requested { .. } | AbortReason::RankFailed { .. } | AbortReason::Lost => {
@@ -90,7 +90,7 @@ impl AbortReason {
         }
     }
 
-    /// Adds the fields of this reason to a diagnostic.
+    /// Returns `diagnostic` with the fields of this reason added.
     pub(crate) fn add_fields(&self, diagnostic: Diagnostic) -> Diagnostic {
         match self {
             AbortReason::Requested { .. } | AbortReason::Lost => diagnostic,
@@ -110,9 +110,10 @@ impl AbortReason {
         }
     }
 
-    /// The bytes that travel, at most `limit` of them; a longer text is cut at a character.
+    /// Encodes the reason for transmission to peers, in at most `limit` bytes. A longer text is cut
+    /// at a character boundary.
     ///
-    /// `limit` is at least [`FIXED_BYTES`].
+    /// `limit` must be at least [`FIXED_BYTES`].
     pub(crate) fn encode(&self, limit: usize) -> Vec<u8> {
         let (kind, rank, observer, silence, text): (u8, usize, usize, Duration, &str) = match self {
             AbortReason::Lost => (0, 0, 0, Duration::ZERO, ""),
@@ -136,7 +137,8 @@ impl AbortReason {
         bytes
     }
 
-    /// The reason that a peer encoded; [`AbortReason::Lost`] if the bytes are not valid.
+    /// Decodes a reason that a peer encoded. Returns [`AbortReason::Lost`] if the bytes are not
+    /// valid.
     pub(crate) fn decode(bytes: &[u8]) -> Self {
         let Some((fixed, text)) = bytes.split_first_chunk::<FIXED_BYTES>() else {
             return AbortReason::Lost;
@@ -185,8 +187,8 @@ mod tests {
 
     #[test]
     fn a_long_text_is_cut_at_a_character() {
-        let bytes = AbortReason::requested(&"ä".repeat(10)).encode(FIXED_BYTES + 5);
-        assert_eq!(AbortReason::decode(&bytes), AbortReason::requested("ää"));
+        let bytes = AbortReason::from_request(&"ä".repeat(10)).encode(FIXED_BYTES + 5);
+        assert_eq!(AbortReason::decode(&bytes), AbortReason::from_request("ää"));
     }
 
     #[test]

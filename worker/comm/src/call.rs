@@ -1,5 +1,5 @@
-//! [`CollectiveCall`]: the description of one call. Ranks compare it to detect calls that do not
-//! match.
+//! [`CollectiveCall`]: the description of one call of a collective. Ranks compare their
+//! descriptions to detect calls that do not match.
 use crate::error::{ArgumentError, CallMismatch, CallSummary, TransferUnit};
 use std::{fmt, ops::Range};
 
@@ -12,7 +12,7 @@ pub(crate) struct GroupPosition {
     pub(crate) world: usize,
 }
 
-/// The collectives of [`Comm`](crate::Comm). The numbers travel between ranks.
+/// The collectives of [`Comm`](crate::Comm). Ranks exchange the numbers of the variants.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CollectiveKind {
     /// [`Comm::all_gather`](crate::Comm::all_gather)
@@ -48,7 +48,7 @@ impl CollectiveKind {
         CollectiveKind::SharedWindow,
     ];
 
-    /// The name of the method of [`Comm`](crate::Comm).
+    /// Returns the name of the corresponding method of [`Comm`](crate::Comm).
     pub fn name(self) -> &'static str {
         match self {
             CollectiveKind::AllGather => "all_gather",
@@ -70,42 +70,43 @@ impl fmt::Display for CollectiveKind {
     }
 }
 
-/// Length and element size of a buffer. Collectives that only move data accept any element type.
+/// The length and the element size of a buffer, for collectives that accept any element type.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct BufferShape {
-    /// Elements.
+    /// Number of elements.
     pub(crate) len: usize,
-    /// Bytes of an element.
+    /// Bytes of one element.
     pub(crate) element_bytes: usize,
 }
 
 impl BufferShape {
-    /// The shape of `view`.
+    /// Returns the shape of `view`.
     pub(crate) fn new(view: device::View<'_>) -> Self {
         BufferShape { len: view.len(), element_bytes: view.dtype().size() }
     }
 }
 
-/// One call of a collective, reduced to what all ranks must agree about.
+/// One call of a collective: the kind, number and arguments that all ranks must agree about.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct CollectiveCall {
     pub(crate) kind: CollectiveKind,
-    /// Number of collectives that this rank called before.
+    /// Number of collectives that this rank called before this one.
     pub(crate) number: u64,
-    /// Elements that all ranks must agree about; 0 where they need not.
+    /// Number of elements that all ranks must agree about; 0 if they may differ.
     elements: u64,
     /// Hash of the other arguments that all ranks must agree about: counts, root, element size.
     digest: u64,
 }
 
 impl CollectiveCall {
+    /// Creates call 0 of `kind`. `agreed` are the other arguments that must be equal on all ranks.
     fn new(kind: CollectiveKind, elements: usize, agreed: impl IntoIterator<Item = usize>) -> Self {
-        CollectiveCall { kind, number: 0, elements: elements as u64, digest: digest(agreed) }
+        CollectiveCall { kind, number: 0, elements: elements as u64, digest: hash_arguments(agreed) }
     }
 
-    /// Adds the size of an element to what all ranks must agree about.
+    /// Adds the size of an element, in bytes, to what all ranks must agree about.
     fn with_element_size(self, bytes: usize) -> Self {
-        CollectiveCall { digest: digest([self.digest as usize, bytes]), ..self }
+        CollectiveCall { digest: hash_arguments([self.digest as usize, bytes]), ..self }
     }
 
     /// Sets the number of the call.
@@ -113,57 +114,60 @@ impl CollectiveCall {
         CollectiveCall { number, ..self }
     }
 
-    /// Describes an all-gather. An error states which argument is invalid.
-    pub(crate) fn all_gather(
+    /// Describes an all-gather. Fails if an argument contradicts `counts`, with the name of the
+    /// argument.
+    pub(crate) fn describe_all_gather(
         position: GroupPosition,
         recv: BufferShape,
         send: BufferShape,
         counts: &[usize],
     ) -> Result<Self> {
         let kind = CollectiveKind::AllGather;
-        check_element_size(kind, recv, send)?;
-        let total = total_count(kind, "counts", counts, position.world)?;
-        check_len(kind, "send", send.len, "counts[rank]", counts[position.rank])?;
-        check_len(kind, "recv", recv.len, "the sum of counts", total)?;
+        check_equal_element_sizes(kind, recv, send)?;
+        let total = sum_counts(kind, "counts", counts, position.world)?;
+        check_buffer_len(kind, "send", send.len, "counts[rank]", counts[position.rank])?;
+        check_buffer_len(kind, "recv", recv.len, "the sum of counts", total)?;
         let call = CollectiveCall::new(kind, total, counts.iter().copied());
         Ok(call.with_element_size(recv.element_bytes))
     }
 
-    /// Describes an ordered reduce-scatter of partials of these lengths.
-    pub(crate) fn reduce_scatter_ordered(
+    /// Describes an ordered reduce-scatter. Fails if a length in `partial_lens` contradicts
+    /// `counts`.
+    pub(crate) fn describe_reduce_scatter_ordered(
         position: GroupPosition,
         partial_lens: impl Iterator<Item = usize>,
         counts: &[usize],
     ) -> Result<Self> {
         let kind = CollectiveKind::ReduceScatterOrdered;
-        let total = total_count(kind, "counts", counts, position.world)?;
+        let total = sum_counts(kind, "counts", counts, position.world)?;
         for len in partial_lens {
-            check_len(kind, "a partial", len, "the sum of counts", total)?;
+            check_buffer_len(kind, "a partial", len, "the sum of counts", total)?;
         }
         Ok(CollectiveCall::new(kind, total, counts.iter().copied()))
     }
 
-    /// Describes a reduce-scatter of buffers of these lengths.
-    pub(crate) fn reduce_scatter(
+    /// Describes a reduce-scatter. Fails if a buffer length contradicts `counts`.
+    pub(crate) fn describe_reduce_scatter(
         position: GroupPosition,
         recv_len: usize,
         send_len: usize,
         counts: &[usize],
     ) -> Result<Self> {
         let kind = CollectiveKind::ReduceScatter;
-        let total = total_count(kind, "counts", counts, position.world)?;
-        check_len(kind, "recv", recv_len, "counts[rank]", counts[position.rank])?;
-        check_len(kind, "send", send_len, "the sum of counts", total)?;
+        let total = sum_counts(kind, "counts", counts, position.world)?;
+        check_buffer_len(kind, "recv", recv_len, "counts[rank]", counts[position.rank])?;
+        check_buffer_len(kind, "send", send_len, "the sum of counts", total)?;
         Ok(CollectiveCall::new(kind, total, counts.iter().copied()))
     }
 
     /// Describes an all-reduce of `len` elements.
-    pub(crate) fn all_reduce(len: usize) -> Self {
+    pub(crate) fn describe_all_reduce(len: usize) -> Self {
         CollectiveCall::new(CollectiveKind::AllReduce, len, [])
     }
 
-    /// Describes a broadcast of `len` elements.
-    pub(crate) fn broadcast(position: GroupPosition, len: usize, root: usize) -> Result<Self> {
+    /// Describes a broadcast of `len` elements from rank `root`. Fails if the group has no such
+    /// rank.
+    pub(crate) fn describe_broadcast(position: GroupPosition, len: usize, root: usize) -> Result<Self> {
         let (collective, world) = (CollectiveKind::Broadcast, position.world);
         if root >= world {
             return Err(ArgumentError::RootOutOfRange { collective, root, world });
@@ -171,8 +175,9 @@ impl CollectiveCall {
         Ok(CollectiveCall::new(collective, len, [root]))
     }
 
-    /// Describes an all-to-all. An error states which argument is invalid.
-    pub(crate) fn all_to_all(
+    /// Describes an all-to-all. Fails if an argument contradicts the counts, with the name of the
+    /// argument.
+    pub(crate) fn describe_all_to_all(
         position: GroupPosition,
         recv: BufferShape,
         recv_counts: &[usize],
@@ -180,11 +185,11 @@ impl CollectiveCall {
         send_counts: &[usize],
     ) -> Result<Self> {
         let kind = CollectiveKind::AllToAll;
-        check_element_size(kind, recv, send)?;
-        let recv_total = total_count(kind, "recv_counts", recv_counts, position.world)?;
-        check_len(kind, "recv", recv.len, "the sum of recv_counts", recv_total)?;
-        let send_total = total_count(kind, "send_counts", send_counts, position.world)?;
-        check_len(kind, "send", send.len, "the sum of send_counts", send_total)?;
+        check_equal_element_sizes(kind, recv, send)?;
+        let recv_total = sum_counts(kind, "recv_counts", recv_counts, position.world)?;
+        check_buffer_len(kind, "recv", recv.len, "the sum of recv_counts", recv_total)?;
+        let send_total = sum_counts(kind, "send_counts", send_counts, position.world)?;
+        check_buffer_len(kind, "send", send.len, "the sum of send_counts", send_total)?;
         let (sent, expected) = (send_counts[position.rank] as u64, recv_counts[position.rank] as u64);
         if sent != expected {
             return Err(ArgumentError::SelfTransfer { collective: kind, sent, expected });
@@ -192,8 +197,9 @@ impl CollectiveCall {
         Ok(CollectiveCall::new(kind, 0, []).with_element_size(recv.element_bytes))
     }
 
-    /// Describes an all-gather of `len` bytes of this rank.
-    pub(crate) fn all_gather_bytes(len: usize) -> Result<Self> {
+    /// Describes an all-gather of bytes, of which this rank passes `len`. Fails if `len` exceeds
+    /// [`crate::MAX_GATHER_BYTES`].
+    pub(crate) fn describe_all_gather_bytes(len: usize) -> Result<Self> {
         let (collective, limit) = (CollectiveKind::AllGatherBytes, crate::MAX_GATHER_BYTES);
         if len > limit {
             return Err(ArgumentError::TooManyBytes { collective, bytes: len, limit });
@@ -201,30 +207,31 @@ impl CollectiveCall {
         Ok(CollectiveCall::new(collective, 0, []))
     }
 
-    /// Describes the allocation of a shared window.
-    pub(crate) fn shared_window(
+    /// Describes the allocation of a shared window. Fails if `counts` does not fit the group.
+    pub(crate) fn describe_shared_window(
         position: GroupPosition,
         counts: &[usize],
         element_bytes: usize,
     ) -> Result<Self> {
         let kind = CollectiveKind::SharedWindow;
-        let total = total_count(kind, "counts", counts, position.world)?;
+        let total = sum_counts(kind, "counts", counts, position.world)?;
         Ok(CollectiveCall::new(kind, total, counts.iter().copied()).with_element_size(element_bytes))
     }
 
-    /// Describes a barrier.
-    pub(crate) fn barrier() -> Self {
+    /// Describes a call of `barrier`.
+    pub(crate) fn describe_barrier() -> Self {
         CollectiveCall::new(CollectiveKind::Barrier, 0, [])
     }
 
-    /// The call as three words, for comparison and for shared memory. The kind is the low byte of
-    /// the first word.
+    /// Encodes the call in three words, for comparison and for shared memory. The kind is the low
+    /// byte of the first word.
     pub(crate) fn to_words(self) -> [u64; 3] {
         [self.number << 8 | self.kind as u64, self.elements, self.digest]
     }
 
-    /// Fails if the call of `peer`, given as its words, differs from this call of `rank`.
-    pub(crate) fn check_peer(
+    /// Fails if the call of rank `peer`, encoded in `peer_words`, differs from this call of rank
+    /// `rank`.
+    pub(crate) fn check_peer_call(
         &self,
         rank: usize,
         peer: usize,
@@ -234,20 +241,20 @@ impl CollectiveCall {
         if words == peer_words {
             return Ok(());
         }
-        let (call, peer_call) = (summarize(words), summarize(peer_words));
+        let (call, peer_call) = (decode_call_summary(words), decode_call_summary(peer_words));
         Err(CallMismatch::Call { rank, call, peer, peer_call })
     }
 }
 
-/// What the words of a call contain. Any words are accepted, because a peer wrote them.
-fn summarize(words: [u64; 3]) -> CallSummary {
+/// Decodes the words of a call for an error message. Accepts any words, because a peer wrote them.
+fn decode_call_summary(words: [u64; 3]) -> CallSummary {
     let kind_number = words[0] & 0xff;
     let collective = CollectiveKind::ALL.into_iter().find(|kind| *kind as u64 == kind_number);
     CallSummary { collective, call_number: words[0] >> 8, elements: words[1] }
 }
 
-/// Fails unless `to` expects from `from` as many elements as `from` sends.
-pub(crate) fn check_transfer(
+/// Fails unless rank `to` expects as many elements from rank `from` as `from` sends.
+pub(crate) fn check_transfer_lengths(
     from: usize,
     to: usize,
     sent: u64,
@@ -259,8 +266,8 @@ pub(crate) fn check_transfer(
     Err(CallMismatch::Transfer { from, to, sent, expected, unit: TransferUnit::Elements })
 }
 
-/// The index at which each rank's part begins: the exclusive prefix sums of `counts`.
-pub(crate) fn offsets(counts: &[usize]) -> Vec<usize> {
+/// Computes the index at which each rank's part begins: the exclusive prefix sums of `counts`.
+pub(crate) fn compute_offsets(counts: &[usize]) -> Vec<usize> {
     counts
         .iter()
         .scan(0, |end, &n| {
@@ -271,14 +278,17 @@ pub(crate) fn offsets(counts: &[usize]) -> Vec<usize> {
         .collect()
 }
 
-/// The share of `rank` when `len` elements are divided among `world` ranks as evenly as possible.
-pub(crate) fn even_share(len: usize, rank: usize, world: usize) -> Range<usize> {
+/// Computes the share of `rank` if `len` elements are divided among `world` ranks as evenly as
+/// possible.
+pub(crate) fn compute_even_share(len: usize, rank: usize, world: usize) -> Range<usize> {
     let (quotient, remainder) = (len / world, len % world);
     let start = quotient * rank + remainder.min(rank);
     start..start + quotient + usize::from(rank < remainder)
 }
 
-fn total_count(
+/// Sums the counts of all ranks. Fails if `counts` does not have `world` entries or if their sum
+/// does not fit the address space.
+fn sum_counts(
     collective: CollectiveKind,
     name: &'static str,
     counts: &[usize],
@@ -294,7 +304,8 @@ fn total_count(
         .ok_or(ArgumentError::CountsOverflow { collective, counts: name })
 }
 
-fn check_len(
+/// Fails unless a buffer has the `expected` number of elements.
+fn check_buffer_len(
     collective: CollectiveKind,
     buffer: &'static str,
     len: usize,
@@ -307,7 +318,8 @@ fn check_len(
     Err(ArgumentError::BufferLength { collective, buffer, len, required, expected })
 }
 
-fn check_element_size(collective: CollectiveKind, recv: BufferShape, send: BufferShape) -> Result<()> {
+/// Fails if the elements of the two buffers differ in size.
+fn check_equal_element_sizes(collective: CollectiveKind, recv: BufferShape, send: BufferShape) -> Result<()> {
     let (send_bytes, recv_bytes) = (send.element_bytes, recv.element_bytes);
     if send_bytes == recv_bytes {
         return Ok(());
@@ -315,9 +327,9 @@ fn check_element_size(collective: CollectiveKind, recv: BufferShape, send: Buffe
     Err(ArgumentError::ElementSize { collective, send_bytes, recv_bytes })
 }
 
-/// Multiply-xor hash of a list, with the finalizer of splitmix64. Lists with different contents
-/// have different hashes with near certainty.
-fn digest(list: impl IntoIterator<Item = usize>) -> u64 {
+/// Hashes a list of numbers with a multiply-xor hash and the finalizer of splitmix64. Lists with
+/// different contents have different hashes with near certainty.
+fn hash_arguments(list: impl IntoIterator<Item = usize>) -> u64 {
     list.into_iter().fold(0x9e37_79b9_7f4a_7c15, |h, v| {
         let mut x = (h.rotate_left(5) ^ v as u64).wrapping_add(0x9e37_79b9_7f4a_7c15);
         x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -332,7 +344,7 @@ mod tests {
 
     const POSITION: GroupPosition = GroupPosition { rank: 1, world: 3 };
 
-    fn floats(len: usize) -> BufferShape {
+    fn describe_f32_buffer(len: usize) -> BufferShape {
         BufferShape { len, element_bytes: 4 }
     }
 
@@ -340,30 +352,59 @@ mod tests {
     fn a_wrong_argument_is_named_with_its_numbers() {
         let halves = BufferShape { len: 6, element_bytes: 2 };
         let errors = [
-            CollectiveCall::all_gather(POSITION, floats(6), floats(2), &[1, 3, 2]),
-            CollectiveCall::all_gather(POSITION, floats(7), floats(3), &[1, 3, 2]),
-            CollectiveCall::all_gather(POSITION, halves, floats(3), &[1, 3, 2]),
-            CollectiveCall::reduce_scatter(POSITION, 3, 6, &[1, 3]),
-            CollectiveCall::reduce_scatter_ordered(POSITION, [6, 5].into_iter(), &[1, 3, 2]),
-            CollectiveCall::all_gather(POSITION, floats(0), floats(0), &[usize::MAX, 1, 1]),
-            CollectiveCall::broadcast(POSITION, 1, 3),
-            CollectiveCall::all_to_all(POSITION, floats(3), &[1, 1, 1], floats(4), &[1, 2, 1]),
-            CollectiveCall::all_gather_bytes(crate::MAX_GATHER_BYTES + 1),
+            CollectiveCall::describe_all_gather(
+                POSITION,
+                describe_f32_buffer(6),
+                describe_f32_buffer(2),
+                &[1, 3, 2],
+            ),
+            CollectiveCall::describe_all_gather(
+                POSITION,
+                describe_f32_buffer(7),
+                describe_f32_buffer(3),
+                &[1, 3, 2],
+            ),
+            CollectiveCall::describe_all_gather(POSITION, halves, describe_f32_buffer(3), &[1, 3, 2]),
+            CollectiveCall::describe_reduce_scatter(POSITION, 3, 6, &[1, 3]),
+            CollectiveCall::describe_reduce_scatter_ordered(POSITION, [6, 5].into_iter(), &[1, 3, 2]),
+            CollectiveCall::describe_all_gather(
+                POSITION,
+                describe_f32_buffer(0),
+                describe_f32_buffer(0),
+                &[usize::MAX, 1, 1],
+            ),
+            CollectiveCall::describe_broadcast(POSITION, 1, 3),
+            CollectiveCall::describe_all_to_all(
+                POSITION,
+                describe_f32_buffer(3),
+                &[1, 1, 1],
+                describe_f32_buffer(4),
+                &[1, 2, 1],
+            ),
+            CollectiveCall::describe_all_gather_bytes(crate::MAX_GATHER_BYTES + 1),
         ];
         insta::assert_snapshot!(errors.map(|e| e.unwrap_err().to_string()).join("\n"));
     }
 
     #[test]
     fn a_mismatch_names_both_calls() {
-        let ours = CollectiveCall::all_reduce(5).with_number(17);
-        assert_eq!(ours.check_peer(0, 2, ours.to_words()), Ok(()));
-        let barrier = CollectiveCall::barrier().with_number(17);
-        let gather = |counts| CollectiveCall::all_gather(POSITION, floats(6), floats(3), counts).unwrap();
+        let ours = CollectiveCall::describe_all_reduce(5).with_number(17);
+        assert_eq!(ours.check_peer_call(0, 2, ours.to_words()), Ok(()));
+        let barrier = CollectiveCall::describe_barrier().with_number(17);
+        let gather = |counts| {
+            CollectiveCall::describe_all_gather(
+                POSITION,
+                describe_f32_buffer(6),
+                describe_f32_buffer(3),
+                counts,
+            )
+            .unwrap()
+        };
         let (one, other) = (gather(&[1, 3, 2]), gather(&[2, 3, 1]));
         let errors = [
-            ours.check_peer(0, 2, barrier.to_words()),
-            one.check_peer(1, 0, other.to_words()),
-            one.check_peer(1, 0, [u64::MAX; 3]),
+            ours.check_peer_call(0, 2, barrier.to_words()),
+            one.check_peer_call(1, 0, other.to_words()),
+            one.check_peer_call(1, 0, [u64::MAX; 3]),
         ];
         insta::assert_snapshot!(errors.map(|e| e.unwrap_err().to_string()).join("\n"));
     }
@@ -374,7 +415,7 @@ mod tests {
             for len in 0..40 {
                 let mut end = 0;
                 for rank in 0..world {
-                    let share = even_share(len, rank, world);
+                    let share = compute_even_share(len, rank, world);
                     assert_eq!(share.start, end);
                     end = share.end;
                 }

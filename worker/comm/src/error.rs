@@ -7,7 +7,8 @@ use std::{net::SocketAddr, time::Duration};
 /// Why a collective ended without a result.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum CommError {
-    /// The group was aborted, by this rank or by a peer. Never the root cause of a job's end.
+    /// The group was aborted, by this rank or by a peer. An abort is never the root cause of a
+    /// failed job.
     #[error("collective aborted: {0}")]
     Aborted(AbortReason),
     /// The arguments of a collective contradict each other or the group: a bug of the caller.
@@ -24,8 +25,8 @@ pub enum CommError {
     /// Peers did not enter a collective in time.
     #[error(
         "rank {rank} waited {} in {collective} (call {call_number}) for {}, which did not enter it",
-        seconds(*timeout),
-        rank_list(missing, *world)
+        format_seconds(*timeout),
+        format_ranks(missing, *world)
     )]
     Timeout {
         /// The rank that waited.
@@ -44,8 +45,8 @@ pub enum CommError {
     /// Peers did not join the group in time.
     #[error(
         "rank {rank} waited {} for {} to join the group{}",
-        seconds(*timeout),
-        rank_list(missing, *world),
+        format_seconds(*timeout),
+        format_ranks(missing, *world),
         last_failure.as_ref().map_or_else(String::new, |f| format!("; last attempt: {f}"))
     )]
     JoinTimeout {
@@ -106,10 +107,10 @@ pub enum CommError {
     Nccl(Box<NcclError>),
 }
 
-/// Result of a collective.
+/// The result of a collective.
 pub type Result<T> = std::result::Result<T, CommError>;
 
-/// Which argument of a collective is wrong.
+/// Which argument of a collective is wrong, and why.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ArgumentError {
     /// Two buffers have elements of different sizes.
@@ -129,7 +130,7 @@ pub enum ArgumentError {
         collective: CollectiveKind,
         /// The name of the argument.
         counts: &'static str,
-        /// Entries of the list.
+        /// Number of entries of the list.
         len: usize,
         /// Number of ranks.
         world: usize,
@@ -149,7 +150,7 @@ pub enum ArgumentError {
         collective: CollectiveKind,
         /// The name of the argument.
         buffer: &'static str,
-        /// Its elements.
+        /// Number of elements of the buffer.
         len: usize,
         /// What the length must equal, such as `counts[rank]`.
         required: &'static str,
@@ -166,7 +167,8 @@ pub enum ArgumentError {
         /// Number of ranks.
         world: usize,
     },
-    /// A rank sends itself another number of elements than it expects from itself.
+    /// The number of elements that a rank sends to itself differs from the number that it expects
+    /// from itself.
     #[error("{collective}: the rank sends {sent} elements to itself, but expects {expected}")]
     SelfTransfer {
         /// The collective.
@@ -199,25 +201,25 @@ pub enum CallMismatch {
     Call {
         /// This rank.
         rank: usize,
-        /// Its call.
+        /// The call of this rank.
         call: CallSummary,
         /// The other rank.
         peer: usize,
         /// The other rank's call.
         peer_call: CallSummary,
     },
-    /// A rank sends another amount than its peer expects.
+    /// A rank sends more or less to a peer than the peer expects.
     #[error("rank {from} sends {sent} {unit} to rank {to}, which expects {expected}")]
     Transfer {
         /// The sender.
         from: usize,
         /// The receiver.
         to: usize,
-        /// What the sender sends.
+        /// The amount that the sender sends.
         sent: u64,
-        /// What the receiver expects.
+        /// The amount that the receiver expects.
         expected: u64,
-        /// What is counted.
+        /// The unit of both amounts.
         unit: TransferUnit,
     },
     /// A rank gathers more bytes than [`crate::MAX_GATHER_BYTES`].
@@ -230,7 +232,7 @@ pub enum CallMismatch {
         /// The limit.
         limit: u64,
     },
-    /// A rank gives more partial vectors than a reduce-scatter accepts.
+    /// A rank passes more partial vectors than an ordered reduce-scatter accepts.
     #[error("rank {rank} gives {partials} partials to reduce_scatter_ordered; the limit is {limit}")]
     TooManyPartials {
         /// The rank.
@@ -240,7 +242,7 @@ pub enum CallMismatch {
         /// The limit.
         limit: u64,
     },
-    /// A rank did not announce how many partial vectors it gives.
+    /// A rank did not announce how many partial vectors it passes.
     #[error("reduce_scatter_ordered: {announced} of {world} ranks announced their number of partials")]
     PartialCountMissing {
         /// Ranks whose announcement is valid.
@@ -262,14 +264,14 @@ pub enum CallMismatch {
     },
 }
 
-/// The collective that a rank called, as its peers learn it.
+/// The collective that a rank called, as its peers know it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CallSummary {
     /// The collective; `None` if the peer sent an unknown number.
     pub collective: Option<CollectiveKind>,
     /// Number of collectives that the rank had called before.
     pub call_number: u64,
-    /// Elements that all ranks must agree about; 0 where they need not.
+    /// Number of elements that all ranks must agree about; 0 if they may differ.
     pub elements: u64,
 }
 
@@ -280,7 +282,7 @@ impl std::fmt::Display for CallSummary {
     }
 }
 
-/// What [`CallMismatch::Transfer`] counts.
+/// The unit of the amounts in [`CallMismatch::Transfer`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TransferUnit {
     /// Elements of the collective's type.
@@ -304,7 +306,7 @@ pub enum GroupError {
     /// The number of ranks is 0 or above [`crate::MAX_WORLD`].
     #[error("a group has 1 to {limit} ranks, not {world}")]
     WorldSize {
-        /// The number that was given.
+        /// The requested number of ranks.
         world: usize,
         /// The largest number.
         limit: usize,
@@ -332,7 +334,7 @@ pub enum GroupError {
         max: usize,
     },
     /// Several ranks are on one host, but this rank was given no shared memory.
-    #[error("{} are on one host, but rank {rank} was given no shared memory", rank_list(local_ranks, *world))]
+    #[error("{} are on one host, but rank {rank} was given no shared memory", format_ranks(local_ranks, *world))]
     NoSharedMemory {
         /// The rank without shared memory.
         rank: usize,
@@ -361,7 +363,7 @@ pub enum SharedMemoryError {
     Os {
         /// What was attempted: `inspect`, `resize` or `map`.
         operation: &'static str,
-        /// Bytes that were requested; 0 for `inspect`.
+        /// Number of bytes that were requested; 0 for `inspect`.
         bytes: usize,
         /// The operating system's error.
         errno: nix::errno::Errno,
@@ -371,7 +373,7 @@ pub enum SharedMemoryError {
     HeaderMismatch {
         /// The field of the header.
         field: &'static str,
-        /// Its value.
+        /// The value in the shared memory.
         found: u64,
         /// The value of this rank.
         expected: u64,
@@ -387,7 +389,7 @@ pub enum SharedMemoryError {
     /// A shared window does not fit the address space.
     #[error("a shared window of {bytes} bytes does not fit the address space")]
     WindowTooLarge {
-        /// Bytes of the window.
+        /// Size of the window in bytes.
         bytes: usize,
     },
 }
@@ -442,7 +444,7 @@ pub enum RejectReason {
 }
 
 impl CommError {
-    /// The stable name of what happened.
+    /// Returns the stable error code of this error.
     pub fn code(&self) -> Code {
         match self {
             CommError::Aborted(reason) => reason.code(),
@@ -465,13 +467,13 @@ impl CommError {
         }
     }
 
-    /// Builds [`CommError::Transport`] from an error of the operating system.
-    pub(crate) fn transport(operation: &'static str) -> impl Fn(std::io::Error) -> CommError {
+    /// Returns a function that converts an I/O error of `operation` to [`CommError::Transport`].
+    pub(crate) fn from_failed_operation(operation: &'static str) -> impl Fn(std::io::Error) -> CommError {
         move |error| CommError::Transport { operation, error: error.to_string() }
     }
 
-    /// The reason with which `rank` aborts its group because of this error.
-    pub(crate) fn abort_reason(&self, rank: usize) -> AbortReason {
+    /// Returns the reason with which `rank` aborts its group because of this error.
+    pub(crate) fn to_abort_reason(&self, rank: usize) -> AbortReason {
         match self {
             CommError::Aborted(reason) => reason.clone(),
             error => AbortReason::RankFailed { rank, message: error.to_string() },
@@ -537,6 +539,7 @@ impl From<CommError> for Diagnostic {
 }
 
 impl CallMismatch {
+    /// Returns `diagnostic` with the fields of this mismatch added.
     fn add_fields(&self, diagnostic: Diagnostic) -> Diagnostic {
         match self {
             CallMismatch::Call { rank, call, peer, peer_call } => diagnostic
@@ -561,13 +564,13 @@ impl CallMismatch {
     }
 }
 
-/// `0.05 s`
-pub(crate) fn seconds(duration: Duration) -> String {
+/// Formats a duration in seconds, such as `0.05 s`.
+pub(crate) fn format_seconds(duration: Duration) -> String {
     format!("{} s", duration.as_secs_f64())
 }
 
 /// Formats ranks for a message, such as `ranks 1, 3 of 4`.
-pub(crate) fn rank_list(ranks: &[usize], world: usize) -> String {
+pub(crate) fn format_ranks(ranks: &[usize], world: usize) -> String {
     let numbers: Vec<String> = ranks.iter().map(usize::to_string).collect();
     let noun = if ranks.len() == 1 { "rank" } else { "ranks" };
     format!("{noun} {} of {world}", numbers.join(", "))

@@ -7,7 +7,7 @@
 //!
 //! There are three transports between host memories:
 //!
-//! - [`local`]: the ranks are threads of one process. For jobs of one rank, and for tests.
+//! - [`local`]: the ranks are threads of one process. It serves jobs of one rank, and tests.
 //! - [`shm`]: the ranks are processes of one host and share a memory segment.
 //! - [`tcp`]: the ranks are on several hosts. TCP connects the hosts; the ranks of each host share
 //!   memory.
@@ -24,8 +24,8 @@ pub mod nccl;
 mod shared_window;
 pub mod shm;
 pub mod staged;
-mod sum;
 pub mod tcp;
+mod tree_sum;
 
 pub use abort_reason::AbortReason;
 pub use call::CollectiveKind;
@@ -35,38 +35,39 @@ pub use error::{
 };
 pub use shared_window::{SharedView, SharedWindow};
 
-/// The largest number of bytes that one rank may give to [`Comm::all_gather_bytes`].
+/// The largest number of bytes that one rank may pass to [`Comm::all_gather_bytes`].
 pub const MAX_GATHER_BYTES: usize = 16 << 20;
 
-/// The largest number of ranks of a group.
+/// The largest number of ranks in a group.
 pub const MAX_WORLD: usize = 1024;
 
-/// Receives the pieces of [`Comm::reduce_scatter_ordered`] as `(source rank, index of the partial
-/// there, piece)`.
+/// A callback that receives the pieces of [`Comm::reduce_scatter_ordered`] as `(source rank, index
+/// of the partial on that rank, piece)`.
 ///
-/// The function may call [`Comm::abort`] but no collective. A piece is aligned for `f32` only.
+/// The callback may call [`Comm::abort`], but no collective. A piece is aligned for `f32` only.
 pub type PartialSink<'a> = dyn FnMut(usize, usize, View<'_>) + 'a;
 
-/// The communicator of one rank: its collectives with the other ranks of a group.
+/// The communicator of one rank: its handle to the collectives of a group.
 ///
-/// `counts[r]` is the number of elements of rank r's part. Parts may be empty and unequal.
+/// In every collective, `counts[r]` is the number of elements of rank r's part. Parts may be empty
+/// and unequal.
 pub trait Comm: Send + Sync {
-    /// The rank of this communicator.
+    /// Returns the rank of this communicator.
     fn rank(&self) -> usize;
-    /// The number of ranks.
+    /// Returns the number of ranks in the group.
     fn world(&self) -> usize;
 
-    /// Concatenates the ranks' `send` in `recv`, in rank order.
+    /// Concatenates the `send` buffers of all ranks in `recv`, in rank order.
     ///
     /// `send.len() == counts[rank]` and `recv.len() == Σ counts`. The elements have any type, but
     /// the same one on all ranks. Sums and broadcasts accept `f32` only.
     fn all_gather(&self, recv: ViewMut, send: View, counts: &[usize]) -> Result<()>;
 
-    /// Delivers rank r's part of every partial vector of every rank to the `sink` of rank r, in the
-    /// order (source rank, index).
+    /// Passes rank r's part of every partial vector of every rank to the `sink` of rank r, in the
+    /// order (source rank, index of the partial).
     ///
-    /// A rank gives any number of `partials`, each `Σ counts` long. Nothing is summed here; the
-    /// caller reduces the pieces in the order in which they arrive.
+    /// A rank may pass any number of `partials`, each `Σ counts` long. The collective sums nothing;
+    /// the caller reduces the pieces in the order in which they arrive.
     fn reduce_scatter_ordered(
         &self,
         partials: &[View],
@@ -74,15 +75,15 @@ pub trait Comm: Send + Sync {
         sink: &mut PartialSink,
     ) -> Result<()>;
 
-    /// Sums this rank's part over all ranks into `recv` (`counts[rank]` long), by a fixed binary
-    /// tree over ranks.
+    /// Sums this rank's part (`counts[rank]` elements) over all ranks and stores the sum in `recv`.
+    /// The additions follow a fixed binary tree over ranks.
     fn reduce_scatter(&self, recv: ViewMut, send: View, counts: &[usize]) -> Result<()>;
 
-    /// Replaces `x` by its sum over ranks, by a fixed binary tree over ranks. Every rank gets the
-    /// same bits.
+    /// Replaces `x` by its sum over all ranks. The additions follow a fixed binary tree over ranks,
+    /// so every rank gets the same bits.
     fn all_reduce(&self, x: ViewMut) -> Result<()>;
 
-    /// Replaces `x` by the `x` of rank `root`.
+    /// Replaces `x` on every rank by the `x` of rank `root`.
     fn broadcast(&self, x: ViewMut, root: usize) -> Result<()>;
 
     /// Sends `send_counts[r]` elements to rank r and receives `recv_counts[r]` elements from it.
@@ -96,28 +97,31 @@ pub trait Comm: Send + Sync {
         send_counts: &[usize],
     ) -> Result<()>;
 
-    /// Returns the bytes of every rank, by rank. For small payloads such as reports and errors; at
-    /// most [`MAX_GATHER_BYTES`] per rank.
+    /// Gathers a byte string from every rank and returns all of them, indexed by rank.
+    ///
+    /// It is meant for small payloads such as reports and errors: at most [`MAX_GATHER_BYTES`] per
+    /// rank.
     fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>>;
 
-    /// Allocates zeroed memory that all ranks share: `counts[r]` elements of rank r, in rank order.
+    /// Allocates zeroed memory that all ranks share and that holds `counts[r]` elements of each
+    /// rank r, in rank order.
     ///
-    /// Each rank writes its own elements and reads all. A barrier must separate a write from the
-    /// reads of other ranks. Returns `None`, without waiting for any rank, if the ranks cannot
-    /// share memory.
+    /// Each rank writes its own elements and reads those of all ranks. A barrier must separate a
+    /// write from the reads of other ranks. Returns `None`, without waiting for any rank, if the
+    /// ranks cannot share memory.
     fn shared_window(&self, dtype: Dtype, counts: &[usize]) -> Result<Option<SharedWindow>> {
         let _ = (dtype, counts);
         Ok(None)
     }
 
-    /// Returns when every rank has called it.
+    /// Blocks until every rank has called it.
     fn barrier(&self) -> Result<()>;
 
-    /// Makes every waiting and later call on every reachable rank return [`CommError::Aborted`].
-    /// Callable from any thread.
+    /// Aborts the group: every waiting and later call on every reachable rank returns
+    /// [`CommError::Aborted`]. Callable from any thread.
     fn abort(&self, reason: &str);
 
-    /// Why the group was aborted, if this rank knows of an abort. Does not block; callable from any
-    /// thread.
+    /// Returns why the group was aborted, or `None` if this rank knows of no abort. Does not block;
+    /// callable from any thread.
     fn abort_reason(&self) -> Option<AbortReason>;
 }

@@ -11,7 +11,7 @@ use crate::{
     call::{self, BufferShape, CollectiveCall, CollectiveKind, GroupPosition},
     error::ArgumentError,
     shared_window::WindowMemory,
-    sum::tree_sum,
+    tree_sum::tree_sum,
 };
 use device::{Buf, Dtype, View, ViewMut};
 use std::{
@@ -21,26 +21,27 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How long a rank waits for the others in one collective of a [`group`].
+/// How long a rank waits for the others in one collective of a [`create_group`].
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30 * 60);
 
 /// The longest timeout. Longer ones are reduced to it, so that deadlines do not overflow.
 const MAX_TIMEOUT: Duration = Duration::from_secs(365 * 24 * 3600);
 
-/// Up to this length, every rank computes the whole sum: one exchange instead of two.
+/// The largest length, in elements, up to which every rank computes the whole sum of an all-reduce,
+/// with one exchange instead of two.
 const MAX_SINGLE_EXCHANGE_LEN: usize = 1024;
 
-/// Creates the communicators of `world` ranks, one for each thread.
+/// Creates the communicators of `world` ranks, to be used by one thread each.
 ///
 /// # Panics
 /// If `world` is 0 or above [`crate::MAX_WORLD`].
-pub fn group(world: usize) -> Vec<LocalComm> {
-    group_with_timeout(world, DEFAULT_TIMEOUT)
+pub fn create_group(world: usize) -> Vec<LocalComm> {
+    create_group_with_timeout(world, DEFAULT_TIMEOUT)
 }
 
-/// Creates a [`group`] in which a collective fails on every rank if a peer does not enter it within
-/// `timeout`.
-pub fn group_with_timeout(world: usize, timeout: Duration) -> Vec<LocalComm> {
+/// Creates the communicators of `world` ranks, as [`create_group`] does. A collective fails on
+/// every rank if a peer does not enter it within `timeout`.
+pub fn create_group_with_timeout(world: usize, timeout: Duration) -> Vec<LocalComm> {
     assert!(
         (1..=crate::MAX_WORLD).contains(&world),
         "a group has 1 to {} ranks, not {world}",
@@ -60,7 +61,7 @@ pub fn group_with_timeout(world: usize, timeout: Duration) -> Vec<LocalComm> {
     let member = |rank| LocalComm {
         position: GroupPosition { rank, world },
         group: group.clone(),
-        call_state: Mutex::new(CallState { calls: 0, exchanges: 0 }),
+        call_state: Mutex::new(LocalCallState { calls: 0, exchanges: 0 }),
     };
     (0..world).map(member).collect()
 }
@@ -72,11 +73,11 @@ pub struct LocalComm {
     position: GroupPosition,
     group: Arc<LocalGroup>,
     /// Serializes the collectives of this rank.
-    call_state: Mutex<CallState>,
+    call_state: Mutex<LocalCallState>,
 }
 
-/// The progress of one rank.
-struct CallState {
+/// How many collectives and exchanges one rank has begun.
+struct LocalCallState {
     /// Collectives called so far.
     calls: u64,
     /// Exchanges entered so far.
@@ -90,18 +91,19 @@ struct LocalGroup {
     changed: Condvar,
 }
 
-/// The state of a group behind its lock: the progress of every rank, and why the group was aborted.
+/// The state of a group that its lock protects: the progress of every rank, and why the group was
+/// aborted.
 struct GroupState {
     contributions: Vec<Option<Arc<Contribution>>>,
-    /// By rank: the last exchange that it entered.
+    /// By rank: the number of the last exchange that the rank entered.
     entered: Vec<u64>,
-    /// By rank: the last exchange in which it has finished reading.
+    /// By rank: the number of the last exchange in which the rank has finished reading.
     finished: Vec<u64>,
-    /// By rank: whether its communicator was dropped.
+    /// By rank: whether the rank's communicator was dropped.
     has_left: Vec<bool>,
     /// Ranks that are reading their peers' memory now.
     readers: usize,
-    /// What rank 0 allocated for the [`Comm::shared_window`] that is running.
+    /// The memory that rank 0 allocated for the current [`Comm::shared_window`].
     window: Option<Arc<LocalWindow>>,
     aborted: Option<AbortReason>,
 }
@@ -109,7 +111,7 @@ struct GroupState {
 /// The memory of a shared window.
 struct LocalWindow {
     start: NonNull<u8>,
-    /// Owns the memory. Ranks access it through buffers over its parts.
+    /// The owner of the memory. Ranks access the memory through buffers over its parts.
     _memory: Buf,
 }
 
@@ -131,7 +133,7 @@ struct Contribution {
     expected: Vec<usize>,
 }
 
-/// Memory of a rank that peers may read during one exchange.
+/// An address range of one rank's memory that peers may read during one exchange.
 #[derive(Clone, Copy)]
 struct PublishedSlice {
     address: *const u8,
@@ -145,6 +147,7 @@ unsafe impl Send for PublishedSlice {}
 unsafe impl Sync for PublishedSlice {}
 
 impl PublishedSlice {
+    /// Describes `x`, to be published to the peers.
     fn from_f32(x: &[f32]) -> Self {
         let (address, bytes) = (x.as_ptr().cast(), size_of_val(x));
         PublishedSlice { address, bytes, element_bytes: size_of::<f32>() }
@@ -155,20 +158,25 @@ impl PublishedSlice {
         PublishedSlice { address: x.as_ptr(), bytes: x.len(), element_bytes }
     }
 
-    /// Number of elements.
+    /// Returns the number of elements.
     fn len(&self) -> usize {
         self.bytes / self.element_bytes
     }
 
+    /// Returns the elements.
+    ///
     /// # Safety
-    /// The slice was made by [`PublishedSlice::from_f32`], and its exchange has not ended.
+    /// The caller must guarantee that [`PublishedSlice::from_f32`] made the slice, and that its
+    /// exchange has not ended.
     unsafe fn as_f32<'a>(&self) -> &'a [f32] {
         // SAFETY: the caller's promise; the owner does not write or free the memory before the end.
         unsafe { std::slice::from_raw_parts(self.address.cast(), self.len()) }
     }
 
+    /// Returns the bytes of the elements.
+    ///
     /// # Safety
-    /// The exchange in which the slice was published has not ended.
+    /// The caller must guarantee that the exchange in which the slice was published has not ended.
     unsafe fn as_bytes<'a>(&self) -> &'a [u8] {
         // SAFETY: the caller's promise.
         unsafe { std::slice::from_raw_parts(self.address, self.bytes) }
@@ -176,12 +184,13 @@ impl PublishedSlice {
 }
 
 impl LocalGroup {
-    fn lock(&self) -> MutexGuard<'_, GroupState> {
+    fn lock_state(&self) -> MutexGuard<'_, GroupState> {
         // no code panics while it holds the lock, so the state is consistent
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits for a change of the state, at most until `deadline`.
+    /// Releases the lock and waits for a change of the state, at most until `deadline`. Returns the
+    /// lock.
     fn wait_for_change<'a>(
         &self,
         state: MutexGuard<'a, GroupState>,
@@ -191,14 +200,14 @@ impl LocalGroup {
         self.changed.wait_timeout(state, limit).unwrap_or_else(PoisonError::into_inner).0
     }
 
-    /// Aborts the group. The first reason is kept.
+    /// Aborts the group for `reason`, unless it is aborted already, and wakes all waiting ranks.
     fn abort(&self, reason: AbortReason) {
-        self.lock().aborted.get_or_insert(reason);
+        self.lock_state().aborted.get_or_insert(reason);
         self.changed.notify_all();
     }
 }
 
-/// Counts this rank as a reader. Dropping it, by return or by panic, waits until no peer reads this
+/// Counts this rank as a reader. Its drop, by return or by panic, blocks until no peer reads this
 /// rank's memory any more.
 struct ReadGuard<'a> {
     comm: &'a LocalComm,
@@ -209,7 +218,7 @@ impl Drop for ReadGuard<'_> {
     fn drop(&mut self) {
         let group = &*self.comm.group;
         let rank = self.comm.position.rank;
-        let mut state = group.lock();
+        let mut state = group.lock_state();
         state.readers -= 1;
         state.finished[rank] = self.exchange;
         if std::thread::panicking() {
@@ -227,7 +236,7 @@ impl Drop for ReadGuard<'_> {
                 // A sink that never returns: abort the group, but keep the memory that it reads.
                 let message = format!(
                     "a peer of rank {rank} reads its memory for longer than {}",
-                    crate::error::seconds(group.timeout)
+                    crate::error::format_seconds(group.timeout)
                 );
                 state.aborted.get_or_insert(AbortReason::RankFailed { rank, message });
                 deadline = Instant::now() + group.timeout;
@@ -239,44 +248,46 @@ impl Drop for ReadGuard<'_> {
 }
 
 impl LocalComm {
-    /// Begins a collective. Fails if the group is aborted or the arguments are invalid.
+    /// Locks the call state and numbers the call. Fails if the group is aborted or the arguments
+    /// are invalid; invalid arguments abort the group.
     fn begin_call(
         &self,
         call: std::result::Result<CollectiveCall, ArgumentError>,
-    ) -> Result<(MutexGuard<'_, CallState>, CollectiveCall)> {
+    ) -> Result<(MutexGuard<'_, LocalCallState>, CollectiveCall)> {
         let mut call_state = self.call_state.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(reason) = self.group.lock().aborted.clone() {
+        if let Some(reason) = self.group.lock_state().aborted.clone() {
             return Err(CommError::Aborted(reason));
         }
         let rank = self.position.rank;
         let call = call
-            .map_err(|error| self.abort_with(CommError::InvalidArguments { rank, error }))?
+            .map_err(|error| self.abort_on_error(CommError::InvalidArguments { rank, error }))?
             .with_number(call_state.calls);
         call_state.calls += 1;
         Ok((call_state, call))
     }
 
-    /// Aborts the group because of `error`: later calls would pair with the wrong ones.
-    fn abort_with(&self, error: CommError) -> CommError {
-        self.group.abort(error.abort_reason(self.position.rank));
+    /// Aborts the group because of `error`, and returns `error`. Without the abort, later calls
+    /// would pair with the wrong calls of peers.
+    fn abort_on_error(&self, error: CommError) -> CommError {
+        self.group.abort(error.to_abort_reason(self.position.rank));
         error
     }
 
-    /// Publishes `contribution`, waits for every rank, checks that all made the same call, lets
-    /// `read` read the peers' contributions, and returns when no rank reads any more.
-    fn exchange(
+    /// Publishes `contribution`, waits for every rank, checks that all made the same call, and lets
+    /// `read` read the peers' contributions. Returns when no rank reads any more.
+    fn exchange_contributions(
         &self,
-        call_state: &mut CallState,
+        call_state: &mut LocalCallState,
         contribution: Contribution,
         read: impl FnOnce(&[Arc<Contribution>]),
     ) -> Result<()> {
         call_state.exchanges += 1;
         let exchange = call_state.exchanges;
-        let contributions = self.wait_for_peers(exchange, contribution)?;
+        let contributions = self.publish_and_wait_for_peers(exchange, contribution)?;
         let guard = ReadGuard { comm: self, exchange };
         read(&contributions);
         drop(guard);
-        let state = self.group.lock();
+        let state = self.group.lock_state();
         match &state.aborted {
             Some(reason) if state.finished.iter().any(|&f| f < exchange) => {
                 Err(CommError::Aborted(reason.clone()))
@@ -285,13 +296,17 @@ impl LocalComm {
         }
     }
 
-    /// Publishes `contribution` and waits until all ranks have published theirs for the same call.
-    /// Returns all contributions. On success this rank counts as a reader.
-    fn wait_for_peers(&self, exchange: u64, contribution: Contribution) -> Result<Vec<Arc<Contribution>>> {
+    /// Publishes `contribution` and waits until all ranks have published a contribution to the same
+    /// call. Returns all contributions. On success this rank counts as a reader.
+    fn publish_and_wait_for_peers(
+        &self,
+        exchange: u64,
+        contribution: Contribution,
+    ) -> Result<Vec<Arc<Contribution>>> {
         let group = &*self.group;
         let call = contribution.call;
         let deadline = Instant::now() + group.timeout;
-        let mut state = group.lock();
+        let mut state = group.lock_state();
         state.contributions[self.position.rank] = Some(Arc::new(contribution));
         state.entered[self.position.rank] = exchange;
         let is_complete = |s: &GroupState| s.entered.iter().all(|&e| e >= exchange);
@@ -308,8 +323,8 @@ impl LocalComm {
                 break;
             }
             if Instant::now() >= deadline {
-                let error = self.timeout_error(&call, missing);
-                state.aborted.get_or_insert_with(|| error.abort_reason(self.position.rank));
+                let error = self.build_timeout_error(&call, missing);
+                state.aborted.get_or_insert_with(|| error.to_abort_reason(self.position.rank));
                 group.changed.notify_all();
                 return Err(error); // not all ranks have entered, so no rank reads
             }
@@ -322,7 +337,7 @@ impl LocalComm {
                 state.contributions.iter().flatten().cloned().collect();
             if let Err(mismatch) = self.check_contributions(&call, &contributions) {
                 let error = CommError::Mismatch(mismatch);
-                state.aborted.get_or_insert_with(|| error.abort_reason(self.position.rank));
+                state.aborted.get_or_insert_with(|| error.to_abort_reason(self.position.rank));
                 group.changed.notify_all();
                 return self.wait_for_readers(state, error);
             }
@@ -335,7 +350,8 @@ impl LocalComm {
         self.wait_for_readers(state, CommError::Aborted(reason))
     }
 
-    /// Returns `error` once no rank reads. The group is aborted, so no rank begins to read.
+    /// Waits until no rank reads, and then returns `error`. The group must be aborted, so that no
+    /// rank begins to read.
     fn wait_for_readers<T>(&self, mut state: MutexGuard<'_, GroupState>, error: CommError) -> Result<T> {
         while state.readers > 0 {
             state = self.group.wait_for_change(state, Instant::now() + self.group.timeout);
@@ -343,13 +359,15 @@ impl LocalComm {
         Err(error)
     }
 
-    fn timeout_error(&self, call: &CollectiveCall, missing: Vec<usize>) -> CommError {
+    /// Builds the error of a rank that waited for the ranks in `missing`.
+    fn build_timeout_error(&self, call: &CollectiveCall, missing: Vec<usize>) -> CommError {
         let GroupPosition { rank, world } = self.position;
         let (collective, call_number, timeout) = (call.kind, call.number, self.group.timeout);
         CommError::Timeout { rank, world, collective, call_number, timeout, missing }
     }
 
-    /// Checks that every rank made the same call, and that the lengths of an all-to-all fit.
+    /// Checks that every rank made the same call, and that the ranks of an all-to-all expect the
+    /// lengths that are sent to them.
     fn check_contributions(
         &self,
         call: &CollectiveCall,
@@ -357,32 +375,33 @@ impl LocalComm {
     ) -> std::result::Result<(), CallMismatch> {
         let rank = self.position.rank;
         for (peer, theirs) in contributions.iter().enumerate() {
-            call.check_peer(rank, peer, theirs.call.to_words())?;
+            call.check_peer_call(rank, peer, theirs.call.to_words())?;
         }
         if call.kind == CollectiveKind::AllToAll {
             let ours = &contributions[rank];
             for (peer, theirs) in contributions.iter().enumerate() {
                 let (sent, expected) = (theirs.slices[rank].len(), ours.expected[peer]);
-                call::check_transfer(peer, rank, sent as u64, expected as u64)?;
+                call::check_transfer_lengths(peer, rank, sent as u64, expected as u64)?;
                 let (sent, expected) = (ours.slices[peer].len(), theirs.expected[rank]);
-                call::check_transfer(rank, peer, sent as u64, expected as u64)?;
+                call::check_transfer_lengths(rank, peer, sent as u64, expected as u64)?;
             }
         }
         Ok(())
     }
 
-    /// All-reduces `x` in two exchanges: each rank sums its share, then all gather the shares.
+    /// Runs an all-reduce in two exchanges: each rank sums its share of `x`, then all ranks gather
+    /// the shares.
     fn all_reduce_large(
         &self,
-        call_state: &mut CallState,
+        call_state: &mut LocalCallState,
         call: CollectiveCall,
         x: &mut [f32],
     ) -> Result<()> {
-        let share = call::even_share(x.len(), self.position.rank, self.position.world);
+        let share = call::compute_even_share(x.len(), self.position.rank, self.position.world);
         let mut sum = vec![0.0; share.len()];
         let contribution =
             Contribution { call, slices: vec![PublishedSlice::from_f32(x)], expected: Vec::new() };
-        self.exchange(call_state, contribution, |peers| {
+        self.exchange_contributions(call_state, contribution, |peers| {
             // SAFETY: inside the exchange; `x` is not written before it ends.
             let addends: Vec<&[f32]> =
                 peers.iter().map(|p| unsafe { &p.slices[0].as_f32()[share.clone()] }).collect();
@@ -390,12 +409,12 @@ impl LocalComm {
         })?;
         let contribution =
             Contribution { call, slices: vec![PublishedSlice::from_f32(&sum)], expected: Vec::new() };
-        self.exchange(call_state, contribution, |peers| {
+        self.exchange_contributions(call_state, contribution, |peers| {
             let len = x.len();
             for (rank, peer) in peers.iter().enumerate() {
                 // SAFETY: inside the exchange.
                 let sum = unsafe { peer.slices[0].as_f32() };
-                x[call::even_share(len, rank, peers.len())].copy_from_slice(sum);
+                x[call::compute_even_share(len, rank, peers.len())].copy_from_slice(sum);
             }
         })
     }
@@ -412,7 +431,7 @@ impl Comm for LocalComm {
 
     fn all_gather(&self, recv: ViewMut, send: View, counts: &[usize]) -> Result<()> {
         let shapes = (BufferShape::new(recv.as_view()), BufferShape::new(send));
-        let call = CollectiveCall::all_gather(self.position, shapes.0, shapes.1, counts);
+        let call = CollectiveCall::describe_all_gather(self.position, shapes.0, shapes.1, counts);
         let (mut call_state, call) = self.begin_call(call)?;
         let (recv, send) = (recv.bytes(), send.bytes());
         if self.position.world == 1 {
@@ -420,16 +439,20 @@ impl Comm for LocalComm {
             return Ok(());
         }
         let slices = vec![PublishedSlice::from_bytes(send, shapes.1.element_bytes)];
-        self.exchange(&mut call_state, Contribution { call, slices, expected: Vec::new() }, |peers| {
-            let mut rest = recv;
-            for peer in peers {
-                // SAFETY: inside the exchange.
-                let part = unsafe { peer.slices[0].as_bytes() };
-                let (to, tail) = rest.split_at_mut(part.len());
-                to.copy_from_slice(part);
-                rest = tail;
-            }
-        })
+        self.exchange_contributions(
+            &mut call_state,
+            Contribution { call, slices, expected: Vec::new() },
+            |peers| {
+                let mut rest = recv;
+                for peer in peers {
+                    // SAFETY: inside the exchange.
+                    let part = unsafe { peer.slices[0].as_bytes() };
+                    let (to, tail) = rest.split_at_mut(part.len());
+                    to.copy_from_slice(part);
+                    rest = tail;
+                }
+            },
+        )
     }
 
     fn reduce_scatter_ordered(
@@ -439,47 +462,55 @@ impl Comm for LocalComm {
         sink: &mut PartialSink,
     ) -> Result<()> {
         let lens = partials.iter().map(View::len);
-        let call = CollectiveCall::reduce_scatter_ordered(self.position, lens, counts);
+        let call = CollectiveCall::describe_reduce_scatter_ordered(self.position, lens, counts);
         let (mut call_state, call) = self.begin_call(call)?;
         if self.position.world == 1 {
             partials.iter().enumerate().for_each(|(i, p)| sink(0, i, *p));
             return Ok(());
         }
-        let start = call::offsets(counts)[self.position.rank];
+        let start = call::compute_offsets(counts)[self.position.rank];
         let part = start..start + counts[self.position.rank];
         let slices = partials.iter().map(|p| PublishedSlice::from_f32(p.host())).collect();
-        self.exchange(&mut call_state, Contribution { call, slices, expected: Vec::new() }, |peers| {
-            for (rank, peer) in peers.iter().enumerate() {
-                for (i, slice) in peer.slices.iter().enumerate() {
-                    // SAFETY: inside the exchange.
-                    let partial = unsafe { slice.as_f32() };
-                    sink(rank, i, (&partial[part.clone()]).into());
+        self.exchange_contributions(
+            &mut call_state,
+            Contribution { call, slices, expected: Vec::new() },
+            |peers| {
+                for (rank, peer) in peers.iter().enumerate() {
+                    for (i, slice) in peer.slices.iter().enumerate() {
+                        // SAFETY: inside the exchange.
+                        let partial = unsafe { slice.as_f32() };
+                        sink(rank, i, (&partial[part.clone()]).into());
+                    }
                 }
-            }
-        })
+            },
+        )
     }
 
     fn reduce_scatter(&self, recv: ViewMut, send: View, counts: &[usize]) -> Result<()> {
-        let call = CollectiveCall::reduce_scatter(self.position, recv.len(), send.len(), counts);
+        let call = CollectiveCall::describe_reduce_scatter(self.position, recv.len(), send.len(), counts);
         let (mut call_state, call) = self.begin_call(call)?;
         let (recv, send) = (recv.host(), send.host());
         if self.position.world == 1 {
             recv.copy_from_slice(send);
             return Ok(());
         }
-        let start = call::offsets(counts)[self.position.rank];
+        let start = call::compute_offsets(counts)[self.position.rank];
         let part = start..start + recv.len();
         let slices = vec![PublishedSlice::from_f32(send)];
-        self.exchange(&mut call_state, Contribution { call, slices, expected: Vec::new() }, |peers| {
-            // SAFETY: inside the exchange.
-            let addends: Vec<&[f32]> =
-                peers.iter().map(|p| unsafe { &p.slices[0].as_f32()[part.clone()] }).collect();
-            tree_sum(recv, &addends);
-        })
+        self.exchange_contributions(
+            &mut call_state,
+            Contribution { call, slices, expected: Vec::new() },
+            |peers| {
+                // SAFETY: inside the exchange.
+                let addends: Vec<&[f32]> =
+                    peers.iter().map(|p| unsafe { &p.slices[0].as_f32()[part.clone()] }).collect();
+                tree_sum(recv, &addends);
+            },
+        )
     }
 
     fn all_reduce(&self, x: ViewMut) -> Result<()> {
-        let (mut call_state, call) = self.begin_call(Ok(CollectiveCall::all_reduce(x.len())))?;
+        let (mut call_state, call) = self.begin_call(Ok(CollectiveCall::describe_all_reduce(x.len())))?;
         if self.position.world == 1 {
             return Ok(());
         }
@@ -489,17 +520,21 @@ impl Comm for LocalComm {
         }
         let mut sum = vec![0.0; x.len()];
         let slices = vec![PublishedSlice::from_f32(x)];
-        self.exchange(&mut call_state, Contribution { call, slices, expected: Vec::new() }, |peers| {
-            // SAFETY: inside the exchange; `x` is not written before it ends.
-            let addends: Vec<&[f32]> = peers.iter().map(|p| unsafe { p.slices[0].as_f32() }).collect();
-            tree_sum(&mut sum, &addends);
-        })?;
+        self.exchange_contributions(
+            &mut call_state,
+            Contribution { call, slices, expected: Vec::new() },
+            |peers| {
+                // SAFETY: inside the exchange; `x` is not written before it ends.
+                let addends: Vec<&[f32]> = peers.iter().map(|p| unsafe { p.slices[0].as_f32() }).collect();
+                tree_sum(&mut sum, &addends);
+            },
+        )?;
         x.copy_from_slice(&sum);
         Ok(())
     }
 
     fn broadcast(&self, x: ViewMut, root: usize) -> Result<()> {
-        let call = CollectiveCall::broadcast(self.position, x.len(), root);
+        let call = CollectiveCall::describe_broadcast(self.position, x.len(), root);
         let (mut call_state, call) = self.begin_call(call)?;
         if self.position.world == 1 {
             return Ok(());
@@ -507,12 +542,16 @@ impl Comm for LocalComm {
         let x = x.host();
         let is_root = self.position.rank == root;
         let slices = if is_root { vec![PublishedSlice::from_f32(x)] } else { Vec::new() };
-        self.exchange(&mut call_state, Contribution { call, slices, expected: Vec::new() }, |peers| {
-            if !is_root {
-                // SAFETY: inside the exchange.
-                x.copy_from_slice(unsafe { peers[root].slices[0].as_f32() });
-            }
-        })
+        self.exchange_contributions(
+            &mut call_state,
+            Contribution { call, slices, expected: Vec::new() },
+            |peers| {
+                if !is_root {
+                    // SAFETY: inside the exchange.
+                    x.copy_from_slice(unsafe { peers[root].slices[0].as_f32() });
+                }
+            },
+        )
     }
 
     fn all_to_all(
@@ -523,7 +562,8 @@ impl Comm for LocalComm {
         send_counts: &[usize],
     ) -> Result<()> {
         let shapes = (BufferShape::new(recv.as_view()), BufferShape::new(send));
-        let call = CollectiveCall::all_to_all(self.position, shapes.0, recv_counts, shapes.1, send_counts);
+        let call =
+            CollectiveCall::describe_all_to_all(self.position, shapes.0, recv_counts, shapes.1, send_counts);
         let (mut call_state, call) = self.begin_call(call)?;
         let (recv, send) = (recv.bytes(), send.bytes());
         if self.position.world == 1 {
@@ -531,11 +571,11 @@ impl Comm for LocalComm {
             return Ok(());
         }
         let size = shapes.1.element_bytes;
-        let starts = call::offsets(send_counts);
+        let starts = call::compute_offsets(send_counts);
         let slice = |(&start, &n)| PublishedSlice::from_bytes(&send[start * size..(start + n) * size], size);
         let slices = starts.iter().zip(send_counts).map(slice).collect();
         let contribution = Contribution { call, slices, expected: recv_counts.to_vec() };
-        self.exchange(&mut call_state, contribution, |peers| {
+        self.exchange_contributions(&mut call_state, contribution, |peers| {
             let mut rest = recv;
             for peer in peers {
                 // SAFETY: inside the exchange.
@@ -548,29 +588,36 @@ impl Comm for LocalComm {
     }
 
     fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
-        let (mut call_state, call) = self.begin_call(CollectiveCall::all_gather_bytes(bytes.len()))?;
+        let (mut call_state, call) =
+            self.begin_call(CollectiveCall::describe_all_gather_bytes(bytes.len()))?;
         let mut gathered = Vec::with_capacity(self.position.world);
         let slices = vec![PublishedSlice::from_bytes(bytes, 1)];
-        self.exchange(&mut call_state, Contribution { call, slices, expected: Vec::new() }, |peers| {
-            // SAFETY: inside the exchange.
-            gathered.extend(peers.iter().map(|p| unsafe { p.slices[0].as_bytes() }.to_vec()));
-        })?;
+        self.exchange_contributions(
+            &mut call_state,
+            Contribution { call, slices, expected: Vec::new() },
+            |peers| {
+                // SAFETY: inside the exchange.
+                gathered.extend(peers.iter().map(|p| unsafe { p.slices[0].as_bytes() }.to_vec()));
+            },
+        )?;
         Ok(gathered)
     }
 
     fn shared_window(&self, dtype: Dtype, counts: &[usize]) -> Result<Option<SharedWindow>> {
-        let call = CollectiveCall::shared_window(self.position, counts, dtype.size());
+        let call = CollectiveCall::describe_shared_window(self.position, counts, dtype.size());
         let (mut call_state, call) = self.begin_call(call)?;
         if self.position.rank == 0 {
             let mut memory = Buf::zeroed_as(dtype, counts.iter().sum());
             let start = NonNull::from(memory.view_mut().bytes()).cast();
-            self.group.lock().window = Some(Arc::new(LocalWindow { start, _memory: memory }));
+            self.group.lock_state().window = Some(Arc::new(LocalWindow { start, _memory: memory }));
         }
         let mut window = None;
         let contribution = Contribution { call, slices: Vec::new(), expected: Vec::new() };
         // Rank 0 replaces the window only in a later call, and no rank leaves this call before all
         // have read it.
-        self.exchange(&mut call_state, contribution, |_| window = self.group.lock().window.clone())?;
+        self.exchange_contributions(&mut call_state, contribution, |_| {
+            window = self.group.lock_state().window.clone()
+        })?;
         let window = window.expect("rank 0 allocates the window before it enters the exchange");
         let start = window.start;
         // SAFETY: the window has this many elements of this type: all ranks gave the same counts.
@@ -578,24 +625,24 @@ impl Comm for LocalComm {
     }
 
     fn barrier(&self) -> Result<()> {
-        let (mut call_state, call) = self.begin_call(Ok(CollectiveCall::barrier()))?;
+        let (mut call_state, call) = self.begin_call(Ok(CollectiveCall::describe_barrier()))?;
         let contribution = Contribution { call, slices: Vec::new(), expected: Vec::new() };
-        self.exchange(&mut call_state, contribution, |_| ())
+        self.exchange_contributions(&mut call_state, contribution, |_| ())
     }
 
     fn abort(&self, reason: &str) {
-        self.group.abort(AbortReason::requested(reason));
+        self.group.abort(AbortReason::from_request(reason));
     }
 
     fn abort_reason(&self) -> Option<AbortReason> {
-        self.group.lock().aborted.clone()
+        self.group.lock_state().aborted.clone()
     }
 }
 
 impl Drop for LocalComm {
     fn drop(&mut self) {
         let rank = self.position.rank;
-        let mut state = self.group.lock();
+        let mut state = self.group.lock_state();
         state.has_left[rank] = true;
         if std::thread::panicking() {
             state.aborted.get_or_insert(AbortReason::RankPanicked { rank });

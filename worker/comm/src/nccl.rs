@@ -2,17 +2,17 @@
 //! [`NcclLibrary`].
 //!
 //! Every communicator is non-blocking. A call never waits inside the library. Every wait is a loop
-//! of this module that polls the state of the communicator, [`NcclGroup::abort`] and the clock. So
-//! a peer that died or never joined is an error, not a hang.
+//! in this module that polls the communicator for errors, aborts and the timeout. So a peer that
+//! died or never joined is an error, not a hang.
 //!
-//! Functions enqueue work on a CUDA stream and return; [`NcclGroup::wait_done`] waits for it. The
-//! caller passes device addresses and streams.
+//! Functions enqueue work on a CUDA stream and return; [`NcclGroup::wait_until_done`] waits for it.
+//! The caller passes device addresses and streams.
 mod binding;
 mod comm;
 mod error;
 
 use crate::AbortReason;
-use binding::{Api, Config, Handle, IN_PROGRESS, SUCCESS};
+use binding::{CommConfig, IN_PROGRESS, NcclFunctions, OpaqueHandle, SUCCESS};
 use std::{
     ffi::{CStr, c_int, c_void},
     path::{Path, PathBuf},
@@ -26,13 +26,15 @@ pub use binding::{DataType, ReduceOp};
 pub use comm::NcclComm;
 pub use error::{NcclError, Result};
 
-/// The oldest supported version, 2.18. Older ones have no reliable non-blocking communicators.
+/// The oldest supported version of NCCL, 2.18. Older versions have no reliable non-blocking
+/// communicators.
 const MIN_VERSION: c_int = 21_800;
-/// The first version in which ranks can share a GPU, 2.30. Older ones reject a duplicate GPU.
+/// The first version of NCCL in which ranks can share a GPU, 2.30. Older versions reject a
+/// duplicate GPU.
 const MIN_GPU_SHARING_VERSION: c_int = 23_000;
-/// The delay between two polls of a communicator grows from this one …
+/// The first delay between two polls of a communicator.
 const MIN_POLL_DELAY: Duration = Duration::from_micros(20);
-/// … to this one.
+/// The delay up to which the delays between two polls grow.
 const MAX_POLL_DELAY: Duration = Duration::from_millis(2);
 /// Bytes of the unique id of a group.
 pub const ID_BYTES: usize = 128;
@@ -40,14 +42,14 @@ pub const ID_BYTES: usize = 128;
 /// An opened NCCL library.
 #[derive(Clone)]
 pub struct NcclLibrary {
-    api: Arc<Api>,
+    api: Arc<NcclFunctions>,
     path: PathBuf,
     version: c_int,
 }
 
 impl NcclLibrary {
-    /// Opens `libnccl.so.2` from the first of these directories that has it, or else from where the
-    /// dynamic loader finds it.
+    /// Opens `libnccl.so.2` from the first of `directories` that contains it. If no directory does,
+    /// lets the dynamic loader find it.
     pub fn open(directories: &[PathBuf]) -> Result<NcclLibrary> {
         let mut attempts = Vec::new();
         let name = PathBuf::from("libnccl.so.2");
@@ -65,8 +67,9 @@ impl NcclLibrary {
         Err(NcclError::LibraryNotFound { attempts })
     }
 
+    /// Looks up the functions of an opened library. Fails if its version is too old.
     fn from_library(library: libloading::Library, path: PathBuf) -> Result<NcclLibrary> {
-        let api = Api::load(library).map_err(|missing| NcclError::LibraryTooOld {
+        let api = NcclFunctions::load(library).map_err(|missing| NcclError::LibraryTooOld {
             path: path.clone(),
             found: format!("a version without {}", missing.name),
         })?;
@@ -74,7 +77,7 @@ impl NcclLibrary {
         let mut version = 0;
         // SAFETY: writes one number.
         let status = unsafe { (nccl.api.ncclGetVersion)(&mut version) };
-        nccl.check("ncclGetVersion", status, ptr::null_mut())?;
+        nccl.check_status("ncclGetVersion", status, ptr::null_mut())?;
         if version < MIN_VERSION {
             return Err(NcclError::LibraryTooOld { path: nccl.path, found: format_version(version) });
         }
@@ -82,36 +85,40 @@ impl NcclLibrary {
         Ok(nccl)
     }
 
-    /// Whether two ranks can share a GPU, if `NCCL_MULTI_RANK_GPU_ENABLE=1` is set.
+    /// Returns whether two ranks can share a GPU if `NCCL_MULTI_RANK_GPU_ENABLE=1` is set.
     pub fn supports_gpu_sharing(&self) -> bool {
         self.version >= MIN_GPU_SHARING_VERSION
     }
 
-    /// The version, such as `2.27.3`.
+    /// Returns the version of the library, such as `2.27.3`.
     pub fn version(&self) -> String {
         format_version(self.version)
     }
 
-    /// The file of the library, or only its name if the dynamic loader found it.
+    /// Returns the path of the library, or only its name if the dynamic loader found it.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Version and path, for logs and messages.
+    /// Formats the version and the path of the library, for logs and messages.
     pub fn describe(&self) -> String {
         format!("NCCL {} ({})", self.version(), self.path.display())
     }
 
     /// Creates the id of a new group. One rank creates it, and all ranks must know it to join.
-    pub fn unique_id(&self) -> Result<[u8; ID_BYTES]> {
+    pub fn create_unique_id(&self) -> Result<[u8; ID_BYTES]> {
         let mut id = binding::UniqueId([0; ID_BYTES]);
         // SAFETY: writes an id.
-        self.check("ncclGetUniqueId", unsafe { (self.api.ncclGetUniqueId)(&mut id) }, ptr::null_mut())?;
+        self.check_status(
+            "ncclGetUniqueId",
+            unsafe { (self.api.ncclGetUniqueId)(&mut id) },
+            ptr::null_mut(),
+        )?;
         Ok(id.0)
     }
 
-    /// Converts the status of a call to an error. `comm` may be null.
-    fn check(&self, function: &str, status: c_int, comm: Handle) -> Result<()> {
+    /// Converts the status of a call of `function` to a result. `comm` may be null.
+    fn check_status(&self, function: &str, status: c_int, comm: OpaqueHandle) -> Result<()> {
         if status == SUCCESS || status == IN_PROGRESS {
             return Ok(());
         }
@@ -129,12 +136,12 @@ impl NcclLibrary {
     }
 }
 
-/// `21803` → `2.18.3`
+/// Formats a version number: `21803` → `2.18.3`.
 fn format_version(version: c_int) -> String {
     format!("{}.{}.{}", version / 10_000, version / 100 % 100, version % 100)
 }
 
-/// Sleeps between polls, longer each time, until a timeout.
+/// The sleeps between polls, which grow longer until a timeout.
 struct PollBackoff {
     deadline: Instant,
     timeout: Duration,
@@ -146,8 +153,8 @@ impl PollBackoff {
         PollBackoff { deadline: Instant::now() + timeout, timeout, delay: MIN_POLL_DELAY }
     }
 
-    /// Sleeps once. Fails after the timeout; `operation` names what did not end.
-    fn wait(&mut self, operation: &str) -> Result<()> {
+    /// Sleeps until the next poll. Fails after the timeout; `operation` names what did not end.
+    fn sleep_until_next_poll(&mut self, operation: &str) -> Result<()> {
         if Instant::now() >= self.deadline {
             return Err(NcclError::Timeout { operation: operation.to_owned(), timeout: self.timeout });
         }
@@ -157,17 +164,18 @@ impl PollBackoff {
     }
 }
 
-/// A communicator and why it was aborted. Its lock is held only for calls that do not wait.
+/// A communicator, and why it was aborted. The lock of the state is held only for calls that do not
+/// wait.
 struct CommunicatorState {
-    /// Null once the communicator is aborted.
-    comm: Handle,
+    /// The communicator; null once it is aborted.
+    comm: OpaqueHandle,
     aborted: Option<NcclError>,
 }
 
 // SAFETY: a communicator may be used from any thread, one at a time, which the lock ensures.
 unsafe impl Send for CommunicatorState {}
 
-/// One rank's NCCL communicator.
+/// One rank's NCCL communicator. Its functions enqueue work on a CUDA stream.
 pub struct NcclGroup {
     nccl: NcclLibrary,
     state: Mutex<CommunicatorState>,
@@ -177,8 +185,8 @@ pub struct NcclGroup {
 }
 
 impl NcclGroup {
-    /// Joins the group of this id. Returns when all ranks have joined; fails if `host_comm` is
-    /// aborted first.
+    /// Joins the group `id`. Returns when all ranks have joined. Fails if `host_comm` is aborted
+    /// first, or after `timeout`.
     fn join(
         nccl: &NcclLibrary,
         id: [u8; ID_BYTES],
@@ -187,7 +195,7 @@ impl NcclGroup {
     ) -> Result<NcclGroup> {
         let (rank, world) = (host_comm.rank(), host_comm.world());
         let mut comm = ptr::null_mut();
-        let mut config = Config::non_blocking();
+        let mut config = CommConfig::new_non_blocking();
         // SAFETY: writes one handle; the configuration contains its size and version.
         let status = unsafe {
             (nccl.api.ncclCommInitRankConfig)(
@@ -201,18 +209,18 @@ impl NcclGroup {
         let state = Mutex::new(CommunicatorState { comm, aborted: None });
         // from here on a failure aborts the communicator
         let group = NcclGroup { nccl: nccl.clone(), state, rank, world, timeout };
-        nccl.check("ncclCommInitRankConfig", status, comm)?;
+        nccl.check_status("ncclCommInitRankConfig", status, comm)?;
         let operation = format!("joining a group of {world} ranks");
         let check_abort =
             || host_comm.abort_reason().map_or(Ok(()), |reason| Err(NcclError::Aborted(reason)));
         group
-            .wait_accepted_unless(&operation, &check_abort)
+            .wait_until_accepted_unless(&operation, &check_abort)
             .inspect_err(|e| group.abort_communicator(e.clone()))?;
         Ok(group)
     }
 
-    /// Creates a communicator of the ranks of `host_comm`. Collective over `host_comm`, whose abort
-    /// ends the wait.
+    /// Creates a communicator of the ranks of `host_comm`. Collective: every rank of `host_comm`
+    /// must call it. An abort of `host_comm` ends the wait.
     ///
     /// Either all ranks get a communicator or none does. `timeout` applies to this call and to
     /// every later wait, until [`NcclGroup::set_timeout`]. The rank uses the GPU of the calling
@@ -220,7 +228,7 @@ impl NcclGroup {
     pub fn connect(nccl: &NcclLibrary, host_comm: &dyn crate::Comm, timeout: Duration) -> Result<NcclGroup> {
         // The first byte distinguishes an id from an error message.
         let announcement = match host_comm.rank() {
-            0 => match nccl.unique_id() {
+            0 => match nccl.create_unique_id() {
                 Ok(id) => [&[1], &id[..]].concat(),
                 Err(e) => [&[0], e.to_string().as_bytes()].concat(),
             },
@@ -253,31 +261,33 @@ impl NcclGroup {
         self.timeout = timeout;
     }
 
-    /// The rank of this communicator.
+    /// Returns the rank of this communicator.
     pub fn rank(&self) -> usize {
         self.rank
     }
 
-    /// The number of ranks.
+    /// Returns the number of ranks in the group.
     pub fn world(&self) -> usize {
         self.world
     }
 
-    fn lock(&self) -> MutexGuard<'_, CommunicatorState> {
+    fn lock_communicator(&self) -> MutexGuard<'_, CommunicatorState> {
         // no code panics while it holds the lock, so the state is consistent
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Makes every waiting and later call of this rank return [`NcclError::Aborted`], and ends its
-    /// work on the GPU. Callable from any thread.
+    /// Aborts this rank's communicator: every waiting and later call of this rank returns
+    /// [`NcclError::Aborted`], and its work on the GPU ends. Callable from any thread.
     ///
-    /// NCCL does not inform the peers. The caller must abort them, too.
+    /// NCCL does not inform the peers. The caller must abort their communicators, too.
     pub fn abort(&self, reason: &str) {
-        self.abort_communicator(NcclError::Aborted(AbortReason::requested(reason)));
+        self.abort_communicator(NcclError::Aborted(AbortReason::from_request(reason)));
     }
 
+    /// Aborts the communicator, so that later calls return `error`. Keeps the error of an earlier
+    /// abort.
     fn abort_communicator(&self, error: NcclError) {
-        let mut state = self.lock();
+        let mut state = self.lock_communicator();
         state.aborted.get_or_insert(error);
         let comm = std::mem::replace(&mut state.comm, ptr::null_mut());
         if !comm.is_null() {
@@ -286,23 +296,28 @@ impl NcclGroup {
         }
     }
 
-    /// Calls a function with the communicator, unless it was aborted.
-    fn call(&self, function: &str, f: impl FnOnce(&Api, Handle) -> c_int) -> Result<()> {
-        let state = self.lock();
+    /// Calls a function of NCCL with the communicator. Fails if the communicator was aborted. A
+    /// failed call aborts the communicator.
+    fn call_function(
+        &self,
+        function: &str,
+        f: impl FnOnce(&NcclFunctions, OpaqueHandle) -> c_int,
+    ) -> Result<()> {
+        let state = self.lock_communicator();
         if let Some(error) = &state.aborted {
             return Err(error.clone());
         }
         let status = f(&self.nccl.api, state.comm);
-        let result = self.nccl.check(function, status, state.comm);
+        let result = self.nccl.check_status(function, status, state.comm);
         drop(state);
         result.inspect_err(|e| self.abort_communicator(e.clone()))
     }
 
-    /// Whether the communicator is still working on an earlier call. Reports its asynchronous
-    /// errors.
-    fn is_busy(&self, operation: &str) -> Result<bool> {
+    /// Polls whether the communicator is still working on an earlier call. Fails, and aborts the
+    /// communicator, if it has an asynchronous error.
+    fn poll_is_busy(&self, operation: &str) -> Result<bool> {
         let mut state = SUCCESS;
-        self.call(operation, |api, comm| {
+        self.call_function(operation, |api, comm| {
             // SAFETY: writes one number.
             let status = unsafe { (api.ncclCommGetAsyncError)(comm, &mut state) };
             if status == SUCCESS { state } else { status }
@@ -311,45 +326,57 @@ impl NcclGroup {
     }
 
     /// Waits until the communicator has accepted the last call.
-    fn wait_accepted(&self, operation: &str) -> Result<()> {
-        self.wait_accepted_unless(operation, &|| Ok(()))
+    fn wait_until_accepted(&self, operation: &str) -> Result<()> {
+        self.wait_until_accepted_unless(operation, &|| Ok(()))
     }
 
-    fn wait_accepted_unless(&self, operation: &str, check_abort: &dyn Fn() -> Result<()>) -> Result<()> {
+    /// Waits until the communicator has accepted the last call. Fails as soon as `check_abort`
+    /// fails, or after the timeout.
+    fn wait_until_accepted_unless(
+        &self,
+        operation: &str,
+        check_abort: &dyn Fn() -> Result<()>,
+    ) -> Result<()> {
         let mut backoff = PollBackoff::new(self.timeout);
-        while self.is_busy(operation)? {
+        while self.poll_is_busy(operation)? {
             check_abort()?;
-            backoff.wait(operation)?;
+            backoff.sleep_until_next_poll(operation)?;
         }
         Ok(())
     }
 
-    /// Waits until `is_done` returns true for work that was enqueued on a stream.
+    /// Waits until `is_done` returns true for work that was enqueued on a stream. `operation` names
+    /// the work in errors.
     ///
     /// Fails as soon as the library reports an error, the group is aborted, or the timeout is over.
     /// The communicator is then aborted, and its kernels on the GPU end.
-    pub fn wait_done(&self, operation: &str, mut is_done: impl FnMut() -> bool) -> Result<()> {
+    pub fn wait_until_done(&self, operation: &str, mut is_done: impl FnMut() -> bool) -> Result<()> {
         let mut backoff = PollBackoff::new(self.timeout);
         loop {
-            self.is_busy(operation)?;
+            self.poll_is_busy(operation)?;
             if is_done() {
                 return Ok(());
             }
-            backoff.wait(operation).inspect_err(|e| self.abort_communicator(e.clone()))?;
+            backoff.sleep_until_next_poll(operation).inspect_err(|e| self.abort_communicator(e.clone()))?;
         }
     }
 
-    /// Calls a function and waits until the communicator has accepted the call.
-    fn enqueue(&self, function: &str, f: impl FnOnce(&Api, Handle) -> c_int) -> Result<()> {
-        self.call(function, f)?;
-        self.wait_accepted(function)
+    /// Calls a function of NCCL and waits until the communicator has accepted the call.
+    fn enqueue_call(
+        &self,
+        function: &str,
+        f: impl FnOnce(&NcclFunctions, OpaqueHandle) -> c_int,
+    ) -> Result<()> {
+        self.call_function(function, f)?;
+        self.wait_until_accepted(function)
     }
 
-    /// Concatenates the ranks' `send` (`count` elements each) in `recv`, in rank order.
+    /// Enqueues an all-gather that concatenates the `send` buffers of all ranks (`count` elements
+    /// each) in `recv`, in rank order.
     ///
     /// # Safety
-    /// The addresses point to memory of this rank's GPU that holds the elements until the work is
-    /// done.
+    /// The caller must guarantee that the addresses point to memory of this rank's GPU that holds
+    /// the elements until the work is done.
     pub unsafe fn all_gather(
         &self,
         recv: u64,
@@ -358,19 +385,20 @@ impl NcclGroup {
         dtype: DataType,
         stream: CudaStream,
     ) -> Result<()> {
-        self.enqueue("ncclAllGather", |api, comm| {
+        self.enqueue_call("ncclAllGather", |api, comm| {
             // SAFETY: the caller's promise.
             unsafe {
-                (api.ncclAllGather)(pointer(send), pointer(recv), count, dtype as c_int, comm, stream.0)
+                (api.ncclAllGather)(to_pointer(send), to_pointer(recv), count, dtype as c_int, comm, stream.0)
             }
         })
     }
 
-    /// Reduces the ranks' `send` (`world · count` elements each), and stores this rank's `count`
-    /// elements of the result in `recv`. NCCL chooses the order of the additions.
+    /// Enqueues a reduce-scatter: reduces the `send` buffers of all ranks (`world · count` elements
+    /// each), and stores this rank's `count` elements of the result in `recv`. NCCL chooses the
+    /// order of the additions.
     ///
     /// # Safety
-    /// See [`NcclGroup::all_gather`].
+    /// The caller must keep the promises of [`NcclGroup::all_gather`].
     pub unsafe fn reduce_scatter(
         &self,
         recv: u64,
@@ -380,18 +408,18 @@ impl NcclGroup {
         op: ReduceOp,
         stream: CudaStream,
     ) -> Result<()> {
-        let (from, to) = (pointer(send), pointer(recv));
-        self.enqueue("ncclReduceScatter", |api, comm| {
+        let (from, to) = (to_pointer(send), to_pointer(recv));
+        self.enqueue_call("ncclReduceScatter", |api, comm| {
             // SAFETY: the caller's promise.
             unsafe { (api.ncclReduceScatter)(from, to, count, dtype as c_int, op as c_int, comm, stream.0) }
         })
     }
 
-    /// Reduces the ranks' `x` (`count` elements each) in place. NCCL chooses the order of the
-    /// additions.
+    /// Enqueues an all-reduce of the ranks' `x` (`count` elements each), in place. NCCL chooses the
+    /// order of the additions.
     ///
     /// # Safety
-    /// See [`NcclGroup::all_gather`].
+    /// The caller must keep the promises of [`NcclGroup::all_gather`].
     pub unsafe fn all_reduce(
         &self,
         x: u64,
@@ -400,17 +428,17 @@ impl NcclGroup {
         op: ReduceOp,
         stream: CudaStream,
     ) -> Result<()> {
-        let x = pointer(x);
-        self.enqueue("ncclAllReduce", |api, comm| {
+        let x = to_pointer(x);
+        self.enqueue_call("ncclAllReduce", |api, comm| {
             // SAFETY: the caller's promise.
             unsafe { (api.ncclAllReduce)(x, x, count, dtype as c_int, op as c_int, comm, stream.0) }
         })
     }
 
-    /// Replaces `x` (`count` elements) by the `x` of rank `root`.
+    /// Enqueues a broadcast that replaces `x` (`count` elements) by the `x` of rank `root`.
     ///
     /// # Safety
-    /// See [`NcclGroup::all_gather`].
+    /// The caller must keep the promises of [`NcclGroup::all_gather`].
     pub unsafe fn broadcast(
         &self,
         x: u64,
@@ -419,20 +447,20 @@ impl NcclGroup {
         root: usize,
         stream: CudaStream,
     ) -> Result<()> {
-        let x = pointer(x);
-        self.enqueue("ncclBroadcast", |api, comm| {
+        let x = to_pointer(x);
+        self.enqueue_call("ncclBroadcast", |api, comm| {
             // SAFETY: the caller's promise.
             unsafe { (api.ncclBroadcast)(x, x, count, dtype as c_int, root as c_int, comm, stream.0) }
         })
     }
 
-    /// Sends and receives several messages at once.
+    /// Enqueues several sends and receives that run at the same time.
     ///
     /// Between two ranks, the n-th send matches the n-th receive. Collectives with unequal parts
-    /// are made of this.
+    /// consist of such sends and receives.
     ///
     /// # Safety
-    /// See [`NcclGroup::all_gather`].
+    /// The caller must keep the promises of [`NcclGroup::all_gather`].
     pub unsafe fn exchange(
         &self,
         sends: &[PeerBuffer],
@@ -445,20 +473,20 @@ impl NcclGroup {
             return Err(NcclError::PeerOutOfRange { peer, world: self.world });
         }
         let dtype = dtype as c_int;
-        self.enqueue("ncclGroupEnd", |api, comm| {
+        self.enqueue_call("ncclGroupEnd", |api, comm| {
             // SAFETY: the caller's promise. Calls between start and end are only recorded.
             unsafe {
                 let mut status = (api.ncclGroupStart)();
                 for &PeerBuffer { peer, address, len } in sends {
-                    let next = (api.ncclSend)(pointer(address), len, dtype, peer as c_int, comm, stream.0);
-                    status = first_error(status, next);
+                    let next = (api.ncclSend)(to_pointer(address), len, dtype, peer as c_int, comm, stream.0);
+                    status = first_failed_status(status, next);
                 }
                 for &PeerBuffer { peer, address, len } in receives {
-                    let next = (api.ncclRecv)(pointer(address), len, dtype, peer as c_int, comm, stream.0);
-                    status = first_error(status, next);
+                    let next = (api.ncclRecv)(to_pointer(address), len, dtype, peer as c_int, comm, stream.0);
+                    status = first_failed_status(status, next);
                 }
                 // called after an error, too
-                first_error(status, (api.ncclGroupEnd)())
+                first_failed_status(status, (api.ncclGroupEnd)())
             }
         })
     }
@@ -466,7 +494,7 @@ impl NcclGroup {
 
 impl Drop for NcclGroup {
     fn drop(&mut self) {
-        let mut state = self.lock();
+        let mut state = self.lock_communicator();
         let comm = std::mem::replace(&mut state.comm, ptr::null_mut());
         if !comm.is_null() {
             // SAFETY: aborted once. Destroying the communicator instead would wait for peers, which
@@ -491,12 +519,14 @@ pub struct PeerBuffer {
 #[derive(Clone, Copy, Debug)]
 pub struct CudaStream(pub *mut c_void);
 
-fn pointer(address: u64) -> *mut c_void {
+/// Converts a device address to a pointer for NCCL.
+fn to_pointer(address: u64) -> *mut c_void {
     address as *mut c_void
 }
 
-/// The first status that is an error; otherwise whether work is in progress.
-fn first_error(first: c_int, second: c_int) -> c_int {
+/// Returns the first status that is an error. Without an error, returns whether work is in
+/// progress.
+fn first_failed_status(first: c_int, second: c_int) -> c_int {
     match first {
         SUCCESS | IN_PROGRESS if second != SUCCESS => second,
         _ => first,

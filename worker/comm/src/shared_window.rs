@@ -2,33 +2,36 @@
 use device::{Buf, Dtype, View};
 use std::{ops::Range, ptr::NonNull, sync::Arc};
 
-/// Keeps the memory of a window mapped, and can release pages of it.
+/// The memory of a shared window. It stays mapped while this object lives, and its pages can be
+/// released.
 pub(crate) trait WindowMemory: Send + Sync {
-    /// Releases the pages of these bytes from this process. Their contents stay, and the next
-    /// access maps them again.
+    /// Releases the pages that contain the byte range `bytes` from this process. Their contents
+    /// stay, and the next access maps them again.
     fn release_pages(&self, bytes: Range<usize>);
 }
 
 /// One rank's access to memory that all ranks share.
 pub struct SharedWindow {
-    /// The elements of this rank, to write.
+    /// The elements of this rank, which only this rank writes.
     pub owned: Buf,
-    /// The elements of all ranks, to read.
+    /// Read access to the elements of all ranks.
     pub view: SharedView,
 }
 
 /// Read access to the elements of all ranks.
 pub struct SharedView {
     elements: Buf,
-    /// Bytes of this rank's elements.
+    /// The byte range of this rank's elements within the window.
     owned_bytes: Range<usize>,
     memory: Arc<dyn WindowMemory>,
 }
 
 impl SharedWindow {
+    /// Wraps the window at `start`, in which `counts[r]` elements belong to rank r.
+    ///
     /// # Safety
-    /// `start` points to as many elements as `counts` sum up to, aligned to their type, for as long
-    /// as `memory` lives.
+    /// The caller must guarantee that `start` points to `Σ counts` elements, aligned to their type,
+    /// for as long as `memory` lives.
     pub(crate) unsafe fn new<M: WindowMemory + 'static>(
         memory: Arc<M>,
         start: NonNull<u8>,
@@ -50,12 +53,13 @@ impl SharedWindow {
 }
 
 impl SharedView {
-    /// The elements of all ranks. No rank may write its elements while the view is used.
+    /// Returns the elements of all ranks. No rank may write its elements while the returned view is
+    /// in use.
     pub fn view(&self) -> View<'_> {
         self.elements.view()
     }
 
-    /// Releases the pages of the peers' elements, which then no longer count as memory of this
+    /// Releases the pages of the peers' elements, so that they no longer count as memory of this
     /// process. The next access maps them again.
     pub fn release_peer_pages(&self) {
         let end = self.elements.len() * self.elements.dtype().size();

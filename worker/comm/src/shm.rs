@@ -10,8 +10,8 @@
 //! collectives and up to 2 × staging in [`reduce_scatter_ordered`](Comm::reduce_scatter_ordered).
 //! If the partials do not fit into staging, the latter also keeps a private buffer of 8 × staging
 //! or two of the largest pieces, whichever is more (`ordered_reduce.rs`). The kernel allocates a
-//! page of the segment at its first access; if the machine has no memory left then, the rank gets
-//! SIGBUS.
+//! page of the segment when it is first accessed. If the machine has no memory left at that time,
+//! the rank gets SIGBUS.
 use crate::{
     AbortReason, CallMismatch, Comm, CommError, GroupError, PartialSink, Result, SharedWindow,
     call::{self, BufferShape, CollectiveCall, GroupPosition},
@@ -28,21 +28,22 @@ use wait::{WaitError, store_words};
 
 mod host_exchange;
 mod ordered_reduce;
-mod reduce;
 mod segment;
 mod streaming_copy;
 #[cfg(test)]
 mod tests;
+mod tree_reduce;
 mod wait;
 
 pub(crate) use host_exchange::{OutgoingMessage, check_byte_transfer};
-pub use ordered_reduce::assembly_elements;
-pub(crate) use ordered_reduce::partition_windows;
+pub use ordered_reduce::count_assembly_elements;
+pub(crate) use ordered_reduce::partition_into_windows;
 
-/// Bytes that a rank publishes in one round of a streaming collective, unless staging is smaller.
+/// The number of bytes that a rank publishes in one round of a streaming collective, unless staging
+/// is smaller.
 const MAX_CHUNK_BYTES: usize = 512 << 10;
 
-/// `f32` elements of a cache line.
+/// The number of `f32` elements in a cache line.
 const CACHE_LINE_ELEMENTS: usize = 16;
 
 /// Timeouts and memory of a group. Every rank must give the same `staging_bytes`.
@@ -70,21 +71,21 @@ impl Default for ShmLimits {
 ///
 /// Dropping it leaves the group: peers that need this rank then get [`CommError::Aborted`].
 pub struct ShmComm {
-    /// Rank and size within the segment.
+    /// The rank and the number of ranks within the segment.
     position: GroupPosition,
     job_ranks: JobRanks,
     limits: ShmLimits,
-    /// Whether a wait may begin with a short spin: only if every rank can have a separate
+    /// Whether a wait may begin with a short spin. True only if every rank can have a separate
     /// processor.
     can_spin: bool,
     segment: Segment,
     /// The segment's file. Shared windows are stored in it after the segment.
     fd: OwnedFd,
     /// Serializes the collectives of this rank.
-    call_state: Mutex<CallState>,
+    call_state: Mutex<ShmCallState>,
 }
 
-/// Maps ranks within a segment to ranks within the job, for error messages.
+/// The ranks of the job that belong to a segment, for error messages.
 #[derive(Clone, Debug)]
 pub(crate) struct JobRanks {
     /// By rank within the segment: the rank within the job.
@@ -94,28 +95,28 @@ pub(crate) struct JobRanks {
 }
 
 /// The progress of one rank, and its reusable memory.
-pub(crate) struct CallState {
+pub(crate) struct ShmCallState {
     /// Collectives called so far.
     calls: u64,
     /// Rounds entered so far.
     rounds: u64,
     /// A buffer for pieces that do not fit into the staging memory. The next call reuses it.
     scratch: Buf,
-    /// Bytes of shared windows after the segment.
+    /// Number of bytes of shared windows after the segment.
     window_bytes: usize,
 }
 
-impl CallState {
-    /// The slot of the next round.
+impl ShmCallState {
+    /// Returns the slot of the next round: 0 or 1.
     fn next_slot(&self) -> usize {
         ((self.rounds + 1) % 2) as usize
     }
 }
 
-/// Aborts the group of the segment `fd` from a process that is not one of its ranks, for instance
-/// while ranks still join.
-pub fn abort(fd: BorrowedFd<'_>, reason: &str) -> Result<()> {
-    HeaderMapping::open(fd)?.header().abort(&AbortReason::requested(reason));
+/// Aborts the group that shares the segment `fd`. The caller may be a process that is not one of
+/// its ranks, and ranks may still be joining.
+pub fn abort_group(fd: BorrowedFd<'_>, reason: &str) -> Result<()> {
+    HeaderMapping::open(fd)?.header().abort(&AbortReason::from_request(reason));
     Ok(())
 }
 
@@ -128,7 +129,8 @@ impl ShmComm {
         ShmComm::join_host_group(fd, rank, limits, JobRanks { ranks: (0..world).collect(), world })
     }
 
-    /// Joins the ranks of one host of a job: this rank is `job_ranks.ranks[rank]` of the job.
+    /// Joins the group of the ranks of one host of a job. This rank is `rank` within the segment
+    /// and `job_ranks.ranks[rank]` within the job.
     pub(crate) fn join_host_group(
         fd: OwnedFd,
         rank: usize,
@@ -144,13 +146,13 @@ impl ShmComm {
         // SAFETY: reads a number.
         let cpus = unsafe { libc::sysconf(libc::_SC_NPROCESSORS_ONLN) };
         let can_spin = usize::try_from(cpus).is_ok_and(|cpus| cpus >= world);
-        let state = CallState { calls: 0, rounds: 0, scratch: Buf::zeroed(0), window_bytes: 0 };
+        let state = ShmCallState { calls: 0, rounds: 0, scratch: Buf::zeroed(0), window_bytes: 0 };
         let pid = std::process::id();
-        let joined = &segment.rank_line(rank).joined_pid;
+        let joined = &segment.rank_status(rank).joined_pid;
         if let Err(joined_pid) = joined.compare_exchange(0, pid, Ordering::SeqCst, Ordering::SeqCst) {
             let rank = job_ranks.ranks[rank];
             let error = CommError::from(GroupError::AlreadyJoined { rank, joined_pid, pid });
-            segment.header().abort(&error.abort_reason(rank));
+            segment.header().abort(&error.to_abort_reason(rank));
             return Err(error);
         }
         let position = GroupPosition { rank, world };
@@ -159,37 +161,38 @@ impl ShmComm {
         comm.segment.header().wake_sleepers();
         match comm.segment.wait_for_join(limits.join_timeout) {
             Ok(()) => comm.check_not_aborted().map(|()| comm),
-            Err(error) => Err(comm.join_error(error)),
+            Err(error) => Err(comm.abort_on_failed_join(error)),
         }
     }
 
-    /// Converts `rank`, the rank of a process within the segment, to its rank within the job.
-    fn job_rank(&self, rank: usize) -> usize {
+    /// Converts `rank`, a rank within the segment, to the rank within the job.
+    fn to_job_rank(&self, rank: usize) -> usize {
         self.job_ranks.ranks[rank]
     }
 
-    /// Fails if the group is aborted.
+    /// Fails with the reason of the abort if the group is aborted.
     fn check_not_aborted(&self) -> Result<()> {
         self.segment.header().abort_reason().map_or(Ok(()), |reason| Err(CommError::Aborted(reason)))
     }
 
-    /// Leaves the group. From now on peers that need this rank fail.
+    /// Leaves the group. From now on, waits of peers for this rank fail.
     pub(crate) fn leave(&self) {
-        self.segment.rank_line(self.position.rank).has_left.store(1, Ordering::SeqCst);
+        self.segment.rank_status(self.position.rank).has_left.store(1, Ordering::SeqCst);
         self.segment.header().wake_sleepers();
     }
 
-    /// Aborts the group for `reason`. The first reason is kept.
+    /// Aborts the group for `reason`, unless it is aborted already.
     pub(crate) fn abort_with_reason(&self, reason: &AbortReason) {
         self.segment.header().abort(reason);
     }
 
-    /// Begins a collective. Fails if the group is aborted or the arguments are invalid.
+    /// Locks the call state and numbers the call. Fails if the group is aborted or the arguments
+    /// are invalid; invalid arguments abort the group.
     fn begin_call(
         &self,
         call: std::result::Result<CollectiveCall, ArgumentError>,
-    ) -> Result<(MutexGuard<'_, CallState>, CollectiveCall)> {
-        let rank = self.job_rank(self.position.rank);
+    ) -> Result<(MutexGuard<'_, ShmCallState>, CollectiveCall)> {
+        let rank = self.to_job_rank(self.position.rank);
         let mut call_state = self.call_state.lock().map_err(|_| {
             let reason = AbortReason::RankPanicked { rank };
             self.abort_with_reason(&reason);
@@ -197,34 +200,36 @@ impl ShmComm {
         })?;
         self.check_not_aborted()?;
         let call = call
-            .map_err(|error| self.abort_with(CommError::InvalidArguments { rank, error }))?
+            .map_err(|error| self.abort_on_error(CommError::InvalidArguments { rank, error }))?
             .with_number(call_state.calls);
         call_state.calls += 1;
         Ok((call_state, call))
     }
 
-    /// Aborts the group because of `error`: later calls would pair with the wrong ones.
-    fn abort_with(&self, error: CommError) -> CommError {
-        self.abort_with_reason(&error.abort_reason(self.job_rank(self.position.rank)));
+    /// Aborts the group because of `error`, and returns `error`. Without the abort, later calls
+    /// would pair with the wrong calls of peers.
+    fn abort_on_error(&self, error: CommError) -> CommError {
+        self.abort_with_reason(&error.to_abort_reason(self.to_job_rank(self.position.rank)));
         error
     }
 
-    /// Aborts the group because its ranks disagree about a collective.
+    /// Aborts the group because its ranks disagree about a collective. Returns the error.
     fn abort_on_mismatch(&self, mismatch: CallMismatch) -> CommError {
-        self.abort_with(CommError::Mismatch(mismatch))
+        self.abort_on_error(CommError::Mismatch(mismatch))
     }
 
+    /// Converts ranks within the segment to ranks within the job.
     fn to_job_ranks(&self, ranks: Vec<usize>) -> Vec<usize> {
-        ranks.into_iter().map(|rank| self.job_rank(rank)).collect()
+        ranks.into_iter().map(|rank| self.to_job_rank(rank)).collect()
     }
 
-    /// The error of a rank whose peers did not join. It aborts the group.
-    fn join_error(&self, error: WaitError) -> CommError {
+    /// Aborts the group because peers did not join, and returns the error.
+    fn abort_on_failed_join(&self, error: WaitError) -> CommError {
         match error {
             WaitError::Aborted(reason) => CommError::Aborted(reason),
-            WaitError::PeerLeft(rank) => self.peer_left(rank, "join".to_owned()),
-            WaitError::TimedOut(missing) => self.abort_with(CommError::JoinTimeout {
-                rank: self.job_rank(self.position.rank),
+            WaitError::PeerLeft(rank) => self.abort_on_departed_peer(rank, "join".to_owned()),
+            WaitError::TimedOut(missing) => self.abort_on_error(CommError::JoinTimeout {
+                rank: self.to_job_rank(self.position.rank),
                 world: self.job_ranks.world,
                 timeout: self.limits.join_timeout,
                 missing: self.to_job_ranks(missing),
@@ -233,15 +238,15 @@ impl ShmComm {
         }
     }
 
-    /// The error of a rank whose wait in a collective failed. It aborts the group.
-    fn wait_error(&self, error: WaitError, call: &CollectiveCall) -> CommError {
+    /// Aborts the group because a wait in a collective failed, and returns the error.
+    fn abort_on_failed_wait(&self, error: WaitError, call: &CollectiveCall) -> CommError {
         match error {
             WaitError::Aborted(reason) => CommError::Aborted(reason),
             WaitError::PeerLeft(rank) => {
-                self.peer_left(rank, format!("{} (call {})", call.kind, call.number))
+                self.abort_on_departed_peer(rank, format!("{} (call {})", call.kind, call.number))
             }
-            WaitError::TimedOut(missing) => self.abort_with(CommError::Timeout {
-                rank: self.job_rank(self.position.rank),
+            WaitError::TimedOut(missing) => self.abort_on_error(CommError::Timeout {
+                rank: self.to_job_rank(self.position.rank),
                 world: self.job_ranks.world,
                 collective: call.kind,
                 call_number: call.number,
@@ -251,73 +256,78 @@ impl ShmComm {
         }
     }
 
-    fn peer_left(&self, rank: usize, collective: String) -> CommError {
-        let reason = AbortReason::PeerLeft { rank: self.job_rank(rank), collective };
-        self.abort_with(CommError::Aborted(reason))
+    /// Aborts the group because a peer left before `collective`, and returns the error. `rank` is
+    /// the peer's rank within the segment.
+    fn abort_on_departed_peer(&self, rank: usize, collective: String) -> CommError {
+        let reason = AbortReason::PeerLeft { rank: self.to_job_rank(rank), collective };
+        self.abort_on_error(CommError::Aborted(reason))
     }
 
-    /// Enters the next round. Peers may read this rank's slot from now on.
-    fn enter_round(&self, call_state: &mut CallState, call: &CollectiveCall) {
+    /// Enters the next round. From now on peers may read this rank's slot.
+    fn enter_round(&self, call_state: &mut ShmCallState, call: &CollectiveCall) {
         call_state.rounds += 1;
         self.segment.enter_round(self.position.rank, call_state.rounds, call.to_words());
     }
 
-    /// Waits until all ranks have entered the round, and checks that they made the same call.
-    fn wait_for_round(&self, call_state: &CallState, call: &CollectiveCall) -> Result<()> {
+    /// Waits until all ranks have entered the current round, and checks that they made the same
+    /// call.
+    fn wait_for_round(&self, call_state: &ShmCallState, call: &CollectiveCall) -> Result<()> {
         let (round, timeout) = (call_state.rounds, self.limits.collective_timeout);
         self.segment
             .wait_for_round(round, self.can_spin, timeout)
-            .map_err(|error| self.wait_error(error, call))?;
+            .map_err(|error| self.abort_on_failed_wait(error, call))?;
         let slot = (round % 2) as usize;
         for peer in self.peers() {
-            let words = &self.segment.rank_line(peer).call[slot];
+            let words = &self.segment.rank_status(peer).call[slot];
             let words = words.each_ref().map(|w| w.load(Ordering::Relaxed));
-            let (rank, peer) = (self.job_rank(self.position.rank), self.job_rank(peer));
-            call.check_peer(rank, peer, words).map_err(|m| self.abort_on_mismatch(m))?;
+            let (rank, peer) = (self.to_job_rank(self.position.rank), self.to_job_rank(peer));
+            call.check_peer_call(rank, peer, words).map_err(|m| self.abort_on_mismatch(m))?;
         }
         Ok(())
     }
 
-    /// The other ranks, beginning with the next one, so that not all read from one rank at a time.
+    /// Returns the other ranks. The order begins with the next rank, so that ranks do not all read
+    /// from one rank at a time.
     fn peers(&self) -> impl Iterator<Item = usize> + use<> {
         let GroupPosition { rank, world } = self.position;
         (1..world).map(move |i| (rank + i) % world)
     }
 
-    /// Elements that fit into one round of a streaming collective.
-    fn chunk_elements(&self) -> usize {
+    /// Returns the number of elements that a rank publishes in one round of a streaming collective.
+    fn count_chunk_elements(&self) -> usize {
         MAX_CHUNK_BYTES.min(self.segment.layout.staging_bytes) / size_of::<f32>()
     }
 
-    /// Elements for each peer that fit into one round, if every peer gets different data. A
-    /// multiple of a cache line.
-    fn peer_chunk_elements(&self) -> usize {
-        (self.chunk_elements() / (self.position.world - 1)) & !(CACHE_LINE_ELEMENTS - 1)
+    /// Returns the number of elements that a rank publishes for each peer in one round, if every
+    /// peer gets different data. It is a multiple of a cache line.
+    fn count_peer_chunk_elements(&self) -> usize {
+        (self.count_chunk_elements() / (self.position.world - 1)) & !(CACHE_LINE_ELEMENTS - 1)
     }
 
-    /// Where the chunk for `dest` begins in `owner`'s slot, if every peer gets `chunk` units.
-    fn peer_chunk_offset(&self, owner: usize, dest: usize, chunk: usize) -> usize {
+    /// Computes where the chunk for rank `dest` begins in `owner`'s slot, if every peer gets a
+    /// chunk of `chunk` units. The result has the same unit.
+    fn compute_peer_chunk_offset(&self, owner: usize, dest: usize, chunk: usize) -> usize {
         (dest - usize::from(dest > owner)) * chunk
     }
 
-    /// Sends `send` to all ranks in chunks, and calls `take(rank, offset, chunk)` for every chunk
-    /// of every rank.
+    /// Publishes `send` to all ranks in chunks, and calls `take(rank, offset, chunk)` for every
+    /// chunk of every rank.
     ///
-    /// Rank r sends `lens[r]` bytes; all ranks must have agreed about `lens`.
+    /// Rank r sends `lens[r]` bytes. All ranks must have agreed about `lens`.
     fn gather_chunks(
         &self,
-        call_state: &mut CallState,
+        call_state: &mut ShmCallState,
         call: &CollectiveCall,
         send: &[u8],
         lens: &[usize],
         mut take: impl FnMut(usize, usize, &[u8]),
     ) -> Result<()> {
-        let (rank, chunk_bytes) = (self.position.rank, self.chunk_elements() * size_of::<f32>());
+        let (rank, chunk_bytes) = (self.position.rank, self.count_chunk_elements() * size_of::<f32>());
         let longest = lens.iter().copied().max().unwrap_or(0);
         let mut offset = 0;
         loop {
             let slot = call_state.next_slot();
-            let range = chunk_range(send.len(), offset, chunk_bytes);
+            let range = compute_chunk_range(send.len(), offset, chunk_bytes);
             // SAFETY: this rank's slot of the next round.
             unsafe { self.segment.slot_mut(rank, slot, 0, range.len()) }
                 .copy_from_slice(&send[range.clone()]);
@@ -325,7 +335,7 @@ impl ShmComm {
             take(rank, offset, &send[range]);
             self.wait_for_round(call_state, call)?;
             for peer in self.peers() {
-                let len = chunk_range(lens[peer], offset, chunk_bytes).len();
+                let len = compute_chunk_range(lens[peer], offset, chunk_bytes).len();
                 // SAFETY: read within the round.
                 take(peer, offset, unsafe { self.segment.slot(peer, slot, 0, len) });
             }
@@ -336,21 +346,26 @@ impl ShmComm {
         }
     }
 
-    /// Gathers one number from every rank, in one round.
-    fn gather_u64(&self, call_state: &mut CallState, call: &CollectiveCall, number: u64) -> Result<Vec<u64>> {
+    /// Gathers one number from every rank, in one round. Returns the numbers by rank.
+    fn gather_u64(
+        &self,
+        call_state: &mut ShmCallState,
+        call: &CollectiveCall,
+        number: u64,
+    ) -> Result<Vec<u64>> {
         let slot = call_state.next_slot();
-        store_words(self.segment.table(self.position.rank, slot), [number]);
+        store_words(self.segment.number_table(self.position.rank, slot), [number]);
         self.enter_round(call_state, call);
         self.wait_for_round(call_state, call)?;
-        let number = |rank| self.segment.table(rank, slot)[0].load(Ordering::Relaxed);
+        let number = |rank| self.segment.number_table(rank, slot)[0].load(Ordering::Relaxed);
         Ok((0..self.position.world).map(number).collect())
     }
 
-    /// Publishes how many elements this rank sends and expects, checks the peers' numbers, and
-    /// returns the length of the longest message between any two ranks.
-    fn exchange_lengths(
+    /// Publishes how many elements this rank sends to each peer and expects from it, and checks the
+    /// peers' numbers. Returns the length of the longest message between any two ranks.
+    fn exchange_transfer_lengths(
         &self,
-        call_state: &mut CallState,
+        call_state: &mut ShmCallState,
         call: &CollectiveCall,
         recv_counts: &[usize],
         send_counts: &[usize],
@@ -358,16 +373,16 @@ impl ShmComm {
         let GroupPosition { rank, world } = self.position;
         let slot = call_state.next_slot();
         let words = send_counts.iter().chain(recv_counts).map(|&n| n as u64);
-        store_words(self.segment.table(rank, slot), words);
+        store_words(self.segment.number_table(rank, slot), words);
         self.enter_round(call_state, call);
         self.wait_for_round(call_state, call)?;
         let mut longest = 0;
         for peer in 0..world {
-            let table = self.segment.table(peer, slot);
+            let table = self.segment.number_table(peer, slot);
             let table: Vec<u64> = table.iter().map(|w| w.load(Ordering::Relaxed)).collect();
-            call::check_transfer(peer, rank, table[rank], recv_counts[peer] as u64)
+            call::check_transfer_lengths(peer, rank, table[rank], recv_counts[peer] as u64)
                 .and_then(|()| {
-                    call::check_transfer(rank, peer, send_counts[peer] as u64, table[world + rank])
+                    call::check_transfer_lengths(rank, peer, send_counts[peer] as u64, table[world + rank])
                 })
                 .map_err(|mismatch| self.abort_on_mismatch(mismatch))?;
             let sent = (0..world).filter(|&to| to != peer).map(|to| table[to]).max();
@@ -378,8 +393,9 @@ impl ShmComm {
     }
 }
 
-/// The part of `0..len` from `offset` on, at most `chunk` long; empty beyond the end.
-fn chunk_range(len: usize, offset: usize, chunk: usize) -> std::ops::Range<usize> {
+/// Computes the part of `0..len` that begins at `offset` and is at most `chunk` long. The part is
+/// empty beyond the end.
+fn compute_chunk_range(len: usize, offset: usize, chunk: usize) -> std::ops::Range<usize> {
     offset.min(len)..offset.saturating_add(chunk).min(len)
 }
 
@@ -394,7 +410,7 @@ impl Comm for ShmComm {
 
     fn all_gather(&self, recv: ViewMut, send: View, counts: &[usize]) -> Result<()> {
         let shapes = (BufferShape::new(recv.as_view()), BufferShape::new(send));
-        let call = CollectiveCall::all_gather(self.position, shapes.0, shapes.1, counts);
+        let call = CollectiveCall::describe_all_gather(self.position, shapes.0, shapes.1, counts);
         let (mut call_state, call) = self.begin_call(call)?;
         let (recv, send) = (recv.bytes(), send.bytes());
         if self.position.world == 1 {
@@ -402,11 +418,11 @@ impl Comm for ShmComm {
             return Ok(());
         }
         let lens: Vec<usize> = counts.iter().map(|n| n * shapes.1.element_bytes).collect();
-        let starts = call::offsets(&lens);
+        let starts = call::compute_offsets(&lens);
         let bypass_cache = recv.len() >= streaming_copy::MIN_STREAMING_BYTES;
         self.gather_chunks(&mut call_state, &call, send, &lens, |from, offset, chunk| {
             let start = starts[from] + offset.min(lens[from]);
-            streaming_copy::copy(&mut recv[start..start + chunk.len()], chunk, bypass_cache);
+            streaming_copy::copy_bytes(&mut recv[start..start + chunk.len()], chunk, bypass_cache);
         })
     }
 
@@ -417,7 +433,7 @@ impl Comm for ShmComm {
         sink: &mut PartialSink,
     ) -> Result<()> {
         let lens = partials.iter().map(View::len);
-        let call = CollectiveCall::reduce_scatter_ordered(self.position, lens, counts);
+        let call = CollectiveCall::describe_reduce_scatter_ordered(self.position, lens, counts);
         let (mut call_state, call) = self.begin_call(call)?;
         if self.position.world == 1 {
             partials.iter().enumerate().for_each(|(i, p)| sink(0, i, *p));
@@ -428,38 +444,38 @@ impl Comm for ShmComm {
     }
 
     fn reduce_scatter(&self, recv: ViewMut, send: View, counts: &[usize]) -> Result<()> {
-        let call = CollectiveCall::reduce_scatter(self.position, recv.len(), send.len(), counts);
+        let call = CollectiveCall::describe_reduce_scatter(self.position, recv.len(), send.len(), counts);
         let (mut call_state, call) = self.begin_call(call)?;
         let (recv, send) = (recv.host(), send.host());
         if self.position.world == 1 {
             recv.copy_from_slice(send);
             return Ok(());
         }
-        self.reduce_scatter_chunks(&mut call_state, &call, recv, send, counts)
+        self.reduce_scatter_in_chunks(&mut call_state, &call, recv, send, counts)
     }
 
     fn all_reduce(&self, x: ViewMut) -> Result<()> {
-        let (mut call_state, call) = self.begin_call(Ok(CollectiveCall::all_reduce(x.len())))?;
+        let (mut call_state, call) = self.begin_call(Ok(CollectiveCall::describe_all_reduce(x.len())))?;
         if self.position.world == 1 {
             return Ok(());
         }
         let x = x.host();
-        self.all_reduce_rounds(&mut call_state, &call, x)
+        self.all_reduce_in_rounds(&mut call_state, &call, x)
     }
 
     fn broadcast(&self, x: ViewMut, root: usize) -> Result<()> {
-        let call = CollectiveCall::broadcast(self.position, x.len(), root);
+        let call = CollectiveCall::describe_broadcast(self.position, x.len(), root);
         let (mut call_state, call) = self.begin_call(call)?;
         if self.position.world == 1 {
             return Ok(());
         }
         let is_root = self.position.rank == root;
         let x = x.host();
-        let (len, chunk) = (x.len(), self.chunk_elements());
+        let (len, chunk) = (x.len(), self.count_chunk_elements());
         let mut offset = 0;
         loop {
             let slot = call_state.next_slot();
-            let range = chunk_range(len, offset, chunk);
+            let range = compute_chunk_range(len, offset, chunk);
             if is_root {
                 // SAFETY: this rank's slot of the next round.
                 unsafe { self.segment.slot_f32_mut(root, slot, 0, range.len()) }
@@ -487,7 +503,8 @@ impl Comm for ShmComm {
         send_counts: &[usize],
     ) -> Result<()> {
         let shapes = (BufferShape::new(recv.as_view()), BufferShape::new(send));
-        let call = CollectiveCall::all_to_all(self.position, shapes.0, recv_counts, shapes.1, send_counts);
+        let call =
+            CollectiveCall::describe_all_to_all(self.position, shapes.0, recv_counts, shapes.1, send_counts);
         let (mut call_state, call) = self.begin_call(call)?;
         let (recv, send) = (recv.bytes(), send.bytes());
         let GroupPosition { rank, world } = self.position;
@@ -496,20 +513,21 @@ impl Comm for ShmComm {
             return Ok(());
         }
         let size = shapes.1.element_bytes;
-        let longest = self.exchange_lengths(&mut call_state, &call, recv_counts, send_counts)?;
+        let longest = self.exchange_transfer_lengths(&mut call_state, &call, recv_counts, send_counts)?;
         let longest = longest.saturating_mul(size);
         let to_bytes = |counts: &[usize]| counts.iter().map(|n| n * size).collect::<Vec<_>>();
         let (send_lens, recv_lens) = (to_bytes(send_counts), to_bytes(recv_counts));
-        let (send_starts, recv_starts) = (call::offsets(&send_lens), call::offsets(&recv_lens));
-        let chunk_bytes = self.peer_chunk_elements() * size_of::<f32>();
+        let (send_starts, recv_starts) =
+            (call::compute_offsets(&send_lens), call::compute_offsets(&recv_lens));
+        let chunk_bytes = self.count_peer_chunk_elements() * size_of::<f32>();
         recv[recv_starts[rank]..][..recv_lens[rank]]
             .copy_from_slice(&send[send_starts[rank]..][..send_lens[rank]]);
         let mut offset = 0;
         while offset < longest {
             let slot = call_state.next_slot();
             for peer in self.peers() {
-                let range = chunk_range(send_lens[peer], offset, chunk_bytes);
-                let start = self.peer_chunk_offset(rank, peer, chunk_bytes);
+                let range = compute_chunk_range(send_lens[peer], offset, chunk_bytes);
+                let start = self.compute_peer_chunk_offset(rank, peer, chunk_bytes);
                 // SAFETY: this rank's slot of the next round.
                 unsafe { self.segment.slot_mut(rank, slot, start, range.len()) }
                     .copy_from_slice(&send[send_starts[peer]..][range]);
@@ -517,8 +535,8 @@ impl Comm for ShmComm {
             self.enter_round(&mut call_state, &call);
             self.wait_for_round(&call_state, &call)?;
             for peer in self.peers() {
-                let range = chunk_range(recv_lens[peer], offset, chunk_bytes);
-                let start = self.peer_chunk_offset(peer, rank, chunk_bytes);
+                let range = compute_chunk_range(recv_lens[peer], offset, chunk_bytes);
+                let start = self.compute_peer_chunk_offset(peer, rank, chunk_bytes);
                 // SAFETY: read within the round.
                 let chunk = unsafe { self.segment.slot(peer, slot, start, range.len()) };
                 recv[recv_starts[peer]..][range].copy_from_slice(chunk);
@@ -529,14 +547,15 @@ impl Comm for ShmComm {
     }
 
     fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
-        let (mut call_state, call) = self.begin_call(CollectiveCall::all_gather_bytes(bytes.len()))?;
+        let (mut call_state, call) =
+            self.begin_call(CollectiveCall::describe_all_gather_bytes(bytes.len()))?;
         if self.position.world == 1 {
             return Ok(vec![bytes.to_vec()]);
         }
         let lens = self.gather_u64(&mut call_state, &call, bytes.len() as u64)?;
         let limit = crate::MAX_GATHER_BYTES as u64;
         if let Some(rank) = lens.iter().position(|&n| n > limit) {
-            let (bytes, rank) = (lens[rank], self.job_rank(rank));
+            let (bytes, rank) = (lens[rank], self.to_job_rank(rank));
             return Err(self.abort_on_mismatch(CallMismatch::TooManyBytes { rank, bytes, limit }));
         }
         let lens: Vec<usize> = lens.into_iter().map(|n| n as usize).collect();
@@ -547,13 +566,13 @@ impl Comm for ShmComm {
     }
 
     fn shared_window(&self, dtype: Dtype, counts: &[usize]) -> Result<Option<SharedWindow>> {
-        let call = CollectiveCall::shared_window(self.position, counts, dtype.size());
+        let call = CollectiveCall::describe_shared_window(self.position, counts, dtype.size());
         let (mut call_state, call) = self.begin_call(call)?;
         let bytes = counts.iter().sum::<usize>() * dtype.size();
-        let (position, end) = self.segment.window_position(call_state.window_bytes, bytes)?;
+        let (position, end) = self.segment.compute_window_position(call_state.window_bytes, bytes)?;
         // A rank that lacks the address space aborts the group before a peer uses the window.
-        let mapping =
-            WindowMapping::open(self.fd.as_fd(), position, bytes).map_err(|error| self.abort_with(error))?;
+        let mapping = WindowMapping::open(self.fd.as_fd(), position, bytes)
+            .map_err(|error| self.abort_on_error(error))?;
         call_state.window_bytes = end;
         self.enter_round(&mut call_state, &call);
         self.wait_for_round(&call_state, &call)?;
@@ -564,13 +583,13 @@ impl Comm for ShmComm {
     }
 
     fn barrier(&self) -> Result<()> {
-        let (mut call_state, call) = self.begin_call(Ok(CollectiveCall::barrier()))?;
+        let (mut call_state, call) = self.begin_call(Ok(CollectiveCall::describe_barrier()))?;
         self.enter_round(&mut call_state, &call);
         self.wait_for_round(&call_state, &call)
     }
 
     fn abort(&self, reason: &str) {
-        self.abort_with_reason(&AbortReason::requested(reason));
+        self.abort_with_reason(&AbortReason::from_request(reason));
     }
 
     fn abort_reason(&self) -> Option<AbortReason> {
@@ -581,7 +600,7 @@ impl Comm for ShmComm {
 impl Drop for ShmComm {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            let rank = self.job_rank(self.position.rank);
+            let rank = self.to_job_rank(self.position.rank);
             self.abort_with_reason(&AbortReason::RankPanicked { rank });
         }
         self.leave();

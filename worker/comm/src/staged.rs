@@ -1,47 +1,48 @@
 //! [`StagedComm`]: collectives of buffers in GPU memory through pinned host memory.
 //!
-//! Data is copied to the host, moved by a transport between host memories, and copied back. Ranks
-//! that share a GPU, or whose GPUs cannot reach each other, thus train with the same bits as on
-//! every other transport. Buffers in host memory are passed to the transport directly.
+//! Data is copied to the host, transferred by a transport between host memories, and copied back.
+//! Ranks that share a GPU, or whose GPUs cannot reach each other, thus train with the same bits as
+//! on every other transport. Buffers in host memory are passed to the transport directly.
 use crate::{AbortReason, Comm, PartialSink, Result};
 use device::{Buf, Dtype, Storage, View, ViewMut};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Collectives of device buffers over a transport between host memories.
+/// A communicator that accepts buffers in GPU memory and copies them through host memory.
 pub struct StagedComm {
     inner: Arc<dyn Comm>,
     storage: Arc<dyn Storage>,
     buffers: Mutex<StagingBuffers>,
 }
 
-/// The reused buffers, as large as the largest collective so far.
+/// The buffers of a [`StagedComm`], reused by all calls. They are as large as the largest
+/// collective so far.
 #[derive(Default)]
 struct StagingBuffers {
-    send: StagingBuffer,
-    recv: StagingBuffer,
-    /// A buffer on the GPU: one piece for the caller's sink.
+    send: PinnedBuffers,
+    recv: PinnedBuffers,
+    /// GPU memory for one piece that is passed to the caller's sink.
     device_piece: Buf,
 }
 
-/// Pinned host buffers, one for each element size.
+/// Pinned host memory, with one buffer for each element size.
 #[derive(Default)]
-struct StagingBuffer {
+struct PinnedBuffers {
     halves: Buf,
     floats: Buf,
 }
 
-impl StagingBuffer {
-    /// A pinned buffer of `len` elements, grown if necessary.
+impl PinnedBuffers {
+    /// Returns a pinned buffer of `len` elements. Replaces the buffer by a larger one if necessary.
     fn reserve(&mut self, storage: &dyn Storage, dtype: Dtype, len: usize) -> ViewMut<'_> {
         let buf = if dtype == Dtype::F32 { &mut self.floats } else { &mut self.halves };
         if buf.len() < len || buf.dtype() != dtype {
             *buf = Buf::default(); // free the old buffer before allocating the new one
-            *buf = storage.staging(dtype, len);
+            *buf = storage.alloc_staging(dtype, len);
         }
         buf.view_mut().slice(0..len)
     }
 
-    /// A copy of `x` in host memory; `x` itself if it is there already.
+    /// Returns a copy of `x` in host memory, or `x` itself if it is in host memory.
     fn copy_to_host<'a>(&'a mut self, storage: &dyn Storage, x: View<'a>) -> View<'a> {
         if x.is_on_host() {
             return x;
@@ -53,25 +54,26 @@ impl StagingBuffer {
 }
 
 impl StagedComm {
-    /// Adds buffers of `storage` to a transport between host memories.
+    /// Creates a communicator that transfers buffers of `storage` with `inner`, a transport between
+    /// host memories.
     pub fn new(inner: Arc<dyn Comm>, storage: Arc<dyn Storage>) -> Self {
         StagedComm { inner, storage, buffers: Mutex::default() }
     }
 
-    /// The transport between host memories.
+    /// Returns the transport between host memories.
     pub fn inner(&self) -> &Arc<dyn Comm> {
         &self.inner
     }
 
-    fn lock(&self) -> MutexGuard<'_, StagingBuffers> {
+    fn lock_buffers(&self) -> MutexGuard<'_, StagingBuffers> {
         // no code reads the contents that a panic may have left in the buffers
         self.buffers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Runs `f` on host memory and copies that memory to `recv`.
-    fn with_host_recv(
+    /// Runs `f` on a host buffer that is as long as `recv`, and copies the result to `recv`.
+    fn run_with_host_recv(
         &self,
-        staging: &mut StagingBuffer,
+        staging: &mut PinnedBuffers,
         recv: ViewMut,
         f: impl FnOnce(ViewMut) -> Result<()>,
     ) -> Result<()> {
@@ -84,12 +86,12 @@ impl StagedComm {
         Ok(())
     }
 
-    /// Runs `f` on a copy of `x` in host memory and copies the result back to `x`.
-    fn with_host_copy(&self, mut x: ViewMut, f: impl FnOnce(ViewMut) -> Result<()>) -> Result<()> {
+    /// Runs `f` on a copy of `x` in host memory, and copies the result back to `x`.
+    fn run_with_host_copy(&self, mut x: ViewMut, f: impl FnOnce(ViewMut) -> Result<()>) -> Result<()> {
         if x.as_view().is_on_host() {
             return f(x);
         }
-        let mut buffers = self.lock();
+        let mut buffers = self.lock_buffers();
         let mut host = buffers.recv.reserve(self.storage.as_ref(), x.dtype(), x.len());
         self.storage.copy(host.reborrow(), x.as_view());
         f(host.reborrow())?;
@@ -108,9 +110,9 @@ impl Comm for StagedComm {
     }
 
     fn all_gather(&self, recv: ViewMut, send: View, counts: &[usize]) -> Result<()> {
-        let StagingBuffers { send: send_staging, recv: recv_staging, .. } = &mut *self.lock();
+        let StagingBuffers { send: send_staging, recv: recv_staging, .. } = &mut *self.lock_buffers();
         let send = send_staging.copy_to_host(self.storage.as_ref(), send);
-        self.with_host_recv(recv_staging, recv, |recv| self.inner.all_gather(recv, send, counts))
+        self.run_with_host_recv(recv_staging, recv, |recv| self.inner.all_gather(recv, send, counts))
     }
 
     fn reduce_scatter_ordered(
@@ -123,7 +125,7 @@ impl Comm for StagedComm {
             return self.inner.reduce_scatter_ordered(partials, counts, sink);
         }
         let storage = self.storage.as_ref();
-        let StagingBuffers { send, device_piece, .. } = &mut *self.lock();
+        let StagingBuffers { send, device_piece, .. } = &mut *self.lock_buffers();
         let mut host = send.reserve(storage, Dtype::F32, partials.iter().map(View::len).sum());
         let mut end = 0;
         for partial in partials {
@@ -141,17 +143,17 @@ impl Comm for StagedComm {
     }
 
     fn reduce_scatter(&self, recv: ViewMut, send: View, counts: &[usize]) -> Result<()> {
-        let StagingBuffers { send: send_staging, recv: recv_staging, .. } = &mut *self.lock();
+        let StagingBuffers { send: send_staging, recv: recv_staging, .. } = &mut *self.lock_buffers();
         let send = send_staging.copy_to_host(self.storage.as_ref(), send);
-        self.with_host_recv(recv_staging, recv, |recv| self.inner.reduce_scatter(recv, send, counts))
+        self.run_with_host_recv(recv_staging, recv, |recv| self.inner.reduce_scatter(recv, send, counts))
     }
 
     fn all_reduce(&self, x: ViewMut) -> Result<()> {
-        self.with_host_copy(x, |x| self.inner.all_reduce(x))
+        self.run_with_host_copy(x, |x| self.inner.all_reduce(x))
     }
 
     fn broadcast(&self, x: ViewMut, root: usize) -> Result<()> {
-        self.with_host_copy(x, |x| self.inner.broadcast(x, root))
+        self.run_with_host_copy(x, |x| self.inner.broadcast(x, root))
     }
 
     fn all_to_all(
@@ -161,9 +163,9 @@ impl Comm for StagedComm {
         send: View,
         send_counts: &[usize],
     ) -> Result<()> {
-        let StagingBuffers { send: send_staging, recv: recv_staging, .. } = &mut *self.lock();
+        let StagingBuffers { send: send_staging, recv: recv_staging, .. } = &mut *self.lock_buffers();
         let send = send_staging.copy_to_host(self.storage.as_ref(), send);
-        self.with_host_recv(recv_staging, recv, |recv| {
+        self.run_with_host_recv(recv_staging, recv, |recv| {
             self.inner.all_to_all(recv, recv_counts, send, send_counts)
         })
     }

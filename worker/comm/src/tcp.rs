@@ -3,22 +3,22 @@
 //!
 //! All collectives consist of two kinds of steps (docs/design/comm.md). A *replication* step
 //! distributes data that every rank needs: it crosses the network once per pair of hosts, to the
-//! rank's counterpart there, and is shared inside the host. An *exchange* step sends data that one
-//! rank needs directly to that rank. The receiver computes sums, by the same fixed tree as on every
-//! other transport. With one rank per host this is plain TCP.
+//! rank's counterpart there, and is shared inside the host. An *exchange* step sends data that only
+//! one rank needs directly to that rank. The receiver computes sums, by the same fixed tree as on
+//! every other transport. With one rank per host this is plain TCP.
 //!
-//! Memory: after the largest call no memory is allocated for data any more. The private buffer of a
-//! rank stays within 8 × staging or two of the largest pieces, whichever is more.
+//! Memory: a rank reuses one private buffer, which is as large as its largest call so far required.
+//! The buffer is limited to 8 × staging or two of the largest pieces, whichever is more.
 use crate::{
     AbortReason, CallMismatch, Comm, CommError, GroupError, PartialSink, Result,
     call::{self, BufferShape, CollectiveCall, GroupPosition},
     error::ArgumentError,
-    shm::{self, JobRanks, OutgoingMessage, ShmComm, partition_windows},
-    sum::tree_sum,
+    shm::{self, JobRanks, OutgoingMessage, ShmComm, partition_into_windows},
+    tree_sum::tree_sum,
 };
 use device::{Buf, View, ViewMut};
 use handshake::{ConnectionKind, RankIdentity, SECRET_BYTES};
-use network_step::{DataConnection, NetworkStep, SendSource, Transfer};
+use network_step::{DataConnection, NetworkStep, PeerTransfer, SendSource};
 use peer_monitor::{GroupHealth, PeerMonitor};
 use std::{
     net::{IpAddr, SocketAddr, TcpListener},
@@ -36,14 +36,15 @@ mod network_step;
 mod peer_monitor;
 mod topology;
 
-/// Up to this size, every rank computes the whole sum of an all-reduce: one step instead of two.
+/// The size up to which every rank computes the whole sum of an all-reduce, in one step instead of
+/// two.
 const MAX_SINGLE_STEP_BYTES: usize = 16 << 10;
-/// The private buffer may take this many times `staging_bytes`.
+/// The limit of the private buffer, as a multiple of `staging_bytes`.
 const WINDOW_FACTOR: usize = 8;
-/// The largest number of partials of one rank in an ordered reduce-scatter.
+/// The largest number of partials that one rank may pass to an ordered reduce-scatter.
 const MAX_PARTIALS: u64 = 1 << 16;
-/// The largest number of connections that wait to be accepted.
-const BACKLOG: i32 = 1024;
+/// The largest number of connections that wait at the listener to be accepted.
+const LISTEN_BACKLOG: i32 = 1024;
 
 /// Bytes of the key that authenticates the ranks of a job.
 pub const KEY_BYTES: usize = SECRET_BYTES;
@@ -51,11 +52,11 @@ pub const KEY_BYTES: usize = SECRET_BYTES;
 /// Timeouts and memory of a group on several hosts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TcpLimits {
-    /// Timeouts for joining and for collectives, inside a host and between hosts, and the size of
+    /// Timeouts for joining and for collectives, within a host and between hosts, and the size of
     /// the staging memory.
     pub shm: shm::ShmLimits,
-    /// A peer from which nothing arrives for this long counts as dead. Ranks send five heartbeats
-    /// in this time.
+    /// How long a peer may send nothing before it counts as dead. Ranks send five heartbeats in
+    /// this time.
     pub silence_timeout: Duration,
 }
 
@@ -65,71 +66,74 @@ impl Default for TcpLimits {
     }
 }
 
-/// How to reach one rank.
+/// The host and the addresses of one rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GroupMember {
-    /// Identifies the host of the rank by any number, equal for the ranks of one host.
+    /// A number that identifies the host of the rank. Ranks of one host have equal numbers.
     pub host: usize,
-    /// The addresses on which the rank listens, in the order in which they are tried.
+    /// The addresses on which the rank listens, in the order in which peers try them.
     pub addresses: Vec<SocketAddr>,
 }
 
-/// The group that a rank joins. Equal on all ranks except for `rank`.
+/// The description of the group that a rank joins. It is equal on all ranks except for `rank`.
 #[derive(Clone)]
 pub struct GroupSpec {
     /// The rank of this process.
     pub rank: usize,
-    /// All ranks of the job, by rank.
+    /// The members of the group, by rank.
     pub members: Vec<GroupMember>,
     /// The name of the run.
     pub run: String,
-    /// The attempt of the run. Connections of another attempt are rejected.
+    /// The attempt of the run. Ranks of different attempts reject each other's connections.
     pub attempt: u32,
     /// The secret that only the ranks of this attempt know.
     pub key: [u8; KEY_BYTES],
 }
 
-/// A listener of one rank. It is bound before its address is given to the peers, which connect to
-/// it during [`Endpoint::join`].
-pub struct Endpoint {
+/// The listener of one rank. It is bound before its address is given to the peers, which connect to
+/// it during [`RankListener::join`].
+pub struct RankListener {
     listener: TcpListener,
 }
 
-/// Aborts a group from any thread, also while the group is being joined.
+/// A handle that aborts a group from any thread, also while the group is being joined.
 #[derive(Clone)]
 pub struct AbortHandle(Arc<GroupHealth>);
 
 impl AbortHandle {
-    /// Creates the handle to pass to [`Endpoint::join`] as `rank` of `world` ranks.
+    /// Creates the handle that `rank` of `world` ranks passes to [`RankListener::join`].
     pub fn new(rank: usize, world: usize) -> Result<Self> {
-        let health = GroupHealth::new(rank, world).map_err(CommError::transport("create an eventfd"))?;
+        let health =
+            GroupHealth::new(rank, world).map_err(CommError::from_failed_operation("create an eventfd"))?;
         Ok(AbortHandle(Arc::new(health)))
     }
 
-    /// Makes joining, and every waiting and later collective, fail with [`CommError::Aborted`].
+    /// Aborts the group: joining, and every waiting and later collective, fails with
+    /// [`CommError::Aborted`].
     pub fn abort(&self, reason: &str) {
-        self.0.abort(&AbortReason::requested(reason));
+        self.0.abort(&AbortReason::from_request(reason));
     }
 }
 
-impl Endpoint {
-    /// Listens at a port that the operating system selects.
+impl RankListener {
+    /// Listens at `address`, on a port that the operating system selects.
     pub fn bind(address: IpAddr) -> std::io::Result<Self> {
         let listener = TcpListener::bind((address, 0))?;
         // The backlog of std is too short for a thousand peers that connect at once.
-        nix::sys::socket::listen(&listener, nix::sys::socket::Backlog::new(BACKLOG)?)?;
-        Ok(Endpoint { listener })
+        nix::sys::socket::listen(&listener, nix::sys::socket::Backlog::new(LISTEN_BACKLOG)?)?;
+        Ok(RankListener { listener })
     }
 
-    /// The address on which it listens.
+    /// Returns the address and port of the listener.
     pub fn address(&self) -> std::io::Result<SocketAddr> {
         self.listener.local_addr()
     }
 
-    /// Joins the group, and returns when all peers have authenticated themselves.
+    /// Joins the group. Blocks until all peers have joined and authenticated themselves.
     ///
-    /// `memory` is one memfd that the ranks of this host share (see [`ShmComm::join`]); required if
-    /// the host has several ranks. Fails if a peer does not join within `limits.shm.join_timeout`.
+    /// `memory` is one memfd that the ranks of this host share (see [`ShmComm::join`]). It is
+    /// required if the host has several ranks. Fails if a peer does not join within
+    /// `limits.shm.join_timeout`.
     pub fn join(
         self,
         group: &GroupSpec,
@@ -141,7 +145,7 @@ impl Endpoint {
         let rank = group.rank;
         let topology = Topology::new(rank, &hosts)?;
         let health = &abort_handle.0;
-        self.connect(group, memory, limits, topology, health).inspect_err(|error| {
+        self.connect_to_peers(group, memory, limits, topology, health).inspect_err(|error| {
             // Ranks that have joined already learn why this rank is missing.
             health.abort(&match error {
                 CommError::Aborted(reason) => reason.clone(),
@@ -153,7 +157,8 @@ impl Endpoint {
         })
     }
 
-    fn connect(
+    /// Joins the shared memory, connects to all peers, and starts the thread that monitors them.
+    fn connect_to_peers(
         self,
         group: &GroupSpec,
         memory: Option<OwnedFd>,
@@ -181,7 +186,7 @@ impl Endpoint {
             timeout: limits.shm.join_timeout,
             silence_timeout: limits.silence_timeout,
         };
-        let streams = setup.connect_all(&self.listener)?;
+        let streams = setup.connect_to_all_peers(&self.listener)?;
         drop(self.listener); // from here on other processes find the port closed
         let (data, control): (Vec<_>, Vec<_>) =
             streams.into_iter().partition(|(_, kind, _)| *kind == ConnectionKind::Data);
@@ -192,18 +197,18 @@ impl Endpoint {
         let control = control.into_iter().map(|(rank, _, stream)| (rank as usize, stream)).collect();
         let (silence_timeout, join_timeout) = (limits.silence_timeout, limits.shm.join_timeout);
         let monitor = PeerMonitor::new(health.clone(), control, silence_timeout, join_timeout)
-            .map_err(CommError::transport("set up the control connections"))?;
+            .map_err(CommError::from_failed_operation("set up the control connections"))?;
         let thread = std::thread::Builder::new()
             .name("comm-monitor".into())
             .spawn(|| monitor.run())
-            .map_err(CommError::transport("start the thread that monitors the peers"))?;
-        let call_state = Mutex::new(CallState { calls: 0, connections, scratch: Buf::zeroed(0) });
+            .map_err(CommError::from_failed_operation("start the thread that monitors the peers"))?;
+        let call_state = Mutex::new(TcpCallState { calls: 0, connections, scratch: Buf::zeroed(0) });
         let health = health.clone();
         Ok(TcpComm { topology, health, shm, limits, call_state, monitor: Some(thread) })
     }
 }
 
-/// Joins the shared memory of this host, if the host has several ranks.
+/// Joins the shared memory of this host. Returns `None` if the host has only this rank.
 fn join_shared_memory(
     topology: &Topology,
     memory: Option<OwnedFd>,
@@ -231,22 +236,22 @@ pub struct TcpComm {
     shm: Option<Arc<ShmComm>>,
     limits: TcpLimits,
     /// Serializes the collectives of this rank.
-    call_state: Mutex<CallState>,
+    call_state: Mutex<TcpCallState>,
     monitor: Option<JoinHandle<()>>,
 }
 
-/// How far one rank is, its connections and its reusable memory.
-struct CallState {
+/// The progress of one rank, with its connections and its reusable memory.
+struct TcpCallState {
     /// Collectives called so far.
     calls: u64,
-    /// By rank: the data connection. `None` for the ranks of this host.
+    /// By rank: the data connection, or `None` for a rank of this host.
     connections: Vec<Option<DataConnection>>,
-    /// Where received pieces are assembled before they are summed or delivered. Kept for the next
-    /// call.
+    /// Memory in which received pieces are assembled before they are summed or delivered. The next
+    /// call reuses it.
     scratch: Buf,
 }
 
-/// The first `len` elements of `scratch`, which is replaced by a larger buffer if necessary.
+/// Returns the first `len` elements of `scratch`. Replaces the buffer by a larger one if necessary.
 fn reserve_scratch(scratch: &mut Buf, len: usize) -> &mut [f32] {
     if scratch.len() < len {
         *scratch = Buf::zeroed(0); // free the old buffer before allocating the new one
@@ -255,7 +260,7 @@ fn reserve_scratch(scratch: &mut Buf, len: usize) -> &mut [f32] {
     &mut scratch.host_mut()[..len]
 }
 
-/// Aborts the group if a sink panics, so that peers do not wait for this rank.
+/// Aborts the group if it is dropped by a panic of a sink, so that peers do not wait for this rank.
 struct AbortOnPanic<'a>(&'a TcpComm);
 
 impl Drop for AbortOnPanic<'_> {
@@ -267,15 +272,17 @@ impl Drop for AbortOnPanic<'_> {
 }
 
 impl TcpComm {
+    /// Returns this rank and the size of its group.
     fn position(&self) -> GroupPosition {
         GroupPosition { rank: self.topology.rank, world: self.topology.world() }
     }
 
-    /// Begins a collective. Fails if the group is aborted or the arguments are invalid.
+    /// Locks the call state and numbers the call. Fails if the group is aborted or the arguments
+    /// are invalid; invalid arguments abort the group.
     fn begin_call(
         &self,
         call: std::result::Result<CollectiveCall, ArgumentError>,
-    ) -> Result<(MutexGuard<'_, CallState>, CollectiveCall)> {
+    ) -> Result<(MutexGuard<'_, TcpCallState>, CollectiveCall)> {
         let rank = self.rank();
         let mut call_state = self.call_state.lock().map_err(|_| {
             let reason = AbortReason::RankPanicked { rank };
@@ -286,15 +293,16 @@ impl TcpComm {
             return Err(CommError::Aborted(reason));
         }
         let call = call
-            .map_err(|error| self.abort_with(CommError::InvalidArguments { rank, error }))?
+            .map_err(|error| self.abort_on_error(CommError::InvalidArguments { rank, error }))?
             .with_number(call_state.calls);
         call_state.calls += 1;
         Ok((call_state, call))
     }
 
-    /// Aborts the group because of `error`, so that the peers learn why this rank cannot continue.
-    fn abort_with(&self, error: CommError) -> CommError {
-        self.health.abort(&error.abort_reason(self.rank()));
+    /// Aborts the group because of `error`, so that peers learn why this rank cannot continue.
+    /// Returns `error`, or the reason of an earlier abort.
+    fn abort_on_error(&self, error: CommError) -> CommError {
+        self.health.abort(&error.to_abort_reason(self.rank()));
         match error {
             // Another reason may have been given first.
             CommError::Aborted(reason) => CommError::Aborted(self.health.abort_reason().unwrap_or(reason)),
@@ -302,20 +310,21 @@ impl TcpComm {
         }
     }
 
-    /// Runs one step over the network. An error aborts the group.
+    /// Runs one step over the network and blocks until it is complete. An error aborts the group.
     fn run_network_step(
         &self,
         connections: &mut [Option<DataConnection>],
         call: &CollectiveCall,
         buf: &mut [u8],
-        transfers: &mut [Transfer],
+        transfers: &mut [PeerTransfer],
     ) -> Result<()> {
         let timeout = self.limits.shm.collective_timeout;
         let step = NetworkStep { topology: &self.topology, health: &self.health, call, timeout };
-        step.run(connections, buf, transfers).map_err(|error| self.abort_with(error))
+        step.run(connections, buf, transfers).map_err(|error| self.abort_on_error(error))
     }
 
-    /// Replicates `buf` on all ranks: every rank r already has `parts[r]`.
+    /// Distributes the parts of `buf` to all ranks. Before the call, each rank r has only
+    /// `parts[r]`.
     fn replicate(
         &self,
         connections: &mut [Option<DataConnection>],
@@ -324,11 +333,11 @@ impl TcpComm {
         parts: &[Range<usize>],
     ) -> Result<()> {
         let (topology, me) = (&self.topology, self.topology.rank);
-        let mut transfers: Vec<Transfer> = topology
+        let mut transfers: Vec<PeerTransfer> = topology
             .remote_ranks()
             .map(|r| {
-                let source = topology.sends_to(me, r).then(|| SendSource::Buffer(parts[me].clone()));
-                Transfer::new(r, source, topology.sends_to(r, me).then(|| parts[r].clone()))
+                let source = topology.sends_replica_to(me, r).then(|| SendSource::Buffer(parts[me].clone()));
+                PeerTransfer::new(r, source, topology.sends_replica_to(r, me).then(|| parts[r].clone()))
             })
             .filter(|t| t.source.is_some() || t.recv_range.is_some())
             .collect();
@@ -336,16 +345,16 @@ impl TcpComm {
         let Some(shm) = &self.shm else { return Ok(()) };
         let mut local_parts: Vec<Vec<Range<usize>>> = vec![Vec::new(); topology.local_ranks().len()];
         for (rank, part) in parts.iter().enumerate() {
-            local_parts[topology.local_receiver(rank)].push(part.clone());
+            local_parts[topology.find_local_receiver(rank)].push(part.clone());
         }
-        shm.replicate(&mut shm.lock_call_state(), call, buf, &local_parts)
-            .map_err(|error| self.abort_with(error))
+        shm.replicate_ranges(&mut shm.lock_call_state(), call, buf, &local_parts)
+            .map_err(|error| self.abort_on_error(error))
     }
 
     /// Sends `messages[r]` to rank r, and receives the message of rank r in `buf[recv_ranges[r]]`.
     ///
     /// The entries of this rank itself are ignored.
-    fn exchange(
+    fn exchange_messages(
         &self,
         connections: &mut [Option<DataConnection>],
         call: &CollectiveCall,
@@ -355,19 +364,19 @@ impl TcpComm {
     ) -> Result<()> {
         let transfer = |r: usize| {
             let source = SendSource::Message(messages[r].clone());
-            Transfer::new(r, Some(source), Some(recv_ranges[r].clone()))
+            PeerTransfer::new(r, Some(source), Some(recv_ranges[r].clone()))
         };
-        let mut transfers: Vec<Transfer> = self.topology.remote_ranks().map(transfer).collect();
+        let mut transfers: Vec<PeerTransfer> = self.topology.remote_ranks().map(transfer).collect();
         self.run_network_step(connections, call, buf, &mut transfers)?;
         let Some(shm) = &self.shm else { return Ok(()) };
         let local_ranks = self.topology.local_ranks();
         let messages: Vec<OutgoingMessage> = local_ranks.iter().map(|&r| messages[r].clone()).collect();
         let recv_ranges: Vec<Range<usize>> = local_ranks.iter().map(|&r| recv_ranges[r].clone()).collect();
-        shm.exchange(&mut shm.lock_call_state(), call, &messages, buf, &recv_ranges)
-            .map_err(|error| self.abort_with(error))
+        shm.exchange_messages(&mut shm.lock_call_state(), call, &messages, buf, &recv_ranges)
+            .map_err(|error| self.abort_on_error(error))
     }
 
-    /// Gathers one number from every rank.
+    /// Gathers one number from every rank. Returns the numbers by rank.
     fn all_gather_u64(
         &self,
         connections: &mut [Option<DataConnection>],
@@ -376,22 +385,23 @@ impl TcpComm {
     ) -> Result<Vec<u64>> {
         let mut numbers = vec![0u64; self.world()];
         numbers[self.rank()] = number;
-        let parts = consecutive_ranges(&vec![size_of::<u64>(); self.world()]);
+        let parts = compute_consecutive_ranges(&vec![size_of::<u64>(); self.world()]);
         self.replicate(connections, call, bytemuck::cast_slice_mut(&mut numbers), &parts)?;
         Ok(numbers)
     }
 
-    /// Elements of the private buffer, if the largest piece has `largest_piece`.
-    fn scratch_elements(&self, largest_piece: usize) -> usize {
+    /// Computes the limit of the private buffer in elements, if the largest piece has
+    /// `largest_piece` elements.
+    fn compute_scratch_elements(&self, largest_piece: usize) -> usize {
         let window = WINDOW_FACTOR * self.limits.shm.staging_bytes / size_of::<f32>();
         window.max(largest_piece.saturating_mul(2))
     }
 
-    /// Receives the pieces of one window of an ordered reduce-scatter, then passes them to the
+    /// Receives the pieces of one window of an ordered reduce-scatter, and then passes them to the
     /// sink.
     fn exchange_window(
         &self,
-        call_state: &mut CallState,
+        call_state: &mut TcpCallState,
         call: &CollectiveCall,
         partials: &[&[u8]],
         window: &[Range<usize>],
@@ -400,16 +410,16 @@ impl TcpComm {
     ) -> Result<()> {
         let me = self.rank();
         let lens: Vec<usize> = counts.iter().map(|n| n * size_of::<f32>()).collect();
-        let parts = consecutive_ranges(&lens);
+        let parts = compute_consecutive_ranges(&lens);
         let sent = &partials[window[me].clone()];
         let messages: Vec<OutgoingMessage> =
             parts.iter().map(|part| OutgoingMessage { parts: sent, range: part.clone() }).collect();
         let recv_len = |(r, w): (usize, &Range<usize>)| if r == me { 0 } else { w.len() * lens[me] };
         let recv_lens: Vec<usize> = window.iter().enumerate().map(recv_len).collect();
-        let recv_ranges = consecutive_ranges(&recv_lens);
-        let CallState { connections, scratch, .. } = call_state;
+        let recv_ranges = compute_consecutive_ranges(&recv_lens);
+        let TcpCallState { connections, scratch, .. } = call_state;
         let buf = reserve_scratch(scratch, recv_lens.iter().sum::<usize>() / size_of::<f32>());
-        self.exchange(connections, call, &messages, bytemuck::cast_slice_mut(buf), &recv_ranges)?;
+        self.exchange_messages(connections, call, &messages, bytemuck::cast_slice_mut(buf), &recv_ranges)?;
         for (rank, indices) in window.iter().enumerate() {
             for (k, i) in indices.clone().enumerate() {
                 let piece: &[f32] = match rank == me {
@@ -425,12 +435,12 @@ impl TcpComm {
         Ok(())
     }
 
-    /// Sums one range of `send` over all ranks into `out`, in one exchange step.
+    /// Sums the range `ranges[r]` of `send` over all ranks on each rank r, in one exchange step.
     ///
-    /// Rank r sums the elements `ranges[r]`, so `out.len() == ranges[me].len()`.
+    /// This rank stores its sum in `out`, which is as long as its range.
     fn reduce_scatter_ranges(
         &self,
-        call_state: &mut CallState,
+        call_state: &mut TcpCallState,
         call: &CollectiveCall,
         send: &[f32],
         ranges: &[Range<usize>],
@@ -441,10 +451,10 @@ impl TcpComm {
         let message = |r: &Range<usize>| OutgoingMessage { parts: &bytes, range: r.start * 4..r.end * 4 };
         let messages: Vec<OutgoingMessage> = ranges.iter().map(message).collect();
         let recv_lens: Vec<usize> = (0..self.world()).map(|r| if r == me { 0 } else { n * 4 }).collect();
-        let recv_ranges = consecutive_ranges(&recv_lens);
-        let CallState { connections, scratch, .. } = call_state;
+        let recv_ranges = compute_consecutive_ranges(&recv_lens);
+        let TcpCallState { connections, scratch, .. } = call_state;
         let buf = reserve_scratch(scratch, n * (self.world() - 1));
-        self.exchange(connections, call, &messages, bytemuck::cast_slice_mut(buf), &recv_ranges)?;
+        self.exchange_messages(connections, call, &messages, bytemuck::cast_slice_mut(buf), &recv_ranges)?;
         let addend = |r: usize| match r == me {
             true => &send[ranges[me].clone()],
             false => &buf[recv_ranges[r].start / 4..][..n],
@@ -453,36 +463,37 @@ impl TcpComm {
         Ok(())
     }
 
-    /// Computes the whole sum on every rank, in one replication step.
+    /// Runs an all-reduce in one replication step: every rank computes the whole sum.
     fn all_reduce_small(
         &self,
-        call_state: &mut CallState,
+        call_state: &mut TcpCallState,
         call: &CollectiveCall,
         x: &mut [f32],
     ) -> Result<()> {
         let (world, me, n) = (self.world(), self.rank(), x.len());
-        let CallState { connections, scratch, .. } = call_state;
+        let TcpCallState { connections, scratch, .. } = call_state;
         let buf = reserve_scratch(scratch, world * n);
         buf[me * n..][..n].copy_from_slice(x);
-        let parts = consecutive_ranges(&vec![n * 4; world]);
+        let parts = compute_consecutive_ranges(&vec![n * 4; world]);
         self.replicate(connections, call, bytemuck::cast_slice_mut(buf), &parts)?;
         let addends: Vec<&[f32]> = (0..world).map(|r| &buf[r * n..][..n]).collect();
         tree_sum(x, &addends);
         Ok(())
     }
 
-    /// Sums block by block: each rank sums its share, then the shares are replicated.
+    /// Runs an all-reduce block by block: each rank sums its share of the block, and then the
+    /// shares are replicated.
     fn all_reduce_large(
         &self,
-        call_state: &mut CallState,
+        call_state: &mut TcpCallState,
         call: &CollectiveCall,
         x: &mut [f32],
     ) -> Result<()> {
         let (world, me) = (self.world(), self.rank());
-        let block_len = self.scratch_elements(0).max(world);
+        let block_len = self.compute_scratch_elements(0).max(world);
         for block in x.chunks_mut(block_len) {
             let shares: Vec<Range<usize>> =
-                (0..world).map(|r| call::even_share(block.len(), r, world)).collect();
+                (0..world).map(|r| call::compute_even_share(block.len(), r, world)).collect();
             let mut sum = vec![0.0; shares[me].len()];
             self.reduce_scatter_ranges(call_state, call, block, &shares, &mut sum)?;
             block[shares[me].clone()].copy_from_slice(&sum);
@@ -494,9 +505,9 @@ impl TcpComm {
     }
 }
 
-/// The ranges of parts of these lengths that are stored one after the other.
-fn consecutive_ranges(lens: &[usize]) -> Vec<Range<usize>> {
-    call::offsets(lens).into_iter().zip(lens).map(|(start, n)| start..start + n).collect()
+/// Computes the ranges of parts with the lengths `lens` that are stored one after the other.
+fn compute_consecutive_ranges(lens: &[usize]) -> Vec<Range<usize>> {
+    call::compute_offsets(lens).into_iter().zip(lens).map(|(start, n)| start..start + n).collect()
 }
 
 impl Comm for TcpComm {
@@ -510,10 +521,10 @@ impl Comm for TcpComm {
 
     fn all_gather(&self, recv: ViewMut, send: View, counts: &[usize]) -> Result<()> {
         let shapes = (BufferShape::new(recv.as_view()), BufferShape::new(send));
-        let call = CollectiveCall::all_gather(self.position(), shapes.0, shapes.1, counts);
+        let call = CollectiveCall::describe_all_gather(self.position(), shapes.0, shapes.1, counts);
         let (mut call_state, call) = self.begin_call(call)?;
         let lens: Vec<usize> = counts.iter().map(|n| n * shapes.1.element_bytes).collect();
-        let parts = consecutive_ranges(&lens);
+        let parts = compute_consecutive_ranges(&lens);
         let recv = recv.bytes();
         recv[parts[self.rank()].clone()].copy_from_slice(send.bytes());
         self.replicate(&mut call_state.connections, &call, recv, &parts)
@@ -526,7 +537,7 @@ impl Comm for TcpComm {
         sink: &mut PartialSink,
     ) -> Result<()> {
         let lens = partials.iter().map(View::len);
-        let call = CollectiveCall::reduce_scatter_ordered(self.position(), lens, counts);
+        let call = CollectiveCall::describe_reduce_scatter_ordered(self.position(), lens, counts);
         let (mut call_state, call) = self.begin_call(call)?;
         let _guard = AbortOnPanic(self);
         let partials: Vec<&[u8]> = partials.iter().map(|p| bytemuck::cast_slice(p.host())).collect();
@@ -535,23 +546,23 @@ impl Comm for TcpComm {
         if let Some(rank) = partial_counts.iter().position(|&n| n > MAX_PARTIALS) {
             let (partials, limit) = (partial_counts[rank], MAX_PARTIALS);
             let mismatch = CallMismatch::TooManyPartials { rank, partials, limit };
-            return Err(self.abort_with(CommError::Mismatch(mismatch)));
+            return Err(self.abort_on_error(CommError::Mismatch(mismatch)));
         }
         let partial_counts: Vec<usize> = partial_counts.into_iter().map(|n| n as usize).collect();
-        let max_elements = self.scratch_elements(counts.iter().copied().max().unwrap_or(0));
-        for window in partition_windows(&partial_counts, counts, max_elements) {
+        let max_elements = self.compute_scratch_elements(counts.iter().copied().max().unwrap_or(0));
+        for window in partition_into_windows(&partial_counts, counts, max_elements) {
             self.exchange_window(&mut call_state, &call, &partials, &window, counts, sink)?;
         }
         Ok(())
     }
 
     fn reduce_scatter(&self, recv: ViewMut, send: View, counts: &[usize]) -> Result<()> {
-        let call = CollectiveCall::reduce_scatter(self.position(), recv.len(), send.len(), counts);
+        let call = CollectiveCall::describe_reduce_scatter(self.position(), recv.len(), send.len(), counts);
         let (mut call_state, call) = self.begin_call(call)?;
         let (recv, send) = (recv.host(), send.host());
-        let starts = call::offsets(counts);
+        let starts = call::compute_offsets(counts);
         let longest = counts.iter().copied().max().unwrap_or(0);
-        let chunk_len = (self.scratch_elements(0) / self.world()).max(1);
+        let chunk_len = (self.compute_scratch_elements(0) / self.world()).max(1);
         let mut offset = 0;
         loop {
             let chunk = |r: usize| counts[r].min(offset)..counts[r].min(offset + chunk_len);
@@ -567,7 +578,7 @@ impl Comm for TcpComm {
     }
 
     fn all_reduce(&self, x: ViewMut) -> Result<()> {
-        let (mut call_state, call) = self.begin_call(Ok(CollectiveCall::all_reduce(x.len())))?;
+        let (mut call_state, call) = self.begin_call(Ok(CollectiveCall::describe_all_reduce(x.len())))?;
         let x = x.host();
         match size_of_val(x) <= MAX_SINGLE_STEP_BYTES {
             true => self.all_reduce_small(&mut call_state, &call, x),
@@ -576,7 +587,7 @@ impl Comm for TcpComm {
     }
 
     fn broadcast(&self, x: ViewMut, root: usize) -> Result<()> {
-        let call = CollectiveCall::broadcast(self.position(), x.len(), root);
+        let call = CollectiveCall::describe_broadcast(self.position(), x.len(), root);
         let (mut call_state, call) = self.begin_call(call)?;
         let x: &mut [u8] = bytemuck::cast_slice_mut(x.host());
         let part = |r: usize| if r == root { 0..x.len() } else { 0..0 };
@@ -592,29 +603,37 @@ impl Comm for TcpComm {
         send_counts: &[usize],
     ) -> Result<()> {
         let shapes = (BufferShape::new(recv.as_view()), BufferShape::new(send));
-        let call = CollectiveCall::all_to_all(self.position(), shapes.0, recv_counts, shapes.1, send_counts);
+        let call = CollectiveCall::describe_all_to_all(
+            self.position(),
+            shapes.0,
+            recv_counts,
+            shapes.1,
+            send_counts,
+        );
         let (mut call_state, call) = self.begin_call(call)?;
         let size = shapes.1.element_bytes;
-        let to_ranges =
-            |counts: &[usize]| consecutive_ranges(&counts.iter().map(|n| n * size).collect::<Vec<_>>());
+        let to_ranges = |counts: &[usize]| {
+            compute_consecutive_ranges(&counts.iter().map(|n| n * size).collect::<Vec<_>>())
+        };
         let (recv_ranges, send_ranges) = (to_ranges(recv_counts), to_ranges(send_counts));
         let parts = [send.bytes()];
         let (recv, me) = (recv.bytes(), self.rank());
         recv[recv_ranges[me].clone()].copy_from_slice(&parts[0][send_ranges[me].clone()]);
         let message = |r: &Range<usize>| OutgoingMessage { parts: &parts, range: r.clone() };
         let messages: Vec<OutgoingMessage> = send_ranges.iter().map(message).collect();
-        self.exchange(&mut call_state.connections, &call, &messages, recv, &recv_ranges)
+        self.exchange_messages(&mut call_state.connections, &call, &messages, recv, &recv_ranges)
     }
 
     fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
-        let (mut call_state, call) = self.begin_call(CollectiveCall::all_gather_bytes(bytes.len()))?;
+        let (mut call_state, call) =
+            self.begin_call(CollectiveCall::describe_all_gather_bytes(bytes.len()))?;
         let lens = self.all_gather_u64(&mut call_state.connections, &call, bytes.len() as u64)?;
         let limit = crate::MAX_GATHER_BYTES as u64;
         if let Some(rank) = lens.iter().position(|&n| n > limit) {
             let mismatch = CallMismatch::TooManyBytes { rank, bytes: lens[rank], limit };
-            return Err(self.abort_with(CommError::Mismatch(mismatch)));
+            return Err(self.abort_on_error(CommError::Mismatch(mismatch)));
         }
-        let parts = consecutive_ranges(&lens.iter().map(|&n| n as usize).collect::<Vec<_>>());
+        let parts = compute_consecutive_ranges(&lens.iter().map(|&n| n as usize).collect::<Vec<_>>());
         let mut gathered = vec![0; parts.last().map_or(0, |p| p.end)];
         gathered[parts[self.rank()].clone()].copy_from_slice(bytes);
         self.replicate(&mut call_state.connections, &call, &mut gathered, &parts)?;
@@ -622,12 +641,12 @@ impl Comm for TcpComm {
     }
 
     fn barrier(&self) -> Result<()> {
-        let (mut call_state, call) = self.begin_call(Ok(CollectiveCall::barrier()))?;
+        let (mut call_state, call) = self.begin_call(Ok(CollectiveCall::describe_barrier()))?;
         self.replicate(&mut call_state.connections, &call, &mut [], &vec![0..0; self.world()])
     }
 
     fn abort(&self, reason: &str) {
-        self.health.abort(&AbortReason::requested(reason));
+        self.health.abort(&AbortReason::from_request(reason));
     }
 
     fn abort_reason(&self) -> Option<AbortReason> {
@@ -644,13 +663,14 @@ impl Drop for TcpComm {
         if let Some(shm) = &self.shm {
             shm.leave();
         }
-        // After the farewell: a peer that needs this rank finds the end of its data and the reason.
+        // The connections are closed after the farewell, so that a peer that needs this rank knows
+        // why its data ended.
         if let Ok(call_state) = self.call_state.get_mut() {
             call_state.connections.clear();
         }
         if let Some(monitor) = self.monitor.take() {
-            // The thread ends within a named limit (`peer_monitor.rs`). A panic of it is irrelevant
-            // now.
+            // The thread ends within `LEAVE_TIMEOUT` (`peer_monitor.rs`). A panic of the thread is
+            // irrelevant now.
             _ = monitor.join();
         }
     }

@@ -33,48 +33,50 @@ fn main() {
     }
     for n in threads {
         let fits = |cpu: &Cpu| cpu.describe().starts_with(&level);
-        let cpu =
-            Cpu::all_instruction_sets(n).into_iter().find(fits).expect("an instruction set of this machine");
+        let cpu = Cpu::new_for_all_instruction_sets(n)
+            .into_iter()
+            .find(fits)
+            .expect("an instruction set of this machine");
         let peak = cpu.measure_peak_flops(Duration::from_millis(300));
         println!(
             "\n{}: FMA peak {:.0} GFLOP/s, memcpy {:.1} GB/s",
             cpu.describe(),
             peak / 1e9,
-            memcpy() / 1e9
+            measure_memcpy() / 1e9
         );
         for &m in &rows {
             println!("rows {m}");
-            let bench = Bench { cpu: &cpu, peak, only: &only, m };
-            bench.matmuls();
-            bench.experts();
-            bench.attention();
-            bench.classifier();
-            bench.elementwise();
+            let ops_bench = OpsBench { cpu: &cpu, peak, only: &only, m };
+            ops_bench.bench_matmuls();
+            ops_bench.bench_experts();
+            ops_bench.bench_attention();
+            ops_bench.bench_classifier();
+            ops_bench.bench_row_ops();
             if "step".contains(&only) {
-                Step::new(&cpu, m).report(peak);
+                TrainingStep::new(&cpu, m).measure_and_report(peak);
             }
         }
         println!("scratch {:.1} MiB", cpu.scratch_bytes() as f64 / f64::from(1 << 20));
     }
 }
 
-/// Bytes copied per second, 32 MiB at a time.
-fn memcpy() -> f64 {
-    let (a, mut b) = (random(8 << 20), Buf::zeroed(8 << 20));
-    let seconds = best(|| b.host_mut().copy_from_slice(a.host()));
+/// Returns the bytes that are copied per second, 32 MiB at a time.
+fn measure_memcpy() -> f64 {
+    let (a, mut b) = (make_random_buf(8 << 20), Buf::zeroed(8 << 20));
+    let seconds = measure_fastest_run(|| b.host_mut().copy_from_slice(a.host()));
     (a.len() * 4) as f64 / seconds
 }
 
-/// Forward and backward of a whole model, as a training step runs them, and the update.
-struct Step<'a> {
+/// Forward pass, backward pass and optimizer update of a whole model, as a training step runs them.
+struct TrainingStep<'a> {
     cpu: &'a Cpu,
     shape: AttentionShape,
     starts: Vec<u32>,
     tokens: Vec<u32>,
     cos: Buf,
     sin: Buf,
-    layers: Vec<Layer>,
-    head: Weight,
+    layers: Vec<TransformerLayer>,
+    head: TrainedWeight,
     /// Residual stream, a branch of it, and the gradients of both.
     x: Buf,
     branch: Buf,
@@ -86,24 +88,24 @@ struct Step<'a> {
 }
 
 /// A parameter, its gradient and the optimizer's averages.
-struct Weight {
+struct TrainedWeight {
     w: Buf,
     dw: Buf,
     avg: Buf,
     avg_sq: Buf,
 }
 
-impl Weight {
+impl TrainedWeight {
     fn new(len: usize) -> Self {
         let (avg, avg_sq) = (Buf::zeroed(len), Buf::zeroed(len));
-        Weight { w: random(len), dw: Buf::zeroed(len), avg, avg_sq }
+        TrainedWeight { w: make_random_buf(len), dw: Buf::zeroed(len), avg, avg_sq }
     }
 }
 
-/// The parameters of a layer, and the activations that its backward pass needs.
-struct Layer {
-    norms: [Weight; 2],
-    matrices: [Weight; 4],
+/// Parameters of a layer, and the activations that its backward pass needs.
+struct TransformerLayer {
+    norms: [TrainedWeight; 2],
+    matrices: [TrainedWeight; 4],
     inputs: [Buf; 2],
     normed: [Buf; 2],
     rstd: [Buf; 2],
@@ -118,12 +120,12 @@ struct Layer {
 const MATRICES: [(usize, usize); 4] =
     [(3 * HIDDEN, HIDDEN), (HIDDEN, HIDDEN), (2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE)];
 
-impl<'a> Step<'a> {
+impl<'a> TrainingStep<'a> {
     fn new(cpu: &'a Cpu, m: usize) -> Self {
-        let layer = |_| Layer {
-            norms: [(); 2].map(|()| Weight::new(HIDDEN)),
-            matrices: MATRICES.map(|(n, k)| Weight::new(n * k)),
-            inputs: [(); 2].map(|()| random(m * HIDDEN)),
+        let layer = |_| TransformerLayer {
+            norms: [(); 2].map(|()| TrainedWeight::new(HIDDEN)),
+            matrices: MATRICES.map(|(n, k)| TrainedWeight::new(n * k)),
+            inputs: [(); 2].map(|()| make_random_buf(m * HIDDEN)),
             normed: [(); 2].map(|()| Buf::zeroed(m * HIDDEN)),
             rstd: [(); 2].map(|()| Buf::zeroed(m)),
             qkv: Buf::zeroed(m * 3 * HIDDEN),
@@ -133,15 +135,15 @@ impl<'a> Step<'a> {
             activated: Buf::zeroed(m * INTERMEDIATE),
         };
         let [x, branch, dx, dbranch] = [(); 4].map(|()| Buf::zeroed(m * HIDDEN));
-        Step {
+        TrainingStep {
             cpu,
             shape: AttentionShape::new(m / SEQUENCE, SEQUENCE, HEADS, HEADS, HEAD_DIM),
             starts: vec![0; m],
             tokens: (0..m).map(|i| (i * 977 % VOCABULARY) as u32).collect(),
-            cos: random(SEQUENCE * HEAD_DIM / 2),
-            sin: random(SEQUENCE * HEAD_DIM / 2),
+            cos: make_random_buf(SEQUENCE * HEAD_DIM / 2),
+            sin: make_random_buf(SEQUENCE * HEAD_DIM / 2),
             layers: (0..LAYERS).map(layer).collect(),
-            head: Weight::new(VOCABULARY * HIDDEN),
+            head: TrainedWeight::new(VOCABULARY * HIDDEN),
             x,
             branch,
             dx,
@@ -152,17 +154,19 @@ impl<'a> Step<'a> {
         }
     }
 
-    fn report(&mut self, peak: f64) {
+    /// Measures the training step and prints its times and rate. `peak` is the machine's peak in
+    /// FLOP/s.
+    fn measure_and_report(&mut self, peak: f64) {
         let m = self.tokens.len();
         let matrices: usize =
             LAYERS * MATRICES.iter().map(|(n, k)| n * k).sum::<usize>() + VOCABULARY * HIDDEN;
         let attention = LAYERS * self.shape.b * HEADS * SEQUENCE * (SEQUENCE + 1) * HEAD_DIM;
         let flops = (6 * m * matrices + 7 * attention) as f64;
-        let seconds = best(|| {
-            self.forward();
-            self.backward();
+        let seconds = measure_fastest_run(|| {
+            self.run_forward();
+            self.run_backward();
         });
-        let update = best(|| self.update());
+        let update = measure_fastest_run(|| self.update_weights());
         let rate = flops / seconds;
         println!(
             "  step: forward + backward {:.1} ms, {:.1} GFLOP/s, {:.1} % of peak, {:.0} tokens/s; update {:.1} ms",
@@ -174,7 +178,8 @@ impl<'a> Step<'a> {
         );
     }
 
-    fn forward(&mut self) {
+    /// Runs the forward pass, and the classifier with its gradients.
+    fn run_forward(&mut self) {
         let (cpu, m, d, f) = (self.cpu, self.tokens.len(), HIDDEN, INTERMEDIATE);
         cpu.embedding_forward(self.x.view_mut(), self.head.w.view(), &self.tokens, d);
         self.branch.host_mut().fill(0.0);
@@ -239,10 +244,11 @@ impl<'a> Step<'a> {
         let (dx, dw) = (self.dx.view_mut(), self.head.dw.view_mut());
         let grads = ClassifierGrads { dx, dw, dw_write: WriteMode::Overwrite, scale: 1.0 / m as f32 };
         let (x, w) = (self.x.view(), self.head.w.view());
-        cpu.classifier(self.loss.view_mut(), x, w, &self.tokens, m, d, VOCABULARY, Some(grads));
+        cpu.compute_classifier_loss(self.loss.view_mut(), x, w, &self.tokens, m, d, VOCABULARY, Some(grads));
     }
 
-    fn backward(&mut self) {
+    /// Runs the backward pass from the gradient of the classifier's input.
+    fn run_backward(&mut self) {
         let (cpu, m, d, f) = (self.cpu, self.tokens.len(), HIDDEN, INTERMEDIATE);
         for l in self.layers.iter_mut().rev() {
             for half in [1, 0] {
@@ -312,7 +318,8 @@ impl<'a> Step<'a> {
         cpu.embedding_backward(self.head.dw.view_mut(), self.dx.view(), &self.tokens, d);
     }
 
-    fn update(&mut self) {
+    /// Updates all parameters with AdamW.
+    fn update_weights(&mut self) {
         let h = AdamWHyperparams {
             lr: 1e-4,
             beta1: 0.9,
@@ -330,7 +337,8 @@ impl<'a> Step<'a> {
     }
 }
 
-fn random(len: usize) -> Buf {
+/// Creates a buffer of random numbers in −0.5..0.5.
+fn make_random_buf(len: usize) -> Buf {
     let mut b = Buf::zeroed(len);
     let mut state = 1u32;
     for x in b.host_mut() {
@@ -340,8 +348,8 @@ fn random(len: usize) -> Buf {
     b
 }
 
-/// Seconds of the fastest run of many.
-fn best(mut run: impl FnMut()) -> f64 {
+/// Runs a function many times and returns the seconds of the fastest run.
+fn measure_fastest_run(mut run: impl FnMut()) -> f64 {
     let (begin, mut best, mut runs) = (Instant::now(), f64::INFINITY, 0);
     while runs < 5 || (begin.elapsed() < Duration::from_millis(250) && runs < 1000) {
         let t = Instant::now();
@@ -352,26 +360,29 @@ fn best(mut run: impl FnMut()) -> f64 {
     best
 }
 
-struct Bench<'a> {
+/// Measurement of every op with `m` rows.
+struct OpsBench<'a> {
     cpu: &'a Cpu,
     peak: f64,
     only: &'a str,
     m: usize,
 }
 
-impl Bench<'_> {
-    /// Prints a line for an op with this number of floating-point operations.
-    fn flops(&self, name: &str, flops: usize, run: impl FnMut()) {
+impl OpsBench<'_> {
+    /// Measures an op and prints its rate. `flops` is the number of floating-point operations of
+    /// one run.
+    fn report_flops(&self, name: &str, flops: usize, run: impl FnMut()) {
         if name.contains(self.only) {
-            let rate = flops as f64 / best(run);
+            let rate = flops as f64 / measure_fastest_run(run);
             println!("  {name:34} {:8.1} GFLOP/s  {:5.1} % of peak", rate / 1e9, 100.0 * rate / self.peak);
         }
     }
 
-    /// Prints a line for an op that reads and writes this number of elements.
-    fn bytes(&self, name: &str, elements: usize, run: impl FnMut()) {
+    /// Measures an op and prints its bandwidth. `elements` is the number of elements that one run
+    /// reads and writes.
+    fn report_bytes(&self, name: &str, elements: usize, run: impl FnMut()) {
         if name.contains(self.only) {
-            let seconds = best(run);
+            let seconds = measure_fastest_run(run);
             println!(
                 "  {name:34} {:8.1} GB/s     {:7.1} µs",
                 4e-9 * elements as f64 / seconds,
@@ -380,7 +391,8 @@ impl Bench<'_> {
         }
     }
 
-    fn matmuls(&self) {
+    /// Measures the matmuls of a layer and of the output layer.
+    fn bench_matmuls(&self) {
         let (cpu, m) = (self.cpu, self.m);
         let shapes = [
             ("qkv", 3 * HIDDEN, HIDDEN),
@@ -390,16 +402,16 @@ impl Bench<'_> {
             ("head", VOCABULARY, HIDDEN),
         ];
         for (name, n, k) in shapes {
-            let (x, w, dy) = (random(m * k), random(n * k), random(m * n));
+            let (x, w, dy) = (make_random_buf(m * k), make_random_buf(n * k), make_random_buf(m * n));
             let (mut y, mut dx, mut dw) = (Buf::zeroed(m * n), Buf::zeroed(m * k), Buf::zeroed(n * k));
             let flops = 2 * m * n * k;
-            self.flops(&format!("{name} forward"), flops, || {
+            self.report_flops(&format!("{name} forward"), flops, || {
                 cpu.matmul_forward(y.view_mut(), x.view(), w.view(), m, n, k, WriteMode::Overwrite);
             });
-            self.flops(&format!("{name} backward input"), flops, || {
+            self.report_flops(&format!("{name} backward input"), flops, || {
                 cpu.matmul_backward_input(dx.view_mut(), dy.view(), w.view(), m, n, k, WriteMode::Overwrite);
             });
-            self.flops(&format!("{name} backward weight"), flops, || {
+            self.report_flops(&format!("{name} backward weight"), flops, || {
                 cpu.matmul_backward_weight(
                     dw.view_mut(),
                     dy.view(),
@@ -413,12 +425,16 @@ impl Bench<'_> {
         }
     }
 
-    /// Two of eight experts for each row, whose matrices are read from memory each time, because
-    /// those of other layers are in between.
-    fn experts(&self) {
+    /// Measures grouped matmuls: two of eight experts for each row. The matrices of the experts are
+    /// read from memory each time, because those of other layers are used in between.
+    fn bench_experts(&self) {
         let (cpu, rows, width) = (self.cpu, 2 * self.m, 512);
         for (name, n, k) in [("experts gate_up", 2 * width, HIDDEN), ("experts down", HIDDEN, width)] {
-            let (x, w, dy) = (random(rows * k), random(LAYERS * EXPERTS * n * k), random(rows * n));
+            let (x, w, dy) = (
+                make_random_buf(rows * k),
+                make_random_buf(LAYERS * EXPERTS * n * k),
+                make_random_buf(rows * n),
+            );
             let (mut y, mut dx) = (Buf::zeroed(rows * n), Buf::zeroed(rows * k));
             let mut dw = Buf::zeroed(EXPERTS * n * k);
             let group =
@@ -429,68 +445,71 @@ impl Bench<'_> {
                 layer = (layer + 1) % LAYERS;
                 w.view().slice(layer * EXPERTS * n * k..(layer + 1) * EXPERTS * n * k)
             };
-            self.flops(&format!("{name} forward"), flops, || {
+            self.report_flops(&format!("{name} forward"), flops, || {
                 cpu.grouped_forward(y.view_mut(), x.view(), next(), &groups, n, k);
             });
-            self.flops(&format!("{name} backward input"), flops, || {
+            self.report_flops(&format!("{name} backward input"), flops, || {
                 cpu.grouped_backward_input(dx.view_mut(), dy.view(), next(), &groups, n, k);
             });
-            self.flops(&format!("{name} backward weight"), flops, || {
+            self.report_flops(&format!("{name} backward weight"), flops, || {
                 cpu.grouped_backward_weight(dw.view_mut(), dy.view(), x.view(), &groups, n, k);
             });
         }
     }
 
-    fn attention(&self) {
+    /// Measures attention with and without grouped heads.
+    fn bench_attention(&self) {
         let (cpu, m) = (self.cpu, self.m);
         for kv_heads in [HEADS, 2] {
             let shape = AttentionShape::new(m / SEQUENCE, SEQUENCE, HEADS, kv_heads, HEAD_DIM);
-            let qkv = random(m * (HEADS + 2 * kv_heads) * HEAD_DIM);
-            let d_o = random(m * HIDDEN);
+            let qkv = make_random_buf(m * (HEADS + 2 * kv_heads) * HEAD_DIM);
+            let d_o = make_random_buf(m * HIDDEN);
             let (mut o, mut lse) = (Buf::zeroed(m * HIDDEN), Buf::zeroed(HEADS * m));
             let mut dqkv = Buf::zeroed(qkv.len());
             let starts = vec![0; m];
             // Half of two matmuls of t × t × head_dim (causal); the backward pass has five.
             let product = shape.b * HEADS * SEQUENCE * (SEQUENCE + 1) * HEAD_DIM;
-            self.flops(&format!("attention forward, {kv_heads} kv heads"), 2 * product, || {
+            self.report_flops(&format!("attention forward, {kv_heads} kv heads"), 2 * product, || {
                 cpu.attention_forward(o.view_mut(), lse.view_mut(), qkv.view(), &starts, shape);
             });
-            self.flops(&format!("attention backward, {kv_heads} kv heads"), 5 * product, || {
+            self.report_flops(&format!("attention backward, {kv_heads} kv heads"), 5 * product, || {
                 let (o, lse) = (o.view(), lse.view());
                 cpu.attention_backward(dqkv.view_mut(), d_o.view(), o, lse, qkv.view(), &starts, shape);
             });
         }
     }
 
-    fn classifier(&self) {
+    /// Measures the classifier with and without gradients.
+    fn bench_classifier(&self) {
         let (cpu, m, d, v) = (self.cpu, self.m, HIDDEN, VOCABULARY);
-        let (x, w) = (random(m * d), random(v * d));
+        let (x, w) = (make_random_buf(m * d), make_random_buf(v * d));
         let labels: Vec<u32> = (0..m).map(|i| (i * 31 % v) as u32).collect();
         let (mut loss, mut dx, mut dw) = (Buf::zeroed(m), Buf::zeroed(m * d), Buf::zeroed(v * d));
-        self.flops("classifier forward", 2 * m * d * v, || {
-            cpu.classifier(loss.view_mut(), x.view(), w.view(), &labels, m, d, v, None);
+        self.report_flops("classifier forward", 2 * m * d * v, || {
+            cpu.compute_classifier_loss(loss.view_mut(), x.view(), w.view(), &labels, m, d, v, None);
         });
-        self.flops("classifier forward + backward", 6 * m * d * v, || {
+        self.report_flops("classifier forward + backward", 6 * m * d * v, || {
             let (dx, dw) = (dx.view_mut(), dw.view_mut());
             let grads = ClassifierGrads { dx, dw, dw_write: WriteMode::Overwrite, scale: 1.0 };
-            cpu.classifier(loss.view_mut(), x.view(), w.view(), &labels, m, d, v, Some(grads));
+            cpu.compute_classifier_loss(loss.view_mut(), x.view(), w.view(), &labels, m, d, v, Some(grads));
         });
     }
 
-    fn elementwise(&self) {
+    /// Measures norms, RoPE, SwiGLU, the embedding and vector ops.
+    fn bench_row_ops(&self) {
         let (cpu, m, d, f) = (self.cpu, self.m, HIDDEN, INTERMEDIATE);
-        let (x, w, dy) = (random(m * d), random(d), random(m * d));
+        let (x, w, dy) = (make_random_buf(m * d), make_random_buf(d), make_random_buf(m * d));
         let (mut y, mut rstd) = (Buf::zeroed(m * d), Buf::zeroed(m));
-        self.bytes("rmsnorm forward", 2 * m * d, || {
+        self.report_bytes("rmsnorm forward", 2 * m * d, || {
             cpu.rmsnorm_forward(y.view_mut(), rstd.view_mut(), x.view(), w.view(), m, d, 1e-5);
         });
         let mut sum = Buf::zeroed(m * d);
-        self.bytes("add + rmsnorm forward", 4 * m * d, || {
+        self.report_bytes("add + rmsnorm forward", 4 * m * d, || {
             let (y, rstd) = (y.view_mut(), rstd.view_mut());
             cpu.add_rmsnorm_forward(y, rstd, sum.view_mut(), x.view(), w.view(), m, d, 1e-5);
         });
         let (mut dx, mut dw) = (Buf::zeroed(m * d), Buf::zeroed(d));
-        self.bytes("rmsnorm backward", 4 * m * d, || {
+        self.report_bytes("rmsnorm backward", 4 * m * d, || {
             let (dxv, dwv) = (dx.view_mut(), dw.view_mut());
             cpu.rmsnorm_backward(
                 dxv,
@@ -504,38 +523,41 @@ impl Bench<'_> {
                 WriteMode::Accumulate,
             );
         });
-        let mut qkv = random(m * 3 * d);
-        let (cos, sin) = (random(SEQUENCE * HEAD_DIM / 2), random(SEQUENCE * HEAD_DIM / 2));
-        self.bytes("rope forward, q and k", 4 * m * d, || {
+        let mut qkv = make_random_buf(m * 3 * d);
+        let (cos, sin) = (make_random_buf(SEQUENCE * HEAD_DIM / 2), make_random_buf(SEQUENCE * HEAD_DIM / 2));
+        self.report_bytes("rope forward, q and k", 4 * m * d, || {
             let (b, heads) = (m / SEQUENCE, 2 * HEADS);
             cpu.rope_forward(qkv.view_mut(), cos.view(), sin.view(), b, SEQUENCE, heads, HEAD_DIM, 3 * d);
         });
-        let (gate_up, mut dz) = (random(m * 2 * f), random(m * f));
+        let (gate_up, mut dz) = (make_random_buf(m * 2 * f), make_random_buf(m * f));
         let (mut z, mut dgate_up) = (Buf::zeroed(m * f), Buf::zeroed(m * 2 * f));
-        self.bytes("swiglu forward", 3 * m * f, || cpu.swiglu_forward(z.view_mut(), gate_up.view(), m, f));
-        self.bytes("swiglu backward", 6 * m * f, || {
+        self.report_bytes("swiglu forward", 3 * m * f, || {
+            cpu.swiglu_forward(z.view_mut(), gate_up.view(), m, f)
+        });
+        self.report_bytes("swiglu backward", 6 * m * f, || {
             cpu.swiglu_backward(dgate_up.view_mut(), dz.view_mut(), gate_up.view(), m, f);
         });
-        let table = random(VOCABULARY * d);
+        let table = make_random_buf(VOCABULARY * d);
         let mut dtable = Buf::zeroed(VOCABULARY * d);
         let tokens: Vec<u32> = (0..m).map(|i| (i * 977 % VOCABULARY) as u32).collect();
-        self.bytes("embedding forward", 2 * m * d, || {
+        self.report_bytes("embedding forward", 2 * m * d, || {
             cpu.embedding_forward(y.view_mut(), table.view(), &tokens, d);
         });
-        self.bytes("embedding backward", 3 * m * d, || {
+        self.report_bytes("embedding backward", 3 * m * d, || {
             cpu.embedding_backward(dtable.view_mut(), dy.view(), &tokens, d);
         });
-        self.flat();
+        self.bench_vector_ops();
     }
 
-    fn flat(&self) {
+    /// Measures elementwise ops, block sums and AdamW.
+    fn bench_vector_ops(&self) {
         let (cpu, len) = (self.cpu, 2 << 20);
-        let (mut p, g) = (random(len), random(len));
+        let (mut p, g) = (make_random_buf(len), make_random_buf(len));
         let (mut m, mut v) = (Buf::zeroed(len), Buf::zeroed(len));
-        self.bytes("add, 2 Mi elements", 3 * len, || cpu.add(m.view_mut(), g.view()));
-        self.bytes("scale", 2 * len, || cpu.scale(m.view_mut(), 0.5));
+        self.report_bytes("add, 2 Mi elements", 3 * len, || cpu.add(m.view_mut(), g.view()));
+        self.report_bytes("scale", 2 * len, || cpu.scale(m.view_mut(), 0.5));
         let mut norms = vec![0.0; len / NORM_BLOCK_LEN];
-        self.bytes("norm_blocks", len, || cpu.sum_squares_by_block(&mut norms, g.view()));
+        self.report_bytes("sum_squares_by_block", len, || cpu.sum_squares_by_block(&mut norms, g.view()));
         let h = AdamWHyperparams {
             lr: 1e-3,
             beta1: 0.9,
@@ -546,7 +568,7 @@ impl Bench<'_> {
             grad_scale: 0.5,
         };
         m.host_mut().fill(0.0);
-        self.bytes("adamw", 7 * len, || {
+        self.report_bytes("adamw", 7 * len, || {
             cpu.adamw(p.view_mut(), g.view(), m.view_mut(), v.view_mut(), &h);
         });
     }

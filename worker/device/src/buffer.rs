@@ -7,7 +7,7 @@
 use crate::huge_pages;
 use std::{alloc, marker::PhantomData, ops::Range, ptr::NonNull, sync::Arc};
 
-/// Alignment of every host buffer in bytes: one cache line, one AVX-512 register.
+/// Alignment of every host buffer in bytes: the size of a cache line and of an AVX-512 register.
 pub const BUFFER_ALIGNMENT: usize = 64;
 
 /// Element type of a buffer.
@@ -22,7 +22,7 @@ pub enum Dtype {
 }
 
 impl Dtype {
-    /// Bytes of an element.
+    /// Returns the size of an element in bytes.
     pub fn size(self) -> usize {
         match self {
             Dtype::F32 => 4,
@@ -31,7 +31,7 @@ impl Dtype {
     }
 }
 
-/// The owner of a buffer's memory, if that is not the Rust allocator.
+/// Owner of a buffer's memory that was not allocated by the Rust allocator.
 pub(crate) trait MemoryOwner: Send + Sync {
     /// Frees the memory of a dropped buffer.
     fn release(&self, address: u64, bytes: usize);
@@ -53,20 +53,20 @@ unsafe impl Send for Buf {}
 unsafe impl Sync for Buf {}
 
 impl Buf {
-    /// `len` zeros of `f32` on the host. Aborts the process when memory is exhausted, as `Vec`
-    /// does. `launch plan` estimates the memory beforehand.
+    /// Allocates `len` zeros of `f32` on the host. Aborts the process when memory is exhausted,
+    /// which `Vec` also does. `launch plan` estimates the memory beforehand.
     pub fn zeroed(len: usize) -> Self {
         Self::zeroed_as(Dtype::F32, len)
     }
 
-    /// `len` zeros of this type on the host, allocated as by [`Buf::zeroed`].
+    /// Allocates `len` zeros of this type on the host. Aborts the process when memory is exhausted.
     pub fn zeroed_as(dtype: Dtype, len: usize) -> Self {
         if len == 0 {
             return Buf { ptr: NonNull::<u64>::dangling().cast(), len, dtype, on_host: true, owner: None };
         }
-        let layout = Self::layout(len, dtype);
+        let layout = Self::allocation_layout(len, dtype);
         if layout.size() >= huge_pages::HUGE_PAGE_BYTES {
-            let Some((owner, ptr)) = huge_pages::zeroed(layout.size()) else {
+            let Some((owner, ptr)) = huge_pages::map_zeroed(layout.size()) else {
                 alloc::handle_alloc_error(layout)
             };
             return Buf { ptr, len, dtype, on_host: true, owner: Some(owner) };
@@ -77,8 +77,8 @@ impl Buf {
         Buf { ptr, len, dtype, on_host: true, owner: None }
     }
 
-    /// A buffer over GPU memory that `owner` allocated for it. The address is ignored if `len` is
-    /// 0.
+    /// Creates a buffer from GPU memory that `owner` has allocated for it. The address is ignored
+    /// if `len` is 0.
     pub(crate) fn from_device_allocation(
         owner: Arc<dyn MemoryOwner>,
         address: u64,
@@ -89,8 +89,8 @@ impl Buf {
         Buf { ptr, len, dtype, on_host: false, owner: Some(owner) }
     }
 
-    /// A buffer over host memory that `owner` allocated for it. The memory is zero and aligned to
-    /// [`BUFFER_ALIGNMENT`].
+    /// Creates a buffer from host memory that `owner` has allocated for it. The memory must be zero
+    /// and aligned to [`BUFFER_ALIGNMENT`].
     pub(crate) fn from_host_allocation(
         owner: Arc<dyn MemoryOwner>,
         ptr: NonNull<u8>,
@@ -100,12 +100,13 @@ impl Buf {
         Buf { ptr, len, dtype, on_host: true, owner: Some(owner) }
     }
 
-    /// A buffer of `len` elements of host memory at `ptr`. The buffer holds `owner`, which keeps
-    /// the memory valid.
+    /// Creates a buffer from `len` elements of host memory at `ptr`. The buffer holds `owner`,
+    /// which keeps the memory valid.
     ///
     /// # Safety
-    /// The elements are valid and aligned to their type, and are not accessed in any other way
-    /// while a view of the buffer is in use.
+    ///
+    /// The caller must ensure that the elements are valid and aligned to their type, and that
+    /// nothing else accesses them while a view of the buffer is in use.
     pub unsafe fn from_raw_parts(
         owner: Arc<dyn Send + Sync>,
         ptr: NonNull<u8>,
@@ -119,21 +120,22 @@ impl Buf {
         Self::from_host_allocation(Arc::new(SharedOwner(owner)), ptr, dtype, len)
     }
 
-    /// A copy of `src` on the host.
+    /// Copies `src` to a new host buffer.
     pub fn from_slice(src: &[f32]) -> Self {
         let mut b = Self::zeroed(src.len());
         b.host_mut().copy_from_slice(src);
         b
     }
 
-    /// A copy of `src`, which is in host memory, with the same element type.
+    /// Copies `src`, which must be in host memory, to a new host buffer with the same element type.
     pub fn from_view(src: View) -> Self {
         let mut b = Self::zeroed_as(src.dtype, src.len);
         b.view_mut().bytes().copy_from_slice(src.bytes());
         b
     }
 
-    fn layout(len: usize, dtype: Dtype) -> alloc::Layout {
+    /// Returns the layout of a host allocation of `len` elements, aligned to [`BUFFER_ALIGNMENT`].
+    fn allocation_layout(len: usize, dtype: Dtype) -> alloc::Layout {
         let elements = match dtype {
             Dtype::F32 => alloc::Layout::array::<f32>(len),
             Dtype::Bf16 | Dtype::F16 => alloc::Layout::array::<u16>(len),
@@ -141,22 +143,22 @@ impl Buf {
         elements.and_then(|l| l.align_to(BUFFER_ALIGNMENT)).expect("buffer length fits the address space")
     }
 
-    /// Number of elements.
+    /// Returns the number of elements.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// True if there are no elements.
+    /// Returns true if there are no elements.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Element type.
+    /// Returns the element type.
     pub fn dtype(&self) -> Dtype {
         self.dtype
     }
 
-    /// The whole buffer, to read.
+    /// Returns a view of the whole buffer, to read.
     pub fn view(&self) -> View<'_> {
         View {
             ptr: self.ptr.as_ptr(),
@@ -167,7 +169,7 @@ impl Buf {
         }
     }
 
-    /// The whole buffer, to write.
+    /// Returns a view of the whole buffer, to write.
     pub fn view_mut(&mut self) -> ViewMut<'_> {
         ViewMut {
             ptr: self.ptr.as_ptr(),
@@ -178,13 +180,13 @@ impl Buf {
         }
     }
 
-    /// The elements of a host buffer of `f32`. Panics for other buffers.
+    /// Returns the elements of a host buffer of `f32`. Panics for other buffers.
     #[track_caller]
     pub fn host(&self) -> &[f32] {
         self.view().host()
     }
 
-    /// The elements of a host buffer of `f32`, to write. Panics for other buffers.
+    /// Returns the elements of a host buffer of `f32`, to write. Panics for other buffers.
     #[track_caller]
     pub fn host_mut(&mut self) -> &mut [f32] {
         self.view_mut().host()
@@ -206,7 +208,7 @@ impl Drop for Buf {
             owner.release(self.ptr.as_ptr() as u64, self.len * self.dtype.size());
         } else {
             // SAFETY: `zeroed_as` allocated it with this layout.
-            unsafe { alloc::dealloc(self.ptr.as_ptr(), Self::layout(self.len, self.dtype)) }
+            unsafe { alloc::dealloc(self.ptr.as_ptr(), Self::allocation_layout(self.len, self.dtype)) }
         }
     }
 }
@@ -217,19 +219,19 @@ impl std::fmt::Debug for Buf {
     }
 }
 
-/// Panics if GPU memory is accessed as host memory.
+/// Panics if GPU memory is accessed as host memory. `on_host` is true for host memory.
 #[track_caller]
 fn expect_host(on_host: bool) {
     assert!(on_host, "a buffer in GPU memory is used as host memory");
 }
 
-/// Panics if elements are accessed as another type than theirs.
+/// Panics unless `is_expected`. The panic message names the actual type and the `expected` type.
 #[track_caller]
 fn expect_dtype(is_expected: bool, dtype: Dtype, expected: &str) {
     assert!(is_expected, "a buffer of {dtype:?} is used as {expected}");
 }
 
-/// A range of a buffer, to read.
+/// A shared range of a buffer, to read.
 #[derive(Clone, Copy)]
 pub struct View<'a> {
     ptr: *const u8,
@@ -245,39 +247,39 @@ unsafe impl Send for View<'_> {}
 unsafe impl Sync for View<'_> {}
 
 impl<'a> View<'a> {
-    /// Number of elements.
+    /// Returns the number of elements.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// True if there are no elements.
+    /// Returns true if there are no elements.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Element type.
+    /// Returns the element type.
     pub fn dtype(&self) -> Dtype {
         self.dtype
     }
 
-    /// True if the elements are in host memory.
+    /// Returns true if the elements are in host memory.
     pub fn is_on_host(&self) -> bool {
         self.on_host
     }
 
-    /// The address of the first element, in host or GPU memory.
+    /// Returns the address of the first element, in host or GPU memory.
     pub fn address(&self) -> u64 {
         self.ptr as u64
     }
 
-    /// A range of the view. Panics if it is out of bounds, like slicing.
+    /// Returns a range of the view. Panics if the range is out of bounds.
     pub fn slice(self, r: Range<usize>) -> View<'a> {
         assert!(r.start <= r.end && r.end <= self.len, "view range {r:?} is outside 0..{}", self.len);
         // SAFETY: within the allocation.
         View { ptr: unsafe { self.ptr.add(r.start * self.dtype.size()) }, len: r.len(), ..self }
     }
 
-    /// The elements of a host view of `f32`. Panics for other views.
+    /// Returns the elements of a host view of `f32`. Panics for other views.
     #[track_caller]
     pub fn host(self) -> &'a [f32] {
         expect_host(self.on_host);
@@ -286,7 +288,7 @@ impl<'a> View<'a> {
         unsafe { std::slice::from_raw_parts(self.ptr.cast(), self.len) }
     }
 
-    /// The bit patterns of a host view of 16-bit elements. Panics for other views.
+    /// Returns the bit patterns of a host view of 16-bit elements. Panics for other views.
     #[track_caller]
     pub fn half_bits(self) -> &'a [u16] {
         expect_host(self.on_host);
@@ -295,7 +297,7 @@ impl<'a> View<'a> {
         unsafe { std::slice::from_raw_parts(self.ptr.cast(), self.len) }
     }
 
-    /// The bytes of a host view. Panics for a view of GPU memory.
+    /// Returns the bytes of a host view. Panics for a view of GPU memory.
     pub fn bytes(self) -> &'a [u8] {
         expect_host(self.on_host);
         // SAFETY: the elements have no padding and outlive 'a.
@@ -324,29 +326,30 @@ unsafe impl Send for ViewMut<'_> {}
 unsafe impl Sync for ViewMut<'_> {}
 
 impl<'a> ViewMut<'a> {
-    /// Number of elements.
+    /// Returns the number of elements.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// True if there are no elements.
+    /// Returns true if there are no elements.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Element type.
+    /// Returns the element type.
     pub fn dtype(&self) -> Dtype {
         self.dtype
     }
 
-    /// A range of the view. Panics if it is out of bounds, like slicing.
+    /// Returns a range of the view. Panics if the range is out of bounds.
     pub fn slice(self, r: Range<usize>) -> ViewMut<'a> {
         assert!(r.start <= r.end && r.end <= self.len, "view range {r:?} is outside 0..{}", self.len);
         // SAFETY: within the allocation.
         ViewMut { ptr: unsafe { self.ptr.add(r.start * self.dtype.size()) }, len: r.len(), ..self }
     }
 
-    /// The ranges before and after index `mid`.
+    /// Divides the view into the ranges before and from index `mid`. Panics if `mid` is out of
+    /// bounds.
     pub fn split_at(self, mid: usize) -> (ViewMut<'a>, ViewMut<'a>) {
         assert!(mid <= self.len, "split index {mid} is outside 0..{}", self.len);
         // SAFETY: within the allocation; the parts do not overlap.
@@ -361,7 +364,7 @@ impl<'a> ViewMut<'a> {
         (ViewMut { len: mid, ..self }, rest)
     }
 
-    /// Borrows a range of the view.
+    /// Borrows a range of the view. Panics if the range is out of bounds.
     pub fn slice_mut(&mut self, r: Range<usize>) -> ViewMut<'_> {
         self.reborrow().slice(r)
     }
@@ -371,7 +374,7 @@ impl<'a> ViewMut<'a> {
         ViewMut { ptr: self.ptr, len: self.len, dtype: self.dtype, on_host: self.on_host, life: PhantomData }
     }
 
-    /// Converts the view into a read-only one.
+    /// Converts the view into a read-only view.
     pub fn into_view(self) -> View<'a> {
         View { ptr: self.ptr, len: self.len, dtype: self.dtype, on_host: self.on_host, life: PhantomData }
     }
@@ -381,7 +384,7 @@ impl<'a> ViewMut<'a> {
         View { ptr: self.ptr, len: self.len, dtype: self.dtype, on_host: self.on_host, life: PhantomData }
     }
 
-    /// The elements of a host view of `f32`. Panics for other views.
+    /// Returns the elements of a host view of `f32`. Panics for other views.
     #[track_caller]
     pub fn host(self) -> &'a mut [f32] {
         expect_host(self.on_host);
@@ -390,7 +393,7 @@ impl<'a> ViewMut<'a> {
         unsafe { std::slice::from_raw_parts_mut(self.ptr.cast(), self.len) }
     }
 
-    /// The bit patterns of a host view of 16-bit elements. Panics for other views.
+    /// Returns the bit patterns of a host view of 16-bit elements. Panics for other views.
     #[track_caller]
     pub fn half_bits(self) -> &'a mut [u16] {
         expect_host(self.on_host);
@@ -399,8 +402,8 @@ impl<'a> ViewMut<'a> {
         unsafe { std::slice::from_raw_parts_mut(self.ptr.cast(), self.len) }
     }
 
-    /// The bytes of a host view, to write; every bit pattern is a valid element. Panics for a view
-    /// of GPU memory.
+    /// Returns the bytes of a host view, to write. Every bit pattern is a valid element. Panics for
+    /// a view of GPU memory.
     pub fn bytes(self) -> &'a mut [u8] {
         expect_host(self.on_host);
         // SAFETY: the elements have no padding, any bytes are valid, and the range is exclusive for

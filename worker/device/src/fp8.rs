@@ -16,13 +16,13 @@ pub enum Fp8Format {
     E5M2,
 }
 
-/// Exponent of the smallest scale. With it, every fp8 number times the scale, and the product of
-/// two scales, is a normal `f32`.
+/// Exponent of the smallest scale. With this scale, every fp8 number times the scale, and the
+/// product of two scales, is a normal `f32`.
 const SMALLEST_SCALE_EXPONENT: i32 = -60;
 
 impl Fp8Format {
-    /// Returns the bits of the mantissa, the bias of the exponent, and the code of values that are
-    /// too large: infinity in E5M2, NaN in E4M3.
+    /// Returns the number of mantissa bits, the bias of the exponent, and the code that represents
+    /// values above the largest number: infinity in E5M2, NaN in E4M3.
     const fn bit_layout(self) -> (u32, u32, u32) {
         match self {
             Fp8Format::E4M3 => (3, 7, 0x7f),
@@ -30,7 +30,7 @@ impl Fp8Format {
         }
     }
 
-    /// Returns the largest finite number.
+    /// Returns the largest finite number of the format.
     pub fn largest_finite(self) -> f32 {
         match self {
             Fp8Format::E4M3 => 448.0,
@@ -38,8 +38,8 @@ impl Fp8Format {
         }
     }
 
-    /// Returns the code of the number nearest to `x`, ties to even. Values that round to more than
-    /// [`Fp8Format::largest_finite`] become infinity in E5M2 and NaN in E4M3.
+    /// Returns the code of the fp8 number that is nearest to `x`, ties to even. Values that round
+    /// to more than [`Fp8Format::largest_finite`] become infinity in E5M2 and NaN in E4M3.
     #[inline(always)]
     pub fn encode(self, x: f32) -> u8 {
         let (mantissa, bias, infinite) = self.bit_layout();
@@ -56,7 +56,7 @@ impl Fp8Format {
         (sign | if magnitude > 0x7f80_0000 { 0x7f } else { finite }) as u8
     }
 
-    /// Returns the number with this code. The conversion is exact.
+    /// Returns the number that an fp8 code represents. The conversion is exact.
     #[inline(always)]
     pub fn decode(self, code: u8) -> f32 {
         let (mantissa, bias, infinite) = self.bit_layout();
@@ -68,10 +68,10 @@ impl Fp8Format {
         f32::from_bits(sign | if magnitude >= infinite { special } else { finite }.to_bits())
     }
 
-    /// Returns the scale `s` of a matrix whose finite elements have magnitudes up to `amax`: the
-    /// smallest power of two, at least 2⁻⁶⁰, for which `amax / s` is at most
+    /// Returns the scale `s` of a matrix whose finite elements have magnitudes up to `amax`. The
+    /// scale is the smallest power of two, at least 2⁻⁶⁰, for which `amax / s` is at most
     /// [`Fp8Format::largest_finite`]. The scale of a zero matrix is 1.
-    pub fn scale_for(self, amax: f32) -> f32 {
+    pub fn compute_scale(self, amax: f32) -> f32 {
         if amax == 0.0 {
             return 1.0;
         }
@@ -89,8 +89,8 @@ mod tests {
 
     const FORMATS: [Fp8Format; 2] = [Fp8Format::E4M3, Fp8Format::E5M2];
 
-    /// Returns the number with this code by the definition of the format, in `f64`.
-    fn value_by_definition(format: Fp8Format, code: u8) -> f64 {
+    /// Returns the number that an fp8 code represents by the definition of the format, in `f64`.
+    fn decode_by_definition(format: Fp8Format, code: u8) -> f64 {
         let (mantissa, bias) = if format == Fp8Format::E4M3 { (3, 7) } else { (2, 15) };
         let sign = if code & 0x80 == 0 { 1.0 } else { -1.0 };
         let (exponent, m) = (i32::from(code & 0x7f) >> mantissa, i32::from(code) & ((1 << mantissa) - 1));
@@ -107,7 +107,7 @@ mod tests {
     fn decoding_and_encoding_keep_every_code() {
         for format in FORMATS {
             for code in 0..=255u8 {
-                let (x, expected) = (format.decode(code), value_by_definition(format, code));
+                let (x, expected) = (format.decode(code), decode_by_definition(format, code));
                 assert!(
                     f64::from(x) == expected || (x.is_nan() && expected.is_nan()),
                     "{format:?} {code:#x}: {x}"
@@ -130,7 +130,7 @@ mod tests {
             // large.
             let next_number = if format == Fp8Format::E4M3 { 480.0 } else { 65536.0 };
             let numbers: Vec<f64> =
-                (0..infinite).map(|c| value_by_definition(format, c)).chain([next_number]).collect();
+                (0..infinite).map(|c| decode_by_definition(format, c)).chain([next_number]).collect();
             for bits in 0..=u16::MAX {
                 let x = f32::from_bits(u32::from(bits) << 16);
                 let magnitude = f64::from(x.abs()).min(next_number);
@@ -148,9 +148,9 @@ mod tests {
     #[test]
     fn the_scale_is_the_smallest_power_of_two_that_fits() {
         for format in FORMATS {
-            assert_eq!(format.scale_for(0.0), 1.0);
-            assert_eq!(format.scale_for(format.largest_finite()), 1.0);
-            assert_eq!(format.scale_for(format.largest_finite() * (1.0 + f32::EPSILON)), 2.0);
+            assert_eq!(format.compute_scale(0.0), 1.0);
+            assert_eq!(format.compute_scale(format.largest_finite()), 1.0);
+            assert_eq!(format.compute_scale(format.largest_finite() * (1.0 + f32::EPSILON)), 2.0);
             let (mut above, mut s) = (0, 1u32);
             for _ in 0..100_000 {
                 s = s.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
@@ -158,7 +158,7 @@ mod tests {
                 if !amax.is_finite() || amax == 0.0 {
                     continue;
                 }
-                let scale = format.scale_for(amax);
+                let scale = format.compute_scale(amax);
                 assert_eq!(scale.to_bits() & 0x7f_ffff, 0, "the scale is a power of two");
                 assert!(amax / scale <= format.largest_finite(), "{format:?} {amax:e}");
                 assert!(

@@ -7,24 +7,25 @@ use crate::buffer::MemoryOwner;
 use memmap2::{Advice, MmapMut};
 use std::{ptr::NonNull, sync::Arc};
 
-/// Bytes of a huge page. Buffers of at least this size get a separate mapping.
+/// Size of a huge page in bytes. Buffers of at least this size get a separate mapping.
 pub(crate) const HUGE_PAGE_BYTES: usize = 2 << 20;
 
-/// The mapping of one buffer.
-struct Mapping(#[allow(dead_code)] MmapMut); // held to be unmapped with the buffer
+/// The memory mapping of one buffer. Dropping it unmaps the buffer's memory.
+struct BufferMapping(#[allow(dead_code)] MmapMut); // held to be unmapped with the buffer
 
-impl MemoryOwner for Mapping {
+impl MemoryOwner for BufferMapping {
     fn release(&self, _: u64, _: usize) {}
 }
 
-/// Maps `bytes` zeros, aligned to a huge page. `None` if the system is out of memory.
-pub(crate) fn zeroed(bytes: usize) -> Option<(Arc<dyn MemoryOwner>, NonNull<u8>)> {
+/// Maps `bytes` zeros, aligned to a huge page. Returns the mapping and the address of the zeros, or
+/// `None` if the system is out of memory.
+pub(crate) fn map_zeroed(bytes: usize) -> Option<(Arc<dyn MemoryOwner>, NonNull<u8>)> {
     let mut map = MmapMut::map_anon(bytes.checked_add(HUGE_PAGE_BYTES)?).ok()?;
     let skip = map.as_ptr().align_offset(HUGE_PAGE_BYTES);
     // A kernel without huge pages rejects the advice, which is harmless.
     let _ = map.advise_range(Advice::HugePage, skip, bytes / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES);
     let ptr = NonNull::new(map.get_mut(skip..skip + bytes)?.as_mut_ptr())?;
-    Some((Arc::new(Mapping(map)), ptr))
+    Some((Arc::new(BufferMapping(map)), ptr))
 }
 
 #[cfg(test)]

@@ -1,5 +1,5 @@
-//! [`Ops`]: the operations of which models and optimizers consist. The backward pass of an op
-//! follows its forward pass.
+//! [`Ops`]: the operations of which models and optimizers consist. The method for the backward pass
+//! of an op follows the method for its forward pass.
 //!
 //! Matrices are row-major, and `y[m, n]` denotes a matrix of `m` rows and `n` columns. Weights have
 //! the layout of Hugging Face, `w[out, in]`. Once its scratch memory is allocated, an op allocates
@@ -20,9 +20,9 @@ use crate::buffer::{Buf, View, ViewMut};
 use crate::fp8::Fp8Format;
 use crate::storage::Storage;
 pub use shapes::{
-    AdamWHyperparams, AttentionDropout, AttentionShape, ClassifierGrads, Dropout, FP8_COLUMN_MULTIPLE,
-    Fp8Matrix, HeadLayout, IGNORE_LABEL, LayerNormParams, LionHyperparams, NORM_BLOCK_LEN,
-    RouterBackwardInputs, RouterShape, RowGroup, SgdHyperparams, StochasticRounding, WriteMode,
+    AdamWHyperparams, AttentionDropout, AttentionShape, ClassifierGrads, FP8_COLUMN_MULTIPLE, Fp8Operand,
+    HeadLayout, IGNORE_LABEL, LayerNormParams, LionHyperparams, NORM_BLOCK_LEN, RouterBackwardInputs,
+    RouterShape, RowGroup, SampleDropout, SgdHyperparams, StochasticRounding, WriteMode,
 };
 
 /// The operations that every backend implements: the CPU ([`crate::Cpu`]) and NVIDIA GPUs
@@ -55,8 +55,8 @@ pub trait Ops: Storage {
         write: WriteMode,
     );
 
-    /// Computes a linear layer: `y[m,n] = x[m,k] · w[n,k]ᵀ + bias[n]`, rounded once after the bias
-    /// was added.
+    /// Computes a linear layer: `y[m,n] = x[m,k] · w[n,k]ᵀ + bias[n]`. Without `bias`, only the
+    /// matmul is computed. A CPU rounds the result once, after the bias was added.
     fn matmul_bias_forward(
         &self,
         mut y: ViewMut,
@@ -105,19 +105,19 @@ pub trait Ops: Storage {
 
     // --- matmul in fp8 ---------------------------------------------------------------------------
 
-    /// Computes a matmul of operands in fp8: `c[m,n] (=|+=) a[m,k] · b[k,n]`.
+    /// Computes an fp8 matmul: `c[m,n] (=|+=) a[m,k] · b[k,n]`.
     ///
-    /// Each operand is divided by its scale ([`Fp8Format::scale_for`] its largest finite magnitude)
-    /// and rounded to its format. The products are summed in `f32`, and the sum is multiplied by
-    /// both scales. NaN operands make every result that they contribute to NaN; so do infinities in
-    /// E4M3, which cannot represent them.
+    /// Each operand is divided by its scale and rounded to its format. The scale is
+    /// [`Fp8Format::compute_scale`] of the largest finite magnitude of the operand. The terms are
+    /// summed in `f32`, and the sum is multiplied by both scales. A NaN in an operand makes every
+    /// result that it is a term of NaN. An infinity does the same in E4M3, which has no infinity.
     ///
     /// Panics unless `n` is a multiple of [`FP8_COLUMN_MULTIPLE`] and at most one operand is E5M2.
     fn fp8_matmul(
         &self,
         c: ViewMut,
-        a: Fp8Matrix,
-        b: Fp8Matrix,
+        a: Fp8Operand,
+        b: Fp8Operand,
         m: usize,
         n: usize,
         k: usize,
@@ -126,8 +126,8 @@ pub trait Ops: Storage {
 
     // --- embedding -------------------------------------------------------------------------------
 
-    /// Looks up token embeddings: `x[m,d] = w[tokens[m], d]`. The caller checks that every token is
-    /// below the number of rows of `w`.
+    /// Looks up token embeddings: `x[m,d] = w[tokens[m], d]`. Every token must be below the number
+    /// of rows of `w`.
     fn embedding_forward(&self, x: ViewMut, w: View, tokens: &[u32], d: usize);
     /// Adds the gradient of the embedding's weight: `dw[tokens[m], d] += dx[m,d]`, in the order of
     /// `m`.
@@ -178,9 +178,9 @@ pub trait Ops: Storage {
         layout: HeadLayout,
         eps: f32,
     );
-    /// Computes the gradients of [`Ops::rmsnorm_heads_forward`]. In `dx[rows, stride]` it replaces
-    /// the gradient of the normalised heads by that of `raw`, and adds `dw[head_dim] += Σ dy·x̂`
-    /// over all rows and heads.
+    /// Computes the gradients of [`Ops::rmsnorm_heads_forward`]. Replaces the gradient of the
+    /// normalised heads in `dx[rows, stride]` by the gradient of `raw`, and adds `dw[head_dim] += Σ
+    /// dy·x̂` over all rows and heads.
     fn rmsnorm_heads_backward(
         &self,
         dx: ViewMut,
@@ -285,9 +285,10 @@ pub trait Ops: Storage {
         shape: AttentionShape,
     );
 
-    /// Returns `x` in the element type in which this backend multiplies it: `x` itself, or a copy
-    /// that is rounded to the type of `buf`, which must be as long as `x`. A gradient that several
-    /// matmuls read is thus rounded once.
+    /// Converts `x` to the element type in which this backend multiplies it. Returns `x` itself if
+    /// the type is right already. Otherwise returns a copy in `buf`, rounded to the type of `buf`,
+    /// which must have the length of `x`. Converting a gradient before several matmuls rounds it
+    /// only once.
     fn as_matmul_operand<'a>(&self, x: View<'a>, buf: &'a mut Buf) -> View<'a> {
         let _ = buf;
         x
@@ -298,8 +299,8 @@ pub trait Ops: Storage {
     /// Computes SwiGLU (Shazeer, 2020): `y[m,f] = silu(gate)·up`. Each row of `gate_up[m, 2f]` has
     /// the gate, then up.
     fn swiglu_forward(&self, y: ViewMut, gate_up: View, m: usize, f: usize);
-    /// Computes the gradient of SwiGLU. Overwrites `dgate_up`, and replaces `dy` by `y`, which the
-    /// next gradient needs and the forward pass did not keep.
+    /// Computes the gradient of SwiGLU. Overwrites `dgate_up` with the gradient, and `dy` with the
+    /// output `y` of the forward pass, which the gradient of the next matmul's weight needs.
     fn swiglu_backward(&self, dgate_up: ViewMut, dy: ViewMut, gate_up: View, m: usize, f: usize);
 
     // --- experts ---------------------------------------------------------------------------------
@@ -320,8 +321,8 @@ pub trait Ops: Storage {
         logits: View,
         shape: RouterShape,
     );
-    /// Computes the gradient of the router's logits. Overwrites `dlogits`. The selection of experts
-    /// has no gradient.
+    /// Computes the gradient of the router's logits and overwrites `dlogits` with it. The selection
+    /// of experts itself has no gradient.
     fn router_backward(
         &self,
         dlogits: ViewMut,
@@ -333,7 +334,7 @@ pub trait Ops: Storage {
     /// Gathers rows: `y[i, d] = x[rows[i], d]`.
     fn gather_rows(&self, y: ViewMut, x: View, rows: &[u32], d: usize);
     /// Computes weighted sums of rows: `y[m, d] (=|+=) Σ_k weights[m, k] · x[row_indices[m, k],
-    /// d]`, in the order of `k`. Without `weights` every weight is 1.
+    /// d]`, in the order of `k`. If `weights` is `None`, every weight is 1.
     fn combine_rows(
         &self,
         y: ViewMut,
@@ -350,15 +351,15 @@ pub trait Ops: Storage {
     /// Multiplies each row by its factor: `x[m, d] *= factors[m]`.
     fn scale_rows(&self, x: ViewMut, factors: View, d: usize);
 
-    /// Computes a grouped matmul, for each group: `y[rows, n] = x[rows, k] · w[n, k]ᵀ`, where `w`
-    /// begins at the group's `matrix_offset`. Empty groups cost nothing.
+    /// Computes a grouped matmul. For each group: `y[rows, n] = x[rows, k] · w[n, k]ᵀ`, where the
+    /// matrix begins at element `matrix_offset` of `w`. Empty groups cost nothing.
     fn grouped_forward(&self, y: ViewMut, x: View, w: View, groups: &[RowGroup], n: usize, k: usize);
-    /// Computes the gradient of a grouped matmul's input, for each group:
-    /// `dx[rows, k] = dy[rows, n] · w[n, k]`.
+    /// Computes the gradient of a grouped matmul's input. For each group: `dx[rows, k] = dy[rows,
+    /// n] · w[n, k]`.
     fn grouped_backward_input(&self, dx: ViewMut, dy: View, w: View, groups: &[RowGroup], n: usize, k: usize);
-    /// Computes the gradient of a grouped matmul's weights, for each group:
-    /// `dw[n, k] = dy[rows, n]ᵀ · x[rows, k]`, zeros for an empty group. Elements of `dw` outside
-    /// the matrices are not written.
+    /// Computes the gradient of a grouped matmul's weights. For each group: `dw[n, k] = dy[rows,
+    /// n]ᵀ · x[rows, k]`, which is zero for an empty group. Elements of `dw` outside the groups'
+    /// matrices are not written.
     fn grouped_backward_weight(
         &self,
         dw: ViewMut,
@@ -374,23 +375,25 @@ pub trait Ops: Storage {
     /// Computes the tanh approximation of GELU (Hendrycks and Gimpel, 2016):
     /// `y = ½·x·(1 + tanh(√(2/π)·(x + 0.044715·x³)))`.
     fn gelu_forward(&self, y: ViewMut, x: View);
-    /// Computes the gradient of GELU. Overwrites `dx` and replaces `dy` by `y`.
+    /// Computes the gradient of GELU. Overwrites `dx` with the gradient, and `dy` with the output
+    /// `y` of the forward pass.
     fn gelu_backward(&self, dx: ViewMut, dy: ViewMut, x: View);
     /// Computes GeGLU (Shazeer, 2020): `y[m,f] = gelu(gate)·up`. Each row of `gate_up[m, 2f]` has
     /// the gate, then up.
     fn geglu_forward(&self, y: ViewMut, gate_up: View, m: usize, f: usize);
-    /// Computes the gradient of GeGLU. Overwrites `dgate_up` and replaces `dy` by `y`.
+    /// Computes the gradient of GeGLU. Overwrites `dgate_up` with the gradient, and `dy` with the
+    /// output `y` of the forward pass.
     fn geglu_backward(&self, dgate_up: ViewMut, dy: ViewMut, gate_up: View, m: usize, f: usize);
 
     // --- output layer and loss -------------------------------------------------------------------
 
-    /// Computes the cross-entropy loss of the logits `x[m,d] · w[v,d]ᵀ`, in chunks of rows, so that
+    /// Computes the cross-entropy loss of the logits `x[m,d] · w[v,d]ᵀ` in chunks of rows, so that
     /// only the logits of one chunk are in memory.
     ///
-    /// `loss[m]` receives the loss of each row, 0 where `labels[m]` is [`IGNORE_LABEL`]. With
-    /// `grads` it also computes `dx[m,d] = dlogits · w` and `dw[v,d] (=|+=) dlogitsᵀ · x`, where
-    /// `dlogits` is multiplied by [`ClassifierGrads::scale`].
-    fn classifier(
+    /// `loss[m]` receives the loss of each row, which is 0 where `labels[m]` is [`IGNORE_LABEL`].
+    /// If `grads` is given, also computes `dx[m,d] = dlogits · w` and `dw[v,d] (=|+=) dlogitsᵀ ·
+    /// x`, where `dlogits` is multiplied by [`ClassifierGrads::scale`].
+    fn compute_classifier_loss(
         &self,
         loss: ViewMut,
         x: View,
@@ -401,11 +404,11 @@ pub trait Ops: Storage {
         v: usize,
         grads: Option<ClassifierGrads>,
     ) {
-        self.classifier_with_softcap(loss, x, w, labels, m, d, v, None, grads);
+        self.compute_softcapped_classifier_loss(loss, x, w, labels, m, d, v, None, grads);
     }
-    /// Computes [`Ops::classifier`] with softcapped logits: a logit `l` becomes `cap·tanh(l /
-    /// cap)`. Without `cap` it computes [`Ops::classifier`].
-    fn classifier_with_softcap(
+    /// Computes the loss and gradients of [`Ops::compute_classifier_loss`] for softcapped logits: a
+    /// logit `l` becomes `cap·tanh(l / cap)`. If `cap` is `None`, the logits are not capped.
+    fn compute_softcapped_classifier_loss(
         &self,
         loss: ViewMut,
         x: View,
@@ -417,26 +420,27 @@ pub trait Ops: Storage {
         cap: Option<f32>,
         grads: Option<ClassifierGrads>,
     );
-    /// Computes the logits of all rows, for inference and tests: `logits[m,v] = x[m,d] · w[v,d]ᵀ`.
-    fn logits(&self, logits: ViewMut, x: View, w: View, m: usize, d: usize, v: usize) {
+    /// Computes the logits of all rows: `logits[m,v] = x[m,d] · w[v,d]ᵀ`. Inference and tests use
+    /// this op.
+    fn compute_logits(&self, logits: ViewMut, x: View, w: View, m: usize, d: usize, v: usize) {
         self.matmul_forward(logits, x, w, m, v, d, WriteMode::Overwrite);
     }
 
     // --- vectors ---------------------------------------------------------------------------------
 
-    /// Converts elements to the type of `y`: `y = x`, rounded to nearest, ties to even, if `y` has
-    /// fewer bits.
+    /// Converts elements to the type of `y`: `y = x`. If `y` has fewer bits, elements are rounded
+    /// to nearest, ties to even.
     fn cast(&self, y: ViewMut, x: View);
     /// Rounds `f32` to bf16 stochastically, so that the expected value of `y` is `x`. Values that
-    /// bf16 can represent stay unchanged, also infinities and NaN, and finite values stay finite.
+    /// bf16 can represent stay unchanged, including infinities and NaN. Finite values stay finite.
     fn round_stochastically(&self, y: ViewMut, x: View, rounding: &StochasticRounding);
     /// Adds elementwise: `y += x`.
     fn add(&self, y: ViewMut, x: View);
-    /// Multiplies by a number: `y *= s`.
+    /// Multiplies every element by a number: `y *= s`.
     fn scale(&self, y: ViewMut, s: f32);
     /// Adds a number to every element: `y += s`.
     fn add_scalar(&self, y: ViewMut, s: f32);
-    /// Computes `y = a·y + b·x`, rounding both products and the sum.
+    /// Computes `y = a·y + b·x`. Both products and the sum are rounded.
     fn axpby(&self, y: ViewMut, a: f32, x: View, b: f32);
     /// Limits elements smoothly to ±`cap`: `y = cap·tanh(y / cap)`.
     fn softcap(&self, y: ViewMut, cap: f32);
@@ -444,7 +448,7 @@ pub trait Ops: Storage {
     fn transpose(&self, y: ViewMut, x: View, rows: usize, columns: usize);
     /// Applies dropout in place: sets dropped elements to 0 and multiplies the others by
     /// `1 / (1 − probability)`.
-    fn dropout(&self, x: ViewMut, dropout: &Dropout);
+    fn dropout(&self, x: ViewMut, dropout: &SampleDropout);
     /// Returns the sum of the squares of all elements, computed in `f64`.
     fn sum_squares(&self, x: View) -> f64;
     /// Applies Nesterov momentum to the gradient, in place. With g' = scale·g:
@@ -453,7 +457,7 @@ pub trait Ops: Storage {
     /// Computes the sum of squares of each block of [`NORM_BLOCK_LEN`] consecutive elements in
     /// `f64`, in one fixed order. The last block may be shorter.
     fn sum_squares_by_block(&self, out: &mut [f64], x: View);
-    /// Returns [`Ops::sum_squares_by_block`] of several vectors, concatenated.
+    /// Returns the sums of [`Ops::sum_squares_by_block`] for several vectors, concatenated.
     fn sum_squares_by_block_concat(&self, vectors: &[View]) -> Vec<f64> {
         let count = |x: &View| x.len().div_ceil(NORM_BLOCK_LEN);
         let mut sums = vec![0.0; vectors.iter().map(count).sum()];
@@ -474,9 +478,10 @@ pub trait Ops: Storage {
     fn lion(&self, p: ViewMut, g: View, exp_avg: ViewMut, hyper: &LionHyperparams);
 }
 
-/// Panics unless the arguments of [`Ops::fp8_matmul`] meet the requirements of every backend.
+/// Panics unless the lengths and formats meet the requirements of [`Ops::fp8_matmul`]. `c` is the
+/// length of the result.
 #[track_caller]
-pub(crate) fn check_fp8_shapes(c: usize, a: &Fp8Matrix, b: &Fp8Matrix, [m, n, k]: [usize; 3]) {
+pub(crate) fn check_fp8_shapes(c: usize, a: &Fp8Operand, b: &Fp8Operand, [m, n, k]: [usize; 3]) {
     assert!(
         n.is_multiple_of(FP8_COLUMN_MULTIPLE),
         "fp8_matmul: n is {n}, not a multiple of {FP8_COLUMN_MULTIPLE}"

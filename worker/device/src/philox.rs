@@ -1,10 +1,10 @@
 //! The counter-based random generator Philox4x32-10 (Salmon et al., "Parallel random numbers: as
 //! easy as 1, 2, 3", 2011). `kernels/common.cuh` implements it for GPUs.
 //!
-//! Random numbers are functions of key and counter, so they do not depend on the order in which
+//! A random number is a function of key and counter, so it does not depend on the order in which
 //! elements are processed.
 
-/// Returns the block of 128 random bits for a counter of 128 bits and a key of 64 bits.
+/// Returns the block of four random words for a counter of 128 bits and a key of 64 bits.
 pub fn philox4x32_10(mut c: [u32; 4], mut k: [u32; 2]) -> [u32; 4] {
     for _ in 0..10 {
         let p0 = u64::from(c[0]) * 0xD251_1F53;
@@ -15,11 +15,11 @@ pub fn philox4x32_10(mut c: [u32; 4], mut k: [u32; 2]) -> [u32; 4] {
     c
 }
 
-/// Two 32-bit words in one number, low half first, so that the compiler can vectorise the 64-bit
-/// multiplications.
+/// Two 32-bit words in one 64-bit number, the first word in the low half. With this type the
+/// compiler can vectorise the 64-bit multiplications.
 type WordPair = u64;
 
-/// Returns the high halves and the low halves of the products of both words with `m`.
+/// Multiplies both words with `m`, and returns the high halves and the low halves of the products.
 #[inline(always)]
 fn multiply_pair(pair: WordPair, m: u32) -> (WordPair, WordPair) {
     const LOW: u64 = 0xffff_ffff;
@@ -27,11 +27,16 @@ fn multiply_pair(pair: WordPair, m: u32) -> (WordPair, WordPair) {
     (even >> 32 | odd & !LOW, even & LOW | odd << 32)
 }
 
-/// Returns [`random_words`] of the 16 blocks that start at `block`, a multiple of 16: element
-/// `[w][i]` is word `w` of block `block + i`. It is vectorised, because attention dropout needs
-/// many words.
+/// Returns the words of [`compute_random_words`] for the 16 blocks that start at `block`, which
+/// must be a multiple of 16. Element `[w][i]` is word `w` of block `block + i`. This function is
+/// vectorised, because attention dropout needs many words.
 #[inline(always)]
-pub(crate) fn random_words_of_16_blocks(key: [u32; 2], block: u64, sample: u64, step: u64) -> [[u32; 16]; 4] {
+pub(crate) fn compute_random_words_of_16_blocks(
+    key: [u32; 2],
+    block: u64,
+    sample: u64,
+    step: u64,
+) -> [[u32; 16]; 4] {
     let twice = |word: u32| u64::from(word) | u64::from(word) << 32;
     let high = (block >> 32) as u32 | ((sample >> 32) as u32) << 11 | ((step >> 32) as u32) << 22;
     let mut c: [[WordPair; 8]; 4] =
@@ -59,9 +64,9 @@ pub(crate) fn random_words_of_16_blocks(key: [u32; 2], block: u64, sample: u64, 
 
 /// Returns the four random words of a block at a sample and a step.
 ///
-/// The counter holds `block` (43 bits), `sample` (43 bits) and `step` (42 bits). Elementwise
-/// operations take one word for each of the block's four elements.
-pub fn random_words(key: [u32; 2], block: u64, sample: u64, step: u64) -> [u32; 4] {
+/// The counter of the generator consists of `block` (43 bits), `sample` (43 bits) and `step` (42
+/// bits). Elementwise ops use one word for each of four elements.
+pub fn compute_random_words(key: [u32; 2], block: u64, sample: u64, step: u64) -> [u32; 4] {
     let high = (block >> 32) as u32 | ((sample >> 32) as u32) << 11 | ((step >> 32) as u32) << 22;
     philox4x32_10([block as u32, sample as u32, step as u32, high], key)
 }
@@ -74,11 +79,11 @@ mod tests {
     fn sixteen_blocks_at_once_equal_single_blocks() {
         let (key, sample, step) = ([7, 0x9E37_79B9], (1 << 41) + 5, (3 << 24) + (1 << 40) + 9);
         for block in [0, 16, 1 << 20, (1 << 32) - 16, (1 << 34) + 32] {
-            let blocks = random_words_of_16_blocks(key, block, sample, step);
+            let blocks = compute_random_words_of_16_blocks(key, block, sample, step);
             for i in 0..16 {
                 assert_eq!(
                     blocks.map(|w| w[i]),
-                    random_words(key, block + i as u64, sample, step),
+                    compute_random_words(key, block + i as u64, sample, step),
                     "{block} {i}"
                 );
             }

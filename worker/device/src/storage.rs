@@ -5,106 +5,109 @@ use std::{any::Any, cell::Cell, fmt, ops::Range, sync::Arc, time::Duration};
 
 /// Memory and streams of a backend.
 ///
-/// Calls take effect in the order in which they are made, from whichever thread, together with
-/// those of [`crate::Ops`]. The exception is a thread in [`Storage::with_separate_stream`]: its
-/// calls are ordered among themselves, and relative to other streams only by [`Event`]s. The CPU
-/// backend computes in the host's memory and makes no second copy of anything.
+/// Calls from all threads, together with the calls of [`crate::Ops`], take effect in the order in
+/// which they are made. The exception is a thread in [`Storage::with_separate_stream`]. The calls
+/// of such a thread are ordered among themselves, and are ordered relative to other streams only by
+/// [`Event`]s. The CPU backend computes in the host's memory and makes no second copy of a buffer.
 pub trait Storage: Send + Sync {
-    /// True if the backend computes in the host's memory.
+    /// Returns true if the backend computes in the host's memory.
     fn is_host(&self) -> bool;
-    /// Allocates `len` zeros where ops compute. Panics with a [`DeviceError`] when memory is full;
-    /// the error names the label set by [`with_alloc_label`].
+    /// Allocates `len` zeros in the memory in which ops compute. Panics with a [`DeviceError`] when
+    /// the memory is full. The error names the label that [`with_alloc_label`] set.
     fn zeroed(&self, dtype: Dtype, len: usize) -> Buf;
-    /// Allocates `len` zeros on the host, in memory that copies to and from the backend are fastest
-    /// with (pinned memory on GPUs).
-    fn staging(&self, dtype: Dtype, len: usize) -> Buf;
-    /// Copies `from` to `to`. Both have the same type and length, and either may be on the host. A
-    /// copy to or from the host is complete on return.
+    /// Allocates a staging buffer of `len` zeros on the host. Copies between this buffer and the
+    /// backend are fast: on GPUs its memory is pinned.
+    fn alloc_staging(&self, dtype: Dtype, len: usize) -> Buf;
+    /// Copies the elements of `from` to `to`. Both must have the same type and length, and either
+    /// may be on the host. A copy to or from the host is complete on return.
     fn copy(&self, to: ViewMut, from: View);
     /// Sets every element to zero.
     fn clear(&self, x: ViewMut);
-    /// Moves the elements `from` of `x` to start at `to`, where `to <= from.start`.
-    fn move_down(&self, x: ViewMut, from: Range<usize>, to: usize);
+    /// Moves the elements `from` of `x` to the lower position `to`, which must be at most
+    /// `from.start`. The ranges may overlap.
+    fn move_elements_down(&self, x: ViewMut, from: Range<usize>, to: usize);
     /// Blocks until all work of this thread's stream is complete.
     fn synchronize(&self);
-    /// Runs `work` with a separate stream for this thread's calls, and waits for that stream.
+    /// Runs `work` with a separate stream for this thread's calls, and blocks until that stream's
+    /// work is complete.
     ///
-    /// Events order memory that is used in two streams, or freed in another stream than it was used
-    /// in.
+    /// The caller must order memory with events if the memory is used in two streams, or is freed
+    /// in another stream than the one that used it.
     fn with_separate_stream(&self, work: &mut dyn FnMut()) {
         work(); // this backend's calls are complete on return
     }
-    /// Records an event after all work that this thread's stream was given so far.
+    /// Records an event after all work that this thread has given to its stream so far.
     fn record_event(&self) -> Event {
         Event::default()
     }
-    /// Makes this thread's stream wait for an event, and adds the time that the stream stood still
-    /// to [`Storage::stall_seconds`].
+    /// Makes this thread's stream wait for an event, and adds the time for which the stream stood
+    /// still to [`Storage::take_stall_seconds`].
     fn wait_event_timed(&self, event: &Event) {
-        event.stream_wait();
+        event.make_stream_wait();
     }
-    /// Returns and resets the seconds that streams stood still in [`Storage::wait_event_timed`].
-    /// Waits that have not ended yet are counted by a later call.
-    fn stall_seconds(&self) -> f64 {
+    /// Returns the seconds for which streams stood still in [`Storage::wait_event_timed`], and
+    /// resets them. Waits that have not ended yet are counted by a later call.
+    fn take_stall_seconds(&self) -> f64 {
         0.0
     }
-    /// Starts a copy between the host and the backend that runs concurrently with later calls.
+    /// Starts a copy between the host and the backend that runs concurrently with later calls, and
+    /// returns the event of its completion.
     ///
     /// The copy starts after all earlier calls of this thread and after the events `after`. Until
-    /// the returned event, `from` must not be written, `to` must not be accessed, and neither may
-    /// be freed. With host memory that is not from [`Storage::staging`] the call may block until
-    /// then.
+    /// the returned event is reached, `from` must not be written, `to` must not be accessed, and
+    /// neither may be freed. If the host memory is not from [`Storage::alloc_staging`], the call
+    /// may block until the copy is complete.
     fn copy_async(&self, to: ViewMut, from: View, _after: &[Event]) -> Event {
         self.copy(to, from);
         Event::default()
     }
-    /// Starts a copy of `from` to the host, into buffers of the same types and lengths, as
-    /// [`Storage::copy_async`] does.
-    fn download(&self, from: &[View], mut to: Vec<Buf>) -> Download {
+    /// Starts a copy of the views `from` to the host buffers `to`, which must have the same types
+    /// and lengths. The requirements of [`Storage::copy_async`] apply.
+    fn start_download(&self, from: &[View], mut to: Vec<Buf>) -> Download {
         assert!(from.len() == to.len(), "download: {} views into {} buffers", from.len(), to.len());
         let copies = from.iter().zip(&mut to).map(|(from, to)| self.copy_async(to.view_mut(), *from, &[]));
         // copies complete in order, so the last event covers them all
         let done = copies.filter(|event| event.0.is_some()).last().unwrap_or_default();
         Download { bufs: to, done }
     }
-    /// Reports the duration of a training step. A backend with several ways to run a step uses the
-    /// fastest from then on, and returns what it decided, once.
-    fn after_step(&self, _duration: Duration) -> Option<BackendNotice> {
+    /// Records the duration of a training step. A backend with several ways to run a step uses the
+    /// fastest way from then on. Returns each decision of the backend once.
+    fn record_step_duration(&self, _duration: Duration) -> Option<BackendNotice> {
         None
     }
-    /// The largest number of bytes of the backend's memory that this process had allocated at one
-    /// time; 0 if the backend computes in the host's memory.
-    fn peak_memory(&self) -> u64;
+    /// Returns the largest number of bytes of the backend's memory that this process had allocated
+    /// at one time. Returns 0 if the backend computes in the host's memory.
+    fn peak_memory_bytes(&self) -> u64;
 
-    /// A copy of `from` where ops compute.
-    fn device_copy(&self, from: View) -> Buf {
+    /// Allocates a buffer where ops compute, and copies `from` to it.
+    fn clone_to_device(&self, from: View) -> Buf {
         let mut buf = self.zeroed(from.dtype(), from.len());
         self.copy(buf.view_mut(), from);
         buf
     }
 
-    /// A copy of `from` on the host.
-    fn host_copy(&self, from: View) -> Buf {
+    /// Allocates a buffer on the host, and copies `from` to it.
+    fn clone_to_host(&self, from: View) -> Buf {
         let mut buf = Buf::zeroed_as(from.dtype(), from.len());
         self.copy(buf.view_mut(), from);
         buf
     }
 
-    /// `x` on the host: `x` itself if it is there, otherwise a copy in `staging`, which grows as
-    /// needed.
+    /// Returns `x` itself if it is on the host. Otherwise copies `x` to `staging`, which is
+    /// replaced if it is too small or has another type, and returns the copy.
     fn to_host<'a>(&self, x: View<'a>, staging: &'a mut Buf) -> View<'a> {
         if x.is_on_host() {
             return x;
         }
         if staging.len() < x.len() || staging.dtype() != x.dtype() {
-            *staging = self.staging(x.dtype(), x.len());
+            *staging = self.alloc_staging(x.dtype(), x.len());
         }
         self.copy(staging.view_mut().slice(0..x.len()), x);
         staging.view().slice(0..x.len())
     }
 
-    /// `x` where ops compute: `x` itself if it is there, otherwise a copy in `buf`, which grows as
-    /// needed.
+    /// Returns `x` itself if it is where ops compute. Otherwise copies `x` to `buf`, which is
+    /// replaced if it is too small or has another type, and returns the copy.
     fn to_device<'a>(&self, x: View<'a>, buf: &'a mut Buf) -> View<'a> {
         if x.is_on_host() == self.is_host() {
             return x;
@@ -117,16 +120,17 @@ pub trait Storage: Send + Sync {
     }
 }
 
-/// A message of a backend for the user: a decision made while training, or a feature that does not
-/// work. The job continues.
+/// Message of a backend for the user: a decision that was made during training, or a feature that
+/// does not work. The job continues.
 #[derive(Clone, Debug, PartialEq)]
 pub enum BackendNotice {
-    /// CUDA graphs are not used, because each call keeps the GPU busy for long.
+    /// CUDA graphs are off, because each call keeps the GPU busy for so long that graphs would not
+    /// save time.
     GraphsNotNeeded {
         /// Mean seconds of GPU work for each call.
         seconds_per_call: f64,
     },
-    /// Steps were timed with and without CUDA graphs; the faster way is used from now on.
+    /// Steps were timed with and without CUDA graphs. The faster way is used from now on.
     GraphsMeasured {
         /// True if CUDA graphs are used from now on.
         enabled: bool,
@@ -135,7 +139,7 @@ pub enum BackendNotice {
         /// Median seconds of a step without CUDA graphs.
         step_seconds_without: f64,
     },
-    /// An attention shape was timed with cuDNN and with this program's kernels; the faster one
+    /// An attention shape was timed with cuDNN and with the built-in kernels. The faster of the two
     /// computes it from now on.
     AttentionMeasured {
         /// Shape and direction, such as `attention of 2 × 2048 tokens, …: forward`.
@@ -147,8 +151,8 @@ pub enum BackendNotice {
         /// Seconds that this program's kernels take.
         built_in_seconds: f64,
     },
-    /// A feature does not work on this rank, and training continues without it. All other notices
-    /// are equal on all ranks.
+    /// A feature that does not work on this rank. Training continues without the feature. All other
+    /// notices are equal on all ranks.
     Degraded(Diagnostic),
 }
 
@@ -189,33 +193,36 @@ impl fmt::Display for BackendNotice {
     }
 }
 
-/// A point in a stream's work that other streams and the host can wait for. The default event is
-/// always complete.
+/// A point in a stream's work. Other streams and the host can wait until the stream reaches it. The
+/// default event is always reached.
 #[derive(Clone, Default)]
 pub struct Event(Option<Arc<dyn BackendEvent>>);
 
-/// A backend's implementation of [`Event`].
+/// Implementation of [`Event`] for a backend.
 pub(crate) trait BackendEvent: Send + Sync {
-    /// Makes this thread's stream wait for the event.
-    fn stream_wait(&self);
+    /// Makes this thread's stream wait for the event before the stream's next work. The host does
+    /// not block.
+    fn make_stream_wait(&self);
     /// Blocks until the event is reached. Fails if work before it failed.
     fn synchronize(&self) -> Result<(), DeviceError>;
 }
 
 impl Event {
+    /// Creates an event from a backend's implementation.
     pub(crate) fn new(event: impl BackendEvent + 'static) -> Self {
         Event(Some(Arc::new(event)))
     }
 
-    /// True for the default event, which never has to be waited for.
+    /// Returns true for the default event, for which no wait is ever needed.
     pub fn is_immediate(&self) -> bool {
         self.0.is_none()
     }
 
-    /// Makes this thread's stream wait for the event before its next work. The host does not block.
-    pub fn stream_wait(&self) {
+    /// Makes this thread's stream wait for the event before the stream's next work. The host does
+    /// not block.
+    pub fn make_stream_wait(&self) {
         if let Some(event) = &self.0 {
-            event.stream_wait();
+            event.make_stream_wait();
         }
     }
 
@@ -237,13 +244,13 @@ pub struct Download {
 }
 
 impl Download {
-    /// The event after the last copy.
+    /// Returns the event after the last copy.
     pub fn done_event(&self) -> Event {
         self.done.clone()
     }
 
-    /// Waits for the copies and returns the filled buffers. Panics with a [`DeviceError`] if a copy
-    /// failed.
+    /// Blocks until the copies are complete, and returns the filled buffers. Panics with a
+    /// [`DeviceError`] if a copy failed.
     pub fn wait(mut self) -> Vec<Buf> {
         let bufs = std::mem::take(&mut self.bufs);
         match self.done.synchronize_checked() {
@@ -266,10 +273,12 @@ impl Drop for Download {
 }
 
 thread_local! {
+    /// The label of this thread's allocations.
     static ALLOC_LABEL: Cell<&'static str> = const { Cell::new("") };
 }
 
-/// Labels the allocations that `f` makes, for the error message when memory is full.
+/// Runs `f`, and labels the allocations that `f` makes. The label appears in the error message when
+/// memory is full.
 pub fn with_alloc_label<T>(label: &'static str, f: impl FnOnce() -> T) -> T {
     struct Restore(&'static str);
     impl Drop for Restore {
@@ -281,18 +290,18 @@ pub fn with_alloc_label<T>(label: &'static str, f: impl FnOnce() -> T) -> T {
     f()
 }
 
-/// The label of this thread's allocations; empty if none is set.
-pub(crate) fn alloc_label() -> &'static str {
+/// Returns the label of this thread's allocations, which is empty if no label is set.
+pub(crate) fn current_alloc_label() -> &'static str {
     ALLOC_LABEL.get()
 }
 
-/// The failure of a backend's op. Ops return no errors, so it is the payload of a panic.
+/// Failure of a backend's op. Ops return no errors, so this value is the payload of a panic.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[error(transparent)]
 pub struct DeviceError(#[from] pub Diagnostic);
 
-/// The text of a panic's payload.
-pub fn panic_message(panic: &(dyn Any + Send)) -> String {
+/// Returns the message in the payload of a panic.
+pub fn extract_panic_message(panic: &(dyn Any + Send)) -> String {
     if let Some(error) = panic.downcast_ref::<DeviceError>() {
         return error.to_string();
     }

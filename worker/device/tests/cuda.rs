@@ -7,19 +7,20 @@ use device::ops::WriteMode;
 use device::{Buf, Cuda, Dtype, Ops, Storage, View, conformance};
 use std::sync::OnceLock;
 
-/// The paths of the emulated libraries only.
+/// Returns the search paths of the emulated libraries only.
 fn library_paths() -> LibraryPaths {
     LibraryPaths { configured: vec![emulated_gpu::library_directory().to_owned()], ..LibraryPaths::default() }
 }
 
-fn cuda() -> &'static Cuda {
+/// Returns the emulated GPU that all tests of this process share, and opens it first if needed.
+fn open_shared_gpu() -> &'static Cuda {
     static CUDA: OnceLock<Cuda> = OnceLock::new();
     CUDA.get_or_init(|| Cuda::open(&library_paths(), 0, None).expect("the emulated GPU"))
 }
 
 #[test]
 fn every_op_matches_the_cpu() {
-    let rows = conformance::check_ops(cuda(), 1, 5);
+    let rows = conformance::compare_ops_with_cpu(open_shared_gpu(), 1, 5);
     assert_eq!(rows.len(), 11);
     assert!(rows.iter().all(|row| row.failure.is_none() && row.cases >= 5), "{rows:#?}");
     // The 16-bit cases show rounding, so they did run in 16 bits. Only the embedding rounds
@@ -33,33 +34,42 @@ fn every_op_matches_the_cpu() {
     assert!(fp8.max_errors.f32 < 1e-5, "{fp8:?}");
 }
 
-fn to_f32(from: View) -> Vec<f32> {
-    let mut wide = cuda().zeroed(Dtype::F32, from.len());
-    cuda().cast(wide.view_mut(), from);
-    cuda().host_copy(wide.view()).host().to_vec()
+/// Converts a GPU buffer to `f32` and copies it to the host.
+fn download_as_f32(from: View) -> Vec<f32> {
+    let mut wide = open_shared_gpu().zeroed(Dtype::F32, from.len());
+    open_shared_gpu().cast(wide.view_mut(), from);
+    open_shared_gpu().clone_to_host(wide.view()).host().to_vec()
 }
 
-/// The values converted to a type and back.
-fn round_trip(dtype: Dtype, values: &[f32]) -> Vec<f32> {
-    let wide = cuda().device_copy(values.into());
-    let mut buf = cuda().zeroed(dtype, values.len());
-    cuda().cast(buf.view_mut(), wide.view());
-    to_f32(buf.view())
+/// Returns the values after the GPU has rounded them to `dtype`.
+fn round_on_gpu(dtype: Dtype, values: &[f32]) -> Vec<f32> {
+    let wide = open_shared_gpu().clone_to_device(values.into());
+    let mut buf = open_shared_gpu().zeroed(dtype, values.len());
+    open_shared_gpu().cast(buf.view_mut(), wide.view());
+    download_as_f32(buf.view())
 }
 
 /// Ops on empty shapes launch no kernel, because a grid without blocks is an error.
 #[test]
 fn empty_shapes_have_no_effect() {
-    let poisoned = cuda().device_copy((&[f32::NAN; 12][..]).into());
-    let (mut none, mut dw) = (cuda().zeroed(Dtype::F32, 0), poisoned);
-    let (none2, w) = (cuda().zeroed(Dtype::F32, 0), cuda().zeroed(Dtype::F32, 12));
-    cuda().matmul_forward(none.view_mut(), none2.view(), w.view(), 0, 3, 4, WriteMode::Overwrite);
-    cuda().matmul_backward_weight(dw.view_mut(), none2.view(), none2.view(), 0, 3, 4, WriteMode::Overwrite);
-    cuda().add(none.view_mut(), none2.view());
-    cuda().embedding_forward(none.view_mut(), w.view(), &[], 4);
-    cuda().sum_squares_by_block(&mut [], none2.view());
-    cuda().swiglu_forward(none.view_mut(), none2.view(), 0, 7);
-    assert_eq!(to_f32(dw.view()), [0.0; 12]);
+    let poisoned = open_shared_gpu().clone_to_device((&[f32::NAN; 12][..]).into());
+    let (mut none, mut dw) = (open_shared_gpu().zeroed(Dtype::F32, 0), poisoned);
+    let (none2, w) = (open_shared_gpu().zeroed(Dtype::F32, 0), open_shared_gpu().zeroed(Dtype::F32, 12));
+    open_shared_gpu().matmul_forward(none.view_mut(), none2.view(), w.view(), 0, 3, 4, WriteMode::Overwrite);
+    open_shared_gpu().matmul_backward_weight(
+        dw.view_mut(),
+        none2.view(),
+        none2.view(),
+        0,
+        3,
+        4,
+        WriteMode::Overwrite,
+    );
+    open_shared_gpu().add(none.view_mut(), none2.view());
+    open_shared_gpu().embedding_forward(none.view_mut(), w.view(), &[], 4);
+    open_shared_gpu().sum_squares_by_block(&mut [], none2.view());
+    open_shared_gpu().swiglu_forward(none.view_mut(), none2.view(), 0, 7);
+    assert_eq!(download_as_f32(dw.view()), [0.0; 12]);
 }
 
 #[test]
@@ -78,15 +88,15 @@ fn casts_round_to_the_nearest_even() {
         -0.0,
         f32::INFINITY,
     ];
-    let bf16 = round_trip(Dtype::Bf16, &values);
-    let f16 = round_trip(Dtype::F16, &values);
+    let bf16 = round_on_gpu(Dtype::Bf16, &values);
+    let f16 = round_on_gpu(Dtype::F16, &values);
     assert_eq!(bf16[..3], [1.0, 1.0, 1.015625]);
     assert!(
-        bf16[4].is_infinite() && bf16[11].is_infinite() && round_trip(Dtype::Bf16, &[f32::NAN])[0].is_nan()
+        bf16[4].is_infinite() && bf16[11].is_infinite() && round_on_gpu(Dtype::Bf16, &[f32::NAN])[0].is_nan()
     );
     assert_eq!(f16[5..8], [65504.0, 65504.0, f32::INFINITY]);
     assert_eq!((f16[8], f16[9], f16[10].to_bits()), (2f32.powi(-24), 0.0, (-0.0f32).to_bits()));
-    assert!(round_trip(Dtype::F16, &[f32::NAN])[0].is_nan());
+    assert!(round_on_gpu(Dtype::F16, &[f32::NAN])[0].is_nan());
 }
 
 #[test]
@@ -112,12 +122,12 @@ fn missing_libraries_are_reported_with_the_searched_directories() {
 
 #[test]
 fn properties_and_libraries_are_reported() {
-    let properties = cuda().properties();
+    let properties = open_shared_gpu().properties();
     assert_eq!(
         (properties.name.as_str(), properties.architecture().as_str(), properties.driver_version),
         ("Emulated GPU", "sm_90", (13, 0))
     );
-    let libraries = cuda().loaded_libraries();
+    let libraries = open_shared_gpu().loaded_libraries();
     assert_eq!((libraries.nvrtc.0, libraries.cublas_lt.0), ((13, 0), 130_100));
     assert_eq!(libraries.cublas_lt.1, emulated_gpu::library_directory().join("libcublasLt.so.13"));
     let error = Cuda::open(&library_paths(), 3, None).map(|_| ()).expect_err("there is one GPU");
@@ -161,7 +171,7 @@ fn the_fastest_algorithm_is_found_and_stored() {
         });
         let [y, x, w] = &mut buffers;
         cuda.matmul_forward(y.view_mut(), x.view(), w.view(), 8, 8, 8, write);
-        cuda.host_copy(y.view()).host().to_vec()
+        cuda.clone_to_host(y.view()).host().to_vec()
     };
     let stored_choices = || {
         let files = std::fs::read_dir(cache.path()).expect("the cache").map(|e| e.expect("entry").path());
@@ -186,11 +196,11 @@ fn the_fastest_algorithm_is_found_and_stored() {
 /// The library may have no algorithm for unaligned 16-bit operands, or none that adds a bias. Other
 /// algorithms and kernels are used then.
 #[test]
-fn matmuls_work_without_unaligned_and_bias_algorithms() {
+fn matmuls_work_without_algorithms_for_unaligned_operands_and_biases() {
     for lacking in ["", "odd"] {
         let mut child = std::process::Command::new(std::env::current_exe().expect("our own path"));
         child
-            .args(["unaligned_matmuls", "--exact", "--nocapture"])
+            .args(["unaligned_matmuls_with_a_bias_match_the_definition", "--exact", "--nocapture"])
             .env("BLAS_LACKS", lacking)
             .env("UNALIGNED_MATMULS", "1");
         let output = child.output().expect("a process");
@@ -200,7 +210,7 @@ fn matmuls_work_without_unaligned_and_bias_algorithms() {
 
 /// Runs in a child process of the test above.
 #[test]
-fn unaligned_matmuls() {
+fn unaligned_matmuls_with_a_bias_match_the_definition() {
     if std::env::var_os("UNALIGNED_MATMULS").is_none() {
         return;
     }
@@ -209,20 +219,22 @@ fn unaligned_matmuls() {
         for [m, n, k] in [[3, 5, 7], [8, 16, 24], [2, 8, 3]] {
             let put = |len: usize, from: usize| {
                 let values: Vec<f32> = (0..len).map(|i| number(i + from)).collect();
-                let (wide, mut buf) =
-                    (cuda().device_copy((&values[..]).into()), cuda().zeroed(dtype, len + shift));
-                cuda().cast(buf.view_mut().slice(shift..len + shift), wide.view());
+                let (wide, mut buf) = (
+                    open_shared_gpu().clone_to_device((&values[..]).into()),
+                    open_shared_gpu().zeroed(dtype, len + shift),
+                );
+                open_shared_gpu().cast(buf.view_mut().slice(shift..len + shift), wide.view());
                 (values, buf)
             };
             let ((x, x_buf), (w, w_buf), (bias, bias_buf)) = (put(m * k, 0), put(n * k, 5), put(n, 9));
-            let mut y = cuda().zeroed(dtype, m * n);
+            let mut y = open_shared_gpu().zeroed(dtype, m * n);
             let [x_view, w_view, bias_view] = [&x_buf, &w_buf, &bias_buf].map(|buf| {
                 let view = buf.view();
                 view.slice(shift..view.len())
             });
-            cuda().matmul_bias_forward(y.view_mut(), x_view, w_view, Some(bias_view), m, n, k);
-            cuda().matmul_forward(y.view_mut(), x_view, w_view, m, n, k, WriteMode::Accumulate);
-            for (i, result) in to_f32(y.view()).into_iter().enumerate() {
+            open_shared_gpu().matmul_bias_forward(y.view_mut(), x_view, w_view, Some(bias_view), m, n, k);
+            open_shared_gpu().matmul_forward(y.view_mut(), x_view, w_view, m, n, k, WriteMode::Accumulate);
+            for (i, result) in download_as_f32(y.view()).into_iter().enumerate() {
                 let sum: f32 = (0..k).map(|j| x[i / n * k + j] * w[i % n * k + j]).sum();
                 let expected = 2.0 * sum + bias[i % n];
                 assert!(
@@ -245,22 +257,22 @@ fn an_unwritable_kernel_cache_is_reported_and_harmless() {
         panic!("{:?}", cuda.kernel_cache_error());
     };
     let name = path.file_name().expect("a name").to_string_lossy();
-    assert!(path.starts_with(&file) && name.starts_with("flat-sm_90"), "{}", path.display());
+    assert!(path.starts_with(&file) && name.starts_with("elementwise-sm_90"), "{}", path.display());
     assert_eq!(std::fs::read(&file).expect("untouched"), b"not a directory");
 }
 
 #[test]
 fn host_and_gpu_memory_are_not_interchangeable() {
-    let (host, device) = (Buf::zeroed(4), cuda().zeroed(Dtype::F32, 4));
+    let (host, device) = (Buf::zeroed(4), open_shared_gpu().zeroed(Dtype::F32, 4));
     let panics = |f: &dyn Fn()| std::panic::catch_unwind(std::panic::AssertUnwindSafe(f)).is_err();
     assert!(panics(&|| assert_eq!(device.view().host(), [0.0; 4])));
-    assert!(panics(&|| cuda().scale(Buf::zeroed(4).view_mut(), 1.0)));
+    assert!(panics(&|| open_shared_gpu().scale(Buf::zeroed(4).view_mut(), 1.0)));
     assert!(!panics(&|| assert_eq!(host.view().host(), [0.0; 4])));
 }
 
-/// The kernels of an image (ELF), each with the bytes of its static shared memory. Since sm_90 the
-/// first 1024 bytes are reserved by the system and not counted in the GPU's maximum.
-fn static_shared_memory(image: &[u8]) -> Vec<(String, u64)> {
+/// Returns the kernels of an image (ELF), each with the bytes of its static shared memory. Since
+/// sm_90 the system reserves some of these bytes.
+fn read_static_shared_memory(image: &[u8]) -> Vec<(String, u64)> {
     let number = |at: u64, bytes: usize| {
         let at = at as usize;
         image[at..at + bytes].iter().rev().fold(0u64, |n, byte| n << 8 | u64::from(*byte))
@@ -285,12 +297,12 @@ fn kernels_compile_for_each_architecture() {
     let Some(directory) = emulated_gpu::nvrtc_directory() else { return };
     let paths = LibraryPaths { configured: vec![directory], ..LibraryPaths::default() };
     for architecture in ["sm_80", "sm_90", "sm_100"] {
-        let images = cuda::compile_all(&paths, architecture).expect("compiles");
+        let images = cuda::compile_kernel_sources(&paths, architecture).expect("compiles");
         assert_eq!(images.len(), 8);
         assert!(images.iter().all(|(_, image)| image.starts_with(b"\x7fELF")), "{architecture}");
         let reserved = if architecture == "sm_80" { 0 } else { 1024 };
         for (file, image) in &images {
-            let arrays = static_shared_memory(image).into_iter().filter(|(_, bytes)| *bytes > reserved);
+            let arrays = read_static_shared_memory(image).into_iter().filter(|(_, bytes)| *bytes > reserved);
             // A kernel with dynamic shared memory may use the GPU's maximum, so it must have no
             // static arrays.
             let is_dynamic = ["flash.cu", "attention.cu"].contains(file);
@@ -305,6 +317,6 @@ fn kernels_compile_for_each_architecture() {
             );
         }
     }
-    let error = cuda::compile_all(&paths, "sm_12").expect_err("sm_12 does not exist");
+    let error = cuda::compile_kernel_sources(&paths, "sm_12").expect_err("sm_12 does not exist");
     assert!(matches!(error, CudaError::KernelCompile { .. }), "{error:?}");
 }

@@ -18,7 +18,7 @@ fn memory_is_freed_and_failures_are_typed() {
     let configured = vec![emulated_gpu::library_directory().to_owned()];
     let paths = LibraryPaths { configured, ..LibraryPaths::default() };
     let cuda = Cuda::open(&paths, 0, None).expect("the emulated GPU");
-    let free = || cuda.memory_info().expect("memory info").0;
+    let free = || cuda.query_memory_info().expect("memory info").0;
     let before = free();
     let mut buf = cuda.zeroed(Dtype::Bf16, 1 << 20);
     assert_eq!(before - free(), 2 << 20);

@@ -4,7 +4,7 @@
 mod call_counts;
 mod emulated_gpu;
 
-use call_counts::calls;
+use call_counts::call_count;
 use device::cuda::{AttentionBackend, CudaError, LibraryPaths};
 use device::ops::AttentionShape;
 use device::storage::{BackendNotice, DeviceError};
@@ -12,6 +12,7 @@ use device::{Buf, Cuda, Dtype, Ops, Storage, conformance};
 use diagnostic::codes::device::CUDNN_ATTENTION_UNSUPPORTED;
 use std::time::Duration;
 
+/// Returns the search paths of the emulated libraries, with the emulated cuDNN.
 fn library_paths() -> LibraryPaths {
     let directory = emulated_gpu::library_directory();
     LibraryPaths {
@@ -20,7 +21,8 @@ fn library_paths() -> LibraryPaths {
     }
 }
 
-fn cuda(backend: AttentionBackend) -> Cuda {
+/// Opens the emulated GPU with this attention backend.
+fn open_gpu_with(backend: AttentionBackend) -> Cuda {
     let cuda = Cuda::open(&library_paths(), 0, None).expect("the emulated GPU");
     cuda.set_attention_backend(backend, &library_paths()).expect("the emulated cuDNN");
     cuda
@@ -28,15 +30,15 @@ fn cuda(backend: AttentionBackend) -> Cuda {
 
 #[test]
 fn cudnn_attention_matches_the_cpu() {
-    let before = calls("cudnnBackendExecute");
-    let row = conformance::check_cudnn_attention(&cuda(AttentionBackend::Cudnn), 1, 12);
+    let before = call_count("cudnnBackendExecute");
+    let row = conformance::compare_cudnn_attention_with_cpu(&open_gpu_with(AttentionBackend::Cudnn), 1, 12);
     assert!(row.failure.is_none() && row.cases == 16 && row.max_errors.bf16 > 1e-4, "{row:#?}");
     // forward and backward, at two addresses each
-    assert_eq!(calls("cudnnBackendExecute") - before, 16 * 4);
+    assert_eq!(call_count("cudnnBackendExecute") - before, 16 * 4);
 }
 
-/// The buffers of an attention, and the op itself.
-struct Attention {
+/// Shape and buffers of an attention.
+struct AttentionCase {
     shape: AttentionShape,
     starts: Vec<u32>,
     qkv: Buf,
@@ -46,19 +48,19 @@ struct Attention {
     dqkv: Buf,
 }
 
-impl Attention {
+impl AttentionCase {
     fn new(cuda: &Cuda, dtype: Dtype, shape: AttentionShape) -> Self {
         let (rows, width) = (shape.b * shape.t, (shape.heads + 2 * shape.kv_heads) * shape.head_dim);
         let values = |len: usize, seed: usize| {
             let values: Vec<f32> =
                 (0..len).map(|i| ((i * 7919 + seed) % 1000) as f32 / 500.0 - 1.0).collect();
-            let wide = cuda.device_copy((&values[..]).into());
+            let wide = cuda.clone_to_device((&values[..]).into());
             let mut buf = cuda.zeroed(dtype, len);
             cuda.cast(buf.view_mut(), wide.view());
             buf
         };
         let out = rows * shape.heads * shape.head_dim;
-        Attention {
+        AttentionCase {
             shape,
             starts: vec![0; rows],
             qkv: values(rows * width, 1),
@@ -69,9 +71,9 @@ impl Attention {
         }
     }
 
-    /// Runs both passes. Returns the output and the gradient.
+    /// Runs the forward and the backward pass. Returns the output and the gradient of qkv.
     fn run(&mut self, cuda: &Cuda) -> [Vec<f32>; 2] {
-        let Attention { shape, starts, qkv, o, lse, d_o, dqkv } = self;
+        let AttentionCase { shape, starts, qkv, o, lse, d_o, dqkv } = self;
         cuda.attention_forward(o.view_mut(), lse.view_mut(), qkv.view(), starts, *shape);
         cuda.attention_backward(
             dqkv.view_mut(),
@@ -85,11 +87,12 @@ impl Attention {
         [&*o, &*dqkv].map(|buf| {
             let mut wide = cuda.zeroed(Dtype::F32, buf.len());
             cuda.cast(wide.view_mut(), buf.view());
-            cuda.host_copy(wide.view()).host().to_vec()
+            cuda.clone_to_host(wide.view()).host().to_vec()
         })
     }
 }
 
+/// Shape that cuDNN supports.
 const SHAPE: AttentionShape = AttentionShape {
     b: 2,
     t: 24,
@@ -101,17 +104,17 @@ const SHAPE: AttentionShape = AttentionShape {
     dropout: None,
 };
 
-/// Every notice that is pending.
-fn notices(cuda: &Cuda) -> Vec<BackendNotice> {
-    std::iter::from_fn(|| cuda.after_step(Duration::from_millis(1))).collect()
+/// Returns every pending notice.
+fn take_notices(cuda: &Cuda) -> Vec<BackendNotice> {
+    std::iter::from_fn(|| cuda.record_step_duration(Duration::from_millis(1))).collect()
 }
 
 #[test]
 fn auto_uses_the_faster_backend() {
-    let auto = cuda(AttentionBackend::Auto);
-    let mut small = Attention::new(&auto, Dtype::Bf16, SHAPE);
+    let auto = open_gpu_with(AttentionBackend::Auto);
+    let mut small = AttentionCase::new(&auto, Dtype::Bf16, SHAPE);
     let first = small.run(&auto);
-    let notices_of_first = notices(&auto);
+    let notices_of_first = take_notices(&auto);
     let mut expected_calls = 0;
     let [forward, backward] = &notices_of_first[..] else {
         panic!("one notice per direction: {notices_of_first:?}")
@@ -127,39 +130,39 @@ fn auto_uses_the_faster_backend() {
         expected_calls += i64::from(cudnn_seconds < built_in_seconds);
     }
     // The second run uses the decision.
-    let before = calls("cudnnBackendExecute");
+    let before = call_count("cudnnBackendExecute");
     assert_eq!(small.run(&auto), first);
-    assert_eq!(calls("cudnnBackendExecute") - before, expected_calls);
-    assert_eq!(notices(&auto), []);
+    assert_eq!(call_count("cudnnBackendExecute") - before, expected_calls);
+    assert_eq!(take_notices(&auto), []);
 }
 
 #[test]
-fn auto_falls_back_where_cudnn_has_no_graph() {
-    let auto = cuda(AttentionBackend::Auto);
-    let before = calls("cudnnBackendExecute");
-    let mut documents = Attention::new(&auto, Dtype::Bf16, SHAPE);
+fn auto_uses_built_in_kernels_for_shapes_that_cudnn_rejects() {
+    let auto = open_gpu_with(AttentionBackend::Auto);
+    let before = call_count("cudnnBackendExecute");
+    let mut documents = AttentionCase::new(&auto, Dtype::Bf16, SHAPE);
     documents.starts[10..24].fill(10);
-    let capped = Attention::new(&auto, Dtype::Bf16, AttentionShape { softcap: Some(2.0), ..SHAPE });
-    let wide = Attention::new(&auto, Dtype::F32, SHAPE);
-    let odd = Attention::new(&auto, Dtype::Bf16, AttentionShape { head_dim: 12, ..SHAPE });
-    let short = Attention::new(&auto, Dtype::Bf16, AttentionShape { t: 1, ..SHAPE });
+    let capped = AttentionCase::new(&auto, Dtype::Bf16, AttentionShape { softcap: Some(2.0), ..SHAPE });
+    let wide = AttentionCase::new(&auto, Dtype::F32, SHAPE);
+    let odd = AttentionCase::new(&auto, Dtype::Bf16, AttentionShape { head_dim: 12, ..SHAPE });
+    let short = AttentionCase::new(&auto, Dtype::Bf16, AttentionShape { t: 1, ..SHAPE });
     let mut unsupported = [documents, capped, wide, odd, short];
     let results = unsupported.each_mut().map(|one| one.run(&auto));
-    assert_eq!(calls("cudnnBackendExecute"), before);
+    assert_eq!(call_count("cudnnBackendExecute"), before);
     let built_in = Cuda::open(&library_paths(), 0, None).expect("the emulated GPU");
     for (one, result) in unsupported.iter().zip(results) {
         let dtype = one.qkv.dtype();
-        let again = Attention::new(&built_in, dtype, one.shape);
-        let mut again = Attention { starts: one.starts.clone(), ..again };
+        let again = AttentionCase::new(&built_in, dtype, one.shape);
+        let mut again = AttentionCase { starts: one.starts.clone(), ..again };
         assert_eq!(again.run(&built_in), result, "{:?}", one.shape);
     }
 }
 
 #[test]
 fn the_cudnn_backend_rejects_what_cudnn_cannot_compute() {
-    let cudnn = cuda(AttentionBackend::Cudnn);
+    let cudnn = open_gpu_with(AttentionBackend::Cudnn);
     let rejection = |shape: AttentionShape, dtype, starts: Option<usize>| {
-        let mut one = Attention::new(&cudnn, dtype, shape);
+        let mut one = AttentionCase::new(&cudnn, dtype, shape);
         if let Some(at) = starts {
             one.starts[at..].fill(at as u32);
         }
@@ -193,15 +196,15 @@ fn the_cudnn_backend_rejects_what_cudnn_cannot_compute() {
     let reason =
         cuda.set_attention_backend(AttentionBackend::Auto, &without_cudnn).expect("built-in kernels");
     assert_eq!(reason, None);
-    Attention::new(&cuda, Dtype::Bf16, SHAPE).run(&cuda);
+    AttentionCase::new(&cuda, Dtype::Bf16, SHAPE).run(&cuda);
 }
 
 #[test]
 fn cuda_graphs_contain_cudnn_plans() {
-    let direct = cuda(AttentionBackend::Cudnn);
-    let expected = Attention::new(&direct, Dtype::Bf16, SHAPE).run(&direct);
-    let with_graphs = cuda(AttentionBackend::Cudnn);
-    let mut one = Attention::new(&with_graphs, Dtype::Bf16, SHAPE);
+    let direct = open_gpu_with(AttentionBackend::Cudnn);
+    let expected = AttentionCase::new(&direct, Dtype::Bf16, SHAPE).run(&direct);
+    let with_graphs = open_gpu_with(AttentionBackend::Cudnn);
+    let mut one = AttentionCase::new(&with_graphs, Dtype::Bf16, SHAPE);
     with_graphs.set_graphs_enabled(true);
     for _ in 0..5 {
         assert_eq!(one.run(&with_graphs), expected);

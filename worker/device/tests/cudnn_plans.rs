@@ -3,7 +3,8 @@
 mod emulated_gpu;
 
 use device::cuda::{
-    CudaError, CudaLibrary, LibraryPaths, RejectReason, cudnn_plan_workspaces, cudnn_workspace_bytes,
+    CudaError, CudaLibrary, LibraryPaths, RejectReason, compute_cudnn_plan_workspaces,
+    estimate_cudnn_workspace_bytes,
 };
 use device::ops::AttentionShape;
 use std::{
@@ -12,9 +13,9 @@ use std::{
     process::Command,
 };
 
-/// The directory of NVIDIA's cuDNN. `None` if it is not installed, which is a failure if
-/// `LAUNCH_TEST_REQUIRE=all`.
-fn cudnn_directory() -> Option<PathBuf> {
+/// Returns the directory of NVIDIA's cuDNN. Returns `None` if cuDNN is not installed. Panics in
+/// that case if `LAUNCH_TEST_REQUIRE=all`.
+fn find_cudnn_directory() -> Option<PathBuf> {
     let nvrtc = emulated_gpu::nvrtc_directory()?;
     let directory = nvrtc.ancestors().nth(4).expect("the cache").join("cudnn/nvidia/cudnn/lib");
     if directory.exists() {
@@ -26,8 +27,8 @@ fn cudnn_directory() -> Option<PathBuf> {
     None
 }
 
-/// Loads the libraries that cuDNN looks up by name in its process, for the rest of the process's
-/// life.
+/// Loads the libraries that cuDNN looks up by name in its process. They stay loaded until the
+/// process ends.
 fn load_dependencies(directory: &Path) {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/emulated_gpu/no_gpu_stub.c");
     for (name, define) in [("libcuda.so.1", "-DDRIVER"), ("libcublasLt.so.13", "-DBLAS")] {
@@ -51,10 +52,10 @@ fn load_dependencies(directory: &Path) {
     std::mem::forget(paths.open(CudaLibrary::Nvrtc).expect("NVRTC"));
 }
 
-/// A GPU as cuDNN's description names it.
-struct Gpu {
+/// Properties of a GPU as cuDNN's JSON description names them.
+struct GpuDescription {
     name: &'static str,
-    /// 900 is sm_90.
+    /// Compute capability times 100: 900 is sm_90.
     version: u64,
     multiprocessors: u64,
     /// Bytes of shared memory per block.
@@ -63,7 +64,7 @@ struct Gpu {
     l2_cache: u64,
 }
 
-const A100: Gpu = Gpu {
+const A100: GpuDescription = GpuDescription {
     name: "NVIDIA A100-SXM4-80GB",
     version: 800,
     multiprocessors: 108,
@@ -71,7 +72,7 @@ const A100: Gpu = Gpu {
     memory: 80 << 30,
     l2_cache: 40 << 20,
 };
-const H200: Gpu = Gpu {
+const H200: GpuDescription = GpuDescription {
     name: "NVIDIA H200",
     version: 900,
     multiprocessors: 132,
@@ -79,7 +80,7 @@ const H200: Gpu = Gpu {
     memory: 141 << 30,
     l2_cache: 50 << 20,
 };
-const B200: Gpu = Gpu {
+const B200: GpuDescription = GpuDescription {
     name: "NVIDIA B200",
     version: 1000,
     multiprocessors: 148,
@@ -88,10 +89,10 @@ const B200: Gpu = Gpu {
     l2_cache: 126 << 20,
 };
 
-impl Gpu {
-    /// The GPU's properties as JSON in cuDNN's form.
-    fn properties(&self) -> String {
-        let Gpu { name, version, multiprocessors, shared, memory, l2_cache } = self;
+impl GpuDescription {
+    /// Returns the GPU's properties as JSON in cuDNN's form.
+    fn to_json(&self) -> String {
+        let GpuDescription { name, version, multiprocessors, shared, memory, l2_cache } = self;
         format!(
             r#"{{"deviceVer": {version}, "multiProcessorCount": {multiprocessors}, "warpSize": 32,
             "maxSharedMemoryPerBlock": 49152, "maxSharedMemoryPerBlockOptin": {shared},
@@ -107,12 +108,13 @@ impl Gpu {
 
 #[test]
 fn cudnn_has_plans_for_the_attention_of_every_model() {
-    let Some(cudnn) = cudnn_directory() else { return };
+    let Some(cudnn) = find_cudnn_directory() else { return };
     let directory = tempfile::tempdir().expect("a directory");
     load_dependencies(directory.path());
     let paths = LibraryPaths { configured: vec![cudnn], ..LibraryPaths::default() };
-    let workspaces =
-        |gpu: &Gpu, shape, window| cudnn_plan_workspaces(&paths, &gpu.properties(), shape, window);
+    let workspaces = |gpu: &GpuDescription, shape, window| {
+        compute_cudnn_plan_workspaces(&paths, &gpu.to_json(), shape, window)
+    };
     // GPT-2 124M, Qwen2.5-0.5B and 1.5B, Llama-3.2-1B, Llama-3.1-8B
     let models = [
         (16, 1024, 12, 12, 64),
@@ -134,14 +136,14 @@ fn cudnn_has_plans_for_the_attention_of_every_model() {
             let bytes = workspaces(&gpu, shape, window).unwrap_or_else(|e| panic!("{case}: {e}"));
             let bytes = bytes.map(|bytes| bytes.unwrap_or_else(|| panic!("{case}: no plan")));
             // the estimate of `launch plan`
-            let estimate = cudnn_workspace_bytes(shape) + 4096;
+            let estimate = estimate_cudnn_workspace_bytes(shape) + 4096;
             assert!(bytes.iter().all(|bytes| *bytes <= estimate), "{case}: {bytes:?}");
         }
     }
     // An unsupported shape has no plan, or is an error.
     let wide = workspaces(&H200, AttentionShape::new(1, 64, 2, 2, 512), None);
     assert!(wide.as_ref().map_or(true, |bytes| bytes.contains(&None)), "{wide:?}");
-    let error = cudnn_plan_workspaces(&paths, "{}", AttentionShape::new(1, 64, 2, 2, 64), None)
+    let error = compute_cudnn_plan_workspaces(&paths, "{}", AttentionShape::new(1, 64, 2, 2, 64), None)
         .expect_err("no properties");
     // cuDNN's own message names the first property that is missing
     assert!(
@@ -157,7 +159,7 @@ fn an_unusable_cudnn_is_reported_with_its_path() {
     let file = directory.path().join("libcudnn.so.9");
     fs::write(&file, "not a library").expect("a file");
     let shape = AttentionShape::new(1, 64, 2, 2, 64);
-    let error = cudnn_plan_workspaces(&paths, "{}", shape, None).expect_err("not a library");
+    let error = compute_cudnn_plan_workspaces(&paths, "{}", shape, None).expect_err("not a library");
     let CudaError::LibraryUnusable { library: CudaLibrary::Cudnn, rejected, .. } = &error else {
         panic!("{error:?}")
     };

@@ -8,19 +8,19 @@ use device::ops::{
 };
 use device::{Cpu, Ops, View, ViewMut};
 use proptest::prelude::*;
-use reference::Random;
+use reference::TestRng;
 
 /// A vector that begins `shift` elements after a 64-byte boundary.
-struct Shifted {
+struct ShiftedBuf {
     data: device::Buf,
     shift: usize,
 }
 
-impl Shifted {
+impl ShiftedBuf {
     fn new(x: &[f32], shift: usize) -> Self {
         let mut data = device::Buf::zeroed(x.len() + shift);
         data.host_mut()[shift..].copy_from_slice(x);
-        Shifted { data, shift }
+        ShiftedBuf { data, shift }
     }
     fn view(&self) -> View<'_> {
         self.data.view().slice(self.shift..self.data.len())
@@ -35,11 +35,11 @@ impl Shifted {
 }
 
 /// Asserts that an op gives the same bits with any number of threads, alignment and instruction
-/// set. `run` executes the op and returns the bits of its outputs. It gets a function that copies a
-/// vector to a buffer of the alignment under test.
+/// set. `run` executes the op and returns the bits of its outputs. Its second argument is a
+/// function that copies a vector to a buffer of the alignment under test.
 #[track_caller]
-fn assert_same_bits(what: &str, run: impl Fn(&Cpu, &dyn Fn(&[f32]) -> Shifted) -> Vec<Vec<u32>>) {
-    let want = run(&Cpu::new(1), &|x| Shifted::new(x, 0));
+fn assert_same_bits(what: &str, run: impl Fn(&Cpu, &dyn Fn(&[f32]) -> ShiftedBuf) -> Vec<Vec<u32>>) {
+    let want = run(&Cpu::new(1), &|x| ShiftedBuf::new(x, 0));
     assert!(want.iter().any(|w| !w.is_empty()), "{what} has an output");
     for threads in 1..=4 {
         let cpu = Cpu::new(threads);
@@ -47,21 +47,22 @@ fn assert_same_bits(what: &str, run: impl Fn(&Cpu, &dyn Fn(&[f32]) -> Shifted) -
             let turn = std::cell::Cell::new(0);
             let place = |x: &[f32]| {
                 turn.set(turn.get() + 1);
-                Shifted::new(x, shifts[turn.get() % 3])
+                ShiftedBuf::new(x, shifts[turn.get() % 3])
             };
             assert!(run(&cpu, &place) == want, "{what}: {threads} threads, shifts {shifts:?}");
         }
     }
     // On x86-64 the last level has no fused multiply-add. Other architectures have one level.
-    let levels = Cpu::all_instruction_sets(2);
+    let levels = Cpu::new_for_all_instruction_sets(2);
     for cpu in &levels[..levels.len().max(2) - 1] {
-        assert!(run(cpu, &|x| Shifted::new(x, 2)) == want, "{what}: {}", cpu.describe());
+        assert!(run(cpu, &|x| ShiftedBuf::new(x, 2)) == want, "{what}: {}", cpu.describe());
     }
 }
 
-fn matmul_case(seed: u64, m: usize, n: usize, k: usize) {
-    let mut r = Random::new(seed);
-    let (x, w, dy) = (r.vec(m * k), r.vec(n * k), r.vec(m * n));
+/// Asserts that the matmuls of this shape always give the same bits.
+fn assert_same_matmul_bits(seed: u64, m: usize, n: usize, k: usize) {
+    let mut r = TestRng::new(seed);
+    let (x, w, dy) = (r.draw_vec(m * k), r.draw_vec(n * k), r.draw_vec(m * n));
     assert_same_bits(&format!("matmul {m} {n} {k}"), |cpu, place| {
         let (px, pw, pdy) = (place(&x), place(&w), place(&dy));
         let mut out = Vec::new();
@@ -80,7 +81,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(40))]
     #[test]
     fn matmuls_of_any_shape_give_the_same_bits(seed: u64, m in 1usize..150, n in 1usize..150, k in 1usize..150) {
-        matmul_case(seed, m, n, k);
+        assert_same_matmul_bits(seed, m, n, k);
     }
 
     #[test]
@@ -89,28 +90,28 @@ proptest! {
     ) {
         let shape = AttentionShape::new(b, t, kv_heads * group, kv_heads, head_dim);
         let dropout = (t % 3 == 0).then_some(AttentionDropout { key: [seed as u32, 1], probability: 0.2, first_sequence: seed >> 22 });
-        attention_case(seed, AttentionShape { softcap: (t % 2 == 0).then_some(4.0), dropout, ..shape });
+        assert_same_attention_bits(seed, AttentionShape { softcap: (t % 2 == 0).then_some(4.0), dropout, ..shape });
     }
 
     #[test]
     fn row_ops_of_any_shape_give_the_same_bits(seed: u64, m in 1usize..200, d in 1usize..200) {
-        rows_case(seed, m, d);
+        assert_same_row_op_bits(seed, m, d);
     }
 }
 
 #[test]
 fn matmuls_of_deep_and_wide_shapes_give_the_same_bits() {
     for (m, n, k) in [(33, 65, 1500), (1, 3000, 5), (700, 2, 600), (257, 385, 513)] {
-        matmul_case(9, m, n, k);
+        assert_same_matmul_bits(9, m, n, k);
     }
 }
 
-/// A batch may be divided anywhere, because a row's result does not depend on the other rows.
+/// A batch may therefore be divided anywhere.
 #[test]
 fn each_row_of_a_matmul_is_independent_of_the_other_rows() {
     let (m, n, k) = (37, 83, 700);
-    let mut r = Random::new(10);
-    let (x, w) = (r.vec(m * k), r.vec(n * k));
+    let mut r = TestRng::new(10);
+    let (x, w) = (r.draw_vec(m * k), r.draw_vec(n * k));
     let cpu = Cpu::new(2);
     let mut whole = vec![0.0; m * n];
     cpu.matmul_forward(
@@ -137,12 +138,15 @@ fn each_row_of_a_matmul_is_independent_of_the_other_rows() {
     }
 }
 
-fn attention_case(seed: u64, shape: AttentionShape) {
+/// Asserts that attention of this shape always gives the same bits, over documents of random
+/// lengths.
+fn assert_same_attention_bits(seed: u64, shape: AttentionShape) {
     let AttentionShape { b, t, heads, kv_heads, head_dim, .. } = shape;
-    let mut r = Random::new(seed);
-    let (qkv, d_o) = (r.vec(b * t * (heads + 2 * kv_heads) * head_dim), r.vec(b * t * heads * head_dim));
-    let mean = 1 + r.below(100);
-    let starts = r.starts(b, t, mean);
+    let mut r = TestRng::new(seed);
+    let (qkv, d_o) =
+        (r.draw_vec(b * t * (heads + 2 * kv_heads) * head_dim), r.draw_vec(b * t * heads * head_dim));
+    let mean = 1 + r.draw_below(100);
+    let starts = r.draw_document_starts(b, t, mean);
     assert_same_bits(&format!("{shape:?}"), |cpu, place| {
         let (pqkv, pd_o) = (place(&qkv), place(&d_o));
         let (mut o, mut lse, mut dqkv) = (place(&d_o), place(&vec![0.0; b * heads * t]), place(&qkv));
@@ -160,10 +164,11 @@ fn attention_case(seed: u64, shape: AttentionShape) {
     });
 }
 
-/// Checks norms, embedding, activations, RoPE and the classifier over `m` rows of `d` elements.
-fn rows_case(seed: u64, m: usize, d: usize) {
-    let mut r = Random::new(seed);
-    let (x, dy, w, delta) = (r.vec(m * d), r.vec(m * d), r.vec(d), r.vec(m * d));
+/// Asserts that norms, embedding, activations, RoPE and the classifier over `m` rows of `d`
+/// elements always give the same bits.
+fn assert_same_row_op_bits(seed: u64, m: usize, d: usize) {
+    let mut r = TestRng::new(seed);
+    let (x, dy, w, delta) = (r.draw_vec(m * d), r.draw_vec(m * d), r.draw_vec(d), r.draw_vec(m * d));
     assert_same_bits(&format!("rmsnorm {m} {d}"), |cpu, place| {
         let (mut sum, mut y, mut rstd, pw) = (place(&x), place(&dy), place(&vec![0.0; m]), place(&w));
         let pdelta = place(&delta);
@@ -200,7 +205,7 @@ fn rows_case(seed: u64, m: usize, d: usize) {
         cpu.rmsnorm_heads_backward(dx.view_mut(), dw.view_mut(), raw.view(), rstd.view(), pw.view(), h);
         vec![y.bits(), db.bits(), raw.bits(), rstd.bits(), dx.bits(), dw.bits()]
     });
-    let b = r.vec(d);
+    let b = r.draw_vec(d);
     assert_same_bits(&format!("layernorm {m} {d}"), |cpu, place| {
         let (mut sum, mut y, mut stats) = (place(&x), place(&dy), place(&vec![0.0; 2 * m]));
         let (pw, pb, pdelta) = (place(&w), place(&b), place(&delta));
@@ -230,16 +235,16 @@ fn rows_case(seed: u64, m: usize, d: usize) {
         cpu.gelu_backward(dx.view_mut(), pdy.view_mut(), px.view());
         vec![y.bits(), dx.bits(), pdy.bits()]
     });
-    let tokens: Vec<u32> = (0..m).map(|_| r.below(9) as u32).collect();
-    let table = r.vec(9 * d);
+    let tokens: Vec<u32> = (0..m).map(|_| r.draw_below(9) as u32).collect();
+    let table = r.draw_vec(9 * d);
     assert_same_bits(&format!("embedding {m} {d}"), |cpu, place| {
         let (mut px, mut table, pdy) = (place(&x), place(&table), place(&dy));
         cpu.embedding_forward(px.view_mut(), table.view(), &tokens, d);
         cpu.embedding_backward(table.view_mut(), pdy.view(), &tokens, d);
         vec![px.bits(), table.bits()]
     });
-    let gate_up = r.vec(m * 2 * d);
-    let (cos, sin) = (r.vec(m * d), r.vec(m * d));
+    let gate_up = r.draw_vec(m * 2 * d);
+    let (cos, sin) = (r.draw_vec(m * d), r.draw_vec(m * d));
     assert_same_bits(&format!("swiglu and rope {m} {d}"), |cpu, place| {
         let (pg, mut pdy, mut y, mut dg) = (place(&gate_up), place(&dy), place(&x), place(&gate_up));
         cpu.swiglu_forward(y.view_mut(), pg.view(), m, d);
@@ -256,17 +261,17 @@ fn rows_case(seed: u64, m: usize, d: usize) {
         let geglu = [gated.bits(), dgated.bits(), pdy.bits()];
         [y.bits(), dg.bits(), activated, forward, turned.bits()].into_iter().chain(geglu).collect()
     });
-    let v = 1 + r.below(300);
-    let head = r.vec(v * d);
+    let v = 1 + r.draw_below(300);
+    let head = r.draw_vec(v * d);
     let labels: Vec<u32> =
-        (0..m).map(|i| if i % 5 == 4 { IGNORE_LABEL } else { r.below(v) as u32 }).collect();
+        (0..m).map(|i| if i % 5 == 4 { IGNORE_LABEL } else { r.draw_below(v) as u32 }).collect();
     assert_same_bits(&format!("classifier {m} {d} {v}"), |cpu, place| {
         let (px, pw) = (place(&x), place(&head));
         let (mut loss, mut dx, mut dw) = (place(&vec![0.0; m]), place(&x), place(&head));
         let (dxv, dwv) = (dx.view_mut(), dw.view_mut());
         let grads = ClassifierGrads { dx: dxv, dw: dwv, dw_write: WriteMode::Accumulate, scale: 0.1 };
         let cap = v.is_multiple_of(2).then_some(3.0);
-        cpu.classifier_with_softcap(
+        cpu.compute_softcapped_classifier_loss(
             loss.view_mut(),
             px.view(),
             pw.view(),
@@ -295,9 +300,9 @@ const SGD: SgdHyperparams = SgdHyperparams { lr: 1e-2, momentum: 0.9, weight_dec
 #[test]
 fn flat_vector_ops_give_the_same_bits() {
     let len = 100_003;
-    let mut r = Random::new(11);
-    let (p, g, a) = (r.vec(len), r.vec(len), r.vec(len));
-    let b: Vec<f32> = r.vec(len).iter().map(|x| x * x).collect();
+    let mut r = TestRng::new(11);
+    let (p, g, a) = (r.draw_vec(len), r.draw_vec(len), r.draw_vec(len));
+    let b: Vec<f32> = r.draw_vec(len).iter().map(|x| x * x).collect();
     assert_same_bits("flat", |cpu, place| {
         let (mut sum, x) = (place(&p), place(&g));
         cpu.add(sum.view_mut(), x.view());
@@ -313,14 +318,14 @@ fn flat_vector_ops_give_the_same_bits() {
     });
 }
 
-/// A flat vector may be divided anywhere without a change of any element's update.
+/// A flat vector may therefore be divided anywhere without changing any element's update.
 #[test]
 fn optimizer_updates_do_not_depend_on_the_position() {
-    let mut r = Random::new(12);
+    let mut r = TestRng::new(12);
     let cpu = Cpu::new(1);
     let len = 203;
-    let (p, g, a) = (r.vec(len), r.vec(len), r.vec(len));
-    let b: Vec<f32> = r.vec(len).iter().map(|x| x * x).collect();
+    let (p, g, a) = (r.draw_vec(len), r.draw_vec(len), r.draw_vec(len));
+    let b: Vec<f32> = r.draw_vec(len).iter().map(|x| x * x).collect();
     let run = |from: usize, to: usize| {
         let (mut p1, mut a1, mut b1) = (p[from..to].to_vec(), a[from..to].to_vec(), b[from..to].to_vec());
         let gv: View = (&g[from..to]).into();
@@ -339,7 +344,7 @@ fn optimizer_updates_do_not_depend_on_the_position() {
     }
 }
 
-/// Calls from several threads share the worker threads, but not their results.
+/// Calls from several threads share the helpers, but not their results.
 #[test]
 fn concurrent_calls_do_not_affect_each_other() {
     let cpu = Cpu::new(3);
@@ -348,8 +353,8 @@ fn concurrent_calls_do_not_affect_each_other() {
             let cpu = &cpu;
             scope.spawn(move || {
                 let (m, n, k) = (60 + seed as usize, 70, 80);
-                let mut r = Random::new(seed);
-                let (x, w) = (r.vec(m * k), r.vec(n * k));
+                let mut r = TestRng::new(seed);
+                let (x, w) = (r.draw_vec(m * k), r.draw_vec(n * k));
                 let matmul = |cpu: &Cpu| {
                     let mut y = vec![0.0; m * n];
                     cpu.matmul_forward(
@@ -377,8 +382,8 @@ fn concurrent_calls_do_not_affect_each_other() {
 fn scratch_memory_is_reused() {
     let cpu = Cpu::new(1);
     let shape = AttentionShape::new(2, 70, 4, 2, 16);
-    let mut r = Random::new(13);
-    let qkv = r.vec(140 * 8 * 16);
+    let mut r = TestRng::new(13);
+    let qkv = r.draw_vec(140 * 8 * 16);
     let (mut o, mut lse, mut dqkv) = (vec![0.0; 140 * 64], vec![0.0; 8 * 70], qkv.clone());
     let starts = [0; 140];
     let mut step = || {

@@ -2,13 +2,13 @@
 //! the numbers of the sample and of the position in it.
 mod reference;
 
-use device::ops::{AttentionDropout, AttentionShape, Dropout};
+use device::ops::{AttentionDropout, AttentionShape, SampleDropout};
 use device::{Buf, Cpu, Dtype, Ops, View};
-use reference::Random;
+use reference::TestRng;
 
-/// The factors by which dropout multiplies attention's probabilities, `[b, heads, t, t]`. They are
-/// 0 for dropped keys, and for later keys, which a query does not attend to.
-fn dropout_factors(
+/// Returns the factors by which dropout multiplies attention's probabilities, `[b, heads, t, t]`.
+/// The factor is 0 for dropped keys, and for later keys, to which a query does not attend.
+fn compute_dropout_factors(
     cpu: &Cpu,
     b: usize,
     t: usize,
@@ -39,12 +39,13 @@ fn dropout_factors(
     factors
 }
 
-fn dropout(probability: f64, first: u64) -> AttentionDropout {
+/// Creates attention dropout whose first sequence has the number `first`.
+fn make_dropout(probability: f64, first: u64) -> AttentionDropout {
     AttentionDropout { key: [3, 5], probability, first_sequence: first }
 }
 
-/// The share of `visible` elements for which two dropout masks agree.
-fn agreement(a: &[f32], b: &[f32], visible: &[bool]) -> f64 {
+/// Returns the share of `visible` elements for which two dropout masks agree.
+fn compute_agreement(a: &[f32], b: &[f32], visible: &[bool]) -> f64 {
     let both = a.iter().zip(b).zip(visible).filter(|(_, visible)| **visible);
     let same = both.clone().filter(|((a, b), _)| (**a == 0.0) == (**b == 0.0)).count();
     same as f64 / both.count() as f64
@@ -54,9 +55,9 @@ fn agreement(a: &[f32], b: &[f32], visible: &[bool]) -> f64 {
 fn elements_are_dropped_with_the_probability_and_the_rest_is_scaled() {
     let (b, t, heads) = (2, 150, 2);
     let visible: Vec<bool> = (0..b * heads * t * t).map(|i| i % t <= i / t % t).collect();
-    for cpu in Cpu::all_instruction_sets(2) {
+    for cpu in Cpu::new_for_all_instruction_sets(2) {
         for probability in [0.0, 0.1, 0.5, 0.99] {
-            let factors = dropout_factors(&cpu, b, t, heads, 1, dropout(probability, 9));
+            let factors = compute_dropout_factors(&cpu, b, t, heads, 1, make_dropout(probability, 9));
             let scale = 1.0 / (1.0 - probability);
             let (mut dropped, mut total) = (0.0, 0.0);
             for (factor, visible) in factors.iter().zip(&visible) {
@@ -79,14 +80,14 @@ fn elements_are_dropped_with_the_probability_and_the_rest_is_scaled() {
 #[test]
 fn masks_of_heads_queries_and_samples_are_independent() {
     let (b, t, heads) = (2, 150, 3);
-    let factors = dropout_factors(&Cpu::new(2), b, t, heads, 1, dropout(0.5, 9));
+    let factors = compute_dropout_factors(&Cpu::new(2), b, t, heads, 1, make_dropout(0.5, 9));
     let mask_len = t * t;
     let visible: Vec<bool> = (0..mask_len).map(|i| i % t <= i / t).collect();
     let mask = |seq: usize, h: usize| &factors[(seq * heads + h) * mask_len..][..mask_len];
     let error = 4.0 * (0.25 / (mask_len as f64 / 2.0)).sqrt();
     let pairs = [((0, 0), (0, 1)), ((0, 1), (0, 2)), ((0, 0), (1, 0)), ((0, 1), (1, 0)), ((1, 1), (1, 2))];
     for ((a, h), (b, i)) in pairs {
-        let same = agreement(mask(a, h), mask(b, i), &visible);
+        let same = compute_agreement(mask(a, h), mask(b, i), &visible);
         assert!((same - 0.5).abs() < error, "sequence {a}, head {h} and {b}, {i}: {same}");
     }
     // A query and the next one, and a key and the keys 1, 16 and 64 after it.
@@ -94,7 +95,7 @@ fn masks_of_heads_queries_and_samples_are_independent() {
         let both_visible: Vec<bool> = (0..mask_len - shift)
             .map(|i| visible[i] && visible[i + shift] && i % t + shift % t < t)
             .collect();
-        let same = agreement(&mask(0, 0)[..mask_len - shift], &mask(0, 0)[shift..], &both_visible);
+        let same = compute_agreement(&mask(0, 0)[..mask_len - shift], &mask(0, 0)[shift..], &both_visible);
         assert!((same - 0.5).abs() < 1.5 * error, "shifted by {shift}: {same}");
     }
 }
@@ -103,7 +104,8 @@ fn masks_of_heads_queries_and_samples_are_independent() {
 fn a_mask_depends_only_on_the_number_of_its_sample() {
     let cpu = Cpu::new(2);
     let (t, heads) = (130, 2);
-    let masks = |b, t, heads, kv, first| dropout_factors(&cpu, b, t, heads, kv, dropout(0.3, first));
+    let masks =
+        |b, t, heads, kv, first| compute_dropout_factors(&cpu, b, t, heads, kv, make_dropout(0.3, first));
     let batch = masks(3, t, heads, 1, 40);
     assert_eq!(batch, [masks(1, t, heads, 1, 40), masks(2, t, heads, 1, 41)].concat(), "other batches");
     assert_eq!(batch, masks(3, t, heads, 2, 40), "other groups of heads");
@@ -127,10 +129,10 @@ fn a_mask_depends_only_on_the_number_of_its_sample() {
 /// 16-bit and f32 vectors lose the same elements. The other elements are rounded once.
 #[test]
 fn vectors_of_any_type_lose_the_same_elements() {
-    let mut r = Random::new(1);
-    let x = r.vec(3 * 35_001);
-    let d = Dropout { key: [1, 2], probability: 0.4, sample_len: 35_001, first_sample: 77 };
-    for cpu in Cpu::all_instruction_sets(3) {
+    let mut r = TestRng::new(1);
+    let x = r.draw_vec(3 * 35_001);
+    let d = SampleDropout { key: [1, 2], probability: 0.4, sample_len: 35_001, first_sample: 77 };
+    for cpu in Cpu::new_for_all_instruction_sets(3) {
         for dtype in [Dtype::Bf16, Dtype::F16] {
             let (mut narrow, mut wide) = (Buf::zeroed_as(dtype, x.len()), Buf::zeroed(x.len()));
             cpu.cast(narrow.view_mut(), View::from(&x[..]));
@@ -149,5 +151,5 @@ fn vectors_of_any_type_lose_the_same_elements() {
 #[test]
 #[should_panic(expected = "attention_forward: the dropout probability is 1, not in 0..1")]
 fn a_dropout_probability_of_1_is_rejected() {
-    dropout_factors(&Cpu::new(1), 1, 2, 1, 1, dropout(1.0, 0));
+    compute_dropout_factors(&Cpu::new(1), 1, 2, 1, 1, make_dropout(1.0, 0));
 }

@@ -7,18 +7,18 @@ use device::ops::{RouterBackwardInputs, RouterShape, RowGroup, WriteMode};
 use device::{Cpu, Ops};
 use reference::*;
 
-/// The probabilities of each row, and the log-sum-exp of each row's logits.
-fn softmax(logits: &[f64], experts: usize) -> (Vec<f64>, Vec<f64>) {
+/// Returns the probabilities of each row, and the log-sum-exp of each row's logits.
+fn compute_softmax(logits: &[f64], experts: usize) -> (Vec<f64>, Vec<f64>) {
     let lse = |row: &[f64]| row.iter().map(|x| x.exp()).sum::<f64>().ln();
     let lse: Vec<f64> = logits.chunks(experts).map(lse).collect();
     let probs = logits.iter().enumerate().map(|(i, x)| (x - lse[i / experts]).exp()).collect();
     (probs, lse)
 }
 
-/// The weights of each token's experts. The choice of experts is given, so finite differences of
-/// the logits do not change it.
-fn expert_weights(logits: &[f64], chosen: &[u32], shape: RouterShape) -> Vec<f64> {
-    let (probs, _) = softmax(logits, shape.experts);
+/// Returns the weights of each token's experts. The choice of experts is given, so that finite
+/// differences of the logits do not change it.
+fn compute_expert_weights(logits: &[f64], chosen: &[u32], shape: RouterShape) -> Vec<f64> {
+    let (probs, _) = compute_softmax(logits, shape.experts);
     let rows = chosen.chunks(shape.experts_per_token).zip(probs.chunks(shape.experts));
     rows.flat_map(|(chosen, probs)| {
         let p: Vec<f64> = chosen.iter().map(|&e| probs[e as usize]).collect();
@@ -28,7 +28,7 @@ fn expert_weights(logits: &[f64], chosen: &[u32], shape: RouterShape) -> Vec<f64
     .collect()
 }
 
-/// The outputs of the router's forward pass.
+/// Outputs of the router's forward pass.
 struct RouterOutput {
     probs: Vec<f32>,
     weights: Vec<f32>,
@@ -36,6 +36,7 @@ struct RouterOutput {
     chosen: Vec<u32>,
 }
 
+/// Runs the router's forward pass on buffers that are filled with other values.
 fn run_router(cpu: &Cpu, logits: &[f32], s: RouterShape) -> RouterOutput {
     let mut r = RouterOutput {
         probs: vec![7.0; s.m * s.experts],
@@ -49,7 +50,8 @@ fn run_router(cpu: &Cpu, logits: &[f32], s: RouterShape) -> RouterOutput {
     r
 }
 
-fn router_shapes() -> impl Iterator<Item = RouterShape> {
+/// Returns the shapes with which the router is tested.
+fn list_router_shapes() -> impl Iterator<Item = RouterShape> {
     let sizes = [(1, 1, 1), (5, 3, 1), (40, 8, 2), (33, 6, 3), (7, 130, 8), (4, 5, 5)];
     sizes.into_iter().flat_map(|(m, experts, per_token)| {
         [false, true].map(|normalise| RouterShape {
@@ -63,15 +65,15 @@ fn router_shapes() -> impl Iterator<Item = RouterShape> {
 
 #[test]
 fn the_router_chooses_the_most_probable_experts_and_has_the_right_gradient() {
-    let mut r = Random::new(21);
-    for shape in router_shapes() {
+    let mut r = TestRng::new(21);
+    for shape in list_router_shapes() {
         let RouterShape { m, experts, experts_per_token: per_token, .. } = shape;
-        let logits: Vec<f32> = r.vec(m * experts).iter().map(|x| 3.0 * x).collect();
-        let (dweights, balance, z) = (r.vec(m * per_token), r.vec(experts), 0.3);
-        for cpu in Cpu::all_instruction_sets(2) {
+        let logits: Vec<f32> = r.draw_vec(m * experts).iter().map(|x| 3.0 * x).collect();
+        let (dweights, balance, z) = (r.draw_vec(m * per_token), r.draw_vec(experts), 0.3);
+        for cpu in Cpu::new_for_all_instruction_sets(2) {
             let what = format!("{} {shape:?}", cpu.describe());
             let got = run_router(&cpu, &logits, shape);
-            let (probs, lse) = softmax(&to_f64(&logits), experts);
+            let (probs, lse) = compute_softmax(&to_f64(&logits), experts);
             assert_close(&what, &got.probs, &probs, 1e-6);
             assert_close(&what, &got.lse, &lse, 1e-6);
             for (chosen, probs) in got.chosen.chunks(per_token).zip(got.probs.chunks(experts)) {
@@ -79,7 +81,12 @@ fn the_router_chooses_the_most_probable_experts_and_has_the_right_gradient() {
                 sorted.sort_by(|&a, &b| probs[b as usize].total_cmp(&probs[a as usize]).then(a.cmp(&b)));
                 assert_eq!(chosen, &sorted[..per_token], "{what}");
             }
-            assert_close(&what, &got.weights, &expert_weights(&to_f64(&logits), &got.chosen, shape), 1e-6);
+            assert_close(
+                &what,
+                &got.weights,
+                &compute_expert_weights(&to_f64(&logits), &got.chosen, shape),
+                1e-6,
+            );
 
             let mut dlogits = vec![5.0; m * experts];
             let given = RouterBackwardInputs {
@@ -91,10 +98,10 @@ fn the_router_chooses_the_most_probable_experts_and_has_the_right_gradient() {
             };
             cpu.router_backward((&mut dlogits[..]).into(), (&dweights[..]).into(), given, shape);
             assert_gradient(&what, &dlogits, &to_f64(&logits), 1 + m * experts / 60, 3e-6, |logits| {
-                let (probs, lse) = softmax(logits, experts);
+                let (probs, lse) = compute_softmax(logits, experts);
                 let balanced: f64 = probs.chunks(experts).map(|p| dot(p, &to_f64(&balance))).sum();
                 let z: f64 = lse.iter().map(|l| f64::from(z) * l * l).sum();
-                dot(&expert_weights(logits, &got.chosen, shape), &to_f64(&dweights)) + balanced + z
+                dot(&compute_expert_weights(logits, &got.chosen, shape), &to_f64(&dweights)) + balanced + z
             });
         }
     }
@@ -106,7 +113,7 @@ fn equal_and_nan_probabilities_still_choose_different_experts() {
     let mut logits = vec![0.5; 15];
     logits[5..10].fill(f32::NAN);
     logits[12] = f32::NEG_INFINITY;
-    for cpu in Cpu::all_instruction_sets(1) {
+    for cpu in Cpu::new_for_all_instruction_sets(1) {
         let got = run_router(&cpu, &logits, shape);
         assert_eq!(got.chosen, [0, 1, 2, 0, 1, 2, 0, 1, 3], "{}", cpu.describe());
         assert!(got.weights[3..6].iter().all(|w| w.is_nan()));
@@ -116,14 +123,14 @@ fn equal_and_nan_probabilities_still_choose_different_experts() {
 
 #[test]
 fn row_ops_match_their_definitions() {
-    let mut r = Random::new(22);
+    let mut r = TestRng::new(22);
     for (m, d, per_row) in [(1, 1, 1), (19, 37, 2), (50, 16, 8), (3, 5, 0)] {
-        let row_indices: Vec<u32> = (0..m * per_row).map(|_| r.below(m) as u32).collect();
-        let (x, w, start) = (r.vec(m * d), r.vec(m * per_row), r.vec(m * d));
-        for cpu in Cpu::all_instruction_sets(3) {
+        let row_indices: Vec<u32> = (0..m * per_row).map(|_| r.draw_below(m) as u32).collect();
+        let (x, w, start) = (r.draw_vec(m * d), r.draw_vec(m * per_row), r.draw_vec(m * d));
+        for cpu in Cpu::new_for_all_instruction_sets(3) {
             let mut y = vec![7.0; row_indices.len() * d];
             cpu.gather_rows((&mut y[..]).into(), (&x[..]).into(), &row_indices, d);
-            assert_eq!(to_f64(&y), reference::embedding(&to_f64(&x), &row_indices, d));
+            assert_eq!(to_f64(&y), reference::compute_embedding(&to_f64(&x), &row_indices, d));
             for (weights, write) in
                 [(None, WriteMode::Overwrite), (Some((&w[..]).into()), WriteMode::Accumulate)]
             {
@@ -150,9 +157,9 @@ fn row_ops_match_their_definitions() {
     }
 }
 
-/// Groups of the given numbers of rows, with a gap of one row after the second group. Their
+/// Returns groups of the given numbers of rows, with a gap of one row after the second group. Their
 /// matrices are stored in reverse order, with gaps of three elements.
-fn groups(sizes: &[usize], matrix: usize) -> Vec<RowGroup> {
+fn make_row_groups(sizes: &[usize], matrix: usize) -> Vec<RowGroup> {
     let mut at = 0;
     let group = |(i, &n): (usize, &usize)| {
         let rows = at..at + n;
@@ -164,13 +171,13 @@ fn groups(sizes: &[usize], matrix: usize) -> Vec<RowGroup> {
 
 #[test]
 fn a_grouped_matmul_equals_one_matmul_per_group() {
-    let mut r = Random::new(23);
+    let mut r = TestRng::new(23);
     for (sizes, n, k) in
         [(&[3, 0, 5, 1][..], 7, 5), (&[0, 0, 90, 0], 33, 20), (&[8; 12], 16, 40), (&[2, 2], 1, 1)]
     {
-        let groups = groups(sizes, n * k);
+        let groups = make_row_groups(sizes, n * k);
         let rows = groups.last().unwrap().rows.end + 1;
-        let (x, dy, w) = (r.vec(rows * k), r.vec(rows * n), r.vec(groups.len() * (n * k + 3)));
+        let (x, dy, w) = (r.draw_vec(rows * k), r.draw_vec(rows * n), r.draw_vec(groups.len() * (n * k + 3)));
         let mut first = None;
         for threads in [1, 2, 4] {
             let cpu = Cpu::new(threads);

@@ -8,22 +8,22 @@ use device::ops::{
 use device::{Cpu, Ops};
 use reference::*;
 
-/// The CPU backend with two threads, for each instruction set.
-fn backends() -> Vec<Cpu> {
-    Cpu::all_instruction_sets(2)
+/// Returns a CPU backend with two threads for each instruction set.
+fn open_backends() -> Vec<Cpu> {
+    Cpu::new_for_all_instruction_sets(2)
 }
 
 #[test]
 fn matmul_and_its_gradient_match_the_definition() {
-    let mut r = Random::new(1);
+    let mut r = TestRng::new(1);
     for (m, n, k) in
         [(1, 1, 1), (5, 7, 3), (17, 49, 33), (8, 48, 1), (3, 100, 130), (70, 31, 1100), (2, 5, 0)]
     {
-        let (x, w, dy) = (r.vec(m * k), r.vec(n * k), r.vec(m * n));
-        let want = reference::matmul(&to_f64(&x), &to_f64(&w), m, n, k);
-        for cpu in backends() {
+        let (x, w, dy) = (r.draw_vec(m * k), r.draw_vec(n * k), r.draw_vec(m * n));
+        let want = reference::compute_matmul(&to_f64(&x), &to_f64(&w), m, n, k);
+        for cpu in open_backends() {
             let what = format!("{} {m}x{n}x{k}", cpu.describe());
-            let start = r.vec(m * n);
+            let start = r.draw_vec(m * n);
             let mut y = start.clone();
             cpu.matmul_forward(
                 (&mut y[..]).into(),
@@ -49,9 +49,10 @@ fn matmul_and_its_gradient_match_the_definition() {
             assert_close(&what, &y, &added, 2e-6);
 
             // A matmul is linear, so differences of any size are exact.
-            let objective = |x: &[f64], w: &[f64]| dot(&reference::matmul(x, w, m, n, k), &to_f64(&dy));
+            let objective =
+                |x: &[f64], w: &[f64]| dot(&reference::compute_matmul(x, w, m, n, k), &to_f64(&dy));
             let step = 1 + m * k / 40;
-            let mut dx = r.vec(m * k);
+            let mut dx = r.draw_vec(m * k);
             cpu.matmul_backward_input(
                 (&mut dx[..]).into(),
                 (&dy[..]).into(),
@@ -84,38 +85,43 @@ fn matmul_and_its_gradient_match_the_definition() {
 #[test]
 fn embedding_and_its_gradient_match_the_definition() {
     let (rows, d, m) = (7, 131, 50);
-    let mut r = Random::new(2);
-    let w = r.vec(rows * d);
-    let tokens: Vec<u32> = (0..m).map(|_| r.below(rows) as u32).collect();
-    let dx = r.vec(m * d);
-    for cpu in backends() {
-        let mut x = r.vec(m * d);
+    let mut r = TestRng::new(2);
+    let w = r.draw_vec(rows * d);
+    let tokens: Vec<u32> = (0..m).map(|_| r.draw_below(rows) as u32).collect();
+    let dx = r.draw_vec(m * d);
+    for cpu in open_backends() {
+        let mut x = r.draw_vec(m * d);
         cpu.embedding_forward((&mut x[..]).into(), (&w[..]).into(), &tokens, d);
-        assert_eq!(to_f64(&x), reference::embedding(&to_f64(&w), &tokens, d));
+        assert_eq!(to_f64(&x), reference::compute_embedding(&to_f64(&w), &tokens, d));
         let mut dw = vec![0.0; rows * d];
         cpu.embedding_backward((&mut dw[..]).into(), (&dx[..]).into(), &tokens, d);
         assert_gradient("dw", &dw, &to_f64(&w), 13, 2e-6, |w| {
-            dot(&reference::embedding(w, &tokens, d), &to_f64(&dx))
+            dot(&reference::compute_embedding(w, &tokens, d), &to_f64(&dx))
         });
     }
 }
 
 #[test]
 fn rmsnorm_and_its_gradient_match_the_definition() {
-    let mut r = Random::new(3);
+    let mut r = TestRng::new(3);
     for (m, d) in [(1, 3), (3, 5), (67, 16), (70, 37), (33, 100)] {
-        let (x, delta, w, dy) = (r.vec(m * d), r.vec(m * d), r.vec(d), r.vec(m * d));
+        let (x, delta, w, dy) = (r.draw_vec(m * d), r.draw_vec(m * d), r.draw_vec(d), r.draw_vec(m * d));
         let eps = 1e-5;
-        for cpu in backends() {
+        for cpu in open_backends() {
             let what = format!("{} {m}x{d}", cpu.describe());
-            let (mut y, mut rstd) = (r.vec(m * d), r.vec(m));
+            let (mut y, mut rstd) = (r.draw_vec(m * d), r.draw_vec(m));
             let (xv, wv) = ((&x[..]).into(), (&w[..]).into());
             cpu.rmsnorm_forward((&mut y[..]).into(), (&mut rstd[..]).into(), xv, wv, m, d, eps);
-            assert_close(&what, &y, &reference::rmsnorm(&to_f64(&x), &to_f64(&w), f64::from(eps)), 1e-6);
+            assert_close(
+                &what,
+                &y,
+                &reference::compute_rmsnorm(&to_f64(&x), &to_f64(&w), f64::from(eps)),
+                1e-6,
+            );
 
             let objective =
-                |x: &[f64], w: &[f64]| dot(&reference::rmsnorm(x, w, f64::from(eps)), &to_f64(&dy));
-            let start = r.vec(m * d);
+                |x: &[f64], w: &[f64]| dot(&reference::compute_rmsnorm(x, w, f64::from(eps)), &to_f64(&dy));
+            let start = r.draw_vec(m * d);
             for write in [WriteMode::Overwrite, WriteMode::Accumulate] {
                 let (mut dx, mut dw) = (start.clone(), vec![0.5; d]);
                 cpu.rmsnorm_backward(
@@ -153,17 +159,22 @@ fn rmsnorm_and_its_gradient_match_the_definition() {
             );
             let want: Vec<f32> = x.iter().zip(&delta).map(|(a, b)| a + b).collect();
             assert_eq!(sum, want);
-            assert_close(&what, &y, &reference::rmsnorm(&to_f64(&want), &to_f64(&w), f64::from(eps)), 1e-6);
+            assert_close(
+                &what,
+                &y,
+                &reference::compute_rmsnorm(&to_f64(&want), &to_f64(&w), f64::from(eps)),
+                1e-6,
+            );
         }
     }
 }
 
 #[test]
 fn bias_and_its_gradient_match_the_definition() {
-    let mut r = Random::new(9);
+    let mut r = TestRng::new(9);
     for (m, n) in [(0, 3), (1, 1), (3, 17), (70, 37), (33, 100)] {
-        let (x, b, dy) = (r.vec(m * n), r.vec(n), r.vec(m * n));
-        for cpu in backends() {
+        let (x, b, dy) = (r.draw_vec(m * n), r.draw_vec(n), r.draw_vec(m * n));
+        for cpu in open_backends() {
             let mut y = x.clone();
             cpu.bias_forward((&mut y[..]).into(), (&b[..]).into(), m, n);
             let want: Vec<f32> = x.iter().enumerate().map(|(i, x)| x + b[i % n]).collect();
@@ -179,24 +190,25 @@ fn bias_and_its_gradient_match_the_definition() {
 
 #[test]
 fn rmsnorm_of_heads_and_its_gradient_match_the_definition() {
-    let mut r = Random::new(10);
+    let mut r = TestRng::new(10);
     for (rows, first, heads, head_dim, stride) in
         [(0, 0, 1, 2, 2), (1, 0, 1, 3, 3), (5, 7, 3, 5, 25), (67, 4, 2, 16, 41)]
     {
         let h = HeadLayout { rows, first_column: first, heads, head_dim, stride };
-        let (x, w, dy) = (r.vec(rows * stride), r.vec(head_dim), r.vec(rows * stride));
+        let (x, w, dy) = (r.draw_vec(rows * stride), r.draw_vec(head_dim), r.draw_vec(rows * stride));
         let eps = 1e-5;
         let normed = |x: &[f64], w: &[f64]| {
             let mut y = x.to_vec();
             for row in y.chunks_exact_mut(stride) {
                 let heads = &mut row[first..first + heads * head_dim];
-                heads.copy_from_slice(&reference::rmsnorm(heads, w, f64::from(eps)));
+                heads.copy_from_slice(&reference::compute_rmsnorm(heads, w, f64::from(eps)));
             }
             y
         };
-        for cpu in backends() {
+        for cpu in open_backends() {
             let what = format!("{} {h:?}", cpu.describe());
-            let (mut y, mut raw, mut rstd) = (x.clone(), r.vec(rows * h.width()), r.vec(rows * heads));
+            let (mut y, mut raw, mut rstd) =
+                (x.clone(), r.draw_vec(rows * h.width()), r.draw_vec(rows * heads));
             let wv = (&w[..]).into();
             let (rawv, rstdv) = ((&mut raw[..]).into(), (&mut rstd[..]).into());
             cpu.rmsnorm_heads_forward((&mut y[..]).into(), rawv, rstdv, wv, h, eps);
@@ -214,15 +226,16 @@ fn rmsnorm_of_heads_and_its_gradient_match_the_definition() {
 
 #[test]
 fn rope_and_its_gradient_match_the_definition() {
-    let mut r = Random::new(4);
+    let mut r = TestRng::new(4);
     for (b, t, heads, head_dim, stride) in [(1, 1, 1, 2, 2), (2, 5, 3, 10, 41), (2, 7, 2, 64, 200)] {
         let half = head_dim / 2;
-        let angles: Vec<f32> = (0..t * half).map(|_| 4.0 * r.unit()).collect();
+        let angles: Vec<f32> = (0..t * half).map(|_| 4.0 * r.draw_unit()).collect();
         let cos: Vec<f32> = angles.iter().map(|a| a.cos()).collect();
         let sin: Vec<f32> = angles.iter().map(|a| a.sin()).collect();
-        let (x, dy) = (r.vec(b * t * stride), r.vec(b * t * stride));
-        let rotate = |x: &[f64]| reference::rope(x, &to_f64(&cos), &to_f64(&sin), t, heads, head_dim, stride);
-        for cpu in backends() {
+        let (x, dy) = (r.draw_vec(b * t * stride), r.draw_vec(b * t * stride));
+        let rotate =
+            |x: &[f64]| reference::compute_rope(x, &to_f64(&cos), &to_f64(&sin), t, heads, head_dim, stride);
+        for cpu in open_backends() {
             let mut y = x.clone();
             let (c, s) = ((&cos[..]).into(), (&sin[..]).into());
             cpu.rope_forward((&mut y[..]).into(), c, s, b, t, heads, head_dim, stride);
@@ -236,19 +249,20 @@ fn rope_and_its_gradient_match_the_definition() {
     }
 }
 
-fn attention_case(r: &mut Random, shape: AttentionShape, starts: &[u32]) {
+/// Asserts that both passes of attention match the definition on every instruction set.
+fn assert_attention_matches(r: &mut TestRng, shape: AttentionShape, starts: &[u32]) {
     let AttentionShape { b, t, heads, kv_heads, head_dim, .. } = shape;
     let width = (heads + 2 * kv_heads) * head_dim;
-    let qkv: Vec<f32> = r.vec(b * t * width).iter().map(|x| 3.0 * x).collect();
-    let d_o = r.vec(b * t * heads * head_dim);
-    let (want, want_lse) = reference::attention(&to_f64(&qkv), starts, shape);
-    for cpu in backends() {
+    let qkv: Vec<f32> = r.draw_vec(b * t * width).iter().map(|x| 3.0 * x).collect();
+    let d_o = r.draw_vec(b * t * heads * head_dim);
+    let (want, want_lse) = reference::compute_attention(&to_f64(&qkv), starts, shape);
+    for cpu in open_backends() {
         let what = format!("{} {shape:?}", cpu.describe());
-        let (mut o, mut lse) = (r.vec(want.len()), r.vec(want_lse.len()));
+        let (mut o, mut lse) = (r.draw_vec(want.len()), r.draw_vec(want_lse.len()));
         cpu.attention_forward((&mut o[..]).into(), (&mut lse[..]).into(), (&qkv[..]).into(), starts, shape);
         assert_close(&what, &o, &want, 2e-6);
         assert_close(&what, &lse, &want_lse, 1e-6);
-        let mut dqkv = r.vec(qkv.len());
+        let mut dqkv = r.draw_vec(qkv.len());
         cpu.attention_backward(
             (&mut dqkv[..]).into(),
             (&d_o[..]).into(),
@@ -259,72 +273,72 @@ fn attention_case(r: &mut Random, shape: AttentionShape, starts: &[u32]) {
             shape,
         );
         assert_gradient(&what, &dqkv, &to_f64(&qkv), 1 + qkv.len() / 120, 5e-6, |qkv| {
-            dot(&reference::attention(qkv, starts, shape).0, &to_f64(&d_o))
+            dot(&reference::compute_attention(qkv, starts, shape).0, &to_f64(&d_o))
         });
     }
 }
 
 #[test]
 fn attention_over_whole_sequences_matches_the_definition() {
-    let mut r = Random::new(5);
+    let mut r = TestRng::new(5);
     for (b, t, heads, kv_heads, head_dim) in
         [(1, 1, 1, 1, 1), (2, 9, 4, 2, 5), (1, 130, 2, 1, 3), (1, 67, 3, 3, 18)]
     {
         let shape = AttentionShape::new(b, t, heads, kv_heads, head_dim);
-        attention_case(&mut r, shape, &vec![0; b * t]);
+        assert_attention_matches(&mut r, shape, &vec![0; b * t]);
     }
 }
 
 #[test]
 fn attention_within_documents_matches_the_definition() {
-    let mut r = Random::new(6);
+    let mut r = TestRng::new(6);
     // Documents longer and shorter than a tile, so that tiles are skipped, partial and whole.
     for (t, mean) in [(140, 4), (140, 45), (200, 70)] {
         let shape = AttentionShape::new(2, t, 2, 1, 2);
-        let starts = r.starts(2, t, mean);
-        attention_case(&mut r, shape, &starts);
+        let starts = r.draw_document_starts(2, t, mean);
+        assert_attention_matches(&mut r, shape, &starts);
     }
     // Any start up to the token itself is allowed, also one before the previous token's start.
     let shape = AttentionShape::new(1, 150, 1, 1, 4);
-    let starts: Vec<u32> = (0..150).map(|q| r.below(q + 1) as u32).collect();
-    attention_case(&mut r, shape, &starts);
+    let starts: Vec<u32> = (0..150).map(|q| r.draw_below(q + 1) as u32).collect();
+    assert_attention_matches(&mut r, shape, &starts);
 }
 
-/// The backward pass drops the elements that the forward pass drops: odd shapes, grouped heads,
-/// packed documents and sliding windows, with and without a softcap.
+/// The backward pass drops the elements that the forward pass drops. The cases have odd shapes,
+/// grouped heads, packed documents and sliding windows, with and without a softcap.
 #[test]
 fn attention_with_dropout_matches_the_definition() {
-    let mut r = Random::new(16);
+    let mut r = TestRng::new(16);
     for (b, t, heads, kv_heads, head_dim, probability) in
         [(2, 9, 4, 2, 5, 0.1), (1, 130, 2, 1, 3, 0.5), (1, 67, 3, 3, 18, 0.25), (3, 5, 2, 2, 4, 0.9)]
     {
         let dropout = Some(AttentionDropout { key: [7, 11], probability, first_sequence: (1 << 40) - 1 });
         let shape = AttentionShape { dropout, ..AttentionShape::new(b, t, heads, kv_heads, head_dim) };
-        attention_case(&mut r, shape, &vec![0; b * t]);
+        assert_attention_matches(&mut r, shape, &vec![0; b * t]);
         let softcap = Some(2.0);
-        let packed = r.starts(b, t, 12);
-        attention_case(&mut r, AttentionShape { softcap, ..shape }, &packed);
+        let packed = r.draw_document_starts(b, t, 12);
+        assert_attention_matches(&mut r, AttentionShape { softcap, ..shape }, &packed);
         let window: Vec<u32> = (0..b * t).map(|i| (i % t).saturating_sub(6) as u32).collect();
-        attention_case(&mut r, shape, &window);
+        assert_attention_matches(&mut r, shape, &window);
     }
 }
 
 #[test]
 fn swiglu_and_its_gradient_match_the_definition() {
-    let mut r = Random::new(7);
+    let mut r = TestRng::new(7);
     for (m, f) in [(1, 1), (3, 17), (40, 33)] {
-        let gate_up: Vec<f32> = r.vec(m * 2 * f).iter().map(|x| 6.0 * x).collect();
-        let dy = r.vec(m * f);
-        for cpu in backends() {
-            let mut y = r.vec(m * f);
+        let gate_up: Vec<f32> = r.draw_vec(m * 2 * f).iter().map(|x| 6.0 * x).collect();
+        let dy = r.draw_vec(m * f);
+        for cpu in open_backends() {
+            let mut y = r.draw_vec(m * f);
             cpu.swiglu_forward((&mut y[..]).into(), (&gate_up[..]).into(), m, f);
-            assert_close("swiglu", &y, &reference::swiglu(&to_f64(&gate_up), f), 5e-7);
-            let mut grad = r.vec(gate_up.len());
+            assert_close("swiglu", &y, &reference::compute_swiglu(&to_f64(&gate_up), f), 5e-7);
+            let mut grad = r.draw_vec(gate_up.len());
             let mut again = dy.clone();
             cpu.swiglu_backward((&mut grad[..]).into(), (&mut again[..]).into(), (&gate_up[..]).into(), m, f);
             assert_eq!(again, y, "the backward pass recomputes the output");
             assert_gradient("swiglu", &grad, &to_f64(&gate_up), 1, 2e-6, |x| {
-                dot(&reference::swiglu(x, f), &to_f64(&dy))
+                dot(&reference::compute_swiglu(x, f), &to_f64(&dy))
             });
         }
     }
@@ -332,23 +346,23 @@ fn swiglu_and_its_gradient_match_the_definition() {
 
 #[test]
 fn layernorm_and_its_gradient_match_the_definition() {
-    let mut r = Random::new(11);
+    let mut r = TestRng::new(11);
     let eps = 1e-5;
     for (m, d) in [(1, 3), (3, 5), (67, 16), (70, 37), (33, 100)] {
-        let (x, delta, dy) = (r.vec(m * d), r.vec(m * d), r.vec(m * d));
+        let (x, delta, dy) = (r.draw_vec(m * d), r.draw_vec(m * d), r.draw_vec(m * d));
         // The mean is large compared with the standard deviation.
         let x: Vec<f32> = x.iter().map(|x| x + 3.0).collect();
-        let (w, b) = (r.vec(d), r.vec(d));
+        let (w, b) = (r.draw_vec(d), r.draw_vec(d));
         let norm = LayerNormParams { w: (&w[..]).into(), b: (&b[..]).into(), eps };
-        let normed = |x: &[f64], w: &[f64], b: &[f64]| reference::layernorm(x, w, b, f64::from(eps));
-        for cpu in backends() {
+        let normed = |x: &[f64], w: &[f64], b: &[f64]| reference::compute_layernorm(x, w, b, f64::from(eps));
+        for cpu in open_backends() {
             let what = format!("{} {m}x{d}", cpu.describe());
-            let (mut y, mut stats) = (r.vec(m * d), r.vec(2 * m));
+            let (mut y, mut stats) = (r.draw_vec(m * d), r.draw_vec(2 * m));
             cpu.layernorm_forward((&mut y[..]).into(), (&mut stats[..]).into(), (&x[..]).into(), norm, m);
             assert_close(&what, &y, &normed(&to_f64(&x), &to_f64(&w), &to_f64(&b)), 2e-6);
 
             let objective = |x: &[f64], w: &[f64], b: &[f64]| dot(&normed(x, w, b), &to_f64(&dy));
-            let start = r.vec(m * d);
+            let start = r.draw_vec(m * d);
             for write in [WriteMode::Overwrite, WriteMode::Accumulate] {
                 let (mut dx, mut dw, mut db) = (start.clone(), vec![0.5; d], vec![0.25; d]);
                 let (dxv, dwv, dbv) = ((&mut dx[..]).into(), (&mut dw[..]).into(), (&mut db[..]).into());
@@ -379,46 +393,46 @@ fn layernorm_and_its_gradient_match_the_definition() {
 
 #[test]
 fn gelu_and_its_gradient_match_the_definition() {
-    let mut r = Random::new(12);
+    let mut r = TestRng::new(12);
     for (m, f) in [(1, 1), (3, 17), (40, 33)] {
-        let gate_up: Vec<f32> = r.vec(m * 2 * f).iter().map(|x| 7.0 * x).collect();
-        let (dy, both) = (r.vec(m * f), r.vec(m * 2 * f));
-        let each = |x: &[f64]| x.iter().map(|&x| reference::gelu(x)).collect::<Vec<_>>();
-        for cpu in backends() {
-            let (mut y, mut grad) = (r.vec(gate_up.len()), r.vec(gate_up.len()));
+        let gate_up: Vec<f32> = r.draw_vec(m * 2 * f).iter().map(|x| 7.0 * x).collect();
+        let (dy, both) = (r.draw_vec(m * f), r.draw_vec(m * 2 * f));
+        let each = |x: &[f64]| x.iter().map(|&x| reference::compute_gelu(x)).collect::<Vec<_>>();
+        for cpu in open_backends() {
+            let (mut y, mut grad) = (r.draw_vec(gate_up.len()), r.draw_vec(gate_up.len()));
             cpu.gelu_forward((&mut y[..]).into(), (&gate_up[..]).into());
             assert_close("gelu", &y, &each(&to_f64(&gate_up)), 5e-7);
             let mut again = both.clone();
             cpu.gelu_backward((&mut grad[..]).into(), (&mut again[..]).into(), (&gate_up[..]).into());
             assert_eq!(again, y, "the backward pass recomputes the output");
             assert_gradient("gelu", &grad, &to_f64(&gate_up), 1, 2e-6, |x| dot(&each(x), &to_f64(&both)));
-            let mut y = r.vec(m * f);
+            let mut y = r.draw_vec(m * f);
             cpu.geglu_forward((&mut y[..]).into(), (&gate_up[..]).into(), m, f);
-            assert_close("geglu", &y, &reference::geglu(&to_f64(&gate_up), f), 5e-7);
+            assert_close("geglu", &y, &reference::compute_geglu(&to_f64(&gate_up), f), 5e-7);
             let mut again = dy.clone();
             cpu.geglu_backward((&mut grad[..]).into(), (&mut again[..]).into(), (&gate_up[..]).into(), m, f);
             assert_eq!(again, y, "the backward pass recomputes the output");
             assert_gradient("geglu", &grad, &to_f64(&gate_up), 1, 2e-6, |x| {
-                dot(&reference::geglu(x, f), &to_f64(&dy))
+                dot(&reference::compute_geglu(x, f), &to_f64(&dy))
             });
         }
     }
 }
 
-/// A weight stored as `[in, out]` gives the matmuls of its transpose.
+/// A weight that is stored as `[in, out]` gives the matmuls of its transpose.
 #[test]
 fn conv1d_and_its_gradient_match_the_definition() {
-    let mut r = Random::new(13);
+    let mut r = TestRng::new(13);
     for (m, inp, out) in [(1, 1, 1), (5, 7, 3), (17, 33, 49)] {
-        let (x, w, dy) = (r.vec(m * inp), r.vec(inp * out), r.vec(m * out));
+        let (x, w, dy) = (r.draw_vec(m * inp), r.draw_vec(inp * out), r.draw_vec(m * out));
         let matmul = |x: &[f64], w: &[f64]| {
             let transposed: Vec<f64> = (0..out).flat_map(|o| (0..inp).map(move |i| w[i * out + o])).collect();
-            reference::matmul(x, &transposed, m, out, inp)
+            reference::compute_matmul(x, &transposed, m, out, inp)
         };
         let objective = |x: &[f64], w: &[f64]| dot(&matmul(x, w), &to_f64(&dy));
-        for cpu in backends() {
+        for cpu in open_backends() {
             let what = format!("{} {m}x{inp}x{out}", cpu.describe());
-            let (mut y, mut dx, mut dw) = (r.vec(m * out), r.vec(m * inp), r.vec(inp * out));
+            let (mut y, mut dx, mut dw) = (r.draw_vec(m * out), r.draw_vec(m * inp), r.draw_vec(inp * out));
             let (xv, wv, dyv) = ((&x[..]).into(), (&w[..]).into(), (&dy[..]).into());
             cpu.conv1d_forward((&mut y[..]).into(), xv, wv, m, inp, out);
             assert_close(&what, &y, &matmul(&to_f64(&x), &to_f64(&w)), 2e-6);
@@ -432,32 +446,33 @@ fn conv1d_and_its_gradient_match_the_definition() {
 
 #[test]
 fn attention_of_scaled_and_capped_scores_matches_the_definition() {
-    let mut r = Random::new(14);
+    let mut r = TestRng::new(14);
     for (cap, scale) in [(None, 0.1), (Some(2.0), 0.4), (Some(30.0), 0.7)] {
         let shape = AttentionShape { scale, softcap: cap, ..AttentionShape::new(2, 80, 2, 1, 5) };
-        let starts = r.starts(2, 80, 40);
-        attention_case(&mut r, shape, &starts);
+        let starts = r.draw_document_starts(2, 80, 40);
+        assert_attention_matches(&mut r, shape, &starts);
     }
 }
 
 #[test]
 fn classifier_of_capped_logits_matches_the_definition() {
-    let mut r = Random::new(15);
+    let mut r = TestRng::new(15);
     for (m, d, v) in [(9, 5, 21), (4, 7, 1100)] {
-        let x: Vec<f32> = r.vec(m * d).iter().map(|x| 4.0 * x).collect();
-        let w = r.vec(v * d);
+        let x: Vec<f32> = r.draw_vec(m * d).iter().map(|x| 4.0 * x).collect();
+        let w = r.draw_vec(v * d);
         let labels: Vec<u32> =
-            (0..m).map(|i| if i == 2 { IGNORE_LABEL } else { r.below(v) as u32 }).collect();
+            (0..m).map(|i| if i == 2 { IGNORE_LABEL } else { r.draw_below(v) as u32 }).collect();
         for cap in [Some(1.5), Some(30.0)] {
-            let losses = |x: &[f64], w: &[f64]| reference::capped_cross_entropy(x, w, &labels, d, v, cap);
+            let losses =
+                |x: &[f64], w: &[f64]| reference::compute_capped_cross_entropy(x, w, &labels, d, v, cap);
             let total = |x: &[f64], w: &[f64]| 0.5 * losses(x, w).iter().sum::<f64>();
-            for cpu in backends() {
+            for cpu in open_backends() {
                 let what = format!("{} {m}x{d}x{v}, cap {cap:?}", cpu.describe());
-                let (mut loss, mut dx, mut dw) = (r.vec(m), r.vec(m * d), r.vec(v * d));
+                let (mut loss, mut dx, mut dw) = (r.draw_vec(m), r.draw_vec(m * d), r.draw_vec(v * d));
                 let (dxv, dwv) = ((&mut dx[..]).into(), (&mut dw[..]).into());
                 let grads = ClassifierGrads { dx: dxv, dw: dwv, dw_write: WriteMode::Overwrite, scale: 0.5 };
                 let (xv, wv) = ((&x[..]).into(), (&w[..]).into());
-                cpu.classifier_with_softcap(
+                cpu.compute_softcapped_classifier_loss(
                     (&mut loss[..]).into(),
                     xv,
                     wv,
@@ -478,34 +493,35 @@ fn classifier_of_capped_logits_matches_the_definition() {
 
 #[test]
 fn classifier_and_its_gradient_match_the_definition() {
-    let mut r = Random::new(8);
+    let mut r = TestRng::new(8);
     // 600 rows are more than one chunk.
     for (m, d, v) in [(1, 1, 1), (9, 5, 21), (600, 3, 19), (4, 7, 1100)] {
-        let x: Vec<f32> = r.vec(m * d).iter().map(|x| 4.0 * x).collect();
-        let w = r.vec(v * d);
-        let label = |r: &mut Random| if r.below(4) == 0 { IGNORE_LABEL } else { r.below(v) as u32 };
+        let x: Vec<f32> = r.draw_vec(m * d).iter().map(|x| 4.0 * x).collect();
+        let w = r.draw_vec(v * d);
+        let label =
+            |r: &mut TestRng| if r.draw_below(4) == 0 { IGNORE_LABEL } else { r.draw_below(v) as u32 };
         let labels: Vec<u32> = (0..m).map(|_| label(&mut r)).collect();
         let scale = 0.37;
         let total = |x: &[f64], w: &[f64]| {
-            f64::from(scale) * reference::cross_entropy(x, w, &labels, d, v).iter().sum::<f64>()
+            f64::from(scale) * reference::compute_cross_entropy(x, w, &labels, d, v).iter().sum::<f64>()
         };
-        for cpu in backends() {
+        for cpu in open_backends() {
             let what = format!("{} {m}x{d}x{v}", cpu.describe());
-            let want = reference::cross_entropy(&to_f64(&x), &to_f64(&w), &labels, d, v);
+            let want = reference::compute_cross_entropy(&to_f64(&x), &to_f64(&w), &labels, d, v);
             let (xv, wv) = ((&x[..]).into(), (&w[..]).into());
-            let mut loss = r.vec(m);
-            cpu.classifier((&mut loss[..]).into(), xv, wv, &labels, m, d, v, None);
+            let mut loss = r.draw_vec(m);
+            cpu.compute_classifier_loss((&mut loss[..]).into(), xv, wv, &labels, m, d, v, None);
             assert_close(&what, &loss, &want, 1e-6);
             for dw_write in [WriteMode::Overwrite, WriteMode::Accumulate] {
-                let (mut dx, mut dw) = (r.vec(m * d), vec![0.25; v * d]);
-                let mut again = r.vec(m);
+                let (mut dx, mut dw) = (r.draw_vec(m * d), vec![0.25; v * d]);
+                let mut again = r.draw_vec(m);
                 let grads =
                     ClassifierGrads { dx: (&mut dx[..]).into(), dw: (&mut dw[..]).into(), dw_write, scale };
-                cpu.classifier((&mut again[..]).into(), xv, wv, &labels, m, d, v, Some(grads));
+                cpu.compute_classifier_loss((&mut again[..]).into(), xv, wv, &labels, m, d, v, Some(grads));
                 assert_eq!(loss, again);
-                let (mut alone, dw_none) = (r.vec(m * d), (&mut [][..]).into());
+                let (mut alone, dw_none) = (r.draw_vec(m * d), (&mut [][..]).into());
                 let grads = ClassifierGrads { dx: (&mut alone[..]).into(), dw: dw_none, dw_write, scale };
-                cpu.classifier((&mut again[..]).into(), xv, wv, &labels, m, d, v, Some(grads));
+                cpu.compute_classifier_loss((&mut again[..]).into(), xv, wv, &labels, m, d, v, Some(grads));
                 assert_eq!(dx, alone, "{what}: dx does not depend on whether dw is computed");
                 if dw_write == WriteMode::Accumulate {
                     dw.iter_mut().for_each(|x| *x -= 0.25);
@@ -528,28 +544,46 @@ fn classifier_without_rows_clears_the_weights_gradient() {
     for (dw_write, want) in [(WriteMode::Accumulate, 3.0), (WriteMode::Overwrite, 0.0)] {
         let dx = (&mut [][..]).into();
         let grads = ClassifierGrads { dx, dw: (&mut dw[..]).into(), dw_write, scale: 1.0 };
-        cpu.classifier((&mut [][..]).into(), (&[][..]).into(), (&w[..]).into(), &[], 0, 2, 3, Some(grads));
+        cpu.compute_classifier_loss(
+            (&mut [][..]).into(),
+            (&[][..]).into(),
+            (&w[..]).into(),
+            &[],
+            0,
+            2,
+            3,
+            Some(grads),
+        );
         assert_eq!(dw, [want; 6]);
     }
 }
 
 #[test]
 fn extreme_and_non_finite_logits_have_the_expected_loss() {
-    for cpu in backends() {
-        let loss_of = |w: &[f32]| {
+    for cpu in open_backends() {
+        let compute_loss = |w: &[f32]| {
             let mut loss = [0.0];
             let (x, v) = ([1.0], w.len());
-            cpu.classifier((&mut loss[..]).into(), (&x[..]).into(), w.into(), &[0], 1, 1, v, None);
+            cpu.compute_classifier_loss(
+                (&mut loss[..]).into(),
+                (&x[..]).into(),
+                w.into(),
+                &[0],
+                1,
+                1,
+                v,
+                None,
+            );
             loss[0]
         };
-        assert_eq!(loss_of(&[3e38, -3e38]), 0.0);
-        assert_eq!(loss_of(&[-1000.0, 1000.0, 0.0]), 2000.0);
+        assert_eq!(compute_loss(&[3e38, -3e38]), 0.0);
+        assert_eq!(compute_loss(&[-1000.0, 1000.0, 0.0]), 2000.0);
         // A NaN or infinity at any position reaches the loss.
         for at in 0..40 {
             for poison in [f32::NAN, f32::INFINITY] {
                 let mut w = vec![0.5; 40];
                 w[at] = poison;
-                assert!(loss_of(&w).is_nan() || loss_of(&w) == f32::INFINITY, "{at} {poison}");
+                assert!(compute_loss(&w).is_nan() || compute_loss(&w) == f32::INFINITY, "{at} {poison}");
             }
         }
     }
@@ -558,7 +592,7 @@ fn extreme_and_non_finite_logits_have_the_expected_loss() {
 /// A rank may have no rows, so every op accepts empty inputs.
 #[test]
 fn ops_accept_empty_inputs() {
-    for cpu in backends() {
+    for cpu in open_backends() {
         let shape = AttentionShape::new(0, 5, 2, 1, 4);
         for shape in [shape, AttentionShape { b: 3, t: 0, ..shape }] {
             let none = || (&mut [][..]).into();
@@ -594,5 +628,5 @@ fn labels_beyond_the_vocabulary_are_rejected() {
     let mut loss = [0.0];
     let (x, w) = ([0.0; 2], [0.0; 6]);
     let loss = (&mut loss[..]).into();
-    Cpu::new(1).classifier(loss, (&x[..]).into(), (&w[..]).into(), &[3], 1, 2, 3, None);
+    Cpu::new(1).compute_classifier_loss(loss, (&x[..]).into(), (&w[..]).into(), &[3], 1, 2, 3, None);
 }

@@ -3,10 +3,11 @@ mod reference;
 
 use device::ops::{AdamWHyperparams, LionHyperparams, NORM_BLOCK_LEN, SgdHyperparams};
 use device::{Cpu, Ops};
-use reference::Random;
+use reference::TestRng;
 
-/// Updates one element by torch.optim.AdamW (single tensor), rounded to f32 where torch rounds.
-fn torch_adamw(p: &mut f32, g: f32, m: &mut f32, v: &mut f32, h: &AdamWHyperparams) {
+/// Updates one element as torch.optim.AdamW (single tensor) does, rounded to f32 where torch
+/// rounds.
+fn update_as_torch_adamw(p: &mut f32, g: f32, m: &mut f32, v: &mut f32, h: &AdamWHyperparams) {
     let g = g * h.grad_scale;
     *p *= (1.0 - h.lr * h.weight_decay) as f32;
     let weight = (1.0 - h.beta1) as f32;
@@ -20,15 +21,15 @@ fn torch_adamw(p: &mut f32, g: f32, m: &mut f32, v: &mut f32, h: &AdamWHyperpara
 }
 
 #[test]
-fn adamw_equals_torchs_arithmetic() {
-    let mut r = Random::new(1);
+fn adamw_updates_equal_torchs_arithmetic() {
+    let mut r = TestRng::new(1);
     let len = 37;
-    for cpu in Cpu::all_instruction_sets(2) {
+    for cpu in Cpu::new_for_all_instruction_sets(2) {
         for beta1 in [0.9, 0.3] {
-            let (mut p, mut m, mut v) = (r.vec(len), vec![0.0; len], vec![0.0; len]);
+            let (mut p, mut m, mut v) = (r.draw_vec(len), vec![0.0; len], vec![0.0; len]);
             let (mut p1, mut m1, mut v1) = (p.clone(), m.clone(), v.clone());
             for step in 1..=20 {
-                let g = r.vec(len);
+                let g = r.draw_vec(len);
                 let (lr, grad_scale) = (0.01 / step as f64, 0.5);
                 let h = AdamWHyperparams {
                     lr,
@@ -41,7 +42,7 @@ fn adamw_equals_torchs_arithmetic() {
                 };
                 cpu.adamw((&mut p[..]).into(), (&g[..]).into(), (&mut m[..]).into(), (&mut v[..]).into(), &h);
                 for i in 0..len {
-                    torch_adamw(&mut p1[i], g[i], &mut m1[i], &mut v1[i], &h);
+                    update_as_torch_adamw(&mut p1[i], g[i], &mut m1[i], &mut v1[i], &h);
                 }
                 assert_eq!((&p, &m, &v), (&p1, &m1, &v1), "{} step {step}", cpu.describe());
             }
@@ -51,14 +52,14 @@ fn adamw_equals_torchs_arithmetic() {
 
 /// Ten steps in f32 differ from the update rule in f64 by rounding only.
 #[test]
-fn adamw_is_close_to_the_rule_in_f64() {
-    let mut r = Random::new(2);
+fn ten_adamw_steps_match_the_update_rule_in_f64() {
+    let mut r = TestRng::new(2);
     let len = 50;
     let cpu = Cpu::new(1);
-    let (mut p, mut m, mut v) = (r.vec(len), vec![0.0; len], vec![0.0; len]);
+    let (mut p, mut m, mut v) = (r.draw_vec(len), vec![0.0; len], vec![0.0; len]);
     let mut exact: Vec<[f64; 3]> = p.iter().map(|&p| [f64::from(p), 0.0, 0.0]).collect();
     for step in 1..=10u64 {
-        let g = r.vec(len);
+        let g = r.draw_vec(len);
         let h = AdamWHyperparams {
             lr: 1e-2,
             beta1: 0.9,
@@ -84,17 +85,17 @@ fn adamw_is_close_to_the_rule_in_f64() {
 }
 
 #[test]
-fn sgd_equals_torchs_arithmetic() {
-    let mut r = Random::new(3);
+fn sgd_updates_equal_torchs_arithmetic() {
+    let mut r = TestRng::new(3);
     let len = 37;
-    for cpu in Cpu::all_instruction_sets(2) {
+    for cpu in Cpu::new_for_all_instruction_sets(2) {
         for (momentum, weight_decay) in [(0.0, 0.0), (0.9, 0.0), (0.0, 0.1), (0.9, 0.1)] {
             let h = SgdHyperparams { lr: 0.1, momentum, weight_decay, grad_scale: 0.25 };
-            let mut p = r.vec(len);
+            let mut p = r.draw_vec(len);
             let mut buffer = if momentum == 0.0 { vec![] } else { vec![0.0; len] };
             let (mut p1, mut b1) = (p.clone(), vec![0.0f32; len]);
             for _ in 0..5 {
-                let g = r.vec(len);
+                let g = r.draw_vec(len);
                 cpu.sgd((&mut p[..]).into(), (&g[..]).into(), (&mut buffer[..]).into(), &h);
                 for i in 0..len {
                     let g = g[i] * h.grad_scale + weight_decay as f32 * p1[i];
@@ -108,16 +109,16 @@ fn sgd_equals_torchs_arithmetic() {
 }
 
 #[test]
-fn lion_is_close_to_the_rule_in_f64() {
-    let mut r = Random::new(5);
+fn six_lion_steps_match_the_update_rule_in_f64() {
+    let mut r = TestRng::new(5);
     let len = 37;
-    for cpu in Cpu::all_instruction_sets(2) {
+    for cpu in Cpu::new_for_all_instruction_sets(2) {
         for weight_decay in [0.0, 0.1] {
             let h = LionHyperparams { lr: 0.01, beta1: 0.9, beta2: 0.99, weight_decay, grad_scale: 0.25 };
-            let (mut p, mut m) = (r.vec(len), vec![0.0; len]);
+            let (mut p, mut m) = (r.draw_vec(len), vec![0.0; len]);
             let mut exact: Vec<[f64; 2]> = p.iter().map(|&p| [f64::from(p), 0.0]).collect();
             for step in 0..6 {
-                let mut g = r.vec(len);
+                let mut g = r.draw_vec(len);
                 // Without momentum and gradient the sign is 0.
                 if step == 0 {
                     g[3] = 0.0;
@@ -140,10 +141,10 @@ fn lion_is_close_to_the_rule_in_f64() {
 
 #[test]
 fn sums_and_norms_match_their_definitions() {
-    let mut r = Random::new(4);
+    let mut r = TestRng::new(4);
     for len in [0, 1, 15, 4095, 4096, 4097, 40_000] {
-        let (x, y) = (r.vec(len), r.vec(len));
-        for cpu in Cpu::all_instruction_sets(3) {
+        let (x, y) = (r.draw_vec(len), r.draw_vec(len));
+        for cpu in Cpu::new_for_all_instruction_sets(3) {
             let mut sum = y.clone();
             cpu.add((&mut sum[..]).into(), (&x[..]).into());
             assert!(sum.iter().zip(x.iter().zip(&y)).all(|(s, (x, y))| *s == x + y));

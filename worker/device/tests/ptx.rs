@@ -14,20 +14,20 @@ fn every_compiled_op_matches_the_cpu() {
     let Some(directory) = emulated_gpu::ptx_library_directory() else { return };
     let paths = LibraryPaths { configured: vec![directory], ..LibraryPaths::default() };
     let cuda = Cuda::open(&paths, 0, None).expect("the emulated GPU");
-    let rows = conformance::check_ops(&cuda, 1, 2);
+    let rows = conformance::compare_ops_with_cpu(&cuda, 1, 2);
     assert_eq!(rows.len(), 11);
     assert!(rows.iter().all(|row| row.failure.is_none() && row.cases >= 2), "{rows:#?}");
 }
 
-/// The beginning of a kernel of 64 threads with 64 words of shared memory.
+/// Beginning of a kernel of 64 threads with 64 words of shared memory.
 ///
 /// - `%r0`: index of the thread.
 /// - `%r1`: address of the thread's word in shared memory.
-/// - `%r2`: address of the word of its neighbour in the warp.
+/// - `%r2`: address of the word of the thread's neighbour in the warp.
 /// - `%r3`: address of the word of the corresponding thread in the other warp.
 /// - `%rd0`: address of 64 words of global memory; `%rd1`: address of the thread's word there.
 /// - `%p0`: true in the lower half of a warp; `%p1`: true in the first warp.
-const BEGIN: &str = "
+const KERNEL_PROLOGUE: &str = "
 .version 9.0
 .target sm_90
 .address_size 64
@@ -55,7 +55,8 @@ const BEGIN: &str = "
     add.s64 %rd1, %rd0, %rd1;
 ";
 
-/// The rest of a kernel, and the error that the emulator reports; `None` for a correct kernel.
+/// The rest of each kernel, and the error that the emulator reports. The error is `None` for a
+/// correct kernel.
 const KERNELS: [(&str, Option<&str>); 19] = [
     ("st.shared.u32 [%r1], %r0; bar.sync 0; ld.shared.u32 %r9, [%r3]; st.global.u32 [%rd1], %r9;", None),
     ("st.shared.u32 [%r1], %r0; bar.warp.sync -1; ld.shared.u32 %r9, [%r2];", None),
@@ -100,7 +101,9 @@ const KERNELS: [(&str, Option<&str>); 19] = [
 fn races_and_invalid_accesses_are_always_detected() {
     for (i, (kernel, expected)) in KERNELS.iter().enumerate() {
         let mut child = Command::new(std::env::current_exe().expect("our own path"));
-        child.args(["run_one_kernel", "--exact", "--nocapture"]).env("PTX_TEST_KERNEL", i.to_string());
+        child
+            .args(["the_kernel_that_the_parent_process_selects_runs", "--exact", "--nocapture"])
+            .env("PTX_TEST_KERNEL", i.to_string());
         let output = child.output().expect("a process");
         let stderr = String::from_utf8_lossy(&output.stderr);
         match expected {
@@ -114,17 +117,18 @@ fn races_and_invalid_accesses_are_always_detected() {
 
 /// Runs one of the kernels in a child process of the test above, because an error ends the process.
 #[test]
-fn run_one_kernel() {
+fn the_kernel_that_the_parent_process_selects_runs() {
     let Ok(index) = std::env::var("PTX_TEST_KERNEL") else { return };
     let (body, _) = KERNELS[index.parse::<usize>().expect("a number")];
-    let image = CString::new(format!("{BEGIN}{body}\nret;\n}}\n")).expect("a text");
-    assert_eq!(launch(&image), 0);
+    let image = CString::new(format!("{KERNEL_PROLOGUE}{body}\nret;\n}}\n")).expect("a text");
+    assert_eq!(launch_kernel(&image), 0);
 }
 
+/// Opaque pointer of the driver's functions.
 type Pointer = *mut c_void;
 
 /// Launches the kernel `f` of this image and returns the driver's status.
-fn launch(image: &CString) -> c_int {
+fn launch_kernel(image: &CString) -> c_int {
     // SAFETY: the emulated driver declares its functions like NVIDIA's. The one argument is an
     // address.
     unsafe {
@@ -166,15 +170,15 @@ fn launch(image: &CString) -> c_int {
     }
 }
 
-/// The alignment of an op's memory decides which kernel it uses, but not the results.
+/// The alignment of an op's memory decides which kernel the op uses, but not the results.
 #[test]
 fn results_do_not_depend_on_alignment() {
     let Some(directory) = emulated_gpu::ptx_library_directory() else { return };
     let paths = LibraryPaths { configured: vec![directory], ..LibraryPaths::default() };
     let cuda = Cuda::open(&paths, 0, None).expect("the emulated GPU");
     for (m, d) in [(3, 64), (2, 1032), (1, 4104)] {
-        let aligned = layer(&cuda, m, d, 0);
-        let shifted = layer(&cuda, m, d, 1);
+        let aligned = run_layer_ops(&cuda, m, d, 0);
+        let shifted = run_layer_ops(&cuda, m, d, 1);
         for (i, (aligned, shifted)) in aligned.iter().zip(&shifted).enumerate() {
             let bits = |values: &[f32]| values.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
             assert!(aligned.iter().all(|x| x.is_finite()) && aligned.iter().any(|x| *x != 0.0), "{i}");
@@ -183,9 +187,9 @@ fn results_do_not_depend_on_alignment() {
     }
 }
 
-/// The contents of every buffer after the ops of a layer. Views begin `shift` elements into the
-/// buffers.
-fn layer(cuda: &Cuda, m: usize, d: usize, shift: usize) -> Vec<Vec<f32>> {
+/// Runs the ops of a layer and returns the contents of every buffer. Views begin `shift` elements
+/// into the buffers.
+fn run_layer_ops(cuda: &Cuda, m: usize, d: usize, shift: usize) -> Vec<Vec<f32>> {
     let mut random = 0u32;
     let mut buffers: Vec<(Buf, usize)> = Vec::new();
     let sizes = [m * d, m * d, m * d, d, d, m * d, m * d, 2 * m * d, m * d, 2 * m * d, m * d, m * d];
@@ -198,7 +202,7 @@ fn layer(cuda: &Cuda, m: usize, d: usize, shift: usize) -> Vec<Vec<f32>> {
             .collect();
         // the same values for every shift
         random = i as u32;
-        let wide = cuda.device_copy((&values[..]).into());
+        let wide = cuda.clone_to_device((&values[..]).into());
         let mut buf = cuda.zeroed(if i == 6 { Dtype::F32 } else { Dtype::Bf16 }, shift + len);
         cuda.cast(buf.view_mut().slice(shift..shift + len), wide.view().slice(0..len));
         buffers.push((buf, shift));
@@ -266,7 +270,7 @@ fn layer(cuda: &Cuda, m: usize, d: usize, shift: usize) -> Vec<Vec<f32>> {
         .map(|(buf, shift)| {
             let mut wide = cuda.zeroed(Dtype::F32, buf.len() - shift);
             cuda.cast(wide.view_mut(), buf.view().slice(*shift..buf.len()));
-            cuda.host_copy(wide.view()).host().to_vec()
+            cuda.clone_to_host(wide.view()).host().to_vec()
         })
         .collect()
 }

@@ -4,19 +4,19 @@
 //! GPT-2's byte-level scheme represents each byte by one printable character. The vocabulary maps
 //! each of these characters to the value of its byte and has no merges. Every implementation of
 //! `tokenizers` therefore encodes UTF-8 text to its bytes and decodes it without loss.
-use super::tokenizer::CONFIG_FILE;
+use super::tokenizer::TOKENIZER_CONFIG_FILE;
 use serde_json::json;
 
-/// Number of tokens: 256 byte values and [`EOD`].
+/// Vocabulary size of the byte tokenizer: 256 byte values and [`EOD_TOKEN`].
 pub(crate) const VOCAB_SIZE: u32 = 257;
-/// The end-of-document token.
-pub(crate) const EOD: u32 = 256;
+/// The id of the byte tokenizer's end-of-document token.
+pub(crate) const EOD_TOKEN: u32 = 256;
 /// The text of the end-of-document token.
-pub(crate) const EOD_TEXT: &str = "<|endoftext|>";
+pub(crate) const EOD_TOKEN_TEXT: &str = "<|endoftext|>";
 
-/// GPT-2's character for a byte: the byte itself if it is printable, otherwise the next free
-/// character from U+0100.
-fn byte_to_character(byte: u8) -> char {
+/// Returns the character by which GPT-2's byte-level scheme represents a byte: the character with
+/// the byte's value if it is printable, otherwise the next free character from U+0100.
+fn map_byte_to_character(byte: u8) -> char {
     let printable = |b: u8| matches!(b, 33..=126 | 161..=172 | 174..=255);
     if printable(byte) {
         return char::from(byte);
@@ -25,16 +25,16 @@ fn byte_to_character(byte: u8) -> char {
     char::from_u32(0x100 + before).unwrap_or(char::REPLACEMENT_CHARACTER)
 }
 
-/// Names and contents of tokenizer.json and tokenizer_config.json.
-pub(crate) fn hf_files() -> Vec<(String, String)> {
+/// Returns file name and content of the byte tokenizer's tokenizer.json and tokenizer_config.json.
+pub(crate) fn build_hf_tokenizer_files() -> Vec<(String, String)> {
     let vocab: serde_json::Map<String, serde_json::Value> =
-        (0..=255u8).map(|b| (byte_to_character(b).to_string(), json!(b))).collect();
+        (0..=255u8).map(|b| (map_byte_to_character(b).to_string(), json!(b))).collect();
     let tokenizer = json!({
         "version": "1.0",
         "truncation": null,
         "padding": null,
         "added_tokens": [{
-            "id": EOD, "content": EOD_TEXT, "single_word": false, "lstrip": false, "rstrip": false,
+            "id": EOD_TOKEN, "content": EOD_TOKEN_TEXT, "single_word": false, "lstrip": false, "rstrip": false,
             "normalized": false, "special": true,
         }],
         "normalizer": null,
@@ -49,13 +49,13 @@ pub(crate) fn hf_files() -> Vec<(String, String)> {
     });
     vec![
         ("tokenizer.json".into(), format!("{tokenizer:#}\n")),
-        (CONFIG_FILE.into(), minimal_config(EOD_TEXT)),
+        (TOKENIZER_CONFIG_FILE.into(), build_minimal_tokenizer_config(EOD_TOKEN_TEXT)),
     ]
 }
 
-/// A tokenizer_config.json with which `transformers` loads an unmodified tokenizer.json. `eos` is
-/// the text of the end-of-document token.
-pub(crate) fn minimal_config(eos: &str) -> String {
+/// Returns the content of a tokenizer_config.json with which `transformers` loads an unmodified
+/// tokenizer.json. `eos` is the text of the end-of-document token.
+pub(crate) fn build_minimal_tokenizer_config(eos: &str) -> String {
     let config = json!({
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": eos,
@@ -71,39 +71,40 @@ mod tests {
     use proptest::prelude::*;
     use tokenizers::Tokenizer;
 
-    fn load() -> Tokenizer {
-        let files = hf_files();
+    /// Loads the generated tokenizer.json with the `tokenizers` library.
+    fn load_byte_tokenizer() -> Tokenizer {
+        let files = build_hf_tokenizer_files();
         assert_eq!(files[0].0, "tokenizer.json");
         Tokenizer::from_bytes(&files[0].1).unwrap()
     }
 
     #[test]
     fn the_vocabulary_maps_characters_to_bytes() {
-        let t = load();
+        let t = load_byte_tokenizer();
         assert_eq!(t.get_vocab_size(true), VOCAB_SIZE as usize);
-        assert_eq!(t.token_to_id(EOD_TEXT), Some(EOD));
+        assert_eq!(t.token_to_id(EOD_TOKEN_TEXT), Some(EOD_TOKEN));
         for b in 0..=255u8 {
-            assert_eq!(t.token_to_id(&byte_to_character(b).to_string()), Some(u32::from(b)));
+            assert_eq!(t.token_to_id(&map_byte_to_character(b).to_string()), Some(u32::from(b)));
         }
         // GPT-2's table maps space to Ġ, newline to Ċ, NUL to Ā, and the soft hyphen, the last
         // unprintable byte, to Ń.
-        assert_eq!([32, 10, 0, 173].map(byte_to_character), ['Ġ', 'Ċ', 'Ā', 'Ń']);
+        assert_eq!([32, 10, 0, 173].map(map_byte_to_character), ['Ġ', 'Ċ', 'Ā', 'Ń']);
     }
 
     #[test]
     fn control_characters_and_multibyte_texts_round_trip() {
-        let t = load();
+        let t = load_byte_tokenizer();
         for text in
             [" a  b\n\n\tc ", "'s 's", "Ġ\u{100}\u{143}", "日本語 🦀\u{0}\u{7f}\u{ad}\u{a0}", "don't . , ! ?"]
         {
-            check_round_trip(&t, text);
+            assert_round_trip(&t, text);
         }
-        let ids = t.encode_fast(format!("a{EOD_TEXT}b"), true).unwrap().get_ids().to_vec();
+        let ids = t.encode_fast(format!("a{EOD_TOKEN_TEXT}b"), true).unwrap().get_ids().to_vec();
         assert_eq!(ids, [97, 256, 98]);
     }
 
-    /// Checks that a text is encoded as its bytes and decoded without loss.
-    fn check_round_trip(t: &Tokenizer, text: &str) {
+    /// Asserts that a text is encoded as its bytes and decoded without loss.
+    fn assert_round_trip(t: &Tokenizer, text: &str) {
         let encoded = t.encode_fast(text, true).unwrap();
         let want: Vec<u32> = text.bytes().map(u32::from).collect();
         assert_eq!(encoded.get_ids(), want);
@@ -113,7 +114,7 @@ mod tests {
     proptest! {
         #[test]
         fn any_text_is_encoded_as_its_bytes(text in any::<String>()) {
-            check_round_trip(&load(), &text);
+            assert_round_trip(&load_byte_tokenizer(), &text);
         }
     }
 }

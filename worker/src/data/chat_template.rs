@@ -1,34 +1,36 @@
-//! [`ChatTemplate`]: renders a chat as text, and locates the text of the assistant in it.
+//! [`ChatTemplate`]: renders a chat as text, and locates the assistant's replies in the text.
 //!
 //! A template is Jinja with the settings of `transformers`: `trim_blocks`, `lstrip_blocks`,
 //! `raise_exception`, the methods of Python's strings, and `tojson` with Python's spacing.
 //! `strftime_now` is not available, because the output must not depend on the date.
 //!
-//! The assistant's text is what `{% generation %}` and `{% endgeneration %}` enclose. For a
-//! template without these tags, the chat is rendered once more up to each assistant message, and
-//! that message is the text that follows the generation prompt. If these shorter texts are not
-//! prefixes of the whole text, the record is rejected.
+//! A template with the generation tags `{% generation %}` and `{% endgeneration %}` encloses the
+//! assistant's replies in them. A template without these tags is rendered twice more for each
+//! reply: up to and before the reply, which ends with the generation prompt. The reply is the
+//! difference of the two texts. The record is rejected if they are not prefixes of the whole text.
 use super::{
     error::{ChatProblem, ChatTemplateProblem, DataError, TemplateFailure},
     tokenizer::{TextTokenizer, read_text_file},
 };
-use contract::job::LossOn;
+use contract::job::LossTargets;
 use minijinja::{Environment, Error, ErrorKind, Value, context, syntax::SyntaxConfig, value::Kwargs};
 use regex::Regex;
 use std::{collections::BTreeMap, ops::Range, path::Path};
 
-/// Largest template, bytes.
+/// Largest chat template, bytes.
 const MAX_TEMPLATE_BYTES: usize = 1 << 20;
 /// Largest number of template instructions per rendering, which stops endless loops.
 const MAX_INSTRUCTIONS: u64 = 10_000_000;
-/// Replace the generation tags in rendered text. Both are private-use characters that texts do not
-/// contain; a chat with one of them is rejected.
-const BEGIN: char = '\u{F70A1}';
-const END: char = '\u{F70A2}';
-/// The name of the template in the engine.
+/// Private-use character that stands for `{% generation %}` in rendered text. A chat that contains
+/// the character is rejected.
+const GENERATION_BEGIN: char = '\u{F70A1}';
+/// Private-use character that stands for `{% endgeneration %}` in rendered text. A chat that
+/// contains the character is rejected.
+const GENERATION_END: char = '\u{F70A2}';
+/// The name of the chat template within the template engine.
 const TEMPLATE_NAME: &str = "chat";
 
-/// A record with a chat.
+/// A chat of a data file: messages and tools.
 #[derive(Clone, Debug)]
 pub(crate) struct ChatRecord {
     /// A list of messages, each an object with `role` and `content`.
@@ -37,36 +39,37 @@ pub(crate) struct ChatRecord {
     pub(crate) tools: Option<Value>,
 }
 
-/// A text and the byte ranges of it that count for the loss, in rising order.
+/// A text with the byte ranges that count for the loss, in rising order.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct MaskedText {
+pub(crate) struct LossMaskedText {
     /// The complete text.
     pub(crate) text: String,
     /// Byte ranges of `text`.
     pub(crate) loss_ranges: Vec<Range<usize>>,
 }
 
-/// A compiled chat template, with the special tokens that it may write.
+/// A compiled chat template, with the special tokens that are available to the template.
 pub(crate) struct ChatTemplate {
     environment: Environment<'static>,
     /// Texts of the special tokens by the names that templates use, such as `eos_token`.
     special_tokens: Value,
-    loss_on: LossOn,
+    loss_on: LossTargets,
     has_generation_tags: bool,
     digest: [u8; 32],
 }
 
 impl ChatTemplate {
-    /// Loads the template file of the job or, if `path` is `None`, the template of the tokenizer.
-    pub(crate) fn open(
+    /// Loads and compiles the template file of the job or, if `path` is `None`, the template of the
+    /// tokenizer. A relative path starts at `workdir`.
+    pub(crate) fn load(
         path: Option<&Path>,
         tokenizer: &TextTokenizer,
-        loss_on: LossOn,
+        loss_on: LossTargets,
         workdir: &Path,
     ) -> Result<Self, DataError> {
         let source = match path {
-            Some(path) => read_template(&workdir.join(path)),
-            None => match tokenizer.chat_template() {
+            Some(path) => read_template_file(&workdir.join(path)),
+            None => match tokenizer.find_chat_template() {
                 Ok(Some(source)) => Ok(source),
                 Ok(None) => Err(ChatTemplateProblem::TokenizerHasNone),
                 Err(problem) => Err(problem),
@@ -75,24 +78,25 @@ impl ChatTemplate {
         source
             .and_then(|source| match source.len() > MAX_TEMPLATE_BYTES {
                 true => Err(ChatTemplateProblem::TooLarge { limit: MAX_TEMPLATE_BYTES }),
-                false => Self::new(&source, tokenizer.special_tokens(), loss_on),
+                false => Self::new(&source, tokenizer.list_special_tokens(), loss_on),
             })
             .map_err(|problem| DataError::InvalidChatTemplate { problem })
     }
 
-    /// Compiles a template. `special_tokens` are pairs of name and text.
+    /// Compiles a template from its source text. `special_tokens` are pairs of name and text.
     pub(crate) fn new(
         source: &str,
         special_tokens: Vec<(String, String)>,
-        loss_on: LossOn,
+        loss_on: LossTargets,
     ) -> Result<Self, ChatTemplateProblem> {
         let mut hasher = blake3::Hasher::new_derive_key("launch 2026 chat template v1");
         for text in [source].into_iter().chain(special_tokens.iter().flat_map(|(n, t)| [&**n, &**t])) {
             hasher.update(&(text.len() as u64).to_le_bytes()).update(text.as_bytes());
         }
-        hasher.update(&[u8::from(loss_on == LossOn::Assistant)]);
+        hasher.update(&[u8::from(loss_on == LossTargets::Assistant)]);
         let (template, has_generation_tags) = replace_generation_tags(source);
-        let environment = compile(template).map_err(|e| ChatTemplateProblem::Syntax(template_failure(&e)))?;
+        let environment =
+            compile_template(template).map_err(|e| ChatTemplateProblem::Syntax(to_template_failure(&e)))?;
         let special_tokens: BTreeMap<String, String> = special_tokens.into_iter().collect();
         Ok(ChatTemplate {
             environment,
@@ -103,28 +107,31 @@ impl ChatTemplate {
         })
     }
 
-    /// The identity of the template. Templates with equal digests render equal chats equally.
+    /// The digest of the template's source, special tokens and loss setting. Templates with equal
+    /// digests render equal chats equally.
     pub(crate) fn digest(&self) -> &[u8; 32] {
         &self.digest
     }
 
-    /// Whether only some tokens of a chat count for the loss.
+    /// Returns whether only some tokens of a chat count for the loss.
     pub(crate) fn masks_loss(&self) -> bool {
-        self.loss_on == LossOn::Assistant
+        self.loss_on == LossTargets::Assistant
     }
 
-    /// Renders a chat as text, with the ranges that count for the loss.
-    pub(crate) fn render_chat(&self, chat: &ChatRecord) -> Result<MaskedText, ChatProblem> {
-        let messages = check_messages(&chat.messages)?;
-        let rendered = self.render(chat, &messages, false)?;
+    /// Renders a chat as text, with the ranges that count for the loss. Fails if the messages are
+    /// invalid, the template fails, or the assistant has no text although only its text counts.
+    pub(crate) fn render_chat(&self, chat: &ChatRecord) -> Result<LossMaskedText, ChatProblem> {
+        let messages = validate_messages(&chat.messages)?;
+        let rendered = self.render_messages(chat, &messages, false)?;
         let masked = match self.loss_on {
-            LossOn::All => {
-                let text: String = rendered.chars().filter(|&c| c != BEGIN && c != END).collect();
+            LossTargets::All => {
+                let text: String =
+                    rendered.chars().filter(|&c| c != GENERATION_BEGIN && c != GENERATION_END).collect();
                 let whole = 0..text.len();
-                return Ok(MaskedText { text, loss_ranges: vec![whole] });
+                return Ok(LossMaskedText { text, loss_ranges: vec![whole] });
             }
-            LossOn::Assistant if self.has_generation_tags => extract_tagged_ranges(&rendered)?,
-            LossOn::Assistant => self.locate_by_prefixes(chat, &messages, rendered)?,
+            LossTargets::Assistant if self.has_generation_tags => extract_tagged_replies(&rendered)?,
+            LossTargets::Assistant => self.locate_replies_by_prefixes(chat, &messages, rendered)?,
         };
         match masked.loss_ranges.iter().any(|r| !r.is_empty()) {
             true => Ok(masked),
@@ -132,7 +139,10 @@ impl ChatTemplate {
         }
     }
 
-    fn render(
+    /// Renders the given messages of a chat as text. Generation tags are rendered as
+    /// [`GENERATION_BEGIN`] and [`GENERATION_END`]. `add_generation_prompt` ends the text with the
+    /// beginning of a reply.
+    fn render_messages(
         &self,
         chat: &ChatRecord,
         messages: &[Value],
@@ -145,34 +155,36 @@ impl ChatTemplate {
             add_generation_prompt => add_generation_prompt,
             ..self.special_tokens.clone()
         };
-        let failed = |e: Error| ChatProblem::Template(template_failure(&e));
+        let failed = |e: Error| ChatProblem::Template(to_template_failure(&e));
         self.environment.get_template(TEMPLATE_NAME).and_then(|t| t.render(context)).map_err(failed)
     }
 
-    /// Locates each assistant message in `text` by rendering the chat up to and before the message.
-    fn locate_by_prefixes(
+    /// Locates each assistant message in `text`, the rendered chat, by rendering the chat up to and
+    /// before the message. Fails if these texts are not prefixes of `text`.
+    fn locate_replies_by_prefixes(
         &self,
         chat: &ChatRecord,
         messages: &[Value],
         text: String,
-    ) -> Result<MaskedText, ChatProblem> {
+    ) -> Result<LossMaskedText, ChatProblem> {
         let mut loss_ranges = Vec::new();
         for (i, message) in messages.iter().enumerate() {
-            if message_role(message).as_deref() != Some("assistant") {
+            if read_message_role(message).as_deref() != Some("assistant") {
                 continue;
             }
-            let before = self.render(chat, &messages[..i], true)?;
-            let after = self.render(chat, &messages[..=i], false)?;
+            let before = self.render_messages(chat, &messages[..i], true)?;
+            let after = self.render_messages(chat, &messages[..=i], false)?;
             if !(text.starts_with(&after) && after.starts_with(&before)) {
                 return Err(ChatProblem::TargetsAmbiguous { message: i + 1 });
             }
             loss_ranges.push(before.len()..after.len());
         }
-        Ok(MaskedText { text, loss_ranges })
+        Ok(LossMaskedText { text, loss_ranges })
     }
 }
 
-fn read_template(path: &Path) -> Result<String, ChatTemplateProblem> {
+/// Reads the template file of a job.
+fn read_template_file(path: &Path) -> Result<String, ChatTemplateProblem> {
     match read_text_file(path, MAX_TEMPLATE_BYTES as u64) {
         Ok(Some(source)) => Ok(source),
         Ok(None) => Err(ChatTemplateProblem::FileMissing { path: path.to_path_buf() }),
@@ -180,8 +192,8 @@ fn read_template(path: &Path) -> Result<String, ChatTemplateProblem> {
     }
 }
 
-/// A template engine with the settings of `transformers` that holds this template.
-fn compile(template: String) -> Result<Environment<'static>, Error> {
+/// Compiles a template in an engine with the settings of `transformers`, and returns the engine.
+fn compile_template(template: String) -> Result<Environment<'static>, Error> {
     let mut environment = Environment::new();
     environment.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
     environment.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
@@ -190,15 +202,16 @@ fn compile(template: String) -> Result<Environment<'static>, Error> {
     environment.add_function("raise_exception", |message: String| -> Result<Value, Error> {
         Err(Error::new(ErrorKind::InvalidOperation, message))
     });
-    environment.add_filter("tojson", to_json);
+    environment.add_filter("tojson", format_json_filter);
     environment.add_template("generation", "\u{F70A1}")?;
     environment.add_template("endgeneration", "\u{F70A2}")?;
     environment.add_template_owned(TEMPLATE_NAME, template)?;
     Ok(environment)
 }
 
-/// Checks that the messages are a list of objects with a role, at least one.
-fn check_messages(value: &Value) -> Result<Vec<Value>, ChatProblem> {
+/// Returns the messages as a list. Fails unless they are a list of at least one object, and each
+/// object has a role and no reserved character.
+fn validate_messages(value: &Value) -> Result<Vec<Value>, ChatProblem> {
     let Ok(items) = value.try_iter() else { return Err(ChatProblem::MessagesNotAList) };
     let items: Vec<Value> = items.collect();
     if value.as_str().is_some() {
@@ -208,7 +221,7 @@ fn check_messages(value: &Value) -> Result<Vec<Value>, ChatProblem> {
         return Err(ChatProblem::NoMessages);
     }
     for (i, message) in items.iter().enumerate() {
-        if message_role(message).is_none() {
+        if read_message_role(message).is_none() {
             return Err(ChatProblem::RoleMissing { message: i + 1 });
         }
         if has_reserved_character(message) {
@@ -218,16 +231,19 @@ fn check_messages(value: &Value) -> Result<Vec<Value>, ChatProblem> {
     Ok(items)
 }
 
-fn message_role(message: &Value) -> Option<String> {
+/// Returns the role of a message, or `None` if the message has no text `role`.
+fn read_message_role(message: &Value) -> Option<String> {
     message.get_attr("role").ok()?.as_str().map(str::to_owned)
 }
 
+/// Returns whether a message contains [`GENERATION_BEGIN`] or [`GENERATION_END`].
 fn has_reserved_character(value: &Value) -> bool {
-    value.to_string().contains([BEGIN, END])
+    value.to_string().contains([GENERATION_BEGIN, GENERATION_END])
 }
 
-/// Replaces the generation tags of a template by includes of [`BEGIN`] and [`END`], which keep the
-/// tags' handling of white space. Returns the template, and whether it had any such tag.
+/// Replaces the generation tags of a template by includes of [`GENERATION_BEGIN`] and
+/// [`GENERATION_END`]. The includes keep the white space control of the tags. Returns the new
+/// template, and whether the old one had generation tags.
 fn replace_generation_tags(source: &str) -> (String, bool) {
     // The pattern is constant, and a test compiles it.
     let Ok(tag) = Regex::new(r"\{%([-+]?)\s*(generation|endgeneration)\s*([-+]?)%\}") else {
@@ -238,29 +254,31 @@ fn replace_generation_tags(source: &str) -> (String, bool) {
     (replaced.into_owned(), has_tags)
 }
 
-/// Removes [`BEGIN`] and [`END`] from rendered text, and returns the ranges that they enclosed.
-fn extract_tagged_ranges(rendered: &str) -> Result<MaskedText, ChatProblem> {
+/// Removes [`GENERATION_BEGIN`] and [`GENERATION_END`] from rendered text, and returns the text
+/// with the ranges that were enclosed by them.
+fn extract_tagged_replies(rendered: &str) -> Result<LossMaskedText, ChatProblem> {
     let mut text = String::with_capacity(rendered.len());
     let (mut loss_ranges, mut open) = (Vec::new(), None);
     for c in rendered.chars() {
         match (c, open) {
-            (BEGIN, None) => open = Some(text.len()),
-            (END, Some(from)) => {
+            (GENERATION_BEGIN, None) => open = Some(text.len()),
+            (GENERATION_END, Some(from)) => {
                 loss_ranges.push(from..text.len());
                 open = None;
             }
-            (BEGIN | END, _) => return Err(ChatProblem::UnpairedGenerationTags),
+            (GENERATION_BEGIN | GENERATION_END, _) => return Err(ChatProblem::UnpairedGenerationTags),
             _ => text.push(c),
         }
     }
     match open {
-        None => Ok(MaskedText { text, loss_ranges }),
+        None => Ok(LossMaskedText { text, loss_ranges }),
         Some(_) => Err(ChatProblem::UnpairedGenerationTags),
     }
 }
 
-/// The engine's error with the line of the chat template, if the error is in it.
-fn template_failure(e: &Error) -> TemplateFailure {
+/// Converts an error of the template engine. The result has a line number only if the error is in
+/// the chat template.
+fn to_template_failure(e: &Error) -> TemplateFailure {
     TemplateFailure {
         kind: e.kind(),
         detail: e.detail().map_or_else(|| e.kind().to_string(), str::to_owned),
@@ -268,19 +286,20 @@ fn template_failure(e: &Error) -> TemplateFailure {
     }
 }
 
-/// Implements the filter `tojson` as transformers does: with the spacing of Python's `json.dumps`,
-/// and without escaping HTML.
-fn to_json(value: Value, options: Kwargs) -> Result<String, Error> {
+/// Implements the Jinja filter `tojson` of `transformers`: the spacing of Python's `json.dumps`
+/// without escaped HTML.
+fn format_json_filter(value: Value, options: Kwargs) -> Result<String, Error> {
     let indent: Option<usize> = options.get("indent")?;
     _ = options.get::<Option<bool>>("ensure_ascii")?;
     options.assert_all_used()?;
     let mut out = String::new();
-    write_json(&value, indent, 0, &mut out)?;
+    append_json(&value, indent, 0, &mut out)?;
     Ok(out)
 }
 
-/// Appends `value` as JSON. `depth` is the number of enclosing lists and objects.
-fn write_json(value: &Value, indent: Option<usize>, depth: usize, out: &mut String) -> Result<(), Error> {
+/// Appends `value` to `out` as JSON. `indent` is the number of spaces per level, or `None` for one
+/// line. `depth` is the number of enclosing lists and objects.
+fn append_json(value: &Value, indent: Option<usize>, depth: usize, out: &mut String) -> Result<(), Error> {
     use minijinja::value::ValueKind;
     let unsupported =
         |what: &str| Error::new(ErrorKind::BadSerialization, format!("{what} has no JSON form"));
@@ -303,7 +322,7 @@ fn write_json(value: &Value, indent: Option<usize>, depth: usize, out: &mut Stri
             for item in value.try_iter()? {
                 out.push_str(if std::mem::replace(&mut has_items, true) { comma } else { "" });
                 line(depth + 1, out);
-                write_json(&item, indent, depth + 1, out)?;
+                append_json(&item, indent, depth + 1, out)?;
             }
             if has_items {
                 line(depth, out);
@@ -318,7 +337,7 @@ fn write_json(value: &Value, indent: Option<usize>, depth: usize, out: &mut Stri
                 line(depth + 1, out);
                 out.push_str(&text(&key.to_string())?);
                 out.push_str(": ");
-                write_json(&value.get_item(&key)?, indent, depth + 1, out)?;
+                append_json(&value.get_item(&key)?, indent, depth + 1, out)?;
             }
             if has_items {
                 line(depth, out);

@@ -1,10 +1,11 @@
-//! BLAKE3 digests of the contents of data files, with an index that remembers them between starts.
+//! BLAKE3 digests of the contents of data files, and an index that stores the digests between
+//! starts.
 //!
 //! Token caches are keyed by content, but hashing a large corpus at every start is slow. A file
-//! whose device, inode, size, modification time and change time are the same as before keeps its
-//! digest. A file that changed within the last seconds is not added to the index, because a second
-//! change could leave the same times. The index is a text file with a checksum. If it is absent or
-//! damaged, every file is hashed again.
+//! whose device, inode, size, modification time and change time are unchanged keeps its digest. A
+//! file that changed within the last seconds is not added to the index, because another change
+//! could leave equal times. The index is a text file with a checksum. Every file is hashed again if
+//! the index is absent or damaged.
 use super::{error::DataError, file_patterns::DataFile};
 use rayon::prelude::*;
 use std::{
@@ -20,19 +21,20 @@ use std::{
 /// The BLAKE3 digest of a file's content.
 pub(crate) type ContentDigest = [u8; 32];
 
-/// The digests by file identity.
+/// Digests of file contents by file identity.
 type DigestIndex = HashMap<FileIdentity, ContentDigest>;
 
-/// File name of the index in the cache directory.
-const INDEX_FILE: &str = "contents";
-/// Largest index that is read, bytes.
+/// File name of the digest index in the cache directory.
+const INDEX_FILE_NAME: &str = "contents";
+/// Largest digest index that is read, bytes.
 const MAX_INDEX_BYTES: u64 = 256 << 20;
-/// Largest number of files in the index.
+/// Largest number of files in the digest index.
 const MAX_INDEX_ENTRIES: usize = 1 << 20;
-/// Two changes closer together than this may leave equal times on some file systems.
-const TIME_RESOLUTION: Duration = Duration::from_secs(3);
+/// The time after which a second change of a file certainly leaves another modification time, on
+/// every file system.
+const FILE_TIME_RESOLUTION: Duration = Duration::from_secs(3);
 
-/// Device, inode, size, and the times of modification and change in ns, at one moment.
+/// Device, inode, size in bytes, modification time and change time of a file, the times in ns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct FileIdentity([i128; 5]);
 
@@ -48,40 +50,45 @@ impl FileIdentity {
         ])
     }
 
-    /// Whether the file is old enough at `now` that a later change would leave other times.
+    /// Returns whether the last change of the file is so long before `now` that another change
+    /// would leave different times.
     fn is_settled(&self, now: SystemTime) -> bool {
-        let before = now.checked_sub(TIME_RESOLUTION).and_then(|t| t.duration_since(UNIX_EPOCH).ok());
+        let before = now.checked_sub(FILE_TIME_RESOLUTION).and_then(|t| t.duration_since(UNIX_EPOCH).ok());
         before.is_some_and(|b| self.0[3].max(self.0[4]) < b.as_nanos() as i128)
     }
 }
 
-/// The digests of the files' contents, in order. Adds files that are old enough at `now` to the
-/// index in `cache_dir`.
-pub(crate) fn content_digests(
+/// Returns the digest of each file's content, in order. Hashes the files that the index in
+/// `cache_dir` lacks. Adds those to the index that did not change shortly before `now`.
+pub(crate) fn find_or_compute_digests(
     files: &[DataFile],
     cache_dir: &Path,
     now: SystemTime,
 ) -> Result<Vec<ContentDigest>, DataError> {
-    let index = load_index(cache_dir);
+    let index = read_digest_index(cache_dir);
     let hashed: Result<Vec<(FileIdentity, ContentDigest)>, DataError> =
-        files.par_iter().map(|file| content_digest(&file.path, &index)).collect();
+        files.par_iter().map(|file| find_or_compute_digest(&file.path, &index)).collect();
     let hashed = hashed?;
     let new = hashed.iter().filter(|(id, _)| !index.contains_key(id) && id.is_settled(now));
     let new: Vec<(FileIdentity, ContentDigest)> = new.copied().collect();
     if !new.is_empty() {
         // Without an index the next start only takes longer.
-        let _ = store_index(cache_dir, index, &new);
+        let _ = write_digest_index(cache_dir, index, &new);
     }
     Ok(hashed.into_iter().map(|(_, digest)| digest).collect())
 }
 
 /// Deletes the index, so that the next start hashes every file again.
-pub(crate) fn delete_index(cache_dir: &Path) {
-    let _ = fs::remove_file(cache_dir.join(INDEX_FILE));
+pub(crate) fn delete_digest_index(cache_dir: &Path) {
+    let _ = fs::remove_file(cache_dir.join(INDEX_FILE_NAME));
 }
 
-/// The identity and digest of one file, from the index or its content.
-fn content_digest(path: &Path, index: &DigestIndex) -> Result<(FileIdentity, ContentDigest), DataError> {
+/// Returns the identity of a file and the digest of its content. Hashes the file if `index` lacks
+/// its identity. Fails if the file changes meanwhile.
+fn find_or_compute_digest(
+    path: &Path,
+    index: &DigestIndex,
+) -> Result<(FileIdentity, ContentDigest), DataError> {
     let error = |source| DataError::Unreadable { path: path.to_path_buf(), source };
     let mut file = File::open(path).map_err(error)?;
     let before = FileIdentity::from_metadata(&file.metadata().map_err(error)?);
@@ -104,17 +111,18 @@ fn content_digest(path: &Path, index: &DigestIndex) -> Result<(FileIdentity, Con
     Ok((before, *hasher.finalize().as_bytes()))
 }
 
-/// Reads the index; it is empty if the file is absent or damaged.
-fn load_index(cache_dir: &Path) -> DigestIndex {
-    let Ok(file) = File::open(cache_dir.join(INDEX_FILE)) else { return HashMap::new() };
+/// Reads the index of the cache directory. Returns an empty index if the file is absent or damaged.
+fn read_digest_index(cache_dir: &Path) -> DigestIndex {
+    let Ok(file) = File::open(cache_dir.join(INDEX_FILE_NAME)) else { return HashMap::new() };
     let mut text = String::new();
     if file.take(MAX_INDEX_BYTES).read_to_string(&mut text).is_err() {
         return HashMap::new();
     }
-    parse_index(&text).unwrap_or_default()
+    parse_digest_index(&text).unwrap_or_default()
 }
 
-fn parse_index(text: &str) -> Option<DigestIndex> {
+/// Parses the text of an index. Returns `None` if its checksum or a line is wrong.
+fn parse_digest_index(text: &str) -> Option<DigestIndex> {
     let (head, body) = text.split_once('\n')?;
     if blake3::Hash::from_hex(head.strip_prefix("launch contents v1 ")?).ok()?
         != blake3::hash(body.as_bytes())
@@ -130,8 +138,8 @@ fn parse_index(text: &str) -> Option<DigestIndex> {
         .collect()
 }
 
-/// Writes an index of the new files followed by the known ones.
-fn store_index(
+/// Writes an index of the `new` files followed by the `known` ones, at most [`MAX_INDEX_ENTRIES`].
+fn write_digest_index(
     cache_dir: &Path,
     known: DigestIndex,
     new: &[(FileIdentity, ContentDigest)],
@@ -146,27 +154,29 @@ fn store_index(
     // The checksum detects a partial file or one that two processes wrote at once. Therefore the
     // file is not synced, and the temporary name is always the same, so that no such files
     // accumulate.
-    let temporary = cache_dir.join(format!("{INDEX_FILE}.tmp"));
+    let temporary = cache_dir.join(format!("{INDEX_FILE_NAME}.tmp"));
     fs::create_dir_all(cache_dir)?;
     fs::write(&temporary, text)?;
-    fs::rename(&temporary, cache_dir.join(INDEX_FILE))
+    fs::rename(&temporary, cache_dir.join(INDEX_FILE_NAME))
 }
 
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
 
-    /// Writes an index with a wrong digest for the file.
-    pub(crate) fn store_wrong_digest(file: &DataFile, cache: &Path) {
+    /// Writes an index that has a wrong digest for `file`.
+    pub(crate) fn write_index_with_wrong_digest(file: &DataFile, cache: &Path) {
         let id = FileIdentity::from_metadata(&fs::metadata(&file.path).unwrap());
-        store_index(cache, HashMap::new(), &[(id, [7; 32])]).unwrap();
+        write_digest_index(cache, HashMap::new(), &[(id, [7; 32])]).unwrap();
     }
 
-    fn later() -> SystemTime {
+    /// Returns a time at which all files of the test are old enough for the index.
+    fn get_later_time() -> SystemTime {
         SystemTime::now() + Duration::from_secs(60)
     }
 
-    fn files(dir: &Path, contents: &[&str]) -> Vec<DataFile> {
+    /// Writes a file for each of the contents.
+    fn write_files(dir: &Path, contents: &[&str]) -> Vec<DataFile> {
         let file = |(i, c): (usize, &&str)| {
             let path = dir.join(format!("{i}.txt"));
             fs::write(&path, c).unwrap();
@@ -179,51 +189,54 @@ pub(crate) mod tests {
     fn digests_depend_on_the_content_and_enter_the_index() {
         let dir = tempfile::tempdir().unwrap();
         let cache = dir.path().join("cache");
-        let files = files(dir.path(), &["a", "b"]);
+        let files = write_files(dir.path(), &["a", "b"]);
         let want: Vec<ContentDigest> = [b"a", b"b"].map(|c| *blake3::hash(c).as_bytes()).to_vec();
-        assert_eq!(content_digests(&files, &cache, SystemTime::now()).unwrap(), want);
-        assert!(load_index(&cache).is_empty(), "files that just changed must not enter the index");
-        assert_eq!(content_digests(&files, &cache, later()).unwrap(), want);
-        assert_eq!(load_index(&cache).len(), 2);
-        assert_eq!(content_digests(&files, &cache, later()).unwrap(), want);
+        assert_eq!(find_or_compute_digests(&files, &cache, SystemTime::now()).unwrap(), want);
+        assert!(read_digest_index(&cache).is_empty(), "files that just changed must not enter the index");
+        assert_eq!(find_or_compute_digests(&files, &cache, get_later_time()).unwrap(), want);
+        assert_eq!(read_digest_index(&cache).len(), 2);
+        assert_eq!(find_or_compute_digests(&files, &cache, get_later_time()).unwrap(), want);
     }
 
     #[test]
     fn the_index_is_used_and_changed_files_are_hashed_again() {
         let dir = tempfile::tempdir().unwrap();
-        let files = files(dir.path(), &["a"]);
-        store_wrong_digest(&files[0], dir.path());
-        assert_eq!(content_digests(&files, dir.path(), later()).unwrap(), [[7; 32]]);
+        let files = write_files(dir.path(), &["a"]);
+        write_index_with_wrong_digest(&files[0], dir.path());
+        assert_eq!(find_or_compute_digests(&files, dir.path(), get_later_time()).unwrap(), [[7; 32]]);
         fs::write(&files[0].path, "bb").unwrap();
         let want = *blake3::hash(b"bb").as_bytes();
-        assert_eq!(content_digests(&files, dir.path(), later()).unwrap(), [want]);
-        assert_eq!(load_index(dir.path()).len(), 2);
+        assert_eq!(find_or_compute_digests(&files, dir.path(), get_later_time()).unwrap(), [want]);
+        assert_eq!(read_digest_index(dir.path()).len(), 2);
     }
 
     #[test]
     fn a_damaged_index_is_ignored() {
         let dir = tempfile::tempdir().unwrap();
-        let files = files(dir.path(), &["a"]);
-        content_digests(&files, dir.path(), later()).unwrap();
-        let path = dir.path().join(INDEX_FILE);
+        let files = write_files(dir.path(), &["a"]);
+        find_or_compute_digests(&files, dir.path(), get_later_time()).unwrap();
+        let path = dir.path().join(INDEX_FILE_NAME);
         let good = fs::read(&path).unwrap();
         for at in 0..good.len() {
             let mut bad = good.clone();
             bad[at] ^= 4;
             fs::write(&path, bad).unwrap();
-            assert!(load_index(dir.path()).is_empty(), "byte {at}");
+            assert!(read_digest_index(dir.path()).is_empty(), "byte {at}");
         }
         fs::write(&path, &good[..good.len() - 1]).unwrap();
-        assert!(load_index(dir.path()).is_empty());
+        assert!(read_digest_index(dir.path()).is_empty());
         fs::write(&path, [0xff; 100]).unwrap();
-        assert_eq!(content_digests(&files, dir.path(), later()).unwrap(), [*blake3::hash(b"a").as_bytes()]);
+        assert_eq!(
+            find_or_compute_digests(&files, dir.path(), get_later_time()).unwrap(),
+            [*blake3::hash(b"a").as_bytes()]
+        );
     }
 
     #[test]
     fn a_missing_file_is_an_error() {
         let dir = tempfile::tempdir().unwrap();
         let missing = [DataFile { path: dir.path().join("gone"), bytes: 1 }];
-        let error = content_digests(&missing, dir.path(), later()).unwrap_err();
+        let error = find_or_compute_digests(&missing, dir.path(), get_later_time()).unwrap_err();
         let DataError::Unreadable { path, source } = &error else { panic!("{error}") };
         assert_eq!(*path, missing[0].path);
         assert_eq!(source.kind(), io::ErrorKind::NotFound);

@@ -1,6 +1,5 @@
-//! [`Dataset`]: the training or evaluation samples of a job.
+//! [`Dataset`]: the training or evaluation samples of a job, with access by position in the run.
 use super::{
-    cache_builder::{self, CacheInputs},
     chat_template::ChatTemplate,
     content_digests,
     document_reader::{Split, SplitFilter},
@@ -9,25 +8,26 @@ use super::{
     file_patterns,
     mixture::{MixtureSchedule, SampleOrder},
     packer::{Packer, SampleBuffers},
-    record::RecordFormat,
+    record::RecordReadOptions,
     token_cache::TokenCache,
+    token_cache_builder::{self, TokenCacheInputs},
     tokenizer::TextTokenizer,
 };
-use contract::job::{DataSource, DataSpec, Format};
+use contract::job::{DataSource, DataSpec, RecordFormat};
 use diagnostic::Diagnostic;
 use std::{path::Path, time::SystemTime};
 
 /// The training or evaluation samples of a job, read from token caches.
 pub struct Dataset {
-    sources: Vec<SourceSamples>,
+    sources: Vec<SourceSampleReader>,
     schedule: MixtureSchedule,
     pub(super) seq_len: usize,
     digest: String,
     warnings: Vec<Diagnostic>,
 }
 
-/// The samples of one source of the mixture.
-struct SourceSamples {
+/// The samples of one data source.
+struct SourceSampleReader {
     /// The name in the job file; empty if the data are not a mixture.
     name: String,
     cache: TokenCache,
@@ -35,22 +35,22 @@ struct SourceSamples {
 }
 
 impl Dataset {
-    /// Opens the data of `split`, and tokenizes them first if no token cache exists. Relative paths
-    /// start at `workdir`.
+    /// Opens the data of one side of the held-out split. Reads and tokenizes the files first if no
+    /// token cache exists. Relative paths start at `workdir`.
     ///
-    /// `Split::Train` is every source without its held-out share. `Split::HeldOut` is `eval_files`
-    /// if there are any, otherwise the held-out share of every source. Blocks while another process
-    /// builds the same cache. Every source has at least one sample, otherwise opening fails.
+    /// `Split::Train` selects every source without its held-out share. `Split::HeldOut` selects
+    /// `eval_files` if there are any, otherwise the held-out share of every source. Blocks while
+    /// another process builds the same cache. Fails if a source has no sample.
     pub fn open(
         spec: &DataSpec,
         eval_files: Option<&[String]>,
         split: Split,
         workdir: &Path,
     ) -> Result<Self, DataError> {
-        check_settings(spec)?;
+        validate_data_settings(spec)?;
         let eval_files = eval_files.filter(|f| !f.is_empty());
         let (sources, filter) = match (split, eval_files) {
-            (Split::HeldOut, Some(files)) => (vec![eval_source(spec, files)?], SplitFilter::All),
+            (Split::HeldOut, Some(files)) => (vec![create_eval_source(spec, files)?], SplitFilter::All),
             (Split::HeldOut, None) if spec.held_out == 0.0 => return Err(DataError::NoEvalData),
             (Split::Train, _) if spec.held_out == 0.0 => (spec.sources.clone(), SplitFilter::All),
             _ => (spec.sources.clone(), SplitFilter::Only(split, spec.held_out)),
@@ -58,17 +58,18 @@ impl Dataset {
         let tokenizer = TextTokenizer::open(&spec.tokenizer, workdir)?;
         let mut warnings = Vec::new();
         let mut open = |source: &DataSource| {
-            let cache = open_cache(spec, source, filter, &tokenizer, workdir, &mut warnings)?;
-            SourceSamples::new(source.name.clone(), cache, spec, split)
+            let cache = open_source_cache(spec, source, filter, &tokenizer, workdir, &mut warnings)?;
+            SourceSampleReader::new(source.name.clone(), cache, spec, split)
         };
-        let opened = sources.iter().map(|source| open(source).map_err(|e| e.in_source(&source.name)));
-        let opened = opened.collect::<Result<Vec<SourceSamples>, DataError>>()?;
+        let opened = sources.iter().map(|source| open(source).map_err(|e| e.with_source_name(&source.name)));
+        let opened = opened.collect::<Result<Vec<SourceSampleReader>, DataError>>()?;
         let weights: Vec<f64> = sources.iter().map(|s| s.weight).collect();
         Ok(Self::with_sources(opened, MixtureSchedule::new(&weights), spec, warnings))
     }
 
+    /// Creates a data set of open sources, and computes its digest.
     fn with_sources(
-        sources: Vec<SourceSamples>,
+        sources: Vec<SourceSampleReader>,
         schedule: MixtureSchedule,
         spec: &DataSpec,
         warnings: Vec<Diagnostic>,
@@ -90,35 +91,36 @@ impl Dataset {
         Dataset { sources, schedule, seq_len: spec.seq_len as usize, digest, warnings }
     }
 
-    /// Number of samples of all sources, at least 1.
+    /// Returns the number of samples of all sources, at least 1.
     #[expect(clippy::len_without_is_empty, reason = "a data set is never empty")]
     pub fn len(&self) -> u64 {
         self.sources.iter().map(|s| s.packer.len()).sum()
     }
 
-    /// The order in which a run uses the samples.
-    pub fn order(&self, seed: u64, shuffle: bool) -> SampleOrder {
-        let permutation = |s: &SourceSamples| EpochPermutation::new(seed, &s.name, s.packer.len(), shuffle);
+    /// Creates the order in which a run uses the samples.
+    pub fn create_sample_order(&self, seed: u64, shuffle: bool) -> SampleOrder {
+        let permutation =
+            |s: &SourceSampleReader| EpochPermutation::new(seed, &s.name, s.packer.len(), shuffle);
         SampleOrder::new(self.schedule.clone(), self.sources.iter().map(permutation).collect())
     }
 
-    /// Number of tokens of all sources, end-of-document tokens included.
+    /// Returns the number of tokens of all sources, end-of-document tokens included.
     pub fn tokens(&self) -> u64 {
         self.sources.iter().map(|s| s.cache.header.tokens).sum()
     }
 
-    /// Number of documents of all sources.
+    /// Returns the number of documents of all sources.
     pub fn documents(&self) -> u64 {
         self.sources.iter().map(|s| s.cache.header.documents).sum()
     }
 
-    /// The vocabulary size of the tokenizer. Every token id is less than this.
+    /// Returns the vocabulary size of the tokenizer. Every token id is less than this size.
     pub fn vocab_size(&self) -> u32 {
         self.sources[0].cache.header.vocab_size
     }
 
-    /// The identity of the samples as 64 hex digits. Equal digests imply equal samples. Checkpoints
-    /// record it, so that a resume with other data is detected.
+    /// Returns the digest of all samples as 64 hex digits. Equal digests imply equal samples.
+    /// Checkpoints record the digest, so that a resume with other data is detected.
     pub fn digest(&self) -> &str {
         &self.digest
     }
@@ -128,14 +130,14 @@ impl Dataset {
         &self.warnings
     }
 
-    /// Writes the `micro` samples at positions `first_position ..` of the run.
+    /// Writes the `micro` samples of the run from `first_position` on into the slices.
     ///
     /// Each slice has shape `[micro, seq_len]`. `labels` are the next tokens or [`IGNORE_INDEX`].
-    /// `starts` is, for each input, the position in its sample at which its document begins.
-    /// Panics if `order` belongs to another data set or a slice has another length.
+    /// `starts` is, for each input, the position in the sample at which the input's document
+    /// begins. Panics if `order` belongs to another data set or a slice has another length.
     ///
     /// [`IGNORE_INDEX`]: super::IGNORE_INDEX
-    pub fn fill(
+    pub fn fill_samples(
         &self,
         order: &SampleOrder,
         first_position: u64,
@@ -150,25 +152,26 @@ impl Dataset {
         assert_eq!([tokens.len(), labels.len(), starts.len()], [micro * n; 3]);
         let rows = tokens.chunks_exact_mut(n).zip(labels.chunks_exact_mut(n)).zip(starts.chunks_exact_mut(n));
         for (position, ((tokens, labels), starts)) in (first_position..).zip(rows) {
-            let (source, _, sample) = order.sample(position);
-            let SourceSamples { cache, packer, .. } = &self.sources[source];
-            packer.fill(cache, sample, SampleBuffers { tokens, labels, starts });
+            let (source, _, sample) = order.locate_sample(position);
+            let SourceSampleReader { cache, packer, .. } = &self.sources[source];
+            packer.write_sample(cache, sample, SampleBuffers { tokens, labels, starts });
         }
     }
 
-    /// Number of labels other than [`super::IGNORE_INDEX`] in the `count` samples at positions
-    /// `first_position ..` of the run.
+    /// Counts the labels other than [`super::IGNORE_INDEX`] in the `count` samples of the run from
+    /// `first_position` on.
     pub fn count_targets(&self, order: &SampleOrder, first_position: u64, count: u64) -> u64 {
         let targets = |position| {
-            let (source, _, sample) = order.sample(position);
-            let SourceSamples { cache, packer, .. } = &self.sources[source];
+            let (source, _, sample) = order.locate_sample(position);
+            let SourceSampleReader { cache, packer, .. } = &self.sources[source];
             packer.count_targets(cache, sample)
         };
         (first_position..first_position + count).map(targets).sum()
     }
 }
 
-impl SourceSamples {
+impl SourceSampleReader {
+    /// Cuts the stream of a token cache into samples. Fails if the stream is shorter than a sample.
     fn new(name: String, cache: TokenCache, spec: &DataSpec, split: Split) -> Result<Self, DataError> {
         let packer = Packer::new(&cache, spec.seq_len, spec.pack, cache.header.eod);
         if packer.len() == 0 {
@@ -179,12 +182,12 @@ impl SourceSamples {
                 required: if spec.pack { spec.seq_len.into() } else { 2 },
             });
         }
-        Ok(SourceSamples { name, cache, packer })
+        Ok(SourceSampleReader { name, cache, packer })
     }
 }
 
-/// Opens the token cache of one source, and builds it first if it does not exist.
-fn open_cache(
+/// Opens the token cache of one source, and builds the cache first if necessary.
+fn open_source_cache(
     spec: &DataSpec,
     source: &DataSource,
     filter: SplitFilter,
@@ -196,18 +199,18 @@ fn open_cache(
     files.retain(|f| f.bytes > 0);
     let chat_template = open_chat_template(spec, source, tokenizer, workdir)?;
     let directory = workdir.join(&spec.cache);
-    let digests = content_digests::content_digests(&files, &directory, SystemTime::now())?;
-    let inputs = CacheInputs {
+    let digests = content_digests::find_or_compute_digests(&files, &directory, SystemTime::now())?;
+    let inputs = TokenCacheInputs {
         files: &files,
         digests: &digests,
-        format: RecordFormat { field: &source.field, chat_template: chat_template.as_ref() },
+        format: RecordReadOptions { field: &source.field, chat_template: chat_template.as_ref() },
         tokenizer,
         filter,
     };
-    cache_builder::open_or_build(&inputs, &directory, warnings)
+    token_cache_builder::open_or_build_cache(&inputs, &directory, warnings)
 }
 
-/// Opens the chat template of a source; `None` if its records are text.
+/// Opens the chat template of a source. Returns `None` if the records of the source are text.
 pub(super) fn open_chat_template(
     spec: &DataSpec,
     source: &DataSource,
@@ -215,16 +218,16 @@ pub(super) fn open_chat_template(
     workdir: &Path,
 ) -> Result<Option<ChatTemplate>, DataError> {
     match source.format {
-        Format::Text => Ok(None),
-        Format::Chat => {
-            ChatTemplate::open(spec.chat_template.as_deref(), tokenizer, source.loss_on, workdir).map(Some)
+        RecordFormat::Text => Ok(None),
+        RecordFormat::Chat => {
+            ChatTemplate::load(spec.chat_template.as_deref(), tokenizer, source.loss_on, workdir).map(Some)
         }
     }
 }
 
-/// A source of the eval files with the format of the training sources, which must be the same for
-/// all of them.
-pub(super) fn eval_source(spec: &DataSpec, files: &[String]) -> Result<DataSource, DataError> {
+/// Returns the data source of the eval files. Its format is that of the training sources. Fails if
+/// the formats of the training sources differ.
+pub(super) fn create_eval_source(spec: &DataSpec, files: &[String]) -> Result<DataSource, DataError> {
     let format = |s: &DataSource| (s.format, s.field.clone(), s.loss_on);
     let first = &spec.sources[0];
     if spec.sources.iter().any(|s| format(s) != format(first)) {
@@ -233,8 +236,8 @@ pub(super) fn eval_source(spec: &DataSpec, files: &[String]) -> Result<DataSourc
     Ok(DataSource { name: String::new(), weight: 1.0, files: files.to_vec(), ..first.clone() })
 }
 
-/// Checks the settings of the data section that need no file.
-pub(super) fn check_settings(spec: &DataSpec) -> Result<(), DataError> {
+/// Rejects invalid values of `seq_len` and `held_out`. Reads no file.
+pub(super) fn validate_data_settings(spec: &DataSpec) -> Result<(), DataError> {
     if spec.seq_len == 0 {
         return Err(DataError::InvalidSequenceLength);
     }

@@ -1,9 +1,9 @@
-//! Reads files as documents, as a stream. Memory holds one segment of a text file, or one line of a
-//! JSON lines file.
+//! Reads data files as a stream of documents. Memory holds one segment of a text file, or one line
+//! of a JSON lines file.
 //!
 //! - A text file is one document.
-//! - Each record of a `.jsonl`, `.ndjson` or `.parquet` file is one document: the text or chat in
-//!   the field that the job names.
+//! - Each record of a `.jsonl`, `.ndjson` or `.parquet` file is one document. `train.data.field`
+//!   names the field with its text or chat.
 //!
 //! **Held-out split.** A piece of text is held out if a hash of its content is below the share. The
 //! split therefore does not depend on neighbouring pieces, the name of the file or the order of
@@ -12,11 +12,11 @@
 //! characters, so that a few long files can be split, too. Adjacent pieces on the same side form
 //! one document.
 use super::{
-    chat_template::MaskedText,
+    chat_template::LossMaskedText,
     error::{DataError, RecordProblem},
     json_lines::read_json_lines,
     parquet_reader,
-    record::{Record, RecordFormat},
+    record::{Record, RecordReadOptions},
 };
 use std::{
     fs::File,
@@ -26,8 +26,8 @@ use std::{
 
 /// Longest piece of a text file that is assigned to one side of the split, bytes.
 pub(crate) const PIECE_BYTES: usize = 16 << 10;
-/// Longest text that is tokenized at once, bytes; only one JSON line may be longer. Longer
-/// documents are cut after a newline, or otherwise between characters.
+/// Longest segment of a text file that is tokenized at once, bytes. Longer documents are cut after
+/// a newline, or otherwise between characters. Only the text of a record may be longer.
 const SEGMENT_BYTES: usize = 256 << 10;
 
 /// A side of the held-out split.
@@ -39,18 +39,18 @@ pub enum Split {
     HeldOut,
 }
 
-/// Selects the pieces of text that are read.
+/// Selects the pieces of text that are read: all, or one side of the held-out split.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum SplitFilter {
     /// Accepts every piece.
     All,
-    /// Accepts the pieces on one side of a split that holds out this share.
+    /// Accepts the pieces on one side of a split whose held-out share is the number, from 0 to 1.
     Only(Split, f64),
 }
 
 impl SplitFilter {
-    /// Whether the filter selects this piece of text.
-    pub(crate) fn accepts(self, piece: &str) -> bool {
+    /// Returns whether the filter selects a piece of text.
+    pub(crate) fn accepts_piece(self, piece: &str) -> bool {
         match self {
             SplitFilter::All => true,
             SplitFilter::Only(split, share) => (split == Split::HeldOut) == is_held_out(piece, share),
@@ -58,7 +58,7 @@ impl SplitFilter {
     }
 }
 
-/// Whether a piece of text belongs to the held-out share.
+/// Returns whether a piece of text belongs to the held-out share, a number from 0 to 1.
 fn is_held_out(piece: &str, share: f64) -> bool {
     let digest = blake3::derive_key("launch 2026 held-out split v1", piece.as_bytes());
     let mut first = [0; 8];
@@ -67,20 +67,20 @@ fn is_held_out(piece: &str, share: f64) -> bool {
     ((u64::from_le_bytes(first) >> 11) as f64) < share * (1u64 << 53) as f64
 }
 
-/// A part of the documents of a file, in order.
+/// A part of a document, or its end. A file is read as a sequence of parts.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum DocumentPart {
     /// Text of the current document, never empty.
     Text(String),
-    /// A complete document of which only some text counts for the loss.
-    Masked(MaskedText),
+    /// The text of a complete document, of which only some ranges count for the loss.
+    Masked(LossMaskedText),
     /// The end of the current document, which had text.
     End,
 }
 
-/// The format of a data file, which follows from its extension.
+/// The format of a data file, determined by the file's extension.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum FileFormat {
+pub(crate) enum DataFileFormat {
     /// Plain text in UTF-8.
     Text,
     /// One JSON object per line.
@@ -89,80 +89,85 @@ pub(crate) enum FileFormat {
     Parquet,
 }
 
-impl FileFormat {
-    /// The format that the extension of `path` names; a file with an unknown extension is text.
-    pub(crate) fn from_path(path: &Path) -> FileFormat {
-        match lower_case_extension(path).as_str() {
-            "jsonl" | "ndjson" => FileFormat::JsonLines,
-            "parquet" => FileFormat::Parquet,
-            _ => FileFormat::Text,
+impl DataFileFormat {
+    /// Returns the format for the extension of `path`. A file with an unknown extension is text.
+    pub(crate) fn from_path(path: &Path) -> DataFileFormat {
+        match get_lower_case_extension(path).as_str() {
+            "jsonl" | "ndjson" => DataFileFormat::JsonLines,
+            "parquet" => DataFileFormat::Parquet,
+            _ => DataFileFormat::Text,
         }
     }
 }
 
-fn lower_case_extension(path: &Path) -> String {
+/// Returns the extension of a path in lower case without the dot, or an empty string.
+fn get_lower_case_extension(path: &Path) -> String {
     path.extension().and_then(|e| e.to_str()).unwrap_or("").to_ascii_lowercase()
 }
 
-/// Receives the parts of documents; an error ends the reading.
-pub(crate) type PartSink<'a> = dyn FnMut(DocumentPart) -> Result<(), DataError> + 'a;
+/// A callback that receives the parts of documents in order. An error ends the reading.
+pub(crate) type DocumentPartSink<'a> = dyn FnMut(DocumentPart) -> Result<(), DataError> + 'a;
 
-/// Reads one file into `sink`. Returns the BLAKE3 hash of the bytes that were read, so that the
-/// caller can detect that the file changed.
-pub(crate) fn read_file(
+/// Reads one data file and passes its documents to `sink`. Returns the BLAKE3 hash of the bytes
+/// that were read, with which the caller can detect that the file changed.
+pub(crate) fn read_data_file(
     path: &Path,
-    format: RecordFormat,
+    format: RecordReadOptions,
     filter: SplitFilter,
-    sink: &mut PartSink,
+    sink: &mut DocumentPartSink,
 ) -> Result<blake3::Hash, DataError> {
-    let (file_format, file) = open(path, format)?;
+    let (file_format, file) = open_data_file(path, format)?;
     let mut input = HashingReader { inner: file, hasher: blake3::Hasher::new() };
     let mut take = |record: Record| emit_record(record, format, filter, sink);
     match file_format {
-        FileFormat::Text => read_text(&mut input, path, filter, sink)?,
-        FileFormat::JsonLines => read_json_lines(&mut input, path, format, u64::MAX, &mut take)?,
-        FileFormat::Parquet => parquet_reader::read_and_hash(&mut input, path, format, &mut take)?,
+        DataFileFormat::Text => read_text_documents(&mut input, path, filter, sink)?,
+        DataFileFormat::JsonLines => read_json_lines(&mut input, path, format, u64::MAX, &mut take)?,
+        DataFileFormat::Parquet => {
+            parquet_reader::read_rows_and_hash_file(&mut input, path, format, &mut take)?
+        }
     }
     Ok(input.hasher.finalize())
 }
 
-/// Whether a file has a record or, if it is text, any text. Reads and checks the first record or
-/// the first piece only.
-pub(crate) fn has_record(path: &Path, format: RecordFormat) -> Result<bool, DataError> {
-    let (file_format, mut file) = open(path, format)?;
+/// Returns whether a data file has a record, or any text if it is a text file. Reads only the first
+/// record or piece, and fails if it is invalid.
+pub(crate) fn has_record(path: &Path, format: RecordReadOptions) -> Result<bool, DataError> {
+    let (file_format, mut file) = open_data_file(path, format)?;
     let mut found = false;
     let mut take = |record: Record| {
         found = true;
         emit_record(record, format, SplitFilter::All, &mut |_| Ok(()))
     };
     match file_format {
-        FileFormat::Text => return begins_with_text(&mut file, path),
-        FileFormat::JsonLines => read_json_lines(&mut file, path, format, 1, &mut take)?,
-        FileFormat::Parquet => parquet_reader::read_rows(file, path, format, 1, &mut take)?,
+        DataFileFormat::Text => return read_first_text_piece(&mut file, path),
+        DataFileFormat::JsonLines => read_json_lines(&mut file, path, format, 1, &mut take)?,
+        DataFileFormat::Parquet => parquet_reader::read_rows(file, path, format, 1, &mut take)?,
     }
     Ok(found)
 }
 
-/// Opens a file, and rejects formats that cannot hold the records.
-fn open(path: &Path, format: RecordFormat) -> Result<(FileFormat, File), DataError> {
-    reject_compressed(path)?;
-    let file = File::open(path).map_err(|source| unreadable(path, source))?;
-    match FileFormat::from_path(path) {
-        FileFormat::Text if format.chat_template.is_some() => {
+/// Opens a data file and determines its format. Rejects compressed files, and text files for chats.
+fn open_data_file(path: &Path, format: RecordReadOptions) -> Result<(DataFileFormat, File), DataError> {
+    reject_compressed_file(path)?;
+    let file = File::open(path).map_err(|source| unreadable_file_error(path, source))?;
+    match DataFileFormat::from_path(path) {
+        DataFileFormat::Text if format.chat_template.is_some() => {
             Err(DataError::NotAChatFile { path: path.to_path_buf() })
         }
         file_format => Ok((file_format, file)),
     }
 }
 
-fn unreadable(path: &Path, source: io::Error) -> DataError {
+/// Returns the error that a data file cannot be read.
+fn unreadable_file_error(path: &Path, source: io::Error) -> DataError {
     DataError::Unreadable { path: path.to_path_buf(), source }
 }
 
-/// Checks that the first piece of a file is UTF-8. Returns false if the file is empty.
-fn begins_with_text(input: &mut impl Read, path: &Path) -> Result<bool, DataError> {
+/// Reads the first piece of a text file. Returns false if the file is empty, and fails if the piece
+/// is not UTF-8.
+fn read_first_text_piece(input: &mut impl Read, path: &Path) -> Result<bool, DataError> {
     let mut bytes = vec![0; PIECE_BYTES];
-    let n = read_until_full(input, &mut bytes).map_err(|source| unreadable(path, source))?;
+    let n = read_until_full(input, &mut bytes).map_err(|source| unreadable_file_error(path, source))?;
     bytes.truncate(n);
     match std::str::from_utf8(&bytes) {
         // The end of the piece may cut a character.
@@ -175,13 +180,13 @@ fn begins_with_text(input: &mut impl Read, path: &Path) -> Result<bool, DataErro
     }
 }
 
-/// Passes the document of one record to `sink`, if `filter` accepts it. The inner error states why
-/// the record cannot be used.
+/// Converts one record to a document, and passes the document to `sink` if `filter` accepts its
+/// text. The outer error comes from `sink`; the inner one states why the record cannot be used.
 fn emit_record(
     record: Record,
-    format: RecordFormat,
+    format: RecordReadOptions,
     filter: SplitFilter,
-    sink: &mut PartSink,
+    sink: &mut DocumentPartSink,
 ) -> Result<Result<(), RecordProblem>, DataError> {
     let part = match (record, format.chat_template) {
         (Record::Chat(chat), Some(template)) => match template.render_chat(&chat) {
@@ -193,20 +198,20 @@ fn emit_record(
         (Record::Chat(_), None) => return Ok(Err(RecordProblem::UnexpectedChat)),
     };
     let text = match &part {
-        DocumentPart::Text(text) | DocumentPart::Masked(MaskedText { text, .. }) => text,
+        DocumentPart::Text(text) | DocumentPart::Masked(LossMaskedText { text, .. }) => text,
         DocumentPart::End => return Ok(Ok(())),
     };
-    if !text.is_empty() && filter.accepts(text) {
+    if !text.is_empty() && filter.accepts_piece(text) {
         sink(part)?;
         sink(DocumentPart::End)?;
     }
     Ok(Ok(()))
 }
 
-/// Rejects compressed and other binary files by their extension. Read as text, they would only be
-/// reported as invalid UTF-8.
-fn reject_compressed(path: &Path) -> Result<(), DataError> {
-    let extension = lower_case_extension(path);
+/// Rejects compressed and other binary files by their extension. Otherwise they would be read as
+/// text and reported as invalid UTF-8.
+fn reject_compressed_file(path: &Path) -> Result<(), DataError> {
+    let extension = get_lower_case_extension(path);
     let remedy = match extension.as_str() {
         "gz" => "decompress the file with gunzip",
         "zst" => "decompress the file with zstd -d",
@@ -219,7 +224,7 @@ fn reject_compressed(path: &Path) -> Result<(), DataError> {
     Err(DataError::CompressedFile { path: path.to_path_buf(), extension, remedy })
 }
 
-/// A reader that hashes the bytes that are read through it.
+/// A reader that hashes all bytes that are read from the inner reader.
 struct HashingReader<R> {
     inner: R,
     hasher: blake3::Hasher,
@@ -241,59 +246,65 @@ impl parquet_reader::AsFile for HashingReader<File> {
 
 /// Joins adjacent accepted pieces of a text file into segments and documents.
 struct DocumentAssembler<'a, 'b> {
+    /// Text of the current document that is not in the sink yet.
     pending: String,
-    /// The current document has text, pending or already in the sink.
+    /// Whether the current document has text, pending or already in the sink.
     has_text: bool,
-    sink: &'a mut PartSink<'b>,
+    sink: &'a mut DocumentPartSink<'b>,
 }
 
 impl DocumentAssembler<'_, '_> {
+    /// Appends an accepted piece to the current document.
     fn add_piece(&mut self, piece: &str) -> Result<(), DataError> {
         if self.pending.len() + piece.len() > SEGMENT_BYTES {
-            self.flush()?;
+            self.flush_pending_text()?;
         }
         self.pending.push_str(piece);
         self.has_text |= !piece.is_empty();
         Ok(())
     }
 
-    fn flush(&mut self) -> Result<(), DataError> {
+    /// Passes the pending text to the sink as one segment, if there is any.
+    fn flush_pending_text(&mut self) -> Result<(), DataError> {
         if self.pending.is_empty() {
             return Ok(());
         }
         (self.sink)(DocumentPart::Text(std::mem::take(&mut self.pending)))
     }
 
+    /// Ends the current document, if it has text.
     fn end_document(&mut self) -> Result<(), DataError> {
-        self.flush()?;
+        self.flush_pending_text()?;
         if std::mem::take(&mut self.has_text) { (self.sink)(DocumentPart::End) } else { Ok(()) }
     }
 }
 
-/// Reads a text file piece by piece.
-fn read_text(
+/// Reads a text file piece by piece, and passes the accepted pieces to `sink` as documents. A
+/// rejected piece ends the current document.
+fn read_text_documents(
     input: &mut impl Read,
     path: &Path,
     filter: SplitFilter,
-    sink: &mut PartSink,
+    sink: &mut DocumentPartSink,
 ) -> Result<(), DataError> {
     let mut assembler = DocumentAssembler { pending: String::new(), has_text: false, sink };
     let (mut buffer, mut filled) = (vec![0u8; 16 * PIECE_BYTES], 0);
     let (mut offset, mut line) = (0u64, 1u64);
     loop {
-        let n = read_until_full(input, &mut buffer[filled..]).map_err(|source| unreadable(path, source))?;
+        let n = read_until_full(input, &mut buffer[filled..])
+            .map_err(|source| unreadable_file_error(path, source))?;
         filled += n;
         let at_end = filled < buffer.len();
         let mut from = 0;
         while from < filled && (at_end || filled - from > PIECE_BYTES) {
-            let length = first_piece_length(&buffer[from..filled]);
+            let length = find_first_piece_length(&buffer[from..filled]);
             let bytes = &buffer[from..from + length];
             let piece = std::str::from_utf8(bytes).map_err(|e| DataError::NotUtf8 {
                 path: path.to_path_buf(),
                 line: line + count_newlines(&bytes[..e.valid_up_to()]),
                 offset: offset + (from + e.valid_up_to()) as u64,
             })?;
-            if filter.accepts(piece) {
+            if filter.accepts_piece(piece) {
                 assembler.add_piece(piece)?
             } else {
                 assembler.end_document()?
@@ -314,7 +325,7 @@ fn count_newlines(bytes: &[u8]) -> u64 {
     bytes.iter().filter(|&&b| b == b'\n').count() as u64
 }
 
-/// Reads until `buffer` is full or the input ends. Returns the number of bytes.
+/// Reads until `buffer` is full or the input ends. Returns the number of bytes read.
 fn read_until_full(input: &mut impl Read, buffer: &mut [u8]) -> io::Result<usize> {
     let mut n = 0;
     while n < buffer.len() {
@@ -328,9 +339,9 @@ fn read_until_full(input: &mut impl Read, buffer: &mut [u8]) -> io::Result<usize
     Ok(n)
 }
 
-/// Length of the first piece of `bytes`, which are longer than [`PIECE_BYTES`] unless they end the
-/// file.
-fn first_piece_length(bytes: &[u8]) -> usize {
+/// Returns the length in bytes of the first piece of `bytes`. `bytes` is longer than
+/// [`PIECE_BYTES`] or the end of the file.
+fn find_first_piece_length(bytes: &[u8]) -> usize {
     if bytes.len() <= PIECE_BYTES {
         return bytes.len();
     }
@@ -351,14 +362,18 @@ mod tests {
     use serde_json::error::Category;
     use std::fs;
 
-    /// The documents of a file with this name and content.
-    fn documents(name: &str, content: &[u8], filter: SplitFilter) -> Result<Vec<String>, DataError> {
+    /// Writes a file with this name and content, and returns the documents that are read from it.
+    fn write_and_read_documents(
+        name: &str,
+        content: &[u8],
+        filter: SplitFilter,
+    ) -> Result<Vec<String>, DataError> {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join(name);
         fs::write(&path, content).unwrap();
         let (mut done, mut now) = (Vec::new(), String::new());
-        let format = RecordFormat { field: "text", chat_template: None };
-        let hash = read_file(&path, format, filter, &mut |part| {
+        let format = RecordReadOptions { field: "text", chat_template: None };
+        let hash = read_data_file(&path, format, filter, &mut |part| {
             match part {
                 DocumentPart::Masked(m) => panic!("{m:?}"),
                 DocumentPart::Text(t) => {
@@ -380,24 +395,32 @@ mod tests {
     #[test]
     fn a_text_file_is_one_document() {
         let text = "Ünï¢ødé\r\n".repeat(200_000);
-        assert_eq!(documents("a.txt", text.as_bytes(), SplitFilter::All).unwrap(), [text]);
+        assert_eq!(write_and_read_documents("a.txt", text.as_bytes(), SplitFilter::All).unwrap(), [text]);
         let no_newline = "é".repeat(600_000);
-        assert_eq!(documents("a.txt", no_newline.as_bytes(), SplitFilter::All).unwrap(), [no_newline]);
-        assert!(documents("a.txt", b"", SplitFilter::All).unwrap().is_empty());
+        assert_eq!(
+            write_and_read_documents("a.txt", no_newline.as_bytes(), SplitFilter::All).unwrap(),
+            [no_newline]
+        );
+        assert!(write_and_read_documents("a.txt", b"", SplitFilter::All).unwrap().is_empty());
     }
 
     #[test]
     fn each_json_line_is_one_document() {
         let content = "\u{feff}{\"text\": \"a\\n\", \"x\": [1, {\"text\": 2}]}\n\n  \r\n{\"id\":1,\"text\":\"b\"}\n{\"text\":\"\"}\n{\"text\":\"c\"}";
         for name in ["a.jsonl", "a.NDJSON"] {
-            assert_eq!(documents(name, content.as_bytes(), SplitFilter::All).unwrap(), ["a\n", "b", "c"]);
+            assert_eq!(
+                write_and_read_documents(name, content.as_bytes(), SplitFilter::All).unwrap(),
+                ["a\n", "b", "c"]
+            );
         }
     }
 
     #[test]
-    fn invalid_lines_are_errors_with_their_line() {
+    fn invalid_lines_are_reported_with_their_line_number() {
         let problem =
-            |content: &str| match documents("a.jsonl", content.as_bytes(), SplitFilter::All).unwrap_err() {
+            |content: &str| match write_and_read_documents("a.jsonl", content.as_bytes(), SplitFilter::All)
+                .unwrap_err()
+            {
                 DataError::InvalidRecord { path, position: RecordPosition::Line(line), problem } => {
                     assert!(path.ends_with("a.jsonl"));
                     (line, problem)
@@ -428,36 +451,37 @@ mod tests {
     }
 
     #[test]
-    fn invalid_utf8_is_an_error_with_its_line_and_offset() {
+    fn invalid_utf8_is_reported_with_its_line_and_offset() {
         let mut content = "fine\n".repeat(300_000).into_bytes();
         let at = 1_234_567;
         content[at] = 0xff;
         let line = at as u64 / 5 + 1;
         for name in ["a.txt", "b.bin"] {
-            match documents(name, &content, SplitFilter::All).unwrap_err() {
+            match write_and_read_documents(name, &content, SplitFilter::All).unwrap_err() {
                 DataError::NotUtf8 { offset, line: l, .. } => assert_eq!((offset, l), (at as u64, line)),
                 other => panic!("{other}"),
             }
         }
         let cut = &"é".as_bytes()[..1];
         assert!(matches!(
-            documents("a.txt", cut, SplitFilter::All),
+            write_and_read_documents("a.txt", cut, SplitFilter::All),
             Err(DataError::NotUtf8 { offset: 0, .. })
         ));
-        let bad = documents("a.txt", &[0x80; 100_000], SplitFilter::All);
+        let bad = write_and_read_documents("a.txt", &[0x80; 100_000], SplitFilter::All);
         assert!(matches!(bad, Err(DataError::NotUtf8 { offset: 0, .. })));
-        let line = documents("a.jsonl", b"{\"text\":\"a\"}\n{\"text\":\"\xff\"}\n", SplitFilter::All);
+        let line =
+            write_and_read_documents("a.jsonl", b"{\"text\":\"a\"}\n{\"text\":\"\xff\"}\n", SplitFilter::All);
         assert!(matches!(line, Err(DataError::NotUtf8 { offset: 22, line: 2, .. })), "{line:?}");
     }
 
-    fn numbered_lines(n: usize) -> String {
+    fn build_numbered_lines(n: usize) -> String {
         (0..n).map(|i| format!("This is line number {i} of a long file.\n")).collect()
     }
 
     #[test]
     fn long_files_are_split_without_losing_text() {
-        let text = numbered_lines(60_000);
-        let side = |s| documents("a.txt", text.as_bytes(), SplitFilter::Only(s, 0.2)).unwrap();
+        let text = build_numbered_lines(60_000);
+        let side = |s| write_and_read_documents("a.txt", text.as_bytes(), SplitFilter::Only(s, 0.2)).unwrap();
         let (train, held) = (side(Split::Train), side(Split::HeldOut));
         let size = |d: &[String]| d.iter().map(String::len).sum::<usize>();
         assert_eq!(size(&train) + size(&held), text.len());
@@ -474,7 +498,8 @@ mod tests {
         let line = |i: usize| format!("{{\"text\":\"document {i}\"}}\n");
         let content = |n: usize| (0..n).map(line).collect::<String>();
         let held = |n: usize| {
-            documents("a.jsonl", content(n).as_bytes(), SplitFilter::Only(Split::HeldOut, 0.1)).unwrap()
+            write_and_read_documents("a.jsonl", content(n).as_bytes(), SplitFilter::Only(Split::HeldOut, 0.1))
+                .unwrap()
         };
         let (small, large) = (held(1000), held(2000));
         assert!((60..140).contains(&small.len()), "{}", small.len());
@@ -492,7 +517,7 @@ mod tests {
             let content = [vec![b'x'; padding], bytes].concat();
             for name in ["a.txt", "a.jsonl"] {
                 for filter in [SplitFilter::All, SplitFilter::Only(Split::Train, share)] {
-                    let result = documents(name, &content, filter);
+                    let result = write_and_read_documents(name, &content, filter);
                     if name == "a.txt" {
                         prop_assert_eq!(result.is_ok(), std::str::from_utf8(&content).is_ok());
                     }
@@ -512,7 +537,7 @@ mod tests {
             share in 0.0f64..1.0,
         ) {
             let text = words.concat();
-            let side = |s| documents("a.txt", text.as_bytes(), SplitFilter::Only(s, share)).unwrap().concat();
+            let side = |s| write_and_read_documents("a.txt", text.as_bytes(), SplitFilter::Only(s, share)).unwrap().concat();
             let mut both: Vec<char> = (side(Split::Train) + &side(Split::HeldOut)).chars().collect();
             let mut whole: Vec<char> = text.chars().collect();
             both.sort_unstable();

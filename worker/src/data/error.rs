@@ -3,7 +3,7 @@ mod problems;
 
 pub use problems::{
     CacheDamage, CacheOperation, ChatProblem, ChatTemplateProblem, ParquetProblem, PatternProblem,
-    RecordPosition, RecordProblem, TemplateFailure, TextFileProblem, TokenizerProblem,
+    RecordPosition, RecordProblem, TemplateFailure, TextFileError, TokenizerProblem,
 };
 
 use super::document_reader::Split;
@@ -11,11 +11,11 @@ use diagnostic::{Code, Diagnostic, codes::data as codes};
 use serde_json::{Map, Value, json};
 use std::{io, path::PathBuf};
 
-/// The job key of the data files. Errors of records and files are attributed to it.
-const FILES: &str = "train.data.files";
+/// The job key of the data files, the subject of errors in records and files.
+const FILES_KEY: &str = "train.data.files";
 
-/// A number with its noun, such as `1 token` or `2 tokens`.
-fn count(number: u64, noun: &str) -> String {
+/// Formats a number with its noun, such as `1 token` or `2 tokens`.
+fn format_count(number: u64, noun: &str) -> String {
     format!("{number} {noun}{}", if number == 1 { "" } else { "s" })
 }
 
@@ -74,7 +74,7 @@ pub enum DataError {
         /// The position of the first invalid byte in the file, from 0.
         offset: u64,
     },
-    /// The file's extension belongs to a compressed or binary format that is not read.
+    /// A data file has the extension of a compressed or binary format that cannot be read.
     #[error("`.{extension}` files are not supported: {}", .path.display())]
     CompressedFile {
         /// Path of the data file.
@@ -179,15 +179,16 @@ pub enum DataError {
     /// Evaluation was requested, but the job names no held-out data.
     #[error("evaluation has no data: no eval files are given and `train.data.held_out` is 0")]
     NoEvalData,
-    /// The sources of the mixture differ in their formats, so that of the eval files is unknown.
+    /// The sources of the mixture have different formats, so the format of the eval files is
+    /// unknown.
     #[error("the format of the eval files is ambiguous: the sources of the mixture have different formats")]
     AmbiguousEvalFormat,
     /// The data have fewer tokens than one sample needs.
     #[error(
         "the {} data have {} in {}, but one sample needs {required}",
         if *.split == Split::HeldOut { "held-out" } else { "training" },
-        count(*.tokens, "token"),
-        count(*.documents, "document")
+        format_count(*.tokens, "token"),
+        format_count(*.documents, "document")
     )]
     TooShort {
         /// The side of the data.
@@ -210,15 +211,16 @@ pub enum DataError {
 }
 
 impl DataError {
-    /// Adds the name of the source that the error is about. An unnamed source changes nothing.
-    pub(crate) fn in_source(self, name: &str) -> DataError {
+    /// Adds the name of the source that the error is about. Returns the error unchanged if the
+    /// source has no name.
+    pub(crate) fn with_source_name(self, name: &str) -> DataError {
         match name {
             "" => self,
             _ => DataError::InSource { name: name.into(), error: Box::new(self) },
         }
     }
 
-    /// The stable name of what happened.
+    /// Returns the diagnostic code of the error.
     pub fn code(&self) -> Code {
         match self {
             DataError::NoFilesGiven => codes::DATA_FILES_NOT_GIVEN,
@@ -247,7 +249,7 @@ impl DataError {
         }
     }
 
-    /// The key of job.yaml that the error is about, as a path.
+    /// Returns the key of job.yaml that the error is about, as a path such as `train.data.files`.
     pub fn job_key(&self) -> &'static str {
         match self {
             DataError::InvalidTokenizer { .. } | DataError::TokenizerFailed { .. } => "train.data.tokenizer",
@@ -259,14 +261,14 @@ impl DataError {
             DataError::TooShort { split: Split::HeldOut, .. } => "train.data.held_out",
             DataError::TooShort { split: Split::Train, .. } => "train.data.seq_len",
             DataError::InSource { error, .. } => match error.job_key() {
-                FILES => "train.data.mixture",
+                FILES_KEY => "train.data.mixture",
                 key => key,
             },
-            _ => FILES,
+            _ => FILES_KEY,
         }
     }
 
-    /// The next edit or command that resolves the error.
+    /// Returns the edit or command that resolves the error, if one is known.
     fn help(&self) -> Option<String> {
         Some(match self {
             DataError::NoFilesGiven => "name files or patterns, such as files: [\"docs/**/*.md\"]".into(),
@@ -313,7 +315,7 @@ impl DataError {
         })
     }
 
-    /// The values of the error that programs can read, by name.
+    /// Returns the values of the error by field name, for programs that read the diagnostic.
     fn fields(&self) -> Map<String, Value> {
         let fields = match self {
             DataError::NoMatch { pattern, directory } => {
@@ -344,7 +346,7 @@ impl DataError {
             DataError::InvalidRecord { path, position, problem } => {
                 let mut fields = problem.fields();
                 fields.insert("path".into(), path.display().to_string().into());
-                let (name, number) = position.field();
+                let (name, number) = position.diagnostic_field();
                 fields.insert(name.into(), number.into());
                 return fields;
             }
@@ -365,16 +367,16 @@ impl DataError {
         }
     }
 
-    /// The error without the names of the sources around it.
-    fn without_source(&self) -> &DataError {
+    /// Returns the innermost error, without the name of the source.
+    fn innermost_error(&self) -> &DataError {
         match self {
-            DataError::InSource { error, .. } => error.without_source(),
+            DataError::InSource { error, .. } => error.innermost_error(),
             error => error,
         }
     }
 }
 
-/// The subject is the key of job.yaml.
+/// Converts the error with code, fields, help and cause. The subject is the key of job.yaml.
 impl From<DataError> for Diagnostic {
     fn from(error: DataError) -> Self {
         let mut diagnostic = Diagnostic::error(error.code(), error.to_string()).with_subject(error.job_key());
@@ -384,7 +386,7 @@ impl From<DataError> for Diagnostic {
         if let Some(help) = error.help() {
             diagnostic = diagnostic.with_help(help);
         }
-        match std::error::Error::source(error.without_source()) {
+        match std::error::Error::source(error.innermost_error()) {
             Some(cause) => diagnostic.with_cause(cause),
             None => diagnostic,
         }

@@ -1,11 +1,11 @@
 //! Expands the patterns of a job to data files.
 //!
 //! A pattern is a path, absolute or relative to the workdir. `*`, `?` and `[a-z]` match within one
-//! name, `{a,b}` stands for either alternative, and `**` for any number of directories. As in a
-//! shell, wildcards do not match names that begin with a dot unless the pattern has the dot.
-//! Symbolic links are followed. A directory is entered once per pattern, however many links lead to
-//! it, so that loops end. A file that several patterns or links reach is listed once. The files are
-//! sorted by the bytes of their paths, whatever the order of the patterns.
+//! name, `{a,b}` stands for either alternative, and `**` for any number of directories. Wildcards
+//! do not match names that begin with a dot unless the pattern has the dot, as in a shell. Symbolic
+//! links are followed. A pattern enters each directory once, so that loops of links end. A file
+//! that several patterns or links reach is listed once. The files are sorted by the bytes of their
+//! paths, whatever the order of the patterns.
 use super::error::{DataError, PatternProblem};
 use globset::{GlobBuilder, GlobMatcher};
 use std::{
@@ -16,20 +16,20 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Largest number of patterns that the braces of one pattern may stand for.
-const MAX_ALTERNATIVES: usize = 1024;
+/// Largest number of patterns to which the braces of one pattern may expand.
+const MAX_BRACE_ALTERNATIVES: usize = 1024;
 
-/// A regular file that a pattern matches.
+/// Path and size of a regular file that a pattern matches.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct DataFile {
-    /// The path, which starts at the workdir for relative patterns.
+    /// The path of the file. It starts with the workdir if the pattern is relative.
     pub(crate) path: PathBuf,
-    /// Size of the file.
+    /// Size of the file, bytes.
     pub(crate) bytes: u64,
 }
 
-/// All files that the patterns match, sorted and without duplicates. Every pattern must match a
-/// file.
+/// Returns all files that the patterns match, sorted and without duplicates. Fails if a pattern
+/// matches no file.
 pub(crate) fn expand_patterns(patterns: &[String], workdir: &Path) -> Result<Vec<DataFile>, DataError> {
     if patterns.is_empty() {
         return Err(DataError::NoFilesGiven);
@@ -46,7 +46,8 @@ pub(crate) fn expand_patterns(patterns: &[String], workdir: &Path) -> Result<Vec
     let mut seen = HashSet::new();
     let mut unique = Vec::with_capacity(found.len());
     for file in found {
-        let canonical = fs::canonicalize(&file.path).map_err(|source| unreadable(&file.path, source))?;
+        let canonical =
+            fs::canonicalize(&file.path).map_err(|source| unreadable_path_error(&file.path, source))?;
         if seen.insert(canonical) {
             unique.push(file);
         }
@@ -54,11 +55,12 @@ pub(crate) fn expand_patterns(patterns: &[String], workdir: &Path) -> Result<Vec
     Ok(unique)
 }
 
-fn unreadable(path: &Path, source: io::Error) -> DataError {
+/// Returns the error that a file or directory cannot be read.
+fn unreadable_path_error(path: &Path, source: io::Error) -> DataError {
     DataError::Unreadable { path: path.to_path_buf(), source }
 }
 
-/// Appends the files that one pattern matches.
+/// Appends the files that one pattern matches to `found`, possibly with duplicates.
 fn expand_pattern(pattern: &str, workdir: &Path, found: &mut Vec<DataFile>) -> Result<(), DataError> {
     let invalid = |problem| DataError::InvalidPattern { pattern: pattern.into(), problem };
     if pattern.is_empty() || pattern.contains('\0') {
@@ -66,7 +68,7 @@ fn expand_pattern(pattern: &str, workdir: &Path, found: &mut Vec<DataFile>) -> R
     }
     // A file of exactly this name has precedence over the meaning of wildcards in the name.
     let exact = workdir.join(pattern);
-    if let Some(meta) = metadata(&exact)? {
+    if let Some(meta) = read_metadata(&exact)? {
         if !meta.is_file() {
             return Err(DataError::NotAFile {
                 pattern: pattern.into(),
@@ -78,26 +80,27 @@ fn expand_pattern(pattern: &str, workdir: &Path, found: &mut Vec<DataFile>) -> R
         return Ok(());
     }
     for alternative in expand_braces(pattern).map_err(invalid)? {
-        let parts = parse_pattern(&alternative).map_err(invalid)?;
+        let parts = parse_pattern_parts(&alternative).map_err(invalid)?;
         let base = if alternative.starts_with('/') { Path::new("/") } else { workdir };
-        let mut walk = PatternWalk { parts: &parts, entered: HashSet::new(), found };
-        walk.enter(base, 0)?;
+        let mut walk = PatternSearch { parts: &parts, entered: HashSet::new(), found };
+        walk.search_directory(base, 0)?;
     }
     Ok(())
 }
 
-/// The metadata of the file or directory at a path, after following links; `None` if none exists.
-fn metadata(path: &Path) -> Result<Option<fs::Metadata>, DataError> {
+/// Reads the metadata of the file or directory at a path, after following links. Returns `None` if
+/// the path leads to no file.
+fn read_metadata(path: &Path) -> Result<Option<fs::Metadata>, DataError> {
     match fs::metadata(path) {
         Ok(meta) => Ok(Some(meta)),
         Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => Ok(None),
         // A link to itself leads nowhere, and no file has a name that is too long.
         Err(e) if matches!(e.raw_os_error(), Some(libc::ELOOP | libc::ENAMETOOLONG)) => Ok(None),
-        Err(source) => Err(unreadable(path, source)),
+        Err(source) => Err(unreadable_path_error(path, source)),
     }
 }
 
-/// The patterns without braces that a pattern stands for.
+/// Expands the braces of a pattern. Returns the patterns without braces that it stands for.
 fn expand_braces(pattern: &str) -> Result<Vec<String>, PatternProblem> {
     let mut done = Vec::new();
     let mut todo = vec![pattern.to_string()];
@@ -112,14 +115,15 @@ fn expand_braces(pattern: &str) -> Result<Vec<String>, PatternProblem> {
         for pair in cuts.windows(2) {
             todo.push(format!("{}{}{}", &p[..open], &p[pair[0] + 1..pair[1]], &p[close + 1..]));
         }
-        if todo.len() + done.len() > MAX_ALTERNATIVES {
-            return Err(PatternProblem::TooManyAlternatives { limit: MAX_ALTERNATIVES });
+        if todo.len() + done.len() > MAX_BRACE_ALTERNATIVES {
+            return Err(PatternProblem::TooManyAlternatives { limit: MAX_BRACE_ALTERNATIVES });
         }
     }
     Ok(done)
 }
 
-/// Byte positions of the first `{`, of its `}`, and of the commas directly between them.
+/// Finds the byte positions of the first `{`, of its `}`, and of the commas directly between them.
+/// Returns `None` if the pattern has no braces, and fails if they are unpaired.
 fn find_first_braces(p: &str) -> Result<Option<(usize, usize, Vec<usize>)>, PatternProblem> {
     let (mut open, mut depth, mut commas) = (None, 0, Vec::new());
     for (i, c) in p.bytes().enumerate() {
@@ -140,18 +144,19 @@ fn find_first_braces(p: &str) -> Result<Option<(usize, usize, Vec<usize>)>, Patt
     open.map_or(Ok(None), |_| Err(PatternProblem::UnclosedBrace))
 }
 
-/// The part of a pattern that matches one name of a path, or any number of names.
+/// The part of a pattern between two slashes. It matches one name of a path or, if it is `**`, any
+/// number of names.
 enum PatternPart {
-    /// The name itself.
+    /// Matches this name only.
     Name(OsString),
-    /// Wildcards, and whether they begin with a dot.
+    /// Matches the names that fit the wildcards. The flag is set if the wildcards begin with a dot.
     Wildcards(GlobMatcher, bool),
-    /// `**`, any number of directories.
+    /// Matches any number of directories: `**`.
     AnyDirectories,
 }
 
-/// The parts of a pattern without braces.
-fn parse_pattern(pattern: &str) -> Result<Vec<PatternPart>, PatternProblem> {
+/// Splits a pattern without braces into its parts.
+fn parse_pattern_parts(pattern: &str) -> Result<Vec<PatternPart>, PatternProblem> {
     let mut parts = Vec::new();
     for name in pattern.split('/').filter(|n| !n.is_empty() && *n != ".") {
         parts.push(match name {
@@ -168,19 +173,20 @@ fn parse_pattern(pattern: &str) -> Result<Vec<PatternPart>, PatternProblem> {
     Ok(parts)
 }
 
-/// The search for the files that one pattern matches.
-struct PatternWalk<'a> {
+/// The search of the directory tree for the files that one pattern matches.
+struct PatternSearch<'a> {
     parts: &'a [PatternPart],
-    /// Device, inode and index of the part for every directory that was entered. Each is entered
-    /// once per part, so that links cannot cause endless loops.
+    /// Device, inode and index of the pattern's part for every directory that was entered. A
+    /// directory is entered once per part, so that links cannot cause endless loops.
     entered: HashSet<(u64, u64, usize)>,
     found: &'a mut Vec<DataFile>,
 }
 
-impl PatternWalk<'_> {
-    /// Matches `parts[at..]` below `directory`.
-    fn enter(&mut self, directory: &Path, at: usize) -> Result<(), DataError> {
-        let Some(meta) = metadata(directory)?.filter(fs::Metadata::is_dir) else { return Ok(()) };
+impl PatternSearch<'_> {
+    /// Searches `directory` for files that match `parts[at..]`. Ignores a path that is no
+    /// directory, and a directory that was entered with this part before.
+    fn search_directory(&mut self, directory: &Path, at: usize) -> Result<(), DataError> {
+        let Some(meta) = read_metadata(directory)?.filter(fs::Metadata::is_dir) else { return Ok(()) };
         if !self.entered.insert((meta.dev(), meta.ino(), at)) {
             return Ok(());
         }
@@ -188,48 +194,49 @@ impl PatternWalk<'_> {
         let is_last = at + 1 == parts.len();
         match parts.get(at) {
             None => Ok(()),
-            Some(PatternPart::Name(name)) => self.visit(directory.join(name), is_last, at + 1),
+            Some(PatternPart::Name(name)) => self.visit_matched_path(directory.join(name), is_last, at + 1),
             Some(PatternPart::Wildcards(glob, has_dot)) => {
-                for name in entry_names(directory)? {
+                for name in read_entry_names(directory)? {
                     if (*has_dot || !is_hidden(&name)) && glob.is_match(Path::new(&name)) {
-                        self.visit(directory.join(name), is_last, at + 1)?;
+                        self.visit_matched_path(directory.join(name), is_last, at + 1)?;
                     }
                 }
                 Ok(())
             }
             Some(PatternPart::AnyDirectories) => {
                 if !is_last {
-                    self.enter(directory, at + 1)?;
+                    self.search_directory(directory, at + 1)?;
                 }
-                for name in entry_names(directory)?.into_iter().filter(|n| !is_hidden(n)) {
-                    self.visit(directory.join(name), is_last, at)?;
+                for name in read_entry_names(directory)?.into_iter().filter(|n| !is_hidden(n)) {
+                    self.visit_matched_path(directory.join(name), is_last, at)?;
                 }
                 Ok(())
             }
         }
     }
 
-    /// Handles a path whose last name matched: adds a file if that was the pattern's last part, and
-    /// enters a directory with the parts from `next`.
-    fn visit(&mut self, path: PathBuf, is_last: bool, next: usize) -> Result<(), DataError> {
-        match metadata(&path)? {
+    /// Handles a path whose last name matched a part of the pattern. Adds a file if the part is the
+    /// last one, and searches a directory for the parts from `next` on.
+    fn visit_matched_path(&mut self, path: PathBuf, is_last: bool, next: usize) -> Result<(), DataError> {
+        match read_metadata(&path)? {
             Some(meta) if meta.is_file() && is_last => self.found.push(DataFile { path, bytes: meta.len() }),
-            Some(meta) if meta.is_dir() => self.enter(&path, next)?,
+            Some(meta) if meta.is_dir() => self.search_directory(&path, next)?,
             _ => {}
         }
         Ok(())
     }
 }
 
+/// Returns whether a name begins with a dot.
 fn is_hidden(name: &OsString) -> bool {
     name.as_bytes().starts_with(b".")
 }
 
-/// The names in a directory, sorted.
-fn entry_names(directory: &Path) -> Result<Vec<OsString>, DataError> {
+/// Reads the names in a directory, and sorts them.
+fn read_entry_names(directory: &Path) -> Result<Vec<OsString>, DataError> {
     let entries =
         fs::read_dir(directory).and_then(|entries| entries.map(|e| e.map(|e| e.file_name())).collect());
-    let mut names: Vec<OsString> = entries.map_err(|source| unreadable(directory, source))?;
+    let mut names: Vec<OsString> = entries.map_err(|source| unreadable_path_error(directory, source))?;
     names.sort_unstable();
     Ok(names)
 }
@@ -240,7 +247,8 @@ mod tests {
     use proptest::prelude::*;
     use std::os::unix::fs::symlink;
 
-    fn tree(files: &[&str]) -> tempfile::TempDir {
+    /// Creates a directory with these files, each with its name as content.
+    fn create_file_tree(files: &[&str]) -> tempfile::TempDir {
         let dir = tempfile::tempdir().unwrap();
         for f in files {
             let path = dir.path().join(f);
@@ -250,7 +258,8 @@ mod tests {
         dir
     }
 
-    fn matched(dir: &tempfile::TempDir, patterns: &[&str]) -> Result<Vec<String>, DataError> {
+    /// Expands the patterns in `dir`, and returns the paths of the files relative to `dir`.
+    fn list_matched_files(dir: &tempfile::TempDir, patterns: &[&str]) -> Result<Vec<String>, DataError> {
         let patterns: Vec<String> = patterns.iter().map(|p| p.to_string()).collect();
         let files = expand_patterns(&patterns, dir.path())?;
         Ok(files
@@ -262,7 +271,7 @@ mod tests {
             .collect())
     }
 
-    const FILES: &[&str] = &[
+    const TREE_FILES: &[&str] = &[
         "a.md",
         "b.txt",
         "docs/c.md",
@@ -275,7 +284,7 @@ mod tests {
 
     #[test]
     fn wildcards_match_as_in_a_shell() {
-        let dir = tree(FILES);
+        let dir = create_file_tree(TREE_FILES);
         for (patterns, want) in [
             (&["*.md"][..], &["a.md"][..]),
             (&["**/*.md"], &["a.md", "docs/c.md", "docs/deep/er/d.md", "target/h.md"]),
@@ -294,17 +303,17 @@ mod tests {
         .iter()
         .filter(|(p, _)| p[0] != "./docs//c.md")
         {
-            assert_eq!(matched(&dir, patterns).unwrap(), *want, "{patterns:?}");
+            assert_eq!(list_matched_files(&dir, patterns).unwrap(), *want, "{patterns:?}");
         }
-        let dotted = matched(&dir, &["./docs//c.md", "docs/deep/../e.rs"]).unwrap();
+        let dotted = list_matched_files(&dir, &["./docs//c.md", "docs/deep/../e.rs"]).unwrap();
         assert_eq!(dotted.len(), 2);
     }
 
     #[test]
     fn absolute_and_parent_paths_match() {
-        let dir = tree(FILES);
+        let dir = create_file_tree(TREE_FILES);
         let absolute = dir.path().join("docs/*.md").to_str().unwrap().to_string();
-        assert_eq!(matched(&dir, &[&absolute]).unwrap(), ["docs/c.md"]);
+        assert_eq!(list_matched_files(&dir, &[&absolute]).unwrap(), ["docs/c.md"]);
         let files =
             expand_patterns(&["../a.md".into(), "../*.txt".into()], &dir.path().join("docs")).unwrap();
         assert_eq!(files.len(), 2);
@@ -312,7 +321,7 @@ mod tests {
 
     #[test]
     fn links_are_followed_once() {
-        let dir = tree(&["real/a.md", "real/sub/b.md"]);
+        let dir = create_file_tree(&["real/a.md", "real/sub/b.md"]);
         let at = |p: &str| dir.path().join(p);
         symlink(at("real"), at("link")).unwrap();
         symlink(at("real"), at("real/sub/up")).unwrap();
@@ -320,20 +329,20 @@ mod tests {
         symlink(at("real/a.md"), at("copy.md")).unwrap();
         symlink(at("nowhere"), at("dangling.md")).unwrap();
         symlink(at("self.md"), at("self.md")).unwrap();
-        let files = matched(&dir, &["**/*.md"]).unwrap();
+        let files = list_matched_files(&dir, &["**/*.md"]).unwrap();
         assert_eq!(files.len(), 2, "{files:?}");
         // The names of the links lead to the same files.
-        assert_eq!(matched(&dir, &["link/*.md"]).unwrap(), ["link/a.md"]);
-        assert_eq!(matched(&dir, &["real/sub/up/sub/*.md"]).unwrap(), ["real/sub/up/sub/b.md"]);
-        assert_eq!(matched(&dir, &["**/real/*.md"]).unwrap().len(), 1);
+        assert_eq!(list_matched_files(&dir, &["link/*.md"]).unwrap(), ["link/a.md"]);
+        assert_eq!(list_matched_files(&dir, &["real/sub/up/sub/*.md"]).unwrap(), ["real/sub/up/sub/b.md"]);
+        assert_eq!(list_matched_files(&dir, &["**/real/*.md"]).unwrap().len(), 1);
     }
 
     #[test]
     fn a_file_name_with_wildcards_matches_itself() {
-        let dir = tree(&["a[1].md", "{x}.md", "a1.md"]);
-        assert_eq!(matched(&dir, &["a[1].md"]).unwrap(), ["a[1].md"]);
-        assert_eq!(matched(&dir, &["{x}.md"]).unwrap(), ["{x}.md"]);
-        assert_eq!(matched(&dir, &[r"a\[1\].md"]).unwrap(), ["a[1].md"]);
+        let dir = create_file_tree(&["a[1].md", "{x}.md", "a1.md"]);
+        assert_eq!(list_matched_files(&dir, &["a[1].md"]).unwrap(), ["a[1].md"]);
+        assert_eq!(list_matched_files(&dir, &["{x}.md"]).unwrap(), ["{x}.md"]);
+        assert_eq!(list_matched_files(&dir, &[r"a\[1\].md"]).unwrap(), ["a[1].md"]);
     }
 
     proptest! {
@@ -344,7 +353,7 @@ mod tests {
                 for a in alternatives {
                     let braced = a.contains(['{', '}']);
                     prop_assert!(!braced);
-                    let _ = parse_pattern(&a);
+                    let _ = parse_pattern_parts(&a);
                 }
             }
         }
@@ -352,8 +361,8 @@ mod tests {
 
     #[test]
     fn errors_name_the_pattern_and_the_problem() {
-        let dir = tree(FILES);
-        let error = |p: &str| matched(&dir, &["a.md", p]).unwrap_err();
+        let dir = create_file_tree(TREE_FILES);
+        let error = |p: &str| list_matched_files(&dir, &["a.md", p]).unwrap_err();
         let no_match = |p: &str| match error(p) {
             DataError::NoMatch { pattern, directory } => {
                 assert_eq!(directory, dir.path());

@@ -1,8 +1,9 @@
-//! Reads the records of JSON lines files: one object per line, of which one field is the document.
+//! Reads the records of JSON lines files. Each line is an object, and one field of the object is
+//! the document.
 use super::{
     chat_template::ChatRecord,
     error::{DataError, RecordPosition, RecordProblem},
-    record::{Record, RecordFormat, RecordSink, TOOLS_FIELD},
+    record::{Record, RecordReadOptions, RecordSink, TOOLS_FIELD},
 };
 use minijinja::Value;
 use serde::de::{self, Deserialize, DeserializeSeed, IgnoredAny, MapAccess, Visitor};
@@ -15,16 +16,17 @@ use std::{
 
 /// Longest line of a JSON lines file, bytes.
 pub(crate) const MAX_LINE_BYTES: usize = 16 << 20;
-/// Number of fields that an error lists.
+/// Largest number of fields that an error lists.
 const FIELDS_LISTED: usize = 8;
-/// Longest name of a field that an error lists, bytes.
+/// An error lists only fields with names shorter than this many bytes.
 const LISTED_NAME_BYTES: usize = 64;
 
-/// Reads at most `limit` records of a JSON lines file. Memory holds one line.
+/// Reads at most `limit` records of a JSON lines file and passes them to `sink`. Skips blank lines.
+/// Memory holds one line. `path` is for error messages.
 pub(crate) fn read_json_lines(
     input: &mut impl Read,
     path: &Path,
-    format: RecordFormat,
+    format: RecordReadOptions,
     limit: u64,
     sink: &mut RecordSink,
 ) -> Result<(), DataError> {
@@ -63,23 +65,24 @@ pub(crate) fn read_json_lines(
     Ok(())
 }
 
-fn parse_record(line: &str, format: RecordFormat) -> Result<Record, RecordProblem> {
+/// Parses one line as a text record or, if `format` has a template, as a chat record.
+fn parse_record(line: &str, format: RecordReadOptions) -> Result<Record, RecordProblem> {
     if format.chat_template.is_none() {
-        return parse_fields::<String>(line, format.field, None).map(|(text, _)| Record::Text(text));
+        return parse_two_fields::<String>(line, format.field, None).map(|(text, _)| Record::Text(text));
     }
-    let (messages, tools) = parse_fields::<Value>(line, format.field, Some(TOOLS_FIELD))?;
+    let (messages, tools) = parse_two_fields::<Value>(line, format.field, Some(TOOLS_FIELD))?;
     Ok(Record::Chat(ChatRecord { messages, tools: tools.filter(|t| !t.is_none()) }))
 }
 
-/// The value of a required field of a JSON object, and of an optional one. Other fields are skipped
-/// without being stored.
-fn parse_fields<'de, T: Deserialize<'de>>(
+/// Parses a JSON object and returns the value of a required field and of an optional one. Skips all
+/// other fields.
+fn parse_two_fields<'de, T: Deserialize<'de>>(
     line: &'de str,
     required: &str,
     optional: Option<&str>,
 ) -> Result<(T, Option<T>), RecordProblem> {
     let mut input = serde_json::Deserializer::from_str(line);
-    let selector = FieldSelector { required, optional, value_type: PhantomData };
+    let selector = FieldVisitor { required, optional, value_type: PhantomData };
     let values = selector.deserialize(&mut input).and_then(|values| input.end().map(|()| values));
     values.map_err(|e| {
         // The parser's position would be "line 1", but the record's line in the file is known.
@@ -90,21 +93,22 @@ fn parse_fields<'de, T: Deserialize<'de>>(
     })?
 }
 
-/// Deserializes two fields of an object.
-struct FieldSelector<'a, T> {
+/// A serde visitor that deserializes a required and an optional field of an object, and skips all
+/// other fields.
+struct FieldVisitor<'a, T> {
     required: &'a str,
     optional: Option<&'a str>,
     value_type: PhantomData<T>,
 }
 
-impl<'de, T: Deserialize<'de>> DeserializeSeed<'de> for FieldSelector<'_, T> {
+impl<'de, T: Deserialize<'de>> DeserializeSeed<'de> for FieldVisitor<'_, T> {
     type Value = Result<(T, Option<T>), RecordProblem>;
     fn deserialize<D: de::Deserializer<'de>>(self, input: D) -> Result<Self::Value, D::Error> {
         input.deserialize_map(self)
     }
 }
 
-impl<'de, T: Deserialize<'de>> Visitor<'de> for FieldSelector<'_, T> {
+impl<'de, T: Deserialize<'de>> Visitor<'de> for FieldVisitor<'_, T> {
     type Value = Result<(T, Option<T>), RecordProblem>;
 
     fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {

@@ -1,19 +1,20 @@
-//! Assigns each position of a run to a source of the mixture and to a sample of that source: a pure
-//! function of the weights and the position, so that no cursor per source has to be stored.
+//! Assigns each position of a run to a data source of the mixture and to a sample of that source.
+//! The assignment is a pure function of the weights and the position, so that no cursor per source
+//! has to be stored.
 //!
-//! The weights become counts of positions in a cycle. Tijdeman's rule (R. Tijdeman, "The chairman
-//! assignment problem", 1980) orders the cycle: after any number of positions, each source has had
-//! its share of them within one sample. The samples of a source are used in the order of its
-//! [`EpochPermutation`], epoch after epoch.
+//! The weights are converted to counts of positions in a cycle. Tijdeman's algorithm (R. Tijdeman,
+//! "The chairman assignment problem", 1980) orders the cycle: after any number of positions, the
+//! number of samples from each source differs from the source's share by less than one. The samples
+//! of a source are used in the order of its [`EpochPermutation`], epoch after epoch.
 use super::epoch_permutation::EpochPermutation;
 
-/// Longest cycle. Shares that need a longer one are rounded.
+/// Largest number of positions of a cycle. Shares that need a longer cycle are rounded.
 const MAX_CYCLE: u64 = 1 << 16;
 
-/// The cycle in which the sources of a mixture take turns.
+/// The cycle of positions in which the data sources of a mixture take turns.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct MixtureSchedule {
-    /// Number of positions of the cycle that each source has.
+    /// Number of positions of each source in the cycle.
     cycle_counts: Vec<u64>,
     /// For each position of the cycle, its source and the number of earlier positions of that
     /// source.
@@ -21,14 +22,14 @@ pub(crate) struct MixtureSchedule {
 }
 
 impl MixtureSchedule {
-    /// The cycle for 1 to 256 sources, whose weights are above 0.
+    /// Computes the cycle for 1 to 256 sources. Every weight must be above 0.
     pub(crate) fn new(weights: &[f64]) -> Self {
-        let cycle_counts = weights_to_counts(weights);
+        let cycle_counts = convert_weights_to_counts(weights);
         let length: u64 = cycle_counts.iter().sum();
         let mut served = vec![0u64; cycle_counts.len()];
         let cycle = (1..=length)
             .map(|position| {
-                let source = next_source(&cycle_counts, &served, position, length);
+                let source = select_source(&cycle_counts, &served, position, length);
                 let before = served[source];
                 served[source] += 1;
                 (source as u8, before as u32)
@@ -37,13 +38,14 @@ impl MixtureSchedule {
         MixtureSchedule { cycle_counts, cycle }
     }
 
-    /// Number of positions of the cycle that each source has.
+    /// Returns the number of positions of each source in the cycle.
     pub(crate) fn cycle_counts(&self) -> &[u64] {
         &self.cycle_counts
     }
 
-    /// The source at a position of the run, and the number of earlier positions of that source.
-    pub(crate) fn source_at(&self, position: u64) -> (usize, u64) {
+    /// Returns the source at a position of the run, and the number of earlier positions of that
+    /// source.
+    pub(crate) fn locate_source(&self, position: u64) -> (usize, u64) {
         let length = self.cycle.len() as u64;
         let (source, before) = self.cycle[(position % length) as usize];
         let source = usize::from(source);
@@ -51,15 +53,16 @@ impl MixtureSchedule {
     }
 }
 
-/// Weights as integer counts: exact if their ratios have at most a few digits, otherwise rounded.
-fn weights_to_counts(weights: &[f64]) -> Vec<u64> {
+/// Converts weights to the integer counts of a cycle. The counts are exact if the weights have at
+/// most four decimal places and the cycle is not too long; otherwise they are rounded.
+fn convert_weights_to_counts(weights: &[f64]) -> Vec<u64> {
     let sum: f64 = weights.iter().sum();
     for scale in [1.0, 10.0, 100.0, 1_000.0, 10_000.0] {
         let scaled: Vec<f64> = weights.iter().map(|w| w * scale).collect();
         let is_integer = |x: &f64| (x - x.round()).abs() < 1e-6 && *x >= 0.5;
         if scaled.iter().all(is_integer) {
             let counts: Vec<u64> = scaled.iter().map(|x| x.round() as u64).collect();
-            let divisor = counts.iter().copied().fold(0, gcd);
+            let divisor = counts.iter().copied().fold(0, compute_gcd);
             let counts: Vec<u64> = counts.iter().map(|c| c / divisor).collect();
             if counts.iter().try_fold(0u64, |n, &c| n.checked_add(c)).is_some_and(|n| n <= MAX_CYCLE) {
                 return counts;
@@ -70,13 +73,15 @@ fn weights_to_counts(weights: &[f64]) -> Vec<u64> {
     weights.iter().map(|w| ((w / sum * MAX_CYCLE as f64).round() as u64).max(1)).collect()
 }
 
-fn gcd(a: u64, b: u64) -> u64 {
-    if b == 0 { a } else { gcd(b, a % b) }
+/// Computes the greatest common divisor.
+fn compute_gcd(a: u64, b: u64) -> u64 {
+    if b == 0 { a } else { compute_gcd(b, a % b) }
 }
 
-/// Tijdeman's rule: of the sources that are eligible at this position (from 1), the one with the
-/// earliest deadline, or the first of several. `served` is the number of earlier positions of each.
-fn next_source(counts: &[u64], served: &[u64], position: u64, length: u64) -> usize {
+/// Selects the source of a position (from 1) in the cycle by Tijdeman's algorithm: the eligible
+/// source with the earliest deadline, or the first of several. `served` is the number of earlier
+/// positions of each source.
+fn select_source(counts: &[u64], served: &[u64], position: u64, length: u64) -> usize {
     let d = (2 * counts.len() as i64 - 2).max(1);
     let length = length as i64;
     // How far a source is behind its share, in units of 1 / (d * length).
@@ -101,20 +106,21 @@ pub struct SampleOrder {
 }
 
 impl SampleOrder {
+    /// Combines the order of the sources with the order of the samples within each source.
     pub(crate) fn new(schedule: MixtureSchedule, sources: Vec<EpochPermutation>) -> Self {
         SampleOrder { schedule, sources }
     }
 
-    /// Number of samples in an epoch of each source.
+    /// Returns the number of samples in an epoch of each source.
     pub(crate) fn source_lengths(&self) -> impl Iterator<Item = u64> {
         self.sources.iter().map(EpochPermutation::epoch_len)
     }
 
-    /// The source, its epoch and its sample at a position of the whole run. The position is `step *
-    /// global batch + slot * micro-batch + index in the micro-batch`.
-    pub fn sample(&self, position: u64) -> (usize, u64, u64) {
-        let (source, index) = self.schedule.source_at(position);
-        let (epoch, sample) = self.sources[source].sample(index);
+    /// Returns the source, the epoch of the source and its sample at a position of the run. The
+    /// position is `step * global batch + slot * micro-batch + index in the micro-batch`.
+    pub fn locate_sample(&self, position: u64) -> (usize, u64, u64) {
+        let (source, index) = self.schedule.locate_source(position);
+        let (epoch, sample) = self.sources[source].locate_sample(index);
         (source, epoch, sample)
     }
 }
@@ -125,26 +131,26 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn weights_become_counts() {
-        assert_eq!(weights_to_counts(&[1.0]), [1]);
-        assert_eq!(weights_to_counts(&[0.3]), [1]);
-        assert_eq!(weights_to_counts(&[0.7, 0.2, 0.1]), [7, 2, 1]);
-        assert_eq!(weights_to_counts(&[3.0, 1.5]), [2, 1]);
-        let thirds = weights_to_counts(&[1.0 / 3.0, 2.0 / 3.0]);
+    fn weights_are_converted_to_cycle_counts() {
+        assert_eq!(convert_weights_to_counts(&[1.0]), [1]);
+        assert_eq!(convert_weights_to_counts(&[0.3]), [1]);
+        assert_eq!(convert_weights_to_counts(&[0.7, 0.2, 0.1]), [7, 2, 1]);
+        assert_eq!(convert_weights_to_counts(&[3.0, 1.5]), [2, 1]);
+        let thirds = convert_weights_to_counts(&[1.0 / 3.0, 2.0 / 3.0]);
         assert!((thirds[0] as f64 / thirds.iter().sum::<u64>() as f64 - 1.0 / 3.0).abs() < 1e-5);
-        assert_eq!(weights_to_counts(&[1e9, 1e-9]), [65536, 1]);
+        assert_eq!(convert_weights_to_counts(&[1e9, 1e-9]), [65536, 1]);
     }
 
     #[test]
     fn two_sources_take_turns_by_their_weights() {
         let schedule = MixtureSchedule::new(&[2.0, 1.0]);
-        let sequence: Vec<_> = (0..6).map(|p| schedule.source_at(p)).collect();
+        let sequence: Vec<_> = (0..6).map(|p| schedule.locate_source(p)).collect();
         assert_eq!(
             sequence.iter().filter(|(s, _)| *s == 0).map(|(_, n)| *n).collect::<Vec<_>>(),
             [0, 1, 2, 3]
         );
         assert_eq!(sequence.iter().filter(|(s, _)| *s == 1).map(|(_, n)| *n).collect::<Vec<_>>(), [0, 1]);
-        assert_eq!(MixtureSchedule::new(&[0.3]).source_at(17), (0, 17));
+        assert_eq!(MixtureSchedule::new(&[0.3]).locate_source(17), (0, 17));
     }
 
     proptest! {
@@ -159,7 +165,7 @@ mod tests {
             let schedule = MixtureSchedule::new(&weights);
             let mut served = vec![0u64; weights.len()];
             for position in 0..(2 * schedule.cycle.len() as u64).min(5000) {
-                let (source, n) = schedule.source_at(position);
+                let (source, n) = schedule.locate_source(position);
                 prop_assert_eq!(n, served[source]);
                 served[source] += 1;
                 for (served, weight) in served.iter().zip(&weights) {

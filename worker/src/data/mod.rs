@@ -1,11 +1,11 @@
 //! Training data: files are read as documents, documents are tokenized into a cached token stream,
 //! and the stream is cut into samples of `seq_len` inputs with labels.
 //!
-//! Every step is a pure function of the job and the contents of the files. A [`Dataset`] is the
-//! same in every process that opens it, and [`SampleOrder`] assigns a sample to each position of
-//! the run. The number of consumed samples is therefore the whole data cursor of a checkpoint.
+//! All of these conversions are pure functions of the job and the contents of the files, so every
+//! process that opens a [`Dataset`] gets equal samples. [`SampleOrder`] assigns a sample to each
+//! position of the run. The number of consumed samples is therefore the whole data cursor of a
+//! checkpoint.
 mod byte_tokenizer;
-mod cache_builder;
 mod chat_template;
 mod content_digests;
 mod dataset;
@@ -20,20 +20,21 @@ mod parquet_reader;
 mod preflight;
 mod record;
 mod token_cache;
+mod token_cache_builder;
 mod tokenizer;
 
 pub use dataset::Dataset;
 pub use document_reader::Split;
 pub use error::{
     CacheDamage, CacheOperation, ChatProblem, ChatTemplateProblem, DataError, ParquetProblem, PatternProblem,
-    RecordPosition, RecordProblem, TemplateFailure, TextFileProblem, TokenizerProblem,
+    RecordPosition, RecordProblem, TemplateFailure, TextFileError, TokenizerProblem,
 };
 pub use mixture::SampleOrder;
 pub use packer::IGNORE_INDEX;
-pub use preflight::{DataEstimate, check_eval_files, check_training_data};
+pub use preflight::{DataEstimate, check_and_estimate_data, check_eval_files};
 pub use tokenizer::TextTokenizer;
 
 #[cfg(test)]
-mod golden_tests;
+mod chat_and_parquet_golden_tests;
 #[cfg(test)]
-mod tests;
+mod dataset_tests;

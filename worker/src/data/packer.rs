@@ -1,6 +1,6 @@
 //! [`Packer`]: cuts a token stream into samples of `seq_len` inputs.
 //!
-//! Each sample is a pure function of the stream and the sample's number.
+//! A sample is a pure function of the stream and the number of the sample.
 //!
 //! In the stream, one end-of-document token (EOD) follows each document. The label of an input is
 //! the next token of its document. An EOD has the label [`IGNORE_INDEX`], so that the end of a
@@ -10,49 +10,58 @@
 //! - **Packed**: the inputs of sample `s` are the tokens `s * seq_len .. (s + 1) * seq_len` of the
 //!   stream. A sample may contain several documents, and a document may span several samples. Every
 //!   token is an input exactly once per epoch, except the last `tokens % seq_len` tokens.
-//! - **Not packed**: each sample is one document, or one of the consecutive pieces of a document
-//!   that is longer. Its EOD is the last label and not an input; every other token is an input
+//! - **Not packed**: each sample is one document, or a piece of a document with more than `seq_len`
+//!   tokens. The document's EOD is the last label and not an input; every other token is an input
 //!   exactly once. The sample is padded with EODs that have no label and attend only to themselves.
 //!
-//! A token without loss is an input like any other, but the label that it would be is
-//! [`IGNORE_INDEX`].
+//! A token that does not count for the loss is an input, but not a label: the label of the input
+//! before it is [`IGNORE_INDEX`].
 //!
 //! A binary search over the documents locates a sample; nothing is stored per epoch.
-use super::token_cache::{NO_LOSS, TokenStream};
+use super::token_cache::{NO_LOSS_BIT, TokenStream};
 
-/// The label of an input that does not count for the loss; `ignore_index` of PyTorch's cross
-/// entropy.
+/// The label of an input that does not count for the loss, the `ignore_index` of PyTorch's
+/// cross-entropy.
 pub const IGNORE_INDEX: u32 = u32::MAX;
 
 /// Number of documents between two entries of the index of unpacked samples.
 const INDEX_STRIDE: u64 = 128;
 
-/// Cuts a token stream into samples.
+/// The division of a token stream into samples, packed or not.
 #[derive(Debug)]
 pub(crate) struct Packer {
+    /// Number of inputs of a sample.
     seq_len: u64,
+    /// The end-of-document token.
     eod: u32,
+    /// Number of samples in an epoch.
     samples: u64,
     /// For unpacked samples, the number of samples before document `i * INDEX_STRIDE`.
-    index: Option<Vec<u64>>,
+    unpacked_index: Option<Vec<u64>>,
 }
 
-/// The buffers of one sample, each of `seq_len` elements.
+/// The output buffers for one sample, each of `seq_len` elements.
 pub(crate) struct SampleBuffers<'a> {
     /// The inputs.
     pub(crate) tokens: &'a mut [u32],
     /// The next token of each input, or [`IGNORE_INDEX`].
     pub(crate) labels: &'a mut [u32],
-    /// The position at which the document of each input begins.
+    /// For each input, the position in the sample at which the input's document begins.
     pub(crate) starts: &'a mut [u32],
 }
 
 impl Packer {
-    /// Packs the documents of `stream` if `pack` is set. `seq_len` is at least 1.
+    /// Divides a stream into samples of `seq_len` inputs, at least 1. Samples are packed if `pack`
+    /// is set.
     pub(crate) fn new(stream: &impl TokenStream, seq_len: u32, pack: bool, eod: u32) -> Self {
         let (documents, seq_len) = (stream.documents(), u64::from(seq_len));
         if pack {
-            return Packer { seq_len, eod, samples: stream.offset(documents) / seq_len, index: None };
+            return Packer {
+                seq_len,
+                eod,
+                samples: stream.document_offset(documents) / seq_len,
+                unpacked_index: None,
+            };
         }
         let (mut index, mut samples) = (Vec::new(), 0);
         for d in 0..documents {
@@ -61,56 +70,58 @@ impl Packer {
             }
             samples += count_pieces(stream, d, seq_len);
         }
-        Packer { seq_len, eod, samples, index: Some(index) }
+        Packer { seq_len, eod, samples, unpacked_index: Some(index) }
     }
 
-    /// Number of samples in an epoch.
+    /// Returns the number of samples in an epoch.
     pub(crate) fn len(&self) -> u64 {
         self.samples
     }
 
-    /// Writes sample `s` to the buffers.
-    pub(crate) fn fill(&self, stream: &impl TokenStream, s: u64, out: SampleBuffers) {
+    /// Writes sample `s` of the stream to the buffers.
+    pub(crate) fn write_sample(&self, stream: &impl TokenStream, s: u64, out: SampleBuffers) {
         let SampleBuffers { tokens, labels, starts } = out;
         let raw = SampleBuffers { tokens: &mut *tokens, labels: &mut *labels, starts };
-        match &self.index {
-            None => self.fill_packed(stream, s * self.seq_len, raw),
-            Some(index) => self.fill_unpacked(stream, self.piece_range(stream, index, s), raw),
+        match &self.unpacked_index {
+            None => self.write_packed_sample(stream, s * self.seq_len, raw),
+            Some(index) => {
+                self.write_unpacked_sample(stream, self.locate_unpacked_sample(stream, index, s), raw)
+            }
         }
         if stream.has_loss_mask() {
-            tokens.iter_mut().for_each(|t| *t &= !NO_LOSS);
-            labels.iter_mut().filter(|l| **l & NO_LOSS != 0).for_each(|l| *l = IGNORE_INDEX);
+            tokens.iter_mut().for_each(|t| *t &= !NO_LOSS_BIT);
+            labels.iter_mut().filter(|l| **l & NO_LOSS_BIT != 0).for_each(|l| *l = IGNORE_INDEX);
         }
     }
 
-    /// Number of inputs of sample `s` that have a label.
+    /// Counts the inputs of sample `s` that have a label other than [`IGNORE_INDEX`].
     pub(crate) fn count_targets(&self, stream: &impl TokenStream, s: u64) -> u64 {
         if stream.has_loss_mask() {
             let [mut tokens, mut labels, mut starts] = [0; 3].map(|_| vec![0; self.seq_len as usize]);
             let out = SampleBuffers { tokens: &mut tokens, labels: &mut labels, starts: &mut starts };
-            self.fill(stream, s, out);
+            self.write_sample(stream, s, out);
             return labels.iter().filter(|&&l| l != IGNORE_INDEX).count() as u64;
         }
-        match &self.index {
+        match &self.unpacked_index {
             None => {
                 let (from, to) = (s * self.seq_len, (s + 1) * self.seq_len);
-                self.seq_len - (documents_ended(stream, to) - documents_ended(stream, from))
+                self.seq_len - (count_ended_documents(stream, to) - count_ended_documents(stream, from))
             }
             Some(index) => {
-                let (from, to) = self.piece_range(stream, index, s);
+                let (from, to) = self.locate_unpacked_sample(stream, index, s);
                 to - from
             }
         }
     }
 
     /// Writes the packed sample whose first input is token `base` of the stream.
-    fn fill_packed(&self, stream: &impl TokenStream, base: u64, out: SampleBuffers) {
+    fn write_packed_sample(&self, stream: &impl TokenStream, base: u64, out: SampleBuffers) {
         let length = out.tokens.len();
-        stream.read(base, out.tokens);
-        let mut document = documents_ended(stream, base);
+        stream.read_tokens(base, out.tokens);
+        let mut document = count_ended_documents(stream, base);
         let mut from = 0;
         while from < length {
-            let end = stream.offset(document + 1) - base;
+            let end = stream.document_offset(document + 1) - base;
             let to = end.min(length as u64) as usize;
             out.starts[from..to].fill(from as u32);
             out.labels[from..to - 1].copy_from_slice(&out.tokens[from + 1..to]);
@@ -123,9 +134,9 @@ impl Packer {
 
     /// Writes the unpacked sample whose inputs are the tokens `from..to` of the stream, at least
     /// one, in one document.
-    fn fill_unpacked(&self, stream: &impl TokenStream, (from, to): (u64, u64), out: SampleBuffers) {
+    fn write_unpacked_sample(&self, stream: &impl TokenStream, (from, to): (u64, u64), out: SampleBuffers) {
         let n = (to - from) as usize;
-        stream.read(from, &mut out.tokens[..n]);
+        stream.read_tokens(from, &mut out.tokens[..n]);
         out.labels[..n - 1].copy_from_slice(&out.tokens[1..n]);
         out.labels[n - 1] = read_token(stream, to);
         out.starts[..n].fill(0);
@@ -136,8 +147,9 @@ impl Packer {
         }
     }
 
-    /// The range of the stream's tokens that are the inputs of the unpacked sample `s`.
-    fn piece_range(&self, stream: &impl TokenStream, index: &[u64], s: u64) -> (u64, u64) {
+    /// Locates the unpacked sample `s`: returns the range of stream tokens that are its inputs.
+    /// `index` is the index of unpacked samples.
+    fn locate_unpacked_sample(&self, stream: &impl TokenStream, index: &[u64], s: u64) -> (u64, u64) {
         let entry = index.partition_point(|&before| before <= s) - 1;
         let mut document = entry as u64 * INDEX_STRIDE;
         let mut within = s - index[entry];
@@ -149,30 +161,31 @@ impl Packer {
             within -= n;
             document += 1;
         }
-        let from = stream.offset(document) + within * self.seq_len;
-        (from, (from + self.seq_len).min(stream.offset(document + 1) - 1))
+        let from = stream.document_offset(document) + within * self.seq_len;
+        (from, (from + self.seq_len).min(stream.document_offset(document + 1) - 1))
     }
 }
 
-/// Number of unpacked samples of document `d`, whose EOD is not an input.
+/// Returns the number of unpacked samples of document `d`. The document's EOD is not an input.
 fn count_pieces(stream: &impl TokenStream, d: u64, seq_len: u64) -> u64 {
-    (stream.offset(d + 1) - 1 - stream.offset(d)).div_ceil(seq_len)
+    (stream.document_offset(d + 1) - 1 - stream.document_offset(d)).div_ceil(seq_len)
 }
 
-/// Number of documents that end at or before token `at`. For a token within the stream, this is the
-/// number of its document.
-fn documents_ended(stream: &impl TokenStream, at: u64) -> u64 {
+/// Counts the documents that end at or before token `at`. The count is also the number, from 0, of
+/// the document that contains the token.
+fn count_ended_documents(stream: &impl TokenStream, at: u64) -> u64 {
     let (mut low, mut high) = (0, stream.documents());
     while low < high {
         let middle = low + (high - low) / 2;
-        if stream.offset(middle + 1) <= at { low = middle + 1 } else { high = middle }
+        if stream.document_offset(middle + 1) <= at { low = middle + 1 } else { high = middle }
     }
     low
 }
 
+/// Reads the token at position `at` of the stream.
 fn read_token(stream: &impl TokenStream, at: u64) -> u32 {
     let mut one = [0];
-    stream.read(at, &mut one);
+    stream.read_tokens(at, &mut one);
     one[0]
 }
 
@@ -190,7 +203,8 @@ mod tests {
     const EOD: u32 = 99;
 
     impl MemoryStream {
-        /// Documents of these lengths (without EOD); every token but EOD is unique.
+        /// Creates documents of these lengths, not counting the EODs. Every token but EOD is
+        /// unique.
         fn new(lengths: &[usize]) -> Self {
             let (mut tokens, mut offsets) = (Vec::new(), vec![0]);
             for &n in lengths {
@@ -210,20 +224,22 @@ mod tests {
         fn documents(&self) -> u64 {
             self.offsets.len() as u64 - 1
         }
-        fn offset(&self, d: u64) -> u64 {
+        fn document_offset(&self, d: u64) -> u64 {
             self.offsets[d as usize]
         }
-        fn read(&self, from: u64, out: &mut [u32]) {
+        fn read_tokens(&self, from: u64, out: &mut [u32]) {
             out.copy_from_slice(&self.tokens[from as usize..from as usize + out.len()]);
         }
     }
 
-    type Sample = [Vec<u32>; 3];
+    /// Tokens, labels and starts of one sample.
+    type SampleVectors = [Vec<u32>; 3];
 
-    fn sample(packer: &Packer, stream: &MemoryStream, s: u64) -> Sample {
+    /// Returns sample `s` of a stream.
+    fn read_sample(packer: &Packer, stream: &MemoryStream, s: u64) -> SampleVectors {
         let n = packer.seq_len as usize;
         let [mut tokens, mut labels, mut starts] = [0; 3].map(|_| vec![7_777_777; n]);
-        packer.fill(
+        packer.write_sample(
             stream,
             s,
             SampleBuffers { tokens: &mut tokens, labels: &mut labels, starts: &mut starts },
@@ -231,11 +247,12 @@ mod tests {
         [tokens, labels, starts]
     }
 
-    fn every_sample(stream: &MemoryStream, seq_len: u32, pack: bool) -> Vec<Sample> {
+    /// Returns all samples of a stream, and asserts that their targets are counted correctly.
+    fn read_every_sample(stream: &MemoryStream, seq_len: u32, pack: bool) -> Vec<SampleVectors> {
         let packer = Packer::new(stream, seq_len, pack, EOD);
         (0..packer.len())
             .map(|s| {
-                let sample = sample(&packer, stream, s);
+                let sample = read_sample(&packer, stream, s);
                 let targets = sample[1].iter().filter(|&&l| l != IGNORE_INDEX).count() as u64;
                 assert_eq!(packer.count_targets(stream, s), targets);
                 sample
@@ -249,7 +266,7 @@ mod tests {
         // 1000 1001 E | 1003 E | 1005 1006 1007 1008 1009 E
         let i = IGNORE_INDEX;
         assert_eq!(
-            every_sample(&stream, 4, true),
+            read_every_sample(&stream, 4, true),
             [
                 [vec![1000, 1001, EOD, 1003], vec![1001, EOD, i, EOD], vec![0, 0, 0, 3]],
                 [vec![EOD, 1005, 1006, 1007], vec![i, 1006, 1007, 1008], vec![0, 1, 1, 1]],
@@ -257,7 +274,7 @@ mod tests {
         );
         let packer = Packer::new(&stream, 12, true, EOD);
         assert_eq!(packer.len(), 0);
-        assert_eq!(every_sample(&stream, 11, true).len(), 1);
+        assert_eq!(read_every_sample(&stream, 11, true).len(), 1);
     }
 
     #[test]
@@ -265,7 +282,7 @@ mod tests {
         let stream = MemoryStream::new(&[2, 1, 5]);
         let i = IGNORE_INDEX;
         assert_eq!(
-            every_sample(&stream, 4, false),
+            read_every_sample(&stream, 4, false),
             [
                 [vec![1000, 1001, EOD, EOD], vec![1001, EOD, i, i], vec![0, 0, 2, 3]],
                 [vec![1003, EOD, EOD, EOD], vec![EOD, i, i, i], vec![0, 1, 2, 3]],
@@ -278,13 +295,13 @@ mod tests {
     #[test]
     fn an_empty_stream_has_no_samples() {
         for pack in [true, false] {
-            assert!(every_sample(&MemoryStream::new(&[]), 4, pack).is_empty());
+            assert!(read_every_sample(&MemoryStream::new(&[]), 4, pack).is_empty());
         }
     }
 
-    /// Checks every input against the definitions above, which hold for packed and unpacked
-    /// samples.
-    fn check_inputs(stream: &MemoryStream, sample: &Sample) {
+    /// Asserts that label and start of every input follow from the stream. Holds for packed and
+    /// unpacked samples.
+    fn assert_inputs_match_stream(stream: &MemoryStream, sample: &SampleVectors) {
         let [tokens, labels, starts] = sample;
         for i in 0..tokens.len() {
             let start = starts[i] as usize;
@@ -312,14 +329,14 @@ mod tests {
             seq_len in 1u32..40,
         ) {
             let stream = MemoryStream::new(&lengths);
-            let packed = every_sample(&stream, seq_len, true);
-            packed.iter().for_each(|s| check_inputs(&stream, s));
+            let packed = read_every_sample(&stream, seq_len, true);
+            packed.iter().for_each(|s| assert_inputs_match_stream(&stream, s));
             let inputs: Vec<u32> = packed.iter().flat_map(|s| s[0].clone()).collect();
             let whole = stream.tokens.len() / seq_len as usize * seq_len as usize;
             prop_assert_eq!(&inputs[..], &stream.tokens[..whole]);
 
-            let single = every_sample(&stream, seq_len, false);
-            single.iter().for_each(|s| check_inputs(&stream, s));
+            let single = read_every_sample(&stream, seq_len, false);
+            single.iter().for_each(|s| assert_inputs_match_stream(&stream, s));
             let without_eod = |t: &u32| *t != EOD;
             let inputs: Vec<u32> = single.iter().flat_map(|s| s[0].clone()).filter(without_eod).collect();
             let want: Vec<u32> = stream.tokens.iter().copied().filter(without_eod).collect();

@@ -2,7 +2,7 @@
 use super::{
     chat_template::ChatRecord,
     error::{DataError, ParquetProblem, RecordPosition, RecordProblem},
-    record::{Record, RecordFormat, RecordSink, TOOLS_FIELD},
+    record::{Record, RecordReadOptions, RecordSink, TOOLS_FIELD},
 };
 use minijinja::Value;
 use parquet::{
@@ -19,25 +19,25 @@ use std::{
     sync::Arc,
 };
 
-/// Largest number of columns of a file.
+/// Largest number of columns of a Parquet file.
 const MAX_COLUMNS: usize = 4096;
-/// Deepest nesting of a chat's values.
+/// Deepest nesting of the values of a chat.
 const MAX_DEPTH: usize = 32;
-/// Number of columns that an error lists.
+/// Largest number of columns that an error lists.
 const COLUMNS_LISTED: usize = 8;
 
-/// A reader on top of a file, which the Parquet library needs for random access.
+/// A reader that gives access to its file, because the Parquet library needs random access.
 pub(crate) trait AsFile {
-    /// The file below the reader.
+    /// Returns the file from which the reader reads.
     fn as_file(&mut self) -> &mut File;
 }
 
-/// Reads all rows of a Parquet file. Afterwards reads the whole file through `input`, which hashes
-/// it.
-pub(crate) fn read_and_hash<R: Read + AsFile>(
+/// Reads all rows of a Parquet file and passes them to `sink`. Then reads the whole file again
+/// through `input`, which hashes the bytes.
+pub(crate) fn read_rows_and_hash_file<R: Read + AsFile>(
     input: &mut R,
     path: &Path,
-    format: RecordFormat,
+    format: RecordReadOptions,
     sink: &mut RecordSink,
 ) -> Result<(), DataError> {
     let unreadable = |source| DataError::Unreadable { path: path.to_path_buf(), source };
@@ -48,34 +48,38 @@ pub(crate) fn read_and_hash<R: Read + AsFile>(
     Ok(())
 }
 
-/// Reads at most `limit` rows of a Parquet file.
+/// Reads at most `limit` rows of a Parquet file and passes them to `sink` as records. Converts
+/// panics of the Parquet library to errors. `path` is for error messages.
 pub(crate) fn read_rows(
     file: File,
     path: &Path,
-    format: RecordFormat,
+    format: RecordReadOptions,
     limit: u64,
     sink: &mut RecordSink,
 ) -> Result<(), DataError> {
     // The library reports damaged files as errors; if it panics nevertheless, the file is invalid.
     let result = catch_unwind(AssertUnwindSafe(|| decode_rows(file, path, format, limit, sink)));
-    result.unwrap_or_else(|_| Err(invalid_file(path, ParquetProblem::DecoderPanicked)))
+    result.unwrap_or_else(|_| Err(invalid_parquet_error(path, ParquetProblem::DecoderPanicked)))
 }
 
-fn invalid_file(path: &Path, problem: ParquetProblem) -> DataError {
+/// Returns the error that a Parquet file as a whole cannot be used.
+fn invalid_parquet_error(path: &Path, problem: ParquetProblem) -> DataError {
     DataError::InvalidParquet { path: path.to_path_buf(), problem }
 }
 
+/// Reads rows without catching panics of the Parquet library.
 fn decode_rows(
     file: File,
     path: &Path,
-    format: RecordFormat,
+    format: RecordReadOptions,
     limit: u64,
     sink: &mut RecordSink,
 ) -> Result<(), DataError> {
-    let undecodable = |e: ParquetError| invalid_file(path, ParquetProblem::Undecodable(e));
+    let undecodable = |e: ParquetError| invalid_parquet_error(path, ParquetProblem::Undecodable(e));
     let reader = SerializedFileReader::new(file).map_err(undecodable)?;
     let schema = reader.metadata().file_metadata().schema();
-    let columns = project_schema(schema, format).map_err(|problem| invalid_file(path, problem))?;
+    let columns =
+        select_read_columns(schema, format).map_err(|problem| invalid_parquet_error(path, problem))?;
     for (row, number) in reader.get_row_iter(Some(columns)).map_err(undecodable)?.zip(1..=limit) {
         let invalid = |problem| DataError::InvalidRecord {
             path: path.to_path_buf(),
@@ -83,13 +87,14 @@ fn decode_rows(
             problem,
         };
         let row = row.map_err(|e| invalid(RecordProblem::RowUnreadable(e)))?;
-        sink(row_to_record(row, format).map_err(invalid)?)?.map_err(invalid)?;
+        sink(convert_row_to_record(row, format).map_err(invalid)?)?.map_err(invalid)?;
     }
     Ok(())
 }
 
-/// The schema of the columns that are read.
-fn project_schema(schema: &Type, format: RecordFormat) -> Result<Type, ParquetProblem> {
+/// Returns the part of a schema with the columns that are read: the column of the text or chat, and
+/// the tools of a chat. Fails if the column is missing or the file has too many columns.
+fn select_read_columns(schema: &Type, format: RecordReadOptions) -> Result<Type, ParquetProblem> {
     let columns = schema.get_fields();
     if columns.len() > MAX_COLUMNS {
         return Err(ParquetProblem::TooManyColumns { count: columns.len(), limit: MAX_COLUMNS });
@@ -105,7 +110,8 @@ fn project_schema(schema: &Type, format: RecordFormat) -> Result<Type, ParquetPr
     group.build().map_err(ParquetProblem::Undecodable)
 }
 
-fn row_to_record(row: Row, format: RecordFormat) -> Result<Record, RecordProblem> {
+/// Converts a row to a text record or, if `format` has a template, to a chat record.
+fn convert_row_to_record(row: Row, format: RecordReadOptions) -> Result<Record, RecordProblem> {
     let (mut content, mut tools) = (None, None);
     for (name, field) in row.into_columns() {
         match name == format.field {
@@ -119,15 +125,15 @@ fn row_to_record(row: Row, format: RecordFormat) -> Result<Record, RecordProblem
         (Some(Field::Null) | None, _) => Err(RecordProblem::ColumnNull { column: column() }),
         (Some(_), None) => Err(RecordProblem::ColumnNotText { column: column() }),
         (Some(messages), Some(_)) => {
-            let tools = tools.map(|t| field_to_value(t, 0)).transpose()?.filter(|t| !t.is_none());
-            Ok(Record::Chat(ChatRecord { messages: field_to_value(messages, 0)?, tools }))
+            let tools = tools.map(|t| convert_field_to_value(t, 0)).transpose()?.filter(|t| !t.is_none());
+            Ok(Record::Chat(ChatRecord { messages: convert_field_to_value(messages, 0)?, tools }))
         }
     }
 }
 
-/// Converts a nested value to one that templates read. Null fields of an object are left out, so
-/// that a chat is the same as in a JSON lines file.
-fn field_to_value(field: Field, depth: usize) -> Result<Value, RecordProblem> {
+/// Converts a nested Parquet value to a value for templates. Omits null fields of an object, so
+/// that a chat equals one from a JSON lines file. `depth` is the number of enclosing values.
+fn convert_field_to_value(field: Field, depth: usize) -> Result<Value, RecordProblem> {
     if depth > MAX_DEPTH {
         return Err(RecordProblem::NestedTooDeep { limit: MAX_DEPTH });
     }
@@ -147,11 +153,11 @@ fn field_to_value(field: Field, depth: usize) -> Result<Value, RecordProblem> {
         Field::Str(s) => s.into(),
         Field::Group(row) => {
             let present = row.into_columns().into_iter().filter(|(_, f)| !matches!(f, Field::Null));
-            let values = present.map(|(name, f)| Ok((name, field_to_value(f, depth + 1)?)));
+            let values = present.map(|(name, f)| Ok((name, convert_field_to_value(f, depth + 1)?)));
             Value::from_pairs(values.collect::<Result<Vec<_>, RecordProblem>>()?)
         }
         Field::ListInternal(list) => {
-            let items = list.elements().iter().map(|f| field_to_value(f.clone(), depth + 1));
+            let items = list.elements().iter().map(|f| convert_field_to_value(f.clone(), depth + 1));
             items.collect::<Result<Vec<Value>, RecordProblem>>()?.into()
         }
         other => return Err(RecordProblem::ValueUnsupported { value: other.to_string() }),

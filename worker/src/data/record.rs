@@ -1,29 +1,30 @@
-//! [`Record`]: one line of a JSON lines file or one row of a Parquet file, which is one document.
+//! [`Record`]: the content of one line of a JSON lines file or of one row of a Parquet file. Each
+//! record is one document.
 use super::{
     chat_template::{ChatRecord, ChatTemplate},
     error::{DataError, RecordProblem},
 };
 
-/// The field of a chat record with the tools that the assistant may call.
+/// The field or column of a chat record with the tools that the assistant may call.
 pub(crate) const TOOLS_FIELD: &str = "tools";
 
-/// The content of one record.
+/// The content of one record of a data file.
 pub(crate) enum Record {
-    /// A text.
+    /// A complete text.
     Text(String),
-    /// A chat, which a template renders as text.
+    /// A chat that a template renders as text.
     Chat(ChatRecord),
 }
 
-/// How the records of a source become text.
+/// How the records of a data source are converted to text.
 #[derive(Clone, Copy)]
-pub(crate) struct RecordFormat<'a> {
-    /// The field or column of a record with its text or messages.
+pub(crate) struct RecordReadOptions<'a> {
+    /// The field or column of a record with the text or messages.
     pub(crate) field: &'a str,
     /// The template that renders chats; absent if records are text.
     pub(crate) chat_template: Option<&'a ChatTemplate>,
 }
 
-/// Receives records. The outer error ends the reading; the inner one states why the record cannot
-/// be used, and the reader adds the file and the line to it.
+/// A callback that receives records in order. The outer error ends the reading. The inner error
+/// states why the record cannot be used; the reader adds the file and the line or row to it.
 pub(crate) type RecordSink<'a> = dyn FnMut(Record) -> Result<Result<(), RecordProblem>, DataError> + 'a;

@@ -7,9 +7,9 @@
 //! offsets  (documents + 1) * 8 bytes: the start of each document in the stream, and its end
 //! ```
 //! All numbers are little-endian. `width` is 2 bytes if vocab_size is at most 65,536 and the stream
-//! has no loss mask, otherwise 4. In a stream with a loss mask, [`NO_LOSS`] is set in every token
-//! that does not count for the loss. Each document has at least one token, followed by the
-//! end-of-document token.
+//! has no loss mask, otherwise 4. In a stream with a loss mask, [`NO_LOSS_BIT`] is set in every
+//! token that does not count for the loss. Each document is at least one token and the
+//! end-of-document token after it.
 //!
 //! A file is either complete or absent, because it is renamed after it was written and synced.
 //! Opening checks the whole file: the sizes, both digests, that every token is below vocab_size,
@@ -24,24 +24,25 @@ use std::{
     path::Path,
 };
 
+/// The first bytes of a token cache file.
 const MAGIC: [u8; 8] = *b"LNCHTOKS";
-/// The version of the format, and of how documents are split and tokenized. It is part of every
-/// key.
-pub(crate) const VERSION: u32 = 2;
-/// The bit of a token that does not count for the loss. Only streams with a loss mask set it.
-pub(crate) const NO_LOSS: u32 = 1 << 31;
+/// The version of the file format, and of how documents are split and tokenized. The key of every
+/// cache depends on the version.
+pub(crate) const FORMAT_VERSION: u32 = 2;
+/// The bit that marks a token as not counting for the loss. Only streams with a loss mask use it.
+pub(crate) const NO_LOSS_BIT: u32 = 1 << 31;
 /// Size of the header, bytes.
 const HEADER_BYTES: usize = 256;
-/// The body is hashed in blocks of this many bytes, so that many threads can check it. The digest
-/// of the body is the digest of the blocks' digests.
+/// Size of the blocks in which the body is hashed, bytes. Several threads can check the blocks. The
+/// digest of the body is the digest of the blocks' digests.
 const BLOCK_BYTES: usize = 1 << 20;
-/// Linux maps this many aligned bytes at a page fault (fault-around).
+/// Number of aligned bytes that Linux maps at a page fault (fault-around).
 const FAULT_AROUND_BYTES: usize = 64 << 10;
 
-/// The header of a token cache.
+/// The header of a token cache file.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct CacheHeader {
-    /// Every token id is below this.
+pub(crate) struct TokenCacheHeader {
+    /// The vocabulary size. Every token id is below this number.
     pub(crate) vocab_size: u32,
     /// The end-of-document token.
     pub(crate) eod: u32,
@@ -49,24 +50,25 @@ pub(crate) struct CacheHeader {
     pub(crate) tokens: u64,
     /// Number of documents.
     pub(crate) documents: u64,
-    /// The key of the data that the file was built from.
+    /// The key of the cache, a digest of the data that the file was built from.
     pub(crate) key: [u8; 32],
     /// The digest of the body.
     pub(crate) body_digest: [u8; 32],
-    /// Tokens may carry [`NO_LOSS`].
+    /// Whether tokens may have the bit [`NO_LOSS_BIT`].
     pub(crate) has_loss_mask: bool,
 }
 
-/// Size of a stored token, bytes.
-fn token_width(vocab_size: u32, has_loss_mask: bool) -> usize {
+/// Returns the size of a stored token, 2 or 4 bytes.
+fn token_width_bytes(vocab_size: u32, has_loss_mask: bool) -> usize {
     if vocab_size <= 1 << 16 && !has_loss_mask { 2 } else { 4 }
 }
 
-impl CacheHeader {
+impl TokenCacheHeader {
+    /// Encodes the header, with its digest at the end.
     fn encode(&self) -> [u8; HEADER_BYTES] {
         let mut out = Vec::with_capacity(HEADER_BYTES);
         out.extend_from_slice(&MAGIC);
-        for word in [VERSION, self.width() as u32, self.vocab_size, self.eod] {
+        for word in [FORMAT_VERSION, self.token_width_bytes() as u32, self.vocab_size, self.eod] {
             out.extend_from_slice(&word.to_le_bytes());
         }
         out.extend_from_slice(&self.tokens.to_le_bytes());
@@ -82,23 +84,24 @@ impl CacheHeader {
         bytes
     }
 
+    /// Decodes a header, and checks its version, digest and consistency.
     fn decode(bytes: &[u8; HEADER_BYTES]) -> Result<Self, CacheDamage> {
         if bytes[..8] != MAGIC {
             return Err(CacheDamage::NotATokenCache);
         }
-        let word = |at: usize| le_u32(&bytes[at..at + 4]);
-        if word(8) != VERSION {
-            return Err(CacheDamage::Version { version: word(8), expected: VERSION });
+        let word = |at: usize| read_le_u32(&bytes[at..at + 4]);
+        if word(8) != FORMAT_VERSION {
+            return Err(CacheDamage::Version { version: word(8), expected: FORMAT_VERSION });
         }
         if *blake3::hash(&bytes[..HEADER_BYTES - 32]).as_bytes() != bytes[HEADER_BYTES - 32..] {
             return Err(CacheDamage::HeaderCorrupt);
         }
         let digest = |at: usize| <[u8; 32]>::try_from(&bytes[at..at + 32]).unwrap_or_default();
-        let header = CacheHeader {
+        let header = TokenCacheHeader {
             vocab_size: word(16),
             eod: word(20),
-            tokens: le_u64(&bytes[24..32]),
-            documents: le_u64(&bytes[32..40]),
+            tokens: read_le_u64(&bytes[24..32]),
+            documents: read_le_u64(&bytes[32..40]),
             key: digest(40),
             body_digest: digest(72),
             has_loss_mask: word(104) != 0,
@@ -109,30 +112,34 @@ impl CacheHeader {
         Ok(header)
     }
 
-    fn width(&self) -> usize {
-        token_width(self.vocab_size, self.has_loss_mask)
+    /// Returns the size of a stored token, bytes.
+    fn token_width_bytes(&self) -> usize {
+        token_width_bytes(self.vocab_size, self.has_loss_mask)
     }
 
-    /// The position of the offsets in the body, and the length of the body, bytes. `None` if no
-    /// file can be so long.
-    fn layout(&self) -> Option<(u64, u64)> {
-        let offsets = self.tokens.checked_mul(self.width() as u64)?.checked_next_multiple_of(8)?;
+    /// Computes the position of the document offsets in the body, and the length of the body, both
+    /// in bytes. Returns `None` if no file can be so long.
+    fn compute_body_layout(&self) -> Option<(u64, u64)> {
+        let offsets =
+            self.tokens.checked_mul(self.token_width_bytes() as u64)?.checked_next_multiple_of(8)?;
         let end = self.documents.checked_add(1)?.checked_mul(8)?.checked_add(offsets)?;
         (end <= i64::MAX as u64 - HEADER_BYTES as u64).then_some((offsets, end))
     }
 }
 
-fn le_u32(bytes: &[u8]) -> u32 {
+/// Reads a little-endian number of up to 4 bytes.
+fn read_le_u32(bytes: &[u8]) -> u32 {
     bytes.iter().rev().fold(0, |n, &b| n << 8 | u32::from(b))
 }
 
-fn le_u64(bytes: &[u8]) -> u64 {
+/// Reads a little-endian number of up to 8 bytes.
+fn read_le_u64(bytes: &[u8]) -> u64 {
     bytes.iter().rev().fold(0, |n, &b| n << 8 | u64::from(b))
 }
 
-/// An open, checked token cache.
+/// An open token cache whose content was checked.
 pub(crate) struct TokenCache {
-    pub(crate) header: CacheHeader,
+    pub(crate) header: TokenCacheHeader,
     map: Mmap,
     /// The position of the document offsets in the file, bytes.
     offsets_at: usize,
@@ -162,7 +169,7 @@ impl From<CacheDamage> for CacheOpenError {
 }
 
 impl TokenCache {
-    /// Opens and checks the cache with this key.
+    /// Opens the cache file at `path`, and checks its whole content and that it has this key.
     pub(crate) fn open(path: &Path, key: &[u8; 32]) -> Result<Self, CacheOpenError> {
         let file = File::open(path)?;
         let length = file.metadata()?.len();
@@ -171,16 +178,16 @@ impl TokenCache {
         }
         let mut head = [0; HEADER_BYTES];
         file.read_exact_at(&mut head, 0)?;
-        let header = CacheHeader::decode(&head)?;
+        let header = TokenCacheHeader::decode(&head)?;
         if header.key != *key {
             return Err(CacheDamage::OtherKey.into());
         }
-        let (offsets, body) = header.layout().ok_or(CacheDamage::HeaderCorrupt)?;
+        let (offsets, body) = header.compute_body_layout().ok_or(CacheDamage::HeaderCorrupt)?;
         let expected = HEADER_BYTES as u64 + body;
         if length != expected {
             return Err(CacheDamage::Length { bytes: length, expected }.into());
         }
-        check_body(&file, &header, body)?;
+        check_body_digest_and_tokens(&file, &header, body)?;
         // SAFETY: a cache is never written in place. A new file replaces an old one by rename, so
         // the mapped bytes do not change.
         let map = unsafe { Mmap::map(&file)? };
@@ -190,8 +197,8 @@ impl TokenCache {
         Ok(cache)
     }
 
-    /// Unmaps the pages of a range from this process; the page cache of the system keeps them as
-    /// long as it wants. Otherwise the resident memory of a rank would grow up to the size of the
+    /// Unmaps the pages of a byte range of the file from this process. The page cache of the system
+    /// may keep them. Otherwise the resident memory of a rank would grow up to the size of the
     /// cache.
     fn release_pages(&self, at: usize, len: usize) {
         let from = at / FAULT_AROUND_BYTES * FAULT_AROUND_BYTES;
@@ -201,24 +208,31 @@ impl TokenCache {
         let _ = unsafe { self.map.unchecked_advise_range(UncheckedAdvice::DontNeed, from, to - from) };
     }
 
+    /// Checks that the document offsets rise from 0 to the number of tokens.
     fn check_offsets(&self) -> Result<(), CacheDamage> {
         let documents = self.header.documents;
         let rising = (0..documents).all(|d| {
-            let (from, to) = (self.offset(d), self.offset(d + 1));
+            let (from, to) = (self.document_offset(d), self.document_offset(d + 1));
             from.checked_add(2).is_some_and(|least| least <= to)
         });
-        match self.offset(0) == 0 && rising && self.offset(documents) == self.header.tokens {
+        match self.document_offset(0) == 0 && rising && self.document_offset(documents) == self.header.tokens
+        {
             true => Ok(()),
             false => Err(CacheDamage::InvalidOffsets),
         }
     }
 }
 
-/// Checks the digest of the body, and that every token is below vocab_size. Reads the file instead
-/// of mapping it, so that a large cache does not add to the resident memory of the process.
-fn check_body(file: &File, header: &CacheHeader, length: u64) -> Result<(), CacheOpenError> {
-    let width = header.width();
-    let mask = if header.has_loss_mask { NO_LOSS } else { 0 };
+/// Checks the digest of the body of `length` bytes, and that every token is below vocab_size. Reads
+/// the file instead of mapping it, so that a large cache does not add to the resident memory of the
+/// process.
+fn check_body_digest_and_tokens(
+    file: &File,
+    header: &TokenCacheHeader,
+    length: u64,
+) -> Result<(), CacheOpenError> {
+    let width = header.token_width_bytes();
+    let mask = if header.has_loss_mask { NO_LOSS_BIT } else { 0 };
     let token_bytes = header.tokens * width as u64;
     let blocks = length.div_ceil(BLOCK_BYTES as u64);
     let digests: Result<Vec<[u8; 32]>, CacheOpenError> = (0..blocks)
@@ -228,7 +242,7 @@ fn check_body(file: &File, header: &CacheHeader, length: u64) -> Result<(), Cach
             let mut block = vec![0; BLOCK_BYTES.min((length - from) as usize)];
             file.read_exact_at(&mut block, HEADER_BYTES as u64 + from)?;
             let tokens = &block[..(token_bytes.saturating_sub(from) as usize).min(block.len())];
-            match tokens.chunks_exact(width).all(|t| le_u32(t) & !mask < header.vocab_size) {
+            match tokens.chunks_exact(width).all(|t| read_le_u32(t) & !mask < header.vocab_size) {
                 true => Ok(*blake3::hash(&block).as_bytes()),
                 false => Err(CacheDamage::TokenOutOfVocabulary.into()),
             }
@@ -240,15 +254,16 @@ fn check_body(file: &File, header: &CacheHeader, length: u64) -> Result<(), Cach
     }
 }
 
-/// A stream of tokens with document boundaries, from which [`super::packer::Packer`] makes samples.
+/// A stream of tokens with document boundaries. [`super::packer::Packer`] cuts it into samples.
 pub(crate) trait TokenStream {
-    /// Number of documents.
+    /// Returns the number of documents.
     fn documents(&self) -> u64;
-    /// The position of the first token of document `d`; for `d = documents()` the stream's end.
-    fn offset(&self, d: u64) -> u64;
-    /// Copies tokens `from .. from + out.len()`, [`NO_LOSS`] bits included.
-    fn read(&self, from: u64, out: &mut [u32]);
-    /// Whether tokens may carry [`NO_LOSS`].
+    /// Returns the position of the first token of document `d`, or the end of the stream for
+    /// `d = documents()`.
+    fn document_offset(&self, d: u64) -> u64;
+    /// Copies the tokens `from .. from + out.len()` to `out`, [`NO_LOSS_BIT`] bits included.
+    fn read_tokens(&self, from: u64, out: &mut [u32]);
+    /// Returns whether tokens may have the bit [`NO_LOSS_BIT`].
     fn has_loss_mask(&self) -> bool;
 }
 
@@ -257,17 +272,17 @@ impl TokenStream for TokenCache {
         self.header.documents
     }
 
-    fn offset(&self, d: u64) -> u64 {
+    fn document_offset(&self, d: u64) -> u64 {
         let at = self.offsets_at + d as usize * 8;
-        le_u64(&self.map[at..at + 8])
+        read_le_u64(&self.map[at..at + 8])
     }
 
     fn has_loss_mask(&self) -> bool {
         self.header.has_loss_mask
     }
 
-    fn read(&self, from: u64, out: &mut [u32]) {
-        let width = self.header.width();
+    fn read_tokens(&self, from: u64, out: &mut [u32]) {
+        let width = self.header.token_width_bytes();
         let at = HEADER_BYTES + from as usize * width;
         let bytes = &self.map[at..at + out.len() * width];
         match width {
@@ -280,7 +295,7 @@ impl TokenStream for TokenCache {
     }
 }
 
-/// The tokenizer produced a token id that its vocabulary does not contain.
+/// The error that a token id is not below the vocabulary size.
 #[derive(Debug, thiserror::Error)]
 #[error("token id {token} is beyond the vocabulary of {vocab_size}")]
 struct TokenOutOfVocabulary {
@@ -288,11 +303,11 @@ struct TokenOutOfVocabulary {
     vocab_size: u32,
 }
 
-/// Writes a token cache as a stream. The file is not a valid cache until
-/// [`TokenCacheWriter::finish`] has written its header.
+/// A writer that appends documents to a new token cache file. The file is not a valid cache until
+/// [`TokenCacheWriter::finish`] has written the header.
 pub(crate) struct TokenCacheWriter {
     out: BufWriter<File>,
-    /// The unwritten end of the body, less than a block.
+    /// The end of the body that is not written yet, less than a block.
     block: Vec<u8>,
     /// Digests of the written blocks.
     digests: Vec<[u8; 32]>,
@@ -304,7 +319,7 @@ pub(crate) struct TokenCacheWriter {
 }
 
 impl TokenCacheWriter {
-    /// A writer to the beginning of `file`.
+    /// Creates a writer, and writes a placeholder of the header to the beginning of `file`.
     pub(crate) fn new(mut file: File, vocab_size: u32, eod: u32, has_loss_mask: bool) -> io::Result<Self> {
         file.seek(SeekFrom::Start(0))?;
         file.write_all(&[0; HEADER_BYTES])?;
@@ -320,17 +335,17 @@ impl TokenCacheWriter {
         })
     }
 
-    /// Appends tokens to the current document. Each must be below vocab_size, apart from
-    /// [`NO_LOSS`].
-    pub(crate) fn push(&mut self, tokens: &[u32]) -> io::Result<()> {
-        let mask = if self.has_loss_mask { NO_LOSS } else { 0 };
+    /// Appends tokens to the current document. Fails if a token, without the bit [`NO_LOSS_BIT`],
+    /// is not below vocab_size.
+    pub(crate) fn push_tokens(&mut self, tokens: &[u32]) -> io::Result<()> {
+        let mask = if self.has_loss_mask { NO_LOSS_BIT } else { 0 };
         let vocab_size = self.vocab_size;
         if let Some(&token) = tokens.iter().find(|&&t| t & !mask >= vocab_size) {
             let error = TokenOutOfVocabulary { token, vocab_size };
             return Err(io::Error::new(io::ErrorKind::InvalidData, error));
         }
         self.tokens += tokens.len() as u64;
-        let width = token_width(self.vocab_size, self.has_loss_mask);
+        let width = token_width_bytes(self.vocab_size, self.has_loss_mask);
         let mut rest = tokens;
         while !rest.is_empty() {
             let capacity = (BLOCK_BYTES - self.block.len()) / width;
@@ -347,17 +362,19 @@ impl TokenCacheWriter {
         Ok(())
     }
 
-    /// Ends the current document. A document without tokens is not counted.
+    /// Appends an end-of-document token, and ends the current document. Does nothing if the
+    /// document has no tokens.
     pub(crate) fn end_document(&mut self) -> io::Result<()> {
         if self.offsets.last() == Some(&self.tokens) {
             return Ok(());
         }
         // A chat template ends the assistant's text with its own token.
-        self.push(&[if self.has_loss_mask { self.eod | NO_LOSS } else { self.eod }])?;
+        self.push_tokens(&[if self.has_loss_mask { self.eod | NO_LOSS_BIT } else { self.eod }])?;
         self.offsets.push(self.tokens);
         Ok(())
     }
 
+    /// Hashes and writes the current block.
     fn end_block(&mut self) -> io::Result<()> {
         self.digests.push(*blake3::hash(&self.block).as_bytes());
         self.out.write_all(&self.block)?;
@@ -378,7 +395,7 @@ impl TokenCacheWriter {
         if !self.block.is_empty() {
             self.end_block()?;
         }
-        let header = CacheHeader {
+        let header = TokenCacheHeader {
             vocab_size: self.vocab_size,
             eod: self.eod,
             tokens: self.tokens,
@@ -400,22 +417,23 @@ mod tests {
 
     const KEY: [u8; 32] = [3; 32];
 
-    fn write(dir: &Path, vocab_size: u32, documents: &[&[u32]]) -> PathBuf {
+    /// Writes a cache of these documents, and returns its path.
+    fn write_cache(dir: &Path, vocab_size: u32, documents: &[&[u32]]) -> PathBuf {
         let path = dir.join("x.tokens");
         let mut writer =
             TokenCacheWriter::new(File::create(&path).unwrap(), vocab_size, vocab_size - 1, false).unwrap();
         for d in documents {
             let (a, b) = d.split_at(d.len() / 2);
-            writer.push(a).unwrap();
-            writer.push(b).unwrap();
+            writer.push_tokens(a).unwrap();
+            writer.push_tokens(b).unwrap();
             writer.end_document().unwrap();
         }
         writer.finish(KEY).unwrap();
         path
     }
 
-    /// The damage that opening the cache finds.
-    fn damage(path: &Path) -> CacheDamage {
+    /// Opens a damaged cache, and returns the damage. Panics if the cache is intact.
+    fn expect_damage(path: &Path) -> CacheDamage {
         match TokenCache::open(path, &KEY) {
             Err(CacheOpenError::Damaged(damage)) => damage,
             Err(other) => panic!("{other:?}"),
@@ -427,14 +445,14 @@ mod tests {
     fn tokens_of_both_widths_round_trip() {
         let dir = tempfile::tempdir().unwrap();
         for vocab in [300, 1 << 16, (1 << 16) + 1] {
-            let path = write(dir.path(), vocab, &[&[1, 2, 3], &[], &[vocab - 2]]);
+            let path = write_cache(dir.path(), vocab, &[&[1, 2, 3], &[], &[vocab - 2]]);
             let cache = TokenCache::open(&path, &KEY).unwrap();
             assert_eq!((cache.documents(), cache.header.tokens, cache.header.eod), (2, 6, vocab - 1));
-            assert_eq!([0, 1, 2].map(|d| cache.offset(d)), [0, 4, 6]);
+            assert_eq!([0, 1, 2].map(|d| cache.document_offset(d)), [0, 4, 6]);
             let mut out = [0; 6];
-            cache.read(0, &mut out);
+            cache.read_tokens(0, &mut out);
             assert_eq!(out, [1, 2, 3, vocab - 1, vocab - 2, vocab - 1]);
-            cache.read(3, &mut out[..2]);
+            cache.read_tokens(3, &mut out[..2]);
             assert_eq!(out[..2], [vocab - 1, vocab - 2]);
         }
     }
@@ -443,58 +461,58 @@ mod tests {
     fn a_stream_of_many_blocks_round_trips() {
         let dir = tempfile::tempdir().unwrap();
         let tokens: Vec<u32> = (0..5_000_000u32).map(|i| i % 999).collect();
-        let path = write(dir.path(), 1000, &[&tokens, &[5]]);
+        let path = write_cache(dir.path(), 1000, &[&tokens, &[5]]);
         let cache = TokenCache::open(&path, &KEY).unwrap();
         let mut out = vec![0; tokens.len() + 3];
-        cache.read(0, &mut out);
+        cache.read_tokens(0, &mut out);
         assert_eq!(out[..tokens.len()], tokens);
         assert_eq!(out[tokens.len()..], [999, 5, 999]);
         // Change the last byte, which is in the last block.
         let mut bytes = fs::read(&path).unwrap();
         *bytes.last_mut().unwrap() ^= 1;
         fs::write(&path, bytes).unwrap();
-        assert_eq!(damage(&path), CacheDamage::DigestMismatch);
+        assert_eq!(expect_damage(&path), CacheDamage::DigestMismatch);
     }
 
     #[test]
     fn every_flipped_byte_and_every_truncation_is_detected() {
         let dir = tempfile::tempdir().unwrap();
-        let path = write(dir.path(), 300, &[&[1, 2, 3], &[4]]);
+        let path = write_cache(dir.path(), 300, &[&[1, 2, 3], &[4]]);
         let good = fs::read(&path).unwrap();
         for at in 0..good.len() {
             for bit in [1, 128] {
                 let mut bad = good.clone();
                 bad[at] ^= bit;
                 fs::write(&path, bad).unwrap();
-                damage(&path);
+                expect_damage(&path);
             }
             fs::write(&path, &good[..at]).unwrap();
-            damage(&path);
+            expect_damage(&path);
         }
         fs::write(&path, [&good[..], b"\0"].concat()).unwrap();
-        damage(&path);
+        expect_damage(&path);
         fs::write(&path, &good).unwrap();
         assert!(TokenCache::open(&path, &KEY).is_ok());
         assert!(matches!(TokenCache::open(&path, &[4; 32]), Err(CacheOpenError::Damaged(_))));
         assert!(matches!(TokenCache::open(&dir.path().join("none"), &KEY), Err(CacheOpenError::NotFound)));
     }
 
-    /// Valid digests do not make a file valid.
+    /// Files with valid digests and invalid content are rejected.
     #[test]
     fn forged_files_are_rejected() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("forged");
-        let forge = |header: &CacheHeader, body: &[u8]| {
+        let forge = |header: &TokenCacheHeader, body: &[u8]| {
             let digests: Vec<[u8; 32]> =
                 body.chunks(BLOCK_BYTES).map(|b| *blake3::hash(b).as_bytes()).collect();
-            let header = CacheHeader {
+            let header = TokenCacheHeader {
                 body_digest: *blake3::hash(digests.as_flattened()).as_bytes(),
                 ..header.clone()
             };
             fs::write(&path, [&header.encode()[..], body].concat()).unwrap();
-            damage(&path)
+            expect_damage(&path)
         };
-        let header = CacheHeader {
+        let header = TokenCacheHeader {
             vocab_size: 300,
             eod: 299,
             tokens: 4,
@@ -514,9 +532,9 @@ mod tests {
             assert_eq!(damage, CacheDamage::InvalidOffsets, "{offsets:?}");
         }
         for (tokens, documents) in [(u64::MAX, 2), (4, u64::MAX), (1 << 62, 1 << 60), (1 << 40, 2)] {
-            forge(&CacheHeader { tokens, documents, ..header.clone() }, &[]);
+            forge(&TokenCacheHeader { tokens, documents, ..header.clone() }, &[]);
         }
-        let damage = forge(&CacheHeader { eod: 300, ..header }, &[]);
+        let damage = forge(&TokenCacheHeader { eod: 300, ..header }, &[]);
         assert_eq!(damage, CacheDamage::HeaderInconsistent);
     }
 
@@ -525,6 +543,6 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let mut writer =
             TokenCacheWriter::new(File::create(dir.path().join("x")).unwrap(), 10, 9, false).unwrap();
-        assert_eq!(writer.push(&[10]).unwrap_err().kind(), io::ErrorKind::InvalidData);
+        assert_eq!(writer.push_tokens(&[10]).unwrap_err().kind(), io::ErrorKind::InvalidData);
     }
 }

@@ -1,16 +1,16 @@
 //! [`TextTokenizer`]: converts text to token ids and back.
 //!
-//! Documents are encoded without the tokenizer's own post-processing, that is, without a BOS token.
-//! One end-of-document token follows each document in the token stream. Special tokens in a text
-//! are encoded as special tokens, which is the default of `transformers`, so that rendered chats
-//! keep their meaning. Document boundaries do not depend on them.
+//! Documents are encoded without the post-processing of tokenizer.json, so without a BOS token. One
+//! end-of-document token follows each document in the token stream. The texts of special tokens are
+//! encoded as special tokens, which is the default of `transformers` and necessary for rendered
+//! chats. Document boundaries do not depend on special tokens.
 use super::{
     byte_tokenizer,
-    chat_template::MaskedText,
-    error::{ChatTemplateProblem, DataError, TextFileProblem, TokenizerProblem},
-    token_cache::NO_LOSS,
+    chat_template::LossMaskedText,
+    error::{ChatTemplateProblem, DataError, TextFileError, TokenizerProblem},
+    token_cache::NO_LOSS_BIT,
 };
-use contract::job::Tokenizer as TokenizerSpec;
+use contract::job::TokenizerSpec;
 use serde_json::Value;
 use std::{
     fs::File,
@@ -20,19 +20,19 @@ use std::{
 
 /// Largest tokenizer.json, bytes.
 const MAX_TOKENIZER_BYTES: u64 = 256 << 20;
-/// Largest companion file, bytes; it may contain a chat template.
+/// Largest companion file, bytes. Companion files may contain chat templates.
 const MAX_COMPANION_BYTES: u64 = 16 << 20;
 /// Largest vocabulary size.
 const MAX_VOCAB_SIZE: u32 = 1 << 24;
 /// The companion file that names the end-of-sequence token.
-pub(crate) const CONFIG_FILE: &str = "tokenizer_config.json";
+pub(crate) const TOKENIZER_CONFIG_FILE: &str = "tokenizer_config.json";
 /// The companion file with the chat template.
-const TEMPLATE_FILE: &str = "chat_template.jinja";
-/// Files in the directory of a tokenizer.json that belong to it.
-const COMPANION_FILES: [&str; 3] = [CONFIG_FILE, "special_tokens_map.json", TEMPLATE_FILE];
-/// Special tokens that end a document, in order of preference. They are used if no companion file
-/// names one.
-const EOD_TOKENS: [&str; 8] = [
+const CHAT_TEMPLATE_FILE: &str = "chat_template.jinja";
+/// Names of the companion files, which are in the directory of the tokenizer.json.
+const COMPANION_FILES: [&str; 3] = [TOKENIZER_CONFIG_FILE, "special_tokens_map.json", CHAT_TEMPLATE_FILE];
+/// Texts of special tokens that usually end a document, in order of preference. The first one that
+/// the tokenizer has is used if no companion file names an end-of-sequence token.
+const KNOWN_EOD_TOKENS: [&str; 8] = [
     "<|endoftext|>",
     "<|end_of_text|>",
     "</s>",
@@ -43,7 +43,7 @@ const EOD_TOKENS: [&str; 8] = [
     "[EOS]",
 ];
 
-/// The tokenizer of a job.
+/// The tokenizer of a job: embedded or from a file.
 pub enum TextTokenizer {
     /// The embedded tokenizer: 256 byte values and one end-of-document token.
     Bytes,
@@ -51,23 +51,24 @@ pub enum TextTokenizer {
     File(Box<FileTokenizer>),
 }
 
-/// A Hugging Face tokenizer.json with its companion files.
+/// A tokenizer that was loaded from a Hugging Face tokenizer.json and its companion files.
 pub struct FileTokenizer {
     inner: tokenizers::Tokenizer,
     /// The end-of-document token.
     eod: u32,
+    /// The text of the end-of-document token.
     eod_text: String,
     vocab_size: u32,
-    /// Name and content of tokenizer.json, followed by the companion files that exist.
+    /// Name and content of tokenizer.json and of the companion files that exist, in this order.
     files: Vec<(String, String)>,
 }
 
 impl TextTokenizer {
-    /// Loads the tokenizer of a job; a relative path starts at `workdir`.
+    /// Loads the tokenizer of a job. A relative path starts at `workdir`.
     ///
     /// The end-of-document token is the `eos_token` of the tokenizer_config.json in the same
-    /// directory, otherwise that of special_tokens_map.json, otherwise the first of a list of
-    /// well-known tokens that is a special token of the tokenizer.
+    /// directory, otherwise the `eos_token` of special_tokens_map.json, otherwise the first of a
+    /// list of well-known tokens that is a special token of the tokenizer.
     pub fn open(spec: &TokenizerSpec, workdir: &Path) -> Result<Self, DataError> {
         let TokenizerSpec::File(path) = spec else { return Ok(TextTokenizer::Bytes) };
         let path = workdir.join(path);
@@ -75,7 +76,7 @@ impl TextTokenizer {
         FileTokenizer::open(&path).map(|t| TextTokenizer::File(Box::new(t)))
     }
 
-    /// The vocabulary size. Every token id is less than this.
+    /// Returns the vocabulary size. Every token id is less than this size.
     pub fn vocab_size(&self) -> u32 {
         match self {
             TextTokenizer::Bytes => byte_tokenizer::VOCAB_SIZE,
@@ -83,27 +84,27 @@ impl TextTokenizer {
         }
     }
 
-    /// The end-of-document token.
+    /// Returns the id of the end-of-document token.
     pub fn eod(&self) -> u32 {
         match self {
-            TextTokenizer::Bytes => byte_tokenizer::EOD,
+            TextTokenizer::Bytes => byte_tokenizer::EOD_TOKEN,
             TextTokenizer::File(t) => t.eod,
         }
     }
 
-    /// Appends the tokens of a text, without an end-of-document token.
+    /// Appends the tokens of a text to `out`, without an end-of-document token.
     pub fn encode(&self, text: &str, out: &mut Vec<u32>) -> Result<(), DataError> {
         match self {
             TextTokenizer::Bytes => out.extend(text.bytes().map(u32::from)),
             TextTokenizer::File(t) => {
-                let encoding = t.inner.encode_fast(text, false).map_err(tokenizer_failed)?;
+                let encoding = t.inner.encode_fast(text, false).map_err(tokenizer_failed_error)?;
                 out.extend_from_slice(encoding.get_ids());
             }
         }
         Ok(())
     }
 
-    /// Converts tokens to text. Tokens that stand for no text are left out.
+    /// Converts tokens to text. Omits special and unknown tokens.
     pub fn decode(&self, tokens: &[u32]) -> Result<String, DataError> {
         match self {
             TextTokenizer::Bytes => {
@@ -114,25 +115,26 @@ impl TextTokenizer {
             TextTokenizer::File(t) => {
                 let known: Vec<u32> =
                     tokens.iter().copied().filter(|id| t.inner.id_to_token(*id).is_some()).collect();
-                t.inner.decode(&known, true).map_err(tokenizer_failed)
+                t.inner.decode(&known, true).map_err(tokenizer_failed_error)
             }
         }
     }
 
-    /// Appends the tokens of a text. Tokens that no loss range overlaps carry [`NO_LOSS`].
-    pub(crate) fn encode_masked(&self, masked: &MaskedText, out: &mut Vec<u32>) -> Result<(), DataError> {
+    /// Appends the tokens of a text to `out`. Sets the bit [`NO_LOSS_BIT`] in tokens that no loss
+    /// range overlaps.
+    pub(crate) fn encode_masked(&self, masked: &LossMaskedText, out: &mut Vec<u32>) -> Result<(), DataError> {
         let mut loss_ranges = masked.loss_ranges.iter().peekable();
         let mut mask = |token: u32, from: usize, to: usize| {
             while loss_ranges.next_if(|r| r.end <= from).is_some() {}
             let is_target = loss_ranges.peek().is_some_and(|r| r.start < to && from < r.end);
-            if is_target { token } else { token | NO_LOSS }
+            if is_target { token } else { token | NO_LOSS_BIT }
         };
         match self {
             TextTokenizer::Bytes => {
                 out.extend(masked.text.bytes().enumerate().map(|(i, b)| mask(b.into(), i, i + 1)));
             }
             TextTokenizer::File(t) => {
-                let encoding = t.inner.encode(masked.text.as_str(), false).map_err(tokenizer_failed)?;
+                let encoding = t.inner.encode(masked.text.as_str(), false).map_err(tokenizer_failed_error)?;
                 let spans = encoding.get_ids().iter().zip(encoding.get_offsets());
                 out.extend(spans.map(|(&token, &(from, to))| mask(token, from, to)));
             }
@@ -140,13 +142,14 @@ impl TextTokenizer {
         Ok(())
     }
 
-    /// The chat template in the tokenizer's directory or in its configuration, if there is one.
-    pub(crate) fn chat_template(&self) -> Result<Option<String>, ChatTemplateProblem> {
+    /// Returns the source of the chat template in the tokenizer's directory or configuration, or
+    /// `None` if there is no template.
+    pub(crate) fn find_chat_template(&self) -> Result<Option<String>, ChatTemplateProblem> {
         let TextTokenizer::File(t) = self else { return Ok(None) };
-        if let Some((_, text)) = t.files.iter().find(|(name, _)| name == TEMPLATE_FILE) {
+        if let Some((_, text)) = t.files.iter().find(|(name, _)| name == CHAT_TEMPLATE_FILE) {
             return Ok(Some(text.clone()));
         }
-        let Some(config) = t.config() else { return Ok(None) };
+        let Some(config) = t.parse_config() else { return Ok(None) };
         match config.get("chat_template") {
             None | Some(Value::Null) => Ok(None),
             Some(Value::String(text)) => Ok(Some(text.clone())),
@@ -155,20 +158,21 @@ impl TextTokenizer {
                 let default = named.iter().find(|t| t.get("name").and_then(Value::as_str) == Some("default"));
                 let text = default.and_then(|t| t.get("template")).and_then(Value::as_str);
                 text.map(|t| Some(t.to_owned()))
-                    .ok_or(ChatTemplateProblem::NoDefault { config_file: CONFIG_FILE })
+                    .ok_or(ChatTemplateProblem::NoDefault { config_file: TOKENIZER_CONFIG_FILE })
             }
-            Some(_) => Err(ChatTemplateProblem::NotAString { config_file: CONFIG_FILE }),
+            Some(_) => Err(ChatTemplateProblem::NotAString { config_file: TOKENIZER_CONFIG_FILE }),
         }
     }
 
-    /// Names and texts of the special tokens in the tokenizer's configuration, for chat templates.
-    pub(crate) fn special_tokens(&self) -> Vec<(String, String)> {
+    /// Returns name and text of each special token in the tokenizer's configuration. Chat templates
+    /// use these names, such as `eos_token`.
+    pub(crate) fn list_special_tokens(&self) -> Vec<(String, String)> {
         const NAMES: [&str; 5] = ["bos_token", "eos_token", "pad_token", "unk_token", "sep_token"];
         let TextTokenizer::File(t) = self else {
-            return vec![("eos_token".into(), byte_tokenizer::EOD_TEXT.into())];
+            return vec![("eos_token".into(), byte_tokenizer::EOD_TOKEN_TEXT.into())];
         };
         let text = |v: &Value| v.as_str().or_else(|| v.get("content")?.as_str()).map(str::to_owned);
-        let config = t.config().unwrap_or_default();
+        let config = t.parse_config().unwrap_or_default();
         let configured = NAMES.iter().filter_map(|&n| Some((n.to_owned(), text(config.get(n)?)?)));
         let mut tokens: Vec<(String, String)> = configured.collect();
         if !tokens.iter().any(|(n, _)| n == "eos_token") {
@@ -177,7 +181,8 @@ impl TextTokenizer {
         tokens
     }
 
-    /// The identity of the tokenizer. Tokenizers with equal digests encode equal texts equally.
+    /// Computes the digest of the tokenizer. Tokenizers with equal digests encode equal texts
+    /// equally.
     pub fn digest(&self) -> [u8; 32] {
         let mut hasher = blake3::Hasher::new_derive_key("launch 2026 tokenizer v1");
         match self {
@@ -189,15 +194,18 @@ impl TextTokenizer {
         *hasher.finalize().as_bytes()
     }
 
-    /// Names and contents of the files with which `transformers.AutoTokenizer.from_pretrained`
-    /// loads this tokenizer from a model directory.
-    pub fn hf_files(&self) -> Vec<(String, String)> {
+    /// Returns name and content of the files with which
+    /// `transformers.AutoTokenizer.from_pretrained` loads this tokenizer from a model directory.
+    pub fn build_hf_files(&self) -> Vec<(String, String)> {
         match self {
-            TextTokenizer::Bytes => byte_tokenizer::hf_files(),
+            TextTokenizer::Bytes => byte_tokenizer::build_hf_tokenizer_files(),
             TextTokenizer::File(t) => {
                 let mut files = t.files.clone();
-                if !files.iter().any(|(name, _)| name == CONFIG_FILE) {
-                    files.push((CONFIG_FILE.into(), byte_tokenizer::minimal_config(&t.eod_text)));
+                if !files.iter().any(|(name, _)| name == TOKENIZER_CONFIG_FILE) {
+                    files.push((
+                        TOKENIZER_CONFIG_FILE.into(),
+                        byte_tokenizer::build_minimal_tokenizer_config(&t.eod_text),
+                    ));
                 }
                 files
             }
@@ -205,24 +213,26 @@ impl TextTokenizer {
     }
 }
 
-fn tokenizer_failed(source: tokenizers::Error) -> DataError {
+/// Returns the error that the `tokenizers` library failed on a text or on token ids.
+fn tokenizer_failed_error(source: tokenizers::Error) -> DataError {
     DataError::TokenizerFailed { source }
 }
 
-fn invalid_tokenizer(path: &Path, problem: TokenizerProblem) -> DataError {
+/// Returns the error that the tokenizer's file at `path` cannot be used.
+fn invalid_tokenizer_error(path: &Path, problem: TokenizerProblem) -> DataError {
     DataError::InvalidTokenizer { path: path.to_path_buf(), problem }
 }
 
 impl FileTokenizer {
-    /// The content of tokenizer_config.json, if the file exists. It was valid JSON when the
-    /// tokenizer was opened.
-    fn config(&self) -> Option<Value> {
-        let (_, text) = self.files.iter().find(|(name, _)| name == CONFIG_FILE)?;
+    /// Parses the content of tokenizer_config.json. Returns `None` if the file does not exist.
+    fn parse_config(&self) -> Option<Value> {
+        let (_, text) = self.files.iter().find(|(name, _)| name == TOKENIZER_CONFIG_FILE)?;
         serde_json::from_str(text).ok()
     }
 
+    /// Loads a tokenizer.json and its companion files.
     fn open(path: &Path) -> Result<Self, DataError> {
-        let invalid = |problem| invalid_tokenizer(path, problem);
+        let invalid = |problem| invalid_tokenizer_error(path, problem);
         let text = read_tokenizer_file(path, MAX_TOKENIZER_BYTES)?
             .ok_or_else(|| invalid(TokenizerProblem::FileMissing))?;
         let parse_error = |e| invalid(TokenizerProblem::InvalidTokenizerJson(e));
@@ -236,7 +246,7 @@ impl FileTokenizer {
                 files.push((name.into(), text));
             }
         }
-        let (eod_text, eod) = find_eod(&inner, path, &files[1..])?;
+        let (eod_text, eod) = find_eod_token(&inner, path, &files[1..])?;
         // Ids may have gaps. The vocabulary size is what an embedding needs, not the number of
         // entries.
         let last = inner.get_vocab(true).into_values().max().unwrap_or(0);
@@ -247,30 +257,31 @@ impl FileTokenizer {
     }
 }
 
-/// The content of a tokenizer's file; `None` if it does not exist.
+/// Reads a file of a tokenizer of at most `limit` bytes. Returns `None` if the file does not exist.
 fn read_tokenizer_file(path: &Path, limit: u64) -> Result<Option<String>, DataError> {
     read_text_file(path, limit)
-        .map_err(|problem| invalid_tokenizer(path, TokenizerProblem::FileUnreadable(problem)))
+        .map_err(|problem| invalid_tokenizer_error(path, TokenizerProblem::FileUnreadable(problem)))
 }
 
-/// The content of a UTF-8 file of at most `limit` bytes; `None` if it does not exist.
-pub(crate) fn read_text_file(path: &Path, limit: u64) -> Result<Option<String>, TextFileProblem> {
+/// Reads a UTF-8 file of at most `limit` bytes. Returns `None` if the file does not exist.
+pub(crate) fn read_text_file(path: &Path, limit: u64) -> Result<Option<String>, TextFileError> {
     let file = match File::open(path) {
         Ok(file) => file,
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-        Err(e) => return Err(TextFileProblem::Io(e)),
+        Err(e) => return Err(TextFileError::Io(e)),
     };
     let mut bytes = Vec::new();
-    file.take(limit + 1).read_to_end(&mut bytes).map_err(TextFileProblem::Io)?;
+    file.take(limit + 1).read_to_end(&mut bytes).map_err(TextFileError::Io)?;
     if bytes.len() as u64 > limit {
-        return Err(TextFileProblem::TooLarge { limit });
+        return Err(TextFileError::TooLarge { limit });
     }
     let text = String::from_utf8(bytes);
-    text.map(Some).map_err(|e| TextFileProblem::NotUtf8 { offset: e.utf8_error().valid_up_to() })
+    text.map(Some).map_err(|e| TextFileError::NotUtf8 { offset: e.utf8_error().valid_up_to() })
 }
 
-/// The text and id of the end-of-document token. `path` is that of tokenizer.json.
-fn find_eod(
+/// Finds the text and the id of the end-of-document token. `path` is the path of tokenizer.json,
+/// and `companions` are name and content of the companion files.
+fn find_eod_token(
     tokenizer: &tokenizers::Tokenizer,
     path: &Path,
     companions: &[(String, String)],
@@ -278,7 +289,7 @@ fn find_eod(
     for (name, text) in companions.iter().filter(|(name, _)| name.ends_with(".json")) {
         let companion: PathBuf = path.with_file_name(name);
         let value: Value = serde_json::from_str(text)
-            .map_err(|e| invalid_tokenizer(&companion, TokenizerProblem::InvalidCompanionJson(e)))?;
+            .map_err(|e| invalid_tokenizer_error(&companion, TokenizerProblem::InvalidCompanionJson(e)))?;
         // The value is a string, or the object of an added token.
         let eos = value.get("eos_token").and_then(|e| e.as_str().or_else(|| e.get("content")?.as_str()));
         if let Some(eos) = eos {
@@ -286,7 +297,8 @@ fn find_eod(
                 eos_token: eos.to_string(),
                 tokenizer: path.to_path_buf(),
             };
-            let id = tokenizer.token_to_id(eos).ok_or_else(|| invalid_tokenizer(&companion, unknown()))?;
+            let id =
+                tokenizer.token_to_id(eos).ok_or_else(|| invalid_tokenizer_error(&companion, unknown()))?;
             return Ok((eos.to_string(), id));
         }
     }
@@ -295,9 +307,12 @@ fn find_eod(
         let id = tokenizer.token_to_id(name)?;
         added.get(&id).filter(|t| t.special).map(|_| (name.to_string(), id))
     };
-    EOD_TOKENS.iter().find_map(|name| special(name)).ok_or_else(|| {
-        let problem = TokenizerProblem::NoEndOfDocument { known: &EOD_TOKENS, config_file: CONFIG_FILE };
-        invalid_tokenizer(path, problem)
+    KNOWN_EOD_TOKENS.iter().find_map(|name| special(name)).ok_or_else(|| {
+        let problem = TokenizerProblem::NoEndOfDocument {
+            known: &KNOWN_EOD_TOKENS,
+            config_file: TOKENIZER_CONFIG_FILE,
+        };
+        invalid_tokenizer_error(path, problem)
     })
 }
 
@@ -306,12 +321,15 @@ mod tests {
     use super::*;
     use std::fs;
 
-    /// A tokenizer.json of the words a, b, c (ids 0, 1, 2), followed by these special tokens.
-    fn words(specials: &[&str]) -> String {
-        words_with(specials, serde_json::json!({"a": 0, "b": 1, "c": 2}))
+    /// Returns a tokenizer.json with the words a, b, c (ids 0, 1, 2), followed by these special
+    /// tokens.
+    fn build_tokenizer_json(specials: &[&str]) -> String {
+        build_tokenizer_json_with_vocab(specials, serde_json::json!({"a": 0, "b": 1, "c": 2}))
     }
 
-    fn words_with(specials: &[&str], vocab: Value) -> String {
+    /// Returns a tokenizer.json with these words and special tokens. The special tokens have the
+    /// ids from 3. The file also has truncation, padding and post-processing that must be ignored.
+    fn build_tokenizer_json_with_vocab(specials: &[&str], vocab: Value) -> String {
         let special = |(i, t)| {
             serde_json::json!({"id": i + 3, "content": t, "single_word": false, "lstrip": false, "rstrip": false,
                 "normalized": false, "special": true})
@@ -330,7 +348,8 @@ mod tests {
         .to_string()
     }
 
-    fn open(files: &[(&str, &str)]) -> Result<TextTokenizer, DataError> {
+    /// Opens the tokenizer in a directory with files of these names and contents.
+    fn open_tokenizer_files(files: &[(&str, &str)]) -> Result<TextTokenizer, DataError> {
         let dir = tempfile::tempdir().unwrap();
         for (name, text) in files {
             fs::write(dir.path().join(name), text).unwrap();
@@ -338,9 +357,10 @@ mod tests {
         TextTokenizer::open(&TokenizerSpec::File("tokenizer.json".into()), dir.path())
     }
 
-    /// The problem with a tokenizer of these files, and the name of the file that has it.
-    fn problem(files: &[(&str, &str)]) -> (String, TokenizerProblem) {
-        match open(files) {
+    /// Opens an invalid tokenizer of these files. Returns the name of the invalid file and its
+    /// problem.
+    fn expect_tokenizer_problem(files: &[(&str, &str)]) -> (String, TokenizerProblem) {
+        match open_tokenizer_files(files) {
             Err(DataError::InvalidTokenizer { path, problem }) => {
                 (path.file_name().unwrap().to_str().unwrap().to_owned(), problem)
             }
@@ -360,57 +380,61 @@ mod tests {
 
     #[test]
     fn a_tokenizer_file_encodes_complete_documents_without_post_processing() {
-        let json = words(&["<eos>", "</s>"]);
-        let t = open(&[("tokenizer.json", &json)]).unwrap();
+        let json = build_tokenizer_json(&["<eos>", "</s>"]);
+        let t = open_tokenizer_files(&[("tokenizer.json", &json)]).unwrap();
         let mut out = Vec::new();
         t.encode("b a b z </s> b", &mut out).unwrap();
         assert_eq!(out, [1, 0, 1, 2, 4, 1]);
         // `</s>` precedes `<eos>` in the list.
         assert_eq!((t.eod(), t.vocab_size()), (4, 5));
-        let gaps = words_with(&["</s>"], serde_json::json!({"a": 0, "b": 1, "c": 70}));
-        assert_eq!(open(&[("tokenizer.json", &gaps)]).unwrap().vocab_size(), 71);
+        let gaps = build_tokenizer_json_with_vocab(&["</s>"], serde_json::json!({"a": 0, "b": 1, "c": 70}));
+        assert_eq!(open_tokenizer_files(&[("tokenizer.json", &gaps)]).unwrap().vocab_size(), 71);
     }
 
     #[test]
     fn the_eos_token_of_companion_files_has_precedence() {
-        let json = words(&["<eos>", "</s>", "<end>"]);
+        let json = build_tokenizer_json(&["<eos>", "</s>", "<end>"]);
         let config = r#"{"eos_token": {"content": "<end>", "special": true}, "model_max_length": 7}"#;
         let map = r#"{"eos_token": "<eos>"}"#;
         let json = ("tokenizer.json", &json[..]);
-        let eod = |files: &[(&str, &str)]| open(files).unwrap().eod();
+        let eod = |files: &[(&str, &str)]| open_tokenizer_files(files).unwrap().eod();
         assert_eq!(eod(&[json]), 4);
         assert_eq!(eod(&[json, ("special_tokens_map.json", map)]), 3);
-        assert_eq!(eod(&[json, ("special_tokens_map.json", map), (CONFIG_FILE, config)]), 5);
-        assert_eq!(eod(&[json, (CONFIG_FILE, r#"{"eos_token": null}"#)]), 4);
-        let with = open(&[json, (CONFIG_FILE, config)]).unwrap();
-        assert_ne!(with.digest(), open(&[json]).unwrap().digest());
-        assert_eq!(with.hf_files()[1], (CONFIG_FILE.to_string(), config.to_string()));
-        let generated = open(&[json]).unwrap().hf_files();
+        assert_eq!(eod(&[json, ("special_tokens_map.json", map), (TOKENIZER_CONFIG_FILE, config)]), 5);
+        assert_eq!(eod(&[json, (TOKENIZER_CONFIG_FILE, r#"{"eos_token": null}"#)]), 4);
+        let with = open_tokenizer_files(&[json, (TOKENIZER_CONFIG_FILE, config)]).unwrap();
+        assert_ne!(with.digest(), open_tokenizer_files(&[json]).unwrap().digest());
+        assert_eq!(with.build_hf_files()[1], (TOKENIZER_CONFIG_FILE.to_string(), config.to_string()));
+        let generated = open_tokenizer_files(&[json]).unwrap().build_hf_files();
         assert!(generated.len() == 2 && generated[1].1.contains("\"eos_token\": \"</s>\""), "{generated:?}");
     }
 
     #[test]
     fn invalid_tokenizers_are_errors_with_their_problem() {
-        let (file, missing) = problem(&[]);
+        let (file, missing) = expect_tokenizer_problem(&[]);
         assert!(matches!(missing, TokenizerProblem::FileMissing), "{missing}");
         assert_eq!(file, "tokenizer.json");
-        let (_, invalid) = problem(&[("tokenizer.json", "{}")]);
+        let (_, invalid) = expect_tokenizer_problem(&[("tokenizer.json", "{}")]);
         assert!(matches!(invalid, TokenizerProblem::InvalidTokenizerJson(_)), "{invalid}");
-        let (_, no_eod) = problem(&[("tokenizer.json", &words(&["<pad>"]))]);
+        let (_, no_eod) = expect_tokenizer_problem(&[("tokenizer.json", &build_tokenizer_json(&["<pad>"]))]);
         assert!(matches!(no_eod, TokenizerProblem::NoEndOfDocument { .. }), "{no_eod}");
-        let json = words(&["</s>"]);
+        let json = build_tokenizer_json(&["</s>"]);
         let json = ("tokenizer.json", &json[..]);
-        let (file, invalid) = problem(&[json, (CONFIG_FILE, "{")]);
+        let (file, invalid) = expect_tokenizer_problem(&[json, (TOKENIZER_CONFIG_FILE, "{")]);
         assert!(matches!(invalid, TokenizerProblem::InvalidCompanionJson(_)), "{invalid}");
-        assert_eq!(file, CONFIG_FILE);
-        let (file, unknown) = problem(&[json, (CONFIG_FILE, r#"{"eos_token": "<x>"}"#)]);
+        assert_eq!(file, TOKENIZER_CONFIG_FILE);
+        let (file, unknown) =
+            expect_tokenizer_problem(&[json, (TOKENIZER_CONFIG_FILE, r#"{"eos_token": "<x>"}"#)]);
         assert!(
             matches!(&unknown, TokenizerProblem::EosTokenUnknown { eos_token, .. } if eos_token == "<x>"),
             "{unknown}"
         );
-        assert_eq!(file, CONFIG_FILE);
-        let far = words_with(&["</s>"], serde_json::json!({"a": 0, "b": 1, "c": 4_000_000_000u32}));
-        let (_, too_large) = problem(&[("tokenizer.json", &far)]);
+        assert_eq!(file, TOKENIZER_CONFIG_FILE);
+        let far = build_tokenizer_json_with_vocab(
+            &["</s>"],
+            serde_json::json!({"a": 0, "b": 1, "c": 4_000_000_000u32}),
+        );
+        let (_, too_large) = expect_tokenizer_problem(&[("tokenizer.json", &far)]);
         assert!(
             matches!(too_large, TokenizerProblem::TokenIdTooLarge { id: 4_000_000_000, .. }),
             "{too_large}"
@@ -423,6 +447,6 @@ mod tests {
         let path = dir.path().join("tokenizer.json");
         File::create(&path).unwrap().set_len(1 << 40).unwrap();
         let problem = read_text_file(&path, 1000).unwrap_err();
-        assert!(matches!(problem, TextFileProblem::TooLarge { limit: 1000 }), "{problem}");
+        assert!(matches!(problem, TextFileError::TooLarge { limit: 1000 }), "{problem}");
     }
 }

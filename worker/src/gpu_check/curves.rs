@@ -1,12 +1,12 @@
 //! Compares the losses of training on a GPU with the CPU's, for `launch gpu-check`. Models have
 //! random weights, and the data are generated.
-use super::{NCCL_TIMEOUT, panic_diagnostic};
+use super::{NCCL_TIMEOUT, panic_to_diagnostic};
 use crate::{
     error::Error,
-    gpu::unusable_nccl,
-    model::Batch,
-    stages::{ReadyTrainer, ResolvedSpec, RunningTrainer},
-    train::step::{SampleSource, StepReport},
+    gpu::to_unusable_nccl_error,
+    model::MicroBatch,
+    stages::{ResolvedSpec, RunningTrainer, UninitializedTrainer},
+    train::step::{RankStepReport, SampleSource},
 };
 use comm::{
     Comm, local,
@@ -24,19 +24,19 @@ use std::{
     sync::Arc,
 };
 
-/// A function that opens the GPU; each run and rank opens it separately.
+/// A function that opens the GPU. Each run and each rank opens the GPU separately.
 pub(super) type OpenGpu<'a> = &'a (dyn Fn() -> diagnostic::Result<Arc<Cuda>> + Sync);
 
-/// Loss and gradient norm of each step.
-type Curve = Vec<(f64, f64)>;
+/// The loss and the gradient norm of each step.
+type TrainingCurve = Vec<(f64, f64)>;
 
-/// Generated tokens, which are functions of the number of the sample.
+/// A source of generated tokens, which are functions of the number of the sample.
 struct GeneratedSamples {
     vocab: u32,
 }
 
 impl SampleSource for GeneratedSamples {
-    fn fill(&self, first: u64, batch: &mut Batch) -> Result<(), Error> {
+    fn fill(&self, first: u64, batch: &mut MicroBatch) -> Result<(), Error> {
         let t = batch.seq_len;
         for i in 0..batch.sequences * t {
             let position = (first + (i / t) as u64) * (t as u64 + 1) + (i % t) as u64;
@@ -47,11 +47,11 @@ impl SampleSource for GeneratedSamples {
     }
 }
 
-/// A job that trains this model, with defaults for keys that `rest` does not set.
-pub(super) fn check_job(model: &str, rest: &str) -> diagnostic::Result<JobSpec> {
+/// Builds a job that trains `model`, with defaults for keys that `rest` does not set.
+pub(super) fn build_check_job(model: &str, rest: &str) -> diagnostic::Result<JobSpec> {
     let text = format!("name: gpu-check\ntrain: {{data: {{files: [none]}}, model: {{{model}}}}}\n");
     let set: Vec<String> = rest.split_whitespace().map(|s| format!("train.{s}")).collect();
-    let loaded = contract::load(contract::Source::Text { name: "gpu-check".into(), text }, &set);
+    let loaded = contract::load_job(contract::JobSource::Text { name: "gpu-check".into(), text }, &set);
     let (mut job, ..) = loaded.map_err(|mistakes| {
         let summary = Diagnostic::error(codes::run::INTERNAL, "the job of the check is not valid");
         mistakes.into_iter().fold(summary, Diagnostic::with_detail)
@@ -60,79 +60,81 @@ pub(super) fn check_job(model: &str, rest: &str) -> diagnostic::Result<JobSpec> 
     Ok(job)
 }
 
-/// The `train` section of the job.
-pub(super) fn train_section(job: &JobSpec) -> diagnostic::Result<&TrainSpec> {
+/// Returns the `train` section of the job, or an error if it has none.
+pub(super) fn require_train_section(job: &JobSpec) -> diagnostic::Result<&TrainSpec> {
     job.train.as_ref().ok_or_else(|| {
         Diagnostic::error(codes::training::TRAIN_SECTION_MISSING, "the job has no `train` section")
     })
 }
 
-/// Builds a trainer for the job.
+/// Builds a trainer for the job. Collective: every rank must call it.
 pub(super) fn build_trainer(
     train: &TrainSpec,
     comm: Arc<dyn Comm>,
     ops: Arc<dyn Ops>,
-) -> Result<ReadyTrainer, Error> {
+) -> Result<UninitializedTrainer, Error> {
     let parameters = ResolvedSpec::new(train, train.model.vocab_size)?.build_model()?;
-    Ok(parameters.shard(comm, ops)?.create_optimizer()?.set_schedule())
+    Ok(parameters.shard_model(comm, ops)?.create_optimizer()?.into_trainer())
 }
 
-/// Takes one step on generated samples. Returns the loss and the gradient norm.
+/// Runs one step on generated samples. Returns the loss and the gradient norm.
 pub(super) fn take_step(running: &mut RunningTrainer) -> Result<(f64, f64), Error> {
     let source = GeneratedSamples { vocab: running.train_spec().model.vocab_size };
-    let (outcome, _) = running.step(&source, StepReport::default())?;
+    let (outcome, _) = running.run_step(&source, RankStepReport::default())?;
     Ok((outcome.loss, outcome.grad_norm))
 }
 
-/// Trains from initial weights.
-fn train_curve(
+/// Trains for `steps` steps from initial weights. Converts a panic of a device operation to an
+/// error.
+fn train_for_curve(
     train: &TrainSpec,
     comm: Arc<dyn Comm>,
     ops: Arc<dyn Ops>,
     steps: usize,
-) -> diagnostic::Result<Curve> {
-    let run = || -> Result<Curve, Error> {
+) -> diagnostic::Result<TrainingCurve> {
+    let run = || -> Result<TrainingCurve, Error> {
         let mut running = build_trainer(train, comm, ops)?.start_fresh();
         (0..steps).map(|_| take_step(&mut running)).collect()
     };
     match catch_unwind(AssertUnwindSafe(run)) {
         Ok(result) => result.map_err(Diagnostic::from),
-        Err(panic) => Err(panic_diagnostic(panic.as_ref())),
+        Err(panic) => Err(panic_to_diagnostic(panic.as_ref())),
     }
 }
 
-/// How ranks, which are threads of this process, exchange data.
+/// The transport between ranks that are threads of this process.
 #[derive(Clone, Copy)]
 enum RankTransport<'a> {
     HostMemory,
     Nccl(&'a NcclLibrary),
 }
 
-/// Trains on the GPU with `world` ranks. Returns the curve, which must be equal on all ranks.
-fn gpu_curve(
+/// Trains on the GPU with `world` ranks. Returns the curve, or an error if the ranks have different
+/// curves.
+fn train_on_gpu_for_curve(
     train: &TrainSpec,
     open: OpenGpu,
     transport: RankTransport,
     world: usize,
     steps: usize,
-) -> diagnostic::Result<Curve> {
-    let run_rank = |hosts: Arc<dyn Comm>| -> diagnostic::Result<Curve> {
+) -> diagnostic::Result<TrainingCurve> {
+    let run_rank = |hosts: Arc<dyn Comm>| -> diagnostic::Result<TrainingCurve> {
         let cuda = open()?;
         let comm: Arc<dyn Comm> = match transport {
             RankTransport::HostMemory => Arc::new(StagedComm::new(hosts, cuda.clone())),
             RankTransport::Nccl(nccl) => {
                 let comm = NcclComm::connect(nccl, cuda.clone(), hosts, NCCL_TIMEOUT);
-                Arc::new(comm.map_err(unusable_nccl)?)
+                Arc::new(comm.map_err(to_unusable_nccl_error)?)
             }
         };
-        train_curve(train, comm, cuda, steps)
+        train_for_curve(train, comm, cuda, steps)
     };
-    let results: Vec<diagnostic::Result<Curve>> = std::thread::scope(|s| {
+    let results: Vec<diagnostic::Result<TrainingCurve>> = std::thread::scope(|s| {
         let threads: Vec<_> =
-            local::group(world).into_iter().map(|comm| s.spawn(|| run_rank(Arc::new(comm)))).collect();
+            local::create_group(world).into_iter().map(|comm| s.spawn(|| run_rank(Arc::new(comm)))).collect();
         threads
             .into_iter()
-            .map(|t| t.join().unwrap_or_else(|panic| Err(panic_diagnostic(panic.as_ref()))))
+            .map(|t| t.join().unwrap_or_else(|panic| Err(panic_to_diagnostic(panic.as_ref()))))
             .collect()
     });
     let mut curves = results.into_iter().collect::<Result<Vec<_>, _>>()?;
@@ -144,14 +146,14 @@ fn gpu_curve(
     Ok(first)
 }
 
-/// A model whose curves are compared.
+/// A model whose curves are compared, with the keys of `train.model` and further keys of `train`.
 struct CurveCase {
     name: &'static str,
     model: &'static str,
     rest: &'static str,
 }
 
-const CASES: [CurveCase; 2] = [
+const CURVE_CASES: [CurveCase; 2] = [
     CurveCase {
         name: "Llama of the quickstart",
         model: "vocab_size: 257, hidden_size: 128, intermediate_size: 352, num_key_value_heads: 2, tie_word_embeddings: true",
@@ -163,39 +165,48 @@ const CASES: [CurveCase; 2] = [
         rest: "data.seq_len=128 batch.global=8 batch.micro=2",
     },
 ];
-const TINY_CASES: [CurveCase; 1] = [CurveCase {
+const TINY_CURVE_CASES: [CurveCase; 1] = [CurveCase {
     name: "a tiny Llama",
     model: "vocab_size: 257, hidden_size: 16, intermediate_size: 16, num_hidden_layers: 1, num_attention_heads: 2, tie_word_embeddings: true",
     rest: "data.seq_len=6 batch.global=4 batch.micro=1",
 }];
 
-/// Prints the comparison of all cases. Returns whether all agree with the CPU.
-pub(super) fn print_curves(open: OpenGpu, nccl: Option<&NcclLibrary>, tiny: bool, fp8: bool) -> bool {
+/// Compares the curves of all cases with the CPU's and prints a table of the errors. Returns
+/// whether all agree.
+pub(super) fn compare_and_print_curves(
+    open: OpenGpu,
+    nccl: Option<&NcclLibrary>,
+    tiny: bool,
+    fp8: bool,
+) -> bool {
     println!("| training, compared with the CPU | precision | ranks | loss error | result |");
     println!("|---|---|---|---|---|");
-    let (cases, steps) = if tiny { (&TINY_CASES[..], 2) } else { (&CASES[..], 10) };
+    let (cases, steps) = if tiny { (&TINY_CURVE_CASES[..], 2) } else { (&CURVE_CASES[..], 10) };
     let mut agrees = true;
     for case in cases {
         // In fp8 a difference in the last bit of a sum may round an operand to another value.
         let fp8_case = fp8.then_some(("fp8", 5e-2));
         for (precision, limit) in [("fp32", 1e-4), ("bf16", 2e-2)].into_iter().chain(fp8_case) {
             let rest = format!("{} precision={precision} zero.stage=3 optimizer.lr=1e-3", case.rest);
-            let spec = match check_job(case.model, &rest).and_then(|job| train_section(&job).cloned()) {
+            let spec = match build_check_job(case.model, &rest)
+                .and_then(|job| require_train_section(&job).cloned())
+            {
                 Ok(spec) => spec,
                 Err(why) => {
                     println!("| {} | {precision} | | | {why} |", case.name);
                     return false;
                 }
             };
-            agrees &= print_rows(case.name, precision, limit, &spec, open, nccl, steps);
+            agrees &= compare_and_print_rows(case.name, precision, limit, &spec, open, nccl, steps);
         }
     }
     println!();
     agrees
 }
 
-/// Compares one model in one precision over several numbers of ranks and transports.
-fn print_rows(
+/// Compares one model in one precision over several numbers of ranks and transports, and prints the
+/// rows. Returns whether all agree.
+fn compare_and_print_rows(
     name: &str,
     precision: &str,
     tolerance: f64,
@@ -205,8 +216,8 @@ fn print_rows(
     steps: usize,
 ) -> bool {
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
-    let one_rank: Arc<dyn Comm> = Arc::new(local::group(1).remove(0));
-    let cpu = train_curve(spec, one_rank, Arc::new(Cpu::new(threads)), steps);
+    let one_rank: Arc<dyn Comm> = Arc::new(local::create_group(1).remove(0));
+    let cpu = train_for_curve(spec, one_rank, Arc::new(Cpu::new(threads)), steps);
     let one_gpu = nccl.map(|nccl| ("1, NCCL", RankTransport::Nccl(nccl), 1));
     let is_allowed = std::env::var_os(env::NCCL_MULTI_RANK_GPU_ENABLE).is_some_and(|set| set == "1");
     let shared_gpu = nccl
@@ -214,12 +225,12 @@ fn print_rows(
         .map(|n| ("2, NCCL on this GPU", RankTransport::Nccl(n), 2));
     let host_memory = [("1", 1), ("2 on this GPU", 2), ("4 on this GPU", 4)]
         .map(|(ranks, world)| (ranks, RankTransport::HostMemory, world));
-    let (mut first, mut agrees): (Option<Curve>, bool) = (None, true);
+    let (mut first, mut agrees): (Option<TrainingCurve>, bool) = (None, true);
     for (ranks, transport, world) in host_memory.into_iter().chain(one_gpu).chain(shared_gpu) {
         let compared = cpu.clone().and_then(|cpu| {
-            let gpu = gpu_curve(spec, open, transport, world, steps)?;
+            let gpu = train_on_gpu_for_curve(spec, open, transport, world, steps)?;
             let first = first.get_or_insert_with(|| gpu.clone());
-            Ok((loss_error(&gpu, &cpu), *first == gpu))
+            Ok((compute_loss_error(&gpu, &cpu), *first == gpu))
         });
         let (error, result) = match compared {
             Ok((error, _)) if error > tolerance || error.is_nan() => {
@@ -236,7 +247,7 @@ fn print_rows(
     agrees
 }
 
-/// The largest relative difference between the losses of two curves.
-fn loss_error(a: &Curve, b: &Curve) -> f64 {
+/// Computes the largest relative difference between the losses of two curves.
+fn compute_loss_error(a: &TrainingCurve, b: &TrainingCurve) -> f64 {
     a.iter().zip(b).map(|((a, _), (b, _))| ((a - b) / b).abs()).fold(0.0, f64::max)
 }

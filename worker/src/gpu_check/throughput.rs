@@ -1,20 +1,20 @@
 //! Measures the speed of training on a GPU, for `launch gpu-check`. Models have random weights, and
 //! the data are generated.
 use super::{
-    curves::{OpenGpu, build_trainer, check_job, take_step, train_section},
-    panic_diagnostic,
+    curves::{OpenGpu, build_check_job, build_trainer, require_train_section, take_step},
+    panic_to_diagnostic,
 };
 use crate::{
-    checkpoint_mapping::checkpoint_model_spec,
+    checkpoint_mapping::build_checkpoint_model_spec,
     error::Error,
-    gpu::{attention_backend, library_search_paths},
+    gpu::{collect_library_search_paths, select_attention_backend},
     model,
     save::{CheckpointSaver, RunMetadata},
     stages::{RunningTrainer, resolve_model},
-    storage_layout::StorageLayout,
+    storage_topology::StorageTopology,
 };
 use comm::{Comm, local, staged::StagedComm};
-use contract::job::{CudaGraphs, JobSpec, Offload, Precision, Recompute, TrainSpec, ZeroSpec};
+use contract::job::{CudaGraphMode, JobSpec, OffloadTarget, Precision, RecomputeMode, TrainSpec, ZeroSpec};
 use device::{Cuda, Storage};
 use diagnostic::{Diagnostic, codes};
 use serde_json::{Value, json};
@@ -47,140 +47,144 @@ const BATCH_32X1024: &str = "data.seq_len=1024 batch.global=32 batch.micro=32";
 const BATCH_4X16X1024: &str = "data.seq_len=1024 batch.global=64 batch.micro=16";
 const BATCH_4X8X2048: &str = "data.seq_len=2048 batch.global=32 batch.micro=8";
 
-/// A model that is timed without saving and offloading.
-const fn timed_model(name: &'static str, model: &'static str, rest: &'static str) -> TimedModel {
+/// Defines a model that is timed without saving and offloading.
+const fn define_timed_model(name: &'static str, model: &'static str, rest: &'static str) -> TimedModel {
     TimedModel { name, model, rest, saves: false, offload: false }
 }
 
-const MODELS: [TimedModel; 15] = [
-    TimedModel { saves: true, ..timed_model("GPT-2 124M, 32 × 1024", GPT2, BATCH_32X1024) },
-    timed_model("Qwen2.5-0.5B, 4 × (16 × 1024)", QWEN_05B, BATCH_4X16X1024),
-    TimedModel { saves: true, ..timed_model("Qwen2.5-1.5B, 4 × (16 × 1024)", QWEN_15B, BATCH_4X16X1024) },
-    timed_model("Llama-3.2-1B, 4 × (8 × 2048)", LLAMA_1B, BATCH_4X8X2048),
-    timed_model(
+const TIMED_MODELS: [TimedModel; 15] = [
+    TimedModel { saves: true, ..define_timed_model("GPT-2 124M, 32 × 1024", GPT2, BATCH_32X1024) },
+    define_timed_model("Qwen2.5-0.5B, 4 × (16 × 1024)", QWEN_05B, BATCH_4X16X1024),
+    TimedModel {
+        saves: true,
+        ..define_timed_model("Qwen2.5-1.5B, 4 × (16 × 1024)", QWEN_15B, BATCH_4X16X1024)
+    },
+    define_timed_model("Llama-3.2-1B, 4 × (8 × 2048)", LLAMA_1B, BATCH_4X8X2048),
+    define_timed_model(
         "Llama-3.1-8B, 2 × 2048, ZeRO stage 3",
         LLAMA_8B,
         "data.seq_len=2048 batch.global=2 batch.micro=2 zero.stage=3",
     ),
-    timed_model(
+    define_timed_model(
         // One running sum of gradients; the tree over eight slots would need four.
         "Llama-3.1-8B, 8 × (2 × 2048), ZeRO stage 3, deterministic: false",
         LLAMA_8B,
         "data.seq_len=2048 batch.global=16 batch.micro=2 zero.stage=3 deterministic=false",
     ),
-    timed_model(
+    define_timed_model(
         "Llama-3.1-8B, 8 × 2048, ZeRO stage 3, recompute",
         LLAMA_8B,
         "data.seq_len=2048 batch.global=8 batch.micro=8 zero.stage=3 recompute=block",
     ),
-    timed_model(
+    define_timed_model(
         "Llama-3.1-8B, 4 × 2048, no master weights",
         LLAMA_8B,
         "data.seq_len=2048 batch.global=4 batch.micro=4 master_weights=false",
     ),
     TimedModel {
         offload: true,
-        ..timed_model(
+        ..define_timed_model(
             "Qwen2.5-1.5B, 4 × (16 × 1024), optimizer states on the host",
             QWEN_15B,
             BATCH_4X16X1024,
         )
     },
-    timed_model(
+    define_timed_model(
         "Llama-3.2-1B, 4 × (8 × 2048), fp8 matmuls",
         LLAMA_1B,
         "data.seq_len=2048 batch.global=32 batch.micro=8 precision=fp8",
     ),
     // Limited by kernel launches: without CUDA graphs, and with them.
-    timed_model(
+    define_timed_model(
         "GPT-2 124M, 2 × 256",
         GPT2,
         "data.seq_len=256 batch.global=2 batch.micro=2 cuda_graphs=false",
     ),
-    timed_model(
+    define_timed_model(
         "GPT-2 124M, 2 × 256, CUDA graphs",
         GPT2,
         "data.seq_len=256 batch.global=2 batch.micro=2 cuda_graphs=true",
     ),
     // The cost of determinism: models from above with the fastest algorithms.
-    timed_model(
+    define_timed_model(
         "GPT-2 124M, 32 × 1024, deterministic: false",
         GPT2,
         "data.seq_len=1024 batch.global=32 batch.micro=32 deterministic=false",
     ),
-    timed_model(
+    define_timed_model(
         "Qwen2.5-0.5B, 4 × (16 × 1024), deterministic: false",
         QWEN_05B,
         "data.seq_len=1024 batch.global=64 batch.micro=16 deterministic=false",
     ),
-    timed_model(
+    define_timed_model(
         "Qwen2.5-1.5B, 4 × (16 × 1024), deterministic: false",
         QWEN_15B,
         "data.seq_len=1024 batch.global=64 batch.micro=16 deterministic=false",
     ),
 ];
-const TINY: &str =
+const TINY_LLAMA: &str =
     "vocab_size: 257, hidden_size: 8, intermediate_size: 12, num_hidden_layers: 1, num_attention_heads: 2";
 const BATCH_1X6: &str = "data.seq_len=6 batch.global=1 batch.micro=1";
-const TINY_MODELS: [TimedModel; 5] = [
-    TimedModel { saves: true, ..timed_model("a tiny Llama, 1 × 6", TINY, BATCH_1X6) },
+const TINY_TIMED_MODELS: [TimedModel; 5] = [
+    TimedModel { saves: true, ..define_timed_model("a tiny Llama, 1 × 6", TINY_LLAMA, BATCH_1X6) },
     TimedModel {
         saves: true,
         offload: true,
-        ..timed_model("a tiny Llama, optimizer states on the host", TINY, BATCH_1X6)
+        ..define_timed_model("a tiny Llama, optimizer states on the host", TINY_LLAMA, BATCH_1X6)
     },
-    timed_model(
+    define_timed_model(
         "a tiny Llama, fp8 matmuls",
         "vocab_size: 257, hidden_size: 16, intermediate_size: 16, num_hidden_layers: 1, num_attention_heads: 1",
         "data.seq_len=6 batch.global=1 batch.micro=1 precision=fp8",
     ),
-    timed_model(
+    define_timed_model(
         "a tiny Llama, deterministic: false, no master weights",
-        TINY,
+        TINY_LLAMA,
         "data.seq_len=6 batch.global=1 batch.micro=1 deterministic=false master_weights=false",
     ),
-    timed_model(
+    define_timed_model(
         "a tiny Llama, CUDA graphs",
-        TINY,
+        TINY_LLAMA,
         "data.seq_len=6 batch.global=1 batch.micro=1 cuda_graphs=true",
     ),
 ];
 
-/// Dense bf16 operations per second by NVIDIA's data sheets (SXM).
-const PEAKS: [(&str, f64); 4] = [("H100", 989.5e12), ("H200", 989.5e12), ("A100", 312e12), ("B200", 2250e12)];
+/// The dense bf16 operations per second of GPUs, from NVIDIA's data sheets (SXM).
+const PEAK_BF16_FLOPS: [(&str, f64); 4] =
+    [("H100", 989.5e12), ("H200", 989.5e12), ("A100", 312e12), ("B200", 2250e12)];
 
-/// The models, and how long each is timed.
-fn timed_models(tiny: bool) -> (&'static [TimedModel], Duration) {
-    if tiny { (&TINY_MODELS, Duration::ZERO) } else { (&MODELS, Duration::from_secs(10)) }
+/// Returns the models, and how long each model is timed.
+fn select_timed_models(tiny: bool) -> (&'static [TimedModel], Duration) {
+    if tiny { (&TINY_TIMED_MODELS, Duration::ZERO) } else { (&TIMED_MODELS, Duration::from_secs(10)) }
 }
 
-/// Prints speed, memory and the cost of saving for each model.
-pub(super) fn print_speed(open: OpenGpu, tiny: bool) {
+/// Measures and prints speed, memory and the cost of saving for each model.
+pub(super) fn measure_and_print_speed(open: OpenGpu, tiny: bool) {
     println!(
         "| training, bf16 and AdamW | tokens/s | TFLOP/s | MFU (bf16 peak) | GPU memory | save: blocked, total, slowdown |"
     );
     println!("|---|---|---|---|---|---|");
-    let (models, duration) = timed_models(tiny);
+    let (models, duration) = select_timed_models(tiny);
     for timed in models {
-        let row = measure(timed, open, duration).map(|m| m.row());
+        let row = measure_or_report_panic(timed, open, duration).map(|m| m.to_table_cells());
         println!("| {} | {} |", timed.name, row.unwrap_or_else(|e| format!("{e} | | | |")));
     }
     println!();
 }
 
-/// Describes the models for other programs that train them, each with its `config.json`.
+/// Describes the models as JSON for other programs that train them, each with its `config.json`.
 pub(super) fn describe_models(tiny: bool) -> diagnostic::Result<Value> {
-    let models = timed_models(tiny).0.iter().map(|timed| {
-        let spec = timed.spec()?.1;
+    let models = select_timed_models(tiny).0.iter().map(|timed| {
+        let spec = timed.build_spec()?.1;
         let model = resolve_model(&spec.model, spec.model.vocab_size, spec.data.seq_len)?;
-        let model = model::build(&model, spec.data.seq_len).map_err(Diagnostic::from)?;
+        let model = model::build_model(&model, spec.data.seq_len).map_err(Diagnostic::from)?;
         Ok(json!({
             "what": timed.name,
             "config": model.hf_config(),
             "samples": spec.batch.micro,
             "accumulated": spec.batch.global / spec.batch.micro,
             "seq_len": spec.data.seq_len,
-            "recompute": spec.recompute != Recompute::None,
+            "recompute": spec.recompute != RecomputeMode::None,
             "precision": spec.precision.name(),
             "offload": timed.offload,
             "master_weights": spec.master_weights,
@@ -191,11 +195,11 @@ pub(super) fn describe_models(tiny: bool) -> diagnostic::Result<Value> {
     models.collect()
 }
 
-/// Measures speed and memory of the model with this number.
+/// Measures speed and memory of the model with this number, and returns them as JSON.
 pub(super) fn measure_model(open: OpenGpu, tiny: bool, number: usize) -> diagnostic::Result<Value> {
-    let (timed, duration) = (model_by_number(tiny, number)?, timed_models(tiny).1);
+    let (timed, duration) = (find_model_by_number(tiny, number)?, select_timed_models(tiny).1);
     let Measurement { tokens_per_s, flops, mfu, memory, .. } =
-        measure(&TimedModel { saves: false, ..*timed }, open, duration)?;
+        measure_or_report_panic(&TimedModel { saves: false, ..*timed }, open, duration)?;
     Ok(json!({
         "what": timed.name, "tokens_per_s": tokens_per_s, "flops": flops, "mfu": mfu, "memory": memory,
     }))
@@ -206,17 +210,17 @@ struct Measurement {
     tokens_per_s: f64,
     /// Floating-point operations per second.
     flops: f64,
-    /// `flops` as a share of the GPU's peak, if that is known.
+    /// `flops` as a share of the GPU's peak, or `None` if the peak is not known.
     mfu: Option<f64>,
-    /// Peak memory of the GPU in bytes.
+    /// The peak memory of the GPU in bytes.
     memory: u64,
-    /// The text of the cell about saving; `None` if saving was not measured.
+    /// The text of the cell about saving, or `None` if saving was not measured.
     save: Option<String>,
 }
 
 impl Measurement {
-    /// The measured values as cells of a table row, separated by ` | `.
-    fn row(&self) -> String {
+    /// Formats the measured values as cells of a table row, separated by ` | `.
+    fn to_table_cells(&self) -> String {
         let mfu = self.mfu.map_or_else(|| "?".to_owned(), |mfu| format!("{:.1} %", 100.0 * mfu));
         let memory = self.memory as f64 / f64::from(1 << 30);
         let save = self.save.as_deref().unwrap_or("-");
@@ -225,17 +229,17 @@ impl Measurement {
 }
 
 impl TimedModel {
-    /// The job and its `train` section.
-    fn spec(&self) -> diagnostic::Result<(JobSpec, TrainSpec)> {
-        let job = check_job(self.model, &format!("precision=bf16 zero.stage=0 {}", self.rest))?;
-        let mut spec = train_section(&job)?.clone();
-        spec.zero = ZeroSpec { offload: self.offload.then_some(Offload::Cpu), ..spec.zero };
+    /// Builds the job and its `train` section.
+    fn build_spec(&self) -> diagnostic::Result<(JobSpec, TrainSpec)> {
+        let job = build_check_job(self.model, &format!("precision=bf16 zero.stage=0 {}", self.rest))?;
+        let mut spec = require_train_section(&job)?.clone();
+        spec.zero = ZeroSpec { offload: self.offload.then_some(OffloadTarget::Cpu), ..spec.zero };
         Ok((job, spec))
     }
 
-    /// Opens the GPU, builds the model on it and takes the first steps.
+    /// Opens the GPU, builds the model on it and runs the first steps.
     fn warm_up(&self, open: OpenGpu) -> diagnostic::Result<WarmModel> {
-        let (job, spec) = self.spec()?;
+        let (job, spec) = self.build_spec()?;
         let cuda = open()?;
         if spec.precision == Precision::Fp8 {
             cuda.require_fp8()?;
@@ -243,12 +247,12 @@ impl TimedModel {
         if !spec.deterministic {
             cuda.enable_matmul_autotuning();
         }
-        let paths = library_search_paths(&[], Path::new(""));
+        let paths = collect_library_search_paths(&[], Path::new(""));
         // The reason why cuDNN is not usable is printed before the tables.
-        let _unusable = cuda.set_attention_backend(attention_backend(&spec), &paths)?;
+        let _unusable = cuda.set_attention_backend(select_attention_backend(&spec), &paths)?;
         // Without CUDA graphs the calls of all other models are comparable.
-        cuda.set_graphs_enabled(spec.cuda_graphs == CudaGraphs::Always);
-        let comm: Arc<dyn Comm> = Arc::new(local::group(1).remove(0));
+        cuda.set_graphs_enabled(spec.cuda_graphs == CudaGraphMode::Always);
+        let comm: Arc<dyn Comm> = Arc::new(local::create_group(1).remove(0));
         let comm = Arc::new(StagedComm::new(comm, cuda.clone()));
         let mut running = build_trainer(&spec, comm, cuda.clone())?.start_fresh();
         for _ in 0..3 {
@@ -258,7 +262,7 @@ impl TimedModel {
     }
 }
 
-/// A model that has taken its first steps.
+/// A model that has run its first steps.
 struct WarmModel {
     job: JobSpec,
     spec: TrainSpec,
@@ -268,13 +272,13 @@ struct WarmModel {
 
 /// Prints the time of each operation in a step of the model with this number.
 pub(super) fn profile_model(open: OpenGpu, tiny: bool, number: usize) -> diagnostic::Result<()> {
-    let timed = model_by_number(tiny, number)?;
-    let printed = catch_unwind(AssertUnwindSafe(|| print_profile(timed, open)));
-    printed.unwrap_or_else(|panic| Err(panic_diagnostic(panic.as_ref())))
+    let timed = find_model_by_number(tiny, number)?;
+    let printed = catch_unwind(AssertUnwindSafe(|| profile_and_print_step(timed, open)));
+    printed.unwrap_or_else(|panic| Err(panic_to_diagnostic(panic.as_ref())))
 }
 
-/// Prints the time of each operation in one step of the model.
-fn print_profile(timed: &TimedModel, open: OpenGpu) -> diagnostic::Result<()> {
+/// Profiles one step of the model and prints the time of each operation.
+fn profile_and_print_step(timed: &TimedModel, open: OpenGpu) -> diagnostic::Result<()> {
     let WarmModel { cuda, mut running, .. } = timed.warm_up(open)?;
     let seconds = time_steps(&mut running, &mut |steps, _| steps >= 5)?;
     cuda.start_profiling();
@@ -295,22 +299,26 @@ fn print_profile(timed: &TimedModel, open: OpenGpu) -> diagnostic::Result<()> {
     Ok(())
 }
 
-/// The model with this number; models are counted from 0.
-fn model_by_number(tiny: bool, number: usize) -> diagnostic::Result<&'static TimedModel> {
-    let models = timed_models(tiny).0;
+/// Finds the model with this number, counted from 0. Fails if there is none.
+fn find_model_by_number(tiny: bool, number: usize) -> diagnostic::Result<&'static TimedModel> {
+    let models = select_timed_models(tiny).0;
     models.get(number).ok_or_else(|| {
         let message = format!("model {number} does not exist; models are 0 to {}", models.len() - 1);
         Diagnostic::error(codes::command::USAGE, message)
     })
 }
 
-/// Measures the training of a model; a panic of a device operation becomes an error.
-fn measure(timed: &TimedModel, open: OpenGpu, duration: Duration) -> diagnostic::Result<Measurement> {
+/// Measures the training of a model. Converts a panic of a device operation to an error.
+fn measure_or_report_panic(
+    timed: &TimedModel,
+    open: OpenGpu,
+    duration: Duration,
+) -> diagnostic::Result<Measurement> {
     let measured = catch_unwind(AssertUnwindSafe(|| measure_training(timed, open, duration)));
-    measured.unwrap_or_else(|panic| Err(panic_diagnostic(panic.as_ref())))
+    measured.unwrap_or_else(|panic| Err(panic_to_diagnostic(panic.as_ref())))
 }
 
-/// Measures speed, memory and, if the model asks for it, saving.
+/// Measures speed, memory and, if the model requires it, saving.
 fn measure_training(
     timed: &TimedModel,
     open: OpenGpu,
@@ -320,15 +328,16 @@ fn measure_training(
     let is_enough = &mut |steps, elapsed| steps >= 3 && elapsed >= duration;
     let seconds = time_steps(&mut running, is_enough)?;
     let tokens_per_s = running.trainer.global_batch() as f64 * f64::from(spec.data.seq_len) / seconds;
-    let flops = tokens_per_s * running.trainer.model.flops_per_token(spec.data.seq_len as usize);
-    let peak = PEAKS.iter().find(|(name, _)| cuda.properties().name.contains(name));
+    let flops = tokens_per_s * running.trainer.model.compute_flops_per_token(spec.data.seq_len as usize);
+    let peak = PEAK_BF16_FLOPS.iter().find(|(name, _)| cuda.properties().name.contains(name));
     let mfu = peak.map(|(_, peak)| flops / peak);
-    let memory = cuda.peak_memory();
+    let memory = cuda.peak_memory_bytes();
     let save = timed.saves.then(|| measure_save(&mut running, &job, seconds)).transpose()?;
     Ok(Measurement { tokens_per_s, flops, mfu, memory, save })
 }
 
-/// Takes steps until `is_enough` accepts their number and time. Returns the seconds of one step.
+/// Runs steps until `is_enough` accepts their number and time. Returns the mean seconds of one
+/// step.
 fn time_steps(
     running: &mut RunningTrainer,
     is_enough: &mut dyn FnMut(u32, Duration) -> bool,
@@ -342,7 +351,7 @@ fn time_steps(
     Ok(began.elapsed().as_secs_f64() / f64::from(steps.max(1)))
 }
 
-/// A directory that is removed when this value is dropped.
+/// A directory that is removed when this object is dropped.
 struct TemporaryDirectory(PathBuf);
 
 impl Drop for TemporaryDirectory {
@@ -352,7 +361,8 @@ impl Drop for TemporaryDirectory {
     }
 }
 
-/// Saves once while training continues. `step_seconds` is the time of a step without saving.
+/// Saves once while training continues. Returns the text of the cell about saving. `step_seconds`
+/// is the time of a step without saving.
 fn measure_save(
     running: &mut RunningTrainer,
     job: &JobSpec,
@@ -363,30 +373,37 @@ fn measure_save(
         Diagnostic::error(codes::command::CURRENT_DIRECTORY_UNAVAILABLE, message).with_cause(&e)
     })?;
     let directory = TemporaryDirectory(here.join(format!("gpu-check-{}", std::process::id())));
-    let mut saver = checkpoint_saver(running, job, &directory.0);
+    let mut saver = build_checkpoint_saver(running, job, &directory.0);
     // A run allocates this memory when it starts.
     saver.wait_for_staging(running)?;
     running.trainer.ops.synchronize();
     let began = Instant::now();
-    saver.begin(running)?;
+    saver.begin_save(running)?;
     let blocked = began.elapsed().as_secs_f64();
     let during = time_steps(running, &mut |steps, _| steps > 0 && !saver.is_writing())?;
-    let saved = saver.finish(running)?.ok_or_else(|| {
+    let saved = saver.finish_save(running)?.ok_or_else(|| {
         Diagnostic::error(codes::training::CHECKPOINT_WRITER_FAILED, "no checkpoint was saved")
     })?;
     let slowdown = 100.0 * (1.0 - step_seconds / during);
     Ok(format!("{:.0} ms, {:.1} s, {slowdown:.1} %", 1e3 * blocked, saved.seconds))
 }
 
-fn checkpoint_saver(running: &RunningTrainer, job: &JobSpec, directory: &Path) -> CheckpointSaver {
+/// Creates the saver of a checkpoint in `directory`.
+fn build_checkpoint_saver(running: &RunningTrainer, job: &JobSpec, directory: &Path) -> CheckpointSaver {
     let units: Vec<_> = running.trainer.engine.shards.iter().map(|s| s.unit.clone()).collect();
     let metadata = RunMetadata {
-        model: checkpoint_model_spec(running.trainer.model.as_ref(), &units, running.train_spec(), 0),
+        model: build_checkpoint_model_spec(running.trainer.model.as_ref(), &units, running.train_spec(), 0),
         tokenizer: Vec::new(),
         job: job.clone(),
         data_digest: "generated".into(),
         rng_generation: 0,
         rng_decision: serde_json::Value::Null,
     };
-    CheckpointSaver::new(directory.into(), job.checkpoint.clone(), metadata, None, StorageLayout::shared(1))
+    CheckpointSaver::new(
+        directory.into(),
+        job.checkpoint.clone(),
+        metadata,
+        None,
+        StorageTopology::for_shared_directory(1),
+    )
 }

@@ -6,7 +6,7 @@ use super::{
 };
 use crate::{
     consensus::exchange_values,
-    error::{Error, Result, unreadable_checkpoint},
+    error::{Error, Result, to_unreadable_checkpoint_error},
 };
 use ckpt::{BlockRange, BlockSink, CkptError, Dtype, TensorInfo, TensorSource, TextFile, TrainingState};
 use device::Buf;
@@ -15,41 +15,44 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use std::{path::Path, sync::PoisonError};
 
-/// Elements of a block: 1 MiB as `f32`. The collectives move `f32` without changing any bits.
+/// The number of `f32` elements in a block of 1 MiB. Collectives transfer `f32` without changing
+/// any bits.
 const BLOCK_ELEMENTS: usize = (1 << 20) / 4;
 
-/// What a rank requests at the beginning of a fetch.
+/// The request of one rank at the beginning of a fetch.
 #[derive(Default, Serialize, Deserialize)]
 struct FetchRequest {
-    /// Set by rank 0 when it has read everything.
+    /// Whether rank 0 has read everything, so that serving ends.
     end: bool,
-    /// The blocks that this rank needs and its host does not have.
+    /// The blocks that this rank needs and that its host does not have.
     missing: Vec<BlockRange>,
 }
 
 impl HostLocalCheckpoint {
-    /// Sends blocks to rank 0 until it calls [`HostLocalCheckpoint::end_serving`]. Collective.
+    /// Sends blocks to rank 0 until rank 0 calls [`HostLocalCheckpoint::end_serving`]. Collective:
+    /// every rank except rank 0 must call it.
     pub(crate) fn serve_blocks(&self) -> Result<()> {
         while !self.fetch_blocks(FetchRequest::default(), &mut |_, _, _| Ok(()))? {}
-        self.check_collectives()
+        self.fail_on_collective_error()
     }
 
-    /// Ends [`HostLocalCheckpoint::serve_blocks`] on the other ranks when rank 0 has read
-    /// everything. Collective.
+    /// Ends [`HostLocalCheckpoint::serve_blocks`] on the other ranks. Rank 0 calls it when it has
+    /// read everything.
     pub(crate) fn end_serving(&self) -> Result<()> {
-        self.check_collectives()?;
+        self.fail_on_collective_error()?;
         self.fetch_blocks(FetchRequest { end: true, missing: Vec::new() }, &mut |_, _, _| Ok(())).map(drop)
     }
 
     /// Fails with the first error of a collective, if there was one.
-    fn check_collectives(&self) -> Result<()> {
+    fn fail_on_collective_error(&self) -> Result<()> {
         let error = self.collective_error.lock().unwrap_or_else(PoisonError::into_inner);
         error.clone().map_or(Ok(()), Err)
     }
 
-    /// Performs one fetch of all ranks. Returns whether it was the last. Collective.
+    /// Runs one fetch of all ranks. Returns whether it was the last one. Collective: every rank
+    /// must call it.
     ///
-    /// An unreadable or invalid block does not interrupt the fetch of other blocks; the error is
+    /// An unreadable or invalid block does not interrupt the fetch of other blocks. The error is
     /// returned at the end.
     fn fetch_blocks(&self, request: FetchRequest, sink: &mut BlockSink<'_>) -> Result<bool> {
         let rank = self.queue.comm().rank();
@@ -59,20 +62,21 @@ impl HostLocalCheckpoint {
         }
         let missing: Vec<Vec<BlockRange>> = requests.into_iter().map(|r| r.missing).collect();
         let is_needed = missing.iter().any(|m| !m.is_empty());
-        let blocks = self.checkpoint.blocks();
+        let blocks = self.checkpoint.block_counts();
         let mut schedule = FetchSchedule::new(missing, &self.holders, &blocks)?;
         let (mut read_error, mut sink_error) = (None, None);
         loop {
-            let round = schedule.next_round();
+            let round = schedule.plan_next_round();
             if round.is_empty() {
                 break;
             }
-            let (send, send_counts) = self.read_outgoing(rank, &round, &mut read_error);
+            let (send, send_counts) = self.read_outgoing_blocks(rank, &round, &mut read_error);
             let received = self.exchange_blocks(rank, &round, send, send_counts)?;
-            let result = self.deliver(rank, &round, &received, &mut |file, block, bytes| match sink_error {
-                None => sink(file, block, bytes),
-                Some(_) => Ok(()),
-            });
+            let result =
+                self.deliver_blocks(rank, &round, &received, &mut |file, block, bytes| match sink_error {
+                    None => sink(file, block, bytes),
+                    Some(_) => Ok(()),
+                });
             sink_error = sink_error.or(result.err());
         }
         if is_needed {
@@ -82,12 +86,14 @@ impl HostLocalCheckpoint {
                 return Err(error.into());
             }
         }
-        sink_error.map_or(Ok(false), |e: CkptError| Err(unreadable_checkpoint(e)))
+        sink_error.map_or(Ok(false), |e: CkptError| Err(to_unreadable_checkpoint_error(e)))
     }
 
-    /// Reads the blocks that this rank sends in a round, in the order of the receivers. Unreadable
-    /// blocks are sent as zeros, and the first error is stored in `read_error`.
-    fn read_outgoing(
+    /// Reads the blocks that this rank sends in a round, in the order of the receivers. Returns the
+    /// data and the number of elements for each receiver.
+    ///
+    /// Unreadable blocks are sent as zeros, and the first error is stored in `read_error`.
+    fn read_outgoing_blocks(
         &self,
         rank: usize,
         round: &[BlockTransfer],
@@ -96,12 +102,12 @@ impl HostLocalCheckpoint {
         let mine: Vec<&BlockTransfer> = round.iter().filter(|t| t.from == rank).collect();
         let mut counts = vec![0; self.queue.comm().world()];
         for t in &mine {
-            counts[t.to] += element_count(&t.run);
+            counts[t.to] += count_block_elements(&t.run);
         }
         let mut send = Buf::zeroed(counts.iter().sum());
         let mut offset = 0;
         for t in mine {
-            let elements = element_count(&t.run);
+            let elements = count_block_elements(&t.run);
             let out = bytemuck::cast_slice_mut::<f32, u8>(&mut send.host_mut()[offset..offset + elements]);
             let first = t.run.blocks.start;
             let read = self.checkpoint.read_blocks(&t.run, &mut |_, block, bytes| {
@@ -110,14 +116,14 @@ impl HostLocalCheckpoint {
                 Ok(())
             });
             if let Err(e) = read {
-                read_error.get_or_insert_with(|| unreadable_block_error(rank, e));
+                read_error.get_or_insert_with(|| build_unreadable_block_error(rank, e));
             }
             offset += elements;
         }
         (send, counts)
     }
 
-    /// Sends and receives the blocks of a round. Collective.
+    /// Sends and receives the blocks of a round. Collective: every rank must call it.
     fn exchange_blocks(
         &self,
         rank: usize,
@@ -127,24 +133,24 @@ impl HostLocalCheckpoint {
     ) -> Result<ReceivedBlocks> {
         let mut counts = vec![0; self.queue.comm().world()];
         for t in round.iter().filter(|t| t.to == rank) {
-            counts[t.from] += element_count(&t.run);
+            counts[t.from] += count_block_elements(&t.run);
         }
         let mut buf = Buf::zeroed(counts.iter().sum());
-        Ok(self.queue.run(move |c| {
+        Ok(self.queue.run_and_wait(move |c| {
             c.all_to_all(buf.view_mut(), &counts, send.view(), &send_counts)?;
             Ok(ReceivedBlocks { buf, counts })
         })?)
     }
 
     /// Passes the received blocks to `sink`, in the order in which they were requested.
-    fn deliver(
+    fn deliver_blocks(
         &self,
         rank: usize,
         round: &[BlockTransfer],
         received: &ReceivedBlocks,
         sink: &mut BlockSink<'_>,
     ) -> ckpt::Result<()> {
-        let sizes: Vec<u64> = self.checkpoint.files().map(|(_, bytes)| bytes).collect();
+        let sizes: Vec<u64> = self.checkpoint.shard_sizes().map(|(_, bytes)| bytes).collect();
         let mut next: Vec<usize> =
             received.counts.iter().scan(0, |at, n| Some(std::mem::replace(at, *at + n))).collect();
         for t in round.iter().filter(|t| t.to == rank) {
@@ -164,18 +170,20 @@ impl HostLocalCheckpoint {
 /// The blocks received in one round, ordered by sender.
 struct ReceivedBlocks {
     buf: Buf,
-    /// For each sender: its number of elements.
+    /// By sender: the number of elements.
     counts: Vec<usize>,
 }
 
-fn unreadable_block_error(rank: usize, error: CkptError) -> Diagnostic {
+/// Builds the error of `rank`, which cannot read the blocks that it sends.
+fn build_unreadable_block_error(rank: usize, error: CkptError) -> Diagnostic {
     let message = format!("rank {rank} cannot read its blocks of the checkpoint");
     let diagnostic = Diagnostic::error(codes::training::RESUME_FETCH_FAILED, message);
     diagnostic.with_field("rank", rank).with_cause(&error)
 }
 
-/// Number of `f32` elements that transport these blocks. The last block of a file is padded.
-fn element_count(run: &BlockRange) -> usize {
+/// Computes the number of `f32` elements in which these blocks are transferred. The last block of a
+/// file is padded.
+fn count_block_elements(run: &BlockRange) -> usize {
     (run.blocks.end - run.blocks.start) as usize * BLOCK_ELEMENTS
 }
 
@@ -188,14 +196,15 @@ impl TensorSource for HostLocalCheckpoint {
         self.checkpoint.tensors().collect()
     }
 
-    /// Collective: every rank calls it or [`HostLocalCheckpoint::serve_blocks`].
+    /// Reads ranges of tensors. Collective: every rank must call it or
+    /// [`HostLocalCheckpoint::serve_blocks`].
     fn read_many(&self, requests: &mut [ckpt::ReadRequest<'_>]) -> ckpt::Result<()> {
         let fetch = |missing: Vec<BlockRange>, sink: &mut BlockSink<'_>| {
             let request = FetchRequest { end: false, missing };
-            self.fetch_blocks(request, sink).map(drop).map_err(|e| self.fetch_error(e))
+            self.fetch_blocks(request, sink).map(drop).map_err(|e| self.record_fetch_error(e))
         };
         let mut has_fetched = false;
-        let read = self.checkpoint.read_many_with(requests, &mut |missing, sink| {
+        let read = self.checkpoint.read_many_with_fetcher(requests, &mut |missing, sink| {
             has_fetched = true;
             fetch(missing, sink)
         });
@@ -215,8 +224,8 @@ impl TensorSource for HostLocalCheckpoint {
         self.checkpoint.weights_dtype()
     }
 
-    fn state(&self) -> TrainingState {
-        self.checkpoint.state()
+    fn training_state(&self) -> TrainingState {
+        self.checkpoint.training_state()
     }
 
     fn tokens(&self) -> Option<u64> {
@@ -227,21 +236,21 @@ impl TensorSource for HostLocalCheckpoint {
         self.checkpoint.hf_config()
     }
 
-    fn adapter(&self) -> Option<&Value> {
-        self.checkpoint.adapter()
+    fn adapter_config(&self) -> Option<&Value> {
+        self.checkpoint.adapter_config()
     }
 
-    fn texts(&self) -> &[TextFile] {
-        self.checkpoint.texts()
+    fn text_files(&self) -> &[TextFile] {
+        self.checkpoint.text_files()
     }
 }
 
 impl HostLocalCheckpoint {
-    /// Converts an error of [`HostLocalCheckpoint::fetch_blocks`] to one of reading. The first
-    /// failure of a collective is kept, because no further collective is possible.
-    fn fetch_error(&self, e: Error) -> CkptError {
+    /// Converts an error of [`HostLocalCheckpoint::fetch_blocks`] to an error of reading. Records
+    /// the first failure of a collective, because no further collective is possible.
+    fn record_fetch_error(&self, e: Error) -> CkptError {
         let source = Box::new(e.diagnostic().clone());
-        if e.exit() != contract::exit::WorkerExit::Checkpoint {
+        if e.to_worker_exit() != contract::exit::WorkerExit::Checkpoint {
             *self.collective_error.lock().unwrap_or_else(PoisonError::into_inner) = Some(e);
         }
         CkptError::FetchFailed { path: self.checkpoint.path().to_owned(), source }

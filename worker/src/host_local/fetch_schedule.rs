@@ -1,10 +1,11 @@
 //! [`FetchSchedule`]: which rank sends which blocks of a checkpoint to which rank, in rounds of
-//! limited memory. Every rank computes the same schedule. Pure.
+//! limited memory. Every rank computes the same schedule.
 use ckpt::BlockRange;
 use diagnostic::{Diagnostic, codes};
 use std::{collections::VecDeque, ops::Range};
 
-/// Most blocks (of 1 MiB) that a rank sends in one round; also the most that it receives.
+/// The largest number of blocks (of 1 MiB) that a rank sends in one round, and that it receives in
+/// one round.
 pub(super) const ROUND_BLOCKS: u64 = 8;
 
 /// Consecutive blocks that one rank sends to another.
@@ -15,18 +16,18 @@ pub(super) struct BlockTransfer {
     pub(super) run: BlockRange,
 }
 
-/// Plans the transfers of missing blocks, round by round.
+/// The blocks that ranks are missing, from which the transfers are planned round by round.
 pub(super) struct FetchSchedule<'h> {
     missing: Vec<VecDeque<BlockRange>>,
     holders: &'h [Vec<usize>],
 }
 
 impl<'h> FetchSchedule<'h> {
-    /// A schedule for the blocks that each rank is `missing`. `holders` are the ranks that have
-    /// each file, `blocks` the numbers of blocks of the files.
+    /// Creates a schedule for the blocks that each rank is `missing`. `holders` are the ranks that
+    /// have each file, and `blocks` the numbers of blocks of the files.
     ///
     /// # Errors
-    /// A rank requests a block that does not exist or that no rank has.
+    /// Fails if a rank requests a block that does not exist or that no rank has.
     pub(super) fn new(
         missing: Vec<Vec<BlockRange>>,
         holders: &'h [Vec<usize>],
@@ -48,9 +49,9 @@ impl<'h> FetchSchedule<'h> {
         Ok(FetchSchedule { missing: missing.into_iter().map(VecDeque::from).collect(), holders })
     }
 
-    /// The transfers of the next round, ordered by receiver, for each receiver in the order of its
-    /// requests. Empty when all blocks are sent.
-    pub(super) fn next_round(&mut self) -> Vec<BlockTransfer> {
+    /// Plans the transfers of the next round, ordered by receiver and then by request. Returns no
+    /// transfers if all blocks are sent.
+    pub(super) fn plan_next_round(&mut self) -> Vec<BlockTransfer> {
         let mut sends = vec![0u64; self.missing.len()];
         let mut round = Vec::new();
         for (to, queue) in self.missing.iter_mut().enumerate() {
@@ -73,7 +74,9 @@ impl<'h> FetchSchedule<'h> {
     }
 }
 
-/// The holder with the fewest blocks to send in this round; `None` if all send [`ROUND_BLOCKS`].
+/// Selects the holder with the fewest blocks to send in this round. Returns `None` if all holders
+/// send [`ROUND_BLOCKS`].
+///
 /// The search starts at a different holder for each receiver.
 fn select_sender(holders: &[usize], to: usize, sends: &[u64]) -> Option<usize> {
     let rotated = (0..holders.len()).map(|i| holders[(i + to) % holders.len()]);
@@ -101,7 +104,7 @@ mod tests {
             let mut schedule = FetchSchedule::new(missing.clone(), &holders, &[70, 70, 70]).unwrap();
             let mut received: Vec<Vec<BlockRange>> = vec![Vec::new(); 4];
             loop {
-                let round = schedule.next_round();
+                let round = schedule.plan_next_round();
                 if round.is_empty() { break }
                 for rank in 0..4 {
                     let sum = |mine: &dyn Fn(&BlockTransfer) -> bool| -> u64 {

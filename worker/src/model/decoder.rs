@@ -1,8 +1,7 @@
-//! [`Decoder`]: the decoder-only transformer that all families except GPT-2 share, with RMSNorm,
-//! rotary embedding, grouped-query attention, and SwiGLU, GeGLU or experts.
+//! [`DecoderModel`]: the decoder-only transformer of all families except GPT-2, with RMSNorm, rotary
+//! embedding, grouped-query attention, and SwiGLU, GeGLU or experts.
 //!
-//! [`DecoderConfig`] has the options in which families differ. Each backward function follows its
-//! forward function.
+//! [`DecoderConfig`] has the options in which families differ.
 mod attention;
 mod decoder_config;
 mod layer_adapters;
@@ -10,56 +9,62 @@ mod layer_layout;
 mod mlp;
 mod moe_block;
 
-use super::dropout::DropoutModule;
+use super::dropout_module::DropoutModule;
 use super::error::{ModelError, Result};
-use super::linear::{self, LinearPrecision};
-use super::lora::{self, Adapters, Lora};
-use super::moe::{MoeModel, router_loss_coefficients};
-use super::rope::RopeTables;
+use super::linear_precision::{self, LinearPrecision};
+use super::lora::{self, LayerAdapters, LoraConfig};
+use super::moe::{MoeModel, select_router_loss_coefficients};
+use super::rotary_embedding::RopeTables;
 use super::{
-    ActivationBuffers, Batch, F32Buffers, HeadGrads, HeadParams, LayerInput, Model, TiedWeight, split_buffers,
+    ActivationBuffers, F32BufferIndices, HeadGrads, HeadParams, LayerInput, MicroBatch, Model, TiedWeight,
+    borrow_first_buffers,
 };
 use crate::params::{ParamInit, ParamSpec, ParamUnit};
 use contract::job::ExpertsSpec;
-pub(super) use decoder_config::{ATTENTION_DROPOUT, DecoderConfig, spec_to_hf_config};
+pub(super) use decoder_config::{ATTENTION_DROPOUT, DecoderConfig, build_decoder_hf_config};
 use device::{
     Buf, Ops, View, ViewMut,
     ops::{ClassifierGrads, WriteMode},
 };
-use layer_layout::{LayerSpans, layer_unit};
+use layer_layout::{DecoderLayerSpans, build_layer_unit};
 pub(super) use moe_block::ExpertTensorNames;
 use serde_json::{Map, Value};
 
-const EMBEDDING: &str = "model.embed_tokens.weight";
-const LM_HEAD: &str = "lm_head.weight";
+/// The stored name of the embedding matrix.
+const EMBEDDING_NAME: &str = "model.embed_tokens.weight";
+/// The stored name of the head's matrix, which is not stored if it is tied to the embedding.
+const LM_HEAD_NAME: &str = "lm_head.weight";
 
 /// A decoder-only transformer with its config.
-pub(super) struct Decoder {
+pub(super) struct DecoderModel {
     config: DecoderConfig,
+    /// The config.json from which `config` was read.
     hf_config: Map<String, Value>,
+    /// The rotary embedding of layers with full attention.
     rope_tables: RopeTables,
-    /// The tables of sliding-window layers; `None` if they equal `rope_tables`.
+    /// The rotary embedding of sliding-window layers; `None` if it equals `rope_tables`.
     sliding_rope_tables: Option<RopeTables>,
     /// The layout of a dense layer. A layer with experts has an equal layout up to the norm before
     /// its router.
-    spans: LayerSpans,
-    /// The elements of the matrices of all layers by which one token is multiplied.
+    spans: DecoderLayerSpans,
+    /// The number of elements of the matrices of all layers by which one token is multiplied.
     matrix_elements: usize,
-    /// For each layer the matrices whose gradients are computed.
-    grad_masks: Vec<GradMask>,
+    /// For each layer, the matrices whose gradients are computed.
+    grad_masks: Vec<DecoderGradMask>,
     /// Whether the gradient of the head's matrix is computed.
     needs_head_grad: bool,
     /// The LoRA adapters of each layer; empty without LoRA.
-    adapters: Vec<Adapters>,
+    adapters: Vec<LayerAdapters>,
     /// The dropout of attention probabilities of each layer.
     dropout: Vec<DropoutModule>,
     /// The precision of the layers' matmuls.
     linear: LinearPrecision,
 }
 
-/// For each matrix of a layer whether its gradient is computed: whether a part of it is trained.
+/// For each matrix of a layer, whether its gradient is computed, because a part of the matrix is
+/// trained.
 #[derive(Clone, Copy)]
-pub(super) struct GradMask {
+pub(super) struct DecoderGradMask {
     pub(super) qkv: bool,
     pub(super) o: bool,
     pub(super) gate_up: bool,
@@ -67,24 +72,28 @@ pub(super) struct GradMask {
     pub(super) router: bool,
 }
 
-/// Builds a decoder for sequences of at most `tokens` tokens. `hf_config` is the config.json that
-/// `config` was read from.
-pub(super) fn build(config: DecoderConfig, hf_config: &Map<String, Value>, tokens: usize) -> Box<dyn Model> {
+/// Builds a decoder for sequences of at most `tokens` tokens. `hf_config` is the config.json from
+/// which `config` was read.
+pub(super) fn build_decoder(
+    config: DecoderConfig,
+    hf_config: &Map<String, Value>,
+    tokens: usize,
+) -> Box<dyn Model> {
     let rope_tables = RopeTables::new(&config.rope, tokens, config.head_dim);
     let sliding_rope_tables = config.sliding_rope.map(|rope| RopeTables::new(&rope, tokens, config.head_dim));
-    let spans = layer_unit(&config, None).1;
+    let spans = build_layer_unit(&config, None).1;
     let active_expert_elements = |l: usize| match &config.moe {
         Some(moe) if config.is_moe_layer(l) => moe.shape.per_token * moe.shape.expert_len(),
         _ => 0,
     };
     let layer_matrix_elements = |l: usize| -> usize {
-        let params = layer_unit(&config, Some(l)).0.params;
+        let params = build_layer_unit(&config, Some(l)).0.params;
         let dense = params.iter().filter(|p| p.shape.len() == 2).map(ParamSpec::len).sum::<usize>();
         active_expert_elements(l) + dense
     };
     let matrix_elements = (0..config.layers).map(layer_matrix_elements).sum();
-    let full_mask = GradMask { qkv: true, o: true, gate_up: true, down: true, router: true };
-    let mut model = Decoder {
+    let full_mask = DecoderGradMask { qkv: true, o: true, gate_up: true, down: true, router: true };
+    let mut model = DecoderModel {
         grad_masks: vec![full_mask; config.layers],
         config,
         hf_config: hf_config.clone(),
@@ -101,14 +110,15 @@ pub(super) fn build(config: DecoderConfig, hf_config: &Map<String, Value>, token
     Box::new(model)
 }
 
-impl Decoder {
-    /// The width of the concatenated outputs of the attention heads.
-    fn o_width(&self) -> usize {
+impl DecoderModel {
+    /// Returns the width of the concatenated outputs of the attention heads.
+    fn attention_width(&self) -> usize {
         self.config.heads * self.config.head_dim
     }
 
-    /// The factors of a norm: its weight, or 1 + weight, which is written to `buffer` in f32.
-    fn norm_factors<'a>(&self, ops: &dyn Ops, weight: View<'a>, buffer: &'a mut Buf) -> View<'a> {
+    /// Returns the factors by which a norm multiplies: the weight, or 1 + weight. Writes the latter
+    /// to `buffer` in f32.
+    fn compute_norm_factors<'a>(&self, ops: &dyn Ops, weight: View<'a>, buffer: &'a mut Buf) -> View<'a> {
         if !self.config.norms_add_one {
             return weight;
         }
@@ -118,9 +128,9 @@ impl Decoder {
         buffer.view().slice(0..n)
     }
 
-    /// The head's matrix, `[vocab, hidden]`, from the embedding if it is tied, and the weight of
-    /// the final norm.
-    fn head_weights<'a>(&self, p: &HeadParams<'a>) -> (View<'a>, View<'a>) {
+    /// Returns the head's matrix, `[vocab, hidden]`, and the weight of the final norm. The matrix
+    /// is the embedding if they are tied.
+    fn select_head_weights<'a>(&self, p: &HeadParams<'a>) -> (View<'a>, View<'a>) {
         let d = self.config.hidden_size;
         let norm = p.head.slice(0..d);
         let matrix = p.embedding.unwrap_or_else(|| p.head.slice(d..d + self.config.vocab_size * d));
@@ -128,8 +138,8 @@ impl Decoder {
     }
 }
 
-impl Model for Decoder {
-    fn units(&self) -> Vec<ParamUnit> {
+impl Model for DecoderModel {
+    fn param_units(&self) -> Vec<ParamUnit> {
         let matrix = |name: &str| ParamSpec {
             name: name.into(),
             shape: vec![self.config.vocab_size, self.config.hidden_size],
@@ -138,36 +148,36 @@ impl Model for Decoder {
         let mut head = vec![ParamSpec {
             name: "model.norm.weight".into(),
             shape: vec![self.config.hidden_size],
-            init: self.config.norm_init(),
+            init: self.config.initial_norm_weights(),
         }];
         if !self.has_tied_embeddings() {
-            head.push(matrix(LM_HEAD));
+            head.push(matrix(LM_HEAD_NAME));
         }
-        let layers =
-            (0..self.config.layers).map(|l| self.with_adapters(l, layer_unit(&self.config, Some(l)).0));
-        std::iter::once(ParamUnit::new("embedding", vec![matrix(EMBEDDING)]))
+        let layers = (0..self.config.layers)
+            .map(|l| self.append_adapter_params(l, build_layer_unit(&self.config, Some(l)).0));
+        std::iter::once(ParamUnit::new("embedding", vec![matrix(EMBEDDING_NAME)]))
             .chain(layers)
             .chain(std::iter::once(ParamUnit::new("head", head)))
             .collect()
     }
 
-    fn add_lora(&mut self, lora: &Lora) -> Result<()> {
+    fn add_lora_adapters(&mut self, lora: &LoraConfig) -> Result<()> {
         self.add_adapters(lora)
     }
 
     fn linear_shapes(&self) -> Vec<(usize, usize)> {
-        let (d, f) = (self.config.hidden_size, self.config.dense_width());
-        vec![(d, self.qkv_width()), (self.o_width(), d), (d, 2 * f), (f, d)]
+        let (d, f) = (self.config.hidden_size, self.config.dense_mlp_width());
+        vec![(d, self.qkv_width()), (self.attention_width(), d), (d, 2 * f), (f, d)]
     }
 
     fn enable_fp8(&mut self) -> Result<()> {
         if self.config.moe.is_some() {
             return Err(ModelError::Fp8MoeUnsupported);
         }
-        linear::check_fp8_sizes(&[
+        linear_precision::check_fp8_sizes(&[
             ("hidden_size", self.config.hidden_size),
             ("intermediate_size", self.config.intermediate_size),
-            ("num_attention_heads * head_dim", self.o_width()),
+            ("num_attention_heads * head_dim", self.attention_width()),
             ("(num_attention_heads + 2 * num_key_value_heads) * head_dim", self.qkv_width()),
         ])?;
         self.linear = LinearPrecision::Fp8;
@@ -185,11 +195,11 @@ impl Model for Decoder {
         self.dropout = (0..self.config.layers).map(module).collect();
     }
 
-    fn set_trained(&mut self, units: &[ParamUnit]) {
+    fn set_trained_params(&mut self, units: &[ParamUnit]) {
         let s = &self.spans;
         let grad_mask = |(l, u): (usize, &ParamUnit)| {
             let is_moe = self.config.is_moe_layer(l);
-            GradMask {
+            DecoderGradMask {
                 qkv: u.has_trained_in(s.qkv.clone()),
                 o: u.has_trained_in(s.o.clone()),
                 gate_up: !is_moe && u.has_trained_in(s.gate_up.clone()),
@@ -228,7 +238,7 @@ impl Model for Decoder {
     }
 
     fn tied_weights(&self) -> Vec<TiedWeight> {
-        let tie = TiedWeight { alias: LM_HEAD.into(), target: EMBEDDING.into() };
+        let tie = TiedWeight { alias: LM_HEAD_NAME.into(), target: EMBEDDING_NAME.into() };
         if self.has_tied_embeddings() { vec![tie] } else { Vec::new() }
     }
 
@@ -236,7 +246,7 @@ impl Model for Decoder {
         &self.hf_config
     }
 
-    fn flops_per_token(&self, t: usize) -> f64 {
+    fn compute_flops_per_token(&self, t: usize) -> f64 {
         let matrix_elements =
             self.matrix_elements as f64 + (self.config.vocab_size * self.config.hidden_size) as f64;
         let whole = t as f64;
@@ -246,7 +256,7 @@ impl Model for Decoder {
             _ => whole,
         };
         let keys: f64 = self.config.sliding_layers.iter().map(keys).sum();
-        6.0 * matrix_elements + 6.0 * keys * self.o_width() as f64
+        6.0 * matrix_elements + 6.0 * keys * self.attention_width() as f64
     }
 
     /// The buffers, by index, with `qkv` the widths of q, k and v together and `o` the width of the
@@ -266,18 +276,18 @@ impl Model for Decoder {
     /// 12. 1/rms of buffer 11, `[rows]`
     ///
     /// Buffers of absent norms are empty.
-    fn saved_lengths(&self, b: usize, t: usize) -> Vec<usize> {
+    fn saved_buffer_lengths(&self, b: usize, t: usize) -> Vec<usize> {
         let m = b * t;
         let output_norm_rows = if self.config.has_output_norms { m } else { 0 };
         let heads = if self.config.has_qk_norm { self.config.heads + self.config.kv_heads } else { 0 };
         vec![
             m,
             m * self.qkv_width(),
-            m * self.o_width(),
+            m * self.attention_width(),
             b * self.config.heads * t,
             m * self.config.hidden_size,
             m,
-            m * 2 * self.config.dense_width(),
+            m * 2 * self.config.dense_mlp_width(),
             m * heads * self.config.head_dim,
             m * heads,
             output_norm_rows * self.config.hidden_size,
@@ -298,21 +308,21 @@ impl Model for Decoder {
     /// 7. the router's logits, `[rows, experts]`
     /// 8. 1/rms of the head's input, `[rows]`
     ///
-    /// The buffers of [`lora::LoraScratch`] follow.
-    fn scratch_lengths(&self, b: usize, t: usize) -> Vec<usize> {
-        let (m, d, f) = (b * t, self.config.hidden_size, self.config.dense_width());
+    /// The buffers of [`lora::LoraScratchBuffers`] follow.
+    fn scratch_buffer_lengths(&self, b: usize, t: usize) -> Vec<usize> {
+        let (m, d, f) = (b * t, self.config.hidden_size, self.config.dense_mlp_width());
         let factors = if self.config.norms_add_one { d.max(self.config.head_dim) } else { 0 };
         let logits = m * self.config.moe.as_ref().map_or(0, |moe| moe.shape.experts);
-        let (o, qkv) = (m * self.o_width(), m * self.qkv_width());
+        let (o, qkv) = (m * self.attention_width(), m * self.qkv_width());
         let lengths = [m * d, m * d, m * f, m * 2 * f, o, qkv, factors, logits, m];
-        lengths.into_iter().chain(lora::scratch_lengths(&self.adapters, m)).collect()
+        lengths.into_iter().chain(lora::lora_scratch_lengths(&self.adapters, m)).collect()
     }
 
-    fn f32_buffers(&self) -> F32Buffers {
-        F32Buffers { saved: &[0, 3, 5, 8, 10, 12], scratch: &[6, 7, 8, 9, 10, 11, 12, 13] }
+    fn f32_buffer_indices(&self) -> F32BufferIndices {
+        F32BufferIndices { saved: &[0, 3, 5, 8, 10, 12], scratch: &[6, 7, 8, 9, 10, 11, 12, 13] }
     }
 
-    fn moe(&self) -> Option<&dyn MoeModel> {
+    fn as_moe_model(&self) -> Option<&dyn MoeModel> {
         self.config.moe.as_ref().map(|_| self as &dyn MoeModel)
     }
 
@@ -325,18 +335,18 @@ impl Model for Decoder {
 
     fn set_router_losses(&mut self, spec: &ExpertsSpec) {
         if let Some(moe) = &mut self.config.moe {
-            moe.losses = router_loss_coefficients(spec, moe.losses.aux);
+            moe.losses = select_router_loss_coefficients(spec, moe.losses.aux);
         }
     }
 
-    fn embedding_forward(&self, ops: &dyn Ops, params: View, batch: &Batch, mut x: ViewMut) {
+    fn embedding_forward(&self, ops: &dyn Ops, params: View, batch: &MicroBatch, mut x: ViewMut) {
         ops.embedding_forward(x.reborrow(), params, &batch.tokens, self.config.hidden_size);
         if let Some(scale) = self.config.embedding_scale {
             ops.scale(x, scale);
         }
     }
 
-    fn embedding_backward(&self, ops: &dyn Ops, grads: ViewMut, batch: &Batch, mut dx: ViewMut) {
+    fn embedding_backward(&self, ops: &dyn Ops, grads: ViewMut, batch: &MicroBatch, mut dx: ViewMut) {
         if let Some(scale) = self.config.embedding_scale {
             ops.scale(dx.reborrow(), scale);
         }
@@ -374,14 +384,14 @@ impl Model for Decoder {
         scratch: &mut ActivationBuffers,
     ) {
         let mut g = grads;
-        for span in self.spans.accumulated_spans() {
+        for span in self.spans.list_accumulated_spans() {
             ops.clear(g.slice_mut(span));
         }
         self.mlp_backward(ops, input, &mut g, dx.reborrow(), saved, scratch);
         self.attention_backward(ops, input, &mut g, dx, saved, scratch);
     }
 
-    fn logits(
+    fn compute_logits(
         &self,
         ops: &dyn Ops,
         params: HeadParams,
@@ -390,9 +400,10 @@ impl Model for Decoder {
         scratch: &mut ActivationBuffers,
     ) {
         let (d, v) = (self.config.hidden_size, self.config.vocab_size);
-        let (matrix, w_norm) = self.head_weights(&params);
-        let [norm, _, _, _, _, _, norm_buffer, _, rstd, ..] = split_buffers::<14>(scratch);
-        let (mut norm, w_norm) = (norm.view_mut().slice(0..d), self.norm_factors(ops, w_norm, norm_buffer));
+        let (matrix, w_norm) = self.select_head_weights(&params);
+        let [norm, _, _, _, _, _, norm_buffer, _, rstd, ..] = borrow_first_buffers::<14>(scratch);
+        let (mut norm, w_norm) =
+            (norm.view_mut().slice(0..d), self.compute_norm_factors(ops, w_norm, norm_buffer));
         ops.rmsnorm_forward(
             norm.reborrow(),
             rstd.view_mut().slice(0..1),
@@ -402,17 +413,17 @@ impl Model for Decoder {
             d,
             self.config.norm_eps,
         );
-        ops.logits(out.reborrow(), norm.as_view(), matrix, 1, d, v);
+        ops.compute_logits(out.reborrow(), norm.as_view(), matrix, 1, d, v);
         if let Some(cap) = self.config.logit_softcap {
             ops.softcap(out, cap);
         }
     }
 
-    fn head_loss(
+    fn compute_head_loss(
         &self,
         ops: &dyn Ops,
         params: HeadParams,
-        batch: &Batch,
+        batch: &MicroBatch,
         x: View,
         loss: ViewMut,
         grads: Option<HeadGrads>,
@@ -420,12 +431,22 @@ impl Model for Decoder {
     ) {
         let (m, d, v, eps) =
             (batch.rows(), self.config.hidden_size, self.config.vocab_size, self.config.norm_eps);
-        let (matrix, w_norm) = self.head_weights(&params);
-        let [norm, dnorm, _, _, _, _, norm_buffer, _, rstd, ..] = split_buffers::<14>(scratch);
-        let (w_norm, cap) = (self.norm_factors(ops, w_norm, norm_buffer), self.config.logit_softcap);
+        let (matrix, w_norm) = self.select_head_weights(&params);
+        let [norm, dnorm, _, _, _, _, norm_buffer, _, rstd, ..] = borrow_first_buffers::<14>(scratch);
+        let (w_norm, cap) = (self.compute_norm_factors(ops, w_norm, norm_buffer), self.config.logit_softcap);
         ops.rmsnorm_forward(norm.view_mut(), rstd.view_mut(), x, w_norm, m, d, eps);
         let Some(g) = grads else {
-            return ops.classifier_with_softcap(loss, norm.view(), matrix, &batch.labels, m, d, v, cap, None);
+            return ops.compute_softcapped_classifier_loss(
+                loss,
+                norm.view(),
+                matrix,
+                &batch.labels,
+                m,
+                d,
+                v,
+                cap,
+                None,
+            );
         };
         let (mut dw_norm, rest) = g.head.split_at(d);
         ops.clear(dw_norm.reborrow());
@@ -434,7 +455,17 @@ impl Model for Decoder {
         let dw = if self.needs_head_grad { dw } else { dw.slice(0..0) };
         let out =
             ClassifierGrads { dx: dnorm.view_mut(), dw, dw_write: WriteMode::Overwrite, scale: g.scale };
-        ops.classifier_with_softcap(loss, norm.view(), matrix, &batch.labels, m, d, v, cap, Some(out));
+        ops.compute_softcapped_classifier_loss(
+            loss,
+            norm.view(),
+            matrix,
+            &batch.labels,
+            m,
+            d,
+            v,
+            cap,
+            Some(out),
+        );
         ops.rmsnorm_backward(g.dx, dw_norm, dnorm.view(), x, w_norm, rstd.view(), m, d, WriteMode::Overwrite);
     }
 }

@@ -1,11 +1,12 @@
-//! [`ModelError`]: why a model cannot be built, or lacks a feature that the job requests.
+//! [`ModelError`]: why a model cannot be built, or does not support a feature that the job
+//! requests.
 use diagnostic::{Code, Diagnostic, codes::model as codes};
 use std::{error::Error, path::PathBuf};
 
-/// Why a model cannot be built, or lacks a feature that the job requests.
+/// Why a model cannot be built, or does not support a feature that the job requests.
 ///
-/// A config key is a key of config.json, or the same key of the configuration that was made from
-/// the `train.model` section.
+/// A config key is a key of config.json. For a model that the section `train.model` describes, the
+/// config.json is built from that section.
 #[derive(Debug, thiserror::Error)]
 pub enum ModelError {
     /// config.json cannot be opened or read.
@@ -75,13 +76,13 @@ pub enum ModelError {
         other: &'static str,
     },
     /// config.json has keys that are not known for the architecture and may change its computation.
-    #[error("the model config has unsupported keys: {}", list_entries(entries))]
+    #[error("the model config has unsupported keys: {}", format_entries(entries))]
     KeysUnknown {
         /// The first of the keys with their values as JSON, shortened.
         entries: Vec<(String, String)>,
     },
     /// `architectures` of config.json names no supported architecture.
-    #[error("architecture {} is not supported", list_or(architectures, "(none)"))]
+    #[error("architecture {} is not supported", join_items_or(architectures, "(none)"))]
     ArchitectureUnsupported {
         /// The names in config.json, shortened.
         architectures: Vec<String>,
@@ -125,9 +126,9 @@ pub enum ModelError {
     Fp8SizeUnsupported {
         /// The dimension, by its config keys.
         dimension: String,
-        /// Its size.
+        /// The size of the dimension.
         size: usize,
-        /// What the size must be a multiple of.
+        /// The number of which the size must be a multiple.
         multiple: usize,
     },
     /// A LoRA target is the name of no matrix that can have an adapter.
@@ -137,26 +138,26 @@ pub enum ModelError {
         target: String,
         /// The names of the matrices that can have adapters.
         supported: Vec<String>,
-        /// The model has experts, whose matrices cannot have adapters.
+        /// Whether the model has experts. Matrices of experts cannot have adapters.
         has_experts: bool,
     },
 }
 
-/// Result of building or configuring a model.
+/// The result of building or configuring a model.
 pub type Result<T> = std::result::Result<T, ModelError>;
 
-/// `` `key: value` `` of each entry.
-fn list_entries(entries: &[(String, String)]) -> String {
+/// Formats each entry as `` `key: value` ``, separated by commas.
+fn format_entries(entries: &[(String, String)]) -> String {
     entries.iter().map(|(key, value)| format!("`{key}: {value}`")).collect::<Vec<_>>().join(", ")
 }
 
-/// The items separated by commas, or `empty` if there are none.
-fn list_or(items: &[String], empty: &str) -> String {
+/// Joins the items with commas. Returns `empty` if there are no items.
+fn join_items_or(items: &[String], empty: &str) -> String {
     if items.is_empty() { empty.into() } else { items.join(", ") }
 }
 
 impl ModelError {
-    /// The stable name of what is wrong.
+    /// Returns the diagnostic code of the error.
     pub fn code(&self) -> Code {
         match self {
             ModelError::ConfigUnreadable { .. } => codes::MODEL_CONFIG_UNREADABLE,

@@ -1,4 +1,4 @@
-//! Gemma 2 and the text models of Gemma 3.
+//! The model families Gemma 2 and Gemma 3 (text models).
 //!
 //! Both have scaled embeddings, GeGLU, norms that multiply by 1 + weight before and after
 //! attention and MLP, and sliding-window layers between layers with full attention. Gemma 2 caps
@@ -7,54 +7,54 @@
 use super::{
     ModelFamily, decoder,
     error::{ModelError, Result},
-    hf_config::{ConfigFields, invalid_value},
-    rope::RopeConfig,
+    hf_config::{HfConfigFields, invalid_value_error},
+    rotary_embedding::RopeConfig,
 };
 use contract::job::ModelSpec;
 use serde_json::{Map, Value, json};
 
-/// `Gemma2ForCausalLM` of transformers.
+/// The model family of `Gemma2ForCausalLM` of transformers.
 pub(super) const GEMMA2: ModelFamily = ModelFamily {
     name: "gemma2",
     architecture: "Gemma2ForCausalLM",
     build: |hf_config, tokens| {
-        let fields = ConfigFields::new(hf_config);
-        let mut config = read_config(hf_config, &fields, 2)?;
+        let fields = HfConfigFields::new(hf_config);
+        let mut config = read_gemma_config(hf_config, &fields, 2)?;
         config.attention_softcap = read_softcap(hf_config, &fields, "attn_logit_softcapping", Some(50.0))?;
         config.logit_softcap = read_softcap(hf_config, &fields, "final_logit_softcapping", Some(30.0))?;
         fields.reject_unknown_keys()?;
-        Ok(decoder::build(config, hf_config, tokens))
+        Ok(decoder::build_decoder(config, hf_config, tokens))
     },
-    spec_to_hf_config: |spec| {
+    build_hf_config: |spec| {
         let family_keys =
             json!({"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window": 4096});
-        spec_to_hf_config(spec, "gemma2", "Gemma2ForCausalLM", family_keys)
+        build_gemma_hf_config(spec, "gemma2", "Gemma2ForCausalLM", family_keys)
     },
     dropout_keys: &[decoder::ATTENTION_DROPOUT],
 };
 
-/// `Gemma3ForCausalLM` of transformers.
+/// The model family of `Gemma3ForCausalLM` of transformers.
 pub(super) const GEMMA3: ModelFamily = ModelFamily {
     name: "gemma3_text",
     architecture: "Gemma3ForCausalLM",
     build: |hf_config, tokens| {
-        let fields = ConfigFields::new(hf_config);
-        let pattern = fields.optional_size("sliding_window_pattern")?;
-        let pattern = pattern.or(fields.optional_size("_sliding_window_pattern")?).unwrap_or(6);
-        let mut config = read_config(hf_config, &fields, pattern as usize)?;
+        let fields = HfConfigFields::new(hf_config);
+        let pattern = fields.read_optional_size("sliding_window_pattern")?;
+        let pattern = pattern.or(fields.read_optional_size("_sliding_window_pattern")?).unwrap_or(6);
+        let mut config = read_gemma_config(hf_config, &fields, pattern as usize)?;
         // transformers accepts this key but ignores it.
         fields.require_one_of("attn_logit_softcapping", &[Value::Null])?;
         config.logit_softcap = read_softcap(hf_config, &fields, "final_logit_softcapping", None)?;
         config.has_qk_norm = true;
         fields.reject_unknown_keys()?;
-        Ok(decoder::build(config, hf_config, tokens))
+        Ok(decoder::build_decoder(config, hf_config, tokens))
     },
-    spec_to_hf_config: |spec| {
+    build_hf_config: |spec| {
         let rope = |theta: f64| json!({"rope_type": "default", "rope_theta": theta});
         let parameters = json!({"full_attention": rope(spec.rope_theta), "sliding_attention": rope(10000.0)});
         let family_keys =
             json!({"sliding_window": 512, "sliding_window_pattern": 6, "rope_parameters": parameters});
-        let mut hf_config = spec_to_hf_config(spec, "gemma3_text", "Gemma3ForCausalLM", family_keys);
+        let mut hf_config = build_gemma_hf_config(spec, "gemma3_text", "Gemma3ForCausalLM", family_keys);
         for key in ["rope_theta", "rope_scaling"] {
             hf_config.remove(key);
         }
@@ -63,11 +63,11 @@ pub(super) const GEMMA3: ModelFamily = ModelFamily {
     dropout_keys: &[decoder::ATTENTION_DROPOUT],
 };
 
-/// Reads the keys that both families have. Without `layer_types` every `pattern`-th layer has full
-/// attention.
-fn read_config(
+/// Reads the config keys that both families have. Every `pattern`-th layer has full attention,
+/// unless `layer_types` is set.
+fn read_gemma_config(
     hf_config: &Map<String, Value>,
-    fields: &ConfigFields,
+    fields: &HfConfigFields,
     pattern: usize,
 ) -> Result<decoder::DecoderConfig> {
     let gelu = json!("gelu_pytorch_tanh");
@@ -75,19 +75,21 @@ fn read_config(
     fields.require_one_of("hidden_activation", &[gelu])?;
     fields.require_one_of("attention_bias", &[json!(false)])?;
     fields.require_one_of("use_bidirectional_attention", &[json!(false)])?;
-    fields.get("cache_implementation");
+    fields.read_value("cache_implementation");
     // Required here: transformers' default is 256, not hidden_size / num_attention_heads.
-    fields.size("head_dim")?;
+    fields.read_size("head_dim")?;
     let has_two_ropes = hf_config.get("architectures") == Some(&json!([GEMMA3.architecture]));
-    let (rope, sliding_rope) = if has_two_ropes { read_ropes(fields)? } else { (fields.rope()?, None) };
-    let mut config = decoder::DecoderConfig::read_without_activation(fields, rope)?;
+    let (rope, sliding_rope) =
+        if has_two_ropes { read_rope_configs(fields)? } else { (fields.read_rope_config()?, None) };
+    let mut config = decoder::DecoderConfig::from_fields_and_rope(fields, rope)?;
     config.sliding_rope = sliding_rope;
     (config.norms_add_one, config.has_output_norms, config.uses_gelu) = (true, true, true);
-    config.ties_embeddings = fields.flag_or("tie_word_embeddings", true)?;
+    config.ties_embeddings = fields.read_flag_or("tie_word_embeddings", true)?;
     config.embedding_scale = Some((config.hidden_size as f64).sqrt() as f32);
-    config.attention_scale = (1.0 / fields.positive_number("query_pre_attn_scalar", 256.0)?.sqrt()) as f32;
+    config.attention_scale =
+        (1.0 / fields.read_positive_number("query_pre_attn_scalar", 256.0)?.sqrt()) as f32;
     let window = match hf_config.contains_key("sliding_window") {
-        true => fields.optional_size("sliding_window")?,
+        true => fields.read_optional_size("sliding_window")?,
         false => Some(4096),
     };
     config.sliding_window = window.map(|w| w as usize);
@@ -96,52 +98,55 @@ fn read_config(
     Ok(config)
 }
 
-/// A soft cap: no cap if `key` is null, `default` if it is absent.
+/// Reads the softcap of config key `key`. Returns `None` if the value is null, and `default` if the
+/// key is absent.
 fn read_softcap(
     hf_config: &Map<String, Value>,
-    fields: &ConfigFields,
+    fields: &HfConfigFields,
     key: &'static str,
     default: Option<f64>,
 ) -> Result<Option<f32>> {
     let default = if hf_config.contains_key(key) { None } else { default };
-    match fields.optional_number(key)?.or(default) {
-        Some(cap) if cap as f32 <= 0.0 => Err(invalid_value(key, &cap.into(), "a number above 0")),
+    match fields.read_optional_number(key)?.or(default) {
+        Some(cap) if cap as f32 <= 0.0 => Err(invalid_value_error(key, &cap.into(), "a number above 0")),
         cap => Ok(cap.map(|x| x as f32)),
     }
 }
 
-/// The rotations of layers with full attention and of sliding-window layers, from
-/// `rope_parameters` (transformers 5), or from `rope_theta`, `rope_scaling` and
+/// Reads the rotary embeddings of layers with full attention and of sliding-window layers. They are
+/// in `rope_parameters` (transformers 5), or in `rope_theta`, `rope_scaling` and
 /// `rope_local_base_freq` (transformers 4).
-fn read_ropes(fields: &ConfigFields) -> Result<(RopeConfig, Option<RopeConfig>)> {
+fn read_rope_configs(fields: &HfConfigFields) -> Result<(RopeConfig, Option<RopeConfig>)> {
     const NEW: &str = "rope_parameters";
     const OLD: &str = "rope_scaling";
-    let full_theta = fields.positive_number("rope_theta", 1e6)?;
-    let sliding_theta = fields.positive_number("rope_local_base_freq", 1e4)?;
-    let old = fields.get(OLD);
-    let Some(new) = fields.get(NEW) else {
+    let full_theta = fields.read_positive_number("rope_theta", 1e6)?;
+    let sliding_theta = fields.read_positive_number("rope_local_base_freq", 1e4)?;
+    let old = fields.read_value(OLD);
+    let Some(new) = fields.read_value(NEW) else {
         let unscaled = Ok(RopeConfig::unscaled(full_theta));
-        let full = old.map_or(unscaled, |v| RopeConfig::read(OLD, v, full_theta))?;
+        let full = old.map_or(unscaled, |v| RopeConfig::parse_config_value(OLD, v, full_theta))?;
         return Ok((full, Some(RopeConfig::unscaled(sliding_theta))));
     };
-    let invalid = || invalid_value(NEW, new, "a mapping with `full_attention` and `sliding_attention`");
+    let invalid = || invalid_value_error(NEW, new, "a mapping with `full_attention` and `sliding_attention`");
     let map = new.as_object().filter(|m| m.len() == 2).ok_or_else(invalid)?;
-    let read =
-        |layer_type: &str, theta| RopeConfig::read(NEW, map.get(layer_type).ok_or_else(invalid)?, theta);
+    let read = |layer_type: &str, theta| {
+        RopeConfig::parse_config_value(NEW, map.get(layer_type).ok_or_else(invalid)?, theta)
+    };
     if old.is_some() {
         return Err(ModelError::KeysContradict { key: OLD, other: NEW });
     }
     Ok((read("full_attention", full_theta)?, Some(read("sliding_attention", sliding_theta)?)))
 }
 
-/// The config.json of a model that job.yaml describes.
-fn spec_to_hf_config(
+/// Builds the config.json of a Gemma model that job.yaml describes. `family_keys` are the keys in
+/// which the two families differ.
+fn build_gemma_hf_config(
     spec: &ModelSpec,
     model_type: &str,
     architecture: &str,
     family_keys: Value,
 ) -> Map<String, Value> {
-    let mut hf_config = decoder::spec_to_hf_config(spec, model_type, architecture, family_keys);
+    let mut hf_config = decoder::build_decoder_hf_config(spec, model_type, architecture, family_keys);
     hf_config.remove("hidden_act");
     hf_config.insert("hidden_activation".into(), "gelu_pytorch_tanh".into());
     hf_config.insert("query_pre_attn_scalar".into(), spec.head_dim.into());

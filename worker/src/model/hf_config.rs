@@ -1,16 +1,16 @@
-//! [`ConfigFields`]: the keys of a Hugging Face `config.json`, read one by one.
+//! [`HfConfigFields`]: typed access to the keys of a Hugging Face `config.json`.
 //!
-//! A key or value that is not implemented is rejected by name; no setting is approximated or
+//! A key or value that is not implemented is rejected by name. No setting is approximated or
 //! silently ignored.
 use super::{
     error::{ModelError, Result},
-    rope::RopeConfig,
+    rotary_embedding::RopeConfig,
 };
 use serde_json::{Map, Value};
 use std::{cell::RefCell, collections::BTreeSet, fs::File, io::Read, path::Path};
 
 /// The largest config.json that is read, bytes.
-const CONFIG_MAX_BYTES: u64 = 1 << 20;
+const MAX_CONFIG_BYTES: u64 = 1 << 20;
 /// Keys of every architecture that do not change the computation of a training step: names, text
 /// generation, provenance, output formats.
 const IGNORED_KEYS: &[&str] = &[
@@ -61,15 +61,15 @@ const IGNORED_KEYS: &[&str] = &[
 /// Reads `config.json` of a model directory.
 ///
 /// # Errors
-/// The file cannot be read, is larger than [`CONFIG_MAX_BYTES`], or is not a JSON object.
+/// The file cannot be read, is larger than [`MAX_CONFIG_BYTES`], or is not a JSON object.
 pub(super) fn read_hf_config(directory: &Path) -> Result<Map<String, Value>> {
     let path = directory.join("config.json");
     let unreadable = |source| ModelError::ConfigUnreadable { path: path.clone(), source };
     let file = File::open(&path).map_err(unreadable)?;
     let mut text = Vec::new();
-    file.take(CONFIG_MAX_BYTES + 1).read_to_end(&mut text).map_err(unreadable)?;
-    if text.len() as u64 > CONFIG_MAX_BYTES {
-        return Err(ModelError::ConfigTooLarge { path, max_bytes: CONFIG_MAX_BYTES });
+    file.take(MAX_CONFIG_BYTES + 1).read_to_end(&mut text).map_err(unreadable)?;
+    if text.len() as u64 > MAX_CONFIG_BYTES {
+        return Err(ModelError::ConfigTooLarge { path, max_bytes: MAX_CONFIG_BYTES });
     }
     match serde_json::from_slice(&text) {
         Ok(Value::Object(map)) => Ok(map),
@@ -81,16 +81,17 @@ pub(super) fn read_hf_config(directory: &Path) -> Result<Map<String, Value>> {
 /// The largest number of layers that a config may declare.
 const LAYERS_MAX: usize = 1 << 14;
 
-/// Sets the dropout rates `keys` to `rate`; without a rate the config keeps its own.
-pub(super) fn set_dropout(config: &mut Map<String, Value>, keys: &[&str], rate: Option<f64>) {
+/// Sets the dropout rates `keys` of a config to `rate`. Does nothing if `rate` is `None`.
+pub(super) fn set_dropout_rates(config: &mut Map<String, Value>, keys: &[&str], rate: Option<f64>) {
     let Some(rate) = rate else { return };
     config.extend(keys.iter().map(|key| (String::from(*key), Value::from(rate))));
 }
 
-/// Typed access to the keys of a config, which records the keys that were read.
+/// Typed access to the keys of a config.json. Records the keys that were read, so that unknown keys
+/// can be rejected.
 ///
-/// An absent key and a key with value null are the same, except for dropout rates.
-pub(super) struct ConfigFields<'a> {
+/// A key with value null counts as absent, except for dropout rates.
+pub(super) struct HfConfigFields<'a> {
     map: &'a Map<String, Value>,
     read_keys: RefCell<BTreeSet<&'static str>>,
 }
@@ -99,111 +100,112 @@ pub(super) struct ConfigFields<'a> {
 const SIZE_MAX: u64 = 1 << 24;
 
 /// The error of a config key whose value is not one of the `expected` values.
-pub(super) fn invalid_value(
+pub(super) fn invalid_value_error(
     key: impl Into<String>,
     value: &Value,
     expected: impl Into<String>,
 ) -> ModelError {
-    ModelError::ValueInvalid { key: key.into(), value: format_value(value), expected: expected.into() }
+    ModelError::ValueInvalid { key: key.into(), value: format_short_value(value), expected: expected.into() }
 }
 
-impl<'a> ConfigFields<'a> {
+impl<'a> HfConfigFields<'a> {
     /// Starts reading a config.
     pub(super) fn new(map: &'a Map<String, Value>) -> Self {
-        ConfigFields { map, read_keys: RefCell::default() }
+        HfConfigFields { map, read_keys: RefCell::default() }
     }
 
     /// The value of `key`; `None` if it is absent or null.
-    pub(super) fn get(&self, key: &'static str) -> Option<&'a Value> {
+    pub(super) fn read_value(&self, key: &'static str) -> Option<&'a Value> {
         self.read_keys.borrow_mut().insert(key);
         self.map.get(key).filter(|v| !v.is_null())
     }
 
-    /// A required integer from 1 to [`SIZE_MAX`].
-    pub(super) fn size(&self, key: &'static str) -> Result<u32> {
-        self.optional_size(key)?.ok_or_else(|| ModelError::KeyMissing { key: key.into() })
+    /// Reads a required integer from 1 to [`SIZE_MAX`].
+    pub(super) fn read_size(&self, key: &'static str) -> Result<u32> {
+        self.read_optional_size(key)?.ok_or_else(|| ModelError::KeyMissing { key: key.into() })
     }
 
-    /// An integer from 1 to [`SIZE_MAX`], if the key is present.
-    pub(super) fn optional_size(&self, key: &'static str) -> Result<Option<u32>> {
-        let Some(v) = self.get(key) else { return Ok(None) };
+    /// Reads an integer from 1 to [`SIZE_MAX`]. Returns `None` if the key is absent.
+    pub(super) fn read_optional_size(&self, key: &'static str) -> Result<Option<u32>> {
+        let Some(v) = self.read_value(key) else { return Ok(None) };
         match v.as_u64().filter(|n| (1..=SIZE_MAX).contains(n)).and_then(|n| u32::try_from(n).ok()) {
             Some(n) => Ok(Some(n)),
-            None => Err(invalid_value(key, v, format!("an integer from 1 to {SIZE_MAX}"))),
+            None => Err(invalid_value_error(key, v, format!("an integer from 1 to {SIZE_MAX}"))),
         }
     }
 
-    /// A number that is finite in f32, if the key is present.
-    pub(super) fn optional_number(&self, key: &'static str) -> Result<Option<f64>> {
-        let Some(v) = self.get(key) else { return Ok(None) };
+    /// Reads a number that is finite in f32. Returns `None` if the key is absent.
+    pub(super) fn read_optional_number(&self, key: &'static str) -> Result<Option<f64>> {
+        let Some(v) = self.read_value(key) else { return Ok(None) };
         match v.as_f64().filter(|x| (*x as f32).is_finite()) {
             Some(x) => Ok(Some(x)),
-            None => Err(invalid_value(key, v, "a number")),
+            None => Err(invalid_value_error(key, v, "a number")),
         }
     }
 
-    /// A number that is positive in f32; `default` if the key is absent.
-    pub(super) fn positive_number(&self, key: &'static str, default: f64) -> Result<f64> {
-        let x = self.optional_number(key)?.unwrap_or(default);
-        if x as f32 > 0.0 { Ok(x) } else { Err(invalid_value(key, &x.into(), "a number above 0")) }
+    /// Reads a number that is positive in f32. Returns `default` if the key is absent.
+    pub(super) fn read_positive_number(&self, key: &'static str, default: f64) -> Result<f64> {
+        let x = self.read_optional_number(key)?.unwrap_or(default);
+        if x as f32 > 0.0 { Ok(x) } else { Err(invalid_value_error(key, &x.into(), "a number above 0")) }
     }
 
-    /// A boolean; false if the key is absent.
-    pub(super) fn flag(&self, key: &'static str) -> Result<bool> {
-        self.flag_or(key, false)
+    /// Reads a boolean. Returns false if the key is absent.
+    pub(super) fn read_flag(&self, key: &'static str) -> Result<bool> {
+        self.read_flag_or(key, false)
     }
 
-    /// A boolean; `default` if the key is absent.
-    pub(super) fn flag_or(&self, key: &'static str, default: bool) -> Result<bool> {
-        match self.get(key) {
+    /// Reads a boolean. Returns `default` if the key is absent.
+    pub(super) fn read_flag_or(&self, key: &'static str, default: bool) -> Result<bool> {
+        match self.read_value(key) {
             None => Ok(default),
             Some(Value::Bool(b)) => Ok(*b),
-            Some(v) => Err(invalid_value(key, v, "true or false")),
+            Some(v) => Err(invalid_value_error(key, v, "true or false")),
         }
     }
 
-    /// A required number of layers.
-    pub(super) fn layer_count(&self, key: &'static str) -> Result<usize> {
-        let layers = self.size(key)?;
+    /// Reads a required number of layers, at most [`LAYERS_MAX`].
+    pub(super) fn read_layer_count(&self, key: &'static str) -> Result<usize> {
+        let layers = self.read_size(key)?;
         if layers as usize > LAYERS_MAX {
-            return Err(invalid_value(key, &layers.into(), format!("at most {LAYERS_MAX}")));
+            return Err(invalid_value_error(key, &layers.into(), format!("at most {LAYERS_MAX}")));
         }
         Ok(layers as usize)
     }
 
-    /// A dropout rate, from 0 to below 1; `default` if the key is absent, an error if it is null.
-    pub(super) fn dropout_rate(&self, key: &'static str, default: f64) -> Result<f64> {
+    /// Reads a dropout rate, from 0 to below 1. Returns `default` if the key is absent, and fails
+    /// if its value is null.
+    pub(super) fn read_dropout_rate(&self, key: &'static str, default: f64) -> Result<f64> {
         self.read_keys.borrow_mut().insert(key);
         let Some(v) = self.map.get(key) else { return Ok(default) };
         let rate = v.as_f64().filter(|rate| (0.0..1.0).contains(rate));
-        rate.ok_or_else(|| ModelError::DropoutRateInvalid { key, value: format_value(v) })
+        rate.ok_or_else(|| ModelError::DropoutRateInvalid { key, value: format_short_value(v) })
     }
 
-    /// Rejects every value of `key` except `supported`; an absent key is accepted.
+    /// Rejects every value of `key` except `supported`. Accepts an absent key.
     pub(super) fn require_one_of(&self, key: &'static str, supported: &[Value]) -> Result<()> {
         let equal = |v: &Value, s: &Value| v == s || (v.is_number() && v.as_f64() == s.as_f64());
-        match self.get(key).filter(|v| !supported.iter().any(|s| equal(v, s))) {
+        match self.read_value(key).filter(|v| !supported.iter().any(|s| equal(v, s))) {
             None => Ok(()),
             Some(v) => Err(ModelError::ValueUnsupported {
                 key: key.into(),
-                value: format_value(v),
+                value: format_short_value(v),
                 supported: supported.iter().filter(|s| !s.is_null()).map(Value::to_string).collect(),
             }),
         }
     }
 
-    /// Rotary position embedding, from `rope_parameters` (transformers 5) or from `rope_theta` and
-    /// `rope_scaling` (transformers 4).
-    pub(super) fn rope(&self) -> Result<RopeConfig> {
-        let theta = self.positive_number("rope_theta", 10000.0)?;
-        let (old, new) = (self.get("rope_scaling"), self.get("rope_parameters"));
+    /// Reads the rotary position embedding from `rope_parameters` (transformers 5), or from
+    /// `rope_theta` and `rope_scaling` (transformers 4).
+    pub(super) fn read_rope_config(&self) -> Result<RopeConfig> {
+        let theta = self.read_positive_number("rope_theta", 10000.0)?;
+        let (old, new) = (self.read_value("rope_scaling"), self.read_value("rope_parameters"));
         match (old, new) {
             (Some(a), Some(b)) if a != b => {
                 Err(ModelError::KeysContradict { key: "rope_scaling", other: "rope_parameters" })
             }
             (None, None) => Ok(RopeConfig::unscaled(theta)),
-            (_, Some(v)) => RopeConfig::read("rope_parameters", v, theta),
-            (Some(v), None) => RopeConfig::read("rope_scaling", v, theta),
+            (_, Some(v)) => RopeConfig::parse_config_value("rope_parameters", v, theta),
+            (Some(v), None) => RopeConfig::parse_config_value("rope_scaling", v, theta),
         }
     }
 
@@ -214,24 +216,24 @@ impl<'a> ConfigFields<'a> {
         let is_known = |key: &str| read_keys.contains(key) || IGNORED_KEYS.contains(&key);
         let unknown = self.map.iter().filter(|(key, v)| !v.is_null() && !is_known(key));
         let entries: Vec<(String, String)> =
-            unknown.take(LISTED).map(|(key, v)| (shorten(key), format_value(v))).collect();
+            unknown.take(LISTED).map(|(key, v)| (shorten_text(key), format_short_value(v))).collect();
         if entries.is_empty() { Ok(()) } else { Err(ModelError::KeysUnknown { entries }) }
     }
 }
 
-/// A value as JSON, shortened for messages.
-pub(super) fn format_value(value: &Value) -> String {
+/// Formats a value as JSON, shortened for messages.
+pub(super) fn format_short_value(value: &Value) -> String {
     let text = value.to_string();
-    match text.chars().count() > SHOWN_CHARACTERS {
-        true => text.chars().take(SHOWN_CHARACTERS).chain("…".chars()).collect(),
+    match text.chars().count() > MAX_SHOWN_CHARACTERS {
+        true => text.chars().take(MAX_SHOWN_CHARACTERS).chain("…".chars()).collect(),
         false => text,
     }
 }
 
-/// A key of an untrusted file, shortened for messages.
-pub(super) fn shorten(text: &str) -> String {
-    text.chars().take(SHOWN_CHARACTERS).collect()
+/// Shortens a key of an untrusted file for messages.
+pub(super) fn shorten_text(text: &str) -> String {
+    text.chars().take(MAX_SHOWN_CHARACTERS).collect()
 }
 
 /// Characters of a key or value of an untrusted file that a message shows.
-const SHOWN_CHARACTERS: usize = 60;
+const MAX_SHOWN_CHARACTERS: usize = 60;

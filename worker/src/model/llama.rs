@@ -1,26 +1,25 @@
-//! Llama 1 to 3 and models with the same architecture; biases if `attention_bias` and `mlp_bias`
-//! are set.
-use super::{ModelFamily, decoder, hf_config::ConfigFields};
+//! The model family Llama: Llama 1 to 3, and models with that architecture and optional biases.
+use super::{ModelFamily, decoder, hf_config::HfConfigFields};
 use serde_json::json;
 
-/// `LlamaForCausalLM` of transformers.
+/// The model family of `LlamaForCausalLM` of transformers.
 pub(super) const FAMILY: ModelFamily = ModelFamily {
     name: "llama",
     architecture: "LlamaForCausalLM",
     build: |hf_config, tokens| {
-        let fields = ConfigFields::new(hf_config);
-        let mut config = decoder::DecoderConfig::read(&fields)?;
-        let bias = fields.flag("attention_bias")?;
+        let fields = HfConfigFields::new(hf_config);
+        let mut config = decoder::DecoderConfig::from_fields(&fields)?;
+        let bias = fields.read_flag("attention_bias")?;
         (config.has_qkv_bias, config.has_o_bias, config.has_mlp_bias) =
-            (bias, bias, fields.flag("mlp_bias")?);
+            (bias, bias, fields.read_flag("mlp_bias")?);
         fields.require_one_of("rope_interleaved", &[json!(false)])?;
         fields.require_one_of("is_llama_config", &[json!(true)])?;
         fields.reject_unknown_keys()?;
-        Ok(decoder::build(config, hf_config, tokens))
+        Ok(decoder::build_decoder(config, hf_config, tokens))
     },
-    spec_to_hf_config: |spec| {
+    build_hf_config: |spec| {
         let family_keys = json!({"attention_bias": false, "mlp_bias": false});
-        decoder::spec_to_hf_config(spec, "llama", "LlamaForCausalLM", family_keys)
+        decoder::build_decoder_hf_config(spec, "llama", "LlamaForCausalLM", family_keys)
     },
     dropout_keys: &[decoder::ATTENTION_DROPOUT],
 };

@@ -1,14 +1,16 @@
-//! Low-rank adapters of frozen matrices (LoRA, Hu et al. 2021): `y = W·x + s·B·A·dropout(x)` with
-//! `s = alpha / rank`, or `alpha / √rank` for rsLoRA (Kalajdzievski 2023).
+//! [`LayerAdapters`]: low-rank adapters of frozen matrices (LoRA, Hu et al. 2021). With an adapter,
+//! a matmul computes `y = W·x + s·B·A·dropout(x)` with `s = alpha / rank`, or `alpha / √rank` for
+//! rsLoRA (Kalajdzievski 2023).
 //!
-//! An adapter consists of two parameters with PEFT's names, without the prefix of its wrapper:
-//! `….q_proj.lora_A.weight`, `[rank, in]`, and `….q_proj.lora_B.weight`, `[out, rank]`. A is
-//! initialized like PEFT's, uniformly within 1/√in, and B with zeros, so that a new adapter does
-//! not change the output. In a layer's unit the adapters follow the other tensors.
+//! An adapter consists of the two parameters `….q_proj.lora_A.weight`, `[rank, in]`, and
+//! `….q_proj.lora_B.weight`, `[out, rank]`. These are the names of PEFT without the prefix of
+//! PEFT's wrapper. The initial A is uniform within ±1/√in, as in PEFT. The initial B is zero, so
+//! that a new adapter does not change the output. In a layer's unit, adapters follow all other
+//! tensors.
 use super::{
-    Batch,
+    MicroBatch,
     error::{ModelError, Result},
-    hf_config::shorten,
+    hf_config::shorten_text,
 };
 use crate::{
     params::{ParamInit, ParamSpec, ParamUnit},
@@ -17,61 +19,61 @@ use crate::{
 use contract::job::{LoraSpec, LoraTargets};
 use device::{
     Buf, Ops, View, ViewMut,
-    ops::{Dropout, WriteMode},
+    ops::{SampleDropout, WriteMode},
 };
 use std::ops::Range;
 
-/// The configuration of the adapters of a model.
+/// The configuration of the LoRA adapters of a model.
 #[derive(Clone, Debug)]
-pub struct Lora {
-    /// The `train.lora` section, completed by the configuration in the adapter directory that it
-    /// names.
+pub struct LoraConfig {
+    /// The section `train.lora`. If the section names an adapter directory, values of the
+    /// directory's configuration complete the section.
     pub spec: LoraSpec,
     /// The run's seed, which selects the dropout masks.
     pub seed: u64,
 }
 
-impl Lora {
-    /// Whether the module of this name gets an adapter.
-    fn targets(&self, module: &str) -> bool {
+impl LoraConfig {
+    /// Returns whether the module of this name gets an adapter.
+    fn has_adapter(&self, module: &str) -> bool {
         match &self.spec.targets {
             LoraTargets::AllLinear => true,
-            LoraTargets::Names(names) => names.iter().any(|n| is_target(module, n)),
+            LoraTargets::Names(names) => names.iter().any(|n| matches_target(module, n)),
         }
     }
 
-    /// Checks that every target matches one of the modules, given by name. `has_experts` is whether
-    /// the model has experts, which are not among the modules.
+    /// Checks that every LoRA target matches at least one module. `modules` are the names of the
+    /// matrices that can have adapters. `has_experts` only affects the help of the error.
     ///
     /// # Errors
     /// [`ModelError::LoraTargetUnknown`].
-    pub(super) fn check_targets<'a>(
+    pub(super) fn validate_targets<'a>(
         &self,
         modules: impl Iterator<Item = &'a str> + Clone,
         has_experts: bool,
     ) -> Result<()> {
         let LoraTargets::Names(names) = &self.spec.targets else { return Ok(()) };
-        let Some(unknown) = names.iter().find(|n| !modules.clone().any(|m| is_target(m, n))) else {
+        let Some(unknown) = names.iter().find(|n| !modules.clone().any(|m| matches_target(m, n))) else {
             return Ok(());
         };
         let mut supported: Vec<String> =
             modules.filter_map(|m| m.rsplit('.').next()).map(Into::into).collect();
         supported.sort_unstable();
         supported.dedup();
-        Err(ModelError::LoraTargetUnknown { target: shorten(unknown), supported, has_experts })
+        Err(ModelError::LoraTargetUnknown { target: shorten_text(unknown), supported, has_experts })
     }
 }
 
-/// Whether target `name` selects the module, as in PEFT: the names are equal, or the module's name
-/// ends with a dot and the target's name.
-fn is_target(module: &str, name: &str) -> bool {
+/// Returns whether target `name` selects the module. This is the case if the names are equal, or
+/// the module's name ends with a dot and the target's name, as in PEFT.
+fn matches_target(module: &str, name: &str) -> bool {
     module.strip_suffix(name).is_some_and(|before| before.is_empty() || before.ends_with('.'))
 }
 
-/// Matrices that are computed as one matmul: they have a common input, and their outputs are
+/// The matrices that one matmul computes together. They have a common input, and their outputs are
 /// adjacent columns.
 pub(super) struct FusedLinears<'a> {
-    /// The prefix of their names, with the dot.
+    /// The prefix of the matrices' names, with the dot.
     pub(super) prefix: String,
     /// The width of the input.
     pub(super) inputs: usize,
@@ -80,72 +82,73 @@ pub(super) struct FusedLinears<'a> {
 }
 
 impl FusedLinears<'_> {
-    /// The full names of the matrices.
-    pub(super) fn names(&self) -> impl Iterator<Item = String> {
+    /// Returns the full names of the matrices.
+    pub(super) fn matrix_names(&self) -> impl Iterator<Item = String> {
         self.modules.iter().map(|(name, _)| format!("{}{name}", self.prefix))
     }
 }
 
-/// The adapter of one matrix.
-struct Adapter {
+/// The layout and random numbers of the LoRA adapter of one matrix.
+struct LoraAdapter {
     /// The range of A in the flat vector of the layer's unit.
     a: Range<usize>,
-    /// The range of B.
+    /// The range of B in the flat vector of the layer's unit.
     b: Range<usize>,
-    /// The columns of the matrix in the output of its group.
+    /// The columns of the matrix in the common output of its group.
     columns: Range<usize>,
     /// The random numbers of the dropout masks.
     rng: RandomStream,
 }
 
-/// The adapters of matrices that are computed as one matmul.
-struct AdapterGroup {
+/// The LoRA adapters of the matrices that one matmul computes together.
+struct LoraAdapterGroup {
     /// The width of the input.
     inputs: usize,
-    /// The width of the output of all matrices of the group.
+    /// The width of the common output of all matrices of the group.
     width: usize,
-    adapters: Vec<Adapter>,
+    adapters: Vec<LoraAdapter>,
 }
 
-/// The adapters of one layer.
-pub(super) struct Adapters {
-    groups: Vec<AdapterGroup>,
+/// The LoRA adapters of one layer.
+pub(super) struct LayerAdapters {
+    groups: Vec<LoraAdapterGroup>,
     params: Vec<ParamSpec>,
     rank: usize,
-    /// The factor s of the adapters' output.
+    /// The factor `s` of the adapters' output.
     scale: f32,
     dropout_rate: f64,
 }
 
-/// The number of buffers that adapters add to the scratch buffers of a model.
-pub(super) const SCRATCH_BUFFERS: usize = 5;
+/// The number of scratch buffers that LoRA adds to the scratch buffers of a model.
+pub(super) const LORA_SCRATCH_BUFFERS: usize = 5;
 
-/// The scratch buffers that the adapters of all layers use. They are f32 in every precision.
-pub(super) struct LoraScratch<'a> {
-    /// The input of a group after dropout, or its gradient, `[rows, in]`.
+/// The scratch buffers that the LoRA adapters of all layers use. They are f32 in every precision.
+pub(super) struct LoraScratchBuffers<'a> {
+    /// The input of a group after dropout, or the gradient of that input, `[rows, in]`.
     input: &'a mut Buf,
     /// `A·dropout(x)` of one adapter, `[rows, rank]`.
     low_rank: &'a mut Buf,
     /// The gradients of `A·dropout(x)` of each adapter of a group, `[adapters, rows, rank]`.
     d_low_rank: &'a mut Buf,
-    /// `s·B` of one adapter in the rows of its columns, and zeros elsewhere, `[width, rank]`.
+    /// `s·B` of one adapter in the rows of the adapter's columns, zeros elsewhere, `[width, rank]`.
     padded_b: &'a mut Buf,
     /// The gradient of `padded_b`.
     d_padded_b: &'a mut Buf,
 }
 
-impl<'a> LoraScratch<'a> {
-    /// The views of the buffers whose lengths are [`scratch_lengths`].
+impl<'a> LoraScratchBuffers<'a> {
+    /// Names the last scratch buffers of a model, whose lengths [`lora_scratch_lengths`] computes.
     pub(super) fn new(
-        [input, low_rank, d_low_rank, padded_b, d_padded_b]: [&'a mut Buf; SCRATCH_BUFFERS],
+        [input, low_rank, d_low_rank, padded_b, d_padded_b]: [&'a mut Buf; LORA_SCRATCH_BUFFERS],
     ) -> Self {
-        LoraScratch { input, low_rank, d_low_rank, padded_b, d_padded_b }
+        LoraScratchBuffers { input, low_rank, d_low_rank, padded_b, d_padded_b }
     }
 }
 
-/// The lengths of the buffers of [`LoraScratch`] for the adapters of these layers and `rows` rows.
-pub(super) fn scratch_lengths(layers: &[Adapters], rows: usize) -> [usize; SCRATCH_BUFFERS] {
-    let mut lengths = [0; SCRATCH_BUFFERS];
+/// Computes the lengths, in elements, of the buffers of [`LoraScratchBuffers`] for the adapters of
+/// these layers and `rows` rows.
+pub(super) fn lora_scratch_lengths(layers: &[LayerAdapters], rows: usize) -> [usize; LORA_SCRATCH_BUFFERS] {
+    let mut lengths = [0; LORA_SCRATCH_BUFFERS];
     for adapters in layers {
         for g in adapters.groups.iter().filter(|g| !g.adapters.is_empty()) {
             let input = if adapters.dropout_rate > 0.0 { rows * g.inputs } else { 0 };
@@ -158,9 +161,10 @@ pub(super) fn scratch_lengths(layers: &[Adapters], rows: usize) -> [usize; SCRAT
     lengths
 }
 
-impl Adapters {
-    /// Lays out the adapters of a layer from offset `at` of the flat vector of its unit.
-    pub(super) fn new(lora: &Lora, fused: &[FusedLinears], mut at: usize) -> Self {
+impl LayerAdapters {
+    /// Creates the adapters of a layer, and lays out their parameters from offset `at` of the flat
+    /// vector of the layer's unit.
+    pub(super) fn new(lora: &LoraConfig, fused: &[FusedLinears], mut at: usize) -> Self {
         let (spec, mut params) = (&lora.spec, Vec::new());
         let rank = spec.rank as usize;
         let mut groups = Vec::with_capacity(fused.len());
@@ -170,7 +174,7 @@ impl Adapters {
                 let columns = width..width + outputs;
                 width = columns.end;
                 let module = format!("{}{name}", t.prefix);
-                if !lora.targets(&module) {
+                if !lora.has_adapter(&module) {
                     continue;
                 }
                 let mut add = |part: &str, shape: [usize; 2], init| {
@@ -185,62 +189,63 @@ impl Adapters {
                 let a = add("lora_A", [rank, t.inputs], ParamInit::Uniform(bound));
                 let b = add("lora_B", [outputs, rank], ParamInit::Zeros);
                 let rng = RandomStream::new(lora.seed, Purpose::Dropout, &module);
-                adapters.push(Adapter { a, b, columns, rng });
+                adapters.push(LoraAdapter { a, b, columns, rng });
             }
-            groups.push(AdapterGroup { inputs: t.inputs, width, adapters });
+            groups.push(LoraAdapterGroup { inputs: t.inputs, width, adapters });
         }
         let rank_factor = f64::from(spec.rank);
         let scale = (spec.alpha / if spec.rslora { rank_factor.sqrt() } else { rank_factor }) as f32;
-        Adapters { groups, params, rank, scale, dropout_rate: spec.dropout.unwrap_or(0.0) }
+        LayerAdapters { groups, params, rank, scale, dropout_rate: spec.dropout.unwrap_or(0.0) }
     }
 
-    /// The unit of a layer with the parameters of its adapters appended.
-    pub(super) fn extend(&self, unit: ParamUnit) -> ParamUnit {
+    /// Returns the unit of a layer with the parameters of the adapters appended.
+    pub(super) fn append_params(&self, unit: ParamUnit) -> ParamUnit {
         ParamUnit::new(unit.name, unit.params.into_iter().chain(self.params.iter().cloned()).collect())
     }
 
     /// Adds the outputs of the adapters of a group for input `x`, `[rows, in]`, to `y`,
-    /// `[rows, width]`. `p` is the parameters of the layer.
+    /// `[rows, width]`. `p` are the parameters of the layer.
     pub(super) fn forward(
         &self,
         ops: &dyn Ops,
         group: usize,
-        (p, batch): (View, &Batch),
+        (p, batch): (View, &MicroBatch),
         x: View,
         mut y: ViewMut,
-        s: &mut LoraScratch,
+        s: &mut LoraScratchBuffers,
     ) {
         let (g, m) = (&self.groups[group], batch.rows());
         for ad in &g.adapters {
-            self.project_down(ops, g, ad, (p, batch), x, s);
-            self.pad_b(ops, g, ad, p, s.padded_b);
+            self.compute_low_rank_activation(ops, g, ad, (p, batch), x, s);
+            self.write_scaled_padded_b(ops, g, ad, p, s.padded_b);
             let (low, wide) =
                 (s.low_rank.view().slice(0..m * self.rank), s.padded_b.view().slice(0..g.width * self.rank));
             ops.matmul_forward(y.reborrow(), low, wide, m, g.width, self.rank, WriteMode::Accumulate);
         }
     }
 
-    /// Computes the gradients of A and B from the group's input and `dy`, the gradient of its
-    /// output. Keeps the gradients of `A·dropout(x)` in `s` for [`Adapters::backward_input`].
+    /// Computes the gradients of A and B of the adapters of a group. `x` is the group's input, and
+    /// `dy` the gradient of its output. Keeps the gradients of `A·dropout(x)` in `s` for
+    /// [`LayerAdapters::backward_input`].
     pub(super) fn backward_weight(
         &self,
         ops: &dyn Ops,
         group: usize,
-        (p, batch): (View, &Batch),
+        (p, batch): (View, &MicroBatch),
         grads: &mut ViewMut,
         (x, dy): (View, View),
-        s: &mut LoraScratch,
+        s: &mut LoraScratchBuffers,
     ) {
         let (g, m, r) = (&self.groups[group], batch.rows(), self.rank);
         for (i, ad) in g.adapters.iter().enumerate() {
-            let has_dropout = self.project_down(ops, g, ad, (p, batch), x, s);
+            let has_dropout = self.compute_low_rank_activation(ops, g, ad, (p, batch), x, s);
             let low = s.low_rank.view().slice(0..m * r);
             let mut d_padded_b = s.d_padded_b.view_mut().slice(0..g.width * r);
             ops.matmul_backward_weight(d_padded_b.reborrow(), dy, low, m, g.width, r, WriteMode::Overwrite);
             let db = d_padded_b.as_view().slice(ad.columns.start * r..ad.columns.end * r);
             ops.copy(grads.slice_mut(ad.b.clone()), db);
             ops.scale(grads.slice_mut(ad.b.clone()), self.scale);
-            self.pad_b(ops, g, ad, p, s.padded_b);
+            self.write_scaled_padded_b(ops, g, ad, p, s.padded_b);
             let mut d_low_rank = s.d_low_rank.view_mut().slice(i * m * r..(i + 1) * m * r);
             let wide = s.padded_b.view().slice(0..g.width * r);
             ops.matmul_backward_input(d_low_rank.reborrow(), dy, wide, m, g.width, r, WriteMode::Overwrite);
@@ -250,15 +255,15 @@ impl Adapters {
         }
     }
 
-    /// Adds the gradient through the adapters of a group to `dx`, `[rows, in]`. Requires
-    /// [`Adapters::backward_weight`] of that group immediately before.
+    /// Adds the gradient that flows through the adapters of a group to `dx`, `[rows, in]`. Must
+    /// immediately follow [`LayerAdapters::backward_weight`] of that group.
     pub(super) fn backward_input(
         &self,
         ops: &dyn Ops,
         group: usize,
-        (p, batch): (View, &Batch),
+        (p, batch): (View, &MicroBatch),
         mut dx: ViewMut,
-        s: &mut LoraScratch,
+        s: &mut LoraScratchBuffers,
     ) {
         let (g, m, r) = (&self.groups[group], batch.rows(), self.rank);
         for (i, ad) in g.adapters.iter().enumerate() {
@@ -269,21 +274,21 @@ impl Adapters {
             }
             let mut t = s.input.view_mut().slice(0..m * g.inputs);
             ops.matmul_backward_input(t.reborrow(), d_low, a, m, r, g.inputs, WriteMode::Overwrite);
-            ops.dropout(t.reborrow(), &self.dropout_mask(ad, g.inputs, batch));
+            ops.dropout(t.reborrow(), &self.create_adapter_dropout(ad, g.inputs, batch));
             ops.add(dx.reborrow(), t.as_view());
         }
     }
 
-    /// Writes `A·dropout(x)` to `s.low_rank`. Returns whether there was dropout; then `s.input` is
-    /// the input after dropout.
-    fn project_down(
+    /// Writes `A·dropout(x)` of one adapter to `s.low_rank`. Returns whether elements were dropped;
+    /// in this case, writes the input after dropout to `s.input`.
+    fn compute_low_rank_activation(
         &self,
         ops: &dyn Ops,
-        g: &AdapterGroup,
-        ad: &Adapter,
-        (p, batch): (View, &Batch),
+        g: &LoraAdapterGroup,
+        ad: &LoraAdapter,
+        (p, batch): (View, &MicroBatch),
         x: View,
-        s: &mut LoraScratch,
+        s: &mut LoraScratchBuffers,
     ) -> bool {
         let (m, has_dropout) = (batch.rows(), self.has_dropout(batch));
         let x = match has_dropout {
@@ -292,7 +297,7 @@ impl Adapters {
                 ops.cast(s.input.view_mut().slice(0..m * g.inputs), x.slice(0..m * g.inputs));
                 ops.dropout(
                     s.input.view_mut().slice(0..m * g.inputs),
-                    &self.dropout_mask(ad, g.inputs, batch),
+                    &self.create_adapter_dropout(ad, g.inputs, batch),
                 );
                 s.input.view().slice(0..m * g.inputs)
             }
@@ -303,24 +308,31 @@ impl Adapters {
     }
 
     /// Writes `s·B` to the rows of `padded_b` that correspond to the adapter's columns, and zeros
-    /// to the others.
-    fn pad_b(&self, ops: &dyn Ops, g: &AdapterGroup, ad: &Adapter, p: View, padded_b: &mut Buf) {
+    /// to all other rows.
+    fn write_scaled_padded_b(
+        &self,
+        ops: &dyn Ops,
+        g: &LoraAdapterGroup,
+        ad: &LoraAdapter,
+        p: View,
+        padded_b: &mut Buf,
+    ) {
         ops.clear(padded_b.view_mut().slice(0..g.width * self.rank));
         let mut b = padded_b.view_mut().slice(ad.columns.start * self.rank..ad.columns.end * self.rank);
         ops.cast(b.reborrow(), p.slice(ad.b.clone()));
         ops.scale(b, self.scale);
     }
 
-    /// Whether elements of this micro-batch are dropped; never outside of training.
-    fn has_dropout(&self, batch: &Batch) -> bool {
+    /// Returns whether elements of this micro-batch are dropped. Outside of training none are.
+    fn has_dropout(&self, batch: &MicroBatch) -> bool {
         batch.first_sample.is_some() && self.dropout_rate > 0.0
     }
 
-    /// The dropout mask of an adapter's input, `[rows, inputs]`. It depends on the run's seed, the
-    /// module, the sample's number in the run and the position in the sample, and not on rank or
-    /// micro-batch.
-    fn dropout_mask(&self, ad: &Adapter, inputs: usize, batch: &Batch) -> Dropout {
-        Dropout {
+    /// Returns the dropout of an adapter's input, `[rows, inputs]`. The mask depends on the run's
+    /// seed, the module, the sample's number in the run and the position in the sample. It does not
+    /// depend on rank or micro-batch.
+    fn create_adapter_dropout(&self, ad: &LoraAdapter, inputs: usize, batch: &MicroBatch) -> SampleDropout {
+        SampleDropout {
             key: ad.rng.key(),
             probability: self.dropout_rate,
             sample_len: batch.seq_len * inputs,
@@ -340,13 +352,14 @@ mod tests {
         let spec = LoraSpec { from: None, rank: 2, alpha: 2.0, dropout: Some(0.3), rslora: false, targets };
         let (inputs, t) = (37, 50);
         let fused = FusedLinears { prefix: "x.".into(), inputs, modules: &[("a", 5), ("b", 7), ("c", 3)] };
-        let adapters = Adapters::new(&Lora { spec, seed: 3 }, &[fused], 100);
+        let adapters = LayerAdapters::new(&LoraConfig { spec, seed: 3 }, &[fused], 100);
         let [only] = adapters.groups[0].adapters.as_slice() else { panic!("one target") };
         assert_eq!((only.columns.clone(), only.a.clone(), only.b.clone()), (5..12, 100..174, 174..188));
         let masked = |first, b| {
-            let batch = Batch { sequences: b, seq_len: t, first_sample: Some(first), ..Batch::default() };
+            let batch =
+                MicroBatch { sequences: b, seq_len: t, first_sample: Some(first), ..MicroBatch::default() };
             let mut x = vec![1.0; b * t * inputs];
-            Cpu::new(2).dropout((&mut x[..]).into(), &adapters.dropout_mask(only, inputs, &batch));
+            Cpu::new(2).dropout((&mut x[..]).into(), &adapters.create_adapter_dropout(only, inputs, &batch));
             x
         };
         let masks = masked(10, 4);

@@ -1,32 +1,32 @@
-//! Mixtral: every layer has experts; all layers attend to a sliding window if `sliding_window` is
-//! set.
+//! The model family Mixtral. Every layer has experts, and attends to a sliding window if
+//! `sliding_window` is set.
 use super::{
     ModelFamily,
     decoder::{self, ExpertTensorNames},
-    hf_config::ConfigFields,
+    hf_config::HfConfigFields,
 };
 use serde_json::json;
 
-/// `MixtralForCausalLM` of transformers.
+/// The model family of `MixtralForCausalLM` of transformers.
 pub(super) const FAMILY: ModelFamily = ModelFamily {
     name: "mixtral",
     architecture: "MixtralForCausalLM",
     build: |hf_config, tokens| {
-        let fields = ConfigFields::new(hf_config);
-        let mut config = decoder::DecoderConfig::read(&fields)?;
-        config.sliding_window = fields.optional_size("sliding_window")?.map(|w| w as usize);
+        let fields = HfConfigFields::new(hf_config);
+        let mut config = decoder::DecoderConfig::from_fields(&fields)?;
+        config.sliding_window = fields.read_optional_size("sliding_window")?.map(|w| w as usize);
         config.sliding_layers.fill(config.sliding_window.is_some());
         let names = ExpertTensorNames { block: "block_sparse_moe", matrices: ["w1", "w3", "w2"] };
-        let experts = ("num_local_experts", fields.size("num_local_experts")?);
+        let experts = ("num_local_experts", fields.read_size("num_local_experts")?);
         config.read_experts(&fields, experts, config.intermediate_size, names)?;
         fields.require_one_of("router_jitter_noise", &[json!(0)])?;
         if let Some(moe) = &mut config.moe {
             moe.shape.normalise_weights = true;
         }
         fields.reject_unknown_keys()?;
-        Ok(decoder::build(config, hf_config, tokens))
+        Ok(decoder::build_decoder(config, hf_config, tokens))
     },
-    spec_to_hf_config: |spec| {
+    build_hf_config: |spec| {
         let family_keys = json!({
             "num_local_experts": spec.num_experts.unwrap_or(8),
             "num_experts_per_tok": spec.num_experts_per_tok.unwrap_or(2),
@@ -35,7 +35,7 @@ pub(super) const FAMILY: ModelFamily = ModelFamily {
             "router_jitter_noise": 0.0,
             "sliding_window": null,
         });
-        decoder::spec_to_hf_config(spec, "mixtral", "MixtralForCausalLM", family_keys)
+        decoder::build_decoder_hf_config(spec, "mixtral", "MixtralForCausalLM", family_keys)
     },
     dropout_keys: &[decoder::ATTENTION_DROPOUT],
 };

@@ -1,8 +1,8 @@
-//! Mixture-of-experts layers: the interface of models that have them ([`MoeModel`]), the
-//! computation of experts on rows that are sorted by expert, and the losses of routers.
+//! Mixture-of-experts layers: the interface of models with experts ([`MoeModel`]), the computation
+//! of experts on rows that are sorted by expert, and the losses of routers ([`RouterStats`]).
 //!
 //! Experts may be on other ranks than the tokens, so a layer is computed in parts: attention and
-//! router, token dispatch, experts, the way back, and the weighted sum. The model computes the
+//! router, token dispatch, experts, return of the rows, and weighted sum. The model computes the
 //! first and the last part; the functions of this module compute the experts.
 use super::{ActivationBuffers, LayerInput};
 use crate::params::ParamSpec;
@@ -18,7 +18,7 @@ use std::ops::Range;
 pub struct ExpertShape {
     /// The number of experts of a layer.
     pub experts: usize,
-    /// The number of experts that compute each token (top-k).
+    /// The number of experts that are selected for each token (top-k).
     pub per_token: usize,
     /// The width of input and output rows.
     pub hidden: usize,
@@ -29,13 +29,14 @@ pub struct ExpertShape {
 }
 
 impl ExpertShape {
-    /// The number of elements of one expert: gate and up, `[intermediate, hidden]` each, and down,
-    /// `[hidden, intermediate]`.
+    /// Returns the number of elements of one expert: gate and up, `[intermediate, hidden]` each,
+    /// and down, `[hidden, intermediate]`.
     pub fn expert_len(&self) -> usize {
         3 * self.intermediate * self.hidden
     }
 
-    fn router_shape(&self, m: usize) -> RouterShape {
+    /// Returns the shape of the router's ops for `m` rows.
+    fn to_router_shape(&self, m: usize) -> RouterShape {
         RouterShape {
             m,
             experts: self.experts,
@@ -44,19 +45,20 @@ impl ExpertShape {
         }
     }
 
-    /// The groups of the first grouped matmul: for each expert, its rows and its matrix of gate and
-    /// up, `[2·intermediate, hidden]`.
-    fn gate_up_groups(&self, rows: &[Range<usize>]) -> Vec<RowGroup> {
-        self.expert_groups(rows, 0)
+    /// Returns the groups of the first grouped matmul: for each expert, its rows and its matrix of
+    /// gate and up, `[2·intermediate, hidden]`.
+    fn build_gate_up_groups(&self, rows: &[Range<usize>]) -> Vec<RowGroup> {
+        self.build_expert_groups(rows, 0)
     }
 
-    /// The groups of the second grouped matmul: for each expert, its rows and its matrix `down`,
-    /// `[hidden, intermediate]`.
-    fn down_groups(&self, rows: &[Range<usize>]) -> Vec<RowGroup> {
-        self.expert_groups(rows, 2 * self.intermediate * self.hidden)
+    /// Returns the groups of the second grouped matmul: for each expert, its rows and its matrix of
+    /// the down projection, `[hidden, intermediate]`.
+    fn build_down_groups(&self, rows: &[Range<usize>]) -> Vec<RowGroup> {
+        self.build_expert_groups(rows, 2 * self.intermediate * self.hidden)
     }
 
-    fn expert_groups(&self, rows: &[Range<usize>], offset: usize) -> Vec<RowGroup> {
+    /// Returns a group for each expert. `offset` is the offset of the matrix within an expert.
+    fn build_expert_groups(&self, rows: &[Range<usize>], offset: usize) -> Vec<RowGroup> {
         let group = |(i, r): (usize, &Range<usize>)| RowGroup {
             rows: r.clone(),
             matrix_offset: i * self.expert_len() + offset,
@@ -77,22 +79,22 @@ pub struct RouterLossCoefficients {
 }
 
 /// The output of a layer's router for one micro-batch. Every buffer is f32.
-pub struct Routing {
+pub struct RouterOutput {
     /// The softmax of the router's logits, `[rows, experts]`.
     pub probs: Buf,
     /// The weights of the selected experts, `[rows, per_token]`.
     pub weights: Buf,
     /// The log-sum-exp of the router's logits, `[rows]`.
     pub lse: Buf,
-    /// The experts of each token, `[rows, per_token]`, by descending probability.
+    /// The selected experts of each token, `[rows, per_token]`, by descending probability.
     pub selected_experts: Vec<u32>,
 }
 
-impl Routing {
+impl RouterOutput {
     /// Allocates the buffers for micro-batches of `m` rows.
     pub fn new(ops: &dyn Ops, shape: ExpertShape, m: usize) -> Self {
         let floats = |len| ops.zeroed(Dtype::F32, len);
-        Routing {
+        RouterOutput {
             probs: floats(m * shape.experts),
             weights: floats(m * shape.per_token),
             lse: floats(m),
@@ -100,20 +102,21 @@ impl Routing {
         }
     }
 
-    /// The number of elements of all buffers for micro-batches of `m` rows.
-    pub fn element_count(shape: ExpertShape, m: usize) -> usize {
+    /// Computes the number of elements of all buffers for micro-batches of `m` rows.
+    pub fn count_elements(shape: ExpertShape, m: usize) -> usize {
         m * (shape.experts + 2 * shape.per_token + 1)
     }
 
-    /// Selects the experts of each row from the router's logits, `[rows, experts]`.
-    pub(super) fn forward(&mut self, ops: &dyn Ops, logits: View, shape: ExpertShape) {
+    /// Computes the router's output from its logits, `[rows, experts]`, and selects the experts of
+    /// each row.
+    pub(super) fn router_forward(&mut self, ops: &dyn Ops, logits: View, shape: ExpertShape) {
         let (probs, weights) = (self.probs.view_mut(), self.weights.view_mut());
-        let router = shape.router_shape(self.lse.len());
+        let router = shape.to_router_shape(self.lse.len());
         ops.router_forward(probs, weights, self.lse.view_mut(), &mut self.selected_experts, logits, router);
     }
 
-    /// Writes the gradient of the router's logits, `[rows, experts]`.
-    pub(super) fn backward(
+    /// Computes `dlogits`, `[rows, experts]`, the gradient of the router's logits.
+    pub(super) fn router_backward(
         &self,
         ops: &dyn Ops,
         dlogits: ViewMut,
@@ -127,12 +130,12 @@ impl Routing {
             balance_grad: grads.balance_grad,
             z_loss_coef: grads.z_loss_coef,
         };
-        ops.router_backward(dlogits, grads.dweights, inputs, shape.router_shape(self.lse.len()));
+        ops.router_backward(dlogits, grads.dweights, inputs, shape.to_router_shape(self.lse.len()));
     }
 }
 
-/// The gradients that [`MoeModel::route_backward`] needs after the backward pass of the layer's
-/// experts.
+/// The gradients that the backward pass of a layer's experts computed, as input of
+/// [`MoeModel::route_backward`].
 pub struct ExpertOutputGrads<'a> {
     /// The gradients of the rows that were dispatched, `[dispatched rows, hidden]`.
     pub rows: View<'a>,
@@ -141,8 +144,8 @@ pub struct ExpertOutputGrads<'a> {
     pub choice_rows: &'a [u32],
     /// The gradients of the weights of the selected experts, `[rows, per_token]`.
     pub dweights: View<'a>,
-    /// The gradient of the load-balancing loss with respect to the probabilities of any row,
-    /// `[experts]`.
+    /// The gradient of the load-balancing loss with respect to the probabilities of a row,
+    /// `[experts]`. It is equal for all rows.
     pub balance_grad: &'a [f32],
     /// The factor of Σ lse² in the loss, by which the z-loss contributes to the gradient.
     pub z_loss_coef: f32,
@@ -150,42 +153,43 @@ pub struct ExpertOutputGrads<'a> {
 
 /// A model with mixture-of-experts layers.
 pub trait MoeModel: Send + Sync {
-    /// The sizes of the experts.
+    /// Returns the sizes of the experts.
     fn expert_shape(&self) -> ExpertShape;
-    /// Whether this layer has experts instead of a dense MLP.
+    /// Returns whether this layer has experts instead of a dense MLP.
     fn is_moe_layer(&self, layer: usize) -> bool;
-    /// The coefficients of the router losses.
+    /// Returns the coefficients of the router losses.
     fn router_loss_coefficients(&self) -> RouterLossCoefficients;
-    /// The tensors of one expert: gate, up, down.
+    /// Returns the tensors of one expert: gate, up, down.
     fn expert_params(&self, layer: usize, expert: usize) -> Vec<ParamSpec>;
 
-    /// Computes attention and router: writes `routing`, and the rows for the experts to
-    /// [`MoeModel::normed_rows`].
+    /// Computes attention and router of a layer. Writes the router's output to `routing`.
+    /// [`MoeModel::normed_rows`] then returns the input rows of the experts.
     fn route_forward(
         &self,
         ops: &dyn Ops,
         input: &LayerInput,
-        routing: &mut Routing,
+        routing: &mut RouterOutput,
         saved: &mut ActivationBuffers,
         scratch: &mut ActivationBuffers,
     );
-    /// The normalized rows that the last [`MoeModel::route_forward`] computed, `[rows, hidden]`.
+    /// Returns the normalized rows that the last [`MoeModel::route_forward`] computed in `scratch`,
+    /// `[rows, hidden]`.
     fn normed_rows<'a>(&self, scratch: &'a ActivationBuffers) -> View<'a>;
-    /// Writes `y`, `[rows, hidden]`: the residual stream plus, for each token, the sum of its
-    /// experts' outputs times their router weights. `choice_rows` are the indices of a token's
-    /// outputs in `rows`, `[rows, per_token]`.
+    /// Computes the output `y` of a layer, `[rows, hidden]`: the residual stream plus, for each
+    /// token, the sum of its experts' outputs times their router weights. `rows` are the experts'
+    /// outputs. `choice_rows`, `[rows, per_token]`, are the indices of a token's outputs in `rows`.
     fn combine_forward(
         &self,
         ops: &dyn Ops,
         y: ViewMut,
         rows: View,
         choice_rows: &[u32],
-        routing: &Routing,
+        routing: &RouterOutput,
         saved: &mut ActivationBuffers,
     );
-    /// Computes the gradients of router and attention. `dx`, `[rows, hidden]`, is the gradient of
-    /// the layer's output on entry and of its input on return. `grads`, the gradient of the layer's
-    /// unit, is overwritten.
+    /// Computes the gradients of router and attention of a layer. `dx`, `[rows, hidden]`, is the
+    /// gradient of the layer's output on entry and of its input on return. Overwrites `grads`, the
+    /// gradient of the layer's unit.
     fn route_backward(
         &self,
         ops: &dyn Ops,
@@ -193,29 +197,29 @@ pub trait MoeModel: Send + Sync {
         grads: ViewMut,
         dx: ViewMut,
         expert_grads: &ExpertOutputGrads,
-        routing: &Routing,
+        routing: &RouterOutput,
         saved: &mut ActivationBuffers,
         scratch: &mut ActivationBuffers,
     );
 }
 
-/// The parameters and input rows of some experts. Rows are sorted by expert.
-pub struct ExpertRows<'a> {
+/// The parameters and input rows of several experts. Rows are sorted by expert.
+pub struct ExpertInputs<'a> {
     /// The parameters of the experts, flat.
     pub params: View<'a>,
-    /// The rows of each expert.
+    /// The range of rows of each expert.
     pub expert_ranges: &'a [Range<usize>],
     /// The input rows, `[rows, hidden]`.
     pub rows: View<'a>,
 }
 
-/// Computes experts (SwiGLU): writes `gate_up`, `[rows, 2·intermediate]`, and, with `out`, the
-/// outputs of the experts, `[rows, hidden]`. The second view of `out` is scratch,
-/// `[rows, intermediate]`.
+/// Computes the forward pass of experts (SwiGLU). Writes gate and up to `gate_up`, `[rows,
+/// 2·intermediate]`. If `out` is given, writes the outputs of the experts to its first view,
+/// `[rows, hidden]`; its second view is scratch memory, `[rows, intermediate]`.
 pub fn experts_forward(
     ops: &dyn Ops,
     shape: ExpertShape,
-    e: &ExpertRows,
+    e: &ExpertInputs,
     mut gate_up: ViewMut,
     out: Option<(ViewMut, ViewMut)>,
 ) {
@@ -225,21 +229,21 @@ pub fn experts_forward(
         gate_up.reborrow(),
         e.rows,
         e.params,
-        &shape.gate_up_groups(e.expert_ranges),
+        &shape.build_gate_up_groups(e.expert_ranges),
         2 * f,
         d,
     );
     let Some((out, mut act)) = out else { return };
     ops.swiglu_forward(act.reborrow(), gate_up.as_view(), n, f);
-    ops.grouped_forward(out, act.as_view(), e.params, &shape.down_groups(e.expert_ranges), d, f);
+    ops.grouped_forward(out, act.as_view(), e.params, &shape.build_down_groups(e.expert_ranges), d, f);
 }
 
 /// The inputs and outputs of [`experts_backward`].
 pub struct ExpertBackwardBuffers<'a> {
     /// The output of [`experts_forward`], `[rows, 2·intermediate]`.
     pub gate_up: View<'a>,
-    /// The gradient of the layer's output for the token of each row, `[rows, hidden]`, without the
-    /// router weight.
+    /// The gradient of the layer's output for the token of each row, not multiplied by the router
+    /// weight, `[rows, hidden]`.
     pub dy: View<'a>,
     /// The router weights of the rows, `[rows]`.
     pub weights: View<'a>,
@@ -247,10 +251,10 @@ pub struct ExpertBackwardBuffers<'a> {
     pub dweights: ViewMut<'a>,
     /// Output: the gradients of the input rows, `[rows, hidden]`.
     pub drows: ViewMut<'a>,
-    /// The result of [`compute_expert_activation`], `[rows, intermediate]`; on return multiplied by
-    /// the router weights, as [`ExpertGradInputs::act`] requires.
+    /// The result of [`compute_expert_activation`], `[rows, intermediate]`. On return it is
+    /// multiplied by the router weights, as [`ExpertGradInputs::act`] requires.
     pub act: ViewMut<'a>,
-    /// Scratch, `[rows, intermediate]`.
+    /// Scratch memory, `[rows, intermediate]`.
     pub dact: ViewMut<'a>,
     /// Output: the gradients of gate and up, `[rows, 2·intermediate]`.
     pub dgate_up: ViewMut<'a>,
@@ -263,13 +267,20 @@ pub fn compute_expert_activation(ops: &dyn Ops, shape: ExpertShape, gate_up: Vie
     ops.swiglu_forward(act, gate_up, gate_up.len() / (2 * f), f);
 }
 
-/// Computes the gradients of input rows and router weights. [`compute_expert_gradients`] then
-/// computes those of the parameters.
-pub fn experts_backward(ops: &dyn Ops, shape: ExpertShape, e: &ExpertRows, b: ExpertBackwardBuffers) {
+/// Computes the gradients of the input rows and router weights of experts.
+/// [`compute_expert_gradients`] then computes the gradients of the experts' parameters.
+pub fn experts_backward(ops: &dyn Ops, shape: ExpertShape, e: &ExpertInputs, b: ExpertBackwardBuffers) {
     let (d, f) = (shape.hidden, shape.intermediate);
     let n = b.dweights.len();
     let (act, mut dact, mut dgate_up) = (b.act, b.dact, b.dgate_up);
-    ops.grouped_backward_input(dact.reborrow(), b.dy, e.params, &shape.down_groups(e.expert_ranges), d, f);
+    ops.grouped_backward_input(
+        dact.reborrow(),
+        b.dy,
+        e.params,
+        &shape.build_down_groups(e.expert_ranges),
+        d,
+        f,
+    );
     // The output is not saved; the gradient of its weight is dy · (W a) = (dy W) · a.
     ops.dot_rows(b.dweights, dact.as_view(), act.as_view(), f);
     ops.scale_rows(act, b.weights, f);
@@ -279,7 +290,7 @@ pub fn experts_backward(ops: &dyn Ops, shape: ExpertShape, e: &ExpertRows, b: Ex
         b.drows,
         dgate_up.as_view(),
         e.params,
-        &shape.gate_up_groups(e.expert_ranges),
+        &shape.build_gate_up_groups(e.expert_ranges),
         2 * f,
         d,
     );
@@ -297,11 +308,11 @@ pub struct ExpertGradInputs<'a> {
     pub dgate_up: View<'a>,
 }
 
-/// Overwrites `grads`, the flat gradient of the experts' parameters, with the sum over the given
-/// rows of each expert.
+/// Computes the gradients of the experts' parameters, summed over the rows of each expert, and
+/// overwrites `grads`, their flat vector.
 ///
-/// The gradient of an expert without rows is zero. A matrix is skipped unless `is_needed` accepts
-/// its range of the flat vector.
+/// The gradient of an expert without rows is zero. Skips a matrix if `is_needed` returns false for
+/// the range of the matrix in the flat vector.
 pub fn compute_expert_gradients(
     ops: &dyn Ops,
     shape: ExpertShape,
@@ -311,14 +322,16 @@ pub fn compute_expert_gradients(
     is_needed: impl Fn(Range<usize>) -> bool,
 ) {
     let (d, f) = (shape.hidden, shape.intermediate);
-    let (mut gate_ups, mut downs) = (shape.gate_up_groups(expert_ranges), shape.down_groups(expert_ranges));
+    let (mut gate_ups, mut downs) =
+        (shape.build_gate_up_groups(expert_ranges), shape.build_down_groups(expert_ranges));
     gate_ups.retain(|g| is_needed(g.matrix_offset..g.matrix_offset + 2 * f * d));
     downs.retain(|g| is_needed(g.matrix_offset..g.matrix_offset + f * d));
     ops.grouped_backward_weight(grads.reborrow(), g.dgate_up, g.rows, &gate_ups, 2 * f, d);
     ops.grouped_backward_weight(grads, g.dy, g.act, &downs, d, f);
 }
 
-/// What the routers of all layers selected in one micro-batch, and the router losses.
+/// How often the routers of all layers selected each expert in one micro-batch, and the sums from
+/// which the router losses are computed.
 ///
 /// The load-balancing loss is that of transformers' `load_balancing_loss_func`: over the rows of
 /// all layers together, `experts · Σ_e f_e · P_e` with `f_e` the selections of expert e per row and
@@ -326,14 +339,15 @@ pub fn compute_expert_gradients(
 pub struct RouterStats {
     shape: ExpertShape,
     coefficients: RouterLossCoefficients,
-    /// One entry per layer with experts.
+    /// The statistics of each layer with experts.
     layers: Vec<LayerRouterStats>,
+    /// The number of rows of the micro-batch.
     rows: usize,
     /// Host copies of probabilities and log-sum-exp, if the device is not the host.
     host_buffers: [Buf; 2],
 }
 
-/// The routing of one layer, summed over the rows of the micro-batch.
+/// The router statistics of one layer, summed over the rows of the micro-batch.
 #[derive(Clone)]
 struct LayerRouterStats {
     /// How often each expert was selected.
@@ -345,7 +359,7 @@ struct LayerRouterStats {
 }
 
 impl RouterStats {
-    /// Empty statistics for a model with `layers` layers and micro-batches of `rows` rows.
+    /// Creates empty statistics for a model with `layers` layers and micro-batches of `rows` rows.
     pub fn new(model: &dyn MoeModel, layers: usize, rows: usize) -> Self {
         let shape = model.expert_shape();
         let empty = LayerRouterStats {
@@ -363,9 +377,9 @@ impl RouterStats {
         }
     }
 
-    /// Records the routing of the `index`-th MoE layer and replaces the previous record of the
-    /// layer.
-    pub fn record(&mut self, ops: &dyn Ops, index: usize, routing: &Routing) {
+    /// Records the router's output of the `index`-th MoE layer, and replaces the previous
+    /// statistics of that layer. Copies the output to the host.
+    pub fn record_layer(&mut self, ops: &dyn Ops, index: usize, routing: &RouterOutput) {
         let [probs, lse] = &mut self.host_buffers;
         let (probs, lse) = (ops.to_host(routing.probs.view(), probs), ops.to_host(routing.lse.view(), lse));
         let t = &mut self.layers[index];
@@ -378,24 +392,25 @@ impl RouterStats {
         t.lse_squares = lse.host().iter().map(|&l| f64::from(l) * f64::from(l)).sum();
     }
 
-    /// For each MoE layer: how often each expert was selected.
+    /// Returns, for each MoE layer, how often each expert was selected.
     pub fn selection_counts(&self) -> impl Iterator<Item = &[u64]> {
         self.layers.iter().map(|t| t.selection_counts.as_slice())
     }
 
-    /// The number of rows of all layers together.
+    /// Returns the number of rows of all MoE layers together.
     fn total_rows(&self) -> f64 {
         (self.rows * self.layers.len()) as f64
     }
 
-    /// For each expert its selections per row (`f_e`); the sum is the number of experts per token.
+    /// Returns `f_e` for each expert: how often it was selected per row. The sum over all experts
+    /// is the number of experts per token.
     fn selections_per_row(&self) -> impl Iterator<Item = f64> {
         let selections = |e: usize| self.layers.iter().map(|t| t.selection_counts[e]).sum::<u64>() as f64;
         (0..self.shape.experts).map(move |e| selections(e) / self.total_rows())
     }
 
-    /// The router losses, which are added to the mean loss.
-    pub fn loss(&self) -> f64 {
+    /// Computes the sum of the router losses, which is added to the mean loss.
+    pub fn compute_loss(&self) -> f64 {
         let mean_prob =
             |e: usize| self.layers.iter().map(|t| t.prob_sums[e]).sum::<f64>() / self.total_rows();
         let balance: f64 = self.selections_per_row().enumerate().map(|(e, share)| share * mean_prob(e)).sum();
@@ -404,17 +419,18 @@ impl RouterStats {
             + self.coefficients.z * squares / self.total_rows()
     }
 
-    /// The gradient of `scale` × [`RouterStats::loss`] with respect to the probabilities of any
-    /// row, and the factor of Σ lse² in it.
-    pub fn loss_gradient(&self, scale: f64) -> (Vec<f32>, f32) {
+    /// Computes the gradient of `scale` × [`RouterStats::compute_loss`] with respect to the
+    /// probabilities of a row, which is equal for all rows, and the factor of Σ lse² in the scaled
+    /// loss.
+    pub fn compute_loss_gradient(&self, scale: f64) -> (Vec<f32>, f32) {
         let factor = scale * self.coefficients.aux * self.shape.experts as f64 / self.total_rows();
         let balance = self.selections_per_row().map(|share| (factor * share) as f32).collect();
         (balance, (scale * self.coefficients.z / self.total_rows()) as f32)
     }
 }
 
-/// The coefficients that `train.experts` specifies; `model_aux` is the model's own coefficient of
-/// the load-balancing loss.
-pub(super) fn router_loss_coefficients(spec: &ExpertsSpec, model_aux: f64) -> RouterLossCoefficients {
+/// Returns the coefficients that `train.experts` specifies. `model_aux` is the coefficient of the
+/// load-balancing loss if `train.experts` does not set one.
+pub(super) fn select_router_loss_coefficients(spec: &ExpertsSpec, model_aux: f64) -> RouterLossCoefficients {
     RouterLossCoefficients { aux: spec.aux_loss.unwrap_or(model_aux), z: spec.z_loss }
 }

@@ -1,34 +1,34 @@
-//! Qwen 3 with experts. `decoder_sparse_step` and `mlp_only_layers` select the layers that have
-//! experts; either all layers attend to a sliding window or none.
+//! The model family Qwen 3 MoE. `decoder_sparse_step` and `mlp_only_layers` select the layers that
+//! have experts. Either all layers attend to a sliding window or none.
 use super::{
     ModelFamily,
     decoder::{self, ExpertTensorNames},
     error::{ModelError, Result},
-    hf_config::{ConfigFields, invalid_value},
+    hf_config::{HfConfigFields, invalid_value_error},
 };
 use serde_json::{Value, json};
 
-/// `Qwen3MoeForCausalLM` of transformers.
+/// The model family of `Qwen3MoeForCausalLM` of transformers.
 pub(super) const FAMILY: ModelFamily = ModelFamily {
     name: "qwen3_moe",
     architecture: "Qwen3MoeForCausalLM",
     build: |hf_config, tokens| {
-        let fields = ConfigFields::new(hf_config);
-        let mut config = decoder::DecoderConfig::read(&fields)?;
-        let bias = fields.flag("attention_bias")?;
+        let fields = HfConfigFields::new(hf_config);
+        let mut config = decoder::DecoderConfig::from_fields(&fields)?;
+        let bias = fields.read_flag("attention_bias")?;
         (config.has_qkv_bias, config.has_o_bias, config.has_qk_norm) = (bias, bias, true);
-        let window = fields.optional_size("sliding_window")?;
-        let slides = fields.flag("use_sliding_window")?;
+        let window = fields.read_optional_size("sliding_window")?;
+        let slides = fields.read_flag("use_sliding_window")?;
         config.sliding_window = window.filter(|_| slides).map(|w| w as usize);
         config.sliding_layers.fill(config.sliding_window.is_some());
         // Without effect in this architecture, but present in models of the Hub.
-        fields.get("max_window_layers");
+        fields.read_value("max_window_layers");
         let names = ExpertTensorNames { block: "mlp", matrices: ["gate_proj", "up_proj", "down_proj"] };
-        let width = fields.size("moe_intermediate_size")? as usize;
+        let width = fields.read_size("moe_intermediate_size")? as usize;
         let experts = ("num_experts", read_expert_count(&fields)?);
         config.read_experts(&fields, experts, width, names)?;
-        let normalise_weights = fields.flag("norm_topk_prob")?;
-        let step = fields.optional_size("decoder_sparse_step")?.unwrap_or(1) as usize;
+        let normalise_weights = fields.read_flag("norm_topk_prob")?;
+        let step = fields.read_optional_size("decoder_sparse_step")?.unwrap_or(1) as usize;
         let dense_layers = read_mlp_only_layers(&fields, config.layers)?;
         if let Some(moe) = &mut config.moe {
             moe.shape.normalise_weights = normalise_weights;
@@ -40,9 +40,9 @@ pub(super) const FAMILY: ModelFamily = ModelFamily {
             }
         }
         fields.reject_unknown_keys()?;
-        Ok(decoder::build(config, hf_config, tokens))
+        Ok(decoder::build_decoder(config, hf_config, tokens))
     },
-    spec_to_hf_config: |spec| {
+    build_hf_config: |spec| {
         let family_keys = json!({
             "attention_bias": false,
             "decoder_sparse_step": 1,
@@ -56,15 +56,15 @@ pub(super) const FAMILY: ModelFamily = ModelFamily {
             "sliding_window": null,
             "use_sliding_window": false,
         });
-        decoder::spec_to_hf_config(spec, "qwen3_moe", "Qwen3MoeForCausalLM", family_keys)
+        decoder::build_decoder_hf_config(spec, "qwen3_moe", "Qwen3MoeForCausalLM", family_keys)
     },
     dropout_keys: &[decoder::ATTENTION_DROPOUT],
 };
 
-/// The number of experts of a layer: `num_experts`, or `num_local_experts` of newer versions of
-/// transformers.
-fn read_expert_count(fields: &ConfigFields) -> Result<u32> {
-    match (fields.optional_size("num_experts")?, fields.optional_size("num_local_experts")?) {
+/// Reads the number of experts of a layer: `num_experts`, or `num_local_experts` of newer versions
+/// of transformers. Fails if both are absent or they differ.
+fn read_expert_count(fields: &HfConfigFields) -> Result<u32> {
+    match (fields.read_optional_size("num_experts")?, fields.read_optional_size("num_local_experts")?) {
         (Some(a), Some(b)) if a != b => {
             Err(ModelError::KeysContradict { key: "num_experts", other: "num_local_experts" })
         }
@@ -73,11 +73,11 @@ fn read_expert_count(fields: &ConfigFields) -> Result<u32> {
     }
 }
 
-/// The layers without experts, each below `layers`.
-fn read_mlp_only_layers(fields: &ConfigFields, layers: usize) -> Result<Vec<usize>> {
+/// Reads `mlp_only_layers`, the layers without experts. Each must be below `layers`.
+fn read_mlp_only_layers(fields: &HfConfigFields, layers: usize) -> Result<Vec<usize>> {
     const KEY: &str = "mlp_only_layers";
-    let Some(value) = fields.get(KEY) else { return Ok(Vec::new()) };
+    let Some(value) = fields.read_value(KEY) else { return Ok(Vec::new()) };
     let layer = |v: &Value| v.as_u64().and_then(|n| usize::try_from(n).ok()).filter(|&l| l < layers);
     let list = value.as_array().and_then(|l| l.iter().map(layer).collect::<Option<Vec<usize>>>());
-    list.ok_or_else(|| invalid_value(KEY, value, format!("a list of layers below {layers}")))
+    list.ok_or_else(|| invalid_value_error(KEY, value, format!("a list of layers below {layers}")))
 }

@@ -1,36 +1,36 @@
 //! The optimizer: states of the shards that this rank updates, and their update rules.
 mod muon;
 pub mod schedule;
-mod staging;
+mod state_staging;
 mod state_storage;
 mod stochastic_bf16;
 
 pub use state_storage::StateVector;
-pub use stochastic_bf16::update_chunk_len;
+pub use stochastic_bf16::compute_update_chunk_len;
 
 use crate::{
     model::TiedWeight,
     param_groups::{self, GroupHyperparams, ParamGroups},
-    params::{ParamUnit, canonical_order},
+    params::{ParamUnit, list_tensors_in_canonical_order},
 };
-use contract::job::{Offload, OptimizerName, OptimizerSpec};
+use contract::job::{OffloadTarget, OptimizerName, OptimizerSpec};
 use device::{
     Ops, View, ViewMut,
     ops::{AdamWHyperparams, LionHyperparams, SgdHyperparams},
 };
 use diagnostic::Diagnostic;
-use staging::StagingBuffers;
+use state_staging::StateStagingBuffers;
 use std::{collections::HashMap, io, ops::Range, path::PathBuf};
 use stochastic_bf16::{StochasticUpdate, update_in_f32};
 
-/// Parameters that share hyper-parameters, in the form that checkpoints store.
+/// Parameters with equal hyper-parameters, in the form that checkpoints store.
 #[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct ParamGroup {
-    /// `decay`, `no_decay`, or the name of an item of `optimizer.groups`.
+    /// The name of the group: `decay`, `no_decay`, or the name of an item of `optimizer.groups`.
     pub name: String,
     /// The learning rate before the schedule.
     pub lr: f64,
-    /// Decay rates of the moments (AdamW, Lion).
+    /// The decay rates of the moments (AdamW, Lion).
     pub betas: (f64, f64),
     /// The constant added to the root of the second moment (AdamW).
     pub eps: f64,
@@ -44,33 +44,34 @@ pub struct ParamGroup {
 
 /// The inputs of an update that change with every step.
 #[derive(Clone, Copy, Debug)]
-pub struct StepParams {
+pub struct StepInputs {
     /// The learning rate of this step for groups with a scale of 1.
     pub lr: f64,
     /// The number of the step, counted from 1.
     pub step: u64,
-    /// The factor of the summed gradient: mean over targets times clipping.
+    /// The factor by which the summed gradient is multiplied: the mean over targets times the
+    /// clipping factor.
     pub grad_scale: f32,
 }
 
-/// The optimizer of the unit ranges that this rank updates.
+/// The optimizer of the unit ranges that this rank updates, with their states.
 pub struct Optimizer {
     spec: OptimizerSpec,
     /// The hyper-parameters of each group.
     groups: Vec<GroupHyperparams>,
-    /// The group of each parameter, by unit.
+    /// By unit and parameter: the index of the parameter's group.
     group_indices: Vec<Vec<usize>>,
-    /// By unit: whether Muon updates the parameter, which is then a matrix.
+    /// By unit and parameter: whether Muon updates the parameter, which is then a matrix.
     is_muon_matrix: Vec<Vec<bool>>,
-    /// For each unit and parameter, the number of updates by which it lags behind the steps of the
-    /// run.
+    /// By unit and parameter: the number of updates by which the parameter lags behind the steps of
+    /// the run.
     step_lags: Vec<Vec<u64>>,
     units: Vec<UnitStates>,
-    /// Stochastic rounding of bf16 weights without master weights.
+    /// Set if bf16 weights have no master weights and are rounded stochastically.
     rounding: Option<StochasticUpdate>,
-    /// Declared after `units`, because dropping a state vector waits for its copies to these
-    /// buffers.
-    staging: StagingBuffers,
+    /// Device memory for offloaded states. Declared after `units`, because dropping a state vector
+    /// waits for its copies to these buffers.
+    staging: StateStagingBuffers,
 }
 
 /// The optimizer states of one unit on this rank. The vectors contain trained elements only.
@@ -82,38 +83,41 @@ pub struct UnitStates {
     /// The first moment of AdamW and Lion, or the momentum of SGD and Muon. Empty for SGD without
     /// momentum.
     pub first: StateVector,
-    /// The second moment of AdamW; empty for other optimizers. Matrices that Muon updates leave
-    /// theirs at zero.
+    /// The second moment of AdamW; empty for other optimizers. For matrices that Muon updates, its
+    /// elements stay zero.
     pub second: StateVector,
 }
 
 impl Optimizer {
-    /// Creates zero states for the given range of each unit. `rounding_seed` is the run's seed if
-    /// bf16 weights have no master weights and are rounded stochastically.
+    /// Creates zero states for the given range of each unit.
+    ///
+    /// `rounding_seed` is the run's seed if bf16 weights have no master weights and are rounded
+    /// stochastically.
     ///
     /// # Errors
-    /// Invalid parameter groups, or offload storage that cannot be created.
+    /// Fails if parameter groups are invalid, or if offload storage cannot be created.
     pub fn new(
         ops: &dyn Ops,
         spec: &OptimizerSpec,
         units: &[ParamUnit],
         ties: &[TiedWeight],
         ranges: impl Iterator<Item = Range<usize>>,
-        offload: Option<&Offload>,
+        offload: Option<&OffloadTarget>,
         rounding_seed: Option<u64>,
     ) -> Result<Self, Vec<Diagnostic>> {
         let ParamGroups { hyperparams, group_indices } = param_groups::assign_groups(spec, units, ties)?;
         let (first, second) = needs_state_vectors(spec);
         let states = ranges.zip(units).map(|(range, unit)| -> io::Result<UnitStates> {
-            let trained = unit.trained_range(range.clone());
+            let trained = unit.compute_trained_range(range.clone());
             let vector = |kept: bool| StateVector::zeroed(ops, if kept { trained.len() } else { 0 }, offload);
             Ok(UnitStates { first: vector(first)?, second: vector(second)?, range, trained })
         });
-        let states = states.collect::<io::Result<Vec<_>>>().map_err(|e| vec![offload_error(offload, &e)])?;
-        let is_muon_matrix = muon_matrices(spec, units);
+        let states =
+            states.collect::<io::Result<Vec<_>>>().map_err(|e| vec![build_offload_error(offload, &e)])?;
+        let is_muon_matrix = find_muon_matrices(spec, units);
         let step_lags = units.iter().map(|u| vec![0; u.params.len()]).collect();
         let rounding = rounding_seed.map(|seed| StochasticUpdate::new(ops, seed, units, &states));
-        let staging = StagingBuffers::new(ops, &states);
+        let staging = StateStagingBuffers::new(ops, &states);
         Ok(Optimizer {
             spec: spec.clone(),
             groups: hyperparams,
@@ -126,33 +130,34 @@ impl Optimizer {
         })
     }
 
-    /// Sets the step lag of the named parameters; the others have none. The bias correction of a
-    /// parameter depends on its own number of updates, which is smaller than the step if the
-    /// parameter was frozen for a while.
-    pub fn set_step_lag(&mut self, units: &[ParamUnit], lags: &HashMap<String, u64>) {
+    /// Sets the step lags of the named parameters, and 0 for all others.
+    ///
+    /// The bias correction of a parameter depends on its own number of updates, which is smaller
+    /// than the step if the parameter was frozen for a while.
+    pub fn set_step_lags(&mut self, units: &[ParamUnit], lags: &HashMap<String, u64>) {
         let unit_lags =
             |u: &ParamUnit| u.params.iter().map(|p| lags.get(&p.name).copied().unwrap_or(0)).collect();
         self.step_lags = units.iter().map(unit_lags).collect();
     }
 
-    /// The trained parameters that lag behind the steps of the run, with the number of missing
-    /// updates.
-    pub fn step_lag(&self, units: &[ParamUnit]) -> HashMap<String, u64> {
+    /// Returns the trained parameters that lag behind the steps of the run, with the number of
+    /// missing updates.
+    pub fn collect_step_lags(&self, units: &[ParamUnit]) -> HashMap<String, u64> {
         let lags = units.iter().zip(&self.step_lags).flat_map(|(u, unit_lags)| {
             (0..u.params.len()).filter(|&i| u.is_trained(i)).map(|i| (u.params[i].name.clone(), unit_lags[i]))
         });
         lags.filter(|(_, lag)| *lag > 0).collect()
     }
 
-    /// The states of unit `u`.
+    /// Returns the states of unit `u`.
     pub fn states(&self, u: usize) -> &UnitStates {
         &self.units[u]
     }
 
-    /// Starts to copy the states of unit `u` to the device, because they are updated soon.
+    /// Starts to copy the states of unit `u` to the device. The caller updates them soon.
     pub fn prefetch_states(&mut self, ops: &dyn Ops, u: usize) {
         let Some(st) = self.units.get_mut(u) else { return };
-        [&st.first, &st.second].into_iter().for_each(StateVector::advise_needed);
+        [&st.first, &st.second].into_iter().for_each(StateVector::read_ahead);
         self.staging.prefetch(ops, u, st);
     }
 
@@ -170,59 +175,64 @@ impl Optimizer {
             .get(u)
             .into_iter()
             .flat_map(|st| [&st.first, &st.second])
-            .for_each(StateVector::advise_unneeded);
+            .for_each(StateVector::evict_pages);
     }
 
-    /// The states of unit `u` for modification.
+    /// Returns the states of unit `u` for modification.
     pub fn states_mut(&mut self, u: usize) -> &mut UnitStates {
         &mut self.units[u]
     }
 
-    /// The states of every unit for modification.
+    /// Returns the states of every unit for modification.
     pub fn all_states_mut(&mut self) -> impl Iterator<Item = &mut UnitStates> {
         self.units.iter_mut()
     }
 
-    /// The optimizer's settings in the job.
+    /// Returns the optimizer's settings in the job.
     pub fn spec(&self) -> &OptimizerSpec {
         &self.spec
     }
 
-    /// The parameter groups in the form that checkpoints store.
-    pub fn groups(&self, units: &[ParamUnit]) -> Vec<ParamGroup> {
+    /// Lists the parameter groups in the form that checkpoints store, sorted by name.
+    pub fn list_param_groups(&self, units: &[ParamUnit]) -> Vec<ParamGroup> {
         let mut groups: Vec<ParamGroup> = self.groups.iter().map(|n| self.to_param_group(n)).collect();
-        for (u, i) in canonical_order(units).into_iter().filter(|&(u, i)| units[u].is_trained(i)) {
+        for (u, i) in
+            list_tensors_in_canonical_order(units).into_iter().filter(|&(u, i)| units[u].is_trained(i))
+        {
             groups[self.group_indices[u][i]].params.push(units[u].params[i].name.clone());
         }
         groups.sort_by_key(|g| g.name.clone());
         groups
     }
 
+    /// Converts a group's hyper-parameters to a group without parameters.
     fn to_param_group(&self, n: &GroupHyperparams) -> ParamGroup {
         let params = Vec::new();
         let GroupHyperparams { name, betas, eps, momentum, weight_decay, .. } = n.clone();
         ParamGroup { name, lr: self.spec.lr * n.lr_scale, betas, eps, momentum, weight_decay, params }
     }
 
-    /// Whether Muon updates a matrix of unit `u`.
+    /// Returns whether Muon updates a matrix of unit `u`.
     pub fn has_muon_matrices(&self, u: usize) -> bool {
         self.is_muon_matrix[u].contains(&true)
     }
 
-    /// Updates the momentum of Muon's matrices in the range of unit `u`, and replaces their
-    /// gradients in `grad` by the Nesterov momentum. The caller gathers `grad` for the whole unit
-    /// and passes it to [`Optimizer::update`] as `directions`.
+    /// Updates the momentum of Muon's matrices in this rank's range of unit `u`, and replaces their
+    /// gradients in `grad` by the Nesterov momentum.
+    ///
+    /// The caller gathers `grad` for the whole unit and passes it to [`Optimizer::update_unit`] as
+    /// `directions`.
     pub fn apply_muon_momentum(
         &mut self,
         ops: &dyn Ops,
         u: usize,
         unit: &ParamUnit,
         mut grad: ViewMut,
-        step: StepParams,
+        step: StepInputs,
     ) {
         let st = &mut self.units[u];
-        let segments = unit.trained_segments(st.range.clone());
-        let [mut first, _] = self.staging.on_device(ops, u, st);
+        let segments = unit.list_trained_segments(st.range.clone());
+        let [mut first, _] = self.staging.fetch_to_device(ops, u, st);
         let mut at = 0;
         for seg in segments {
             let r = at..at + seg.flat.len();
@@ -234,8 +244,8 @@ impl Optimizer {
         }
     }
 
-    /// Updates the elements of Muon's matrices in the range of unit `u`. `directions` is the
-    /// momentum of all trained elements of the unit.
+    /// Updates the elements of Muon's matrices in this rank's range of unit `u`. `directions` is
+    /// the momentum of all trained elements of the unit.
     fn update_muon_matrices(
         &mut self,
         ops: &dyn Ops,
@@ -243,19 +253,21 @@ impl Optimizer {
         unit: &ParamUnit,
         params: &mut ViewMut,
         directions: View,
-        step: StepParams,
+        step: StepInputs,
     ) {
         let st = &self.units[u];
-        for seg in
-            unit.trained_segments(st.range.clone()).into_iter().filter(|s| self.is_muon_matrix[u][s.param])
+        for seg in unit
+            .list_trained_segments(st.range.clone())
+            .into_iter()
+            .filter(|s| self.is_muon_matrix[u][s.param])
         {
             let (spec, n) = (&unit.params[seg.param], &self.groups[self.group_indices[u][seg.param]]);
             let (rows, columns) = (spec.shape[0], spec.shape[1]);
-            let matrix = unit.trained_range(unit.tensor_range(seg.param));
+            let matrix = unit.compute_trained_range(unit.tensor_range(seg.param));
             let direction = muon::orthogonalize(ops, directions.slice(matrix), rows, columns);
             let lr = step.lr * n.lr_scale;
             let (keep, by) =
-                ((1.0 - lr * n.weight_decay) as f32, (lr * muon::lr_factor(rows, columns)) as f32);
+                ((1.0 - lr * n.weight_decay) as f32, (lr * muon::compute_lr_factor(rows, columns)) as f32);
             let p = params.slice_mut(seg.flat.start - st.range.start..seg.flat.end - st.range.start);
             let direction = direction.view().slice(seg.elements.clone());
             update_in_f32(&mut self.rounding, ops, (u, &seg), step.step, p, |p, r| {
@@ -264,10 +276,12 @@ impl Optimizer {
         }
     }
 
-    /// Updates the parameters of unit `u`. `params` covers the range of this optimizer and `grad`
-    /// its trained elements. `directions` is the result of [`Optimizer::apply_muon_momentum`],
-    /// gathered for the whole unit, when the unit has Muon matrices.
-    pub fn update(
+    /// Updates the parameters of unit `u`. `params` covers this rank's range of the unit, and
+    /// `grad` the trained elements of the range.
+    ///
+    /// If the unit has Muon matrices, `directions` is the result of
+    /// [`Optimizer::apply_muon_momentum`], gathered for the whole unit.
+    pub fn update_unit(
         &mut self,
         ops: &dyn Ops,
         u: usize,
@@ -275,7 +289,7 @@ impl Optimizer {
         mut params: ViewMut,
         grad: View,
         directions: Option<View>,
-        step: StepParams,
+        step: StepInputs,
     ) {
         if let Some(directions) = directions {
             self.update_muon_matrices(ops, u, unit, &mut params, directions, step);
@@ -285,8 +299,8 @@ impl Optimizer {
             params.len() == st.range.len() && grad.len() == st.trained.len(),
             "parameters and gradient have the lengths of the optimizer's range"
         );
-        let (range, segments) = (st.range.clone(), unit.trained_segments(st.range.clone()));
-        let mut states = self.staging.on_device(ops, u, st);
+        let (range, segments) = (st.range.clone(), unit.list_trained_segments(st.range.clone()));
+        let mut states = self.staging.fetch_to_device(ops, u, st);
         let mut at = 0;
         for seg in segments {
             let p = params.slice_mut(seg.flat.start - range.start..seg.flat.end - range.start);
@@ -297,7 +311,7 @@ impl Optimizer {
             }
             let n = &self.groups[self.group_indices[u][seg.param]];
             let param_update = step.step.saturating_sub(self.step_lags[u][seg.param]).max(1);
-            let param_step = StepParams { step: param_update, lr: step.lr * n.lr_scale, ..step };
+            let param_step = StepInputs { step: param_update, lr: step.lr * n.lr_scale, ..step };
             update_in_f32(&mut self.rounding, ops, (u, &seg), step.step, p, |p, piece| {
                 let r = r.start + piece.start..r.start + piece.end;
                 update_segment(ops, self.spec.name, n, p, grad.slice(r.clone()), &mut states, r, param_step);
@@ -306,8 +320,8 @@ impl Optimizer {
     }
 }
 
-/// The error of offload storage that cannot be created.
-fn offload_error(offload: Option<&Offload>, e: &io::Error) -> Diagnostic {
+/// Builds the error of offload storage that cannot be created.
+fn build_offload_error(offload: Option<&OffloadTarget>, e: &io::Error) -> Diagnostic {
     let directory =
         offload.cloned().map(|offload| PathBuf::from(offload).display().to_string()).unwrap_or_default();
     let message = format!("cannot create a file for optimizer states in {directory}");
@@ -317,9 +331,11 @@ fn offload_error(offload: Option<&Offload>, e: &io::Error) -> Diagnostic {
         .with_cause(e)
 }
 
-/// Whether Muon updates each parameter, by unit: it updates the matrices of layers and experts.
-/// AdamW updates embedding, head and everything that is not a matrix.
-pub(crate) fn muon_matrices(spec: &OptimizerSpec, units: &[ParamUnit]) -> Vec<Vec<bool>> {
+/// Determines, by unit and parameter, whether Muon updates the parameter.
+///
+/// Muon updates the matrices of layers and experts. AdamW updates the embedding, the head and
+/// everything that is not a matrix.
+pub(crate) fn find_muon_matrices(spec: &OptimizerSpec, units: &[ParamUnit]) -> Vec<Vec<bool>> {
     let head = units.iter().filter(|u| !u.holds_experts()).count().saturating_sub(1);
     let is_matrix = |(u, unit): (usize, &ParamUnit)| -> Vec<bool> {
         let layer = spec.name == OptimizerName::Muon && u != 0 && u != head;
@@ -331,7 +347,7 @@ pub(crate) fn muon_matrices(spec: &OptimizerSpec, units: &[ParamUnit]) -> Vec<Ve
 }
 
 /// Updates the elements `p` of one tensor with their gradient `g`. `r` is the range of their states
-/// in both vectors.
+/// in both state vectors.
 fn update_segment(
     ops: &dyn Ops,
     name: OptimizerName,
@@ -340,9 +356,9 @@ fn update_segment(
     g: View,
     [first, second]: &mut [ViewMut; 2],
     r: Range<usize>,
-    step: StepParams,
+    step: StepInputs,
 ) {
-    let StepParams { lr, step, grad_scale } = step;
+    let StepInputs { lr, step, grad_scale } = step;
     let (weight_decay, (beta1, beta2)) = (n.weight_decay, n.betas);
     match name {
         OptimizerName::Adamw | OptimizerName::Muon => {
@@ -365,7 +381,7 @@ fn update_segment(
     }
 }
 
-/// Whether the optimizer needs the first and the second state vector.
+/// Returns whether the optimizer needs the first and the second state vector.
 pub fn needs_state_vectors(spec: &OptimizerSpec) -> (bool, bool) {
     match spec.name {
         OptimizerName::Adamw | OptimizerName::Muon => (true, true),

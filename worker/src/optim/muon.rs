@@ -7,22 +7,22 @@
 //! orthogonalizes the whole matrix, so the result does not depend on the sharding.
 use device::{Buf, Dtype, Ops, View, ops::WriteMode, with_alloc_label};
 
-/// The number of Newton–Schulz iterations.
-const STEPS: usize = 5;
+/// The number of Newton–Schulz iterations of one orthogonalization.
+const NEWTON_SCHULZ_STEPS: usize = 5;
 /// The coefficients of the iteration's polynomial a·x + b·x³ + c·x⁵.
 const COEFFICIENTS: (f32, f32, f32) = (3.4445, -4.7750, 2.0315);
-/// The smallest norm that a matrix is divided by.
-const EPS: f64 = 1e-7;
+/// The lower limit of the norm by which a matrix is divided.
+const MIN_NORM: f64 = 1e-7;
 
-/// The factor of the learning rate for a matrix of this shape.
-pub(super) fn lr_factor(rows: usize, columns: usize) -> f64 {
+/// Computes the factor by which the learning rate of a matrix is multiplied.
+pub(super) fn compute_lr_factor(rows: usize, columns: usize) -> f64 {
     0.2 * (rows.max(columns) as f64).sqrt()
 }
 
-/// An approximation of the orthogonal matrix nearest to `x[rows, columns]`; its singular values are
-/// close to 1.
+/// Computes an approximation of the orthogonal matrix nearest to `x[rows, columns]`. The singular
+/// values of the result are close to 1.
 pub(super) fn orthogonalize(ops: &dyn Ops, x: View, rows: usize, columns: usize) -> Buf {
-    let norm = ops.sum_squares(x).sqrt().max(EPS);
+    let norm = ops.sum_squares(x).sqrt().max(MIN_NORM);
     let allocate = |len: usize| with_alloc_label("Muon's matrices", || ops.zeroed(Dtype::F32, len));
     let tall = rows > columns;
     let (m, n) = if tall { (columns, rows) } else { (rows, columns) };
@@ -34,7 +34,7 @@ pub(super) fn orthogonalize(ops: &dyn Ops, x: View, rows: usize, columns: usize)
     ops.scale(wide.view_mut(), (1.0 / norm) as f32);
     let (mut gram, mut square, mut next) = (allocate(m * m), allocate(m * m), allocate(m * n));
     let (a, b, c) = COEFFICIENTS;
-    for _ in 0..STEPS {
+    for _ in 0..NEWTON_SCHULZ_STEPS {
         ops.matmul_forward(gram.view_mut(), wide.view(), wide.view(), m, m, n, WriteMode::Overwrite);
         // the Gram matrix is symmetric, so it equals its transpose
         ops.matmul_forward(square.view_mut(), gram.view(), gram.view(), m, m, m, WriteMode::Overwrite);
@@ -54,12 +54,12 @@ mod tests {
     use super::*;
     use device::cpu::Cpu;
 
-    fn orthogonalized(ops: &dyn Ops, x: &[f32], rows: usize, columns: usize) -> Vec<f32> {
+    fn run_orthogonalize(ops: &dyn Ops, x: &[f32], rows: usize, columns: usize) -> Vec<f32> {
         orthogonalize(ops, x.into(), rows, columns).host().to_vec()
     }
 
-    /// The transpose of `x[rows, columns]`.
-    fn transposed(x: &[f32], rows: usize, columns: usize) -> Vec<f32> {
+    /// Returns the transpose of `x[rows, columns]`.
+    fn transpose(x: &[f32], rows: usize, columns: usize) -> Vec<f32> {
         (0..x.len()).map(|i| x[i % rows * columns + i / rows]).collect()
     }
 
@@ -68,12 +68,12 @@ mod tests {
         for (rows, columns) in [(1, 1), (3, 8), (8, 3), (17, 17), (1, 9)] {
             // nearly independent rows
             let x: Vec<f32> = (0..rows * columns).map(|i| ((i * i * 7 + 3 * i) % 23) as f32 - 11.0).collect();
-            let y = orthogonalized(&Cpu::new(1), &x, rows, columns);
-            let flipped = orthogonalized(&Cpu::new(2), &transposed(&x, rows, columns), columns, rows);
+            let y = run_orthogonalize(&Cpu::new(1), &x, rows, columns);
+            let flipped = run_orthogonalize(&Cpu::new(2), &transpose(&x, rows, columns), columns, rows);
             // a tall matrix is computed through its transpose
             if rows != columns {
                 assert_eq!(
-                    transposed(&flipped, columns, rows),
+                    transpose(&flipped, columns, rows),
                     y,
                     "{rows} x {columns}: differs from the transpose's"
                 );
@@ -83,6 +83,6 @@ mod tests {
             let rank = rows.min(columns) as f32;
             assert!((0.3 * rank..1.6 * rank).contains(&squares), "{rows} x {columns}: {squares}");
         }
-        assert_eq!(orthogonalized(&Cpu::new(1), &[0.0; 6], 2, 3), [0.0; 6]);
+        assert_eq!(run_orthogonalize(&Cpu::new(1), &[0.0; 6], 2, 3), [0.0; 6]);
     }
 }

@@ -18,8 +18,8 @@
 //! rest of the decay follows the warm-up.
 use contract::job::{ScheduleName, ScheduleSpec};
 
-/// The learning rate of step `step`, counted from 0, of `total_steps`.
-pub fn learning_rate_at(spec: &ScheduleSpec, base_lr: f64, total_steps: u64, step: u64) -> f64 {
+/// Computes the learning rate of step `step` of `total_steps`. Steps are counted from 0.
+pub fn compute_learning_rate(spec: &ScheduleSpec, base_lr: f64, total_steps: u64, step: u64) -> f64 {
     let warm = spec.warmup_steps;
     let above = |floor: f64, factor: f64| floor + (base_lr - floor) * factor;
     if step < warm {
@@ -28,28 +28,32 @@ pub fn learning_rate_at(spec: &ScheduleSpec, base_lr: f64, total_steps: u64, ste
     }
     match spec.name {
         ScheduleName::Constant => base_lr,
-        ScheduleName::Linear => above(spec.min_lr, 1.0 - progress(step, warm, total_steps)),
-        ScheduleName::Cosine => above(spec.min_lr, half_cosine(progress(step, warm, total_steps))),
+        ScheduleName::Linear => above(spec.min_lr, 1.0 - compute_progress(step, warm, total_steps)),
+        ScheduleName::Cosine => {
+            above(spec.min_lr, compute_half_cosine(compute_progress(step, warm, total_steps)))
+        }
         ScheduleName::Wsd => {
             let decay_from = total_steps.saturating_sub(spec.decay_steps);
             if step < decay_from {
                 return base_lr;
             }
-            above(spec.min_lr, half_cosine(progress(step, decay_from, total_steps)))
+            above(spec.min_lr, compute_half_cosine(compute_progress(step, decay_from, total_steps)))
         }
     }
 }
 
-/// The fraction of the way from step `from` to step `to` that `step` has covered, at most 1.
-fn progress(step: u64, from: u64, to: u64) -> f64 {
+/// Computes the fraction of the way from step `from` to step `to` that `step` has covered, at most
+/// 1.
+fn compute_progress(step: u64, from: u64, to: u64) -> f64 {
     if step >= to {
         return 1.0;
     }
     step.saturating_sub(from) as f64 / (to - from) as f64
 }
 
-/// Half a cosine wave from 1 at 0 to 0 at 1. `libm` gives the same bits on every machine.
-fn half_cosine(progress: f64) -> f64 {
+/// Computes half a cosine wave, which falls from 1 at 0 to 0 at 1. `libm` gives the same bits on
+/// every machine.
+fn compute_half_cosine(progress: f64) -> f64 {
     0.5 * (1.0 + libm::cos(std::f64::consts::PI * progress))
 }
 
@@ -57,12 +61,18 @@ fn half_cosine(progress: f64) -> f64 {
 mod tests {
     use super::*;
 
-    fn table(name: ScheduleName, warmup_steps: u64, min_lr: f64, decay_steps: u64, total: u64) -> Vec<f64> {
+    fn compute_rates(
+        name: ScheduleName,
+        warmup_steps: u64,
+        min_lr: f64,
+        decay_steps: u64,
+        total: u64,
+    ) -> Vec<f64> {
         let spec = ScheduleSpec { name, warmup_steps, min_lr, decay_steps };
-        (0..=total + 1).map(|s| learning_rate_at(&spec, 1.0, total, s)).collect()
+        (0..=total + 1).map(|s| compute_learning_rate(&spec, 1.0, total, s)).collect()
     }
 
-    fn close(got: &[f64], want: &[f64]) {
+    fn assert_close(got: &[f64], want: &[f64]) {
         assert_eq!(got.len(), want.len());
         for (i, (g, w)) in got.iter().zip(want).enumerate() {
             assert!((g - w).abs() < 1e-12, "step {i}: {g} is not {w} in {got:?}");
@@ -70,41 +80,44 @@ mod tests {
     }
 
     #[test]
-    fn constant() {
-        close(&table(ScheduleName::Constant, 2, 0.3, 0, 4), &[0.0, 0.5, 1.0, 1.0, 1.0, 1.0]);
+    fn a_constant_rate_follows_the_warm_up() {
+        assert_close(&compute_rates(ScheduleName::Constant, 2, 0.3, 0, 4), &[0.0, 0.5, 1.0, 1.0, 1.0, 1.0]);
     }
 
     #[test]
-    fn linear() {
-        close(&table(ScheduleName::Linear, 2, 0.0, 0, 6), &[0.0, 0.5, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0]);
-        close(&table(ScheduleName::Linear, 0, 0.2, 0, 4), &[1.0, 0.8, 0.6, 0.4, 0.2, 0.2]);
+    fn a_linear_schedule_decays_to_the_minimum() {
+        assert_close(
+            &compute_rates(ScheduleName::Linear, 2, 0.0, 0, 6),
+            &[0.0, 0.5, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0],
+        );
+        assert_close(&compute_rates(ScheduleName::Linear, 0, 0.2, 0, 4), &[1.0, 0.8, 0.6, 0.4, 0.2, 0.2]);
     }
 
     /// cos(π/6) = √3/2, cos(π/3) = ½.
     #[test]
-    fn cosine() {
+    fn a_cosine_schedule_decays_to_the_minimum() {
         let h = 3f64.sqrt() / 2.0;
         let half = [1.0, (1.0 + h) / 2.0, 0.75, 0.5, 0.25, (1.0 - h) / 2.0, 0.0, 0.0];
         let want: Vec<f64> = [0.0, 0.5].into_iter().chain(half).collect();
-        close(&table(ScheduleName::Cosine, 2, 0.0, 0, 8), &want);
+        assert_close(&compute_rates(ScheduleName::Cosine, 2, 0.0, 0, 8), &want);
         let want: Vec<f64> = half.iter().map(|f| 0.1 + 0.9 * f).collect();
-        close(&table(ScheduleName::Cosine, 0, 0.1, 0, 6), &want);
+        assert_close(&compute_rates(ScheduleName::Cosine, 0, 0.1, 0, 6), &want);
     }
 
     #[test]
-    fn wsd() {
+    fn a_wsd_schedule_is_constant_and_then_decays() {
         let want = [0.1, 0.55, 1.0, 1.0, 1.0, 0.775, 0.325, 0.1, 0.1];
-        close(&table(ScheduleName::Wsd, 2, 0.1, 3, 7), &want);
+        assert_close(&compute_rates(ScheduleName::Wsd, 2, 0.1, 3, 7), &want);
         // without a constant part, and without decay
-        close(&table(ScheduleName::Wsd, 0, 0.0, 2, 2), &[1.0, 0.5, 0.0, 0.0]);
-        close(&table(ScheduleName::Wsd, 0, 0.0, 0, 2), &[1.0, 1.0, 0.0, 0.0]);
+        assert_close(&compute_rates(ScheduleName::Wsd, 0, 0.0, 2, 2), &[1.0, 0.5, 0.0, 0.0]);
+        assert_close(&compute_rates(ScheduleName::Wsd, 0, 0.0, 0, 2), &[1.0, 1.0, 0.0, 0.0]);
     }
 
     #[test]
     fn degenerate_lengths_stay_finite() {
         for name in [ScheduleName::Constant, ScheduleName::Linear, ScheduleName::Cosine, ScheduleName::Wsd] {
             for (warm, decay, total) in [(0, 0, 0), (5, 0, 3), (3, 9, 3), (2, 9, 5)] {
-                for lr in table(name, warm, 0.01, decay, total) {
+                for lr in compute_rates(name, warm, 0.01, decay, total) {
                     assert!((0.0..=1.0).contains(&lr), "{name:?} {warm} {decay} {total}: {lr}");
                 }
             }
@@ -115,7 +128,12 @@ mod tests {
     #[test]
     fn rates_equal_those_of_transformers() {
         let lr = |name, min_lr, decay_steps, step| {
-            learning_rate_at(&ScheduleSpec { name, warmup_steps: 20, min_lr, decay_steps }, 3e-4, 200, step)
+            compute_learning_rate(
+                &ScheduleSpec { name, warmup_steps: 20, min_lr, decay_steps },
+                3e-4,
+                200,
+                step,
+            )
         };
         for &(step, cosine, linear, wsd) in GOLDEN {
             for (got, want) in [
@@ -128,8 +146,8 @@ mod tests {
         }
     }
 
-    /// Step, cosine (min_lr 3e-5), linear, wsd (50 decay steps, min_lr 3e-5); 20 warm-up steps of
-    /// 200.
+    /// The step and its learning rates for cosine (min_lr 3e-5), linear and wsd (50 decay steps,
+    /// min_lr 3e-5), with 20 warm-up steps of 200.
     const GOLDEN: &[(u64, f64, f64, f64)] = &[
         (0, 0.0, 0.0, 2.9999999999999997e-05),
         (1, 1.4999999999999999e-05, 1.4999999999999999e-05, 4.35e-05),

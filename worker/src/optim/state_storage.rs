@@ -1,9 +1,9 @@
 //! [`StateVector`]: optimizer states in device memory, in host memory, or in a mapped file.
 //!
-//! A file is unlinked as soon as it is created, so no file remains however a run ends, and no other
-//! process can truncate it. Its space is reserved on creation, so a full disk is found before the
-//! first step.
-use contract::job::Offload;
+//! A mapped file is unlinked as soon as it is created. So no file remains however a run ends, and
+//! no other process can truncate the file. The disk space is reserved on creation, so a full disk
+//! is found before the first step.
+use contract::job::OffloadTarget;
 use device::{Buf, Dtype, Ops, View, ViewMut, storage::Event, with_alloc_label};
 use memmap2::{Advice, MmapMut, UncheckedAdvice};
 use nix::fcntl::posix_fallocate;
@@ -14,33 +14,36 @@ use std::{
     sync::atomic::{AtomicU64, Ordering},
 };
 
-/// A vector of optimizer states.
+/// A vector of optimizer states: one element for each trained element.
 pub struct StateVector {
     storage: StateStorage,
-    /// The last copy from or to offloaded states.
+    /// The completion of the last copy from or to offloaded states.
     last_copy: Event,
 }
 
-/// Where the elements of a [`StateVector`] are stored.
+/// The memory or the file that stores the elements of a [`StateVector`].
 enum StateStorage {
     Memory(Buf),
     File { map: MmapMut, len: usize },
 }
 
-/// Distinguishes the files of one process.
+/// The number of files that this process has created, which makes their names unique.
 static FILE_COUNTER: AtomicU64 = AtomicU64::new(0);
 
 impl StateVector {
-    /// `len` zeros in the memory of the backend, or in the storage that `offload` selects.
-    pub fn zeroed(ops: &dyn Ops, len: usize, offload: Option<&Offload>) -> io::Result<Self> {
+    /// Allocates `len` zeros in the memory of the backend, or in the storage that `offload`
+    /// selects.
+    pub fn zeroed(ops: &dyn Ops, len: usize, offload: Option<&OffloadTarget>) -> io::Result<Self> {
         let storage = match offload.filter(|_| len > 0) {
             None => StateStorage::Memory(with_alloc_label("the optimizer's states", || {
                 ops.zeroed(Dtype::F32, len)
             })),
-            Some(Offload::Cpu) => StateStorage::Memory(with_alloc_label("the optimizer's states", || {
-                ops.staging(Dtype::F32, len)
-            })),
-            Some(Offload::Files(directory)) => {
+            Some(OffloadTarget::Cpu) => {
+                StateStorage::Memory(with_alloc_label("the optimizer's states", || {
+                    ops.alloc_staging(Dtype::F32, len)
+                }))
+            }
+            Some(OffloadTarget::Files(directory)) => {
                 let file = create_unlinked_file(directory)?;
                 let bytes = i64::try_from(len * size_of::<f32>()).map_err(io::Error::other)?;
                 posix_fallocate(&file, 0, bytes)?;
@@ -52,29 +55,29 @@ impl StateVector {
         Ok(StateVector { storage, last_copy: Event::default() })
     }
 
-    /// The number of elements.
+    /// Returns the number of elements.
     pub fn len(&self) -> usize {
         self.unsynchronized_view().len()
     }
 
-    /// Whether the vector has no elements.
+    /// Returns whether the vector has no elements.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// The states for reading, after running copies have ended.
+    /// Waits for running copies, and returns the states for reading.
     pub fn view(&self) -> View<'_> {
         self.last_copy.synchronize();
         self.unsynchronized_view()
     }
 
-    /// The states for writing, after running copies have ended.
+    /// Waits for running copies, and returns the states for writing.
     pub fn view_mut(&mut self) -> ViewMut<'_> {
         self.last_copy.synchronize();
         self.unsynchronized_view_mut()
     }
 
-    /// The states for reading, possibly while a copy is running.
+    /// Returns the states for reading, possibly while a copy is running.
     fn unsynchronized_view(&self) -> View<'_> {
         match &self.storage {
             StateStorage::Memory(buf) => buf.view(),
@@ -82,7 +85,7 @@ impl StateVector {
         }
     }
 
-    /// The states for writing, possibly while a copy is running.
+    /// Returns the states for writing, possibly while a copy is running.
     fn unsynchronized_view_mut(&mut self) -> ViewMut<'_> {
         match &mut self.storage {
             StateStorage::Memory(buf) => buf.view_mut(),
@@ -90,36 +93,39 @@ impl StateVector {
         }
     }
 
-    /// Whether the states are stored in other memory than the backend computes in.
+    /// Returns whether the states are stored in other memory than the backend computes in.
     pub fn is_offloaded(&self, ops: &dyn Ops) -> bool {
         !self.is_empty() && self.unsynchronized_view().is_on_host() != ops.is_host()
     }
 
-    /// Starts to copy the states to `to` in the memory of the backend, which may be written after
-    /// `free`.
+    /// Starts to copy the states to `to` in the memory of the backend, as soon as `free` has
+    /// completed. Returns the completion of the copy.
     pub fn start_copy_in(&mut self, ops: &dyn Ops, to: ViewMut, free: &Event) -> Event {
         let after = [self.last_copy.clone(), free.clone()];
         self.last_copy = ops.copy_async(to, self.unsynchronized_view(), &after);
         self.last_copy.clone()
     }
 
-    /// Starts to copy updated states back to their storage.
+    /// Starts to copy the updated states `from` back to their storage. Returns the completion of
+    /// the copy.
     pub fn start_copy_out(&mut self, ops: &dyn Ops, from: View) -> Event {
         let after = [self.last_copy.clone()];
         self.last_copy = ops.copy_async(self.unsynchronized_view_mut(), from, &after);
         self.last_copy.clone()
     }
 
-    /// Advises the system to read a file's states, because they are used soon.
-    pub fn advise_needed(&self) {
+    /// Advises the operating system to read the states from their file, because they are used soon.
+    /// Does nothing for states in memory.
+    pub fn read_ahead(&self) {
         if let StateStorage::File { map, .. } = &self.storage {
             // only advice: without it pages are read when they are accessed
             let _ = map.advise(Advice::WillNeed);
         }
     }
 
-    /// Starts to write a file's states and removes them from this process's memory.
-    pub fn advise_unneeded(&self) {
+    /// Starts to write the states to their file and releases their pages. Does nothing for states
+    /// in memory.
+    pub fn evict_pages(&self) {
         if let StateStorage::File { map, .. } = &self.storage {
             self.last_copy.synchronize();
             // both are advice: pages that are not written now are written later
@@ -139,7 +145,7 @@ impl Drop for StateVector {
     }
 }
 
-/// Creates a file and unlinks it.
+/// Creates a file in `directory` and unlinks it. Creates the directory if necessary.
 fn create_unlinked_file(directory: &Path) -> io::Result<File> {
     fs::create_dir_all(directory)?;
     let number = FILE_COUNTER.fetch_add(1, Ordering::Relaxed);
@@ -154,8 +160,8 @@ mod tests {
     use super::*;
     use device::Cpu;
 
-    /// Kilobytes of resident pages of files below `directory`.
-    fn resident(directory: &Path) -> u64 {
+    /// Reads how many kilobytes of files below `directory` are resident in memory.
+    fn read_resident_kilobytes(directory: &Path) -> u64 {
         let maps = fs::read_to_string("/proc/self/smaps").expect("smaps");
         let mut is_below = false;
         let mut sum = 0;
@@ -172,19 +178,25 @@ mod tests {
     #[test]
     fn evicted_states_use_no_memory_and_are_read_again() {
         let directory = tempfile::tempdir().expect("directory");
-        let mut states =
-            StateVector::zeroed(&Cpu::new(1), 1 << 20, Some(&Offload::Files(directory.path().join("new"))))
-                .expect("states");
+        let mut states = StateVector::zeroed(
+            &Cpu::new(1),
+            1 << 20,
+            Some(&OffloadTarget::Files(directory.path().join("new"))),
+        )
+        .expect("states");
         assert!(
             fs::read_dir(directory.path().join("new")).expect("directory").next().is_none(),
             "a file remains"
         );
         assert!(states.view().host().iter().all(|x| *x == 0.0));
         states.view_mut().host().iter_mut().enumerate().for_each(|(i, x)| *x = i as f32);
-        assert!(resident(directory.path()) >= 4096, "4 MiB are resident while the states are used");
-        states.advise_unneeded();
-        assert_eq!(resident(directory.path()), 0);
-        states.advise_needed();
+        assert!(
+            read_resident_kilobytes(directory.path()) >= 4096,
+            "4 MiB are resident while the states are used"
+        );
+        states.evict_pages();
+        assert_eq!(read_resident_kilobytes(directory.path()), 0);
+        states.read_ahead();
         assert!(states.view().host().iter().enumerate().all(|(i, x)| *x == i as f32));
     }
 
@@ -193,9 +205,9 @@ mod tests {
         let directory = tempfile::tempdir().expect("directory");
         let file = directory.path().join("file");
         fs::write(&file, "").expect("file");
-        let no_directory = Offload::Files(file);
+        let no_directory = OffloadTarget::Files(file);
         assert!(StateVector::zeroed(&Cpu::new(1), 4, Some(&no_directory)).is_err());
-        let usable = Offload::Files(directory.path().to_owned());
+        let usable = OffloadTarget::Files(directory.path().to_owned());
         let too_much =
             StateVector::zeroed(&Cpu::new(1), 1 << 50, Some(&usable)).err().expect("no disk is so large");
         assert!(matches!(too_much.raw_os_error(), Some(28 | 27)), "{too_much}");

@@ -1,5 +1,5 @@
-//! Updates of bf16 weights without master weights: computed in fp32 and rounded stochastically, so
-//! that updates smaller than half a bf16 step are not lost.
+//! [`StochasticUpdate`]: updates of bf16 weights without master weights. Updates are computed in
+//! fp32 and rounded stochastically, so that updates smaller than half a bf16 step are not lost.
 use super::UnitStates;
 use crate::{
     params::{ParamUnit, Segment},
@@ -8,40 +8,43 @@ use crate::{
 use device::{Buf, Dtype, Ops, ViewMut, ops::StochasticRounding, with_alloc_label};
 use std::ops::Range;
 
-/// The largest number of elements whose fp32 copies exist at a time.
-const MAX_CHUNK: usize = 1 << 22;
+/// The largest number of elements that are converted to fp32 at a time.
+const MAX_CHUNK_ELEMENTS: usize = 1 << 22;
 
-/// Converts weights to fp32 for an update and rounds the result stochastically.
+/// The buffer and the random numbers for updates of bf16 weights in fp32.
 pub(super) struct StochasticUpdate {
-    /// The key of each parameter's random numbers, by unit.
+    /// By unit and parameter: the key of the parameter's random numbers.
     keys: Vec<Vec<[u32; 2]>>,
     /// The fp32 values of the elements that are being updated.
     chunk: Buf,
 }
 
-/// The number of elements of the fp32 buffer that updates of these ranges of units need: the length
-/// of their longest trained segment, at most `MAX_CHUNK`.
-pub fn update_chunk_len<'a>(ranges: impl Iterator<Item = (&'a ParamUnit, Range<usize>)>) -> usize {
+/// Computes the length of the fp32 buffer that updates of these ranges of units need: the length of
+/// their longest trained segment, at most [`MAX_CHUNK_ELEMENTS`].
+pub fn compute_update_chunk_len<'a>(ranges: impl Iterator<Item = (&'a ParamUnit, Range<usize>)>) -> usize {
     let largest = |(unit, range): (&ParamUnit, Range<usize>)| {
-        unit.trained_segments(range).iter().map(|s| s.flat.len()).max().unwrap_or(0)
+        unit.list_trained_segments(range).iter().map(|s| s.flat.len()).max().unwrap_or(0)
     };
-    ranges.map(largest).max().unwrap_or(0).min(MAX_CHUNK)
+    ranges.map(largest).max().unwrap_or(0).min(MAX_CHUNK_ELEMENTS)
 }
 
 impl StochasticUpdate {
-    /// Allocates the fp32 buffer for the update ranges of `states`; random numbers derive from
+    /// Allocates the fp32 buffer for the update ranges of `states`. Random numbers derive from
     /// `seed`.
     pub(super) fn new(ops: &dyn Ops, seed: u64, units: &[ParamUnit], states: &[UnitStates]) -> Self {
         let key = |name: &str| RandomStream::new(seed, Purpose::StochasticRounding, name).key();
         let keys = units.iter().map(|u| u.params.iter().map(|p| key(&p.name)).collect()).collect();
-        let len = update_chunk_len(units.iter().zip(states).map(|(unit, st)| (unit, st.range.clone())));
+        let len =
+            compute_update_chunk_len(units.iter().zip(states).map(|(unit, st)| (unit, st.range.clone())));
         let chunk = with_alloc_label("the weights being updated", || ops.zeroed(Dtype::F32, len));
         StochasticUpdate { keys, chunk }
     }
 
-    /// Runs `update` on fp32 copies of consecutive chunks of `p`, the elements `seg` of unit `u`,
-    /// and rounds the results back. `update` also receives the chunk's range of `p`. `step` is the
-    /// optimizer's step.
+    /// Runs `update` on fp32 copies of consecutive chunks of `p`, and rounds the results back to
+    /// `p`.
+    ///
+    /// `p` contains the elements of segment `seg` of unit `u`. `update` also receives the chunk's
+    /// range of `p`. `step` is the optimizer's step.
     fn update_in_chunks(
         &mut self,
         ops: &dyn Ops,
@@ -62,8 +65,10 @@ impl StochasticUpdate {
     }
 }
 
-/// Runs `update` on the fp32 values of `p`, the elements of a segment: in place, or through
-/// [`StochasticUpdate::update_in_chunks`] for bf16 weights.
+/// Runs `update` on the fp32 values of `p`, the elements of a segment.
+///
+/// bf16 weights go through [`StochasticUpdate::update_in_chunks`] if `rounding` is set. Otherwise
+/// the update is in place.
 pub(super) fn update_in_f32(
     rounding: &mut Option<StochasticUpdate>,
     ops: &dyn Ops,
@@ -84,9 +89,9 @@ mod tests {
     use super::*;
     use device::Cpu;
 
-    /// Adds 1/1000 to each of the elements `elements` of a tensor, in chunks of `chunk_len`, and
-    /// returns their bits.
-    fn updated(chunk_len: usize, elements: Range<usize>) -> Vec<u16> {
+    /// Adds 1/1000 to the elements `elements` of a tensor, in chunks of `chunk_len`. Returns the
+    /// bits of the results.
+    fn update_and_round(chunk_len: usize, elements: Range<usize>) -> Vec<u16> {
         let cpu = Cpu::new(2);
         let key = RandomStream::new(3, Purpose::StochasticRounding, "w").key();
         let mut rounding = Some(StochasticUpdate { keys: vec![vec![key]], chunk: Buf::zeroed(chunk_len) });
@@ -106,11 +111,11 @@ mod tests {
 
     #[test]
     fn rounding_does_not_depend_on_chunks_or_shards() {
-        let whole = updated(1000, 0..1000);
+        let whole = update_and_round(1000, 0..1000);
         for chunk_len in [1, 7, 64, 999] {
-            assert_eq!(updated(chunk_len, 0..1000), whole, "chunks of {chunk_len}");
+            assert_eq!(update_and_round(chunk_len, 0..1000), whole, "chunks of {chunk_len}");
         }
-        assert_eq!([updated(64, 0..301), updated(7, 301..1000)].concat(), whole);
+        assert_eq!([update_and_round(64, 0..301), update_and_round(7, 301..1000)].concat(), whole);
         let moved = whole.iter().enumerate().filter(|(i, bits)| {
             let before = 1.0 + (i % 50) as f32 / 64.0;
             f32::from_bits(u32::from(**bits) << 16) != before

@@ -1,23 +1,23 @@
-//! The memory of collectives, in addition to the data that they move.
+//! Estimates the memory of collectives, in addition to the data that they transfer.
 use super::memory::MemoryPlan;
 use crate::{
     runtime::STAGING_BYTES,
-    zero::{ShardingPolicy, owner_groups, partition::Partition, slot_sums::merged_runs},
+    zero::{ShardingPolicy, owner_groups, partition::Partition, slot_sums::merge_slots_into_runs},
 };
 use device::Dtype;
 
-/// Bytes of each peer's two slots that an all-gather reads.
+/// The number of bytes of each peer's two slots that an all-gather reads.
 const PEER_CHUNK_BYTES: usize = 1 << 20;
 
 impl MemoryPlan<'_> {
-    /// Bytes of the buffers for messages to and from the owners of an expert unit.
-    pub(super) fn moe_messages(&self, policy: ShardingPolicy, rank: usize, dtype: Dtype) -> u64 {
-        let slots = self.slot_schedule(policy);
+    /// Computes the bytes of the buffers for messages to and from the owners of an expert unit.
+    pub(super) fn count_moe_message_bytes(&self, policy: ShardingPolicy, rank: usize, dtype: Dtype) -> u64 {
+        let slots = self.build_slot_schedule(policy);
         let (mut gathered, mut sent, mut received) = (0, 0, 0);
         for unit in self.units {
             let shard = Partition::new(unit, self.world).range(rank);
-            let lengths = (shard.len(), unit.trained_range(shard).len());
-            let of_unit = owner_groups::exchange_buffer_lengths(unit, &slots, rank, lengths);
+            let lengths = (shard.len(), unit.compute_trained_range(shard).len());
+            let of_unit = owner_groups::compute_exchange_buffer_lengths(unit, &slots, rank, lengths);
             gathered = gathered.max(of_unit.0);
             (sent, received) = (sent.max(of_unit.1), received.max(of_unit.2));
         }
@@ -28,16 +28,17 @@ impl MemoryPlan<'_> {
         (sent + 4 * received) as u64
     }
 
-    /// Elements of the copy of an updated shard that is sent, if every rank keeps all parameters.
-    pub(super) fn shard_in_flight(&self, policy: ShardingPolicy, rank: usize) -> u64 {
+    /// Computes the elements of the copy of an updated shard that is sent. The copy exists if every
+    /// rank keeps all parameters.
+    pub(super) fn count_shard_elements_in_flight(&self, policy: ShardingPolicy, rank: usize) -> u64 {
         let is_sent = !policy.shard_parameters && self.world > 1;
-        let largest = self.shard_lengths(rank).into_iter().max().unwrap_or(0) as u64;
+        let largest = self.list_shard_lengths(rank).into_iter().max().unwrap_or(0) as u64;
         if is_sent { largest } else { 0 }
     }
 
-    /// Bytes of shared memory that collectives touch, and of private memory in which a reduction
-    /// assembles larger pieces.
-    pub(super) fn collective_staging(&self, policy: ShardingPolicy, rank: usize) -> u64 {
+    /// Computes the bytes of shared memory that collectives touch, and of private memory in which a
+    /// reduction assembles larger pieces.
+    pub(super) fn count_collective_staging_bytes(&self, policy: ShardingPolicy, rank: usize) -> u64 {
         if self.world == 1 {
             return 0;
         }
@@ -46,13 +47,14 @@ impl MemoryPlan<'_> {
         let gathers = !(policy.shard_parameters && self.shares_parameters());
         let chunks = if gathers { (self.world - 1) * PEER_CHUNK_BYTES } else { 0 };
         let shared = 2 * STAGING_BYTES + chunks.max(2 * STAGING_BYTES);
-        let slots = self.slot_schedule(policy);
-        let slots_of =
-            |r: usize| (0..slots.rounds()).filter_map(|round| slots.slot(r, round)).collect::<Vec<_>>();
+        let slots = self.build_slot_schedule(policy);
+        let slots_of = |r: usize| {
+            (0..slots.count_rounds()).filter_map(|round| slots.find_slot(r, round)).collect::<Vec<_>>()
+        };
         let partial_sums = |r: usize| match slots_of(r)[..] {
             [] => 0,
             [first, .., last] if !policy.shard_gradients && !policy.sums_in_arrival_order => {
-                merged_runs(first..last + 1).len()
+                merge_slots_into_runs(first..last + 1).len()
             }
             _ => 1,
         };
@@ -60,8 +62,8 @@ impl MemoryPlan<'_> {
         let private = self.units.iter().filter(|u| u.owners.includes_all()).map(|u| {
             let partition = Partition::new(u, self.world);
             let counts: Vec<usize> =
-                (0..self.world).map(|r| u.trained_range(partition.range(r)).len()).collect();
-            comm::shm::assembly_elements(rank, &partial_sums, &counts, STAGING_BYTES)
+                (0..self.world).map(|r| u.compute_trained_range(partition.range(r)).len()).collect();
+            comm::shm::count_assembly_elements(rank, &partial_sums, &counts, STAGING_BYTES)
         });
         (shared + 4 * private.max().unwrap_or(0)) as u64
     }

@@ -1,60 +1,67 @@
-//! The peak memory of gradients: their sums, and the buffers that are written and reduced.
+//! Estimates the peak memory of gradients: their sums, and the buffers that are written and
+//! reduced.
 use super::memory::MemoryPlan;
 use crate::{
-    param_groups::first_backward_layer,
+    param_groups::find_first_backward_layer,
     params::ParamUnit,
     zero::{
         ShardingPolicy,
         buffer_pool::BufferPoolEstimate,
         engine::REDUCTIONS_IN_FLIGHT,
         owner_groups,
-        slot_sums::{SlotRun, peak_buffers},
+        slot_sums::{SlotRun, count_peak_buffers},
     },
 };
 use std::collections::VecDeque;
 
 impl MemoryPlan<'_> {
-    /// Peak number of gradient elements, by the same decisions as the engine's buffer pools.
-    pub(super) fn gradient_elements(&self, policy: ShardingPolicy, rank: usize) -> u64 {
+    /// Computes the peak number of gradient elements, by the same decisions as the engine's buffer
+    /// pools.
+    pub(super) fn count_gradient_elements(&self, policy: ShardingPolicy, rank: usize) -> u64 {
         let gradients = match policy.shard_gradients && self.world > 1 {
-            true => self.sharded_gradients(policy, rank),
-            false => self.full_gradients(policy, rank),
+            true => self.count_sharded_gradient_elements(policy, rank),
+            false => self.count_full_gradient_elements(policy, rank),
         };
         gradients as u64
     }
 
-    /// Peak number of elements if a rank keeps complete gradients until the last slot.
-    fn full_gradients(&self, policy: ShardingPolicy, rank: usize) -> usize {
-        let s = self.slot_schedule(policy);
-        let full: usize = self.units_of(rank).map(ParamUnit::trained_len).sum();
-        let shards: usize = self.trained_shard_lengths(rank).iter().sum();
-        let own_slots = (0..s.rounds()).filter(|&r| s.slot(rank, r).is_some()).count();
+    /// Computes the peak number of elements if a rank keeps complete gradients until the last slot.
+    fn count_full_gradient_elements(&self, policy: ShardingPolicy, rank: usize) -> usize {
+        let s = self.build_slot_schedule(policy);
+        let full: usize = self.list_units_of_rank(rank).map(ParamUnit::trained_len).sum();
+        let shards: usize = self.list_trained_shard_lengths(rank).iter().sum();
+        let own_slots = (0..s.count_rounds()).filter(|&r| s.find_slot(rank, r).is_some()).count();
         // The reduced shard of every unit is kept until the update.
         let finished = if self.world == 1 { 0 } else { shards };
         if policy.sums_in_arrival_order && own_slots > 1 {
-            return full + finished + self.written_gradients(policy, rank, 0, |_| true);
+            return full + finished + self.count_written_gradient_elements(policy, rank, 0, |_| true);
         }
         // The backward pass of a partly frozen unit writes a complete gradient, which is then
         // packed.
-        let mixed = self.written_gradients(policy, rank, 0, |u| !u.all_trained());
-        full * peak_buffers((0..own_slots).map(SlotRun::single_slot), true) + finished + mixed
+        let mixed = self.count_written_gradient_elements(policy, rank, 0, |u| !u.is_all_trained());
+        full * count_peak_buffers((0..own_slots).map(SlotRun::single_slot), true) + finished + mixed
     }
 
-    /// Peak number of elements if gradients are reduced to their owners in each backward pass: one
-    /// partial sum of the shard for each level of the tree, and the gradients in flight.
-    fn sharded_gradients(&self, policy: ShardingPolicy, rank: usize) -> usize {
-        let slots = self.slot_schedule(policy);
-        let shards = self.units.iter().zip(self.trained_shard_lengths(rank));
+    /// Computes the peak number of elements if gradients are reduced to their owners in each
+    /// backward pass.
+    ///
+    /// The elements are one partial sum of the shard for each level of the tree, and the gradients
+    /// in flight.
+    fn count_sharded_gradient_elements(&self, policy: ShardingPolicy, rank: usize) -> usize {
+        let slots = self.build_slot_schedule(policy);
+        let shards = self.units.iter().zip(self.list_trained_shard_lengths(rank));
         let sums = shards.map(|(u, shard)| match policy.sums_in_arrival_order {
             true => shard,
-            false => shard * owner_groups::owner_peak_buffers(&slots, u.owners),
+            false => shard * owner_groups::count_peak_owner_buffers(&slots, u.owners),
         });
-        sums.sum::<usize>() + self.written_gradients(policy, rank, REDUCTIONS_IN_FLIGHT, |_| true)
+        sums.sum::<usize>()
+            + self.count_written_gradient_elements(policy, rank, REDUCTIONS_IN_FLIGHT, |_| true)
     }
 
-    /// Elements of the buffers into which backward passes write the gradients of the units that
-    /// `has_buffer` accepts. The next one is written while `in_flight` of them are reduced.
-    fn written_gradients(
+    /// Computes the elements of the buffers into which backward passes write the gradients of the
+    /// units that `has_buffer` accepts. The next gradient is written while `in_flight` gradients
+    /// are reduced.
+    fn count_written_gradient_elements(
         &self,
         policy: ShardingPolicy,
         rank: usize,
@@ -62,11 +69,11 @@ impl MemoryPlan<'_> {
         has_buffer: impl Fn(&ParamUnit) -> bool,
     ) -> usize {
         let mut buffers = GradientBuffers { in_flight, ..GradientBuffers::default() };
-        let (head, layers) = self.layer_units(rank);
-        let is_trained = |u: usize| self.units[u].any_trained();
-        let slots = self.slot_schedule(policy);
+        let (head, layers) = self.list_layer_units(rank);
+        let is_trained = |u: usize| self.units[u].has_any_trained();
+        let slots = self.build_slot_schedule(policy);
         // In the second round the last gradient of the first one is still being reduced.
-        for _ in 0..slots.rounds().min(2) {
+        for _ in 0..slots.count_rounds().min(2) {
             let take = |b: &mut GradientBuffers, u: usize| {
                 has_buffer(&self.units[u]).then(|| b.pool.take(self.units[u].len()))
             };
@@ -74,48 +81,54 @@ impl MemoryPlan<'_> {
             // The head also writes the gradient of an embedding that is tied to it.
             let tied = self.model.has_tied_embeddings() && is_trained(0);
             let mut of_embedding = if tied { take(&mut buffers, 0) } else { None };
-            buffers.release(of_head, is_trained(head));
-            for &u in layers[first_backward_layer(self.units)..].iter().rev().flat_map(|l| l.iter().rev()) {
+            buffers.release_gradient(of_head, is_trained(head));
+            for &u in
+                layers[find_first_backward_layer(self.units)..].iter().rev().flat_map(|l| l.iter().rev())
+            {
                 let unit = &self.units[u];
                 if unit.owners.includes_all() {
                     // Frozen experts have no gradient.
                     let has_gradient = is_trained(u) || !unit.holds_experts();
                     let gradient = if has_gradient { take(&mut buffers, u) } else { None };
-                    buffers.release(gradient, is_trained(u));
+                    buffers.release_gradient(gradient, is_trained(u));
                     continue;
                 }
-                let mixed = if unit.all_trained() || !is_trained(u) { None } else { take(&mut buffers, u) };
-                buffers.release(mixed, false);
+                let mixed =
+                    if unit.is_all_trained() || !is_trained(u) { None } else { take(&mut buffers, u) };
+                buffers.release_gradient(mixed, false);
                 buffers.release_stack(
-                    unit.trained_len() * owner_groups::group_peak_buffers(&slots, unit.owners, rank),
+                    unit.trained_len() * owner_groups::count_peak_group_buffers(&slots, unit.owners, rank),
                 );
             }
             if is_trained(0) {
                 let gradient = of_embedding.take().or_else(|| take(&mut buffers, 0));
-                buffers.release(gradient, true);
+                buffers.release_gradient(gradient, true);
             }
         }
         buffers.pool.allocated + buffers.stacks
     }
 }
 
-/// The buffers of gradients between their backward pass and the end of their reduction.
+/// A model of the gradient buffers between the backward pass of a unit and the end of its
+/// reduction.
 #[derive(Default)]
 struct GradientBuffers {
     pool: BufferPoolEstimate,
-    /// How many gradients may be reduced while the next one is written.
+    /// The number of gradients that may be reduced while the next one is written.
     in_flight: usize,
-    /// The gradients being reduced, oldest first: elements of a pool buffer, or `None` for a stack.
+    /// The gradients being reduced, oldest first: the elements of a pool buffer, or `None` for a
+    /// stack.
     reducing: VecDeque<Option<usize>>,
-    /// Elements of all stacks. A stack holds the gradients of one expert unit for several slots.
+    /// The number of elements of all stacks. A stack contains the gradients of one expert unit for
+    /// several slots.
     stacks: usize,
-    /// Number of allocated stacks that are not in use.
+    /// The number of allocated stacks that are not in use.
     free_stacks: usize,
 }
 
 impl GradientBuffers {
     /// Ends writing a gradient, if there is one: starts its reduction, or frees its buffer.
-    fn release(&mut self, gradient: Option<usize>, is_reduced: bool) {
+    fn release_gradient(&mut self, gradient: Option<usize>, is_reduced: bool) {
         let Some(len) = gradient else { return };
         match is_reduced {
             true => self.start_reduction(Some(len)),
@@ -132,7 +145,7 @@ impl GradientBuffers {
         self.start_reduction(None);
     }
 
-    /// Adds a gradient to those in reduction, and frees the oldest ones beyond the limit.
+    /// Adds a gradient to the gradients in reduction, and frees the oldest ones beyond the limit.
     fn start_reduction(&mut self, buffer: Option<usize>) {
         self.reducing.push_back(buffer);
         while self.reducing.len() > self.in_flight {

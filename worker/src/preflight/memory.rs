@@ -1,10 +1,10 @@
 //! [`MemoryPlan`]: the estimated peak memory of each rank, by purpose.
 use crate::{
     model::Model,
-    optim::{muon_matrices, needs_state_vectors, update_chunk_len},
-    param_groups::first_backward_layer,
+    optim::{compute_update_chunk_len, find_muon_matrices, needs_state_vectors},
+    param_groups::find_first_backward_layer,
     params::ParamUnit,
-    stages::weight_dtypes,
+    stages::select_weight_dtypes,
     train::{activations::MicroBatchActivations, moe},
     zero::{ShardingPolicy, SlotSchedule, partition::Partition},
 };
@@ -18,15 +18,16 @@ use device::{
     ops::{AttentionShape, FP8_COLUMN_MULTIPLE},
 };
 
-/// Bytes of executable, allocator, thread stacks and tokenizer. A process with a tiny model takes
-/// 21 MiB. This constant is 3 MiB smaller, because the estimate of the operators' workspace is too
-/// high by as much for small matmuls.
+/// The memory of executable, allocator, thread stacks and tokenizer.
+///
+/// A process with a tiny model takes 21 MiB. This constant is 3 MiB smaller, because the estimate
+/// of the operators' workspace is 3 MiB too high for small matmuls.
 const PROCESS_BYTES: u64 = 18 << 20;
-/// Bytes of the aligned buffers between a shard and its file while a checkpoint is written or read
-/// (`ckpt::write_shard`).
+/// The size of the aligned buffers between a shard and its file while a checkpoint is written or
+/// read (`ckpt::write_shard`).
 const CHECKPOINT_BUFFER_BYTES: u64 = 24 << 20;
 
-/// A job whose memory is estimated.
+/// The inputs of a memory estimate: a job, its model and the number of ranks.
 pub(super) struct MemoryPlan<'a> {
     pub(super) job: &'a JobSpec,
     pub(super) train: &'a TrainSpec,
@@ -34,18 +35,19 @@ pub(super) struct MemoryPlan<'a> {
     pub(super) units: &'a [ParamUnit],
     pub(super) world: usize,
     pub(super) threads: usize,
-    /// Number of tokens of the training data.
+    /// The number of tokens of the training data.
     pub(super) tokens: u64,
 }
 
 impl MemoryPlan<'_> {
-    /// The peak memory of one rank: of its GPU if it trains on one, otherwise of the host.
-    pub(super) fn estimate(&self, rank: u32) -> MemoryEstimate {
+    /// Estimates the peak memory of one rank: of its GPU if it trains on one, otherwise of the
+    /// host.
+    pub(super) fn estimate_rank_memory(&self, rank: u32) -> MemoryEstimate {
         let policy = ShardingPolicy::for_job(self.train);
-        let mut parts = self.training_parts(policy, rank as usize);
+        let mut parts = self.list_training_parts(policy, rank as usize);
         parts.extend(match self.job.cluster.trains_on_gpus() {
-            true => self.gpu_parts(),
-            false => self.host_parts(policy, rank as usize),
+            true => self.list_gpu_parts(),
+            false => self.list_host_parts(policy, rank as usize),
         });
         let mut parts: Vec<(String, u64)> =
             parts.into_iter().filter(|(_, bytes)| *bytes > 0).map(|(name, n)| (name.to_owned(), n)).collect();
@@ -53,28 +55,29 @@ impl MemoryPlan<'_> {
         MemoryEstimate { rank, total: parts.iter().map(|(_, b)| b).sum(), parts }
     }
 
-    /// Number of samples and tokens of a micro-batch.
-    fn batch_shape(&self) -> (usize, usize) {
+    /// Returns the number of samples in a micro-batch and the number of tokens in a sample.
+    fn micro_batch_shape(&self) -> (usize, usize) {
         (self.train.batch.micro as usize, self.train.data.seq_len as usize)
     }
 
-    /// Number of the optimizer's state vectors.
-    fn state_count(&self) -> u64 {
+    /// Returns the number of the optimizer's state vectors.
+    fn count_state_vectors(&self) -> u64 {
         let (first, second) = needs_state_vectors(&self.train.optimizer);
         u64::from(first) + u64::from(second)
     }
 
-    /// Bytes that are needed on CPUs and GPUs alike.
-    fn training_parts(&self, policy: ShardingPolicy, rank: usize) -> Vec<(&'static str, u64)> {
-        let weights = weight_dtypes(self.train);
+    /// Lists the memory that is needed on both CPUs and GPUs, in bytes by purpose.
+    fn list_training_parts(&self, policy: ShardingPolicy, rank: usize) -> Vec<(&'static str, u64)> {
+        let weights = select_weight_dtypes(self.train);
         let (dtype, bytes) = (weights.compute, weights.compute.size() as u64);
         let sum = |lengths: Vec<usize>| lengths.iter().sum::<usize>() as u64;
-        let (shards, trained_shards) = (sum(self.shard_lengths(rank)), sum(self.trained_shard_lengths(rank)));
-        let full: u64 = self.units_of(rank).map(|u| u.len() as u64).sum();
-        let full_trained: u64 = self.units_of(rank).map(|u| u.trained_len() as u64).sum();
-        let (b, t) = self.batch_shape();
+        let (shards, trained_shards) =
+            (sum(self.list_shard_lengths(rank)), sum(self.list_trained_shard_lengths(rank)));
+        let full: u64 = self.list_units_of_rank(rank).map(|u| u.len() as u64).sum();
+        let full_trained: u64 = self.list_units_of_rank(rank).map(|u| u.trained_len() as u64).sum();
+        let (b, t) = self.micro_batch_shape();
         let layers = self.units.iter().filter(|u| !u.holds_experts()).count() - 2;
-        let first = first_backward_layer(self.units);
+        let first = find_first_backward_layer(self.units);
         let parameters = match policy.shard_parameters {
             true if self.casts_on_gather(policy) => 0,
             true => shards,
@@ -86,55 +89,62 @@ impl MemoryPlan<'_> {
             false => 0,
         };
         let states = match policy.shard_optimizer {
-            _ if self.train.zero.offload.is_some() => self.offload_staging(policy, rank),
+            _ if self.train.zero.offload.is_some() => self.count_offload_staging_elements(policy, rank),
             true => trained_shards,
             false => full_trained,
         };
-        let activations =
-            MicroBatchActivations::buffer_bytes(self.model, layers, b, t, self.train.recompute, first, dtype);
+        let activations = MicroBatchActivations::count_activation_bytes(
+            self.model,
+            layers,
+            b,
+            t,
+            self.train.recompute,
+            first,
+            dtype,
+        );
         vec![
             ("parameters", bytes * parameters),
             ("master weights", 4 * master_weights),
-            ("fp32 copy of updated weights", 4 * self.fp32_update_elements(policy, rank)),
-            ("optimizer states", 4 * self.state_count() * states),
-            ("gathered parameters", bytes * self.gathered_elements(policy, rank)),
-            ("gradients", 4 * self.gradient_elements(policy, rank)),
-            ("Muon matrices", 4 * self.muon_elements(policy, rank)),
+            ("fp32 copy of updated weights", 4 * self.count_fp32_update_elements(policy, rank)),
+            ("optimizer states", 4 * self.count_state_vectors() * states),
+            ("gathered parameters", bytes * self.count_gathered_elements(policy, rank)),
+            ("gradients", 4 * self.count_gradient_elements(policy, rank)),
+            ("Muon matrices", 4 * self.count_muon_elements(policy, rank)),
             ("activations", activations),
-            ("MoE activations", self.moe_activations(b * t, dtype)),
-            ("MoE collectives", self.moe_messages(policy, rank, dtype)),
+            ("MoE activations", self.count_moe_activation_bytes(b * t, dtype)),
+            ("MoE collectives", self.count_moe_message_bytes(policy, rank, dtype)),
         ]
     }
 
-    /// Bytes that are only needed on a GPU.
-    fn gpu_parts(&self) -> Vec<(&'static str, u64)> {
-        let (b, t) = self.batch_shape();
-        vec![("logits and operator workspace", self.gpu_workspace(b, t))]
+    /// Lists the memory that is only needed on a GPU, in bytes by purpose.
+    fn list_gpu_parts(&self) -> Vec<(&'static str, u64)> {
+        let (b, t) = self.micro_batch_shape();
+        vec![("logits and operator workspace", self.count_gpu_workspace_bytes(b, t))]
     }
 
-    /// Bytes that are only needed on CPUs.
-    fn host_parts(&self, policy: ShardingPolicy, rank: usize) -> Vec<(&'static str, u64)> {
-        let weights = weight_dtypes(self.train);
+    /// Lists the memory that is only needed on CPUs, in bytes by purpose.
+    fn list_host_parts(&self, policy: ShardingPolicy, rank: usize) -> Vec<(&'static str, u64)> {
+        let weights = select_weight_dtypes(self.train);
         let (dtype, bytes) = (weights.compute, weights.compute.size() as u64);
-        let (b, t) = self.batch_shape();
-        let widened = if dtype == Dtype::F32 { 0 } else { self.widened_results(b, t) };
-        let shards = self.shard_lengths(rank).iter().sum::<usize>() as u64;
-        let trained_shards = self.trained_shard_lengths(rank).iter().sum::<usize>() as u64;
-        let saved = weights.updated.size() as u64 * shards + 4 * trained_shards * self.state_count();
+        let (b, t) = self.micro_batch_shape();
+        let widened = if dtype == Dtype::F32 { 0 } else { self.count_widened_result_bytes(b, t) };
+        let shards = self.list_shard_lengths(rank).iter().sum::<usize>() as u64;
+        let trained_shards = self.list_trained_shard_lengths(rank).iter().sum::<usize>() as u64;
+        let saved = weights.updated.size() as u64 * shards + 4 * trained_shards * self.count_state_vectors();
         let in_background = self.job.checkpoint.r#async;
         let has_copy = in_background && self.train.zero.offload.is_none();
         // Mapped shards of peers are unmapped before a checkpoint is written in the foreground, so
         // the write buffers can take their place.
         let unmapped = match self.shares_parameters() && !in_background {
-            true => bytes * self.gathered_elements(policy, rank),
+            true => bytes * self.count_gathered_elements(policy, rank),
             false => 0,
         };
         let token_bytes = if self.model.vocab_size() <= 1 << 16 { 2 } else { 4 };
         vec![
-            ("fp8 operands", bytes * self.fp8_operands(b * t)),
-            ("operator workspace", self.cpu_workspace(b, t) + widened),
-            ("collective staging buffers", self.collective_staging(policy, rank)),
-            ("updated shard in flight", bytes * self.shard_in_flight(policy, rank)),
+            ("fp8 operands", bytes * self.count_fp8_operand_elements(b * t)),
+            ("operator workspace", self.count_cpu_workspace_bytes(b, t) + widened),
+            ("collective staging buffers", self.count_collective_staging_bytes(policy, rank)),
+            ("updated shard in flight", bytes * self.count_shard_elements_in_flight(policy, rank)),
             ("checkpoint copy (async)", if has_copy { saved } else { 0 }),
             ("checkpoint I/O buffers", CHECKPOINT_BUFFER_BYTES.min(saved).saturating_sub(unmapped)),
             ("token cache (mapped)", self.tokens * token_bytes),
@@ -142,9 +152,9 @@ impl MemoryPlan<'_> {
         ]
     }
 
-    /// Number of elements in the fp32 buffer through which the optimizer updates bf16 weights chunk
-    /// by chunk; 0 if updates are not rounded stochastically.
-    fn fp32_update_elements(&self, policy: ShardingPolicy, rank: usize) -> u64 {
+    /// Computes the number of elements in the fp32 buffer through which the optimizer updates bf16
+    /// weights chunk by chunk. Returns 0 if updates are not rounded stochastically.
+    fn count_fp32_update_elements(&self, policy: ShardingPolicy, rank: usize) -> u64 {
         if !self.train.rounds_stochastically() {
             return 0;
         }
@@ -152,42 +162,44 @@ impl MemoryPlan<'_> {
             true => Partition::new(u, self.world).range(rank),
             false => 0..u.len(),
         };
-        update_chunk_len(self.units_of(rank).map(|u| (u, updated(u)))) as u64
+        compute_update_chunk_len(self.list_units_of_rank(rank).map(|u| (u, updated(u)))) as u64
     }
 
-    /// The bytes of the activation buffers of all MoE layers, for `rows` tokens.
-    fn moe_activations(&self, rows: usize, dtype: Dtype) -> u64 {
+    /// Computes the bytes of the activation buffers of all MoE layers, for `rows` tokens.
+    fn count_moe_activation_bytes(&self, rows: usize, dtype: Dtype) -> u64 {
         let parallel = self.train.experts.expert_parallel_size as usize;
-        moe::buffer_bytes(self.model, self.units, rows, self.train.recompute, dtype, parallel) as u64
+        moe::count_moe_buffer_bytes(self.model, self.units, rows, self.train.recompute, dtype, parallel)
+            as u64
     }
 
-    /// Which rank computes which sample slot.
-    pub(super) fn slot_schedule(&self, policy: ShardingPolicy) -> SlotSchedule {
+    /// Returns which rank computes which sample slot.
+    pub(super) fn build_slot_schedule(&self, policy: ShardingPolicy) -> SlotSchedule {
         let slots = (self.train.batch.global / self.train.batch.micro) as usize;
         SlotSchedule { slots, world: self.world, interleaved: policy.shard_gradients }
     }
 
-    /// The units of which `rank` has a shard.
-    pub(super) fn units_of(&self, rank: usize) -> impl DoubleEndedIterator<Item = &ParamUnit> {
+    /// Returns the units of which `rank` has a shard.
+    pub(super) fn list_units_of_rank(&self, rank: usize) -> impl DoubleEndedIterator<Item = &ParamUnit> {
         self.units.iter().filter(move |u| u.owners.contains(rank))
     }
 
-    /// For each unit: number of elements of the rank's shard.
-    pub(super) fn shard_lengths(&self, rank: usize) -> Vec<usize> {
+    /// Computes, by unit, the number of elements of the rank's shard.
+    pub(super) fn list_shard_lengths(&self, rank: usize) -> Vec<usize> {
         self.units.iter().map(|u| Partition::new(u, self.world).range(rank).len()).collect()
     }
 
-    /// For each unit: number of trained elements of the rank's shard.
-    pub(super) fn trained_shard_lengths(&self, rank: usize) -> Vec<usize> {
-        let trained = |u: &ParamUnit| u.trained_range(Partition::new(u, self.world).range(rank)).len();
+    /// Computes, by unit, the number of trained elements of the rank's shard.
+    pub(super) fn list_trained_shard_lengths(&self, rank: usize) -> Vec<usize> {
+        let trained =
+            |u: &ParamUnit| u.compute_trained_range(Partition::new(u, self.world).range(rank)).len();
         self.units.iter().map(trained).collect()
     }
 
-    /// Largest number of elements of one offloaded state vector that are in memory at the same
-    /// time: those of one unit and of the next.
-    fn offload_staging(&self, policy: ShardingPolicy, rank: usize) -> u64 {
-        let shards = self.trained_shard_lengths(rank);
-        let full: Vec<usize> = self.units_of(rank).map(ParamUnit::trained_len).collect();
+    /// Computes the largest number of elements of one offloaded state vector that are in memory at
+    /// the same time: those of one unit and of the next.
+    fn count_offload_staging_elements(&self, policy: ShardingPolicy, rank: usize) -> u64 {
+        let shards = self.list_trained_shard_lengths(rank);
+        let full: Vec<usize> = self.list_units_of_rank(rank).map(ParamUnit::trained_len).collect();
         let lengths = if policy.shard_optimizer { shards } else { full };
         if self.job.cluster.trains_on_gpus() {
             // Each of two staging buffers has the size of the largest unit.
@@ -197,11 +209,13 @@ impl MemoryPlan<'_> {
         pairs.or(lengths.first().copied()).unwrap_or(0) as u64
     }
 
-    /// Largest number of elements that Muon needs in addition to its states while it updates a
-    /// unit: the update directions of the whole unit, and the larger of two buffers. One holds the
-    /// shard of the directions that this rank sends, the other the Newton–Schulz iteration of the
-    /// unit's largest matrix.
-    fn muon_elements(&self, policy: ShardingPolicy, rank: usize) -> u64 {
+    /// Computes the largest number of elements that Muon needs in addition to its states while it
+    /// updates a unit.
+    ///
+    /// These are the update directions of the whole unit, and the larger of two buffers. One buffer
+    /// contains the shard of the directions that this rank sends, the other the Newton–Schulz
+    /// iteration of the unit's largest matrix.
+    fn count_muon_elements(&self, policy: ShardingPolicy, rank: usize) -> u64 {
         let iteration = |shape: &[usize]| {
             let (small, large) = (shape[0].min(shape[1]), shape[0].max(shape[1]));
             2 * small * small + 2 * small * large
@@ -212,40 +226,46 @@ impl MemoryPlan<'_> {
             let largest = matrices.map(|(p, _)| iteration(&p.shape)).max();
             largest.map(|largest| unit.trained_len() + largest.max(sent))
         };
-        let is_muon = muon_matrices(&self.train.optimizer, self.units);
-        let units = self.units.iter().zip(is_muon).zip(self.trained_shard_lengths(rank));
+        let is_muon = find_muon_matrices(&self.train.optimizer, self.units);
+        let units = self.units.iter().zip(is_muon).zip(self.list_trained_shard_lengths(rank));
         let owned = units.filter(|((u, _), _)| u.owners.contains(rank));
         owned.filter_map(of_unit).max().unwrap_or(0) as u64
     }
 
-    /// Bytes of the largest buffer in which the CPU backend accumulates a 16-bit result in fp32. Of
-    /// the result of a matmul the buffer holds 256 rows or 2²⁰ elements at a time, whichever are
-    /// more. The gradient of q, k and v is held completely.
-    fn widened_results(&self, b: usize, t: usize) -> u64 {
-        let largest = self.model.scratch_lengths(b, t).into_iter().max().unwrap_or(0);
+    /// Computes the bytes of the largest buffer in which the CPU backend accumulates a 16-bit
+    /// result in fp32.
+    ///
+    /// For a matmul, the buffer contains 256 rows or 2²⁰ elements of the result at a time,
+    /// whichever are more. For the gradient of q, k and v, it contains the whole result.
+    fn count_widened_result_bytes(&self, b: usize, t: usize) -> u64 {
+        let largest = self.model.scratch_buffer_lengths(b, t).into_iter().max().unwrap_or(0);
         let rows = largest.div_ceil((b * t).max(1)) * 256;
         4 * largest.min(rows.max(1 << 20)).max(b * t * self.model.qkv_width()) as u64
     }
 
-    /// Bytes of temporary GPU memory: the workspace of matmuls, and the largest of three buffers
-    /// that are never needed at the same time. These are a chunk of logits with their gradients,
-    /// the fp8 operands, and the workspace of cuDNN's attention.
-    fn gpu_workspace(&self, b: usize, t: usize) -> u64 {
-        let logits = device::cuda::classifier_workspace_bytes(b * t, self.model.vocab_size()) as u64;
-        let attention = match crate::gpu::attention_backend(self.train) {
+    /// Computes the bytes of temporary GPU memory: the workspace of matmuls, and the largest of
+    /// three buffers that are never needed at the same time.
+    ///
+    /// These are a chunk of logits with their gradients, the fp8 operands, and the workspace of
+    /// cuDNN's attention.
+    fn count_gpu_workspace_bytes(&self, b: usize, t: usize) -> u64 {
+        let logits = device::cuda::count_classifier_workspace_bytes(b * t, self.model.vocab_size()) as u64;
+        let attention = match crate::gpu::select_attention_backend(self.train) {
             AttentionBackend::BuiltIn => 0,
             AttentionBackend::Auto | AttentionBackend::Cudnn => {
                 let [heads, kv_heads, head_dim] = self.model.attention_dims();
-                device::cuda::cudnn_workspace_bytes(AttentionShape::new(b, t, heads, kv_heads, head_dim))
-                    as u64
+                device::cuda::estimate_cudnn_workspace_bytes(AttentionShape::new(
+                    b, t, heads, kv_heads, head_dim,
+                )) as u64
             }
         };
-        logits.max(self.fp8_operands(b * t)).max(attention) + device::cuda::MATMUL_WORKSPACE_BYTES as u64
+        logits.max(self.count_fp8_operand_elements(b * t)).max(attention)
+            + device::cuda::MATMUL_WORKSPACE_BYTES as u64
     }
 
-    /// Number of elements of both operands of the largest fp8 matmul, whose fp8 copies are made
-    /// before it.
-    fn fp8_operands(&self, rows: usize) -> u64 {
+    /// Computes the number of elements of both operands of the largest fp8 matmul, which are copied
+    /// to fp8 before the matmul.
+    fn count_fp8_operand_elements(&self, rows: usize) -> u64 {
         if self.train.precision != Precision::Fp8 {
             return 0;
         }
@@ -255,10 +275,11 @@ impl MemoryPlan<'_> {
         self.model.linear_shapes().into_iter().map(operands).max().unwrap_or(0) as u64
     }
 
-    /// Bytes of tiles, packed panels and chunks of logits of the CPU backend.
-    fn cpu_workspace(&self, b: usize, t: usize) -> u64 {
-        let logits =
-            4 * device::cpu::classifier_chunk_rows(b * t, self.model.vocab_size()) * self.model.vocab_size();
+    /// Computes the bytes of tiles, packed panels and chunks of logits of the CPU backend.
+    fn count_cpu_workspace_bytes(&self, b: usize, t: usize) -> u64 {
+        let logits = 4
+            * device::cpu::choose_classifier_chunk_rows(b * t, self.model.vocab_size())
+            * self.model.vocab_size();
         (logits + (2 << 20) * (1 + self.threads)) as u64
     }
 }

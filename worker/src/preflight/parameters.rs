@@ -1,8 +1,9 @@
-//! The peak memory of other ranks' parameters: gathered into buffers, or mapped from shared memory.
+//! Estimates the peak memory of other ranks' parameters, which are gathered into buffers or mapped
+//! from shared memory.
 use super::memory::MemoryPlan;
 use crate::{
-    param_groups::first_backward_layer,
-    stages::weight_dtypes,
+    param_groups::find_first_backward_layer,
+    stages::select_weight_dtypes,
     zero::{
         ShardingPolicy,
         buffer_pool::BufferPoolEstimate,
@@ -10,15 +11,15 @@ use crate::{
         gather_retention::{self, PlannedFetch},
     },
 };
-use contract::job::{Hosts, WorkersPerHost};
+use contract::job::{HostSelection, WorkersPerHost};
 use std::collections::{HashMap, VecDeque};
 
 impl MemoryPlan<'_> {
-    /// The index of the head's unit, and for each layer the index of its unit and of the expert
-    /// unit of which this rank has a shard.
-    pub(super) fn layer_units(&self, rank: usize) -> (usize, Vec<Vec<usize>>) {
+    /// Returns the index of the head's unit and, for each layer, the indices of its unit and of the
+    /// expert unit of which this rank has a shard.
+    pub(super) fn list_layer_units(&self, rank: usize) -> (usize, Vec<Vec<usize>>) {
         let head = self.units.iter().filter(|u| !u.holds_experts()).count() - 1;
-        let is_moe = |l: usize| self.model.moe().is_some_and(|s| s.is_moe_layer(l));
+        let is_moe = |l: usize| self.model.as_moe_model().is_some_and(|s| s.is_moe_layer(l));
         let mut experts =
             (head + 1..self.units.len()).filter(|&u| self.units[u].owners.contains(rank)).collect::<Vec<_>>();
         experts.reverse();
@@ -26,36 +27,37 @@ impl MemoryPlan<'_> {
         (head, (1..head).map(|u| units(u, experts.pop_if(|_| is_moe(u - 1)))).collect())
     }
 
-    /// The units in the order in which a step gathers them.
-    fn gather_order(&self, rank: usize) -> Vec<usize> {
-        let (head, layers) = self.layer_units(rank);
+    /// Returns the units in the order in which a step gathers them.
+    fn list_units_in_gather_order(&self, rank: usize) -> Vec<usize> {
+        let (head, layers) = self.list_layer_units(rank);
         let forward = layers.iter().flatten().copied();
-        let backward = layers[first_backward_layer(self.units)..].iter().rev().flatten().copied();
+        let backward = layers[find_first_backward_layer(self.units)..].iter().rev().flatten().copied();
         let tied = self.model.has_tied_embeddings().then_some(0);
         std::iter::once(0).chain(forward).chain([head]).chain(tied).chain(backward).collect()
     }
 
-    /// Peak number of elements of gathered parameters, by the same decisions as the engine.
-    pub(super) fn gathered_elements(&self, policy: ShardingPolicy, rank: usize) -> u64 {
+    /// Computes the peak number of elements of gathered parameters, by the same decisions as the
+    /// engine.
+    pub(super) fn count_gathered_elements(&self, policy: ShardingPolicy, rank: usize) -> u64 {
         let casts = self.casts_on_gather(policy);
         if !policy.shard_parameters || (self.world == 1 && !casts) {
             return 0;
         }
-        let shards = self.shard_lengths(rank);
+        let shards = self.list_shard_lengths(rank);
         let len = |u: usize| self.units[u].len();
         // Units that are retained after one slot are available to the next.
-        let one_slot = self.gather_order(rank);
+        let one_slot = self.list_units_in_gather_order(rank);
         let order =
             if self.train.batch.global > self.train.batch.micro { one_slot.repeat(2) } else { one_slot };
         let order = order.into_iter().filter(|&u| casts || self.units[u].owners.count_below(self.world) > 1);
         let fetches = gather_retention::plan_fetches(order, len, self.train.zero.max_live_parameters);
         if self.shares_parameters() {
-            return self.mapped_peer_shards(&fetches, |u| len(u) - shards[u]);
+            return self.count_mapped_peer_elements(&fetches, |u| len(u) - shards[u]);
         }
         let mut ahead: VecDeque<usize> = fetches.iter().filter(|f| !f.is_retained).map(|f| f.unit).collect();
         let mut pool = BufferPoolEstimate::default();
         let (mut gathering, mut retained, mut used) = (VecDeque::new(), HashMap::new(), Vec::new());
-        for (fetch, overlaps) in self.fetches_with_overlap(&fetches) {
+        for (fetch, overlaps) in self.mark_overlapping_fetches(&fetches) {
             while gathering.len() <= self.train.zero.prefetch as usize {
                 let Some(next) = ahead.pop_front() else { break };
                 gathering.push_back(pool.take(len(next)));
@@ -77,9 +79,11 @@ impl MemoryPlan<'_> {
         (pool.allocated + cast_shard) as u64
     }
 
-    /// Each fetch, and whether its unit is still in use when the next one is fetched: the head's
-    /// unit with a tied embedding, and in a backward pass a layer's unit with its experts.
-    fn fetches_with_overlap(&self, fetches: &[PlannedFetch]) -> Vec<(PlannedFetch, bool)> {
+    /// Returns each fetch, and whether its unit is still in use when the next unit is fetched.
+    ///
+    /// That is the case for the head's unit with a tied embedding and, in a backward pass, for a
+    /// layer's unit with its experts.
+    fn mark_overlapping_fetches(&self, fetches: &[PlannedFetch]) -> Vec<(PlannedFetch, bool)> {
         let head = self.units.iter().filter(|u| !u.holds_experts()).count() - 1;
         let mut is_backward = false;
         let next = fetches.iter().skip(1).map(|f| f.unit).chain([0]);
@@ -91,26 +95,31 @@ impl MemoryPlan<'_> {
         overlaps.collect()
     }
 
-    /// Whether parameters are cast to 16 bits when they are gathered.
+    /// Returns whether parameters are cast to 16 bits when they are gathered.
     pub(super) fn casts_on_gather(&self, policy: ShardingPolicy) -> bool {
-        casts_on_gather(policy, weight_dtypes(self.train), !self.job.cluster.trains_on_gpus())
+        casts_on_gather(policy, select_weight_dtypes(self.train), !self.job.cluster.trains_on_gpus())
     }
 
-    /// Whether ranks read each other's parameters in shared memory, on one host.
+    /// Returns whether ranks read each other's parameters in shared memory, because they are on one
+    /// host.
     pub(super) fn shares_parameters(&self) -> bool {
         let cluster = &self.job.cluster;
         let one_host = match cluster.workers_per_host {
             WorkersPerHost::Exactly(n) => self.world <= n as usize,
-            WorkersPerHost::Auto => matches!(cluster.hosts, Hosts::Auto | Hosts::Local),
+            WorkersPerHost::Auto => matches!(cluster.hosts, HostSelection::Auto | HostSelection::Local),
         };
         one_host && !cluster.trains_on_gpus()
     }
 
-    /// Peak number of elements of other ranks' shards that are mapped at once. `peer_elements` is
-    /// the number of such elements of a unit.
-    fn mapped_peer_shards(&self, fetches: &[PlannedFetch], peer_elements: impl Fn(usize) -> usize) -> u64 {
+    /// Computes the peak number of elements of other ranks' shards that are mapped at once.
+    /// `peer_elements` returns the number of such elements of a unit.
+    fn count_mapped_peer_elements(
+        &self,
+        fetches: &[PlannedFetch],
+        peer_elements: impl Fn(usize) -> usize,
+    ) -> u64 {
         let (mut mapped, mut peak, mut used) = (0, 0, Vec::new());
-        for (fetch, overlaps) in self.fetches_with_overlap(fetches) {
+        for (fetch, overlaps) in self.mark_overlapping_fetches(fetches) {
             mapped += if fetch.is_retained { 0 } else { peer_elements(fetch.unit) };
             peak = peak.max(mapped);
             used.push(fetch);

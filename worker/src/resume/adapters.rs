@@ -1,16 +1,16 @@
-//! Pretrained adapters: the directory that `train.lora.from` names.
-use super::weight_match::list_names;
+//! Checks and loads pretrained adapters, from the directory that `train.lora.from` names.
+use super::weight_match::format_names;
 use crate::{
     checkpoint_mapping::{ReadPlan, read_owned_ranges, sync_replicas},
     consensus::exchange_values,
-    error::{Result, unreadable_adapters, unreadable_checkpoint},
-    param_groups::LORA_FROM,
+    error::{Result, to_unreadable_adapters_error, to_unreadable_checkpoint_error},
+    param_groups::LORA_FROM_KEY,
     params::ParamUnit,
-    stages::ReadyTrainer,
+    stages::UninitializedTrainer,
 };
 use ckpt::{
     ExternalCheckpoint, TensorSource,
-    peft::{is_adapter, open_adapters},
+    peft::{is_lora_matrix, open_adapters},
 };
 use diagnostic::{Diagnostic, codes};
 use std::{
@@ -18,14 +18,17 @@ use std::{
     path::Path,
 };
 
-/// Opens the directory and checks that its adapters have the names and shapes of the model's.
-pub fn check_adapters(directory: &Path, units: &[ParamUnit]) -> diagnostic::Result<ExternalCheckpoint> {
-    let source = open_adapters(directory).map_err(|e| unreadable_adapters(e, LORA_FROM))?;
+/// Opens the directory and checks that its adapters have the same names and shapes as the model's.
+pub fn open_matching_adapters(
+    directory: &Path,
+    units: &[ParamUnit],
+) -> diagnostic::Result<ExternalCheckpoint> {
+    let source = open_adapters(directory).map_err(|e| to_unreadable_adapters_error(e, LORA_FROM_KEY))?;
     let tensors = source.tensors();
     let mut stored: HashMap<&str, &[u64]> =
         tensors.iter().map(|t| (t.name.as_str(), t.shape.as_slice())).collect();
     let (mut missing, mut shapes) = (Vec::new(), Vec::new());
-    for p in units.iter().flat_map(|u| &u.params).filter(|p| is_adapter(&p.name)) {
+    for p in units.iter().flat_map(|u| &u.params).filter(|p| is_lora_matrix(&p.name)) {
         match stored.remove(p.name.as_str()) {
             None => missing.push(p.name.clone()),
             Some(shape) if !shape.iter().copied().eq(p.shape.iter().map(|&n| n as u64)) => {
@@ -40,7 +43,7 @@ pub fn check_adapters(directory: &Path, units: &[ParamUnit]) -> diagnostic::Resu
     let parts: Vec<String> = kinds
         .iter()
         .filter(|(_, names)| !names.is_empty())
-        .map(|(kind, names)| format!("{kind}: {}", list_names(names)))
+        .map(|(kind, names)| format!("{kind}: {}", format_names(names)))
         .collect();
     if parts.is_empty() {
         return Ok(source);
@@ -51,20 +54,21 @@ pub fn check_adapters(directory: &Path, units: &[ParamUnit]) -> diagnostic::Resu
         parts.join("; ")
     );
     Err(Diagnostic::error(codes::training::ADAPTER_MODEL_MISMATCH, message)
-        .with_subject(LORA_FROM)
+        .with_subject(LORA_FROM_KEY)
         .with_field("path", directory.display().to_string())
         .with_field("missing", missing)
         .with_field("shapes", shapes)
         .with_field("extra", extra))
 }
 
-/// Loads the adapters if the job names a directory: each rank reads its owned ranges. Collective.
-pub(super) fn load_adapters(ready: &mut ReadyTrainer) -> Result<()> {
+/// Loads the adapters if the job names a directory: each rank reads its owned ranges. Collective:
+/// every rank must call it.
+pub(super) fn load_adapters(ready: &mut UninitializedTrainer) -> Result<()> {
     let Some(directory) = ready.train_spec().lora.as_ref().and_then(|l| l.from.clone()) else {
         return Ok(());
     };
     let units: Vec<ParamUnit> = ready.trainer.engine.shards.iter().map(|s| s.unit.clone()).collect();
-    let opened = check_adapters(&directory, &units).map_err(crate::error::Error::from);
+    let opened = open_matching_adapters(&directory, &units).map_err(crate::error::Error::from);
     let result = opened.as_ref().map(|_| ()).map_err(Clone::clone);
     exchange_values(ready.trainer.engine.queue(), result)?;
     let source = opened?;
@@ -73,9 +77,9 @@ pub(super) fn load_adapters(ready: &mut ReadyTrainer) -> Result<()> {
         renamed: &HashMap::new(),
         with_states: false,
         reset_states: &HashSet::new(),
-        selects: is_adapter,
+        selects: is_lora_matrix,
     };
-    let read = read_owned_ranges(ready, &plan).map_err(unreadable_checkpoint);
+    let read = read_owned_ranges(ready, &plan).map_err(to_unreadable_checkpoint_error);
     exchange_values(ready.trainer.engine.queue(), read)?;
     sync_replicas(ready)
 }

@@ -1,7 +1,7 @@
 //! Notices about differences between a job and the checkpoint that it resumes from. The job's
 //! values apply, and every difference is reported.
-use super::weight_match::list_names;
-use crate::{optim::ParamGroup, params::ParamUnit, stages::ReadyTrainer};
+use super::weight_match::format_names;
+use crate::{optim::ParamGroup, params::ParamUnit, stages::UninitializedTrainer};
 use ckpt::{Dtype, RunFacts, TensorInfo, TensorRole};
 use contract::job::{Precision, ScheduleName};
 use serde::Deserialize;
@@ -11,16 +11,19 @@ use std::{
     path::Path,
 };
 
-/// The notice about a checkpoint without training state.
-pub(super) fn weights_only_notice(path: &Path) -> String {
+/// Returns the notice about a checkpoint without training state.
+pub(super) fn format_weights_only_notice(path: &Path) -> String {
     format!(
         "{} holds only weights: the optimizer, the learning rate and the data start at step 0",
         path.display()
     )
 }
 
-/// The notice about fp32 weights that are rounded to bf16, or bf16 weights that become fp32.
-pub(super) fn master_weight_notice(ready: &ReadyTrainer, tensors: &[TensorInfo]) -> Option<String> {
+/// Returns a notice if fp32 weights are rounded to bf16, or if bf16 weights become fp32.
+pub(super) fn find_master_weight_notice(
+    ready: &UninitializedTrainer,
+    tensors: &[TensorInfo],
+) -> Option<String> {
     let has_weights = |dtype| tensors.iter().any(|t| t.role == TensorRole::Weight && t.dtype == dtype);
     let weights = ready.trainer.engine.param_dtypes();
     match weights.updated {
@@ -36,8 +39,8 @@ pub(super) fn master_weight_notice(ready: &ReadyTrainer, tensors: &[TensorInfo])
     }
 }
 
-/// Notices about parameters that are trained in only one of job and checkpoint.
-pub(super) fn frozen_parameter_notices(
+/// Returns notices about parameters that are trained in only one of job and checkpoint.
+pub(super) fn collect_frozen_parameter_notices(
     units: &[ParamUnit],
     tensors: &[TensorInfo],
     reset_states: &HashSet<String>,
@@ -51,11 +54,11 @@ pub(super) fn frozen_parameter_notices(
         };
         notices.push(format!(
             "{count} {verb} frozen in the checkpoint's run; {pronoun} optimizer states start at zero ({})",
-            list_names(&names.into_iter().collect::<Vec<_>>())
+            format_names(&names.into_iter().collect::<Vec<_>>())
         ));
     }
     let trained: HashSet<&str> =
-        units.iter().flat_map(ParamUnit::trained_params).map(|p| p.name.as_str()).collect();
+        units.iter().flat_map(ParamUnit::list_trained_params).map(|p| p.name.as_str()).collect();
     let with_states = tensors.iter().filter(|t| t.role.is_optimizer_state()).map(|t| t.name.as_str());
     let unused: BTreeSet<&str> = with_states.filter(|name| !trained.contains(name)).collect();
     if !unused.is_empty() {
@@ -66,14 +69,18 @@ pub(super) fn frozen_parameter_notices(
         notices.push(format!(
             "{count} {present} frozen but {past} trained in the checkpoint's run; \
              {pronoun} optimizer states are not loaded ({})",
-            list_names(&unused.into_iter().collect::<Vec<_>>())
+            format_names(&unused.into_iter().collect::<Vec<_>>())
         ));
     }
     notices
 }
 
-/// Notices about settings that differ from those of the job that wrote the checkpoint.
-pub(super) fn job_setting_notices(ready: &ReadyTrainer, facts: &RunFacts, data_digest: &str) -> Vec<String> {
+/// Returns notices about settings that differ from those of the job that wrote the checkpoint.
+pub(super) fn collect_job_setting_notices(
+    ready: &UninitializedTrainer,
+    facts: &RunFacts,
+    data_digest: &str,
+) -> Vec<String> {
     let mut notices = Vec::new();
     let train = ready.train_spec();
     let stored = &facts.job["train"];
@@ -117,21 +124,21 @@ pub(super) fn job_setting_notices(ready: &ReadyTrainer, facts: &RunFacts, data_d
             train.steps
         ));
     }
-    notices.extend(expert_placement_notice(ready, &stored["experts"]));
+    notices.extend(find_expert_placement_notice(ready, &stored["experts"]));
     let units: Vec<_> = ready.trainer.engine.shards.iter().map(|s| s.unit.clone()).collect();
     let stored_groups: Vec<ParamGroup> = serde_json::from_value(facts.groups.clone()).unwrap_or_default();
-    for group in &ready.trainer.optimizer.groups(&units) {
+    for group in &ready.trainer.optimizer.list_param_groups(&units) {
         match stored_groups.iter().find(|stored| stored.name == group.name) {
-            Some(stored) => notices.extend(group_difference(group, stored)),
+            Some(stored) => notices.extend(compare_groups(group, stored)),
             None => notices.push(format!("parameter group `{}` is new", group.name)),
         }
     }
     notices
 }
 
-/// The notice about another expert-parallel size or placement. `stored` is the `train.experts`
-/// section of the checkpoint's job.
-fn expert_placement_notice(ready: &ReadyTrainer, stored: &Value) -> Option<String> {
+/// Returns a notice if the expert-parallel size or the placement of experts changes. `stored` is
+/// the `train.experts` section of the checkpoint's job.
+fn find_expert_placement_notice(ready: &UninitializedTrainer, stored: &Value) -> Option<String> {
     ready.trainer.experts.as_ref()?;
     let experts = &ready.train_spec().experts;
     let ours = json!({ "parallel": experts.expert_parallel_size, "placement": experts.placement });
@@ -145,9 +152,9 @@ fn expert_placement_notice(ready: &ReadyTrainer, stored: &Value) -> Option<Strin
     })
 }
 
-/// The notice about hyper-parameters of one parameter group that differ between job and checkpoint;
-/// `None` if all are equal.
-fn group_difference(ours: &ParamGroup, stored: &ParamGroup) -> Option<String> {
+/// Returns a notice about the hyper-parameters of one parameter group that differ between job and
+/// checkpoint, or `None` if all are equal.
+fn compare_groups(ours: &ParamGroup, stored: &ParamGroup) -> Option<String> {
     let betas = |group: &ParamGroup| format!("{:?}", [group.betas.0, group.betas.1]);
     let fields = [
         ("lr", ours.lr.to_string(), stored.lr.to_string()),
@@ -164,10 +171,10 @@ fn group_difference(ours: &ParamGroup, stored: &ParamGroup) -> Option<String> {
         .filter(|(name, ours, stored)| ours != stored && is_known(name))
         .map(|(name, ours, stored)| format!("{name} {ours} (checkpoint: {stored})"))
         .collect();
-    (!changed.is_empty()).then(|| group_notice(&ours.name, &changed))
+    (!changed.is_empty()).then(|| format_group_notice(&ours.name, &changed))
 }
 
-/// The notice about changed hyper-parameters of one parameter group.
-pub(super) fn group_notice(group: &str, changed: &[String]) -> String {
+/// Formats the notice about changed hyper-parameters of one parameter group.
+pub(super) fn format_group_notice(group: &str, changed: &[String]) -> String {
     format!("parameter group `{group}` resumes with {}", changed.join(", "))
 }

@@ -1,20 +1,25 @@
 //! Resumes from an external checkpoint: from its complete training state, or from its weights only.
 use super::{
     EventSink, ResumePoint,
-    differences::{frozen_parameter_notices, group_notice, master_weight_notice, weights_only_notice},
-    first_damage,
-    weight_match::{ModelRequirements, WeightMatch, check_aliases, list_names, match_weights, model_type},
+    differences::{
+        collect_frozen_parameter_notices, find_master_weight_notice, format_group_notice,
+        format_weights_only_notice,
+    },
+    exchange_first_damage,
+    weight_match::{
+        ModelRequirements, WeightMatch, check_alias_values, format_names, match_weights, read_model_type,
+    },
 };
 use crate::{
     checkpoint_mapping::{ReadPlan, read_owned_ranges, sync_replicas},
     consensus::exchange_values,
-    error::{Result, unreadable_checkpoint},
-    optim::{ParamGroup, schedule::learning_rate_at},
+    error::{Result, to_unreadable_checkpoint_error},
+    optim::{ParamGroup, schedule::compute_learning_rate},
     params::ParamUnit,
-    stages::{Cursor, ReadyTrainer},
+    stages::{Cursor, UninitializedTrainer},
     train::loss_scale::LossScaleState,
 };
-use ckpt::{ExternalCheckpoint, LossScale, TensorSource, peft::is_adapter};
+use ckpt::{ExternalCheckpoint, LossScale, TensorSource, peft::is_lora_matrix};
 use contract::{
     event::Event,
     job::{JobSpec, RngPolicy},
@@ -23,80 +28,84 @@ use diagnostic::{Diagnostic, codes::training as codes};
 use serde_json::{Map, Value};
 use std::{collections::HashMap, path::Path};
 
-/// Loads the training state of an external checkpoint. Each rank reads its owned ranges.
-/// Collective.
+/// Loads the training state of an external checkpoint: each rank reads its owned ranges.
+/// Collective: every rank must call it.
 pub(super) fn load_external(
-    ready: &mut ReadyTrainer,
+    ready: &mut UninitializedTrainer,
     source: &ExternalCheckpoint,
     path: &Path,
     job: &JobSpec,
     events: &mut EventSink,
 ) -> Result<ResumePoint> {
     let units: Vec<ParamUnit> = ready.trainer.engine.shards.iter().map(|s| s.unit.clone()).collect();
-    let matched = match_model(ready, source, &units, true, |_| true)?;
-    check_rng(source, job, ready)?;
+    let matched = match_model_weights(ready, source, &units, true, |_| true)?;
+    reject_changed_world_with_strict_rng(source, job, ready)?;
     let (cursor, mut notices) = match matched.has_optimizer_state {
         true => restore_position(ready, source, &matched, &units)?,
-        false => (Cursor::default(), vec![weights_only_notice(source.path())]),
+        false => (Cursor::default(), vec![format_weights_only_notice(source.path())]),
     };
     read_matched_ranges(ready, source, &matched, |_| true)?;
     if matched.has_optimizer_state {
-        notices.extend(frozen_parameter_notices(&units, &source.tensors(), &matched.reset_states));
-        notices.extend(hyperparam_notices(ready, source, &matched, &units, cursor.step));
+        notices.extend(collect_frozen_parameter_notices(&units, &source.tensors(), &matched.reset_states));
+        notices.extend(collect_hyperparam_notices(ready, source, &matched, &units, cursor.step));
         notices.extend(restore_loss_scale(ready, source));
     }
     if ready.train_spec().rounds_stochastically() {
-        notices.extend(master_weight_notice(ready, &source.tensors()));
+        notices.extend(find_master_weight_notice(ready, &source.tensors()));
     }
-    notices.extend(unused_part_notices(source, &matched));
+    notices.extend(collect_unused_part_notices(source, &matched));
     let facts = source.facts();
     events(Event::Resume { step: cursor.step, path: path.into(), world: facts.world, stage: facts.stage })?;
     for message in facts.notices.iter().map(ToString::to_string).chain(notices) {
-        events(Event::notice(None, message))?;
+        events(Event::new_notice(None, message))?;
     }
     Ok(ResumePoint { path: path.into(), cursor, is_native: false, rng_generation: 0 })
 }
 
-/// Loads the weights of an external checkpoint, without adapters and training state. Collective.
+/// Loads the weights of an external checkpoint, without adapters and training state. Collective:
+/// every rank must call it.
 pub(super) fn load_weights(
-    ready: &mut ReadyTrainer,
+    ready: &mut UninitializedTrainer,
     source: &ExternalCheckpoint,
     events: &mut EventSink,
 ) -> Result<()> {
     let units: Vec<ParamUnit> = ready.trainer.engine.shards.iter().map(|s| s.unit.clone()).collect();
-    let selects = |name: &str| !is_adapter(name);
-    let matched = match_model(ready, source, &units, false, selects)?;
+    let selects = |name: &str| !is_lora_matrix(name);
+    let matched = match_model_weights(ready, source, &units, false, selects)?;
     read_matched_ranges(ready, source, &matched, selects)?;
-    if let Some(message) = unused_buffer_notice(&matched) {
-        events(Event::notice(None, message))?;
+    if let Some(message) = find_unused_buffer_notice(&matched) {
+        events(Event::new_notice(None, message))?;
     }
     Ok(())
 }
 
 /// Matches the checkpoint's tensors with the model's. Rank 0 also checks that tied weights are
-/// equal. Collective.
-fn match_model(
-    ready: &ReadyTrainer,
+/// equal.
+///
+/// Collective: every rank must call it.
+fn match_model_weights(
+    ready: &UninitializedTrainer,
     source: &ExternalCheckpoint,
     units: &[ParamUnit],
     with_states: bool,
     selects: fn(&str) -> bool,
 ) -> Result<WeightMatch> {
     let model = ready.trainer.model.as_ref();
-    let family = model_type(model.hf_config()).unwrap_or_default().to_owned();
+    let family = read_model_type(model.hf_config()).unwrap_or_default().to_owned();
     let optimizer = with_states.then(|| ready.trainer.optimizer.spec());
     let required =
         ModelRequirements { family: &family, units, ties: &model.tied_weights(), model, optimizer, selects };
     let matched = match_weights(source, &required)?;
     let is_leader = ready.trainer.engine.rank() == 0;
-    let aliases = if is_leader { check_aliases(source, &matched) } else { Ok(()) };
+    let aliases = if is_leader { check_alias_values(source, &matched) } else { Ok(()) };
     exchange_values(ready.trainer.engine.queue(), aliases)?;
     Ok(matched)
 }
 
-/// Reads the owned ranges of weights and, if the checkpoint has them, optimizer states. Collective.
+/// Reads the owned ranges of weights and, if the checkpoint has them, optimizer states. Collective:
+/// every rank must call it.
 fn read_matched_ranges(
-    ready: &mut ReadyTrainer,
+    ready: &mut UninitializedTrainer,
     source: &ExternalCheckpoint,
     matched: &WeightMatch,
     selects: fn(&str) -> bool,
@@ -108,8 +117,8 @@ fn read_matched_ranges(
         reset_states: &matched.reset_states,
         selects,
     };
-    let failed = read_owned_ranges(ready, &plan).err().map(unreadable_checkpoint);
-    match first_damage(ready, failed)? {
+    let failed = read_owned_ranges(ready, &plan).err().map(to_unreadable_checkpoint_error);
+    match exchange_first_damage(ready, failed)? {
         Some(e) => Err(e),
         None => sync_replicas(ready),
     }
@@ -117,12 +126,16 @@ fn read_matched_ranges(
 
 /// Rejects `resume.rng: strict` if the number of ranks changes, because RNG streams could not be
 /// restored for every rank.
-fn check_rng(source: &ExternalCheckpoint, job: &JobSpec, ready: &ReadyTrainer) -> Result<()> {
+fn reject_changed_world_with_strict_rng(
+    source: &ExternalCheckpoint,
+    job: &JobSpec,
+    ready: &UninitializedTrainer,
+) -> Result<()> {
     let (facts, world) = (source.facts(), ready.trainer.engine.world());
     let Some(written_by) = facts.world.filter(|w| *w as usize != world) else { return Ok(()) };
     if job.resume.rng == RngPolicy::Strict && !facts.rng_files.is_empty() {
         let message = format!(
-            "{} has the random states of {written_by} ranks, but {world} ranks resume; `resume.rng: strict` \
+            "{} has the RNG states of {written_by} ranks, but {world} ranks resume; `resume.rng: strict` \
              requires the same number",
             source.path().display()
         );
@@ -136,10 +149,10 @@ fn check_rng(source: &ExternalCheckpoint, job: &JobSpec, ready: &ReadyTrainer) -
     Ok(())
 }
 
-/// Returns the position at which the run resumes, with notices about how the position was
-/// determined. Also sets the number of updates of each parameter.
+/// Determines the position at which the run resumes, and sets the step lag of each parameter.
+/// Returns the position with notices about how it was determined.
 fn restore_position(
-    ready: &mut ReadyTrainer,
+    ready: &mut UninitializedTrainer,
     source: &ExternalCheckpoint,
     matched: &WeightMatch,
     units: &[ParamUnit],
@@ -174,7 +187,7 @@ fn restore_position(
         notices.push(format!("{count} had fewer updates than the others; each keeps its update count"));
     }
     step_lag.extend(matched.reset_states.iter().map(|name| (name.clone(), step)));
-    ready.trainer.optimizer.set_step_lag(units, &step_lag);
+    ready.trainer.optimizer.set_step_lags(units, &step_lag);
     let batch = ready.trainer.global_batch();
     let (consumed_samples, reason) = match facts.samples {
         Some(n) => (n, "recorded in the checkpoint".to_owned()),
@@ -192,36 +205,36 @@ fn restore_position(
     Ok((Cursor { step, consumed_samples, tokens }, notices))
 }
 
-/// With fp16, restores the loss scale of the checkpoint, or returns a notice if the loss scale is
-/// not usable.
-fn restore_loss_scale(ready: &mut ReadyTrainer, source: &ExternalCheckpoint) -> Option<String> {
-    let LossScale { scale, steps } = source.state().loss_scale()?;
-    let restored = ready.trainer.loss_scale.restore(LossScaleState { scale, steps, skipped: 0 });
+/// Restores the loss scale of the checkpoint, if there is one. Returns a notice if the loss scale
+/// is not usable.
+fn restore_loss_scale(ready: &mut UninitializedTrainer, source: &ExternalCheckpoint) -> Option<String> {
+    let LossScale { scale, steps } = source.training_state().parse_loss_scale()?;
+    let restored = ready.trainer.loss_scale.restore_state(LossScaleState { scale, steps, skipped: 0 });
     restored.err().map(|why| format!("the loss scale starts at its initial value: {why}"))
 }
 
 /// Returns notices about parts of the checkpoint that are not loaded.
-fn unused_part_notices(source: &ExternalCheckpoint, matched: &WeightMatch) -> Vec<String> {
+fn collect_unused_part_notices(source: &ExternalCheckpoint, matched: &WeightMatch) -> Vec<String> {
     let rng = (!source.facts().rng_files.is_empty()).then(|| {
-        "the checkpoint's random states of Python and torch are not loaded: the built-in runtime's random \
+        "the checkpoint's RNG states of Python and torch are not loaded: the built-in runtime's random \
          numbers have no state"
             .to_owned()
     });
-    unused_buffer_notice(matched).into_iter().chain(rng).collect()
+    find_unused_buffer_notice(matched).into_iter().chain(rng).collect()
 }
 
 /// Returns a notice about buffers in the checkpoint that the job's model does not have.
-fn unused_buffer_notice(matched: &WeightMatch) -> Option<String> {
+fn find_unused_buffer_notice(matched: &WeightMatch) -> Option<String> {
     let has_unused = !matched.unused.is_empty();
     has_unused.then(|| {
-        format!("buffers that the job's model does not have are ignored: {}", list_names(&matched.unused))
+        format!("buffers that the job's model does not have are ignored: {}", format_names(&matched.unused))
     })
 }
 
 /// Returns notices about the hyper-parameters and the learning rate of the job that differ from the
 /// checkpoint's.
-fn hyperparam_notices(
-    ready: &ReadyTrainer,
+fn collect_hyperparam_notices(
+    ready: &UninitializedTrainer,
     source: &ExternalCheckpoint,
     matched: &WeightMatch,
     units: &[ParamUnit],
@@ -230,7 +243,7 @@ fn hyperparam_notices(
     let facts = source.facts();
     let stored_groups = &facts.groups;
     let mut notices = Vec::new();
-    for ours in ready.trainer.optimizer.groups(units) {
+    for ours in ready.trainer.optimizer.list_param_groups(units) {
         for stored in stored_groups {
             let is_member = |name: &String| {
                 let name = matched.renamed.get(name).unwrap_or(name);
@@ -248,14 +261,14 @@ fn hyperparam_notices(
                     true => String::new(),
                     false => format!(" for {count} of {} parameters", ours.params.len()),
                 };
-                notices.push(group_notice(&ours.name, &changed) + &scope);
+                notices.push(format_group_notice(&ours.name, &changed) + &scope);
             }
         }
     }
-    notices.extend(learning_rate_notice(ready, stored_groups, step));
+    notices.extend(find_learning_rate_notice(ready, stored_groups, step));
     // Accelerate steps a scheduler once per process, and its training scripts allow for that.
     let per_process = facts.world.and_then(|world| step.checked_mul(world.into()));
-    let position = scheduler_position(&facts.scheduler);
+    let position = read_scheduler_position(&facts.scheduler);
     if let Some(position) = position.filter(|p| *p != step && Some(*p) != per_process) {
         notices.push(format!(
             "the checkpoint's scheduler is at step {position}, its optimizer at step {step}: the learning rate is \
@@ -296,13 +309,13 @@ fn describe_changed_hyperparams(ours: &ParamGroup, stored: &Map<String, Value>) 
 
 /// Returns a notice if the learning rate of the next step differs from the one that a group of the
 /// checkpoint would have used.
-fn learning_rate_notice(
-    ready: &ReadyTrainer,
+fn find_learning_rate_notice(
+    ready: &UninitializedTrainer,
     stored_groups: &[ckpt::ParamGroupInfo],
     step: u64,
 ) -> Option<String> {
     let train = ready.train_spec();
-    let ours = learning_rate_at(&train.schedule, train.optimizer.lr, train.steps, step);
+    let ours = compute_learning_rate(&train.schedule, train.optimizer.lr, train.steps, step);
     let mut stored: Vec<f64> = stored_groups.iter().filter_map(|g| g.hyper.get("lr")?.as_f64()).collect();
     stored.dedup();
     let is_equal = stored.iter().all(|t| (t - ours).abs() <= 1e-9 * ours.abs().max(t.abs()));
@@ -317,7 +330,7 @@ fn learning_rate_notice(
 
 /// Returns the number of steps that the scheduler has counted. DeepSpeed's schedulers count from
 /// −1, torch's from 0.
-fn scheduler_position(scheduler: &Value) -> Option<u64> {
+fn read_scheduler_position(scheduler: &Value) -> Option<u64> {
     let number = |key: &str| scheduler.get(key).and_then(Value::as_i64);
     let position = number("last_epoch").or_else(|| number("last_batch_iteration")?.checked_add(1));
     position.and_then(|p| u64::try_from(p).ok())

@@ -1,45 +1,50 @@
 //! [`PretrainedModel`]: the Hugging Face directory that `train.model.from` names, with the initial
 //! weights and the files that checkpoints keep.
-use super::{EventSink, adapters::load_adapters, external::load_weights, weight_shapes};
+use super::{EventSink, adapters::load_adapters, external::load_weights, list_weight_shapes};
 use crate::{
-    consensus::exchange_values_on,
+    consensus::exchange_values_without_queue,
     error::{Error, Result},
-    stages::{Cursor, ReadyTrainer, RunningTrainer},
+    stages::{Cursor, RunningTrainer, UninitializedTrainer},
 };
-use ckpt::{ExternalCheckpoint, OpenedCheckpoint, TensorSource, TextFile, peft::is_adapter};
+use ckpt::{ExternalCheckpoint, OpenedCheckpoint, TensorSource, TextFile, peft::is_lora_matrix};
 use comm::Comm;
 use diagnostic::{Category, Diagnostic, codes};
 use serde_json::Value;
 use std::path::Path;
 
+/// The key of the job that names the model directory.
 const MODEL_FROM: &str = "train.model.from";
 
 /// Starts a run at step 0, with the weights of the pretrained model or initial values. Adapters get
-/// initial values or those of `train.lora.from`. Collective.
+/// initial values, or the values from `train.lora.from`.
+///
+/// Collective: every rank must call it.
 pub fn start_from_model(
-    mut ready: ReadyTrainer,
+    mut ready: UninitializedTrainer,
     pretrained: Option<&mut PretrainedModel>,
     events: &mut EventSink,
 ) -> Result<RunningTrainer> {
     match pretrained {
         Some(pretrained) => {
-            ready.initialise(is_adapter);
-            pretrained.load(&mut ready, events)?;
+            ready.initialise_params(is_lora_matrix);
+            pretrained.load_pretrained_weights(&mut ready, events)?;
         }
-        None => ready.initialise(|_| true),
+        None => ready.initialise_params(|_| true),
     }
     load_adapters(&mut ready)?;
     Ok(ready.start_at(Cursor::default()))
 }
 
-/// An open model directory. Weights are read by [`PretrainedModel::load`].
+/// An open model directory. [`PretrainedModel::load_pretrained_weights`] reads its weights.
 pub struct PretrainedModel {
     source: Box<ExternalCheckpoint>,
 }
 
 impl PretrainedModel {
-    /// Opens the directory, if the job names one, and checks that all ranks see the same
-    /// configuration in it. Collective.
+    /// Opens the directory and checks that all ranks see the same configuration in it. Returns
+    /// `None` if the job names no directory.
+    ///
+    /// Collective: every rank must call it.
     pub fn open(directory: Option<&Path>, comm: &dyn Comm) -> Result<Option<PretrainedModel>> {
         let Some(directory) = directory else { return Ok(None) };
         let opened = open(directory).map_err(Error::from);
@@ -48,7 +53,7 @@ impl PretrainedModel {
             .as_ref()
             .map_err(Clone::clone)
             .map(|source| Value::Object(source.hf_config().cloned().unwrap_or_default()).to_string());
-        let configs = exchange_values_on(comm, config)?;
+        let configs = exchange_values_without_queue(comm, config)?;
         let source = opened?;
         if let Some(rank) = configs.iter().position(|config| *config != configs[0]) {
             let message =
@@ -63,19 +68,23 @@ impl PretrainedModel {
         Ok(Some(PretrainedModel { source }))
     }
 
-    /// Loads the weights: each rank reads its owned ranges. Collective.
-    pub fn load(&mut self, ready: &mut ReadyTrainer, events: &mut EventSink) -> Result<()> {
-        self.source.unfuse_experts(&weight_shapes(ready));
+    /// Loads the weights: each rank reads its owned ranges. Collective: every rank must call it.
+    pub fn load_pretrained_weights(
+        &mut self,
+        ready: &mut UninitializedTrainer,
+        events: &mut EventSink,
+    ) -> Result<()> {
+        self.source.unfuse_experts(&list_weight_shapes(ready));
         load_weights(ready, &self.source, events)
     }
 
     /// Adds the directory's files to the tokenizer files that checkpoints keep. If the job uses the
     /// directory's tokenizer, its files replace `texts`; otherwise only the generation settings are
     /// added.
-    pub fn add_texts(&self, texts: &mut Vec<TextFile>) {
+    pub fn add_text_files(&self, texts: &mut Vec<TextFile>) {
         const TOKENIZER: &str = "tokenizer.json";
         const GENERATION: &str = "generation_config.json";
-        let files = self.source.texts();
+        let files = self.source.text_files();
         let tokenizer = files.iter().find(|t| t.name == TOKENIZER);
         if tokenizer.is_some_and(|own| texts.iter().any(|t| t.name == TOKENIZER && t.text == own.text)) {
             *texts = files.to_vec();
@@ -85,7 +94,7 @@ impl PretrainedModel {
     }
 }
 
-/// Opens the directory, which must be a Hugging Face directory itself.
+/// Opens the directory. Fails unless it is a Hugging Face directory itself.
 fn open(directory: &Path) -> diagnostic::Result<Box<ExternalCheckpoint>> {
     let invalid = |what: &str, help: String| {
         let message = format!("{} {what}", directory.display());
@@ -94,7 +103,7 @@ fn open(directory: &Path) -> diagnostic::Result<Box<ExternalCheckpoint>> {
             .with_field("path", directory.display().to_string())
             .with_help(help)
     };
-    let found = ckpt::find(directory)
+    let found = ckpt::open_checkpoint(directory)
         .map_err(|e| Diagnostic::from(e).with_category(Category::Job).with_subject(MODEL_FROM))?;
     match found {
         OpenedCheckpoint::External(source) if source.path() == directory => Ok(source),

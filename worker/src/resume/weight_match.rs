@@ -1,10 +1,11 @@
-//! [`match_weights`]: which tensors of an external checkpoint fill which of the job's parameters.
+//! [`match_weights`] determines which tensors of an external checkpoint fill which of the job's
+//! parameters.
 use crate::{
-    checkpoint_mapping::{optimizer_name, state_roles},
-    error::{Result, unreadable_checkpoint},
+    checkpoint_mapping::{format_optimizer_name, list_state_roles},
+    error::{Result, to_unreadable_checkpoint_error},
     model::{Model, TiedWeight},
     params::ParamUnit,
-    stages::ReadyTrainer,
+    stages::UninitializedTrainer,
 };
 use ckpt::{ExternalCheckpoint, ReadRequest, TensorInfo, TensorRole, TensorSource};
 use contract::job::OptimizerSpec;
@@ -12,42 +13,43 @@ use diagnostic::{Diagnostic, codes::training as codes};
 use serde_json::{Map, Value};
 use std::collections::{BTreeSet, HashMap, HashSet};
 
-/// Most names listed in one message.
+/// The largest number of names that one message lists.
 const MAX_LISTED: usize = 4;
-/// Elements compared at a time.
+/// The number of elements that are compared at a time.
 const COMPARED_ELEMENTS: usize = 1 << 18;
 
-/// Which parts of an external checkpoint the job uses.
+/// The parts of an external checkpoint that the job uses.
 #[derive(Debug, PartialEq)]
 pub(super) struct WeightMatch {
-    /// Our name of a weight → its name in the checkpoint, if it differs (for example a tied matrix
-    /// stored under its other name).
+    /// By the job's name of a weight: its name in the checkpoint, if it differs. For example, a
+    /// tied matrix may be stored under its other name.
     pub(super) renamed: HashMap<String, String>,
-    /// Whether the checkpoint has the optimizer's states; otherwise only weights are read.
+    /// Whether the checkpoint has the optimizer's states. Otherwise only weights are read.
     pub(super) has_optimizer_state: bool,
-    /// Trained parameters that are frozen in the checkpoint; their states start at zero.
+    /// Trained parameters that are frozen in the checkpoint, so their states start at zero.
     pub(super) reset_states: HashSet<String>,
     /// Buffers that the job's model does not have.
     pub(super) unused: Vec<String>,
-    /// Tied names that are stored in addition, with the name that each must be equal to.
+    /// Tied weights that are stored under both names: the other name, and the name of the weight
+    /// that it must be equal to.
     aliases: Vec<(String, String)>,
 }
 
-/// What the job's model needs from a checkpoint.
+/// The tensors that the job's model needs from a checkpoint.
 pub(super) struct ModelRequirements<'a> {
-    /// `model_type` of the model's `config.json`.
+    /// The `model_type` in the model's `config.json`.
     pub(super) family: &'a str,
     pub(super) units: &'a [ParamUnit],
     pub(super) ties: &'a [TiedWeight],
     pub(super) model: &'a dyn Model,
-    /// The optimizer whose states are needed; `None` if only weights are.
+    /// The optimizer whose states are needed, or `None` if only weights are needed.
     pub(super) optimizer: Option<&'a OptimizerSpec>,
-    /// Only parameters whose names it accepts are needed.
+    /// Returns whether the parameter with a name is needed.
     pub(super) selects: fn(&str) -> bool,
 }
 
-/// `a, b, c, d and 3 more`.
-pub(super) fn list_names<S: AsRef<str>>(names: &[S]) -> String {
+/// Formats names for a message, such as `a, b, c, d and 3 more`.
+pub(super) fn format_names<S: AsRef<str>>(names: &[S]) -> String {
     let listed: Vec<&str> = names.iter().take(MAX_LISTED).map(AsRef::as_ref).collect();
     match names.len().saturating_sub(MAX_LISTED) {
         0 => listed.join(", "),
@@ -55,11 +57,11 @@ pub(super) fn list_names<S: AsRef<str>>(names: &[S]) -> String {
     }
 }
 
-/// Every name under which a checkpoint may store a weight that this job trains.
-pub(super) fn trained_names(ready: &ReadyTrainer) -> HashSet<String> {
+/// Lists every name under which a checkpoint may store a weight that this job trains.
+pub(super) fn list_trained_names(ready: &UninitializedTrainer) -> HashSet<String> {
     let (ties, model) = (ready.trainer.model.tied_weights(), &ready.trainer.model);
     let mut names = HashSet::new();
-    for param in ready.trainer.engine.shards.iter().flat_map(|s| s.unit.trained_params()) {
+    for param in ready.trainer.engine.shards.iter().flat_map(|s| s.unit.list_trained_params()) {
         let alias = ties.iter().find(|t| t.target == param.name).map(|t| t.alias.clone());
         let unprefixed =
             model.base_model_prefix().and_then(|prefix| param.name.strip_prefix(prefix)).map(str::to_owned);
@@ -77,7 +79,7 @@ pub(super) fn match_weights(
     source: &ExternalCheckpoint,
     required: &ModelRequirements<'_>,
 ) -> Result<WeightMatch> {
-    source.require_weights().map_err(unreadable_checkpoint)?;
+    source.require_weights().map_err(to_unreadable_checkpoint_error)?;
     let tensors = source.tensors();
     let stored: HashMap<(TensorRole, &str), &TensorInfo> =
         tensors.iter().map(|t| ((t.role, t.name.as_str()), t)).collect();
@@ -88,10 +90,10 @@ pub(super) fn match_weights(
         unused: Vec::new(),
         aliases: Vec::new(),
     };
-    let mut mismatches = Mismatches::default();
+    let mut mismatches = TensorMismatches::default();
     let mut used = BTreeSet::new();
     for param in required.units.iter().flat_map(|u| &u.params).filter(|p| (required.selects)(&p.name)) {
-        let name = stored_name(source, &stored, required, &param.name);
+        let name = find_stored_name(source, &stored, required, &param.name);
         let Some(tensor) = name.and_then(|name| stored.get(&(TensorRole::Weight, name))) else {
             mismatches.missing.push(param.name.clone());
             continue;
@@ -113,15 +115,15 @@ pub(super) fn match_weights(
             None => mismatches.extra.push(tensor.name.clone()),
         }
     }
-    mismatches.require_none(source, required.family)?;
+    mismatches.fail_on_mismatch(source, required.family)?;
     matched.unused.extend(tensors.iter().filter(|t| t.role == TensorRole::Buffer).map(|t| t.name.clone()));
     (matched.has_optimizer_state, matched.reset_states) =
-        match_states(source, required, &matched.renamed, &stored)?;
+        match_optimizer_states(source, required, &matched.renamed, &stored)?;
     Ok(matched)
 }
 
-/// The name under which the checkpoint stores our weight `name`.
-fn stored_name<'a>(
+/// Finds the name under which the checkpoint stores the job's weight `name`.
+fn find_stored_name<'a>(
     source: &'a ExternalCheckpoint,
     stored: &HashMap<(TensorRole, &'a str), &'a TensorInfo>,
     required: &ModelRequirements<'a>,
@@ -136,22 +138,22 @@ fn stored_name<'a>(
     [Some(name), unprefixed, tied_in_checkpoint, tied_in_job].into_iter().flatten().find(is_stored)
 }
 
-/// The `model_type` of a `config.json`.
-pub(super) fn model_type(config: &Map<String, Value>) -> Option<&str> {
+/// Returns the `model_type` in a `config.json`.
+pub(super) fn read_model_type(config: &Map<String, Value>) -> Option<&str> {
     config.get("model_type").and_then(Value::as_str)
 }
 
-/// Tensors whose names or shapes do not match.
+/// The tensors whose names or shapes do not match.
 #[derive(Default)]
-struct Mismatches {
+struct TensorMismatches {
     missing: Vec<String>,
     shapes: Vec<String>,
     extra: Vec<String>,
 }
 
-impl Mismatches {
-    /// An error if there is a mismatch.
-    fn require_none(&self, source: &ExternalCheckpoint, family: &str) -> Result<()> {
+impl TensorMismatches {
+    /// Fails if there is a mismatch.
+    fn fail_on_mismatch(&self, source: &ExternalCheckpoint, family: &str) -> Result<()> {
         let kinds = [
             ("missing", &self.missing),
             ("of another shape", &self.shapes),
@@ -160,12 +162,12 @@ impl Mismatches {
         let mut parts: Vec<String> = kinds
             .iter()
             .filter(|(_, names)| !names.is_empty())
-            .map(|(kind, names)| format!("{kind}: {}", list_names(names)))
+            .map(|(kind, names)| format!("{kind}: {}", format_names(names)))
             .collect();
         if parts.is_empty() {
             return Ok(());
         }
-        let stored_family = source.hf_config().and_then(model_type).filter(|stored| *stored != family);
+        let stored_family = source.hf_config().and_then(read_model_type).filter(|stored| *stored != family);
         if let Some(stored) = stored_family {
             parts
                 .insert(0, format!("its config.json names the family {stored}, the job's model is {family}"));
@@ -186,10 +188,11 @@ impl Mismatches {
     }
 }
 
-/// Whether the checkpoint has the optimizer's states, and the trained parameters without states
-/// because they are frozen in the checkpoint. Any other gap is an error, and so is a training state
-/// without any optimizer state.
-fn match_states(
+/// Determines whether the checkpoint has the optimizer's states, and which trained parameters have
+/// no states because they are frozen in the checkpoint.
+///
+/// Any other missing state is an error, and so is a training state without any optimizer state.
+fn match_optimizer_states(
     source: &ExternalCheckpoint,
     required: &ModelRequirements<'_>,
     renamed: &HashMap<String, String>,
@@ -197,13 +200,13 @@ fn match_states(
 ) -> Result<(bool, HashSet<String>)> {
     let none = HashSet::new();
     let Some(optimizer) = required.optimizer else { return Ok((false, none)) };
-    let (facts, roles) = (source.facts(), state_roles(optimizer));
+    let (facts, roles) = (source.facts(), list_state_roles(optimizer));
     let has_any = stored.keys().any(|(role, _)| role.is_optimizer_state());
     if roles.is_empty() || (!has_any && !facts.is_training_state()) {
         return Ok((has_any || (roles.is_empty() && facts.step.is_some()), none));
     }
     let (mut missing, mut frozen) = (Vec::new(), HashSet::new());
-    for param in required.units.iter().flat_map(ParamUnit::trained_params) {
+    for param in required.units.iter().flat_map(ParamUnit::list_trained_params) {
         let name = renamed.get(&param.name).unwrap_or(&param.name);
         let shape: Vec<u64> = param.shape.iter().map(|&n| n as u64).collect();
         let has = |role: &TensorRole| stored.get(&(*role, name.as_str())).is_some_and(|t| t.shape == shape);
@@ -216,11 +219,11 @@ fn match_states(
         }
     }
     if !missing.is_empty() {
-        return Err(incomplete_state_error(source, &missing).into());
+        return Err(build_incomplete_state_error(source, &missing).into());
     }
     let mut stored_roles = stored.keys().map(|(role, _)| *role);
     if let Some(role) = stored_roles.find(|r| r.is_optimizer_state() && !roles.contains(r)) {
-        let name = optimizer_name(optimizer);
+        let name = format_optimizer_name(optimizer);
         let message =
             format!("{} has {role}, which the optimizer {name} does not use", source.path().display());
         return Err(Diagnostic::error(codes::RESUME_OPTIMIZER_MISMATCH, message)
@@ -233,7 +236,8 @@ fn match_states(
     Ok((true, frozen))
 }
 
-fn incomplete_state_error(source: &ExternalCheckpoint, missing: &[String]) -> Diagnostic {
+/// Builds the error of a checkpoint that lacks the optimizer states in `missing`.
+fn build_incomplete_state_error(source: &ExternalCheckpoint, missing: &[String]) -> Diagnostic {
     let facts = source.facts();
     let step = facts.step.map_or("an unknown step".into(), |step| format!("step {step}"));
     let count = match missing.len() {
@@ -244,7 +248,7 @@ fn incomplete_state_error(source: &ExternalCheckpoint, missing: &[String]) -> Di
     let message = format!(
         "{} has the training state of {step}, but lacks {count}: {}{reason}",
         source.path().display(),
-        list_names(missing)
+        format_names(missing)
     );
     Diagnostic::error(codes::RESUME_STATE_INCOMPLETE, message)
         .with_subject(source.path().display().to_string())
@@ -252,13 +256,12 @@ fn incomplete_state_error(source: &ExternalCheckpoint, missing: &[String]) -> Di
         .with_help("use another checkpoint, or resume from its weights (`launch ckpt gather`)")
 }
 
-/// Checks that a matrix that the job ties, but the checkpoint stores twice, has the same values
-/// twice.
-pub(super) fn check_aliases(source: &ExternalCheckpoint, matched: &WeightMatch) -> Result<()> {
+/// Fails if the job ties two matrices for which the checkpoint stores different values.
+pub(super) fn check_alias_values(source: &ExternalCheckpoint, matched: &WeightMatch) -> Result<()> {
     let tensors = source.tensors();
     let elements = |name: &str| {
         let tensor = tensors.iter().find(|t| t.role == TensorRole::Weight && t.name == name);
-        tensor.map(TensorInfo::elements)
+        tensor.map(TensorInfo::element_count)
     };
     for (alias, target) in &matched.aliases {
         let target = matched.renamed.get(target).unwrap_or(target);
@@ -278,7 +281,7 @@ pub(super) fn check_aliases(source: &ExternalCheckpoint, matched: &WeightMatch) 
     Ok(())
 }
 
-/// Whether two weights with `elements` elements have the same bits.
+/// Reads two weights with `elements` elements each, and returns whether they have the same bits.
 fn have_equal_values(source: &ExternalCheckpoint, a: &str, b: &str, elements: u64) -> Result<bool> {
     let (mut a_values, mut b_values) = (vec![0f32; COMPARED_ELEMENTS], vec![0f32; COMPARED_ELEMENTS]);
     let role = TensorRole::Weight;
@@ -290,7 +293,7 @@ fn have_equal_values(source: &ExternalCheckpoint, a: &str, b: &str, elements: u6
                 ReadRequest { name: a, role, start_element: start, out: a_values },
                 ReadRequest { name: b, role, start_element: start, out: b_values },
             ])
-            .map_err(unreadable_checkpoint)?;
+            .map_err(to_unreadable_checkpoint_error)?;
         if a_values.iter().zip(b_values.iter()).any(|(x, y)| x.to_bits() != y.to_bits()) {
             return Ok(false);
         }

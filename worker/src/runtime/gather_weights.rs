@@ -1,28 +1,29 @@
 //! Writes the weights of a run's last checkpoint as a Hugging Face directory when the run is done.
 use crate::{
     consensus::{exchange_results, values_or_abort},
-    error::{Result, unreadable_checkpoint, unwritable_checkpoint},
+    error::{Result, to_unreadable_checkpoint_error, to_unwritable_checkpoint_error},
     host_local::HostLocalCheckpoint,
     save::CheckpointSaver,
-    session::Session,
-    storage_layout::StorageLayout,
+    session::AgentSession,
+    storage_topology::StorageTopology,
     zero::collective_queue::CollectiveQueue,
 };
 use ckpt::{Checkpoint, GatherOptions};
 use contract::event::Event;
 use std::{path::Path, sync::Arc};
 
-/// Writes the weights of the last checkpoint to `weights` below `root`, on rank 0. Collective.
-pub(super) fn gather_weights(
-    session: &Session,
+/// Writes the weights of the last checkpoint to `weights` below `root`, on rank 0. Collective:
+/// every rank must call it.
+pub(super) fn gather_last_checkpoint_weights(
+    session: &AgentSession,
     queue: &Arc<CollectiveQueue>,
     saver: &CheckpointSaver,
     root: &Path,
-    layout: &StorageLayout,
+    layout: &StorageTopology,
 ) -> Result<()> {
     let Some(path) = saver.last_checkpoint() else { return Ok(()) };
     let result = match layout.is_shared() {
-        true if queue.comm().rank() == 0 => gather_shared(session, path, root),
+        true if queue.comm().rank() == 0 => gather_shared_checkpoint(session, path, root),
         true => Ok(()),
         false => {
             let opened = HostLocalCheckpoint::open(queue, layout, path, None)?;
@@ -39,18 +40,24 @@ pub(super) fn gather_weights(
     result
 }
 
-/// Writes the weights of the checkpoint at `path`, whose shards this rank can read itself.
-fn gather_shared(session: &Session, path: &Path, root: &Path) -> Result<()> {
-    let checkpoint = Checkpoint::open(path).map_err(unreadable_checkpoint)?;
+/// Writes the weights of the checkpoint at `path`, of which this rank can read every shard.
+fn gather_shared_checkpoint(session: &AgentSession, path: &Path, root: &Path) -> Result<()> {
+    let checkpoint = Checkpoint::open(path).map_err(to_unreadable_checkpoint_error)?;
     write_weights(session, &checkpoint, checkpoint.facts().step, root)
 }
 
 /// Writes the weights of `source` to `weights` below `root` and reports the event.
-fn write_weights(session: &Session, source: &dyn ckpt::TensorSource, step: u64, root: &Path) -> Result<()> {
+fn write_weights(
+    session: &AgentSession,
+    source: &dyn ckpt::TensorSource,
+    step: u64,
+    root: &Path,
+) -> Result<()> {
     let out = root.join("weights");
     // Adapters are small and keep their precision, so that training can resume from them.
-    let dtype = source.adapter().is_none().then_some(ckpt::Dtype::BF16);
+    let dtype = source.adapter_config().is_none().then_some(ckpt::Dtype::BF16);
     let options = GatherOptions { dtype, force: true, ..GatherOptions::default() };
-    let report = ckpt::gather(source, &out, &options, &mut |_, _| {}).map_err(unwritable_checkpoint)?;
+    let report = ckpt::gather_weights(source, &out, &options, &mut |_, _| {})
+        .map_err(to_unwritable_checkpoint_error)?;
     session.send_event(Event::Gather { step, path: out, bytes: report.bytes })
 }

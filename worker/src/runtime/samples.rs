@@ -1,10 +1,10 @@
 //! [`SampleSets`]: the training and evaluation samples of a run, in their order.
 use crate::{
-    consensus::exchange_values_on,
+    consensus::exchange_values_without_queue,
     data::{Dataset, SampleOrder, Split, TextTokenizer},
     error::{Error, Result},
-    model::Batch,
-    session::Session,
+    model::MicroBatch,
+    session::AgentSession,
     train::{
         generation::GenerationRequest,
         run::{DecodeGeneration, HeldOut},
@@ -15,7 +15,7 @@ use comm::Comm;
 use contract::{
     control::WorkerInit,
     event::Event,
-    job::{SampleSpec, TrainSpec},
+    job::{GenerationSpec, TrainSpec},
 };
 use diagnostic::{Diagnostic, codes};
 
@@ -26,9 +26,9 @@ pub(super) struct OrderedSamples {
 }
 
 impl SampleSource for OrderedSamples {
-    fn fill(&self, first: u64, batch: &mut Batch) -> Result<()> {
-        let Batch { sequences: b, tokens, labels, starts, .. } = batch;
-        self.data.fill(&self.order, first, *b, tokens, labels, starts);
+    fn fill(&self, first: u64, batch: &mut MicroBatch) -> Result<()> {
+        let MicroBatch { sequences: b, tokens, labels, starts, .. } = batch;
+        self.data.fill_samples(&self.order, first, *b, tokens, labels, starts);
         Ok(())
     }
 }
@@ -42,19 +42,19 @@ pub(super) struct SampleSets {
 }
 
 impl SampleSets {
-    /// Opens the data on all ranks. Rank 0 builds the token caches first; the others then use them.
-    /// Collective.
+    /// Opens the data on all ranks. Rank 0 builds the token caches first, and then the other ranks
+    /// use them. Collective: every rank must call it.
     pub(super) fn open(train: &TrainSpec, init: &WorkerInit, comm: &dyn Comm) -> Result<Self> {
         let mut opened = None;
         for rank_0_turn in [true, false] {
             if (init.rank == 0) == rank_0_turn {
-                opened = Some(SampleSets::read(train, init));
+                opened = Some(SampleSets::open_on_this_rank(train, init));
             }
             let result = match &opened {
                 Some(Err(e)) => Err(e.clone()),
                 _ => Ok(()),
             };
-            exchange_values_on(comm, result)?;
+            exchange_values_without_queue(comm, result)?;
         }
         let opened = opened.unwrap_or_else(|| {
             Err(Error::new(codes::run::INTERNAL, "this rank had no turn to open the data"))
@@ -76,35 +76,36 @@ impl SampleSets {
 
     /// Opens the training data and the held-out data on this rank, and determines the order of
     /// their samples.
-    fn read(train: &TrainSpec, init: &WorkerInit) -> Result<Self> {
+    fn open_on_this_rank(train: &TrainSpec, init: &WorkerInit) -> Result<Self> {
         let (spec, workdir) = (&train.data, &init.workdir);
         let data = Dataset::open(spec, None, Split::Train, workdir)?;
         let eval = train.eval.as_ref().map(|e| {
             let files = (!e.files.is_empty()).then_some(e.files.as_slice());
             Dataset::open(spec, files, Split::HeldOut, workdir)
         });
-        let eval =
-            eval.transpose()?.map(|data| OrderedSamples { order: data.order(train.seed, false), data });
+        let eval = eval
+            .transpose()?
+            .map(|data| OrderedSamples { order: data.create_sample_order(train.seed, false), data });
         let digest = data.digest().to_string();
-        let train = OrderedSamples { order: data.order(train.seed, spec.shuffle), data };
+        let train = OrderedSamples { order: data.create_sample_order(train.seed, spec.shuffle), data };
         Ok(SampleSets { train, eval, digest })
     }
 
     /// Sends the warnings from opening the data, on rank 0.
-    pub(super) fn send_data_warnings(&self, session: &Session, is_leader: bool) -> Result<()> {
+    pub(super) fn send_data_warnings(&self, session: &AgentSession, is_leader: bool) -> Result<()> {
         if !is_leader {
             return Ok(());
         }
         let sets = [Some(&self.train), self.eval.as_ref()].into_iter().flatten();
         for warning in sets.flat_map(|samples| samples.data.warnings()) {
-            session.send_event(Event::diagnostic_notice(Some(0), warning.to_string(), warning))?;
+            session.send_event(Event::new_diagnostic_notice(Some(0), warning.to_string(), warning))?;
         }
         Ok(())
     }
 
-    /// Returns what the run evaluates and which text it generates; `None` if the job does not
-    /// evaluate.
-    pub(super) fn held_out<'a>(
+    /// Returns the evaluation of the run and the text that it generates, or `None` if the job does
+    /// not evaluate.
+    pub(super) fn prepare_evaluation<'a>(
         &'a self,
         train: &'a TrainSpec,
         tokenizer: &'a TextTokenizer,
@@ -113,15 +114,16 @@ impl SampleSets {
         let samples = u64::from(spec.samples).min(source.data.len());
         let slots = (samples / u64::from(train.batch.micro)).max(1) as usize;
         let sample =
-            spec.sample.as_ref().map(|s| generation_request(s, train.seed, tokenizer)).transpose()?;
+            spec.sample.as_ref().map(|s| build_generation_request(s, train.seed, tokenizer)).transpose()?;
         Ok(Some(HeldOut { source, slots, every: spec.every, generation: sample }))
     }
 }
 
-/// The request that generates text after an evaluation, and the decoder of its tokens. The text
-/// ends where the model ends the document.
-fn generation_request<'a>(
-    spec: &'a SampleSpec,
+/// Builds the request that generates text after an evaluation, and the decoder of its tokens.
+///
+/// The text ends where the model ends the document.
+fn build_generation_request<'a>(
+    spec: &'a GenerationSpec,
     seed: u64,
     tokenizer: &'a TextTokenizer,
 ) -> Result<(GenerationRequest, DecodeGeneration<'a>)> {

@@ -1,46 +1,52 @@
 //! [`MicroBatchActivations`]: the activation buffers of one micro-batch, allocated once and used by
 //! every step.
 use crate::model::{ActivationBuffers, Model};
-use contract::job::Recompute;
+use contract::job::RecomputeMode;
 use device::{Buf, Dtype, Ops};
 
-/// The activations between the tokens and the loss.
+/// The activation buffers of one micro-batch, between the tokens and the loss.
 pub struct MicroBatchActivations {
-    /// `x[l]` is the input of layer `l`, and the last element is the input of the head; each is
-    /// `[rows, hidden]`.
+    /// The inputs of the layers, followed by the input of the head. Each is `[rows, hidden]`.
     pub layer_inputs: Vec<Buf>,
-    /// The activations that each layer saves for its backward pass; one set for all layers with
-    /// recomputation.
+    /// The activations that each layer saves for its backward pass. With recomputation, all layers
+    /// share one set.
     pub saved: Vec<ActivationBuffers>,
     /// Scratch memory that all layers share.
     pub scratch: ActivationBuffers,
-    /// The gradient of the residual stream, `[rows, hidden]`, `f32` in every precision because
-    /// every layer adds to it.
+    /// The gradient of the residual stream, `[rows, hidden]`. It is `f32` in every precision,
+    /// because every layer adds to it.
     pub residual_grad: Buf,
     /// The loss of each row.
     pub row_losses: Buf,
-    /// A host copy of `loss` when the backend is not the host.
+    /// A host copy of `row_losses` if the backend is not the host.
     pub host_losses: Buf,
-    /// The first layer with a backward pass; lower layers save no activations.
+    /// The first layer with a backward pass. Lower layers save no activations.
     first_backward_layer: usize,
 }
 
-/// The buffer lengths of a [`MicroBatchActivations`]: of each element of `x`, the number of saved
-/// sets, and the buffers of a saved set and of the scratch memory. `b` sequences of `t` tokens form
-/// a micro-batch; `first` is the first layer with a backward pass.
-pub fn buffer_lengths(
+/// Computes the buffer lengths of a [`MicroBatchActivations`], in elements.
+///
+/// The results are the length of each of the `layer_inputs`, the number of saved sets, and the
+/// lengths of the buffers of a saved set and of the scratch memory. A micro-batch has `b` sequences
+/// of `t` tokens; `first` is the first layer with a backward pass.
+pub fn compute_activation_lengths(
     model: &dyn Model,
     layers: usize,
     b: usize,
     t: usize,
-    recompute: Recompute,
+    recompute: RecomputeMode,
     first: usize,
 ) -> (usize, usize, Vec<usize>, Vec<usize>) {
     let saved_sets = match recompute {
-        Recompute::None => (layers - first).max(layers.min(1)),
-        Recompute::Block => layers.min(1),
+        RecomputeMode::None => (layers - first).max(layers.min(1)),
+        RecomputeMode::Block => layers.min(1),
     };
-    (b * t * model.hidden_size(), saved_sets, model.saved_lengths(b, t), model.scratch_lengths(b, t))
+    (
+        b * t * model.hidden_size(),
+        saved_sets,
+        model.saved_buffer_lengths(b, t),
+        model.scratch_buffer_lengths(b, t),
+    )
 }
 
 impl MicroBatchActivations {
@@ -52,12 +58,13 @@ impl MicroBatchActivations {
         layers: usize,
         b: usize,
         t: usize,
-        recompute: Recompute,
+        recompute: RecomputeMode,
         first_backward_layer: usize,
         dtype: Dtype,
     ) -> Self {
-        let (x, sets, saved, scratch) = buffer_lengths(model, layers, b, t, recompute, first_backward_layer);
-        let statistics = model.f32_buffers();
+        let (x, sets, saved, scratch) =
+            compute_activation_lengths(model, layers, b, t, recompute, first_backward_layer);
+        let statistics = model.f32_buffer_indices();
         MicroBatchActivations {
             layer_inputs: (0..=layers).map(|_| ops.zeroed(dtype, x)).collect(),
             saved: (0..sets).map(|_| ActivationBuffers::new(ops, &saved, dtype, statistics.saved)).collect(),
@@ -69,24 +76,24 @@ impl MicroBatchActivations {
         }
     }
 
-    /// The index of the saved set of layer `l`. Layers without a backward pass share the set of the
-    /// first layer that has one.
-    pub fn saved_index(&self, l: usize) -> usize {
+    /// Returns the index of the saved set of layer `l`. Layers without a backward pass share the
+    /// set of the first layer that has one.
+    pub fn select_saved_set(&self, l: usize) -> usize {
         l.saturating_sub(self.first_backward_layer).min(self.saved.len() - 1)
     }
 
-    /// The total size of the buffers, bytes.
-    pub fn buffer_bytes(
+    /// Computes the total size of the buffers in bytes, for the memory estimate.
+    pub fn count_activation_bytes(
         model: &dyn Model,
         layers: usize,
         b: usize,
         t: usize,
-        recompute: Recompute,
+        recompute: RecomputeMode,
         first: usize,
         dtype: Dtype,
     ) -> u64 {
-        let (x, sets, saved, scratch) = buffer_lengths(model, layers, b, t, recompute, first);
-        let statistics = model.f32_buffers();
+        let (x, sets, saved, scratch) = compute_activation_lengths(model, layers, b, t, recompute, first);
+        let statistics = model.f32_buffer_indices();
         let bytes = |lengths: &[usize], statistics: &[usize]| -> usize {
             let size = |i: usize| if statistics.contains(&i) { 4 } else { dtype.size() };
             lengths.iter().enumerate().map(|(i, n)| n * size(i)).sum()

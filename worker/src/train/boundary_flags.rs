@@ -1,5 +1,5 @@
-//! Flags that ranks exchange with the losses at a step boundary. A flag that one rank sets applies
-//! to all ranks.
+//! The boundary flags, which ranks exchange with the losses of a step. A flag that one rank sets
+//! applies to all ranks.
 
 /// A rank was asked to save a checkpoint and stop.
 pub const STOP: u64 = 1;

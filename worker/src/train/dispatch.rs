@@ -6,17 +6,17 @@ use crate::{
     expert_layout::{RecvPlan, SendPlan},
     zero::{
         collective_queue::{CollectiveQueue, PendingCollective},
-        engine::Engine,
+        engine::ZeroEngine,
     },
 };
 use device::{Buf, Dtype, Ops, View, ViewMut};
 use diagnostic::codes;
 use std::{ops::Range, sync::Arc};
 
-/// Which rows of a layer this rank sends, and which it receives.
+/// The rows of a layer that this rank sends, and those that it receives.
 type DispatchPlan<'a> = (&'a SendPlan, &'a RecvPlan);
 
-/// The kind of values that an exchange transports.
+/// The kind of values that an exchange transfers.
 #[derive(Clone, Copy)]
 pub(super) enum Payload {
     /// Rows of the width of the residual stream.
@@ -31,7 +31,7 @@ pub(super) struct TokenDispatcher {
     queue: Arc<CollectiveQueue>,
     world: usize,
     rank: usize,
-    /// The ranks of this rank's group.
+    /// The ranks of this rank's expert-parallel group.
     pub(super) group: Range<usize>,
     /// The largest number of rows that one rank may send.
     max_rows: usize,
@@ -41,7 +41,7 @@ pub(super) struct TokenDispatcher {
     weights: PayloadBuffers,
 }
 
-/// The buffers of one payload. A running exchange owns them.
+/// The buffers of one payload. While an exchange is running, the exchange owns them.
 struct PayloadBuffers {
     /// Rows sorted by the rank of their expert, on the side of the tokens.
     packed: Buf,
@@ -51,12 +51,12 @@ struct PayloadBuffers {
 }
 
 impl PayloadBuffers {
-    /// Empty buffers for elements of `dtype`.
+    /// Creates empty buffers for elements of type `dtype`.
     fn new(ops: &dyn Ops, dtype: Dtype) -> Self {
         PayloadBuffers { packed: ops.zeroed(dtype, 0), received: ops.zeroed(dtype, 0), pending: None }
     }
 
-    /// Starts the exchange from `packed` to `received`; with `back`, from `received` to `packed`.
+    /// Starts the exchange from `packed` to `received`, or from `received` to `packed` if `back`.
     fn start_exchange(
         &mut self,
         queue: &CollectiveQueue,
@@ -73,8 +73,9 @@ impl PayloadBuffers {
         }));
     }
 
-    /// Waits for the running exchange, if there is one.
-    fn wait(&mut self) -> Result<()> {
+    /// Waits for the running exchange and takes its buffers back. Returns at once if there is no
+    /// exchange.
+    fn wait_for_exchange(&mut self) -> Result<()> {
         if let Some(ticket) = self.pending.take() {
             (self.packed, self.received) = ticket.wait()?;
         }
@@ -83,11 +84,11 @@ impl PayloadBuffers {
 }
 
 impl TokenDispatcher {
-    /// A dispatcher for the ranks `group`, each of which sends at most `max_rows` rows of `width`
-    /// elements.
+    /// Creates a dispatcher for the ranks `group`, each of which sends at most `max_rows` rows of
+    /// `width` elements.
     pub(super) fn new(
         ops: Arc<dyn Ops>,
-        engine: &Engine,
+        engine: &ZeroEngine,
         group: Range<usize>,
         max_rows: usize,
         width: usize,
@@ -98,43 +99,47 @@ impl TokenDispatcher {
         TokenDispatcher { ops, queue, world, rank, group, max_rows, width, rows, weights }
     }
 
-    /// The buffers of a payload, and the number of elements of one of its rows.
-    fn buffers(&mut self, payload: Payload) -> (&mut PayloadBuffers, usize) {
+    /// Returns the buffers of a payload, and the number of elements of one of its rows.
+    fn select_buffers(&mut self, payload: Payload) -> (&mut PayloadBuffers, usize) {
         match payload {
             Payload::Rows => (&mut self.rows, self.width),
             Payload::Weights => (&mut self.weights, 1),
         }
     }
 
-    /// Whether this rank has every expert, so that no rows are exchanged.
+    /// Returns whether this rank has every expert, so that no rows are exchanged.
     pub(super) fn is_local(&self) -> bool {
         self.group.len() == 1
     }
 
-    /// `counts[i]` for rank i of the group, and 0 for all other ranks.
-    fn counts_by_rank(&self, counts: impl Iterator<Item = usize>) -> Vec<usize> {
+    /// Returns one count for each rank of the world: `counts[i]` for rank i of the group, and 0 for
+    /// all other ranks.
+    fn spread_counts_over_ranks(&self, counts: impl Iterator<Item = usize>) -> Vec<usize> {
         let mut by_rank = vec![0; self.world];
         self.group.clone().zip(counts).for_each(|(rank, n)| by_rank[rank] = n);
         by_rank
     }
 
-    /// Exchanges the number of rows for each expert among the ranks of the group.
-    pub(super) fn exchange_counts(&self, layer: &MoeLayerPlan, sending: &SendPlan) -> Result<RecvPlan> {
+    /// Exchanges the number of rows for each expert among the ranks of the group. Returns which
+    /// rows this rank receives.
+    ///
+    /// Collective: every rank must call it.
+    pub(super) fn exchange_row_counts(&self, layer: &MoeLayerPlan, sending: &SendPlan) -> Result<RecvPlan> {
         let owned = layer.per_rank[self.rank - self.group.start];
         if self.is_local() {
             return Ok(RecvPlan::new(owned, sending.expert_rows.clone()));
         }
         // the collective transports f32 values; counts are sent as their bits
         let send: Vec<f32> = sending.expert_rows.iter().map(|&n| f32::from_bits(n as u32)).collect();
-        let sent = self.counts_by_rank(layer.per_rank.iter().copied());
-        let received = self.counts_by_rank(std::iter::repeat(owned));
-        let counts = self.queue.run(move |comm| {
+        let sent = self.spread_counts_over_ranks(layer.per_rank.iter().copied());
+        let received = self.spread_counts_over_ranks(std::iter::repeat(owned));
+        let counts = self.queue.run_and_wait(move |comm| {
             let mut counts = vec![0f32; received.iter().sum()];
             comm.all_to_all((&mut counts[..]).into(), &received, (&send[..]).into(), &sent)?;
             Ok(counts)
         })?;
         let receiving = RecvPlan::new(owned, counts.iter().map(|n| n.to_bits() as usize).collect());
-        match self.group.clone().zip(0..).find(|(_, i)| receiving.rows_from(*i) > self.max_rows) {
+        match self.group.clone().zip(0..).find(|(_, i)| receiving.count_rows_from(*i) > self.max_rows) {
             None => Ok(receiving),
             Some((rank, _)) => {
                 let message = format!(
@@ -146,10 +151,12 @@ impl TokenDispatcher {
         }
     }
 
-    /// Calls `fill` to write the rows, sorted by the rank of their expert, and starts to send them
-    /// to these ranks. [`TokenDispatcher::wait_dispatched`] waits for the rows that this rank
-    /// receives. If this rank has every expert, `fill` writes directly to `to` and nothing is sent.
-    pub(super) fn dispatch(
+    /// Starts to send rows to the ranks of their experts. `fill` writes the rows, sorted by these
+    /// ranks.
+    ///
+    /// [`TokenDispatcher::wait_for_dispatched_rows`] waits for the rows that this rank receives. If
+    /// this rank has every expert, `fill` writes directly to `to` and nothing is sent.
+    pub(super) fn start_dispatch(
         &mut self,
         layer: &MoeLayerPlan,
         plan: DispatchPlan,
@@ -159,19 +166,19 @@ impl TokenDispatcher {
     ) {
         let (local, queue, (sending, receiving)) = (self.is_local(), self.queue.clone(), plan);
         let ops = self.ops.clone();
-        let (buffers, width) = self.buffers(payload);
+        let (buffers, width) = self.select_buffers(payload);
         if local {
             return fill(resize_row_buffer(ops.as_ref(), to, sending.row_tokens.len() * width));
         }
         fill(resize_row_buffer(ops.as_ref(), &mut buffers.packed, sending.row_tokens.len() * width));
-        resize_row_buffer(ops.as_ref(), &mut buffers.received, receiving.rows() * width);
-        let counts = self.element_counts(layer, plan, payload);
-        self.buffers(payload).0.start_exchange(&queue, false, counts);
+        resize_row_buffer(ops.as_ref(), &mut buffers.received, receiving.count_rows() * width);
+        let counts = self.count_elements_by_rank(layer, plan, payload);
+        self.select_buffers(payload).0.start_exchange(&queue, false, counts);
     }
 
     /// Waits for the dispatched rows and writes them to `to`, sorted by expert. Does nothing if
     /// this rank has every expert.
-    pub(super) fn wait_dispatched(
+    pub(super) fn wait_for_dispatched_rows(
         &mut self,
         (_, receiving): DispatchPlan,
         payload: Payload,
@@ -181,29 +188,37 @@ impl TokenDispatcher {
             return Ok(());
         }
         let ops = self.ops.clone();
-        let (buffers, width) = self.buffers(payload);
-        buffers.wait()?;
+        let (buffers, width) = self.select_buffers(payload);
+        buffers.wait_for_exchange()?;
         let (mut to, from) =
-            (resize_row_buffer(ops.as_ref(), to, receiving.rows() * width), buffers.received.view());
-        for (rows, at) in receiving.blocks() {
+            (resize_row_buffer(ops.as_ref(), to, receiving.count_rows() * width), buffers.received.view());
+        for (rows, at) in receiving.list_row_blocks() {
             let block = from.slice(rows.start * width..rows.end * width);
             ops.copy(to.slice_mut(at * width..at * width + block.len()), block);
         }
         Ok(())
     }
 
-    /// Starts to send rows, sorted by expert in `from`, back to the ranks of their tokens.
-    /// [`TokenDispatcher::wait_combined`] waits for them.
-    pub(super) fn combine(&mut self, layer: &MoeLayerPlan, plan: DispatchPlan, payload: Payload, from: &Buf) {
+    /// Starts to send the rows in `from`, which are sorted by expert, back to the ranks of their
+    /// tokens. [`TokenDispatcher::wait_for_combined_rows`] waits for the rows that this rank gets
+    /// back.
+    pub(super) fn start_combine(
+        &mut self,
+        layer: &MoeLayerPlan,
+        plan: DispatchPlan,
+        payload: Payload,
+        from: &Buf,
+    ) {
         if self.is_local() {
             return;
         }
         let (queue, (sending, receiving)) = (self.queue.clone(), plan);
-        let (sent, received) = self.element_counts(layer, plan, payload);
+        let (sent, received) = self.count_elements_by_rank(layer, plan, payload);
         let ops = self.ops.clone();
-        let (buffers, width) = self.buffers(payload);
-        let mut arrived = resize_row_buffer(ops.as_ref(), &mut buffers.received, receiving.rows() * width);
-        for (rows, at) in receiving.blocks() {
+        let (buffers, width) = self.select_buffers(payload);
+        let mut arrived =
+            resize_row_buffer(ops.as_ref(), &mut buffers.received, receiving.count_rows() * width);
+        for (rows, at) in receiving.list_row_blocks() {
             let block = arrived.slice_mut(rows.start * width..rows.end * width);
             let from = from.view().slice(at * width..at * width + block.len());
             ops.copy(block, from);
@@ -212,23 +227,25 @@ impl TokenDispatcher {
         buffers.start_exchange(&queue, true, (received, sent));
     }
 
-    /// Waits for the combined rows and returns them, sorted by the rank of their expert. They are
-    /// valid until the next dispatch. If this rank has every expert, they are the rows of `from`.
-    pub(super) fn wait_combined<'a>(
+    /// Waits for the combined rows and returns them, sorted by the rank of their expert. The rows
+    /// are valid until the next dispatch.
+    ///
+    /// If this rank has every expert, returns the rows of `from`.
+    pub(super) fn wait_for_combined_rows<'a>(
         &'a mut self,
         (sending, _): DispatchPlan,
         payload: Payload,
         from: &'a Buf,
     ) -> Result<View<'a>> {
         let local = self.is_local();
-        let (buffers, width) = self.buffers(payload);
-        buffers.wait()?;
+        let (buffers, width) = self.select_buffers(payload);
+        buffers.wait_for_exchange()?;
         let combined = if local { from } else { &buffers.packed };
         Ok(combined.view().slice(0..sending.row_tokens.len() * width))
     }
 
-    /// The elements that are sent to and received from each rank.
-    fn element_counts(
+    /// Computes the number of elements that are sent to each rank, and received from each rank.
+    fn count_elements_by_rank(
         &self,
         layer: &MoeLayerPlan,
         (s, r): DispatchPlan,
@@ -241,7 +258,7 @@ impl TokenDispatcher {
             rest = after;
             owned.iter().sum::<usize>() * width
         });
-        let sent = self.counts_by_rank(sent);
-        (sent, self.counts_by_rank((0..self.group.len()).map(|i| r.rows_from(i) * width)))
+        let sent = self.spread_counts_over_ranks(sent);
+        (sent, self.spread_counts_over_ranks((0..self.group.len()).map(|i| r.count_rows_from(i) * width)))
     }
 }

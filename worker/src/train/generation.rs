@@ -10,21 +10,21 @@ use crate::{
 };
 use device::{Buf, Dtype, ops::IGNORE_LABEL};
 
-/// A prompt, and how many tokens to generate after it in which way.
+/// A prompt, and the number of tokens to generate after it and the way to select them.
 #[derive(Clone, Debug)]
 pub struct GenerationRequest {
     /// The tokens of the prompt, at least one.
     pub prompt: Vec<u32>,
     /// The number of tokens to generate.
     pub tokens: u32,
-    /// The sampling temperature; 0 always selects the most probable token.
+    /// The sampling temperature; with 0, always the most probable token is selected.
     pub temperature: f64,
     /// The random numbers that select tokens.
     pub stream: RandomStream,
 }
 
 impl GenerationRequest {
-    /// A request whose random numbers derive from the run's seed.
+    /// Creates a request whose random numbers derive from the run's seed.
     pub fn new(prompt: Vec<u32>, tokens: u32, temperature: f64, seed: u64) -> Self {
         GenerationRequest {
             prompt,
@@ -34,7 +34,7 @@ impl GenerationRequest {
         }
     }
 
-    /// The `i`-th token after the prompt, given its logits, at a step of the run.
+    /// Selects the `i`-th token after the prompt from its logits. `step` is the step of the run.
     fn choose_token(&self, logits: &[f32], i: u64, step: u64) -> u32 {
         let better = |best: usize, x: usize| if logits[x] > logits[best] { x } else { best };
         let likeliest = (1..logits.len()).fold(0, better);
@@ -45,7 +45,7 @@ impl GenerationRequest {
         let share = |l: &f32| libm::exp((f64::from(*l) - most) / self.temperature);
         let total: f64 = logits.iter().map(share).sum();
         // one random number selects the token whose interval of the cumulative weights contains it
-        let word = self.stream.words(i, 0, step)[0];
+        let word = self.stream.compute_words(i, 0, step)[0];
         let mut left = (f64::from(word) + 0.5) / 4_294_967_296.0 * total;
         for (token, l) in logits.iter().enumerate() {
             left -= share(l);
@@ -58,11 +58,12 @@ impl GenerationRequest {
 }
 
 impl Trainer {
-    /// Generates the tokens after the prompt. Returns them on rank 0 and nothing on other ranks.
-    /// The context is the last `train.data.seq_len` tokens. Collective.
+    /// Generates the tokens after the prompt. Returns them on rank 0, and no tokens on other ranks.
+    ///
+    /// The context is the last `train.data.seq_len` tokens. Collective: every rank must call it.
     pub fn generate(&mut self, request: &GenerationRequest, step: u64) -> Result<Vec<u32>> {
         let (is_leader, seq_len) = (self.engine.rank() == 0, self.batch.seq_len);
-        let order: Vec<usize> = (0..request.tokens).flat_map(|_| self.pass_order(false)).collect();
+        let order: Vec<usize> = (0..request.tokens).flat_map(|_| self.plan_pass_order(false)).collect();
         self.engine.begin_pass(order);
         self.batch.first_sample = None;
         let (mut tokens, mut logits) =
@@ -73,8 +74,8 @@ impl Trainer {
             if is_leader {
                 self.set_prompt(&tokens[tokens.len() - context..]);
             }
-            self.forward(is_leader)?;
-            self.last_logits(is_leader.then_some(context - 1), &mut logits)?;
+            self.run_forward(is_leader)?;
+            self.compute_last_logits(is_leader.then_some(context - 1), &mut logits)?;
             if is_leader {
                 let logits = self.ops.to_host(logits.view(), &mut host_logits).host();
                 tokens.push(request.choose_token(logits, i, step));
@@ -83,8 +84,8 @@ impl Trainer {
         Ok(tokens.split_off(request.prompt.len()))
     }
 
-    /// Sets a micro-batch whose first sequence begins with these tokens. They do not attend to the
-    /// padding that follows.
+    /// Replaces the micro-batch by one whose first sequence begins with `tokens`. The tokens do not
+    /// attend to the padding that follows.
     fn set_prompt(&mut self, tokens: &[u32]) {
         let b = &mut self.batch;
         b.tokens.fill(0);
@@ -96,21 +97,21 @@ impl Trainer {
         }
     }
 
-    /// Writes the logits of `row` to `out`; ranks without a row only take part in collectives.
-    fn last_logits(&mut self, row: Option<usize>, out: &mut Buf) -> Result<()> {
+    /// Stores the logits of `row` in `out`. A rank without a row only takes part in collectives.
+    fn compute_last_logits(&mut self, row: Option<usize>, out: &mut Buf) -> Result<()> {
         let head = self.engine.fetch_params(self.head_unit())?;
         let embedding =
             if self.model.has_tied_embeddings() { Some(self.engine.fetch_params(0)?) } else { None };
         if let Some(row) = row {
-            self.compute_logits(row, &head, embedding.as_ref(), out);
+            self.run_head_for_logits(row, &head, embedding.as_ref(), out);
         }
         self.engine.release_params(head);
         embedding.into_iter().for_each(|guard| self.engine.release_params(guard));
         Ok(())
     }
 
-    /// Computes the logits of `row` from the input of the head.
-    fn compute_logits(
+    /// Computes the logits of `row` from the input of the head, and stores them in `out`.
+    fn run_head_for_logits(
         &mut self,
         row: usize,
         head: &ParamsGuard,
@@ -127,9 +128,17 @@ impl Trainer {
             .slice(row * d..(row + 1) * d);
         engine.with_params(head, |head| match embedding {
             Some(guard) => engine.with_params(guard, |e| {
-                m.logits(ops, HeadParams { head, embedding: Some(e) }, x, out.view_mut(), &mut w.scratch);
+                m.compute_logits(
+                    ops,
+                    HeadParams { head, embedding: Some(e) },
+                    x,
+                    out.view_mut(),
+                    &mut w.scratch,
+                );
             }),
-            None => m.logits(ops, HeadParams { head, embedding: None }, x, out.view_mut(), &mut w.scratch),
+            None => {
+                m.compute_logits(ops, HeadParams { head, embedding: None }, x, out.view_mut(), &mut w.scratch)
+            }
         });
     }
 }

@@ -6,7 +6,7 @@ use contract::job::LossScaleSpec;
 use diagnostic::{Diagnostic, codes};
 use serde::{Deserialize, Serialize};
 
-/// The largest scale; it is finite in `f32`.
+/// The largest loss scale, which is finite in `f32`.
 const MAX_SCALE: f64 = (1u64 << 60) as f64;
 
 /// The part of a loss scale that checkpoints store.
@@ -20,41 +20,42 @@ pub struct LossScaleState {
     pub skipped: u64,
 }
 
-/// The factor of the loss, and the rule by which it changes.
+/// The dynamic loss scale of a run: the factor of the loss, and when it changes.
 pub struct LossScale {
-    /// `None` for a precision without loss scale; the factor is then always 1.
+    /// The settings of the loss scale. `None` for a precision without loss scale; the factor is
+    /// then always 1.
     spec: Option<LossScaleSpec>,
     state: LossScaleState,
 }
 
 impl LossScale {
-    /// A loss scale with its initial factor, or the constant 1 for `None`.
+    /// Creates a loss scale with its initial factor. If `spec` is `None`, the factor is always 1.
     pub fn new(spec: Option<LossScaleSpec>) -> Self {
         let scale = spec.as_ref().map_or(1.0, |s| f64::from(s.initial_scale_power).exp2());
         LossScale { spec, state: LossScaleState { scale, steps: 0, skipped: 0 } }
     }
 
-    /// The factor of the loss.
+    /// Returns the factor of the loss.
     pub fn factor(&self) -> f32 {
         self.state.scale as f32
     }
 
-    /// Whether an overflow skips the step instead of ending the run.
+    /// Returns whether an overflow skips the step instead of ending the run.
     pub fn is_dynamic(&self) -> bool {
         self.spec.is_some()
     }
 
-    /// The state for checkpoints; `None` for a precision without loss scale.
+    /// Returns the state for checkpoints, or `None` for a precision without loss scale.
     pub fn state(&self) -> Option<LossScaleState> {
         self.spec.is_some().then_some(self.state)
     }
 
-    /// Continues with the state of a checkpoint, which is ignored for a precision without loss
-    /// scale.
+    /// Replaces the state by that of a checkpoint. For a precision without loss scale, only checks
+    /// it.
     ///
     /// # Errors
-    /// A scale that is not a power of two between the smallest normal `f32` and 2⁶⁰.
-    pub fn restore(&mut self, state: LossScaleState) -> diagnostic::Result<()> {
+    /// Fails if the scale is not a power of two between the smallest normal `f32` and 2⁶⁰.
+    pub fn restore_state(&mut self, state: LossScaleState) -> diagnostic::Result<()> {
         let bits = state.scale.to_bits() & ((1 << 52) - 1);
         if bits != 0 || !(f64::from(f32::MIN_POSITIVE)..=MAX_SCALE).contains(&state.scale) {
             let message = format!("loss scale {} is not a power of two from 2^-126 to 2^60", state.scale);
@@ -67,7 +68,7 @@ impl LossScale {
         Ok(())
     }
 
-    /// Counts a step without overflow and doubles the scale when it is due.
+    /// Records a step without overflow. Doubles the scale after `loss_scale_window` such steps.
     pub fn record_step(&mut self) {
         let Some(spec) = &self.spec else { return };
         self.state.steps += 1;
@@ -77,7 +78,7 @@ impl LossScale {
         }
     }
 
-    /// Counts a step whose gradients overflowed and halves the scale. Returns `false` when the
+    /// Records a step whose gradients overflowed, and halves the scale. Returns `false` if the
     /// scale is already at its minimum.
     #[must_use]
     pub fn record_overflow(&mut self) -> bool {
@@ -95,13 +96,13 @@ impl LossScale {
 mod tests {
     use super::*;
 
-    fn spec(power: u32, window: u64, min: f64) -> Option<LossScaleSpec> {
+    fn make_spec(power: u32, window: u64, min: f64) -> Option<LossScaleSpec> {
         Some(LossScaleSpec { initial_scale_power: power, loss_scale_window: window, min_loss_scale: min })
     }
 
     #[test]
     fn the_scale_is_halved_by_an_overflow_and_doubled_after_a_window() {
-        let mut s = LossScale::new(spec(4, 3, 2.0));
+        let mut s = LossScale::new(make_spec(4, 3, 2.0));
         assert_eq!(s.factor(), 16.0);
         s.record_step();
         s.record_step();
@@ -119,15 +120,15 @@ mod tests {
 
     #[test]
     fn a_state_is_restored_or_rejected() {
-        let mut s = LossScale::new(spec(16, 2000, 1.0));
+        let mut s = LossScale::new(make_spec(16, 2000, 1.0));
         let state = LossScaleState { scale: 256.0, steps: 7, skipped: 3 };
-        assert_eq!(s.restore(state), Ok(()));
+        assert_eq!(s.restore_state(state), Ok(()));
         assert_eq!(s.state(), Some(state));
         for scale in [0.0, -2.0, 3.0, f64::NAN, f64::INFINITY, 2f64.powi(61), 2f64.powi(-200)] {
-            assert!(s.restore(LossScaleState { scale, ..state }).is_err(), "{scale}");
+            assert!(s.restore_state(LossScaleState { scale, ..state }).is_err(), "{scale}");
         }
         let mut none = LossScale::new(None);
-        assert_eq!(none.restore(state), Ok(()));
+        assert_eq!(none.restore_state(state), Ok(()));
         assert_eq!((none.factor(), none.state()), (1.0, None));
     }
 }

@@ -15,50 +15,50 @@ use crate::{
     model::{
         LayerInput, Model,
         moe::{
-            ExpertBackwardBuffers, ExpertGradInputs, ExpertOutputGrads, ExpertRows, ExpertShape, MoeModel,
-            RouterStats, Routing, compute_expert_activation, compute_expert_gradients, experts_backward,
+            ExpertBackwardBuffers, ExpertGradInputs, ExpertInputs, ExpertOutputGrads, ExpertShape, MoeModel,
+            RouterOutput, RouterStats, compute_expert_activation, compute_expert_gradients, experts_backward,
             experts_forward,
         },
     },
     params::ParamUnit,
     zero::{
         buffer_pool,
-        engine::{Engine, ParamsGuard},
+        engine::{ParamsGuard, ZeroEngine},
     },
 };
-use contract::job::Recompute;
+use contract::job::RecomputeMode;
 use device::{Buf, Dtype, Ops, ViewMut, with_alloc_label};
 use std::sync::Arc;
 
-/// What a trainer needs for mixture-of-experts layers: plans, saved activations and the dispatcher.
+/// The state of a trainer for MoE layers: plans, saved activations and the dispatcher.
 pub struct MoeTrainer {
     shape: ExpertShape,
-    /// The plan of each layer; `None` for a dense layer.
+    /// The plan of each layer, or `None` for a dense layer.
     layers: Vec<Option<MoeLayerPlan>>,
     /// The router statistics of this rank's slot.
     router_stats: RouterStats,
-    /// The saved activations of each layer with experts; one set for all with recomputation.
+    /// The saved activations of each MoE layer. With recomputation, all layers share one set.
     saved: Vec<SavedMoeLayer>,
     workspace: MoeWorkspace,
     dispatcher: TokenDispatcher,
 }
 
-/// How the experts of one layer are distributed over the ranks of a group.
+/// The distribution of the experts of one layer over the ranks of an expert-parallel group.
 #[derive(Clone)]
 pub(super) struct MoeLayerPlan {
-    /// The number of layers with experts before this one.
+    /// The number of MoE layers before this one.
     index: usize,
     /// The parameter unit of this rank's experts.
     unit: usize,
     /// The experts in the order in which their rows are sent.
     order: Vec<usize>,
-    /// The number of experts of each rank of the group.
+    /// The number of experts on each rank of the group.
     pub(super) per_rank: Vec<usize>,
 }
 
-/// The activations that the forward pass of a layer with experts saves for the backward pass.
+/// The activations that the forward pass of an MoE layer saves for the backward pass.
 struct SavedMoeLayer {
-    routing: Routing,
+    routing: RouterOutput,
     send_plan: SendPlan,
     recv_plan: RecvPlan,
     /// The rows of this rank's experts, sorted by expert.
@@ -66,7 +66,7 @@ struct SavedMoeLayer {
     gate_up: Buf,
 }
 
-/// Buffers that all layers share. They grow as the routing requires.
+/// Buffers that all MoE layers share. They grow as the routing requires.
 struct MoeWorkspace {
     /// The outputs of experts, or the gradients of these outputs.
     out: Buf,
@@ -75,7 +75,7 @@ struct MoeWorkspace {
     act: Buf,
     dact: Buf,
     dgate_up: Buf,
-    /// The router weights of rows; `f32` in every precision, as are the next two buffers.
+    /// The router weights of rows. This buffer and the next two are `f32` in every precision.
     weights: Buf,
     dweights: Buf,
     /// The gradients of router weights in the order of the tokens' choices.
@@ -83,7 +83,7 @@ struct MoeWorkspace {
 }
 
 impl MoeWorkspace {
-    /// Creates empty buffers; `dtype` is the element type of rows.
+    /// Creates empty buffers. `dtype` is the element type of rows.
     fn new(ops: &dyn Ops, dtype: Dtype) -> Self {
         let rows = || ops.zeroed(dtype, 0);
         MoeWorkspace {
@@ -99,34 +99,34 @@ impl MoeWorkspace {
     }
 }
 
-/// Resizes a buffer of rows to `len` elements and returns them. Their values are unspecified.
+/// Resizes a buffer of rows to `len` elements and returns them, with unspecified values.
 pub(super) fn resize_row_buffer<'a>(ops: &dyn Ops, buf: &'a mut Buf, len: usize) -> ViewMut<'a> {
     with_alloc_label("MoE activations", || buffer_pool::resize_buffer(ops, buf, len))
 }
 
 impl MoeTrainer {
-    /// Creates the trainer for micro-batches of `rows` tokens; `None` for a dense model.
+    /// Creates the state for micro-batches of `rows` tokens. Returns `None` for a dense model.
     pub fn new(
         ops: &Arc<dyn Ops>,
         model: &dyn Model,
         placement: Option<&ExpertLayout>,
-        engine: &Engine,
+        engine: &ZeroEngine,
         rows: usize,
-        recompute: Recompute,
+        recompute: RecomputeMode,
     ) -> Option<Self> {
-        let (moe, placement) = (model.moe()?, placement?);
+        let (moe, placement) = (model.as_moe_model()?, placement?);
         let (shape, rank, dtype) = (moe.expert_shape(), engine.rank(), engine.param_dtypes().compute);
-        let layers = plan_layers(moe, placement, engine, rank % placement.parallel);
+        let layers = plan_moe_layers(moe, placement, engine, rank % placement.parallel);
         let count = layers.iter().flatten().count();
-        let sets = if recompute == Recompute::None { count } else { count.min(1) };
+        let sets = if recompute == RecomputeMode::None { count } else { count.min(1) };
         let saved = || SavedMoeLayer {
-            routing: Routing::new(ops.as_ref(), shape, rows),
+            routing: RouterOutput::new(ops.as_ref(), shape, rows),
             send_plan: SendPlan::default(),
             recv_plan: RecvPlan::default(),
             rows: ops.zeroed(dtype, 0),
             gate_up: ops.zeroed(dtype, 0),
         };
-        let group = placement.group_ranks(rank);
+        let group = placement.list_group_ranks(rank);
         let dispatcher =
             TokenDispatcher::new(ops.clone(), engine, group, rows * shape.per_token, shape.hidden);
         Some(MoeTrainer {
@@ -139,23 +139,24 @@ impl MoeTrainer {
         })
     }
 
-    /// The parameter unit of this rank's experts of layer `l`.
+    /// Returns the parameter unit of this rank's experts of layer `l`, or `None` for a dense layer.
     pub fn unit(&self, l: usize) -> Option<usize> {
         self.layers[l].as_ref().map(|layer| layer.unit)
     }
 
-    /// The router losses that are added to the mean loss of this rank's slot.
+    /// Returns the router losses that are added to the mean loss of this rank's slot.
     pub fn router_loss(&self) -> f64 {
-        self.router_stats.loss()
+        self.router_stats.compute_loss()
     }
 
-    /// How often the last slot of this rank selected each expert, for each layer with experts.
+    /// Returns how often the last slot of this rank selected each expert, for each MoE layer.
     pub fn expert_counts(&self) -> Vec<Vec<u64>> {
         self.router_stats.selection_counts().map(<[u64]>::to_vec).collect()
     }
 
-    /// The plan, saved activations and shared state of layer `l`.
-    fn layer(
+    /// Returns the plan, the saved activations and the shared state of layer `l`. Panics if the
+    /// layer is dense.
+    fn select_layer(
         &mut self,
         l: usize,
     ) -> (MoeLayerPlan, &mut SavedMoeLayer, &mut MoeWorkspace, &mut TokenDispatcher, &mut RouterStats) {
@@ -165,12 +166,14 @@ impl MoeTrainer {
     }
 }
 
-/// The plan of every layer. The units of experts follow the model's other units: layer by layer,
-/// one unit for each rank of a group.
-fn plan_layers(
+/// Plans every layer for the rank with the position `number` in its group.
+///
+/// The units of experts follow the model's other units: layer by layer, one unit for each rank of a
+/// group.
+fn plan_moe_layers(
     moe: &dyn MoeModel,
     p: &ExpertLayout,
-    engine: &Engine,
+    engine: &ZeroEngine,
     number: usize,
 ) -> Vec<Option<MoeLayerPlan>> {
     let layers = engine.shards.iter().filter(|s| !s.unit.holds_experts()).count() - 2;
@@ -182,8 +185,8 @@ fn plan_layers(
             MoeLayerPlan {
                 index: index - 1,
                 unit: first + number,
-                order: p.dispatch_order(l),
-                per_rank: (0..p.parallel).map(|r| p.experts_on(l, r).len()).collect(),
+                order: p.list_experts_in_dispatch_order(l),
+                per_rank: (0..p.parallel).map(|r| p.list_experts_on(l, r).len()).collect(),
             }
         })
     };
@@ -191,44 +194,51 @@ fn plan_layers(
 }
 
 impl Trainer {
-    /// The parameter unit of this rank's experts of layer `l`, if the layer has experts.
+    /// Returns the parameter unit of this rank's experts of layer `l`, or `None` if the layer is
+    /// dense.
     pub(super) fn expert_unit(&self, l: usize) -> Option<usize> {
         self.experts.as_ref().and_then(|e| e.unit(l))
     }
 
-    /// The forward pass of a layer with experts. Without `compute` this rank has no slot, and its
+    /// Runs the forward pass of an MoE layer. If `compute` is false, this rank has no slot, and its
     /// experts only compute rows of other ranks.
-    pub(super) fn moe_layer_forward(&mut self, l: usize, unit: usize, compute: bool) -> Result<()> {
+    pub(super) fn run_moe_layer_forward(&mut self, l: usize, unit: usize, compute: bool) -> Result<()> {
         let guard = self.engine.fetch_params(l + 1)?;
         if compute {
-            self.route_forward(l, &guard);
+            self.run_routing_forward(l, &guard);
         }
         self.engine.release_params(guard);
         let guard = self.engine.fetch_params(unit)?;
-        self.experts_forward(l, &guard, compute, true)?;
+        self.run_experts_forward(l, &guard, compute, true)?;
         self.engine.release_params(guard);
         Ok(())
     }
 
-    /// The forward pass of attention and router.
-    fn route_forward(&mut self, l: usize, guard: &ParamsGuard) {
-        let (Some(x), Some(moe)) = (&mut self.experts, self.model.moe()) else { return };
-        let (layer, saved, _, _, stats) = x.layer(l);
+    /// Runs the forward pass of attention and router, and records the router statistics.
+    fn run_routing_forward(&mut self, l: usize, guard: &ParamsGuard) {
+        let (Some(x), Some(moe)) = (&mut self.experts, self.model.as_moe_model()) else { return };
+        let (layer, saved, _, _, stats) = x.select_layer(l);
         let (w, ops, batch) = (&mut self.activations, self.ops.as_ref(), &self.batch);
-        let set = w.saved_index(l);
+        let set = w.select_saved_set(l);
         self.engine.with_params(guard, |params| {
             let input = LayerInput { params, batch, x: w.layer_inputs[l].view(), layer: l };
             moe.route_forward(ops, &input, &mut saved.routing, &mut w.saved[set], &mut w.scratch);
         });
-        stats.record(ops, layer.index, &saved.routing);
+        stats.record_layer(ops, layer.index, &saved.routing);
     }
 
-    /// Dispatches rows to their experts and computes them. With `output`, combines the results into
-    /// the input of the next layer.
-    fn experts_forward(&mut self, l: usize, guard: &ParamsGuard, compute: bool, output: bool) -> Result<()> {
-        let (Some(x), Some(moe)) = (&mut self.experts, self.model.moe()) else { return Ok(()) };
+    /// Dispatches rows to their experts and runs the experts. If `output`, combines the results
+    /// into the input of the next layer.
+    fn run_experts_forward(
+        &mut self,
+        l: usize,
+        guard: &ParamsGuard,
+        compute: bool,
+        output: bool,
+    ) -> Result<()> {
+        let (Some(x), Some(moe)) = (&mut self.experts, self.model.as_moe_model()) else { return Ok(()) };
         let shape = x.shape;
-        let (layer, saved, workspace, dispatcher, _) = x.layer(l);
+        let (layer, saved, workspace, dispatcher, _) = x.select_layer(l);
         let (w, ops) = (&mut self.activations, self.ops.as_ref());
         match compute {
             true => {
@@ -236,14 +246,14 @@ impl Trainer {
             }
             false => saved.send_plan.clear(shape.experts),
         }
-        saved.recv_plan = dispatcher.exchange_counts(&layer, &saved.send_plan)?;
+        saved.recv_plan = dispatcher.exchange_row_counts(&layer, &saved.send_plan)?;
         let (plan, normed) = ((&saved.send_plan, &saved.recv_plan), moe.normed_rows(&w.scratch));
         let tokens = &saved.send_plan.row_tokens;
-        dispatcher.dispatch(&layer, plan, Payload::Rows, &mut saved.rows, |to| {
+        dispatcher.start_dispatch(&layer, plan, Payload::Rows, &mut saved.rows, |to| {
             ops.gather_rows(to, normed, tokens, shape.hidden);
         });
-        dispatcher.wait_dispatched(plan, Payload::Rows, &mut saved.rows)?;
-        let n = saved.recv_plan.rows();
+        dispatcher.wait_for_dispatched_rows(plan, Payload::Rows, &mut saved.rows)?;
+        let n = saved.recv_plan.count_rows();
         let gate_up = resize_row_buffer(ops, &mut saved.gate_up, n * 2 * shape.intermediate);
         let out = output.then(|| {
             (
@@ -251,17 +261,18 @@ impl Trainer {
                 resize_row_buffer(ops, &mut workspace.act, n * shape.intermediate),
             )
         });
-        let (ranges, rows) = (saved.recv_plan.expert_ranges(), saved.rows.view().slice(0..n * shape.hidden));
+        let (ranges, rows) =
+            (saved.recv_plan.compute_expert_ranges(), saved.rows.view().slice(0..n * shape.hidden));
         self.engine.with_params(guard, |params| {
-            experts_forward(ops, shape, &ExpertRows { params, expert_ranges: &ranges, rows }, gate_up, out);
+            experts_forward(ops, shape, &ExpertInputs { params, expert_ranges: &ranges, rows }, gate_up, out);
         });
         if !output {
             return Ok(());
         }
-        dispatcher.combine(&layer, plan, Payload::Rows, &workspace.out);
-        let rows = dispatcher.wait_combined(plan, Payload::Rows, &workspace.out)?;
+        dispatcher.start_combine(&layer, plan, Payload::Rows, &workspace.out);
+        let rows = dispatcher.wait_for_combined_rows(plan, Payload::Rows, &workspace.out)?;
         if compute {
-            let set = w.saved_index(l);
+            let set = w.select_saved_set(l);
             let MicroBatchActivations { layer_inputs: x, saved: kept, .. } = w;
             let places = &saved.send_plan.choice_rows;
             moe.combine_forward(ops, x[l + 1].view_mut(), rows, places, &saved.routing, &mut kept[set]);
@@ -269,8 +280,8 @@ impl Trainer {
         Ok(())
     }
 
-    /// The backward pass of a layer with experts, with the reductions of its gradients.
-    pub(super) fn moe_layer_backward(
+    /// Runs the backward pass of an MoE layer and starts the reductions of its gradients.
+    pub(super) fn run_moe_layer_backward(
         &mut self,
         l: usize,
         unit: usize,
@@ -279,46 +290,46 @@ impl Trainer {
     ) -> Result<()> {
         let guard = self.engine.fetch_params(l + 1)?;
         let experts = self.engine.fetch_params(unit)?;
-        if self.recompute == Recompute::Block {
+        if self.recompute == RecomputeMode::Block {
             if compute {
-                self.route_forward(l, &guard);
+                self.run_routing_forward(l, &guard);
             }
-            self.experts_forward(l, &experts, compute, false)?;
+            self.run_experts_forward(l, &experts, compute, false)?;
         }
-        self.experts_backward(l, &experts)?;
+        self.run_experts_backward(l, &experts)?;
         self.engine.release_params(experts);
         self.reduce_expert_gradients(l, unit, round, compute)?;
-        self.combine_gradients(l)?;
+        self.wait_for_combined_gradients(l)?;
         let mut grad = compute.then(|| self.engine.take_gradient_buffer(l + 1));
         if let Some(g) = &mut grad {
-            self.route_backward(l, &guard, g)?;
+            self.run_routing_backward(l, &guard, g)?;
         }
         self.engine.release_params(guard);
         Ok(self.engine.reduce_gradient(l + 1, round, grad)?)
     }
 
-    /// Dispatches the gradients of outputs to the experts, computes their backward pass, and starts
-    /// to send the gradients of rows and weights back.
-    fn experts_backward(&mut self, l: usize, guard: &ParamsGuard) -> Result<()> {
+    /// Dispatches the gradients of outputs to the experts, runs the experts' backward pass, and
+    /// starts to send the gradients of rows and router weights back.
+    fn run_experts_backward(&mut self, l: usize, guard: &ParamsGuard) -> Result<()> {
         let Some(x) = &mut self.experts else { return Ok(()) };
         let shape = x.shape;
-        let (layer, saved, workspace, dispatcher, _) = x.layer(l);
+        let (layer, saved, workspace, dispatcher, _) = x.select_layer(l);
         let (ops, d, f) = (self.ops.as_ref(), shape.hidden, shape.intermediate);
         let (plan, tokens) = ((&saved.send_plan, &saved.recv_plan), &saved.send_plan.row_tokens);
         let dx = self.activations.residual_grad.view();
-        dispatcher.dispatch(&layer, plan, Payload::Rows, &mut workspace.out, |to| {
+        dispatcher.start_dispatch(&layer, plan, Payload::Rows, &mut workspace.out, |to| {
             ops.gather_rows(to, dx, tokens, d)
         });
-        let (weights, choices) = (saved.routing.weights.view(), saved.send_plan.choices());
-        dispatcher.dispatch(&layer, plan, Payload::Weights, &mut workspace.weights, |to| {
+        let (weights, choices) = (saved.routing.weights.view(), saved.send_plan.list_choices());
+        dispatcher.start_dispatch(&layer, plan, Payload::Weights, &mut workspace.weights, |to| {
             ops.gather_rows(to, weights, &choices, 1);
         });
-        let n = saved.recv_plan.rows();
+        let n = saved.recv_plan.count_rows();
         let gate_up = saved.gate_up.view().slice(0..n * 2 * f);
         compute_expert_activation(ops, shape, gate_up, resize_row_buffer(ops, &mut workspace.act, n * f));
-        dispatcher.wait_dispatched(plan, Payload::Rows, &mut workspace.out)?;
-        dispatcher.wait_dispatched(plan, Payload::Weights, &mut workspace.weights)?;
-        let (of, rows) = (saved.recv_plan.expert_ranges(), saved.rows.view().slice(0..n * d));
+        dispatcher.wait_for_dispatched_rows(plan, Payload::Rows, &mut workspace.out)?;
+        dispatcher.wait_for_dispatched_rows(plan, Payload::Weights, &mut workspace.weights)?;
+        let (of, rows) = (saved.recv_plan.compute_expert_ranges(), saved.rows.view().slice(0..n * d));
         let back = ExpertBackwardBuffers {
             gate_up,
             dy: workspace.out.view().slice(0..n * d),
@@ -330,22 +341,23 @@ impl Trainer {
             dgate_up: resize_row_buffer(ops, &mut workspace.dgate_up, n * 2 * f),
         };
         self.engine.with_params(guard, |params| {
-            experts_backward(ops, shape, &ExpertRows { params, expert_ranges: &of, rows }, back);
+            experts_backward(ops, shape, &ExpertInputs { params, expert_ranges: &of, rows }, back);
         });
-        dispatcher.combine(&layer, plan, Payload::Rows, &workspace.drows);
-        dispatcher.combine(&layer, plan, Payload::Weights, &workspace.dweights);
+        dispatcher.start_combine(&layer, plan, Payload::Rows, &workspace.drows);
+        dispatcher.start_combine(&layer, plan, Payload::Weights, &workspace.dweights);
         Ok(())
     }
 
-    /// Computes and reduces the gradients of the experts' parameters, separately for each slot.
+    /// Computes the gradients of the experts' parameters separately for each slot, and starts to
+    /// reduce them.
     fn reduce_expert_gradients(&mut self, l: usize, unit: usize, round: usize, compute: bool) -> Result<()> {
         let Some(x) = &mut self.experts else { return Ok(()) };
         let shape = x.shape;
-        let (_, saved, workspace, dispatcher, _) = x.layer(l);
+        let (_, saved, workspace, dispatcher, _) = x.select_layer(l);
         let (ops, d, f) = (self.ops.as_ref(), shape.hidden, shape.intermediate);
         let shards = self.engine.shards.clone();
         let expert_unit = &shards[unit].unit;
-        let (n, len) = (saved.recv_plan.rows(), expert_unit.len());
+        let (n, len) = (saved.recv_plan.count_rows(), expert_unit.len());
         let given = ExpertGradInputs {
             rows: saved.rows.view().slice(0..n * d),
             dy: workspace.out.view().slice(0..n * d),
@@ -353,13 +365,13 @@ impl Trainer {
             dgate_up: workspace.dgate_up.view().slice(0..n * 2 * f),
         };
         let write = |sender: usize, grads: &mut Buf| {
-            let ranges = saved.recv_plan.expert_ranges_from(sender);
+            let ranges = saved.recv_plan.compute_expert_ranges_from(sender);
             compute_expert_gradients(ops, shape, &ranges, &given, grads.view_mut().slice(0..len), |m| {
                 expert_unit.has_trained_in(m)
             });
         };
         if dispatcher.is_local() {
-            let trained = expert_unit.any_trained();
+            let trained = expert_unit.has_any_trained();
             let mut grad = (compute && trained).then(|| self.engine.take_gradient_buffer(unit));
             if let Some(g) = &mut grad {
                 write(0, g);
@@ -368,36 +380,37 @@ impl Trainer {
         }
         let mut runs = self.engine.take_run_sums(unit);
         for (sender, rank) in dispatcher.group.clone().enumerate() {
-            let Some(slot) = self.engine.slots.slot(rank, round) else { continue };
+            let Some(slot) = self.engine.slots.find_slot(rank, round) else { continue };
             self.engine.push_slot_gradient(unit, &mut runs, slot, |grads| write(sender, grads));
         }
-        Ok(self.engine.reduce_runs(unit, round, runs)?)
+        Ok(self.engine.reduce_slot_runs(unit, round, runs)?)
     }
 
-    /// Waits for the gradients of rows and of router weights, and sorts the latter by the tokens'
-    /// choices.
-    fn combine_gradients(&mut self, l: usize) -> Result<()> {
+    /// Waits for the gradients of rows and of router weights, and sorts the gradients of router
+    /// weights by the tokens' choices.
+    fn wait_for_combined_gradients(&mut self, l: usize) -> Result<()> {
         let Some(x) = &mut self.experts else { return Ok(()) };
-        let (_, saved, workspace, dispatcher, _) = x.layer(l);
+        let (_, saved, workspace, dispatcher, _) = x.select_layer(l);
         let plan = (&saved.send_plan, &saved.recv_plan);
-        dispatcher.wait_combined(plan, Payload::Rows, &workspace.drows)?;
+        dispatcher.wait_for_combined_rows(plan, Payload::Rows, &workspace.drows)?;
         let (ops, places) = (self.ops.as_ref(), &saved.send_plan.choice_rows);
-        let dweights = dispatcher.wait_combined(plan, Payload::Weights, &workspace.dweights)?;
+        let dweights = dispatcher.wait_for_combined_rows(plan, Payload::Weights, &workspace.dweights)?;
         ops.gather_rows(resize_row_buffer(ops, &mut workspace.choices, dweights.len()), dweights, places, 1);
         Ok(())
     }
 
-    /// The backward pass of router and attention. Its input are the gradients of rows and router
-    /// weights that [`Trainer::combine_gradients`] collected.
-    fn route_backward(&mut self, l: usize, guard: &ParamsGuard, grad: &mut Buf) -> Result<()> {
+    /// Runs the backward pass of router and attention, from the gradients that
+    /// [`Trainer::wait_for_combined_gradients`] collected. Writes the gradient of the layer's
+    /// parameters to `grad`.
+    fn run_routing_backward(&mut self, l: usize, guard: &ParamsGuard, grad: &mut Buf) -> Result<()> {
         let positions = self.global_batch() as f64 * self.batch.seq_len as f64;
         let scale = f64::from(self.loss_scale.factor()) * self.batch.count_targets() as f64 / positions;
-        let (Some(x), Some(moe)) = (&mut self.experts, self.model.moe()) else { return Ok(()) };
-        let (_, saved, workspace, dispatcher, stats) = x.layer(l);
-        let (balance, z) = stats.loss_gradient(scale);
+        let (Some(x), Some(moe)) = (&mut self.experts, self.model.as_moe_model()) else { return Ok(()) };
+        let (_, saved, workspace, dispatcher, stats) = x.select_layer(l);
+        let (balance, z) = stats.compute_loss_gradient(scale);
         let n = saved.send_plan.row_tokens.len();
         let back = ExpertOutputGrads {
-            rows: dispatcher.wait_combined(
+            rows: dispatcher.wait_for_combined_rows(
                 (&saved.send_plan, &saved.recv_plan),
                 Payload::Rows,
                 &workspace.drows,
@@ -409,7 +422,7 @@ impl Trainer {
         };
         let (w, ops, batch) = (&mut self.activations, self.ops.as_ref(), &self.batch);
         let g = grad.view_mut().slice(0..self.engine.shards[l + 1].unit.len());
-        let set = w.saved_index(l);
+        let set = w.select_saved_set(l);
         let MicroBatchActivations { layer_inputs: x, saved: kept, scratch, residual_grad: dx, .. } = w;
         self.engine.with_params(guard, |params| {
             let input = LayerInput { params, batch, x: x[l].view(), layer: l };
@@ -420,26 +433,27 @@ impl Trainer {
     }
 }
 
-/// Bytes of the buffers of MoE layers, for the memory estimate. `dtype` is the type of rows,
-/// `parallel` the number of ranks of a group. A router may send all rows of a group to one rank;
-/// the estimate assumes one and a half times an even distribution, as untrained routers typically
-/// need.
-pub fn buffer_bytes(
+/// Computes the size in bytes of the buffers of MoE layers, for the memory estimate.
+///
+/// `dtype` is the type of rows, and `parallel` the number of ranks of a group. A router may send
+/// all rows of a group to one rank. The estimate assumes one and a half times an even distribution,
+/// which untrained routers typically need.
+pub fn count_moe_buffer_bytes(
     model: &dyn Model,
     units: &[ParamUnit],
     rows: usize,
-    recompute: Recompute,
+    recompute: RecomputeMode,
     dtype: Dtype,
     parallel: usize,
 ) -> usize {
-    let Some(moe) = model.moe() else { return 0 };
+    let Some(moe) = model.as_moe_model() else { return 0 };
     let layers = units.iter().filter(|u| !u.holds_experts()).count() - 2;
     let s = moe.expert_shape();
     let count = (0..layers).filter(|&l| moe.is_moe_layer(l)).count();
-    let sets = if recompute == Recompute::None { count } else { count.min(1) };
+    let sets = if recompute == RecomputeMode::None { count } else { count.min(1) };
     let sent = rows * s.per_token;
     let came = if parallel > 1 { sent + sent / 2 } else { sent };
-    let kept = 4 * (Routing::element_count(s, rows) + sent * 3)
+    let kept = 4 * (RouterOutput::count_elements(s, rows) + sent * 3)
         + came * (s.hidden + 2 * s.intermediate) * dtype.size();
     let workspace = came * ((2 * s.hidden + 4 * s.intermediate) * dtype.size() + 4 * 2) + 4 * 2 * sent;
     // exchanges between ranks need two more buffers for rows and weights

@@ -3,29 +3,29 @@ use super::{
     boundary_flags::{RELOAD, SAVE, STOP, WRITING},
     generation::GenerationRequest,
     loss_scale::LossScaleState,
-    step::{SampleSource, StepOutcome, StepReport},
+    step::{RankStepReport, SampleSource, StepOutcome},
 };
 use crate::{
     consensus::exchange_results,
     error::{Error, Result},
     save::CheckpointSaver,
-    session::Session,
+    session::AgentSession,
     stages::RunningTrainer,
 };
 use contract::{
-    event::{Event, Phase},
+    event::{Event, WorkerPhase},
     exit::WorkerExit,
     job::{JobSpec, ReloadValues, SaveInterval},
 };
-use diagnostic::{Diagnostic, codes};
 use device::storage::BackendNotice;
+use diagnostic::{Diagnostic, codes};
 use std::time::{Duration, Instant};
 
-/// The evaluation on held-out samples.
+/// The evaluation on held-out samples, and the text to generate after it.
 pub struct HeldOut<'a> {
-    /// The samples in order.
+    /// The held-out samples, in order.
     pub source: &'a dyn SampleSource,
-    /// The number of slots that are evaluated.
+    /// The number of sample slots that an evaluation uses.
     pub slots: usize,
     /// The number of steps between evaluations.
     pub every: u64,
@@ -33,15 +33,15 @@ pub struct HeldOut<'a> {
     pub generation: Option<(GenerationRequest, DecodeGeneration<'a>)>,
 }
 
-/// Decodes generated tokens into the prompt and the text of an event.
+/// A function that decodes generated tokens into the prompt and the text of an event.
 pub type DecodeGeneration<'a> = Box<dyn Fn(&[u32]) -> Result<(String, String)> + 'a>;
 
-/// What [`train_until_done`] needs in addition to the trainer: job, session and samples.
+/// The input of [`train_until_done`] in addition to the trainer: job, session and samples.
 pub struct RunContext<'a> {
     /// The job of the run.
     pub job: &'a JobSpec,
     /// The session with the agent.
-    pub session: &'a Session,
+    pub session: &'a AgentSession,
     /// The training samples.
     pub source: &'a dyn SampleSource,
     /// The evaluation, if the job has one.
@@ -50,7 +50,10 @@ pub struct RunContext<'a> {
     pub is_leader: bool,
 }
 
-/// Trains until all steps are done or a stop is requested; returns how the run ended.
+/// Trains until all steps are done or a stop is requested, with saves, evaluations and reloads
+/// between steps. Returns how the run ended.
+///
+/// Collective: every rank must call it.
 pub fn train_until_done(
     running: &mut RunningTrainer,
     run: &RunContext,
@@ -61,16 +64,16 @@ pub fn train_until_done(
     let mut last_save = Instant::now();
     // A save that was requested during a skipped step follows the next completed step.
     let mut deferred_flags = 0;
-    run.session.set_phase(Phase::Training)?;
+    run.session.set_phase(WorkerPhase::Training)?;
     if running.position.step >= running.train_spec().steps && saver.last_checkpoint().is_none() {
         // resumed at the last step from an external checkpoint: still write a native one
         save_checkpoint(running, run, saver, true)?;
     }
     while running.position.step < running.train_spec().steps {
         let began = Instant::now();
-        let mut report = step_report(running, run, &values, saver, last_save);
+        let mut report = build_step_report(running, run, &values, saver, last_save);
         report.flags |= deferred_flags;
-        let (outcome, lr) = running.step(run.source, report)?;
+        let (outcome, lr) = running.run_step(run.source, report)?;
         if outcome.skipped {
             deferred_flags = outcome.report.flags & SAVE;
             report_overflow(running, run, &outcome)?;
@@ -80,12 +83,12 @@ pub fn train_until_done(
         if !is_finite(&outcome) {
             // complete the checkpoint in progress before the run ends
             finish_save(running, run, saver)?;
-            return Err(non_finite_error(&outcome, running, saver));
+            return Err(build_non_finite_error(&outcome, running, saver));
         }
         run.session.set_step(running.position.step);
         let took = began.elapsed();
         if run.is_leader {
-            run.session.send_event(step_event(running, &outcome, lr, took))?;
+            run.session.send_event(build_step_event(running, &outcome, lr, took))?;
         }
         report_backend_notice(running, run, took)?;
         let flags = outcome.report.flags;
@@ -98,7 +101,7 @@ pub fn train_until_done(
         let last = running.position.step >= running.train_spec().steps;
         evaluate_if_due(running, run, &values)?;
         let stop = flags & STOP != 0;
-        if stop || last || flags & SAVE != 0 || save_is_due(&values, running.position.step) {
+        if stop || last || flags & SAVE != 0 || is_save_due(&values, running.position.step) {
             save_checkpoint(running, run, saver, stop || last)?;
             last_save = Instant::now();
         }
@@ -112,14 +115,14 @@ pub fn train_until_done(
     Ok(WorkerExit::Done)
 }
 
-/// What this rank reports to the others with its next losses.
-fn step_report(
+/// Builds the report that this rank sends with its next losses. Takes a pending request to save.
+fn build_step_report(
     running: &RunningTrainer,
     run: &RunContext,
     values: &ReloadValues,
     saver: &CheckpointSaver,
     last_save: Instant,
-) -> StepReport {
+) -> RankStepReport {
     let timed = match values.checkpoint_every {
         SaveInterval::Duration(ms) => last_save.elapsed() >= Duration::from_millis(ms),
         SaveInterval::Never | SaveInterval::Steps(_) => false,
@@ -129,26 +132,26 @@ fn step_report(
     let save = run.is_leader && (run.session.requests.take_save_request() || timed);
     let changed = run.is_leader && run.session.requests.has_reload();
     let bits = [
-        (STOP, run.session.requests.stop_requested()),
+        (STOP, run.session.requests.is_stop_requested()),
         (SAVE, save),
         (WRITING, saver.is_writing()),
         (RELOAD, changed),
     ];
     let flags = bits.iter().filter(|(_, on)| *on).map(|(bit, _)| bit).sum();
-    StepReport {
+    RankStepReport {
         flags,
-        peak_rss: peak_rss(),
+        peak_rss: read_peak_rss(),
         exposed_comm: running.trainer.engine.queue().take_exposed_seconds(),
     }
 }
 
-/// Applies the reloaded values of rank 0 on every rank.
+/// Applies the reloaded values of rank 0 on every rank. Collective: every rank must call it.
 fn apply_reload(running: &mut RunningTrainer, run: &RunContext, values: &mut ReloadValues) -> Result<()> {
     let mine = if run.is_leader { run.session.requests.take_reload() } else { None };
     let reloaded = exchange_results(running.trainer.engine.queue(), Ok(&mine))?;
     let Some(first) = reloaded.into_iter().next().transpose()?.flatten() else { return Ok(()) };
     if let Some(train) = &first.train {
-        running.reload(train);
+        running.apply_reloaded_values(train);
     }
     *values = first;
     if run.is_leader {
@@ -157,24 +160,26 @@ fn apply_reload(running: &mut RunningTrainer, run: &RunContext, values: &mut Rel
     Ok(())
 }
 
-/// Reports a notice of the backend, such as its choice between CUDA graphs and single launches. A
-/// notice about one rank's device is reported by that rank, others by the leader.
+/// Reports a notice of the backend, such as its choice between CUDA graphs and single launches.
+///
+/// The rank itself reports a notice about its device. The leader reports all other notices.
 fn report_backend_notice(running: &RunningTrainer, run: &RunContext, took: Duration) -> Result<()> {
     let rank = Some(running.trainer.engine.rank() as u32);
-    match running.trainer.ops.after_step(took) {
+    match running.trainer.ops.record_step_duration(took) {
         Some(BackendNotice::Degraded(warning)) => {
-            run.session.send_event(Event::diagnostic_notice(rank, warning.to_string(), &warning))
+            run.session.send_event(Event::new_diagnostic_notice(rank, warning.to_string(), &warning))
         }
-        Some(notice) if run.is_leader => run.session.send_event(Event::notice(None, notice.to_string())),
+        Some(notice) if run.is_leader => run.session.send_event(Event::new_notice(None, notice.to_string())),
         _ => Ok(()),
     }
 }
 
-/// Whether `checkpoint.every` asks for a checkpoint after this step.
-fn save_is_due(values: &ReloadValues, step: u64) -> bool {
+/// Returns whether `checkpoint.every` requires a checkpoint after this step.
+fn is_save_due(values: &ReloadValues, step: u64) -> bool {
     matches!(values.checkpoint_every, SaveInterval::Steps(n) if step.is_multiple_of(n))
 }
 
+/// Returns whether the loss and the gradient norm are finite.
 fn is_finite(outcome: &StepOutcome) -> bool {
     outcome.loss.is_finite() && outcome.grad_norm.is_finite()
 }
@@ -200,14 +205,14 @@ fn report_skipped_steps(running: &RunningTrainer, run: &RunContext) -> Result<()
             let message = format!(
                 "skipped {skipped} {steps} since step 0 because gradients overflowed fp16; loss scale {scale}"
             );
-            run.session.send_event(Event::notice(None, message))
+            run.session.send_event(Event::new_notice(None, message))
         }
         _ => Ok(()),
     }
 }
 
-/// The advice for a loss or gradient that is not finite.
-fn non_finite_help(running: &RunningTrainer) -> String {
+/// Returns the advice for a loss or gradient that is not finite.
+fn describe_non_finite_remedy(running: &RunningTrainer) -> String {
     match running.trainer.loss_scale.state() {
         Some(state) => {
             let scale = state.scale;
@@ -222,9 +227,9 @@ fn non_finite_help(running: &RunningTrainer) -> String {
     }
 }
 
-/// The error that ends a run whose loss or gradient norm is not finite.
-fn non_finite_error(outcome: &StepOutcome, running: &RunningTrainer, saver: &CheckpointSaver) -> Error {
-    let (step, advice) = (running.position.step + 1, non_finite_help(running));
+/// Builds the error that ends a run whose loss or gradient norm is not finite.
+fn build_non_finite_error(outcome: &StepOutcome, running: &RunningTrainer, saver: &CheckpointSaver) -> Error {
+    let (step, advice) = (running.position.step + 1, describe_non_finite_remedy(running));
     let what = if outcome.loss.is_finite() { "gradient norm" } else { "loss" };
     let value = if outcome.loss.is_finite() { outcome.grad_norm } else { outcome.loss };
     let checkpoint = match saver.last_checkpoint() {
@@ -244,8 +249,8 @@ fn non_finite_error(outcome: &StepOutcome, running: &RunningTrainer, saver: &Che
         .into()
 }
 
-/// The event that reports a completed step.
-fn step_event(running: &RunningTrainer, outcome: &StepOutcome, lr: f64, took: Duration) -> Event {
+/// Builds the event that reports a completed step, which took `took`.
+fn build_step_event(running: &RunningTrainer, outcome: &StepOutcome, lr: f64, took: Duration) -> Event {
     let tokens_per_step = running.trainer.global_batch() * u64::from(running.train_spec().data.seq_len);
     Event::Step {
         step: running.position.step,
@@ -259,7 +264,8 @@ fn step_event(running: &RunningTrainer, outcome: &StepOutcome, lr: f64, took: Du
     }
 }
 
-/// Evaluates and generates text if the job asks for it after this step, and reports the results.
+/// Evaluates and generates text if the job requires it after this step, and reports the results.
+/// Collective: every rank must call it.
 fn evaluate_if_due(running: &mut RunningTrainer, run: &RunContext, values: &ReloadValues) -> Result<()> {
     let Some(held_out) = &run.held_out else { return Ok(()) };
     let step = running.position.step;
@@ -267,7 +273,7 @@ fn evaluate_if_due(running: &mut RunningTrainer, run: &RunContext, values: &Relo
     if !step.is_multiple_of(every) && step < running.train_spec().steps {
         return Ok(());
     }
-    run.session.set_phase(Phase::Evaluating)?;
+    run.session.set_phase(WorkerPhase::Evaluating)?;
     let outcome = running.trainer.evaluate(held_out.source, 0, held_out.slots)?;
     if run.is_leader {
         let (loss, tokens) = (outcome.loss, outcome.targets);
@@ -280,33 +286,33 @@ fn evaluate_if_due(running: &mut RunningTrainer, run: &RunContext, values: &Relo
             run.session.send_event(Event::Sample { step, prompt, text })?;
         }
     }
-    run.session.set_phase(Phase::Training)
+    run.session.set_phase(WorkerPhase::Training)
 }
 
-/// Saves a checkpoint; with `wait`, or unless saves run in the background, waits until it is
-/// complete.
+/// Saves a checkpoint. Returns when it is complete if `wait`, or unless saves run in the
+/// background. Collective: every rank must call it.
 fn save_checkpoint(
     running: &mut RunningTrainer,
     run: &RunContext,
     saver: &mut CheckpointSaver,
     wait: bool,
 ) -> Result<()> {
-    run.session.set_phase(Phase::Saving)?;
+    run.session.set_phase(WorkerPhase::Saving)?;
     finish_save(running, run, saver)?;
-    saver.begin(running)?;
+    saver.begin_save(running)?;
     if let Some(message) = saver.take_notice() {
-        run.session
-            .send_event(Event::notice(Some(running.trainer.engine.rank() as u32), message))?;
+        run.session.send_event(Event::new_notice(Some(running.trainer.engine.rank() as u32), message))?;
     }
     if wait || !run.job.checkpoint.r#async {
         finish_save(running, run, saver)?;
     }
-    run.session.set_phase(Phase::Training)
+    run.session.set_phase(WorkerPhase::Training)
 }
 
-/// Completes the checkpoint in progress, if there is one.
+/// Completes the checkpoint in progress and reports it. Does nothing if there is none. Collective:
+/// every rank must call it.
 fn finish_save(running: &RunningTrainer, run: &RunContext, saver: &mut CheckpointSaver) -> Result<()> {
-    match saver.finish(running)? {
+    match saver.finish_save(running)? {
         Some(done) if run.is_leader => run.session.send_event(Event::Checkpoint {
             step: done.step,
             path: done.path,
@@ -317,8 +323,8 @@ fn finish_save(running: &RunningTrainer, run: &RunContext, saver: &mut Checkpoin
     }
 }
 
-/// The largest resident set of this process so far, in bytes.
-pub fn peak_rss() -> u64 {
+/// Reads the largest resident set of this process so far, in bytes. Returns 0 if it is unknown.
+pub fn read_peak_rss() -> u64 {
     // VmHWM counts this program only; the figure of getrusage survives exec and includes the
     // parent's
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();

@@ -4,33 +4,33 @@
 use super::{activations::MicroBatchActivations, loss_scale::LossScale, moe::MoeTrainer};
 use crate::{
     error::{Error, Result},
-    model::{Batch, HeadGrads, HeadParams, LayerInput, Model},
-    optim::{Optimizer, StepParams},
-    param_groups::first_trained_unit,
-    params::{ParamUnit, canonical_order},
+    model::{HeadGrads, HeadParams, LayerInput, MicroBatch, Model},
+    optim::{Optimizer, StepInputs},
+    param_groups::find_first_trained_unit,
+    params::{ParamUnit, list_tensors_in_canonical_order},
     zero::{
-        engine::{Engine, ParamsGuard},
+        engine::{ParamsGuard, ZeroEngine},
         slot_sums::sum_in_fixed_order,
     },
 };
-use contract::job::Recompute;
+use contract::job::RecomputeMode;
 use device::{Buf, Dtype, Ops, storage::Event};
 use diagnostic::codes;
 use std::sync::Arc;
 
-/// A source of samples: a pure function of the number of the sample in the run.
+/// A source of samples. The number of a sample in the run alone determines its contents.
 pub trait SampleSource {
-    /// Fills the `b·t` elements of the vectors of `batch` with the samples starting at number
-    /// `first`.
-    fn fill(&self, first: u64, batch: &mut Batch) -> Result<()>;
+    /// Fills the vectors of `batch` with the samples that start at number `first`: `b·t` elements
+    /// each.
+    fn fill(&self, first: u64, batch: &mut MicroBatch) -> Result<()>;
 }
 
-/// Computes steps on one rank: the model, its sharded state, and the buffers.
+/// The state that computes steps on one rank: the model, its sharded parameters, and the buffers.
 pub struct Trainer {
     /// The architecture of the model.
     pub model: Arc<dyn Model>,
     /// The sharded parameters and gradients.
-    pub engine: Engine,
+    pub engine: ZeroEngine,
     /// The optimizer states of this rank's shards.
     pub optimizer: Optimizer,
     /// The compute backend.
@@ -40,28 +40,29 @@ pub struct Trainer {
     /// The state of mixture-of-experts layers; `None` for a dense model.
     pub experts: Option<MoeTrainer>,
     /// The micro-batch that is being computed.
-    pub batch: Batch,
+    pub batch: MicroBatch,
     /// The number of samples per slot.
     pub micro_batch_size: usize,
     /// Which activations are recomputed in the backward pass.
-    pub recompute: Recompute,
-    /// The largest gradient norm; `None` for no clipping.
+    pub recompute: RecomputeMode,
+    /// The largest gradient norm, or `None` for no clipping.
     pub clip_norm: Option<f64>,
     /// The loss scale of fp16.
     pub loss_scale: LossScale,
-    /// The next update waits for this event, because a save may still read the parameters.
+    /// The event that the next update waits for, because a save may still read the parameters.
     pub(crate) update_after: Event,
 }
 
-/// What a rank reports to the others once per step in addition to its losses.
+/// What a rank sends to the other ranks once per step, in addition to its losses. In a
+/// [`StepOutcome`], the combined reports of all ranks.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct StepReport {
-    /// Flags of [`super::boundary_flags`]; in an outcome the union over all ranks.
+pub struct RankStepReport {
+    /// Flags of [`super::boundary_flags`]. Combined: the union over all ranks.
     pub flags: u64,
-    /// The rank's largest resident set so far, bytes; in an outcome the maximum over all ranks.
+    /// The largest resident set of the rank so far, in bytes. Combined: the maximum over all ranks.
     pub peak_rss: u64,
-    /// Seconds since the previous report in which computation waited for collectives; in an outcome
-    /// the maximum over all ranks.
+    /// Seconds since the previous report in which computation waited for collectives. Combined: the
+    /// maximum over all ranks.
     pub exposed_comm: f64,
 }
 
@@ -75,8 +76,8 @@ pub struct StepOutcome {
     /// The number of tokens with a loss.
     pub targets: u64,
     /// The combined reports of all ranks.
-    pub report: StepReport,
-    /// A gradient overflowed in fp16 and the step was skipped.
+    pub report: RankStepReport,
+    /// Whether the step was skipped because a gradient overflowed in fp16.
     pub skipped: bool,
 }
 
@@ -94,75 +95,80 @@ impl Trainer {
         self.update_after = saved;
     }
 
-    /// The number of layers of the model.
-    fn layers(&self) -> usize {
+    /// Returns the number of layers of the model.
+    fn count_layers(&self) -> usize {
         self.activations.layer_inputs.len() - 1
     }
 
-    /// The index of the head's unit. Units of experts follow it.
+    /// Returns the index of the head's unit. Units of experts follow it.
     pub(super) fn head_unit(&self) -> usize {
-        self.layers() + 1
+        self.count_layers() + 1
     }
 
-    /// The number of samples per step.
+    /// Returns the number of samples per step.
     pub fn global_batch(&self) -> u64 {
         (self.engine.slots.slots * self.micro_batch_size) as u64
     }
 
-    /// Computes and reduces the gradients of the global batch that begins with sample `first`.
-    /// [`Trainer::update`] applies them.
-    pub fn accumulate(
+    /// Computes the gradients of the global batch that begins with sample `first`, and starts to
+    /// reduce them. Returns the loss. [`Trainer::update_parameters`] applies the gradients.
+    ///
+    /// Collective: every rank must call it.
+    pub fn accumulate_gradients(
         &mut self,
         source: &dyn SampleSource,
         first: u64,
-        report: StepReport,
+        report: RankStepReport,
     ) -> Result<StepOutcome> {
-        let rounds = self.engine.slots.rounds();
+        let rounds = self.engine.slots.count_rounds();
         self.batch.first_sample = Some(first);
-        let order: Vec<usize> = (0..rounds).flat_map(|_| self.pass_order(true)).collect();
+        let order: Vec<usize> = (0..rounds).flat_map(|_| self.plan_pass_order(true)).collect();
         self.engine.begin_pass(order);
         let mut mine = Vec::new();
         for round in 0..rounds {
-            let slot = self.engine.slots.slot(self.engine.rank(), round);
+            let slot = self.engine.slots.find_slot(self.engine.rank(), round);
             if let Some(s) = slot {
-                self.load_batch(source, first + (s * self.micro_batch_size) as u64)?;
+                self.load_micro_batch(source, first + (s * self.micro_batch_size) as u64)?;
             }
-            self.forward(slot.is_some())?;
-            self.backward(round, slot.is_some())?;
+            self.run_forward(slot.is_some())?;
+            self.run_backward(round, slot.is_some())?;
             if let Some(s) = slot {
-                let SlotLoss { sum, targets } = self.slot_loss();
+                let SlotLoss { sum, targets } = self.sum_slot_loss();
                 // router losses are means per slot; weight them by the slot's targets
                 let routers = self.experts.as_ref().map_or(0.0, |e| e.router_loss() * targets as f64);
                 mine.push((s, SlotLoss { sum: sum + routers, targets }));
             }
         }
-        self.gather_losses(&mine, self.engine.slots.slots, report)
+        self.exchange_losses(&mine, self.engine.slots.slots, report)
     }
 
-    /// The mean loss over `slots` slots of held-out samples starting at `first`, on every rank.
+    /// Computes the mean loss over `slots` slots of held-out samples that start at `first`. Every
+    /// rank gets the result.
+    ///
+    /// Collective: every rank must call it.
     pub fn evaluate(&mut self, source: &dyn SampleSource, first: u64, slots: usize) -> Result<StepOutcome> {
         let (rank, world) = (self.engine.rank(), self.engine.world());
         let rounds = slots.div_ceil(world);
         self.batch.first_sample = None;
-        let order: Vec<usize> = (0..rounds).flat_map(|_| self.pass_order(false)).collect();
+        let order: Vec<usize> = (0..rounds).flat_map(|_| self.plan_pass_order(false)).collect();
         self.engine.begin_pass(order);
         let mut mine = Vec::new();
         for round in 0..rounds {
             let slot = Some(round * world + rank).filter(|&s| s < slots);
             if let Some(s) = slot {
-                self.load_batch(source, first + (s * self.micro_batch_size) as u64)?;
+                self.load_micro_batch(source, first + (s * self.micro_batch_size) as u64)?;
             }
-            self.forward(slot.is_some())?;
+            self.run_forward(slot.is_some())?;
             self.run_head(None, slot.is_some())?;
             if let Some(s) = slot {
-                mine.push((s, self.slot_loss()));
+                mine.push((s, self.sum_slot_loss()));
             }
         }
-        self.gather_losses(&mine, slots, StepReport::default())
+        self.exchange_losses(&mine, slots, RankStepReport::default())
     }
 
     /// Loads the micro-batch that begins with sample `first`.
-    fn load_batch(&mut self, source: &dyn SampleSource, first: u64) -> Result<()> {
+    fn load_micro_batch(&mut self, source: &dyn SampleSource, first: u64) -> Result<()> {
         source.fill(first, &mut self.batch)?;
         self.batch.first_sample = self.batch.first_sample.map(|_| first);
         if let Some(window) = self.model.sliding_window() {
@@ -171,36 +177,37 @@ impl Trainer {
         Ok(())
     }
 
-    /// The units in the order in which one round fetches them.
-    pub(super) fn pass_order(&self, backward: bool) -> Vec<usize> {
+    /// Lists the units in the order in which one round fetches them: the forward pass, and the
+    /// backward pass if `backward`.
+    pub(super) fn plan_pass_order(&self, backward: bool) -> Vec<usize> {
         let (head, tied) = (self.head_unit(), self.model.has_tied_embeddings());
         let layer = |l: usize| std::iter::once(l + 1).chain(self.expert_unit(l));
         let mut order = vec![0];
-        order.extend((0..self.layers()).flat_map(layer));
+        order.extend((0..self.count_layers()).flat_map(layer));
         order.push(head);
         if tied {
             order.push(0);
         }
         if backward {
-            let lowest = self.lowest_trained().max(1) - 1;
-            order.extend((lowest..self.layers()).rev().flat_map(layer));
+            let lowest = self.find_lowest_trained_unit().max(1) - 1;
+            order.extend((lowest..self.count_layers()).rev().flat_map(layer));
         }
         order
     }
 
-    /// The lowest unit with trained parameters.
-    fn lowest_trained(&self) -> usize {
-        first_trained_unit(self.engine.shards.iter().map(|s| &s.unit))
+    /// Returns the index of the lowest unit with trained parameters.
+    fn find_lowest_trained_unit(&self) -> usize {
+        find_first_trained_unit(self.engine.shards.iter().map(|s| &s.unit))
     }
 
-    /// Whether unit `u` has a trained parameter.
+    /// Returns whether unit `u` has a trained parameter.
     fn is_trained_unit(&self, u: usize) -> bool {
-        self.engine.shards[u].unit.any_trained()
+        self.engine.shards[u].unit.has_any_trained()
     }
 
-    /// Computes the input of the head from the tokens. Without `compute` this rank only takes part
-    /// in collectives.
-    pub(super) fn forward(&mut self, compute: bool) -> Result<()> {
+    /// Runs the forward pass from the tokens to the input of the head. If `compute` is false, this
+    /// rank only takes part in collectives.
+    pub(super) fn run_forward(&mut self, compute: bool) -> Result<()> {
         let guard = self.engine.fetch_params(0)?;
         if compute {
             let (m, ops, b) = (&self.model, self.ops.as_ref(), &self.batch);
@@ -208,25 +215,25 @@ impl Trainer {
             self.engine.with_params(&guard, |p| m.embedding_forward(ops, p, b, x));
         }
         self.engine.release_params(guard);
-        for l in 0..self.layers() {
+        for l in 0..self.count_layers() {
             if let Some(unit) = self.expert_unit(l) {
-                self.moe_layer_forward(l, unit, compute)?;
+                self.run_moe_layer_forward(l, unit, compute)?;
                 continue;
             }
             let guard = self.engine.fetch_params(l + 1)?;
             if compute {
-                self.layer_forward(l, &guard, true);
+                self.run_layer_forward(l, &guard, true);
             }
             self.engine.release_params(guard);
         }
         Ok(())
     }
 
-    /// The forward pass of dense layer `l`. Without `output` only the saved activations are
-    /// written.
-    fn layer_forward(&mut self, l: usize, guard: &ParamsGuard, output: bool) {
+    /// Runs the forward pass of dense layer `l`. If `output` is false, only writes the saved
+    /// activations.
+    fn run_layer_forward(&mut self, l: usize, guard: &ParamsGuard, output: bool) {
         let w = &mut self.activations;
-        let saved = w.saved_index(l);
+        let saved = w.select_saved_set(l);
         let (before, after) = w.layer_inputs.split_at_mut(l + 1);
         let (m, ops, batch, x) = (&self.model, self.ops.as_ref(), &self.batch, before[l].view());
         let y = output.then(|| after[0].view_mut());
@@ -241,8 +248,8 @@ impl Trainer {
         });
     }
 
-    /// Computes and reduces the gradients of every unit from the input of the head.
-    fn backward(&mut self, round: usize, compute: bool) -> Result<()> {
+    /// Runs the head and the backward pass, and starts to reduce the gradients of every unit.
+    fn run_backward(&mut self, round: usize, compute: bool) -> Result<()> {
         let head = self.head_unit();
         let tied = self.model.has_tied_embeddings();
         let mut head_grad = compute.then(|| self.engine.take_gradient_buffer(head));
@@ -250,19 +257,19 @@ impl Trainer {
             (compute && tied && self.is_trained_unit(0)).then(|| self.engine.take_gradient_buffer(0));
         self.run_head(head_grad.as_mut().map(|h| (h, embedding_grad.as_mut())), compute)?;
         self.engine.reduce_gradient(head, round, head_grad)?;
-        let lowest = self.lowest_trained();
-        for l in (lowest.max(1) - 1..self.layers()).rev() {
+        let lowest = self.find_lowest_trained_unit();
+        for l in (lowest.max(1) - 1..self.count_layers()).rev() {
             if let Some(unit) = self.expert_unit(l) {
-                self.moe_layer_backward(l, unit, round, compute)?;
+                self.run_moe_layer_backward(l, unit, round, compute)?;
                 continue;
             }
             let guard = self.engine.fetch_params(l + 1)?;
             let mut grad = compute.then(|| self.engine.take_gradient_buffer(l + 1));
             if let Some(g) = &mut grad {
-                if self.recompute == Recompute::Block {
-                    self.layer_forward(l, &guard, false);
+                if self.recompute == RecomputeMode::Block {
+                    self.run_layer_forward(l, &guard, false);
                 }
-                self.layer_backward(l, &guard, g);
+                self.run_layer_backward(l, &guard, g);
             }
             self.engine.release_params(guard);
             self.engine.reduce_gradient(l + 1, round, grad)?;
@@ -270,12 +277,13 @@ impl Trainer {
         if lowest > 0 {
             return Ok(());
         }
-        let embedding_grad = compute.then(|| self.embedding_backward(embedding_grad));
+        let embedding_grad = compute.then(|| self.run_embedding_backward(embedding_grad));
         Ok(self.engine.reduce_gradient(0, round, embedding_grad)?)
     }
 
-    /// Adds the embedding's gradient to that of a tied head, or to zeros.
-    fn embedding_backward(&mut self, from_head: Option<Buf>) -> Buf {
+    /// Adds the gradient of the embedding to the gradient of a tied head, or to zeros if there is
+    /// none. Returns the sum.
+    fn run_embedding_backward(&mut self, from_head: Option<Buf>) -> Buf {
         let len = self.engine.shards[0].unit.len();
         let mut grad = from_head.unwrap_or_else(|| {
             let mut g = self.engine.take_gradient_buffer(0);
@@ -292,10 +300,11 @@ impl Trainer {
         grad
     }
 
-    /// The backward pass of dense layer `l`, which writes the gradient of its parameters to `grad`.
-    fn layer_backward(&mut self, l: usize, guard: &ParamsGuard, grad: &mut Buf) {
+    /// Runs the backward pass of dense layer `l`. Writes the gradient of the layer's parameters to
+    /// `grad`.
+    fn run_layer_backward(&mut self, l: usize, guard: &ParamsGuard, grad: &mut Buf) {
         let w = &mut self.activations;
-        let saved = w.saved_index(l);
+        let saved = w.select_saved_set(l);
         let (m, ops, batch, x) = (&self.model, self.ops.as_ref(), &self.batch, w.layer_inputs[l].view());
         let g = grad.view_mut().slice(0..self.engine.shards[l + 1].unit.len());
         self.engine.with_params(guard, |params| {
@@ -304,14 +313,14 @@ impl Trainer {
         });
     }
 
-    /// Computes the loss of every row and, with gradient buffers for head and embedding, the head's
-    /// backward pass.
+    /// Fetches the parameters of the head and computes the loss of every row. If `grads` contains
+    /// gradient buffers for head and embedding, also runs the head's backward pass.
     fn run_head(&mut self, grads: Option<(&mut Buf, Option<&mut Buf>)>, compute: bool) -> Result<()> {
         let head_guard = self.engine.fetch_params(self.head_unit())?;
         let tied = self.model.has_tied_embeddings();
         let embedding_guard = if tied { Some(self.engine.fetch_params(0)?) } else { None };
         if compute {
-            self.compute_head(&head_guard, embedding_guard.as_ref(), grads);
+            self.compute_head_loss(&head_guard, embedding_guard.as_ref(), grads);
         }
         self.engine.release_params(head_guard);
         if let Some(h) = embedding_guard {
@@ -320,8 +329,9 @@ impl Trainer {
         Ok(())
     }
 
-    /// Computes the losses and, with gradient buffers, the backward pass of the head.
-    fn compute_head(
+    /// Computes the loss of every row and, if `grads` contains gradient buffers, the backward pass
+    /// of the head.
+    fn compute_head_loss(
         &mut self,
         head: &ParamsGuard,
         embedding: Option<&ParamsGuard>,
@@ -342,41 +352,44 @@ impl Trainer {
         engine.with_params(head, |head| match embedding {
             Some(guard) => engine.with_params(guard, |e| {
                 let p = HeadParams { head, embedding: Some(e) };
-                m.head_loss(ops, p, batch, x, w.row_losses.view_mut(), grads, &mut w.scratch);
+                m.compute_head_loss(ops, p, batch, x, w.row_losses.view_mut(), grads, &mut w.scratch);
             }),
             None => {
                 let p = HeadParams { head, embedding: None };
-                m.head_loss(ops, p, batch, x, w.row_losses.view_mut(), grads, &mut w.scratch);
+                m.compute_head_loss(ops, p, batch, x, w.row_losses.view_mut(), grads, &mut w.scratch);
             }
         });
     }
 
-    /// The summed loss of the micro-batch that was just computed.
-    fn slot_loss(&mut self) -> SlotLoss {
+    /// Sums the loss of the micro-batch that was just computed.
+    fn sum_slot_loss(&mut self) -> SlotLoss {
         let losses = self.ops.to_host(self.activations.row_losses.view(), &mut self.activations.host_losses);
         let sum = losses.host().iter().map(|&l| f64::from(l)).sum();
         SlotLoss { sum, targets: self.batch.count_targets() }
     }
 
-    /// The mean loss over all slots, with the combined reports of all ranks.
-    fn gather_losses(
+    /// Gathers the losses and reports of all ranks. Returns the mean loss over all slots, with the
+    /// combined reports.
+    ///
+    /// Collective: every rank must call it.
+    fn exchange_losses(
         &self,
         mine: &[(usize, SlotLoss)],
         slots: usize,
-        report: StepReport,
+        report: RankStepReport,
     ) -> Result<StepOutcome> {
         let mut words = vec![report.flags, report.peak_rss, report.exposed_comm.to_bits()];
         words.extend(mine.iter().flat_map(|(slot, l)| [*slot as u64, l.sum.to_bits(), l.targets]));
         let bytes: Vec<u8> = words.iter().flat_map(|w| w.to_le_bytes()).collect();
-        let gathered = self.engine.queue().run(move |c| c.all_gather_bytes(&bytes))?;
+        let gathered = self.engine.queue().run_and_wait(move |c| c.all_gather_bytes(&bytes))?;
         let mut losses = vec![SlotLoss::default(); slots];
-        let mut combined = StepReport::default();
+        let mut combined = RankStepReport::default();
         for bytes in &gathered {
             let words: Vec<u64> = bytes.as_chunks::<8>().0.iter().map(|w| u64::from_le_bytes(*w)).collect();
             let [flags, peak_rss, exposed, records @ ..] = words.as_slice() else {
                 return Err(invalid_report_error("a rank reported no losses"));
             };
-            combined = StepReport {
+            combined = RankStepReport {
                 flags: combined.flags | flags,
                 peak_rss: combined.peak_rss.max(*peak_rss),
                 exposed_comm: combined.exposed_comm.max(f64::from_bits(*exposed)),
@@ -394,33 +407,36 @@ impl Trainer {
         Ok(StepOutcome { loss, targets, report: combined, ..StepOutcome::default() })
     }
 
-    /// The factor that turns the summed gradient into the gradient of the mean loss over `targets`.
-    fn mean_scale(&self, targets: u64) -> f64 {
+    /// Computes the factor that turns the summed gradient into the gradient of the mean loss over
+    /// `targets`.
+    fn compute_mean_scale(&self, targets: u64) -> f64 {
         let positions = self.global_batch() * self.batch.seq_len as u64;
         if targets == 0 { 0.0 } else { positions as f64 / targets as f64 }
     }
 
-    /// Completes the gradients of [`Trainer::accumulate`], clips them and updates the parameters.
-    /// Returns the outcome with the gradient norm. A loss or norm that is not finite is returned
-    /// without an update.
-    pub fn update(&mut self, outcome: StepOutcome, lr: f64, step: u64) -> Result<StepOutcome> {
+    /// Completes the gradients of [`Trainer::accumulate_gradients`], clips them and updates the
+    /// parameters. Returns the outcome with the gradient norm.
+    ///
+    /// If the loss or the norm is not finite, nothing is updated. Collective: every rank must call
+    /// it.
+    pub fn update_parameters(&mut self, outcome: StepOutcome, lr: f64, step: u64) -> Result<StepOutcome> {
         let units = self.engine.shards.len();
         self.optimizer.prefetch_states(self.ops.as_ref(), 0);
         let mut grads = Vec::with_capacity(units);
         for u in 0..units {
             grads.push(self.engine.finish_gradient(u)?);
         }
-        let mean = self.mean_scale(outcome.targets) / f64::from(self.loss_scale.factor());
-        let outcome = StepOutcome { grad_norm: self.gradient_norm(&grads)? * mean, ..outcome };
+        let mean = self.compute_mean_scale(outcome.targets) / f64::from(self.loss_scale.factor());
+        let outcome = StepOutcome { grad_norm: self.compute_gradient_norm(&grads)? * mean, ..outcome };
         let finite = outcome.loss.is_finite() && outcome.grad_norm.is_finite();
         let skipped = !finite && outcome.loss.is_finite() && self.loss_scale.is_dynamic();
         let outcome = StepOutcome { skipped, ..outcome };
         let clip = self.clip_norm.map_or(1.0, |limit| (limit / (outcome.grad_norm + 1e-6)).min(1.0));
-        let step_params = StepParams { lr, step: step + 1, grad_scale: (mean * clip) as f32 };
-        std::mem::take(&mut self.update_after).stream_wait();
+        let step_params = StepInputs { lr, step: step + 1, grad_scale: (mean * clip) as f32 };
+        std::mem::take(&mut self.update_after).make_stream_wait();
         for (u, owned) in grads.into_iter().enumerate() {
             if finite {
-                self.update_unit(u, owned, step_params)?;
+                self.update_unit_parameters(u, owned, step_params)?;
             } else {
                 self.engine.recycle_gradient(u, owned);
             }
@@ -431,7 +447,7 @@ impl Trainer {
 
     /// Updates the parameters of unit `u` with the gradient of this rank's shard, and starts to
     /// distribute them.
-    fn update_unit(&mut self, u: usize, owned: Buf, step_params: StepParams) -> Result<()> {
+    fn update_unit_parameters(&mut self, u: usize, owned: Buf, step_params: StepInputs) -> Result<()> {
         if !self.is_trained_unit(u) {
             return Ok(());
         }
@@ -441,7 +457,7 @@ impl Trainer {
         self.optimizer.prefetch_states(ops.as_ref(), u + 1);
         let mut grad = if replicated { self.engine.gather_gradient(u, owned)? } else { owned };
         let whole = match self.optimizer.has_muon_matrices(u) {
-            true => Some(self.muon_directions(u, &mut grad, step_params)?),
+            true => Some(self.gather_muon_directions(u, &mut grad, step_params)?),
             false => None,
         };
         let directions = whole.as_ref().map(Buf::view);
@@ -450,7 +466,7 @@ impl Trainer {
         let (unit, optimizer) = (&self.engine.shards[u].unit, &mut self.optimizer);
         self.engine.with_resident(u, |params| {
             let p = params.view_mut().slice(range.start - base..range.end - base);
-            optimizer.update(ops.as_ref(), u, unit, p, grad.view(), directions, step_params);
+            optimizer.update_unit(ops.as_ref(), u, unit, p, grad.view(), directions, step_params);
         });
         self.optimizer.write_back_states(ops.as_ref(), u);
         self.engine.recycle_gradient(u, grad);
@@ -461,12 +477,13 @@ impl Trainer {
         Ok(())
     }
 
-    /// The momentum of Muon's matrices of the whole unit, from the gradient that this rank owns.
-    fn muon_directions(&mut self, u: usize, grad: &mut Buf, step_params: StepParams) -> Result<Buf> {
+    /// Updates the momentum of Muon's matrices from the gradient that this rank owns, and gathers
+    /// it for the whole unit.
+    fn gather_muon_directions(&mut self, u: usize, grad: &mut Buf, step_params: StepInputs) -> Result<Buf> {
         let unit = &self.engine.shards[u].unit;
         let ops = self.ops.as_ref();
         self.optimizer.apply_muon_momentum(ops, u, unit, grad.view_mut(), step_params);
-        let mine = ops.device_copy(grad.view());
+        let mine = ops.clone_to_device(grad.view());
         if !self.engine.policy.shard_optimizer || self.engine.world() == 1 {
             return Ok(mine);
         }
@@ -475,26 +492,26 @@ impl Trainer {
         Ok(self.engine.gather_trained(u, mine, whole)?)
     }
 
-    /// The L2 norm of the summed gradient: sums over fixed blocks of tensors, added in a fixed
-    /// order.
-    fn gradient_norm(&self, owned: &[Buf]) -> Result<f64> {
+    /// Computes the L2 norm of the summed gradient. The sums over fixed blocks of tensors are added
+    /// in a fixed order.
+    fn compute_gradient_norm(&self, owned: &[Buf]) -> Result<f64> {
         let mut parts = Vec::new();
         for (u, g) in owned.iter().enumerate() {
             let range = self.engine.owned_range(u);
             let (unit, mut at) = (&self.engine.shards[u].unit, 0);
-            for seg in unit.trained_segments(range) {
+            for seg in unit.list_trained_segments(range) {
                 parts.push(g.view().slice(at..at + seg.flat.len()));
                 at += seg.flat.len();
             }
         }
         let blocks = self.ops.sum_squares_by_block_concat(&parts);
         let bytes: Vec<u8> = blocks.iter().flat_map(|s| s.to_le_bytes()).collect();
-        let gathered = self.engine.queue().run(move |c| c.all_gather_bytes(&bytes))?;
+        let gathered = self.engine.queue().run_and_wait(move |c| c.all_gather_bytes(&bytes))?;
         Ok(sum_in_fixed_order(&self.order_block_sums(&gathered)?).sqrt())
     }
 
-    /// The block sums of all ranks, tensor by tensor, in an order that does not depend on the
-    /// placement of experts.
+    /// Orders the block sums of all ranks tensor by tensor, so that their order does not depend on
+    /// the placement of experts.
     fn order_block_sums(&self, gathered: &[Vec<u8>]) -> Result<Vec<f64>> {
         let mut readers: Vec<_> = gathered.iter().map(|b| b.chunks_exact(8)).collect();
         let units: Vec<ParamUnit> = self.engine.shards.iter().map(|s| s.unit.clone()).collect();
@@ -502,7 +519,7 @@ impl Trainer {
             units.iter().map(|u| vec![Vec::new(); u.params.len()]).collect();
         for (s, sums) in self.engine.shards.iter().zip(&mut by_param) {
             for (rank, reader) in readers.iter_mut().enumerate() {
-                for g in s.unit.trained_segments(s.partition.range(rank)) {
+                for g in s.unit.list_trained_segments(s.partition.range(rank)) {
                     for _ in 0..g.flat.len().div_ceil(device::ops::NORM_BLOCK_LEN) {
                         let word = reader
                             .next()
@@ -512,12 +529,12 @@ impl Trainer {
                 }
             }
         }
-        let ordered = canonical_order(&units).into_iter();
+        let ordered = list_tensors_in_canonical_order(&units).into_iter();
         Ok(ordered.flat_map(|(u, i)| std::mem::take(&mut by_param[u][i])).collect())
     }
 }
 
-/// The error of a peer whose report does not have the expected form.
+/// Builds the error of a peer whose report does not have the expected form.
 fn invalid_report_error(message: &str) -> Error {
     Error::new(codes::training::PEER_REPORT_INVALID, message)
 }

@@ -1,23 +1,23 @@
-//! [`BufferPool`]: reuses the buffers of gathered parameters and whole gradients.
+//! [`BufferPool`]: a pool that reuses the buffers of gathered parameters and whole gradients.
 use device::{Buf, Dtype, Ops, ViewMut, storage::Event};
 
-/// The lengths that [`resize_buffer`] allocates are multiples of this many elements.
-const GROWTH: usize = 1024;
+/// The granularity of [`resize_buffer`]: the allocated length is a multiple of this many elements.
+const GROWTH_ELEMENTS: usize = 1024;
 
-/// Returns the first `len` elements of `buf`, with unspecified content. Reallocates `buf` if it is
-/// shorter.
+/// Returns the first `len` elements of `buf`, with unspecified content. Replaces `buf` by a longer
+/// buffer if necessary.
 pub fn resize_buffer<'a>(ops: &dyn Ops, buf: &'a mut Buf, len: usize) -> ViewMut<'a> {
     if buf.len() < len {
         let dtype = buf.dtype();
         // free the old buffer first, so that both do not exist at the same time
         *buf = ops.zeroed(dtype, 0);
-        *buf = ops.zeroed(dtype, len.next_multiple_of(GROWTH));
+        *buf = ops.zeroed(dtype, len.next_multiple_of(GROWTH_ELEMENTS));
     }
     buf.view_mut().slice(0..len)
 }
 
-/// A pool of buffers of one element type and any length. The best fit is reused; a buffer is
-/// allocated when no free one is long enough.
+/// A pool of buffers of one element type and any length. It reuses the best fit, and allocates a
+/// buffer if no free one is long enough.
 pub struct BufferPool {
     dtype: Dtype,
     /// Free buffers, each with the event after which it may be written.
@@ -25,7 +25,7 @@ pub struct BufferPool {
 }
 
 impl BufferPool {
-    /// An empty pool for elements of this type.
+    /// Creates an empty pool for elements of type `dtype`.
     pub fn new(dtype: Dtype) -> Self {
         BufferPool { dtype, free: Vec::new() }
     }
@@ -33,46 +33,47 @@ impl BufferPool {
     /// Takes a buffer of at least `len` elements from the pool, or allocates one. Its content is
     /// unspecified.
     pub fn take(&mut self, ops: &dyn Ops, len: usize) -> Buf {
-        // Of several equal buffers, one whose event has completed and whose address is lowest: each
-        // step then has the same buffers, and CUDA graphs can be replayed.
+        // Of several equally long buffers, prefer one whose event has completed, at the lowest
+        // address. Each step then uses the same buffers, so that CUDA graphs can be replayed.
         let keys = self.free.iter().map(|(buf, last_use)| {
             let at = if last_use.is_immediate() { buf.view().address() } else { u64::MAX };
             (buf.len(), at)
         });
-        match best_fit(keys, (len, 0)) {
+        match find_best_fit(keys, (len, 0)) {
             Some(i) => {
                 let (buf, last_use) = self.free.remove(i);
-                last_use.stream_wait();
+                last_use.make_stream_wait();
                 buf
             }
             None => ops.zeroed(self.dtype, len),
         }
     }
 
-    /// Returns a buffer that this thread no longer uses.
+    /// Returns a buffer to the pool that this thread no longer uses.
     pub fn give(&mut self, buf: Buf) {
         self.give_back_after(buf, Event::default());
     }
 
-    /// Returns a buffer that another thread uses until `last_use`.
+    /// Returns a buffer to the pool that another thread uses until `last_use`.
     pub fn give_back_after(&mut self, buf: Buf, last_use: Event) {
         self.free.push((buf, last_use));
     }
 }
 
-/// A [`BufferPool`] without memory, which counts the elements that the pool would allocate. The
-/// memory estimate uses it.
+/// A model of a [`BufferPool`] without memory, which counts the elements that the pool would
+/// allocate. The memory estimate uses it.
 #[derive(Default, Clone)]
 pub struct BufferPoolEstimate {
     free: Vec<usize>,
-    /// The elements allocated so far.
+    /// The number of elements allocated so far.
     pub allocated: usize,
 }
 
 impl BufferPoolEstimate {
-    /// The length of the buffer that a pool would return for `len` elements.
+    /// Takes a buffer of at least `len` elements, or counts a new one. Returns the length of the
+    /// buffer.
     pub fn take(&mut self, len: usize) -> usize {
-        match best_fit(self.free.iter().copied(), len) {
+        match find_best_fit(self.free.iter().copied(), len) {
             Some(i) => self.free.swap_remove(i),
             None => {
                 self.allocated += len;
@@ -81,13 +82,13 @@ impl BufferPoolEstimate {
         }
     }
 
-    /// Returns a buffer of this length.
+    /// Returns a buffer of length `len` to the pool.
     pub fn give(&mut self, len: usize) {
         self.free.push(len);
     }
 }
 
-/// The index of the smallest item that is at least `least`.
-fn best_fit<T: Ord + Copy>(free: impl Iterator<Item = T>, least: T) -> Option<usize> {
+/// Returns the index of the smallest item that is at least `least`, or `None` if there is none.
+fn find_best_fit<T: Ord + Copy>(free: impl Iterator<Item = T>, least: T) -> Option<usize> {
     free.enumerate().filter(|&(_, n)| n >= least).min_by_key(|&(_, n)| n).map(|(i, _)| i)
 }

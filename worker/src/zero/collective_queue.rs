@@ -2,12 +2,13 @@
 //! caller computes.
 //!
 //! Every rank submits the same collectives in the same order; one thread and one queue keep that
-//! order. On a GPU the thread has a separate stream. A collective waits there for the caller's
-//! earlier work, and the caller's work after [`PendingCollective::wait`] waits for the collective.
+//! order. On a GPU the thread has a separate stream. On that stream, a collective waits for the
+//! caller's earlier work. The caller's work after [`PendingCollective::wait`] waits for the
+//! collective.
 use comm::{Comm, CommError, Result};
 use device::{
     Ops,
-    storage::{DeviceError, Event, panic_message},
+    storage::{DeviceError, Event, extract_panic_message},
 };
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -18,13 +19,14 @@ use std::sync::{
 };
 use std::{thread::JoinHandle, time::Instant};
 
-/// The largest number of queued collectives; submitting more blocks the caller.
+/// The largest number of queued collectives. Submitting another one blocks the caller.
 const QUEUE_LIMIT: usize = 64;
 
 /// A submitted collective: the closure that the communication thread calls with the communicator.
 type CollectiveJob = Box<dyn FnOnce(&dyn Comm) + Send>;
 
-/// Submits collectives to the communication thread. With one rank they run on the caller's thread.
+/// The queue of the communication thread, which runs collectives in the order of their submission.
+/// With one rank, collectives run on the caller's thread.
 pub struct CollectiveQueue {
     comm: Arc<dyn Comm>,
     ops: Arc<dyn Ops>,
@@ -36,18 +38,18 @@ pub struct CollectiveQueue {
 /// A submitted collective whose result has not been taken yet.
 pub struct PendingCollective<T> {
     result: mpsc::Receiver<Result<(T, Event)>>,
-    /// `None` when the collective ran on the caller's thread.
+    /// Counts the time of the wait; `None` if the collective ran on the caller's thread.
     waits: Option<Arc<ExposedWaits>>,
 }
 
 impl<T> PendingCollective<T> {
-    /// Waits for the result. On a GPU the collective may still be running; work that this thread
-    /// submits afterwards is ordered behind it.
+    /// Blocks until the result is available. On a GPU the collective may still be running; work
+    /// that this thread submits afterwards is ordered behind it.
     pub fn wait(self) -> Result<T> {
         let ended = |_| Err(CommError::ThreadEnded { message: None });
         let began = Instant::now();
         let (result, done) = self.result.recv().unwrap_or_else(ended)?;
-        self.waits.iter().for_each(|waits| waits.wait_and_count(began, &done));
+        self.waits.iter().for_each(|waits| waits.wait_and_count_time(began, &done));
         Ok(result)
     }
 }
@@ -55,13 +57,14 @@ impl<T> PendingCollective<T> {
 /// Counts the time in which computation waited for collectives.
 struct ExposedWaits {
     ops: Arc<dyn Ops>,
-    /// Counted here when operations are synchronous; otherwise the backend counts.
+    /// The counted time if operations are synchronous. Otherwise the backend counts the time.
     host_nanoseconds: AtomicU64,
 }
 
 impl ExposedWaits {
-    /// Waits for `done` and counts the time since `began`.
-    fn wait_and_count(&self, began: Instant, done: &Event) {
+    /// Makes this thread's later work wait for `done`. If operations are synchronous, counts the
+    /// time since `began`.
+    fn wait_and_count_time(&self, began: Instant, done: &Event) {
         self.ops.wait_event_timed(done);
         if self.ops.is_host() {
             self.host_nanoseconds.fetch_add(began.elapsed().as_nanos() as u64, Relaxed);
@@ -69,23 +72,23 @@ impl ExposedWaits {
     }
 }
 
-/// What the caller of a collective reports about a panic of the communication thread. Operations of
-/// a device panic with their error.
-fn panic_error(panic: &(dyn Any + Send)) -> CommError {
+/// Converts a panic of the communication thread to the error that callers get. Operations of a
+/// device panic with their error.
+fn to_comm_error(panic: &(dyn Any + Send)) -> CommError {
     match panic.downcast_ref::<DeviceError>() {
         Some(error) => error.clone().into(),
-        None => CommError::ThreadEnded { message: Some(panic_message(panic)) },
+        None => CommError::ThreadEnded { message: Some(extract_panic_message(panic)) },
     }
 }
 
 impl CollectiveQueue {
-    /// Seconds since the previous call in which computation waited for collectives: communication
-    /// that is not overlapped.
+    /// Returns the seconds in which computation waited for collectives since the previous call, and
+    /// resets the count.
     pub fn take_exposed_seconds(&self) -> f64 {
-        self.waits.host_nanoseconds.swap(0, Relaxed) as f64 / 1e9 + self.ops.stall_seconds()
+        self.waits.host_nanoseconds.swap(0, Relaxed) as f64 / 1e9 + self.ops.take_stall_seconds()
     }
 
-    /// Starts the communication thread, except with a single rank.
+    /// Creates the queue and starts the communication thread, except with a single rank.
     pub fn new(comm: Arc<dyn Comm>, ops: Arc<dyn Ops>) -> std::io::Result<Self> {
         let waits = Arc::new(ExposedWaits { ops: ops.clone(), host_nanoseconds: AtomicU64::new(0) });
         if comm.world() == 1 {
@@ -99,21 +102,22 @@ impl CollectiveQueue {
             // that.
             let run_jobs = || {
                 streams.with_separate_stream(&mut || {
-                    todo.iter().all(|job| run_or_abort(comm, || job(comm)));
+                    todo.iter().all(|job| run_or_abort_peers(comm, || job(comm)));
                 });
             };
-            run_or_abort(comm, run_jobs);
+            run_or_abort_peers(comm, run_jobs);
         };
         let thread = std::thread::Builder::new().name("comm".into()).spawn(work)?;
         Ok(CollectiveQueue { comm, ops, waits, jobs: Some(jobs), thread: Some(thread) })
     }
 
-    /// The communicator, for the methods that any thread may call (rank, world, abort).
+    /// Returns the communicator, for the methods that any thread may call (rank, world, abort).
     pub fn comm(&self) -> &Arc<dyn Comm> {
         &self.comm
     }
 
-    /// Runs `f` after all earlier submissions and after this thread's earlier work.
+    /// Queues `f`, which runs after all earlier submissions and after this thread's earlier work.
+    /// Blocks only if the queue is full.
     pub fn submit<T: Send + 'static>(
         &self,
         f: impl FnOnce(&dyn Comm) -> Result<T> + Send + 'static,
@@ -126,7 +130,7 @@ impl CollectiveQueue {
         let before = record(ops.as_ref(), has_thread);
         let job: CollectiveJob = Box::new(move |comm| {
             let run = || {
-                before.stream_wait();
+                before.make_stream_wait();
                 let result = f(comm)?;
                 Ok((result, record(ops.as_ref(), has_thread)))
             };
@@ -135,7 +139,7 @@ impl CollectiveQueue {
                 Ok(result) => return drop(done.send(result)),
                 Err(panic) => panic,
             };
-            drop(done.send(Err(panic_error(panic.as_ref()))));
+            drop(done.send(Err(to_comm_error(panic.as_ref()))));
             resume_unwind(panic);
         });
         match &self.jobs {
@@ -146,8 +150,8 @@ impl CollectiveQueue {
         PendingCollective { result, waits: has_thread.then(|| self.waits.clone()) }
     }
 
-    /// Runs `f` after all earlier submissions and waits for its result.
-    pub fn run<T: Send + 'static>(
+    /// Queues `f` and blocks until its result is available.
+    pub fn run_and_wait<T: Send + 'static>(
         &self,
         f: impl FnOnce(&dyn Comm) -> Result<T> + Send + 'static,
     ) -> Result<T> {
@@ -155,9 +159,11 @@ impl CollectiveQueue {
     }
 }
 
-/// Runs `f`; when it panics, aborts the collectives of all peers. Returns whether `f` completed.
-fn run_or_abort(comm: &dyn Comm, f: impl FnOnce()) -> bool {
-    catch_unwind(AssertUnwindSafe(f)).map_err(|panic| comm.abort(&panic_message(panic.as_ref()))).is_ok()
+/// Runs `f`. Aborts the group if `f` panics. Returns whether `f` completed.
+fn run_or_abort_peers(comm: &dyn Comm, f: impl FnOnce()) -> bool {
+    catch_unwind(AssertUnwindSafe(f))
+        .map_err(|panic| comm.abort(&extract_panic_message(panic.as_ref())))
+        .is_ok()
 }
 
 impl Drop for CollectiveQueue {

@@ -1,9 +1,9 @@
-//! [`Engine`]: the parameters and gradients of every unit on this rank, sharded or whole, and the
+//! [`ZeroEngine`]: the parameters and gradients of every unit on this rank, sharded or whole, and the
 //! collectives that gather and reduce them.
 //!
-//! A pass fetches the parameters of a unit before their use and releases them afterwards. The
-//! backward pass reduces gradients, `finish_gradient` completes their sums, and the optimizer
-//! updates the shard that this rank owns.
+//! A forward or backward pass fetches the parameters of a unit before their use and releases them
+//! afterwards. The backward pass reduces gradients, `finish_gradient` completes their sums, and the
+//! optimizer updates the shard that this rank owns.
 mod gradients;
 
 use super::{
@@ -24,70 +24,76 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard},
 };
 
-/// The largest number of reductions in flight: one runs while the next block's gradient is
-/// computed.
+/// The largest number of reductions in flight. One reduction runs while the gradient of the next
+/// block is computed.
 pub const REDUCTIONS_IN_FLIGHT: usize = 1;
 
 /// The state of one parameter unit on this rank.
 pub struct UnitShard {
     /// The parameters of the unit.
     pub unit: ParamUnit,
-    /// Which rank owns which elements.
+    /// The ranks that own the elements of the unit.
     pub partition: Partition,
-    /// Trained elements of each rank's shard: the lengths of gradients and optimizer states.
+    /// By rank: the number of trained elements in its shard, which is the length of gradients and
+    /// optimizer states.
     trained_counts: Vec<usize>,
-    /// The parameters that the optimizer updates ([`Engine::resident_range`]).
+    /// The parameters that the optimizer updates. They cover [`ZeroEngine::resident_range`].
     params: RwLock<Buf>,
-    /// With master weights: the 16-bit parameters for computation, the owned shard or the whole
-    /// unit according to the policy. Absent when they are cast for each use ([`casts_on_gather`]).
+    /// The 16-bit parameters for computation, if there are master weights: the owned shard or the
+    /// whole unit, according to the policy. `None` also if they are cast for each use
+    /// ([`casts_on_gather`]).
     compute_copy: Option<RwLock<Buf>>,
-    /// Every rank's shard of the parameters for computation, when ranks share memory. Nothing is
-    /// gathered then.
+    /// The shards of all ranks, of the parameters for computation, if the ranks share memory. The
+    /// parameters are then read there and not gathered.
     shared_view: Option<SharedView>,
-    /// Partial sums of gradients, of the owned shard or the whole unit according to the policy.
+    /// Partial sums of gradients: of the owned shard or of the whole unit, according to the policy.
     grads: Mutex<SlotSums>,
 }
 
-/// The element types of the parameters.
+/// The element types of parameters for computation and for updates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ParamDtypes {
     /// The type that forward and backward passes compute with.
     pub compute: Dtype,
-    /// The type that the optimizer updates: `F32`, or the same as `dtype`.
+    /// The type that the optimizer updates: `F32`, or equal to `compute`.
     pub updated: Dtype,
 }
 
 impl ParamDtypes {
-    /// Whether fp32 master weights exist in addition to the parameters for computation.
+    /// Returns whether fp32 master weights exist in addition to the parameters for computation.
     pub fn has_masters(&self) -> bool {
         self.compute != self.updated
     }
 }
 
-/// Whether the 16-bit parameters are cast from their master weights for each use instead of being
-/// kept. This is the case on GPUs at stage 3, where parameters are gathered anyway: it saves two
-/// bytes per parameter, and the cast takes little time compared with the gather.
+/// Returns whether the 16-bit parameters are cast from their master weights for each use instead of
+/// being stored.
+///
+/// This is the case on GPUs at stage 3, where parameters are gathered for each use anyway. It saves
+/// two bytes per parameter, and the cast takes little time compared with the gather.
 pub fn casts_on_gather(policy: ShardingPolicy, weights: ParamDtypes, on_host: bool) -> bool {
     policy.shard_parameters && weights.has_masters() && !on_host
 }
 
-/// Access to the whole parameters of a unit until [`Engine::release_params`].
+/// Access to the whole parameters of a unit. It ends with [`ZeroEngine::release_params`].
 pub enum ParamsGuard {
-    /// The unit's whole parameters are always stored on this rank.
+    /// The unit with this index, whose whole parameters are always stored on this rank.
     Resident(usize),
-    /// Parameters in a buffer, gathered for this use and possibly retained for the next.
+    /// Parameters in a buffer. They were gathered for this use and may be retained for the next
+    /// use.
     Gathered(PlannedFetch, Buf),
-    /// Parameters in memory that the ranks share, read where their owners store them.
+    /// Parameters in memory that the ranks share. They are read where their owners store them.
     Shared(PlannedFetch),
 }
 
-/// The ZeRO engine of one rank: gathers parameters before their use and reduces gradients after it.
-pub struct Engine {
+/// The ZeRO engine of one rank. It gathers parameters before their use and reduces gradients
+/// afterwards.
+pub struct ZeroEngine {
     /// The state of every unit, in the order of the model.
     pub shards: Arc<Vec<UnitShard>>,
-    /// What the ranks shard.
+    /// The ZeRO stage and the other choices of what is sharded.
     pub policy: ShardingPolicy,
-    /// Which rank computes which sample slot.
+    /// Which rank computes which sample slot in which round.
     pub slots: SlotSchedule,
     rank: usize,
     world: usize,
@@ -101,33 +107,38 @@ pub struct Engine {
     /// The owned shard of the unit that is being gathered, cast from master weights.
     cast_buffer: Arc<Mutex<Buf>>,
     gradient_pool: Arc<Mutex<BufferPool>>,
-    /// Reusable sums for [`Engine::take_run_sums`], each with the event after which it may be
+    /// Reusable sums for [`ZeroEngine::take_run_sums`], each with the event after which it may be
     /// written.
     run_sums_pool: Arc<Mutex<Vec<(SlotSums, Event)>>>,
     exchange: Arc<Mutex<ExchangeBuffers>>,
-    /// The remaining fetches of this pass, in order.
+    /// The fetches of this pass that have not happened yet, in order.
     upcoming: VecDeque<PlannedFetch>,
-    /// The units among them whose gather has not started.
+    /// The units of upcoming fetches whose gather has not started.
     gather_queue: VecDeque<usize>,
-    /// Retained parameters by unit.
+    /// The retained parameters, by unit.
     retained: Mutex<HashMap<usize, Buf>>,
-    /// With shared memory: a pass may start when every rank has written its shards and entered it.
+    /// A barrier at the start of a pass, if ranks share memory: before the pass reads parameters,
+    /// every rank must have written its shards.
     pass_barrier: Option<PendingCollective<()>>,
-    /// Running gathers, oldest first.
+    /// Running gathers with their units, oldest first.
     pending_gathers: VecDeque<(usize, PendingCollective<Buf>)>,
     pending_reductions: VecDeque<PendingCollective<()>>,
     /// Running gathers of updated parameters.
     pending_param_gathers: Vec<PendingCollective<()>>,
 }
 
-fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
+/// Locks `m`, also after a panic.
+fn lock_ignoring_poison<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
     // A poisoned lock means that the communication thread panicked and aborted the job.
     m.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl Engine {
-    /// Allocates this rank's shards of every unit with zeros. `prefetch` and `max_live` are the
-    /// values of `train.zero` in the job.
+impl ZeroEngine {
+    /// Allocates this rank's shards of every unit, filled with zeros. Collective: every rank must
+    /// call it with the same units.
+    ///
+    /// `prefetch` and `max_live` are the values of `train.zero` in the job. `slots` is the number
+    /// of sample slots of a global batch.
     pub fn new(
         units: Vec<ParamUnit>,
         policy: ShardingPolicy,
@@ -145,7 +156,7 @@ impl Engine {
             let shared = match policy.shard_parameters && unit.owners.count_below(world) > 1 {
                 true => {
                     let counts = part.shard_lengths().to_vec();
-                    queue.run(move |comm| comm.shared_window(dtype, &counts))?
+                    queue.run_and_wait(move |comm| comm.shared_window(dtype, &counts))?
                 }
                 false => None,
             };
@@ -164,7 +175,8 @@ impl Engine {
                 true => (masters(), Some(RwLock::new(computed()))),
             };
             let params = RwLock::new(params);
-            let trained: Vec<usize> = (0..world).map(|r| unit.trained_range(part.range(r)).len()).collect();
+            let trained: Vec<usize> =
+                (0..world).map(|r| unit.compute_trained_range(part.range(r)).len()).collect();
             let summed = if policy.shard_gradients { trained[rank] } else { owner_len(unit.trained_len()) };
             let grads = Mutex::new(policy.new_gradient_sums(summed));
             Ok(UnitShard {
@@ -179,7 +191,7 @@ impl Engine {
         });
         let shards = Arc::new(shards.collect::<Result<Vec<_>>>()?);
         let cast_buffer = Arc::new(Mutex::new(ops.zeroed(dtype, 0)));
-        Ok(Engine {
+        Ok(ZeroEngine {
             shards,
             policy,
             slots: SlotSchedule { slots, world, interleaved: policy.shard_gradients },
@@ -205,80 +217,82 @@ impl Engine {
         })
     }
 
-    /// The number of this rank.
+    /// Returns the number of this rank.
     pub fn rank(&self) -> usize {
         self.rank
     }
 
-    /// The number of ranks.
+    /// Returns the number of ranks.
     pub fn world(&self) -> usize {
         self.world
     }
 
-    /// The queue of collectives, which also orders those of the engine.
+    /// Returns the queue of collectives. The engine submits its collectives to this queue, too.
     pub fn queue(&self) -> &Arc<CollectiveQueue> {
         &self.queue
     }
 
-    /// The flat range of unit `u` that this rank owns.
+    /// Returns the flat range of unit `u` that this rank owns.
     pub fn owned_range(&self, u: usize) -> Range<usize> {
         self.shards[u].partition.range(self.rank)
     }
 
-    /// The length of this rank's gradients and optimizer states of unit `u`.
+    /// Returns the number of trained elements in this rank's shard of unit `u`, which is the length
+    /// of its gradient and optimizer states.
     pub fn owned_trained_len(&self, u: usize) -> usize {
         self.shards[u].trained_counts[self.rank]
     }
 
-    /// The element types of the parameters.
+    /// Returns the element types of the parameters.
     pub fn param_dtypes(&self) -> ParamDtypes {
         self.weights
     }
 
-    /// The flat range of unit `u` whose parameters this rank always stores in the form that the
-    /// optimizer updates. With master weights this is the range that this rank updates.
+    /// Returns the flat range of unit `u` whose parameters this rank always stores in the form that
+    /// the optimizer updates. With master weights, this rank updates exactly this range.
     pub fn resident_range(&self, u: usize) -> Range<usize> {
-        self.owned_or_whole(u, self.policy.shards_updated_params(self.weights.has_masters()))
+        self.select_stored_range(u, self.policy.shards_updated_params(self.weights.has_masters()))
     }
 
-    /// The flat range of unit `u` whose parameters for computation this rank always stores.
+    /// Returns the flat range of unit `u` whose parameters for computation this rank always stores.
     pub fn compute_range(&self, u: usize) -> Range<usize> {
-        self.owned_or_whole(u, self.policy.shard_parameters)
+        self.select_stored_range(u, self.policy.shard_parameters)
     }
 
-    /// The flat range of unit `u` that this rank updates.
+    /// Returns the flat range of unit `u` that this rank updates.
     pub fn update_range(&self, u: usize) -> Range<usize> {
-        self.owned_or_whole(u, self.policy.shard_optimizer)
+        self.select_stored_range(u, self.policy.shard_optimizer)
     }
 
-    /// The range of unit `u` that this rank stores: its shard if `sharded`, else the whole unit on
-    /// its owners.
-    fn owned_or_whole(&self, u: usize, sharded: bool) -> Range<usize> {
+    /// Returns the flat range of unit `u` that this rank stores: its shard if `sharded`, else the
+    /// whole unit on its owners.
+    fn select_stored_range(&self, u: usize, sharded: bool) -> Range<usize> {
         let unit = &self.shards[u].unit;
         if sharded || !unit.owners.contains(self.rank) { self.owned_range(u) } else { 0..unit.len() }
     }
 
-    /// With master weights: rounds `values` into the parameters for computation, starting at
-    /// element `at` of [`Engine::compute_range`].
+    /// Rounds `values` into the parameters for computation, starting at element `at` of
+    /// [`ZeroEngine::compute_range`]. Does nothing if no compute copy is stored.
     pub fn update_compute_copy(&self, u: usize, at: usize, values: View) {
         if let Some(compute_copy) = &self.shards[u].compute_copy {
             copy_or_cast(
                 self.ops.as_ref(),
-                write_lock(compute_copy).view_mut().slice(at..at + values.len()),
+                lock_for_writing(compute_copy).view_mut().slice(at..at + values.len()),
                 values,
             );
         }
     }
 
     /// Writes `values` into the resident parameters of unit `u`, starting at element `at` of
-    /// [`Engine::resident_range`]. Values for 16-bit parameters are rounded to the nearest one.
+    /// [`ZeroEngine::resident_range`]. Rounds to the nearest value if the parameters have 16 bits.
     pub fn write_resident(&self, u: usize, at: usize, values: View) {
         copy_or_cast(self.ops.as_ref(), self.params_mut(u).view_mut().slice(at..at + values.len()), values);
     }
 
     /// Casts the resident master weights of unit `u` to the parameters for computation. Does
-    /// nothing without master weights. If several ranks store the whole unit, all of them must have
-    /// made equal changes to it.
+    /// nothing if no compute copy is stored.
+    ///
+    /// If several ranks store the whole unit, all of them must have made equal changes to it.
     pub fn refresh_compute_copy(&self, u: usize) {
         self.shards[u].refresh_compute_copy(self.ops.as_ref(), self.resident_range(u), self.compute_range(u));
     }
@@ -290,18 +304,18 @@ impl Engine {
 
     /// Locks the resident parameters of unit `u` for reading.
     pub fn params(&self, u: usize) -> RwLockReadGuard<'_, Buf> {
-        read_lock(&self.shards[u].params)
+        lock_for_reading(&self.shards[u].params)
     }
 
     /// Locks the resident parameters of unit `u` for writing.
     pub fn params_mut(&self, u: usize) -> RwLockWriteGuard<'_, Buf> {
-        write_lock(&self.shards[u].params)
+        lock_for_writing(&self.shards[u].params)
     }
 
     // --- parameters ---------------------------------------------------------------------------
 
-    /// Starts a pass that fetches units in this order, so that gathers can start ahead of their
-    /// use.
+    /// Starts a pass that fetches units in the order `order`, so that gathers can start ahead of
+    /// their use. Panics if the previous pass was not finished.
     pub fn begin_pass(&mut self, order: impl IntoIterator<Item = usize>) {
         assert!(
             self.upcoming.is_empty() && self.pending_gathers.is_empty(),
@@ -316,19 +330,20 @@ impl Engine {
         self.pass_barrier = is_shared.then(|| self.queue.submit(|comm: &dyn Comm| comm.barrier()));
     }
 
-    /// Whether unit `u` has to be gathered, or cast from its master weights, before each use.
+    /// Returns whether unit `u` must be gathered, or cast from its master weights, before each use.
     fn needs_gather(&self, u: usize) -> bool {
         let is_shared =
             self.policy.shard_parameters && self.shards[u].unit.owners.count_below(self.world) > 1;
         is_shared || self.casts_on_gather()
     }
 
+    /// Returns whether this engine casts parameters from their master weights for each use.
     fn casts_on_gather(&self) -> bool {
         casts_on_gather(self.policy, self.weights, self.ops.is_host())
     }
 
-    /// Makes the whole parameters of unit `u` available: waits for their gather, unless they were
-    /// retained, and starts the next gathers.
+    /// Makes the whole parameters of unit `u` available. Starts the next gathers, and waits for the
+    /// gather of `u` unless its parameters were retained.
     pub fn fetch_params(&mut self, u: usize) -> Result<ParamsGuard> {
         if !self.needs_gather(u) {
             return Ok(ParamsGuard::Resident(u));
@@ -345,7 +360,8 @@ impl Engine {
             return Ok(ParamsGuard::Shared(fetch));
         }
         if fetch.is_retained {
-            let buf = lock(&self.retained).remove(&u).expect("released before it is fetched again");
+            let buf =
+                lock_ignoring_poison(&self.retained).remove(&u).expect("released before it is fetched again");
             return Ok(ParamsGuard::Gathered(fetch, buf));
         }
         let (unit, gather) = self.pending_gathers.pop_front().expect("the gather was started");
@@ -356,15 +372,15 @@ impl Engine {
     /// Starts to gather the whole parameters of unit `u` into a buffer of the pool.
     fn submit_gather(&self, u: usize) -> PendingCollective<Buf> {
         let (shards, len) = (self.shards.clone(), self.shards[u].unit.len());
-        let take = || lock(&self.param_pool).take(self.ops.as_ref(), len);
+        let take = || lock_ignoring_poison(&self.param_pool).take(self.ops.as_ref(), len);
         let mut whole = with_alloc_label("gathered parameters", take);
         let (ops, buffers, cast_buffer) = (self.ops.clone(), self.exchange.clone(), self.cast_buffer.clone());
         let (casts, has_one_owner) =
             (self.casts_on_gather(), shards[u].unit.owners.count_below(self.world) == 1);
         self.queue.submit(move |comm: &dyn Comm| {
             let s = &shards[u];
-            let owned = read_lock(s.compute_params());
-            let (to, buffers) = (whole.view_mut().slice(0..len), &mut lock(&buffers));
+            let owned = lock_for_reading(s.compute_params());
+            let (to, buffers) = (whole.view_mut().slice(0..len), &mut lock_ignoring_poison(&buffers));
             let mut exchange = |to, owned| {
                 gather_from_owners(
                     comm,
@@ -381,7 +397,7 @@ impl Engine {
             } else if has_one_owner {
                 ops.cast(to, owned.view());
             } else {
-                let mut mine = lock(&cast_buffer);
+                let mut mine = lock_ignoring_poison(&cast_buffer);
                 let mut mine = with_alloc_label("gathered parameters", || {
                     resize_buffer(ops.as_ref(), &mut mine, owned.len())
                 });
@@ -392,10 +408,10 @@ impl Engine {
         })
     }
 
-    /// Runs `f` on fetched parameters.
+    /// Runs `f` on the whole parameters of a unit that `guard` gives access to.
     pub fn with_params<T>(&self, guard: &ParamsGuard, f: impl FnOnce(View) -> T) -> T {
         match guard {
-            ParamsGuard::Resident(u) => f(read_lock(self.shards[*u].compute_params()).view()),
+            ParamsGuard::Resident(u) => f(lock_for_reading(self.shards[*u].compute_params()).view()),
             ParamsGuard::Gathered(fetch, buf) => f(buf.view().slice(0..self.shards[fetch.unit].unit.len())),
             ParamsGuard::Shared(fetch) => {
                 f(self.shards[fetch.unit].shared_view.as_ref().expect("shared memory").view())
@@ -408,9 +424,9 @@ impl Engine {
         match guard {
             ParamsGuard::Resident(_) => {}
             ParamsGuard::Gathered(fetch, buf) if fetch.is_kept => {
-                drop(lock(&self.retained).insert(fetch.unit, buf))
+                drop(lock_ignoring_poison(&self.retained).insert(fetch.unit, buf))
             }
-            ParamsGuard::Gathered(_, buf) => lock(&self.param_pool).give(buf),
+            ParamsGuard::Gathered(_, buf) => lock_ignoring_poison(&self.param_pool).give(buf),
             ParamsGuard::Shared(fetch) if fetch.is_kept => {}
             ParamsGuard::Shared(fetch) => {
                 self.shards[fetch.unit].shared_view.iter().for_each(SharedView::release_peer_pages)
@@ -419,7 +435,9 @@ impl Engine {
     }
 
     /// Starts to distribute the owners' updated shards of unit `u` to every rank that stores the
-    /// unit. [`Engine::wait_param_gather`] waits for it.
+    /// unit. [`ZeroEngine::wait_param_gather`] waits for the result.
+    ///
+    /// Collective: every rank must call it.
     pub fn start_param_gather(&mut self, u: usize) {
         if self.policy.shard_parameters || self.world == 1 {
             return self.refresh_compute_copy(u);
@@ -429,7 +447,7 @@ impl Engine {
         let (stores_shard_only, buffers) =
             (self.policy.shards_updated_params(self.weights.has_masters()), self.exchange.clone());
         self.pending_param_gathers.push(self.queue.submit(move |comm: &dyn Comm| {
-            let (s, buffers) = (&shards[u], &mut lock(&buffers));
+            let (s, buffers) = (&shards[u], &mut lock_ignoring_poison(&buffers));
             if stores_shard_only {
                 s.refresh_compute_copy(ops.as_ref(), resident, computed.clone());
                 return s.gather_in_place(comm, ops.as_ref(), buffers, s.compute_params(), owned, computed);
@@ -440,30 +458,31 @@ impl Engine {
         }));
     }
 
-    /// Waits for every gather that [`Engine::start_param_gather`] started.
+    /// Waits for every gather that [`ZeroEngine::start_param_gather`] started.
     pub fn wait_param_gather(&mut self) -> Result<()> {
         self.pending_param_gathers.drain(..).try_for_each(PendingCollective::wait)
     }
 }
 
 impl UnitShard {
-    /// The parameters for computation.
+    /// Returns the parameters for computation.
     fn compute_params(&self) -> &RwLock<Buf> {
         self.compute_copy.as_ref().unwrap_or(&self.params)
     }
 
-    /// Casts the resident parameters to the matching elements of the parameters for computation.
-    /// Does nothing without master weights.
+    /// Casts the resident parameters, which cover the flat range `resident`, to the matching
+    /// elements of the compute copy, which covers `computed`. Does nothing if no compute copy is
+    /// stored.
     fn refresh_compute_copy(&self, ops: &dyn Ops, resident: Range<usize>, computed: Range<usize>) {
         let Some(compute_copy) = &self.compute_copy else { return };
-        let (mut to, from) = (write_lock(compute_copy), read_lock(&self.params));
+        let (mut to, from) = (lock_for_writing(compute_copy), lock_for_reading(&self.params));
         let both = resident.start.max(computed.start)..resident.end.min(computed.end);
         let within = |r: &Range<usize>| both.start - r.start..both.end - r.start;
         ops.cast(to.view_mut().slice(within(&computed)), from.view().slice(within(&resident)));
     }
 
     /// Gathers the shards of all owner ranks into `values`, which stores the flat range `stored` of
-    /// the unit. The flat range `owned` is this rank's shard, which `values` contains already.
+    /// the unit. Before the call, `values` contains only this rank's shard, the flat range `owned`.
     fn gather_in_place(
         &self,
         comm: &dyn Comm,
@@ -473,10 +492,12 @@ impl UnitShard {
         owned: Range<usize>,
         stored: Range<usize>,
     ) -> Result<()> {
-        let mut whole = write_lock(values);
+        let mut whole = lock_for_writing(values);
         // the collective must not send from the memory that it writes
-        let copy =
-            buffers.take_copy(ops, whole.view().slice(owned.start - stored.start..owned.end - stored.start));
+        let copy = buffers.take_copy_of_shard(
+            ops,
+            whole.view().slice(owned.start - stored.start..owned.end - stored.start),
+        );
         let (whole, mine) = (whole.view_mut(), copy.view().slice(0..owned.len()));
         let gathered = gather_from_owners(
             comm,
@@ -487,12 +508,12 @@ impl UnitShard {
             whole,
             mine,
         );
-        buffers.return_copy(copy);
+        buffers.give_back_copy(copy);
         gathered
     }
 }
 
-/// Copies `values` to `to`, possibly between host and device; rounds to the nearest value when `to`
+/// Copies `values` to `to`, possibly between host and device. Rounds to the nearest value if `to`
 /// has a narrower type.
 pub(crate) fn copy_or_cast(ops: &dyn Ops, to: ViewMut, values: View) {
     if to.dtype() == values.dtype() {
@@ -502,10 +523,10 @@ pub(crate) fn copy_or_cast(ops: &dyn Ops, to: ViewMut, values: View) {
     ops.cast(to, ops.to_device(values, &mut device_values));
 }
 
-fn write_lock(params: &RwLock<Buf>) -> RwLockWriteGuard<'_, Buf> {
+fn lock_for_writing(params: &RwLock<Buf>) -> RwLockWriteGuard<'_, Buf> {
     params.write().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn read_lock(params: &RwLock<Buf>) -> RwLockReadGuard<'_, Buf> {
+fn lock_for_reading(params: &RwLock<Buf>) -> RwLockReadGuard<'_, Buf> {
     params.read().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,5 +1,5 @@
-//! [`plan_fetches`]: which gathered parameters are retained between two uses in a pass, within
-//! `train.zero.max_live_parameters`. Pure.
+//! [`plan_fetches`] decides which gathered parameters are retained between two uses in a pass,
+//! within `train.zero.max_live_parameters`.
 use std::collections::{BTreeMap, HashMap};
 
 /// One use of a unit's parameters within a pass.
@@ -13,8 +13,10 @@ pub struct PlannedFetch {
     pub is_kept: bool,
 }
 
-/// The fetches of a pass that uses units in `order`. At most `limit` elements are retained at a
-/// time, those whose next use is soonest. `len` returns the number of elements of a unit.
+/// Plans the fetches of a pass that uses units in `order`.
+///
+/// At most `limit` elements are retained at a time: those of the units whose next use is soonest.
+/// `len` returns the number of elements of a unit.
 pub fn plan_fetches(
     order: impl IntoIterator<Item = usize>,
     len: impl Fn(usize) -> usize,
@@ -54,8 +56,8 @@ pub fn plan_fetches(
 mod tests {
     use super::*;
 
-    /// The units that are retained at their use, in a forward and backward pass over units of 10
-    /// elements.
+    /// Returns the units whose parameters were retained when they are used, for a forward and
+    /// backward pass over units of 10 elements.
     fn retained_units(limit: u64) -> Vec<usize> {
         let order = [0, 1, 2, 3, 4, 3, 2, 1, 0];
         plan_fetches(order, |_| 10, limit).iter().filter(|f| f.is_retained).map(|f| f.unit).collect()

@@ -13,25 +13,25 @@ pub mod slot_sums;
 use contract::job::TrainSpec;
 use slot_sums::SlotSums;
 
-/// What the ranks shard, as three independent choices, and how gradients are summed.
+/// The sharded state, as three independent choices, and the order in which gradients are summed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ShardingPolicy {
     /// The ZeRO stage, for messages and checkpoints.
     pub stage: u8,
-    /// Each rank keeps the optimizer states of the shards that it owns.
+    /// Whether each rank keeps only the optimizer states of the shards that it owns.
     pub shard_optimizer: bool,
-    /// Gradients are reduced to their owner during each backward pass. Otherwise they are kept
-    /// whole until the last micro-batch.
+    /// Whether gradients are reduced to their owners during each backward pass. Otherwise they are
+    /// kept whole until the last micro-batch.
     pub shard_gradients: bool,
-    /// Parameters are gathered before use and released afterwards.
+    /// Whether parameters are gathered before their use and released afterwards.
     pub shard_parameters: bool,
-    /// Gradients of several sample slots are added in the order in which they are computed, not by
-    /// the fixed tree.
+    /// Whether gradients of several sample slots are added in the order in which they are computed,
+    /// not by the fixed tree.
     pub sums_in_arrival_order: bool,
 }
 
 impl ShardingPolicy {
-    /// The policy of stage 0, 1, 2 or 3.
+    /// Returns the policy of ZeRO stage 0, 1, 2 or 3.
     pub fn for_stage(stage: u8) -> Self {
         ShardingPolicy {
             stage,
@@ -42,7 +42,7 @@ impl ShardingPolicy {
         }
     }
 
-    /// The policy that a job's `train` section selects.
+    /// Returns the policy that a job's `train` section selects.
     pub fn for_job(train: &TrainSpec) -> Self {
         let sums_in_arrival_order = !train.deterministic;
         ShardingPolicy {
@@ -52,26 +52,28 @@ impl ShardingPolicy {
         }
     }
 
-    /// Empty sums over sample slots of gradients with `len` elements.
+    /// Creates empty sums over sample slots of gradients with `len` elements.
     fn new_gradient_sums(&self, len: usize) -> SlotSums {
         if self.sums_in_arrival_order { SlotSums::in_arrival_order(len) } else { SlotSums::new(len) }
     }
 
-    /// Adapts the policy to experts that are distributed over groups of `parallel` ranks. A rank
-    /// then computes gradients of its experts for the slots of its whole group in each round, so
-    /// gradients are reduced during the backward pass at every stage.
+    /// Adapts the policy to experts that are distributed over groups of `parallel` ranks.
+    ///
+    /// In each round, a rank then computes gradients of its experts for the slots of its whole
+    /// group. Gradients are therefore reduced during the backward pass at every stage.
     pub fn with_expert_parallelism(self, parallel: usize) -> Self {
         ShardingPolicy { shard_gradients: self.shard_gradients || parallel > 1, ..self }
     }
 
-    /// Whether a rank keeps the updated parameters of the shards that it owns. With `masters`,
-    /// these are the fp32 master weights, which are sharded like optimizer states.
+    /// Returns whether a rank keeps only the updated parameters of the shards that it owns. If
+    /// `masters`, the updated parameters are the fp32 master weights, which are sharded like
+    /// optimizer states.
     pub fn shards_updated_params(&self, masters: bool) -> bool {
         if masters { self.shard_optimizer } else { self.shard_parameters }
     }
 }
 
-/// Which sample slots of a global batch each rank computes in which round (docs/numerics.md).
+/// The assignment of the sample slots of a global batch to ranks and rounds (docs/numerics.md).
 ///
 /// The sum over slots is one fixed tree, so the assignment does not affect any bit. It decides
 /// which partial sums must be kept. With sharded gradients, consecutive slots go to different
@@ -79,7 +81,7 @@ impl ShardingPolicy {
 /// contiguous run of slots and sums it locally.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SlotSchedule {
-    /// Sample slots per global batch.
+    /// Number of sample slots in a global batch.
     pub slots: usize,
     /// Number of ranks.
     pub world: usize,
@@ -88,14 +90,15 @@ pub struct SlotSchedule {
 }
 
 impl SlotSchedule {
-    /// Forward and backward passes of each rank per step; equal on every rank.
-    pub fn rounds(&self) -> usize {
+    /// Returns the number of forward and backward passes of each rank per step. It is equal on
+    /// every rank.
+    pub fn count_rounds(&self) -> usize {
         self.slots.div_ceil(self.world)
     }
 
-    /// The slot that `rank` computes in `round`. With `None` the rank only takes part in
+    /// Returns the slot that `rank` computes in `round`. If `None`, the rank only takes part in
     /// collectives.
-    pub fn slot(&self, rank: usize, round: usize) -> Option<usize> {
+    pub fn find_slot(&self, rank: usize, round: usize) -> Option<usize> {
         if self.interleaved {
             let s = round * self.world + rank;
             (s < self.slots).then_some(s)
@@ -119,7 +122,8 @@ mod tests {
                     let mut seen = vec![0; slots];
                     let mut in_rank_order = Vec::new();
                     for rank in 0..world {
-                        let mine: Vec<_> = (0..s.rounds()).filter_map(|r| s.slot(rank, r)).collect();
+                        let mine: Vec<_> =
+                            (0..s.count_rounds()).filter_map(|r| s.find_slot(rank, r)).collect();
                         assert!(mine.is_sorted());
                         mine.iter().for_each(|&i| seen[i] += 1);
                         in_rank_order.extend(mine);

@@ -1,11 +1,11 @@
-//! Gathers and reductions of units that only some ranks own, such as experts. Each is one
-//! `all_to_all` of all ranks, in which the other ranks send and receive nothing, so that every rank
-//! has the same sequence of collectives.
+//! Gathers and reductions of units that only some ranks own, such as experts. Each gather or
+//! reduction is one `all_to_all` of all ranks, in which ranks that do not own the unit send and
+//! receive nothing. So every rank runs the same sequence of collectives.
 use super::{
     SlotSchedule,
     buffer_pool::resize_buffer,
     partition::Partition,
-    slot_sums::{SlotRun, SlotSums, merged_runs, peak_buffers},
+    slot_sums::{SlotRun, SlotSums, count_peak_buffers, merge_slots_into_runs},
 };
 use crate::params::{OwnerRanks, ParamUnit};
 use comm::{Comm, Result};
@@ -24,40 +24,47 @@ pub(super) struct ExchangeBuffers {
 }
 
 impl ExchangeBuffers {
-    /// The send buffer for `len` elements of `dtype`.
-    fn sent(&mut self, ops: &dyn Ops, dtype: Dtype, len: usize) -> ViewMut<'_> {
+    /// Returns the first `len` elements of the send buffer for elements of type `dtype`.
+    fn reserve_send_buffer(&mut self, ops: &dyn Ops, dtype: Dtype, len: usize) -> ViewMut<'_> {
         if dtype == Dtype::F32 {
             return resize_buffer(ops, &mut self.sent, len);
         }
-        resize_buffer(ops, with_dtype(ops, &mut self.sent_rounded, dtype), len)
+        resize_buffer(ops, ensure_dtype(ops, &mut self.sent_rounded, dtype), len)
     }
 
-    /// A buffer that begins with a copy of `owned`; [`ExchangeBuffers::return_copy`] takes it back.
-    /// It is reused because the allocator would keep several buffers if each unit allocated one.
-    pub(super) fn take_copy(&mut self, ops: &dyn Ops, owned: View) -> Buf {
+    /// Takes a buffer that begins with a copy of `owned`. [`ExchangeBuffers::give_back_copy`] gives
+    /// it back.
+    ///
+    /// The buffer is reused because the allocator would keep several buffers if each unit allocated
+    /// one.
+    pub(super) fn take_copy_of_shard(&mut self, ops: &dyn Ops, owned: View) -> Buf {
         let mut buffer = std::mem::take(&mut self.owned);
-        ops.copy(resize_buffer(ops, with_dtype(ops, &mut buffer, owned.dtype()), owned.len()), owned);
+        ops.copy(resize_buffer(ops, ensure_dtype(ops, &mut buffer, owned.dtype()), owned.len()), owned);
         buffer
     }
 
-    /// Takes back the buffer of [`ExchangeBuffers::take_copy`].
-    pub(super) fn return_copy(&mut self, copy: Buf) {
+    /// Gives back the buffer of [`ExchangeBuffers::take_copy_of_shard`].
+    pub(super) fn give_back_copy(&mut self, copy: Buf) {
         self.owned = copy;
     }
 }
 
-/// Returns `buf`, after replacing it by an empty buffer if it is not of this backend and `dtype`.
-fn with_dtype<'a>(ops: &dyn Ops, buf: &'a mut Buf, dtype: Dtype) -> &'a mut Buf {
+/// Returns `buf`. Replaces it by an empty buffer of this backend if it is empty or of another type
+/// than `dtype`.
+fn ensure_dtype<'a>(ops: &dyn Ops, buf: &'a mut Buf, dtype: Dtype) -> &'a mut Buf {
     if buf.is_empty() || buf.dtype() != dtype {
         *buf = ops.zeroed(dtype, 0);
     }
     buf
 }
 
-/// The elements of [`ExchangeBuffers`] that a unit needs, for the memory estimate: sent by a gather
-/// of its parameters, sent by a reduction of its gradients, and received by that reduction. This
-/// rank owns `owned` elements of the unit, of which `own_trained` are trained.
-pub fn exchange_buffer_lengths(
+/// Computes the number of elements of [`ExchangeBuffers`] that a unit needs, for the memory
+/// estimate.
+///
+/// The results are the elements sent by a gather of the unit's parameters, sent by a reduction of
+/// its gradients, and received by that reduction. This rank owns `owned` elements of the unit, of
+/// which `own_trained` are trained.
+pub fn compute_exchange_buffer_lengths(
     unit: &ParamUnit,
     slots: &SlotSchedule,
     rank: usize,
@@ -67,17 +74,20 @@ pub fn exchange_buffer_lengths(
         return (0, 0, 0);
     }
     let owners = unit.owners.count_below(slots.world);
-    let most = |of: &dyn Fn(usize) -> usize| (0..slots.rounds()).map(of).max().unwrap_or(0);
-    let sent = most(&|round| runs_of_group(slots, unit.owners, rank, round).len());
+    let most = |of: &dyn Fn(usize) -> usize| (0..slots.count_rounds()).map(of).max().unwrap_or(0);
+    let sent = most(&|round| list_group_slot_runs(slots, unit.owners, rank, round).len());
     let ranks = || (0..slots.world).filter(|&r| unit.owners.contains(r));
-    let received = most(&|round| ranks().map(|r| runs_of_group(slots, unit.owners, r, round).len()).sum());
+    let received =
+        most(&|round| ranks().map(|r| list_group_slot_runs(slots, unit.owners, r, round).len()).sum());
     let gathered = if owners > 1 { owners * owned } else { 0 };
     (gathered, sent * unit.trained_len(), received * own_trained)
 }
 
-/// Gathers the owners' shards of a unit into `whole` on each owner. `shard_lengths` are the lengths
-/// of all ranks' shards, and `owned` is this rank's shard. On ranks that do not own the unit,
-/// `owned` and `whole` are empty. Collective.
+/// Gathers the owners' shards of a unit into `whole` on each owner. Collective: every rank must
+/// call it.
+///
+/// `shard_lengths` are the lengths of all ranks' shards, and `owned` is this rank's shard. On ranks
+/// that do not own the unit, `owned` and `whole` are empty.
 pub(super) fn gather_from_owners(
     comm: &dyn Comm,
     ops: &dyn Ops,
@@ -96,49 +106,54 @@ pub(super) fn gather_from_owners(
         (0..world).map(|r| if mine && owners.contains(r) { counts(r) } else { 0 }).collect()
     };
     let (sent, received) = (only(&|_| owned.len()), only(&|r| shard_lengths[r]));
-    let mut send = buffers.sent(ops, owned.dtype(), sent.iter().sum());
+    let mut send = buffers.reserve_send_buffer(ops, owned.dtype(), sent.iter().sum());
     for copy in 0..send.len().checked_div(owned.len()).unwrap_or(0) {
         ops.copy(send.slice_mut(copy * owned.len()..(copy + 1) * owned.len()), owned);
     }
     comm.all_to_all(whole, &received, send.as_view(), &sent)
 }
 
-/// The slots that the group of `rank` computes in `round`.
-fn slots_of_group(slots: &SlotSchedule, owners: OwnerRanks, rank: usize, round: usize) -> Range<usize> {
+/// Returns the sample slots that the group of `rank` computes in `round`.
+fn list_group_slots(slots: &SlotSchedule, owners: OwnerRanks, rank: usize, round: usize) -> Range<usize> {
     let first = rank / owners.stride * owners.stride;
-    let slots: Vec<usize> = (first..first + owners.stride).filter_map(|r| slots.slot(r, round)).collect();
+    let slots: Vec<usize> =
+        (first..first + owners.stride).filter_map(|r| slots.find_slot(r, round)).collect();
     slots.first().map_or(0..0, |&a| a..a + slots.len())
 }
 
-/// The runs of slots that the group of `rank` computes in `round`, merged as far as possible.
-pub(super) fn runs_of_group(
+/// Returns the runs of slots that the group of `rank` computes in `round`, merged as far as
+/// possible.
+pub(super) fn list_group_slot_runs(
     slots: &SlotSchedule,
     owners: OwnerRanks,
     rank: usize,
     round: usize,
 ) -> Vec<SlotRun> {
-    merged_runs(slots_of_group(slots, owners, rank, round))
+    merge_slots_into_runs(list_group_slots(slots, owners, rank, round))
 }
 
-/// The largest number of buffers in which the group of `rank` sums a unit's gradients over the
-/// slots of a round, for the memory estimate.
-pub fn group_peak_buffers(slots: &SlotSchedule, owners: OwnerRanks, rank: usize) -> usize {
-    let buffers_in_round =
-        |round| peak_buffers(slots_of_group(slots, owners, rank, round).map(SlotRun::single_slot), true);
-    (0..slots.rounds()).map(buffers_in_round).max().unwrap_or(0)
+/// Counts the largest number of buffers in which the group of `rank` sums a unit's gradients over
+/// the slots of a round, for the memory estimate.
+pub fn count_peak_group_buffers(slots: &SlotSchedule, owners: OwnerRanks, rank: usize) -> usize {
+    let buffers_in_round = |round| {
+        count_peak_buffers(list_group_slots(slots, owners, rank, round).map(SlotRun::single_slot), true)
+    };
+    (0..slots.count_rounds()).map(buffers_in_round).max().unwrap_or(0)
 }
 
-/// The largest number of buffers in which an owner sums a unit's gradients during a step, for the
-/// memory estimate.
-pub fn owner_peak_buffers(slots: &SlotSchedule, owners: OwnerRanks) -> usize {
+/// Counts the largest number of buffers in which an owner sums a unit's gradients during a step,
+/// for the memory estimate.
+pub fn count_peak_owner_buffers(slots: &SlotSchedule, owners: OwnerRanks) -> usize {
     let ranks = || (0..slots.world).filter(|&r| owners.contains(r));
-    let runs = (0..slots.rounds())
-        .flat_map(|round| ranks().flat_map(move |r| runs_of_group(slots, owners, r, round)));
-    peak_buffers(runs, false)
+    let runs = (0..slots.count_rounds())
+        .flat_map(|round| ranks().flat_map(move |r| list_group_slot_runs(slots, owners, r, round)));
+    count_peak_buffers(runs, false)
 }
 
 /// Exchanges the owners' partial sums of a unit's gradients: each owner receives its shard of every
-/// partial sum. `sink` receives the shards in the order of the slots. Collective.
+/// partial sum. Passes the shards to `sink` in the order of the slots.
+///
+/// Collective: every rank must call it.
 pub(super) fn exchange_partial_sums(
     comm: &dyn Comm,
     ops: &dyn Ops,
@@ -150,15 +165,15 @@ pub(super) fn exchange_partial_sums(
     sink: &mut dyn FnMut(SlotRun, View),
 ) -> Result<()> {
     let (owners, world, me) = (unit.owners, comm.world(), comm.rank());
-    let parts: Vec<_> = (0..world).map(|r| unit.trained_range(part.range(r))).collect();
+    let parts: Vec<_> = (0..world).map(|r| unit.compute_trained_range(part.range(r))).collect();
     let owned = parts[me].len();
     let kept: Vec<View> = runs.partials().map(|(_, v)| v).collect();
     let theirs: Vec<Vec<SlotRun>> = (0..world)
-        .map(|r| if owners.contains(r) { runs_of_group(slots, owners, r, round) } else { Vec::new() })
+        .map(|r| if owners.contains(r) { list_group_slot_runs(slots, owners, r, round) } else { Vec::new() })
         .collect();
     let sent: Vec<usize> = parts.iter().map(|p| p.len() * kept.len()).collect();
     let received: Vec<usize> = theirs.iter().map(|runs| runs.len() * owned).collect();
-    buffers.sent(ops, Dtype::F32, sent.iter().sum());
+    buffers.reserve_send_buffer(ops, Dtype::F32, sent.iter().sum());
     let ExchangeBuffers { sent: send, received: buffer, .. } = buffers;
     let (mut send, mut buffer) =
         (send.view_mut().slice(0..sent.iter().sum()), resize_buffer(ops, buffer, received.iter().sum()));
@@ -183,24 +198,24 @@ pub(super) fn exchange_partial_sums(
 mod tests {
     use super::*;
 
-    /// The buffers of a group and of an owner, for a step of `slots` on four ranks of which every
-    /// `stride`-th owns the unit.
-    fn peak_buffers_of(slots: usize, stride: usize) -> (usize, usize) {
+    /// Counts the buffers of a group and of an owner in a step of `slots` slots on four ranks, of
+    /// which every `stride`-th owns the unit.
+    fn count_peak_buffers_of_both(slots: usize, stride: usize) -> (usize, usize) {
         let (slots, owners) =
             (SlotSchedule { slots, world: 4, interleaved: true }, OwnerRanks { first: 0, stride });
-        (group_peak_buffers(&slots, owners, 0), owner_peak_buffers(&slots, owners))
+        (count_peak_group_buffers(&slots, owners, 0), count_peak_owner_buffers(&slots, owners))
     }
 
     #[test]
     fn sums_of_a_group_save_buffers_at_the_owner() {
-        assert_eq!(peak_buffers_of(4, 1), (1, 2));
-        assert_eq!(peak_buffers_of(4, 2), (2, 1));
-        assert_eq!(peak_buffers_of(4, 4), (3, 1));
+        assert_eq!(count_peak_buffers_of_both(4, 1), (1, 2));
+        assert_eq!(count_peak_buffers_of_both(4, 2), (2, 1));
+        assert_eq!(count_peak_buffers_of_both(4, 4), (3, 1));
         // two rounds: the sum of the first waits for the sum of the second
-        assert_eq!(peak_buffers_of(8, 1), (1, 3));
-        assert_eq!(peak_buffers_of(8, 2), (2, 2));
-        assert_eq!(peak_buffers_of(8, 4), (3, 1));
+        assert_eq!(count_peak_buffers_of_both(8, 1), (1, 3));
+        assert_eq!(count_peak_buffers_of_both(8, 2), (2, 2));
+        assert_eq!(count_peak_buffers_of_both(8, 4), (3, 1));
         // one slot for four ranks
-        assert_eq!(peak_buffers_of(1, 4), (1, 1));
+        assert_eq!(count_peak_buffers_of_both(1, 4), (1, 1));
     }
 }

@@ -1,4 +1,4 @@
-//! [`Partition`]: which rank owns which elements of a unit's flat vector. Pure.
+//! [`Partition`]: which rank owns which elements of a unit's flat vector.
 //!
 //! Shards end only at multiples of [`NORM_BLOCK_LEN`] inside a tensor or at the end of a tensor.
 //! Each block that is summed for the gradient norm therefore belongs to one rank, and its sum has
@@ -7,7 +7,7 @@ use crate::params::ParamUnit;
 use device::ops::NORM_BLOCK_LEN;
 use std::ops::Range;
 
-/// The shard boundaries of one unit: rank r owns the elements `cuts[r]..cuts[r+1]`.
+/// The division of one unit into shards: rank r owns the elements `cuts[r]..cuts[r+1]`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Partition {
     cuts: Vec<usize>,
@@ -23,31 +23,32 @@ impl Partition {
         assert!(parts > 0, "{} has no owner among {world} ranks", unit.name);
         let cut = |r: usize| match unit.owners.count_below(r) {
             part if part == parts => len,
-            part => nearest_cut(unit, (len as u128 * part as u128 / parts as u128) as usize),
+            part => find_nearest_cut(unit, (len as u128 * part as u128 / parts as u128) as usize),
         };
         let cuts: Vec<usize> = (0..=world).map(cut).collect();
         let counts = cuts.windows(2).map(|w| w[1] - w[0]).collect();
         Partition { cuts, counts }
     }
 
-    /// The elements that `rank` owns.
+    /// Returns the elements that `rank` owns.
     pub fn range(&self, rank: usize) -> Range<usize> {
         self.cuts[rank]..self.cuts[rank + 1]
     }
 
-    /// The number of elements of each rank's shard.
+    /// Returns the number of elements of each rank's shard.
     pub fn shard_lengths(&self) -> &[usize] {
         &self.counts
     }
 
-    /// The number of elements of the largest shard.
+    /// Returns the number of elements of the largest shard.
     pub fn largest_shard(&self) -> usize {
         self.counts.iter().copied().max().unwrap_or(0)
     }
 }
 
-/// The allowed boundary nearest to element `at`; the lower one of two that are equally near.
-fn nearest_cut(unit: &ParamUnit, at: usize) -> usize {
+/// Returns the allowed boundary nearest to element `at`, or the lower one of two that are equally
+/// near.
+fn find_nearest_cut(unit: &ParamUnit, at: usize) -> usize {
     let tensor = (0..unit.params.len()).map(|i| unit.tensor_range(i)).find(|r| r.contains(&at));
     let Some(r) = tensor else { return unit.len() };
     let below = r.start + (at - r.start) / NORM_BLOCK_LEN * NORM_BLOCK_LEN;
@@ -61,7 +62,7 @@ mod tests {
     use crate::params::{ParamInit, ParamSpec};
     use proptest::prelude::*;
 
-    fn unit(sizes: &[usize]) -> ParamUnit {
+    fn make_unit(sizes: &[usize]) -> ParamUnit {
         let spec = |(i, &n): (usize, &usize)| ParamSpec {
             name: format!("p{i}"),
             shape: vec![n],
@@ -75,7 +76,7 @@ mod tests {
         fn shards_are_disjoint_cover_the_unit_and_never_split_a_norm_block(
             sizes in prop::collection::vec(1usize..30_000, 1..8), world in 1usize..17
         ) {
-            let u = unit(&sizes);
+            let u = make_unit(&sizes);
             let p = Partition::new(&u, world);
             let mut at = 0;
             for r in 0..world {
@@ -84,7 +85,7 @@ mod tests {
                 prop_assert_eq!(part.len(), p.shard_lengths()[r]);
                 at = part.end;
                 prop_assert!(part.len() <= u.len() / world + 1 + NORM_BLOCK_LEN);
-                for s in u.segments(part) {
+                for s in u.list_segments(part) {
                     prop_assert_eq!(s.elements.start % NORM_BLOCK_LEN, 0);
                     let whole = u.tensor_range(s.param).len();
                     prop_assert!(s.elements.end % NORM_BLOCK_LEN == 0 || s.elements.end == whole);
@@ -97,7 +98,7 @@ mod tests {
     #[test]
     fn a_unit_that_some_ranks_own_is_divided_as_if_they_were_the_world() {
         use crate::params::OwnerRanks;
-        let every_rank = unit(&[9000, 50_000, 3]);
+        let every_rank = make_unit(&[9000, 50_000, 3]);
         for (stride, world) in [(1, 4), (2, 4), (2, 8), (3, 9), (4, 4)] {
             for first in 0..stride {
                 let mut some = every_rank.clone();
@@ -116,7 +117,7 @@ mod tests {
 
     #[test]
     fn units_smaller_than_a_block_leave_some_shards_empty() {
-        let p = Partition::new(&unit(&[100]), 4);
+        let p = Partition::new(&make_unit(&[100]), 4);
         assert_eq!(p.shard_lengths().iter().sum::<usize>(), 100);
         assert_eq!(p.shard_lengths().iter().filter(|&&c| c == 0).count(), 3);
     }

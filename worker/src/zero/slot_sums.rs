@@ -1,5 +1,5 @@
-//! [`SlotSums`]: the fixed-order sum of gradients over sample slots, a binary tree over `0..slots`
-//! whose shape does not depend on which rank computes which slot.
+//! [`SlotSums`]: the fixed-order sum of gradients over sample slots. The order is a binary tree
+//! over `0..slots`, which does not depend on the ranks that compute the slots.
 //!
 //! A partial sum covers an aligned run of slots whose length is a power of two. Partial sums are
 //! pushed in the order of the slots, and two siblings merge immediately, so at most log₂(slots) + 1
@@ -7,13 +7,13 @@
 //! merged runs gives the same bits.
 //!
 //! [`SlotSums::in_arrival_order`] keeps a single vector instead, to which each following run is
-//! added. Its bits depend on how slots were distributed over ranks.
+//! added. The bits of that sum depend on how slots are distributed over ranks.
 use device::{Buf, Dtype, Ops, View};
 
-/// An aligned run of slots: `len` is a power of two, and `start` is a multiple of `len`.
+/// An aligned run of sample slots: `len` is a power of two, and `start` is a multiple of `len`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SlotRun {
-    /// First slot.
+    /// The first slot of the run.
     pub start: usize,
     /// Number of slots.
     pub len: usize,
@@ -25,32 +25,33 @@ impl SlotRun {
         SlotRun { start, len: 1 }
     }
 
-    /// Returns the run that covers `self` and `right` if they are the left and the right child of
-    /// one node of the tree; otherwise `None`.
-    pub fn parent_run(self, right: SlotRun) -> Option<SlotRun> {
+    /// Returns the run that covers `self` and `right`, or `None` unless they are the left and the
+    /// right child of one node of the tree.
+    pub fn join_sibling_run(self, right: SlotRun) -> Option<SlotRun> {
         let siblings = self.len == right.len
             && self.start.is_multiple_of(2 * self.len)
             && right.start == self.start + self.len;
         siblings.then_some(SlotRun { start: self.start, len: 2 * self.len })
     }
 
-    /// The run that covers `self` and `right`, if `right` begins where `self` ends.
-    fn followed_by(self, right: SlotRun) -> Option<SlotRun> {
+    /// Returns the run that covers `self` and `right`, or `None` unless `right` begins where `self`
+    /// ends.
+    fn join_adjacent_run(self, right: SlotRun) -> Option<SlotRun> {
         let len = self.len + right.len;
         (right.start == self.start + self.len).then_some(SlotRun { start: self.start, len })
     }
 }
 
-/// The merged runs that remain after pushing the slots of `range` one by one.
-pub fn merged_runs(range: std::ops::Range<usize>) -> Vec<SlotRun> {
+/// Returns the runs that remain after the slots of `range` were pushed one by one and merged.
+pub fn merge_slots_into_runs(range: std::ops::Range<usize>) -> Vec<SlotRun> {
     let mut kept = Vec::new();
-    range.for_each(|s| push_merging(&mut kept, SlotRun::single_slot(s)));
+    range.for_each(|s| push_and_merge(&mut kept, SlotRun::single_slot(s)));
     kept
 }
 
 /// Pushes `top` onto the kept runs and merges siblings as far as possible.
-fn push_merging(kept: &mut Vec<SlotRun>, mut top: SlotRun) {
-    while let Some(merged) = kept.last().and_then(|left| left.parent_run(top)) {
+fn push_and_merge(kept: &mut Vec<SlotRun>, mut top: SlotRun) {
+    while let Some(merged) = kept.last().and_then(|left| left.join_sibling_run(top)) {
         kept.pop();
         top = merged;
     }
@@ -67,45 +68,46 @@ pub struct SlotSums {
 }
 
 impl SlotSums {
-    /// An empty fixed-order sum of vectors with `len` elements.
+    /// Creates an empty fixed-order sum of vectors with `len` elements.
     pub fn new(len: usize) -> Self {
         SlotSums { len, in_arrival_order: false, stack: Vec::new(), free_buffers: Vec::new() }
     }
 
-    /// An empty sum in which each vector is added to the previous ones when it is pushed.
+    /// Creates an empty sum in which each vector is added to the previous ones when it is pushed.
     pub fn in_arrival_order(len: usize) -> Self {
         SlotSums { in_arrival_order: true, ..SlotSums::new(len) }
     }
 
-    /// The run that results if `right` is added to the last partial sum now; `None` if it has to
-    /// wait.
-    fn next_run(&self, right: SlotRun) -> Option<SlotRun> {
+    /// Returns the run that results if `right` is added to the last partial sum now, or `None` if
+    /// `right` has to wait.
+    fn find_merged_run(&self, right: SlotRun) -> Option<SlotRun> {
         let (left, _) = self.stack.last()?;
-        if self.in_arrival_order { left.followed_by(right) } else { left.parent_run(right) }
+        if self.in_arrival_order { left.join_adjacent_run(right) } else { left.join_sibling_run(right) }
     }
 
-    /// The number of elements of each summed vector.
+    /// Returns the number of elements of each summed vector.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether no partial sum is kept.
+    /// Returns whether no partial sum is kept.
     pub fn is_empty(&self) -> bool {
         self.stack.is_empty()
     }
 
-    /// A buffer with unspecified content for [`SlotSums::push_owned`]. The free buffer with the
-    /// lowest address is used, so that each step has the same buffers and CUDA graphs can be
-    /// replayed.
+    /// Takes a buffer with unspecified content, to be passed to [`SlotSums::push_owned`].
+    ///
+    /// The free buffer with the lowest address is used, so that each step uses the same buffers and
+    /// CUDA graphs can be replayed.
     pub fn take_buffer(&mut self, ops: &dyn Ops) -> Buf {
         let first = (0..self.free_buffers.len()).min_by_key(|i| self.free_buffers[*i].view().address());
         first.map_or_else(|| ops.zeroed(Dtype::F32, self.len), |i| self.free_buffers.swap_remove(i))
     }
 
-    /// Adds the sum `x` of `run`. It is copied, unless it can be added to its left sibling at once.
+    /// Adds the sum `x` of `run`. Copies `x`, unless it can be added to its left sibling at once.
     pub fn push(&mut self, ops: &dyn Ops, run: SlotRun, x: View) {
         assert_eq!(x.len(), self.len, "partial of another length");
-        match self.next_run(run) {
+        match self.find_merged_run(run) {
             Some(merged) => {
                 let (_, mut sum) = self.stack.pop().expect("just seen");
                 ops.add(sum.view_mut(), x);
@@ -119,10 +121,10 @@ impl SlotSums {
         }
     }
 
-    /// Adds the sum of `run` without a copy; the buffer belongs to this value afterwards.
+    /// Adds the sum `sum` of `run` without a copy. The buffer belongs to this object afterwards.
     pub fn push_owned(&mut self, ops: &dyn Ops, mut run: SlotRun, mut sum: Buf) {
         assert_eq!(sum.len(), self.len, "partial of another length");
-        while let Some(merged) = self.next_run(run) {
+        while let Some(merged) = self.find_merged_run(run) {
             let (_, mut left) = self.stack.pop().expect("just seen");
             ops.add(left.view_mut(), sum.view());
             self.free_buffers.push(std::mem::replace(&mut sum, left));
@@ -131,12 +133,13 @@ impl SlotSums {
         self.stack.push((run, sum));
     }
 
-    /// The partial sums in the order of their slots.
+    /// Returns the partial sums and their runs, in the order of their slots.
     pub fn partials(&self) -> impl Iterator<Item = (SlotRun, View<'_>)> {
         self.stack.iter().map(|(r, b)| (*r, b.view()))
     }
 
-    /// The sum of all pushed vectors, or `None` when no vector was pushed. No partial sum is kept.
+    /// Returns the sum of all pushed vectors, or `None` if no vector was pushed. Afterwards no
+    /// partial sum is kept.
     pub fn finish(&mut self, ops: &dyn Ops) -> Option<Buf> {
         let (_, mut sum) = self.stack.pop()?;
         while let Some((_, mut left)) = self.stack.pop() {
@@ -146,25 +149,25 @@ impl SlotSums {
         Some(sum)
     }
 
-    /// Discards the partial sums and keeps their buffers.
+    /// Discards the partial sums and keeps their buffers for reuse.
     pub fn clear(&mut self) {
         self.free_buffers.extend(self.stack.drain(..).map(|(_, b)| b));
     }
 
     /// Takes back a buffer that [`SlotSums::finish`] returned, for reuse.
-    pub fn recycle(&mut self, buf: Buf) {
+    pub fn recycle_buffer(&mut self, buf: Buf) {
         if buf.len() == self.len {
             self.free_buffers.push(buf);
         }
     }
 }
 
-/// The fixed-order sum of one number per slot, such as losses.
+/// Sums one number per slot, such as losses, in the order of the tree.
 pub fn sum_in_fixed_order(slots: &[f64]) -> f64 {
     let mut stack: Vec<(SlotRun, f64)> = Vec::new();
     for (s, &x) in slots.iter().enumerate() {
         let mut top = (SlotRun::single_slot(s), x);
-        while let Some(merged) = stack.last().and_then(|(left, _)| left.parent_run(top.0)) {
+        while let Some(merged) = stack.last().and_then(|(left, _)| left.join_sibling_run(top.0)) {
             let (_, left) = stack.pop().expect("just seen");
             top = (merged, left + top.1);
         }
@@ -180,17 +183,19 @@ pub fn sum_in_fixed_order(slots: &[f64]) -> f64 {
     sum
 }
 
-/// The largest number of buffers in use while `runs` are summed: the partial sums and the next run.
+/// Counts the largest number of buffers in use while `runs` are summed: the partial sums and the
+/// next run.
 ///
-/// With `owned` ([`SlotSums::push_owned`]) every run has a buffer. Otherwise ([`SlotSums::push`]) a
-/// run whose left sibling is the last partial sum needs none.
-pub fn peak_buffers(runs: impl IntoIterator<Item = SlotRun>, owned: bool) -> usize {
+/// If `owned`, runs are added with [`SlotSums::push_owned`] and each has a buffer. Otherwise they
+/// are added with [`SlotSums::push`], and a run whose left sibling is the last partial sum needs no
+/// buffer.
+pub fn count_peak_buffers(runs: impl IntoIterator<Item = SlotRun>, owned: bool) -> usize {
     let (mut kept, mut most) = (Vec::<SlotRun>::new(), 0);
     for run in runs {
-        if owned || kept.last().and_then(|left| left.parent_run(run)).is_none() {
+        if owned || kept.last().and_then(|left| left.join_sibling_run(run)).is_none() {
             most = most.max(kept.len() + 1);
         }
-        push_merging(&mut kept, run);
+        push_and_merge(&mut kept, run);
     }
     most
 }
@@ -201,14 +206,15 @@ mod tests {
     use device::Cpu;
     use proptest::prelude::*;
 
-    /// The recursive definition of the sum: the left part has the largest power of two below `n`.
-    fn recursive_sum(x: &[f64]) -> f64 {
+    /// Computes the sum by its recursive definition: the left part has the largest power of two
+    /// below `n`.
+    fn compute_recursive_sum(x: &[f64]) -> f64 {
         match x.len() {
             0 => 0.0,
             1 => x[0],
             n => {
                 let left = n.next_power_of_two() / 2;
-                recursive_sum(&x[..left]) + recursive_sum(&x[left..])
+                compute_recursive_sum(&x[..left]) + compute_recursive_sum(&x[left..])
             }
         }
     }
@@ -233,7 +239,7 @@ mod tests {
                     rank.push_owned(&ops, SlotRun::single_slot(s), one(v));
                 }
                 let runs: Vec<SlotRun> = rank.partials().map(|(r, _)| r).collect();
-                prop_assert_eq!(runs, merged_runs(w[0]..w[1]));
+                prop_assert_eq!(runs, merge_slots_into_runs(w[0]..w[1]));
                 for (run, v) in rank.partials() {
                     owner.push(&ops, run, v);
                 }
@@ -256,7 +262,7 @@ mod tests {
 
         #[test]
         fn numbers_are_summed_by_the_same_tree(x in prop::collection::vec(-1e6f64..1e6, 0..40)) {
-            prop_assert_eq!(sum_in_fixed_order(&x).to_bits(), recursive_sum(&x).to_bits());
+            prop_assert_eq!(sum_in_fixed_order(&x).to_bits(), compute_recursive_sum(&x).to_bits());
         }
     }
 
@@ -273,8 +279,8 @@ mod tests {
                 }
                 for (stack, direct) in [(&mut pushed, false), (&mut owned, true)] {
                     let sum = stack.finish(&ops).unwrap();
-                    stack.recycle(sum);
-                    let estimate = peak_buffers((0..slots).map(SlotRun::single_slot), direct);
+                    stack.recycle_buffer(sum);
+                    let estimate = count_peak_buffers((0..slots).map(SlotRun::single_slot), direct);
                     assert_eq!(stack.free_buffers.len(), estimate, "{slots} slots, owned: {direct}");
                 }
             }

@@ -1,14 +1,14 @@
-//! The golden cases of all model families: directories that `save_pretrained` of Transformers wrote
-//! (tests/golden/families/README.md).
+//! The golden cases of all model families, whose directories `save_pretrained` of transformers
+//! wrote (tests/golden/families/README.md).
 use super::{
-    golden::{Case, parse_case, read_json},
+    golden::{GoldenCase, parse_golden_case, read_json},
     *,
 };
 use std::path::PathBuf;
 use worker::{resume::PretrainedModel, stages::Cursor};
 
-/// The directories of the cases.
-pub(crate) const CASES: [&str; 18] = [
+/// The directories of the golden cases of all model families.
+pub(crate) const FAMILY_CASES: [&str; 18] = [
     "gemma2",
     "gemma3",
     "gpt2",
@@ -29,28 +29,39 @@ pub(crate) const CASES: [&str; 18] = [
     "qwen3_moe_sparse_step",
 ];
 
-/// The directory of the case `name`.
-pub(crate) fn golden_directory(name: &str) -> PathBuf {
+/// Returns the directory of the case `name`.
+pub(crate) fn golden_model_directory(name: &str) -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../tests/golden/families").join(name)
 }
 
-/// The `train.model` section for a pretrained model in `directory`. Its own sizes match no golden
-/// case, so a test fails if they are used instead of the directory's.
-pub(crate) fn pretrained_spec(directory: &Path) -> ModelSpec {
-    ModelSpec { from: Some(directory.to_path_buf()), rms_norm_eps: 1e-5, vocab_size: 0, ..odd_model() }
+/// Creates the `train.model` section for a pretrained model in `directory`. The sizes in the
+/// section match no golden case, so a test fails if they are used instead of those of the
+/// directory.
+pub(crate) fn create_pretrained_model_spec(directory: &Path) -> ModelSpec {
+    ModelSpec {
+        from: Some(directory.to_path_buf()),
+        rms_norm_eps: 1e-5,
+        vocab_size: 0,
+        ..create_odd_sized_model()
+    }
 }
 
-/// Reads the case `name`.
-pub(crate) fn load_case(name: &str) -> Case {
-    let dir = golden_directory(name);
+/// Reads the golden case `name` of a model family.
+pub(crate) fn load_family_case(name: &str) -> GoldenCase {
+    let dir = golden_model_directory(name);
     let about = read_json(&dir.join("case.json"));
-    parse_case(&about, pretrained_spec(&dir), &std::fs::read(dir.join("answers.safetensors")).unwrap())
+    parse_golden_case(
+        &about,
+        create_pretrained_model_spec(&dir),
+        &std::fs::read(dir.join("answers.safetensors")).unwrap(),
+    )
 }
 
-/// A run at step 0 with the weights of the pretrained model; each rank reads its shards.
+/// Starts a run at step 0 with the weights of the pretrained model. Each rank reads its shards.
+/// Collective: every rank of the group must call it.
 pub(crate) fn start_from_pretrained(spec: &TrainSpec, comm: Arc<dyn Comm>) -> RunningTrainer {
     let mut pretrained = PretrainedModel::open(spec.model.from.as_deref(), comm.as_ref()).unwrap().unwrap();
     let mut ready = build_trainer(spec, comm, 1);
-    pretrained.load(&mut ready, &mut |event| panic!("{event:?}")).unwrap();
+    pretrained.load_pretrained_weights(&mut ready, &mut |event| panic!("{event:?}")).unwrap();
     ready.start_at(Cursor::default())
 }

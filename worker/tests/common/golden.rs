@@ -1,5 +1,5 @@
-//! Golden cases: logits, loss, every gradient and ten optimizer steps that PyTorch computed, and
-//! the comparison with ours.
+//! Reads golden cases, and compares launch with them. A golden case has the logits, loss, gradients
+//! and ten optimizer steps that PyTorch computed.
 use super::*;
 use device::{
     Buf,
@@ -8,12 +8,14 @@ use device::{
 use serde_json::Value;
 use std::{collections::BTreeMap, path::Path};
 
-/// The largest accepted |ours − theirs| / |theirs| of a tensor (L2 norms), from docs/numerics.md.
-const TOLERANCE: f64 = 1e-5;
+/// The largest accepted relative difference |ours − theirs| / |theirs| of a tensor (L2 norms), from
+/// docs/numerics.md.
+const MAX_RELATIVE_DIFFERENCE: f64 = 1e-5;
 
-/// A golden case: a model, its samples, and the values that the other program computed.
-pub(crate) struct Case {
-    /// The expected values by name; `grad/…` and `after10/…` are those of one parameter.
+/// A model, its samples, and the values that PyTorch computed for them.
+pub(crate) struct GoldenCase {
+    /// The expected values by name. `grad/NAME` is the gradient of a parameter, and `after10/NAME`
+    /// its value after ten steps.
     pub(crate) tensors: BTreeMap<String, Vec<f32>>,
     /// The tokens, labels and document starts of each step.
     pub(crate) batches: Vec<[Vec<u32>; 3]>,
@@ -21,9 +23,9 @@ pub(crate) struct Case {
     pub(crate) spec: TrainSpec,
 }
 
-impl SampleSource for Case {
-    /// Batch i is the only micro-batch of step i.
-    fn fill(&self, first: u64, batch: &mut Batch) -> Result<()> {
+impl SampleSource for GoldenCase {
+    /// Copies the samples of step i, which are the only micro-batch of the step.
+    fn fill(&self, first: u64, batch: &mut MicroBatch) -> Result<()> {
         let [tokens, labels, starts] = &self.batches[first as usize / batch.sequences];
         batch.tokens.copy_from_slice(tokens);
         batch.labels.copy_from_slice(labels);
@@ -37,11 +39,11 @@ pub(crate) fn read_json(path: &Path) -> Value {
     serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
 }
 
-/// Builds the case that `case.json` describes, for `model`. `answers` is the safetensors file of
-/// expected values.
-pub(crate) fn parse_case(about: &Value, model: ModelSpec, answers: &[u8]) -> Case {
+/// Parses a golden case of `model`. `about` is the content of case.json, and `answers` the
+/// safetensors file with the expected values.
+pub(crate) fn parse_golden_case(about: &Value, model: ModelSpec, answers: &[u8]) -> GoldenCase {
     let (b, t) = (about["batch"].as_u64().unwrap() as u32, about["seq"].as_u64().unwrap() as u32);
-    let mut spec = train_spec(model, 3, b, b, t);
+    let mut spec = create_train_spec(model, 3, b, b, t);
     let opt = &about["optimizer"];
     spec.optimizer.lr = opt["lr"].as_f64().unwrap();
     spec.optimizer.weight_decay = opt["weight_decay"].as_f64().unwrap();
@@ -60,14 +62,14 @@ pub(crate) fn parse_case(about: &Value, model: ModelSpec, answers: &[u8]) -> Cas
     let list =
         |v: &Value| v.as_array().unwrap().iter().map(|x| x.as_u64().unwrap() as u32).collect::<Vec<_>>();
     let batches = about["batches"].as_array().unwrap().iter();
-    Case {
+    GoldenCase {
         tensors: parse_safetensors(answers),
         batches: batches.map(|b| ["tokens", "labels", "starts"].map(|k| list(&b[k]))).collect(),
         spec,
     }
 }
 
-/// The fp32 tensors of a safetensors file by name.
+/// Parses the fp32 tensors of a safetensors file. Returns their values by name.
 pub(crate) fn parse_safetensors(file: &[u8]) -> BTreeMap<String, Vec<f32>> {
     let n = u64::from_le_bytes(file[..8].try_into().unwrap()) as usize;
     let header: serde_json::Map<String, Value> = serde_json::from_slice(&file[8..8 + n]).unwrap();
@@ -83,7 +85,7 @@ pub(crate) fn parse_safetensors(file: &[u8]) -> BTreeMap<String, Vec<f32>> {
 /// A tensor's name, shape and values.
 pub(crate) type NamedTensor = (String, (Vec<u64>, Vec<f32>));
 
-/// The fp32 tensors of a safetensors file with their shapes, sorted by name.
+/// Parses the fp32 tensors of a safetensors file. Returns their shapes and values, sorted by name.
 pub(crate) fn parse_safetensors_with_shapes(file: &[u8]) -> Vec<NamedTensor> {
     let n = u64::from_le_bytes(file[..8].try_into().unwrap()) as usize;
     let header: serde_json::Map<String, Value> = serde_json::from_slice(&file[8..8 + n]).unwrap();
@@ -92,7 +94,7 @@ pub(crate) fn parse_safetensors_with_shapes(file: &[u8]) -> Vec<NamedTensor> {
     tensors.map(|(name, x)| (name.clone(), (shape(&name).collect(), x))).collect()
 }
 
-/// The bytes of a safetensors file with these fp32 tensors.
+/// Encodes a safetensors file with these fp32 tensors.
 pub(crate) fn encode_safetensors(tensors: &[NamedTensor]) -> Vec<u8> {
     let (mut header, mut data) = (serde_json::Map::new(), Vec::new());
     for (name, (shape, values)) in tensors {
@@ -105,9 +107,9 @@ pub(crate) fn encode_safetensors(tensors: &[NamedTensor]) -> Vec<u8> {
     [&(header.len() as u64).to_le_bytes(), header.as_bytes(), &data].concat()
 }
 
-/// Panics if the relative difference of two tensors is above [`TOLERANCE`].
+/// Asserts that the relative difference of two tensors is at most [`MAX_RELATIVE_DIFFERENCE`].
 #[track_caller]
-pub(crate) fn assert_close(what: &str, ours: &[f32], theirs: &[f32]) {
+pub(crate) fn assert_tensors_close(what: &str, ours: &[f32], theirs: &[f32]) {
     assert_eq!(ours.len(), theirs.len(), "{what}");
     let (mut diff, mut size) = (0.0f64, 0.0f64);
     for (a, b) in ours.iter().zip(theirs) {
@@ -115,11 +117,11 @@ pub(crate) fn assert_close(what: &str, ours: &[f32], theirs: &[f32]) {
         size += f64::from(*b).powi(2);
     }
     let relative = (diff / size.max(1e-30)).sqrt();
-    assert!(relative <= TOLERANCE, "{what}: relative difference {relative:e}");
+    assert!(relative <= MAX_RELATIVE_DIFFERENCE, "{what}: relative difference {relative:e}");
 }
 
 /// Calls `f` with the name and values of every parameter of a run of one rank.
-pub(crate) fn for_each_param(running: &RunningTrainer, mut f: impl FnMut(&str, &[f32])) {
+pub(crate) fn visit_params(running: &RunningTrainer, mut f: impl FnMut(&str, &[f32])) {
     for (u, s) in running.trainer.engine.shards.iter().enumerate() {
         let p = running.trainer.engine.params(u);
         for (i, spec) in s.unit.params.iter().enumerate() {
@@ -128,40 +130,40 @@ pub(crate) fn for_each_param(running: &RunningTrainer, mut f: impl FnMut(&str, &
     }
 }
 
-/// Panics unless a run computes the expected values of `case`: loss and logits, gradients, and the
+/// Asserts that runs compute the expected values of `case`: loss and logits, gradients, and the
 /// losses, gradient norms and parameters of ten steps. `make` starts a run at step 0 with the
 /// golden weights.
-pub(crate) fn check_case(case: &Case, make: impl Fn(&Case) -> RunningTrainer) {
+pub(crate) fn assert_golden_case(case: &GoldenCase, make: impl Fn(&GoldenCase) -> RunningTrainer) {
     let mut running = make(case);
-    let outcome = running.trainer.accumulate(case, 0, StepReport::default()).unwrap();
-    assert_close("loss", &[outcome.loss as f32], &case.tensors["loss"]);
-    assert_close(
+    let outcome = running.trainer.accumulate_gradients(case, 0, RankStepReport::default()).unwrap();
+    assert_tensors_close("loss", &[outcome.loss as f32], &case.tensors["loss"]);
+    assert_tensors_close(
         "loss_per_token",
         running.trainer.activations.row_losses.host(),
         &case.tensors["loss_per_token"],
     );
-    assert_close("logits", &compute_logits(&running, case), &case.tensors["logits"]);
+    assert_tensors_close("logits", &compute_logits(&running, case), &case.tensors["logits"]);
     let mean = (case.spec.batch.global * case.spec.data.seq_len) as f32 / outcome.targets as f32;
     for u in 0..running.trainer.engine.shards.len() {
         let g = running.trainer.engine.finish_gradient(u).unwrap();
         let unit = &running.trainer.engine.shards[u].unit;
         let mut rest = g.host();
-        for spec in unit.trained_params() {
+        for spec in unit.list_trained_params() {
             let (ours, after) = rest.split_at(spec.len());
             rest = after;
             let ours: Vec<f32> = ours.iter().map(|x| x * mean).collect();
-            assert_close(&spec.name, &ours, &case.tensors[&format!("grad/{}", spec.name)]);
+            assert_tensors_close(&spec.name, &ours, &case.tensors[&format!("grad/{}", spec.name)]);
         }
         assert!(rest.is_empty(), "gradients of parameters that are not trained");
     }
 
     let mut running = make(case);
     let mut before = BTreeMap::new();
-    for_each_param(&running, |name, values| drop(before.insert(name.to_string(), values.to_vec())));
+    visit_params(&running, |name, values| drop(before.insert(name.to_string(), values.to_vec())));
     for i in 0..10 {
-        let (o, _) = running.step(case, StepReport::default()).unwrap();
-        assert_close("losses", &[o.loss as f32], &case.tensors["losses"][i..=i]);
-        assert_close("grad_norms", &[o.grad_norm as f32], &case.tensors["grad_norms"][i..=i]);
+        let (o, _) = running.run_step(case, RankStepReport::default()).unwrap();
+        assert_tensors_close("losses", &[o.loss as f32], &case.tensors["losses"][i..=i]);
+        assert_tensors_close("grad_norms", &[o.grad_norm as f32], &case.tensors["grad_norms"][i..=i]);
     }
     let frozen: Vec<&str> = running
         .trainer
@@ -177,20 +179,20 @@ pub(crate) fn check_case(case: &Case, make: impl Fn(&Case) -> RunningTrainer) {
     let answers = case.tensors.keys().filter(|k| k.starts_with("after10/")).count();
     let params: usize = running.trainer.engine.shards.iter().map(|s| s.unit.params.len()).sum();
     assert_eq!(answers, params - frozen.len(), "PyTorch trained the same parameters");
-    for_each_param(&running, |name, ours| match frozen.contains(&name) {
+    visit_params(&running, |name, ours| match frozen.contains(&name) {
         true => assert_eq!(ours, before[name], "{name} is frozen"),
-        false => assert_close(name, ours, &case.tensors[&format!("after10/{name}")]),
+        false => assert_tensors_close(name, ours, &case.tensors[&format!("after10/{name}")]),
     });
 }
 
-/// The logits of the last micro-batch, which training itself never stores as a whole. They are
-/// computed from the input of the head with weights in the compute dtype.
-pub(crate) fn compute_logits(running: &RunningTrainer, case: &Case) -> Vec<f32> {
+/// Computes the logits of the last micro-batch, which training itself never stores as a whole, from
+/// the input of the head and weights in the compute dtype.
+pub(crate) fn compute_logits(running: &RunningTrainer, case: &GoldenCase) -> Vec<f32> {
     let t = &running.trainer;
     let (m, d, v, dtype) =
         (t.batch.rows(), t.model.hidden_size(), t.model.vocab_size(), t.engine.param_dtypes().compute);
     let mut weights: BTreeMap<String, Buf> = BTreeMap::new();
-    for_each_param(running, |name, values| {
+    visit_params(running, |name, values| {
         let mut rounded = Buf::zeroed_as(dtype, values.len());
         t.ops.cast(rounded.view_mut(), values.into());
         weights.insert(name.to_string(), rounded);

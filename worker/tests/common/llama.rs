@@ -1,13 +1,13 @@
 //! The golden cases of the Llama family (tests/golden/llama/README.md).
 use super::{
-    golden::{Case, parse_case, read_json},
+    golden::{GoldenCase, parse_golden_case, read_json},
     *,
 };
 use contract::job::ModelSpec;
 use std::path::PathBuf;
 
-/// Reads the case `name`.
-pub(crate) fn load_case(name: &str) -> Case {
+/// Reads the golden case `name` of the Llama family.
+pub(crate) fn load_llama_case(name: &str) -> GoldenCase {
     let dir = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../tests/golden/llama").join(name);
     let config = read_json(&dir.join("config.json"));
     let n = |key: &str| config[key].as_u64().unwrap() as u32;
@@ -31,16 +31,16 @@ pub(crate) fn load_case(name: &str) -> Case {
         tie_word_embeddings: config["tie_word_embeddings"].as_bool().unwrap(),
         initializer_range: 0.02,
     };
-    parse_case(
+    parse_golden_case(
         &read_json(&dir.join("case.json")),
         model,
         &std::fs::read(dir.join("tensors.safetensors")).unwrap(),
     )
 }
 
-/// A run of one rank at step 0 with the golden weights.
-pub(crate) fn start_with_golden_weights(case: &Case) -> RunningTrainer {
-    let comm = Arc::new(comm::local::group(1).remove(0));
+/// Starts a run of one rank at step 0 with the golden weights.
+pub(crate) fn start_with_golden_weights(case: &GoldenCase) -> RunningTrainer {
+    let comm = Arc::new(comm::local::create_group(1).remove(0));
     let running = build_trainer(&case.spec, comm, 1).start_fresh();
     let engine = &running.trainer.engine;
     for (u, s) in engine.shards.iter().enumerate() {

@@ -1,4 +1,5 @@
-//! Trains whole models in one process: every rank is a thread, and samples are synthetic.
+//! Helpers that train whole models in one process: every rank is a thread, and samples are
+//! synthetic.
 #![allow(dead_code)] // each test file uses a part of this module
 pub(crate) mod families;
 pub(crate) mod golden;
@@ -6,28 +7,29 @@ pub(crate) mod llama;
 
 use comm::{
     Comm, local,
-    tcp::{AbortHandle, Endpoint, GroupMember, GroupSpec, TcpLimits},
+    tcp::{AbortHandle, GroupMember, GroupSpec, RankListener, TcpLimits},
 };
 use contract::{event::Event, job::*};
 use device::{Ops, cpu::Cpu, ops::IGNORE_LABEL};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use std::{os::fd::OwnedFd, path::Path, sync::Arc};
 use worker::{
-    checkpoint_mapping::checkpoint_model_spec,
+    checkpoint_mapping::build_checkpoint_model_spec,
     error::Result,
-    model::Batch,
-    resume::{CheckpointDirs, resume},
+    model::MicroBatch,
+    resume::{CheckpointDirs, resume_from_checkpoint},
     save::{CheckpointSaver, RunMetadata},
-    stages::{ReadyTrainer, ResolvedSpec, RunningTrainer},
-    storage_layout::StorageLayout,
-    train::step::{SampleSource, StepOutcome, StepReport},
+    stages::{ResolvedSpec, RunningTrainer, UninitializedTrainer},
+    storage_topology::StorageTopology,
+    train::step::{RankStepReport, SampleSource, StepOutcome},
 };
 
-/// The digest of training data that tests store in checkpoints and resume with.
-pub(crate) const DATA_DIGEST: &str = "synthetic";
+/// The digest of the synthetic training data, which tests store in checkpoints and resume with.
+pub(crate) const SYNTHETIC_DATA_DIGEST: &str = "synthetic";
 
-/// A tiny Llama whose sizes are no multiples of any number of ranks or vector width.
-pub(crate) fn odd_model() -> ModelSpec {
+/// Creates the `train.model` section of a tiny Llama. Its sizes are no multiples of any number of
+/// ranks or vector width.
+pub(crate) fn create_odd_sized_model() -> ModelSpec {
     ModelSpec {
         from: None,
         dropout: None,
@@ -50,28 +52,34 @@ pub(crate) fn odd_model() -> ModelSpec {
     }
 }
 
-/// A data source that the spec needs to be complete and no test reads.
-fn unused_data_source(files: Vec<String>) -> DataSource {
+/// Creates a data source that no test reads. A `train` section must have one.
+fn create_unused_data_source(files: Vec<String>) -> DataSource {
     DataSource {
         name: String::new(),
         weight: 1.0,
         files,
-        format: Format::Text,
+        format: RecordFormat::Text,
         field: "text".into(),
-        loss_on: LossOn::All,
+        loss_on: LossTargets::All,
     }
 }
 
-/// The `train` section for `model` at ZeRO stage `stage`: AdamW in fp32, `global` samples of
-/// `seq_len` tokens per step in micro-batches of `micro`.
-pub(crate) fn train_spec(model: ModelSpec, stage: u8, global: u32, micro: u32, seq_len: u32) -> TrainSpec {
+/// Creates the `train` section for `model` at ZeRO stage `stage`: AdamW in fp32, `global` samples
+/// of `seq_len` tokens per step in micro-batches of `micro`.
+pub(crate) fn create_train_spec(
+    model: ModelSpec,
+    stage: u8,
+    global: u32,
+    micro: u32,
+    seq_len: u32,
+) -> TrainSpec {
     TrainSpec {
         model,
         experts: ExpertsSpec::default(),
         data: DataSpec {
-            sources: vec![unused_data_source(vec!["unused".into()])],
+            sources: vec![create_unused_data_source(vec!["unused".into()])],
             chat_template: None,
-            tokenizer: Tokenizer::Bytes,
+            tokenizer: TokenizerSpec::Bytes,
             seq_len,
             pack: true,
             shuffle: true,
@@ -97,10 +105,10 @@ pub(crate) fn train_spec(model: ModelSpec, stage: u8, global: u32, micro: u32, s
         clip_norm: Some(1.0),
         steps: 20,
         seed: 7,
-        recompute: Recompute::None,
+        recompute: RecomputeMode::None,
         deterministic: true,
-        attention: Attention::default(),
-        cuda_graphs: CudaGraphs::default(),
+        attention: AttentionKernels::default(),
+        cuda_graphs: CudaGraphMode::default(),
         eval: None,
         freeze: Vec::new(),
         train_only: Vec::new(),
@@ -108,15 +116,15 @@ pub(crate) fn train_spec(model: ModelSpec, stage: u8, global: u32, micro: u32, s
     }
 }
 
-/// Pseudo-random tokens and labels that depend only on the index of the sample. Some labels are
-/// ignored, and most samples hold two documents.
+/// A source of pseudo-random tokens and labels, which depend only on the index of the sample. Some
+/// labels are ignored, and most samples have two documents.
 pub(crate) struct SyntheticSamples {
     /// The size of the vocabulary.
     pub(crate) vocab: u32,
 }
 
 impl SampleSource for SyntheticSamples {
-    fn fill(&self, first: u64, batch: &mut Batch) -> Result<()> {
+    fn fill(&self, first: u64, batch: &mut MicroBatch) -> Result<()> {
         let t = batch.seq_len;
         for j in 0..batch.sequences {
             let mut s = (first + j as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
@@ -138,8 +146,8 @@ impl SampleSource for SyntheticSamples {
     }
 }
 
-/// Sequences in which each token determines the next one, so that the loss falls within a few
-/// steps.
+/// A source of sequences in which each token determines the next one, so that the loss falls within
+/// a few steps.
 pub(crate) struct LearnableSamples {
     /// The size of the vocabulary.
     pub(crate) vocab: u32,
@@ -148,7 +156,7 @@ pub(crate) struct LearnableSamples {
 }
 
 impl SampleSource for LearnableSamples {
-    fn fill(&self, first: u64, batch: &mut Batch) -> Result<()> {
+    fn fill(&self, first: u64, batch: &mut MicroBatch) -> Result<()> {
         for (at, token) in batch.tokens.iter_mut().enumerate() {
             let (sample, i) = (first + (at / batch.seq_len) as u64, (at % batch.seq_len) as u64);
             *token = ((sample * 17 + i * 5) % u64::from(self.vocab)) as u32;
@@ -162,27 +170,31 @@ impl SampleSource for LearnableSamples {
     }
 }
 
-/// The trainer of one rank on the CPU with `threads` threads, before its first step.
-pub(crate) fn build_trainer(spec: &TrainSpec, comm: Arc<dyn Comm>, threads: usize) -> ReadyTrainer {
+/// Builds the trainer of one rank on the CPU with `threads` threads. Weights are not initialized.
+pub(crate) fn build_trainer(spec: &TrainSpec, comm: Arc<dyn Comm>, threads: usize) -> UninitializedTrainer {
     build_trainer_on(spec, comm, Arc::new(Cpu::new(threads)))
 }
 
-/// The trainer of one rank on the device of `ops`, before its first step.
-pub(crate) fn build_trainer_on(spec: &TrainSpec, comm: Arc<dyn Comm>, ops: Arc<dyn Ops>) -> ReadyTrainer {
+/// Builds the trainer of one rank on the device of `ops`. Weights are not initialized.
+pub(crate) fn build_trainer_on(
+    spec: &TrainSpec,
+    comm: Arc<dyn Comm>,
+    ops: Arc<dyn Ops>,
+) -> UninitializedTrainer {
     let spec = ResolvedSpec::new(spec, spec.model.vocab_size).unwrap();
-    spec.build_model().unwrap().shard(comm, ops).unwrap().create_optimizer().unwrap().set_schedule()
+    spec.build_model().unwrap().shard_model(comm, ops).unwrap().create_optimizer().unwrap().into_trainer()
 }
 
-/// The communicator of a run of one rank.
-pub(crate) fn single_rank() -> Arc<dyn Comm> {
-    Arc::new(local::group(1).remove(0))
+/// Creates the communicator of a run of one rank.
+pub(crate) fn create_single_rank_comm() -> Arc<dyn Comm> {
+    Arc::new(local::create_group(1).remove(0))
 }
 
 /// Runs `f` on a thread for each of `world` ranks, which communicate in shared memory. Returns the
 /// results by rank.
-pub(crate) fn on_ranks<T: Send>(world: usize, f: impl Fn(Arc<dyn Comm>) -> T + Sync) -> Vec<T> {
+pub(crate) fn run_on_ranks<T: Send>(world: usize, f: impl Fn(Arc<dyn Comm>) -> T + Sync) -> Vec<T> {
     std::thread::scope(|s| {
-        let ranks: Vec<_> = local::group(world)
+        let ranks: Vec<_> = local::create_group(world)
             .into_iter()
             .map(|c| {
                 let f = &f;
@@ -193,13 +205,15 @@ pub(crate) fn on_ranks<T: Send>(world: usize, f: impl Fn(Arc<dyn Comm>) -> T + S
     })
 }
 
-/// Runs `f` on a thread for each rank; rank r is on host `hosts[r]`. Ranks communicate in shared
+/// Runs `f` on a thread for each rank. Rank r is on host `hosts[r]`. Ranks communicate in shared
 /// memory within a host and through TCP between hosts. Returns the results by rank.
-pub(crate) fn on_hosts<T: Send>(hosts: &[usize], f: impl Fn(Arc<dyn Comm>) -> T + Sync) -> Vec<T> {
+pub(crate) fn run_on_hosts<T: Send>(hosts: &[usize], f: impl Fn(Arc<dyn Comm>) -> T + Sync) -> Vec<T> {
     let loopback = std::net::IpAddr::from([127, 0, 0, 1]);
-    let endpoints: Vec<Endpoint> = hosts.iter().map(|_| Endpoint::bind(loopback).unwrap()).collect();
-    let member =
-        |(e, host): (&Endpoint, &usize)| GroupMember { host: *host, addresses: vec![e.address().unwrap()] };
+    let endpoints: Vec<RankListener> = hosts.iter().map(|_| RankListener::bind(loopback).unwrap()).collect();
+    let member = |(e, host): (&RankListener, &usize)| GroupMember {
+        host: *host,
+        addresses: vec![e.address().unwrap()],
+    };
     let members: Vec<GroupMember> = endpoints.iter().zip(hosts).map(member).collect();
     let flags = MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING;
     let memory: Vec<OwnedFd> =
@@ -228,40 +242,42 @@ pub(crate) fn on_hosts<T: Send>(hosts: &[usize], f: impl Fn(Arc<dyn Comm>) -> T 
     })
 }
 
-/// Trains for `steps` steps. Returns the bits of each step's loss and gradient norm.
+/// Trains for `steps` steps on synthetic samples. Returns the bits of each step's loss and gradient
+/// norm.
 pub(crate) fn train_steps(running: &mut RunningTrainer, steps: u64) -> Vec<(u64, u64)> {
     let source = SyntheticSamples { vocab: running.train_spec().model.vocab_size };
     (0..steps)
         .map(|_| {
             let (StepOutcome { loss, grad_norm, .. }, _) =
-                running.step(&source, StepReport::default()).unwrap();
+                running.run_step(&source, RankStepReport::default()).unwrap();
             (loss.to_bits(), grad_norm.to_bits())
         })
         .collect()
 }
 
-/// Trains a new run of `world` ranks for `steps` steps. Returns the bits of each step's loss and
-/// gradient norm, which must be equal on all ranks.
-pub(crate) fn train_fresh(spec: &TrainSpec, world: usize, threads: usize, steps: u64) -> Vec<(u64, u64)> {
-    equal_on_all_ranks(on_ranks(world, |c| {
+/// Trains a new run of `world` ranks on the CPU for `steps` steps. Asserts that all ranks compute
+/// equal losses. Returns the bits of each step's loss and gradient norm.
+pub(crate) fn train_new_run(spec: &TrainSpec, world: usize, threads: usize, steps: u64) -> Vec<(u64, u64)> {
+    expect_equal_on_all_ranks(run_on_ranks(world, |c| {
         train_steps(&mut build_trainer(spec, c, threads).start_fresh(), steps)
     }))
 }
 
-/// The result that every rank returned.
+/// Asserts that all ranks returned equal results, and returns the result.
 #[track_caller]
-pub(crate) fn equal_on_all_ranks<T: PartialEq>(results: Vec<T>) -> T {
+pub(crate) fn expect_equal_on_all_ranks<T: PartialEq>(results: Vec<T>) -> T {
     assert!(results.windows(2).all(|pair| pair[0] == pair[1]), "ranks disagree");
     results.into_iter().next().unwrap()
 }
 
-/// The slope of the first global batch's loss along its gradient, and the norm of the gradient,
-/// which must be equal. The slope is the central difference over parameters moved by `step`.
-pub(crate) fn slope_and_norm(running: &mut RunningTrainer, step: f64) -> (f64, f64) {
+/// Measures the slope of the first global batch's loss along the gradient, and the norm of the
+/// gradient. Both are equal if the gradient is correct. The slope is the central difference over
+/// parameters moved by `step`. Leaves changed parameters.
+pub(crate) fn measure_slope_and_gradient_norm(running: &mut RunningTrainer, step: f64) -> (f64, f64) {
     let source = SyntheticSamples { vocab: running.train_spec().model.vocab_size };
     let units = running.trainer.engine.shards.len();
     let positions = (running.trainer.global_batch() * running.trainer.batch.seq_len as u64) as f64;
-    let outcome = running.trainer.accumulate(&source, 0, StepReport::default()).unwrap();
+    let outcome = running.trainer.accumulate_gradients(&source, 0, RankStepReport::default()).unwrap();
     let scale = (positions / outcome.targets as f64) as f32;
     let gradients: Vec<Vec<f32>> = (0..units)
         .map(|u| {
@@ -275,7 +291,7 @@ pub(crate) fn slope_and_norm(running: &mut RunningTrainer, step: f64) -> (f64, f
             let unit = running.trainer.engine.shards[u].unit.clone();
             let mut at = 0;
             running.trainer.engine.with_resident(u, |params| {
-                for s in unit.trained_segments(0..unit.len()) {
+                for s in unit.list_trained_segments(0..unit.len()) {
                     for x in &mut params.host_mut()[s.flat] {
                         *x += (by * f64::from(gradient[at]) / norm) as f32;
                         at += 1;
@@ -283,7 +299,7 @@ pub(crate) fn slope_and_norm(running: &mut RunningTrainer, step: f64) -> (f64, f
                 }
             });
         }
-        let found = running.trainer.accumulate(&source, 0, StepReport::default()).unwrap().loss;
+        let found = running.trainer.accumulate_gradients(&source, 0, RankStepReport::default()).unwrap().loss;
         (0..units).for_each(|u| drop(running.trainer.engine.finish_gradient(u).unwrap()));
         found
     };
@@ -291,13 +307,13 @@ pub(crate) fn slope_and_norm(running: &mut RunningTrainer, step: f64) -> (f64, f
     ((up - down) / (2.0 * step), norm)
 }
 
-/// A job that trains `train` with checkpoints in `dir`, written in the background and with parity
-/// if `asynchronous`.
-pub(crate) fn job_spec(train: &TrainSpec, dir: &Path, asynchronous: bool) -> JobSpec {
+/// Creates a job that trains `train` with checkpoints in `dir`. Checkpoints are written in the
+/// background and with parity if `asynchronous` is set.
+pub(crate) fn create_job_spec(train: &TrainSpec, dir: &Path, asynchronous: bool) -> JobSpec {
     let text = format!(
         "name: test\nrun: {{workdir: {dir:?}}}\ntrain: {{data: {{files: [none]}}}}\ncheckpoint: {{keep: 2, async: {asynchronous}, every: never}}\n"
     );
-    let loaded = contract::load(contract::Source::Text { name: "test".into(), text }, &[]);
+    let loaded = contract::load_job(contract::JobSource::Text { name: "test".into(), text }, &[]);
     let mut job = loaded.unwrap_or_else(|problems| panic!("{problems:?}")).0;
     (job.checkpoint.parity, job.checkpoint.gather_16bit_weights_on_model_save) = (asynchronous, false);
     job.resume = ResumeSpec { from: ResumeFrom::Auto, rng: RngPolicy::Reconcile };
@@ -305,40 +321,45 @@ pub(crate) fn job_spec(train: &TrainSpec, dir: &Path, asynchronous: bool) -> Job
     job
 }
 
-/// Creates the checkpoint saver of one rank, for a directory `root` that all ranks share.
-pub(crate) fn checkpoint_saver(running: &RunningTrainer, job: &JobSpec, root: &Path) -> CheckpointSaver {
+/// Creates the checkpoint saver of one rank for directory `root`, which all ranks share.
+pub(crate) fn create_checkpoint_saver(
+    running: &RunningTrainer,
+    job: &JobSpec,
+    root: &Path,
+) -> CheckpointSaver {
     let units: Vec<_> = running.trainer.engine.shards.iter().map(|s| s.unit.clone()).collect();
     let identity = RunMetadata {
-        model: checkpoint_model_spec(running.trainer.model.as_ref(), &units, running.train_spec(), 0),
+        model: build_checkpoint_model_spec(running.trainer.model.as_ref(), &units, running.train_spec(), 0),
         tokenizer: Vec::new(),
         job: job.clone(),
-        data_digest: DATA_DIGEST.into(),
+        data_digest: SYNTHETIC_DATA_DIGEST.into(),
         rng_generation: 0,
         rng_decision: serde_json::Value::Null,
     };
-    let layout = StorageLayout::shared(running.trainer.engine.world());
+    let layout = StorageTopology::for_shared_directory(running.trainer.engine.world());
     CheckpointSaver::new(root.into(), job.checkpoint.clone(), identity, None, layout)
 }
 
-/// Saves a checkpoint of this rank under `root` and waits until it is complete. Collective.
+/// Saves a checkpoint of the run under `root` and waits until the checkpoint is complete.
+/// Collective: every rank of the group must call it.
 pub(crate) fn save_checkpoint(running: &mut RunningTrainer, spec: &TrainSpec, root: &Path) {
-    let mut saver = checkpoint_saver(running, &job_spec(spec, root, false), root);
-    saver.begin(running).unwrap();
-    saver.finish(running).unwrap();
+    let mut saver = create_checkpoint_saver(running, &create_job_spec(spec, root, false), root);
+    saver.begin_save(running).unwrap();
+    saver.finish_save(running).unwrap();
 }
 
-/// Resumes from the newest checkpoint under `root`. Returns the run and the messages of the notices
-/// about it. Collective.
-pub(crate) fn resume_newest(
+/// Resumes from the newest checkpoint under `root`. Returns the resumed run and the messages of the
+/// notices. Collective: every rank of the group must call it.
+pub(crate) fn resume_newest_checkpoint(
     spec: &TrainSpec,
     comm: Arc<dyn Comm>,
     root: &Path,
 ) -> (RunningTrainer, Vec<String>) {
-    let (job, world) = (job_spec(spec, root, false), comm.world());
+    let (job, world) = (create_job_spec(spec, root, false), comm.world());
     let mut ready = build_trainer(spec, comm, 1);
-    let dirs = CheckpointDirs { root, workdir: root, layout: &StorageLayout::shared(world) };
+    let dirs = CheckpointDirs { root, workdir: root, layout: &StorageTopology::for_shared_directory(world) };
     let mut notices = Vec::new();
-    let resumed = resume(&mut ready, &job, &dirs, DATA_DIGEST, &mut |event| {
+    let resumed = resume_from_checkpoint(&mut ready, &job, &dirs, SYNTHETIC_DATA_DIGEST, &mut |event| {
         match event {
             Event::Notice { message, .. } => notices.push(message),
             Event::Resume { .. } => (),
@@ -350,9 +371,9 @@ pub(crate) fn resume_newest(
     (ready.start_at(cursor), notices)
 }
 
-/// Compares the notices of a resume with the snapshot `name`. `root` is the directory of its
+/// Asserts that the notices of a resume equal the snapshot `name`. `root` is the directory of the
 /// checkpoints.
-pub(crate) fn assert_notices(name: &str, notices: &[String], root: &Path) {
+pub(crate) fn assert_notices_match_snapshot(name: &str, notices: &[String], root: &Path) {
     let text = notices.join("\n").replace(&root.display().to_string(), "[root]");
     insta::with_settings!({ snapshot_path => "../snapshots", prepend_module_to_snapshot => false, omit_expression => true, filters => [(r"\(id [0-9a-f]+\)", "(id [id])")] }, {
         insta::assert_snapshot!(name, text);

@@ -1,4 +1,4 @@
-//! Trains on the emulated GPU: every rank is a thread, and all of them share the GPU.
+//! Helpers that train on the emulated GPU: every rank is a thread, and all ranks share the GPU.
 #![allow(dead_code)] // each test file uses a part of this module
 #[path = "../../device/tests/emulated_gpu/mod.rs"]
 pub(crate) mod emulated_gpu;
@@ -22,29 +22,29 @@ use std::{
     time::Duration,
 };
 use worker::{
-    resume::{CheckpointDirs, resume},
-    storage_layout::StorageLayout,
+    resume::{CheckpointDirs, resume_from_checkpoint},
+    storage_topology::StorageTopology,
 };
 
-/// The bits of the loss and the gradient norm of each step.
-pub(crate) type Curve = Vec<(u64, u64)>;
+/// The losses of a run: the bits of the loss and the gradient norm of each step.
+pub(crate) type LossCurve = Vec<(u64, u64)>;
 
-/// Whether GPUs that [`open_gpu`] opens use CUDA graphs.
-pub(crate) static USE_GRAPHS: AtomicBool = AtomicBool::new(false);
+/// Whether GPUs that [`open_emulated_gpu`] opens use CUDA graphs.
+pub(crate) static USE_CUDA_GRAPHS: AtomicBool = AtomicBool::new(false);
 
-/// Opens the emulated GPU.
-pub(crate) fn open_gpu() -> Arc<Cuda> {
+/// Opens the emulated GPU, with CUDA graphs if [`USE_CUDA_GRAPHS`] is set.
+pub(crate) fn open_emulated_gpu() -> Arc<Cuda> {
     let paths = LibraryPaths {
         configured: vec![emulated_gpu::library_directory().to_owned()],
         ..LibraryPaths::default()
     };
     let cuda = Cuda::open(&paths, 0, None).unwrap();
-    cuda.set_graphs_enabled(USE_GRAPHS.load(Relaxed));
+    cuda.set_graphs_enabled(USE_CUDA_GRAPHS.load(Relaxed));
     Arc::new(cuda)
 }
 
-/// A Llama that is small enough for the emulated GPU.
-pub(crate) fn llama_model() -> ModelSpec {
+/// Creates the `train.model` section of a Llama that is small enough for the emulated GPU.
+pub(crate) fn create_small_llama_model() -> ModelSpec {
     ModelSpec {
         vocab_size: 37,
         hidden_size: 12,
@@ -52,118 +52,127 @@ pub(crate) fn llama_model() -> ModelSpec {
         num_hidden_layers: 2,
         num_attention_heads: 2,
         head_dim: 6,
-        ..odd_model()
+        ..create_odd_sized_model()
     }
 }
 
-/// The `train` section of [`llama_model`] for a ZeRO stage and a precision.
-pub(crate) fn llama_spec(stage: u8, precision: Precision) -> TrainSpec {
-    TrainSpec { precision, ..train_spec(llama_model(), stage, 4, 1, 7) }
+/// Creates the `train` section of the small Llama for a ZeRO stage and a precision.
+pub(crate) fn create_llama_train_spec(stage: u8, precision: Precision) -> TrainSpec {
+    TrainSpec { precision, ..create_train_spec(create_small_llama_model(), stage, 4, 1, 7) }
 }
 
-/// The `train` section of a model with four experts of which each token uses two.
-pub(crate) fn mixture_spec() -> TrainSpec {
+/// Creates the `train` section of a small model with four experts, of which each token uses two.
+pub(crate) fn create_moe_train_spec() -> TrainSpec {
     let model = ModelSpec {
         family: "qwen3_moe".into(),
         num_experts: Some(4),
         num_experts_per_tok: Some(2),
         moe_intermediate_size: Some(9),
-        ..llama_model()
+        ..create_small_llama_model()
     };
-    train_spec(model, 3, 4, 1, 7)
+    create_train_spec(model, 3, 4, 1, 7)
 }
 
 /// Runs `f` on `world` ranks that share the emulated GPU and communicate through host memory.
-pub(crate) fn on_shared_gpu<T: Send>(
+pub(crate) fn run_on_shared_gpu<T: Send>(
     world: usize,
     f: impl Fn(Arc<dyn Comm>, Arc<dyn Ops>) -> T + Sync,
 ) -> Vec<T> {
-    on_ranks(world, |c| {
-        let cuda = open_gpu();
+    run_on_ranks(world, |c| {
+        let cuda = open_emulated_gpu();
         f(Arc::new(StagedComm::new(c, cuda.clone())), cuda)
     })
 }
 
-/// Trains a new run of `world` ranks on the shared emulated GPU for `steps` steps.
-pub(crate) fn train_on_gpu(spec: &TrainSpec, world: usize, steps: u64) -> Curve {
-    equal_on_all_ranks(on_shared_gpu(world, |comm, ops| {
+/// Trains a new run of `world` ranks on the shared emulated GPU for `steps` steps. Asserts that all
+/// ranks compute equal losses.
+pub(crate) fn train_on_emulated_gpu(spec: &TrainSpec, world: usize, steps: u64) -> LossCurve {
+    expect_equal_on_all_ranks(run_on_shared_gpu(world, |comm, ops| {
         train_steps(&mut build_trainer_on(spec, comm, ops).start_fresh(), steps)
     }))
 }
 
-/// The largest relative difference between two curves, over all losses and gradient norms.
-pub(crate) fn max_relative_difference(a: &Curve, b: &Curve) -> f64 {
+/// Computes the largest relative difference between two curves, over all losses and gradient norms.
+pub(crate) fn compute_max_relative_difference(a: &LossCurve, b: &LossCurve) -> f64 {
     assert_eq!(a.len(), b.len());
-    let values = |c: &Curve| c.iter().flat_map(|&(l, n)| [l, n]).map(f64::from_bits).collect::<Vec<_>>();
+    let values = |c: &LossCurve| c.iter().flat_map(|&(l, n)| [l, n]).map(f64::from_bits).collect::<Vec<_>>();
     let pairs = values(a).into_iter().zip(values(b));
     pairs.map(|(a, b)| ((a - b) / b).abs()).fold(0.0, f64::max)
 }
 
-/// Panics if the relative difference between two curves is above `limit` anywhere.
+/// Asserts that the largest relative difference between two curves is at most `limit`.
 #[track_caller]
-pub(crate) fn assert_near(gpu: &Curve, cpu: &Curve, limit: f64, what: &str) {
-    let difference = max_relative_difference(gpu, cpu);
+pub(crate) fn assert_curves_near(gpu: &LossCurve, cpu: &LossCurve, limit: f64, what: &str) {
+    let difference = compute_max_relative_difference(gpu, cpu);
     assert!(difference <= limit, "{what}: relative difference {difference:e}");
 }
 
-/// Trains a new run of `world` ranks for `steps` steps; ranks communicate through an NCCL that the
-/// tests emulate.
-pub(crate) fn train_over_nccl(spec: &TrainSpec, world: usize, steps: u64) -> Curve {
-    let nccl = NcclLibrary::open(&[emulated_nccl::library_directory().to_owned()]).unwrap();
-    equal_on_all_ranks(on_ranks(world, |hosts| {
-        let cuda = open_gpu();
+/// Trains a new run of `world` ranks for `steps` steps on emulated GPUs that communicate through
+/// the emulated NCCL. Asserts that all ranks compute equal losses.
+pub(crate) fn train_over_emulated_nccl(spec: &TrainSpec, world: usize, steps: u64) -> LossCurve {
+    let nccl = NcclLibrary::open(&[emulated_nccl::build_library().to_owned()]).unwrap();
+    expect_equal_on_all_ranks(run_on_ranks(world, |hosts| {
+        let cuda = open_emulated_gpu();
         let comm = NcclComm::connect(&nccl, cuda.clone(), hosts, Duration::from_secs(60)).unwrap();
         train_steps(&mut build_trainer_on(spec, Arc::new(comm), cuda).start_fresh(), steps)
     }))
 }
 
-/// A function that runs another one on every rank: [`on_shared_gpu`] or [`on_cpu_ranks`].
-pub(crate) type RunRanks<'a, T> =
+/// A function that calls another function on every rank: [`run_on_shared_gpu`] or
+/// [`run_on_cpu_ranks`].
+pub(crate) type RunOnRanksFn<'a, T> =
     &'a dyn Fn(usize, &(dyn Fn(Arc<dyn Comm>, Arc<dyn Ops>) -> T + Sync)) -> Vec<T>;
 
 /// Runs `f` on `world` ranks that compute on the CPU.
-pub(crate) fn on_cpu_ranks<T: Send>(
+pub(crate) fn run_on_cpu_ranks<T: Send>(
     world: usize,
     f: &(dyn Fn(Arc<dyn Comm>, Arc<dyn Ops>) -> T + Sync),
 ) -> Vec<T> {
-    on_ranks(world, |c| f(c, Arc::new(Cpu::new(1))))
+    run_on_ranks(world, |c| f(c, Arc::new(Cpu::new(1))))
 }
 
-/// Steps that [`train_and_save`] trains before it saves.
-pub(crate) const BEFORE: u64 = 2;
-/// Steps that [`resume_and_train`] trains.
-pub(crate) const AFTER: u64 = 2;
+/// Number of steps that [`train_and_save`] trains before the checkpoint.
+pub(crate) const STEPS_BEFORE_SAVE: u64 = 2;
+/// Number of steps that [`resume_and_train`] trains.
+pub(crate) const STEPS_AFTER_RESUME: u64 = 2;
 
-/// Trains a new run for [`BEFORE`] steps and saves a checkpoint under `root`, in the background
-/// during the next step if `asynchronous`.
+/// Trains a new run for [`STEPS_BEFORE_SAVE`] steps and saves a checkpoint under `root`, in the
+/// background during the next step if `asynchronous`.
 pub(crate) fn train_and_save(
-    on: RunRanks<()>,
+    on: RunOnRanksFn<()>,
     spec: &TrainSpec,
     world: usize,
     root: &Path,
     asynchronous: bool,
 ) {
-    let job = job_spec(spec, root, asynchronous);
+    let job = create_job_spec(spec, root, asynchronous);
     on(world, &|comm, ops| {
         let mut running = build_trainer_on(spec, comm, ops).start_fresh();
-        train_steps(&mut running, BEFORE);
-        let mut saver = checkpoint_saver(&running, &job, root);
-        saver.begin(&mut running).unwrap();
+        train_steps(&mut running, STEPS_BEFORE_SAVE);
+        let mut saver = create_checkpoint_saver(&running, &job, root);
+        saver.begin_save(&mut running).unwrap();
         if asynchronous {
             // A further step must not change the state that is being saved.
             train_steps(&mut running, 1);
         }
-        assert_eq!(saver.finish(&running).unwrap().unwrap().step, BEFORE);
+        assert_eq!(saver.finish_save(&running).unwrap().unwrap().step, STEPS_BEFORE_SAVE);
     });
 }
 
-/// Resumes from the checkpoint under `root` and trains for [`AFTER`] steps.
-pub(crate) fn resume_and_train(on: RunRanks<Curve>, spec: &TrainSpec, world: usize, root: &Path) -> Curve {
-    let job = job_spec(spec, root, false);
-    equal_on_all_ranks(on(world, &|comm, ops| {
+/// Resumes from the checkpoint under `root` and trains for [`STEPS_AFTER_RESUME`] steps.
+pub(crate) fn resume_and_train(
+    on: RunOnRanksFn<LossCurve>,
+    spec: &TrainSpec,
+    world: usize,
+    root: &Path,
+) -> LossCurve {
+    let job = create_job_spec(spec, root, false);
+    expect_equal_on_all_ranks(on(world, &|comm, ops| {
         let mut ready = build_trainer_on(spec, comm, ops);
-        let dirs = CheckpointDirs { root, workdir: root, layout: &StorageLayout::shared(world) };
-        let resumed = resume(&mut ready, &job, &dirs, DATA_DIGEST, &mut |_| Ok(())).unwrap();
-        train_steps(&mut ready.start_at(resumed.unwrap().cursor), AFTER)
+        let dirs =
+            CheckpointDirs { root, workdir: root, layout: &StorageTopology::for_shared_directory(world) };
+        let resumed =
+            resume_from_checkpoint(&mut ready, &job, &dirs, SYNTHETIC_DATA_DIGEST, &mut |_| Ok(())).unwrap();
+        train_steps(&mut ready.start_at(resumed.unwrap().cursor), STEPS_AFTER_RESUME)
     }))
 }

@@ -5,15 +5,16 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 use std::{path::PathBuf, str::FromStr};
 
-/// Events that schema 2 renamed: the name in schema 1, and the name in schema 2.
+/// The events that schema 2 renamed: the name in schema 1, and the name in schema 2.
 const RENAMED_EVENTS: [(&str, &str); 2] = [("placed", "placement"), ("gathered", "gather")];
+/// The fields that schema 2 renamed: the name in schema 1, and the name in schema 2.
 const RENAMED_FIELDS: [(&str, &str); 3] =
     [("epoch", "attempt"), ("left", "restarts_left"), ("cause", "message")];
 
-/// Version of the JSON form of events (`--json-schema`).
+/// The version of the JSON form of events (`--json-schema`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum EventSchema {
-    /// The form of earlier releases, without `schema`.
+    /// The form of earlier releases, without the field `schema`.
     V1,
     /// The current form. Deprecated field names are printed next to the new ones.
     #[default]
@@ -21,7 +22,7 @@ pub enum EventSchema {
 }
 
 impl EventSchema {
-    /// The number that `schema` has in each object.
+    /// Returns the number of the version, which is the value of the field `schema`.
     pub fn number(self) -> u8 {
         match self {
             EventSchema::V1 => 1,
@@ -30,53 +31,53 @@ impl EventSchema {
     }
 }
 
-/// The error of a version that the JSON form of events does not have.
+/// `--json-schema` names a version that does not exist.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the schema of events is 1 or 2, not {0:?}")]
-pub struct UnknownSchema(String);
+pub struct UnknownEventSchema(String);
 
 impl FromStr for EventSchema {
-    type Err = UnknownSchema;
+    type Err = UnknownEventSchema;
 
-    fn from_str(text: &str) -> Result<Self, UnknownSchema> {
+    fn from_str(text: &str) -> Result<Self, UnknownEventSchema> {
         match text {
             "1" => Ok(EventSchema::V1),
             "2" => Ok(EventSchema::V2),
-            other => Err(UnknownSchema(other.to_owned())),
+            other => Err(UnknownEventSchema(other.to_owned())),
         }
     }
 }
 
-/// An event with its time, as the journal stores it.
+/// An event with its time, in the form in which the journal stores it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TimedEvent {
-    /// What happened.
+    /// The event.
     pub event: Event,
-    /// When it happened, in seconds since 1970.
+    /// The time of the event, in seconds since 1970.
     pub time: f64,
 }
 
 impl Event {
     /// Formats the event as a JSON object on one line, without a line break.
     pub fn to_json(&self, schema: EventSchema) -> serde_json::Result<String> {
-        to_line(self, schema, None)
+        format_line(self, schema, None)
     }
 
-    /// Formats the event as a JSON object that also has the field `time`, in seconds since 1970.
+    /// Formats the event as a JSON object on one line, with the field `time` in seconds since 1970.
     pub fn to_json_at(&self, schema: EventSchema, time: f64) -> serde_json::Result<String> {
-        to_line(self, schema, Some(time))
+        format_line(self, schema, Some(time))
     }
 
-    /// Reads an event of either schema.
+    /// Parses the JSON form of an event in either schema.
     pub fn from_json(line: &str) -> serde_json::Result<Event> {
         let mut object: Map<String, Value> = serde_json::from_str(line)?;
-        upgrade(&mut object);
+        upgrade_to_schema_2(&mut object);
         serde_json::from_value(Value::Object(object))
     }
 }
 
 impl TimedEvent {
-    /// Reads a line of a journal of either schema.
+    /// Parses a line of a journal in either schema.
     pub fn from_json(line: &str) -> serde_json::Result<TimedEvent> {
         #[derive(Deserialize)]
         struct EventTime {
@@ -92,17 +93,22 @@ impl TimedEvent {
     }
 }
 
-fn to_line(event: &Event, schema: EventSchema, time: Option<f64>) -> serde_json::Result<String> {
+/// Formats an event, and its time if there is one, as a JSON object on one line.
+fn format_line(event: &Event, schema: EventSchema, time: Option<f64>) -> serde_json::Result<String> {
     match schema {
-        EventSchema::V1 => serde_json::to_string(&LineV1 { event: EventV1::from(event), time }),
-        EventSchema::V2 => {
-            serde_json::to_string(&LineV2 { schema: 2, event, extra: ExtraFields::of_event(event), time })
-        }
+        EventSchema::V1 => serde_json::to_string(&EventLineV1 { event: EventV1::from(event), time }),
+        EventSchema::V2 => serde_json::to_string(&EventLineV2 {
+            schema: 2,
+            event,
+            extra: DerivedFields::from_event(event),
+            time,
+        }),
     }
 }
 
-/// Renames the event and its fields from schema 1 to schema 2.
-fn upgrade(object: &mut Map<String, Value>) {
+/// Renames the event and its fields from schema 1 to schema 2. An object of schema 2 keeps its
+/// names.
+fn upgrade_to_schema_2(object: &mut Map<String, Value>) {
     if let Some(Value::String(name)) = object.get_mut("event")
         && let Some((_, new)) = RENAMED_EVENTS.iter().find(|(old, _)| old == name)
     {
@@ -115,13 +121,14 @@ fn upgrade(object: &mut Map<String, Value>) {
     }
 }
 
+/// The JSON object of an event in schema 2.
 #[derive(Serialize)]
-struct LineV2<'a> {
+struct EventLineV2<'a> {
     schema: u8,
     #[serde(flatten)]
     event: &'a Event,
     #[serde(flatten)]
-    extra: ExtraFields<'a>,
+    extra: DerivedFields<'a>,
     #[serde(skip_serializing_if = "Option::is_none")]
     time: Option<f64>,
 }
@@ -130,7 +137,7 @@ struct LineV2<'a> {
 /// under deprecated names.
 #[derive(Default, Serialize)]
 #[serde(default)]
-struct ExtraFields<'a> {
+struct DerivedFields<'a> {
     #[serde(skip_serializing_if = "Option::is_none")]
     code: Option<Code>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -141,34 +148,36 @@ struct ExtraFields<'a> {
     left: Option<u32>,
 }
 
-impl<'a> ExtraFields<'a> {
-    fn of_event(event: &'a Event) -> Self {
-        let of_failure = |failure: &'a FailureReport| ExtraFields {
+impl<'a> DerivedFields<'a> {
+    fn from_event(event: &'a Event) -> Self {
+        let of_failure = |failure: &'a FailureReport| DerivedFields {
             code: Some(failure.reason.code()),
             cause: Some(&failure.message),
-            ..ExtraFields::default()
+            ..DerivedFields::default()
         };
         match event {
             Event::Failure(failure) => of_failure(failure),
             Event::Restart { attempt, restarts_left, failure, .. } => {
-                ExtraFields { epoch: Some(*attempt), left: Some(*restarts_left), ..of_failure(failure) }
+                DerivedFields { epoch: Some(*attempt), left: Some(*restarts_left), ..of_failure(failure) }
             }
             Event::Placement { attempt, .. } => {
-                ExtraFields { epoch: Some(*attempt), ..ExtraFields::default() }
+                DerivedFields { epoch: Some(*attempt), ..DerivedFields::default() }
             }
-            _ => ExtraFields::default(),
+            _ => DerivedFields::default(),
         }
     }
 }
 
+/// The JSON object of an event in schema 1.
 #[derive(Serialize)]
-struct LineV1<'a> {
+struct EventLineV1<'a> {
     #[serde(flatten)]
     event: EventV1<'a>,
     #[serde(skip_serializing_if = "Option::is_none")]
     time: Option<f64>,
 }
 
+/// An event in the form of schema 1.
 #[derive(Serialize)]
 #[serde(untagged)]
 enum EventV1<'a> {
@@ -185,13 +194,13 @@ enum RenamedEventV1<'a> {
         path: &'a PathBuf,
         bytes: u64,
     },
-    Failure(FailureV1<'a>),
+    Failure(FailureReportV1<'a>),
     Restart {
         epoch: u32,
         left: u32,
         pause_s: f64,
         #[serde(flatten)]
-        failure: FailureV1<'a>,
+        failure: FailureReportV1<'a>,
     },
     Placed {
         epoch: u32,
@@ -200,8 +209,9 @@ enum RenamedEventV1<'a> {
     },
 }
 
+/// A [`FailureReport`] in the form of schema 1.
 #[derive(Serialize)]
-struct FailureV1<'a> {
+struct FailureReportV1<'a> {
     rank: Option<u32>,
     host: &'a str,
     pid: u32,
@@ -210,10 +220,10 @@ struct FailureV1<'a> {
     tail: &'a [String],
 }
 
-impl<'a> From<&'a FailureReport> for FailureV1<'a> {
+impl<'a> From<&'a FailureReport> for FailureReportV1<'a> {
     fn from(failure: &'a FailureReport) -> Self {
         let FailureReport { rank, host, pid, message, log, tail, .. } = failure;
-        FailureV1 { rank: *rank, host, pid: *pid, cause: message, log, tail }
+        FailureReportV1 { rank: *rank, host, pid: *pid, cause: message, log, tail }
     }
 }
 
@@ -238,7 +248,7 @@ impl<'a> From<&'a Event> for EventV1<'a> {
     }
 }
 
-/// Diagnostics in the form that `--json` prints everywhere.
+/// Serializes diagnostics in the form of [`Diagnostic::to_json`], for `#[serde(with)]`.
 pub(super) mod diagnostics {
     use super::{Map, Value, json};
     use diagnostic::{Code, Diagnostic};
@@ -255,13 +265,14 @@ pub(super) mod diagnostics {
         deserializer: D,
     ) -> Result<Vec<Diagnostic>, D::Error> {
         let objects = Vec::<Map<String, Value>>::deserialize(deserializer)?;
-        let diagnostic = |object| serde_json::from_value(stored_form(object)).map_err(D::Error::custom);
+        let diagnostic =
+            |object| serde_json::from_value(restore_omitted_fields(object)).map_err(D::Error::custom);
         objects.into_iter().map(diagnostic).collect()
     }
 
-    /// Adds the fields that [`Diagnostic::to_json`] omits. The source line of a location is not
-    /// restored.
-    fn stored_form(mut object: Map<String, Value>) -> Value {
+    /// Converts the form of [`Diagnostic::to_json`] to the serialized form of [`Diagnostic`] by
+    /// adding the fields that the former omits. The source line of a location is lost.
+    fn restore_omitted_fields(mut object: Map<String, Value>) -> Value {
         let code = object.get("code").and_then(Value::as_str).and_then(Code::from_name);
         if let Some(code) = code {
             object.insert("category".into(), json!(code.category()));
@@ -284,7 +295,7 @@ pub(super) mod diagnostics {
             _ => Vec::new(),
         };
         let stored = details.into_iter().filter_map(|detail| match detail {
-            Value::Object(detail) => Some(stored_form(detail)),
+            Value::Object(detail) => Some(restore_omitted_fields(detail)),
             _ => None,
         });
         object.insert("details".into(), stored.collect());

@@ -3,17 +3,18 @@ use super::{MAX_HOSTS, MAX_NAME, filter::MAX_SLOT, hostfile::MAX_SLOTS, range};
 use diagnostic::{Code, codes};
 use thiserror::Error;
 
-/// A text that does not name hosts, with the position of the mistake.
+/// A mistake in a text that names hosts, with its position.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error("{problem}")]
 pub struct HostSyntaxError {
-    /// Offset in the text, bytes.
+    /// The offset of the mistake in the text, bytes.
     pub at: usize,
-    /// What is wrong there; the text of the error.
+    /// The mistake, which is also the text of the error.
     pub problem: HostSyntaxProblem,
 }
 
-/// What is wrong with a text that names hosts. The texts follow the name of whatever contains them.
+/// The kinds of mistakes in a text that names hosts. The error texts follow the name of the key or
+/// option that contains the text.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum HostSyntaxProblem {
     /// Nothing precedes the `@`.
@@ -70,7 +71,7 @@ pub enum HostSyntaxProblem {
 }
 
 impl HostSyntaxError {
-    /// The code of the error for a user.
+    /// Returns the diagnostic code of the error.
     pub fn code(&self) -> Code {
         use HostSyntaxProblem::*;
         match self.problem {
@@ -81,8 +82,8 @@ impl HostSyntaxError {
         }
     }
 
-    /// The same error in a text that begins `by` bytes earlier.
-    pub(super) fn shifted(self, by: usize) -> Self {
+    /// Moves the position of the error by `by` bytes, for a text that begins `by` bytes earlier.
+    pub(super) fn shift_by(self, by: usize) -> Self {
         HostSyntaxError { at: self.at + by, ..self }
     }
 }
@@ -91,22 +92,22 @@ impl HostSyntaxError {
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error("{problem}")]
 pub struct HostfileError {
-    /// The line, from 1.
+    /// The line number, counted from 1.
     pub line: u32,
-    /// The column, from 1, in characters.
+    /// The column in characters, counted from 1.
     pub column: u32,
-    /// What is wrong there; the text of the error.
+    /// The mistake, which is also the text of the error.
     pub problem: HostfileProblem,
 }
 
 impl HostfileError {
-    /// The code of the error for a user.
+    /// Returns the diagnostic code of the error.
     pub fn code(&self) -> Code {
         codes::job::HOSTFILE_INVALID
     }
 }
 
-/// What is wrong with a line of a hostfile.
+/// The kinds of mistakes in a hostfile.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum HostfileProblem {
     /// The file has no line with a host.
@@ -126,7 +127,7 @@ pub enum HostfileProblem {
     SlotsTwice {
         /// The host's name.
         host: String,
-        /// The line that names it first.
+        /// The number of the first line that names the host.
         line: u32,
     },
     /// A host is named again with another user.
@@ -134,7 +135,7 @@ pub enum HostfileProblem {
     UserDiffers {
         /// The host's name.
         host: String,
-        /// The line that names it first.
+        /// The number of the first line that names the host.
         line: u32,
     },
     /// A host is named more often than a host may have slots.
@@ -149,10 +150,10 @@ pub enum HostfileProblem {
     /// An option is repeated.
     #[error("`{0}` is given twice")]
     OptionTwice(String),
-    /// The number of slots is not a number, 0, or too large.
+    /// The number of slots is 0, too large or not a number.
     #[error("slots must be a number from 1 to {MAX_SLOTS}, found `{0}`")]
     SlotsInvalid(String),
-    /// A host has more slots than it may have.
+    /// `slots` is larger than `max-slots`.
     #[error("slots ({slots}) is more than max-slots ({max})")]
     SlotsOverMaximum {
         /// The value of `slots`.
@@ -166,16 +167,16 @@ pub enum HostfileProblem {
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error("{problem}")]
 pub struct FilterError {
-    /// Whether the mistake is in `exclude` rather than `include`.
+    /// Whether the mistake is in `cluster.exclude`; otherwise it is in `cluster.include`.
     pub exclude: bool,
-    /// The index of the text in its list; `None` for the list as a whole.
+    /// The index of the filter in the list; `None` if the mistake concerns the whole list.
     pub item: Option<usize>,
-    /// What is wrong; the text of the error, which follows the name of the key.
+    /// The mistake, which is also the text of the error. The text follows the name of the key.
     pub problem: FilterProblem,
 }
 
 impl FilterError {
-    /// The code of the error for a user.
+    /// Returns the diagnostic code of the error.
     pub fn code(&self) -> Code {
         match self.problem {
             FilterProblem::IncludeAndExclude => codes::job::JOB_KEYS_CONFLICT,
@@ -184,16 +185,16 @@ impl FilterError {
     }
 }
 
-/// What is wrong with a filter of hosts.
+/// The kinds of mistakes in a filter of hosts.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum FilterProblem {
-    /// Both filters are given.
+    /// `cluster.include` and `cluster.exclude` are both given.
     #[error("and `cluster.include` are both given")]
     IncludeAndExclude,
     /// No host remains.
     #[error("leaves no host")]
     NothingLeft,
-    /// Slots of a host are excluded whose number of slots is not stated.
+    /// The filter excludes slots of a host, but the number of slots of the host is not stated.
     #[error("excludes slots of {0}, whose number of slots is unknown; write `{0} slots=N` in a hostfile")]
     SlotCountUnknown(String),
     /// The filter names a host that the job does not have.
@@ -212,7 +213,7 @@ pub enum FilterProblem {
         slot: u32,
         /// The host's name.
         host: String,
-        /// How many slots the host has.
+        /// The number of slots that the host has.
         slots: usize,
     },
     /// A host is named both with and without slots.
@@ -221,7 +222,7 @@ pub enum FilterProblem {
     /// The slots are not numbers.
     #[error("has the slots `{}`; slots are numbers from 0 to {MAX_SLOT}, as in `node-1:0,2`", .0.escape_debug())]
     SlotsInvalid(String),
-    /// The filter repeats slots so often that it is not worth reading.
+    /// The filter names slots of a host too often.
     #[error("names too many slots of one host")]
     TooManySlots,
 }

@@ -1,15 +1,15 @@
-//! DeepSpeed's filters: `worker-0@worker-1:0,2` includes (or excludes) worker-0 and two slots of
-//! worker-1.
+//! Applies DeepSpeed's filters of hosts: `worker-0@worker-1:0,2` includes (or excludes) worker-0
+//! and two slots of worker-1.
 use super::{FilterError, FilterProblem, expand_ranges};
 use std::collections::{BTreeMap, HashMap};
 
-/// Largest number of a slot.
+/// The largest number of a slot.
 pub(super) const MAX_SLOT: u32 = 1023;
 
-/// Which slots of a host are used.
+/// The slots of a host that a job uses.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum HostSlots {
-    /// All of them; their number follows from the job or the host.
+    /// All slots; their number follows from the job or the host.
     Auto,
     /// The slots from 0 to one less than this number.
     Count(u32),
@@ -18,7 +18,7 @@ pub enum HostSlots {
 }
 
 impl HostSlots {
-    /// The number of slots, where it is known without the host.
+    /// Returns the number of slots; `None` if it depends on the host.
     pub fn count(&self) -> Option<u32> {
         match self {
             HostSlots::Auto => None,
@@ -28,16 +28,17 @@ impl HostSlots {
     }
 }
 
-/// The index of a remaining host in the given list, and its remaining slots.
+/// The index of a host that the filters leave, in the list of hosts, and its remaining slots.
 pub type SelectedHost = (usize, HostSlots);
 
-/// The slots that a filter names, by the index of their host; an empty list stands for all slots.
+/// The slots that a filter names, by the index of their host. An empty list stands for all slots.
 type NamedSlots = BTreeMap<usize, Vec<u32>>;
 
-/// Applies the filters to hosts, which are given by name with their slots. Their order stays.
+/// Applies the filters to hosts, which are given by name with their slots. Returns the hosts that
+/// remain, in their order.
 ///
-/// A filter names a host by its whole name, port included (`a:2222`); a further colon introduces
-/// slots.
+/// A filter names a host by its whole name, including the port (`a:2222`). A further colon
+/// introduces slots.
 pub fn filter_hosts(
     hosts: &[(String, HostSlots)],
     include: &[String],
@@ -65,7 +66,7 @@ pub fn filter_hosts(
             (true, Some([])) | (false, None) => None,
             (false, Some(these)) => Some(HostSlots::Selected(these.to_vec())),
             (true, Some(these)) => {
-                let host_slots = slot_numbers(slots)
+                let host_slots = list_slot_numbers(slots)
                     .ok_or_else(|| error(true, FilterProblem::SlotCountUnknown(host.clone())))?;
                 let rest: Vec<u32> = host_slots.into_iter().filter(|slot| !these.contains(slot)).collect();
                 (!rest.is_empty()).then_some(HostSlots::Selected(rest))
@@ -79,8 +80,8 @@ pub fn filter_hosts(
     }
 }
 
-/// The numbers of the slots, where they are known.
-fn slot_numbers(slots: &HostSlots) -> Option<Vec<u32>> {
+/// Returns the numbers of the slots; `None` if they depend on the host.
+fn list_slot_numbers(slots: &HostSlots) -> Option<Vec<u32>> {
     match slots {
         HostSlots::Auto => None,
         HostSlots::Count(n) => Some((0..*n).collect()),
@@ -102,7 +103,7 @@ fn parse_filter(
             None => part.rsplit_once(':').map_or((part, None), |(name, slots)| (name, Some(slots))),
         };
         let slots = slots.map_or(Ok(Vec::new()), parse_slots)?;
-        for name in expand_name(names)? {
+        for name in expand_host_name(names)? {
             let Some(index) = known(&name) else {
                 return Err(FilterProblem::HostUnknown(name));
             };
@@ -112,7 +113,8 @@ fn parse_filter(
     Ok(())
 }
 
-fn expand_name(text: &str) -> Result<Vec<String>, FilterProblem> {
+/// Expands the ranges of a host name. An IPv6 address has none.
+fn expand_host_name(text: &str) -> Result<Vec<String>, FilterProblem> {
     match text {
         "" => Err(FilterProblem::HostEmpty),
         _ if text.matches(':').count() > 1 => Ok(vec![text.to_owned()]),
@@ -120,14 +122,14 @@ fn expand_name(text: &str) -> Result<Vec<String>, FilterProblem> {
     }
 }
 
-/// Adds slots of one host to `named`.
+/// Adds slots of one host to `named`. Rejects slots that the host does not have.
 fn add_slots(
     (host, slots): &(String, HostSlots),
     index: usize,
     these: &[u32],
     named: &mut NamedSlots,
 ) -> Result<(), FilterProblem> {
-    if let Some(available) = slot_numbers(slots)
+    if let Some(available) = list_slot_numbers(slots)
         && let Some(slot) = these.iter().find(|slot| !available.contains(slot))
     {
         return Err(FilterProblem::SlotMissing { slot: *slot, host: host.clone(), slots: available.len() });
@@ -146,7 +148,7 @@ fn add_slots(
     Ok(())
 }
 
-/// Parses `0,2-3` into ascending numbers.
+/// Parses `0,2-3` into ascending numbers without duplicates.
 fn parse_slots(text: &str) -> Result<Vec<u32>, FilterProblem> {
     let mut slots = Vec::new();
     for part in text.split(',') {
@@ -173,6 +175,7 @@ mod tests {
     use super::{FilterProblem::*, *};
     use proptest::prelude::*;
 
+    /// Returns three hosts with 4, 2 and an unknown number of slots.
     fn hosts() -> Vec<(String, HostSlots)> {
         let host = |name: &str, slots| (name.to_owned(), slots);
         vec![
@@ -182,7 +185,8 @@ mod tests {
         ]
     }
 
-    fn filter_to_text(include: &[&str], exclude: &[&str]) -> Result<String, FilterError> {
+    /// Formats the hosts and slots that the filters leave, as `INDEX=SLOTS`.
+    fn format_filtered_hosts(include: &[&str], exclude: &[&str]) -> Result<String, FilterError> {
         let texts = |list: &[&str]| list.iter().map(|s| (*s).to_owned()).collect::<Vec<_>>();
         let left = filter_hosts(&hosts(), &texts(include), &texts(exclude))?;
         let one = |(index, slots): SelectedHost| {
@@ -209,7 +213,11 @@ mod tests {
             (&[], &["worker-1:0,1@c:2222"], "0=4"),
             (&[], &["worker-1"], "0=4 2=auto"),
         ] {
-            assert_eq!(filter_to_text(include, exclude).as_deref(), Ok(expected), "{include:?} {exclude:?}");
+            assert_eq!(
+                format_filtered_hosts(include, exclude).as_deref(),
+                Ok(expected),
+                "{include:?} {exclude:?}"
+            );
         }
     }
 
@@ -226,7 +234,7 @@ mod tests {
             (&[], &["c:2222:1"], SlotCountUnknown(text("c:2222"))),
             (&[], &["worker-0@worker-1@c:2222"], NothingLeft),
         ] {
-            assert_eq!(filter_to_text(include, exclude).map_err(|error| error.problem), Err(problem));
+            assert_eq!(format_filtered_hosts(include, exclude).map_err(|error| error.problem), Err(problem));
         }
     }
 
@@ -250,7 +258,7 @@ mod tests {
     }
 
     proptest! {
-        /// Including slots and excluding the same slots divides a host into two parts.
+        /// Including slots and excluding the same slots divides a host into two disjoint parts.
         #[test]
         fn include_and_exclude_are_complements(picked in proptest::collection::btree_set(0u32..4, 1..4)) {
             let text = picked.iter().map(u32::to_string).collect::<Vec<_>>().join(",");
@@ -258,7 +266,7 @@ mod tests {
             let list = [format!("h:{text}")];
             let (with, without) = (filter_hosts(&only, &list, &[]), filter_hosts(&only, &[], &list));
             let slots = |left: Result<Vec<SelectedHost>, FilterError>| {
-                left.ok().and_then(|l| l.into_iter().next()).and_then(|(_, s)| slot_numbers(&s)).unwrap_or_default()
+                left.ok().and_then(|l| l.into_iter().next()).and_then(|(_, s)| list_slot_numbers(&s)).unwrap_or_default()
             };
             let mut both = slots(with);
             both.extend(slots(without));

@@ -1,23 +1,23 @@
-//! Hostfiles of DeepSpeed (`host slots=N`) and Open MPI (`host slots=N max-slots=M`, or a bare host
-//! once per slot).
+//! Parses hostfiles of DeepSpeed (`host slots=N`) and Open MPI (`host slots=N max-slots=M`, or a
+//! bare host once per slot).
 use super::{HostAddress, HostfileError, HostfileProblem, MAX_HOSTS, parse_hosts};
 use std::collections::HashMap;
 
-/// Largest hostfile, bytes.
+/// The largest hostfile, bytes.
 pub const MAX_HOSTFILE: usize = 4 << 20;
-/// Most slots of a host.
+/// The most slots of a host.
 pub(super) const MAX_SLOTS: u32 = 1024;
-/// Most mistakes that are reported at once.
+/// The most mistakes that are reported at once.
 const MAX_ERRORS: usize = 20;
 
-/// A host of a hostfile.
+/// A host that a hostfile names, with its slots.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HostfileEntry {
     /// The host.
     pub host: HostAddress,
-    /// The number of workers on it; `None` where the file does not state it.
+    /// The number of slots; `None` if the file does not state it.
     pub slots: Option<u32>,
-    /// The line that names it first, from 1.
+    /// The number of the first line that names the host, counted from 1.
     pub line: u32,
 }
 
@@ -44,18 +44,20 @@ pub fn parse_hostfile(text: &str) -> Result<Vec<HostfileEntry>, Vec<HostfileErro
     }
 }
 
+/// The hosts of the lines that have been parsed.
 #[derive(Default)]
 struct HostfileParser {
     hosts: Vec<HostfileEntry>,
-    /// For each name the index in `hosts`, and whether its slots are stated.
+    /// The index in `hosts` by name, and whether the slots of the host are stated.
     by_name: HashMap<String, (usize, bool)>,
 }
 
-/// The byte of the line that is wrong, and why.
-type LineProblem = (usize, HostfileProblem);
+/// The byte offset of a mistake in its line, and the mistake.
+type LocatedProblem = (usize, HostfileProblem);
 
 impl HostfileParser {
-    fn parse_line(&mut self, number: u32, line: &str) -> Result<(), LineProblem> {
+    /// Parses a line and adds its hosts. Empty lines and comments add none.
+    fn parse_line(&mut self, number: u32, line: &str) -> Result<(), LocatedProblem> {
         let content = line.split('#').next().unwrap_or("");
         let trimmed = content.trim_start();
         let start = content.len() - trimmed.len();
@@ -66,7 +68,7 @@ impl HostfileParser {
         let (name, rest) = trimmed.split_at(end);
         let mut hosts = parse_hosts(name)
             .map_err(|error| (start + error.at, HostfileProblem::HostInvalid(error.problem)))?;
-        let options = LineOptions::parse(rest, start + end)?;
+        let options = HostfileLineOptions::parse(rest, start + end)?;
         if let Some((user, at)) = options.user {
             if hosts.iter().any(|h| h.user.is_some()) {
                 return Err((at, HostfileProblem::UserTwice));
@@ -74,18 +76,19 @@ impl HostfileParser {
             hosts.iter_mut().for_each(|h| h.user = Some(user.clone()));
         }
         for host in hosts {
-            self.add(host, options.slots, number, start)?;
+            self.add_host(host, options.slots, number, start)?;
         }
         Ok(())
     }
 
-    fn add(
+    /// Adds a host. A repeated host without stated slots gets one more slot.
+    fn add_host(
         &mut self,
         host: HostAddress,
         slots: Option<u32>,
         line: u32,
         at: usize,
-    ) -> Result<(), LineProblem> {
+    ) -> Result<(), LocatedProblem> {
         let name = host.name();
         let Some(&(index, has_slots)) = self.by_name.get(&name) else {
             if self.hosts.len() >= MAX_HOSTS {
@@ -112,17 +115,18 @@ impl HostfileParser {
     }
 }
 
+/// The options that follow the host on a line.
 #[derive(Default)]
-struct LineOptions {
+struct HostfileLineOptions {
     slots: Option<u32>,
-    /// The user, and the offset of the option in the line.
+    /// The login name, and the byte offset of the option in the line.
     user: Option<(String, usize)>,
 }
 
-impl LineOptions {
-    /// Parses ` slots=4 max-slots=8 user=me`; the text begins at byte `at` of the line.
-    fn parse(text: &str, at: usize) -> Result<LineOptions, LineProblem> {
-        let (mut options, mut max, mut slots) = (LineOptions::default(), None, None);
+impl HostfileLineOptions {
+    /// Parses ` slots=4 max-slots=8 user=me`. The text begins at byte `at` of the line.
+    fn parse(text: &str, at: usize) -> Result<HostfileLineOptions, LocatedProblem> {
+        let (mut options, mut max, mut slots) = (HostfileLineOptions::default(), None, None);
         let mut next = 0;
         while let Some(word_at) = text[next..].find(|c: char| !c.is_whitespace()).map(|i| i + next) {
             let end = text[word_at..].find(char::is_whitespace).map_or(text.len(), |i| i + word_at);
@@ -130,19 +134,21 @@ impl LineOptions {
             let offset = at + word_at;
             next = end;
             let Some((key, value)) = word.split_once('=') else {
-                return Err((offset, HostfileProblem::OptionInvalid(excerpt(word))));
+                return Err((offset, HostfileProblem::OptionInvalid(make_excerpt(word))));
             };
             match key {
-                "slots" => once(&mut slots, parse_number(value, offset + 6)?, offset, key)?,
-                "max-slots" | "max_slots" => once(&mut max, parse_number(value, offset + 10)?, offset, key)?,
+                "slots" => set_once(&mut slots, parse_slot_count(value, offset + 6)?, offset, key)?,
+                "max-slots" | "max_slots" => {
+                    set_once(&mut max, parse_slot_count(value, offset + 10)?, offset, key)?
+                }
                 "user" | "username" => {
-                    super::check_user(value)
+                    super::check_user_name(value)
                         .map_err(|problem| (offset, HostfileProblem::HostInvalid(problem)))?;
                     let mut user = options.user.take();
-                    once(&mut user, (value.to_owned(), offset), offset, key)?;
+                    set_once(&mut user, (value.to_owned(), offset), offset, key)?;
                     options.user = user;
                 }
-                _ => return Err((offset, HostfileProblem::OptionUnknown(excerpt(key)))),
+                _ => return Err((offset, HostfileProblem::OptionUnknown(make_excerpt(key)))),
             }
         }
         if let (Some(slots), Some(max)) = (slots, max)
@@ -151,26 +157,28 @@ impl LineOptions {
             return Err((at, HostfileProblem::SlotsOverMaximum { slots, max }));
         }
         // launch never starts more workers than slots, so a larger maximum has no effect.
-        Ok(LineOptions { slots: slots.or(max), ..options })
+        Ok(HostfileLineOptions { slots: slots.or(max), ..options })
     }
 }
 
-/// Sets an option, unless it is set already.
-fn once<T>(option: &mut Option<T>, value: T, at: usize, key: &str) -> Result<(), LineProblem> {
+/// Sets an option. An option that is set already is an error.
+fn set_once<T>(option: &mut Option<T>, value: T, at: usize, key: &str) -> Result<(), LocatedProblem> {
     match option.replace(value) {
         None => Ok(()),
         Some(_) => Err((at, HostfileProblem::OptionTwice(key.to_owned()))),
     }
 }
 
-fn parse_number(text: &str, at: usize) -> Result<u32, LineProblem> {
+/// Parses a number of slots from 1 to [`MAX_SLOTS`]. `at` is the byte offset of `text` for the
+/// error.
+fn parse_slot_count(text: &str, at: usize) -> Result<u32, LocatedProblem> {
     let digits = !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit());
     let number = text.parse::<u32>().ok().filter(|n| digits && (1..=MAX_SLOTS).contains(n));
-    number.ok_or_else(|| (at, HostfileProblem::SlotsInvalid(excerpt(text))))
+    number.ok_or_else(|| (at, HostfileProblem::SlotsInvalid(make_excerpt(text))))
 }
 
-/// A short part of a text with control characters escaped.
-fn excerpt(text: &str) -> String {
+/// Returns the first 40 characters of a text, with control characters escaped.
+fn make_excerpt(text: &str) -> String {
     text.chars().take(40).flat_map(char::escape_default).collect()
 }
 
@@ -179,7 +187,8 @@ mod tests {
     use super::{super::HostSyntaxProblem, HostfileProblem::*, *};
     use proptest::prelude::*;
 
-    fn read(text: &str) -> String {
+    /// Formats the hosts of a hostfile as `HOST*SLOTS`.
+    fn format_parsed_hosts(text: &str) -> String {
         let hosts = parse_hostfile(text).expect(text);
         let one =
             |h: HostfileEntry| format!("{}*{}", h.host, h.slots.map_or("?".to_owned(), |s| s.to_string()));
@@ -197,12 +206,12 @@ mod tests {
             ("a user=me slots=1\nb username=you", "me@a*1 you@b*?"),
             ("a:22 slots=1\na:23 slots=1", "a:22*1 a:23*1"),
         ] {
-            assert_eq!(read(text), expected, "{text:?}");
+            assert_eq!(format_parsed_hosts(text), expected, "{text:?}");
         }
     }
 
     #[test]
-    fn mistakes_are_reported_with_their_position() {
+    fn mistakes_in_hostfiles_are_reported_with_their_position() {
         let slots_twice = |line| SlotsTwice { host: "a".to_owned(), line };
         let text = str::to_owned;
         for (file, line, column, problem) in [

@@ -1,25 +1,26 @@
-//! Slurm's ranges of names: `n[01-03,07]`, `rack[1-2]node[1,3-4]`, also with a suffix
+//! Expands Slurm's ranges of names: `n[01-03,07]`, `rack[1-2]node[1,3-4]`, also with a suffix
 //! (`n[1-2].cluster`).
 use super::{HostSyntaxError, HostSyntaxProblem, MAX_HOSTS, MAX_NAME};
 
-/// Most digits of a number in a range.
+/// The most digits of a number in a range.
 pub(super) const MAX_DIGITS: usize = 9;
-/// Most pairs of brackets in one name.
+/// The most pairs of brackets in one name.
 pub(super) const MAX_BRACKETS: usize = 4;
 
-fn error(at: usize, problem: HostSyntaxProblem) -> HostSyntaxError {
+/// Creates an error at byte `at` of the text.
+fn range_error(at: usize, problem: HostSyntaxProblem) -> HostSyntaxError {
     HostSyntaxError { at, problem }
 }
 
-/// Splits a text at the commas outside of brackets.
+/// Splits a text at the commas outside of brackets. Unbalanced and nested brackets are errors.
 pub(super) fn split_outside_brackets(text: &str) -> Result<Vec<&str>, HostSyntaxError> {
     let (mut parts, mut begin, mut open) = (Vec::new(), 0, None);
     for (at, c) in text.char_indices() {
         match (c, open) {
             ('[', None) => open = Some(at),
-            ('[', Some(_)) => return Err(error(at, HostSyntaxProblem::BracketNested)),
+            ('[', Some(_)) => return Err(range_error(at, HostSyntaxProblem::BracketNested)),
             (']', Some(_)) => open = None,
-            (']', None) => return Err(error(at, HostSyntaxProblem::BracketUnopened)),
+            (']', None) => return Err(range_error(at, HostSyntaxProblem::BracketUnopened)),
             (',', None) => {
                 parts.push(&text[begin..at]);
                 begin = at + 1;
@@ -28,21 +29,21 @@ pub(super) fn split_outside_brackets(text: &str) -> Result<Vec<&str>, HostSyntax
         }
     }
     if let Some(at) = open {
-        return Err(error(at, HostSyntaxProblem::BracketUnclosed));
+        return Err(range_error(at, HostSyntaxProblem::BracketUnclosed));
     }
     parts.push(&text[begin..]);
     Ok(parts)
 }
 
-/// Expands the ranges of a text into names, in order; the last brackets vary fastest. At most
-/// [`MAX_HOSTS`] names.
+/// Expands the ranges of a text into at most [`MAX_HOSTS`] names, in order. The numbers in the last
+/// brackets vary fastest.
 pub fn expand_ranges(text: &str) -> Result<Vec<String>, HostSyntaxError> {
     let mut names = Vec::new();
     let mut at = 0;
     for part in split_outside_brackets(text)? {
-        let more = expand_name(part).map_err(|error| error.shifted(at))?;
+        let more = expand_name(part).map_err(|error| error.shift_by(at))?;
         if names.len() + more.len() > MAX_HOSTS {
-            return Err(too_many(at));
+            return Err(too_many_hosts_error(at));
         }
         names.extend(more);
         at += part.len() + 1;
@@ -50,50 +51,52 @@ pub fn expand_ranges(text: &str) -> Result<Vec<String>, HostSyntaxError> {
     Ok(names)
 }
 
-fn too_many(at: usize) -> HostSyntaxError {
-    error(at, HostSyntaxProblem::TooManyHosts)
+/// Creates the error of a text that stands for more than [`MAX_HOSTS`] hosts.
+fn too_many_hosts_error(at: usize) -> HostSyntaxError {
+    range_error(at, HostSyntaxProblem::TooManyHosts)
 }
 
-/// Expands one name, which has no commas outside of brackets.
+/// Expands the ranges of one name, which has no commas outside of brackets.
 fn expand_name(text: &str) -> Result<Vec<String>, HostSyntaxError> {
     let mut names = vec![String::new()];
     let (mut rest, mut at, mut brackets) = (text, 0, 0);
     while let Some(open) = rest.find('[') {
         let inside = &rest[open + 1..];
         let Some(close) = inside.find(']') else {
-            return Err(error(at + open, HostSyntaxProblem::BracketUnclosed));
+            return Err(range_error(at + open, HostSyntaxProblem::BracketUnclosed));
         };
         brackets += 1;
         if brackets > MAX_BRACKETS {
-            return Err(error(at + open, HostSyntaxProblem::TooManyBrackets));
+            return Err(range_error(at + open, HostSyntaxProblem::TooManyBrackets));
         }
-        let numbers = numbers(&inside[..close], at + open + 1)?;
+        let numbers = expand_numbers(&inside[..close], at + open + 1)?;
         if names.len().saturating_mul(numbers.len()) > MAX_HOSTS {
-            return Err(too_many(at + open));
+            return Err(too_many_hosts_error(at + open));
         }
         let prefix = &rest[..open];
-        check_length(&names, prefix, at)?;
+        check_name_length(&names, prefix, at)?;
         let with = |name: String| numbers.iter().map(move |n| format!("{name}{prefix}{n}"));
         names = names.into_iter().flat_map(with).collect();
         at += open + close + 2;
         rest = &inside[close + 1..];
     }
-    check_length(&names, rest, at)?;
+    check_name_length(&names, rest, at)?;
     names.iter_mut().for_each(|name| name.push_str(rest));
     Ok(names)
 }
 
-/// Rejects a part that makes names too long, before it is appended to thousands of them.
-fn check_length(names: &[String], piece: &str, at: usize) -> Result<(), HostSyntaxError> {
+/// Rejects a part that would make names longer than [`MAX_NAME`], before it is appended to
+/// thousands of names.
+fn check_name_length(names: &[String], piece: &str, at: usize) -> Result<(), HostSyntaxError> {
     match names.first().is_some_and(|name| name.len() + piece.len() > MAX_NAME) {
-        true => Err(error(at, HostSyntaxProblem::NameTooLong)),
+        true => Err(range_error(at, HostSyntaxProblem::NameTooLong)),
         false => Ok(()),
     }
 }
 
-/// Expands `01-03,07` into 01 02 03 07. All numbers of a range have at least as many digits as its
-/// first.
-fn numbers(text: &str, at: usize) -> Result<Vec<String>, HostSyntaxError> {
+/// Expands `01-03,07` into 01 02 03 07. The numbers of a range are padded with zeros to the width
+/// of its first number.
+fn expand_numbers(text: &str, at: usize) -> Result<Vec<String>, HostSyntaxError> {
     let mut numbers = Vec::new();
     let mut place = at;
     for part in text.split(',') {
@@ -102,15 +105,15 @@ fn numbers(text: &str, at: usize) -> Result<Vec<String>, HostSyntaxError> {
             let is_number =
                 (1..=MAX_DIGITS).contains(&digits.len()) && digits.bytes().all(|b| b.is_ascii_digit());
             let number = digits.parse::<u64>().ok().filter(|_| is_number);
-            number.ok_or(error(at, HostSyntaxProblem::RangeNumberInvalid))
+            number.ok_or(range_error(at, HostSyntaxProblem::RangeNumberInvalid))
         };
         let low = number(first, place)?;
         let high = number(last, place + part.len() - last.len())?;
         if high < low {
-            return Err(error(place, HostSyntaxProblem::RangeReversed(part.to_owned())));
+            return Err(range_error(place, HostSyntaxProblem::RangeReversed(part.to_owned())));
         }
         if numbers.len() as u64 + (high - low) >= MAX_HOSTS as u64 {
-            return Err(too_many(place));
+            return Err(too_many_hosts_error(place));
         }
         let width = first.len();
         numbers.extend((low..=high).map(|n| format!("{n:0width$}")));
@@ -124,8 +127,8 @@ mod tests {
     use super::{HostSyntaxProblem::*, *};
     use proptest::prelude::*;
 
-    /// The output of Slurm 22.05's `scontrol show hostnames`.
-    const SLURM: &[(&str, &str)] = &[
+    /// Ranges, and the names that Slurm 22.05's `scontrol show hostnames` prints for them.
+    const SLURM_EXPANSIONS: &[(&str, &str)] = &[
         ("n[01-03,07]", "n01 n02 n03 n07"),
         ("gpu-a[1-2]-n[01-02]", "gpu-a1-n01 gpu-a1-n02 gpu-a2-n01 gpu-a2-n02"),
         ("h1,h2,h3", "h1 h2 h3"),
@@ -136,7 +139,7 @@ mod tests {
 
     #[test]
     fn ranges_expand_as_in_slurm() {
-        for (text, expected) in SLURM {
+        for (text, expected) in SLURM_EXPANSIONS {
             assert_eq!(expand_ranges(text).expect(text).join(" "), *expected, "{text}");
         }
         assert_eq!(expand_ranges("n[001-003]x").expect("a suffix").join(" "), "n001x n002x n003x");
@@ -144,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn mistakes_are_reported_with_their_position() {
+    fn mistakes_in_ranges_are_reported_with_their_position() {
         for (text, at, problem) in [
             ("n[1-3", 1, BracketUnclosed),
             ("n1]", 2, BracketUnopened),
@@ -160,12 +163,12 @@ mod tests {
             ("n[0-999]n[0-999]", 9, TooManyHosts),
             ("n[1]n[1]n[1]n[1]n[1]", 17, TooManyBrackets),
         ] {
-            assert_eq!(expand_ranges(text), Err(error(at, problem)), "{text}");
+            assert_eq!(expand_ranges(text), Err(range_error(at, problem)), "{text}");
         }
     }
 
     proptest! {
-        /// Compared with a plain count.
+        /// Compares the expansion of a range with counting.
         #[test]
         fn a_range_contains_every_number_once(low in 0u64..500, span in 0u64..500, pad in 0usize..5) {
             let text = format!("n[{low:0pad$}-{}]", low + span);

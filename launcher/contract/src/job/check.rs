@@ -1,19 +1,19 @@
-//! Checks values of a job against each other, without data and without a machine.
+//! Checks the values of a job against each other, without data and without a host.
 //!
-//! A setting that cannot be honoured is an error. A setting without effect is an error when it
-//! would mislead about the result or the protection of the run, else a warning.
+//! A setting that cannot be honoured is an error. A setting without effect is an error if it would
+//! mislead about the result or the safety of the run, otherwise a warning.
 use super::train::GPT2;
 use super::{
-    Attention, CommBackend, Devices, EvalSpec, ExpertPlacement, ExpertsSpec, JobSpec, ModelSpec, Offload,
-    OptimizerName, OptimizerSpec, Precision, ResumeFrom, ScheduleName, ScheduleSpec, Tokenizer, TrainSpec,
-    VisibleDevices, decode::Decoder, keys::names_in,
+    AttentionKernels, CommBackend, DeviceSelection, EvalSpec, ExpertPlacement, ExpertsSpec, JobSpec,
+    ModelSpec, OffloadTarget, OptimizerName, OptimizerSpec, Precision, ResumeFrom, ScheduleName,
+    ScheduleSpec, TokenizerSpec, TrainSpec, VisibleDevices, decode::JobDecoder, keys::list_section_keys,
 };
 use crate::env::looks_secret;
 use diagnostic::codes::job as codes;
 
-/// Tokens of the built-in byte tokenizer: 256 bytes and the end of a document.
+/// The number of tokens of the built-in byte tokenizer: 256 bytes and the end of a document.
 const BYTE_TOKENS: u32 = 257;
-/// Keys of `checkpoint` that only the built-in runtime has.
+/// The keys of `checkpoint` that only apply to the built-in runtime.
 const BUILT_IN_CHECKPOINT_KEYS: [&str; 6] = [
     "checkpoint.every",
     "checkpoint.keep",
@@ -23,9 +23,10 @@ const BUILT_IN_CHECKPOINT_KEYS: [&str; 6] = [
     "checkpoint.gather_16bit_weights_on_model_save",
 ];
 
-/// Checks a decoded job. A check of keys that have errors already is skipped.
-pub(crate) fn check_job(d: &mut Decoder, job: &JobSpec) {
-    check_what_runs(d, job);
+/// Checks a decoded job. Errors and warnings are reported to `d`. A check is skipped if one of its
+/// keys has an error already.
+pub(crate) fn check_job(d: &mut JobDecoder, job: &JobSpec) {
+    check_run_or_train(d, job);
     check_program_keys(d, job);
     check_gpu_keys(d, job);
     check_secrets(d, job);
@@ -39,24 +40,24 @@ pub(crate) fn check_job(d: &mut Decoder, job: &JobSpec) {
         check_data(d, train);
         check_optimizer(d, &train.optimizer);
         check_schedule(d, train);
-        check_selection(d, train);
+        check_trained_params(d, train);
     }
 }
 
 /// Requires exactly one of `run.command` and `train`.
-fn check_what_runs(d: &mut Decoder, job: &JobSpec) {
+fn check_run_or_train(d: &mut JobDecoder, job: &JobSpec) {
     let command = d.sources.is_given("run.command");
-    if !d.is_valid(&[""]) {
+    if !d.are_valid(&[""]) {
         return;
     }
     match (command, job.train.is_some()) {
-        (false, false) => d.reject(
+        (false, false) => d.report_error(
             codes::JOB_NOTHING_TO_RUN,
             "",
             "the job has neither `run.command` nor `train`",
             "add `train` for the built-in training, or `run.command` for a program",
         ),
-        (true, true) => d.reject(
+        (true, true) => d.report_error(
             codes::JOB_KEYS_CONFLICT,
             "run.command",
             "`run.command` and `train` are both given",
@@ -67,16 +68,16 @@ fn check_what_runs(d: &mut Decoder, job: &JobSpec) {
     }
 }
 
-/// A program saves its own checkpoints, so launch only needs `checkpoint.dir`, for `resume.from:
-/// auto`.
-fn check_program_checkpoints(d: &mut Decoder, job: &JobSpec) {
+/// Checks `checkpoint` and `resume` in a job that runs a program. The program saves its checkpoints
+/// itself, so launch only uses `checkpoint.dir`, for `resume.from: auto`.
+fn check_program_checkpoints(d: &mut JobDecoder, job: &JobSpec) {
     const DIR: &str = "checkpoint.dir";
     const FROM: &str = "resume.from";
     const RNG: &str = "resume.rng";
     for key in BUILT_IN_CHECKPOINT_KEYS {
         if d.sources.is_given(key) {
             let message = format!("`{key}` has no effect in a job with `run.command`");
-            d.reject(
+            d.report_error(
                 codes::JOB_KEY_HAS_NO_EFFECT,
                 key,
                 message,
@@ -84,7 +85,7 @@ fn check_program_checkpoints(d: &mut Decoder, job: &JobSpec) {
             );
         }
     }
-    if !d.is_valid(&[FROM, DIR]) {
+    if !d.are_valid(&[FROM, DIR]) {
         return;
     }
     let auto = d.sources.is_given(FROM) && job.resume.from == ResumeFrom::Auto;
@@ -93,45 +94,45 @@ fn check_program_checkpoints(d: &mut Decoder, job: &JobSpec) {
         let message = "`resume.from: auto` requires `checkpoint.dir` in a job with `run.command`";
         let help =
             "set `checkpoint.dir` to the directory that contains the program's checkpoint-N directories";
-        d.reject(codes::JOB_KEY_REQUIRED, FROM, message, help);
+        d.report_error(codes::JOB_KEY_REQUIRED, FROM, message, help);
     } else if dir && !auto {
         let message =
             "`checkpoint.dir` has no effect in a job with `run.command` without `resume.from: auto`";
         let help = "remove it; the program saves its own checkpoints";
-        d.reject(codes::JOB_KEY_HAS_NO_EFFECT, DIR, message, help);
+        d.report_error(codes::JOB_KEY_HAS_NO_EFFECT, DIR, message, help);
     }
     if d.sources.is_given(RNG) && job.resume.from == ResumeFrom::Never {
         let message = "`resume.rng` has no effect without `resume.from`";
-        d.warn(codes::JOB_KEY_HAS_NO_EFFECT, RNG, message, "set `resume.from`, or remove the key");
+        d.report_warning(codes::JOB_KEY_HAS_NO_EFFECT, RNG, message, "set `resume.from`, or remove the key");
     }
 }
 
 /// Checks the keys of `run` that only apply to programs.
-fn check_program_keys(d: &mut Decoder, job: &JobSpec) {
+fn check_program_keys(d: &mut JobDecoder, job: &JobSpec) {
     const VISIBLE: &str = "run.visible_devices";
-    if !d.is_valid(&["run.command", "cluster.devices", VISIBLE]) {
+    if !d.are_valid(&["run.command", "cluster.devices", VISIBLE]) {
         return;
     }
     if job.run.command.is_none() {
         for key in [VISIBLE, "run.local_rank_argument"] {
             if d.sources.is_given(key) {
                 let message = format!("`{key}` has no effect without `run.command`");
-                d.warn(codes::JOB_KEY_HAS_NO_EFFECT, key, message, "remove it");
+                d.report_warning(codes::JOB_KEY_HAS_NO_EFFECT, key, message, "remove it");
             }
         }
-    } else if job.cluster.devices == Devices::Cpu && job.run.visible_devices == VisibleDevices::One {
+    } else if job.cluster.devices == DeviceSelection::Cpu && job.run.visible_devices == VisibleDevices::One {
         let message =
             "`run.visible_devices: one` gives each worker a GPU, but `cluster.devices: cpu` hides all GPUs";
-        d.reject(codes::JOB_KEYS_CONFLICT, VISIBLE, message, "remove one of them");
+        d.report_error(codes::JOB_KEYS_CONFLICT, VISIBLE, message, "remove one of them");
     }
 }
 
 /// Checks the keys that only apply to built-in training on GPUs.
-fn check_gpu_keys(d: &mut Decoder, job: &JobSpec) {
+fn check_gpu_keys(d: &mut JobDecoder, job: &JobSpec) {
     const WORKERS: &str = "cluster.workers_per_gpu";
     const BACKEND: &str = "cluster.comm_backend";
     const LIBRARIES: &str = "cluster.cuda_library_paths";
-    if !d.is_valid(&["run.command", "cluster.devices", WORKERS, BACKEND, LIBRARIES]) {
+    if !d.are_valid(&["run.command", "cluster.devices", WORKERS, BACKEND, LIBRARIES]) {
         return;
     }
     let on_gpus = job.run.command.is_none() && job.cluster.trains_on_gpus();
@@ -142,11 +143,11 @@ fn check_gpu_keys(d: &mut Decoder, job: &JobSpec) {
         }
         let message = format!("`{key}` has no effect except in built-in training on GPUs");
         let help = "set `cluster.devices: cuda`, or remove the key";
-        // On CPUs workers communicate through the host and need no CUDA library.
+        // On CPUs, workers communicate through the host and need no CUDA library.
         let is_harmless = job.run.command.is_none() && (key == LIBRARIES || key == BACKEND && !nccl);
         match is_harmless {
-            true => d.warn(codes::JOB_KEY_HAS_NO_EFFECT, key, message, help),
-            false => d.reject(codes::JOB_KEY_HAS_NO_EFFECT, key, message, help),
+            true => d.report_warning(codes::JOB_KEY_HAS_NO_EFFECT, key, message, help),
+            false => d.report_error(codes::JOB_KEY_HAS_NO_EFFECT, key, message, help),
         }
     }
     if nccl && job.cluster.workers_per_gpu > 2 {
@@ -154,26 +155,26 @@ fn check_gpu_keys(d: &mut Decoder, job: &JobSpec) {
             "`{BACKEND}: nccl` supports at most 2 workers on a GPU (1 before NCCL 2.30), `{WORKERS}` is {}",
             job.cluster.workers_per_gpu
         );
-        d.reject(
+        d.report_error(
             codes::JOB_KEYS_CONFLICT,
             BACKEND,
             message,
             "use `auto` or `host`, or `cluster.workers_per_gpu: 2`",
         );
     }
-    if !on_gpus && job.train.as_ref().is_some_and(|t| t.zero.offload == Some(Offload::Cpu)) {
+    if !on_gpus && job.train.as_ref().is_some_and(|t| t.zero.offload == Some(OffloadTarget::Cpu)) {
         let message =
             "`{optimizer: cpu}` has no effect in training on CPUs, whose optimizer states are in host memory";
         let help = "remove it, name a directory to keep the states in files, or set `cluster.devices: cuda`";
-        d.warn(codes::JOB_KEY_HAS_NO_EFFECT, "train.zero.offload", message, help);
+        d.report_warning(codes::JOB_KEY_HAS_NO_EFFECT, "train.zero.offload", message, help);
     }
 }
 
 /// Rejects `train.attention: cudnn` in jobs that cuDNN's attention does not support.
-fn check_attention(d: &mut Decoder, job: &JobSpec, train: &TrainSpec) {
+fn check_attention(d: &mut JobDecoder, job: &JobSpec, train: &TrainSpec) {
     const KEY: &str = "train.attention";
     let keys = ["train.precision", "train.deterministic", "cluster.devices", KEY];
-    if !d.is_valid(&keys) || train.attention != Attention::Cudnn {
+    if !d.are_valid(&keys) || train.attention != AttentionKernels::Cudnn {
         return;
     }
     let (code, requirement, help) = if !job.cluster.trains_on_gpus() {
@@ -188,13 +189,13 @@ fn check_attention(d: &mut Decoder, job: &JobSpec, train: &TrainSpec) {
     } else {
         return;
     };
-    d.reject(code, KEY, format!("`{KEY}: cudnn` requires {requirement}"), help);
+    d.report_error(code, KEY, format!("`{KEY}: cudnn` requires {requirement}"), help);
 }
 
-/// Warns of secrets that are written in the job file.
-fn check_secrets(d: &mut Decoder, job: &JobSpec) {
+/// Warns about secrets whose values are written in the job.
+fn check_secrets(d: &mut JobDecoder, job: &JobSpec) {
     for (name, _) in job.run.env.iter().filter(|(name, value)| looks_secret(name) && !value.is_empty()) {
-        d.warn(
+        d.report_warning(
             codes::JOB_SECRET_IN_FILE,
             &format!("run.env.{name}"),
             format!("`{name}` looks like a secret, and its value is written in the job"),
@@ -205,14 +206,15 @@ fn check_secrets(d: &mut Decoder, job: &JobSpec) {
     }
 }
 
-fn check_batch(d: &mut Decoder, train: &TrainSpec) {
+/// Checks that the global batch is a multiple of the micro-batch.
+fn check_batch(d: &mut JobDecoder, train: &TrainSpec) {
     const GLOBAL: &str = "train.batch.global";
     const MICRO: &str = "train.batch.micro";
     let (global, micro) = (train.batch.global, train.batch.micro);
-    if d.is_valid(&[GLOBAL, MICRO]) && !global.is_multiple_of(micro) {
+    if d.are_valid(&[GLOBAL, MICRO]) && !global.is_multiple_of(micro) {
         let (below, above) = (global / micro * micro, global.div_ceil(micro) * micro);
         let nearest = if below == 0 { format!("{above}") } else { format!("{below} and {above}") };
-        d.reject(
+        d.report_error(
             codes::JOB_VALUE_NOT_MULTIPLE,
             if d.sources.is_given(GLOBAL) { GLOBAL } else { MICRO },
             format!("`{GLOBAL}` ({global}) is not a multiple of `{MICRO}` ({micro})"),
@@ -221,43 +223,45 @@ fn check_batch(d: &mut Decoder, train: &TrainSpec) {
     }
 }
 
-/// Checks `train.master_weights`, which only applies to bf16 and fp8: fp32 weights need no master
-/// weights, and the range of fp16 is too small for weights without them.
-fn check_master_weights(d: &mut Decoder, train: &TrainSpec) {
+/// Checks `train.master_weights`, which only applies to bf16 and fp8. Fp32 weights need no master
+/// weights, and the range of fp16 is too small for training without them.
+fn check_master_weights(d: &mut JobDecoder, train: &TrainSpec) {
     const KEY: &str = "train.master_weights";
-    if !d.is_valid(&["train.precision", KEY]) || !d.sources.is_given(KEY) || train.precision.is_bf16() {
+    if !d.are_valid(&["train.precision", KEY]) || !d.sources.is_given(KEY) || train.precision.is_bf16() {
         return;
     }
     let name = train.precision.name();
     let help = "remove it, or set `train.precision: bf16`";
     if train.precision == Precision::Fp16 && !train.master_weights {
         let message = format!("`{KEY}: false` requires `train.precision: bf16` or `fp8`");
-        d.reject(codes::JOB_KEYS_CONFLICT, KEY, message, help);
+        d.report_error(codes::JOB_KEYS_CONFLICT, KEY, message, help);
     } else {
         let message = format!("`{KEY}` has no effect with `train.precision: {name}`");
-        d.warn(codes::JOB_KEY_HAS_NO_EFFECT, KEY, message, help);
+        d.report_warning(codes::JOB_KEY_HAS_NO_EFFECT, KEY, message, help);
     }
 }
 
-fn check_loss_scale(d: &mut Decoder, train: &TrainSpec) {
+/// Checks `train.loss_scale`, which only applies to fp16.
+fn check_loss_scale(d: &mut JobDecoder, train: &TrainSpec) {
     const POWER: &str = "train.loss_scale.initial_scale_power";
     const MIN: &str = "train.loss_scale.min_loss_scale";
-    if !d.is_valid(&["train.precision"]) {
+    if !d.are_valid(&["train.precision"]) {
         return;
     }
     if train.precision != Precision::Fp16 {
-        for (_, key) in
-            names_in("train.loss_scale").filter(|(_, key)| d.sources.is_given(key.path)).collect::<Vec<_>>()
+        for (_, key) in list_section_keys("train.loss_scale")
+            .filter(|(_, key)| d.sources.is_given(key.path))
+            .collect::<Vec<_>>()
         {
             let message = format!("`{}` has no effect without `train.precision: fp16`", key.path);
-            d.warn(codes::JOB_KEY_HAS_NO_EFFECT, key.path, message, "remove it");
+            d.report_warning(codes::JOB_KEY_HAS_NO_EFFECT, key.path, message, "remove it");
         }
         return;
     }
     let scale = &train.loss_scale;
     let first = f64::from(scale.initial_scale_power).exp2();
-    if d.is_valid(&[POWER, MIN]) && scale.min_loss_scale > first {
-        d.reject(
+    if d.are_valid(&[POWER, MIN]) && scale.min_loss_scale > first {
+        d.report_error(
             codes::JOB_VALUES_INCONSISTENT,
             if d.sources.is_given(MIN) { MIN } else { POWER },
             format!("`{MIN}` ({}) is larger than the initial scale ({first})", scale.min_loss_scale),
@@ -266,15 +270,19 @@ fn check_loss_scale(d: &mut Decoder, train: &TrainSpec) {
     }
 }
 
-fn check_model(d: &mut Decoder, m: &ModelSpec) {
+/// Checks that `train.model.from` excludes the keys of a new model, and that the sizes of a new
+/// model fit together.
+fn check_model(d: &mut JobDecoder, m: &ModelSpec) {
     const FROM: &str = "train.model.from";
     const DROPOUT: &str = "train.model.dropout";
     if m.from.is_some() {
-        for (name, key) in names_in("train.model").filter(|(_, key)| ![FROM, DROPOUT].contains(&key.path)) {
+        for (name, key) in
+            list_section_keys("train.model").filter(|(_, key)| ![FROM, DROPOUT].contains(&key.path))
+        {
             if d.sources.is_given(key.path) {
                 let message = format!("`{}` and `{FROM}` are both given", key.path);
                 let help = format!("remove it; config.json of the directory has {name}");
-                d.reject(codes::JOB_KEYS_CONFLICT, key.path, message, &help);
+                d.report_error(codes::JOB_KEYS_CONFLICT, key.path, message, &help);
             }
         }
         return;
@@ -285,34 +293,35 @@ fn check_model(d: &mut Decoder, m: &ModelSpec) {
     check_heads(d, m);
 }
 
-fn check_heads(d: &mut Decoder, m: &ModelSpec) {
+/// Checks that the numbers of heads and the widths divide each other.
+fn check_heads(d: &mut JobDecoder, m: &ModelSpec) {
     const HIDDEN: &str = "train.model.hidden_size";
     const HEADS: &str = "train.model.num_attention_heads";
     const KV: &str = "train.model.num_key_value_heads";
     const DIM: &str = "train.model.head_dim";
     let (heads, kv) = (m.num_attention_heads, m.num_key_value_heads);
-    if d.is_valid(&[HEADS, KV]) && !heads.is_multiple_of(kv) {
-        d.reject(
+    if d.are_valid(&[HEADS, KV]) && !heads.is_multiple_of(kv) {
+        d.report_error(
             codes::JOB_VALUE_NOT_MULTIPLE,
             KV,
             format!("`{HEADS}` ({heads}) is not a multiple of `{KV}` ({kv})"),
             "each key/value head serves the same number of query heads",
         );
     }
-    if !d.is_valid(&[HIDDEN, HEADS, DIM]) {
+    if !d.are_valid(&[HIDDEN, HEADS, DIM]) {
         return;
     }
     let dim_given = d.sources.is_given(DIM);
     if !dim_given && !m.hidden_size.is_multiple_of(heads) {
         let path = if d.sources.is_given(HEADS) { HEADS } else { HIDDEN };
-        d.reject(
+        d.report_error(
             codes::JOB_VALUE_NOT_MULTIPLE,
             path,
             format!("`{HIDDEN}` ({}) is not a multiple of `{HEADS}` ({heads})", m.hidden_size),
             &format!("change one of them, or set `{DIM}`"),
         );
     } else if !m.head_dim.is_multiple_of(2) && m.family != GPT2 {
-        d.reject(
+        d.report_error(
             codes::JOB_VALUE_NOT_MULTIPLE,
             if dim_given { DIM } else { HEADS },
             format!("`{DIM}` ({}) is odd", m.head_dim),
@@ -321,12 +330,12 @@ fn check_heads(d: &mut Decoder, m: &ModelSpec) {
     }
 }
 
-/// Checks that the ranks of an expert placement are ranks of the expert group. Whether the experts
-/// exist is checked when the model is known.
-fn check_experts(d: &mut Decoder, e: &ExpertsSpec) {
+/// Checks that the ranks of an expert placement exist in an expert-parallel group. Whether the
+/// experts exist is checked once the model is known.
+fn check_experts(d: &mut JobDecoder, e: &ExpertsSpec) {
     const PLACEMENT: &str = "train.experts.placement";
     const SIZE: &str = "train.experts.expert_parallel_size";
-    if !d.is_valid(&["train.experts", PLACEMENT, SIZE]) {
+    if !d.are_valid(&["train.experts", PLACEMENT, SIZE]) {
         return;
     }
     let outside = |ranks: &std::collections::BTreeMap<u32, u32>| {
@@ -338,7 +347,7 @@ fn check_experts(d: &mut Decoder, e: &ExpertsSpec) {
         ExpertPlacement::Layers(layers) => layers.values().find_map(outside),
     };
     if let Some((expert, rank)) = first_outside {
-        d.reject(
+        d.report_error(
             codes::JOB_VALUES_INCONSISTENT,
             PLACEMENT,
             format!(
@@ -350,8 +359,8 @@ fn check_experts(d: &mut Decoder, e: &ExpertsSpec) {
     }
 }
 
-/// Rejects settings that GPT-2 does not have.
-fn check_gpt2(d: &mut Decoder, m: &ModelSpec) {
+/// Rejects keys that do not apply to GPT-2.
+fn check_gpt2(d: &mut JobDecoder, m: &ModelSpec) {
     let head_dim = m.hidden_size.checked_div(m.num_attention_heads);
     for (path, is_wrong) in [
         ("train.model.num_key_value_heads", m.num_key_value_heads != m.num_attention_heads),
@@ -359,22 +368,23 @@ fn check_gpt2(d: &mut Decoder, m: &ModelSpec) {
         ("train.model.rms_norm_eps", true),
         ("train.model.rope_theta", true),
     ] {
-        if is_wrong && d.sources.is_given(path) && d.is_valid(&[path]) {
+        if is_wrong && d.sources.is_given(path) && d.are_valid(&[path]) {
             let message = format!("`{path}` does not apply to `family: gpt2`");
             let help = "remove it; gpt2 has LayerNorm, learned positions, and as many key heads as query heads, \
                         of width `hidden_size` / `num_attention_heads`";
-            d.reject(codes::JOB_KEYS_CONFLICT, path, message, help);
+            d.report_error(codes::JOB_KEYS_CONFLICT, path, message, help);
         }
     }
 }
 
-fn check_data(d: &mut Decoder, train: &TrainSpec) {
+/// Checks that the vocabulary and the positions suffice for the data.
+fn check_data(d: &mut JobDecoder, train: &TrainSpec) {
     const VOCAB: &str = "train.model.vocab_size";
     const POSITIONS: &str = "train.model.max_position_embeddings";
     let (vocab, positions) = (train.model.vocab_size, train.model.max_position_embeddings);
-    let bytes = train.data.tokenizer == Tokenizer::Bytes && d.is_valid(&["train.data.tokenizer"]);
-    if bytes && d.is_valid(&[VOCAB]) && (1..BYTE_TOKENS).contains(&vocab) {
-        d.reject(
+    let bytes = train.data.tokenizer == TokenizerSpec::Bytes && d.are_valid(&["train.data.tokenizer"]);
+    if bytes && d.are_valid(&[VOCAB]) && (1..BYTE_TOKENS).contains(&vocab) {
+        d.report_error(
             codes::JOB_VALUES_INCONSISTENT,
             VOCAB,
             format!("`{VOCAB}` ({vocab}) is smaller than the {BYTE_TOKENS} tokens of the byte tokenizer"),
@@ -382,8 +392,8 @@ fn check_data(d: &mut Decoder, train: &TrainSpec) {
         );
     }
     let seq_len = train.data.seq_len;
-    if d.is_valid(&[POSITIONS, "train.data.seq_len"]) && positions != 0 && positions < seq_len {
-        d.reject(
+    if d.are_valid(&[POSITIONS, "train.data.seq_len"]) && positions != 0 && positions < seq_len {
+        d.report_error(
             codes::JOB_VALUES_INCONSISTENT,
             POSITIONS,
             format!("`{POSITIONS}` ({positions}) is smaller than `train.data.seq_len` ({seq_len})"),
@@ -394,26 +404,26 @@ fn check_data(d: &mut Decoder, train: &TrainSpec) {
 }
 
 /// Checks that an evaluation has text, and that a held-out share is used by an evaluation.
-fn check_held_out(d: &mut Decoder, train: &TrainSpec) {
+fn check_held_out(d: &mut JobDecoder, train: &TrainSpec) {
     const HELD_OUT: &str = "train.data.held_out";
     let share = train.data.held_out;
-    if !d.is_valid(&[HELD_OUT, "train.eval", "train.eval.files"]) {
+    if !d.are_valid(&[HELD_OUT, "train.eval", "train.eval.files"]) {
         return;
     }
     match &train.eval {
-        Some(EvalSpec { files, .. }) if files.is_empty() && share == 0.0 => d.reject(
+        Some(EvalSpec { files, .. }) if files.is_empty() && share == 0.0 => d.report_error(
             codes::JOB_KEY_REQUIRED,
             "train.eval",
             "`train.eval` requires `train.eval.files` or `train.data.held_out`",
             "name files in `train.eval.files`, or hold out a share of the data with `train.data.held_out: 0.05`",
         ),
-        Some(EvalSpec { files, .. }) if !files.is_empty() && share > 0.0 => d.warn(
+        Some(EvalSpec { files, .. }) if !files.is_empty() && share > 0.0 => d.report_warning(
             codes::JOB_KEY_HAS_NO_EFFECT,
             HELD_OUT,
             "the held-out share of the data is not used, because `train.eval.files` is given",
             "remove one of them",
         ),
-        None if share > 0.0 => d.warn(
+        None if share > 0.0 => d.report_warning(
             codes::JOB_KEY_HAS_NO_EFFECT,
             HELD_OUT,
             "the held-out share of the data is not used, because the job has no `train.eval`",
@@ -423,32 +433,34 @@ fn check_held_out(d: &mut Decoder, train: &TrainSpec) {
     }
 }
 
-fn check_optimizer(d: &mut Decoder, o: &OptimizerSpec) {
+/// Rejects hyper-parameters that the optimizer does not have.
+fn check_optimizer(d: &mut JobDecoder, o: &OptimizerSpec) {
     let (name, inapplicable): (&str, &[&str]) = match o.name {
         OptimizerName::Adamw => ("adamw", &["train.optimizer.momentum"]),
         OptimizerName::Sgd => ("sgd", &["train.optimizer.betas", "train.optimizer.eps"]),
         OptimizerName::Lion => ("lion", &["train.optimizer.eps", "train.optimizer.momentum"]),
         OptimizerName::Muon => ("muon", &[]),
     };
-    if !d.is_valid(&["train.optimizer.name"]) {
+    if !d.are_valid(&["train.optimizer.name"]) {
         return;
     }
     for &path in inapplicable {
         if d.sources.is_given(path) {
             let message = format!("`{path}` has no effect with the optimizer `{name}`");
-            d.reject(codes::JOB_KEY_HAS_NO_EFFECT, path, message, "remove it");
+            d.report_error(codes::JOB_KEY_HAS_NO_EFFECT, path, message, "remove it");
         }
     }
 }
 
-/// Checks the selection of trained parameters and the hyper-parameters of parameter groups.
-fn check_selection(d: &mut Decoder, train: &TrainSpec) {
+/// Checks the selection of trained parameters, the adapters, and the hyper-parameters of parameter
+/// groups.
+fn check_trained_params(d: &mut JobDecoder, train: &TrainSpec) {
     const FREEZE: &str = "train.freeze";
     const ONLY: &str = "train.train_only";
     const GROUPS: &str = "train.optimizer.groups";
     if !train.freeze.is_empty() && d.sources.is_given(ONLY) {
         let message = format!("`{FREEZE}` and `{ONLY}` are both given");
-        d.reject(codes::JOB_KEYS_CONFLICT, FREEZE, message, "keep one of them");
+        d.report_error(codes::JOB_KEYS_CONFLICT, FREEZE, message, "keep one of them");
     }
     check_lora(d, train);
     let name = train.optimizer.name;
@@ -466,7 +478,7 @@ fn check_selection(d: &mut Decoder, train: &TrainSpec) {
                     "item {} of `{GROUPS}` has `{key}`, which does not apply to this optimizer",
                     i + 1
                 );
-                d.reject(codes::JOB_KEY_HAS_NO_EFFECT, GROUPS, message, "remove it");
+                d.report_error(codes::JOB_KEY_HAS_NO_EFFECT, GROUPS, message, "remove it");
             }
         }
         if sgd && g.momentum.is_some_and(|m| (m == 0.0) != (train.optimizer.momentum == 0.0)) {
@@ -475,50 +487,51 @@ fn check_selection(d: &mut Decoder, train: &TrainSpec) {
                 i + 1
             );
             let help = "SGD keeps momentum for all parameters or for none: set `train.optimizer.momentum`";
-            d.reject(codes::JOB_KEYS_CONFLICT, GROUPS, message, help);
+            d.report_error(codes::JOB_KEYS_CONFLICT, GROUPS, message, help);
         }
     }
 }
 
 /// Rejects keys that conflict with `train.lora`: adapters are the only trained parameters, and the
 /// directory `train.lora.from` contains their settings.
-fn check_lora(d: &mut Decoder, train: &TrainSpec) {
+fn check_lora(d: &mut JobDecoder, train: &TrainSpec) {
     const FROM: &str = "train.lora.from";
     let Some(lora) = &train.lora else { return };
     for key in ["train.freeze", "train.train_only"] {
         if d.sources.is_given(key) {
             let message = format!("`{key}` and `train.lora` are both given");
             let help = "remove it; only the adapters are trained, and the model is frozen";
-            d.reject(codes::JOB_KEYS_CONFLICT, key, message, help);
+            d.report_error(codes::JOB_KEYS_CONFLICT, key, message, help);
         }
     }
     let allowed = [FROM, "train.lora.dropout"];
-    for (name, key) in names_in("train.lora").filter(|(_, key)| !allowed.contains(&key.path)) {
+    for (name, key) in list_section_keys("train.lora").filter(|(_, key)| !allowed.contains(&key.path)) {
         if lora.from.is_some() && d.sources.is_given(key.path) {
             let message = format!("`{}` and `{FROM}` are both given", key.path);
             let help = format!("remove it; adapter_config.json of the directory has {name}");
-            d.reject(codes::JOB_KEYS_CONFLICT, key.path, message, &help);
+            d.report_error(codes::JOB_KEYS_CONFLICT, key.path, message, &help);
         }
     }
-    if train.model.from.is_none() && d.is_valid(&["train.model.from"]) {
+    if train.model.from.is_none() && d.are_valid(&["train.model.from"]) {
         let message = "`train.lora` trains adapters of a new model, whose random weights stay frozen";
         let help = "name the directory of a trained model in `train.model.from`";
-        d.warn(codes::JOB_LORA_WITHOUT_BASE, "train.lora", message, help);
+        d.report_warning(codes::JOB_LORA_WITHOUT_BASE, "train.lora", message, help);
     }
 }
 
-fn check_schedule(d: &mut Decoder, train: &TrainSpec) {
+/// Checks the keys of `train.schedule` against its name, the number of steps and the learning rate.
+fn check_schedule(d: &mut JobDecoder, train: &TrainSpec) {
     const WARMUP: &str = "train.schedule.warmup_steps";
     const DECAY: &str = "train.schedule.decay_steps";
     const MIN: &str = "train.schedule.min_lr";
     let ScheduleSpec { name, warmup_steps, min_lr, decay_steps } = train.schedule;
     let steps = train.steps;
-    if !d.is_valid(&["train.schedule.name"]) {
+    if !d.are_valid(&["train.schedule.name"]) {
         return;
     }
-    let is_valid = d.is_valid(&[WARMUP, "train.steps"]);
+    let is_valid = d.are_valid(&[WARMUP, "train.steps"]);
     if is_valid && warmup_steps > steps {
-        d.warn(
+        d.report_warning(
             codes::JOB_SCHEDULE_TRUNCATED,
             WARMUP,
             format!(
@@ -528,10 +541,10 @@ fn check_schedule(d: &mut Decoder, train: &TrainSpec) {
         );
     } else if is_valid
         && name == ScheduleName::Wsd
-        && d.is_valid(&[DECAY])
+        && d.are_valid(&[DECAY])
         && decay_steps > steps - warmup_steps
     {
-        d.warn(
+        d.report_warning(
             codes::JOB_SCHEDULE_TRUNCATED,
             DECAY,
             format!(
@@ -542,13 +555,13 @@ fn check_schedule(d: &mut Decoder, train: &TrainSpec) {
     }
     if name != ScheduleName::Wsd && d.sources.is_given(DECAY) {
         let message = format!("`{DECAY}` has no effect without `train.schedule.name: wsd`");
-        d.reject(codes::JOB_KEY_HAS_NO_EFFECT, DECAY, message, "remove it");
+        d.report_error(codes::JOB_KEY_HAS_NO_EFFECT, DECAY, message, "remove it");
     }
     if name == ScheduleName::Constant && d.sources.is_given(MIN) {
         let message = format!("`{MIN}` has no effect with the schedule `constant`");
-        d.reject(codes::JOB_KEY_HAS_NO_EFFECT, MIN, message, "remove it");
-    } else if d.is_valid(&[MIN, "train.optimizer.lr"]) && min_lr > train.optimizer.lr {
-        d.reject(
+        d.report_error(codes::JOB_KEY_HAS_NO_EFFECT, MIN, message, "remove it");
+    } else if d.are_valid(&[MIN, "train.optimizer.lr"]) && min_lr > train.optimizer.lr {
+        d.report_error(
             codes::JOB_VALUES_INCONSISTENT,
             MIN,
             format!("`{MIN}` ({min_lr}) is larger than `train.optimizer.lr` ({})", train.optimizer.lr),

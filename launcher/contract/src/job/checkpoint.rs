@@ -1,66 +1,70 @@
-//! `checkpoint` and `resume`: when and where a job saves, and what it begins with.
+//! `checkpoint` and `resume`: when and where a job saves, and the checkpoint that it resumes from.
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
-/// `checkpoint`: when and where the built-in training saves, and what is kept.
+/// `checkpoint`: when and where the built-in training saves, and which checkpoints are kept.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct CheckpointSpec {
-    /// The directory of the checkpoints, with `{name}` replaced; relative to the workdir.
+    /// The directory of the checkpoints, relative to the workdir. The placeholder `{name}` is
+    /// already replaced.
     pub dir: PathBuf,
-    /// How often a checkpoint is saved.
+    /// The interval between checkpoints.
     pub every: SaveInterval,
-    /// The number of newest complete checkpoints that are kept; 0 for all.
+    /// The number of checkpoints that are kept; 0 for all. The newest complete ones are kept.
     pub keep: u32,
-    /// Whether the state is copied first and written while training continues.
+    /// Whether the state is copied first and then written while training continues.
     pub r#async: bool,
-    /// Whether XOR parity is written, from which one lost or damaged shard can be rebuilt.
+    /// Whether XOR parity is written, from which one missing or damaged shard can be rebuilt.
     pub parity: bool,
-    /// Whether hosts that do not share `dir` are rejected. Otherwise each host keeps the shards of
-    /// its ranks.
+    /// Whether a run on hosts that do not share `dir` is rejected. Otherwise each host keeps the
+    /// shards of its ranks.
     #[serde(default)]
     pub require_shared: bool,
-    /// Whether the last checkpoint of the run is gathered into `model.safetensors` (bf16).
+    /// Whether the weights of the last checkpoint of the run are gathered into `model.safetensors`
+    /// (bf16).
     pub gather_16bit_weights_on_model_save: bool,
 }
 
-/// How often a checkpoint is saved. One is always saved at the end and when the run is stopped.
+/// `checkpoint.every`: the interval between checkpoints. A checkpoint is always saved at the end
+/// and when the run is stopped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum SaveInterval {
-    /// Only at the end and when the run is stopped.
+    /// No saves in between.
     Never,
-    /// After this many optimizer steps.
+    /// A save after this number of optimizer steps.
     Steps(u64),
-    /// After this time, milliseconds, by the clock of rank 0 at step boundaries.
+    /// A save after this time in milliseconds, which rank 0 measures at step boundaries.
     Duration(u64),
 }
 
-/// `resume`: what a run begins with.
+/// `resume`: the checkpoint that a run resumes from, and its RNG streams.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ResumeSpec {
     /// The checkpoint to resume from.
     pub from: ResumeFrom,
-    /// How random streams are adapted to another number of workers.
+    /// The treatment of RNG streams in a run with another number of workers.
     pub rng: RngPolicy,
 }
 
 /// The checkpoint to resume from.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ResumeFrom {
-    /// The newest complete checkpoint in `checkpoint.dir`, if there is one.
+    /// The newest complete checkpoint in `checkpoint.dir`; step 0 if there is none.
     Auto,
-    /// None; the run begins at step 0.
+    /// No checkpoint; the run begins at step 0.
     Never,
-    /// This checkpoint, or the newest in this directory; its absence is an error.
+    /// This checkpoint, or the newest one in this directory. If it does not exist, the run fails.
     Path(PathBuf),
 }
 
-/// How random streams that do not fit the number of workers are treated (docs/numerics.md).
+/// `resume.rng`: the treatment of RNG streams of a checkpoint that was written by another number of
+/// workers (docs/numerics.md).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum RngPolicy {
-    /// New ranks get new streams; the others keep theirs.
+    /// New ranks get new streams; the other ranks keep their streams.
     Reconcile,
-    /// The run is rejected.
+    /// A different number of workers is an error.
     Strict,
-    /// All streams are seeded again.
+    /// All ranks get new streams.
     Reseed,
 }

@@ -2,71 +2,74 @@
 use serde::{Deserialize, Serialize};
 use std::{net::IpAddr, path::PathBuf};
 
-/// The hosts and devices of a job.
+/// `cluster`: the hosts and devices of a job.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ClusterSpec {
-    /// The hosts, before the filters.
-    pub hosts: Hosts,
-    /// DeepSpeed's filter: only these hosts and slots, verbatim. Cannot be combined with `exclude`.
+    /// The hosts, before `include` and `exclude` are applied.
+    pub hosts: HostSelection,
+    /// DeepSpeed's filter that keeps only these hosts and slots, verbatim. Cannot be combined with
+    /// `exclude`.
     pub include: Vec<String>,
-    /// DeepSpeed's filter: all but these hosts and slots, verbatim.
+    /// DeepSpeed's filter that removes these hosts and slots, verbatim.
     pub exclude: Vec<String>,
-    /// How hosts are reached by SSH.
+    /// The settings of SSH connections.
     pub ssh: SshSpec,
     /// The number of hosts that run workers; `None` for all. The first available hosts are used,
-    /// the others are spare hosts.
+    /// and the others are spare hosts.
     pub use_hosts: Option<u32>,
     /// The number of workers on each host.
     pub workers_per_host: WorkersPerHost,
     /// The devices of the workers.
-    pub devices: Devices,
+    pub devices: DeviceSelection,
     /// The number of built-in workers that share a GPU.
     pub workers_per_gpu: u32,
-    /// What transfers GPU buffers between built-in workers.
+    /// The backend that transfers GPU buffers between built-in workers.
     #[serde(rename = "collectives")]
     pub comm_backend: CommBackend,
     /// Directories that are searched first for the CUDA libraries.
     #[serde(rename = "cuda_libs")]
     pub cuda_library_paths: Vec<PathBuf>,
-    /// The rendezvous port.
+    /// The rendezvous port (`MASTER_PORT`).
     pub master_port: MasterPort,
-    /// Which process serves the rendezvous store.
+    /// The process that serves the rendezvous store.
     pub store: StoreHost,
     /// The network interface of built-in workers.
-    pub interface: Interface,
+    pub interface: InterfaceSelector,
 }
 
-/// The address at which a built-in worker listens for workers on other hosts.
+/// `cluster.interface`: the network interface at which a built-in worker listens for workers on
+/// other hosts.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Interface {
-    /// The address at which the host is reached by SSH, else its first non-loopback address.
+pub enum InterfaceSelector {
+    /// The address at which the host is reached by SSH, otherwise the first address that is not
+    /// loopback.
     Auto,
-    /// The name of an interface (`eth0`), or the network of the address (`10.1.0.0/16`).
+    /// The interface with this name (`eth0`), or with an address in this network (`10.1.0.0/16`).
     Named(String),
 }
 
 impl ClusterSpec {
-    /// Whether built-in workers compute on GPUs.
+    /// Returns whether built-in workers compute on GPUs.
     pub fn trains_on_gpus(&self) -> bool {
-        matches!(self.devices, Devices::Cuda | Devices::List(_))
+        matches!(self.devices, DeviceSelection::Cuda | DeviceSelection::List(_))
     }
 }
 
-impl Interface {
-    /// Whether an address of this interface may be used.
+impl InterfaceSelector {
+    /// Returns whether a worker may listen at `address` of `interface`.
     pub fn admits(&self, interface: &str, address: IpAddr) -> bool {
         match self {
-            Interface::Auto => true,
-            Interface::Named(wanted) => match wanted.split_once('/') {
+            InterfaceSelector::Auto => true,
+            InterfaceSelector::Named(wanted) => match wanted.split_once('/') {
                 Some(network) => is_in_network(address, network),
                 None => interface == wanted,
             },
         }
     }
 
-    /// Whether `text` is the name of an interface or a network: an address, a slash and a prefix
-    /// length.
-    pub fn is_valid(text: &str) -> bool {
+    /// Returns whether `text` is the name of an interface, or a network: an address, a slash and a
+    /// prefix length.
+    pub fn is_valid_name(text: &str) -> bool {
         match text.split_once('/') {
             Some((address, bits)) => {
                 let most = address.parse().map(|a: IpAddr| if a.is_ipv4() { 32 } else { 128 });
@@ -81,7 +84,7 @@ impl Interface {
     }
 }
 
-/// Whether `address` is in the network, which is given by an address and a prefix length.
+/// Returns whether `address` is in the network, which is given by an address and a prefix length.
 fn is_in_network(address: IpAddr, (network, bits): (&str, &str)) -> bool {
     let (Ok(network), Ok(bits)) = (network.parse::<IpAddr>(), bits.parse::<u32>()) else { return false };
     match (address, network) {
@@ -97,46 +100,48 @@ fn is_in_network(address: IpAddr, (network, bits): (&str, &str)) -> bool {
     }
 }
 
-/// `cluster.hosts`: which hosts the job may use.
+/// `cluster.hosts`: the hosts that the job may use.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Hosts {
-    /// The nodes of the Slurm allocation that launch runs in, else this machine.
+pub enum HostSelection {
+    /// The nodes of the Slurm allocation that launch runs in; this machine outside of an
+    /// allocation.
     Auto,
     /// This machine.
     Local,
     /// The nodes of the Slurm allocation that launch runs in.
     Slurm,
-    /// Hosts, verbatim; [`crate::hosts::parse_hosts`] parses each text.
+    /// These hosts, verbatim. [`crate::hosts::parse_hosts`] parses each text.
     List(Vec<String>),
-    /// The hosts of a hostfile.
+    /// The hosts of this hostfile.
     File(PathBuf),
 }
 
-/// How hosts are reached by SSH. Values that are absent come from the SSH configuration.
+/// `cluster.ssh`: the settings of SSH connections. Absent values come from the SSH configuration.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SshSpec {
-    /// The login name of hosts without one; `None` for that of the SSH configuration, else the
-    /// current user.
+    /// The login name for hosts that are written without one; `None` for that of the SSH
+    /// configuration, otherwise the current user.
     pub user: Option<String>,
-    /// The port of hosts without one; `None` for that of the SSH configuration, else 22.
+    /// The port for hosts that are written without one; `None` for that of the SSH configuration,
+    /// otherwise 22.
     pub port: Option<u16>,
-    /// A private key; `None` for those of the SSH configuration, of the agent, and the default
-    /// ones.
+    /// The file of the private key; `None` for the keys of the SSH configuration, of the SSH agent,
+    /// and the default keys.
     pub key: Option<PathBuf>,
-    /// The SSH configuration that is read.
+    /// The SSH configuration to read.
     pub config: SshConfig,
-    /// How host keys are verified.
+    /// The verification of host keys.
     pub known_hosts: KnownHosts,
-    /// The host, as `[user@]host[:port]`, through which the others are reached.
+    /// The jump host, as `[user@]host[:port]`; `None` for that of the SSH configuration.
     pub jump: Option<String>,
-    /// Time limit of each step of connecting, milliseconds.
+    /// The time limit of each step of connecting, milliseconds.
     pub connect_timeout_ms: u64,
-    /// The number of hosts that are connected to at the same time.
+    /// The number of SSH connections that are set up at the same time.
     #[serde(rename = "parallel")]
     pub fanout: u32,
 }
 
-/// Which SSH configuration is read.
+/// `cluster.ssh.config`: the SSH configuration to read.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum SshConfig {
     /// The configurations of the user and of the system.
@@ -157,19 +162,20 @@ pub enum KnownHosts {
     AcceptNew,
 }
 
-/// The number of workers on a host.
+/// `cluster.workers_per_host`: the number of workers on a host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum WorkersPerHost {
-    /// One per GPU that the job uses (`workers_per_gpu` per GPU in built-in training); 1 on CPUs.
+    /// One worker per GPU that the job uses (`workers_per_gpu` per GPU in built-in training), or
+    /// one worker on CPUs.
     Auto,
-    /// This many.
+    /// This number of workers.
     Exactly(u32),
 }
 
 /// The devices of the workers.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Devices {
-    /// For programs the GPUs of the host, if any; the CPU for built-in training.
+pub enum DeviceSelection {
+    /// The GPUs of the host, if any, for programs; the CPU for built-in training.
     Auto,
     /// The CPU; GPUs are hidden from the workers.
     Cpu,
@@ -179,18 +185,18 @@ pub enum Devices {
     List(Vec<u32>),
 }
 
-/// What transfers GPU buffers between built-in workers.
+/// The backend that transfers GPU buffers between built-in workers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum CommBackend {
-    /// NCCL when each of several workers has its own GPU, else the host.
+    /// NCCL if each of several workers has its own GPU, otherwise the host.
     Auto,
     /// NCCL.
     Nccl,
-    /// The host's memory and network.
+    /// The memory and network of the host.
     Host,
 }
 
-/// The rendezvous port.
+/// The rendezvous port (`MASTER_PORT`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum MasterPort {
     /// Any free port.
@@ -199,11 +205,12 @@ pub enum MasterPort {
     Fixed(u16),
 }
 
-/// Which process serves the rendezvous store (torch's `TCPStore`) of a program's ranks.
+/// `cluster.store`: the process that serves the rendezvous store (torch's `TCPStore`) of a
+/// program's ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum StoreHost {
-    /// launch, which binds the port before any rank starts.
+    /// The agent of the first host, which binds the port before any rank starts.
     Agent,
-    /// Rank 0, on a port that was free when the run started.
+    /// Rank 0, which binds a port that was free when the run started.
     Rank0,
 }

@@ -1,12 +1,12 @@
-//! Previous names of keys and values, which a job may still use: [`rewrite`] replaces them by the
+//! Accepts previous names of keys and values: [`rewrite_deprecated_names`] replaces them by the
 //! present names and warns.
 //!
 //! A deprecated name is not an alias. Aliases such as `nproc_per_node` are permanent and listed in
-//! the table of keys; deprecated names cause a warning each.
+//! the table of keys. Each use of a deprecated name causes a warning.
 use super::{
-    decode::Decoder,
+    decode::JobDecoder,
     keys, scalar,
-    source::join,
+    source_map::join_key_path,
     yaml::{YamlEntry, YamlNode, YamlValue},
 };
 use diagnostic::{Diagnostic, codes::job as codes};
@@ -16,26 +16,27 @@ use diagnostic::{Diagnostic, codes::job as codes};
 pub struct DeprecatedName {
     /// The section of the key, e.g. `cluster.ssh`.
     pub section: &'static str,
-    /// Previous last name of the key.
+    /// The previous last name of the key.
     pub old: &'static str,
-    /// Present last name of the key; equal to `old` when only values were renamed.
+    /// The present last name of the key; equal to `old` if only values were renamed.
     pub new: &'static str,
-    /// Previous and present names of values.
+    /// The previous and the present name of each renamed value.
     pub values: &'static [(&'static str, &'static str)],
 }
 
 impl DeprecatedName {
-    /// The previous path of the key, e.g. `run.grace`.
+    /// Returns the previous path of the key, e.g. `run.grace`.
     pub fn old_path(&self) -> String {
-        join(self.section, self.old)
+        join_key_path(self.section, self.old)
     }
 
-    /// The present path of the key, e.g. `run.grace_period`.
+    /// Returns the present path of the key, e.g. `run.grace_period`.
     pub fn new_path(&self) -> String {
-        join(self.section, self.new)
+        join_key_path(self.section, self.new)
     }
 }
 
+/// Creates the entry of a key of which only the name was changed.
 const fn renamed_key(section: &'static str, old: &'static str, new: &'static str) -> DeprecatedName {
     DeprecatedName { section, old, new, values: &[] }
 }
@@ -59,24 +60,24 @@ pub static DEPRECATED: &[DeprecatedName] = &[
     renamed_key("slurm", "notice", "signal_time"),
 ];
 
-/// The present last name of a key of `section`, when `name` is a deprecated one.
-pub(super) fn present_name(section: &str, name: &str) -> Option<&'static str> {
+/// Returns the present last name of a key of `section`; `None` if `name` is not deprecated.
+pub(super) fn find_present_name(section: &str, name: &str) -> Option<&'static str> {
     let renamed = |d: &&DeprecatedName| d.section == section && d.old == name && d.new != name;
     DEPRECATED.iter().find(renamed).map(|d| d.new)
 }
 
-/// Replaces deprecated names in the tree. Each adds a warning; a key that is given by both of its
-/// names is an error.
-pub(super) fn rewrite(decoder: &mut Decoder, root: &mut YamlNode) {
+/// Replaces deprecated names in the tree by the present ones. Each use adds a warning. A key that
+/// is given by both of its names adds an error.
+pub(super) fn rewrite_deprecated_names(decoder: &mut JobDecoder, root: &mut YamlNode) {
     for name in DEPRECATED {
-        if let Some(entries) = section_entries(root, name.section) {
+        if let Some(entries) = find_section_entries(root, name.section) {
             rewrite_name(decoder, entries, name);
         }
     }
 }
 
-/// The entries of a section, when the job has it.
-fn section_entries<'n>(root: &'n mut YamlNode, section: &str) -> Option<&'n mut Vec<YamlEntry>> {
+/// Returns the entries of a section; `None` if the job does not have the section.
+fn find_section_entries<'n>(root: &'n mut YamlNode, section: &str) -> Option<&'n mut Vec<YamlEntry>> {
     let mut node = root;
     for name in section.split('.') {
         let YamlValue::Map(entries) = &mut node.value else { return None };
@@ -85,21 +86,22 @@ fn section_entries<'n>(root: &'n mut YamlNode, section: &str) -> Option<&'n mut 
     if let YamlValue::Map(entries) = &mut node.value { Some(entries) } else { None }
 }
 
-fn rewrite_name(decoder: &mut Decoder, entries: &mut Vec<YamlEntry>, name: &DeprecatedName) {
+/// Replaces one deprecated name among the entries of its section.
+fn rewrite_name(decoder: &mut JobDecoder, entries: &mut Vec<YamlEntry>, name: &DeprecatedName) {
     let Some(at) = entries.iter().position(|entry| entry.key == name.old) else { return };
     let (old, new) = (name.old_path(), name.new_path());
     let renamed_key = name.old != name.new;
     if renamed_key
-        && entries
-            .iter()
-            .any(|entry| keys::canonical(&join(name.section, &entry.key)) == new && entry.key != name.old)
+        && entries.iter().any(|entry| {
+            keys::resolve_key_path(&join_key_path(name.section, &entry.key)) == new && entry.key != name.old
+        })
     {
         let error =
             Diagnostic::error(codes::JOB_KEYS_CONFLICT, format!("`{old}` and `{new}` are both given"))
                 .with_subject(&new)
-                .with_location(decoder.sources.span_location(entries[at].key_span))
+                .with_location(decoder.sources.locate_span(entries[at].key_span))
                 .with_help(format!("`{old}` is the deprecated name of `{new}`: keep `{new}`"));
-        decoder.push(error);
+        decoder.push_error(error);
         entries.remove(at);
         return;
     }
@@ -114,7 +116,7 @@ fn rewrite_name(decoder: &mut Decoder, entries: &mut Vec<YamlEntry>, name: &Depr
     };
     let warning = Diagnostic::warning(codes::JOB_KEY_DEPRECATED, message)
         .with_subject(&new)
-        .with_location(decoder.sources.span_location(entry.key_span))
+        .with_location(decoder.sources.locate_span(entry.key_span))
         .with_field("deprecated", old.as_str())
         .with_field("replacement", new.as_str());
     decoder.warnings.push(warning);

@@ -1,27 +1,26 @@
-//! `train.experts`: how the experts of a model are distributed, and the auxiliary losses of its
-//! router.
+//! `train.experts`: the distribution of the experts of a model, and the losses of its routers.
 use super::{
-    decode::{Decoder, Section},
-    read::{ReadResult, int32, number, out_of_range, wrong_type},
+    decode::{JobDecoder, JobSection},
+    readers::{ReadResult, int32_reader, number_reader, out_of_range_error, wrong_type_error},
     value_error::ValueError,
-    yaml::{YamlEntry, YamlNode, YamlValue, excerpt},
+    yaml::{YamlEntry, YamlNode, YamlValue, make_excerpt},
 };
 use diagnostic::codes::job as codes;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// The distribution of experts and the losses of the router. The default is that of a model without
-/// experts.
+/// `train.experts`: the distribution of experts and the losses of routers. The default applies to
+/// models without experts.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ExpertsSpec {
     /// The number of ranks over which the experts of a layer are distributed.
     #[serde(rename = "parallel")]
     pub expert_parallel_size: u32,
-    /// Which rank of an expert group has which expert.
+    /// The placement of experts on the ranks of an expert-parallel group.
     pub placement: ExpertPlacement,
-    /// Factor of the load-balancing loss; `None` for `router_aux_loss_coef` of config.json.
+    /// The factor of the load-balancing loss; `None` for `router_aux_loss_coef` of config.json.
     pub aux_loss: Option<f64>,
-    /// Factor of the router's z-loss.
+    /// The factor of the routers' z-loss.
     pub z_loss: f64,
 }
 
@@ -36,51 +35,60 @@ impl Default for ExpertsSpec {
     }
 }
 
-/// Which rank of an expert group has which expert.
+/// The placement of experts on the ranks of an expert-parallel group.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ExpertPlacement {
     /// Each rank has the same number of consecutive experts.
     Balanced,
-    /// The rank of each expert, for all layers.
+    /// The rank of each expert, equal in all layers.
     Experts(BTreeMap<u32, u32>),
-    /// The rank of each expert by layer; other layers are balanced.
+    /// The rank of each expert by layer. Layers that are not named are balanced.
     Layers(BTreeMap<u32, BTreeMap<u32, u32>>),
 }
 
 /// Decodes `train.experts`.
-pub(crate) fn decode(d: &mut Decoder, train: &Section<'_>) -> ExpertsSpec {
-    let t = d.section(train, "train.experts");
-    let factor = number("a number of 0 or more", |x| x >= 0.0 && (x as f32).is_finite());
+pub(crate) fn decode_experts(d: &mut JobDecoder, train: &JobSection<'_>) -> ExpertsSpec {
+    let t = d.open_section(train, "train.experts");
+    let factor = number_reader("a number of 0 or more", |x| x >= 0.0 && (x as f32).is_finite());
     ExpertsSpec {
-        expert_parallel_size: d.get(&t, "train.experts.expert_parallel_size", int32(1..=1024)),
-        placement: d.get(&t, "train.experts.placement", placement),
-        aux_loss: d.get_optional(&t, "train.experts.aux_loss", &factor),
-        z_loss: d.get(&t, "train.experts.z_loss", &factor),
+        expert_parallel_size: d.decode_value(
+            &t,
+            "train.experts.expert_parallel_size",
+            int32_reader(1..=1024),
+        ),
+        placement: d.decode_value(&t, "train.experts.placement", read_placement),
+        aux_loss: d.decode_optional(&t, "train.experts.aux_loss", &factor),
+        z_loss: d.decode_value(&t, "train.experts.z_loss", &factor),
     }
 }
 
-/// Reads `balanced`, a mapping of experts to ranks, or a mapping of layers to such mappings.
-fn placement(node: &YamlNode) -> ReadResult<ExpertPlacement> {
+/// Reads `balanced`, a mapping of experts to ranks, or a mapping of layers to mappings of experts
+/// to ranks.
+fn read_placement(node: &YamlNode) -> ReadResult<ExpertPlacement> {
     let what = "`balanced`, experts with their ranks, or layers with such mappings";
     match &node.value {
         YamlValue::Text if node.raw == "balanced" => Ok(ExpertPlacement::Balanced),
-        YamlValue::Map(entries) if entries.is_empty() => Err(out_of_range(what, node)),
+        YamlValue::Map(entries) if entries.is_empty() => Err(out_of_range_error(what, node)),
         YamlValue::Map(entries) if entries.iter().all(|e| matches!(e.value.value, YamlValue::Map(_))) => {
             let experts = |node: &YamlNode| match &node.value {
-                YamlValue::Map(entries) => numbered(entries, "the number of an expert", int32(0..=1023)),
-                _ => Err(wrong_type("a mapping of experts to ranks", node)),
+                YamlValue::Map(entries) => {
+                    read_numbered_map(entries, "the number of an expert", int32_reader(0..=1023))
+                }
+                _ => Err(wrong_type_error("a mapping of experts to ranks", node)),
             };
-            numbered(entries, "the number of a layer", experts).map(ExpertPlacement::Layers)
+            read_numbered_map(entries, "the number of a layer", experts).map(ExpertPlacement::Layers)
         }
         YamlValue::Map(entries) => {
-            numbered(entries, "the number of an expert", int32(0..=1023)).map(ExpertPlacement::Experts)
+            read_numbered_map(entries, "the number of an expert", int32_reader(0..=1023))
+                .map(ExpertPlacement::Experts)
         }
-        _ => Err(wrong_type(what, node)),
+        _ => Err(wrong_type_error(what, node)),
     }
 }
 
-/// Reads a mapping whose keys are numbers; reports the errors of all entries.
-fn numbered<T>(
+/// Reads a mapping whose keys are numbers, and reports the errors of all entries. `what` describes
+/// the keys.
+fn read_numbered_map<T>(
     entries: &[YamlEntry],
     what: &str,
     read: impl Fn(&YamlNode) -> ReadResult<T>,
@@ -91,7 +99,7 @@ fn numbered<T>(
         match (key, read(&entry.value)) {
             (Some(key), Ok(value)) => drop(map.insert(key, value)),
             (None, _) => {
-                let message = format!("has the key `{}`, which is not {what}", excerpt(&entry.key));
+                let message = format!("has the key `{}`, which is not {what}", make_excerpt(&entry.key));
                 errors.push(ValueError::new(codes::JOB_VALUE_FORMAT, entry.key_span, message));
             }
             (_, Err(error)) => errors.push(error.in_part(&format!("at {}", entry.key))),

@@ -1,11 +1,11 @@
-//! [`load`]: reads a job file or text into a [`JobSpec`], and reports every mistake at once.
+//! [`load_job`]: reads a job file or text into a [`JobSpec`], and reports every mistake at once.
 use super::{
     JobSpec, check,
-    decode::Decoder,
+    decode::JobDecoder,
     deprecated, keys, overrides, sections,
-    source::{SourceMap, Span},
+    source_map::{SourceMap, SourceSpan},
     value_error::ValueError,
-    yaml::parse,
+    yaml::parse_yaml,
 };
 use diagnostic::{Code, Diagnostic, Location, codes::job as codes};
 use std::{
@@ -13,17 +13,17 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Largest job file, bytes.
+/// The largest job file, bytes.
 pub const MAX_JOB: u64 = 1 << 20;
 
-/// Where a job is read from.
+/// The file or text that a job is loaded from.
 #[derive(Clone, Debug)]
-pub enum Source {
+pub enum JobSource {
     /// A file of at most [`MAX_JOB`] bytes.
     File(PathBuf),
-    /// Text in memory.
+    /// A text of at most [`MAX_JOB`] bytes.
     Text {
-        /// The file name for messages; the job is named after it unless it has a `name`.
+        /// The file name in messages. A job without a `name` is named after this file.
         name: String,
         /// The job in YAML.
         text: String,
@@ -32,30 +32,31 @@ pub enum Source {
 
 /// Loads a job and applies the `--set` overrides in order.
 ///
-/// Relative paths of the job stay unchanged, except `run.workdir`, which is made absolute from the
-/// current directory. Returns the job, the places of its keys, and warnings. The error is a list of
-/// all mistakes in the order of the file; it is never empty.
-pub fn load(
-    source: Source,
+/// Relative paths of the job stay unchanged, except `run.workdir`, which becomes absolute. Returns
+/// the job, the locations of its keys, and warnings. The error is a list of all mistakes in the
+/// order of the file; it is never empty.
+pub fn load_job(
+    source: JobSource,
     overrides: &[String],
 ) -> Result<(JobSpec, SourceMap, Vec<Diagnostic>), Vec<Diagnostic>> {
     let (name, text) = match source {
-        Source::File(path) => {
+        JobSource::File(path) => {
             let name = path.display().to_string();
-            let bytes = read_file(&path, &name, "job file").map_err(|error| vec![error])?;
+            let bytes = read_limited_file(&path, &name, "job file").map_err(|error| vec![error])?;
             let text = decode_utf8(&name, bytes).map_err(|error| vec![error])?;
             (name, text)
         }
-        Source::Text { name, text } => (name, text),
+        JobSource::Text { name, text } => (name, text),
     };
     if text.len() as u64 > MAX_JOB {
-        return Err(vec![too_large(&name, "job file", text.len() as u64)]);
+        return Err(vec![too_large_error(&name, "job file", text.len() as u64)]);
     }
     let text = text.strip_prefix('\u{feff}').unwrap_or(&text);
-    load_text(&name, text, overrides)
+    load_job_text(&name, text, overrides)
 }
 
-fn load_text(
+/// Loads a job from a text that is not too large and has no byte order mark.
+fn load_job_text(
     name: &str,
     text: &str,
     overrides: &[String],
@@ -65,7 +66,7 @@ fn load_text(
     let mut sources = SourceMap::new(name, text);
     let fail = |sources: &SourceMap, error: ValueError| vec![error.into_diagnostic(sources)];
     check_characters(text).map_err(|error| fail(&sources, error))?;
-    let mut root = match parse(text, SourceMap::JOB, 0) {
+    let mut root = match parse_yaml(text, SourceMap::JOB, 0) {
         Ok(Some(root)) => root,
         Ok(None) => {
             let error = file_error(codes::JOB_EMPTY, name, "the job is empty");
@@ -75,13 +76,13 @@ fn load_text(
     };
     let mut errors = Vec::new();
     for text in overrides {
-        errors.extend(overrides::apply(&mut root, &mut sources, text).err());
+        errors.extend(overrides::apply_override(&mut root, &mut sources, text).err());
     }
-    let mut decoder = Decoder::new(sources);
+    let mut decoder = JobDecoder::new(sources);
     decoder.errors = errors;
-    deprecated::rewrite(&mut decoder, &mut root);
-    decoder.sources.index(&root, keys::canonical);
-    let mut job = sections::decode_job(&mut decoder, &root, &name_from_file(name));
+    deprecated::rewrite_deprecated_names(&mut decoder, &mut root);
+    decoder.sources.index_keys(&root, keys::resolve_key_path);
+    let mut job = sections::decode_job(&mut decoder, &root, &derive_job_name(name));
     check::check_job(&mut decoder, &job);
     match std::path::absolute(&job.run.workdir) {
         Ok(absolute) => job.run.workdir = absolute,
@@ -90,8 +91,8 @@ fn load_text(
                 Diagnostic::error(codes::JOB_WORKDIR_INVALID, "cannot make `run.workdir` absolute")
                     .with_subject("run.workdir")
                     .with_cause(&error);
-            let diagnostic = decoder.sources.locate(diagnostic);
-            decoder.push(diagnostic);
+            let diagnostic = decoder.sources.add_location(diagnostic);
+            decoder.push_error(diagnostic);
         }
     }
     if decoder.errors.is_empty() {
@@ -108,13 +109,14 @@ fn load_text(
     Err(decoder.errors)
 }
 
-/// An error about a file as a whole.
+/// Creates an error about a whole file.
 pub(crate) fn file_error(code: Code, name: &str, message: impl Into<String>) -> Diagnostic {
     Diagnostic::error(code, message).with_location(Location::File { file: name.to_owned() })
 }
 
-/// Reads a file of at most [`MAX_JOB`] bytes; `what` describes it in messages.
-pub(crate) fn read_file(path: &Path, name: &str, what: &str) -> diagnostic::Result<Vec<u8>> {
+/// Reads a file of at most [`MAX_JOB`] bytes. `name` is its name and `what` its description in
+/// messages.
+pub(crate) fn read_limited_file(path: &Path, name: &str, what: &str) -> diagnostic::Result<Vec<u8>> {
     let cannot_read = |error: std::io::Error| match error.kind() {
         std::io::ErrorKind::NotFound => {
             file_error(codes::JOB_FILE_NOT_FOUND, name, format!("the {what} does not exist"))
@@ -131,19 +133,21 @@ pub(crate) fn read_file(path: &Path, name: &str, what: &str) -> diagnostic::Resu
         );
     }
     if metadata.len() > MAX_JOB {
-        return Err(too_large(name, what, metadata.len()));
+        return Err(too_large_error(name, what, metadata.len()));
     }
     let mut bytes = Vec::new();
     // The length in the metadata is not reliable for pipes and growing files.
     let file = std::fs::File::open(path).map_err(cannot_read)?;
     file.take(MAX_JOB + 1).read_to_end(&mut bytes).map_err(cannot_read)?;
     if bytes.len() as u64 > MAX_JOB {
-        return Err(too_large(name, what, bytes.len() as u64));
+        return Err(too_large_error(name, what, bytes.len() as u64));
     }
     Ok(bytes)
 }
 
-fn too_large(name: &str, what: &str, bytes: u64) -> Diagnostic {
+/// Creates the error of a file that is too large. `bytes` is its size, of which no more than one
+/// byte above the limit may have been read.
+fn too_large_error(name: &str, what: &str, bytes: u64) -> Diagnostic {
     let mib = bytes as f64 / MAX_JOB as f64;
     let message = format!("the {what} is too large: {mib:.1} MiB or more, at most 1 MiB is allowed");
     file_error(codes::JOB_TOO_LARGE, name, message)
@@ -152,7 +156,8 @@ fn too_large(name: &str, what: &str, bytes: u64) -> Diagnostic {
         .with_help("check that the path is correct")
 }
 
-/// The content of a file as text.
+/// Converts the content of a file to text. The error states the position of the first byte that is
+/// not UTF-8.
 pub(crate) fn decode_utf8(name: &str, bytes: Vec<u8>) -> diagnostic::Result<String> {
     String::from_utf8(bytes).map_err(|error| {
         let at = error.utf8_error().valid_up_to();
@@ -171,13 +176,14 @@ pub(crate) fn decode_utf8(name: &str, bytes: Vec<u8>) -> diagnostic::Result<Stri
     })
 }
 
-/// Rejects control characters other than tabs and line breaks. YAML has none, and a parser may take
-/// NUL for the end of the file.
+/// Rejects control characters other than tabs and line breaks. YAML does not allow them, and a
+/// parser may take NUL for the end of the file.
 pub(crate) fn check_characters(text: &str) -> Result<(), ValueError> {
     let control = |c: char| (c.is_ascii_control() && !matches!(c, '\t' | '\n' | '\r')) || c == '\u{feff}';
     match text.char_indices().find(|&(_, c)| control(c)) {
         Some((at, c)) => {
-            let span = Span { source: SourceMap::JOB, start: at as u32, end: (at + c.len_utf8()) as u32 };
+            let span =
+                SourceSpan { source: SourceMap::JOB, start: at as u32, end: (at + c.len_utf8()) as u32 };
             let message = format!("the text contains the control character U+{:04X}", c as u32);
             Err(ValueError::new(codes::JOB_CONTROL_CHARACTER, span, message)
                 .with_help("remove the character; the file must be plain text"))
@@ -186,9 +192,9 @@ pub(crate) fn check_characters(text: &str) -> Result<(), ValueError> {
     }
 }
 
-/// The name of a job without `name`: the file's name without its extension, made safe as a path
-/// component.
-fn name_from_file(file: &str) -> String {
+/// Returns the name of a job without `name`: the file name without its extension, in which
+/// characters that are not safe in a path component are replaced.
+fn derive_job_name(file: &str) -> String {
     const MAX_NAME: usize = 100;
     let stem = Path::new(file).file_stem().map(|s| s.to_string_lossy().into_owned()).unwrap_or_default();
     let safe: String = stem

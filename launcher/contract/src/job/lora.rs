@@ -1,66 +1,69 @@
 //! `train.lora`: low-rank adapters of the matrices of a model.
 use super::{
-    decode::{Decoder, Section},
-    read::{ReadResult, boolean, int32, list, out_of_range, text},
-    sections::path,
-    train::positive,
-    tune::share,
+    decode::{JobDecoder, JobSection},
+    param_groups::share_reader,
+    readers::{ReadResult, int32_reader, list_reader, out_of_range_error, read_boolean, read_text},
+    sections::read_path,
+    train::read_positive,
     yaml::{YamlNode, YamlValue},
 };
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 
-/// The settings of adapters, or the directory that contains them.
+/// `train.lora`: the settings of low-rank adapters, or the directory that contains the adapters.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct LoraSpec {
-    /// A directory in PEFT's layout whose adapters are trained further. Its `adapter_config.json`
-    /// has all settings except `dropout`. Relative to the workdir.
+    /// A directory in PEFT's layout whose adapters are trained further; `None` for new adapters.
+    /// Its `adapter_config.json` has all settings except `dropout`. The path is relative to the
+    /// workdir.
     pub from: Option<PathBuf>,
-    /// The rank of the adapters: rows of A, columns of B.
+    /// The rank of the adapters, which is the number of rows of A and of columns of B.
     pub rank: u32,
-    /// The output of an adapter is multiplied by `alpha / rank`.
+    /// The scale of the output of an adapter is `alpha / rank`.
     pub alpha: f64,
-    /// Share of an adapter's inputs that are dropped in training; `None` for that of the directory.
+    /// The share of an adapter's inputs that are dropped in training; `None` for the value in the
+    /// directory.
     pub dropout: Option<f64>,
-    /// Whether the output is multiplied by `alpha / √rank` instead.
+    /// Whether the scale of the output is `alpha / √rank` instead.
     pub rslora: bool,
-    /// Which matrices have adapters.
+    /// The matrices that have adapters.
     pub targets: LoraTargets,
 }
 
-/// Which matrices have adapters.
+/// The matrices that have adapters.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum LoraTargets {
-    /// All matrices of the layers that support one.
+    /// All matrices of layers that support adapters.
     AllLinear,
-    /// Matrices with one of these names, or whose names end in `.` and one of them.
+    /// Matrices whose name is one of these, or ends in `.` and one of these.
     Names(Vec<String>),
 }
 
 impl LoraSpec {
-    /// A copy in which `from` is relative to the current directory instead of the workdir.
+    /// Returns a copy in which `from` is relative to the current directory instead of the workdir.
     pub fn resolve_paths(&self, workdir: &Path) -> LoraSpec {
         LoraSpec { from: self.from.as_ref().map(|f| workdir.join(f)), ..self.clone() }
     }
 }
 
-/// Decodes `train.lora`.
-pub(crate) fn decode(d: &mut Decoder, train: &Section<'_>) -> Option<LoraSpec> {
+/// Decodes `train.lora`; `None` if the job does not have the section.
+pub(crate) fn decode_lora(d: &mut JobDecoder, train: &JobSection<'_>) -> Option<LoraSpec> {
     if d.is_absent(train, "train.lora") {
         return None;
     }
-    let t = d.section(train, "train.lora");
-    let rank = d.get(&t, "train.lora.rank", int32(1..=1 << 16));
+    let t = d.open_section(train, "train.lora");
+    let rank = d.decode_value(&t, "train.lora.rank", int32_reader(1..=1 << 16));
     Some(LoraSpec {
-        from: d.get_optional(&t, "train.lora.from", path),
+        from: d.decode_optional(&t, "train.lora.from", read_path),
         rank,
-        alpha: d.get_optional(&t, "train.lora.alpha", positive).unwrap_or(f64::from(rank)),
-        dropout: d.get_optional(&t, "train.lora.dropout", share("a number from 0 to below 1")),
-        rslora: d.get(&t, "train.lora.rslora", boolean),
-        targets: d.get(&t, "train.lora.targets", read_targets),
+        alpha: d.decode_optional(&t, "train.lora.alpha", read_positive).unwrap_or(f64::from(rank)),
+        dropout: d.decode_optional(&t, "train.lora.dropout", share_reader("a number from 0 to below 1")),
+        rslora: d.decode_value(&t, "train.lora.rslora", read_boolean),
+        targets: d.decode_value(&t, "train.lora.targets", read_targets),
     })
 }
 
+/// Reads `all-linear`, or a list of at least one name of a matrix.
 fn read_targets(node: &YamlNode) -> ReadResult<LoraTargets> {
     const WHAT: &str = "`all-linear` or a list of names such as `[q_proj, v_proj]`";
     if let YamlValue::Text = node.value
@@ -68,9 +71,9 @@ fn read_targets(node: &YamlNode) -> ReadResult<LoraTargets> {
     {
         return Ok(LoraTargets::AllLinear);
     }
-    let names = list(WHAT, text)(node)?;
+    let names = list_reader(WHAT, read_text)(node)?;
     match names.is_empty() || names.iter().any(String::is_empty) {
-        true => Err(out_of_range(WHAT, node)),
+        true => Err(out_of_range_error(WHAT, node)),
         false => Ok(LoraTargets::Names(names)),
     }
 }

@@ -1,36 +1,36 @@
-//! `train.optimizer` and `train.schedule`: the update rule and the learning rate over steps.
+//! `train.optimizer` and `train.schedule`: the optimizer, and the learning rate over the steps.
 use super::{
-    decode::{Decoder, Section},
-    read::{choice, int, list, number, text},
-    train::positive,
-    tune::{self, GroupSpec, betas, share},
+    decode::{JobDecoder, JobSection},
+    param_groups::{self, ParamGroupSpec, read_betas, share_reader},
+    readers::{choice_reader, int_reader, list_reader, number_reader, read_text},
+    train::read_positive,
 };
 use serde::{Deserialize, Serialize};
 
-/// `train.optimizer`: the update rule and its hyper-parameters.
+/// `train.optimizer`: the optimizer and its hyper-parameters.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct OptimizerSpec {
-    /// The update rule.
+    /// The name of the optimizer.
     pub name: OptimizerName,
     /// The highest learning rate.
     pub lr: f64,
     /// The decay rates of the moments (AdamW, Lion, and AdamW within Muon).
     pub betas: (f64, f64),
-    /// Added to the denominator (AdamW, and AdamW within Muon).
+    /// The constant that is added to the denominator (AdamW, and AdamW within Muon).
     pub eps: f64,
-    /// Momentum of SGD and Muon.
+    /// The momentum of SGD and Muon.
     pub momentum: f64,
-    /// Weight decay, decoupled from the gradient.
+    /// The weight decay, decoupled from the gradient.
     pub weight_decay: f64,
-    /// Patterns (`*`, `?`) of the names of parameters without weight decay.
+    /// Name patterns (`*`, `?`) of the parameters without weight decay.
     pub no_decay: Vec<String>,
-    /// Groups of parameters with other hyper-parameters; the first that matches a parameter
+    /// Groups of parameters with other hyper-parameters. The first group that matches a parameter
     /// applies.
     #[serde(default)]
-    pub groups: Vec<GroupSpec>,
+    pub groups: Vec<ParamGroupSpec>,
 }
 
-/// An update rule.
+/// The name of an optimizer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum OptimizerName {
     /// AdamW.
@@ -43,85 +43,96 @@ pub enum OptimizerName {
     Muon,
 }
 
-/// `train.schedule`: the learning rate over steps.
+/// `train.schedule`: the learning rate over the steps.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ScheduleSpec {
-    /// The shape after the warm-up.
+    /// The shape of the learning rate after the warm-up.
     pub name: ScheduleName,
-    /// Steps of the linear warm-up.
+    /// The number of steps of the linear warm-up.
     pub warmup_steps: u64,
-    /// The learning rate at the end.
+    /// The learning rate at the end of the schedule.
     pub min_lr: f64,
-    /// Steps of the final decay of `wsd`.
+    /// The number of steps of the final decay of `wsd`.
     pub decay_steps: u64,
 }
 
 /// The shape of the learning rate after the warm-up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ScheduleName {
-    /// A half cosine down to `min_lr` at the last step.
+    /// A half cosine that ends at `min_lr` at the last step.
     Cosine,
-    /// A line down to `min_lr` at the last step.
+    /// A line that ends at `min_lr` at the last step.
     Linear,
     /// No decay.
     Constant,
-    /// Warm-up, stable, decay: constant until the last `decay_steps`.
+    /// Warm-up, stable, decay: constant until a final decay of `decay_steps` steps.
     Wsd,
 }
 
 /// Decodes `train.optimizer`.
-pub(crate) fn decode_optimizer(d: &mut Decoder, train: &Section<'_>) -> OptimizerSpec {
-    let t = d.section(train, "train.optimizer");
-    let name = d.get(
+pub(crate) fn decode_optimizer(d: &mut JobDecoder, train: &JobSection<'_>) -> OptimizerSpec {
+    let t = d.open_section(train, "train.optimizer");
+    let name = d.decode_value(
         &t,
         "train.optimizer.name",
-        choice(&[
+        choice_reader(&[
             ("adamw", OptimizerName::Adamw),
             ("sgd", OptimizerName::Sgd),
             ("lion", OptimizerName::Lion),
             ("muon", OptimizerName::Muon),
         ]),
     );
-    let momentum = d.get_optional(&t, "train.optimizer.momentum", share("a number from 0 to below 1"));
+    let momentum =
+        d.decode_optional(&t, "train.optimizer.momentum", share_reader("a number from 0 to below 1"));
     let default_betas = if name == OptimizerName::Lion { (0.9, 0.99) } else { (0.9, 0.95) };
     OptimizerSpec {
         name,
-        lr: d.get(&t, "train.optimizer.lr", number("a number above 0", |x| x > 0.0)),
-        betas: d.get_optional(&t, "train.optimizer.betas", betas).unwrap_or(default_betas),
-        eps: d.get(&t, "train.optimizer.eps", positive),
+        lr: d.decode_value(&t, "train.optimizer.lr", number_reader("a number above 0", |x| x > 0.0)),
+        betas: d.decode_optional(&t, "train.optimizer.betas", read_betas).unwrap_or(default_betas),
+        eps: d.decode_value(&t, "train.optimizer.eps", read_positive),
         momentum: momentum.unwrap_or(match name {
             OptimizerName::Sgd => 0.9,
             OptimizerName::Muon => 0.95,
             OptimizerName::Adamw | OptimizerName::Lion => 0.0,
         }),
-        weight_decay: d.get(
+        weight_decay: d.decode_value(
             &t,
             "train.optimizer.weight_decay",
-            number("a number of 0 or more", |x| x >= 0.0),
+            number_reader("a number of 0 or more", |x| x >= 0.0),
         ),
-        no_decay: d.get(&t, "train.optimizer.no_decay", list("a list of patterns", text)),
-        groups: d.get(&t, "train.optimizer.groups", tune::groups),
+        no_decay: d.decode_value(
+            &t,
+            "train.optimizer.no_decay",
+            list_reader("a list of patterns", read_text),
+        ),
+        groups: d.decode_value(&t, "train.optimizer.groups", param_groups::read_groups),
     }
 }
 
 /// Decodes `train.schedule`. `lr` and `steps` determine the defaults of `min_lr` and `decay_steps`.
-pub(crate) fn decode_schedule(d: &mut Decoder, train: &Section<'_>, lr: f64, steps: u64) -> ScheduleSpec {
-    let t = d.section(train, "train.schedule");
-    let name = d.get(
+pub(crate) fn decode_schedule(
+    d: &mut JobDecoder,
+    train: &JobSection<'_>,
+    lr: f64,
+    steps: u64,
+) -> ScheduleSpec {
+    let t = d.open_section(train, "train.schedule");
+    let name = d.decode_value(
         &t,
         "train.schedule.name",
-        choice(&[
+        choice_reader(&[
             ("cosine", ScheduleName::Cosine),
             ("linear", ScheduleName::Linear),
             ("constant", ScheduleName::Constant),
             ("wsd", ScheduleName::Wsd),
         ]),
     );
-    let min_lr = d.get_optional(&t, "train.schedule.min_lr", number("a number of 0 or more", |x| x >= 0.0));
-    let decay = d.get_optional(&t, "train.schedule.decay_steps", int(1..=u64::MAX));
+    let min_lr =
+        d.decode_optional(&t, "train.schedule.min_lr", number_reader("a number of 0 or more", |x| x >= 0.0));
+    let decay = d.decode_optional(&t, "train.schedule.decay_steps", int_reader(1..=u64::MAX));
     ScheduleSpec {
         name,
-        warmup_steps: d.get(&t, "train.schedule.warmup_steps", int(0..=u64::MAX)),
+        warmup_steps: d.decode_value(&t, "train.schedule.warmup_steps", int_reader(0..=u64::MAX)),
         min_lr: min_lr.unwrap_or(lr / 10.0),
         decay_steps: decay.unwrap_or(if name == ScheduleName::Wsd { (steps / 5).max(1) } else { 0 }),
     }

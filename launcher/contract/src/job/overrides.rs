@@ -1,36 +1,40 @@
-//! Applies `--set path=value` to the tree before it is decoded, so that such a value is treated
+//! Applies `--set path=value` to the YAML tree before it is decoded, so that the value is checked
 //! like one in the file.
 use super::{
     keys,
-    source::{SourceMap, Span, join},
+    source_map::{SourceMap, SourceSpan, join_key_path},
     value_error::ValueError,
-    yaml::{YamlEntry, YamlNode, YamlValue, excerpt, parse},
+    yaml::{YamlEntry, YamlNode, YamlValue, make_excerpt, parse_yaml},
 };
 use diagnostic::{Diagnostic, codes::job as codes};
 
-/// Most names and indices in a path.
+/// The most names and indices in a path.
 const MAX_STEPS: usize = 16;
 
-/// One step of a path.
+/// One step of the path of an override: the name of a key, or the index of an item.
 enum PathStep {
     Key(String),
     Index(usize),
 }
 
-/// Applies one `path=value` to the tree; the value is YAML.
-pub(crate) fn apply(root: &mut YamlNode, sources: &mut SourceMap, text: &str) -> diagnostic::Result<()> {
+/// Applies one `path=value` to the tree. The value is YAML.
+pub(crate) fn apply_override(
+    root: &mut YamlNode,
+    sources: &mut SourceMap,
+    text: &str,
+) -> diagnostic::Result<()> {
     let source = sources.add_override(text);
     let Some((path, value)) = text.split_once('=') else {
-        let whole = Span { source, start: 0, end: text.len() as u32 };
-        let error = invalid_override(whole, "is not of the form `path=value`");
+        let whole = SourceSpan { source, start: 0, end: text.len() as u32 };
+        let error = invalid_override_error(whole, "is not of the form `path=value`");
         return Err(override_diagnostic(
             sources,
             None,
             error.with_help("write for example --set train.steps=50"),
         ));
     };
-    let subject = keys::canonical(path);
-    let value = parse_value(value, source, path.len() as u32 + 1).map_err(|error| {
+    let subject = keys::resolve_key_path(path);
+    let value = parse_override_value(value, source, path.len() as u32 + 1).map_err(|error| {
         override_diagnostic(sources, Some(&subject), error.in_part("has an invalid value:"))
     })?;
     parse_path(path, source)
@@ -38,57 +42,65 @@ pub(crate) fn apply(root: &mut YamlNode, sources: &mut SourceMap, text: &str) ->
         .map_err(|error| override_diagnostic(sources, Some(&subject), error))
 }
 
-fn invalid_override(span: Span, message: impl Into<String>) -> ValueError {
+/// Creates the error of a malformed `--set` argument.
+fn invalid_override_error(span: SourceSpan, message: impl Into<String>) -> ValueError {
     ValueError::new(codes::SET_ARGUMENT_INVALID, span, message)
 }
 
+/// Converts the error of an override to a diagnostic. `path` is the documented path of the key.
 fn override_diagnostic(sources: &SourceMap, path: Option<&str>, error: ValueError) -> Diagnostic {
     let code = error.code;
     let mut list = error.into_diagnostics(sources, path, "`--set` ").into_iter();
     list.next().unwrap_or_else(|| Diagnostic::error(code, code.info().summary))
 }
 
-fn parse_value(text: &str, source: u32, base: u32) -> Result<YamlNode, ValueError> {
+/// Parses the value of an override. `base` is the offset of `text` in the argument.
+fn parse_override_value(text: &str, source: u32, base: u32) -> Result<YamlNode, ValueError> {
     if let Some(at) = text.find(|c: char| c.is_control() && !matches!(c, '\n' | '\t')) {
         let at = base + at as u32;
-        let span = Span { source, start: at, end: at + 1 };
+        let span = SourceSpan { source, start: at, end: at + 1 };
         return Err(ValueError::new(codes::JOB_CONTROL_CHARACTER, span, "control character"));
     }
     let end = base + text.len() as u32;
     let empty =
-        YamlNode { span: Span { source, start: end, end }, value: YamlValue::Null, raw: String::new() };
-    Ok(parse(text, source, base)?.unwrap_or(empty))
+        YamlNode { span: SourceSpan { source, start: end, end }, value: YamlValue::Null, raw: String::new() };
+    Ok(parse_yaml(text, source, base)?.unwrap_or(empty))
 }
 
-/// Splits `a.b[2].c` into its steps, each with its span.
-fn parse_path(path: &str, source: u32) -> Result<Vec<(PathStep, Span)>, ValueError> {
+/// Splits a path such as `a.b[2].c` into its steps, each with its span.
+fn parse_path(path: &str, source: u32) -> Result<Vec<(PathStep, SourceSpan)>, ValueError> {
     let mut steps = Vec::new();
     let mut at = 0;
     for part in path.split('.') {
-        let span = Span { source, start: at, end: at + part.len() as u32 };
+        let span = SourceSpan { source, start: at, end: at + part.len() as u32 };
         at = span.end + 1;
         let (name, indices) = part.find('[').map_or((part, ""), |i| part.split_at(i));
         if name.trim().is_empty() {
-            let error = invalid_override(span, "has a path with an empty part");
+            let error = invalid_override_error(span, "has a path with an empty part");
             return Err(error.with_help("write a path as in train.batch.global"));
         }
         steps.push((PathStep::Key(name.trim().to_owned()), span));
         for index in indices.split_inclusive(']').filter(|s| !s.trim().is_empty()) {
             let number = index.trim().strip_prefix('[').and_then(|s| s.strip_suffix(']'));
             let Some(number) = number.and_then(|s| s.parse().ok()) else {
-                let error = invalid_override(span, "has a path with an invalid index");
+                let error = invalid_override_error(span, "has a path with an invalid index");
                 return Err(error.with_help("write an index as in files[0]"));
             };
             steps.push((PathStep::Index(number), span));
         }
         if steps.len() > MAX_STEPS {
-            return Err(invalid_override(span, format!("has a path of more than {MAX_STEPS} parts")));
+            return Err(invalid_override_error(span, format!("has a path of more than {MAX_STEPS} parts")));
         }
     }
     Ok(steps)
 }
 
-fn set_value(root: &mut YamlNode, steps: Vec<(PathStep, Span)>, value: YamlNode) -> Result<(), ValueError> {
+/// Replaces the value at a path. Adds absent keys, and an item at the end of a list.
+fn set_value(
+    root: &mut YamlNode,
+    steps: Vec<(PathStep, SourceSpan)>,
+    value: YamlNode,
+) -> Result<(), ValueError> {
     let mut node = root;
     let mut path = String::new();
     for (step, span) in steps {
@@ -98,8 +110,8 @@ fn set_value(root: &mut YamlNode, steps: Vec<(PathStep, Span)>, value: YamlNode)
         let (is_map, found) = (matches!(node.value, YamlValue::Map(_)), node.describe());
         match (&mut node.value, step) {
             (YamlValue::Map(entries), PathStep::Key(name)) => {
-                path = keys::canonical(&join(&path, &name));
-                node = entry_or_insert(entries, name, span, &path);
+                path = keys::resolve_key_path(&join_key_path(&path, &name));
+                node = find_or_insert_entry(entries, name, span, &path);
             }
             (YamlValue::List(items), PathStep::Index(i)) => {
                 path = format!("{path}[{i}]");
@@ -108,19 +120,19 @@ fn set_value(root: &mut YamlNode, steps: Vec<(PathStep, Span)>, value: YamlNode)
                     items.push(YamlNode { span, value: YamlValue::Null, raw: String::new() });
                 }
                 node = items.get_mut(i).ok_or_else(|| {
-                    invalid_override(span, format!("names item {i} of a list of {len}"))
+                    invalid_override_error(span, format!("names item {i} of a list of {len}"))
                         .with_help(format!("items are counted from 0; [{len}] appends one"))
                 })?;
             }
             (_, PathStep::Key(name)) => {
-                return Err(invalid_override(
+                return Err(invalid_override_error(
                     span,
-                    format!("cannot set `{}` inside {found}", excerpt(&name)),
+                    format!("cannot set `{}` inside {found}", make_excerpt(&name)),
                 ));
             }
             (_, PathStep::Index(_)) => {
                 let what = if is_map { "a mapping".to_owned() } else { found };
-                return Err(invalid_override(span, format!("has an index into {what}")));
+                return Err(invalid_override_error(span, format!("has an index into {what}")));
             }
         }
     }
@@ -128,16 +140,17 @@ fn set_value(root: &mut YamlNode, steps: Vec<(PathStep, Span)>, value: YamlNode)
     Ok(())
 }
 
-/// The value of the key with this documented path, by whichever name the key is given; a new entry
-/// when the key is absent.
-fn entry_or_insert<'e>(
+/// Returns the value of the key with this documented path, by whichever name the key is given. Adds
+/// an entry if the key is absent.
+fn find_or_insert_entry<'e>(
     entries: &'e mut Vec<YamlEntry>,
     name: String,
-    span: Span,
+    span: SourceSpan,
     path: &str,
 ) -> &'e mut YamlNode {
     let parent = path.rsplit_once('.').map_or("", |(parent, _)| parent);
-    let position = entries.iter().position(|e| keys::canonical(&join(parent, &e.key)) == path);
+    let position =
+        entries.iter().position(|e| keys::resolve_key_path(&join_key_path(parent, &e.key)) == path);
     let position = position.unwrap_or_else(|| {
         let value = YamlNode { span, value: YamlValue::Null, raw: String::new() };
         entries.push(YamlEntry { key: name.clone(), key_span: span, value });

@@ -1,22 +1,22 @@
-//! Prints a [`JobSpec`] as job.yaml with every key, as `--dry-run` shows it. Loading the text gives
-//! the same job.
+//! Prints a [`JobSpec`] as job.yaml with every key, for `--dry-run`. Loading the text gives an
+//! equal job.
 use super::train::GPT2;
 use super::{
-    CheckpointSpec, ClusterSpec, CommBackend, CpuBind, DataSource, DataSpec, Devices, EnvSource, EvalSpec,
-    ExpertPlacement, ExpertsSpec, Format, GroupSpec, Hosts, Interface, JobSpec, KnownHosts, LoraSpec,
-    LoraTargets, LossOn, MasterPort, MinHosts, ModelSpec, OptimizerName, OptimizerSpec, Precision, Recompute,
-    ResumeFrom, ResumeSpec, RngPolicy, RunSpec, SaveInterval, ScheduleName, ScheduleSpec, SignalAction,
-    Signals, SlurmSpec, SshConfig, SshSpec, StoreHost, Tokenizer, TrainSpec, VisibleDevices, WorkersPerHost,
-    scalar, yaml::YamlValue,
+    CheckpointSpec, ClusterSpec, CommBackend, CpuBind, DataSource, DataSpec, DeviceSelection, EnvSource,
+    EvalSpec, ExpertPlacement, ExpertsSpec, HostSelection, InterfaceSelector, JobSpec, KnownHosts, LoraSpec,
+    LoraTargets, LossTargets, MasterPort, MinHosts, ModelSpec, OptimizerName, OptimizerSpec, ParamGroupSpec,
+    Precision, RecomputeMode, RecordFormat, ResumeFrom, ResumeSpec, RngPolicy, RunSpec, SaveInterval,
+    ScheduleName, ScheduleSpec, SignalAction, Signals, SlurmSpec, SshConfig, SshSpec, StoreHost,
+    TokenizerSpec, TrainSpec, VisibleDevices, WorkersPerHost, scalar, yaml::YamlValue,
 };
 use std::{fmt::Write, path::PathBuf};
 
 impl JobSpec {
-    /// The whole job as YAML. Keys without effect in this job, such as `momentum` with AdamW, are
-    /// left out.
+    /// Formats the whole job as YAML. Keys without effect in this job, such as `momentum` with
+    /// AdamW, are left out.
     pub fn to_yaml(&self) -> String {
-        let mut y = Yaml::default();
-        y.print_key("name", text_yaml(&self.name));
+        let mut y = YamlWriter::default();
+        y.print_key("name", format_text(&self.name));
         let on_gpus = self.run.command.is_none() && self.cluster.trains_on_gpus();
         y.print_section("cluster", |y| print_cluster(y, &self.cluster, on_gpus));
         y.print_section("run", |y| print_run(y, &self.run));
@@ -27,7 +27,7 @@ impl JobSpec {
         } else if self.resume.from != ResumeFrom::Never {
             if self.resume.from == ResumeFrom::Auto {
                 y.print_section("checkpoint", |y| {
-                    y.print_key("dir", text_yaml(&self.checkpoint.dir.to_string_lossy()))
+                    y.print_key("dir", format_text(&self.checkpoint.dir.to_string_lossy()))
                 });
             }
             y.print_section("resume", |y| print_resume(y, &self.resume));
@@ -37,19 +37,21 @@ impl JobSpec {
     }
 }
 
-/// Lines of `key: value`, indented by section.
+/// Collects lines of `key: value`, which are indented by section.
 #[derive(Default)]
-struct Yaml {
+struct YamlWriter {
     out: String,
     depth: usize,
 }
 
-impl Yaml {
+impl YamlWriter {
+    /// Appends the line `key: value`.
     fn print_key(&mut self, key: &str, value: impl std::fmt::Display) {
         // Writing to a String cannot fail.
         _ = writeln!(self.out, "{:indent$}{key}: {value}", "", indent = 2 * self.depth);
     }
 
+    /// Appends the line of a section, and its keys, which `body` prints.
     fn print_section(&mut self, key: &str, body: impl FnOnce(&mut Self)) {
         _ = writeln!(self.out, "{:indent$}{key}:", "", indent = 2 * self.depth);
         self.depth += 1;
@@ -58,15 +60,15 @@ impl Yaml {
     }
 }
 
-fn print_cluster(y: &mut Yaml, c: &ClusterSpec, on_gpus: bool) {
+fn print_cluster(y: &mut YamlWriter, c: &ClusterSpec, on_gpus: bool) {
     y.print_key(
         "hosts",
         match &c.hosts {
-            Hosts::Auto => "auto".to_owned(),
-            Hosts::Slurm => "slurm".to_owned(),
-            Hosts::Local => "local".to_owned(),
-            Hosts::List(hosts) => text_list_yaml(hosts),
-            Hosts::File(path) => format!("{{file: {}}}", text_yaml(&path.to_string_lossy())),
+            HostSelection::Auto => "auto".to_owned(),
+            HostSelection::Slurm => "slurm".to_owned(),
+            HostSelection::Local => "local".to_owned(),
+            HostSelection::List(hosts) => format_text_list(hosts),
+            HostSelection::File(path) => format!("{{file: {}}}", format_text(&path.to_string_lossy())),
         },
     );
     y.print_key("use_hosts", c.use_hosts.map_or_else(|| "all".to_owned(), |n| n.to_string()));
@@ -77,14 +79,14 @@ fn print_cluster(y: &mut Yaml, c: &ClusterSpec, on_gpus: bool) {
     y.print_key(
         "devices",
         match &c.devices {
-            Devices::Auto => "auto".to_owned(),
-            Devices::Cpu => "cpu".to_owned(),
-            Devices::Cuda => "cuda".to_owned(),
-            Devices::List(numbers) => list_yaml(numbers.iter().map(u32::to_string)),
+            DeviceSelection::Auto => "auto".to_owned(),
+            DeviceSelection::Cpu => "cpu".to_owned(),
+            DeviceSelection::Cuda => "cuda".to_owned(),
+            DeviceSelection::List(numbers) => format_list(numbers.iter().map(u32::to_string)),
         },
     );
     if on_gpus {
-        print_gpus(y, c);
+        print_gpu_keys(y, c);
     }
     match c.master_port {
         MasterPort::Auto => y.print_key("master_port", "auto"),
@@ -97,17 +99,17 @@ fn print_cluster(y: &mut Yaml, c: &ClusterSpec, on_gpus: bool) {
             StoreHost::Rank0 => "rank0",
         },
     );
-    y.print_key("include", text_list_yaml(&c.include));
-    y.print_key("exclude", text_list_yaml(&c.exclude));
+    y.print_key("include", format_text_list(&c.include));
+    y.print_key("exclude", format_text_list(&c.exclude));
     match &c.interface {
-        Interface::Auto => y.print_key("interface", "auto"),
-        Interface::Named(name) => y.print_key("interface", text_yaml(name)),
+        InterfaceSelector::Auto => y.print_key("interface", "auto"),
+        InterfaceSelector::Named(name) => y.print_key("interface", format_text(name)),
     }
     y.print_section("ssh", |y| print_ssh(y, &c.ssh));
 }
 
 /// Prints the keys that only apply to built-in workers on GPUs.
-fn print_gpus(y: &mut Yaml, c: &ClusterSpec) {
+fn print_gpu_keys(y: &mut YamlWriter, c: &ClusterSpec) {
     y.print_key("workers_per_gpu", c.workers_per_gpu);
     y.print_key(
         "comm_backend",
@@ -118,23 +120,23 @@ fn print_gpus(y: &mut Yaml, c: &ClusterSpec) {
         },
     );
     let paths: Vec<String> = c.cuda_library_paths.iter().map(|p| p.to_string_lossy().into_owned()).collect();
-    y.print_key("cuda_library_paths", text_list_yaml(&paths));
+    y.print_key("cuda_library_paths", format_text_list(&paths));
 }
 
-fn print_ssh(y: &mut Yaml, s: &SshSpec) {
+fn print_ssh(y: &mut YamlWriter, s: &SshSpec) {
     if let Some(user) = &s.user {
-        y.print_key("user", text_yaml(user));
+        y.print_key("user", format_text(user));
     }
     if let Some(port) = s.port {
         y.print_key("port", port);
     }
     if let Some(key) = &s.key {
-        y.print_key("key", text_yaml(&key.to_string_lossy()));
+        y.print_key("key", format_text(&key.to_string_lossy()));
     }
     match &s.config {
         SshConfig::Default => y.print_key("config", "default"),
         SshConfig::None => y.print_key("config", "none"),
-        SshConfig::File(path) => y.print_key("config", text_yaml(&path.to_string_lossy())),
+        SshConfig::File(path) => y.print_key("config", format_text(&path.to_string_lossy())),
     }
     y.print_key(
         "known_hosts",
@@ -144,35 +146,35 @@ fn print_ssh(y: &mut Yaml, s: &SshSpec) {
         },
     );
     if let Some(jump) = &s.jump {
-        y.print_key("jump", text_yaml(jump));
+        y.print_key("jump", format_text(jump));
     }
-    y.print_key("connect_timeout", duration_yaml(s.connect_timeout_ms));
+    y.print_key("connect_timeout", format_duration(s.connect_timeout_ms));
     y.print_key("fanout", s.fanout);
 }
 
-fn print_run(y: &mut Yaml, r: &RunSpec) {
+fn print_run(y: &mut YamlWriter, r: &RunSpec) {
     if let Some(command) = &r.command {
-        y.print_key("command", text_list_yaml(command));
+        y.print_key("command", format_text_list(command));
     }
-    y.print_key("workdir", text_yaml(&r.workdir.to_string_lossy()));
+    y.print_key("workdir", format_text(&r.workdir.to_string_lossy()));
     if r.env.is_empty() && r.env_from.is_empty() {
         y.print_key("env", "{}");
     } else {
         y.print_section("env", |y| {
-            r.env.iter().for_each(|(name, value)| y.print_key(name, text_yaml(value)));
+            r.env.iter().for_each(|(name, value)| y.print_key(name, format_text(value)));
             for (name, source) in &r.env_from {
                 match source {
                     EnvSource::FromEnv(from) => {
-                        y.print_key(name, format!("{{from_env: {}}}", text_yaml(from)))
+                        y.print_key(name, format!("{{from_env: {}}}", format_text(from)))
                     }
                     EnvSource::FromFile(path) => {
-                        y.print_key(name, format!("{{from_file: {}}}", text_yaml(&path.to_string_lossy())));
+                        y.print_key(name, format!("{{from_file: {}}}", format_text(&path.to_string_lossy())));
                     }
                 }
             }
         });
     }
-    y.print_key("pass_env", text_list_yaml(&r.pass_env));
+    y.print_key("pass_env", format_text_list(&r.pass_env));
     y.print_key(
         "cpu_bind",
         match r.cpu_bind {
@@ -197,19 +199,19 @@ fn print_run(y: &mut Yaml, r: &RunSpec) {
         MinHosts::All => y.print_key("min_hosts", "all"),
         MinHosts::AtLeast(n) => y.print_key("min_hosts", n),
     }
-    y.print_key("grace_period", duration_yaml(r.grace_period_ms));
-    y.print_key("hang_timeout", r.hang_timeout_ms.map_or_else(|| "off".to_owned(), duration_yaml));
+    y.print_key("grace_period", format_duration(r.grace_period_ms));
+    y.print_key("hang_timeout", r.hang_timeout_ms.map_or_else(|| "off".to_owned(), format_duration));
     y.print_key(
         "progress_pattern",
-        r.progress_pattern.as_deref().map_or_else(|| "off".to_owned(), text_yaml),
+        r.progress_pattern.as_deref().map_or_else(|| "off".to_owned(), format_text),
     );
     let Signals { usr1, usr2, term } = r.signals;
     let entry = |(name, action)| format!("{name}: {}", action_name(action));
     let named = [("SIGUSR1", usr1), ("SIGUSR2", usr2), ("SIGTERM", term)].map(entry);
     y.print_key("signals", format!("{{{}}}", named.join(", ")));
     y.print_section("logs", |y| {
-        y.print_key("dir", text_yaml(&r.logs.dir));
-        y.print_key("show", list_yaml(r.logs.show.iter().map(u32::to_string)));
+        y.print_key("dir", format_text(&r.logs.dir));
+        y.print_key("show", format_list(r.logs.show.iter().map(u32::to_string)));
         y.print_key("prefix", r.logs.prefix);
         y.print_key("max_size", format!("{}B", r.logs.max_size));
     });
@@ -223,7 +225,7 @@ fn action_name(action: SignalAction) -> &'static str {
     }
 }
 
-fn print_train(y: &mut Yaml, t: &TrainSpec) {
+fn print_train(y: &mut YamlWriter, t: &TrainSpec) {
     y.print_section("model", |y| print_model(y, &t.model));
     y.print_section("data", |y| print_data(y, &t.data));
     if let Some(l) = &t.lora {
@@ -237,7 +239,7 @@ fn print_train(y: &mut Yaml, t: &TrainSpec) {
         y.print_key("prefetch", t.zero.prefetch);
         y.print_key("max_live_parameters", t.zero.max_live_parameters);
         let offload = t.zero.offload.clone().map(PathBuf::from);
-        let offload = offload.map(|p| format!("{{optimizer: {}}}", text_yaml(&p.to_string_lossy())));
+        let offload = offload.map(|p| format!("{{optimizer: {}}}", format_text(&p.to_string_lossy())));
         y.print_key("offload", offload.unwrap_or_else(|| "none".to_owned()));
     });
     y.print_key("precision", t.precision.name());
@@ -248,7 +250,7 @@ fn print_train(y: &mut Yaml, t: &TrainSpec) {
         y.print_section("loss_scale", |y| {
             y.print_key("initial_scale_power", t.loss_scale.initial_scale_power);
             y.print_key("loss_scale_window", t.loss_scale.loss_scale_window);
-            y.print_key("min_loss_scale", number(t.loss_scale.min_loss_scale));
+            y.print_key("min_loss_scale", format_number(t.loss_scale.min_loss_scale));
         });
     }
     y.print_section("batch", |y| {
@@ -257,100 +259,103 @@ fn print_train(y: &mut Yaml, t: &TrainSpec) {
     });
     y.print_section("optimizer", |y| print_optimizer(y, &t.optimizer));
     y.print_section("schedule", |y| print_schedule(y, &t.schedule));
-    y.print_key("clip_norm", t.clip_norm.map_or_else(|| "off".to_owned(), number));
+    y.print_key("clip_norm", t.clip_norm.map_or_else(|| "off".to_owned(), format_number));
     y.print_key("steps", t.steps);
     y.print_key("seed", t.seed);
     y.print_key(
         "recompute",
         match t.recompute {
-            Recompute::None => "none",
-            Recompute::Block => "block",
+            RecomputeMode::None => "none",
+            RecomputeMode::Block => "block",
         },
     );
     y.print_key("deterministic", t.deterministic);
     y.print_key("attention", t.attention.name());
     y.print_key("cuda_graphs", t.cuda_graphs.name());
     if !t.freeze.is_empty() {
-        y.print_key("freeze", text_list_yaml(&t.freeze));
+        y.print_key("freeze", format_text_list(&t.freeze));
     }
     if !t.train_only.is_empty() {
-        y.print_key("train_only", text_list_yaml(&t.train_only));
+        y.print_key("train_only", format_text_list(&t.train_only));
     }
     if let Some(eval) = &t.eval {
-        y.print_section("eval", |y| print_evaluation(y, eval));
+        y.print_section("eval", |y| print_eval(y, eval));
     }
 }
 
-fn print_data(y: &mut Yaml, d: &DataSpec) {
+/// Prints `train.data`, with `files` for a single source without a name and `mixture` otherwise.
+fn print_data(y: &mut YamlWriter, d: &DataSpec) {
     match &d.sources[..] {
         [only] if only.name.is_empty() => print_source(y, only),
         sources => y.print_section("mixture", |y| {
             for s in sources {
                 y.print_section(&s.name, |y| {
                     print_source(y, s);
-                    y.print_key("weight", number(s.weight));
+                    y.print_key("weight", format_number(s.weight));
                 });
             }
         }),
     }
     if let Some(path) = &d.chat_template {
-        y.print_key("chat_template", text_yaml(&path.to_string_lossy()));
+        y.print_key("chat_template", format_text(&path.to_string_lossy()));
     }
     match &d.tokenizer {
-        Tokenizer::Bytes => y.print_key("tokenizer", "bytes"),
-        Tokenizer::File(path) => y.print_key("tokenizer", text_yaml(&path.to_string_lossy())),
+        TokenizerSpec::Bytes => y.print_key("tokenizer", "bytes"),
+        TokenizerSpec::File(path) => y.print_key("tokenizer", format_text(&path.to_string_lossy())),
     }
     y.print_key("seq_len", d.seq_len);
     y.print_key("pack", d.pack);
     y.print_key("shuffle", d.shuffle);
-    y.print_key("held_out", number(d.held_out));
-    y.print_key("cache", text_yaml(&d.cache.to_string_lossy()));
+    y.print_key("held_out", format_number(d.held_out));
+    y.print_key("cache", format_text(&d.cache.to_string_lossy()));
 }
 
-fn print_evaluation(y: &mut Yaml, eval: &EvalSpec) {
+fn print_eval(y: &mut YamlWriter, eval: &EvalSpec) {
     y.print_key("every", eval.every);
-    y.print_key("files", text_list_yaml(&eval.files));
+    y.print_key("files", format_text_list(&eval.files));
     y.print_key("samples", eval.samples);
     if let Some(sample) = &eval.sample {
         y.print_section("sample", |y| {
-            y.print_key("prompt", text_yaml(&sample.prompt));
+            y.print_key("prompt", format_text(&sample.prompt));
             y.print_key("tokens", sample.tokens);
-            y.print_key("temperature", number(sample.temperature));
+            y.print_key("temperature", format_number(sample.temperature));
         });
     }
 }
 
-fn print_source(y: &mut Yaml, s: &DataSource) {
-    y.print_key("files", text_list_yaml(&s.files));
+/// Prints the keys of a data source, without its weight.
+fn print_source(y: &mut YamlWriter, s: &DataSource) {
+    y.print_key("files", format_text_list(&s.files));
     y.print_key(
         "format",
         match s.format {
-            Format::Text => "text",
-            Format::Chat => "chat",
+            RecordFormat::Text => "text",
+            RecordFormat::Chat => "chat",
         },
     );
-    y.print_key("field", text_yaml(&s.field));
+    y.print_key("field", format_text(&s.field));
     y.print_key(
         "loss_on",
         match s.loss_on {
-            LossOn::All => "all",
-            LossOn::Assistant => "assistant",
+            LossTargets::All => "all",
+            LossTargets::Assistant => "assistant",
         },
     );
 }
 
-fn print_model(y: &mut Yaml, m: &ModelSpec) {
+/// Prints `train.model`: the directory of the model, or the config of a new model.
+fn print_model(y: &mut YamlWriter, m: &ModelSpec) {
     if let Some(directory) = &m.from {
-        y.print_key("from", text_yaml(&directory.to_string_lossy()));
+        y.print_key("from", format_text(&directory.to_string_lossy()));
         if let Some(rate) = m.dropout {
-            y.print_key("dropout", number(rate));
+            y.print_key("dropout", format_number(rate));
         }
         return;
     }
     let or_auto = |n: u32| if n == 0 { "auto".to_owned() } else { n.to_string() };
-    y.print_key("family", text_yaml(&m.family));
+    y.print_key("family", format_text(&m.family));
     if let Some(rate) = m.dropout {
-        y.print_key("dropout", number(rate));
+        y.print_key("dropout", format_number(rate));
     }
     y.print_key("vocab_size", or_auto(m.vocab_size));
     y.print_key("hidden_size", m.hidden_size);
@@ -369,14 +374,14 @@ fn print_model(y: &mut Yaml, m: &ModelSpec) {
     }
     y.print_key("max_position_embeddings", or_auto(m.max_position_embeddings));
     if m.family != GPT2 {
-        y.print_key("rms_norm_eps", number(m.rms_norm_eps));
-        y.print_key("rope_theta", number(m.rope_theta));
+        y.print_key("rms_norm_eps", format_number(m.rms_norm_eps));
+        y.print_key("rope_theta", format_number(m.rope_theta));
     }
     y.print_key("tie_word_embeddings", m.tie_word_embeddings);
-    y.print_key("initializer_range", number(m.initializer_range));
+    y.print_key("initializer_range", format_number(m.initializer_range));
 }
 
-fn print_experts(y: &mut Yaml, e: &ExpertsSpec) {
+fn print_experts(y: &mut YamlWriter, e: &ExpertsSpec) {
     y.print_key("expert_parallel_size", e.expert_parallel_size);
     let mapping = |ranks: &std::collections::BTreeMap<u32, u32>| {
         let pairs: Vec<String> = ranks.iter().map(|(expert, rank)| format!("{expert}: {rank}")).collect();
@@ -390,64 +395,66 @@ fn print_experts(y: &mut Yaml, e: &ExpertsSpec) {
         }),
     }
     if let Some(aux_loss) = e.aux_loss {
-        y.print_key("aux_loss", number(aux_loss));
+        y.print_key("aux_loss", format_number(aux_loss));
     }
-    y.print_key("z_loss", number(e.z_loss));
+    y.print_key("z_loss", format_number(e.z_loss));
 }
 
-fn print_lora(y: &mut Yaml, l: &LoraSpec) {
+/// Prints the settings of new adapters, or the directory of existing ones.
+fn print_lora(y: &mut YamlWriter, l: &LoraSpec) {
     match &l.from {
-        Some(path) => y.print_key("from", text_yaml(&path.to_string_lossy())),
+        Some(path) => y.print_key("from", format_text(&path.to_string_lossy())),
         None => {
             y.print_key("rank", l.rank);
-            y.print_key("alpha", number(l.alpha));
+            y.print_key("alpha", format_number(l.alpha));
             y.print_key("rslora", l.rslora);
             y.print_key(
                 "targets",
                 match &l.targets {
                     LoraTargets::AllLinear => "all-linear".to_owned(),
-                    LoraTargets::Names(names) => text_list_yaml(names),
+                    LoraTargets::Names(names) => format_text_list(names),
                 },
             );
         }
     }
     if let Some(dropout) = l.dropout {
-        y.print_key("dropout", number(dropout));
+        y.print_key("dropout", format_number(dropout));
     }
 }
 
-fn print_optimizer(y: &mut Yaml, o: &OptimizerSpec) {
+/// Prints `train.optimizer`, with the hyper-parameters that the optimizer has.
+fn print_optimizer(y: &mut YamlWriter, o: &OptimizerSpec) {
     match o.name {
         OptimizerName::Adamw => {
             y.print_key("name", "adamw");
-            y.print_key("betas", pair_yaml(o.betas));
-            y.print_key("eps", number(o.eps));
+            y.print_key("betas", format_pair(o.betas));
+            y.print_key("eps", format_number(o.eps));
         }
         OptimizerName::Sgd => {
             y.print_key("name", "sgd");
-            y.print_key("momentum", number(o.momentum));
+            y.print_key("momentum", format_number(o.momentum));
         }
         OptimizerName::Lion => {
             y.print_key("name", "lion");
-            y.print_key("betas", pair_yaml(o.betas));
+            y.print_key("betas", format_pair(o.betas));
         }
         OptimizerName::Muon => {
             y.print_key("name", "muon");
-            y.print_key("momentum", number(o.momentum));
-            y.print_key("betas", pair_yaml(o.betas));
-            y.print_key("eps", number(o.eps));
+            y.print_key("momentum", format_number(o.momentum));
+            y.print_key("betas", format_pair(o.betas));
+            y.print_key("eps", format_number(o.eps));
         }
     }
-    y.print_key("lr", number(o.lr));
-    y.print_key("weight_decay", number(o.weight_decay));
-    y.print_key("no_decay", text_list_yaml(&o.no_decay));
+    y.print_key("lr", format_number(o.lr));
+    y.print_key("weight_decay", format_number(o.weight_decay));
+    y.print_key("no_decay", format_text_list(&o.no_decay));
     if !o.groups.is_empty() {
-        y.print_key("groups", list_yaml(o.groups.iter().map(group_yaml)));
+        y.print_key("groups", format_list(o.groups.iter().map(format_group)));
     }
 }
 
-fn group_yaml(g: &GroupSpec) -> String {
-    let mut parts = vec![format!("match: {}", text_list_yaml(&g.r#match))];
+fn format_group(g: &ParamGroupSpec) -> String {
+    let mut parts = vec![format!("match: {}", format_text_list(&g.r#match))];
     let numbers = [
         ("lr", g.lr),
         ("lr_scale", g.lr_scale),
@@ -455,16 +462,17 @@ fn group_yaml(g: &GroupSpec) -> String {
         ("eps", g.eps),
         ("momentum", g.momentum),
     ];
-    parts.extend(numbers.into_iter().filter_map(|(key, x)| Some(format!("{key}: {}", number(x?)))));
-    parts.extend(g.betas.map(|b| format!("betas: {}", pair_yaml(b))));
+    parts.extend(numbers.into_iter().filter_map(|(key, x)| Some(format!("{key}: {}", format_number(x?)))));
+    parts.extend(g.betas.map(|b| format!("betas: {}", format_pair(b))));
     format!("{{{}}}", parts.join(", "))
 }
 
-fn pair_yaml((a, b): (f64, f64)) -> String {
-    list_yaml([number(a), number(b)].into_iter())
+fn format_pair((a, b): (f64, f64)) -> String {
+    format_list([format_number(a), format_number(b)].into_iter())
 }
 
-fn print_schedule(y: &mut Yaml, s: &ScheduleSpec) {
+/// Prints `train.schedule`, with the keys that the schedule has.
+fn print_schedule(y: &mut YamlWriter, s: &ScheduleSpec) {
     y.print_key(
         "name",
         match s.name {
@@ -476,19 +484,19 @@ fn print_schedule(y: &mut Yaml, s: &ScheduleSpec) {
     );
     y.print_key("warmup_steps", s.warmup_steps);
     if s.name != ScheduleName::Constant {
-        y.print_key("min_lr", number(s.min_lr));
+        y.print_key("min_lr", format_number(s.min_lr));
     }
     if s.name == ScheduleName::Wsd {
         y.print_key("decay_steps", s.decay_steps);
     }
 }
 
-fn print_checkpoint(y: &mut Yaml, c: &CheckpointSpec) {
-    y.print_key("dir", text_yaml(&c.dir.to_string_lossy()));
+fn print_checkpoint(y: &mut YamlWriter, c: &CheckpointSpec) {
+    y.print_key("dir", format_text(&c.dir.to_string_lossy()));
     match c.every {
         SaveInterval::Never => y.print_key("every", "never"),
         SaveInterval::Steps(n) => y.print_key("every", n),
-        SaveInterval::Duration(ms) => y.print_key("every", duration_yaml(ms)),
+        SaveInterval::Duration(ms) => y.print_key("every", format_duration(ms)),
     }
     y.print_key("keep", c.keep);
     y.print_key("async", c.r#async);
@@ -497,11 +505,11 @@ fn print_checkpoint(y: &mut Yaml, c: &CheckpointSpec) {
     y.print_key("gather_16bit_weights_on_model_save", c.gather_16bit_weights_on_model_save);
 }
 
-fn print_resume(y: &mut Yaml, r: &ResumeSpec) {
+fn print_resume(y: &mut YamlWriter, r: &ResumeSpec) {
     match &r.from {
         ResumeFrom::Auto => y.print_key("from", "auto"),
         ResumeFrom::Never => y.print_key("from", "never"),
-        ResumeFrom::Path(path) => y.print_key("from", text_yaml(&path.to_string_lossy())),
+        ResumeFrom::Path(path) => y.print_key("from", format_text(&path.to_string_lossy())),
     }
     y.print_key(
         "rng",
@@ -513,15 +521,15 @@ fn print_resume(y: &mut Yaml, r: &ResumeSpec) {
     );
 }
 
-fn print_slurm(y: &mut Yaml, s: &SlurmSpec) {
+fn print_slurm(y: &mut YamlWriter, s: &SlurmSpec) {
     for (key, value) in [("partition", &s.partition), ("account", &s.account), ("qos", &s.qos)] {
         if let Some(value) = value {
-            y.print_key(key, text_yaml(value));
+            y.print_key(key, format_text(value));
         }
     }
     y.print_key("nodes", s.nodes);
     if let Some(ms) = s.time_ms {
-        y.print_key("time", duration_yaml(ms));
+        y.print_key("time", format_duration(ms));
     }
     y.print_key("gpus_per_node", s.gpus_per_node);
     if let Some(cpus) = s.cpus_per_task {
@@ -530,18 +538,19 @@ fn print_slurm(y: &mut Yaml, s: &SlurmSpec) {
     if let Some(bytes) = s.mem {
         y.print_key("mem", format!("{bytes}B"));
     }
-    y.print_key("extra", text_list_yaml(&s.extra));
-    y.print_key("signal_time", duration_yaml(s.signal_time_ms));
+    y.print_key("extra", format_text_list(&s.extra));
+    y.print_key("signal_time", format_duration(s.signal_time_ms));
     y.print_key("requeues", s.requeues);
     y.print_key("bcast", s.bcast);
 }
 
-/// A text as a YAML scalar: plain where it cannot be read as anything else, else in double quotes.
+/// Formats a text as a YAML scalar: plain if it cannot be read as anything else, otherwise in
+/// double quotes.
 pub fn quote_yaml(plain: &str) -> String {
-    text_yaml(plain)
+    format_text(plain)
 }
 
-fn text_yaml(text: &str) -> String {
+fn format_text(text: &str) -> String {
     let simple = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '.' | '/' | '-');
     let plain = text.starts_with(|c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '.' | '/'))
         && text.chars().all(simple)
@@ -567,19 +576,20 @@ fn text_yaml(text: &str) -> String {
     quoted
 }
 
-fn text_list_yaml(texts: &[String]) -> String {
-    list_yaml(texts.iter().map(|t| text_yaml(t)))
+fn format_text_list(texts: &[String]) -> String {
+    format_list(texts.iter().map(|t| format_text(t)))
 }
 
-fn list_yaml(items: impl Iterator<Item = String>) -> String {
+fn format_list(items: impl Iterator<Item = String>) -> String {
     format!("[{}]", items.collect::<Vec<_>>().join(", "))
 }
 
-fn duration_yaml(ms: u64) -> String {
+/// Formats a duration in milliseconds: `90s`, or `1500ms` if it is not a whole number of seconds.
+fn format_duration(ms: u64) -> String {
     if ms.is_multiple_of(1000) { format!("{}s", ms / 1000) } else { format!("{ms}ms") }
 }
 
-/// The shortest digits that are read as the same number.
-fn number(x: f64) -> String {
+/// Formats a number with the fewest digits that are read as an equal number.
+fn format_number(x: f64) -> String {
     format!("{x:?}")
 }

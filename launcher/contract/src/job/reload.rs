@@ -1,10 +1,11 @@
-//! The keys that can change while a job runs, and what changed in an edited job file.
+//! Reloads an edited job file while the job runs: the keys that can change, and a comparison of two
+//! jobs.
 use super::{JobSpec, SaveInterval, ScheduleSpec};
 use crate::ids::Rank;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Keys whose new value takes effect while the job runs.
+/// The keys whose new values take effect while the job runs.
 const RELOADABLE: &[&str] = &[
     "checkpoint.every",
     "run.logs.show",
@@ -17,19 +18,19 @@ const RELOADABLE: &[&str] = &[
 /// The values of all reloadable keys.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ReloadValues {
-    /// `run.logs.show`. Events and journals call it `show`.
+    /// `run.logs.show`. The name in events and journals is `show`.
     #[serde(rename = "show")]
     pub log_ranks: Vec<Rank>,
     /// `checkpoint.every`.
     pub checkpoint_every: SaveInterval,
-    /// The reloadable keys of `train`.
+    /// The values of `train`; `None` in a job that runs a program.
     pub train: Option<ReloadTrain>,
 }
 
 /// The values of the reloadable keys of `train`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ReloadTrain {
-    /// `train.steps`, where the schedule also ends.
+    /// `train.steps`, at which the schedule also ends.
     pub steps: u64,
     /// `train.eval.every`; `None` without evaluation.
     pub eval_every: Option<u64>,
@@ -42,16 +43,16 @@ pub struct ReloadTrain {
 /// The differences between a running job and its edited file.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ReloadChanges {
-    /// Reloadable keys that changed: key, value before, value after.
+    /// The reloadable keys that changed, each with its value before and after, in YAML.
     pub changed: Vec<(String, String, String)>,
-    /// Other keys that changed; their new values are not used.
+    /// Other keys that changed. Their new values are not used.
     pub not_reloadable: Vec<String>,
-    /// The values to continue with.
+    /// The values with which the job continues.
     pub values: ReloadValues,
 }
 
 impl ReloadValues {
-    /// The values of a job.
+    /// Returns the reloadable values of a job.
     pub fn from_job(job: &JobSpec) -> ReloadValues {
         let train = job.train.as_ref().map(|t| ReloadTrain {
             steps: t.steps,
@@ -62,8 +63,8 @@ impl ReloadValues {
         ReloadValues { log_ranks: job.run.logs.show.clone(), checkpoint_every: job.checkpoint.every, train }
     }
 
-    /// Replaces the reloadable values of a job.
-    pub fn apply(&self, job: &mut JobSpec) {
+    /// Replaces the reloadable values of `job` by these.
+    pub fn apply_to(&self, job: &mut JobSpec) {
         job.run.logs.show.clone_from(&self.log_ranks);
         job.checkpoint.every = self.checkpoint_every;
         let (Some(values), Some(train)) = (&self.train, &mut job.train) else { return };
@@ -76,10 +77,10 @@ impl ReloadValues {
     }
 }
 
-/// Compares a running job with its edited file. Returns the changed keys, and the values to
-/// continue with.
+/// Compares a running job with its edited file. Returns the changed keys, and the values with which
+/// the job continues.
 pub fn compare_jobs(running: &JobSpec, file: &JobSpec) -> ReloadChanges {
-    let (before, after) = (key_values(running), key_values(file));
+    let (before, after) = (list_key_values(running), list_key_values(file));
     let keys: BTreeSet<&String> = before.keys().chain(after.keys()).collect();
     let (mut changed, mut not_reloadable) = (Vec::new(), Vec::new());
     for key in keys {
@@ -93,15 +94,16 @@ pub fn compare_jobs(running: &JobSpec, file: &JobSpec) -> ReloadChanges {
         }
     }
     let mut values = ReloadValues::from_job(file);
-    // Adding or removing the section `eval` is not reloadable, so whether there is one stays.
+    // Adding or removing the section `eval` is not reloadable, so the running job decides whether
+    // it exists.
     if let (Some(values), Some(running)) = (&mut values.train, &running.train) {
         values.eval_every = running.eval.as_ref().map(|e| values.eval_every.unwrap_or(e.every));
     }
     ReloadChanges { changed, not_reloadable, values }
 }
 
-/// The keys of a job with their values in YAML.
-fn key_values(job: &JobSpec) -> BTreeMap<String, String> {
+/// Lists the keys of a job with their values in YAML.
+fn list_key_values(job: &JobSpec) -> BTreeMap<String, String> {
     let mut values = BTreeMap::new();
     let mut path: Vec<String> = Vec::new();
     for line in job.to_yaml().lines() {
@@ -119,19 +121,21 @@ fn key_values(job: &JobSpec) -> BTreeMap<String, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::job::{Source, load};
+    use crate::job::{JobSource, load_job};
 
-    fn job(text: &str) -> JobSpec {
-        load(Source::Text { name: "a.yaml".to_owned(), text: text.to_owned() }, &[]).expect("a job").0
+    fn parse_job(text: &str) -> JobSpec {
+        load_job(JobSource::Text { name: "a.yaml".to_owned(), text: text.to_owned() }, &[]).expect("a job").0
     }
 
     const TRAIN: &str = "train: {data: {files: [a], held_out: 0.1}, steps: 100, eval: {every: 10}";
 
     #[test]
     fn reloadable_and_other_changes_are_separated() {
-        let running = job(&format!("{TRAIN}}}\ncheckpoint: {{every: 10}}"));
-        let edited = job("run: {logs: {show: [0, 1]}, env: {TOKEN: secret}}\ncheckpoint: {every: 10m}\n\
-             train: {data: {files: [a], held_out: 0.1}, steps: 50, eval: {every: 5}, seed: 7}");
+        let running = parse_job(&format!("{TRAIN}}}\ncheckpoint: {{every: 10}}"));
+        let edited = parse_job(
+            "run: {logs: {show: [0, 1]}, env: {TOKEN: secret}}\ncheckpoint: {every: 10m}\n\
+             train: {data: {files: [a], held_out: 0.1}, steps: 50, eval: {every: 5}, seed: 7}",
+        );
         let changes = compare_jobs(&running, &edited);
         let changed: Vec<String> = changes.changed.iter().map(|(k, a, b)| format!("{k} {a} {b}")).collect();
         assert_eq!(
@@ -145,7 +149,7 @@ mod tests {
         );
         assert_eq!(changes.not_reloadable, ["run.env", "run.env.TOKEN", "train.seed"]);
         let mut after = running.clone();
-        changes.values.apply(&mut after);
+        changes.values.apply_to(&mut after);
         let train = after.train.expect("train");
         assert_eq!((train.steps, train.seed, train.eval.expect("eval").every), (50, 1234, 5));
         assert_eq!(
@@ -157,23 +161,24 @@ mod tests {
 
     #[test]
     fn adding_or_removing_a_section_is_not_reloadable() {
-        let (with, without) = (job(&format!("{TRAIN}}}")), job("train: {data: {files: [a]}, steps: 100}"));
+        let (with, without) =
+            (parse_job(&format!("{TRAIN}}}")), parse_job("train: {data: {files: [a]}, steps: 100}"));
         let changes = compare_jobs(&with, &without);
         assert!(
             changes.changed.is_empty() && changes.not_reloadable.contains(&"train.eval.every".to_owned())
         );
         let mut after = with.clone();
-        changes.values.apply(&mut after);
+        changes.values.apply_to(&mut after);
         assert_eq!(after, with);
         let mut after = without.clone();
-        compare_jobs(&without, &with).values.apply(&mut after);
+        compare_jobs(&without, &with).values.apply_to(&mut after);
         assert_eq!(after, without);
     }
 
     #[test]
     fn steps_and_decay_of_the_schedule_are_reloadable() {
         let schedule = |steps: u32, more: &str| {
-            job(&format!(
+            parse_job(&format!(
                 "train: {{data: {{files: [a]}}, steps: {steps}, schedule: {{name: wsd, min_lr: 0{more}}}}}"
             ))
         };

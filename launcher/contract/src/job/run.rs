@@ -3,41 +3,45 @@ use crate::ids::Rank;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
-/// The program of a job, its environment and supervision.
+/// `run`: the program of a job, its environment and supervision.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RunSpec {
-    /// The program and its arguments, started once per rank; `None` for the built-in runtime.
+    /// The program and its arguments, which is started once per rank; `None` for the built-in
+    /// runtime.
     pub command: Option<Vec<String>>,
-    /// The working directory of workers, where relative paths of the job start. Absolute after
-    /// loading.
+    /// The working directory of the workers, at which relative paths of the job start. Absolute
+    /// after loading.
     pub workdir: PathBuf,
     /// Variables that are added to the environment of each worker, with their values.
     pub env: Vec<(String, String)>,
-    /// Variables whose values are read when the run starts and never shown.
+    /// Variables whose values are read when the run starts, with the source of each. The values are
+    /// never shown.
     pub env_from: Vec<(String, EnvSource)>,
-    /// Patterns of the variables of launch that are passed to the workers of every host and never
-    /// shown.
+    /// Patterns of the variables in launch's environment that are passed to the workers of every
+    /// host. The values are never shown.
     pub pass_env: Vec<String>,
-    /// How workers are bound to CPUs.
+    /// The binding of workers to CPUs.
     #[serde(rename = "bind")]
     pub cpu_bind: CpuBind,
-    /// Which GPUs a worker of a program sees.
+    /// The GPUs that a worker of a program sees.
     pub visible_devices: VisibleDevices,
     /// Whether `--local_rank=N` is inserted after the script's name, as older launchers do.
     pub local_rank_argument: bool,
-    /// Time from SIGTERM to SIGKILL, milliseconds.
+    /// The time from SIGTERM to SIGKILL, milliseconds.
     #[serde(rename = "grace_ms")]
     pub grace_period_ms: u64,
-    /// The most restarts after failures, over all hosts.
+    /// The largest number of restarts after failures on any host.
     pub restarts: u32,
-    /// The fewest hosts of a start.
+    /// The smallest number of hosts that an attempt starts with.
     pub min_hosts: MinHosts,
-    /// Time without progress after which the job has failed, milliseconds; `None` for no limit.
+    /// The time without progress after which the attempt has failed, milliseconds; `None` for no
+    /// limit.
     pub hang_timeout_ms: Option<u64>,
-    /// A line of a program's output that contains this text counts as progress.
+    /// The text by which a line of a program's output counts as progress; `None` if CPU time counts
+    /// as progress.
     #[serde(rename = "progress")]
     pub progress_pattern: Option<String>,
-    /// The actions of signals that launch receives.
+    /// The actions of launch when it receives these signals.
     pub signals: Signals,
     /// The logs of workers and the console.
     pub logs: LogsSpec,
@@ -47,22 +51,22 @@ pub struct RunSpec {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum EnvSource {
-    /// The variable of this name in the environment of launch.
+    /// The variable of this name in launch's environment.
     FromEnv(String),
-    /// The content of this file without a final line break.
+    /// The content of this file, without the final line break.
     FromFile(PathBuf),
 }
 
-/// The fewest hosts of a start.
+/// The smallest number of hosts that an attempt starts with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum MinHosts {
-    /// As many as the job uses.
+    /// All hosts that the job uses.
     All,
-    /// This many.
+    /// This number of hosts.
     AtLeast(u32),
 }
 
-/// The actions of signals that launch receives.
+/// The actions of launch when it receives these signals.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Signals {
     /// The action of SIGUSR1.
@@ -73,50 +77,51 @@ pub struct Signals {
     pub term: SignalAction,
 }
 
-/// What launch does when it receives a signal.
+/// The action of launch when it receives a signal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum SignalAction {
-    /// It asks workers to save, and continues.
+    /// Workers save, and the run continues.
     Save,
-    /// It asks workers to save, and stops them.
+    /// Workers save, and the run stops.
     SaveAndStop,
-    /// It ignores the signal.
+    /// The signal is ignored.
     Ignore,
 }
 
-/// How workers are bound to CPUs.
+/// The binding of workers to CPUs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum CpuBind {
-    /// `Numa` when each worker has its own GPU, else `Cores`; unbound when there are more workers
-    /// than cores.
+    /// [`CpuBind::Numa`] if each worker has a GPU whose NUMA node is known, otherwise
+    /// [`CpuBind::Cores`]. Workers are not bound if there are more workers than CPUs.
     Auto,
     /// Workers are not bound.
     None,
-    /// To all cores of a NUMA node: that of the worker's GPU, or of an equal share of the nodes.
+    /// A worker is bound to all cores of its GPU's NUMA node. A worker without a GPU is bound to
+    /// all cores of an equal share of the NUMA nodes.
     Numa,
-    /// To an equal share of the cores.
+    /// A worker is bound to an equal share of the cores.
     Cores,
 }
 
-/// Which GPUs of its host a worker sees.
+/// `run.visible_devices`: the GPUs of its host that a worker sees.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum VisibleDevices {
-    /// All of them; `LOCAL_RANK` selects one.
+    /// All GPUs of the job; `LOCAL_RANK` selects one.
     All,
-    /// Only its own; `LOCAL_RANK` is 0.
+    /// Only the worker's own GPU; `LOCAL_RANK` is 0.
     One,
 }
 
 /// The logs of workers and the console.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct LogsSpec {
-    /// Template of the run directory with the placeholders `{name}` and `{run}`.
+    /// The template of the run directory, with the placeholders `{name}` and `{run}`.
     pub dir: String,
     /// The ranks whose output the console shows.
     pub show: Vec<Rank>,
     /// Whether the console shows `[rank N]` before each line.
     pub prefix: bool,
-    /// Largest size of a rank's log, bytes.
+    /// The largest size of a rank's log, bytes.
     pub max_size: u64,
 }

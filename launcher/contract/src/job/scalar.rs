@@ -1,7 +1,8 @@
-//! Scalars: the core schema of YAML 1.2, durations and sizes.
+//! Parses scalars: values of YAML 1.2's core schema, durations and sizes.
 use super::yaml::YamlValue;
 
-/// The value of a plain scalar by YAML 1.2's core schema. Integers beyond `i128` become floats.
+/// Resolves a plain scalar by YAML 1.2's core schema. Integers that `i128` cannot represent become
+/// floats.
 pub(crate) fn resolve_scalar(text: &str) -> YamlValue {
     match text {
         "" | "~" | "null" | "Null" | "NULL" => return YamlValue::Null,
@@ -10,16 +11,17 @@ pub(crate) fn resolve_scalar(text: &str) -> YamlValue {
         ".nan" | ".NaN" | ".NAN" => return YamlValue::Float(f64::NAN),
         _ => {}
     }
-    if let Some(int) = integer(text) {
+    if let Some(int) = parse_integer(text) {
         return YamlValue::Int(int);
     }
-    match float(text) {
+    match parse_float(text) {
         Some(float) => YamlValue::Float(float),
         None => YamlValue::Text,
     }
 }
 
-fn integer(text: &str) -> Option<i128> {
+/// Parses a decimal, octal (`0o17`) or hexadecimal (`0xf`) integer.
+fn parse_integer(text: &str) -> Option<i128> {
     let digits = |s: &str, radix: u32| -> Option<i128> {
         (!s.is_empty() && s.chars().all(|c| c.is_digit(radix)))
             .then(|| i128::from_str_radix(s, radix).ok())?
@@ -36,8 +38,8 @@ fn integer(text: &str) -> Option<i128> {
     }
 }
 
-/// Matches `[-+]? ( \. [0-9]+ | [0-9]+ ( \. [0-9]* )? ) ( [eE] [-+]? [0-9]+ )?` and `[-+]?\.inf`.
-fn float(text: &str) -> Option<f64> {
+/// Parses `[-+]? ( \. [0-9]+ | [0-9]+ ( \. [0-9]* )? ) ( [eE] [-+]? [0-9]+ )?` and `[-+]?\.inf`.
+fn parse_float(text: &str) -> Option<f64> {
     let unsigned = text.strip_prefix(['-', '+']).unwrap_or(text);
     if matches!(unsigned, ".inf" | ".Inf" | ".INF") {
         return Some(if text.starts_with('-') { f64::NEG_INFINITY } else { f64::INFINITY });
@@ -60,10 +62,10 @@ fn float(text: &str) -> Option<f64> {
     (exponent_fits && mantissa_fits).then(|| text.parse().ok())?
 }
 
-/// Parses a duration such as `500ms`, `10s` or `1.5h`; in milliseconds. The units are ms, s, m, h
+/// Parses a duration such as `500ms`, `10s` or `1.5h` into milliseconds. The units are ms, s, m, h
 /// and d.
 pub fn parse_duration(text: &str) -> Option<u64> {
-    let (number, unit) = number_and_unit(text)?;
+    let (number, unit) = split_number_and_unit(text)?;
     let unit = match unit {
         "ms" => 1.0,
         "s" => 1e3,
@@ -72,12 +74,12 @@ pub fn parse_duration(text: &str) -> Option<u64> {
         "d" => 86_400e3,
         _ => return None,
     };
-    whole(number * unit)
+    round_to_integer(number * unit)
 }
 
-/// Parses a size such as `512B`, `5GB` (powers of 1000) or `1.5GiB` (powers of 1024); in bytes.
+/// Parses a size such as `512B`, `5GB` (powers of 1000) or `1.5GiB` (powers of 1024) into bytes.
 pub(crate) fn parse_size(text: &str) -> Option<u64> {
-    let (number, unit) = number_and_unit(text)?;
+    let (number, unit) = split_number_and_unit(text)?;
     let unit = match unit {
         "B" => 1.0,
         "KB" | "kB" => 1e3,
@@ -90,17 +92,19 @@ pub(crate) fn parse_size(text: &str) -> Option<u64> {
         "TiB" => 1024f64.powi(4),
         _ => return None,
     };
-    whole(number * unit)
+    round_to_integer(number * unit)
 }
 
-fn number_and_unit(text: &str) -> Option<(f64, &str)> {
+/// Splits `1.5 GiB` into the number and the unit; `None` if there is no number or no unit.
+fn split_number_and_unit(text: &str) -> Option<(f64, &str)> {
     let split = text.find(|c: char| !c.is_ascii_digit() && c != '.')?;
     let number = text[..split].parse::<f64>().ok()?;
     Some((number, text[split..].trim_start_matches(' ')))
 }
 
-/// The nearest integer, if it is small enough to be exact in `f64`.
-fn whole(x: f64) -> Option<u64> {
+/// Rounds to the nearest integer; `None` if the number is negative or too large to be exact in
+/// `f64`.
+fn round_to_integer(x: f64) -> Option<u64> {
     (x.is_finite() && (0.0..9e15).contains(&x)).then(|| x.round() as u64)
 }
 
@@ -108,7 +112,8 @@ fn whole(x: f64) -> Option<u64> {
 mod tests {
     use super::*;
 
-    fn kind(text: &str) -> &'static str {
+    /// Returns the name of the type that a plain scalar resolves to.
+    fn name_resolved_type(text: &str) -> &'static str {
         match resolve_scalar(text) {
             YamlValue::Null => "null",
             YamlValue::Bool(_) => "bool",
@@ -119,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn core_schema() {
+    fn plain_scalars_resolve_by_the_core_schema() {
         for (text, expected) in [
             ("", "null"),
             ("~", "null"),
@@ -151,14 +156,14 @@ mod tests {
             ("-", "text"),
             ("999999999999999999999999999999999999999999", "float"),
         ] {
-            assert_eq!(kind(text), expected, "{text:?}");
+            assert_eq!(name_resolved_type(text), expected, "{text:?}");
         }
         assert!(matches!(resolve_scalar("0o17"), YamlValue::Int(15)));
         assert!(matches!(resolve_scalar("-12"), YamlValue::Int(-12)));
     }
 
     #[test]
-    fn durations() {
+    fn durations_are_parsed_with_their_unit() {
         assert_eq!(parse_duration("10s"), Some(10_000));
         assert_eq!(parse_duration("1.5m"), Some(90_000));
         assert_eq!(parse_duration("250ms"), Some(250));
@@ -169,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes() {
+    fn sizes_are_parsed_with_their_unit() {
         assert_eq!(parse_size("5GB"), Some(5_000_000_000));
         assert_eq!(parse_size("1GiB"), Some(1 << 30));
         assert_eq!(parse_size("1.5KiB"), Some(1536));

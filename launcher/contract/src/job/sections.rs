@@ -1,193 +1,227 @@
-//! Decodes the YAML tree into a [`JobSpec`], section by section. Each value is checked on its own
-//! here; module `check` checks values against each other.
+//! Decodes the YAML tree into a [`JobSpec`], section by section. This module checks each value
+//! separately; module `check` checks values against each other.
 use super::{
-    CheckpointSpec, ClusterSpec, CommBackend, CpuBind, Devices, EnvSource, Interface, JobSpec, LogsSpec,
-    MasterPort, MinHosts, ResumeFrom, ResumeSpec, RngPolicy, RunSpec, SaveInterval, SignalAction, Signals,
-    StoreHost, VisibleDevices, WorkersPerHost,
-    decode::{Decoder, Section},
-    hosts,
-    read::{
-        ReadResult, boolean, choice, duration, int, int32, keyword_or, list, out_of_range, size, text,
-        verbatim, wrong_format, wrong_type,
+    CheckpointSpec, ClusterSpec, CommBackend, CpuBind, DeviceSelection, EnvSource, InterfaceSelector,
+    JobSpec, LogsSpec, MasterPort, MinHosts, ResumeFrom, ResumeSpec, RngPolicy, RunSpec, SaveInterval,
+    SignalAction, Signals, StoreHost, VisibleDevices, WorkersPerHost,
+    decode::{JobDecoder, JobSection},
+    decode_hosts,
+    readers::{
+        ReadResult, choice_reader, int_reader, int32_reader, keyword_or_reader, list_reader,
+        out_of_range_error, read_boolean, read_duration, read_size, read_text, read_verbatim,
+        wrong_format_error, wrong_type_error,
     },
     slurm, train,
     value_error::ValueError,
-    yaml::{YamlEntry, YamlNode, YamlValue, excerpt},
+    yaml::{YamlEntry, YamlNode, YamlValue, make_excerpt},
 };
 use crate::env;
 use diagnostic::codes::job as codes;
 use std::path::PathBuf;
 
-/// Most GPUs on a host.
+/// The most GPUs on a host.
 const MAX_GPUS: u32 = 1024;
-/// Most built-in workers that share a GPU.
+/// The most built-in workers that share a GPU.
 const MAX_WORKERS_PER_GPU: u32 = 64;
-/// Most workers on a host.
+/// The most workers on a host.
 const MAX_WORKERS: u32 = 1024;
-/// Largest number of hosts in `cluster.use_hosts` and `run.min_hosts`.
+/// The largest number of hosts in `cluster.use_hosts` and `run.min_hosts`.
 const MAX_HOST_COUNT: u32 = 65_536;
-/// Most restarts of a job.
+/// The most restarts of a job.
 const MAX_RESTARTS: u32 = 10_000;
-/// Smallest limit of a log file, bytes.
+/// The smallest `run.logs.max_size`, bytes.
 const MIN_LOG_SIZE: u64 = 4096;
 
-/// Decodes the whole job. `default_name` is its name when it has no `name`.
-pub(crate) fn decode_job(d: &mut Decoder, root: &YamlNode, default_name: &str) -> JobSpec {
-    let top = d.top(root);
-    let name = d.get_optional(&top, "name", job_name).unwrap_or_else(|| default_name.to_owned());
+/// Decodes the whole job. `default_name` is the name of a job without the key `name`.
+pub(crate) fn decode_job(d: &mut JobDecoder, root: &YamlNode, default_name: &str) -> JobSpec {
+    let top = d.root_section(root);
+    let name = d.decode_optional(&top, "name", read_job_name).unwrap_or_else(|| default_name.to_owned());
     let cluster = decode_cluster(d, &top);
     let run = decode_run(d, &top);
-    let train_table = d.section(&top, "train");
-    let train = train_table.is_given().then(|| train::decode(d, &train_table));
+    let train_table = d.open_section(&top, "train");
+    let train = train_table.is_given().then(|| train::decode_train(d, &train_table));
     let checkpoint = decode_checkpoint(d, &top, &name);
     let mut resume = decode_resume(d, &top);
     if d.sources.is_given("run.command") && !d.sources.is_given("resume.from") {
-        // A program finds its own checkpoints, unless the job has `resume.from`.
+        // A program finds its checkpoints itself, unless the job has `resume.from`.
         resume.from = ResumeFrom::Never;
     }
-    let slurm = slurm::decode(d, &top);
+    let slurm = slurm::decode_slurm(d, &top);
     JobSpec { name, cluster, run, train, checkpoint, resume, slurm }
 }
 
-/// Reads a name that is a safe component of a path.
-fn job_name(node: &YamlNode) -> ReadResult<String> {
-    let name = text(node)?;
+/// Reads the name of a job, which must be a safe component of a path.
+fn read_job_name(node: &YamlNode) -> ReadResult<String> {
+    let name = read_text(node)?;
     let safe = name.chars().all(|c| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-'));
     if safe && !name.starts_with(['.', '-']) && name.len() <= 100 {
         return Ok(name);
     }
     let what = "a file name of at most 100 letters, digits, `.`, `_` and `-` that begins with a letter, a digit or `_`";
-    Err(wrong_format(what, node))
+    Err(wrong_format_error(what, node))
 }
 
-fn decode_cluster(d: &mut Decoder, top: &Section<'_>) -> ClusterSpec {
-    let t = d.section(top, "cluster");
+fn decode_cluster(d: &mut JobDecoder, top: &JobSection<'_>) -> ClusterSpec {
+    let t = d.open_section(top, "cluster");
     ClusterSpec {
-        hosts: d.get(&t, "cluster.hosts", hosts::read_hosts),
-        include: d.get(&t, "cluster.include", hosts::read_filters),
-        exclude: d.get(&t, "cluster.exclude", hosts::read_filters),
-        ssh: hosts::decode_ssh(d, &t),
-        use_hosts: d.get(
+        hosts: d.decode_value(&t, "cluster.hosts", decode_hosts::read_hosts),
+        include: d.decode_value(&t, "cluster.include", decode_hosts::read_filters),
+        exclude: d.decode_value(&t, "cluster.exclude", decode_hosts::read_filters),
+        ssh: decode_hosts::decode_ssh(d, &t),
+        use_hosts: d.decode_value(
             &t,
             "cluster.use_hosts",
-            keyword_or("all", None, |n| int32(1..=MAX_HOST_COUNT)(n).map(Some)),
+            keyword_or_reader("all", None, |n| int32_reader(1..=MAX_HOST_COUNT)(n).map(Some)),
         ),
-        workers_per_host: d.get(
+        workers_per_host: d.decode_value(
             &t,
             "cluster.workers_per_host",
-            keyword_or("auto", WorkersPerHost::Auto, |n| {
-                int32(1..=MAX_WORKERS)(n).map(WorkersPerHost::Exactly)
+            keyword_or_reader("auto", WorkersPerHost::Auto, |n| {
+                int32_reader(1..=MAX_WORKERS)(n).map(WorkersPerHost::Exactly)
             }),
         ),
-        devices: d.get(&t, "cluster.devices", devices),
-        workers_per_gpu: d.get(&t, "cluster.workers_per_gpu", int32(1..=MAX_WORKERS_PER_GPU)),
-        comm_backend: d.get(
+        devices: d.decode_value(&t, "cluster.devices", read_devices),
+        workers_per_gpu: d.decode_value(&t, "cluster.workers_per_gpu", int32_reader(1..=MAX_WORKERS_PER_GPU)),
+        comm_backend: d.decode_value(
             &t,
             "cluster.comm_backend",
-            choice(&[("auto", CommBackend::Auto), ("nccl", CommBackend::Nccl), ("host", CommBackend::Host)]),
+            choice_reader(&[
+                ("auto", CommBackend::Auto),
+                ("nccl", CommBackend::Nccl),
+                ("host", CommBackend::Host),
+            ]),
         ),
-        cuda_library_paths: d.get(&t, "cluster.cuda_library_paths", list("a list of paths", path)),
-        master_port: d.get(
+        cuda_library_paths: d.decode_value(
+            &t,
+            "cluster.cuda_library_paths",
+            list_reader("a list of paths", read_path),
+        ),
+        master_port: d.decode_value(
             &t,
             "cluster.master_port",
-            keyword_or("auto", MasterPort::Auto, |n| {
-                int32(1..=u32::from(u16::MAX))(n).map(|p| MasterPort::Fixed(p as u16))
+            keyword_or_reader("auto", MasterPort::Auto, |n| {
+                int32_reader(1..=u32::from(u16::MAX))(n).map(|p| MasterPort::Fixed(p as u16))
             }),
         ),
-        store: d.get(
+        store: d.decode_value(
             &t,
             "cluster.store",
-            choice(&[("agent", StoreHost::Agent), ("rank0", StoreHost::Rank0)]),
+            choice_reader(&[("agent", StoreHost::Agent), ("rank0", StoreHost::Rank0)]),
         ),
-        interface: d.get(&t, "cluster.interface", keyword_or("auto", Interface::Auto, interface)),
+        interface: d.decode_value(
+            &t,
+            "cluster.interface",
+            keyword_or_reader("auto", InterfaceSelector::Auto, read_interface),
+        ),
     }
 }
 
-fn interface(node: &YamlNode) -> ReadResult<Interface> {
-    let name = text(node)?;
-    match Interface::is_valid(&name) {
-        true => Ok(Interface::Named(name)),
-        false => Err(wrong_format("the name of an interface or a network such as `10.1.0.0/16`", node)),
+/// Reads the name of a network interface, or a network.
+fn read_interface(node: &YamlNode) -> ReadResult<InterfaceSelector> {
+    let name = read_text(node)?;
+    match InterfaceSelector::is_valid_name(&name) {
+        true => Ok(InterfaceSelector::Named(name)),
+        false => Err(wrong_format_error("the name of an interface or a network such as `10.1.0.0/16`", node)),
     }
 }
 
-fn devices(node: &YamlNode) -> ReadResult<Devices> {
+/// Reads `auto`, `cpu`, `cuda`, or a list of different GPU numbers.
+fn read_devices(node: &YamlNode) -> ReadResult<DeviceSelection> {
     match node.value {
         YamlValue::List(_) => {
-            let numbers = list("a list of GPU numbers", int32(0..=MAX_GPUS - 1))(node)?;
+            let numbers = list_reader("a list of GPU numbers", int32_reader(0..=MAX_GPUS - 1))(node)?;
             let duplicate = numbers.iter().enumerate().find(|(i, n)| numbers[..*i].contains(n));
             match duplicate {
-                _ if numbers.is_empty() => Err(out_of_range("a list of at least one GPU number", node)),
+                _ if numbers.is_empty() => Err(out_of_range_error("a list of at least one GPU number", node)),
                 Some((_, n)) => {
                     Err(ValueError::new(codes::JOB_ITEM_DUPLICATE, node.span, format!("names GPU {n} twice")))
                 }
-                None => Ok(Devices::List(numbers)),
+                None => Ok(DeviceSelection::List(numbers)),
             }
         }
-        _ => choice(&[("auto", Devices::Auto), ("cpu", Devices::Cpu), ("cuda", Devices::Cuda)])(node),
+        _ => choice_reader(&[
+            ("auto", DeviceSelection::Auto),
+            ("cpu", DeviceSelection::Cpu),
+            ("cuda", DeviceSelection::Cuda),
+        ])(node),
     }
 }
 
-fn decode_run(d: &mut Decoder, top: &Section<'_>) -> RunSpec {
-    let t = d.section(top, "run");
-    let logs = d.section(&t, "run.logs");
-    let (env, env_from) = d.get(&t, "run.env", environment);
+fn decode_run(d: &mut JobDecoder, top: &JobSection<'_>) -> RunSpec {
+    let t = d.open_section(top, "run");
+    let logs = d.open_section(&t, "run.logs");
+    let (env, env_from) = d.decode_value(&t, "run.env", read_environment);
     RunSpec {
-        command: d.get_optional(&t, "run.command", command),
-        workdir: d.get(&t, "run.workdir", path),
+        command: d.decode_optional(&t, "run.command", read_command),
+        workdir: d.decode_value(&t, "run.workdir", read_path),
         env,
         env_from,
-        pass_env: d.get(&t, "run.pass_env", list("a list of patterns of names", name_pattern)),
-        cpu_bind: d.get(
+        pass_env: d.decode_value(
+            &t,
+            "run.pass_env",
+            list_reader("a list of patterns of names", read_name_pattern),
+        ),
+        cpu_bind: d.decode_value(
             &t,
             "run.cpu_bind",
-            choice(&[
+            choice_reader(&[
                 ("auto", CpuBind::Auto),
                 ("none", CpuBind::None),
                 ("numa", CpuBind::Numa),
                 ("cores", CpuBind::Cores),
             ]),
         ),
-        visible_devices: d.get(
+        visible_devices: d.decode_value(
             &t,
             "run.visible_devices",
-            choice(&[("all", VisibleDevices::All), ("one", VisibleDevices::One)]),
+            choice_reader(&[("all", VisibleDevices::All), ("one", VisibleDevices::One)]),
         ),
-        local_rank_argument: d.get(&t, "run.local_rank_argument", boolean),
-        grace_period_ms: d.get(&t, "run.grace_period", duration),
-        restarts: d.get(&t, "run.restarts", int32(0..=MAX_RESTARTS)),
-        min_hosts: d.get(
+        local_rank_argument: d.decode_value(&t, "run.local_rank_argument", read_boolean),
+        grace_period_ms: d.decode_value(&t, "run.grace_period", read_duration),
+        restarts: d.decode_value(&t, "run.restarts", int32_reader(0..=MAX_RESTARTS)),
+        min_hosts: d.decode_value(
             &t,
             "run.min_hosts",
-            keyword_or("all", MinHosts::All, |n| int32(1..=MAX_HOST_COUNT)(n).map(MinHosts::AtLeast)),
+            keyword_or_reader("all", MinHosts::All, |n| {
+                int32_reader(1..=MAX_HOST_COUNT)(n).map(MinHosts::AtLeast)
+            }),
         ),
-        hang_timeout_ms: d.get(
+        hang_timeout_ms: d.decode_value(
             &t,
             "run.hang_timeout",
-            keyword_or("off", None, |n| hang_timeout(n).map(Some)),
+            keyword_or_reader("off", None, |n| read_hang_timeout(n).map(Some)),
         ),
-        progress_pattern: d.get(&t, "run.progress_pattern", keyword_or("off", None, |n| text(n).map(Some))),
-        signals: d.get(&t, "run.signals", signals),
+        progress_pattern: d.decode_value(
+            &t,
+            "run.progress_pattern",
+            keyword_or_reader("off", None, |n| read_text(n).map(Some)),
+        ),
+        signals: d.decode_value(&t, "run.signals", read_signals),
         logs: LogsSpec {
-            dir: d.get(&logs, "run.logs.dir", template(&["name", "run"])),
-            show: d.get(&logs, "run.logs.show", list("a list of ranks", int32(0..=u32::MAX - 1))),
-            prefix: d.get(&logs, "run.logs.prefix", boolean),
-            max_size: d.get(&logs, "run.logs.max_size", log_size),
+            dir: d.decode_value(&logs, "run.logs.dir", template_reader(&["name", "run"])),
+            show: d.decode_value(
+                &logs,
+                "run.logs.show",
+                list_reader("a list of ranks", int32_reader(0..=u32::MAX - 1)),
+            ),
+            prefix: d.decode_value(&logs, "run.logs.prefix", read_boolean),
+            max_size: d.decode_value(&logs, "run.logs.max_size", read_log_size),
         },
     }
 }
 
-fn hang_timeout(node: &YamlNode) -> ReadResult<u64> {
-    match duration(node)? {
-        0..1000 => Err(out_of_range("a duration of 1s or more", node)),
+/// Reads a duration of one second or more, in milliseconds.
+fn read_hang_timeout(node: &YamlNode) -> ReadResult<u64> {
+    match read_duration(node)? {
+        0..1000 => Err(out_of_range_error("a duration of 1s or more", node)),
         ms => Ok(ms),
     }
 }
 
-/// Reads the actions of signals; a signal that is not named keeps its default action.
-fn signals(node: &YamlNode) -> ReadResult<Signals> {
+/// Reads the actions of signals. A signal that is not named keeps its default action.
+fn read_signals(node: &YamlNode) -> ReadResult<Signals> {
     let YamlValue::Map(entries) = &node.value else {
-        return Err(wrong_type("a mapping of signals to actions", node));
+        return Err(wrong_type_error("a mapping of signals to actions", node));
     };
     const ACTIONS: &[(&str, SignalAction)] = &[
         ("save", SignalAction::Save),
@@ -202,25 +236,28 @@ fn signals(node: &YamlNode) -> ReadResult<Signals> {
             "SIGUSR2" => &mut signals.usr2,
             "SIGTERM" => &mut signals.term,
             other => {
-                let message = format!("has an action for `{}`, which is not supported", excerpt(other));
+                let message = format!("has an action for `{}`, which is not supported", make_excerpt(other));
                 return Err(ValueError::new(codes::JOB_VALUE_UNKNOWN, entry.key_span, message)
                     .with_help("use SIGUSR1, SIGUSR2 or SIGTERM"));
             }
         };
-        *action = choice(ACTIONS)(&entry.value).map_err(|error| error.in_part(&entry.key))?;
+        *action = choice_reader(ACTIONS)(&entry.value).map_err(|error| error.in_part(&entry.key))?;
     }
     Ok(signals)
 }
 
-fn command(node: &YamlNode) -> ReadResult<Vec<String>> {
+/// Reads a command: a list of a program and its arguments, verbatim.
+fn read_command(node: &YamlNode) -> ReadResult<Vec<String>> {
     let what = "a list: the program and its arguments";
     if let YamlValue::Text = node.value {
         let words: Vec<&str> = node.raw.split_whitespace().collect();
-        return Err(wrong_type(what, node).with_help(format!("write [{}]", excerpt(&words.join(", ")))));
+        return Err(
+            wrong_type_error(what, node).with_help(format!("write [{}]", make_excerpt(&words.join(", "))))
+        );
     }
-    let words = list(what, verbatim)(node)?;
+    let words = list_reader(what, read_verbatim)(node)?;
     match words.first() {
-        None => Err(out_of_range(what, node)),
+        None => Err(out_of_range_error(what, node)),
         Some(program) if program.is_empty() => {
             Err(ValueError::new(codes::JOB_VALUE_FORMAT, node.span, "has an empty program name"))
         }
@@ -230,28 +267,29 @@ fn command(node: &YamlNode) -> ReadResult<Vec<String>> {
 
 /// Reads a pattern of names of environment variables: letters, digits, `_`, `*` for any text and
 /// `?` for any character.
-fn name_pattern(node: &YamlNode) -> ReadResult<String> {
-    let pattern = text(node)?;
+fn read_name_pattern(node: &YamlNode) -> ReadResult<String> {
+    let pattern = read_text(node)?;
     let fits = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == '*' || c == '?';
     if pattern.chars().all(fits) && !pattern.is_empty() && pattern.len() <= 200 {
         return Ok(pattern);
     }
-    Err(wrong_format("a name or a pattern such as `HF_*`", node))
+    Err(wrong_format_error("a name or a pattern such as `HF_*`", node))
 }
 
 /// Reads a path: text without control characters.
-pub(crate) fn path(node: &YamlNode) -> ReadResult<PathBuf> {
-    text(node).map(PathBuf::from)
+pub(crate) fn read_path(node: &YamlNode) -> ReadResult<PathBuf> {
+    read_text(node).map(PathBuf::from)
 }
 
-fn log_size(node: &YamlNode) -> ReadResult<u64> {
-    match size(node)? {
-        0..MIN_LOG_SIZE => Err(out_of_range("a size of 4KiB or more", node)),
+/// Reads a size of [`MIN_LOG_SIZE`] or more, in bytes.
+fn read_log_size(node: &YamlNode) -> ReadResult<u64> {
+    match read_size(node)? {
+        0..MIN_LOG_SIZE => Err(out_of_range_error("a size of 4KiB or more", node)),
         bytes => Ok(bytes),
     }
 }
 
-/// Environment variables that launch sets itself, each with advice on what to use instead.
+/// The environment variables that launch sets itself, each with advice on what to use instead.
 const RESERVED: &[(&str, &str)] = &[
     (env::RANK, "its value differs between workers"),
     (env::LOCAL_RANK, "its value differs between workers"),
@@ -278,18 +316,19 @@ const RESERVED: &[(&str, &str)] = &[
     (env::LAUNCH_SHM_FD, "it is internal to launch"),
 ];
 
-/// Whether launch sets this environment variable itself, so that `run.env` cannot.
-pub fn is_reserved(name: &str) -> bool {
+/// Returns whether launch sets this environment variable itself, so that `run.env` cannot.
+pub fn is_reserved_variable(name: &str) -> bool {
     RESERVED.iter().any(|(reserved, _)| *reserved == name)
 }
 
-/// Environment variables: first those with a value in the job, then those whose value comes from
-/// another source.
-type Environment = (Vec<(String, String)>, Vec<(String, EnvSource)>);
+/// The variables of `run.env`: first those with a value in the job, then those whose value comes
+/// from another source.
+type EnvironmentEntries = (Vec<(String, String)>, Vec<(String, EnvSource)>);
 
-fn environment(node: &YamlNode) -> ReadResult<Environment> {
+/// Reads `run.env`, and reports the errors of all its entries.
+fn read_environment(node: &YamlNode) -> ReadResult<EnvironmentEntries> {
     let YamlValue::Map(entries) = &node.value else {
-        return Err(wrong_type("a mapping of names to text", node));
+        return Err(wrong_type_error("a mapping of names to text", node));
     };
     let (mut env, mut env_from) = (Vec::new(), Vec::new());
     let mut errors = Vec::new();
@@ -300,8 +339,10 @@ fn environment(node: &YamlNode) -> ReadResult<Environment> {
             continue;
         }
         let error = match &entry.value.value {
-            YamlValue::Map(from) => env_source(entry, from).map(|v| env_from.push((name.clone(), v))).err(),
-            _ => verbatim(&entry.value).map(|v| env.push((name.clone(), v))).err(),
+            YamlValue::Map(from) => {
+                read_env_source(entry, from).map(|v| env_from.push((name.clone(), v))).err()
+            }
+            _ => read_verbatim(&entry.value).map(|v| env.push((name.clone(), v))).err(),
         };
         errors.extend(error.map(|error| error.in_part(&format!("entry `{name}`"))));
     }
@@ -309,20 +350,20 @@ fn environment(node: &YamlNode) -> ReadResult<Environment> {
 }
 
 /// Reads `{from_env: NAME}` or `{from_file: path}`.
-fn env_source(entry: &YamlEntry, from: &[YamlEntry]) -> ReadResult<EnvSource> {
+fn read_env_source(entry: &YamlEntry, from: &[YamlEntry]) -> ReadResult<EnvSource> {
     if entry.key == env::OMP_NUM_THREADS {
         let message = "must be a number, because the plan depends on it";
         return Err(ValueError::new(codes::JOB_VALUE_TYPE, entry.value.span, message)
             .with_help("remove it to use the worker's share of the cores"));
     }
     match from {
-        [only] if only.key == "from_env" => text(&only.value).map(EnvSource::FromEnv),
-        [only] if only.key == "from_file" => path(&only.value).map(EnvSource::FromFile),
-        _ => Err(wrong_type("text, `{from_env: NAME}` or `{from_file: path}`", &entry.value)),
+        [only] if only.key == "from_env" => read_text(&only.value).map(EnvSource::FromEnv),
+        [only] if only.key == "from_file" => read_path(&only.value).map(EnvSource::FromFile),
+        _ => Err(wrong_type_error("text, `{from_env: NAME}` or `{from_file: path}`", &entry.value)),
     }
 }
 
-/// Checks the name of an environment variable that the job sets.
+/// Rejects names that no environment variable can have, and variables that launch sets itself.
 fn check_variable_name(entry: &YamlEntry) -> ReadResult<()> {
     let name = &entry.key;
     let error = |code, message: String, help: &str| {
@@ -330,7 +371,8 @@ fn check_variable_name(entry: &YamlEntry) -> ReadResult<()> {
     };
     let first_fits = name.starts_with(|c: char| c.is_ascii_alphabetic() || c == '_');
     if !first_fits || !name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_') {
-        let message = format!("contains `{}`, which is not a name of an environment variable", excerpt(name));
+        let message =
+            format!("contains `{}`, which is not a name of an environment variable", make_excerpt(name));
         let help = "names consist of letters, digits and `_`, and do not begin with a digit";
         return error(codes::JOB_ENV_NAME_INVALID, message, help);
     }
@@ -341,10 +383,10 @@ fn check_variable_name(entry: &YamlEntry) -> ReadResult<()> {
     Ok(())
 }
 
-/// Reads a text whose only placeholders are these `{names}`.
-fn template(names: &'static [&'static str]) -> impl Fn(&YamlNode) -> ReadResult<String> {
+/// Returns a reader of texts whose only placeholders are these `{names}`.
+fn template_reader(names: &'static [&'static str]) -> impl Fn(&YamlNode) -> ReadResult<String> {
     move |node| {
-        let text = text(node)?;
+        let text = read_text(node)?;
         let known = || {
             let quoted: Vec<String> = names.iter().map(|n| format!("`{{{n}}}`")).collect();
             let noun = if names.len() == 1 { "placeholder is" } else { "placeholders are" };
@@ -363,7 +405,7 @@ fn template(names: &'static [&'static str]) -> impl Fn(&YamlNode) -> ReadResult<
                 }
             };
             if !names.contains(&name) {
-                let message = format!("has the unknown placeholder `{{{}}}`", excerpt(name));
+                let message = format!("has the unknown placeholder `{{{}}}`", make_excerpt(name));
                 return Err(
                     ValueError::new(codes::JOB_PLACEHOLDER_INVALID, node.span, message).with_help(known())
                 );
@@ -374,52 +416,53 @@ fn template(names: &'static [&'static str]) -> impl Fn(&YamlNode) -> ReadResult<
     }
 }
 
-fn decode_checkpoint(d: &mut Decoder, top: &Section<'_>, name: &str) -> CheckpointSpec {
-    let t = d.section(top, "checkpoint");
+fn decode_checkpoint(d: &mut JobDecoder, top: &JobSection<'_>, name: &str) -> CheckpointSpec {
+    let t = d.open_section(top, "checkpoint");
     CheckpointSpec {
-        dir: d.get(&t, "checkpoint.dir", template(&["name"])).replace("{name}", name).into(),
-        every: d.get(&t, "checkpoint.every", save_interval),
-        keep: d.get(&t, "checkpoint.keep", int32(0..=u32::MAX)),
-        r#async: d.get(&t, "checkpoint.async", boolean),
-        parity: d.get(&t, "checkpoint.parity", boolean),
-        require_shared: d.get(&t, "checkpoint.require_shared", boolean),
-        gather_16bit_weights_on_model_save: d.get(
+        dir: d.decode_value(&t, "checkpoint.dir", template_reader(&["name"])).replace("{name}", name).into(),
+        every: d.decode_value(&t, "checkpoint.every", read_save_interval),
+        keep: d.decode_value(&t, "checkpoint.keep", int32_reader(0..=u32::MAX)),
+        r#async: d.decode_value(&t, "checkpoint.async", read_boolean),
+        parity: d.decode_value(&t, "checkpoint.parity", read_boolean),
+        require_shared: d.decode_value(&t, "checkpoint.require_shared", read_boolean),
+        gather_16bit_weights_on_model_save: d.decode_value(
             &t,
             "checkpoint.gather_16bit_weights_on_model_save",
-            boolean,
+            read_boolean,
         ),
     }
 }
 
-fn save_interval(node: &YamlNode) -> ReadResult<SaveInterval> {
+/// Reads a number of steps, a duration, or `never`.
+fn read_save_interval(node: &YamlNode) -> ReadResult<SaveInterval> {
     let what = "a number of steps, a duration such as `10m`, or `never`";
     match node.value {
         YamlValue::Text if node.raw == "never" => Ok(SaveInterval::Never),
-        YamlValue::Text => match duration(node) {
+        YamlValue::Text => match read_duration(node) {
             Ok(ms) if ms > 0 => Ok(SaveInterval::Duration(ms)),
-            _ => Err(wrong_format(what, node)),
+            _ => Err(wrong_format_error(what, node)),
         },
-        _ => int(1..=u64::MAX)(node).map(SaveInterval::Steps).map_err(|_| match node.value {
-            YamlValue::Int(0) => out_of_range(what, node).with_help("write `never`"),
-            _ => wrong_type(what, node),
+        _ => int_reader(1..=u64::MAX)(node).map(SaveInterval::Steps).map_err(|_| match node.value {
+            YamlValue::Int(0) => out_of_range_error(what, node).with_help("write `never`"),
+            _ => wrong_type_error(what, node),
         }),
     }
 }
 
-fn decode_resume(d: &mut Decoder, top: &Section<'_>) -> ResumeSpec {
-    let t = d.section(top, "resume");
+fn decode_resume(d: &mut JobDecoder, top: &JobSection<'_>) -> ResumeSpec {
+    let t = d.open_section(top, "resume");
     ResumeSpec {
-        from: d.get(&t, "resume.from", |node| {
-            Ok(match text(node)?.as_str() {
+        from: d.decode_value(&t, "resume.from", |node| {
+            Ok(match read_text(node)?.as_str() {
                 "auto" => ResumeFrom::Auto,
                 "never" => ResumeFrom::Never,
                 path => ResumeFrom::Path(path.into()),
             })
         }),
-        rng: d.get(
+        rng: d.decode_value(
             &t,
             "resume.rng",
-            choice(&[
+            choice_reader(&[
                 ("reconcile", RngPolicy::Reconcile),
                 ("strict", RngPolicy::Strict),
                 ("reseed", RngPolicy::Reseed),

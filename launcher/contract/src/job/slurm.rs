@@ -1,19 +1,23 @@
-//! `slurm`: the options of `launch sbatch`, and how a job continues after its time limit.
+//! `slurm`: the options of `launch sbatch`, and how a job is requeued at its time limit.
 use super::{
-    decode::{Decoder, Section},
-    read::{ReadResult, boolean, duration, int32, list, out_of_range, size, text, wrong_format},
+    decode::{JobDecoder, JobSection},
+    readers::{
+        ReadResult, int32_reader, list_reader, out_of_range_error, read_boolean, read_duration, read_size,
+        read_text, wrong_format_error,
+    },
     yaml::YamlNode,
 };
 use serde::{Deserialize, Serialize};
 
-/// Most nodes of an allocation.
+/// The most nodes of an allocation.
 const MAX_NODES: u32 = 16_384;
-/// Longest `signal_time`: Slurm stores the seconds of `--signal` in 16 bits. Milliseconds.
+/// The longest `slurm.signal_time`, milliseconds. Slurm stores the seconds of `--signal` in 16
+/// bits.
 const MAX_SIGNAL_TIME: u64 = 65_535_000;
-/// Longest time limit, a hundred years, milliseconds.
+/// The longest time limit, a hundred years, milliseconds.
 const MAX_TIME: u64 = 36_525 * 86_400_000;
 
-/// The options of `launch sbatch`. `None` is Slurm's default.
+/// `slurm`: the options of `launch sbatch`. `None` stands for Slurm's default.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct SlurmSpec {
     /// `--partition`.
@@ -28,23 +32,23 @@ pub struct SlurmSpec {
     pub time_ms: Option<u64>,
     /// The number of GPUs per node; 0 requests none.
     pub gpus_per_node: u32,
-    /// The number of CPUs of each node, which has a single task.
+    /// The number of CPUs per node. Each node has a single task.
     pub cpus_per_task: Option<u32>,
-    /// The memory of each node, bytes.
+    /// The memory per node, bytes.
     pub mem: Option<u64>,
     /// Further options, each a whole `--option=value`.
     pub extra: Vec<String>,
-    /// How long before the time limit Slurm signals the job, milliseconds.
+    /// The time in milliseconds before the time limit at which Slurm signals the job.
     #[serde(rename = "notice_ms")]
     pub signal_time_ms: u64,
     /// The most times that the job is requeued.
     pub requeues: u32,
-    /// Whether launch's executable is copied to the nodes.
+    /// Whether the executable `launch` is copied to the nodes.
     pub bcast: bool,
 }
 
 impl Default for SlurmSpec {
-    /// The values of a job without a `slurm` section.
+    /// Returns the values of a job without a `slurm` section.
     fn default() -> Self {
         SlurmSpec {
             partition: None,
@@ -64,62 +68,66 @@ impl Default for SlurmSpec {
 }
 
 /// Decodes `slurm`.
-pub(crate) fn decode(d: &mut Decoder, top: &Section<'_>) -> SlurmSpec {
-    let t = d.section(top, "slurm");
+pub(crate) fn decode_slurm(d: &mut JobDecoder, top: &JobSection<'_>) -> SlurmSpec {
+    let t = d.open_section(top, "slurm");
     SlurmSpec {
-        partition: d.get_optional(&t, "slurm.partition", name),
-        account: d.get_optional(&t, "slurm.account", name),
-        qos: d.get_optional(&t, "slurm.qos", name),
-        nodes: d.get(&t, "slurm.nodes", int32(1..=MAX_NODES)),
-        time_ms: d.get_optional(&t, "slurm.time", time),
-        gpus_per_node: d.get(&t, "slurm.gpus_per_node", int32(0..=1024)),
-        cpus_per_task: d.get_optional(&t, "slurm.cpus_per_task", int32(1..=65_536)),
-        mem: d.get_optional(&t, "slurm.mem", mem),
-        extra: d.get(&t, "slurm.extra", list("a list of options", option)),
-        signal_time_ms: d.get(&t, "slurm.signal_time", signal_time),
-        requeues: d.get(&t, "slurm.requeues", int32(0..=10_000)),
-        bcast: d.get(&t, "slurm.bcast", boolean),
+        partition: d.decode_optional(&t, "slurm.partition", read_slurm_name),
+        account: d.decode_optional(&t, "slurm.account", read_slurm_name),
+        qos: d.decode_optional(&t, "slurm.qos", read_slurm_name),
+        nodes: d.decode_value(&t, "slurm.nodes", int32_reader(1..=MAX_NODES)),
+        time_ms: d.decode_optional(&t, "slurm.time", read_time_limit),
+        gpus_per_node: d.decode_value(&t, "slurm.gpus_per_node", int32_reader(0..=1024)),
+        cpus_per_task: d.decode_optional(&t, "slurm.cpus_per_task", int32_reader(1..=65_536)),
+        mem: d.decode_optional(&t, "slurm.mem", read_memory_size),
+        extra: d.decode_value(&t, "slurm.extra", list_reader("a list of options", read_sbatch_option)),
+        signal_time_ms: d.decode_value(&t, "slurm.signal_time", read_signal_time),
+        requeues: d.decode_value(&t, "slurm.requeues", int32_reader(0..=10_000)),
+        bcast: d.decode_value(&t, "slurm.bcast", read_boolean),
     }
 }
 
-/// Reads a partition, account or QOS; several are separated by commas.
-fn name(node: &YamlNode) -> ReadResult<String> {
-    let name = text(node)?;
+/// Reads a partition, an account or a QOS, or several of them separated by commas.
+fn read_slurm_name(node: &YamlNode) -> ReadResult<String> {
+    let name = read_text(node)?;
     let fits = |c: char| c.is_ascii_alphanumeric() || "_-.,:/@+".contains(c);
     if name.chars().all(fits) && !name.starts_with('-') && name.len() <= 255 {
         Ok(name)
     } else {
-        Err(wrong_format("a name of letters, digits and `_-.,:/@+`", node))
+        Err(wrong_format_error("a name of letters, digits and `_-.,:/@+`", node))
     }
 }
 
-/// Reads a whole option, which becomes a word of a line of the batch script.
-fn option(node: &YamlNode) -> ReadResult<String> {
-    let option = text(node)?;
+/// Reads an option of sbatch such as `--constraint=a100`, which becomes one line of the batch
+/// script.
+fn read_sbatch_option(node: &YamlNode) -> ReadResult<String> {
+    let option = read_text(node)?;
     if option.starts_with("--") && option.len() > 2 && option.len() <= 1024 {
         Ok(option)
     } else {
-        Err(wrong_format("an option of sbatch such as \"--constraint=a100\"", node))
+        Err(wrong_format_error("an option of sbatch such as \"--constraint=a100\"", node))
     }
 }
 
-fn time(node: &YamlNode) -> ReadResult<u64> {
-    match duration(node)? {
+/// Reads a duration of one minute or more, in milliseconds.
+fn read_time_limit(node: &YamlNode) -> ReadResult<u64> {
+    match read_duration(node)? {
         ms @ 60_000..=MAX_TIME => Ok(ms),
-        _ => Err(out_of_range("a duration from `1m` to a hundred years", node)),
+        _ => Err(out_of_range_error("a duration from `1m` to a hundred years", node)),
     }
 }
 
-fn signal_time(node: &YamlNode) -> ReadResult<u64> {
-    match duration(node)? {
+/// Reads a duration of one second or more, in milliseconds.
+fn read_signal_time(node: &YamlNode) -> ReadResult<u64> {
+    match read_duration(node)? {
         ms @ 1000..=MAX_SIGNAL_TIME => Ok(ms),
-        _ => Err(out_of_range("a duration from `1s` to `65535s`", node)),
+        _ => Err(out_of_range_error("a duration from `1s` to `65535s`", node)),
     }
 }
 
-fn mem(node: &YamlNode) -> ReadResult<u64> {
-    match size(node)? {
-        0..1_048_576 => Err(out_of_range("a size of 1MiB or more", node)),
+/// Reads a size of 1 MiB or more, in bytes.
+fn read_memory_size(node: &YamlNode) -> ReadResult<u64> {
+    match read_size(node)? {
+        0..1_048_576 => Err(out_of_range_error("a size of 1MiB or more", node)),
         bytes => Ok(bytes),
     }
 }
@@ -127,17 +135,18 @@ fn mem(node: &YamlNode) -> ReadResult<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::job::{Source, load};
+    use crate::job::{JobSource, load_job};
     use diagnostic::{Diagnostic, codes::job as codes};
 
-    fn slurm(section: &str) -> Result<SlurmSpec, Vec<Diagnostic>> {
+    /// Loads a job with this `slurm` section, and returns the decoded section.
+    fn load_slurm_section(section: &str) -> Result<SlurmSpec, Vec<Diagnostic>> {
         let text = format!("run: {{command: [a]}}\n{section}");
-        load(Source::Text { name: "a.yaml".to_owned(), text }, &[]).map(|(job, ..)| job.slurm)
+        load_job(JobSource::Text { name: "a.yaml".to_owned(), text }, &[]).map(|(job, ..)| job.slurm)
     }
 
     #[test]
     fn a_job_without_the_section_has_the_defaults() {
-        assert_eq!(slurm(""), Ok(SlurmSpec::default()));
+        assert_eq!(load_slurm_section(""), Ok(SlurmSpec::default()));
     }
 
     #[test]
@@ -154,7 +163,7 @@ mod tests {
             ("slurm: {mem: 1KiB}", "slurm.mem", codes::JOB_VALUE_OUT_OF_RANGE),
             ("slurm: {nodes: 0}", "slurm.nodes", codes::JOB_VALUE_OUT_OF_RANGE),
         ] {
-            let errors = slurm(section).expect_err(section);
+            let errors = load_slurm_section(section).expect_err(section);
             assert_eq!((errors[0].subject(), errors[0].code()), (Some(subject), code), "{section}");
         }
     }

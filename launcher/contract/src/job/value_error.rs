@@ -1,61 +1,63 @@
 //! [`ValueError`]: a mistake in a value or in YAML text, before it is attributed to a key.
 use super::{
-    source::{SourceMap, Span},
+    source_map::{SourceMap, SourceSpan},
     yaml::{YamlNode, YamlValue},
 };
 use diagnostic::{Code, Diagnostic, codes};
 
-/// A mistake and the span of text that contains it.
+/// A mistake in a value, with the span of text that contains it.
 #[derive(Clone, Debug)]
 pub(crate) struct ValueError {
     pub(crate) code: Code,
-    pub(crate) span: Span,
+    pub(crate) span: SourceSpan,
     /// The part of the value that is wrong, such as `item 2`; empty for the whole value.
     part: String,
-    what: Box<Mistake>,
+    what: Box<ValueMistake>,
     help: Option<String>,
     /// Further mistakes in the same value.
     others: Vec<ValueError>,
 }
 
-/// What is wrong, worded to follow the name of the key.
+/// The kinds of mistakes. Their texts follow the name of the key.
 #[derive(Clone, Debug)]
-enum Mistake {
-    /// "must be {expected}, found {found}"
+enum ValueMistake {
+    /// Any wrong value: "must be {expected}, found {found}".
     Unexpected { expected: String, found: String },
-    /// "has no value; it must be {expected}"
+    /// A missing value: "has no value; it must be {expected}".
     Missing { expected: String },
-    /// Any other wording.
+    /// Any other mistake, with its text.
     Other(String),
 }
 
 impl ValueError {
-    /// A mistake with its own wording, such as "names GPU 0 twice".
-    pub(crate) fn new(code: Code, span: Span, message: impl Into<String>) -> Self {
-        Self::with_mistake(code, span, Mistake::Other(message.into()))
+    /// Creates an error with its own text, such as "names GPU 0 twice".
+    pub(crate) fn new(code: Code, span: SourceSpan, message: impl Into<String>) -> Self {
+        Self::with_mistake(code, span, ValueMistake::Other(message.into()))
     }
 
-    /// "must be `expected`, found …" for a value that is not acceptable. A missing value gets its
-    /// own code.
+    /// Creates the error of a wrong value: "must be `expected`, found …". A missing value gets the
+    /// code `job-value-missing` and other advice.
     pub(crate) fn unexpected(code: Code, expected: impl Into<String>, node: &YamlNode) -> Self {
         let expected = expected.into();
         match node.value {
-            YamlValue::Null => {
-                Self::with_mistake(codes::job::JOB_VALUE_MISSING, node.span, Mistake::Missing { expected })
-                    .with_help("write a value, or remove the key to use its default")
-            }
+            YamlValue::Null => Self::with_mistake(
+                codes::job::JOB_VALUE_MISSING,
+                node.span,
+                ValueMistake::Missing { expected },
+            )
+            .with_help("write a value, or remove the key to use its default"),
             _ => {
                 let found = node.describe();
-                Self::with_mistake(code, node.span, Mistake::Unexpected { expected, found })
+                Self::with_mistake(code, node.span, ValueMistake::Unexpected { expected, found })
             }
         }
     }
 
-    fn with_mistake(code: Code, span: Span, what: Mistake) -> Self {
+    fn with_mistake(code: Code, span: SourceSpan, what: ValueMistake) -> Self {
         ValueError { code, span, part: String::new(), what: Box::new(what), help: None, others: Vec::new() }
     }
 
-    /// Merges several errors into one that reports them all; `None` when there are none.
+    /// Merges several errors into one that reports all of them; `None` if there are none.
     pub(crate) fn merge(mut errors: Vec<ValueError>) -> Option<Self> {
         let rest = errors.split_off(errors.len().min(1));
         errors.pop().map(|mut first| {
@@ -71,9 +73,10 @@ impl ValueError {
         self
     }
 
-    /// Adds an accepted keyword to what was expected of the whole value: "must be `auto` or …".
-    pub(crate) fn or_keyword(mut self, keyword: &str) -> Self {
-        if let (true, Mistake::Unexpected { expected, .. } | Mistake::Missing { expected }) =
+    /// Adds a keyword to the accepted values: "must be `keyword` or …". An error of a part of the
+    /// value stays unchanged.
+    pub(crate) fn with_keyword(mut self, keyword: &str) -> Self {
+        if let (true, ValueMistake::Unexpected { expected, .. } | ValueMistake::Missing { expected }) =
             (self.part.is_empty(), &mut *self.what)
         {
             *expected = format!("`{keyword}` or {expected}");
@@ -87,35 +90,35 @@ impl ValueError {
         self
     }
 
-    /// The message as it follows the name of the key.
-    fn message(&self) -> String {
+    /// Returns the message without the name of the key.
+    fn format_message(&self) -> String {
         let text = match &*self.what {
-            Mistake::Unexpected { expected, found } => format!("must be {expected}, found {found}"),
-            Mistake::Missing { expected } => format!("has no value; it must be {expected}"),
-            Mistake::Other(message) => message.clone(),
+            ValueMistake::Unexpected { expected, found } => format!("must be {expected}, found {found}"),
+            ValueMistake::Missing { expected } => format!("has no value; it must be {expected}"),
+            ValueMistake::Other(message) => message.clone(),
         };
         if self.part.is_empty() { text } else { format!("{} {text}", self.part) }
     }
 
-    /// The diagnostics of this error and of the others that were merged into it. Each message
-    /// begins with `prefix`, which is empty or ends with a space; `subject` is the key.
+    /// Converts this error, and the others that were merged into it, to diagnostics. Each message
+    /// begins with `prefix`, which is empty or ends with a space. `subject` is the key.
     pub(crate) fn into_diagnostics(
         self,
         sources: &SourceMap,
         subject: Option<&str>,
         prefix: &str,
     ) -> Vec<Diagnostic> {
-        let mut diagnostic = Diagnostic::error(self.code, format!("{prefix}{}", self.message()))
-            .with_location(sources.span_location(self.span));
+        let mut diagnostic = Diagnostic::error(self.code, format!("{prefix}{}", self.format_message()))
+            .with_location(sources.locate_span(self.span));
         if let Some(subject) = subject {
             diagnostic = diagnostic.with_subject(subject);
         }
         diagnostic = match *self.what {
-            Mistake::Unexpected { expected, found } => {
+            ValueMistake::Unexpected { expected, found } => {
                 diagnostic.with_field("expected", expected).with_field("found", found)
             }
-            Mistake::Missing { expected } => diagnostic.with_field("expected", expected),
-            Mistake::Other(_) => diagnostic,
+            ValueMistake::Missing { expected } => diagnostic.with_field("expected", expected),
+            ValueMistake::Other(_) => diagnostic,
         };
         if let Some(help) = self.help {
             diagnostic = diagnostic.with_help(help);
@@ -126,7 +129,7 @@ impl ValueError {
             .collect()
     }
 
-    /// The diagnostic of an error that concerns a text as a whole and stands alone.
+    /// Converts an error of a whole text to a diagnostic without a subject.
     pub(crate) fn into_diagnostic(self, sources: &SourceMap) -> Diagnostic {
         let code = self.code;
         let mut list = self.into_diagnostics(sources, None, "").into_iter();

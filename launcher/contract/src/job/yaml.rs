@@ -3,31 +3,31 @@
 //! The language is YAML 1.2 with the core schema: `yes` is text, `0o17` is an integer. A text is
 //! one document with text keys, without duplicate keys, tags or merge keys. Aliases are expanded
 //! within a budget, so that a small text cannot become a large tree.
-use super::{scalar, source::Span, value_error::ValueError};
+use super::{scalar, source_map::SourceSpan, value_error::ValueError};
 use diagnostic::codes::job as codes;
 use saphyr_parser::{Event, Parser, ScalarStyle, Span as YamlSpan};
 use std::collections::HashMap;
 
-/// Deepest nesting of lists and mappings that is accepted.
+/// The deepest nesting of lists and mappings that is accepted.
 const MAX_DEPTH: usize = 32;
-/// Most nodes of a tree with its aliases expanded.
+/// The most nodes of a tree with its aliases expanded.
 const MAX_NODES: usize = 50_000;
-/// Most bytes of scalars in a tree with its aliases expanded.
+/// The most bytes of scalars in a tree with its aliases expanded.
 const MAX_BYTES: usize = 4 << 20;
-/// Most characters of a value that a message quotes.
+/// The most characters of a value that a message quotes.
 const MAX_EXCERPT: usize = 60;
 
-/// A value and the span of text that it was read from.
+/// A value of the tree, and the span of text that it was read from.
 #[derive(Clone, Debug)]
 pub(crate) struct YamlNode {
-    pub(crate) span: Span,
+    pub(crate) span: SourceSpan,
     pub(crate) value: YamlValue,
-    /// The text of a scalar: verbatim when it is plain, unescaped when it is quoted. Empty for
-    /// lists and mappings.
+    /// The text of a scalar: verbatim if it is plain, unescaped if it is quoted. Empty for lists
+    /// and mappings.
     pub(crate) raw: String,
 }
 
-/// The resolved value of a node.
+/// The value of a node with its type.
 #[derive(Clone, Debug)]
 pub(crate) enum YamlValue {
     Null,
@@ -43,11 +43,11 @@ pub(crate) enum YamlValue {
 #[derive(Clone, Debug)]
 pub(crate) struct YamlEntry {
     pub(crate) key: String,
-    pub(crate) key_span: Span,
+    pub(crate) key_span: SourceSpan,
     pub(crate) value: YamlNode,
 }
 
-/// Compares values; spans, notation and the order of mappings do not matter.
+/// Compares values. Spans, notation and the order of mappings do not matter.
 impl PartialEq for YamlNode {
     fn eq(&self, other: &Self) -> bool {
         match (&self.value, &other.value) {
@@ -68,7 +68,7 @@ impl PartialEq for YamlNode {
 impl YamlNode {
     /// Describes the value for a message: ``the text `abc` ``, `3`, `a list`.
     pub(crate) fn describe(&self) -> String {
-        let raw = excerpt(&self.raw);
+        let raw = make_excerpt(&self.raw);
         match &self.value {
             YamlValue::Null => "nothing".to_owned(),
             YamlValue::Bool(_) | YamlValue::Int(_) | YamlValue::Float(_) => raw,
@@ -80,8 +80,8 @@ impl YamlNode {
         }
     }
 
-    /// The number of nodes, the bytes of scalars and keys, and the depth of the tree below this
-    /// node.
+    /// Counts the nodes of the tree below this node and the bytes of its scalars and keys, and
+    /// measures its depth.
     fn measure(&self) -> (usize, usize, usize) {
         let (mut nodes, mut bytes, mut depth) = (0, 0, 0);
         let mut todo = vec![(self, 1)];
@@ -102,8 +102,8 @@ impl YamlNode {
     }
 }
 
-/// At most [`MAX_EXCERPT`] characters of a text, with control characters escaped.
-pub(crate) fn excerpt(text: &str) -> String {
+/// Returns at most [`MAX_EXCERPT`] characters of a text, with control characters escaped.
+pub(crate) fn make_excerpt(text: &str) -> String {
     let mut out: String = text
         .chars()
         .take(MAX_EXCERPT)
@@ -115,24 +115,24 @@ pub(crate) fn excerpt(text: &str) -> String {
     out
 }
 
-/// Parses the only document of a text; `None` when it is empty.
+/// Parses the only document of a text; `None` if the text is empty.
 ///
-/// `source` is the number of the text in the `SourceMap`, and `base` the offset of `text` in it.
-pub(crate) fn parse(text: &str, source: u32, base: u32) -> Result<Option<YamlNode>, ValueError> {
-    let mut builder = Builder::new(text, source, base);
+/// `source` is the index of the text in the `SourceMap`, and `base` the offset of `text` in it.
+pub(crate) fn parse_yaml(text: &str, source: u32, base: u32) -> Result<Option<YamlNode>, ValueError> {
+    let mut builder = YamlTreeBuilder::new(text, source, base);
     let mut parser = Parser::new_from_str(text);
     while let Some(next) = parser.next_event() {
         match next {
-            Ok((event, span)) => builder.event(event, span)?,
+            Ok((event, span)) => builder.add_event(event, span)?,
             Err(error) => return Err(builder.syntax_error(text, &error)),
         }
     }
     Ok(builder.root)
 }
 
-/// Parses the default of a key, which is part of this program.
+/// Parses the default of a key, which is part of this program; `None` if it is not valid.
 pub(crate) fn parse_default(text: &str) -> Option<YamlNode> {
-    parse(text, u32::MAX, 0).ok().flatten()
+    parse_yaml(text, u32::MAX, 0).ok().flatten()
 }
 
 /// A list or mapping whose end has not been reached yet.
@@ -146,18 +146,18 @@ struct OpenNode {
 /// The children of an [`OpenNode`] so far.
 enum OpenCollection {
     List(Vec<YamlNode>),
-    Map { entries: Vec<YamlEntry>, seen: HashMap<String, Span>, key: Option<(String, Span)> },
+    Map { entries: Vec<YamlEntry>, seen: HashMap<String, SourceSpan>, key: Option<(String, SourceSpan)> },
 }
 
 /// Builds the tree from the parser's events.
-struct Builder<'t> {
+struct YamlTreeBuilder<'t> {
     text: &'t str,
     source: u32,
     base: u32,
-    /// The byte offset of each character; empty for ASCII text.
+    /// The byte offset of each character; empty if the text is ASCII.
     offsets: Vec<u32>,
     open: Vec<OpenNode>,
-    /// Complete nodes that have an anchor. A node that is still open is absent.
+    /// The complete nodes that have an anchor, by its number.
     anchors: HashMap<usize, YamlNode>,
     nodes: usize,
     bytes: usize,
@@ -165,14 +165,14 @@ struct Builder<'t> {
     root: Option<YamlNode>,
 }
 
-impl<'t> Builder<'t> {
+impl<'t> YamlTreeBuilder<'t> {
     fn new(text: &'t str, source: u32, base: u32) -> Self {
         let offsets = if text.is_ascii() {
             Vec::new()
         } else {
             text.char_indices().map(|(byte, _)| byte as u32).collect()
         };
-        Builder {
+        YamlTreeBuilder {
             text,
             source,
             base,
@@ -186,8 +186,8 @@ impl<'t> Builder<'t> {
         }
     }
 
-    /// The byte offset in `text` of a character index.
-    fn byte(&self, index: usize) -> u32 {
+    /// Converts the index of a character to its byte offset in `text`.
+    fn find_byte_offset(&self, index: usize) -> u32 {
         if self.offsets.is_empty() {
             index.min(self.text.len()) as u32
         } else {
@@ -195,18 +195,20 @@ impl<'t> Builder<'t> {
         }
     }
 
-    fn to_span(&self, span: YamlSpan) -> Span {
-        let (start, end) = (self.byte(span.start.index()), self.byte(span.end.index()));
-        self.range(start, end.max(start))
+    /// Converts a span of the parser, in characters, to a span in bytes.
+    fn to_span(&self, span: YamlSpan) -> SourceSpan {
+        let (start, end) =
+            (self.find_byte_offset(span.start.index()), self.find_byte_offset(span.end.index()));
+        self.make_span(start, end.max(start))
     }
 
-    /// The span of the bytes `start..end` of `text`.
-    fn range(&self, start: u32, end: u32) -> Span {
-        Span { source: self.source, start: self.base + start, end: self.base + end }
+    /// Creates the span of the bytes `start..end` of `text`.
+    fn make_span(&self, start: u32, end: u32) -> SourceSpan {
+        SourceSpan { source: self.source, start: self.base + start, end: self.base + end }
     }
 
     /// Adds one parser event to the tree.
-    fn event(&mut self, event: Event<'_>, at: YamlSpan) -> Result<(), ValueError> {
+    fn add_event(&mut self, event: Event<'_>, at: YamlSpan) -> Result<(), ValueError> {
         let span = self.to_span(at);
         match event {
             Event::DocumentStart(_) => {
@@ -224,42 +226,43 @@ impl<'t> Builder<'t> {
                 Ok(())
             }
             Event::Scalar(text, style, anchor, tag) => {
-                no_tag(tag.is_some(), span)?;
+                reject_tag(tag.is_some(), span)?;
                 let value =
                     if style == ScalarStyle::Plain { scalar::resolve_scalar(&text) } else { YamlValue::Text };
-                self.budget(1, text.len(), span)?;
-                self.finish(YamlNode { span, value, raw: text.into_owned() }, anchor)
+                self.charge_budget(1, text.len(), span)?;
+                self.add_node(YamlNode { span, value, raw: text.into_owned() }, anchor)
             }
             Event::SequenceStart(anchor, tag) => {
-                no_tag(tag.is_some(), span)?;
+                reject_tag(tag.is_some(), span)?;
                 self.begin_collection(OpenCollection::List(Vec::new()), anchor, span)
             }
             Event::MappingStart(anchor, tag) => {
-                no_tag(tag.is_some(), span)?;
+                reject_tag(tag.is_some(), span)?;
                 self.begin_collection(
                     OpenCollection::Map { entries: Vec::new(), seen: HashMap::new(), key: None },
                     anchor,
                     span,
                 )
             }
-            Event::SequenceEnd | Event::MappingEnd => self.end(span),
-            Event::Alias(anchor) => self.alias(anchor, span),
+            Event::SequenceEnd | Event::MappingEnd => self.end_collection(span),
+            Event::Alias(anchor) => self.expand_alias(anchor, span),
             Event::Nothing | Event::StreamStart | Event::StreamEnd | Event::DocumentEnd => Ok(()),
         }
     }
 
+    /// Opens a list or mapping, which gets the nodes that follow.
     fn begin_collection(
         &mut self,
         kind: OpenCollection,
         anchor: usize,
-        span: Span,
+        span: SourceSpan,
     ) -> Result<(), ValueError> {
-        self.budget(1, 0, span)?;
+        self.charge_budget(1, 0, span)?;
         if let Some(OpenCollection::Map { key: None, .. }) = self.open.last().map(|o| &o.kind) {
-            return Err(collection_as_key(span));
+            return Err(collection_as_key_error(span));
         }
         if self.open.len() + 1 > MAX_DEPTH {
-            return Err(too_deep(span));
+            return Err(too_deep_error(span));
         }
         let start = span.start - self.base;
         let flow = matches!(self.text.as_bytes().get(start as usize), Some(b'[' | b'{'));
@@ -267,7 +270,8 @@ impl<'t> Builder<'t> {
         Ok(())
     }
 
-    fn end(&mut self, span: Span) -> Result<(), ValueError> {
+    /// Closes the innermost list or mapping, and adds it to its parent.
+    fn end_collection(&mut self, span: SourceSpan) -> Result<(), ValueError> {
         let Some(open) = self.open.pop() else { return Ok(()) };
         let (value, last) = match open.kind {
             OpenCollection::List(items) => {
@@ -285,15 +289,15 @@ impl<'t> Builder<'t> {
             Some(last) if !open.flow && last.source == self.source => last.end - self.base,
             _ => span.end - self.base,
         };
-        let span = self.range(open.start, end.max(open.start));
-        self.finish(YamlNode { span, value, raw: String::new() }, open.anchor)
+        let span = self.make_span(open.start, end.max(open.start));
+        self.add_node(YamlNode { span, value, raw: String::new() }, open.anchor)
     }
 
-    /// Adds a complete node to its parent as a key, a value or an item, or makes it the root.
-    fn finish(&mut self, node: YamlNode, anchor: usize) -> Result<(), ValueError> {
+    /// Adds a complete node to its parent as a key, a value or an item, or makes the node the root.
+    fn add_node(&mut self, node: YamlNode, anchor: usize) -> Result<(), ValueError> {
         if anchor != 0 {
             let (nodes, bytes, _) = node.measure();
-            self.budget(nodes, bytes, node.span)?;
+            self.charge_budget(nodes, bytes, node.span)?;
             self.anchors.insert(anchor, node.clone());
         }
         match self.open.last_mut().map(|o| &mut o.kind) {
@@ -301,18 +305,18 @@ impl<'t> Builder<'t> {
             Some(OpenCollection::List(items)) => items.push(node),
             Some(OpenCollection::Map { entries, seen, key }) => match key.take() {
                 Some((key, key_span)) => {
-                    // An empty value has no text, so its key stands for it.
+                    // An empty value has no text, so the span of its key replaces its own.
                     let span = if node.span.start == node.span.end { key_span } else { node.span };
                     entries.push(YamlEntry { key, key_span, value: YamlNode { span, ..node } });
                 }
-                None => *key = Some(new_key(node, seen)?),
+                None => *key = Some(take_key(node, seen)?),
             },
         }
         Ok(())
     }
 
-    /// Expands an alias.
-    fn alias(&mut self, anchor: usize, span: Span) -> Result<(), ValueError> {
+    /// Adds a copy of the node that an alias refers to.
+    fn expand_alias(&mut self, anchor: usize, span: SourceSpan) -> Result<(), ValueError> {
         let Some(node) = self.anchors.get(&anchor) else {
             return Err(ValueError::new(
                 codes::JOB_ALIAS_RECURSIVE,
@@ -323,15 +327,15 @@ impl<'t> Builder<'t> {
         };
         let (nodes, bytes, depth) = node.measure();
         if self.open.len() + depth > MAX_DEPTH {
-            return Err(too_deep(span));
+            return Err(too_deep_error(span));
         }
         let node = node.clone();
-        self.budget(nodes, bytes, span)?;
-        self.finish(node, 0)
+        self.charge_budget(nodes, bytes, span)?;
+        self.add_node(node, 0)
     }
 
-    /// Counts nodes and bytes, and fails when there are too many.
-    fn budget(&mut self, nodes: usize, bytes: usize, span: Span) -> Result<(), ValueError> {
+    /// Counts nodes and bytes, and fails if there are too many.
+    fn charge_budget(&mut self, nodes: usize, bytes: usize, span: SourceSpan) -> Result<(), ValueError> {
         self.nodes += nodes;
         self.bytes += bytes;
         if self.nodes > MAX_NODES || self.bytes > MAX_BYTES {
@@ -343,9 +347,10 @@ impl<'t> Builder<'t> {
         Ok(())
     }
 
+    /// Creates the error of a text that the parser rejects.
     fn syntax_error(&self, text: &str, error: &saphyr_parser::ScanError) -> ValueError {
-        let at = self.byte(error.marker().index());
-        let span = self.range(at, at);
+        let at = self.find_byte_offset(error.marker().index());
+        let span = self.make_span(at, at);
         // The parser reports a tab in the indentation differently in different contexts.
         let line_start = text[..at as usize].rfind('\n').map_or(0, |i| i + 1);
         let line = text[line_start..].lines().next().unwrap_or("");
@@ -354,7 +359,7 @@ impl<'t> Builder<'t> {
             let at = (line_start + tab) as u32;
             return ValueError::new(
                 codes::JOB_YAML_SYNTAX,
-                self.range(at, at + 1),
+                self.make_span(at, at + 1),
                 "a tab is used for indentation",
             )
             .with_help("indent YAML with spaces");
@@ -364,7 +369,7 @@ impl<'t> Builder<'t> {
 }
 
 /// Rejects a node that has a tag.
-fn no_tag(tagged: bool, span: Span) -> Result<(), ValueError> {
+fn reject_tag(tagged: bool, span: SourceSpan) -> Result<(), ValueError> {
     if tagged {
         return Err(ValueError::new(
             codes::JOB_YAML_UNSUPPORTED,
@@ -376,21 +381,27 @@ fn no_tag(tagged: bool, span: Span) -> Result<(), ValueError> {
     Ok(())
 }
 
-fn too_deep(span: Span) -> ValueError {
+/// Creates the error of a value that is nested too deeply.
+fn too_deep_error(span: SourceSpan) -> ValueError {
     let message = format!("the file is nested more than {MAX_DEPTH} levels deep at this value");
     ValueError::new(codes::JOB_NESTING_TOO_DEEP, span, message)
 }
 
-fn collection_as_key(span: Span) -> ValueError {
+/// Creates the error of a key that is a list or a mapping.
+fn collection_as_key_error(span: SourceSpan) -> ValueError {
     ValueError::new(codes::JOB_YAML_UNSUPPORTED, span, "a list or mapping is used as a key")
         .with_help("keys must be text")
 }
 
-/// The text and span of a key, which is added to `seen`.
-fn new_key(node: YamlNode, seen: &mut HashMap<String, Span>) -> Result<(String, Span), ValueError> {
+/// Converts a node to the text and span of a key, and adds the key to `seen`. A duplicate key is an
+/// error.
+fn take_key(
+    node: YamlNode,
+    seen: &mut HashMap<String, SourceSpan>,
+) -> Result<(String, SourceSpan), ValueError> {
     let error = |code, message: &str| Err(ValueError::new(code, node.span, message));
     match node.value {
-        YamlValue::List(_) | YamlValue::Map(_) => Err(collection_as_key(node.span)),
+        YamlValue::List(_) | YamlValue::Map(_) => Err(collection_as_key_error(node.span)),
         YamlValue::Null => error(codes::JOB_YAML_SYNTAX, "a key is missing before the colon")
             .map_err(|error| error.with_help("write `name: value`")),
         _ if node.raw == "<<" => {
@@ -398,7 +409,7 @@ fn new_key(node: YamlNode, seen: &mut HashMap<String, Span>) -> Result<(String, 
                 .map_err(|error| error.with_help("write the keys out, or use an alias for a whole value"))
         }
         _ if seen.contains_key(&node.raw) => {
-            let message = format!("the key `{}` is given twice", excerpt(&node.raw));
+            let message = format!("the key `{}` is given twice", make_excerpt(&node.raw));
             error(codes::JOB_KEY_DUPLICATE, &message).map_err(|error| error.with_help("keep one of them"))
         }
         _ => {

@@ -1,8 +1,8 @@
 //! The workers of an agent: their start, their messages and their exits.
-use super::{Action, AgentState, Core, FINAL_OUTPUT_TIMEOUT, STEP_KILL_DELAY, Worker};
+use super::{AgentAction, AgentCore, AgentState, FINAL_OUTPUT_TIMEOUT, STEP_KILL_DELAY, WorkerState};
 use crate::agent::progress::WorkerProgress;
 use contract::{
-    control::{ExitStatus, FromAgent, FromWorker, ToWorker, VERSION, WorkerInit},
+    control::{ExitStatus, FromAgent, FromWorker, PROTOCOL_VERSION, ToWorker, WorkerInit},
     exit::WorkerExit,
     failure::GpuFault,
     ids::Rank,
@@ -13,17 +13,18 @@ use std::time::Duration;
 /// The number of SIGKILL on Linux.
 const SIGKILL: i32 = 9;
 
-impl Core {
-    /// The ranks of the workers that run.
-    pub(super) fn living(&self) -> Vec<Rank> {
+impl AgentCore {
+    /// Returns the ranks of the workers that run.
+    pub(super) fn running_ranks(&self) -> Vec<Rank> {
         self.workers.iter().filter(|(_, w)| w.is_alive()).map(|(r, _)| *r).collect()
     }
 
-    /// Sends a message to a worker, or holds it back until the worker is initialized.
+    /// Sends a message to a built-in worker. Holds the message back until the worker is
+    /// initialized.
     pub(super) fn send_to_worker(&mut self, rank: Rank, message: ToWorker) {
         match self.workers.get_mut(&rank) {
             Some(worker) if worker.init.is_some() => worker.after_init.push(message),
-            _ => self.out.push(Action::SendToWorker(rank, message)),
+            _ => self.out.push(AgentAction::SendToWorker(rank, message)),
         }
     }
 
@@ -33,7 +34,7 @@ impl Core {
         let builtin = worker.command.is_none();
         let init = builtin.then(|| {
             Box::new(WorkerInit {
-                version: VERSION,
+                version: PROTOCOL_VERSION,
                 rank,
                 local_rank: worker.local_rank,
                 world: plan.world,
@@ -46,7 +47,7 @@ impl Core {
                 job: plan.job.clone(),
             })
         });
-        let worker = Worker {
+        let worker = WorkerState {
             builtin,
             pid: Some(pid),
             init,
@@ -63,7 +64,7 @@ impl Core {
             progress: WorkerProgress::new(now),
         };
         self.workers.insert(rank, worker);
-        self.send(FromAgent::Started { attempt: self.attempt, rank, pid });
+        self.send_to_controller(FromAgent::Started { attempt: self.attempt, rank, pid });
         self.spawn_next();
     }
 
@@ -72,31 +73,32 @@ impl Core {
         worker.last_message_at = now;
         let attempt = self.attempt;
         match message {
-            FromWorker::Hello { version, pid } if version == VERSION && Some(pid) == worker.pid => {
+            FromWorker::Hello { version, pid } if version == PROTOCOL_VERSION && Some(pid) == worker.pid => {
                 let (init, after_init) = (worker.init.take(), std::mem::take(&mut worker.after_init));
                 let init = init.map(ToWorker::Init);
-                self.out.extend(init.into_iter().chain(after_init).map(|m| Action::SendToWorker(rank, m)));
+                self.out
+                    .extend(init.into_iter().chain(after_init).map(|m| AgentAction::SendToWorker(rank, m)));
             }
             FromWorker::Hello { version, pid } => {
                 let message = format!(
-                    "the worker's hello has version {version} and pid {pid}; expected version {VERSION} and pid {}",
+                    "the worker's hello has version {version} and pid {pid}; expected version {PROTOCOL_VERSION} and pid {}",
                     worker.pid.unwrap_or(0)
                 );
                 let diagnostic = Diagnostic::error(run::WORKER_HANDSHAKE_FAILED, message);
-                self.send(FromAgent::Failed { attempt, rank: Some(rank), diagnostic });
+                self.send_to_controller(FromAgent::Failed { attempt, rank: Some(rank), diagnostic });
             }
             FromWorker::Progress { phase, step } => {
-                if worker.progress.runtime_has_progressed(phase, step) {
+                if worker.progress.record_runtime_report(phase, step) {
                     self.on_progress(now, rank);
                 }
-                self.send(FromAgent::Progress { attempt, rank, phase, step });
+                self.send_to_controller(FromAgent::Progress { attempt, rank, phase, step });
             }
-            FromWorker::Event(event) => self.send(FromAgent::Event { attempt, rank, event }),
+            FromWorker::Event(event) => self.send_to_controller(FromAgent::Event { attempt, rank, event }),
             FromWorker::Fatal { exit, diagnostic } => {
-                self.send(FromAgent::Fatal { attempt, rank, exit, diagnostic, gpu: None });
+                self.send_to_controller(FromAgent::Fatal { attempt, rank, exit, diagnostic, gpu: None });
             }
             FromWorker::Listening { addresses } => {
-                self.send(FromAgent::Listening { rank, attempt, addresses });
+                self.send_to_controller(FromAgent::Listening { rank, attempt, addresses });
             }
         }
     }
@@ -110,14 +112,18 @@ impl Core {
     ) {
         let Some(worker) = self.workers.get_mut(&rank) else { return };
         worker.last_message_at = now;
-        self.send(FromAgent::Fatal { attempt: self.attempt, rank, exit, diagnostic, gpu });
+        self.send_to_controller(FromAgent::Fatal { attempt: self.attempt, rank, exit, diagnostic, gpu });
     }
 
     pub(super) fn on_worker_connection_ended(&mut self, rank: Rank, error: Option<Diagnostic>) {
         let Some(worker) = self.workers.get_mut(&rank) else { return };
         worker.connection_open = false;
         if let (Some(diagnostic), true) = (error, worker.is_alive()) {
-            self.send(FromAgent::Failed { attempt: self.attempt, rank: Some(rank), diagnostic });
+            self.send_to_controller(FromAgent::Failed {
+                attempt: self.attempt,
+                rank: Some(rank),
+                diagnostic,
+            });
         }
     }
 
@@ -134,12 +140,13 @@ impl Core {
             (worker.status, worker.oom, worker.gpu) = (Some(status), oom, gpu);
             worker.ended_at = now;
             self.unreported.push_back(rank);
-            self.out.push(Action::DrainOutput(rank));
+            self.out.push(AgentAction::DrainOutput(rank));
         }
     }
 
-    /// When the end of this worker is to be reported.
-    pub(super) fn report_at(&self, worker: &Worker) -> Duration {
+    /// Returns the time at which the end of this worker is to be reported: when its final output is
+    /// complete, or after a timeout.
+    pub(super) fn report_due_at(&self, worker: &WorkerState) -> Duration {
         let complete = worker.tail.is_some() && !worker.connection_open;
         let is_sigkill = |status| matches!(status, ExitStatus::Signal(number, _) if number == SIGKILL);
         let was_killed = worker.status.is_some_and(is_sigkill) && !worker.oom;
@@ -152,11 +159,11 @@ impl Core {
         worker.ended_at + output_delay.max(step_delay)
     }
 
-    /// Reports workers that have ended, in the order of their ends, when [`Self::report_at`] has
+    /// Reports workers that have ended, in the order of their ends, when [`Self::report_due_at`] has
     /// come.
-    pub(super) fn report_ended(&mut self, now: Duration) {
+    pub(super) fn report_ended_workers(&mut self, now: Duration) {
         while let Some(&rank) = self.unreported.front() {
-            if self.workers.get(&rank).is_none_or(|worker| now < self.report_at(worker)) {
+            if self.workers.get(&rank).is_none_or(|worker| now < self.report_due_at(worker)) {
                 return;
             }
             let Some(worker) = self.workers.get_mut(&rank) else { return };
@@ -167,18 +174,18 @@ impl Core {
             let gpu = worker.gpu.take().filter(|_| failed);
             let (attempt, oom) = (self.attempt, worker.oom);
             self.unreported.pop_front();
-            self.send(FromAgent::Exited { attempt, rank, pid, status, oom, tail, error, gpu });
+            self.send_to_controller(FromAgent::Exited { attempt, rank, pid, status, oom, tail, error, gpu });
         }
     }
 
-    /// Kills the processes that are left, when all workers have ended and are reported.
+    /// Requests a sweep if all workers have ended and are reported.
     pub(super) fn sweep_if_all_ended(&mut self) {
-        let all_ended = self.living().is_empty() && self.unreported.is_empty() && !self.spawning;
+        let all_ended = self.running_ranks().is_empty() && self.unreported.is_empty() && !self.spawning;
         if self.state == AgentState::Running && all_ended {
             self.state = AgentState::Sweeping;
             // Without workers no deadline applies.
             (self.kill_at, self.activity_at, self.stacks_deadline) = (None, Duration::MAX, Duration::MAX);
-            self.out.push(Action::Sweep);
+            self.out.push(AgentAction::Sweep);
         }
     }
 
@@ -189,16 +196,16 @@ impl Core {
         if !left.is_empty() {
             let message =
                 format!("processes {left:?} did not end after SIGKILL; they are blocked in the kernel");
-            return self.reject(
+            return self.fail_and_exit(
                 Diagnostic::error(run::PROCESS_UNKILLABLE, message)
                     .with_field("pids", left)
                     .with_help("check the devices and network file systems of the host"),
             );
         }
         self.state = AgentState::Idle;
-        self.send(FromAgent::WorkersEnded { attempt: self.attempt });
+        self.send_to_controller(FromAgent::WorkersEnded { attempt: self.attempt });
         if self.controller_lost {
-            self.exit(1);
+            self.request_exit(1);
         }
     }
 }

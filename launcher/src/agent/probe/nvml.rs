@@ -1,5 +1,5 @@
-//! The management library of the NVIDIA driver (NVML), loaded at run time. Types and constants are
-//! those of nvml.h.
+//! Queries GPUs through the management library of the NVIDIA driver (NVML), which is loaded at run
+//! time. Types and constants are those of nvml.h.
 use contract::probe::{GpuReport, GpuStatus};
 use diagnostic::{Diagnostic, codes::host};
 use std::{
@@ -7,23 +7,23 @@ use std::{
     ptr,
 };
 
-/// The most GPUs of a host.
+/// The largest number of GPUs that are queried.
 const MAX_GPUS: u32 = 64;
-/// The most processes of a GPU that are reported.
+/// The largest number of processes of a GPU that are reported.
 const MAX_PROCESSES: usize = 64;
-/// `NVML_NVLINK_MAX_LINKS`.
+/// The largest number of NVLinks of a GPU (`NVML_NVLINK_MAX_LINKS`).
 const MAX_LINKS: c_uint = 18;
-/// `nvmlMemoryErrorType_t`: errors that ECC could not correct.
+/// Value of `nvmlMemoryErrorType_t` for errors that ECC could not correct.
 const UNCORRECTED: c_int = 1;
-/// `nvmlEccCounterType_t`: counted since the driver was loaded.
+/// Value of `nvmlEccCounterType_t` for errors since the driver was loaded.
 const VOLATILE: c_int = 0;
-/// `nvmlGpuP2PCapsIndex_t`: reads from the memory of another GPU.
+/// Value of `nvmlGpuP2PCapsIndex_t` for reads from the memory of another GPU.
 const P2P_READ: c_int = 0;
-/// `nvmlComputeMode_t`: any number of processes may use the GPU.
+/// Value of `nvmlComputeMode_t` for GPUs that any number of processes may use.
 const COMPUTE_MODE_DEFAULT: c_int = 0;
 
-/// `nvmlClocksThrottleReason…`: the reasons that indicate a fault. Throttling when idle or at the
-/// power limit is normal.
+/// The bits of `nvmlClocksThrottleReason…` that indicate a fault, with descriptions. Throttling
+/// when idle or at the power limit is normal.
 const THROTTLE_REASONS: [(u64, &str); 4] = [
     (0x08, "hardware slowdown"),
     (0x20, "too hot (software thermal slowdown)"),
@@ -31,7 +31,8 @@ const THROTTLE_REASONS: [(u64, &str); 4] = [
     (0x80, "power brake asserted by the machine"),
 ];
 
-/// `nvmlGpuP2PStatus_t`, from 1 on: why a GPU cannot access the memory of another one.
+/// Descriptions of the values of `nvmlGpuP2PStatus_t` from 1 on: why a GPU cannot access the memory
+/// of another one.
 const NO_PEER_ACCESS: [&str; 5] = [
     "not supported by the chipset",
     "not supported by the GPU",
@@ -40,7 +41,7 @@ const NO_PEER_ACCESS: [&str; 5] = [
     "not supported",
 ];
 
-/// Why NVML cannot be used.
+/// The error of loading or calling NVML.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum NvmlError {
     /// The library is missing, or cannot be loaded.
@@ -65,23 +66,24 @@ impl From<NvmlError> for Diagnostic {
     }
 }
 
-/// A shared library, which stays loaded.
-pub(super) struct Library(*mut c_void);
+/// The handle of a shared library, which is never unloaded.
+pub(super) struct SharedLibrary(*mut c_void);
 
-impl Library {
-    pub(super) fn open(name: &str) -> Result<Library, NvmlError> {
+impl SharedLibrary {
+    /// Loads the library that the dynamic loader finds under this file name.
+    pub(super) fn open(name: &str) -> Result<SharedLibrary, NvmlError> {
         let text = CString::new(name).map_err(|_| NvmlError::Library(name.to_owned()))?;
         // SAFETY: the name is a C string; the initializers of the libraries that are loaded here
         // are harmless.
         let handle = unsafe { libc::dlopen(text.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
-        if handle.is_null() { Err(NvmlError::Library(name.to_owned())) } else { Ok(Library(handle)) }
+        if handle.is_null() { Err(NvmlError::Library(name.to_owned())) } else { Ok(SharedLibrary(handle)) }
     }
 
-    /// The function of this name.
+    /// Returns a pointer to the function of this name. Fails if the library does not have it.
     ///
     /// # Safety
-    /// `F` must be the type of the function in the vendor's header.
-    pub(super) unsafe fn function<F: Copy>(&self, name: &CStr) -> Result<F, NvmlError> {
+    /// The caller must choose `F` so that it is the type of the function in the vendor's header.
+    pub(super) unsafe fn load_function<F: Copy>(&self, name: &CStr) -> Result<F, NvmlError> {
         // SAFETY: the handle is that of a library, and the name is a C string.
         let address = unsafe { libc::dlsym(self.0, name.as_ptr()) };
         if address.is_null() || size_of::<F>() != size_of::<*mut c_void>() {
@@ -93,150 +95,160 @@ impl Library {
     }
 }
 
+/// NVML's handle of a GPU (`nvmlDevice_t`).
 type DeviceHandle = *mut c_void;
 
-/// `nvmlMemory_t`.
+/// NVML's memory sizes of a GPU, in bytes (`nvmlMemory_t`).
 #[repr(C)]
 #[derive(Default)]
-struct Memory {
+struct NvmlMemory {
     total: u64,
     free: u64,
     used: u64,
 }
 
-/// `nvmlProcessInfo_t` (versions 2 and 3 of the functions).
+/// A process that uses a GPU (`nvmlProcessInfo_t` of versions 2 and 3 of the functions).
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
-struct Process {
+struct NvmlProcess {
     pid: c_uint,
     used: u64,
     gpu_instance: c_uint,
     compute_instance: c_uint,
 }
 
-/// `nvmlPciInfo_t`.
+/// The PCI address of a GPU (`nvmlPciInfo_t`).
 #[repr(C)]
 #[derive(Default)]
-struct Pci {
+struct NvmlPciInfo {
     legacy: [u8; 16],
     numbers: [c_uint; 5],
     bus: [u8; 32],
 }
 
-/// The initialized library.
-pub(super) struct Nvml(Library);
+/// The initialized NVML library. Dropping it shuts NVML down.
+pub(super) struct Nvml(SharedLibrary);
 
-/// Calls a function of the library by its name. `$type` are the types of its parameters.
+/// Calls a function of NVML by its name. Each argument is followed by the type of its parameter.
+/// Fails if the function is missing or returns an error code.
 ///
-/// The types must be those of nvml.h, and each pointer must be valid for what the function writes.
-macro_rules! call {
+/// # Safety
+/// The caller must pass the types of nvml.h, and pointers that are valid for what the function
+/// writes.
+macro_rules! call_nvml {
     ($nvml:expr, $name:literal, $($value:expr => $type:ty),*) => {
-        $nvml.0.function::<unsafe extern "C" fn($($type),*) -> c_int>($name).and_then(|f| check_code(f($($value),*)))
+        $nvml.0.load_function::<unsafe extern "C" fn($($type),*) -> c_int>($name).and_then(|f| check_return_code(f($($value),*)))
     };
 }
 
 impl Nvml {
+    /// Loads and initializes NVML. `name` is the file name of the library.
     pub(super) fn open(name: &str) -> Result<Nvml, NvmlError> {
-        let nvml = Nvml(Library::open(name)?);
+        let nvml = Nvml(SharedLibrary::open(name)?);
         // SAFETY: nvml.h's type.
-        let code = unsafe { nvml.0.function::<unsafe extern "C" fn() -> c_int>(c"nvmlInit_v2")?() };
+        let code = unsafe { nvml.0.load_function::<unsafe extern "C" fn() -> c_int>(c"nvmlInit_v2")?() };
         if code == 0 { Ok(nvml) } else { Err(NvmlError::Code(code)) }
     }
 
-    /// Fills in the driver and the GPUs.
+    /// Queries the driver and all GPUs, and stores the results in `report`.
     pub(super) fn fill_report(&self, report: &mut GpuReport) {
-        report.driver = self.driver_version().ok();
-        match self.device_count() {
+        report.driver = self.query_driver_version().ok();
+        match self.query_device_count() {
             Ok(count) => {
                 let devices: Vec<_> =
-                    (0..count.min(MAX_GPUS)).filter_map(|i| self.device_handle(i).ok()).collect();
-                report.gpus = devices.iter().filter_map(|d| self.gpu(*d, &devices).ok()).collect();
+                    (0..count.min(MAX_GPUS)).filter_map(|i| self.query_device_handle(i).ok()).collect();
+                report.gpus = devices.iter().filter_map(|d| self.query_gpu(*d, &devices).ok()).collect();
             }
             Err(error) => report.error = Some(error.into()),
         }
     }
 
-    fn driver_version(&self) -> Result<String, NvmlError> {
+    fn query_driver_version(&self) -> Result<String, NvmlError> {
         let mut text = [0u8; 96];
         // SAFETY: nvml.h's types; the buffer has the given length.
         unsafe {
-            call!(self, c"nvmlSystemGetDriverVersion", text.as_mut_ptr().cast() => *mut c_char, 96 => c_uint)?;
+            call_nvml!(self, c"nvmlSystemGetDriverVersion", text.as_mut_ptr().cast() => *mut c_char, 96 => c_uint)?;
         }
-        Ok(c_text(&text))
+        Ok(decode_c_text(&text))
     }
 
-    fn device_count(&self) -> Result<u32, NvmlError> {
+    fn query_device_count(&self) -> Result<u32, NvmlError> {
         let mut count = 0;
         // SAFETY: nvml.h's types.
-        unsafe { call!(self, c"nvmlDeviceGetCount_v2", &mut count => *mut c_uint)? };
+        unsafe { call_nvml!(self, c"nvmlDeviceGetCount_v2", &mut count => *mut c_uint)? };
         Ok(count)
     }
 
-    fn device_handle(&self, index: u32) -> Result<DeviceHandle, NvmlError> {
+    fn query_device_handle(&self, index: u32) -> Result<DeviceHandle, NvmlError> {
         let mut device: DeviceHandle = ptr::null_mut();
         // SAFETY: nvml.h's types.
         unsafe {
-            call!(self, c"nvmlDeviceGetHandleByIndex_v2", index => c_uint, &mut device => *mut DeviceHandle)?;
+            call_nvml!(self, c"nvmlDeviceGetHandleByIndex_v2", index => c_uint, &mut device => *mut DeviceHandle)?;
         }
         Ok(device)
     }
 
-    /// Queries one GPU. A GPU without name and memory is not usable. Other values that the GPU does
-    /// not support stay empty.
-    fn gpu(&self, device: DeviceHandle, devices: &[DeviceHandle]) -> Result<GpuStatus, NvmlError> {
-        let (mut name, mut memory) = ([0u8; 96], Memory::default());
+    /// Queries one of `devices`. Fails if the GPU has no name or memory. Other values that the GPU
+    /// does not support stay empty.
+    fn query_gpu(&self, device: DeviceHandle, devices: &[DeviceHandle]) -> Result<GpuStatus, NvmlError> {
+        let (mut name, mut memory) = ([0u8; 96], NvmlMemory::default());
         // SAFETY: nvml.h's types; the buffer has the given length.
         unsafe {
-            call!(self, c"nvmlDeviceGetName", device => DeviceHandle, name.as_mut_ptr().cast() => *mut c_char, 96 => c_uint)?;
-            call!(self, c"nvmlDeviceGetMemoryInfo", device => DeviceHandle, &mut memory => *mut Memory)?;
+            call_nvml!(self, c"nvmlDeviceGetName", device => DeviceHandle, name.as_mut_ptr().cast() => *mut c_char, 96 => c_uint)?;
+            call_nvml!(self, c"nvmlDeviceGetMemoryInfo", device => DeviceHandle, &mut memory => *mut NvmlMemory)?;
         }
         Ok(GpuStatus {
-            name: c_text(&name),
-            pci_address: self.pci_bus_id(device).unwrap_or_default(),
+            name: decode_c_text(&name),
+            pci_address: self.query_pci_bus_id(device).unwrap_or_default(),
             memory: memory.total,
             memory_free: memory.free,
-            processes: self.processes_using(device).unwrap_or_default(),
-            uncorrected_ecc_errors: self.ecc_errors(device).ok(),
-            remapped_rows: self.remapped_rows(device).unwrap_or_default(),
-            throttle_reasons: self.throttle_reasons(device).unwrap_or_default(),
+            processes: self.query_processes(device).unwrap_or_default(),
+            uncorrected_ecc_errors: self.query_ecc_errors(device).ok(),
+            remapped_rows: self.query_remapped_rows(device).unwrap_or_default(),
+            throttle_reasons: self.query_throttle_reasons(device).unwrap_or_default(),
             exclusive_compute: self
-                .number(device, c"nvmlDeviceGetComputeMode")
+                .query_number(device, c"nvmlDeviceGetComputeMode")
                 .is_ok_and(|mode| mode != COMPUTE_MODE_DEFAULT),
-            mig_enabled: self.mig_enabled(device).unwrap_or_default(),
-            nvlinks: (0..MAX_LINKS).filter(|link| self.link_is_up(device, *link).unwrap_or_default()).count()
-                as u32,
-            no_peer_access: self.no_peer_access(device, devices),
+            mig_enabled: self.query_mig_enabled(device).unwrap_or_default(),
+            nvlinks: (0..MAX_LINKS)
+                .filter(|link| self.query_link_is_up(device, *link).unwrap_or_default())
+                .count() as u32,
+            no_peer_access: self.query_missing_peer_access(device, devices),
         })
     }
 
-    fn pci_bus_id(&self, device: DeviceHandle) -> Result<String, NvmlError> {
-        let mut pci = Pci::default();
+    fn query_pci_bus_id(&self, device: DeviceHandle) -> Result<String, NvmlError> {
+        let mut pci = NvmlPciInfo::default();
         // SAFETY: nvml.h's types.
-        unsafe { call!(self, c"nvmlDeviceGetPciInfo_v3", device => DeviceHandle, &mut pci => *mut Pci)? };
-        Ok(c_text(&pci.bus))
+        unsafe {
+            call_nvml!(self, c"nvmlDeviceGetPciInfo_v3", device => DeviceHandle, &mut pci => *mut NvmlPciInfo)?
+        };
+        Ok(decode_c_text(&pci.bus))
     }
 
-    fn processes_using(&self, device: DeviceHandle) -> Result<Vec<(u32, u64)>, NvmlError> {
-        let mut list = [Process::default(); MAX_PROCESSES];
+    /// Returns the pid and the used GPU memory in bytes of each process that computes on a GPU.
+    fn query_processes(&self, device: DeviceHandle) -> Result<Vec<(u32, u64)>, NvmlError> {
+        let mut list = [NvmlProcess::default(); MAX_PROCESSES];
         let mut count = MAX_PROCESSES as c_uint;
         // SAFETY: nvml.h's types; at most `count` entries are written.
         unsafe {
-            call!(
+            call_nvml!(
                 self,
                 c"nvmlDeviceGetComputeRunningProcesses_v3",
                 device => DeviceHandle,
                 &mut count => *mut c_uint,
-                list.as_mut_ptr() => *mut Process
+                list.as_mut_ptr() => *mut NvmlProcess
             )?;
         }
         Ok(list.iter().take(count as usize).map(|p| (p.pid, p.used)).collect())
     }
 
-    fn ecc_errors(&self, device: DeviceHandle) -> Result<u64, NvmlError> {
+    /// Returns the number of memory errors that ECC could not correct.
+    fn query_ecc_errors(&self, device: DeviceHandle) -> Result<u64, NvmlError> {
         let mut errors = 0;
         // SAFETY: nvml.h's types.
         unsafe {
-            call!(
+            call_nvml!(
                 self,
                 c"nvmlDeviceGetTotalEccErrors",
                 device => DeviceHandle,
@@ -248,12 +260,13 @@ impl Nvml {
         Ok(errors)
     }
 
-    /// Whether rows of memory will be remapped at the next reset, and whether remapping has failed.
-    fn remapped_rows(&self, device: DeviceHandle) -> Result<(bool, bool), NvmlError> {
+    /// Returns whether rows of memory will be remapped at the next reset, and whether remapping has
+    /// failed.
+    fn query_remapped_rows(&self, device: DeviceHandle) -> Result<(bool, bool), NvmlError> {
         let (mut corrected, mut uncorrected, mut pending, mut failed) = (0, 0, 0, 0);
         // SAFETY: nvml.h's types.
         unsafe {
-            call!(
+            call_nvml!(
                 self,
                 c"nvmlDeviceGetRemappedRows",
                 device => DeviceHandle,
@@ -266,11 +279,12 @@ impl Nvml {
         Ok((pending != 0, failed != 0))
     }
 
-    fn throttle_reasons(&self, device: DeviceHandle) -> Result<Vec<String>, NvmlError> {
+    /// Returns descriptions of the faults that throttle the clocks of a GPU.
+    fn query_throttle_reasons(&self, device: DeviceHandle) -> Result<Vec<String>, NvmlError> {
         let mut reasons = 0;
         // SAFETY: nvml.h's types.
         unsafe {
-            call!(self, c"nvmlDeviceGetCurrentClocksThrottleReasons", device => DeviceHandle, &mut reasons => *mut c_ulonglong)?;
+            call_nvml!(self, c"nvmlDeviceGetCurrentClocksThrottleReasons", device => DeviceHandle, &mut reasons => *mut c_ulonglong)?;
         }
         Ok(THROTTLE_REASONS
             .iter()
@@ -279,40 +293,45 @@ impl Nvml {
             .collect())
     }
 
-    /// Calls a function that returns one number of a GPU.
-    fn number(&self, device: DeviceHandle, name: &CStr) -> Result<c_int, NvmlError> {
+    /// Calls the NVML function `name`, which must return one `int` about a GPU.
+    fn query_number(&self, device: DeviceHandle, name: &CStr) -> Result<c_int, NvmlError> {
         type IntQuery = unsafe extern "C" fn(DeviceHandle, *mut c_int) -> c_int;
         let mut number = 0;
         // SAFETY: nvml.h's type of the functions that are called here.
-        unsafe { check_code(self.0.function::<IntQuery>(name)?(device, &mut number))? };
+        unsafe { check_return_code(self.0.load_function::<IntQuery>(name)?(device, &mut number))? };
         Ok(number)
     }
 
-    fn mig_enabled(&self, device: DeviceHandle) -> Result<bool, NvmlError> {
+    fn query_mig_enabled(&self, device: DeviceHandle) -> Result<bool, NvmlError> {
         let (mut current, mut pending) = (0, 0);
         // SAFETY: nvml.h's types.
         unsafe {
-            call!(self, c"nvmlDeviceGetMigMode", device => DeviceHandle, &mut current => *mut c_uint, &mut pending => *mut c_uint)?;
+            call_nvml!(self, c"nvmlDeviceGetMigMode", device => DeviceHandle, &mut current => *mut c_uint, &mut pending => *mut c_uint)?;
         }
         Ok(current != 0)
     }
 
-    fn link_is_up(&self, device: DeviceHandle, link: c_uint) -> Result<bool, NvmlError> {
+    fn query_link_is_up(&self, device: DeviceHandle, link: c_uint) -> Result<bool, NvmlError> {
         let mut up = 0;
         // SAFETY: nvml.h's types.
         unsafe {
-            call!(self, c"nvmlDeviceGetNvLinkState", device => DeviceHandle, link => c_uint, &mut up => *mut c_int)?;
+            call_nvml!(self, c"nvmlDeviceGetNvLinkState", device => DeviceHandle, link => c_uint, &mut up => *mut c_int)?;
         }
         Ok(up != 0)
     }
 
-    fn no_peer_access(&self, device: DeviceHandle, devices: &[DeviceHandle]) -> Vec<(u32, String)> {
+    /// Returns the index of each GPU whose memory `device` cannot access, with the reason.
+    fn query_missing_peer_access(
+        &self,
+        device: DeviceHandle,
+        devices: &[DeviceHandle],
+    ) -> Vec<(u32, String)> {
         let others = (0..).zip(devices).filter(|(_, other)| **other != device);
         let missing_access = |(index, other): (u32, &DeviceHandle)| {
             let mut status = 0;
             // SAFETY: nvml.h's types.
             let result = unsafe {
-                call!(
+                call_nvml!(
                     self,
                     c"nvmlDeviceGetP2PStatus",
                     device => DeviceHandle,
@@ -335,19 +354,20 @@ impl Drop for Nvml {
     fn drop(&mut self) {
         // SAFETY: nvml.h's type; the library was initialized.
         unsafe {
-            if let Ok(shutdown) = self.0.function::<unsafe extern "C" fn() -> c_int>(c"nvmlShutdown") {
+            if let Ok(shutdown) = self.0.load_function::<unsafe extern "C" fn() -> c_int>(c"nvmlShutdown") {
                 shutdown();
             }
         }
     }
 }
 
-fn check_code(code: c_int) -> Result<(), NvmlError> {
+/// Converts an `nvmlReturn_t` other than 0 to an error.
+fn check_return_code(code: c_int) -> Result<(), NvmlError> {
     if code == 0 { Ok(()) } else { Err(NvmlError::Code(code)) }
 }
 
-/// The text of a C string in a buffer.
-fn c_text(text: &[u8]) -> String {
+/// Decodes a C string in a buffer as UTF-8, up to the first NUL.
+fn decode_c_text(text: &[u8]) -> String {
     let end = text.iter().position(|b| *b == 0).unwrap_or(text.len());
     String::from_utf8_lossy(&text[..end]).into_owned()
 }
@@ -357,8 +377,8 @@ mod tests {
     use super::*;
     use std::{path::Path, process::Command};
 
-    /// A fake driver with three GPUs. The second one is faulty, and the third one is an old model
-    /// that reports little.
+    /// The C source of a fake NVML with three GPUs. The second GPU is faulty, and the third one is
+    /// an old model that does not support all queries.
     const DRIVER: &str = r#"
         #include <stdint.h>
         #include <stdio.h>
@@ -397,6 +417,7 @@ mod tests {
         int nvmlDeviceGetP2PStatus(void *a, void *b, int what, int *status) { *status = GPU(a) + GPU(b) == 3 && what == 0 ? 3 : 0; return 0; }
     "#;
 
+    /// Compiles the fake NVML into a directory and returns the path of the library.
     fn compile_driver(dir: &Path) -> String {
         let (source, library) = (dir.join("nvml.c"), dir.join("libnvml.so"));
         std::fs::write(&source, DRIVER).expect("file");

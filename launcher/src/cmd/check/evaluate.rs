@@ -1,23 +1,26 @@
-//! [`evaluate`]: turns the inspections of the hosts into check results.
-use super::{Check, CheckLevel, CheckReport, HostReport, codes, gpus, probe::HostProbe};
-use crate::{cmd::plan::bytes, discover::hosts::ClusterHost, transport::ssh::ConnectionStage};
+//! [`evaluate_probes`]: turns the inspections of the hosts into check results.
+use super::{CheckLevel, CheckReport, CheckResult, HostReport, codes, gpus, probe::ProbeResult};
+use crate::{
+    cmd::plan::format_binary_bytes, discover::cluster_hosts::ClusterHost, transport::ssh::ConnectionStage,
+};
 use contract::{JobSpec, probe::HostInspection};
 use diagnostic::codes::training;
 use std::collections::BTreeSet;
 
-/// A larger clock skew makes logs and timeouts hard to read, seconds.
+/// The largest clock skew without a warning, in seconds. With more, the times in the logs of
+/// several hosts are hard to compare.
 const MAX_CLOCK_SKEW_S: f64 = 1.0;
-/// Open files that the processes of a job need, with a margin.
+/// The limit of open files below which `launch check` warns.
 const MIN_OPEN_FILES: u64 = 4096;
-/// Processes and threads that a job needs, with a margin.
+/// The limit of processes and threads below which `launch check` warns.
 const MIN_PROCESSES: u64 = 4096;
-/// Size of /dev/shm that data loaders and NCCL need, bytes.
+/// The size of /dev/shm below which `launch check` warns, in bytes. Data loaders and NCCL need it.
 const MIN_SHM_BYTES: u64 = 1 << 30;
-/// Free space that checkpoints and logs need, bytes.
+/// The free disk space below which `launch check` warns, in bytes. Checkpoints and logs need it.
 const MIN_DISK_BYTES: u64 = 1 << 30;
 
-/// The stages of a connection, and the names of their checks.
-const STAGES: [(ConnectionStage, &str); 7] = [
+/// The stages of a connection in their order, each with the name of its check.
+const STAGE_CHECKS: [(ConnectionStage, &str); 7] = [
     (ConnectionStage::Config, "config"),
     (ConnectionStage::Name, "dns"),
     (ConnectionStage::Tcp, "tcp"),
@@ -27,33 +30,38 @@ const STAGES: [(ConnectionStage, &str); 7] = [
     (ConnectionStage::Agent, "agent"),
 ];
 
-/// Returns the check results of all hosts. `hosts` are the hosts of the job, in the order of
-/// `probes`; `None` for this machine or the nodes of the Slurm allocation.
-pub(super) fn evaluate(job: &JobSpec, hosts: Option<&[ClusterHost]>, probes: Vec<HostProbe>) -> CheckReport {
-    let checks = job_checks(job, &probes);
+/// Evaluates the probe results of all hosts. `hosts` are the SSH hosts of the job, in the order of
+/// `probes`, or `None` if the job runs on this machine or on the nodes of a Slurm allocation.
+pub(super) fn evaluate_probes(
+    job: &JobSpec,
+    hosts: Option<&[ClusterHost]>,
+    probes: Vec<ProbeResult>,
+) -> CheckReport {
+    let checks = check_shared_directories(job, &probes);
     let first = probes.iter().find_map(|probe| probe.inspection.clone());
     let slots = |index: usize| hosts.and_then(|h| h.get(index)).and_then(|h| h.slots.count());
     let reports = probes.into_iter().enumerate().map(|(index, probe)| {
-        let mut checks = connection_checks(&probe, hosts.is_some());
+        let mut checks = check_connection(&probe, hosts.is_some());
         if let Some(inspection) = &probe.inspection {
-            checks.extend(host_checks(job, inspection, first.as_ref(), slots(index)));
-            checks.extend(clock_check(&probe));
-            checks.extend(port_checks(&probe));
+            checks.extend(check_host(job, inspection, first.as_ref(), slots(index)));
+            checks.extend(check_clock(&probe));
+            checks.extend(check_ports(&probe));
         }
-        let HostProbe { name, inspection, clock_skew_s, .. } = probe;
+        let ProbeResult { name, inspection, clock_skew_s, .. } = probe;
         HostReport { name, inspection, clock_skew_s, checks }
     });
     CheckReport { name: job.name.clone(), hosts: reports.collect(), checks }
 }
 
-/// One check for each stage of the connection, up to the one that failed.
-fn connection_checks(probe: &HostProbe, is_remote: bool) -> Vec<Check> {
+/// Returns one check for each stage of the connection to a host. The stages after a failed one are
+/// skipped. Warns if the login shell printed text.
+fn check_connection(probe: &ProbeResult, is_remote: bool) -> Vec<CheckResult> {
     let reached = if probe.inspection.is_some() { ConnectionStage::Agent } else { probe.stage };
     let mut checks = Vec::new();
-    let stages = STAGES.into_iter().filter(|(stage, _)| is_remote || *stage == ConnectionStage::Agent);
+    let stages = STAGE_CHECKS.into_iter().filter(|(stage, _)| is_remote || *stage == ConnectionStage::Agent);
     for (stage, name) in stages {
         checks.push(match &probe.error {
-            Some(error) if stage == reached => Check {
+            Some(error) if stage == reached => CheckResult {
                 name,
                 level: CheckLevel::Fail,
                 found: error.to_string(),
@@ -62,43 +70,49 @@ fn connection_checks(probe: &HostProbe, is_remote: bool) -> Vec<Check> {
                 fields: error.fields().clone(),
                 names_host: error.subject() == Some(probe.name.as_str()),
             },
-            _ if stage > reached => Check::skipped(name),
-            _ => Check::ok(name, ""),
+            _ if stage > reached => CheckResult::skipped(name),
+            _ => CheckResult::ok(name, ""),
         });
     }
     if !probe.shell_output.is_empty() {
         let lines = probe.shell_output.lines().count();
         let found = format!("prints {lines} {}", if lines == 1 { "line" } else { "lines" });
         let help = "print only in interactive shells; launch ignores the text, but scp and rsync may fail";
-        let warning = Check::warn("login shell", codes::LOGIN_SHELL_PRINTS, found, help);
+        let warning = CheckResult::warn("login shell", codes::LOGIN_SHELL_PRINTS, found, help);
         checks.push(warning.with_field("lines", lines));
     }
     checks
 }
 
-/// Returns the check results of one host, some of which compare the host with `first`.
-fn host_checks(
+/// Checks the inspection of one host. Architecture, version and GPUs are compared with `first`, the
+/// first host that answered. `slots` is the number of slots in the hostfile.
+fn check_host(
     job: &JobSpec,
     host: &HostInspection,
     first: Option<&HostInspection>,
     slots: Option<u32>,
-) -> Vec<Check> {
+) -> Vec<CheckResult> {
     let mut checks = Vec::new();
     for (name, (dir, writable)) in ["home", "cache"].into_iter().zip(&host.writable) {
         let dir = dir.display();
         checks.push(match writable {
-            Ok(()) => Check::ok(name, dir.to_string()),
+            Ok(()) => CheckResult::ok(name, dir.to_string()),
             Err(error) => {
                 let found = format!("{dir} is not writable: {error}");
-                Check::warn(name, error.code(), found, "make it writable; many programs keep caches there")
+                CheckResult::warn(
+                    name,
+                    error.code(),
+                    found,
+                    "make it writable; many programs keep caches there",
+                )
             }
         });
     }
     let first = first.unwrap_or(host);
     let is_same_arch = host.arch == first.arch;
     checks.push(match is_same_arch {
-        true => Check::ok("architecture", host.arch.clone()),
-        false => Check::failed(
+        true => CheckResult::ok("architecture", host.arch.clone()),
+        false => CheckResult::failed(
             "architecture",
             codes::ARCHITECTURE_DIFFERS,
             format!("{}, {} has {}", host.arch, first.hostname, first.arch),
@@ -106,35 +120,36 @@ fn host_checks(
         ),
     });
     checks.push(match is_same_arch && host.executable != first.executable {
-        false => Check::ok("version", host.version.clone()),
-        true => Check::failed(
+        false => CheckResult::ok("version", host.version.clone()),
+        true => CheckResult::failed(
             "version",
             codes::VERSION_DIFFERS,
             format!("the executable differs from that on {}", first.hostname),
             "remove ~/.cache/launch/bin on the host; launch copies itself again",
         ),
     });
-    checks.extend(directory_checks(job, host));
-    checks.extend(gpus::gpu_checks(host, first, slots));
-    checks.extend(limit_checks(host));
+    checks.extend(check_directories(job, host));
+    checks.extend(gpus::check_gpus(host, first, slots));
+    checks.extend(check_limits(host));
     checks
 }
 
-fn directory_checks(job: &JobSpec, host: &HostInspection) -> Vec<Check> {
+/// Checks that the working, log and checkpoint directories exist, are writable and have free space.
+fn check_directories(job: &JobSpec, host: &HostInspection) -> Vec<CheckResult> {
     let mut checks = Vec::new();
     let names = ["workdir", "logs", "checkpoints"];
     for (index, (name, dir)) in names.into_iter().zip(&host.dirs).enumerate() {
         let path = dir.path.display();
-        let free = format!("{} free in {path} ({})", bytes(dir.free), dir.filesystem);
+        let free = format!("{} free in {path} ({})", format_binary_bytes(dir.free), dir.filesystem);
         let is_missing = index == 0 && dir.path != job.run.workdir;
         checks.push(match &dir.writable {
-            _ if is_missing => Check::failed(
+            _ if is_missing => CheckResult::failed(
                 name,
                 codes::WORKDIR_MISSING,
                 format!("{} does not exist", job.run.workdir.display()),
                 "create it on the host, or set `run.workdir` to a directory that all hosts have",
             ),
-            Err(error) if index > 0 => Check::failed(
+            Err(error) if index > 0 => CheckResult::failed(
                 name,
                 error.code(),
                 format!("{path} is not writable: {error}"),
@@ -142,15 +157,16 @@ fn directory_checks(job: &JobSpec, host: &HostInspection) -> Vec<Check> {
             ),
             _ if dir.free < MIN_DISK_BYTES => {
                 let help = "free disk space; checkpoints and logs need it";
-                Check::warn(name, codes::DISK_NEARLY_FULL, free, help)
+                CheckResult::warn(name, codes::DISK_NEARLY_FULL, free, help)
             }
-            _ => Check::ok(name, free),
+            _ => CheckResult::ok(name, free),
         });
     }
     checks
 }
 
-fn limit_checks(host: &HostInspection) -> Vec<Check> {
+/// Checks the resource limits of processes and the size of /dev/shm.
+fn check_limits(host: &HostInspection) -> Vec<CheckResult> {
     let mut checks = Vec::new();
     let number = |limit: Option<u64>| limit.map_or("unlimited".to_owned(), |n| n.to_string());
     for (name, resource, min) in
@@ -160,58 +176,64 @@ fn limit_checks(host: &HostInspection) -> Vec<Check> {
         checks.push(match limit.is_some_and(|n| n < min) {
             true => {
                 let help = format!("raise `{resource}` in /etc/security/limits.conf");
-                Check::warn(name, codes::LIMIT_TOO_LOW, number(*limit), help)
+                CheckResult::warn(name, codes::LIMIT_TOO_LOW, number(*limit), help)
             }
-            false => Check::ok(name, number(*limit)),
+            false => CheckResult::ok(name, number(*limit)),
         });
     }
     if let Some(limit) = host.limits.get("memlock") {
-        let found = limit.map_or("unlimited".to_owned(), bytes);
+        let found = limit.map_or("unlimited".to_owned(), format_binary_bytes);
         checks.push(match limit.is_some() && !host.gpus.gpus.is_empty() {
-            true => Check::warn(
+            true => CheckResult::warn(
                 "locked memory",
                 codes::LIMIT_TOO_LOW,
                 found,
                 "set `memlock unlimited` in /etc/security/limits.conf; GPUs and InfiniBand pin memory",
             ),
-            false => Check::ok("locked memory", found),
+            false => CheckResult::ok("locked memory", found),
         });
     }
     const SHM: &str = "/dev/shm";
     checks.push(match host.shm_size_and_free {
-        Some((size, _)) if size < MIN_SHM_BYTES => Check::warn(
+        Some((size, _)) if size < MIN_SHM_BYTES => CheckResult::warn(
             SHM,
             codes::SHARED_MEMORY_SMALL,
-            bytes(size),
+            format_binary_bytes(size),
             "mount a larger tmpfs (docker: --shm-size); data loaders and NCCL need it",
         ),
-        Some((size, free)) => Check::ok(SHM, format!("{} free of {}", bytes(free), bytes(size))),
-        None => Check::warn(SHM, codes::SHARED_MEMORY_SMALL, "missing", "mount a tmpfs at /dev/shm"),
+        Some((size, free)) => CheckResult::ok(
+            SHM,
+            format!("{} free of {}", format_binary_bytes(free), format_binary_bytes(size)),
+        ),
+        None => CheckResult::warn(SHM, codes::SHARED_MEMORY_SMALL, "missing", "mount a tmpfs at /dev/shm"),
     });
     checks
 }
 
-fn clock_check(probe: &HostProbe) -> Option<Check> {
+/// Checks the clock skew of a host; `None` if the skew was not measured.
+fn check_clock(probe: &ProbeResult) -> Option<CheckResult> {
     let (skew, uncertainty) = probe.clock_skew_s?;
     let found = format!("{skew:+.3} s (± {uncertainty:.3} s)");
     Some(match skew.abs() - uncertainty > MAX_CLOCK_SKEW_S {
         true => {
             let help = "synchronize the clocks with NTP, so that times in logs can be compared";
-            Check::warn("clock", codes::CLOCK_SKEWED, found, help)
+            CheckResult::warn("clock", codes::CLOCK_SKEWED, found, help)
         }
-        false => Check::ok("clock", found),
+        false => CheckResult::ok("clock", found),
     })
 }
 
-fn port_checks(probe: &HostProbe) -> Vec<Check> {
+/// Checks the TCP connections from a host to its peers. Returns one failed check for each peer that
+/// the host did not reach, one passed check if it reached all, and no check without peers.
+fn check_ports(probe: &ProbeResult) -> Vec<CheckResult> {
     if probe.peers.is_empty() {
         return Vec::new();
     }
     let failed = probe.peers.iter().filter_map(|(name, result)| Some((name, result.as_ref().err()?)));
-    let mut checks: Vec<Check> = failed
+    let mut checks: Vec<CheckResult> = failed
         .map(|(peer, error)| {
             let help = "open the TCP ports between the hosts (firewall), or correct the route";
-            Check::failed("ports", error.code(), format!("cannot connect to {peer}: {error}"), help)
+            CheckResult::failed("ports", error.code(), format!("cannot connect to {peer}: {error}"), help)
         })
         .collect();
     if checks.is_empty() {
@@ -219,14 +241,15 @@ fn port_checks(probe: &HostProbe) -> Vec<Check> {
         let slowest = times.fold(0.0, |a: f64, b| a.max(*b));
         let peers = probe.peers.len();
         let found = format!("{peers} peers, slowest {slowest:.1} ms");
-        checks.push(Check::ok("ports", found).with_field("peers", peers));
+        checks.push(CheckResult::ok("ports", found).with_field("peers", peers));
     }
     checks
 }
 
-/// Checks whether all hosts share the checkpoint directory and the working directory.
-fn job_checks(job: &JobSpec, probes: &[HostProbe]) -> Vec<Check> {
-    let answered: Vec<&HostProbe> = probes.iter().filter(|probe| !probe.nonces.is_empty()).collect();
+/// Checks whether all hosts share the checkpoint directory and the working directory: each host
+/// must see the nonce files of all hosts. Returns no checks if fewer than two hosts answered.
+fn check_shared_directories(job: &JobSpec, probes: &[ProbeResult]) -> Vec<CheckResult> {
+    let answered: Vec<&ProbeResult> = probes.iter().filter(|probe| !probe.nonces.is_empty()).collect();
     if answered.len() < 2 {
         return Vec::new();
     }
@@ -243,8 +266,8 @@ fn job_checks(job: &JobSpec, probes: &[HostProbe]) -> Vec<Check> {
     if job.train.is_some() {
         let path = path(2);
         checks.push(match is_shared(2) {
-            true => Check::ok("shared storage", format!("{path} is one directory on all hosts")),
-            false => Check::warn(
+            true => CheckResult::ok("shared storage", format!("{path} is one directory on all hosts")),
+            false => CheckResult::warn(
                 "shared storage",
                 training::STORAGE_NOT_SHARED,
                 format!("{path} is not one directory on all hosts"),
@@ -253,17 +276,18 @@ fn job_checks(job: &JobSpec, probes: &[HostProbe]) -> Vec<Check> {
         });
     }
     let found = if is_shared(0) { "one directory on all hosts" } else { "a separate directory on each host" };
-    checks.push(Check::ok("workdir", format!("{}: {found}", path(0))));
+    checks.push(CheckResult::ok("workdir", format!("{}: {found}", path(0))));
     checks
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use contract::probe::{DirectoryReport, GpuStatus};
+    use contract::probe::{DirectoryInspection, GpuStatus};
 
-    fn inspection() -> HostInspection {
-        let dir = |path: &str| DirectoryReport {
+    /// Returns the inspection of a host without problems.
+    fn make_inspection() -> HostInspection {
+        let dir = |path: &str| DirectoryInspection {
             path: path.into(),
             filesystem: "ext4".into(),
             free: 1 << 40,
@@ -280,8 +304,9 @@ mod tests {
         }
     }
 
-    fn probe(inspection: Option<HostInspection>) -> HostProbe {
-        HostProbe {
+    /// Returns the probe result of a host that was reached.
+    fn make_probe_result(inspection: Option<HostInspection>) -> ProbeResult {
+        ProbeResult {
             name: "n1".into(),
             stage: ConnectionStage::Agent,
             error: None,
@@ -294,29 +319,30 @@ mod tests {
         }
     }
 
-    /// Returns the checks of the second of two hosts that are not ok after `change` was applied to
-    /// it.
-    fn findings(change: impl FnOnce(&mut HostProbe)) -> Vec<(&'static str, CheckLevel)> {
-        let job = crate::testing::job();
-        let mut second = probe(Some(inspection()));
+    /// Applies `change` to the second of two healthy hosts, and returns the name and level of each
+    /// of its checks that did not pass.
+    fn evaluate_changed_host(change: impl FnOnce(&mut ProbeResult)) -> Vec<(&'static str, CheckLevel)> {
+        let job = crate::testing::sample_job();
+        let mut second = make_probe_result(Some(make_inspection()));
         change(&mut second);
-        let report = evaluate(&job, Some(&[]), vec![probe(Some(inspection())), second]);
+        let report =
+            evaluate_probes(&job, Some(&[]), vec![make_probe_result(Some(make_inspection())), second]);
         let host = report.hosts.last().expect("two hosts");
         host.checks.iter().filter(|c| c.level != CheckLevel::Ok).map(|c| (c.name, c.level)).collect()
     }
 
     #[test]
-    fn a_good_host_has_no_findings() {
-        assert_eq!(findings(|_| ()), []);
+    fn a_healthy_host_passes_all_checks() {
+        assert_eq!(evaluate_changed_host(|_| ()), []);
     }
 
     #[test]
-    fn each_problem_is_found() {
+    fn each_problem_of_a_host_fails_or_warns_in_its_check() {
         fn failure() -> diagnostic::Diagnostic {
             diagnostic::Diagnostic::error(diagnostic::codes::host::DIRECTORY_UNWRITABLE, "read-only")
         }
         use CheckLevel::{Fail, Skipped, Warn};
-        type Change = fn(&mut HostProbe);
+        type Change = fn(&mut ProbeResult);
         let cases: Vec<(Change, Vec<(&str, CheckLevel)>)> = vec![
             (|a| a.clock_skew_s = Some((-3.0, 0.1)), vec![("clock", Warn)]),
             (|a| a.peers = vec![("x".into(), Err(failure())), ("y".into(), Ok(1.0))], vec![("ports", Fail)]),
@@ -414,7 +440,7 @@ mod tests {
             if expected == [("logs", Fail)] && index == 8 {
                 expected = vec![("workdir", Fail)];
             }
-            assert_eq!(findings(change), expected, "case {index}");
+            assert_eq!(evaluate_changed_host(change), expected, "case {index}");
         }
     }
 }

@@ -1,41 +1,47 @@
-//! [`gpu_checks`]: evaluates what was found about the GPUs of a host.
-use super::{Check, codes};
-use crate::cmd::plan::bytes;
+//! [`check_gpus`]: the checks of `launch check` that concern the GPUs of a host.
+use super::{CheckResult, codes};
+use crate::cmd::plan::format_binary_bytes;
 use contract::probe::{GpuReport, HostInspection, LibraryReport};
 use diagnostic::Diagnostic;
 
 /// Checks number, driver, libraries, memory, health and links of a host's GPUs. `first` is the
-/// first host of the job, and `slots` the number of slots in the hostfile.
-pub(super) fn gpu_checks(host: &HostInspection, first: &HostInspection, slots: Option<u32>) -> Vec<Check> {
+/// first host that answered, and `slots` the number of slots in the hostfile.
+pub(super) fn check_gpus(
+    host: &HostInspection,
+    first: &HostInspection,
+    slots: Option<u32>,
+) -> Vec<CheckResult> {
     let (gpus, first_gpus) = (&host.gpus, &first.gpus);
-    let mut checks = vec![count_check(gpus, first, slots)];
+    let mut checks = vec![check_gpu_count(gpus, first, slots)];
     if let Some(driver) = &gpus.driver {
         checks.push(match first_gpus.driver.as_ref().filter(|other| *other != driver) {
-            Some(other) => Check::warn(
+            Some(other) => CheckResult::warn(
                 "driver",
                 codes::LIBRARY_VERSION_DIFFERS,
                 format!("{driver}, {} has {other}", first.hostname),
                 "install the same driver on all hosts",
             ),
-            None => Check::ok("driver", driver.clone()),
+            None => CheckResult::ok("driver", driver.clone()),
         });
     }
     match gpus.libraries.is_empty() {
-        true => checks.push(nccl_check(gpus, first)),
-        false => checks.extend(library_checks(gpus, first)),
+        true => checks.push(check_nccl(gpus, first)),
+        false => checks.extend(check_libraries(gpus, first)),
     }
-    checks.extend(memory_checks(gpus));
-    checks.extend(health_checks(gpus));
-    checks.extend(link_check(gpus));
+    checks.extend(check_gpu_memory(gpus));
+    checks.extend(check_gpu_health(gpus));
+    checks.extend(check_gpu_links(gpus));
     checks
 }
 
-fn count_check(gpus: &GpuReport, first: &HostInspection, slots: Option<u32>) -> Check {
+/// Checks that the driver works and that the number of GPUs is that of the first host and not less
+/// than the number of slots.
+fn check_gpu_count(gpus: &GpuReport, first: &HostInspection, slots: Option<u32>) -> CheckResult {
     const NAME: &str = "gpus";
     let (count, first_count) = (gpus.gpus.len() as u32, first.gpus.gpus.len());
     let model = gpus.gpus.first().map_or("", |g| g.name.as_str());
     match (&gpus.error, slots) {
-        (Some(error), _) => Check::warn(
+        (Some(error), _) => CheckResult::warn(
             NAME,
             codes::GPU_DRIVER_UNUSABLE,
             format!("{} devices, but {error}", gpus.devices),
@@ -44,36 +50,36 @@ fn count_check(gpus: &GpuReport, first: &HostInspection, slots: Option<u32>) -> 
         (None, Some(slots)) if count > 0 && slots > count => {
             let found = format!("{count} found, but the hostfile declares {slots} slots");
             let help = "correct the slots; ranks share GPUs, unless the job computes on CPUs";
-            Check::warn(NAME, codes::GPUS_FEWER_THAN_SLOTS, found, help)
+            CheckResult::warn(NAME, codes::GPUS_FEWER_THAN_SLOTS, found, help)
         }
-        (None, _) if count as usize != first_count => Check::warn(
+        (None, _) if count as usize != first_count => CheckResult::warn(
             NAME,
             codes::GPU_COUNT_DIFFERS,
             format!("{count}, {} has {first_count}", first.hostname),
             "look for a missing GPU with `nvidia-smi`",
         ),
-        (None, _) if count == 0 => Check::ok(NAME, "none"),
-        (None, _) => Check::ok(NAME, format!("{count} × {model}")),
+        (None, _) if count == 0 => CheckResult::ok(NAME, "none"),
+        (None, _) => CheckResult::ok(NAME, format!("{count} × {model}")),
     }
 }
 
 /// Checks that the NCCL library that the dynamic loader finds has the version of the first host.
-fn nccl_check(gpus: &GpuReport, first: &HostInspection) -> Check {
+fn check_nccl(gpus: &GpuReport, first: &HostInspection) -> CheckResult {
     match (&gpus.nccl, &first.gpus.nccl) {
-        (Some((_, version)), Some((_, other))) if version != other => Check::warn(
+        (Some((_, version)), Some((_, other))) if version != other => CheckResult::warn(
             "nccl",
             codes::LIBRARY_VERSION_DIFFERS,
             format!("{version}, {} has {other}", first.hostname),
             "install the same NCCL on all hosts",
         ),
-        (Some((path, version)), _) => Check::ok("nccl", format!("{version} ({path})")),
-        (None, _) => Check::ok("nccl", "not found by the loader (programs may contain it)"),
+        (Some((path, version)), _) => CheckResult::ok("nccl", format!("{version} ({path})")),
+        (None, _) => CheckResult::ok("nccl", "not found by the loader (programs may contain it)"),
     }
 }
 
 /// Checks that the libraries that built-in training opens on GPUs are usable and have the versions
 /// of the first host.
-fn library_checks(gpus: &GpuReport, first: &HostInspection) -> Vec<Check> {
+fn check_libraries(gpus: &GpuReport, first: &HostInspection) -> Vec<CheckResult> {
     const NAME: &str = "cuda";
     let first_version = |name: &str| {
         let library = first.gpus.libraries.iter().find(|library| library.name == name)?;
@@ -81,22 +87,22 @@ fn library_checks(gpus: &GpuReport, first: &HostInspection) -> Vec<Check> {
     };
     let check = |LibraryReport { name, required, result }: &LibraryReport| match result {
         Ok((version, path)) => match first_version(name).filter(|other| other != version) {
-            Some(other) => Check::warn(
+            Some(other) => CheckResult::warn(
                 NAME,
                 codes::LIBRARY_VERSION_DIFFERS,
                 format!("{name} {version}, {} has {other}", first.hostname),
                 "install the same version on all hosts",
             ),
-            None => Check::ok(NAME, format!("{name} {version} ({})", path.display())),
+            None => CheckResult::ok(NAME, format!("{name} {version} ({})", path.display())),
         },
-        Err(_) if name == "cuDNN" => Check::ok(NAME, "no cuDNN; attention uses launch's kernels"),
-        Err(error) if *required => Check::failed(
+        Err(_) if name == "cuDNN" => CheckResult::ok(NAME, "no cuDNN; attention uses launch's kernels"),
+        Err(error) if *required => CheckResult::failed(
             NAME,
             codes::CUDA_LIBRARY_MISSING,
             format!("{name}: {error}"),
             join_help(error, "install the library, or name its directory in `cluster.cuda_library_paths`"),
         ),
-        Err(error) => Check::warn(
+        Err(error) => CheckResult::warn(
             NAME,
             codes::NCCL_MISSING,
             format!("{name}: {error}"),
@@ -107,19 +113,25 @@ fn library_checks(gpus: &GpuReport, first: &HostInspection) -> Vec<Check> {
     gpus.libraries.iter().map(check).collect()
 }
 
-/// Joins the help of an error, such as the searched directories, with further advice.
+/// Joins the help texts of an error and further advice with semicolons.
 fn join_help(error: &Diagnostic, advice: &str) -> String {
     let help = error.help().iter().map(String::as_str).chain([advice]);
     help.collect::<Vec<_>>().join("; ")
 }
 
-/// Checks for memory errors, throttled clocks, and modes that limit how ranks can use a GPU.
-fn health_checks(gpus: &GpuReport) -> Vec<Check> {
+/// Checks each GPU for memory errors, throttled clocks, and modes that limit how ranks can use it.
+/// Returns one warning for each problem, or one passed check.
+fn check_gpu_health(gpus: &GpuReport) -> Vec<CheckResult> {
     const NAME: &str = "gpu health";
     let mut checks = Vec::new();
     for (index, gpu) in gpus.gpus.iter().enumerate() {
         let mut warn = |code, found: String, help: &str| {
-            checks.push(Check::warn(NAME, code, format!("GPU {index} ({}): {found}", gpu.pci_address), help));
+            checks.push(CheckResult::warn(
+                NAME,
+                code,
+                format!("GPU {index} ({}): {found}", gpu.pci_address),
+                help,
+            ));
         };
         if let Some(errors @ 1..) = gpu.uncorrected_ecc_errors {
             let found = format!("{errors} memory errors that ECC could not correct");
@@ -154,13 +166,14 @@ fn health_checks(gpus: &GpuReport) -> Vec<Check> {
     if checks.is_empty() && !gpus.gpus.is_empty() {
         let has_ecc = gpus.gpus.iter().all(|gpu| gpu.uncorrected_ecc_errors.is_some());
         let found = if has_ecc { "no memory errors, full clocks" } else { "full clocks (no ECC)" };
-        checks.push(Check::ok(NAME, found));
+        checks.push(CheckResult::ok(NAME, found));
     }
     checks
 }
 
-/// Checks the connections between the GPUs of a host; `None` if it has fewer than two.
-fn link_check(gpus: &GpuReport) -> Option<Check> {
+/// Checks peer access and NVLinks between the GPUs of a host; `None` if the host has fewer than two
+/// GPUs.
+fn check_gpu_links(gpus: &GpuReport) -> Option<CheckResult> {
     const NAME: &str = "gpu links";
     let (first, _) = (gpus.gpus.first()?, gpus.gpus.get(1)?);
     // Each pair once.
@@ -173,33 +186,38 @@ fn link_check(gpus: &GpuReport) -> Option<Check> {
     Some(if !pairs.is_empty() {
         let found = format!("no direct access between GPUs {}", pairs.join(", "));
         let help = "check whether an IOMMU or PCIe ACS is enabled; NCCL transfers through host memory";
-        Check::warn(NAME, codes::GPU_PEER_ACCESS_MISSING, found, help)
+        CheckResult::warn(NAME, codes::GPU_PEER_ACCESS_MISSING, found, help)
     } else if links.iter().any(|n| *n != first.nvlinks) {
         let found = format!("active NVLinks by GPU: {links:?}");
         let help = "links are down: run `nvidia-smi nvlink --status` and `dmesg | grep Xid`";
-        Check::warn(NAME, codes::GPU_LINK_DOWN, found, help)
+        CheckResult::warn(NAME, codes::GPU_LINK_DOWN, found, help)
     } else if first.nvlinks > 0 {
-        Check::ok(NAME, format!("{} NVLinks each", first.nvlinks))
+        CheckResult::ok(NAME, format!("{} NVLinks each", first.nvlinks))
     } else {
-        Check::ok(NAME, "direct access over PCIe")
+        CheckResult::ok(NAME, "direct access over PCIe")
     })
 }
 
-/// Checks the free memory, and whether other processes use a GPU.
-fn memory_checks(gpus: &GpuReport) -> Vec<Check> {
+/// Checks whether processes use GPUs already. Returns one warning for each used GPU, or one passed
+/// check with the least free memory.
+fn check_gpu_memory(gpus: &GpuReport) -> Vec<CheckResult> {
     const NAME: &str = "gpu memory";
     let fullest = gpus.gpus.iter().min_by_key(|g| g.memory_free);
     if let Some(gpu) = fullest.filter(|_| gpus.gpus.iter().all(|g| g.processes.is_empty())) {
-        let found = format!("at least {} free of {}", bytes(gpu.memory_free), bytes(gpu.memory));
-        return vec![Check::ok(NAME, found)];
+        let found = format!(
+            "at least {} free of {}",
+            format_binary_bytes(gpu.memory_free),
+            format_binary_bytes(gpu.memory)
+        );
+        return vec![CheckResult::ok(NAME, found)];
     }
     let used = gpus.gpus.iter().enumerate().filter(|(_, g)| !g.processes.is_empty()).map(|(i, g)| {
         let processes: Vec<String> =
-            g.processes.iter().map(|(pid, used)| format!("{pid} ({})", bytes(*used))).collect();
-        let (free, total) = (bytes(g.memory_free), bytes(g.memory));
+            g.processes.iter().map(|(pid, used)| format!("{pid} ({})", format_binary_bytes(*used))).collect();
+        let (free, total) = (format_binary_bytes(g.memory_free), format_binary_bytes(g.memory));
         let found = format!("GPU {i}: {free} free of {total}, used by {}", processes.join(", "));
         let help = "wait until the other processes end, or exclude the GPU with `cluster.exclude`";
-        Check::warn(NAME, codes::GPU_IN_USE, found, help)
+        CheckResult::warn(NAME, codes::GPU_IN_USE, found, help)
     });
     used.collect()
 }

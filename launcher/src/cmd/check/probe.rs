@@ -1,12 +1,12 @@
 //! [`probe_hosts`]: sends the probes to the agents of all hosts at once and collects the answers.
 use super::StartedAgent;
 use crate::{
-    connection::{FrameError, Outbox, Priority, read_frames, write_frames},
+    connection::{FrameError, MessagePriority, Outbox, read_frames, write_frames},
     transport::{AgentHandle, RemoteConnection, ssh::ConnectionStage},
 };
 use contract::{
-    control::{FromAgent, ToAgent, VERSION},
-    probe::{HostInspection, MAX_PEERS, PeerListener, Probe, ProbeAnswer},
+    control::{FromAgent, PROTOCOL_VERSION, ToAgent},
+    probe::{HostInspection, MAX_PEERS, PeerListener, ProbeAnswer, ProbeRequest},
 };
 use diagnostic::{Diagnostic, codes};
 use std::{
@@ -21,52 +21,56 @@ use tokio::{
     time::timeout,
 };
 
-/// How long a running agent may take for an answer.
+/// Time limit for an answer of a running agent.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
-/// Most text of an agent's stderr that is kept, bytes.
+/// The number of bytes of an agent's stderr that are kept.
 const MAX_STDERR_BYTES: u64 = 4 << 10;
-/// How many of the next hosts each host connects to, in addition to the first.
-const NEIGHBOURS: usize = 4;
-/// Up to this many hosts, each connects to all others.
-const MAX_FULL_MESH: usize = 16;
+/// The number of following hosts that each host of a large job connects to, in addition to the
+/// first host.
+const NEIGHBOUR_COUNT: usize = 4;
+/// The largest number of hosts of which each connects to all others.
+const MAX_FULL_MESH_HOSTS: usize = 16;
 
-/// What each host inspects.
+/// The directories that the agent of each host inspects.
 #[derive(Clone, Debug)]
 pub(super) struct ProbeTargets {
     /// The directories that the job writes to, absolute.
     pub(super) dirs: Vec<PathBuf>,
-    /// For training on GPUs: the directories of the job in which CUDA libraries are searched first.
+    /// The directories in which CUDA libraries are searched first; `None` if the job does not train
+    /// on GPUs.
     pub(super) cuda: Option<Vec<PathBuf>>,
 }
 
-/// The answers of one host.
+/// What the probes of one host found.
 #[derive(Debug)]
-pub(super) struct HostProbe {
+pub(super) struct ProbeResult {
     pub(super) name: String,
     /// The last stage of the connection that was begun.
     pub(super) stage: ConnectionStage,
     /// Why there is no inspection, or no answer about the peers.
     pub(super) error: Option<Diagnostic>,
     pub(super) inspection: Option<HostInspection>,
-    /// How far its clock is ahead of this machine's, and the uncertainty, seconds.
+    /// By how many seconds the clock of the host is ahead of this machine's, and the uncertainty of
+    /// that in seconds.
     pub(super) clock_skew_s: Option<(f64, f64)>,
-    /// The time to connect to each peer, milliseconds, or why it failed.
+    /// Each peer with the time to connect to it in milliseconds, or the error of the connection.
     pub(super) peers: Vec<(String, diagnostic::Result<f64>)>,
     /// For each directory, the nonces that the host sees in it.
     pub(super) nonces: Vec<Vec<String>>,
     /// The nonce of this host.
     pub(super) nonce: String,
-    /// The text that its login shell prints.
+    /// The text that the login shell of the host prints.
     pub(super) shell_output: String,
 }
 
-/// Probes all hosts and returns their answers in the order of the hosts. Must run in a `LocalSet`.
+/// Probes all hosts at once and returns the results in the order of the hosts. Ends the agents.
+/// Must run in a `LocalSet`.
 pub(super) async fn probe_hosts(
     agents: Vec<StartedAgent>,
     targets: &ProbeTargets,
     nonce: &str,
     connect_timeout_ms: u64,
-) -> Vec<HostProbe> {
+) -> Vec<ProbeResult> {
     let mut inspections = Vec::new();
     for (index, host) in agents.into_iter().enumerate() {
         let nonce = format!("{nonce}-{index}");
@@ -78,13 +82,14 @@ pub(super) async fn probe_hosts(
         sessions.extend(inspection.await.ok());
     }
     let nonces: Vec<String> = sessions.iter().map(|s| s.probe.nonce.clone()).collect();
-    let listeners: Vec<Option<PeerListener>> = sessions.iter().map(|s| listener_of(&s.probe)).collect();
+    let listeners: Vec<Option<PeerListener>> =
+        sessions.iter().map(|s| find_peer_listener(&s.probe)).collect();
     let connections: Vec<_> = sessions
         .into_iter()
         .enumerate()
         .map(|(index, session)| {
-            let peers = neighbours(index, &listeners);
-            spawn_local(connect_peers(session, peers, nonces.clone(), connect_timeout_ms))
+            let peers = select_neighbours(index, &listeners);
+            spawn_local(request_peer_connections(session, peers, nonces.clone(), connect_timeout_ms))
         })
         .collect();
     let mut sessions = Vec::new();
@@ -95,23 +100,24 @@ pub(super) async fn probe_hosts(
     sessions.into_iter().map(|session| session.probe).collect()
 }
 
-/// A host that is being probed.
+/// A host that is being probed: its results so far, its agent and the control connection.
 struct ProbeSession {
-    probe: HostProbe,
+    probe: ProbeResult,
     host: StartedAgent,
     connection: Option<AgentConnection>,
 }
 
-/// The control connection to an agent.
+/// The message queues of a control connection to an agent.
 struct AgentConnection {
     outbox: Outbox<ToAgent>,
     inbox: mpsc::Receiver<((), Result<Option<FromAgent>, FrameError>)>,
 }
 
 impl AgentConnection {
-    /// Waits for a message that `select` accepts. Fails when the agent ends, fails, or does not
-    /// answer within `limit`.
-    async fn wait<T>(
+    /// Waits for a message for which `select` returns a value, and returns the value. Other
+    /// messages are dropped. Fails if the agent reports an error, the connection ends, or `limit`
+    /// has passed.
+    async fn wait_for_message<T>(
         &mut self,
         limit: Option<Duration>,
         select: impl Fn(FromAgent) -> Option<T>,
@@ -143,9 +149,9 @@ impl AgentConnection {
     }
 }
 
-/// Connects to the agent of a host and has it inspect the host.
+/// Connects to the agent of a host and requests an inspection. An error becomes part of the result.
 async fn inspect_host(mut host: StartedAgent, targets: ProbeTargets, nonce: String) -> ProbeSession {
-    let mut probe = HostProbe {
+    let mut probe = ProbeResult {
         name: host.name.clone(),
         stage: ConnectionStage::Agent,
         error: None,
@@ -159,7 +165,7 @@ async fn inspect_host(mut host: StartedAgent, targets: ProbeTargets, nonce: Stri
     let mut connection = None;
     let mut stderr = None;
     if let Ok(agent) = &mut host.agent {
-        let (outbox, outgoing) = Outbox::new();
+        let (outbox, outgoing) = Outbox::channel();
         let (sender, inbox) = mpsc::channel(16);
         // The tasks own the streams; `agent` keeps only the handle of the process.
         let input = std::mem::replace(&mut agent.input, Box::new(tokio::io::sink()));
@@ -180,7 +186,7 @@ async fn inspect_host(mut host: StartedAgent, targets: ProbeTargets, nonce: Stri
     };
     match result {
         Ok((inspection, skew)) => (probe.inspection, probe.clock_skew_s) = (Some(inspection), Some(skew)),
-        Err(error) => probe.error = Some(root_error(&host, error, stderr).await),
+        Err(error) => probe.error = Some(find_root_error(&host, error, stderr).await),
     }
     if let Some(progress) = &host.progress {
         (probe.stage, probe.shell_output) = (progress.stage(), progress.shell_output());
@@ -188,9 +194,10 @@ async fn inspect_host(mut host: StartedAgent, targets: ProbeTargets, nonce: Stri
     ProbeSession { probe, host, connection }
 }
 
-/// The error to report for a host: that of its connection or its start, else `error` with the text
-/// of the agent's stderr.
-async fn root_error(
+/// Returns the error to report for a host: that of its connection if there is one, else that of the
+/// agent's start or `error`, with the text of the agent's stderr. Aborts a remote connection that
+/// has no error.
+async fn find_root_error(
     host: &StartedAgent,
     error: Diagnostic,
     stderr: Option<JoinHandle<String>>,
@@ -217,61 +224,70 @@ async fn root_error(
     error.with_subject(&host.name).with_message(message)
 }
 
-/// Requests an inspection; returns it with the clock skew and its uncertainty, seconds.
+/// Requests an inspection from an agent and waits for it. Returns the inspection, the clock skew in
+/// seconds and the uncertainty of the skew in seconds.
 async fn request_inspection(
     connection: &mut AgentConnection,
     ProbeTargets { dirs, cuda }: ProbeTargets,
     nonce: String,
 ) -> diagnostic::Result<(HostInspection, (f64, f64))> {
-    connection.outbox.send(Priority::Critical, ToAgent::Hello { version: VERSION });
+    connection.outbox.send_message(MessagePriority::Critical, ToAgent::Hello { version: PROTOCOL_VERSION });
     // The transport limits the time to connect, and ends the stream on failure.
-    let version = connection.wait(None, |m| match m {
+    let version = connection.wait_for_message(None, |m| match m {
         FromAgent::Hello { version, .. } => Some(version),
         _ => None,
     });
     let version = version.await?;
-    if version != VERSION {
-        let message =
-            format!("the agent speaks version {version} of the control protocol; expected {VERSION}");
+    if version != PROTOCOL_VERSION {
+        let message = format!(
+            "the agent speaks version {version} of the control protocol; expected {PROTOCOL_VERSION}"
+        );
         return Err(Diagnostic::error(codes::run::AGENT_VERSION_MISMATCH, message)
             .with_help("install the same build of launch on every host"));
     }
-    connection.outbox.send(Priority::Critical, ToAgent::Probe(Probe::Inspect { nonce, dirs, cuda }));
-    let sent = unix_seconds();
-    let inspection = connection.wait(Some(ANSWER_TIMEOUT), |m| match m {
+    connection
+        .outbox
+        .send_message(MessagePriority::Critical, ToAgent::Probe(ProbeRequest::Inspect { nonce, dirs, cuda }));
+    let sent = read_unix_time_s();
+    let inspection = connection.wait_for_message(Some(ANSWER_TIMEOUT), |m| match m {
         FromAgent::Probed(ProbeAnswer::Inspect(inspection)) => Some(inspection),
         _ => None,
     });
     let inspection = inspection.await?;
-    let (elapsed, remote) = (unix_seconds() - sent, inspection.unix_time_ns as f64 / 1e9);
+    let (elapsed, remote) = (read_unix_time_s() - sent, inspection.unix_time_ns as f64 / 1e9);
     // The agent reads its clock last, so the answer was in transit for less than the elapsed time.
     let skew = remote - (sent + elapsed);
     Ok((*inspection, (skew, elapsed)))
 }
 
-fn unix_seconds() -> f64 {
+/// Returns the time of this machine's clock, in seconds since 1970.
+fn read_unix_time_s() -> f64 {
     SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64()
 }
 
-/// Where the agent of a host accepts its peers.
-fn listener_of(probe: &HostProbe) -> Option<PeerListener> {
+/// Returns the addresses at which the agent of a host accepts connections of other agents; `None`
+/// if the host was not inspected or the agent does not listen.
+fn find_peer_listener(probe: &ProbeResult) -> Option<PeerListener> {
     let inspection = probe.inspection.as_ref()?;
     let port = inspection.port?;
     let addresses = inspection.interfaces.iter().map(|(_, ip)| SocketAddr::new(*ip, port)).collect();
     Some(PeerListener { name: probe.name.clone(), addresses, greeting: inspection.greeting.clone() })
 }
 
-/// The hosts that host `index` connects to: all others, or, of more than [`MAX_FULL_MESH`] hosts,
-/// the first and the next [`NEIGHBOURS`].
-fn neighbours(index: usize, listeners: &[Option<PeerListener>]) -> Vec<PeerListener> {
+/// Returns the listeners that host `index` connects to: all other hosts or, if there are more than
+/// [`MAX_FULL_MESH_HOSTS`] hosts, the first host and the next [`NEIGHBOUR_COUNT`] hosts.
+fn select_neighbours(index: usize, listeners: &[Option<PeerListener>]) -> Vec<PeerListener> {
     let count = listeners.len();
-    let is_near = |other: usize| other == 0 || (1..=NEIGHBOURS).contains(&((other + count - index) % count));
-    let others = (0..count).filter(|other| *other != index && (count <= MAX_FULL_MESH || is_near(*other)));
+    let is_near =
+        |other: usize| other == 0 || (1..=NEIGHBOUR_COUNT).contains(&((other + count - index) % count));
+    let others =
+        (0..count).filter(|other| *other != index && (count <= MAX_FULL_MESH_HOSTS || is_near(*other)));
     others.filter_map(|other| listeners.get(other)?.clone()).take(MAX_PEERS).collect()
 }
 
-/// Has a host connect to its peers and look for their nonce files.
-async fn connect_peers(
+/// Has an agent connect to its peers and search the directories for the nonce files of all hosts.
+/// The answer, or an error, becomes part of the result.
+async fn request_peer_connections(
     mut session: ProbeSession,
     peers: Vec<PeerListener>,
     nonces: Vec<String>,
@@ -281,15 +297,18 @@ async fn connect_peers(
         return session;
     }
     let Some(connection) = &mut session.connection else { return session };
-    connection.outbox.send(Priority::Critical, ToAgent::Probe(Probe::Connect { peers, nonces, timeout_ms }));
+    connection.outbox.send_message(
+        MessagePriority::Critical,
+        ToAgent::Probe(ProbeRequest::Connect { peers, nonces, timeout_ms }),
+    );
     let limit = ANSWER_TIMEOUT + Duration::from_millis(timeout_ms * 8);
-    let answer = connection.wait(Some(limit), |m| match m {
+    let answer = connection.wait_for_message(Some(limit), |m| match m {
         FromAgent::Probed(ProbeAnswer::Connect { peers, nonces }) => Some((peers, nonces)),
         _ => None,
     });
     match answer.await {
         Ok((peers, nonces)) => (session.probe.peers, session.probe.nonces) = (peers, nonces),
-        Err(error) => session.probe.error = Some(root_error(&session.host, error, None).await),
+        Err(error) => session.probe.error = Some(find_root_error(&session.host, error, None).await),
     }
     session
 }
@@ -299,13 +318,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_of_many_hosts_connects_to_the_first_and_the_next() {
+    fn each_of_many_hosts_connects_to_the_first_and_the_following_hosts() {
         let listener = |i: usize| {
             Some(PeerListener { name: i.to_string(), addresses: Vec::new(), greeting: String::new() })
         };
         let names = |index, count| -> Vec<String> {
             let listeners = (0..count).map(listener).collect::<Vec<_>>();
-            neighbours(index, &listeners).into_iter().map(|p| p.name).collect()
+            select_neighbours(index, &listeners).into_iter().map(|p| p.name).collect()
         };
         assert_eq!(names(1, 3), ["0", "2"]);
         assert_eq!(names(20, 100), ["0", "21", "22", "23", "24"]);

@@ -1,21 +1,22 @@
-//! Output of `launch check`: text and JSON.
-use super::{Check, CheckLevel, CheckReport, HostReport};
-use crate::cmd::plan::{bytes, table};
+//! The output of `launch check` as text and JSON.
+use super::{CheckLevel, CheckReport, CheckResult, HostReport};
+use crate::cmd::plan::{format_binary_bytes, format_table};
 use serde_json::{Value, json};
 use std::fmt::Write;
 
-/// A table of hosts, a table of checks, then every failure and warning with what to do.
-pub(super) fn as_text(report: &CheckReport) -> String {
+/// Formats a report as text: a table of hosts, a table of checks, and every failure and warning
+/// with its help.
+pub(super) fn render_text(report: &CheckReport) -> String {
     let mut rows = vec![
         ["host", "reached", "version", "cpus", "memory", "gpus", "clock", "disk", "ports"]
             .map(str::to_owned)
             .to_vec(),
     ];
-    rows.extend(report.hosts.iter().map(host_row));
-    let mut text = table(&rows);
+    rows.extend(report.hosts.iter().map(format_host_row));
+    let mut text = format_table(&rows);
     // Writing to a String does not fail.
-    _ = writeln!(text, "\n{}", table(&summary_rows(&report.hosts)).trim_end());
-    let checks: Vec<(Option<&str>, &Check)> = report
+    _ = writeln!(text, "\n{}", format_table(&format_check_rows(&report.hosts)).trim_end());
+    let checks: Vec<(Option<&str>, &CheckResult)> = report
         .hosts
         .iter()
         .flat_map(|h| h.checks.iter().map(move |c| (Some(h.name.as_str()), c)))
@@ -28,14 +29,14 @@ pub(super) fn as_text(report: &CheckReport) -> String {
         }
         for (host, check) in selected {
             let host = host.filter(|_| !check.names_host).map_or(String::new(), |h| format!("{h}: "));
-            _ = writeln!(text, "  {}: {host}{}", check.name, printable(&check.found));
+            _ = writeln!(text, "  {}: {host}{}", check.name, replace_control_chars(&check.found));
             if let Some(help) = &check.help {
-                _ = writeln!(text, "    help: {}", printable(help));
+                _ = writeln!(text, "    help: {}", replace_control_chars(help));
             }
         }
     }
     for check in report.checks.iter().filter(|c| c.level == CheckLevel::Ok) {
-        _ = writeln!(text, "\n{}: {}", check.name, printable(&check.found));
+        _ = writeln!(text, "\n{}: {}", check.name, replace_control_chars(&check.found));
     }
     let count = |level| checks.iter().filter(|(_, c)| c.level == level).count();
     let plural = |n: usize, noun: &str| format!("{n} {noun}{}", if n == 1 { "" } else { "s" });
@@ -46,8 +47,9 @@ pub(super) fn as_text(report: &CheckReport) -> String {
     text
 }
 
-/// A row for every check: how it ended on how many hosts, and what was found.
-fn summary_rows(hosts: &[HostReport]) -> Vec<Vec<String>> {
+/// Returns the rows of the table of checks: the name of a check, the number of hosts by level, and
+/// the first and last of the observed values.
+fn format_check_rows(hosts: &[HostReport]) -> Vec<Vec<String>> {
     let mut rows = vec![["check", "hosts", "found"].map(str::to_owned).to_vec()];
     let mut names: Vec<&str> = Vec::new();
     for check in hosts.iter().flat_map(|h| &h.checks) {
@@ -56,7 +58,8 @@ fn summary_rows(hosts: &[HostReport]) -> Vec<Vec<String>> {
         }
     }
     for name in names {
-        let checks: Vec<&Check> = hosts.iter().filter_map(|host| worst_check(host, name)).collect();
+        let checks: Vec<&CheckResult> =
+            hosts.iter().filter_map(|host| find_worst_check(host, name)).collect();
         let counts = [
             (CheckLevel::Ok, "ok"),
             (CheckLevel::Warn, "warning"),
@@ -74,14 +77,14 @@ fn summary_rows(hosts: &[HostReport]) -> Vec<Vec<String>> {
             [one] => one.to_owned(),
             [first, .., last] => format!("{first} … {last}"),
         };
-        rows.push(vec![name.to_owned(), counts.join(", "), printable(&found)]);
+        rows.push(vec![name.to_owned(), counts.join(", "), replace_control_chars(&found)]);
     }
     rows
 }
 
-/// The check of this name that ended worst on a host.
-fn worst_check<'h>(host: &'h HostReport, name: &str) -> Option<&'h Check> {
-    let severity = |check: &&Check| match check.level {
+/// Returns the check of this name with the worst level on a host.
+fn find_worst_check<'h>(host: &'h HostReport, name: &str) -> Option<&'h CheckResult> {
+    let severity = |check: &&CheckResult| match check.level {
         CheckLevel::Ok => 0,
         CheckLevel::Skipped => 1,
         CheckLevel::Warn => 2,
@@ -90,11 +93,12 @@ fn worst_check<'h>(host: &'h HostReport, name: &str) -> Option<&'h Check> {
     host.checks.iter().filter(|c| c.name == name).max_by_key(severity)
 }
 
-fn host_row(host: &HostReport) -> Vec<String> {
+/// Returns the row of a host in the table of hosts. An unreachable host has only two cells.
+fn format_host_row(host: &HostReport) -> Vec<String> {
     let failed = host.checks.iter().find(|c| c.level == CheckLevel::Fail && host.inspection.is_none());
     let mut row = vec![host.name.clone(), failed.map_or("yes".to_owned(), |c| format!("no: {}", c.name))];
     let Some(inspection) = &host.inspection else { return row };
-    let state = |name: &str| match worst_check(host, name) {
+    let state = |name: &str| match find_worst_check(host, name) {
         None => "-".to_owned(),
         Some(check) if check.level == CheckLevel::Ok => "ok".to_owned(),
         Some(_) => "see below".to_owned(),
@@ -107,39 +111,39 @@ fn host_row(host: &HostReport) -> Vec<String> {
     row.extend([
         format!("{} {}", inspection.version, inspection.arch),
         inspection.cpus.to_string(),
-        bytes(inspection.memory),
+        format_binary_bytes(inspection.memory),
         gpus,
         host.clock_skew_s.map_or("-".to_owned(), |(skew, _)| format!("{skew:+.2} s")),
-        inspection.dirs.last().map_or("-".to_owned(), |d| bytes(d.free)),
+        inspection.dirs.last().map_or("-".to_owned(), |d| format_binary_bytes(d.free)),
         state("ports"),
     ]);
     row
 }
 
-/// A text without control characters, which could control the terminal.
-fn printable(text: &str) -> String {
+/// Replaces control characters by U+FFFD, so that the text cannot control the terminal.
+fn replace_control_chars(text: &str) -> String {
     text.chars().map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect()
 }
 
-/// The report as a JSON object.
-pub(super) fn as_json(report: &CheckReport) -> Value {
+/// Returns the report as the JSON object that `--json` prints.
+pub(super) fn render_json(report: &CheckReport) -> Value {
     let host = |h: &HostReport| {
         json!({
             "host": h.name,
             "clock_skew": h.clock_skew_s.map(|(skew, _)| skew),
             "node": h.inspection,
-            "checks": h.checks.iter().map(check_json).collect::<Vec<_>>(),
+            "checks": h.checks.iter().map(check_to_json).collect::<Vec<_>>(),
         })
     };
     json!({
         "name": report.name,
         "ok": !report.has_failed(),
         "hosts": report.hosts.iter().map(host).collect::<Vec<_>>(),
-        "checks": report.checks.iter().map(check_json).collect::<Vec<_>>(),
+        "checks": report.checks.iter().map(check_to_json).collect::<Vec<_>>(),
     })
 }
 
-fn check_json(check: &Check) -> Value {
+fn check_to_json(check: &CheckResult) -> Value {
     let result = match check.level {
         CheckLevel::Ok => "ok",
         CheckLevel::Warn => "warning",
@@ -165,15 +169,16 @@ mod tests {
             clock_skew_s: None,
             checks,
         };
-        let good = || vec![Check::ok("dns", ""), Check::ok("driver", "550")];
-        let failed = Check::failed("dns", host::SSH_NAME_UNRESOLVED, "cannot resolve the name", "correct it");
-        let bad = vec![failed, Check::skipped("driver")];
+        let good = || vec![CheckResult::ok("dns", ""), CheckResult::ok("driver", "550")];
+        let failed =
+            CheckResult::failed("dns", host::SSH_NAME_UNRESOLVED, "cannot resolve the name", "correct it");
+        let bad = vec![failed, CheckResult::skipped("driver")];
         let hosts = vec![report("n1", good()), report("n2", good()), report("n3", bad)];
         let report = CheckReport { name: "job".to_owned(), hosts, checks: Vec::new() };
-        let rows: Vec<String> = summary_rows(&report.hosts).iter().map(|row| row.join("|")).collect();
+        let rows: Vec<String> = format_check_rows(&report.hosts).iter().map(|row| row.join("|")).collect();
         assert_eq!(rows, ["check|hosts|found", "dns|2 ok, 1 failed|", "driver|2 ok, 1 skipped|550"]);
-        insta::assert_snapshot!("report", as_text(&report));
-        let check = &as_json(&report)["hosts"][2]["checks"][0];
+        insta::assert_snapshot!("report", render_text(&report));
+        let check = &render_json(&report)["hosts"][2]["checks"][0];
         assert_eq!((&check["hint"], &check["code"]), (&"correct it".into(), &"ssh-name-unresolved".into()));
     }
 }

@@ -1,4 +1,4 @@
-//! Agents on the nodes of a Slurm allocation, which one step starts.
+//! Starts the agents of `launch check` on the nodes of a Slurm allocation, with one Slurm step.
 use super::StartedAgent;
 use crate::{
     agent,
@@ -14,19 +14,23 @@ use tokio::{
     time::{Instant, sleep},
 };
 
-/// Time between two scans for ended processes of the step.
+/// Time between two attempts to reap the processes of the step.
 const REAP_INTERVAL: Duration = Duration::from_millis(20);
-/// How long the step may take to end after its agents, before it is killed.
+/// Time that the step has to end after its agents, before launch kills it.
 const STEP_EXIT_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The step that runs the agents.
-pub(super) struct AgentStep {
+/// The Slurm step that runs the agents, and the task that reaps its processes.
+pub(super) struct SlurmAgentStep {
     transport: Rc<RefCell<SlurmTransport>>,
     reaper: JoinHandle<()>,
 }
 
-/// Starts an agent on each of these nodes. Must run in a `LocalSet`.
-pub(super) fn start(mut transport: SlurmTransport, nodes: &[String]) -> (Vec<StartedAgent>, AgentStep) {
+/// Starts an agent on each of the nodes and returns the agents in the order of the nodes. Must run
+/// in a `LocalSet`.
+pub(super) fn start_agents(
+    mut transport: SlurmTransport,
+    nodes: &[String],
+) -> (Vec<StartedAgent>, SlurmAgentStep) {
     let agents = transport.start_agents(nodes);
     let started = nodes.iter().zip(agents);
     let started =
@@ -40,12 +44,12 @@ pub(super) fn start(mut transport: SlurmTransport, nodes: &[String]) -> (Vec<Sta
             sleep(REAP_INTERVAL).await;
         }
     });
-    (started, AgentStep { transport, reaper })
+    (started, SlurmAgentStep { transport, reaper })
 }
 
-impl AgentStep {
-    /// Waits for the step, which ends when its agents have ended.
-    pub(super) async fn end(self) {
+impl SlurmAgentStep {
+    /// Waits until all processes of the step have ended. Kills them after [`STEP_EXIT_TIMEOUT`].
+    pub(super) async fn wait_or_kill(self) {
         self.reaper.abort();
         let limit = Instant::now() + STEP_EXIT_TIMEOUT;
         loop {
@@ -63,6 +67,7 @@ impl AgentStep {
     }
 }
 
+/// Reaps the child processes that have ended and passes their exit statuses to the transport.
 fn reap_step(transport: &RefCell<SlurmTransport>) {
-    agent::reap_children(|_| false, |pid, status| transport.borrow_mut().on_child_exit(pid, status));
+    agent::reap_children(|_| false, |pid, status| transport.borrow_mut().record_child_exit(pid, status));
 }

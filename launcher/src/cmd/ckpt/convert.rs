@@ -1,10 +1,11 @@
-//! `launch ckpt convert`: writes a checkpoint in another format, or for another number of ranks.
+//! `launch ckpt convert`: writes a checkpoint in another format, or for another ZeRO stage or world
+//! size.
 use super::{
-    Precision, ProgressLine, count,
-    describe::{format_bytes, printable},
-    log, open, parse_size, print, run_gather,
+    DtypeOption, ProgressLine,
+    describe::{format_bytes, replace_control_chars},
+    format_count, log_line, open_checkpoint, parse_size, print_result, run_gather,
 };
-use crate::cli::ValueError;
+use crate::cli::OptionValueError;
 use ckpt::{ConvertOptions, ConvertTarget, Dtype, GatherOptions, TensorSource, UngroupedWeights};
 use clap::{Args, ValueEnum};
 use contract::exit;
@@ -23,7 +24,7 @@ pub(super) struct ConvertArgs {
     out: PathBuf,
     /// Format to write
     #[arg(long, value_enum)]
-    to: Format,
+    to: TargetFormat,
     /// ZeRO stage to write [default: that of the source]
     #[arg(long, value_parser = clap::value_parser!(u8).range(1..=3))]
     stage: Option<u8>,
@@ -41,13 +42,13 @@ pub(super) struct ConvertArgs {
     sub_group_size: Option<u64>,
     /// Element type of the model's copies of the weights [default: that of the source]
     #[arg(long, value_enum)]
-    dtype: Option<Precision>,
+    dtype: Option<DtypeOption>,
     /// Assign parameters whose names match PATTERN to optimizer group N, from 0, where the
     /// checkpoint does not record groups; parameters without a match are in group 0 (repeatable)
     #[arg(long = "group", value_name = "PATTERN=N", value_parser = parse_group_rule)]
     groups: Vec<GroupRule>,
     /// Memory limit, 64MiB or more
-    #[arg(long, value_name = "SIZE", default_value = "512MB", value_parser = parse_memory)]
+    #[arg(long, value_name = "SIZE", default_value = "512MB", value_parser = parse_memory_limit)]
     memory: u64,
     /// Replace a directory that an earlier conversion created
     #[arg(long)]
@@ -56,7 +57,7 @@ pub(super) struct ConvertArgs {
 
 /// The format of `--to`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum Format {
+enum TargetFormat {
     /// Checkpoint of launch
     Native,
     /// DeepSpeed universal checkpoint
@@ -69,36 +70,37 @@ enum Format {
 
 /// Minimum of `--memory`, in bytes.
 const MIN_MEMORY_BYTES: u64 = 64 << 20;
-/// Memory that gathering may use, in bytes.
+/// Memory that `--to safetensors` needs, in bytes.
 const GATHER_MEMORY_BYTES: u64 = 256_000_000;
 
-/// Parses a size of at least [`MIN_MEMORY_BYTES`].
-fn parse_memory(text: &str) -> Result<u64, ValueError> {
+/// Parses the value of `--memory` and returns it in bytes. Rejects less than [`MIN_MEMORY_BYTES`].
+fn parse_memory_limit(text: &str) -> Result<u64, OptionValueError> {
     match parse_size(text)? {
-        bytes if bytes < MIN_MEMORY_BYTES => Err(ValueError::MemoryTooSmall),
+        bytes if bytes < MIN_MEMORY_BYTES => Err(OptionValueError::MemoryTooSmall),
         bytes => Ok(bytes),
     }
 }
 
-/// One `--group` option.
+/// One `--group PATTERN=N` option: parameters with matching names get optimizer group N.
 #[derive(Clone, Debug)]
 struct GroupRule {
     pattern: GlobMatcher,
     group: usize,
 }
 
-fn parse_group_rule(text: &str) -> Result<GroupRule, ValueError> {
+/// Parses `PATTERN=N`.
+fn parse_group_rule(text: &str) -> Result<GroupRule, OptionValueError> {
     let (pattern, group) = text
         .rsplit_once('=')
         .and_then(|(pattern, group)| Some((pattern, group.parse().ok()?)))
         .filter(|(pattern, _)| !pattern.is_empty())
-        .ok_or(ValueError::GroupRule)?;
-    let glob = Glob::new(pattern).map_err(|error| ValueError::Pattern(error.kind().clone()))?;
+        .ok_or(OptionValueError::GroupRule)?;
+    let glob = Glob::new(pattern).map_err(|error| OptionValueError::Pattern(error.kind().clone()))?;
     Ok(GroupRule { pattern: glob.compile_matcher(), group })
 }
 
-/// Returns the group of each parameter that a rule matches. Rejects a rule that matches no
-/// parameter, and two rules that match the same parameter.
+/// Returns the optimizer group of each parameter that a rule matches. Rejects a rule that matches
+/// no parameter, a group that does not exist, and two rules that match one parameter.
 fn assign_groups(
     source: &dyn TensorSource,
     rules: &[GroupRule],
@@ -108,9 +110,9 @@ fn assign_groups(
         return Ok(BTreeMap::new());
     }
     let reject = |message: String, help: &str| {
-        Err(rejected(command::CONVERT_GROUP_INVALID, "--group", message).with_help(help))
+        Err(option_error(command::CONVERT_GROUP_INVALID, "--group", message).with_help(help))
     };
-    let UngroupedWeights { names, groups } = ckpt::find_ungrouped(source)?;
+    let UngroupedWeights { names, groups } = ckpt::find_ungrouped_weights(source)?;
     if names.is_empty() {
         let message = "the checkpoint records the group of every parameter".to_owned();
         return reject(message, "leave the option out");
@@ -129,11 +131,14 @@ fn assign_groups(
         if matches.peek().is_none() {
             let examples = names.iter().take(3).cloned().collect::<Vec<_>>().join(", ");
             let message = format!("the pattern `{pattern}` matches no parameter without a group");
-            return reject(message, &format!("such parameters are for example {}", printable(&examples)));
+            return reject(
+                message,
+                &format!("such parameters are for example {}", replace_control_chars(&examples)),
+            );
         }
         for name in matches {
             if let Some(other) = assigned.insert(name.clone(), rule) {
-                let (other, name) = (other.pattern.glob(), printable(name));
+                let (other, name) = (other.pattern.glob(), replace_control_chars(name));
                 let message = format!("the patterns `{other}` and `{pattern}` both match {name}");
                 let help = "use patterns that do not overlap, or one with alternatives: \
                             '{*norm*,*.bias}=1'";
@@ -144,17 +149,17 @@ fn assign_groups(
     Ok(assigned.into_iter().map(|(name, rule)| (name, rule.group)).collect())
 }
 
-/// The error of an option that contradicts other options or the checkpoint.
-fn rejected(code: Code, option: &str, message: String) -> Diagnostic {
+/// Returns the error of an option that contradicts other options or the checkpoint.
+fn option_error(code: Code, option: &str, message: String) -> Diagnostic {
     Diagnostic::error(code, message).with_subject(option)
 }
 
-/// Rejects options that have no meaning for the format.
+/// Rejects options that do not apply to the format of `--to`.
 fn check_options(args: &ConvertArgs) -> diagnostic::Result<()> {
-    let weights_only = args.to == Format::Safetensors;
+    let weights_only = args.to == TargetFormat::Safetensors;
     let unsupported = |option: &str, reason: &str| {
         let message = format!("`{option}` cannot be used with this format: {reason}");
-        Err(rejected(command::CONVERT_OPTION_UNSUPPORTED, option, message)
+        Err(option_error(command::CONVERT_OPTION_UNSUPPORTED, option, message)
             .with_help("see `launch ckpt convert --help`"))
     };
     for (option, is_given) in [("--stage", args.stage.is_some()), ("--world-size", args.world_size.is_some())]
@@ -166,12 +171,12 @@ fn check_options(args: &ConvertArgs) -> diagnostic::Result<()> {
     if weights_only && !args.groups.is_empty() {
         return unsupported("--group", "`--to safetensors` writes weights, which have no groups");
     }
-    if args.sub_group_size.is_some() && args.to != Format::Deepspeed {
+    if args.sub_group_size.is_some() && args.to != TargetFormat::Deepspeed {
         return unsupported("--sub-group-size", "only `--to deepspeed` has sub-groups");
     }
     if weights_only && args.memory < GATHER_MEMORY_BYTES {
         let message = "`--to safetensors` needs 256 MB of memory".to_owned();
-        return Err(rejected(command::CONVERT_MEMORY_TOO_SMALL, "--memory", message)
+        return Err(option_error(command::CONVERT_MEMORY_TOO_SMALL, "--memory", message)
             .with_field("required_bytes", GATHER_MEMORY_BYTES)
             .with_field("memory_bytes", args.memory)
             .with_help("raise `--memory`"));
@@ -179,21 +184,21 @@ fn check_options(args: &ConvertArgs) -> diagnostic::Result<()> {
     Ok(())
 }
 
-/// Converts the checkpoint.
+/// Runs `launch ckpt convert`: writes the converted checkpoint and prints its path.
 pub(super) fn run(args: &ConvertArgs, json: bool) -> diagnostic::Result<u8> {
     check_options(args)?;
     let dtype = args.dtype.map(Dtype::from);
     let target = match args.to {
-        Format::Native => ConvertTarget::Native,
-        Format::Universal => ConvertTarget::Universal,
-        Format::Deepspeed => ConvertTarget::DeepSpeed,
-        Format::Safetensors => {
-            log(format_args!("note: optimizer states are left out"));
+        TargetFormat::Native => ConvertTarget::Native,
+        TargetFormat::Universal => ConvertTarget::Universal,
+        TargetFormat::Deepspeed => ConvertTarget::DeepSpeed,
+        TargetFormat::Safetensors => {
+            log_line(format_args!("note: optimizer states are left out"));
             let options = GatherOptions { dtype, force: args.force, ..GatherOptions::default() };
             return run_gather(&args.dir, &args.out, &options, json);
         }
     };
-    let found = open(&args.dir)?;
+    let found = open_checkpoint(&args.dir)?;
     let source = found.source();
     let defaults = ConvertOptions::new(target);
     let options = ConvertOptions {
@@ -207,14 +212,15 @@ pub(super) fn run(args: &ConvertArgs, json: bool) -> diagnostic::Result<u8> {
         force: args.force,
     };
     let mut progress = ProgressLine::new("converting");
-    let result = ckpt::convert(source, &args.out, &options, |done, total| progress.update(done, total));
+    let result =
+        ckpt::convert_checkpoint(source, &args.out, &options, |done, total| progress.update(done, total));
     progress.clear();
     let report = result?;
     for notice in &report.notices {
-        log(format_args!("note: {}", printable(&notice.to_string())));
+        log_line(format_args!("note: {}", replace_control_chars(&notice.to_string())));
     }
     if json {
-        print(&format!("{}\n", serde_json::to_value(&report).unwrap_or(Value::Null)))?;
+        print_result(&format!("{}\n", serde_json::to_value(&report).unwrap_or(Value::Null)))?;
         return Ok(exit::DONE);
     }
     let stage = report.stage.map_or("all stages".into(), |s| format!("stage {s}"));
@@ -222,13 +228,13 @@ pub(super) fn run(args: &ConvertArgs, json: bool) -> diagnostic::Result<u8> {
         0 => String::new(),
         n => format!(", {n} of them from an earlier run"),
     };
-    log(format_args!(
+    log_line(format_args!(
         "converted step {} for {stage} and {}: {} in {}{reused}",
         report.step,
-        count(report.world as usize, "rank"),
+        format_count(report.world as usize, "rank"),
         format_bytes(report.bytes),
-        count(report.files as usize, "file"),
+        format_count(report.files as usize, "file"),
     ));
-    print(&format!("{}\n", report.path.display()))?;
+    print_result(&format!("{}\n", report.path.display()))?;
     Ok(exit::DONE)
 }

@@ -1,33 +1,33 @@
-//! The output of `launch ckpt inspect`.
-use super::count;
+//! The output of `launch ckpt inspect` as text and JSON.
+use super::format_count;
 use ckpt::{
-    Checkpoint, ExternalCheckpoint, TensorInfo, TensorRole, TensorSource, Tie,
+    Checkpoint, ExternalCheckpoint, TensorInfo, TensorRole, TensorSource, TiedWeight,
     rng_files::rank_files::{self, StreamDigest},
 };
 use serde_json::{Map, Value, json};
 
 /// Describes a native checkpoint as JSON.
-pub(super) fn native_json(checkpoint: &Checkpoint) -> Value {
+pub(super) fn describe_native_as_json(checkpoint: &Checkpoint) -> Value {
     let facts = checkpoint.facts();
-    let tensors: Vec<Value> = checkpoint.tensors().map(|t| tensor_json(&t)).collect();
+    let tensors: Vec<Value> = checkpoint.tensors().map(|t| tensor_to_json(&t)).collect();
     let files: Vec<Value> = checkpoint
-        .files()
+        .shard_sizes()
         .enumerate()
-        .map(|(i, (name, bytes))| file_json(checkpoint, i, name, bytes))
+        .map(|(i, (name, bytes))| shard_file_to_json(checkpoint, i, name, bytes))
         .collect();
     json!({
         "kind": "native", "path": checkpoint.path(), "step": facts.step, "world": facts.world, "stage": facts.stage,
         "tokens": facts.tokens, "run_seed": facts.run_seed, "program": facts.program, "family": facts.model.family,
-        "bytes": checkpoint.bytes(), "files": files, "tensors": tensors, "ties": facts.model.ties,
+        "bytes": checkpoint.total_shard_bytes(), "files": files, "tensors": tensors, "ties": facts.model.ties,
         "frozen": facts.model.frozen, "groups": facts.groups, "cursor": facts.cursor, "rng": facts.rng,
         "tokenizer": facts.tokenizer.iter().map(|t| t.name.as_str()).collect::<Vec<_>>(),
-        "config": facts.model.hf_config, "job": facts.job, "missing": missing(checkpoint),
+        "config": facts.model.hf_config, "job": facts.job, "missing": list_missing_parts(checkpoint),
     })
 }
 
 /// Describes a shard as JSON. With host-local storage the JSON also has the host that wrote the
 /// shard, and whether the shard is on this host.
-fn file_json(checkpoint: &Checkpoint, file: usize, name: &str, bytes: u64) -> Value {
+fn shard_file_to_json(checkpoint: &Checkpoint, file: usize, name: &str, bytes: u64) -> Value {
     let mut value = json!({"name": name, "bytes": bytes});
     if let Some(host) = checkpoint.shard_host(file) {
         value["host"] = json!(host);
@@ -36,20 +36,21 @@ fn file_json(checkpoint: &Checkpoint, file: usize, name: &str, bytes: u64) -> Va
     value
 }
 
-/// The shards on other hosts, with their hosts; `None` if all shards are on this host.
-fn remote_shards(checkpoint: &Checkpoint) -> Option<String> {
+/// Returns the names of the shards on other hosts, each with its host, as text; `None` if all
+/// shards are on this host.
+fn format_remote_shards(checkpoint: &Checkpoint) -> Option<String> {
     let absent =
-        checkpoint.files().zip(checkpoint.local_files()).enumerate().filter(|(_, (_, here))| !**here);
+        checkpoint.shard_sizes().zip(checkpoint.local_files()).enumerate().filter(|(_, (_, here))| !**here);
     let lines: Vec<String> = absent
         .filter_map(|(i, ((name, _), _))| {
-            Some(format!("{name} on host {}", printable(&checkpoint.shard_host(i)?.to_string())))
+            Some(format!("{name} on host {}", replace_control_chars(&checkpoint.shard_host(i)?.to_string())))
         })
         .collect();
     (!lines.is_empty()).then(|| lines.join(", "))
 }
 
-/// The parts of a full training state that the checkpoint lacks.
-fn missing(checkpoint: &Checkpoint) -> Vec<&'static str> {
+/// Returns the names of the parts of a full training state that a checkpoint lacks.
+fn list_missing_parts(checkpoint: &Checkpoint) -> Vec<&'static str> {
     let facts = checkpoint.facts();
     let optimizer = checkpoint.tensors().any(|t| t.role.is_optimizer_state());
     let parts = [
@@ -63,8 +64,9 @@ fn missing(checkpoint: &Checkpoint) -> Vec<&'static str> {
     parts.into_iter().filter(|(_, present)| !present).map(|(name, _)| name).collect()
 }
 
-/// Describes a native checkpoint as text: facts, and tables of the optimizer groups and tensors.
-pub(super) fn native_text(checkpoint: &Checkpoint) -> String {
+/// Describes a native checkpoint as text: a list of its properties, and tables of the optimizer
+/// groups and tensors.
+pub(super) fn describe_native_as_text(checkpoint: &Checkpoint) -> String {
     let facts = checkpoint.facts();
     let tensors: Vec<TensorInfo> = checkpoint.tensors().collect();
     let mut lines = vec![
@@ -75,21 +77,24 @@ pub(super) fn native_text(checkpoint: &Checkpoint) -> String {
         ("stage", facts.stage.to_string()),
         ("tokens", facts.tokens.to_string()),
         ("family", facts.model.family.clone()),
-        ("bytes", format!("{} ({})", checkpoint.bytes(), format_bytes(checkpoint.bytes()))),
+        (
+            "bytes",
+            format!("{} ({})", checkpoint.total_shard_bytes(), format_bytes(checkpoint.total_shard_bytes())),
+        ),
         ("program", facts.program.clone()),
     ];
-    lines.extend(remote_shards(checkpoint).map(|shards| ("elsewhere", shards)));
-    lines.extend(role_lines(&tensors));
+    lines.extend(format_remote_shards(checkpoint).map(|shards| ("elsewhere", shards)));
+    lines.extend(format_role_lines(&tensors));
     lines.push(("ties", format_ties(&facts.model.ties)));
     lines.push(("cursor", facts.cursor.to_string()));
     lines.push(("rng", facts.rng.to_string()));
-    lines.push(("missing", or_default(missing(checkpoint).join(", "), "nothing")));
+    lines.push(("missing", replace_empty(list_missing_parts(checkpoint).join(", "), "nothing")));
     join_sections(&lines, &facts.groups, &tensors)
 }
 
-/// Describes an external checkpoint as text: facts, and tables of the optimizer groups, tensors and
-/// RNG streams.
-pub(super) fn external_text(checkpoint: &ExternalCheckpoint) -> String {
+/// Describes an external checkpoint as text: a list of its properties, and tables of the optimizer
+/// groups, tensors and RNG streams.
+pub(super) fn describe_external_as_text(checkpoint: &ExternalCheckpoint) -> String {
     let facts = checkpoint.facts();
     let tensors = checkpoint.tensors();
     let bytes: u64 = checkpoint.files().map(|(_, bytes)| bytes).sum();
@@ -103,30 +108,37 @@ pub(super) fn external_text(checkpoint: &ExternalCheckpoint) -> String {
         ("stage", facts.stage.map_or("-".into(), |s| s.to_string())),
         (
             "bytes",
-            format!("{bytes} ({}) in {}", format_bytes(bytes), count(checkpoint.files().count(), "file")),
+            format!(
+                "{bytes} ({}) in {}",
+                format_bytes(bytes),
+                format_count(checkpoint.files().count(), "file")
+            ),
         ),
     ];
-    lines.extend(role_lines(&tensors));
+    lines.extend(format_role_lines(&tensors));
     lines.push(("ties", format_ties(&facts.ties)));
-    lines.push(("frozen", or_default(facts.frozen.join(", "), "none")));
+    lines.push(("frozen", replace_empty(facts.frozen.join(", "), "none")));
     lines.push(("scheduler", facts.scheduler.to_string()));
     if !facts.loss_scaler.is_null() {
         lines.push(("scaler", facts.loss_scaler.to_string()));
     }
-    lines.push(("updates", format_updates(facts.steps.values())));
-    lines.push(("rng files", or_default(facts.rng_files.join(", "), "none")));
+    lines.push(("updates", format_update_counts(facts.steps.values())));
+    lines.push(("rng files", replace_empty(facts.rng_files.join(", "), "none")));
     lines.push((
         "missing",
-        or_default(facts.missing.iter().map(ToString::to_string).collect::<Vec<_>>().join(", "), "nothing"),
+        replace_empty(
+            facts.missing.iter().map(ToString::to_string).collect::<Vec<_>>().join(", "),
+            "nothing",
+        ),
     ));
     if !facts.lost.is_empty() {
         lines.push(("lost", facts.lost.join(", ")));
     }
-    join_sections(&lines, &json!(facts.groups), &tensors) + &random_state_table(checkpoint)
+    join_sections(&lines, &json!(facts.groups), &tensors) + &format_rng_stream_table(checkpoint)
 }
 
-/// The number of optimizer updates, or the range if it differs between weights.
-fn format_updates<'a>(steps: impl Iterator<Item = &'a u64>) -> String {
+/// Formats the update counts of all weights as one number or, if weights differ, as a range.
+fn format_update_counts<'a>(steps: impl Iterator<Item = &'a u64>) -> String {
     let distinct: std::collections::BTreeSet<u64> = steps.copied().collect();
     match (distinct.first(), distinct.last()) {
         (Some(a), Some(b)) if a == b => a.to_string(),
@@ -135,43 +147,48 @@ fn format_updates<'a>(steps: impl Iterator<Item = &'a u64>) -> String {
     }
 }
 
-/// Formats a table with a row for each rank and RNG stream. Streams with equal digests continue
-/// with the same numbers.
-fn random_state_table(checkpoint: &ExternalCheckpoint) -> String {
-    let rows = match random_states(checkpoint) {
+/// Formats a table with a row for each rank and RNG stream, or the error of reading the RNG files.
+/// Streams with equal digests continue with equal random numbers.
+fn format_rng_stream_table(checkpoint: &ExternalCheckpoint) -> String {
+    let rows = match read_rng_streams(checkpoint) {
         Ok(rows) if rows.is_empty() => return String::new(),
         Ok(rows) => rows,
-        Err(error) => return format!("\nrandom states: {}\n", printable(&error.to_string())),
+        Err(error) => return format!("\nrandom states: {}\n", replace_control_chars(&error.to_string())),
     };
     let mut table = vec![["RANK", "STREAM", "DIGEST", "FILE"].map(str::to_owned).to_vec()];
     table.extend(rows.iter().map(|s| {
-        vec![s.rank.to_string(), s.kind.to_string(), s.digest.chars().take(16).collect(), printable(&s.file)]
+        vec![
+            s.rank.to_string(),
+            s.kind.to_string(),
+            s.digest.chars().take(16).collect(),
+            replace_control_chars(&s.file),
+        ]
     }));
     format!("\n{}", align_columns(&table))
 }
 
-/// Reads the RNG streams of a checkpoint from its directory or, if the directory is that of a tag,
-/// from the parent.
-fn random_states(checkpoint: &ExternalCheckpoint) -> diagnostic::Result<Vec<StreamDigest>> {
+/// Reads the digests of a checkpoint's RNG streams from its directory or, if that has no RNG files,
+/// from the parent directory.
+fn read_rng_streams(checkpoint: &ExternalCheckpoint) -> diagnostic::Result<Vec<StreamDigest>> {
     if checkpoint.facts().rng_files.is_empty() {
         return Ok(Vec::new());
     }
     let path = checkpoint.path();
     let parent = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(path);
-    let digests = rank_files::digests(path)?;
-    if digests.is_empty() { Ok(rank_files::digests(parent)?) } else { Ok(digests) }
+    let digests = rank_files::compute_stream_digests(path)?;
+    if digests.is_empty() { Ok(rank_files::compute_stream_digests(parent)?) } else { Ok(digests) }
 }
 
 /// Describes an external checkpoint as JSON.
-pub(super) fn external_json(checkpoint: &ExternalCheckpoint) -> Value {
+pub(super) fn describe_external_as_json(checkpoint: &ExternalCheckpoint) -> Value {
     let mut value = serde_json::to_value(checkpoint.facts()).unwrap_or(Value::Null);
     let files: Vec<Value> =
         checkpoint.files().map(|(name, bytes)| json!({"name": name, "bytes": bytes})).collect();
     value["path"] = json!(checkpoint.path());
     value["bytes"] = checkpoint.files().map(|(_, bytes)| bytes).sum::<u64>().into();
     value["files"] = files.into();
-    value["tensors"] = checkpoint.tensors().iter().map(tensor_json).collect();
-    value["streams"] = match random_states(checkpoint) {
+    value["tensors"] = checkpoint.tensors().iter().map(tensor_to_json).collect();
+    value["streams"] = match read_rng_streams(checkpoint) {
         Ok(rows) => json!(rows),
         Err(error) => json!({ "error": error.to_string(), "code": error.code().name() }),
     };
@@ -179,43 +196,47 @@ pub(super) fn external_json(checkpoint: &ExternalCheckpoint) -> Value {
     value
 }
 
-fn tensor_json(t: &TensorInfo) -> Value {
+/// Describes a tensor as JSON.
+fn tensor_to_json(t: &TensorInfo) -> Value {
     json!({"name": t.name, "role": t.role, "dtype": t.dtype, "shape": t.shape, "bytes": t.bytes()})
 }
 
-fn or_default(text: String, none: &str) -> String {
+/// Returns `none` in place of an empty text.
+fn replace_empty(text: String, none: &str) -> String {
     if text.is_empty() { none.to_owned() } else { text }
 }
 
-fn format_ties(ties: &[Tie]) -> String {
-    or_default(
+fn format_ties(ties: &[TiedWeight]) -> String {
+    replace_empty(
         ties.iter().map(|t| format!("{} = {}", t.alias, t.target)).collect::<Vec<_>>().join(", "),
         "none",
     )
 }
 
-/// Returns a line for each tensor role: the number of tensors and elements, and the dtypes.
-fn role_lines(tensors: &[TensorInfo]) -> Vec<(&'static str, String)> {
+/// Returns a name and a text for each tensor role that occurs: the number of tensors and elements,
+/// and the dtypes.
+fn format_role_lines(tensors: &[TensorInfo]) -> Vec<(&'static str, String)> {
     let mut lines = Vec::new();
     for role in TensorRole::ALL {
         let of_role: Vec<&TensorInfo> = tensors.iter().filter(|t| t.role == role).collect();
         if !of_role.is_empty() {
-            let elements: u64 = of_role.iter().map(|t| t.elements()).sum();
+            let elements: u64 = of_role.iter().map(|t| t.element_count()).sum();
             let mut dtypes: Vec<String> = of_role.iter().map(|t| t.dtype.to_string()).collect();
             dtypes.sort();
             dtypes.dedup();
-            let (tensors, elements) = (count(of_role.len(), "tensor"), count(elements as usize, "element"));
+            let (tensors, elements) =
+                (format_count(of_role.len(), "tensor"), format_count(elements as usize, "element"));
             lines.push((role.name(), format!("{tensors}, {elements}, {}", dtypes.join(" and "))));
         }
     }
     lines
 }
 
-/// Joins the lines of facts with the tables of optimizer groups and tensors.
+/// Formats the properties as lines, and appends the tables of optimizer groups and tensors.
 fn join_sections(lines: &[(&str, String)], groups: &Value, tensors: &[TensorInfo]) -> String {
     let mut text: String =
-        lines.iter().map(|(key, value)| format!("{key:<10}  {}\n", printable(value))).collect();
-    for table in [group_table(groups), tensor_table(tensors)] {
+        lines.iter().map(|(key, value)| format!("{key:<10}  {}\n", replace_control_chars(value))).collect();
+    for table in [format_group_table(groups), format_tensor_table(tensors)] {
         if !table.is_empty() {
             text.push('\n');
             text.push_str(&table);
@@ -225,7 +246,7 @@ fn join_sections(lines: &[(&str, String)], groups: &Value, tensors: &[TensorInfo
 }
 
 /// Formats a table with a row for each optimizer group; empty without groups.
-fn group_table(groups: &Value) -> String {
+fn format_group_table(groups: &Value) -> String {
     let groups: Vec<&Map<String, Value>> =
         groups.as_array().into_iter().flatten().filter_map(Value::as_object).collect();
     let mut columns: Vec<&str> = Vec::new();
@@ -240,12 +261,12 @@ fn group_table(groups: &Value) -> String {
     columns.sort_by_key(|c| first.iter().position(|f| f == c).unwrap_or(first.len()));
     let cell = |v: Option<&Value>| match v {
         None | Some(Value::Null) => "-".to_owned(),
-        Some(Value::String(s)) => printable(s),
+        Some(Value::String(s)) => replace_control_chars(s),
         Some(Value::Array(items)) if items.len() > 2 => items.len().to_string(),
-        Some(other) => printable(&other.to_string()),
+        Some(other) => replace_control_chars(&other.to_string()),
     };
-    let head =
-        std::iter::once("GROUP".to_owned()).chain(columns.iter().map(|c| printable(&c.to_uppercase())));
+    let head = std::iter::once("GROUP".to_owned())
+        .chain(columns.iter().map(|c| replace_control_chars(&c.to_uppercase())));
     let mut rows: Vec<Vec<String>> = vec![head.collect()];
     rows.extend(groups.iter().enumerate().map(|(i, g)| {
         std::iter::once(i.to_string()).chain(columns.iter().map(|c| cell(g.get(*c)))).collect()
@@ -264,17 +285,22 @@ fn align_columns(rows: &[Vec<String>]) -> String {
 }
 
 /// Formats a table of the tensors: role, dtype, shape and name.
-fn tensor_table(tensors: &[TensorInfo]) -> String {
+fn format_tensor_table(tensors: &[TensorInfo]) -> String {
     let shape = |t: &TensorInfo| t.shape.iter().map(u64::to_string).collect::<Vec<_>>().join(" × ");
     let mut rows = vec![["ROLE", "DTYPE", "SHAPE", "NAME"].map(str::to_owned).to_vec()];
     rows.extend(tensors.iter().map(|t| {
-        vec![t.role.to_string(), t.dtype.to_string(), or_default(shape(t), "scalar"), printable(&t.name)]
+        vec![
+            t.role.to_string(),
+            t.dtype.to_string(),
+            replace_empty(shape(t), "scalar"),
+            replace_control_chars(&t.name),
+        ]
     }));
     align_columns(&rows)
 }
 
 /// Replaces control characters by U+FFFD, so that the text cannot control the terminal.
-pub(super) fn printable(text: &str) -> String {
+pub(super) fn replace_control_chars(text: &str) -> String {
     text.chars().map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect()
 }
 
@@ -298,43 +324,49 @@ mod tests {
     use ckpt::Dtype;
 
     #[test]
-    fn tables_are_aligned_and_names_cannot_steer_the_terminal() {
+    fn tables_are_aligned_and_names_cannot_control_the_terminal() {
         let t = |role, shape: &[u64], name: &str| TensorInfo {
             name: name.into(),
             role,
             dtype: Dtype::F32,
             shape: shape.into(),
         };
-        let text =
-            tensor_table(&[t(TensorRole::Weight, &[16, 8], "a\x1b[2J"), t(TensorRole::ExpAvgSq, &[], "b")]);
+        let text = format_tensor_table(&[
+            t(TensorRole::Weight, &[16, 8], "a\x1b[2J"),
+            t(TensorRole::ExpAvgSq, &[], "b"),
+        ]);
         assert_eq!(
             text,
             "ROLE        DTYPE  SHAPE   NAME\nweight      F32    16 × 8  a\u{fffd}[2J\nexp_avg_sq  F32    scalar  b\n"
         );
     }
 
-    /// The text with the path of a temporary or golden directory replaced.
-    fn without_path(text: &str, dir: &std::path::Path) -> String {
+    /// Replaces the path of a temporary or golden directory by `DIR`.
+    fn replace_path(text: &str, dir: &std::path::Path) -> String {
         text.replace(&dir.display().to_string(), "DIR")
     }
 
     #[test]
-    fn a_native_checkpoint_is_described() {
+    fn the_text_describes_a_native_checkpoint() {
         let dir = tempfile::tempdir().expect("a directory");
-        let path = crate::cmd::ckpt::tests::save_sample(dir.path());
+        let path = crate::cmd::ckpt::tests::save_sample_checkpoint(dir.path());
         let checkpoint = Checkpoint::open(&path).expect("complete");
-        insta::assert_snapshot!("native", without_path(&native_text(&checkpoint), dir.path()));
+        insta::assert_snapshot!("native", replace_path(&describe_native_as_text(&checkpoint), dir.path()));
     }
 
     #[test]
-    fn a_deepspeed_checkpoint_is_described() {
+    fn text_and_json_describe_a_deepspeed_checkpoint() {
         let golden =
             std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../worker/ckpt/tests/golden/z1_tied");
-        let ckpt::OpenedCheckpoint::External(checkpoint) = ckpt::find(&golden).expect("complete") else {
+        let ckpt::OpenedCheckpoint::External(checkpoint) = ckpt::open_checkpoint(&golden).expect("complete")
+        else {
             panic!("not a checkpoint of DeepSpeed")
         };
-        insta::assert_snapshot!("deepspeed", without_path(&external_text(&checkpoint), checkpoint.path()));
-        let value = external_json(&checkpoint);
+        insta::assert_snapshot!(
+            "deepspeed",
+            replace_path(&describe_external_as_text(&checkpoint), checkpoint.path())
+        );
+        let value = describe_external_as_json(&checkpoint);
         assert_eq!(
             (&value["kind"], &value["world"], &value["stage"]),
             (&json!("DeepSpeed"), &json!(1), &json!(1))
@@ -343,13 +375,13 @@ mod tests {
     }
 
     #[test]
-    fn groups_are_rows_and_unused_settings_are_left_out() {
+    fn the_group_table_leaves_out_unused_settings() {
         let groups = json!([
             {"lr": 0.001, "betas": [0.9, 0.98], "amsgrad": false, "foreach": null, "weight_decay": 0.1, "params": ["a", "b", "c"]},
             {"lr": 0.001, "betas": [0.9, 0.98], "amsgrad": false, "foreach": null, "weight_decay": 0.0, "params": []},
         ]);
-        let text = group_table(&groups);
+        let text = format_group_table(&groups);
         insta::assert_snapshot!("groups", text);
-        assert_eq!(group_table(&Value::Null), "");
+        assert_eq!(format_group_table(&Value::Null), "");
     }
 }

@@ -1,72 +1,76 @@
 //! `launch ckpt diff`: compares two checkpoints of any format.
-use super::{ProgressLine, describe::printable, log, open, print};
-use ckpt::{DiffOptions, DiffReport, OpenedCheckpoint, RoundingCast, Side, TensorDiff, Tie};
+use super::{ProgressLine, describe::replace_control_chars, log_line, open_checkpoint, print_result};
+use ckpt::{DiffOptions, DiffReport, DiffSide, FloatTensorDiff, OpenedCheckpoint, RoundingCast, TiedWeight};
 use contract::exit;
 use serde_json::Value;
 use std::path::Path;
 
-/// Differing tensors that are listed.
-const MAX_SHOWN: usize = 40;
+/// The number of differing tensors that the text lists.
+const MAX_LISTED_TENSORS: usize = 40;
 
-/// Compares the checkpoints. Exit code 0 if they are equal, 1 if they differ.
-pub(super) fn diff(a: &Path, b: &Path, weights_only: bool, json: bool) -> diagnostic::Result<u8> {
-    let (a, b) = (open(a)?, open(b)?);
+/// Runs `launch ckpt diff`: compares two checkpoints and prints the differences. Returns exit code
+/// 0 if they are equal and 1 if they differ.
+pub(super) fn run(a: &Path, b: &Path, weights_only: bool, json: bool) -> diagnostic::Result<u8> {
+    let (a, b) = (open_checkpoint(a)?, open_checkpoint(b)?);
     let mut progress = ProgressLine::new("comparing");
     let options = DiffOptions { weights_only };
-    let report =
-        ckpt::diff(diff_side(&a), diff_side(&b), &options, |done, total| progress.update(done, total));
+    let report = ckpt::diff_checkpoints(to_diff_side(&a), to_diff_side(&b), &options, |done, total| {
+        progress.update(done, total)
+    });
     progress.clear();
     let report = report?;
     if json {
         let mut value = serde_json::to_value(&report).unwrap_or(Value::Null);
         value["is_equal"] = report.is_equal().into();
-        print(&format!("{value}\n"))?;
+        print_result(&format!("{value}\n"))?;
     } else {
-        print(&diff_table(&report))?;
-        if let Some(note) = common_rounding(&report) {
-            log(format_args!("note: {note}"));
+        print_result(&format_diff_report(&report))?;
+        if let Some(note) = describe_common_rounding(&report) {
+            log_line(format_args!("note: {note}"));
         }
     }
     Ok(if report.is_equal() { exit::DONE } else { exit::FAILED })
 }
 
-fn diff_side(found: &OpenedCheckpoint) -> Side<'_> {
-    let ties: &[Tie] = match found {
+/// Returns the tensors and ties of a checkpoint, for a comparison.
+fn to_diff_side(found: &OpenedCheckpoint) -> DiffSide<'_> {
+    let ties: &[TiedWeight] = match found {
         OpenedCheckpoint::Native(newest) => &newest.checkpoint.facts().model.ties,
         OpenedCheckpoint::External(external) => &external.facts().ties,
     };
-    Side { source: found.source(), ties }
+    DiffSide { source: found.source(), ties }
 }
 
-fn diff_table(report: &DiffReport) -> String {
+/// Formats a comparison with one line for each tensor that differs, and a summary.
+fn format_diff_report(report: &DiffReport) -> String {
     let mut lines = vec![format!("a  {}", report.a.display()), format!("b  {}", report.b.display())];
     let mut list = |what: &str, names: &[String]| {
-        lines.extend(names.iter().map(|name| format!("{what}  {}", printable(name))));
+        lines.extend(names.iter().map(|name| format!("{what}  {}", replace_control_chars(name))));
     };
     list("only in a   ", &report.only_a);
     list("only in b   ", &report.only_b);
     list("tied        ", &report.tied);
     list("not compared", &report.not_compared);
     for s in &report.shapes {
-        lines.push(format!("other shape   {}  a {:?}, b {:?}", printable(&s.tensor), s.a, s.b));
+        lines.push(format!("other shape   {}  a {:?}, b {:?}", replace_control_chars(&s.tensor), s.a, s.b));
     }
     for d in &report.other_bytes {
         lines.push(format!(
             "differs       {}  {} of {} elements ({}), first {}",
-            printable(&d.tensor),
+            replace_control_chars(&d.tensor),
             d.differing,
             d.shape.iter().product::<u64>(),
             d.dtype,
             format_index(d.first, &d.shape)
         ));
     }
-    for d in report.different.iter().take(MAX_SHOWN) {
-        lines.push(diff_row(d));
+    for d in report.different.iter().take(MAX_LISTED_TENSORS) {
+        lines.push(format_tensor_diff(d));
     }
-    if report.different.len() > MAX_SHOWN {
+    if report.different.len() > MAX_LISTED_TENSORS {
         lines.push(format!(
             "… and {} more tensors (all of them with --json)",
-            report.different.len() - MAX_SHOWN
+            report.different.len() - MAX_LISTED_TENSORS
         ));
     }
     lines.push(format!(
@@ -78,11 +82,12 @@ fn diff_table(report: &DiffReport) -> String {
     lines.join("\n") + "\n"
 }
 
-fn diff_row(d: &TensorDiff) -> String {
+/// Formats the differences of one tensor as a line.
+fn format_tensor_diff(d: &FloatTensorDiff) -> String {
     let v = &d.values;
     let mut text = format!(
         "differs       {}  {} of {} elements, first {} ({:e} / {:e})",
-        printable(&d.tensor),
+        replace_control_chars(&d.tensor),
         v.differing,
         v.elements,
         format_index(v.first.element, &d.shape),
@@ -101,7 +106,7 @@ fn diff_row(d: &TensorDiff) -> String {
     text
 }
 
-/// A row-major index as one index for each dimension.
+/// Converts a row-major element index to one index for each dimension, and formats them.
 fn format_index(mut element: u64, shape: &[u64]) -> String {
     let mut indices: Vec<u64> = Vec::with_capacity(shape.len());
     for &size in shape.iter().rev() {
@@ -112,6 +117,7 @@ fn format_index(mut element: u64, shape: &[u64]) -> String {
     format!("{indices:?}")
 }
 
+/// Returns which checkpoint (`a` or `b`) is the rounded one, and the dtype of the rounding.
 fn describe_rounding(cast: RoundingCast) -> &'static str {
     match cast {
         RoundingCast::BIsBf16OfA => "b is a rounded to bf16",
@@ -121,8 +127,9 @@ fn describe_rounding(cast: RoundingCast) -> &'static str {
     }
 }
 
-/// The rounding that explains all differing elements, if there is one.
-fn common_rounding(report: &DiffReport) -> Option<String> {
+/// Returns a description of the rounding that explains all differing elements; `None` if there is
+/// no such rounding.
+fn describe_common_rounding(report: &DiffReport) -> Option<String> {
     let cast = report.different.first()?.values.cast?;
     let is_common = report.different.iter().all(|d| d.values.cast == Some(cast));
     is_common.then(|| format!("one rounding explains all different values: {}", describe_rounding(cast)))
@@ -130,7 +137,7 @@ fn common_rounding(report: &DiffReport) -> Option<String> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::tests::save_sample;
+    use super::super::tests::save_sample_checkpoint;
     use super::*;
 
     #[test]
@@ -143,16 +150,16 @@ mod tests {
     fn the_exit_code_reports_whether_checkpoints_are_equal() {
         let dir = tempfile::tempdir().expect("a directory");
         let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../worker/ckpt/tests/golden");
-        let ours = save_sample(dir.path());
+        let ours = save_sample_checkpoint(dir.path());
         for json in [false, true] {
-            assert_eq!(diff(&ours, &ours, false, json).ok(), Some(exit::DONE));
-            assert_eq!(diff(&ours, &golden.join("z2_frozen"), false, json).ok(), Some(exit::FAILED));
+            assert_eq!(run(&ours, &ours, false, json).ok(), Some(exit::DONE));
+            assert_eq!(run(&ours, &golden.join("z2_frozen"), false, json).ok(), Some(exit::FAILED));
         }
-        assert!(diff(&ours, &dir.path().join("nowhere"), false, false).is_err());
+        assert!(run(&ours, &dir.path().join("nowhere"), false, false).is_err());
     }
 
     #[test]
-    fn rows_show_the_first_element_and_the_rounding() {
+    fn a_row_shows_the_first_differing_element_and_the_rounding() {
         let values = ckpt::ElementDiff {
             differing: 3,
             elements: 8,
@@ -164,7 +171,8 @@ mod tests {
             not_finite: 0,
             cast: Some(RoundingCast::BIsBf16OfA),
         };
-        let row = diff_row(&TensorDiff { tensor: "weight/w".into(), shape: vec![2, 4], values });
+        let row =
+            format_tensor_diff(&FloatTensorDiff { tensor: "weight/w".into(), shape: vec![2, 4], values });
         assert_eq!(
             row,
             "differs       weight/w  3 of 8 elements, first [1, 1] (1e0 / 1.5e0), |a-b| max 5.000e-1 mean 1.250e-1, max 4 ulp; b is a rounded to bf16"

@@ -1,6 +1,6 @@
 //! `launch ckpt repair`: rebuilds the derivable parts of a damaged checkpoint and reports the rest
 //! as lost.
-use super::{describe::printable, log, print};
+use super::{describe::replace_control_chars, log_line, print_result};
 use ckpt::RepairOptions;
 use clap::Args;
 use contract::exit;
@@ -21,33 +21,40 @@ pub(super) struct RepairArgs {
     pub(super) in_place: bool,
 }
 
-/// Repairs a checkpoint and prints the directory to use. Exit code 4 if the result does not verify.
+/// Runs `launch ckpt repair`: repairs a checkpoint and prints the directory of the result. Returns
+/// exit code 4 if the result is not sound.
 pub(super) fn run(args: RepairArgs, json: bool) -> diagnostic::Result<u8> {
-    let report = ckpt::repair(&args.dir, &RepairOptions { out: args.out, in_place: args.in_place })?;
+    let report =
+        ckpt::repair_checkpoints(&args.dir, &RepairOptions { out: args.out, in_place: args.in_place })?;
     if json {
-        print(&format!("{}\n", serde_json::to_value(&report).unwrap_or(Value::Null)))?;
+        print_result(&format!("{}\n", serde_json::to_value(&report).unwrap_or(Value::Null)))?;
     } else {
-        report.rebuilt.iter().for_each(|line| log(format_args!("rebuilt: {}", printable(line))));
-        report.lost.iter().for_each(|line| log(format_args!("lost: {}", printable(line))));
+        report
+            .rebuilt
+            .iter()
+            .for_each(|line| log_line(format_args!("rebuilt: {}", replace_control_chars(line))));
+        report.lost.iter().for_each(|line| log_line(format_args!("lost: {}", replace_control_chars(line))));
         match (report.sound, report.rebuilt.is_empty()) {
-            (true, true) => log(format_args!("nothing to repair")),
+            (true, true) => log_line(format_args!("nothing to repair")),
             (true, false) => {}
-            (false, true) => log(format_args!("error: the checkpoint cannot be repaired; use another one")),
+            (false, true) => {
+                log_line(format_args!("error: the checkpoint cannot be repaired; use another one"))
+            }
             (false, false) => {
-                log(format_args!("error: the repaired checkpoint is not complete; use another one"))
+                log_line(format_args!("error: the repaired checkpoint is not complete; use another one"))
             }
         }
         if let Some(newest) = &report.newest {
-            log(format_args!("the newest complete checkpoint is {}", printable(newest)));
+            log_line(format_args!("the newest complete checkpoint is {}", replace_control_chars(newest)));
         }
         if let Some(kept) = &report.kept {
-            log(format_args!(
+            log_line(format_args!(
                 "the original is in {}; remove it when it is not needed any more",
                 kept.display()
             ));
         }
         if let Some(path) = &report.path {
-            print(&format!("{}\n", path.display()))?;
+            print_result(&format!("{}\n", path.display()))?;
         }
     }
     Ok(if report.sound { exit::DONE } else { exit::CHECKPOINT })
@@ -55,10 +62,10 @@ pub(super) fn run(args: RepairArgs, json: bool) -> diagnostic::Result<u8> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::tests::save_sample;
+    use super::super::tests::save_sample_checkpoint;
     use super::*;
 
-    fn repair(dir: PathBuf, in_place: bool) -> Option<u8> {
+    fn run_repair(dir: PathBuf, in_place: bool) -> Option<u8> {
         run(RepairArgs { dir, out: None, in_place }, true).ok()
     }
 
@@ -66,19 +73,19 @@ mod tests {
     fn the_exit_code_reports_whether_the_result_is_complete() {
         let dir = tempfile::tempdir().expect("a directory");
         let root = dir.path().join("checkpoints");
-        let path = save_sample(&root);
-        assert_eq!(repair(root.clone(), false), Some(exit::DONE), "nothing to repair");
+        let path = save_sample_checkpoint(&root);
+        assert_eq!(run_repair(root.clone(), false), Some(exit::DONE), "nothing to repair");
         std::fs::remove_file(root.join("latest")).expect("removed");
-        assert_eq!(repair(root.clone(), false), Some(exit::DONE));
+        assert_eq!(run_repair(root.clone(), false), Some(exit::DONE));
         assert!(!root.join("latest").exists() && dir.path().join("checkpoints.repaired/latest").exists());
-        assert_eq!(repair(root.clone(), true), None, "an earlier result is not overwritten");
+        assert_eq!(run_repair(root.clone(), true), None, "an earlier result is not overwritten");
         std::fs::remove_dir_all(dir.path().join("checkpoints.repaired")).expect("removed");
-        assert_eq!(repair(root.clone(), true), Some(exit::DONE));
+        assert_eq!(run_repair(root.clone(), true), Some(exit::DONE));
         assert!(
             root.join("latest").exists() && !dir.path().join("checkpoints.before-repair/latest").exists()
         );
         std::fs::write(path.join("shard-00000-of-00001.safetensors"), "cut").expect("written");
-        assert_eq!(repair(root, false), Some(exit::CHECKPOINT));
-        assert_eq!(repair(dir.path().join("nowhere"), false), None);
+        assert_eq!(run_repair(root, false), Some(exit::CHECKPOINT));
+        assert_eq!(run_repair(dir.path().join("nowhere"), false), None);
     }
 }

@@ -1,5 +1,5 @@
-//! `resume.from` of a job that runs a program: prepares the checkpoint directory for the number of
-//! workers before anything starts.
+//! `resume.from` of a job that runs a program: prepares the checkpoint directory for the world size
+//! of the job, before any worker starts.
 use crate::plan::Plan;
 use ckpt::rng_files::{
     prepare,
@@ -15,44 +15,45 @@ use diagnostic::{
 };
 use std::path::{Path, PathBuf};
 
-/// Replaced in arguments of `run.command` by the directory to resume from, or by nothing.
-const PLACEHOLDER: &str = "{resume}";
+/// The placeholder in arguments of `run.command` for the directory to resume from. It is replaced
+/// by an empty text if the program starts from the beginning.
+const RESUME_PLACEHOLDER: &str = "{resume}";
 
-/// Finds and prepares the directory to resume from. The workers of the plan receive its path in
-/// their environment and where their command contains `{resume}`; remarks become notes of the
-/// plan. Jobs of the built-in training stay unchanged.
+/// Finds and prepares the directory that a program resumes from. Adds the path to the environment
+/// of each planned worker, replaces `{resume}` in its command, and adds remarks to the warnings of
+/// the plan. Leaves the plans of built-in training unchanged.
 pub(crate) fn prepare_program_resume(job: &JobSpec, plan: &mut Plan) -> diagnostic::Result<()> {
     if job.run.command.is_none() {
         return Ok(());
     }
-    let (path, remarks) = resume_directory(job, plan.world)?;
+    let (path, remarks) = prepare_resume_directory(job, plan.world)?;
     plan.warnings.extend(
         remarks.into_iter().map(|message| {
             Diagnostic::note(job_codes::JOB_RESUME_NOTICE, message).with_subject("resume.from")
         }),
     );
     let text = match &path {
-        Some(path) => path.to_str().ok_or_else(|| not_utf8(path))?,
+        Some(path) => path.to_str().ok_or_else(|| path_not_utf8_error(path))?,
         None => "",
     };
     for worker in plan.host_plans.iter_mut().flat_map(|host| &mut host.workers) {
         if job.resume.from != ResumeFrom::Never {
             worker.env.push((env::LAUNCH_RESUME_FROM.to_owned(), text.to_owned()));
         }
-        for word in worker.command.iter_mut().flatten().filter(|w| w.contains(PLACEHOLDER)) {
-            *word = word.replace(PLACEHOLDER, text);
+        for word in worker.command.iter_mut().flatten().filter(|w| w.contains(RESUME_PLACEHOLDER)) {
+            *word = word.replace(RESUME_PLACEHOLDER, text);
         }
     }
     Ok(())
 }
 
-/// The absolute path of the directory for `world` workers, and remarks. `None`: the program starts
-/// without a checkpoint.
-fn resume_directory(job: &JobSpec, world: u32) -> diagnostic::Result<(Option<PathBuf>, Vec<String>)> {
+/// Finds the checkpoint directory and prepares its RNG streams for `world` workers. Returns the
+/// absolute path, or `None` if the program starts without a checkpoint, and remarks for the user.
+fn prepare_resume_directory(job: &JobSpec, world: u32) -> diagnostic::Result<(Option<PathBuf>, Vec<String>)> {
     let workdir = &job.run.workdir;
     let (found, mut remarks) = match &job.resume.from {
         ResumeFrom::Never => return Ok((None, Vec::new())),
-        ResumeFrom::Auto => prepare::newest_complete(&workdir.join(&job.checkpoint.dir))?,
+        ResumeFrom::Auto => prepare::find_newest_complete(&workdir.join(&job.checkpoint.dir))?,
         ResumeFrom::Path(path) => (Some(workdir.join(path)), Vec::new()),
     };
     let Some(dir) = found else {
@@ -72,7 +73,8 @@ fn resume_directory(job: &JobSpec, world: u32) -> diagnostic::Result<(Option<Pat
     Ok((Some(prepared.path), remarks))
 }
 
-fn not_utf8(path: &Path) -> Diagnostic {
+/// Returns the error of a path that cannot be passed to the program because it is not UTF-8.
+fn path_not_utf8_error(path: &Path) -> Diagnostic {
     let path = path.display().to_string();
     Diagnostic::error(
         command::RESUME_PATH_NOT_UTF8,

@@ -1,7 +1,7 @@
-//! `launch ckpt rng`: reshards the random states of a program for another world size.
-use super::{describe::printable, log, print};
+//! `launch ckpt rng`: reconciles the RNG streams of a program for another world size.
+use super::{describe::replace_control_chars, log_line, print_result};
 use ckpt::rng_files::{
-    prepare::{self, Destination},
+    prepare::{self, PrepareDestination},
     reconcile::{ReconcileOptions, ReconcilePolicy, StreamScope},
     streams::StreamKind,
 };
@@ -39,15 +39,15 @@ pub(super) struct RngArgs {
     pub(super) gpus: Option<u32>,
     /// Streams that are equal on all ranks; an error if they differ
     #[arg(long, value_enum, value_name = "KIND", value_delimiter = ',')]
-    pub(super) replicated: Vec<Stream>,
+    pub(super) replicated: Vec<StreamOption>,
     /// Streams that each rank has separately, even if they are equal
     #[arg(long, value_enum, value_name = "KIND", value_delimiter = ',')]
-    pub(super) per_rank: Vec<Stream>,
+    pub(super) per_rank: Vec<StreamOption>,
 }
 
-/// A random stream in `--replicated` and `--per-rank`.
+/// The kind of RNG stream that `--replicated` and `--per-rank` name.
 #[derive(Clone, Copy, Debug, ValueEnum)]
-pub(super) enum Stream {
+pub(super) enum StreamOption {
     Python,
     Numpy,
     #[value(name = "torch_cpu")]
@@ -56,18 +56,18 @@ pub(super) enum Stream {
     TorchCuda,
 }
 
-impl Stream {
-    fn kind(self) -> StreamKind {
+impl StreamOption {
+    fn to_stream_kind(self) -> StreamKind {
         match self {
-            Stream::Python => StreamKind::Python,
-            Stream::Numpy => StreamKind::Numpy,
-            Stream::TorchCpu => StreamKind::TorchCpu,
-            Stream::TorchCuda => StreamKind::TorchCuda,
+            StreamOption::Python => StreamKind::Python,
+            StreamOption::Numpy => StreamKind::Numpy,
+            StreamOption::TorchCpu => StreamKind::TorchCpu,
+            StreamOption::TorchCuda => StreamKind::TorchCuda,
         }
     }
 }
 
-/// Writes the directory and prints its path.
+/// Runs `launch ckpt rng`: writes a directory with the reconciled RNG streams and prints its path.
 pub(super) fn run(args: RngArgs, json: bool) -> diagnostic::Result<u8> {
     let policy = match (args.strict, args.reseed) {
         (true, _) => ReconcilePolicy::Strict,
@@ -76,19 +76,19 @@ pub(super) fn run(args: RngArgs, json: bool) -> diagnostic::Result<u8> {
     };
     let mut options = ReconcileOptions::new(args.world_size, policy);
     (options.run_seed, options.gpus) = (args.seed, args.gpus);
-    options.scopes.extend(args.per_rank.iter().map(|s| (s.kind(), StreamScope::PerDataRank)));
-    options.scopes.extend(args.replicated.iter().map(|s| (s.kind(), StreamScope::Replicated)));
+    options.scopes.extend(args.per_rank.iter().map(|s| (s.to_stream_kind(), StreamScope::PerDataRank)));
+    options.scopes.extend(args.replicated.iter().map(|s| (s.to_stream_kind(), StreamScope::Replicated)));
     let destination = match (args.out, args.in_place) {
-        (Some(dir), _) => Destination::At(dir),
-        (None, true) => Destination::InPlace,
-        (None, false) => Destination::Sibling,
+        (Some(dir), _) => PrepareDestination::At(dir),
+        (None, true) => PrepareDestination::InPlace,
+        (None, false) => PrepareDestination::Sibling,
     };
     let prepared = prepare::prepare_rng(&args.dir, &options, &destination)?;
     if json {
-        print(&format!("{}\n", json!({ "path": prepared.path, "decision": prepared.decision })))?;
+        print_result(&format!("{}\n", json!({ "path": prepared.path, "decision": prepared.decision })))?;
     } else {
-        prepared.lines.iter().for_each(|line| log(format_args!("{}", printable(line))));
-        print(&format!("{}\n", prepared.path.display()))?;
+        prepared.lines.iter().for_each(|line| log_line(format_args!("{}", replace_control_chars(line))));
+        print_result(&format!("{}\n", prepared.path.display()))?;
     }
     Ok(exit::DONE)
 }

@@ -1,5 +1,5 @@
 //! `launch ckpt watch`: reports each new checkpoint in a directory, and verifies and gathers it.
-use super::{describe::printable, log, print};
+use super::{describe::replace_control_chars, log_line, print_result};
 use ckpt::{CkptError, DirectoryReport, DirectoryStatus, DirectoryWatch, GatherOptions, VerifyOptions};
 use clap::Args;
 use contract::exit;
@@ -32,27 +32,27 @@ pub(super) struct WatchArgs {
     pub(super) limit: u64,
 }
 
-/// Watches until a signal: exit code 130 after SIGINT, 0 after SIGTERM. The checkpoint in progress
-/// is finished first; a second signal ends the command at once.
+/// Runs `launch ckpt watch` until a signal arrives. Returns exit code 130 after SIGINT and 0 after
+/// SIGTERM. The checkpoint in progress is finished first; a second signal ends the command at once.
 pub(super) fn run(args: WatchArgs, json: bool) -> diagnostic::Result<u8> {
     check_options(&args)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    let runtime = runtime.map_err(|error| setup_failed(&error))?;
-    let code = runtime.block_on(watch(args, json));
+    let runtime = runtime.map_err(|error| event_loop_error(&error))?;
+    let code = runtime.block_on(watch_directory(args, json));
     // After a second signal the checkpoint in progress is abandoned.
     runtime.shutdown_background();
     code
 }
 
-/// Error: the process cannot wait for events or signals.
-fn setup_failed(error: &std::io::Error) -> Diagnostic {
+/// Returns the error of an event loop that cannot be started.
+fn event_loop_error(error: &std::io::Error) -> Diagnostic {
     Diagnostic::error(command::ASYNC_RUNTIME_FAILED, "cannot start the event loop")
         .with_category(Category::Failed)
         .with_cause(error)
 }
 
-/// Rejects a path that never gets checkpoints, and an output directory whose weights would be taken
-/// for checkpoints.
+/// Rejects a file as the watched directory, and `--gather` with the watched directory itself, where
+/// gathered weights would be taken for checkpoints.
 fn check_options(args: &WatchArgs) -> diagnostic::Result<()> {
     if args.dir.is_file() {
         let path = args.dir.display().to_string();
@@ -72,8 +72,9 @@ fn check_options(args: &WatchArgs) -> diagnostic::Result<()> {
     Ok(())
 }
 
-async fn watch(args: WatchArgs, json: bool) -> diagnostic::Result<u8> {
-    let handler = |kind| signal(kind).map_err(|error| setup_failed(&error));
+/// Scans the directory every [`POLL_INTERVAL`] until SIGINT or SIGTERM. Returns the exit code.
+async fn watch_directory(args: WatchArgs, json: bool) -> diagnostic::Result<u8> {
+    let handler = |kind| signal(kind).map_err(|error| event_loop_error(&error));
     let (mut interrupt, mut terminate) =
         (handler(SignalKind::interrupt())?, handler(SignalKind::terminate())?);
     let mut watch =
@@ -81,13 +82,13 @@ async fn watch(args: WatchArgs, json: bool) -> diagnostic::Result<u8> {
     loop {
         let args = args.clone();
         let mut work = tokio::task::spawn_blocking(move || {
-            let result = poll_once(&mut watch, &args, json);
+            let result = report_new_checkpoints(&mut watch, &args, json);
             (watch, result)
         });
         let mut ending = None;
         let (next, result) = loop {
             tokio::select! {
-                joined = &mut work => break joined.map_err(|e| setup_failed(&std::io::Error::other(e)))?,
+                joined = &mut work => break joined.map_err(|e| event_loop_error(&std::io::Error::other(e)))?,
                 _ = interrupt.recv() => match ending.replace(exit::INTERRUPTED) {
                     Some(_) => return Ok(exit::INTERRUPTED),
                     None => continue,
@@ -111,16 +112,20 @@ async fn watch(args: WatchArgs, json: bool) -> diagnostic::Result<u8> {
     }
 }
 
-/// Scans the directory once and processes the new checkpoints.
-fn poll_once(watch: &mut DirectoryWatch, args: &WatchArgs, json: bool) -> diagnostic::Result<()> {
-    for sighting in watch.poll(Instant::now())? {
-        let event = process_checkpoint(&sighting, args);
+/// Scans the directory once, and processes and prints the new checkpoints.
+fn report_new_checkpoints(
+    watch: &mut DirectoryWatch,
+    args: &WatchArgs,
+    json: bool,
+) -> diagnostic::Result<()> {
+    for report in watch.poll(Instant::now())? {
+        let event = process_checkpoint(&report, args);
         match json {
-            true => print(&format!("{event}\n"))?,
-            false => print(&format!("{}\n", event_line(&event)))?,
+            true => print_result(&format!("{event}\n"))?,
+            false => print_result(&format!("{}\n", format_event_line(&event)))?,
         }
         for note in event["notes"].as_array().into_iter().flatten().filter_map(Value::as_str) {
-            log(format_args!("{}", printable(note)));
+            log_line(format_args!("{}", replace_control_chars(note)));
         }
     }
     Ok(())
@@ -128,13 +133,13 @@ fn poll_once(watch: &mut DirectoryWatch, args: &WatchArgs, json: bool) -> diagno
 
 /// Verifies and gathers one checkpoint, and returns the event to print. Errors are part of the
 /// event, because the next checkpoint may be usable.
-fn process_checkpoint(sighting: &DirectoryReport, args: &WatchArgs) -> Value {
-    let mut event = json!({"event": "checkpoint", "path": sighting.path, "state": "complete", "notes": []});
+fn process_checkpoint(report: &DirectoryReport, args: &WatchArgs) -> Value {
+    let mut event = json!({"event": "checkpoint", "path": report.path, "state": "complete", "notes": []});
     let mut notes: Vec<String> = Vec::new();
-    match &sighting.status {
+    match &report.status {
         DirectoryStatus::Complete { step, missing } => {
             event["step"] = json!(step);
-            notes.extend(missing.iter().map(|m| format!("note: {} has no {m}", sighting.path.display())));
+            notes.extend(missing.iter().map(|m| format!("note: {} has no {m}", report.path.display())));
         }
         DirectoryStatus::Incomplete { why } => {
             event["state"] = "incomplete".into();
@@ -143,7 +148,7 @@ fn process_checkpoint(sighting: &DirectoryReport, args: &WatchArgs) -> Value {
         }
     }
     if args.verify {
-        let problems = verify_checkpoint(&sighting.path, &mut notes);
+        let problems = verify_checkpoint(&report.path, &mut notes);
         event["sound"] = problems.is_empty().into();
         if !problems.is_empty() {
             event["state"] = "damaged".into();
@@ -153,8 +158,8 @@ fn process_checkpoint(sighting: &DirectoryReport, args: &WatchArgs) -> Value {
         }
     }
     if let Some(out) = &args.gather {
-        let directory = out.join(sighting.path.file_name().unwrap_or_default());
-        match gather_weights(&sighting.path, &directory) {
+        let directory = out.join(report.path.file_name().unwrap_or_default());
+        match gather_weights(&report.path, &directory) {
             Ok(()) => event["gathered"] = json!(directory),
             Err(CkptError::OutputRejected { .. }) => {
                 notes.push(format!("note: {} exists already", directory.display()));
@@ -170,24 +175,27 @@ fn process_checkpoint(sighting: &DirectoryReport, args: &WatchArgs) -> Value {
     event
 }
 
+/// Verifies every byte and value of a checkpoint. Returns the problems and appends the warnings to
+/// `notes`.
 fn verify_checkpoint(path: &Path, notes: &mut Vec<String>) -> Vec<String> {
-    match ckpt::verify_with(path, VerifyOptions { values: true }) {
+    match ckpt::verify_checkpoints_with(path, VerifyOptions { values: true }) {
         Ok(report) => {
             notes.extend(report.warnings.iter().map(|w| format!("warning: {w}")));
-            report.problems().map(|(_, p)| p.to_string()).collect()
+            report.all_problems().map(|(_, p)| p.to_string()).collect()
         }
         Err(e) => vec![e.to_string()],
     }
 }
 
+/// Writes the full weights of a checkpoint to `out` as a Hugging Face directory.
 fn gather_weights(path: &Path, out: &Path) -> Result<(), CkptError> {
-    let found = ckpt::find(path)?;
-    ckpt::gather(found.source(), out, &GatherOptions::default(), |_, _| ()).map(drop)
+    let found = ckpt::open_checkpoint(path)?;
+    ckpt::gather_weights(found.source(), out, &GatherOptions::default(), |_, _| ()).map(drop)
 }
 
-/// The event as a line of text.
-fn event_line(event: &Value) -> String {
-    let text = |key: &str| event[key].as_str().map(printable).unwrap_or_default();
+/// Formats an event as a line of text.
+fn format_event_line(event: &Value) -> String {
+    let text = |key: &str| event[key].as_str().map(replace_control_chars).unwrap_or_default();
     let mut line = format!("{:10} {}", text("state"), text("path"));
     if let Some(step) = event["step"].as_u64() {
         line += &format!("  step {step}");
@@ -196,7 +204,7 @@ fn event_line(event: &Value) -> String {
         line += "  sound";
     }
     for problem in event["problems"].as_array().into_iter().flatten().filter_map(Value::as_str) {
-        line += &format!("; {}", printable(problem));
+        line += &format!("; {}", replace_control_chars(problem));
     }
     if !event["why"].is_null() {
         line += &format!("  {}", text("why"));
@@ -212,28 +220,28 @@ fn event_line(event: &Value) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::super::tests::save_sample;
+    use super::super::tests::save_sample_checkpoint;
     use super::*;
 
     #[test]
     fn sound_checkpoints_are_gathered_and_damaged_ones_are_not() {
         let dir = tempfile::tempdir().expect("a directory");
         let (root, out) = (dir.path().join("checkpoints"), dir.path().join("out"));
-        let path = save_sample(&root);
+        let path = save_sample_checkpoint(&root);
         let args =
             WatchArgs { dir: root.clone(), verify: true, gather: Some(out.clone()), settle: 1, limit: 1 };
-        let sighting = DirectoryReport {
+        let report = DirectoryReport {
             path: path.clone(),
             status: DirectoryStatus::Complete { step: Some(3), missing: vec![] },
         };
-        let event = process_checkpoint(&sighting, &args);
+        let event = process_checkpoint(&report, &args);
         assert_eq!((&event["state"], &event["sound"]), (&json!("complete"), &json!(true)), "{event}");
         assert!(out.join("step-00000003/model.safetensors").exists());
         let weights = out.join("step-00000003").display().to_string();
         let line = format!("complete   {}  step 3  sound  gathered in {weights}", path.display());
-        assert_eq!(event_line(&event), line);
+        assert_eq!(format_event_line(&event), line);
         // A second time, as after a restart: nothing is overwritten.
-        let again = process_checkpoint(&sighting, &args);
+        let again = process_checkpoint(&report, &args);
         assert_eq!((&again["gathered"], &again["gather_error"]), (&json!(weights), &Value::Null));
         assert_eq!(again["notes"].as_array().map(Vec::len), Some(1));
         let shard = path.join("shard-00000-of-00001.safetensors");
@@ -241,7 +249,7 @@ mod tests {
         *bytes.last_mut().expect("not empty") ^= 1;
         std::fs::write(&shard, bytes).expect("written");
         std::fs::remove_dir_all(&out).expect("removed");
-        let event = process_checkpoint(&sighting, &args);
+        let event = process_checkpoint(&report, &args);
         assert_eq!(event["state"], "damaged", "{event}");
         assert_eq!(event["problems"].as_array().map(Vec::len), Some(1), "{event}");
         assert!(!out.exists());

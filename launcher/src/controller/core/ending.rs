@@ -1,7 +1,8 @@
-//! The end of an attempt, and what follows: the root cause, another attempt, or the end of the run.
+//! The end of an attempt: the root cause, then another attempt or the end of the run.
 use super::{
-    ABORT_GRACE, AGENT_END_TIMEOUT, Action, AgentEnd, AttemptState, Core, FailureReason, HostIndex, Outcome,
-    PeerEnd, RootCause, StopRequest, TAIL_TIMEOUT, WorkerEnd, WorkerState, attempt_end,
+    ABORT_GRACE, AGENT_END_TIMEOUT, AgentEnd, AttemptState, ControllerAction, ControllerCore, FailureReason,
+    HostIndex, PeerEnd, RootCause, RunOutcome, StopRequest, TAIL_TIMEOUT, WorkerEnd, WorkerState,
+    build_attempt_end,
 };
 use crate::controller::policy::RestartDecision;
 use contract::{
@@ -12,14 +13,17 @@ use contract::{
 use diagnostic::{Diagnostic, codes::run};
 use std::time::Duration;
 
-impl Core {
-    pub(super) fn stop(&mut self, now: Duration, request: StopRequest) {
+impl ControllerCore {
+    /// Processes a request to stop the run. The first request lets running workers save and stop,
+    /// and a second one kills them. Without running workers the run ends at once. After
+    /// [`StopRequest::TimeLimit`], only Ctrl-C counts as a second request.
+    pub(super) fn handle_stop_request(&mut self, now: Duration, request: StopRequest) {
         if matches!(self.state, AttemptState::Stopping(_))
             && self.stop_request == Some(StopRequest::TimeLimit)
             && request != StopRequest::Interrupt
         {
-            // The time limit itself, or the batch system ending the job: the workers are stopping
-            // already, and no user asked a second time. The job is not to be queued again.
+            // This is the time limit itself, or the batch system ends the job. The workers are
+            // stopping already, and no user made a second request. The job must not be requeued.
             self.stop_request = Some(request);
             return;
         }
@@ -33,8 +37,8 @@ impl Core {
             }
             AttemptState::Running if self.suspect.is_none() => self.begin_stopping(now, request),
             AttemptState::Draining { host_lost: false } if self.suspect.is_none() => {
-                // The workers are stopping already; a second request would end some programs
-                // without a save.
+                // The workers are stopping already. A second signal would end some programs without
+                // a save.
                 self.state = AttemptState::Stopping(request);
                 self.emit_notice(
                     "the workers are stopping already and will not be started again; \
@@ -55,6 +59,7 @@ impl Core {
         }
     }
 
+    /// Asks the workers to save and stop, and reports the request to the user.
     fn begin_stopping(&mut self, now: Duration, request: StopRequest) {
         self.state = AttemptState::Stopping(request);
         self.send_stop(now);
@@ -78,28 +83,33 @@ impl Core {
         let (builtin, grace) = (self.setup.builtin, self.setup.grace);
         let deadline_ms = (!builtin).then_some(grace.as_millis() as u64);
         self.phase_deadline = (!builtin).then_some(now + grace + AGENT_END_TIMEOUT);
-        self.broadcast(&ToAgent::Stop { attempt: self.attempt, deadline_ms });
+        self.broadcast_to_agents(&ToAgent::Stop { attempt: self.attempt, deadline_ms });
     }
 
-    /// Drops the pending restart because the end was requested.
+    /// Drops a pending restart because the end of the run was requested.
     fn cancel_restart(&mut self) {
         if self.restart_pause.take().is_some() && self.unreported_since.is_none() {
-            // The restart event has reported the cause; what ends the run is the request.
+            // The restart event has reported the cause already, and now the request ends the run.
             self.cause = None;
         }
     }
 
-    /// Ends the attempt because of a failure. Later failures of the attempt are ignored.
-    pub(super) fn fail(&mut self, now: Duration, cause: RootCause) {
-        self.fail_attempt(now, cause, false);
+    /// Ends the attempt because of a failure, which becomes the root cause. Ignores the failure if
+    /// the attempt is ending already.
+    pub(super) fn fail_attempt(&mut self, now: Duration, cause: RootCause) {
+        self.end_failed_attempt(now, cause, false);
     }
 
-    /// Ends an attempt that hangs: the stacks of all workers are written before they are killed.
-    pub(super) fn fail_with_stacks(&mut self, now: Duration, cause: RootCause) {
-        self.fail_attempt(now, cause, true);
+    /// Ends an attempt that hangs. The agents write the stacks of all workers to the logs before
+    /// they kill the workers.
+    pub(super) fn fail_attempt_with_stacks(&mut self, now: Duration, cause: RootCause) {
+        self.end_failed_attempt(now, cause, true);
     }
 
-    fn fail_attempt(&mut self, now: Duration, cause: RootCause, stacks: bool) {
+    /// Records the root cause, decides whether to restart, and kills the workers. With `stacks`,
+    /// the agents first write the stacks of the workers. Ignores the failure if the attempt is
+    /// ending already.
+    fn end_failed_attempt(&mut self, now: Duration, cause: RootCause, stacks: bool) {
         if matches!(self.state, AttemptState::Ending | AttemptState::Backoff { .. } | AttemptState::Finished)
         {
             return;
@@ -115,9 +125,9 @@ impl Core {
         self.hosts[cause.host].failures += u32::from(had_started);
         self.no_restart = None;
         if had_started && !stopping {
-            let jitter = self.jitter();
-            let end = attempt_end(&cause, self.attempt_step, self.attempt_saved);
-            match self.history.decide(end, jitter) {
+            let jitter = self.compute_jitter();
+            let end = build_attempt_end(&cause, self.attempt_step, self.attempt_saved);
+            match self.history.decide_restart(end, jitter) {
                 RestartDecision::Restart(pause) => self.restart_pause = Some(pause),
                 RestartDecision::Stop(why) => self.no_restart = why,
             }
@@ -127,23 +137,27 @@ impl Core {
         self.kill_workers(now, &reason, grace, stacks);
     }
 
-    /// A number from 0 to 1 that depends on the run's seed and the attempt only: SplitMix64.
-    fn jitter(&self) -> f64 {
+    /// Returns a number from 0 to 1 that depends only on the run's seed and the attempt
+    /// (SplitMix64).
+    fn compute_jitter(&self) -> f64 {
         let mut x = self.setup.seed.wrapping_add(u64::from(self.attempt).wrapping_mul(0x9e37_79b9_7f4a_7c15));
         x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
         ((x ^ (x >> 31)) >> 11) as f64 / (1u64 << 53) as f64
     }
 
+    /// Orders the agents to kill the workers of the attempt, with SIGKILL after `grace`. With
+    /// `stacks`, the agents first write the stacks of the workers. An agent that does not report
+    /// the end of its workers in time is killed.
     pub(super) fn kill_workers(&mut self, now: Duration, reason: &str, grace: Duration, stacks: bool) {
         let (attempt, grace_ms) = (self.attempt, grace.as_millis() as u64);
-        self.broadcast(&ToAgent::Kill { attempt, reason: reason.to_owned(), grace_ms, stacks });
+        self.broadcast_to_agents(&ToAgent::Kill { attempt, reason: reason.to_owned(), grace_ms, stacks });
         let deadline = now + grace + AGENT_END_TIMEOUT;
         self.phase_deadline = Some(self.phase_deadline.map_or(deadline, |before| before.min(deadline)));
     }
 
-    /// Reports the cause, once, when the last output lines of the failed rank have arrived or are
-    /// overdue.
+    /// Reports the root cause once, as soon as the last output lines of the failed rank have
+    /// arrived or are overdue.
     pub(super) fn report_failure(&mut self, now: Duration) {
         let (Some(since), Some(cause)) = (self.unreported_since, &self.cause) else { return };
         let worker = cause.rank.and_then(|rank| self.workers.get(rank as usize));
@@ -158,11 +172,11 @@ impl Core {
         }
         let failure = Box::new(FailureReport {
             rank: cause.rank,
-            host: self.hostname(cause.host).to_owned(),
+            host: self.choose_hostname(cause.host).to_owned(),
             pid: worker.map_or(self.hosts[cause.host].pid, |w| w.pid.unwrap_or(0)),
             reason: cause.reason.clone(),
             message,
-            help: cause.help(),
+            help: cause.collect_help(),
             diagnostics: cause.diagnostics.clone(),
             log: worker.map(|w| w.log.clone()),
             tail: worker.and_then(|w| w.ended.as_ref()).map_or_else(Vec::new, |(_, tail)| tail.clone()),
@@ -176,43 +190,46 @@ impl Core {
                 failure,
             },
         };
-        self.actions.push(Action::Event(event));
+        self.actions.push(ControllerAction::Event(event));
     }
 
-    /// Planning took too long, or agents did not end their workers in time.
-    pub(super) fn phase_timed_out(&mut self, now: Duration) {
+    /// Processes the end of the phase's time limit: rejects an attempt whose rendezvous is not
+    /// bound, or kills the agents that have not ended their workers.
+    pub(super) fn handle_phase_timeout(&mut self, now: Duration) {
         if self.state == AttemptState::Preparing {
             let host = self.members.first().copied().unwrap_or(0);
             let seconds = super::PREPARE_TIMEOUT.as_secs();
             let message =
-                format!("the rendezvous was not bound on {} within {seconds} s", self.hostname(host));
+                format!("the rendezvous was not bound on {} within {seconds} s", self.choose_hostname(host));
             let error = Diagnostic::error(run::RENDEZVOUS_TIMEOUT, message).with_field("seconds", seconds);
             return self.reject_attempt(now, error);
         }
         let late: Vec<HostIndex> = self.members.iter().copied().filter(|id| self.hosts[*id].active).collect();
         for id in late {
-            self.actions.push(Action::KillAgent(id));
-            self.agent_gone(now, id, AgentEnd::KilledLate { seconds: AGENT_END_TIMEOUT.as_secs() });
+            self.actions.push(ControllerAction::KillAgent(id));
+            self.handle_agent_gone(now, id, AgentEnd::KilledLate { seconds: AGENT_END_TIMEOUT.as_secs() });
         }
     }
 
-    /// Fails because the attempt cannot be planned or its rendezvous cannot be bound.
+    /// Fails the attempt because it cannot be planned or its rendezvous cannot be bound.
     pub(super) fn reject_attempt(&mut self, now: Duration, diagnostic: Diagnostic) {
         let host = self.members.first().copied().unwrap_or(0);
         let reason = FailureReason::Rejected { code: diagnostic.code() };
         let cause = RootCause::new(host, reason, diagnostic.to_string())
             .with_exit_code(exit::CLUSTER)
             .with_diagnostic(diagnostic);
-        self.fail(now, cause);
+        self.fail_attempt(now, cause);
     }
 
+    /// Makes the suspected failure the root cause. Does nothing without a suspect.
     pub(super) fn promote_suspect(&mut self, now: Duration) {
         if let Some((cause, _)) = self.suspect.take() {
-            self.fail(now, cause);
+            self.fail_attempt(now, cause);
         }
     }
 
-    /// When no process of the attempt is left: ends the run, or waits for the next attempt.
+    /// Ends the run, or begins the pause before the next attempt, once no process of the attempt is
+    /// left.
     pub(super) fn finish_attempt(&mut self, now: Duration) {
         let has_workers = matches!(
             self.state,
@@ -227,39 +244,41 @@ impl Core {
         self.promote_suspect(now);
         self.report_failure(now + TAIL_TIMEOUT);
         if let Some(pause) = self.restart_pause.take() {
-            return self.back_off(now, pause);
+            return self.begin_backoff(now, pause);
         }
-        if matches!(self.state, AttemptState::Draining { .. }) && !self.training_is_done() {
-            return self.back_off(now, Duration::ZERO);
+        if matches!(self.state, AttemptState::Draining { .. }) && !self.is_training_done() {
+            return self.begin_backoff(now, Duration::ZERO);
         }
         self.state = AttemptState::Finished;
-        let outcome = self.take_outcome();
-        self.actions.push(Action::End(outcome));
+        let outcome = self.build_outcome();
+        self.actions.push(ControllerAction::End(outcome));
     }
 
-    /// Ends this attempt; the next one follows after a pause.
-    fn back_off(&mut self, now: Duration, pause: Duration) {
+    /// Ends this attempt and begins the pause before the next one.
+    fn begin_backoff(&mut self, now: Duration, pause: Duration) {
         self.attempt += 1;
         self.last_failure = self.cause.take().map(|cause| cause.message);
         (self.suspect, self.phase_deadline) = (None, None);
         (self.attempt_step, self.attempt_saved) = (None, false);
         self.members.clear();
         self.workers.clear();
-        self.state = AttemptState::Backoff { until: self.next_attempt_at(now, pause) };
+        self.state = AttemptState::Backoff { until: self.compute_next_attempt_time(now, pause) };
     }
 
-    /// Whether all built-in workers finished before they saw a request to stop. The exit code of a
-    /// program has no such meaning.
-    fn training_is_done(&self) -> bool {
+    /// Whether all built-in workers finished before a request to stop reached them. Always `false`
+    /// for programs, because their exit code 0 does not mean that the training is done.
+    fn is_training_done(&self) -> bool {
         let finished = |w: &WorkerState| matches!(w.ended, Some((ExitStatus::Code(0), _)));
         self.setup.builtin && !self.workers.is_empty() && self.workers.iter().all(finished) && !self.killed
     }
 
-    fn take_outcome(&mut self) -> Outcome {
-        let request = self.stop_request.filter(|_| !self.training_is_done());
+    /// Builds the outcome of the run from the root cause, the stop request and the ends of the
+    /// workers.
+    fn build_outcome(&mut self) -> RunOutcome {
+        let request = self.stop_request.filter(|_| !self.is_training_done());
         let (exit_code, stopped) = match (&self.cause, request) {
             (Some(cause), _) => (cause.exit_code, false),
-            (None, Some(request)) => (request.exit_code(), true),
+            (None, Some(request)) => (request.to_exit_code(), true),
             (None, None) => (exit::DONE, false),
         };
         let failed_rank = self.cause.as_ref().map(|c| c.rank);
@@ -276,13 +295,13 @@ impl Core {
             host: self.setup.hosts[w.host].name.clone(),
             end: end(w),
         };
-        Outcome {
+        RunOutcome {
             exit_code,
             stopped,
             killed: stopped && self.killed,
-            time_limit: stopped && request == Some(StopRequest::TimeLimit),
+            near_time_limit: stopped && request == Some(StopRequest::TimeLimit),
             host_lost: self.host_lost && failed_rank == Some(None),
-            progress: self.stepped || !self.setup.builtin,
+            made_progress: self.stepped || !self.setup.builtin,
             step: self.step,
             peers: peers.map(peer_end).collect(),
         }

@@ -1,15 +1,15 @@
-//! Hosts: which agents have joined, which are lost, and which hosts an attempt uses.
+//! The hosts of the job: which agents have joined, which are lost, and which hosts an attempt uses.
 use super::{
-    AGENT_LEASE, Action, AgentEnd, AttemptState, Core, FailureReason, HEARTBEAT_INTERVAL, HELLO_TIMEOUT,
-    HostIndex, LOST_HOST_QUARANTINE, MAX_HOST_FAILURES, PREPARE_TIMEOUT, PlannedWorker, REMOTE_LEASE,
-    RootCause, WorkerState,
+    AGENT_LEASE, AgentEnd, AttemptState, ControllerAction, ControllerCore, FailureReason, HEARTBEAT_INTERVAL,
+    HELLO_TIMEOUT, HostIndex, LOST_HOST_QUARANTINE, MAX_HOST_FAILURES, PREPARE_TIMEOUT, PlannedWorker,
+    REMOTE_LEASE, RootCause, WorkerState,
 };
 use crate::{
     controller::{peer_exchange::PeerExchange, root_cause::AgentLabel},
-    report::count,
+    report::format_count,
 };
 use contract::{
-    control::{HostInventory, ToAgent, VERSION},
+    control::{HostInventory, PROTOCOL_VERSION, ToAgent},
     event::Event,
     exit,
     ids::Rank,
@@ -17,33 +17,33 @@ use contract::{
 use diagnostic::{Diagnostic, codes::run};
 use std::{cmp::Reverse, collections::BinaryHeap, ops::Range, time::Duration};
 
-/// The state of a host's agent, as the controller knows it.
+/// The state of a host's agent, as far as the controller knows it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) enum AgentState {
-    /// Not started, or released.
+pub(super) enum AgentConnectionState {
+    /// The agent is not started, or is released.
     #[default]
     NotStarted,
-    /// Started; its hello has not arrived.
+    /// The agent is started, and its hello has not arrived.
     Starting,
-    /// Its hello has arrived.
+    /// The agent's hello has arrived.
     Joined,
-    /// Ended, failed, or killed because its lease expired.
+    /// The agent ended, failed, or was killed because its lease expired.
     Lost,
 }
 
-/// The state of a host and of its agent, as the controller knows it.
+/// The state of a host and of its agent, as far as the controller knows it.
 #[derive(Debug, Default)]
 pub(super) struct HostState {
-    pub(super) agent: AgentState,
-    /// The name that the machine gives itself.
+    pub(super) agent: AgentConnectionState,
+    /// The host name that the machine reports; empty before the agent's hello.
     pub(super) hostname: String,
-    /// The process id of the agent.
+    /// The process id of the agent; 0 before its hello.
     pub(super) pid: u32,
     /// Bytes of memory that the job may use on the host; 0 if unknown.
     pub(super) memory: u64,
     /// When the last message of the agent arrived.
     pub(super) last_heard: Duration,
-    /// Attempts that failed because of this host.
+    /// The number of attempts that failed because of this host.
     pub(super) failures: u32,
     /// Whether the run no longer uses the host.
     pub(super) excluded: bool,
@@ -65,54 +65,62 @@ pub(super) struct HostState {
 }
 
 impl HostState {
-    /// Whether the agent may send messages.
+    /// Whether the agent is starting or has joined, so that messages may arrive from it.
     pub(super) fn is_connected(&self) -> bool {
-        matches!(self.agent, AgentState::Starting | AgentState::Joined)
+        matches!(self.agent, AgentConnectionState::Starting | AgentConnectionState::Joined)
     }
 }
 
-/// The time of the next lease check of each agent. There is one valid entry per agent. An entry is
-/// renewed only when it is due, so that a message of an agent needs no update of the queue.
+/// The times of the next lease checks, with one valid entry per agent. An entry is renewed only
+/// when it is due, so that a message of an agent needs no update of the queue.
 #[derive(Debug, Default)]
 pub(super) struct LeaseQueue(BinaryHeap<Reverse<(Duration, HostIndex, u32)>>);
 
 impl LeaseQueue {
-    pub(super) fn next(&self) -> Option<Duration> {
-        // A lease has expired when it is exceeded.
+    /// Returns when the next lease check is due, or `None` if the queue is empty.
+    pub(super) fn find_next_check(&self) -> Option<Duration> {
+        // A lease expires when it is exceeded, not when it is reached.
         self.0.peek().map(|Reverse((at, ..))| *at + Duration::from_nanos(1))
     }
 }
 
-impl Core {
-    fn host_lease(&self, id: HostIndex) -> Duration {
+impl ControllerCore {
+    /// Returns how long the agent of a host may be silent in its present state.
+    fn select_host_lease(&self, id: HostIndex) -> Duration {
         match self.hosts[id].agent {
-            AgentState::Joined if self.setup.hosts[id].remote => REMOTE_LEASE,
-            AgentState::Joined => AGENT_LEASE,
-            AgentState::NotStarted | AgentState::Starting | AgentState::Lost => HELLO_TIMEOUT,
+            AgentConnectionState::Joined if self.setup.hosts[id].remote => REMOTE_LEASE,
+            AgentConnectionState::Joined => AGENT_LEASE,
+            AgentConnectionState::NotStarted
+            | AgentConnectionState::Starting
+            | AgentConnectionState::Lost => HELLO_TIMEOUT,
         }
     }
 
+    /// Schedules the lease check of a host's agent and invalidates the earlier entry in the queue.
     fn schedule_lease_check(&mut self, id: HostIndex) {
-        let due = self.hosts[id].last_heard + self.host_lease(id);
+        let due = self.hosts[id].last_heard + self.select_host_lease(id);
         let ticket = self.hosts[id].ticket.wrapping_add(1);
         self.hosts[id].ticket = ticket;
         self.leases.0.push(Reverse((due, id, ticket)));
     }
 
-    /// Sends the hello to an agent that was just started.
+    /// Sends the hello to an agent that was just started, and begins its lease.
     pub(super) fn send_hello(&mut self, now: Duration, id: HostIndex) {
         let host = &mut self.hosts[id];
-        (host.agent, host.last_heard, host.pid) = (AgentState::Starting, now, 0);
+        (host.agent, host.last_heard, host.pid) = (AgentConnectionState::Starting, now, 0);
         self.schedule_lease_check(id);
-        self.actions.push(Action::Send(id, ToAgent::Hello { version: VERSION }));
+        self.actions.push(ControllerAction::Send(id, ToAgent::Hello { version: PROTOCOL_VERSION }));
     }
 
+    /// Starts the agent of a host and sends the hello to it.
     pub(super) fn start_agent(&mut self, now: Duration, id: HostIndex) {
-        self.actions.push(Action::StartAgent(id));
+        self.actions.push(ControllerAction::StartAgent(id));
         self.send_hello(now, id);
     }
 
-    pub(super) fn agent_connected(
+    /// Processes the hello of an agent. Fails the attempt if the agent speaks another version of
+    /// the control protocol and the host is needed.
+    pub(super) fn handle_agent_hello(
         &mut self,
         now: Duration,
         id: HostIndex,
@@ -121,70 +129,74 @@ impl Core {
         inventory: HostInventory,
     ) {
         let host = &mut self.hosts[id];
-        if host.agent != AgentState::Starting {
+        if host.agent != AgentConnectionState::Starting {
             return;
         }
-        (host.agent, host.pid, host.memory) = (AgentState::Joined, pid, inventory.memory);
+        (host.agent, host.pid, host.memory) = (AgentConnectionState::Joined, pid, inventory.memory);
         host.hostname.clone_from(&inventory.host);
         // The lease of a joined agent is shorter than the limit of its hello.
         self.schedule_lease_check(id);
-        if version != VERSION {
+        if version != PROTOCOL_VERSION {
             let message = format!(
-                "the agent speaks version {version} of the control protocol and the controller version {VERSION}"
+                "the agent speaks version {version} of the control protocol and the controller version {PROTOCOL_VERSION}"
             );
             let error = Diagnostic::error(run::AGENT_VERSION_MISMATCH, message)
                 .with_help("install the same build of launch on every host");
-            return self.agent_failed(now, id, error);
+            return self.handle_agent_failure(now, id, error);
         }
         if self.setup.hosts[id].remote {
             // From the first heartbeat on, the agent ends its workers when the controller is
             // silent.
-            self.actions.push(Action::Send(id, ToAgent::Heartbeat));
+            self.actions.push(ControllerAction::Send(id, ToAgent::Heartbeat));
         }
-        self.actions.push(Action::RecordInventory(id, inventory));
-        self.release_unlisted(now);
-        self.try_prepare(now);
+        self.actions.push(ControllerAction::RecordInventory(id, inventory));
+        self.release_unlisted_hosts(now);
+        self.try_prepare_attempt(now);
     }
 
-    /// Handles an agent that cannot do its work. A host without workers of this attempt is marked
-    /// as lost, and the run continues on the others.
-    pub(super) fn agent_failed(&mut self, now: Duration, id: HostIndex, diagnostic: Diagnostic) {
+    /// Processes the failure of an agent that cannot do its work. If an attempt runs that does not
+    /// use the host, the host counts as lost and the run continues. Otherwise the attempt fails.
+    pub(super) fn handle_agent_failure(&mut self, now: Duration, id: HostIndex, diagnostic: Diagnostic) {
         let joining = matches!(self.state, AttemptState::Joining | AttemptState::Preparing);
         if !joining && !self.hosts[id].active {
-            self.actions.push(Action::KillAgent(id));
-            return self.agent_gone(now, id, AgentEnd::Failed(diagnostic));
+            self.actions.push(ControllerAction::KillAgent(id));
+            return self.handle_agent_gone(now, id, AgentEnd::Failed(diagnostic));
         }
         let exit_code = if joining { exit::CLUSTER } else { exit::FAILED };
-        let cause = self.agent_end_cause(id, AgentEnd::Failed(diagnostic)).with_exit_code(exit_code);
-        self.fail(now, cause);
+        let cause = self.build_agent_end_cause(id, AgentEnd::Failed(diagnostic)).with_exit_code(exit_code);
+        self.fail_attempt(now, cause);
     }
 
     /// Prepares an attempt once as many hosts have joined as the job uses, or no further host can
     /// join.
     ///
-    /// `scanned` moves over the list once, so that the cost of joining is constant per host.
-    pub(super) fn try_prepare(&mut self, now: Duration) {
+    /// `scanned` moves over the list of hosts once, so that the cost of joining is constant per
+    /// host.
+    pub(super) fn try_prepare_attempt(&mut self, now: Duration) {
         if self.state != AttemptState::Joining {
             return;
         }
         while self.scanned < self.hosts.len() && self.scanned_joined < self.setup.use_hosts {
             let host = &self.hosts[self.scanned];
             match host.agent {
-                AgentState::Starting => return,
-                AgentState::Joined if !host.excluded => self.scanned_joined += 1,
-                AgentState::Joined | AgentState::NotStarted | AgentState::Lost => {}
+                AgentConnectionState::Starting => return,
+                AgentConnectionState::Joined if !host.excluded => self.scanned_joined += 1,
+                AgentConnectionState::Joined
+                | AgentConnectionState::NotStarted
+                | AgentConnectionState::Lost => {}
             }
             self.scanned += 1;
         }
         if self.scanned_joined < self.setup.min_hosts {
             return self.fail_with_too_few_hosts(now);
         }
-        let joined =
-            |id: &HostIndex| self.hosts[*id].agent == AgentState::Joined && !self.hosts[*id].excluded;
+        let joined = |id: &HostIndex| {
+            self.hosts[*id].agent == AgentConnectionState::Joined && !self.hosts[*id].excluded
+        };
         self.members = (0..self.scanned).filter(joined).collect();
         self.state = AttemptState::Preparing;
         self.phase_deadline = Some(now + PREPARE_TIMEOUT);
-        self.actions.push(Action::Prepare {
+        self.actions.push(ControllerAction::Prepare {
             attempt: self.attempt,
             restarts: self.history.used,
             hosts: self.members.clone(),
@@ -192,8 +204,8 @@ impl Core {
         });
     }
 
-    /// Makes [`Core::try_prepare`] examine all hosts again.
-    pub(super) fn restart_scan(&mut self) {
+    /// Makes [`ControllerCore::try_prepare_attempt`] examine all hosts again.
+    pub(super) fn restart_host_scan(&mut self) {
         (self.scanned, self.scanned_joined) = (0, 0);
     }
 
@@ -202,18 +214,21 @@ impl Core {
         let (available, required) = (self.scanned_joined as u64, self.setup.min_hosts as u64);
         let previous =
             self.last_failure.as_ref().map_or_else(String::new, |c| format!("; the last failure was: {c}"));
-        let hosts = count(available, "host is", "hosts are");
+        let hosts = format_count(available, "host is", "hosts are");
         let message = format!("{hosts} available, but `run.min_hosts` requires {required}{previous}");
-        let host = (0..self.hosts.len()).find(|id| self.hosts[*id].agent != AgentState::Joined).unwrap_or(0);
+        let host = (0..self.hosts.len())
+            .find(|id| self.hosts[*id].agent != AgentConnectionState::Joined)
+            .unwrap_or(0);
         let reason = FailureReason::TooFewHosts { available, required };
-        self.fail(now, RootCause::new(host, reason, message).with_exit_code(exit::CLUSTER));
+        self.fail_attempt(now, RootCause::new(host, reason, message).with_exit_code(exit::CLUSTER));
     }
 
+    /// Whether this attempt is the current one and is being planned.
     pub(super) fn is_preparing(&self, attempt: u32) -> bool {
         self.state == AttemptState::Preparing && attempt == self.attempt
     }
 
-    /// Starts the workers of a plan.
+    /// Starts the workers of an attempt. `plan` holds the workers of each member host.
     pub(super) fn start_attempt(&mut self, now: Duration, plan: Vec<Vec<PlannedWorker>>) {
         self.phase_deadline = None;
         self.workers.clear();
@@ -239,26 +254,31 @@ impl Core {
         if self.hosts.len() > 1 || self.attempt > 0 {
             let hosts = self.members.iter().map(|id| self.setup.hosts[*id].name.clone()).collect();
             let world = self.workers.len() as u32;
-            self.actions.push(Action::Event(Event::Placement { attempt: self.attempt, world, hosts }));
+            self.actions.push(ControllerAction::Event(Event::Placement {
+                attempt: self.attempt,
+                world,
+                hosts,
+            }));
         }
-        self.actions.push(Action::StartWorkers);
+        self.actions.push(ControllerAction::StartWorkers);
         // Hosts that were lost meanwhile have no workers of this attempt.
-        let lost = self.members.iter().copied().find(|id| self.hosts[*id].agent != AgentState::Joined);
+        let lost =
+            self.members.iter().copied().find(|id| self.hosts[*id].agent != AgentConnectionState::Joined);
         for id in self.members.clone() {
-            if self.hosts[id].agent != AgentState::Joined {
-                self.deactivate(id);
+            if self.hosts[id].agent != AgentConnectionState::Joined {
+                self.deactivate_host(id);
             }
         }
         if let Some(id) = lost {
-            let message = format!("lost {} before its workers started", self.host_label(id));
+            let message = format!("lost {} before its workers started", self.format_host_label(id));
             let host = self.setup.hosts[id].name.clone();
             let reason = FailureReason::HostLost { host, silent_s: None };
-            self.fail(now, RootCause::new(id, reason, message).with_exit_code(exit::CLUSTER));
+            self.fail_attempt(now, RootCause::new(id, reason, message).with_exit_code(exit::CLUSTER));
         }
     }
 
     /// Records that no process of this attempt is left on the host.
-    pub(super) fn deactivate(&mut self, id: HostIndex) {
+    pub(super) fn deactivate_host(&mut self, id: HostIndex) {
         let host = &mut self.hosts[id];
         if std::mem::take(&mut host.active) {
             self.active_hosts -= 1;
@@ -273,48 +293,51 @@ impl Core {
         }
     }
 
-    pub(super) fn agent_gone(&mut self, now: Duration, id: HostIndex, end: AgentEnd) {
-        // A released agent may leave.
-        if matches!(self.hosts[id].agent, AgentState::Lost | AgentState::NotStarted) {
+    /// Processes the end of an agent: its host is lost and quarantined. Does nothing if the host is
+    /// lost already or its agent was released.
+    pub(super) fn handle_agent_gone(&mut self, now: Duration, id: HostIndex, end: AgentEnd) {
+        // A lost host is counted once, and a released agent may end.
+        if matches!(self.hosts[id].agent, AgentConnectionState::Lost | AgentConnectionState::NotStarted) {
             return;
         }
         let remote = self.setup.hosts[id].remote;
         let host = &mut self.hosts[id];
-        host.agent = AgentState::Lost;
+        host.agent = AgentConnectionState::Lost;
         host.quarantined_until = if remote { now + LOST_HOST_QUARANTINE } else { now };
         let was_active = host.active;
-        let cause = self.agent_end_cause(id, end);
-        self.deactivate(id);
-        self.host_lost(now, cause, was_active);
+        let cause = self.build_agent_end_cause(id, end);
+        self.deactivate_host(id);
+        self.handle_lost_host(now, cause, was_active);
     }
 
-    /// Returns the end of an agent as a root cause, with exit code 1.
-    fn agent_end_cause(&self, id: HostIndex, end: AgentEnd) -> RootCause {
+    /// Builds the root cause, with exit code 1, for the end of an agent.
+    fn build_agent_end_cause(&self, id: HostIndex, end: AgentEnd) -> RootCause {
         let remote = self.setup.hosts[id].remote;
-        let host = if remote { &self.setup.hosts[id].name } else { self.hostname(id) };
+        let host = if remote { &self.setup.hosts[id].name } else { self.choose_hostname(id) };
         let label = AgentLabel { host, remote, pid: self.hosts[id].pid };
-        let cause = RootCause::new(id, end.reason(label), end.message(label));
+        let cause = RootCause::new(id, end.to_failure_reason(label), end.format_message(label));
         match end.into_diagnostic() {
             Some(diagnostic) => cause.with_diagnostic(diagnostic),
             None => cause,
         }
     }
 
-    /// Continues without a lost host or fails the attempt, depending on the attempt's state.
-    fn host_lost(&mut self, now: Duration, cause: RootCause, was_active: bool) {
+    /// Continues without a lost host or fails the attempt, depending on the state of the attempt.
+    /// `was_active` states whether the host had workers of the attempt.
+    fn handle_lost_host(&mut self, now: Duration, cause: RootCause, was_active: bool) {
         self.host_lost = true;
         let id = cause.host;
         match self.state {
             AttemptState::Joining => {
                 if id < self.scanned {
-                    self.restart_scan();
+                    self.restart_host_scan();
                 }
                 self.hosts[id].failures += 1;
                 if self.has_enough_hosts() {
                     self.emit_notice(format!("{}; the run continues without it", cause.message));
-                    self.try_prepare(now);
+                    self.try_prepare_attempt(now);
                 } else {
-                    self.fail(now, cause.with_exit_code(exit::CLUSTER));
+                    self.fail_attempt(now, cause.with_exit_code(exit::CLUSTER));
                 }
             }
             AttemptState::Preparing if self.members.contains(&id) => {
@@ -323,21 +346,21 @@ impl Core {
                     self.emit_notice(format!("{}; the run continues without it", cause.message));
                     self.state = AttemptState::Joining;
                     self.phase_deadline = None;
-                    self.restart_scan();
-                    // Invalidates the plan that is being made.
+                    self.restart_host_scan();
+                    // Another attempt number invalidates the plan that is being prepared.
                     self.attempt += 1;
-                    self.try_prepare(now);
+                    self.try_prepare_attempt(now);
                 } else {
-                    self.fail(now, cause.with_exit_code(exit::CLUSTER));
+                    self.fail_attempt(now, cause.with_exit_code(exit::CLUSTER));
                 }
             }
             AttemptState::Draining { .. } if was_active && self.hosts[id].unlisted => {
-                self.drained_host_lost(now, &cause.message);
+                self.handle_lost_draining_host(now, &cause.message);
             }
             AttemptState::Finished => {}
             AttemptState::Backoff { until } => {
                 self.emit_notice(cause.message);
-                let until = until.max(self.next_attempt_at(now, Duration::ZERO));
+                let until = until.max(self.compute_next_attempt_time(now, Duration::ZERO));
                 self.state = AttemptState::Backoff { until };
             }
             AttemptState::Preparing
@@ -346,16 +369,16 @@ impl Core {
             | AttemptState::Draining { .. }
             | AttemptState::Ending => {
                 if was_active {
-                    self.fail(now, cause);
+                    self.fail_attempt(now, cause);
                 } else {
-                    // A spare, or a host whose workers had ended.
+                    // The host is a spare, or its workers had ended.
                     self.emit_notice(cause.message);
                 }
             }
         }
     }
 
-    /// Whether the hosts that have joined or may still join number at least `run.min_hosts`.
+    /// Whether at least `run.min_hosts` hosts have joined or may still join.
     fn has_enough_hosts(&self) -> bool {
         let usable = |host: &&HostState| host.is_connected() && !host.excluded;
         self.hosts.iter().filter(usable).count() >= self.setup.min_hosts
@@ -367,14 +390,16 @@ impl Core {
             return;
         }
         self.next_heartbeat = now + HEARTBEAT_INTERVAL;
-        let remote =
-            |id: &HostIndex| self.setup.hosts[*id].remote && self.hosts[*id].agent == AgentState::Joined;
-        let heartbeats = (0..self.hosts.len()).filter(remote).map(|id| Action::Send(id, ToAgent::Heartbeat));
+        let remote = |id: &HostIndex| {
+            self.setup.hosts[*id].remote && self.hosts[*id].agent == AgentConnectionState::Joined
+        };
+        let heartbeats =
+            (0..self.hosts.len()).filter(remote).map(|id| ControllerAction::Send(id, ToAgent::Heartbeat));
         self.actions.extend(heartbeats);
     }
 
     /// Kills agents whose leases have expired, and marks their hosts as lost.
-    pub(super) fn check_leases(&mut self, now: Duration) {
+    pub(super) fn expire_leases(&mut self, now: Duration) {
         while let Some(Reverse((due, id, ticket))) = self.leases.0.peek().copied()
             && now > due
             && self.state != AttemptState::Finished
@@ -383,28 +408,28 @@ impl Core {
             if !self.hosts[id].is_connected() || self.hosts[id].ticket != ticket {
                 continue;
             }
-            let lease = self.host_lease(id);
+            let lease = self.select_host_lease(id);
             if now <= self.hosts[id].last_heard + lease {
                 self.schedule_lease_check(id);
                 continue;
             }
             let seconds = lease.as_secs();
             let end = match self.hosts[id].agent {
-                AgentState::Starting => AgentEnd::NoHello { seconds },
-                AgentState::NotStarted | AgentState::Joined | AgentState::Lost => {
-                    AgentEnd::Silent { seconds }
-                }
+                AgentConnectionState::Starting => AgentEnd::NoHello { seconds },
+                AgentConnectionState::NotStarted
+                | AgentConnectionState::Joined
+                | AgentConnectionState::Lost => AgentEnd::Silent { seconds },
             };
-            self.actions.push(Action::KillAgent(id));
-            self.agent_gone(now, id, end);
+            self.actions.push(ControllerAction::KillAgent(id));
+            self.handle_agent_gone(now, id, end);
         }
     }
 
     /// Begins the next attempt: excludes hosts that failed too often, and restarts lost agents if
     /// more hosts are needed.
-    pub(super) fn begin_joining(&mut self, now: Duration) {
+    pub(super) fn begin_next_attempt(&mut self, now: Duration) {
         self.state = AttemptState::Joining;
-        self.restart_scan();
+        self.restart_host_scan();
         let failing = (0..self.hosts.len()).filter(|id| {
             let host = &self.hosts[*id];
             host.failures >= MAX_HOST_FAILURES && !host.excluded
@@ -415,17 +440,17 @@ impl Core {
                 |o: &HostIndex| self.hosts[*o].is_connected() || self.hosts[*o].failures < MAX_HOST_FAILURES;
             if others.filter(usable).count() >= self.setup.min_hosts {
                 self.hosts[id].excluded = true;
-                let label = self.host_label(id);
+                let label = self.format_host_label(id);
                 self.emit_notice(format!(
                     "{label} made {MAX_HOST_FAILURES} attempts fail; the run continues without it"
                 ));
             }
         }
-        let is_usable = |host: &&HostState| host.agent == AgentState::Joined && !host.excluded;
+        let is_usable = |host: &&HostState| host.agent == AgentConnectionState::Joined && !host.excluded;
         if self.hosts.iter().filter(is_usable).count() < self.setup.use_hosts {
             let absent = |id: &HostIndex| {
                 let host = &self.hosts[*id];
-                matches!(host.agent, AgentState::Lost | AgentState::NotStarted)
+                matches!(host.agent, AgentConnectionState::Lost | AgentConnectionState::NotStarted)
                     && !host.excluded
                     && now >= host.quarantined_until
             };
@@ -433,24 +458,26 @@ impl Core {
                 self.start_agent(now, id);
             }
         }
-        self.release_unlisted(now);
-        self.try_prepare(now);
+        self.release_unlisted_hosts(now);
+        self.try_prepare_attempt(now);
     }
 
     /// Returns when the next attempt may begin: after the pause and, if the job needs more hosts
     /// than have joined, after the quarantine of the lost hosts.
-    pub(super) fn next_attempt_at(&self, now: Duration, pause: Duration) -> Duration {
-        let is_usable = |host: &&HostState| host.agent == AgentState::Joined && !host.excluded;
+    pub(super) fn compute_next_attempt_time(&self, now: Duration, pause: Duration) -> Duration {
+        let is_usable = |host: &&HostState| host.agent == AgentConnectionState::Joined && !host.excluded;
         if self.hosts.iter().filter(is_usable).count() >= self.setup.use_hosts {
             return now + pause;
         }
-        let lost = self.hosts.iter().filter(|host| host.agent == AgentState::Lost && !host.excluded);
+        let lost =
+            self.hosts.iter().filter(|host| host.agent == AgentConnectionState::Lost && !host.excluded);
         let quarantine = lost.map(|host| host.quarantined_until).max();
         (now + pause).max(quarantine.unwrap_or_default())
     }
 
-    /// The name that the machine gives itself, or else the name in the job.
-    pub(super) fn hostname(&self, id: HostIndex) -> &str {
+    /// Returns the host name that the machine reports or, before its agent's hello, the name in the
+    /// job.
+    pub(super) fn choose_hostname(&self, id: HostIndex) -> &str {
         match self.hosts[id].hostname.as_str() {
             "" if self.setup.hosts[id].name.is_empty() => "this machine",
             "" => &self.setup.hosts[id].name,
@@ -458,8 +485,8 @@ impl Core {
         }
     }
 
-    /// `host NAME`, with the name in the job.
-    pub(super) fn host_label(&self, id: HostIndex) -> String {
+    /// Formats a host as `host NAME`, with its name in the job.
+    pub(super) fn format_host_label(&self, id: HostIndex) -> String {
         format!("host {}", self.setup.hosts[id].name)
     }
 }

@@ -1,18 +1,21 @@
-//! Changes of the list of hosts while the job runs: an added host is a spare, and a host that is no
-//! longer listed is released when the others are enough.
-use super::{Action, AttemptState, Core, HostIndex, HostSetup, hosts::AgentState, hosts::HostState};
-use crate::report::count;
+//! Changes of the list of hosts while the job runs. An added host becomes a spare. A host that is
+//! no longer listed is released as soon as the other hosts are enough.
+use super::{
+    AttemptState, ControllerAction, ControllerCore, HostIndex, HostSetup, hosts::AgentConnectionState,
+    hosts::HostState,
+};
+use crate::report::format_count;
 use std::time::Duration;
 
-impl Core {
-    /// Applies a changed list of hosts. `added` are new hosts; `listed` states for each known host
-    /// whether the list still contains it.
+impl ControllerCore {
+    /// Applies a changed list of hosts. `added` are the new hosts. `listed` states for each known
+    /// host whether the new list contains it.
     pub(super) fn update_roster(&mut self, now: Duration, added: Vec<HostSetup>, listed: &[bool]) {
         for (id, listed) in (0..self.hosts.len()).zip(listed) {
             let host = &mut self.hosts[id];
             match (host.unlisted, *listed) {
                 (false, false) => (host.unlisted, host.use_reported) = (true, false),
-                (true, true) => self.relist_host(now, id),
+                (true, true) => self.readmit_host(now, id),
                 (false, true) | (true, false) => {}
             }
         }
@@ -20,7 +23,7 @@ impl Core {
             self.any_remote |= setup.remote;
             self.setup.hosts.push(setup);
             self.hosts.push(HostState::default());
-            self.start_agent_of_listed(now, self.hosts.len() - 1);
+            self.start_listed_agent(now, self.hosts.len() - 1);
         }
         self.unlisted = self.hosts.iter().filter(|host| host.unlisted && !host.excluded).count();
         if self.setup.use_all_listed {
@@ -28,23 +31,23 @@ impl Core {
             self.setup.use_hosts = listed.max(self.setup.min_hosts);
         }
         if self.state == AttemptState::Joining {
-            self.restart_scan();
+            self.restart_host_scan();
         }
-        self.release_unlisted(now);
-        self.try_prepare(now);
+        self.release_unlisted_hosts(now);
+        self.try_prepare_attempt(now);
     }
 
     /// Readmits a host that is listed again, because it was repaired or was removed by mistake.
-    fn relist_host(&mut self, now: Duration, id: HostIndex) {
+    fn readmit_host(&mut self, now: Duration, id: HostIndex) {
         let host = &mut self.hosts[id];
         (host.unlisted, host.excluded, host.failures) = (false, false, 0);
-        if host.agent == AgentState::NotStarted {
-            self.start_agent_of_listed(now, id);
+        if host.agent == AgentConnectionState::NotStarted {
+            self.start_listed_agent(now, id);
         }
     }
 
     /// Starts the agent of a listed host. If the attempt is ending, the next attempt starts it.
-    fn start_agent_of_listed(&mut self, now: Duration, id: HostIndex) {
+    fn start_listed_agent(&mut self, now: Duration, id: HostIndex) {
         let ending =
             matches!(self.state, AttemptState::Stopping(_) | AttemptState::Ending | AttemptState::Finished);
         if !ending {
@@ -53,16 +56,17 @@ impl Core {
     }
 
     /// Releases hosts that are no longer listed, the last first, as long as enough others remain.
-    /// A host with workers is drained first: the next attempt runs without it.
-    pub(super) fn release_unlisted(&mut self, now: Duration) {
+    /// Drains a host with workers first, so that the next attempt runs without it.
+    pub(super) fn release_unlisted_hosts(&mut self, now: Duration) {
         if self.unlisted == 0 {
             return;
         }
-        // While hosts are joining, a started agent may still come; later only joined hosts count.
+        // While hosts are joining, a started agent may still join. Later only joined hosts count.
         let joining = self.state == AttemptState::Joining;
         let is_usable = |host: &HostState| {
             !host.excluded
-                && (host.agent == AgentState::Joined || joining && host.agent == AgentState::Starting)
+                && (host.agent == AgentConnectionState::Joined
+                    || joining && host.agent == AgentConnectionState::Starting)
         };
         let usable = self.hosts.iter().filter(|host| is_usable(host)).count();
         let mut surplus = usable.saturating_sub(self.setup.min_hosts);
@@ -73,7 +77,7 @@ impl Core {
                 continue;
             }
             match (is_usable(host), surplus) {
-                (true, 0) => self.report_use_of_unlisted(id),
+                (true, 0) => self.report_unlisted_in_use(id),
                 (counts, _) => {
                     surplus -= usize::from(counts);
                     if host.active { busy.push(id) } else { idle.push(id) }
@@ -84,25 +88,26 @@ impl Core {
             self.state == AttemptState::Preparing && idle.iter().any(|id| self.members.contains(id));
         idle.into_iter().for_each(|id| self.release_host(id));
         if releases_member {
-            // Invalidates the plan that is being made.
+            // Another attempt number invalidates the plan that is being prepared.
             (self.state, self.phase_deadline) = (AttemptState::Joining, None);
             self.attempt += 1;
         }
         if self.state == AttemptState::Joining {
-            self.restart_scan();
-            self.try_prepare(now);
+            self.restart_host_scan();
+            self.try_prepare_attempt(now);
         }
         // A request to stop that is sent before all workers run might miss some of them.
         let is_running = self.state == AttemptState::Running && self.suspect.is_none();
         if is_running && !busy.is_empty() && self.workers.iter().all(|w| w.pid.is_some()) {
-            self.drain(now, &busy);
+            self.drain_hosts(now, &busy);
         }
     }
 
-    fn report_use_of_unlisted(&mut self, id: HostIndex) {
+    /// Reports once that a host stays in use although it is no longer listed.
+    fn report_unlisted_in_use(&mut self, id: HostIndex) {
         if !std::mem::replace(&mut self.hosts[id].use_reported, true) {
-            let label = self.host_label(id);
-            let needed = count(self.setup.min_hosts as u64, "host", "hosts");
+            let label = self.format_host_label(id);
+            let needed = format_count(self.setup.min_hosts as u64, "host", "hosts");
             self.emit_notice(format!(
                 "{label} is no longer listed but stays in use: the job needs {needed} (`run.min_hosts`) \
                  and no other is available"
@@ -110,21 +115,22 @@ impl Core {
         }
     }
 
-    /// Excludes a host that has no process of the job.
+    /// Excludes a host that has no process of the job, and releases its agent.
     fn release_host(&mut self, id: HostIndex) {
         self.unlisted -= 1;
         let host = &mut self.hosts[id];
         host.excluded = true;
         if host.is_connected() {
-            host.agent = AgentState::NotStarted;
-            self.actions.push(Action::ReleaseAgent(id));
+            host.agent = AgentConnectionState::NotStarted;
+            self.actions.push(ControllerAction::ReleaseAgent(id));
         }
-        let label = self.host_label(id);
+        let label = self.format_host_label(id);
         self.emit_notice(format!("{label} is no longer listed: the run continues without it"));
     }
 
-    /// Stops all workers, so that the next attempt starts them on the other hosts.
-    fn drain(&mut self, now: Duration, leaving: &[HostIndex]) {
+    /// Makes all workers save and stop, so that the next attempt starts them on the hosts other
+    /// than `leaving`.
+    fn drain_hosts(&mut self, now: Duration, leaving: &[HostIndex]) {
         self.state = AttemptState::Draining { host_lost: false };
         self.send_stop(now);
         let names: Vec<&str> = leaving.iter().rev().map(|id| self.setup.hosts[*id].name.as_str()).collect();
@@ -141,9 +147,9 @@ impl Core {
         });
     }
 
-    /// Handles the loss of a draining host whose workers have not stopped yet. The other workers
-    /// cannot finish the step.
-    pub(super) fn drained_host_lost(&mut self, now: Duration, message: &str) {
+    /// Continues after the loss of a draining host whose workers had not stopped. Kills the other
+    /// workers, which cannot finish the step.
+    pub(super) fn handle_lost_draining_host(&mut self, now: Duration, message: &str) {
         self.emit_notice(format!("{message}; it is no longer listed, and the run continues without it"));
         if self.state == (AttemptState::Draining { host_lost: false }) {
             self.state = AttemptState::Draining { host_lost: true };

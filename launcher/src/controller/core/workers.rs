@@ -1,8 +1,11 @@
 //! What agents report about the workers of the current attempt.
 use super::{
-    Action, AttemptState, Core, FailureReason, HostIndex, ROOT_CAUSE_TIMEOUT, RootCause, WorkerState,
+    AttemptState, ControllerAction, ControllerCore, FailureReason, HostIndex, ROOT_CAUSE_TIMEOUT, RootCause,
+    WorkerState,
 };
-use crate::controller::root_cause::{ProcessEnd, aborted_by_peer, exit_code_for, worker_error};
+use crate::controller::root_cause::{
+    WorkerProcessEnd, build_aborted_cause, build_worker_error_cause, to_launch_exit_code,
+};
 use contract::{
     control::{ExitStatus, FromAgent},
     event::Event,
@@ -13,8 +16,8 @@ use contract::{
 use diagnostic::{Diagnostic, codes::run};
 use std::{net::SocketAddr, time::Duration};
 
-/// How a worker's process ended, from [`FromAgent::Exited`].
-struct Exited {
+/// The fields of [`FromAgent::Exited`]: how a worker's process ended.
+struct WorkerExitReport {
     rank: Rank,
     pid: u32,
     status: ExitStatus,
@@ -24,37 +27,47 @@ struct Exited {
     gpu: Option<GpuFault>,
 }
 
-impl Core {
-    /// Processes a message that belongs to this attempt.
-    pub(super) fn worker_message(&mut self, now: Duration, host: HostIndex, message: FromAgent) {
+impl ControllerCore {
+    /// Processes a message that belongs to the current attempt.
+    pub(super) fn handle_worker_message(&mut self, now: Duration, host: HostIndex, message: FromAgent) {
         match message {
-            FromAgent::Started { rank, pid, .. } => self.worker_started(now, host, rank, pid),
+            FromAgent::Started { rank, pid, .. } => self.handle_worker_started(now, host, rank, pid),
             FromAgent::Exited { rank, pid, status, oom, tail, error, gpu, .. } => {
-                self.worker_exited(now, host, Exited { rank, pid, status, oom, tail, error, gpu });
+                self.handle_worker_exit(
+                    now,
+                    host,
+                    WorkerExitReport { rank, pid, status, oom, tail, error, gpu },
+                );
             }
             FromAgent::Line { rank, stderr, text } => {
-                self.actions.push(Action::Line { rank, stderr, text });
+                self.actions.push(ControllerAction::Line { rank, stderr, text });
             }
-            FromAgent::Progress { rank, phase, .. } => self.actions.push(Action::Progress { rank, phase }),
-            FromAgent::Listening { rank, addresses, .. } => self.worker_listens(host, rank, addresses),
-            FromAgent::Event { event, .. } => self.worker_event(event),
+            FromAgent::Progress { rank, phase, .. } => {
+                self.actions.push(ControllerAction::Progress { rank, phase })
+            }
+            FromAgent::Listening { rank, addresses, .. } => {
+                self.handle_worker_listening(host, rank, addresses)
+            }
+            FromAgent::Event { event, .. } => self.handle_worker_event(event),
             FromAgent::Fatal { rank, exit, diagnostic, gpu, .. } => {
-                self.worker_fatal(now, (host, rank), exit, diagnostic, gpu);
+                self.handle_final_report(now, (host, rank), exit, diagnostic, gpu);
             }
-            FromAgent::Failed { rank: None, diagnostic, .. } => self.agent_failed(now, host, diagnostic),
+            FromAgent::Failed { rank: None, diagnostic, .. } => {
+                self.handle_agent_failure(now, host, diagnostic)
+            }
             FromAgent::Failed { rank: Some(rank), diagnostic, .. } => {
-                self.worker_failed(now, host, rank, diagnostic);
+                self.handle_worker_failure(now, host, rank, diagnostic);
             }
             FromAgent::Stalled { rank, stalled_ms, suspended, .. } => {
-                self.worker_stalled(now, host, rank, Duration::from_millis(stalled_ms), suspended);
+                self.handle_stalled_worker(now, host, rank, Duration::from_millis(stalled_ms), suspended);
             }
             FromAgent::Recovered { rank, .. } => {
-                if self.worker(host, rank).is_some_and(|w| w.stalled_for.take().is_some()) {
+                if self.find_worker(host, rank).is_some_and(|w| w.stalled_for.take().is_some()) {
                     self.stalled -= 1;
                 }
             }
-            FromAgent::WorkersEnded { .. } => self.workers_ended(now, host),
-            // Handled by the driver, or without effect.
+            FromAgent::WorkersEnded { .. } => self.handle_workers_ended(now, host),
+            // The driver handles these messages, or they only prove that the agent is alive.
             FromAgent::Bound { .. }
             | FromAgent::Hello { .. }
             | FromAgent::Probed(_)
@@ -62,34 +75,41 @@ impl Core {
         }
     }
 
-    /// The worker of this rank, if it is on this host.
-    fn worker(&mut self, host: HostIndex, rank: Rank) -> Option<&mut WorkerState> {
+    /// Returns the worker of this rank, or `None` if the host does not run that rank.
+    fn find_worker(&mut self, host: HostIndex, rank: Rank) -> Option<&mut WorkerState> {
         self.workers.get_mut(rank as usize).filter(|w| w.host == host)
     }
 
-    fn worker_listens(&mut self, host: HostIndex, rank: Rank, addresses: Vec<SocketAddr>) {
-        if self.worker(host, rank).is_none() {
+    /// Records the addresses on which a built-in worker listens. Once all workers listen, sends
+    /// each of them the addresses of its peers.
+    fn handle_worker_listening(&mut self, host: HostIndex, rank: Rank, addresses: Vec<SocketAddr>) {
+        if self.find_worker(host, rank).is_none() {
             return;
         }
         let attempt = self.attempt;
-        if let Some(members) = self.peer_exchange.add(host, rank, attempt, addresses) {
-            self.actions.push(Action::SendPeers { attempt, members });
+        if let Some(members) = self.peer_exchange.add_worker(host, rank, attempt, addresses) {
+            self.actions.push(ControllerAction::SendPeers { attempt, members });
         }
     }
 
-    fn worker_started(&mut self, now: Duration, host: HostIndex, rank: Rank, pid: u32) {
-        let Some(worker) = self.worker(host, rank).filter(|w| w.pid.is_none() && w.ended.is_none()) else {
+    /// Records that the process of a worker has started. A drain of unlisted hosts that waited for
+    /// this worker may then begin.
+    fn handle_worker_started(&mut self, now: Duration, host: HostIndex, rank: Rank, pid: u32) {
+        let Some(worker) = self.find_worker(host, rank).filter(|w| w.pid.is_none() && w.ended.is_none())
+        else {
             return;
         };
         worker.pid = Some(pid);
         self.hosts[host].running += 1;
         self.running += 1;
-        self.release_unlisted(now);
+        self.release_unlisted_hosts(now);
     }
 
-    fn worker_event(&mut self, event: Event) {
+    /// Records what the core needs of a worker's event, and reports the event. Drops events that
+    /// only the controller may report.
+    fn handle_worker_event(&mut self, event: Event) {
         match &event {
-            // Only the controller reports these.
+            // Only the controller reports these events.
             Event::Start { .. }
             | Event::Failure(_)
             | Event::Done { .. }
@@ -112,10 +132,11 @@ impl Core {
             | Event::Reload { .. }
             | Event::Notice { .. } => {}
         }
-        self.actions.push(Action::Event(event));
+        self.actions.push(ControllerAction::Event(event));
     }
 
-    fn worker_fatal(
+    /// Records the final report of a worker. The report of an error fails the attempt at once.
+    fn handle_final_report(
         &mut self,
         now: Duration,
         (host, rank): (HostIndex, Rank),
@@ -123,21 +144,21 @@ impl Core {
         diagnostic: Diagnostic,
         gpu: Option<GpuFault>,
     ) {
-        let Some(worker) = self.worker(host, rank) else { return };
+        let Some(worker) = self.find_worker(host, rank) else { return };
         worker.final_report.get_or_insert((exit, diagnostic.clone()));
-        // It is about to exit; the others need not wait for that.
+        // The worker is about to exit. Killing the others need not wait for that.
         if !matches!(exit, WorkerExit::Aborted | WorkerExit::Done | WorkerExit::Stopped) {
-            self.fail(now, worker_error((host, rank), exit, diagnostic, gpu));
+            self.fail_attempt(now, build_worker_error_cause((host, rank), exit, diagnostic, gpu));
         }
     }
 
-    /// Processes the report that an agent could not start or supervise a worker.
-    fn worker_failed(&mut self, now: Duration, host: HostIndex, rank: Rank, diagnostic: Diagnostic) {
+    /// Fails the attempt because an agent could not start or supervise a worker.
+    fn handle_worker_failure(&mut self, now: Duration, host: HostIndex, rank: Rank, diagnostic: Diagnostic) {
         let joining = matches!(self.state, AttemptState::Joining | AttemptState::Preparing);
         let exit_code = if joining { exit::CLUSTER } else { exit::FAILED };
         let code = diagnostic.code();
         let seconds = diagnostic.field("seconds").and_then(|seconds| seconds.as_u64()).unwrap_or(0);
-        let was_started = self.worker(host, rank).is_some_and(|w| w.pid.is_some());
+        let was_started = self.find_worker(host, rank).is_some_and(|w| w.pid.is_some());
         let reason = match was_started {
             _ if code == run::WORKER_SILENT => FailureReason::WorkerSilent { seconds },
             true => FailureReason::WorkerError { code },
@@ -147,15 +168,17 @@ impl Core {
             .with_rank(Some(rank))
             .with_exit_code(exit_code)
             .with_diagnostic(diagnostic);
-        self.fail(now, cause);
+        self.fail_attempt(now, cause);
     }
 
-    fn worker_exited(&mut self, now: Duration, host: HostIndex, exited: Exited) {
-        let Exited { rank, pid, status, oom, tail, error, gpu } = exited;
+    /// Records how a worker's process ended. Fails the attempt unless the worker finished or was
+    /// asked to stop.
+    fn handle_worker_exit(&mut self, now: Duration, host: HostIndex, exited: WorkerExitReport) {
+        let WorkerExitReport { rank, pid, status, oom, tail, error, gpu } = exited;
         let stopping = matches!(self.state, AttemptState::Stopping(_) | AttemptState::Draining { .. });
         let host_lost = self.state == (AttemptState::Draining { host_lost: true });
         let builtin = self.setup.builtin;
-        let Some(worker) = self.worker(host, rank).filter(|w| w.ended.is_none()) else { return };
+        let Some(worker) = self.find_worker(host, rank).filter(|w| w.ended.is_none()) else { return };
         let (was_running, was_stalled) = (worker.is_running(), worker.stalled_for.take().is_some());
         (worker.pid, worker.ended, worker.oom) = (Some(pid), Some((status, tail)), oom);
         let final_report = worker.final_report.clone();
@@ -163,7 +186,7 @@ impl Core {
         self.running -= usize::from(was_running);
         self.stalled -= usize::from(was_stalled);
         let meaning = match status {
-            ExitStatus::Code(code) if builtin => WorkerExit::from_code(code),
+            ExitStatus::Code(code) if builtin => WorkerExit::from_exit_code(code),
             _ => None,
         };
         match (status, meaning) {
@@ -172,27 +195,29 @@ impl Core {
             (_, Some(WorkerExit::Stopped)) if stopping => {}
             _ if stopping && !builtin => {}
             (_, Some(WorkerExit::Aborted)) => {
-                self.suspect_failure(now, aborted_by_peer((host, rank), final_report));
+                self.record_suspected_failure(now, build_aborted_cause((host, rank), final_report));
             }
             (_, exit) => {
                 let memory = Some(self.hosts[host].memory).filter(|bytes| *bytes > 0);
                 let oom = oom.then_some(memory);
                 let cause = match (exit, final_report) {
-                    (Some(exit), Some((_, diagnostic))) => worker_error((host, rank), exit, diagnostic, gpu),
+                    (Some(exit), Some((_, diagnostic))) => {
+                        build_worker_error_cause((host, rank), exit, diagnostic, gpu)
+                    }
                     (exit, _) => {
-                        let end = ProcessEnd { status, builtin, oom, error, gpu };
-                        let exit_code = exit.map_or(exit::FAILED, exit_code_for);
-                        end.root_cause((host, rank)).with_exit_code(exit_code)
+                        let end = WorkerProcessEnd { status, builtin, oom, error, gpu };
+                        let exit_code = exit.map_or(exit::FAILED, to_launch_exit_code);
+                        end.into_root_cause((host, rank)).with_exit_code(exit_code)
                     }
                 };
-                self.fail(now, cause);
+                self.fail_attempt(now, cause);
             }
         }
     }
 
-    /// Processes the report that a worker makes no progress. The job hangs when no worker makes
-    /// progress or one is suspended.
-    fn worker_stalled(
+    /// Processes the report that a worker makes no progress. The job hangs if no worker makes
+    /// progress or one is suspended, and then fails.
+    fn handle_stalled_worker(
         &mut self,
         now: Duration,
         host: HostIndex,
@@ -200,7 +225,7 @@ impl Core {
         stalled_for: Duration,
         suspended: bool,
     ) {
-        let Some(worker) = self.worker(host, rank).filter(|w| w.is_running()) else { return };
+        let Some(worker) = self.find_worker(host, rank).filter(|w| w.is_running()) else { return };
         let is_new = worker.stalled_for.replace(stalled_for).is_none();
         self.stalled += usize::from(is_new);
         let seconds = stalled_for.as_secs();
@@ -219,25 +244,31 @@ impl Core {
         } else {
             return;
         };
-        self.fail_with_stacks(now, cause);
+        self.fail_attempt_with_stacks(now, cause);
     }
 
-    fn workers_ended(&mut self, now: Duration, host: HostIndex) {
+    /// Processes the report that no worker of the attempt is left on a host. Fails the attempt if
+    /// the end of a worker was not reported.
+    fn handle_workers_ended(&mut self, now: Duration, host: HostIndex) {
         if !self.hosts[host].active {
             return;
         }
         if self.hosts[host].running > 0 {
             let mut ranks = self.hosts[host].ranks.clone();
             let missing = ranks.find(|rank| self.workers[*rank as usize].is_running());
-            let message = format!("the agent on {} did not report how the worker ended", self.hostname(host));
-            self.fail(now, RootCause::new(host, FailureReason::WorkerLost, message).with_rank(missing));
+            let message =
+                format!("the agent on {} did not report how the worker ended", self.choose_hostname(host));
+            self.fail_attempt(
+                now,
+                RootCause::new(host, FailureReason::WorkerLost, message).with_rank(missing),
+            );
         }
-        self.deactivate(host);
+        self.deactivate_host(host);
     }
 
-    /// Remembers a failure that is probably the consequence of a failure that is not reported yet.
-    /// It becomes the root cause if no other failure is reported in time.
-    fn suspect_failure(&mut self, now: Duration, cause: RootCause) {
+    /// Records a failure that is probably the consequence of a failure that is not reported yet. It
+    /// becomes the root cause if no other failure is reported within [`ROOT_CAUSE_TIMEOUT`].
+    fn record_suspected_failure(&mut self, now: Duration, cause: RootCause) {
         let has_workers = matches!(
             self.state,
             AttemptState::Running | AttemptState::Stopping(_) | AttemptState::Draining { host_lost: false }

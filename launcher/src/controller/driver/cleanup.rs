@@ -1,9 +1,9 @@
-//! The end of agents and helpers, and the removal of every process that they leave.
-use super::{Agent, Driver};
+//! Ends agents and helper processes, and kills every process that they leave.
+use super::{ControllerDriver, SupervisedAgent};
 use crate::{
     agent::{self, descendants::kill_descendants},
     controller::{
-        core::{HostIndex, Input},
+        core::{ControllerInput, HostIndex},
         root_cause::AgentEnd,
     },
     transport::AgentHandle,
@@ -16,32 +16,32 @@ use nix::{
 use std::time::Duration;
 use tokio::time::{sleep, timeout};
 
-/// From the end of an agent's stream until its process is killed.
+/// The time from the end of an agent's stream until the agent is killed.
 const AGENT_EXIT_TIMEOUT: Duration = Duration::from_secs(1);
-/// From the end of the last agent until a helper process (such as `srun`) gets SIGTERM, and from
-/// then until it gets SIGKILL.
+/// The time from the end of the last agent until a helper process (such as `srun`) gets SIGTERM,
+/// and from SIGTERM until it gets SIGKILL.
 const HELPER_EXIT_TIMEOUT: Duration = Duration::from_secs(2);
-/// How long the controller waits for killed processes to end.
+/// The time limit for killed processes to end.
 const SWEEP_TIMEOUT: Duration = Duration::from_secs(5);
-/// Between two scans for descendants.
+/// The interval between two scans for descendants.
 const SWEEP_INTERVAL: Duration = Duration::from_millis(2);
 
-impl Driver {
-    /// The stream of an agent has ended: kills what is left of its host's processes on this
-    /// machine, then informs the core.
-    pub(super) async fn on_agent_ended(&mut self, host: HostIndex, error: Option<Diagnostic>) {
+impl ControllerDriver {
+    /// Processes the end of an agent's stream: waits until the agent has ended, kills what is left
+    /// of its processes on this machine, and then informs the core.
+    pub(super) async fn handle_agent_end(&mut self, host: HostIndex, error: Option<Diagnostic>) {
         if let Some(agent) = self.agents.get_mut(&host) {
             agent.outbox = None;
         }
         let limit = self.clock.now() + AGENT_EXIT_TIMEOUT;
-        while self.agents.get(&host).is_some_and(|a| a.unreaped_child().is_some()) {
-            self.reap();
+        while self.agents.get(&host).is_some_and(|a| a.find_unreaped_pid().is_some()) {
+            self.reap_children();
             if self.clock.now() > limit {
                 self.kill_agent(host);
             }
             sleep(SWEEP_INTERVAL).await;
         }
-        self.sweep().await;
+        self.sweep_processes().await;
         let ended = self.agents.get(&host).and_then(|a| a.ended);
         let connection = self.agents.get(&host).and_then(|a| match &a.handle {
             AgentHandle::Connection(connection) => Some(connection),
@@ -55,34 +55,35 @@ impl Driver {
             (None, None, Some(status)) => AgentEnd::Exited(status),
             (None, None, None) => AgentEnd::NeverRan,
         };
-        self.handle(Input::AgentGone { host, end });
+        self.handle_input(ControllerInput::AgentGone { host, end });
     }
 
-    /// Reaps children that have ended: agents, and orphans that were reparented when an agent died.
-    /// Returns whether any child is left.
-    pub(super) fn reap(&mut self) -> bool {
+    /// Reaps children that have ended: agents, and orphans that were reparented when their agent
+    /// died. Returns whether any child is left.
+    pub(super) fn reap_children(&mut self) -> bool {
         let (agents, transport) = (&mut self.agents, &mut self.transport);
         agent::reap_children(
             |_| false,
-            |pid, status| match agents.values_mut().find(|a| a.unreaped_child() == Some(pid)) {
+            |pid, status| match agents.values_mut().find(|a| a.find_unreaped_pid() == Some(pid)) {
                 Some(agent) => agent.ended = Some(status),
-                None => transport.on_child_exit(pid, status),
+                None => transport.record_child_exit(pid, status),
             },
         )
     }
 
-    /// Kills every process of this job on this machine that no running agent supervises.
-    pub(super) async fn sweep(&mut self) {
+    /// Kills every process of this job on this machine that no running agent supervises. Gives up
+    /// after [`SWEEP_TIMEOUT`] and warns the user.
+    pub(super) async fn sweep_processes(&mut self) {
         let limit = self.clock.now() + SWEEP_TIMEOUT;
         // One scan may miss a process that is forked during the scan.
         let mut empty_scans = 0;
-        while self.reap() && empty_scans < 2 {
-            let running = self.agents.values().filter_map(Agent::unreaped_child);
+        while self.reap_children() && empty_scans < 2 {
+            let running = self.agents.values().filter_map(SupervisedAgent::find_unreaped_pid);
             let kept = running.chain(self.preexisting_children.iter().copied());
             let kept: Vec<u32> = kept.chain(self.transport.helper_pids()).collect();
             empty_scans = if kill_descendants(&kept).is_empty() { empty_scans + 1 } else { 0 };
             if self.clock.now() > limit {
-                self.report.message(
+                self.report.show_message(
                     "launch: some processes did not end after SIGKILL; they are blocked in the kernel".into(),
                 );
                 return;
@@ -91,48 +92,51 @@ impl Driver {
         }
     }
 
+    /// Kills the agent of a host, or closes the connection to an agent on another machine.
     pub(super) fn kill_agent(&mut self, host: HostIndex) {
         let Some(agent) = self.agents.get(&host) else { return };
         match &agent.handle {
             AgentHandle::Connection(connection) => connection.abort(),
             AgentHandle::Child(_) => {
-                if let Some(pid) = agent.unreaped_child() {
-                    // It was not reaped, so no other process can have the pid.
+                if let Some(pid) = agent.find_unreaped_pid() {
+                    // The child was not reaped, so no other process can have its pid.
                     _ = kill(Pid::from_raw(pid as i32), Signal::SIGKILL);
                 }
             }
         }
     }
 
-    /// Closes the streams of all agents, which makes them exit, and kills what is left.
-    pub(super) async fn close(&mut self) {
+    /// Closes the streams of all agents, which makes the agents exit, and kills every process that
+    /// is left.
+    pub(super) async fn close_agents(&mut self) {
         self.agents.values_mut().for_each(|a| a.outbox = None);
         let limit = self.clock.now() + AGENT_EXIT_TIMEOUT;
-        while self.reap() && self.agents.values().any(|a| a.unreaped_child().is_some()) {
+        while self.reap_children() && self.agents.values().any(|a| a.find_unreaped_pid().is_some()) {
             if self.clock.now() > limit {
                 (0..self.hosts.len()).for_each(|host| self.kill_agent(host));
             }
             _ = timeout(SWEEP_INTERVAL, self.messages.1.recv()).await;
         }
         self.end_helpers().await;
-        self.sweep().await;
+        self.sweep_processes().await;
     }
 
-    /// Waits for helper processes, which end with the last agent, and ends those that do not.
+    /// Waits for helper processes, which end after the last agent. Sends SIGTERM and then SIGKILL
+    /// to those that do not end.
     pub(super) async fn end_helpers(&mut self) {
         let limit = self.clock.now() + HELPER_EXIT_TIMEOUT;
-        while self.reap() && !self.transport.helper_pids().is_empty() {
+        while self.reap_children() && !self.transport.helper_pids().is_empty() {
             let now = self.clock.now();
             if now > limit {
                 let signal =
                     if now > limit + HELPER_EXIT_TIMEOUT { Signal::SIGKILL } else { Signal::SIGTERM };
                 for pid in self.transport.helper_pids() {
-                    // It was not reaped, so no other process can have the pid.
+                    // The child was not reaped, so no other process can have its pid.
                     _ = kill(Pid::from_raw(pid as i32), signal);
                 }
             }
             while let Ok(line) = self.lines.1.try_recv() {
-                self.report.message(line);
+                self.report.show_message(line);
             }
             _ = timeout(SWEEP_INTERVAL, self.messages.1.recv()).await;
         }

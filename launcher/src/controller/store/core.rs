@@ -1,116 +1,123 @@
-//! [`Store`]: the keys, queues and waits of the rendezvous store, without I/O and clock.
+//! [`RendezvousStore`]: the keys, queues and waits of the rendezvous store, without I/O and clock.
 //!
-//! The store has no timeouts: a client that waited too long cancels its wait.
+//! The store has no timeouts: a client that has waited too long cancels its wait.
 use super::{
-    ClientError,
-    wire::{Key, MAX_MESSAGE, MAX_VALUE, Reply, Request, Value},
+    StoreClientError,
+    wire::{MAX_MESSAGE, MAX_VALUE, StoreKey, StoreReply, StoreRequest, StoreValue},
 };
 use std::collections::{BTreeMap, HashMap, VecDeque};
 
-/// The number of a connection.
-pub(super) type Client = u64;
-/// Limit of the bytes of all keys, values, queues and waits together, including [`ENTRY`] for each.
+/// The number of a client's connection.
+pub(super) type ClientId = u64;
+/// The limit of the bytes of all keys, values, queues and waits together, including [`ENTRY_BYTES`]
+/// for each of them.
 pub(super) const MAX_TOTAL: usize = 1 << 30;
 /// Bytes that are charged for each entry, and for each key that a client waits for, in addition to
 /// the bytes of keys and values.
-const ENTRY: usize = 128;
-/// Reply to CHECK, and to a WAIT or BARRIER that ends.
+const ENTRY_BYTES: usize = 128;
+/// The reply to CHECK if all keys exist, and the reply to a WAIT or BARRIER that ends.
 const READY: u8 = 0;
-/// Reply to CHECK if a key is missing.
+/// The reply to CHECK if a key is missing.
 const NOT_READY: u8 = 1;
-/// Reply to CANCEL_WAIT.
+/// The reply to CANCEL_WAIT.
 const CANCELED: u8 = 1;
 
-/// Replies, in the order in which they must be sent.
-pub(super) type Replies = Vec<(Client, Reply)>;
+/// Replies and the clients that receive them, in the order in which they must be sent.
+pub(super) type ClientReplies = Vec<(ClientId, StoreReply)>;
 
-/// What a client waits for.
+/// The keys or the barrier that a client waits for.
 #[derive(Debug)]
-enum Waiting {
-    /// All of these keys; the number is that of the missing keys.
-    Keys(Vec<Key>, usize),
-    /// Other clients at this barrier.
-    Barrier(Key),
+enum ClientWait {
+    /// The client waits for all of these keys. The number counts the keys that are missing.
+    Keys(Vec<StoreKey>, usize),
+    /// The client waits for others at this barrier.
+    Barrier(StoreKey),
 }
 
 /// The state of the store.
 #[derive(Debug, Default)]
-pub(super) struct Store {
-    values: BTreeMap<Key, Value>,
-    /// No queue is empty.
-    queues: HashMap<Key, VecDeque<Value>>,
-    waiting: HashMap<Client, Waiting>,
+pub(super) struct RendezvousStore {
+    values: BTreeMap<StoreKey, StoreValue>,
+    /// The items of each queue. No queue is empty.
+    queues: HashMap<StoreKey, VecDeque<StoreValue>>,
+    waiting: HashMap<ClientId, ClientWait>,
     /// The clients that wait for each key, in the order of their requests.
-    waiters: HashMap<Key, Vec<Client>>,
+    waiters: HashMap<StoreKey, Vec<ClientId>>,
     /// The clients that wait at each barrier.
-    arrived: HashMap<Key, Vec<Client>>,
+    arrived: HashMap<StoreKey, Vec<ClientId>>,
+    /// The bytes of all keys, values, queues and waits.
     bytes: usize,
 }
 
-impl Store {
-    /// Bytes of all keys, values, queues and waits.
+impl RendezvousStore {
+    /// Returns the bytes of all keys, values, queues and waits.
     pub(super) fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// Executes a request and appends the replies to `out`. After an error the client's connection
-    /// must be closed.
-    pub(super) fn handle(
+    /// Executes a request and appends the replies to `out`. After an error the caller must close
+    /// the client's connection.
+    pub(super) fn handle_request(
         &mut self,
-        client: Client,
-        request: Request,
-        out: &mut Replies,
-    ) -> Result<(), ClientError> {
+        client: ClientId,
+        request: StoreRequest,
+        out: &mut ClientReplies,
+    ) -> Result<(), StoreClientError> {
         let mut answer = |reply| out.push((client, reply));
         match request {
-            Request::Validate => {}
-            Request::Ping(nonce) => answer(Reply::Nonce(nonce)),
-            Request::Get(key) => answer(Reply::Value(self.value(&key))),
-            Request::GetMany(keys) => answer(Reply::Values(self.values(&keys)?)),
-            Request::Check(keys) => {
+            StoreRequest::Validate => {}
+            StoreRequest::Ping(nonce) => answer(StoreReply::Nonce(nonce)),
+            StoreRequest::Get(key) => answer(StoreReply::Value(self.get_value(&key))),
+            StoreRequest::GetMany(keys) => answer(StoreReply::Values(self.get_values(&keys)?)),
+            StoreRequest::Check(keys) => {
                 let ready = keys.iter().all(|key| self.contains_key(key));
-                answer(Reply::Byte(if ready { READY } else { NOT_READY }));
+                answer(StoreReply::Byte(if ready { READY } else { NOT_READY }));
             }
-            Request::CountKeys => answer(Reply::Number((self.values.len() + self.queues.len()) as i64)),
-            Request::ListKeys => answer(Reply::Keys(self.list_keys()?)),
-            Request::Delete(key) => answer(Reply::Number(self.delete(&key))),
-            Request::QueueLength(key) => answer(Reply::Number(self.queues.get(&key).map_or(0, len))),
-            Request::Pop(key) => answer(self.pop(&key)),
-            Request::CancelWait => {
-                self.remove_client(client);
-                answer(Reply::Byte(CANCELED));
+            StoreRequest::CountKeys => {
+                answer(StoreReply::Number((self.values.len() + self.queues.len()) as i64))
             }
-            Request::Set(key, value) => self.set(key, value, out)?,
-            Request::SetMany(pairs) => {
-                pairs.into_iter().try_for_each(|(key, value)| self.set(key, value, out))?
+            StoreRequest::ListKeys => answer(StoreReply::Keys(self.list_keys()?)),
+            StoreRequest::Delete(key) => answer(StoreReply::Number(self.delete_key(&key))),
+            StoreRequest::QueueLength(key) => {
+                answer(StoreReply::Number(self.queues.get(&key).map_or(0, count_items)))
             }
-            Request::Append(key, more) => {
-                let value = [self.value(&key), more].concat();
-                self.set(key, value, out)?;
+            StoreRequest::Pop(key) => answer(self.pop_item(&key)),
+            StoreRequest::CancelWait => {
+                self.end_wait(client);
+                answer(StoreReply::Byte(CANCELED));
             }
-            Request::Add(key, n) => {
-                let sum = self.add(key, n, out)?;
-                out.push((client, Reply::Number(sum)));
+            StoreRequest::Set(key, value) => self.set_value(key, value, out)?,
+            StoreRequest::SetMany(pairs) => {
+                pairs.into_iter().try_for_each(|(key, value)| self.set_value(key, value, out))?
             }
-            Request::CompareSet(key, expected, new) => {
+            StoreRequest::Append(key, more) => {
+                let value = [self.get_value(&key), more].concat();
+                self.set_value(key, value, out)?;
+            }
+            StoreRequest::Add(key, n) => {
+                let sum = self.add_number(key, n, out)?;
+                out.push((client, StoreReply::Number(sum)));
+            }
+            StoreRequest::CompareSet(key, expected, new) => {
                 let reply = self.compare_set(key, expected, new, out)?;
-                out.push((client, Reply::Value(reply)));
+                out.push((client, StoreReply::Value(reply)));
             }
-            Request::Push(key, value) => self.push(key, value, out)?,
-            Request::Wait(keys) => self.wait(client, keys, out)?,
-            Request::Barrier(key, world) => self.barrier(client, key, world, out)?,
+            StoreRequest::Push(key, value) => self.push_item(key, value, out)?,
+            StoreRequest::Wait(keys) => self.begin_wait(client, keys, out)?,
+            StoreRequest::Barrier(key, world) => self.enter_barrier(client, key, world, out)?,
         }
         Ok(())
     }
 
-    /// Ends the wait of a client, if it has one, because the client cancelled it or disconnected.
-    pub(super) fn remove_client(&mut self, client: Client) {
+    /// Ends the wait of a client, because the client cancelled it, was woken or disconnected. Does
+    /// nothing if the client does not wait.
+    pub(super) fn end_wait(&mut self, client: ClientId) {
         let (map, keys) = match self.waiting.remove(&client) {
             None => return,
-            Some(Waiting::Keys(keys, _)) => (&mut self.waiters, keys),
-            Some(Waiting::Barrier(key)) => (&mut self.arrived, vec![key]),
+            Some(ClientWait::Keys(keys, _)) => (&mut self.waiters, keys),
+            Some(ClientWait::Barrier(key)) => (&mut self.arrived, vec![key]),
         };
-        self.bytes -= cost_of_wait(&keys);
+        self.bytes -= compute_wait_bytes(&keys);
         for key in keys {
             if let Some(clients) = map.get_mut(&key) {
                 clients.retain(|c| *c != client);
@@ -123,43 +130,53 @@ impl Store {
 
     // ---- values ----
 
+    /// Whether the key has a value or a queue that is not empty.
     fn contains_key(&self, key: &[u8]) -> bool {
         self.values.contains_key(key) || self.queues.contains_key(key)
     }
 
-    /// The value of a key; empty when there is none.
-    fn value(&self, key: &[u8]) -> Value {
+    /// Returns the value of a key, or an empty value if the key has none.
+    fn get_value(&self, key: &[u8]) -> StoreValue {
         self.values.get(key).cloned().unwrap_or_default()
     }
 
-    fn values(&self, keys: &[Key]) -> Result<Vec<Value>, ClientError> {
-        let length = |key: &Key| 8 + self.values.get(key).map_or(0, Vec::len);
+    /// Returns the values of several keys. Fails if the reply would be too long.
+    fn get_values(&self, keys: &[StoreKey]) -> Result<Vec<StoreValue>, StoreClientError> {
+        let length = |key: &StoreKey| 8 + self.values.get(key).map_or(0, Vec::len);
         check_reply_length(keys.iter().map(length).sum())?;
-        Ok(keys.iter().map(|key| self.value(key)).collect())
+        Ok(keys.iter().map(|key| self.get_value(key)).collect())
     }
 
-    fn list_keys(&self) -> Result<Vec<Key>, ClientError> {
+    /// Returns all keys that have values. Fails if the reply would be too long.
+    fn list_keys(&self) -> Result<Vec<StoreKey>, StoreClientError> {
         check_reply_length(self.values.keys().map(|key| 8 + key.len()).sum())?;
         Ok(self.values.keys().cloned().collect())
     }
 
-    fn set(&mut self, key: Key, value: Value, out: &mut Replies) -> Result<(), ClientError> {
+    /// Sets the value of a key and wakes the clients whose wait ends. Fails if the value or the
+    /// store becomes too large.
+    fn set_value(
+        &mut self,
+        key: StoreKey,
+        value: StoreValue,
+        out: &mut ClientReplies,
+    ) -> Result<(), StoreClientError> {
         if value.len() as u64 > MAX_VALUE {
-            return Err(ClientError::ValueTooLong);
+            return Err(StoreClientError::ValueTooLong);
         }
-        let before = self.values.get(&key).map_or(0, |old| entry_bytes(&key, old));
-        self.account(before, entry_bytes(&key, &value))?;
+        let before = self.values.get(&key).map_or(0, |old| compute_entry_bytes(&key, old));
+        self.account_bytes(before, compute_entry_bytes(&key, &value))?;
         // The items of a queue may have woken only some of the clients that wait for it.
         let (new, queue) = (!self.contains_key(&key), self.queues.contains_key(&key));
         self.values.insert(key.clone(), value);
         if new {
-            self.key_appeared(&key);
+            self.record_added_key(&key);
         } else if !queue {
             return Ok(());
         }
-        // Removed first, because thousands of clients may wait for one key.
+        // The whole list is removed at once, because thousands of clients may wait for one key.
         let waiters = self.waiters.remove(&key).unwrap_or_default();
-        let waiting: Vec<Client> = waiters.into_iter().filter(|c| !self.wake_if_ready(*c, out)).collect();
+        let waiting: Vec<ClientId> = waiters.into_iter().filter(|c| !self.wake_if_ready(*c, out)).collect();
         if !waiting.is_empty() {
             self.waiters.insert(key, waiting);
         }
@@ -168,18 +185,18 @@ impl Store {
 
     /// Decrements the number of missing keys of each client that waits for a new key. The cost per
     /// client does not depend on the number of keys that the client waits for.
-    fn key_appeared(&mut self, key: &[u8]) {
+    fn record_added_key(&mut self, key: &[u8]) {
         for client in self.waiters.get(key).into_iter().flatten() {
-            if let Some(Waiting::Keys(_, missing)) = self.waiting.get_mut(client) {
+            if let Some(ClientWait::Keys(_, missing)) = self.waiting.get_mut(client) {
                 *missing -= 1;
             }
         }
     }
 
     /// Increments the number of missing keys of each client that waits for a removed key.
-    fn key_removed(&mut self, key: &[u8]) {
+    fn record_removed_key(&mut self, key: &[u8]) {
         for client in self.waiters.get(key).into_iter().flatten() {
-            if let Some(Waiting::Keys(_, missing)) = self.waiting.get_mut(client) {
+            if let Some(ClientWait::Keys(_, missing)) = self.waiting.get_mut(client) {
                 *missing += 1;
             }
         }
@@ -187,61 +204,78 @@ impl Store {
 
     /// Replaces `before` by `after` in the number of bytes in use. Fails if the result exceeds
     /// [`MAX_TOTAL`].
-    fn account(&mut self, before: usize, after: usize) -> Result<(), ClientError> {
+    fn account_bytes(&mut self, before: usize, after: usize) -> Result<(), StoreClientError> {
         let bytes = self.bytes - before + after;
         if bytes > MAX_TOTAL {
-            return Err(ClientError::StoreFull);
+            return Err(StoreClientError::StoreFull);
         }
         self.bytes = bytes;
         Ok(())
     }
 
-    fn delete(&mut self, key: &[u8]) -> i64 {
+    /// Deletes the value of a key. Returns the number of deleted values: 0 or 1.
+    fn delete_key(&mut self, key: &[u8]) -> i64 {
         let Some(value) = self.values.remove(key) else { return 0 };
-        self.bytes -= entry_bytes(key, &value);
+        self.bytes -= compute_entry_bytes(key, &value);
         if !self.contains_key(key) {
-            self.key_removed(key);
+            self.record_removed_key(key);
         }
         1
     }
 
-    fn add(&mut self, key: Key, n: i64, out: &mut Replies) -> Result<i64, ClientError> {
+    /// Adds `n` to the decimal number in the value of a key, which counts as 0 if the key has no
+    /// value. Returns the sum. Fails if the value is not a number or the sum overflows.
+    fn add_number(
+        &mut self,
+        key: StoreKey,
+        n: i64,
+        out: &mut ClientReplies,
+    ) -> Result<i64, StoreClientError> {
         let number = match self.values.get(&key) {
             None => Some(0),
             Some(value) => std::str::from_utf8(value).ok().and_then(|text| text.trim().parse::<i64>().ok()),
         };
         let sum = number.and_then(|number| number.checked_add(n));
-        let sum = sum.ok_or(ClientError::InvalidSum)?;
-        self.set(key, sum.to_string().into_bytes(), out)?;
+        let sum = sum.ok_or(StoreClientError::InvalidSum)?;
+        self.set_value(key, sum.to_string().into_bytes(), out)?;
         Ok(sum)
     }
 
+    /// Sets a key to `new` if its value equals `expected`, or if the key has no value and
+    /// `expected` is empty. Returns the value of the key afterwards, or `expected` if the key has
+    /// no value.
     fn compare_set(
         &mut self,
-        key: Key,
-        expected: Value,
-        new: Value,
-        out: &mut Replies,
-    ) -> Result<Value, ClientError> {
+        key: StoreKey,
+        expected: StoreValue,
+        new: StoreValue,
+        out: &mut ClientReplies,
+    ) -> Result<StoreValue, StoreClientError> {
         match self.values.get(&key) {
             None if !expected.is_empty() => return Ok(expected),
             Some(value) if *value != expected => return Ok(value.clone()),
             _ => {}
         }
-        self.set(key, new.clone(), out)?;
+        self.set_value(key, new.clone(), out)?;
         Ok(new)
     }
 
     // ---- queues ----
 
-    fn push(&mut self, key: Key, value: Value, out: &mut Replies) -> Result<(), ClientError> {
-        self.account(0, entry_bytes(&key, &value))?;
+    /// Appends an item to a queue and wakes at most one client that waits for the queue.
+    fn push_item(
+        &mut self,
+        key: StoreKey,
+        value: StoreValue,
+        out: &mut ClientReplies,
+    ) -> Result<(), StoreClientError> {
+        self.account_bytes(0, compute_entry_bytes(&key, &value))?;
         let new = !self.contains_key(&key);
         self.queues.entry(key.clone()).or_default().push_back(value);
         if new {
-            self.key_appeared(&key);
+            self.record_added_key(&key);
         }
-        // An item wakes one client: a second one would find the queue empty.
+        // An item wakes one client, because a second one would find the queue empty.
         for client in self.waiters.get(&key).cloned().unwrap_or_default() {
             if self.wake_if_ready(client, out) {
                 break;
@@ -250,100 +284,113 @@ impl Store {
         Ok(())
     }
 
-    fn pop(&mut self, key: &[u8]) -> Reply {
-        let Some(queue) = self.queues.get_mut(key) else { return Reply::Number(0) };
-        let length = len(queue);
+    /// Removes the first item of a queue. Returns a reply with the length of the queue before that
+    /// and the item, or with 0 if the queue is empty.
+    fn pop_item(&mut self, key: &[u8]) -> StoreReply {
+        let Some(queue) = self.queues.get_mut(key) else { return StoreReply::Number(0) };
+        let length = count_items(queue);
         let value = queue.pop_front().unwrap_or_default();
         let empty = queue.is_empty();
-        self.bytes -= entry_bytes(key, &value);
+        self.bytes -= compute_entry_bytes(key, &value);
         if empty {
             self.queues.remove(key);
             if !self.contains_key(key) {
-                self.key_removed(key);
+                self.record_removed_key(key);
             }
         }
-        Reply::Popped(length, value)
+        StoreReply::Popped(length, value)
     }
 
     // ---- waiting ----
 
-    fn wait(&mut self, client: Client, mut keys: Vec<Key>, out: &mut Replies) -> Result<(), ClientError> {
+    /// Begins a client's wait until all keys exist. Appends the reply to `out` at once if no key is
+    /// missing.
+    fn begin_wait(
+        &mut self,
+        client: ClientId,
+        mut keys: Vec<StoreKey>,
+        out: &mut ClientReplies,
+    ) -> Result<(), StoreClientError> {
         self.check_not_waiting(client)?;
         keys.sort_unstable();
         keys.dedup();
         let missing = keys.iter().filter(|key| !self.contains_key(key)).count();
         if missing == 0 {
-            out.push((client, Reply::Byte(READY)));
+            out.push((client, StoreReply::Byte(READY)));
             return Ok(());
         }
-        self.account(0, cost_of_wait(&keys))?;
+        self.account_bytes(0, compute_wait_bytes(&keys))?;
         for key in &keys {
             self.waiters.entry(key.clone()).or_default().push(client);
         }
-        self.waiting.insert(client, Waiting::Keys(keys, missing));
+        self.waiting.insert(client, ClientWait::Keys(keys, missing));
         Ok(())
     }
 
-    fn check_not_waiting(&self, client: Client) -> Result<(), ClientError> {
+    /// Rejects a second wait of a client that waits already.
+    fn check_not_waiting(&self, client: ClientId) -> Result<(), StoreClientError> {
         match self.waiting.contains_key(&client) {
-            true => Err(ClientError::SecondWait),
+            true => Err(StoreClientError::SecondWait),
             false => Ok(()),
         }
     }
 
     /// Ends a client's wait for keys if no key is missing. Returns whether the wait ended.
-    fn wake_if_ready(&mut self, client: Client, out: &mut Replies) -> bool {
-        let ready = matches!(self.waiting.get(&client), Some(Waiting::Keys(_, 0)));
+    fn wake_if_ready(&mut self, client: ClientId, out: &mut ClientReplies) -> bool {
+        let ready = matches!(self.waiting.get(&client), Some(ClientWait::Keys(_, 0)));
         if ready {
-            self.remove_client(client);
-            out.push((client, Reply::Byte(READY)));
+            self.end_wait(client);
+            out.push((client, StoreReply::Byte(READY)));
         }
         ready
     }
 
     /// Counts a client's arrival at a barrier. The arrival that makes the count reach `world` wakes
-    /// all waiting clients; later arrivals do not wait.
-    fn barrier(
+    /// all waiting clients, and later arrivals do not wait.
+    fn enter_barrier(
         &mut self,
-        client: Client,
-        key: Key,
+        client: ClientId,
+        key: StoreKey,
         world: i64,
-        out: &mut Replies,
-    ) -> Result<(), ClientError> {
+        out: &mut ClientReplies,
+    ) -> Result<(), StoreClientError> {
         self.check_not_waiting(client)?;
-        let count = self.add(key.clone(), 1, out)?;
+        let count = self.add_number(key.clone(), 1, out)?;
         if count < world {
-            self.account(0, cost_of_wait(std::slice::from_ref(&key)))?;
+            self.account_bytes(0, compute_wait_bytes(std::slice::from_ref(&key)))?;
             self.arrived.entry(key.clone()).or_default().push(client);
-            self.waiting.insert(client, Waiting::Barrier(key));
+            self.waiting.insert(client, ClientWait::Barrier(key));
             return Ok(());
         }
         for waiter in self.arrived.remove(&key).unwrap_or_default() {
             self.waiting.remove(&waiter);
-            self.bytes -= cost_of_wait(std::slice::from_ref(&key));
-            out.push((waiter, Reply::Byte(READY)));
+            self.bytes -= compute_wait_bytes(std::slice::from_ref(&key));
+            out.push((waiter, StoreReply::Byte(READY)));
         }
-        out.push((client, Reply::Byte(READY)));
+        out.push((client, StoreReply::Byte(READY)));
         Ok(())
     }
 }
 
-fn entry_bytes(key: &[u8], value: &[u8]) -> usize {
-    key.len() + value.len() + ENTRY
+/// Returns the bytes that are charged for a key with its value, or for an item of a queue.
+fn compute_entry_bytes(key: &[u8], value: &[u8]) -> usize {
+    key.len() + value.len() + ENTRY_BYTES
 }
 
 /// Returns the bytes that are charged for a wait. Each key is stored twice: by client and by key.
-fn cost_of_wait(keys: &[Key]) -> usize {
-    keys.iter().map(|key| 2 * key.len() + ENTRY).sum()
+fn compute_wait_bytes(keys: &[StoreKey]) -> usize {
+    keys.iter().map(|key| 2 * key.len() + ENTRY_BYTES).sum()
 }
 
-fn len(queue: &VecDeque<Value>) -> i64 {
+/// Returns the length of a queue, as replies contain it.
+fn count_items(queue: &VecDeque<StoreValue>) -> i64 {
     queue.len() as i64
 }
 
-fn check_reply_length(bytes: usize) -> Result<(), ClientError> {
+/// Rejects a reply of more than [`MAX_MESSAGE`] bytes.
+fn check_reply_length(bytes: usize) -> Result<(), StoreClientError> {
     match bytes > MAX_MESSAGE {
-        true => Err(ClientError::ReplyTooLong(bytes)),
+        true => Err(StoreClientError::ReplyTooLong(bytes)),
         false => Ok(()),
     }
 }

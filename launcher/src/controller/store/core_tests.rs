@@ -1,194 +1,228 @@
 use super::{super::wire::tests::any_request, *};
 use proptest::prelude::*;
 
-fn b(text: &str) -> Vec<u8> {
+fn to_bytes(text: &str) -> Vec<u8> {
     text.as_bytes().to_vec()
 }
 
-fn ask(store: &mut Store, client: Client, request: Request) -> Replies {
+/// Executes a request of a client and returns the replies to all clients.
+fn send_request(store: &mut RendezvousStore, client: ClientId, request: StoreRequest) -> ClientReplies {
     let mut out = Vec::new();
-    store.handle(client, request, &mut out).expect("executed");
+    store.handle_request(client, request, &mut out).expect("executed");
     out
 }
 
-fn one(store: &mut Store, request: Request) -> Reply {
-    let mut replies = ask(store, 1, request);
+/// Executes a request of client 1 and returns its only reply.
+fn request_reply(store: &mut RendezvousStore, request: StoreRequest) -> StoreReply {
+    let mut replies = send_request(store, 1, request);
     assert_eq!(replies.len(), 1, "{replies:?}");
     replies.remove(0).1
 }
 
 #[test]
 fn each_operation_is_answered_like_by_torchs_server() {
-    use Request::*;
-    let store = &mut Store::default();
-    let value = |text: &str| Reply::Value(b(text));
+    use StoreRequest::*;
+    let store = &mut RendezvousStore::default();
+    let value = |text: &str| StoreReply::Value(to_bytes(text));
     for (request, reply) in [
-        (Ping(77), Reply::Nonce(77)),
-        (Get(b("a")), value("")),
-        (Check(vec![b("a")]), Reply::Byte(1)),
-        (Add(b("n"), 5), Reply::Number(5)),
-        (Add(b("n"), -7), Reply::Number(-2)),
-        (Get(b("n")), value("-2")),
-        (CompareSet(b("c"), b("x"), b("y")), value("x")),
-        (CountKeys, Reply::Number(1)),
-        (CompareSet(b("c"), b(""), b("y")), value("y")),
-        (CompareSet(b("c"), b("z"), b("w")), value("y")),
-        (CompareSet(b("c"), b("y"), b("w")), value("w")),
-        (GetMany(vec![b("c"), b("none"), b("n")]), Reply::Values(vec![b("w"), b(""), b("-2")])),
-        (ListKeys, Reply::Keys(vec![b("c"), b("n")])),
-        (Delete(b("c")), Reply::Number(1)),
-        (Delete(b("c")), Reply::Number(0)),
-        (CancelWait, Reply::Byte(1)),
-        (Wait(vec![b("n"), b("n")]), Reply::Byte(0)),
-        (Wait(vec![]), Reply::Byte(0)),
-        (Pop(b("q")), Reply::Number(0)),
-        (QueueLength(b("q")), Reply::Number(0)),
-        (Barrier(b("bar"), 1), Reply::Byte(0)),
-        (Barrier(b("bar"), 1), Reply::Byte(0)),
+        (Ping(77), StoreReply::Nonce(77)),
+        (Get(to_bytes("a")), value("")),
+        (Check(vec![to_bytes("a")]), StoreReply::Byte(1)),
+        (Add(to_bytes("n"), 5), StoreReply::Number(5)),
+        (Add(to_bytes("n"), -7), StoreReply::Number(-2)),
+        (Get(to_bytes("n")), value("-2")),
+        (CompareSet(to_bytes("c"), to_bytes("x"), to_bytes("y")), value("x")),
+        (CountKeys, StoreReply::Number(1)),
+        (CompareSet(to_bytes("c"), to_bytes(""), to_bytes("y")), value("y")),
+        (CompareSet(to_bytes("c"), to_bytes("z"), to_bytes("w")), value("y")),
+        (CompareSet(to_bytes("c"), to_bytes("y"), to_bytes("w")), value("w")),
+        (
+            GetMany(vec![to_bytes("c"), to_bytes("none"), to_bytes("n")]),
+            StoreReply::Values(vec![to_bytes("w"), to_bytes(""), to_bytes("-2")]),
+        ),
+        (ListKeys, StoreReply::Keys(vec![to_bytes("c"), to_bytes("n")])),
+        (Delete(to_bytes("c")), StoreReply::Number(1)),
+        (Delete(to_bytes("c")), StoreReply::Number(0)),
+        (CancelWait, StoreReply::Byte(1)),
+        (Wait(vec![to_bytes("n"), to_bytes("n")]), StoreReply::Byte(0)),
+        (Wait(vec![]), StoreReply::Byte(0)),
+        (Pop(to_bytes("q")), StoreReply::Number(0)),
+        (QueueLength(to_bytes("q")), StoreReply::Number(0)),
+        (Barrier(to_bytes("bar"), 1), StoreReply::Byte(0)),
+        (Barrier(to_bytes("bar"), 1), StoreReply::Byte(0)),
     ] {
-        assert_eq!(one(store, request.clone()), reply, "{request:?}");
+        assert_eq!(request_reply(store, request.clone()), reply, "{request:?}");
     }
-    for silent in [Validate, Set(b("s"), b("1")), Append(b("s"), b("2")), SetMany(vec![(b("t"), b("3"))])] {
-        assert_eq!(ask(store, 1, silent), []);
+    for silent in [
+        Validate,
+        Set(to_bytes("s"), to_bytes("1")),
+        Append(to_bytes("s"), to_bytes("2")),
+        SetMany(vec![(to_bytes("t"), to_bytes("3"))]),
+    ] {
+        assert_eq!(send_request(store, 1, silent), []);
     }
-    assert_eq!(one(store, GetMany(vec![b("s"), b("t")])), Reply::Values(vec![b("12"), b("3")]));
+    assert_eq!(
+        request_reply(store, GetMany(vec![to_bytes("s"), to_bytes("t")])),
+        StoreReply::Values(vec![to_bytes("12"), to_bytes("3")])
+    );
     for item in ["1", "2"] {
-        ask(store, 1, Push(b("q"), b(item)));
+        send_request(store, 1, Push(to_bytes("q"), to_bytes(item)));
     }
-    assert_eq!(one(store, QueueLength(b("q"))), Reply::Number(2));
-    assert_eq!(one(store, Check(vec![b("q")])), Reply::Byte(0));
-    assert_eq!(one(store, Delete(b("q"))), Reply::Number(0), "queues are not deleted");
-    assert_eq!(one(store, Pop(b("q"))), Reply::Popped(2, b("1")));
-    assert_eq!(one(store, Pop(b("q"))), Reply::Popped(1, b("2")));
+    assert_eq!(request_reply(store, QueueLength(to_bytes("q"))), StoreReply::Number(2));
+    assert_eq!(request_reply(store, Check(vec![to_bytes("q")])), StoreReply::Byte(0));
+    assert_eq!(request_reply(store, Delete(to_bytes("q"))), StoreReply::Number(0), "queues are not deleted");
+    assert_eq!(request_reply(store, Pop(to_bytes("q"))), StoreReply::Popped(2, to_bytes("1")));
+    assert_eq!(request_reply(store, Pop(to_bytes("q"))), StoreReply::Popped(1, to_bytes("2")));
 }
 
 #[test]
 fn a_waiting_client_is_woken_once() {
-    let store = &mut Store::default();
-    assert_eq!(ask(store, 1, Request::Wait(vec![b("a"), b("c")])), []);
-    assert_eq!(ask(store, 2, Request::Wait(vec![b("c")])), []);
-    assert_eq!(ask(store, 3, Request::Set(b("a"), b(""))), []);
-    assert_eq!(ask(store, 3, Request::Set(b("c"), b(""))), [(1, Reply::Byte(0)), (2, Reply::Byte(0))]);
-    assert_eq!(ask(store, 3, Request::Set(b("c"), b(""))), []);
+    let store = &mut RendezvousStore::default();
+    assert_eq!(send_request(store, 1, StoreRequest::Wait(vec![to_bytes("a"), to_bytes("c")])), []);
+    assert_eq!(send_request(store, 2, StoreRequest::Wait(vec![to_bytes("c")])), []);
+    assert_eq!(send_request(store, 3, StoreRequest::Set(to_bytes("a"), to_bytes(""))), []);
+    assert_eq!(
+        send_request(store, 3, StoreRequest::Set(to_bytes("c"), to_bytes(""))),
+        [(1, StoreReply::Byte(0)), (2, StoreReply::Byte(0))]
+    );
+    assert_eq!(send_request(store, 3, StoreRequest::Set(to_bytes("c"), to_bytes(""))), []);
     // A client that cancelled or left is never woken.
-    assert_eq!(ask(store, 1, Request::Wait(vec![b("x")])), []);
-    assert_eq!(ask(store, 2, Request::Wait(vec![b("x")])), []);
-    assert_eq!(ask(store, 1, Request::CancelWait), [(1, Reply::Byte(1))]);
-    store.remove_client(2);
-    assert_eq!(ask(store, 3, Request::Add(b("x"), 1)), [(3, Reply::Number(1))]);
+    assert_eq!(send_request(store, 1, StoreRequest::Wait(vec![to_bytes("x")])), []);
+    assert_eq!(send_request(store, 2, StoreRequest::Wait(vec![to_bytes("x")])), []);
+    assert_eq!(send_request(store, 1, StoreRequest::CancelWait), [(1, StoreReply::Byte(1))]);
+    store.end_wait(2);
+    assert_eq!(send_request(store, 3, StoreRequest::Add(to_bytes("x"), 1)), [(3, StoreReply::Number(1))]);
     assert!(store.waiters.is_empty() && store.waiting.is_empty());
 }
 
 #[test]
 fn one_item_wakes_one_client() {
-    let store = &mut Store::default();
+    let store = &mut RendezvousStore::default();
     for client in [1, 2] {
-        assert_eq!(ask(store, client, Request::Wait(vec![b("q")])), []);
+        assert_eq!(send_request(store, client, StoreRequest::Wait(vec![to_bytes("q")])), []);
     }
-    assert_eq!(ask(store, 3, Request::Push(b("q"), b("i"))), [(1, Reply::Byte(0))]);
-    assert_eq!(ask(store, 3, Request::Push(b("q"), b("j"))), [(2, Reply::Byte(0))]);
+    assert_eq!(
+        send_request(store, 3, StoreRequest::Push(to_bytes("q"), to_bytes("i"))),
+        [(1, StoreReply::Byte(0))]
+    );
+    assert_eq!(
+        send_request(store, 3, StoreRequest::Push(to_bytes("q"), to_bytes("j"))),
+        [(2, StoreReply::Byte(0))]
+    );
 }
 
 #[test]
 fn a_barrier_opens_for_all_at_once_and_stays_open() {
-    let store = &mut Store::default();
+    let store = &mut RendezvousStore::default();
     for client in [1, 2] {
-        assert_eq!(ask(store, client, Request::Barrier(b("b"), 3)), []);
+        assert_eq!(send_request(store, client, StoreRequest::Barrier(to_bytes("b"), 3)), []);
     }
-    let woken = ask(store, 3, Request::Barrier(b("b"), 3));
-    assert_eq!(woken, [1, 2, 3].map(|client| (client, Reply::Byte(0))));
-    assert_eq!(ask(store, 4, Request::Barrier(b("b"), 3)), [(4, Reply::Byte(0))]);
+    let woken = send_request(store, 3, StoreRequest::Barrier(to_bytes("b"), 3));
+    assert_eq!(woken, [1, 2, 3].map(|client| (client, StoreReply::Byte(0))));
+    assert_eq!(send_request(store, 4, StoreRequest::Barrier(to_bytes("b"), 3)), [(4, StoreReply::Byte(0))]);
     assert!(store.arrived.is_empty() && store.waiting.is_empty());
 }
 
 #[test]
 fn an_invalid_request_is_rejected_and_changes_nothing() {
-    let store = &mut Store::default();
-    ask(store, 1, Request::Set(b("t"), b("text")));
-    ask(store, 1, Request::Set(b("m"), b(&i64::MAX.to_string())));
+    let store = &mut RendezvousStore::default();
+    send_request(store, 1, StoreRequest::Set(to_bytes("t"), to_bytes("text")));
+    send_request(store, 1, StoreRequest::Set(to_bytes("m"), to_bytes(&i64::MAX.to_string())));
     let large = vec![0; MAX_VALUE as usize];
-    ask(store, 1, Request::Set(b("l"), large.clone()));
-    ask(store, 1, Request::Wait(vec![b("never")]));
+    send_request(store, 1, StoreRequest::Set(to_bytes("l"), large.clone()));
+    send_request(store, 1, StoreRequest::Wait(vec![to_bytes("never")]));
     for (request, expected) in [
-        (Request::Add(b("t"), 1), ClientError::InvalidSum),
-        (Request::Add(b("m"), 1), ClientError::InvalidSum),
-        (Request::Append(b("l"), b("x")), ClientError::ValueTooLong),
-        (Request::GetMany(vec![b("l"); 9]), ClientError::ReplyTooLong(9 * (8 + MAX_VALUE as usize))),
-        (Request::Wait(vec![b("other")]), ClientError::SecondWait),
-        (Request::Barrier(b("b"), 2), ClientError::SecondWait),
+        (StoreRequest::Add(to_bytes("t"), 1), StoreClientError::InvalidSum),
+        (StoreRequest::Add(to_bytes("m"), 1), StoreClientError::InvalidSum),
+        (StoreRequest::Append(to_bytes("l"), to_bytes("x")), StoreClientError::ValueTooLong),
+        (
+            StoreRequest::GetMany(vec![to_bytes("l"); 9]),
+            StoreClientError::ReplyTooLong(9 * (8 + MAX_VALUE as usize)),
+        ),
+        (StoreRequest::Wait(vec![to_bytes("other")]), StoreClientError::SecondWait),
+        (StoreRequest::Barrier(to_bytes("b"), 2), StoreClientError::SecondWait),
     ] {
         let before = store.bytes();
-        assert_eq!(store.handle(1, request, &mut Vec::new()), Err(expected));
+        assert_eq!(store.handle_request(1, request, &mut Vec::new()), Err(expected));
         assert_eq!(store.bytes(), before);
     }
     store.bytes = MAX_TOTAL - 10;
-    for request in [Request::Push(b("q"), b("")), Request::Wait(vec![b("k")]), Request::Barrier(b("b"), 2)] {
-        assert_eq!(store.handle(2, request, &mut Vec::new()), Err(ClientError::StoreFull));
+    for request in [
+        StoreRequest::Push(to_bytes("q"), to_bytes("")),
+        StoreRequest::Wait(vec![to_bytes("k")]),
+        StoreRequest::Barrier(to_bytes("b"), 2),
+    ] {
+        assert_eq!(store.handle_request(2, request, &mut Vec::new()), Err(StoreClientError::StoreFull));
     }
 }
 
-/// A simple store without waits, to compare with.
+/// A simple store without waits, with which tests compare [`RendezvousStore`].
 #[derive(Default)]
-struct Model {
-    values: BTreeMap<Key, Value>,
-    queues: BTreeMap<Key, Vec<Value>>,
+struct ReferenceStore {
+    values: BTreeMap<StoreKey, StoreValue>,
+    queues: BTreeMap<StoreKey, Vec<StoreValue>>,
 }
 
-impl Model {
-    /// Executes a request. Returns the reply to the client, or `None` if it has no immediate reply.
-    fn ask(&mut self, request: &Request) -> Option<Reply> {
-        let value = |model: &Model, k: &Key| model.values.get(k).cloned().unwrap_or_default();
-        let has = |model: &Model, k: &Key| {
+impl ReferenceStore {
+    /// Executes a request. Returns the reply to the client, or `None` if the client gets no
+    /// immediate reply.
+    fn execute_request(&mut self, request: &StoreRequest) -> Option<StoreReply> {
+        let value = |model: &ReferenceStore, k: &StoreKey| model.values.get(k).cloned().unwrap_or_default();
+        let has = |model: &ReferenceStore, k: &StoreKey| {
             model.values.contains_key(k) || model.queues.get(k).is_some_and(|q| !q.is_empty())
         };
         match request {
-            Request::Validate => return None,
-            Request::Set(k, v) => _ = self.values.insert(k.clone(), v.clone()),
-            Request::SetMany(pairs) => self.values.extend(pairs.iter().cloned()),
-            Request::Append(k, v) => self.values.entry(k.clone()).or_default().extend(v),
-            Request::Push(k, v) => self.queues.entry(k.clone()).or_default().push(v.clone()),
-            Request::CompareSet(k, old, new) => {
+            StoreRequest::Validate => return None,
+            StoreRequest::Set(k, v) => _ = self.values.insert(k.clone(), v.clone()),
+            StoreRequest::SetMany(pairs) => self.values.extend(pairs.iter().cloned()),
+            StoreRequest::Append(k, v) => self.values.entry(k.clone()).or_default().extend(v),
+            StoreRequest::Push(k, v) => self.queues.entry(k.clone()).or_default().push(v.clone()),
+            StoreRequest::CompareSet(k, old, new) => {
                 let now = self.values.get(k).cloned();
                 if now.as_ref().map_or(old.is_empty(), |now| now == old) {
                     self.values.insert(k.clone(), new.clone());
-                    return Some(Reply::Value(new.clone()));
+                    return Some(StoreReply::Value(new.clone()));
                 }
-                return Some(Reply::Value(now.unwrap_or(old.clone())));
+                return Some(StoreReply::Value(now.unwrap_or(old.clone())));
             }
-            Request::Get(k) => return Some(Reply::Value(value(self, k))),
-            Request::GetMany(keys) => {
-                return Some(Reply::Values(keys.iter().map(|k| value(self, k)).collect()));
+            StoreRequest::Get(k) => return Some(StoreReply::Value(value(self, k))),
+            StoreRequest::GetMany(keys) => {
+                return Some(StoreReply::Values(keys.iter().map(|k| value(self, k)).collect()));
             }
-            Request::Add(k, n) | Request::Barrier(k, n) => {
-                let step = if matches!(request, Request::Add(..)) { *n } else { 1 };
+            StoreRequest::Add(k, n) | StoreRequest::Barrier(k, n) => {
+                let step = if matches!(request, StoreRequest::Add(..)) { *n } else { 1 };
                 let text = self.values.get(k).map_or("0".into(), |v| String::from_utf8(v.clone()).unwrap());
                 let sum = text.parse::<i64>().unwrap() + step;
-                self.values.insert(k.clone(), b(&sum.to_string()));
+                self.values.insert(k.clone(), to_bytes(&sum.to_string()));
                 return match request {
-                    Request::Add(..) => Some(Reply::Number(sum)),
-                    _ => (sum >= *n).then_some(Reply::Byte(0)),
+                    StoreRequest::Add(..) => Some(StoreReply::Number(sum)),
+                    _ => (sum >= *n).then_some(StoreReply::Byte(0)),
                 };
             }
-            Request::Check(keys) => {
-                return Some(Reply::Byte(u8::from(!keys.iter().all(|k| has(self, k)))));
+            StoreRequest::Check(keys) => {
+                return Some(StoreReply::Byte(u8::from(!keys.iter().all(|k| has(self, k)))));
             }
-            Request::Wait(keys) => return keys.iter().all(|k| has(self, k)).then_some(Reply::Byte(0)),
-            Request::CountKeys => {
+            StoreRequest::Wait(keys) => {
+                return keys.iter().all(|k| has(self, k)).then_some(StoreReply::Byte(0));
+            }
+            StoreRequest::CountKeys => {
                 let queues = self.queues.values().filter(|q| !q.is_empty()).count();
-                return Some(Reply::Number((self.values.len() + queues) as i64));
+                return Some(StoreReply::Number((self.values.len() + queues) as i64));
             }
-            Request::ListKeys => return Some(Reply::Keys(self.values.keys().cloned().collect())),
-            Request::Delete(k) => return Some(Reply::Number(self.values.remove(k).is_some().into())),
-            Request::CancelWait => return Some(Reply::Byte(1)),
-            Request::Ping(nonce) => return Some(Reply::Nonce(*nonce)),
-            Request::QueueLength(k) => {
-                return Some(Reply::Number(self.queues.get(k).map_or(0, Vec::len) as i64));
+            StoreRequest::ListKeys => return Some(StoreReply::Keys(self.values.keys().cloned().collect())),
+            StoreRequest::Delete(k) => {
+                return Some(StoreReply::Number(self.values.remove(k).is_some().into()));
             }
-            Request::Pop(k) => {
+            StoreRequest::CancelWait => return Some(StoreReply::Byte(1)),
+            StoreRequest::Ping(nonce) => return Some(StoreReply::Nonce(*nonce)),
+            StoreRequest::QueueLength(k) => {
+                return Some(StoreReply::Number(self.queues.get(k).map_or(0, Vec::len) as i64));
+            }
+            StoreRequest::Pop(k) => {
                 let queue = self.queues.entry(k.clone()).or_default();
                 return Some(match queue.len() {
-                    0 => Reply::Number(0),
-                    n => Reply::Popped(n as i64, queue.remove(0)),
+                    0 => StoreReply::Number(0),
+                    n => StoreReply::Popped(n as i64, queue.remove(0)),
                 });
             }
         }
@@ -197,28 +231,29 @@ impl Model {
 }
 
 proptest! {
-    /// Any requests in any order get the replies of the model, and all bytes are accounted for.
+    /// Any requests in any order get the replies of [`ReferenceStore`], and all bytes are accounted
+    /// for.
     #[test]
-    fn any_requests_are_answered_like_by_the_model(requests in proptest::collection::vec((0u64..4, any_request()), 0..60)) {
-        let mut store = Store::default();
-        let mut model = Model::default();
+    fn any_requests_are_answered_like_by_the_reference_store(requests in proptest::collection::vec((0u64..4, any_request()), 0..60)) {
+        let mut store = RendezvousStore::default();
+        let mut model = ReferenceStore::default();
         let mut open = std::collections::BTreeMap::new();
         for (client, request) in requests {
-            let waits = matches!(request, Request::Wait(_) | Request::Barrier(..));
+            let waits = matches!(request, StoreRequest::Wait(_) | StoreRequest::Barrier(..));
             let mut out = Vec::new();
             if store.waiting.contains_key(&client) && waits {
-                prop_assert!(store.handle(client, request, &mut out).is_err());
+                prop_assert!(store.handle_request(client, request, &mut out).is_err());
                 continue;
             }
-            let number = |k: &Key| store.values.get(k).is_none_or(|v| std::str::from_utf8(v).unwrap().parse::<i64>().is_ok());
-            if let Request::Add(k, _) | Request::Barrier(k, _) = &request && !number(k) {
-                prop_assert!(store.handle(client, request, &mut out).is_err());
+            let number = |k: &StoreKey| store.values.get(k).is_none_or(|v| std::str::from_utf8(v).unwrap().parse::<i64>().is_ok());
+            if let StoreRequest::Add(k, _) | StoreRequest::Barrier(k, _) = &request && !number(k) {
+                prop_assert!(store.handle_request(client, request, &mut out).is_err());
                 continue;
             }
-            prop_assert!(store.handle(client, request.clone(), &mut out).is_ok());
-            let woken: Vec<Client> = out.iter().filter(|(c, _)| *c != client).map(|(c, _)| *c).collect();
-            let replies: Vec<&Reply> = out.iter().filter(|(c, _)| *c == client).map(|(_, r)| r).collect();
-            let expected = model.ask(&request);
+            prop_assert!(store.handle_request(client, request.clone(), &mut out).is_ok());
+            let woken: Vec<ClientId> = out.iter().filter(|(c, _)| *c != client).map(|(c, _)| *c).collect();
+            let replies: Vec<&StoreReply> = out.iter().filter(|(c, _)| *c == client).map(|(_, r)| r).collect();
+            let expected = model.execute_request(&request);
             if waits && expected.is_none() {
                 open.insert(client, request.clone());
             }
@@ -228,37 +263,41 @@ proptest! {
             if let Some(reply) = expected {
                 prop_assert_eq!(replies.last(), Some(&&reply), "{:?}", request);
             }
-            if request == Request::CancelWait {
+            if request == StoreRequest::CancelWait {
                 open.remove(&client);
-            } else if !waits && replies.len() > usize::from(model_answers(&request)) {
+            } else if !waits && replies.len() > usize::from(has_direct_reply(&request)) {
                 prop_assert!(open.remove(&client).is_some(), "the wait of the client itself ended");
             }
             prop_assert_eq!(store.waiting.len(), open.len());
         }
-        let values: usize = store.values.iter().map(|(k, v)| entry_bytes(k, v)).sum();
-        let queues: usize = store.queues.iter().flat_map(|(k, q)| q.iter().map(|v| entry_bytes(k, v))).sum();
+        let values: usize = store.values.iter().map(|(k, v)| compute_entry_bytes(k, v)).sum();
+        let queues: usize = store.queues.iter().flat_map(|(k, q)| q.iter().map(|v| compute_entry_bytes(k, v))).sum();
         let mut waits = 0;
         for waiting in store.waiting.values() {
             waits += match waiting {
-                Waiting::Keys(keys, missing) => {
+                ClientWait::Keys(keys, missing) => {
                     prop_assert_eq!(*missing, keys.iter().filter(|key| !store.contains_key(key)).count());
-                    cost_of_wait(keys)
+                    compute_wait_bytes(keys)
                 }
-                Waiting::Barrier(key) => cost_of_wait(std::slice::from_ref(key)),
+                ClientWait::Barrier(key) => compute_wait_bytes(std::slice::from_ref(key)),
             };
         }
         prop_assert_eq!(store.bytes(), values + queues + waits);
         for client in 0..4 {
-            store.remove_client(client);
+            store.end_wait(client);
         }
         prop_assert!(store.waiting.is_empty() && store.waiters.is_empty() && store.arrived.is_empty());
     }
 }
 
-/// Whether the request itself has a reply, in addition to those of waits that it ends.
-fn model_answers(request: &Request) -> bool {
+/// Whether a request has a reply, in addition to the replies to waits that the request ends.
+fn has_direct_reply(request: &StoreRequest) -> bool {
     !matches!(
         request,
-        Request::Validate | Request::Set(..) | Request::SetMany(_) | Request::Append(..) | Request::Push(..)
+        StoreRequest::Validate
+            | StoreRequest::Set(..)
+            | StoreRequest::SetMany(_)
+            | StoreRequest::Append(..)
+            | StoreRequest::Push(..)
     )
 }

@@ -1,12 +1,12 @@
-//! [`ClientError`]: why the store closes the connection of a client.
+//! [`StoreClientError`]: why the rendezvous store closes the connection of a client.
 use super::{
     core::MAX_TOTAL,
     wire::{MAX_MESSAGE, MAX_VALUE},
 };
 
-/// Why the store closes the connection of a client.
+/// A reason for which the rendezvous store closes the connection of a client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum ClientError {
+pub(crate) enum StoreClientError {
     #[error("unknown operation {0}; the client does not speak torch's TCPStore protocol")]
     UnknownOperation(u8),
     #[error("unknown start of connection {0:#x}; the client does not speak torch's TCPStore protocol")]
@@ -17,7 +17,7 @@ pub(crate) enum ClientError {
     )]
     NotValidated,
     #[error("{field} of {length} is above the limit of {limit}")]
-    LengthAboveLimit { field: LengthField, length: u64, limit: u64 },
+    LengthAboveLimit { field: RequestLengthField, length: u64, limit: u64 },
     #[error("a request is longer than {MAX_MESSAGE} bytes")]
     RequestTooLong,
     #[error("requested {0} bytes at once; the limit is {MAX_MESSAGE}")]
@@ -34,20 +34,20 @@ pub(crate) enum ClientError {
     BuffersFull,
 }
 
-/// A length of a request that has a limit.
+/// The length fields of a request that have limits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum LengthField {
+pub(crate) enum RequestLengthField {
     Key,
     Value,
     KeyCount,
 }
 
-impl std::fmt::Display for LengthField {
+impl std::fmt::Display for RequestLengthField {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(match self {
-            LengthField::Key => "a key length",
-            LengthField::Value => "a value length",
-            LengthField::KeyCount => "a number of keys",
+            RequestLengthField::Key => "a key length",
+            RequestLengthField::Value => "a value length",
+            RequestLengthField::KeyCount => "a number of keys",
         })
     }
 }

@@ -1,11 +1,12 @@
-//! [`StoreServer`]: the sockets of the rendezvous store, on a separate thread and runtime, so that
-//! thousands of clients and the controller do not delay each other.
+//! [`StoreServer`]: the sockets of the rendezvous store. The server has a separate thread and
+//! runtime, so that thousands of clients and the controller do not delay each other.
 //!
-//! Connections from other hosts than the job's are closed; addresses are never resolved to names.
+//! Connections from hosts that do not belong to the job are closed. Addresses are never resolved to
+//! names.
 use super::{
-    ClientError,
-    core::{Client, MAX_TOTAL, Store},
-    wire::{self, Parsed, Request},
+    StoreClientError,
+    core::{ClientId, MAX_TOTAL, RendezvousStore},
+    wire::{self, RequestParseOutcome, StoreRequest},
 };
 use diagnostic::{Diagnostic, codes::run};
 use nix::sys::{
@@ -28,18 +29,18 @@ use tokio::{
     task::LocalSet,
 };
 
-/// Limit of simultaneous connections. A rank has one or two.
+/// The limit of simultaneous connections. A rank has one or two.
 const MAX_CONNECTIONS: usize = 65_536;
-/// Files that the process has open in addition to the connections.
+/// The number of files that the process has open in addition to the connections.
 const OTHER_FILES: u64 = 64;
-/// Size of one read, bytes.
-const CHUNK: usize = 64 << 10;
-/// Replies are written when they reach this size, even if more requests are waiting, bytes.
-const BATCH: usize = 256 << 10;
-/// Between two attempts to accept when descriptors have run out.
+/// The size of one read, in bytes.
+const READ_CHUNK_BYTES: usize = 64 << 10;
+/// The size at which replies are written although more requests are waiting, in bytes.
+const REPLY_BATCH_BYTES: usize = 256 << 10;
+/// The pause after accept has failed because file descriptors have run out.
 const ACCEPT_INTERVAL: Duration = Duration::from_millis(50);
 
-/// A running store; dropping it closes every connection.
+/// A running rendezvous store. Dropping it closes every connection.
 #[derive(Debug)]
 pub(crate) struct StoreServer {
     port: u16,
@@ -48,7 +49,7 @@ pub(crate) struct StoreServer {
 }
 
 impl StoreServer {
-    /// Binds `port` (0: any free one) at `address`, and serves processes on this machine and the
+    /// Binds `port` (0: any free one) at `address`, and serves processes on this machine and at the
     /// `allowed` addresses. `messages` receives lines for the user.
     pub(crate) fn start(
         address: IpAddr,
@@ -57,7 +58,7 @@ impl StoreServer {
         messages: mpsc::Sender<String>,
     ) -> io::Result<StoreServer> {
         let listener = StdListener::bind((address, port))?;
-        // A process on this machine that connects to this address also comes from it.
+        // Connections from this machine to `address` have `address` as their source, too.
         let allowed: HashSet<IpAddr> = allowed.iter().chain([&address]).map(|ip| ip.to_canonical()).collect();
         // All ranks connect at the same moment, so the queue is as long as the kernel allows.
         listen(&listener, Backlog::MAXCONN)?;
@@ -70,19 +71,19 @@ impl StoreServer {
             local.block_on(&runtime, async {
                 tokio::select! {
                     _ = stopped => {}
-                    () = serve(listener, allowed, messages) => {}
+                    () = accept_clients(listener, allowed, messages) => {}
                 }
             });
         })?;
         Ok(StoreServer { port, stop: Some(stop), thread: Some(thread) })
     }
 
-    /// The port that the store listens on.
+    /// Returns the port that the store listens on.
     pub(crate) fn port(&self) -> u16 {
         self.port
     }
 
-    /// Checks that the store can serve this many clients.
+    /// Rejects a number of clients that the store cannot serve within the limit of open files.
     pub(crate) fn check_capacity(clients: u32) -> diagnostic::Result<()> {
         let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE).map_err(|error| {
             let message = "cannot read the limit of open files for the rendezvous store";
@@ -91,11 +92,11 @@ impl StoreServer {
         check_file_limit(clients, hard)
     }
 
-    /// Raises the soft limit of open files to the hard limit, because each client is an open file.
-    /// Processes that are started afterwards inherit the limit.
+    /// Raises the soft limit of open files to the hard limit, because each client needs an open
+    /// file. Processes that are started afterwards inherit the limit.
     pub(crate) fn raise_file_limit() {
         if let Ok((_, hard)) = getrlimit(Resource::RLIMIT_NOFILE) {
-            // If it fails, late clients wait in the queue, and the user is warned then.
+            // If the limit stays low, late clients wait to be accepted, and the user is warned.
             _ = setrlimit(Resource::RLIMIT_NOFILE, hard, hard);
         }
     }
@@ -109,7 +110,8 @@ impl Drop for StoreServer {
     }
 }
 
-/// A rank has one connection, in newer versions of torch two; at least one must be possible.
+/// Rejects a number of clients that does not fit into `open_files` files. Counts one connection per
+/// client, although newer versions of torch open two if they can.
 fn check_file_limit(clients: u32, open_files: u64) -> diagnostic::Result<()> {
     let error = |message: String| {
         Diagnostic::error(run::RENDEZVOUS_TOO_MANY_RANKS, message)
@@ -135,40 +137,46 @@ fn check_file_limit(clients: u32, open_files: u64) -> diagnostic::Result<()> {
 }
 
 /// The state that all connections share.
-struct SharedState {
-    store: RefCell<Store>,
-    mailboxes: RefCell<HashMap<Client, Rc<Mailbox>>>,
-    /// Bytes of incomplete requests and unwritten replies.
+struct ServerState {
+    store: RefCell<RendezvousStore>,
+    /// The unwritten replies to each client.
+    reply_buffers: RefCell<HashMap<ClientId, Rc<ReplyBuffer>>>,
+    /// The bytes of incomplete requests and unwritten replies.
     buffered: RefCell<usize>,
+    /// The buffer into which the sockets are read.
     scratch: RefCell<Vec<u8>>,
     messages: mpsc::Sender<String>,
 }
 
 /// Replies that the task of a client has not written yet.
 #[derive(Default)]
-struct Mailbox {
+struct ReplyBuffer {
     bytes: RefCell<Vec<u8>>,
+    /// Notified when another client's request has added a reply.
     filled: Notify,
 }
 
-impl SharedState {
-    fn warn(&self, text: String) {
+impl ServerState {
+    /// Sends a warning to the user. Drops it if too many lines wait already.
+    fn warn_user(&self, text: String) {
         // A client that floods the store with errors gets no more lines than the channel can hold.
         _ = self.messages.try_send(format!("launch: rendezvous store: {text}"));
     }
 }
 
-async fn serve(listener: StdListener, peers: HashSet<IpAddr>, messages: mpsc::Sender<String>) {
-    let shared = Rc::new(SharedState {
+/// Accepts connections and starts a task for each client that may connect. Never returns, unless
+/// the listener cannot be used.
+async fn accept_clients(listener: StdListener, peers: HashSet<IpAddr>, messages: mpsc::Sender<String>) {
+    let shared = Rc::new(ServerState {
         store: RefCell::default(),
-        mailboxes: RefCell::default(),
+        reply_buffers: RefCell::default(),
         buffered: RefCell::new(0),
-        scratch: RefCell::new(vec![0; CHUNK]),
+        scratch: RefCell::new(vec![0; READ_CHUNK_BYTES]),
         messages,
     });
     let listener = match TcpListener::from_std(listener) {
         Ok(listener) => listener,
-        Err(error) => return shared.warn(format!("cannot serve: {error}")),
+        Err(error) => return shared.warn_user(format!("cannot serve: {error}")),
     };
     let mut has_warned = false;
     for client in 0.. {
@@ -179,7 +187,7 @@ async fn serve(listener: StdListener, peers: HashSet<IpAddr>, messages: mpsc::Se
                 Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => {}
                 Err(error) => {
                     if !std::mem::replace(&mut has_warned, true) {
-                        shared.warn(format!(
+                        shared.warn_user(format!(
                             "cannot accept more connections at the moment: {error} (see `ulimit -n`)"
                         ));
                     }
@@ -187,72 +195,88 @@ async fn serve(listener: StdListener, peers: HashSet<IpAddr>, messages: mpsc::Se
                 }
             }
         };
-        if !is_allowed(&peers, peer) {
-            shared.warn(format!("rejected a connection from {}, which is not a host of this job", peer.ip()));
-        } else if shared.mailboxes.borrow().len() >= MAX_CONNECTIONS {
-            shared.warn(format!(
+        if !is_allowed_peer(&peers, peer) {
+            shared.warn_user(format!(
+                "rejected a connection from {}, which is not a host of this job",
+                peer.ip()
+            ));
+        } else if shared.reply_buffers.borrow().len() >= MAX_CONNECTIONS {
+            shared.warn_user(format!(
                 "rejected a connection from {peer}: the limit of {MAX_CONNECTIONS} connections is reached"
             ));
         } else {
-            tokio::task::spawn_local(Connection::run(client, stream, peer, shared.clone()));
+            tokio::task::spawn_local(ClientConnection::serve_client(client, stream, peer, shared.clone()));
         }
     }
 }
 
 /// Whether the peer is on this machine or on a host of the job.
-fn is_allowed(peers: &HashSet<IpAddr>, peer: SocketAddr) -> bool {
+fn is_allowed_peer(peers: &HashSet<IpAddr>, peer: SocketAddr) -> bool {
     let ip = peer.ip().to_canonical();
     ip.is_loopback() || peers.contains(&ip)
 }
 
-struct Connection {
-    client: Client,
+/// The connection of a client, with its unparsed input.
+struct ClientConnection {
+    client: ClientId,
     stream: TcpStream,
-    shared: Rc<SharedState>,
-    mailbox: Rc<Mailbox>,
+    shared: Rc<ServerState>,
+    reply_buffer: Rc<ReplyBuffer>,
     input: Vec<u8>,
     /// The number of bytes of `input` from which on parsing can continue.
     needed: usize,
+    /// Whether the client has sent the handshake of the protocol.
     validated: bool,
-    /// Bytes of replies that have left the mailbox and are being written.
+    /// The bytes of replies that have left the reply buffer and are being written.
     writing: usize,
 }
 
-impl Connection {
-    async fn run(client: Client, stream: TcpStream, peer: SocketAddr, shared: Rc<SharedState>) {
+impl ClientConnection {
+    /// Serves a client until the connection ends. Warns the user if the client violates the
+    /// protocol or a limit.
+    async fn serve_client(client: ClientId, stream: TcpStream, peer: SocketAddr, shared: Rc<ServerState>) {
         // Replies are small, and the client waits for them.
         _ = stream.set_nodelay(true);
-        let mailbox = Rc::new(Mailbox::default());
-        shared.mailboxes.borrow_mut().insert(client, mailbox.clone());
+        let reply_buffer = Rc::new(ReplyBuffer::default());
+        shared.reply_buffers.borrow_mut().insert(client, reply_buffer.clone());
         let (input, needed) = (Vec::new(), 1);
-        let mut connection =
-            Connection { client, stream, shared, mailbox, input, needed, validated: false, writing: 0 };
-        if let Err(error) = connection.serve().await {
-            connection.shared.warn(format!("closed the connection of {peer}: {error}"));
+        let mut connection = ClientConnection {
+            client,
+            stream,
+            shared,
+            reply_buffer,
+            input,
+            needed,
+            validated: false,
+            writing: 0,
+        };
+        if let Err(error) = connection.serve_requests().await {
+            connection.shared.warn_user(format!("closed the connection of {peer}: {error}"));
         }
     }
 
-    /// Serves until the client closes the connection, or makes an error.
-    async fn serve(&mut self) -> Result<(), ClientError> {
+    /// Serves requests until the client closes the connection. Fails if the client violates the
+    /// protocol or a limit.
+    async fn serve_requests(&mut self) -> Result<(), StoreClientError> {
         loop {
-            if self.write().await.is_err() {
+            if self.write_replies().await.is_err() {
                 return Ok(());
             }
             tokio::select! {
-                readable = self.stream.readable() => match readable.and_then(|()| self.read()) {
+                readable = self.stream.readable() => match readable.and_then(|()| self.read_input()) {
                     Ok(0) => return Ok(()),
                     Ok(_) => self.handle_requests().await?,
                     Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                     Err(_) => return Ok(()),
                 },
-                () = self.mailbox.filled.notified() => {}
+                () = self.reply_buffer.filled.notified() => {}
             }
         }
     }
 
-    /// Writes the replies in the mailbox.
-    async fn write(&mut self) -> io::Result<()> {
-        let bytes = std::mem::take(&mut *self.mailbox.bytes.borrow_mut());
+    /// Writes the replies in the reply buffer.
+    async fn write_replies(&mut self) -> io::Result<()> {
+        let bytes = std::mem::take(&mut *self.reply_buffer.bytes.borrow_mut());
         self.writing = bytes.len();
         self.stream.write_all(&bytes).await?;
         self.writing = 0;
@@ -260,7 +284,8 @@ impl Connection {
         Ok(())
     }
 
-    fn read(&mut self) -> io::Result<usize> {
+    /// Reads the available bytes into `input`. Returns 0 at the end of the stream.
+    fn read_input(&mut self) -> io::Result<usize> {
         let mut scratch = self.shared.scratch.borrow_mut();
         let n = self.stream.try_read(&mut scratch)?;
         self.input.extend_from_slice(&scratch[..n]);
@@ -268,52 +293,56 @@ impl Connection {
         Ok(n)
     }
 
-    /// Handles every complete request.
-    async fn handle_requests(&mut self) -> Result<(), ClientError> {
-        let mut at = 0;
-        while self.input.len() - at >= self.needed {
-            match wire::parse(&self.input[at..]) {
-                Parsed::Complete(request, length) => {
-                    (at, self.needed) = (at + length, 1);
-                    self.handle(request)?;
-                    if self.mailbox.bytes.borrow().len() > BATCH && self.write().await.is_err() {
-                        break; // closed by the client, which the next read finds
+    /// Executes every complete request in `input`. Fails if the buffers of all connections and the
+    /// store together exceed [`MAX_TOTAL`] bytes.
+    async fn handle_requests(&mut self) -> Result<(), StoreClientError> {
+        let mut consumed = 0;
+        while self.input.len() - consumed >= self.needed {
+            match wire::parse_request(&self.input[consumed..]) {
+                RequestParseOutcome::Complete(request, length) => {
+                    (consumed, self.needed) = (consumed + length, 1);
+                    self.handle_request(request)?;
+                    if self.reply_buffer.bytes.borrow().len() > REPLY_BATCH_BYTES
+                        && self.write_replies().await.is_err()
+                    {
+                        break; // The client has closed the connection, which the next read finds.
                     }
                 }
-                Parsed::Incomplete(needed) => self.needed = needed,
-                Parsed::Malformed(error) => return Err(error),
+                RequestParseOutcome::Incomplete(needed) => self.needed = needed,
+                RequestParseOutcome::Malformed(error) => return Err(error),
             }
         }
-        self.input.drain(..at);
+        self.input.drain(..consumed);
         if self.input.is_empty() {
             // Frees the buffer, because thousands of clients may be idle.
             self.input = Vec::new();
         }
-        *self.shared.buffered.borrow_mut() -= at;
+        *self.shared.buffered.borrow_mut() -= consumed;
         let bytes = *self.shared.buffered.borrow() + self.shared.store.borrow().bytes();
         match bytes > MAX_TOTAL {
-            true => Err(ClientError::BuffersFull),
+            true => Err(StoreClientError::BuffersFull),
             false => Ok(()),
         }
     }
 
-    fn handle(&mut self, request: Request) -> Result<(), ClientError> {
+    /// Executes a request and puts the replies into the buffers of their clients.
+    fn handle_request(&mut self, request: StoreRequest) -> Result<(), StoreClientError> {
         match request {
-            Request::Validate => self.validated = true,
-            _ if !self.validated => return Err(ClientError::NotValidated),
+            StoreRequest::Validate => self.validated = true,
+            _ if !self.validated => return Err(StoreClientError::NotValidated),
             _ => {}
         }
         let mut replies = Vec::new();
-        let result = self.shared.store.borrow_mut().handle(self.client, request, &mut replies);
-        let mailboxes = self.shared.mailboxes.borrow();
+        let result = self.shared.store.borrow_mut().handle_request(self.client, request, &mut replies);
+        let reply_buffers = self.shared.reply_buffers.borrow();
         for (client, reply) in replies {
-            if let Some(mailbox) = mailboxes.get(&client) {
-                let mut bytes = mailbox.bytes.borrow_mut();
+            if let Some(reply_buffer) = reply_buffers.get(&client) {
+                let mut bytes = reply_buffer.bytes.borrow_mut();
                 let before = bytes.len();
-                wire::encode(&reply, &mut bytes);
+                wire::encode_reply(&reply, &mut bytes);
                 *self.shared.buffered.borrow_mut() += bytes.len() - before;
                 if client != self.client {
-                    mailbox.filled.notify_one();
+                    reply_buffer.filled.notify_one();
                 }
             }
         }
@@ -321,11 +350,11 @@ impl Connection {
     }
 }
 
-impl Drop for Connection {
+impl Drop for ClientConnection {
     fn drop(&mut self) {
-        self.shared.store.borrow_mut().remove_client(self.client);
-        self.shared.mailboxes.borrow_mut().remove(&self.client);
-        let unwritten = self.writing + self.mailbox.bytes.borrow().len();
+        self.shared.store.borrow_mut().end_wait(self.client);
+        self.shared.reply_buffers.borrow_mut().remove(&self.client);
+        let unwritten = self.writing + self.reply_buffer.bytes.borrow().len();
         *self.shared.buffered.borrow_mut() -= self.input.len() + unwritten;
     }
 }

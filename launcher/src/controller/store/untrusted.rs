@@ -1,55 +1,61 @@
-//! The store without sockets, for fuzz targets and tests with untrusted input.
+//! The rendezvous store without sockets, for fuzz targets and tests with untrusted input.
 use super::{
-    ClientError,
-    core::{Client, Store},
-    wire::{self, Parsed},
+    StoreClientError,
+    core::{ClientId, RendezvousStore},
+    wire::{self, RequestParseOutcome},
 };
 use std::collections::BTreeMap;
 
-/// Clients that take turns in the input.
+/// The number of clients that take turns in the input.
 const CLIENTS: u8 = 4;
 
-/// Serves what several clients send in turn: one byte that selects the client, one that is a
-/// length, and that many bytes; then all clients leave. Returns the first error of a client.
-pub(crate) fn serve(mut bytes: &[u8]) -> Result<(), ClientError> {
-    let mut store = Store::default();
-    let mut clients: BTreeMap<Client, Vec<u8>> = BTreeMap::new();
+/// Serves what several clients send in turn, then disconnects all of them. Each turn is one byte
+/// that selects the client, one byte with a length, and that many bytes of requests. Returns the
+/// first error of a client.
+pub(crate) fn serve_untrusted_clients(mut bytes: &[u8]) -> Result<(), StoreClientError> {
+    let mut store = RendezvousStore::default();
+    let mut clients: BTreeMap<ClientId, Vec<u8>> = BTreeMap::new();
     let mut first_error = Ok(());
     while let [selector, length, rest @ ..] = bytes {
         let (sent, later) = rest.split_at(usize::from(*length).min(rest.len()));
         bytes = later;
-        let client = Client::from(selector % CLIENTS);
+        let client = ClientId::from(selector % CLIENTS);
         let input = clients.entry(client).or_default();
         input.extend_from_slice(sent);
         if let Err(error) = handle_requests(&mut store, client, input) {
-            store.remove_client(client);
+            store.end_wait(client);
             clients.remove(&client);
             first_error = first_error.and(Err(error));
         }
     }
-    clients.keys().for_each(|client| store.remove_client(*client));
+    clients.keys().for_each(|client| store.end_wait(*client));
     first_error
 }
 
-/// Handles every complete request, like a connection does; replies are encoded and dropped.
-fn handle_requests(store: &mut Store, client: Client, input: &mut Vec<u8>) -> Result<(), ClientError> {
-    let (mut at, mut replies, mut sent) = (0, Vec::new(), Vec::new());
+/// Executes every complete request in `input`, as the connection of a client does. Encodes the
+/// replies and drops them.
+fn handle_requests(
+    store: &mut RendezvousStore,
+    client: ClientId,
+    input: &mut Vec<u8>,
+) -> Result<(), StoreClientError> {
+    let (mut consumed, mut replies, mut sent) = (0, Vec::new(), Vec::new());
     loop {
-        match wire::parse(&input[at..]) {
-            Parsed::Complete(request, length) => {
-                at += length;
-                store.handle(client, request, &mut replies)?;
-                replies.drain(..).for_each(|(_, reply)| wire::encode(&reply, &mut sent));
+        match wire::parse_request(&input[consumed..]) {
+            RequestParseOutcome::Complete(request, length) => {
+                consumed += length;
+                store.handle_request(client, request, &mut replies)?;
+                replies.drain(..).for_each(|(_, reply)| wire::encode_reply(&reply, &mut sent));
                 sent.clear();
             }
-            Parsed::Incomplete(needed) => {
+            RequestParseOutcome::Incomplete(needed) => {
                 // A connection that waits for bytes that it already has would loop forever.
-                assert!(needed > input.len() - at, "{needed} of {}", input.len() - at);
+                assert!(needed > input.len() - consumed, "{needed} of {}", input.len() - consumed);
                 break;
             }
-            Parsed::Malformed(error) => return Err(error),
+            RequestParseOutcome::Malformed(error) => return Err(error),
         }
     }
-    input.drain(..at);
+    input.drain(..consumed);
     Ok(())
 }

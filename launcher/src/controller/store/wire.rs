@@ -1,200 +1,223 @@
-//! The wire format of torch's `TCPStore`: bytes to [`Request`] and [`Reply`] to bytes.
+//! The wire format of torch's `TCPStore`: parses bytes as [`StoreRequest`] and encodes
+//! [`StoreReply`].
 //!
-//! Integers are little-endian (torch uses the host's byte order); a key or value is a u64 length
-//! and its bytes. Requests have no outer frame, so each length is compared with a limit before its
-//! bytes are awaited.
-use super::error::{ClientError, LengthField};
+//! Integers are little-endian (torch uses the host's byte order). A key or value is a u64 length
+//! and its bytes. Requests have no outer frame, so the parser compares each length with a limit
+//! before the connection waits for that many bytes.
+use super::error::{RequestLengthField, StoreClientError};
 
-/// Longest key, bytes.
+/// The length of the longest key, in bytes.
 pub(super) const MAX_KEY: u64 = 8 << 10;
-/// Longest value, bytes.
+/// The length of the longest value, in bytes.
 pub(super) const MAX_VALUE: u64 = 8 << 20;
-/// Most keys in one request.
+/// The limit of keys in one request.
 pub(super) const MAX_KEYS: u64 = 128 << 10;
-/// Longest request or reply, bytes.
+/// The length of the longest request or reply, in bytes.
 pub(super) const MAX_MESSAGE: usize = 64 << 20;
-/// The first number that a client sends, from torch 2.4 on.
+/// The number in the first request of a client, from torch 2.4 on.
 const MAGIC: u32 = 0x3C85_F7CE;
 
 /// A key, in the bytes that the client sent.
-pub(super) type Key = Vec<u8>;
-/// A value.
-pub(super) type Value = Vec<u8>;
+pub(super) type StoreKey = Vec<u8>;
+/// A value, in the bytes that the client sent.
+pub(super) type StoreValue = Vec<u8>;
 
-/// A request of a client.
+/// A request of a client of the rendezvous store.
 #[derive(Clone, Debug, PartialEq)]
-pub(super) enum Request {
+pub(super) enum StoreRequest {
+    /// The handshake, which must be the first request.
     Validate,
-    Set(Key, Value),
-    /// Key, expected value, new value.
-    CompareSet(Key, Value, Value),
-    Get(Key),
-    Add(Key, i64),
-    Check(Vec<Key>),
-    Wait(Vec<Key>),
+    Set(StoreKey, StoreValue),
+    /// Sets the key to the second value if its present value equals the first.
+    CompareSet(StoreKey, StoreValue, StoreValue),
+    Get(StoreKey),
+    /// Adds the number to the value of the key.
+    Add(StoreKey, i64),
+    /// Asks whether all of these keys exist.
+    Check(Vec<StoreKey>),
+    /// Waits until all of these keys exist.
+    Wait(Vec<StoreKey>),
     CountKeys,
-    Delete(Key),
-    Append(Key, Value),
-    GetMany(Vec<Key>),
-    SetMany(Vec<(Key, Value)>),
+    Delete(StoreKey),
+    Append(StoreKey, StoreValue),
+    GetMany(Vec<StoreKey>),
+    SetMany(Vec<(StoreKey, StoreValue)>),
     CancelWait,
     Ping(u32),
-    Push(Key, Value),
-    Pop(Key),
-    QueueLength(Key),
+    /// Appends an item to the queue of this key.
+    Push(StoreKey, StoreValue),
+    /// Removes the first item from the queue of this key.
+    Pop(StoreKey),
+    QueueLength(StoreKey),
     ListKeys,
-    /// Key, number of clients that must arrive.
-    Barrier(Key, i64),
+    /// Waits at the barrier of this key until as many clients as the number states have arrived.
+    Barrier(StoreKey, i64),
 }
 
-/// A reply to a client.
+/// A reply to a client of the rendezvous store.
 #[derive(Clone, Debug, PartialEq)]
-pub(super) enum Reply {
+pub(super) enum StoreReply {
     Byte(u8),
     Nonce(u32),
     Number(i64),
-    Value(Value),
-    Values(Vec<Value>),
-    /// Length of the queue before the pop, and the item.
-    Popped(i64, Value),
-    Keys(Vec<Key>),
+    Value(StoreValue),
+    Values(Vec<StoreValue>),
+    /// The length of the queue before the pop, and the item.
+    Popped(i64, StoreValue),
+    Keys(Vec<StoreKey>),
 }
 
-/// What the input of a connection starts with.
+/// The result of parsing the first request in the input of a connection.
 #[derive(Clone, Debug, PartialEq)]
-pub(super) enum Parsed {
+pub(super) enum RequestParseOutcome {
     /// A request, and the number of its bytes.
-    Complete(Request, usize),
-    /// Part of a request; parsing needs at least this many bytes in total.
+    Complete(StoreRequest, usize),
+    /// Part of a request. Parsing needs at least this many bytes in total.
     Incomplete(usize),
     /// Bytes that are not a valid request.
-    Malformed(ClientError),
+    Malformed(StoreClientError),
 }
 
-/// Parses the request that `bytes` starts with.
-pub(super) fn parse(bytes: &[u8]) -> Parsed {
-    // A long request that arrives in pieces is parsed often: nothing is copied before it is
-    // complete.
-    let checked = RequestParser { bytes, at: 0, copies: false }.parse_request();
-    let mut parser = RequestParser { bytes, at: 0, copies: true };
+/// Parses the request at the start of `bytes`.
+pub(super) fn parse_request(bytes: &[u8]) -> RequestParseOutcome {
+    // A long request that arrives in pieces is parsed often. So nothing is copied before the
+    // request is complete.
+    let checked = RequestParser { bytes, offset: 0, copies: false }.parse_request();
+    let mut parser = RequestParser { bytes, offset: 0, copies: true };
     match checked.and_then(|_| parser.parse_request()) {
-        Ok(request) => Parsed::Complete(request, parser.at),
-        Err(ParseStop::Incomplete(needed)) if needed > MAX_MESSAGE => {
-            Parsed::Malformed(ClientError::RequestTooLong)
+        Ok(request) => RequestParseOutcome::Complete(request, parser.offset),
+        Err(RequestParseStop::Incomplete(needed)) if needed > MAX_MESSAGE => {
+            RequestParseOutcome::Malformed(StoreClientError::RequestTooLong)
         }
-        Err(ParseStop::Incomplete(needed)) => Parsed::Incomplete(needed),
-        Err(ParseStop::Malformed(error)) => Parsed::Malformed(error),
+        Err(RequestParseStop::Incomplete(needed)) => RequestParseOutcome::Incomplete(needed),
+        Err(RequestParseStop::Malformed(error)) => RequestParseOutcome::Malformed(error),
     }
 }
 
-/// Why parsing stopped before the end of a request.
-enum ParseStop {
+/// The reason why parsing stopped before the end of a request.
+enum RequestParseStop {
+    /// The request continues. Parsing needs at least this many bytes in total.
     Incomplete(usize),
-    Malformed(ClientError),
+    Malformed(StoreClientError),
 }
 
+/// A parser of one request, with its position in the bytes.
 struct RequestParser<'b> {
     bytes: &'b [u8],
-    at: usize,
-    /// Whether keys, values and lists are copied; otherwise they stay empty.
+    offset: usize,
+    /// Whether keys, values and lists are copied. If not, they stay empty.
     copies: bool,
 }
 
 impl RequestParser<'_> {
-    fn parse_request(&mut self) -> Result<Request, ParseStop> {
+    /// Parses the next request.
+    fn parse_request(&mut self) -> Result<StoreRequest, RequestParseStop> {
         Ok(match self.read_array::<1>()?[0] {
-            0 => self.parse_validate()?,
-            1 => Request::Set(self.read_key()?, self.read_value()?),
-            2 => Request::CompareSet(self.read_key()?, self.read_value()?, self.read_value()?),
-            3 => Request::Get(self.read_key()?),
-            4 => Request::Add(self.read_key()?, self.read_number()?),
-            5 => Request::Check(self.read_keys()?),
-            6 => Request::Wait(self.read_keys()?),
-            7 => Request::CountKeys,
-            8 => Request::Delete(self.read_key()?),
-            9 => Request::Append(self.read_key()?, self.read_value()?),
-            10 => Request::GetMany(self.read_keys()?),
-            11 => Request::SetMany(self.list(16, |parser| Ok((parser.read_key()?, parser.read_value()?)))?),
-            12 => Request::CancelWait,
-            13 => Request::Ping(u32::from_le_bytes(self.read_array()?)),
-            14 => Request::Push(self.read_key()?, self.read_value()?),
-            15 => Request::Pop(self.read_key()?),
-            16 => Request::QueueLength(self.read_key()?),
-            17 => Request::ListKeys,
-            18 => Request::Barrier(self.read_key()?, self.read_number()?),
-            other => return Err(ParseStop::Malformed(ClientError::UnknownOperation(other))),
+            0 => self.read_magic()?,
+            1 => StoreRequest::Set(self.read_key()?, self.read_value()?),
+            2 => StoreRequest::CompareSet(self.read_key()?, self.read_value()?, self.read_value()?),
+            3 => StoreRequest::Get(self.read_key()?),
+            4 => StoreRequest::Add(self.read_key()?, self.read_number()?),
+            5 => StoreRequest::Check(self.read_keys()?),
+            6 => StoreRequest::Wait(self.read_keys()?),
+            7 => StoreRequest::CountKeys,
+            8 => StoreRequest::Delete(self.read_key()?),
+            9 => StoreRequest::Append(self.read_key()?, self.read_value()?),
+            10 => StoreRequest::GetMany(self.read_keys()?),
+            11 => StoreRequest::SetMany(
+                self.read_list(16, |parser| Ok((parser.read_key()?, parser.read_value()?)))?,
+            ),
+            12 => StoreRequest::CancelWait,
+            13 => StoreRequest::Ping(u32::from_le_bytes(self.read_array()?)),
+            14 => StoreRequest::Push(self.read_key()?, self.read_value()?),
+            15 => StoreRequest::Pop(self.read_key()?),
+            16 => StoreRequest::QueueLength(self.read_key()?),
+            17 => StoreRequest::ListKeys,
+            18 => StoreRequest::Barrier(self.read_key()?, self.read_number()?),
+            other => return Err(RequestParseStop::Malformed(StoreClientError::UnknownOperation(other))),
         })
     }
 
-    fn parse_validate(&mut self) -> Result<Request, ParseStop> {
+    /// Parses the handshake, which has to contain [`MAGIC`].
+    fn read_magic(&mut self) -> Result<StoreRequest, RequestParseStop> {
         match u32::from_le_bytes(self.read_array()?) {
-            MAGIC => Ok(Request::Validate),
-            other => Err(ParseStop::Malformed(ClientError::WrongMagic(other))),
+            MAGIC => Ok(StoreRequest::Validate),
+            other => Err(RequestParseStop::Malformed(StoreClientError::WrongMagic(other))),
         }
     }
 
     /// Consumes the next `length` bytes.
-    fn take(&mut self, length: usize) -> Result<&[u8], ParseStop> {
-        let end = self.at.saturating_add(length);
-        let taken = self.bytes.get(self.at..end).ok_or(ParseStop::Incomplete(end))?;
-        self.at = end;
+    fn take_bytes(&mut self, length: usize) -> Result<&[u8], RequestParseStop> {
+        let end = self.offset.saturating_add(length);
+        let taken = self.bytes.get(self.offset..end).ok_or(RequestParseStop::Incomplete(end))?;
+        self.offset = end;
         Ok(taken)
     }
 
-    fn read_array<const N: usize>(&mut self) -> Result<[u8; N], ParseStop> {
+    /// Consumes the next `N` bytes.
+    fn read_array<const N: usize>(&mut self) -> Result<[u8; N], RequestParseStop> {
         let mut array = [0; N];
-        array.copy_from_slice(self.take(N)?);
+        array.copy_from_slice(self.take_bytes(N)?);
         Ok(array)
     }
 
-    fn read_number(&mut self) -> Result<i64, ParseStop> {
+    /// Parses a signed number.
+    fn read_number(&mut self) -> Result<i64, RequestParseStop> {
         Ok(i64::from_le_bytes(self.read_array()?))
     }
 
-    /// Parses a length. A length above `limit` is an error.
-    fn length(&mut self, field: LengthField, limit: u64) -> Result<usize, ParseStop> {
+    /// Parses a length. Fails if the length is above `limit`.
+    fn read_length(&mut self, field: RequestLengthField, limit: u64) -> Result<usize, RequestParseStop> {
         let length = u64::from_le_bytes(self.read_array()?);
         if length > limit {
-            return Err(ParseStop::Malformed(ClientError::LengthAboveLimit { field, length, limit }));
+            return Err(RequestParseStop::Malformed(StoreClientError::LengthAboveLimit {
+                field,
+                length,
+                limit,
+            }));
         }
         Ok(length as usize)
     }
 
-    fn read_key(&mut self) -> Result<Key, ParseStop> {
-        let length = self.length(LengthField::Key, MAX_KEY)?;
-        self.bytes_of(length)
+    /// Parses a key. Fails if it is longer than [`MAX_KEY`].
+    fn read_key(&mut self) -> Result<StoreKey, RequestParseStop> {
+        let length = self.read_length(RequestLengthField::Key, MAX_KEY)?;
+        self.read_bytes(length)
     }
 
-    fn read_value(&mut self) -> Result<Value, ParseStop> {
-        let length = self.length(LengthField::Value, MAX_VALUE)?;
-        self.bytes_of(length)
+    /// Parses a value. Fails if it is longer than [`MAX_VALUE`].
+    fn read_value(&mut self) -> Result<StoreValue, RequestParseStop> {
+        let length = self.read_length(RequestLengthField::Value, MAX_VALUE)?;
+        self.read_bytes(length)
     }
 
-    /// Consumes the next `length` bytes, and returns a copy if `copies` is set.
-    fn bytes_of(&mut self, length: usize) -> Result<Vec<u8>, ParseStop> {
+    /// Consumes the next `length` bytes. Returns a copy of them if `copies` is set, and an empty
+    /// vector if not.
+    fn read_bytes(&mut self, length: usize) -> Result<Vec<u8>, RequestParseStop> {
         let copies = self.copies;
-        let bytes = self.take(length)?;
+        let bytes = self.take_bytes(length)?;
         Ok(if copies { bytes.to_vec() } else { Vec::new() })
     }
 
-    fn read_keys(&mut self) -> Result<Vec<Key>, ParseStop> {
-        self.list(8, Self::read_key)
+    /// Parses a list of keys. Fails if there are more than [`MAX_KEYS`].
+    fn read_keys(&mut self) -> Result<Vec<StoreKey>, RequestParseStop> {
+        self.read_list(8, Self::read_key)
     }
 
-    /// Parses a list: the number of its items, then the items, each at least `min_bytes` bytes
-    /// long.
-    fn list<T>(
+    /// Parses a list: the number of its items, then the items, each of which is at least
+    /// `min_bytes` bytes long.
+    fn read_list<T>(
         &mut self,
         min_bytes: usize,
-        item: impl Fn(&mut Self) -> Result<T, ParseStop>,
-    ) -> Result<Vec<T>, ParseStop> {
-        let count = self.length(LengthField::KeyCount, MAX_KEYS)?;
+        item: impl Fn(&mut Self) -> Result<T, RequestParseStop>,
+    ) -> Result<Vec<T>, RequestParseStop> {
+        let count = self.read_length(RequestLengthField::KeyCount, MAX_KEYS)?;
         let mut items = Vec::new();
         for left in (1..=count).rev() {
             // Nothing is parsed or allocated before the rest of the list can be complete.
-            let end = self.at + left * min_bytes;
+            let end = self.offset + left * min_bytes;
             if end > self.bytes.len() {
-                return Err(ParseStop::Incomplete(end));
+                return Err(RequestParseStop::Incomplete(end));
             }
             let item = item(self)?;
             if self.copies {
@@ -205,23 +228,23 @@ impl RequestParser<'_> {
     }
 }
 
-/// Appends the bytes of a reply.
-pub(super) fn encode(reply: &Reply, out: &mut Vec<u8>) {
+/// Appends the bytes of a reply to `out`.
+pub(super) fn encode_reply(reply: &StoreReply, out: &mut Vec<u8>) {
     let bytes = |out: &mut Vec<u8>, bytes: &[u8]| {
         out.extend((bytes.len() as u64).to_le_bytes());
         out.extend_from_slice(bytes);
     };
     match reply {
-        Reply::Byte(byte) => out.push(*byte),
-        Reply::Nonce(nonce) => out.extend(nonce.to_le_bytes()),
-        Reply::Number(number) => out.extend(number.to_le_bytes()),
-        Reply::Value(value) => bytes(out, value),
-        Reply::Values(values) => values.iter().for_each(|value| bytes(out, value)),
-        Reply::Popped(length, value) => {
+        StoreReply::Byte(byte) => out.push(*byte),
+        StoreReply::Nonce(nonce) => out.extend(nonce.to_le_bytes()),
+        StoreReply::Number(number) => out.extend(number.to_le_bytes()),
+        StoreReply::Value(value) => bytes(out, value),
+        StoreReply::Values(values) => values.iter().for_each(|value| bytes(out, value)),
+        StoreReply::Popped(length, value) => {
             out.extend(length.to_le_bytes());
             bytes(out, value);
         }
-        Reply::Keys(keys) => {
+        StoreReply::Keys(keys) => {
             out.extend((keys.len() as i64).to_le_bytes());
             keys.iter().for_each(|key| bytes(out, key));
         }

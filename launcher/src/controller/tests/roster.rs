@@ -1,16 +1,17 @@
 //! Hosts that are added to and removed from the list while a job runs, in the simulator.
 use super::{
-    sim::{InjectedFault, Scenario, World},
-    simulated::{TIME_LIMIT, check, quiet_scenario},
+    sim::{InjectedFault, SimScenario, Simulation},
+    simulated_runs::{TIME_LIMIT, build_quiet_scenario, check_invariants},
 };
 use contract::event::Event;
 use std::time::Duration;
 
-/// Simulates a scenario of four hosts; returns the hosts of each attempt, too.
-fn placements(scenario: Scenario) -> (World, Vec<Vec<String>>) {
-    let mut world = World::new(scenario.clone());
-    world.run(TIME_LIMIT).expect("runs");
-    check(&world, &scenario).unwrap_or_else(|error| panic!("{error}: {:#?}", world.reported));
+/// Simulates a scenario and checks its invariants. Returns the simulation and the hosts of each
+/// attempt.
+fn simulate_placements(scenario: SimScenario) -> (Simulation, Vec<Vec<String>>) {
+    let mut world = Simulation::new(scenario.clone());
+    world.run_until(TIME_LIMIT).expect("runs");
+    check_invariants(&world, &scenario).unwrap_or_else(|error| panic!("{error}: {:#?}", world.reported));
     let placements = world.reported.iter().filter_map(|event| match event {
         Event::Placement { hosts, .. } => Some(hosts.clone()),
         _ => None,
@@ -19,24 +20,27 @@ fn placements(scenario: Scenario) -> (World, Vec<Vec<String>>) {
     (world, placements)
 }
 
-fn scenario(min_hosts: usize, builtin: bool, faults: &[(u64, InjectedFault)]) -> Scenario {
+/// Creates a scenario of four hosts with two ranks each. `faults` are given with their times in
+/// milliseconds.
+fn build_scenario(min_hosts: usize, builtin: bool, faults: &[(u64, InjectedFault)]) -> SimScenario {
     let faults = faults.iter().map(|(ms, fault)| (Duration::from_millis(*ms), *fault)).collect();
-    Scenario { min_hosts, builtin, local: 2, ..quiet_scenario(4, faults) }
+    SimScenario { min_hosts, builtin, local: 2, ..build_quiet_scenario(4, faults) }
 }
 
-fn names(hosts: &[usize]) -> Vec<String> {
+/// Returns the names of these hosts, `hN`.
+fn format_host_names(hosts: &[usize]) -> Vec<String> {
     hosts.iter().map(|host| format!("h{host}")).collect()
 }
 
-/// Asserts that the run succeeded without a failure and without a restart from the budget.
-fn assert_success(world: &World) {
+/// Asserts that the run succeeded without a failure or a restart.
+fn assert_success(world: &Simulation) {
     assert_eq!(world.outcome.as_ref().map(|o| o.exit_code), Some(0), "{:#?}", world.reported);
     let is_failure = |e: &Event| matches!(e, Event::Failure(_) | Event::Restart { .. });
     assert!(!world.reported.iter().any(is_failure), "{:#?}", world.reported);
 }
 
-/// The notices of a run.
-fn notices(world: &World) -> Vec<String> {
+/// Returns the texts of the notices of a run.
+fn collect_notices(world: &Simulation) -> Vec<String> {
     let notices = world.reported.iter().filter_map(|event| match event {
         Event::Notice { message, .. } => Some(message.clone()),
         _ => None,
@@ -44,7 +48,8 @@ fn notices(world: &World) -> Vec<String> {
     notices.collect()
 }
 
-const ALL: [usize; 4] = [0, 1, 2, 3];
+/// The hosts of the scenario, by index.
+const ALL_HOSTS: [usize; 4] = [0, 1, 2, 3];
 
 #[test]
 fn a_host_that_is_removed_from_the_list_is_drained() {
@@ -52,11 +57,15 @@ fn a_host_that_is_removed_from_the_list_is_drained() {
     for builtin in [true, false] {
         for host in [0, 1, 3] {
             let (world, attempts) =
-                placements(scenario(3, builtin, &[(4000, InjectedFault::HostUnlisted(host))]));
+                simulate_placements(build_scenario(3, builtin, &[(4000, InjectedFault::HostUnlisted(host))]));
             assert_success(&world);
-            let rest: Vec<usize> = ALL.into_iter().filter(|n| *n != host).collect();
-            assert_eq!(attempts, [names(&ALL), names(&rest)], "host {host}, built-in {builtin}");
-            all_notices.extend(notices(&world));
+            let rest: Vec<usize> = ALL_HOSTS.into_iter().filter(|n| *n != host).collect();
+            assert_eq!(
+                attempts,
+                [format_host_names(&ALL_HOSTS), format_host_names(&rest)],
+                "host {host}, built-in {builtin}"
+            );
+            all_notices.extend(collect_notices(&world));
         }
     }
     insta::assert_snapshot!(all_notices.join("\n"));
@@ -64,37 +73,40 @@ fn a_host_that_is_removed_from_the_list_is_drained() {
 
 #[test]
 fn a_removed_host_that_is_needed_stays_in_use_until_another_is_added() {
-    let (world, attempts) = placements(scenario(4, true, &[(4000, InjectedFault::HostUnlisted(1))]));
+    let (world, attempts) =
+        simulate_placements(build_scenario(4, true, &[(4000, InjectedFault::HostUnlisted(1))]));
     assert_success(&world);
-    assert_eq!(attempts, vec![names(&ALL)]);
-    insta::assert_snapshot!("use_of_a_removed_host", notices(&world).join("\n"));
+    assert_eq!(attempts, vec![format_host_names(&ALL_HOSTS)]);
+    insta::assert_snapshot!("use_of_a_removed_host", collect_notices(&world).join("\n"));
     let faults = [(4000, InjectedFault::HostUnlisted(1)), (5000, InjectedFault::HostAdded)];
     for builtin in [true, false] {
-        let (world, attempts) = placements(scenario(4, builtin, &faults));
+        let (world, attempts) = simulate_placements(build_scenario(4, builtin, &faults));
         assert_success(&world);
-        assert_eq!(attempts, [names(&ALL), names(&[0, 2, 3, 4])]);
+        assert_eq!(attempts, [format_host_names(&ALL_HOSTS), format_host_names(&[0, 2, 3, 4])]);
     }
-    // Listed again before another host was added.
+    // The removed host is listed again before another one is added.
     let faults = [
         (4000, InjectedFault::HostUnlisted(1)),
         (5000, InjectedFault::HostListed(1)),
         (6000, InjectedFault::HostAdded),
     ];
-    let (world, attempts) = placements(scenario(4, true, &faults));
+    let (world, attempts) = simulate_placements(build_scenario(4, true, &faults));
     assert_success(&world);
-    assert_eq!(attempts, [names(&ALL)]);
+    assert_eq!(attempts, [format_host_names(&ALL_HOSTS)]);
 }
 
 #[test]
 fn an_added_host_replaces_a_lost_one_and_joins_an_elastic_job_at_its_next_attempt() {
     let faults = [(2000, InjectedFault::HostAdded), (4000, InjectedFault::HostDies(2))];
-    let (world, attempts) = placements(Scenario { restarts: 1, ..scenario(4, true, &faults) });
+    let (world, attempts) =
+        simulate_placements(SimScenario { restarts: 1, ..build_scenario(4, true, &faults) });
     assert_eq!(world.outcome.as_ref().map(|o| o.exit_code), Some(0), "{:#?}", world.reported);
-    assert_eq!(attempts, [names(&ALL), names(&[0, 1, 3, 4])]);
+    assert_eq!(attempts, [format_host_names(&ALL_HOSTS), format_host_names(&[0, 1, 3, 4])]);
     let faults = [(2000, InjectedFault::HostAdded), (4000, InjectedFault::WorkerKilled(2))];
-    let (world, attempts) = placements(Scenario { restarts: 1, ..scenario(2, true, &faults) });
+    let (world, attempts) =
+        simulate_placements(SimScenario { restarts: 1, ..build_scenario(2, true, &faults) });
     assert_eq!(world.outcome.as_ref().map(|o| o.exit_code), Some(0));
-    assert_eq!(attempts, [names(&ALL), names(&[0, 1, 2, 3, 4])]);
+    assert_eq!(attempts, [format_host_names(&ALL_HOSTS), format_host_names(&[0, 1, 2, 3, 4])]);
 }
 
 #[test]
@@ -102,12 +114,15 @@ fn the_loss_of_a_draining_host_is_not_a_failure() {
     for (builtin, fault) in [
         (false, InjectedFault::HostDies(1)),
         (false, InjectedFault::AgentKilled(1)),
-        (true, InjectedFault::LinkBreaks(1)),
+        (true, InjectedFault::ConnectionBreaks(1)),
     ] {
-        let (world, attempts) =
-            placements(scenario(3, builtin, &[(4000, InjectedFault::HostUnlisted(1)), (4001, fault)]));
+        let (world, attempts) = simulate_placements(build_scenario(
+            3,
+            builtin,
+            &[(4000, InjectedFault::HostUnlisted(1)), (4001, fault)],
+        ));
         assert_success(&world);
-        assert_eq!(attempts, [names(&ALL), names(&[0, 2, 3])], "{fault:?}");
+        assert_eq!(attempts, [format_host_names(&ALL_HOSTS), format_host_names(&[0, 2, 3])], "{fault:?}");
     }
 }
 
@@ -115,7 +130,7 @@ fn the_loss_of_a_draining_host_is_not_a_failure() {
 fn a_stop_request_while_hosts_are_drained_ends_the_run() {
     let faults = [(4000, InjectedFault::HostUnlisted(1)), (4001, InjectedFault::Interrupt)];
     for builtin in [true, false] {
-        let (world, attempts) = placements(scenario(3, builtin, &faults));
+        let (world, attempts) = simulate_placements(build_scenario(3, builtin, &faults));
         assert_eq!(world.outcome.as_ref().map(|o| o.exit_code), Some(130), "{:#?}", world.reported);
         assert_eq!(attempts.len(), 1);
     }
@@ -128,7 +143,11 @@ fn a_released_host_may_be_listed_again() {
         (4000, InjectedFault::HostListed(3)),
         (6000, InjectedFault::WorkerKilled(0)),
     ];
-    let (world, attempts) = placements(Scenario { restarts: 1, ..scenario(2, true, &faults) });
+    let (world, attempts) =
+        simulate_placements(SimScenario { restarts: 1, ..build_scenario(2, true, &faults) });
     assert_eq!(world.outcome.as_ref().map(|o| o.exit_code), Some(0), "{:#?}", world.reported);
-    assert_eq!(attempts, [names(&ALL), names(&[0, 1, 2]), names(&ALL)]);
+    assert_eq!(
+        attempts,
+        [format_host_names(&ALL_HOSTS), format_host_names(&[0, 1, 2]), format_host_names(&ALL_HOSTS)]
+    );
 }

@@ -1,85 +1,106 @@
-//! [`environment`]: the environment variables that Accelerate's library reads.
+//! [`set_environment`]: sets the environment variables that Accelerate's library reads.
 use super::{
-    super::{Draft, keys::RemainingKeys, set_hostfile, wording},
+    super::{JobDraft, remaining_keys::RemainingKeys, set_hostfile, value_text},
     DistributedType,
 };
 use std::path::Path;
 
-/// A variable: its name, the key, the default, and whether the value becomes lower case.
-struct Variable(&'static str, &'static str, Option<&'static str>, bool);
+/// The conversion of a key to a variable: the variable's name, the key, the default value of the
+/// variable, and whether the value becomes lower case.
+struct EnvVariableRule(&'static str, &'static str, Option<&'static str>, bool);
 
-const DYNAMO: &[Variable] = &[
-    Variable("ACCELERATE_DYNAMO_MODE", "mode", Some("default"), false),
-    Variable("ACCELERATE_DYNAMO_USE_FULLGRAPH", "use_fullgraph", Some("False"), false),
-    Variable("ACCELERATE_DYNAMO_USE_DYNAMIC", "use_dynamic", Some("False"), false),
-    Variable("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", "use_regional_compilation", Some("False"), false),
+/// The keys of `dynamo_config`.
+const DYNAMO: &[EnvVariableRule] = &[
+    EnvVariableRule("ACCELERATE_DYNAMO_MODE", "mode", Some("default"), false),
+    EnvVariableRule("ACCELERATE_DYNAMO_USE_FULLGRAPH", "use_fullgraph", Some("False"), false),
+    EnvVariableRule("ACCELERATE_DYNAMO_USE_DYNAMIC", "use_dynamic", Some("False"), false),
+    EnvVariableRule(
+        "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION",
+        "use_regional_compilation",
+        Some("False"),
+        false,
+    ),
 ];
 
-const FSDP: &[Variable] = &[
-    Variable("FSDP_VERSION", "version", Some("1"), false),
-    Variable("FSDP_SHARDING_STRATEGY", "sharding_strategy", Some("FULL_SHARD"), false),
-    Variable("FSDP_RESHARD_AFTER_FORWARD", "reshard_after_forward", Some("true"), true),
-    Variable("FSDP_OFFLOAD_PARAMS", "offload_params", Some("false"), true),
-    Variable("FSDP_MIN_NUM_PARAMS", "min_num_params", Some("100000000"), false),
-    Variable("FSDP_AUTO_WRAP_POLICY", "auto_wrap_policy", None, false),
-    Variable("FSDP_TRANSFORMER_CLS_TO_WRAP", "transformer_layer_cls_to_wrap", None, false),
-    Variable("FSDP_BACKWARD_PREFETCH", "backward_prefetch", None, false),
-    Variable("FSDP_STATE_DICT_TYPE", "state_dict_type", None, false),
-    Variable("FSDP_FORWARD_PREFETCH", "forward_prefetch", Some("false"), true),
-    Variable("FSDP_USE_ORIG_PARAMS", "use_orig_params", Some("true"), true),
-    Variable("FSDP_CPU_RAM_EFFICIENT_LOADING", "cpu_ram_efficient_loading", Some("true"), true),
-    Variable("FSDP_SYNC_MODULE_STATES", "sync_module_states", Some("true"), true),
-    Variable("FSDP_ACTIVATION_CHECKPOINTING", "activation_checkpointing", Some("false"), true),
-    Variable(
+/// The keys of `fsdp_config`.
+const FSDP: &[EnvVariableRule] = &[
+    EnvVariableRule("FSDP_VERSION", "version", Some("1"), false),
+    EnvVariableRule("FSDP_SHARDING_STRATEGY", "sharding_strategy", Some("FULL_SHARD"), false),
+    EnvVariableRule("FSDP_RESHARD_AFTER_FORWARD", "reshard_after_forward", Some("true"), true),
+    EnvVariableRule("FSDP_OFFLOAD_PARAMS", "offload_params", Some("false"), true),
+    EnvVariableRule("FSDP_MIN_NUM_PARAMS", "min_num_params", Some("100000000"), false),
+    EnvVariableRule("FSDP_AUTO_WRAP_POLICY", "auto_wrap_policy", None, false),
+    EnvVariableRule("FSDP_TRANSFORMER_CLS_TO_WRAP", "transformer_layer_cls_to_wrap", None, false),
+    EnvVariableRule("FSDP_BACKWARD_PREFETCH", "backward_prefetch", None, false),
+    EnvVariableRule("FSDP_STATE_DICT_TYPE", "state_dict_type", None, false),
+    EnvVariableRule("FSDP_FORWARD_PREFETCH", "forward_prefetch", Some("false"), true),
+    EnvVariableRule("FSDP_USE_ORIG_PARAMS", "use_orig_params", Some("true"), true),
+    EnvVariableRule("FSDP_CPU_RAM_EFFICIENT_LOADING", "cpu_ram_efficient_loading", Some("true"), true),
+    EnvVariableRule("FSDP_SYNC_MODULE_STATES", "sync_module_states", Some("true"), true),
+    EnvVariableRule("FSDP_ACTIVATION_CHECKPOINTING", "activation_checkpointing", Some("false"), true),
+    EnvVariableRule(
         "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD",
         "activation_checkpointing_offload",
         Some("false"),
         true,
     ),
-    Variable("FSDP_IGNORED_MODULES", "ignored_modules", None, false),
+    EnvVariableRule("FSDP_IGNORED_MODULES", "ignored_modules", None, false),
 ];
 
-const DEEPSPEED: &[Variable] = &[
-    Variable("ACCELERATE_DEEPSPEED_ZERO_STAGE", "zero_stage", None, false),
-    Variable("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "gradient_accumulation_steps", None, false),
-    Variable("ACCELERATE_GRADIENT_CLIPPING", "gradient_clipping", None, true),
-    Variable("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "offload_optimizer_device", None, true),
+/// The keys of `deepspeed_config`.
+const DEEPSPEED: &[EnvVariableRule] = &[
+    EnvVariableRule("ACCELERATE_DEEPSPEED_ZERO_STAGE", "zero_stage", None, false),
+    EnvVariableRule("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "gradient_accumulation_steps", None, false),
+    EnvVariableRule("ACCELERATE_GRADIENT_CLIPPING", "gradient_clipping", None, true),
+    EnvVariableRule("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "offload_optimizer_device", None, true),
     // Accelerate's library reads these two variables, but its launcher does not set them.
-    Variable("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH", "offload_optimizer_nvme_path", None, false),
-    Variable("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH", "offload_param_nvme_path", None, false),
-    Variable("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", "offload_param_device", None, true),
-    Variable("ACCELERATE_DEEPSPEED_ZERO3_INIT", "zero3_init_flag", None, true),
-    Variable("ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL", "zero3_save_16bit_model", None, true),
-    Variable("ACCELERATE_DEEPSPEED_CONFIG_FILE", "deepspeed_config_file", None, false),
-    Variable("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES", "deepspeed_moe_layer_cls_names", None, false),
+    EnvVariableRule(
+        "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH",
+        "offload_optimizer_nvme_path",
+        None,
+        false,
+    ),
+    EnvVariableRule("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH", "offload_param_nvme_path", None, false),
+    EnvVariableRule("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", "offload_param_device", None, true),
+    EnvVariableRule("ACCELERATE_DEEPSPEED_ZERO3_INIT", "zero3_init_flag", None, true),
+    EnvVariableRule("ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL", "zero3_save_16bit_model", None, true),
+    EnvVariableRule("ACCELERATE_DEEPSPEED_CONFIG_FILE", "deepspeed_config_file", None, false),
+    EnvVariableRule("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES", "deepspeed_moe_layer_cls_names", None, false),
 ];
 
-const PARALLEL: &[Variable] = &[
-    Variable("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "dp_replicate_size", Some("1"), false),
-    Variable("PARALLELISM_CONFIG_DP_SHARD_SIZE", "dp_shard_size", Some("1"), false),
-    Variable("PARALLELISM_CONFIG_TP_SIZE", "tp_size", Some("1"), false),
-    Variable("PARALLELISM_CONFIG_CP_SIZE", "cp_size", Some("1"), false),
-    Variable("PARALLELISM_CONFIG_CP_BACKEND", "cp_backend", Some("torch"), false),
-    Variable("PARALLELISM_CONFIG_SP_SIZE", "sp_size", Some("1"), false),
-    Variable("PARALLELISM_CONFIG_SP_BACKEND", "sp_backend", Some("deepspeed"), false),
+/// The keys of `parallelism_config`.
+const PARALLEL: &[EnvVariableRule] = &[
+    EnvVariableRule("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "dp_replicate_size", Some("1"), false),
+    EnvVariableRule("PARALLELISM_CONFIG_DP_SHARD_SIZE", "dp_shard_size", Some("1"), false),
+    EnvVariableRule("PARALLELISM_CONFIG_TP_SIZE", "tp_size", Some("1"), false),
+    EnvVariableRule("PARALLELISM_CONFIG_CP_SIZE", "cp_size", Some("1"), false),
+    EnvVariableRule("PARALLELISM_CONFIG_CP_BACKEND", "cp_backend", Some("torch"), false),
+    EnvVariableRule("PARALLELISM_CONFIG_SP_SIZE", "sp_size", Some("1"), false),
+    EnvVariableRule("PARALLELISM_CONFIG_SP_BACKEND", "sp_backend", Some("deepspeed"), false),
 ];
 
-/// Variables that are only set with context parallelism.
-const CONTEXT: &[Variable] =
-    &[Variable("PARALLELISM_CONFIG_CP_COMM_STRATEGY", "cp_comm_strategy", Some("allgather"), false)];
-/// Variables that are only set with sequence parallelism.
-const SEQUENCE: &[Variable] = &[
-    Variable("PARALLELISM_CONFIG_SP_SEQ_LENGTH", "sp_seq_length", Some("None"), false),
-    Variable(
+/// The variables that are only set with context parallelism.
+const CONTEXT: &[EnvVariableRule] =
+    &[EnvVariableRule("PARALLELISM_CONFIG_CP_COMM_STRATEGY", "cp_comm_strategy", Some("allgather"), false)];
+/// The variables that are only set with sequence parallelism.
+const SEQUENCE: &[EnvVariableRule] = &[
+    EnvVariableRule("PARALLELISM_CONFIG_SP_SEQ_LENGTH", "sp_seq_length", Some("None"), false),
+    EnvVariableRule(
         "PARALLELISM_CONFIG_SP_SEQ_LENGTH_IS_VARIABLE",
         "sp_seq_length_is_variable",
         Some("True"),
         false,
     ),
-    Variable("PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION", "sp_attn_implementation", Some("sdpa"), false),
+    EnvVariableRule(
+        "PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION",
+        "sp_attn_implementation",
+        Some("sdpa"),
+        false,
+    ),
 ];
 
-/// Keys of Megatron with defaults. Each becomes a variable of the same name.
+/// The keys of Megatron with default values. Each becomes a variable with the prefix
+/// `MEGATRON_LM_`.
 const MEGATRON_DEFAULTS: &[(&str, &str)] = &[
     ("tp_degree", "1"),
     ("use_custom_fsdp", "False"),
@@ -92,7 +113,7 @@ const MEGATRON_DEFAULTS: &[(&str, &str)] = &[
     ("pp_degree", "1"),
     ("gradient_clipping", "1.0"),
 ];
-/// Keys of Megatron without defaults.
+/// The keys of Megatron without default values.
 const MEGATRON: &[&str] = &[
     "decoder_last_pipeline_num_layers",
     "num_micro_batches",
@@ -113,7 +134,8 @@ const MEGATRON: &[&str] = &[
     "use_rotary_position_embeddings",
 ];
 
-/// Keys of `fp8_config`: the end of the variable's name, the names of the key, and the default.
+/// The keys of `fp8_config`: the end of the variable's name, the names of the key, and the default
+/// value.
 const FP8: &[(&str, &[&str], &str)] = &[
     ("BACKEND", &["backend"], ""),
     ("USE_AUTOCAST_DURING_EVAL", &["use_autocast_during_eval"], "False"),
@@ -127,29 +149,29 @@ const FP8: &[(&str, &[&str], &str)] = &[
     ("PAD_INNER_DIM", &["pad_inner_dim"], "1"),
 ];
 
-/// Sets all variables of a configuration; returns whether the configuration names the hosts.
-pub(super) fn environment(
-    draft: &mut Draft,
+/// Sets the variables of a configuration. Returns whether the configuration names the hosts.
+pub(super) fn set_environment(
+    draft: &mut JobDraft,
     keys: &mut RemainingKeys<'_>,
     kind: DistributedType,
     cpu: bool,
 ) -> bool {
     let is_plain = matches!(kind, DistributedType::Single | DistributedType::Cpu);
     if is_plain {
-        draft.env("use_cpu", "ACCELERATE_USE_CPU", if cpu { "True" } else { "False" });
+        draft.set_env("use_cpu", "ACCELERATE_USE_CPU", if cpu { "True" } else { "False" });
     }
-    if keys.boolean("debug") == Some(true) {
-        draft.env("debug", "ACCELERATE_DEBUG_MODE", "true");
+    if keys.take_boolean("debug") == Some(true) {
+        draft.set_env("debug", "ACCELERATE_DEBUG_MODE", "true");
     }
     if is_plain && cpu {
-        draft.env("use_cpu", "KMP_AFFINITY", "granularity=fine,compact,1,0");
-        draft.env("use_cpu", "KMP_BLOCKTIME", "1");
+        draft.set_env("use_cpu", "KMP_AFFINITY", "granularity=fine,compact,1,0");
+        draft.set_env("use_cpu", "KMP_BLOCKTIME", "1");
     }
-    let precision = precision(draft, keys);
-    if keys.boolean("enable_cpu_affinity") == Some(true) {
+    let precision = set_precision(draft, keys);
+    if keys.take_boolean("enable_cpu_affinity") == Some(true) {
         // Accelerate's launcher ignores the key and reads its command line only.
         let reason = "launch binds workers to CPUs itself (`run.cpu_bind`)";
-        draft.not_carried(
+        draft.add_not_carried_note(
             "enable_cpu_affinity",
             reason,
             "set `ACCELERATE_CPU_AFFINITY` in `run.env` for Accelerate's binding",
@@ -157,7 +179,7 @@ pub(super) fn environment(
     }
     let mut named = false;
     if kind == DistributedType::DeepSpeed {
-        named = deepspeed(draft, keys, precision.is_some());
+        named = convert_deepspeed(draft, keys, precision.is_some());
         note_unused_section(draft, keys, "dynamo_config", "with DeepSpeed Accelerate ignores it too");
         keys.take("dynamo_backend");
     } else {
@@ -181,18 +203,19 @@ pub(super) fn environment(
     named
 }
 
-/// Notes a section that applies to another kind of job.
-fn note_unused_section(draft: &mut Draft, keys: &mut RemainingKeys<'_>, section: &str, reason: &str) {
-    let Some(part) = keys.section(section) else { return };
-    if !part.names().is_empty() {
-        draft.not_carried(section, reason, "");
+/// Removes a section that applies to another kind of job, and adds a note if the section is not
+/// empty.
+fn note_unused_section(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, section: &str, reason: &str) {
+    let Some(part) = keys.take_section(section) else { return };
+    if !part.remaining_names().is_empty() {
+        draft.add_not_carried_note(section, reason, "");
     }
 }
 
-/// Sets the precision; returns it if the configuration has it.
-fn precision(draft: &mut Draft, keys: &mut RemainingKeys<'_>) -> Option<String> {
-    let fp16 = keys.boolean("fp16");
-    let given = keys.text("mixed_precision");
+/// Sets the precision. Returns the precision if the configuration contains one.
+fn set_precision(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) -> Option<String> {
+    let fp16 = keys.take_boolean("fp16");
+    let given = keys.take_text("mixed_precision");
     let word = match &given {
         // Accelerate reads `no` without quotes as a boolean.
         Some(word) if word == "False" => "no".to_owned(),
@@ -201,14 +224,14 @@ fn precision(draft: &mut Draft, keys: &mut RemainingKeys<'_>) -> Option<String> 
         None => "no".to_owned(),
     };
     if !["no", "fp16", "bf16", "fp8"].contains(&word.as_str()) {
-        draft.not_carried(
+        draft.add_not_carried_note(
             "mixed_precision",
             format!("Accelerate has no precision `{}`", word.escape_debug()),
             "use no, fp16, bf16 or fp8",
         );
         return given;
     }
-    draft.env("mixed_precision", "ACCELERATE_MIXED_PRECISION", &word);
+    draft.set_env("mixed_precision", "ACCELERATE_MIXED_PRECISION", &word);
     match word.as_str() {
         "fp8" => convert_fp8(draft, keys),
         _ => note_unused_section(draft, keys, "fp8_config", "`mixed_precision` is not fp8"),
@@ -216,152 +239,166 @@ fn precision(draft: &mut Draft, keys: &mut RemainingKeys<'_>) -> Option<String> 
     given.or_else(|| fp16.filter(|yes| *yes).map(|_| word))
 }
 
-fn convert_fp8(draft: &mut Draft, keys: &mut RemainingKeys<'_>) {
-    let mut part = keys.section("fp8_config");
+/// Sets the variables of `fp8_config`, with default values for absent keys.
+fn convert_fp8(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
+    let mut part = keys.take_section("fp8_config");
     for (end, names, default) in FP8 {
         let spellings = names.iter().flat_map(|name| [(*name).to_owned(), format!("fp8_{name}")]);
-        let given: Vec<String> = spellings.filter_map(|name| part.as_mut()?.text(&name)).collect();
+        let given: Vec<String> = spellings.filter_map(|name| part.as_mut()?.take_text(&name)).collect();
         let value = given.first().map_or(*default, String::as_str);
         if !value.is_empty() {
-            draft.env("fp8_config", &format!("ACCELERATE_FP8_{end}"), value);
+            draft.set_env("fp8_config", &format!("ACCELERATE_FP8_{end}"), value);
         }
     }
     let ends = ["FPROP", "DGRAD", "WGRAD"].map(|end| format!("ACCELERATE_FP8_OVERRIDE_{end}"));
     for end in &ends {
-        draft.env("fp8_config", end, "False");
+        draft.set_env("fp8_config", end, "False");
     }
     let Some(mut part) = part else { return };
     for name in ["override_linear_precision", "fp8_override_linear_precision"] {
         let Some(item) = part.take(name) else { continue };
         match &item.value {
-            contract::job::ItemValue::List(three) if three.len() == 3 => {
+            contract::job::DocumentValue::List(three) if three.len() == 3 => {
                 for (end, item) in ends.iter().zip(three) {
-                    draft.env(name, end, &wording::python_str(item));
+                    draft.set_env(name, end, &value_text::format_python_str(item));
                 }
             }
-            _ => part.reject(name, item, "a list of three"),
+            _ => part.report_wrong_type(name, item, "a list of three"),
         }
     }
-    finish(draft, keys, part);
+    note_unknown_keys(draft, keys, part);
 }
 
-fn finish(draft: &mut Draft, keys: &mut RemainingKeys<'_>, part: RemainingKeys<'_>) {
-    let (rest, errors) = part.into_rest();
+/// Adds a note for each key of a section that was not converted, and passes on the errors of the
+/// section.
+fn note_unknown_keys(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, part: RemainingKeys<'_>) {
+    let (rest, errors) = part.into_untaken();
     keys.errors.extend(errors);
     for (key, value) in rest {
-        draft.not_carried(&key, format!("launch does not know this key (value: {value})"), "");
+        draft.add_not_carried_note(&key, format!("launch does not know this key (value: {value})"), "");
     }
 }
 
-/// Sets the variables of a section whose keys may begin with `prefix`.
-fn variables(draft: &mut Draft, part: &mut RemainingKeys<'_>, prefix: &str, table: &[Variable]) {
-    for Variable(name, key, default, is_lower_case) in table {
-        let prefixed = part.text(&format!("{prefix}{key}"));
-        let given = if prefix.is_empty() { prefixed } else { prefixed.or_else(|| part.text(key)) };
+/// Sets the variables of a section. Its keys may have the prefix `prefix`.
+fn set_variables(
+    draft: &mut JobDraft,
+    part: &mut RemainingKeys<'_>,
+    prefix: &str,
+    table: &[EnvVariableRule],
+) {
+    for EnvVariableRule(name, key, default, is_lower_case) in table {
+        let prefixed = part.take_text(&format!("{prefix}{key}"));
+        let given = if prefix.is_empty() { prefixed } else { prefixed.or_else(|| part.take_text(key)) };
         let Some(mut value) = given.or_else(|| default.map(str::to_owned)) else { continue };
         if *is_lower_case {
             value.make_ascii_lowercase();
         }
-        draft.env(&part.path(key), name, &value);
+        draft.set_env(&part.path(key), name, &value);
     }
 }
 
-fn convert_dynamo(draft: &mut Draft, keys: &mut RemainingKeys<'_>) {
-    let top_level = keys.text("dynamo_backend");
-    let Some(mut part) = keys.section("dynamo_config") else {
+/// Sets the variables of `dynamo_config` and `dynamo_backend`.
+fn convert_dynamo(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
+    let top_level = keys.take_text("dynamo_backend");
+    let Some(mut part) = keys.take_section("dynamo_config") else {
         let backend = top_level.unwrap_or_else(|| "no".to_owned()).to_uppercase();
         let backend = if backend == "FALSE" { "NO".to_owned() } else { backend };
-        draft.env("dynamo_backend", "ACCELERATE_DYNAMO_BACKEND", &backend);
-        for Variable(name, key, default, _) in DYNAMO {
-            draft.env(key, name, default.unwrap_or_default());
+        draft.set_env("dynamo_backend", "ACCELERATE_DYNAMO_BACKEND", &backend);
+        for EnvVariableRule(name, key, default, _) in DYNAMO {
+            draft.set_env(key, name, default.unwrap_or_default());
         }
         return;
     };
-    let backend = part.text("dynamo_backend").or_else(|| part.text("backend")).or(top_level);
+    let backend = part.take_text("dynamo_backend").or_else(|| part.take_text("backend")).or(top_level);
     let backend = backend.unwrap_or_else(|| "no".to_owned()).to_uppercase();
-    draft.env("dynamo_config.dynamo_backend", "ACCELERATE_DYNAMO_BACKEND", &backend);
-    variables(draft, &mut part, "dynamo_", DYNAMO);
-    finish(draft, keys, part);
+    draft.set_env("dynamo_config.dynamo_backend", "ACCELERATE_DYNAMO_BACKEND", &backend);
+    set_variables(draft, &mut part, "dynamo_", DYNAMO);
+    note_unknown_keys(draft, keys, part);
 }
 
-fn convert_fsdp(draft: &mut Draft, keys: &mut RemainingKeys<'_>) {
-    draft.env("distributed_type", "ACCELERATE_USE_FSDP", "true");
-    let Some(mut part) = keys.section("fsdp_config") else {
-        for Variable(name, key, default, _) in FSDP {
+/// Sets the variables of `fsdp_config`.
+fn convert_fsdp(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
+    draft.set_env("distributed_type", "ACCELERATE_USE_FSDP", "true");
+    let Some(mut part) = keys.take_section("fsdp_config") else {
+        for EnvVariableRule(name, key, default, _) in FSDP {
             if let Some(value) = default {
-                draft.env(key, name, value);
+                draft.set_env(key, name, value);
             }
         }
         return;
     };
-    variables(draft, &mut part, "fsdp_", FSDP);
-    finish(draft, keys, part);
+    set_variables(draft, &mut part, "fsdp_", FSDP);
+    note_unknown_keys(draft, keys, part);
 }
 
-fn convert_megatron(draft: &mut Draft, keys: &mut RemainingKeys<'_>) {
-    draft.env("distributed_type", "ACCELERATE_USE_MEGATRON_LM", "true");
-    let mut part = keys.section("megatron_lm_config");
+/// Sets the variables of `megatron_lm_config`.
+fn convert_megatron(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
+    draft.set_env("distributed_type", "ACCELERATE_USE_MEGATRON_LM", "true");
+    let mut part = keys.take_section("megatron_lm_config");
     let names = MEGATRON_DEFAULTS.iter().map(|(name, value)| (*name, Some(*value)));
     for (name, default) in names.chain(MEGATRON.iter().map(|name| (*name, None))) {
-        let given = part.as_mut().and_then(|part| part.text(&format!("megatron_lm_{name}")));
+        let given = part.as_mut().and_then(|part| part.take_text(&format!("megatron_lm_{name}")));
         if let Some(value) = given.or_else(|| default.map(str::to_owned)) {
             let variable = format!("MEGATRON_LM_{}", name.to_uppercase());
-            draft.env(&format!("megatron_lm_config.megatron_lm_{name}"), &variable, &value);
+            draft.set_env(&format!("megatron_lm_config.megatron_lm_{name}"), &variable, &value);
         }
     }
     if let Some(part) = part {
-        finish(draft, keys, part);
+        note_unknown_keys(draft, keys, part);
     }
 }
 
-fn convert_parallelism(draft: &mut Draft, keys: &mut RemainingKeys<'_>) {
-    let Some(mut part) = keys.section("parallelism_config") else { return };
-    if part.names().is_empty() {
+/// Sets the variables of `parallelism_config`, unless the section is empty.
+fn convert_parallelism(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
+    let Some(mut part) = keys.take_section("parallelism_config") else { return };
+    if part.remaining_names().is_empty() {
         return;
     }
     const PREFIX: &str = "parallelism_config_";
-    draft.env("parallelism_config", "ACCELERATE_USE_PARALLELISM_CONFIG", "true");
-    let above_one =
-        |size: &str| part.peek(&format!("{PREFIX}{size}")).or(part.peek(size)).is_some_and(|n| n > 1);
+    draft.set_env("parallelism_config", "ACCELERATE_USE_PARALLELISM_CONFIG", "true");
+    let above_one = |size: &str| {
+        part.peek_integer(&format!("{PREFIX}{size}")).or(part.peek_integer(size)).is_some_and(|n| n > 1)
+    };
     let (context, sequence) = (above_one("cp_size"), above_one("sp_size"));
-    variables(draft, &mut part, PREFIX, PARALLEL);
+    set_variables(draft, &mut part, PREFIX, PARALLEL);
     for (used, table) in [(context, CONTEXT), (sequence, SEQUENCE)] {
         if used {
-            variables(draft, &mut part, PREFIX, table);
+            set_variables(draft, &mut part, PREFIX, table);
         }
     }
-    finish(draft, keys, part);
+    note_unknown_keys(draft, keys, part);
 }
 
-/// Sets the variables of DeepSpeed; returns whether its section names the hosts.
-fn deepspeed(draft: &mut Draft, keys: &mut RemainingKeys<'_>, precision: bool) -> bool {
-    draft.env("distributed_type", "ACCELERATE_USE_DEEPSPEED", "true");
-    let Some(mut part) = keys.section("deepspeed_config") else {
+/// Sets the variables of `deepspeed_config`. Returns whether the section names the hosts.
+fn convert_deepspeed(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, precision: bool) -> bool {
+    draft.set_env("distributed_type", "ACCELERATE_USE_DEEPSPEED", "true");
+    let Some(mut part) = keys.take_section("deepspeed_config") else {
         let fields = if precision { "mixed_precision" } else { "" };
-        draft.env("deepspeed_config", "ACCELERATE_CONFIG_DS_FIELDS", fields);
+        draft.set_env("deepspeed_config", "ACCELERATE_CONFIG_DS_FIELDS", fields);
         return false;
     };
-    let mut fields = part.names();
+    let mut fields = part.remaining_names();
     if precision {
         fields.push("mixed_precision");
     }
-    draft.env("deepspeed_config", "ACCELERATE_CONFIG_DS_FIELDS", &fields.join(",").to_lowercase());
-    variables(draft, &mut part, "", DEEPSPEED);
+    draft.set_env("deepspeed_config", "ACCELERATE_CONFIG_DS_FIELDS", &fields.join(",").to_lowercase());
+    set_variables(draft, &mut part, "", DEEPSPEED);
     let named = set_deepspeed_hosts(draft, &mut part);
-    finish(draft, keys, part);
+    note_unknown_keys(draft, keys, part);
     named
 }
 
-/// Converts the hosts of the DeepSpeed section; returns whether it names them.
-fn set_deepspeed_hosts(draft: &mut Draft, part: &mut RemainingKeys<'_>) -> bool {
-    let launcher = part.text("deepspeed_multinode_launcher");
-    let file = part.text("deepspeed_hostfile");
+/// Converts the hostfile and the filters of `deepspeed_config`. Returns whether there is a
+/// hostfile.
+fn set_deepspeed_hosts(draft: &mut JobDraft, part: &mut RemainingKeys<'_>) -> bool {
+    let launcher = part.take_text("deepspeed_multinode_launcher");
+    let file = part.take_text("deepspeed_hostfile");
     if let Some(launcher) = &launcher {
         let reason = match launcher.as_str() {
             "slurm" => "launch uses Slurm automatically inside an allocation".to_owned(),
             other => format!("`{}`: launch reaches hosts over SSH", other.escape_debug()),
         };
-        draft.not_carried(&part.path("deepspeed_multinode_launcher"), reason, "");
+        draft.add_not_carried_note(&part.path("deepspeed_multinode_launcher"), reason, "");
     }
     match &file {
         Some(file) => {
@@ -370,17 +407,17 @@ fn set_deepspeed_hosts(draft: &mut Draft, part: &mut RemainingKeys<'_>) -> bool 
             for (key, path) in
                 [("deepspeed_inclusion_filter", "include"), ("deepspeed_exclusion_filter", "exclude")]
             {
-                if let Some(filter) = part.text(key) {
-                    let yaml = wording::yaml_list(&[filter]);
+                if let Some(filter) = part.take_text(key) {
+                    let yaml = value_text::format_yaml_list(&[filter]);
                     draft.set_imported(&part.path(key), &format!("cluster.{path}"), yaml);
                 }
             }
         }
         None => {
             for key in ["deepspeed_inclusion_filter", "deepspeed_exclusion_filter"] {
-                if part.text(key).is_some() {
+                if part.take_text(key).is_some() {
                     let todo = "name the hosts in `cluster.hosts` and filter there";
-                    draft.not_carried(&part.path(key), "there is no hostfile to filter", todo);
+                    draft.add_not_carried_note(&part.path(key), "there is no hostfile to filter", todo);
                 }
             }
         }

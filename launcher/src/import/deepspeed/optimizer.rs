@@ -1,27 +1,27 @@
-//! Converts `optimizer` and `scheduler`. A setting that is not given has DeepSpeed's default, so
-//! the job states it.
+//! Converts `optimizer` and `scheduler`. The job contains DeepSpeed's default for each setting that
+//! the configuration does not contain.
 use super::{
-    super::{Draft, keys::RemainingKeys, wording::yaml_number},
+    super::{JobDraft, remaining_keys::RemainingKeys, value_text::format_yaml_number},
     AUTO,
 };
-use contract::job::ItemValue;
+use contract::job::DocumentValue;
 
 /// DeepSpeed's default learning rate.
-const RATE: f64 = 1e-3;
+const DEFAULT_LEARNING_RATE: f64 = 1e-3;
 
-/// Converts the optimizer; returns its learning rate if the configuration has an optimizer.
-pub(super) fn optimizer(draft: &mut Draft, keys: &mut RemainingKeys<'_>) -> Option<f64> {
-    let Some(mut part) = keys.section("optimizer") else {
-        draft.note(
+/// Converts the optimizer. Returns its learning rate; `None` if the configuration has no optimizer.
+pub(super) fn convert_optimizer(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) -> Option<f64> {
+    let Some(mut part) = keys.take_section("optimizer") else {
+        draft.add_key_note(
             "train.optimizer",
             "the configuration has none; launch's defaults apply",
             "see docs/job.md",
         );
         return None;
     };
-    let name = part.text("type").unwrap_or_default();
-    let Some(mut params) = part.section("params").or_else(|| part.empty("params")) else {
-        keys.errors.extend(part.into_rest().1);
+    let name = part.take_text("type").unwrap_or_default();
+    let Some(mut params) = part.take_section("params").or_else(|| part.empty_section("params")) else {
+        keys.errors.extend(part.into_untaken().1);
         return None;
     };
     let rate = match name.to_ascii_lowercase().as_str() {
@@ -29,61 +29,71 @@ pub(super) fn optimizer(draft: &mut Draft, keys: &mut RemainingKeys<'_>) -> Opti
         "sgd" => convert_sgd(draft, &mut params),
         _ => {
             let reason = format!("`{}` is not converted", name.escape_debug());
-            draft.not_carried("optimizer.type", reason, "the job uses adamw; see `train.optimizer.name`");
-            value(draft, &mut params, "lr", "train.optimizer.lr", RATE)
+            draft.add_not_carried_note(
+                "optimizer.type",
+                reason,
+                "the job uses adamw; see `train.optimizer.name`",
+            );
+            convert_number(draft, &mut params, "lr", "train.optimizer.lr", DEFAULT_LEARNING_RATE)
         }
     };
     for part in [params, part] {
-        let (rest, errors) = part.into_rest();
+        let (rest, errors) = part.into_untaken();
         keys.errors.extend(errors);
         for (key, value) in rest {
             let reason = format!("the built-in training has no such setting (value: {value})");
-            draft.not_carried(&key, reason, "");
+            draft.add_not_carried_note(&key, reason, "");
         }
     }
     Some(rate)
 }
 
-fn convert_adam(draft: &mut Draft, params: &mut RemainingKeys<'_>, decoupled: bool) -> f64 {
+/// Converts Adam or AdamW. Returns the learning rate. `decoupled` is true for AdamW.
+fn convert_adam(draft: &mut JobDraft, params: &mut RemainingKeys<'_>, decoupled: bool) -> f64 {
     draft.set_imported("optimizer.type", "train.optimizer.name", "adamw");
-    let rate = value(draft, params, "lr", "train.optimizer.lr", RATE);
+    let rate = convert_number(draft, params, "lr", "train.optimizer.lr", DEFAULT_LEARNING_RATE);
     convert_betas(draft, params);
-    value(draft, params, "eps", "train.optimizer.eps", 1e-8);
-    let decay = value(draft, params, "weight_decay", "train.optimizer.weight_decay", 0.0);
+    convert_number(draft, params, "eps", "train.optimizer.eps", 1e-8);
+    let decay = convert_number(draft, params, "weight_decay", "train.optimizer.weight_decay", 0.0);
     draft.set_imported("optimizer", "train.optimizer.no_decay", "[]");
-    let adamw = params.boolean("adam_w_mode");
-    let torch = params.boolean("torch_adam") == Some(true);
+    let adamw = params.take_boolean("adam_w_mode");
+    let torch = params.take_boolean("torch_adam") == Some(true);
     // FusedAdam decouples the decay by default; `torch_adam` is torch.optim.Adam.
     if !decoupled && (adamw == Some(false) || torch) && decay > 0.0 {
         let reason = "DeepSpeed adds this decay to the gradient; the built-in training decouples it (AdamW)";
-        draft.not_carried("optimizer.params.weight_decay", reason, "use `weight_decay: 0` for Adam");
+        draft.add_not_carried_note("optimizer.params.weight_decay", reason, "use `weight_decay: 0` for Adam");
         draft.set_imported("optimizer", "train.optimizer.weight_decay", "0.0");
     }
-    if params.boolean("bias_correction") == Some(false) {
-        draft.not_carried("optimizer.params.bias_correction", "the bias of moments is always corrected", "");
+    if params.take_boolean("bias_correction") == Some(false) {
+        draft.add_not_carried_note(
+            "optimizer.params.bias_correction",
+            "the bias of moments is always corrected",
+            "",
+        );
     }
-    if params.boolean("amsgrad") == Some(true) {
-        draft.not_carried("optimizer.params.amsgrad", "the built-in training has no AMSGrad", "");
+    if params.take_boolean("amsgrad") == Some(true) {
+        draft.add_not_carried_note("optimizer.params.amsgrad", "the built-in training has no AMSGrad", "");
     }
     rate
 }
 
-fn convert_betas(draft: &mut Draft, params: &mut RemainingKeys<'_>) {
+/// Converts the decay rates of the moments.
+fn convert_betas(draft: &mut JobDraft, params: &mut RemainingKeys<'_>) {
     const FROM: &str = "optimizer.params.betas";
     let auto = params.is_auto("betas");
     let item = params.take("betas");
     let given = match item.map(|item| &item.value) {
         _ if auto => {
-            draft.not_carried(FROM, AUTO, "");
+            draft.add_not_carried_note(FROM, AUTO, "");
             return;
         }
-        Some(ItemValue::List(list)) => {
-            let texts: Vec<String> = list.iter().map(yaml_number).collect();
+        Some(DocumentValue::List(list)) => {
+            let texts: Vec<String> = list.iter().map(format_yaml_number).collect();
             format!("[{}]", texts.join(", "))
         }
         Some(_) => {
             if let Some(item) = item {
-                params.reject("betas", item, "two numbers");
+                params.report_wrong_type("betas", item, "two numbers");
             }
             return;
         }
@@ -92,41 +102,54 @@ fn convert_betas(draft: &mut Draft, params: &mut RemainingKeys<'_>) {
     draft.set_imported(FROM, "train.optimizer.betas", given);
 }
 
-fn convert_sgd(draft: &mut Draft, params: &mut RemainingKeys<'_>) -> f64 {
+/// Converts SGD. Returns the learning rate.
+fn convert_sgd(draft: &mut JobDraft, params: &mut RemainingKeys<'_>) -> f64 {
     draft.set_imported("optimizer.type", "train.optimizer.name", "sgd");
-    let rate = value(draft, params, "lr", "train.optimizer.lr", RATE);
-    value(draft, params, "momentum", "train.optimizer.momentum", 0.0);
-    let decay = value(draft, params, "weight_decay", "train.optimizer.weight_decay", 0.0);
+    let rate = convert_number(draft, params, "lr", "train.optimizer.lr", DEFAULT_LEARNING_RATE);
+    convert_number(draft, params, "momentum", "train.optimizer.momentum", 0.0);
+    let decay = convert_number(draft, params, "weight_decay", "train.optimizer.weight_decay", 0.0);
     draft.set_imported("optimizer", "train.optimizer.no_decay", "[]");
     if decay > 0.0 {
         let reason = "torch's SGD adds the decay to the gradient; the built-in training decouples it";
-        draft.note("optimizer.params.weight_decay", reason, "");
+        draft.add_key_note("optimizer.params.weight_decay", reason, "");
     }
-    if params.boolean("nesterov") == Some(true) {
-        draft.not_carried("optimizer.params.nesterov", "the built-in training has no Nesterov momentum", "");
+    if params.take_boolean("nesterov") == Some(true) {
+        draft.add_not_carried_note(
+            "optimizer.params.nesterov",
+            "the built-in training has no Nesterov momentum",
+            "",
+        );
     }
     rate
 }
 
-/// Converts a number of the optimizer, with DeepSpeed's default; returns it.
-fn value(draft: &mut Draft, params: &mut RemainingKeys<'_>, name: &str, path: &str, default: f64) -> f64 {
+/// Converts a number of the optimizer, and returns it. An absent number has `default`, which is
+/// DeepSpeed's. For `auto` adds a note and returns `default`.
+fn convert_number(
+    draft: &mut JobDraft,
+    params: &mut RemainingKeys<'_>,
+    name: &str,
+    path: &str,
+    default: f64,
+) -> f64 {
     let from = params.path(name);
     if params.is_auto(name) {
         params.take(name);
-        draft.not_carried(&from, AUTO, &format!("set `{path}`"));
+        draft.add_not_carried_note(&from, AUTO, &format!("set `{path}`"));
         return default;
     }
-    let value = params.number(name).unwrap_or(default);
+    let value = params.take_number(name).unwrap_or(default);
     draft.set_imported(&from, path, format!("{value:?}"));
     value
 }
 
-/// Converts the learning-rate schedule. `rate` is the learning rate of the optimizer.
-pub(super) fn scheduler(draft: &mut Draft, keys: &mut RemainingKeys<'_>, rate: Option<f64>) {
-    let Some(mut part) = keys.section("scheduler") else { return };
-    let name = part.text("type").unwrap_or_default();
-    let Some(mut params) = part.section("params").or_else(|| part.empty("params")) else {
-        keys.errors.extend(part.into_rest().1);
+/// Converts the learning-rate schedule. `rate` is the learning rate of the optimizer; `None` if the
+/// configuration has no optimizer.
+pub(super) fn convert_scheduler(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, rate: Option<f64>) {
+    let Some(mut part) = keys.take_section("scheduler") else { return };
+    let name = part.take_text("type").unwrap_or_default();
+    let Some(mut params) = part.take_section("params").or_else(|| part.empty_section("params")) else {
+        keys.errors.extend(part.into_untaken().1);
         return;
     };
     let shape = match name.as_str() {
@@ -136,27 +159,28 @@ pub(super) fn scheduler(draft: &mut Draft, keys: &mut RemainingKeys<'_>, rate: O
         _ => None,
     };
     match shape {
-        Some(shape) => warmup(draft, &mut params, shape, rate.unwrap_or(RATE)),
+        Some(shape) => convert_warmup(draft, &mut params, shape, rate.unwrap_or(DEFAULT_LEARNING_RATE)),
         None => {
             let reason = format!("the built-in training has no `{}`", name.escape_debug());
-            draft.not_carried("scheduler.type", reason, "see `train.schedule` in docs/job.md");
+            draft.add_not_carried_note("scheduler.type", reason, "see `train.schedule` in docs/job.md");
         }
     }
     for part in [params, part] {
-        let (rest, errors) = part.into_rest();
+        let (rest, errors) = part.into_untaken();
         keys.errors.extend(errors);
         for (key, value) in rest {
             let reason = format!("the built-in training has no such setting (value: {value})");
-            draft.not_carried(&key, reason, "");
+            draft.add_not_carried_note(&key, reason, "");
         }
     }
 }
 
-/// Converts a schedule with a warm-up, followed by `shape`.
-fn warmup(draft: &mut Draft, params: &mut RemainingKeys<'_>, shape: &str, rate: f64) {
+/// Converts a schedule that has a warm-up and then the shape `shape`. `rate` is the learning rate
+/// of the optimizer.
+fn convert_warmup(draft: &mut JobDraft, params: &mut RemainingKeys<'_>, shape: &str, rate: f64) {
     draft.set_imported("scheduler.type", "train.schedule.name", shape);
     let auto = params.is_auto("warmup_num_steps");
-    let steps = take_integer(draft, params, "warmup_num_steps").unwrap_or(1000);
+    let steps = take_integer_unless_auto(draft, params, "warmup_num_steps").unwrap_or(1000);
     if !auto {
         draft.set_imported(
             &params.path("warmup_num_steps"),
@@ -164,58 +188,76 @@ fn warmup(draft: &mut Draft, params: &mut RemainingKeys<'_>, shape: &str, rate: 
             steps.to_string(),
         );
     }
-    match take_integer(draft, params, "total_num_steps") {
+    match take_integer_unless_auto(draft, params, "total_num_steps") {
         Some(total) => draft.set_imported(&params.path("total_num_steps"), "train.steps", total.to_string()),
-        None => draft.note("train.steps", "the configuration has no number of steps", "set `train.steps`"),
+        None => {
+            draft.add_key_note("train.steps", "the configuration has no number of steps", "set `train.steps`")
+        }
     }
-    match params.text("warmup_type").as_deref() {
+    match params.take_text("warmup_type").as_deref() {
         Some("linear") => {}
         // DeepSpeed's default is `log`.
-        _ => draft.not_carried("scheduler.params.warmup_type", "the warm-up is linear, not logarithmic", ""),
+        _ => draft.add_not_carried_note(
+            "scheduler.params.warmup_type",
+            "the warm-up is linear, not logarithmic",
+            "",
+        ),
     }
     if shape == "cosine" {
-        let end = take_ratio(draft, params, "cos_min_ratio", 1e-4);
+        let end = take_number_or_default(draft, params, "cos_min_ratio", 1e-4);
         draft.set_imported(
             &params.path("cos_min_ratio"),
             "train.schedule.min_lr",
-            format!("{:?}", rounded(end * rate)),
+            format!("{:?}", round_to_12_digits(end * rate)),
         );
-        if take_ratio(draft, params, "warmup_min_ratio", 0.0) > 0.0 {
-            draft.not_carried("scheduler.params.warmup_min_ratio", "the warm-up begins at 0", "");
+        if take_number_or_default(draft, params, "warmup_min_ratio", 0.0) > 0.0 {
+            draft.add_not_carried_note("scheduler.params.warmup_min_ratio", "the warm-up begins at 0", "");
         }
         return;
     }
     // These two schedulers override the learning rate of the optimizer.
-    let default = if params.is_auto("warmup_max_lr") { rate } else { RATE };
-    let highest = take_ratio(draft, params, "warmup_max_lr", default);
+    let default = if params.is_auto("warmup_max_lr") { rate } else { DEFAULT_LEARNING_RATE };
+    let highest = take_number_or_default(draft, params, "warmup_max_lr", default);
     draft.set_imported(&params.path("warmup_max_lr"), "train.optimizer.lr", format!("{highest:?}"));
     if shape == "linear" {
         draft.set_imported("scheduler.type", "train.schedule.min_lr", "0.0");
     }
-    if take_ratio(draft, params, "warmup_min_lr", 0.0) > 0.0 {
-        draft.not_carried("scheduler.params.warmup_min_lr", "the warm-up begins at 0", "");
+    if take_number_or_default(draft, params, "warmup_min_lr", 0.0) > 0.0 {
+        draft.add_not_carried_note("scheduler.params.warmup_min_lr", "the warm-up begins at 0", "");
     }
 }
 
-/// Rounds to twelve digits, which removes the error of the multiplication.
-fn rounded(x: f64) -> f64 {
+/// Rounds to twelve significant digits, which removes the rounding error of a multiplication.
+fn round_to_12_digits(x: f64) -> f64 {
     format!("{x:.11e}").parse().unwrap_or(x)
 }
 
-fn take_integer(draft: &mut Draft, params: &mut RemainingKeys<'_>, name: &str) -> Option<i128> {
+/// Takes an integer of 0 or more; `None`, and a note, if the value is `auto`.
+fn take_integer_unless_auto(
+    draft: &mut JobDraft,
+    params: &mut RemainingKeys<'_>,
+    name: &str,
+) -> Option<i128> {
     if params.is_auto(name) {
         params.take(name);
-        draft.not_carried(&params.path(name), AUTO, "see `train.schedule` in docs/job.md");
+        draft.add_not_carried_note(&params.path(name), AUTO, "see `train.schedule` in docs/job.md");
         return None;
     }
-    params.integer(name, 0)
+    params.take_integer(name, 0)
 }
 
-fn take_ratio(draft: &mut Draft, params: &mut RemainingKeys<'_>, name: &str, default: f64) -> f64 {
+/// Takes a number; `default` if the key is absent. If the value is `auto`, adds a note and returns
+/// `default`.
+fn take_number_or_default(
+    draft: &mut JobDraft,
+    params: &mut RemainingKeys<'_>,
+    name: &str,
+    default: f64,
+) -> f64 {
     if params.is_auto(name) {
         params.take(name);
-        draft.not_carried(&params.path(name), AUTO, "");
+        draft.add_not_carried_note(&params.path(name), AUTO, "");
         return default;
     }
-    params.number(name).unwrap_or(default)
+    params.take_number(name).unwrap_or(default)
 }

@@ -1,8 +1,9 @@
-//! [`parse`]: parses torchrun's command line by the rules of torchrun: `--a-b x`, `--a_b=x`,
-//! unambiguous prefixes, `-m`, and everything after the script belongs to the script.
+//! [`parse_torchrun_args`]: parses torchrun's command line by the rules of torchrun. It accepts
+//! `--a-b x`, `--a_b=x`, unambiguous prefixes and `-m`. All arguments after the script belong to
+//! the script.
 use diagnostic::{Diagnostic, Location, codes::command};
 
-/// Options with a value.
+/// The options with a value.
 const VALUES: &[&str] = &[
     "nnodes",
     "nproc-per-node",
@@ -31,12 +32,12 @@ const VALUES: &[&str] = &[
     "signals-to-handle",
     "shutdown-timeout",
 ];
-/// Options without a value.
+/// The options without a value.
 const FLAGS: &[&str] = &["standalone", "module", "no-python", "run-path", "virtual-local-rank"];
-/// Short options and their long names.
+/// The short options and their long names.
 const SHORT: &[(&str, &str)] = &[("-m", "module"), ("-r", "redirects"), ("-t", "tee")];
 
-/// The parsed arguments.
+/// The options and the program of a command line of torchrun.
 #[derive(Debug)]
 pub(super) struct TorchrunArgs {
     options: Vec<(&'static str, String)>,
@@ -46,36 +47,36 @@ pub(super) struct TorchrunArgs {
 
 impl TorchrunArgs {
     /// Removes every occurrence of an option, and returns its last value.
-    pub(super) fn value(&mut self, name: &str) -> Option<String> {
+    pub(super) fn take_last_value(&mut self, name: &str) -> Option<String> {
         let value = self.options.iter().rev().find(|(n, _)| *n == name).map(|(_, value)| value.clone());
         self.options.retain(|(n, _)| *n != name);
         value
     }
 
     /// Returns the last value of an option without removing the option.
-    pub(super) fn peek(&self, name: &str) -> Option<&str> {
+    pub(super) fn last_value(&self, name: &str) -> Option<&str> {
         self.options.iter().rev().find(|(n, _)| *n == name).map(|(_, value)| value.as_str())
     }
 
     /// Removes an option that has no value, and returns whether it was given.
-    pub(super) fn flag(&mut self, name: &str) -> bool {
-        self.value(name).is_some()
+    pub(super) fn take_flag(&mut self, name: &str) -> bool {
+        self.take_last_value(name).is_some()
     }
 }
 
-/// The arguments are not a command line of torchrun.
+/// A mistake in a command line of torchrun.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub(super) enum ArgumentError {
-    /// There is no such option.
+pub(super) enum TorchrunArgsError {
+    /// torchrun does not have this option.
     #[error("torchrun has no option `{0}`")]
     UnknownOption(String),
-    /// The beginning of a name that several options share.
+    /// Several options begin with this text.
     #[error("`{option}` is ambiguous: `--{first}` or `--{second}`")]
     Ambiguous { option: String, first: &'static str, second: &'static str },
-    /// A value for an option that takes none.
+    /// An option without a value has one.
     #[error("`--{0}` takes no value")]
     UnexpectedValue(&'static str),
-    /// An option at the end without its value.
+    /// The command line ends after an option that requires a value.
     #[error("`--{0}` requires a value")]
     MissingValue(&'static str),
     /// A value of the wrong form.
@@ -89,16 +90,16 @@ pub(super) enum ArgumentError {
     EmptyScript,
 }
 
-impl From<ArgumentError> for Diagnostic {
-    fn from(error: ArgumentError) -> Diagnostic {
+impl From<TorchrunArgsError> for Diagnostic {
+    fn from(error: TorchrunArgsError) -> Diagnostic {
         let diagnostic = Diagnostic::error(command::IMPORT_ARGUMENTS_INVALID, error.to_string())
             .with_location(Location::File { file: "torchrun".to_owned() })
             .with_help("write the arguments that follow `torchrun`: -- --nproc-per-node 2 train.py");
         match error {
-            ArgumentError::InvalidValue { option, value, .. } => {
+            TorchrunArgsError::InvalidValue { option, value, .. } => {
                 diagnostic.with_field("option", option).with_field("value", value)
             }
-            ArgumentError::UnexpectedValue(option) | ArgumentError::MissingValue(option) => {
+            TorchrunArgsError::UnexpectedValue(option) | TorchrunArgsError::MissingValue(option) => {
                 diagnostic.with_field("option", option)
             }
             _ => diagnostic,
@@ -106,8 +107,8 @@ impl From<ArgumentError> for Diagnostic {
     }
 }
 
-/// Parses the arguments that follow `torchrun`.
-pub(super) fn parse(args: &[String]) -> Result<TorchrunArgs, ArgumentError> {
+/// Parses the arguments that follow `torchrun`, or that begin with it.
+pub(super) fn parse_torchrun_args(args: &[String]) -> Result<TorchrunArgs, TorchrunArgsError> {
     let mut given = TorchrunArgs { options: Vec::new(), program: Vec::new() };
     let mut args = args.iter().peekable();
     // The command line may have been copied with the program's name.
@@ -120,24 +121,24 @@ pub(super) fn parse(args: &[String]) -> Result<TorchrunArgs, ArgumentError> {
         }
         let (name, attached) = parse_option(arg)?;
         let value = match (FLAGS.contains(&name), attached) {
-            (true, Some(_)) => return Err(ArgumentError::UnexpectedValue(name)),
+            (true, Some(_)) => return Err(TorchrunArgsError::UnexpectedValue(name)),
             (true, None) => String::new(),
             (false, Some(value)) => value,
-            (false, None) => args.next().cloned().ok_or(ArgumentError::MissingValue(name))?,
+            (false, None) => args.next().cloned().ok_or(TorchrunArgsError::MissingValue(name))?,
         };
         given.options.push((name, value));
     }
     match given.program.first() {
-        None => Err(ArgumentError::MissingScript),
-        Some(script) if script.is_empty() => Err(ArgumentError::EmptyScript),
+        None => Err(TorchrunArgsError::MissingScript),
+        Some(script) if script.is_empty() => Err(TorchrunArgsError::EmptyScript),
         Some(_) => Ok(given),
     }
 }
 
 /// Parses an argument such as `--name`, `--name=value` or `-m`. Returns the full name of the
 /// option, and the value that is attached to it, if any.
-fn parse_option(arg: &str) -> Result<(&'static str, Option<String>), ArgumentError> {
-    let unknown = || ArgumentError::UnknownOption(arg.escape_debug().to_string());
+fn parse_option(arg: &str) -> Result<(&'static str, Option<String>), TorchrunArgsError> {
+    let unknown = || TorchrunArgsError::UnknownOption(arg.escape_debug().to_string());
     let Some(long) = arg.strip_prefix("--") else {
         let found = SHORT.iter().find(|(short, _)| arg.starts_with(short));
         let (short, name) = found.ok_or_else(unknown)?;
@@ -154,7 +155,7 @@ fn parse_option(arg: &str) -> Result<(&'static str, Option<String>), ArgumentErr
     match (near.next(), near.next()) {
         (Some(name), None) => Ok((name, value)),
         (Some(first), Some(second)) => {
-            Err(ArgumentError::Ambiguous { option: arg.escape_debug().to_string(), first, second })
+            Err(TorchrunArgsError::Ambiguous { option: arg.escape_debug().to_string(), first, second })
         }
         (None, _) => Err(unknown()),
     }
@@ -164,8 +165,8 @@ fn parse_option(arg: &str) -> Result<(&'static str, Option<String>), ArgumentErr
 mod tests {
     use super::*;
 
-    fn parse_line(text: &str) -> Result<TorchrunArgs, ArgumentError> {
-        parse(&text.split_whitespace().map(str::to_owned).collect::<Vec<_>>())
+    fn parse_line(text: &str) -> Result<TorchrunArgs, TorchrunArgsError> {
+        parse_torchrun_args(&text.split_whitespace().map(str::to_owned).collect::<Vec<_>>())
     }
 
     #[test]
@@ -175,17 +176,17 @@ mod tests {
         )
         .expect("read");
         assert_eq!(given.program, ["pkg.train", "--nnodes", "9", "--", "x"]);
-        assert_eq!(given.value("nnodes").as_deref(), Some("1:4"));
-        assert_eq!(given.value("nnodes"), None);
-        assert_eq!(given.value("nproc-per-node").as_deref(), Some("2"));
-        assert_eq!(given.value("tee").as_deref(), Some("3"));
-        assert_eq!(given.value("max-restarts").as_deref(), Some("5"));
-        assert!(given.flag("standalone") && given.flag("module") && !given.flag("run-path"));
+        assert_eq!(given.take_last_value("nnodes").as_deref(), Some("1:4"));
+        assert_eq!(given.take_last_value("nnodes"), None);
+        assert_eq!(given.take_last_value("nproc-per-node").as_deref(), Some("2"));
+        assert_eq!(given.take_last_value("tee").as_deref(), Some("3"));
+        assert_eq!(given.take_last_value("max-restarts").as_deref(), Some("5"));
+        assert!(given.take_flag("standalone") && given.take_flag("module") && !given.take_flag("run-path"));
     }
 
     #[test]
     fn mistakes_are_identified() {
-        use ArgumentError::*;
+        use TorchrunArgsError::*;
         let unknown = |option: &str| UnknownOption(option.to_owned());
         for (text, expected) in [
             ("", MissingScript),

@@ -1,5 +1,6 @@
-//! Accepts the TCP connections of agents: one agent for each host, if it holds the job's key.
-use super::{pending_agent::AgentSlot, step::Step};
+//! Accepts the TCP connections of agents: one agent for each host, if the agent holds the job's
+//! key.
+use super::{pending_agent::AgentSlot, step::SlurmStep};
 use crate::connection::handshake::{HANDSHAKE_TIMEOUT, HandshakeError, HandshakeKey, authenticate_agent};
 use nix::{ifaddrs::getifaddrs, net::if_::InterfaceFlags};
 use std::{
@@ -14,16 +15,17 @@ use tokio::{
     time::{sleep, timeout},
 };
 
-/// Unauthenticated connections that are served at once, in addition to one for each host. Others
-/// are closed immediately.
-const MAX_UNAUTHENTICATED: usize = 64;
-/// The longest queue of connections that wait to be accepted.
+/// The limit of unauthenticated connections that are served at once, in addition to one for each
+/// host. Further connections are closed immediately.
+const MAX_UNAUTHENTICATED_CONNECTIONS: usize = 64;
+/// The length of the longest queue of connections that wait to be accepted.
 const MAX_BACKLOG: u32 = 4096;
-/// The pause after accept has failed, for example because no file descriptor is free.
+/// The pause after accept has failed (for example because no file descriptor is free), and between
+/// two checks for nodes whose task has failed.
 const RETRY_INTERVAL: Duration = Duration::from_millis(50);
 
-/// Opens a listener for this many agents. Returns it with its port.
-pub(super) fn listen(agents: usize) -> io::Result<(TcpListener, u16)> {
+/// Opens a listener on any free port for this many agents. Returns the listener and its port.
+pub(super) fn open_listener(agents: usize) -> io::Result<(TcpListener, u16)> {
     let socket = TcpSocket::new_v4()?;
     socket.bind(SocketAddr::from((Ipv4Addr::UNSPECIFIED, 0)))?;
     let listener = socket.listen(MAX_BACKLOG.min(128 + agents as u32))?;
@@ -31,15 +33,15 @@ pub(super) fn listen(agents: usize) -> io::Result<(TcpListener, u16)> {
     Ok((listener, port))
 }
 
-/// Accepts agents until every slot is filled or srun has ended, then closes the slots that are
-/// left.
+/// Accepts agents until every slot is filled or srun has ended. Then closes the slots that are not
+/// filled.
 pub(super) async fn accept_agents(
     listener: TcpListener,
     key: HandshakeKey,
     slots: Vec<AgentSlot>,
-    step: Arc<Step>,
+    step: Arc<SlurmStep>,
 ) {
-    let permits = Arc::new(Semaphore::new(slots.len() + MAX_UNAUTHENTICATED));
+    let permits = Arc::new(Semaphore::new(slots.len() + MAX_UNAUTHENTICATED_CONNECTIONS));
     let slots = Arc::new(slots);
     let mut step_exit = step.watch_exit();
     while slots.iter().any(AgentSlot::is_waiting) {
@@ -59,7 +61,7 @@ pub(super) async fn accept_agents(
         };
         let (key, slots) = (key.clone(), slots.clone());
         tokio::spawn(async move {
-            // A connection that fails is closed without a message; an agent reports its own side.
+            // A connection that fails is closed without a message. The agent reports the failure.
             _ = timeout(HANDSHAKE_TIMEOUT, accept_agent(stream, &key, &slots)).await;
             drop(permit);
         });
@@ -67,6 +69,8 @@ pub(super) async fn accept_agents(
     slots.iter().for_each(AgentSlot::close);
 }
 
+/// Authenticates an agent and fills the slot of its host. Drops the connection if no slot waits for
+/// the agent.
 async fn accept_agent(
     mut stream: TcpStream,
     key: &HandshakeKey,
@@ -80,8 +84,8 @@ async fn accept_agent(
     Ok(())
 }
 
-/// The IPv4 addresses of this machine that other machines may reach.
-pub(super) fn local_addresses() -> Vec<IpAddr> {
+/// Returns the IPv4 addresses of this machine that other machines may reach.
+pub(super) fn list_local_addresses() -> Vec<IpAddr> {
     let is_usable = |flags: InterfaceFlags| {
         flags.contains(InterfaceFlags::IFF_UP) && !flags.contains(InterfaceFlags::IFF_LOOPBACK)
     };

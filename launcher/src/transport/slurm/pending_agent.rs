@@ -1,5 +1,6 @@
-//! The streams of an agent that has not connected yet, and the connection that they become.
-use super::{srun, step::Step};
+//! [`PendingAgent`]: the streams of an agent that has not connected yet, and the connection that
+//! they become.
+use super::{srun, step::SlurmStep};
 use crate::transport::RemoteConnection;
 use contract::control::ExitStatus;
 use diagnostic::{Diagnostic, codes::host};
@@ -24,62 +25,66 @@ use tokio::{
     time::{Sleep, sleep},
 };
 
-/// How long the end of a stream is delayed for the exit status of srun, which explains the end.
+/// How long the end of a stream is held back until srun has ended, whose exit status explains the
+/// end.
 const STEP_EXIT_TIMEOUT: Duration = Duration::from_millis(250);
 
-/// The controller's streams to and from an agent that has been started and may not have connected
-/// yet, and the connection that they belong to.
+/// The controller's streams to and from an agent that may not have connected yet, with the
+/// connection that they belong to.
 pub(super) struct PendingAgent {
-    pub(super) input: AgentInput,
-    pub(super) output: AgentOutput,
+    pub(super) input: PendingAgentInput,
+    pub(super) output: PendingAgentOutput,
     pub(super) connection: SlurmConnection,
 }
 
 impl PendingAgent {
-    /// The node of the agent.
+    /// Returns the name of the agent's node.
     pub(super) fn name(&self) -> &str {
         &self.connection.name
     }
 }
 
 /// Creates the streams of the agent of one node, and the slot that its TCP connection fills.
-pub(super) fn pending_agent(name: &str, step: &Arc<Step>) -> (PendingAgent, AgentSlot) {
+pub(super) fn create_pending_agent(name: &str, step: &Arc<SlurmStep>) -> (PendingAgent, AgentSlot) {
     let (send_read_half, read_half) = oneshot::channel();
     let (send_write_half, write_half) = oneshot::channel();
-    let state = Arc::new(Mutex::new(SlotState::Waiting(send_read_half, send_write_half)));
+    let state = Arc::new(Mutex::new(AgentSlotState::Waiting(send_read_half, send_write_half)));
     let connection = SlurmConnection { name: name.to_owned(), state: state.clone(), step: step.clone() };
-    let output = AgentOutput { stream: LateStream::Pending(read_half), step: step.clone(), end: None };
-    let agent = PendingAgent { input: AgentInput(LateStream::Pending(write_half)), output, connection };
+    let output =
+        PendingAgentOutput { stream: PendingStream::Pending(read_half), step: step.clone(), end: None };
+    let agent =
+        PendingAgent { input: PendingAgentInput(PendingStream::Pending(write_half)), output, connection };
     (agent, AgentSlot { name: name.to_owned(), state })
 }
 
-enum SlotState {
+/// Whether the agent of a slot has connected.
+enum AgentSlotState {
     /// The agent has not connected.
     Waiting(oneshot::Sender<OwnedReadHalf>, oneshot::Sender<OwnedWriteHalf>),
-    /// The agent has connected. A duplicate of its socket.
+    /// The agent has connected. Holds a duplicate of its socket, to shut the connection down.
     Connected(OwnedFd),
-    /// The agent is not awaited any more.
+    /// The agent is no longer awaited.
     Closed,
 }
 
-/// Receives the TCP connection of one agent when the agent connects.
+/// The place that the TCP connection of one agent fills when the agent connects.
 pub(super) struct AgentSlot {
     pub(super) name: String,
-    state: Arc<Mutex<SlotState>>,
+    state: Arc<Mutex<AgentSlotState>>,
 }
 
 impl AgentSlot {
-    /// Hands over the connection of the agent. Returns `false` when the agent is not awaited,
-    /// because it has connected before or the slot is closed.
+    /// Hands over the connection of the agent. Returns `false` if the agent is not awaited, because
+    /// it has connected before or the slot is closed.
     pub(super) fn fill(&self, stream: TcpStream) -> io::Result<bool> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        if !matches!(*state, SlotState::Waiting(..)) {
+        if !matches!(*state, AgentSlotState::Waiting(..)) {
             return Ok(false);
         }
         let socket = stream.as_fd().try_clone_to_owned()?;
         let (read_half, write_half) = stream.into_split();
-        let connected = SlotState::Connected(socket);
-        if let SlotState::Waiting(to_output, to_input) = std::mem::replace(&mut *state, connected) {
+        let connected = AgentSlotState::Connected(socket);
+        if let AgentSlotState::Waiting(to_output, to_input) = std::mem::replace(&mut *state, connected) {
             _ = to_output.send(read_half);
             _ = to_input.send(write_half);
         }
@@ -88,23 +93,24 @@ impl AgentSlot {
 
     /// Whether the agent has not connected and is still awaited.
     pub(super) fn is_waiting(&self) -> bool {
-        matches!(*self.state.lock().unwrap_or_else(PoisonError::into_inner), SlotState::Waiting(..))
+        matches!(*self.state.lock().unwrap_or_else(PoisonError::into_inner), AgentSlotState::Waiting(..))
     }
 
-    /// Stops waiting for the agent: its streams end.
+    /// Stops waiting for the agent, which ends the agent's streams. Does nothing if the agent has
+    /// connected.
     pub(super) fn close(&self) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        if matches!(*state, SlotState::Waiting(..)) {
-            *state = SlotState::Closed;
+        if matches!(*state, AgentSlotState::Waiting(..)) {
+            *state = AgentSlotState::Closed;
         }
     }
 }
 
-/// The connection to an agent, before and after the agent has connected.
+/// The connection to an agent in a Slurm step, before and after the agent has connected.
 pub(super) struct SlurmConnection {
     name: String,
-    state: Arc<Mutex<SlotState>>,
-    step: Arc<Step>,
+    state: Arc<Mutex<AgentSlotState>>,
+    step: Arc<SlurmStep>,
 }
 
 impl fmt::Debug for SlurmConnection {
@@ -116,7 +122,7 @@ impl fmt::Debug for SlurmConnection {
 impl RemoteConnection for SlurmConnection {
     fn abort(&self) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        if let SlotState::Connected(socket) = std::mem::replace(&mut *state, SlotState::Closed) {
+        if let AgentSlotState::Connected(socket) = std::mem::replace(&mut *state, AgentSlotState::Closed) {
             let stream = std::net::TcpStream::from(socket);
             // An error means that the connection has ended already.
             _ = stream.shutdown(Shutdown::Both);
@@ -125,7 +131,7 @@ impl RemoteConnection for SlurmConnection {
 
     fn failure(&self) -> Option<Diagnostic> {
         let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        let was_connected = matches!(*state, SlotState::Connected(_));
+        let was_connected = matches!(*state, AgentSlotState::Connected(_));
         let name = &self.name;
         let (default_code, message) = match self.step.exit_status() {
             Some(ExitStatus::Code(0)) | None if was_connected => return None,
@@ -142,7 +148,7 @@ impl RemoteConnection for SlurmConnection {
                 format!("the agent of host {name} ended before it connected to the controller"),
             ),
         };
-        let output = self.step.output_tail();
+        let output = self.step.join_output_tail();
         let known_code = srun::classify_output(&output);
         let message = if output.is_empty() { message } else { format!("{message}: {output}") };
         let diagnostic = Diagnostic::error(known_code.unwrap_or(default_code), message)
@@ -152,37 +158,37 @@ impl RemoteConnection for SlurmConnection {
     }
 
     fn exit_status(&self) -> Option<ExitStatus> {
-        // srun reports one status for all tasks, which may be another agent's.
+        // srun reports one status for all tasks, which may be the status of another agent.
         None
     }
 }
 
 /// A stream that may not be connected yet.
-enum LateStream<S> {
+enum PendingStream<S> {
     Pending(oneshot::Receiver<S>),
     Connected(S),
     Closed,
 }
 
-impl<S: Unpin> LateStream<S> {
-    /// The stream, once it is connected; `None` when it will not be.
-    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Option<Pin<&mut S>>> {
-        if let LateStream::Pending(receiver) = self {
-            *self = ready!(pin!(receiver).poll(cx)).map_or(LateStream::Closed, LateStream::Connected);
+impl<S: Unpin> PendingStream<S> {
+    /// Returns the stream once it is connected, or `None` if it never will be.
+    fn poll_connected(&mut self, cx: &mut Context<'_>) -> Poll<Option<Pin<&mut S>>> {
+        if let PendingStream::Pending(receiver) = self {
+            *self = ready!(pin!(receiver).poll(cx)).map_or(PendingStream::Closed, PendingStream::Connected);
         }
         Poll::Ready(match self {
-            LateStream::Connected(stream) => Some(Pin::new(stream)),
+            PendingStream::Connected(stream) => Some(Pin::new(stream)),
             _ => None,
         })
     }
 }
 
-/// Bytes to an agent that may not have connected yet.
-pub(super) struct AgentInput(LateStream<OwnedWriteHalf>);
+/// The stream of bytes to an agent that may not have connected yet.
+pub(super) struct PendingAgentInput(PendingStream<OwnedWriteHalf>);
 
-impl AsyncWrite for AgentInput {
+impl AsyncWrite for PendingAgentInput {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
-        match ready!(self.0.poll(cx)) {
+        match ready!(self.0.poll_connected(cx)) {
             Some(stream) => stream.poll_write(cx, bytes),
             None => Poll::Ready(Err(io::ErrorKind::BrokenPipe.into())),
         }
@@ -190,36 +196,36 @@ impl AsyncWrite for AgentInput {
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         match &mut self.0 {
-            LateStream::Connected(stream) => Pin::new(stream).poll_flush(cx),
+            PendingStream::Connected(stream) => Pin::new(stream).poll_flush(cx),
             _ => Poll::Ready(Ok(())),
         }
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         match &mut self.0 {
-            LateStream::Connected(stream) => Pin::new(stream).poll_shutdown(cx),
+            PendingStream::Connected(stream) => Pin::new(stream).poll_shutdown(cx),
             _ => Poll::Ready(Ok(())),
         }
     }
 }
 
-/// Bytes from an agent that may not have connected yet.
+/// The stream of bytes from an agent that may not have connected yet.
 ///
 /// The end of the stream is held back for up to [`STEP_EXIT_TIMEOUT`], until srun has ended.
-pub(super) struct AgentOutput {
-    stream: LateStream<OwnedReadHalf>,
-    step: Arc<Step>,
-    end: Option<StreamEnd>,
+pub(super) struct PendingAgentOutput {
+    stream: PendingStream<OwnedReadHalf>,
+    step: Arc<SlurmStep>,
+    end: Option<DelayedStreamEnd>,
 }
 
-/// A stream that has ended, while the exit of srun is awaited.
-struct StreamEnd {
+/// The end of a stream, which is held back until srun has ended or the deadline has passed.
+struct DelayedStreamEnd {
     result: io::Result<()>,
     deadline: Pin<Box<Sleep>>,
     step_exit: Pin<Box<dyn Future<Output = ()> + Send>>,
 }
 
-impl AsyncRead for AgentOutput {
+impl AsyncRead for PendingAgentOutput {
     fn poll_read(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -227,7 +233,7 @@ impl AsyncRead for AgentOutput {
     ) -> Poll<io::Result<()>> {
         if self.end.is_none() {
             let filled_before = buffer.filled().len();
-            let result = match ready!(self.stream.poll(cx)) {
+            let result = match ready!(self.stream.poll_connected(cx)) {
                 Some(stream) => ready!(stream.poll_read(cx, buffer)),
                 None => Ok(()),
             };
@@ -237,7 +243,7 @@ impl AsyncRead for AgentOutput {
             let mut exit = self.step.watch_exit();
             let step_exit = Box::pin(async move { _ = exit.wait_for(Option::is_some).await });
             let deadline = Box::pin(sleep(STEP_EXIT_TIMEOUT));
-            self.end = Some(StreamEnd { result, deadline, step_exit });
+            self.end = Some(DelayedStreamEnd { result, deadline, step_exit });
         }
         if let Some(end) = &mut self.end
             && end.deadline.as_mut().poll(cx).is_pending()

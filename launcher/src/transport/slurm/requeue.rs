@@ -1,10 +1,10 @@
-//! Asks Slurm to run a batch job again.
-use super::successful_output;
+//! Requeues a batch job in Slurm.
+use super::check_output;
 use std::process::{Command, Stdio};
 
-/// Runs `scontrol requeue JOB`. Slurm ends the processes of the job that are left and queues the
-/// job again under the same id.
+/// Runs `scontrol requeue JOB`. Slurm ends the remaining processes of the job, including this one,
+/// and queues the job again under the same id.
 pub(crate) fn requeue_job(job: u64) -> diagnostic::Result<()> {
     let output = Command::new("scontrol").arg("requeue").arg(job.to_string()).stdin(Stdio::null()).output();
-    successful_output("scontrol requeue", output).map(drop)
+    check_output("scontrol requeue", output).map(drop)
 }

@@ -1,27 +1,29 @@
-//! The command line of `srun`, the executable that it starts, and its output.
+//! The command line of `srun`, the executable that srun starts on the nodes, and the parsing of
+//! srun's output.
 use crate::discover::slurm::expand_node_list;
 use diagnostic::{Code, Diagnostic, codes::host};
 use std::path::PathBuf;
 
-/// The nodes of one step.
+/// The nodes of one Slurm step, with the GPUs to request on them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct StepNodes {
-    /// The index of their group in a heterogeneous job.
+    /// The index of the nodes' group in a heterogeneous job; `None` in other jobs.
     pub(super) het_group: Option<u32>,
-    /// GPUs to request; `None` where the step gets the GPUs of the job without a request.
-    pub(super) gpus: Option<GpuRequest>,
+    /// The GPUs to request; `None` if the step gets the GPUs of the job without a request.
+    pub(super) gpus: Option<StepGpuRequest>,
     pub(super) names: Vec<String>,
 }
 
-/// A request for GPUs, for steps of a job that requested GPUs per task.
+/// A request for GPUs, for the steps of a job that requested GPUs per task.
 ///
 /// Slurm 22.05 grants all GPUs of a node to a step through one of two options. Which one works
 /// depends on whether all nodes of the job have the same number of GPUs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum GpuRequest {
-    /// The number on each node, where all nodes of the job have the same number.
+pub(super) enum StepGpuRequest {
+    /// The number of GPUs on each node, if all nodes of the job have the same number.
     PerNode(u32),
-    /// The number on the only node of the step, where nodes have different numbers.
+    /// The number of GPUs on the only node of the step, if the nodes of the job have different
+    /// numbers.
     Total(u32),
 }
 
@@ -29,16 +31,16 @@ pub(super) enum GpuRequest {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct StepExecutable {
     path: PathBuf,
-    /// The path on the nodes to which srun copies the executable first.
+    /// The path on the nodes to which srun first copies the executable; `None` if it is not copied.
     copy: Option<String>,
 }
 
 impl StepExecutable {
-    /// The file that this process runs.
+    /// Finds the file that this process runs. Fails if the file was replaced or removed.
     ///
-    /// With `bcast` srun copies it to `/tmp` of each node, where the agent removes it after its
-    /// start.
-    pub(super) fn current(bcast: bool, job: u64) -> diagnostic::Result<StepExecutable> {
+    /// With `bcast`, srun copies the file to `/tmp` of each node, where the agent removes it after
+    /// its start.
+    pub(super) fn find_current(bcast: bool, job: u64) -> diagnostic::Result<StepExecutable> {
         let path = std::fs::read_link("/proc/self/exe").map_err(|error| {
             Diagnostic::error(host::EXECUTABLE_UNREADABLE, "cannot find the executable of this process")
                 .with_cause(&error)
@@ -54,11 +56,12 @@ impl StepExecutable {
     }
 }
 
-/// Environment variables that set options of srun, removed from the environment of srun.
+/// Environment variables that set options of srun. The transport removes them from the environment
+/// of srun.
 ///
-/// The job's script sets them for its own steps. For the agents they would request one GPU or one
-/// CPU, or another placement than one task on each node.
-pub(super) const REMOVED_VARIABLES: &[&str] = &[
+/// A batch script sets these variables for its own steps. For the agents they would request one GPU
+/// or one CPU, or another placement than one task on each node.
+pub(super) const REMOVED_ENV_VARIABLES: &[&str] = &[
     "SLURM_ACCTG_FREQ",
     "SLURM_CPU_BIND",
     "SLURM_CPU_BIND_LIST",
@@ -102,14 +105,14 @@ pub(super) const REMOVED_VARIABLES: &[&str] = &[
     "SRUN_CPUS_PER_TASK",
 ];
 
-/// The arguments of `srun`, without `srun` itself.
+/// Builds the arguments of `srun`, without `srun` itself.
 ///
 /// - `--overlap`: agents share the resources of the job with its other steps.
-/// - Without `--exact` a step gets all CPUs of the job on each node, and `--mem=0` is all its
-///   memory.
-/// - `--no-kill` and `--kill-on-bad-exit=0`: when an agent or a node is lost, the others stay, and
-///   the controller decides.
-pub(super) fn arguments(nodes: &StepNodes, executable: &StepExecutable) -> Vec<String> {
+/// - `--mem=0` grants all memory of the job on each node and, without `--exact`, a step gets all
+///   CPUs.
+/// - `--no-kill` and `--kill-on-bad-exit=0`: when an agent or a node is lost, the others continue,
+///   and the controller decides what follows.
+pub(super) fn build_arguments(nodes: &StepNodes, executable: &StepExecutable) -> Vec<String> {
     let count = nodes.names.len();
     let mut arguments: Vec<String> = Vec::new();
     arguments.extend(nodes.het_group.map(|group| format!("--het-group={group}")));
@@ -131,8 +134,8 @@ pub(super) fn arguments(nodes: &StepNodes, executable: &StepExecutable) -> Vec<S
         "--job-name=launch".to_owned(),
     ]);
     arguments.extend(nodes.gpus.map(|gpus| match gpus {
-        GpuRequest::PerNode(count) => format!("--gpus-per-node={count}"),
-        GpuRequest::Total(count) => format!("--gpus={count}"),
+        StepGpuRequest::PerNode(count) => format!("--gpus-per-node={count}"),
+        StepGpuRequest::Total(count) => format!("--gpus={count}"),
     }));
     arguments.extend(executable.copy.as_ref().map(|copy| format!("--bcast={copy}")));
     arguments.push(executable.path.display().to_string());
@@ -141,18 +144,20 @@ pub(super) fn arguments(nodes: &StepNodes, executable: &StepExecutable) -> Vec<S
     arguments
 }
 
-/// Whether a line of srun is a warning without meaning for this job.
-pub(super) fn is_noise(line: &str) -> bool {
+/// Whether a line of srun's output is a warning that does not matter for agents.
+pub(super) fn is_irrelevant_warning(line: &str) -> bool {
     line.contains("cluster configuration lacks support for cpu binding")
 }
 
-/// The nodes that a line such as `srun: error: h[2-3]: tasks 1-2: Exited with exit code 2` names.
-pub(super) fn failed_nodes(line: &str) -> Vec<String> {
+/// Parses the nodes in a line such as `srun: error: h[2-3]: tasks 1-2: Exited with exit code 2`.
+/// Returns an empty list for other lines.
+pub(super) fn parse_failed_nodes(line: &str) -> Vec<String> {
     let nodes = line.strip_prefix("srun: error: ").and_then(|rest| rest.split_once(": task"));
     nodes.and_then(|(nodes, _)| expand_node_list(nodes)).unwrap_or_default()
 }
 
-/// Recognizes the reason of a failure in the output of a Slurm command, which has no other form.
+/// Recognizes the reason of a failure in the output of a Slurm command, because Slurm reports it in
+/// no other form. Returns `None` if the reason is not known.
 pub(super) fn classify_output(output: &str) -> Option<Code> {
     let has = |part: &str| output.contains(part);
     if has("execve()") && has("No such file") {
@@ -175,7 +180,7 @@ mod tests {
     fn a_step_has_one_task_on_each_node() {
         let nodes = StepNodes { het_group: None, gpus: None, names: vec!["a".into(), "b".into()] };
         let executable = StepExecutable { path: "/x/launch".into(), copy: None };
-        let arguments = arguments(&nodes, &executable);
+        let arguments = build_arguments(&nodes, &executable);
         for argument in
             ["--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--nodelist=a,b", "--overlap", "--no-kill"]
         {
@@ -189,11 +194,11 @@ mod tests {
     }
 
     #[test]
-    fn het_groups_gpus_and_copies_have_options() {
+    fn het_groups_gpus_and_copies_become_options_of_srun() {
         let nodes =
-            StepNodes { het_group: Some(1), gpus: Some(GpuRequest::Total(3)), names: vec!["a".into()] };
+            StepNodes { het_group: Some(1), gpus: Some(StepGpuRequest::Total(3)), names: vec!["a".into()] };
         let executable = StepExecutable { path: "/x/launch".into(), copy: Some("/tmp/l-7".into()) };
-        let arguments = arguments(&nodes, &executable);
+        let arguments = build_arguments(&nodes, &executable);
         for argument in ["--het-group=1", "--gpus=3", "--bcast=/tmp/l-7", "--remove-own-file"] {
             assert!(arguments.iter().any(|a| a == argument), "{argument}: {arguments:?}");
         }
@@ -201,11 +206,11 @@ mod tests {
 
     #[test]
     fn nodes_of_failed_tasks_are_parsed() {
-        let nodes = failed_nodes("srun: error: h[2-3]: tasks 1-2: Exited with exit code 2");
+        let nodes = parse_failed_nodes("srun: error: h[2-3]: tasks 1-2: Exited with exit code 2");
         assert_eq!(nodes, ["h2", "h3"]);
-        assert_eq!(failed_nodes("srun: error: h1: task 0: Killed"), ["h1"]);
+        assert_eq!(parse_failed_nodes("srun: error: h1: task 0: Killed"), ["h1"]);
         for other in ["srun: error: Unable to create step for job 4: Invalid", "h1: task 0: Killed", ""] {
-            assert!(failed_nodes(other).is_empty(), "{other}");
+            assert!(parse_failed_nodes(other).is_empty(), "{other}");
         }
     }
 

@@ -1,7 +1,7 @@
-//! A Slurm step: the srun process that holds agents, from its start to its exit status.
+//! [`SlurmStep`]: the srun process that holds agents, from its start to its exit status.
 use super::{
-    command_not_started,
-    srun::{self, REMOVED_VARIABLES},
+    build_start_error,
+    srun::{self, REMOVED_ENV_VARIABLES},
 };
 use crate::connection::handshake::Invitation;
 use contract::control::ExitStatus;
@@ -18,45 +18,51 @@ use tokio::{
     sync::watch,
 };
 
-/// Last lines of srun that are kept to explain its end.
+/// The number of last lines of srun that are kept to explain its end.
 const TAIL_LINES: usize = 5;
-/// The longest line that is kept whole, in bytes.
+/// The length of the longest line that is kept whole, in bytes.
 const MAX_LINE_BYTES: u64 = 4 << 10;
-/// Bytes of output that wait for the controller.
+/// The bytes of output that may wait for the controller.
 const OUTPUT_BUFFER_BYTES: usize = 16 << 10;
 
 /// The process of srun, shared by the connections to its agents.
 #[derive(Debug)]
-pub(super) struct Step {
+pub(super) struct SlurmStep {
     pid: u32,
+    /// The exit status of srun; `None` until srun was reaped.
     exit_status: watch::Sender<Option<ExitStatus>>,
+    /// The last lines of output, at most [`TAIL_LINES`].
     tail: Mutex<VecDeque<String>>,
-    /// Nodes whose task has failed, according to srun.
+    /// The nodes whose task has failed, according to srun.
     failed_nodes: Mutex<HashSet<String>>,
 }
 
-impl Step {
-    /// Starts srun and passes the invitation to its tasks. The stream is the output of srun and of
-    /// the agents.
+impl SlurmStep {
+    /// Starts srun and passes the invitation to its tasks. Returns the step and a stream with the
+    /// output of srun and of the agents.
     pub(super) fn start(
         arguments: &[String],
         invitation: &Invitation,
-    ) -> diagnostic::Result<(Arc<Step>, DuplexStream)> {
-        Self::spawn(arguments, invitation).map_err(|error| command_not_started("srun", &error))
+    ) -> diagnostic::Result<(Arc<SlurmStep>, DuplexStream)> {
+        Self::spawn_srun(arguments, invitation).map_err(|error| build_start_error("srun", &error))
     }
 
-    fn spawn(arguments: &[String], invitation: &Invitation) -> io::Result<(Arc<Step>, DuplexStream)> {
+    /// Starts srun in a separate process group, and the task that forwards its output.
+    fn spawn_srun(
+        arguments: &[String],
+        invitation: &Invitation,
+    ) -> io::Result<(Arc<SlurmStep>, DuplexStream)> {
         let (output, output_writer) = io::pipe()?;
         let mut command = Command::new("srun");
         command.args(arguments);
-        REMOVED_VARIABLES.iter().for_each(|name| _ = command.env_remove(name));
+        REMOVED_ENV_VARIABLES.iter().for_each(|name| _ = command.env_remove(name));
         command.stdin(Stdio::piped()).stdout(output_writer.try_clone()?).stderr(output_writer);
         // In a separate group, srun does not receive a terminal's Ctrl-C, on which it kills its
         // tasks.
         command.process_group(0);
         let mut child = command.spawn()?;
         drop(command); // closes this process's copies of the pipe's writing end
-        let step = Arc::new(Step {
+        let step = Arc::new(SlurmStep {
             pid: child.id(),
             exit_status: watch::Sender::new(None),
             tail: Mutex::default(),
@@ -74,43 +80,46 @@ impl Step {
         Ok((step, far))
     }
 
+    /// Returns the pid of srun.
     pub(super) fn pid(&self) -> u32 {
         self.pid
     }
 
-    /// The pid of srun, until srun has been reaped.
+    /// Returns the pid of srun, or `None` once srun was reaped.
     pub(super) fn running_pid(&self) -> Option<u32> {
         self.exit_status().is_none().then_some(self.pid)
     }
 
+    /// Returns the exit status of srun, or `None` until srun was reaped.
     pub(super) fn exit_status(&self) -> Option<ExitStatus> {
         *self.exit_status.borrow()
     }
 
-    /// Records that srun was reaped.
+    /// Records the exit status of srun, which was reaped.
     pub(super) fn set_exit_status(&self, status: ExitStatus) {
         self.exit_status.send_replace(Some(status));
     }
 
-    /// Becomes `Some` when srun has ended.
+    /// Returns a channel whose value becomes `Some` when srun has ended.
     pub(super) fn watch_exit(&self) -> watch::Receiver<Option<ExitStatus>> {
         self.exit_status.subscribe()
     }
 
-    /// The last lines of output, joined to one line.
-    pub(super) fn output_tail(&self) -> String {
+    /// Joins the last lines of output to one line.
+    pub(super) fn join_output_tail(&self) -> String {
         let tail = self.tail.lock().unwrap_or_else(PoisonError::into_inner);
         tail.iter().map(String::as_str).collect::<Vec<_>>().join(" | ")
     }
 
-    /// Whether the task of this node has ended with an error.
+    /// Whether the task of this node has ended with an error, according to srun.
     pub(super) fn has_failed_on(&self, node: &str) -> bool {
         self.failed_nodes.lock().unwrap_or_else(PoisonError::into_inner).contains(node)
     }
 
+    /// Records a line of output, and the nodes whose failure it reports.
     fn record_line(&self, line: &str) {
         let mut failed = self.failed_nodes.lock().unwrap_or_else(PoisonError::into_inner);
-        failed.extend(srun::failed_nodes(line));
+        failed.extend(srun::parse_failed_nodes(line));
         drop(failed);
         let mut tail = self.tail.lock().unwrap_or_else(PoisonError::into_inner);
         if tail.len() == TAIL_LINES {
@@ -120,13 +129,13 @@ impl Step {
     }
 }
 
-/// Records the output of srun and forwards it without irrelevant warnings.
-async fn forward_output(output: impl AsyncRead + Unpin, mut forwarded: DuplexStream, step: Arc<Step>) {
+/// Records the output of srun and forwards it, without irrelevant warnings, until the output ends.
+async fn forward_output(output: impl AsyncRead + Unpin, mut forwarded: DuplexStream, step: Arc<SlurmStep>) {
     let mut output = BufReader::new(output);
     let mut line = Vec::new();
     while let Ok(1..) = (&mut output).take(MAX_LINE_BYTES).read_until(b'\n', &mut line).await {
         let text = String::from_utf8_lossy(&line).trim_end().to_owned();
-        if !srun::is_noise(&text) {
+        if !srun::is_irrelevant_warning(&text) {
             step.record_line(&text);
             // srun must not block or fail when the reader has gone.
             _ = forwarded.write_all(format!("{text}\n").as_bytes()).await;

@@ -1,22 +1,22 @@
 //! Submits a batch script to Slurm.
-use super::{command_not_started, successful_output};
+use super::{build_start_error, check_output};
 use diagnostic::{Diagnostic, codes::host};
 use std::{
     io::Write as _,
     process::{Command, Stdio},
 };
 
-/// Runs `sbatch OPTIONS…` with the script on its standard input. Returns the id of the job.
+/// Runs `sbatch OPTIONS…` with the script on its standard input. Returns the id of the job. Blocks.
 pub(crate) fn submit_job(script: &str, options: &[String]) -> diagnostic::Result<String> {
     let mut command = Command::new("sbatch");
     command.arg("--parsable").args(options);
     command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    let mut child = command.spawn().map_err(|error| command_not_started("sbatch", &error))?;
+    let mut child = command.spawn().map_err(|error| build_start_error("sbatch", &error))?;
     if let Some(mut stdin) = child.stdin.take() {
         // If sbatch has ended already, its exit status and output explain why.
         _ = stdin.write_all(script.as_bytes());
     }
-    let output = successful_output("sbatch", child.wait_with_output())?;
+    let output = check_output("sbatch", child.wait_with_output())?;
     // `ID` or `ID;CLUSTER`
     let text = String::from_utf8_lossy(&output.stdout);
     let job = text.trim().split(';').next().unwrap_or_default();

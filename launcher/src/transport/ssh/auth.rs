@@ -1,7 +1,7 @@
-//! Logs in with the keys of the SSH agent and with key files.
+//! Logs in to an SSH server with the keys of the SSH agent and with key files.
 //!
 //! Passwords and passphrases are not supported, because launch never prompts while a job starts.
-use super::{known_hosts, ssh_error, target::SshTarget};
+use super::{build_ssh_error, known_hosts, target::SshTarget};
 use diagnostic::{Diagnostic, codes::host};
 use ssh2::{Agent, ErrorCode, PublicKey, Session};
 use std::{
@@ -10,18 +10,18 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Keys that are offered to one server. OpenSSH's server disconnects after six.
-const MAX_ATTEMPTS: usize = 5;
-/// The most bytes of a key file that are read.
+/// The limit of keys that are offered to one server. OpenSSH's server disconnects after six.
+const MAX_OFFERED_KEYS: usize = 5;
+/// The limit of bytes that are read from a key file.
 const MAX_KEY_BYTES: u64 = 64 << 10;
 
-/// Logs the user in. The error lists the keys that were tried.
-pub(super) fn authenticate(target: &SshTarget, session: &Session) -> diagnostic::Result<()> {
+/// Logs the user in. The error lists the keys that were tried. Blocks.
+pub(super) fn log_in(target: &SshTarget, session: &Session) -> diagnostic::Result<()> {
     let mut attempts = LoginAttempts::default();
     let agent = connect_ssh_agent(target, session, &mut attempts);
     let public_keys: Vec<Option<String>> = target.keys.iter().map(|key| read_public_key(key)).collect();
     if let Some((agent, identities)) = &agent {
-        // First the keys that the configuration names, then the others.
+        // Keys that the configuration names are offered first.
         let is_configured = |key: &&PublicKey| {
             public_keys.iter().flatten().any(|public| *public == known_hosts::encode_base64(key.blob()))
         };
@@ -29,8 +29,8 @@ pub(super) fn authenticate(target: &SshTarget, session: &Session) -> diagnostic:
             identities.iter().partition(is_configured);
         let others = if target.configured_keys_only { Vec::new() } else { others };
         for key in configured.into_iter().chain(others) {
-            let name = format!("the key `{}` of the SSH agent", printable(key.comment()));
-            if attempts.offer(name, || agent.userauth(&target.user, key)) {
+            let name = format!("the key `{}` of the SSH agent", escape_comment(key.comment()));
+            if attempts.offer_key(name, || agent.userauth(&target.user, key)) {
                 return Ok(());
             }
         }
@@ -43,19 +43,21 @@ pub(super) fn authenticate(target: &SshTarget, session: &Session) -> diagnostic:
     };
     for (key, _) in target.keys.iter().zip(&public_keys).filter(|(_, public)| !is_in_agent(public)) {
         match inspect_key_file(key) {
-            KeyFile::Missing => attempts.record_skipped(format!("{} does not exist", key.display())),
-            KeyFile::Unreadable(error) => {
-                attempts.record_skipped(format!("{} cannot be read: {error}", key.display()));
+            KeyFileState::Missing => attempts.record_result(format!("{} does not exist", key.display())),
+            KeyFileState::Unreadable(error) => {
+                attempts.record_result(format!("{} cannot be read: {error}", key.display()));
             }
-            KeyFile::Damaged => attempts.record_skipped(format!("{} is damaged", key.display())),
-            KeyFile::NotAKey => attempts.record_skipped(format!("{} is not a private key", key.display())),
-            KeyFile::Locked => {
+            KeyFileState::Damaged => attempts.record_result(format!("{} is damaged", key.display())),
+            KeyFileState::NotAKey => {
+                attempts.record_result(format!("{} is not a private key", key.display()))
+            }
+            KeyFileState::Locked => {
                 attempts.locked_key.get_or_insert_with(|| key.clone());
-                attempts.record_skipped(format!("{} has a passphrase", key.display()));
+                attempts.record_result(format!("{} has a passphrase", key.display()));
             }
-            KeyFile::Usable => {
+            KeyFileState::Usable => {
                 let login = || session.userauth_pubkey_file(&target.user, None, key, None);
-                if attempts.offer(key.display().to_string(), login) {
+                if attempts.offer_key(key.display().to_string(), login) {
                     return Ok(());
                 }
             }
@@ -64,19 +66,23 @@ pub(super) fn authenticate(target: &SshTarget, session: &Session) -> diagnostic:
     Err(attempts.into_diagnostic(target, session))
 }
 
-/// The keys that were tried or skipped, and why.
+/// The keys that were tried or skipped, with the results.
 #[derive(Default)]
 struct LoginAttempts {
+    /// The number of keys that were offered to the server.
     offered: usize,
+    /// The result of each key, for the error message.
     results: Vec<String>,
+    /// The first key file that has a passphrase.
     locked_key: Option<PathBuf>,
 }
 
 impl LoginAttempts {
-    /// Offers a key to the server. Returns whether the login succeeded.
-    fn offer(&mut self, name: String, login: impl FnOnce() -> Result<(), ssh2::Error>) -> bool {
-        if self.offered >= MAX_ATTEMPTS {
-            self.record_skipped(format!("{name} was not tried (at most {MAX_ATTEMPTS} keys are)"));
+    /// Offers a key to the server, unless too many keys were offered already. Returns whether the
+    /// login succeeded.
+    fn offer_key(&mut self, name: String, login: impl FnOnce() -> Result<(), ssh2::Error>) -> bool {
+        if self.offered >= MAX_OFFERED_KEYS {
+            self.record_result(format!("{name} was not tried (at most {MAX_OFFERED_KEYS} keys are)"));
             return false;
         }
         self.offered += 1;
@@ -84,17 +90,19 @@ impl LoginAttempts {
             Ok(()) => return true,
             // LIBSSH2_ERROR_AUTHENTICATION_FAILED, LIBSSH2_ERROR_PUBLICKEY_UNVERIFIED
             Err(e) if matches!(e.code(), ErrorCode::Session(-18 | -19)) => {
-                self.record_skipped(format!("{name} was rejected"));
+                self.record_result(format!("{name} was rejected"));
             }
-            Err(e) => self.record_skipped(format!("{name}: {}", e.message())),
+            Err(e) => self.record_result(format!("{name}: {}", e.message())),
         }
         false
     }
 
-    fn record_skipped(&mut self, result: String) {
+    /// Records why a key did not lead to a login.
+    fn record_result(&mut self, result: String) {
         self.results.push(result);
     }
 
+    /// Builds the error for a login that no key achieved.
     fn into_diagnostic(self, target: &SshTarget, session: &Session) -> Diagnostic {
         let methods = session.auth_methods(&target.user).unwrap_or_default().to_owned();
         let no_publickey = !methods.is_empty() && !methods.split(',').any(|m| m == "publickey");
@@ -123,14 +131,15 @@ impl LoginAttempts {
             if self.results.is_empty() { "no key was found".to_owned() } else { self.results.join(", ") };
         let message =
             format!("authentication on host {} failed for user `{}`: {results}", target.name, target.user);
-        ssh_error(target, code, message)
+        build_ssh_error(target, code, message)
             .with_field("user", target.user.as_str())
             .with_field("attempts", self.results)
             .with_help(help)
     }
 }
 
-/// Connects to the SSH agent and lists its keys; `None` where there is no agent or it fails.
+/// Connects to the SSH agent and lists its keys. Returns `None` if there is no agent or the agent
+/// does not answer.
 fn connect_ssh_agent(
     target: &SshTarget,
     session: &Session,
@@ -147,7 +156,7 @@ fn connect_ssh_agent(
     match identities {
         Ok(identities) => Some((agent, identities)),
         Err(error) => {
-            attempts.record_skipped(format!(
+            attempts.record_result(format!(
                 "the SSH agent at {} does not answer ({})",
                 socket.display(),
                 error.message()
@@ -157,12 +166,13 @@ fn connect_ssh_agent(
     }
 }
 
-/// The first 80 characters of a key's comment, with control characters escaped.
-fn printable(comment: &str) -> String {
+/// Returns the first 80 characters of a key's comment, with control characters escaped.
+fn escape_comment(comment: &str) -> String {
     comment.chars().take(80).flat_map(char::escape_debug).collect()
 }
 
-/// The public key next to a private one (`FILE.pub`), as base64.
+/// Reads the public key next to a private one (`FILE.pub`). Returns it as base64, or `None` if
+/// there is none.
 fn read_public_key(private_key: &Path) -> Option<String> {
     let mut name = private_key.as_os_str().to_owned();
     name.push(".pub");
@@ -170,6 +180,7 @@ fn read_public_key(private_key: &Path) -> Option<String> {
     text.split_whitespace().nth(1).map(str::to_owned)
 }
 
+/// Reads at most [`MAX_KEY_BYTES`] of a key file as text.
 fn read_key_file(file: &Path) -> io::Result<String> {
     let mut text = String::new();
     File::open(file)?.take(MAX_KEY_BYTES).read_to_string(&mut text)?;
@@ -178,7 +189,7 @@ fn read_key_file(file: &Path) -> io::Result<String> {
 
 /// Whether a file holds a private key that can be used without a prompt.
 #[derive(Debug)]
-enum KeyFile {
+enum KeyFileState {
     Missing,
     Unreadable(io::Error),
     Damaged,
@@ -188,32 +199,34 @@ enum KeyFile {
     Usable,
 }
 
-fn inspect_key_file(file: &Path) -> KeyFile {
+/// Finds out whether a file holds a private key that can be used without a prompt.
+fn inspect_key_file(file: &Path) -> KeyFileState {
     let text = match read_key_file(file) {
         Ok(text) => text,
-        Err(e) if e.kind() == io::ErrorKind::NotFound => return KeyFile::Missing,
-        Err(e) => return KeyFile::Unreadable(e),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return KeyFileState::Missing,
+        Err(e) => return KeyFileState::Unreadable(e),
     };
     let mut lines = text.lines().map(str::trim);
     match lines.next() {
         Some("-----BEGIN OPENSSH PRIVATE KEY-----") => {
             let body: String = lines.take_while(|l| !l.starts_with('-')).collect();
-            match openssh_cipher(&body) {
-                Some(cipher) if cipher == b"none" => KeyFile::Usable,
-                Some(_) => KeyFile::Locked,
-                None => KeyFile::Damaged,
+            match parse_openssh_cipher(&body) {
+                Some(cipher) if cipher == b"none" => KeyFileState::Usable,
+                Some(_) => KeyFileState::Locked,
+                None => KeyFileState::Damaged,
             }
         }
-        Some("-----BEGIN ENCRYPTED PRIVATE KEY-----") => KeyFile::Locked,
+        Some("-----BEGIN ENCRYPTED PRIVATE KEY-----") => KeyFileState::Locked,
         Some(first) if first.starts_with("-----BEGIN ") && first.ends_with("PRIVATE KEY-----") => {
-            if text.contains("ENCRYPTED") { KeyFile::Locked } else { KeyFile::Usable }
+            if text.contains("ENCRYPTED") { KeyFileState::Locked } else { KeyFileState::Usable }
         }
-        _ => KeyFile::NotAKey,
+        _ => KeyFileState::NotAKey,
     }
 }
 
-/// The name of the cipher in an OpenSSH key: the magic bytes, then a length-prefixed string.
-fn openssh_cipher(base64: &str) -> Option<Vec<u8>> {
+/// Parses the name of the cipher in an OpenSSH key: the magic bytes, then a length-prefixed string.
+/// The cipher `none` means that the key has no passphrase.
+fn parse_openssh_cipher(base64: &str) -> Option<Vec<u8>> {
     let bytes = known_hosts::decode_base64(base64)?;
     let rest = bytes.strip_prefix(b"openssh-key-v1\0")?;
     let (length, rest) = rest.split_first_chunk::<4>()?;
@@ -243,7 +256,11 @@ mod tests {
             if let Some(file) = generate(name, arguments) {
                 let key = inspect_key_file(&file);
                 assert!(
-                    if locked { matches!(key, KeyFile::Locked) } else { matches!(key, KeyFile::Usable) },
+                    if locked {
+                        matches!(key, KeyFileState::Locked)
+                    } else {
+                        matches!(key, KeyFileState::Usable)
+                    },
                     "{name}: {key:?}"
                 );
                 assert!(read_public_key(&file).is_some(), "{name}");
@@ -255,15 +272,15 @@ mod tests {
     fn files_without_a_usable_key_are_recognized() {
         let dir = tempfile::tempdir().expect("a directory");
         let file = dir.path().join("k");
-        assert!(matches!(inspect_key_file(&file), KeyFile::Missing));
+        assert!(matches!(inspect_key_file(&file), KeyFileState::Missing));
         for text in ["", "ssh-ed25519 AAAA"] {
             fs::write(&file, text).expect("a file");
-            assert!(matches!(inspect_key_file(&file), KeyFile::NotAKey), "{text}");
+            assert!(matches!(inspect_key_file(&file), KeyFileState::NotAKey), "{text}");
         }
         fs::write(&file, "-----BEGIN OPENSSH PRIVATE KEY-----\nb3BlbnNz\n-----END").expect("a file");
-        assert!(matches!(inspect_key_file(&file), KeyFile::Damaged));
-        // a length that reaches beyond the end
+        assert!(matches!(inspect_key_file(&file), KeyFileState::Damaged));
+        // The length of the cipher's name reaches beyond the end.
         let key = known_hosts::encode_base64(b"openssh-key-v1\0\xff\xff\xff\xffnone");
-        assert_eq!(openssh_cipher(&key), None);
+        assert_eq!(parse_openssh_cipher(&key), None);
     }
 }

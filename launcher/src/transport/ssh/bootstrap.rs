@@ -4,8 +4,8 @@
 //! login shell (sh, bash, zsh, ksh, csh, fish) passes on unchanged. The command prints its answer
 //! on a line with a random marker. Everything before that line is output of the login shell.
 use super::{
+    build_ssh_error,
     progress::{ConnectionProgress, ConnectionStage},
-    ssh_error,
     target::SshTarget,
 };
 use diagnostic::{Code, Diagnostic, codes::host};
@@ -16,152 +16,167 @@ use std::{
     sync::OnceLock,
 };
 
-/// The limit for an answer of a shell or of the executable, in milliseconds.
+/// The time limit for an answer of a shell or of the executable, in milliseconds.
 const ANSWER_TIMEOUT_MS: u32 = 30_000;
-/// The limit for sending one chunk of the executable, in milliseconds.
+/// The time limit for sending one chunk of the executable, in milliseconds.
 const SEND_TIMEOUT_MS: u32 = 60_000;
-/// The most bytes that a login shell may print before the answer.
+/// The limit of bytes that a login shell may print before the answer.
 const MAX_SHELL_OUTPUT_BYTES: usize = 256 << 10;
-/// The most bytes of stderr that are read.
+/// The limit of bytes that are read from stderr.
 const MAX_STDERR_BYTES: u64 = 8 << 10;
-/// Bytes of the executable that are sent at once.
+/// The bytes of the executable that are sent at once.
 const CHUNK_BYTES: usize = 256 << 10;
-/// Added to the help of errors about the cache directory.
-const OTHER_CACHE: &str = "or set XDG_CACHE_HOME on the host to another directory";
+/// Advice that is added to the help of errors about the cache directory.
+const OTHER_CACHE_HELP: &str = "or set XDG_CACHE_HOME on the host to another directory";
 
-/// The running executable, which other hosts receive.
+/// The running executable, which other hosts receive a copy of.
 #[derive(Debug)]
 pub(super) struct Executable {
     file: File,
-    /// The BLAKE3 hash, in hexadecimal.
+    /// The BLAKE3 hash of the executable, in hexadecimal.
     pub(super) hash: String,
     size: u64,
 }
 
 impl Executable {
-    /// Opens and hashes the executable of this process, once.
-    pub(super) fn current() -> diagnostic::Result<&'static Executable> {
+    /// Opens and hashes the executable of this process. Later calls return the first result.
+    pub(super) fn open_current() -> diagnostic::Result<&'static Executable> {
         static CURRENT: OnceLock<diagnostic::Result<Executable>> = OnceLock::new();
-        let open = || Self::open().map_err(|error| unreadable_executable(&error));
+        let open = || Self::open_and_hash().map_err(|error| build_unreadable_error(&error));
         CURRENT.get_or_init(open).as_ref().map_err(Clone::clone)
     }
 
-    fn open() -> io::Result<Executable> {
+    /// Opens and hashes the executable of this process.
+    fn open_and_hash() -> io::Result<Executable> {
         let file = File::open("/proc/self/exe")?;
         let size = file.metadata()?.len();
-        let hash = crate::agent::executable_hash()?;
+        let hash = crate::agent::hash_executable()?;
         Ok(Executable { file, hash, size })
     }
 }
 
-fn unreadable_executable(error: &io::Error) -> Diagnostic {
+/// Builds the error for an executable that cannot be read.
+fn build_unreadable_error(error: &io::Error) -> Diagnostic {
     Diagnostic::error(host::EXECUTABLE_UNREADABLE, "cannot read the executable of this process")
         .with_cause(error)
 }
 
-/// An agent that runs on another host.
+/// A running agent on another host, with the SSH channel to it.
 pub(super) struct RemoteAgent {
     pub(super) channel: Channel,
-    /// Bytes of the control stream that were read together with the marker.
+    /// The bytes of the control stream that were read together with the marker.
     pub(super) leftover: Vec<u8>,
 }
 
 /// Starts an agent over this session. Copies the executable if the host does not have it. Blocks.
-pub(super) fn start_agent(
+pub(super) fn start_remote_agent(
     target: &SshTarget,
     session: &Session,
     executable: &Executable,
     progress: &ConnectionProgress,
 ) -> diagnostic::Result<RemoteAgent> {
     progress.set_stage(ConnectionStage::Exec);
-    let marker = random_marker().map_err(|error| {
+    let marker = generate_marker().map_err(|error| {
         let message = format!("cannot read random numbers for the connection to host {}", target.name);
-        ssh_error(target, host::SSH_SESSION_LIMIT, message).with_cause(&error)
+        build_ssh_error(target, host::SSH_SESSION_LIMIT, message).with_cause(&error)
     })?;
-    let mut bootstrap = Bootstrap { target, session, executable, progress, marker };
-    if let StartResult::Running(agent) = bootstrap.run_executable()? {
+    let mut bootstrap = AgentBootstrap { target, session, executable, progress, marker };
+    if let AgentStartResult::Running(agent) = bootstrap.run_executable()? {
         return Ok(agent);
     }
     bootstrap.copy_executable()?;
     match bootstrap.run_executable()? {
-        StartResult::Running(agent) => Ok(agent),
-        StartResult::Missing => {
+        AgentStartResult::Running(agent) => Ok(agent),
+        AgentStartResult::Missing => {
             let message = "the executable was copied and has been removed again";
             Err(bootstrap
-                .error(host::EXECUTABLE_REMOVED, message)
+                .build_error(host::EXECUTABLE_REMOVED, message)
                 .with_help("check whether a program on the host cleans ~/.cache/launch"))
         }
     }
 }
 
-/// 128 random bits as text.
-fn random_marker() -> io::Result<String> {
+/// Generates the marker of a connection: 128 random bits as text.
+fn generate_marker() -> io::Result<String> {
     let mut bytes = [0u8; 16];
     File::open("/dev/urandom")?.read_exact(&mut bytes)?;
     Ok(bytes.iter().fold("launch-".to_owned(), |text, b| text + &format!("{b:02x}")))
 }
 
-enum StartResult {
+/// Whether the executable was started on the host.
+enum AgentStartResult {
+    /// The agent runs.
     Running(RemoteAgent),
     /// The host does not have this executable.
     Missing,
 }
 
-struct Bootstrap<'a> {
+/// The state of starting an agent over one SSH session.
+struct AgentBootstrap<'a> {
     target: &'a SshTarget,
     session: &'a Session,
     executable: &'a Executable,
     progress: &'a ConnectionProgress,
+    /// The random text that precedes each answer of the host.
     marker: String,
 }
 
-impl Bootstrap<'_> {
-    fn error(&self, code: Code, message: impl AsRef<str>) -> Diagnostic {
+impl AgentBootstrap<'_> {
+    /// Builds an error that names the host whose agent cannot be started.
+    fn build_error(&self, code: Code, message: impl AsRef<str>) -> Diagnostic {
         let message = format!("cannot start the agent on host {}: {}", self.target.name, message.as_ref());
-        ssh_error(self.target, code, message)
+        build_ssh_error(self.target, code, message)
     }
 
+    /// Runs a script on the host, in a new channel of the session. Returns the reader of its
+    /// output.
     fn exec_script(&self, script: &str) -> diagnostic::Result<ChannelReader> {
         self.progress.check_not_aborted(&self.target.name)?;
         self.session.set_timeout(ANSWER_TIMEOUT_MS);
         let open = self.session.channel_session().and_then(|mut channel| {
-            channel.exec(&command(script))?;
+            channel.exec(&build_command(script))?;
             Ok(channel)
         });
         let channel = open.map_err(|error| {
-            self.error(host::SSH_COMMAND_REJECTED, format!("the host runs no commands: {}", error.message()))
-                .with_help(
-                    "let this user run commands over SSH (`ForceCommand`, a restricted key or \
+            self.build_error(
+                host::SSH_COMMAND_REJECTED,
+                format!("the host runs no commands: {}", error.message()),
+            )
+            .with_help(
+                "let this user run commands over SSH (`ForceCommand`, a restricted key or \
                      `MaxSessions` may forbid it)",
-                )
+            )
         })?;
         Ok(ChannelReader { channel, unread: Vec::new() })
     }
 
-    /// Starts the executable if the host has it.
-    fn run_executable(&mut self) -> diagnostic::Result<StartResult> {
-        let mut reader = self.exec_script(&run_script(&self.marker, &self.executable.hash))?;
+    /// Starts the executable if the host has it. Fails if the host has another architecture.
+    fn run_executable(&mut self) -> diagnostic::Result<AgentStartResult> {
+        let mut reader = self.exec_script(&build_run_script(&self.marker, &self.executable.hash))?;
         let answer = self.read_answer(&mut reader)?;
         let mut words = answer.split(' ');
         match (words.next(), words.next()) {
             (Some("agent"), _) => {
                 self.progress.set_stage(ConnectionStage::Agent);
-                Ok(StartResult::Running(RemoteAgent { channel: reader.channel, leftover: reader.unread }))
+                Ok(AgentStartResult::Running(RemoteAgent {
+                    channel: reader.channel,
+                    leftover: reader.unread,
+                }))
             }
             (Some("missing"), Some(machine)) => {
                 _ = reader.channel.close();
                 self.check_architecture(machine)?;
-                Ok(StartResult::Missing)
+                Ok(AgentStartResult::Missing)
             }
-            _ => Err(self.error(
+            _ => Err(self.build_error(
                 host::SSH_ANSWER_INVALID,
-                format!("unexpected answer to a command: `{}`", printable(&answer)),
+                format!("unexpected answer to a command: `{}`", replace_control_characters(&answer)),
             )),
         }
     }
 
-    /// Reads up to the next line with the marker and returns what follows the marker. What comes
-    /// before it is output of the login shell.
+    /// Reads up to the next line with the marker and returns the text after the marker. Records the
+    /// text before it as output of the login shell.
     fn read_answer(&self, reader: &mut ChannelReader) -> diagnostic::Result<String> {
         let mut shell_output = Vec::new();
         loop {
@@ -175,45 +190,46 @@ impl Bootstrap<'_> {
                     }
                     None => shell_output.extend(line),
                 },
-                Ok(None) => return Err(self.shell_exited(reader, &shell_output)),
-                Err(error) => return Err(self.read_failed(&error, &shell_output)),
+                Ok(None) => return Err(self.build_shell_exit_error(reader, &shell_output)),
+                Err(error) => return Err(self.build_read_error(&error, &shell_output)),
             }
             if shell_output.len() > MAX_SHELL_OUTPUT_BYTES {
                 let message = format!(
                     "the login shell printed more than {} KiB before a command ran{}",
                     MAX_SHELL_OUTPUT_BYTES >> 10,
-                    quoted_tail(&shell_output)
+                    quote_tail(&shell_output)
                 );
                 return Err(self
-                    .error(host::SSH_SHELL_OUTPUT_TOO_LONG, message)
+                    .build_error(host::SSH_SHELL_OUTPUT_TOO_LONG, message)
                     .with_help("let its start-up files print nothing when there is no terminal"));
             }
         }
     }
 
-    fn read_failed(&self, error: &io::Error, shell_output: &[u8]) -> Diagnostic {
+    /// Builds the error for a failed or timed out read of an answer.
+    fn build_read_error(&self, error: &io::Error, shell_output: &[u8]) -> Diagnostic {
         match error.kind() {
             io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock => {
                 let message = format!(
                     "no answer to a command within {} s{}",
                     ANSWER_TIMEOUT_MS / 1000,
-                    quoted_tail(shell_output)
+                    quote_tail(shell_output)
                 );
-                self.error(host::SSH_SHELL_TIMEOUT, message)
+                self.build_error(host::SSH_SHELL_TIMEOUT, message)
                     .with_help("check whether the login shell of this user waits for something")
             }
-            _ => self.error(host::SSH_CONNECTION_LOST, "the SSH connection was lost").with_cause(error),
+            _ => self.build_error(host::SSH_CONNECTION_LOST, "the SSH connection was lost").with_cause(error),
         }
     }
 
-    /// The stream ended without the marker.
-    fn shell_exited(&self, reader: &mut ChannelReader, shell_output: &[u8]) -> Diagnostic {
-        let (code, stderr) = reader.wait_exit();
+    /// Builds the error for a command whose output ended without the marker.
+    fn build_shell_exit_error(&self, reader: &mut ChannelReader, shell_output: &[u8]) -> Diagnostic {
+        let (code, stderr) = reader.wait_for_exit();
         let output = [shell_output, b"\n", stderr.as_bytes()].concat();
-        let tail = quoted_tail(&output);
+        let tail = quote_tail(&output);
         match code {
             126 | 127 => self
-                .error(
+                .build_error(
                     host::EXECUTABLE_NOT_RUNNABLE,
                     format!("the executable does not run (exit code {code}){tail}"),
                 )
@@ -222,66 +238,69 @@ impl Bootstrap<'_> {
                     self.executable.hash
                 )),
             _ => self
-                .error(
+                .build_error(
                     host::SSH_SHELL_EXITED,
                     format!("the login shell exited (exit code {code}) before a command ran{tail}"),
                 )
                 .with_help("try `ssh HOST true`; the login shell or its start-up files exit at once"),
         }
         .with_field("exit_code", code)
-        .with_field("output", last_lines(&output))
+        .with_field("output", join_last_lines(&output))
     }
 
-    /// Copies the executable, checks the copy, and moves it into place.
+    /// Copies the executable to the host, checks the copy there, and moves it into place.
     fn copy_executable(&mut self) -> diagnostic::Result<()> {
         let Executable { hash, size, .. } = self.executable;
-        let mut reader = self.exec_script(&copy_script(&self.marker, hash, *size))?;
+        let mut reader = self.exec_script(&build_copy_script(&self.marker, hash, *size))?;
         let answer = self.read_answer(&mut reader)?;
         if answer != "ready" {
-            return Err(self.copy_failed(&answer, &mut reader));
+            return Err(self.build_copy_error(&answer, &mut reader));
         }
         self.session.set_timeout(SEND_TIMEOUT_MS);
         let answer = match self.send_executable(&mut reader.channel) {
-            // A host that stops reading answers with the reason. If the connection failed, so does
-            // the next read.
-            Ok(()) | Err(SendError::Remote) => self.read_answer(&mut reader)?,
-            Err(SendError::Local(error)) => return Err(unreadable_executable(&error)),
+            // If the host stopped reading, its answer is the reason. If the connection failed, the
+            // next read fails, too.
+            Ok(()) | Err(ExecutableSendError::Remote) => self.read_answer(&mut reader)?,
+            Err(ExecutableSendError::Local(error)) => return Err(build_unreadable_error(&error)),
         };
         if answer != "done" {
-            return Err(self.copy_failed(&answer, &mut reader));
+            return Err(self.build_copy_error(&answer, &mut reader));
         }
         _ = reader.channel.close();
         Ok(())
     }
 
-    fn send_executable(&self, channel: &mut Channel) -> Result<(), SendError> {
+    /// Sends the bytes of the executable, then the end of the input.
+    fn send_executable(&self, channel: &mut Channel) -> Result<(), ExecutableSendError> {
         use std::os::unix::fs::FileExt;
         let file = &self.executable.file;
-        // Reads at explicit offsets, because copies to several hosts share the descriptor.
+        // The file is read at explicit offsets, because copies to several hosts share the
+        // descriptor.
         let mut offset = 0;
         let mut chunk = vec![0; CHUNK_BYTES];
         loop {
-            let n = file.read_at(&mut chunk, offset).map_err(SendError::Local)?;
+            let n = file.read_at(&mut chunk, offset).map_err(ExecutableSendError::Local)?;
             if n == 0 {
                 break;
             }
-            channel.write_all(&chunk[..n]).map_err(|_| SendError::Remote)?;
+            channel.write_all(&chunk[..n]).map_err(|_| ExecutableSendError::Remote)?;
             offset += n as u64;
         }
-        channel.send_eof().map_err(|_| SendError::Remote)
+        channel.send_eof().map_err(|_| ExecutableSendError::Remote)
     }
 
-    /// The error of an answer `fail STEP CODE` of the copy script.
-    fn copy_failed(&self, answer: &str, reader: &mut ChannelReader) -> Diagnostic {
-        let (_, stderr) = reader.wait_exit();
+    /// Builds the error for an answer `fail STEP CODE` of the copy script.
+    fn build_copy_error(&self, answer: &str, reader: &mut ChannelReader) -> Diagnostic {
+        let (_, stderr) = reader.wait_for_exit();
         let failure = classify_copy_failure(answer, &stderr);
-        let diagnostic = self.error(failure.code, failure.message + &quoted_tail(stderr.as_bytes()));
+        let diagnostic = self.build_error(failure.code, failure.message + &quote_tail(stderr.as_bytes()));
         match failure.help {
             Some(help) => diagnostic.with_help(help),
             None => diagnostic,
         }
     }
 
+    /// Rejects a host whose architecture differs from that of this executable.
     fn check_architecture(&self, machine: &str) -> diagnostic::Result<()> {
         let local = std::env::consts::ARCH;
         if machine == local {
@@ -290,23 +309,23 @@ impl Bootstrap<'_> {
         let message =
             format!("the architecture of the host is {machine}, and this executable is for {local}");
         Err(self
-            .error(host::EXECUTABLE_ARCHITECTURE_MISMATCH, message)
+            .build_error(host::EXECUTABLE_ARCHITECTURE_MISMATCH, message)
             .with_field("architecture", machine)
             .with_field("expected", local)
             .with_help(format!("remove the host from the job, or start launch on a {machine} machine")))
     }
 }
 
-/// Why sending the executable stopped.
-enum SendError {
+/// A failure of sending the executable, by the side that caused it.
+enum ExecutableSendError {
     /// The host closed the stream, or the connection failed.
     Remote,
     /// The executable cannot be read.
     Local(io::Error),
 }
 
-/// What went wrong while the executable was copied.
-struct CopyFailure {
+/// The reason why the executable could not be copied, as code, message and help of an error.
+struct ExecutableCopyFailure {
     code: Code,
     message: String,
     help: Option<String>,
@@ -314,7 +333,7 @@ struct CopyFailure {
 
 /// Finds the meaning of an answer `fail STEP CODE` of the copy script. The reason is only in the
 /// messages that the host's programs printed to stderr, in the C locale.
-fn classify_copy_failure(answer: &str, stderr: &str) -> CopyFailure {
+fn classify_copy_failure(answer: &str, stderr: &str) -> ExecutableCopyFailure {
     let mut words = answer.split(' ');
     let (step, exit_code) = match words.next() {
         Some("fail") => (words.next().unwrap_or(""), words.next().unwrap_or("")),
@@ -322,7 +341,7 @@ fn classify_copy_failure(answer: &str, stderr: &str) -> CopyFailure {
     };
     let stderr = stderr.to_lowercase();
     let has = |part: &str| stderr.contains(part);
-    let failure = |code, message: &str, help: &str| CopyFailure {
+    let failure = |code, message: &str, help: &str| ExecutableCopyFailure {
         code,
         message: message.to_owned(),
         help: Some(help.to_owned()),
@@ -331,27 +350,27 @@ fn classify_copy_failure(answer: &str, stderr: &str) -> CopyFailure {
         _ if has("no space left") => failure(
             host::EXECUTABLE_DISK_FULL,
             "the disk is full, so the executable cannot be copied",
-            &format!("free some space in the home directory, {OTHER_CACHE}"),
+            &format!("free some space in the home directory, {OTHER_CACHE_HELP}"),
         ),
         _ if has("quota exceeded") => failure(
             host::EXECUTABLE_QUOTA_EXCEEDED,
             "the disk quota of the user is exceeded, so the executable cannot be copied",
-            &format!("free some space in the home directory, {OTHER_CACHE}"),
+            &format!("free some space in the home directory, {OTHER_CACHE_HELP}"),
         ),
         "directory" | "write" if has("read-only file system") => failure(
             host::EXECUTABLE_CACHE_UNWRITABLE,
             "the cache directory is on a read-only file system",
-            &format!("make ~/.cache writable, {OTHER_CACHE}"),
+            &format!("make ~/.cache writable, {OTHER_CACHE_HELP}"),
         ),
         "directory" | "write" if has("permission denied") => failure(
             host::EXECUTABLE_CACHE_UNWRITABLE,
             "no permission to write to the cache directory",
-            &format!("make the user the owner of ~/.cache, {OTHER_CACHE}"),
+            &format!("make the user the owner of ~/.cache, {OTHER_CACHE_HELP}"),
         ),
         "directory" | "write" | "place" => failure(
             host::EXECUTABLE_CACHE_UNWRITABLE,
             "the executable cannot be written to the cache directory",
-            &format!("make ~/.cache/launch writable, {OTHER_CACHE}"),
+            &format!("make ~/.cache/launch writable, {OTHER_CACHE_HELP}"),
         ),
         "size" => failure(
             host::EXECUTABLE_COPY_DAMAGED,
@@ -372,7 +391,7 @@ fn classify_copy_failure(answer: &str, stderr: &str) -> CopyFailure {
             host::EXECUTABLE_NOT_ALLOWED,
             "programs may not run from the cache directory: its file system is mounted with noexec, \
              or a policy forbids it",
-            &format!("mount it with exec, {OTHER_CACHE}"),
+            &format!("mount it with exec, {OTHER_CACHE_HELP}"),
         ),
         "run" if has("glibc_") => failure(
             host::EXECUTABLE_LIBC_TOO_OLD,
@@ -384,51 +403,57 @@ fn classify_copy_failure(answer: &str, stderr: &str) -> CopyFailure {
             &format!("the executable does not run (exit code {exit_code})"),
             "copy the executable to the host by hand, and run it there",
         ),
-        _ => CopyFailure {
+        _ => ExecutableCopyFailure {
             code: host::EXECUTABLE_COPY_FAILED,
-            message: format!("unexpected answer while the executable was copied: `{}`", printable(answer)),
+            message: format!(
+                "unexpected answer while the executable was copied: `{}`",
+                replace_control_characters(answer)
+            ),
             help: None,
         },
     }
 }
 
-/// The last three lines as `; its output: "…"`; empty when there are none.
-fn quoted_tail(output: &[u8]) -> String {
-    let tail = last_lines(output);
+/// Formats the last three lines of the output as `; its output: "…"`. Returns an empty text if
+/// there are none.
+fn quote_tail(output: &[u8]) -> String {
+    let tail = join_last_lines(output);
     if tail.is_empty() { tail } else { format!("; its output: \"{tail}\"") }
 }
 
-/// The last three lines that are not empty, joined by slashes.
-fn last_lines(output: &[u8]) -> String {
+/// Joins the last three lines that are not empty with slashes.
+fn join_last_lines(output: &[u8]) -> String {
     let text = String::from_utf8_lossy(output);
     let lines: Vec<&str> = text.lines().map(str::trim).filter(|l| !l.is_empty()).collect();
-    printable(&lines[lines.len().saturating_sub(3)..].join(" / "))
+    replace_control_characters(&lines[lines.len().saturating_sub(3)..].join(" / "))
 }
 
-/// The first 300 characters, with control characters replaced.
-fn printable(text: &str) -> String {
+/// Returns the first 300 characters, with control characters replaced by U+FFFD.
+fn replace_control_characters(text: &str) -> String {
     text.chars().take(300).map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect()
 }
 
+/// Returns the offset of the first occurrence of `part` in `text`.
 fn find_bytes(text: &[u8], part: &[u8]) -> Option<usize> {
     text.windows(part.len()).position(|window| window == part)
 }
 
-/// Reads lines from a channel, and keeps what follows them.
+/// Reads lines from an SSH channel, and keeps the bytes after them.
 struct ChannelReader {
     channel: Channel,
+    /// The bytes that were received and not returned yet.
     unread: Vec<u8>,
 }
 
 impl ChannelReader {
-    /// The next line with its line end, or the unfinished last line; `None` at the end of the
-    /// stream.
+    /// Returns the next line with its line end, or the unfinished last line. Returns `None` at the
+    /// end of the stream. Blocks.
     fn read_line(&mut self) -> io::Result<Option<Vec<u8>>> {
         loop {
             if let Some(end) = self.unread.iter().position(|b| *b == b'\n') {
                 return Ok(Some(self.unread.drain(..=end).collect()));
             }
-            // Output without line ends.
+            // The output has no line ends.
             if self.unread.len() > MAX_SHELL_OUTPUT_BYTES {
                 return Ok(Some(std::mem::take(&mut self.unread)));
             }
@@ -442,7 +467,7 @@ impl ChannelReader {
     }
 
     /// Waits for the end of the command. Returns its exit code (-1 if unknown) and its stderr.
-    fn wait_exit(&mut self) -> (i32, String) {
+    fn wait_for_exit(&mut self) -> (i32, String) {
         let mut stderr = Vec::new();
         _ = self.channel.stream(super::STDERR).take(MAX_STDERR_BYTES).read_to_end(&mut stderr);
         _ = self.channel.send_eof();
@@ -451,16 +476,17 @@ impl ChannelReader {
     }
 }
 
-/// A script as a command that any login shell passes to /bin/sh.
-fn command(script: &str) -> String {
+/// Wraps a script in a command that any login shell passes to /bin/sh.
+fn build_command(script: &str) -> String {
     format!("exec /bin/sh -c '{script}'")
 }
 
-/// Sets `d` to the directory of cached executables.
+/// The shell command that sets `d` to the directory of cached executables.
 const SET_CACHE_DIR: &str = "d=${XDG_CACHE_HOME:-$HOME/.cache}/launch/bin";
 
-/// Starts the executable, which prints `MARKER agent`, or prints `MARKER missing MACHINE`.
-fn run_script(marker: &str, hash: &str) -> String {
+/// Builds the script that starts the executable, which then prints `MARKER agent`. If the host
+/// lacks the executable, the script prints `MARKER missing MACHINE`.
+fn build_run_script(marker: &str, hash: &str) -> String {
     let local = std::env::consts::ARCH;
     format!(
         "{SET_CACHE_DIR}; f=$d/{hash}; m=$(uname -m); \
@@ -469,9 +495,9 @@ fn run_script(marker: &str, hash: &str) -> String {
     )
 }
 
-/// Prints `MARKER ready`, reads the executable from stdin, and prints `MARKER done` or
-/// `MARKER fail STEP CODE`.
-fn copy_script(marker: &str, hash: &str, size: u64) -> String {
+/// Builds the script that prints `MARKER ready`, reads the executable from stdin, and prints
+/// `MARKER done` or `MARKER fail STEP CODE`.
+fn build_copy_script(marker: &str, hash: &str, size: u64) -> String {
     let fail = |step: &str| format!("{{ c=$?; rm -f \"$t\"; echo; echo {marker} fail {step} $c; exit 1; }}");
     let (directory, write, short, run, wrong, place) =
         (fail("directory"), fail("write"), fail("size"), fail("run"), fail("hash"), fail("place"));
@@ -491,7 +517,7 @@ mod tests {
 
     #[test]
     fn scripts_have_no_characters_that_a_login_shell_interprets() {
-        for script in [run_script("m", "h"), copy_script("m", "h", 5)] {
+        for script in [build_run_script("m", "h"), build_copy_script("m", "h", 5)] {
             assert!(!script.contains(['\'', '!', '\\', '\n', '`']), "{script}");
         }
     }
@@ -499,7 +525,7 @@ mod tests {
     /// Runs the copy script with a shell script as the executable. Returns the last answer and
     /// stderr.
     fn run_copy_script(home: &std::path::Path, program: &str, size: usize) -> (String, String) {
-        let script = command(&copy_script("MARK", "HASH", size as u64));
+        let script = build_command(&build_copy_script("MARK", "HASH", size as u64));
         let mut shell = Command::new("/bin/sh");
         shell.args(["-c", &script]).env("HOME", home).env_remove("XDG_CACHE_HOME");
         let mut child = shell

@@ -1,58 +1,53 @@
 //! Reads the settings of ssh_config(5) that are needed to connect.
 //!
-//! `Match` and the canonicalization of host names are not evaluated here; the resolver runs `ssh
-//! -G` when a file contains them.
+//! `Match` and the canonicalization of host names are not evaluated here. The resolver runs `ssh
+//! -G` if a file contains them.
 use diagnostic::{Diagnostic, Location, codes::host};
 use std::{
     fs, io,
     path::{Path, PathBuf},
 };
 
-/// The deepest nesting of `Include`.
+/// The deepest permitted nesting of `Include`.
 const MAX_INCLUDE_DEPTH: u32 = 8;
-/// The largest file, in bytes.
+/// The size of the largest file that is read, in bytes.
 const MAX_FILE_BYTES: u64 = 1 << 20;
-/// The most lines, with those of included files.
+/// The limit of lines, including those of included files.
 const MAX_LINES: usize = 50_000;
 
-/// The parsed lines of the SSH configuration. Each `Include` is replaced by the lines of the
-/// included files.
+/// The parsed lines of the SSH configuration. The lines of included files stand in place of each
+/// `Include`.
 #[derive(Debug, Default)]
 pub(super) struct SshConfigLines {
-    lines: Vec<ConfigLine>,
-    /// The first keyword that only OpenSSH's client evaluates, if there is one.
-    pub(super) unsupported: Option<UnsupportedKeyword>,
+    lines: Vec<SshConfigLine>,
+    /// The first keyword that only OpenSSH's client evaluates; `None` if there is none.
+    pub(super) unsupported: Option<UnsupportedSshKeyword>,
 }
 
 /// A keyword that only OpenSSH's client evaluates, with its file and line.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct UnsupportedKeyword {
+pub(super) struct UnsupportedSshKeyword {
     pub(super) keyword: String,
     pub(super) file: String,
     pub(super) line: usize,
 }
 
+/// A parsed line of the SSH configuration, or the end of a file.
 #[derive(Debug)]
-enum ConfigLine {
+enum SshConfigLine {
     /// The lines up to the next `Host` apply to hosts that match `patterns`. `depth` is the nesting
     /// depth of `Include`.
-    Host {
-        patterns: Vec<String>,
-        depth: u32,
-    },
-    /// The end of a file: the `Host` that applied before `Include` applies again.
-    EndOfFile {
-        depth: u32,
-    },
-    Set {
-        keyword: String,
-        values: Vec<String>,
-    },
+    Host { patterns: Vec<String>, depth: u32 },
+    /// The end of a file. The `Host` that applied before `Include` applies again.
+    EndOfFile { depth: u32 },
+    /// A setting: a keyword in lower case, and its values.
+    Set { keyword: String, values: Vec<String> },
 }
 
-/// The settings of one host. The first value of a keyword applies, except for keys, which add up.
+/// The settings of one host in the SSH configuration. The first value of a keyword applies, except
+/// for keys, which add up.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct HostSettings {
+pub(super) struct SshHostSettings {
     pub(super) hostname: Option<String>,
     pub(super) user: Option<String>,
     pub(super) port: Option<u16>,
@@ -69,7 +64,7 @@ pub(super) struct HostSettings {
 
 /// A syntax error in an SSH configuration file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-enum SyntaxError {
+enum ConfigSyntaxError {
     #[error("a quote is not closed")]
     QuoteNotClosed,
     #[error("the keyword has no value")]
@@ -80,8 +75,9 @@ enum SyntaxError {
     TooManyLines,
 }
 
-impl SyntaxError {
-    /// `line` counts from 1.
+impl ConfigSyntaxError {
+    /// Converts the error into a diagnostic with its location. `line` counts from 1, and `text` is
+    /// the line's content.
     fn into_diagnostic(self, file: &Path, line: usize, text: &str) -> Diagnostic {
         let file = file.display().to_string();
         Diagnostic::error(host::SSH_CONFIG_INVALID, format!("the SSH configuration is not valid: {self}"))
@@ -97,17 +93,22 @@ impl SyntaxError {
 }
 
 impl SshConfigLines {
-    /// Reads these files, one after the other. A file that does not exist is an error only where
-    /// it is `required`.
-    pub(super) fn read(files: &[PathBuf], required: bool, home: &Path) -> diagnostic::Result<SshConfigLines> {
+    /// Reads these files, one after the other. A file that does not exist is an error only if the
+    /// files are `required`.
+    pub(super) fn read_files(
+        files: &[PathBuf],
+        required: bool,
+        home: &Path,
+    ) -> diagnostic::Result<SshConfigLines> {
         let mut config = SshConfigLines::default();
         for file in files {
             config.read_file(file, required, home, 0)?;
-            config.lines.push(ConfigLine::EndOfFile { depth: 0 });
+            config.lines.push(SshConfigLine::EndOfFile { depth: 0 });
         }
         Ok(config)
     }
 
+    /// Reads one file and the files that it includes. `depth` is the nesting depth of `Include`.
     fn read_file(&mut self, file: &Path, required: bool, home: &Path, depth: u32) -> diagnostic::Result<()> {
         let name = file.display().to_string();
         let text = match read_text(file) {
@@ -121,27 +122,30 @@ impl SshConfigLines {
             }
         };
         for (index, line) in text.lines().enumerate() {
-            let invalid = |error: SyntaxError| error.into_diagnostic(file, index + 1, line);
+            let invalid = |error: ConfigSyntaxError| error.into_diagnostic(file, index + 1, line);
             let Some((keyword, values)) = parse_line(line).map_err(invalid)? else { continue };
             if self.lines.len() >= MAX_LINES {
-                return Err(invalid(SyntaxError::TooManyLines));
+                return Err(invalid(ConfigSyntaxError::TooManyLines));
             }
             match keyword.as_str() {
-                "host" => self.lines.push(ConfigLine::Host { patterns: values, depth }),
-                "include" if depth >= MAX_INCLUDE_DEPTH => return Err(invalid(SyntaxError::IncludeTooDeep)),
-                "include" => self.include_file(&values, file, home, depth)?,
+                "host" => self.lines.push(SshConfigLine::Host { patterns: values, depth }),
+                "include" if depth >= MAX_INCLUDE_DEPTH => {
+                    return Err(invalid(ConfigSyntaxError::IncludeTooDeep));
+                }
+                "include" => self.include_files(&values, file, home, depth)?,
                 "match" | "canonicalizehostname" | "canonicaldomains" => {
                     let file = name.clone();
-                    self.unsupported.get_or_insert(UnsupportedKeyword { keyword, file, line: index + 1 });
+                    self.unsupported.get_or_insert(UnsupportedSshKeyword { keyword, file, line: index + 1 });
                 }
-                _ if values.is_empty() => return Err(invalid(SyntaxError::ValueMissing)),
-                _ => self.lines.push(ConfigLine::Set { keyword, values }),
+                _ if values.is_empty() => return Err(invalid(ConfigSyntaxError::ValueMissing)),
+                _ => self.lines.push(SshConfigLine::Set { keyword, values }),
             }
         }
         Ok(())
     }
 
-    fn include_file(
+    /// Reads the files that match the patterns of an `Include` line in the file `from`.
+    fn include_files(
         &mut self,
         patterns: &[String],
         from: &Path,
@@ -152,36 +156,36 @@ impl SshConfigLines {
             let is_system = from.starts_with("/etc/ssh");
             let base = if is_system { PathBuf::from("/etc/ssh") } else { home.join(".ssh") };
             let pattern = base.join(expand_tilde(pattern, home));
-            for file in glob(&pattern) {
+            for file in list_matching_files(&pattern) {
                 self.read_file(&file, false, home, depth + 1)?;
-                self.lines.push(ConfigLine::EndOfFile { depth: depth + 1 });
+                self.lines.push(SshConfigLine::EndOfFile { depth: depth + 1 });
             }
         }
         Ok(())
     }
 
-    /// Returns the settings of a host. `Host` patterns are matched with `host`, its name in the
-    /// job.
-    pub(super) fn settings(&self, host: &str) -> HostSettings {
-        let mut settings = HostSettings::default();
+    /// Returns the settings of a host. `Host` patterns are matched with `host`, the host's name in
+    /// the job.
+    pub(super) fn find_settings(&self, host: &str) -> SshHostSettings {
+        let mut settings = SshHostSettings::default();
         // Whether the current `Host` matches, for each level of `Include`.
         let mut matches = vec![true];
         for line in &self.lines {
             match line {
-                ConfigLine::Host { patterns, depth } => {
-                    let host_matches = matches_any(patterns, host);
+                SshConfigLine::Host { patterns, depth } => {
+                    let host_matches = matches_patterns(patterns, host);
                     matches.resize(*depth as usize + 1, *matches.last().unwrap_or(&true));
                     if let Some(last) = matches.last_mut() {
                         *last = host_matches;
                     }
                 }
-                ConfigLine::EndOfFile { depth } => matches.truncate((*depth as usize).max(1)),
-                ConfigLine::Set { keyword, values } if matches.iter().all(|m| *m) => {
+                SshConfigLine::EndOfFile { depth } => matches.truncate((*depth as usize).max(1)),
+                SshConfigLine::Set { keyword, values } if matches.iter().all(|m| *m) => {
                     settings.set_keyword(keyword, values);
                 }
-                ConfigLine::Set { .. } => {}
+                SshConfigLine::Set { .. } => {}
             }
-            if matches!(line, ConfigLine::EndOfFile { depth: 0 }) {
+            if matches!(line, SshConfigLine::EndOfFile { depth: 0 }) {
                 matches = vec![true];
             }
         }
@@ -189,12 +193,12 @@ impl SshConfigLines {
     }
 }
 
-impl HostSettings {
+impl SshHostSettings {
     /// Parses the output of `ssh -G`.
-    pub(super) fn from_ssh_g(text: &str) -> HostSettings {
-        let mut settings = HostSettings::default();
+    pub(super) fn from_ssh_g(text: &str) -> SshHostSettings {
+        let mut settings = SshHostSettings::default();
         for (keyword, mut values) in text.lines().filter_map(|line| parse_line(line).ok().flatten()) {
-            // `ssh -G` prints no quotes: the whole rest of the line is one path.
+            // `ssh -G` prints no quotes, so the whole rest of the line is one path.
             if keyword == "identityfile" {
                 values = vec![values.join(" ")];
             }
@@ -203,6 +207,7 @@ impl HostSettings {
         settings
     }
 
+    /// Applies the values of a keyword, unless an earlier line has set it.
     fn set_keyword(&mut self, keyword: &str, values: &[String]) {
         let Some(first) = values.first() else { return };
         let set_once = |setting: &mut Option<String>| _ = setting.get_or_insert_with(|| first.clone());
@@ -227,6 +232,7 @@ impl HostSettings {
     }
 }
 
+/// Reads a configuration file of at most [`MAX_FILE_BYTES`].
 fn read_text(file: &Path) -> io::Result<String> {
     if fs::metadata(file)?.len() > MAX_FILE_BYTES {
         return Err(io::Error::other("the file is larger than 1 MiB"));
@@ -236,7 +242,7 @@ fn read_text(file: &Path) -> io::Result<String> {
 
 /// Splits a line into its keyword, in lower case, and its values. Quotes keep words together.
 /// Returns `None` for empty lines and comments.
-fn parse_line(line: &str) -> Result<Option<(String, Vec<String>)>, SyntaxError> {
+fn parse_line(line: &str) -> Result<Option<(String, Vec<String>)>, ConfigSyntaxError> {
     let line = line.trim();
     if line.is_empty() || line.starts_with('#') {
         return Ok(None);
@@ -258,48 +264,48 @@ fn parse_line(line: &str) -> Result<Option<(String, Vec<String>)>, SyntaxError> 
         }
     }
     values.extend(word);
-    if quoted { Err(SyntaxError::QuoteNotClosed) } else { Ok(Some((keyword, values))) }
+    if quoted { Err(ConfigSyntaxError::QuoteNotClosed) } else { Ok(Some((keyword, values))) }
 }
 
-/// Whether a pattern matches, and no pattern with `!` does.
-pub(super) fn matches_any(patterns: &[String], text: &str) -> bool {
+/// Whether a pattern matches the text, and no pattern that begins with `!` does.
+pub(super) fn matches_patterns(patterns: &[String], text: &str) -> bool {
     let mut matched = false;
     for pattern in patterns {
         match pattern.strip_prefix('!') {
-            Some(negated) if wildcard(negated, text) => return false,
-            None if wildcard(pattern, text) => matched = true,
+            Some(negated) if matches_wildcard(negated, text) => return false,
+            None if matches_wildcard(pattern, text) => matched = true,
             _ => {}
         }
     }
     matched
 }
 
-/// Matches `*` and `?` in a pattern. Case-sensitive, like `Host` lines.
-pub(super) fn wildcard(pattern: &str, text: &str) -> bool {
+/// Whether a pattern with `*` and `?` matches the whole text. Case-sensitive, as in `Host` lines.
+pub(super) fn matches_wildcard(pattern: &str, text: &str) -> bool {
     let characters = |s: &str| s.chars().collect::<Vec<_>>();
     let (pattern, text) = (characters(pattern), characters(text));
-    // The positions in both, and where the last `*` was tried.
-    let (mut p, mut t, mut star) = (0, 0, None);
-    while t < text.len() {
-        match pattern.get(p) {
+    // The positions in pattern and text, and the positions at which the last `*` was tried.
+    let (mut pattern_at, mut text_at, mut star) = (0, 0, None);
+    while text_at < text.len() {
+        match pattern.get(pattern_at) {
             Some('*') => {
-                star = Some((p, t));
-                p += 1;
+                star = Some((pattern_at, text_at));
+                pattern_at += 1;
             }
-            Some(c) if *c == '?' || *c == text[t] => {
-                p += 1;
-                t += 1;
+            Some(c) if *c == '?' || *c == text[text_at] => {
+                pattern_at += 1;
+                text_at += 1;
             }
             _ => match &mut star {
                 Some((at, from)) => {
                     *from += 1;
-                    (p, t) = (*at + 1, *from);
+                    (pattern_at, text_at) = (*at + 1, *from);
                 }
                 None => return false,
             },
         }
     }
-    pattern[p..].iter().all(|c| *c == '*')
+    pattern[pattern_at..].iter().all(|c| *c == '*')
 }
 
 /// Replaces `~/` at the start of a path by the home directory.
@@ -311,15 +317,16 @@ pub(super) fn expand_tilde(path: &str, home: &Path) -> PathBuf {
     }
 }
 
-/// Lists the files whose last path component matches the pattern, sorted by name.
-fn glob(pattern: &Path) -> Vec<PathBuf> {
+/// Lists the files whose last path component matches the pattern, sorted by name. Returns a pattern
+/// without wildcards unchanged.
+fn list_matching_files(pattern: &Path) -> Vec<PathBuf> {
     let Some(name) = pattern.file_name().and_then(|n| n.to_str()) else { return Vec::new() };
     let Some(directory) = pattern.parent().filter(|_| name.contains(['*', '?'])) else {
         return vec![pattern.to_owned()];
     };
     let entries = fs::read_dir(directory).into_iter().flatten().flatten();
     let matches =
-        |path: &PathBuf| path.file_name().and_then(|n| n.to_str()).is_some_and(|n| wildcard(name, n));
+        |path: &PathBuf| path.file_name().and_then(|n| n.to_str()).is_some_and(|n| matches_wildcard(name, n));
     let mut files: Vec<PathBuf> = entries.map(|e| e.path()).filter(matches).collect();
     files.sort();
     files
@@ -331,24 +338,26 @@ mod tests {
     use proptest::prelude::*;
     use std::process::Command;
 
-    fn config(files: &[(&str, &str)]) -> (tempfile::TempDir, SshConfigLines) {
+    /// Writes these files to a temporary home directory, and reads its SSH configuration.
+    fn read_config(files: &[(&str, &str)]) -> (tempfile::TempDir, SshConfigLines) {
         let home = tempfile::tempdir().expect("a directory");
         fs::create_dir(home.path().join(".ssh")).expect("a directory");
         for (name, text) in files {
             fs::write(home.path().join(".ssh").join(name), text).expect("a file");
         }
-        let config = SshConfigLines::read(&[home.path().join(".ssh/config")], true, home.path())
+        let config = SshConfigLines::read_files(&[home.path().join(".ssh/config")], true, home.path())
             .expect("a configuration");
         (home, config)
     }
 
+    /// A configuration with most forms of lines that launch evaluates.
     const SAMPLE: &str = "# comment\nUser = first\nHost gpu-* !gpu-9\n  HostName \"%h.cluster\"  # there\n  Port=2222\n\
         IdentityFile ~/.ssh/a\n\tIdentityFile \"/b c\"\nHost gpu-?\nPort 1\nUser second\nProxyJump bastion\n\
         Host *\nidentityfile /last\nStrictHostKeyChecking accept-new\nUserKnownHostsFile /k1 /k2\n";
 
     #[test]
     fn settings_equal_those_of_openssh() {
-        let (home, config) = config(&[("config", SAMPLE)]);
+        let (home, config) = read_config(&[("config", SAMPLE)]);
         for host in ["gpu-1", "gpu-9", "gpu-10", "other", "GPU-1"] {
             let output = Command::new("ssh")
                 .arg("-F")
@@ -356,8 +365,8 @@ mod tests {
                 .args(["-G", host])
                 .output();
             let Ok(output) = output else { return };
-            let expected = HostSettings::from_ssh_g(&String::from_utf8_lossy(&output.stdout));
-            let settings = config.settings(host);
+            let expected = SshHostSettings::from_ssh_g(&String::from_utf8_lossy(&output.stdout));
+            let settings = config.find_settings(host);
             let hostname = settings
                 .hostname
                 .clone()
@@ -377,11 +386,11 @@ mod tests {
 
     #[test]
     fn settings_of_included_files_apply_within_the_including_host() {
-        let (_home, config) = config(&[
+        let (_home, config) = read_config(&[
             ("config", "Host a\nInclude *.inc\nUser inside\nHost *\nUser outside\nPort 7\n"),
             ("1.inc", "Port 5\nHost b\nPort 6\n"),
         ]);
-        let user_and_port = |host: &str| (config.settings(host).user, config.settings(host).port);
+        let user_and_port = |host: &str| (config.find_settings(host).user, config.find_settings(host).port);
         assert_eq!(user_and_port("a"), (Some("inside".to_owned()), Some(5)));
         assert_eq!(
             user_and_port("b"),
@@ -392,7 +401,7 @@ mod tests {
 
     #[test]
     fn keywords_that_only_openssh_evaluates_are_reported() {
-        let (_home, config) = config(&[("config", "Host a\nUser b\nMatch user c\nPort 5\n")]);
+        let (_home, config) = read_config(&[("config", "Host a\nUser b\nMatch user c\nPort 5\n")]);
         let unsupported = config.unsupported.map(|u| (u.keyword, u.line));
         assert_eq!(unsupported, Some(("match".to_owned(), 3)));
     }
@@ -403,29 +412,30 @@ mod tests {
         let file = home.path().join("config");
         for (text, expected_line) in [("User \"a", 1), ("\nPort\n", 2)] {
             fs::write(&file, text).expect("a file");
-            let error = SshConfigLines::read(std::slice::from_ref(&file), true, home.path()).expect_err(text);
+            let error =
+                SshConfigLines::read_files(std::slice::from_ref(&file), true, home.path()).expect_err(text);
             assert_eq!(error.code(), host::SSH_CONFIG_INVALID);
             assert_eq!(error.location().map(Location::line), Some(expected_line), "{error:?}");
         }
         fs::write(&file, format!("Include {}", file.display())).expect("a file");
         let error =
-            SshConfigLines::read(std::slice::from_ref(&file), true, home.path()).expect_err("a cycle");
+            SshConfigLines::read_files(std::slice::from_ref(&file), true, home.path()).expect_err("a cycle");
         assert_eq!(error.code(), host::SSH_CONFIG_INVALID);
     }
 
     proptest! {
         #[test]
         fn wildcards_match_like_a_recursive_matcher(pattern in "[ab*?]{0,8}", text in "[ab]{0,8}") {
-            fn recursive(p: &[u8], t: &[u8]) -> bool {
+            fn matches_recursively(p: &[u8], t: &[u8]) -> bool {
                 match (p.first(), t.first()) {
                     (None, None) => true,
-                    (Some(b'*'), _) => recursive(&p[1..], t) || (!t.is_empty() && recursive(p, &t[1..])),
-                    (Some(b'?'), Some(_)) => recursive(&p[1..], &t[1..]),
-                    (Some(a), Some(b)) if a == b => recursive(&p[1..], &t[1..]),
+                    (Some(b'*'), _) => matches_recursively(&p[1..], t) || (!t.is_empty() && matches_recursively(p, &t[1..])),
+                    (Some(b'?'), Some(_)) => matches_recursively(&p[1..], &t[1..]),
+                    (Some(a), Some(b)) if a == b => matches_recursively(&p[1..], &t[1..]),
                     _ => false,
                 }
             }
-            prop_assert_eq!(wildcard(&pattern, &text), recursive(pattern.as_bytes(), text.as_bytes()));
+            prop_assert_eq!(matches_wildcard(&pattern, &text), matches_recursively(pattern.as_bytes(), text.as_bytes()));
         }
 
         #[test]

@@ -1,10 +1,10 @@
 //! Opens an SSH session: TCP connection (possibly through jump hosts), key exchange, check of the
-//! host key, login.
+//! host key, and login.
 use super::{
-    THREAD_STACK_BYTES, auth,
-    known_hosts::{self, HostKeyStatus, KnownHosts, encode_base64, fingerprint},
+    THREAD_STACK_BYTES, auth, build_ssh_error,
+    known_hosts::{self, HostKeyStatus, KnownHosts, encode_base64, format_fingerprint},
     progress::{ConnectionProgress, ConnectionStage},
-    relay, ssh_error,
+    relay,
     target::SshTarget,
 };
 use contract::job::KnownHosts as KnownHostsPolicy;
@@ -19,26 +19,26 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Key exchange methods in order of preference. Elliptic curves are the cheapest.
-const KEX: &str = "curve25519-sha256,curve25519-sha256@libssh.org,ecdh-sha2-nistp256,ecdh-sha2-nistp384,\
+/// The key exchange methods in order of preference. Elliptic curves are the cheapest.
+const KEX_METHODS: &str = "curve25519-sha256,curve25519-sha256@libssh.org,ecdh-sha2-nistp256,ecdh-sha2-nistp384,\
     ecdh-sha2-nistp521,diffie-hellman-group-exchange-sha256,diffie-hellman-group16-sha512,\
     diffie-hellman-group14-sha256";
-/// Ciphers in order of preference: authenticated ones first, and of them AES, which CPUs
+/// The ciphers in order of preference: authenticated ones first, and of these AES, which CPUs
 /// accelerate.
 const CIPHERS: &str = "aes128-gcm@openssh.com,aes256-gcm@openssh.com,chacha20-poly1305@openssh.com,\
     aes128-ctr,aes192-ctr,aes256-ctr";
-/// Host key algorithms in order of preference.
-const HOST_KEYS: &str = "ssh-ed25519,ecdsa-sha2-nistp256,ecdsa-sha2-nistp384,ecdsa-sha2-nistp521,\
+/// The host key algorithms in order of preference.
+const HOST_KEY_ALGORITHMS: &str = "ssh-ed25519,ecdsa-sha2-nistp256,ecdsa-sha2-nistp384,ecdsa-sha2-nistp521,\
     rsa-sha2-512,rsa-sha2-256,ssh-rsa";
-/// The kernel closes the connection when sent data is not acknowledged for this long, in
+/// How long sent data may stay unacknowledged before the kernel closes the connection, in
 /// milliseconds.
 const TCP_USER_TIMEOUT_MS: u32 = 30_000;
 /// The interval of keepalive messages on an idle connection, in seconds.
 pub(super) const KEEPALIVE_S: u32 = 15;
-/// Most attempts to connect to a server that closes connections before its banner. A server does so
-/// when it has too many connections.
+/// The limit of attempts to connect to a server that closes connections before its banner, which it
+/// does when it has too many connections.
 const MAX_CONNECT_ATTEMPTS: u32 = 6;
-/// The pause before the second attempt; doubled each time.
+/// The pause before the second attempt to connect. It doubles with each attempt.
 const FIRST_RETRY_DELAY: Duration = Duration::from_millis(200);
 
 /// The byte stream to a host's SSH server.
@@ -49,7 +49,8 @@ enum SshSocket {
 }
 
 impl SshSocket {
-    fn duplicate(&self) -> io::Result<OwnedFd> {
+    /// Duplicates the file descriptor of the socket.
+    fn duplicate_fd(&self) -> io::Result<OwnedFd> {
         match self {
             SshSocket::Tcp(stream) => stream.try_clone().map(OwnedFd::from),
             SshSocket::Tunnel(stream) => stream.try_clone().map(OwnedFd::from),
@@ -57,10 +58,10 @@ impl SshSocket {
     }
 }
 
-/// Connects, checks the host key and logs in. Blocks.
+/// Connects to a host through its jump hosts, checks the host key and logs in. Blocks.
 ///
 /// The session is in blocking mode, with the timeout of the target.
-pub(super) fn connect(target: &SshTarget, progress: &ConnectionProgress) -> diagnostic::Result<Session> {
+pub(super) fn open_session(target: &SshTarget, progress: &ConnectionProgress) -> diagnostic::Result<Session> {
     let mut previous = None;
     for hop in &target.jumps {
         previous = Some((connect_hop(target, hop, previous.take(), progress)?, hop));
@@ -68,7 +69,8 @@ pub(super) fn connect(target: &SshTarget, progress: &ConnectionProgress) -> diag
     connect_hop(target, target, previous, progress)
 }
 
-/// Connects to one hop. Retries a direct connection that the server closes before its banner.
+/// Connects to one hop, directly or through the session with the previous hop, and logs in. Retries
+/// a direct connection that the server closes before its banner.
 fn connect_hop(
     target: &SshTarget,
     hop: &SshTarget,
@@ -85,11 +87,11 @@ fn connect_hop(
             Some((session, jump)) => SshSocket::Tunnel(open_tunnel(session, jump, hop)?),
         };
         let is_tunnel = matches!(socket, SshSocket::Tunnel(_));
-        progress.set_socket(&socket.duplicate().map_err(|error| no_resources(hop, &error))?);
+        progress.set_socket(&socket.duplicate_fd().map_err(|error| build_resource_error(hop, &error))?);
         progress.set_stage(ConnectionStage::HostKey);
-        let known_hosts = hop.known_hosts()?;
-        match handshake(hop, socket, &known_hosts) {
-            Err(HandshakeFailure::ClosedBeforeBanner) if attempt < MAX_CONNECT_ATTEMPTS && !is_tunnel => {
+        let known_hosts = hop.load_known_hosts()?;
+        match perform_handshake(hop, socket, &known_hosts) {
+            Err(SshHandshakeFailure::ClosedBeforeBanner) if attempt < MAX_CONNECT_ATTEMPTS && !is_tunnel => {
                 thread::sleep(delay);
                 delay *= 2;
                 attempt += 1;
@@ -98,7 +100,7 @@ fn connect_hop(
             Ok(session) => {
                 verify_host_key(hop, &session, &known_hosts)?;
                 progress.set_stage(ConnectionStage::Authentication);
-                auth::authenticate(hop, &session)?;
+                auth::log_in(hop, &session)?;
                 session.set_keepalive(true, KEEPALIVE_S);
                 return Ok(session);
             }
@@ -106,16 +108,20 @@ fn connect_hop(
     }
 }
 
-fn no_resources(target: &SshTarget, error: &io::Error) -> Diagnostic {
+/// Builds the error for a connection that lacks a resource of this machine, such as a file
+/// descriptor or a thread.
+fn build_resource_error(target: &SshTarget, error: &io::Error) -> Diagnostic {
     let message = format!("cannot open an SSH connection to host {}", target.name);
-    ssh_error(target, host::SSH_SESSION_LIMIT, message).with_cause(error)
+    build_ssh_error(target, host::SSH_SESSION_LIMIT, message).with_cause(error)
 }
 
+/// Resolves the host's name and connects to the first of its addresses that answers within the
+/// timeout.
 fn connect_tcp(target: &SshTarget, progress: &ConnectionProgress) -> diagnostic::Result<TcpStream> {
     progress.set_stage(ConnectionStage::Name);
     let addresses: Vec<SocketAddr> = (target.hostname.as_str(), target.port)
         .to_socket_addrs()
-        .map_err(|error| name_unresolved(target, &system_message(&error)))?
+        .map_err(|error| build_name_error(target, &format_system_error(&error)))?
         .collect();
     progress.set_stage(ConnectionStage::Tcp);
     let deadline = Instant::now() + target.timeout;
@@ -135,27 +141,29 @@ fn connect_tcp(target: &SshTarget, progress: &ConnectionProgress) -> diagnostic:
         }
     }
     Err(match last_error {
-        Some((error, address)) => connect_failed(target, &error, *address),
-        None => name_unresolved(target, "the name has no address"),
+        Some((error, address)) => build_connect_error(target, &error, *address),
+        None => build_name_error(target, "the name has no address"),
     })
 }
 
-fn name_unresolved(target: &SshTarget, reason: &str) -> Diagnostic {
+/// Builds the error for a host name that cannot be resolved.
+fn build_name_error(target: &SshTarget, reason: &str) -> Diagnostic {
     let SshTarget { name, hostname, .. } = target;
     let message = format!("cannot resolve the name `{hostname}` of host {name}: {reason}");
-    ssh_error(target, host::SSH_NAME_UNRESOLVED, message)
+    build_ssh_error(target, host::SSH_NAME_UNRESOLVED, message)
         .with_field("hostname", hostname.as_str())
         .with_help(format!("check the name with `getent hosts {hostname}`, or use an address"))
 }
 
-/// The text of an operating system error, without the prefix and suffix that Rust adds to it.
-fn system_message(error: &io::Error) -> String {
+/// Formats an operating system error without the prefix and suffix that Rust adds to its text.
+fn format_system_error(error: &io::Error) -> String {
     let text = error.to_string();
     let text = text.rsplit_once(" (os error").map_or(text.as_str(), |(text, _)| text);
     text.strip_prefix("failed to lookup address information: ").unwrap_or(text).to_owned()
 }
 
-fn connect_failed(target: &SshTarget, error: &io::Error, address: SocketAddr) -> Diagnostic {
+/// Builds the error for a failed TCP connection to `address`.
+fn build_connect_error(target: &SshTarget, error: &io::Error, address: SocketAddr) -> Diagnostic {
     let name = &target.name;
     let (code, message, help) = match error.kind() {
         io::ErrorKind::ConnectionRefused => (
@@ -178,7 +186,7 @@ fn connect_failed(target: &SshTarget, error: &io::Error, address: SocketAddr) ->
             "check that the host is up and in a network that this machine reaches",
         ),
         _ => {
-            let reason = system_message(error);
+            let reason = format_system_error(error);
             (
                 host::SSH_CONNECT_FAILED,
                 format!("cannot connect to host {name}: {reason} (TCP, {address})"),
@@ -186,10 +194,11 @@ fn connect_failed(target: &SshTarget, error: &io::Error, address: SocketAddr) ->
             )
         }
     };
-    ssh_error(target, code, message).with_field("address", address.to_string()).with_help(help)
+    build_ssh_error(target, code, message).with_field("address", address.to_string()).with_help(help)
 }
 
-/// Opens a tunnel to `hop` through the session with a jump host. The tunnel ends with either side.
+/// Opens a tunnel to `hop` through the session with a jump host, relayed by a separate thread.
+/// Returns the local end. The tunnel ends when either side ends.
 fn open_tunnel(session: Session, jump: &SshTarget, hop: &SshTarget) -> diagnostic::Result<UnixStream> {
     let SshTarget { name, hostname, port, .. } = hop;
     let channel = session.channel_direct_tcpip(hostname, *port, None).map_err(|error| {
@@ -198,23 +207,23 @@ fn open_tunnel(session: Session, jump: &SshTarget, hop: &SshTarget) -> diagnosti
             jump.name,
             error.message()
         );
-        ssh_error(hop, host::SSH_JUMP_FAILED, message)
+        build_ssh_error(hop, host::SSH_JUMP_FAILED, message)
             .with_field("jump_host", jump.name.as_str())
             .with_help("check that the jump host reaches it and allows TCP forwarding (`AllowTcpForwarding`)")
     })?;
-    let (near, far) = UnixStream::pair().map_err(|error| no_resources(hop, &error))?;
-    let run = move || _ = relay::relay(&session, channel, &far, None, Vec::new());
+    let (near, far) = UnixStream::pair().map_err(|error| build_resource_error(hop, &error))?;
+    let run = move || _ = relay::relay_channel(&session, channel, &far, None, Vec::new());
     thread::Builder::new()
         .name("ssh-jump".into())
         .stack_size(THREAD_STACK_BYTES)
         .spawn(run)
-        .map_err(|error| no_resources(hop, &error))?;
+        .map_err(|error| build_resource_error(hop, &error))?;
     Ok(near)
 }
 
-/// Why the SSH handshake failed.
+/// A failure of the SSH handshake with a host.
 #[derive(Debug, thiserror::Error)]
-enum HandshakeFailure {
+enum SshHandshakeFailure {
     #[error("the server closed the connection before its banner")]
     ClosedBeforeBanner,
     #[error("no SSH banner was received in time")]
@@ -223,42 +232,44 @@ enum HandshakeFailure {
     Protocol(String),
 }
 
-impl From<ssh2::Error> for HandshakeFailure {
+impl From<ssh2::Error> for SshHandshakeFailure {
     fn from(error: ssh2::Error) -> Self {
         match error.code() {
             // LIBSSH2_ERROR_TIMEOUT, LIBSSH2_ERROR_EAGAIN
-            ErrorCode::Session(-9 | -37) => HandshakeFailure::Timeout,
+            ErrorCode::Session(-9 | -37) => SshHandshakeFailure::Timeout,
             // LIBSSH2_ERROR_SOCKET_DISCONNECT, LIBSSH2_ERROR_SOCKET_RECV
-            ErrorCode::Session(-13 | -43) => HandshakeFailure::ClosedBeforeBanner,
-            _ => HandshakeFailure::Protocol(error.message().to_owned()),
+            ErrorCode::Session(-13 | -43) => SshHandshakeFailure::ClosedBeforeBanner,
+            _ => SshHandshakeFailure::Protocol(error.message().to_owned()),
         }
     }
 }
 
-impl HandshakeFailure {
+impl SshHandshakeFailure {
+    /// Converts the failure into a diagnostic that names the host.
     fn into_diagnostic(self, target: &SshTarget) -> Diagnostic {
         let name = &target.name;
         let (code, message) = match &self {
-            HandshakeFailure::Timeout => (
+            SshHandshakeFailure::Timeout => (
                 host::SSH_HANDSHAKE_TIMEOUT,
                 format!("host {name} sent no SSH banner within {} s", target.timeout.as_secs_f64()),
             ),
-            HandshakeFailure::ClosedBeforeBanner | HandshakeFailure::Protocol(_) => {
+            SshHandshakeFailure::ClosedBeforeBanner | SshHandshakeFailure::Protocol(_) => {
                 (host::SSH_HANDSHAKE_FAILED, format!("the SSH handshake with host {name} failed: {self}"))
             }
         };
-        ssh_error(target, code, message).with_help(
+        build_ssh_error(target, code, message).with_help(
             "check that an SSH server listens on the port and allows more connections (`MaxStartups`)",
         )
     }
 }
 
-/// Exchanges banners and keys.
-fn handshake(
+/// Creates a session on the socket and exchanges banners and keys. Prefers host keys of the types
+/// that are known for the host.
+fn perform_handshake(
     target: &SshTarget,
     socket: SshSocket,
     known_hosts: &KnownHosts,
-) -> Result<Session, HandshakeFailure> {
+) -> Result<Session, SshHandshakeFailure> {
     let mut session = Session::new()?;
     session.set_timeout(u32::try_from(target.timeout.as_millis()).unwrap_or(u32::MAX));
     match socket {
@@ -266,22 +277,23 @@ fn handshake(
         SshSocket::Tunnel(stream) => session.set_tcp_stream(stream),
     }
     for (method, names) in
-        [(MethodType::Kex, KEX), (MethodType::CryptCs, CIPHERS), (MethodType::CryptSc, CIPHERS)]
+        [(MethodType::Kex, KEX_METHODS), (MethodType::CryptCs, CIPHERS), (MethodType::CryptSc, CIPHERS)]
     {
         session.method_pref(method, names)?;
     }
-    let host_keys = host_key_preference(&known_hosts.key_types(&target.known_hosts_name));
+    let host_keys = order_host_key_algorithms(&known_hosts.list_key_types(&target.known_hosts_name));
     session.method_pref(MethodType::HostKey, &host_keys)?;
     session.handshake()?;
     Ok(session)
 }
 
-/// The host key algorithms to request, those of known keys first.
-fn host_key_preference(known_types: &[&str]) -> String {
+/// Returns the host key algorithms to request as a comma-separated list. Those of known keys come
+/// first.
+fn order_host_key_algorithms(known_types: &[&str]) -> String {
     let is_known = |name: &&str| {
         known_types.contains(name) || (name.starts_with("rsa-") && known_types.contains(&"ssh-rsa"))
     };
-    let (mut preference, others): (Vec<&str>, Vec<&str>) = HOST_KEYS.split(',').partition(is_known);
+    let (mut preference, others): (Vec<&str>, Vec<&str>) = HOST_KEY_ALGORITHMS.split(',').partition(is_known);
     preference.extend(others);
     preference.join(",")
 }
@@ -295,28 +307,29 @@ fn verify_host_key(
     let key = session.host_key().zip(session.host_key_hash(HashType::Sha256));
     let ((blob, key_type), hash) = key.ok_or_else(|| {
         let message = format!("the SSH handshake with host {} failed: it presents no host key", target.name);
-        ssh_error(target, host::SSH_HANDSHAKE_FAILED, message)
+        build_ssh_error(target, host::SSH_HANDSHAKE_FAILED, message)
     })?;
-    let (key_type, print, key) = (key_type_name(key_type), fingerprint(hash), encode_base64(blob));
+    let (key_type, print, key) = (to_key_type_name(key_type), format_fingerprint(hash), encode_base64(blob));
     let known_name = &target.known_hosts_name;
-    let status = known_hosts.check(known_name, key_type, &key);
+    let status = known_hosts.check_key(known_name, key_type, &key);
     if status == HostKeyStatus::Known {
         return Ok(());
     }
     if status == HostKeyStatus::Unknown && target.host_key_policy == KnownHostsPolicy::AcceptNew {
-        return known_hosts::add_key(&target.new_keys_file, known_name, key_type, &key).map_err(|error| {
+        return known_hosts::append_key(&target.new_keys_file, known_name, key_type, &key).map_err(|error| {
             let file = target.new_keys_file.display().to_string();
             let message = format!("cannot store the new key of host {} in {file}", target.name);
-            ssh_error(target, host::SSH_KNOWN_HOSTS_UNWRITABLE, message)
+            build_ssh_error(target, host::SSH_KNOWN_HOSTS_UNWRITABLE, message)
                 .with_field("file", file)
                 .with_cause(&error)
                 .with_help("make the file writable, or add the key yourself and use `strict`")
         });
     }
-    Err(host_key_rejected(target, status, key_type, &print))
+    Err(build_host_key_error(target, status, key_type, &print))
 }
 
-fn host_key_rejected(
+/// Builds the error for a host key that is not accepted.
+fn build_host_key_error(
     target: &SshTarget,
     status: HostKeyStatus,
     key_type: &str,
@@ -370,15 +383,15 @@ fn host_key_rejected(
             "another machine that has the key may answer in its place; give the host a new key".to_owned(),
         ),
     };
-    ssh_error(target, code, message)
+    build_ssh_error(target, code, message)
         .with_field("key_type", key_type)
         .with_field("fingerprint", fingerprint)
         .with_field("known_hosts", file)
         .with_help(help)
 }
 
-/// The name of a key type in known_hosts.
-fn key_type_name(key_type: HostKeyType) -> &'static str {
+/// Returns the name of a key type as it appears in known_hosts.
+fn to_key_type_name(key_type: HostKeyType) -> &'static str {
     match key_type {
         HostKeyType::Rsa => "ssh-rsa",
         HostKeyType::Dss => "ssh-dss",

@@ -1,5 +1,5 @@
-//! How far the connection to one host is and how it ended, shared by the connection's thread and
-//! the controller.
+//! [`ConnectionProgress`]: how far the connection to one host is and how it ended, shared by the
+//! connection's thread and the controller.
 use crate::transport::RemoteConnection;
 use contract::control::ExitStatus;
 use diagnostic::{Diagnostic, codes::host};
@@ -16,73 +16,79 @@ use std::{
 /// The stages of starting an agent over SSH, in their order.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum ConnectionStage {
-    /// Evaluate the job and the SSH configuration.
+    /// Evaluation of the job and of the SSH configuration.
     #[default]
     Config,
-    /// Resolve the host's name.
+    /// Resolution of the host's name.
     Name,
-    /// Connect over TCP.
+    /// TCP connection.
     Tcp,
-    /// Check the host's key.
+    /// Check of the host's key.
     HostKey,
-    /// Log in.
+    /// Login of the user.
     Authentication,
-    /// Run a shell and the executable.
+    /// Start of a shell and of the executable.
     Exec,
     /// The agent runs.
     Agent,
 }
 
-/// Written by a connection's thread, read by the controller or by `launch check`.
+/// The stage, socket and result of a connection. The connection's thread writes them, and the
+/// controller or `launch check` reads them.
 #[derive(Default)]
 pub(crate) struct ConnectionProgress {
     state: Mutex<ProgressState>,
     aborted: AtomicBool,
 }
 
+/// The stage, socket and result of a connection.
 #[derive(Default)]
 struct ProgressState {
     stage: ConnectionStage,
-    /// A duplicate of the socket in use, to shut it down.
+    /// A duplicate of the socket in use, which an abort shuts down.
     socket: Option<OwnedFd>,
     failure: Option<Diagnostic>,
     exit_status: Option<ExitStatus>,
-    /// What the login shell printed before the agent answered.
+    /// The output of the login shell before the agent answered.
     shell_output: String,
 }
 
 impl ConnectionProgress {
-    fn lock(&self) -> MutexGuard<'_, ProgressState> {
+    /// Locks the state, also after a thread has panicked while it held the lock.
+    fn lock_state(&self) -> MutexGuard<'_, ProgressState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(super) fn set_stage(&self, stage: ConnectionStage) {
-        self.lock().stage = stage;
+        self.lock_state().stage = stage;
     }
 
-    /// The stage that was reached, or that failed if [`Self::connection_failure`] is set.
+    /// Returns the stage that was reached or, if [`Self::connection_failure`] is set, the stage
+    /// that failed.
     pub(crate) fn stage(&self) -> ConnectionStage {
-        self.lock().stage
+        self.lock_state().stage
     }
 
-    /// What the login shell printed before the agent answered.
+    /// Returns what the login shell printed before the agent answered.
     pub(crate) fn shell_output(&self) -> String {
-        self.lock().shell_output.clone()
+        self.lock_state().shell_output.clone()
     }
 
+    /// Records the output of the login shell.
     pub(super) fn set_shell_output(&self, output: &[u8]) {
-        self.lock().shell_output = String::from_utf8_lossy(output).trim().to_owned();
+        self.lock_state().shell_output = String::from_utf8_lossy(output).trim().to_owned();
     }
 
-    /// Sets the socket that [`RemoteConnection::abort`] shuts down.
+    /// Sets the socket that [`RemoteConnection::abort`] shuts down. Shuts it down at once if the
+    /// connection was aborted already.
     pub(super) fn set_socket(&self, socket: &OwnedFd) {
-        self.lock().socket = socket.try_clone().ok();
+        self.lock_state().socket = socket.try_clone().ok();
         if self.aborted.load(Ordering::SeqCst) {
-            self.shut_down();
+            self.shut_down_socket();
         }
     }
 
-    /// Returns an error after the connection was aborted.
+    /// Returns an error if the connection was aborted.
     pub(super) fn check_not_aborted(&self, name: &str) -> diagnostic::Result<()> {
         if !self.aborted.load(Ordering::SeqCst) {
             return Ok(());
@@ -92,18 +98,19 @@ impl ConnectionProgress {
     }
 
     /// Records how the connection ended.
-    pub(super) fn finish(&self, failure: Option<Diagnostic>, exit_status: Option<ExitStatus>) {
-        let mut state = self.lock();
+    pub(super) fn record_end(&self, failure: Option<Diagnostic>, exit_status: Option<ExitStatus>) {
+        let mut state = self.lock_state();
         (state.failure, state.exit_status, state.socket) = (failure, exit_status, None);
     }
 
-    /// Why the connection failed, once it has.
+    /// Returns why the connection failed, or `None` if it has not failed.
     pub(crate) fn connection_failure(&self) -> Option<Diagnostic> {
-        self.lock().failure.clone()
+        self.lock_state().failure.clone()
     }
 
-    fn shut_down(&self) {
-        if let Some(socket) = &self.lock().socket {
+    /// Shuts down the socket in use, if there is one.
+    fn shut_down_socket(&self) {
+        if let Some(socket) = &self.lock_state().socket {
             _ = shutdown(socket.as_raw_fd(), Shutdown::Both);
         }
     }
@@ -111,7 +118,7 @@ impl ConnectionProgress {
 
 impl fmt::Debug for ConnectionProgress {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let state = self.lock();
+        let state = self.lock_state();
         write!(f, "{:?} {:?} {:?}", state.stage, state.failure, state.exit_status)
     }
 }
@@ -119,7 +126,7 @@ impl fmt::Debug for ConnectionProgress {
 impl RemoteConnection for Arc<ConnectionProgress> {
     fn abort(&self) {
         self.aborted.store(true, Ordering::SeqCst);
-        self.shut_down();
+        self.shut_down_socket();
     }
 
     fn failure(&self) -> Option<Diagnostic> {
@@ -127,6 +134,6 @@ impl RemoteConnection for Arc<ConnectionProgress> {
     }
 
     fn exit_status(&self) -> Option<ExitStatus> {
-        self.lock().exit_status
+        self.lock_state().exit_status
     }
 }

@@ -16,7 +16,7 @@ use std::{
     str::FromStr,
 };
 
-/// Bytes that are buffered in each direction.
+/// The bytes that are buffered in each direction.
 const BUFFER_BYTES: usize = 32 << 10;
 /// How long the host may take to report the exit status after the output has ended, in
 /// milliseconds.
@@ -26,9 +26,9 @@ const EXIT_STATUS_TIMEOUT_MS: u32 = 2000;
 /// Blocks meanwhile.
 ///
 /// `local` receives the output of the process, after `leftover`, and provides its input. `stderr`
-/// receives its standard error. Returns the exit status of the process if the host reports it; an
+/// receives its standard error. Returns the exit status of the process if the host reports it. An
 /// error means that the connection failed.
-pub(super) fn relay(
+pub(super) fn relay_channel(
     session: &Session,
     channel: Channel,
     local: &UnixStream,
@@ -48,30 +48,34 @@ pub(super) fn relay(
         to_host: RelayBuffer::default(),
         from_host: RelayBuffer { bytes: leftover, written: 0 },
         from_stderr: RelayBuffer::default(),
-        input: InputState::Open,
+        input: RelayInputState::Open,
         blocked: None,
         keepalive_s: super::connect::KEEPALIVE_S,
     };
-    relay.run()?;
-    Ok(relay.read_exit_status())
+    relay.run_relay()?;
+    Ok(relay.wait_for_exit_status())
 }
 
+/// Bytes that were read from one side and must be written to the other.
 #[derive(Default)]
 struct RelayBuffer {
     bytes: Vec<u8>,
+    /// The number of bytes that were written already.
     written: usize,
 }
 
 impl RelayBuffer {
+    /// Returns the bytes that were not written yet.
     fn unwritten(&self) -> &[u8] {
         &self.bytes[self.written..]
     }
 
+    /// Whether all bytes were written.
     fn is_empty(&self) -> bool {
         self.written >= self.bytes.len()
     }
 
-    /// Reads into the buffer, which must be empty. Returns the bytes that were read.
+    /// Reads into the buffer, which must be empty. Returns the number of bytes that were read.
     fn fill_from(&mut self, mut source: impl Read) -> io::Result<usize> {
         self.bytes.resize(BUFFER_BYTES, 0);
         self.written = 0;
@@ -80,6 +84,7 @@ impl RelayBuffer {
         result
     }
 
+    /// Writes as much as `sink` accepts. Returns the number of bytes that were written.
     fn write_to(&mut self, mut sink: impl Write) -> io::Result<usize> {
         let n = sink.write(self.unwritten())?;
         self.written += n;
@@ -87,26 +92,27 @@ impl RelayBuffer {
     }
 }
 
-/// The state of the direction to the host.
+/// The state of the stream to the host.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum InputState {
+enum RelayInputState {
     Open,
-    /// `local` has ended, and the host does not know it yet.
+    /// `local` has ended, and the host was not informed yet.
     Ended,
-    /// The host was sent the end of the input.
+    /// The end of the input was sent to the host.
     EofSent,
 }
 
-/// An operation on the session. libssh2 requires that an operation that blocked in the middle of a
-/// packet is repeated before any other.
+/// An operation on the SSH session. libssh2 requires that an operation that blocked in the middle
+/// of a packet is repeated before any other.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum SessionOp {
+enum SshSessionOp {
     Write,
     SendEof,
     Read,
     ReadStderr,
 }
 
+/// The state of relaying one channel.
 struct ChannelRelay<'a> {
     session: &'a Session,
     channel: Channel,
@@ -115,18 +121,21 @@ struct ChannelRelay<'a> {
     to_host: RelayBuffer,
     from_host: RelayBuffer,
     from_stderr: RelayBuffer,
-    input: InputState,
-    blocked: Option<SessionOp>,
+    input: RelayInputState,
+    /// The operation that has to be repeated before any other.
+    blocked: Option<SshSessionOp>,
     /// Seconds until the next keepalive message.
     keepalive_s: u32,
 }
 
 impl ChannelRelay<'_> {
     /// Relays until the remote process has closed its output.
-    fn run(&mut self) -> io::Result<()> {
+    fn run_relay(&mut self) -> io::Result<()> {
         loop {
-            let mut progressed = self.serve_local()?;
-            for op in [SessionOp::Write, SessionOp::SendEof, SessionOp::Read, SessionOp::ReadStderr] {
+            let mut progressed = self.relay_local_sockets()?;
+            for op in
+                [SshSessionOp::Write, SshSessionOp::SendEof, SshSessionOp::Read, SshSessionOp::ReadStderr]
+            {
                 if self.blocked.is_none_or(|blocked| blocked == op) {
                     progressed |= self.run_session_op(op)?;
                 }
@@ -136,26 +145,29 @@ impl ChannelRelay<'_> {
                 return Ok(());
             }
             if !progressed {
-                self.wait()?;
+                self.wait_for_io()?;
             }
         }
     }
 
-    /// Reads from and writes to the local sockets. Returns whether any bytes moved.
-    fn serve_local(&mut self) -> io::Result<bool> {
+    /// Reads from and writes to the local sockets without blocking. Returns whether any bytes
+    /// moved.
+    fn relay_local_sockets(&mut self) -> io::Result<bool> {
         let mut progressed = false;
-        if self.input == InputState::Open && self.to_host.is_empty() {
+        if self.input == RelayInputState::Open && self.to_host.is_empty() {
             match none_if_would_block(self.to_host.fill_from(self.local))? {
-                Some(0) => self.input = InputState::Ended,
+                Some(0) => self.input = RelayInputState::Ended,
                 Some(_) => {}
-                None => return self.write_local(progressed),
+                None => return self.write_to_local_sockets(progressed),
             }
             progressed = true;
         }
-        self.write_local(progressed)
+        self.write_to_local_sockets(progressed)
     }
 
-    fn write_local(&mut self, mut progressed: bool) -> io::Result<bool> {
+    /// Writes buffered output to the local sockets without blocking. Returns `true` if any bytes
+    /// moved or `progressed` is set.
+    fn write_to_local_sockets(&mut self, mut progressed: bool) -> io::Result<bool> {
         if !self.from_host.is_empty() {
             progressed |= none_if_would_block(self.from_host.write_to(self.local))?.is_some();
         }
@@ -173,20 +185,20 @@ impl ChannelRelay<'_> {
         Ok(progressed)
     }
 
-    /// Runs one operation on the session. Returns whether it progressed.
-    fn run_session_op(&mut self, op: SessionOp) -> io::Result<bool> {
+    /// Runs one operation on the session without blocking. Returns whether it progressed.
+    fn run_session_op(&mut self, op: SshSessionOp) -> io::Result<bool> {
         let result = match op {
-            SessionOp::Write if !self.to_host.is_empty() => {
+            SshSessionOp::Write if !self.to_host.is_empty() => {
                 self.to_host.write_to(&mut self.channel).map(|_| true)
             }
-            SessionOp::SendEof if self.input == InputState::Ended && self.to_host.is_empty() => {
+            SshSessionOp::SendEof if self.input == RelayInputState::Ended && self.to_host.is_empty() => {
                 let sent = self.channel.send_eof().map_err(io::Error::from);
-                sent.map(|()| self.input = InputState::EofSent).map(|()| true)
+                sent.map(|()| self.input = RelayInputState::EofSent).map(|()| true)
             }
-            SessionOp::Read if self.from_host.is_empty() => {
+            SshSessionOp::Read if self.from_host.is_empty() => {
                 self.from_host.fill_from(&mut self.channel).map(|n| n > 0)
             }
-            SessionOp::ReadStderr if self.from_stderr.is_empty() => {
+            SshSessionOp::ReadStderr if self.from_stderr.is_empty() => {
                 self.from_stderr.fill_from(self.channel.stream(super::STDERR)).map(|n| n > 0)
             }
             _ => Ok(false),
@@ -198,13 +210,14 @@ impl ChannelRelay<'_> {
         Ok(result?.unwrap_or(false))
     }
 
-    /// Waits until a socket is ready or a keepalive message is due.
-    fn wait(&mut self) -> io::Result<()> {
+    /// Waits until a socket is ready or a keepalive message is due. Sends a keepalive message that
+    /// is due.
+    fn wait_for_io(&mut self) -> io::Result<()> {
         if self.blocked.is_none() && self.keepalive_s == 0 {
             let next = self.session.keepalive_send().map_err(io::Error::from);
             self.keepalive_s = none_if_would_block(next)?.unwrap_or(1).max(1);
         }
-        // SAFETY: the session owns its socket, and lives longer than this call.
+        // SAFETY: the session owns its socket and outlives `ssh_socket`.
         let ssh_socket = unsafe { BorrowedFd::borrow_raw(self.session.as_raw_fd()) };
         let mut events = PollFlags::POLLIN;
         if self.blocked.is_some() {
@@ -212,7 +225,7 @@ impl ChannelRelay<'_> {
         }
         let mut fds = vec![PollFd::new(ssh_socket, events)];
         let mut events = PollFlags::empty();
-        events.set(PollFlags::POLLIN, self.input == InputState::Open && self.to_host.is_empty());
+        events.set(PollFlags::POLLIN, self.input == RelayInputState::Open && self.to_host.is_empty());
         events.set(PollFlags::POLLOUT, !self.from_host.is_empty());
         fds.push(PollFd::new(self.local.as_fd(), events));
         if let Some(stderr) = self.stderr.filter(|_| !self.from_stderr.is_empty()) {
@@ -226,14 +239,15 @@ impl ChannelRelay<'_> {
         }
         // The owner of the other end of `local` has closed both directions.
         let hung_up = fds.get(1).and_then(|fd| fd.revents()).is_some_and(|r| r.contains(PollFlags::POLLHUP));
-        if hung_up && self.input == InputState::EofSent {
+        if hung_up && self.input == RelayInputState::EofSent {
             return Err(io::Error::other("the local end was closed"));
         }
         Ok(())
     }
 
-    /// Waits up to [`EXIT_STATUS_TIMEOUT_MS`] for the exit status of the remote process.
-    fn read_exit_status(&mut self) -> Option<ExitStatus> {
+    /// Waits up to [`EXIT_STATUS_TIMEOUT_MS`] for the exit status of the remote process. Returns
+    /// `None` if the host does not report it.
+    fn wait_for_exit_status(&mut self) -> Option<ExitStatus> {
         self.session.set_blocking(true);
         self.session.set_timeout(EXIT_STATUS_TIMEOUT_MS);
         self.channel.wait_close().ok()?;
@@ -247,7 +261,7 @@ impl ChannelRelay<'_> {
     }
 }
 
-/// Turns `WouldBlock` and `Interrupted` into `None`.
+/// Converts the errors `WouldBlock` and `Interrupted` into `None`.
 fn none_if_would_block<T>(result: io::Result<T>) -> io::Result<Option<T>> {
     match result {
         Ok(value) => Ok(Some(value)),

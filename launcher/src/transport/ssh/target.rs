@@ -1,8 +1,8 @@
-//! Resolves how a host is reached: from the job, then the SSH configuration, then OpenSSH's
-//! defaults.
+//! [`TargetResolver`]: resolves how a host is reached: from the job, then the SSH configuration,
+//! then OpenSSH's defaults.
 use super::{
-    config::{HostSettings, SshConfigLines, UnsupportedKeyword, expand_tilde},
-    known_hosts::{self, KnownHosts, known_hosts_name},
+    config::{SshConfigLines, SshHostSettings, UnsupportedSshKeyword, expand_tilde},
+    known_hosts::{self, KnownHosts, format_known_hosts_name},
 };
 use contract::{
     hosts::{HostAddress, parse_hosts},
@@ -17,44 +17,45 @@ use std::{
     time::Duration,
 };
 
-/// The most jump hosts on the way to one host.
+/// The limit of jump hosts on the way to one host.
 const MAX_JUMPS: usize = 4;
-/// Keys that are tried if no key is configured, as OpenSSH does.
+/// The key files that are tried if no key is configured, as OpenSSH does.
 const DEFAULT_KEYS: [&str; 3] = ["id_ed25519", "id_ecdsa", "id_rsa"];
 
-/// Everything that is needed to connect to a host.
+/// Everything that is needed to connect to a host over SSH.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct SshTarget {
-    /// The host as the job names it.
+    /// The host's name in the job.
     pub(super) name: String,
     pub(super) hostname: String,
     pub(super) port: u16,
     pub(super) user: String,
     /// The name of the host in known_hosts.
     pub(super) known_hosts_name: String,
-    /// What to do with a key that is not known.
+    /// Whether a host key that is not in known_hosts is accepted.
     pub(super) host_key_policy: KnownHostsPolicy,
     pub(super) known_hosts_files: Vec<PathBuf>,
-    /// The file that receives new host keys.
+    /// The known_hosts file that receives new host keys.
     pub(super) new_keys_file: PathBuf,
-    /// Files of private keys.
+    /// The files of private keys.
     pub(super) keys: Vec<PathBuf>,
-    /// Of the SSH agent's keys, offer only those that are also in `keys`.
+    /// Whether only those keys of the SSH agent are offered that are also in `keys`.
     pub(super) configured_keys_only: bool,
-    /// The socket of the SSH agent: `None` for that of the environment, `Some(None)` for no agent.
+    /// The socket of the SSH agent. `None` stands for the socket that the environment names, and
+    /// `Some(None)` for no agent.
     pub(super) agent: Option<Option<PathBuf>>,
-    /// The jump hosts on the way, nearest first.
+    /// The jump hosts on the way to the host, nearest first.
     pub(super) jumps: Vec<SshTarget>,
-    /// The limit of connecting and of the SSH handshake.
+    /// The time limit of the TCP connection and of the SSH handshake.
     pub(super) timeout: Duration,
 }
 
-/// Resolves the hosts of a job.
+/// Resolves how the hosts of a job are reached over SSH.
 #[derive(Debug)]
 pub(super) struct TargetResolver {
     spec: SshSpec,
     config: SshConfigLines,
-    /// The argument of `-F` for `ssh -G`.
+    /// The argument of `-F` for `ssh -G`; `None` for OpenSSH's default files.
     config_file: Option<PathBuf>,
     home: PathBuf,
     /// The name of the local user.
@@ -62,7 +63,7 @@ pub(super) struct TargetResolver {
 }
 
 impl TargetResolver {
-    /// Reads the SSH configuration. Relative paths of the job are relative to `base`.
+    /// Reads the SSH configuration. Relative paths in `spec` are relative to `base`.
     pub(super) fn new(spec: &SshSpec, base: &Path) -> diagnostic::Result<TargetResolver> {
         let account = User::from_uid(Uid::current()).ok().flatten();
         let home = std::env::home_dir().or_else(|| account.as_ref().map(|a| a.dir.clone()));
@@ -78,7 +79,7 @@ impl TargetResolver {
             }
         };
         let required = matches!(spec.config, SshConfig::File(_));
-        let config = SshConfigLines::read(&files, required, &home).map_err(|error| {
+        let config = SshConfigLines::read_files(&files, required, &home).map_err(|error| {
             error.with_help("`cluster.ssh.config` names the file that is read; `none` reads no file")
         })?;
         let mut spec = spec.clone();
@@ -86,9 +87,9 @@ impl TargetResolver {
         Ok(TargetResolver { spec, config, config_file, home, local_user })
     }
 
-    /// Resolves how this host is reached.
-    pub(super) fn target(&self, host: &HostAddress) -> diagnostic::Result<SshTarget> {
-        let settings = self.host_settings(host)?;
+    /// Resolves how this host is reached, including its jump hosts.
+    pub(super) fn resolve_target(&self, host: &HostAddress) -> diagnostic::Result<SshTarget> {
+        let settings = self.find_host_settings(host)?;
         let mut target = self.resolve_hop(host, &settings, &self.spec)?;
         let is_set = |value: &String| !value.eq_ignore_ascii_case("none");
         if let Some(command) = settings.proxy_command.filter(is_set)
@@ -107,13 +108,13 @@ impl TargetResolver {
         }
         let jump = self.spec.jump.clone().or(settings.proxy_jump);
         if let Some(jump) = jump.filter(is_set) {
-            target.jumps = self.jumps(&target, &jump)?;
+            target.jumps = self.resolve_jumps(&target, &jump)?;
         }
         Ok(target)
     }
 
-    /// Resolves the jump hosts, nearest first.
-    fn jumps(&self, target: &SshTarget, text: &str) -> diagnostic::Result<Vec<SshTarget>> {
+    /// Resolves the jump hosts in `text`, nearest first. Leaves out the target itself.
+    fn resolve_jumps(&self, target: &SshTarget, text: &str) -> diagnostic::Result<Vec<SshTarget>> {
         let text = text.strip_prefix("ssh://").unwrap_or(text);
         let invalid = |reason: String| {
             let message = format!("the jump hosts `{text}` of host {} are not valid: {reason}", target.name);
@@ -123,10 +124,10 @@ impl TargetResolver {
         if hosts.len() > MAX_JUMPS {
             return Err(invalid(format!("at most {MAX_JUMPS} are supported")));
         }
-        // The job's user and port are those of its hosts. Jump hosts have their own, but accept the
-        // key of the job.
+        // The user and port of the job apply to its hosts only. The key of the job applies to jump
+        // hosts, too.
         let spec = SshSpec { user: None, port: None, ..self.spec.clone() };
-        let resolve = |host: &HostAddress| self.resolve_hop(host, &self.host_settings(host)?, &spec);
+        let resolve = |host: &HostAddress| self.resolve_hop(host, &self.find_host_settings(host)?, &spec);
         hosts
             .iter()
             .filter(|host| host.host != target.hostname && host.host != target.name)
@@ -134,18 +135,20 @@ impl TargetResolver {
             .collect()
     }
 
-    fn host_settings(&self, host: &HostAddress) -> diagnostic::Result<HostSettings> {
+    /// Returns the settings of a host in the SSH configuration. Runs `ssh -G` if the configuration
+    /// has keywords that only OpenSSH evaluates.
+    fn find_host_settings(&self, host: &HostAddress) -> diagnostic::Result<SshHostSettings> {
         match &self.config.unsupported {
-            None => Ok(self.config.settings(&host.host)),
+            None => Ok(self.config.find_settings(&host.host)),
             Some(keyword) => query_openssh(host, self.config_file.as_deref(), &self.spec, keyword),
         }
     }
 
-    /// Resolves one host, without its jump hosts.
+    /// Resolves how one host is reached, without its jump hosts.
     fn resolve_hop(
         &self,
         host: &HostAddress,
-        settings: &HostSettings,
+        settings: &SshHostSettings,
         spec: &SshSpec,
     ) -> diagnostic::Result<SshTarget> {
         let hostname = settings.hostname.clone().unwrap_or_else(|| host.host.clone());
@@ -185,7 +188,7 @@ impl TargetResolver {
         };
         Ok(SshTarget {
             name: host.name(),
-            known_hosts_name: alias.unwrap_or_else(|| known_hosts_name(&hostname, port)),
+            known_hosts_name: alias.unwrap_or_else(|| format_known_hosts_name(&hostname, port)),
             hostname,
             port,
             user,
@@ -201,7 +204,7 @@ impl TargetResolver {
     }
 
     /// Expands the tokens of a path (ssh_config(5), "TOKENS") and `~/`.
-    fn expand_path(&self, text: &str, tokens: &PathTokens<'_>) -> Result<PathBuf, PathError> {
+    fn expand_path(&self, text: &str, tokens: &PathTokens<'_>) -> Result<PathBuf, PathTokenError> {
         let mut path = String::new();
         let mut chars = text.chars();
         while let Some(c) = chars.next() {
@@ -214,13 +217,13 @@ impl TargetResolver {
                 ('%', Some('r')) => path.push_str(tokens.user),
                 ('%', Some('u')) => path.push_str(&self.local_user),
                 ('%', other) => {
-                    return Err(PathError::UnknownToken(other.map_or(String::new(), String::from)));
+                    return Err(PathTokenError::UnknownToken(other.map_or(String::new(), String::from)));
                 }
                 _ => path.push(c),
             }
         }
         if path.contains("${") {
-            return Err(PathError::Variable);
+            return Err(PathTokenError::Variable);
         }
         Ok(expand_tilde(&path, &self.home))
     }
@@ -228,16 +231,16 @@ impl TargetResolver {
 
 /// The values of the tokens in a path.
 struct PathTokens<'a> {
-    /// The host as the job names it.
+    /// The host's name in the job (token `%n`).
     typed: &'a str,
     hostname: &'a str,
     port: u16,
     user: &'a str,
 }
 
-/// Why a path of the SSH configuration cannot be expanded.
+/// An error in a path of the SSH configuration, whose tokens cannot be expanded.
 #[derive(Debug, thiserror::Error)]
-enum PathError {
+enum PathTokenError {
     #[error("the token `%{0}` is not supported")]
     UnknownToken(String),
     #[error("environment variables are not supported")]
@@ -245,19 +248,19 @@ enum PathError {
 }
 
 impl SshTarget {
-    /// Reads the known_hosts files of this target.
-    pub(super) fn known_hosts(&self) -> diagnostic::Result<Arc<KnownHosts>> {
-        known_hosts::load(&self.known_hosts_files).map_err(|error| error.with_subject(&self.name))
+    /// Reads the known_hosts files of this target, or returns the cached result.
+    pub(super) fn load_known_hosts(&self) -> diagnostic::Result<Arc<KnownHosts>> {
+        known_hosts::read_cached(&self.known_hosts_files).map_err(|error| error.with_subject(&self.name))
     }
 }
 
-/// Runs `ssh -G`, which prints the settings of a host as OpenSSH's client evaluates them.
+/// Runs `ssh -G`, which prints the settings of a host as OpenSSH's client evaluates them. Blocks.
 fn query_openssh(
     host: &HostAddress,
     config_file: Option<&Path>,
     spec: &SshSpec,
-    keyword: &UnsupportedKeyword,
-) -> diagnostic::Result<HostSettings> {
+    keyword: &UnsupportedSshKeyword,
+) -> diagnostic::Result<SshHostSettings> {
     let mut command = Command::new("ssh");
     command.arg("-G").stdin(Stdio::null());
     if let Some(file) = config_file {
@@ -272,12 +275,12 @@ fn query_openssh(
     }
     let reason = match command.arg("--").arg(&host.host).output() {
         Ok(output) if output.status.success() => {
-            return Ok(HostSettings::from_ssh_g(&String::from_utf8_lossy(&output.stdout)));
+            return Ok(SshHostSettings::from_ssh_g(&String::from_utf8_lossy(&output.stdout)));
         }
         Ok(output) => String::from_utf8_lossy(&output.stderr).trim().to_owned(),
         Err(error) => format!("cannot start `ssh`: {error}"),
     };
-    let UnsupportedKeyword { keyword, file, line } = keyword;
+    let UnsupportedSshKeyword { keyword, file, line } = keyword;
     let message = format!(
         "the SSH configuration of host {host} uses `{keyword}` ({file}:{line}), which only `ssh -G` \
          evaluates: {reason}"
@@ -293,10 +296,12 @@ mod tests {
     use super::*;
     use std::fs;
 
-    fn resolver(config: &str, spec: impl FnOnce(&mut SshSpec)) -> (tempfile::TempDir, TargetResolver) {
+    /// Creates a resolver for an SSH configuration and a modified default spec. The directory holds
+    /// the configuration.
+    fn create_resolver(config: &str, spec: impl FnOnce(&mut SshSpec)) -> (tempfile::TempDir, TargetResolver) {
         let dir = tempfile::tempdir().expect("a directory");
         fs::write(dir.path().join("config"), config).expect("a file");
-        let mut ssh = crate::testing::job().cluster.ssh;
+        let mut ssh = crate::testing::sample_job().cluster.ssh;
         ssh.config = SshConfig::File("config".into());
         spec(&mut ssh);
         let resolver = TargetResolver::new(&ssh, dir.path()).expect("a configuration");
@@ -310,41 +315,42 @@ mod tests {
     #[test]
     fn the_host_takes_precedence_over_the_job_and_the_job_over_the_configuration() {
         let config = "Host a\nHostName %h.lan\nUser cfg\nPort 7\nIdentityFile /k/%r@%h:%p\nUserKnownHostsFile /kh\nIdentitiesOnly yes\n";
-        let (_dir, plain) = resolver(config, |_| ());
-        let target = plain.target(&parse_host("a")).expect("a target");
+        let (_dir, plain) = create_resolver(config, |_| ());
+        let target = plain.resolve_target(&parse_host("a")).expect("a target");
         assert_eq!((target.hostname.as_str(), target.port, target.user.as_str()), ("a.lan", 7, "cfg"));
         assert_eq!(target.keys, [PathBuf::from("/k/cfg@a.lan:7")]);
         assert_eq!((target.known_hosts_name.as_str(), target.configured_keys_only), ("[a.lan]:7", true));
         assert_eq!(target.new_keys_file, PathBuf::from("/kh"));
-        let (dir, job) =
-            resolver(config, |s| (s.user, s.port, s.key) = (Some("job".into()), Some(8), Some("key".into())));
-        let target = job.target(&parse_host("a")).expect("a target");
+        let (dir, job) = create_resolver(config, |s| {
+            (s.user, s.port, s.key) = (Some("job".into()), Some(8), Some("key".into()))
+        });
+        let target = job.resolve_target(&parse_host("a")).expect("a target");
         assert_eq!(
             (target.port, target.user.as_str(), &target.keys),
             (8, "job", &vec![dir.path().join("key")])
         );
-        let target = job.target(&parse_host("own@a:9")).expect("a target");
+        let target = job.resolve_target(&parse_host("own@a:9")).expect("a target");
         assert_eq!((target.port, target.user.as_str()), (9, "own"));
     }
 
     #[test]
     fn jump_hosts_come_from_the_configuration() {
         let config = "Host b\nUser x\nHost c\nProxyJump me@b,d:7\nHost p\nProxyCommand nc %h %p\nHost q\nProxyJump none\n";
-        let (_dir, resolver) = resolver(config, |_| ());
-        let jumps = resolver.target(&parse_host("c")).expect("a target").jumps;
+        let (_dir, resolver) = create_resolver(config, |_| ());
+        let jumps = resolver.resolve_target(&parse_host("c")).expect("a target").jumps;
         let shown: Vec<_> = jumps.iter().map(|t| (t.user.as_str(), t.hostname.as_str(), t.port)).collect();
         assert_eq!(shown[0], ("me", "b", 22));
         assert_eq!((shown[1].1, shown[1].2), ("d", 7));
-        assert!(resolver.target(&parse_host("q")).expect("a target").jumps.is_empty());
-        let error = resolver.target(&parse_host("p")).expect_err("a command");
+        assert!(resolver.resolve_target(&parse_host("q")).expect("a target").jumps.is_empty());
+        let error = resolver.resolve_target(&parse_host("p")).expect_err("a command");
         assert_eq!(error.code(), host::SSH_PROXY_UNSUPPORTED);
         assert_eq!(error.field("proxy_command"), Some(&"nc %h %p".into()));
     }
 
     #[test]
     fn match_blocks_are_evaluated_by_ssh_g() {
-        let (_dir, resolver) = resolver("Match host a\nUser matched\nPort 5\n", |_| ());
-        match resolver.target(&parse_host("a")) {
+        let (_dir, resolver) = create_resolver("Match host a\nUser matched\nPort 5\n", |_| ());
+        match resolver.resolve_target(&parse_host("a")) {
             Ok(target) => assert_eq!((target.user.as_str(), target.port), ("matched", 5)),
             // OpenSSH's client is not installed.
             Err(error) => assert_eq!(error.code(), host::SSH_CONFIG_UNSUPPORTED),
@@ -354,8 +360,8 @@ mod tests {
     #[test]
     fn unknown_tokens_are_rejected() {
         for text in ["IdentityFile /%Z", "IdentityFile ${X}/k", "UserKnownHostsFile /%"] {
-            let (_dir, resolver) = resolver(text, |_| ());
-            let error = resolver.target(&parse_host("a")).expect_err(text);
+            let (_dir, resolver) = create_resolver(text, |_| ());
+            let error = resolver.resolve_target(&parse_host("a")).expect_err(text);
             assert_eq!(error.code(), host::SSH_CONFIG_TOKEN_UNKNOWN);
         }
     }

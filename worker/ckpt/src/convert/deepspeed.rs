@@ -2,51 +2,55 @@
 use super::file_plan::{FilePlan, StorageBuilder, StorageSpan};
 use super::notice::ConvertNotice;
 use super::param_groups::WeightGroup;
-use super::training_state::SourceState;
+use super::source_state::SourceState;
 use super::{ConvertOptions, FileContent, OutputPlan};
 use crate::catalog::TensorRole;
 use crate::dtype::Dtype;
 use crate::error::Result;
-use crate::pickle::Object;
-use crate::state::LossScale;
+use crate::pickle::PythonObject;
+use crate::training_state::LossScale;
 use std::ops::Range;
 
 const LOSS_SCALER_CLASS: &str = "deepspeed.runtime.fp16.loss_scaler.LossScaler";
 const DYNAMIC_LOSS_SCALER_CLASS: &str = "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler";
-const STAGE_ENUM: &str = "deepspeed.runtime.zero.config.ZeroStageEnum";
+const STAGE_ENUM_CLASS: &str = "deepspeed.runtime.zero.config.ZeroStageEnum";
 const FRAGMENT_CLASS: &str = "deepspeed.utils.tensor_fragment.fragment_address";
 
-/// Parameters that DeepSpeed flattens into one array: a parameter group, or in stage 3 a sub-group
-/// of one.
+/// The parameters that DeepSpeed flattens into one array: those of a parameter group, or at stage 3
+/// those of a sub-group of it.
 struct FlatGroup {
     /// Index of the parameter group.
     group: usize,
     /// Positions of the parameters in the group.
     members: Range<usize>,
-    /// Number of updates that the parameters had.
+    /// Update count, which all parameters of the flat group share.
     step: f64,
 }
 
-/// The name of an optimizer state in torch's `state_dict`.
-fn torch_state_name(role: TensorRole) -> &'static str {
+/// Returns the key of an optimizer state in torch's `state_dict`.
+fn torch_state_key(role: TensorRole) -> &'static str {
     match role {
         TensorRole::Momentum => "momentum_buffer",
         other => other.name(),
     }
 }
 
-/// Plans the optimizer and model files of every rank, and `latest`.
-pub(super) fn plan(state: &mut SourceState, options: &ConvertOptions) -> Result<OutputPlan> {
-    let (stage, world, tag) = (state.stage, state.world, state.tag());
-    complete_options(state);
-    let flats = flat_groups(state, options.sub_group_size)?;
+/// Plans a ZeRO checkpoint: the optimizer and model files of every rank, and `latest`. Adds missing
+/// options to the groups of `state`, and notices.
+///
+/// # Errors
+/// If the parameters of a group had different numbers of updates.
+pub(super) fn plan_deepspeed(state: &mut SourceState, options: &ConvertOptions) -> Result<OutputPlan> {
+    let (stage, world, tag) = (state.stage, state.world, state.choose_tag());
+    add_default_options(state);
+    let flats = plan_flat_groups(state, options.sub_group_size)?;
     let mut files = Vec::new();
     let prefix = if state.precision == Dtype::BF16 { "bf16_" } else { "" };
     for rank in 0..world {
         let path = format!("{tag}/{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt");
         files.push(match stage {
-            3 => stage3_optimizer_file(state, &flats, rank, path),
-            _ => stage12_optimizer_file(state, &flats, rank, path),
+            3 => plan_stage3_optimizer_file(state, &flats, rank, path),
+            _ => plan_stage12_optimizer_file(state, &flats, rank, path),
         });
     }
     for rank in 0..if stage == 3 { world } else { 1 } {
@@ -54,7 +58,7 @@ pub(super) fn plan(state: &mut SourceState, options: &ConvertOptions) -> Result<
             3 => format!("{tag}/zero_pp_rank_{rank}_mp_rank_00_model_states.pt"),
             _ => format!("{tag}/mp_rank_00_model_states.pt"),
         };
-        files.push(model_file(state, &flats, rank, path));
+        files.push(plan_model_file(state, &flats, rank, path));
     }
     files.push(FilePlan { path: "latest".into(), content: FileContent::Bytes(tag.into_bytes()) });
     if options.sub_group_size < 1_000_000_000 && stage == 3 {
@@ -63,33 +67,37 @@ pub(super) fn plan(state: &mut SourceState, options: &ConvertOptions) -> Result<
     Ok(OutputPlan { files, stage: Some(stage), world })
 }
 
-/// Adds the options that torch's optimizers require in every group and that the source may lack.
-pub(super) fn complete_options(state: &mut SourceState) {
+/// Adds the default values of options that torch's AdamW requires in every group. Does nothing for
+/// other optimizers.
+pub(super) fn add_default_options(state: &mut SourceState) {
     let adam = state.roles.contains(&TensorRole::ExpAvg);
     for group in &mut state.groups {
-        let mut default = |key: &str, value: Object| {
+        let mut default = |key: &str, value: PythonObject| {
             if !group.options.iter().any(|(k, _)| k == key) {
                 group.options.push((key.into(), value));
             }
         };
         if adam {
-            default("decoupled_weight_decay", Object::Bool(true));
+            default("decoupled_weight_decay", PythonObject::Bool(true));
             for key in ["amsgrad", "maximize", "capturable", "differentiable"] {
-                default(key, Object::Bool(false));
+                default(key, PythonObject::Bool(false));
             }
-            default("foreach", Object::None);
-            default("fused", Object::None);
+            default("foreach", PythonObject::None);
+            default("fused", PythonObject::None);
         }
     }
 }
 
-/// The flat groups; in stage 3 each parameter group is split into sub-groups the way DeepSpeed does
-/// it.
-fn flat_groups(state: &SourceState, sub_group_size: u64) -> Result<Vec<FlatGroup>> {
+/// Divides the parameter groups into flat groups. At stage 3 splits each group into sub-groups of
+/// `sub_group_size` elements per rank, by DeepSpeed's algorithm.
+///
+/// # Errors
+/// If the parameters of a flat group had different numbers of updates.
+fn plan_flat_groups(state: &SourceState, sub_group_size: u64) -> Result<Vec<FlatGroup>> {
     let mut flats = Vec::new();
     for (g, group) in state.groups.iter().enumerate() {
         let mut push = |members: Range<usize>| -> Result<()> {
-            let step = state.common_update_count(group, members.clone())?;
+            let step = state.require_common_update_count(group, members.clone())?;
             flats.push(FlatGroup { group: g, members, step });
             Ok(())
         };
@@ -100,7 +108,7 @@ fn flat_groups(state: &SourceState, sub_group_size: u64) -> Result<Vec<FlatGroup
         }
         let (mut from, mut filled) = (0, 0);
         for (i, &weight) in group.weights.iter().enumerate() {
-            filled += elements_per_rank(state, weight);
+            filled += count_elements_per_rank(state, weight);
             if filled >= sub_group_size || i + 1 == count {
                 push(from..i + 1)?;
                 (from, filled) = (i + 1, 0);
@@ -110,30 +118,32 @@ fn flat_groups(state: &SourceState, sub_group_size: u64) -> Result<Vec<FlatGroup
     Ok(flats)
 }
 
-/// Elements of a tensor that each rank stores in stage 3, padding included.
-fn elements_per_rank(state: &SourceState, tensor: usize) -> u64 {
-    state.elements(tensor).div_ceil(u64::from(state.world))
+/// Counts the elements of a tensor that each rank stores at stage 3, including padding.
+fn count_elements_per_rank(state: &SourceState, tensor: usize) -> u64 {
+    state.element_count(tensor).div_ceil(u64::from(state.world))
 }
 
 impl FlatGroup {
+    /// Returns the weights of the flat group, as indices of tensors.
     fn group_weights<'a>(&self, state: &'a SourceState) -> &'a [usize] {
         &state.groups[self.group].weights[self.members.clone()]
     }
 }
 
-/// The tensors of one role for these weights; every weight of a group has them.
-fn role_tensors(state: &SourceState, weights: &[usize], role: TensorRole) -> Vec<usize> {
+/// Finds the tensors of a role that belong to these weights, as indices of tensors.
+fn find_role_tensors(state: &SourceState, weights: &[usize], role: TensorRole) -> Vec<usize> {
     match role {
         TensorRole::Weight => weights.to_vec(),
-        _ => weights.iter().filter_map(|&w| state.optimizer_state_index(w, role)).collect(),
+        _ => weights.iter().filter_map(|&w| state.find_state_index(w, role)).collect(),
     }
 }
 
-/// Elements `range` of the concatenated tensors, padded with zeros to the end of the range.
-fn concatenated_spans(state: &SourceState, tensors: &[usize], range: Range<u64>) -> Vec<StorageSpan> {
+/// Plans the elements `range` of the concatenation of the tensors. Zeros fill the part of the range
+/// after the last tensor.
+fn plan_concatenated_spans(state: &SourceState, tensors: &[usize], range: Range<u64>) -> Vec<StorageSpan> {
     let (mut spans, mut begin) = (Vec::new(), 0);
     for &tensor in tensors {
-        let end = begin + state.elements(tensor);
+        let end = begin + state.element_count(tensor);
         let (from, to) = (range.start.max(begin), range.end.min(end));
         if from < to {
             spans.push(StorageSpan::Elements(tensor, from - begin..to - begin));
@@ -145,258 +155,300 @@ fn concatenated_spans(state: &SourceState, tensors: &[usize], range: Range<u64>)
     spans
 }
 
-/// A rank's slice of a tensor in stage 3, padded with zeros.
-fn rank_slice(state: &SourceState, tensor: usize, rank: u32) -> Vec<StorageSpan> {
-    let (count, share) = (state.elements(tensor), elements_per_rank(state, tensor));
+/// Plans a rank's slice of a tensor at stage 3, padded with zeros to the length that all ranks
+/// store.
+fn plan_rank_slice(state: &SourceState, tensor: usize, rank: u32) -> Vec<StorageSpan> {
+    let (count, share) = (state.element_count(tensor), count_elements_per_rank(state, tensor));
     let from = (u64::from(rank) * share).min(count);
     let to = (from + share).min(count);
     vec![StorageSpan::Elements(tensor, from..to), StorageSpan::Zeros(share - (to - from))]
 }
 
-/// DeepSpeed's loss scaler: dynamic with default settings where the source has a loss scale,
-/// otherwise static with scale 1.
-fn loss_scaler(state: &SourceState) -> Object {
+/// Makes DeepSpeed's loss scaler: a dynamic one with default settings if the source has a loss
+/// scale, otherwise a static one with scale 1.
+fn make_loss_scaler(state: &SourceState) -> PythonObject {
     let Some(LossScale { scale, steps }) = state.loss_scale else {
-        let attributes = [("cur_scale", Object::Float(1.0)), ("dynamic", Object::Bool(false))];
-        return Object::Instance {
+        let attributes = [("cur_scale", PythonObject::Float(1.0)), ("dynamic", PythonObject::Bool(false))];
+        return PythonObject::Instance {
             class: LOSS_SCALER_CLASS.into(),
-            state: Box::new(Object::dict(attributes)),
+            state: Box::new(PythonObject::dict_from_pairs(attributes)),
         };
     };
     let attributes = [
-        ("cur_scale", Object::Float(scale)),
-        ("dynamic", Object::Bool(true)),
-        ("cur_iter", Object::count(steps)),
-        ("last_overflow_iter", Object::Int(-1)),
-        ("scale_factor", Object::Float(2.0)),
-        ("scale_window", Object::Int(1000)),
-        ("min_scale", Object::Int(1)),
-        ("delayed_shift", Object::Int(1)),
-        ("cur_hysteresis", Object::Int(1)),
-        ("consecutive_hysteresis", Object::Bool(false)),
-        ("raise_error_at_min_scale", Object::Bool(true)),
-        ("dtype", Object::Global("torch.float16".into())),
+        ("cur_scale", PythonObject::Float(scale)),
+        ("dynamic", PythonObject::Bool(true)),
+        ("cur_iter", PythonObject::from_count(steps)),
+        ("last_overflow_iter", PythonObject::Int(-1)),
+        ("scale_factor", PythonObject::Float(2.0)),
+        ("scale_window", PythonObject::Int(1000)),
+        ("min_scale", PythonObject::Int(1)),
+        ("delayed_shift", PythonObject::Int(1)),
+        ("cur_hysteresis", PythonObject::Int(1)),
+        ("consecutive_hysteresis", PythonObject::Bool(false)),
+        ("raise_error_at_min_scale", PythonObject::Bool(true)),
+        ("dtype", PythonObject::Global("torch.float16".into())),
     ];
-    Object::Instance { class: DYNAMIC_LOSS_SCALER_CLASS.into(), state: Box::new(Object::dict(attributes)) }
+    PythonObject::Instance {
+        class: DYNAMIC_LOSS_SCALER_CLASS.into(),
+        state: Box::new(PythonObject::dict_from_pairs(attributes)),
+    }
 }
 
-/// An entry of DeepSpeed's optimizer file other than the states: that of the source, or its
-/// default.
-fn optimizer_field(state: &SourceState, key: &str) -> Object {
-    let value = state.passthrough.optimizer.iter().find(|(k, _)| k == key).map(|(_, v)| v.clone());
+/// Returns an entry of DeepSpeed's optimizer file other than the states: the value in the source,
+/// or the default value of this key.
+fn make_optimizer_field(state: &SourceState, key: &str) -> PythonObject {
+    let value = state.passthrough.optimizer_entries.iter().find(|(k, _)| k == key).map(|(_, v)| v.clone());
     value.unwrap_or_else(|| match key {
-        "loss_scaler" => loss_scaler(state),
-        "dynamic_loss_scale" => Object::Bool(state.loss_scale.is_some()),
-        _ => Object::Bool(false),
+        "loss_scaler" => make_loss_scaler(state),
+        "dynamic_loss_scale" => PythonObject::Bool(state.loss_scale.is_some()),
+        _ => PythonObject::Bool(false),
     })
 }
 
-/// Adds the gradient-norm limit where the source has one. Files of stage 3 have none, and an
-/// invented one would override the config's when stages 1 and 2 load it.
-fn add_clipping(state: &SourceState, optimizer: &mut Object) {
-    if let Some((key, clip)) = state.passthrough.optimizer.iter().find(|(key, _)| key == "clip_grad") {
+/// Adds the limit of the gradient norm to the optimizer file if the source has one. Source files of
+/// stage 3 have none, and an invented limit would override the one in the config at stages 1 and 2.
+fn add_clipping(state: &SourceState, optimizer: &mut PythonObject) {
+    if let Some((key, clip)) = state.passthrough.optimizer_entries.iter().find(|(key, _)| key == "clip_grad")
+    {
         optimizer.set(key, clip.clone());
     }
 }
 
-fn zero_stage(stage: u8) -> Object {
-    Object::Call { function: STAGE_ENUM.into(), args: vec![Object::Int(stage.into())] }
+/// Makes the object by which DeepSpeed stores a ZeRO stage.
+fn make_zero_stage(stage: u8) -> PythonObject {
+    PythonObject::Call { function: STAGE_ENUM_CLASS.into(), args: vec![PythonObject::Int(stage.into())] }
 }
 
-/// `{state, param_groups}` of torch's optimizer. `spans(flat, role)` are the elements that the rank
-/// stores.
-fn optimizer_state_object(
+/// Makes `{state, param_groups}` of torch's optimizer, and adds its storages to `storages`.
+/// `spans(flat, role)` returns the elements of a flat group that the rank stores.
+fn make_optimizer_state(
     state: &SourceState,
     flats: &[FlatGroup],
     storages: &mut StorageBuilder,
     spans: &dyn Fn(&FlatGroup, TensorRole) -> Vec<StorageSpan>,
-) -> Object {
+) -> PythonObject {
     let mut states = Vec::new();
     for (i, flat) in flats.iter().enumerate() {
-        let mut values = vec![("step", storages.scalar(flat.step))];
+        let mut values = vec![("step", storages.add_scalar(flat.step))];
         values.extend(
-            state.roles.iter().map(|&role| (torch_state_name(role), storages.flat_tensor(spans(flat, role)))),
+            state
+                .roles
+                .iter()
+                .map(|&role| (torch_state_key(role), storages.add_flat_tensor(spans(flat, role)))),
         );
-        states.push((Object::count(i as u64), Object::dict(values)));
+        states.push((PythonObject::from_count(i as u64), PythonObject::dict_from_pairs(values)));
     }
     let ids = |g: usize| {
         let members = flats.iter().enumerate().filter(|(_, f)| f.group == g);
-        Object::List(members.map(|(i, _)| Object::count(i as u64)).collect())
+        PythonObject::List(members.map(|(i, _)| PythonObject::from_count(i as u64)).collect())
     };
     let group = |(g, group): (usize, &WeightGroup)| {
         let mut options = group.options.clone();
         options.push(("params".into(), ids(g)));
-        Object::dict(options)
+        PythonObject::dict_from_pairs(options)
     };
     let groups = state.groups.iter().enumerate().map(group).collect();
-    Object::dict([("state", Object::Dict(states)), ("param_groups", Object::List(groups))])
+    PythonObject::dict_from_pairs([
+        ("state", PythonObject::Dict(states)),
+        ("param_groups", PythonObject::List(groups)),
+    ])
 }
 
-/// A rank's optimizer file of stages 1 and 2. It stores a piece of each flat group; with padding,
-/// all ranks' pieces have equal sizes.
-fn stage12_optimizer_file(state: &SourceState, flats: &[FlatGroup], rank: u32, path: String) -> FilePlan {
+/// Plans a rank's optimizer file of stage 1 or 2. The file stores a piece of each flat group. The
+/// flat group is padded, so that the pieces of all ranks have equal sizes.
+fn plan_stage12_optimizer_file(
+    state: &SourceState,
+    flats: &[FlatGroup],
+    rank: u32,
+    path: String,
+) -> FilePlan {
     let world = u64::from(state.world);
     let mut storages = StorageBuilder::default();
-    let total = |flat: &FlatGroup| flat.group_weights(state).iter().map(|&w| state.elements(w)).sum::<u64>();
+    let total =
+        |flat: &FlatGroup| flat.group_weights(state).iter().map(|&w| state.element_count(w)).sum::<u64>();
     // DeepSpeed's collectives need pieces that begin at an even element
     let piece = |flat: &FlatGroup| total(flat).next_multiple_of(2 * world) / world;
     let range = |flat: &FlatGroup| u64::from(rank) * piece(flat)..(u64::from(rank) + 1) * piece(flat);
     let unpadded =
         |flat: &FlatGroup| total(flat).clamp(range(flat).start, range(flat).end) - range(flat).start;
-    let base = optimizer_state_object(state, flats, &mut storages, &|flat, role| {
-        concatenated_spans(state, &role_tensors(state, flat.group_weights(state), role), range(flat))
+    let base = make_optimizer_state(state, flats, &mut storages, &|flat, role| {
+        plan_concatenated_spans(
+            state,
+            &find_role_tensors(state, flat.group_weights(state), role),
+            range(flat),
+        )
     });
     let masters = flats.iter().map(|flat| {
         let start = range(flat).start;
-        storages.flat_tensor(concatenated_spans(
+        storages.add_flat_tensor(plan_concatenated_spans(
             state,
             flat.group_weights(state),
             start..start + unpadded(flat),
         ))
     });
-    let masters = Object::List(masters.collect());
-    let per_flat = |f: &dyn Fn(&FlatGroup) -> Object| Object::List(flats.iter().map(f).collect());
-    let mut optimizer = Object::dict([
-        ("loss_scaler", storages.adopt(&optimizer_field(state, "loss_scaler"))),
-        ("dynamic_loss_scale", optimizer_field(state, "dynamic_loss_scale")),
-        ("overflow", optimizer_field(state, "overflow")),
+    let masters = PythonObject::List(masters.collect());
+    let per_flat = |f: &dyn Fn(&FlatGroup) -> PythonObject| PythonObject::List(flats.iter().map(f).collect());
+    let mut optimizer = PythonObject::dict_from_pairs([
+        ("loss_scaler", storages.adopt_value(&make_optimizer_field(state, "loss_scaler"))),
+        ("dynamic_loss_scale", make_optimizer_field(state, "dynamic_loss_scale")),
+        ("overflow", make_optimizer_field(state, "overflow")),
         ("base_optimizer_state", base),
         ("single_partition_of_fp32_groups", masters),
-        ("zero_stage", zero_stage(state.stage)),
-        ("group_paddings", per_flat(&|f| Object::count(piece(f) - unpadded(f)))),
+        ("zero_stage", make_zero_stage(state.stage)),
+        ("group_paddings", per_flat(&|f| PythonObject::from_count(piece(f) - unpadded(f)))),
         (
             "param_alignment_paddings",
-            per_flat(&|f| Object::List(f.group_weights(state).iter().map(|_| Object::Int(0)).collect())),
+            per_flat(&|f| {
+                PythonObject::List(f.group_weights(state).iter().map(|_| PythonObject::Int(0)).collect())
+            }),
         ),
-        ("partition_count", per_flat(&|_| Object::count(world))),
-        ("ds_version", Object::text(&state.version)),
-        ("param_slice_mappings", per_flat(&|f| fragments(state, f.group_weights(state), range(f)))),
+        ("partition_count", per_flat(&|_| PythonObject::from_count(world))),
+        ("ds_version", PythonObject::from_text(&state.version)),
+        (
+            "param_slice_mappings",
+            per_flat(&|f| make_fragment_addresses(state, f.group_weights(state), range(f))),
+        ),
     ]);
     add_clipping(state, &mut optimizer);
     finish_optimizer_file(state, storages, optimizer, path)
 }
 
-/// The parameters in a piece, each with the position and number of its elements.
-fn fragments(state: &SourceState, weights: &[usize], range: Range<u64>) -> Object {
+/// Makes the address of each parameter that has elements in the piece `range` of a flat group: the
+/// position in the piece and the number of these elements.
+fn make_fragment_addresses(state: &SourceState, weights: &[usize], range: Range<u64>) -> PythonObject {
     let (mut found, mut begin) = (Vec::new(), 0);
     for &w in weights {
-        let end = begin + state.elements(w);
+        let end = begin + state.element_count(w);
         let (from, to) = (range.start.max(begin), range.end.min(end));
         if from < to {
-            let address = [("numel", Object::count(to - from)), ("start", Object::count(from - range.start))];
-            let address =
-                Object::Instance { class: FRAGMENT_CLASS.into(), state: Box::new(Object::dict(address)) };
-            found.push((state.name(w), address));
+            let address = [
+                ("numel", PythonObject::from_count(to - from)),
+                ("start", PythonObject::from_count(from - range.start)),
+            ];
+            let address = PythonObject::Instance {
+                class: FRAGMENT_CLASS.into(),
+                state: Box::new(PythonObject::dict_from_pairs(address)),
+            };
+            found.push((state.tensor_name(w), address));
         }
         begin = end;
     }
-    Object::ordered(found)
+    PythonObject::ordered_dict_from_pairs(found)
 }
 
-/// A rank's optimizer file of stage 3, which stores a slice of each parameter.
-fn stage3_optimizer_file(state: &SourceState, flats: &[FlatGroup], rank: u32, path: String) -> FilePlan {
+/// Plans a rank's optimizer file of stage 3, which stores a slice of each parameter.
+fn plan_stage3_optimizer_file(state: &SourceState, flats: &[FlatGroup], rank: u32, path: String) -> FilePlan {
     let mut storages = StorageBuilder::default();
     let slices = |flat: &FlatGroup, role: TensorRole| -> Vec<StorageSpan> {
-        role_tensors(state, flat.group_weights(state), role)
+        find_role_tensors(state, flat.group_weights(state), role)
             .into_iter()
-            .flat_map(|t| rank_slice(state, t, rank))
+            .flat_map(|t| plan_rank_slice(state, t, rank))
             .collect()
     };
-    let base = optimizer_state_object(state, flats, &mut storages, &slices);
-    let masters = flats.iter().map(|flat| storages.flat_tensor(slices(flat, TensorRole::Weight))).collect();
-    let mut optimizer = Object::dict([
-        ("zero_stage", zero_stage(3)),
-        ("loss_scaler", storages.adopt(&optimizer_field(state, "loss_scaler"))),
-        ("dynamic_loss_scale", optimizer_field(state, "dynamic_loss_scale")),
-        ("overflow", optimizer_field(state, "overflow")),
-        ("partition_count", Object::count(state.world.into())),
+    let base = make_optimizer_state(state, flats, &mut storages, &slices);
+    let masters =
+        flats.iter().map(|flat| storages.add_flat_tensor(slices(flat, TensorRole::Weight))).collect();
+    let mut optimizer = PythonObject::dict_from_pairs([
+        ("zero_stage", make_zero_stage(3)),
+        ("loss_scaler", storages.adopt_value(&make_optimizer_field(state, "loss_scaler"))),
+        ("dynamic_loss_scale", make_optimizer_field(state, "dynamic_loss_scale")),
+        ("overflow", make_optimizer_field(state, "overflow")),
+        ("partition_count", PythonObject::from_count(state.world.into())),
         ("optimizer_state_dict", base),
-        ("fp32_flat_groups", Object::List(masters)),
+        ("fp32_flat_groups", PythonObject::List(masters)),
     ]);
     add_clipping(state, &mut optimizer);
     finish_optimizer_file(state, storages, optimizer, path)
 }
 
+/// Completes an optimizer file with DeepSpeed's config and version.
 fn finish_optimizer_file(
     state: &SourceState,
     mut storages: StorageBuilder,
-    optimizer: Object,
+    optimizer: PythonObject,
     path: String,
 ) -> FilePlan {
-    let value = Object::dict([
+    let value = PythonObject::dict_from_pairs([
         ("optimizer_state_dict", optimizer),
-        ("ds_config", storages.adopt(&deepspeed_config(state))),
-        ("ds_version", Object::text(&state.version)),
+        ("ds_config", storages.adopt_value(&make_deepspeed_config(state))),
+        ("ds_version", PythonObject::from_text(&state.version)),
     ]);
     storages.into_file(path, value)
 }
 
-/// The source's DeepSpeed config with the stage and batch size of the result.
-pub(super) fn deepspeed_config(state: &SourceState) -> Object {
-    let source = state.passthrough.model.iter().find(|(k, _)| k == "ds_config").map(|(_, v)| v.clone());
-    let mut config = source.filter(|c| matches!(c, Object::Dict(_))).unwrap_or(Object::Dict(Vec::new()));
-    let mut zero = config.get("zero_optimization").cloned().unwrap_or(Object::Dict(Vec::new()));
-    zero.set("stage", Object::Int(state.stage.into()));
+/// Makes the DeepSpeed config of the result: the config of the source, with the stage and the batch
+/// size of the result.
+pub(super) fn make_deepspeed_config(state: &SourceState) -> PythonObject {
+    let source =
+        state.passthrough.model_entries.iter().find(|(k, _)| k == "ds_config").map(|(_, v)| v.clone());
+    let mut config =
+        source.filter(|c| matches!(c, PythonObject::Dict(_))).unwrap_or(PythonObject::Dict(Vec::new()));
+    let mut zero = config.get("zero_optimization").cloned().unwrap_or(PythonObject::Dict(Vec::new()));
+    zero.set("stage", PythonObject::Int(state.stage.into()));
     config.set("zero_optimization", zero);
     // the global batch follows from micro-batch, accumulation steps and ranks
-    if let (Some(Object::Int(micro)), Some(Object::Int(steps)), Some(_)) = (
+    if let (Some(PythonObject::Int(micro)), Some(PythonObject::Int(steps)), Some(_)) = (
         config.get("train_micro_batch_size_per_gpu").cloned(),
         config.get("gradient_accumulation_steps").cloned(),
         config.get("train_batch_size"),
     ) {
         let global = micro.saturating_mul(steps).saturating_mul(state.world.into());
-        config.set("train_batch_size", Object::Int(global));
+        config.set("train_batch_size", PythonObject::Int(global));
     }
     config
 }
 
-/// The ordered dict of the weights' names and shapes.
-pub(super) fn shape_dict(state: &SourceState, weights: &[usize]) -> Object {
-    Object::ordered(weights.iter().map(|&w| (state.name(w), Object::Size(state.tensors[w].shape.clone()))))
+/// Makes the ordered dict of the names and shapes of these weights.
+pub(super) fn make_shape_dict(state: &SourceState, weights: &[usize]) -> PythonObject {
+    PythonObject::ordered_dict_from_pairs(
+        weights.iter().map(|&w| (state.tensor_name(w), PythonObject::Size(state.tensors[w].shape.clone()))),
+    )
 }
 
-/// The dict of tied weights: alias → stored name.
-pub(super) fn tied_names(state: &SourceState) -> Object {
-    Object::dict(state.ties.iter().map(|t| (&t.alias, Object::text(&t.target))))
+/// Makes the dict of tied weights, from alias to the name of the stored weight.
+pub(super) fn make_tie_dict(state: &SourceState) -> PythonObject {
+    PythonObject::dict_from_pairs(state.ties.iter().map(|t| (&t.alias, PythonObject::from_text(&t.target))))
 }
 
-/// The dtype of a weight in the module.
-fn module_dtype(state: &SourceState, weight: usize) -> Dtype {
+/// Chooses the dtype of a weight in the module: the stored dtype for a frozen weight, the dtype in
+/// which the model computes for a trained one.
+fn choose_module_dtype(state: &SourceState, weight: usize) -> Dtype {
     match state.frozen.contains(&weight) {
         true => state.tensors[weight].dtype,
         false => state.precision,
     }
 }
 
-/// A complete tensor: a floating-point one as `dtype`, any other in its stored dtype.
-pub(super) fn full_tensor(
+/// Adds a whole source tensor to `storages`, and returns its object. A floating-point tensor is
+/// converted to `dtype`, any other one keeps its dtype.
+pub(super) fn add_full_tensor(
     state: &SourceState,
     storages: &mut StorageBuilder,
     tensor: usize,
     dtype: Dtype,
-) -> Object {
+) -> PythonObject {
     let info = &state.tensors[tensor];
-    let n = info.elements();
+    let n = info.element_count();
     match info.dtype.is_float() {
-        true => storages.tensor(dtype, info.shape.clone(), vec![StorageSpan::Elements(tensor, 0..n)]),
-        false => storages.tensor(info.dtype, info.shape.clone(), vec![StorageSpan::Raw(tensor, n)]),
+        true => storages.add_tensor(dtype, info.shape.clone(), vec![StorageSpan::Elements(tensor, 0..n)]),
+        false => storages.add_tensor(info.dtype, info.shape.clone(), vec![StorageSpan::Raw(tensor, n)]),
     }
 }
 
-/// The module's `state_dict`: weights (empty in stage 3), their aliases, and buffers, in the
-/// module's order where it is known.
-fn module_dict(state: &SourceState, storages: &mut StorageBuilder) -> Object {
-    let mut found: Vec<(String, Object)> = Vec::new();
+/// Makes the module's `state_dict`: weights (empty tensors at stage 3), aliases, and buffers. They
+/// are in the order of the module if it is known, otherwise in the order of the source's tensors.
+fn make_module_dict(state: &SourceState, storages: &mut StorageBuilder) -> PythonObject {
+    let mut found: Vec<(String, PythonObject)> = Vec::new();
     let weights = state.groups.iter().flat_map(|g| g.weights.iter()).chain(&state.frozen);
     for &w in weights {
-        let dtype = module_dtype(state, w);
+        let dtype = choose_module_dtype(state, w);
         let tensor = match state.stage {
-            3 => storages.tensor(dtype, vec![0], Vec::new()),
-            _ => full_tensor(state, storages, w, dtype),
+            3 => storages.add_tensor(dtype, vec![0], Vec::new()),
+            _ => add_full_tensor(state, storages, w, dtype),
         };
-        found.push((state.name(w).to_owned(), tensor));
+        found.push((state.tensor_name(w).to_owned(), tensor));
     }
-    let value_of = |found: &[(String, Object)], name: &str| {
+    let value_of = |found: &[(String, PythonObject)], name: &str| {
         found.iter().find(|(n, _)| n == name).map(|(_, v)| v.clone())
     };
     for tie in &state.ties {
@@ -405,74 +457,88 @@ fn module_dict(state: &SourceState, storages: &mut StorageBuilder) -> Object {
         }
     }
     for &b in &state.buffers {
-        found.push((state.name(b).to_owned(), full_tensor(state, storages, b, state.tensors[b].dtype)));
+        found.push((
+            state.tensor_name(b).to_owned(),
+            add_full_tensor(state, storages, b, state.tensors[b].dtype),
+        ));
     }
-    let position = |name: &str| state.passthrough.module.iter().position(|n| n == name).unwrap_or(usize::MAX);
-    let order: std::collections::HashMap<String, usize> = match state.passthrough.module.is_empty() {
-        true => (0..state.tensors.len()).map(|i| (state.tensors[i].name.clone(), i)).collect(),
-        false => found.iter().map(|(n, _)| (n.clone(), position(n))).collect(),
+    let position = |name: &str| {
+        state.passthrough.module_tensor_names.iter().position(|n| n == name).unwrap_or(usize::MAX)
     };
+    let order: std::collections::HashMap<String, usize> =
+        match state.passthrough.module_tensor_names.is_empty() {
+            true => (0..state.tensors.len()).map(|i| (state.tensors[i].name.clone(), i)).collect(),
+            false => found.iter().map(|(n, _)| (n.clone(), position(n))).collect(),
+        };
     found.sort_by_key(|(name, _)| order.get(name).copied().unwrap_or(usize::MAX));
-    Object::ordered(found)
+    PythonObject::ordered_dict_from_pairs(found)
 }
 
-/// A rank's model file. In stage 3 each rank has one, with slices of the frozen weights.
-fn model_file(state: &SourceState, flats: &[FlatGroup], rank: u32, path: String) -> FilePlan {
+/// Plans a rank's model file. At stage 3 each rank has one, which stores a slice of each frozen
+/// weight.
+fn plan_model_file(state: &SourceState, flats: &[FlatGroup], rank: u32, path: String) -> FilePlan {
     let mut storages = StorageBuilder::default();
-    let module = module_dict(state, &mut storages);
-    let fragments: Vec<(String, Object)> = state
+    let module = make_module_dict(state, &mut storages);
+    let fragments: Vec<(String, PythonObject)> = state
         .frozen_at_save
         .iter()
         .map(|&w| {
-            let dtype = module_dtype(state, w);
+            let dtype = choose_module_dtype(state, w);
             let tensor = match state.stage {
-                3 => storages.tensor(dtype, vec![elements_per_rank(state, w)], rank_slice(state, w, rank)),
-                _ => full_tensor(state, &mut storages, w, dtype),
+                3 => storages.add_tensor(
+                    dtype,
+                    vec![count_elements_per_rank(state, w)],
+                    plan_rank_slice(state, w, rank),
+                ),
+                _ => add_full_tensor(state, &mut storages, w, dtype),
             };
-            (state.name(w).to_owned(), tensor)
+            (state.tensor_name(w).to_owned(), tensor)
         })
         .collect();
-    let groups = flats.iter().map(|f| shape_dict(state, f.group_weights(state))).collect();
+    let groups = flats.iter().map(|f| make_shape_dict(state, f.group_weights(state))).collect();
     let mut pairs = vec![
         ("module".to_owned(), module),
-        ("buffer_names".into(), name_list(state, &state.buffers)),
-        ("optimizer".into(), Object::None),
-        ("param_shapes".into(), Object::List(groups)),
-        ("frozen_param_shapes".into(), shape_dict(state, &state.frozen_at_save)),
-        ("shared_params".into(), tied_names(state)),
-        ("frozen_param_fragments".into(), Object::ordered(fragments)),
+        ("buffer_names".into(), make_name_list(state, &state.buffers)),
+        ("optimizer".into(), PythonObject::None),
+        ("param_shapes".into(), PythonObject::List(groups)),
+        ("frozen_param_shapes".into(), make_shape_dict(state, &state.frozen_at_save)),
+        ("shared_params".into(), make_tie_dict(state)),
+        ("frozen_param_fragments".into(), PythonObject::ordered_dict_from_pairs(fragments)),
     ];
-    pairs.extend(engine_entries(state, &mut storages, state.world));
-    storages.into_file(path, Object::dict(pairs))
+    pairs.extend(make_engine_entries(state, &mut storages, state.world));
+    storages.into_file(path, PythonObject::dict_from_pairs(pairs))
 }
 
-pub(super) fn name_list(state: &SourceState, tensors: &[usize]) -> Object {
-    Object::List(tensors.iter().map(|&t| Object::text(state.name(t))).collect())
+/// Makes the list of the names of these tensors.
+pub(super) fn make_name_list(state: &SourceState, tensors: &[usize]) -> PythonObject {
+    PythonObject::List(tensors.iter().map(|&t| PythonObject::from_text(state.tensor_name(t))).collect())
 }
 
-/// The entries that DeepSpeed's engine and its client keep in a model file.
-pub(super) fn engine_entries(
+/// Makes the entries of a model file that belong to DeepSpeed's engine and its client. `world` is
+/// the number of ranks of the result.
+pub(super) fn make_engine_entries(
     state: &SourceState,
     storages: &mut StorageBuilder,
     world: u32,
-) -> Vec<(String, Object)> {
-    let source_entry = |key: &str| state.passthrough.model.iter().find(|(k, _)| k == key).map(|(_, v)| v);
-    let mut pairs = vec![("lr_scheduler".to_owned(), storages.adopt(&state.passthrough.scheduler))];
+) -> Vec<(String, PythonObject)> {
+    let source_entry =
+        |key: &str| state.passthrough.model_entries.iter().find(|(k, _)| k == key).map(|(_, v)| v);
+    let mut pairs = vec![("lr_scheduler".to_owned(), storages.adopt_value(&state.passthrough.scheduler))];
     for key in ["data_sampler", "random_ltd"] {
-        pairs.push((key.into(), storages.adopt(source_entry(key).unwrap_or(&Object::None))));
+        pairs.push((key.into(), storages.adopt_value(source_entry(key).unwrap_or(&PythonObject::None))));
     }
-    pairs.push(("skipped_steps".into(), Object::count(state.passthrough.skipped)));
-    pairs.push(("global_steps".into(), Object::count(state.step)));
+    pairs.push(("skipped_steps".into(), PythonObject::from_count(state.passthrough.skipped_steps)));
+    pairs.push(("global_steps".into(), PythonObject::from_count(state.step)));
     // without this entry DeepSpeed computes steps × batch
-    pairs.extend(state.samples.map(|n| ("global_samples".to_owned(), Object::count(n))));
-    pairs.push(("dp_world_size".into(), Object::count(world.into())));
-    pairs.push(("mp_world_size".into(), Object::Int(1)));
-    pairs.push(("ds_config".into(), storages.adopt(&deepspeed_config(state))));
-    pairs.push(("ds_version".into(), Object::text(&state.version)));
+    pairs.extend(state.samples.map(|n| ("global_samples".to_owned(), PythonObject::from_count(n))));
+    pairs.push(("dp_world_size".into(), PythonObject::from_count(world.into())));
+    pairs.push(("mp_world_size".into(), PythonObject::Int(1)));
+    pairs.push(("ds_config".into(), storages.adopt_value(&make_deepspeed_config(state))));
+    pairs.push(("ds_version".into(), PythonObject::from_text(&state.version)));
     let written: Vec<String> = pairs.iter().map(|(k, _)| k.clone()).collect();
-    for (key, value) in &state.passthrough.model {
+    for (key, value) in &state.passthrough.model_entries {
         if !written.contains(key) {
-            pairs.push((key.clone(), storages.adopt(value)));
+            pairs.push((key.clone(), storages.adopt_value(value)));
         }
     }
     pairs

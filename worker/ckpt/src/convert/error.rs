@@ -1,17 +1,17 @@
-//! [`ConvertError`]: why a source can't be converted to a target.
+//! [`ConvertError`]: why a conversion of a source to a target is rejected.
 use crate::catalog::TensorRole;
 use crate::error::CkptError;
 use diagnostic::{Code, codes::checkpoint as codes};
 use std::path::Path;
 
-/// What a target format needs and the source or the options don't provide.
+/// Why a conversion is rejected: the target format needs what neither source nor options provide.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ConvertError {
-    /// The reader of the source can't name the optimizer's states.
+    /// The reader of the source could not assign the optimizer states to weights.
     #[error("{reason}")]
     StatesUnreadable {
-        /// The reader's explanation.
+        /// The reader's message.
         reason: String,
     },
     /// The source has weights and no training state, which the target requires.
@@ -23,7 +23,7 @@ pub enum ConvertError {
     /// The source has optimizer states and no step.
     #[error("the training state does not contain its step")]
     StepMissing,
-    /// The source is a training state that lost its optimizer.
+    /// The source is a training state whose optimizer states are missing.
     #[error("the training state of step {step} has no optimizer states")]
     OptimizerMissing {
         /// The step of the training state.
@@ -32,18 +32,18 @@ pub enum ConvertError {
     /// The optimizer keeps no states, which the target requires.
     #[error("the source has no optimizer states, which the target requires")]
     OptimizerRequired,
-    /// The target requires groups, and the source doesn't assign its parameters to them.
+    /// The target requires the group of each parameter, and the source doesn't contain them.
     #[error("the source has {groups} parameter groups and does not assign {parameters} parameters to them")]
     GroupsUnknown {
         /// Number of parameters without a group.
         parameters: usize,
-        /// Number of groups.
+        /// Number of groups in the source.
         groups: usize,
     },
-    /// The options assign a parameter whose group the source contains.
+    /// The options assign a group to a parameter whose group the source contains.
     #[error("parameter {name} has a group in the source, or does not exist; it cannot be assigned to one")]
     GroupNotAssignable {
-        /// The parameter.
+        /// Name of the parameter.
         name: String,
     },
     /// The options assign a parameter to a group that doesn't exist.
@@ -51,54 +51,55 @@ pub enum ConvertError {
     GroupOutOfRange {
         /// The group in the options.
         group: usize,
-        /// Number of groups.
+        /// Number of groups in the source.
         groups: usize,
     },
     /// ZeRO files store parameters by position, and the order of the model's parameters is unknown.
     #[error("the order of the parameters in the optimizer group of {name} is unknown")]
     OrderUnknown {
-        /// The first parameter of the group.
+        /// Name of the first parameter of the group.
         name: String,
     },
-    /// A parameter is listed twice.
+    /// Two groups list the same parameter.
     #[error("parameter {name} is in two groups")]
     InTwoGroups {
-        /// The parameter.
+        /// Name of the parameter.
         name: String,
     },
-    /// A parameter of a group lacks a tensor.
+    /// A parameter of a group lacks its weight or an optimizer state.
     #[error("parameter {name} is in a group but has no {role}")]
     TensorMissing {
-        /// The parameter.
+        /// Name of the parameter.
         name: String,
         /// The role of the missing tensor.
         role: TensorRole,
     },
-    /// ZeRO files store one count of updates per group.
+    /// The parameters of a group had different numbers of updates, of which ZeRO files store only
+    /// one per group.
     #[error(
         "{first} had {first_updates} updates and {second} had {second_updates}, but a ZeRO checkpoint stores \
          one count per group"
     )]
     UpdatesDiffer {
-        /// A parameter of the group.
+        /// Name of a parameter of the group.
         first: String,
-        /// Its updates.
+        /// Update count of that parameter.
         first_updates: u64,
-        /// A parameter of that group with another count.
+        /// Name of a parameter of the group with another update count.
         second: String,
-        /// Its updates.
+        /// Update count of the second parameter.
         second_updates: u64,
     },
-    /// The universal format stores a parameter in a directory of its name.
+    /// The name of a parameter can't be a directory name, as the universal format needs it.
     #[error("{name:?} cannot be a directory name, which the universal format requires")]
     NameNotADirectory {
-        /// The parameter.
+        /// Name of the parameter.
         name: String,
     },
 }
 
 impl ConvertError {
-    /// The stable code of this error.
+    /// Returns the stable code of this error.
     pub fn code(&self) -> Code {
         use ConvertError::*;
         match self {
@@ -117,7 +118,7 @@ impl ConvertError {
         }
     }
 
-    /// What to do about this error, where something can be advised.
+    /// Returns advice to the user; `None` if there is none.
     pub(crate) fn help(&self) -> Option<&'static str> {
         use ConvertError::*;
         Some(match self {
@@ -140,7 +141,7 @@ impl ConvertError {
         })
     }
 
-    /// This error as one about the checkpoint at `path`.
+    /// Converts this error to one about the checkpoint at `path`.
     pub(super) fn into_ckpt_error(self, path: &Path) -> CkptError {
         CkptError::unsupported(path, self)
     }

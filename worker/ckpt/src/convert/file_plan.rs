@@ -1,11 +1,12 @@
-//! The plan of one output file: its values, and which elements of which source tensors it stores.
+//! [`FilePlan`]: the plan of one file of a conversion's result: its values, and the elements of
+//! source tensors that it stores.
 use crate::dtype::Dtype;
-use crate::pickle::{Object, StoredTensor};
+use crate::pickle::{PythonObject, StoredTensor};
 use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// One planned file of the result.
+/// A planned file of the result.
 pub(super) struct FilePlan {
     /// Path in the output directory, with `/` between names.
     pub(super) path: String,
@@ -14,25 +15,27 @@ pub(super) struct FilePlan {
 
 /// The content of a planned file.
 pub(super) enum FileContent {
-    /// A file in the container of `torch.save`.
-    Torch(TorchPlan),
+    /// A file in the zip format of `torch.save`.
+    Torch(TorchFilePlan),
     /// A native shard.
-    Shard { rank: u32, pieces: Vec<ShardPiece> },
-    /// A small file of these bytes.
+    Shard { rank: u32, pieces: Vec<PlannedPiece> },
+    /// A small file with these bytes.
     Bytes(Vec<u8>),
-    /// The content of an existing file: a hard link to it, or a copy where links are not possible.
+    /// A hard link to this existing file, or a copy of it if links are not possible.
     LinkTo(PathBuf),
 }
 
-/// A range of a source tensor as a native shard stores it.
+/// A piece of a native shard: a range of a source tensor's elements, stored as `dtype`.
 #[derive(Clone)]
-pub(super) struct ShardPiece {
+pub(super) struct PlannedPiece {
+    /// Index of the source tensor.
     pub(super) tensor: usize,
+    /// Indices of the elements in the source tensor.
     pub(super) elements: Range<u64>,
     pub(super) dtype: Dtype,
 }
 
-impl ShardPiece {
+impl PlannedPiece {
     pub(super) fn element_count(&self) -> u64 {
         self.elements.end - self.elements.start
     }
@@ -42,44 +45,44 @@ impl ShardPiece {
     }
 }
 
-/// The object of a torch file, and the storages of the tensors in it.
-pub(super) struct TorchPlan {
-    pub(super) value: Object,
+/// The planned content of a torch file: its value, and the storages of the tensors in it.
+pub(super) struct TorchFilePlan {
+    pub(super) value: PythonObject,
     pub(super) storages: Vec<PlannedStorage>,
 }
 
-/// One storage: a flat array that tensors of the file refer to.
+/// A planned storage of a torch file: a flat array to which tensors of the file refer.
 pub(super) struct PlannedStorage {
     pub(super) dtype: Dtype,
     pub(super) spans: Vec<StorageSpan>,
 }
 
-/// Consecutive elements of a storage.
+/// A span: consecutive elements of a storage, and where they come from.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum StorageSpan {
     /// Elements of the source tensor with this index, converted to the storage's dtype.
     Elements(usize, Range<u64>),
     /// All elements of the source tensor with this index, in its stored dtype. The second field is
-    /// their number.
+    /// the number of elements.
     Raw(usize, u64),
-    /// This many zeros.
+    /// This number of zeros.
     Zeros(u64),
-    /// Literal bytes.
+    /// Literal bytes of elements.
     Bytes(Arc<[u8]>),
 }
 
 impl PlannedStorage {
-    pub(super) fn elements(&self) -> u64 {
-        self.spans.iter().map(|s| s.elements(self.dtype)).sum()
+    pub(super) fn element_count(&self) -> u64 {
+        self.spans.iter().map(|s| s.element_count(self.dtype)).sum()
     }
 
     pub(super) fn bytes(&self) -> u64 {
-        self.elements() * self.dtype.size()
+        self.element_count() * self.dtype.size()
     }
 }
 
 impl StorageSpan {
-    fn elements(&self, dtype: Dtype) -> u64 {
+    fn element_count(&self, dtype: Dtype) -> u64 {
         match self {
             StorageSpan::Elements(_, range) => range.end - range.start,
             StorageSpan::Raw(_, n) | StorageSpan::Zeros(n) => *n,
@@ -89,74 +92,85 @@ impl StorageSpan {
 }
 
 impl FilePlan {
-    /// Bytes of tensor data, or of the whole file where it has no tensors; 0 for a link.
+    /// Returns the number of bytes of tensor data, or of the whole file if it has no tensors; 0 for
+    /// a link.
     pub(super) fn bytes(&self) -> u64 {
         match &self.content {
             FileContent::Torch(plan) => plan.bytes(),
-            FileContent::Shard { pieces, .. } => pieces.iter().map(ShardPiece::bytes).sum(),
+            FileContent::Shard { pieces, .. } => pieces.iter().map(PlannedPiece::bytes).sum(),
             FileContent::Bytes(bytes) => bytes.len() as u64,
             FileContent::LinkTo(_) => 0,
         }
     }
 
-    /// The file name without its extension.
-    pub(super) fn stem(&self) -> &str {
+    /// Returns the file name without directories and extension.
+    pub(super) fn file_stem(&self) -> &str {
         let name = self.path.rsplit('/').next().unwrap_or(&self.path);
         name.rsplit_once('.').map_or(name, |(stem, _)| stem)
     }
 }
 
-impl TorchPlan {
+impl TorchFilePlan {
     pub(super) fn bytes(&self) -> u64 {
         self.storages.iter().map(PlannedStorage::bytes).sum()
     }
 }
 
-/// Collects the storages of one file while its object is built.
+/// A builder that collects the storages of one torch file while the value of the file is made.
 #[derive(Default)]
 pub(super) struct StorageBuilder(Vec<PlannedStorage>);
 
 impl StorageBuilder {
-    /// Adds a tensor with a separate storage.
-    pub(super) fn tensor(&mut self, dtype: Dtype, shape: Vec<u64>, spans: Vec<StorageSpan>) -> Object {
-        let spans: Vec<StorageSpan> = spans.into_iter().filter(|s| s.elements(dtype) > 0).collect();
+    /// Adds a storage of these spans, and returns a tensor of the shape `shape` that refers to it.
+    pub(super) fn add_tensor(
+        &mut self,
+        dtype: Dtype,
+        shape: Vec<u64>,
+        spans: Vec<StorageSpan>,
+    ) -> PythonObject {
+        let spans: Vec<StorageSpan> = spans.into_iter().filter(|s| s.element_count(dtype) > 0).collect();
         let storage = PlannedStorage { dtype, spans };
-        let stored = storage.elements();
+        let stored = storage.element_count();
         self.0.push(storage);
-        Object::Tensor(StoredTensor { storage: self.0.len() - 1, dtype, stored, shape })
+        PythonObject::Tensor(StoredTensor {
+            storage: self.0.len() - 1,
+            dtype,
+            storage_elements: stored,
+            shape,
+        })
     }
 
-    /// Adds a one-dimensional F32 tensor.
-    pub(super) fn flat_tensor(&mut self, spans: Vec<StorageSpan>) -> Object {
-        let n = spans.iter().map(|s| s.elements(Dtype::F32)).sum();
-        self.tensor(Dtype::F32, vec![n], spans)
+    /// Adds a storage of these spans, and returns a one-dimensional F32 tensor of all its elements.
+    pub(super) fn add_flat_tensor(&mut self, spans: Vec<StorageSpan>) -> PythonObject {
+        let n = spans.iter().map(|s| s.element_count(Dtype::F32)).sum();
+        self.add_tensor(Dtype::F32, vec![n], spans)
     }
 
-    /// Adds an F32 tensor of shape `[]`.
-    pub(super) fn scalar(&mut self, value: f64) -> Object {
+    /// Adds a storage of one number, and returns an F32 tensor of the shape `[]`.
+    pub(super) fn add_scalar(&mut self, value: f64) -> PythonObject {
         let bytes: Arc<[u8]> = (value as f32).to_le_bytes().into();
-        self.tensor(Dtype::F32, Vec::new(), vec![StorageSpan::Bytes(bytes)])
+        self.add_tensor(Dtype::F32, Vec::new(), vec![StorageSpan::Bytes(bytes)])
     }
 
-    /// Takes over a value from another file; its tensors get storages in this file.
-    pub(super) fn adopt(&mut self, value: &Object) -> Object {
-        let pairs = |this: &mut StorageBuilder, pairs: &[(Object, Object)]| {
-            pairs.iter().map(|(k, v)| (k.clone(), this.adopt(v))).collect()
+    /// Returns a copy of a value from another file. Tensors in the value get storages in this file.
+    pub(super) fn adopt_value(&mut self, value: &PythonObject) -> PythonObject {
+        let pairs = |this: &mut StorageBuilder, pairs: &[(PythonObject, PythonObject)]| {
+            pairs.iter().map(|(k, v)| (k.clone(), this.adopt_value(v))).collect()
         };
         match value {
-            Object::Literal { dtype, shape, bytes } => {
-                self.tensor(*dtype, shape.clone(), vec![StorageSpan::Bytes(bytes.clone())])
+            PythonObject::Literal { dtype, shape, bytes } => {
+                self.add_tensor(*dtype, shape.clone(), vec![StorageSpan::Bytes(bytes.clone())])
             }
-            Object::List(v) => Object::List(v.iter().map(|v| self.adopt(v)).collect()),
-            Object::Tuple(v) => Object::Tuple(v.iter().map(|v| self.adopt(v)).collect()),
-            Object::Dict(v) => Object::Dict(pairs(self, v)),
-            Object::OrderedDict(v) => Object::OrderedDict(pairs(self, v)),
+            PythonObject::List(v) => PythonObject::List(v.iter().map(|v| self.adopt_value(v)).collect()),
+            PythonObject::Tuple(v) => PythonObject::Tuple(v.iter().map(|v| self.adopt_value(v)).collect()),
+            PythonObject::Dict(v) => PythonObject::Dict(pairs(self, v)),
+            PythonObject::OrderedDict(v) => PythonObject::OrderedDict(pairs(self, v)),
             other => other.clone(),
         }
     }
 
-    /// The plan of a file with this object and the collected storages.
-    pub(super) fn into_file(self, path: String, value: Object) -> FilePlan {
-        FilePlan { path, content: FileContent::Torch(TorchPlan { value, storages: self.0 }) }
+    /// Makes the plan of a file with this value and the collected storages.
+    pub(super) fn into_file(self, path: String, value: PythonObject) -> FilePlan {
+        FilePlan { path, content: FileContent::Torch(TorchFilePlan { value, storages: self.0 }) }
     }
 }

@@ -1,10 +1,11 @@
-//! Converts a checkpoint of any [`Source`] to another format, ZeRO stage or number of ranks.
+//! Converts a checkpoint of any [`TensorSource`] to another format, ZeRO stage or number of ranks.
 //!
 //! First the result is planned: every file with its values and, for each tensor, the elements of
 //! source tensors that it stores ([`file_plan`]). Then the files are written in parallel, with
 //! tensors streamed through windows of a fixed size ([`write_files`]). The output directory is
-//! hidden until it is complete, and a killed conversion can be continued ([`output`]).
-mod companions;
+//! hidden until it is complete. A conversion reuses the files that a killed one finished
+//! ([`output`]).
+mod companion_files;
 mod deepspeed;
 mod error;
 mod file_plan;
@@ -13,21 +14,21 @@ mod notice;
 pub(crate) mod output;
 mod param_groups;
 mod resume_check;
-mod training_state;
+mod source_state;
 mod universal;
 mod write_files;
 mod write_steps;
 
 pub use self::error::ConvertError;
 pub use self::notice::ConvertNotice;
-pub use self::param_groups::{UngroupedWeights, find_ungrouped};
+pub use self::param_groups::{UngroupedWeights, find_ungrouped_weights};
 
 use self::file_plan::{FileContent, FilePlan};
-use self::output::Output;
-use self::training_state::SourceState;
+use self::output::ConvertOutput;
+use self::source_state::SourceState;
 use crate::dtype::Dtype;
 use crate::error::{CkptError, OptionProblem, Result};
-use crate::source::TensorSource;
+use crate::tensor_source::TensorSource;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
@@ -38,40 +39,41 @@ pub enum ConvertTarget {
     Native,
     /// A ZeRO checkpoint in DeepSpeed's layout.
     DeepSpeed,
-    /// DeepSpeed's universal format, which stages 1 to 3 load.
+    /// DeepSpeed's universal format, which ZeRO stages 1 to 3 load.
     Universal,
 }
 
-/// Options of [`convert`].
+/// Options of [`convert_checkpoint`].
 #[derive(Clone, Debug)]
 pub struct ConvertOptions {
     /// The format to write.
     pub target: ConvertTarget,
-    /// ZeRO stage, 1 to 3; by default that of the source, or 2 if it has none.
+    /// ZeRO stage of the result, 1 to 3. By default the stage of the source, or 2 if it has none.
     pub stage: Option<u8>,
-    /// Number of ranks; by default that of the source, or 1 if unknown.
+    /// Number of ranks of the result. By default that of the source, or 1 if it is unknown.
     pub world: Option<u32>,
     /// Elements of a ZeRO-3 sub-group per rank (`sub_group_size` in DeepSpeed's config).
     pub sub_group_size: u64,
-    /// Dtype of the module's copies of trained weights; by default that of the source, or F32 if
-    /// unknown.
+    /// Dtype of the module's copies of trained weights. By default that of the source, or F32 if it
+    /// is unknown.
     pub dtype: Option<Dtype>,
-    /// Parameter group, counted from 0, by name of a weight that the source doesn't assign to a
-    /// group (see [`find_ungrouped`]). When the map isn't empty, other such weights are in group 0.
+    /// Groups, counted from 0, of weights that the source doesn't assign to a group (see
+    /// [`find_ungrouped_weights`]), by name. If the map isn't empty, ungrouped weights that it
+    /// lacks are in group 0.
     pub groups: BTreeMap<String, usize>,
-    /// Memory for the conversion in addition to the plan, bytes.
+    /// Memory that the conversion may use in addition to the plan, in bytes.
     pub memory: u64,
-    /// Replace an output directory that an earlier conversion made.
+    /// Replace an output directory that an earlier conversion wrote.
     pub force: bool,
 }
 
-/// Least memory with which a conversion works, bytes.
+/// Minimum of [`ConvertOptions::memory`], in bytes.
 const MEMORY_MIN: u64 = 64 << 20;
-/// Most ranks of a result.
+/// Maximum number of ranks of a result.
 const WORLD_MAX: u32 = 65_536;
 
 impl ConvertOptions {
-    /// Default options for a target.
+    /// Makes the default options for a target.
     pub fn new(target: ConvertTarget) -> ConvertOptions {
         ConvertOptions {
             target,
@@ -85,7 +87,8 @@ impl ConvertOptions {
         }
     }
 
-    fn check(&self) -> Result<()> {
+    /// Returns [`CkptError::InvalidOption`] if an option is outside of its limits.
+    fn check_limits(&self) -> Result<()> {
         let problem = if let Some(stage) = self.stage.filter(|s| !(1..=3).contains(s)) {
             OptionProblem::Stage { stage }
         } else if let Some(world) = self.world.filter(|w| !(1..=WORLD_MAX).contains(w)) {
@@ -108,19 +111,19 @@ impl ConvertOptions {
 pub struct ConvertReport {
     /// The output directory.
     pub path: PathBuf,
-    /// The optimizer step of the checkpoint.
+    /// Optimizer step of the result.
     pub step: u64,
-    /// Number of ranks.
+    /// Number of ranks of the result.
     pub world: u32,
-    /// ZeRO stage; `None` for the universal format.
+    /// ZeRO stage of the result; `None` for the universal format.
     pub stage: Option<u8>,
-    /// Number of files.
+    /// Number of files of the result.
     pub files: u64,
-    /// Total size of the planned files' tensors.
+    /// Total size of the tensors in these files, in bytes.
     pub bytes: u64,
-    /// Number of files that an interrupted conversion had finished.
+    /// Number of files that an interrupted conversion had finished and that were reused.
     pub reused: u64,
-    /// Remarks for the user.
+    /// Notices for the user.
     pub notices: Vec<ConvertNotice>,
 }
 
@@ -131,35 +134,35 @@ struct OutputPlan {
     world: u32,
 }
 
-/// Converts `source` and writes the result to the directory `out`. `progress` gets (bytes done,
-/// total bytes).
+/// Converts `source` and writes the result to the directory `out`. Calls `progress` with the number
+/// of written bytes and the total number.
 ///
-/// `out` is either complete or absent. It may exist if it is empty or, with `force`, if a
-/// conversion made it. Files that a killed conversion of an unchanged source with equal options had
-/// finished are verified and reused.
+/// `out` is either complete or absent. It may exist before the call if it is empty or, with
+/// `force`, if an earlier conversion wrote it. Files that a killed conversion of this unchanged
+/// source with equal options had finished are verified and reused.
 ///
 /// # Errors
-/// When options are invalid, the source is damaged or lacks what the target needs, `out` can't be
+/// If an option is invalid, the source is damaged or lacks what the target needs, `out` can't be
 /// replaced, or I/O fails.
-pub fn convert(
+pub fn convert_checkpoint(
     source: &dyn TensorSource,
     out: &Path,
     options: &ConvertOptions,
     progress: impl FnMut(u64, u64),
 ) -> Result<ConvertReport> {
-    options.check()?;
+    options.check_limits()?;
     source.require_weights()?;
     let mut state = SourceState::from_source(source, options)?;
     let mut plan = match options.target {
-        ConvertTarget::Native => native::plan(&mut state, options)?,
-        ConvertTarget::DeepSpeed => deepspeed::plan(&mut state, options)?,
-        ConvertTarget::Universal => universal::plan(&mut state)?,
+        ConvertTarget::Native => native::plan_native(&mut state, options)?,
+        ConvertTarget::DeepSpeed => deepspeed::plan_deepspeed(&mut state, options)?,
+        ConvertTarget::Universal => universal::plan_universal(&mut state)?,
     };
     if options.target != ConvertTarget::Native {
-        companions::add_companions(source, &mut state, &mut plan)?;
+        companion_files::add_companion_files(source, &mut state, &mut plan)?;
     }
     let bytes = plan.files.iter().map(FilePlan::bytes).sum();
-    let mut output = Output::begin(source, out, options, bytes)?;
+    let mut output = ConvertOutput::create_or_reuse(source, out, options, bytes)?;
     let result = write_output(source, &mut state, &plan, &mut output, options, progress);
     match result {
         Ok((reused, path)) => Ok(make_report(path, state, &plan, reused)),
@@ -170,27 +173,28 @@ pub fn convert(
     }
 }
 
-/// Writes the files of an external training state into the existing directory `dir`, which the
-/// caller publishes or removes. The files are durable on return.
-pub(crate) fn convert_into(
+/// Converts `source` to a DeepSpeed or universal checkpoint, and writes and syncs its files to the
+/// existing directory `dir`. The caller publishes or removes the directory. Adds no companion
+/// files.
+pub(crate) fn convert_into_directory(
     source: &dyn TensorSource,
     dir: &Path,
     options: &ConvertOptions,
 ) -> Result<ConvertReport> {
-    options.check()?;
+    options.check_limits()?;
     source.require_weights()?;
     let mut state = SourceState::from_source(source, options)?;
     let plan = match options.target {
         ConvertTarget::Native => {
             return Err(CkptError::internal("convert_into does not write native checkpoints"));
         }
-        ConvertTarget::DeepSpeed => deepspeed::plan(&mut state, options)?,
-        ConvertTarget::Universal => universal::plan(&mut state)?,
+        ConvertTarget::DeepSpeed => deepspeed::plan_deepspeed(&mut state, options)?,
+        ConvertTarget::Universal => universal::plan_universal(&mut state)?,
     };
     let bytes = plan.files.iter().map(FilePlan::bytes).sum();
-    let mut output = Output::in_directory(dir, bytes)?;
-    write_files::write_files(source, &state, &plan.files, &mut output, options.memory, |_, _| {})?;
-    crate::disk::sync_all_of(dir)?;
+    let mut output = ConvertOutput::in_existing_directory(dir, bytes)?;
+    write_files::write_planned_files(source, &state, &plan.files, &mut output, options.memory, |_, _| {})?;
+    crate::disk::sync_file_system(dir)?;
     Ok(make_report(dir.to_owned(), state, &plan, 0))
 }
 
@@ -207,19 +211,20 @@ fn make_report(path: PathBuf, state: SourceState, plan: &OutputPlan, reused: u64
     }
 }
 
-/// Writes all files and publishes the directory. Returns the number of reused files and the final
-/// path.
+/// Writes all files, and the manifest of a native checkpoint, and publishes the output directory.
+/// Returns the number of reused files and the final path.
 fn write_output(
     source: &dyn TensorSource,
     state: &mut SourceState,
     plan: &OutputPlan,
-    output: &mut Output,
+    output: &mut ConvertOutput,
     options: &ConvertOptions,
     progress: impl FnMut(u64, u64),
 ) -> Result<(u64, PathBuf)> {
-    let done = write_files::write_files(source, state, &plan.files, output, options.memory, progress)?;
+    let done =
+        write_files::write_planned_files(source, state, &plan.files, output, options.memory, progress)?;
     if options.target == ConvertTarget::Native {
-        native::finish(state, plan, &output.dir, &done)?;
+        native::write_native_manifest(state, plan, &output.dir, &done)?;
     }
     Ok((done.reused, output.publish()?))
 }

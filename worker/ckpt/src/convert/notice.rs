@@ -1,56 +1,57 @@
-//! [`ConvertNotice`]: a remark on a conversion that the user must know of.
+//! [`ConvertNotice`]: a notice to the user about a conversion.
 use serde::{Serialize, Serializer};
 use std::fmt;
 
-/// What a source doesn't have, or what the target format can't express. Serialized as its text.
+/// A notice about what the source lacks, what the target format can't represent, or what the user
+/// must do. It is serialized as its text.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ConvertNotice {
-    /// The config that loads the result needs this `sub_group_size`.
+    /// The DeepSpeed config with which the result is loaded must have this `sub_group_size`.
     SubGroupSize {
         /// Elements of a ZeRO-3 sub-group.
         elements: u64,
     },
-    /// The config that loads the result needs `load_universal`.
+    /// The DeepSpeed config with which the result is loaded must have `load_universal`.
     LoadUniversal,
     /// DeepSpeed doesn't restore frozen weights and buffers from a universal checkpoint.
     FrozenNotRestored,
-    /// DeepSpeed's stage 3 gives all groups one count of updates.
+    /// DeepSpeed's stage 3 loads a single update count for all groups of a universal checkpoint.
     SharedUpdateCount,
-    /// Integer buffers are left out.
+    /// The result lacks integer buffers, which native checkpoints can't store.
     BuffersLeftOut {
         /// Names of the buffers.
         names: Vec<String>,
     },
     /// The source doesn't contain the order of its data.
     DataOrderUnknown {
-        /// Samples consumed, where the source contains their number.
+        /// Number of consumed samples, if the source contains it.
         samples: Option<u64>,
     },
     /// The source has weights and no training state.
     WeightsOnly,
-    /// The source doesn't assign these parameters to its groups.
+    /// The source doesn't assign some parameters to its groups.
     GroupsUnknown {
-        /// Number of parameters.
+        /// Number of parameters without a group.
         parameters: usize,
         /// Number of groups in the source.
         groups: usize,
     },
-    /// The number of updates differs from the number of steps.
+    /// The number of optimizer updates differs from the number of steps in the source.
     StepFromUpdates {
-        /// Updates of the optimizer, which become the step.
+        /// Number of updates, which becomes the step of the result.
         updates: u64,
-        /// Steps that the source counts.
+        /// Number of steps in the source.
         steps: u64,
     },
-    /// The RNG state files are links to those of the source's ranks.
+    /// The RNG state files of the result are those of the source, for another number of ranks.
     RngFilesUnchanged {
         /// Number of ranks of the source.
         from_world: u32,
         /// Number of ranks of the result.
         world: u32,
     },
-    /// A remark of the reader of the source's format.
+    /// A notice of the reader of the source's format, as text.
     Source(String),
 }
 

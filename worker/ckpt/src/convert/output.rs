@@ -1,16 +1,17 @@
-//! The output directory of a conversion: hidden while it is incomplete, and reused after a kill.
+//! [`ConvertOutput`]: the output directory of a conversion, which is hidden while it is incomplete
+//! and reused after a kill.
 //!
-//! `.NAME.converting` holds the files, `.task.json` (the source and options that they belong to)
-//! and `.done` (a line per finished file). A later conversion reuses the directory only for an
-//! equal task, and each file only after verifying it.
+//! The hidden directory `.NAME.converting` contains the files, `.task.json` (the task: source and
+//! options) and `.done` (a line per finished file). A later conversion reuses the directory only
+//! for an equal task, and each file only after verifying it.
 use super::{ConvertOptions, ConvertTarget};
-use crate::commit::{Swap, publish};
+use crate::commit::{ReplaceMethod, publish_directory};
 use crate::disk::{self, DirLock, Directory};
 use crate::error::{CkptError, Result};
-use crate::gather::output::{OutputMarker, resolve_output};
+use crate::gather::output::{OutputMarker, resolve_output_path};
 use crate::hash::Hash;
-use crate::save::ShardReport;
-use crate::source::TensorSource;
+use crate::shard_writer::ShardReport;
+use crate::tensor_source::TensorSource;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::collections::HashMap;
@@ -19,56 +20,58 @@ use std::io::Write;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-/// Bytes needed in addition to tensors: headers, pickles, rounding up.
+/// Disk space that a conversion needs in addition to tensors, in bytes: headers, pickles, rounding
+/// up.
 const OVERHEAD_BYTES: u64 = 16 << 20;
 const CONVERT_MARKER: OutputMarker = OutputMarker {
     file: "converted.json",
     format: "launch converted checkpoint",
     operation: "`launch ckpt convert`",
 };
-const TASK: &str = ".task.json";
-const DONE: &str = ".done";
-/// Maximum bytes of `.done` that are read.
-const DONE_MAX: u64 = 1 << 30;
-/// Depth of directories of a source that its fingerprint covers.
+const TASK_FILE: &str = ".task.json";
+const DONE_FILE: &str = ".done";
+/// Maximum size of `.done` in bytes.
+const DONE_BYTES_MAX: u64 = 1 << 30;
+/// Maximum depth of the subdirectories of a source that its fingerprint covers.
 const DEPTH_MAX: u32 = 4;
 
-/// The record of a finished file.
+/// The record of a file that a conversion has finished; a line of `.done`.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct FinishedFile {
     pub(super) path: String,
     pub(super) bytes: u64,
-    /// For a torch file: CRC-32 over the names, sizes and CRCs of its members.
+    /// For a torch file, the CRC-32 over the names, sizes and CRCs of its members.
     pub(super) members: Option<u32>,
-    /// For a native shard: the report with the hashes of its blocks.
+    /// For a native shard, the report with the hashes of its blocks.
     pub(super) shard: Option<ShardReport>,
 }
 
-/// The directory that a conversion writes to.
-pub(super) struct Output {
+/// The directory to which a conversion writes.
+pub(super) struct ConvertOutput {
     pub(super) dir: PathBuf,
     path: PathBuf,
-    /// Files that an interrupted conversion had finished, by path.
-    earlier: HashMap<String, FinishedFile>,
-    /// `.done`, open for appending; `None` in a caller's directory, which isn't reused after a
-    /// kill.
+    /// The records of files that an interrupted conversion had finished, by path.
+    finished_before: HashMap<String, FinishedFile>,
+    /// `.done`, open for appending; `None` for a directory of the caller, which isn't reused after
+    /// a kill.
     record: Option<File>,
     _lock: Option<DirLock>,
 }
 
-impl Output {
-    /// Creates or reuses the hidden directory next to `out`.
+impl ConvertOutput {
+    /// Creates and locks the hidden directory next to `out`, or reuses one that an interrupted
+    /// conversion with an equal task left. `bytes` is the size of the tensors.
     ///
     /// # Errors
-    /// When `out` can't be replaced, another conversion is writing to it, or there is too little
+    /// If `out` can't be replaced, another conversion is writing to it, or there is too little
     /// space for `bytes`.
-    pub(super) fn begin(
+    pub(super) fn create_or_reuse(
         source: &dyn TensorSource,
         out: &Path,
         options: &ConvertOptions,
         bytes: u64,
-    ) -> Result<Output> {
-        let (parent, name) = resolve_output(source.path(), out, options.force, &CONVERT_MARKER)?;
+    ) -> Result<ConvertOutput> {
+        let (parent, name) = resolve_output_path(source.path(), out, options.force, &CONVERT_MARKER)?;
         let dir = parent.join(format!(".{name}.converting"));
         let task = describe_task(source, options)?;
         if disk::exists(&dir) {
@@ -82,73 +85,77 @@ impl Output {
             disk::make_dir(&dir)?;
         }
         let lock = disk::lock_dir(&dir)?;
-        let earlier = earlier(&dir);
-        let finished_bytes: u64 = earlier.values().map(|f| f.bytes).sum();
+        let finished_before = read_finished_files(&dir);
+        let finished_bytes: u64 = finished_before.values().map(|f| f.bytes).sum();
         require_space(&parent, bytes.saturating_sub(finished_bytes))?;
-        disk::unlink(&dir.join(TASK))?;
-        disk::write_file(dir.join(TASK), task.to_string().as_bytes())?;
-        let done = dir.join(DONE);
+        disk::unlink(&dir.join(TASK_FILE))?;
+        disk::write_file(dir.join(TASK_FILE), task.to_string().as_bytes())?;
+        let done = dir.join(DONE_FILE);
         let record =
             OpenOptions::new().append(true).create(true).open(&done).map_err(CkptError::io("open", &done))?;
         let (record, _lock) = (Some(record), Some(lock));
-        let mut output = Output { path: parent.join(name), dir, earlier, record, _lock };
+        let mut output = ConvertOutput { path: parent.join(name), dir, finished_before, record, _lock };
         // terminates a line that a kill truncated
         output.append_line("\n")?;
         Ok(output)
     }
 
-    /// Writes into an existing directory, which the caller publishes or removes.
-    pub(super) fn in_directory(dir: &Path, bytes: u64) -> Result<Output> {
+    /// Makes an output in the existing directory `dir`, which the caller publishes or removes.
+    /// Returns an error if there is too little space for `bytes`.
+    pub(super) fn in_existing_directory(dir: &Path, bytes: u64) -> Result<ConvertOutput> {
         require_space(dir, bytes)?;
         let (dir, path) = (dir.to_owned(), dir.to_owned());
-        Ok(Output { dir, path, earlier: HashMap::new(), record: None, _lock: None })
+        Ok(ConvertOutput { dir, path, finished_before: HashMap::new(), record: None, _lock: None })
     }
 
     /// Returns the record of `path` if an interrupted conversion had finished that file.
-    pub(super) fn earlier(&self, path: &str) -> Option<&FinishedFile> {
-        self.earlier.get(path)
+    pub(super) fn find_finished(&self, path: &str) -> Option<&FinishedFile> {
+        self.finished_before.get(path)
     }
 
+    /// Appends text to `.done`, if there is one.
     fn append_line(&mut self, text: &str) -> Result<()> {
         match &mut self.record {
             Some(file) => {
-                file.write_all(text.as_bytes()).map_err(CkptError::io("write", &self.dir.join(DONE)))
+                file.write_all(text.as_bytes()).map_err(CkptError::io("write", &self.dir.join(DONE_FILE)))
             }
             None => Ok(()),
         }
     }
 
     /// Appends a finished file to `.done`, so that a later conversion can reuse the file.
-    pub(super) fn record(&mut self, file: &FinishedFile) -> Result<()> {
+    pub(super) fn record_finished(&mut self, file: &FinishedFile) -> Result<()> {
         let line = serde_json::to_string(file).map_err(CkptError::invalid_save)?;
         self.append_line(&(line + "\n"))
     }
 
-    /// Makes all files durable, then renames the directory to its final name.
+    /// Writes the list of files, syncs all files, and renames the directory to its final name.
+    /// Returns the final path. Removes a directory that it replaced.
     pub(super) fn publish(&mut self) -> Result<PathBuf> {
-        disk::unlink(&self.dir.join(DONE))?;
-        disk::unlink(&self.dir.join(TASK))?;
+        disk::unlink(&self.dir.join(DONE_FILE))?;
+        disk::unlink(&self.dir.join(TASK_FILE))?;
         disk::unlink(&self.dir.join(CONVERT_MARKER.file))?;
-        let names = Directory::open(&self.dir)?.names()?;
+        let names = Directory::open(&self.dir)?.list_names()?;
         let made = json!({"format": CONVERT_MARKER.format, "program": format!("launch {}", env!("CARGO_PKG_VERSION")), "files": names});
         disk::write_file(self.dir.join(CONVERT_MARKER.file), format!("{made}\n").as_bytes())?;
-        disk::sync_all_of(&self.dir)?;
-        publish(&self.dir, &self.path, Swap::Atomic)?;
+        disk::sync_file_system(&self.dir)?;
+        publish_directory(&self.dir, &self.path, ReplaceMethod::AtomicExchange)?;
         // the hidden name now belongs to the directory that was replaced
         disk::remove_tree(&self.dir)?;
         Ok(self.path.clone())
     }
 
-    /// Removes the directory after an error.
+    /// Removes the hidden directory, after an error. Ignores failures.
     pub(super) fn discard(&mut self) {
         // a failure is harmless: the next conversion reuses or removes the directory
         let _ = disk::remove_tree(&self.dir);
     }
 }
 
-/// Fails when the file system has too little free space.
+/// Returns [`CkptError::InsufficientSpace`] if the file system of `dir` has too little free space
+/// for `bytes` and the overhead.
 fn require_space(dir: &Path, bytes: u64) -> Result<()> {
-    let free = disk::free_bytes(dir)?;
+    let free = disk::query_free_bytes(dir)?;
     let needed = bytes.saturating_add(bytes / 500).saturating_add(OVERHEAD_BYTES);
     match needed > free {
         true => Err(CkptError::InsufficientSpace { path: dir.to_owned(), needed, free }),
@@ -156,29 +163,31 @@ fn require_space(dir: &Path, bytes: u64) -> Result<()> {
     }
 }
 
+/// Reads the task of an interrupted conversion; `None` if there is no valid one.
 fn read_task(dir: &Path) -> Option<Value> {
-    let text = Directory::open(dir).ok()?.read(TASK, 1 << 20).ok()?;
+    let text = Directory::open(dir).ok()?.read_file(TASK_FILE, 1 << 20).ok()?;
     serde_json::from_slice(&text).ok()
 }
 
-/// Reads the records of the files that an interrupted conversion had finished, by path. Ignores
-/// truncated lines.
-fn earlier(dir: &Path) -> HashMap<String, FinishedFile> {
-    let text = Directory::open(dir).and_then(|f| f.read(DONE, DONE_MAX)).unwrap_or_default();
+/// Reads the records of files that an interrupted conversion had finished from `.done`, by path.
+/// Ignores truncated lines.
+fn read_finished_files(dir: &Path) -> HashMap<String, FinishedFile> {
+    let text = Directory::open(dir).and_then(|f| f.read_file(DONE_FILE, DONE_BYTES_MAX)).unwrap_or_default();
     let lines = text.split(|&b| b == b'\n').filter_map(|l| serde_json::from_slice::<FinishedFile>(l).ok());
     lines.map(|f| (f.path.clone(), f)).collect()
 }
 
-/// Describes what the output depends on: the source with the state of its files, and the options.
+/// Makes the task of a conversion: everything on which its output depends, which is the source with
+/// a fingerprint of its files, and the options.
 fn describe_task(source: &dyn TensorSource, options: &ConvertOptions) -> Result<Value> {
     let path = source.path().canonicalize().map_err(CkptError::io("look at", source.path()))?;
-    let files = fingerprint(&path)?;
+    let files = compute_fingerprint(&path)?;
     let to = match options.target {
         ConvertTarget::Native => "native",
         ConvertTarget::DeepSpeed => "deepspeed",
         ConvertTarget::Universal => "universal",
     };
-    let groups = Hash::digest(format!("{:?}", options.groups).as_bytes()).hex();
+    let groups = Hash::digest(format!("{:?}", options.groups).as_bytes()).to_hex();
     Ok(json!({
         "program": env!("CARGO_PKG_VERSION"), "source": path, "files": files, "to": to, "stage": options.stage,
         "world": options.world, "sub_group_size": options.sub_group_size, "dtype": options.dtype,
@@ -186,20 +195,22 @@ fn describe_task(source: &dyn TensorSource, options: &ConvertOptions) -> Result<
     }))
 }
 
-/// A digest of the names, sizes and modification times of all files in a directory tree.
-pub(crate) fn fingerprint(path: &Path) -> Result<String> {
+/// Computes a digest of the names, sizes and modification times of all files in a directory tree.
+pub(crate) fn compute_fingerprint(path: &Path) -> Result<String> {
     let mut files = Vec::new();
-    list_files(path, 0, &mut files)?;
+    list_file_states(path, 0, &mut files)?;
     files.sort();
-    Ok(Hash::digest(files.join("\n").as_bytes()).hex())
+    Ok(Hash::digest(files.join("\n").as_bytes()).to_hex())
 }
 
-fn list_files(dir: &Path, depth: u32, files: &mut Vec<String>) -> Result<()> {
+/// Appends a line with path, size and modification time to `files` for each file in a directory
+/// tree. `depth` is the depth of `dir` in the tree.
+fn list_file_states(dir: &Path, depth: u32, files: &mut Vec<String>) -> Result<()> {
     for entry in std::fs::read_dir(dir).map_err(CkptError::io("list", dir))? {
         let path = entry.map_err(CkptError::io("list", dir))?.path();
         let Ok(m) = path.symlink_metadata() else { continue };
         match m.is_dir() {
-            true if depth < DEPTH_MAX => list_files(&path, depth + 1, files)?,
+            true if depth < DEPTH_MAX => list_file_states(&path, depth + 1, files)?,
             true => {}
             false => files.push(format!("{} {} {} {}", path.display(), m.len(), m.mtime(), m.mtime_nsec())),
         }

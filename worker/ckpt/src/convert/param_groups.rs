@@ -1,29 +1,29 @@
-//! Assigns weights to the optimizer's parameter groups: by the checkpoint, or by the options where
-//! the checkpoint doesn't assign them.
+//! Assigns weights to the optimizer's parameter groups, as the checkpoint records them, or as the
+//! options define them if the checkpoint doesn't.
 use super::error::ConvertError;
 use super::{ConvertOptions, ConvertTarget};
 use crate::catalog::{TensorInfo, TensorRole};
 use crate::error::Result;
 use crate::formats::module_order;
 use crate::passthrough::{ParamGroup, PassthroughState};
-use crate::pickle::Object;
-use crate::source::TensorSource;
-use crate::state::TrainingState;
+use crate::pickle::PythonObject;
+use crate::tensor_source::TensorSource;
+use crate::training_state::TrainingState;
 use std::collections::{BTreeMap, HashMap, HashSet};
 
 type GroupResult<T> = std::result::Result<T, ConvertError>;
 
-/// A parameter group with the tensors of its weights.
+/// A parameter group whose weights are given as indices of tensors.
 pub(super) struct WeightGroup {
-    /// Indices of the weights' tensors, in the optimizer's order.
+    /// Indices of the weights' tensors, in the order of the optimizer.
     pub(super) weights: Vec<usize>,
-    /// Number of updates of each weight.
+    /// Update count of each weight.
     pub(super) steps: Vec<f64>,
     /// Hyper-parameters by their names in torch.
-    pub(super) options: Vec<(String, Object)>,
+    pub(super) options: Vec<(String, PythonObject)>,
 }
 
-/// The parameter groups of an optimizer.
+/// The parameter groups of an optimizer, and the trained weights without a group.
 pub(super) struct GroupSet<G> {
     pub(super) groups: Vec<G>,
     /// Trained weights whose group is unknown.
@@ -35,26 +35,30 @@ pub(super) struct GroupSet<G> {
 pub struct UngroupedWeights {
     /// Names of the weights.
     pub names: Vec<String>,
-    /// Number of groups.
+    /// Number of parameter groups of the checkpoint.
     pub groups: usize,
 }
 
-/// Finds the weights that [`ConvertOptions::groups`] can assign.
+/// Finds the trained weights without a group, to which [`ConvertOptions::groups`] can assign one.
 ///
 /// # Errors
-/// When the source's optimizer can't be read.
-pub fn find_ungrouped(source: &dyn TensorSource) -> Result<UngroupedWeights> {
-    let groups = listed_groups(&source.state(), &mut source.passthrough()?);
-    let trained = trained_weights(&source.tensors());
+/// If the optimizer of the source can't be read.
+pub fn find_ungrouped_weights(source: &dyn TensorSource) -> Result<UngroupedWeights> {
+    let groups = take_listed_groups(&source.training_state(), &mut source.read_passthrough()?);
+    let trained = find_trained_weights(&source.tensors());
     let names = match is_single_unnamed_group(&groups) {
         true => Vec::new(),
-        false => weights_without_group(&groups, &trained),
+        false => find_weights_without_group(&groups, &trained),
     };
     Ok(UngroupedWeights { names, groups: groups.len() })
 }
 
-/// The groups as the checkpoint lists them, possibly without names.
-pub(super) fn listed_groups(state: &TrainingState, passthrough: &mut PassthroughState) -> Vec<ParamGroup> {
+/// Returns the groups as the checkpoint lists them, possibly without names of weights. Takes them
+/// out of `passthrough`, or makes them from `state` if `passthrough` has none.
+pub(super) fn take_listed_groups(
+    state: &TrainingState,
+    passthrough: &mut PassthroughState,
+) -> Vec<ParamGroup> {
     let mut groups = std::mem::take(&mut passthrough.groups);
     if groups.is_empty() {
         groups = state.groups.iter().map(|group| ParamGroup::from_info(group, &state.steps)).collect();
@@ -63,38 +67,40 @@ pub(super) fn listed_groups(state: &TrainingState, passthrough: &mut Passthrough
     groups
 }
 
-/// Names of the weights that have an optimizer state.
-fn trained_weights(tensors: &[TensorInfo]) -> Vec<String> {
+/// Returns the names of the weights that have an optimizer state, in the order of `tensors`.
+fn find_trained_weights(tensors: &[TensorInfo]) -> Vec<String> {
     let states = tensors.iter().filter(|t| t.role.is_optimizer_state());
     let names: HashSet<&str> = states.map(|t| t.name.as_str()).collect();
     let weights = tensors.iter().filter(|t| t.role == TensorRole::Weight && names.contains(t.name.as_str()));
     weights.map(|t| t.name.clone()).collect()
 }
 
-/// Whether there is at most one group and it lists no names. Such a group contains all trained
-/// weights.
+/// Returns whether there is at most one group, and no group lists names. All trained weights then
+/// belong to a single group.
 fn is_single_unnamed_group(groups: &[ParamGroup]) -> bool {
     groups.len() <= 1 && groups.iter().all(|g| g.names.is_empty())
 }
 
-/// The trained weights that no group lists.
-fn weights_without_group(groups: &[ParamGroup], trained: &[String]) -> Vec<String> {
+/// Returns the names of the trained weights that no group lists.
+fn find_weights_without_group(groups: &[ParamGroup], trained: &[String]) -> Vec<String> {
     let grouped: HashSet<&str> = groups.iter().flat_map(|g| g.names.iter().map(String::as_str)).collect();
     trained.iter().filter(|name| !grouped.contains(name.as_str())).cloned().collect()
 }
 
-/// Completes the groups with the names of their weights.
+/// Completes the groups with the names and update counts of their weights, which `options` or the
+/// rule for a single group assign. Ungrouped weights stay so if the target allows it.
 ///
 /// # Errors
-/// When the target needs names or an order that neither the checkpoint nor the options provide.
+/// If the target needs names or an order that neither the checkpoint nor the options provide, or a
+/// weight is in two groups.
 pub(super) fn assign_weights(
     mut groups: Vec<ParamGroup>,
     tensors: &[TensorInfo],
     steps: &BTreeMap<String, u64>,
     options: &ConvertOptions,
 ) -> GroupResult<GroupSet<ParamGroup>> {
-    let trained = trained_weights(tensors);
-    let ungrouped = weights_without_group(&groups, &trained);
+    let trained = find_trained_weights(tensors);
+    let ungrouped = find_weights_without_group(&groups, &trained);
     check_group_options(&groups, &ungrouped, options)?;
     if is_single_unnamed_group(&groups) && !ungrouped.is_empty() {
         groups.resize_with(1, ParamGroup::default);
@@ -108,7 +114,8 @@ pub(super) fn assign_weights(
         let group = options.groups.get(&name).copied().unwrap_or(0);
         added[group].push(name);
     }
-    let orders = module_order::registration_orders(&trained.iter().map(String::as_str).collect::<Vec<_>>());
+    let orders =
+        module_order::sort_in_registration_orders(&trained.iter().map(String::as_str).collect::<Vec<_>>());
     for (group, names) in groups.iter_mut().zip(added).filter(|(_, names)| !names.is_empty()) {
         group.steps.resize(group.names.len(), None);
         group.steps.extend(names.iter().map(|name| steps.get(name).map(|&s| s as f64)));
@@ -124,8 +131,8 @@ pub(super) fn assign_weights(
     }
 }
 
-/// Rejects options that lack an assignment the target needs, or assign a weight whose group is
-/// known.
+/// Rejects options that lack assignments which the target needs, or that assign a weight whose
+/// group is known, or assign a weight to a missing group.
 fn check_group_options(
     groups: &[ParamGroup],
     ungrouped: &[String],
@@ -175,10 +182,10 @@ fn sort_by_registration(group: &mut ParamGroup, orders: &[Vec<&str>]) -> bool {
 }
 
 impl GroupSet<ParamGroup> {
-    /// Replaces names by indices of tensors.
+    /// Replaces the names of weights by indices of tensors. Unknown update counts become `step`.
     ///
     /// # Errors
-    /// When a weight lacks its tensor or an optimizer state of one of these roles.
+    /// If a weight lacks its tensor or an optimizer state of one of these roles.
     pub(super) fn resolve_indices(
         self,
         index: &HashMap<(TensorRole, String), usize>,

@@ -1,21 +1,21 @@
-//! Verifies files that a killed conversion had finished: a file is reused only when every byte of
-//! it is what was written.
+//! Verifies files that a killed conversion had finished. Such a file is reused only if every byte
+//! is unchanged since it was written.
 use crate::disk::BLOCK;
-use crate::formats::torch_write::digest;
+use crate::formats::torch_writer::digest_members;
 use crate::formats::zip;
 use crate::hash::Hash;
-use crate::save::ShardReport;
+use crate::shard_writer::ShardReport;
 use std::fs;
 use std::os::unix::fs::FileExt;
 
-/// Whether every member of a torch file matches its CRC-32, and all CRCs match the recorded digest.
-/// `None` when the file can't be read.
-pub(super) fn torch_file_is_intact(file: &fs::File, size: u64, expected: u32) -> Option<bool> {
-    let members = zip::members(size, |at, out| file.read_exact_at(out, at)).ok()?;
+/// Reads a torch file of `size` bytes. Returns whether every member matches its CRC-32, and all
+/// CRCs match the recorded digest `expected`; `None` if the file can't be read.
+pub(super) fn is_torch_file_intact(file: &fs::File, size: u64, expected: u32) -> Option<bool> {
+    let members = zip::read_members(size, |at, out| file.read_exact_at(out, at)).ok()?;
     let crcs: Vec<u32> = members.iter().map(|m| m.crc).collect::<Option<_>>()?;
     let entries =
         members.iter().zip(&crcs).map(|(m, crc)| (m.name.as_str(), m.data.end - m.data.start, *crc));
-    if digest(entries) != expected {
+    if digest_members(entries) != expected {
         return Some(false);
     }
     let mut buffer = vec![0u8; BLOCK];
@@ -35,8 +35,9 @@ pub(super) fn torch_file_is_intact(file: &fs::File, size: u64, expected: u32) ->
     Some(true)
 }
 
-/// Whether every block of a native shard matches its hash. `None` when the file can't be read.
-pub(super) fn shard_is_intact(file: &fs::File, size: u64, shard: &ShardReport) -> Option<bool> {
+/// Reads a native shard of `size` bytes. Returns whether every block matches its hash in the
+/// report; `None` if the file can't be read.
+pub(super) fn is_shard_intact(file: &fs::File, size: u64, shard: &ShardReport) -> Option<bool> {
     let mut buffer = vec![0u8; BLOCK];
     let mut at = 0;
     for hash in &shard.blocks {

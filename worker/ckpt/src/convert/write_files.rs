@@ -1,19 +1,20 @@
-//! Writes planned files in parallel. Each worker reads ahead, converts, and passes the result to a
-//! thread that writes. The memory per worker doesn't depend on the file size.
-use super::file_plan::{FileContent, FilePlan, ShardPiece, StorageSpan, TorchPlan};
-use super::output::{FinishedFile, Output};
-use super::resume_check::{shard_is_intact, torch_file_is_intact};
-use super::training_state::SourceState;
-use super::write_steps::{StepData, WINDOW, WriteStep, storage_steps};
+//! Writes planned files in parallel. Each worker thread converts what its reading thread read
+//! ahead, and passes the result to a thread that writes. The memory per worker doesn't depend on
+//! the size of the files.
+use super::file_plan::{FileContent, FilePlan, PlannedPiece, StorageSpan, TorchFilePlan};
+use super::output::{ConvertOutput, FinishedFile};
+use super::resume_check::{is_shard_intact, is_torch_file_intact};
+use super::source_state::SourceState;
+use super::write_steps::{StepData, WINDOW_ELEMENTS, WriteStep, plan_storage_steps};
 use crate::catalog::TensorInfo;
-use crate::disk::{self, Buffers, Directory, FileWriter, IoMode, SMALL_WINDOW};
+use crate::disk::{self, Directory, DiskBufferPool, FileWriter, IoMode, SMALL_WINDOW};
 use crate::dtype::Dtype;
 use crate::error::{CkptError, Result};
 use crate::formats::safetensors::{self, PlannedTensor};
-use crate::formats::torch_write::TorchWriter;
-use crate::manifest::shard_name;
-use crate::save::{PieceReport, ShardReport};
-use crate::source::{ReadRequest, TensorSource};
+use crate::formats::torch_writer::TorchWriter;
+use crate::manifest::shard_file_name;
+use crate::shard_writer::{PieceReport, ShardReport};
+use crate::tensor_source::{ReadRequest, TensorSource};
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use std::fs;
@@ -23,48 +24,56 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-/// Windows of one worker: one is read, one waits, one is written.
-const WINDOWS: usize = 3;
-/// Memory of one worker, bytes: its windows, a converted one, three buffers of the writing thread,
-/// and one for verifying the source.
+/// Number of windows of one worker: one is being read, one waits, and one is being written.
+const WINDOWS_PER_WORKER: usize = 3;
+/// Memory of one worker in bytes: its windows, a converted one, three buffers of the writing
+/// thread, and one for verifying the source.
 const WORKER_BYTES: u64 = 18 << 20;
-/// Memory in addition to that of the workers, bytes.
+/// Memory that is needed in addition to that of the workers, in bytes.
 const BASE_BYTES: u64 = 8 << 20;
-/// Most files that are written at a time.
+/// Maximum number of files that are written at a time.
 const WORKERS_MAX: usize = 32;
-/// Interval of progress reports.
+/// Maximum interval between calls of the progress callback.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
 
-/// The outcome of writing all files.
+/// The result of [`write_planned_files`].
 pub(super) struct WrittenFiles {
-    /// Files of an interrupted conversion that were intact.
+    /// Number of files that an interrupted conversion had finished and that were reused.
     pub(super) reused: u64,
-    /// Reports of the native shards.
+    /// Reports of the native shards, in any order.
     pub(super) shards: Vec<ShardReport>,
 }
 
-/// State that all threads that write files share.
-struct FileWriters<'a> {
+/// The state that all workers share.
+struct SharedWriteState<'a> {
     source: &'a dyn TensorSource,
     tensors: &'a [TensorInfo],
+    /// Number of ranks of the result.
     world: u32,
+    /// The output directory.
     dir: &'a Path,
+    /// The planned files, largest first, each with its record if it was finished earlier.
     files: Vec<(&'a FilePlan, Option<FinishedFile>)>,
+    /// Index of the next file that a worker takes.
     next: AtomicUsize,
+    /// Whether the workers must stop, after an error.
     stop: AtomicBool,
+    /// Number of bytes written so far.
     bytes: AtomicU64,
     /// Buffers of the writing threads.
-    buffers: Buffers,
-    /// Windows that no file uses.
+    buffers: DiskBufferPool,
+    /// Windows that no worker uses, for reuse.
     windows: Mutex<Vec<Vec<f32>>>,
 }
 
-/// Writes all files into the output directory.
-pub(super) fn write_files(
+/// Writes all planned files into the output directory in several threads, and verifies what was
+/// read from the source. Uses at most `memory` bytes. Reuses files that `output` has a record of,
+/// if they are intact. Calls `progress` with the number of written bytes and the total number.
+pub(super) fn write_planned_files(
     source: &dyn TensorSource,
     state: &SourceState,
     files: &[FilePlan],
-    output: &mut Output,
+    output: &mut ConvertOutput,
     memory: u64,
     mut progress: impl FnMut(u64, u64),
 ) -> Result<WrittenFiles> {
@@ -74,8 +83,8 @@ pub(super) fn write_files(
     let mut order: Vec<&FilePlan> = files.iter().collect();
     // largest first, so that no worker is left with a large file at the end
     order.sort_by_key(|f| std::cmp::Reverse(f.bytes()));
-    let files = order.into_iter().map(|f| (f, output.earlier(&f.path).cloned())).collect();
-    let shared = FileWriters {
+    let files = order.into_iter().map(|f| (f, output.find_finished(&f.path).cloned())).collect();
+    let shared = SharedWriteState {
         source,
         tensors: &state.tensors,
         world: state.world,
@@ -84,10 +93,10 @@ pub(super) fn write_files(
         next: AtomicUsize::new(0),
         stop: AtomicBool::new(false),
         bytes: AtomicU64::new(0),
-        buffers: Buffers::with_size(SMALL_WINDOW),
+        buffers: DiskBufferPool::with_size(SMALL_WINDOW),
         windows: Mutex::default(),
     };
-    let workers = worker_count(memory, shared.files.len());
+    let workers = compute_worker_count(memory, shared.files.len());
     let mut done = WrittenFiles { reused: 0, shards: Vec::new() };
     std::thread::scope(|scope| {
         let (sender, receiver) = sync_channel::<Result<(FinishedFile, bool)>>(workers);
@@ -101,21 +110,24 @@ pub(super) fn write_files(
         });
         if result.is_err() {
             shared.stop.store(true, Ordering::Relaxed);
-            // unblocks workers that wait to send
+            // receive the remaining results, so that no worker blocks on sending
             for _ in receiver {}
         }
         result
     })?;
-    // a killed conversion had not verified what it read for the files that were reused
+    // a killed conversion had not verified what it read for its files, so if files are reused,
+    // every byte of the source is verified
     source.verify_reads(done.reused > 0)?;
     progress(total, total);
     Ok(done)
 }
 
-/// Receives finished files until all workers have ended; the first error ends it.
+/// Receives finished files until all workers have ended, and records them in `output` and `done`.
+/// Returns at the first error. Calls `progress` after each file, and at least every
+/// [`PROGRESS_INTERVAL`].
 fn collect_finished(
     receiver: &Receiver<Result<(FinishedFile, bool)>>,
-    output: &mut Output,
+    output: &mut ConvertOutput,
     done: &mut WrittenFiles,
     mut progress: impl FnMut(),
 ) -> Result<()> {
@@ -125,7 +137,7 @@ fn collect_finished(
                 let (file, reused) = file?;
                 match reused {
                     true => done.reused += 1,
-                    false => output.record(&file)?,
+                    false => output.record_finished(&file)?,
                 }
                 done.shards.extend(file.shard);
             }
@@ -136,14 +148,15 @@ fn collect_finished(
     }
 }
 
-/// Number of workers: one more than there are cores, so that the disk is busy while one worker ends
-/// a file and begins the next.
-fn worker_count(memory: u64, files: usize) -> usize {
+/// Computes the number of workers for `files` files and `memory` bytes: at most one more than there
+/// are cores. With this worker, the disk is busy while another one ends a file and begins the next.
+fn compute_worker_count(memory: u64, files: usize) -> usize {
     let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
     let affordable = (memory.saturating_sub(BASE_BYTES) / WORKER_BYTES) as usize;
     (cores + 1).min(affordable).min(files).clamp(1, WORKERS_MAX)
 }
 
+/// Creates the parent directories of all planned files in the output directory `dir`.
 fn make_parent_dirs(dir: &Path, files: &[FilePlan]) -> Result<()> {
     let mut last = None;
     for file in files {
@@ -157,7 +170,9 @@ fn make_parent_dirs(dir: &Path, files: &[FilePlan]) -> Result<()> {
     Ok(())
 }
 
-impl FileWriters<'_> {
+impl SharedWriteState<'_> {
+    /// Writes files until none is left or the conversion is stopped, and sends the result for each
+    /// file: its record, and whether it was reused. Ends after an error.
     fn run_worker(&self, sender: &SyncSender<Result<(FinishedFile, bool)>>) {
         while !self.stop.load(Ordering::Relaxed) {
             let Some((file, earlier)) = self.files.get(self.next.fetch_add(1, Ordering::Relaxed)) else {
@@ -171,7 +186,8 @@ impl FileWriters<'_> {
         }
     }
 
-    /// Writes one file, or reuses it; true when it was reused.
+    /// Writes one file, or reuses it if the record `earlier` shows that it is intact. Returns the
+    /// record of the file, and whether it was reused.
     fn write_file(&self, file: &FilePlan, earlier: Option<&FinishedFile>) -> Result<(FinishedFile, bool)> {
         if let Some(earlier) = earlier.filter(|e| self.is_intact(file, e)) {
             self.bytes.fetch_add(file.bytes(), Ordering::Relaxed);
@@ -182,14 +198,14 @@ impl FileWriters<'_> {
         let mut done = FinishedFile { path: file.path.clone(), bytes: 0, members: None, shard: None };
         match &file.content {
             FileContent::Bytes(bytes) => done.bytes = disk::write_file(path, bytes)?,
-            FileContent::LinkTo(other) => done.bytes = link_or_copy(other, &path)?,
+            FileContent::LinkTo(other) => done.bytes = link_or_copy_file(other, &path)?,
             FileContent::Shard { rank, pieces } => {
-                let shard = self.write_shard(&path, *rank, pieces)?;
+                let shard = self.write_shard_file(&path, *rank, pieces)?;
                 (done.bytes, done.shard) = (shard.bytes, Some(shard));
             }
             FileContent::Torch(plan) => {
                 let writer =
-                    TorchWriter::create(path, file.stem(), &plan.value, plan.bytes(), &self.buffers)?;
+                    TorchWriter::create(path, file.file_stem(), &plan.value, plan.bytes(), &self.buffers)?;
                 let (bytes, members) = self.write_torch_file(plan, writer)?;
                 (done.bytes, done.members) = (bytes, Some(members));
             }
@@ -197,8 +213,9 @@ impl FileWriters<'_> {
         Ok((done, false))
     }
 
-    /// Whether the file of an interrupted conversion is intact; every byte of its tensors is
-    /// verified.
+    /// Returns whether a file that an interrupted conversion had finished is intact. Reads and
+    /// verifies every byte of its tensors. Small files don't count as intact, since they are cheap
+    /// to write again.
     fn is_intact(&self, file: &FilePlan, earlier: &FinishedFile) -> bool {
         let path = self.dir.join(&file.path);
         let open = || -> Option<(fs::File, u64)> {
@@ -209,25 +226,27 @@ impl FileWriters<'_> {
         let Some((open, size)) = open().filter(|(_, size)| *size == earlier.bytes) else { return false };
         match (&file.content, &earlier.shard, earlier.members) {
             (FileContent::Torch(_), _, Some(members)) => {
-                torch_file_is_intact(&open, size, members).unwrap_or(false)
+                is_torch_file_intact(&open, size, members).unwrap_or(false)
             }
             (FileContent::Shard { .. }, Some(shard), _) => {
-                shard_is_intact(&open, size, shard).unwrap_or(false)
+                is_shard_intact(&open, size, shard).unwrap_or(false)
             }
             // small files are written again
             _ => false,
         }
     }
 
-    fn write_torch_file(&self, plan: &TorchPlan, mut writer: TorchWriter) -> Result<(u64, u32)> {
+    /// Writes the storages of a torch file. Returns the size of the file in bytes, and the digest
+    /// of its members.
+    fn write_torch_file(&self, plan: &TorchFilePlan, mut writer: TorchWriter) -> Result<(u64, u32)> {
         let steps: Vec<WriteStep> =
-            plan.storages.iter().flat_map(|s| storage_steps(s.dtype, &s.spans)).collect();
-        let mut narrow = NarrowBuffers::default();
-        self.stream(&steps, |step, loaded| match (step, loaded) {
+            plan.storages.iter().flat_map(|s| plan_storage_steps(s.dtype, &s.spans)).collect();
+        let mut narrow = ConversionBuffers::default();
+        self.stream_steps(&steps, |step, loaded| match (step, loaded) {
             (WriteStep::Begin, _) => writer.begin_storage(),
-            (WriteStep::End, _) => writer.end(),
+            (WriteStep::End, _) => writer.end_member(),
             (WriteStep::Window { dtype, .. }, StepData::Values(values)) => {
-                writer.write(narrow.convert(*dtype, values))
+                writer.write(narrow.convert_values(*dtype, values))
             }
             (WriteStep::Bytes(bytes), _) => writer.write(bytes),
             (WriteStep::Raw { .. }, StepData::Bytes(bytes)) => writer.write(bytes),
@@ -236,8 +255,9 @@ impl FileWriters<'_> {
         writer.finish()
     }
 
-    fn write_shard(&self, path: &Path, rank: u32, pieces: &[ShardPiece]) -> Result<ShardReport> {
-        let info = |p: &ShardPiece| &self.tensors[p.tensor];
+    /// Writes a native shard with these pieces to `path`.
+    fn write_shard_file(&self, path: &Path, rank: u32, pieces: &[PlannedPiece]) -> Result<ShardReport> {
+        let info = |p: &PlannedPiece| &self.tensors[p.tensor];
         let shapes: Vec<[u64; 1]> = pieces.iter().map(|p| [p.element_count()]).collect();
         let planned: Vec<PlannedTensor<'_>> = pieces
             .iter()
@@ -248,7 +268,7 @@ impl FileWriters<'_> {
             })
             .collect();
         let header =
-            safetensors::shard_header(rank, self.world, &planned).map_err(CkptError::invalid_save)?;
+            safetensors::encode_shard_header(rank, self.world, &planned).map_err(CkptError::invalid_save)?;
         let mut writer =
             FileWriter::with_buffers(path.to_owned(), IoMode::Direct, true, self.buffers.clone())?;
         writer.write(&header)?;
@@ -259,11 +279,11 @@ impl FileWriters<'_> {
         });
         let runs: Vec<(Dtype, Vec<StorageSpan>)> = runs.collect();
         let steps: Vec<WriteStep> =
-            runs.iter().flat_map(|(dtype, spans)| storage_steps(*dtype, spans)).collect();
-        let mut narrow = NarrowBuffers::default();
-        self.stream(&steps, |step, loaded| match (step, loaded) {
+            runs.iter().flat_map(|(dtype, spans)| plan_storage_steps(*dtype, spans)).collect();
+        let mut narrow = ConversionBuffers::default();
+        self.stream_steps(&steps, |step, loaded| match (step, loaded) {
             (WriteStep::Window { dtype, .. }, StepData::Values(values)) => {
-                writer.write(narrow.convert(*dtype, values))
+                writer.write(narrow.convert_values(*dtype, values))
             }
             _ => Ok(()),
         })?;
@@ -275,23 +295,24 @@ impl FileWriters<'_> {
             offset += p.bytes();
         }
         let (bytes, blocks) = writer.finish()?;
-        let file = shard_name(rank, self.world);
+        let file = shard_file_name(rank, self.world);
         Ok(ShardReport { rank, world: self.world, file, bytes, blocks, pieces: reports })
     }
 
-    /// Reads the data of the steps ahead, and passes each step with its data to `sink`.
-    fn stream(
+    /// Passes each step with its data to `sink`, in order. A second thread reads the data ahead if
+    /// there is more than one window.
+    fn stream_steps(
         &self,
         steps: &[WriteStep<'_>],
         mut sink: impl FnMut(&WriteStep<'_>, &StepData) -> Result<()>,
     ) -> Result<()> {
         let windows =
             steps.iter().filter(|s| matches!(s, WriteStep::Window { .. } | WriteStep::Raw { .. })).count();
-        if windows <= 1 || steps.iter().map(WriteStep::elements).sum::<usize>() <= WINDOW {
+        if windows <= 1 || steps.iter().map(WriteStep::element_count).sum::<usize>() <= WINDOW_ELEMENTS {
             let mut buffer = self.take_window();
             for step in steps {
-                let loaded = self.read_step(step, std::mem::take(&mut buffer))?;
-                self.deliver_bytes(step, &mut sink, &loaded)?;
+                let loaded = self.read_step_data(step, std::mem::take(&mut buffer))?;
+                self.deliver_step(step, &mut sink, &loaded)?;
                 if let StepData::Values(values) = loaded {
                     buffer = values;
                 }
@@ -301,8 +322,8 @@ impl FileWriters<'_> {
         }
         std::thread::scope(|scope| {
             let (full, inbox) = sync_channel::<Result<StepData>>(1);
-            let (outbox, empty) = sync_channel::<Vec<f32>>(WINDOWS);
-            for _ in 0..WINDOWS {
+            let (outbox, empty) = sync_channel::<Vec<f32>>(WINDOWS_PER_WORKER);
+            for _ in 0..WINDOWS_PER_WORKER {
                 let _ = outbox.send(self.take_window());
             }
             scope.spawn(move || {
@@ -313,7 +334,7 @@ impl FileWriters<'_> {
                     };
                     // the receiver is gone after an error
                     let Ok(buffer) = buffer else { return };
-                    if full.send(self.read_step(step, buffer)).is_err() {
+                    if full.send(self.read_step_data(step, buffer)).is_err() {
                         return;
                     }
                 }
@@ -327,7 +348,7 @@ impl FileWriters<'_> {
                 }
                 let loaded =
                     inbox.recv().map_err(|_| CkptError::internal("the reading thread ended early"))??;
-                self.deliver_bytes(step, &mut sink, &loaded)?;
+                self.deliver_step(step, &mut sink, &loaded)?;
                 if let StepData::Values(values) = loaded {
                     let _ = outbox.send(values);
                 }
@@ -336,21 +357,23 @@ impl FileWriters<'_> {
         })
     }
 
-    fn window_pool(&self) -> std::sync::MutexGuard<'_, Vec<Vec<f32>>> {
+    /// Locks the pool of unused windows, also after a thread panicked while it held the lock.
+    fn lock_window_pool(&self) -> std::sync::MutexGuard<'_, Vec<Vec<f32>>> {
         self.windows.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A window of an earlier file, or a new one.
+    /// Takes a window from the pool, or makes a new one if the pool is empty.
     fn take_window(&self) -> Vec<f32> {
-        self.window_pool().pop().unwrap_or_default()
+        self.lock_window_pool().pop().unwrap_or_default()
     }
 
-    /// Returns a window for use by the next file.
+    /// Puts a window into the pool for reuse.
     fn return_window(&self, window: Vec<f32>) {
-        self.window_pool().push(window);
+        self.lock_window_pool().push(window);
     }
 
-    fn deliver_bytes(
+    /// Passes a step with its data to `sink`, and adds the written bytes to the progress.
+    fn deliver_step(
         &self,
         step: &WriteStep<'_>,
         sink: &mut impl FnMut(&WriteStep<'_>, &StepData) -> Result<()>,
@@ -361,7 +384,9 @@ impl FileWriters<'_> {
         Ok(())
     }
 
-    fn read_step(&self, step: &WriteStep<'_>, mut buffer: Vec<f32>) -> Result<StepData> {
+    /// Reads the source data of a step; `buffer` becomes the window of a step that has one. The
+    /// bytes are verified later, by [`TensorSource::verify_reads`].
+    fn read_step_data(&self, step: &WriteStep<'_>, mut buffer: Vec<f32>) -> Result<StepData> {
         match step {
             WriteStep::Window { parts: spans, elements, .. } => {
                 buffer.resize(*elements, 0.0);
@@ -394,14 +419,15 @@ impl FileWriters<'_> {
 
 /// Reused buffers for conversion to 16-bit dtypes.
 #[derive(Default)]
-struct NarrowBuffers {
+struct ConversionBuffers {
     bf16: Vec<bf16>,
     f16: Vec<f16>,
 }
 
-impl NarrowBuffers {
-    /// The bytes of values as `dtype`, rounded to nearest, ties to even, like torch.
-    fn convert<'a>(&'a mut self, dtype: Dtype, values: &'a [f32]) -> &'a [u8] {
+impl ConversionBuffers {
+    /// Converts values to `dtype` as torch does, rounding to nearest with ties to even. Returns the
+    /// bytes.
+    fn convert_values<'a>(&'a mut self, dtype: Dtype, values: &'a [f32]) -> &'a [u8] {
         match dtype {
             Dtype::BF16 => {
                 self.bf16.resize(values.len(), bf16::ZERO);
@@ -418,8 +444,9 @@ impl NarrowBuffers {
     }
 }
 
-/// Creates a hard link, or a copy where links are not possible. Returns the file size.
-fn link_or_copy(from: &Path, to: &Path) -> Result<u64> {
+/// Creates the hard link `to` to the file `from`, or a copy if links are not possible. Returns the
+/// size of the file in bytes.
+fn link_or_copy_file(from: &Path, to: &Path) -> Result<u64> {
     if fs::hard_link(from, to).is_err() {
         fs::copy(from, to).map_err(CkptError::io("copy", from))?;
     }

@@ -1,33 +1,35 @@
-//! The steps that write a planned file: its storages, divided into windows of a fixed size.
+//! [`WriteStep`]: the steps by which a planned storage is written, in windows of a fixed size.
 use super::file_plan::StorageSpan;
 use crate::dtype::Dtype;
 
-/// Elements of one window: 2 MiB of f32.
-pub(super) const WINDOW: usize = 512 << 10;
+/// Maximum number of elements of a window: 2 MiB of F32.
+pub(super) const WINDOW_ELEMENTS: usize = 512 << 10;
 
-/// Consecutive elements of one tensor in a window.
+/// A part of a window: consecutive elements of one tensor.
 pub(super) struct WindowPart {
     /// Index of the source tensor; `None` for zeros.
     pub(super) tensor: Option<usize>,
+    /// Index of the first element in the tensor.
     pub(super) start: u64,
+    /// Number of elements.
     pub(super) count: u64,
 }
 
 /// One step of writing a storage.
 pub(super) enum WriteStep<'p> {
-    /// A storage begins.
+    /// Begin the storage.
     Begin,
-    /// Numbers, converted to `dtype`.
+    /// Write the elements of a window, converted to `dtype`.
     Window { dtype: Dtype, parts: Vec<WindowPart>, elements: usize },
-    /// Elements of a source tensor in their stored dtype, from element `start`.
+    /// Write elements of a source tensor from element `start` on, in their stored dtype.
     Raw { tensor: usize, start: u64, bytes: usize },
-    /// Literal bytes.
+    /// Write literal bytes.
     Bytes(&'p [u8]),
-    /// The storage ends.
+    /// End the storage.
     End,
 }
 
-/// The source data that a step needs.
+/// The data of the source that a step writes.
 pub(super) enum StepData {
     Values(Vec<f32>),
     Bytes(Vec<u8>),
@@ -35,7 +37,8 @@ pub(super) enum StepData {
 }
 
 impl WriteStep<'_> {
-    pub(super) fn elements(&self) -> usize {
+    /// Returns the number of elements of a window, or of bytes of a raw step; 0 for other steps.
+    pub(super) fn element_count(&self) -> usize {
         match self {
             WriteStep::Window { elements, .. } => *elements,
             WriteStep::Raw { bytes, .. } => *bytes,
@@ -43,7 +46,7 @@ impl WriteStep<'_> {
         }
     }
 
-    /// Bytes that the step writes.
+    /// Returns the number of bytes that the step writes.
     pub(super) fn bytes(&self) -> u64 {
         match self {
             WriteStep::Window { dtype, elements, .. } => *elements as u64 * dtype.size(),
@@ -54,8 +57,8 @@ impl WriteStep<'_> {
     }
 }
 
-/// The steps that write one storage.
-pub(super) fn storage_steps(dtype: Dtype, spans: &[StorageSpan]) -> Vec<WriteStep<'_>> {
+/// Plans the steps that write one storage of the dtype `dtype`.
+pub(super) fn plan_storage_steps(dtype: Dtype, spans: &[StorageSpan]) -> Vec<WriteStep<'_>> {
     let mut steps = vec![WriteStep::Begin];
     for span in spans {
         match span {
@@ -64,7 +67,7 @@ pub(super) fn storage_steps(dtype: Dtype, spans: &[StorageSpan]) -> Vec<WriteSte
                 let size = dtype.size();
                 let mut start = 0;
                 while start < *count {
-                    let n = (count - start).min(WINDOW as u64 / size);
+                    let n = (count - start).min(WINDOW_ELEMENTS as u64 / size);
                     steps.push(WriteStep::Raw { tensor: *tensor, start, bytes: (n * size) as usize });
                     start += n;
                 }
@@ -79,7 +82,8 @@ pub(super) fn storage_steps(dtype: Dtype, spans: &[StorageSpan]) -> Vec<WriteSte
     steps
 }
 
-/// Adds elements to the last window while it has free space, then to new windows.
+/// Adds `count` elements of a source tensor from element `start` on, or zeros if `tensor` is
+/// `None`. Fills the last window first if the last step is one, and then adds windows.
 fn push_elements(
     steps: &mut Vec<WriteStep<'_>>,
     dtype: Dtype,
@@ -88,11 +92,11 @@ fn push_elements(
     mut count: u64,
 ) {
     while count > 0 {
-        if !matches!(steps.last(), Some(WriteStep::Window { elements, .. }) if *elements < WINDOW) {
+        if !matches!(steps.last(), Some(WriteStep::Window { elements, .. }) if *elements < WINDOW_ELEMENTS) {
             steps.push(WriteStep::Window { dtype, parts: Vec::new(), elements: 0 });
         }
         let Some(WriteStep::Window { parts: spans, elements, .. }) = steps.last_mut() else { return };
-        let n = count.min((WINDOW - *elements) as u64);
+        let n = count.min((WINDOW_ELEMENTS - *elements) as u64);
         spans.push(WindowPart { tensor, start, count: n });
         *elements += n as usize;
         start += n;

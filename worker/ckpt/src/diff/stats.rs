@@ -1,8 +1,8 @@
-//! Statistics of the differences between two arrays of numbers.
+//! [`ElementDiff`]: statistics of the differences between the elements of two tensors.
 use half::{bf16, f16};
 use serde::Serialize;
 
-/// An element and its values on both sides.
+/// The values of one element in both tensors.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct ElementPair {
     /// Row-major index in the whole tensor.
@@ -13,7 +13,7 @@ pub struct ElementPair {
     pub b: f32,
 }
 
-/// A rounding (to nearest, ties to even) that turns every element of one side into that of the
+/// A cast to a 16-bit dtype, rounding to nearest with ties to even, that turns one tensor into the
 /// other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub enum RoundingCast {
@@ -35,7 +35,8 @@ impl RoundingCast {
         RoundingCast::AIsF16OfB,
     ];
 
-    fn explains(self, a: f32, b: f32) -> bool {
+    /// Returns whether the cast turns one value into exactly the bits of the other.
+    fn explains_pair(self, a: f32, b: f32) -> bool {
         let bf16 = |x: f32| bf16::from_f32(x).to_f32().to_bits();
         let f16 = |x: f32| f16::from_f32(x).to_f32().to_bits();
         match self {
@@ -47,47 +48,48 @@ impl RoundingCast {
     }
 }
 
-/// How the elements of a tensor differ.
+/// Statistics of the differences between two tensors with the dtype F32, BF16 or F16.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct ElementDiff {
     /// Number of elements with different bits.
     pub differing: u64,
-    /// Number of all elements.
+    /// Number of elements of the tensor.
     pub elements: u64,
     /// The first element with different bits.
     pub first: ElementPair,
-    /// Largest `|a - b|` of finite values; `None` when no differing pair is finite.
+    /// Largest `|a - b|` of elements that are finite on both sides; `None` if no differing element
+    /// is.
     pub max_abs: Option<f64>,
     /// The element with the largest `|a - b|`.
     pub max_at: Option<ElementPair>,
     /// Mean of `|a - b|` over all elements that are finite on both sides.
     pub mean_abs: f64,
-    /// Largest distance of finite values in units in the last place (ulp) of float32.
+    /// Largest distance of finite values, in units in the last place (ulp) of float32.
     pub max_ulp: u64,
-    /// Number of elements with different bits where a side is NaN or infinite.
+    /// Number of elements with different bits of which at least one value is NaN or infinite.
     pub not_finite: u64,
-    /// The rounding that explains every difference, if there is one.
+    /// The cast that explains every difference; `None` if there is none.
     pub cast: Option<RoundingCast>,
 }
 
-/// Statistics over a range of elements. Ranges that follow each other can be joined.
+/// Statistics over a range of elements. Statistics of consecutive ranges can be joined.
 #[derive(Default)]
 pub(super) struct DiffStats {
     elements: u64,
     differing: u64,
     first: Option<ElementPair>,
-    max: Option<(f64, ElementPair)>,
+    max_pair: Option<(f64, ElementPair)>,
     sum: f64,
     finite: u64,
     max_ulp: u64,
     not_finite: u64,
-    /// For each of [`RoundingCast::ALL`], whether some element contradicts it.
+    /// For each cast in [`RoundingCast::ALL`], whether some element contradicts it.
     refuted: [bool; 4],
 }
 
 impl DiffStats {
-    /// Compares two equally long slices that begin at element `start` of their tensors.
-    pub(super) fn compare(start: u64, a: &[f32], b: &[f32]) -> DiffStats {
+    /// Compares two slices of equal length, which begin at element `start` of their tensors.
+    pub(super) fn from_slices(start: u64, a: &[f32], b: &[f32]) -> DiffStats {
         let mut stats = DiffStats { elements: a.len() as u64, ..DiffStats::default() };
         if bytemuck::cast_slice::<f32, u8>(a) == bytemuck::cast_slice::<f32, u8>(b) {
             stats.finite = a.iter().filter(|x| x.is_finite()).count() as u64;
@@ -95,13 +97,14 @@ impl DiffStats {
             return stats;
         }
         for (i, (&x, &y)) in a.iter().zip(b).enumerate() {
-            stats.add_pair(ElementPair { element: start + i as u64, a: x, b: y });
+            stats.add_element_pair(ElementPair { element: start + i as u64, a: x, b: y });
         }
         stats.refute_casts(a, b);
         stats
     }
 
-    fn add_pair(&mut self, at: ElementPair) {
+    /// Adds one element to the statistics other than the casts.
+    fn add_element_pair(&mut self, at: ElementPair) {
         let finite = at.a.is_finite() && at.b.is_finite();
         self.finite += u64::from(finite);
         if at.a.to_bits() == at.b.to_bits() {
@@ -115,20 +118,21 @@ impl DiffStats {
         }
         let abs = (f64::from(at.a) - f64::from(at.b)).abs();
         self.sum += abs;
-        self.max_ulp = self.max_ulp.max(ulps(at.a, at.b));
-        if self.max.is_none_or(|(max, _)| abs > max) {
-            self.max = Some((abs, at));
+        self.max_ulp = self.max_ulp.max(count_ulps(at.a, at.b));
+        if self.max_pair.is_none_or(|(max, _)| abs > max) {
+            self.max_pair = Some((abs, at));
         }
     }
 
+    /// Records which casts the elements of these slices contradict.
     fn refute_casts(&mut self, a: &[f32], b: &[f32]) {
         for (refuted, cast) in self.refuted.iter_mut().zip(RoundingCast::ALL) {
-            *refuted = !a.iter().zip(b).all(|(&x, &y)| cast.explains(x, y));
+            *refuted = !a.iter().zip(b).all(|(&x, &y)| cast.explains_pair(x, y));
         }
     }
 
-    /// Joins the statistics of the range that follows this one.
-    pub(super) fn append(&mut self, next: DiffStats) {
+    /// Adds the statistics of the range that follows this one.
+    pub(super) fn append_range(&mut self, next: DiffStats) {
         self.elements += next.elements;
         self.differing += next.differing;
         self.first = self.first.or(next.first);
@@ -136,24 +140,24 @@ impl DiffStats {
         self.finite += next.finite;
         self.max_ulp = self.max_ulp.max(next.max_ulp);
         self.not_finite += next.not_finite;
-        if let Some((abs, at)) = next.max
-            && self.max.is_none_or(|(max, _)| abs > max)
+        if let Some((abs, at)) = next.max_pair
+            && self.max_pair.is_none_or(|(max, _)| abs > max)
         {
-            self.max = Some((abs, at));
+            self.max_pair = Some((abs, at));
         }
         self.refuted.iter_mut().zip(next.refuted).for_each(|(mine, theirs)| *mine |= theirs);
     }
 
-    /// The differences; `None` when all bits are equal.
-    pub(super) fn finish(self) -> Option<ElementDiff> {
+    /// Converts the statistics to a report; `None` if all elements have equal bits.
+    pub(super) fn into_element_diff(self) -> Option<ElementDiff> {
         let cast =
             self.refuted.iter().zip(RoundingCast::ALL).find(|(refuted, _)| !**refuted).map(|(_, cast)| cast);
         Some(ElementDiff {
             differing: self.differing,
             elements: self.elements,
             first: self.first?,
-            max_abs: self.max.map(|(abs, _)| abs),
-            max_at: self.max.map(|(_, at)| at),
+            max_abs: self.max_pair.map(|(abs, _)| abs),
+            max_at: self.max_pair.map(|(_, at)| at),
             mean_abs: if self.finite == 0 { 0.0 } else { self.sum / self.finite as f64 },
             max_ulp: self.max_ulp,
             not_finite: self.not_finite,
@@ -162,8 +166,9 @@ impl DiffStats {
     }
 }
 
-/// The distance of two float32 numbers in ulp: 1 for neighbours, 0 for +0 and -0.
-fn ulps(a: f32, b: f32) -> u64 {
+/// Counts the steps between neighbouring float32 numbers from `a` to `b` (their distance in ulp).
+/// The distance of +0 and -0 is 0.
+fn count_ulps(a: f32, b: f32) -> u64 {
     let ordinal = |x: f32| {
         let magnitude = i64::from(x.to_bits() & 0x7fff_ffff);
         if x.is_sign_negative() { -magnitude } else { magnitude }
@@ -178,10 +183,10 @@ mod tests {
 
     #[test]
     fn ulps_count_the_steps_between_two_numbers() {
-        assert_eq!(ulps(1.0, 1.0 + f32::EPSILON), 1);
-        assert_eq!(ulps(0.0, -0.0), 0);
-        assert_eq!(ulps(f32::from_bits(1), -f32::from_bits(1)), 2);
-        assert_eq!(ulps(1.0, 2.0), 1 << 23);
+        assert_eq!(count_ulps(1.0, 1.0 + f32::EPSILON), 1);
+        assert_eq!(count_ulps(0.0, -0.0), 0);
+        assert_eq!(count_ulps(f32::from_bits(1), -f32::from_bits(1)), 2);
+        assert_eq!(count_ulps(1.0, 2.0), 1 << 23);
     }
 
     #[test]
@@ -190,7 +195,9 @@ mod tests {
         let to = |cast: fn(f32) -> f32| a.map(cast);
         let bf = to(|x| bf16::from_f32(x).to_f32());
         let hf = to(|x| f16::from_f32(x).to_f32());
-        let cast = |a: &[f32], b: &[f32]| DiffStats::compare(0, a, b).finish().expect("different").cast;
+        let cast = |a: &[f32], b: &[f32]| {
+            DiffStats::from_slices(0, a, b).into_element_diff().expect("different").cast
+        };
         assert_eq!(cast(&a, &bf), Some(RoundingCast::BIsBf16OfA));
         assert_eq!(cast(&bf, &a), Some(RoundingCast::AIsBf16OfB));
         assert_eq!(cast(&a, &hf), Some(RoundingCast::BIsF16OfA));
@@ -201,11 +208,14 @@ mod tests {
     #[test]
     fn nan_and_infinity_are_counted_separately() {
         let found =
-            DiffStats::compare(10, &[1.0, f32::NAN, 2.0, f32::NAN], &[1.0, 1.0, f32::INFINITY, f32::NAN]);
-        let found = found.finish().expect("different");
+            DiffStats::from_slices(10, &[1.0, f32::NAN, 2.0, f32::NAN], &[1.0, 1.0, f32::INFINITY, f32::NAN]);
+        let found = found.into_element_diff().expect("different");
         assert_eq!((found.differing, found.not_finite, found.max_abs), (2, 2, None));
         assert_eq!(found.first.element, 11);
-        assert!(DiffStats::compare(0, &[f32::NAN], &[f32::NAN]).finish().is_none(), "equal bits");
+        assert!(
+            DiffStats::from_slices(0, &[f32::NAN], &[f32::NAN]).into_element_diff().is_none(),
+            "equal bits"
+        );
     }
 
     proptest! {
@@ -217,9 +227,9 @@ mod tests {
             let (a, b): (Vec<f32>, Vec<f32>) = pairs.iter().map(|(x, y)| (f32::from(*x) / 3.0, f32::from(*y) / 3.0)).unzip();
             let cut = cut.min(a.len());
             let mut joined = DiffStats::default();
-            joined.append(DiffStats::compare(0, &a[..cut], &b[..cut]));
-            joined.append(DiffStats::compare(cut as u64, &a[cut..], &b[cut..]));
-            let (joined, whole) = (joined.finish(), DiffStats::compare(0, &a, &b).finish());
+            joined.append_range(DiffStats::from_slices(0, &a[..cut], &b[..cut]));
+            joined.append_range(DiffStats::from_slices(cut as u64, &a[cut..], &b[cut..]));
+            let (joined, whole) = (joined.into_element_diff(), DiffStats::from_slices(0, &a, &b).into_element_diff());
             prop_assert_eq!(joined.is_some(), whole.is_some());
             if let (Some(joined), Some(whole)) = (joined, whole) {
                 prop_assert!((joined.mean_abs - whole.mean_abs).abs() < 1e-12);

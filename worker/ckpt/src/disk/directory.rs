@@ -1,8 +1,8 @@
-//! Directories: create, lock, sync and remove them, and open files in them without following
+//! Creates, locks, syncs and removes directories, and opens files in them without following
 //! symbolic links.
 use crate::diagnosis::Diagnosis;
 use crate::error::{CkptError, DamageReason, MissingPart, Result};
-use crate::fault;
+use crate::fault_points;
 use nix::errno::Errno;
 use nix::fcntl::{AtFlags, Flock, FlockArg, OFlag, openat};
 use nix::sys::stat::{FileStat, Mode, SFlag, fstat, fstatat};
@@ -12,17 +12,22 @@ use std::io::{self, Read};
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
-/// True when the path exists, even as a dangling symbolic link.
+/// Returns true if the path exists, even as a dangling symbolic link.
 pub(crate) fn exists(path: &Path) -> bool {
     path.symlink_metadata().is_ok()
 }
 
-/// Creates a directory in an existing parent.
+/// Creates a directory in an existing parent directory. The new entry is not durable yet.
+///
+/// # Errors
+/// Fails if the path exists or the parent does not.
 pub(crate) fn make_dir(path: &Path) -> Result<()> {
-    fault::around("mkdir", || fs::create_dir(path)).map_err(CkptError::io("create directory", path))
+    fault_points::run_between_points("mkdir", || fs::create_dir(path))
+        .map_err(CkptError::io("create directory", path))
 }
 
-/// Creates a directory and its missing parents durably, unless it exists.
+/// Creates a directory and its missing parents, and makes their entries durable. Does nothing if
+/// the directory exists.
 pub(crate) fn make_dirs(path: &Path) -> Result<()> {
     match fs::metadata(path) {
         Ok(m) if m.is_dir() => return Ok(()),
@@ -30,7 +35,7 @@ pub(crate) fn make_dirs(path: &Path) -> Result<()> {
         Err(e) if e.kind() == io::ErrorKind::NotFound => {}
         Err(e) => return Err(CkptError::io("create directory", path)(e)),
     }
-    let parent = parent_of(path);
+    let parent = parent_dir(path);
     make_dirs(&parent)?;
     match make_dir(path) {
         // another rank or job created the directory first
@@ -44,8 +49,8 @@ pub(crate) fn make_dirs(path: &Path) -> Result<()> {
     }
 }
 
-/// The parent of a path; `.` for a bare name.
-pub(crate) fn parent_of(path: &Path) -> PathBuf {
+/// Returns the parent directory of a path: `.` for a bare file name, and the path itself for `/`.
+pub(crate) fn parent_dir(path: &Path) -> PathBuf {
     match path.parent() {
         Some(p) if !p.as_os_str().is_empty() => p.to_owned(),
         Some(_) => PathBuf::from("."),
@@ -53,28 +58,31 @@ pub(crate) fn parent_of(path: &Path) -> PathBuf {
     }
 }
 
-/// Makes the entries of a directory durable.
+/// Syncs a directory, which makes its entries (created, renamed and removed names) durable.
 pub(crate) fn sync_dir(path: &Path) -> Result<()> {
     let dir = File::open(path).map_err(CkptError::io("open directory", path))?;
-    fault::around("fsync directory", || dir.sync_all()).map_err(CkptError::io("fsync directory", path))
+    fault_points::run_between_points("fsync directory", || dir.sync_all())
+        .map_err(CkptError::io("fsync directory", path))
 }
 
-/// Syncs the file system of a directory.
-pub(crate) fn sync_all_of(path: &Path) -> Result<()> {
+/// Syncs the whole file system of the directory `path`, which makes every file written there
+/// durable.
+pub(crate) fn sync_file_system(path: &Path) -> Result<()> {
     let dir = File::open(path).map_err(CkptError::io("open directory", path))?;
-    fault::around("sync file system", || syncfs(&dir))
+    fault_points::run_between_points("sync file system", || syncfs(&dir))
         .map_err(CkptError::errno("sync the file system of", path))
 }
 
-/// Removes a file, if it exists.
+/// Removes a file. Does nothing if the file does not exist.
 pub(crate) fn unlink(path: &Path) -> Result<()> {
-    match fault::around("unlink", || fs::remove_file(path)) {
+    match fault_points::run_between_points("unlink", || fs::remove_file(path)) {
         Err(e) if e.kind() != io::ErrorKind::NotFound => Err(CkptError::io("remove", path)(e)),
         _ => Ok(()),
     }
 }
 
-/// Removes a directory and its contents, if it exists. Does not follow symbolic links.
+/// Removes a directory with everything in it, without following symbolic links. Does nothing if the
+/// directory does not exist.
 pub(crate) fn remove_tree(path: &Path) -> Result<()> {
     let entries = match fs::read_dir(path) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
@@ -88,24 +96,29 @@ pub(crate) fn remove_tree(path: &Path) -> Result<()> {
             false => unlink(&entry.path())?,
         }
     }
-    match fault::around("rmdir", || fs::remove_dir(path)) {
+    match fault_points::run_between_points("rmdir", || fs::remove_dir(path)) {
         Err(e) if e.kind() != io::ErrorKind::NotFound => Err(CkptError::io("remove directory", path)(e)),
         _ => Ok(()),
     }
 }
 
-/// Free space of the file system of `path`, bytes.
-pub(crate) fn free_bytes(path: &Path) -> Result<u64> {
+/// Queries the bytes that are free for this user on the file system of `path`.
+pub(crate) fn query_free_bytes(path: &Path) -> Result<u64> {
     let v = nix::sys::statvfs::statvfs(path).map_err(CkptError::errno("query the free space of", path))?;
     Ok((v.blocks_available() as u64).saturating_mul(v.fragment_size() as u64))
 }
 
-/// The lock of a directory, held until dropped.
+/// The exclusive lock of a directory, held until this value is dropped.
 pub(crate) struct DirLock {
+    /// `None` if the file system does not support locks.
     _lock: Option<Flock<File>>,
 }
 
-/// Locks a directory, or fails when another process holds the lock.
+/// Locks a directory exclusively, without waiting.
+///
+/// # Errors
+/// Fails with [`CkptError::DirectoryBusy`] if another process holds the lock. On file systems
+/// without locks for directories, the call succeeds and nothing is locked.
 pub(crate) fn lock_dir(path: &Path) -> Result<DirLock> {
     let dir = File::open(path).map_err(CkptError::io("open directory", path))?;
     match Flock::lock(dir, FlockArg::LockExclusiveNonblock) {
@@ -123,7 +136,10 @@ pub(crate) struct Directory {
 }
 
 impl Directory {
-    /// Opens a directory. The path itself may contain symbolic links.
+    /// Opens the directory at `path`, which may contain symbolic links itself.
+    ///
+    /// # Errors
+    /// Fails if the path does not exist or is not a directory.
     pub(crate) fn open(path: &Path) -> Result<Directory> {
         let fd = File::open(path).map_err(CkptError::io("open", path))?;
         if !fd.metadata().map_err(CkptError::io("stat", path))?.is_dir() {
@@ -132,34 +148,39 @@ impl Directory {
         Ok(Directory { fd, path: path.to_owned() })
     }
 
-    /// The path given to [`Directory::open`].
+    /// Returns the path that was given to [`Directory::open`].
     pub(crate) fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Size of a regular file; `None` when the entry does not exist.
-    pub(crate) fn size_of(&self, name: &str) -> Result<Option<u64>> {
-        match self.stat_file(name)? {
+    /// Returns the size of a regular file in bytes, or `None` if no entry of this name exists.
+    ///
+    /// # Errors
+    /// Fails if the entry is not a regular file, or the name points outside of the directory.
+    pub(crate) fn file_size(&self, name: &str) -> Result<Option<u64>> {
+        match self.stat_entry(name)? {
             None => Ok(None),
             Some(st) => {
-                self.require_regular(name, st.st_mode)?;
+                self.require_regular_file(name, st.st_mode)?;
                 Ok(Some(st.st_size.max(0) as u64))
             }
         }
     }
 
-    /// True when the entry is a directory and not a symbolic link.
+    /// Returns true if the entry `name` is a directory. A symbolic link to a directory is none.
     pub(crate) fn has_directory(&self, name: &str) -> Result<bool> {
-        let mode = self.stat_file(name)?.map_or(0, |st| st.st_mode);
+        let mode = self.stat_entry(name)?.map_or(0, |st| st.st_mode);
         Ok(SFlag::from_bits_truncate(mode) & SFlag::S_IFMT == SFlag::S_IFDIR)
     }
 
-    /// True when the entry exists, even as a symbolic link.
-    pub(crate) fn has(&self, name: &str) -> Result<bool> {
-        Ok(self.stat_file(name)?.is_some())
+    /// Returns true if an entry `name` exists, even as a symbolic link.
+    pub(crate) fn has_entry(&self, name: &str) -> Result<bool> {
+        Ok(self.stat_entry(name)?.is_some())
     }
 
-    fn stat_file(&self, name: &str) -> Result<Option<FileStat>> {
+    /// Queries the metadata of the entry `name` without following a symbolic link. `None` if the
+    /// entry or a directory of its path does not exist.
+    fn stat_entry(&self, name: &str) -> Result<Option<FileStat>> {
         let found = match self.open_parent(name)? {
             Some((inner, last)) => {
                 let fd = inner.as_ref().map_or(self.fd.as_fd(), AsFd::as_fd);
@@ -173,9 +194,13 @@ impl Directory {
         }
     }
 
-    /// Opens the subdirectory that contains the last component of a relative name; returns it
-    /// (`None` for this directory) with the last component. Rejects symbolic links and names that
-    /// point outside. `None` when a subdirectory does not exist.
+    /// Opens the subdirectory that contains the last component of the relative path `name`. Returns
+    /// this subdirectory (an inner `None` stands for `self`) and the last component. Returns `None`
+    /// if a subdirectory does not exist.
+    ///
+    /// # Errors
+    /// Fails if a component is a symbolic link or not a directory, or the path points outside of
+    /// `self`.
     fn open_parent<'n>(&self, name: &'n str) -> Result<Option<(Option<OwnedFd>, &'n str)>> {
         let outside = || CkptError::damaged(&self.path, name, DamageReason::OutsideDirectory);
         if name.starts_with('/') || name.split('/').any(|part| matches!(part, "" | "." | "..")) {
@@ -198,16 +223,22 @@ impl Directory {
         Ok(Some((inner, last)))
     }
 
-    fn require_regular(&self, name: &str, mode: u32) -> Result<()> {
+    /// Returns an error unless `mode` is that of a regular file.
+    fn require_regular_file(&self, name: &str, mode: u32) -> Result<()> {
         if SFlag::from_bits_truncate(mode) & SFlag::S_IFMT == SFlag::S_IFREG {
             return Ok(());
         }
         Err(CkptError::damaged(&self.path, name, DamageReason::NotRegularFile))
     }
 
-    /// Opens a regular file for reading with additional flags; returns the file and its size.
+    /// Opens a regular file for reading, with the flags `extra` added. Returns the file and its
+    /// size in bytes.
+    ///
+    /// # Errors
+    /// Fails if the file is missing, is not a regular file (symbolic links are not followed), or
+    /// cannot be opened.
     pub(crate) fn open_file(&self, name: &str, extra: OFlag) -> Result<(File, u64)> {
-        // O_NONBLOCK: opening a FIFO in place of a file must not block
+        // O_NONBLOCK, since opening a FIFO that has the name of a file must not block
         let flags = OFlag::O_RDONLY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC | OFlag::O_NONBLOCK | extra;
         let path = self.path.join(name);
         let missing = || CkptError::missing(&self.path, MissingPart::File(name.to_owned()));
@@ -221,19 +252,22 @@ impl Directory {
             other => other.map_err(CkptError::errno("open", &path))?,
         };
         let st = fstat(&fd).map_err(CkptError::errno("stat", &path))?;
-        self.require_regular(name, st.st_mode)?;
+        self.require_regular_file(name, st.st_mode)?;
         Ok((File::from(fd), st.st_size.max(0) as u64))
     }
 
-    /// Reads a file of at most `cap` bytes.
-    pub(crate) fn read(&self, name: &str, cap: u64) -> Result<Vec<u8>> {
+    /// Reads a whole file into memory.
+    ///
+    /// # Errors
+    /// Fails if the file is missing, has more than `cap` bytes, or changes during the read.
+    pub(crate) fn read_file(&self, name: &str, cap: u64) -> Result<Vec<u8>> {
         let (file, size) = self.open_file(name, OFlag::empty())?;
         if size > cap {
             let reason = DamageReason::TooLarge { found: size, limit: cap };
             return Err(CkptError::damaged(&self.path, name, reason));
         }
         let mut content = Vec::with_capacity(size as usize);
-        // one more byte detects a growing file
+        // one byte more than the size detects a file that grows during the read
         let read = file.take(size + 1).read_to_end(&mut content);
         read.map_err(CkptError::io("read", &self.path.join(name)))?;
         if content.len() as u64 != size {
@@ -242,10 +276,10 @@ impl Directory {
         Ok(content)
     }
 
-    /// Names of the entries of a subdirectory, sorted.
-    pub(crate) fn names_in(&self, name: &str) -> Result<Vec<String>> {
+    /// Lists the names of the entries of the subdirectory `name`, sorted.
+    pub(crate) fn list_subdirectory(&self, name: &str) -> Result<Vec<String>> {
         match self.has_directory(name)? {
-            true => Directory::open(&self.path.join(name))?.names(),
+            true => Directory::open(&self.path.join(name))?.list_names(),
             false => {
                 let reason = DamageReason::NotADirectory { component: name.to_owned() };
                 Err(CkptError::damaged(&self.path, name, reason))
@@ -253,8 +287,8 @@ impl Directory {
         }
     }
 
-    /// Names of the entries, sorted.
-    pub(crate) fn names(&self) -> Result<Vec<String>> {
+    /// Lists the names of the directory's entries, sorted.
+    pub(crate) fn list_names(&self) -> Result<Vec<String>> {
         let entries = fs::read_dir(&self.path).map_err(CkptError::io("list", &self.path))?;
         let mut names = Vec::new();
         for entry in entries {

@@ -1,23 +1,25 @@
-//! Files and directories: large aligned reads and writes with direct I/O. Every step of a save is
-//! between fault points.
-mod at;
-mod buffer;
+//! Files and directories: large aligned reads and writes with direct I/O.
+//!
+//! Every change on the disk passes a fault point ([`crate::fault_points`]), at which tests inject
+//! failures.
+mod block_file;
+mod buffer_pool;
 mod directory;
-mod read;
-mod write;
+mod file_writer;
+mod offset_reader;
 
-pub(crate) use at::{ReadAt, Scratch};
-pub(crate) use buffer::{Buffer, Buffers};
+pub(crate) use block_file::{BlockFile, BlockRequest, stream_windows};
+pub(crate) use buffer_pool::{AlignedBuffer, DiskBufferPool};
 pub(crate) use directory::{
-    DirLock, Directory, exists, free_bytes, lock_dir, make_dir, make_dirs, parent_of, remove_tree,
-    sync_all_of, sync_dir, unlink,
+    DirLock, Directory, exists, lock_dir, make_dir, make_dirs, parent_dir, query_free_bytes, remove_tree,
+    sync_dir, sync_file_system, unlink,
 };
-pub(crate) use read::{BlockFile, ReadJob, stream};
-pub(crate) use write::{FileWriter, IoMode, SMALL_WINDOW, write_file};
+pub(crate) use file_writer::{FileWriter, IoMode, SMALL_WINDOW, write_file};
+pub(crate) use offset_reader::{OffsetReader, ReadBuffers};
 
-/// Bytes per block, the unit of hashing.
+/// Bytes per block. Each block has its own hash.
 pub(crate) const BLOCK: usize = 1 << 20;
-/// Bytes per window, the unit of reading and writing.
+/// Bytes per window, the unit in which files are read and written.
 pub(crate) const WINDOW: usize = 8 << 20;
-/// Alignment of offsets, lengths and memory for O_DIRECT, bytes.
+/// Required alignment of offsets, lengths and memory for O_DIRECT, in bytes.
 pub(crate) const ALIGN: usize = 4096;

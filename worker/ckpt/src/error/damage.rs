@@ -1,42 +1,43 @@
-//! [`Damage`]: a file of a checkpoint whose bytes are wrong, and the reason.
-use super::parts::{MissingPart, list_some};
+//! [`Damage`]: a file of a checkpoint whose bytes are wrong, and why.
+use super::details::{MissingPart, format_names};
 use crate::catalog::InvalidTensorName;
 use crate::diagnosis::Diagnosis;
+use crate::element_ranges::CoverageError;
 use crate::formats::dcp::error::DcpError;
 use crate::formats::deepspeed::error::DeepSpeedError;
-use crate::formats::optimizer::OptimizerStateError;
+use crate::formats::optimizer_state::OptimizerStateError;
 use crate::formats::safetensors::SafetensorsError;
 use crate::formats::torch_error::TorchFileError;
 use crate::formats::zip::ZipError;
 use crate::manifest_error::ManifestError;
-use crate::partition::CoverageError;
 use crate::peft::AdapterConfigError;
 use crate::rng_files::{rank_files::RngFilesError, streams::RngStateError};
 use serde::{Serialize, Serializer};
 use std::fmt;
 use std::io;
 
-/// A file of a checkpoint that is damaged.
+/// A damaged file of a checkpoint.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Damage {
     /// Name of the file in the checkpoint directory.
     pub file: String,
-    /// Index of the damaged 1 MiB block of the file, when the damage is within one block.
+    /// Index of the damaged 1 MiB block; `None` if the damage is not within one block.
     pub block: Option<u64>,
     /// `role/name` of every tensor with bytes in the damaged block or file.
     pub tensors: Vec<String>,
     /// What is wrong with the file.
-    #[serde(rename = "why", serialize_with = "as_text")]
+    #[serde(rename = "why", serialize_with = "serialize_as_text")]
     pub reason: DamageReason,
 }
 
-fn as_text<S: Serializer>(reason: &DamageReason, serializer: S) -> Result<S::Ok, S::Error> {
+/// Serializes a reason as its message.
+fn serialize_as_text<S: Serializer>(reason: &DamageReason, serializer: S) -> Result<S::Ok, S::Error> {
     serializer.collect_str(reason)
 }
 
 impl Damage {
-    /// Damage of a whole file, or of a part of it that holds no known tensor.
-    pub(crate) fn of_file(file: impl Into<String>, reason: impl Into<DamageReason>) -> Damage {
+    /// Returns damage of a whole file, or of a part that holds no known tensor.
+    pub(crate) fn for_file(file: impl Into<String>, reason: impl Into<DamageReason>) -> Damage {
         Damage { file: file.into(), block: None, tensors: Vec::new(), reason: reason.into() }
     }
 }
@@ -48,7 +49,7 @@ impl fmt::Display for Damage {
             write!(f, ", block {block}")?;
         }
         if !self.tensors.is_empty() {
-            write!(f, " (holds {})", list_some(&self.tensors))?;
+            write!(f, " (holds {})", format_names(&self.tensors))?;
         }
         write!(f, ": {}", self.reason)
     }
@@ -61,13 +62,13 @@ pub enum DamageReason {
     /// The file does not exist.
     #[error("the file is missing")]
     FileMissing,
-    /// Something that belongs to the file or directory does not exist.
+    /// A part of the file or directory does not exist.
     #[error("missing {0}")]
     PartMissing(MissingPart),
-    /// The file does not belong to the checkpoint.
+    /// The directory has a file that does not belong to the checkpoint.
     #[error("the file does not belong to the checkpoint")]
     UnexpectedFile,
-    /// The size differs from the recorded size.
+    /// The file's size differs from the size in the manifest.
     #[error("the file has {found} bytes, expected {expected}")]
     SizeMismatch {
         /// Bytes recorded in the manifest.
@@ -86,22 +87,22 @@ pub enum DamageReason {
         /// The limit, bytes.
         limit: u64,
     },
-    /// The size changed during a read or repair.
+    /// The file's size changed during a read or a repair.
     #[error("the file changed while it was read")]
     Changed,
-    /// A symbolic link, device, socket or directory stands in place of the file.
+    /// A symbolic link, device, socket or directory has the name of the file.
     #[error("not a regular file (symbolic links and devices are not followed)")]
     NotRegularFile,
-    /// A file or symbolic link stands in place of a directory.
+    /// A file or symbolic link has the name of a directory.
     #[error("{component} is not a directory (symbolic links are not followed)")]
     NotADirectory {
-        /// The component of the path.
+        /// The component of the path that is not a directory.
         component: String,
     },
-    /// The name contains `..` or is absolute.
+    /// The file's name contains `..` or is absolute.
     #[error("the path points outside of the checkpoint directory")]
     OutsideDirectory,
-    /// A block differs from its hash in the manifest.
+    /// A block's content differs from its hash in the manifest.
     #[error("the content does not match its BLAKE3 hash")]
     HashMismatch,
     /// A block that was just written reads back differently.
@@ -138,7 +139,7 @@ pub enum DamageReason {
         /// The step in the manifest.
         stored: u64,
     },
-    /// The path is not a checkpoint.
+    /// The path is not a checkpoint, but probably something else.
     #[error("{0}")]
     NotACheckpoint(Diagnosis),
     /// The file cannot be read.
@@ -180,13 +181,13 @@ pub enum DamageReason {
     /// The RNG state files of the ranks contradict each other.
     #[error("{0}")]
     RngFiles(#[from] RngFilesError),
-    /// The content contradicts itself or another file. The text states how.
+    /// The content contradicts itself or another file; the text states how.
     #[error("{0}")]
     Inconsistent(String),
 }
 
 impl DamageReason {
-    /// True when a pickle names a class or function that is not allowed.
+    /// Returns true if a pickle names a class or function that is not allowed.
     pub fn is_forbidden_global(&self) -> bool {
         matches!(self, DamageReason::TorchFile(error) if error.is_forbidden_global())
     }
@@ -244,11 +245,11 @@ impl From<io::Error> for DamageReason {
     }
 }
 
-/// An I/O error that can be cloned and compared: its kind and text.
+/// An I/O error that can be cloned and compared: the kind and the text of the original.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{message}")]
 pub struct ReadFailure {
-    /// The kind of the I/O error.
+    /// The kind of the original I/O error.
     pub kind: io::ErrorKind,
     message: String,
 }

@@ -1,27 +1,32 @@
-//! [`CheckpointBuilder`]: collects the files, tensors and facts of an external checkpoint.
-use super::store::{Store, StoredFile, TensorPart};
+//! [`ExternalCheckpointBuilder`]: collects the files, tensors and facts of an external checkpoint.
+use super::stored_files::{StoredFile, StoredFiles, TensorPart};
 use super::{ExternalCheckpoint, ExternalFacts, ExternalTensor, StatePart};
 use crate::catalog::{TensorInfo, TensorRole};
 use crate::disk::Directory;
 use crate::error::{CkptError, DamageReason, MissingPart, Result};
-use crate::formats::optimizer::InvalidStep;
-use crate::formats::torch_file::{PLAIN, TENSORS, TensorView, TorchFile};
+use crate::formats::optimizer_state::InvalidStep;
+use crate::formats::torch_file::{PLAIN_GLOBALS, TENSOR_GLOBALS, TensorView, TorchFile};
 use std::collections::{HashMap, HashSet};
 use std::path::Path;
 use std::sync::Arc;
 
-/// Classes and functions that torch files may name.
-pub(crate) const GLOBALS: &[&[&str]] = &[TENSORS, PLAIN];
+/// Classes and functions that the pickles of torch files may name.
+pub(crate) const GLOBALS: &[&[&str]] = &[TENSOR_GLOBALS, PLAIN_GLOBALS];
 
 impl ExternalTensor {
-    /// A tensor that is stored completely in one file.
-    pub(crate) fn whole(name: &str, role: TensorRole, file: usize, view: &TensorView) -> ExternalTensor {
+    /// Returns a tensor that the view `view` of the file with index `file` contains completely.
+    pub(crate) fn from_whole_view(
+        name: &str,
+        role: TensorRole,
+        file: usize,
+        view: &TensorView,
+    ) -> ExternalTensor {
         let count = view.elements();
         let parts = if count > 0 { vec![TensorPart::new(file, view, 0..count, 0)] } else { Vec::new() };
         ExternalTensor::from_parts(name, role, view.dtype, view.shape.clone(), parts)
     }
 
-    /// A tensor of these parts, which are sorted by their first element.
+    /// Returns a tensor that consists of `parts`, which must be sorted by their first element.
     pub(crate) fn from_parts(
         name: &str,
         role: TensorRole,
@@ -33,83 +38,91 @@ impl ExternalTensor {
     }
 }
 
-/// Names of the weights that a reader trains, which identify numbered optimizer states.
-pub(crate) type Trained = HashSet<String>;
+/// Names of the weights that the reader trains. They identify optimizer states that are only
+/// numbered.
+pub(crate) type TrainedNames = HashSet<String>;
 
-/// The files, tensors and facts found in a directory so far.
-pub(crate) struct CheckpointBuilder {
+/// The files, tensors and facts that were found in a directory so far.
+pub(crate) struct ExternalCheckpointBuilder {
     pub(crate) directory: Arc<Directory>,
-    /// The weights that the reader trains, if it gave them.
-    pub(crate) trained: Option<Trained>,
+    /// The weights that the reader trains; `None` if unknown.
+    pub(crate) trained: Option<TrainedNames>,
     pub(crate) facts: ExternalFacts,
-    pub(crate) store: Store,
+    pub(crate) store: StoredFiles,
     pub(crate) entries: Vec<ExternalTensor>,
 }
 
-impl CheckpointBuilder {
-    pub(crate) fn new(path: &Path) -> Result<CheckpointBuilder> {
+impl ExternalCheckpointBuilder {
+    /// Opens the directory at `path`, without reading any file.
+    pub(crate) fn new(path: &Path) -> Result<ExternalCheckpointBuilder> {
         let directory = Arc::new(Directory::open(path)?);
         let facts = ExternalFacts::default();
-        Ok(CheckpointBuilder {
+        Ok(ExternalCheckpointBuilder {
             directory,
             trained: None,
             facts,
-            store: Store::default(),
+            store: StoredFiles::default(),
             entries: Vec::new(),
         })
     }
 
-    /// Opens a torch file and adds it to the store; returns its index there and its values.
-    pub(crate) fn open_torch_file(
+    /// Opens a torch file and adds it to the store. Returns its index in the store, and the file
+    /// with its values. `globals` lists the classes and functions that it may name.
+    pub(crate) fn add_torch_file(
         &mut self,
         name: &str,
         globals: &[&[&'static str]],
     ) -> Result<(usize, TorchFile)> {
         let file = TorchFile::open(&self.directory, name, globals)?;
         let mut stored = StoredFile::new(self.directory.clone(), name.to_owned(), file.size);
-        stored.add(file.members.clone());
+        stored.add_spans(file.members.clone());
         self.store.files.push(stored);
         Ok((self.store.files.len() - 1, file))
     }
 
-    /// An error about a file in the directory.
+    /// Returns an error about a damaged file of the directory.
     pub(crate) fn damaged(&self, file: &str, reason: impl Into<DamageReason>) -> CkptError {
         CkptError::damaged(self.directory.path(), file, reason)
     }
 
+    /// Returns an error about a missing part of the checkpoint.
     pub(crate) fn missing(&self, part: impl Into<MissingPart>) -> CkptError {
         CkptError::missing(self.directory.path(), part)
     }
 
+    /// Adds a notice for the user.
     pub(crate) fn add_notice(&mut self, line: impl Into<String>) {
         self.facts.notices.push(line.into());
     }
 
-    /// Records why the optimizer state is ignored.
-    pub(crate) fn skip_optimizer(&mut self, notice: String) {
+    /// Records as a notice why the optimizer state is ignored. The first such notice also becomes
+    /// the reason in the facts.
+    pub(crate) fn record_skipped_optimizer(&mut self, notice: String) {
         self.facts.ignored_optimizer.get_or_insert_with(|| notice.clone());
         self.add_notice(notice);
     }
 
-    /// Names and shapes of the weights.
+    /// Iterates over the names and shapes of the weights.
     pub(crate) fn weights(&self) -> impl Iterator<Item = (&str, &[u64])> {
         let weights = self.entries.iter().filter(|e| e.info.role == TensorRole::Weight);
         weights.map(|e| (e.info.name.as_str(), e.info.shape.as_slice()))
     }
 
-    pub(crate) fn has_optimizer(&self) -> bool {
+    /// Returns true if any tensor is an optimizer state.
+    pub(crate) fn has_optimizer_state(&self) -> bool {
         self.entries.iter().any(|e| e.info.role.is_optimizer_state())
     }
 
-    /// Sorts the tensors by the position of their names in `order`.
-    pub(crate) fn sort_by(&mut self, order: &[String]) {
-        let place: HashMap<&str, usize> = order.iter().enumerate().map(|(i, n)| (n.as_str(), i)).collect();
-        self.entries.sort_by_key(|e| place.get(e.info.name.as_str()).copied().unwrap_or(usize::MAX));
+    /// Sorts the tensors by the position of their names in `order`. Tensors with other names come
+    /// last.
+    pub(crate) fn sort_tensors(&mut self, order: &[String]) {
+        let position: HashMap<&str, usize> = order.iter().enumerate().map(|(i, n)| (n.as_str(), i)).collect();
+        self.entries.sort_by_key(|e| position.get(e.info.name.as_str()).copied().unwrap_or(usize::MAX));
     }
 
-    /// Builds the checkpoint.
+    /// Builds the checkpoint. A missing optimizer state is listed in the facts.
     pub(crate) fn finish(mut self) -> Result<ExternalCheckpoint> {
-        if !self.has_optimizer() {
+        if !self.has_optimizer_state() {
             self.facts.missing.insert(0, StatePart::OptimizerState);
         }
         let path = self.directory.path().to_owned();
@@ -117,8 +130,9 @@ impl CheckpointBuilder {
     }
 }
 
-/// The role of an optimizer state with this key; `None` for unknown states.
-pub(crate) fn optimizer_state_role(key: &str) -> Option<TensorRole> {
+/// Returns the role of the optimizer state that programs store under `key`, or `None` for other
+/// states.
+pub(crate) fn parse_optimizer_state_role(key: &str) -> Option<TensorRole> {
     match key {
         "exp_avg" => Some(TensorRole::ExpAvg),
         "exp_avg_sq" => Some(TensorRole::ExpAvgSq),
@@ -127,8 +141,11 @@ pub(crate) fn optimizer_state_role(key: &str) -> Option<TensorRole> {
     }
 }
 
-/// Converts a step to a whole number.
-pub(crate) fn whole_step(step: f64) -> std::result::Result<u64, InvalidStep> {
+/// Converts a step, which programs may store as a float, to an integer.
+///
+/// # Errors
+/// Fails if the step is negative, fractional or too large to be exact.
+pub(crate) fn to_whole_step(step: f64) -> std::result::Result<u64, InvalidStep> {
     match step >= 0.0 && step.fract() == 0.0 && step < 9e15 {
         true => Ok(step as u64),
         false => Err(InvalidStep(step)),

@@ -1,37 +1,42 @@
-//! Recognizes the program and layout of a checkpoint, and opens the checkpoint.
-use super::builder::{CheckpointBuilder, Trained};
+//! Recognizes the program that wrote a checkpoint by its layout, and opens the checkpoint.
+use super::builder::{ExternalCheckpointBuilder, TrainedNames};
 use super::{ExternalCheckpoint, StatePart, companion_files};
-use crate::diagnosis::{Diagnosis, diagnose};
+use crate::diagnosis::{Diagnosis, diagnose_directory};
 use crate::disk::{Directory, exists};
 use crate::error::{CkptError, Result};
-use crate::formats::{dcp, deepspeed, optimizer, weights};
+use crate::formats::{dcp, deepspeed, optimizer_state, weights};
 use std::path::{Path, PathBuf};
 
-/// Directories of FSDP's sharded states.
-const FSDP_MODEL: &str = "pytorch_model_fsdp_0";
-const FSDP_OPTIMIZER: &str = "optimizer_0";
-/// Optimizer files of HF Trainer and Accelerate.
-const OPTIMIZERS: [&str; 2] = ["optimizer.pt", "optimizer.bin"];
-/// Limit on the checkpoints that are tried in a directory.
-const ATTEMPTS: usize = 16;
+/// Directory of the weights in FSDP's sharded checkpoints.
+const FSDP_MODEL_DIR: &str = "pytorch_model_fsdp_0";
+/// Directory of the optimizer state in FSDP's sharded checkpoints.
+const FSDP_OPTIMIZER_DIR: &str = "optimizer_0";
+/// Names of the optimizer files of HF Trainer and Accelerate.
+const OPTIMIZER_FILES: [&str; 2] = ["optimizer.pt", "optimizer.bin"];
+/// Limit on the checkpoints of one directory that are tried until one can be opened.
+const ATTEMPTS_MAX: usize = 16;
 
-/// Opens the checkpoint of another program at `path`: the directory itself, or the newest of
-/// several in it. `None` when there is none.
-pub(crate) fn open(path: &Path) -> Result<Option<ExternalCheckpoint>> {
-    open_trained(path, None)
+/// Opens the checkpoint of another program at `path`: the directory itself, or the newest
+/// checkpoint in it. Returns `None` if there is none.
+pub(crate) fn open_checkpoint(path: &Path) -> Result<Option<ExternalCheckpoint>> {
+    open_checkpoint_for_training(path, None)
 }
 
-/// Like [`open`], for a reader that trains the given weights. If the optimizer states are numbered
-/// and some weights were frozen, the states are assigned to these weights when they match.
-pub(crate) fn open_trained(path: &Path, trained: Option<&Trained>) -> Result<Option<ExternalCheckpoint>> {
+/// Opens the checkpoint of another program at `path` as [`open_checkpoint`] does, for a reader that
+/// trains the weights `trained`. If optimizer states are only numbered and some weights were
+/// frozen, the states are assigned to the trained weights, provided that their shapes match.
+pub(crate) fn open_checkpoint_for_training(
+    path: &Path,
+    trained: Option<&TrainedNames>,
+) -> Result<Option<ExternalCheckpoint>> {
     if path.is_file() {
         return open_weights_file(path).map(Some);
     }
     let directory = Directory::open(path)?;
-    let inside = numbered_directories(&directory)?;
-    let only_weights = !has_state(path, &directory)?;
+    let inside = list_numbered_directories(&directory)?;
+    let only_weights = !has_training_state(path, &directory)?;
     if only_weights && !inside.is_empty() {
-        return open_newest(path, &inside, trained).map(Some);
+        return open_newest_readable(path, &inside, trained).map(Some);
     }
     if let Some(found) = open_directory(path, trained)? {
         return Ok(Some(found));
@@ -40,97 +45,103 @@ pub(crate) fn open_trained(path: &Path, trained: Option<&Trained>) -> Result<Opt
     match directory.has_directory("checkpoints")? {
         true => {
             let path = path.join("checkpoints");
-            let inside = numbered_directories(&Directory::open(&path)?)?;
-            if inside.is_empty() { Ok(None) } else { open_newest(&path, &inside, trained).map(Some) }
+            let inside = list_numbered_directories(&Directory::open(&path)?)?;
+            if inside.is_empty() { Ok(None) } else { open_newest_readable(&path, &inside, trained).map(Some) }
         }
         false => Ok(None),
     }
 }
 
-/// True when the directory itself has a training state.
-fn has_state(path: &Path, directory: &Directory) -> Result<bool> {
-    for name in
-        ["latest", "latest_universal", dcp::METADATA, FSDP_MODEL, FSDP_OPTIMIZER].iter().chain(&OPTIMIZERS)
+/// Returns true if the directory itself, not a subdirectory, has files of a training state.
+fn has_training_state(path: &Path, directory: &Directory) -> Result<bool> {
+    for name in ["latest", "latest_universal", dcp::METADATA_FILE, FSDP_MODEL_DIR, FSDP_OPTIMIZER_DIR]
+        .iter()
+        .chain(&OPTIMIZER_FILES)
     {
-        if directory.has(name)? {
+        if directory.has_entry(name)? {
             return Ok(true);
         }
     }
-    Ok(deepspeed::is_tag(path) || deepspeed::universal::is_universal(path))
+    Ok(deepspeed::is_tag_directory(path) || deepspeed::universal::is_universal_directory(path))
 }
 
-/// Opens the checkpoint in the directory itself.
-fn open_directory(path: &Path, trained: Option<&Trained>) -> Result<Option<ExternalCheckpoint>> {
-    if let Some(found) = deepspeed::open(path)? {
+/// Opens the checkpoint in the directory itself. Returns `None` if the directory has no weights.
+fn open_directory(path: &Path, trained: Option<&TrainedNames>) -> Result<Option<ExternalCheckpoint>> {
+    if let Some(found) = deepspeed::open_deepspeed(path)? {
         return Ok(Some(found));
     }
-    let mut builder = CheckpointBuilder::new(path)?;
+    let mut builder = ExternalCheckpointBuilder::new(path)?;
     builder.trained = trained.cloned();
-    match add_torch_files(&mut builder)? {
+    match add_torch_checkpoint(&mut builder)? {
         true => {
-            builder.facts.incomplete.extend(deepspeed::missing_tag(&builder.directory)?);
+            builder.facts.incomplete.extend(deepspeed::describe_missing_tag(&builder.directory)?);
             builder.finish().map(Some)
         }
         false => Ok(None),
     }
 }
 
-/// Opens a single file of weights.
+/// Opens a single file of weights as a checkpoint.
+///
+/// # Errors
+/// Fails if the file name does not have a suffix of weights files.
 fn open_weights_file(path: &Path) -> Result<ExternalCheckpoint> {
     let (parent, name) =
-        (crate::disk::parent_of(path), path.file_name().unwrap_or_default().to_string_lossy());
-    let mut builder = CheckpointBuilder::new(&parent)?;
+        (crate::disk::parent_dir(path), path.file_name().unwrap_or_default().to_string_lossy());
+    let mut builder = ExternalCheckpointBuilder::new(&parent)?;
     if ![".safetensors", ".bin", ".pt", ".pth"].iter().any(|end| name.ends_with(end)) {
         return Err(CkptError::not_a_checkpoint(path, Diagnosis::NotAWeightsFile));
     }
-    weights::add_file(&mut builder, &name)?;
+    weights::add_weights_file(&mut builder, &name)?;
     builder.facts.kind = "weights";
     builder.facts.tag = name.into_owned();
     builder.facts.writer = "unknown".into();
-    builder.finish().map(ExternalCheckpoint::single_file)
+    builder.finish().map(ExternalCheckpoint::into_single_file)
 }
 
-/// Adds what torch writes: weights, optimizer, distributed checkpoints. False when there are no
-/// weights.
-fn add_torch_files(builder: &mut CheckpointBuilder) -> Result<bool> {
+/// Adds the weights, the optimizer state and the companion files that torch programs write. Returns
+/// false if the directory has no weights.
+fn add_torch_checkpoint(builder: &mut ExternalCheckpointBuilder) -> Result<bool> {
     let directory = builder.directory.clone();
     builder.facts.tag = directory.path().file_name().unwrap_or_default().to_string_lossy().into_owned();
     builder.facts.writer = "unknown".into();
-    if directory.has(dcp::METADATA)? {
-        return add_distributed(builder).map(|()| true);
+    if directory.has_entry(dcp::METADATA_FILE)? {
+        return add_distributed_checkpoint(builder).map(|()| true);
     }
-    let sharded = directory.has(&format!("{FSDP_MODEL}/{}", dcp::METADATA))?;
-    let full = directory.has("pytorch_model_fsdp.bin")?;
+    let sharded = directory.has_entry(&format!("{FSDP_MODEL_DIR}/{}", dcp::METADATA_FILE))?;
+    let full = directory.has_entry("pytorch_model_fsdp.bin")?;
     let has_weights = match sharded {
         true => {
-            dcp::add(builder, FSDP_MODEL)?;
+            dcp::add_dcp_directory(builder, FSDP_MODEL_DIR)?;
             true
         }
-        false => weights::add(builder)?,
+        false => weights::add_weights(builder)?,
     };
     if !has_weights {
         return Ok(false);
     }
-    sort_by_registration(builder);
-    let fsdp_optimizer = directory.has(&format!("{FSDP_OPTIMIZER}/{}", dcp::METADATA))?;
+    sort_by_registration_order(builder);
+    let fsdp_optimizer = directory.has_entry(&format!("{FSDP_OPTIMIZER_DIR}/{}", dcp::METADATA_FILE))?;
     if fsdp_optimizer {
-        dcp::add(builder, FSDP_OPTIMIZER)?;
+        dcp::add_dcp_directory(builder, FSDP_OPTIMIZER_DIR)?;
     }
     let mut states = Vec::new();
-    for name in OPTIMIZERS {
-        if directory.size_of(name)?.is_some() {
+    for name in OPTIMIZER_FILES {
+        if directory.file_size(name)?.is_some() {
             states.push(name);
         }
     }
     if let Some(first) = states.first().filter(|_| !fsdp_optimizer) {
-        optimizer::add(builder, first)?;
+        optimizer_state::add_optimizer_file(builder, first)?;
     }
-    if states.len() > 1 || (fsdp_optimizer && !states.is_empty()) || directory.has("optimizer_1.bin")? {
+    if states.len() > 1 || (fsdp_optimizer && !states.is_empty()) || directory.has_entry("optimizer_1.bin")? {
         builder.add_notice("there are several optimizers; using the first".to_owned());
     }
-    check_states(builder)?;
-    let (trainer, accelerate) =
-        (companion_files::is_trainer(&directory)?, companion_files::is_accelerate(&directory)?);
+    check_state_shapes(builder)?;
+    let (trainer, accelerate) = (
+        companion_files::is_hf_trainer_directory(&directory)?,
+        companion_files::is_accelerate_directory(&directory)?,
+    );
     (builder.facts.kind, builder.facts.writer) = match (trainer, accelerate, sharded, full) {
         (true, _, true, _) => ("HF Trainer with FSDP, sharded", "HF Trainer".into()),
         (true, _, _, true) => ("HF Trainer with FSDP, full", "HF Trainer".into()),
@@ -144,25 +155,25 @@ fn add_torch_files(builder: &mut CheckpointBuilder) -> Result<bool> {
     };
     if builder.facts.kind != "weights" {
         let mut facts = std::mem::take(&mut builder.facts);
-        // the largest step is that of the run, since groups may have been added later
+        // the largest step is that of the run, since weights may have been added later
         let done = facts.steps.values().copied().max();
         facts.step = facts.step.or(if trainer { None } else { done });
-        companion_files::add(&mut facts, &directory)?;
+        companion_files::add_companion_facts(&mut facts, &directory)?;
         builder.facts = facts;
     }
     Ok(true)
 }
 
-/// Adds a distributed checkpoint that is the directory itself.
-fn add_distributed(builder: &mut CheckpointBuilder) -> Result<()> {
-    dcp::add(builder, "")?;
-    check_states(builder)?;
+/// Adds a torch distributed checkpoint whose files are in the directory itself.
+fn add_distributed_checkpoint(builder: &mut ExternalCheckpointBuilder) -> Result<()> {
+    dcp::add_dcp_directory(builder, "")?;
+    check_state_shapes(builder)?;
     builder.facts.kind = "torch distributed checkpoint";
     builder.facts.writer = "torch".into();
     builder.facts.step = builder.facts.steps.values().copied().max();
     let part = match builder.facts.tag.as_str() {
-        FSDP_MODEL => Some("weights"),
-        FSDP_OPTIMIZER => Some("optimizer state"),
+        FSDP_MODEL_DIR => Some("weights"),
+        FSDP_OPTIMIZER_DIR => Some("optimizer state"),
         _ => None,
     };
     if let Some(part) = part {
@@ -171,21 +182,23 @@ fn add_distributed(builder: &mut CheckpointBuilder) -> Result<()> {
         ));
     }
     builder.facts.missing.push(StatePart::Scheduler);
-    builder.facts.missing.push(StatePart::RandomStates);
+    builder.facts.missing.push(StatePart::RngStates);
     Ok(())
 }
 
-/// Sorts the weights in the order of the model, if it is known.
-fn sort_by_registration(builder: &mut CheckpointBuilder) {
+/// Sorts the weights in the order in which the model registers them, if the model family is known.
+fn sort_by_registration_order(builder: &mut ExternalCheckpointBuilder) {
     let names: Vec<&str> = builder.weights().map(|(name, _)| name).collect();
-    if let Some(order) = crate::formats::module_order::registration_orders(&names).into_iter().next() {
+    if let Some(order) = crate::formats::module_order::sort_in_registration_orders(&names).into_iter().next()
+    {
         let order: Vec<String> = order.into_iter().map(str::to_owned).collect();
-        builder.sort_by(&order);
+        builder.sort_tensors(&order);
     }
 }
 
-/// Checks that every state belongs to a weight of the same shape.
-fn check_states(builder: &CheckpointBuilder) -> Result<()> {
+/// Checks that every optimizer state belongs to a weight and has its shape. Accepts states without
+/// any weights.
+fn check_state_shapes(builder: &ExternalCheckpointBuilder) -> Result<()> {
     let weights: std::collections::HashMap<&str, &[u64]> = builder.weights().collect();
     if weights.is_empty() {
         return Ok(());
@@ -206,11 +219,11 @@ fn check_states(builder: &CheckpointBuilder) -> Result<()> {
     Ok(())
 }
 
-/// Subdirectories whose names end in a step or epoch number, oldest first.
-fn numbered_directories(directory: &Directory) -> Result<Vec<String>> {
+/// Lists the subdirectories whose names contain a step or epoch number, in ascending order of it.
+fn list_numbered_directories(directory: &Directory) -> Result<Vec<String>> {
     let mut found: Vec<(u64, String)> = Vec::new();
-    for name in directory.names()? {
-        if let Some(step) = step_of(&name)
+    for name in directory.list_names()? {
+        if let Some(step) = parse_step_in_name(&name)
             && directory.has_directory(&name)?
         {
             found.push((step, name));
@@ -220,22 +233,30 @@ fn numbered_directories(directory: &Directory) -> Result<Vec<String>> {
     Ok(found.into_iter().map(|(_, name)| name).collect())
 }
 
-/// The step of `checkpoint-20`, `checkpoint_20`, `step-20`, `step_20`, `epoch_3` or
-/// `global_step20_universal`.
-fn step_of(name: &str) -> Option<u64> {
+/// Parses the step or epoch in a name such as `checkpoint-20`, `checkpoint_20`, `step-20`,
+/// `step_20`, `epoch_3` or `global_step20_universal`. Returns `None` for other names.
+fn parse_step_in_name(name: &str) -> Option<u64> {
     let universal = || name.strip_suffix("_universal").and_then(|n| n.strip_prefix("global_step"));
     let prefixes = ["checkpoint-", "checkpoint_", "step-", "step_", "epoch_"];
     prefixes.iter().find_map(|p| name.strip_prefix(p)).or_else(universal)?.parse().ok()
 }
 
-/// Opens the newest readable checkpoint of a directory.
-fn open_newest(path: &Path, names: &[String], trained: Option<&Trained>) -> Result<ExternalCheckpoint> {
+/// Opens the newest of the subdirectories `names` that can be opened. Notices of the checkpoint
+/// list the subdirectories that were skipped.
+///
+/// # Errors
+/// Returns the error of the newest one if no checkpoint can be opened.
+fn open_newest_readable(
+    path: &Path,
+    names: &[String],
+    trained: Option<&TrainedNames>,
+) -> Result<ExternalCheckpoint> {
     let mut skipped: Vec<String> = Vec::new();
     let mut first = None;
-    for name in names.iter().rev().take(ATTEMPTS) {
+    for name in names.iter().rev().take(ATTEMPTS_MAX) {
         let inner: PathBuf = path.join(name);
         let found = open_directory(&inner, trained)
-            .and_then(|f| f.ok_or_else(|| CkptError::not_a_checkpoint(&inner, diagnose(&inner))));
+            .and_then(|f| f.ok_or_else(|| CkptError::not_a_checkpoint(&inner, diagnose_directory(&inner))));
         match found {
             Ok(mut found) => {
                 let others = names.len() - 1;
@@ -248,7 +269,7 @@ fn open_newest(path: &Path, names: &[String], trained: Option<&Trained>) -> Resu
                     ),
                 };
                 let chosen = std::iter::once(chosen);
-                let other_weights = weights::FILES.iter().find(|f| exists(&path.join(f)));
+                let other_weights = weights::WEIGHTS_FILES.iter().find(|f| exists(&path.join(f)));
                 let other_weights = other_weights
                     .map(|f| format!("there is also {f}; give its path to use only these weights"));
                 found.prepend_notices(chosen.chain(other_weights).chain(skipped).collect());

@@ -1,23 +1,23 @@
 //! [`ExternalFacts`]: what is known about a checkpoint of another program.
-use crate::catalog::Tie;
-use crate::state::{ParamGroupInfo, TrainingState};
+use crate::catalog::TiedWeight;
+use crate::training_state::{ParamGroupInfo, TrainingState};
 use serde::{Serialize, Serializer};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::fmt;
 
-/// A part of a full training state.
+/// A part of a full training state that a checkpoint may lack.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StatePart {
-    /// States of the optimizer.
+    /// States of the optimizer, such as Adam's moments.
     OptimizerState,
     /// State of the learning rate scheduler.
     Scheduler,
-    /// States of the random number generators of all ranks.
-    RandomStates,
-    /// State of the random number generators of one rank.
-    RandomState {
-        /// The rank.
+    /// RNG states of all ranks.
+    RngStates,
+    /// RNG states of one rank.
+    RankRngState {
+        /// The rank without RNG states.
         rank: u32,
     },
     /// `config.json`.
@@ -31,8 +31,8 @@ impl fmt::Display for StatePart {
         match self {
             StatePart::OptimizerState => f.write_str("optimizer state"),
             StatePart::Scheduler => f.write_str("scheduler"),
-            StatePart::RandomStates => f.write_str("random states"),
-            StatePart::RandomState { rank } => write!(f, "random state of rank {rank}"),
+            StatePart::RngStates => f.write_str("RNG states"),
+            StatePart::RankRngState { rank } => write!(f, "RNG state of rank {rank}"),
             StatePart::Config => f.write_str("config.json"),
             StatePart::Tokenizer => f.write_str("tokenizer"),
         }
@@ -45,63 +45,65 @@ impl Serialize for StatePart {
     }
 }
 
-/// What a checkpoint of another program records about itself, and what was found out about it.
+/// What a checkpoint of another program records about itself, and what was derived from its files.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct ExternalFacts {
-    /// The program and layout: `DeepSpeed`, `HF Trainer with DeepSpeed`, …
+    /// The program and layout, such as `DeepSpeed` or `HF Trainer with DeepSpeed`.
     pub kind: &'static str,
     /// The program that wrote the checkpoint, with its version if known.
     pub writer: String,
-    /// Name of the directory with the state.
+    /// Name of the directory or file with the state.
     pub tag: String,
-    /// Completed steps.
+    /// Completed optimizer steps, if recorded.
     pub step: Option<u64>,
     /// Samples consumed by all ranks together, if recorded.
     pub samples: Option<u64>,
     /// Number of ranks that wrote the checkpoint, if known.
     pub world: Option<u32>,
-    /// ZeRO stage; only for DeepSpeed.
+    /// ZeRO stage, which only DeepSpeed records.
     pub stage: Option<u8>,
-    /// Parameter groups.
+    /// Parameter groups of the optimizer.
     pub groups: Vec<ParamGroupInfo>,
-    /// Number of optimizer updates of each weight.
+    /// Number of optimizer updates of each weight, by name.
     pub steps: BTreeMap<String, u64>,
-    /// State of the learning rate scheduler; null when there is none.
+    /// State of the learning rate scheduler; null if the checkpoint has none.
     pub scheduler: Value,
-    /// State of the loss scaler of fp16; null when there is none.
+    /// State of the loss scaler of FP16 training; null if the checkpoint has none.
     pub loss_scaler: Value,
     /// Tied weights.
-    pub ties: Vec<Tie>,
-    /// Weights that are not trained.
+    pub ties: Vec<TiedWeight>,
+    /// Names of weights that are not trained.
     pub frozen: Vec<String>,
-    /// Tensors of role [`crate::Role::Buffer`].
+    /// Names of the tensors of role [`crate::TensorRole::Buffer`].
     pub buffers: Vec<String>,
-    /// Weights that are named and not stored.
+    /// Names of weights that the checkpoint lists without storing their values.
     pub lost: Vec<String>,
-    /// Files with states of random generators, in [`ForeignFacts::root`].
+    /// Names of the RNG state files in [`ExternalFacts::root`].
     pub rng_files: Vec<String>,
-    /// The directory with the RNG files, the scheduler, the config and the tokenizer.
+    /// The directory with the RNG state files, the scheduler, the config and the tokenizer.
     pub root: std::path::PathBuf,
-    /// Why an existing optimizer state is ignored; also one of the notices.
+    /// Why an existing optimizer state is ignored. Also one of the notices.
     #[serde(skip)]
     pub ignored_optimizer: Option<String>,
-    /// Likely mistakes: a stale `latest`, steps that differ.
+    /// Likely mistakes, such as a stale `latest` or steps that differ.
     pub warnings: Vec<String>,
-    /// Notices: which of several checkpoints is used, what is ignored.
+    /// Messages about choices that were made: which of several checkpoints is used, and what is
+    /// ignored.
     pub notices: Vec<String>,
     /// Parts of a full training state that the checkpoint does not have.
     pub missing: Vec<StatePart>,
-    /// Parts that the checkpoint names and does not have: damage.
+    /// Parts that the checkpoint refers to but does not have, which is damage.
     pub incomplete: Vec<String>,
 }
 
 impl ExternalFacts {
-    /// Why an existing optimizer state is ignored.
+    /// Returns why an existing optimizer state is ignored; `None` if none is ignored.
     pub fn ignored_optimizer_reason(&self) -> Option<&str> {
         self.ignored_optimizer.as_deref()
     }
 
-    /// True when the checkpoint was saved for resuming, even if parts of it are missing.
+    /// Returns true if the checkpoint was saved for resuming, even if parts of the state are
+    /// missing.
     pub fn is_training_state(&self) -> bool {
         self.step.unwrap_or(0) > 0
             || self.ignored_optimizer_reason().is_some()
@@ -109,8 +111,8 @@ impl ExternalFacts {
             || !self.rng_files.is_empty()
     }
 
-    /// The facts in the form that all checkpoint formats share.
-    pub(crate) fn state(&self) -> TrainingState {
+    /// Returns the facts in the form that is common to all checkpoint formats.
+    pub(crate) fn training_state(&self) -> TrainingState {
         TrainingState {
             step: self.step,
             samples: self.samples,

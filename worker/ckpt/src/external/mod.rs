@@ -1,37 +1,38 @@
-//! [`ExternalCheckpoint`]: a checkpoint written by another program, read in place.
+//! [`ExternalCheckpoint`]: a checkpoint written by another program, which is read in place.
 pub(crate) mod builder;
-mod check;
 pub(crate) mod companion_files;
-mod crc_combine;
+mod crc_check;
 mod detect;
 mod facts;
-mod part;
+pub(crate) mod non_finite_values;
+mod partial_crcs;
 pub(crate) mod scan;
-pub(crate) mod store;
+pub(crate) mod stored_files;
+mod tensor_part;
 mod unfuse_experts;
-pub(crate) mod values;
 
-pub(crate) use self::detect::{open, open_trained};
+pub(crate) use self::detect::{open_checkpoint, open_checkpoint_for_training};
 pub use self::facts::{ExternalFacts, StatePart};
 
-use self::store::{PartRead, Store, TensorPart};
+use self::stored_files::{PartRead, StoredFiles, TensorPart};
 use crate::catalog::{TensorInfo, TensorRole, TextFile};
 use crate::disk::Directory;
+use crate::element_ranges;
 use crate::error::{CkptError, Damage, DamageReason, MissingPart, Result, UnsupportedFeature};
-use crate::partition;
 use crate::passthrough::PassthroughState;
-use crate::source::{ReadRequest, TensorSource};
-use crate::state::TrainingState;
+use crate::tensor_source::{ReadRequest, TensorSource};
+use crate::training_state::TrainingState;
 use crate::verify::CheckpointReport;
 use serde_json::{Map, Value};
 use std::collections::HashMap;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-/// Limit on text files that are exported with the weights, bytes.
-const TEXT_MAX: u64 = 64 << 20;
-/// Files next to a model that belong to a Hugging Face directory.
-const TEXTS: [&str; 8] = [
+/// Limit on the size of `config.json` and of text files that are exported with the weights, in
+/// bytes.
+const TEXT_FILE_MAX: u64 = 64 << 20;
+/// Text files that a Hugging Face directory has next to the weights.
+const TEXT_FILES: [&str; 8] = [
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
@@ -42,10 +43,10 @@ const TEXTS: [&str; 8] = [
     "chat_template.jinja",
 ];
 
-/// A tensor and the parts of files that hold its elements.
+/// A tensor, and the parts of files that hold its elements.
 pub(crate) struct ExternalTensor {
     pub(crate) info: TensorInfo,
-    /// Sorted by start; together they cover the tensor.
+    /// Sorted by their first element. Together they cover the tensor.
     pub(crate) parts: Vec<TensorPart>,
 }
 
@@ -53,14 +54,16 @@ pub(crate) struct ExternalTensor {
 pub struct ExternalCheckpoint {
     path: PathBuf,
     facts: ExternalFacts,
-    store: Store,
+    store: StoredFiles,
     entries: Vec<ExternalTensor>,
+    /// Index into `entries`, by role and name.
     index: HashMap<(TensorRole, String), usize>,
+    /// The content of `config.json`.
     config: Option<Map<String, Value>>,
     texts: Vec<TextFile>,
     /// State that a conversion copies unchanged.
     passthrough: PassthroughState,
-    /// The checkpoint is a single file; files next to it do not belong to it.
+    /// The checkpoint is one file of weights. Other files of its directory do not belong to it.
     is_single_file: bool,
 }
 
@@ -71,13 +74,17 @@ impl fmt::Debug for ExternalCheckpoint {
 }
 
 impl ExternalCheckpoint {
-    /// Checks that the entries are complete; `root` is the directory that may have `config.json`
-    /// and a tokenizer.
+    /// Makes a checkpoint of the tensors `entries`, and reads `config.json` and the tokenizer from
+    /// the directory `root`.
+    ///
+    /// # Errors
+    /// Fails if a tensor's name or shape is invalid, its parts do not cover it exactly once, or two
+    /// tensors have the same role and name.
     pub(crate) fn new(
         path: &Path,
         root: &Path,
         mut facts: ExternalFacts,
-        store: Store,
+        store: StoredFiles,
         mut entries: Vec<ExternalTensor>,
     ) -> Result<ExternalCheckpoint> {
         entries.sort_by_key(|e| e.info.role);
@@ -85,10 +92,11 @@ impl ExternalCheckpoint {
         for (i, entry) in entries.iter().enumerate() {
             let label = format!("{}/{}", entry.info.role, entry.info.name);
             let damaged = |reason: DamageReason| CkptError::damaged(path, label.as_str(), reason);
-            crate::catalog::check_name(&entry.info.name).map_err(|e| damaged(e.into()))?;
-            let total = crate::catalog::elements(&entry.info.shape)
+            crate::catalog::check_tensor_name(&entry.info.name).map_err(|e| damaged(e.into()))?;
+            let total = crate::catalog::count_elements(&entry.info.shape)
                 .ok_or_else(|| damaged(format!("the shape {:?} is impossible", entry.info.shape).into()))?;
-            let error = partition::coverage_error(total, entry.parts.iter().map(TensorPart::elements));
+            let error =
+                element_ranges::find_coverage_error(total, entry.parts.iter().map(TensorPart::element_range));
             if let Some(error) = error {
                 return Err(damaged(error.into()));
             }
@@ -101,11 +109,11 @@ impl ExternalCheckpoint {
         facts.root = root.to_owned();
         let root = Directory::open(root)?;
         let config = read_config(&root)?;
-        let texts = read_texts(&root)?;
+        let texts = read_text_files(&root)?;
         if config.is_none() {
             facts.missing.push(StatePart::Config);
         }
-        if !texts.iter().any(|t| t.name != TEXTS[0]) {
+        if !texts.iter().any(|t| t.name != TEXT_FILES[0]) {
             facts.missing.push(StatePart::Tokenizer);
         }
         Ok(ExternalCheckpoint {
@@ -121,50 +129,51 @@ impl ExternalCheckpoint {
         })
     }
 
-    /// Adds state that a conversion copies unchanged.
+    /// Adds the state that a conversion copies unchanged.
     pub(crate) fn with_passthrough(mut self, passthrough: PassthroughState) -> ExternalCheckpoint {
         self.passthrough = passthrough;
         self
     }
 
-    /// Facts about the checkpoint.
+    /// Returns the facts about the checkpoint.
     pub fn facts(&self) -> &ExternalFacts {
         &self.facts
     }
 
-    /// Marks the checkpoint as a single file.
-    pub(crate) fn single_file(mut self) -> ExternalCheckpoint {
+    /// Marks the checkpoint as a single file, so that other files of its directory are not
+    /// verified.
+    pub(crate) fn into_single_file(mut self) -> ExternalCheckpoint {
         self.is_single_file = true;
         self
     }
 
-    /// Adds warnings.
-    pub(crate) fn warn(&mut self, lines: Vec<String>) {
+    /// Adds warnings to the facts.
+    pub(crate) fn add_warnings(&mut self, lines: Vec<String>) {
         self.facts.warnings.extend(lines);
     }
 
-    /// Inserts notices before the others.
+    /// Inserts notices before those in the facts.
     fn prepend_notices(&mut self, mut lines: Vec<String>) {
         lines.append(&mut self.facts.notices);
         self.facts.notices = lines;
     }
 
-    /// Name and size of every file that holds tensors.
+    /// Iterates over the names and sizes in bytes of the files that hold tensors.
     pub fn files(&self) -> impl Iterator<Item = (&str, u64)> {
         self.store.files.iter().map(|f| (f.name.as_str(), f.size))
     }
 
-    /// `role/name` of the tensors with a part that satisfies the predicate.
-    fn tensors_with(&self, inside: &dyn Fn(&TensorPart) -> bool) -> Vec<String> {
+    /// Lists the tensors with a part for which `inside` is true, as `role/name`.
+    fn list_tensors_with(&self, inside: &dyn Fn(&TensorPart) -> bool) -> Vec<String> {
         let entries = self.entries.iter().filter(|e| e.parts.iter().any(inside));
         entries.map(|e| format!("{}/{}", e.info.role, e.info.name)).collect()
     }
 
-    /// Verifies every byte of every file, including files without tensors; returns the report and
-    /// warnings.
+    /// Verifies every byte of every file, including files without tensors. Returns the report and
+    /// the warnings.
     pub(crate) fn verify(&self) -> Result<(CheckpointReport, Vec<String>)> {
         let (mut bytes, mut blocks, mut problems) =
-            self.store.verify_all(|inside| self.tensors_with(inside))?;
+            self.store.verify_all_spans(|inside| self.list_tensors_with(inside))?;
         let lost = |name: &String| Damage {
             file: self.facts.tag.clone(),
             block: None,
@@ -173,7 +182,7 @@ impl ExternalCheckpoint {
         };
         problems.extend(self.facts.lost.iter().map(lost));
         let file = || self.path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        let incomplete = |detail: &String| Damage::of_file(file(), detail.clone());
+        let incomplete = |detail: &String| Damage::for_file(file(), detail.clone());
         problems.extend(self.facts.incomplete.iter().map(incomplete));
         for scan in self.scan_other_files()? {
             bytes += scan.bytes;
@@ -181,8 +190,8 @@ impl ExternalCheckpoint {
             problems.extend(scan.problems);
         }
         let mut warnings = self.facts.warnings.clone();
-        // when some ranks have a random state, all should
-        let absent = self.facts.missing.iter().filter(|m| matches!(m, StatePart::RandomState { .. }));
+        // if some ranks have an RNG state, all of them should have one
+        let absent = self.facts.missing.iter().filter(|m| matches!(m, StatePart::RankRngState { .. }));
         warnings.extend(absent.map(|m| format!("the {m} is missing")));
         let report = CheckpointReport {
             path: self.path.clone(),
@@ -195,7 +204,7 @@ impl ExternalCheckpoint {
         Ok((report, warnings))
     }
 
-    /// Scans the files without tensors: random states, schedulers, and files of other programs.
+    /// Checks the files that hold no tensors: RNG states, schedulers, and files of other programs.
     fn scan_other_files(&self) -> Result<Vec<scan::ScanReport>> {
         if self.is_single_file {
             return Ok(Vec::new());
@@ -207,19 +216,25 @@ impl ExternalCheckpoint {
         }
         let mut scans = Vec::new();
         for (path, depth) in paths {
-            let name = |f: &store::StoredFile| (f.directory().path() == path).then(|| f.name.clone());
+            let name = |f: &stored_files::StoredFile| (f.directory().path() == path).then(|| f.name.clone());
             let known = self.store.files.iter().filter_map(name).collect();
-            scans.push(scan::scan_directory(&path, &known, depth)?);
+            scans.push(scan::check_directory_files(&path, &known, depth)?);
         }
         Ok(scans)
     }
 
+    /// Returns the tensor of this name and role, or an error that names it.
     fn find_tensor(&self, name: &str, role: TensorRole) -> Result<&ExternalTensor> {
         self.index.get(&(role, name.to_owned())).map(|&i| &self.entries[i]).ok_or_else(|| {
             CkptError::NoSuchTensor { path: self.path.clone(), tensor: format!("{role}/{name}") }
         })
     }
 
+    /// Adds the reads that satisfy a request to `parts`: one for each part of a file with some of
+    /// the requested elements.
+    ///
+    /// # Errors
+    /// Fails if the tensor is unknown, is not of a floating-point dtype, or has too few elements.
     fn resolve_request<'a>(
         &'a self,
         request: &'a mut ReadRequest<'_>,
@@ -228,11 +243,11 @@ impl ExternalCheckpoint {
         let entry = self.find_tensor(request.name, request.role)?;
         let start = request.start_element;
         let range = start..start.saturating_add(request.out.len() as u64);
-        if range.end > entry.info.elements() {
+        if range.end > entry.info.element_count() {
             return Err(CkptError::RangeOutsideTensor {
                 path: self.path.clone(),
                 tensor: format!("{}/{}", request.role, request.name),
-                elements: entry.info.elements(),
+                elements: entry.info.element_count(),
                 requested: range.end,
             });
         }
@@ -242,7 +257,7 @@ impl ExternalCheckpoint {
             return Err(CkptError::unsupported(&self.path, feature));
         }
         let mut rest: &mut [f32] = request.out;
-        for (i, range) in partition::cover(&entry.parts, TensorPart::elements, range) {
+        for (i, range) in element_ranges::intersect_ranges(&entry.parts, TensorPart::element_range, range) {
             let (out, tail) = std::mem::take(&mut rest).split_at_mut((range.end - range.start) as usize);
             rest = tail;
             parts.push(PartRead { part: &entry.parts[i], dtype: entry.info.dtype, range, out });
@@ -261,23 +276,23 @@ impl TensorSource for ExternalCheckpoint {
     }
 
     fn read_many(&self, requests: &mut [ReadRequest<'_>]) -> Result<()> {
-        let mut wanted = Vec::new();
+        let mut part_reads = Vec::new();
         for request in requests {
-            self.resolve_request(request, &mut wanted)?;
+            self.resolve_request(request, &mut part_reads)?;
         }
-        self.store.read(wanted, |inside| self.tensors_with(inside))
+        self.store.read_verified_parts(part_reads, |inside| self.list_tensors_with(inside))
     }
 
     fn read_unchecked(&self, requests: &mut [ReadRequest<'_>]) -> Result<()> {
-        let mut wanted = Vec::new();
+        let mut part_reads = Vec::new();
         for request in requests {
-            self.resolve_request(request, &mut wanted)?;
+            self.resolve_request(request, &mut part_reads)?;
         }
-        self.store.read_unchecked(wanted, |inside| self.tensors_with(inside))
+        self.store.read_unverified_parts(part_reads, |inside| self.list_tensors_with(inside))
     }
 
     fn verify_reads(&self, every_byte: bool) -> Result<()> {
-        self.store.verify_reads(every_byte, |inside| self.tensors_with(inside))
+        self.store.verify_read_spans(every_byte, |inside| self.list_tensors_with(inside))
     }
 
     fn read_raw(&self, name: &str, role: TensorRole, start_element: u64, out: &mut [u8]) -> Result<()> {
@@ -285,11 +300,13 @@ impl TensorSource for ExternalCheckpoint {
         let size = entry.info.dtype.size();
         let end = start_element.saturating_add(out.len() as u64 / size);
         let mut rest = out;
-        for (i, range) in partition::cover(&entry.parts, TensorPart::elements, start_element..end) {
+        for (i, range) in
+            element_ranges::intersect_ranges(&entry.parts, TensorPart::element_range, start_element..end)
+        {
             let bytes = ((range.end - range.start) * size) as usize;
             let (now, later) = std::mem::take(&mut rest).split_at_mut(bytes);
             rest = later;
-            let tensors_with = |inside: &dyn Fn(&TensorPart) -> bool| self.tensors_with(inside);
+            let tensors_with = |inside: &dyn Fn(&TensorPart) -> bool| self.list_tensors_with(inside);
             self.store.read_raw(&entry.parts[i], entry.info.dtype, range, now, tensors_with)?;
         }
         match rest.is_empty() {
@@ -297,13 +314,13 @@ impl TensorSource for ExternalCheckpoint {
             false => Err(CkptError::RangeOutsideTensor {
                 path: self.path.clone(),
                 tensor: format!("{role}/{name}"),
-                elements: entry.info.elements(),
+                elements: entry.info.element_count(),
                 requested: end,
             }),
         }
     }
 
-    fn passthrough(&self) -> Result<PassthroughState> {
+    fn read_passthrough(&self) -> Result<PassthroughState> {
         Ok(self.passthrough.clone())
     }
 
@@ -311,11 +328,11 @@ impl TensorSource for ExternalCheckpoint {
         self.facts.step
     }
 
-    fn state(&self) -> TrainingState {
-        self.facts.state()
+    fn training_state(&self) -> TrainingState {
+        self.facts.training_state()
     }
 
-    fn is_weights_alone(&self) -> bool {
+    fn has_only_weights(&self) -> bool {
         let states = self.entries.iter().any(|e| e.info.role.is_optimizer_state());
         !states && !self.facts.is_training_state()
     }
@@ -328,7 +345,7 @@ impl TensorSource for ExternalCheckpoint {
         self.config.as_ref()
     }
 
-    fn texts(&self) -> &[TextFile] {
+    fn text_files(&self) -> &[TextFile] {
         &self.texts
     }
 
@@ -340,11 +357,12 @@ impl TensorSource for ExternalCheckpoint {
     }
 }
 
+/// Reads `config.json`. Returns `None` if the directory has none.
 fn read_config(directory: &Directory) -> Result<Option<Map<String, Value>>> {
-    match directory.size_of("config.json")? {
+    match directory.file_size("config.json")? {
         None => Ok(None),
         Some(_) => {
-            let text = directory.read("config.json", TEXT_MAX)?;
+            let text = directory.read_file("config.json", TEXT_FILE_MAX)?;
             match serde_json::from_slice(&text) {
                 Ok(Value::Object(map)) => Ok(Some(map)),
                 Ok(_) => Err(CkptError::damaged(
@@ -358,11 +376,12 @@ fn read_config(directory: &Directory) -> Result<Option<Map<String, Value>>> {
     }
 }
 
-fn read_texts(directory: &Directory) -> Result<Vec<TextFile>> {
+/// Reads those of [`TEXT_FILES`] that exist.
+fn read_text_files(directory: &Directory) -> Result<Vec<TextFile>> {
     let mut texts = Vec::new();
-    for name in TEXTS {
-        if directory.size_of(name)?.is_some() {
-            let text = String::from_utf8(directory.read(name, TEXT_MAX)?)
+    for name in TEXT_FILES {
+        if directory.file_size(name)?.is_some() {
+            let text = String::from_utf8(directory.read_file(name, TEXT_FILE_MAX)?)
                 .map_err(|_| CkptError::damaged(directory.path(), name, "the file is not UTF-8 text"))?;
             texts.push(TextFile { name: name.into(), text });
         }

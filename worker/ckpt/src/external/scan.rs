@@ -1,5 +1,5 @@
-//! Checks every file of a directory on its own: zip containers with their CRC-32s, and safetensors
-//! headers. Does not depend on the layout of the checkpoint.
+//! Checks every file of a directory separately, whatever the layout of the checkpoint: zip
+//! containers with their CRC-32s, and safetensors headers.
 use crate::disk::{Directory, exists};
 use crate::error::{CkptError, Damage, DamageReason, Result};
 use crate::formats::{safetensors, torch_legacy, zip};
@@ -8,44 +8,58 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-/// Depth of the scan when a checkpoint cannot be opened.
-pub(crate) const DEPTH: u32 = 3;
-/// Limit on the number of files.
+/// How many levels of subdirectories are scanned if a checkpoint cannot be opened.
+pub(crate) const SCAN_DEPTH: u32 = 3;
+/// Limit on the number of files in a scan.
 const FILES_MAX: usize = 1 << 20;
-/// Bytes read at a time.
-const CHUNK: usize = 1 << 20;
+/// Bytes per read.
+const CHUNK_BYTES: usize = 1 << 20;
 /// Suffixes of files that torch writes as zip containers.
-const TORCH: [&str; 4] = [".pt", ".pth", ".bin", ".pkl"];
+const TORCH_SUFFIXES: [&str; 4] = [".pt", ".pth", ".bin", ".pkl"];
 
 /// The result of a scan.
 #[derive(Default)]
 pub(crate) struct ScanReport {
+    /// Bytes of all files.
     pub(crate) bytes: u64,
+    /// Number of checked files and of zip members in them.
     pub(crate) members: u64,
+    /// The damaged files.
     pub(crate) problems: Vec<Damage>,
 }
 
-/// Scans the directory at `path` and `depth` levels of subdirectories, except the files in `known`
-/// (relative to `path`).
-pub(crate) fn scan_directory(path: &Path, known: &BTreeSet<String>, depth: u32) -> Result<ScanReport> {
+/// Checks the files with a known suffix in the directory `path` and in `depth` levels of
+/// subdirectories. Skips the files in `known`, whose names are relative to `path`.
+///
+/// # Errors
+/// Fails if a directory cannot be listed. A file that cannot be read is a problem in the report.
+pub(crate) fn check_directory_files(path: &Path, known: &BTreeSet<String>, depth: u32) -> Result<ScanReport> {
     let directory = Directory::open(path)?;
     let mut report = ScanReport::default();
     let mut files = Vec::new();
-    list_files(&directory, "", depth, &mut files)?;
+    list_checkable_files(&directory, "", depth, &mut files)?;
     for name in files.iter().filter(|n| !known.contains(*n)) {
-        let problem = match scan_file(&directory, name, &mut report) {
+        let problem = match check_and_count_file(&directory, name, &mut report) {
             Ok(problem) => problem,
             Err(CkptError::Damaged { damage, .. }) => Some(damage.reason),
             Err(e) => Some(e.to_string().into()),
         };
-        report.problems.extend(problem.map(|reason| Damage::of_file(name.as_str(), reason)));
+        report.problems.extend(problem.map(|reason| Damage::for_file(name.as_str(), reason)));
     }
     Ok(report)
 }
 
-/// Lists the files with a known suffix.
-fn list_files(directory: &Directory, inside: &str, depth: u32, files: &mut Vec<String>) -> Result<()> {
-    let names = if inside.is_empty() { directory.names()? } else { directory.names_in(inside)? };
+/// Appends the files with a known suffix to `files`, with names relative to `directory`. `inside`
+/// is the subdirectory to list, and is empty for the directory itself. Skips subdirectories that
+/// are DeepSpeed checkpoints.
+fn list_checkable_files(
+    directory: &Directory,
+    inside: &str,
+    depth: u32,
+    files: &mut Vec<String>,
+) -> Result<()> {
+    let names =
+        if inside.is_empty() { directory.list_names()? } else { directory.list_subdirectory(inside)? };
     for name in names {
         let name = if inside.is_empty() { name } else { format!("{inside}/{name}") };
         if files.len() >= FILES_MAX {
@@ -55,24 +69,33 @@ fn list_files(directory: &Directory, inside: &str, depth: u32, files: &mut Vec<S
             // another checkpoint in the same directory is verified separately
             let is_checkpoint = exists(&directory.path().join(&name).join("latest"));
             if depth > 0 && !is_checkpoint {
-                list_files(directory, &name, depth - 1, files)?;
+                list_checkable_files(directory, &name, depth - 1, files)?;
             }
-        } else if name.ends_with(".safetensors") || TORCH.iter().any(|end| name.ends_with(end)) {
+        } else if name.ends_with(".safetensors") || TORCH_SUFFIXES.iter().any(|end| name.ends_with(end)) {
             files.push(name);
         }
     }
     Ok(())
 }
 
-/// Reads every byte of a file and checks it on its own; `None` when it is valid.
+/// Reads every byte of one file and checks it. Returns the damage, or `None` if the file is valid.
+///
+/// # Errors
+/// Fails if the file cannot be opened or read.
 pub(crate) fn check_file(directory: &Directory, name: &str) -> Result<Option<DamageReason>> {
-    match scan_file(directory, name, &mut ScanReport::default()) {
+    match check_and_count_file(directory, name, &mut ScanReport::default()) {
         Err(CkptError::Damaged { damage, .. }) => Ok(Some(damage.reason)),
         other => other,
     }
 }
 
-fn scan_file(directory: &Directory, name: &str, report: &mut ScanReport) -> Result<Option<DamageReason>> {
+/// Checks one file, and adds its bytes and members to `report`. Returns the damage, or `None` if
+/// the file is valid. Bare pickles and legacy torch files have no checksums and always pass.
+fn check_and_count_file(
+    directory: &Directory,
+    name: &str,
+    report: &mut ScanReport,
+) -> Result<Option<DamageReason>> {
     let (file, size) = directory.open_file(name, nix::fcntl::OFlag::empty())?;
     report.bytes += size;
     report.members += 1;
@@ -86,11 +109,11 @@ fn scan_file(directory: &Directory, name: &str, report: &mut ScanReport) -> Resu
     if begins && (magic == torch_legacy::MAGIC || (magic[0] == 0x80 && (2..=5).contains(&magic[1]))) {
         return Ok(None);
     }
-    let members = match zip::members(size, read_at) {
+    let members = match zip::read_members(size, read_at) {
         Ok(members) => members,
         Err(error) => return Ok(Some(error.into())),
     };
-    let mut buffer = vec![0u8; CHUNK];
+    let mut buffer = vec![0u8; CHUNK_BYTES];
     for member in &members {
         report.members += 1;
         if !matches_crc(&file, member, &mut buffer)
@@ -102,7 +125,9 @@ fn scan_file(directory: &Directory, name: &str, report: &mut ScanReport) -> Resu
     Ok(None)
 }
 
-fn matches_crc(file: &File, member: &zip::Member, buffer: &mut [u8]) -> std::io::Result<bool> {
+/// Reads a member of a zip container. Returns true if its content matches its CRC-32, or if it has
+/// none.
+fn matches_crc(file: &File, member: &zip::ZipMember, buffer: &mut [u8]) -> std::io::Result<bool> {
     let mut hasher = crc32fast::Hasher::new();
     let mut at = member.data.start;
     while at < member.data.end {

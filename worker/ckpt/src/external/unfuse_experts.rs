@@ -1,19 +1,20 @@
-//! Splits experts that are stored as one tensor per layer into one tensor per expert.
+//! Splits experts that a file stores as one tensor per layer (fused) into one tensor per expert.
 use super::{ExternalCheckpoint, ExternalFacts, ExternalTensor, TensorPart};
-use crate::formats::fused_experts::{FusedExperts, Member};
-use crate::partition;
+use crate::element_ranges;
+use crate::formats::fused_experts::{FusedExperts, FusedMember};
 
 impl ExternalCheckpoint {
     /// Splits fused expert tensors, and their optimizer states, into the per-expert tensors that
-    /// `weights` (names and shapes) lists, and renames the other weights of these layers
-    /// accordingly. Tensors that are listed per expert already stay. A tensor that exists in both
-    /// forms stays fused, so that a reader of `weights` finds an unexpected tensor.
+    /// `weights` lists by name and shape. The other weights of these layers are renamed
+    /// accordingly. A tensor that exists in both forms stays fused, so that a reader of `weights`
+    /// finds an unexpected tensor.
     pub fn unfuse_experts(&mut self, weights: &[(String, Vec<u64>)]) {
         let weights: Vec<_> = weights.iter().map(|(name, shape)| (name.as_str(), shape.as_slice())).collect();
         let Some(fused) = FusedExperts::detect(&weights) else { return };
         let has =
             |e: &ExternalTensor| fused.weights.iter().any(|(n, s)| *n == e.info.name && *s == e.info.shape);
-        let twice = |e: &ExternalTensor, m: &Member| self.index.contains_key(&(e.info.role, m.name.clone()));
+        let twice =
+            |e: &ExternalTensor, m: &FusedMember| self.index.contains_key(&(e.info.role, m.name.clone()));
         let members = |e: &ExternalTensor| {
             let members = fused.members(&e.info.name).filter(|_| has(e))?;
             (!members.iter().any(|m| twice(e, m))).then_some(members)
@@ -21,7 +22,9 @@ impl ExternalCheckpoint {
         let before = std::mem::take(&mut self.entries);
         for entry in before {
             match members(&entry) {
-                Some(members) => self.entries.extend(members.iter().map(|m| expert_tensor(&entry, m))),
+                Some(members) => {
+                    self.entries.extend(members.iter().map(|m| extract_expert_tensor(&entry, m)))
+                }
                 None => self.entries.push(entry),
             }
         }
@@ -31,12 +34,13 @@ impl ExternalCheckpoint {
     }
 }
 
-/// The part of a fused tensor that belongs to one expert.
-fn expert_tensor(entry: &ExternalTensor, member: &Member) -> ExternalTensor {
+/// Returns the part of the fused tensor `entry` that belongs to one expert.
+fn extract_expert_tensor(entry: &ExternalTensor, member: &FusedMember) -> ExternalTensor {
     let mut info = entry.info.clone();
     (info.name, info.shape) = (member.name.clone(), member.shape.clone());
     let first = member.elements.start;
-    let covered = partition::cover(&entry.parts, TensorPart::elements, member.elements.clone());
+    let covered =
+        element_ranges::intersect_ranges(&entry.parts, TensorPart::element_range, member.elements.clone());
     let parts = covered.map(|(i, range)| {
         let start = range.start - first;
         entry.parts[i].slice(range, start)
@@ -45,6 +49,8 @@ fn expert_tensor(entry: &ExternalTensor, member: &Member) -> ExternalTensor {
 }
 
 impl ExternalFacts {
+    /// Replaces the names of fused weights in groups, steps and frozen weights by the names of
+    /// their members.
     fn rename_weights(&mut self, fused: &FusedExperts) {
         let stored_names = |name: &String| fused.stored_names(name).collect::<Vec<_>>();
         let each = |names: &mut Vec<String>| *names = names.iter().flat_map(stored_names).collect();
@@ -60,10 +66,11 @@ impl ExternalFacts {
 
 #[cfg(test)]
 mod tests {
-    use crate::{ReadRequest, TensorRole, TensorSource, external::open};
+    use crate::{ReadRequest, TensorRole, TensorSource, external::open_checkpoint};
     use serde_json::{Map, json};
 
-    /// Writes weights of these names and shapes; the elements of each tensor count up from 0.
+    /// Writes weights of these names and shapes to a safetensors file. The elements of each tensor
+    /// count up from 0.
     fn write_weights(tensors: &[(&str, &[u64])]) -> tempfile::TempDir {
         let (mut header, mut data) = (Map::new(), Vec::new());
         for (name, shape) in tensors {
@@ -75,9 +82,9 @@ mod tests {
         }
         let header = serde_json::to_vec(&header).expect("JSON");
         let file = [&(header.len() as u64).to_le_bytes()[..], &header, &data].concat();
-        let place = tempfile::tempdir().expect("a directory");
-        std::fs::write(place.path().join("model.safetensors"), file).expect("written");
-        place
+        let dir = tempfile::tempdir().expect("a directory");
+        std::fs::write(dir.path().join("model.safetensors"), file).expect("written");
+        dir
     }
 
     #[test]
@@ -86,14 +93,14 @@ mod tests {
             (0..2).map(|e| (format!("l.mlp.experts.{e}.{m}.weight"), shape.to_vec())).collect::<Vec<_>>()
         };
         let matrices = [("gate_proj", [3, 2]), ("up_proj", [3, 2]), ("down_proj", [2, 3])];
-        let wanted: Vec<_> = matrices.iter().flat_map(|(m, shape)| expert(m, shape)).collect();
+        let expert_weights: Vec<_> = matrices.iter().flat_map(|(m, shape)| expert(m, shape)).collect();
         let fused: [(&str, &[u64]); 2] =
             [("l.mlp.experts.gate_up_proj", &[2, 6, 2]), ("l.mlp.experts.down_proj", &[2, 2, 3])];
         let both = [fused[0], fused[1], ("l.mlp.experts.1.up_proj.weight", &[3, 2])];
         for (tensors, replaced) in [(&fused[..], true), (&both[..], false)] {
-            let place = write_weights(tensors);
-            let mut source = open(place.path()).expect("sound").expect("weights");
-            source.unfuse_experts(&wanted);
+            let dir = write_weights(tensors);
+            let mut source = open_checkpoint(dir.path()).expect("sound").expect("weights");
+            source.unfuse_experts(&expert_weights);
             let names: Vec<String> = source.tensors().into_iter().map(|t| t.name).collect();
             assert_eq!(names.contains(&fused[0].0.to_owned()), !replaced, "{names:?}");
             let (mut out, name) = ([0.0; 6], "l.mlp.experts.1.up_proj.weight");

@@ -1,45 +1,48 @@
-//! Maps between experts stored as one tensor per layer (fused) and one tensor per expert.
+//! [`FusedExperts`]: maps between experts that are stored as one tensor per layer (fused) and as
+//! one tensor per expert.
 //!
-//! Recent versions of transformers train fused experts; files of weights list them one by one.
-//! `experts.gate_up_proj` has the shape [experts, 2 × width, hidden], with the gate of each expert
-//! before its up projection. `experts.down_proj` has the shape [experts, hidden, width].
-use super::param_matching::Weight;
-use crate::catalog::elements;
+//! Recent versions of transformers train fused experts, while files of weights list them one by
+//! one. `experts.gate_up_proj` has the shape [experts, 2 × width, hidden], with the gate of each
+//! expert before its up projection. `experts.down_proj` has the shape [experts, hidden, width].
+use super::param_matching::ShapedWeight;
+use crate::catalog::count_elements;
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 
 /// Names of an expert's matrices (gate, up, down), by model family.
-const MATRICES: [[&str; 3]; 2] = [["gate_proj", "up_proj", "down_proj"], ["w1", "w3", "w2"]];
+const MATRIX_NAMES: [[&str; 3]; 2] = [["gate_proj", "up_proj", "down_proj"], ["w1", "w3", "w2"]];
 /// The name of an MoE layer in files of Mixtral, and in the model.
-const MODULE: (&str, &str) = (".block_sparse_moe.", ".mlp.");
+const MOE_MODULE_NAMES: (&str, &str) = (".block_sparse_moe.", ".mlp.");
 
 /// The part of a fused tensor that files store under a separate name.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) struct Member {
+pub(crate) struct FusedMember {
+    /// Name of the tensor in files.
     pub(crate) name: String,
     pub(crate) shape: Vec<u64>,
     /// Range of elements in the fused tensor.
     pub(crate) elements: Range<u64>,
 }
 
-/// The weights of a model with fused experts.
+/// The weights of a model with fused experts, and how files store them.
 #[derive(Debug, Default)]
 pub(crate) struct FusedExperts {
-    /// Names and shapes.
+    /// Name and shape of each weight of the model.
     pub(crate) weights: Vec<(String, Vec<u64>)>,
     /// The members of each weight that files store under other names, by the model's name.
-    members: HashMap<String, Vec<Member>>,
+    members: HashMap<String, Vec<FusedMember>>,
 }
 
-/// Name and shape of the expert matrices of a layer, by expert and index into [`MATRICES`].
-type Layer<'a> = BTreeMap<(u64, usize), Weight<'a>>;
+/// Name and shape of the expert matrices of a layer, by expert and index into a row of
+/// [`MATRIX_NAMES`].
+type LayerMatrices<'a> = BTreeMap<(u64, usize), ShapedWeight<'a>>;
 
 impl FusedExperts {
-    /// Fuses the experts of each layer into two tensors. `None` when no experts are listed one by
-    /// one, some are missing, or their shapes differ.
-    pub(crate) fn detect(weights: &[Weight<'_>]) -> Option<FusedExperts> {
+    /// Fuses the experts of each layer into two tensors. Returns `None` if no experts are listed
+    /// one by one, some are missing, or their shapes differ.
+    pub(crate) fn detect(weights: &[ShapedWeight<'_>]) -> Option<FusedExperts> {
         let mut fused = FusedExperts::default();
-        let mut layers: BTreeMap<String, Layer<'_>> = BTreeMap::new();
+        let mut layers: BTreeMap<String, LayerMatrices<'_>> = BTreeMap::new();
         for &(name, shape) in weights {
             match parse_expert_matrix(name) {
                 Some((layer, expert, matrix)) => {
@@ -48,9 +51,11 @@ impl FusedExperts {
                         return None;
                     }
                 }
-                None => {
-                    fused.add(name.replacen(MODULE.0, MODULE.1, 1), shape.to_vec(), vec![(name, shape)])?
-                }
+                None => fused.add_weight(
+                    name.replacen(MOE_MODULE_NAMES.0, MOE_MODULE_NAMES.1, 1),
+                    shape.to_vec(),
+                    vec![(name, shape)],
+                )?,
             }
         }
         if layers.is_empty() {
@@ -58,31 +63,32 @@ impl FusedExperts {
         }
         for (layer, matrices_of_layer) in &layers {
             let count = matrices_of_layer.len() as u64 / 3;
-            let select = |matrices: &[usize]| -> Option<Vec<Weight<'_>>> {
+            let select = |matrices: &[usize]| -> Option<Vec<ShapedWeight<'_>>> {
                 let each = (0..count).flat_map(|e| matrices.iter().map(move |&m| (e, m)));
                 each.map(|key| matrices_of_layer.get(&key).copied()).collect()
             };
             let (gates, downs) = (select(&[0, 1])?, select(&[2])?);
             let (&[width, hidden], down) = (gates.first()?.1, downs.first()?.1) else { return None };
-            let have_shape = |list: &[Weight<'_>], shape: &[u64]| list.iter().all(|(_, s)| *s == shape);
+            let have_shape = |list: &[ShapedWeight<'_>], shape: &[u64]| list.iter().all(|(_, s)| *s == shape);
             let is_complete = matrices_of_layer.len() as u64 == 3 * count && down == [hidden, width];
             if !is_complete || !have_shape(&gates, &[width, hidden]) || !have_shape(&downs, down) {
                 return None;
             }
             let shape = vec![count, width.checked_mul(2)?, hidden];
-            fused.add(format!("{layer}.gate_up_proj"), shape, gates)?;
-            fused.add(format!("{layer}.down_proj"), vec![count, hidden, width], downs)?;
+            fused.add_weight(format!("{layer}.gate_up_proj"), shape, gates)?;
+            fused.add_weight(format!("{layer}.down_proj"), vec![count, hidden, width], downs)?;
         }
         Some(fused)
     }
 
-    /// `None` when the number of elements overflows.
-    fn add(&mut self, name: String, shape: Vec<u64>, parts: Vec<Weight<'_>>) -> Option<()> {
+    /// Adds a weight of the model, which consists of `parts`. Returns `None` if the number of
+    /// elements overflows.
+    fn add_weight(&mut self, name: String, shape: Vec<u64>, parts: Vec<ShapedWeight<'_>>) -> Option<()> {
         if parts.len() > 1 || parts.first().is_some_and(|(part, _)| *part != name) {
             let (mut members, mut at) = (Vec::with_capacity(parts.len()), 0u64);
             for (part, shape) in parts {
-                let end = at.checked_add(elements(shape)?)?;
-                members.push(Member { name: part.to_owned(), shape: shape.to_vec(), elements: at..end });
+                let end = at.checked_add(count_elements(shape)?)?;
+                members.push(FusedMember { name: part.to_owned(), shape: shape.to_vec(), elements: at..end });
                 at = end;
             }
             self.members.insert(name.clone(), members);
@@ -91,12 +97,13 @@ impl FusedExperts {
         Some(())
     }
 
-    /// The members of a weight of the model; `None` when files store it under the same name.
-    pub(crate) fn members(&self, name: &str) -> Option<&[Member]> {
+    /// Returns the members of a weight of the model, or `None` if files store it under the same
+    /// name.
+    pub(crate) fn members(&self, name: &str) -> Option<&[FusedMember]> {
         self.members.get(name).map(Vec::as_slice)
     }
 
-    /// The names under which files store a weight of the model.
+    /// Iterates over the names under which files store a weight of the model.
     pub(crate) fn stored_names<'a>(&'a self, name: &'a str) -> impl Iterator<Item = String> + 'a {
         let members = self.members(name);
         let unchanged = members.is_none().then(|| name.to_owned());
@@ -104,13 +111,13 @@ impl FusedExperts {
     }
 }
 
-/// Parses the name of an expert's matrix: the name of the layer's experts in the model, the number
-/// of the expert, and the index into [`MATRICES`].
+/// Parses the name of an expert's matrix. Returns the name that the layer's experts have in the
+/// model, the number of the expert, and the index into a row of [`MATRIX_NAMES`].
 fn parse_expert_matrix(name: &str) -> Option<(String, u64, usize)> {
     let (before, rest) = name.split_once(".experts.")?;
     let [number, matrix, "weight"] = rest.split('.').collect::<Vec<_>>()[..] else { return None };
-    let which = MATRICES.iter().find_map(|names| names.iter().position(|n| *n == matrix))?;
-    let layer = format!("{before}.experts").replacen(MODULE.0, MODULE.1, 1);
+    let which = MATRIX_NAMES.iter().find_map(|names| names.iter().position(|n| *n == matrix))?;
+    let layer = format!("{before}.experts").replacen(MOE_MODULE_NAMES.0, MOE_MODULE_NAMES.1, 1);
     Some((layer, number.parse().ok()?, which))
 }
 
@@ -118,7 +125,8 @@ fn parse_expert_matrix(name: &str) -> Option<(String, u64, usize)> {
 mod tests {
     use super::*;
 
-    fn listed(matrices: [&str; 3], module: &str, experts: u64) -> Vec<(String, Vec<u64>)> {
+    /// Lists the weights of one layer as files name them, one by one.
+    fn list_weights(matrices: [&str; 3], module: &str, experts: u64) -> Vec<(String, Vec<u64>)> {
         let mut weights = vec![
             (format!("model.layers.0.{module}.gate.weight"), vec![experts, 4]),
             ("model.norm.weight".into(), vec![4]),
@@ -131,16 +139,17 @@ mod tests {
         weights
     }
 
-    fn fuse(weights: &[(String, Vec<u64>)]) -> Option<FusedExperts> {
+    /// Fuses the experts of listed weights.
+    fn fuse_experts(weights: &[(String, Vec<u64>)]) -> Option<FusedExperts> {
         FusedExperts::detect(&weights.iter().map(|(n, s)| (n.as_str(), s.as_slice())).collect::<Vec<_>>())
     }
 
     #[test]
     fn the_experts_of_a_layer_are_fused_into_two_tensors() {
-        for (matrices, module) in MATRICES.iter().zip(["mlp", "block_sparse_moe"]) {
-            let mut listed_weights = listed(*matrices, module, 12);
+        for (matrices, module) in MATRIX_NAMES.iter().zip(["mlp", "block_sparse_moe"]) {
+            let mut listed_weights = list_weights(*matrices, module, 12);
             listed_weights.reverse();
-            let found = fuse(&listed_weights).expect("a mixture");
+            let found = fuse_experts(&listed_weights).expect("a mixture");
             let mut weights = found.weights.clone();
             weights.sort();
             let shape = |name: &str, shape: &[u64]| (name.to_owned(), shape.to_vec());
@@ -155,7 +164,7 @@ mod tests {
             );
             let up = &found.members("model.layers.0.mlp.experts.gate_up_proj").expect("parts")[21];
             let name = format!("model.layers.0.{module}.experts.10.{}.weight", matrices[1]);
-            assert_eq!(*up, Member { name, shape: vec![6, 4], elements: 21 * 24..22 * 24 });
+            assert_eq!(*up, FusedMember { name, shape: vec![6, 4], elements: 21 * 24..22 * 24 });
             let gate = found.members("model.layers.0.mlp.gate.weight");
             assert_eq!(gate.is_some(), module == "block_sparse_moe");
             assert!(found.members("model.norm.weight").is_none());
@@ -164,18 +173,18 @@ mod tests {
 
     #[test]
     fn incomplete_or_unequal_experts_are_not_fused() {
-        assert!(fuse(&[("model.norm.weight".into(), vec![4])]).is_none());
-        let complete = listed(MATRICES[0], "mlp", 3);
+        assert!(fuse_experts(&[("model.norm.weight".into(), vec![4])]).is_none());
+        let complete = list_weights(MATRIX_NAMES[0], "mlp", 3);
         for gap in 2..complete.len() {
             let mut listed_weights = complete.clone();
             listed_weights.remove(gap);
-            assert!(fuse(&listed_weights).is_none(), "without {}", complete[gap].0);
+            assert!(fuse_experts(&listed_weights).is_none(), "without {}", complete[gap].0);
             let mut listed_weights = complete.clone();
             listed_weights[gap].1[0] += 1;
-            assert!(fuse(&listed_weights).is_none(), "another shape of {}", complete[gap].0);
+            assert!(fuse_experts(&listed_weights).is_none(), "another shape of {}", complete[gap].0);
         }
-        let mut both = listed(MATRICES[1], "block_sparse_moe", 3);
-        both.extend(listed(MATRICES[0], "mlp", 3));
-        assert!(fuse(&both).is_none(), "two matrices for one position");
+        let mut both = list_weights(MATRIX_NAMES[1], "block_sparse_moe", 3);
+        both.extend(list_weights(MATRIX_NAMES[0], "mlp", 3));
+        assert!(fuse_experts(&both).is_none(), "two matrices for one position");
     }
 }

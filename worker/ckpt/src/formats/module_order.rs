@@ -6,8 +6,9 @@
 //! decide.
 use std::collections::HashMap;
 
-/// The modules of each family in the order of registration; `*` is a number. A parameter has the
-/// name of a module, optionally with `.weight` or `.bias`. Modules that a model lacks are skipped.
+/// The modules of each family in the order of registration. `*` stands for a number. The name of a
+/// parameter is that of a module, optionally with `.weight` or `.bias`. Modules that a model lacks
+/// are skipped.
 const FAMILIES: &[&[&str]] = &[
     // Llama, Mistral, Qwen2, Qwen3, Gemma, Phi-3, Mixtral and similar
     &[
@@ -121,12 +122,13 @@ const FAMILIES: &[&[&str]] = &[
     ],
 ];
 
-/// Sorts the names in the registration order of every known family that has all of them.
-pub(crate) fn registration_orders<'a>(names: &[&'a str]) -> Vec<Vec<&'a str>> {
+/// Sorts the names in the registration order of every known family that has all of them. Returns
+/// one list per distinct order, and no list if no family matches.
+pub(crate) fn sort_in_registration_orders<'a>(names: &[&'a str]) -> Vec<Vec<&'a str>> {
     let mut orders: Vec<Vec<&str>> = Vec::new();
     for positions in FAMILIES.iter().map(|family| ModulePositions::new(family)) {
-        let keyed: Option<Vec<(Key, &str)>> =
-            names.iter().map(|n| Some((positions.sort_key(n)?, *n))).collect();
+        let keyed: Option<Vec<(RegistrationKey, &str)>> =
+            names.iter().map(|n| Some((positions.compute_sort_key(n)?, *n))).collect();
         let Some(mut keyed) = keyed else { continue };
         keyed.sort();
         let order = keyed.into_iter().map(|(_, name)| name).collect();
@@ -137,9 +139,10 @@ pub(crate) fn registration_orders<'a>(names: &[&'a str]) -> Vec<Vec<&'a str>> {
     orders
 }
 
-/// A sort key that orders parameters as a depth-first traversal of the modules does.
-type Key = [u64; 6];
+/// A key that sorts parameters in the order of a depth-first traversal of the modules.
+type RegistrationKey = [u64; 6];
 
+/// Positions of the modules in the registration order of one family.
 struct ModulePositions {
     /// Position of each module.
     modules: HashMap<&'static str, u64>,
@@ -148,6 +151,7 @@ struct ModulePositions {
 }
 
 impl ModulePositions {
+    /// Numbers the modules of a family in the order of registration.
     fn new(family: &'static [&'static str]) -> ModulePositions {
         let mut positions = ModulePositions { modules: HashMap::new(), stems: HashMap::new() };
         for (i, module) in (0u64..).zip(family) {
@@ -159,7 +163,8 @@ impl ModulePositions {
         positions
     }
 
-    fn sort_key(&self, name: &str) -> Option<Key> {
+    /// Computes the sort key of a parameter, or returns `None` if the family has no such module.
+    fn compute_sort_key(&self, name: &str) -> Option<RegistrationKey> {
         let (module, last) = match name.rsplit_once('.') {
             Some((module, "weight")) => (module, 0),
             Some((module, "bias")) => (module, 1),
@@ -190,7 +195,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn layers_are_counted_and_modules_keep_their_order() {
+    fn layers_are_sorted_by_number_and_modules_by_registration() {
         let sorted = [
             "lm_head.weight",
             "model.layers.10.input_layernorm.weight",
@@ -211,14 +216,14 @@ mod tests {
             "model.layers.10.input_layernorm.weight",
             "lm_head.weight",
         ];
-        assert_eq!(registration_orders(&sorted), [expected]);
-        assert!(registration_orders(&["model.embed_tokens.weight", "mine.weight"]).is_empty());
+        assert_eq!(sort_in_registration_orders(&sorted), [expected]);
+        assert!(sort_in_registration_orders(&["model.embed_tokens.weight", "mine.weight"]).is_empty());
     }
 
-    /// The order equals that of transformers for every family; when two families match, one of two
-    /// orders.
+    /// Compares with transformers for every family. If two families match, one of the orders must
+    /// be equal.
     #[test]
-    fn orders_are_those_of_transformers() {
+    fn registration_orders_equal_those_of_transformers() {
         let golden: serde_json::Map<String, serde_json::Value> =
             serde_json::from_str(include_str!("../../tests/golden/orders.json")).expect("JSON");
         let models: Vec<_> = golden.iter().filter(|(name, _)| *name != "transformers").collect();
@@ -228,7 +233,7 @@ mod tests {
             let expected: Vec<&str> = names.collect();
             let mut sorted = expected.clone();
             sorted.sort_unstable();
-            let orders = registration_orders(&sorted);
+            let orders = sort_in_registration_orders(&sorted);
             assert!(orders.contains(&expected), "{model}: {orders:?}");
             let experts = expected.iter().any(|n| n.contains("experts"));
             assert!(orders.len() == 1 || (experts && orders.len() == 2), "{model}: {orders:?}");

@@ -1,22 +1,21 @@
 //! Assigns optimizer states, which torch numbers, to the names of weights.
 //!
-//! torch numbers the parameters of an optimizer. The names follow from the order of the model's
-//! parameters, the rule by which programs form parameter groups, and the shapes. The assignment is
-//! rejected unless all of them agree.
+//! The names follow from the order of the model's parameters, the rule by which programs form
+//! parameter groups, and the shapes. The assignment is rejected unless all of them agree.
 use super::module_order;
 use std::collections::HashMap;
 
 /// The shape of each state of one parameter group; `None` for a parameter without a state.
-pub(crate) type Shapes = Vec<Option<Vec<u64>>>;
+pub(crate) type StateShapes = Vec<Option<Vec<u64>>>;
 
 /// Name and shape of a weight.
-pub(crate) type Weight<'a> = (&'a str, &'a [u64]);
+pub(crate) type ShapedWeight<'a> = (&'a str, &'a [u64]);
 
 /// A rule that divides weights into two parameter groups: true for the weights of the first group.
-type Rule = fn(&Weight<'_>) -> bool;
+type GroupRule = fn(&ShapedWeight<'_>) -> bool;
 
-/// The rules that programs use. The first group has weight decay.
-const RULES: [Rule; 2] = [is_decayed_by_name, is_matrix];
+/// The rules that programs use. The first group of each has weight decay.
+const RULES: [GroupRule; 2] = [is_decayed_by_name, is_matrix];
 
 /// Why optimizer states cannot be assigned to weights.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -30,13 +29,13 @@ pub enum MatchError {
         /// Weights of the model.
         weights: usize,
     },
-    /// More than two groups.
+    /// There are more than two groups, so no known rule formed them.
     #[error("{groups} parameter groups, formed by an unknown rule")]
     GroupRule {
         /// Number of groups.
         groups: usize,
     },
-    /// The size of a group is not the one that a known rule gives.
+    /// A group does not have the size that a known rule gives.
     #[error("group {group} has states of {states} weights, the usual rules give {expected}")]
     GroupSize {
         /// Index of the group.
@@ -63,7 +62,7 @@ pub enum MatchError {
     /// The groups match the weights in several ways.
     #[error("the parameter groups match the weights in more than one way")]
     Ambiguous,
-    /// The order of the model is unknown, and shapes are not unique.
+    /// The order of the model's weights is unknown, and several weights have one shape.
     #[error("the order of the model's weights is unknown, and shapes alone do not distinguish them")]
     UnknownOrder,
     /// No weight has the shape of a state.
@@ -100,17 +99,20 @@ pub enum MatchError {
     },
 }
 
-/// Parameter names, per group.
+/// Names of the parameters of each group.
 type GroupNames = Vec<Vec<String>>;
 
 /// The weights of each group, as one rule forms them.
-type Grouping<'a> = Vec<Vec<Weight<'a>>>;
+type Grouping<'a> = Vec<Vec<ShapedWeight<'a>>>;
 
-/// Returns the name of each state, by group. `in_order` states whether `weights` are in the order
-/// of the model.
-pub(crate) fn match_names(
-    groups: &[Shapes],
-    weights: &[Weight<'_>],
+/// Finds the name of each state, by group. `in_order` states whether `weights` are in the order of
+/// the model.
+///
+/// # Errors
+/// Fails if no order and rule match the shapes, or several of them give different names.
+pub(crate) fn match_states_to_weights(
+    groups: &[StateShapes],
+    weights: &[ShapedWeight<'_>],
     in_order: bool,
 ) -> Result<GroupNames, MatchError> {
     let states: usize = groups.iter().map(Vec::len).sum();
@@ -118,18 +120,19 @@ pub(crate) fn match_names(
         return Err(MatchError::Count { states, weights: weights.len() });
     }
     let known: Vec<&str> = weights.iter().map(|(n, _)| *n).collect();
-    let orders = if in_order { vec![known.clone()] } else { module_order::registration_orders(&known) };
+    let orders =
+        if in_order { vec![known.clone()] } else { module_order::sort_in_registration_orders(&known) };
     let shapes: HashMap<&str, &[u64]> = weights.iter().copied().collect();
     let is_order_known = !orders.is_empty();
     let mut candidates = Vec::new();
     for order in if is_order_known { orders } else { vec![known] } {
         let weight = |name| (name, shapes.get(name).copied().unwrap_or(&[]));
-        candidates.extend(groupings(groups.len(), order.into_iter().map(weight).collect())?);
+        candidates.extend(list_groupings(groups.len(), order.into_iter().map(weight).collect())?);
     }
     let mut fitting: Vec<GroupNames> = Vec::new();
     let mut error = MatchError::UnknownOrder;
     for candidate in candidates {
-        match names_if_shapes_match(groups, &candidate, is_order_known) {
+        match match_candidate(groups, &candidate, is_order_known) {
             Ok(names) if !fitting.contains(&names) => fitting.push(names),
             Ok(_) => {}
             Err(e) => error = e,
@@ -142,8 +145,8 @@ pub(crate) fn match_names(
     }
 }
 
-/// Returns the ways in which programs divide weights into this number of groups.
-fn groupings(groups: usize, sequence: Vec<Weight<'_>>) -> Result<Vec<Grouping<'_>>, MatchError> {
+/// Lists the ways in which programs divide weights into this number of groups.
+fn list_groupings(groups: usize, sequence: Vec<ShapedWeight<'_>>) -> Result<Vec<Grouping<'_>>, MatchError> {
     match groups {
         1 => Ok(vec![vec![sequence]]),
         2 => Ok(RULES
@@ -157,11 +160,11 @@ fn groupings(groups: usize, sequence: Vec<Weight<'_>>) -> Result<Vec<Grouping<'_
     }
 }
 
-/// Returns the names in the order of the groups if the shapes match. If the order of the model is
-/// unknown, only the shapes decide.
-fn names_if_shapes_match(
-    groups: &[Shapes],
-    candidate: &[Vec<Weight<'_>>],
+/// Returns the names of the states, by group, if their shapes match those of `candidate`. Unless
+/// the weights are in the order of the model (`in_order`), shapes alone identify them.
+fn match_candidate(
+    groups: &[StateShapes],
+    candidate: &[Vec<ShapedWeight<'_>>],
     in_order: bool,
 ) -> Result<GroupNames, MatchError> {
     let mut names = Vec::new();
@@ -170,17 +173,19 @@ fn names_if_shapes_match(
             return Err(MatchError::GroupSize { group: g, states: states.len(), expected: weights.len() });
         }
         names.push(match in_order {
-            true => names_by_position(g, states, weights)?,
-            false => names_by_shape(states, weights)?,
+            true => match_by_position(g, states, weights)?,
+            false => match_by_shape(states, weights)?,
         });
     }
     Ok(names)
 }
 
-fn names_by_position(
+/// Returns the names of the weights if each state has the shape of the weight at its position.
+/// `group` is the index of the group, for errors.
+fn match_by_position(
     group: usize,
-    states: &Shapes,
-    weights: &[Weight<'_>],
+    states: &StateShapes,
+    weights: &[ShapedWeight<'_>],
 ) -> Result<Vec<String>, MatchError> {
     for (index, (state, (name, shape))) in states.iter().zip(weights).enumerate() {
         if let Some(found) = state.as_ref().filter(|s| s != shape) {
@@ -191,7 +196,11 @@ fn names_by_position(
     Ok(weights.iter().map(|(name, _)| (*name).to_owned()).collect())
 }
 
-fn names_by_shape(states: &Shapes, weights: &[Weight<'_>]) -> Result<Vec<String>, MatchError> {
+/// Returns the name of the only weight with the shape of each state.
+///
+/// # Errors
+/// Fails if two weights have one shape, a state has no shape, or no weight has its shape.
+fn match_by_shape(states: &StateShapes, weights: &[ShapedWeight<'_>]) -> Result<Vec<String>, MatchError> {
     let mut by_shape: HashMap<&[u64], &str> = HashMap::new();
     for (name, shape) in weights {
         if by_shape.insert(shape, name).is_some() {
@@ -208,8 +217,8 @@ fn names_by_shape(states: &Shapes, weights: &[Weight<'_>]) -> Result<Vec<String>
     states.iter().map(name).collect()
 }
 
-/// The rule of HF Trainer: no weight decay for biases and norms.
-fn is_decayed_by_name((name, _): &Weight<'_>) -> bool {
+/// Returns true if HF Trainer applies weight decay to the weight: unless it is a bias or a norm.
+fn is_decayed_by_name((name, _): &ShapedWeight<'_>) -> bool {
     let lower = name.to_lowercase();
     let norm = |part: &str| {
         part == "norm"
@@ -221,8 +230,9 @@ fn is_decayed_by_name((name, _): &Weight<'_>) -> bool {
     !(lower.contains("bias") || lower.split('.').any(norm))
 }
 
-/// The rule of many other programs: weight decay only for matrices.
-fn is_matrix((_, shape): &Weight<'_>) -> bool {
+/// Returns true for weights with at least two dimensions. Many programs apply weight decay only to
+/// them.
+fn is_matrix((_, shape): &ShapedWeight<'_>) -> bool {
     shape.len() >= 2
 }
 
@@ -230,30 +240,32 @@ fn is_matrix((_, shape): &Weight<'_>) -> bool {
 mod tests {
     use super::*;
 
-    const WEIGHTS: [Weight<'static>; 4] = [
+    /// The weights of a model, sorted by name as in a file.
+    const WEIGHTS: [ShapedWeight<'static>; 4] = [
         ("lm_head.weight", &[8, 2]),
         ("model.embed_tokens.weight", &[8, 2]),
         ("model.layers.0.self_attn.q_proj.weight", &[2, 2]),
         ("model.norm.weight", &[2]),
     ];
 
-    fn shapes(list: &[&[u64]]) -> Shapes {
+    /// Returns the shapes of a group in which every parameter has a state.
+    fn make_state_shapes(list: &[&[u64]]) -> StateShapes {
         list.iter().map(|s| Some(s.to_vec())).collect()
     }
 
     #[test]
     fn names_follow_the_order_of_the_model_with_decayed_weights_first() {
-        let groups = [shapes(&[&[8, 2], &[2, 2], &[8, 2]]), shapes(&[&[2]])];
-        let found = match_names(&groups, &WEIGHTS, false).expect("fits");
+        let groups = [make_state_shapes(&[&[8, 2], &[2, 2], &[8, 2]]), make_state_shapes(&[&[2]])];
+        let found = match_states_to_weights(&groups, &WEIGHTS, false).expect("fits");
         let decayed =
             ["model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight", "lm_head.weight"];
         assert_eq!(found, [decayed.map(str::to_owned).to_vec(), vec!["model.norm.weight".to_owned()]]);
-        let one = [shapes(&[&[8, 2], &[2, 2], &[2], &[8, 2]])];
-        assert_eq!(match_names(&one, &WEIGHTS, false).expect("fits")[0][2], "model.norm.weight");
+        let one = [make_state_shapes(&[&[8, 2], &[2, 2], &[2], &[8, 2]])];
+        assert_eq!(match_states_to_weights(&one, &WEIGHTS, false).expect("fits")[0][2], "model.norm.weight");
     }
 
-    /// States are matched for each model family, with one group and with two, in any order of the
-    /// listed names.
+    /// Matches the states of each model family with one group and with two. The listed names are
+    /// sorted, so they are not in the order of the model.
     #[test]
     fn states_of_every_family_match_their_names() {
         let models: serde_json::Map<String, serde_json::Value> =
@@ -261,17 +273,22 @@ mod tests {
         for (model, weights) in models.iter().filter(|(name, _)| *name != "transformers") {
             let listed: Vec<(String, Vec<u64>)> =
                 serde_json::from_value(weights.clone()).expect("names and shapes");
-            let ordered: Vec<Weight<'_>> = listed.iter().map(|(n, s)| (n.as_str(), s.as_slice())).collect();
-            let (first, second): (Vec<Weight<'_>>, Vec<_>) =
+            let ordered: Vec<ShapedWeight<'_>> =
+                listed.iter().map(|(n, s)| (n.as_str(), s.as_slice())).collect();
+            let (first, second): (Vec<ShapedWeight<'_>>, Vec<_>) =
                 ordered.iter().partition(|w| is_decayed_by_name(w));
             let mut sorted = ordered.clone();
             sorted.sort_unstable();
             for groups in [vec![ordered.clone()], vec![first, second]] {
-                let shapes: Vec<Shapes> =
+                let shapes: Vec<StateShapes> =
                     groups.iter().map(|g| g.iter().map(|(_, s)| Some(s.to_vec())).collect()).collect();
                 let expected: Vec<Vec<&str>> =
                     groups.iter().map(|g| g.iter().map(|(n, _)| *n).collect()).collect();
-                assert_eq!(match_names(&shapes, &sorted, false).expect(model), expected, "{model}");
+                assert_eq!(
+                    match_states_to_weights(&shapes, &sorted, false).expect(model),
+                    expected,
+                    "{model}"
+                );
             }
         }
     }
@@ -280,9 +297,12 @@ mod tests {
     fn mismatches_are_rejected_with_the_reason() {
         let fits: &[&[u64]] = &[&[8, 2], &[2, 2], &[8, 2]];
         for (groups, expected) in [
-            (vec![shapes(&[&[8, 2], &[2, 2], &[8, 2]])], MatchError::Count { states: 3, weights: 4 }),
             (
-                vec![shapes(&[&[2, 2], &[8, 2], &[8, 2]]), shapes(&[&[2]])],
+                vec![make_state_shapes(&[&[8, 2], &[2, 2], &[8, 2]])],
+                MatchError::Count { states: 3, weights: 4 },
+            ),
+            (
+                vec![make_state_shapes(&[&[2, 2], &[8, 2], &[8, 2]]), make_state_shapes(&[&[2]])],
                 MatchError::StateShape {
                     group: 0,
                     index: 0,
@@ -292,23 +312,28 @@ mod tests {
                 },
             ),
             (
-                vec![shapes(&[&[8, 2], &[2, 2]]), shapes(&[&[2], &[8, 2]])],
+                vec![make_state_shapes(&[&[8, 2], &[2, 2]]), make_state_shapes(&[&[2], &[8, 2]])],
                 MatchError::GroupSize { group: 0, states: 2, expected: 3 },
             ),
-            (vec![shapes(fits), shapes(&[&[2]]), shapes(&[])], MatchError::GroupRule { groups: 3 }),
+            (
+                vec![make_state_shapes(fits), make_state_shapes(&[&[2]]), make_state_shapes(&[])],
+                MatchError::GroupRule { groups: 3 },
+            ),
         ] {
-            assert_eq!(match_names(&groups, &WEIGHTS, false), Err(expected));
+            assert_eq!(match_states_to_weights(&groups, &WEIGHTS, false), Err(expected));
         }
-        let unknown: [Weight<'_>; 2] = [("a.weight", &[2]), ("b.weight", &[2])];
-        let unordered = match_names(&[shapes(&[&[2], &[2]])], &unknown, false);
+        let unknown: [ShapedWeight<'_>; 2] = [("a.weight", &[2]), ("b.weight", &[2])];
+        let unordered = match_states_to_weights(&[make_state_shapes(&[&[2], &[2]])], &unknown, false);
         assert_eq!(unordered, Err(MatchError::UnknownOrder));
         assert_eq!(
-            match_names(&[shapes(&[&[2], &[2]])], &unknown, true).expect("in order")[0],
+            match_states_to_weights(&[make_state_shapes(&[&[2], &[2]])], &unknown, true).expect("in order")
+                [0],
             ["a.weight", "b.weight"]
         );
-        let distinct: [Weight<'_>; 2] = [("a.weight", &[2, 1]), ("b.weight", &[1, 2])];
+        let distinct: [ShapedWeight<'_>; 2] = [("a.weight", &[2, 1]), ("b.weight", &[1, 2])];
         assert_eq!(
-            match_names(&[shapes(&[&[1, 2], &[2, 1]])], &distinct, false).expect("by shape")[0],
+            match_states_to_weights(&[make_state_shapes(&[&[1, 2], &[2, 1]])], &distinct, false)
+                .expect("by shape")[0],
             ["b.weight", "a.weight"]
         );
     }

@@ -1,12 +1,12 @@
-//! [`Placeholder`]: a small file that stands in place of a weights file.
+//! [`Placeholder`]: a small file that has the name of a weights file but not its content.
 use std::fmt;
 
-/// A file that a failed download or checkout left in place of the real one.
+/// A file that a failed download or checkout left in place of the real file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Placeholder {
-    /// A pointer of Git LFS.
+    /// A pointer of Git LFS, which names the real file by its hash.
     GitLfsPointer,
-    /// A web page.
+    /// A web page, such as a login page that was downloaded.
     HtmlPage,
 }
 
@@ -21,8 +21,9 @@ impl fmt::Display for Placeholder {
     }
 }
 
-/// Recognizes a placeholder by the first bytes of a file of `size` bytes.
-pub(crate) fn detect(
+/// Recognizes a placeholder by the first bytes of a file of `size` bytes. Returns `None` for other
+/// files, and if the bytes cannot be read.
+pub(crate) fn detect_placeholder(
     size: u64,
     read_at: &mut impl FnMut(u64, &mut [u8]) -> std::io::Result<()>,
 ) -> Option<Placeholder> {

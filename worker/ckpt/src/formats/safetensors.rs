@@ -1,7 +1,7 @@
 //! Reads and writes safetensors: the header length (8 bytes, little-endian), a JSON header, then
 //! the bytes of the tensors without gaps.
 use super::placeholder::{self, Placeholder};
-use crate::catalog::{InvalidTensorName, TensorRole, check_name, elements};
+use crate::catalog::{InvalidTensorName, TensorRole, check_tensor_name, count_elements};
 use crate::dtype::Dtype;
 use crate::error::ReadFailure;
 use serde::{Deserialize, Deserializer, de};
@@ -9,27 +9,27 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Range;
 
-/// Limit on the header, bytes; the limit of the safetensors library.
+/// Limit on the size of the header in bytes, which equals that of the safetensors library.
 pub const HEADER_MAX: u64 = 100_000_000;
 
-/// One tensor of a file.
+/// The description of one tensor in a safetensors file.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Entry {
+pub struct SafetensorsEntry {
     /// Name of the tensor.
     pub name: String,
     /// Element type.
     pub dtype: Dtype,
     /// Dimensions.
     pub shape: Vec<u64>,
-    /// Byte range in the file. (Offsets in the header are relative to the end of the header.)
+    /// Byte range in the file. The header stores offsets relative to its own end instead.
     pub bytes: Range<u64>,
 }
 
-/// The header of a file: entries sorted by offset that fill the file without gaps.
+/// The header of a safetensors file. The tensors fill the rest of the file without gaps.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Header {
-    /// The tensors, sorted by offset.
-    pub entries: Vec<Entry>,
+pub struct SafetensorsHeader {
+    /// The tensors, sorted by their byte ranges.
+    pub entries: Vec<SafetensorsEntry>,
     /// The `__metadata__` of the file.
     pub metadata: BTreeMap<String, String>,
 }
@@ -38,10 +38,10 @@ pub struct Header {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum SafetensorsError {
-    /// The file is shorter than the header length.
+    /// The file is too short for the header length, which has 8 bytes.
     #[error("a safetensors file of {size} bytes has no header")]
     NoHeader {
-        /// Size of the file.
+        /// Size of the file in bytes.
         size: u64,
     },
     /// The header length exceeds the file or the limit.
@@ -52,7 +52,7 @@ pub enum SafetensorsError {
         /// Size of the file.
         size: u64,
     },
-    /// Another file stands in place of the safetensors file.
+    /// The file is a placeholder, not a safetensors file.
     #[error("{0}")]
     Placeholder(Placeholder),
     /// The header is not a JSON object.
@@ -77,11 +77,11 @@ pub enum SafetensorsError {
     Extent {
         /// Name of the tensor.
         tensor: String,
-        /// First byte, relative to the data.
+        /// First byte, relative to the end of the header.
         begin: u64,
-        /// End, relative to the data.
+        /// End of the byte range, relative to the end of the header.
         end: u64,
-        /// Bytes of data in the file.
+        /// Bytes of the file after the header.
         data: u64,
         /// Element type.
         dtype: Dtype,
@@ -106,7 +106,7 @@ pub enum SafetensorsError {
         /// Size of the file.
         size: u64,
     },
-    /// The header to be written would exceed the limit.
+    /// The header of a file to be written would exceed the limit.
     #[error("{tensors} tensors need a header larger than {HEADER_MAX} bytes")]
     TooManyTensors {
         /// Number of tensors.
@@ -123,17 +123,19 @@ impl From<std::io::Error> for SafetensorsError {
     }
 }
 
+/// Result of reading or writing a header.
 type Result<T> = std::result::Result<T, SafetensorsError>;
 
-/// Reads the header of a file of `size` bytes; `read_at(offset, buffer)` fills the buffer.
+/// Reads the header of a file of `size` bytes. `read_at(offset, buffer)` must fill the buffer with
+/// the bytes at the offset.
 ///
 /// # Errors
-/// [`SafetensorsError`] when the header is invalid or does not describe exactly the bytes of the
+/// [`SafetensorsError`] if the header is invalid or does not describe exactly the bytes of the
 /// file.
 pub fn read_header(
     size: u64,
     mut read_at: impl FnMut(u64, &mut [u8]) -> std::io::Result<()>,
-) -> Result<Header> {
+) -> Result<SafetensorsHeader> {
     let mut length = [0u8; 8];
     if size < 8 {
         return Err(SafetensorsError::NoHeader { size });
@@ -142,7 +144,7 @@ pub fn read_header(
     let length = u64::from_le_bytes(length);
     if length > HEADER_MAX || length > size - 8 {
         let error = SafetensorsError::HeaderLength { claimed: length, size };
-        let placeholder = placeholder::detect(size, &mut read_at);
+        let placeholder = placeholder::detect_placeholder(size, &mut read_at);
         return Err(placeholder.map_or(error, SafetensorsError::Placeholder));
     }
     let mut text = vec![0u8; length as usize];
@@ -151,7 +153,7 @@ pub fn read_header(
         return Err(SafetensorsError::NotAnObject);
     }
     let raw: RawHeader = serde_json::from_slice(&text).map_err(|e| SafetensorsError::Json(e.to_string()))?;
-    raw.check(8 + length, size)
+    raw.validate(8 + length, size)
 }
 
 /// The header as the file stores it, unchecked.
@@ -160,23 +162,27 @@ struct RawHeader {
     metadata: BTreeMap<String, String>,
 }
 
+/// The description of a tensor as the file stores it, unchecked.
 #[derive(Deserialize)]
 struct RawEntry {
     dtype: String,
     shape: Vec<u64>,
+    /// First byte and end, relative to the end of the header.
     data_offsets: (u64, u64),
 }
 
 impl RawHeader {
-    fn check(self, data: u64, size: u64) -> Result<Header> {
+    /// Checks every entry against the file. `data` is the offset of the first byte after the
+    /// header, and `size` the size of the file in bytes.
+    fn validate(self, data: u64, size: u64) -> Result<SafetensorsHeader> {
         let mut entries = Vec::with_capacity(self.entries.len());
         for (name, raw) in self.entries {
-            check_name(&name)?;
+            check_tensor_name(&name)?;
             let dtype =
                 Dtype::deserialize(de::value::StrDeserializer::<de::value::Error>::new(&raw.dtype))
                     .map_err(|_| SafetensorsError::UnknownDtype { tensor: name.clone(), dtype: raw.dtype })?;
             let (begin, end) = raw.data_offsets;
-            let bytes = elements(&raw.shape).and_then(|n| n.checked_mul(dtype.size()));
+            let bytes = count_elements(&raw.shape).and_then(|n| n.checked_mul(dtype.size()));
             if begin > end || end > size - data || bytes != Some(end - begin) {
                 return Err(SafetensorsError::Extent {
                     tensor: name,
@@ -187,7 +193,7 @@ impl RawHeader {
                     shape: raw.shape,
                 });
             }
-            entries.push(Entry { name, dtype, shape: raw.shape, bytes: data + begin..data + end });
+            entries.push(SafetensorsEntry { name, dtype, shape: raw.shape, bytes: data + begin..data + end });
         }
         entries.sort_by_key(|e| (e.bytes.start, e.bytes.end));
         let mut at = data;
@@ -204,7 +210,7 @@ impl RawHeader {
         if at != size {
             return Err(SafetensorsError::TrailingData { end: at, size });
         }
-        Ok(Header { entries, metadata: self.metadata })
+        Ok(SafetensorsHeader { entries, metadata: self.metadata })
     }
 }
 
@@ -240,7 +246,7 @@ impl<'de> Deserialize<'de> for RawHeader {
     }
 }
 
-/// A tensor to be written.
+/// A tensor of a file that is to be written.
 pub(crate) struct PlannedTensor<'a> {
     pub(crate) name: String,
     pub(crate) dtype: Dtype,
@@ -248,15 +254,18 @@ pub(crate) struct PlannedTensor<'a> {
 }
 
 impl PlannedTensor<'_> {
-    /// Size in bytes. The shape has been checked.
+    /// Returns the size in bytes. The caller has checked that the shape does not overflow.
     pub(crate) fn bytes(&self) -> u64 {
-        elements(self.shape).unwrap_or(0) * self.dtype.size()
+        count_elements(self.shape).unwrap_or(0) * self.dtype.size()
     }
 }
 
-/// Makes the first bytes of a file with these consecutive tensors: length, JSON, padding to 8
-/// bytes.
-pub(crate) fn header(metadata: &[(&str, String)], tensors: &[PlannedTensor<'_>]) -> Result<Vec<u8>> {
+/// Encodes the beginning of a file with these consecutive tensors: header length, JSON, and padding
+/// to 8 bytes.
+///
+/// # Errors
+/// Fails if the header exceeds [`HEADER_MAX`].
+pub(crate) fn encode_header(metadata: &[(&str, String)], tensors: &[PlannedTensor<'_>]) -> Result<Vec<u8>> {
     let json = |s: &str| serde_json::Value::from(s).to_string();
     let mut text = String::from("{\"__metadata__\":{");
     for (i, (key, value)) in metadata.iter().enumerate() {
@@ -287,14 +296,14 @@ pub(crate) fn header(metadata: &[(&str, String)], tensors: &[PlannedTensor<'_>])
     Ok(bytes)
 }
 
-/// Makes the first bytes of a rank's shard of a native checkpoint.
-pub(crate) fn shard_header(rank: u32, world: u32, pieces: &[PlannedTensor<'_>]) -> Result<Vec<u8>> {
+/// Encodes the beginning of a rank's shard in a native checkpoint.
+pub(crate) fn encode_shard_header(rank: u32, world: u32, pieces: &[PlannedTensor<'_>]) -> Result<Vec<u8>> {
     let metadata =
         [("format", "launch shard".to_owned()), ("rank", rank.to_string()), ("world", world.to_string())];
-    header(&metadata, pieces)
+    encode_header(&metadata, pieces)
 }
 
-/// The name of a piece in a native shard: `role/name@start`.
+/// Returns the name of a piece in a native shard: `role/name@start`.
 pub(crate) fn piece_key(role: TensorRole, name: &str, start: u64) -> String {
     format!("{role}/{name}@{start}")
 }
@@ -304,7 +313,8 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn parse(file: &[u8]) -> Result<Header> {
+    /// Reads the header of a file in memory.
+    fn parse_file(file: &[u8]) -> Result<SafetensorsHeader> {
         read_header(file.len() as u64, |at, out| {
             let at = at as usize;
             out.copy_from_slice(&file[at..at + out.len()]);
@@ -312,7 +322,8 @@ mod tests {
         })
     }
 
-    fn file(json: &str, data: usize) -> Vec<u8> {
+    /// Makes a file with the header `json` and `data` bytes of tensors.
+    fn make_file(json: &str, data: usize) -> Vec<u8> {
         let mut f = (json.len() as u64).to_le_bytes().to_vec();
         f.extend_from_slice(json.as_bytes());
         f.extend(std::iter::repeat_n(7u8, data));
@@ -326,11 +337,11 @@ mod tests {
             PlannedTensor { name: "empty".into(), dtype: Dtype::BF16, shape: &[0, 5] },
             PlannedTensor { name: "scalar".into(), dtype: Dtype::F16, shape: &[] },
         ];
-        let mut bytes = header(&[("format", "pt".into())], &tensors).expect("fits");
+        let mut bytes = encode_header(&[("format", "pt".into())], &tensors).expect("fits");
         assert_eq!(bytes.len() % 8, 0);
         let data = bytes.len() as u64;
         bytes.extend([0u8; 26]);
-        let header = parse(&bytes).expect("sound");
+        let header = parse_file(&bytes).expect("sound");
         assert_eq!(header.metadata["format"], "pt");
         assert_eq!(header.entries[0].name, "a \"quoted\" näme");
         assert_eq!(header.entries[0].bytes, data..data + 24);
@@ -343,10 +354,10 @@ mod tests {
 
     #[test]
     fn a_terabyte_header_is_rejected_without_reading_it() {
-        let mut f = file("{}", 100);
+        let mut f = make_file("{}", 100);
         f[..8].copy_from_slice(&(1u64 << 40).to_le_bytes());
         let size = f.len() as u64;
-        let error = parse(&f).expect_err("rejected");
+        let error = parse_file(&f).expect_err("rejected");
         assert_eq!(error, SafetensorsError::HeaderLength { claimed: 1 << 40, size });
         // the limit also applies to a file that is as large as its header claims
         let error = read_header(2 << 40, |at, out| {
@@ -363,52 +374,58 @@ mod tests {
         let t = |shape: &str, offsets: &str| {
             format!("{{\"a\":{{\"dtype\":\"F32\",\"shape\":{shape},\"data_offsets\":{offsets}}}}}")
         };
+        /// A check of the error that a malformed file causes.
         type Check = fn(&SafetensorsError) -> bool;
         let extent: Check = |e| matches!(e, SafetensorsError::Extent { .. });
         let json: Check = |e| matches!(e, SafetensorsError::Json(_));
         let gap: Check = |e| matches!(e, SafetensorsError::Gap { .. });
         let not_an_object: Check = |e| *e == SafetensorsError::NotAnObject;
         let cases = [
-            (file(&t("[2]", "[0,8]"), 9), (|e| matches!(e, SafetensorsError::TrailingData { .. })) as Check),
-            (file(&t("[2]", "[0,8]"), 7), extent),
-            (file(&t("[2]", "[4,12]"), 12), gap),
-            (file(&t("[3]", "[0,8]"), 8), extent),
-            (file(&t("[2]", "[8,0]"), 8), extent),
-            (file(&t("[4611686018427387904,4]", "[0,8]"), 8), extent),
-            (file(&t("[0,18446744073709551615,18446744073709551615]", "[0,0]"), 0), extent),
-            (file(&t("[-1]", "[0,8]"), 8), json),
-            (file(&t("[2]", "[0,18446744073709551615]"), 8), extent),
             (
-                file(&t("[2]", "[0,8]").replace("F32", "F31"), 8),
+                make_file(&t("[2]", "[0,8]"), 9),
+                (|e| matches!(e, SafetensorsError::TrailingData { .. })) as Check,
+            ),
+            (make_file(&t("[2]", "[0,8]"), 7), extent),
+            (make_file(&t("[2]", "[4,12]"), 12), gap),
+            (make_file(&t("[3]", "[0,8]"), 8), extent),
+            (make_file(&t("[2]", "[8,0]"), 8), extent),
+            (make_file(&t("[4611686018427387904,4]", "[0,8]"), 8), extent),
+            (make_file(&t("[0,18446744073709551615,18446744073709551615]", "[0,0]"), 0), extent),
+            (make_file(&t("[-1]", "[0,8]"), 8), json),
+            (make_file(&t("[2]", "[0,18446744073709551615]"), 8), extent),
+            (
+                make_file(&t("[2]", "[0,8]").replace("F32", "F31"), 8),
                 |e| matches!(e, SafetensorsError::UnknownDtype { dtype, .. } if dtype == "F31"),
             ),
-            (file(&t("[2]", "[0,8]").replace("\"a\"", "\"a\\u0000\""), 8), |e| {
+            (make_file(&t("[2]", "[0,8]").replace("\"a\"", "\"a\\u0000\""), 8), |e| {
                 matches!(e, SafetensorsError::Name(_))
             }),
-            (file("[]", 0), not_an_object),
-            (file("", 0), not_an_object),
-            (file("{\"a\":1}", 0), json),
+            (make_file("[]", 0), not_an_object),
+            (make_file("", 0), not_an_object),
+            (make_file("{\"a\":1}", 0), json),
             (vec![1, 2, 3], |e| *e == SafetensorsError::NoHeader { size: 3 }),
         ];
         for (bytes, check) in cases {
-            let error = parse(&bytes).expect_err("rejected");
+            let error = parse_file(&bytes).expect_err("rejected");
             assert!(check(&error), "{error:?}");
         }
         let entry = "{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[0,1]}";
-        let twice = parse(&file(&format!("{{\"a\":{entry},\"a\":{entry}}}"), 1)).expect_err("twice");
+        let twice =
+            parse_file(&make_file(&format!("{{\"a\":{entry},\"a\":{entry}}}"), 1)).expect_err("twice");
         assert!(json(&twice), "{twice:?}");
-        let overlap = parse(&file(&format!("{{\"a\":{entry},\"b\":{entry}}}"), 1)).expect_err("overlap");
+        let overlap =
+            parse_file(&make_file(&format!("{{\"a\":{entry},\"b\":{entry}}}"), 1)).expect_err("overlap");
         assert!(gap(&overlap), "{overlap:?}");
         let deep = "[".repeat(100_000);
-        assert!(parse(&file(&format!("{{\"a\":{deep}"), 0)).is_err());
+        assert!(parse_file(&make_file(&format!("{{\"a\":{deep}"), 0)).is_err());
     }
 
     proptest! {
         #[test]
-        fn no_bytes_panic(bytes in proptest::collection::vec(any::<u8>(), 0..200), n in 0u64..200) {
+        fn arbitrary_bytes_do_not_panic(bytes in proptest::collection::vec(any::<u8>(), 0..200), n in 0u64..200) {
             let mut f = n.to_le_bytes().to_vec();
             f.extend(bytes);
-            let _ = parse(&f);
+            let _ = parse_file(&f);
         }
     }
 }

@@ -15,13 +15,13 @@ pub enum TorchFileError {
     /// The pickle is invalid or names a forbidden class.
     #[error("{0}")]
     Pickle(#[from] PickleError),
-    /// The container has no `data.pkl`, or several.
+    /// The zip container does not have exactly one `data.pkl`.
     #[error("the zip container does not have exactly one data.pkl, so torch.save did not write it")]
     NoDataPickle,
-    /// The numbers are big-endian.
+    /// The numbers in the file are big-endian.
     #[error("the numbers are not little-endian")]
     BigEndian,
-    /// A small member is larger than its limit.
+    /// A member that is read into memory is larger than its limit.
     #[error("zip member {member:?} has {bytes} bytes, more than the limit of {limit}")]
     MemberTooLarge {
         /// Name of the member.
@@ -31,7 +31,7 @@ pub enum TorchFileError {
         /// The limit, bytes.
         limit: u64,
     },
-    /// A member differs from its CRC-32.
+    /// The content of a member differs from its CRC-32.
     #[error("zip member {member}: the content does not match its CRC-32")]
     CrcMismatch {
         /// Name of the member.
@@ -48,13 +48,13 @@ pub enum TorchFileError {
         "a tensor of shape {shape:?}, strides {strides:?} at element {offset} reaches beyond its storage of {elements} elements"
     )]
     OutsideStorage {
-        /// Dimensions.
+        /// Shape of the tensor.
         shape: Vec<u64>,
         /// Elements between neighbours, per dimension.
         strides: Vec<u64>,
-        /// First element in the storage.
+        /// Index in the storage of the tensor's first element.
         offset: u64,
-        /// Elements of the storage.
+        /// Number of elements of the storage.
         elements: u64,
     },
     /// A tensor names a storage that the file does not have.
@@ -78,7 +78,7 @@ pub enum TorchFileError {
     /// The list of storages of a legacy file is invalid.
     #[error("the list of storages is invalid")]
     LegacyKeys,
-    /// No tensor describes a storage of a legacy file.
+    /// A legacy file lists a storage that no tensor describes, so its dtype is unknown.
     #[error("no tensor describes storage {0}")]
     UndescribedStorage(String),
     /// A legacy file has too many storages.
@@ -98,17 +98,17 @@ pub enum TorchFileError {
     /// A legacy file ends within a pickle or storage.
     #[error("the file is truncated in {part}")]
     Truncated {
-        /// `a pickle`, or the storage.
+        /// The part that is incomplete: `a pickle`, or a storage by name.
         part: String,
     },
-    /// The element count of a storage in a legacy file differs from its description.
+    /// A storage of a legacy file has another number of elements than its description.
     #[error("storage {key} should have {expected} elements, but records {found}")]
     StorageElements {
         /// Key of the storage.
         key: String,
         /// Elements in the description.
         expected: u64,
-        /// Elements recorded before the data.
+        /// Number of elements that is recorded before the data.
         found: u64,
     },
     /// Two descriptions of one storage differ.
@@ -123,8 +123,8 @@ pub enum TorchFileError {
 }
 
 impl TorchFileError {
-    /// True when a pickle names a class or function that is not allowed: other values of the same
-    /// checkpoint may still be readable.
+    /// Returns true if a pickle names a class or function that is not allowed. Other values of the
+    /// same checkpoint may still be readable.
     pub(crate) fn is_forbidden_global(&self) -> bool {
         matches!(self, TorchFileError::Pickle(error) if error.is_forbidden_global())
     }

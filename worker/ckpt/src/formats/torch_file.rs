@@ -1,21 +1,22 @@
-//! Reads files of `torch.save`: a zip container with a pickle of the values and one member per
-//! storage, or the legacy format. Tensors are byte ranges of the file; their data are not read
-//! here.
+//! [`TorchFile`]: reads files of `torch.save`, which are a zip container with a pickle of the
+//! values and one member per storage, or have the legacy format.
+//!
+//! Tensors become byte ranges of the file; their data are not read here.
 use super::torch_error::TorchFileError;
 use super::torch_legacy;
-use super::zip::{self, Member};
-use crate::catalog::elements;
+use super::zip::{self, ZipMember};
+use crate::catalog::count_elements;
 use crate::disk::Directory;
 use crate::dtype::Dtype;
 use crate::error::CkptError;
-use crate::pickle::{self, Items, Tree, View};
+use crate::pickle::{self, PickleItems, PickleTree, PickleView};
 use std::collections::HashMap;
 use std::fs::File;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 
 /// Globals that describe tensors. Every file may name them.
-pub(crate) const TENSORS: &[&str] = &[
+pub(crate) const TENSOR_GLOBALS: &[&str] = &[
     "collections.OrderedDict",
     "torch._utils._rebuild_tensor",
     "torch._utils._rebuild_tensor_v2",
@@ -52,7 +53,7 @@ pub(crate) const TENSORS: &[&str] = &[
     "torch.uint8",
 ];
 /// Globals of plain values that programs save in addition to tensors. They are never called.
-pub(crate) const PLAIN: &[&str] = &[
+pub(crate) const PLAIN_GLOBALS: &[&str] = &[
     "__builtin__.set",
     "__builtin__.complex",
     "_codecs.encode",
@@ -76,54 +77,56 @@ pub(crate) const PLAIN: &[&str] = &[
     "pathlib.PosixPath",
     "torch.device",
 ];
-/// Files up to this size are read into memory at once, bytes.
-const SMALL: u64 = 64 << 10;
+/// Files of up to this many bytes are read into memory as a whole.
+const SMALL_FILE_BYTES: u64 = 64 << 10;
 /// Limit on the dimensions of a tensor.
-const RANK_MAX: usize = 16;
+const DIMENSIONS_MAX: usize = 16;
 
-/// A file: its values, and the byte ranges of its storages.
+/// The values in a torch file, and the byte ranges of its storages.
 pub(crate) struct TorchFile {
     /// Size of the file, bytes.
     pub(crate) size: u64,
-    /// The directory inside of the container: the stem of the name under which the file was
-    /// written.
+    /// The directory inside of the zip container, which torch names after the file that it writes.
+    /// Empty for the legacy format.
     pub(crate) root: String,
-    pub(crate) members: Vec<Member>,
-    /// Index of the member of each storage, by key.
+    /// The zip members, or the storages of a legacy file.
+    pub(crate) members: Vec<ZipMember>,
+    /// Index of the member of each storage, by the key of the storage.
     storages: HashMap<String, usize>,
-    tree: Tree,
+    tree: PickleTree,
 }
 
-/// A tensor in a file: a strided view of one storage.
+/// A tensor in a torch file: a strided view of one storage.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct TensorView {
     pub(crate) dtype: Dtype,
     pub(crate) shape: Vec<u64>,
     /// Elements between neighbours, per dimension.
     pub(crate) strides: Vec<u64>,
-    /// Index of the member.
+    /// Index of the member that is the storage.
     pub(crate) member: usize,
-    /// First element in the storage.
+    /// Index of the tensor's first element in the storage.
     pub(crate) offset: u64,
 }
 
 impl TensorView {
-    /// A scalar at the start of the first member; a placeholder.
-    pub(crate) fn scalar() -> TensorView {
+    /// Returns a scalar at the start of the first member, which stands in until the view is known.
+    pub(crate) fn scalar_placeholder() -> TensorView {
         TensorView { dtype: Dtype::F32, shape: Vec::new(), strides: Vec::new(), member: 0, offset: 0 }
     }
 
-    /// Number of elements.
+    /// Returns the number of elements.
     pub(crate) fn elements(&self) -> u64 {
-        elements(&self.shape).unwrap_or(0)
+        count_elements(&self.shape).unwrap_or(0)
     }
 
-    /// The location of the elements in the file. Tensors with equal locations are the same tensor.
+    /// Returns the location of the elements in the file. Tensors with equal locations share their
+    /// elements.
     pub(crate) fn location(&self) -> (usize, u64, &[u64], &[u64]) {
         (self.member, self.offset, &self.shape, &self.strides)
     }
 
-    /// True when the elements are consecutive in the storage.
+    /// Returns true if the elements are consecutive in the storage.
     pub(crate) fn is_contiguous(&self) -> bool {
         let mut expected = 1;
         self.shape.iter().zip(&self.strides).rev().all(|(&size, &stride)| {
@@ -135,21 +138,28 @@ impl TensorView {
 }
 
 impl TorchFile {
-    /// Reads the values of a file that may name `globals`. Storages are not read.
+    /// Reads the values of a file, whose pickle may name `globals`. Storages are not read.
+    ///
+    /// # Errors
+    /// Fails if the file is missing or damaged, or names another class or function.
     pub(crate) fn open(
         directory: &Directory,
         name: &str,
         globals: &[&[&'static str]],
     ) -> crate::error::Result<TorchFile> {
         let (file, size) = directory.open_file(name, nix::fcntl::OFlag::empty())?;
-        TorchFile::within(&file, 0..size, globals)
+        TorchFile::open_range(&file, 0..size, globals)
             .map_err(|why| CkptError::damaged(directory.path(), name, why))
     }
 
-    /// Reads the values of a torch file that is a byte range of another file.
-    pub(crate) fn within(file: &File, bytes: Range<u64>, globals: &[&[&'static str]]) -> Result<TorchFile> {
+    /// Reads the values of a torch file that is the byte range `bytes` of another file.
+    pub(crate) fn open_range(
+        file: &File,
+        bytes: Range<u64>,
+        globals: &[&[&'static str]],
+    ) -> Result<TorchFile> {
         let size = bytes.end.saturating_sub(bytes.start);
-        let mut found = if size <= SMALL {
+        let mut found = if size <= SMALL_FILE_BYTES {
             let mut content = vec![0u8; size as usize];
             file.read_exact_at(&mut content, bytes.start)?;
             TorchFile::parse(size, |at, out| copy_content(&content, at, out), globals)
@@ -162,7 +172,8 @@ impl TorchFile {
         Ok(found)
     }
 
-    /// Reads the values of a file of `size` bytes; `read_at(offset, buffer)` fills the buffer.
+    /// Reads the values of a torch file of `size` bytes. `read_at(offset, buffer)` must fill the
+    /// buffer with the bytes at the offset.
     pub(crate) fn parse(
         size: u64,
         mut read_at: impl FnMut(u64, &mut [u8]) -> std::io::Result<()>,
@@ -174,79 +185,92 @@ impl TorchFile {
         }
         if magic == torch_legacy::MAGIC {
             let width = |class: &str| storage_dtype(class).map(Dtype::size);
-            let legacy = torch_legacy::parse(size, &mut read_at, globals, width)?;
+            let legacy = torch_legacy::parse_legacy_file(size, &mut read_at, globals, width)?;
             return Ok(TorchFile::from_parts(size, String::new(), legacy.members, legacy.tree));
         }
-        let members = zip::members(size, &mut read_at)?;
+        let members = zip::read_members(size, &mut read_at)?;
         let mut pickles = members.iter().filter(|m| m.name.split('/').nth(1) == Some("data.pkl"));
         let (Some(data), None) = (pickles.next(), pickles.next()) else {
             return Err(TorchFileError::NoDataPickle);
         };
         let root = data.name.split('/').next().unwrap_or_default().to_owned();
-        let input = contents(data, pickle::BYTES_MAX, &mut read_at)?;
+        let input = read_member(data, pickle::BYTES_MAX, &mut read_at)?;
         let prefix = |part: &str| format!("{root}/{part}");
         if let Some(order) = members.iter().find(|m| m.name == prefix("byteorder"))
-            && contents(order, 16, &mut read_at)? != b"little"
+            && read_member(order, 16, &mut read_at)? != b"little"
         {
             return Err(TorchFileError::BigEndian);
         }
-        let tree = pickle::load(&input, globals)?;
+        let tree = pickle::parse_pickle(&input, globals)?;
         Ok(TorchFile::from_parts(size, root, members, tree))
     }
 
-    fn from_parts(size: u64, root: String, members: Vec<Member>, tree: Tree) -> TorchFile {
+    /// Makes a file of its parts. Storages are the members in the directory `data`.
+    fn from_parts(size: u64, root: String, members: Vec<ZipMember>, tree: PickleTree) -> TorchFile {
         let keys = if root.is_empty() { "data/".to_owned() } else { format!("{root}/data/") };
-        let key = |(i, m): (usize, &Member)| Some((m.name.strip_prefix(&keys)?.to_owned(), i));
+        let key = |(i, m): (usize, &ZipMember)| Some((m.name.strip_prefix(&keys)?.to_owned(), i));
         let storages = members.iter().enumerate().filter_map(key).collect();
         TorchFile { size, root, storages, tree, members }
     }
 
-    /// The saved value.
-    pub(crate) fn value(&self) -> View<'_> {
-        self.tree.root()
+    /// Returns the saved value.
+    pub(crate) fn value(&self) -> PickleView<'_> {
+        self.tree.root_value()
     }
 
-    /// The tensor that a value describes, checked against its storage; `None` when it is not a
+    /// Returns the tensor that a value describes, or `None` if the value does not describe a
     /// tensor.
-    pub(crate) fn tensor(&self, value: View<'_>) -> Result<Option<TensorView>> {
-        let Some((function, args, _)) = value.object() else { return Ok(None) };
-        let args = args.items();
+    ///
+    /// # Errors
+    /// Fails if the description is invalid, or reaches beyond the storage.
+    pub(crate) fn parse_tensor(&self, value: PickleView<'_>) -> Result<Option<TensorView>> {
+        let Some((function, args, _)) = value.as_object() else { return Ok(None) };
+        let args = args.as_items();
         let arg = |i: usize| args.and_then(|a| a.get(i));
         match function {
             "torch._utils._rebuild_tensor_v2" | "torch._utils._rebuild_tensor" => {
-                self.rebuilt(args.ok_or(UNKNOWN)?, None).map(Some)
+                self.parse_rebuild_arguments(args.ok_or(UNKNOWN_FORM)?, None).map(Some)
             }
             "torch._utils._rebuild_tensor_v3" => {
-                let dtype = arg(6).and_then(View::global).and_then(named_dtype).ok_or(UNKNOWN)?;
-                self.rebuilt(args.ok_or(UNKNOWN)?, Some(dtype)).map(Some)
+                let dtype =
+                    arg(6).and_then(PickleView::as_global).and_then(parse_dtype).ok_or(UNKNOWN_FORM)?;
+                self.parse_rebuild_arguments(args.ok_or(UNKNOWN_FORM)?, Some(dtype)).map(Some)
             }
-            "torch._utils._rebuild_parameter" => self.tensor(arg(0).ok_or(UNKNOWN)?),
-            "torch._tensor._rebuild_from_type_v2" => match arg(0).and_then(View::global) {
-                Some("torch._utils._rebuild_tensor_v2") => {
-                    self.rebuilt(arg(2).and_then(View::items).ok_or(UNKNOWN)?, None).map(Some)
-                }
-                _ => Err(UNKNOWN),
+            "torch._utils._rebuild_parameter" => self.parse_tensor(arg(0).ok_or(UNKNOWN_FORM)?),
+            "torch._tensor._rebuild_from_type_v2" => match arg(0).and_then(PickleView::as_global) {
+                Some("torch._utils._rebuild_tensor_v2") => self
+                    .parse_rebuild_arguments(arg(2).and_then(PickleView::as_items).ok_or(UNKNOWN_FORM)?, None)
+                    .map(Some),
+                _ => Err(UNKNOWN_FORM),
             },
             _ => Ok(None),
         }
     }
 
-    /// Interprets `(storage, offset, size, stride, …)`. `dtype` is that of an untyped storage.
-    fn rebuilt(&self, args: Items<'_>, dtype: Option<Dtype>) -> Result<TensorView> {
+    /// Parses the arguments `(storage, offset, size, stride, …)` of a function that rebuilds a
+    /// tensor. `dtype` is the tensor's dtype if its storage has none.
+    fn parse_rebuild_arguments(&self, args: PickleItems<'_>, dtype: Option<Dtype>) -> Result<TensorView> {
         let counts = |i: usize| {
-            let value = args.get(i).ok_or(UNKNOWN)?;
-            let sizes = shape_of(value).ok_or(UNKNOWN)?;
-            (sizes.len() <= RANK_MAX).then_some(sizes).ok_or(UNKNOWN)
+            let value = args.get(i).ok_or(UNKNOWN_FORM)?;
+            let sizes = parse_shape(value).ok_or(UNKNOWN_FORM)?;
+            (sizes.len() <= DIMENSIONS_MAX).then_some(sizes).ok_or(UNKNOWN_FORM)
         };
-        let storage = args.get(0).and_then(View::persistent).and_then(View::items).ok_or(UNKNOWN)?;
-        let (dtype, member, held) = self.storage(storage, dtype)?;
+        let storage = args
+            .get(0)
+            .and_then(PickleView::as_persistent_id)
+            .and_then(PickleView::as_items)
+            .ok_or(UNKNOWN_FORM)?;
+        let (dtype, member, held) = self.resolve_storage(storage, dtype)?;
         let stored = held.end;
-        let offset =
-            args.get(1).and_then(View::count).and_then(|o| o.checked_add(held.start)).ok_or(UNKNOWN)?;
+        let offset = args
+            .get(1)
+            .and_then(PickleView::as_count)
+            .and_then(|o| o.checked_add(held.start))
+            .ok_or(UNKNOWN_FORM)?;
         let (shape, strides) = (counts(2)?, counts(3)?);
-        let total = elements(&shape).ok_or_else(|| TorchFileError::ImpossibleShape(shape.clone()))?;
+        let total = count_elements(&shape).ok_or_else(|| TorchFileError::ImpossibleShape(shape.clone()))?;
         if shape.len() != strides.len() {
-            return Err(UNKNOWN);
+            return Err(UNKNOWN_FORM);
         }
         let reach = |last: Option<u64>, (&size, &stride): (&u64, &u64)| {
             last?.checked_add(size.checked_sub(1)?.checked_mul(stride)?)
@@ -258,19 +282,23 @@ impl TorchFile {
         Ok(TensorView { dtype, shape, strides, member, offset })
     }
 
-    /// Interprets `('storage', class, key, device, elements[, view])`, where a view is `(key, first
-    /// element, elements)`. Returns the dtype, the index of the member and the range of its
-    /// elements.
-    fn storage(&self, id: Items<'_>, untyped: Option<Dtype>) -> Result<(Dtype, usize, Range<u64>)> {
-        let class = id.get(1).and_then(View::global).ok_or(UNKNOWN)?;
-        let width = storage_dtype(class).ok_or(UNKNOWN)?;
+    /// Parses `('storage', class, key, device, elements[, view])`, where a view is `(key, first
+    /// element, elements)`. Returns the dtype, the index of the storage's member, and the range of
+    /// elements that the tensor may use. `untyped` is the dtype for a storage that has none.
+    fn resolve_storage(
+        &self,
+        id: PickleItems<'_>,
+        untyped: Option<Dtype>,
+    ) -> Result<(Dtype, usize, Range<u64>)> {
+        let class = id.get(1).and_then(PickleView::as_global).ok_or(UNKNOWN_FORM)?;
+        let width = storage_dtype(class).ok_or(UNKNOWN_FORM)?;
         let dtype = match (class == UNTYPED, untyped) {
             (true, Some(dtype)) => dtype,
             (false, None) => width,
-            _ => return Err(UNKNOWN),
+            _ => return Err(UNKNOWN_FORM),
         };
-        let key = id.get(2).and_then(View::str).ok_or(UNKNOWN)?;
-        let count = id.get(4).and_then(View::count).ok_or(UNKNOWN)?;
+        let key = id.get(2).and_then(PickleView::as_str).ok_or(UNKNOWN_FORM)?;
+        let count = id.get(4).and_then(PickleView::as_count).ok_or(UNKNOWN_FORM)?;
         let member = *self.storages.get(key).ok_or_else(|| TorchFileError::StorageMissing(key.into()))?;
         let data = &self.members[member].data;
         if count.checked_mul(width.size()) != Some(data.end - data.start) {
@@ -285,9 +313,10 @@ impl TorchFile {
         let held = match id.get(5).filter(|v| !v.is_none()) {
             None => 0..count_of_dtype,
             Some(view) => {
-                let part = |i: usize| view.items().and_then(|v| v.get(i)).and_then(View::count);
-                let (start, count) = part(1).zip(part(2)).ok_or(UNKNOWN)?;
-                let end = start.checked_add(count).filter(|&end| end <= count_of_dtype).ok_or(UNKNOWN)?;
+                let part = |i: usize| view.as_items().and_then(|v| v.get(i)).and_then(PickleView::as_count);
+                let (start, count) = part(1).zip(part(2)).ok_or(UNKNOWN_FORM)?;
+                let end =
+                    start.checked_add(count).filter(|&end| end <= count_of_dtype).ok_or(UNKNOWN_FORM)?;
                 start..end
             }
         };
@@ -295,9 +324,10 @@ impl TorchFile {
     }
 }
 
-/// The class of storages without a dtype; the dtype is that of the tensor.
+/// The class of storages without a dtype. Tensors in them have their own dtype.
 const UNTYPED: &str = "torch.storage.UntypedStorage";
 
+/// Copies the bytes of `content` from offset `at` on into `out`. Fails if `content` is too short.
 fn copy_content(content: &[u8], at: u64, out: &mut [u8]) -> std::io::Result<()> {
     let start = usize::try_from(at).ok();
     match start.and_then(|s| content.get(s..)?.get(..out.len())) {
@@ -309,27 +339,30 @@ fn copy_content(content: &[u8], at: u64, out: &mut [u8]) -> std::io::Result<()> 
     }
 }
 
-/// The dtype that a global such as `torch.float32` names.
-pub(crate) fn named_dtype(global: &str) -> Option<Dtype> {
+/// Returns the dtype that a global such as `torch.float32` names.
+pub(crate) fn parse_dtype(global: &str) -> Option<Dtype> {
     use Dtype::*;
     let dtypes = [F64, F32, F16, BF16, F8_E4M3, F8_E5M2, I64, I32, I16, I8, U64, U32, U16, U8, BOOL];
     let name = global.strip_prefix("torch.")?;
     dtypes.into_iter().find(|d| d.torch_name() == name)
 }
 
-/// The sizes in a `torch.Size`, list or tuple.
-pub(crate) fn shape_of(value: View<'_>) -> Option<Vec<u64>> {
-    match value.object() {
-        Some(("torch.Size", args, _)) => args.items()?.get(0)?.items()?.counts(),
+/// Returns the sizes in a `torch.Size`, list or tuple, or `None` for other values.
+pub(crate) fn parse_shape(value: PickleView<'_>) -> Option<Vec<u64>> {
+    match value.as_object() {
+        Some(("torch.Size", args, _)) => args.as_items()?.get(0)?.as_items()?.to_counts(),
         Some(_) => None,
-        None => value.items()?.counts(),
+        None => value.as_items()?.to_counts(),
     }
 }
 
+/// Result of reading a torch file.
 type Result<T> = std::result::Result<T, TorchFileError>;
 
-const UNKNOWN: TorchFileError = TorchFileError::UnknownTensorForm;
+/// The error for a tensor whose description has an unknown form.
+const UNKNOWN_FORM: TorchFileError = TorchFileError::UnknownTensorForm;
 
+/// Returns the dtype of a storage class; U8 for storages without a dtype.
 fn storage_dtype(class: &str) -> Option<Dtype> {
     Some(match class {
         "torch.BFloat16Storage" => Dtype::BF16,
@@ -347,9 +380,9 @@ fn storage_dtype(class: &str) -> Option<Dtype> {
     })
 }
 
-/// Reads a small member and checks its CRC-32.
-fn contents(
-    member: &Member,
+/// Reads a member of at most `max` bytes and checks its CRC-32.
+fn read_member(
+    member: &ZipMember,
     max: u64,
     read_at: &mut impl FnMut(u64, &mut [u8]) -> std::io::Result<()>,
 ) -> Result<Vec<u8>> {
@@ -369,9 +402,9 @@ fn contents(
 mod tests {
     use super::*;
 
-    /// A pickle of `_rebuild_tensor_v2` on float storage `0` of `stored` elements; all numbers
-    /// below 256.
-    fn tensor(stored: u8, offset: u8, shape: &[u8], strides: &[u8]) -> Vec<u8> {
+    /// Returns a pickle of `_rebuild_tensor_v2` on the float storage `0` of `stored` elements. All
+    /// numbers must be below 256.
+    fn tensor_pickle(stored: u8, offset: u8, shape: &[u8], strides: &[u8]) -> Vec<u8> {
         let mut p =
             b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n((X\x07\x00\x00\x00storagectorch\nFloatStorage\n"
                 .to_vec();
@@ -386,38 +419,41 @@ mod tests {
         p
     }
 
-    fn open(pickle: &[u8], data: &[u8]) -> Result<TorchFile> {
-        let file = zip::pack(&[("x/data.pkl", pickle), ("x/byteorder", b"little"), ("x/data/0", data)]);
-        read(&file)
+    /// Packs a pickle and the bytes of one storage into a container, and reads it.
+    fn open_container(pickle: &[u8], data: &[u8]) -> Result<TorchFile> {
+        let file = zip::pack_zip(&[("x/data.pkl", pickle), ("x/byteorder", b"little"), ("x/data/0", data)]);
+        parse_bytes(&file)
     }
 
-    fn read(file: &[u8]) -> Result<TorchFile> {
+    /// Reads the values of a torch file in memory.
+    fn parse_bytes(file: &[u8]) -> Result<TorchFile> {
         TorchFile::parse(
             file.len() as u64,
             |at, out| {
                 out.copy_from_slice(&file[at as usize..at as usize + out.len()]);
                 Ok(())
             },
-            &[TENSORS],
+            &[TENSOR_GLOBALS],
         )
     }
 
-    fn view(pickle: &[u8], data: &[u8]) -> Result<TensorView> {
-        let file = open(pickle, data)?;
-        let view = file.tensor(file.value())?;
-        view.ok_or(UNKNOWN)
+    /// Reads the tensor that a pickle describes, on a storage with the bytes `data`.
+    fn parse_view(pickle: &[u8], data: &[u8]) -> Result<TensorView> {
+        let file = open_container(pickle, data)?;
+        let view = file.parse_tensor(file.value())?;
+        view.ok_or(UNKNOWN_FORM)
     }
 
     #[test]
     fn contiguous_and_strided_views_are_recognized() {
-        let v = view(&tensor(10, 2, &[2, 3], &[3, 1]), &[0; 40]).expect("sound");
+        let v = parse_view(&tensor_pickle(10, 2, &[2, 3], &[3, 1]), &[0; 40]).expect("sound");
         assert_eq!((v.offset, v.elements(), v.is_contiguous()), (2, 6, true));
-        let v = view(&tensor(10, 0, &[2, 3], &[1, 2]), &[0; 40]).expect("transposed");
+        let v = parse_view(&tensor_pickle(10, 0, &[2, 3], &[1, 2]), &[0; 40]).expect("transposed");
         assert!(!v.is_contiguous());
-        let v = view(&tensor(10, 9, &[1, 1], &[77, 5]), &[0; 40])
+        let v = parse_view(&tensor_pickle(10, 9, &[1, 1], &[77, 5]), &[0; 40])
             .expect("strides of dimensions of size 1 are ignored");
         assert!(v.is_contiguous());
-        assert_eq!(view(&tensor(0, 0, &[0], &[1]), &[]).expect("empty").elements(), 0);
+        assert_eq!(parse_view(&tensor_pickle(0, 0, &[0], &[1]), &[]).expect("empty").elements(), 0);
     }
 
     #[test]
@@ -431,19 +467,19 @@ mod tests {
         let size =
             TorchFileError::StorageSize { key: "0".into(), elements: 10, dtype: Dtype::F32, bytes: 39 };
         for (pickle, bytes, expected) in [
-            (tensor(10, 5, &[2, 3], &[3, 1]), 40, outside([3, 1], 5)),
-            (tensor(10, 0, &[2, 3], &[8, 1]), 40, outside([8, 1], 0)),
-            (tensor(10, 0, &[2, 3], &[3, 1]), 39, size),
-            (tensor(10, 0, &[2, 3], &[1]), 40, UNKNOWN),
+            (tensor_pickle(10, 5, &[2, 3], &[3, 1]), 40, outside([3, 1], 5)),
+            (tensor_pickle(10, 0, &[2, 3], &[8, 1]), 40, outside([8, 1], 0)),
+            (tensor_pickle(10, 0, &[2, 3], &[3, 1]), 39, size),
+            (tensor_pickle(10, 0, &[2, 3], &[1]), 40, UNKNOWN_FORM),
         ] {
-            assert_eq!(view(&pickle, &vec![0; bytes]), Err(expected));
+            assert_eq!(parse_view(&pickle, &vec![0; bytes]), Err(expected));
         }
     }
 
     #[test]
     fn files_that_torch_did_not_write_are_rejected() {
         let flipped = {
-            let mut file = zip::pack(&[("x/data.pkl", b"N."), ("x/data/0", b"")]);
+            let mut file = zip::pack_zip(&[("x/data.pkl", b"N."), ("x/data/0", b"")]);
             let at = file.windows(2).position(|w| w == b"N.").expect("there");
             file[at] = b')';
             file
@@ -455,13 +491,13 @@ mod tests {
             (vec![0; 100_000], no_directory()),
             (b"\x80\x02\x8a\x0al\xfc\x9c".to_vec(), no_directory()),
             (torch_legacy::MAGIC.to_vec(), TorchFileError::Truncated { part: "a pickle".into() }),
-            (zip::pack(&[("x/other", b"N.")]), TorchFileError::NoDataPickle),
-            (zip::pack(&[("x/data.pkl", b"N."), ("y/data.pkl", b"N.")]), TorchFileError::NoDataPickle),
-            (zip::pack(&[("x/data.pkl", b"N."), ("x/byteorder", b"big")]), TorchFileError::BigEndian),
-            (zip::pack(&[("x/data.pkl", b"cos\nsystem\n.")]), forbidden.into()),
+            (zip::pack_zip(&[("x/other", b"N.")]), TorchFileError::NoDataPickle),
+            (zip::pack_zip(&[("x/data.pkl", b"N."), ("y/data.pkl", b"N.")]), TorchFileError::NoDataPickle),
+            (zip::pack_zip(&[("x/data.pkl", b"N."), ("x/byteorder", b"big")]), TorchFileError::BigEndian),
+            (zip::pack_zip(&[("x/data.pkl", b"cos\nsystem\n.")]), forbidden.into()),
             (flipped, TorchFileError::CrcMismatch { member: "x/data.pkl".into() }),
         ] {
-            assert_eq!(read(&file).err(), Some(expected));
+            assert_eq!(parse_bytes(&file).err(), Some(expected));
         }
     }
 }

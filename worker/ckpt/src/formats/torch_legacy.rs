@@ -2,75 +2,78 @@
 //! `_use_new_zipfile_serialization=False`): consecutive pickles, then the storages, each after its
 //! length. The format has no checksums.
 use super::torch_error::TorchFileError;
-use super::zip::Member;
-use crate::pickle::{self, Tree, View};
+use super::zip::ZipMember;
+use crate::pickle::{self, PickleTree, PickleView};
 use std::collections::HashMap;
 
-/// The first bytes of a file: a pickle of the magic number.
+/// The first bytes of a legacy file: a pickle of the magic number.
 pub(crate) const MAGIC: &[u8] =
     &[0x80, 0x02, 0x8a, 0x0a, 0x6c, 0xfc, 0x9c, 0x46, 0xf9, 0x20, 0x6a, 0xa8, 0x50, 0x19, 0x2e];
 /// The only version of the format.
-const PROTOCOL: i64 = 1001;
-/// Bytes that are read first to parse a pickle, whose length is unknown.
-const FIRST_READ: u64 = 64 << 10;
+const FORMAT_VERSION: i64 = 1001;
+/// Bytes that are read first to parse a pickle, whose length is not known before.
+const FIRST_READ_BYTES: u64 = 64 << 10;
 /// Limit on the number of storages.
 const STORAGES_MAX: usize = 1 << 20;
 
-/// The values of a file, and the byte ranges of its storages.
-pub(super) struct Legacy {
-    pub(super) tree: Tree,
-    pub(super) members: Vec<Member>,
+/// The values of a legacy file, and the byte ranges of its storages.
+pub(super) struct LegacyFile {
+    pub(super) tree: PickleTree,
+    /// The storages as members without CRC-32s.
+    pub(super) members: Vec<ZipMember>,
 }
 
+/// Result of reading a legacy file.
 type Result<T> = std::result::Result<T, TorchFileError>;
 
-/// Reads a file of `size` bytes that begins with [`MAGIC`]. `width(class)` is the number of bytes
-/// per element of a storage class.
-pub(super) fn parse(
+/// Reads a file of `size` bytes that begins with [`MAGIC`]. `read_at(offset, buffer)` must fill the
+/// buffer with the bytes at the offset. `width(class)` must return the bytes per element of a
+/// storage class.
+pub(super) fn parse_legacy_file(
     size: u64,
     read_at: &mut impl FnMut(u64, &mut [u8]) -> std::io::Result<()>,
     globals: &[&[&'static str]],
     width: impl Fn(&str) -> Option<u64>,
-) -> Result<Legacy> {
+) -> Result<LegacyFile> {
     let mut at = MAGIC.len() as u64;
-    let version = next_pickle(&mut at, size, read_at, globals)?;
-    if version.root().int() != Some(PROTOCOL) {
+    let version = read_next_pickle(&mut at, size, read_at, globals)?;
+    if version.root_value().as_int() != Some(FORMAT_VERSION) {
         return Err(TorchFileError::LegacyVersion);
     }
-    let system = next_pickle(&mut at, size, read_at, globals)?;
-    if system.root().get("little_endian").is_some_and(|v| v.json() == false) {
+    let system = read_next_pickle(&mut at, size, read_at, globals)?;
+    if system.root_value().get("little_endian").is_some_and(|v| v.to_json() == false) {
         return Err(TorchFileError::BigEndian);
     }
-    let tree = next_pickle(&mut at, size, read_at, globals)?;
-    let keys = next_pickle(&mut at, size, read_at, globals)?;
-    let keys = keys.root().items().ok_or(TorchFileError::LegacyKeys)?;
-    let described = described_storages(&tree, width)?;
+    let tree = read_next_pickle(&mut at, size, read_at, globals)?;
+    let keys = read_next_pickle(&mut at, size, read_at, globals)?;
+    let keys = keys.root_value().as_items().ok_or(TorchFileError::LegacyKeys)?;
+    let described = list_described_storages(&tree, width)?;
     let mut members = Vec::new();
     for key in keys.iter() {
-        let key = key.str().ok_or(TorchFileError::LegacyKeys)?;
+        let key = key.as_str().ok_or(TorchFileError::LegacyKeys)?;
         let &(count, bytes) =
             described.get(key).ok_or_else(|| TorchFileError::UndescribedStorage(key.into()))?;
-        members.push(storage(&mut at, size, read_at, key, count, bytes)?);
+        members.push(locate_storage(&mut at, size, read_at, key, count, bytes)?);
         if members.len() > STORAGES_MAX {
             return Err(TorchFileError::TooManyStorages { limit: STORAGES_MAX });
         }
     }
     match at == size {
-        true => Ok(Legacy { tree, members }),
+        true => Ok(LegacyFile { tree, members }),
         false => Err(TorchFileError::TrailingData { end: at, size }),
     }
 }
 
-/// Locates the storage at offset `at`, whose header must state `count` elements. Moves `at` to the
-/// end of the storage.
-fn storage(
+/// Locates the storage at offset `at`, which must have `bytes` bytes and whose header must state
+/// `count` elements. Moves `at` to the end of the storage.
+fn locate_storage(
     at: &mut u64,
     size: u64,
     read_at: &mut impl FnMut(u64, &mut [u8]) -> std::io::Result<()>,
     key: &str,
     count: u64,
     bytes: u64,
-) -> Result<Member> {
+) -> Result<ZipMember> {
     let mut length = [0u8; 8];
     let start = at
         .checked_add(8)
@@ -84,21 +87,25 @@ fn storage(
     let end = start.checked_add(bytes).filter(|&e| e <= size);
     let end = end.ok_or_else(|| TorchFileError::Truncated { part: format!("storage {key}") })?;
     *at = end;
-    Ok(Member { name: format!("data/{key}"), data: start..end, crc: None })
+    Ok(ZipMember { name: format!("data/{key}"), data: start..end, crc: None })
 }
 
-/// Elements and bytes of every storage that the pickled values refer to, by key.
-fn described_storages(tree: &Tree, width: impl Fn(&str) -> Option<u64>) -> Result<HashMap<&str, (u64, u64)>> {
+/// Lists the storages that the pickled values refer to, by key. Each has its number of elements and
+/// its size in bytes. `width(class)` must return the bytes per element of a storage class.
+fn list_described_storages(
+    tree: &PickleTree,
+    width: impl Fn(&str) -> Option<u64>,
+) -> Result<HashMap<&str, (u64, u64)>> {
     let mut found = HashMap::new();
-    for id in tree.persistent() {
-        let part = |i: usize| id.items().and_then(|items| items.get(i));
-        if part(0).and_then(View::str) != Some("storage") {
+    for id in tree.persistent_ids() {
+        let part = |i: usize| id.as_items().and_then(|items| items.get(i));
+        if part(0).and_then(PickleView::as_str) != Some("storage") {
             return Err(TorchFileError::NotAStorage);
         }
         let unknown = || TorchFileError::UnknownTensorForm;
-        let key = part(2).and_then(View::str).ok_or_else(unknown)?;
-        let count = part(4).and_then(View::count).ok_or_else(unknown)?;
-        let width = part(1).and_then(View::global).and_then(&width).ok_or_else(unknown)?;
+        let key = part(2).and_then(PickleView::as_str).ok_or_else(unknown)?;
+        let count = part(4).and_then(PickleView::as_count).ok_or_else(unknown)?;
+        let width = part(1).and_then(PickleView::as_global).and_then(&width).ok_or_else(unknown)?;
         let bytes = count.checked_mul(width).ok_or_else(unknown)?;
         if found.insert(key, (count, bytes)).is_some_and(|other| other != (count, bytes)) {
             return Err(TorchFileError::StorageConflict(key.into()));
@@ -107,19 +114,19 @@ fn described_storages(tree: &Tree, width: impl Fn(&str) -> Option<u64>) -> Resul
     Ok(found)
 }
 
-/// Reads the pickle at `at` and moves `at` to its end.
-fn next_pickle(
+/// Reads the pickle at offset `at`, and moves `at` to its end.
+fn read_next_pickle(
     at: &mut u64,
     size: u64,
     read_at: &mut impl FnMut(u64, &mut [u8]) -> std::io::Result<()>,
     globals: &[&[&'static str]],
-) -> Result<Tree> {
+) -> Result<PickleTree> {
     let left = size.saturating_sub(*at);
-    let mut length = FIRST_READ.min(left);
+    let mut length = FIRST_READ_BYTES.min(left);
     loop {
         let mut input = vec![0u8; length as usize];
         read_at(*at, &mut input)?;
-        match pickle::load_first(&input, globals) {
+        match pickle::parse_first_pickle(&input, globals) {
             Ok((tree, used)) => {
                 *at += used as u64;
                 return Ok(tree);

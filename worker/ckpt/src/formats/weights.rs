@@ -1,34 +1,37 @@
-//! Reads weights in the Hugging Face layout: safetensors or `pytorch_model.bin`, one file or shards
-//! with an index.
+//! Reads weights in the Hugging Face layout: safetensors or `pytorch_model.bin`, in one file or in
+//! shards with an index.
 use super::safetensors;
 use super::torch_file::TensorView;
-use super::zip::Member;
-use crate::catalog::{TensorRole, Tie, is_plain_file_name};
+use super::zip::ZipMember;
+use crate::catalog::{TensorRole, TiedWeight, is_plain_file_name};
 use crate::dtype::Dtype;
-use crate::error::{DamageReason, MissingPart, Result, list_some};
+use crate::error::{DamageReason, MissingPart, Result, format_names};
 use crate::external::ExternalTensor;
-use crate::external::builder::{CheckpointBuilder, GLOBALS};
-use crate::external::store::StoredFile;
-use crate::pickle::View;
+use crate::external::builder::{ExternalCheckpointBuilder, GLOBALS};
+use crate::external::stored_files::StoredFile;
+use crate::pickle::PickleView;
 use serde::Deserialize;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::os::unix::fs::FileExt;
 
-const SAFETENSORS: &str = "model.safetensors";
-const BIN: &str = "pytorch_model.bin";
-const FSDP: &str = "pytorch_model_fsdp.bin";
-/// Limit on the index, bytes.
+/// Name of a safetensors file with all weights.
+const SAFETENSORS_FILE: &str = "model.safetensors";
+/// Name of a torch file with all weights.
+const TORCH_FILE: &str = "pytorch_model.bin";
+/// Name of the torch file with the full weights of FSDP training.
+const FSDP_FILE: &str = "pytorch_model_fsdp.bin";
+/// Limit on the size of an index file, in bytes.
 const INDEX_MAX: u64 = 64 << 20;
 
-/// The names of weights files, in order of preference.
-pub(crate) const FILES: [&str; 5] =
-    [SAFETENSORS, "model.safetensors.index.json", BIN, "pytorch_model.bin.index.json", FSDP];
+/// Names of weights files and of their indices, in order of preference.
+pub(crate) const WEIGHTS_FILES: [&str; 5] =
+    [SAFETENSORS_FILE, "model.safetensors.index.json", TORCH_FILE, "pytorch_model.bin.index.json", FSDP_FILE];
 
-/// Adds the weights in the directory. False when it has none.
-pub(crate) fn add(builder: &mut CheckpointBuilder) -> Result<bool> {
+/// Adds the weights in the builder's directory. Returns false if the directory has none.
+pub(crate) fn add_weights(builder: &mut ExternalCheckpointBuilder) -> Result<bool> {
     let mut present = Vec::new();
-    for name in FILES {
-        if builder.directory.size_of(name)?.is_some() {
+    for name in WEIGHTS_FILES {
+        if builder.directory.file_size(name)?.is_some() {
             present.push(name);
         }
     }
@@ -37,28 +40,34 @@ pub(crate) fn add(builder: &mut CheckpointBuilder) -> Result<bool> {
         builder.add_notice(format!("using the weights in {first}; there is also {}", others.join(" and ")));
     }
     match first {
-        SAFETENSORS => add_safetensors(builder, first, None)?,
-        BIN | FSDP => add_bin(builder, first, None)?,
+        SAFETENSORS_FILE => add_safetensors(builder, first, None)?,
+        TORCH_FILE | FSDP_FILE => add_bin(builder, first, None)?,
         index => add_shards(builder, index)?,
     }
     Ok(true)
 }
 
 /// Adds the weights in a single file.
-pub(crate) fn add_file(builder: &mut CheckpointBuilder, name: &str) -> Result<()> {
+pub(crate) fn add_weights_file(builder: &mut ExternalCheckpointBuilder, name: &str) -> Result<()> {
     match name.ends_with(".safetensors") {
         true => add_safetensors(builder, name, None),
         false => add_bin(builder, name, None),
     }
 }
 
+/// The content of an index file.
 #[derive(Deserialize)]
 struct WeightIndex {
+    /// The file of each tensor.
     weight_map: BTreeMap<String, String>,
 }
 
-fn add_shards(builder: &mut CheckpointBuilder, index: &str) -> Result<()> {
-    let text = builder.directory.read(index, INDEX_MAX)?;
+/// Adds the weights in the shards that the index file `index` lists.
+///
+/// # Errors
+/// Fails if a shard is missing (the error names all missing shards), or lacks a tensor.
+fn add_shards(builder: &mut ExternalCheckpointBuilder, index: &str) -> Result<()> {
+    let text = builder.directory.read_file(index, INDEX_MAX)?;
     let parsed: WeightIndex = serde_json::from_slice(&text).map_err(|e| builder.damaged(index, e))?;
     let mut files: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
     for (tensor, file) in &parsed.weight_map {
@@ -70,7 +79,7 @@ fn add_shards(builder: &mut CheckpointBuilder, index: &str) -> Result<()> {
     }
     let mut absent = Vec::new();
     for file in files.keys() {
-        if builder.directory.size_of(file)?.is_none() {
+        if builder.directory.file_size(file)?.is_none() {
             absent.push((*file).to_owned());
         }
     }
@@ -90,9 +99,10 @@ fn add_shards(builder: &mut CheckpointBuilder, index: &str) -> Result<()> {
     Ok(())
 }
 
-/// Checks that a shard has every tensor that the index lists for it; reports additional ones.
-fn check_index(
-    builder: &mut CheckpointBuilder,
+/// Checks that a shard has every tensor that the index lists for it (`expected`). Adds a notice
+/// about tensors that the index does not list.
+fn check_indexed_tensors(
+    builder: &mut ExternalCheckpointBuilder,
     file: &str,
     expected: Option<&BTreeSet<&str>>,
     found: &[(String, TensorView)],
@@ -104,13 +114,15 @@ fn check_index(
     }
     let more: Vec<String> = stored.difference(expected).map(|n| (*n).to_owned()).collect();
     if !more.is_empty() {
-        builder.add_notice(format!("{file} has tensors that the index does not list: {}", list_some(&more)));
+        builder
+            .add_notice(format!("{file} has tensors that the index does not list: {}", format_names(&more)));
     }
     Ok(())
 }
 
+/// Adds the tensors of a safetensors file. `expected` are the tensors that the index lists for it.
 fn add_safetensors(
-    builder: &mut CheckpointBuilder,
+    builder: &mut ExternalCheckpointBuilder,
     name: &str,
     expected: Option<&BTreeSet<&str>>,
 ) -> Result<()> {
@@ -118,68 +130,78 @@ fn add_safetensors(
     let header = safetensors::read_header(size, |at, out| file.read_exact_at(out, at));
     let header = header.map_err(|error| builder.damaged(name, error))?;
     let mut stored = StoredFile::new(builder.directory.clone(), name.to_owned(), size);
-    let member = |e: &safetensors::Entry| Member { name: e.name.clone(), data: e.bytes.clone(), crc: None };
-    stored.add(header.entries.iter().map(member).collect());
+    let member = |e: &safetensors::SafetensorsEntry| ZipMember {
+        name: e.name.clone(),
+        data: e.bytes.clone(),
+        crc: None,
+    };
+    stored.add_spans(header.entries.iter().map(member).collect());
     builder.store.files.push(stored);
-    let view = |(member, e): (usize, safetensors::Entry)| {
-        let (shape, strides) = (e.shape.clone(), contiguous_strides(&e.shape));
+    let view = |(member, e): (usize, safetensors::SafetensorsEntry)| {
+        let (shape, strides) = (e.shape.clone(), compute_contiguous_strides(&e.shape));
         (e.name, TensorView { dtype: e.dtype, shape, strides, member, offset: 0 })
     };
     let found: Vec<(String, TensorView)> = header.entries.into_iter().enumerate().map(view).collect();
-    check_index(builder, name, expected, &found)?;
+    check_indexed_tensors(builder, name, expected, &found)?;
     add_tensors(builder, builder.store.files.len() - 1, &found);
     Ok(())
 }
 
-/// The strides of a contiguous tensor.
-fn contiguous_strides(shape: &[u64]) -> Vec<u64> {
+/// Computes the strides of a contiguous tensor, in elements.
+fn compute_contiguous_strides(shape: &[u64]) -> Vec<u64> {
     (0..shape.len()).map(|i| shape[i + 1..].iter().fold(1u64, |n, &d| n.saturating_mul(d))).collect()
 }
 
-fn add_bin(builder: &mut CheckpointBuilder, name: &str, expected: Option<&BTreeSet<&str>>) -> Result<()> {
-    let (index, file) = builder.open_torch_file(name, GLOBALS)?;
+/// Adds the tensors of a torch file. `expected` are the tensors that the index lists for it.
+fn add_bin(
+    builder: &mut ExternalCheckpointBuilder,
+    name: &str,
+    expected: Option<&BTreeSet<&str>>,
+) -> Result<()> {
+    let (index, file) = builder.add_torch_file(name, GLOBALS)?;
     let root = file.value();
-    // some programs save the weights within a larger dict
+    // some programs save the weights as one entry of a larger dict
     let inner =
         ["state_dict", "model", "module", "model_state_dict"].into_iter().find_map(|key| root.get(key));
-    let dict = inner.filter(|v| v.pairs().is_some()).unwrap_or(root);
-    let pairs = dict.pairs().ok_or_else(|| builder.damaged(name, "the file has no dict of tensors"))?;
+    let dict = inner.filter(|v| v.as_pairs().is_some()).unwrap_or(root);
+    let pairs = dict.as_pairs().ok_or_else(|| builder.damaged(name, "the file has no dict of tensors"))?;
     let mut found = Vec::new();
     for (key, value) in pairs {
-        let key = key.str().ok_or_else(|| builder.damaged(name, "the name of a tensor is not text"))?;
-        let tensor = file.tensor(value).map_err(|e| builder.damaged(name, e))?;
+        let key = key.as_str().ok_or_else(|| builder.damaged(name, "the name of a tensor is not text"))?;
+        let tensor = file.parse_tensor(value).map_err(|e| builder.damaged(name, e))?;
         found.extend(tensor.map(|view| (key.to_owned(), view)));
     }
     if found.is_empty() {
         return Err(builder.damaged(name, "the file has no tensors"));
     }
-    check_index(builder, name, expected, &found)?;
+    check_indexed_tensors(builder, name, expected, &found)?;
     add_tensors(builder, index, &found);
     Ok(())
 }
 
-/// Adds the tensors of a file. Tensors at the same location are tied to the first one.
-fn add_tensors(builder: &mut CheckpointBuilder, file: usize, found: &[(String, TensorView)]) {
+/// Adds the tensors of the file with index `file`. Tensors at one location are tied to the first of
+/// them.
+fn add_tensors(builder: &mut ExternalCheckpointBuilder, file: usize, found: &[(String, TensorView)]) {
     let mut seen: HashMap<_, &str> = HashMap::new();
     for (name, view) in found {
         if view.elements() > 0
             && let Some(first) = seen.get(&view.location())
         {
-            builder.facts.ties.push(Tie { alias: name.clone(), target: (*first).to_owned() });
+            builder.facts.ties.push(TiedWeight { alias: name.clone(), target: (*first).to_owned() });
             continue;
         }
         seen.insert(view.location(), name);
         let role = if is_trainable(view.dtype) { TensorRole::Weight } else { TensorRole::Buffer };
-        builder.entries.push(ExternalTensor::whole(name, role, file, view));
+        builder.entries.push(ExternalTensor::from_whole_view(name, role, file, view));
     }
 }
 
-/// True for floating-point dtypes; other tensors are buffers.
+/// Returns true for floating-point dtypes. Tensors of other dtypes are buffers.
 fn is_trainable(dtype: Dtype) -> bool {
     matches!(dtype, Dtype::F64 | Dtype::F32 | Dtype::F16 | Dtype::BF16 | Dtype::F8_E4M3 | Dtype::F8_E5M2)
 }
 
-/// The number in a value, whether an integer or a float.
-pub(crate) fn number(value: View<'_>) -> Option<f64> {
-    value.int().map(|i| i as f64).or_else(|| value.json().as_f64())
+/// Returns the number in a value, whether an integer or a float. Returns `None` for other values.
+pub(crate) fn parse_number(value: PickleView<'_>) -> Option<f64> {
+    value.as_int().map(|i| i as f64).or_else(|| value.to_json().as_f64())
 }

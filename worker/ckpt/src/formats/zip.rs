@@ -5,22 +5,26 @@ use crate::error::ReadFailure;
 use std::io;
 use std::ops::Range;
 
-/// Limit on the size of the central directory, bytes.
+/// Limit on the size of the central directory, in bytes.
 const DIRECTORY_MAX: u64 = 64 << 20;
-/// Longest comment after the end record, bytes.
+/// Limit on the comment after the end record, in bytes.
 const COMMENT_MAX: u64 = u16::MAX as u64;
-const END_BYTES: u64 = 22;
-const LOCATOR_BYTES: u64 = 20;
-const ENTRY_BYTES: usize = 46;
-const LOCAL_BYTES: usize = 30;
+/// Bytes of the end record, without its comment.
+const END_RECORD_BYTES: u64 = 22;
+/// Bytes of the record that locates the zip64 end record.
+const ZIP64_LOCATOR_BYTES: u64 = 20;
+/// Bytes of an entry of the central directory, without name, extra field and comment.
+const DIRECTORY_ENTRY_BYTES: usize = 46;
+/// Bytes of a member's local header, without the name and the extra field.
+const LOCAL_HEADER_BYTES: usize = 30;
 
-/// One member of a container.
+/// One member of a zip container.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Member {
+pub(crate) struct ZipMember {
     pub(crate) name: String,
-    /// Byte range of the member in the container.
+    /// Byte range of the content in the container.
     pub(crate) data: Range<u64>,
-    /// CRC-32 of the bytes; `None` in legacy torch files.
+    /// CRC-32 of the content; `None` in formats without checksums.
     pub(crate) crc: Option<u32>,
 }
 
@@ -28,12 +32,12 @@ pub(crate) struct Member {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ZipError {
-    /// The file has no end record.
+    /// The file has no end record, which locates the central directory.
     #[error(
         "no zip directory at the end: the file is truncated, was not completely written, or is not a torch file"
     )]
     NoDirectory,
-    /// Another file stands in place of the container.
+    /// The file is a placeholder, not a container.
     #[error("{0}")]
     Placeholder(Placeholder),
     /// The zip64 end record is outside of the file or damaged.
@@ -59,12 +63,12 @@ pub enum ZipError {
     /// An entry of the central directory is damaged.
     #[error("the zip directory is damaged")]
     DirectoryDamaged,
-    /// The number of entries differs from the end record.
+    /// The central directory has another number of entries than the end record states.
     #[error("the zip directory has {found} members, the end record {recorded}")]
     MemberCount {
         /// Entries found.
         found: usize,
-        /// Entries recorded.
+        /// Number of entries in the end record.
         recorded: u64,
     },
     /// Two members share bytes.
@@ -88,20 +92,20 @@ pub enum ZipError {
     Compressed {
         /// Name of the member.
         member: String,
-        /// Compression method.
+        /// The compression method of the zip format.
         method: u64,
     },
-    /// The stored size of a member differs from its size.
+    /// A member's stored size differs from its uncompressed size, although it is not compressed.
     #[error("zip member {member:?} has {stored} stored bytes and a size of {size} bytes")]
     MemberSize {
         /// Name of the member.
         member: String,
-        /// Stored bytes.
+        /// Stored size in bytes.
         stored: u64,
-        /// Size.
+        /// Uncompressed size in bytes.
         size: u64,
     },
-    /// A name is absolute or contains `..`.
+    /// A member's name is absolute, contains `..` or control characters, or is empty.
     #[error("zip member {0:?} has a name that points outside of the container")]
     UnsafeName(String),
     /// A member is outside of the file.
@@ -110,7 +114,7 @@ pub enum ZipError {
     /// The local header of a member is damaged.
     #[error("zip member {0:?} has a damaged header")]
     LocalHeader(String),
-    /// The local header of a member has another name.
+    /// The local header of a member has another name than the central directory.
     #[error("zip member {0:?} has another name in its own header")]
     LocalName(String),
     /// The file cannot be read.
@@ -124,26 +128,28 @@ impl From<io::Error> for ZipError {
     }
 }
 
+/// Result of reading a container.
 type Result<T> = std::result::Result<T, ZipError>;
 
-/// Reads the directory of a container of `size` bytes; `read_at(offset, buffer)` fills the buffer.
-/// Returns the members in the order of their bytes. Members do not overlap, are inside of the
-/// container, and have safe names.
-pub(crate) fn members(
+/// Reads the central directory of a container of `size` bytes. `read_at(offset, buffer)` must fill
+/// the buffer with the bytes at the offset. Returns the members in the order of their bytes. They
+/// do not overlap, are inside of the container, and have safe and distinct names.
+pub(crate) fn read_members(
     size: u64,
     mut read_at: impl FnMut(u64, &mut [u8]) -> io::Result<()>,
-) -> Result<Vec<Member>> {
-    let found = directory(size, &mut read_at);
-    let (directory, count) = found
-        .map_err(|error| placeholder::detect(size, &mut read_at).map_or(error, ZipError::Placeholder))?;
+) -> Result<Vec<ZipMember>> {
+    let found = locate_directory(size, &mut read_at);
+    let (directory, count) = found.map_err(|error| {
+        placeholder::detect_placeholder(size, &mut read_at).map_or(error, ZipError::Placeholder)
+    })?;
     let mut bytes = vec![0u8; (directory.end - directory.start) as usize];
     read_at(directory.start, &mut bytes)?;
     let mut members = Vec::new();
     let mut at = 0;
     while at < bytes.len() {
-        let (mut member, used) = entry(&bytes[at..])?;
+        let (mut member, used) = parse_entry(&bytes[at..])?;
         at += used;
-        member.data = data_range(&member, directory.start, &mut read_at)?;
+        member.data = locate_data(&member, directory.start, &mut read_at)?;
         members.push(member);
     }
     if members.len() as u64 != count {
@@ -161,41 +167,46 @@ pub(crate) fn members(
     Ok(members)
 }
 
-fn u16_at(bytes: &[u8], at: usize) -> u64 {
+/// Reads a little-endian u16 at a byte offset; 0 if `bytes` is too short.
+fn read_u16_at(bytes: &[u8], at: usize) -> u64 {
     bytes.get(at..at + 2).map_or(0, |b| u64::from(u16::from_le_bytes([b[0], b[1]])))
 }
 
-fn u32_at(bytes: &[u8], at: usize) -> u64 {
-    u16_at(bytes, at) | u16_at(bytes, at + 2) << 16
+/// Reads a little-endian u32 at a byte offset; missing bytes are 0.
+fn read_u32_at(bytes: &[u8], at: usize) -> u64 {
+    read_u16_at(bytes, at) | read_u16_at(bytes, at + 2) << 16
 }
 
-fn u64_at(bytes: &[u8], at: usize) -> u64 {
-    u32_at(bytes, at) | u32_at(bytes, at + 4) << 32
+/// Reads a little-endian u64 at a byte offset; missing bytes are 0.
+fn read_u64_at(bytes: &[u8], at: usize) -> u64 {
+    read_u32_at(bytes, at) | read_u32_at(bytes, at + 4) << 32
 }
 
-/// Byte range of the central directory, and the number of members that the end record states.
-fn directory(
+/// Locates the central directory of a container of `size` bytes. Returns its byte range, and the
+/// number of members that the end record states.
+fn locate_directory(
     size: u64,
     read_at: &mut impl FnMut(u64, &mut [u8]) -> io::Result<()>,
 ) -> Result<(Range<u64>, u64)> {
-    let tail_at = size.saturating_sub(END_BYTES + COMMENT_MAX + LOCATOR_BYTES);
+    let tail_at = size.saturating_sub(END_RECORD_BYTES + COMMENT_MAX + ZIP64_LOCATOR_BYTES);
     let mut tail = vec![0u8; (size - tail_at) as usize];
     read_at(tail_at, &mut tail)?;
     let is_end = |&i: &usize| {
         let rest = &tail[i..];
         rest.starts_with(b"PK\x05\x06")
-            && rest.len() as u64 >= END_BYTES
-            && u16_at(rest, 20) == rest.len() as u64 - END_BYTES
+            && rest.len() as u64 >= END_RECORD_BYTES
+            && read_u16_at(rest, 20) == rest.len() as u64 - END_RECORD_BYTES
     };
     let end = (0..tail.len()).rev().find(is_end).ok_or(ZipError::NoDirectory)?;
     let record = &tail[end..];
-    let (mut count, mut length, mut start) = (u16_at(record, 10), u32_at(record, 12), u32_at(record, 16));
-    let disks = u16_at(record, 4) | u16_at(record, 6);
+    let (mut count, mut length, mut start) =
+        (read_u16_at(record, 10), read_u32_at(record, 12), read_u32_at(record, 16));
+    let disks = read_u16_at(record, 4) | read_u16_at(record, 6);
     let mut before = tail_at + end as u64;
-    let locator = end.checked_sub(LOCATOR_BYTES as usize).map(|i| &tail[i..end]);
+    let locator = end.checked_sub(ZIP64_LOCATOR_BYTES as usize).map(|i| &tail[i..end]);
     if let Some(locator) = locator.filter(|l| l.starts_with(b"PK\x06\x07")) {
         let mut wide = [0u8; 56];
-        let at = u64_at(locator, 8);
+        let at = read_u64_at(locator, 8);
         if at.checked_add(56).is_none_or(|e| e > before) {
             return Err(ZipError::Zip64Record);
         }
@@ -203,7 +214,7 @@ fn directory(
         if !wide.starts_with(b"PK\x06\x06") {
             return Err(ZipError::Zip64Record);
         }
-        (count, length, start) = (u64_at(&wide, 32), u64_at(&wide, 40), u64_at(&wide, 48));
+        (count, length, start) = (read_u64_at(&wide, 32), read_u64_at(&wide, 40), read_u64_at(&wide, 48));
         before = at;
     }
     if disks != 0 && disks != 0xffff {
@@ -218,30 +229,32 @@ fn directory(
     }
 }
 
-/// Parses one entry of the central directory; returns the member and the length of the entry. The
-/// `data` of the member still begins at its local header.
-fn entry(bytes: &[u8]) -> Result<(Member, usize)> {
+/// Parses one entry of the central directory. Returns the member and the length of the entry in
+/// bytes. The `data` of the member begin at its local header; [`locate_data`] finds the content.
+fn parse_entry(bytes: &[u8]) -> Result<(ZipMember, usize)> {
     let damaged = || ZipError::DirectoryDamaged;
-    if bytes.len() < ENTRY_BYTES || !bytes.starts_with(b"PK\x01\x02") {
+    if bytes.len() < DIRECTORY_ENTRY_BYTES || !bytes.starts_with(b"PK\x01\x02") {
         return Err(damaged());
     }
     let (name_len, extra_len, comment_len) =
-        (u16_at(bytes, 28) as usize, u16_at(bytes, 30) as usize, u16_at(bytes, 32) as usize);
-    let used = ENTRY_BYTES + name_len + extra_len + comment_len;
+        (read_u16_at(bytes, 28) as usize, read_u16_at(bytes, 30) as usize, read_u16_at(bytes, 32) as usize);
+    let used = DIRECTORY_ENTRY_BYTES + name_len + extra_len + comment_len;
     if used > bytes.len() {
         return Err(damaged());
     }
-    let name = std::str::from_utf8(&bytes[ENTRY_BYTES..ENTRY_BYTES + name_len]).map_err(|_| damaged())?;
-    check_name(name)?;
-    let (mut packed, mut whole, mut at) = (u32_at(bytes, 20), u32_at(bytes, 24), u32_at(bytes, 42));
-    let extra = &bytes[ENTRY_BYTES + name_len..ENTRY_BYTES + name_len + extra_len];
-    let mut wide = zip64_fields(extra).into_iter();
+    let name = std::str::from_utf8(&bytes[DIRECTORY_ENTRY_BYTES..DIRECTORY_ENTRY_BYTES + name_len])
+        .map_err(|_| damaged())?;
+    check_member_name(name)?;
+    let (mut packed, mut whole, mut at) =
+        (read_u32_at(bytes, 20), read_u32_at(bytes, 24), read_u32_at(bytes, 42));
+    let extra = &bytes[DIRECTORY_ENTRY_BYTES + name_len..DIRECTORY_ENTRY_BYTES + name_len + extra_len];
+    let mut wide = parse_zip64_fields(extra).into_iter();
     for field in [&mut whole, &mut packed, &mut at] {
         if *field == u64::from(u32::MAX) {
             *field = wide.next().ok_or_else(damaged)?;
         }
     }
-    let (flags, method) = (u16_at(bytes, 8), u16_at(bytes, 10));
+    let (flags, method) = (read_u16_at(bytes, 8), read_u16_at(bytes, 10));
     if flags & 1 != 0 {
         return Err(ZipError::Encrypted(name.to_owned()));
     }
@@ -252,23 +265,24 @@ fn entry(bytes: &[u8]) -> Result<(Member, usize)> {
         return Err(ZipError::MemberSize { member: name.to_owned(), stored: packed, size: whole });
     }
     let data = at..at.checked_add(whole).ok_or_else(damaged)?;
-    Ok((Member { name: name.to_owned(), data, crc: Some(u32_at(bytes, 16) as u32) }, used))
+    Ok((ZipMember { name: name.to_owned(), data, crc: Some(read_u32_at(bytes, 16) as u32) }, used))
 }
 
-/// The 64-bit numbers in the zip64 extra field.
-fn zip64_fields(mut extra: &[u8]) -> Vec<u64> {
+/// Returns the 64-bit numbers in the zip64 extra field. Empty if there is no such field.
+fn parse_zip64_fields(mut extra: &[u8]) -> Vec<u64> {
     while extra.len() >= 4 {
-        let (id, len) = (u16_at(extra, 0), u16_at(extra, 2) as usize);
+        let (id, len) = (read_u16_at(extra, 0), read_u16_at(extra, 2) as usize);
         let Some(body) = extra.get(4..4 + len) else { break };
         if id == 1 {
-            return body.chunks_exact(8).map(|b| u64_at(b, 0)).collect();
+            return body.chunks_exact(8).map(|b| read_u64_at(b, 0)).collect();
         }
         extra = &extra[4 + len..];
     }
     Vec::new()
 }
 
-fn check_name(name: &str) -> Result<()> {
+/// Rejects names that are unsafe as paths or in messages.
+fn check_member_name(name: &str) -> Result<()> {
     let outside = name.starts_with('/')
         || name.contains(['\\', '\0'])
         || name.split('/').any(|part| part == "..")
@@ -279,26 +293,27 @@ fn check_name(name: &str) -> Result<()> {
     }
 }
 
-/// Byte range of the data of a member, found from its local header.
-fn data_range(
-    member: &Member,
+/// Returns the byte range of a member's content, which follows its local header. The content must
+/// end before the offset `limit`.
+fn locate_data(
+    member: &ZipMember,
     limit: u64,
     read_at: &mut impl FnMut(u64, &mut [u8]) -> io::Result<()>,
 ) -> Result<Range<u64>> {
     let outside = || ZipError::OutOfBounds(member.name.clone());
     let at = member.data.start;
-    let mut header = [0u8; LOCAL_BYTES];
-    if at.checked_add(LOCAL_BYTES as u64).is_none_or(|end| end > limit) {
+    let mut header = [0u8; LOCAL_HEADER_BYTES];
+    if at.checked_add(LOCAL_HEADER_BYTES as u64).is_none_or(|end| end > limit) {
         return Err(outside());
     }
     read_at(at, &mut header)?;
-    if !header.starts_with(b"PK\x03\x04") || u16_at(&header, 26) != member.name.len() as u64 {
+    if !header.starts_with(b"PK\x03\x04") || read_u16_at(&header, 26) != member.name.len() as u64 {
         return Err(ZipError::LocalHeader(member.name.clone()));
     }
     let mut name = vec![0u8; member.name.len()];
-    let start = at + LOCAL_BYTES as u64 + u16_at(&header, 26) + u16_at(&header, 28);
+    let start = at + LOCAL_HEADER_BYTES as u64 + read_u16_at(&header, 26) + read_u16_at(&header, 28);
     let end = start.checked_add(member.data.end - at).filter(|&end| end <= limit).ok_or_else(outside)?;
-    read_at(at + LOCAL_BYTES as u64, &mut name)?;
+    read_at(at + LOCAL_HEADER_BYTES as u64, &mut name)?;
     match name == member.name.as_bytes() {
         true => Ok(start..end),
         false => Err(ZipError::LocalName(member.name.clone())),
@@ -307,7 +322,7 @@ fn data_range(
 
 /// Makes a container with these members, for tests.
 #[cfg(test)]
-pub(crate) fn pack(members: &[(&str, &[u8])]) -> Vec<u8> {
+pub(crate) fn pack_zip(members: &[(&str, &[u8])]) -> Vec<u8> {
     let (mut file, mut directory) = (Vec::new(), Vec::new());
     for (name, data) in members {
         let (at, len, crc) = (file.len() as u32, data.len() as u32, crc32fast::hash(data));
@@ -344,8 +359,9 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn parse(file: &[u8]) -> Result<Vec<Member>> {
-        members(file.len() as u64, |at, out| {
+    /// Reads the members of a container, and asserts that no read reaches beyond its end.
+    fn parse_container(file: &[u8]) -> Result<Vec<ZipMember>> {
+        read_members(file.len() as u64, |at, out| {
             let end = at as usize + out.len();
             assert!(end <= file.len(), "reads of {at}..{end} of {}", file.len());
             out.copy_from_slice(&file[at as usize..end]);
@@ -353,14 +369,15 @@ mod tests {
         })
     }
 
-    fn sound() -> Vec<u8> {
-        pack(&[("a/data.pkl", b"N."), ("a/data/0", b"12345678"), ("a/version", b"3\n")])
+    /// Makes a container with three members.
+    fn make_valid_container() -> Vec<u8> {
+        pack_zip(&[("a/data.pkl", b"N."), ("a/data/0", b"12345678"), ("a/version", b"3\n")])
     }
 
     #[test]
     fn stored_members_have_their_byte_ranges() {
-        let file = sound();
-        let members = parse(&file).expect("sound");
+        let file = make_valid_container();
+        let members = parse_container(&file).expect("sound");
         let bytes = |i: usize| &file[members[i].data.start as usize..members[i].data.end as usize];
         assert_eq!(members[1].name, "a/data/0");
         assert_eq!((bytes(0), bytes(1), bytes(2)), (&b"N."[..], &b"12345678"[..], &b"3\n"[..]));
@@ -369,79 +386,84 @@ mod tests {
         let at = commented.len() - 2;
         commented[at] = 5;
         commented.extend(b"hello");
-        assert_eq!(parse(&commented).expect("comments are allowed").len(), 3);
+        assert_eq!(parse_container(&commented).expect("comments are allowed").len(), 3);
     }
 
-    /// The error of a container with some bytes of its first directory entry replaced.
-    fn patched(at: usize, bytes: &[u8]) -> ZipError {
-        let mut file = sound();
+    /// Replaces some bytes of the first entry of a valid container's central directory, from byte
+    /// `at` of the entry on. Returns the error.
+    fn expect_patched_rejection(at: usize, bytes: &[u8]) -> ZipError {
+        let mut file = make_valid_container();
         let entry = file.windows(4).position(|w| w == b"PK\x01\x02").expect("a directory") + at;
         file[entry..entry + bytes.len()].copy_from_slice(bytes);
-        parse(&file).expect_err("rejected")
+        parse_container(&file).expect_err("rejected")
     }
 
     #[test]
     fn malformed_containers_are_rejected_with_the_reason() {
         let member = || "a/data.pkl".to_owned();
         for (error, expected) in [
-            (patched(8, &[1, 0]), ZipError::Encrypted(member())),
-            (patched(10, &[8, 0]), ZipError::Compressed { member: member(), method: 8 }),
+            (expect_patched_rejection(8, &[1, 0]), ZipError::Encrypted(member())),
+            (expect_patched_rejection(10, &[8, 0]), ZipError::Compressed { member: member(), method: 8 }),
             (
-                patched(24, &[255, 255, 255, 127]),
+                expect_patched_rejection(24, &[255, 255, 255, 127]),
                 ZipError::MemberSize { member: member(), stored: 2, size: 0x7fff_ffff },
             ),
-            (patched(20, &[255, 255, 255, 127, 255, 255, 255, 127]), ZipError::OutOfBounds(member())),
-            (patched(42, &[0, 0, 0, 127]), ZipError::OutOfBounds(member())),
-            (patched(42, &[1, 0, 0, 0]), ZipError::LocalHeader(member())),
-            (patched(46, b"../ata.pkl"), ZipError::UnsafeName("../ata.pkl".into())),
-            (patched(46, b"/etc/shado"), ZipError::UnsafeName("/etc/shado".into())),
-            (patched(46, b"b/data.pkl"), ZipError::LocalName("b/data.pkl".into())),
-            (patched(0, b"XX"), ZipError::DirectoryDamaged),
-            (patched(28, &[255, 255]), ZipError::DirectoryDamaged),
+            (
+                expect_patched_rejection(20, &[255, 255, 255, 127, 255, 255, 255, 127]),
+                ZipError::OutOfBounds(member()),
+            ),
+            (expect_patched_rejection(42, &[0, 0, 0, 127]), ZipError::OutOfBounds(member())),
+            (expect_patched_rejection(42, &[1, 0, 0, 0]), ZipError::LocalHeader(member())),
+            (expect_patched_rejection(46, b"../ata.pkl"), ZipError::UnsafeName("../ata.pkl".into())),
+            (expect_patched_rejection(46, b"/etc/shado"), ZipError::UnsafeName("/etc/shado".into())),
+            (expect_patched_rejection(46, b"b/data.pkl"), ZipError::LocalName("b/data.pkl".into())),
+            (expect_patched_rejection(0, b"XX"), ZipError::DirectoryDamaged),
+            (expect_patched_rejection(28, &[255, 255]), ZipError::DirectoryDamaged),
         ] {
             assert_eq!(error, expected);
         }
-        let twice = parse(&pack(&[("a", b"1"), ("a", b"2")])).expect_err("twice");
+        let twice = parse_container(&pack_zip(&[("a", b"1"), ("a", b"2")])).expect_err("twice");
         assert_eq!(twice, ZipError::Duplicate("a".into()));
     }
 
-    /// Two entries that share the bytes of one member let a small file expand into a large one.
+    /// Two entries that share the bytes of one member would let a small file expand into a large
+    /// one.
     #[test]
     fn overlapping_members_are_rejected() {
-        let mut file = pack(&[("a", b"12345678"), ("a", b"x")]);
+        let mut file = pack_zip(&[("a", b"12345678"), ("a", b"x")]);
         let second = file.windows(4).rposition(|w| w == b"PK\x01\x02").expect("a directory");
         let first = file.windows(4).position(|w| w == b"PK\x01\x02").expect("a directory");
         let entry = file[first..second].to_owned();
         file[second..second + entry.len()].copy_from_slice(&entry);
-        let error = parse(&file).expect_err("rejected");
+        let error = parse_container(&file).expect_err("rejected");
         assert!(matches!(error, ZipError::Overlap { .. }), "{error}");
     }
 
     #[test]
-    fn every_truncation_is_rejected() {
-        let file = sound();
+    fn truncated_containers_are_rejected() {
+        let file = make_valid_container();
         for len in 0..file.len() {
-            assert!(parse(&file[..len]).is_err(), "cut to {len}");
+            assert!(parse_container(&file[..len]).is_err(), "cut to {len}");
         }
     }
 
     #[test]
-    fn huge_directories_are_rejected_without_reading_them() {
-        let mut file = sound();
+    fn huge_zip_directories_are_rejected_without_reading_them() {
+        let mut file = make_valid_container();
         let end = file.len() - 22;
         file[end + 12..end + 16].copy_from_slice(&u32::MAX.to_le_bytes());
-        assert!(parse(&file).is_err());
+        assert!(parse_container(&file).is_err());
     }
 
     proptest! {
         #[test]
-        fn no_mutation_panics(flips in proptest::collection::vec((0usize..400, any::<u8>()), 0..6)) {
-            let mut file = sound();
+        fn mutated_containers_do_not_panic(flips in proptest::collection::vec((0usize..400, any::<u8>()), 0..6)) {
+            let mut file = make_valid_container();
             let len = file.len();
             for (at, value) in flips {
                 file[at % len] = value;
             }
-            let _ = parse(&file);
+            let _ = parse_container(&file);
         }
     }
 }

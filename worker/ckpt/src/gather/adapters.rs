@@ -3,30 +3,36 @@
 use crate::catalog::{TensorInfo, TensorRole, TextFile};
 use crate::dtype::Dtype;
 use crate::error::{CkptError, DamageReason, OptionProblem, Result};
-use crate::peft::{ADAPTER_CONFIG, AdapterConfig, PREFIX, STEM, adapted_weight, adapter_names, is_adapter};
-use crate::source::{ReadRequest, TensorSource};
-use crate::state::TrainingState;
+use crate::peft::{
+    ADAPTER_CONFIG_FILE, ADAPTER_MODEL_STEM, AdapterConfig, PEFT_NAME_PREFIX, adapted_weight_name,
+    is_lora_matrix, lora_matrix_names,
+};
+use crate::tensor_source::{ReadRequest, TensorSource};
+use crate::training_state::TrainingState;
 use serde_json::{Map, Value};
 use std::collections::HashMap;
 use std::ops::Range;
 use std::path::Path;
 
-/// A source of the tensors to gather from a checkpoint with adapters.
+/// The tensors to gather from a checkpoint with adapters.
 pub(super) struct AdapterView<'a> {
     pub(super) source: Box<dyn TensorSource + 'a>,
-    /// The common beginning of the names of the weight files.
+    /// Common beginning of the names of weight files.
     pub(super) stem: &'static str,
 }
 
-/// Returns what to gather from a checkpoint with adapters: the model with merged adapters if
-/// `merge` is set, otherwise only the adapters. Returns `None` if the checkpoint has no adapters.
+/// Opens the tensors to gather from a checkpoint with adapters: the model with merged adapters if
+/// `merge` is true, only the adapters otherwise. Returns `None` if the checkpoint has no adapters.
 ///
 /// # Errors
-/// When `merge` is set and the checkpoint has no adapters, or when an adapter does not fit its
-/// matrix.
-pub(super) fn adapter_view(checkpoint: &dyn TensorSource, merge: bool) -> Result<Option<AdapterView<'_>>> {
-    let damaged = |reason: DamageReason| CkptError::damaged(checkpoint.path(), ADAPTER_CONFIG, reason);
-    let Some(adapter) = checkpoint.adapter() else {
+/// If `merge` is true and the checkpoint has no adapters, if the adapter config is not supported,
+/// or if the shape of an adapter does not match its matrix.
+pub(super) fn open_adapter_view(
+    checkpoint: &dyn TensorSource,
+    merge: bool,
+) -> Result<Option<AdapterView<'_>>> {
+    let damaged = |reason: DamageReason| CkptError::damaged(checkpoint.path(), ADAPTER_CONFIG_FILE, reason);
+    let Some(adapter) = checkpoint.adapter_config() else {
         return match merge {
             true => {
                 let path = checkpoint.path().to_owned();
@@ -36,45 +42,55 @@ pub(super) fn adapter_view(checkpoint: &dyn TensorSource, merge: bool) -> Result
         };
     };
     let map = adapter.as_object().ok_or_else(|| damaged("not a JSON object".into()))?;
-    let config = AdapterConfig::parse(map).map_err(|e| damaged(e.into()))?;
+    let config = AdapterConfig::parse_object(map).map_err(|e| damaged(e.into()))?;
     Ok(Some(match merge {
-        true => AdapterView { source: Box::new(MergedSource::new(checkpoint, &config)?), stem: super::MODEL },
-        false => AdapterView { source: Box::new(AdapterSource::new(checkpoint, adapter)?), stem: STEM },
+        true => AdapterView {
+            source: Box::new(MergedAdapterSource::new(checkpoint, &config)?),
+            stem: super::MODEL_STEM,
+        },
+        false => AdapterView {
+            source: Box::new(AdapterOnlySource::new(checkpoint, adapter)?),
+            stem: ADAPTER_MODEL_STEM,
+        },
     }))
 }
 
-/// A source of the adapters alone, with PEFT's tensor names.
-struct AdapterSource<'a> {
+/// A source of the adapters alone, with the tensor names of PEFT's files.
+struct AdapterOnlySource<'a> {
     inner: &'a dyn TensorSource,
     texts: Vec<TextFile>,
 }
 
-impl<'a> AdapterSource<'a> {
+impl<'a> AdapterOnlySource<'a> {
     fn new(inner: &'a dyn TensorSource, adapter: &Value) -> Result<Self> {
         // the tokenizer is kept, since training may have extended it
-        let is_kept = |t: &&TextFile| t.name != super::GENERATION;
-        let mut texts = vec![TextFile { name: ADAPTER_CONFIG.into(), text: super::to_pretty_json(adapter)? }];
-        texts.extend(inner.texts().iter().filter(is_kept).cloned());
-        Ok(AdapterSource { inner, texts })
+        let is_kept = |t: &&TextFile| t.name != super::GENERATION_CONFIG_FILE;
+        let mut texts =
+            vec![TextFile { name: ADAPTER_CONFIG_FILE.into(), text: super::encode_pretty_json(adapter)? }];
+        texts.extend(inner.text_files().iter().filter(is_kept).cloned());
+        Ok(AdapterOnlySource { inner, texts })
     }
 }
 
-impl TensorSource for AdapterSource<'_> {
+impl TensorSource for AdapterOnlySource<'_> {
     fn path(&self) -> &Path {
         self.inner.path()
     }
 
     fn tensors(&self) -> Vec<TensorInfo> {
-        let adapters =
-            self.inner.tensors().into_iter().filter(|t| t.role == TensorRole::Weight && is_adapter(&t.name));
-        adapters.map(|t| TensorInfo { name: format!("{PREFIX}{}", t.name), ..t }).collect()
+        let adapters = self
+            .inner
+            .tensors()
+            .into_iter()
+            .filter(|t| t.role == TensorRole::Weight && is_lora_matrix(&t.name));
+        adapters.map(|t| TensorInfo { name: format!("{PEFT_NAME_PREFIX}{}", t.name), ..t }).collect()
     }
 
     fn read_many(&self, requests: &mut [ReadRequest<'_>]) -> Result<()> {
         let mut renamed: Vec<ReadRequest<'_>> = requests
             .iter_mut()
             .map(|r| ReadRequest {
-                name: r.name.strip_prefix(PREFIX).unwrap_or(r.name),
+                name: r.name.strip_prefix(PEFT_NAME_PREFIX).unwrap_or(r.name),
                 role: r.role,
                 start_element: r.start_element,
                 out: &mut *r.out,
@@ -91,8 +107,8 @@ impl TensorSource for AdapterSource<'_> {
         self.inner.step()
     }
 
-    fn state(&self) -> TrainingState {
-        self.inner.state()
+    fn training_state(&self) -> TrainingState {
+        self.inner.training_state()
     }
 
     fn tokens(&self) -> Option<u64> {
@@ -103,41 +119,41 @@ impl TensorSource for AdapterSource<'_> {
         None
     }
 
-    fn texts(&self) -> &[TextFile] {
+    fn text_files(&self) -> &[TextFile] {
         &self.texts
     }
 }
 
 /// A source of the model's weights, which adds the adapters to their matrices on every read.
-struct MergedSource<'a> {
+struct MergedAdapterSource<'a> {
     inner: &'a dyn TensorSource,
-    /// Adapters by the name of their matrix.
+    /// The shape of each adapter by the name of its matrix.
     adapters: HashMap<String, AdapterShape>,
     scale: f32,
     /// Whether matrices have shape `[in, out]` instead of `[out, in]`.
     transposed: bool,
 }
 
-/// The shape of one matrix's adapter: A is `[rank, in_features]`, B is `[out, rank]`.
+/// The shape of one matrix's adapter: A is `[rank, in_features]`, B is `[out_features, rank]`.
 struct AdapterShape {
     rank: usize,
     in_features: usize,
-    out: usize,
+    out_features: usize,
 }
 
-impl<'a> MergedSource<'a> {
-    /// Checks that each adapter fits its matrix.
+impl<'a> MergedAdapterSource<'a> {
+    /// Collects the adapters, and checks that the shape of each matches its matrix.
     fn new(inner: &'a dyn TensorSource, config: &AdapterConfig) -> Result<Self> {
         let tensors = inner.tensors();
         let weights = tensors.iter().filter(|t| t.role == TensorRole::Weight);
         let shapes: HashMap<&str, &[u64]> = weights.map(|t| (t.name.as_str(), t.shape.as_slice())).collect();
         let mut adapters = HashMap::new();
-        for matrix in shapes.keys().filter_map(|name| adapted_weight(name)) {
-            let [a, b] = adapter_names(&matrix).unwrap_or_default();
+        for matrix in shapes.keys().filter_map(|name| adapted_weight_name(name)) {
+            let [a, b] = lora_matrix_names(&matrix).unwrap_or_default();
             let wrong = || {
                 CkptError::damaged(
                     inner.path(),
-                    ADAPTER_CONFIG,
+                    ADAPTER_CONFIG_FILE,
                     format!("the shape of the adapter of {matrix} does not match the matrix"),
                 )
             };
@@ -150,22 +166,23 @@ impl<'a> MergedSource<'a> {
             if rank != config.rank as usize || b_rank != rank || shape(&matrix)? != expected {
                 return Err(wrong());
             }
-            adapters.insert(matrix, AdapterShape { rank, in_features: inp, out });
+            adapters.insert(matrix, AdapterShape { rank, in_features: inp, out_features: out });
         }
         let (scale, transposed) = (config.scale() as f32, config.fan_in_fan_out);
-        Ok(MergedSource { inner, adapters, scale, transposed })
+        Ok(MergedAdapterSource { inner, adapters, scale, transposed })
     }
 
-    /// Adds the adapter to `values`, the elements of a matrix from element `start`.
+    /// Reads the adapter of the matrix `name` and adds its matmul, scaled, to `values`: the
+    /// elements of the matrix from element `start`.
     fn add_adapter(&self, name: &str, ad: &AdapterShape, start: u64, values: &mut [f32]) -> Result<()> {
-        let [a_name, b_name] = adapter_names(name).unwrap_or_default();
-        let (mut a, mut b) = (vec![0f32; ad.rank * ad.in_features], vec![0f32; ad.out * ad.rank]);
+        let [a_name, b_name] = lora_matrix_names(name).unwrap_or_default();
+        let (mut a, mut b) = (vec![0f32; ad.rank * ad.in_features], vec![0f32; ad.out_features * ad.rank]);
         let request = |name, out| ReadRequest { name, role: TensorRole::Weight, start_element: 0, out };
         self.inner.read_many(&mut [request(&a_name, &mut a), request(&b_name, &mut b)])?;
         // values[i, j] += scale · Σ left[i, k] · right[k, j]
         let (left, right, columns) = match self.transposed {
             false => (b, a, ad.in_features),
-            true => (transpose(&a, ad.rank), transpose(&b, ad.out), ad.out),
+            true => (transpose_matrix(&a, ad.rank), transpose_matrix(&b, ad.out_features), ad.out_features),
         };
         let mut sums = vec![0f32; columns];
         let (mut at, end) = (start as usize, start as usize + values.len());
@@ -174,7 +191,7 @@ impl<'a> MergedSource<'a> {
             let (row, from) = (at / columns, at % columns);
             let to = columns.min(from + end - at);
             let (row_values, later) = std::mem::take(&mut rest).split_at_mut(to - from);
-            add_row(
+            add_matmul_row(
                 row_values,
                 &mut sums,
                 &left[row * ad.rank..][..ad.rank],
@@ -189,8 +206,9 @@ impl<'a> MergedSource<'a> {
     }
 }
 
-/// Adds `scale` × (`left` · `right`) to the columns `range` of one row.
-fn add_row(
+/// Adds `scale` × (`left` · `right`) to `values`, the columns `range` of one row. `left` is that
+/// row of the left matrix, `right` the right matrix with `columns` columns. Overwrites `sums`.
+fn add_matmul_row(
     values: &mut [f32],
     sums: &mut [f32],
     left: &[f32],
@@ -207,19 +225,19 @@ fn add_row(
     values.iter_mut().zip(sums).for_each(|(v, s)| *v += scale * *s);
 }
 
-/// Transposes a row-major matrix with `rows` rows.
-fn transpose(x: &[f32], rows: usize) -> Vec<f32> {
+/// Returns the transpose of a row-major matrix with `rows` rows.
+fn transpose_matrix(x: &[f32], rows: usize) -> Vec<f32> {
     let n = x.len() / rows.max(1);
     (0..x.len()).map(|i| x[i % rows * n + i / rows]).collect()
 }
 
-impl TensorSource for MergedSource<'_> {
+impl TensorSource for MergedAdapterSource<'_> {
     fn path(&self) -> &Path {
         self.inner.path()
     }
 
     fn tensors(&self) -> Vec<TensorInfo> {
-        self.inner.tensors().into_iter().filter(|t| !is_adapter(&t.name)).collect()
+        self.inner.tensors().into_iter().filter(|t| !is_lora_matrix(&t.name)).collect()
     }
 
     fn read_many(&self, requests: &mut [ReadRequest<'_>]) -> Result<()> {
@@ -240,8 +258,8 @@ impl TensorSource for MergedSource<'_> {
         self.inner.step()
     }
 
-    fn state(&self) -> TrainingState {
-        self.inner.state()
+    fn training_state(&self) -> TrainingState {
+        self.inner.training_state()
     }
 
     fn tokens(&self) -> Option<u64> {
@@ -252,7 +270,7 @@ impl TensorSource for MergedSource<'_> {
         self.inner.hf_config()
     }
 
-    fn texts(&self) -> &[TextFile] {
-        self.inner.texts()
+    fn text_files(&self) -> &[TextFile] {
+        self.inner.text_files()
     }
 }

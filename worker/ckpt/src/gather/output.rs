@@ -1,35 +1,37 @@
 //! The output directory of a gather: hidden until it is complete.
-use super::{GATHER_RECORD, GATHER_RECORD_FORMAT};
+use super::{GATHER_RECORD_FILE, GATHER_RECORD_FORMAT};
 use crate::disk::{self, DirLock, Directory};
 use crate::error::{CkptError, OutputProblem, Result};
 use serde_json::Value;
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 
-/// Space needed in addition to tensors: headers and rounding up.
+/// Disk space that a gather needs in addition to the tensors, in bytes: headers and rounding up.
 const OVERHEAD_BYTES: u64 = 4 << 20;
 
-/// Largest record of written files that is read, bytes.
+/// Maximum size of a record of written files that is read, in bytes.
 const RECORD_MAX: u64 = 16 << 20;
 
-/// The hidden directory that is written to, and its final path. Dropping removes the hidden
-/// directory.
-pub(super) struct Output {
+/// The hidden directory to which a gather writes, and the final path of that directory. Dropping
+/// this value removes the hidden directory.
+pub(super) struct GatherOutput {
     pub(super) dir: PathBuf,
     pub(super) path: PathBuf,
     _lock: DirLock,
 }
 
-impl Output {
-    /// Creates the hidden directory, after removing those of interrupted gathers.
+impl GatherOutput {
+    /// Creates and locks the hidden directory next to `out`, after removing the hidden directories
+    /// of interrupted gathers. `source` is the path of the checkpoint, `bytes` the size of the
+    /// tensors.
     ///
     /// # Errors
-    /// When `out` can't be replaced, another gather is writing to it, or there is too little space.
-    pub(super) fn begin(source: &Path, out: &Path, force: bool, bytes: u64) -> Result<Output> {
-        let (parent, name) = resolve_output(source, out, force, &GATHER_MARKER)?;
+    /// If `out` can't be replaced, another gather is writing to it, or there is too little space.
+    pub(super) fn create(source: &Path, out: &Path, force: bool, bytes: u64) -> Result<GatherOutput> {
+        let (parent, name) = resolve_output_path(source, out, force, &GATHER_MARKER)?;
         let hidden = format!(".{name}.gathering-");
-        remove_interrupted(&parent, &hidden)?;
-        let free = disk::free_bytes(&parent)?;
+        remove_interrupted_gathers(&parent, &hidden)?;
+        let free = disk::query_free_bytes(&parent)?;
         let needed = bytes.saturating_add(OVERHEAD_BYTES);
         if needed > free {
             return Err(CkptError::InsufficientSpace { path: parent, needed, free });
@@ -37,23 +39,25 @@ impl Output {
         let dir = parent.join(format!("{hidden}{}", std::process::id()));
         disk::make_dir(&dir)?;
         let lock = disk::lock_dir(&dir)?;
-        Ok(Output { path: parent.join(name), dir, _lock: lock })
+        Ok(GatherOutput { path: parent.join(name), dir, _lock: lock })
     }
 }
 
-impl Drop for Output {
+impl Drop for GatherOutput {
     fn drop(&mut self) {
-        // after success this is the replaced directory; a failure is harmless, the next gather
-        // removes it
+        // after success, the hidden name belongs to the replaced directory; a failure is harmless,
+        // since the next gather removes the directory
         let _ = disk::remove_tree(&self.dir);
     }
 }
 
-/// Resolves an output path to its parent directory and name.
+/// Resolves an output path to its parent directory and its name. Creates the parent directory if
+/// needed.
 ///
 /// # Errors
-/// When `out` exists and can't be replaced, or is inside of the checkpoint `source`.
-pub(crate) fn resolve_output(
+/// If `out` exists and can't be replaced (see [`check_replaceable`]), or is inside of the
+/// checkpoint `source`.
+pub(crate) fn resolve_output_path(
     source: &Path,
     out: &Path,
     force: bool,
@@ -64,11 +68,11 @@ pub(crate) fn resolve_output(
         true => {
             let real = out.canonicalize().map_err(CkptError::io("look at", out))?;
             check_replaceable(&real, force, marker)?;
-            (disk::parent_of(&real), real.file_name().map(|n| n.to_owned()))
+            (disk::parent_dir(&real), real.file_name().map(|n| n.to_owned()))
         }
         false => {
-            disk::make_dirs(&disk::parent_of(out))?;
-            let parent = disk::parent_of(out);
+            disk::make_dirs(&disk::parent_dir(out))?;
+            let parent = disk::parent_dir(out);
             let name = out.file_name().map(|n| n.to_owned());
             (parent.canonicalize().map_err(CkptError::io("look at", &parent))?, name)
         }
@@ -80,10 +84,10 @@ pub(crate) fn resolve_output(
     Ok((parent, name))
 }
 
-/// Removes the hidden directories of interrupted gathers. A running gather holds a lock on its
-/// directory.
-fn remove_interrupted(parent: &Path, hidden: &str) -> Result<()> {
-    for name in Directory::open(parent)?.names()? {
+/// Removes the hidden directories of interrupted gathers from `parent`; `hidden` is the prefix of
+/// their names. Returns [`CkptError::DirectoryBusy`] if a running gather holds the lock of one.
+fn remove_interrupted_gathers(parent: &Path, hidden: &str) -> Result<()> {
+    for name in Directory::open(parent)?.list_names()? {
         let path = parent.join(&name);
         if name.starts_with(hidden) && path.symlink_metadata().is_ok_and(|m| m.is_dir()) {
             match disk::lock_dir(&path) {
@@ -100,31 +104,34 @@ fn remove_interrupted(parent: &Path, hidden: &str) -> Result<()> {
 
 /// The file by which an operation recognizes a directory that it wrote.
 pub(crate) struct OutputMarker {
-    /// Name of a JSON file in the directory that lists the others.
+    /// Name of a JSON file in the directory that lists all other files.
     pub(crate) file: &'static str,
-    /// Value of its key `format`.
+    /// Value of the key `format` in that file.
     pub(crate) format: &'static str,
     /// The operation, for messages.
     pub(crate) operation: &'static str,
 }
 
-const GATHER_MARKER: OutputMarker =
-    OutputMarker { file: GATHER_RECORD, format: GATHER_RECORD_FORMAT, operation: "`launch ckpt gather`" };
+const GATHER_MARKER: OutputMarker = OutputMarker {
+    file: GATHER_RECORD_FILE,
+    format: GATHER_RECORD_FORMAT,
+    operation: "`launch ckpt gather`",
+};
 
-/// Checks that an existing directory may be replaced: it is empty, or `force` is set and the
-/// operation wrote every file in it.
+/// Returns [`CkptError::OutputRejected`] unless the directory `out` may be replaced: it is empty,
+/// or `force` is true and the operation of the marker wrote every file in it.
 pub(crate) fn check_replaceable(out: &Path, force: bool, marker: &OutputMarker) -> Result<()> {
     let rejected = |problem| Err(CkptError::output_rejected(out, problem));
     if !out.is_dir() {
         return rejected(OutputProblem::NotADirectory);
     }
     let directory = Directory::open(out)?;
-    let names = directory.names()?;
+    let names = directory.list_names()?;
     if names.is_empty() {
         return Ok(());
     }
     let record: Option<Value> =
-        directory.read(marker.file, RECORD_MAX).ok().and_then(|text| serde_json::from_slice(&text).ok());
+        directory.read_file(marker.file, RECORD_MAX).ok().and_then(|text| serde_json::from_slice(&text).ok());
     let operation = marker.operation;
     let Some(record) = record.filter(|r| r["format"] == marker.format) else {
         return rejected(OutputProblem::NotOurs { operation });

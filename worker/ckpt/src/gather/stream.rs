@@ -1,10 +1,10 @@
-//! Streams weights from a checkpoint into files: several threads read ahead, one converts and
-//! passes the result to the writer.
+//! Streams weights from a checkpoint into files. Several threads read ahead, and the calling thread
+//! converts the elements and passes them to the writer.
 use super::{GatherPlan, GatheredFile};
 use crate::disk::{FileWriter, IoMode};
 use crate::dtype::Dtype;
 use crate::error::{CkptError, Result};
-use crate::source::{ReadRequest, TensorSource};
+use crate::tensor_source::{ReadRequest, TensorSource};
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use std::collections::{BTreeMap, BTreeSet};
@@ -13,22 +13,24 @@ use std::path::Path;
 use std::sync::mpsc::{Receiver, channel, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Windows between the reading threads and the writing one.
-const WINDOWS: usize = 6;
-/// Threads that read: the disk serves one while another verifies what it read.
-const READERS: usize = 3;
+/// Number of windows that circulate between the reading threads and the converting thread.
+const WINDOW_COUNT: usize = 6;
+/// Number of threads that read. The disk serves one of them while another verifies what it read.
+const READER_COUNT: usize = 3;
 
-/// Consecutive elements of one file, from one or more tensors.
+/// A window: consecutive elements of one file, from one or more tensors.
 #[derive(Default)]
-pub(super) struct Window {
-    /// Indices of tensors, each with a range of its elements.
+pub(super) struct GatherWindow {
+    /// Indices of tensors, each with a range of the tensor's elements.
     pub(super) spans: Vec<(usize, Range<u64>)>,
+    /// Number of elements of all spans.
     pub(super) elements: usize,
 }
 
-impl Window {
-    /// Adds the names of its tensors that hold NaN or infinite values.
-    fn add_not_finite(&self, plan: &GatherPlan, values: &[f32], names: &mut BTreeSet<String>) {
+impl GatherWindow {
+    /// Adds to `names` the tensors of this window that have NaN or infinite values; `values` are
+    /// the elements of the window.
+    fn collect_non_finite_names(&self, plan: &GatherPlan, values: &[f32], names: &mut BTreeSet<String>) {
         let mut rest = values;
         for (tensor, range) in &self.spans {
             let (span, tail) = rest.split_at((range.end - range.start) as usize);
@@ -41,32 +43,34 @@ impl Window {
     }
 }
 
-/// The result of a reading thread: the number of the window, and its data or error.
-type ReadWindow = (usize, Result<(Window, Vec<f32>)>);
+/// What a reading thread sends: the number of a window, and its elements or an error.
+type WindowResult = (usize, Result<(GatherWindow, Vec<f32>)>);
 
-/// Writes the weight files into `dir`. Returns the files, and the names of tensors with NaN or
-/// infinite values.
+/// Writes the weight files of the plan into `dir`. Returns the files, and the names of tensors with
+/// NaN or infinite values. Calls `progress` with the number of written bytes and the total number.
 pub(super) fn write_weights(
     checkpoint: &dyn TensorSource,
     plan: &GatherPlan,
     dir: &Path,
     mut progress: impl FnMut(u64, u64),
 ) -> Result<(Vec<GatheredFile>, BTreeSet<String>)> {
-    let windows = Mutex::new((0..plan.files.len()).flat_map(|file| plan.windows(file)).enumerate());
+    let windows =
+        Mutex::new((0..plan.files.len()).flat_map(|file| plan.divide_into_windows(file)).enumerate());
     std::thread::scope(|scope| {
-        let (full, inbox) = sync_channel::<ReadWindow>(WINDOWS);
+        let (full, inbox) = sync_channel::<WindowResult>(WINDOW_COUNT);
         let (outbox, empty) = channel::<Vec<f32>>();
-        for _ in 0..WINDOWS {
+        for _ in 0..WINDOW_COUNT {
             let _ = outbox.send(Vec::new());
         }
         let empty = Arc::new(Mutex::new(empty));
-        for _ in 0..READERS {
+        for _ in 0..READER_COUNT {
             let (full, empty, windows) = (full.clone(), empty.clone(), &windows);
             scope.spawn(move || {
                 loop {
-                    // a buffer first, so that the next window in order always has one
+                    // wait for a buffer before taking a window, so that the window that is needed
+                    // next always has a buffer
                     let buffer = lock_mutex(&empty).recv();
-                    // the sender is gone after an error
+                    // after an error the converting thread has dropped its sender
                     let (Ok(buffer), Some((i, window))) = (buffer, lock_mutex(windows).next()) else {
                         return;
                     };
@@ -77,18 +81,18 @@ pub(super) fn write_weights(
             });
         }
         drop((full, empty));
-        let mut read = OrderedWindows { inbox, next: 0, early: BTreeMap::new() };
+        let mut read = OrderedWindows { inbox, next_window: 0, early_windows: BTreeMap::new() };
         let mut files = Vec::with_capacity(plan.files.len());
         let mut done = 0;
-        let mut narrow = NarrowBuffers::default();
+        let mut narrow = NarrowingWriter::default();
         let mut not_finite = BTreeSet::new();
         for (i, (name, _)) in plan.files.iter().enumerate() {
             let mut writer = FileWriter::create(dir.join(name), IoMode::Direct, false)?;
             writer.write(&plan.encode_header(i)?)?;
-            for _ in 0..plan.windows(i).len() {
-                let (window, buffer) = read.next()?;
-                narrow.write(plan, &window, &buffer, &mut writer)?;
-                window.add_not_finite(plan, &buffer, &mut not_finite);
+            for _ in 0..plan.divide_into_windows(i).len() {
+                let (window, buffer) = read.receive_next()?;
+                narrow.write_window(plan, &window, &buffer, &mut writer)?;
+                window.collect_non_finite_names(plan, &buffer, &mut not_finite);
                 done += buffer.len() as u64 * plan.dtype.size();
                 progress(done, plan.bytes);
                 let _ = outbox.send(buffer);
@@ -99,38 +103,45 @@ pub(super) fn write_weights(
     })
 }
 
+/// Locks a mutex, also after a thread panicked while it held the lock.
 fn lock_mutex<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     // a reader that panicked ends the gather when it is joined
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Restores the order of windows that were read concurrently.
+/// A receiver that restores the order of windows that were read concurrently.
 struct OrderedWindows {
-    inbox: Receiver<ReadWindow>,
-    next: usize,
-    early: BTreeMap<usize, Result<(Window, Vec<f32>)>>,
+    inbox: Receiver<WindowResult>,
+    next_window: usize,
+    early_windows: BTreeMap<usize, Result<(GatherWindow, Vec<f32>)>>,
 }
 
 impl OrderedWindows {
-    fn next(&mut self) -> Result<(Window, Vec<f32>)> {
+    /// Waits for the next window in order, and returns it with its elements.
+    ///
+    /// # Errors
+    /// The error of reading that window, or that the reading threads ended early.
+    fn receive_next(&mut self) -> Result<(GatherWindow, Vec<f32>)> {
         loop {
-            if let Some(read) = self.early.remove(&self.next) {
-                self.next += 1;
+            if let Some(read) = self.early_windows.remove(&self.next_window) {
+                self.next_window += 1;
                 return read;
             }
             let ended = |_| CkptError::internal("the reading threads ended early");
             let (i, read) = self.inbox.recv().map_err(ended)?;
-            self.early.insert(i, read);
+            self.early_windows.insert(i, read);
         }
     }
 }
 
+/// Reads the elements of a window into `buffer`, and returns both. The bytes are verified later, by
+/// [`TensorSource::verify_reads`].
 fn read_window(
     checkpoint: &dyn TensorSource,
     plan: &GatherPlan,
-    window: Window,
+    window: GatherWindow,
     mut buffer: Vec<f32>,
-) -> Result<(Window, Vec<f32>)> {
+) -> Result<(GatherWindow, Vec<f32>)> {
     buffer.resize(window.elements, 0.0);
     let mut requests = Vec::with_capacity(window.spans.len());
     let mut rest = buffer.as_mut_slice();
@@ -149,18 +160,22 @@ fn read_window(
     Ok((window, buffer))
 }
 
-/// Reused buffers for conversion to 16-bit dtypes.
+/// Converts elements to the dtype of the plan and writes them. Reuses its buffers.
 #[derive(Default)]
-struct NarrowBuffers {
+struct NarrowingWriter {
     bf16: Vec<bf16>,
     f16: Vec<f16>,
 }
 
-impl NarrowBuffers {
-    fn write(
+impl NarrowingWriter {
+    /// Converts the elements of a window and writes them.
+    ///
+    /// # Errors
+    /// [`CkptError::ValueOverflow`] if a finite value is outside of the range of the dtype.
+    fn write_window(
         &mut self,
         plan: &GatherPlan,
-        window: &Window,
+        window: &GatherWindow,
         values: &[f32],
         writer: &mut FileWriter,
     ) -> Result<()> {
@@ -169,13 +184,13 @@ impl NarrowBuffers {
                 self.bf16.resize(values.len(), bf16::ZERO);
                 self.bf16.convert_from_f32_slice(values);
                 writer.write(bytemuck::cast_slice(&self.bf16))?;
-                overflow(values, &self.bf16, |x| x.is_infinite())
+                find_overflow(values, &self.bf16, |x| x.is_infinite())
             }
             Dtype::F16 => {
                 self.f16.resize(values.len(), f16::ZERO);
                 self.f16.convert_from_f32_slice(values);
                 writer.write(bytemuck::cast_slice(&self.f16))?;
-                overflow(values, &self.f16, |x| x.is_infinite())
+                find_overflow(values, &self.f16, |x| x.is_infinite())
             }
             _ => {
                 writer.write(bytemuck::cast_slice(values))?;
@@ -202,7 +217,7 @@ impl NarrowBuffers {
     }
 }
 
-/// Index of the first finite value that became infinite.
-fn overflow<T>(wide: &[f32], narrow: &[T], is_infinite: impl Fn(&T) -> bool) -> Option<usize> {
+/// Finds the index of the first finite value that became infinite by the conversion.
+fn find_overflow<T>(wide: &[f32], narrow: &[T], is_infinite: impl Fn(&T) -> bool) -> Option<usize> {
     wide.iter().zip(narrow).position(|(w, n)| is_infinite(n) && w.is_finite())
 }

@@ -5,38 +5,38 @@ use crate::dtype::Dtype;
 use diagnostic::Code;
 use diagnostic::codes::checkpoint as codes;
 
-/// Why a pickle is rejected. Nothing in a pickle is ever executed.
+/// Why a pickle is rejected.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum PickleError {
-    /// The pickle is larger than the limit.
+    /// The pickle exceeds the limit on its size.
     #[error("the pickle has {bytes} bytes, more than the limit of {BYTES_MAX}")]
     TooLarge {
-        /// Size of the pickle.
+        /// Size of the pickle in bytes.
         bytes: u64,
     },
     /// The pickle ends before the input does.
     #[error("the pickle ends at byte {end}, the file at byte {size}")]
     TrailingData {
-        /// End of the pickle.
+        /// Offset of the pickle's end in the input.
         end: usize,
-        /// End of the input.
+        /// Size of the input in bytes.
         size: usize,
     },
     /// An opcode needs more bytes than the input has.
     #[error("the pickle claims {claimed} bytes at byte {at}, where {left} are left")]
     Truncated {
-        /// Position in the input.
+        /// Offset in the input after the opcode.
         at: usize,
         /// Bytes that the opcode needs.
         claimed: usize,
         /// Bytes that are left.
         left: usize,
     },
-    /// A name has no line end.
+    /// The name of a class or function has no line end.
     #[error("the pickle has a name without an end at byte {at}")]
     UnterminatedName {
-        /// Position in the input.
+        /// Offset of the name in the input.
         at: usize,
     },
     /// A class or function is not on the list of allowed names.
@@ -47,24 +47,24 @@ pub enum PickleError {
         /// `module.name`, without control characters and shortened.
         name: String,
     },
-    /// An opcode that torch files do not use.
-    #[error("the pickle has the unsupported opcode {}", opcode_name(*.opcode))]
+    /// The pickle has an opcode that torch files do not use.
+    #[error("the pickle has the unsupported opcode {}", format_opcode(*.opcode))]
     UnsupportedOpcode {
         /// The opcode.
         opcode: u8,
     },
-    /// A protocol newer than 5.
+    /// The pickle has a protocol newer than 5.
     #[error("the pickle has protocol {protocol}; protocols 0 to 5 are supported")]
     UnsupportedProtocol {
-        /// The protocol.
+        /// The protocol in the pickle.
         protocol: u8,
     },
     /// A limit on memory is exceeded.
     #[error("the pickle makes more than {limit} {what}")]
     Limit {
-        /// `values`, `marks` or `memo entries`.
+        /// What is limited: `values`, `marks` or `memo entries`.
         what: &'static str,
-        /// The limit.
+        /// The limit that is exceeded.
         limit: usize,
     },
     /// Values are nested too deeply.
@@ -85,32 +85,33 @@ pub enum PickleError {
     /// A dict has an odd number of keys and values.
     #[error("the pickle has a key without a value")]
     KeyWithoutValue,
-    /// An opcode is applied to a value of another type.
+    /// An opcode is applied to a value of the wrong type. The text completes the sentence "the
+    /// pickle …".
     #[error("the pickle {0}")]
     WrongType(&'static str),
     /// Text is not UTF-8.
     #[error("the pickle has text before byte {at} that is not UTF-8")]
     InvalidUtf8 {
-        /// Position in the input.
+        /// Offset in the input after the text.
         at: usize,
     },
-    /// A size does not fit this machine.
+    /// A size does not fit into the address space of this machine.
     #[error("the pickle has a size that does not fit into memory")]
     SizeOverflow,
 }
 
 impl PickleError {
-    /// True when the input ends too early, so that more input may make the pickle complete.
+    /// Returns true if the input ends too early, so that more input may complete the pickle.
     pub(crate) fn is_truncated(&self) -> bool {
         matches!(self, PickleError::Truncated { .. } | PickleError::UnterminatedName { .. })
     }
 
-    /// True when the pickle names a class or function that is not allowed.
+    /// Returns true if the pickle names a class or function that is not allowed.
     pub(crate) fn is_forbidden_global(&self) -> bool {
         matches!(self, PickleError::ForbiddenGlobal { .. })
     }
 
-    /// The stable code of this error.
+    /// Returns the stable code of this error.
     pub fn code(&self) -> Code {
         match self {
             PickleError::ForbiddenGlobal { .. } => codes::PICKLE_GLOBAL_FORBIDDEN,
@@ -119,8 +120,8 @@ impl PickleError {
     }
 }
 
-/// An opcode as Python's `pickletools` names it.
-fn opcode_name(opcode: u8) -> String {
+/// Formats an opcode as a number, with the name that Python's `pickletools` gives it.
+fn format_opcode(opcode: u8) -> String {
     let name = match opcode {
         b'i' => "INST",
         b'o' => "OBJ",
@@ -147,10 +148,11 @@ pub enum EncodeError {
     /// torch has no storage class for this dtype.
     #[error("torch has no storage class for {0}")]
     NoStorageClass(Dtype),
-    /// A literal tensor was not moved to a storage of the file.
+    /// A tensor is still a [`super::PythonObject::Literal`], which has not been moved to a storage
+    /// of the file.
     #[error("a tensor has no storage in the file")]
     TensorWithoutStorage,
-    /// The name has no module or contains a line break.
+    /// The name of a class or function has no module or contains a line break.
     #[error("{0:?} is not the name of a class or function")]
     InvalidGlobal(String),
     /// A text has more than 4 GiB.

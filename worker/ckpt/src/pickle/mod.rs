@@ -1,6 +1,6 @@
 //! Reads and writes pickles as torch files contain them, without executing anything.
 //!
-//! The caller lists the classes and functions that a pickle may name; any other name is rejected.
+//! The caller lists the classes and functions that a pickle may name. Any other name is rejected.
 //! The result is a tree of plain values in which dicts keep their order. Shared values stay shared,
 //! so that a small file cannot expand into a large tree. A value that contains itself is rejected.
 mod error;
@@ -11,29 +11,29 @@ mod tests;
 mod write;
 
 pub use error::{EncodeError, PickleError};
-pub(crate) use machine::{load, load_first};
-pub use object::Object;
+pub(crate) use machine::{parse_first_pickle, parse_pickle};
+pub use object::PythonObject;
 pub(crate) use object::StoredTensor;
 use serde_json::{Map, Number, Value as Json};
-pub(crate) use write::encode;
+pub(crate) use write::encode_pickle;
 
-/// Limit on the size of one pickle, bytes.
+/// Limit on the size of one pickle, in bytes.
 pub(crate) const BYTES_MAX: u64 = 64 << 20;
-/// Limit on the values that one pickle may push.
+/// Limit on the number of values that one pickle may push to the stack.
 pub(crate) const VALUES_MAX: usize = 8 << 20;
-/// Limit on the entries of the memo.
+/// Limit on the entries of the memo, in which a pickle stores values that it uses again.
 pub(crate) const MEMO_MAX: usize = 4 << 20;
 /// Limit on the nesting of values.
 pub(crate) const DEPTH_MAX: u32 = 128;
-/// Limit on the values of a part that is converted to JSON.
+/// Limit on the number of values that one conversion to JSON shows.
 const JSON_MAX: usize = 100_000;
 
-/// Index of a [`Node`].
+/// Index of a [`PickleNode`] in its [`PickleTree`].
 pub(crate) type NodeIndex = u32;
 
-/// A value of a pickle. Values that do not fit into a word are in a [`Node`].
+/// A value of a pickle. Values that do not fit into a machine word are in a [`PickleNode`].
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) enum Value {
+pub(crate) enum PickleValue {
     None,
     Bool(bool),
     Int(i64),
@@ -41,69 +41,71 @@ pub(crate) enum Value {
     Node(NodeIndex),
 }
 
-/// A value of a pickle that does not fit into a word.
+/// A value of a pickle that does not fit into a machine word.
 #[derive(Debug)]
-pub(crate) enum Node {
+pub(crate) enum PickleNode {
     Str(Box<str>),
-    /// Bytes. Their content is dropped.
+    /// A byte string, whose content is dropped.
     Bytes,
-    /// An integer beyond 64 bits. Its value is dropped.
+    /// An integer beyond 64 bits, whose value is dropped.
     BigInt,
-    List(Vec<Value>),
-    Tuple(Vec<Value>),
-    Dict(Vec<(Value, Value)>),
-    Set(Vec<Value>),
-    /// A class or function: `module.name`.
+    List(Vec<PickleValue>),
+    Tuple(Vec<PickleValue>),
+    Dict(Vec<(PickleValue, PickleValue)>),
+    Set(Vec<PickleValue>),
+    /// A class or function, as `module.name`.
     Global(&'static str),
-    /// The result of calling a global with arguments. The call is not made.
+    /// The result of calling a global with arguments. The call is only recorded, never made.
     Object {
         class: &'static str,
-        args: Value,
-        state: Value,
+        args: PickleValue,
+        state: PickleValue,
     },
-    /// A reference to data outside of the pickle: a storage of the torch file.
-    Persistent(Value),
+    /// A reference to data outside of the pickle: in torch files, to a storage.
+    Persistent(PickleValue),
 }
 
-/// The values of one pickle.
+/// All values of one pickle.
 #[derive(Debug)]
-pub(crate) struct Tree {
-    nodes: Vec<Node>,
-    root: Value,
+pub(crate) struct PickleTree {
+    nodes: Vec<PickleNode>,
+    root: PickleValue,
 }
 
-impl Tree {
-    /// The pickled value.
-    pub(crate) fn root(&self) -> View<'_> {
-        View { tree: self, value: self.root }
+impl PickleTree {
+    /// Returns the pickled value.
+    pub(crate) fn root_value(&self) -> PickleView<'_> {
+        PickleView { tree: self, value: self.root }
     }
 
-    /// The references to data outside of the pickle.
-    pub(crate) fn persistent(&self) -> impl Iterator<Item = View<'_>> {
+    /// Iterates over the references to data outside of the pickle.
+    pub(crate) fn persistent_ids(&self) -> impl Iterator<Item = PickleView<'_>> {
         self.nodes.iter().filter_map(|node| match node {
-            Node::Persistent(value) => Some(View { tree: self, value: *value }),
+            PickleNode::Persistent(value) => Some(PickleView { tree: self, value: *value }),
             _ => None,
         })
     }
 
-    /// Rejects values that contain themselves and nesting beyond [`DEPTH_MAX`].
-    fn check_depth(&self) -> Result<(), PickleError> {
-        const NEW: u32 = 0;
-        const OPEN: u32 = u32::MAX;
-        let mut heights = vec![NEW; self.nodes.len()];
-        let Value::Node(root) = self.root else { return Ok(()) };
+    /// Rejects a value that contains itself, and nesting beyond [`DEPTH_MAX`].
+    fn check_nesting(&self) -> Result<(), PickleError> {
+        /// Height of a node that was not visited yet.
+        const UNVISITED: u32 = 0;
+        /// Height of a node on the path from the root to the current node.
+        const ON_PATH: u32 = u32::MAX;
+        let mut heights = vec![UNVISITED; self.nodes.len()];
+        let PickleValue::Node(root) = self.root else { return Ok(()) };
         let mut path: Vec<(NodeIndex, usize)> = vec![(root, 0)];
-        heights[root as usize] = OPEN;
+        heights[root as usize] = ON_PATH;
         while let Some((id, next)) = path.last_mut() {
             let id = *id;
             if let Some(child) = self.nodes[id as usize].child(*next) {
                 *next += 1;
-                if let Value::Node(child) = child {
+                if let PickleValue::Node(child) = child {
                     match heights[child as usize] {
-                        OPEN => return Err(PickleError::Cycle),
-                        NEW if path.len() as u32 >= DEPTH_MAX => return Err(PickleError::TooDeep),
-                        NEW => {
-                            heights[child as usize] = OPEN;
+                        ON_PATH => return Err(PickleError::Cycle),
+                        UNVISITED if path.len() as u32 >= DEPTH_MAX => return Err(PickleError::TooDeep),
+                        UNVISITED => {
+                            heights[child as usize] = ON_PATH;
                             path.push((child, 0));
                         }
                         height if path.len() as u32 + height > DEPTH_MAX => return Err(PickleError::TooDeep),
@@ -114,7 +116,7 @@ impl Tree {
             }
             path.pop();
             let height = |v| match v {
-                Value::Node(n) => heights[n as usize],
+                PickleValue::Node(n) => heights[n as usize],
                 _ => 0,
             };
             let children = (0..).map_while(|i| self.nodes[id as usize].child(i));
@@ -124,192 +126,221 @@ impl Tree {
     }
 }
 
-impl Node {
-    /// The `i`-th child value, in a fixed order.
-    fn child(&self, i: usize) -> Option<Value> {
+impl PickleNode {
+    /// Returns the `i`-th child value in a fixed order, or `None` if the node has fewer children.
+    fn child(&self, i: usize) -> Option<PickleValue> {
         match self {
-            Node::Str(_) | Node::Bytes | Node::BigInt | Node::Global(_) => None,
-            Node::List(v) | Node::Tuple(v) | Node::Set(v) => v.get(i).copied(),
-            Node::Dict(v) => v.get(i / 2).map(|&(key, value)| if i & 1 == 0 { key } else { value }),
-            Node::Object { args, state, .. } => [*args, *state].get(i).copied(),
-            Node::Persistent(v) => (i == 0).then_some(*v),
+            PickleNode::Str(_) | PickleNode::Bytes | PickleNode::BigInt | PickleNode::Global(_) => None,
+            PickleNode::List(v) | PickleNode::Tuple(v) | PickleNode::Set(v) => v.get(i).copied(),
+            PickleNode::Dict(v) => v.get(i / 2).map(|&(key, value)| if i & 1 == 0 { key } else { value }),
+            PickleNode::Object { args, state, .. } => [*args, *state].get(i).copied(),
+            PickleNode::Persistent(v) => (i == 0).then_some(*v),
         }
     }
 }
 
-/// A value together with its tree. Accessors return `None` when the value has another type.
+/// A value together with its tree. Accessors return `None` if the value has another type.
 #[derive(Clone, Copy)]
-pub(crate) struct View<'t> {
-    tree: &'t Tree,
-    value: Value,
+pub(crate) struct PickleView<'t> {
+    tree: &'t PickleTree,
+    value: PickleValue,
 }
 
-impl<'t> View<'t> {
-    fn with(self, value: Value) -> View<'t> {
-        View { value, ..self }
+impl<'t> PickleView<'t> {
+    /// Returns a view of another value of the same tree.
+    fn with_value(self, value: PickleValue) -> PickleView<'t> {
+        PickleView { value, ..self }
     }
 
-    fn node(self) -> Option<&'t Node> {
+    /// Returns the node of the value, or `None` if the value fits into a word.
+    fn node(self) -> Option<&'t PickleNode> {
         match self.value {
-            Value::Node(id) => self.tree.nodes.get(id as usize),
+            PickleValue::Node(id) => self.tree.nodes.get(id as usize),
             _ => None,
         }
     }
 
+    /// Returns true if the value is Python's `None`.
     pub(crate) fn is_none(self) -> bool {
-        self.value == Value::None
+        self.value == PickleValue::None
     }
 
-    pub(crate) fn int(self) -> Option<i64> {
+    /// Returns the value as an integer of at most 64 bits.
+    pub(crate) fn as_int(self) -> Option<i64> {
         match self.value {
-            Value::Int(i) => Some(i),
+            PickleValue::Int(i) => Some(i),
             _ => None,
         }
     }
 
-    pub(crate) fn float(self) -> Option<f64> {
+    /// Returns the value as a float. Integers are not converted.
+    pub(crate) fn as_float(self) -> Option<f64> {
         match self.value {
-            Value::Float(f) => Some(f),
+            PickleValue::Float(f) => Some(f),
             _ => None,
         }
     }
 
-    /// The value as a size, count or index.
-    pub(crate) fn count(self) -> Option<u64> {
-        self.int().and_then(|i| u64::try_from(i).ok())
+    /// Returns the value as a size, count or index: a non-negative integer.
+    pub(crate) fn as_count(self) -> Option<u64> {
+        self.as_int().and_then(|i| u64::try_from(i).ok())
     }
 
+    /// Returns the value as a bool.
     #[cfg(test)]
-    fn bool(self) -> Option<bool> {
+    fn as_bool(self) -> Option<bool> {
         match self.value {
-            Value::Bool(b) => Some(b),
+            PickleValue::Bool(b) => Some(b),
             _ => None,
         }
     }
 
-    pub(crate) fn str(self) -> Option<&'t str> {
+    /// Returns the value as text.
+    pub(crate) fn as_str(self) -> Option<&'t str> {
         match self.node()? {
-            Node::Str(s) => Some(s),
+            PickleNode::Str(s) => Some(s),
             _ => None,
         }
     }
 
-    pub(crate) fn global(self) -> Option<&'static str> {
+    /// Returns the `module.name` of a class or function.
+    pub(crate) fn as_global(self) -> Option<&'static str> {
         match self.node()? {
-            Node::Global(name) => Some(name),
+            PickleNode::Global(name) => Some(name),
             _ => None,
         }
     }
 
-    pub(crate) fn persistent(self) -> Option<View<'t>> {
+    /// Returns what a persistent reference refers to: in torch files, the description of a storage.
+    pub(crate) fn as_persistent_id(self) -> Option<PickleView<'t>> {
         match self.node()? {
-            Node::Persistent(v) => Some(self.with(*v)),
+            PickleNode::Persistent(v) => Some(self.with_value(*v)),
             _ => None,
         }
     }
 
-    /// The items of a list or tuple.
-    pub(crate) fn items(self) -> Option<Items<'t>> {
+    /// Returns the items of a list or tuple.
+    pub(crate) fn as_items(self) -> Option<PickleItems<'t>> {
         match self.node()? {
-            Node::List(values) | Node::Tuple(values) => Some(Items { tree: self.tree, values }),
-            _ => None,
-        }
-    }
-
-    /// The pairs of a dict in insertion order.
-    pub(crate) fn pairs(self) -> Option<impl Iterator<Item = (View<'t>, View<'t>)>> {
-        match self.node()? {
-            Node::Dict(pairs) => Some(pairs.iter().map(move |&(k, v)| (self.with(k), self.with(v)))),
-            _ => None,
-        }
-    }
-
-    /// The value of a string key of a dict.
-    pub(crate) fn get(self, key: &str) -> Option<View<'t>> {
-        match self.node()? {
-            // the last duplicate wins, as in Python
-            Node::Dict(p) => {
-                p.iter().rev().find(|(k, _)| self.with(*k).str() == Some(key)).map(|&(_, v)| self.with(v))
+            PickleNode::List(values) | PickleNode::Tuple(values) => {
+                Some(PickleItems { tree: self.tree, values })
             }
             _ => None,
         }
     }
 
-    /// The value of an integer key of a dict.
-    pub(crate) fn get_int(self, key: i64) -> Option<View<'t>> {
+    /// Iterates over the keys and values of a dict, in insertion order.
+    pub(crate) fn as_pairs(self) -> Option<impl Iterator<Item = (PickleView<'t>, PickleView<'t>)>> {
         match self.node()? {
-            Node::Dict(p) => p.iter().rev().find(|(k, _)| *k == Value::Int(key)).map(|&(_, v)| self.with(v)),
+            PickleNode::Dict(pairs) => {
+                Some(pairs.iter().map(move |&(k, v)| (self.with_value(k), self.with_value(v))))
+            }
             _ => None,
         }
     }
 
-    /// The class or function, the arguments and the state of an object.
-    pub(crate) fn object(self) -> Option<(&'static str, View<'t>, View<'t>)> {
+    /// Returns the value of the string key `key` of a dict. The last duplicate wins, as in Python.
+    pub(crate) fn get(self, key: &str) -> Option<PickleView<'t>> {
         match self.node()? {
-            Node::Object { class, args, state } => Some((class, self.with(*args), self.with(*state))),
+            // the last duplicate wins, as in Python
+            PickleNode::Dict(p) => p
+                .iter()
+                .rev()
+                .find(|(k, _)| self.with_value(*k).as_str() == Some(key))
+                .map(|&(_, v)| self.with_value(v)),
             _ => None,
         }
     }
 
-    /// Converts the value to JSON for display. Objects become the name of their class; values
-    /// beyond [`JSON_MAX`] become null.
-    pub(crate) fn json(self) -> Json {
+    /// Returns the value of the integer key `key` of a dict.
+    pub(crate) fn get_by_int(self, key: i64) -> Option<PickleView<'t>> {
+        match self.node()? {
+            PickleNode::Dict(p) => {
+                p.iter().rev().find(|(k, _)| *k == PickleValue::Int(key)).map(|&(_, v)| self.with_value(v))
+            }
+            _ => None,
+        }
+    }
+
+    /// Returns the class or function, the arguments, and the state of an object.
+    pub(crate) fn as_object(self) -> Option<(&'static str, PickleView<'t>, PickleView<'t>)> {
+        match self.node()? {
+            PickleNode::Object { class, args, state } => {
+                Some((class, self.with_value(*args), self.with_value(*state)))
+            }
+            _ => None,
+        }
+    }
+
+    /// Converts the value to JSON for display. Objects become the name of their class. After
+    /// [`JSON_MAX`] values, the rest becomes null or is left out.
+    pub(crate) fn to_json(self) -> Json {
         let mut left = JSON_MAX;
-        self.json_within(&mut left)
+        self.to_json_limited(&mut left)
     }
 
-    fn json_within(self, left: &mut usize) -> Json {
+    /// Converts the value to JSON, and subtracts the number of converted values from `left`.
+    fn to_json_limited(self, left: &mut usize) -> Json {
         if *left == 0 {
             return Json::Null;
         }
         *left -= 1;
         match (self.value, self.node()) {
-            (Value::Bool(b), _) => b.into(),
-            (Value::Int(i), _) => i.into(),
-            (Value::Float(f), _) => Number::from_f64(f).map_or_else(|| f.to_string().into(), Json::Number),
-            (_, Some(Node::Str(s))) => Json::String(s.to_string()),
-            (_, Some(Node::List(v) | Node::Tuple(v) | Node::Set(v))) => {
-                v.iter().map_while(|&v| (*left > 0).then(|| self.with(v).json_within(left))).collect()
+            (PickleValue::Bool(b), _) => b.into(),
+            (PickleValue::Int(i), _) => i.into(),
+            (PickleValue::Float(f), _) => {
+                Number::from_f64(f).map_or_else(|| f.to_string().into(), Json::Number)
             }
-            (_, Some(Node::Dict(pairs))) => {
-                let key = |k: View<'_>| match k.str() {
+            (_, Some(PickleNode::Str(s))) => Json::String(s.to_string()),
+            (_, Some(PickleNode::List(v) | PickleNode::Tuple(v) | PickleNode::Set(v))) => v
+                .iter()
+                .map_while(|&v| (*left > 0).then(|| self.with_value(v).to_json_limited(left)))
+                .collect(),
+            (_, Some(PickleNode::Dict(pairs))) => {
+                let key = |k: PickleView<'_>| match k.as_str() {
                     Some(s) => s.to_owned(),
-                    None => k.json_within(&mut 1).to_string(),
+                    None => k.to_json_limited(&mut 1).to_string(),
                 };
-                let pair = |&(k, v): &(Value, Value)| {
-                    (*left > 0).then(|| (key(self.with(k)), self.with(v).json_within(left)))
+                let pair = |&(k, v): &(PickleValue, PickleValue)| {
+                    (*left > 0).then(|| (key(self.with_value(k)), self.with_value(v).to_json_limited(left)))
                 };
                 Json::Object(pairs.iter().map_while(pair).collect::<Map<_, _>>())
             }
-            (_, Some(Node::Object { class, .. } | Node::Global(class))) => Json::String((*class).into()),
+            (_, Some(PickleNode::Object { class, .. } | PickleNode::Global(class))) => {
+                Json::String((*class).into())
+            }
             _ => Json::Null,
         }
     }
 }
 
-/// Items of a list or tuple.
+/// The items of a list or tuple.
 #[derive(Clone, Copy)]
-pub(crate) struct Items<'t> {
-    tree: &'t Tree,
-    values: &'t [Value],
+pub(crate) struct PickleItems<'t> {
+    tree: &'t PickleTree,
+    values: &'t [PickleValue],
 }
 
-impl<'t> Items<'t> {
+impl<'t> PickleItems<'t> {
+    /// Returns the number of items.
     #[cfg(test)]
     fn len(self) -> usize {
         self.values.len()
     }
 
-    pub(crate) fn get(self, i: usize) -> Option<View<'t>> {
-        self.values.get(i).map(|&value| View { tree: self.tree, value })
+    /// Returns the `i`-th item.
+    pub(crate) fn get(self, i: usize) -> Option<PickleView<'t>> {
+        self.values.get(i).map(|&value| PickleView { tree: self.tree, value })
     }
 
-    pub(crate) fn iter(self) -> impl Iterator<Item = View<'t>> {
-        self.values.iter().map(move |&value| View { tree: self.tree, value })
+    /// Iterates over the items.
+    pub(crate) fn iter(self) -> impl Iterator<Item = PickleView<'t>> {
+        self.values.iter().map(move |&value| PickleView { tree: self.tree, value })
     }
 
-    /// All items as sizes or counts; `None` when one is not.
-    pub(crate) fn counts(self) -> Option<Vec<u64>> {
-        self.iter().map(View::count).collect()
+    /// Returns all items as sizes or counts, or `None` if one of them is not a non-negative
+    /// integer.
+    pub(crate) fn to_counts(self) -> Option<Vec<u64>> {
+        self.iter().map(PickleView::as_count).collect()
     }
 }

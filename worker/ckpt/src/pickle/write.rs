@@ -1,23 +1,28 @@
 //! Writes pickles as `torch.save` does: protocol 2, with the opcodes that `torch.save` uses.
 use super::error::EncodeError;
-use super::object::{Object, StoredTensor};
+use super::object::{PythonObject, StoredTensor};
 use crate::dtype::Dtype;
 
-/// Items per SETITEMS or APPENDS opcode, as in Python's pickler.
-const BATCH: usize = 1000;
+/// Items per SETITEMS or APPENDS opcode, equal to the batch size of Python's pickler.
+const BATCH_ITEMS: usize = 1000;
 
+/// Result of encoding a value.
 type Result<T> = std::result::Result<T, EncodeError>;
 
-/// Pickles a value.
-pub(crate) fn encode(value: &Object) -> Result<Vec<u8>> {
+/// Encodes a value as a complete pickle.
+///
+/// # Errors
+/// Fails if a tensor has no storage, a dtype has no storage class, a name is invalid, or a text is
+/// larger than 4 GiB.
+pub(crate) fn encode_pickle(value: &PythonObject) -> Result<Vec<u8>> {
     let mut out = vec![0x80, 2];
     write_object(&mut out, value)?;
     out.push(b'.');
     Ok(out)
 }
 
-/// The torch storage class of a dtype; `None` when torch has none.
-pub(crate) fn storage_class(dtype: Dtype) -> Option<&'static str> {
+/// Returns the name of torch's storage class for a dtype, or `None` if torch has none.
+pub(crate) fn torch_storage_class(dtype: Dtype) -> Option<&'static str> {
     Some(match dtype {
         Dtype::BF16 => "torch.BFloat16Storage",
         Dtype::BOOL => "torch.BoolStorage",
@@ -33,50 +38,52 @@ pub(crate) fn storage_class(dtype: Dtype) -> Option<&'static str> {
     })
 }
 
-fn write_object(out: &mut Vec<u8>, value: &Object) -> Result<()> {
+/// Writes any value except a literal tensor, which must have been moved to a storage.
+fn write_object(out: &mut Vec<u8>, value: &PythonObject) -> Result<()> {
     match value {
-        Object::None => out.push(b'N'),
-        Object::Bool(b) => out.push(if *b { 0x88 } else { 0x89 }),
-        Object::Int(i) => write_int(out, *i),
-        Object::Float(f) => {
+        PythonObject::None => out.push(b'N'),
+        PythonObject::Bool(b) => out.push(if *b { 0x88 } else { 0x89 }),
+        PythonObject::Int(i) => write_int(out, *i),
+        PythonObject::Float(f) => {
             out.push(b'G');
             out.extend(f.to_be_bytes());
         }
-        Object::Str(s) => write_text(out, s)?,
-        Object::List(items) => write_list(out, items)?,
-        Object::Tuple(items) => write_tuple(out, items)?,
-        Object::Dict(pairs) => {
+        PythonObject::Str(s) => write_text(out, s)?,
+        PythonObject::List(items) => write_list(out, items)?,
+        PythonObject::Tuple(items) => write_tuple(out, items)?,
+        PythonObject::Dict(pairs) => {
             out.push(b'}');
-            set_items(out, pairs)?;
+            write_items(out, pairs)?;
         }
-        Object::OrderedDict(pairs) => {
+        PythonObject::OrderedDict(pairs) => {
             write_call(out, "collections.OrderedDict", &[])?;
-            set_items(out, pairs)?;
+            write_items(out, pairs)?;
         }
-        Object::Set(items) => {
+        PythonObject::Set(items) => {
             write_global(out, "__builtin__.set")?;
             write_list(out, items)?;
             out.extend([0x85, b'R']);
         }
-        Object::Size(sizes) => {
+        PythonObject::Size(sizes) => {
             write_global(out, "torch.Size")?;
             write_counts(out, sizes)?;
             out.extend([0x85, b'R']);
         }
-        Object::Global(name) => write_global(out, name)?,
-        Object::Call { function, args } => write_call(out, function, args)?,
-        Object::Instance { class, state } => {
+        PythonObject::Global(name) => write_global(out, name)?,
+        PythonObject::Call { function, args } => write_call(out, function, args)?,
+        PythonObject::Instance { class, state } => {
             write_global(out, class)?;
             out.extend(*b")\x81");
             write_object(out, state)?;
             out.push(b'b');
         }
-        Object::Tensor(t) => tensor(out, t)?,
-        Object::Literal { .. } => return Err(EncodeError::TensorWithoutStorage),
+        PythonObject::Tensor(t) => write_tensor(out, t)?,
+        PythonObject::Literal { .. } => return Err(EncodeError::TensorWithoutStorage),
     }
     Ok(())
 }
 
+/// Writes an integer with the shortest opcode.
 fn write_int(out: &mut Vec<u8>, i: i64) {
     if let Ok(b) = u8::try_from(i) {
         out.extend([b'K', b]);
@@ -92,6 +99,7 @@ fn write_int(out: &mut Vec<u8>, i: i64) {
     }
 }
 
+/// Writes text of at most 4 GiB.
 fn write_text(out: &mut Vec<u8>, s: &str) -> Result<()> {
     let len = u32::try_from(s.len()).map_err(|_| EncodeError::TextTooLong)?;
     out.push(b'X');
@@ -100,9 +108,10 @@ fn write_text(out: &mut Vec<u8>, s: &str) -> Result<()> {
     Ok(())
 }
 
-fn write_list(out: &mut Vec<u8>, items: &[Object]) -> Result<()> {
+/// Writes a list.
+fn write_list(out: &mut Vec<u8>, items: &[PythonObject]) -> Result<()> {
     out.push(b']');
-    for batch in items.chunks(BATCH) {
+    for batch in items.chunks(BATCH_ITEMS) {
         out.push(b'(');
         for item in batch {
             write_object(out, item)?;
@@ -112,7 +121,8 @@ fn write_list(out: &mut Vec<u8>, items: &[Object]) -> Result<()> {
     Ok(())
 }
 
-fn write_tuple(out: &mut Vec<u8>, items: &[Object]) -> Result<()> {
+/// Writes a tuple.
+fn write_tuple(out: &mut Vec<u8>, items: &[PythonObject]) -> Result<()> {
     if items.len() > 3 {
         out.push(b'(');
     }
@@ -129,8 +139,9 @@ fn write_tuple(out: &mut Vec<u8>, items: &[Object]) -> Result<()> {
     Ok(())
 }
 
-fn set_items(out: &mut Vec<u8>, pairs: &[(Object, Object)]) -> Result<()> {
-    for batch in pairs.chunks(BATCH) {
+/// Sets the items of the dict that was written last.
+fn write_items(out: &mut Vec<u8>, pairs: &[(PythonObject, PythonObject)]) -> Result<()> {
+    for batch in pairs.chunks(BATCH_ITEMS) {
         out.push(b'(');
         for (key, value) in batch {
             write_object(out, key)?;
@@ -141,6 +152,7 @@ fn set_items(out: &mut Vec<u8>, pairs: &[(Object, Object)]) -> Result<()> {
     Ok(())
 }
 
+/// Writes a reference to the class or function `module.name`.
 fn write_global(out: &mut Vec<u8>, name: &str) -> Result<()> {
     let (module, name) = name
         .rsplit_once('.')
@@ -154,27 +166,29 @@ fn write_global(out: &mut Vec<u8>, name: &str) -> Result<()> {
     Ok(())
 }
 
-fn write_call(out: &mut Vec<u8>, function: &str, args: &[Object]) -> Result<()> {
+/// Writes the call of a function with positional arguments.
+fn write_call(out: &mut Vec<u8>, function: &str, args: &[PythonObject]) -> Result<()> {
     write_global(out, function)?;
     write_tuple(out, args)?;
     out.push(b'R');
     Ok(())
 }
 
+/// Writes a tuple of integers.
 fn write_counts(out: &mut Vec<u8>, sizes: &[u64]) -> Result<()> {
-    write_tuple(out, &sizes.iter().map(|&n| Object::count(n)).collect::<Vec<_>>())
+    write_tuple(out, &sizes.iter().map(|&n| PythonObject::from_count(n)).collect::<Vec<_>>())
 }
 
 /// Writes `_rebuild_tensor_v2(storage, 0, size, stride, False, OrderedDict())`.
-fn tensor(out: &mut Vec<u8>, t: &StoredTensor) -> Result<()> {
-    let class = storage_class(t.dtype).ok_or(EncodeError::NoStorageClass(t.dtype))?;
+fn write_tensor(out: &mut Vec<u8>, t: &StoredTensor) -> Result<()> {
+    let class = torch_storage_class(t.dtype).ok_or(EncodeError::NoStorageClass(t.dtype))?;
     write_global(out, "torch._utils._rebuild_tensor_v2")?;
     out.extend(*b"((");
     write_text(out, "storage")?;
     write_global(out, class)?;
     write_text(out, &t.storage.to_string())?;
     write_text(out, "cpu")?;
-    write_int(out, t.stored as i64);
+    write_int(out, t.storage_elements as i64);
     out.extend(*b"tQ");
     write_int(out, 0);
     write_counts(out, &t.shape)?;
@@ -183,7 +197,7 @@ fn tensor(out: &mut Vec<u8>, t: &StoredTensor) -> Result<()> {
         strides[i - 1] = strides[i].saturating_mul(t.shape[i].max(1));
     }
     write_counts(out, &strides)?;
-    write_object(out, &Object::Bool(false))?;
+    write_object(out, &PythonObject::Bool(false))?;
     write_call(out, "collections.OrderedDict", &[])?;
     out.extend(*b"tR");
     Ok(())
@@ -192,7 +206,7 @@ fn tensor(out: &mut Vec<u8>, t: &StoredTensor) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::pickle::load;
+    use crate::pickle::parse_pickle;
     use proptest::prelude::*;
 
     const GLOBALS: &[&[&str]] = &[&[
@@ -204,37 +218,42 @@ mod tests {
         "deepspeed.runtime.fp16.loss_scaler.LossScaler",
     ]];
 
-    fn round_trip(value: &Object) -> Option<Object> {
-        let bytes = encode(value).expect("encode");
-        let tree = load(&bytes, GLOBALS).expect("decode");
+    /// Encodes a value, parses the pickle, and converts the result back to a [`PythonObject`].
+    fn encode_and_parse(value: &PythonObject) -> Option<PythonObject> {
+        let bytes = encode_pickle(value).expect("encode");
+        let tree = parse_pickle(&bytes, GLOBALS).expect("decode");
         let mut left = 1 << 20;
-        tree.root().to_object(&mut left, &|_| None)
+        tree.root_value().to_object(&mut left, &|_| None)
     }
 
-    fn plain_value() -> impl Strategy<Value = Object> {
+    /// Generates nested values without tensors.
+    fn plain_value_strategy() -> impl Strategy<Value = PythonObject> {
         let leaf = prop_oneof![
-            Just(Object::None),
-            any::<bool>().prop_map(Object::Bool),
-            any::<i64>().prop_map(Object::Int),
-            (-70_000i64..70_000).prop_map(Object::Int),
-            any::<f64>().prop_filter("NaN is not equal to itself", |f| !f.is_nan()).prop_map(Object::Float),
-            ".{0,9}".prop_map(Object::Str),
-            proptest::collection::vec(0u64..1 << 40, 0..5).prop_map(Object::Size),
-            Just(Object::Global("torch.float16".into())),
-            (0i64..4).prop_map(|i| Object::Call {
+            Just(PythonObject::None),
+            any::<bool>().prop_map(PythonObject::Bool),
+            any::<i64>().prop_map(PythonObject::Int),
+            (-70_000i64..70_000).prop_map(PythonObject::Int),
+            any::<f64>()
+                .prop_filter("NaN is not equal to itself", |f| !f.is_nan())
+                .prop_map(PythonObject::Float),
+            ".{0,9}".prop_map(PythonObject::Str),
+            proptest::collection::vec(0u64..1 << 40, 0..5).prop_map(PythonObject::Size),
+            Just(PythonObject::Global("torch.float16".into())),
+            (0i64..4).prop_map(|i| PythonObject::Call {
                 function: "deepspeed.runtime.zero.config.ZeroStageEnum".into(),
-                args: vec![Object::Int(i)],
+                args: vec![PythonObject::Int(i)],
             }),
         ];
         leaf.prop_recursive(4, 40, 6, |inner| {
             let many = || proptest::collection::vec(inner.clone(), 0..6);
             prop_oneof![
-                many().prop_map(Object::List),
-                many().prop_map(Object::Tuple),
-                proptest::collection::vec(("[a-z]{1,5}", inner.clone()), 0..6).prop_map(Object::dict),
-                inner.clone().prop_map(|state| Object::Instance {
+                many().prop_map(PythonObject::List),
+                many().prop_map(PythonObject::Tuple),
+                proptest::collection::vec(("[a-z]{1,5}", inner.clone()), 0..6)
+                    .prop_map(PythonObject::dict_from_pairs),
+                inner.clone().prop_map(|state| PythonObject::Instance {
                     class: "deepspeed.runtime.fp16.loss_scaler.LossScaler".into(),
-                    state: Box::new(Object::dict([("x", state)])),
+                    state: Box::new(PythonObject::dict_from_pairs([("x", state)])),
                 }),
             ]
         })
@@ -242,22 +261,25 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_written_is_read_round_trip(value in plain_value()) {
-            prop_assert_eq!(round_trip(&value), Some(value));
+        fn written_values_read_back_equal(value in plain_value_strategy()) {
+            prop_assert_eq!(encode_and_parse(&value), Some(value));
         }
     }
 
     #[test]
     fn long_lists_and_dicts_round_trip() {
-        let list = Object::List((0..2500).map(Object::Int).collect());
-        assert_eq!(round_trip(&list), Some(list));
-        let dict = Object::dict((0..2500).map(|i| (format!("k{i}"), Object::Int(i))));
-        assert_eq!(round_trip(&dict), Some(dict));
+        let list = PythonObject::List((0..2500).map(PythonObject::Int).collect());
+        assert_eq!(encode_and_parse(&list), Some(list));
+        let dict = PythonObject::dict_from_pairs((0..2500).map(|i| (format!("k{i}"), PythonObject::Int(i))));
+        assert_eq!(encode_and_parse(&dict), Some(dict));
     }
 
     #[test]
     fn invalid_names_and_tensors_without_storage_are_rejected() {
-        assert!(encode(&Object::Global("os.sys\ntem".into())).is_err());
-        assert!(encode(&Object::Literal { dtype: Dtype::F32, shape: vec![], bytes: [0; 4].into() }).is_err());
+        assert!(encode_pickle(&PythonObject::Global("os.sys\ntem".into())).is_err());
+        assert!(
+            encode_pickle(&PythonObject::Literal { dtype: Dtype::F32, shape: vec![], bytes: [0; 4].into() })
+                .is_err()
+        );
     }
 }

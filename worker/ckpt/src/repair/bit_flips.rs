@@ -1,19 +1,21 @@
-//! Repairs a single flipped bit in a member of a torch file: its CRC-32 identifies the bit.
+//! Repairs single flipped bits in members of torch files, which the CRC-32 of the member
+//! identifies.
 use super::RepairDir;
 use crate::disk::Directory;
 use crate::error::{CkptError, Result};
-use crate::formats::zip::{self, Member};
+use crate::formats::zip::{self, ZipMember};
 use std::fs::OpenOptions;
 use std::os::unix::fs::FileExt;
 
 /// The polynomial of CRC-32 (IEEE 802.3), lowest bit first.
 const POLYNOMIAL: u32 = 0xEDB8_8320;
-/// Longest member that is searched for a flipped bit. Damage of many bits looks like a single
-/// flipped bit with probability 8 × length / 2³²: one in a thousand for this length.
-const MEMBER_MAX: u64 = 512 << 10;
+/// Maximum size in bytes of a member that is searched for a flipped bit. Damage of many bits looks
+/// like a single flipped bit with a probability of 8 × size / 2³², one in a thousand for this size.
+const MEMBER_BYTES_MAX: u64 = 512 << 10;
 
-/// The bit whose flip explains the XOR of two CRC-32 of a message of `len` bytes, as byte index and
-/// mask.
+/// Finds the single flipped bit of a message of `len` bytes. `difference` is the XOR of the CRC-32s
+/// before and after the flip. Returns the index of the byte and the mask of the bit; `None` if no
+/// single bit explains the difference.
 pub(super) fn find_flipped_bit(difference: u32, len: u64) -> Option<(u64, u8)> {
     let mut reg = POLYNOMIAL;
     for back in 0..len.checked_mul(8)? {
@@ -26,26 +28,27 @@ pub(super) fn find_flipped_bit(difference: u32, len: u64) -> Option<(u64, u8)> {
     None
 }
 
-/// Flips back single flipped bits in the members of a torch file of the copy.
-pub(super) fn repair_file(bench: &mut RepairDir, name: &str) -> Result<()> {
-    let directory = Directory::open(&bench.dir)?;
+/// Repairs single flipped bits in the members of the torch file `name`, and reports each repair.
+/// Leaves other damage unchanged.
+pub(super) fn revert_bit_flips(repair_dir: &mut RepairDir, name: &str) -> Result<()> {
+    let directory = Directory::open(&repair_dir.dir)?;
     let (file, size) = directory.open_file(name, nix::fcntl::OFlag::empty())?;
-    let Ok(members) = zip::members(size, |at, out| file.read_exact_at(out, at)) else { return Ok(()) };
+    let Ok(members) = zip::read_members(size, |at, out| file.read_exact_at(out, at)) else { return Ok(()) };
     let mut found = Vec::new();
     for member in &members {
         let (Some(crc), len) = (member.crc, member.data.end - member.data.start) else { continue };
-        if len > MEMBER_MAX {
+        if len > MEMBER_BYTES_MAX {
             continue;
         }
         let mut bytes = vec![0u8; len as usize];
         file.read_exact_at(&mut bytes, member.data.start)
-            .map_err(CkptError::io("read", &bench.dir.join(name)))?;
+            .map_err(CkptError::io("read", &repair_dir.dir.join(name)))?;
         let actual = crc32fast::hash(&bytes);
         if actual != crc
             && let Some((at, mask)) = find_flipped_bit(actual ^ crc, len)
         {
             bytes[at as usize] ^= mask;
-            // verify the result instead of relying on the arithmetic
+            // check the result with the CRC instead of relying on the arithmetic
             if crc32fast::hash(&bytes) == crc {
                 found.push((member, at, mask, bytes[at as usize]));
             }
@@ -54,17 +57,18 @@ pub(super) fn repair_file(bench: &mut RepairDir, name: &str) -> Result<()> {
     if found.is_empty() {
         return Ok(());
     }
-    bench.copy_original(name)?;
-    let path = bench.dir.join(name);
+    repair_dir.replace_link_by_copy(name)?;
+    let path = repair_dir.dir.join(name);
     let copy = OpenOptions::new().write(true).open(&path).map_err(CkptError::io("open", &path))?;
     for (member, at, mask, byte) in found {
         copy.write_all_at(&[byte], member.data.start + at).map_err(CkptError::io("write", &path))?;
-        bench.rebuilt.push(describe_flip(name, member, at, mask));
+        repair_dir.rebuilt.push(describe_reverted_flip(name, member, at, mask));
     }
     Ok(())
 }
 
-fn describe_flip(name: &str, member: &Member, at: u64, mask: u8) -> String {
+/// Formats the line about a repaired bit, with the probability that other damage looks like it.
+fn describe_reverted_flip(name: &str, member: &ZipMember, at: u64, mask: u8) -> String {
     let len = member.data.end - member.data.start;
     let chance = 8.0 * len as f64 / (1u64 << 32) as f64 * 1e6;
     format!(

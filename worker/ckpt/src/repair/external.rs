@@ -1,50 +1,52 @@
-//! Repairs external checkpoints: the newest step that can be completed, and the files that belong
-//! to it.
-use super::{Loss, RepairDir, bit_flips, join_name, list_files, model_files, reason_of, universal, weights};
+//! Repairs external checkpoints: the newest one that can be completed, and its RNG state files.
+use super::{
+    RepairDir, RepairLoss, bit_flips, format_reason, join_subpath, list_files_recursively, model_files,
+    universal, weights,
+};
 use crate::disk::{self, Directory};
 use crate::error::Result;
-use crate::external::values::non_finite_values;
+use crate::external::non_finite_values::find_non_finite_values;
 use crate::external::{self, ExternalCheckpoint};
-use crate::formats::deepspeed::{self, LATEST, LATEST_UNIVERSAL};
-use crate::rng_files::{missing_ranks, rank_files as rng_folder};
+use crate::formats::deepspeed::{self, LATEST_FILE, LATEST_UNIVERSAL_FILE};
+use crate::rng_files::{missing_ranks, rank_files};
 use std::path::Path;
 
-/// Depth of directories that are searched for files.
+/// Maximum depth of the subdirectories that are searched for torch files.
 const DEPTH_MAX: u32 = 4;
-/// File name extensions of torch containers.
+/// File name extensions of torch files.
 const TORCH_SUFFIXES: [&str; 4] = [".pt", ".pth", ".bin", ".pkl"];
 
-/// Repairs a directory with one checkpoint, or with several, of which the newest that can be
-/// completed is kept with all older ones.
-pub(super) fn repair_external(bench: &mut RepairDir) -> Result<()> {
-    let checkpoints = numbered_checkpoints(&Directory::open(&bench.dir)?)?;
-    if checkpoints.is_empty() || is_checkpoint(&bench.dir)? {
-        return repair_checkpoint(bench, "");
+/// Repairs a directory that is one checkpoint or contains several. Of several, repairs the newest
+/// that can be completed, removes newer ones from the copy, and keeps older ones unchanged.
+pub(super) fn repair_external(repair_dir: &mut RepairDir) -> Result<()> {
+    let checkpoints = list_numbered_checkpoints(&Directory::open(&repair_dir.dir)?)?;
+    if checkpoints.is_empty() || is_deepspeed_checkpoint(&repair_dir.dir)? {
+        return repair_checkpoint(repair_dir, "");
     }
     for name in checkpoints.iter().rev() {
-        let before = bench.lost.len();
-        repair_checkpoint(bench, name)?;
-        match open_sound(&bench.dir.join(name)) {
+        let before = repair_dir.lost.len();
+        repair_checkpoint(repair_dir, name)?;
+        match open_if_sound(&repair_dir.dir.join(name)) {
             Ok(_) => {
-                bench.newest = Some(name.clone());
+                repair_dir.newest = Some(name.clone());
                 return Ok(());
             }
             Err(why) => {
-                bench.lost.truncate(before);
-                bench.lost.push(Loss::new(name, why));
+                repair_dir.lost.truncate(before);
+                repair_dir.lost.push(RepairLoss::new(name, why));
                 // programs resume from the highest number, so an incomplete one must not stay
-                bench.rebuilt.push(format!("{name}: left out, because it cannot be completed"));
-                disk::remove_tree(&bench.dir.join(name))?;
+                repair_dir.rebuilt.push(format!("{name}: left out, because it cannot be completed"));
+                disk::remove_tree(&repair_dir.dir.join(name))?;
             }
         }
     }
     Ok(())
 }
 
-/// Names of the directories `checkpoint-N` and `checkpoint_N`, oldest first.
-fn numbered_checkpoints(directory: &Directory) -> Result<Vec<String>> {
+/// Lists the names of the subdirectories `checkpoint-N` and `checkpoint_N`, lowest number first.
+fn list_numbered_checkpoints(directory: &Directory) -> Result<Vec<String>> {
     let mut found = Vec::new();
-    for name in directory.names()? {
+    for name in directory.list_names()? {
         let step =
             ["checkpoint-", "checkpoint_"].iter().find_map(|p| name.strip_prefix(p)?.parse::<u64>().ok());
         if let Some(step) = step
@@ -57,88 +59,93 @@ fn numbered_checkpoints(directory: &Directory) -> Result<Vec<String>> {
     Ok(found.into_iter().map(|(_, name)| name).collect())
 }
 
-/// Whether the directory itself is a DeepSpeed checkpoint.
-fn is_checkpoint(path: &Path) -> Result<bool> {
+/// Returns whether the directory at `path` is a DeepSpeed checkpoint: it has `latest`,
+/// `latest_universal` or a tag.
+fn is_deepspeed_checkpoint(path: &Path) -> Result<bool> {
     let directory = Directory::open(path)?;
-    Ok(directory.has(LATEST)? || directory.has(LATEST_UNIVERSAL)? || !deepspeed::tags(path)?.is_empty())
+    Ok(directory.has_entry(LATEST_FILE)?
+        || directory.has_entry(LATEST_UNIVERSAL_FILE)?
+        || !deepspeed::list_tags(path)?.is_empty())
 }
 
-/// Opens the checkpoint at `path` if every byte is intact and every value finite. The error lists
-/// the reasons why it isn't sound.
-pub(super) fn open_sound(path: &Path) -> std::result::Result<ExternalCheckpoint, Vec<String>> {
-    let line = |e: crate::error::CkptError| vec![reason_of(&e)];
-    let Some(found) = external::open(path).map_err(line)? else {
-        return Err(vec![crate::diagnosis::diagnose(path).to_string()]);
+/// Opens the external checkpoint at `path`, and verifies every byte and that all values are finite.
+/// The error is the list of reasons why the checkpoint isn't sound, as lines for the user.
+pub(super) fn open_if_sound(path: &Path) -> std::result::Result<ExternalCheckpoint, Vec<String>> {
+    let line = |e: crate::error::CkptError| vec![format_reason(&e)];
+    let Some(found) = external::open_checkpoint(path).map_err(line)? else {
+        return Err(vec![crate::diagnosis::diagnose_directory(path).to_string()]);
     };
     let (report, _) = found.verify().map_err(line)?;
     if !report.problems.is_empty() {
         return Err(report.problems.iter().map(ToString::to_string).collect());
     }
-    match non_finite_values(&found).map_err(line)? {
+    match find_non_finite_values(&found).map_err(line)? {
         lines if lines.is_empty() => Ok(found),
         lines => Err(lines),
     }
 }
 
-/// Repairs one checkpoint, which is in subdirectory `directory` of the copy.
-fn repair_checkpoint(bench: &mut RepairDir, directory: &str) -> Result<()> {
+/// Repairs the checkpoint in the subdirectory `directory` of the copy. Reports repairs and losses.
+fn repair_checkpoint(repair_dir: &mut RepairDir, directory: &str) -> Result<()> {
     let mut files = Vec::new();
-    list_files(&bench.dir, directory, DEPTH_MAX, &mut files)?;
+    list_files_recursively(&repair_dir.dir, directory, DEPTH_MAX, &mut files)?;
     for name in files.iter().filter(|n| TORCH_SUFFIXES.iter().any(|end| n.ends_with(end))) {
-        bit_flips::repair_file(bench, name)?;
+        bit_flips::revert_bit_flips(repair_dir, name)?;
     }
-    repair_latest_tag(bench, directory)?;
-    universal::repair_universal(bench, directory)?;
-    weights::repair_weights(bench, directory)?;
-    repair_rng_files(bench, directory)
+    repair_latest_tag(repair_dir, directory)?;
+    universal::repair_universal(repair_dir, directory)?;
+    weights::repair_weights(repair_dir, directory)?;
+    repair_rng_files(repair_dir, directory)
 }
 
-/// Repairs the newest DeepSpeed tag and points `latest` to it; tries older tags when that fails.
-fn repair_latest_tag(bench: &mut RepairDir, directory: &str) -> Result<()> {
-    let path = bench.dir.join(directory);
-    let tags = deepspeed::tags(&path)?;
+/// Repairs the newest DeepSpeed tag that can be completed, and points `latest` to it. Reports newer
+/// tags as lost.
+fn repair_latest_tag(repair_dir: &mut RepairDir, directory: &str) -> Result<()> {
+    let path = repair_dir.dir.join(directory);
+    let tags = deepspeed::list_tags(&path)?;
     let opened = Directory::open(&path)?;
-    let previous = if opened.has(LATEST)? { deepspeed::latest(&opened, LATEST).ok() } else { None };
+    let previous =
+        if opened.has_entry(LATEST_FILE)? { deepspeed::read_latest(&opened, LATEST_FILE).ok() } else { None };
     for tag in tags.iter().rev() {
-        let before = bench.rebuilt.len();
-        let name = join_name(directory, tag);
-        if let Err(why) = model_files::repair_model_files(bench, &name) {
-            bench.lost.push(Loss::new(name, vec![reason_of(&why)]));
+        let before = repair_dir.rebuilt.len();
+        let name = join_subpath(directory, tag);
+        if let Err(why) = model_files::repair_model_files(repair_dir, &name) {
+            repair_dir.lost.push(RepairLoss::new(name, vec![format_reason(&why)]));
             continue;
         }
-        match open_sound(&bench.dir.join(&name)) {
+        match open_if_sound(&repair_dir.dir.join(&name)) {
             Ok(_) => {
                 if previous.as_ref() != Some(tag) {
-                    bench.write(&join_name(directory, LATEST), tag.as_bytes())?;
+                    repair_dir.write_file(&join_subpath(directory, LATEST_FILE), tag.as_bytes())?;
                     let change = previous
                         .map_or_else(|| "recreated".to_owned(), |previous| format!("pointed to {previous}"));
-                    bench.rebuilt.push(format!("latest: {change}, points to {tag} now"));
+                    repair_dir.rebuilt.push(format!("latest: {change}, points to {tag} now"));
                 }
                 if directory.is_empty() {
-                    bench.newest = Some(tag.clone());
+                    repair_dir.newest = Some(tag.clone());
                 }
                 return Ok(());
             }
             Err(why) => {
-                bench.rebuilt.truncate(before);
-                bench.lost.push(Loss::new(name, why));
+                repair_dir.rebuilt.truncate(before);
+                repair_dir.lost.push(RepairLoss::new(name, why));
             }
         }
     }
     Ok(())
 }
 
-/// Creates the RNG state files of ranks that have none.
-fn repair_rng_files(bench: &mut RepairDir, directory: &str) -> Result<()> {
-    let path = bench.dir.join(directory);
-    // RNG states are of no use without a checkpoint
-    let Ok(Some(found)) = external::open(&path) else { return Ok(()) };
+/// Creates the RNG state files of ranks that have none, if the number of ranks is known.
+fn repair_rng_files(repair_dir: &mut RepairDir, directory: &str) -> Result<()> {
+    let path = repair_dir.dir.join(directory);
+    // without a checkpoint, RNG streams are useless
+    let Ok(Some(found)) = external::open_checkpoint(&path) else { return Ok(()) };
     let step = found.facts().step.unwrap_or(0);
     let highest = found
         .facts()
         .rng_files
         .iter()
-        .filter_map(|n| rng_folder::parse_file_name(n))
+        .filter_map(|n| rank_files::parse_rank_file_name(n))
         .map(|(_, rank)| rank)
         .max();
     let world = match (found.facts().stage, found.facts().world, highest) {
@@ -147,18 +154,21 @@ fn repair_rng_files(bench: &mut RepairDir, directory: &str) -> Result<()> {
         _ => return Ok(()),
     };
     if world == 1 && found.facts().rng_files.iter().any(|n| n == "rng_state_0.pth") {
-        // a run of one process writes rng_state.pth
+        // a run of one process writes `rng_state.pth`, so there were more ranks
         let reason = "RNG states of all ranks except 0; the number of ranks is unknown".to_owned();
-        let loss = Loss::new(join_name(directory, "rng_state_*.pth"), vec![reason]);
-        bench.lost.push(loss.with_remark("`launch ckpt rng` creates them for a number that you know"));
+        let loss = RepairLoss::new(join_subpath(directory, "rng_state_*.pth"), vec![reason]);
+        repair_dir.lost.push(loss.with_remark("`launch ckpt rng` creates them for a number that you know"));
     }
-    match missing_ranks::fill_missing_ranks(&path, world, step) {
+    match missing_ranks::create_missing_rng_files(&path, world, step) {
         Ok(None) => {}
         Ok(Some(filled)) => {
-            let files = filled.files.iter().map(|f| join_name(directory, f)).collect::<Vec<_>>().join(", ");
-            bench.rebuilt.push(format!("{files}: {}", filled.decision.summary()));
+            let files =
+                filled.files.iter().map(|f| join_subpath(directory, f)).collect::<Vec<_>>().join(", ");
+            repair_dir.rebuilt.push(format!("{files}: {}", filled.decision.summary()));
         }
-        Err(e) if e.is_checkpoint_at_fault() => bench.lost.push(Loss::new("", vec![reason_of(&e)])),
+        Err(e) if e.is_checkpoint_at_fault() => {
+            repair_dir.lost.push(RepairLoss::new("", vec![format_reason(&e)]))
+        }
         Err(e) => return Err(e),
     }
     Ok(())

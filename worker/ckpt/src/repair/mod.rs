@@ -1,79 +1,80 @@
-//! Repairs a checkpoint: rebuilds what can be derived from the remaining files, and reports what is
-//! lost.
+//! Repairs checkpoints: rebuilds files that can be derived from the remaining ones, and reports
+//! losses.
 //!
-//! All work happens in a hidden copy made of hard links (the [`RepairDir`]), where files are
-//! replaced and never modified. The copy gets its final name when it is complete, and the original
+//! All work happens in a hidden copy made of hard links (the [`RepairDir`]), in which files are
+//! replaced and never modified. The copy gets its final name when it is complete. The original
 //! stays unchanged.
 mod bit_flips;
 mod external;
 mod model_files;
-mod native_repair;
+mod native;
 mod universal;
 mod weights;
 
 use crate::checkpoint::Checkpoint;
-use crate::commit::{Swap, publish};
+use crate::checkpoint_dir;
+use crate::commit::{ReplaceMethod, publish_directory};
 use crate::disk::{self, Directory, exists};
 use crate::error::{CkptError, Damage, DamageReason, OutputProblem, Result};
-use crate::external::values::non_finite_values;
-use crate::manifest::MANIFEST;
+use crate::external::non_finite_values::find_non_finite_values;
+use crate::manifest::MANIFEST_FILE;
 use crate::rng_files::link_tree::{self, ScratchDir};
-use crate::root;
-use crate::verify::{VerifyReport, verify};
+use crate::verify::{VerifyReport, verify_checkpoints};
 use serde::Serialize;
 use std::fmt;
 use std::fs::{self, OpenOptions};
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// Where [`repair`] writes its result.
+/// Options of [`repair_checkpoints`]: where the result is written.
 #[derive(Clone, Debug, Default)]
 pub struct RepairOptions {
-    /// The directory to create; by default `NAME.repaired` next to the directory `NAME`.
+    /// The directory to create. By default `NAME.repaired` next to the original `NAME`.
     pub out: Option<PathBuf>,
-    /// Give the result the original's name, and keep the original as `NAME.before-repair`.
+    /// Give the result the name of the original, and keep the original as `NAME.before-repair`.
     pub in_place: bool,
 }
 
 /// The result of a repair.
 #[derive(Clone, Debug, Serialize)]
 pub struct RepairReport {
-    /// The directory to use: the original if it needed no repair; `None` if nothing could be
-    /// repaired.
+    /// The directory with the result, which is the original if it needed no repair. `None` if
+    /// nothing could be repaired.
     pub path: Option<PathBuf>,
-    /// Where the original is now, if it was replaced.
+    /// The new path of the original, if the result replaced it.
     pub kept: Option<PathBuf>,
-    /// Name of the newest complete checkpoint in a directory of several.
+    /// Name of the newest complete checkpoint, if the directory contains several.
     pub newest: Option<String>,
-    /// What was rebuilt, as lines for the user.
+    /// Lines for the user about rebuilt, changed and removed files.
     pub rebuilt: Vec<String>,
-    /// What is lost and why, as lines for the user.
+    /// Lines for the user about losses and their reasons.
     pub lost: Vec<String>,
-    /// Whether the result verifies: complete, undamaged, all values finite.
+    /// Whether the result is sound: complete, undamaged, and with finite values only.
     pub sound: bool,
 }
 
-/// Something that a repair could not rebuild.
-struct Loss {
-    /// The file or checkpoint that is lost; empty when the reasons name it.
+/// A file or checkpoint that a repair could not rebuild.
+struct RepairLoss {
+    /// The file or checkpoint that is lost; empty if the reasons name it.
     subject: String,
+    /// Lines about what is missing or damaged.
     reasons: Vec<String>,
-    /// Why it could not be rebuilt; may be empty.
+    /// Why the subject could not be rebuilt; may be empty.
     remark: String,
 }
 
-impl Loss {
-    fn new(subject: impl Into<String>, reasons: Vec<String>) -> Loss {
-        Loss { subject: subject.into(), reasons, remark: String::new() }
+impl RepairLoss {
+    fn new(subject: impl Into<String>, reasons: Vec<String>) -> RepairLoss {
+        RepairLoss { subject: subject.into(), reasons, remark: String::new() }
     }
 
-    fn with_remark(mut self, remark: impl Into<String>) -> Loss {
+    fn with_remark(mut self, remark: impl Into<String>) -> RepairLoss {
         self.remark = remark.into();
         self
     }
 }
 
-impl fmt::Display for Loss {
+impl fmt::Display for RepairLoss {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if !self.subject.is_empty() {
             write!(f, "{}: ", self.subject)?;
@@ -86,25 +87,29 @@ impl fmt::Display for Loss {
     }
 }
 
-/// The hidden copy in which a checkpoint is repaired.
+/// The hidden copy in which a checkpoint is repaired, and the report so far.
 struct RepairDir {
-    /// The directory that is repaired; it is never modified.
+    /// The directory to repair, which is never modified.
     original: PathBuf,
-    /// The copy.
+    /// The hidden copy of that directory.
     dir: PathBuf,
+    /// Name of the newest complete checkpoint, if the directory contains several.
     newest: Option<String>,
+    /// Lines for the user about rebuilt, changed and removed files.
     rebuilt: Vec<String>,
-    lost: Vec<Loss>,
+    /// Losses that were found so far.
+    lost: Vec<RepairLoss>,
 }
 
 impl RepairDir {
-    /// Replaces the hard link `name` by a copy of the original file, which may be modified.
-    fn copy_original(&self, name: &str) -> Result<()> {
-        self.copy_in(&self.original.join(name), name)
+    /// Replaces the hard link `name` in the copy by a copy of the original file. Only such a file
+    /// may be modified.
+    fn replace_link_by_copy(&self, name: &str) -> Result<()> {
+        self.copy_file_in(&self.original.join(name), name)
     }
 
-    /// Copies the file `from` to `name`.
-    fn copy_in(&self, from: &Path, name: &str) -> Result<()> {
+    /// Copies the file `from` to `name` in the copy, and replaces an existing file.
+    fn copy_file_in(&self, from: &Path, name: &str) -> Result<()> {
         let to = self.dir.join(name);
         disk::unlink(&to)?;
         let mut source = fs::File::open(from).map_err(CkptError::io("open", from))?;
@@ -113,22 +118,23 @@ impl RepairDir {
         io::copy(&mut source, &mut target).map(drop).map_err(CkptError::io("copy", from))
     }
 
-    /// Replaces the file `name`.
-    fn write(&self, name: &str, content: &[u8]) -> Result<()> {
+    /// Writes the file `name` in the copy, and replaces an existing file.
+    fn write_file(&self, name: &str, content: &[u8]) -> Result<()> {
         let to = self.dir.join(name);
         disk::unlink(&to)?;
         disk::write_file(to, content).map(drop)
     }
 
-    /// A directory next to the copy for intermediate results. Dropping removes it.
+    /// Returns the path of a directory next to the copy, for intermediate results. Does not create
+    /// the directory. Dropping the returned value removes it.
     fn temp_dir(&self) -> TempDir {
         let mut name = self.dir.file_name().unwrap_or_default().to_owned();
         name.push(".aside");
         TempDir(self.dir.with_file_name(name))
     }
 
-    /// The lines with the paths of the original in place of those of the hidden copy.
-    fn with_original_paths(&self, lines: impl Iterator<Item = String>) -> Vec<String> {
+    /// Replaces the paths of the hidden copy in these lines by those of the original.
+    fn restore_original_paths(&self, lines: impl Iterator<Item = String>) -> Vec<String> {
         let (hidden, shown) = (self.dir.display().to_string(), self.original.display().to_string());
         let name = |path: &Path| path.file_name().unwrap_or_default().to_string_lossy().into_owned();
         let (hidden_name, name) = (name(&self.dir), name(&self.original));
@@ -136,6 +142,7 @@ impl RepairDir {
     }
 }
 
+/// The path of a temporary directory, which is removed when this value is dropped.
 struct TempDir(PathBuf);
 
 impl Drop for TempDir {
@@ -145,84 +152,89 @@ impl Drop for TempDir {
     }
 }
 
-/// Path of `name` in the subdirectory `directory` of the copy; `directory` is empty for the copy
+/// Joins a name to the path of a subdirectory of the copy; `directory` is empty for the copy
 /// itself.
-fn join_name(directory: &str, name: &str) -> String {
+fn join_subpath(directory: &str, name: &str) -> String {
     if directory.is_empty() { name.to_owned() } else { format!("{directory}/{name}") }
 }
 
-/// Repairs the checkpoint at `path`, or a directory of checkpoints.
+/// Repairs the checkpoint at `path`, or the checkpoints in the directory `path`. Writes the result
+/// to a new directory only if the repair changed something.
 ///
 /// # Errors
-/// When `path` has no checkpoint, the output path can't be used, or I/O fails. A loss is not an
-/// error; it is in the report.
-pub fn repair(path: &Path, options: &RepairOptions) -> Result<RepairReport> {
+/// If `path` has no checkpoint, the output path can't be used, or I/O fails. A loss is not an
+/// error, but in the report.
+pub fn repair_checkpoints(path: &Path, options: &RepairOptions) -> Result<RepairReport> {
     let missing = || CkptError::NotFound { path: path.to_owned() };
     if !path.is_dir() {
         return Err(missing());
     }
     let original = path.canonicalize().map_err(CkptError::io("find", path))?;
     let name = original.file_name().ok_or_else(missing)?.to_string_lossy().into_owned();
-    let target = target_path(&original, &name, options)?;
-    let parent = disk::parent_of(&target);
+    let target = choose_target_path(&original, &name, options)?;
+    let parent = disk::parent_dir(&target);
     disk::make_dirs(&parent)?;
     let _parent_lock = disk::lock_dir(&parent)?;
     // a run that saves to the directory holds its lock
     let _original_lock = options.in_place.then(|| disk::lock_dir(&original)).transpose()?;
     let scratch = ScratchDir::new(&parent, &target.file_name().unwrap_or_default().to_string_lossy())?;
-    link_tree::link_tree(&original, &scratch.dir, &|name| name.starts_with(root::SAVING))?;
-    let mut bench = RepairDir {
+    link_tree::link_tree(&original, &scratch.dir, &|name| name.starts_with(checkpoint_dir::SAVING_PREFIX))?;
+    let mut repair_dir = RepairDir {
         original: original.clone(),
         dir: scratch.dir.clone(),
         newest: None,
         rebuilt: Vec::new(),
         lost: Vec::new(),
     };
-    let native = exists(&bench.dir.join(MANIFEST)) || !root::steps(&bench.dir)?.is_empty();
+    let native = exists(&repair_dir.dir.join(MANIFEST_FILE))
+        || !checkpoint_dir::list_steps(&repair_dir.dir)?.is_empty();
     match native {
-        true => native_repair::repair_native(&mut bench)?,
-        false => external::repair_external(&mut bench)?,
+        true => native::repair_native(&mut repair_dir)?,
+        false => external::repair_external(&mut repair_dir)?,
     }
-    let sound = verify_result(&mut bench)?;
+    let sound = verify_result(&mut repair_dir)?;
     let mut report = RepairReport {
         path: None,
         kept: None,
-        newest: bench.newest.clone(),
-        rebuilt: bench.with_original_paths(bench.rebuilt.iter().cloned()),
-        lost: bench.with_original_paths(bench.lost.iter().map(Loss::to_string)),
+        newest: repair_dir.newest.clone(),
+        rebuilt: repair_dir.restore_original_paths(repair_dir.rebuilt.iter().cloned()),
+        lost: repair_dir.restore_original_paths(repair_dir.lost.iter().map(RepairLoss::to_string)),
         sound,
     };
-    publish_result(&bench, &target, path, options, &mut report)?;
+    publish_result(&repair_dir, &target, path, options, &mut report)?;
     Ok(report)
 }
 
-/// Publishes the copy if the repair changed something.
+/// Publishes the copy if the repair changed something, and completes the report. An incomplete
+/// repair does not replace the original.
 fn publish_result(
-    bench: &RepairDir,
+    repair_dir: &RepairDir,
     target: &Path,
     path: &Path,
     options: &RepairOptions,
     report: &mut RepairReport,
 ) -> Result<()> {
-    match (bench.rebuilt.is_empty(), report.sound) {
+    match (repair_dir.rebuilt.is_empty(), report.sound) {
         (true, true) => report.path = Some(path.to_owned()),
         (true, false) => {}
         // an incomplete repair doesn't replace the original
         (false, false) if options.in_place => report.rebuilt.clear(),
         (false, _) => {
-            disk::sync_all_of(&bench.dir)?;
-            report.kept = publish_at(&bench.dir, target, &bench.original, options)?;
+            disk::sync_file_system(&repair_dir.dir)?;
+            report.kept = rename_result(&repair_dir.dir, target, &repair_dir.original, options)?;
             report.path = Some(if options.in_place { path } else { target }.to_owned());
         }
     }
     Ok(())
 }
 
-/// The path of the result. With `in_place` the result has this path until it replaces the original.
+/// Chooses the path of the result. With `in_place`, the result has this path until it replaces the
+/// original.
 ///
 /// # Errors
-/// When the path exists or is inside of the original.
-fn target_path(original: &Path, name: &str, options: &RepairOptions) -> Result<PathBuf> {
+/// If the path, or the path under which the original would be kept, exists, or if the path is
+/// inside of the original.
+fn choose_target_path(original: &Path, name: &str, options: &RepairOptions) -> Result<PathBuf> {
     let sibling = |suffix: &str| original.with_file_name(format!("{name}.{suffix}"));
     let target = match &options.out {
         Some(out) => out.clone(),
@@ -233,7 +245,7 @@ fn target_path(original: &Path, name: &str, options: &RepairOptions) -> Result<P
     if exists(required) {
         return Err(CkptError::output_rejected(required, OutputProblem::Exists));
     }
-    let parent = disk::parent_of(&target);
+    let parent = disk::parent_dir(&target);
     if parent.canonicalize().is_ok_and(|p| p.starts_with(original)) {
         return Err(CkptError::output_rejected(&target, OutputProblem::InsideInput));
     }
@@ -242,58 +254,60 @@ fn target_path(original: &Path, name: &str, options: &RepairOptions) -> Result<P
 
 /// Renames the result to its final path and, with `in_place`, the original to `NAME.before-repair`.
 /// At every moment both directories are complete under a visible name. Returns the new path of the
-/// original.
-fn publish_at(
+/// original, if it has one.
+fn rename_result(
     result: &Path,
     target: &Path,
     original: &Path,
     options: &RepairOptions,
 ) -> Result<Option<PathBuf>> {
-    publish(result, target, Swap::Atomic)?;
+    publish_directory(result, target, ReplaceMethod::AtomicExchange)?;
     if !options.in_place {
         return Ok(None);
     }
-    publish(target, original, Swap::Atomic)?;
+    publish_directory(target, original, ReplaceMethod::AtomicExchange)?;
     let mut name = original.file_name().unwrap_or_default().to_owned();
     name.push(".before-repair");
     let kept = original.with_file_name(name);
-    publish(target, &kept, Swap::Atomic)?;
+    publish_directory(target, &kept, ReplaceMethod::AtomicExchange)?;
     Ok(Some(kept))
 }
 
-/// Whether the copy verifies. Problems are added to the losses.
-fn verify_result(bench: &mut RepairDir) -> Result<bool> {
-    let report = match verify(&bench.dir) {
+/// Verifies the copy, and adds its problems and non-finite values to the losses. Returns whether
+/// the copy is sound.
+fn verify_result(repair_dir: &mut RepairDir) -> Result<bool> {
+    let report = match verify_checkpoints(&repair_dir.dir) {
         Ok(report) => report,
         Err(e) if e.is_checkpoint_at_fault() => {
-            add_loss(bench, Loss::new("", vec![reason_of(&e)]));
+            add_new_loss(repair_dir, RepairLoss::new("", vec![format_reason(&e)]));
             return Ok(false);
         }
         Err(e) => return Err(e),
     };
-    let mut losses: Vec<Loss> = report.problems().map(|(_, damage)| loss_of(damage)).collect();
-    losses.extend(list_non_finite(&report)?.into_iter().map(|line| Loss::new("", vec![line])));
+    let mut losses: Vec<RepairLoss> = report.all_problems().map(|(_, damage)| make_loss(damage)).collect();
+    losses.extend(list_non_finite(&report)?.into_iter().map(|line| RepairLoss::new("", vec![line])));
     let sound = losses.is_empty() && !report.checkpoints.is_empty();
-    losses.into_iter().for_each(|loss| add_loss(bench, loss));
+    losses.into_iter().for_each(|loss| add_new_loss(repair_dir, loss));
     Ok(sound)
 }
 
-/// A line for each tensor of the verified checkpoints that has NaN or infinite values.
+/// Lists the tensors of the verified checkpoints that have NaN or infinite values, one line each.
 fn list_non_finite(report: &VerifyReport) -> Result<Vec<String>> {
     let mut lines = Vec::new();
     for c in report.checkpoints.iter().filter(|c| c.problems.is_empty() && c.elsewhere.is_empty()) {
-        if exists(&c.path.join(MANIFEST)) {
-            let found = non_finite_values(&Checkpoint::open(&c.path)?)?;
+        if exists(&c.path.join(MANIFEST_FILE)) {
+            let found = find_non_finite_values(&Checkpoint::open(&c.path)?)?;
             lines.extend(found.into_iter().map(|line| format!("{}: {line}", c.path.display())));
-        } else if let Some(opened) = crate::external::open(&report.path)? {
-            lines.extend(non_finite_values(&opened)?);
+        } else if let Some(opened) = crate::external::open_checkpoint(&report.path)? {
+            lines.extend(find_non_finite_values(&opened)?);
         }
     }
     Ok(lines)
 }
 
-/// The reason in an error: without the path of the checkpoint, where the error is about one.
-fn reason_of(error: &CkptError) -> String {
+/// Formats the reason in an error. If the error is about damage or a missing part of a checkpoint,
+/// leaves out the path of the checkpoint.
+fn format_reason(error: &CkptError) -> String {
     match error {
         CkptError::Damaged { damage, .. } => damage.to_string(),
         CkptError::Missing { part, .. } => DamageReason::PartMissing(part.clone()).to_string(),
@@ -301,31 +315,34 @@ fn reason_of(error: &CkptError) -> String {
     }
 }
 
-/// The loss of a damaged file. A missing part is the subject's loss, other damage names its file
-/// itself.
-fn loss_of(damage: &Damage) -> Loss {
+/// Makes the loss of a damaged file. Only for a missing part is the file the subject of the loss,
+/// since the text of other damage names the file.
+fn make_loss(damage: &Damage) -> RepairLoss {
     match &damage.reason {
-        DamageReason::PartMissing(_) => Loss::new(damage.file.as_str(), vec![damage.reason.to_string()]),
-        _ => Loss::new("", vec![damage.to_string()]),
+        DamageReason::PartMissing(_) => {
+            RepairLoss::new(damage.file.as_str(), vec![damage.reason.to_string()])
+        }
+        _ => RepairLoss::new("", vec![damage.to_string()]),
     }
 }
 
-/// Adds a loss unless another loss has its reasons.
-fn add_loss(bench: &mut RepairDir, loss: Loss) {
-    let is_known = |reason: &String| bench.lost.iter().any(|l| l.reasons.contains(reason));
+/// Adds a loss to those of the repair, unless other losses have all its reasons.
+fn add_new_loss(repair_dir: &mut RepairDir, loss: RepairLoss) {
+    let is_known = |reason: &String| repair_dir.lost.iter().any(|l| l.reasons.contains(reason));
     if !loss.reasons.iter().all(is_known) {
-        bench.lost.push(loss);
+        repair_dir.lost.push(loss);
     }
 }
 
-/// Lists the files in subdirectory `directory` of `dir`, down to this depth of directories.
-fn list_files(dir: &Path, directory: &str, depth: u32, found: &mut Vec<String>) -> Result<()> {
+/// Appends the paths of the files in the subdirectory `directory` of `dir` to `found`, relative to
+/// `dir`. Lists subdirectories down to the depth `depth`.
+fn list_files_recursively(dir: &Path, directory: &str, depth: u32, found: &mut Vec<String>) -> Result<()> {
     let opened = Directory::open(&dir.join(directory))?;
-    for name in opened.names()? {
-        let inner = join_name(directory, &name);
+    for name in opened.list_names()? {
+        let inner = join_subpath(directory, &name);
         if opened.has_directory(&name)? {
             if depth > 0 {
-                list_files(dir, &inner, depth - 1, found)?;
+                list_files_recursively(dir, &inner, depth - 1, found)?;
             }
         } else {
             found.push(inner);

@@ -1,106 +1,110 @@
-//! Rebuilds lost model files of DeepSpeed from those of other ranks, or from a universal checkpoint
-//! with the same training state.
-use super::universal::{SUFFIX, candidate_paths};
-use super::{RepairDir, external, join_name};
-use crate::convert::{ConvertOptions, ConvertTarget, convert_into};
-use crate::diff::{DiffOptions, Side, diff};
+//! Rebuilds lost model files of DeepSpeed from the model files of other ranks, or from a universal
+//! checkpoint of the same training state.
+use super::universal::{UNIVERSAL_SUFFIX, list_candidate_paths};
+use super::{RepairDir, external, join_subpath};
+use crate::convert::{ConvertOptions, ConvertTarget, convert_into_directory};
+use crate::diff::{DiffOptions, DiffSide, diff_checkpoints};
 use crate::disk::{self, Directory, exists};
 use crate::error::Result;
 use crate::external::ExternalCheckpoint;
-use crate::formats::deepspeed::{self, donor};
-use crate::source::TensorSource;
+use crate::formats::deepspeed::{self, lost_model_files};
+use crate::tensor_source::TensorSource;
 
-/// Rebuilds the lost model files of a tag, if a source for them exists.
+/// Rebuilds the lost model files of a tag from those of other ranks, or else from a universal
+/// checkpoint. Does nothing if no model file is lost.
 ///
 /// # Errors
-/// When no source exists: the files of other ranks cannot be read, or have content that differs by
-/// rank.
-pub(super) fn repair_model_files(bench: &mut RepairDir, tag: &str) -> Result<()> {
-    let from_ranks = copy_from_ranks(bench, tag);
-    let path = bench.dir.join(tag);
-    let Some(lost) = donor::lost(&path)? else { return from_ranks };
-    for source in universal_checkpoints(bench, tag)? {
-        if copy_from_universal(bench, tag, &lost, &source)? {
+/// If there is no universal checkpoint of this state, and the model files of other ranks can't be
+/// read or differ by rank.
+pub(super) fn repair_model_files(repair_dir: &mut RepairDir, tag: &str) -> Result<()> {
+    let from_ranks = copy_model_files_from_ranks(repair_dir, tag);
+    let path = repair_dir.dir.join(tag);
+    let Some(lost) = lost_model_files::find_lost_model_files(&path)? else { return from_ranks };
+    for source in find_universal_checkpoints(repair_dir, tag)? {
+        if copy_model_files_from_universal(repair_dir, tag, &lost, &source)? {
             return Ok(());
         }
     }
     from_ranks
 }
 
-/// Rebuilds lost model files of a stage 3 tag as copies of another rank's model file. At stage 3
+/// Rebuilds lost model files of a tag of stage 3 as copies of another rank's model file. At stage 3
 /// all ranks have equal model files, unless weights are frozen.
-fn copy_from_ranks(bench: &mut RepairDir, tag: &str) -> Result<()> {
-    let path = bench.dir.join(tag);
-    for donor in donor::find(&path)? {
-        donor::write(&path, &donor)?;
-        let buffers = if donor.buffers { " (with that rank's buffers)" } else { "" };
-        bench.rebuilt.push(format!("{tag}/{}: rebuilt from {}{buffers}", donor.lost, donor.from));
+fn copy_model_files_from_ranks(repair_dir: &mut RepairDir, tag: &str) -> Result<()> {
+    let path = repair_dir.dir.join(tag);
+    for donor in lost_model_files::find_replacements(&path)? {
+        lost_model_files::write_replacement(&path, &donor)?;
+        let buffers = if donor.has_buffers { " (with that rank's buffers)" } else { "" };
+        repair_dir
+            .rebuilt
+            .push(format!("{tag}/{}: rebuilt from {}{buffers}", donor.lost_file, donor.source_file));
     }
     Ok(())
 }
 
-/// Finds the intact universal checkpoints with the tag's name, next to the tag and in sibling
+/// Finds the sound universal checkpoints with the name of the tag, next to the tag and in sibling
 /// directories.
-fn universal_checkpoints(bench: &RepairDir, tag: &str) -> Result<Vec<ExternalCheckpoint>> {
-    let name = bench.original.join(tag).file_name().unwrap_or_default().to_string_lossy().into_owned();
-    let places = candidate_paths(bench, tag, &format!("{name}{SUFFIX}"))?;
-    let universal = places.iter().filter(|p| exists(p) && deepspeed::universal::is_universal(p));
-    Ok(universal.filter_map(|p| external::open_sound(p).ok()).collect())
+fn find_universal_checkpoints(repair_dir: &RepairDir, tag: &str) -> Result<Vec<ExternalCheckpoint>> {
+    let name = repair_dir.original.join(tag).file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let places = list_candidate_paths(repair_dir, tag, &format!("{name}{UNIVERSAL_SUFFIX}"))?;
+    let universal = places.iter().filter(|p| exists(p) && deepspeed::universal::is_universal_directory(p));
+    Ok(universal.filter_map(|p| external::open_if_sound(p).ok()).collect())
 }
 
-/// Converts a universal checkpoint to the tag's layout and copies the lost model files from the
-/// result. Keeps the copies only if every weight and state of the tag is then bit-equal to the
-/// universal checkpoint.
-fn copy_from_universal(
-    bench: &mut RepairDir,
+/// Converts a universal checkpoint to the layout of the tag, and copies the lost model files from
+/// the result. Keeps the copies only if every weight and optimizer state of the tag is then
+/// bit-equal to the universal checkpoint. Returns whether the copies were kept.
+fn copy_model_files_from_universal(
+    repair_dir: &mut RepairDir,
     tag: &str,
-    lost: &donor::LostModelFiles,
+    lost: &lost_model_files::LostModelFiles,
     source: &ExternalCheckpoint,
 ) -> Result<bool> {
-    let temp = bench.temp_dir();
+    let temp = repair_dir.temp_dir();
     disk::make_dirs(&temp.0)?;
     let options = ConvertOptions {
         stage: Some(lost.stage),
         world: Some(lost.world),
         ..ConvertOptions::new(ConvertTarget::DeepSpeed)
     };
-    if convert_into(source, &temp.0, &options).is_err() {
+    if convert_into_directory(source, &temp.0, &options).is_err() {
         return Ok(false);
     }
-    let Some(made) = deepspeed::tags(&temp.0)?.pop().map(|t| temp.0.join(t)) else { return Ok(false) };
-    let names = Directory::open(&made)?.names()?;
+    let Some(made) = deepspeed::list_tags(&temp.0)?.pop().map(|t| temp.0.join(t)) else { return Ok(false) };
+    let names = Directory::open(&made)?.list_names()?;
     let mut copied = Vec::new();
     for file in &lost.files {
-        let (to, from) = (join_name(tag, file), made.join(file));
+        let (to, from) = (join_subpath(tag, file), made.join(file));
         if names.contains(file) {
-            bench.copy_in(&from, &to)?;
+            repair_dir.copy_file_in(&from, &to)?;
             copied.push(to);
         }
     }
-    if copied.len() == lost.files.len() && is_same_state(bench, tag, source) {
+    if copied.len() == lost.files.len() && has_same_state(repair_dir, tag, source) {
         let from = source.path().display();
         let line = |file: &String| {
             format!("{file}: rebuilt from {from}, to which all weights and optimizer states are bit-equal")
         };
-        bench.rebuilt.extend(copied.iter().map(line));
+        repair_dir.rebuilt.extend(copied.iter().map(line));
         return Ok(true);
     }
     for file in copied {
-        disk::unlink(&bench.dir.join(&file))?;
-        if exists(&bench.original.join(&file)) {
-            bench.copy_original(&file)?;
+        disk::unlink(&repair_dir.dir.join(&file))?;
+        if exists(&repair_dir.original.join(&file)) {
+            repair_dir.replace_link_by_copy(&file)?;
         }
     }
     Ok(false)
 }
 
-/// Whether all tensors of the repaired tag are bit-equal to those of `source`.
-fn is_same_state(bench: &RepairDir, tag: &str, source: &ExternalCheckpoint) -> bool {
-    let Ok(repaired) = external::open_sound(&bench.dir.join(tag)) else { return false };
+/// Returns whether the repaired tag is sound, and all its tensors are bit-equal to those of
+/// `source`.
+fn has_same_state(repair_dir: &RepairDir, tag: &str, source: &ExternalCheckpoint) -> bool {
+    let Ok(repaired) = external::open_if_sound(&repair_dir.dir.join(tag)) else { return false };
     let (a, b) = (
-        Side { source: &repaired, ties: &repaired.facts().ties },
-        Side { source, ties: &source.facts().ties },
+        DiffSide { source: &repaired, ties: &repaired.facts().ties },
+        DiffSide { source, ties: &source.facts().ties },
     );
-    diff(a, b, &DiffOptions::default(), |_, _| ())
+    diff_checkpoints(a, b, &DiffOptions::default(), |_, _| ())
         .is_ok_and(|report| report.is_equal() && report.compared > 0)
 }

@@ -1,111 +1,121 @@
-//! Repairs universal checkpoints from the ZeRO checkpoint that they were converted from.
-use super::{Loss, RepairDir, external, join_name, list_files};
-use crate::convert::{ConvertOptions, ConvertTarget, convert};
+//! Repairs universal checkpoints from the ZeRO checkpoints from which they were converted.
+use super::{RepairDir, RepairLoss, external, join_subpath, list_files_recursively};
+use crate::convert::{ConvertOptions, ConvertTarget, convert_checkpoint};
 use crate::disk::{self, Directory, exists};
 use crate::error::Result;
 use crate::external::ExternalCheckpoint;
-use crate::formats::deepspeed::{self, LATEST_UNIVERSAL};
+use crate::formats::deepspeed::{self, LATEST_UNIVERSAL_FILE};
 use crate::formats::torch_file::TorchFile;
-use crate::formats::zip::Member;
+use crate::formats::zip::ZipMember;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-pub(super) const SUFFIX: &str = "_universal";
-/// Most sibling directories that are searched for the ZeRO checkpoint.
+/// End of the name of a universal checkpoint's directory.
+pub(super) const UNIVERSAL_SUFFIX: &str = "_universal";
+/// Maximum number of sibling directories that are searched for a ZeRO checkpoint.
 const SIBLINGS_MAX: usize = 64;
-/// Files whose tensors show that two universal checkpoints are of the same state.
+/// Names of the files whose tensors show whether two universal checkpoints are of the same state.
 const TENSOR_FILES: [&str; 4] = ["fp32.pt", "exp_avg.pt", "exp_avg_sq.pt", "momentum_buffer.pt"];
 
-/// Repairs the newest universal checkpoint and points `latest_universal` to it; tries older ones
-/// when that fails.
-pub(super) fn repair_universal(bench: &mut RepairDir, directory: &str) -> Result<()> {
-    let path = bench.dir.join(directory);
+/// Repairs the newest universal checkpoint that can be completed in the subdirectory `directory` of
+/// the copy, and points `latest_universal` to it.
+pub(super) fn repair_universal(repair_dir: &mut RepairDir, directory: &str) -> Result<()> {
+    let path = repair_dir.dir.join(directory);
     let opened = Directory::open(&path)?;
-    if directory.is_empty() && deepspeed::universal::is_universal(&path) {
-        return repair_tag(bench, "").map(drop);
+    if directory.is_empty() && deepspeed::universal::is_universal_directory(&path) {
+        return repair_universal_tag(repair_dir, "").map(drop);
     }
     let mut tags: Vec<(u64, String)> = Vec::new();
-    for name in opened.names()? {
-        let step = name.strip_suffix(SUFFIX).and_then(|n| n.strip_prefix("global_step")?.parse().ok());
-        if let Some(step) = step.filter(|_| deepspeed::universal::is_universal(&path.join(&name))) {
+    for name in opened.list_names()? {
+        let step =
+            name.strip_suffix(UNIVERSAL_SUFFIX).and_then(|n| n.strip_prefix("global_step")?.parse().ok());
+        if let Some(step) = step.filter(|_| deepspeed::universal::is_universal_directory(&path.join(&name))) {
             tags.push((step, name));
         }
     }
     tags.sort();
-    let has_latest = opened.has(LATEST_UNIVERSAL)?;
-    let previous = if has_latest { deepspeed::latest(&opened, LATEST_UNIVERSAL).ok() } else { None };
+    let has_latest = opened.has_entry(LATEST_UNIVERSAL_FILE)?;
+    let previous =
+        if has_latest { deepspeed::read_latest(&opened, LATEST_UNIVERSAL_FILE).ok() } else { None };
     for (_, tag) in tags.iter().rev() {
-        if !repair_tag(bench, &join_name(directory, tag))? {
+        if !repair_universal_tag(repair_dir, &join_subpath(directory, tag))? {
             continue;
         }
         if previous.as_ref() != Some(tag) {
-            bench.write(&join_name(directory, LATEST_UNIVERSAL), tag.as_bytes())?;
-            bench.rebuilt.push(format!("{LATEST_UNIVERSAL}: points to {tag} now"));
+            repair_dir.write_file(&join_subpath(directory, LATEST_UNIVERSAL_FILE), tag.as_bytes())?;
+            repair_dir.rebuilt.push(format!("{LATEST_UNIVERSAL_FILE}: points to {tag} now"));
         }
-        if directory.is_empty() && bench.newest.is_none() {
-            bench.newest = Some(tag.clone());
+        if directory.is_empty() && repair_dir.newest.is_none() {
+            repair_dir.newest = Some(tag.clone());
         }
         return Ok(());
     }
     Ok(())
 }
 
-/// Whether the universal checkpoint `tag` is sound, after a repair where needed.
-fn repair_tag(bench: &mut RepairDir, tag: &str) -> Result<bool> {
-    let Err(why) = external::open_sound(&bench.dir.join(tag)) else { return Ok(true) };
-    let before = bench.rebuilt.len();
-    for source in zero_checkpoints(bench, tag)? {
-        if copy_missing_from(bench, tag, &source)? && external::open_sound(&bench.dir.join(tag)).is_ok() {
+/// Repairs the universal checkpoint `tag` if it isn't sound. Returns whether it is sound
+/// afterwards. If not, reports it as lost.
+fn repair_universal_tag(repair_dir: &mut RepairDir, tag: &str) -> Result<bool> {
+    let Err(why) = external::open_if_sound(&repair_dir.dir.join(tag)) else { return Ok(true) };
+    let before = repair_dir.rebuilt.len();
+    for source in find_zero_checkpoints(repair_dir, tag)? {
+        if copy_missing_files(repair_dir, tag, &source)?
+            && external::open_if_sound(&repair_dir.dir.join(tag)).is_ok()
+        {
             return Ok(true);
         }
-        bench.rebuilt.truncate(before);
+        repair_dir.rebuilt.truncate(before);
     }
     let shown = if tag.is_empty() { "the universal checkpoint" } else { tag };
     let remark = "no ZeRO checkpoint of this state in this directory or its siblings";
-    bench.lost.push(Loss::new(shown, why).with_remark(remark));
+    repair_dir.lost.push(RepairLoss::new(shown, why).with_remark(remark));
     Ok(false)
 }
 
-/// Sound ZeRO checkpoints with the tag's name, in this directory and its siblings.
-fn zero_checkpoints(bench: &RepairDir, tag: &str) -> Result<Vec<ExternalCheckpoint>> {
-    let at = bench.original.join(tag);
+/// Finds the sound ZeRO checkpoints with the name of the tag, next to the tag and in sibling
+/// directories.
+fn find_zero_checkpoints(repair_dir: &RepairDir, tag: &str) -> Result<Vec<ExternalCheckpoint>> {
+    let at = repair_dir.original.join(tag);
     let name = at.file_name().unwrap_or_default().to_string_lossy().into_owned();
-    let base = name.strip_suffix(SUFFIX).unwrap_or(&name).to_owned();
-    let mut places = candidate_paths(bench, tag, &base)?;
-    places.retain(|p| exists(p) && deepspeed::is_tag(p));
-    Ok(places.iter().filter_map(|p| external::open_sound(p).ok()).collect())
+    let base = name.strip_suffix(UNIVERSAL_SUFFIX).unwrap_or(&name).to_owned();
+    let mut places = list_candidate_paths(repair_dir, tag, &base)?;
+    places.retain(|p| exists(p) && deepspeed::is_tag_directory(p));
+    Ok(places.iter().filter_map(|p| external::open_if_sound(p).ok()).collect())
 }
 
-/// Paths where a directory `name` that belongs to the tag may be: next to the tag, and in the
-/// siblings of the tag's parent.
-pub(super) fn candidate_paths(bench: &RepairDir, tag: &str, name: &str) -> Result<Vec<PathBuf>> {
-    let at = bench.original.join(tag);
-    let mut places = vec![disk::parent_of(&bench.dir.join(join_name(tag, "x"))).with_file_name(name)];
-    let parent = disk::parent_of(&disk::parent_of(&at));
+/// Lists the paths at which a directory `name` that belongs to the tag may be: next to the tag, and
+/// in the siblings of the directory with the tag. The paths may not exist.
+pub(super) fn list_candidate_paths(repair_dir: &RepairDir, tag: &str, name: &str) -> Result<Vec<PathBuf>> {
+    let at = repair_dir.original.join(tag);
+    let mut places =
+        vec![disk::parent_dir(&repair_dir.dir.join(join_subpath(tag, "x"))).with_file_name(name)];
+    let parent = disk::parent_dir(&disk::parent_dir(&at));
     for sibling in
-        Directory::open(&parent)?.names()?.into_iter().filter(|n| !n.starts_with('.')).take(SIBLINGS_MAX)
+        Directory::open(&parent)?.list_names()?.into_iter().filter(|n| !n.starts_with('.')).take(SIBLINGS_MAX)
     {
         places.push(parent.join(sibling).join(name));
     }
     Ok(places)
 }
 
-/// Copies missing files from the conversion of `source` to a universal checkpoint. False when a
-/// remaining file shows another state.
-fn copy_missing_from(bench: &mut RepairDir, tag: &str, source: &ExternalCheckpoint) -> Result<bool> {
-    let temp = bench.temp_dir();
-    if convert(source, &temp.0, &ConvertOptions::new(ConvertTarget::Universal), |_, _| ()).is_err() {
+/// Converts `source` to a universal checkpoint, and copies the files that the universal checkpoint
+/// `tag` lacks from the result. Returns false, and copies nothing, if the remaining files are of
+/// another state or no file is missing.
+fn copy_missing_files(repair_dir: &mut RepairDir, tag: &str, source: &ExternalCheckpoint) -> Result<bool> {
+    let temp = repair_dir.temp_dir();
+    if convert_checkpoint(source, &temp.0, &ConvertOptions::new(ConvertTarget::Universal), |_, _| ()).is_err()
+    {
         return Ok(false);
     }
-    let made = temp.0.join(deepspeed::latest(&Directory::open(&temp.0)?, LATEST_UNIVERSAL)?);
+    let made = temp.0.join(deepspeed::read_latest(&Directory::open(&temp.0)?, LATEST_UNIVERSAL_FILE)?);
     let mut files = Vec::new();
-    list_files(&made, "", 2, &mut files)?;
+    list_files_recursively(&made, "", 2, &mut files)?;
     let (mut equal, mut lost) = (0u64, Vec::new());
     let mut kinds: BTreeSet<String> = BTreeSet::new();
-    let dir = bench.dir.join(tag);
+    let dir = repair_dir.dir.join(tag);
     for name in files.iter().filter(|n| n.ends_with(".pt")) {
         let kind = name.rsplit('/').next().unwrap_or(name);
-        match (storage_digests(&dir, name), storage_digests(&made, name)) {
+        match (read_storage_digests(&dir, name), read_storage_digests(&made, name)) {
             (None, _) => lost.push(name.clone()),
             (Some(old), Some(new)) => {
                 if TENSOR_FILES.contains(&kind) {
@@ -125,22 +135,24 @@ fn copy_missing_from(bench: &mut RepairDir, tag: &str, source: &ExternalCheckpoi
         return Ok(false);
     }
     for name in lost {
-        disk::make_dirs(&disk::parent_of(&dir.join(&name)))?;
-        let file = join_name(tag, &name);
-        bench.copy_in(&made.join(&name), &file)?;
-        bench
-            .rebuilt
-            .push(format!("{file}: rebuilt from {}", crate::source::TensorSource::path(source).display()));
+        disk::make_dirs(&disk::parent_dir(&dir.join(&name)))?;
+        let file = join_subpath(tag, &name);
+        repair_dir.copy_file_in(&made.join(&name), &file)?;
+        repair_dir.rebuilt.push(format!(
+            "{file}: rebuilt from {}",
+            crate::tensor_source::TensorSource::path(source).display()
+        ));
     }
     Ok(true)
 }
 
-/// Sizes and CRCs of the storages of a torch file; `None` when it is missing or damaged.
-fn storage_digests(directory: &Path, name: &str) -> Option<BTreeMap<String, (u64, Option<u32>)>> {
+/// Reads the sizes and CRCs of the storages of a torch file, by name. Returns `None` if the file is
+/// missing or damaged.
+fn read_storage_digests(directory: &Path, name: &str) -> Option<BTreeMap<String, (u64, Option<u32>)>> {
     let directory = Directory::open(directory).ok()?;
     let known = crate::external::builder::GLOBALS;
     let file = TorchFile::open(&directory, name, known).ok()?;
-    let data = |m: &Member| {
+    let data = |m: &ZipMember| {
         let (_, inner) = m.name.split_once('/')?;
         inner.starts_with("data/").then(|| (inner.to_owned(), (m.data.end - m.data.start, m.crc)))
     };

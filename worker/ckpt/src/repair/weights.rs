@@ -1,35 +1,37 @@
-//! Repairs weights in Hugging Face's layout: a lost index from the headers of the shards, lost
-//! weights from the training state.
-use super::{Loss, RepairDir, external, join_name, reason_of};
+//! Repairs weights in Hugging Face's layout: rebuilds a lost index from the headers of the shards,
+//! and gathers lost weights from the training state.
+use super::{RepairDir, RepairLoss, external, format_reason, join_subpath};
 use crate::checkpoint::Checkpoint;
 use crate::disk::Directory;
 use crate::dtype::Dtype;
 use crate::error::{CkptError, Result};
 use crate::formats::{deepspeed, safetensors};
-use crate::gather::{GatherOptions, gather};
-use crate::source::TensorSource;
+use crate::gather::{GatherOptions, gather_weights};
+use crate::tensor_source::TensorSource;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::os::unix::fs::FileExt;
 
-/// Directory in which a run stores its gathered weights, next to its checkpoints.
+/// Name of the directory in which a run stores its gathered weights, next to its checkpoints.
 const RUN_WEIGHTS_DIR: &str = "weights";
 const SINGLE_FILE: &str = "model.safetensors";
-const INDEX: &str = "model.safetensors.index.json";
-/// The reason for a gather where there are no weights.
-const MISSING: &str = "the weights are missing";
-/// Longest index that is read, bytes.
-const INDEX_MAX: u64 = 64 << 20;
-/// Most shards.
+const INDEX_FILE: &str = "model.safetensors.index.json";
+/// The reason that is reported for a gather if there are no weights.
+const MISSING_REASON: &str = "the weights are missing";
+/// Maximum size of an index that is read, in bytes.
+const INDEX_BYTES_MAX: u64 = 64 << 20;
+/// Maximum number of shards.
 const SHARDS_MAX: u64 = 100_000;
-/// Weights in other layouts. If one exists, safetensors files aren't missing.
+/// Names of files with weights in other layouts. If one exists, safetensors files aren't missing.
 const OTHER_WEIGHT_FILES: [&str; 4] =
     ["pytorch_model.bin", "pytorch_model.bin.index.json", "adapter_model.safetensors", "adapter_model.bin"];
 
-/// The condition of a directory's weights.
+/// The condition of the safetensors weights in a directory.
 enum WeightsCondition {
+    /// All weight files exist and have valid headers, and the index is right.
     Sound,
-    /// All shards exist, but the index is missing or wrong: file by tensor name, and total bytes.
+    /// All shards exist, but the index is missing or wrong. The fields are its correct content: the
+    /// file by tensor name, and the total size in bytes.
     NoIndex(BTreeMap<String, String>, u64),
     /// The weights are damaged or incomplete for this reason.
     Broken(String),
@@ -37,131 +39,156 @@ enum WeightsCondition {
     None,
 }
 
-/// Rebuilds the index, or gathers the weights from DeepSpeed's state in the directory.
-pub(super) fn repair_weights(bench: &mut RepairDir, directory: &str) -> Result<()> {
-    let path = bench.dir.join(directory);
+/// Repairs the weights in the subdirectory `directory` of the copy: rebuilds the index, or gathers
+/// the weights from the DeepSpeed state in that directory. Reports a loss if neither is possible.
+pub(super) fn repair_weights(repair_dir: &mut RepairDir, directory: &str) -> Result<()> {
+    let path = repair_dir.dir.join(directory);
     let opened = Directory::open(&path)?;
-    let why = match weights_condition(&opened)? {
+    let why = match determine_weights_condition(&opened)? {
         WeightsCondition::Sound => return Ok(()),
-        WeightsCondition::NoIndex(map, bytes) => return add_index(bench, directory, &map, bytes),
+        WeightsCondition::NoIndex(map, bytes) => return write_index(repair_dir, directory, &map, bytes),
         WeightsCondition::Broken(why) => why,
         WeightsCondition::None => {
-            let expected = opened.has("trainer_state.json")? && opened.has("config.json")?;
+            let expected = opened.has_entry("trainer_state.json")? && opened.has_entry("config.json")?;
             let mut other = false;
             for name in OTHER_WEIGHT_FILES {
-                other |= opened.has(name)?;
+                other |= opened.has_entry(name)?;
             }
             if !expected || other {
                 return Ok(());
             }
-            MISSING.into()
+            MISSING_REASON.into()
         }
     };
-    match deepspeed::open(&path) {
-        Ok(Some(_)) => regather_from_deepspeed(bench, directory, &why),
+    match deepspeed::open_deepspeed(&path) {
+        Ok(Some(_)) => regather_from_deepspeed(repair_dir, directory, &why),
         _ => {
-            let loss = Loss::new(format!("weights of {}", path.display()), vec![why]);
-            bench.lost.push(loss.with_remark("there is no DeepSpeed state to gather them from"));
+            let loss = RepairLoss::new(format!("weights of {}", path.display()), vec![why]);
+            repair_dir.lost.push(loss.with_remark("there is no DeepSpeed state to gather them from"));
             Ok(())
         }
     }
 }
 
-fn add_index(
-    bench: &mut RepairDir,
+/// Writes an index with this content to the subdirectory `directory` of the copy, and reports it.
+fn write_index(
+    repair_dir: &mut RepairDir,
     directory: &str,
     map: &BTreeMap<String, String>,
     bytes: u64,
 ) -> Result<()> {
     let index = json!({"metadata": {"total_size": bytes}, "weight_map": map});
     let text = format!("{index:#}\n");
-    bench.write(&join_name(directory, INDEX), text.as_bytes())?;
-    let name = join_name(directory, INDEX);
-    bench.rebuilt.push(format!("{name}: rebuilt from the headers of the shards ({} tensors)", map.len()));
+    repair_dir.write_file(&join_subpath(directory, INDEX_FILE), text.as_bytes())?;
+    let name = join_subpath(directory, INDEX_FILE);
+    repair_dir
+        .rebuilt
+        .push(format!("{name}: rebuilt from the headers of the shards ({} tensors)", map.len()));
     Ok(())
 }
 
-/// Gathers the weights of a run again from its newest checkpoint, if its `weights` directory is
-/// damaged or incomplete. Does nothing without such a directory.
-pub(super) fn repair_run_weights(bench: &mut RepairDir, newest: &str) -> Result<()> {
-    if !Directory::open(&bench.dir)?.has_directory(RUN_WEIGHTS_DIR)? {
+/// Repairs the directory `weights` of a run: rebuilds its index, or gathers the weights again from
+/// the checkpoint `newest`. Does nothing if there is no such directory.
+pub(super) fn repair_run_weights(repair_dir: &mut RepairDir, newest: &str) -> Result<()> {
+    if !Directory::open(&repair_dir.dir)?.has_directory(RUN_WEIGHTS_DIR)? {
         return Ok(());
     }
-    let opened = Directory::open(&bench.dir.join(RUN_WEIGHTS_DIR))?;
-    match weights_condition(&opened)? {
+    let opened = Directory::open(&repair_dir.dir.join(RUN_WEIGHTS_DIR))?;
+    match determine_weights_condition(&opened)? {
         WeightsCondition::Sound => Ok(()),
-        WeightsCondition::NoIndex(map, bytes) => add_index(bench, RUN_WEIGHTS_DIR, &map, bytes),
-        WeightsCondition::Broken(why) => regather_from_step(bench, newest, &why),
-        WeightsCondition::None => regather_from_step(bench, newest, MISSING),
+        WeightsCondition::NoIndex(map, bytes) => write_index(repair_dir, RUN_WEIGHTS_DIR, &map, bytes),
+        WeightsCondition::Broken(why) => regather_from_native(repair_dir, newest, &why),
+        WeightsCondition::None => regather_from_native(repair_dir, newest, MISSING_REASON),
     }
 }
 
-fn regather_from_step(bench: &mut RepairDir, newest: &str, why: &str) -> Result<()> {
-    let checkpoint = Checkpoint::open(&bench.dir.join(newest))?;
-    // the dtype in which a run gathers its weights
-    regather(bench, RUN_WEIGHTS_DIR, &checkpoint, Some(Dtype::BF16), &format!("from {newest}"), why)
+/// Gathers the weights of a run again from the checkpoint `newest`, as BF16. `why` is the reason
+/// for the report.
+fn regather_from_native(repair_dir: &mut RepairDir, newest: &str, why: &str) -> Result<()> {
+    let checkpoint = Checkpoint::open(&repair_dir.dir.join(newest))?;
+    // a run gathers its weights as BF16
+    regather_weights(
+        repair_dir,
+        RUN_WEIGHTS_DIR,
+        &checkpoint,
+        Some(Dtype::BF16),
+        &format!("from {newest}"),
+        why,
+    )
 }
 
-/// Gathers the weights from DeepSpeed's state in the directory.
-fn regather_from_deepspeed(bench: &mut RepairDir, directory: &str, why: &str) -> Result<()> {
-    let Ok(state) = external::open_sound(&bench.dir.join(directory)) else { return Ok(()) };
-    regather(bench, directory, &state, state.passthrough()?.precision, "from DeepSpeed's state", why)
+/// Gathers the weights from the DeepSpeed state in the subdirectory `directory` of the copy. Does
+/// nothing if the state isn't sound. `why` is the reason for the report.
+fn regather_from_deepspeed(repair_dir: &mut RepairDir, directory: &str, why: &str) -> Result<()> {
+    let Ok(state) = external::open_if_sound(&repair_dir.dir.join(directory)) else { return Ok(()) };
+    regather_weights(
+        repair_dir,
+        directory,
+        &state,
+        state.read_passthrough()?.precision,
+        "from DeepSpeed's state",
+        why,
+    )
 }
 
-/// Replaces the weight files of a subdirectory by weights gathered from `source`.
-fn regather(
-    bench: &mut RepairDir,
+/// Replaces the weight files in the subdirectory `directory` of the copy by weights gathered from
+/// `source`, and reports each file with the texts `from` and `why`.
+fn regather_weights(
+    repair_dir: &mut RepairDir,
     directory: &str,
     source: &dyn TensorSource,
     dtype: Option<Dtype>,
     from: &str,
     why: &str,
 ) -> Result<()> {
-    let path = bench.dir.join(directory);
-    let temp = bench.temp_dir();
+    let path = repair_dir.dir.join(directory);
+    let temp = repair_dir.temp_dir();
     let options = GatherOptions { dtype, ..GatherOptions::default() };
-    let made = gather(source, &temp.0, &options, |_, _| ())?;
+    let made = gather_weights(source, &temp.0, &options, |_, _| ())?;
     for name in Directory::open(&path)?
-        .names()?
+        .list_names()?
         .iter()
-        .filter(|n| *n == SINGLE_FILE || *n == INDEX || parse_shard_name(n).is_some())
+        .filter(|n| *n == SINGLE_FILE || *n == INDEX_FILE || parse_shard_name(n).is_some())
     {
         crate::disk::unlink(&path.join(name))?;
     }
     let mut names: Vec<&str> = made.files.iter().map(|f| f.name.as_str()).collect();
     if names.len() > 1 {
-        names.push(INDEX);
+        names.push(INDEX_FILE);
     }
     for name in names {
-        bench.copy_in(&temp.0.join(name), &join_name(directory, name))?;
-        bench.rebuilt.push(format!(
+        repair_dir.copy_file_in(&temp.0.join(name), &join_subpath(directory, name))?;
+        repair_dir.rebuilt.push(format!(
             "{}: gathered {from} as {} (reason: {why})",
-            join_name(directory, name),
+            join_subpath(directory, name),
             made.dtype
         ));
     }
     Ok(())
 }
 
-/// The number of a shard and the number of shards in a name like
-/// `model-00001-of-00003.safetensors`.
+/// Parses the name of a shard, such as `model-00001-of-00003.safetensors`. Returns the number of
+/// the shard and the number of shards; `None` for other names.
 fn parse_shard_name(name: &str) -> Option<(u64, u64)> {
     let (number, count) = name.strip_prefix("model-")?.strip_suffix(".safetensors")?.split_once("-of-")?;
     Some((number.parse().ok()?, count.parse().ok()?))
 }
 
 /// Determines the condition of the weights in a directory from their files and headers.
-fn weights_condition(directory: &Directory) -> Result<WeightsCondition> {
-    if directory.has(SINGLE_FILE)? {
-        return Ok(match read_header(directory, SINGLE_FILE) {
+fn determine_weights_condition(directory: &Directory) -> Result<WeightsCondition> {
+    if directory.has_entry(SINGLE_FILE)? {
+        return Ok(match read_safetensors_header(directory, SINGLE_FILE) {
             Ok(_) => WeightsCondition::Sound,
-            Err(e) => WeightsCondition::Broken(reason_of(&e)),
+            Err(e) => WeightsCondition::Broken(format_reason(&e)),
         });
     }
-    let shards: Vec<(String, (u64, u64))> =
-        directory.names()?.into_iter().filter_map(|n| Some((n.clone(), parse_shard_name(&n)?))).collect();
+    let shards: Vec<(String, (u64, u64))> = directory
+        .list_names()?
+        .into_iter()
+        .filter_map(|n| Some((n.clone(), parse_shard_name(&n)?)))
+        .collect();
     let Some(&(_, (_, count))) = shards.first() else {
-        return Ok(match directory.has(INDEX)? {
+        return Ok(match directory.has_entry(INDEX_FILE)? {
             true => WeightsCondition::Broken("the index exists, but all of its shards are missing".into()),
             false => WeightsCondition::None,
         });
@@ -172,7 +199,7 @@ fn weights_condition(directory: &Directory) -> Result<WeightsCondition> {
     }
     let (mut map, mut bytes) = (BTreeMap::new(), 0u64);
     for (name, _) in &shards {
-        match read_header(directory, name) {
+        match read_safetensors_header(directory, name) {
             Ok(header) => {
                 for e in header.entries {
                     bytes = bytes.saturating_add(e.bytes.end - e.bytes.start);
@@ -181,7 +208,7 @@ fn weights_condition(directory: &Directory) -> Result<WeightsCondition> {
                     }
                 }
             }
-            Err(e) => return Ok(WeightsCondition::Broken(reason_of(&e))),
+            Err(e) => return Ok(WeightsCondition::Broken(format_reason(&e))),
         }
     }
     match read_weight_map(directory).is_some_and(|stored| stored == map) {
@@ -190,15 +217,16 @@ fn weights_condition(directory: &Directory) -> Result<WeightsCondition> {
     }
 }
 
-fn read_header(directory: &Directory, name: &str) -> Result<safetensors::Header> {
+/// Reads the header of a safetensors file in `directory`.
+fn read_safetensors_header(directory: &Directory, name: &str) -> Result<safetensors::SafetensorsHeader> {
     let (file, size) = directory.open_file(name, nix::fcntl::OFlag::empty())?;
     safetensors::read_header(size, |at, out| file.read_exact_at(out, at))
         .map_err(|why| CkptError::damaged(directory.path(), name, why))
 }
 
-/// The weight map of the index, if there is a readable one.
+/// Reads the weight map of the index. Returns `None` if there is no valid index.
 fn read_weight_map(directory: &Directory) -> Option<BTreeMap<String, String>> {
-    let text = directory.read(INDEX, INDEX_MAX).ok()?;
+    let text = directory.read_file(INDEX_FILE, INDEX_BYTES_MAX).ok()?;
     let index: Value = serde_json::from_slice(&text).ok()?;
     serde_json::from_value(index.get("weight_map")?.clone()).ok()
 }

@@ -1,13 +1,12 @@
-//! Encodes one rank's RNG state file: the zip and the pickle that `torch.save` makes of equal
-//! values.
-use super::streams::{CudaStates, NumpyModule, NumpyState, PythonState, RankStates, RngFormat};
+//! Encodes one rank's RNG state file with the bytes that `torch.save` writes for the same values.
+use super::streams::{NumpyModule, NumpyRngState, PythonRngState, RankRngStates, RngFormat, TorchCudaStates};
 
-/// Alignment of tensor data in the file, bytes.
+/// Alignment of tensor data in the file, in bytes.
 const ALIGNMENT: usize = 64;
 
-/// The bytes of a rank's file. `stem` is the file name without its extension, which torch uses as
-/// the directory name inside the zip.
-pub(super) fn encode_rank_file(writer: RngFormat, stem: &str, states: &RankStates) -> Vec<u8> {
+/// Encodes a rank's file. `stem` is the file name without its extension, which torch uses as the
+/// name of the directory inside of the zip.
+pub(super) fn encode_rank_file(writer: RngFormat, stem: &str, states: &RankRngStates) -> Vec<u8> {
     let mut pickle = PickleWriter { out: vec![0x80, 2, b'}', b'('], storages: Vec::new() };
     let [python, numpy, cpu, cuda] = match writer {
         RngFormat::Trainer => ["python", "numpy", "cpu", "cuda"],
@@ -27,11 +26,11 @@ pub(super) fn encode_rank_file(writer: RngFormat, stem: &str, states: &RankState
     pickle.write_tensor(states.cpu.0.as_slice());
     match &states.cuda {
         None => {}
-        Some(CudaStates::One(device)) => {
+        Some(TorchCudaStates::SingleDevice(device)) => {
             pickle.write_text(cuda);
             pickle.write_tensor(&device.0);
         }
-        Some(CudaStates::All(devices)) => {
+        Some(TorchCudaStates::PerDevice(devices)) => {
             pickle.write_text(cuda);
             pickle.out.extend(b"](");
             devices.iter().for_each(|d| pickle.write_tensor(&d.0));
@@ -40,23 +39,27 @@ pub(super) fn encode_rank_file(writer: RngFormat, stem: &str, states: &RankState
     }
     pickle.out.extend(b"u.");
     let mut zip = ZipWriter::new(stem);
-    zip.add("data.pkl", &pickle.out, false);
-    zip.end(&pickle.storages)
+    zip.add_member("data.pkl", &pickle.out, false);
+    zip.finish(&pickle.storages)
 }
 
 /// Writes a pickle of protocol 2.
 pub(super) struct PickleWriter {
+    /// The opcodes written so far.
     pub(super) out: Vec<u8>,
+    /// The bytes of each tensor, in the order of the storages.
     pub(super) storages: Vec<Vec<u8>>,
 }
 
 impl PickleWriter {
+    /// Writes text.
     pub(super) fn write_text(&mut self, text: &str) {
         self.out.push(b'X');
         self.out.extend((text.len() as u32).to_le_bytes());
         self.out.extend(text.as_bytes());
     }
 
+    /// Writes an integer with a short opcode, as Python's pickler does.
     pub(super) fn write_int(&mut self, n: i64) {
         match (u8::try_from(n), i32::try_from(n)) {
             (Ok(n), _) => self.out.extend([b'K', n]),
@@ -71,16 +74,19 @@ impl PickleWriter {
         }
     }
 
+    /// Writes a float.
     pub(super) fn write_float(&mut self, x: f64) {
         self.out.push(b'G');
         self.out.extend(x.to_be_bytes());
     }
 
+    /// Writes a reference to a class or function.
     fn write_global(&mut self, module: &str, name: &str) {
         self.out.extend(format!("c{module}\n{name}\n").as_bytes());
     }
 
-    fn write_python_state(&mut self, state: &PythonState) {
+    /// Writes the value of `random.getstate()`.
+    fn write_python_state(&mut self, state: &PythonRngState) {
         self.write_int(3);
         self.out.push(b'(');
         state.twister.words.iter().for_each(|w| self.write_int(i64::from(*w)));
@@ -93,13 +99,14 @@ impl PickleWriter {
         self.out.push(0x87);
     }
 
-    fn write_numpy_state(&mut self, state: &NumpyState, names: NumpyModule) {
+    /// Writes the value of `numpy.random.get_state()`, whose array names the module `names`.
+    fn write_numpy_state(&mut self, state: &NumpyRngState, names: NumpyModule) {
         self.out.push(b'(');
         self.write_text("MT19937");
         self.write_global(names.module_name(), "_reconstruct");
         self.write_global("numpy", "ndarray");
         self.out.extend(b"K\0\x85");
-        self.latin1(b"b");
+        self.write_latin1_bytes(b"b");
         self.out.extend(b"\x87R(K\x01M\x70\x02\x85");
         self.write_global("numpy", "dtype");
         self.write_text("u4");
@@ -107,7 +114,7 @@ impl PickleWriter {
         self.write_text("<");
         self.out.extend(b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\0tb\x89");
         let bytes: Vec<u8> = state.twister.words.iter().flat_map(|w| w.to_le_bytes()).collect();
-        self.latin1(&bytes);
+        self.write_latin1_bytes(&bytes);
         self.out.extend(b"tb");
         self.write_int(i64::from(state.twister.position));
         self.write_int(i64::from(state.has_gauss));
@@ -115,8 +122,8 @@ impl PickleWriter {
         self.out.push(b't');
     }
 
-    /// Writes bytes the way of protocol 2: Latin-1 text and a call that encodes it.
-    fn latin1(&mut self, bytes: &[u8]) {
+    /// Writes bytes in the form of protocol 2: as Latin-1 text, with a call that encodes the text.
+    fn write_latin1_bytes(&mut self, bytes: &[u8]) {
         self.write_global("_codecs", "encode");
         let text: String = bytes.iter().map(|&b| char::from(b)).collect();
         self.write_text(&text);
@@ -124,7 +131,7 @@ impl PickleWriter {
         self.out.extend(b"\x86R");
     }
 
-    /// Writes a one-dimensional tensor of u8 with a separate storage.
+    /// Writes a one-dimensional tensor of u8 that has its own storage.
     fn write_tensor(&mut self, bytes: &[u8]) {
         let (key, len) = (self.storages.len().to_string(), bytes.len() as i64);
         self.storages.push(bytes.to_vec());
@@ -143,24 +150,30 @@ impl PickleWriter {
     }
 }
 
-/// Writes a zip with stored (uncompressed) members in torch's layout.
+/// Builds a zip with stored (uncompressed) members in torch's layout.
 pub(super) struct ZipWriter {
+    /// The directory inside of the zip.
     root: String,
+    /// The members written so far.
     file: Vec<u8>,
+    /// The central directory so far.
     directory: Vec<u8>,
+    /// Number of members.
     count: u16,
 }
 
 impl ZipWriter {
+    /// Begins a zip whose members are in the directory `root`.
     pub(super) fn new(root: &str) -> ZipWriter {
         ZipWriter { root: root.to_owned(), file: Vec::new(), directory: Vec::new(), count: 0 }
     }
 
-    pub(super) fn add(&mut self, name: &str, data: &[u8], aligned: bool) {
+    /// Adds a member. With `aligned`, the data begins at a multiple of [`ALIGNMENT`].
+    pub(super) fn add_member(&mut self, name: &str, data: &[u8], aligned: bool) {
         let name = format!("{}/{name}", self.root);
         let at = self.file.len() as u32;
         let (len, crc) = (data.len() as u32, crc32fast::hash(data));
-        // version 0, UTF-8 names, stored, no time
+        // version 0, UTF-8 names, method "stored", no time
         let mut fields = vec![0, 0, 0, 8, 0, 0, 0, 0, 0, 0];
         fields.extend([crc, len, len].iter().flat_map(|n| n.to_le_bytes()));
         fields.extend((name.len() as u16).to_le_bytes());
@@ -187,15 +200,16 @@ impl ZipWriter {
         self.count += 1;
     }
 
-    /// Adds torch's remaining members and the central directory, and returns the file.
-    pub(super) fn end(mut self, storages: &[Vec<u8>]) -> Vec<u8> {
-        self.add(".format_version", b"1", false);
-        self.add(".storage_alignment", ALIGNMENT.to_string().as_bytes(), false);
-        self.add("byteorder", b"little", false);
+    /// Adds the remaining members of a torch file, the `storages` among them, and the central
+    /// directory. Returns the bytes of the file.
+    pub(super) fn finish(mut self, storages: &[Vec<u8>]) -> Vec<u8> {
+        self.add_member(".format_version", b"1", false);
+        self.add_member(".storage_alignment", ALIGNMENT.to_string().as_bytes(), false);
+        self.add_member("byteorder", b"little", false);
         for (key, data) in storages.iter().enumerate() {
-            self.add(&format!("data/{key}"), data, true);
+            self.add_member(&format!("data/{key}"), data, true);
         }
-        self.add("version", b"3\n", false);
+        self.add_member("version", b"3\n", false);
         let ZipWriter { mut file, directory, count, .. } = self;
         let at = file.len() as u32;
         file.extend(&directory);

@@ -5,22 +5,25 @@ use std::fs;
 use std::io;
 use std::path::Path;
 
-/// Deepest nesting of directories.
+/// Limit on the nesting of directories.
 const DEPTH_MAX: u32 = 16;
-/// Most files and directories.
+/// Limit on the number of files and directories.
 const ENTRIES_MAX: usize = 1 << 20;
 
-/// Creates directory `to` with every entry of `from` except the top-level ones for which `skip` is
-/// true. The content is durable on return; the entry of `to` in its parent is not.
+/// Creates the directory `to` with every entry of `from`, except the top-level entries whose names
+/// satisfy `skip`. The content is durable on return; the entry of `to` in its parent is not.
 ///
 /// # Errors
-/// When `from` holds a symlink or a device, is nested too deep, has too many entries, or I/O fails.
+/// Fails if `from` holds a symbolic link or a device, is nested too deep, has too many entries, or
+/// I/O fails.
 pub(crate) fn link_tree(from: &Path, to: &Path, skip: &dyn Fn(&str) -> bool) -> Result<()> {
     let mut left = ENTRIES_MAX;
-    link_level(from, to, skip, DEPTH_MAX, &mut left)
+    link_subtree(from, to, skip, DEPTH_MAX, &mut left)
 }
 
-fn link_level(
+/// Duplicates one directory and its subdirectories, down to `depth` levels. Subtracts the number of
+/// entries from `left`.
+fn link_subtree(
     from: &Path,
     to: &Path,
     skip: &dyn Fn(&str) -> bool,
@@ -41,7 +44,7 @@ fn link_level(
         *left = left.checked_sub(1).ok_or_else(|| unusable("it has too many files"))?;
         let kind = entry.file_type().map_err(CkptError::io("look at", &source))?;
         match () {
-            () if kind.is_dir() => link_level(&source, &target, &|_| false, depth - 1, left)?,
+            () if kind.is_dir() => link_subtree(&source, &target, &|_| false, depth - 1, left)?,
             () if kind.is_file() => link_or_copy(&source, &target)?,
             () => {
                 let name = entry.file_name().to_string_lossy().into_owned();
@@ -52,11 +55,13 @@ fn link_level(
     disk::sync_dir(to)
 }
 
+/// Makes `target` a hard link to the file `source`, or a durable copy if a link is not possible.
 fn link_or_copy(source: &Path, target: &Path) -> Result<()> {
     match fs::hard_link(source, target) {
         Ok(()) => return Ok(()),
         Err(e) if e.kind() == io::ErrorKind::AlreadyExists => return Err(CkptError::io("link", target)(e)),
-        // another file system, no support for hard links, or a file of another user
+        // `target` is on another file system or one without hard links, or another user owns the
+        // file
         Err(_) => {}
     }
     fs::copy(source, target).map_err(CkptError::io("copy", source))?;
@@ -67,15 +72,16 @@ fn link_or_copy(source: &Path, target: &Path) -> Result<()> {
 /// A hidden directory in which a result is built. Dropping the value removes the directory, unless
 /// it was renamed to its final name.
 pub(crate) struct ScratchDir {
+    /// Path of the directory.
     pub(crate) dir: std::path::PathBuf,
 }
 
 impl ScratchDir {
-    /// Chooses a path in `parent`, which this process has locked, and removes the scratch
+    /// Chooses a path in `parent`, which this process must have locked. Removes the scratch
     /// directories for `name` that killed processes left behind. The caller creates the directory.
     pub(crate) fn new(parent: &Path, name: &str) -> Result<ScratchDir> {
         let prefix = format!(".saving-{name}-");
-        for left in Directory::open(parent)?.names()?.iter().filter(|n| n.starts_with(&prefix)) {
+        for left in Directory::open(parent)?.list_names()?.iter().filter(|n| n.starts_with(&prefix)) {
             disk::remove_tree(&parent.join(left))?;
         }
         Ok(ScratchDir { dir: parent.join(format!("{prefix}{}", std::process::id())) })

@@ -1,42 +1,47 @@
 //! Creates RNG state files for ranks whose files were lost, from those of the other ranks.
 use super::decode;
 use super::encode;
-use super::rank_files::{RngFilesError, file_name, parse_file_name};
-use super::reconcile::{ReconcileOptions, ReconcilePolicy, RngDecision, reconcile};
-use super::streams::{CudaStates, RankStates, RngFormat};
+use super::rank_files::{RngFilesError, parse_rank_file_name, rank_file_name};
+use super::reconcile::{ReconcileOptions, ReconcilePolicy, RngDecision, reconcile_rng_states};
+use super::streams::{RankRngStates, RngFormat, TorchCudaStates};
 use crate::disk::{self, Directory};
 use crate::error::{CkptError, Result};
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// Most ranks of a checkpoint. A file name may claim any rank, and memory holds the states of all
-/// ranks at once (10 kB each).
+/// Limit on the ranks of a checkpoint. A file name may claim any rank, and the states of all ranks
+/// are in memory at once (10 kB each).
 const RANKS_MAX: u32 = 1 << 14;
 
-/// The files that were created.
-pub(crate) struct FilledRanks {
+/// The RNG state files that were created.
+pub(crate) struct FilledRngFiles {
     /// File names, in the order of ranks.
     pub(crate) files: Vec<String>,
+    /// How the states of the other ranks were assigned.
     pub(crate) decision: RngDecision,
 }
 
-/// Writes the files of those of `world` ranks that have none, or an unreadable one; the other files
-/// stay.
+/// Creates the files of those of `world` ranks that have none, or replaces an unreadable one. The
+/// other files stay. Returns `None` if no file is lost, or no rank has a file.
 ///
-/// The rule is that of a changed number of ranks ([`reconcile`]): a stream that all other ranks
-/// share is copied; a stream of which each rank has a different one is reseeded with the rank's
-/// number, so that no two ranks get equal numbers. `None` when no file is lost, or when no rank has
-/// a file.
-pub(crate) fn fill_missing_ranks(path: &Path, world: u32, step: u64) -> Result<Option<FilledRanks>> {
+/// The streams are assigned by the rule for a changed number of ranks ([`reconcile_rng_states`]). A
+/// stream that all other ranks share is copied. A stream that differs between ranks is reseeded
+/// with the rank's number, so that no two ranks draw equal numbers.
+///
+/// # Errors
+/// Fails if `world` exceeds the limit, the files of two programs are mixed, or I/O fails.
+pub(crate) fn create_missing_rng_files(path: &Path, world: u32, step: u64) -> Result<Option<FilledRngFiles>> {
     if world > RANKS_MAX {
         let error = RngFilesError::TooManyRanks { world, limit: RANKS_MAX };
         return Err(CkptError::damaged(path, "RNG state files", error));
     }
     let directory = Directory::open(path)?;
-    let (mut known, mut names): (BTreeMap<u32, RankStates>, BTreeMap<u32, String>) = Default::default();
+    let (mut known, mut names): (BTreeMap<u32, RankRngStates>, BTreeMap<u32, String>) = Default::default();
     let mut writer: Option<RngFormat> = None;
-    for name in directory.names()? {
-        let Some((format, rank)) = parse_file_name(&name).filter(|&(_, rank)| rank < world) else { continue };
+    for name in directory.list_names()? {
+        let Some((format, rank)) = parse_rank_file_name(&name).filter(|&(_, rank)| rank < world) else {
+            continue;
+        };
         match decode::read_rank_file(&directory, &name) {
             Ok((found, _)) if found != format || writer.is_some_and(|w| w != format) => {
                 return Err(CkptError::damaged(path, name, RngFilesError::MixedPrograms));
@@ -55,16 +60,17 @@ pub(crate) fn fill_missing_ranks(path: &Path, world: u32, step: u64) -> Result<O
     if lost.is_empty() || (world == 1 && names.len() == 1) {
         return Ok(None);
     }
-    let old: Vec<RankStates> = known.into_values().collect();
+    let old: Vec<RankRngStates> = known.into_values().collect();
     let options = ReconcileOptions {
         step,
-        gpus: visible_gpus(&old),
+        gpus: count_visible_gpus(&old),
         ..ReconcileOptions::new(world, ReconcilePolicy::Reconcile)
     };
-    let (mut new, decision) = reconcile(&old, &options).map_err(|error| error.at(path))?;
+    let (mut new, decision) =
+        reconcile_rng_states(&old, &options).map_err(|error| error.into_ckpt_error(path))?;
     let mut files = Vec::new();
     for rank in lost {
-        let (name, Some(states)) = (file_name(writer, rank, world), new.get_mut(rank as usize)) else {
+        let (name, Some(states)) = (rank_file_name(writer, rank, world), new.get_mut(rank as usize)) else {
             continue;
         };
         states.step = old.first().and_then(|f| f.step);
@@ -74,13 +80,13 @@ pub(crate) fn fill_missing_ranks(path: &Path, world: u32, step: u64) -> Result<O
         disk::write_file(path.join(&name), &bytes)?;
         files.push(name);
     }
-    Ok(Some(FilledRanks { files, decision }))
+    Ok(Some(FilledRngFiles { files, decision }))
 }
 
-/// The number of GPUs that ranks saw; `None` when no rank saved a list of states.
-fn visible_gpus(old: &[RankStates]) -> Option<u32> {
+/// Returns the largest number of GPUs that a rank saw, or `None` if no rank saved a list of states.
+fn count_visible_gpus(old: &[RankRngStates]) -> Option<u32> {
     let lists = old.iter().filter_map(|s| match &s.cuda {
-        Some(CudaStates::All(devices)) => u32::try_from(devices.len()).ok(),
+        Some(TorchCudaStates::PerDevice(devices)) => u32::try_from(devices.len()).ok(),
         _ => None,
     });
     lists.max()

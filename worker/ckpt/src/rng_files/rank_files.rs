@@ -1,29 +1,29 @@
-//! The RNG state files of all ranks in a checkpoint directory.
+//! Reads and writes the RNG state files of all ranks in a checkpoint directory.
 use super::decode;
 use super::encode;
 use super::reconcile::RngDecision;
-use super::streams::{RankStates, RngFormat, StreamKind};
+use super::streams::{RankRngStates, RngFormat, StreamKind};
 use crate::disk::{self, Directory};
 use crate::error::{CkptError, MissingPart, Result};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// Most ranks of a checkpoint.
+/// Limit on the ranks of a checkpoint.
 const RANKS_MAX: u32 = 1 << 16;
-/// Name of the file that records the decision by which the RNG files were made.
-pub const RECORD: &str = "launch_rng.json";
-/// Largest record that is read, bytes.
+/// Name of the file that records how `launch` made the RNG state files of a directory.
+pub const RECORD_FILE: &str = "launch_rng.json";
+/// Limit on the size of a record, in bytes.
 const RECORD_MAX: u64 = 1 << 20;
 
 /// How the RNG state files of the ranks contradict each other.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum RngFilesError {
-    /// Files of two programs are in one directory.
+    /// One directory has files of both HF Trainer and Accelerate.
     #[error("RNG state files of HF Trainer and of Accelerate are mixed")]
     MixedPrograms,
-    /// Two files are of one rank: one is stale, left behind by a run with another number of ranks.
+    /// Two files belong to one rank. One of them is stale, from a run with another number of ranks.
     #[error("{other} is of rank {rank}, too; one of them is left from a run with another number of ranks")]
     DuplicateRank {
         /// The rank.
@@ -31,7 +31,7 @@ pub enum RngFilesError {
         /// Name of the other file.
         other: String,
     },
-    /// The highest rank exceeds the limit.
+    /// The number of ranks exceeds the limit.
     #[error("{world} ranks, more than the limit of {limit}")]
     TooManyRanks {
         /// Number of ranks.
@@ -39,7 +39,7 @@ pub enum RngFilesError {
         /// The limit.
         limit: u32,
     },
-    /// `rng_state.pth` is next to files of ranks.
+    /// `rng_state.pth`, which a run of one process writes, is next to files of several ranks.
     #[error("saved by a run of one process, but the other files by a run of several ranks")]
     MixedWorlds,
     /// The file name and the keys of the content belong to different programs.
@@ -49,12 +49,12 @@ pub enum RngFilesError {
 
 /// The RNG states of all ranks, as a checkpoint directory stores them.
 #[derive(Clone, Debug)]
-pub struct StoredStates {
-    /// The program whose files they are.
+pub struct StoredRngStates {
+    /// The program that the file names and keys belong to.
     pub writer: RngFormat,
-    /// The states by rank.
-    pub ranks: Vec<RankStates>,
-    /// The file names by rank.
+    /// The states of each rank, in the order of ranks.
+    pub ranks: Vec<RankRngStates>,
+    /// The name of each rank's file, in the order of ranks.
     pub file_names: Vec<String>,
 }
 
@@ -67,12 +67,14 @@ pub struct StreamDigest {
     pub file: String,
     /// The generator of the stream.
     pub kind: StreamKind,
-    /// BLAKE3 in hexadecimal, equal exactly when two streams continue with equal numbers.
+    /// BLAKE3 in hexadecimal. Two digests are equal exactly if the streams continue with equal
+    /// numbers.
     pub digest: String,
 }
 
-/// The name that `format` gives to the file of `rank` in a run of `world` ranks.
-pub fn file_name(writer: RngFormat, rank: u32, world: u32) -> String {
+/// Returns the name that the program `writer` gives to the file of `rank` in a run of `world`
+/// ranks.
+pub fn rank_file_name(writer: RngFormat, rank: u32, world: u32) -> String {
     match (writer, world) {
         (RngFormat::Trainer, 1) => "rng_state.pth".into(),
         (RngFormat::Trainer, _) => format!("rng_state_{rank}.pth"),
@@ -80,8 +82,9 @@ pub fn file_name(writer: RngFormat, rank: u32, world: u32) -> String {
     }
 }
 
-/// The format and rank in a file name; `rng_state.pth` belongs to rank 0. `None` for other files.
-pub(crate) fn parse_file_name(name: &str) -> Option<(RngFormat, u32)> {
+/// Parses a file name into the program and the rank. `rng_state.pth` belongs to rank 0. Returns
+/// `None` for files that are not RNG state files.
+pub(crate) fn parse_rank_file_name(name: &str) -> Option<(RngFormat, u32)> {
     let number = |prefix: &str, suffix: &str| {
         let digits = name.strip_prefix(prefix)?.strip_suffix(suffix)?;
         let rank: u32 = digits.parse().ok()?;
@@ -95,24 +98,25 @@ pub(crate) fn parse_file_name(name: &str) -> Option<(RngFormat, u32)> {
     }
 }
 
-/// Whether this is the name of an RNG state file or of [`RECORD`]: the files that depend on the
-/// number of ranks.
+/// Returns true for the names of RNG state files and for [`RECORD_FILE`]: the files that depend on
+/// the number of ranks.
 pub(super) fn is_rng_file(name: &str) -> bool {
-    parse_file_name(name).is_some() || name == RECORD
+    parse_rank_file_name(name).is_some() || name == RECORD_FILE
 }
 
-/// Reads the states of all ranks; `None` when the directory has no RNG state files. `world` is the
-/// number of ranks, if it is known. Otherwise the highest rank in the file names determines it.
+/// Reads the RNG states of all ranks. Returns `None` if the directory has no RNG state files.
+/// `world` is the number of ranks if it is known. Otherwise the highest rank in the file names
+/// determines it.
 ///
 /// # Errors
-/// When a rank has no file (the error names the first one), when files of different programs or
-/// runs are mixed, or when a file is invalid.
-pub fn read_ranks(path: &Path, world: Option<u32>) -> Result<Option<StoredStates>> {
+/// Fails if a rank has no file (the error names the first such rank), files of different programs
+/// or runs are mixed, or a file is invalid.
+pub fn read_all_ranks(path: &Path, world: Option<u32>) -> Result<Option<StoredRngStates>> {
     let directory = Directory::open(path)?;
     let mut files: BTreeMap<u32, String> = BTreeMap::new();
     let mut writer = None;
-    for name in directory.names()? {
-        let Some((format, rank)) = parse_file_name(&name) else { continue };
+    for name in directory.list_names()? {
+        let Some((format, rank)) = parse_rank_file_name(&name) else { continue };
         if writer.is_some_and(|w| w != format) {
             return Err(CkptError::damaged(path, name, RngFilesError::MixedPrograms));
         }
@@ -130,7 +134,7 @@ pub fn read_ranks(path: &Path, world: Option<u32>) -> Result<Option<StoredStates
         return Err(CkptError::damaged(path, "RNG state files", error));
     }
     if let Some(rank) = (0..world).find(|r| !files.contains_key(r)) {
-        let file = file_name(writer, rank, world);
+        let file = rank_file_name(writer, rank, world);
         return Err(CkptError::missing(path, MissingPart::RngFile { file, rank, world }));
     }
     if !lone && files.values().any(|n| n == "rng_state.pth") {
@@ -145,52 +149,52 @@ pub fn read_ranks(path: &Path, world: Option<u32>) -> Result<Option<StoredStates
         ranks.push(states);
         names.push(name);
     }
-    Ok(Some(StoredStates { writer, ranks, file_names: names }))
+    Ok(Some(StoredRngStates { writer, ranks, file_names: names }))
 }
 
-/// The digest of every stream of every rank.
+/// Reads the RNG states of all ranks, and computes the digest of every stream.
 ///
 /// # Errors
-/// When a file is missing or invalid.
-pub fn digests(path: &Path) -> Result<Vec<StreamDigest>> {
-    let Some(stored) = read_ranks(path, None)? else { return Ok(Vec::new()) };
+/// Fails if a file is missing or invalid.
+pub fn compute_stream_digests(path: &Path) -> Result<Vec<StreamDigest>> {
+    let Some(stored) = read_all_ranks(path, None)? else { return Ok(Vec::new()) };
     let rows =
         (0u32..).zip(stored.ranks.iter().zip(&stored.file_names)).flat_map(|(rank, (states, file))| {
             StreamKind::ALL.into_iter().filter_map(move |kind| {
-                let digest = states.digest(kind)?.hex();
+                let digest = states.compute_stream_digest(kind)?.to_hex();
                 Some(StreamDigest { rank, file: file.clone(), kind, digest })
             })
         });
     Ok(rows.collect())
 }
 
-/// Writes the files of these ranks and the record into a directory that has none. The files are
-/// durable on return; their directory entries are not.
-pub(super) fn write_ranks(
+/// Writes the RNG state file of each rank, and the record, into a directory that has none. The
+/// files are durable on return; their directory entries are not.
+pub(super) fn write_all_ranks(
     path: &Path,
     writer: RngFormat,
-    ranks: &[RankStates],
+    ranks: &[RankRngStates],
     record: &RngRecord,
 ) -> Result<()> {
     for (rank, states) in (0u32..).zip(ranks) {
-        let name = file_name(writer, rank, ranks.len() as u32);
+        let name = rank_file_name(writer, rank, ranks.len() as u32);
         let stem = name.rsplit_once('.').map_or(name.as_str(), |(stem, _)| stem);
         disk::write_file(path.join(&name), &encode::encode_rank_file(writer, stem, states))?;
     }
     let mut text = serde_json::to_vec_pretty(record).map_err(CkptError::invalid_save)?;
     text.push(b'\n');
-    disk::write_file(path.join(RECORD), &text)?;
+    disk::write_file(path.join(RECORD_FILE), &text)?;
     Ok(())
 }
 
-/// The record next to the RNG state files that `launch` made.
+/// The record next to RNG state files that `launch` made.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RngRecord {
     /// Always `launch rng record`.
     pub format: String,
     /// Version of the record, 1.
     pub version: u32,
-    /// Directory name of the checkpoint that the states come from.
+    /// Name of the directory that the states come from.
     pub from: String,
     /// How the states were assigned to ranks.
     #[serde(flatten)]
@@ -198,26 +202,27 @@ pub struct RngRecord {
 }
 
 impl RngRecord {
+    /// Makes a record of version 1.
     pub(super) fn new(from: String, decision: RngDecision) -> RngRecord {
         RngRecord { format: "launch rng record".into(), version: 1, from, decision }
     }
 
-    /// Reads the record of a directory; `None` when it has none.
+    /// Reads the record of a directory. Returns `None` if the directory has none.
     ///
     /// # Errors
-    /// When the record is damaged or of another version.
+    /// Fails if the record is damaged or of another version.
     pub fn read(path: &Path) -> Result<Option<RngRecord>> {
         let directory = Directory::open(path)?;
-        if directory.size_of(RECORD)?.is_none() {
+        if directory.file_size(RECORD_FILE)?.is_none() {
             return Ok(None);
         }
-        let text = directory.read(RECORD, RECORD_MAX)?;
+        let text = directory.read_file(RECORD_FILE, RECORD_MAX)?;
         let record: RngRecord =
-            serde_json::from_slice(&text).map_err(|e| CkptError::damaged(path, RECORD, e))?;
+            serde_json::from_slice(&text).map_err(|e| CkptError::damaged(path, RECORD_FILE, e))?;
         match record.version {
             1 => Ok(Some(record)),
             other => {
-                let what = format!("{RECORD} has version {other}, expected 1");
+                let what = format!("{RECORD_FILE} has version {other}, expected 1");
                 Err(CkptError::unsupported(path, what))
             }
         }

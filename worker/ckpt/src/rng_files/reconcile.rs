@@ -1,8 +1,9 @@
-//! The rule that assigns RNG streams of N ranks to M ranks (docs/numerics.md).
+//! Assigns the RNG streams of N ranks to M ranks, by the rule in docs/numerics.md.
 //!
-//! Pure: takes states and options, returns states and a record of the decision.
+//! Pure: takes states and options, and returns states and a record of the decision.
 use super::streams::{
-    CpuState, CudaState, CudaStates, MersenneTwister, NumpyState, PythonState, RankStates, StreamKind,
+    MersenneTwister, NumpyRngState, PythonRngState, RankRngStates, StreamKind, TorchCpuState, TorchCudaState,
+    TorchCudaStates,
 };
 use crate::error::CkptError;
 use crate::hash::Hash;
@@ -11,17 +12,16 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// Most ranks that [`ReconcileError::NotReplicated`] lists.
+/// The most ranks that [`ReconcileError::NotReplicated`] lists.
 const RANKS_LISTED: usize = 8;
 
 /// What to do with streams when the number of ranks changes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ReconcilePolicy {
-    /// Restore every stream that can be restored, and reseed the streams of ranks that came or
-    /// went.
+    /// Restore every stream that can be restored. Reseed streams that each rank has separately.
     Reconcile,
-    /// Fail where a stream would be reseeded.
+    /// Fail if a stream would have to be reseeded.
     Strict,
     /// Reseed every stream, even when the number of ranks is unchanged.
     Reseed,
@@ -35,17 +35,17 @@ pub enum StreamScope {
     Replicated,
     /// Each data-parallel rank has a separate stream.
     PerDataRank,
-    /// The stream belongs to an expert or a tensor-parallel part, and moves with that owner.
+    /// Each expert or tensor-parallel part has a separate stream, which moves with that owner.
     PerOwner,
 }
 
-/// What the rule did with a stream.
+/// Where the streams of the new ranks come from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum StreamMode {
-    /// Each rank continues with its stream, byte for byte.
+    /// Each rank continues with its own stream, byte for byte.
     Restored,
-    /// All ranks continue with the stream that all had.
+    /// All ranks continue with the stream that all old ranks shared.
     Replicated,
     /// Each rank continues with the stream of its owner.
     Followed,
@@ -53,29 +53,30 @@ pub enum StreamMode {
     Reseeded,
 }
 
-/// How to assign the streams to ranks.
+/// How to assign the streams of the old ranks to new ranks.
 #[derive(Clone, Debug)]
 pub struct ReconcileOptions {
     /// Number of ranks that resume.
     pub world: u32,
-    /// What to do when `world` differs from the number of ranks that saved.
+    /// What to do if `world` differs from the number of ranks that saved.
     pub policy: ReconcilePolicy,
-    /// Seed that is hashed into every new stream; by default the seed of rank 0's torch generator.
+    /// Seed that is hashed into every new stream. `None` stands for the seed of rank 0's torch
+    /// generator.
     pub run_seed: Option<u64>,
     /// Number of reconciliations in the history of the run, including this one.
     pub generation: u64,
-    /// Optimizer steps done.
+    /// Optimizer steps that the checkpoint completed.
     pub step: u64,
-    /// GPUs that each new rank sees; by default derived from the saved states.
+    /// GPUs that each new rank sees. `None` if the saved states determine the number.
     pub gpus: Option<u32>,
-    /// Known scopes; the scope of any other stream is derived from the states.
+    /// Known scopes. The scope of any other stream is derived from the states.
     pub scopes: BTreeMap<StreamKind, StreamScope>,
-    /// Logical owner of each old and of each new rank, for [`StreamScope::PerOwner`].
+    /// The logical owner of each old rank, and of each new rank, for [`StreamScope::PerOwner`].
     pub owners: Option<(Vec<u32>, Vec<u32>)>,
 }
 
 impl ReconcileOptions {
-    /// Options for `world` ranks with this policy, with every other field at its default.
+    /// Makes options for `world` ranks with this policy. All other fields have their defaults.
     pub fn new(world: u32, policy: ReconcilePolicy) -> ReconcileOptions {
         ReconcileOptions {
             world,
@@ -90,7 +91,7 @@ impl ReconcileOptions {
     }
 }
 
-/// What the rule did with one kind of stream.
+/// What was decided for one kind of stream.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StreamDecision {
     /// [`StreamKind::name`] of the stream.
@@ -101,18 +102,19 @@ pub struct StreamDecision {
     pub mode: StreamMode,
 }
 
-/// The record of a reconciliation, stored next to the files as `launch_rng.json`.
+/// The record of a reconciliation, which is stored next to the RNG state files as
+/// `launch_rng.json`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RngDecision {
     /// Number of ranks that saved the states.
     pub from_world: u32,
     /// Number of ranks that resume.
     pub world: u32,
-    /// The policy that applied.
+    /// The policy that was applied.
     pub policy: ReconcilePolicy,
     /// Number of reconciliations in the history of the run, including this one.
     pub generation: u64,
-    /// Optimizer steps done.
+    /// Optimizer steps that the checkpoint completed.
     pub step: u64,
     /// The seed that was hashed into new streams.
     pub run_seed: u64,
@@ -121,7 +123,7 @@ pub struct RngDecision {
 }
 
 impl RngDecision {
-    /// The decision in one line for the user.
+    /// Describes the decision in one line for the user.
     pub fn summary(&self) -> String {
         let kinds_with = |mode: StreamMode| -> Vec<&str> {
             self.streams.iter().filter(|s| s.mode == mode).map(|s| s.kind.as_str()).collect()
@@ -139,30 +141,30 @@ impl RngDecision {
             .collect();
         format!(
             "RNG states of {} assigned to {}: {} (generation {})",
-            count_ranks(self.from_world),
+            format_rank_count(self.from_world),
             self.world,
             parts.join("; "),
             self.generation
         )
     }
 
-    /// Whether any stream was reseeded.
+    /// Returns true if any stream was reseeded.
     pub fn has_reseeded_streams(&self) -> bool {
         self.streams.iter().any(|s| s.mode == StreamMode::Reseeded)
     }
 }
 
-/// Why the streams of the old ranks can't be assigned to the new ones.
+/// Why the streams of the old ranks can't be assigned to the new ranks.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ReconcileError {
-    /// No rank has states.
+    /// No old rank has RNG states.
     #[error("there are no RNG states")]
     NoStates,
-    /// The states were requested for 0 ranks.
+    /// The options request 0 ranks.
     #[error("cannot assign RNG states to 0 ranks")]
     NoRanks,
-    /// Only some ranks have a stream.
+    /// Some ranks lack a stream that other ranks have.
     #[error("rank {rank} has no {kind} stream, but other ranks have one")]
     MissingStream {
         /// The stream that is missing.
@@ -173,7 +175,7 @@ pub enum ReconcileError {
     /// A stream was declared as replicated, but its states differ between ranks.
     #[error(
         "the {kind} stream is declared as replicated, but differs from rank 0 on rank {}",
-        list_ranks(ranks)
+        format_ranks(ranks)
     )]
     NotReplicated {
         /// The stream that differs.
@@ -181,7 +183,7 @@ pub enum ReconcileError {
         /// The ranks whose stream differs from that of rank 0.
         ranks: Vec<usize>,
     },
-    /// The strict policy forbids reseeding.
+    /// The policy `strict` forbids that a stream is reseeded.
     #[error(
         "{from_world} ranks have a {kind} stream each, but {world} ranks resume; policy strict does not reseed"
     )]
@@ -193,7 +195,7 @@ pub enum ReconcileError {
         /// Number of ranks that resume.
         world: u32,
     },
-    /// The stream moves with owners, and the options list none.
+    /// The stream moves with its owner, but the options list no owners.
     #[error("the {kind} stream moves with its owner, but no owners are given")]
     OwnersUnknown {
         /// The stream that moves.
@@ -210,7 +212,7 @@ pub enum ReconcileError {
 }
 
 impl ReconcileError {
-    /// The stable code of this error.
+    /// Returns the stable code of this error.
     pub fn code(&self) -> Code {
         match self {
             ReconcileError::NoStates | ReconcileError::MissingStream { .. } => codes::RNG_STREAM_MISSING,
@@ -223,7 +225,7 @@ impl ReconcileError {
         }
     }
 
-    /// What to do about this error, where something can be advised.
+    /// Returns what the user can do about this error, or `None` if no advice exists.
     pub(crate) fn help(&self) -> Option<&'static str> {
         match self {
             ReconcileError::StrictWouldReseed { .. } => {
@@ -234,25 +236,26 @@ impl ReconcileError {
         }
     }
 
-    /// This error as one about the checkpoint at `path`.
-    pub(super) fn at(self, path: &Path) -> CkptError {
+    /// Converts the error to one about the checkpoint at `path`.
+    pub(super) fn into_ckpt_error(self, path: &Path) -> CkptError {
         CkptError::unsupported(path, self)
     }
 }
 
-/// A number of ranks in words: `1 rank`, `2 ranks`.
-pub(super) fn count_ranks(ranks: u32) -> String {
+/// Formats a number of ranks: `1 rank`, `2 ranks`.
+pub(super) fn format_rank_count(ranks: u32) -> String {
     if ranks == 1 { "1 rank".to_owned() } else { format!("{ranks} ranks") }
 }
 
-fn list_ranks(ranks: &[usize]) -> String {
+/// Formats ranks as a list, of which at most [`RANKS_LISTED`] are shown.
+fn format_ranks(ranks: &[usize]) -> String {
     ranks.iter().take(RANKS_LISTED).map(usize::to_string).collect::<Vec<_>>().join(", ")
 }
 
-/// The seed of a new stream: BLAKE3 of the run's seed, the word `rng-reconcile`, generation, step,
-/// kind and rank, with numbers as little-endian u64. The number of ranks is not hashed, so that a
-/// rank gets equal streams in any world size.
-pub fn stream_seed(run_seed: u64, generation: u64, step: u64, kind: StreamKind, rank: u64) -> Hash {
+/// Derives the seed of a new stream: BLAKE3 of the run's seed, the word `rng-reconcile`, the
+/// generation, the step, the kind and the rank, with numbers as little-endian u64. The number of
+/// ranks is not hashed, so that a rank gets equal streams in any world size.
+pub fn derive_stream_seed(run_seed: u64, generation: u64, step: u64, kind: StreamKind, rank: u64) -> Hash {
     let mut message = run_seed.to_le_bytes().to_vec();
     message.extend(b"rng-reconcile");
     message.extend([generation, step].iter().flat_map(|n| n.to_le_bytes()));
@@ -261,44 +264,45 @@ pub fn stream_seed(run_seed: u64, generation: u64, step: u64, kind: StreamKind, 
     Hash::digest(&message)
 }
 
-/// Assigns the states of the `old` ranks to `options.world` ranks.
+/// Assigns the states of the `old` ranks to `options.world` ranks. Returns the states of the new
+/// ranks, and a record of what was decided.
 ///
 /// # Errors
-/// When the states contradict the options, or the policy forbids what would be needed.
-pub fn reconcile(
-    old: &[RankStates],
+/// Fails if the states contradict the options, or the policy forbids what would be needed.
+pub fn reconcile_rng_states(
+    old: &[RankRngStates],
     options: &ReconcileOptions,
-) -> Result<(Vec<RankStates>, RngDecision), ReconcileError> {
+) -> Result<(Vec<RankRngStates>, RngDecision), ReconcileError> {
     let Some(first) = old.first() else { return Err(ReconcileError::NoStates) };
     if options.world == 0 {
         return Err(ReconcileError::NoRanks);
     }
     let run_seed = options.run_seed.unwrap_or_else(|| first.cpu.seed());
-    let mut new: Vec<RankStates> =
+    let mut new: Vec<RankRngStates> =
         (0..options.world as usize).map(|r| old.get(r).unwrap_or(first).clone()).collect();
     let mut streams = Vec::new();
     for kind in StreamKind::ALL {
-        let ranks_with_stream = old.iter().filter(|s| s.digest(kind).is_some()).count();
+        let ranks_with_stream = old.iter().filter(|s| s.compute_stream_digest(kind).is_some()).count();
         if ranks_with_stream == 0 {
             continue;
         }
-        if let Some(rank) = old.iter().position(|s| s.digest(kind).is_none()) {
+        if let Some(rank) = old.iter().position(|s| s.compute_stream_digest(kind).is_none()) {
             return Err(ReconcileError::MissingStream { kind, rank });
         }
-        let scope = stream_scope(old, kind, options)?;
-        let mode = stream_mode(old.len(), scope, kind, options)?;
+        let scope = decide_stream_scope(old, kind, options)?;
+        let mode = decide_stream_mode(old.len(), scope, kind, options)?;
         for (rank, states) in new.iter_mut().enumerate() {
             match mode {
                 StreamMode::Restored => {}
                 StreamMode::Replicated => copy_stream(states, first, kind, 0),
                 StreamMode::Followed => {
-                    let from = old_rank_of_owner(old.len(), rank, kind, options)?;
+                    let from = find_old_rank_of_owner(old.len(), rank, kind, options)?;
                     copy_stream(states, &old[from], kind, from);
                 }
                 StreamMode::Reseeded => {
                     // a replicated stream stays equal on all ranks
                     let rank = if scope == StreamScope::Replicated { 0 } else { rank as u64 };
-                    let seed = stream_seed(run_seed, options.generation, options.step, kind, rank);
+                    let seed = derive_stream_seed(run_seed, options.generation, options.step, kind, rank);
                     reseed_stream(states, kind, &seed);
                 }
             }
@@ -313,29 +317,35 @@ pub fn reconcile(
     Ok((new, RngDecision { from_world, world, policy, generation, step, run_seed, streams }))
 }
 
-/// The digest by which two ranks' streams are compared. Of CUDA only the rank's device counts,
-/// since a rank leaves the generators of the others idle.
-fn comparable_digest(states: &RankStates, kind: StreamKind, rank: usize) -> Option<Hash> {
+/// Computes the digest by which the streams of two ranks are compared. Of the CUDA states, only
+/// that of the rank's device counts, since a rank leaves the generators of other devices idle.
+/// Returns `None` if the rank has no such stream.
+fn compute_comparable_digest(states: &RankRngStates, kind: StreamKind, rank: usize) -> Option<Hash> {
     match (kind, &states.cuda) {
-        (StreamKind::TorchCuda, Some(cuda)) => rank_device(cuda, rank).map(|d| Hash::digest(&d.0)),
-        _ => states.digest(kind),
+        (StreamKind::TorchCuda, Some(cuda)) => rank_cuda_state(cuda, rank).map(|d| Hash::digest(&d.0)),
+        _ => states.compute_stream_digest(kind),
     }
 }
 
-fn rank_device(cuda: &CudaStates, rank: usize) -> Option<CudaState> {
+/// Returns the CUDA state of the device that the rank uses: device `rank` modulo the number of
+/// devices.
+fn rank_cuda_state(cuda: &TorchCudaStates, rank: usize) -> Option<TorchCudaState> {
     let devices = cuda.devices();
     devices.get(rank.checked_rem(devices.len())?).copied()
 }
 
-/// The scope that the options give, or the one that the states show.
-fn stream_scope(
-    old: &[RankStates],
+/// Returns the scope that the options give for a stream, or derives it from the states.
+///
+/// # Errors
+/// Fails if the options declare a stream as replicated and the states of the ranks differ.
+fn decide_stream_scope(
+    old: &[RankRngStates],
     kind: StreamKind,
     options: &ReconcileOptions,
 ) -> Result<StreamScope, ReconcileError> {
-    let first = comparable_digest(&old[0], kind, 0);
+    let first = compute_comparable_digest(&old[0], kind, 0);
     let differing: Vec<usize> =
-        (0..old.len()).filter(|&rank| comparable_digest(&old[rank], kind, rank) != first).collect();
+        (0..old.len()).filter(|&rank| compute_comparable_digest(&old[rank], kind, rank) != first).collect();
     match options.scopes.get(&kind) {
         Some(StreamScope::Replicated) if !differing.is_empty() => {
             Err(ReconcileError::NotReplicated { kind, ranks: differing })
@@ -353,7 +363,11 @@ fn stream_scope(
     }
 }
 
-fn stream_mode(
+/// Decides where the new ranks' streams of one kind come from.
+///
+/// # Errors
+/// Fails if the strict policy forbids to reseed them.
+fn decide_stream_mode(
     from_world: usize,
     scope: StreamScope,
     kind: StreamKind,
@@ -372,8 +386,8 @@ fn stream_mode(
     }
 }
 
-/// The old rank that has the owner of the new rank `rank`.
-fn old_rank_of_owner(
+/// Finds the old rank with the stream of the owner of the new rank `rank`.
+fn find_old_rank_of_owner(
     from_world: usize,
     rank: usize,
     kind: StreamKind,
@@ -386,51 +400,55 @@ fn old_rank_of_owner(
     old_rank.ok_or(ReconcileError::OwnerWithoutStream { kind, rank })
 }
 
-/// Copies a stream to `to` from `from`, which are the states of old rank `rank`.
-fn copy_stream(to: &mut RankStates, from: &RankStates, kind: StreamKind, rank: usize) {
+/// Copies a stream to `to` from `from`, the states of the old rank `rank`.
+fn copy_stream(to: &mut RankRngStates, from: &RankRngStates, kind: StreamKind, rank: usize) {
     match kind {
         StreamKind::Python => to.python.clone_from(&from.python),
         StreamKind::Numpy => to.numpy.clone_from(&from.numpy),
         StreamKind::TorchCpu => to.cpu.clone_from(&from.cpu),
         StreamKind::TorchCuda => {
-            to.cuda = from.cuda.as_ref().and_then(|c| rank_device(c, rank)).map(CudaStates::One)
+            to.cuda =
+                from.cuda.as_ref().and_then(|c| rank_cuda_state(c, rank)).map(TorchCudaStates::SingleDevice)
         }
     }
 }
 
 /// Begins a new stream. All 256 bits of the hash seed a Mersenne Twister (`init_by_array` of its
-/// eight little-endian words); its first eight bytes are the number that torch reports as the seed.
-fn reseed_stream(states: &mut RankStates, kind: StreamKind, hash: &Hash) {
+/// eight little-endian words). Its first eight bytes are the number that torch reports as the seed.
+fn reseed_stream(states: &mut RankRngStates, kind: StreamKind, hash: &Hash) {
     let words: Vec<u32> = hash.0.as_chunks::<4>().0.iter().map(|b| u32::from_le_bytes(*b)).collect();
     let mut first = [0u8; 8];
     first.copy_from_slice(&hash.0[..8]);
     let number = u64::from_le_bytes(first);
     match kind {
         StreamKind::Python => {
-            // equals `random.seed(int.from_bytes(hash, "little"))`, whose integer has no leading
-            // zeros
+            // equals `random.seed(int.from_bytes(hash, "little"))`, which drops leading zero words
             let used = words.iter().rposition(|w| *w != 0).map_or(1, |last| last + 1);
             states.python =
-                PythonState { twister: MersenneTwister::from_key(&words[..used]), gauss_next: None };
+                PythonRngState { twister: MersenneTwister::from_key(&words[..used]), gauss_next: None };
         }
         StreamKind::Numpy => {
             let twister = MersenneTwister::from_key(&words);
-            states.numpy = NumpyState { twister, has_gauss: false, cached_gaussian: 0.0 };
+            states.numpy = NumpyRngState { twister, has_gauss: false, cached_gaussian: 0.0 };
         }
-        StreamKind::TorchCpu => states.cpu = CpuState::fresh(number, &MersenneTwister::from_key(&words)),
-        StreamKind::TorchCuda => states.cuda = Some(CudaStates::One(CudaState::fresh(number))),
+        StreamKind::TorchCpu => {
+            states.cpu = TorchCpuState::from_seed(number, &MersenneTwister::from_key(&words))
+        }
+        StreamKind::TorchCuda => {
+            states.cuda = Some(TorchCudaStates::SingleDevice(TorchCudaState::from_seed(number)))
+        }
     }
 }
 
-/// Brings the single CUDA state of a rank into the shape that a run of `options.world` ranks reads:
-/// a list with one state per visible GPU, or a single state in a run without ranks.
-fn expand_cuda_states(states: &mut RankStates, old: &[RankStates], options: &ReconcileOptions) {
-    let Some(CudaStates::One(state)) = states.cuda else { return };
+/// Replaces the single CUDA state of a rank by the form that a run of `options.world` ranks reads:
+/// a list with one state per visible GPU, or a single state in a run of one process.
+fn expand_cuda_states(states: &mut RankRngStates, old: &[RankRngStates], options: &ReconcileOptions) {
+    let Some(TorchCudaStates::SingleDevice(state)) = states.cuda else { return };
     if options.world == 1 && options.gpus.is_none() {
         return;
     }
     let visible = old.iter().filter_map(|s| s.cuda.as_ref()).map(|c| c.devices().len()).max().unwrap_or(1);
-    // where each rank of a host had one GPU, the new ranks have one each, too
+    // if each old rank used a separate GPU of one host, so do the new ranks
     let devices = if visible == old.len() { options.world as usize } else { visible };
-    states.cuda = Some(CudaStates::All(vec![state; options.gpus.map_or(devices, |g| g as usize)]));
+    states.cuda = Some(TorchCudaStates::PerDevice(vec![state; options.gpus.map_or(devices, |g| g as usize)]));
 }

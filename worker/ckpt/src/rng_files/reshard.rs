@@ -1,46 +1,52 @@
-//! Reshards the DeepSpeed state in a checkpoint for another number of ranks, in DeepSpeed's own
+//! Reshards the DeepSpeed state of a checkpoint for another number of ranks, in DeepSpeed's own
 //! layout, so that an unmodified script loads it without further settings.
-use super::reconcile::count_ranks;
-use crate::convert::{ConvertNotice, ConvertOptions, ConvertTarget, convert_into, output::fingerprint};
+use super::reconcile::format_rank_count;
+use crate::convert::{
+    ConvertNotice, ConvertOptions, ConvertTarget, convert_into_directory, output::compute_fingerprint,
+};
 use crate::disk::{self, Directory, exists};
 use crate::error::{self, CkptError, Result};
 use crate::external::ExternalCheckpoint;
 use crate::passthrough::PassthroughState;
-use crate::pickle::Object;
-use crate::source::TensorSource;
+use crate::pickle::PythonObject;
+use crate::tensor_source::TensorSource;
 use serde::{Deserialize, Serialize};
 use std::path::Path;
 
-/// Name of the record of a prepared directory, by which a later start with that world size reuses
-/// it.
-pub(super) const RECORD: &str = "launch_prepared.json";
-/// Largest record that is read, bytes.
+/// Name of the record in a prepared directory. A later start with the same world size finds the
+/// directory by it.
+pub(super) const RECORD_FILE: &str = "launch_prepared.json";
+/// Limit on the size of a record, in bytes.
 const RECORD_MAX: u64 = 1 << 20;
-const FORMAT: &str = "launch prepared checkpoint";
-const LATEST: &str = "latest";
-/// Elements of a ZeRO-3 sub-group where the config has no `sub_group_size`; DeepSpeed's default.
+/// Name of the format in a record.
+const RECORD_FORMAT: &str = "launch prepared checkpoint";
+/// DeepSpeed's file that names the newest tag.
+const LATEST_FILE: &str = "latest";
+/// Elements of a ZeRO-3 sub-group if the config has no `sub_group_size`; equals DeepSpeed's
+/// default.
 const SUB_GROUP_SIZE: u64 = 1_000_000_000;
 
-/// The record of a prepared directory: its source and options.
+/// The record of a prepared directory: the checkpoint it was made from, and the options.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct PreparedRecord {
     format: String,
     version: u32,
-    /// Directory name of the original checkpoint.
+    /// Name of the directory of the original checkpoint.
     pub(super) from: String,
     world: u32,
-    /// Options of the RNG reconciliation.
+    /// The options of the RNG reconciliation, as text.
     policy: String,
     /// Fingerprint of the original, which changes when one of its files does.
     source: String,
-    /// What was done, in one line for the user.
+    /// One line for the user about what was done.
     #[serde(rename = "line")]
     pub(super) summary: String,
 }
 
 impl PreparedRecord {
+    /// Makes a record for the checkpoint `from` in `dir`, whose fingerprint is computed.
     pub(super) fn new(dir: &Path, from: &str, world: u32, policy: String) -> Result<PreparedRecord> {
-        let (format, source) = (FORMAT.to_owned(), fingerprint(dir)?);
+        let (format, source) = (RECORD_FORMAT.to_owned(), compute_fingerprint(dir)?);
         Ok(PreparedRecord {
             format,
             version: 1,
@@ -52,39 +58,40 @@ impl PreparedRecord {
         })
     }
 
-    /// Whether `other` describes equal work: an unchanged original and equal options.
-    pub(super) fn is_same_work(&self, other: &PreparedRecord) -> bool {
+    /// Returns true if `other` has an equal original and equal options, whatever its summary.
+    pub(super) fn has_same_request(&self, other: &PreparedRecord) -> bool {
         *self == PreparedRecord { summary: self.summary.clone(), ..other.clone() }
     }
 
-    /// Reads the record of a directory; `None` when it has no readable one.
+    /// Reads the record of a directory. Returns `None` if the directory has no valid one.
     pub(super) fn read(dir: &Path) -> Option<PreparedRecord> {
-        let text = Directory::open(dir).ok()?.read(RECORD, RECORD_MAX).ok()?;
+        let text = Directory::open(dir).ok()?.read_file(RECORD_FILE, RECORD_MAX).ok()?;
         let record: PreparedRecord = serde_json::from_slice(&text).ok()?;
-        (record.format == FORMAT && record.version == 1).then_some(record)
+        (record.format == RECORD_FORMAT && record.version == 1).then_some(record)
     }
 
+    /// Writes the record durably into a directory that has none.
     pub(super) fn write(&self, dir: &Path) -> Result<()> {
         let mut text = serde_json::to_vec_pretty(self).map_err(CkptError::invalid_save)?;
         text.push(b'\n');
-        disk::write_file(dir.join(RECORD), &text).map(drop)
+        disk::write_file(dir.join(RECORD_FILE), &text).map(drop)
     }
 }
 
-/// Whether `world` ranks can resume only after resharding. ZeRO stages 1 to 3 are sharded by rank;
-/// stage 0 keeps everything in one file.
+/// Returns true if `world` ranks can resume only after resharding. ZeRO stages 1 to 3 are sharded
+/// by rank; stage 0 keeps everything in one file.
 pub(super) fn needs_reshard(state: &ExternalCheckpoint, world: u32) -> bool {
     let facts = state.facts();
     facts.stage != Some(0) && facts.world.is_some_and(|w| w != world)
 }
 
-/// Rejects a directory that DeepSpeed's engine wouldn't load, because no `latest` names its tag.
+/// Rejects a directory that DeepSpeed's engine would not load, because no `latest` names its tag.
 pub(super) fn check_loadable(dir: &Path, state: &ExternalCheckpoint) -> Result<()> {
-    match exists(&dir.join(LATEST)) || exists(&dir.join("latest_universal")) {
+    match exists(&dir.join(LATEST_FILE)) || exists(&dir.join("latest_universal")) {
         true => Ok(()),
         false => {
             let what = format!(
-                "it is the directory of tag {}; resume from its parent, which has `{LATEST}`",
+                "it is the directory of tag {}; resume from its parent, which has `{LATEST_FILE}`",
                 state.facts().tag
             );
             Err(CkptError::unsupported(dir, what))
@@ -92,37 +99,41 @@ pub(super) fn check_loadable(dir: &Path, state: &ExternalCheckpoint) -> Result<(
     }
 }
 
-/// Whether resharding replaces this entry of the original.
-pub(super) fn is_replaced(state: &ExternalCheckpoint, name: &str) -> bool {
-    name == state.facts().tag || [LATEST, "latest_universal", RECORD].contains(&name)
+/// Returns true if resharding replaces the entry `name` of the original.
+pub(super) fn is_replaced_entry(state: &ExternalCheckpoint, name: &str) -> bool {
+    name == state.facts().tag || [LATEST_FILE, "latest_universal", RECORD_FILE].contains(&name)
 }
 
-/// Writes the state for `world` ranks into directory `into`. Returns what was done, in words.
-pub(super) fn write(state: &ExternalCheckpoint, world: u32, into: &Path) -> Result<String> {
-    let sub_group_size = sub_group_size(&state.passthrough()?);
+/// Writes the state for `world` ranks into the directory `into`. Returns a line for the user about
+/// what was done.
+pub(super) fn write_resharded_state(state: &ExternalCheckpoint, world: u32, into: &Path) -> Result<String> {
+    let sub_group_size = read_sub_group_size(&state.read_passthrough()?);
     let to = ConvertOptions::new(ConvertTarget::DeepSpeed);
-    let report = convert_into(state, into, &ConvertOptions { world: Some(world), sub_group_size, ..to })?;
+    let report =
+        convert_into_directory(state, into, &ConvertOptions { world: Some(world), sub_group_size, ..to })?;
     let mut summary = format!(
         "DeepSpeed state (ZeRO-{}) resharded for {}, {} in {} files",
         report.stage.unwrap_or(0),
-        count_ranks(world),
+        format_rank_count(world),
         error::format_bytes(report.bytes),
         report.files
     );
-    // the run's config has this sub-group size already
+    // the notice about the sub-group size is left out, since the run's config has this size
     for notice in report.notices.iter().filter(|n| !matches!(n, ConvertNotice::SubGroupSize { .. })) {
         summary.push_str(&format!(" ({notice})"));
     }
     Ok(summary)
 }
 
-/// The sub-group size in the config of the run, whose engine will load the result.
-fn sub_group_size(passthrough: &PassthroughState) -> u64 {
-    let config = passthrough.model.iter().find(|(key, _)| key == "ds_config").map(|(_, config)| config);
+/// Returns the size of ZeRO-3 sub-groups, in elements, from the run's DeepSpeed config. The engine
+/// that loads the result uses the same config.
+fn read_sub_group_size(passthrough: &PassthroughState) -> u64 {
+    let config =
+        passthrough.model_entries.iter().find(|(key, _)| key == "ds_config").map(|(_, config)| config);
     let size = config.and_then(|c| c.get("zero_optimization")?.get("sub_group_size"));
     match size {
-        Some(Object::Int(n)) if *n > 0 => *n as u64,
-        Some(Object::Float(n)) if *n >= 1.0 => *n as u64,
+        Some(PythonObject::Int(n)) if *n > 0 => *n as u64,
+        Some(PythonObject::Float(n)) if *n >= 1.0 => *n as u64,
         _ => SUB_GROUP_SIZE,
     }
 }

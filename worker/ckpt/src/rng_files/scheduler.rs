@@ -1,16 +1,19 @@
-//! Rescales Accelerate's `scheduler.bin` to another number of processes: Accelerate steps a
-//! scheduler once per process, so its counter is optimizer steps × processes.
+//! Rescales Accelerate's `scheduler.bin` to another number of processes.
+//!
+//! Accelerate steps a scheduler once per process, so its counter is optimizer steps × processes.
 use super::encode::{PickleWriter, ZipWriter};
 use crate::disk::Directory;
 use crate::error::{CkptError, DamageReason, Result};
-use crate::formats::torch_file::{TENSORS, TorchFile};
-use crate::pickle::View;
+use crate::formats::torch_file::{TENSOR_GLOBALS, TorchFile};
+use crate::pickle::PickleView;
 use nix::fcntl::OFlag;
 use std::os::unix::fs::FileExt;
 
-const NAME: &str = "scheduler.bin";
-const OPTIMIZER: &str = "optimizer.bin";
-/// Largest scheduler file that is read, bytes.
+/// Accelerate's file with the state of the learning rate scheduler.
+const SCHEDULER_FILE: &str = "scheduler.bin";
+/// Accelerate's file with the state of the optimizer.
+const OPTIMIZER_FILE: &str = "optimizer.bin";
+/// Limit on the size of a scheduler file, in bytes.
 const SCHEDULER_MAX: u64 = 16 << 20;
 /// Globals that pickles of torch's schedulers may name.
 const GLOBALS: &[&[&str]] = &[&["collections.Counter", "collections.OrderedDict"]];
@@ -19,49 +22,58 @@ const GLOBALS: &[&[&str]] = &[&["collections.Counter", "collections.OrderedDict"
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum RescaleError {
-    /// A `SequentialLR` or `ChainedScheduler` has a counter per part.
-    #[error("{NAME} counts steps per process and consists of several schedulers, which cannot be rescaled")]
+    /// The scheduler consists of several schedulers with a counter each, such as `SequentialLR`.
+    #[error(
+        "{SCHEDULER_FILE} counts steps per process and consists of several schedulers, which cannot be rescaled"
+    )]
     SeveralSchedulers,
     /// The rescaled counter exceeds 64 bits.
-    #[error("{NAME} counts steps per process, and {steps} steps of {world} processes overflow the counter")]
+    #[error(
+        "{SCHEDULER_FILE} counts steps per process, and {steps} steps of {world} processes overflow the counter"
+    )]
     Overflow {
         /// Optimizer steps.
         steps: u64,
         /// Number of processes that resume.
         world: u32,
     },
-    /// The counter isn't where pickles of torch have it.
-    #[error("{NAME} counts steps per process, but its pickle has an unknown layout")]
+    /// The counter isn't where pickles of torch's schedulers have it.
+    #[error("{SCHEDULER_FILE} counts steps per process, but its pickle has an unknown layout")]
     UnknownPickle,
 }
 
 /// A scheduler file for another number of processes.
 pub(super) struct RescaledScheduler {
+    /// Name of the file.
     pub(super) name: &'static str,
+    /// Content of the file.
     pub(super) bytes: Vec<u8>,
-    /// The change in one line for the user.
+    /// One line for the user about the change.
     pub(super) summary: String,
 }
 
-/// Rescales the scheduler file to `world` processes. `None` when there is no such file, or when its
-/// counter isn't optimizer steps × `old`. `done` is the number of optimizer updates, where the
-/// optimizer's state isn't in `optimizer.bin`.
-pub(super) fn rescale(
+/// Rescales the scheduler file from `old` to `world` processes. Returns `None` if there is no such
+/// file, or its counter isn't optimizer steps × `old`. `done` is the number of optimizer updates;
+/// if it is `None`, the number is read from `optimizer.bin`.
+///
+/// # Errors
+/// Fails if the file is damaged, or its counter can't be rescaled.
+pub(super) fn rescale_scheduler(
     directory: &Directory,
     old: u32,
     world: u32,
     done: Option<u64>,
 ) -> Result<Option<RescaledScheduler>> {
-    if old == world || directory.size_of(NAME)?.is_none() {
+    if old == world || directory.file_size(SCHEDULER_FILE)?.is_none() {
         return Ok(None);
     }
-    let done = match (done, directory.size_of(OPTIMIZER)?) {
+    let done = match (done, directory.file_size(OPTIMIZER_FILE)?) {
         (Some(done), _) => Some(done),
-        (None, Some(_)) => steps_done(directory)?,
+        (None, Some(_)) => read_steps_done(directory)?,
         (None, None) => return Ok(None),
     };
-    let file = TorchFile::open(directory, NAME, GLOBALS)?;
-    let count = |key: &str| file.value().get(key).and_then(View::count);
+    let file = TorchFile::open(directory, SCHEDULER_FILE, GLOBALS)?;
+    let count = |key: &str| file.value().get(key).and_then(PickleView::as_count);
     let (Some(last), Some(done)) = (count("last_epoch"), done) else { return Ok(None) };
     if last == 0 || done.checked_mul(u64::from(old)) != Some(last) {
         return Ok(None);
@@ -72,62 +84,70 @@ pub(super) fn rescale(
     }
     let overflow = || unsupported(RescaleError::Overflow { steps: done, world });
     let new = done.checked_mul(u64::from(world)).and_then(|n| i64::try_from(n).ok()).ok_or_else(overflow)?;
-    let mut pickle = read_pickle(directory, &file)?;
+    let mut pickle = read_scheduler_pickle(directory, &file)?;
     for (key, before) in [("last_epoch", Some(last)), ("_step_count", count("_step_count"))] {
         // `_step_count` also counts the call at construction
         let Some(before) = before else { continue };
         let after = new + i64::try_from(before).map_err(|_| overflow())? - last as i64;
-        pickle = replace_count(&pickle, key, before, after)
+        pickle = replace_counter(&pickle, key, before, after)
             .ok_or_else(|| unsupported(RescaleError::UnknownPickle))?;
     }
     let mut zip = ZipWriter::new(&file.root);
-    zip.add("data.pkl", &pickle, false);
+    zip.add_member("data.pkl", &pickle, false);
     let summary = format!(
         "scheduler counter rescaled from {last} to {new} ({done} steps; Accelerate counts one per process)"
     );
-    Ok(Some(RescaledScheduler { name: NAME, bytes: zip.end(&[]), summary }))
+    Ok(Some(RescaledScheduler { name: SCHEDULER_FILE, bytes: zip.finish(&[]), summary }))
 }
 
-/// The step counter of the first parameter in `optimizer.bin`.
-fn steps_done(directory: &Directory) -> Result<Option<u64>> {
-    let file = TorchFile::open(directory, OPTIMIZER, &[TENSORS])?;
-    let first = file.value().get("state").and_then(View::pairs).and_then(|mut p| p.next());
+/// Reads the step counter of the first parameter in `optimizer.bin`. Returns `None` if the file has
+/// no whole step.
+fn read_steps_done(directory: &Directory) -> Result<Option<u64>> {
+    let file = TorchFile::open(directory, OPTIMIZER_FILE, &[TENSOR_GLOBALS])?;
+    let first = file.value().get("state").and_then(PickleView::as_pairs).and_then(|mut p| p.next());
     let Some(step) = first.and_then(|(_, state)| state.get("step")) else { return Ok(None) };
-    if let Some(n) = step.count() {
+    if let Some(n) = step.as_count() {
         return Ok(Some(n));
     }
-    let damaged = |error| CkptError::damaged(directory.path(), OPTIMIZER, error);
-    let Some(view) = file.tensor(step).map_err(|e| damaged(DamageReason::from(e)))? else { return Ok(None) };
+    let damaged = |error| CkptError::damaged(directory.path(), OPTIMIZER_FILE, error);
+    let Some(view) = file.parse_tensor(step).map_err(|e| damaged(DamageReason::from(e)))? else {
+        return Ok(None);
+    };
     let member = &file.members[view.member];
     if view.dtype != crate::dtype::Dtype::F32 || view.elements() != 1 {
         return Ok(None);
     }
     let mut bytes = [0u8; 4];
-    let (reader, _) = directory.open_file(OPTIMIZER, OFlag::empty())?;
+    let (reader, _) = directory.open_file(OPTIMIZER_FILE, OFlag::empty())?;
     let at = member.data.start + 4 * view.offset;
-    reader.read_exact_at(&mut bytes, at).map_err(CkptError::io("read", &directory.path().join(OPTIMIZER)))?;
+    reader
+        .read_exact_at(&mut bytes, at)
+        .map_err(CkptError::io("read", &directory.path().join(OPTIMIZER_FILE)))?;
     let step = f32::from_le_bytes(bytes);
     Ok((step >= 0.0 && step.fract() == 0.0).then_some(step as u64))
 }
 
-/// The pickle of a torch file that must not contain tensors.
-fn read_pickle(directory: &Directory, file: &TorchFile) -> Result<Vec<u8>> {
-    let damaged = |why: &str| CkptError::damaged(directory.path(), NAME, why);
+/// Reads the pickle of the scheduler file.
+///
+/// # Errors
+/// Fails if the file contains tensors, which a scheduler doesn't have.
+fn read_scheduler_pickle(directory: &Directory, file: &TorchFile) -> Result<Vec<u8>> {
+    let damaged = |why: &str| CkptError::damaged(directory.path(), SCHEDULER_FILE, why);
     let pickle = file.members.iter().find(|m| m.name == format!("{}/data.pkl", file.root));
     let range = pickle.map(|m| m.data.clone()).ok_or_else(|| damaged("it has no member data.pkl"))?;
     if file.members.iter().any(|m| m.name.starts_with(&format!("{}/data/", file.root))) {
         return Err(damaged("it contains tensors, but a scheduler has none"));
     }
-    let whole = directory.read(NAME, SCHEDULER_MAX)?;
+    let whole = directory.read_file(SCHEDULER_FILE, SCHEDULER_MAX)?;
     let bytes = whole.get(range.start as usize..range.end as usize);
     bytes
         .map(<[u8]>::to_vec)
-        .ok_or_else(|| CkptError::damaged(directory.path(), NAME, DamageReason::Truncated))
+        .ok_or_else(|| CkptError::damaged(directory.path(), SCHEDULER_FILE, DamageReason::Truncated))
 }
 
-/// The pickle with the integer under `key` replaced. `None` unless `key` occurs once, with the
-/// value `before`.
-fn replace_count(pickle: &[u8], key: &str, before: u64, after: i64) -> Option<Vec<u8>> {
+/// Returns the pickle with the integer under `key` replaced by `after`. Returns `None` unless `key`
+/// occurs exactly once, with the value `before`.
+fn replace_counter(pickle: &[u8], key: &str, before: u64, after: i64) -> Option<Vec<u8>> {
     let mut text = PickleWriter { out: Vec::new(), storages: Vec::new() };
     text.write_text(key);
     let mut places = pickle.windows(text.out.len()).enumerate().filter(|(_, w)| *w == text.out);

@@ -1,4 +1,5 @@
-//! RNG states of one rank: Python's generator, NumPy's, torch's on the CPU and on each GPU.
+//! RNG states of one rank: of Python's generator, of NumPy's, and of torch's on the CPU and each
+//! GPU.
 use crate::error::{CkptError, ReadFailure};
 use crate::formats::torch_error::TorchFileError;
 use crate::hash::Hash;
@@ -18,25 +19,25 @@ pub enum RngStateError {
         /// The limit, bytes.
         limit: u64,
     },
-    /// The pickle's root is another object than a dict.
+    /// The pickled value is not a dict.
     #[error("the file is not a dict of RNG states")]
     NotADict,
     /// The dict has a stream that this version can't reassign to other ranks.
     #[error("unknown RNG stream {key:?}")]
     UnknownStream {
-        /// Its key in the dict, shortened.
+        /// Key of the stream in the dict, shortened.
         key: String,
     },
-    /// A stream that every file of this format has is missing.
+    /// The dict lacks a stream that every file of its format has.
     #[error("the file has no entry {key:?}")]
     MissingStream {
-        /// Its key in the dict.
+        /// Key of the stream in the dict.
         key: &'static str,
     },
-    /// A value has another structure than the generator's own `getstate`.
+    /// A state has another structure than the values of the generator's `getstate`.
     #[error("the state of {generator} has an unknown layout")]
     UnknownLayout {
-        /// The generator's name for messages.
+        /// Name of the generator, as messages show it.
         generator: &'static str,
     },
     /// Python changed the layout of `random.getstate()`.
@@ -45,19 +46,19 @@ pub enum RngStateError {
         /// The version in the file; `None` when it isn't an integer.
         version: Option<i64>,
     },
-    /// NumPy's global generator is of another algorithm.
+    /// NumPy's global generator uses another algorithm than MT19937.
     #[error("the state of NumPy's generator is not one of MT19937")]
     NumpyGenerator,
-    /// A twister claims more used words than it has.
-    #[error("position {position} is outside of a Mersenne Twister of {WORDS} words")]
+    /// A Mersenne Twister claims more used words than it has.
+    #[error("position {position} is outside of a Mersenne Twister of {TWISTER_WORDS} words")]
     TwisterPosition {
-        /// The position in the file.
+        /// The position in the file, in words.
         position: u64,
     },
-    /// The byte tensor of torch's CPU generator has another size.
+    /// The state of torch's CPU generator has a wrong size.
     #[error("torch's CPU state has {bytes} bytes, expected {CPU_BYTES}")]
     CpuStateSize {
-        /// Size of the tensor.
+        /// Size of the state in bytes.
         bytes: usize,
     },
     /// The position fields of torch's CPU generator contradict each other.
@@ -74,10 +75,10 @@ pub enum RngStateError {
         /// Index of the word.
         word: usize,
     },
-    /// The byte tensor of a CUDA generator has another size.
+    /// The state of a CUDA generator has a wrong size.
     #[error("torch's CUDA state has {bytes} bytes, expected {CUDA_BYTES}")]
     CudaStateSize {
-        /// Size of the tensor.
+        /// Size of the state in bytes.
         bytes: usize,
     },
     /// The Philox offset of a CUDA generator is invalid.
@@ -107,28 +108,28 @@ pub enum RngStateError {
 }
 
 impl RngStateError {
-    /// This error as damage of the file `name` in the checkpoint at `path`.
-    pub(super) fn at(self, path: &Path, name: &str) -> CkptError {
+    /// Converts the error to damage of the file `name` in the checkpoint at `path`.
+    pub(super) fn into_file_damage(self, path: &Path, name: &str) -> CkptError {
         CkptError::damaged(path, name, self)
     }
 }
 
 /// Words in the state of a Mersenne Twister (MT19937).
-pub(crate) const WORDS: usize = 624;
+pub(crate) const TWISTER_WORDS: usize = 624;
 /// Bytes in the state of torch's CPU generator.
 pub(crate) const CPU_BYTES: usize = 5056;
-/// Bytes in the state of torch's CUDA generator: seed (u64) and Philox offset (i64).
+/// Bytes in the state of a CUDA generator of torch: the seed (u64) and the Philox offset (i64).
 pub(crate) const CUDA_BYTES: usize = 16;
-/// Byte offset of the first word in the state of torch's CPU generator; each word takes 8 bytes.
+/// Byte offset of the first word in the state of torch's CPU generator. Each word takes 8 bytes.
 const CPU_WORDS_OFFSET: usize = 24;
 
 /// A random number generator that has a stream in each rank's file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum StreamKind {
-    /// Python's module `random`.
+    /// The module `random` of Python.
     Python,
-    /// NumPy's global generator, `numpy.random`.
+    /// The global generator of NumPy, `numpy.random`.
     Numpy,
     /// torch's default generator on the CPU.
     TorchCpu,
@@ -141,7 +142,8 @@ impl StreamKind {
     pub const ALL: [StreamKind; 4] =
         [StreamKind::Python, StreamKind::Numpy, StreamKind::TorchCpu, StreamKind::TorchCuda];
 
-    /// The name that tables show. It is also hashed into the seed of a new stream, so it is stable.
+    /// Returns the name that tables show. The name is also hashed into the seed of a new stream, so
+    /// it must never change.
     pub fn name(self) -> &'static str {
         match self {
             StreamKind::Python => "python",
@@ -161,7 +163,7 @@ impl fmt::Display for StreamKind {
 /// State of a Mersenne Twister: its words, and how many of them are used.
 #[derive(Clone, PartialEq, Eq)]
 pub struct MersenneTwister {
-    pub(crate) words: Box<[u32; WORDS]>,
+    pub(crate) words: Box<[u32; TWISTER_WORDS]>,
     /// Words used since the last refill, 0 to 624.
     pub(crate) position: u32,
 }
@@ -169,14 +171,14 @@ pub struct MersenneTwister {
 impl MersenneTwister {
     /// Seeds a twister with `init_genrand` of the reference implementation (mt19937ar.c).
     fn from_seed(seed: u32) -> MersenneTwister {
-        let mut words = Box::new([0u32; WORDS]);
+        let mut words = Box::new([0u32; TWISTER_WORDS]);
         let mut last = seed;
         for (i, word) in (0u32..).zip(words.iter_mut()) {
             last =
                 if i == 0 { seed } else { 1_812_433_253u32.wrapping_mul(last ^ last >> 30).wrapping_add(i) };
             *word = last;
         }
-        MersenneTwister { words, position: WORDS as u32 }
+        MersenneTwister { words, position: TWISTER_WORDS as u32 }
     }
 
     /// Seeds a twister with `init_by_array` of the reference implementation (mt19937ar.c), which
@@ -186,25 +188,26 @@ impl MersenneTwister {
         let w = &mut mt.words;
         let mixed = |before: u32, factor: u32| (before ^ before >> 30).wrapping_mul(factor);
         let (mut i, mut j) = (1, 0);
-        for _ in 0..WORDS.max(key.len()) {
+        for _ in 0..TWISTER_WORDS.max(key.len()) {
             let add = key.get(j).copied().unwrap_or(0).wrapping_add(j as u32);
             w[i] = (w[i] ^ mixed(w[i - 1], 1_664_525)).wrapping_add(add);
             (i, j) = (i + 1, if j + 1 >= key.len() { 0 } else { j + 1 });
-            if i >= WORDS {
-                (w[0], i) = (w[WORDS - 1], 1);
+            if i >= TWISTER_WORDS {
+                (w[0], i) = (w[TWISTER_WORDS - 1], 1);
             }
         }
-        for _ in 1..WORDS {
+        for _ in 1..TWISTER_WORDS {
             w[i] = (w[i] ^ mixed(w[i - 1], 1_566_083_941)).wrapping_sub(i as u32);
             i += 1;
-            if i >= WORDS {
-                (w[0], i) = (w[WORDS - 1], 1);
+            if i >= TWISTER_WORDS {
+                (w[0], i) = (w[TWISTER_WORDS - 1], 1);
             }
         }
         w[0] = 0x8000_0000;
         mt
     }
 
+    /// Returns the words and the position as little-endian u32.
     fn to_bytes(&self) -> Vec<u8> {
         self.words.iter().chain([&self.position]).flat_map(|w| w.to_le_bytes()).collect()
     }
@@ -216,65 +219,68 @@ impl fmt::Debug for MersenneTwister {
     }
 }
 
-/// The value of `random.getstate()`, version 3.
+/// The value of Python's `random.getstate()`, version 3.
 #[derive(Clone, Debug, PartialEq)]
-pub struct PythonState {
+pub struct PythonRngState {
     pub(crate) twister: MersenneTwister,
-    /// The cached second value of a pair of normal numbers.
+    /// The cached second number of a pair of normally distributed numbers.
     pub(crate) gauss_next: Option<f64>,
 }
 
-/// The value of `numpy.random.get_state()` of an MT19937 generator.
+/// The value of `numpy.random.get_state()` for an MT19937 generator.
 #[derive(Clone, Debug, PartialEq)]
-pub struct NumpyState {
+pub struct NumpyRngState {
     pub(crate) twister: MersenneTwister,
+    /// `cached_gaussian` is valid.
     pub(crate) has_gauss: bool,
+    /// The cached second number of a pair of normally distributed numbers.
     pub(crate) cached_gaussian: f64,
 }
 
-/// The bytes of `torch.get_rng_state()`, 5056 of them.
+/// The bytes of `torch.get_rng_state()`.
 #[derive(Clone, PartialEq, Eq)]
-pub struct CpuState(pub(crate) Box<[u8; CPU_BYTES]>);
+pub struct TorchCpuState(pub(crate) Box<[u8; CPU_BYTES]>);
 
-impl fmt::Debug for CpuState {
+impl fmt::Debug for TorchCpuState {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "CpuState(seed {})", self.seed())
+        write!(f, "TorchCpuState(seed {})", self.seed())
     }
 }
 
-impl CpuState {
+impl TorchCpuState {
     /// Validates an untrusted state: the fields that torch checks, and that each word has 32 bits.
-    pub(crate) fn new(bytes: &[u8]) -> Result<CpuState, RngStateError> {
+    pub(crate) fn new(bytes: &[u8]) -> Result<TorchCpuState, RngStateError> {
         let bytes: Box<[u8; CPU_BYTES]> = bytes
             .to_vec()
             .into_boxed_slice()
             .try_into()
             .map_err(|_| RngStateError::CpuStateSize { bytes: bytes.len() })?;
-        let state = CpuState(bytes);
-        let (left, next) = (state.u64_at(8) as u32 as i32, state.u64_at(16));
-        if !(1..=WORDS as i32).contains(&left) || next > WORDS as u64 {
+        let state = TorchCpuState(bytes);
+        let (left, next) = (state.read_u64_at(8) as u32 as i32, state.read_u64_at(16));
+        if !(1..=TWISTER_WORDS as i32).contains(&left) || next > TWISTER_WORDS as u64 {
             return Err(RngStateError::CpuPosition { left, next });
         }
-        match (0..WORDS).find(|i| state.u64_at(CPU_WORDS_OFFSET + 8 * i) > u64::from(u32::MAX)) {
+        match (0..TWISTER_WORDS).find(|i| state.read_u64_at(CPU_WORDS_OFFSET + 8 * i) > u64::from(u32::MAX)) {
             Some(word) => Err(RngStateError::CpuWordTooWide { word }),
             None => Ok(state),
         }
     }
 
-    fn u64_at(&self, offset: usize) -> u64 {
+    /// Reads the little-endian u64 at a byte offset.
+    fn read_u64_at(&self, offset: usize) -> u64 {
         let mut word = [0u8; 8];
         word.copy_from_slice(&self.0[offset..offset + 8]);
         u64::from_le_bytes(word)
     }
 
-    /// The argument of the last `torch.manual_seed`.
+    /// Returns the argument of the last `torch.manual_seed`.
     pub fn seed(&self) -> u64 {
-        self.u64_at(0)
+        self.read_u64_at(0)
     }
 
-    /// A generator with these words in the position after `manual_seed(seed)`: `left` is 1, `next`
-    /// 0.
-    pub(crate) fn fresh(seed: u64, twister: &MersenneTwister) -> CpuState {
+    /// Makes the state of a generator with these words that has drawn no number yet. `seed` is the
+    /// seed that torch reports.
+    pub(crate) fn from_seed(seed: u64, twister: &MersenneTwister) -> TorchCpuState {
         let mut bytes = Box::new([0u8; CPU_BYTES]);
         bytes[..8].copy_from_slice(&seed.to_le_bytes());
         bytes[8..12].copy_from_slice(&1i32.to_le_bytes());
@@ -282,19 +288,19 @@ impl CpuState {
         for (slot, word) in bytes[CPU_WORDS_OFFSET..].chunks_exact_mut(8).zip(twister.words.iter()) {
             slot.copy_from_slice(&u64::from(*word).to_le_bytes());
         }
-        CpuState(bytes)
+        TorchCpuState(bytes)
     }
 }
 
 /// The bytes of `torch.cuda.get_rng_state()` of one device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct CudaState(pub(crate) [u8; CUDA_BYTES]);
+pub struct TorchCudaState(pub(crate) [u8; CUDA_BYTES]);
 
-impl CudaState {
-    /// Validates an untrusted state: its Philox offset is a non-negative multiple of 4.
-    pub(crate) fn new(bytes: &[u8]) -> Result<CudaState, RngStateError> {
+impl TorchCudaState {
+    /// Validates an untrusted state: the Philox offset must be a non-negative multiple of 4.
+    pub(crate) fn new(bytes: &[u8]) -> Result<TorchCudaState, RngStateError> {
         let bytes = bytes.try_into().map_err(|_| RngStateError::CudaStateSize { bytes: bytes.len() })?;
-        let state = CudaState(bytes);
+        let state = TorchCudaState(bytes);
         let mut offset = [0u8; 8];
         offset.copy_from_slice(&state.0[8..]);
         match i64::from_le_bytes(offset) {
@@ -303,35 +309,36 @@ impl CudaState {
         }
     }
 
-    /// A generator of this seed with Philox offset 0.
-    pub(crate) fn fresh(seed: u64) -> CudaState {
+    /// Makes the state of a generator with this seed that has drawn no number yet (Philox offset
+    /// 0).
+    pub(crate) fn from_seed(seed: u64) -> TorchCudaState {
         let mut bytes = [0u8; CUDA_BYTES];
         bytes[..8].copy_from_slice(&seed.to_le_bytes());
-        CudaState(bytes)
+        TorchCudaState(bytes)
     }
 }
 
-/// CUDA states of one rank, in the two shapes in which programs save them.
+/// The CUDA states of one rank, in one of the two forms in which programs save them.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum CudaStates {
-    /// The state of the only device of a run without ranks.
-    One(CudaState),
-    /// One state per visible device.
-    All(Vec<CudaState>),
+pub enum TorchCudaStates {
+    /// The state of the only device, in a run of one process.
+    SingleDevice(TorchCudaState),
+    /// One state for each device that the rank sees.
+    PerDevice(Vec<TorchCudaState>),
 }
 
-impl CudaStates {
-    /// The states by device, one or more.
-    pub fn devices(&self) -> &[CudaState] {
+impl TorchCudaStates {
+    /// Returns the states by device.
+    pub fn devices(&self) -> &[TorchCudaState] {
         match self {
-            CudaStates::One(state) => std::slice::from_ref(state),
-            CudaStates::All(states) => states,
+            TorchCudaStates::SingleDevice(state) => std::slice::from_ref(state),
+            TorchCudaStates::PerDevice(states) => states,
         }
     }
 }
 
-/// The NumPy module that a pickled array names. NumPy 2 renamed it; each major version reads the
-/// file of its NumPy version without a warning, so a rewritten file keeps the name.
+/// The NumPy module that a pickled array names. NumPy 2 renamed the module. A rewritten file keeps
+/// the name, since each major version of NumPy reads its own name without a warning.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NumpyModule {
     /// `numpy.core`, written by NumPy 1.
@@ -341,6 +348,7 @@ pub enum NumpyModule {
 }
 
 impl NumpyModule {
+    /// Returns the full name of the module.
     pub(crate) fn module_name(self) -> &'static str {
         match self {
             NumpyModule::Core => "numpy.core.multiarray",
@@ -349,7 +357,7 @@ impl NumpyModule {
     }
 }
 
-/// The program whose file names and dict keys a set of RNG state files uses.
+/// The program whose file names and dict keys a set of RNG state files has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RngFormat {
@@ -359,27 +367,27 @@ pub enum RngFormat {
     Accelerate,
 }
 
-/// The RNG states of one rank, which is the content of one file.
+/// The RNG states of one rank, which are the content of one file.
 #[derive(Clone, Debug, PartialEq)]
-pub struct RankStates {
+pub struct RankRngStates {
     /// State of Python's `random`.
-    pub python: PythonState,
+    pub python: PythonRngState,
     /// State of NumPy's global generator.
-    pub numpy: NumpyState,
-    /// The module that the file's pickled array names.
+    pub numpy: NumpyRngState,
+    /// The NumPy module that the pickled array of the file names.
     pub numpy_module: NumpyModule,
     /// State of torch's CPU generator.
-    pub cpu: CpuState,
+    pub cpu: TorchCpuState,
     /// States of torch's CUDA generators; `None` in a run without GPUs.
-    pub cuda: Option<CudaStates>,
-    /// Accelerate's step counter.
+    pub cuda: Option<TorchCudaStates>,
+    /// The step counter of Accelerate, which HF Trainer's files don't have.
     pub step: Option<i64>,
 }
 
-impl RankStates {
-    /// BLAKE3 of a stream's state, equal exactly when two streams continue with equal numbers;
-    /// `None` when the rank has no such stream.
-    pub fn digest(&self, kind: StreamKind) -> Option<Hash> {
+impl RankRngStates {
+    /// Computes the BLAKE3 hash of a stream's state. Two hashes are equal exactly if the streams
+    /// continue with equal numbers. Returns `None` if the rank has no such stream.
+    pub fn compute_stream_digest(&self, kind: StreamKind) -> Option<Hash> {
         let bytes = match kind {
             StreamKind::Python => {
                 let gauss = self.python.gauss_next.map_or(Vec::new(), |g| g.to_bits().to_le_bytes().to_vec());

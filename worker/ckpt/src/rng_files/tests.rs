@@ -1,11 +1,12 @@
-use super::prepare::{self, Destination};
+//! Tests of reading, writing, assigning and preparing RNG state files.
+use super::prepare::{self, PrepareDestination};
 use super::rank_files::{self, RngRecord};
 use super::reconcile::{
-    ReconcileError, ReconcileOptions, ReconcilePolicy, StreamMode, StreamScope, reconcile,
+    ReconcileError, ReconcileOptions, ReconcilePolicy, StreamMode, StreamScope, reconcile_rng_states,
 };
 use super::streams::{
-    CpuState, CudaState, CudaStates, MersenneTwister, NumpyModule, NumpyState, PythonState, RankStates,
-    RngFormat, RngStateError, StreamKind,
+    MersenneTwister, NumpyModule, NumpyRngState, PythonRngState, RankRngStates, RngFormat, RngStateError,
+    StreamKind, TorchCpuState, TorchCudaState, TorchCudaStates,
 };
 use super::{decode, encode};
 use crate::disk::Directory;
@@ -14,37 +15,41 @@ use proptest::prelude::*;
 use std::fs;
 use std::path::Path;
 
-/// RNG states that depend only on `n`.
-fn states(n: u32) -> RankStates {
+/// Makes RNG states that depend only on `n`.
+fn make_states(n: u32) -> RankRngStates {
     let twister = |kind: u32| MersenneTwister { position: n % 625, ..MersenneTwister::from_key(&[kind, n]) };
-    RankStates {
-        python: PythonState {
+    RankRngStates {
+        python: PythonRngState {
             twister: twister(1),
             gauss_next: n.is_multiple_of(2).then_some(0.1 + f64::from(n)),
         },
-        numpy: NumpyState { twister: twister(2), has_gauss: n % 3 == 1, cached_gaussian: -1.5 },
+        numpy: NumpyRngState { twister: twister(2), has_gauss: n % 3 == 1, cached_gaussian: -1.5 },
         numpy_module: if n.is_multiple_of(5) { NumpyModule::Core } else { NumpyModule::PrivateCore },
-        cpu: CpuState::fresh(u64::from(n), &twister(3)),
+        cpu: TorchCpuState::from_seed(u64::from(n), &twister(3)),
         cuda: None,
         step: None,
     }
 }
 
-fn write_rank_files(dir: &Path, writer: RngFormat, ranks: &[RankStates]) {
+/// Writes one RNG state file per rank.
+fn write_rank_files(dir: &Path, writer: RngFormat, ranks: &[RankRngStates]) {
     for (rank, states) in (0u32..).zip(ranks) {
-        let name = rank_files::file_name(writer, rank, ranks.len() as u32);
+        let name = rank_files::rank_file_name(writer, rank, ranks.len() as u32);
         fs::write(dir.join(&name), encode::encode_rank_file(writer, "any", states)).expect("written");
     }
 }
 
 #[test]
-fn encoded_states_are_decoded_again() {
+fn encoded_states_decode_to_equal_states() {
     for n in 0..12 {
         let dir = tempfile::tempdir().expect("a directory");
-        let mut states = states(n);
-        let device = CudaState::fresh(u64::MAX - u64::from(n));
-        states.cuda = [None, Some(CudaStates::One(device)), Some(CudaStates::All(vec![device; n as usize]))]
-            [n as usize % 3]
+        let mut states = make_states(n);
+        let device = TorchCudaState::from_seed(u64::MAX - u64::from(n));
+        states.cuda = [
+            None,
+            Some(TorchCudaStates::SingleDevice(device)),
+            Some(TorchCudaStates::PerDevice(vec![device; n as usize])),
+        ][n as usize % 3]
             .clone();
         let expected_format = if n.is_multiple_of(2) { RngFormat::Trainer } else { RngFormat::Accelerate };
         states.step = (expected_format == RngFormat::Accelerate).then_some(i64::from(n) << 30);
@@ -56,8 +61,8 @@ fn encoded_states_are_decoded_again() {
     }
 }
 
-/// The reference implementation prints these numbers after `init_by_array({0x123, 0x234, 0x345,
-/// 0x456})`.
+/// Compares with the numbers that the reference implementation prints after `init_by_array({0x123,
+/// 0x234, 0x345, 0x456})`.
 #[test]
 fn twisters_are_seeded_like_the_reference_implementation() {
     let key = [0x123, 0x234, 0x345, 0x456];
@@ -75,9 +80,9 @@ fn twisters_are_seeded_like_the_reference_implementation() {
 }
 
 #[test]
-fn a_flipped_byte_is_an_error_or_harmless() {
+fn a_file_with_a_flipped_byte_is_rejected_or_decodes_to_equal_states() {
     let dir = tempfile::tempdir().expect("a directory");
-    let sound = states(7);
+    let sound = make_states(7);
     let file = encode::encode_rank_file(RngFormat::Trainer, "f", &sound);
     let opened = Directory::open(dir.path()).expect("open");
     for at in (0..file.len()).step_by(7) {
@@ -95,10 +100,10 @@ fn a_flipped_byte_is_an_error_or_harmless() {
 }
 
 #[test]
-fn invalid_states_are_rejected() {
+fn invalid_rng_states_are_rejected() {
     let dir = tempfile::tempdir().expect("a directory");
     let opened = Directory::open(dir.path()).expect("open");
-    let reason = |states: &RankStates| {
+    let reason = |states: &RankRngStates| {
         let file = encode::encode_rank_file(RngFormat::Trainer, "f", states);
         fs::write(dir.path().join("f"), file).expect("written");
         match decode::read_rank_file(&opened, "f").expect_err("rejected") {
@@ -106,78 +111,87 @@ fn invalid_states_are_rejected() {
             other => panic!("{other:?}"),
         }
     };
-    let mut bad = states(1);
+    let mut bad = make_states(1);
     bad.python.twister.position = 625;
     assert_eq!(reason(&bad), RngStateError::TwisterPosition { position: 625 }.into());
-    let mut bad = states(1);
+    let mut bad = make_states(1);
     bad.cpu.0[8] = 0;
     assert!(matches!(reason(&bad), DamageReason::RngState(RngStateError::CpuPosition { left: 0, .. })));
-    let mut bad = states(1);
+    let mut bad = make_states(1);
     bad.cpu.0[30] = 1;
     assert_eq!(reason(&bad), RngStateError::CpuWordTooWide { word: 0 }.into());
-    let mut bad = states(1);
-    bad.cuda = Some(CudaStates::One(CudaState([0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0])));
+    let mut bad = make_states(1);
+    bad.cuda =
+        Some(TorchCudaStates::SingleDevice(TorchCudaState([0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0])));
     assert_eq!(reason(&bad), RngStateError::CudaOffset { offset: 1 }.into());
 }
 
 #[test]
 fn new_streams_depend_on_every_option_except_the_world_size() {
-    let old = [states(1), states(2)];
-    let new = |options: &ReconcileOptions| reconcile(&old, options).expect("reconciled").0;
+    let old = [make_states(1), make_states(2)];
+    let new = |options: &ReconcileOptions| reconcile_rng_states(&old, options).expect("reconciled").0;
     let base = ReconcileOptions::new(3, ReconcilePolicy::Reconcile);
     let three = new(&base);
     let five = new(&ReconcileOptions { world: 5, ..base.clone() });
     assert_eq!(three[..], five[..3]);
     for kind in [StreamKind::Python, StreamKind::Numpy, StreamKind::TorchCpu] {
-        let mut digests: Vec<_> = five.iter().map(|s| s.digest(kind).expect("there").0).collect();
+        let mut digests: Vec<_> =
+            five.iter().map(|s| s.compute_stream_digest(kind).expect("there").0).collect();
         let variants = [
             ReconcileOptions { generation: 2, ..base.clone() },
             ReconcileOptions { step: 1, ..base.clone() },
             ReconcileOptions { run_seed: Some(5), ..base.clone() },
         ];
-        digests.extend(variants.iter().flat_map(new).map(|s| s.digest(kind).expect("there").0));
+        digests
+            .extend(variants.iter().flat_map(new).map(|s| s.compute_stream_digest(kind).expect("there").0));
         let count = digests.len();
         digests.sort_unstable();
         digests.dedup();
         assert_eq!(digests.len(), count, "{kind}: a stream repeats");
     }
-    let strict = reconcile(&old, &ReconcileOptions::new(3, ReconcilePolicy::Strict));
+    let strict = reconcile_rng_states(&old, &ReconcileOptions::new(3, ReconcilePolicy::Strict));
     let expected = ReconcileError::StrictWouldReseed { kind: StreamKind::Python, from_world: 2, world: 3 };
     assert_eq!(strict.expect_err("rejected"), expected);
-    assert_eq!(reconcile(&old, &ReconcileOptions::new(2, ReconcilePolicy::Strict)).expect("fits").0, old);
+    assert_eq!(
+        reconcile_rng_states(&old, &ReconcileOptions::new(2, ReconcilePolicy::Strict)).expect("fits").0,
+        old
+    );
 }
 
 #[test]
 fn streams_follow_their_owners() {
-    let old = [states(10), states(11), states(10), states(11)];
+    let old = [make_states(10), make_states(11), make_states(10), make_states(11)];
     let mut options = ReconcileOptions::new(2, ReconcilePolicy::Strict);
     options.scopes.extend(StreamKind::ALL.map(|k| (k, StreamScope::PerOwner)));
-    let error = reconcile(&old, &options).expect_err("no owners");
+    let error = reconcile_rng_states(&old, &options).expect_err("no owners");
     assert!(matches!(error, ReconcileError::OwnersUnknown { .. }), "{error}");
     options.owners = Some((vec![0, 1, 0, 1], vec![1, 0]));
-    let (new, decision) = reconcile(&old, &options).expect("followed");
-    let digests = |s: &RankStates| StreamKind::ALL.map(|k| s.digest(k));
+    let (new, decision) = reconcile_rng_states(&old, &options).expect("followed");
+    let digests = |s: &RankRngStates| StreamKind::ALL.map(|k| s.compute_stream_digest(k));
     assert_eq!((digests(&new[0]), digests(&new[1])), (digests(&old[1]), digests(&old[0])));
     assert!(decision.streams.iter().all(|s| s.mode == StreamMode::Followed));
     options.owners = Some((vec![0, 1, 0, 1], vec![1, 2]));
-    let error = reconcile(&old, &options).expect_err("an unknown owner");
+    let error = reconcile_rng_states(&old, &options).expect_err("an unknown owner");
     assert!(matches!(error, ReconcileError::OwnerWithoutStream { rank: 1, .. }), "{error}");
 }
 
 #[test]
 fn only_the_cuda_state_of_a_ranks_device_is_compared() {
-    let (used, idle) = (CudaState::fresh(9), CudaState::fresh(0));
-    let with = |cuda| RankStates { cuda: Some(cuda), ..states(4) };
-    let old = [with(CudaStates::All(vec![used, idle])), with(CudaStates::All(vec![idle, used]))];
-    let (new, decision) =
-        reconcile(&old, &ReconcileOptions::new(4, ReconcilePolicy::Reconcile)).expect("reconciled");
+    let (used, idle) = (TorchCudaState::from_seed(9), TorchCudaState::from_seed(0));
+    let with = |cuda| RankRngStates { cuda: Some(cuda), ..make_states(4) };
+    let old = [
+        with(TorchCudaStates::PerDevice(vec![used, idle])),
+        with(TorchCudaStates::PerDevice(vec![idle, used])),
+    ];
+    let (new, decision) = reconcile_rng_states(&old, &ReconcileOptions::new(4, ReconcilePolicy::Reconcile))
+        .expect("reconciled");
     assert!(decision.streams.iter().all(|s| s.mode == StreamMode::Replicated), "{decision:?}");
-    assert!(new.iter().all(|s| s.cuda == Some(CudaStates::All(vec![used; 4]))));
-    let (one, _) =
-        reconcile(&old, &ReconcileOptions::new(1, ReconcilePolicy::Reconcile)).expect("reconciled");
-    assert_eq!(one[0].cuda, Some(CudaStates::One(used)));
-    let lacking = [with(CudaStates::One(used)), states(4)];
-    let error = reconcile(&lacking, &ReconcileOptions::new(3, ReconcilePolicy::Reconcile));
+    assert!(new.iter().all(|s| s.cuda == Some(TorchCudaStates::PerDevice(vec![used; 4]))));
+    let (one, _) = reconcile_rng_states(&old, &ReconcileOptions::new(1, ReconcilePolicy::Reconcile))
+        .expect("reconciled");
+    assert_eq!(one[0].cuda, Some(TorchCudaStates::SingleDevice(used)));
+    let lacking = [with(TorchCudaStates::SingleDevice(used)), make_states(4)];
+    let error = reconcile_rng_states(&lacking, &ReconcileOptions::new(3, ReconcilePolicy::Reconcile));
     let expected = ReconcileError::MissingStream { kind: StreamKind::TorchCuda, rank: 1 };
     assert_eq!(error.expect_err("rejected"), expected);
 }
@@ -189,7 +203,7 @@ fn prepared_directories_never_replace_other_directories() {
     fs::create_dir_all(dir.join("inner")).expect("made");
     fs::write(dir.join("inner/weights"), "w").expect("written");
     fs::write(dir.join("trainer_state.json"), "{\"global_step\": 6}").expect("written");
-    write_rank_files(&dir, RngFormat::Trainer, &[states(1), states(2)]);
+    write_rank_files(&dir, RngFormat::Trainer, &[make_states(1), make_states(2)]);
     let options = ReconcileOptions::new(3, ReconcilePolicy::Reconcile);
     let made = prepare::prepare_resume(&dir, &options).expect("made");
     assert_eq!(made.path, root.path().join("launch-w3/checkpoint-6"));
@@ -198,34 +212,37 @@ fn prepared_directories_never_replace_other_directories() {
     assert_eq!(fs::read(made.path.join("inner/weights")).expect("there"), b"w");
     let record = RngRecord::read(&made.path).expect("sound").expect("there");
     assert_eq!((record.decision.step, record.decision.generation), (6, 1));
-    assert_eq!(rank_files::read_ranks(&made.path, Some(3)).expect("whole").expect("there").ranks.len(), 3);
+    assert_eq!(
+        rank_files::read_all_ranks(&made.path, Some(3)).expect("whole").expect("there").ranks.len(),
+        3
+    );
     // a later step increments the generation
     let later = root.path().join("checkpoint-9");
     fs::create_dir(&later).expect("made");
     fs::write(later.join("trainer_state.json"), "{\"global_step\": 9}").expect("written");
-    write_rank_files(&later, RngFormat::Trainer, &[states(1), states(2), states(3)]);
+    write_rank_files(&later, RngFormat::Trainer, &[make_states(1), make_states(2), make_states(3)]);
     let made =
         prepare::prepare_resume(&later, &ReconcileOptions::new(2, ReconcilePolicy::Reconcile)).expect("made");
     assert_eq!(made.decision.expect("decided").generation, 2);
     assert_eq!(prepare::prepare_resume(&later, &options).expect("fits").path, later);
-    assert_eq!(prepare::newest_complete(root.path()).expect("listed").0, Some(later));
-    // a directory that launch didn't make
+    assert_eq!(prepare::find_newest_complete(root.path()).expect("listed").0, Some(later));
+    // a directory that launch didn't make is not replaced
     fs::create_dir_all(root.path().join("launch-w5/checkpoint-6")).expect("made");
     let rejected = prepare::prepare_rng(
         &dir,
         &ReconcileOptions::new(5, ReconcilePolicy::Reconcile),
-        &Destination::Sibling,
+        &PrepareDestination::Sibling,
     );
     assert!(matches!(rejected, Err(CkptError::OutputRejected { .. })), "{rejected:?}");
     std::os::unix::fs::symlink("/etc/passwd", dir.join("link")).expect("linked");
     let error = prepare::prepare_resume(&dir, &options).expect_err("a symlink");
     let CkptError::Damaged { damage, .. } = &error else { panic!("{error:?}") };
     assert_eq!((damage.file.as_str(), &damage.reason), ("link", &DamageReason::NotRegularFile));
-    let names = Directory::open(&root.path().join("launch-w3")).expect("open").names().expect("listed");
+    let names = Directory::open(&root.path().join("launch-w3")).expect("open").list_names().expect("listed");
     assert_eq!(names, ["checkpoint-6"], "no temporary directories remain");
 }
 
-/// The number of steps comes from FSDP's sharded optimizer.
+/// The number of steps comes from FSDP's sharded optimizer state.
 #[test]
 fn a_scheduler_next_to_fsdp_shards_is_rescaled() {
     let golden =
@@ -238,20 +255,20 @@ fn a_scheduler_next_to_fsdp_shards_is_rescaled() {
     insta::assert_snapshot!("scheduler_next_to_fsdp", made.lines.join("\n"));
 }
 
-/// Three steps of two processes.
+/// The scheduler has counted three steps of two processes.
 #[test]
 fn a_scheduler_that_counts_processes_is_rescaled() {
     let root = tempfile::tempdir().expect("a directory");
     let dir = root.path().join("step_3");
     fs::create_dir(&dir).expect("made");
-    write_rank_files(&dir, RngFormat::Accelerate, &[states(1), states(2)]);
+    write_rank_files(&dir, RngFormat::Accelerate, &[make_states(1), make_states(2)]);
     let save = |name: &str, fill: &dyn Fn(&mut encode::PickleWriter)| {
         let mut pickle = encode::PickleWriter { out: vec![0x80, 2], storages: Vec::new() };
         fill(&mut pickle);
         pickle.out.push(b'.');
         let mut zip = encode::ZipWriter::new("x");
-        zip.add("data.pkl", &pickle.out, false);
-        fs::write(dir.join(name), zip.end(&[])).expect("written");
+        zip.add_member("data.pkl", &pickle.out, false);
+        fs::write(dir.join(name), zip.finish(&[])).expect("written");
     };
     let scheduler = |last: i64| {
         save("scheduler.bin", &|p| {
@@ -277,7 +294,7 @@ fn a_scheduler_that_counts_processes_is_rescaled() {
     insta::assert_snapshot!("scheduler_of_accelerate", made.lines.join("\n"));
     let directory = Directory::open(&made.path).expect("open");
     let file = crate::formats::torch_file::TorchFile::open(&directory, "scheduler.bin", &[]).expect("sound");
-    let count = |key: &str| file.value().get(key).and_then(|v| v.count());
+    let count = |key: &str| file.value().get(key).and_then(|v| v.as_count());
     assert_eq!((count("last_epoch"), count("_step_count")), (Some(1200), Some(1201)));
     // a scheduler with one count per step is unchanged
     scheduler(3);
@@ -292,9 +309,9 @@ fn a_scheduler_that_counts_processes_is_rescaled() {
 
 proptest! {
     #[test]
-    fn no_mutation_panics(flips in proptest::collection::vec((0usize..20_000, any::<u8>()), 1..8)) {
+    fn mutated_files_do_not_panic(flips in proptest::collection::vec((0usize..20_000, any::<u8>()), 1..8)) {
         let dir = tempfile::tempdir().expect("a directory");
-        let mut file = encode::encode_rank_file(RngFormat::Accelerate, "f", &states(3));
+        let mut file = encode::encode_rank_file(RngFormat::Accelerate, "f", &make_states(3));
         let len = file.len();
         for (at, value) in flips {
             file[at % len] = value;

@@ -1,20 +1,20 @@
-//! Conversions keep every bit for any shapes, groups, stage and number of ranks, reuse finished
-//! files after a kill, and use bounded memory.
-use super::{entry_names, memory_dir, tree_contents};
+//! Tests that conversions keep every bit for any shapes, groups, stages and numbers of ranks, reuse
+//! finished files after a kill, and use bounded memory.
+use super::{list_entry_names, make_memory_dir, read_tree};
 use crate::catalog::TensorRole;
-use crate::convert::{ConvertError, ConvertNotice, ConvertOptions, ConvertTarget, convert};
+use crate::checkpoint_dir::{OpenedCheckpoint, open_checkpoint};
+use crate::convert::{ConvertError, ConvertNotice, ConvertOptions, ConvertTarget, convert_checkpoint};
 use crate::error::{CkptError, OutputProblem, Result, UnsupportedFeature};
 use crate::passthrough::{ParamGroup, PassthroughState};
-use crate::pickle::Object;
-use crate::root::{OpenedCheckpoint, find};
-use crate::source::{ReadRequest, TensorSource};
-use crate::{Dtype, TensorInfo, Tie, TrainingState};
+use crate::pickle::PythonObject;
+use crate::tensor_source::{ReadRequest, TensorSource};
+use crate::{Dtype, TensorInfo, TiedWeight, TrainingState};
 use proptest::prelude::*;
 use serde_json::Value;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// A training state in memory.
+/// A source whose training state is in memory.
 #[derive(Clone, Debug)]
 struct MemorySource {
     path: PathBuf,
@@ -24,7 +24,7 @@ struct MemorySource {
 }
 
 impl TensorSource for MemorySource {
-    fn state(&self) -> TrainingState {
+    fn training_state(&self) -> TrainingState {
         self.state.clone()
     }
     fn path(&self) -> &Path {
@@ -42,7 +42,7 @@ impl TensorSource for MemorySource {
         }
         Ok(())
     }
-    fn passthrough(&self) -> Result<PassthroughState> {
+    fn read_passthrough(&self) -> Result<PassthroughState> {
         Ok(self.passthrough.clone())
     }
     fn step(&self) -> Option<u64> {
@@ -50,20 +50,20 @@ impl TensorSource for MemorySource {
     }
 }
 
-/// Values that 16-bit dtypes represent exactly.
-fn values(seed: u64, n: u64) -> Vec<f32> {
+/// Makes `n` numbers that BF16 and F16 represent exactly.
+fn make_half_exact_values(seed: u64, n: u64) -> Vec<f32> {
     (0..n).map(|i| ((i * 31 + seed * 17) % 251) as f32 / 8.0 - 13.0).collect()
 }
 
-/// A source with parameter groups of these shapes, frozen weights, and a buffer of a 16-bit dtype.
-fn memory_source(path: &Path, groups: &[Vec<Vec<u64>>], frozen: &[Vec<u64>]) -> MemorySource {
+/// Makes a source with parameter groups of these shapes, frozen weights, and a buffer of dtype F16.
+fn make_memory_source(path: &Path, groups: &[Vec<Vec<u64>>], frozen: &[Vec<u64>]) -> MemorySource {
     let (state, passthrough) = (TrainingState::default(), PassthroughState::default());
     let mut made = MemorySource { path: path.to_owned(), tensors: Vec::new(), state, passthrough };
     let mut seed = 0;
     let mut add = |name: &str, role, dtype, shape: &[u64]| {
         seed += 1;
         let info = TensorInfo { name: name.into(), role, dtype, shape: shape.to_vec() };
-        let values = values(seed, info.elements());
+        let values = make_half_exact_values(seed, info.element_count());
         made.tensors.push((info, values));
     };
     for (g, shapes) in groups.iter().enumerate() {
@@ -78,8 +78,8 @@ fn memory_source(path: &Path, groups: &[Vec<Vec<u64>>], frozen: &[Vec<u64>]) -> 
             group.steps.push(Some(if g == 1 { 3.0 } else { 4.0 }));
         }
         group.options = vec![
-            ("lr".into(), Object::Float(0.1 * (g + 1) as f64)),
-            ("betas".into(), Object::Tuple(vec![Object::Float(0.9), Object::Float(0.99)])),
+            ("lr".into(), PythonObject::Float(0.1 * (g + 1) as f64)),
+            ("betas".into(), PythonObject::Tuple(vec![PythonObject::Float(0.9), PythonObject::Float(0.99)])),
         ];
         made.passthrough.groups.push(group);
     }
@@ -89,24 +89,26 @@ fn memory_source(path: &Path, groups: &[Vec<Vec<u64>>], frozen: &[Vec<u64>]) -> 
     add("buffer", TensorRole::Buffer, Dtype::F16, &[3]);
     made.tensors.sort_by_key(|(t, _)| t.role);
     made.passthrough.precision = Some(Dtype::BF16);
-    made.state.ties = vec![Tie { alias: "alias".into(), target: "g0.p0".into() }];
-    made.passthrough.scheduler = Object::dict([("last_epoch", Object::Int(5))]);
+    made.state.ties = vec![TiedWeight { alias: "alias".into(), target: "g0.p0".into() }];
+    made.passthrough.scheduler = PythonObject::dict_from_pairs([("last_epoch", PythonObject::Int(5))]);
     made
 }
 
-fn options(to: ConvertTarget, stage: u8, world: u32) -> ConvertOptions {
+fn make_convert_options(to: ConvertTarget, stage: u8, world: u32) -> ConvertOptions {
     ConvertOptions { stage: Some(stage), world: Some(world), ..ConvertOptions::new(to) }
 }
 
-fn open(path: &Path) -> Box<dyn TensorSource> {
-    match find(path).expect("a checkpoint") {
+/// Opens the checkpoint at `path`, of any format.
+fn open_source(path: &Path) -> Box<dyn TensorSource> {
+    match open_checkpoint(path).expect("a checkpoint") {
         OpenedCheckpoint::Native(newest) => Box::new(newest.checkpoint),
         OpenedCheckpoint::External(checkpoint) => checkpoint,
     }
 }
 
-/// Asserts that two sources have bit-equal tensors and equal ties, updates and hyper-parameters.
-fn assert_same(a: &dyn TensorSource, b: &dyn TensorSource, dtypes: bool) {
+/// Asserts that two sources have bit-equal tensors, and equal ties and update counts. With
+/// `dtypes`, also asserts equal dtypes, hyper-parameters and schedulers.
+fn assert_same_state(a: &dyn TensorSource, b: &dyn TensorSource, dtypes: bool) {
     let key = |t: &TensorInfo| (t.role, t.name.clone(), t.shape.clone(), dtypes.then_some(t.dtype));
     let sorted = |s: &dyn TensorSource| {
         let mut keys: Vec<_> = s.tensors().iter().map(key).collect();
@@ -116,16 +118,19 @@ fn assert_same(a: &dyn TensorSource, b: &dyn TensorSource, dtypes: bool) {
     assert_eq!(sorted(a), sorted(b));
     for t in a.tensors() {
         let read = |s: &dyn TensorSource| {
-            let mut out = vec![f32::NAN; t.elements() as usize];
+            let mut out = vec![f32::NAN; t.element_count() as usize];
             let request = ReadRequest { name: &t.name, role: t.role, start_element: 0, out: &mut out };
             s.read_many(&mut [request]).expect("readable");
             out.iter().map(|x| x.to_bits()).collect::<Vec<_>>()
         };
         assert_eq!(read(a), read(b), "{}/{}", t.role, t.name);
     }
-    assert_eq!((a.state().ties, updates_by_group(a)), (b.state().ties, updates_by_group(b)));
+    assert_eq!(
+        (a.training_state().ties, read_updates_by_group(a)),
+        (b.training_state().ties, read_updates_by_group(b))
+    );
     if dtypes {
-        let (x, y) = (a.passthrough().expect("known"), b.passthrough().expect("known"));
+        let (x, y) = (a.read_passthrough().expect("known"), b.read_passthrough().expect("known"));
         assert_eq!(x.scheduler, y.scheduler);
         let lr = |e: &PassthroughState| {
             let rate_and_betas = |g: &ParamGroup| {
@@ -137,15 +142,16 @@ fn assert_same(a: &dyn TensorSource, b: &dyn TensorSource, dtypes: bool) {
     }
 }
 
-/// The names of each group's weights, with the number of updates of each.
-fn updates_by_group(source: &dyn TensorSource) -> Vec<Vec<(String, Option<f64>)>> {
-    let (state, passthrough) = (source.state(), source.passthrough().expect("known"));
+/// Reads the names of each group's weights, with the update count of each weight.
+fn read_updates_by_group(source: &dyn TensorSource) -> Vec<Vec<(String, Option<f64>)>> {
+    let (state, passthrough) = (source.training_state(), source.read_passthrough().expect("known"));
     let native = state.groups.iter().map(|g| ParamGroup::from_info(g, &state.steps));
     let groups = if passthrough.groups.is_empty() { native.collect() } else { passthrough.groups };
     groups.into_iter().map(|g| g.names.into_iter().zip(g.steps).collect()).collect()
 }
 
-fn shapes_strategy() -> impl Strategy<Value = Vec<Vec<u64>>> {
+/// Generates shapes of one to five tensors.
+fn generate_shapes() -> impl Strategy<Value = Vec<Vec<u64>>> {
     proptest::collection::vec(proptest::collection::vec(1u64..9, 0..4), 1..6)
 }
 
@@ -153,65 +159,73 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 48, ..ProptestConfig::default() })]
     #[test]
     fn every_stage_and_world_size_keeps_every_bit(
-        groups in proptest::collection::vec(shapes_strategy(), 1..4),
+        groups in proptest::collection::vec(generate_shapes(), 1..4),
         frozen in proptest::collection::vec(proptest::collection::vec(1u64..9, 1..3), 0..3),
         stage in 1u8..4, world in 1u32..6, second in 1u8..4, other in 1u32..6, sub_group_size in 1u64..60,
     ) {
-        let dir = memory_dir();
+        let dir = make_memory_dir();
         let at = |name: &str| dir.path().join(name);
         fs::create_dir(at("made")).expect("made");
-        let source = memory_source(&at("made"), &groups, &frozen);
-        let first = ConvertOptions { sub_group_size, ..options(ConvertTarget::DeepSpeed, stage, world) };
-        let report = convert(&source, &at("a"), &first, |_, _| {}).expect("converted");
+        let source = make_memory_source(&at("made"), &groups, &frozen);
+        let first = ConvertOptions { sub_group_size, ..make_convert_options(ConvertTarget::DeepSpeed, stage, world) };
+        let report = convert_checkpoint(&source, &at("a"), &first, |_, _| {}).expect("converted");
         prop_assert_eq!((report.stage, report.world, report.step), (Some(stage), world, 5));
-        assert_same(&source, &*open(&at("a")), true);
+        assert_same_state(&source, &*open_source(&at("a")), true);
         // convert the result
-        convert(&*open(&at("a")), &at("b"), &options(ConvertTarget::DeepSpeed, second, other), |_, _| {}).expect("converted");
-        assert_same(&source, &*open(&at("b")), true);
-        convert(&*open(&at("b")), &at("n"), &options(ConvertTarget::Native, stage, other), |_, _| {}).expect("converted");
-        assert_same(&source, &*open(&at("n")), false);
-        prop_assert!(crate::verify(&at("n")).expect("there").is_sound());
+        convert_checkpoint(&*open_source(&at("a")), &at("b"), &make_convert_options(ConvertTarget::DeepSpeed, second, other), |_, _| {}).expect("converted");
+        assert_same_state(&source, &*open_source(&at("b")), true);
+        convert_checkpoint(&*open_source(&at("b")), &at("n"), &make_convert_options(ConvertTarget::Native, stage, other), |_, _| {}).expect("converted");
+        assert_same_state(&source, &*open_source(&at("n")), false);
+        prop_assert!(crate::verify_checkpoints(&at("n")).expect("there").is_sound());
         // convert native to DeepSpeed
-        let back = ConvertOptions { dtype: Some(Dtype::BF16), ..options(ConvertTarget::DeepSpeed, second, world) };
-        convert(&*open(&at("n")), &at("c"), &back, |_, _| {}).expect("converted");
-        assert_same(&source, &*open(&at("c")), false);
-        prop_assert_eq!(entry_names(dir.path()), ["a", "b", "c", "made", "n"], "no temporary files remain");
+        let back = ConvertOptions { dtype: Some(Dtype::BF16), ..make_convert_options(ConvertTarget::DeepSpeed, second, world) };
+        convert_checkpoint(&*open_source(&at("n")), &at("c"), &back, |_, _| {}).expect("converted");
+        assert_same_state(&source, &*open_source(&at("c")), false);
+        prop_assert_eq!(list_entry_names(dir.path()), ["a", "b", "c", "made", "n"], "no temporary files remain");
     }
 }
 
-pub(super) fn convert_error(error: &CkptError) -> &ConvertError {
+/// Returns the conversion error in an error, and panics if it is another error.
+pub(super) fn expect_convert_error(error: &CkptError) -> &ConvertError {
     match error {
         CkptError::Unsupported { feature: UnsupportedFeature::Convert(error), .. } => error,
         other => panic!("{other:?}"),
     }
 }
 
-fn golden(name: &str) -> PathBuf {
+fn golden_path(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)
 }
 
 #[test]
 fn golden_zero_checkpoints_keep_all_state_in_every_stage() {
     for name in ["z1_tied", "z2_aligned", "z2_frozen", "z3_frozen"] {
-        let source = open(&golden(name));
+        let source = open_source(&golden_path(name));
         for (stage, world) in [(1, 3), (2, 1), (3, 2)] {
-            let dir = memory_dir();
+            let dir = make_memory_dir();
             let out = dir.path().join("out");
-            convert(&*source, &out, &options(ConvertTarget::DeepSpeed, stage, world), |_, _| {})
-                .expect("converted");
-            let again = open(&out);
-            assert_same(&*source, &*again, true);
-            let (a, b) = (source.passthrough().expect("known"), again.passthrough().expect("known"));
-            // in any order, and without the entry that contains the stage
+            convert_checkpoint(
+                &*source,
+                &out,
+                &make_convert_options(ConvertTarget::DeepSpeed, stage, world),
+                |_, _| {},
+            )
+            .expect("converted");
+            let again = open_source(&out);
+            assert_same_state(&*source, &*again, true);
+            let (a, b) =
+                (source.read_passthrough().expect("known"), again.read_passthrough().expect("known"));
+            // the entries may be in any order, and the entry with the stage may be missing
             let client = |e: &PassthroughState| {
-                let mut entries: Vec<_> = e.model.iter().filter(|(k, _)| k != "ds_config").cloned().collect();
+                let mut entries: Vec<_> =
+                    e.model_entries.iter().filter(|(k, _)| k != "ds_config").cloned().collect();
                 entries.sort_by(|x, y| x.0.cmp(&y.0));
                 entries
             };
             assert_eq!(client(&a), client(&b), "{name}: entries of the client");
             let options =
                 |e: &PassthroughState| e.groups.iter().map(|g| g.options.clone()).collect::<Vec<_>>();
-            assert_eq!((options(&a), a.optimizer), (options(&b), b.optimizer), "{name}");
+            assert_eq!((options(&a), a.optimizer_entries), (options(&b), b.optimizer_entries), "{name}");
             assert!(out.join("latest").exists() && again.step() == source.step());
         }
     }
@@ -220,8 +234,8 @@ fn golden_zero_checkpoints_keep_all_state_in_every_stage() {
 #[test]
 fn golden_checkpoints_of_every_layout_convert_to_every_target() {
     for name in ["hf_ddp/checkpoint-3", "fsdp2_sharded", "dcp", "z0", "universal_z2", "universal_z3"] {
-        let source = open(&golden(name));
-        let dir = memory_dir();
+        let source = open_source(&golden_path(name));
+        let dir = make_memory_dir();
         for (target, stage, world) in [
             (ConvertTarget::DeepSpeed, 2, 3),
             (ConvertTarget::DeepSpeed, 3, 2),
@@ -229,13 +243,14 @@ fn golden_checkpoints_of_every_layout_convert_to_every_target() {
             (ConvertTarget::Native, 2, 3),
         ] {
             let out = dir.path().join(format!("{target:?}-{stage}"));
-            convert(&*source, &out, &options(target, stage, world), |_, _| {}).expect("converted");
-            let again = open(&out);
-            assert_same(&*source, &*again, false);
+            convert_checkpoint(&*source, &out, &make_convert_options(target, stage, world), |_, _| {})
+                .expect("converted");
+            let again = open_source(&out);
+            assert_same_state(&*source, &*again, false);
             // DeepSpeed counts an initial update by zeros for 16-bit training at stage 0
             let step = if name == "z0" && target == ConvertTarget::Native { Some(4) } else { source.step() };
             assert_eq!(again.step(), step, "{name} to {target:?}");
-            let (a, b) = (source.state(), again.state());
+            let (a, b) = (source.training_state(), again.training_state());
             assert_eq!(a.samples, b.samples, "{name} to {target:?}");
             let names_and_decay = |s: &TrainingState| -> Vec<_> {
                 let decay = |g: &crate::ParamGroupInfo| g.hyper.get("weight_decay").and_then(Value::as_f64);
@@ -253,81 +268,95 @@ fn golden_checkpoints_of_every_layout_convert_to_every_target() {
     }
 }
 
-/// Groups without names: each weight keeps its number of updates, whether there is one group or the
-/// group is unknown.
+/// The source's groups list no names. Each weight keeps its update count, whether there is a single
+/// group or its group is unknown.
 #[test]
 fn updates_stay_with_their_weights_where_groups_have_no_names() {
     for (groups, to) in
         [(2, ConvertTarget::Native), (1, ConvertTarget::Universal), (1, ConvertTarget::Native)]
     {
-        let dir = memory_dir();
+        let dir = make_memory_dir();
         let at = |name: &str| dir.path().join(name);
         fs::create_dir(at("made")).expect("made");
-        let mut source = memory_source(&at("made"), &[vec![vec![3]], vec![vec![2, 2]]], &[]);
+        let mut source = make_memory_source(&at("made"), &[vec![vec![3]], vec![vec![2, 2]]], &[]);
         for group in &mut source.passthrough.groups {
             let steps = group.steps.drain(..).map(|s| s.expect("known") as u64);
             source.state.steps.extend(group.names.drain(..).zip(steps));
         }
         source.passthrough.groups.truncate(groups);
-        convert(&source, &at("out"), &ConvertOptions::new(to), |_, _| {}).expect("converted");
-        let steps = open(&at("out")).state().steps;
+        convert_checkpoint(&source, &at("out"), &ConvertOptions::new(to), |_, _| {}).expect("converted");
+        let steps = open_source(&at("out")).training_state().steps;
         assert_eq!((steps["g0.p0"], steps["g1.p0"]), (4, 3), "{groups} groups to {to:?}");
     }
 }
 
-/// A conversion must not invent a position in the data.
+/// A conversion must not invent the number of consumed samples.
 #[test]
 fn the_sample_count_is_kept_or_absent() {
-    let dir = memory_dir();
+    let dir = make_memory_dir();
     for (name, samples) in
         [("z2_padded", Some(24)), ("universal_z2", Some(12)), ("hf_ddp/checkpoint-3", None)]
     {
-        let source = open(&golden(name));
-        assert_eq!(source.state().samples, samples, "{name}");
+        let source = open_source(&golden_path(name));
+        assert_eq!(source.training_state().samples, samples, "{name}");
         for target in [ConvertTarget::DeepSpeed, ConvertTarget::Universal, ConvertTarget::Native] {
             let out = dir.path().join(format!("{}-{target:?}", name.len()));
-            convert(&*source, &out, &ConvertOptions::new(target), |_, _| {}).expect("converted");
-            assert_eq!(open(&out).state().samples, samples, "{name} to {target:?}");
+            convert_checkpoint(&*source, &out, &ConvertOptions::new(target), |_, _| {}).expect("converted");
+            assert_eq!(open_source(&out).training_state().samples, samples, "{name} to {target:?}");
         }
     }
 }
 
-/// The fp16 loss scale is kept by a native checkpoint and by the DeepSpeed checkpoint made from it.
-/// DeepSpeed's step count includes skipped steps.
+/// A native checkpoint, and a DeepSpeed checkpoint that is converted from it, keep the FP16 loss
+/// scale. DeepSpeed's step count includes skipped steps.
 #[test]
 fn the_loss_scale_and_skipped_steps_are_kept() {
-    let dir = memory_dir();
+    let dir = make_memory_dir();
     let at = |name: &str| dir.path().join(name);
     fs::create_dir(at("made")).expect("made");
-    let mut source = memory_source(&at("made"), &[vec![vec![3], vec![2, 2]]], &[]);
+    let mut source = make_memory_source(&at("made"), &[vec![vec![3], vec![2, 2]]], &[]);
     source.state.loss_scaler = serde_json::json!({"scale": 512.0, "_growth_tracker": 9});
     let report =
-        convert(&source, &at("n"), &options(ConvertTarget::Native, 2, 1), |_, _| {}).expect("converted");
+        convert_checkpoint(&source, &at("n"), &make_convert_options(ConvertTarget::Native, 2, 1), |_, _| {})
+            .expect("converted");
     let expected = ConvertNotice::StepFromUpdates { updates: 4, steps: 5 };
     assert!(report.notices.contains(&expected), "{:?}", report.notices);
-    let ours = open(&at("n"));
-    assert_eq!((ours.step(), ours.state().loss_scale()), (Some(4), source.state.loss_scale()));
+    let ours = open_source(&at("n"));
+    assert_eq!(
+        (ours.step(), ours.training_state().parse_loss_scale()),
+        (Some(4), source.state.parse_loss_scale())
+    );
     for stage in [2, 3] {
         let out = at(&format!("z{stage}"));
-        convert(&*ours, &out, &options(ConvertTarget::DeepSpeed, stage, 2), |_, _| {}).expect("converted");
-        let again = open(&out);
-        assert_eq!(again.state().loss_scale(), source.state.loss_scale(), "stage {stage}");
-        assert_same(&source, &*again, false);
-        assert!(crate::verify(&out).expect("a report").warnings.is_empty(), "stage {stage}");
+        convert_checkpoint(
+            &*ours,
+            &out,
+            &make_convert_options(ConvertTarget::DeepSpeed, stage, 2),
+            |_, _| {},
+        )
+        .expect("converted");
+        let again = open_source(&out);
+        assert_eq!(
+            again.training_state().parse_loss_scale(),
+            source.state.parse_loss_scale(),
+            "stage {stage}"
+        );
+        assert_same_state(&source, &*again, false);
+        assert!(crate::verify_checkpoints(&out).expect("a report").warnings.is_empty(), "stage {stage}");
     }
 }
 
 #[test]
 fn a_conversion_detects_damage_of_its_source() {
     for task in [
-        options(ConvertTarget::DeepSpeed, 3, 2),
-        options(ConvertTarget::Universal, 2, 1),
-        options(ConvertTarget::Native, 2, 3),
+        make_convert_options(ConvertTarget::DeepSpeed, 3, 2),
+        make_convert_options(ConvertTarget::Universal, 2, 1),
+        make_convert_options(ConvertTarget::Native, 2, 3),
     ] {
-        let dir = memory_dir();
+        let dir = make_memory_dir();
         let from = dir.path().join("from");
-        super::copy_tree(&golden("z2_padded"), &from);
-        for (path, bytes) in tree_contents(&from) {
+        super::copy_tree(&golden_path("z2_padded"), &from);
+        for (path, bytes) in read_tree(&from) {
             if !path.to_string_lossy().ends_with("optim_states.pt") {
                 continue;
             }
@@ -335,9 +364,9 @@ fn a_conversion_detects_damage_of_its_source() {
                 let mut flipped = bytes.clone();
                 flipped[at] ^= 0x10;
                 fs::write(&path, flipped).expect("written");
-                let result = find(&from).and_then(|found| match found {
+                let result = open_checkpoint(&from).and_then(|found| match found {
                     OpenedCheckpoint::External(source) => {
-                        convert(&*source, &dir.path().join("out"), &task, |_, _| {})
+                        convert_checkpoint(&*source, &dir.path().join("out"), &task, |_, _| {})
                     }
                     OpenedCheckpoint::Native(_) => Err(CkptError::internal("native")),
                 });
@@ -351,17 +380,22 @@ fn a_conversion_detects_damage_of_its_source() {
 
 #[test]
 fn integer_buffers_keep_their_bits_in_deepspeed_layouts() {
-    let source = open(&golden("z3_buffers"));
-    let dir = memory_dir();
+    let source = open_source(&golden_path("z3_buffers"));
+    let dir = make_memory_dir();
     for (i, target) in [ConvertTarget::DeepSpeed, ConvertTarget::Universal].into_iter().enumerate() {
         let out = dir.path().join(i.to_string());
-        convert(&*source, &out, &options(target, 2, 2), |_, _| {}).expect("converted");
+        convert_checkpoint(&*source, &out, &make_convert_options(target, 2, 2), |_, _| {})
+            .expect("converted");
         let expected = 123_456_789_012i64.to_le_bytes();
-        let found =
-            tree_contents(&out).into_iter().any(|(_, content)| content.windows(8).any(|w| w == expected));
+        let found = read_tree(&out).into_iter().any(|(_, content)| content.windows(8).any(|w| w == expected));
         assert!(found, "{target:?}");
     }
-    let report = convert(&*source, &dir.path().join("n"), &options(ConvertTarget::Native, 2, 2), |_, _| {});
+    let report = convert_checkpoint(
+        &*source,
+        &dir.path().join("n"),
+        &make_convert_options(ConvertTarget::Native, 2, 2),
+        |_, _| {},
+    );
     let expected = ConvertNotice::BuffersLeftOut { names: vec!["tokens_seen".into()] };
     let report = report.expect("converted");
     assert!(report.notices.contains(&expected), "{:?}", report.notices);
@@ -369,18 +403,18 @@ fn integer_buffers_keep_their_bits_in_deepspeed_layouts() {
 
 #[test]
 fn files_finished_before_a_kill_are_verified_and_reused() {
-    let dir = memory_dir();
-    let source = open(&golden("z2_padded"));
+    let dir = make_memory_dir();
+    let source = open_source(&golden_path("z2_padded"));
     let (expected, out) = (dir.path().join("expected"), dir.path().join("out"));
-    let task = options(ConvertTarget::DeepSpeed, 3, 3);
-    convert(&*source, &expected, &task, |_, _| {}).expect("converted");
-    let first = convert(&*source, &out, &task, |_, _| {}).expect("converted");
+    let task = make_convert_options(ConvertTarget::DeepSpeed, 3, 3);
+    convert_checkpoint(&*source, &expected, &task, |_, _| {}).expect("converted");
+    let first = convert_checkpoint(&*source, &out, &task, |_, _| {}).expect("converted");
     assert_eq!(first.reused, 0);
     let hidden = dir.path().join(".out.converting");
     let convert_after_kill = |damage: bool| {
         fs::remove_dir_all(&out).expect("removed");
-        let child = super::run_child(
-            "tests::convert::killed_before_publishing",
+        let child = super::run_child_test(
+            "tests::convert::child_process_that_is_killed_before_publishing",
             &format!("{}", dir.path().display()),
         );
         assert!(!child.status.success() && hidden.join(".done").exists(), "{child:?}");
@@ -392,33 +426,37 @@ fn files_finished_before_a_kill_are_verified_and_reused() {
             bytes[middle] ^= 1;
             fs::write(&file, bytes).expect("written");
         }
-        let report = convert(&*source, &out, &task, |_, _| {}).expect("converted after the kill");
+        let report = convert_checkpoint(&*source, &out, &task, |_, _| {}).expect("converted after the kill");
         assert!(!hidden.exists());
-        for ((_, a), (path, b)) in tree_contents(&expected).into_iter().zip(tree_contents(&out)) {
+        for ((_, a), (path, b)) in read_tree(&expected).into_iter().zip(read_tree(&out)) {
             assert!(a == b, "{}", path.display());
         }
         report.reused
     };
     assert_eq!(convert_after_kill(false), 6, "two files of each of three ranks");
     assert_eq!(convert_after_kill(true), 5, "the damaged file is written again");
-    // another task reuses no file
-    let child =
-        super::run_child("tests::convert::killed_before_publishing", &format!("{}", dir.path().display()));
+    // a conversion with other options reuses no file
+    let child = super::run_child_test(
+        "tests::convert::child_process_that_is_killed_before_publishing",
+        &format!("{}", dir.path().display()),
+    );
     assert!(!child.status.success() && !out.exists());
     let other =
-        convert(&*source, &out, &options(ConvertTarget::DeepSpeed, 2, 3), |_, _| {}).expect("converted");
+        convert_checkpoint(&*source, &out, &make_convert_options(ConvertTarget::DeepSpeed, 2, 3), |_, _| {})
+            .expect("converted");
     assert_eq!(other.reused, 0);
 }
 
-/// Child process of the test above, which kills itself before the directory is published.
+/// The child process of `files_finished_before_a_kill_are_verified_and_reused`. It kills itself
+/// before it publishes the directory. Does nothing outside of a child process.
 #[test]
-fn killed_before_publishing() {
-    let Some(dir) = super::child_argument() else { return };
-    let source = open(&golden("z2_padded"));
+fn child_process_that_is_killed_before_publishing() {
+    let Some(dir) = super::read_child_argument() else { return };
+    let source = open_source(&golden_path("z2_padded"));
     let out = Path::new(&dir).join("out");
     let _ = fs::remove_dir_all(&out);
     let record = Path::new(&dir).join(".out.converting/.done");
-    convert(&*source, &out, &options(ConvertTarget::DeepSpeed, 3, 3), |_, _| {
+    convert_checkpoint(&*source, &out, &make_convert_options(ConvertTarget::DeepSpeed, 3, 3), |_, _| {
         let recorded = fs::read_to_string(&record).unwrap_or_default();
         // two files of each of three ranks, and `latest`
         if recorded.lines().filter(|l| !l.is_empty()).count() >= 7 {
@@ -430,81 +468,101 @@ fn killed_before_publishing() {
 
 #[test]
 fn an_output_directory_with_other_files_is_not_replaced() {
-    let dir = memory_dir();
-    let source = open(&golden("z1_tied"));
+    let dir = make_memory_dir();
+    let source = open_source(&golden_path("z1_tied"));
     let out = dir.path().join("out");
-    let task = options(ConvertTarget::Universal, 2, 1);
+    let task = make_convert_options(ConvertTarget::Universal, 2, 1);
     let force = ConvertOptions { force: true, ..task.clone() };
-    convert(&*source, &out, &task, |_, _| {}).expect("converted");
-    assert!(matches!(convert(&*source, &out, &task, |_, _| {}), Err(CkptError::OutputRejected { .. })));
-    convert(&*source, &out, &force, |_, _| {}).expect("replaced");
+    convert_checkpoint(&*source, &out, &task, |_, _| {}).expect("converted");
+    assert!(matches!(
+        convert_checkpoint(&*source, &out, &task, |_, _| {}),
+        Err(CkptError::OutputRejected { .. })
+    ));
+    convert_checkpoint(&*source, &out, &force, |_, _| {}).expect("replaced");
     fs::write(out.join("mine"), "mine").expect("written");
-    let error = convert(&*source, &out, &force, |_, _| {}).expect_err("rejected");
+    let error = convert_checkpoint(&*source, &out, &force, |_, _| {}).expect_err("rejected");
     let CkptError::OutputRejected { problem: OutputProblem::OtherFile { file, .. }, .. } = &error else {
         panic!("{error}")
     };
     assert_eq!(file, "mine");
-    assert_eq!(entry_names(dir.path()), ["out"], "no temporary files remain");
+    assert_eq!(list_entry_names(dir.path()), ["out"], "no temporary files remain");
 }
 
 #[test]
 fn a_damaged_source_gives_an_error_and_no_output() {
-    let dir = memory_dir();
+    let dir = make_memory_dir();
     let from = dir.path().join("from");
-    super::copy_tree(&golden("z2_padded"), &from);
+    super::copy_tree(&golden_path("z2_padded"), &from);
     let file = from.join("global_step3/zero_pp_rank_2_mp_rank_00_optim_states.pt");
     let mut bytes = fs::read(&file).expect("there");
     let middle = bytes.len() / 2;
     bytes[middle] ^= 4;
     fs::write(&file, bytes).expect("written");
-    let why =
-        convert(&*open(&from), &dir.path().join("out"), &options(ConvertTarget::DeepSpeed, 3, 2), |_, _| {});
+    let why = convert_checkpoint(
+        &*open_source(&from),
+        &dir.path().join("out"),
+        &make_convert_options(ConvertTarget::DeepSpeed, 3, 2),
+        |_, _| {},
+    );
     assert!(matches!(why, Err(CkptError::Damaged { .. })), "{why:?}");
-    assert_eq!(entry_names(dir.path()), ["from"]);
+    assert_eq!(list_entry_names(dir.path()), ["from"]);
 }
 
-/// A directory with only the weights of a golden checkpoint.
-fn copy_weights(dir: &Path, golden_name: &str) -> PathBuf {
+/// Copies the weights of a golden checkpoint, and no other file, to a new directory in `dir`.
+/// Returns the path of that directory.
+fn copy_golden_weights(dir: &Path, golden_name: &str) -> PathBuf {
     let weights = dir.join("weights");
     fs::create_dir(&weights).expect("made");
-    fs::copy(golden(golden_name).join("model.safetensors"), weights.join("model.safetensors"))
+    fs::copy(golden_path(golden_name).join("model.safetensors"), weights.join("model.safetensors"))
         .expect("copied");
     weights
 }
 
 #[test]
 fn weights_only_are_rejected_by_deepspeed_targets() {
-    let dir = memory_dir();
-    let weights = copy_weights(dir.path(), "hf_ddp/checkpoint-3");
+    let dir = make_memory_dir();
+    let weights = copy_golden_weights(dir.path(), "hf_ddp/checkpoint-3");
     for to in [ConvertTarget::DeepSpeed, ConvertTarget::Universal] {
         let out = dir.path().join("out");
-        let error = convert(&*open(&weights), &out, &options(to, 2, 1), |_, _| {}).expect_err("rejected");
-        assert_eq!(convert_error(&error), &ConvertError::WeightsOnly);
+        let error =
+            convert_checkpoint(&*open_source(&weights), &out, &make_convert_options(to, 2, 1), |_, _| {})
+                .expect_err("rejected");
+        assert_eq!(expect_convert_error(&error), &ConvertError::WeightsOnly);
         assert!(!out.exists());
     }
 }
 
-/// Resharding such a checkpoint keeps the property.
+/// A checkpoint that has only weights still has only weights after it is resharded.
 #[test]
 fn weights_only_become_a_native_checkpoint_of_weights_only() {
-    let dir = memory_dir();
-    let weights = copy_weights(dir.path(), "hf_ddp/checkpoint-3");
+    let dir = make_memory_dir();
+    let weights = copy_golden_weights(dir.path(), "hf_ddp/checkpoint-3");
     let (out, again) = (dir.path().join("out"), dir.path().join("again"));
-    let made =
-        convert(&*open(&weights), &out, &options(ConvertTarget::Native, 2, 3), |_, _| {}).expect("converted");
+    let made = convert_checkpoint(
+        &*open_source(&weights),
+        &out,
+        &make_convert_options(ConvertTarget::Native, 2, 3),
+        |_, _| {},
+    )
+    .expect("converted");
     assert!(made.step == 0 && made.notices.contains(&ConvertNotice::WeightsOnly), "{made:?}");
-    let resharded =
-        convert(&*open(&out), &again, &options(ConvertTarget::Native, 2, 1), |_, _| {}).expect("converted");
+    let resharded = convert_checkpoint(
+        &*open_source(&out),
+        &again,
+        &make_convert_options(ConvertTarget::Native, 2, 1),
+        |_, _| {},
+    )
+    .expect("converted");
     assert!(resharded.notices.contains(&ConvertNotice::WeightsOnly), "{resharded:?}");
-    let original = open(&weights);
+    let original = open_source(&weights);
     for path in [&out, &again] {
-        assert!(crate::verify(path).expect("a report").is_sound());
-        let found = open(path);
-        assert!(found.is_weights_alone() && found.state().frozen.is_empty());
+        assert!(crate::verify_checkpoints(path).expect("a report").is_sound());
+        let found = open_source(path);
+        assert!(found.has_only_weights() && found.training_state().frozen.is_empty());
         assert_eq!(found.tensors().len(), original.tensors().len());
         for info in original.tensors() {
             let read = |source: &dyn TensorSource| {
-                let mut out = vec![0f32; info.elements() as usize];
+                let mut out = vec![0f32; info.element_count() as usize];
                 let role = TensorRole::Weight;
                 let request = ReadRequest { name: &info.name, role, start_element: 0, out: &mut out };
                 source.read_many(&mut [request]).expect("sound");
@@ -514,19 +572,22 @@ fn weights_only_become_a_native_checkpoint_of_weights_only() {
         }
     }
     // a file of a training state makes it a training state, here one that lost its optimizer
-    fs::copy(golden("hf_ddp").join("checkpoint-3/scheduler.pt"), weights.join("scheduler.pt"))
+    fs::copy(golden_path("hf_ddp").join("checkpoint-3/scheduler.pt"), weights.join("scheduler.pt"))
         .expect("copied");
-    fs::copy(golden("hf_ddp").join("checkpoint-3/trainer_state.json"), weights.join("trainer_state.json"))
-        .expect("copied");
-    assert!(!open(&weights).is_weights_alone());
+    fs::copy(
+        golden_path("hf_ddp").join("checkpoint-3/trainer_state.json"),
+        weights.join("trainer_state.json"),
+    )
+    .expect("copied");
+    assert!(!open_source(&weights).has_only_weights());
 }
 
-/// States of an unreadable optimizer are not silently left out.
+/// A conversion must not silently leave out optimizer states that it can't read.
 #[test]
 fn an_unreadable_optimizer_is_an_error() {
-    let dir = memory_dir();
+    let dir = make_memory_dir();
     let from = dir.path().join("from");
-    super::copy_tree(&golden("hf_ddp").join("checkpoint-3"), &from);
+    super::copy_tree(&golden_path("hf_ddp").join("checkpoint-3"), &from);
     let path = from.join("model.safetensors");
     let mut text = fs::read(&path).expect("there");
     let at = text.windows(9).position(|w| w == b"q_proj.we").expect("a name");
@@ -534,34 +595,37 @@ fn an_unreadable_optimizer_is_an_error() {
     fs::write(&path, text).expect("written");
     for to in [ConvertTarget::Native, ConvertTarget::DeepSpeed, ConvertTarget::Universal] {
         let out = dir.path().join("out");
-        let error = convert(&*open(&from), &out, &options(to, 2, 1), |_, _| {}).expect_err("rejected");
-        assert!(matches!(convert_error(&error), ConvertError::StatesUnreadable { .. }), "{error}");
+        let error =
+            convert_checkpoint(&*open_source(&from), &out, &make_convert_options(to, 2, 1), |_, _| {})
+                .expect_err("rejected");
+        assert!(matches!(expect_convert_error(&error), ConvertError::StatesUnreadable { .. }), "{error}");
         assert!(!out.exists());
     }
 }
 
 #[test]
 fn invalid_options_are_rejected() {
-    let dir = memory_dir();
-    let source = open(&golden("z1_tied"));
+    let dir = make_memory_dir();
+    let source = open_source(&golden_path("z1_tied"));
     for wrong in [
-        options(ConvertTarget::DeepSpeed, 0, 1),
-        options(ConvertTarget::DeepSpeed, 4, 1),
-        options(ConvertTarget::DeepSpeed, 2, 0),
-        ConvertOptions { memory: 1 << 20, ..options(ConvertTarget::DeepSpeed, 2, 1) },
-        ConvertOptions { sub_group_size: 0, ..options(ConvertTarget::DeepSpeed, 3, 1) },
-        ConvertOptions { dtype: Some(Dtype::I64), ..options(ConvertTarget::DeepSpeed, 3, 1) },
+        make_convert_options(ConvertTarget::DeepSpeed, 0, 1),
+        make_convert_options(ConvertTarget::DeepSpeed, 4, 1),
+        make_convert_options(ConvertTarget::DeepSpeed, 2, 0),
+        ConvertOptions { memory: 1 << 20, ..make_convert_options(ConvertTarget::DeepSpeed, 2, 1) },
+        ConvertOptions { sub_group_size: 0, ..make_convert_options(ConvertTarget::DeepSpeed, 3, 1) },
+        ConvertOptions { dtype: Some(Dtype::I64), ..make_convert_options(ConvertTarget::DeepSpeed, 3, 1) },
     ] {
-        let result = convert(&*source, &dir.path().join("out"), &wrong, |_, _| {});
+        let result = convert_checkpoint(&*source, &dir.path().join("out"), &wrong, |_, _| {});
         assert!(matches!(result, Err(CkptError::InvalidOption { .. })), "{wrong:?}");
     }
 }
 
-/// A checkpoint of any size that needs no memory.
+/// A source of one weight with Adam's moments, whose elements are all 1.5. It has any size without
+/// using memory. The second field is its path.
 struct ConstantSource(TensorInfo, PathBuf);
 
 impl TensorSource for ConstantSource {
-    fn state(&self) -> TrainingState {
+    fn training_state(&self) -> TrainingState {
         TrainingState::default()
     }
     fn path(&self) -> &Path {
@@ -580,12 +644,12 @@ impl TensorSource for ConstantSource {
     }
 }
 
-/// Converts 1.1 GB with a limit of 64 MB.
+/// Converts a source of 1.0 GB with a memory limit of 64 MiB, in a child process.
 #[test]
 fn memory_stays_within_the_limit_for_any_size() {
-    if super::child_argument().is_none() {
+    if super::read_child_argument().is_none() {
         let name = "tests::convert::memory_stays_within_the_limit_for_any_size";
-        let child = super::run_child(name, "child");
+        let child = super::run_child_test(name, "child");
         assert!(child.status.success(), "{child:?}");
         return;
     }
@@ -594,8 +658,8 @@ fn memory_stays_within_the_limit_for_any_size() {
     let source =
         ConstantSource(TensorInfo { name, role, dtype, shape: vec![80, 1 << 20] }, dir.path().join("source"));
     fs::create_dir(&source.1).expect("made");
-    let task = ConvertOptions { memory: 64 << 20, ..options(ConvertTarget::DeepSpeed, 2, 1) };
-    let report = convert(&source, &dir.path().join("out"), &task, |_, _| {}).expect("converted");
+    let task = ConvertOptions { memory: 64 << 20, ..make_convert_options(ConvertTarget::DeepSpeed, 2, 1) };
+    let report = convert_checkpoint(&source, &dir.path().join("out"), &task, |_, _| {}).expect("converted");
     assert!(report.bytes > 1 << 30);
     let status = fs::read_to_string("/proc/self/status").expect("Linux");
     let peak = status.lines().find_map(|l| l.strip_prefix("VmHWM:")).expect("a line").trim();

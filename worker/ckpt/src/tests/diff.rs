@@ -1,28 +1,29 @@
-//! Comparisons of checkpoints.
-use super::{facts, memory_dir, save};
-use crate::catalog::{TensorInfo, TensorRole, Tie};
+//! Tests comparisons of checkpoints.
+use super::{make_facts, make_memory_dir, save_checkpoint};
+use crate::catalog::{TensorInfo, TensorRole, TiedWeight};
 use crate::checkpoint::Checkpoint;
-use crate::diff::{DiffOptions, RoundingCast, Side, diff};
+use crate::diff::{DiffOptions, DiffSide, RoundingCast, diff_checkpoints};
 use crate::dtype::Dtype;
 use crate::error::Result;
-use crate::source::{ReadRequest, TensorSource};
+use crate::tensor_source::{ReadRequest, TensorSource};
 use half::bf16;
 use std::path::Path;
 
 const WEIGHTS: [(&str, &[u64]); 3] = [("a", &[7, 3]), ("big", &[1100, 1000]), ("z", &[1])];
 
-fn side<'a>(source: &'a dyn TensorSource, ties: &'a [Tie]) -> Side<'a> {
-    Side { source, ties }
+fn make_side<'a>(source: &'a dyn TensorSource, ties: &'a [TiedWeight]) -> DiffSide<'a> {
+    DiffSide { source, ties }
 }
 
-/// The weights of a checkpoint as BF16 under other names.
-struct Bf16Source<'a> {
+/// A source of a checkpoint's weights, rounded to BF16 and with other names. `rename` returns
+/// `None` for weights to leave out.
+struct RenamedBf16Weights<'a> {
     inner: &'a Checkpoint,
     rename: fn(&str) -> Option<&'static str>,
 }
 
-impl TensorSource for Bf16Source<'_> {
-    fn state(&self) -> crate::TrainingState {
+impl TensorSource for RenamedBf16Weights<'_> {
+    fn training_state(&self) -> crate::TrainingState {
         crate::TrainingState::default()
     }
     fn path(&self) -> &Path {
@@ -52,32 +53,37 @@ impl TensorSource for Bf16Source<'_> {
 
 #[test]
 fn checkpoints_of_different_world_sizes_are_equal() {
-    let dir = memory_dir();
-    let (one, three) = (facts(5, 1, &WEIGHTS), facts(5, 3, &WEIGHTS));
-    let a = Checkpoint::open(&save(&dir.path().join("a"), &one).expect("saved").path).expect("open");
-    let b = Checkpoint::open(&save(&dir.path().join("b"), &three).expect("saved").path).expect("open");
-    let report = diff(side(&a, &[]), side(&b, &[]), &DiffOptions::default(), |_, _| {}).expect("read");
+    let dir = make_memory_dir();
+    let (one, three) = (make_facts(5, 1, &WEIGHTS), make_facts(5, 3, &WEIGHTS));
+    let a =
+        Checkpoint::open(&save_checkpoint(&dir.path().join("a"), &one).expect("saved").path).expect("open");
+    let b =
+        Checkpoint::open(&save_checkpoint(&dir.path().join("b"), &three).expect("saved").path).expect("open");
+    let report = diff_checkpoints(make_side(&a, &[]), make_side(&b, &[]), &DiffOptions::default(), |_, _| {})
+        .expect("read");
     assert!(report.is_equal(), "{report:?}");
     assert_eq!((report.compared, report.equal), (9, 9));
 }
 
 #[test]
 fn differences_between_two_steps_are_counted_exactly() {
-    let dir = memory_dir();
-    let (old, new) = (facts(5, 2, &WEIGHTS), facts(6, 2, &WEIGHTS));
-    let a = Checkpoint::open(&save(dir.path(), &old).expect("saved").path).expect("open");
-    let b = Checkpoint::open(&save(dir.path(), &new).expect("saved").path).expect("open");
+    let dir = make_memory_dir();
+    let (old, new) = (make_facts(5, 2, &WEIGHTS), make_facts(6, 2, &WEIGHTS));
+    let a = Checkpoint::open(&save_checkpoint(dir.path(), &old).expect("saved").path).expect("open");
+    let b = Checkpoint::open(&save_checkpoint(dir.path(), &new).expect("saved").path).expect("open");
     let mut last = (0, 0);
     let options = DiffOptions { weights_only: true };
-    let report =
-        diff(side(&a, &[]), side(&b, &[]), &options, |done, total| last = (done, total)).expect("read");
+    let report = diff_checkpoints(make_side(&a, &[]), make_side(&b, &[]), &options, |done, total| {
+        last = (done, total)
+    })
+    .expect("read");
     assert_eq!(last, (1_100_022, 1_100_022));
     let names: Vec<&str> = report.different.iter().map(|d| d.tensor.as_str()).collect();
     assert_eq!(names, ["weight/a", "weight/big", "weight/z"], "no moments");
     // compare with a direct computation, for the tensor that is longer than one window
     let (x, y) = (
-        super::values(TensorRole::Weight, "big", &old, 1_100_000),
-        super::values(TensorRole::Weight, "big", &new, 1_100_000),
+        super::compute_values(TensorRole::Weight, "big", &old, 1_100_000),
+        super::compute_values(TensorRole::Weight, "big", &new, 1_100_000),
     );
     let abs: Vec<f64> = x.iter().zip(&y).map(|(x, y)| (f64::from(*x) - f64::from(*y)).abs()).collect();
     let found = &report.different[1].values;
@@ -94,10 +100,10 @@ fn differences_between_two_steps_are_counted_exactly() {
 
 #[test]
 fn rounding_and_ties_are_recognized() {
-    let dir = memory_dir();
-    let facts = facts(5, 2, &WEIGHTS);
-    let a = Checkpoint::open(&save(dir.path(), &facts).expect("saved").path).expect("open");
-    let b = Bf16Source {
+    let dir = make_memory_dir();
+    let facts = make_facts(5, 2, &WEIGHTS);
+    let a = Checkpoint::open(&save_checkpoint(dir.path(), &facts).expect("saved").path).expect("open");
+    let b = RenamedBf16Weights {
         inner: &a,
         rename: |name| match name {
             "a" => Some("a"),
@@ -105,9 +111,10 @@ fn rounding_and_ties_are_recognized() {
             _ => None,
         },
     };
-    let ties = [Tie { alias: "alias".into(), target: "big".into() }];
+    let ties = [TiedWeight { alias: "alias".into(), target: "big".into() }];
     let options = DiffOptions { weights_only: true };
-    let report = diff(side(&a, &ties), side(&b, &[]), &options, |_, _| {}).expect("read");
+    let report =
+        diff_checkpoints(make_side(&a, &ties), make_side(&b, &[]), &options, |_, _| {}).expect("read");
     assert_eq!(report.tied, ["weight/alias = weight/big in a"]);
     assert_eq!(report.only_a, ["weight/z"], "big is compared under its second name");
     assert_eq!(report.dtypes.len(), 2);
@@ -117,15 +124,17 @@ fn rounding_and_ties_are_recognized() {
 
 #[test]
 fn damage_is_an_error_and_not_a_difference() {
-    let dir = memory_dir();
-    let facts = facts(5, 1, &WEIGHTS);
-    let a = save(&dir.path().join("a"), &facts).expect("saved").path;
-    let b = save(&dir.path().join("b"), &facts).expect("saved").path;
+    let dir = make_memory_dir();
+    let facts = make_facts(5, 1, &WEIGHTS);
+    let a = save_checkpoint(&dir.path().join("a"), &facts).expect("saved").path;
+    let b = save_checkpoint(&dir.path().join("b"), &facts).expect("saved").path;
     let shard = b.join("shard-00000-of-00001.safetensors");
     let mut bytes = std::fs::read(&shard).expect("there");
     let middle = bytes.len() / 2;
     bytes[middle] ^= 1;
     std::fs::write(&shard, bytes).expect("written");
     let (a, b) = (Checkpoint::open(&a).expect("open"), Checkpoint::open(&b).expect("open"));
-    assert!(diff(side(&a, &[]), side(&b, &[]), &DiffOptions::default(), |_, _| {}).is_err());
+    assert!(
+        diff_checkpoints(make_side(&a, &[]), make_side(&b, &[]), &DiffOptions::default(), |_, _| {}).is_err()
+    );
 }

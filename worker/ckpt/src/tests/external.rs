@@ -1,22 +1,22 @@
-//! External checkpoints: golden ones are read bit for bit, invented ones test the rules, and damage
-//! is named.
-use super::{describe, describe_problems, memory_dir, without_dir};
+//! Tests external checkpoints: golden ones are read bit for bit, invented ones test the rules of
+//! the readers, and errors name the damaged file.
+use super::{format_error, format_problems, make_memory_dir, replace_dir};
 use crate::catalog::TensorRole;
+use crate::checkpoint_dir::{OpenedCheckpoint, open_checkpoint};
 use crate::error::{CkptError, Damage, DamageReason, MissingPart, Result, UnsupportedFeature};
 use crate::external::{ExternalCheckpoint, StatePart};
 use crate::formats::{safetensors, zip};
-use crate::gather::{GatherOptions, gather};
+use crate::gather::{GatherOptions, gather_weights};
 use crate::hash::Hash;
-use crate::root::{OpenedCheckpoint, find};
-use crate::source::{ReadRequest, TensorSource};
-use crate::tests::torch_values::{TestValue, dict, torch_file};
+use crate::tensor_source::{ReadRequest, TensorSource};
+use crate::tests::torch_values::{TestValue, encode_torch_file, make_dict};
 use diagnostic::codes::checkpoint as codes;
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-const GOLDEN: [(&str, u8, u32); 6] = [
+const GOLDEN_CHECKPOINTS: [(&str, u8, u32); 6] = [
     ("z1_tied", 1, 1),
     ("z2_aligned", 2, 2),
     ("z2_frozen", 2, 2),
@@ -25,55 +25,59 @@ const GOLDEN: [(&str, u8, u32); 6] = [
     ("z3_buffers", 3, 2),
 ];
 
-pub(super) fn golden(name: &str) -> PathBuf {
+pub(super) fn golden_path(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)
 }
 
-pub(super) fn open(path: &Path) -> Result<Box<ExternalCheckpoint>> {
-    match find(path)? {
+/// Opens the external checkpoint at `path`, and panics if it is a native one.
+pub(super) fn open_external(path: &Path) -> Result<Box<ExternalCheckpoint>> {
+    match open_checkpoint(path)? {
         OpenedCheckpoint::External(checkpoint) => Ok(checkpoint),
         OpenedCheckpoint::Native(_) => panic!("{} is native", path.display()),
     }
 }
 
-/// The error of opening `path`, for a snapshot.
-pub(super) fn open_error(path: &Path) -> String {
-    let e = open(path).expect_err("rejected");
+/// Returns the text of the error of opening `path`, for a snapshot. Panics if the checkpoint opens,
+/// or the error is not about the checkpoint.
+pub(super) fn expect_open_error(path: &Path) -> String {
+    let e = open_external(path).expect_err("rejected");
     assert!(e.is_checkpoint_at_fault(), "{e}");
-    describe(&e, path)
+    format_error(&e, path)
 }
 
-pub(super) fn read(checkpoint: &ExternalCheckpoint, name: &str, role: TensorRole) -> Result<Vec<f32>> {
+/// Reads all elements of the tensor with this name, or with the name to which it is tied.
+pub(super) fn read_tensor(checkpoint: &ExternalCheckpoint, name: &str, role: TensorRole) -> Result<Vec<f32>> {
     let target = checkpoint.facts().ties.iter().find(|t| t.alias == name).map_or(name, |t| &t.target);
     let infos = checkpoint.tensors();
     let info = infos.iter().find(|t| t.name == target && t.role == role).expect("there");
-    let mut out = vec![0f32; info.elements() as usize];
+    let mut out = vec![0f32; info.element_count() as usize];
     checkpoint.read_many(&mut [ReadRequest { name: target, role, start_element: 0, out: &mut out }])?;
     Ok(out)
 }
 
-/// The expected BLAKE3 hashes of a golden checkpoint's F32 tensors, by `role/name`.
-pub(super) fn references(name: &str) -> BTreeMap<String, String> {
-    let text = fs::read(golden(name).join("reference.json")).expect("there");
+/// Reads the expected BLAKE3 hashes of a golden checkpoint's F32 tensors, by `role/name`.
+pub(super) fn read_reference_hashes(name: &str) -> BTreeMap<String, String> {
+    let text = fs::read(golden_path(name).join("reference.json")).expect("there");
     let tensors: BTreeMap<String, Value> = serde_json::from_slice(&text).expect("JSON");
     let floats = tensors.into_iter().filter(|(_, v)| v["dtype"] == "F32");
     floats.map(|(k, v)| (k, v["blake3"].as_str().expect("a hash").to_owned())).collect()
 }
 
-fn optimizer_state_role(name: &str) -> TensorRole {
+fn parse_role(name: &str) -> TensorRole {
     TensorRole::ALL.into_iter().find(|r| r.name() == name).expect("a role")
 }
 
 pub(super) fn hash_values(values: &[f32]) -> String {
-    Hash::digest(bytemuck::cast_slice(values)).hex()
+    Hash::digest(bytemuck::cast_slice(values)).to_hex()
 }
 
-/// `role/name` of the tensors that differ from the reference.
-pub(super) fn differences(checkpoint: &ExternalCheckpoint, name: &str) -> Result<Vec<String>> {
+/// Compares the tensors of a checkpoint with the reference of the golden checkpoint `name`. Returns
+/// `role/name` of those that differ.
+pub(super) fn find_differences(checkpoint: &ExternalCheckpoint, name: &str) -> Result<Vec<String>> {
     let mut wrong = Vec::new();
-    for (key, expected) in references(name) {
+    for (key, expected) in read_reference_hashes(name) {
         let (role, tensor) = key.split_once('/').expect("role/name");
-        if hash_values(&read(checkpoint, tensor, optimizer_state_role(role))?) != expected {
+        if hash_values(&read_tensor(checkpoint, tensor, parse_role(role))?) != expected {
             wrong.push(key);
         }
     }
@@ -82,14 +86,14 @@ pub(super) fn differences(checkpoint: &ExternalCheckpoint, name: &str) -> Result
 
 #[test]
 fn golden_zero_checkpoints_are_read_bit_for_bit() {
-    for (name, stage, world) in GOLDEN {
-        let checkpoint = open(&golden(name)).expect("whole");
+    for (name, stage, world) in GOLDEN_CHECKPOINTS {
+        let checkpoint = open_external(&golden_path(name)).expect("whole");
         let facts = checkpoint.facts();
         assert_eq!((facts.step, facts.world, facts.stage), (Some(3), Some(world), Some(stage)), "{name}");
         assert_eq!((facts.writer.as_str(), facts.kind), ("DeepSpeed 0.19.8", "DeepSpeed"));
-        assert_eq!(differences(&checkpoint, name).expect("sound"), [""; 0], "{name}");
+        assert_eq!(find_differences(&checkpoint, name).expect("sound"), [""; 0], "{name}");
         // there is no tensor that the reference lacks
-        let known = references(name);
+        let known = read_reference_hashes(name);
         let floats = checkpoint.tensors().into_iter().filter(|t| t.dtype != crate::Dtype::I64);
         let others: Vec<String> =
             floats.map(|t| format!("{}/{}", t.role, t.name)).filter(|k| !known.contains_key(k)).collect();
@@ -103,32 +107,32 @@ fn golden_zero_checkpoints_are_read_bit_for_bit() {
 }
 
 #[test]
-fn facts_of_golden_checkpoints() {
-    let tied = open(&golden("z1_tied")).expect("whole");
+fn golden_checkpoints_have_their_known_facts() {
+    let tied = open_external(&golden_path("z1_tied")).expect("whole");
     assert_eq!(tied.facts().ties[0].alias, "lm_head.weight");
-    let expected = [StatePart::RandomStates, StatePart::Config, StatePart::Tokenizer];
+    let expected = [StatePart::RngStates, StatePart::Config, StatePart::Tokenizer];
     assert_eq!(tied.facts().missing, expected);
-    assert_eq!(open(&golden("z2_frozen")).expect("whole").facts().frozen.len(), 10);
-    assert_eq!(open(&golden("z3_frozen")).expect("whole").facts().frozen.len(), 7);
-    let buffers = open(&golden("z3_buffers")).expect("whole");
+    assert_eq!(open_external(&golden_path("z2_frozen")).expect("whole").facts().frozen.len(), 10);
+    assert_eq!(open_external(&golden_path("z3_frozen")).expect("whole").facts().frozen.len(), 7);
+    let buffers = open_external(&golden_path("z3_buffers")).expect("whole");
     let count = |role| buffers.tensors().iter().filter(|t| t.role == role).count();
     assert_eq!((count(TensorRole::Buffer), count(TensorRole::Weight)), (2, 22));
-    let error = read(&buffers, "tokens_seen", TensorRole::Buffer).expect_err("an integer");
+    let error = read_tensor(&buffers, "tokens_seen", TensorRole::Buffer).expect_err("an integer");
     let CkptError::Unsupported { feature: UnsupportedFeature::Dtype { tensor, dtype }, .. } = &error else {
         panic!("{error:?}")
     };
     assert_eq!((tensor.as_str(), *dtype), ("buffer/tokens_seen", crate::Dtype::I64));
-    // the tag's directory can be opened, too
-    let tag = open(&golden("z2_padded").join("global_step3")).expect("whole");
-    assert_eq!(differences(&tag, "z2_padded").expect("sound"), [""; 0]);
+    // the directory of the tag can also be opened
+    let tag = open_external(&golden_path("z2_padded").join("global_step3")).expect("whole");
+    assert_eq!(find_differences(&tag, "z2_padded").expect("sound"), [""; 0]);
 }
 
 #[test]
-fn ranges_of_tensors_equal_the_whole() {
+fn any_range_of_a_tensor_equals_that_part_of_the_whole() {
     for name in ["z2_padded", "z3_frozen"] {
-        let checkpoint = open(&golden(name)).expect("whole");
+        let checkpoint = open_external(&golden_path(name)).expect("whole");
         for info in checkpoint.tensors() {
-            let whole = read(&checkpoint, &info.name, info.role).expect("sound");
+            let whole = read_tensor(&checkpoint, &info.name, info.role).expect("sound");
             let n = whole.len();
             for (a, b) in [(0, n / 3), (n / 3, n / 2 + 1), (n - 1, n), (n, n)] {
                 let mut out = vec![0f32; b - a];
@@ -145,23 +149,24 @@ fn ranges_of_tensors_equal_the_whole() {
 #[test]
 fn gathered_weights_are_those_of_the_reference() {
     use std::os::unix::fs::FileExt;
-    for (name, _, _) in GOLDEN {
-        let dir = memory_dir();
+    for (name, _, _) in GOLDEN_CHECKPOINTS {
+        let dir = make_memory_dir();
         let out = dir.path().join("out");
-        let checkpoint = open(&golden(name)).expect("whole");
-        let report = gather(&*checkpoint, &out, &GatherOptions::default(), |_, _| {}).expect("gathered");
+        let checkpoint = open_external(&golden_path(name)).expect("whole");
+        let report =
+            gather_weights(&*checkpoint, &out, &GatherOptions::default(), |_, _| {}).expect("gathered");
         assert!(!report.config && !out.join("config.json").exists());
         assert_eq!(report.left_out.is_empty(), name != "z3_buffers");
         let file = fs::File::open(out.join("model.safetensors")).expect("there");
         let size = file.metadata().expect("a size").len();
         let header = safetensors::read_header(size, |at, out| file.read_exact_at(out, at)).expect("sound");
-        let known = references(name);
+        let known = read_reference_hashes(name);
         for entry in &header.entries {
             let mut bytes = vec![0; (entry.bytes.end - entry.bytes.start) as usize];
             file.read_exact_at(&mut bytes, entry.bytes.start).expect("there");
             let reference = |role: &str| known.get(&format!("{role}/{}", entry.name));
             assert_eq!(
-                Some(&Hash::digest(&bytes).hex()),
+                Some(&Hash::digest(&bytes).to_hex()),
                 reference("weight").or(reference("buffer")),
                 "{name} {}",
                 entry.name
@@ -172,20 +177,21 @@ fn gathered_weights_are_those_of_the_reference() {
     }
 }
 
-/// A copy of a golden checkpoint that a test may damage, and its tag directory.
+/// Copies a golden ZeRO checkpoint, so that a test may damage it. Returns the copy, and the path of
+/// the tag in it.
 fn copy_golden(name: &str) -> (tempfile::TempDir, PathBuf) {
-    let dir = memory_dir();
+    let dir = make_memory_dir();
     let tag = dir.path().join("global_step3");
     fs::create_dir(&tag).expect("made");
     fs::write(dir.path().join("latest"), "global_step3").expect("written");
-    for entry in fs::read_dir(golden(name).join("global_step3")).expect("there") {
+    for entry in fs::read_dir(golden_path(name).join("global_step3")).expect("there") {
         let path = entry.expect("an entry").path();
         fs::copy(&path, tag.join(path.file_name().expect("a name"))).expect("copied");
     }
     (dir, tag)
 }
 
-fn optimizer_path(tag: &Path, rank: u32) -> PathBuf {
+fn find_optimizer_file(tag: &Path, rank: u32) -> PathBuf {
     let plain = tag.join(format!("zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"));
     if plain.exists() {
         plain
@@ -194,10 +200,11 @@ fn optimizer_path(tag: &Path, rank: u32) -> PathBuf {
     }
 }
 
-/// Changes the members of a torch file with `change`, and updates their CRCs.
-fn repack(path: &Path, mut change: impl FnMut(&str, &mut Vec<u8>)) {
+/// Rewrites a torch file after `change` was called with the name and the bytes of each member.
+/// Updates the CRCs.
+fn rewrite_members(path: &Path, mut change: impl FnMut(&str, &mut Vec<u8>)) {
     let file = fs::read(path).expect("there");
-    let members = zip::members(file.len() as u64, |at, out| {
+    let members = zip::read_members(file.len() as u64, |at, out| {
         out.copy_from_slice(&file[at as usize..at as usize + out.len()]);
         Ok(())
     });
@@ -211,31 +218,32 @@ fn repack(path: &Path, mut change: impl FnMut(&str, &mut Vec<u8>)) {
         })
         .collect();
     let packed: Vec<(&str, &[u8])> = contents.iter().map(|(n, b)| (n.as_str(), b.as_slice())).collect();
-    fs::write(path, zip::pack(&packed)).expect("written");
+    fs::write(path, zip::pack_zip(&packed)).expect("written");
 }
 
 #[test]
 fn missing_and_misplaced_rank_files_are_named() {
     let (dir, tag) = copy_golden("z2_padded");
-    fs::remove_file(optimizer_path(&tag, 2)).expect("removed");
-    insta::assert_snapshot!("external_optimizer_file_missing", open_error(dir.path()));
-    fs::copy(optimizer_path(&tag, 1), tag.join("zero_pp_rank_2_mp_rank_00_optim_states.pt")).expect("copied");
-    insta::assert_snapshot!("external_optimizer_file_of_another_rank", open_error(dir.path()));
+    fs::remove_file(find_optimizer_file(&tag, 2)).expect("removed");
+    insta::assert_snapshot!("external_optimizer_file_missing", expect_open_error(dir.path()));
+    fs::copy(find_optimizer_file(&tag, 1), tag.join("zero_pp_rank_2_mp_rank_00_optim_states.pt"))
+        .expect("copied");
+    insta::assert_snapshot!("external_optimizer_file_of_another_rank", expect_open_error(dir.path()));
 
     let (dir, tag) = copy_golden("z3_frozen");
     fs::remove_file(tag.join("zero_pp_rank_3_mp_rank_00_model_states.pt")).expect("removed");
-    insta::assert_snapshot!("external_model_file_missing", open_error(dir.path()));
+    insta::assert_snapshot!("external_model_file_missing", expect_open_error(dir.path()));
     fs::remove_file(tag.join("zero_pp_rank_0_mp_rank_00_model_states.pt")).expect("removed");
-    insta::assert_snapshot!("external_model_file_of_rank_0_missing", open_error(dir.path()));
+    insta::assert_snapshot!("external_model_file_of_rank_0_missing", expect_open_error(dir.path()));
 
     let (dir, tag) = copy_golden("z2_frozen");
     fs::write(tag.join("zero_pp_rank_0_mp_rank_01_optim_states.pt"), "").expect("written");
-    insta::assert_snapshot!("external_model_parallel_file", open_error(dir.path()));
+    insta::assert_snapshot!("external_model_parallel_file", expect_open_error(dir.path()));
     fs::remove_file(tag.join("zero_pp_rank_0_mp_rank_01_optim_states.pt")).expect("removed");
-    let first = optimizer_path(&tag, 0);
+    let first = find_optimizer_file(&tag, 0);
     fs::rename(&first, dir.path().join("elsewhere")).expect("moved");
     std::os::unix::fs::symlink(dir.path().join("elsewhere"), &first).expect("linked");
-    insta::assert_snapshot!("external_optimizer_file_is_a_symlink", open_error(dir.path()));
+    insta::assert_snapshot!("external_optimizer_file_is_a_symlink", expect_open_error(dir.path()));
 }
 
 #[test]
@@ -243,11 +251,11 @@ fn a_wrong_latest_is_an_error_and_a_stale_one_a_warning() {
     let (dir, tag) = copy_golden("z1_tied");
     let latest = dir.path().join("latest");
     fs::write(&latest, "global_step9").expect("written");
-    insta::assert_snapshot!("external_latest_dangling", open_error(dir.path()));
+    insta::assert_snapshot!("external_latest_dangling", expect_open_error(dir.path()));
     fs::write(&latest, "../global_step3").expect("written");
-    insta::assert_snapshot!("external_latest_outside", open_error(dir.path()));
+    insta::assert_snapshot!("external_latest_outside", expect_open_error(dir.path()));
     fs::remove_file(&latest).expect("removed");
-    let found = open(dir.path()).expect("the newest");
+    let found = open_external(dir.path()).expect("the newest");
     insta::assert_snapshot!("external_latest_missing_notices", found.facts().notices.join("\n"));
     fs::rename(&tag, dir.path().join("global_step2")).expect("renamed");
     fs::create_dir(&tag).expect("made");
@@ -256,9 +264,9 @@ fn a_wrong_latest_is_an_error_and_a_stale_one_a_warning() {
         fs::copy(&path, tag.join(path.file_name().expect("a name"))).expect("copied");
     }
     fs::write(&latest, "global_step2\n").expect("written");
-    let stale = open(dir.path()).expect("the tag in `latest`");
+    let stale = open_external(dir.path()).expect("the tag in `latest`");
     assert_eq!(stale.facts().tag, "global_step2");
-    let warnings = without_dir(&stale.facts().warnings.join("\n"), dir.path());
+    let warnings = replace_dir(&stale.facts().warnings.join("\n"), dir.path());
     insta::assert_snapshot!("external_latest_stale_warnings", warnings);
 }
 
@@ -266,14 +274,14 @@ fn a_wrong_latest_is_an_error_and_a_stale_one_a_warning() {
 fn rank_files_of_two_steps_are_an_error() {
     let (dir, tag) = copy_golden("z2_frozen");
     let mut changed = 0;
-    repack(&optimizer_path(&tag, 1), |_, bytes| {
+    rewrite_members(&find_optimizer_file(&tag, 1), |_, bytes| {
         if *bytes == 3f32.to_le_bytes() {
             *bytes = 2f32.to_le_bytes().to_vec();
             changed += 1;
         }
     });
     assert!(changed > 0, "the file contains its step");
-    insta::assert_snapshot!("external_rank_files_of_two_steps", open_error(dir.path()));
+    insta::assert_snapshot!("external_rank_files_of_two_steps", expect_open_error(dir.path()));
 }
 
 #[test]
@@ -281,7 +289,7 @@ fn pickles_with_commands_are_rejected_and_not_executed() {
     let (dir, tag) = copy_golden("z2_frozen");
     let marker = dir.path().join("executed");
     let command = format!("touch {}", marker.display());
-    repack(&tag.join("mp_rank_00_model_states.pt"), |name, bytes| {
+    rewrite_members(&tag.join("mp_rank_00_model_states.pt"), |name, bytes| {
         if name.ends_with("data.pkl") {
             let mut input = b"\x80\x02cposix\nsystem\nX".to_vec();
             input.extend((command.len() as u32).to_le_bytes());
@@ -290,14 +298,14 @@ fn pickles_with_commands_are_rejected_and_not_executed() {
             *bytes = input;
         }
     });
-    insta::assert_snapshot!("external_pickle_with_a_command", open_error(dir.path()));
+    insta::assert_snapshot!("external_pickle_with_a_command", expect_open_error(dir.path()));
     assert!(!marker.exists());
 }
 
 #[test]
 fn a_flipped_bit_is_detected_or_harmless() {
     let (dir, tag) = copy_golden("z3_frozen");
-    for path in [optimizer_path(&tag, 1), tag.join("zero_pp_rank_2_mp_rank_00_model_states.pt")] {
+    for path in [find_optimizer_file(&tag, 1), tag.join("zero_pp_rank_2_mp_rank_00_model_states.pt")] {
         let sound = fs::read(&path).expect("there");
         let (mut detected, mut harmless) = (0, 0);
         for i in 0..120 {
@@ -306,7 +314,7 @@ fn a_flipped_bit_is_detected_or_harmless() {
             let at = if i % 2 == 0 { i * bytes.len() / 120 } else { bytes.len() - 1 - i * 20 };
             bytes[at] ^= 1 << (i % 8);
             fs::write(&path, bytes).expect("written");
-            match open(dir.path()).and_then(|f| differences(&f, "z3_frozen")) {
+            match open_external(dir.path()).and_then(|f| find_differences(&f, "z3_frozen")) {
                 Err(CkptError::Damaged { .. } | CkptError::Missing { .. }) => detected += 1,
                 Ok(wrong) => {
                     assert_eq!(wrong, [""; 0], "byte {at} of {}", path.display());
@@ -323,11 +331,11 @@ fn a_flipped_bit_is_detected_or_harmless() {
 #[test]
 fn every_truncation_is_detected() {
     let (dir, tag) = copy_golden("z2_frozen");
-    let path = optimizer_path(&tag, 1);
+    let path = find_optimizer_file(&tag, 1);
     let sound = fs::read(&path).expect("there");
     for len in (0..sound.len()).step_by(sound.len() / 40) {
         fs::write(&path, &sound[..len]).expect("written");
-        let error = open(dir.path()).expect_err("truncated");
+        let error = open_external(dir.path()).expect_err("truncated");
         let CkptError::Damaged { damage, .. } = &error else { panic!("{error:?}") };
         assert_eq!(Some(damage.file.as_str()), path.file_name().and_then(|n| n.to_str()));
         let truncated = [codes::CHECKPOINT_FILE_TRUNCATED, codes::ZIP_INVALID];
@@ -337,43 +345,47 @@ fn every_truncation_is_detected() {
     let half = zeroed.len() / 2;
     zeroed[half..].fill(0);
     fs::write(&path, zeroed).expect("written");
-    insta::assert_snapshot!("external_optimizer_file_half_zero", open_error(dir.path()));
+    insta::assert_snapshot!("external_optimizer_file_half_zero", expect_open_error(dir.path()));
 }
 
-/// A ZeRO-2 checkpoint of one rank with trained weights `a` (2 elements) and `b` (1). `model` and
-/// `optimizer` are entries of its files.
-fn stage2_checkpoint(model: Vec<(&str, TestValue)>, optimizer: Vec<(&str, TestValue)>) -> tempfile::TempDir {
-    let dir = memory_dir();
+/// Makes a ZeRO-2 checkpoint of one rank with the trained weights `a` (2 elements) and `b` (1
+/// element). `model` and `optimizer` are entries of the model file and the optimizer file.
+fn make_stage2_checkpoint(
+    model: Vec<(&str, TestValue)>,
+    optimizer: Vec<(&str, TestValue)>,
+) -> tempfile::TempDir {
+    let dir = make_memory_dir();
     let tag = dir.path().join("global_step1");
     fs::create_dir(&tag).expect("made");
     fs::write(dir.path().join("latest"), "global_step1").expect("written");
-    let shapes = dict(vec![("a", TestValue::Size(vec![2])), ("b", TestValue::Size(vec![1]))]);
+    let shapes = make_dict(vec![("a", TestValue::Size(vec![2])), ("b", TestValue::Size(vec![1]))]);
     let mut entries = vec![
         ("param_shapes", TestValue::List(vec![shapes])),
         ("dp_world_size", TestValue::Int(1)),
         ("global_steps", TestValue::Int(1)),
     ];
     entries.extend(model);
-    fs::write(tag.join("mp_rank_00_model_states.pt"), torch_file(&dict(entries))).expect("written");
-    let inner = dict(optimizer);
-    let file = torch_file(&dict(vec![("optimizer_state_dict", inner)]));
+    fs::write(tag.join("mp_rank_00_model_states.pt"), encode_torch_file(&make_dict(entries)))
+        .expect("written");
+    let inner = make_dict(optimizer);
+    let file = encode_torch_file(&make_dict(vec![("optimizer_state_dict", inner)]));
     fs::write(tag.join("zero_pp_rank_0_mp_rank_00_optim_states.pt"), file).expect("written");
     dir
 }
 
-fn tensor(values: &[f32]) -> TestValue {
+fn make_tensor_value(values: &[f32]) -> TestValue {
     TestValue::Tensor(vec![values.len() as u64], values.to_vec())
 }
 
-/// Optimizer entries of [`stage2_checkpoint`]: fp32 weights 1, 2, 3, and moments with `extra`
-/// elements of padding.
-fn adam(extra: usize) -> Vec<(&'static str, TestValue)> {
+/// Makes optimizer entries for [`make_stage2_checkpoint`]: the FP32 weights 1, 2 and 3, and moments
+/// with `extra` elements of padding.
+fn make_adam_entries(extra: usize) -> Vec<(&'static str, TestValue)> {
     let moment = |x: f32| {
         let mut values = vec![x, x + 1.0, x + 2.0];
         values.extend(vec![0.0; extra]);
-        tensor(&values)
+        make_tensor_value(&values)
     };
-    let state = dict(vec![
+    let state = make_dict(vec![
         ("step", TestValue::Tensor(vec![], vec![1.0])),
         ("exp_avg", moment(10.0)),
         ("exp_avg_sq", moment(20.0)),
@@ -382,52 +394,55 @@ fn adam(extra: usize) -> Vec<(&'static str, TestValue)> {
         ("zero_stage", TestValue::Int(2)),
         ("partition_count", TestValue::List(vec![TestValue::Int(1)])),
         ("group_paddings", TestValue::List(vec![TestValue::Int(extra as i64)])),
-        ("single_partition_of_fp32_groups", TestValue::List(vec![tensor(&[1.0, 2.0, 3.0])])),
-        ("base_optimizer_state", dict(vec![("state", TestValue::Dict(vec![(TestValue::Int(0), state)]))])),
+        ("single_partition_of_fp32_groups", TestValue::List(vec![make_tensor_value(&[1.0, 2.0, 3.0])])),
+        (
+            "base_optimizer_state",
+            make_dict(vec![("state", TestValue::Dict(vec![(TestValue::Int(0), state)]))]),
+        ),
     ]
 }
 
 #[test]
 fn moments_may_have_padding_that_weights_lack() {
-    let dir = stage2_checkpoint(vec![("module", dict(vec![]))], adam(1));
-    let checkpoint = open(dir.path()).expect("whole");
-    assert_eq!(read(&checkpoint, "b", TensorRole::ExpAvg).expect("sound"), [12.0]);
-    assert_eq!(read(&checkpoint, "a", TensorRole::ExpAvgSq).expect("sound"), [20.0, 21.0]);
-    let mut wrong = adam(1);
+    let dir = make_stage2_checkpoint(vec![("module", make_dict(vec![]))], make_adam_entries(1));
+    let checkpoint = open_external(dir.path()).expect("whole");
+    assert_eq!(read_tensor(&checkpoint, "b", TensorRole::ExpAvg).expect("sound"), [12.0]);
+    assert_eq!(read_tensor(&checkpoint, "a", TensorRole::ExpAvgSq).expect("sound"), [20.0, 21.0]);
+    let mut wrong = make_adam_entries(1);
     wrong[2].1 = TestValue::List(vec![TestValue::Int(2)]);
-    let dir = stage2_checkpoint(vec![("module", dict(vec![]))], wrong);
-    insta::assert_snapshot!("external_wrong_padding", open_error(dir.path()));
+    let dir = make_stage2_checkpoint(vec![("module", make_dict(vec![]))], wrong);
+    insta::assert_snapshot!("external_wrong_padding", expect_open_error(dir.path()));
 }
 
 #[test]
 fn an_elastic_checkpoint_has_a_list_of_states() {
-    let mut elastic = adam(0);
-    let state = dict(vec![("exp_avg", tensor(&[7.0, 8.0, 9.0]))]);
+    let mut elastic = make_adam_entries(0);
+    let state = make_dict(vec![("exp_avg", make_tensor_value(&[7.0, 8.0, 9.0]))]);
     elastic[4].1 = TestValue::List(vec![state]);
-    let dir = stage2_checkpoint(vec![("module", dict(vec![]))], elastic);
-    let checkpoint = open(dir.path()).expect("whole");
-    assert_eq!(read(&checkpoint, "b", TensorRole::ExpAvg).expect("sound"), [9.0]);
+    let dir = make_stage2_checkpoint(vec![("module", make_dict(vec![]))], elastic);
+    let checkpoint = open_external(dir.path()).expect("whole");
+    assert_eq!(read_tensor(&checkpoint, "b", TensorRole::ExpAvg).expect("sound"), [9.0]);
 }
 
 #[test]
 fn partitions_may_be_padded_where_the_file_has_no_stage() {
-    let mut padded = adam(0);
+    let mut padded = make_adam_entries(0);
     padded.remove(0);
-    padded[2].1 = TestValue::List(vec![tensor(&[1.0, 2.0, 3.0, 0.0])]);
+    padded[2].1 = TestValue::List(vec![make_tensor_value(&[1.0, 2.0, 3.0, 0.0])]);
     padded.truncate(3);
-    padded.push(("base_optimizer_state", dict(vec![("state", TestValue::Dict(vec![]))])));
-    let dir = stage2_checkpoint(vec![("module", dict(vec![]))], padded);
-    let checkpoint = open(dir.path()).expect("whole");
+    padded.push(("base_optimizer_state", make_dict(vec![("state", TestValue::Dict(vec![]))])));
+    let dir = make_stage2_checkpoint(vec![("module", make_dict(vec![]))], padded);
+    let checkpoint = open_external(dir.path()).expect("whole");
     assert_eq!(
-        (checkpoint.facts().stage, read(&checkpoint, "b", TensorRole::Weight).expect("sound")),
+        (checkpoint.facts().stage, read_tensor(&checkpoint, "b", TensorRole::Weight).expect("sound")),
         (Some(1), vec![3.0])
     );
     assert!(checkpoint.facts().missing.contains(&StatePart::OptimizerState));
-    // with a stage, padded partitions are a contradiction
-    let mut lean = adam(0);
-    lean[3].1 = TestValue::List(vec![tensor(&[1.0, 2.0, 3.0, 0.0])]);
-    let dir = stage2_checkpoint(vec![("module", dict(vec![]))], lean);
-    insta::assert_snapshot!("external_padded_partition_with_stage", open_error(dir.path()));
+    // in a file with a stage, padded partitions are a contradiction
+    let mut lean = make_adam_entries(0);
+    lean[3].1 = TestValue::List(vec![make_tensor_value(&[1.0, 2.0, 3.0, 0.0])]);
+    let dir = make_stage2_checkpoint(vec![("module", make_dict(vec![]))], lean);
+    insta::assert_snapshot!("external_padded_partition_with_stage", expect_open_error(dir.path()));
 }
 
 #[test]
@@ -437,21 +452,27 @@ fn contradicting_entries_follow_the_precedence_and_are_reported() {
         // `a` is trained and frozen, `b` trained and tied, `f` frozen, `t` tied, `u` in no list
         (
             "module",
-            dict(vec![
-                ("a", tensor(&[0.0, 0.0])),
-                ("b", tensor(&[0.0])),
-                ("f", tensor(&[0.0])),
-                ("t", tensor(&[0.0])),
-                ("u", tensor(&[5.0])),
+            make_dict(vec![
+                ("a", make_tensor_value(&[0.0, 0.0])),
+                ("b", make_tensor_value(&[0.0])),
+                ("f", make_tensor_value(&[0.0])),
+                ("t", make_tensor_value(&[0.0])),
+                ("u", make_tensor_value(&[5.0])),
             ]),
         ),
-        ("frozen_param_shapes", dict(vec![("a", shape(2)), ("f", shape(1))])),
-        ("frozen_param_fragments", dict(vec![("a", tensor(&[8.0, 8.0])), ("f", tensor(&[4.0]))])),
-        ("shared_params", dict(vec![("b", TestValue::Str("f".into())), ("t", TestValue::Str("f".into()))])),
+        ("frozen_param_shapes", make_dict(vec![("a", shape(2)), ("f", shape(1))])),
+        (
+            "frozen_param_fragments",
+            make_dict(vec![("a", make_tensor_value(&[8.0, 8.0])), ("f", make_tensor_value(&[4.0]))]),
+        ),
+        (
+            "shared_params",
+            make_dict(vec![("b", TestValue::Str("f".into())), ("t", TestValue::Str("f".into()))]),
+        ),
     ];
-    let dir = stage2_checkpoint(model, adam(0));
-    let checkpoint = open(dir.path()).expect("whole");
-    let weight = |name| read(&checkpoint, name, TensorRole::Weight).expect("sound");
+    let dir = make_stage2_checkpoint(model, make_adam_entries(0));
+    let checkpoint = open_external(dir.path()).expect("whole");
+    let weight = |name| read_tensor(&checkpoint, name, TensorRole::Weight).expect("sound");
     assert_eq!((weight("a"), weight("b")), (vec![1.0, 2.0], vec![3.0]), "param_shapes takes precedence");
     assert_eq!((weight("f"), weight("t"), weight("u")), (vec![4.0], vec![4.0], vec![5.0]));
     let facts = checkpoint.facts();
@@ -464,27 +485,28 @@ fn contradicting_entries_follow_the_precedence_and_are_reported() {
 
 #[test]
 fn a_weight_that_no_file_stores_is_an_error_for_gather() {
-    let dir = memory_dir();
+    let dir = make_memory_dir();
     let tag = dir.path().join("global_step1");
     fs::create_dir(&tag).expect("made");
-    let shapes = dict(vec![("a", TestValue::Size(vec![3]))]);
-    let model = dict(vec![
-        ("module", dict(vec![("a", tensor(&[])), ("gone", tensor(&[]))])),
+    let shapes = make_dict(vec![("a", TestValue::Size(vec![3]))]);
+    let model = make_dict(vec![
+        ("module", make_dict(vec![("a", make_tensor_value(&[])), ("gone", make_tensor_value(&[]))])),
         ("param_shapes", TestValue::List(vec![shapes])),
         ("dp_world_size", TestValue::Int(1)),
     ]);
-    fs::write(tag.join("zero_pp_rank_0_mp_rank_00_model_states.pt"), torch_file(&model)).expect("written");
-    let inner = dict(vec![
+    fs::write(tag.join("zero_pp_rank_0_mp_rank_00_model_states.pt"), encode_torch_file(&model))
+        .expect("written");
+    let inner = make_dict(vec![
         ("zero_stage", TestValue::Int(3)),
         ("partition_count", TestValue::Int(1)),
-        ("fp32_flat_groups", TestValue::List(vec![tensor(&[1.0, 2.0, 3.0])])),
-        ("optimizer_state_dict", dict(vec![("state", TestValue::Dict(vec![]))])),
+        ("fp32_flat_groups", TestValue::List(vec![make_tensor_value(&[1.0, 2.0, 3.0])])),
+        ("optimizer_state_dict", make_dict(vec![("state", TestValue::Dict(vec![]))])),
     ]);
-    let file = torch_file(&dict(vec![("optimizer_state_dict", inner)]));
+    let file = encode_torch_file(&make_dict(vec![("optimizer_state_dict", inner)]));
     fs::write(tag.join("zero_pp_rank_0_mp_rank_00_optim_states.pt"), file).expect("written");
-    let checkpoint = open(dir.path()).expect("readable");
+    let checkpoint = open_external(dir.path()).expect("readable");
     assert_eq!(checkpoint.facts().lost, ["gone"]);
-    let error = gather(&*checkpoint, &dir.path().join("out"), &GatherOptions::default(), |_, _| {})
+    let error = gather_weights(&*checkpoint, &dir.path().join("out"), &GatherOptions::default(), |_, _| {})
         .expect_err("rejected");
     let CkptError::Missing { part: MissingPart::Weights(names), .. } = &error else { panic!("{error:?}") };
     assert_eq!(names, &["gone"]);
@@ -492,41 +514,42 @@ fn a_weight_that_no_file_stores_is_an_error_for_gather() {
 
 #[test]
 fn verify_reports_every_damaged_file_of_an_external_checkpoint() {
-    let report = crate::verify(&golden("z3_frozen")).expect("a report");
+    let report = crate::verify_checkpoints(&golden_path("z3_frozen")).expect("a report");
     assert!(report.is_sound() && report.notes.is_empty(), "{report:?}");
     assert_eq!(report.checkpoints[0].step, Some(3));
     let (dir, tag) = copy_golden("z2_frozen");
-    fs::write(dir.path().join("rng_state_0.pth"), zip::pack(&[("rng/version", b"3")])).expect("written");
-    let report = crate::verify(dir.path()).expect("a report");
+    fs::write(dir.path().join("rng_state_0.pth"), zip::pack_zip(&[("rng/version", b"3")])).expect("written");
+    let report = crate::verify_checkpoints(dir.path()).expect("a report");
     insta::assert_snapshot!("external_rng_state_missing_warnings", report.warnings.join("\n"));
     for rank in [0, 1] {
-        let mut bytes = fs::read(optimizer_path(&tag, rank)).expect("there");
+        let mut bytes = fs::read(find_optimizer_file(&tag, rank)).expect("there");
         let middle = bytes.len() / 2;
         bytes[middle] ^= 1;
-        fs::write(optimizer_path(&tag, rank), bytes).expect("written");
+        fs::write(find_optimizer_file(&tag, rank), bytes).expect("written");
     }
-    let report = crate::verify(dir.path()).expect("a report");
+    let report = crate::verify_checkpoints(dir.path()).expect("a report");
     let problems = &report.checkpoints[0].problems;
     assert_eq!(problems.len(), 2, "both at once: {problems:?}");
     let is_crc = |p: &Damage| matches!(p.reason, DamageReason::CrcMismatch { .. });
     assert!(problems.iter().all(|p| is_crc(p) && !p.tensors.is_empty()), "{problems:?}");
-    fs::remove_file(optimizer_path(&tag, 1)).expect("removed");
-    let report = crate::verify(dir.path()).expect("a report");
-    insta::assert_snapshot!("external_verify_rank_missing", describe_problems(&report, dir.path()));
+    fs::remove_file(find_optimizer_file(&tag, 1)).expect("removed");
+    let report = crate::verify_checkpoints(dir.path()).expect("a report");
+    insta::assert_snapshot!("external_verify_rank_missing", format_problems(&report, dir.path()));
 }
 
 #[test]
 fn nan_and_infinite_values_are_warnings_and_gathered_unchanged() {
-    let mut odd = adam(0);
-    odd[3].1 = TestValue::List(vec![tensor(&[f32::NAN, f32::INFINITY, 3.0])]);
-    let dir = stage2_checkpoint(vec![("module", dict(vec![]))], odd);
+    let mut odd = make_adam_entries(0);
+    odd[3].1 = TestValue::List(vec![make_tensor_value(&[f32::NAN, f32::INFINITY, 3.0])]);
+    let dir = make_stage2_checkpoint(vec![("module", make_dict(vec![]))], odd);
     let options = crate::VerifyOptions { values: true };
-    let report = crate::verify_with(dir.path(), options).expect("a report");
+    let report = crate::verify_checkpoints_with(dir.path(), options).expect("a report");
     assert!(report.is_sound(), "the files are intact");
     insta::assert_snapshot!("external_non_finite_warnings", report.warnings.join("\n"));
-    let checkpoint = open(dir.path()).expect("whole");
-    let out = memory_dir();
-    let gathered = gather(&*checkpoint, &out.path().join("out"), &GatherOptions::default(), |_, _| {});
+    let checkpoint = open_external(dir.path()).expect("whole");
+    let out = make_memory_dir();
+    let gathered =
+        gather_weights(&*checkpoint, &out.path().join("out"), &GatherOptions::default(), |_, _| {});
     assert_eq!(gathered.expect("gathered").not_finite, ["a"]);
 }
 
@@ -544,10 +567,10 @@ fn directories_without_a_usable_checkpoint_are_diagnosed() {
     ];
     let mut lines = Vec::new();
     for files in cases {
-        let dir = memory_dir();
+        let dir = make_memory_dir();
         files.iter().for_each(|name| fs::write(dir.path().join(name), "").expect("written"));
-        let error = find(dir.path()).expect_err("rejected");
-        lines.push(format!("{files:?}: {}", describe(&error, dir.path())));
+        let error = open_checkpoint(dir.path()).expect_err("rejected");
+        lines.push(format!("{files:?}: {}", format_error(&error, dir.path())));
     }
     insta::assert_snapshot!("external_diagnoses", lines.join("\n"));
 }

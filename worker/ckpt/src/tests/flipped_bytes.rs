@@ -1,33 +1,34 @@
-//! Flips single bytes of external checkpoints: a read gives equal data or an error or a notice, and
-//! `verify` names the file of every error.
-use super::external::{golden, open};
-use super::{copy_tree, memory_dir, tiny, tree_contents};
+//! Tests single flipped bytes in external checkpoints. A read must give equal data, an error or a
+//! notice, and [`crate::verify_checkpoints`] must name the file of every error.
+use super::external::{golden_path, open_external};
+use super::{copy_tree, make_memory_dir, read_tree, tiny};
 use crate::error::CkptError;
 use crate::external::ExternalCheckpoint;
-use crate::source::TensorSource;
+use crate::tensor_source::TensorSource;
 use crate::{ReadRequest, TensorInfo};
 use std::fs;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
-/// Masks with one bit and with several bits.
+/// The masks by which bytes are flipped, with one bit and with several bits.
 const MASKS: [u8; 2] = [0x01, 0xe6];
 
-/// Everything that a reader gets from a checkpoint.
+/// Everything that a reader gets from a checkpoint, for comparisons.
 #[derive(PartialEq)]
 struct CheckpointContents {
     facts: String,
-    /// Tensors with the bits of their values; integers are left out.
+    /// Tensors with the bits of their values; those of integer tensors are left out.
     tensors: Vec<(TensorInfo, Vec<u32>)>,
     /// Number of notices, warnings and missing parts.
     remarks: usize,
 }
 
+/// Reads all tensors and facts of a checkpoint.
 fn read_contents(found: &ExternalCheckpoint) -> Result<CheckpointContents, CkptError> {
     let facts = found.facts();
     let infos = found.tensors();
-    let count = |t: &TensorInfo| if t.dtype.is_float() { t.elements() as usize } else { 0 };
+    let count = |t: &TensorInfo| if t.dtype.is_float() { t.element_count() as usize } else { 0 };
     let mut values: Vec<Vec<f32>> = infos.iter().map(|t| vec![0.0; count(t)]).collect();
     let mut requests: Vec<ReadRequest<'_>> = infos
         .iter()
@@ -45,51 +46,55 @@ fn read_contents(found: &ExternalCheckpoint) -> Result<CheckpointContents, CkptE
     })
 }
 
-/// A byte of a checkpoint, and the bits of it to flip.
-struct Flip {
-    /// Index among the files of the tree.
+/// The position of a byte in a checkpoint, and the bits of that byte to flip.
+struct ByteFlip {
+    /// Index of the file in the result of [`read_tree`].
     file: usize,
+    /// Offset of the byte in the file.
     at: usize,
     mask: u8,
 }
 
-/// Number of flips by outcome.
+/// The number of flips by their effect on a read.
 #[derive(Default)]
-struct Outcomes {
+struct FlipCounts {
     rejected: AtomicUsize,
     remarked: AtomicUsize,
     harmless: AtomicUsize,
 }
 
-/// Whether the file's format has no checksum.
+/// Returns whether the format of the file has no checksum.
 fn has_no_checksum(path: &Path) -> bool {
     path.extension().is_some_and(|e| e == "safetensors" || e == "json")
 }
 
-/// RNG states aren't compared, so few of their bytes are flipped.
+/// Returns whether the file has RNG streams. Few of its bytes are flipped, since RNG streams aren't
+/// compared.
 fn is_rng_file(path: &Path) -> bool {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     name.starts_with("rng_state") || name.starts_with("random_states")
 }
 
-/// A flip of every byte with a checksum, by each mask.
-fn all_flips(root: &Path) -> Vec<Flip> {
+/// Lists a flip by each mask of every byte in files with a checksum. Of RNG state files, lists only
+/// every 97th byte.
+fn list_flips(root: &Path) -> Vec<ByteFlip> {
     let mut flips = Vec::new();
     for (file, (path, bytes)) in
-        tree_contents(root).into_iter().enumerate().filter(|(_, (p, _))| !has_no_checksum(p))
+        read_tree(root).into_iter().enumerate().filter(|(_, (p, _))| !has_no_checksum(p))
     {
         let step = if is_rng_file(&path) { 97 } else { 1 };
         for at in (0..bytes.len()).step_by(step) {
-            flips.extend(MASKS.map(|mask| Flip { file, at, mask }));
+            flips.extend(MASKS.map(|mask| ByteFlip { file, at, mask }));
         }
     }
     flips
 }
 
-/// A pseudo-random selection of flips; the variable `CKPT_FLIP_SEED` sets the seed.
-fn random_flips(root: &Path, count: usize) -> Vec<Flip> {
+/// Selects at most `count` flips pseudo-randomly. The environment variable `CKPT_FLIP_SEED` sets
+/// the seed.
+fn select_random_flips(root: &Path, count: usize) -> Vec<ByteFlip> {
     let mut seed: u64 = std::env::var("CKPT_FLIP_SEED").ok().and_then(|s| s.parse().ok()).unwrap_or(1);
-    let mut flips = all_flips(root);
+    let mut flips = list_flips(root);
     let chosen = count.min(flips.len());
     for i in 0..chosen {
         seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
@@ -100,18 +105,19 @@ fn random_flips(root: &Path, count: usize) -> Vec<Flip> {
     flips
 }
 
-/// Makes, checks and reverts each flip, in one copy of the checkpoint per core.
-fn flip_each(checkpoint: &Path, flips: &[Flip]) {
-    let sound = read_contents(&open(checkpoint).expect("whole")).expect("sound");
-    let (count, next) = (Outcomes::default(), AtomicUsize::new(0));
+/// Makes, checks and reverts each flip, in one copy of the checkpoint and one thread per core.
+/// Panics if a flip gives wrong data without an error or a notice.
+fn check_each_flip(checkpoint: &Path, flips: &[ByteFlip]) {
+    let sound = read_contents(&open_external(checkpoint).expect("whole")).expect("sound");
+    let (count, next) = (FlipCounts::default(), AtomicUsize::new(0));
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     std::thread::scope(|scope| {
         for _ in 0..cores {
             scope.spawn(|| {
-                let dir = memory_dir();
+                let dir = make_memory_dir();
                 let root = dir.path().join("copy");
                 copy_tree(checkpoint, &root);
-                let files = tree_contents(&root);
+                let files = read_tree(&root);
                 while let Some(flip) = flips.get(next.fetch_add(1, Relaxed)) {
                     let (path, bytes) = &files[flip.file];
                     let file = fs::OpenOptions::new().write(true).open(path).expect("there");
@@ -119,7 +125,10 @@ fn flip_each(checkpoint: &Path, flips: &[Flip]) {
                     check_flip(&root, &sound, path, &count, flip);
                     file.write_all_at(&bytes[flip.at..=flip.at], flip.at as u64).expect("written");
                 }
-                assert!(crate::verify(&root).expect("a report").is_sound(), "every flip was reverted");
+                assert!(
+                    crate::verify_checkpoints(&root).expect("a report").is_sound(),
+                    "every flip was reverted"
+                );
             });
         }
     });
@@ -130,9 +139,12 @@ fn flip_each(checkpoint: &Path, flips: &[Flip]) {
     assert!(rejected > flips.len() / 10 && harmless > 0, "{text}");
 }
 
-fn check_flip(root: &Path, sound: &CheckpointContents, path: &Path, count: &Outcomes, flip: &Flip) {
+/// Opens and reads the checkpoint at `root` after a flip in the file `path`, and counts the effect
+/// in `count`. Panics if a read gives data other than `sound` without an error or a notice, or if a
+/// verification does not name the file.
+fn check_flip(root: &Path, sound: &CheckpointContents, path: &Path, count: &FlipCounts, flip: &ByteFlip) {
     let flip_text = || format!("byte {} of {} by {:#x}", flip.at, path.display(), flip.mask);
-    match open(root).and_then(|found| read_contents(&found)) {
+    match open_external(root).and_then(|found| read_contents(&found)) {
         Ok(now) if (&now.facts, &now.tensors) == (&sound.facts, &sound.tensors) => {
             count.harmless.fetch_add(1, Relaxed);
         }
@@ -142,12 +154,12 @@ fn check_flip(root: &Path, sound: &CheckpointContents, path: &Path, count: &Outc
         }
         Err(e) => {
             assert!(e.is_checkpoint_at_fault(), "{}: {e}", flip_text());
-            // a report takes as long as opening, so only every fifth is made
+            // a verification takes as long as opening, so only every fifth error is verified
             if count.rejected.fetch_add(1, Relaxed).is_multiple_of(5) {
-                let report = crate::verify(root).expect("a report");
+                let report = crate::verify_checkpoints(root).expect("a report");
                 assert!(!report.is_sound(), "{}: rejected, but verify reports no problem", flip_text());
                 let name = path.file_name().unwrap_or_default().to_string_lossy();
-                let named = report.problems().any(|(_, p)| p.to_string().contains(&*name));
+                let named = report.all_problems().any(|(_, p)| p.to_string().contains(&*name));
                 // problems of `.metadata` are reported by tensor
                 let other = name.starts_with("latest") || name == ".metadata";
                 assert!(named || other, "{}: {report:?}", flip_text());
@@ -156,63 +168,66 @@ fn check_flip(root: &Path, sound: &CheckpointContents, path: &Path, count: &Outc
     }
 }
 
-/// Flips bytes of one of the tiny checkpoints.
-fn flip_tiny(name: &str, flips: impl Fn(&Path) -> Vec<Flip>) {
-    let (_dir, root) = tiny::copy(name);
-    flip_each(&root, &flips(&root));
+/// Checks the flips that `flips` returns for a copy of a tiny checkpoint.
+fn check_flips_of_tiny_checkpoint(name: &str, flips: impl Fn(&Path) -> Vec<ByteFlip>) {
+    let (_dir, root) = tiny::copy_tiny_checkpoint(name);
+    check_each_flip(&root, &flips(&root));
 }
 
 #[test]
 fn flipped_bytes_of_deepspeed_checkpoints_are_detected() {
     for name in ["z0_tied", "z1", "z2", "z3", "accelerate_z2"] {
-        flip_tiny(name, |root| random_flips(root, 2000));
+        check_flips_of_tiny_checkpoint(name, |root| select_random_flips(root, 2000));
     }
 }
 
 #[test]
 fn flipped_bytes_of_trainer_and_fsdp_checkpoints_are_detected() {
     for name in ["trainer", "fsdp_full"] {
-        flip_tiny(name, |root| random_flips(root, 2000));
+        check_flips_of_tiny_checkpoint(name, |root| select_random_flips(root, 2000));
     }
 }
 
-/// Fewer flips, since these checkpoints have many files, which are all opened for each flip.
+/// Checks fewer flips, since these checkpoints have many files, which are all opened for each flip.
 #[test]
 fn flipped_bytes_of_universal_and_distributed_checkpoints_are_detected() {
     for name in ["universal", "dcp"] {
-        flip_tiny(name, |root| random_flips(root, 400));
+        check_flips_of_tiny_checkpoint(name, |root| select_random_flips(root, 400));
     }
 }
 
-/// A million reads. The variable `CKPT_FLIP_KINDS` selects golden checkpoints, separated by commas.
+/// Opens checkpoints a million times. The environment variable `CKPT_FLIP_KINDS` selects golden
+/// checkpoints, separated by commas.
 #[test]
 #[ignore = "takes many minutes"]
 fn every_flipped_byte_of_every_tiny_checkpoint_is_detected() {
     let chosen = std::env::var("CKPT_FLIP_KINDS").ok();
     let chosen: Option<Vec<&str>> = chosen.as_deref().map(|kinds| kinds.split(',').collect());
     for kind in chosen.iter().flatten() {
-        assert!(tiny::TINY.iter().any(|(name, _)| name == kind), "there is no checkpoint {kind}");
+        assert!(tiny::TINY_CHECKPOINTS.iter().any(|(name, _)| name == kind), "there is no checkpoint {kind}");
     }
-    for (name, _) in tiny::TINY.iter().filter(|(n, _)| chosen.as_ref().is_none_or(|c| c.contains(n))) {
-        flip_tiny(name, all_flips);
+    for (name, _) in
+        tiny::TINY_CHECKPOINTS.iter().filter(|(n, _)| chosen.as_ref().is_none_or(|c| c.contains(n)))
+    {
+        check_flips_of_tiny_checkpoint(name, list_flips);
     }
 }
 
-/// Half of the flips are at the ends of files, which contain the structure.
+/// Makes half of the flips at the ends of files, which describe the structure of the files.
 #[test]
 fn flipped_bytes_of_larger_checkpoints_are_detected() {
     for name in ["fsdp2_sharded", "z0"] {
-        let dir = memory_dir();
+        let dir = make_memory_dir();
         let root = dir.path().join(name);
-        copy_tree(&golden(name), &root);
+        copy_tree(&golden_path(name), &root);
         fs::remove_file(root.join("reference.json")).expect("there");
-        let mut flips = random_flips(&root, 200);
-        let sizes: Vec<usize> = tree_contents(&root).iter().map(|(_, bytes)| bytes.len()).collect();
+        let mut flips = select_random_flips(&root, 200);
+        let sizes: Vec<usize> = read_tree(&root).iter().map(|(_, bytes)| bytes.len()).collect();
         for flip in flips.iter_mut().step_by(2) {
             let size = sizes[flip.file];
             flip.at =
                 if flip.at % 4 < 2 { flip.at % size.min(600) } else { size - 1 - flip.at % size.min(600) };
         }
-        flip_each(&root, &flips);
+        check_each_flip(&root, &flips);
     }
 }

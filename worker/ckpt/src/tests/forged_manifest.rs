@@ -1,8 +1,8 @@
-//! Forged manifests with a matching hash, and directories that only look like checkpoints.
+//! Tests forged manifests with a matching hash, and directories that only look like checkpoints.
 use super::*;
 use crate::checkpoint::Checkpoint;
 use crate::error::CkptError;
-use crate::verify;
+use crate::verify_checkpoints;
 use diagnostic::codes::checkpoint as codes;
 use proptest::prelude::*;
 use serde_json::Value;
@@ -10,26 +10,28 @@ use std::fs;
 
 const WEIGHTS: &[(&str, &[u64])] = &[("a", &[4]), ("b", &[6])];
 
-/// The text with a matching hash.
-fn seal(text: &str) -> Vec<u8> {
+/// Returns the text of a manifest with a matching hash.
+fn seal_text(text: &str) -> Vec<u8> {
     let mut bytes = text.as_bytes().to_vec();
     bytes[11..75].fill(b'0');
-    let hash = crate::hash::Hash::digest(&bytes).hex();
+    let hash = crate::hash::Hash::digest(&bytes).to_hex();
     bytes[11..75].copy_from_slice(hash.as_bytes());
     bytes
 }
 
-/// The JSON text of a manifest with `blake3` as its first key.
-fn text(manifest: &Value) -> String {
+/// Encodes a manifest as JSON with `blake3` as its first key and zeros as its hash.
+fn encode_manifest_text(manifest: &Value) -> String {
     let mut rest = manifest.as_object().expect("an object").clone();
     rest.remove("blake3");
     let rest = Value::Object(rest).to_string();
     format!("{{\"blake3\":\"{}\",{}", "0".repeat(64), &rest[1..])
 }
 
-fn saved() -> (TempDir, PathBuf, Value) {
-    let dir = memory_dir();
-    let path = save(dir.path(), &facts(1, 2, WEIGHTS)).expect("saved").path;
+/// Saves a checkpoint. Returns the temporary directory, the path of the checkpoint, and its
+/// manifest.
+fn save_and_read_manifest() -> (TempDir, PathBuf, Value) {
+    let dir = make_memory_dir();
+    let path = save_checkpoint(dir.path(), &make_facts(1, 2, WEIGHTS)).expect("saved").path;
     let manifest =
         serde_json::from_slice(&fs::read(path.join("manifest.json")).expect("read")).expect("JSON");
     (dir, path, manifest)
@@ -37,9 +39,9 @@ fn saved() -> (TempDir, PathBuf, Value) {
 
 #[test]
 fn an_unchanged_manifest_with_a_new_hash_is_accepted() {
-    let (_dir, path, manifest) = saved();
-    fs::write(path.join("manifest.json"), seal(&text(&manifest))).expect("written");
-    assert_holds(&Checkpoint::open(&path).expect("unchanged"), &facts(1, 2, WEIGHTS));
+    let (_dir, path, manifest) = save_and_read_manifest();
+    fs::write(path.join("manifest.json"), seal_text(&encode_manifest_text(&manifest))).expect("written");
+    assert_contains_saved(&Checkpoint::open(&path).expect("unchanged"), &make_facts(1, 2, WEIGHTS));
 }
 
 #[test]
@@ -88,7 +90,7 @@ fn contradictions_in_a_manifest_are_rejected() {
         ("/tensors/0/pieces/0/file", huge),
         ("/tensors/0/surprise", json!(1)),
     ];
-    let (_dir, path, good) = saved();
+    let (_dir, path, good) = save_and_read_manifest();
     let mut lines = Vec::new();
     for (pointer, value) in cases {
         let mut bad = good.clone();
@@ -101,48 +103,49 @@ fn contradictions_in_a_manifest_are_rejected() {
                     .insert("surprise".into(), value.clone()),
             ),
         }
-        fs::write(path.join("manifest.json"), seal(&text(&bad))).expect("written");
-        let error = describe(&Checkpoint::open(&path).expect_err(pointer), &path);
+        fs::write(path.join("manifest.json"), seal_text(&encode_manifest_text(&bad))).expect("written");
+        let error = format_error(&Checkpoint::open(&path).expect_err(pointer), &path);
         assert!(!error.contains('\u{1b}') && !error.contains('\n'), "{error:?}");
         let value: String = value.to_string().chars().take(60).collect();
         lines.push(format!("{pointer} = {value}: {error}"));
-        assert!(!verify(&path).expect("there").is_sound(), "{pointer}");
+        assert!(!verify_checkpoints(&path).expect("there").is_sound(), "{pointer}");
     }
     insta::assert_snapshot!("forged_manifest_contradictions", lines.join("\n"));
 }
 
 #[test]
 fn two_tensors_cannot_share_bytes() {
-    let (_dir, path, mut bad) = saved();
+    let (_dir, path, mut bad) = save_and_read_manifest();
     bad["tensors"][1]["pieces"][0]["offset"] = bad["tensors"][0]["pieces"][0]["offset"].clone();
-    fs::write(path.join("manifest.json"), seal(&text(&bad))).expect("written");
+    fs::write(path.join("manifest.json"), seal_text(&encode_manifest_text(&bad))).expect("written");
     let error = Checkpoint::open(&path).expect_err("rejected");
-    insta::assert_snapshot!("forged_manifest_shared_bytes", describe(&error, &path));
+    insta::assert_snapshot!("forged_manifest_shared_bytes", format_error(&error, &path));
 }
 
 #[test]
 fn files_that_are_not_manifests_are_rejected() {
-    let (_dir, path, good) = saved();
+    let (_dir, path, good) = save_and_read_manifest();
     let manifest = path.join("manifest.json");
     let mut nested = good.clone();
     nested["facts"]["cursor"] = json!("here");
-    let deep = text(&nested).replace("\"here\"", &format!("{}{}", "[".repeat(200_000), "]".repeat(200_000)));
+    let deep = encode_manifest_text(&nested)
+        .replace("\"here\"", &format!("{}{}", "[".repeat(200_000), "]".repeat(200_000)));
     let cases: Vec<(&str, Vec<u8>)> = vec![
         ("empty", Vec::new()),
         ("no hash", b"{}".to_vec()),
         ("not text", vec![0xff; 500]),
-        ("truncated JSON", seal(&format!("{{\"blake3\":\"{}\"", "0".repeat(64)))),
-        ("missing fields", seal(&format!("{{\"blake3\":\"{}\",\"format\":\"x\"}}", "0".repeat(64)))),
-        ("nested too deep", seal(&deep)),
+        ("truncated JSON", seal_text(&format!("{{\"blake3\":\"{}\"", "0".repeat(64)))),
+        ("missing fields", seal_text(&format!("{{\"blake3\":\"{}\",\"format\":\"x\"}}", "0".repeat(64)))),
+        ("nested too deep", seal_text(&deep)),
     ];
     let mut lines = Vec::new();
     for (what, bytes) in cases {
         fs::write(&manifest, bytes).expect("written");
         let error = Checkpoint::open(&path).expect_err(what);
-        lines.push(format!("{what}: {}", describe(&error, &path)));
+        lines.push(format!("{what}: {}", format_error(&error, &path)));
     }
     insta::assert_snapshot!("forged_manifest_not_a_manifest", lines.join("\n"));
-    // too large: rejected by its size, not read
+    // a manifest that is too large is rejected by its size without being read
     let file = fs::File::create(&manifest).expect("made");
     file.set_len(1 << 40).or_else(|_| file.set_len(1 << 32)).expect("sparse");
     let error = Checkpoint::open(&path).expect_err("rejected");
@@ -155,7 +158,7 @@ fn files_that_are_not_manifests_are_rejected() {
 
 #[test]
 fn symlinks_and_pipes_are_rejected() {
-    let (dir, path, _) = saved();
+    let (dir, path, _) = save_and_read_manifest();
     for name in ["shard-00001-of-00002.safetensors", "manifest.json"] {
         let file = path.join(name);
         let outside = dir.path().join("outside");
@@ -164,7 +167,7 @@ fn symlinks_and_pipes_are_rejected() {
         let error = Checkpoint::open(&path).expect_err("rejected");
         let CkptError::Damaged { damage, .. } = &error else { panic!("{error:?}") };
         assert_eq!(damage.file, name);
-        assert!(!verify(&path).expect("there").is_sound());
+        assert!(!verify_checkpoints(&path).expect("there").is_sound());
         fs::remove_file(&file).expect("removed");
         nix::unistd::mkfifo(&file, nix::sys::stat::Mode::S_IRWXU).expect("made");
         let error = Checkpoint::open(&path).expect_err("rejected without waiting for a writer");
@@ -177,39 +180,39 @@ fn symlinks_and_pipes_are_rejected() {
 
 #[test]
 fn paths_without_a_checkpoint_are_diagnosed() {
-    let dir = memory_dir();
+    let dir = make_memory_dir();
     let error = |path: &Path| {
-        let error = crate::newest(path).expect_err("none");
+        let error = crate::open_newest(path).expect_err("none");
         assert!(error.is_checkpoint_at_fault());
-        describe(&error, dir.path())
+        format_error(&error, dir.path())
     };
     let mut lines = vec![error(&dir.path().join("nowhere")), error(dir.path())];
     fs::write(dir.path().join("model.safetensors"), "x").expect("written");
     lines.push(error(dir.path()));
     insta::assert_snapshot!("forged_manifest_no_checkpoint", lines.join("\n"));
-    // a damaged file of weights
-    assert!(!verify(dir.path()).expect("a report").is_sound());
+    // the file of weights is damaged
+    assert!(!verify_checkpoints(dir.path()).expect("a report").is_sound());
     fs::remove_file(dir.path().join("model.safetensors")).expect("removed");
-    assert!(verify(dir.path()).is_err());
+    assert!(verify_checkpoints(dir.path()).is_err());
 }
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(300))]
     /// Random changes with a matching hash are rejected or read, and never panic.
     #[test]
-    fn no_manifest_panics(changes in prop::collection::vec((any::<prop::sample::Index>(), "[0-9a-f\\[\\]{},:\"-]"), 1..4)) {
-        thread_local!(static SAVED: (TempDir, PathBuf, Value) = saved());
+    fn random_changes_of_a_manifest_never_panic(changes in prop::collection::vec((any::<prop::sample::Index>(), "[0-9a-f\\[\\]{},:\"-]"), 1..4)) {
+        thread_local!(static SAVED: (TempDir, PathBuf, Value) = save_and_read_manifest());
         SAVED.with(|(_, path, good)| {
-            let mut bytes = text(good).into_bytes();
+            let mut bytes = encode_manifest_text(good).into_bytes();
             for (at, with) in changes {
                 let at = 75 + at.index(bytes.len() - 75);
                 bytes[at] = with.as_bytes()[0];
             }
-            fs::write(path.join("manifest.json"), seal(std::str::from_utf8(&bytes).expect("ASCII"))).expect("written");
-            let _ = verify(path);
+            fs::write(path.join("manifest.json"), seal_text(std::str::from_utf8(&bytes).expect("ASCII"))).expect("written");
+            let _ = verify_checkpoints(path);
             if let Ok(checkpoint) = Checkpoint::open(path) {
                 for t in checkpoint.tensors() {
-                    let _ = checkpoint.read_f32(&t.name, t.role, 0..t.elements(), &mut vec![0.0; t.elements() as usize]);
+                    let _ = checkpoint.read_f32(&t.name, t.role, 0..t.element_count(), &mut vec![0.0; t.element_count() as usize]);
                 }
             }
         });

@@ -1,22 +1,23 @@
-//! Gathered weights compared with brute force, and outputs that a gather rejects.
+//! Tests gathered weights against a brute-force rounding, and outputs that a gather rejects.
 use super::*;
 use crate::checkpoint::Checkpoint;
-use crate::commit::commit;
+use crate::commit::commit_save;
 use crate::dtype::Dtype;
 use crate::error::{CkptError, OutputProblem};
-use crate::formats::safetensors::{Entry, read_header};
-use crate::{GatherOptions, gather};
+use crate::formats::safetensors::{SafetensorsEntry, read_header};
+use crate::{GatherOptions, gather_weights};
 use serde_json::Value;
 use std::fs;
 
-fn options(dtype: Option<Dtype>, max_shard_size: u64) -> GatherOptions {
+fn make_gather_options(dtype: Option<Dtype>, max_shard_size: u64) -> GatherOptions {
     GatherOptions { dtype, max_shard_size, ..GatherOptions::default() }
 }
 
-/// Every tensor of a gathered directory: its entry, file and bytes.
-fn read_all(dir: &Path) -> Vec<(Entry, String, Vec<u8>)> {
+/// Reads every tensor of a gathered directory: its entry in the header, the name of its file, and
+/// its bytes.
+fn read_gathered_tensors(dir: &Path) -> Vec<(SafetensorsEntry, String, Vec<u8>)> {
     let mut tensors = Vec::new();
-    for name in entry_names(dir).into_iter().filter(|n| n.ends_with(".safetensors")) {
+    for name in list_entry_names(dir).into_iter().filter(|n| n.ends_with(".safetensors")) {
         let file = fs::read(dir.join(&name)).expect("read");
         let read = |at: u64, out: &mut [u8]| {
             out.copy_from_slice(&file[at as usize..at as usize + out.len()]);
@@ -32,8 +33,9 @@ fn read_all(dir: &Path) -> Vec<(Entry, String, Vec<u8>)> {
     tensors
 }
 
-/// The 16-bit pattern nearest to `x` among all that `decode` maps, ties to the even pattern.
-fn nearest(x: f32, decode: impl Fn(u16) -> f64) -> u16 {
+/// Returns the 16-bit pattern whose value, as `decode` defines it, is nearest to `x`. Of two
+/// equally near patterns, returns the even one.
+fn round_to_nearest(x: f32, decode: impl Fn(u16) -> f64) -> u16 {
     let sign = if x.is_sign_negative() { 0x8000 } else { 0 };
     let x = f64::from(x.abs());
     // finite patterns of one sign are sorted by value
@@ -64,9 +66,11 @@ fn decode_f16(bits: u16) -> f64 {
     }
 }
 
-fn expected(dtype: Dtype, values: &[f32]) -> Vec<u8> {
-    let narrow =
-        |decode: fn(u16) -> f64| values.iter().flat_map(|&x| nearest(x, decode).to_le_bytes()).collect();
+/// Encodes values as the bytes that a gather must write for this dtype.
+fn encode_expected(dtype: Dtype, values: &[f32]) -> Vec<u8> {
+    let narrow = |decode: fn(u16) -> f64| {
+        values.iter().flat_map(|&x| round_to_nearest(x, decode).to_le_bytes()).collect()
+    };
     match dtype {
         Dtype::BF16 => narrow(decode_bf16),
         Dtype::F16 => narrow(decode_f16),
@@ -79,31 +83,35 @@ const WEIGHTS: &[(&str, &[u64])] =
 
 #[test]
 fn weights_are_rounded_to_the_nearest_value() {
-    let dir = memory_dir();
-    let mut facts = facts(4, 3, WEIGHTS);
-    facts.model.ties = vec![crate::Tie { alias: "lm_head.weight".into(), target: "model.embed".into() }];
+    let dir = make_memory_dir();
+    let mut facts = make_facts(4, 3, WEIGHTS);
+    facts.model.ties =
+        vec![crate::TiedWeight { alias: "lm_head.weight".into(), target: "model.embed".into() }];
     facts.model.hf_config = json!({"model_type": "llama", "dtype": "float64", "tie_word_embeddings": true});
-    let checkpoint = Checkpoint::open(&save(dir.path(), &facts).expect("saved").path).expect("complete");
+    let checkpoint =
+        Checkpoint::open(&save_checkpoint(dir.path(), &facts).expect("saved").path).expect("complete");
     for (dtype, given) in
         [(Dtype::F32, None), (Dtype::BF16, Some(Dtype::BF16)), (Dtype::F16, Some(Dtype::F16))]
     {
         let out = dir.path().join(dtype.to_string());
         let mut last = (0, 0);
         let report =
-            gather(&checkpoint, &out, &options(given, 5_000_000_000), |done, total| last = (done, total));
+            gather_weights(&checkpoint, &out, &make_gather_options(given, 5_000_000_000), |done, total| {
+                last = (done, total)
+            });
         let report = report.expect("gathered");
         assert_eq!(
-            entry_names(&out),
+            list_entry_names(&out),
             ["config.json", "gathered.json", "model.safetensors", "tokenizer_config.json"]
         );
-        let tensors = read_all(&out);
+        let tensors = read_gathered_tensors(&out);
         let order: Vec<&str> = tensors.iter().map(|(e, ..)| e.name.as_str()).collect();
         assert_eq!(order.len(), 4, "every weight once and no alias: {order:?}");
         for (e, _, bytes) in &tensors {
             let w = facts.model.weights.iter().find(|w| w.name == e.name).expect("a weight");
             assert_eq!((e.dtype, &e.shape), (dtype, &w.shape));
-            let values = values(TensorRole::Weight, &w.name, &facts, elements(w));
-            assert_eq!(*bytes, expected(dtype, &values), "{} as {dtype}", e.name);
+            let values = compute_values(TensorRole::Weight, &w.name, &facts, count_elements(w));
+            assert_eq!(*bytes, encode_expected(dtype, &values), "{} as {dtype}", e.name);
         }
         let total = 648 * dtype.size();
         assert_eq!((report.bytes, report.tensors, last), (total, 4, (total, total)));
@@ -116,16 +124,21 @@ fn weights_are_rounded_to_the_nearest_value() {
     }
 }
 
-/// One rank, one tensor `w`.
-fn save_values(root: &Path, data: &[f32]) -> Checkpoint {
-    let facts = facts(1, 1, &[("before", &[2]), ("w", &[data.len() as u64])]);
-    let staging = Staging::begin(root, 1, data.len() as u64 * 4).expect("begun");
+/// Saves a checkpoint of one rank with the weight `w` of these elements, after another weight.
+fn save_values_as_weight(root: &Path, data: &[f32]) -> Checkpoint {
+    let facts = make_facts(1, 1, &[("before", &[2]), ("w", &[data.len() as u64])]);
+    let staging = StagingDir::create(root, 1, data.len() as u64 * 4).expect("begun");
     let pieces = [
-        Piece { name: "before", role: TensorRole::Weight, start_element: 0, data: (&[0.5, 0.25][..]).into() },
-        Piece { name: "w", role: TensorRole::Weight, start_element: 0, data: data.into() },
+        TensorPiece {
+            name: "before",
+            role: TensorRole::Weight,
+            start_element: 0,
+            data: (&[0.5, 0.25][..]).into(),
+        },
+        TensorPiece { name: "w", role: TensorRole::Weight, start_element: 0, data: data.into() },
     ];
     let report = write_shard(staging.path(), 0, 1, &pieces).expect("written");
-    Checkpoint::open(&commit(staging, facts, vec![report]).expect("complete").path).expect("complete")
+    Checkpoint::open(&commit_save(staging, facts, vec![report]).expect("complete").path).expect("complete")
 }
 
 #[test]
@@ -137,47 +150,52 @@ fn ties_extremes_and_specials_round_to_the_nearest_even() {
     {
         data.extend([f32::from_bits(bits), -f32::from_bits(bits)]);
     }
-    let dir = memory_dir();
-    let checkpoint = save_values(&dir.path().join("root"), &data);
+    let dir = make_memory_dir();
+    let checkpoint = save_values_as_weight(&dir.path().join("root"), &data);
     for dtype in [Dtype::BF16, Dtype::F16] {
         let out = dir.path().join(dtype.to_string());
-        gather(&checkpoint, &out, &options(Some(dtype), 1 << 30), |_, _| ()).expect("gathered");
-        assert_eq!(read_all(&out)[1].2, expected(dtype, &data), "{dtype}");
+        gather_weights(&checkpoint, &out, &make_gather_options(Some(dtype), 1 << 30), |_, _| ())
+            .expect("gathered");
+        assert_eq!(read_gathered_tensors(&out)[1].2, encode_expected(dtype, &data), "{dtype}");
     }
     // values that aren't finite are kept
     let specials = [f32::INFINITY, f32::NEG_INFINITY, f32::NAN];
-    let checkpoint = save_values(&dir.path().join("specials"), &specials);
+    let checkpoint = save_values_as_weight(&dir.path().join("specials"), &specials);
     let out = dir.path().join("out");
-    gather(&checkpoint, &out, &options(Some(Dtype::F16), 1 << 30), |_, _| ()).expect("gathered");
-    let bits: Vec<u16> = read_all(&out)[1].2.chunks(2).map(|b| u16::from_le_bytes([b[0], b[1]])).collect();
+    gather_weights(&checkpoint, &out, &make_gather_options(Some(Dtype::F16), 1 << 30), |_, _| ())
+        .expect("gathered");
+    let bits: Vec<u16> =
+        read_gathered_tensors(&out)[1].2.chunks(2).map(|b| u16::from_le_bytes([b[0], b[1]])).collect();
     assert_eq!(bits[..2], [0x7c00, 0xfc00]);
     assert!(bits[2] & 0x7c00 == 0x7c00 && bits[2] & 0x3ff != 0, "{:#x} is a NaN", bits[2]);
 }
 
 #[test]
 fn a_value_outside_of_the_range_is_an_error() {
-    let dir = memory_dir();
+    let dir = make_memory_dir();
     for (dtype, value) in [(Dtype::F16, 65520.0), (Dtype::F16, -1e9), (Dtype::BF16, f32::MAX)] {
-        let checkpoint = save_values(&dir.path().join("root"), &[1.0, 2.0, value, value]);
+        let checkpoint = save_values_as_weight(&dir.path().join("root"), &[1.0, 2.0, value, value]);
         let out = dir.path().join("out");
-        let error =
-            gather(&checkpoint, &out, &options(Some(dtype), 1 << 30), |_, _| ()).expect_err("rejected");
+        let error = gather_weights(&checkpoint, &out, &make_gather_options(Some(dtype), 1 << 30), |_, _| ())
+            .expect_err("rejected");
         assert!(
             matches!(&error, CkptError::ValueOverflow { tensor, element: 2, .. } if tensor == "w"),
             "{error:?}"
         );
-        assert_eq!(entry_names(dir.path()), ["root"], "no output remains");
+        assert_eq!(list_entry_names(dir.path()), ["root"], "no output remains");
     }
 }
 
 #[test]
 fn large_models_are_split_with_an_index() {
-    let dir = memory_dir();
-    let facts = facts(1, 2, WEIGHTS);
+    let dir = make_memory_dir();
+    let facts = make_facts(1, 2, WEIGHTS);
     let checkpoint =
-        Checkpoint::open(&save(&dir.path().join("root"), &facts).expect("saved").path).expect("complete");
+        Checkpoint::open(&save_checkpoint(&dir.path().join("root"), &facts).expect("saved").path)
+            .expect("complete");
     let out = dir.path().join("new/hf");
-    let report = gather(&checkpoint, &out, &options(None, 1000), |_, _| ()).expect("gathered");
+    let report =
+        gather_weights(&checkpoint, &out, &make_gather_options(None, 1000), |_, _| ()).expect("gathered");
     let names: Vec<&str> = report.files.iter().map(|f| f.name.as_str()).collect();
     assert_eq!(names, ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]);
     let index = fs::read_to_string(out.join("model.safetensors.index.json")).expect("read");
@@ -185,12 +203,18 @@ fn large_models_are_split_with_an_index() {
     assert_eq!(index["metadata"]["total_size"], 648 * 4);
     assert_eq!(index["metadata"]["total_parameters"], 648);
     let map = index["weight_map"].as_object().expect("an object");
-    let tensors = read_all(&out);
+    let tensors = read_gathered_tensors(&out);
     assert_eq!((map.len(), tensors.len()), (4, 4));
     for (e, file, bytes) in tensors {
         assert_eq!(map[&e.name], file.as_str());
         let w = facts.model.weights.iter().find(|w| w.name == e.name).expect("a weight");
-        assert_eq!(bytes, expected(Dtype::F32, &values(TensorRole::Weight, &w.name, &facts, elements(w))));
+        assert_eq!(
+            bytes,
+            encode_expected(
+                Dtype::F32,
+                &compute_values(TensorRole::Weight, &w.name, &facts, count_elements(w))
+            )
+        );
     }
     let generation: Value =
         serde_json::from_slice(&fs::read(out.join("generation_config.json")).expect("read")).expect("JSON");
@@ -199,13 +223,15 @@ fn large_models_are_split_with_an_index() {
 
 #[test]
 fn only_gathered_directories_are_replaced() {
-    let dir = memory_dir();
+    let dir = make_memory_dir();
     let root = dir.path().join("root");
     let checkpoint =
-        Checkpoint::open(&save(&root, &facts(1, 1, WEIGHTS)).expect("saved").path).expect("complete");
+        Checkpoint::open(&save_checkpoint(&root, &make_facts(1, 1, WEIGHTS)).expect("saved").path)
+            .expect("complete");
     let out = dir.path().join("out");
     let run = |out: &Path, force: bool| {
-        gather(&checkpoint, out, &GatherOptions { force, ..GatherOptions::default() }, |_, _| ()).map(drop)
+        gather_weights(&checkpoint, out, &GatherOptions { force, ..GatherOptions::default() }, |_, _| ())
+            .map(drop)
     };
     let problem = |out: &Path, force: bool| match run(out, force) {
         Err(CkptError::OutputRejected { problem, .. }) => problem,
@@ -223,14 +249,14 @@ fn only_gathered_directories_are_replaced() {
     assert_eq!(problem(&checkpoint.path().join("hf"), true), OutputProblem::InsideInput);
     assert_eq!(problem(&root.join("latest"), true), OutputProblem::NotADirectory);
     assert!(run(Path::new("/"), true).is_err());
-    assert_eq!(entry_names(dir.path()), ["out", "root"], "no temporary directories remain");
-    assert!(crate::verify(&root).expect("there").is_sound());
+    assert_eq!(list_entry_names(dir.path()), ["out", "root"], "no temporary directories remain");
+    assert!(crate::verify_checkpoints(&root).expect("there").is_sound());
 }
 
 #[test]
 fn damage_is_not_gathered() {
-    let dir = memory_dir();
-    let path = save(&dir.path().join("root"), &facts(1, 1, WEIGHTS)).expect("saved").path;
+    let dir = make_memory_dir();
+    let path = save_checkpoint(&dir.path().join("root"), &make_facts(1, 1, WEIGHTS)).expect("saved").path;
     let shard = path.join("shard-00000-of-00001.safetensors");
     let mut bytes = fs::read(&shard).expect("read");
     let at = bytes.len() - 3000;
@@ -238,16 +264,17 @@ fn damage_is_not_gathered() {
     fs::write(&shard, bytes).expect("written");
     let checkpoint = Checkpoint::open(&path).expect("sizes are right");
     let error =
-        gather(&checkpoint, &dir.path().join("out"), &options(None, 1000), |_, _| ()).expect_err("damaged");
+        gather_weights(&checkpoint, &dir.path().join("out"), &make_gather_options(None, 1000), |_, _| ())
+            .expect_err("damaged");
     assert!(error.is_checkpoint_at_fault(), "{error}");
-    assert_eq!(entry_names(dir.path()), ["root"]);
+    assert_eq!(list_entry_names(dir.path()), ["root"]);
 }
 
-/// Child process of the test below: gathers a large checkpoint and writes the memory that this
-/// took.
+/// The child process of the test below: gathers a large checkpoint, and writes the memory that the
+/// gather took to a file, in KiB. Does nothing outside of a child process.
 #[test]
-fn child() {
-    let Some(dir) = child_argument() else { return };
+fn child_process_that_measures_memory() {
+    let Some(dir) = read_child_argument() else { return };
     let dir = Path::new(&dir);
     let kilobytes = |key: &str| -> u64 {
         let status = fs::read_to_string("/proc/self/status").expect("read");
@@ -256,17 +283,26 @@ fn child() {
     };
     let before = kilobytes("VmRSS");
     let checkpoint = Checkpoint::open(&dir.join("step-00000001")).expect("complete");
-    gather(&checkpoint, &dir.join("out"), &options(Some(Dtype::BF16), 1 << 30), |_, _| ()).expect("gathered");
+    gather_weights(
+        &checkpoint,
+        &dir.join("out"),
+        &make_gather_options(Some(Dtype::BF16), 1 << 30),
+        |_, _| (),
+    )
+    .expect("gathered");
     fs::write(dir.join("extra"), (kilobytes("VmHWM") - before).to_string()).expect("written");
 }
 
 /// Gathers 300 MB of weights in one tensor, and detects a copy of the tensor in memory.
 #[test]
-fn extra_memory_is_bounded() {
+fn extra_memory_of_a_gather_is_bounded() {
     let dir = tempfile::tempdir().expect("a directory");
     let data: Vec<f32> = (0..75_000_000u32).map(|i| (i % 65_536) as f32).collect();
-    drop(save_values(dir.path(), &data));
-    let output = run_child("tests::gather::child", &dir.path().display().to_string());
+    drop(save_values_as_weight(dir.path(), &data));
+    let output = run_child_test(
+        "tests::gather::child_process_that_measures_memory",
+        &dir.path().display().to_string(),
+    );
     assert!(output.status.success(), "{output:?}");
     let extra: u64 =
         fs::read_to_string(dir.path().join("extra")).expect("written").parse().expect("a number");
@@ -274,6 +310,6 @@ fn extra_memory_is_bounded() {
     assert!(extra * 1024 <= 160_000_000, "gathering took {extra} KiB, more than its fixed windows");
     let file = fs::read(dir.path().join("out/model.safetensors")).expect("read");
     let tail: Vec<u8> =
-        data[74_990_000..].iter().flat_map(|&x| nearest(x, decode_bf16).to_le_bytes()).collect();
+        data[74_990_000..].iter().flat_map(|&x| round_to_nearest(x, decode_bf16).to_le_bytes()).collect();
     assert_eq!(file[file.len() - tail.len()..], tail);
 }

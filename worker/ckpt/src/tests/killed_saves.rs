@@ -1,59 +1,67 @@
-//! SIGKILL at every fault point of a save or gather always leaves a complete checkpoint.
+//! Tests that SIGKILL at any fault point of a save or gather leaves a complete checkpoint.
 use super::*;
 use crate::checkpoint::Checkpoint;
-use crate::{GatherOptions, fault, gather, latest, list, prune, verify};
+use crate::{
+    GatherOptions, fault_points, find_latest, gather_weights, list_checkpoints, prune_checkpoints,
+    verify_checkpoints,
+};
 use std::os::unix::process::ExitStatusExt;
 
 const WEIGHTS: &[(&str, &[u64])] = &[("model.a", &[3, 5]), ("model.b", &[7])];
 
-fn old_facts() -> RunFacts {
-    facts(10, 2, WEIGHTS)
+fn make_old_facts() -> RunFacts {
+    make_facts(10, 2, WEIGHTS)
 }
 
-/// The facts that the scenario saves.
-fn new_facts(scenario: &str) -> RunFacts {
+/// Makes the facts of the checkpoint that the scenario saves.
+fn make_new_facts(scenario: &str) -> RunFacts {
     match scenario {
-        "next" => facts(20, 2, WEIGHTS),
-        "first" => old_facts(),
-        _ => RunFacts { run_seed: 8, ..old_facts() },
+        "next" => make_facts(20, 2, WEIGHTS),
+        "first" => make_old_facts(),
+        _ => RunFacts { run_seed: 8, ..make_old_facts() },
     }
 }
 
-/// Runs in the child process that is killed.
+/// Runs the save or gather of the scenario. The child process that is killed calls this function.
 fn run_scenario(scenario: &str, root: &Path) -> Result<()> {
     if scenario == "gather" {
         let source = Checkpoint::open(&root.join("step-00000010"))?;
         let options = GatherOptions { force: true, max_shard_size: 40, ..GatherOptions::default() };
-        return gather(&source, &root.join("hf"), &options, |_, _| ()).map(drop);
+        return gather_weights(&source, &root.join("hf"), &options, |_, _| ()).map(drop);
     }
-    let swap = if scenario == "two_steps" { Swap::TwoSteps } else { Swap::Atomic };
-    save_with(root, &new_facts(scenario), swap)?;
-    prune(root, 1).map(drop)
+    let swap =
+        if scenario == "two_steps" { ReplaceMethod::TwoRenames } else { ReplaceMethod::AtomicExchange };
+    save_checkpoint_by(root, &make_new_facts(scenario), swap)?;
+    prune_checkpoints(root, 1).map(drop)
 }
 
-/// Child process of the tests below, with the argument `scenario:n:directory`.
+/// The child process of the tests below, with the argument `scenario:n:directory`. It is killed at
+/// the fault point `n`; if `n` is 0, it writes the names of all points to a file. Does nothing
+/// outside of a child process.
 #[test]
-fn child() {
-    let Some(argument) = child_argument() else { return };
+fn child_process_of_a_killed_save() {
+    let Some(argument) = read_child_argument() else { return };
     let (scenario, rest) = argument.split_once(':').expect("scenario");
     let (n, dir) = rest.split_once(':').expect("n");
     let dir = Path::new(dir);
-    fault::arm(n.parse().expect("a number"));
+    fault_points::arm_fault_points(n.parse().expect("a number"));
     run_scenario(scenario, &dir.join("root")).expect("the save works");
-    std::fs::write(dir.join("points"), fault::names().join("\n")).expect("written");
+    std::fs::write(dir.join("points"), fault_points::list_passed_points().join("\n")).expect("written");
 }
 
 /// Kills the scenario at each of its fault points. `check(directory)` checks the remaining files,
-/// and returns whether the new state is visible. The old state must be visible at early points, the
-/// new one at later ones.
-fn kill_everywhere(scenario: &str, prepare: impl Fn(&Path), check: impl Fn(&Path) -> bool) {
-    let template = memory_dir();
+/// and returns whether the new state is visible. Panics if the old state is visible after a kill at
+/// a later point than one after which the new state was visible.
+fn kill_at_every_point(scenario: &str, prepare: impl Fn(&Path), check: impl Fn(&Path) -> bool) {
+    let template = make_memory_dir();
     prepare(&template.path().join("root"));
     let run = |n: usize| {
-        let dir = memory_dir();
+        let dir = make_memory_dir();
         copy_tree(template.path(), dir.path());
-        let output =
-            run_child("tests::killed_saves::child", &format!("{scenario}:{n}:{}", dir.path().display()));
+        let output = run_child_test(
+            "tests::killed_saves::child_process_of_a_killed_save",
+            &format!("{scenario}:{n}:{}", dir.path().display()),
+        );
         (dir, output)
     };
     let (dir, output) = run(0);
@@ -80,17 +88,17 @@ fn kill_everywhere(scenario: &str, prepare: impl Fn(&Path), check: impl Fn(&Path
     assert!(seen_new);
 }
 
-/// Asserts that every listed checkpoint is complete and has the old or the new facts, and that the
-/// next save works and removes all files of the interrupted one. Returns whether the new checkpoint
-/// is listed.
-fn check_root(scenario: &str, root: &Path) -> bool {
-    let (old, new) = (old_facts(), new_facts(scenario));
-    let listed = list(root).expect("listable");
+/// Returns whether the new checkpoint is listed. Asserts that every listed checkpoint is complete
+/// and has the old or the new facts, and that the next save works and removes all files of the
+/// interrupted one.
+fn is_new_state_visible(scenario: &str, root: &Path) -> bool {
+    let (old, new) = (make_old_facts(), make_new_facts(scenario));
+    let listed = list_checkpoints(root).expect("listable");
     let holds = |path: &Path, facts: &RunFacts| {
         let checkpoint = Checkpoint::open(path).expect("complete");
         let is_equal = checkpoint.facts() == facts;
         if is_equal {
-            assert_holds(&checkpoint, facts);
+            assert_contains_saved(&checkpoint, facts);
         }
         is_equal
     };
@@ -98,61 +106,68 @@ fn check_root(scenario: &str, root: &Path) -> bool {
     assert!(listed.iter().all(|(_, path)| holds(path, &old) || holds(path, &new)), "neither old nor new");
     let is_new = listed.first().is_some_and(|(_, path)| holds(path, &new));
     if !listed.is_empty() {
-        let report = verify(root).expect("verifiable");
+        let report = verify_checkpoints(root).expect("verifiable");
         assert!(report.is_sound(), "{report:?}");
     }
-    if let Some(path) = latest(root).expect("`latest` is absent or valid") {
+    if let Some(path) = find_latest(root).expect("`latest` is absent or valid") {
         assert!(Checkpoint::open(&path).is_ok());
     }
-    let later = facts(30, 1, WEIGHTS);
-    save(root, &later).expect("the next save works");
-    prune(root, 1).expect("pruned");
-    assert_eq!(entry_names(root), ["latest", "step-00000030"], "no files of the interrupted save remain");
-    assert_holds(&Checkpoint::open(&latest(root).expect("sound").expect("there")).expect("complete"), &later);
+    let later = make_facts(30, 1, WEIGHTS);
+    save_checkpoint(root, &later).expect("the next save works");
+    prune_checkpoints(root, 1).expect("pruned");
+    assert_eq!(
+        list_entry_names(root),
+        ["latest", "step-00000030"],
+        "no files of the interrupted save remain"
+    );
+    assert_contains_saved(
+        &Checkpoint::open(&find_latest(root).expect("sound").expect("there")).expect("complete"),
+        &later,
+    );
     is_new
 }
 
-fn with_old(root: &Path) {
-    save(root, &old_facts()).expect("saved");
+fn save_old_checkpoint(root: &Path) {
+    save_checkpoint(root, &make_old_facts()).expect("saved");
 }
 
 #[test]
-fn a_kill_during_the_first_save() {
-    kill_everywhere(
+fn a_kill_during_the_first_save_leaves_no_partial_checkpoint() {
+    kill_at_every_point(
         "first",
         |root| std::fs::create_dir_all(root.parent().expect("a parent")).expect("made"),
         |root| {
             // an early kill leaves no directory
-            root.exists() && check_root("first", root)
+            root.exists() && is_new_state_visible("first", root)
         },
     );
 }
 
 #[test]
-fn a_kill_during_a_later_save_and_its_pruning() {
-    kill_everywhere("next", with_old, |root| check_root("next", root));
+fn a_kill_during_a_later_save_or_its_pruning_leaves_a_valid_checkpoint() {
+    kill_at_every_point("next", save_old_checkpoint, |root| is_new_state_visible("next", root));
 }
 
 #[test]
-fn a_kill_while_a_step_is_saved_again() {
-    kill_everywhere("again", with_old, |root| check_root("again", root));
+fn a_kill_while_a_step_is_saved_again_leaves_a_valid_checkpoint() {
+    kill_at_every_point("again", save_old_checkpoint, |root| is_new_state_visible("again", root));
 }
 
 #[test]
-fn a_kill_while_a_step_is_saved_again_without_atomic_exchange() {
-    kill_everywhere("two_steps", with_old, |root| check_root("two_steps", root));
+fn a_kill_between_two_renames_leaves_a_valid_checkpoint() {
+    kill_at_every_point("two_steps", save_old_checkpoint, |root| is_new_state_visible("two_steps", root));
 }
 
 #[test]
-fn a_kill_during_a_gather_that_replaces_an_older_one() {
+fn a_kill_during_a_gather_leaves_the_old_or_the_new_weights() {
     let marker = |root: &Path| root.join("hf/model.safetensors").exists();
     let prepare = |root: &Path| {
-        with_old(root);
+        save_old_checkpoint(root);
         let source = Checkpoint::open(&root.join("step-00000010")).expect("complete");
-        gather(&source, &root.join("hf"), &GatherOptions::default(), |_, _| ()).expect("gathered");
+        gather_weights(&source, &root.join("hf"), &GatherOptions::default(), |_, _| ()).expect("gathered");
         assert!(marker(root));
     };
-    kill_everywhere("gather", prepare, |root| {
+    kill_at_every_point("gather", prepare, |root| {
         // the old gather has one file, the new one several
         let new = !marker(root);
         let expected: &[&str] = match new {
@@ -164,11 +179,11 @@ fn a_kill_during_a_gather_that_replaces_an_older_one() {
             false => &["model.safetensors"],
         };
         let found: Vec<String> =
-            entry_names(&root.join("hf")).into_iter().filter(|n| n.starts_with("model")).collect();
+            list_entry_names(&root.join("hf")).into_iter().filter(|n| n.starts_with("model")).collect();
         assert_eq!(found, expected);
         run_scenario("gather", root).expect("the next one works");
         assert_eq!(
-            entry_names(root),
+            list_entry_names(root),
             ["hf", "latest", "step-00000010"],
             "no files of the interrupted gather remain"
         );

@@ -1,4 +1,4 @@
-//! Tests across modules, and helpers that make small checkpoints.
+//! Tests of several modules together, and helpers that make small checkpoints.
 mod bf16_weights;
 mod convert;
 mod damage;
@@ -23,9 +23,9 @@ mod torch_values;
 mod watch;
 
 use crate::catalog::{ModelSpec, RunFacts, TensorRole, TextFile, WeightShape};
-use crate::commit::{CommittedCheckpoint, Staging, Swap, commit_with};
+use crate::commit::{CommittedCheckpoint, ReplaceMethod, StagingDir, commit_save_by};
 use crate::error::{CkptError, Damage, Result};
-use crate::save::{Piece, ShardReport, write_shard};
+use crate::shard_writer::{ShardReport, TensorPiece, write_shard};
 use crate::verify::VerifyReport;
 use serde_json::json;
 use std::path::{Path, PathBuf};
@@ -34,13 +34,13 @@ use tempfile::TempDir;
 
 const ADAMW: [TensorRole; 3] = [TensorRole::Weight, TensorRole::ExpAvg, TensorRole::ExpAvgSq];
 
-/// A temporary directory, in memory where possible, for tests with many small files.
-fn memory_dir() -> TempDir {
+/// Creates a temporary directory, in memory if possible, for tests with many small files.
+fn make_memory_dir() -> TempDir {
     tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).expect("a temporary directory")
 }
 
-/// Facts of an invented model with these weights.
-fn facts(step: u64, world: u32, weights: &[(&str, &[u64])]) -> RunFacts {
+/// Makes the facts of a run with an invented model that has these weights.
+fn make_facts(step: u64, world: u32, weights: &[(&str, &[u64])]) -> RunFacts {
     let weights = weights.iter().map(|(n, s)| WeightShape { name: (*n).into(), shape: s.to_vec() }).collect();
     RunFacts {
         step,
@@ -66,8 +66,9 @@ fn facts(step: u64, world: u32, weights: &[(&str, &[u64])]) -> RunFacts {
     }
 }
 
-/// Pseudo-random elements of a tensor, which depend on role, name, run seed and step.
-fn values(role: TensorRole, name: &str, facts: &RunFacts, count: u64) -> Vec<f32> {
+/// Computes the pseudo-random elements of a tensor from its role and name and the run's seed and
+/// step.
+fn compute_values(role: TensorRole, name: &str, facts: &RunFacts, count: u64) -> Vec<f32> {
     let key = format!("{role}/{name}/{}/{}", facts.run_seed, facts.step);
     let seed = crate::hash::Hash::digest(key.as_bytes()).0;
     let mut x = u64::from_le_bytes(seed[..8].try_into().expect("8 bytes")) | 1;
@@ -80,17 +81,21 @@ fn values(role: TensorRole, name: &str, facts: &RunFacts, count: u64) -> Vec<f32
     std::iter::repeat_with(next).take(count as usize).collect()
 }
 
-fn elements(w: &WeightShape) -> u64 {
+fn count_elements(w: &WeightShape) -> u64 {
     w.shape.iter().product()
 }
 
-/// Writes the shards of all ranks: weights and both AdamW moments, each tensor divided evenly among
-/// ranks.
+/// Writes the shards of all ranks, with weights and both moments of AdamW. Divides each tensor
+/// evenly among the ranks.
 fn write_shards(staging: &Path, facts: &RunFacts) -> Result<Vec<ShardReport>> {
     let tensors: Vec<(TensorRole, &WeightShape, Vec<f32>)> = ADAMW
         .into_iter()
         .flat_map(|role| {
-            facts.model.weights.iter().map(move |w| (role, w, values(role, &w.name, facts, elements(w))))
+            facts
+                .model
+                .weights
+                .iter()
+                .map(move |w| (role, w, compute_values(role, &w.name, facts, count_elements(w))))
         })
         .collect();
     let (world, mut reports) = (facts.world as usize, Vec::new());
@@ -100,9 +105,9 @@ fn write_shards(staging: &Path, facts: &RunFacts) -> Result<Vec<ShardReport>> {
             (*role, w.name.clone(), from, data[from..to].to_vec())
         };
         let ranges: Vec<_> = tensors.iter().map(piece).collect();
-        let pieces: Vec<Piece<'_>> = ranges
+        let pieces: Vec<TensorPiece<'_>> = ranges
             .iter()
-            .map(|(role, name, from, data)| Piece {
+            .map(|(role, name, from, data)| TensorPiece {
                 name,
                 role: *role,
                 start_element: *from as u64,
@@ -114,31 +119,32 @@ fn write_shards(staging: &Path, facts: &RunFacts) -> Result<Vec<ShardReport>> {
     Ok(reports)
 }
 
-/// Saves a complete checkpoint.
-fn save(root: &Path, facts: &RunFacts) -> Result<CommittedCheckpoint> {
-    save_with(root, facts, Swap::Atomic)
+/// Saves a complete checkpoint of `facts` to the checkpoint directory `root`.
+fn save_checkpoint(root: &Path, facts: &RunFacts) -> Result<CommittedCheckpoint> {
+    save_checkpoint_by(root, facts, ReplaceMethod::AtomicExchange)
 }
 
-fn save_with(root: &Path, facts: &RunFacts, swap: Swap) -> Result<CommittedCheckpoint> {
-    let total = facts.model.weights.iter().map(|w| elements(w) * 12).sum();
-    let staging = Staging::begin(root, facts.step, total)?;
+/// Saves a complete checkpoint, and replaces an existing one of its step by the method `swap`.
+fn save_checkpoint_by(root: &Path, facts: &RunFacts, swap: ReplaceMethod) -> Result<CommittedCheckpoint> {
+    let total = facts.model.weights.iter().map(|w| count_elements(w) * 12).sum();
+    let staging = StagingDir::create(root, facts.step, total)?;
     let reports = write_shards(staging.path(), facts)?;
-    commit_with(staging, facts.clone(), reports, None, swap)
+    commit_save_by(staging, facts.clone(), reports, None, swap)
 }
 
-/// Asserts that the checkpoint contains exactly what [`save`] wrote with these facts.
-fn assert_holds(checkpoint: &crate::Checkpoint, facts: &RunFacts) {
+/// Asserts that the checkpoint contains exactly what [`save_checkpoint`] wrote with these facts.
+fn assert_contains_saved(checkpoint: &crate::Checkpoint, facts: &RunFacts) {
     assert_eq!(checkpoint.facts(), facts);
     assert_eq!(checkpoint.tensors().count(), facts.model.weights.len() * 3);
     for t in checkpoint.tensors() {
-        let mut out = vec![f32::NAN; t.elements() as usize];
-        checkpoint.read_f32(&t.name, t.role, 0..t.elements(), &mut out).expect("readable");
-        assert_eq!(out, values(t.role, &t.name, facts, t.elements()), "{}/{}", t.role, t.name);
+        let mut out = vec![f32::NAN; t.element_count() as usize];
+        checkpoint.read_f32(&t.name, t.role, 0..t.element_count(), &mut out).expect("readable");
+        assert_eq!(out, compute_values(t.role, &t.name, facts, t.element_count()), "{}/{}", t.role, t.name);
     }
 }
 
-/// Names in a directory, sorted.
-fn entry_names(dir: &Path) -> Vec<String> {
+/// Lists the names of the entries of a directory, sorted.
+fn list_entry_names(dir: &Path) -> Vec<String> {
     let mut names: Vec<String> = std::fs::read_dir(dir)
         .expect("listable")
         .map(|e| e.expect("an entry").file_name().to_string_lossy().into_owned())
@@ -147,9 +153,10 @@ fn entry_names(dir: &Path) -> Vec<String> {
     names
 }
 
+/// Copies a directory with all files and subdirectories.
 pub(crate) fn copy_tree(from: &Path, to: &Path) {
     std::fs::create_dir_all(to).expect("made");
-    for name in entry_names(from) {
+    for name in list_entry_names(from) {
         let (from, to) = (from.join(&name), to.join(&name));
         match from.is_dir() {
             true => copy_tree(&from, &to),
@@ -158,55 +165,53 @@ pub(crate) fn copy_tree(from: &Path, to: &Path) {
     }
 }
 
-/// Name of the environment variable that marks a child process of a test.
-const CHILD: &str = "CKPT_TEST_CHILD";
+/// Name of the environment variable with the argument of a test in a child process.
+const CHILD_ARGUMENT_VARIABLE: &str = "CKPT_TEST_CHILD";
 
-/// Runs the test `name` of this binary in a child process, with `argument` for [`child_argument`].
-fn run_child(name: &str, argument: &str) -> Output {
+/// Runs the test `name` of this binary in a child process, in which [`read_child_argument`] returns
+/// `argument`. Waits until the process ends.
+fn run_child_test(name: &str, argument: &str) -> Output {
     let exe = std::env::current_exe().expect("path of this binary");
     let mut command = Command::new(exe);
-    command.args([name, "--exact", "--nocapture", "--test-threads=1"]).env(CHILD, argument);
+    command.args([name, "--exact", "--nocapture", "--test-threads=1"]).env(CHILD_ARGUMENT_VARIABLE, argument);
     command.output().expect("a child")
 }
 
-/// The argument of [`run_child`]; `None` outside of a child process.
-fn child_argument() -> Option<String> {
-    std::env::var(CHILD).ok()
+/// Returns the argument that [`run_child_test`] passed to this process; `None` outside of a child
+/// process.
+fn read_child_argument() -> Option<String> {
+    std::env::var(CHILD_ARGUMENT_VARIABLE).ok()
 }
 
-/// All files of a directory tree with their contents.
-fn tree_contents(dir: &Path) -> Vec<(PathBuf, Vec<u8>)> {
-    entry_names(dir)
+/// Reads all files of a directory tree. Returns their paths and contents.
+fn read_tree(dir: &Path) -> Vec<(PathBuf, Vec<u8>)> {
+    list_entry_names(dir)
         .into_iter()
         .map(|n| dir.join(n))
         .flat_map(|p| {
-            if p.is_dir() {
-                tree_contents(&p)
-            } else {
-                vec![(p.clone(), std::fs::read(&p).expect("readable"))]
-            }
+            if p.is_dir() { read_tree(&p) } else { vec![(p.clone(), std::fs::read(&p).expect("readable"))] }
         })
         .collect()
 }
 
-/// An error as `[code] message`, with the path `dir` replaced by `[dir]`.
-fn describe(error: &CkptError, dir: &Path) -> String {
-    without_dir(&format!("[{}] {error}", error.code()), dir)
+/// Formats an error as `[code] message`, and replaces the path `dir` by `[dir]`.
+fn format_error(error: &CkptError, dir: &Path) -> String {
+    replace_dir(&format!("[{}] {error}", error.code()), dir)
 }
 
-/// A damage as `[code] file: reason`.
-fn describe_damage(damage: &Damage) -> String {
+/// Formats damage as `[code] file: reason`.
+fn format_damage(damage: &Damage) -> String {
     format!("[{}] {damage}", damage.reason.code())
 }
 
-/// The problems of a report, one per line.
-fn describe_problems(report: &VerifyReport, dir: &Path) -> String {
-    let lines: Vec<String> = report.problems().map(|(_, p)| describe_damage(p)).collect();
-    without_dir(&lines.join("\n"), dir)
+/// Formats the problems of a report, one per line, and replaces the path `dir` by `[dir]`.
+fn format_problems(report: &VerifyReport, dir: &Path) -> String {
+    let lines: Vec<String> = report.all_problems().map(|(_, p)| format_damage(p)).collect();
+    replace_dir(&lines.join("\n"), dir)
 }
 
-/// The text with the path or name of a temporary directory replaced by `[dir]`.
-fn without_dir(text: &str, dir: &Path) -> String {
+/// Replaces the path and the name of a temporary directory in a text by `[dir]`.
+fn replace_dir(text: &str, dir: &Path) -> String {
     let name = dir.file_name().unwrap_or_default().to_string_lossy();
     text.replace(&dir.display().to_string(), "[dir]").replace(&*name, "[dir]")
 }

@@ -1,48 +1,49 @@
-//! A repair with parity restores one lost or damaged file bit for bit.
+//! Tests that a repair with parity restores one lost or damaged file bit for bit.
 use super::*;
 use crate::checkpoint::Checkpoint;
-use crate::commit::commit_parity;
+use crate::commit::commit_save_with_parity;
 use crate::disk::BLOCK;
 use crate::parity::write_parity;
-use crate::stripes::stripe;
-use crate::{RepairOptions, repair, verify};
+use crate::stripes::compute_stripe;
+use crate::{RepairOptions, repair_checkpoints, verify_checkpoints};
 use std::fs;
 
-/// Saves with parity; each rank writes its stripe.
-fn save_parity(root: &Path, facts: &RunFacts) -> PathBuf {
-    let staging = Staging::begin(root, facts.step, 0).expect("begun");
+/// Saves a checkpoint with parity. Returns the path of the checkpoint.
+fn save_with_parity(root: &Path, facts: &RunFacts) -> PathBuf {
+    let staging = StagingDir::create(root, facts.step, 0).expect("begun");
     let reports = write_shards(staging.path(), facts).expect("written");
     let stripe = |rank| write_parity(staging.path(), rank, facts.world, &reports).expect("written");
     let parity = (0..facts.world).map(stripe).collect();
-    commit_parity(staging, facts.clone(), reports, parity).expect("complete").path
+    commit_save_with_parity(staging, facts.clone(), reports, parity).expect("complete").path
 }
 
-fn out(dir: &Path) -> RepairOptions {
+fn make_repair_options(dir: &Path) -> RepairOptions {
     RepairOptions { out: Some(dir.join("out")), in_place: false }
 }
 
-fn assert_same(a: &Path, b: &Path) {
-    assert_eq!(entry_names(a), entry_names(b));
-    for name in entry_names(a) {
+fn assert_same_files(a: &Path, b: &Path) {
+    assert_eq!(list_entry_names(a), list_entry_names(b));
+    for name in list_entry_names(a) {
         assert!(fs::read(a.join(&name)).expect("read") == fs::read(b.join(&name)).expect("read"), "{name}");
     }
 }
 
-/// Facts with some MB per rank, so that there are several blocks and the last one is partial.
-fn large(world: u32) -> RunFacts {
-    facts(7, world, &[("a", &[700, 1001]), ("b", &[3]), ("c", &[123_457])])
+/// Makes facts with some MB per rank, so that each shard has several blocks and a partial last one.
+fn make_large_facts(world: u32) -> RunFacts {
+    make_facts(7, world, &[("a", &[700, 1001]), ("b", &[3]), ("c", &[123_457])])
 }
 
 #[test]
 fn any_single_lost_truncated_or_flipped_file_is_rebuilt() {
     for world in 2..=5 {
-        let dir = memory_dir();
-        let facts = large(world);
-        let path = save_parity(dir.path(), &facts);
-        assert!(verify(dir.path()).expect("there").is_sound());
+        let dir = make_memory_dir();
+        let facts = make_large_facts(world);
+        let path = save_with_parity(dir.path(), &facts);
+        assert!(verify_checkpoints(dir.path()).expect("there").is_sound());
         let good = dir.path().join("good");
         copy_tree(&path, &good);
-        let files: Vec<String> = entry_names(&path).into_iter().filter(|n| n != "manifest.json").collect();
+        let files: Vec<String> =
+            list_entry_names(&path).into_iter().filter(|n| n != "manifest.json").collect();
         assert_eq!(files.len(), 2 * world as usize);
         for (i, name) in files.iter().enumerate() {
             let sound = fs::read(good.join(name)).expect("read");
@@ -64,25 +65,25 @@ fn any_single_lost_truncated_or_flipped_file_is_rebuilt() {
                         fs::write(&file, &bad).expect("longer");
                     }
                 }
-                assert!(!verify(&path).expect("there").is_sound(), "{name} {damage}");
-                let report = repair(&path, &out(dir.path())).expect("repaired");
+                assert!(!verify_checkpoints(&path).expect("there").is_sound(), "{name} {damage}");
+                let report = repair_checkpoints(&path, &make_repair_options(dir.path())).expect("repaired");
                 assert!(report.sound && report.lost.is_empty(), "{name} {damage}: {report:?}");
                 assert!(report.rebuilt.len() == 1 && report.rebuilt[0].contains(name), "{report:?}");
-                assert_same(&dir.path().join("out"), &good);
+                assert_same_files(&dir.path().join("out"), &good);
                 fs::remove_dir_all(dir.path().join("out")).expect("removed");
                 // the original is unchanged
                 assert!(fs::read(&file).ok().is_none_or(|b| b != sound));
                 fs::write(&file, &sound).expect("restored");
             }
         }
-        assert_holds(&Checkpoint::open(&path).expect("complete"), &facts);
+        assert_contains_saved(&Checkpoint::open(&path).expect("complete"), &facts);
     }
 }
 
 #[test]
 fn damage_of_several_files_is_rebuilt_unless_one_block_index_is_hit_twice() {
-    let dir = memory_dir();
-    let path = save_parity(dir.path(), &large(3));
+    let dir = make_memory_dir();
+    let path = save_with_parity(dir.path(), &make_large_facts(3));
     let good = dir.path().join("good");
     copy_tree(&path, &good);
     let shard = |r: u32| path.join(format!("shard-{r:05}-of-00003.safetensors"));
@@ -94,15 +95,15 @@ fn damage_of_several_files_is_rebuilt_unless_one_block_index_is_hit_twice() {
     flip(&shard(0), 5);
     flip(&shard(1), BLOCK + 5);
     flip(&shard(2), 2 * BLOCK + 5);
-    let report = repair(&path, &out(dir.path())).expect("repaired");
+    let report = repair_checkpoints(&path, &make_repair_options(dir.path())).expect("repaired");
     assert!(report.sound && report.rebuilt.len() == 3, "{report:?}");
-    assert_same(&dir.path().join("out"), &good);
+    assert_same_files(&dir.path().join("out"), &good);
     fs::remove_dir_all(dir.path().join("out")).expect("removed");
     // a second file with damage in block 0 can't be rebuilt
     flip(&shard(1), 9);
-    let report = repair(&path, &out(dir.path())).expect("looked at");
+    let report = repair_checkpoints(&path, &make_repair_options(dir.path())).expect("looked at");
     assert!(!report.sound, "{report:?}");
-    insta::assert_snapshot!("parity_lost_blocks", without_dir(&report.lost.join("\n"), dir.path()));
+    insta::assert_snapshot!("parity_lost_blocks", replace_dir(&report.lost.join("\n"), dir.path()));
 }
 
 #[test]
@@ -116,7 +117,7 @@ fn stripes_cover_the_longest_shard_for_any_shard_sizes() {
         vec![0, 0],
     ] {
         let (longest, world) = (sizes.iter().copied().max().unwrap_or(0), sizes.len() as u32);
-        let stripes: Vec<_> = (0..world).map(|r| stripe(&sizes, r)).collect();
+        let stripes: Vec<_> = (0..world).map(|r| compute_stripe(&sizes, r)).collect();
         assert_eq!(stripes.iter().map(|s| s.1).sum::<u64>(), longest, "{sizes:?}");
         assert_eq!(stripes[0].0.start, 0);
         assert!(stripes.windows(2).all(|w| w[0].0.end == w[1].0.start), "{sizes:?}");
@@ -125,10 +126,10 @@ fn stripes_cover_the_longest_shard_for_any_shard_sizes() {
 
 #[test]
 fn parity_takes_at_most_one_nth_of_the_shards() {
-    let dir = memory_dir();
-    let path = save_parity(dir.path(), &large(4));
+    let dir = make_memory_dir();
+    let path = save_with_parity(dir.path(), &make_large_facts(4));
     let bytes = |start: &str| -> u64 {
-        let files = entry_names(&path).into_iter().filter(|n| n.starts_with(start));
+        let files = list_entry_names(&path).into_iter().filter(|n| n.starts_with(start));
         files.map(|n| fs::metadata(path.join(n)).expect("there").len()).sum()
     };
     let padding = 4096;
@@ -137,78 +138,82 @@ fn parity_takes_at_most_one_nth_of_the_shards() {
 
 #[test]
 fn the_manifest_version_is_1_without_parity_and_2_with_parity() {
-    let dir = memory_dir();
+    let dir = make_memory_dir();
     let text =
         |path: &Path| String::from_utf8(fs::read(path.join("manifest.json")).expect("read")).expect("text");
-    let old = text(&save(dir.path(), &facts(1, 2, &[("a", &[4])])).expect("saved").path);
+    let old = text(&save_checkpoint(dir.path(), &make_facts(1, 2, &[("a", &[4])])).expect("saved").path);
     assert!(old.contains("\"version\":1") && !old.contains("parity"), "{old}");
-    assert!(text(&save_parity(dir.path(), &facts(2, 2, &[("a", &[4])]))).contains("\"version\":2"));
+    assert!(text(&save_with_parity(dir.path(), &make_facts(2, 2, &[("a", &[4])]))).contains("\"version\":2"));
 }
 
 #[test]
 fn a_directory_is_repaired_and_latest_names_the_newest_sound_step() {
-    let dir = memory_dir();
+    let dir = make_memory_dir();
     let root = dir.path().join("checkpoints");
-    save(&root, &facts(1, 2, &[("a", &[4])])).expect("saved");
-    let second = save_parity(&root, &facts(2, 2, &[("a", &[4])]));
-    let third = save(&root, &facts(3, 2, &[("a", &[4])])).expect("saved").path;
+    save_checkpoint(&root, &make_facts(1, 2, &[("a", &[4])])).expect("saved");
+    let second = save_with_parity(&root, &make_facts(2, 2, &[("a", &[4])]));
+    let third = save_checkpoint(&root, &make_facts(3, 2, &[("a", &[4])])).expect("saved").path;
     fs::remove_file(second.join("shard-00001-of-00002.safetensors")).expect("removed");
     fs::remove_file(third.join("shard-00001-of-00002.safetensors")).expect("removed");
-    let before = tree_contents(&root);
-    let report = repair(&root, &RepairOptions::default()).expect("repaired");
+    let before = read_tree(&root);
+    let report = repair_checkpoints(&root, &RepairOptions::default()).expect("repaired");
     let made = dir.path().join("checkpoints.repaired");
     assert_eq!((report.path.as_deref(), report.sound), (Some(made.as_path()), true), "{report:?}");
     assert_eq!(report.newest.as_deref(), Some("step-00000002"));
-    insta::assert_snapshot!("parity_lost_step", without_dir(&report.lost.join("\n"), dir.path()));
-    assert_eq!(entry_names(&made), ["latest", "step-00000001", "step-00000002"]);
-    assert!(verify(&made).expect("there").is_sound());
-    assert_holds(&crate::newest(&made).expect("whole").checkpoint, &facts(2, 2, &[("a", &[4])]));
-    assert!(tree_contents(&root) == before, "the original is unchanged");
-    // in place, the original is kept under another name
+    insta::assert_snapshot!("parity_lost_step", replace_dir(&report.lost.join("\n"), dir.path()));
+    assert_eq!(list_entry_names(&made), ["latest", "step-00000001", "step-00000002"]);
+    assert!(verify_checkpoints(&made).expect("there").is_sound());
+    assert_contains_saved(
+        &crate::open_newest(&made).expect("whole").checkpoint,
+        &make_facts(2, 2, &[("a", &[4])]),
+    );
+    assert!(read_tree(&root) == before, "the original is unchanged");
+    // a repair in place keeps the original under another name
     fs::remove_dir_all(&made).expect("removed");
-    let report = repair(&root, &RepairOptions { out: None, in_place: true }).expect("repaired");
+    let report = repair_checkpoints(&root, &RepairOptions { out: None, in_place: true }).expect("repaired");
     let kept = dir.path().join("checkpoints.before-repair");
     assert_eq!((report.path, report.kept.clone()), (Some(root.clone()), Some(kept.clone())));
-    assert_eq!(entry_names(&root), ["latest", "step-00000001", "step-00000002"]);
+    assert_eq!(list_entry_names(&root), ["latest", "step-00000001", "step-00000002"]);
     assert!(
         kept.join("step-00000003").is_dir()
             && !kept.join("step-00000002/shard-00001-of-00002.safetensors").exists()
     );
-    assert_eq!(entry_names(dir.path()), ["checkpoints", "checkpoints.before-repair"]);
+    assert_eq!(list_entry_names(dir.path()), ["checkpoints", "checkpoints.before-repair"]);
     // a sound directory is not changed
-    let report = repair(&root, &RepairOptions::default()).expect("looked at");
+    let report = repair_checkpoints(&root, &RepairOptions::default()).expect("looked at");
     assert!(report.sound && report.rebuilt.is_empty() && report.path == Some(root), "{report:?}");
 }
 
-/// Child process of the test below: saves with parity and is killed.
+/// The child process of the test below, with the argument `n:directory`: saves with parity, and is
+/// killed at the fault point `n`. Does nothing outside of a child process.
 #[test]
-fn child() {
-    let Some(argument) = child_argument() else { return };
+fn child_process_of_a_killed_save_with_parity() {
+    let Some(argument) = read_child_argument() else { return };
     let (n, root) = argument.split_once(':').expect("n:root");
     let root = Path::new(root);
-    crate::fault::arm(n.parse().expect("a number"));
-    save_parity(root, &facts(20, 2, &[("a", &[9]), ("b", &[5])]));
-    fs::write(root.join("passed"), crate::fault::passed().to_string()).expect("written");
+    crate::fault_points::arm_fault_points(n.parse().expect("a number"));
+    save_with_parity(root, &make_facts(20, 2, &[("a", &[9]), ("b", &[5])]));
+    fs::write(root.join("passed"), crate::fault_points::count_passed_points().to_string()).expect("written");
 }
 
 #[test]
 fn a_kill_at_any_fault_point_leaves_a_complete_checkpoint() {
-    let name = "tests::parity::child";
-    let old = facts(10, 2, &[("a", &[9]), ("b", &[5])]);
-    let dir = memory_dir();
-    save(dir.path(), &old).expect("saved");
-    run_child(name, &format!("0:{}", dir.path().display()));
+    let name = "tests::parity::child_process_of_a_killed_save_with_parity";
+    let old = make_facts(10, 2, &[("a", &[9]), ("b", &[5])]);
+    let dir = make_memory_dir();
+    save_checkpoint(dir.path(), &old).expect("saved");
+    run_child_test(name, &format!("0:{}", dir.path().display()));
     let points: u64 =
         fs::read_to_string(dir.path().join("passed")).expect("written").parse().expect("a number");
     assert!(points > 30, "{points}");
     for n in 1..=points {
-        let dir = memory_dir();
-        save(dir.path(), &old).expect("saved");
-        let run = run_child(name, &format!("{n}:{}", dir.path().display()));
+        let dir = make_memory_dir();
+        save_checkpoint(dir.path(), &old).expect("saved");
+        let run = run_child_test(name, &format!("{n}:{}", dir.path().display()));
         assert!(!run.status.success(), "point {n}");
-        let found = crate::newest(dir.path()).expect("a complete checkpoint").checkpoint;
-        let expected = facts(found.facts().step, 2, &[("a", &[9]), ("b", &[5])]);
-        assert_holds(&found, &expected);
-        assert!(verify(found.path()).expect("there").is_sound(), "point {n}");
+        let found = crate::open_newest(dir.path()).expect("a complete checkpoint").checkpoint;
+        let expected = make_facts(found.facts().step, 2, &[("a", &[9]), ("b", &[5])]);
+        assert_contains_saved(&found, &expected);
+        assert!(verify_checkpoints(found.path()).expect("there").is_sound(), "point {n}");
     }
 }

@@ -1,10 +1,10 @@
-//! Adapter configurations: supported settings are parsed, others are rejected by name.
-use super::describe;
+//! Tests adapter configurations: supported settings are parsed, and errors name unsupported ones.
+use super::format_error;
 use crate::peft::{AdapterConfig, AdapterConfigError, open_adapters};
 use serde_json::{Value, json};
 use std::fs;
 
-fn config_with(key: &str, value: Value) -> Result<AdapterConfig, AdapterConfigError> {
+fn parse_config_with(key: &str, value: Value) -> Result<AdapterConfig, AdapterConfigError> {
     let mut config = json!({
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 6, "lora_dropout": 0.1, "bias": "none",
         "target_modules": ["v_proj", "q_proj"], "fan_in_fan_out": false, "init_lora_weights": true,
@@ -12,22 +12,22 @@ fn config_with(key: &str, value: Value) -> Result<AdapterConfig, AdapterConfigEr
         "megatron_core": "megatron.core", "use_rslora": false, "qalora_group_size": 16, "exclude_modules": [],
     });
     config[key] = value;
-    AdapterConfig::parse(config.as_object().expect("an object"))
+    AdapterConfig::parse_object(config.as_object().expect("an object"))
 }
 
 #[test]
 fn a_config_is_parsed_and_written() {
-    let config = config_with("revision", json!("main")).expect("understood");
-    assert_eq!((config.rank, config.alpha, config.dropout, config.rslora), (4, 6.0, 0.1, false));
+    let config = parse_config_with("revision", json!("main")).expect("understood");
+    assert_eq!((config.rank, config.alpha, config.dropout, config.use_rslora), (4, 6.0, 0.1, false));
     assert_eq!(config.targets, ["q_proj", "v_proj"]);
     assert_eq!(config.scale(), 1.5);
-    assert_eq!(config_with("use_rslora", json!(true)).expect("understood").scale(), 3.0);
-    let again = config.json(Some("base"));
+    assert_eq!(parse_config_with("use_rslora", json!(true)).expect("understood").scale(), 3.0);
+    let again = config.to_json(Some("base"));
     assert_eq!(again["lora_alpha"], json!(6));
     assert_eq!(again["base_model_name_or_path"], "base");
-    assert_eq!(AdapterConfig::parse(again.as_object().expect("an object")), Ok(config));
-    let half = AdapterConfig { alpha: 2.5, ..config_with("r", json!(2)).expect("understood") };
-    assert_eq!(half.json(None)["lora_alpha"], json!(2.5));
+    assert_eq!(AdapterConfig::parse_object(again.as_object().expect("an object")), Ok(config));
+    let half = AdapterConfig { alpha: 2.5, ..parse_config_with("r", json!(2)).expect("understood") };
+    assert_eq!(half.to_json(None)["lora_alpha"], json!(2.5));
 }
 
 #[test]
@@ -63,7 +63,7 @@ fn unsupported_settings_are_rejected_by_name() {
         ("fan_in_fan_out", json!(1)),
         ("something_new", json!({"a": 1})),
     ] {
-        let rejected = match config_with(key, value.clone()).expect_err(key) {
+        let rejected = match parse_config_with(key, value.clone()).expect_err(key) {
             AdapterConfigError::Unsupported { key, .. } | AdapterConfigError::Invalid { key, .. } => key,
             AdapterConfigError::NoTargets => "target_modules".to_owned(),
             other => panic!("{key}: {value}: {other:?}"),
@@ -71,23 +71,23 @@ fn unsupported_settings_are_rejected_by_name() {
         assert_eq!(rejected, key, "{value}");
     }
     for (key, value) in [("something_new", json!(null)), ("another", json!(false)), ("more", json!({}))] {
-        assert!(config_with(key, value).is_ok(), "{key}");
+        assert!(parse_config_with(key, value).is_ok(), "{key}");
     }
 }
 
 #[test]
 fn directories_without_valid_adapters_are_rejected() {
     let dir = tempfile::tempdir().expect("directory");
-    let open_error = || describe(&open_adapters(dir.path()).expect_err("rejected"), dir.path());
-    let mut lines = vec![open_error()];
+    let expect_open_error = || format_error(&open_adapters(dir.path()).expect_err("rejected"), dir.path());
+    let mut lines = vec![expect_open_error()];
     assert!(AdapterConfig::read(dir.path()).is_err());
     let header =
         json!({"model.norm.weight": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).to_string();
     let file = [&(header.len() as u64).to_le_bytes(), header.as_bytes(), &[0; 4]].concat();
     fs::write(dir.path().join("adapter_model.safetensors"), &file).expect("file");
-    lines.push(open_error());
+    lines.push(expect_open_error());
     fs::write(dir.path().join("adapter_model.safetensors"), &file[..20]).expect("file");
-    lines.push(open_error());
+    lines.push(expect_open_error());
     insta::assert_snapshot!("peft_invalid_adapters", lines.join("\n"));
     for text in ["[]", "{", "{\"peft_type\": \"LORA\"}"] {
         fs::write(dir.path().join("adapter_config.json"), text).expect("file");

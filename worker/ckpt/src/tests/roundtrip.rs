@@ -1,17 +1,18 @@
-//! Saved tensors are read back, for any division into pieces and any ranges.
+//! Tests that saved tensors are read back, for any division into pieces and any ranges.
 use super::*;
 use crate::checkpoint::Checkpoint;
-use crate::commit::commit;
+use crate::commit::commit_save;
 use crate::error::CkptError;
 use crate::formats::safetensors;
-use crate::source::ReadRequest;
+use crate::tensor_source::ReadRequest;
 use proptest::prelude::*;
 use std::os::unix::fs::FileExt;
 
-/// An element, and the rank that stores the piece before it.
+/// The end of a piece: the index of the element after the piece, and the rank that stores the
+/// piece.
 type PieceEnd = (u64, u32);
 
-/// Tensors and ranges to read of them.
+/// A case of the test: tensors, their division into pieces, and the ranges to read.
 #[derive(Clone, Debug)]
 struct RoundtripCase {
     world: u32,
@@ -20,7 +21,7 @@ struct RoundtripCase {
     reads: Vec<(prop::sample::Index, prop::sample::Index, u64, u64)>,
 }
 
-fn case() -> impl Strategy<Value = RoundtripCase> {
+fn generate_case() -> impl Strategy<Value = RoundtripCase> {
     let shape = prop::collection::vec(0u64..9, 0..4);
     let ends = prop::collection::vec((0u64..600, 0u32..5), 1..6);
     let read = (any::<prop::sample::Index>(), any::<prop::sample::Index>(), 0u64..600, 0u64..600);
@@ -28,21 +29,23 @@ fn case() -> impl Strategy<Value = RoundtripCase> {
         .prop_map(|(world, tensors, reads)| RoundtripCase { world, tensors, reads })
 }
 
-/// `(tensor, role, start, data)` per rank.
+/// For each rank its pieces: index and role of the tensor, index of the first element, and
+/// elements.
 type PiecesByRank = Vec<Vec<(usize, TensorRole, u64, Vec<f32>)>>;
 
+/// Divides the tensors of a case into pieces, and assigns each piece to a rank.
 fn divide_tensors(case: &RoundtripCase, facts: &RunFacts) -> PiecesByRank {
     let mut pieces_by_rank: PiecesByRank = vec![Vec::new(); case.world as usize];
     for role in ADAMW {
         for (i, (_, ends)) in case.tensors.iter().enumerate() {
             let w = &facts.model.weights[i];
-            let data = values(role, &w.name, facts, elements(w));
+            let data = compute_values(role, &w.name, facts, count_elements(w));
             let mut at: Vec<u64> = ends.iter().map(|c| c.0 % (data.len() as u64 + 1)).collect();
             at.extend([0, data.len() as u64]);
             at.sort();
             for (n, part) in at.windows(2).enumerate() {
                 let rank = ends[n % ends.len()].1 % case.world;
-                // out of order on purpose: later pieces first
+                // later pieces come first, since ranks may write pieces in any order
                 pieces_by_rank[rank as usize]
                     .insert(0, (i, role, part[0], data[part[0] as usize..part[1] as usize].to_vec()));
             }
@@ -54,27 +57,27 @@ fn divide_tensors(case: &RoundtripCase, facts: &RunFacts) -> PiecesByRank {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
     #[test]
-    fn any_pieces_and_any_ranges_are_read_back(case in case()) {
-        let dir = memory_dir();
+    fn any_pieces_and_any_ranges_are_read_back(case in generate_case()) {
+        let dir = make_memory_dir();
         let names: Vec<String> = (0..case.tensors.len()).map(|i| format!("layers.{i}@x/y")).collect();
         let weights: Vec<(&str, &[u64])> =
             case.tensors.iter().zip(&names).map(|((shape, _), n)| (n.as_str(), shape.as_slice())).collect();
-        let facts = facts(3, case.world, &weights);
-        let staging = Staging::begin(dir.path(), 3, 0).expect("begun");
+        let facts = make_facts(3, case.world, &weights);
+        let staging = StagingDir::create(dir.path(), 3, 0).expect("begun");
         let mut reports = Vec::new();
         for (rank, tensors) in divide_tensors(&case, &facts).iter().enumerate() {
-            let pieces: Vec<Piece<'_>> = tensors.iter()
-                .map(|(i, role, start, data)| Piece { name: &names[*i], role: *role, start_element: *start, data: data[..].into() }).collect();
+            let pieces: Vec<TensorPiece<'_>> = tensors.iter()
+                .map(|(i, role, start, data)| TensorPiece { name: &names[*i], role: *role, start_element: *start, data: data[..].into() }).collect();
             reports.insert(0, write_shard(staging.path(), rank as u32, case.world, &pieces).expect("written"));
         }
-        let path = commit(staging, facts.clone(), reports).expect("complete").path;
-        prop_assert!(crate::verify(&path).expect("there").is_sound());
+        let path = commit_save(staging, facts.clone(), reports).expect("complete").path;
+        prop_assert!(crate::verify_checkpoints(&path).expect("there").is_sound());
 
         let checkpoint = Checkpoint::open(&path).expect("complete");
         let tensors: Vec<_> = checkpoint.tensors().collect();
         let mut ranges: Vec<(usize, u64, Vec<f32>)> = case.reads.iter().map(|(t, _, a, b)| {
             let t = t.index(tensors.len());
-            let n = tensors[t].elements() + 1;
+            let n = tensors[t].element_count() + 1;
             let (a, b) = (a % n, b % n);
             (t, a.min(b), vec![f32::NAN; a.abs_diff(b) as usize])
         }).collect();
@@ -84,21 +87,21 @@ proptest! {
         checkpoint.read_many(&mut requests).expect("readable");
         for (t, start, out) in ranges {
             let t = &tensors[t];
-            let expected = values(t.role, &t.name, &facts, t.elements());
+            let expected = compute_values(t.role, &t.name, &facts, t.element_count());
             prop_assert_eq!(&out[..], &expected[start as usize..start as usize + out.len()]);
         }
     }
 }
 
-/// Several windows per file on a real disk, with odd sizes.
+/// Saves to a real disk, with several windows per file and odd sizes.
 #[test]
 fn ranges_across_blocks_windows_and_shards_are_read() {
     let dir = tempfile::tempdir().expect("a directory");
-    let facts = facts(1, 2, &[("big", &[3, 2_000_003]), ("small", &[11])]);
-    let path = save(dir.path(), &facts).expect("saved").path;
+    let facts = make_facts(1, 2, &[("big", &[3, 2_000_003]), ("small", &[11])]);
+    let path = save_checkpoint(dir.path(), &facts).expect("saved").path;
     let checkpoint = Checkpoint::open(&path).expect("complete");
-    assert_holds(&checkpoint, &facts);
-    let expected = values(TensorRole::ExpAvg, "big", &facts, 6_000_009);
+    assert_contains_saved(&checkpoint, &facts);
+    let expected = compute_values(TensorRole::ExpAvg, "big", &facts, 6_000_009);
     let mut parts: Vec<(u64, Vec<f32>)> =
         [(5_999_999, 10), (2_999_990, 40), (0, 1), (262_100, 600_000), (262_101, 3)]
             .map(|(s, n)| (s, vec![0.0; n]))
@@ -115,9 +118,9 @@ fn ranges_across_blocks_windows_and_shards_are_read() {
 
 #[test]
 fn shards_are_safetensors_files() {
-    let dir = memory_dir();
-    let facts = facts(1, 2, &[("a", &[5])]);
-    let path = save(dir.path(), &facts).expect("saved").path;
+    let dir = make_memory_dir();
+    let facts = make_facts(1, 2, &[("a", &[5])]);
+    let path = save_checkpoint(dir.path(), &facts).expect("saved").path;
     let file = std::fs::File::open(path.join("shard-00001-of-00002.safetensors")).expect("there");
     let size = file.metadata().expect("a file").len();
     let header = safetensors::read_header(size, |at, out| file.read_exact_at(out, at)).expect("sound");
@@ -126,14 +129,18 @@ fn shards_are_safetensors_files() {
     assert_eq!(header.metadata["rank"], "1");
     let mut bytes = vec![0u8; 12];
     file.read_exact_at(&mut bytes, header.entries[1].bytes.start).expect("there");
-    assert_eq!(bytemuck::cast_slice::<f32, u8>(&values(TensorRole::ExpAvg, "a", &facts, 5)[2..]), bytes);
+    assert_eq!(
+        bytemuck::cast_slice::<f32, u8>(&compute_values(TensorRole::ExpAvg, "a", &facts, 5)[2..]),
+        bytes
+    );
 }
 
 #[test]
 fn reads_of_missing_tensors_and_ranges_are_rejected() {
-    let dir = memory_dir();
-    let facts = facts(1, 1, &[("a", &[5])]);
-    let checkpoint = Checkpoint::open(&save(dir.path(), &facts).expect("saved").path).expect("complete");
+    let dir = make_memory_dir();
+    let facts = make_facts(1, 1, &[("a", &[5])]);
+    let checkpoint =
+        Checkpoint::open(&save_checkpoint(dir.path(), &facts).expect("saved").path).expect("complete");
     let mut out = [0.0; 3];
     let error = |r: Result<()>| r.expect_err("rejected");
     let missing = error(checkpoint.read_f32("b", TensorRole::Weight, 0..3, &mut out));
@@ -158,17 +165,19 @@ fn reads_of_missing_tensors_and_ranges_are_rejected() {
     let reversed: Vec<_> = facts.model.weights.iter().rev().cloned().collect();
     checkpoint.require_model(&reversed).expect("the same");
     let surplus = error(checkpoint.require_model(&[]));
-    let text = [&shape, &surplus].map(|e| describe(e, dir.path())).join("\n");
+    let text = [&shape, &surplus].map(|e| format_error(e, dir.path())).join("\n");
     insta::assert_snapshot!("roundtrip_other_model", text);
 }
 
-/// Ranks exchange reports in a binary format that isn't self-describing.
+/// Ranks exchange reports in a binary format that isn't self-describing, so the report must survive
+/// one.
 #[test]
 fn shard_reports_survive_serialization() {
-    let dir = memory_dir();
-    let staging = Staging::begin(dir.path(), 1, 0).expect("begun");
+    let dir = make_memory_dir();
+    let staging = StagingDir::create(dir.path(), 1, 0).expect("begun");
     let data = [1.0, 2.0];
-    let piece = Piece { name: "a", role: TensorRole::Momentum, start_element: 4, data: data[..].into() };
+    let piece =
+        TensorPiece { name: "a", role: TensorRole::Momentum, start_element: 4, data: data[..].into() };
     let report = write_shard(staging.path(), 0, 1, &[piece]).expect("written");
     let json = serde_json::to_string(&report).expect("serialises");
     assert_eq!(serde_json::from_str::<ShardReport>(&json).expect("reads"), report);

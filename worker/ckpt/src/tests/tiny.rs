@@ -1,19 +1,19 @@
-//! Tiny golden checkpoints of a model of some 200 numbers: every value equals that of the program
-//! that saved it, through every operation.
-use super::external::{golden, open, read};
-use super::{copy_tree, memory_dir};
+//! Tests tiny golden checkpoints of a model with some 200 parameters. Through every operation, each
+//! value equals the one that the program that saved the checkpoint had.
+use super::external::{golden_path, open_external, read_tensor};
+use super::{copy_tree, make_memory_dir};
 use crate::catalog::TensorRole;
-use crate::convert::{ConvertOptions, ConvertTarget, convert};
-use crate::gather::{GatherOptions, gather};
-use crate::source::TensorSource;
+use crate::convert::{ConvertOptions, ConvertTarget, convert_checkpoint};
+use crate::gather::{GatherOptions, gather_weights};
+use crate::tensor_source::TensorSource;
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::PathBuf;
 use tempfile::TempDir;
 
-/// Golden directory and kind.
-pub(super) const TINY: [(&str, &str); 13] = [
+/// Directory and kind of each tiny golden checkpoint.
+pub(super) const TINY_CHECKPOINTS: [(&str, &str); 13] = [
     ("z0_tied", "DeepSpeed"),
     ("z1", "DeepSpeed"),
     ("z2", "DeepSpeed"),
@@ -29,19 +29,21 @@ pub(super) const TINY: [(&str, &str); 13] = [
     ("trainer", "HF Trainer"),
 ];
 
-/// A copy of a tiny checkpoint without its reference, and the path to open.
-pub(super) fn copy(name: &str) -> (TempDir, PathBuf) {
-    let dir = memory_dir();
+/// Copies a tiny checkpoint without its reference. Returns the temporary directory, and the path of
+/// the checkpoint in it.
+pub(super) fn copy_tiny_checkpoint(name: &str) -> (TempDir, PathBuf) {
+    let dir = make_memory_dir();
     let root = dir.path().join(name);
-    copy_tree(&golden("tiny").join(name), &root);
+    copy_tree(&golden_path("tiny").join(name), &root);
     fs::remove_file(root.join("reference.json")).expect("there");
     let inside = if name == "trainer" { root.join("checkpoint-3") } else { root };
     (dir, inside)
 }
 
-/// Shape and values by `role/name`, exported by the program that saved the checkpoint.
-fn reference(name: &str) -> BTreeMap<String, (Vec<u64>, Vec<f32>)> {
-    let text = fs::read(golden("tiny").join(name).join("reference.json")).expect("there");
+/// Reads the reference of a tiny checkpoint: shape and values by `role/name`, which the program
+/// that saved the checkpoint exported.
+fn read_reference(name: &str) -> BTreeMap<String, (Vec<u64>, Vec<f32>)> {
+    let text = fs::read(golden_path("tiny").join(name).join("reference.json")).expect("there");
     let tensors: BTreeMap<String, Value> = serde_json::from_slice(&text).expect("JSON");
     let shape_and_values = |v: Value| {
         let shape = serde_json::from_value(v["shape"].clone()).expect("a shape");
@@ -51,12 +53,13 @@ fn reference(name: &str) -> BTreeMap<String, (Vec<u64>, Vec<f32>)> {
     tensors.into_iter().map(|(k, v)| (k, shape_and_values(v))).collect()
 }
 
-/// Asserts that the source and the reference have equal tensors.
-pub(super) fn assert_is(source: &dyn TensorSource, name: &str, what: &str) {
-    let expected = reference(name);
+/// Asserts that the source and the reference of the tiny checkpoint `name` have equal tensors.
+/// `what` is for the message.
+pub(super) fn assert_equals_reference(source: &dyn TensorSource, name: &str, what: &str) {
+    let expected = read_reference(name);
     let mut count = 0;
     for t in source.tensors() {
-        let mut out = vec![f32::NAN; t.elements() as usize];
+        let mut out = vec![f32::NAN; t.element_count() as usize];
         let request = crate::ReadRequest { name: &t.name, role: t.role, start_element: 0, out: &mut out };
         source.read_many(&mut [request]).expect("sound");
         let key = format!("{}/{}", t.role, t.name);
@@ -70,30 +73,30 @@ pub(super) fn assert_is(source: &dyn TensorSource, name: &str, what: &str) {
 
 #[test]
 fn every_value_is_that_of_the_program_that_wrote_it() {
-    for (name, kind) in TINY {
-        let (_dir, root) = copy(name);
-        let found = open(&root).expect(name);
+    for (name, kind) in TINY_CHECKPOINTS {
+        let (_dir, root) = copy_tiny_checkpoint(name);
+        let found = open_external(&root).expect(name);
         let facts = found.facts();
         assert_eq!((facts.kind, facts.step, facts.world), (kind, Some(3), Some(2)), "{name}");
-        assert_is(&*found, name, "original");
+        assert_equals_reference(&*found, name, "original");
         let trained = found.tensors().iter().filter(|t| t.role == TensorRole::ExpAvg).count();
         let grouped: usize = facts.groups.iter().map(|g| g.names.len()).sum();
         let groups = if name == "z3_tiny_group" { 3 } else { 2 };
         assert_eq!((facts.groups.len(), grouped, facts.steps.len()), (groups, trained, trained), "{name}");
         assert!(facts.steps.values().all(|&s| s == 3), "{name}: {:?}", facts.steps);
         assert_eq!((facts.notices.len(), facts.warnings.len()), (0, 0), "{name}: {facts:?}");
-        let report = crate::verify(&root).expect("a report");
+        let report = crate::verify_checkpoints(&root).expect("a report");
         assert!(report.is_sound() && report.warnings.is_empty(), "{name}: {report:?}");
     }
 }
 
-/// Some golden checkpoints exist for a special property.
+/// Some golden checkpoints exist because of a special property, such as an old DeepSpeed version.
 #[test]
-fn special_properties_of_tiny_checkpoints() {
+fn tiny_checkpoints_have_their_special_properties() {
     let facts = |name: &str| {
-        let (_dir, root) = copy(name);
-        let found = open(&root).expect(name);
-        (found.facts().clone(), found.passthrough().expect("known"), found.tensors())
+        let (_dir, root) = copy_tiny_checkpoint(name);
+        let found = open_external(&root).expect(name);
+        (found.facts().clone(), found.read_passthrough().expect("known"), found.tensors())
     };
     assert_eq!(facts("z2_old").0.writer, "DeepSpeed 0.14.5");
     assert_eq!(facts("z2").0.writer, "DeepSpeed 0.19.8");
@@ -107,17 +110,17 @@ fn special_properties_of_tiny_checkpoints() {
 
 #[test]
 fn every_tiny_checkpoint_is_gathered_and_converted_to_every_target() {
-    for (name, _) in TINY {
-        let (dir, root) = copy(name);
-        let found = open(&root).expect(name);
+    for (name, _) in TINY_CHECKPOINTS {
+        let (dir, root) = copy_tiny_checkpoint(name);
+        let found = open_external(&root).expect(name);
         let out = |to: &str| dir.path().join(format!("to-{to}"));
-        gather(&*found, &out("gathered"), &GatherOptions::default(), |_, _| {}).expect(name);
-        let gathered = open(&out("gathered")).expect("weights");
+        gather_weights(&*found, &out("gathered"), &GatherOptions::default(), |_, _| {}).expect(name);
+        let gathered = open_external(&out("gathered")).expect("weights");
         for ((key, (_, values)), t) in
-            reference(name).iter().filter(|(k, _)| k.starts_with("weight/")).zip(0..)
+            read_reference(name).iter().filter(|(k, _)| k.starts_with("weight/")).zip(0..)
         {
             let weight =
-                read(&gathered, key.trim_start_matches("weight/"), TensorRole::Weight).expect("sound");
+                read_tensor(&gathered, key.trim_start_matches("weight/"), TensorRole::Weight).expect("sound");
             assert_eq!(&weight, values, "{name} {key} {t}");
         }
         for (to, stage, world) in [
@@ -129,11 +132,11 @@ fn every_tiny_checkpoint_is_gathered_and_converted_to_every_target() {
             let what = format!("{to:?}-{stage}");
             let options =
                 ConvertOptions { stage: Some(stage), world: Some(world), ..ConvertOptions::new(to) };
-            convert(&*found, &out(&what), &options, |_, _| {})
+            convert_checkpoint(&*found, &out(&what), &options, |_, _| {})
                 .unwrap_or_else(|e| panic!("{name} {what}: {e}"));
-            let made = crate::root::find(&out(&what)).expect("whole");
-            assert_is(made.source(), name, &what);
-            assert!(crate::verify(&out(&what)).expect("a report").is_sound(), "{name} {what}");
+            let made = crate::checkpoint_dir::open_checkpoint(&out(&what)).expect("whole");
+            assert_equals_reference(made.source(), name, &what);
+            assert!(crate::verify_checkpoints(&out(&what)).expect("a report").is_sound(), "{name} {what}");
         }
     }
 }

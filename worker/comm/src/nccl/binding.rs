@@ -1,13 +1,14 @@
-//! Declarations of the NCCL functions that this crate calls, as in nccl.h since 2.18. Status codes
+//! The NCCL functions that this crate calls, declared as in nccl.h since version 2.18. Status codes
 //! are numbers, because a newer library may return codes that this crate does not know.
 use super::ID_BYTES;
 use std::ffi::{c_char, c_int, c_uint, c_void};
 
-/// An `ncclComm_t` or a `cudaStream_t`.
-pub(super) type Handle = *mut c_void;
+/// An opaque pointer: an `ncclComm_t` or a `cudaStream_t`.
+pub(super) type OpaqueHandle = *mut c_void;
 
-/// The status codes `ncclSuccess` and `ncclInProgress`.
+/// The status `ncclSuccess`.
 pub(super) const SUCCESS: c_int = 0;
+/// The status `ncclInProgress`.
 pub(super) const IN_PROGRESS: c_int = 7;
 
 /// `ncclUniqueId`: the id of a group, passed by value.
@@ -40,10 +41,10 @@ pub enum ReduceOp {
 }
 
 /// `ncclConfig_t` of NCCL 2.18. Later versions only append fields; `size` and `version` state which
-/// fields exist. The last four bytes are padding in 2.18 and a number since 2.26, which reads them
-/// for any `version`. So they are set, too.
+/// fields exist. The last four bytes are padding in 2.18. Since 2.26 they are a number that NCCL
+/// reads for any `version`, so they are set, too.
 #[repr(C)]
-pub(super) struct Config {
+pub(super) struct CommConfig {
     size: usize,
     magic: c_uint,
     version: c_uint,
@@ -56,12 +57,12 @@ pub(super) struct Config {
     traffic_class: c_int,
 }
 
-impl Config {
-    /// The library's defaults, except that no call blocks.
-    pub(super) fn non_blocking() -> Self {
+impl CommConfig {
+    /// Returns the library's default configuration, except that no call blocks.
+    pub(super) fn new_non_blocking() -> Self {
         const UNDEFINED: c_int = c_int::MIN;
-        Config {
-            size: size_of::<Config>(),
+        CommConfig {
+            size: size_of::<CommConfig>(),
             magic: 0xcafe_beef,
             version: 21_800,
             blocking: 0,
@@ -75,7 +76,7 @@ impl Config {
     }
 }
 
-/// The first function that a library lacks.
+/// The error of a library that lacks a function.
 pub(super) struct MissingFunction {
     pub(super) name: &'static str,
 }
@@ -84,16 +85,17 @@ macro_rules! api {
     ($(fn $function:ident($($type:ty),* $(,)?) -> $result:ty;)*) => {
         /// The functions of an opened `libnccl.so.2`.
         #[allow(non_snake_case)]
-        pub(super) struct Api {
+        pub(super) struct NcclFunctions {
             $(pub(super) $function: unsafe extern "C" fn($($type),*) -> $result,)*
             /// Keeps the library open while its functions can be called.
             _library: libloading::Library,
         }
 
-        impl Api {
-            /// Finds every function. Fails with the name of the first one that the library lacks.
+        impl NcclFunctions {
+            /// Looks up every function in `library`. Fails with the name of the first one that is
+            /// missing.
             pub(super) fn load(library: libloading::Library) -> Result<Self, MissingFunction> {
-                Ok(Api {
+                Ok(NcclFunctions {
                     $($function: {
                         let name = concat!(stringify!($function), "\0").as_bytes();
                         // SAFETY: nccl.h declares the function with this type.
@@ -111,16 +113,16 @@ api! {
     fn ncclGetVersion(*mut c_int) -> c_int;
     fn ncclGetUniqueId(*mut UniqueId) -> c_int;
     fn ncclGetErrorString(c_int) -> *const c_char;
-    fn ncclGetLastError(Handle) -> *const c_char;
-    fn ncclCommInitRankConfig(*mut Handle, c_int, UniqueId, c_int, *mut Config) -> c_int;
-    fn ncclCommGetAsyncError(Handle, *mut c_int) -> c_int;
-    fn ncclCommAbort(Handle) -> c_int;
+    fn ncclGetLastError(OpaqueHandle) -> *const c_char;
+    fn ncclCommInitRankConfig(*mut OpaqueHandle, c_int, UniqueId, c_int, *mut CommConfig) -> c_int;
+    fn ncclCommGetAsyncError(OpaqueHandle, *mut c_int) -> c_int;
+    fn ncclCommAbort(OpaqueHandle) -> c_int;
     fn ncclGroupStart() -> c_int;
     fn ncclGroupEnd() -> c_int;
-    fn ncclAllGather(*const c_void, *mut c_void, usize, c_int, Handle, Handle) -> c_int;
-    fn ncclReduceScatter(*const c_void, *mut c_void, usize, c_int, c_int, Handle, Handle) -> c_int;
-    fn ncclAllReduce(*const c_void, *mut c_void, usize, c_int, c_int, Handle, Handle) -> c_int;
-    fn ncclBroadcast(*const c_void, *mut c_void, usize, c_int, c_int, Handle, Handle) -> c_int;
-    fn ncclSend(*const c_void, usize, c_int, c_int, Handle, Handle) -> c_int;
-    fn ncclRecv(*mut c_void, usize, c_int, c_int, Handle, Handle) -> c_int;
+    fn ncclAllGather(*const c_void, *mut c_void, usize, c_int, OpaqueHandle, OpaqueHandle) -> c_int;
+    fn ncclReduceScatter(*const c_void, *mut c_void, usize, c_int, c_int, OpaqueHandle, OpaqueHandle) -> c_int;
+    fn ncclAllReduce(*const c_void, *mut c_void, usize, c_int, c_int, OpaqueHandle, OpaqueHandle) -> c_int;
+    fn ncclBroadcast(*const c_void, *mut c_void, usize, c_int, c_int, OpaqueHandle, OpaqueHandle) -> c_int;
+    fn ncclSend(*const c_void, usize, c_int, c_int, OpaqueHandle, OpaqueHandle) -> c_int;
+    fn ncclRecv(*mut c_void, usize, c_int, c_int, OpaqueHandle, OpaqueHandle) -> c_int;
 }

@@ -10,7 +10,7 @@
 use super::{CudaStream, DataType, NcclGroup, NcclLibrary, PeerBuffer};
 use crate::{
     AbortReason, ArgumentError, CallMismatch, CollectiveKind, Comm, CommError, PartialSink, Result,
-    call::offsets, local::DEFAULT_TIMEOUT, staged::StagedComm,
+    call::compute_offsets, local::DEFAULT_TIMEOUT, staged::StagedComm,
 };
 use device::{Buf, Cuda, Dtype, Storage, View, ViewMut};
 use std::{
@@ -18,21 +18,23 @@ use std::{
     time::Duration,
 };
 
-/// The communicator of one rank with a GPU.
+/// The communicator of one rank with a GPU, on top of NCCL.
 pub struct NcclComm {
     group: NcclGroup,
-    /// For buffers in host memory, and for the sums that the training engine does not use.
+    /// The transport for buffers in host memory, and for the sums that the training engine does not
+    /// use.
     host_comm: StagedComm,
     cuda: Arc<Cuda>,
-    /// Received pieces, in GPU memory. Kept for the next call.
+    /// GPU memory for received pieces. The next call reuses it.
     received: Mutex<Buf>,
 }
 
 impl NcclComm {
-    /// Connects the ranks of `host_comm`, each with its GPU, within `timeout`. Collective.
+    /// Connects the ranks of `host_comm`, each with its GPU. Fails after `timeout`. Collective:
+    /// every rank of `host_comm` must call it.
     ///
-    /// Later calls wait as long as on other transports, because NCCL connects two ranks only when
-    /// they first exchange data.
+    /// Later calls use [`DEFAULT_TIMEOUT`], because NCCL connects two ranks only when they first
+    /// exchange data.
     pub fn connect(
         nccl: &NcclLibrary,
         cuda: Arc<Cuda>,
@@ -46,24 +48,25 @@ impl NcclComm {
         Ok(NcclComm { group, host_comm, cuda, received: Mutex::default() })
     }
 
+    /// Returns the stream of the calling thread's GPU work.
     fn stream(&self) -> CudaStream {
-        CudaStream(self.cuda.stream())
+        CudaStream(self.cuda.flushed_stream())
     }
 
-    /// Sends and receives elements of one type at once.
-    fn exchange(&self, sends: &[PeerBuffer], receives: &[PeerBuffer], dtype: Dtype) -> Result<()> {
+    /// Enqueues sends and receives of elements of type `dtype`, which run at the same time.
+    fn exchange_parts(&self, sends: &[PeerBuffer], receives: &[PeerBuffer], dtype: Dtype) -> Result<()> {
         if sends.is_empty() && receives.is_empty() {
             return Ok(());
         }
         self.cuda.make_current()?;
         // SAFETY: the callers pass addresses of views on this GPU. They are read and written in the
         // order of the stream, as is any later use of their memory.
-        unsafe { self.group.exchange(sends, receives, nccl_type(dtype), self.stream()) }?;
+        unsafe { self.group.exchange(sends, receives, to_nccl_type(dtype), self.stream()) }?;
         Ok(())
     }
 
-    /// Fails unless a buffer has the number of elements that the counts require.
-    fn check_len(
+    /// Fails unless a buffer has the `expected` number of elements.
+    fn check_buffer_len(
         &self,
         collective: CollectiveKind,
         buffer: &'static str,
@@ -79,8 +82,8 @@ impl NcclComm {
     }
 }
 
-/// NCCL's number of an element type.
-fn nccl_type(dtype: Dtype) -> DataType {
+/// Returns NCCL's number of an element type.
+fn to_nccl_type(dtype: Dtype) -> DataType {
     match dtype {
         Dtype::F32 => DataType::F32,
         Dtype::Bf16 => DataType::Bf16,
@@ -88,14 +91,14 @@ fn nccl_type(dtype: Dtype) -> DataType {
     }
 }
 
-/// Each rank's part of a view, without the empty parts.
-fn rank_parts(x: View, counts: &[usize]) -> Vec<PeerBuffer> {
+/// Lists each rank's part of `x`, without the empty parts.
+fn list_rank_parts(x: View, counts: &[usize]) -> Vec<PeerBuffer> {
     let element_bytes = x.dtype().size();
     let part = |(peer, (start, &len)): (usize, (usize, &usize))| {
         let address = x.address() + (start * element_bytes) as u64;
         (len > 0).then_some(PeerBuffer { peer, address, len })
     };
-    offsets(counts).into_iter().zip(counts).enumerate().filter_map(part).collect()
+    compute_offsets(counts).into_iter().zip(counts).enumerate().filter_map(part).collect()
 }
 
 impl Comm for NcclComm {
@@ -113,20 +116,20 @@ impl Comm for NcclComm {
             return self.host_comm.all_gather(recv, send, counts);
         }
         let kind = CollectiveKind::AllGather;
-        self.check_len(kind, "recv", recv.len(), "the sum of counts", counts.iter().sum())?;
-        self.check_len(kind, "send", send.len(), "counts[rank]", counts[self.rank()])?;
-        let receives = rank_parts(recv_view, counts);
+        self.check_buffer_len(kind, "recv", recv.len(), "the sum of counts", counts.iter().sum())?;
+        self.check_buffer_len(kind, "send", send.len(), "counts[rank]", counts[self.rank()])?;
+        let receives = list_rank_parts(recv_view, counts);
         if counts.iter().all(|n| *n == send.len()) && !send.is_empty() {
             self.cuda.make_current()?;
             let (to, from, len, dtype) =
-                (recv_view.address(), send.address(), send.len(), nccl_type(send.dtype()));
+                (recv_view.address(), send.address(), send.len(), to_nccl_type(send.dtype()));
             // SAFETY: see `exchange`.
             unsafe { self.group.all_gather(to, from, len, dtype, self.stream()) }?;
             return Ok(());
         }
         let to_peer = |peer: usize| PeerBuffer { peer, address: send.address(), len: send.len() };
         let sends: Vec<_> = (0..self.world()).filter(|_| !send.is_empty()).map(to_peer).collect();
-        self.exchange(&sends, &receives, send.dtype())
+        self.exchange_parts(&sends, &receives, send.dtype())
     }
 
     fn reduce_scatter_ordered(
@@ -138,7 +141,7 @@ impl Comm for NcclComm {
         let kind = CollectiveKind::ReduceScatterOrdered;
         for partial in partials {
             let total = counts.iter().sum();
-            self.check_len(kind, "a partial", partial.len(), "the sum of counts", total)?;
+            self.check_buffer_len(kind, "a partial", partial.len(), "the sum of counts", total)?;
         }
         // Ranks may have different numbers of partials, which only they know.
         let announced = self.host_comm.all_gather_bytes(&(partials.len() as u32).to_le_bytes())?;
@@ -155,7 +158,7 @@ impl Comm for NcclComm {
         if received.len() < required {
             *received = self.cuda.zeroed(Dtype::F32, required);
         }
-        let sends: Vec<_> = partials.iter().flat_map(|partial| rank_parts(*partial, counts)).collect();
+        let sends: Vec<_> = partials.iter().flat_map(|partial| list_rank_parts(*partial, counts)).collect();
         let senders = partial_counts.iter().enumerate().flat_map(|(rank, n)| std::iter::repeat_n(rank, *n));
         let start = received.view().address();
         let receive = |(i, peer): (usize, usize)| {
@@ -163,7 +166,7 @@ impl Comm for NcclComm {
             (len > 0).then_some(PeerBuffer { peer, address, len })
         };
         let receives: Vec<_> = senders.enumerate().filter_map(receive).collect();
-        self.exchange(&sends, &receives, Dtype::F32)?;
+        self.exchange_parts(&sends, &receives, Dtype::F32)?;
         let mut i = 0;
         for (rank, n) in partial_counts.into_iter().enumerate() {
             for index in 0..n {
@@ -199,10 +202,10 @@ impl Comm for NcclComm {
         }
         let kind = CollectiveKind::AllToAll;
         let (recv_total, send_total) = (recv_counts.iter().sum(), send_counts.iter().sum());
-        self.check_len(kind, "recv", recv.len(), "the sum of recv_counts", recv_total)?;
-        self.check_len(kind, "send", send.len(), "the sum of send_counts", send_total)?;
-        let (sends, receives) = (rank_parts(send, send_counts), rank_parts(recv_view, recv_counts));
-        self.exchange(&sends, &receives, send.dtype())
+        self.check_buffer_len(kind, "recv", recv.len(), "the sum of recv_counts", recv_total)?;
+        self.check_buffer_len(kind, "send", send.len(), "the sum of send_counts", send_total)?;
+        let (sends, receives) = (list_rank_parts(send, send_counts), list_rank_parts(recv_view, recv_counts));
+        self.exchange_parts(&sends, &receives, send.dtype())
     }
 
     fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {

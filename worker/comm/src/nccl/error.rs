@@ -1,5 +1,5 @@
 //! [`NcclError`]: why NCCL cannot be used, or why work of a group ended.
-use crate::{AbortReason, CommError, error::seconds};
+use crate::{AbortReason, CommError, error::format_seconds};
 use device::cuda::CudaError;
 use diagnostic::{Code, Diagnostic, codes::collective as codes};
 use std::{path::PathBuf, time::Duration};
@@ -18,7 +18,7 @@ pub enum NcclError {
     LibraryTooOld {
         /// The file of the library.
         path: PathBuf,
-        /// The version, or the function that is missing.
+        /// The version of the library, or the function that it lacks.
         found: String,
     },
     /// A function failed, or the communicator reported an error later.
@@ -32,7 +32,7 @@ pub enum NcclError {
         message: String,
     },
     /// A peer did not join, or work did not end, within the timeout.
-    #[error("{operation} did not end within {}", seconds(*timeout))]
+    #[error("{operation} did not end within {}", format_seconds(*timeout))]
     Timeout {
         /// What did not end.
         operation: String,
@@ -50,7 +50,7 @@ pub enum NcclError {
         /// The message of its error.
         message: String,
     },
-    /// A message names a rank that does not exist: a bug of the caller.
+    /// A message is addressed to a rank that does not exist: a bug of the caller.
     #[error("rank {peer} does not exist in a group of {world} ranks")]
     PeerOutOfRange {
         /// The rank that was named.
@@ -66,11 +66,11 @@ pub enum NcclError {
     Device(Box<CudaError>),
 }
 
-/// Result of an NCCL call.
+/// The result of an NCCL call.
 pub type Result<T> = std::result::Result<T, NcclError>;
 
 impl NcclError {
-    /// The stable name of what happened.
+    /// Returns the stable error code of this error.
     pub fn code(&self) -> Code {
         match self {
             NcclError::LibraryNotFound { .. } => codes::NCCL_LIBRARY_MISSING,

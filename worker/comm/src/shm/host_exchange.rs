@@ -1,8 +1,9 @@
-//! The steps of a multi-host collective among the ranks of one host, in bytes.
+//! The steps that a multi-host collective runs among the ranks of one host. Lengths and offsets are
+//! in bytes.
 //!
-//! Ranks here are those within the segment, which are local ranks of the job. Every function runs
-//! at least one round, so it is also a barrier of the host.
-use super::{CACHE_LINE_ELEMENTS, CallState, ShmComm, chunk_range, store_words};
+//! Ranks are ranks within the segment, which are local ranks of the job. Every function runs at
+//! least one round, so each function is also a barrier of the host.
+use super::{CACHE_LINE_ELEMENTS, ShmCallState, ShmComm, compute_chunk_range, store_words};
 use crate::{
     CallMismatch, Result, TransferUnit,
     call::{self, CollectiveCall},
@@ -12,7 +13,7 @@ use std::{
     sync::{MutexGuard, PoisonError, atomic::Ordering::Relaxed},
 };
 
-/// The bytes that one rank sends to another: the same range of each of several parts, concatenated.
+/// The bytes that one rank sends to another: one range of each of several parts, concatenated.
 #[derive(Clone, Debug)]
 pub(crate) struct OutgoingMessage<'a> {
     pub(crate) parts: &'a [&'a [u8]],
@@ -20,21 +21,21 @@ pub(crate) struct OutgoingMessage<'a> {
 }
 
 impl OutgoingMessage<'_> {
-    /// Bytes of the message.
+    /// Returns the size of the message in bytes.
     pub(crate) fn len(&self) -> usize {
         self.parts.len() * self.range.len()
     }
 
-    /// The longest contiguous bytes from `offset` on, which is inside the message.
-    pub(crate) fn contiguous_from(&self, offset: usize) -> &[u8] {
+    /// Returns the longest contiguous bytes from `offset` on. `offset` must be inside the message.
+    pub(crate) fn contiguous_bytes_from(&self, offset: usize) -> &[u8] {
         let (part, skip) = (offset / self.range.len(), offset % self.range.len());
         &self.parts[part][self.range.start + skip..self.range.end]
     }
 
-    /// Fills `to` with the bytes from `offset` on.
+    /// Fills `to` with the bytes of the message from `offset` on.
     fn copy_to(&self, mut to: &mut [u8], mut offset: usize) {
         while !to.is_empty() {
-            let from = self.contiguous_from(offset);
+            let from = self.contiguous_bytes_from(offset);
             let n = from.len().min(to.len());
             let (head, tail) = to.split_at_mut(n);
             head.copy_from_slice(&from[..n]);
@@ -45,29 +46,30 @@ impl OutgoingMessage<'_> {
 }
 
 impl ShmComm {
-    /// Locks the segment for one collective of this rank.
-    pub(crate) fn lock_call_state(&self) -> MutexGuard<'_, CallState> {
+    /// Locks the call state of this rank for one collective.
+    pub(crate) fn lock_call_state(&self) -> MutexGuard<'_, ShmCallState> {
         // A panic inside a collective aborts the group, so no inconsistent state is used.
         self.call_state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Replicates ranges of `buf` on all ranks of the host: rank r already has `ranges[r]`.
+    /// Distributes ranges of `buf` to all ranks of the host. Before the call, each rank r has only
+    /// `ranges[r]`.
     ///
     /// All ranks pass the same `ranges`.
-    pub(crate) fn replicate(
+    pub(crate) fn replicate_ranges(
         &self,
-        call_state: &mut CallState,
+        call_state: &mut ShmCallState,
         call: &CollectiveCall,
         buf: &mut [u8],
         ranges: &[Vec<Range<usize>>],
     ) -> Result<()> {
-        let chunk_bytes = self.chunk_elements() * size_of::<f32>();
+        let chunk_bytes = self.count_chunk_elements() * size_of::<f32>();
         let total = |rank: usize| ranges[rank].iter().map(Range::len).sum::<usize>();
         let longest = (0..self.position.world).map(total).max().unwrap_or(0);
         let mut offset = 0;
         loop {
             let slot = call_state.next_slot();
-            let len = chunk_range(total(self.position.rank), offset, chunk_bytes).len();
+            let len = compute_chunk_range(total(self.position.rank), offset, chunk_bytes).len();
             // SAFETY: this rank's slot of the next round.
             let to = unsafe { self.segment.slot_mut(self.position.rank, slot, 0, len) };
             visit_ranges(&ranges[self.position.rank], offset, len, |position, range| {
@@ -76,7 +78,7 @@ impl ShmComm {
             self.enter_round(call_state, call);
             self.wait_for_round(call_state, call)?;
             for peer in self.peers() {
-                let len = chunk_range(total(peer), offset, chunk_bytes).len();
+                let len = compute_chunk_range(total(peer), offset, chunk_bytes).len();
                 // SAFETY: read within the round.
                 let from = unsafe { self.segment.slot(peer, slot, 0, len) };
                 visit_ranges(&ranges[peer], offset, len, |position, range| {
@@ -94,9 +96,9 @@ impl ShmComm {
     /// Sends `messages[r]` to rank r, and receives the message of rank r in `buf[recv_ranges[r]]`.
     ///
     /// The entries of this rank itself are ignored.
-    pub(crate) fn exchange(
+    pub(crate) fn exchange_messages(
         &self,
-        call_state: &mut CallState,
+        call_state: &mut ShmCallState,
         call: &CollectiveCall,
         messages: &[OutgoingMessage],
         buf: &mut [u8],
@@ -104,14 +106,14 @@ impl ShmComm {
     ) -> Result<()> {
         let me = self.position.rank;
         let longest = self.exchange_message_lengths(call_state, call, messages, recv_ranges)?;
-        let chunk_bytes = self.peer_chunk_elements() * size_of::<f32>();
+        let chunk_bytes = self.count_peer_chunk_elements() * size_of::<f32>();
         debug_assert!(chunk_bytes >= CACHE_LINE_ELEMENTS);
         let mut offset = 0;
         while offset < longest {
             let slot = call_state.next_slot();
             for peer in self.peers() {
-                let range = chunk_range(messages[peer].len(), offset, chunk_bytes);
-                let start = self.peer_chunk_offset(me, peer, chunk_bytes);
+                let range = compute_chunk_range(messages[peer].len(), offset, chunk_bytes);
+                let start = self.compute_peer_chunk_offset(me, peer, chunk_bytes);
                 // SAFETY: this rank's slot of the next round.
                 let to = unsafe { self.segment.slot_mut(me, slot, start, range.len()) };
                 messages[peer].copy_to(to, range.start);
@@ -119,8 +121,8 @@ impl ShmComm {
             self.enter_round(call_state, call);
             self.wait_for_round(call_state, call)?;
             for peer in self.peers() {
-                let range = chunk_range(recv_ranges[peer].len(), offset, chunk_bytes);
-                let start = self.peer_chunk_offset(peer, me, chunk_bytes);
+                let range = compute_chunk_range(recv_ranges[peer].len(), offset, chunk_bytes);
+                let start = self.compute_peer_chunk_offset(peer, me, chunk_bytes);
                 // SAFETY: read within the round.
                 let from = unsafe { self.segment.slot(peer, slot, start, range.len()) };
                 buf[recv_ranges[peer].start + range.start..][..range.len()].copy_from_slice(from);
@@ -130,11 +132,11 @@ impl ShmComm {
         Ok(())
     }
 
-    /// Checks in one round that every rank expects the messages that are sent to it. Returns the
-    /// bytes of the longest message between any two ranks.
+    /// Checks, in one round, that every rank expects the messages that are sent to it. Returns the
+    /// size in bytes of the longest message between any two ranks.
     fn exchange_message_lengths(
         &self,
-        call_state: &mut CallState,
+        call_state: &mut ShmCallState,
         call: &CollectiveCall,
         messages: &[OutgoingMessage],
         recv_ranges: &[Range<usize>],
@@ -143,14 +145,14 @@ impl ShmComm {
         let slot = call_state.next_slot();
         let (sent, expected) =
             (messages.iter().map(OutgoingMessage::len), recv_ranges.iter().map(Range::len));
-        store_words(self.segment.table(me, slot), sent.chain(expected).map(|n| n as u64));
+        store_words(self.segment.number_table(me, slot), sent.chain(expected).map(|n| n as u64));
         self.enter_round(call_state, call);
         self.wait_for_round(call_state, call)?;
         let mut longest = 0;
         for peer in self.peers() {
-            let table = self.segment.table(peer, slot);
+            let table = self.segment.number_table(peer, slot);
             let word = |i: usize| table[i].load(Relaxed);
-            let (my_rank, peer_rank) = (self.job_rank(me), self.job_rank(peer));
+            let (my_rank, peer_rank) = (self.to_job_rank(me), self.to_job_rank(peer));
             let (sent, expected) = (messages[peer].len() as u64, recv_ranges[peer].len() as u64);
             check_byte_transfer(peer_rank, my_rank, word(me), expected)
                 .and_then(|()| check_byte_transfer(my_rank, peer_rank, sent, word(world + me)))
@@ -164,8 +166,8 @@ impl ShmComm {
     }
 }
 
-/// Fails unless `to` expects as many bytes as `from` sends. Reports `f32` elements if their numbers
-/// differ.
+/// Fails unless rank `to` expects as many bytes from rank `from` as `from` sends. The error counts
+/// `f32` elements if their numbers differ.
 pub(crate) fn check_byte_transfer(
     from: usize,
     to: usize,
@@ -173,15 +175,15 @@ pub(crate) fn check_byte_transfer(
     expected: u64,
 ) -> std::result::Result<(), CallMismatch> {
     let element_bytes = size_of::<f32>() as u64;
-    call::check_transfer(from, to, sent / element_bytes, expected / element_bytes)?;
+    call::check_transfer_lengths(from, to, sent / element_bytes, expected / element_bytes)?;
     if sent == expected {
         return Ok(());
     }
     Err(CallMismatch::Transfer { from, to, sent, expected, unit: TransferUnit::Bytes })
 }
 
-/// Calls `visit(position in the chunk, range)` for the `len` bytes from `offset` on of the stream
-/// that `ranges` form.
+/// Calls `visit(position in the chunk, range)` for the parts of a chunk of a stream. The stream
+/// consists of `ranges`, and the chunk is its `len` bytes from `offset` on.
 fn visit_ranges(
     ranges: &[Range<usize>],
     offset: usize,

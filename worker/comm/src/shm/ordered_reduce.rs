@@ -1,45 +1,46 @@
-//! Ordered reduce-scatter: whole pieces of the peers' partials in the order (rank, index).
+//! The ordered reduce-scatter of [`ShmComm`], which delivers whole pieces of the peers' partials in
+//! the order (rank, index).
 //!
-//! *Staged*: if the data of every rank for its peers fits into its staging slot, one round
-//! publishes it, and the sink reads it there; the reader makes no copy. A slot holds, for each
-//! partial, the pieces of the peers in rank order. Each piece begins at a cache line.
+//! *Staged*: if every rank's pieces for its peers fit into its staging slot, one round publishes
+//! them, and the sink reads them in the slot without a copy. A slot contains, for each partial, the
+//! pieces for the peers in rank order. Each piece begins at a cache line.
 //!
 //! *Windows*: otherwise the partials of all ranks, in sink order, are divided into windows. Within
 //! a window all ranks send at the same time, chunk by chunk, and each receiver assembles the pieces
 //! in a private buffer before it passes them to the sink. A window is as long as possible while the
 //! buffer of every rank stays within 8 × staging or twice the largest piece, whichever is more. In
 //! a longer window more ranks send at the same time.
-use super::{CACHE_LINE_ELEMENTS, CallState, ShmComm, chunk_range, streaming_copy};
+use super::{CACHE_LINE_ELEMENTS, ShmCallState, ShmComm, compute_chunk_range, streaming_copy};
 use crate::{AbortReason, CallMismatch, PartialSink, Result, call::CollectiveCall};
 use device::Buf;
 use std::ops::Range;
 
-/// The pieces of a window may take this many times `staging` in the private buffer of a rank.
+/// The limit of the pieces of a window in the private buffer of a rank, as a multiple of `staging`.
 const WINDOW_FACTOR: usize = 8;
 
-/// The largest number of partials of one rank.
+/// The largest number of partials that one rank may pass.
 const MAX_PARTIALS: u64 = 1 << 16;
 
-/// The partials of one window: for each rank a range of its indices.
+/// The partials of one window: for each rank, a range of the indices of its partials.
 pub(crate) type PartialWindow = Vec<Range<usize>>;
 
-/// Aborts the group if the sink panics, so that peers do not wait for this rank.
+/// Aborts the group if it is dropped by a panic of a sink, so that peers do not wait for this rank.
 struct AbortOnPanic<'a>(&'a ShmComm);
 
 impl Drop for AbortOnPanic<'_> {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            let rank = self.0.job_rank(self.0.position.rank);
+            let rank = self.0.to_job_rank(self.0.position.rank);
             self.0.abort_with_reason(&AbortReason::RankPanicked { rank });
         }
     }
 }
 
 impl ShmComm {
-    /// Runs the collective among two or more ranks. The lengths have been checked.
+    /// Runs an ordered reduce-scatter of two or more ranks. The caller has checked the lengths.
     pub(super) fn reduce_scatter_ordered_rounds(
         &self,
-        call_state: &mut CallState,
+        call_state: &mut ShmCallState,
         call: &CollectiveCall,
         partials: &[&[f32]],
         counts: &[usize],
@@ -55,7 +56,7 @@ impl ShmComm {
         }
         let partial_counts = self.gather_u64(call_state, call, partials.len() as u64)?;
         if let Some(rank) = partial_counts.iter().position(|&n| n > MAX_PARTIALS) {
-            let (partials, rank) = (partial_counts[rank], self.job_rank(rank));
+            let (partials, rank) = (partial_counts[rank], self.to_job_rank(rank));
             let mismatch = CallMismatch::TooManyPartials { rank, partials, limit: MAX_PARTIALS };
             return Err(self.abort_on_mismatch(mismatch));
         }
@@ -64,26 +65,29 @@ impl ShmComm {
             self.deliver_staged(slot, partials, &partial_counts, counts, sink);
             return Ok(());
         }
-        for window in partition_windows(&partial_counts, counts, max_window_elements(counts, staging)) {
+        for window in
+            partition_into_windows(&partial_counts, counts, compute_max_window_elements(counts, staging))
+        {
             self.exchange_window(call_state, call, partials, &window, counts, sink)?;
         }
         Ok(())
     }
 
-    /// The element of `owner`'s slot at which the piece of partial `i` for `dest` begins.
-    fn staged_offset(&self, owner: usize, i: usize, dest: usize, counts: &[usize]) -> usize {
+    /// Computes the element of `owner`'s slot at which the piece of partial `i` for rank `dest`
+    /// begins.
+    fn compute_staged_offset(&self, owner: usize, i: usize, dest: usize, counts: &[usize]) -> usize {
         let lower = (0..dest).filter(|&r| r != owner);
-        let before: usize = lower.map(|r| padded_to_cache_line(counts[r])).sum();
-        i * staged_elements(owner, counts) + before
+        let before: usize = lower.map(|r| round_up_to_cache_line(counts[r])).sum();
+        i * count_staged_elements(owner, counts) + before
     }
 
     /// Copies this rank's pieces for all peers to its slot.
     fn stage_partials(&self, slot: usize, partials: &[&[f32]], counts: &[usize]) {
         let rank = self.position.rank;
-        let starts = crate::call::offsets(counts);
+        let starts = crate::call::compute_offsets(counts);
         for (i, partial) in partials.iter().enumerate() {
             for peer in self.peers() {
-                let offset = self.staged_offset(rank, i, peer, counts);
+                let offset = self.compute_staged_offset(rank, i, peer, counts);
                 // SAFETY: this rank's slot of the next round.
                 unsafe { self.segment.slot_f32_mut(rank, slot, offset, counts[peer]) }
                     .copy_from_slice(&partial[starts[peer]..][..counts[peer]]);
@@ -91,7 +95,7 @@ impl ShmComm {
         }
     }
 
-    /// Passes the pieces in the peers' slots, and this rank's pieces, to the sink.
+    /// Passes the pieces in the peers' slots, and this rank's own pieces, to the sink.
     fn deliver_staged(
         &self,
         slot: usize,
@@ -101,7 +105,7 @@ impl ShmComm {
         sink: &mut PartialSink,
     ) {
         let me = self.position.rank;
-        let start = crate::call::offsets(counts)[me];
+        let start = crate::call::compute_offsets(counts)[me];
         for (rank, &n) in partial_counts.iter().enumerate() {
             if rank == me {
                 for (i, partial) in partials.iter().enumerate() {
@@ -110,17 +114,17 @@ impl ShmComm {
                 continue;
             }
             for i in 0..n {
-                let offset = self.staged_offset(rank, i, me, counts);
+                let offset = self.compute_staged_offset(rank, i, me, counts);
                 // SAFETY: read within the round, because this rank enters the next one later.
                 sink(rank, i, unsafe { self.segment.slot_f32(rank, slot, offset, counts[me]) }.into());
             }
         }
     }
 
-    /// Receives the pieces of one window in the private buffer, then passes them to the sink.
+    /// Receives the pieces of one window in the private buffer, and then passes them to the sink.
     fn exchange_window(
         &self,
-        call_state: &mut CallState,
+        call_state: &mut ShmCallState,
         call: &CollectiveCall,
         partials: &[&[f32]],
         window: &PartialWindow,
@@ -143,7 +147,7 @@ impl ShmComm {
         let recv = scratch.host_mut();
         let received = self.receive_window(call_state, call, partials, window, counts, &recv_starts, recv);
         if received.is_ok() {
-            let start = crate::call::offsets(counts)[me];
+            let start = crate::call::compute_offsets(counts)[me];
             for (rank, indices) in window.iter().enumerate() {
                 for (k, i) in indices.clone().enumerate() {
                     let piece = match rank == me {
@@ -158,11 +162,13 @@ impl ShmComm {
         received
     }
 
-    /// Runs the rounds of a window. The pieces of a rank for one peer form one stream, which is
-    /// sent in chunks. The stream from rank r is written to `recv` from `recv_starts[r]` on.
+    /// Runs the rounds of a window.
+    ///
+    /// The pieces of a rank for one peer form one stream, which is sent in chunks. The stream from
+    /// rank r is stored in `recv` from `recv_starts[r]` on.
     fn receive_window(
         &self,
-        call_state: &mut CallState,
+        call_state: &mut ShmCallState,
         call: &CollectiveCall,
         partials: &[&[f32]],
         window: &PartialWindow,
@@ -170,8 +176,8 @@ impl ShmComm {
         recv_starts: &[usize],
         recv: &mut [f32],
     ) -> Result<()> {
-        let (me, chunk_len) = (self.position.rank, self.peer_chunk_elements());
-        let starts = crate::call::offsets(counts);
+        let (me, chunk_len) = (self.position.rank, self.count_peer_chunk_elements());
+        let starts = crate::call::compute_offsets(counts);
         let sent = &partials[window[me].clone()];
         let most_partials = window.iter().map(Range::len).max().unwrap_or(0);
         let longest = most_partials.saturating_mul(counts.iter().copied().max().unwrap_or(0));
@@ -180,22 +186,22 @@ impl ShmComm {
         while offset < longest {
             let slot = call_state.next_slot();
             for peer in self.peers() {
-                let range = chunk_range(sent.len() * counts[peer], offset, chunk_len);
-                let start = self.peer_chunk_offset(me, peer, chunk_len);
+                let range = compute_chunk_range(sent.len() * counts[peer], offset, chunk_len);
+                let start = self.compute_peer_chunk_offset(me, peer, chunk_len);
                 // SAFETY: this rank's slot of the next round.
                 let to = unsafe { self.segment.slot_f32_mut(me, slot, start, range.len()) };
-                copy_stream(to, sent, starts[peer], counts[peer], range.start);
+                copy_from_stream(to, sent, starts[peer], counts[peer], range.start);
             }
             self.enter_round(call_state, call);
             self.wait_for_round(call_state, call)?;
             for peer in self.peers() {
-                let range = chunk_range(window[peer].len() * counts[me], offset, chunk_len);
-                let start = self.peer_chunk_offset(peer, me, chunk_len);
+                let range = compute_chunk_range(window[peer].len() * counts[me], offset, chunk_len);
+                let start = self.compute_peer_chunk_offset(peer, me, chunk_len);
                 // SAFETY: read within the round.
                 let chunk = unsafe { self.segment.slot_f32(peer, slot, start, range.len()) };
                 let to = &mut recv[recv_starts[peer]..][range];
                 let (to, chunk) = (bytemuck::cast_slice_mut(to), bytemuck::cast_slice(chunk));
-                streaming_copy::copy(to, chunk, bypass_cache);
+                streaming_copy::copy_bytes(to, chunk, bypass_cache);
             }
             offset = offset.saturating_add(chunk_len);
         }
@@ -203,46 +209,54 @@ impl ShmComm {
     }
 }
 
-/// Elements that `rank` stages for one partial.
-fn staged_elements(rank: usize, counts: &[usize]) -> usize {
-    let total: usize = counts.iter().map(|&n| padded_to_cache_line(n)).sum();
-    total - padded_to_cache_line(counts[rank])
+/// Computes the number of elements that `rank` stages for one partial.
+fn count_staged_elements(rank: usize, counts: &[usize]) -> usize {
+    let total: usize = counts.iter().map(|&n| round_up_to_cache_line(n)).sum();
+    total - round_up_to_cache_line(counts[rank])
 }
 
+/// Returns whether the pieces of `rank`, which passes `partials` partials, fit into a slot of
+/// `staging` bytes.
 fn fits_staging(rank: usize, partials: usize, counts: &[usize], staging: usize) -> bool {
     let slot = staging / size_of::<f32>();
-    staged_elements(rank, counts).checked_mul(partials).is_some_and(|n| n <= slot)
+    count_staged_elements(rank, counts).checked_mul(partials).is_some_and(|n| n <= slot)
 }
 
+/// Returns whether the pieces of every rank fit into its slot of `staging` bytes.
 fn all_fit_staging(partial_counts: &[usize], counts: &[usize], staging: usize) -> bool {
     partial_counts.iter().enumerate().all(|(rank, &n)| fits_staging(rank, n, counts, staging))
 }
 
-/// The largest number of elements that a rank may assemble in one window.
-fn max_window_elements(counts: &[usize], staging: usize) -> usize {
+/// Computes the largest number of elements that a rank may assemble in one window.
+fn compute_max_window_elements(counts: &[usize], staging: usize) -> usize {
     let largest = counts.iter().copied().max().unwrap_or(0);
     (WINDOW_FACTOR * staging / size_of::<f32>()).max(largest.saturating_mul(2))
 }
 
-/// The number of elements that `rank` assembles in private memory during an ordered reduce-scatter,
-/// for estimates of memory.
+/// Computes the number of elements that `rank` assembles in private memory during an ordered
+/// reduce-scatter, for estimates of memory.
 ///
-/// Rank r gives `partial_counts[r]` partials, of which rank s gets `counts[s]` elements each. The
-/// result is 0 if all fit into `staging` bytes.
-pub fn assembly_elements(rank: usize, partial_counts: &[usize], counts: &[usize], staging: usize) -> usize {
+/// Rank r passes `partial_counts[r]` partials, and rank s gets `counts[s]` elements of each
+/// partial. The result is 0 if the pieces of every rank fit into `staging` bytes.
+pub fn count_assembly_elements(
+    rank: usize,
+    partial_counts: &[usize],
+    counts: &[usize],
+    staging: usize,
+) -> usize {
     if all_fit_staging(partial_counts, counts, staging) {
         return 0;
     }
     let peer_partials =
         |w: PartialWindow| w.iter().enumerate().filter(|(r, _)| *r != rank).map(|(_, i)| i.len()).sum();
-    let max_elements = max_window_elements(counts, staging);
-    let windows = partition_windows(partial_counts, counts, max_elements).into_iter();
+    let max_elements = compute_max_window_elements(counts, staging);
+    let windows = partition_into_windows(partial_counts, counts, max_elements).into_iter();
     windows.map(peer_partials).max().unwrap_or(0_usize) * counts[rank]
 }
 
-/// Fills `to` from element `offset` on of the stream that consists of elements
-/// `start..start + count` of each partial.
-fn copy_stream(mut to: &mut [f32], partials: &[&[f32]], start: usize, count: usize, mut offset: usize) {
+/// Fills `to` from element `offset` of a stream. The stream consists of elements `start..start +
+/// count` of each partial.
+fn copy_from_stream(mut to: &mut [f32], partials: &[&[f32]], start: usize, count: usize, mut offset: usize) {
     while !to.is_empty() {
         let (i, skip) = (offset / count, offset % count);
         let n = to.len().min(count - skip);
@@ -254,13 +268,13 @@ fn copy_stream(mut to: &mut [f32], partials: &[&[f32]], start: usize, count: usi
 }
 
 /// Rounds `n` elements up to whole cache lines.
-fn padded_to_cache_line(n: usize) -> usize {
+fn round_up_to_cache_line(n: usize) -> usize {
     n.next_multiple_of(CACHE_LINE_ELEMENTS)
 }
 
 /// Divides the partials of all ranks, in the order (rank, index), into windows in which no rank
-/// assembles more than `max_elements`. A single partial that exceeds the limit is one window.
-pub(crate) fn partition_windows(
+/// assembles more than `max_elements`. A partial that exceeds the limit alone is one window.
+pub(crate) fn partition_into_windows(
     partial_counts: &[usize],
     counts: &[usize],
     max_elements: usize,
@@ -295,8 +309,8 @@ pub(crate) fn partition_windows(
 mod tests {
     use super::*;
 
-    /// The partials of all windows as (rank, index), in order.
-    fn partials_in_order(windows: &[PartialWindow]) -> Vec<(usize, usize)> {
+    /// Lists the partials of all windows as (rank, index), in order.
+    fn list_partials(windows: &[PartialWindow]) -> Vec<(usize, usize)> {
         let of_window = |w: &PartialWindow| -> Vec<(usize, usize)> {
             w.iter().enumerate().flat_map(|(r, is)| is.clone().map(move |i| (r, i))).collect()
         };
@@ -310,10 +324,10 @@ mod tests {
             max_elements in 0usize..60,
         ) {
             let (partial_counts, counts): (Vec<usize>, Vec<usize>) = ranks.into_iter().unzip();
-            let windows = partition_windows(&partial_counts, &counts, max_elements);
+            let windows = partition_into_windows(&partial_counts, &counts, max_elements);
             let expected: Vec<_> =
                 partial_counts.iter().enumerate().flat_map(|(r, &n)| (0..n).map(move |i| (r, i))).collect();
-            assert_eq!(partials_in_order(&windows), expected);
+            assert_eq!(list_partials(&windows), expected);
             for w in &windows {
                 let partials: usize = w.iter().map(Range::len).sum();
                 assert!(partials > 0);
@@ -327,25 +341,25 @@ mod tests {
 
     #[test]
     fn all_ranks_send_in_one_window_if_their_pieces_fit() {
-        assert_eq!(partition_windows(&[1, 1], &[8, 8], 8).len(), 1);
-        assert_eq!(partition_windows(&[1, 1], &[8, 8], 7).len(), 2);
+        assert_eq!(partition_into_windows(&[1, 1], &[8, 8], 8).len(), 1);
+        assert_eq!(partition_into_windows(&[1, 1], &[8, 8], 7).len(), 2);
     }
 
     #[test]
     fn partials_that_fit_into_staging_are_not_assembled() {
         // Two ranks with a page of elements each: one slot holds it, or rank 1 assembles two
         // pieces.
-        assert_eq!(assembly_elements(1, &[1, 1], &[1024, 1024], 4096), 0);
-        assert_eq!(assembly_elements(1, &[2, 1], &[1024, 1024], 4096), 2 * 1024);
+        assert_eq!(count_assembly_elements(1, &[1, 1], &[1024, 1024], 4096), 0);
+        assert_eq!(count_assembly_elements(1, &[2, 1], &[1024, 1024], 4096), 2 * 1024);
         // More than a window holds: twice the largest piece.
-        assert_eq!(assembly_elements(0, &[1, 30], &[10240, 10240], 4096), 2 * 10240);
+        assert_eq!(count_assembly_elements(0, &[1, 30], &[10240, 10240], 4096), 2 * 10240);
     }
 
     #[test]
     fn a_stream_crosses_the_borders_of_partials() {
         let (a, b) = ([0.0, 1.0, 2.0, 3.0], [10.0, 11.0, 12.0, 13.0]);
         let mut to = [0.0; 3];
-        copy_stream(&mut to, &[&a, &b], 1, 2, 1);
+        copy_from_stream(&mut to, &[&a, &b], 1, 2, 1);
         assert_eq!(to, [2.0, 11.0, 12.0]);
     }
 }

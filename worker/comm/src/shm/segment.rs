@@ -3,7 +3,7 @@
 //!
 //! ```text
 //! 0      header        identity (magic with layout version, world, staging), event count, abort
-//! 4096   rank lines    128 bytes per rank: entered rounds, calls of the last two rounds, pid
+//! 4096   rank status   128 bytes per rank: entered rounds, calls of the last two rounds, pid
 //! …      tables        per rank and slot 2 × world words: numbers for the peers (lengths, counts)
 //! …      staging       per rank 2 slots of `staging` bytes
 //! …      tail          one unused page, whose last byte sizes the file
@@ -25,57 +25,57 @@ use std::{
     sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering::SeqCst},
 };
 
-/// Bytes of the header for an encoded [`AbortReason`].
+/// Number of bytes of the header that are reserved for an encoded [`AbortReason`].
 pub(super) const MAX_REASON_BYTES: usize = 512;
 
-/// "launchS" and the layout version.
+/// The first word of a segment: "launchS" and the layout version.
 const MAGIC: u64 = u64::from_le_bytes(*b"launchS\x02");
 const PAGE_BYTES: usize = 4096;
-const RANK_LINE_BYTES: usize = 128;
+const RANK_STATUS_BYTES: usize = 128;
 
-/// The first page of the segment.
+/// The first page of the segment: the identity of the group, the event count and the abort reason.
 #[repr(C)]
-pub(super) struct Header {
+pub(super) struct SegmentHeader {
     magic: AtomicU64,
     world: AtomicU64,
     staging: AtomicU64,
     pad: [u64; 13],
-    /// Counts the events that sleepers wait for; the futex on which they sleep.
+    /// The number of events that sleepers wait for. Sleepers sleep on this futex.
     pub(super) event_count: AtomicU32,
-    /// Ranks that sleep or are about to.
+    /// The number of ranks that sleep or are about to.
     pub(super) sleepers: AtomicU32,
     pad2: [u64; 15],
-    /// 0: not aborted, 1: a process is writing the reason, 2: aborted.
+    /// 0: the group is not aborted. 1: a process is writing the reason. 2: the group is aborted.
     pub(super) abort_state: AtomicU32,
     pub(super) reason_len: AtomicU32,
     pub(super) reason: [AtomicU8; MAX_REASON_BYTES],
 }
 
-const _: () = assert!(size_of::<Header>() <= PAGE_BYTES);
+const _: () = assert!(size_of::<SegmentHeader>() <= PAGE_BYTES);
 const _: () = assert!(MAX_REASON_BYTES > FIXED_BYTES);
 
-/// What one rank publishes to all others. Only that rank writes it.
+/// The state that one rank publishes to all others. Only that rank writes it.
 #[repr(C, align(128))]
-pub(super) struct RankLine {
-    /// The last round that this rank has entered. It has then finished reading all earlier rounds.
+pub(super) struct RankStatus {
+    /// The last round that this rank has entered. The rank has finished reading all earlier rounds.
     pub(super) entered_round: AtomicU64,
-    /// The call that round `n` belongs to, at index `n % 2`.
+    /// The calls of the last two rounds. The call of round `n` is at index `n % 2`.
     pub(super) call: [[AtomicU64; 3]; 2],
-    /// Process id, or 0 before the rank has joined.
+    /// The process id of the rank, or 0 before the rank has joined.
     pub(super) joined_pid: AtomicU32,
-    /// Not 0 after the rank has left the group in order.
+    /// Not 0 once the rank has left the group in order.
     pub(super) has_left: AtomicU32,
     /// The processor on which this rank entered its last round.
     pub(super) cpu: AtomicU32,
 }
 
-const _: () = assert!(size_of::<RankLine>() == RANK_LINE_BYTES);
+const _: () = assert!(size_of::<RankStatus>() == RANK_STATUS_BYTES);
 
-/// The offsets of all parts, which follow from `world` and `staging` alone.
+/// The byte offsets of the parts of a segment. They follow from `world` and `staging` alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct SegmentLayout {
     pub(super) world: usize,
-    /// Bytes of one slot.
+    /// Size of one slot in bytes.
     pub(super) staging_bytes: usize,
     tables: usize,
     slots: usize,
@@ -83,8 +83,8 @@ pub(super) struct SegmentLayout {
 }
 
 impl SegmentLayout {
-    /// Computes the offsets. `staging` is rounded up to whole pages. Fails if a size is out of
-    /// bounds.
+    /// Computes the offsets. `staging` is rounded up to whole pages. Fails if `world` or `staging`
+    /// is out of bounds.
     pub(super) fn new(world: usize, staging: usize) -> std::result::Result<Self, GroupError> {
         if !(1..=crate::MAX_WORLD).contains(&world) {
             return Err(GroupError::WorldSize { world, limit: crate::MAX_WORLD });
@@ -95,7 +95,7 @@ impl SegmentLayout {
             return Err(GroupError::StagingSize { bytes: staging, world, min, max });
         }
         let staging = staging.next_multiple_of(PAGE_BYTES);
-        let tables = PAGE_BYTES + (world * RANK_LINE_BYTES).next_multiple_of(PAGE_BYTES);
+        let tables = PAGE_BYTES + (world * RANK_STATUS_BYTES).next_multiple_of(PAGE_BYTES);
         let slots = tables + (world * 2 * 2 * world * size_of::<u64>()).next_multiple_of(PAGE_BYTES);
         let size = slots + world * 2 * staging + PAGE_BYTES; // at most 2 TiB of address space
         Ok(SegmentLayout { world, staging_bytes: staging, tables, slots, size })
@@ -115,7 +115,8 @@ unsafe impl Send for FileMapping {}
 unsafe impl Sync for FileMapping {}
 
 impl FileMapping {
-    /// Maps `len` bytes from `position` on, a multiple of the page size.
+    /// Maps `len` bytes of the file from `position` on. `position` must be a multiple of the page
+    /// size.
     fn new(fd: BorrowedFd<'_>, position: usize, len: usize) -> Result<Self> {
         use nix::sys::mman::{MapFlags, ProtFlags, mmap};
         let failed = |errno| SharedMemoryError::Os { operation: "map", bytes: len, errno };
@@ -139,13 +140,14 @@ impl Drop for FileMapping {
 pub(super) struct WindowMapping(FileMapping);
 
 impl WindowMapping {
-    /// Maps `len` bytes from `position` on, a multiple of the page size, followed by a tail page
-    /// that sizes the file.
+    /// Maps the window of `len` bytes at `position`, which must be a multiple of the page size.
+    /// Enlarges the file so that it contains the window and one unused page.
     pub(super) fn open(fd: BorrowedFd<'_>, position: usize, len: usize) -> Result<Self> {
         ensure_file_size(fd, position + len.next_multiple_of(PAGE_BYTES) + PAGE_BYTES)?;
         Ok(WindowMapping(FileMapping::new(fd, position, len.max(1))?))
     }
 
+    /// Returns the address of the first byte of the window.
     pub(super) fn start(&self) -> NonNull<u8> {
         self.0.base.cast()
     }
@@ -166,21 +168,23 @@ impl WindowMemory for WindowMapping {
     }
 }
 
-/// The mapping of the header alone, which is enough to abort a group.
+/// A mapping of the header alone, which is enough to abort a group.
 pub(super) struct HeaderMapping(FileMapping);
 
 impl HeaderMapping {
-    /// Maps the header of a segment, which may not have its full size yet.
+    /// Maps the header of a segment, which may not have its full size yet. Fails if the file
+    /// belongs to another program.
     pub(super) fn open(fd: BorrowedFd<'_>) -> Result<Self> {
         ensure_file_size(fd, PAGE_BYTES)?;
         let mapping = HeaderMapping(FileMapping::new(fd, 0, PAGE_BYTES)?);
-        set_or_compare(&mapping.header().magic, MAGIC, "magic and layout version")?;
+        set_or_compare_word(&mapping.header().magic, MAGIC, "magic and layout version")?;
         Ok(mapping)
     }
 
-    pub(super) fn header(&self) -> &Header {
-        // SAFETY: a page-aligned page of shared memory; Header consists of atomics, all bits are
-        // valid.
+    /// Returns the header.
+    pub(super) fn header(&self) -> &SegmentHeader {
+        // SAFETY: a page-aligned page of shared memory; SegmentHeader consists of atomics, all bits
+        // are valid.
         unsafe { self.0.base.cast().as_ref() }
     }
 }
@@ -192,8 +196,8 @@ pub(super) struct Segment {
 }
 
 impl Segment {
-    /// Sizes the file unless a peer has done so, maps it, and checks that the peers have the same
-    /// layout version, world and staging.
+    /// Maps the whole segment. Enlarges the file unless a peer has done so, and checks that the
+    /// peers have the same layout version, world size and staging size.
     pub(super) fn open(fd: BorrowedFd<'_>, world: usize, limits: &ShmLimits) -> Result<Self> {
         let layout = SegmentLayout::new(world, limits.staging_bytes)?;
         ensure_file_size(fd, layout.size)?;
@@ -201,40 +205,43 @@ impl Segment {
         // allow seals; then the ranks must trust each other.
         let _ = nix::fcntl::fcntl(fd, nix::fcntl::FcntlArg::F_ADD_SEALS(nix::fcntl::SealFlag::F_SEAL_SHRINK));
         let segment = Segment { mapping: FileMapping::new(fd, 0, layout.size)?, layout };
-        set_or_compare(&segment.header().magic, MAGIC, "magic and layout version")?;
+        set_or_compare_word(&segment.header().magic, MAGIC, "magic and layout version")?;
         // From here on this is the segment of a group: a rank that cannot join aborts the group, so
         // that no peer waits for it.
         segment
-            .check_identity(fd)
-            .inspect_err(|e| segment.header().abort(&AbortReason::requested(&e.to_string())))?;
+            .check_group_identity(fd)
+            .inspect_err(|e| segment.header().abort(&AbortReason::from_request(&e.to_string())))?;
         Ok(segment)
     }
 
-    fn check_identity(&self, fd: BorrowedFd<'_>) -> Result<()> {
+    /// Stores the world size and the staging size in the header if this rank is the first. Fails if
+    /// they, or the size of the file, differ from those of the peers.
+    fn check_group_identity(&self, fd: BorrowedFd<'_>) -> Result<()> {
         let SegmentLayout { world, staging_bytes, size, .. } = self.layout;
-        set_or_compare(&self.header().world, world as u64, "world size")?;
-        set_or_compare(&self.header().staging, staging_bytes as u64, "staging size")?;
-        match file_size(fd)? {
+        set_or_compare_word(&self.header().world, world as u64, "world size")?;
+        set_or_compare_word(&self.header().staging, staging_bytes as u64, "staging size")?;
+        match read_file_size(fd)? {
             found if found == size => Ok(()),
             found => Err(SharedMemoryError::FileSize { found, expected: size }.into()),
         }
     }
 
-    pub(super) fn header(&self) -> &Header {
+    /// Returns the header.
+    pub(super) fn header(&self) -> &SegmentHeader {
         // SAFETY: the mapping begins with a page for the header; it consists of atomics, all bits
         // are valid.
         unsafe { self.mapping.base.cast().as_ref() }
     }
 
-    /// What `rank` publishes to the others.
-    pub(super) fn rank_line(&self, rank: usize) -> &RankLine {
+    /// Returns the state that `rank` publishes to the others.
+    pub(super) fn rank_status(&self, rank: usize) -> &RankStatus {
         assert!(rank < self.layout.world);
-        // SAFETY: inside the rank lines, aligned to 128, made of atomics.
-        unsafe { self.mapping.base.add(PAGE_BYTES + rank * RANK_LINE_BYTES).cast().as_ref() }
+        // SAFETY: inside the rank statuses, aligned to 128, made of atomics.
+        unsafe { self.mapping.base.add(PAGE_BYTES + rank * RANK_STATUS_BYTES).cast().as_ref() }
     }
 
-    /// The `2 × world` words of `rank` for the rounds of this slot.
-    pub(super) fn table(&self, rank: usize, slot: usize) -> &[AtomicU64] {
+    /// Returns the `2 × world` words that `rank` publishes in the rounds of this slot.
+    pub(super) fn number_table(&self, rank: usize, slot: usize) -> &[AtomicU64] {
         let (world, words) = (self.layout.world, 2 * self.layout.world);
         assert!(rank < world && slot < 2);
         let offset = self.layout.tables + (rank * 2 + slot) * words * size_of::<u64>();
@@ -242,9 +249,14 @@ impl Segment {
         unsafe { std::slice::from_raw_parts(self.mapping.base.add(offset).cast().as_ptr(), words) }
     }
 
-    /// The position in the file of a new shared window of `bytes` bytes, if `window_bytes` are in
-    /// use after the segment, and how many are in use then.
-    pub(super) fn window_position(&self, window_bytes: usize, bytes: usize) -> Result<(usize, usize)> {
+    /// Computes the position in the file of a new shared window of `bytes` bytes, if windows
+    /// already use `window_bytes` after the segment. Returns the position, and the number of bytes
+    /// in use with the new window.
+    pub(super) fn compute_window_position(
+        &self,
+        window_bytes: usize,
+        bytes: usize,
+    ) -> Result<(usize, usize)> {
         let padded = bytes.checked_next_multiple_of(PAGE_BYTES);
         let end = padded.and_then(|n| n.checked_add(PAGE_BYTES + window_bytes));
         let position = self.layout.size.next_multiple_of(PAGE_BYTES) + window_bytes;
@@ -254,48 +266,52 @@ impl Segment {
         }
     }
 
-    fn slot_address(&self, rank: usize, slot: usize, start: usize, len: usize) -> NonNull<u8> {
+    /// Returns the address of byte `start` of a slot. Panics unless the slot contains `len` bytes
+    /// from there on.
+    fn locate_slot_bytes(&self, rank: usize, slot: usize, start: usize, len: usize) -> NonNull<u8> {
         let SegmentLayout { world, staging_bytes, slots, .. } = self.layout;
         assert!(rank < world && slot < 2 && start <= staging_bytes && len <= staging_bytes - start);
         // SAFETY: inside the mapping, by the assertion.
         unsafe { self.mapping.base.add(slots + (rank * 2 + slot) * staging_bytes + start) }
     }
 
-    /// `len` bytes of a slot from byte `start`, to read.
+    /// Returns `len` bytes of a slot from byte `start` on, to read.
     ///
     /// # Safety
-    /// Allowed from the round in which `rank` published this slot until this rank enters its next
-    /// round. The peer does not write the slot in between. A peer that breaks this rule can corrupt
-    /// numbers, but no addresses.
+    /// The caller must not use the bytes before the round in which `rank` published this slot, nor
+    /// after this rank entered its next round. In between, the peer does not write the slot. A peer
+    /// that breaks this rule can corrupt numbers, but no addresses.
     pub(super) unsafe fn slot(&self, rank: usize, slot: usize, start: usize, len: usize) -> &[u8] {
         // SAFETY: in bounds; all bytes are valid.
-        unsafe { std::slice::from_raw_parts(self.slot_address(rank, slot, start, len).as_ptr(), len) }
+        unsafe { std::slice::from_raw_parts(self.locate_slot_bytes(rank, slot, start, len).as_ptr(), len) }
     }
 
-    /// `len` elements of a slot from element `start`, to read.
+    /// Returns `len` elements of a slot from element `start` on, to read.
     ///
     /// # Safety
-    /// See [`Segment::slot`].
+    /// The caller must obey the rules of [`Segment::slot`].
     pub(super) unsafe fn slot_f32(&self, rank: usize, slot: usize, start: usize, len: usize) -> &[f32] {
         // SAFETY: the caller's promise.
         bytemuck::cast_slice(unsafe { self.slot(rank, slot, start * 4, len * 4) })
     }
 
-    /// `len` bytes of a slot of this rank from byte `start`, to write.
+    /// Returns `len` bytes of a slot of this rank from byte `start` on, to write.
     ///
     /// # Safety
-    /// `rank` is the caller's, the slot is that of its next round, and no other slice of the range
-    /// is in use.
+    /// The caller must pass its own rank and the slot of its next round, and must not use another
+    /// slice of the range at the same time.
     #[allow(clippy::mut_from_ref)] // shared memory: the protocol guarantees exclusive access
     pub(super) unsafe fn slot_mut(&self, rank: usize, slot: usize, start: usize, len: usize) -> &mut [u8] {
         // SAFETY: in bounds; exclusive by the caller's promise.
-        unsafe { std::slice::from_raw_parts_mut(self.slot_address(rank, slot, start, len).as_ptr(), len) }
+        unsafe {
+            std::slice::from_raw_parts_mut(self.locate_slot_bytes(rank, slot, start, len).as_ptr(), len)
+        }
     }
 
-    /// `len` elements of a slot of this rank from element `start`, to write.
+    /// Returns `len` elements of a slot of this rank from element `start` on, to write.
     ///
     /// # Safety
-    /// See [`Segment::slot_mut`].
+    /// The caller must obey the rules of [`Segment::slot_mut`].
     #[allow(clippy::mut_from_ref)]
     pub(super) unsafe fn slot_f32_mut(
         &self,
@@ -309,12 +325,12 @@ impl Segment {
     }
 }
 
-/// Makes the file at least `size` bytes long by writing its last byte, which is not used.
+/// Enlarges the file to at least `size` bytes by writing its last byte, which is not used.
 ///
-/// In contrast to truncation this cannot shrink the file of a peer with another size. The file
-/// stays sparse.
+/// In contrast to `ftruncate`, the write cannot shrink the file of a peer with another size. The
+/// file stays sparse.
 fn ensure_file_size(fd: BorrowedFd<'_>, size: usize) -> Result<()> {
-    if file_size(fd)? >= size {
+    if read_file_size(fd)? >= size {
         return Ok(());
     }
     let failed = |errno| SharedMemoryError::Os { operation: "resize", bytes: size, errno };
@@ -322,15 +338,16 @@ fn ensure_file_size(fd: BorrowedFd<'_>, size: usize) -> Result<()> {
     Ok(())
 }
 
-fn file_size(fd: BorrowedFd<'_>) -> Result<usize> {
+/// Reads the size of the file in bytes.
+fn read_file_size(fd: BorrowedFd<'_>) -> Result<usize> {
     let failed = |errno| SharedMemoryError::Os { operation: "inspect", bytes: 0, errno };
     let stat = fstat(fd).map_err(failed)?;
     Ok(usize::try_from(stat.st_size).map_err(|_| failed(Errno::EINVAL))?)
 }
 
-/// Stores `value` in a word of the header if no rank has set it; fails if a peer has set another
-/// one.
-fn set_or_compare(
+/// Stores `value` in a word of the header if no rank has set the word. Fails if a peer has set
+/// another value.
+fn set_or_compare_word(
     word: &AtomicU64,
     value: u64,
     field: &'static str,
@@ -352,7 +369,7 @@ mod tests {
         for world in [1, 2, 3, 8, 16, 100, crate::MAX_WORLD] {
             let l = SegmentLayout::new(world, 70_000).unwrap();
             assert_eq!(l.staging_bytes % PAGE_BYTES, 0);
-            assert!(PAGE_BYTES + world * RANK_LINE_BYTES <= l.tables);
+            assert!(PAGE_BYTES + world * RANK_STATUS_BYTES <= l.tables);
             assert!(l.tables + world * 2 * 2 * world * 8 <= l.slots);
             assert_eq!(l.slots + world * 2 * l.staging_bytes + PAGE_BYTES, l.size);
         }

@@ -2,15 +2,16 @@
 //! ordinary store first reads the cache line that it overwrites, which is a third of the memory
 //! traffic of a large gather.
 
-/// The size of the whole destination in bytes from which bypassing the caches is faster.
+/// The size in bytes of the whole destination from which on bypassing the caches is faster.
 pub(super) const MIN_STREAMING_BYTES: usize = 24 << 20;
 
-/// Copies `from` to `to`, bypassing the caches if `bypass_cache`.
-pub(super) fn copy(to: &mut [u8], from: &[u8], bypass_cache: bool) {
+/// Copies `from` to `to`, which must be equally long. Bypasses the processor caches if
+/// `bypass_cache` is set and the processor supports it.
+pub(super) fn copy_bytes(to: &mut [u8], from: &[u8], bypass_cache: bool) {
     assert_eq!(to.len(), from.len(), "a copy has one length");
     #[cfg(target_arch = "x86_64")]
     if bypass_cache {
-        return x86_64::copy(to, from);
+        return x86_64::copy_bypassing_caches(to, from);
     }
     let _ = bypass_cache;
     to.copy_from_slice(from);
@@ -22,7 +23,8 @@ mod x86_64 {
 
     const CACHE_LINE_BYTES: usize = 64;
 
-    pub(super) fn copy(to: &mut [u8], from: &[u8]) {
+    /// Copies `from` to `to` with streaming stores, and makes them visible to other processors.
+    pub(super) fn copy_bypassing_caches(to: &mut [u8], from: &[u8]) {
         let head = to.as_ptr().align_offset(CACHE_LINE_BYTES).min(to.len());
         let (to_head, to) = to.split_at_mut(head);
         let (from_head, from) = from.split_at(head);
@@ -47,7 +49,7 @@ mod x86_64 {
 
 #[cfg(test)]
 mod tests {
-    use super::copy;
+    use super::copy_bytes;
 
     #[test]
     fn copies_at_every_alignment_and_length() {
@@ -55,7 +57,7 @@ mod tests {
         for bypass_cache in [false, true] {
             for (start, len) in (0..70).flat_map(|s| [0, 1, 15, 63, 64, 65, 200, 300].map(|l| (s, l))) {
                 let mut to = vec![0xee; 400];
-                copy(&mut to[start..start + len], &from[3..3 + len], bypass_cache);
+                copy_bytes(&mut to[start..start + len], &from[3..3 + len], bypass_cache);
                 assert_eq!(&to[start..start + len], &from[3..3 + len]);
                 assert!(to[..start].iter().chain(&to[start + len..]).all(|&b| b == 0xee));
             }

@@ -1,5 +1,5 @@
-//! Ranks as threads of the test, each with a separate mapping: segments that are rejected, and
-//! peers that break the protocol.
+//! Tests of [`ShmComm`] with ranks that are threads, each with a separate mapping: segments that
+//! are rejected, and peers that break the protocol.
 use super::*;
 use crate::{SharedMemoryError, abort_reason::FIXED_BYTES};
 use nix::sys::memfd::{MFdFlags, memfd_create};
@@ -12,12 +12,14 @@ fn create_memfd() -> OwnedFd {
     memfd_create("comm-test", MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING).unwrap()
 }
 
-fn test_limits() -> ShmLimits {
+/// Returns limits with the smallest staging memory and timeouts that no test reaches.
+fn make_test_limits() -> ShmLimits {
     let timeout = Duration::from_secs(30);
     ShmLimits { join_timeout: timeout, collective_timeout: timeout, staging_bytes: 4096 }
 }
 
-/// Joins `world` ranks and runs `f` as each of them. Returns the results by rank.
+/// Joins `world` ranks and runs `f` as each of them, in one thread per rank. Returns the results by
+/// rank.
 fn run_ranks<T: Send>(world: usize, limits: ShmLimits, f: impl Fn(ShmComm) -> T + Sync) -> Vec<T> {
     let fd = create_memfd();
     thread::scope(|s| {
@@ -28,12 +30,13 @@ fn run_ranks<T: Send>(world: usize, limits: ShmLimits, f: impl Fn(ShmComm) -> T 
     })
 }
 
-fn join_error(fd: &OwnedFd, rank: usize, world: usize, limits: ShmLimits) -> CommError {
+/// Joins a group as `rank`, and returns the error. Panics if the rank joins.
+fn expect_join_error(fd: &OwnedFd, rank: usize, world: usize, limits: ShmLimits) -> CommError {
     ShmComm::join(fd.try_clone().unwrap(), rank, world, limits).err().unwrap()
 }
 
-/// The field of the header that two ranks disagree about.
-fn mismatched_field(error: &CommError) -> &'static str {
+/// Returns the field of the header that two ranks disagree about. Panics on any other error.
+fn expect_mismatched_field(error: &CommError) -> &'static str {
     match error {
         CommError::SharedMemory(SharedMemoryError::HeaderMismatch { field, .. }) => field,
         other => panic!("{other}"),
@@ -44,47 +47,50 @@ fn mismatched_field(error: &CommError) -> &'static str {
 fn the_segment_of_another_program_or_group_is_rejected() {
     let fd = create_memfd();
     nix::sys::uio::pwrite(&fd, b"something else", 0).unwrap();
-    assert_eq!(mismatched_field(&join_error(&fd, 0, 2, test_limits())), "magic and layout version");
-    assert!(abort(fd.as_fd(), "x").is_err());
+    assert_eq!(
+        expect_mismatched_field(&expect_join_error(&fd, 0, 2, make_test_limits())),
+        "magic and layout version"
+    );
+    assert!(abort_group(fd.as_fd(), "x").is_err());
     let fd = create_memfd();
-    drop(ShmComm::join(fd.try_clone().unwrap(), 0, 1, test_limits()).unwrap());
-    assert_eq!(mismatched_field(&join_error(&fd, 0, 2, test_limits())), "world size");
+    drop(ShmComm::join(fd.try_clone().unwrap(), 0, 1, make_test_limits()).unwrap());
+    assert_eq!(expect_mismatched_field(&expect_join_error(&fd, 0, 2, make_test_limits())), "world size");
     let fd = create_memfd();
-    let member = ShmComm::join(fd.try_clone().unwrap(), 0, 1, test_limits()).unwrap();
-    let rejected = join_error(&fd, 0, 1, ShmLimits { staging_bytes: 8192, ..test_limits() });
-    assert_eq!(mismatched_field(&rejected), "staging size");
+    let member = ShmComm::join(fd.try_clone().unwrap(), 0, 1, make_test_limits()).unwrap();
+    let rejected = expect_join_error(&fd, 0, 1, ShmLimits { staging_bytes: 8192, ..make_test_limits() });
+    assert_eq!(expect_mismatched_field(&rejected), "staging size");
     // a rank that cannot join aborts the group
     let reason = AbortReason::Requested { reason: rejected.to_string() };
     assert_eq!(member.barrier(), Err(CommError::Aborted(reason)));
-    let out_of_range = join_error(&create_memfd(), 2, 2, test_limits());
+    let out_of_range = expect_join_error(&create_memfd(), 2, 2, make_test_limits());
     assert_eq!(out_of_range, GroupError::RankOutOfRange { rank: 2, world: 2 }.into());
-    let empty_group = join_error(&create_memfd(), 0, 0, test_limits());
+    let empty_group = expect_join_error(&create_memfd(), 0, 0, make_test_limits());
     assert!(matches!(empty_group, CommError::InvalidGroup(GroupError::WorldSize { world: 0, .. })));
     let not_a_memfd = std::fs::File::open("/dev/null").unwrap();
-    assert!(ShmComm::join(not_a_memfd.into(), 0, 1, test_limits()).is_err());
+    assert!(ShmComm::join(not_a_memfd.into(), 0, 1, make_test_limits()).is_err());
 }
 
 #[test]
 fn a_rank_joins_only_once() {
     let fd = create_memfd();
-    let _member = ShmComm::join(fd.try_clone().unwrap(), 0, 1, test_limits()).unwrap();
+    let _member = ShmComm::join(fd.try_clone().unwrap(), 0, 1, make_test_limits()).unwrap();
     let pid = std::process::id();
     let error = GroupError::AlreadyJoined { rank: 0, joined_pid: pid, pid };
-    assert_eq!(join_error(&fd, 0, 1, test_limits()), error.into());
+    assert_eq!(expect_join_error(&fd, 0, 1, make_test_limits()), error.into());
 }
 
 #[test]
 fn an_abort_before_the_first_rank_joins_makes_joining_fail() {
     let fd = create_memfd();
-    abort(fd.as_fd(), "no memory").unwrap();
-    let error = CommError::Aborted(AbortReason::requested("no memory"));
-    assert_eq!(join_error(&fd, 0, 2, test_limits()), error);
+    abort_group(fd.as_fd(), "no memory").unwrap();
+    let error = CommError::Aborted(AbortReason::from_request("no memory"));
+    assert_eq!(expect_join_error(&fd, 0, 2, make_test_limits()), error);
 }
 
 #[test]
 fn a_long_abort_reason_is_cut_at_a_character() {
     let long = "ä".repeat(400);
-    let errors = run_ranks(2, test_limits(), |c| {
+    let errors = run_ranks(2, make_test_limits(), |c| {
         c.barrier().unwrap(); // both have joined
         if c.rank() == 0 {
             c.abort(&format!("x{long}"));
@@ -98,7 +104,7 @@ fn a_long_abort_reason_is_cut_at_a_character() {
 
 #[test]
 fn ranks_survive_a_peer_that_dies_while_it_stores_an_abort_reason() {
-    let errors = run_ranks(2, test_limits(), |c| {
+    let errors = run_ranks(2, make_test_limits(), |c| {
         c.barrier().unwrap(); // both have joined
         c.segment.header().abort_state.store(1, SeqCst);
         c.barrier().unwrap_err()
@@ -110,7 +116,7 @@ fn ranks_survive_a_peer_that_dies_while_it_stores_an_abort_reason() {
 fn no_rank_passes_a_barrier_before_all_have_entered() {
     let (world, rounds) = (4, 300);
     let entered = AtomicUsize::new(0);
-    run_ranks(world, test_limits(), |c| {
+    run_ranks(world, make_test_limits(), |c| {
         for round in 1..=rounds {
             entered.fetch_add(1, SeqCst);
             c.barrier().unwrap();
@@ -123,7 +129,7 @@ fn no_rank_passes_a_barrier_before_all_have_entered() {
 #[test]
 fn a_timeout_names_the_missing_ranks() {
     let timeout = Duration::from_millis(50);
-    let limits = ShmLimits { collective_timeout: timeout, ..test_limits() };
+    let limits = ShmLimits { collective_timeout: timeout, ..make_test_limits() };
     let timed_out = std::sync::Barrier::new(3);
     let errors = run_ranks(3, limits, |c| {
         let first = (c.rank() == 0).then(|| c.barrier().unwrap_err());
@@ -139,13 +145,13 @@ fn a_timeout_names_the_missing_ranks() {
         missing: vec![1, 2],
     };
     assert_eq!(errors[0], expected);
-    let aborted = CommError::Aborted(expected.abort_reason(0));
+    let aborted = CommError::Aborted(expected.to_abort_reason(0));
     assert_eq!(errors[1..], [aborted.clone(), aborted]);
 }
 
 #[test]
 fn a_panic_in_a_sink_unblocks_the_peers() {
-    let errors = run_ranks(2, test_limits(), |c| {
+    let errors = run_ranks(2, make_test_limits(), |c| {
         let x = Buf::zeroed(8);
         let reduce = || {
             c.reduce_scatter_ordered(&[x.view()], &[4, 4], &mut |from, _, _| {
@@ -160,19 +166,19 @@ fn a_panic_in_a_sink_unblocks_the_peers() {
     assert!(errors.iter().all(|e| *e == expected), "{errors:?}");
 }
 
-/// Rank 1 enters the rounds of `call`, but publishes `number` where rank 0 reads a length. Returns
-/// the error of rank 0, which runs `honest`.
-fn error_with_invalid_length(
+/// Runs `honest` as rank 0 of two. Rank 1 enters the rounds of `call`, but publishes `number` where
+/// rank 0 reads a length. Returns the error of rank 0.
+fn run_with_invalid_length(
     number: u64,
     call: CollectiveCall,
     honest: impl Fn(&ShmComm) -> Result<()> + Sync,
 ) -> CommError {
-    let mut errors = run_ranks(2, test_limits(), |c| {
+    let mut errors = run_ranks(2, make_test_limits(), |c| {
         if c.rank() == 0 {
             return honest(&c).err();
         }
         let slot = 1;
-        c.segment.table(1, slot).iter().for_each(|w| w.store(number, SeqCst));
+        c.segment.number_table(1, slot).iter().for_each(|w| w.store(number, SeqCst));
         c.segment.enter_round(1, 1, call.with_number(0).to_words());
         while c.check_not_aborted().is_ok() {
             thread::yield_now();
@@ -187,21 +193,22 @@ fn invalid_lengths_of_a_peer_are_rejected() {
     let position = GroupPosition { rank: 1, world: 2 };
     let empty = BufferShape { len: 0, element_bytes: 4 };
     for number in [u64::MAX, 1 << 40] {
-        let call = CollectiveCall::all_gather_bytes(0).unwrap();
-        let error = error_with_invalid_length(number, call, |c| c.all_gather_bytes(b"x").map(drop));
+        let call = CollectiveCall::describe_all_gather_bytes(0).unwrap();
+        let error = run_with_invalid_length(number, call, |c| c.all_gather_bytes(b"x").map(drop));
         let expected =
             CallMismatch::TooManyBytes { rank: 1, bytes: number, limit: crate::MAX_GATHER_BYTES as u64 };
         assert_eq!(error, CommError::Mismatch(expected));
-        let call = CollectiveCall::reduce_scatter_ordered(position, [].into_iter(), &[1, 1]).unwrap();
-        let error = error_with_invalid_length(number, call, |c| {
+        let call =
+            CollectiveCall::describe_reduce_scatter_ordered(position, [].into_iter(), &[1, 1]).unwrap();
+        let error = run_with_invalid_length(number, call, |c| {
             c.reduce_scatter_ordered(&[], &[1, 1], &mut |_, _, _| ())
         });
         let CommError::Mismatch(CallMismatch::TooManyPartials { rank: 1, partials, .. }) = error else {
             panic!("{error}")
         };
         assert_eq!(partials, number);
-        let call = CollectiveCall::all_to_all(position, empty, &[0, 0], empty, &[0, 0]).unwrap();
-        let error = error_with_invalid_length(number, call, |c| {
+        let call = CollectiveCall::describe_all_to_all(position, empty, &[0, 0], empty, &[0, 0]).unwrap();
+        let error = run_with_invalid_length(number, call, |c| {
             let (mut recv, send) = (Buf::zeroed(2), Buf::zeroed(2));
             c.all_to_all(recv.view_mut(), &[1, 1], send.view(), &[1, 1])
         });

@@ -1,4 +1,4 @@
-//! Waiting for peers without burning a core, and being woken by an abort.
+//! Waits for peers that sleep instead of burning a core, and that an abort ends.
 //!
 //! # Why no wake-up is lost
 //! Sleepers wait on an event count. A sleeper (1) adds itself to `sleepers`, (2) reads the event
@@ -24,7 +24,7 @@
 //! direction, a rank stores `entered_round = n + 1` after its last read of what its peers published
 //! in round n. A peer overwrites that slot only for round n + 2, which it prepares after it has
 //! observed `entered_round ≥ n + 1` of all ranks. So two slots are enough, with one wait per round.
-use super::segment::{Header, MAX_REASON_BYTES, Segment};
+use super::segment::{MAX_REASON_BYTES, Segment, SegmentHeader};
 use crate::AbortReason;
 use std::{
     sync::atomic::{
@@ -34,32 +34,32 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The longest sleep before the abort state and the timeout are checked again.
+/// The longest sleep before a rank checks the abort state and the timeout again.
 const MAX_SLEEP: Duration = Duration::from_millis(100);
 
-/// The longest spin before sleeping, if every rank can have a separate processor: about the cost of
-/// a sleep and a wake-up. Longer waits always sleep.
+/// The longest spin before a rank sleeps, if every rank can have a separate processor. It takes
+/// about as long as a sleep and a wake-up.
 const MAX_SPIN: Duration = Duration::from_micros(20);
 
-/// Why a wait for peers failed. Ranks are those within the segment.
+/// Why a wait for peers failed. Ranks are ranks within the segment.
 #[derive(Debug)]
 pub(super) enum WaitError {
     /// The group was aborted.
     Aborted(AbortReason),
-    /// These ranks are still missing after the timeout.
+    /// These ranks were still missing after the timeout.
     TimedOut(Vec<usize>),
-    /// This rank left the group, so it will not arrive.
+    /// This rank left the group before it arrived.
     PeerLeft(usize),
 }
 
-impl Header {
-    /// Wakes every sleeper.
+impl SegmentHeader {
+    /// Increments the event count and wakes every sleeper.
     pub(super) fn wake_sleepers(&self) {
         self.event_count.fetch_add(1, SeqCst);
         futex_wake(&self.event_count);
     }
 
-    /// Aborts the group. The first reason is kept.
+    /// Aborts the group for `reason`, unless it is aborted already, and wakes every sleeper.
     pub(super) fn abort(&self, reason: &AbortReason) {
         if self.abort_state.compare_exchange(0, 1, SeqCst, SeqCst).is_ok() {
             let bytes = reason.encode(MAX_REASON_BYTES);
@@ -73,7 +73,8 @@ impl Header {
         self.wake_sleepers();
     }
 
-    /// The reason of the abort, if the group is aborted.
+    /// Returns the reason of the abort, or `None` if the group is not aborted. Waits up to
+    /// [`MAX_SLEEP`] if a process is writing the reason.
     pub(super) fn abort_reason(&self) -> Option<AbortReason> {
         match self.abort_state.load(Acquire) {
             0 => None,
@@ -81,13 +82,14 @@ impl Header {
                 // The writer is a few stores away from state 2, or dead.
                 futex_wait(&self.abort_state, 1, MAX_SLEEP);
                 let is_complete = self.abort_state.load(Acquire) == 2;
-                Some(if is_complete { self.stored_reason() } else { AbortReason::Lost })
+                Some(if is_complete { self.read_stored_reason() } else { AbortReason::Lost })
             }
-            _ => Some(self.stored_reason()),
+            _ => Some(self.read_stored_reason()),
         }
     }
 
-    fn stored_reason(&self) -> AbortReason {
+    /// Reads the reason from the header.
+    fn read_stored_reason(&self) -> AbortReason {
         let len = (self.reason_len.load(Relaxed) as usize).min(MAX_REASON_BYTES);
         let bytes: Vec<u8> = self.reason[..len].iter().map(|b| b.load(Relaxed)).collect();
         AbortReason::decode(&bytes)
@@ -95,47 +97,50 @@ impl Header {
 }
 
 impl Segment {
-    /// Enters `round` as `rank`: peers may read what this rank wrote for the round.
+    /// Enters `round` as `rank`, so that peers may read what this rank wrote for the round. Wakes
+    /// the sleepers if this rank is the last one to enter.
     pub(super) fn enter_round(&self, rank: usize, round: u64, call: [u64; 3]) {
-        let line = self.rank_line(rank);
+        let line = self.rank_status(rank);
         for (word, value) in line.call[(round % 2) as usize].iter().zip(call) {
             word.store(value, Relaxed);
         }
-        line.cpu.store(current_cpu(), Relaxed);
+        line.cpu.store(read_current_cpu(), Relaxed);
         line.entered_round.store(round, SeqCst);
         let is_complete =
-            (0..self.layout.world).all(|r| self.rank_line(r).entered_round.load(SeqCst) >= round);
+            (0..self.layout.world).all(|r| self.rank_status(r).entered_round.load(SeqCst) >= round);
         if is_complete && self.header().sleepers.load(SeqCst) != 0 {
             self.header().wake_sleepers();
         }
     }
 
-    /// Waits until every rank has entered `round`.
+    /// Blocks until every rank has entered `round`, or until the group is aborted, a missing rank
+    /// has left, or `timeout` is over.
     pub(super) fn wait_for_round(
         &self,
         round: u64,
         can_spin: bool,
         timeout: Duration,
     ) -> Result<(), WaitError> {
-        let has_entered = |r: usize| self.rank_line(r).entered_round.load(SeqCst) >= round;
+        let has_entered = |r: usize| self.rank_status(r).entered_round.load(SeqCst) >= round;
         // Spinning would keep a peer on the same processor from entering the round.
         let shares_cpu = |cpu| {
-            (0..self.layout.world).any(|r| !has_entered(r) && self.rank_line(r).cpu.load(Relaxed) == cpu)
+            (0..self.layout.world).any(|r| !has_entered(r) && self.rank_status(r).cpu.load(Relaxed) == cpu)
         };
         if (0..self.layout.world).all(has_entered) {
             return Ok(());
         }
-        self.wait_for_ranks(has_entered, can_spin && !shares_cpu(current_cpu()), timeout, true)
+        self.wait_for_ranks(has_entered, can_spin && !shares_cpu(read_current_cpu()), timeout, true)
     }
 
-    /// Waits until every rank has joined.
+    /// Blocks until every rank has joined, or until the group is aborted or `timeout` is over.
     pub(super) fn wait_for_join(&self, timeout: Duration) -> Result<(), WaitError> {
-        let has_joined = |r: usize| self.rank_line(r).joined_pid.load(SeqCst) != 0;
+        let has_joined = |r: usize| self.rank_status(r).joined_pid.load(SeqCst) != 0;
         self.wait_for_ranks(has_joined, false, timeout, false)
     }
 
-    /// Waits until every rank has arrived. `fail_on_leave`: a rank that left without having arrived
-    /// is an error.
+    /// Blocks until `has_arrived` is true for every rank. Spins first if `can_spin`.
+    ///
+    /// If `fail_on_leave`, a rank that left without having arrived is an error.
     fn wait_for_ranks(
         &self,
         has_arrived: impl Fn(usize) -> bool,
@@ -165,7 +170,7 @@ impl Segment {
             }
             header.sleepers.fetch_sub(1, SeqCst);
             // checked before `is_complete`: a rank may arrive and then leave
-            let has_left = |r: usize| self.rank_line(r).has_left.load(SeqCst) != 0;
+            let has_left = |r: usize| self.rank_status(r).has_left.load(SeqCst) != 0;
             let departed = (0..world).find(|&r| fail_on_leave && has_left(r) && !has_arrived(r));
             if is_complete() {
                 return Ok(());
@@ -183,13 +188,13 @@ impl Segment {
     }
 }
 
-/// The processor on which this thread runs.
-fn current_cpu() -> u32 {
+/// Returns the number of the processor on which this thread runs.
+fn read_current_cpu() -> u32 {
     // SAFETY: reads a number; -1 if the kernel does not know it.
     unsafe { libc::sched_getcpu() as u32 }
 }
 
-/// Spins until `is_ready`, for at most [`MAX_SPIN`]. Returns whether it became ready.
+/// Spins until `is_ready` returns true, for at most [`MAX_SPIN`]. Returns whether it did.
 fn spin_until(is_ready: &mut impl FnMut() -> bool) -> bool {
     let start = Instant::now();
     while start.elapsed() < MAX_SPIN {
@@ -203,7 +208,7 @@ fn spin_until(is_ready: &mut impl FnMut() -> bool) -> bool {
     false
 }
 
-/// Sleeps while `word` is `value`, for at most `timeout`. May return early without a reason.
+/// Sleeps while `word` is `value`, for at most `timeout`. May return early for no reason.
 fn futex_wait(word: &AtomicU32, value: u32, timeout: Duration) {
     let timeout = libc::timespec {
         tv_sec: timeout.as_secs() as libc::time_t,
@@ -220,7 +225,7 @@ fn futex_wake(word: &AtomicU32) {
     unsafe { libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAKE, i32::MAX) };
 }
 
-/// Stores numbers in a table for the next round.
+/// Stores numbers in the table of the next round.
 pub(super) fn store_words(table: &[std::sync::atomic::AtomicU64], values: impl IntoIterator<Item = u64>) {
     for (word, value) in table.iter().zip(values) {
         word.store(value, Release);

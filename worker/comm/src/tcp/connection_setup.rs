@@ -6,7 +6,7 @@ use super::{
         self as hs, CHALLENGE_BYTES, ConnectionKind, HELLO_BYTES, HandshakeSide, Hello, RankIdentity,
         SECRET_BYTES,
     },
-    peer_monitor::{GroupHealth, poll_timeout},
+    peer_monitor::{GroupHealth, to_poll_timeout},
     topology::Topology,
 };
 use crate::{CommError, ConnectError, ConnectFailure, RejectReason, Result};
@@ -20,36 +20,38 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The largest number of unauthenticated connections. If another one arrives, the oldest is closed.
+/// The largest number of unauthenticated connections. If another connection arrives, the oldest one
+/// is closed.
 const MAX_PENDING: usize = 256;
-/// How long a handshake may take.
+/// The time limit of one handshake.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
-/// How long one attempt to connect may take.
+/// The time limit of one attempt to open a TCP connection.
 const CONNECT_TIMEOUT: Duration = Duration::from_millis(900);
 /// The delay between two attempts to connect to a rank.
 const RETRY_DELAY: Duration = Duration::from_millis(50);
 /// How often a wait checks whether the group was aborted.
 const ABORT_CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Authenticated connections. Each has the rank of the peer and the kind of the connection.
+/// Authenticated connections, each with the rank of the peer and the kind of the connection.
 pub(super) type AuthenticatedStreams = Vec<(u32, ConnectionKind, TcpStream)>;
 
 /// What a rank needs to connect to its peers.
 pub(super) struct ConnectionSetup<'a> {
     pub(super) id: &'a RankIdentity,
     pub(super) topology: &'a Topology,
-    /// By rank: the addresses on which the rank listens.
+    /// By rank: the addresses on which the rank listens, in the order in which they are tried.
     pub(super) addresses: &'a [Vec<SocketAddr>],
     pub(super) health: &'a GroupHealth,
-    /// How long connecting to all peers may take.
+    /// The time limit for connecting to all peers.
     pub(super) timeout: Duration,
     /// How long sent bytes may stay unacknowledged (`TCP_USER_TIMEOUT`).
     pub(super) silence_timeout: Duration,
 }
 
 impl ConnectionSetup<'_> {
-    /// Opens both connections to every rank on another host. The streams are non-blocking.
-    pub(super) fn connect_all(&self, listener: &TcpListener) -> Result<AuthenticatedStreams> {
+    /// Opens the data connection and the control connection to every rank on another host. The
+    /// returned streams are non-blocking.
+    pub(super) fn connect_to_all_peers(&self, listener: &TcpListener) -> Result<AuthenticatedStreams> {
         let deadline = Instant::now() + self.timeout;
         let stop = AtomicBool::new(false);
         let (accepted, connected) = std::thread::scope(|scope| {
@@ -62,19 +64,26 @@ impl ConnectionSetup<'_> {
         let mut streams = connected?;
         streams.extend(accepted?);
         for (_, _, stream) in &streams {
-            self.set_options(stream).map_err(CommError::transport("set the options of a connection"))?;
+            self.set_stream_options(stream)
+                .map_err(CommError::from_failed_operation("set the options of a connection"))?;
         }
         Ok(streams)
     }
 
-    fn set_options(&self, stream: &TcpStream) -> std::io::Result<()> {
+    /// Makes the stream non-blocking, disables Nagle's algorithm, and sets `TCP_USER_TIMEOUT`.
+    fn set_stream_options(&self, stream: &TcpStream) -> std::io::Result<()> {
         stream.set_nonblocking(true)?;
         stream.set_nodelay(true)?;
-        set_user_timeout(stream, self.silence_timeout)
+        set_tcp_user_timeout(stream, self.silence_timeout)
     }
 
-    /// The error of a rank whose peers in `missing` did not join. A rank may be listed twice.
-    fn timeout_error(&self, mut missing: Vec<usize>, last_failure: Option<ConnectFailure>) -> CommError {
+    /// Builds the error of a rank whose peers in `missing` did not join. `missing` may list a rank
+    /// twice.
+    fn build_join_timeout_error(
+        &self,
+        mut missing: Vec<usize>,
+        last_failure: Option<ConnectFailure>,
+    ) -> CommError {
         missing.sort_unstable();
         missing.dedup();
         CommError::JoinTimeout {
@@ -88,6 +97,8 @@ impl ConnectionSetup<'_> {
 
     // ---- connecting to the lower ranks ----
 
+    /// Connects to every lower rank on another host. Retries until `deadline`, unless a peer
+    /// rejects this rank or the group is aborted.
     fn connect_lower_ranks(&self, deadline: Instant) -> Result<AuthenticatedStreams> {
         let lower = self.topology.remote_ranks().filter(|r| *r < self.topology.rank);
         let mut remaining: VecDeque<(usize, ConnectionKind)> =
@@ -101,14 +112,14 @@ impl ConnectionSetup<'_> {
             if Instant::now() >= deadline {
                 remaining.push_back((peer, kind));
                 let missing = remaining.iter().map(|(r, _)| *r).collect();
-                return Err(self.timeout_error(missing, last_failure));
+                return Err(self.build_join_timeout_error(missing, last_failure));
             }
             match self.connect_to_rank(peer, kind) {
                 Ok(stream) => streams.push((peer as u32, kind, stream)),
-                Err((_, AttemptError::Rejected(reason))) => {
+                Err((_, ConnectAttemptError::Rejected(reason))) => {
                     return Err(CommError::Rejected { rank: self.topology.rank, peer, reason });
                 }
-                Err((address, AttemptError::Failed(error))) => {
+                Err((address, ConnectAttemptError::Failed(error))) => {
                     last_failure = Some(ConnectFailure { peer, address, error });
                     remaining.push_back((peer, kind));
                     std::thread::sleep(RETRY_DELAY);
@@ -118,70 +129,72 @@ impl ConnectionSetup<'_> {
         Ok(streams)
     }
 
-    /// Tries every address of a rank once, until one works. An error is returned with the address
-    /// that was tried last.
+    /// Tries every address of a rank once, until one works. Fails with the error of the last
+    /// address that was tried.
     fn connect_to_rank(
         &self,
         rank: usize,
         kind: ConnectionKind,
-    ) -> std::result::Result<TcpStream, (Option<SocketAddr>, AttemptError)> {
-        let mut last = (None, AttemptError::Failed(ConnectError::NoAddress));
+    ) -> std::result::Result<TcpStream, (Option<SocketAddr>, ConnectAttemptError)> {
+        let mut last = (None, ConnectAttemptError::Failed(ConnectError::NoAddress));
         for address in &self.addresses[rank] {
-            let stream = TcpStream::connect_timeout(address, CONNECT_TIMEOUT).map_err(AttemptError::from);
-            match stream.and_then(|stream| self.authenticate(stream, rank as u32, kind)) {
+            let stream =
+                TcpStream::connect_timeout(address, CONNECT_TIMEOUT).map_err(ConnectAttemptError::from);
+            match stream.and_then(|stream| self.authenticate_as_connector(stream, rank as u32, kind)) {
                 Ok(stream) => return Ok(stream),
-                Err(error @ AttemptError::Rejected(_)) => return Err((Some(*address), error)),
+                Err(error @ ConnectAttemptError::Rejected(_)) => return Err((Some(*address), error)),
                 Err(error) => last = (Some(*address), error),
             }
         }
         Err(last)
     }
 
-    /// Runs the connector's side of the handshake.
-    fn authenticate(
+    /// Runs the connector's side of the handshake on a new connection to rank `to`. Returns the
+    /// authenticated stream.
+    fn authenticate_as_connector(
         &self,
         mut stream: TcpStream,
         to: u32,
         kind: ConnectionKind,
-    ) -> std::result::Result<TcpStream, AttemptError> {
+    ) -> std::result::Result<TcpStream, ConnectAttemptError> {
         let deadline = Instant::now() + HANDSHAKE_TIMEOUT;
         stream.set_read_timeout(Some(ABORT_CHECK_INTERVAL))?;
         stream.set_write_timeout(Some(HANDSHAKE_TIMEOUT))?;
         stream.set_nodelay(true)?;
-        let hello = hs::encode_hello(self.id, to, kind, &hs::random_nonce()?);
+        let hello = hs::encode_hello(self.id, to, kind, &hs::generate_nonce()?);
         stream.write_all(&hello)?;
         let mut challenge = [0; CHALLENGE_BYTES];
-        self.read_exact(&mut stream, &mut challenge, deadline)?;
+        self.read_exact_before(&mut stream, &mut challenge, deadline)?;
         match hs::decode_challenge(&challenge) {
             Some(Ok(())) => {}
-            Some(Err(reason)) => return Err(AttemptError::Rejected(reason)),
-            None => return Err(AttemptError::Failed(ConnectError::NotAPeer)),
+            Some(Err(reason)) => return Err(ConnectAttemptError::Rejected(reason)),
+            None => return Err(ConnectAttemptError::Failed(ConnectError::NotAPeer)),
         }
         let mac = |side| hs::compute_mac(self.id, side, &hello, &challenge);
         stream.write_all(mac(HandshakeSide::Connector).as_bytes())?;
         let mut welcome = [0; SECRET_BYTES];
-        self.read_exact(&mut stream, &mut welcome, deadline)?;
+        self.read_exact_before(&mut stream, &mut welcome, deadline)?;
         match mac(HandshakeSide::Acceptor) == welcome {
             true => Ok(stream),
-            false => Err(AttemptError::Failed(ConnectError::WrongKey)),
+            false => Err(ConnectAttemptError::Failed(ConnectError::WrongKey)),
         }
     }
 
-    /// Fills `buf`. Fails after `deadline`, or soon after the group was aborted.
-    fn read_exact(
+    /// Fills `buf` from the stream. Fails after `deadline`, or soon after the group was aborted.
+    fn read_exact_before(
         &self,
         stream: &mut TcpStream,
         buf: &mut [u8],
         deadline: Instant,
-    ) -> std::result::Result<(), AttemptError> {
+    ) -> std::result::Result<(), ConnectAttemptError> {
         let mut filled = 0;
         while filled < buf.len() {
             match stream.read(&mut buf[filled..]) {
-                Ok(0) => return Err(AttemptError::Failed(ConnectError::Closed)),
+                Ok(0) => return Err(ConnectAttemptError::Failed(ConnectError::Closed)),
                 Ok(n) => filled += n,
                 Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {
                     if Instant::now() >= deadline || self.health.abort_reason().is_some() {
-                        return Err(AttemptError::Failed(ConnectError::NoAnswer));
+                        return Err(ConnectAttemptError::Failed(ConnectError::NoAnswer));
                     }
                 }
                 Err(e) if e.kind() == ErrorKind::Interrupted => {}
@@ -193,13 +206,17 @@ impl ConnectionSetup<'_> {
 
     // ---- accepting the higher ranks ----
 
+    /// Accepts the connections of every higher rank on another host. Returns at `deadline`, when
+    /// the group is aborted, or when `stop` is set.
     fn accept_higher_ranks(
         &self,
         listener: &TcpListener,
         deadline: Instant,
         stop: &AtomicBool,
     ) -> Result<AuthenticatedStreams> {
-        listener.set_nonblocking(true).map_err(CommError::transport("accept connections of peers"))?;
+        listener
+            .set_nonblocking(true)
+            .map_err(CommError::from_failed_operation("accept connections of peers"))?;
         let mut missing: Vec<(u32, ConnectionKind)> = self
             .topology
             .remote_ranks()
@@ -214,14 +231,14 @@ impl ConnectionSetup<'_> {
             }
             if Instant::now() >= deadline {
                 let ranks = missing.iter().map(|(r, _)| *r as usize).collect();
-                return Err(self.timeout_error(ranks, None));
+                return Err(self.build_join_timeout_error(ranks, None));
             }
             self.wait_for_input(listener, &pending);
-            accept_pending(listener, &mut pending);
+            accept_waiting_connections(listener, &mut pending);
             let now = Instant::now();
             for _ in 0..pending.len() {
                 let Some(mut connection) = pending.pop_front() else { break };
-                match connection.advance(self.id) {
+                match connection.advance_handshake(self.id) {
                     HandshakeProgress::Authenticated(hello) => {
                         // A peer that did not receive its welcome connects again and uses the last
                         // connection.
@@ -239,15 +256,17 @@ impl ConnectionSetup<'_> {
         Ok(streams)
     }
 
+    /// Waits for a connection, for bytes of a pending handshake or for an abort, at most
+    /// [`ABORT_CHECK_INTERVAL`].
     fn wait_for_input(&self, listener: &TcpListener, pending: &VecDeque<PendingConnection>) {
         let mut fds = vec![self.health.abort_poll_fd(), PollFd::new(listener.as_fd(), PollFlags::POLLIN)];
         fds.extend(pending.iter().map(|p| PollFd::new(p.stream.as_fd(), PollFlags::POLLIN)));
-        _ = poll(&mut fds, poll_timeout(ABORT_CHECK_INTERVAL));
+        _ = poll(&mut fds, to_poll_timeout(ABORT_CHECK_INTERVAL));
     }
 }
 
 /// Makes the kernel close a connection whose sent bytes are not acknowledged within `timeout`.
-fn set_user_timeout(stream: &TcpStream, timeout: Duration) -> std::io::Result<()> {
+fn set_tcp_user_timeout(stream: &TcpStream, timeout: Duration) -> std::io::Result<()> {
     let ms = libc::c_uint::try_from(timeout.as_millis()).unwrap_or(libc::c_uint::MAX);
     let size = size_of_val(&ms) as libc::socklen_t;
     // SAFETY: the descriptor is open, and the value has the given size.
@@ -263,8 +282,8 @@ fn set_user_timeout(stream: &TcpStream, timeout: Duration) -> std::io::Result<()
     if status == 0 { Ok(()) } else { Err(std::io::Error::last_os_error()) }
 }
 
-/// Accepts the connections that wait at the listener.
-fn accept_pending(listener: &TcpListener, pending: &mut VecDeque<PendingConnection>) {
+/// Accepts the connections that wait at the listener, as handshakes that have not begun.
+fn accept_waiting_connections(listener: &TcpListener, pending: &mut VecDeque<PendingConnection>) {
     for _ in 0..MAX_PENDING {
         let Ok((stream, _)) = listener.accept() else { return };
         if stream.set_nonblocking(true).is_err() || stream.set_nodelay(true).is_err() {
@@ -285,16 +304,16 @@ fn accept_pending(listener: &TcpListener, pending: &mut VecDeque<PendingConnecti
 }
 
 /// Why one attempt to connect failed.
-enum AttemptError {
-    /// The peer's answer. Another attempt would fail, too.
+enum ConnectAttemptError {
+    /// The peer rejected this rank, for this reason. Another attempt would fail, too.
     Rejected(RejectReason),
-    /// Another attempt may succeed.
+    /// The connection or the handshake failed. Another attempt may succeed.
     Failed(ConnectError),
 }
 
-impl From<std::io::Error> for AttemptError {
+impl From<std::io::Error> for ConnectAttemptError {
     fn from(e: std::io::Error) -> Self {
-        AttemptError::Failed(ConnectError::Os(e.to_string()))
+        ConnectAttemptError::Failed(ConnectError::Os(e.to_string()))
     }
 }
 
@@ -305,11 +324,12 @@ struct PendingConnection {
     hello: [u8; HELLO_BYTES],
     proof: [u8; SECRET_BYTES],
     filled: usize,
-    /// After the challenge: the peer's HELLO, the proof that it must send, and the answer to it.
+    /// Set after the challenge was sent: the peer's HELLO, the proof that the peer must send, and
+    /// this rank's answer to the proof.
     expected: Option<(Hello, blake3::Hash, blake3::Hash)>,
 }
 
-/// How far the acceptor's side of a handshake is.
+/// The state of the acceptor's side of a handshake.
 enum HandshakeProgress {
     Waiting,
     Failed,
@@ -317,8 +337,8 @@ enum HandshakeProgress {
 }
 
 impl PendingConnection {
-    /// Reads and answers what has arrived.
-    fn advance(&mut self, id: &RankIdentity) -> HandshakeProgress {
+    /// Reads the bytes that have arrived and answers them. Does not block.
+    fn advance_handshake(&mut self, id: &RankIdentity) -> HandshakeProgress {
         loop {
             let buf = match self.expected {
                 None => &mut self.hello[self.filled..],
@@ -345,10 +365,10 @@ impl PendingConnection {
         }
     }
 
-    /// Answers a HELLO. Returns whether the handshake continues.
+    /// Answers a HELLO with a challenge. Returns whether the handshake continues.
     fn send_challenge(&mut self, id: &RankIdentity) -> bool {
         let Some(hello) = hs::check_hello(id, &self.hello) else { return false };
-        let Ok(nonce) = hs::random_nonce() else { return false };
+        let Ok(nonce) = hs::generate_nonce() else { return false };
         let challenge = hs::encode_challenge(hello.map(drop), &nonce);
         // The challenge fits into the empty send buffer of a new connection.
         let (Ok(()), Ok(hello)) = (self.stream.write_all(&challenge), hello) else { return false };

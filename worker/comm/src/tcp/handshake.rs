@@ -1,5 +1,5 @@
-//! How two ranks prove to each other that they belong to one attempt of one run. Encodes and checks
-//! messages; does no input or output.
+//! The handshake in which two ranks prove to each other that they belong to one attempt of one run.
+//! This module encodes and checks messages, but does no input or output.
 //!
 //! ```text
 //! connector                                             acceptor
@@ -7,27 +7,26 @@
 //!                                          <-  CHALLENGE: magic, answer, nonce
 //! PROOF: MAC(key, "connector", hello, challenge)        ->
 //!                                          <-  WELCOME: MAC(key, "acceptor", hello, challenge)
-//! ```
-//! The MAC is keyed BLAKE3 over both messages, so it authenticates both nonces, the ranks, the
-//! attempt and the run. A process without the key learns a random number, and costs one small fixed
-//! buffer.
+//! ``` The MAC is keyed BLAKE3 over both messages, so it authenticates both nonces, the ranks, the
+//! attempt and the run. A process without the key learns only a random number, and occupies only
+//! one small buffer.
 use crate::RejectReason;
 
-/// First bytes of both sides.
+/// The first bytes of a HELLO and of a CHALLENGE.
 const MAGIC: [u8; 8] = *b"launchtc";
-/// Version of the protocol between ranks.
+/// The version of the protocol between ranks.
 const VERSION: u32 = 2;
 /// The answer of a CHALLENGE that accepts the HELLO.
 const ACCEPTED: u32 = 0;
 
-/// Bytes of a nonce, a MAC and the key.
+/// Size in bytes of a nonce, of a MAC and of the key.
 pub(super) const SECRET_BYTES: usize = 32;
-/// Bytes of HELLO.
+/// Size of a HELLO in bytes.
 pub(super) const HELLO_BYTES: usize = 8 + 4 + 4 + SECRET_BYTES + 4 + 4 + 4 + SECRET_BYTES;
-/// Bytes of CHALLENGE.
+/// Size of a CHALLENGE in bytes.
 pub(super) const CHALLENGE_BYTES: usize = 8 + 4 + SECRET_BYTES;
 
-/// What a connection between two ranks transfers.
+/// The purpose of a connection between two ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ConnectionKind {
     /// The data of collectives.
@@ -40,7 +39,7 @@ impl ConnectionKind {
     pub(super) const ALL: [ConnectionKind; 2] = [ConnectionKind::Data, ConnectionKind::Control];
 }
 
-/// What a rank proves in a handshake.
+/// The identity that a rank proves in a handshake, and the key with which it proves it.
 #[derive(Clone)]
 pub(super) struct RankIdentity {
     pub(super) key: [u8; SECRET_BYTES],
@@ -51,9 +50,9 @@ pub(super) struct RankIdentity {
     pub(super) world: u32,
 }
 
-/// Rejections by their number in a CHALLENGE. The answer is not authenticated, so it is only a
-/// hint.
-const REJECTIONS: [(u32, RejectReason); 3] =
+/// The reject reasons with their numbers in a CHALLENGE. A rejection is not authenticated, so it is
+/// only a hint.
+const REJECTION_NUMBERS: [(u32, RejectReason); 3] =
     [(1, RejectReason::OtherVersion), (2, RejectReason::OtherAttempt), (3, RejectReason::UnexpectedRank)];
 
 /// The decoded HELLO of a connector.
@@ -63,7 +62,7 @@ pub(super) struct Hello {
     pub(super) kind: ConnectionKind,
 }
 
-/// Encodes the HELLO of rank `id` to rank `to`.
+/// Encodes the HELLO that the rank `id` sends to rank `to`.
 pub(super) fn encode_hello(
     id: &RankIdentity,
     to: u32,
@@ -82,8 +81,8 @@ pub(super) fn encode_hello(
     out
 }
 
-/// Decodes a HELLO to the acceptor `id`, or gives the reason to reject it. `None` if the bytes are
-/// of another protocol and deserve no answer.
+/// Decodes a HELLO that the acceptor `id` received. Returns the reason to reject it if it does not
+/// match `id`, and `None` if the bytes are of another protocol and deserve no answer.
 pub(super) fn check_hello(
     id: &RankIdentity,
     hello: &[u8; HELLO_BYTES],
@@ -115,12 +114,12 @@ pub(super) fn check_hello(
     })
 }
 
-/// Encodes the acceptor's answer to a HELLO.
+/// Encodes the acceptor's answer to a HELLO: acceptance or rejection, and a nonce.
 pub(super) fn encode_challenge(
     answer: Result<(), RejectReason>,
     nonce: &[u8; SECRET_BYTES],
 ) -> [u8; CHALLENGE_BYTES] {
-    let number = |reason| REJECTIONS.iter().find(|(_, r)| *r == reason).map_or(u32::MAX, |(n, _)| *n);
+    let number = |reason| REJECTION_NUMBERS.iter().find(|(_, r)| *r == reason).map_or(u32::MAX, |(n, _)| *n);
     let answer = answer.map_or_else(number, |()| ACCEPTED);
     let mut out = [0; CHALLENGE_BYTES];
     out[..8].copy_from_slice(&MAGIC);
@@ -129,7 +128,8 @@ pub(super) fn encode_challenge(
     out
 }
 
-/// Decodes the answer in a CHALLENGE. `None` if the bytes are of another protocol.
+/// Decodes whether a CHALLENGE accepts the HELLO. Returns `None` if the bytes are of another
+/// protocol.
 pub(super) fn decode_challenge(challenge: &[u8; CHALLENGE_BYTES]) -> Option<Result<(), RejectReason>> {
     if challenge[..8] != MAGIC {
         return None;
@@ -138,18 +138,18 @@ pub(super) fn decode_challenge(challenge: &[u8; CHALLENGE_BYTES]) -> Option<Resu
     word.copy_from_slice(&challenge[8..12]);
     match u32::from_le_bytes(word) {
         ACCEPTED => Some(Ok(())),
-        number => REJECTIONS.iter().find(|(n, _)| *n == number).map(|(_, reason)| Err(*reason)),
+        number => REJECTION_NUMBERS.iter().find(|(n, _)| *n == number).map(|(_, reason)| Err(*reason)),
     }
 }
 
-/// Which side computes a MAC. The sides use different prefixes, so a MAC cannot be reflected.
+/// The side that computes a MAC. The sides use different prefixes, so a MAC cannot be reflected.
 #[derive(Clone, Copy)]
 pub(super) enum HandshakeSide {
     Connector,
     Acceptor,
 }
 
-/// Computes a MAC. Comparing two of them takes constant time.
+/// Computes the MAC of one side over both messages. Comparing two MACs takes constant time.
 pub(super) fn compute_mac(
     id: &RankIdentity,
     side: HandshakeSide,
@@ -164,8 +164,8 @@ pub(super) fn compute_mac(
     hasher.update(hello).update(challenge).finalize()
 }
 
-/// Unpredictable bytes from the operating system.
-pub(super) fn random_nonce() -> std::io::Result<[u8; SECRET_BYTES]> {
+/// Returns unpredictable bytes from the operating system.
+pub(super) fn generate_nonce() -> std::io::Result<[u8; SECRET_BYTES]> {
     let mut out = [0u8; SECRET_BYTES];
     // SAFETY: address and length are those of the buffer. Once the pool is initialized, the kernel
     // gives up to 256 bytes in full.
@@ -181,35 +181,35 @@ pub(super) fn random_nonce() -> std::io::Result<[u8; SECRET_BYTES]> {
 mod tests {
     use super::*;
 
-    fn id(rank: u32, attempt: u32) -> RankIdentity {
+    fn make_identity(rank: u32, attempt: u32) -> RankIdentity {
         RankIdentity { key: [7; SECRET_BYTES], run: [9; SECRET_BYTES], attempt, rank, world: 4 }
     }
 
     #[test]
     fn every_field_of_a_hello_is_checked() {
-        let n = random_nonce().unwrap();
+        let n = generate_nonce().unwrap();
         let unexpected = Some(Err(RejectReason::UnexpectedRank));
-        let good = encode_hello(&id(3, 1), 0, ConnectionKind::Control, &n);
+        let good = encode_hello(&make_identity(3, 1), 0, ConnectionKind::Control, &n);
         let accepted = Hello { from: 3, kind: ConnectionKind::Control };
-        assert_eq!(check_hello(&id(0, 1), &good), Some(Ok(accepted)));
-        assert_eq!(check_hello(&id(0, 2), &good), Some(Err(RejectReason::OtherAttempt)));
-        assert_eq!(check_hello(&id(1, 1), &good), unexpected, "meant for another rank");
-        let lower = encode_hello(&id(0, 1), 3, ConnectionKind::Data, &n);
-        assert_eq!(check_hello(&id(3, 1), &lower), unexpected, "the lower rank accepts");
-        let outside = encode_hello(&id(4, 1), 0, ConnectionKind::Data, &n);
-        assert_eq!(check_hello(&id(0, 1), &outside), unexpected);
-        let other_run = RankIdentity { run: [8; SECRET_BYTES], ..id(3, 1) };
+        assert_eq!(check_hello(&make_identity(0, 1), &good), Some(Ok(accepted)));
+        assert_eq!(check_hello(&make_identity(0, 2), &good), Some(Err(RejectReason::OtherAttempt)));
+        assert_eq!(check_hello(&make_identity(1, 1), &good), unexpected, "meant for another rank");
+        let lower = encode_hello(&make_identity(0, 1), 3, ConnectionKind::Data, &n);
+        assert_eq!(check_hello(&make_identity(3, 1), &lower), unexpected, "the lower rank accepts");
+        let outside = encode_hello(&make_identity(4, 1), 0, ConnectionKind::Data, &n);
+        assert_eq!(check_hello(&make_identity(0, 1), &outside), unexpected);
+        let other_run = RankIdentity { run: [8; SECRET_BYTES], ..make_identity(3, 1) };
         let other = encode_hello(&other_run, 0, ConnectionKind::Data, &n);
-        assert_eq!(check_hello(&id(0, 1), &other), unexpected);
+        assert_eq!(check_hello(&make_identity(0, 1), &other), unexpected);
         let mut text = good;
         text[..8].copy_from_slice(b"GET / HT");
-        assert_eq!(check_hello(&id(0, 1), &text), None);
+        assert_eq!(check_hello(&make_identity(0, 1), &text), None);
         let mut version = good;
         version[8] ^= 1;
-        assert_eq!(check_hello(&id(0, 1), &version), Some(Err(RejectReason::OtherVersion)));
+        assert_eq!(check_hello(&make_identity(0, 1), &version), Some(Err(RejectReason::OtherVersion)));
         let mut kind = good;
         kind[HELLO_BYTES - SECRET_BYTES - 4] = 9;
-        assert_eq!(check_hello(&id(0, 1), &kind), unexpected);
+        assert_eq!(check_hello(&make_identity(0, 1), &kind), unexpected);
     }
 
     #[test]
@@ -225,7 +225,7 @@ mod tests {
 
     #[test]
     fn a_proof_depends_on_every_byte_and_on_the_side() {
-        let (id, n) = (id(3, 1), random_nonce().unwrap());
+        let (id, n) = (make_identity(3, 1), generate_nonce().unwrap());
         let (h, c) = (encode_hello(&id, 0, ConnectionKind::Data, &n), encode_challenge(Ok(()), &n));
         let proof = compute_mac(&id, HandshakeSide::Connector, &h, &c);
         assert_ne!(proof, compute_mac(&id, HandshakeSide::Acceptor, &h, &c));

@@ -3,12 +3,12 @@
 //! The calling thread sends and receives on whichever connection is ready next, directly from and
 //! to the caller's memory. The kernel's socket buffers are the only intermediate ones.
 //!
-//! Each message has a header: its number on this connection, the call that it belongs to (three
-//! words), and its length. The receiver knows all of these beforehand and compares them. So no
-//! memory is ever allocated for a length that a peer announces, and ranks that disagree about a
-//! collective detect it here.
+//! Each message has a header: its number on this connection, its call (three words), and its
+//! length. The receiver knows these values beforehand and compares them. So no memory is ever
+//! allocated for a length that a peer announces, and the comparison detects ranks that disagree
+//! about a collective.
 use super::{
-    peer_monitor::{GroupHealth, poll_timeout},
+    peer_monitor::{GroupHealth, to_poll_timeout},
     topology::Topology,
 };
 use crate::{
@@ -28,19 +28,20 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Bytes of a header: five words.
+/// Size of a message header in bytes: five words.
 const HEADER_BYTES: usize = 40;
-/// About how many bytes one connection transfers in each direction before the next connection gets
-/// its turn.
+/// The approximate number of bytes that one connection transfers in each direction before the next
+/// connection gets its turn.
 const MAX_TURN_BYTES: usize = 1 << 20;
 /// How often a wait checks its timeout.
 const TIMEOUT_CHECK_INTERVAL: Duration = Duration::from_millis(500);
 
-/// The data connection to one rank.
+/// The data connection to one rank, and the number of messages in each direction.
 pub(super) struct DataConnection {
     pub(super) stream: TcpStream,
-    /// Messages begun in each direction.
+    /// Number of messages that this rank began to send.
     sent: u64,
+    /// Number of messages that this rank began to receive.
     received: u64,
 }
 
@@ -60,6 +61,7 @@ pub(super) enum SendSource<'a> {
 }
 
 impl SendSource<'_> {
+    /// Returns the size of the message in bytes.
     fn len(&self) -> usize {
         match self {
             SendSource::Buffer(range) => range.len(),
@@ -68,25 +70,25 @@ impl SendSource<'_> {
     }
 }
 
-/// What one connection transfers in a step.
-pub(super) struct Transfer<'a> {
+/// The messages that a step sends to one peer and receives from it, and how far they are.
+pub(super) struct PeerTransfer<'a> {
     pub(super) peer: usize,
-    /// What to send, if anything.
+    /// The message to send, if any.
     pub(super) source: Option<SendSource<'a>>,
     /// The range of the buffer that receives the peer's message, if one is expected.
     pub(super) recv_range: Option<Range<usize>>,
     sent_header: [u8; HEADER_BYTES],
     received_header: [u8; HEADER_BYTES],
-    /// Bytes sent so far, including the header.
+    /// Number of bytes sent so far, including the header.
     sent_bytes: usize,
-    /// Bytes received so far, including the header.
+    /// Number of bytes received so far, including the header.
     received_bytes: usize,
 }
 
-impl<'a> Transfer<'a> {
+impl<'a> PeerTransfer<'a> {
     /// Creates a transfer with `peer` that has not begun.
     pub(super) fn new(peer: usize, source: Option<SendSource<'a>>, recv_range: Option<Range<usize>>) -> Self {
-        Transfer {
+        PeerTransfer {
             peer,
             source,
             recv_range,
@@ -114,26 +116,26 @@ enum TransferError {
     Mismatch(CallMismatch),
 }
 
-/// One step of a collective.
+/// One network step of a collective: its call and its timeout.
 pub(super) struct NetworkStep<'a> {
     pub(super) topology: &'a Topology,
     pub(super) health: &'a GroupHealth,
     pub(super) call: &'a CollectiveCall,
-    /// The longest time without progress; then the step fails.
+    /// The longest time without progress before the step fails.
     pub(super) timeout: Duration,
 }
 
 impl NetworkStep<'_> {
-    /// Blocks until all transfers are complete, or one of them fails. After an error the caller
-    /// must abort the group.
+    /// Blocks until all transfers are complete, or until one of them fails. After an error the
+    /// caller must abort the group.
     pub(super) fn run(
         &self,
         connections: &mut [Option<DataConnection>],
         buf: &mut [u8],
-        transfers: &mut [Transfer],
+        transfers: &mut [PeerTransfer],
     ) -> Result<()> {
         for transfer in transfers.iter_mut() {
-            let connection = self.connection(connections, transfer.peer)?;
+            let connection = self.find_connection(connections, transfer.peer)?;
             if let Some(source) = &transfer.source {
                 transfer.sent_header = encode_header(connection.sent, self.call, source.len());
                 connection.sent += 1;
@@ -144,7 +146,11 @@ impl NetworkStep<'_> {
         loop {
             let mut moved = 0;
             for transfer in transfers.iter_mut() {
-                moved += self.progress(self.connection(connections, transfer.peer)?, buf, transfer)?;
+                moved += self.transfer_available_bytes(
+                    self.find_connection(connections, transfer.peer)?,
+                    buf,
+                    transfer,
+                )?;
             }
             if !transfers.iter().any(|t| t.has_bytes_to_send() || t.has_bytes_to_receive()) {
                 return Ok(());
@@ -153,7 +159,9 @@ impl NetworkStep<'_> {
                 return Err(CommError::Aborted(reason));
             }
             match moved {
-                0 if last_progress.elapsed() >= self.timeout => return Err(self.timeout_error(transfers)),
+                0 if last_progress.elapsed() >= self.timeout => {
+                    return Err(self.build_timeout_error(transfers));
+                }
                 0 => {
                     let remaining = self.timeout.saturating_sub(last_progress.elapsed());
                     self.wait_until_ready(connections, transfers, remaining);
@@ -163,7 +171,8 @@ impl NetworkStep<'_> {
         }
     }
 
-    fn connection<'c>(
+    /// Returns the connection to `peer`. Fails if there is none.
+    fn find_connection<'c>(
         &self,
         connections: &'c mut [Option<DataConnection>],
         peer: usize,
@@ -172,15 +181,17 @@ impl NetworkStep<'_> {
         connection.ok_or(CommError::NotConnected { rank: self.topology.rank, peer })
     }
 
-    /// Sends and receives what is possible without blocking. Returns the number of bytes moved.
-    fn progress(
+    /// Sends and receives as many bytes as possible without blocking. Returns the number of bytes
+    /// in both directions.
+    fn transfer_available_bytes(
         &self,
         connection: &mut DataConnection,
         buf: &mut [u8],
-        transfer: &mut Transfer,
+        transfer: &mut PeerTransfer,
     ) -> Result<usize> {
         let (sent, received) = (transfer.sent_bytes, transfer.received_bytes);
-        let result = send(connection, buf, transfer).and_then(|()| self.receive(connection, buf, transfer));
+        let result = send_available_bytes(connection, buf, transfer)
+            .and_then(|()| self.receive_available_bytes(connection, buf, transfer));
         if transfer.received_bytes > received {
             self.health.record_activity(transfer.peer);
         }
@@ -189,17 +200,19 @@ impl NetworkStep<'_> {
             Err(TransferError::Mismatch(mismatch)) => Err(CommError::Mismatch(mismatch)),
             Err(TransferError::Closed) => {
                 let collective = format!("{} (call {})", self.call.kind, self.call.number);
-                let reason = self.health.connection_end_reason(transfer.peer, &collective);
+                let reason = self.health.wait_for_end_reason(transfer.peer, &collective);
                 Err(CommError::Aborted(reason))
             }
         }
     }
 
-    fn receive(
+    /// Receives as many bytes as possible without blocking, and checks the header as soon as it is
+    /// complete.
+    fn receive_available_bytes(
         &self,
         connection: &mut DataConnection,
         buf: &mut [u8],
-        transfer: &mut Transfer,
+        transfer: &mut PeerTransfer,
     ) -> std::result::Result<(), TransferError> {
         let Some(range) = transfer.recv_range.clone() else { return Ok(()) };
         let mut turn_bytes = 0;
@@ -230,7 +243,8 @@ impl NetworkStep<'_> {
         Ok(())
     }
 
-    /// Compares the peer's header with what this rank expects.
+    /// Fails if the peer's header differs from the message that this rank expects: message
+    /// `expected` of the connection, with `len` bytes.
     fn check_header(
         &self,
         expected: u64,
@@ -244,7 +258,7 @@ impl NetworkStep<'_> {
             u64::from_le_bytes(bytes)
         };
         let rank = self.topology.rank;
-        self.call.check_peer(rank, peer, [word(1), word(2), word(3)])?;
+        self.call.check_peer_call(rank, peer, [word(1), word(2), word(3)])?;
         let number = word(0);
         if number != expected {
             return Err(CallMismatch::MessageNumber { rank, peer, number, expected });
@@ -252,10 +266,12 @@ impl NetworkStep<'_> {
         check_byte_transfer(peer, rank, word(4), len as u64)
     }
 
+    /// Waits until a connection with an unfinished transfer is ready or the group is aborted, at
+    /// most for `timeout` or [`TIMEOUT_CHECK_INTERVAL`].
     fn wait_until_ready(
         &self,
         connections: &[Option<DataConnection>],
-        transfers: &[Transfer],
+        transfers: &[PeerTransfer],
         timeout: Duration,
     ) {
         let mut fds = vec![self.health.abort_poll_fd()];
@@ -267,10 +283,12 @@ impl NetworkStep<'_> {
                 fds.push(PollFd::new(connection.stream.as_fd(), events));
             }
         }
-        _ = poll(&mut fds, poll_timeout(timeout.min(TIMEOUT_CHECK_INTERVAL)));
+        _ = poll(&mut fds, to_poll_timeout(timeout.min(TIMEOUT_CHECK_INTERVAL)));
     }
 
-    fn timeout_error(&self, transfers: &[Transfer]) -> CommError {
+    /// Builds the error of a step that made no progress. It names the peers of unfinished
+    /// transfers.
+    fn build_timeout_error(&self, transfers: &[PeerTransfer]) -> CommError {
         let unfinished = transfers.iter().filter(|t| t.has_bytes_to_receive() || t.has_bytes_to_send());
         let mut missing: Vec<usize> = unfinished.map(|t| t.peer).collect();
         missing.sort_unstable();
@@ -285,6 +303,7 @@ impl NetworkStep<'_> {
     }
 }
 
+/// Encodes the header of message `number` of a connection, with `len` bytes after the header.
 fn encode_header(number: u64, call: &CollectiveCall, len: usize) -> [u8; HEADER_BYTES] {
     let mut out = [0; HEADER_BYTES];
     let [a, b, c] = call.to_words();
@@ -294,10 +313,11 @@ fn encode_header(number: u64, call: &CollectiveCall, len: usize) -> [u8; HEADER_
     out
 }
 
-fn send(
+/// Sends as many bytes of the header and the message as possible without blocking.
+fn send_available_bytes(
     connection: &DataConnection,
     buf: &[u8],
-    transfer: &mut Transfer,
+    transfer: &mut PeerTransfer,
 ) -> std::result::Result<(), TransferError> {
     let Some(source) = &transfer.source else { return Ok(()) };
     let total = HEADER_BYTES + source.len();
@@ -307,7 +327,7 @@ fn send(
         let body: &[u8] = match source {
             _ if offset >= source.len() => &[],
             SendSource::Buffer(range) => &buf[range.start + offset..range.end],
-            SendSource::Message(message) => message.contiguous_from(offset),
+            SendSource::Message(message) => message.contiguous_bytes_from(offset),
         };
         let header = &transfer.sent_header[transfer.sent_bytes.min(HEADER_BYTES)..];
         let slices = [IoSlice::new(header), IoSlice::new(&body[..body.len().min(MAX_TURN_BYTES)])];

@@ -20,51 +20,56 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The largest encoded abort reason. A longer text is cut.
+/// The largest size of an encoded abort reason in bytes. A longer text is cut.
 const MAX_REASON_BYTES: usize = 1024;
-/// Bytes of a frame's kind and length.
+/// Size of a frame's kind and length in bytes.
 const FRAME_HEADER_BYTES: usize = 3;
-/// The longest time between two checks of the host's shared memory, in which an abort wakes no
-/// connection.
+/// The longest time between two checks of the host's shared memory for an abort, because an abort
+/// there makes no connection readable.
 const SHM_CHECK_INTERVAL: Duration = Duration::from_millis(50);
-/// How long a leaving rank waits until its peers have read its farewell.
+/// How long a leaving rank waits for its peers to read its farewell.
 const LEAVE_TIMEOUT: Duration = Duration::from_secs(1);
-/// How much later than the end of the data a farewell or an abort may arrive.
+/// How long after the end of a data connection its farewell or abort may arrive.
 const FAREWELL_DELAY: Duration = Duration::from_millis(200);
-/// Heartbeats that are sent within the silence timeout.
+/// The number of heartbeats that are sent within the silence timeout.
 const HEARTBEATS_PER_TIMEOUT: u32 = 5;
 
+/// The kind of a frame that only shows that the rank is alive.
 const HEARTBEAT_FRAME: u8 = 1;
+/// The kind of a frame whose body is an encoded abort reason.
 const ABORT_FRAME: u8 = 2;
+/// The kind of a frame that a rank sends before it leaves its group.
 const FAREWELL_FRAME: u8 = 3;
 
-/// What one rank knows about its group: whether it was aborted, and when each peer was last heard.
-/// Shared by the threads of the rank.
+/// One rank's view of its group: whether the group was aborted, and when each peer was last heard.
+/// The threads of the rank share it.
 pub(super) struct GroupHealth {
     rank: usize,
     start: Instant,
-    /// The first reason given.
+    /// The reason of the first abort.
     aborted: Mutex<Option<AbortReason>>,
     /// Readable forever once the group is aborted.
     abort_event: EventFd,
     /// Readable when the monitor thread must leave.
     leave_event: EventFd,
-    /// By rank: it sent a farewell.
+    /// By rank: whether the rank sent a farewell.
     has_left: Vec<AtomicBool>,
-    /// By rank: when it was last heard, in milliseconds since `start`; 0 if never.
+    /// By rank: when bytes of the rank last arrived, in milliseconds since `start` plus 1; 0 if
+    /// never.
     last_heard_ms: Vec<AtomicU64>,
-    /// The connections that frames are written to, without those that broke.
+    /// The control connections that frames are written to. A broken connection is removed.
     senders: Mutex<Vec<(usize, TcpStream)>>,
     shm: OnceLock<Arc<ShmComm>>,
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+/// Locks `mutex`, also after a panic of another thread.
+fn lock_ignoring_poison<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     // no code panics while it holds one of these locks
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl GroupHealth {
-    /// The state of a rank that has not joined its group yet.
+    /// Creates the state of a rank that has not joined its group yet.
     pub(super) fn new(rank: usize, world: usize) -> std::io::Result<Self> {
         let event = || EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK);
         Ok(GroupHealth {
@@ -80,26 +85,26 @@ impl GroupHealth {
         })
     }
 
-    /// Connects aborts with the shared memory of this host: they reach its ranks from now on.
+    /// Lets aborts reach the ranks of this host through their shared memory from now on.
     pub(super) fn attach_shared_memory(&self, shm: Arc<ShmComm>) {
-        let aborted = lock(&self.aborted);
+        let aborted = lock_ignoring_poison(&self.aborted);
         if let Some(reason) = &*aborted {
             shm.abort_with_reason(reason);
         }
         _ = self.shm.set(shm);
     }
 
-    /// The reason of the abort, if the group is aborted.
+    /// Returns the reason of the abort, or `None` if the group is not aborted.
     pub(super) fn abort_reason(&self) -> Option<AbortReason> {
-        lock(&self.aborted).clone()
+        lock_ignoring_poison(&self.aborted).clone()
     }
 
-    /// Wakes every waiting thread of this rank and sends the reason to all peers. The first reason
-    /// is kept.
+    /// Aborts the group, unless it is aborted already: wakes every waiting thread of this rank and
+    /// sends `reason` to all peers.
     pub(super) fn abort(&self, reason: &AbortReason) {
         // Held to the end: a thread that learns the reason may leave at once, and the peers must
         // receive the reason before that farewell.
-        let mut aborted = lock(&self.aborted);
+        let mut aborted = lock_ignoring_poison(&self.aborted);
         if aborted.is_some() {
             return;
         }
@@ -111,16 +116,20 @@ impl GroupHealth {
         self.send_to_peers(ABORT_FRAME, &reason.encode(MAX_REASON_BYTES));
     }
 
+    /// Writes a frame to every control connection. Closes a connection that cannot take the whole
+    /// frame.
     fn send_to_peers(&self, kind: u8, body: &[u8]) {
         let mut frame = vec![kind];
         frame.extend_from_slice(&(body.len() as u16).to_le_bytes());
         frame.extend_from_slice(body);
         // If a buffer is full of heartbeats or a connection broke, the peer detects silence or the
         // end.
-        lock(&self.senders).retain_mut(|(_, stream)| stream.write(&frame).is_ok_and(|n| n == frame.len()));
+        lock_ignoring_poison(&self.senders)
+            .retain_mut(|(_, stream)| stream.write(&frame).is_ok_and(|n| n == frame.len()));
     }
 
-    /// Polled together with connections: becomes readable when the group is aborted.
+    /// Returns a descriptor, to be polled together with connections, that becomes readable when the
+    /// group is aborted.
     pub(super) fn abort_poll_fd(&self) -> PollFd<'_> {
         PollFd::new(self.abort_event.as_fd(), PollFlags::POLLIN)
     }
@@ -130,14 +139,15 @@ impl GroupHealth {
         self.last_heard_ms[rank].store(self.elapsed_ms(), SeqCst);
     }
 
-    /// Milliseconds since the start, plus 1: never 0.
+    /// Returns the milliseconds since the start plus 1, so never 0.
     fn elapsed_ms(&self) -> u64 {
         self.start.elapsed().as_millis() as u64 + 1
     }
 
-    /// Why the connection to `rank` ended, for a call of `collective`. Waits a moment for a
-    /// farewell or an abort, which may arrive later than the end of the data.
-    pub(super) fn connection_end_reason(&self, rank: usize, collective: &str) -> AbortReason {
+    /// Determines why the connection to `rank` ended during a call of `collective`. Waits up to
+    /// [`FAREWELL_DELAY`] for a farewell or an abort, because it may arrive later than the end of
+    /// the data.
+    pub(super) fn wait_for_end_reason(&self, rank: usize, collective: &str) -> AbortReason {
         let deadline = Instant::now() + FAREWELL_DELAY;
         loop {
             let has_left = self.has_left[rank].load(SeqCst);
@@ -155,14 +165,14 @@ impl GroupHealth {
         }
     }
 
-    /// Sends farewells and ends the monitor thread.
+    /// Sends farewells to all peers and ends the monitor thread.
     pub(super) fn leave(&self) {
         self.send_to_peers(FAREWELL_FRAME, &[]);
         _ = self.leave_event.write(1);
     }
 }
 
-/// The control connection of one peer.
+/// The control connection of one peer, with the frames that have not been handled yet.
 struct MonitoredPeer {
     rank: usize,
     stream: TcpStream,
@@ -171,25 +181,25 @@ struct MonitoredPeer {
     is_open: bool,
 }
 
-/// The state of the thread that monitors the peers of a rank.
+/// The thread of a rank that monitors its peers: their control connections and the timeouts.
 pub(super) struct PeerMonitor {
     health: Arc<GroupHealth>,
     peers: Vec<MonitoredPeer>,
-    /// A peer that is silent for this long counts as dead.
+    /// How long a peer may be silent before it counts as dead.
     silence_timeout: Duration,
-    /// The limit for a peer that was never heard, because it may still be joining.
+    /// How long a peer may be silent if it was never heard, because it may still be joining.
     join_timeout: Duration,
 }
 
 impl PeerMonitor {
-    /// Takes over the control connections, which are non-blocking.
+    /// Creates the monitor of the control connections `streams`, which must be non-blocking.
     pub(super) fn new(
         health: Arc<GroupHealth>,
         streams: Vec<(usize, TcpStream)>,
         silence_timeout: Duration,
         join_timeout: Duration,
     ) -> std::io::Result<Self> {
-        let mut senders = lock(&health.senders);
+        let mut senders = lock_ignoring_poison(&health.senders);
         for (rank, stream) in &streams {
             senders.push((*rank, stream.try_clone()?));
         }
@@ -205,7 +215,7 @@ impl PeerMonitor {
         Ok(PeerMonitor { peers, health, silence_timeout, join_timeout })
     }
 
-    /// Sends heartbeats and handles frames until the rank leaves.
+    /// Sends heartbeats and handles frames until the rank leaves its group.
     pub(super) fn run(mut self) {
         let interval = self.silence_timeout / HEARTBEATS_PER_TIMEOUT;
         let mut next_heartbeat = Instant::now();
@@ -226,16 +236,16 @@ impl PeerMonitor {
         self.wait_for_close();
     }
 
-    /// Handles the frames that arrive within `timeout`. Returns whether the rank leaves.
+    /// Handles the frames that arrive within `timeout`. Returns whether the rank must leave.
     fn read_frames(&mut self, timeout: Duration) -> bool {
         let mut fds = vec![PollFd::new(self.health.leave_event.as_fd(), PollFlags::POLLIN)];
-        fds.extend(self.peers.iter().filter(|p| p.is_open).map(pollable));
-        _ = poll(&mut fds, poll_timeout(timeout));
+        fds.extend(self.peers.iter().filter(|p| p.is_open).map(to_poll_fd));
+        _ = poll(&mut fds, to_poll_timeout(timeout));
         let ready: Vec<bool> = fds.iter().map(|fd| fd.any().unwrap_or(true)).collect();
         drop(fds);
         let open = self.peers.iter_mut().filter(|p| p.is_open);
         for (peer, _) in open.zip(&ready[1..]).filter(|(_, ready)| **ready) {
-            peer.read(&self.health);
+            peer.read_available_frames(&self.health);
         }
         ready[0]
     }
@@ -254,16 +264,17 @@ impl PeerMonitor {
         }
     }
 
-    /// Reads until all peers have closed their connections, so that a reset discards no sent frame.
+    /// Waits until all peers have closed their connections, at most [`LEAVE_TIMEOUT`]. Closing
+    /// earlier could reset a connection and discard a sent frame.
     fn wait_for_close(&mut self) {
-        lock(&self.health.senders).clear();
+        lock_ignoring_poison(&self.health.senders).clear();
         for peer in &self.peers {
             _ = peer.stream.shutdown(Shutdown::Write);
         }
         let deadline = Instant::now() + LEAVE_TIMEOUT;
         while self.peers.iter().any(|p| p.is_open) && Instant::now() < deadline {
-            let mut fds: Vec<PollFd> = self.peers.iter().filter(|p| p.is_open).map(pollable).collect();
-            _ = poll(&mut fds, poll_timeout(deadline.saturating_duration_since(Instant::now())));
+            let mut fds: Vec<PollFd> = self.peers.iter().filter(|p| p.is_open).map(to_poll_fd).collect();
+            _ = poll(&mut fds, to_poll_timeout(deadline.saturating_duration_since(Instant::now())));
             for peer in self.peers.iter_mut().filter(|p| p.is_open) {
                 let mut discarded = [0; FRAME_HEADER_BYTES + MAX_REASON_BYTES];
                 match peer.stream.read(&mut discarded) {
@@ -276,42 +287,44 @@ impl PeerMonitor {
     }
 }
 
-fn pollable(peer: &MonitoredPeer) -> PollFd<'_> {
+/// Returns a descriptor that is readable when bytes of `peer` have arrived.
+fn to_poll_fd(peer: &MonitoredPeer) -> PollFd<'_> {
     PollFd::new(peer.stream.as_fd(), PollFlags::POLLIN)
 }
 
-/// Converts a timeout for `poll`, rounded up so that a wait never becomes a busy loop.
-pub(super) fn poll_timeout(timeout: Duration) -> PollTimeout {
+/// Converts a timeout for `poll`. Rounds up, so that a wait never becomes a busy loop.
+pub(super) fn to_poll_timeout(timeout: Duration) -> PollTimeout {
     let ms = timeout.as_micros().div_ceil(1000).min(60_000);
     PollTimeout::from(ms as u16)
 }
 
 impl MonitoredPeer {
-    /// Reads once and handles the complete frames.
-    fn read(&mut self, health: &GroupHealth) {
+    /// Reads once from the connection and handles the frames that are complete.
+    fn read_available_frames(&mut self, health: &GroupHealth) {
         match self.stream.read(&mut self.buffer[self.filled..]) {
-            Ok(0) => self.handle_end(health),
+            Ok(0) => self.handle_connection_end(health),
             Ok(n) => {
                 health.record_activity(self.rank);
                 self.filled += n;
                 self.handle_frames(health);
             }
             Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => {}
-            Err(_) => self.handle_end(health),
+            Err(_) => self.handle_connection_end(health),
         }
     }
 
-    /// Handles the end of the connection. Without a farewell it aborts the group.
-    fn handle_end(&mut self, health: &GroupHealth) {
+    /// Marks the connection as closed. Aborts the group if the peer sent no farewell.
+    fn handle_connection_end(&mut self, health: &GroupHealth) {
         self.is_open = false;
         // answers a farewell: the peer waits for this end
         _ = self.stream.shutdown(Shutdown::Both);
-        lock(&health.senders).retain(|(rank, _)| *rank != self.rank);
+        lock_ignoring_poison(&health.senders).retain(|(rank, _)| *rank != self.rank);
         if !health.has_left[self.rank].load(SeqCst) {
             health.abort(&AbortReason::PeerLost { rank: self.rank });
         }
     }
 
+    /// Handles the complete frames in the buffer. An invalid frame aborts the group.
     fn handle_frames(&mut self, health: &GroupHealth) {
         while self.filled >= FRAME_HEADER_BYTES {
             let len = u16::from_le_bytes([self.buffer[1], self.buffer[2]]) as usize;

@@ -1,18 +1,18 @@
-//! [`Topology`]: which rank is on which host, and which rank receives data for its host. Pure.
+//! [`Topology`]: which rank is on which host, and which rank receives data for its host.
 //!
 //! Each rank has a *counterpart* on every other host: the rank whose local rank is the same, modulo
-//! the number of ranks of that host. Data that every rank needs crosses the network once per pair
-//! of hosts, to the counterpart, and is shared from there. So all ranks of a host use the network
-//! at the same time, even if the hosts have different numbers of ranks.
+//! the number of ranks of that host. Data that every rank needs is sent once to each other host, to
+//! the counterpart there, which shares it with its host. So all ranks of a host use the network at
+//! the same time, even if the hosts have different numbers of ranks.
 use crate::GroupError;
 
-/// The hosts of a group, as one rank sees them.
+/// The hosts of a group, from the point of view of one rank.
 #[derive(Clone, Debug)]
 pub(crate) struct Topology {
     pub(crate) rank: usize,
     /// Index of this rank's host in `host_ranks`.
     host: usize,
-    /// By rank: its position among the ranks of its host.
+    /// By rank: the position among the ranks of its host.
     local_rank_of: Vec<usize>,
     /// By rank: the index of its host.
     host_by_rank: Vec<usize>,
@@ -21,8 +21,8 @@ pub(crate) struct Topology {
 }
 
 impl Topology {
-    /// Builds the topology of `rank`. `hosts[r]` identifies the host of rank r by any number, equal
-    /// for the ranks of one host.
+    /// Builds the topology of `rank`. `hosts[r]` is a number that identifies the host of rank r.
+    /// Fails if the number of ranks or the rank is out of range.
     pub(crate) fn new(rank: usize, hosts: &[usize]) -> Result<Self, GroupError> {
         let world = hosts.len();
         if !(1..=crate::MAX_WORLD).contains(&world) {
@@ -47,34 +47,35 @@ impl Topology {
         Ok(Topology { rank, host: host_by_rank[rank], local_rank_of, host_by_rank, host_ranks })
     }
 
-    /// Number of ranks of the job.
+    /// Returns the number of ranks of the job.
     pub(crate) fn world(&self) -> usize {
         self.host_by_rank.len()
     }
 
-    /// The ranks of this host, ascending.
+    /// Returns the ranks of this host, in ascending order.
     pub(crate) fn local_ranks(&self) -> &[usize] {
         &self.host_ranks[self.host]
     }
 
-    /// The position of this rank among the ranks of its host.
+    /// Returns the position of this rank among the ranks of its host.
     pub(crate) fn local_rank(&self) -> usize {
         self.local_rank_of[self.rank]
     }
 
-    /// Whether `rank` is on this host.
+    /// Returns whether `rank` is on this host.
     pub(crate) fn is_local(&self, rank: usize) -> bool {
         self.host_by_rank[rank] == self.host
     }
 
-    /// The ranks on other hosts, beginning after this rank, so that not all send to one rank first.
+    /// Returns the ranks on other hosts. The order begins after this rank, so that ranks do not all
+    /// send to one rank first.
     pub(crate) fn remote_ranks(&self) -> impl Iterator<Item = usize> + '_ {
         let (me, world) = (self.rank, self.world());
         (1..world).map(move |i| (me + i) % world).filter(|r| !self.is_local(*r))
     }
 
-    /// The rank on `host` that receives the data of `rank` for all ranks of `host`.
-    fn receiver_on_host(&self, rank: usize, host: usize) -> usize {
+    /// Returns the rank on `host` that receives the data of `rank` for all ranks of `host`.
+    fn find_receiver_on_host(&self, rank: usize, host: usize) -> usize {
         if self.host_by_rank[rank] == host {
             return rank;
         }
@@ -82,14 +83,15 @@ impl Topology {
         ranks[self.local_rank_of[rank] % ranks.len()]
     }
 
-    /// Whether `from` sends `to` the data that every rank needs. They are on different hosts.
-    pub(crate) fn sends_to(&self, from: usize, to: usize) -> bool {
-        self.receiver_on_host(from, self.host_by_rank[to]) == to
+    /// Returns whether rank `from` sends data that every rank needs to rank `to`. The two must be
+    /// on different hosts.
+    pub(crate) fn sends_replica_to(&self, from: usize, to: usize) -> bool {
+        self.find_receiver_on_host(from, self.host_by_rank[to]) == to
     }
 
-    /// The local rank on this host that has the data of `rank` first.
-    pub(crate) fn local_receiver(&self, rank: usize) -> usize {
-        self.local_rank_of[self.receiver_on_host(rank, self.host)]
+    /// Returns the local rank of the rank on this host that first has the data of `rank`.
+    pub(crate) fn find_local_receiver(&self, rank: usize) -> usize {
+        self.local_rank_of[self.find_receiver_on_host(rank, self.host)]
     }
 }
 
@@ -115,11 +117,13 @@ mod tests {
                         .local_ranks()
                         .iter()
                         .copied()
-                        .filter(|&to| to == from || (!topology.is_local(from) && topology.sends_to(from, to)))
+                        .filter(|&to| {
+                            to == from || (!topology.is_local(from) && topology.sends_replica_to(from, to))
+                        })
                         .collect();
                     let local_ranks = topology.local_ranks();
                     assert_eq!(receivers.len(), 1, "rank {from} on the host of {local_ranks:?}: {hosts:?}");
-                    assert_eq!(local_ranks[topology.local_receiver(from)], receivers[0]);
+                    assert_eq!(local_ranks[topology.find_local_receiver(from)], receivers[0]);
                 }
             }
         }

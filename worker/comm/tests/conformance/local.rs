@@ -20,7 +20,7 @@ fn run_ranks<T: Send>(
     })
 }
 
-fn aborted(reason: AbortReason) -> CommError {
+fn to_aborted_error(reason: AbortReason) -> CommError {
     CommError::Aborted(reason)
 }
 
@@ -28,11 +28,13 @@ fn aborted(reason: AbortReason) -> CommError {
 fn every_collective_conforms() {
     for world in [1, 2, 3, 4, 5, 8, 16] {
         for seed in 0..4 {
-            let results = run_ranks(local::group(world), |c| checks::run(&c, seed, 40, 700));
+            let results = run_ranks(local::create_group(world), |c| {
+                checks::check_random_collectives(&c, seed, 40, 700)
+            });
             assert!(results.iter().all(|r| r == &Some(Ok(()))), "world {world}: {results:?}");
         }
     }
-    let results = run_ranks(local::group(2), |c| checks::run(&c, 9, 12, 300_000));
+    let results = run_ranks(local::create_group(2), |c| checks::check_random_collectives(&c, 9, 12, 300_000));
     assert!(results.iter().all(|r| r == &Some(Ok(()))), "{results:?}");
 }
 
@@ -40,7 +42,7 @@ fn every_collective_conforms() {
 fn no_rank_passes_a_barrier_before_all_have_entered() {
     let (world, rounds) = (5, 200);
     let entered = AtomicUsize::new(0);
-    run_ranks(local::group(world), |c| {
+    run_ranks(local::create_group(world), |c| {
         for round in 1..=rounds {
             entered.fetch_add(1, SeqCst);
             c.barrier().unwrap();
@@ -54,7 +56,7 @@ fn no_rank_passes_a_barrier_before_all_have_entered() {
 
 #[test]
 fn an_abort_ends_waiting_and_later_calls() {
-    let group = local::group(3);
+    let group = local::create_group(3);
     let errors = run_ranks(group, |c| {
         if c.rank() == 2 {
             c.abort("the disk is full");
@@ -62,37 +64,37 @@ fn an_abort_ends_waiting_and_later_calls() {
         }
         [c.barrier().unwrap_err(), c.all_reduce(Buf::zeroed(3).view_mut()).unwrap_err()]
     });
-    let error = aborted(AbortReason::Requested { reason: "the disk is full".into() });
+    let error = to_aborted_error(AbortReason::Requested { reason: "the disk is full".into() });
     assert!(errors.iter().all(|e| e.as_ref() == Some(&[error.clone(), error.clone()])), "{errors:?}");
 }
 
 #[test]
 fn another_thread_of_a_waiting_rank_can_abort() {
-    let group = local::group(2);
+    let group = local::create_group(2);
     let (first, _second) = (&group[0], &group[1]);
     thread::scope(|s| {
         let waiting = s.spawn(|| first.barrier());
         s.spawn(|| first.abort("stop"));
-        let error = aborted(AbortReason::Requested { reason: "stop".into() });
+        let error = to_aborted_error(AbortReason::Requested { reason: "stop".into() });
         assert_eq!(waiting.join().unwrap(), Err(error));
     });
 }
 
 #[test]
 fn a_rank_that_panics_or_leaves_unblocks_the_others() {
-    let errors = run_ranks(local::group(3), |c| {
+    let errors = run_ranks(local::create_group(3), |c| {
         assert!(c.rank() != 1, "intended");
         c.barrier().unwrap_err()
     });
-    assert_eq!(errors[0], Some(aborted(AbortReason::RankPanicked { rank: 1 })));
-    let errors = run_ranks(local::group(3), |c| match c.rank() {
+    assert_eq!(errors[0], Some(to_aborted_error(AbortReason::RankPanicked { rank: 1 })));
+    let errors = run_ranks(local::create_group(3), |c| match c.rank() {
         1 => None,
         _ => Some(c.barrier().unwrap_err()),
     });
     let left = AbortReason::PeerLeft { rank: 1, collective: "barrier".into() };
-    assert_eq!(errors[2], Some(Some(aborted(left))));
+    assert_eq!(errors[2], Some(Some(to_aborted_error(left))));
     // inside a sink: memory that peers still read is not freed before they have finished
-    let errors = run_ranks(local::group(3), |c| {
+    let errors = run_ranks(local::create_group(3), |c| {
         let partial = Buf::zeroed(3000);
         let mut sum = 0.0;
         let sink = &mut |rank: usize, _: usize, piece: device::View<'_>| {
@@ -103,13 +105,13 @@ fn a_rank_that_panics_or_leaves_unblocks_the_others() {
             .and_then(|()| c.barrier())
             .unwrap_err()
     });
-    let panicked = aborted(AbortReason::RankPanicked { rank: 0 });
+    let panicked = to_aborted_error(AbortReason::RankPanicked { rank: 0 });
     assert_eq!(errors, [None, Some(panicked.clone()), Some(panicked)]);
 }
 
 #[test]
 fn every_rank_reports_a_mismatch() {
-    let errors = run_ranks(local::group(3), |c| match c.rank() {
+    let errors = run_ranks(local::create_group(3), |c| match c.rank() {
         1 => c.barrier().unwrap_err(),
         _ => c.all_reduce(Buf::zeroed(5).view_mut()).unwrap_err(),
     });
@@ -123,7 +125,7 @@ fn every_rank_reports_a_mismatch() {
         assert_eq!(barrier.collective, Some(CollectiveKind::Barrier));
         assert_eq!(other.collective, Some(CollectiveKind::AllReduce));
     }
-    let errors = run_ranks(local::group(2), |c| {
+    let errors = run_ranks(local::create_group(2), |c| {
         let (mut recv, send) = (Buf::zeroed(3 + c.rank()), Buf::zeroed(4));
         let recv_counts = [[2, 1], [2, 2]][c.rank()];
         c.all_to_all(recv.view_mut(), &recv_counts, send.view(), &[2, 2]).unwrap_err()
@@ -136,7 +138,7 @@ fn every_rank_reports_a_mismatch() {
 
 #[test]
 fn invalid_arguments_fail_on_the_caller_and_unblock_the_peers() {
-    let errors = run_ranks(local::group(2), |c| {
+    let errors = run_ranks(local::create_group(2), |c| {
         let (mut recv, send) = (Buf::zeroed(4), Buf::zeroed(3 - c.rank()));
         c.all_gather(recv.view_mut(), send.view(), &[2, 2]).unwrap_err()
     });
@@ -149,13 +151,13 @@ fn invalid_arguments_fail_on_the_caller_and_unblock_the_peers() {
     };
     let invalid = CommError::InvalidArguments { rank: 0, error };
     let reason = AbortReason::RankFailed { rank: 0, message: invalid.to_string() };
-    assert_eq!(errors, [Some(invalid), Some(aborted(reason))]);
+    assert_eq!(errors, [Some(invalid), Some(to_aborted_error(reason))]);
 }
 
 #[test]
 fn a_timeout_names_the_missing_ranks() {
     let timeout = Duration::from_millis(30);
-    let group = local::group_with_timeout(3, timeout);
+    let group = local::create_group_with_timeout(3, timeout);
     let expected = CommError::Timeout {
         rank: 0,
         world: 3,
@@ -167,5 +169,5 @@ fn a_timeout_names_the_missing_ranks() {
     assert_eq!(group[0].barrier(), Err(expected.clone()));
     // a rank that enters later learns the reason
     let reason = AbortReason::RankFailed { rank: 0, message: expected.to_string() };
-    assert_eq!(group[1].barrier(), Err(aborted(reason)));
+    assert_eq!(group[1].barrier(), Err(to_aborted_error(reason)));
 }

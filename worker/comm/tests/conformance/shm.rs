@@ -1,6 +1,6 @@
 //! Tests of the transport between processes. Every rank is a process that runs this test
 //! executable.
-use crate::checks::{self, CheckFailure, failure};
+use crate::checks::{self, CheckFailure, make_failure};
 use comm::{
     AbortReason, CallMismatch, CollectiveKind, Comm, CommError,
     shm::{self, ShmComm, ShmLimits},
@@ -32,7 +32,7 @@ impl RankProcess {
         nix::unistd::Pid::from_raw(self.process.id() as i32)
     }
 
-    /// Waits for a line of the rank that contains `text`.
+    /// Waits until the rank prints a line that contains `text`.
     fn wait_for_line(&mut self, text: &str) {
         let mut line = String::new();
         while self.stderr.read_line(&mut line).expect("stderr is readable") > 0 {
@@ -60,7 +60,7 @@ impl Drop for RankProcess {
     }
 }
 
-/// A group of processes that all run `case`.
+/// A group whose ranks are processes that all run the test case `case`.
 struct ProcessGroup {
     fd: OwnedFd,
     world: usize,
@@ -76,7 +76,7 @@ impl ProcessGroup {
 
     fn spawn_rank(&self, rank: usize) -> RankProcess {
         let mut process = Command::new(std::env::current_exe().expect("the path of this executable"))
-            .args(["shm::child", "--exact", "--ignored", "--nocapture"])
+            .args(["shm::child_runs_one_rank", "--exact", "--ignored", "--nocapture"])
             .env("COMM_TEST_CASE", format!("{} {rank} {} {}", self.case, self.world, self.fd.as_raw_fd()))
             .stdin(Stdio::piped())
             .stdout(Stdio::null())
@@ -92,7 +92,8 @@ impl ProcessGroup {
     }
 }
 
-fn limits(case: &str) -> ShmLimits {
+/// Returns the timeouts and the staging size of a test case.
+fn select_limits(case: &str) -> ShmLimits {
     let staging = if case.starts_with("small") { 4096 } else { ShmLimits::default().staging_bytes };
     let join = if case == "absent" { Duration::from_millis(300) } else { Duration::from_secs(50) };
     ShmLimits { join_timeout: join, collective_timeout: Duration::from_secs(50), staging_bytes: staging }
@@ -101,7 +102,7 @@ fn limits(case: &str) -> ShmLimits {
 /// Runs one rank of the tests below. Does nothing if it is started without a case.
 #[test]
 #[ignore = "run by the other tests"]
-fn child() {
+fn child_runs_one_rank() {
     let Ok(case) = std::env::var("COMM_TEST_CASE") else { return };
     // SAFETY: sets a timer only.
     unsafe { libc::alarm(ALARM_SECONDS) };
@@ -110,7 +111,7 @@ fn child() {
     let number = |i: usize| args[i].parse::<usize>().expect("the argument is a number");
     // SAFETY: the parent left this descriptor open for us.
     let fd = unsafe { OwnedFd::from_raw_fd(number(3) as i32) };
-    let joined = ShmComm::join(fd, number(1), number(2), limits(args[0]));
+    let joined = ShmComm::join(fd, number(1), number(2), select_limits(args[0]));
     match run_case(args[0], number(1), joined) {
         Ok(()) => std::process::exit(0),
         Err(e) => {
@@ -120,27 +121,30 @@ fn child() {
     }
 }
 
+/// Runs the test case `case` in the process of a rank.
 fn run_case(case: &str, rank: usize, joined: comm::Result<ShmComm>) -> Result<(), CheckFailure> {
     if case == "absent" {
         return match joined.err() {
             Some(CommError::JoinTimeout { rank: 1, world: 3, missing, .. }) if missing == [0, 2] => Ok(()),
-            other => Err(failure("absent", format!("{other:?}"))),
+            other => Err(make_failure("absent", format!("{other:?}"))),
         };
     }
-    let comm = joined.map_err(|e| failure("join", e.to_string()))?;
+    let comm = joined.map_err(|e| make_failure("join", e.to_string()))?;
     match case {
-        "small" => (0..3).try_for_each(|seed| checks::run(&comm, seed, 24, 700)),
-        "default" => checks::run(&comm, 7, 24, 9000),
+        "small" => (0..3).try_for_each(|seed| checks::check_random_collectives(&comm, seed, 24, 700)),
+        "default" => checks::check_random_collectives(&comm, 7, 24, 9000),
         "large" => check_large_buffers(&comm),
         "killed" => {
             let error = run_until_error(&comm, |c| raise_in_rank_1(c, Signal::SIGKILL));
             expect_abort_request(error, "rank 1 was killed")
         }
-        "anywhere" => expect_abort_request(run_until_error(&comm, mixed_collectives), "rank 1 was killed"),
-        "stopped" => stop_rank_1(&comm, rank),
-        "mismatch" => call_different_collectives(&comm, rank),
-        "leaves" => leave_early(&comm, rank),
-        other => Err(failure("case", other)),
+        "anywhere" => {
+            expect_abort_request(run_until_error(&comm, run_mixed_collectives), "rank 1 was killed")
+        }
+        "stopped" => check_stopped_rank_1(&comm, rank),
+        "mismatch" => check_different_collectives(&comm, rank),
+        "leaves" => check_early_leave(&comm, rank),
+        other => Err(make_failure("case", other)),
     }
 }
 
@@ -149,18 +153,19 @@ fn run_case(case: &str, rank: usize, joined: comm::Result<ShmComm>) -> Result<()
 fn check_large_buffers(comm: &ShmComm) -> Result<(), CheckFailure> {
     let world = comm.world();
     let counts: Vec<usize> = (0..world).map(|r| 1_000_003 * (r % 3)).collect();
-    checks::all_gather(comm, 1, &counts)?;
-    checks::reduce_scatter(comm, 2, &counts)?;
-    checks::all_reduce(comm, 3, 1_500_001)?;
-    checks::broadcast(comm, 4, 1_500_001, world - 1)?;
-    checks::reduce_scatter_ordered(comm, 5, &counts, &[1; 3][..world])?;
-    checks::reduce_scatter_ordered(comm, 6, &[900_001, 500_001, 0][..world], &[3, 2, 4][..world])?;
+    checks::check_all_gather(comm, 1, &counts)?;
+    checks::check_reduce_scatter(comm, 2, &counts)?;
+    checks::check_all_reduce(comm, 3, 1_500_001)?;
+    checks::check_broadcast(comm, 4, 1_500_001, world - 1)?;
+    checks::check_reduce_scatter_ordered(comm, 5, &counts, &[1; 3][..world])?;
+    checks::check_reduce_scatter_ordered(comm, 6, &[900_001, 500_001, 0][..world], &[3, 2, 4][..world])?;
     let matrix: Vec<Vec<usize>> =
         (0..world).map(|f| (0..world).map(|t| 300_007 * ((f + t) % 3)).collect()).collect();
-    checks::all_to_all(comm, 7, &matrix)?;
-    checks::all_gather_bytes(comm, 8, &[3_000_001, 0, comm::MAX_GATHER_BYTES / 8][..world])
+    checks::check_all_to_all(comm, 7, &matrix)?;
+    checks::check_all_gather_bytes(comm, 8, &[3_000_001, 0, comm::MAX_GATHER_BYTES / 8][..world])
 }
 
+/// Repeats `step` until it fails, and returns the error.
 fn run_until_error(comm: &ShmComm, mut step: impl FnMut(&ShmComm) -> Result<(), CommError>) -> CommError {
     loop {
         if let Err(e) = step(comm) {
@@ -169,13 +174,15 @@ fn run_until_error(comm: &ShmComm, mut step: impl FnMut(&ShmComm) -> Result<(), 
     }
 }
 
+/// Fails unless `error` is an abort for the expected reason.
 fn expect_abort(error: Option<CommError>, expected: AbortReason) -> Result<(), CheckFailure> {
     match error {
         Some(CommError::Aborted(reason)) if reason == expected => Ok(()),
-        other => Err(failure("abort reason", format!("{other:?}"))),
+        other => Err(make_failure("abort reason", format!("{other:?}"))),
     }
 }
 
+/// Fails unless `error` is an abort that was requested with `reason`.
 fn expect_abort_request(error: CommError, reason: &str) -> Result<(), CheckFailure> {
     expect_abort(Some(error), AbortReason::Requested { reason: reason.to_owned() })
 }
@@ -191,7 +198,7 @@ fn raise_in_rank_1(comm: &ShmComm, signal: Signal) -> Result<(), CommError> {
 }
 
 /// Runs several collectives, of which rank 1 announces the last one.
-fn mixed_collectives(comm: &ShmComm) -> Result<(), CommError> {
+fn run_mixed_collectives(comm: &ShmComm) -> Result<(), CommError> {
     let mut x = Buf::zeroed(70_000);
     comm.all_reduce(x.view_mut())?;
     comm.broadcast(x.view_mut(), 1)?;
@@ -202,7 +209,8 @@ fn mixed_collectives(comm: &ShmComm) -> Result<(), CommError> {
     comm.barrier()
 }
 
-fn stop_rank_1(comm: &ShmComm, rank: usize) -> Result<(), CheckFailure> {
+/// Stops rank 1 during a collective. Rank 0 aborts the group when its standard input has a line.
+fn check_stopped_rank_1(comm: &ShmComm, rank: usize) -> Result<(), CheckFailure> {
     std::thread::scope(|s| {
         if rank == 0 {
             s.spawn(|| {
@@ -216,30 +224,33 @@ fn stop_rank_1(comm: &ShmComm, rank: usize) -> Result<(), CheckFailure> {
     })
 }
 
-fn call_different_collectives(comm: &ShmComm, rank: usize) -> Result<(), CheckFailure> {
-    comm.barrier().map_err(|e| failure("barrier", e.to_string()))?;
+/// Lets rank 1 call another collective than the others, and checks that every rank reports both
+/// calls.
+fn check_different_collectives(comm: &ShmComm, rank: usize) -> Result<(), CheckFailure> {
+    comm.barrier().map_err(|e| make_failure("barrier", e.to_string()))?;
     let called = match rank {
         1 => comm.barrier(),
         _ => comm.all_reduce(Buf::zeroed(5).view_mut()),
     };
     let Err(CommError::Mismatch(CallMismatch::Call { call, peer_call, .. })) = called else {
-        return Err(failure("mismatch", format!("{called:?}")));
+        return Err(make_failure("mismatch", format!("{called:?}")));
     };
     let (barrier, all_reduce) = if rank == 1 { (call, peer_call) } else { (peer_call, call) };
     if barrier.collective != Some(CollectiveKind::Barrier)
         || all_reduce.collective != Some(CollectiveKind::AllReduce)
         || (barrier.call_number, all_reduce.call_number, all_reduce.elements) != (1, 1, 5)
     {
-        return Err(failure("mismatch", format!("{call} and {peer_call}")));
+        return Err(make_failure("mismatch", format!("{call} and {peer_call}")));
     }
     match comm.barrier() {
         Err(CommError::Aborted(_)) => Ok(()),
-        other => Err(failure("after a mismatch", format!("{other:?}"))),
+        other => Err(make_failure("after a mismatch", format!("{other:?}"))),
     }
 }
 
-fn leave_early(comm: &ShmComm, rank: usize) -> Result<(), CheckFailure> {
-    comm.barrier().map_err(|e| failure("barrier", e.to_string()))?; // all have joined
+/// Lets rank 1 leave the group, and checks that the others report it.
+fn check_early_leave(comm: &ShmComm, rank: usize) -> Result<(), CheckFailure> {
+    comm.barrier().map_err(|e| make_failure("barrier", e.to_string()))?; // all have joined
     if rank == 1 {
         return Ok(()); // the caller drops the communicator in order
     }
@@ -247,6 +258,7 @@ fn leave_early(comm: &ShmComm, rank: usize) -> Result<(), CheckFailure> {
     expect_abort(comm.barrier().err(), AbortReason::PeerLeft { rank: 1, collective })
 }
 
+/// Runs `case` as groups of these sizes, and panics if a rank fails.
 fn assert_group_succeeds(case: &str, worlds: &[usize]) {
     for &world in worlds {
         ProcessGroup::new(case, world).spawn_all().into_iter().for_each(RankProcess::assert_success);
@@ -274,7 +286,7 @@ fn ranks_with_a_killed_peer_end_once_the_parent_aborts() {
     let mut ranks = group.spawn_all();
     let mut victim = ranks.remove(1);
     victim.process.wait().expect("the child can be waited for");
-    shm::abort(group.fd.as_fd(), "rank 1 was killed").expect("the segment can be aborted");
+    shm::abort_group(group.fd.as_fd(), "rank 1 was killed").expect("the segment can be aborted");
     ranks.into_iter().for_each(RankProcess::assert_success);
 }
 
@@ -286,7 +298,7 @@ fn ranks_with_a_peer_killed_anywhere_end_once_the_parent_aborts() {
         let mut victim = ranks.remove(1);
         victim.wait_for_line("running");
         drop(victim);
-        shm::abort(group.fd.as_fd(), "rank 1 was killed").expect("the segment can be aborted");
+        shm::abort_group(group.fd.as_fd(), "rank 1 was killed").expect("the segment can be aborted");
         ranks.into_iter().for_each(RankProcess::assert_success);
     }
 }

@@ -1,11 +1,11 @@
 //! Tests of the network transport between processes that die, stop and become silent.
 use crate::{
-    checks::{self, CheckFailure, failure},
-    tcp::test_limits,
+    checks::{self, CheckFailure, make_failure},
+    tcp::make_tcp_limits,
 };
 use comm::{
     Comm, Result,
-    tcp::{AbortHandle, Endpoint, GroupMember, GroupSpec, TcpComm},
+    tcp::{AbortHandle, GroupMember, GroupSpec, RankListener, TcpComm},
 };
 use device::Buf;
 use diagnostic::{Code, Diagnostic, codes::collective as codes};
@@ -30,7 +30,7 @@ struct RankProcess {
 }
 
 impl RankProcess {
-    /// Waits for a line of the rank that contains `text`, and returns the rest of the line.
+    /// Waits until the rank prints a line that contains `text`, and returns the rest of the line.
     fn wait_for_line(&mut self, text: &str) -> String {
         let mut line = String::new();
         while self.stderr.read_line(&mut line).expect("stderr is readable") > 0 {
@@ -46,7 +46,7 @@ impl RankProcess {
         nix::unistd::Pid::from_raw(self.process.id() as i32)
     }
 
-    /// Waits for the end of the rank, which must succeed. Returns its remaining output.
+    /// Waits for the end of the rank and panics unless it succeeded. Returns its remaining output.
     fn assert_success(mut self) -> String {
         let mut stderr = String::new();
         self.stderr.read_to_string(&mut stderr).expect("stderr is readable");
@@ -63,7 +63,8 @@ impl Drop for RankProcess {
     }
 }
 
-/// Starts a process for each rank, and returns when all have joined.
+/// Starts a process for each rank, with rank r on host `hosts[r]`, and returns when all have
+/// joined.
 fn start_group(case: &str, hosts: &[usize]) -> Vec<RankProcess> {
     let names: Vec<String> = hosts.iter().map(usize::to_string).collect();
     let last_host = hosts.iter().max().expect("the argument is a host");
@@ -74,7 +75,7 @@ fn start_group(case: &str, hosts: &[usize]) -> Vec<RankProcess> {
     let start = |(rank, host): (usize, &usize)| {
         let args = format!("{case} {rank} {} {}", memory[*host].as_raw_fd(), names.join(","));
         let mut process = Command::new(std::env::current_exe().expect("the path of this executable"))
-            .args(["tcp_processes::child", "--exact", "--ignored", "--nocapture"])
+            .args(["tcp_processes::child_runs_one_rank", "--exact", "--ignored", "--nocapture"])
             .env("COMM_TEST_CASE", args)
             .stdin(Stdio::piped())
             .stdout(Stdio::null())
@@ -97,7 +98,7 @@ fn start_group(case: &str, hosts: &[usize]) -> Vec<RankProcess> {
 /// Runs one rank of the tests below. Does nothing if it is started without a case.
 #[test]
 #[ignore = "run by the other tests"]
-fn child() {
+fn child_runs_one_rank() {
     let Ok(args) = std::env::var("COMM_TEST_CASE") else { return };
     // SAFETY: sets a timer only.
     unsafe { libc::alarm(ALARM_SECONDS) };
@@ -106,8 +107,8 @@ fn child() {
     let rank: usize = args[1].parse().expect("the argument is a rank");
     // SAFETY: the parent left this descriptor open for us.
     let memory = unsafe { OwnedFd::from_raw_fd(args[2].parse().expect("the argument is a descriptor")) };
-    let endpoint = Endpoint::bind([127, 0, 0, 1].into()).expect("a port is free");
-    eprintln!("listens at {}", endpoint.address().expect("the address is valid"));
+    let listener = RankListener::bind([127, 0, 0, 1].into()).expect("a port is free");
+    eprintln!("listens at {}", listener.address().expect("the address is valid"));
     let mut line = String::new();
     std::io::stdin().read_line(&mut line).expect("the parent sends the addresses");
     let hosts = args[3].split(',').map(|h| h.parse().expect("the argument is a host"));
@@ -117,9 +118,9 @@ fn child() {
         .collect();
     let abort_handle = AbortHandle::new(rank, members.len()).expect("an eventfd can be created");
     let group = GroupSpec { rank, members, run: "test".into(), attempt: 0, key: [5; 32] };
-    let mut limits = test_limits();
+    let mut limits = make_tcp_limits();
     limits.silence_timeout = Duration::from_secs(1);
-    let comm = endpoint.join(&group, Some(memory), limits, &abort_handle).expect("the rank joins");
+    let comm = listener.join(&group, Some(memory), limits, &abort_handle).expect("the rank joins");
     eprintln!("joined");
     match run_case(args[0], &comm) {
         Ok(()) => {
@@ -133,26 +134,28 @@ fn child() {
     }
 }
 
+/// Runs the test case `case` in the process of a rank.
 fn run_case(case: &str, comm: &TcpComm) -> std::result::Result<(), CheckFailure> {
     match case {
-        "conforms" => (0..2).try_for_each(|seed| checks::run(comm, seed, 24, 9000)),
+        "conforms" => (0..2).try_for_each(|seed| checks::check_random_collectives(comm, seed, 24, 9000)),
         "until-error" => {
             eprintln!("running");
             let error = loop {
-                if let Err(e) = mixed_collectives(comm) {
+                if let Err(e) = run_mixed_collectives(comm) {
                     break e;
                 }
             };
             let diagnostic = Diagnostic::from(error);
             let peer = diagnostic.field("peer").and_then(|p| p.as_u64()).expect("the error names a peer");
-            eprintln!("{}", error_line(diagnostic.code(), peer as usize));
+            eprintln!("{}", format_error_line(diagnostic.code(), peer as usize));
             Ok(())
         }
-        other => Err(failure("case", other)),
+        other => Err(make_failure("case", other)),
     }
 }
 
-fn mixed_collectives(comm: &TcpComm) -> Result<()> {
+/// Runs several collectives of different kinds.
+fn run_mixed_collectives(comm: &TcpComm) -> Result<()> {
     let mut x = Buf::zeroed(70_000);
     comm.all_reduce(x.view_mut())?;
     comm.broadcast(x.view_mut(), 1)?;
@@ -170,9 +173,14 @@ fn every_collective_conforms_between_processes() {
     }
 }
 
-/// Sends `signal` to the rank `victim`. Checks that every other rank reports `code` with the victim
-/// as the peer, and returns the time until the last one ended.
-fn end_rank(ranks: Vec<RankProcess>, victim: usize, signal: Signal, code: Code) -> Duration {
+/// Sends `signal` to the rank `victim`, and checks that every other rank reports `code` with the
+/// victim as the peer. Returns the time until the last rank ended.
+fn signal_rank_and_check_peers(
+    ranks: Vec<RankProcess>,
+    victim: usize,
+    signal: Signal,
+    code: Code,
+) -> Duration {
     let mut ranks: Vec<Option<RankProcess>> = ranks.into_iter().map(Some).collect();
     ranks.iter_mut().flatten().for_each(|r| drop(r.wait_for_line("running")));
     let victim_process = ranks[victim].take().expect("the victim is a rank");
@@ -180,7 +188,7 @@ fn end_rank(ranks: Vec<RankProcess>, victim: usize, signal: Signal, code: Code) 
     std::thread::sleep(Duration::from_micros(u64::from(victim_process.process.id()) % 7 * 1100));
     let began = Instant::now();
     kill(victim_process.pid(), signal).expect("the signal can be sent");
-    let expected = error_line(code, victim);
+    let expected = format_error_line(code, victim);
     for rank in ranks.into_iter().flatten() {
         let output = rank.assert_success();
         assert!(output.lines().any(|line| line == expected), "{output}");
@@ -188,8 +196,8 @@ fn end_rank(ranks: Vec<RankProcess>, victim: usize, signal: Signal, code: Code) 
     began.elapsed()
 }
 
-/// What a rank prints about its error, in which the rank `peer` failed.
-fn error_line(code: Code, peer: usize) -> String {
+/// Formats the line that a rank prints about an error whose peer is the rank `peer`.
+fn format_error_line(code: Code, peer: usize) -> String {
     format!("error: {code} of rank {peer}")
 }
 
@@ -200,7 +208,7 @@ fn every_rank_reports_a_killed_rank_within_a_second() {
     for hosts in [&[0, 1, 2][..], &[0, 0, 1, 1], &[0, 1, 1]] {
         for victim in 0..hosts.len() {
             let ranks = start_group("until-error", hosts);
-            let elapsed = end_rank(ranks, victim, Signal::SIGKILL, codes::PEER_LOST);
+            let elapsed = signal_rank_and_check_peers(ranks, victim, Signal::SIGKILL, codes::PEER_LOST);
             assert!(elapsed < Duration::from_secs(1), "{elapsed:?}");
         }
     }
@@ -210,7 +218,7 @@ fn every_rank_reports_a_killed_rank_within_a_second() {
 fn every_rank_reports_a_silent_rank_after_the_timeout() {
     for hosts in [&[0, 1, 2][..], &[0, 0, 1]] {
         let ranks = start_group("until-error", hosts);
-        let elapsed = end_rank(ranks, 1, Signal::SIGSTOP, codes::PEER_SILENT);
+        let elapsed = signal_rank_and_check_peers(ranks, 1, Signal::SIGSTOP, codes::PEER_SILENT);
         assert!(elapsed > Duration::from_millis(500) && elapsed < Duration::from_secs(3), "{elapsed:?}");
     }
 }

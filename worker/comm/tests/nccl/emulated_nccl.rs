@@ -1,5 +1,5 @@
-//! The emulated NCCL: a shared library that is compiled from libnccl.cpp. It is opened like
-//! NVIDIA's library.
+//! Builds the emulated NCCL, a shared library that is compiled from libnccl.cpp. Tests open it in
+//! the same way as NVIDIA's library.
 use std::{
     fs,
     hash::{DefaultHasher, Hash, Hasher},
@@ -9,7 +9,7 @@ use std::{
 };
 
 /// The directory of the library, which the first call compiles.
-pub(crate) fn library_directory() -> &'static Path {
+pub(crate) fn build_library() -> &'static Path {
     static DIRECTORY: OnceLock<PathBuf> = OnceLock::new();
     DIRECTORY.get_or_init(|| {
         let candidates = ["tests/nccl", "comm/tests/nccl", "worker/comm/tests/nccl"];

@@ -13,10 +13,26 @@
 #include <vector>
 
 #define API extern "C" __attribute__((visibility("default"))) int
-enum { SUCCESS = 0, SYSTEM_ERROR = 2, INVALID_ARGUMENT = 4, INVALID_USAGE = 5, REMOTE_ERROR = 6, IN_PROGRESS = 7 };
-enum { NO_FAULT = 0, NO_ID = 1, NEVER_JOINS = 2, FAILS_LATER = 3, REJECTS_CALLS = 4, NEVER_DONE = 5 };
+// Status codes of NCCL.
+enum {
+    SUCCESS = 0,
+    SYSTEM_ERROR = 2,
+    INVALID_ARGUMENT = 4,
+    INVALID_USAGE = 5,
+    REMOTE_ERROR = 6,
+    IN_PROGRESS = 7
+};
+// Faults that fakeFault injects.
+enum {
+    NO_FAULT = 0,
+    ID_FAILS = 1,
+    NEVER_JOINS = 2,
+    FAILS_LATER = 3,
+    REJECTS_CALLS = 4,
+    NEVER_DONE = 5
+};
 
-struct Id {
+struct UniqueId {
     char bytes[128];
 };
 struct Config {
@@ -27,16 +43,18 @@ struct Config {
     int split, traffic_class; // the last is padding before 2.26
 };
 static_assert(sizeof(Config) == 48);
-enum Kind { GATHER, SCATTER, REDUCE, BROADCAST, SEND, RECV };
-struct Part {
-    Kind kind;
+enum CallKind { GATHER, SCATTER, REDUCE, BROADCAST, SEND, RECV };
+// One call of a collective, a send or a receive, with its arguments.
+struct RecordedCall {
+    CallKind kind;
     const void* send;
     void* recv;
     size_t count;
     int type, op, peer;
 };
+// The calls of one NCCL group on one rank.
 struct Work {
-    std::vector<Part> parts;
+    std::vector<RecordedCall> parts;
     Stream* stream;
     bool arrived; // the stream has reached this work
     bool ended = false;
@@ -47,6 +65,7 @@ struct Work {
     }
 };
 struct Group;
+// The communicator of one rank.
 struct Comm {
     std::shared_ptr<Group> group;
     int rank;
@@ -54,11 +73,12 @@ struct Comm {
     int error = SUCCESS;
     std::vector<Work> works; // in the order of the calls
 };
+// The ranks that joined with one unique id.
 struct Group {
     int world;
     std::vector<Comm*> ranks;
-    size_t done = 0;
-    bool complete() const {
+    size_t done = 0; // number of works that ran
+    bool is_complete() const {
         for (Comm* c : ranks)
             if (!c) return false;
         return true;
@@ -68,21 +88,23 @@ struct Group {
 static std::mutex lock_;
 static std::map<std::string, std::shared_ptr<Group>> groups;
 static int fault = NO_FAULT, fault_rank = -1;
-static std::atomic<int> live{0};
+static std::atomic<int> live_communicators{0}; // communicators that were not aborted
 thread_local bool grouping = false;
-thread_local std::vector<Part> recorded;
+thread_local std::vector<RecordedCall> recorded;
 thread_local Comm* recorded_comm = nullptr;
 thread_local Stream* recorded_stream = nullptr;
 #define LOCKED std::lock_guard<std::mutex> guard(lock_)
 
+// Injects a fault into one rank.
 API fakeFault(int which, int rank) {
     LOCKED;
     fault = which, fault_rank = rank;
     return SUCCESS;
 }
-// Number of communicators that were not aborted.
-API fakeLive() { return live; }
+// Returns the number of communicators that were not aborted.
+API fakeLive() { return live_communicators; }
 extern "C" __attribute__((visibility("default"))) void* fakeStream() { return new Stream; }
+// Returns the number of works on the stream that have not ended.
 API fakePending(void* stream) { return ((Stream*)stream)->pending; }
 
 API ncclGetVersion(int* version) {
@@ -90,24 +112,30 @@ API ncclGetVersion(int* version) {
     *version = configured ? atoi(configured) : 22703;
     return SUCCESS;
 }
-API ncclGetUniqueId(Id* id) {
+API ncclGetUniqueId(UniqueId* id) {
     static int next = 0;
     LOCKED;
-    if (fault == NO_ID) return SYSTEM_ERROR;
+    if (fault == ID_FAILS) return SYSTEM_ERROR;
     memset(id, 0, sizeof *id);
     strcpy(id->bytes, ("group " + std::to_string(++next)).c_str());
     return SUCCESS;
 }
 extern "C" __attribute__((visibility("default"))) const char* ncclGetErrorString(int code) {
-    return code == REMOTE_ERROR ? "remote process exited or there was a network error"
-           : code == INVALID_USAGE ? "invalid usage" : code == INVALID_ARGUMENT ? "invalid argument" : "unhandled system error";
+    return code == REMOTE_ERROR       ? "remote process exited or there was a network error"
+           : code == INVALID_USAGE    ? "invalid usage"
+           : code == INVALID_ARGUMENT ? "invalid argument"
+                                      : "unhandled system error";
 }
-extern "C" __attribute__((visibility("default"))) const char* ncclGetLastError(Comm*) { return fault ? "injected" : ""; }
+extern "C" __attribute__((visibility("default"))) const char* ncclGetLastError(Comm*) {
+    return fault ? "injected" : "";
+}
 
-API ncclCommInitRankConfig(Comm** comm, int world, Id id, int rank, Config* config) {
+API ncclCommInitRankConfig(Comm** comm, int world, UniqueId id, int rank, Config* config) {
     LOCKED;
-    if (config->magic != 0xcafebeef || config->size < sizeof(Config) || config->blocking != 0) return INVALID_ARGUMENT;
-    for (int undefined : {config->cga, config->min, config->max, config->split, config->traffic_class})
+    if (config->magic != 0xcafebeef || config->size < sizeof(Config) || config->blocking != 0)
+        return INVALID_ARGUMENT;
+    for (int undefined :
+         {config->cga, config->min, config->max, config->split, config->traffic_class})
         if (undefined != INT_MIN) return INVALID_ARGUMENT;
     auto& group = groups[id.bytes];
     if (!group) {
@@ -115,17 +143,18 @@ API ncclCommInitRankConfig(Comm** comm, int world, Id id, int rank, Config* conf
         group->world = world;
         group->ranks.resize((size_t)world);
     }
-    if (group->world != world || rank < 0 || rank >= world || group->ranks[(size_t)rank]) return INVALID_ARGUMENT;
+    if (group->world != world || rank < 0 || rank >= world || group->ranks[(size_t)rank])
+        return INVALID_ARGUMENT;
     Comm* c = new Comm;
     c->group = group, c->rank = rank;
     if (!(fault == NEVER_JOINS && fault_rank == rank)) group->ranks[(size_t)rank] = c;
-    live++;
+    live_communicators++;
     *comm = c;
     return IN_PROGRESS;
 }
 API ncclCommGetAsyncError(Comm* c, int* state) {
     LOCKED;
-    *state = c->error ? c->error : c->group->complete() ? SUCCESS : IN_PROGRESS;
+    *state = c->error ? c->error : c->group->is_complete() ? SUCCESS : IN_PROGRESS;
     if (fault == FAILS_LATER && fault_rank == c->rank && !c->works.empty()) *state = REMOTE_ERROR;
     return SUCCESS;
 }
@@ -135,73 +164,87 @@ API ncclCommAbort(Comm* c) {
     c->aborted = true;
     for (Work& work : c->works)
         if (!work.ended) work.end();
-    live--;
+    live_communicators--;
     return SUCCESS; // not freed, because peers still read it
 }
 
 // --- enqueued work ------------------------------------------------------------------------------
 
-static size_t size_of(int type) { return type == 1 ? 1 : type == 7 ? 4 : 2; }
+// Returns the size in bytes of an element of a type of NCCL.
+static size_t element_size(int type) { return type == 1 ? 1 : type == 7 ? 4 : 2; }
 
-static bool same_call(const Part& a, const Part& b) { return a.kind == b.kind && a.count == b.count && a.type == b.type && a.op == b.op; }
+// Returns whether two ranks made the same call, apart from the root of a broadcast.
+static bool is_same_call(const RecordedCall& a, const RecordedCall& b) {
+    return a.kind == b.kind && a.count == b.count && a.type == b.type && a.op == b.op;
+}
 
-// Sums in rank order.
-static void sum(float* to, const std::vector<const Part*>& parts, size_t first, size_t count) {
+// Reduces `count` elements from `first` on in rank order.
+static void reduce(
+    float* to, const std::vector<const RecordedCall*>& parts, size_t first, size_t count) {
     for (size_t i = 0; i < count; i++) {
         float total = 0;
-        for (const Part* p : parts) total += ((const float*)p->send)[first + i];
+        for (const RecordedCall* p : parts) total += ((const float*)p->send)[first + i];
         to[i] = parts[0]->op == 4 ? total / (float)parts.size() : total;
     }
 }
 
-static bool collective(std::vector<const Part*> parts) {
-    const Part& one = *parts[0];
-    for (const Part* p : parts)
-        if (!same_call(one, *p) || (one.kind == BROADCAST && one.peer != p->peer)) return false;
-    size_t bytes = one.count * size_of(one.type), world = parts.size();
+// Runs a collective of all ranks. Returns whether their calls match.
+static bool run_collective(std::vector<const RecordedCall*> parts) {
+    const RecordedCall& one = *parts[0];
+    for (const RecordedCall* p : parts)
+        if (!is_same_call(one, *p) || (one.kind == BROADCAST && one.peer != p->peer)) return false;
+    size_t bytes = one.count * element_size(one.type), world = parts.size();
     std::vector<std::vector<char>> out(world);
     for (size_t r = 0; r < world; r++) {
         if (one.kind == GATHER)
-            for (const Part* p : parts) out[r].insert(out[r].end(), (const char*)p->send, (const char*)p->send + bytes);
-        if (one.kind == BROADCAST) out[r].assign((const char*)parts[(size_t)one.peer]->send, (const char*)parts[(size_t)one.peer]->send + bytes);
+            for (const RecordedCall* p : parts)
+                out[r].insert(out[r].end(), (const char*)p->send, (const char*)p->send + bytes);
+        if (one.kind == BROADCAST) {
+            const char* send = (const char*)parts[(size_t)one.peer]->send;
+            out[r].assign(send, send + bytes);
+        }
         if (one.kind == SCATTER || one.kind == REDUCE) {
             if (one.type != 7) return false;
             out[r].resize(bytes);
-            sum((float*)out[r].data(), parts, one.kind == SCATTER ? r * one.count : 0, one.count);
+            size_t first = one.kind == SCATTER ? r * one.count : 0;
+            reduce((float*)out[r].data(), parts, first, one.count);
         }
     }
     for (size_t r = 0; r < world; r++) memcpy(parts[r]->recv, out[r].data(), out[r].size());
     return true;
 }
 
-static bool point_to_point(Group& g, size_t at) {
+// Runs the sends and receives of work `at` of all ranks. Returns whether they match.
+static bool run_point_to_point(Group& g, size_t at) {
     for (size_t to = 0; to < g.ranks.size(); to++)
         for (size_t from = 0; from < g.ranks.size(); from++) {
-            std::vector<const Part*> sends, recvs;
+            std::vector<const RecordedCall*> sends, recvs;
             for (auto& p : g.ranks[from]->works[at].parts)
                 if (p.kind == SEND && p.peer == (int)to) sends.push_back(&p);
             for (auto& p : g.ranks[to]->works[at].parts)
                 if (p.kind == RECV && p.peer == (int)from) recvs.push_back(&p);
             if (sends.size() != recvs.size()) return false;
             for (size_t i = 0; i < sends.size(); i++) {
-                if (sends[i]->count != recvs[i]->count || sends[i]->type != recvs[i]->type) return false;
-                memcpy(recvs[i]->recv, sends[i]->send, sends[i]->count * size_of(sends[i]->type));
+                const RecordedCall &send = *sends[i], &recv = *recvs[i];
+                if (send.count != recv.count || send.type != recv.type) return false;
+                memcpy(recv.recv, send.send, send.count * element_size(send.type));
             }
         }
     return true;
 }
 
 // Runs the work that every rank has enqueued.
-static void advance(Group& g) {
-    if (!g.complete()) return;
+static void run_ready_work(Group& g) {
+    if (!g.is_complete()) return;
     for (;;) {
         for (Comm* c : g.ranks)
             if (c->works.size() <= g.done || !c->works[g.done].arrived || c->aborted) return;
-        std::vector<const Part*> first;
+        std::vector<const RecordedCall*> first;
         for (Comm* c : g.ranks)
             if (!c->works[g.done].parts.empty()) first.push_back(&c->works[g.done].parts[0]);
         bool is_collective = first.size() == g.ranks.size() && first[0]->kind < SEND;
-        bool is_valid = is_collective ? collective(first) : point_to_point(g, g.done);
+        bool is_valid = is_collective ? run_collective(first)
+                                      : run_point_to_point(g, g.done);
         for (Comm* c : g.ranks) {
             Work& work = c->works[g.done];
             if (!is_valid) c->error = INVALID_USAGE;
@@ -212,13 +255,13 @@ static void advance(Group& g) {
     }
 }
 
-// A stream has reached some work, which begins when the streams of all ranks have reached it. Later
-// work of the stream waits.
-static void arrive(Comm* c, size_t at) {
+// Called when a stream reaches the work `at`. The work begins when the streams of all ranks have
+// reached it. Blocks the stream until the work has ended.
+static void run_on_stream(Comm* c, size_t at) {
     {
         LOCKED;
         c->works[at].arrived = true;
-        advance(*c->group);
+        run_ready_work(*c->group);
     }
     for (;; usleep(20)) {
         LOCKED;
@@ -226,21 +269,23 @@ static void arrive(Comm* c, size_t at) {
     }
 }
 
-static int enqueue(Comm* c, std::vector<Part> parts, Stream* stream) {
+// Enqueues the calls of one group on a stream.
+static int enqueue(Comm* c, std::vector<RecordedCall> parts, Stream* stream) {
     LOCKED;
     if (fault == REJECTS_CALLS && fault_rank == c->rank) return SYSTEM_ERROR;
-    if (c->aborted || !c->group->complete()) return INVALID_USAGE;
+    if (c->aborted || !c->group->is_complete()) return INVALID_USAGE;
     size_t at = c->works.size();
     c->works.push_back({std::move(parts), stream, !stream->threaded});
     if (stream->threaded) {
-        stream->push([c, at] { arrive(c, at); });
+        stream->push([c, at] { run_on_stream(c, at); });
     } else {
         stream->pending++;
-        advance(*c->group);
+        run_ready_work(*c->group);
     }
     return SUCCESS;
 }
-static int record(Comm* c, Part part, Stream* stream) {
+// Records a call between ncclGroupStart and ncclGroupEnd; otherwise enqueues it.
+static int record_or_enqueue(Comm* c, RecordedCall part, Stream* stream) {
     if (!grouping) return enqueue(c, {part}, stream);
     recorded.push_back(part);
     recorded_comm = c, recorded_stream = stream;
@@ -253,15 +298,30 @@ API ncclGroupStart() {
 }
 API ncclGroupEnd() {
     grouping = false;
-    std::vector<Part> parts;
+    std::vector<RecordedCall> parts;
     parts.swap(recorded);
     Comm* c = recorded_comm;
     recorded_comm = nullptr;
     return c ? enqueue(c, parts, recorded_stream) : SUCCESS;
 }
-API ncclAllGather(const void* send, void* recv, size_t count, int type, Comm* c, Stream* s) { return record(c, {GATHER, send, recv, count, type, 0, 0}, s); }
-API ncclReduceScatter(const void* send, void* recv, size_t count, int type, int op, Comm* c, Stream* s) { return record(c, {SCATTER, send, recv, count, type, op, 0}, s); }
-API ncclAllReduce(const void* send, void* recv, size_t count, int type, int op, Comm* c, Stream* s) { return record(c, {REDUCE, send, recv, count, type, op, 0}, s); }
-API ncclBroadcast(const void* send, void* recv, size_t count, int type, int root, Comm* c, Stream* s) { return record(c, {BROADCAST, send, recv, count, type, 0, root}, s); }
-API ncclSend(const void* send, size_t count, int type, int peer, Comm* c, Stream* s) { return record(c, {SEND, send, nullptr, count, type, 0, peer}, s); }
-API ncclRecv(void* recv, size_t count, int type, int peer, Comm* c, Stream* s) { return record(c, {RECV, nullptr, recv, count, type, 0, peer}, s); }
+API ncclAllGather(const void* send, void* recv, size_t count, int type, Comm* c, Stream* s) {
+    return record_or_enqueue(c, {GATHER, send, recv, count, type, 0, 0}, s);
+}
+API ncclReduceScatter(
+    const void* send, void* recv, size_t count, int type, int op, Comm* c, Stream* s) {
+    return record_or_enqueue(c, {SCATTER, send, recv, count, type, op, 0}, s);
+}
+API ncclAllReduce(
+    const void* send, void* recv, size_t count, int type, int op, Comm* c, Stream* s) {
+    return record_or_enqueue(c, {REDUCE, send, recv, count, type, op, 0}, s);
+}
+API ncclBroadcast(
+    const void* send, void* recv, size_t count, int type, int root, Comm* c, Stream* s) {
+    return record_or_enqueue(c, {BROADCAST, send, recv, count, type, 0, root}, s);
+}
+API ncclSend(const void* send, size_t count, int type, int peer, Comm* c, Stream* s) {
+    return record_or_enqueue(c, {SEND, send, nullptr, count, type, 0, peer}, s);
+}
+API ncclRecv(void* recv, size_t count, int type, int peer, Comm* c, Stream* s) {
+    return record_or_enqueue(c, {RECV, nullptr, recv, count, type, 0, peer}, s);
+}

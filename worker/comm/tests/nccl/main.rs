@@ -1,5 +1,5 @@
-//! The NCCL binding with the emulated NCCL, which computes real sums in host memory and injects
-//! faults.
+//! Tests of the NCCL binding with the emulated NCCL, which computes real sums in host memory and
+//! injects faults.
 mod emulated_nccl;
 
 use comm::{
@@ -7,7 +7,7 @@ use comm::{
     nccl::{CudaStream, DataType, NcclError, NcclGroup, NcclLibrary, PeerBuffer, ReduceOp},
 };
 use diagnostic::{Diagnostic, codes::collective as codes};
-use emulated_nccl::library_directory;
+use emulated_nccl::build_library;
 use std::{
     ffi::{c_int, c_void},
     sync::{Mutex, MutexGuard, PoisonError},
@@ -20,7 +20,7 @@ const LONG_TIMEOUT: Duration = Duration::from_secs(60);
 
 // The faults of libnccl.cpp.
 const NO_FAULT: c_int = 0;
-const NO_ID: c_int = 1;
+const ID_FAILS: c_int = 1;
 const NEVER_JOINS: c_int = 2;
 const FAILS_LATER: c_int = 3;
 const REJECTS_CALLS: c_int = 4;
@@ -29,15 +29,15 @@ const NEVER_DONE: c_int = 5;
 const NO_RANK: c_int = -1;
 
 fn open_nccl() -> NcclLibrary {
-    NcclLibrary::open(&[library_directory().to_owned()]).expect("the emulated NCCL can be opened")
+    NcclLibrary::open(&[build_library().to_owned()]).expect("the emulated NCCL can be opened")
 }
 
-/// The functions of the emulated NCCL that control it.
+/// Calls the functions of the emulated NCCL that inject faults and inspect its state.
 struct NcclControl(libloading::Library);
 
 impl NcclControl {
     fn new() -> Self {
-        let path = library_directory().join("libnccl.so.2");
+        let path = build_library().join("libnccl.so.2");
         // SAFETY: the library is built by these tests.
         NcclControl(unsafe { libloading::Library::new(path) }.expect("the emulated NCCL can be opened"))
     }
@@ -51,8 +51,8 @@ impl NcclControl {
         };
     }
 
-    /// Number of communicators that were not aborted.
-    fn live_communicators(&self) -> c_int {
+    /// Returns the number of communicators that were not aborted.
+    fn count_live_communicators(&self) -> c_int {
         // SAFETY: libnccl.cpp declares the function with this type.
         unsafe {
             let function = self.0.get::<unsafe extern "C" fn() -> c_int>(b"fakeLive\0");
@@ -89,16 +89,17 @@ fn lock_faults() -> MutexGuard<'static, ()> {
 fn run_ranks<T: Send>(world: usize, f: impl Fn(&dyn Comm) -> T + Sync) -> Vec<T> {
     thread::scope(|s| {
         let f = &f;
-        let threads: Vec<_> = local::group(world).into_iter().map(|c| s.spawn(move || f(&c))).collect();
+        let threads: Vec<_> =
+            local::create_group(world).into_iter().map(|c| s.spawn(move || f(&c))).collect();
         threads.into_iter().map(|t| t.join().expect("no rank panics")).collect()
     })
 }
 
-fn address<T>(x: &mut [T]) -> u64 {
+fn to_address<T>(x: &mut [T]) -> u64 {
     x.as_mut_ptr() as u64
 }
 
-fn value(rank: usize, i: usize) -> f32 {
+fn compute_value(rank: usize, i: usize) -> f32 {
     (rank * 100 + i) as f32
 }
 
@@ -112,48 +113,50 @@ fn collectives_move_and_sum_the_data() {
             let (rank, stream, n) = (group.rank(), NcclControl::new().create_stream(), 7);
             assert_eq!((rank, group.world()), (host_comm.rank(), world));
             let wait = |operation: &str| {
-                group.wait_done(operation, || NcclControl::new().is_done(stream)).expect("the work ends")
+                group
+                    .wait_until_done(operation, || NcclControl::new().is_done(stream))
+                    .expect("the work ends")
             };
-            let mut x: Vec<f32> = (0..n).map(|i| value(rank, i)).collect();
+            let mut x: Vec<f32> = (0..n).map(|i| compute_value(rank, i)).collect();
             let mut gathered = vec![f32::NAN; n * world];
             let mut part = vec![f32::NAN; n];
-            let (to, from) = (address(&mut gathered), address(&mut x));
+            let (to, from) = (to_address(&mut gathered), to_address(&mut x));
             // SAFETY: the vectors live until the work is done.
             unsafe { group.all_gather(to, from, n, DataType::F32, stream) }.expect("accepted");
             wait("all-gather");
-            assert!((0..n * world).all(|i| gathered[i] == value(i / n, i % n)));
-            let (to, from) = (address(&mut part), address(&mut gathered));
+            assert!((0..n * world).all(|i| gathered[i] == compute_value(i / n, i % n)));
+            let (to, from) = (to_address(&mut part), to_address(&mut gathered));
             // SAFETY: the vectors live until the work is done.
             unsafe { group.reduce_scatter(to, from, n, DataType::F32, ReduceOp::Sum, stream) }
                 .expect("accepted");
             wait("reduce-scatter");
-            assert!((0..n).all(|i| part[i] == value(rank, i) * world as f32));
+            assert!((0..n).all(|i| part[i] == compute_value(rank, i) * world as f32));
             // SAFETY: the vectors live until the work is done.
-            unsafe { group.all_reduce(address(&mut x), n, DataType::F32, ReduceOp::Avg, stream) }
+            unsafe { group.all_reduce(to_address(&mut x), n, DataType::F32, ReduceOp::Avg, stream) }
                 .expect("accepted");
             wait("all-reduce");
-            let mean = |i| (0..world).map(|r| value(r, i)).sum::<f32>() / world as f32;
+            let mean = |i| (0..world).map(|r| compute_value(r, i)).sum::<f32>() / world as f32;
             assert!((0..n).all(|i| x[i] == mean(i)));
             part.fill(rank as f32);
             // SAFETY: the vectors live until the work is done.
-            unsafe { group.broadcast(address(&mut part), n, DataType::F32, world - 1, stream) }
+            unsafe { group.broadcast(to_address(&mut part), n, DataType::F32, world - 1, stream) }
                 .expect("accepted");
             wait("broadcast");
             assert!(part.iter().all(|x| *x == (world - 1) as f32));
             check_exchange(&group, stream, &wait);
         });
-        assert_eq!(control.live_communicators(), 0, "every communicator is aborted");
+        assert_eq!(control.count_live_communicators(), 0, "every communicator is aborted");
     }
 }
 
-/// Rank r sends r + to + 1 bytes to rank `to`.
+/// Checks an exchange in which rank r sends r + to + 1 bytes to rank `to`.
 fn check_exchange(group: &NcclGroup, stream: CudaStream, wait: &dyn Fn(&str)) {
     let (rank, world) = (group.rank(), group.world());
     let mut sent: Vec<Vec<u8>> = (0..world).map(|to| vec![(rank * 16 + to) as u8; rank + to + 1]).collect();
     let mut received: Vec<Vec<u8>> = (0..world).map(|from| vec![255; rank + from + 1]).collect();
     let buffers = |messages: &mut Vec<Vec<u8>>| {
         let buffer =
-            |(peer, x): (usize, &mut Vec<u8>)| PeerBuffer { peer, address: address(x), len: x.len() };
+            |(peer, x): (usize, &mut Vec<u8>)| PeerBuffer { peer, address: to_address(x), len: x.len() };
         messages.iter_mut().enumerate().map(buffer).collect::<Vec<_>>()
     };
     let (sends, receives) = (buffers(&mut sent), buffers(&mut received));
@@ -189,7 +192,7 @@ fn a_missing_library_is_an_error_that_lists_the_attempts() {
 fn a_failed_connect_fails_on_every_rank() {
     let _lock = lock_faults();
     let control = NcclControl::new();
-    control.inject(NO_ID, NO_RANK);
+    control.inject(ID_FAILS, NO_RANK);
     let connect = |timeout| move |c: &dyn Comm| NcclGroup::connect(&open_nccl(), c, timeout).map(|_| ());
     let message = NcclError::Call {
         function: "ncclGetUniqueId".into(),
@@ -207,10 +210,11 @@ fn a_failed_connect_fails_on_every_rank() {
         assert_eq!(error.code(), codes::NCCL_TIMEOUT, "{error}");
     }
     assert!(began.elapsed() < Duration::from_secs(30));
-    assert_eq!(control.live_communicators(), 0);
+    assert_eq!(control.count_live_communicators(), 0);
 }
 
-/// A peer dies while the others join: a rank that learns of it does not wait for the timeout.
+/// A peer dies while the others join. A rank that is informed of the abort does not wait for the
+/// timeout.
 #[test]
 fn an_abort_ends_a_connect() {
     let _lock = lock_faults();
@@ -234,7 +238,7 @@ fn an_abort_ends_a_connect() {
         assert_eq!(result, Err(NcclError::Aborted(reason.clone())));
     }
     assert!(began.elapsed() < LONG_TIMEOUT / 2, "{:?}", began.elapsed());
-    assert_eq!(control.live_communicators(), 0);
+    assert_eq!(control.count_live_communicators(), 0);
 }
 
 /// Runs an all-reduce of two ranks with a fault. Returns the results by rank.
@@ -250,19 +254,21 @@ fn all_reduce_with_fault(fault: c_int, rank: c_int, timeout: Duration) -> Vec<Re
         host_comm.barrier().expect("the fault is injected");
         let (stream, mut x) = (NcclControl::new().create_stream(), vec![1.0f32; 4]);
         // SAFETY: the vector lives until the work is done or aborted.
-        let accepted = unsafe { group.all_reduce(address(&mut x), 4, DataType::F32, ReduceOp::Sum, stream) };
-        let result = accepted.and_then(|()| group.wait_done("a sum", || NcclControl::new().is_done(stream)));
+        let accepted =
+            unsafe { group.all_reduce(to_address(&mut x), 4, DataType::F32, ReduceOp::Sum, stream) };
+        let result =
+            accepted.and_then(|()| group.wait_until_done("a sum", || NcclControl::new().is_done(stream)));
         host_comm.barrier().expect("both have finished");
         if result.is_err() {
             // Later calls return the same error, and no kernel on the stream waits for a peer.
             // SAFETY: the call is rejected before the address is used.
-            let later = unsafe { group.broadcast(address(&mut x), 4, DataType::F32, 0, stream) };
+            let later = unsafe { group.broadcast(to_address(&mut x), 4, DataType::F32, 0, stream) };
             assert_eq!(later, result);
             assert!(NcclControl::new().is_done(stream));
         }
         result
     });
-    assert_eq!(control.live_communicators(), 0);
+    assert_eq!(control.count_live_communicators(), 0);
     results
 }
 
@@ -294,7 +300,7 @@ fn work_that_never_ends_times_out() {
     }
 }
 
-/// A peer died. The abort of the group ends a rank's wait for the peer long before the timeout.
+/// A peer dies. The abort of the group ends the wait of another rank long before the timeout.
 #[test]
 fn an_abort_ends_a_wait() {
     let _lock = lock_faults();
@@ -305,7 +311,7 @@ fn an_abort_ends_a_wait() {
         }
         let (stream, mut x) = (NcclControl::new().create_stream(), vec![1.0f32; 4]);
         // SAFETY: the vector lives until the work is aborted.
-        unsafe { group.all_reduce(address(&mut x), 4, DataType::F32, ReduceOp::Sum, stream) }
+        unsafe { group.all_reduce(to_address(&mut x), 4, DataType::F32, ReduceOp::Sum, stream) }
             .expect("accepted");
         thread::scope(|s| {
             s.spawn(|| {
@@ -314,12 +320,12 @@ fn an_abort_ends_a_wait() {
                 group.abort("a later reason");
             });
             let began = Instant::now();
-            let result = group.wait_done("a sum", || NcclControl::new().is_done(stream));
+            let result = group.wait_until_done("a sum", || NcclControl::new().is_done(stream));
             let reason = AbortReason::Requested { reason: "rank 1 died".into() };
             assert_eq!(result, Err(NcclError::Aborted(reason)));
             began.elapsed()
         })
     });
     assert!(elapsed[0] < LONG_TIMEOUT / 2, "{elapsed:?}");
-    assert_eq!(NcclControl::new().live_communicators(), 0);
+    assert_eq!(NcclControl::new().count_live_communicators(), 0);
 }

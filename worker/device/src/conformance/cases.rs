@@ -1,43 +1,57 @@
 //! The cases of each family: every operation with its backward pass on one shape.
 use super::{
-    Backends, CaseBuffer, CaseResult, CaseRng, ConformanceError, MaxErrors, any_type, f32_only, poisoned,
+    Backends, CaseBuffer, CaseResult, CaseRng, ConformanceError, MaxErrors, make_f32_buffer, make_nan_values,
+    make_typed_buffer,
 };
 use crate::Dtype;
 use crate::ops::{
-    AdamWHyperparams, AttentionShape, ClassifierGrads, Dropout, HeadLayout, IGNORE_LABEL, LayerNormParams,
-    LionHyperparams, NORM_BLOCK_LEN, Ops, RouterBackwardInputs, RouterShape, RowGroup, SgdHyperparams,
-    StochasticRounding, WriteMode,
+    AdamWHyperparams, AttentionShape, ClassifierGrads, HeadLayout, IGNORE_LABEL, LayerNormParams,
+    LionHyperparams, NORM_BLOCK_LEN, Ops, RouterBackwardInputs, RouterShape, RowGroup, SampleDropout,
+    SgdHyperparams, StochasticRounding, WriteMode,
 };
 use std::cell::RefCell;
 
-/// Compares the matmuls of linear and Conv1D layers, with and without bias.
-pub(super) fn matmuls(p: &Backends, seed: u64, m: usize, n: usize, k: usize) -> CaseResult {
+/// Compares the matmuls of linear and Conv1D layers with the CPU, with and without bias.
+pub(super) fn compare_matmuls(backends: &Backends, seed: u64, m: usize, n: usize, k: usize) -> CaseResult {
     let mut errors = MaxErrors::default();
-    let mut r = CaseRng::new(seed);
+    let mut rng = CaseRng::new(seed);
     for write in [WriteMode::Overwrite, WriteMode::Accumulate] {
-        let mut output = |len| if write == WriteMode::Accumulate { r.vector(len) } else { poisoned(len) };
-        let outputs = [any_type(output(m * n)), any_type(output(m * k)), f32_only(output(n * k))];
+        let mut output =
+            |len| if write == WriteMode::Accumulate { rng.draw_vector(len) } else { make_nan_values(len) };
+        let outputs = [
+            make_typed_buffer(output(m * n)),
+            make_typed_buffer(output(m * k)),
+            make_f32_buffer(output(n * k)),
+        ];
         let buffers: Vec<CaseBuffer> = outputs
             .into_iter()
-            .chain([any_type(r.vector(m * k)), any_type(r.vector(n * k)), any_type(r.vector(m * n))])
+            .chain([
+                make_typed_buffer(rng.draw_vector(m * k)),
+                make_typed_buffer(rng.draw_vector(n * k)),
+                make_typed_buffer(rng.draw_vector(m * n)),
+            ])
             .collect();
-        errors += p.compare(&format!("matmul {m} {n} {k} {write:?}"), &buffers, |ops, b| {
-            let [y, dx, dw, x, w, dy] = b else { unreachable!("six buffers") };
+        errors += backends.compare(&format!("matmul {m} {n} {k} {write:?}"), &buffers, |ops, bufs| {
+            let [y, dx, dw, x, w, dy] = bufs else { unreachable!("six buffers") };
             ops.matmul_forward(y.view_mut(), x.view(), w.view(), m, n, k, write);
             ops.matmul_backward_input(dx.view_mut(), dy.view(), w.view(), m, n, k, write);
             ops.matmul_backward_weight(dw.view_mut(), dy.view(), x.view(), m, n, k, write);
         })?;
     }
-    let outputs = [any_type(poisoned(m * n)), any_type(poisoned(m * n)), any_type(poisoned(m * k))];
+    let outputs = [
+        make_typed_buffer(make_nan_values(m * n)),
+        make_typed_buffer(make_nan_values(m * n)),
+        make_typed_buffer(make_nan_values(m * k)),
+    ];
     let buffers = [
-        any_type(r.vector(m * k)),
-        any_type(r.vector(n * k)),
-        any_type(r.vector(n)),
-        f32_only(r.vector(m * n)),
+        make_typed_buffer(rng.draw_vector(m * k)),
+        make_typed_buffer(rng.draw_vector(n * k)),
+        make_typed_buffer(rng.draw_vector(n)),
+        make_f32_buffer(rng.draw_vector(m * n)),
     ];
     let buffers: Vec<CaseBuffer> = outputs.into_iter().chain(buffers).collect();
-    errors += p.compare(&format!("matmul with bias {m} {n} {k}"), &buffers, |ops, b| {
-        let [y, conv1d, dx, x, w, bias, dy] = b else { unreachable!("seven buffers") };
+    errors += backends.compare(&format!("matmul with bias {m} {n} {k}"), &buffers, |ops, bufs| {
+        let [y, conv1d, dx, x, w, bias, dy] = bufs else { unreachable!("seven buffers") };
         ops.matmul_bias_forward(y.view_mut(), x.view(), w.view(), Some(bias.view()), m, n, k);
         ops.conv1d_bias_forward(conv1d.view_mut(), x.view(), w.view(), bias.view(), m, k, n);
         // a gradient that is rounded before the matmuls that read it
@@ -48,45 +62,45 @@ pub(super) fn matmuls(p: &Backends, seed: u64, m: usize, n: usize, k: usize) -> 
     Ok(errors)
 }
 
-/// Compares RMSNorm, LayerNorm and bias on `m` rows of `d` elements.
-pub(super) fn norms(p: &Backends, seed: u64, m: usize, d: usize) -> CaseResult {
+/// Compares RMSNorm, LayerNorm and bias on `m` rows of `d` elements with the CPU.
+pub(super) fn compare_norms(backends: &Backends, seed: u64, m: usize, d: usize) -> CaseResult {
     let mut errors = MaxErrors::default();
-    let mut r = CaseRng::new(seed);
+    let mut rng = CaseRng::new(seed);
     for write in [WriteMode::Overwrite, WriteMode::Accumulate] {
-        let dx = if write == WriteMode::Accumulate { r.vector(m * d) } else { poisoned(m * d) };
+        let dx = if write == WriteMode::Accumulate { rng.draw_vector(m * d) } else { make_nan_values(m * d) };
         let buffers = [
-            any_type(poisoned(m * d)),
-            f32_only(poisoned(m)),
-            any_type(r.vector(m * d)),
-            any_type(r.vector(m * d)),
-            any_type(r.vector(d)),
-            any_type(dx),
-            f32_only(r.vector(d)),
-            any_type(r.vector(m * d)),
+            make_typed_buffer(make_nan_values(m * d)),
+            make_f32_buffer(make_nan_values(m)),
+            make_typed_buffer(rng.draw_vector(m * d)),
+            make_typed_buffer(rng.draw_vector(m * d)),
+            make_typed_buffer(rng.draw_vector(d)),
+            make_typed_buffer(dx),
+            make_f32_buffer(rng.draw_vector(d)),
+            make_typed_buffer(rng.draw_vector(m * d)),
         ];
-        errors += p.compare(&format!("rmsnorm {m} {d}"), &buffers, |ops, b| {
-            let [y, rstd, x, delta, w, dx, dw, dy] = b else { unreachable!("buffers") };
+        errors += backends.compare(&format!("rmsnorm {m} {d}"), &buffers, |ops, bufs| {
+            let [y, rstd, x, delta, w, dx, dw, dy] = bufs else { unreachable!("buffers") };
             ops.rmsnorm_forward(y.view_mut(), rstd.view_mut(), x.view(), w.view(), m, d, 1e-5);
             let (out, stat) = (y.view_mut(), rstd.view_mut());
             ops.add_rmsnorm_forward(out, stat, x.view_mut(), delta.view(), w.view(), m, d, 1e-5);
             let grads = (dx.view_mut(), dw.view_mut());
             ops.rmsnorm_backward(grads.0, grads.1, dy.view(), x.view(), w.view(), rstd.view(), m, d, write);
         })?;
-        let dx = if write == WriteMode::Accumulate { r.vector(m * d) } else { poisoned(m * d) };
+        let dx = if write == WriteMode::Accumulate { rng.draw_vector(m * d) } else { make_nan_values(m * d) };
         let buffers = [
-            any_type(poisoned(m * d)),
-            f32_only(poisoned(2 * m)),
-            any_type(r.vector(m * d)),
-            any_type(r.vector(m * d)),
-            any_type(r.vector(d)),
-            any_type(r.vector(d)),
-            any_type(dx),
-            f32_only(r.vector(d)),
-            f32_only(r.vector(d)),
-            any_type(r.vector(m * d)),
+            make_typed_buffer(make_nan_values(m * d)),
+            make_f32_buffer(make_nan_values(2 * m)),
+            make_typed_buffer(rng.draw_vector(m * d)),
+            make_typed_buffer(rng.draw_vector(m * d)),
+            make_typed_buffer(rng.draw_vector(d)),
+            make_typed_buffer(rng.draw_vector(d)),
+            make_typed_buffer(dx),
+            make_f32_buffer(rng.draw_vector(d)),
+            make_f32_buffer(rng.draw_vector(d)),
+            make_typed_buffer(rng.draw_vector(m * d)),
         ];
-        errors += p.compare(&format!("layernorm {m} {d}"), &buffers, |ops, b| {
-            let [y, stats, x, delta, w, bias, dx, dw, db, dy] = b else { unreachable!("buffers") };
+        errors += backends.compare(&format!("layernorm {m} {d}"), &buffers, |ops, bufs| {
+            let [y, stats, x, delta, w, bias, dx, dw, db, dy] = bufs else { unreachable!("buffers") };
             // A row of few elements may have nearly no variance. The norm then amplifies the
             // rounding of x by up to 1/√eps.
             let eps = if d < 8 { 1e-1 } else { 1e-2 };
@@ -97,19 +111,23 @@ pub(super) fn norms(p: &Backends, seed: u64, m: usize, d: usize) -> CaseResult {
             ops.layernorm_backward(dx, dw, db, dy.view(), x.view(), w.view(), stats.view(), m, write);
         })?;
     }
-    let buffers =
-        [any_type(r.vector(m * d)), any_type(r.vector(d)), f32_only(r.vector(d)), any_type(r.vector(m * d))];
-    errors += p.compare(&format!("bias {m} {d}"), &buffers, |ops, b| {
-        let [y, bias, dbias, dy] = b else { unreachable!("buffers") };
+    let buffers = [
+        make_typed_buffer(rng.draw_vector(m * d)),
+        make_typed_buffer(rng.draw_vector(d)),
+        make_f32_buffer(rng.draw_vector(d)),
+        make_typed_buffer(rng.draw_vector(m * d)),
+    ];
+    errors += backends.compare(&format!("bias {m} {d}"), &buffers, |ops, bufs| {
+        let [y, bias, dbias, dy] = bufs else { unreachable!("buffers") };
         ops.bias_forward(y.view_mut(), bias.view(), m, d);
         ops.bias_backward(dbias.view_mut(), dy.view(), m, d);
     })?;
     Ok(errors)
 }
 
-/// Compares RMSNorm of heads and rotary embeddings.
-pub(super) fn heads(
-    p: &Backends,
+/// Compares RMSNorm of heads and rotary position embeddings with the CPU.
+pub(super) fn compare_head_norm_and_rope(
+    backends: &Backends,
     seed: u64,
     rows: usize,
     heads: usize,
@@ -117,33 +135,33 @@ pub(super) fn heads(
     b: usize,
 ) -> CaseResult {
     let mut errors = MaxErrors::default();
-    let mut r = CaseRng::new(seed);
+    let mut rng = CaseRng::new(seed);
     let (first, t) = (head_dim, rows);
     let stride = heads * head_dim + 2 * head_dim;
     let h = HeadLayout { rows, first_column: first, heads, head_dim, stride };
     let buffers = [
-        any_type(r.vector(rows * stride)),
-        any_type(poisoned(rows * heads * head_dim)),
-        f32_only(poisoned(rows * heads)),
-        any_type(r.vector(head_dim)),
-        any_type(r.vector(rows * stride)),
-        f32_only(r.vector(head_dim)),
+        make_typed_buffer(rng.draw_vector(rows * stride)),
+        make_typed_buffer(make_nan_values(rows * heads * head_dim)),
+        make_f32_buffer(make_nan_values(rows * heads)),
+        make_typed_buffer(rng.draw_vector(head_dim)),
+        make_typed_buffer(rng.draw_vector(rows * stride)),
+        make_f32_buffer(rng.draw_vector(head_dim)),
     ];
-    errors += p.compare(&format!("norm of heads {h:?}"), &buffers, |ops, bufs| {
+    errors += backends.compare(&format!("norm of heads {h:?}"), &buffers, |ops, bufs| {
         let [x, raw, rstd, w, dx, dw] = bufs else { unreachable!("buffers") };
         ops.rmsnorm_heads_forward(x.view_mut(), raw.view_mut(), rstd.view_mut(), w.view(), h, 1e-3);
         ops.rmsnorm_heads_backward(dx.view_mut(), dw.view_mut(), raw.view(), rstd.view(), w.view(), h);
     })?;
     let half = head_dim; // the heads are twice as wide
     let stride = heads * 2 * half + if half.is_multiple_of(8) { 8 } else { 5 };
-    let angles: Vec<f32> = r.vector(t * half);
+    let angles: Vec<f32> = rng.draw_vector(t * half);
     let buffers = [
-        any_type(r.vector(b * t * stride)),
-        any_type(r.vector(b * t * stride)),
-        f32_only(angles.iter().map(|a| a.cos()).collect()),
-        f32_only(angles.iter().map(|a| a.sin()).collect()),
+        make_typed_buffer(rng.draw_vector(b * t * stride)),
+        make_typed_buffer(rng.draw_vector(b * t * stride)),
+        make_f32_buffer(angles.iter().map(|a| a.cos()).collect()),
+        make_f32_buffer(angles.iter().map(|a| a.sin()).collect()),
     ];
-    errors += p.compare(&format!("rope {b} {t} {heads} {half}"), &buffers, |ops, bufs| {
+    errors += backends.compare(&format!("rope {b} {t} {heads} {half}"), &buffers, |ops, bufs| {
         let [x, dx, cos, sin] = bufs else { unreachable!("buffers") };
         ops.rope_forward(x.view_mut(), cos.view(), sin.view(), b, t, heads, 2 * half, stride);
         ops.rope_backward(dx.view_mut(), cos.view(), sin.view(), b, t, heads, 2 * half, stride);
@@ -151,25 +169,25 @@ pub(super) fn heads(
     Ok(errors)
 }
 
-/// Compares SwiGLU, GeGLU and GELU on `m` rows of `f` elements.
-pub(super) fn activations(p: &Backends, seed: u64, m: usize, f: usize) -> CaseResult {
+/// Compares SwiGLU, GeGLU and GELU on `m` rows of `f` elements with the CPU.
+pub(super) fn compare_activations(backends: &Backends, seed: u64, m: usize, f: usize) -> CaseResult {
     let mut errors = MaxErrors::default();
-    let mut r = CaseRng::new(seed);
-    let mut large = |len| r.vector(len).iter().map(|x| x * 9.0).collect::<Vec<_>>();
+    let mut rng = CaseRng::new(seed);
+    let mut large = |len| rng.draw_vector(len).iter().map(|x| x * 9.0).collect::<Vec<_>>();
     let buffers = [
-        any_type(poisoned(m * f)),
-        any_type(poisoned(m * f)),
-        any_type(poisoned(m * 2 * f)),
-        any_type(poisoned(m * 2 * f)),
-        any_type(large(m * 2 * f)),
-        any_type(large(m * f)),
-        any_type(large(m * f)),
-        any_type(large(m * f)),
-        any_type(poisoned(m * f)),
-        any_type(poisoned(m * f)),
+        make_typed_buffer(make_nan_values(m * f)),
+        make_typed_buffer(make_nan_values(m * f)),
+        make_typed_buffer(make_nan_values(m * 2 * f)),
+        make_typed_buffer(make_nan_values(m * 2 * f)),
+        make_typed_buffer(large(m * 2 * f)),
+        make_typed_buffer(large(m * f)),
+        make_typed_buffer(large(m * f)),
+        make_typed_buffer(large(m * f)),
+        make_typed_buffer(make_nan_values(m * f)),
+        make_typed_buffer(make_nan_values(m * f)),
     ];
-    errors += p.compare(&format!("activations {m} {f}"), &buffers, |ops, b| {
-        let [silu, gelu, dsilu, dgelu, gate_up, dy, dy_gelu, dy_gelu_only, y, dx] = b else {
+    errors += backends.compare(&format!("activations {m} {f}"), &buffers, |ops, bufs| {
+        let [silu, gelu, dsilu, dgelu, gate_up, dy, dy_gelu, dy_gelu_only, y, dx] = bufs else {
             unreachable!("buffers")
         };
         ops.swiglu_forward(silu.view_mut(), gate_up.view(), m, f);
@@ -182,48 +200,59 @@ pub(super) fn activations(p: &Backends, seed: u64, m: usize, f: usize) -> CaseRe
     Ok(errors)
 }
 
-/// Attention over documents of random lengths.
-pub(super) fn attention(p: &Backends, seed: u64, shape: AttentionShape) -> CaseResult {
-    let mut r = CaseRng::new(seed);
-    let mean = 1 + r.below(100);
-    let starts = r.document_starts(shape.b, shape.t, mean);
-    attention_with_starts(p, seed, shape, &starts)
+/// Compares attention over documents of random lengths with the CPU.
+pub(super) fn compare_document_attention(
+    backends: &Backends,
+    seed: u64,
+    shape: AttentionShape,
+) -> CaseResult {
+    let mut rng = CaseRng::new(seed);
+    let mean = 1 + rng.draw_below(100);
+    let starts = rng.draw_document_starts(shape.b, shape.t, mean);
+    compare_attention_with_starts(backends, seed, shape, &starts)
 }
 
-/// Attention in which every query sees itself and up to `window − 1` positions before it.
-pub(super) fn windowed_attention(
-    p: &Backends,
+/// Compares attention with the CPU, where every query attends to itself and up to `window − 1`
+/// positions before it.
+pub(super) fn compare_windowed_attention(
+    backends: &Backends,
     seed: u64,
     window: usize,
     shape: AttentionShape,
 ) -> CaseResult {
     let starts: Vec<u32> =
         (0..shape.b * shape.t).map(|i| (i % shape.t + 1).saturating_sub(window) as u32).collect();
-    attention_with_starts(p, seed, shape, &starts)
+    compare_attention_with_starts(backends, seed, shape, &starts)
 }
 
-/// Attention in which every query sees a random number of positions.
-pub(super) fn ragged_attention(p: &Backends, seed: u64, shape: AttentionShape) -> CaseResult {
-    let mut r = CaseRng::new(seed);
-    let starts: Vec<u32> = (0..shape.b * shape.t).map(|i| r.below(i % shape.t + 1) as u32).collect();
-    attention_with_starts(p, seed, shape, &starts)
+/// Compares attention with the CPU, where every query attends to a random number of positions.
+pub(super) fn compare_ragged_attention(backends: &Backends, seed: u64, shape: AttentionShape) -> CaseResult {
+    let mut rng = CaseRng::new(seed);
+    let starts: Vec<u32> = (0..shape.b * shape.t).map(|i| rng.draw_below(i % shape.t + 1) as u32).collect();
+    compare_attention_with_starts(backends, seed, shape, &starts)
 }
 
-/// Compares attention with these `starts`.
-fn attention_with_starts(p: &Backends, seed: u64, shape: AttentionShape, starts: &[u32]) -> CaseResult {
+/// Compares attention with the CPU, where `starts` has the first position that each query attends
+/// to.
+fn compare_attention_with_starts(
+    backends: &Backends,
+    seed: u64,
+    shape: AttentionShape,
+    starts: &[u32],
+) -> CaseResult {
     let mut errors = MaxErrors::default();
     let AttentionShape { b, t, heads, kv_heads, head_dim, .. } = shape;
-    let mut r = CaseRng::new(seed);
+    let mut rng = CaseRng::new(seed);
     let qkv = b * t * (heads + 2 * kv_heads) * head_dim;
     let o = b * t * heads * head_dim;
     let buffers = [
-        any_type(poisoned(o)),
-        f32_only(poisoned(b * heads * t)),
-        any_type(poisoned(qkv)),
-        any_type(r.vector(qkv)),
-        any_type(r.vector(o)),
+        make_typed_buffer(make_nan_values(o)),
+        make_f32_buffer(make_nan_values(b * heads * t)),
+        make_typed_buffer(make_nan_values(qkv)),
+        make_typed_buffer(rng.draw_vector(qkv)),
+        make_typed_buffer(rng.draw_vector(o)),
     ];
-    errors += p.compare(&format!("{shape:?}"), &buffers, |ops, bufs| {
+    errors += backends.compare(&format!("{shape:?}"), &buffers, |ops, bufs| {
         let [o, lse, dqkv, qkv, d_o] = bufs else { unreachable!("buffers") };
         ops.attention_forward(o.view_mut(), lse.view_mut(), qkv.view(), starts, shape);
         ops.attention_backward(dqkv.view_mut(), d_o.view(), o.view(), lse.view(), qkv.view(), starts, shape);
@@ -231,9 +260,10 @@ fn attention_with_starts(p: &Backends, seed: u64, shape: AttentionShape, starts:
     Ok(errors)
 }
 
-/// Compares the classifier with and without gradients, on `m` rows and a vocabulary of `v`.
-pub(super) fn classifier(
-    p: &Backends,
+/// Compares the classifier with the CPU, with and without gradients, on `m` rows and a vocabulary
+/// of `v`.
+pub(super) fn compare_classifier(
+    backends: &Backends,
     seed: u64,
     m: usize,
     d: usize,
@@ -241,23 +271,25 @@ pub(super) fn classifier(
     cap: Option<f32>,
 ) -> CaseResult {
     let mut errors = MaxErrors::default();
-    let mut r = CaseRng::new(seed);
-    let labels: Vec<u32> =
-        (0..m).map(|_| if r.below(5) == 0 { IGNORE_LABEL } else { r.below(v) as u32 }).collect();
+    let mut rng = CaseRng::new(seed);
+    let labels: Vec<u32> = (0..m)
+        .map(|_| if rng.draw_below(5) == 0 { IGNORE_LABEL } else { rng.draw_below(v) as u32 })
+        .collect();
     for dw_write in [WriteMode::Overwrite, WriteMode::Accumulate] {
-        let dw = if dw_write == WriteMode::Accumulate { r.vector(v * d) } else { poisoned(v * d) };
+        let dw =
+            if dw_write == WriteMode::Accumulate { rng.draw_vector(v * d) } else { make_nan_values(v * d) };
         let buffers = [
-            f32_only(poisoned(m)),
-            f32_only(poisoned(m)),
-            any_type(poisoned(m * d)),
-            f32_only(dw),
-            any_type(r.vector(m * d)),
-            any_type(r.vector(v * d)),
+            make_f32_buffer(make_nan_values(m)),
+            make_f32_buffer(make_nan_values(m)),
+            make_typed_buffer(make_nan_values(m * d)),
+            make_f32_buffer(dw),
+            make_typed_buffer(rng.draw_vector(m * d)),
+            make_typed_buffer(rng.draw_vector(v * d)),
         ];
-        errors += p.compare(&format!("classifier {m} {d} {v} {cap:?}"), &buffers, |ops, b| {
-            let [loss, loss_only, dx, dw, x, w] = b else { unreachable!("buffers") };
+        errors += backends.compare(&format!("classifier {m} {d} {v} {cap:?}"), &buffers, |ops, bufs| {
+            let [loss, loss_only, dx, dw, x, w] = bufs else { unreachable!("buffers") };
             let grads = ClassifierGrads { dx: dx.view_mut(), dw: dw.view_mut(), dw_write, scale: 0.25 };
-            ops.classifier_with_softcap(
+            ops.compute_softcapped_classifier_loss(
                 loss.view_mut(),
                 x.view(),
                 w.view(),
@@ -268,7 +300,7 @@ pub(super) fn classifier(
                 cap,
                 Some(grads),
             );
-            ops.classifier_with_softcap(
+            ops.compute_softcapped_classifier_loss(
                 loss_only.view_mut(),
                 x.view(),
                 w.view(),
@@ -284,9 +316,9 @@ pub(super) fn classifier(
     Ok(errors)
 }
 
-/// Compares the router, and gathering and combining of rows.
-pub(super) fn experts(
-    p: &Backends,
+/// Compares the router and the row ops of experts (gather, combine, dot, scale) with the CPU.
+pub(super) fn compare_expert_ops(
+    backends: &Backends,
     seed: u64,
     m: usize,
     count: usize,
@@ -294,27 +326,27 @@ pub(super) fn experts(
     d: usize,
 ) -> CaseResult {
     let mut errors = MaxErrors::default();
-    let mut r = CaseRng::new(seed);
+    let mut rng = CaseRng::new(seed);
     let shape = RouterShape {
         m,
         experts: count,
         experts_per_token: per_token,
         normalise_weights: seed.is_multiple_of(2),
     };
-    let (balance, z) = (r.vector(count), 0.3);
+    let (balance, z) = (rng.draw_vector(count), 0.3);
     // Multiples of ¼, which every type represents exactly. Some are equal.
-    let logits: Vec<f32> = (0..m * count).map(|_| r.below(40) as f32 * 0.25).collect();
+    let logits: Vec<f32> = (0..m * count).map(|_| rng.draw_below(40) as f32 * 0.25).collect();
     let buffers = [
-        f32_only(poisoned(m * count)),
-        f32_only(poisoned(m * per_token)),
-        f32_only(poisoned(m)),
-        any_type(poisoned(m * count)),
-        any_type(logits),
-        f32_only(r.vector(m * per_token)),
+        make_f32_buffer(make_nan_values(m * count)),
+        make_f32_buffer(make_nan_values(m * per_token)),
+        make_f32_buffer(make_nan_values(m)),
+        make_typed_buffer(make_nan_values(m * count)),
+        make_typed_buffer(logits),
+        make_f32_buffer(rng.draw_vector(m * per_token)),
     ];
     let selections = RefCell::new(Vec::new());
-    errors += p.compare(&format!("{shape:?}"), &buffers, |ops, b| {
-        let [probs, weights, lse, dlogits, logits, dweights] = b else { unreachable!("buffers") };
+    errors += backends.compare(&format!("{shape:?}"), &buffers, |ops, bufs| {
+        let [probs, weights, lse, dlogits, logits, dweights] = bufs else { unreachable!("buffers") };
         let mut chosen = vec![u32::MAX; m * per_token];
         ops.router_forward(
             probs.view_mut(),
@@ -338,19 +370,19 @@ pub(super) fn experts(
     if selections.iter().any(|c| c != &selections[0]) {
         return Err(ConformanceError::ExpertsDiffer(shape));
     }
-    let row_indices: Vec<u32> = (0..m * per_token).map(|_| r.below(m) as u32).collect();
+    let row_indices: Vec<u32> = (0..m * per_token).map(|_| rng.draw_below(m) as u32).collect();
     let buffers = [
-        any_type(poisoned(m * per_token * d)),
-        any_type(poisoned(m * d)),
-        any_type(r.vector(m * d)),
-        f32_only(poisoned(m)),
-        any_type(r.vector(m * d)),
-        any_type(r.vector(m * d)),
-        f32_only(r.vector(m * per_token)),
-        f32_only(r.vector(m)),
+        make_typed_buffer(make_nan_values(m * per_token * d)),
+        make_typed_buffer(make_nan_values(m * d)),
+        make_typed_buffer(rng.draw_vector(m * d)),
+        make_f32_buffer(make_nan_values(m)),
+        make_typed_buffer(rng.draw_vector(m * d)),
+        make_typed_buffer(rng.draw_vector(m * d)),
+        make_f32_buffer(rng.draw_vector(m * per_token)),
+        make_f32_buffer(rng.draw_vector(m)),
     ];
-    errors += p.compare(&format!("rows {m} {per_token} {d}"), &buffers, |ops, b| {
-        let [gathered, set, added, dots, x, scaled, weights, factors] = b else { unreachable!("buffers") };
+    errors += backends.compare(&format!("rows {m} {per_token} {d}"), &buffers, |ops, bufs| {
+        let [gathered, set, added, dots, x, scaled, weights, factors] = bufs else { unreachable!("buffers") };
         ops.gather_rows(gathered.view_mut(), x.view(), &row_indices, d);
         ops.combine_rows(
             set.view_mut(),
@@ -368,10 +400,16 @@ pub(super) fn experts(
     Ok(errors)
 }
 
-/// Compares grouped matmuls over groups of these sizes.
-pub(super) fn grouped(p: &Backends, seed: u64, sizes: &[usize], n: usize, k: usize) -> CaseResult {
+/// Compares grouped matmuls over groups of these sizes with the CPU.
+pub(super) fn compare_grouped_matmul(
+    backends: &Backends,
+    seed: u64,
+    sizes: &[usize],
+    n: usize,
+    k: usize,
+) -> CaseResult {
     let mut errors = MaxErrors::default();
-    let mut r = CaseRng::new(seed);
+    let mut rng = CaseRng::new(seed);
     let mut groups = Vec::new();
     let (mut at, mut matrix) = (0, 1);
     for &size in sizes {
@@ -379,15 +417,15 @@ pub(super) fn grouped(p: &Backends, seed: u64, sizes: &[usize], n: usize, k: usi
         (at, matrix) = (at + size, matrix + n * k + 2);
     }
     let buffers = [
-        any_type(poisoned(at * n)),
-        any_type(poisoned(at * k)),
-        f32_only(r.vector(matrix)),
-        any_type(r.vector(at * k)),
-        any_type(r.vector(at * n)),
-        any_type(r.vector(matrix)),
+        make_typed_buffer(make_nan_values(at * n)),
+        make_typed_buffer(make_nan_values(at * k)),
+        make_f32_buffer(rng.draw_vector(matrix)),
+        make_typed_buffer(rng.draw_vector(at * k)),
+        make_typed_buffer(rng.draw_vector(at * n)),
+        make_typed_buffer(rng.draw_vector(matrix)),
     ];
-    errors += p.compare(&format!("groups {sizes:?} {n} {k}"), &buffers, |ops, b| {
-        let [y, dx, dw, x, dy, w] = b else { unreachable!("buffers") };
+    errors += backends.compare(&format!("groups {sizes:?} {n} {k}"), &buffers, |ops, bufs| {
+        let [y, dx, dw, x, dy, w] = bufs else { unreachable!("buffers") };
         ops.grouped_forward(y.view_mut(), x.view(), w.view(), &groups, n, k);
         ops.grouped_backward_input(dx.view_mut(), dy.view(), w.view(), &groups, n, k);
         ops.grouped_backward_weight(dw.view_mut(), dy.view(), x.view(), &groups, n, k);
@@ -395,33 +433,37 @@ pub(super) fn grouped(p: &Backends, seed: u64, sizes: &[usize], n: usize, k: usi
     Ok(errors)
 }
 
-/// Compares the token embedding on `m` tokens and a vocabulary of `v`.
-pub(super) fn embedding(p: &Backends, seed: u64, m: usize, d: usize, v: usize) -> CaseResult {
+/// Compares the token embedding on `m` tokens and a vocabulary of `v` with the CPU.
+pub(super) fn compare_embedding(backends: &Backends, seed: u64, m: usize, d: usize, v: usize) -> CaseResult {
     let mut errors = MaxErrors::default();
-    let mut r = CaseRng::new(seed);
-    let tokens: Vec<u32> = (0..m).map(|_| r.below(v) as u32).collect();
+    let mut rng = CaseRng::new(seed);
+    let tokens: Vec<u32> = (0..m).map(|_| rng.draw_below(v) as u32).collect();
     let buffers = [
-        any_type(poisoned(m * d)),
-        any_type(r.vector(v * d)),
-        f32_only(r.vector(v * d)),
-        any_type(r.vector(m * d)),
+        make_typed_buffer(make_nan_values(m * d)),
+        make_typed_buffer(rng.draw_vector(v * d)),
+        make_f32_buffer(rng.draw_vector(v * d)),
+        make_typed_buffer(rng.draw_vector(m * d)),
     ];
-    errors += p.compare(&format!("embedding {m} {d} {v}"), &buffers, |ops, b| {
-        let [x, w, dw, dx] = b else { unreachable!("buffers") };
+    errors += backends.compare(&format!("embedding {m} {d} {v}"), &buffers, |ops, bufs| {
+        let [x, w, dw, dx] = bufs else { unreachable!("buffers") };
         ops.embedding_forward(x.view_mut(), w.view(), &tokens, d);
         ops.embedding_backward(dw.view_mut(), dx.view(), &tokens, d);
     })?;
     Ok(errors)
 }
 
-/// Compares operations on vectors of `n` elements, and optimizers.
-pub(super) fn vectors_and_optimizers(p: &Backends, seed: u64, n: usize) -> CaseResult {
+/// Compares elementwise operations on vectors of `n` elements, and optimizers, with the CPU.
+pub(super) fn compare_vectors_and_optimizers(backends: &Backends, seed: u64, n: usize) -> CaseResult {
     let mut errors = MaxErrors::default();
-    let mut r = CaseRng::new(seed);
-    let buffers = [any_type(r.vector(n)), any_type(r.vector(n)), any_type(r.vector(n))];
+    let mut rng = CaseRng::new(seed);
+    let buffers = [
+        make_typed_buffer(rng.draw_vector(n)),
+        make_typed_buffer(rng.draw_vector(n)),
+        make_typed_buffer(rng.draw_vector(n)),
+    ];
     let sums = RefCell::new(Vec::new());
-    errors += p.compare(&format!("flat {n}"), &buffers, |ops, b| {
-        let [y, x, z] = b else { unreachable!("buffers") };
+    errors += backends.compare(&format!("elementwise ops {n}"), &buffers, |ops, bufs| {
+        let [y, x, z] = bufs else { unreachable!("buffers") };
         ops.add(y.view_mut(), x.view());
         ops.scale(z.view_mut(), -0.75);
         let mut out = vec![f64::NAN; n.div_ceil(NORM_BLOCK_LEN)];
@@ -441,15 +483,15 @@ pub(super) fn vectors_and_optimizers(p: &Backends, seed: u64, n: usize) -> CaseR
     }
     let square = |v: Vec<f32>| v.iter().map(|x| x * x).collect::<Vec<_>>();
     let buffers = [
-        f32_only(r.vector(n)),
-        f32_only(r.vector(n)),
-        f32_only(r.vector(n)),
-        f32_only(square(r.vector(n))),
-        f32_only(r.vector(n)),
-        f32_only(r.vector(n)),
+        make_f32_buffer(rng.draw_vector(n)),
+        make_f32_buffer(rng.draw_vector(n)),
+        make_f32_buffer(rng.draw_vector(n)),
+        make_f32_buffer(square(rng.draw_vector(n))),
+        make_f32_buffer(rng.draw_vector(n)),
+        make_f32_buffer(rng.draw_vector(n)),
     ];
-    errors += p.compare(&format!("optimizers {n}"), &buffers, |ops, b| {
-        let [p, g, avg, avg_sq, momentum, q] = b else { unreachable!("buffers") };
+    errors += backends.compare(&format!("optimizers {n}"), &buffers, |ops, bufs| {
+        let [p, g, avg, avg_sq, momentum, q] = bufs else { unreachable!("buffers") };
         for (step, beta1) in [(1, 0.9), (2, 0.3)] {
             let h = AdamWHyperparams {
                 lr: 1e-2,
@@ -469,30 +511,30 @@ pub(super) fn vectors_and_optimizers(p: &Backends, seed: u64, n: usize) -> CaseR
             ops.sgd(q.view_mut(), g.view(), momentum.view_mut().slice(0..0), &h);
         }
     })?;
-    errors += vector_ops(p, &mut r, n)?;
-    errors += stochastic_rounding(p, &mut r, n)?;
+    errors += compare_vector_ops(backends, &mut rng, n)?;
+    errors += compare_stochastic_rounding(backends, &mut rng, n)?;
     Ok(errors)
 }
 
-/// Compares stochastic rounding bit by bit, for usual numbers and for numbers of every exponent,
-/// infinities and NaN.
-fn stochastic_rounding(p: &Backends, r: &mut CaseRng, n: usize) -> CaseResult {
+/// Compares stochastic rounding with the CPU bit by bit, for usual numbers, numbers of every
+/// exponent, infinities and NaN.
+fn compare_stochastic_rounding(backends: &Backends, rng: &mut CaseRng, n: usize) -> CaseResult {
     let values: Vec<f32> = (0..n)
         .map(|i| match i % 3 {
-            0 => f32::from_bits((r.next() >> 7) as u32),
-            1 => f32::from_bits(0x7f7f_0000 | (r.next() >> 7) as u32 & 0x8000_ffff), // near the largest number
-            _ => r.vector(1)[0],
+            0 => f32::from_bits((rng.draw_number() >> 7) as u32),
+            1 => f32::from_bits(0x7f7f_0000 | (rng.draw_number() >> 7) as u32 & 0x8000_ffff), // near the largest number
+            _ => rng.draw_vector(1)[0],
         })
         .collect();
     let (key, step) = ([n as u32, 11], (1 << 40) + 3);
     for first in [0, 1, 4096, (1 << 34) - 2] {
         let rounding = StochasticRounding { key, first_element: first, step };
         let run = |ops: &dyn Ops| {
-            let (x, mut y) = (ops.device_copy(values[..].into()), ops.zeroed(Dtype::Bf16, n));
+            let (x, mut y) = (ops.clone_to_device(values[..].into()), ops.zeroed(Dtype::Bf16, n));
             ops.round_stochastically(y.view_mut(), x.view(), &rounding);
-            ops.host_copy(y.view()).view().half_bits().to_vec()
+            ops.clone_to_host(y.view()).view().half_bits().to_vec()
         };
-        let (expected, actual) = (run(&p.cpu), run(p.cuda));
+        let (expected, actual) = (run(&backends.cpu), run(backends.cuda));
         if let Some(i) = (0..n).find(|&i| expected[i] != actual[i]) {
             return Err(ConformanceError::StochasticRoundingDiffers {
                 rounding,
@@ -505,25 +547,26 @@ fn stochastic_rounding(p: &Backends, r: &mut CaseRng, n: usize) -> CaseResult {
     Ok(MaxErrors::default())
 }
 
-/// Compares operations that only Muon and some models need, and copies inside the backend's memory.
-fn vector_ops(p: &Backends, r: &mut CaseRng, n: usize) -> CaseResult {
+/// Compares operations that only Muon and some models need, and copies inside the backend's memory,
+/// with the CPU.
+fn compare_vector_ops(backends: &Backends, rng: &mut CaseRng, n: usize) -> CaseResult {
     let (rows, columns) = (n.isqrt(), n / n.isqrt());
     let sums = RefCell::new(Vec::new());
     let buffers = [
-        f32_only(r.vector(n)),
-        f32_only(r.vector(n)),
-        f32_only(r.vector(n)),
-        f32_only(poisoned(n)),
-        f32_only(poisoned(n)),
-        f32_only(poisoned(n)),
-        any_type(r.vector(n)),
+        make_f32_buffer(rng.draw_vector(n)),
+        make_f32_buffer(rng.draw_vector(n)),
+        make_f32_buffer(rng.draw_vector(n)),
+        make_f32_buffer(make_nan_values(n)),
+        make_f32_buffer(make_nan_values(n)),
+        make_f32_buffer(make_nan_values(n)),
+        make_typed_buffer(rng.draw_vector(n)),
     ];
-    let errors = p.compare(&format!("vectors {n}"), &buffers, |ops, b| {
-        let [x, y, z, conv1d, copy, cleared, narrow] = b else { unreachable!("buffers") };
+    let errors = backends.compare(&format!("vectors {n}"), &buffers, |ops, bufs| {
+        let [x, y, z, conv1d, copy, cleared, narrow] = bufs else { unreachable!("buffers") };
         ops.add_scalar(x.view_mut(), 0.5);
         ops.axpby(y.view_mut(), 0.75, x.view(), -1.25);
         ops.softcap(z.view_mut(), 3.0);
-        let dropout = Dropout {
+        let dropout = SampleDropout {
             key: [n as u32, 7],
             probability: 0.3,
             sample_len: n.div_ceil(2),
@@ -537,7 +580,7 @@ fn vector_ops(p: &Backends, r: &mut CaseRng, n: usize) -> CaseResult {
         ops.clear(conv1d.view_mut());
         ops.transpose(conv1d.view_mut().slice(0..prefix), y.view().slice(0..prefix), rows, columns);
         ops.copy(copy.view_mut(), x.view());
-        ops.move_down(copy.view_mut(), n / 3..n - n / 5, n / 4);
+        ops.move_elements_down(copy.view_mut(), n / 3..n - n / 5, n / 4);
         ops.clear(cleared.view_mut());
         sums.borrow_mut().push(ops.sum_squares(y.view()));
         let parts = [x.view(), y.view().slice(0..n / 2), z.view()];

@@ -2,11 +2,11 @@
 use crate::fp8::Fp8Format;
 use crate::ops::{RouterShape, StochasticRounding};
 use crate::storage::DeviceError;
-use crate::{Dtype, storage::panic_message};
+use crate::{Dtype, storage::extract_panic_message};
 use diagnostic::{Code, Diagnostic, codes::device as codes, codes::run::INTERNAL};
 use std::any::Any;
 
-/// Why an operation on a GPU does not conform to its reference on the CPU.
+/// Reason why an operation on a GPU does not conform to its reference on the CPU.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum ConformanceError {
     /// A buffer differs from the CPU's by more than the tolerance.
@@ -19,16 +19,16 @@ pub enum ConformanceError {
         case: String,
         /// Element type of the buffers whose type varies.
         dtype: Dtype,
-        /// Elements between the begin of the memory and of the buffer.
+        /// Number of elements before the buffer in its allocation.
         offset: usize,
-        /// Index of the buffer among the arguments of the case.
+        /// Index of the buffer among the buffers of the case.
         buffer: usize,
         /// The largest difference, relative to the largest expected value.
         error: f64,
         /// The largest accepted error.
         tolerance: f64,
     },
-    /// Sums that are returned to the host differ.
+    /// Sums that an operation returns to the host differ.
     #[error("{case}: the sums are {gpu:?} on the GPU and {cpu:?} on the CPU")]
     SumsDiffer {
         /// The operation and its length.
@@ -38,10 +38,10 @@ pub enum ConformanceError {
         /// The CPU's sums.
         cpu: Vec<f64>,
     },
-    /// The router selected other experts than the CPU's.
+    /// The GPU's router selected other experts than the CPU's router.
     #[error("{0:?}: the GPU selects other experts than the CPU")]
     ExpertsDiffer(RouterShape),
-    /// A number was rounded to another fp8 number.
+    /// The GPU rounded a number to another fp8 number than the CPU.
     #[error("{input:e} becomes {gpu:e} in {format:?} on the GPU and {cpu:e} on the CPU")]
     Fp8RoundingDiffers {
         /// The format.
@@ -53,10 +53,10 @@ pub enum ConformanceError {
         /// The CPU's result.
         cpu: f32,
     },
-    /// A number was rounded stochastically to another bf16 number.
+    /// The GPU rounded a number stochastically to another bf16 number than the CPU.
     #[error("{input:e} is rounded to {gpu:#x} on the GPU and to {cpu:#x} on the CPU ({rounding:?})")]
     StochasticRoundingDiffers {
-        /// The random numbers.
+        /// The key, position and step of the random numbers.
         rounding: StochasticRounding,
         /// The number that was rounded.
         input: f32,
@@ -71,16 +71,16 @@ pub enum ConformanceError {
 }
 
 impl ConformanceError {
-    /// Converts the payload of an operation's panic.
+    /// Converts the payload of an operation's panic to an error.
     pub(super) fn from_panic(panic: &(dyn Any + Send)) -> Self {
         let error = panic
             .downcast_ref::<DeviceError>()
             .cloned()
-            .unwrap_or_else(|| DeviceError(Diagnostic::error(INTERNAL, panic_message(panic))));
+            .unwrap_or_else(|| DeviceError(Diagnostic::error(INTERNAL, extract_panic_message(panic))));
         ConformanceError::OpFailed(error)
     }
 
-    /// The code of the error.
+    /// Returns the error code that the user sees.
     pub fn code(&self) -> Code {
         match self {
             ConformanceError::OpFailed(DeviceError(diagnostic)) => diagnostic.code(),

@@ -5,31 +5,31 @@
 //! only for a strip of a few queries and one tile of keys. The result of a query depends on the
 //! tiles of keys, but not on the other queries of its tile.
 use super::attention_dropout::{HeadDropout, multiply_row};
-use super::elements::{Element, Input, Output, PriorContents, with_elements};
-use super::micro_kernel::{MicroTile, small_matmul};
+use super::elements::{Element, InputElements, OutputElements, PriorContents, with_elements};
+use super::micro_kernel::{MicroTile, multiply_small_matrices};
 use super::simd::{LANES, Simd, exp, load_array, load_lanes, multiversion, store_array, store_lanes, tanh};
 use super::{Cpu, DisjointSlices, expect_len};
 use crate::ops::AttentionShape;
 use std::ops::Range;
 
-/// Keys of a tile.
+/// Number of keys in a tile.
 pub(crate) const KEY_TILE: usize = 64;
-/// Queries of a tile.
+/// Number of queries in a tile.
 pub(crate) const QUERY_TILE: usize = 64;
-/// Elements past the end of a scratch matrix that the micro-kernel may read if the number of rows
-/// is not a multiple of its tile.
+/// Number of elements past the end of a scratch matrix that the micro-kernel may read if the number
+/// of rows is not a multiple of its tile.
 pub(crate) const READ_SLACK: usize = 16;
-/// Largest number of rows of a micro tile.
-pub(crate) const MAX_MR: usize = 8;
+/// Maximum number of rows of a micro tile on any instruction set.
+pub(crate) const MAX_TILE_ROWS: usize = 8;
 
-/// The shape of an attention, and sizes that follow from the shape.
+/// Shape of an attention, and sizes that follow from the shape.
 #[derive(Clone, Copy)]
 pub(crate) struct AttentionLayout {
     /// The shape.
     pub(crate) shape: AttentionShape,
     /// Elements of a row of qkv.
     pub(crate) stride: usize,
-    /// Query heads for each key head.
+    /// Number of query heads that share a key head.
     pub(crate) group: usize,
     /// `head_dim`, rounded up to whole vectors.
     pub(crate) padded: usize,
@@ -38,8 +38,9 @@ pub(crate) struct AttentionLayout {
 }
 
 impl AttentionLayout {
-    /// Checks the shape and the arguments that the forward and backward pass share. `op` is the
-    /// op's name in panics.
+    /// Computes the sizes of an attention. Panics if the shape or an argument that forward and
+    /// backward pass share is invalid. `qkv` is the length of qkv, and `op` the op's name in
+    /// panics.
     pub(crate) fn new(op: &str, qkv: usize, starts: &[u32], shape: AttentionShape) -> Self {
         let AttentionShape { b, t, heads, kv_heads, head_dim, .. } = shape;
         assert!(
@@ -65,8 +66,8 @@ impl AttentionLayout {
         }
     }
 
-    /// Returns the number of tiles of keys of a sequence.
-    pub(crate) fn key_tiles(&self) -> usize {
+    /// Returns the number of tiles of keys in a sequence.
+    pub(crate) fn key_tile_count(&self) -> usize {
         self.shape.t.div_ceil(KEY_TILE)
     }
 
@@ -86,11 +87,11 @@ impl AttentionLayout {
     }
 }
 
-/// Some rows of one head inside a wider matrix.
+/// Consecutive rows of one head inside a wider matrix.
 #[derive(Clone, Copy)]
 pub(crate) struct HeadSlice<'a> {
     /// The matrix.
-    pub(crate) data: Input<'a>,
+    pub(crate) data: InputElements<'a>,
     /// First row.
     pub(crate) first: usize,
     /// Number of rows.
@@ -106,16 +107,16 @@ pub(crate) struct HeadSlice<'a> {
 impl<'a> HeadSlice<'a> {
     /// Returns the elements of row `i` of the slice.
     #[inline(always)]
-    fn row(&self, i: usize) -> Input<'a> {
+    fn row(&self, i: usize) -> InputElements<'a> {
         let first = (self.first + i) * self.stride + self.column;
         self.data.slice(first..first + self.width)
     }
 }
 
-/// Copies rows: `dst[i·padded + j] = rows[i][j]·factor`. Elements past the width, and rows past the
-/// last up to `height`, become 0.
+/// Copies rows times a factor: `dst[i·padded + j] = rows[i][j]·factor`. Elements past the width,
+/// and rows past the last row up to `height`, become 0.
 #[inline(always)]
-pub(crate) fn copy_rows<S: Simd>(
+pub(crate) fn copy_scaled_rows<S: Simd>(
     s: S,
     dst: &mut [f32],
     rows: HeadSlice,
@@ -126,14 +127,14 @@ pub(crate) fn copy_rows<S: Simd>(
     let factor = s.splat(factor);
     for i in 0..rows.count {
         let dst = &mut dst[i * padded..][..padded];
-        with_elements!(rows.row(i), row => scale_row(s, dst, row, factor));
+        with_elements!(rows.row(i), row => write_scaled_row(s, dst, row, factor));
     }
     dst[rows.count * padded..height * padded].fill(0.0);
 }
 
 /// Writes `row·factor` to `dst`.
 #[inline(always)]
-fn scale_row<S: Simd, E: Element>(s: S, dst: &mut [f32], row: &[E], factor: S::V) {
+fn write_scaled_row<S: Simd, E: Element>(s: S, dst: &mut [f32], row: &[E], factor: S::V) {
     for j in (0..row.len()).step_by(LANES) {
         store_lanes(s, dst, j, s.mul(E::load_lanes(s, row, j), factor));
     }
@@ -158,8 +159,8 @@ pub(crate) fn transpose_rows<S: Simd>(s: S, dst: &mut [f32], rows: HeadSlice) {
     }
 }
 
-/// Transposes 8 rows: `dst[j·KEY_TILE + i] = from[i·stride + j]` for i in 0..8 and j in 0..deep,
-/// which is a multiple of 8.
+/// Transposes 8 rows: `dst[j·KEY_TILE + i] = from[i·stride + j]` for i in 0..8 and j in 0..deep.
+/// `deep` must be a multiple of 8.
 #[inline(always)]
 fn transpose_strip<S: Simd, E: Element>(s: S, dst: &mut [f32], from: &[E], stride: usize, deep: usize) {
     for j in (0..deep).step_by(8) {
@@ -169,10 +170,10 @@ fn transpose_strip<S: Simd, E: Element>(s: S, dst: &mut [f32], from: &[E], strid
     }
 }
 
-/// Returns the keys that query `q` attends to in the tile that begins at `k0`, as columns of the
-/// tile.
+/// Returns the keys to which query `q` attends in the tile that begins at key `k0`, as a range of
+/// columns of the tile. `start` is the first position to which the query attends.
 #[inline(always)]
-pub(crate) fn visible_keys(q: usize, start: u32, k0: usize) -> Range<usize> {
+pub(crate) fn find_visible_keys(q: usize, start: u32, k0: usize) -> Range<usize> {
     let end = (q + 1).clamp(k0, k0 + KEY_TILE) - k0;
     (start as usize).clamp(k0, k0 + end) - k0..end
 }
@@ -180,9 +181,9 @@ pub(crate) fn visible_keys(q: usize, start: u32, k0: usize) -> Range<usize> {
 /// Implements [`crate::Ops::attention_forward`]. A task computes one tile of queries of one head.
 pub(crate) fn forward(
     cpu: &Cpu,
-    o: Output,
+    o: OutputElements,
     lse: &mut [f32],
-    qkv: Input,
+    qkv: InputElements,
     starts: &[u32],
     shape: AttentionShape,
 ) {
@@ -191,7 +192,7 @@ pub(crate) fn forward(
     expect_len("attention_forward", "o", o.len(), b * t * heads * head_dim);
     expect_len("attention_forward", "lse", lse.len(), b * heads * t);
     let per_tile = KEY_TILE * (head_dim + g.padded);
-    let per_head = g.key_tiles() * per_tile;
+    let per_head = g.key_tile_count() * per_tile;
     let mut packed_kv = cpu.scratch.take(b * kv_heads * per_head);
     let parts = DisjointSlices::new(&mut packed_kv);
     cpu.pool.run(b * kv_heads, &|task| {
@@ -208,7 +209,7 @@ pub(crate) fn forward(
         let (seq, h) = (head / heads, head % heads);
         let kv = (seq * kv_heads + h / g.group) * per_head;
         let query = QueryTile { g, seq, h, rows: tile * QUERY_TILE..((tile + 1) * QUERY_TILE).min(t) };
-        let mut scratch = cpu.scratch.take(scratch_len(g));
+        let mut scratch = cpu.scratch.take(compute_scratch_len(g));
         attend(
             cpu.instruction_set,
             &o,
@@ -233,24 +234,25 @@ struct QueryTile {
     rows: Range<usize>,
 }
 
-/// Returns the elements of a task's scratch memory: queries, outputs, sums, and scores of a strip.
-fn scratch_len(g: AttentionLayout) -> usize {
-    let rows = QUERY_TILE + MAX_MR;
-    rows * g.padded * 2 + MAX_MR * KEY_TILE + rows * LANES + 4 * READ_SLACK
+/// Returns the number of elements of a task's scratch memory for queries, outputs, sums, and the
+/// scores of a strip.
+fn compute_scratch_len(g: AttentionLayout) -> usize {
+    let rows = QUERY_TILE + MAX_TILE_ROWS;
+    rows * g.padded * 2 + MAX_TILE_ROWS * KEY_TILE + rows * LANES + 4 * READ_SLACK
 }
 
 multiversion! {
-    fn pack_keys_and_values = pack_key_head(dst: &mut [f32], qkv: Input, g: AttentionLayout, task: usize)
+    fn pack_keys_and_values = pack_key_head(dst: &mut [f32], qkv: InputElements, g: AttentionLayout, task: usize)
 }
 multiversion! {
     fn attend = attend_tile(
-        o: &Output, lse: &DisjointSlices<f32>, tile: QueryTile, qkv: Input, starts: &[u32], kv: &[f32], scratch: &mut [f32]
+        o: &OutputElements, lse: &DisjointSlices<f32>, tile: QueryTile, qkv: InputElements, starts: &[u32], kv: &[f32], scratch: &mut [f32]
     )
 }
 
-/// Packs keys (transposed) and values of one key head, tile after tile.
+/// Packs the transposed keys and the values of one key head, tile after tile.
 #[inline(always)]
-fn pack_key_head<S: Simd>(s: S, dst: &mut [f32], qkv: Input, g: AttentionLayout, task: usize) {
+fn pack_key_head<S: Simd>(s: S, dst: &mut [f32], qkv: InputElements, g: AttentionLayout, task: usize) {
     let AttentionShape { t, kv_heads, head_dim, .. } = g.shape;
     let (seq, h) = (task / kv_heads, task % kv_heads);
     for (tile, dst) in dst.chunks_exact_mut(KEY_TILE * (head_dim + g.padded)).enumerate() {
@@ -265,11 +267,11 @@ fn pack_key_head<S: Simd>(s: S, dst: &mut [f32], qkv: Input, g: AttentionLayout,
             width: head_dim,
         };
         transpose_rows(s, keys, rows);
-        copy_rows(s, values, HeadSlice { column: g.value_column(h), ..rows }, g.padded, KEY_TILE, 1.0);
+        copy_scaled_rows(s, values, HeadSlice { column: g.value_column(h), ..rows }, g.padded, KEY_TILE, 1.0);
     }
 }
 
-/// State of the online softmax of a strip of `MR` queries.
+/// State of the online softmax for a strip of queries, as many as a micro tile has rows.
 struct QueryStrip<'a> {
     /// Scores, then their exponentials: rows of `KEY_TILE`.
     scores: &'a mut [f32],
@@ -281,25 +283,25 @@ struct QueryStrip<'a> {
     max: &'a mut [f32],
 }
 
-/// Computes attention of one tile of queries.
+/// Computes attention of one tile of queries, and writes outputs and log-sum-exps.
 #[inline(always)]
 fn attend_tile<S: Simd>(
     s: S,
-    o: &Output,
+    o: &OutputElements,
     lse: &DisjointSlices<f32>,
     tile: QueryTile,
-    qkv: Input,
+    qkv: InputElements,
     starts: &[u32],
     kv: &[f32],
     scratch: &mut [f32],
 ) {
     let QueryTile { g, seq, h, rows } = tile;
     let AttentionShape { t, heads, head_dim, .. } = g.shape;
-    let height = rows.len().next_multiple_of(S::MR);
+    let height = rows.len().next_multiple_of(S::TILE_ROWS);
     let (q, scratch) = scratch.split_at_mut(height * g.padded);
     let (out, scratch) = scratch.split_at_mut(height * g.padded);
     let (sums, scores) = scratch.split_at_mut(height * LANES);
-    let mut max = [f32::NEG_INFINITY; QUERY_TILE + MAX_MR];
+    let mut max = [f32::NEG_INFINITY; QUERY_TILE + MAX_TILE_ROWS];
     let source = HeadSlice {
         data: qkv,
         first: seq * t + rows.start,
@@ -308,7 +310,7 @@ fn attend_tile<S: Simd>(
         column: g.query_column(h),
         width: head_dim,
     };
-    copy_rows(s, q, source, g.padded, height, g.scale);
+    copy_scaled_rows(s, q, source, g.padded, height, g.scale);
     out.fill(0.0);
     sums.fill(0.0);
     let starts = &starts[seq * t + rows.start..seq * t + rows.end];
@@ -319,17 +321,16 @@ fn attend_tile<S: Simd>(
         if k0 + KEY_TILE <= earliest || k0 >= rows.end {
             continue;
         }
-        for i in (0..rows.len()).step_by(S::MR) {
-            let count = S::MR.min(rows.len() - i);
+        for i in (0..rows.len()).step_by(S::TILE_ROWS) {
+            let count = S::TILE_ROWS.min(rows.len() - i);
             let strip = QueryStrip {
-                scores: &mut scores[..S::MR * KEY_TILE],
-                out: &mut out[i * g.padded..][..S::MR * g.padded],
-                sums: &mut sums[i * LANES..][..S::MR * LANES],
-                max: &mut max[i..i + S::MR],
+                scores: &mut scores[..S::TILE_ROWS * KEY_TILE],
+                out: &mut out[i * g.padded..][..S::TILE_ROWS * g.padded],
+                sums: &mut sums[i * LANES..][..S::TILE_ROWS * LANES],
+                max: &mut max[i..i + S::TILE_ROWS],
             };
-            let visibility =
-                TileVisibility { q0: rows.start + i, starts: &starts[i..i + count], k0, dropout };
-            strip.add_key_tile(s, g, &q[i * g.padded..][..S::MR * g.padded], kv, visibility);
+            let visibility = TileMask { q0: rows.start + i, starts: &starts[i..i + count], k0, dropout };
+            strip.add_key_tile(s, g, &q[i * g.padded..][..S::TILE_ROWS * g.padded], kv, visibility);
         }
     }
     for i in 0..rows.len() {
@@ -346,7 +347,7 @@ fn attend_tile<S: Simd>(
     }
 }
 
-/// Divides by the sum: `o = out / total`.
+/// Divides a query's output by its sum of exponentials: `o = out / total`.
 #[inline(always)]
 fn divide_by_sum<S: Simd>(s: S, o: &mut [f32], out: &[f32], total: f32) {
     let factor = s.splat(1.0 / total);
@@ -355,8 +356,9 @@ fn divide_by_sum<S: Simd>(s: S, o: &mut [f32], out: &[f32], total: f32) {
     }
 }
 
-/// The queries of a strip, the tile of keys, and what is masked or dropped.
-struct TileVisibility<'a> {
+/// The positions of a strip of queries and a tile of keys, and the masking and dropout between
+/// them.
+struct TileMask<'a> {
     /// Position of the strip's first query.
     q0: usize,
     /// The first position that each query attends to.
@@ -368,16 +370,9 @@ struct TileVisibility<'a> {
 }
 
 impl QueryStrip<'_> {
-    /// Adds a tile of keys and values to the online softmax.
+    /// Adds a tile of keys and values to the online softmax of the strip.
     #[inline(always)]
-    fn add_key_tile<S: Simd>(
-        self,
-        s: S,
-        g: AttentionLayout,
-        q: &[f32],
-        kv: &[f32],
-        visibility: TileVisibility,
-    ) {
+    fn add_key_tile<S: Simd>(self, s: S, g: AttentionLayout, q: &[f32], kv: &[f32], visibility: TileMask) {
         let head_dim = g.shape.head_dim;
         let last = visibility.q0 + visibility.starts.len() - 1;
         // No query of the strip attends to keys after its last query.
@@ -397,19 +392,24 @@ impl QueryStrip<'_> {
             c_row_stride: KEY_TILE,
             accumulate: false,
         };
-        // SAFETY: q has MR rows, keys head_dim × KEY_TILE elements, scores MR × KEY_TILE.
-        unsafe { small_matmul(s, S::MR, columns.div_ceil(LANES), scores) };
+        // SAFETY: q has TILE_ROWS rows, keys head_dim × KEY_TILE elements, scores TILE_ROWS ×
+        // KEY_TILE.
+        unsafe { multiply_small_matrices(s, S::TILE_ROWS, columns.div_ceil(LANES), scores) };
         if let Some(cap) = g.shape.softcap {
             for row in self.scores.chunks_exact_mut(KEY_TILE) {
-                cap_scores(s, &mut row[..columns.next_multiple_of(LANES)], cap);
+                softcap_scores(s, &mut row[..columns.next_multiple_of(LANES)], cap);
             }
         }
-        softmax_strip(s, self.scores, self.sums, self.out, self.max, g.padded, columns, &visibility);
+        update_online_softmax(s, self.scores, self.sums, self.out, self.max, g.padded, columns, &visibility);
         if let Some(dropout) = &visibility.dropout {
             let rows = self.scores.chunks_exact_mut(KEY_TILE).take(visibility.starts.len());
             for (i, row) in rows.enumerate() {
                 let width = columns.next_multiple_of(LANES);
-                multiply_row(s, &mut row[..width], &dropout.factors(visibility.q0 + i, visibility.k0));
+                multiply_row(
+                    s,
+                    &mut row[..width],
+                    &dropout.compute_factors(visibility.q0 + i, visibility.k0),
+                );
             }
         }
         let outputs = MicroTile {
@@ -423,14 +423,15 @@ impl QueryStrip<'_> {
             c_row_stride: g.padded,
             accumulate: true,
         };
-        // SAFETY: scores have MR × KEY_TILE elements, values KEY_TILE × padded, out MR × padded.
-        unsafe { small_matmul(s, S::MR, g.padded / LANES, outputs) };
+        // SAFETY: scores have TILE_ROWS × KEY_TILE elements, values KEY_TILE × padded, out
+        // TILE_ROWS × padded.
+        unsafe { multiply_small_matrices(s, S::TILE_ROWS, g.padded / LANES, outputs) };
     }
 }
 
-/// Applies softcap: a score `s` becomes `cap·tanh(s / cap)`.
+/// Applies the softcap in place: a score `s` becomes `cap·tanh(s / cap)`.
 #[inline(always)]
-pub(crate) fn cap_scores<S: Simd>(s: S, scores: &mut [f32], cap: f32) {
+pub(crate) fn softcap_scores<S: Simd>(s: S, scores: &mut [f32], cap: f32) {
     let (cap, inverse) = (s.splat(cap), s.splat(1.0 / cap));
     for v in scores.as_chunks_mut().0 {
         let capped = s.mul(cap, tanh(s, s.mul(load_array(s, v), inverse)));
@@ -438,10 +439,10 @@ pub(crate) fn cap_scores<S: Simd>(s: S, scores: &mut [f32], cap: f32) {
     }
 }
 
-/// Replaces scores by e^(score − max) and adds them to the sums. Sums and outputs are rescaled if
-/// the maximum of a query rises.
+/// Masks the scores of a tile, replaces them by e^(score − max), and adds them to the queries'
+/// sums. If the maximum of a query rises, its sum and output are rescaled.
 #[inline(always)]
-fn softmax_strip<S: Simd>(
+fn update_online_softmax<S: Simd>(
     s: S,
     scores: &mut [f32],
     sums: &mut [f32],
@@ -449,14 +450,14 @@ fn softmax_strip<S: Simd>(
     max: &mut [f32],
     padded: usize,
     columns: usize,
-    visibility: &TileVisibility,
+    visibility: &TileMask,
 ) {
     let width = columns.next_multiple_of(LANES);
     let mut shifts = [0.0f32; LANES];
     let mut rescale_factors = [0.0f32; LANES];
     for (i, &start) in visibility.starts.iter().enumerate() {
         let row = &mut scores[i * KEY_TILE..][..width];
-        let columns_seen = visible_keys(visibility.q0 + i, start, visibility.k0);
+        let columns_seen = find_visible_keys(visibility.q0 + i, start, visibility.k0);
         if columns_seen.is_empty() {
             row.fill(f32::NEG_INFINITY);
         } else if columns_seen.len() < width {

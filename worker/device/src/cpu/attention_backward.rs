@@ -5,33 +5,38 @@
 //! order, so every sum has one order. Probabilities are recomputed from the scores and `lse`, one
 //! tile at a time.
 use super::attention::{
-    AttentionLayout, HeadSlice, KEY_TILE, MAX_MR, QUERY_TILE, READ_SLACK, cap_scores, copy_rows,
-    transpose_rows, visible_keys,
+    AttentionLayout, HeadSlice, KEY_TILE, MAX_TILE_ROWS, QUERY_TILE, READ_SLACK, copy_scaled_rows,
+    find_visible_keys, softcap_scores, transpose_rows,
 };
 use super::attention_dropout::{HeadDropout, multiply_row};
-use super::elements::{Element, Input, Output, PriorContents, with_elements};
-use super::micro_kernel::{MicroTile, small_matmul};
+use super::elements::{Element, InputElements, OutputElements, PriorContents, with_elements};
+use super::micro_kernel::{MicroTile, multiply_small_matrices};
 use super::simd::{LANES, Simd, exp, load_array, load_lanes, multiversion, store_array, store_lanes};
 use super::{Cpu, DisjointSlices, expect_len};
 use crate::ops::AttentionShape;
 
-/// Inputs of the backward pass, see [`crate::Ops::attention_backward`].
+/// Inputs of [`crate::Ops::attention_backward`].
 #[derive(Clone, Copy)]
-pub(crate) struct BackwardInputs<'a> {
+pub(crate) struct AttentionBackwardInputs<'a> {
     /// Gradient of the output.
-    pub(crate) d_o: Input<'a>,
+    pub(crate) d_o: InputElements<'a>,
     /// Output of the forward pass.
-    pub(crate) o: Input<'a>,
+    pub(crate) o: InputElements<'a>,
     /// Log-sum-exp of each query's scores.
     pub(crate) lse: &'a [f32],
     /// Queries, keys and values.
-    pub(crate) qkv: Input<'a>,
+    pub(crate) qkv: InputElements<'a>,
     /// First position that each token attends to.
     pub(crate) starts: &'a [u32],
 }
 
 /// Implements [`crate::Ops::attention_backward`]. A task computes one key head of one sequence.
-pub(crate) fn backward(cpu: &Cpu, dqkv: Output, inputs: BackwardInputs, shape: AttentionShape) {
+pub(crate) fn backward(
+    cpu: &Cpu,
+    dqkv: OutputElements,
+    inputs: AttentionBackwardInputs,
+    shape: AttentionShape,
+) {
     let AttentionShape { b, t, heads, kv_heads, head_dim, .. } = shape;
     let op = "attention_backward";
     let g = AttentionLayout::new(op, inputs.qkv.len(), inputs.starts, shape);
@@ -43,7 +48,7 @@ pub(crate) fn backward(cpu: &Cpu, dqkv: Output, inputs: BackwardInputs, shape: A
     let work = |dqkv: &mut [f32]| {
         let dqkv = DisjointSlices::new(dqkv);
         cpu.pool.run(b * kv_heads, &|task| {
-            let mut scratch = cpu.scratch.take(TaskScratch::len(g));
+            let mut scratch = cpu.scratch.take(KeyHeadScratch::total_len(g));
             differentiate_key_head(
                 cpu.instruction_set,
                 &dqkv,
@@ -59,9 +64,9 @@ pub(crate) fn backward(cpu: &Cpu, dqkv: Output, inputs: BackwardInputs, shape: A
     unsafe { dqkv.update_as_f32(0..dqkv.len(), PriorContents::Ignored, work) };
 }
 
-/// Scratch memory of one task. Matrices of queries are `[QUERY_TILE, padded]`, those of keys
-/// `[KEY_TILE, padded]`.
-struct TaskScratch<'a> {
+/// Scratch matrices of a task, which computes one key head. Matrices of queries are `[QUERY_TILE,
+/// padded]`, and matrices of keys `[KEY_TILE, padded]`.
+struct KeyHeadScratch<'a> {
     /// Σ_j dO·O for each query of the group's heads.
     delta: &'a mut [f32],
     /// Transposed keys, `[head_dim, KEY_TILE]`.
@@ -74,22 +79,25 @@ struct TaskScratch<'a> {
     q: &'a mut [f32],
     /// Gradient of the outputs.
     d_o: &'a mut [f32],
-    /// Gradients of queries, keys and values.
+    /// Gradients of the queries.
     dq: &'a mut [f32],
+    /// Gradients of the keys.
     dk: &'a mut [f32],
+    /// Gradients of the values.
     dv: &'a mut [f32],
-    /// Probabilities and gradients of the scores, `[QUERY_TILE, KEY_TILE]`.
+    /// Probabilities, `[QUERY_TILE, KEY_TILE]`.
     p: &'a mut [f32],
+    /// Gradients of the scores, `[QUERY_TILE, KEY_TILE]`.
     ds: &'a mut [f32],
 }
 
-impl<'a> TaskScratch<'a> {
-    /// Returns the elements of each matrix.
-    fn sizes(g: AttentionLayout) -> [usize; 11] {
+impl<'a> KeyHeadScratch<'a> {
+    /// Returns the number of elements of each matrix.
+    fn matrix_lens(g: AttentionLayout) -> [usize; 11] {
         let transposed = g.shape.head_dim * KEY_TILE;
-        let of_queries = (QUERY_TILE + MAX_MR) * g.padded;
-        let of_keys = (KEY_TILE + MAX_MR) * g.padded;
-        let square = (QUERY_TILE + MAX_MR) * KEY_TILE + READ_SLACK;
+        let of_queries = (QUERY_TILE + MAX_TILE_ROWS) * g.padded;
+        let of_keys = (KEY_TILE + MAX_TILE_ROWS) * g.padded;
+        let square = (QUERY_TILE + MAX_TILE_ROWS) * KEY_TILE + READ_SLACK;
         let delta = (g.group * g.shape.t).next_multiple_of(LANES);
         [
             delta, transposed, transposed, of_keys, of_queries, of_queries, of_queries, of_keys, of_keys,
@@ -97,34 +105,35 @@ impl<'a> TaskScratch<'a> {
         ]
     }
 
-    /// Returns the elements of all matrices.
-    fn len(g: AttentionLayout) -> usize {
-        Self::sizes(g).iter().sum()
+    /// Returns the number of elements of all matrices.
+    fn total_len(g: AttentionLayout) -> usize {
+        Self::matrix_lens(g).iter().sum()
     }
 
     /// Divides a scratch buffer into the matrices.
     fn split(g: AttentionLayout, mut scratch: &'a mut [f32]) -> Self {
-        let [delta, keys_t, values_t, keys, q, d_o, dq, dk, dv, p, ds] = Self::sizes(g).map(|len| {
+        let [delta, keys_t, values_t, keys, q, d_o, dq, dk, dv, p, ds] = Self::matrix_lens(g).map(|len| {
             let (part, rest) = std::mem::take(&mut scratch).split_at_mut(len);
             scratch = rest;
             part
         });
-        TaskScratch { delta, keys_t, values_t, keys, q, d_o, dq, dk, dv, p, ds }
+        KeyHeadScratch { delta, keys_t, values_t, keys, q, d_o, dq, dk, dv, p, ds }
     }
 }
 
 multiversion! {
     fn differentiate_key_head = differentiate_key_head_simd(
-        dqkv: &DisjointSlices<f32>, inputs: BackwardInputs, g: AttentionLayout, seq: usize, kv: usize, scratch: &mut [f32]
+        dqkv: &DisjointSlices<f32>, inputs: AttentionBackwardInputs, g: AttentionLayout, seq: usize, kv: usize, scratch: &mut [f32]
     )
 }
 
-/// Computes the gradients of one key head of one sequence and of its query heads.
+/// Computes the gradients of one key head and its value head in one sequence, and of the query
+/// heads that use them.
 #[inline(always)]
 fn differentiate_key_head_simd<S: Simd>(
     s: S,
     dqkv: &DisjointSlices<f32>,
-    inputs: BackwardInputs,
+    inputs: AttentionBackwardInputs,
     g: AttentionLayout,
     seq: usize,
     kv: usize,
@@ -132,7 +141,7 @@ fn differentiate_key_head_simd<S: Simd>(
 ) {
     let AttentionShape { t, head_dim, .. } = g.shape;
     let task = KeyHeadTask { inputs, g, seq, kv };
-    let mut tiles = TaskScratch::split(g, scratch);
+    let mut tiles = KeyHeadScratch::split(g, scratch);
     task.compute_delta(s, tiles.delta);
     for row in seq * t..(seq + 1) * t {
         let first = row * g.stride + g.query_column(kv * g.group);
@@ -174,7 +183,8 @@ fn differentiate_key_head_simd<S: Simd>(
 /// Adds the rows of `x` to the rows of `dst` that begin at element `first`.
 ///
 /// # Safety
-/// No other thread accesses these elements of `dst`.
+///
+/// The caller must ensure that no other thread accesses these elements of `dst`.
 #[inline(always)]
 unsafe fn add_rows<S: Simd>(
     s: S,
@@ -195,15 +205,15 @@ unsafe fn add_rows<S: Simd>(
     }
 }
 
-/// Computes the gradient of `l` from the gradient of `c = cap·tanh(l / cap)`: `grad·(1 −
-/// (c/cap)²)`.
+/// Returns the gradient of `l` for the gradient `grad` of `c = cap·tanh(l / cap)`: `grad·(1 −
+/// (c/cap)²)`. `capped` is `c`.
 #[inline(always)]
-pub(crate) fn softcap_backward<S: Simd>(s: S, grad: S::V, capped: S::V, cap: f32) -> S::V {
+pub(crate) fn compute_softcap_gradient<S: Simd>(s: S, grad: S::V, capped: S::V, cap: f32) -> S::V {
     let t = s.mul(capped, s.splat(1.0 / cap));
     s.mul(grad, s.fnma(t, t, s.splat(1.0)))
 }
 
-/// Computes the dot product of two rows.
+/// Returns the dot product of two rows.
 #[inline(always)]
 fn dot<S: Simd, A: Element, B: Element>(s: S, a: &[A], b: &[B]) -> f32 {
     let mut sum = s.splat(0.0);
@@ -213,10 +223,10 @@ fn dot<S: Simd, A: Element, B: Element>(s: S, a: &[A], b: &[B]) -> f32 {
     s.sum(sum)
 }
 
-/// The key head and the sequence of one task.
+/// One task of the backward pass: a key head of a sequence.
 #[derive(Clone, Copy)]
 struct KeyHeadTask<'a> {
-    inputs: BackwardInputs<'a>,
+    inputs: AttentionBackwardInputs<'a>,
     g: AttentionLayout,
     seq: usize,
     kv: usize,
@@ -232,14 +242,15 @@ struct TilePair<'a> {
 }
 
 impl TilePair<'_> {
-    /// Returns how many keys of the tile precede or equal query `last`, counted in its tile.
-    fn keys_up_to(&self, last: usize) -> usize {
+    /// Returns the number of keys of the tile that are not after query `last` of the tile of
+    /// queries.
+    fn count_keys_up_to(&self, last: usize) -> usize {
         (self.q0 + last + 1).clamp(self.k0, self.k0 + KEY_TILE) - self.k0
     }
 }
 
 impl KeyHeadTask<'_> {
-    /// Computes `delta` for all queries of the group's heads.
+    /// Computes `delta` (Σ dO·O) for all queries of the heads that share the key head.
     #[inline(always)]
     fn compute_delta<S: Simd>(&self, s: S, delta: &mut [f32]) {
         let AttentionShape { t, heads, head_dim, .. } = self.g.shape;
@@ -255,9 +266,9 @@ impl KeyHeadTask<'_> {
         }
     }
 
-    /// Copies a tile of keys and values.
+    /// Copies a tile of keys and values to the scratch matrices.
     #[inline(always)]
-    fn load_keys<S: Simd>(&self, s: S, tiles: &mut TaskScratch, k0: usize) {
+    fn load_keys<S: Simd>(&self, s: S, tiles: &mut KeyHeadScratch, k0: usize) {
         let g = self.g;
         let keys = HeadSlice {
             data: self.inputs.qkv,
@@ -269,14 +280,14 @@ impl KeyHeadTask<'_> {
         };
         transpose_rows(s, tiles.keys_t, keys);
         transpose_rows(s, tiles.values_t, HeadSlice { column: g.value_column(self.kv), ..keys });
-        copy_rows(s, tiles.keys, keys, g.padded, KEY_TILE, g.scale);
+        copy_scaled_rows(s, tiles.keys, keys, g.padded, KEY_TILE, g.scale);
     }
 
-    /// Copies a tile of queries and of the outputs' gradients.
+    /// Copies a tile of queries and of the outputs' gradients to the scratch matrices.
     #[inline(always)]
-    fn load_queries<S: Simd>(&self, s: S, tiles: &mut TaskScratch, pair: &TilePair) {
+    fn load_queries<S: Simd>(&self, s: S, tiles: &mut KeyHeadScratch, pair: &TilePair) {
         let g = self.g;
-        let height = pair.rows.next_multiple_of(S::MR);
+        let height = pair.rows.next_multiple_of(S::TILE_ROWS);
         let queries = HeadSlice {
             data: self.inputs.qkv,
             first: self.seq * g.shape.t + pair.q0,
@@ -285,23 +296,24 @@ impl KeyHeadTask<'_> {
             column: g.query_column(pair.h),
             width: g.shape.head_dim,
         };
-        copy_rows(s, tiles.q, queries, g.padded, height, g.scale);
+        copy_scaled_rows(s, tiles.q, queries, g.padded, height, g.scale);
         let stride = g.shape.heads * g.shape.head_dim;
         let d_o = HeadSlice { data: self.inputs.d_o, stride, ..queries };
-        copy_rows(s, tiles.d_o, d_o, g.padded, height, 1.0);
+        copy_scaled_rows(s, tiles.d_o, d_o, g.padded, height, 1.0);
     }
 
-    /// Computes `p = e^(q·k − lse)` and `ds = p·(dO·v − delta)`, 0 where a query does not attend to
-    /// a key. With factors `f` of dropout, `ds = p·(f·dO·v − delta)`, and `p` becomes `f·p`.
+    /// Computes `p = e^(q·k − lse)` and `ds = p·(dO·v − delta)`, which are 0 where a query does not
+    /// attend to a key. With dropout factors `f`, computes `ds = p·(f·dO·v − delta)` and replaces
+    /// `p` by `f·p`.
     #[inline(always)]
-    fn compute_probabilities<S: Simd>(&self, s: S, tiles: &mut TaskScratch, pair: &TilePair) {
+    fn compute_probabilities<S: Simd>(&self, s: S, tiles: &mut KeyHeadScratch, pair: &TilePair) {
         let (g, t) = (self.g, self.g.shape.t);
         let lse = &self.inputs.lse[(self.seq * g.shape.heads + pair.h) * t + pair.q0..][..pair.rows];
         let member = pair.h - self.kv * g.group;
         let dropout = g.shape.dropout.map(|d| HeadDropout::new(&d, self.seq, pair.h));
-        for i in (0..pair.rows).step_by(S::MR) {
-            let last = (i + S::MR).min(pair.rows) - 1;
-            let nvecs = pair.keys_up_to(last).div_ceil(LANES);
+        for i in (0..pair.rows).step_by(S::TILE_ROWS) {
+            let last = (i + S::TILE_ROWS).min(pair.rows) - 1;
+            let nvecs = pair.count_keys_up_to(last).div_ceil(LANES);
             let row = |a: &[f32], b: &[f32], c: &mut [f32]| MicroTile {
                 depth: g.shape.head_dim,
                 a: a[i * g.padded..].as_ptr(),
@@ -313,16 +325,16 @@ impl KeyHeadTask<'_> {
                 c_row_stride: KEY_TILE,
                 accumulate: false,
             };
-            // SAFETY: the queries have MR rows, the transposed keys head_dim × KEY_TILE elements,
-            // and the results MR × KEY_TILE.
+            // SAFETY: the queries have TILE_ROWS rows, the transposed keys head_dim × KEY_TILE
+            // elements, and the results TILE_ROWS × KEY_TILE.
             unsafe {
-                small_matmul(s, S::MR, nvecs, row(tiles.q, tiles.keys_t, tiles.p));
-                small_matmul(s, S::MR, nvecs, row(tiles.d_o, tiles.values_t, tiles.ds));
+                multiply_small_matrices(s, S::TILE_ROWS, nvecs, row(tiles.q, tiles.keys_t, tiles.p));
+                multiply_small_matrices(s, S::TILE_ROWS, nvecs, row(tiles.d_o, tiles.values_t, tiles.ds));
             }
             for i in i..=last {
                 let (p, ds) =
                     (&mut tiles.p[i * KEY_TILE..][..KEY_TILE], &mut tiles.ds[i * KEY_TILE..][..KEY_TILE]);
-                let factors = dropout.map(|d| d.factors(pair.q0 + i, pair.k0));
+                let factors = dropout.map(|d| d.compute_factors(pair.q0 + i, pair.k0));
                 if let Some(factors) = &factors {
                     multiply_row(s, &mut ds[..nvecs * LANES], factors);
                 }
@@ -330,19 +342,23 @@ impl KeyHeadTask<'_> {
                 let (lse, delta) = (s.splat(lse[i]), s.splat(delta));
                 let cap = g.shape.softcap;
                 if let Some(cap) = cap {
-                    cap_scores(s, &mut p[..nvecs * LANES], cap);
+                    softcap_scores(s, &mut p[..nvecs * LANES], cap);
                 }
                 for (p, ds) in p.as_chunks_mut().0.iter_mut().zip(ds.as_chunks_mut().0).take(nvecs) {
                     let score = load_array(s, p);
                     let e = exp(s, s.sub(score, lse));
                     store_array(s, p, e);
                     let slope = s.mul(e, s.sub(load_array(s, ds), delta));
-                    store_array(s, ds, cap.map_or(slope, |cap| softcap_backward(s, slope, score, cap)));
+                    store_array(
+                        s,
+                        ds,
+                        cap.map_or(slope, |cap| compute_softcap_gradient(s, slope, score, cap)),
+                    );
                 }
                 if let Some(factors) = &factors {
                     multiply_row(s, &mut p[..nvecs * LANES], factors);
                 }
-                let columns_seen = visible_keys(pair.q0 + i, pair.starts[i], pair.k0);
+                let columns_seen = find_visible_keys(pair.q0 + i, pair.starts[i], pair.k0);
                 if columns_seen.len() < KEY_TILE {
                     for x in [p, ds] {
                         x[..columns_seen.start].fill(0.0);
@@ -355,11 +371,11 @@ impl KeyHeadTask<'_> {
 
     /// Computes `dq = ds·k`, `dk += dsᵀ·q` and `dv += pᵀ·dO`.
     #[inline(always)]
-    fn compute_gradients<S: Simd>(&self, s: S, tiles: &mut TaskScratch, pair: &TilePair) {
+    fn compute_gradients<S: Simd>(&self, s: S, tiles: &mut KeyHeadScratch, pair: &TilePair) {
         let (padded, nvecs) = (self.g.padded, self.g.padded / LANES);
-        for i in (0..pair.rows).step_by(S::MR) {
+        for i in (0..pair.rows).step_by(S::TILE_ROWS) {
             let dq = MicroTile {
-                depth: pair.keys_up_to((i + S::MR).min(pair.rows) - 1),
+                depth: pair.count_keys_up_to((i + S::TILE_ROWS).min(pair.rows) - 1),
                 a: tiles.ds[i * KEY_TILE..].as_ptr(),
                 a_row_stride: KEY_TILE,
                 a_depth_stride: 1,
@@ -369,10 +385,10 @@ impl KeyHeadTask<'_> {
                 c_row_stride: padded,
                 accumulate: false,
             };
-            // SAFETY: ds and dq have MR rows from i, keys KEY_TILE × padded elements.
-            unsafe { small_matmul(s, S::MR, nvecs, dq) };
+            // SAFETY: ds and dq have TILE_ROWS rows from i, keys KEY_TILE × padded elements.
+            unsafe { multiply_small_matrices(s, S::TILE_ROWS, nvecs, dq) };
         }
-        for j in (0..pair.keys_up_to(pair.rows - 1)).step_by(S::MR) {
+        for j in (0..pair.count_keys_up_to(pair.rows - 1)).step_by(S::TILE_ROWS) {
             // Queries before the strip's first key do not attend to it.
             let first = (pair.k0 + j).saturating_sub(pair.q0).min(pair.rows);
             let column = |a: &[f32], b: &[f32], c: &mut [f32]| MicroTile {
@@ -389,8 +405,8 @@ impl KeyHeadTask<'_> {
             // SAFETY: p and ds have slack for a strip past the last key; dk and dv have MAX_MR rows
             // more than a tile has keys.
             unsafe {
-                small_matmul(s, S::MR, nvecs, column(tiles.p, tiles.d_o, tiles.dv));
-                small_matmul(s, S::MR, nvecs, column(tiles.ds, tiles.q, tiles.dk));
+                multiply_small_matrices(s, S::TILE_ROWS, nvecs, column(tiles.p, tiles.d_o, tiles.dv));
+                multiply_small_matrices(s, S::TILE_ROWS, nvecs, column(tiles.ds, tiles.q, tiles.dk));
             }
         }
     }

@@ -1,16 +1,17 @@
 //! [`HeadDropout`]: dropout of attention probabilities.
 //!
-//! The factors of one query and one tile of keys are recomputed wherever they are needed.
+//! The factors of one query and one tile of keys are not stored. The forward and the backward pass
+//! recompute them.
 use super::attention::KEY_TILE;
 use super::simd::{LANES, Simd, load_lanes, store_lanes};
-use crate::{ops::AttentionDropout, philox::random_words_of_16_blocks};
+use crate::{ops::AttentionDropout, philox::compute_random_words_of_16_blocks};
 
 /// Dropout of the probabilities of one query head of one sequence.
 #[derive(Clone, Copy)]
 pub(crate) struct HeadDropout {
     /// Key of the Philox generator.
     key: [u32; 2],
-    /// Probabilities are dropped if their random word is below it.
+    /// Threshold below which a random word drops its probability.
     threshold: u32,
     /// Factor of probabilities that are kept.
     keep_scale: f32,
@@ -23,7 +24,7 @@ pub(crate) struct HeadDropout {
 impl HeadDropout {
     /// Creates the dropout of query head `h` of sequence `seq` of the batch.
     pub(crate) fn new(d: &AttentionDropout, seq: usize, h: usize) -> Self {
-        let (threshold, keep_scale) = (d.threshold(), d.keep_scale());
+        let (threshold, keep_scale) = (d.drop_threshold(), d.keep_scale());
         HeadDropout {
             key: d.key,
             threshold,
@@ -33,11 +34,11 @@ impl HeadDropout {
         }
     }
 
-    /// Returns the factors of a query's probabilities for the tile of keys that begins at `k0`: 0
-    /// or `1 / (1 − probability)`.
+    /// Returns the factors of a query's probabilities for the tile of keys that begins at `k0`. A
+    /// factor is 0 or `1 / (1 − probability)`.
     #[inline(always)]
-    pub(crate) fn factors(&self, query: usize, k0: usize) -> [f32; KEY_TILE] {
-        let words = random_words_of_16_blocks(
+    pub(crate) fn compute_factors(&self, query: usize, k0: usize) -> [f32; KEY_TILE] {
+        let words = compute_random_words_of_16_blocks(
             self.key,
             (k0 / KEY_TILE * LANES) as u64,
             self.sample,

@@ -1,19 +1,19 @@
 //! Bias: a vector that is added to every row, and its gradient.
 //!
 //! The gradient is summed over chunks of rows, and the chunks' sums are added in order.
-use super::elements::{Input, Output, PriorContents};
+use super::elements::{InputElements, OutputElements, PriorContents};
 use super::simd::{LANES, Simd, load_lanes, multiversion, store_lanes};
 use super::{Cpu, DisjointSlices, expect_len};
 
-/// Rows of a chunk that are summed first.
+/// Number of rows of a chunk. The rows of a chunk are summed first.
 const ROWS_PER_PARTIAL_SUM: usize = 32;
 
 /// Implements [`crate::Ops::bias_forward`].
-pub(crate) fn forward(cpu: &Cpu, y: Output, bias: Input, m: usize, n: usize) {
+pub(crate) fn forward(cpu: &Cpu, y: OutputElements, bias: InputElements, m: usize, n: usize) {
     expect_len("bias_forward", "y", y.len(), m * n);
     expect_len("bias_forward", "bias", bias.len(), n);
     let bias = bias.all_to_f32(cpu);
-    cpu.parallel_rows(m, n, |rows| {
+    cpu.run_over_rows(m, n, |rows| {
         // SAFETY: each task writes different rows.
         add_bias(
             cpu.instruction_set,
@@ -28,14 +28,14 @@ pub(crate) fn add_bias_to_rows(cpu: &Cpu, y: &mut [f32], bias: &[f32]) {
     let n = bias.len();
     let rows = y.len().checked_div(n).unwrap_or(0);
     let y = DisjointSlices::new(y);
-    cpu.parallel_rows(rows, n, |rows| {
+    cpu.run_over_rows(rows, n, |rows| {
         // SAFETY: each task writes different rows.
         add_bias(cpu.instruction_set, unsafe { y.slice_mut(rows.start * n..rows.end * n) }, bias);
     });
 }
 
 /// Implements [`crate::Ops::bias_backward`].
-pub(crate) fn backward(cpu: &Cpu, dbias: &mut [f32], dy: Input, m: usize, n: usize) {
+pub(crate) fn backward(cpu: &Cpu, dbias: &mut [f32], dy: InputElements, m: usize, n: usize) {
     expect_len("bias_backward", "dbias", dbias.len(), n);
     expect_len("bias_backward", "dy", dy.len(), m * n);
     let chunks = m.div_ceil(ROWS_PER_PARTIAL_SUM);
@@ -45,7 +45,7 @@ pub(crate) fn backward(cpu: &Cpu, dbias: &mut [f32], dy: Input, m: usize, n: usi
         // SAFETY: each task writes its own row of partial sums.
         let sum = unsafe { parts.slice_mut(chunk * n..(chunk + 1) * n) };
         sum.fill(0.0);
-        sum_rows(
+        accumulate_rows(
             cpu.instruction_set,
             sum,
             &dy.to_f32(
@@ -57,8 +57,8 @@ pub(crate) fn backward(cpu: &Cpu, dbias: &mut [f32], dy: Input, m: usize, n: usi
     add_partial_sums(dbias, &mut sums[..chunks * n]);
 }
 
-/// Adds the rows of `sums` to each other in order, and the result to `to`. Overwrites the first row
-/// of `sums`.
+/// Adds all rows of `sums` to `to`. The rows are first added to each other in order, which
+/// overwrites the first row of `sums`.
 pub(crate) fn add_partial_sums(to: &mut [f32], sums: &mut [f32]) {
     let n = to.len();
     if sums.is_empty() {
@@ -75,7 +75,7 @@ multiversion! {
     fn add_bias = add_bias_simd(y: &mut [f32], bias: &[f32])
 }
 multiversion! {
-    fn sum_rows = sum_rows_simd(sum: &mut [f32], dy: &[f32])
+    fn accumulate_rows = sum_rows_simd(sum: &mut [f32], dy: &[f32])
 }
 
 /// Adds `bias` to every row of `y`.

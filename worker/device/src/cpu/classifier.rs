@@ -4,8 +4,8 @@
 //! while it is in the cache. The forward pass computes a block and updates maximum and sum of each
 //! row. The backward pass replaces a block by its gradients and multiplies them by weight and
 //! input.
-use super::attention_backward::softcap_backward;
-use super::elements::{Input, Output, PriorContents};
+use super::attention_backward::compute_softcap_gradient;
+use super::elements::{InputElements, OutputElements, PriorContents};
 use super::matmul::{MatmulShape, matmul_f32};
 use super::packing::Operand;
 use super::simd::{LANES, Simd, exp, load_lanes, multiversion, store_lanes, tanh};
@@ -13,19 +13,20 @@ use super::{Cpu, DisjointSlices, expect_len};
 use crate::ops::{ClassifierGrads, IGNORE_LABEL, WriteMode};
 use std::ops::Range;
 
-/// Largest number of logits in memory. The rows of a chunk depend on the vocabulary alone.
+/// Maximum number of logits in memory. The number of rows of a chunk depends on the vocabulary
+/// alone.
 const MAX_CHUNK_LOGITS: usize = 4 << 20;
-/// Largest number of rows of a chunk.
+/// Maximum number of rows of a chunk.
 const MAX_CHUNK_ROWS: usize = 512;
-/// Smallest number of rows of a chunk. Each chunk packs `w` twice, and reads and writes its
-/// gradient.
+/// Minimum number of rows of a chunk. Each chunk packs `w` twice, and reads and writes the gradient
+/// of `w`.
 const MIN_CHUNK_ROWS: usize = 256;
-/// Columns of a block of the vocabulary.
+/// Number of columns of a block of the vocabulary.
 const VOCAB_BLOCK: usize = 512;
 
-/// Returns the number of rows of a chunk, for `m` rows in total and a vocabulary of `v`. The logits
-/// of one chunk are in memory at the same time.
-pub fn classifier_chunk_rows(m: usize, v: usize) -> usize {
+/// Returns the number of rows of a chunk, for `m` rows in total and a vocabulary of `v`. Only the
+/// logits of one chunk are in memory at a time.
+pub fn choose_classifier_chunk_rows(m: usize, v: usize) -> usize {
     (MAX_CHUNK_LOGITS / v.max(1)).clamp(MIN_CHUNK_ROWS, MAX_CHUNK_ROWS).min(m)
 }
 
@@ -38,16 +39,16 @@ pub(crate) struct ClassifierShape {
     pub(crate) d: usize,
     /// Number of classes, the vocabulary.
     pub(crate) v: usize,
-    /// If set, a logit `l` becomes `cap·tanh(l / cap)`.
+    /// Softcap of the logits. With `Some(cap)`, a logit `l` becomes `cap·tanh(l / cap)`.
     pub(crate) cap: Option<f32>,
 }
 
-/// Implements [`crate::Ops::classifier_with_softcap`].
-pub(crate) fn classifier(
+/// Implements [`crate::Ops::compute_softcapped_classifier_loss`].
+pub(crate) fn compute_loss_in_chunks(
     cpu: &Cpu,
     loss: &mut [f32],
-    x: Input,
-    w: Input,
+    x: InputElements,
+    w: InputElements,
     labels: &[u32],
     shape: ClassifierShape,
     grads: Option<ClassifierGrads>,
@@ -59,19 +60,24 @@ pub(crate) fn classifier(
         if !g.dw.is_empty() {
             expect_len("classifier", "dw", g.dw.len(), v * d);
         }
-        BackwardOutputs { dx: Output::new(cpu, g.dx), dw: g.dw.host(), dw_write: g.dw_write, scale: g.scale }
+        ClassifierBackwardOutputs {
+            dx: OutputElements::new(cpu, g.dx),
+            dw: g.dw.host(),
+            dw_write: g.dw_write,
+            scale: g.scale,
+        }
     });
     if let (0, Some(g)) = (m, &mut grads)
         && g.dw_write == WriteMode::Overwrite
     {
         g.dw.fill(0.0);
     }
-    let rows = classifier_chunk_rows(m, v);
+    let rows = choose_classifier_chunk_rows(m, v);
     let mut logits = cpu.scratch.take(rows * v);
-    let mut statistics = cpu.scratch.take(rows * RowStatistics::FLOATS);
+    let mut statistics = cpu.scratch.take(rows * LogitStatistics::FLOATS);
     for start in (0..m).step_by(rows.max(1)) {
         let rows = start..(start + rows).min(m);
-        let chunk = RowChunk {
+        let chunk = ClassifierChunk {
             cpu,
             x: x.slice(rows.start * d..rows.end * d),
             w,
@@ -79,12 +85,12 @@ pub(crate) fn classifier(
             shape: ClassifierShape { m: rows.len(), ..shape },
         };
         let logits = &mut logits[..rows.len() * v];
-        let statistics: &mut [RowStatistics] =
-            bytemuck::cast_slice_mut(&mut statistics[..rows.len() * RowStatistics::FLOATS]);
+        let statistics: &mut [LogitStatistics] =
+            bytemuck::cast_slice_mut(&mut statistics[..rows.len() * LogitStatistics::FLOATS]);
         chunk.forward(logits, statistics);
         for ((loss, statistics), &label) in loss[rows.clone()].iter_mut().zip(&*statistics).zip(chunk.labels)
         {
-            *loss = if label == IGNORE_LABEL { 0.0 } else { statistics.loss() };
+            *loss = if label == IGNORE_LABEL { 0.0 } else { statistics.compute_loss() };
         }
         if let Some(g) = &mut grads {
             chunk.backward(logits, statistics, g, rows.start);
@@ -104,70 +110,72 @@ fn check_arguments(loss: usize, x: usize, w: usize, labels: &[u32], shape: Class
     assert!(outside.is_none(), "classifier: label {outside:?} is not below the vocabulary size {v}");
 }
 
-/// Outputs of the backward pass, see [`ClassifierGrads`].
-struct BackwardOutputs<'a> {
-    dx: Output<'a>,
+/// Outputs of the classifier's backward pass, as in [`ClassifierGrads`].
+struct ClassifierBackwardOutputs<'a> {
+    dx: OutputElements<'a>,
     dw: &'a mut [f32],
     dw_write: WriteMode,
     scale: f32,
 }
 
-/// Running maximum and sum of the exponentials of a row's logits.
+/// Running maximum of a row's logits, running sum of their exponentials, and the logit of the row's
+/// label.
 #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
-struct RowStatistics {
-    /// The largest logit.
+struct LogitStatistics {
+    /// The largest logit so far.
     max: f64,
-    /// Σ e^(logit − max)
+    /// Σ e^(logit − max) of the logits so far.
     total: f64,
     /// The logit of the row's label.
     label_logit: f64,
 }
 
-impl RowStatistics {
-    /// Size in elements of `f32`.
+impl LogitStatistics {
+    /// Size of the statistics in elements of `f32`.
     const FLOATS: usize = size_of::<Self>() / size_of::<f32>();
     /// Statistics of a row before its first logit.
-    const EMPTY: Self = RowStatistics { max: f64::NEG_INFINITY, total: 0.0, label_logit: 0.0 };
+    const EMPTY: Self = LogitStatistics { max: f64::NEG_INFINITY, total: 0.0, label_logit: 0.0 };
 
-    /// Returns the cross-entropy loss: `log Σ e^logit − logit of the label`.
-    fn loss(&self) -> f32 {
+    /// Returns the cross-entropy loss of the row: `log Σ e^logit − logit of the label`.
+    fn compute_loss(&self) -> f32 {
         (libm::log(self.total) + self.max - self.label_logit) as f32
     }
 }
 
-/// A chunk of rows.
-struct RowChunk<'a> {
+/// Chunk of rows whose logits are in memory at the same time.
+struct ClassifierChunk<'a> {
     cpu: &'a Cpu,
-    x: Input<'a>,
-    w: Input<'a>,
+    x: InputElements<'a>,
+    w: InputElements<'a>,
     labels: &'a [u32],
     shape: ClassifierShape,
 }
 
-impl RowChunk<'_> {
-    /// Returns the blocks of the vocabulary.
-    fn blocks(&self) -> impl Iterator<Item = Range<usize>> {
+impl ClassifierChunk<'_> {
+    /// Returns the column ranges of the blocks of the vocabulary.
+    fn vocab_blocks(&self) -> impl Iterator<Item = Range<usize>> {
         let v = self.shape.v;
         (0..v).step_by(VOCAB_BLOCK).map(move |start| start..(start + VOCAB_BLOCK).min(v))
     }
 
-    /// Returns the elements of `w` (or `dw`) that belong to a block.
+    /// Returns the range of the elements of `w` (and of `dw`) that belong to a block of the
+    /// vocabulary.
     fn weight_range(&self, block: &Range<usize>) -> Range<usize> {
         block.start * self.shape.d..block.end * self.shape.d
     }
 
-    /// Computes the logits and the statistics of each row.
-    fn forward(&self, logits: &mut [f32], statistics: &mut [RowStatistics]) {
+    /// Computes the chunk's logits, and the statistics of each row.
+    fn forward(&self, logits: &mut [f32], statistics: &mut [LogitStatistics]) {
         let ClassifierShape { m, d, v, .. } = self.shape;
-        statistics.fill(RowStatistics::EMPTY);
-        for block in self.blocks() {
+        statistics.fill(LogitStatistics::EMPTY);
+        for block in self.vocab_blocks() {
             let a = Operand { data: self.x, row_stride: d, depth_stride: 1 };
             let b = Operand { data: self.w.slice(self.weight_range(&block)), row_stride: d, depth_stride: 1 };
             let shape = MatmulShape { m, n: block.len(), k: d, ldc: v, write: WriteMode::Overwrite };
             matmul_f32(self.cpu, &mut logits[block.start..], a, b, shape);
             let (statistics, logits) = (DisjointSlices::new(statistics), DisjointSlices::new(logits));
-            self.cpu.parallel_rows(m, 4 * block.len(), |rows| {
+            self.cpu.run_over_rows(m, 4 * block.len(), |rows| {
                 // SAFETY: each task writes different rows.
                 let statistics = unsafe { statistics.slice_mut(rows.clone()) };
                 for (statistics, row) in statistics.iter_mut().zip(rows) {
@@ -186,37 +194,37 @@ impl RowChunk<'_> {
         }
     }
 
-    /// Replaces `logits` by dlogits, and computes `dx = dlogits·w` for these rows and
-    /// `dw (=|+=) dlogitsᵀ·x`. `first` is the chunk's first row.
+    /// Replaces `logits` by dlogits, and computes `dx = dlogits·w` for the chunk's rows and `dw
+    /// (=|+=) dlogitsᵀ·x`. `first` is the chunk's first row.
     fn backward(
         &self,
         logits: &mut [f32],
-        statistics: &[RowStatistics],
-        g: &mut BackwardOutputs,
+        statistics: &[LogitStatistics],
+        g: &mut ClassifierBackwardOutputs,
         first: usize,
     ) {
         let ClassifierShape { m, d, .. } = self.shape;
         let dw_write = if first == 0 { g.dw_write } else { WriteMode::Accumulate };
-        let BackwardOutputs { dx, dw, scale, .. } = g;
+        let ClassifierBackwardOutputs { dx, dw, scale, .. } = g;
         let work = |dx: &mut [f32]| self.backward_blocks(logits, statistics, dx, dw, dw_write, *scale);
         // SAFETY: chunks are processed one after another.
         unsafe { dx.update_as_f32(first * d..(first + m) * d, PriorContents::Ignored, work) };
     }
 
-    /// Computes the gradients, one block of the vocabulary after another.
+    /// Computes the gradients of the chunk, one block of the vocabulary after another.
     fn backward_blocks(
         &self,
         logits: &mut [f32],
-        statistics: &[RowStatistics],
+        statistics: &[LogitStatistics],
         dx: &mut [f32],
         dw: &mut [f32],
         dw_write: WriteMode,
         scale: f32,
     ) {
         let ClassifierShape { m, d, v, .. } = self.shape;
-        for block in self.blocks() {
-            self.logits_to_gradients(logits, statistics, &block, scale);
-            let dlogits = Input::F32(&logits[block.start..]);
+        for block in self.vocab_blocks() {
+            self.replace_logits_by_gradients(logits, statistics, &block, scale);
+            let dlogits = InputElements::F32(&logits[block.start..]);
             let a = Operand { data: dlogits, row_stride: v, depth_stride: 1 };
             let b = Operand { data: self.w.slice(self.weight_range(&block)), row_stride: 1, depth_stride: d };
             let write = if block.start == 0 { WriteMode::Overwrite } else { WriteMode::Accumulate };
@@ -231,18 +239,18 @@ impl RowChunk<'_> {
         }
     }
 
-    /// Replaces a block of logits by its gradient `(softmax − one-hot)·scale`, 0 in rows without a
-    /// loss.
-    fn logits_to_gradients(
+    /// Replaces a block of logits by its gradient `(softmax − one-hot)·scale`. The gradient of rows
+    /// without a loss is 0.
+    fn replace_logits_by_gradients(
         &self,
         logits: &mut [f32],
-        statistics: &[RowStatistics],
+        statistics: &[LogitStatistics],
         block: &Range<usize>,
         scale: f32,
     ) {
         let v = self.shape.v;
         let logits = DisjointSlices::new(logits);
-        self.cpu.parallel_rows(self.shape.m, 4 * block.len(), |rows| {
+        self.cpu.run_over_rows(self.shape.m, 4 * block.len(), |rows| {
             for row in rows {
                 // SAFETY: each task writes different rows.
                 let row_logits = unsafe { logits.slice_mut(row * v + block.start..row * v + block.end) };
@@ -270,22 +278,22 @@ impl RowChunk<'_> {
 }
 
 multiversion! {
-    fn update_row_statistics = update_row_statistics_simd(statistics: &mut RowStatistics, logits: &[f32])
+    fn update_row_statistics = update_row_statistics_simd(statistics: &mut LogitStatistics, logits: &[f32])
 }
 multiversion! {
     fn exponentiate = exponentiate_logits(x: &mut [f32], shift: f32, factor: f32)
 }
 
 multiversion! {
-    fn cap_logits = cap_each(x: &mut [f32], cap: f32)
+    fn cap_logits = softcap_each_logit(x: &mut [f32], cap: f32)
 }
 multiversion! {
     fn exponentiate_capped = exponentiate_capped_logits(x: &mut [f32], shift: f32, factor: f32, cap: f32)
 }
 
-/// Applies softcap to each logit.
+/// Applies the softcap to each logit, in place.
 #[inline(always)]
-fn cap_each<S: Simd>(s: S, x: &mut [f32], cap: f32) {
+fn softcap_each_logit<S: Simd>(s: S, x: &mut [f32], cap: f32) {
     for i in (0..x.len()).step_by(LANES) {
         store_lanes(s, x, i, s.mul(s.splat(cap), tanh(s, s.mul(load_lanes(s, x, i), s.splat(1.0 / cap)))));
     }
@@ -297,7 +305,7 @@ fn cap_each<S: Simd>(s: S, x: &mut [f32], cap: f32) {
 /// The exponentials of these logits are summed in 16 lanes of `f32`. Their sum is added to the
 /// row's total in `f64`.
 #[inline(always)]
-fn update_row_statistics_simd<S: Simd>(s: S, statistics: &mut RowStatistics, logits: &[f32]) {
+fn update_row_statistics_simd<S: Simd>(s: S, statistics: &mut LogitStatistics, logits: &[f32]) {
     let whole = logits.len() / LANES * LANES;
     let mut max = s.splat(statistics.max as f32);
     for i in (0..whole).step_by(LANES) {
@@ -322,7 +330,7 @@ fn update_row_statistics_simd<S: Simd>(s: S, statistics: &mut RowStatistics, log
     statistics.total += f64::from(s.sum(total));
 }
 
-/// Computes `x = e^(x − shift)·factor`.
+/// Replaces each `x` by `e^(x − shift)·factor`.
 #[inline(always)]
 fn exponentiate_logits<S: Simd>(s: S, x: &mut [f32], shift: f32, factor: f32) {
     let (shift, factor) = (s.splat(shift), s.splat(factor));
@@ -331,14 +339,14 @@ fn exponentiate_logits<S: Simd>(s: S, x: &mut [f32], shift: f32, factor: f32) {
     }
 }
 
-/// Computes [`exponentiate_logits`] of capped logits, and from the result the gradient of the
-/// logits before the softcap.
+/// Replaces softcapped logits by the gradient of the logits before the softcap. The gradient is
+/// `e^(x − shift)·factor` times the derivative of the softcap.
 #[inline(always)]
 fn exponentiate_capped_logits<S: Simd>(s: S, x: &mut [f32], shift: f32, factor: f32, cap: f32) {
     let (shift, factor) = (s.splat(shift), s.splat(factor));
     for i in (0..x.len()).step_by(LANES) {
         let capped = load_lanes(s, x, i);
         let p = s.mul(exp(s, s.sub(capped, shift)), factor);
-        store_lanes(s, x, i, softcap_backward(s, p, capped, cap));
+        store_lanes(s, x, i, compute_softcap_gradient(s, p, capped, cap));
     }
 }

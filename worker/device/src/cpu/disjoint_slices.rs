@@ -1,7 +1,7 @@
 //! [`DisjointSlices`]: a slice that several tasks write at the same time.
 use std::{marker::PhantomData, ops::Range};
 
-/// A slice whose disjoint ranges are written by different tasks.
+/// A slice whose disjoint ranges are written by different tasks at the same time.
 pub(crate) struct DisjointSlices<'a, T> {
     ptr: *mut T,
     len: usize,
@@ -19,10 +19,11 @@ impl<'a, T> DisjointSlices<'a, T> {
         DisjointSlices { ptr: x.as_mut_ptr(), len: x.len(), life: PhantomData }
     }
 
-    /// Returns the elements of `r`. Panics if `r` is out of bounds.
+    /// Returns the elements of `r`, to write. Panics if `r` is out of bounds.
     ///
     /// # Safety
-    /// No other range that is in use overlaps `r`.
+    ///
+    /// The caller must ensure that no other range that is in use overlaps `r`.
     #[allow(clippy::mut_from_ref)] // the caller guarantees disjointness
     pub(crate) unsafe fn slice_mut(&self, r: Range<usize>) -> &mut [T] {
         assert!(r.start <= r.end && r.end <= self.len, "range {r:?} is outside 0..{}", self.len);

@@ -1,8 +1,8 @@
-//! [`Input`] and [`Output`]: arguments of ops with any element type.
+//! [`InputElements`] and [`OutputElements`]: arguments of ops with any element type.
 //!
 //! Ops compute in `f32` and round each result once, to nearest, ties to even. A task converts the
-//! range that it needs: a range of `f32` is the slice itself, a range of 16-bit elements a copy in
-//! scratch memory, which stays in the cache.
+//! range that it needs. For `f32` elements, this is the slice itself. For 16-bit elements, it is a
+//! copy in scratch memory, which stays in the cache.
 //!
 //! Conversions consist of integer and `f32` arithmetic that compilers vectorise, and give the same
 //! bits on every machine. Instructions that multiply 16-bit numbers are not used, because they sum
@@ -22,13 +22,13 @@ pub(crate) enum HalfFormat {
     F16,
 }
 
-/// Converts a bfloat16, exactly.
+/// Converts a bf16 number to `f32`. The conversion is exact.
 #[inline(always)]
 fn bf16_to_f32(x: u16) -> f32 {
     f32::from_bits(u32::from(x) << 16)
 }
 
-/// Rounds to the nearest bfloat16, ties to even. NaN stays NaN.
+/// Rounds to the nearest bf16 number, ties to even. NaN stays NaN.
 #[inline(always)]
 pub(crate) fn f32_to_bf16(x: f32) -> u16 {
     let bits = x.to_bits();
@@ -38,7 +38,7 @@ pub(crate) fn f32_to_bf16(x: f32) -> u16 {
     (if bits & 0x7fff_ffff > 0x7f80_0000 { nan } else { rounded }) as u16
 }
 
-/// Converts an IEEE half, exactly.
+/// Converts an IEEE half-precision number to `f32`. The conversion is exact.
 #[inline(always)]
 fn f16_to_f32(x: u16) -> f32 {
     let sign = u32::from(x & 0x8000) << 16;
@@ -50,7 +50,7 @@ fn f16_to_f32(x: u16) -> f32 {
     f32::from_bits(sign | if magnitude >= 0x7c00 { special } else { finite })
 }
 
-/// Rounds to the nearest IEEE half, ties to even. NaN stays NaN.
+/// Rounds to the nearest IEEE half-precision number, ties to even. NaN stays NaN.
 #[inline(always)]
 fn f32_to_f16(x: f32) -> u16 {
     let bits = x.to_bits();
@@ -66,9 +66,9 @@ fn f32_to_f16(x: f32) -> u16 {
     (sign | if magnitude >= 0x477f_f000 { large } else { finite }) as u16
 }
 
-/// An element type of matrices that kernels read.
+/// Element type of matrices that kernels read.
 pub(crate) trait Element: Copy {
-    /// Converts the element, exactly.
+    /// Converts the element to `f32`. The conversion is exact.
     fn to_f32(self) -> f32;
 
     /// Loads 16 elements from index `i` as `f32`. Lanes past the end of `x` are 0.
@@ -80,10 +80,11 @@ pub(crate) trait Element: Copy {
         load_array(s, &wide)
     }
 
-    /// Transposes 8 × 8 elements as [`Simd::transpose8`] does, and converts them to `f32`.
+    /// Transposes 8 × 8 elements with [`Simd::transpose8`], and converts them to `f32`.
     ///
     /// # Safety
-    /// The requirements of [`Simd::transpose8`].
+    ///
+    /// The caller must meet the requirements of [`Simd::transpose8`].
     #[inline(always)]
     unsafe fn transpose8<S: Simd>(s: S, src: *const Self, lds: usize, dst: *mut f32, ldd: usize) {
         let mut block = [0.0f32; 64];
@@ -139,17 +140,17 @@ impl Element for F16 {
     }
 }
 
-/// `with_elements!(input, x => body)` evaluates `body` with `x` bound to the slice of an [`Input`]
-/// in its own element type.
+/// Evaluates `body` with `x` bound to the slice of an [`InputElements`] in its own element type:
+/// `with_elements!(input, x => body)`.
 macro_rules! with_elements {
     ($in:expr, $x:ident => $body:expr) => {
         match $in {
-            $crate::cpu::elements::Input::F32($x) => $body,
-            $crate::cpu::elements::Input::Half($crate::cpu::elements::HalfFormat::Bf16, x) => {
+            $crate::cpu::elements::InputElements::F32($x) => $body,
+            $crate::cpu::elements::InputElements::Half($crate::cpu::elements::HalfFormat::Bf16, x) => {
                 let $x: &[$crate::cpu::elements::Bf16] = bytemuck::cast_slice(x);
                 $body
             }
-            $crate::cpu::elements::Input::Half($crate::cpu::elements::HalfFormat::F16, x) => {
+            $crate::cpu::elements::InputElements::Half($crate::cpu::elements::HalfFormat::F16, x) => {
                 let $x: &[$crate::cpu::elements::F16] = bytemuck::cast_slice(x);
                 $body
             }
@@ -158,7 +159,7 @@ macro_rules! with_elements {
 }
 pub(crate) use with_elements;
 
-/// Converts `from` to `f32`, exactly.
+/// Converts the 16-bit numbers of `from` to `f32`. The conversion is exact.
 #[inline(always)]
 pub(crate) fn widen_into(format: HalfFormat, to: &mut [f32], from: &[u16]) {
     match format {
@@ -167,7 +168,7 @@ pub(crate) fn widen_into(format: HalfFormat, to: &mut [f32], from: &[u16]) {
     }
 }
 
-/// Rounds `from` to the nearest 16-bit numbers, ties to even.
+/// Rounds the numbers of `from` to the nearest 16-bit numbers, ties to even.
 #[inline(always)]
 fn round_into(format: HalfFormat, to: &mut [u16], from: &[f32]) {
     match format {
@@ -195,38 +196,38 @@ fn round_slice<S: Simd>(_: S, format: HalfFormat, to: &mut [u16], from: &[f32]) 
 
 /// Elements that an op reads, of any type.
 #[derive(Clone, Copy)]
-pub(crate) enum Input<'a> {
+pub(crate) enum InputElements<'a> {
     /// `f32` elements.
     F32(&'a [f32]),
     /// Bits of 16-bit elements.
     Half(HalfFormat, &'a [u16]),
 }
 
-impl<'a> From<View<'a>> for Input<'a> {
+impl<'a> From<View<'a>> for InputElements<'a> {
     fn from(v: View<'a>) -> Self {
         match v.dtype() {
-            Dtype::F32 => Input::F32(v.host()),
-            Dtype::Bf16 => Input::Half(HalfFormat::Bf16, v.half_bits()),
-            Dtype::F16 => Input::Half(HalfFormat::F16, v.half_bits()),
+            Dtype::F32 => InputElements::F32(v.host()),
+            Dtype::Bf16 => InputElements::Half(HalfFormat::Bf16, v.half_bits()),
+            Dtype::F16 => InputElements::Half(HalfFormat::F16, v.half_bits()),
         }
     }
 }
 
-impl<'a> Input<'a> {
+impl<'a> InputElements<'a> {
     /// Returns the number of elements.
     pub(crate) fn len(&self) -> usize {
         match self {
-            Input::F32(x) => x.len(),
-            Input::Half(_, x) => x.len(),
+            InputElements::F32(x) => x.len(),
+            InputElements::Half(_, x) => x.len(),
         }
     }
 
     /// Returns a range of the elements.
     #[inline(always)]
-    pub(crate) fn slice(self, r: Range<usize>) -> Input<'a> {
+    pub(crate) fn slice(self, r: Range<usize>) -> InputElements<'a> {
         match self {
-            Input::F32(x) => Input::F32(&x[r]),
-            Input::Half(format, x) => Input::Half(format, &x[r]),
+            InputElements::F32(x) => InputElements::F32(&x[r]),
+            InputElements::Half(format, x) => InputElements::Half(format, &x[r]),
         }
     }
 
@@ -236,8 +237,8 @@ impl<'a> Input<'a> {
         'a: 'c,
     {
         match self.slice(r) {
-            Input::F32(x) => F32Input::Borrowed(x),
-            Input::Half(format, x) => {
+            InputElements::F32(x) => F32Input::Borrowed(x),
+            InputElements::Half(format, x) => {
                 let mut wide = cpu.scratch.take(x.len());
                 widen(cpu.instruction_set, format, &mut wide[..x.len()], x);
                 F32Input::Converted(wide, x.len())
@@ -253,11 +254,11 @@ impl<'a> Input<'a> {
         self.to_f32(cpu, 0..self.len())
     }
 
-    /// Copies all elements to `to`, which has the same length, as `f32`.
+    /// Copies all elements to `to` as `f32`. `to` must have the same length.
     pub(crate) fn copy_to_f32(self, cpu: &Cpu, to: &mut [f32]) {
         match self {
-            Input::F32(x) => to.copy_from_slice(x),
-            Input::Half(format, x) => widen(cpu.instruction_set, format, to, x),
+            InputElements::F32(x) => to.copy_from_slice(x),
+            InputElements::Half(format, x) => widen(cpu.instruction_set, format, to, x),
         }
     }
 
@@ -265,15 +266,15 @@ impl<'a> Input<'a> {
     #[inline(always)]
     pub(crate) fn get(&self, i: usize) -> f32 {
         match self {
-            Input::F32(x) => x[i],
-            Input::Half(HalfFormat::Bf16, x) => bf16_to_f32(x[i]),
-            Input::Half(HalfFormat::F16, x) => f16_to_f32(x[i]),
+            InputElements::F32(x) => x[i],
+            InputElements::Half(HalfFormat::Bf16, x) => bf16_to_f32(x[i]),
+            InputElements::Half(HalfFormat::F16, x) => f16_to_f32(x[i]),
         }
     }
 }
 
-/// Elements as `f32`: the slice itself, or a converted copy in scratch memory and its number of
-/// elements.
+/// Elements converted to `f32`: the original slice, or a converted copy in scratch memory with its
+/// number of elements.
 pub(crate) enum F32Input<'a> {
     Borrowed(&'a [f32]),
     Converted(ScratchBuf<'a>, usize),
@@ -290,48 +291,48 @@ impl Deref for F32Input<'_> {
     }
 }
 
-/// Whether a task reads the previous content of the elements that it writes.
+/// Whether a task reads the previous contents of the elements that it writes.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum PriorContents {
-    /// The elements are overwritten without being read.
+    /// The task overwrites the elements without reading them.
     Ignored,
-    /// The elements are also read.
+    /// The task also reads the elements.
     Read,
 }
 
-/// Elements that an op writes, of any type. Tasks write different ranges of it at the same time.
-pub(crate) struct Output<'a> {
+/// Elements that an op writes, of any type. Tasks write different ranges of them at the same time.
+pub(crate) struct OutputElements<'a> {
     cpu: &'a Cpu,
-    elements: OutputElements<'a>,
+    elements: OutputSlices<'a>,
 }
 
-/// The elements of an [`Output`] and their number.
-enum OutputElements<'a> {
+/// The elements of an op's output and their number.
+enum OutputSlices<'a> {
     F32(DisjointSlices<'a, f32>, usize),
     Half(HalfFormat, DisjointSlices<'a, u16>, usize),
 }
 
-impl<'a> Output<'a> {
+impl<'a> OutputElements<'a> {
     /// Borrows the elements of a view.
     pub(crate) fn new(cpu: &'a Cpu, v: ViewMut<'a>) -> Self {
         let len = v.len();
         let elements = match v.dtype() {
-            Dtype::F32 => OutputElements::F32(DisjointSlices::new(v.host()), len),
-            Dtype::Bf16 => OutputElements::Half(HalfFormat::Bf16, DisjointSlices::new(v.half_bits()), len),
-            Dtype::F16 => OutputElements::Half(HalfFormat::F16, DisjointSlices::new(v.half_bits()), len),
+            Dtype::F32 => OutputSlices::F32(DisjointSlices::new(v.host()), len),
+            Dtype::Bf16 => OutputSlices::Half(HalfFormat::Bf16, DisjointSlices::new(v.half_bits()), len),
+            Dtype::F16 => OutputSlices::Half(HalfFormat::F16, DisjointSlices::new(v.half_bits()), len),
         };
-        Output { cpu, elements }
+        OutputElements { cpu, elements }
     }
 
-    /// True if the elements are `f32`.
+    /// Returns true if the elements are `f32`.
     pub(crate) fn is_f32(&self) -> bool {
-        matches!(self.elements, OutputElements::F32(..))
+        matches!(self.elements, OutputSlices::F32(..))
     }
 
     /// Returns the number of elements.
     pub(crate) fn len(&self) -> usize {
         match &self.elements {
-            OutputElements::F32(_, len) | OutputElements::Half(_, _, len) => *len,
+            OutputSlices::F32(_, len) | OutputSlices::Half(_, _, len) => *len,
         }
     }
 
@@ -339,12 +340,13 @@ impl<'a> Output<'a> {
     /// value is dropped.
     ///
     /// # Safety
-    /// No other range that is in use overlaps `r`.
+    ///
+    /// The caller must ensure that no other range that is in use overlaps `r`.
     pub(crate) unsafe fn slice_as_f32(&self, r: Range<usize>, prior: PriorContents) -> F32Output<'_> {
         match &self.elements {
             // SAFETY: guaranteed by the caller.
-            OutputElements::F32(x, _) => F32Output::Borrowed(unsafe { x.slice_mut(r) }),
-            OutputElements::Half(format, x, _) => {
+            OutputSlices::F32(x, _) => F32Output::Borrowed(unsafe { x.slice_mut(r) }),
+            OutputSlices::Half(format, x, _) => {
                 // SAFETY: guaranteed by the caller.
                 let to = unsafe { x.slice_mut(r) };
                 let mut wide = self.cpu.scratch.take(to.len());
@@ -356,11 +358,12 @@ impl<'a> Output<'a> {
         }
     }
 
-    /// Runs `work`, which may use all threads, on a range of the elements as `f32`. 16-bit elements
+    /// Runs `work` on a range of the elements as `f32`. `work` may use all threads. 16-bit elements
     /// are rounded afterwards.
     ///
     /// # Safety
-    /// No other range that is in use overlaps `r`.
+    ///
+    /// The caller must ensure that no other range that is in use overlaps `r`.
     pub(crate) unsafe fn update_as_f32(
         &self,
         r: Range<usize>,
@@ -370,18 +373,18 @@ impl<'a> Output<'a> {
         let cpu = self.cpu;
         match &self.elements {
             // SAFETY: guaranteed by the caller.
-            OutputElements::F32(x, _) => work(unsafe { x.slice_mut(r) }),
-            OutputElements::Half(format, x, _) => {
+            OutputSlices::F32(x, _) => work(unsafe { x.slice_mut(r) }),
+            OutputSlices::Half(format, x, _) => {
                 let mut wide = cpu.scratch.take(r.len());
                 let wide = &mut wide[..r.len()];
                 // SAFETY: as above.
                 let to = unsafe { x.slice_mut(r) };
                 if prior == PriorContents::Read {
-                    widen_in_parallel(cpu, wide, Input::Half(*format, to));
+                    widen_in_parallel(cpu, wide, InputElements::Half(*format, to));
                 }
                 work(wide);
                 let (to, from, format) = (DisjointSlices::new(to), &*wide, *format);
-                cpu.parallel_elements(from.len(), |r| {
+                cpu.run_over_elements(from.len(), |r| {
                     // SAFETY: each task writes a different range.
                     round(cpu.instruction_set, format, unsafe { to.slice_mut(r.clone()) }, &from[r]);
                 });
@@ -390,8 +393,8 @@ impl<'a> Output<'a> {
     }
 }
 
-/// Elements that a task writes as `f32`: the output itself, or an `f32` copy of it in scratch
-/// memory. Dropping a copy rounds its elements to 16 bits and writes them to the output.
+/// Elements that a task writes as `f32`: the output itself, or an `f32` copy of the output in
+/// scratch memory. Dropping a copy rounds its elements to 16 bits and writes them to the output.
 pub(crate) enum F32Output<'a> {
     Borrowed(&'a mut [f32]),
     Converted { instruction_set: InstructionSet, format: HalfFormat, wide: ScratchBuf<'a>, to: &'a mut [u16] },
@@ -419,7 +422,7 @@ impl DerefMut for F32Output<'_> {
 }
 
 impl F32Output<'_> {
-    /// Rounds 16-bit elements now, so that they read as later ops will read them.
+    /// Rounds 16-bit elements now, so that the task reads the values that later ops will read.
     pub(crate) fn round_now(&mut self) {
         if let F32Output::Converted { instruction_set, format, wide, to } = self {
             round(*instruction_set, *format, to, &wide[..to.len()]);
@@ -437,19 +440,19 @@ impl Drop for F32Output<'_> {
 }
 
 /// Converts `from` to `f32` on all threads.
-fn widen_in_parallel(cpu: &Cpu, to: &mut [f32], from: Input) {
+fn widen_in_parallel(cpu: &Cpu, to: &mut [f32], from: InputElements) {
     let parts = DisjointSlices::new(to);
-    cpu.parallel_elements(from.len(), |r| {
+    cpu.run_over_elements(from.len(), |r| {
         // SAFETY: each task writes a different range.
         from.slice(r.clone()).copy_to_f32(cpu, unsafe { parts.slice_mut(r) });
     });
 }
 
 /// Implements [`crate::Ops::cast`]. Converts `from` to the type of `to`.
-pub(crate) fn cast(cpu: &Cpu, to: ViewMut, from: Input) {
+pub(crate) fn cast(cpu: &Cpu, to: ViewMut, from: InputElements) {
     super::expect_len("cast", "from", from.len(), to.len());
-    let to = Output::new(cpu, to);
-    cpu.parallel_elements(from.len(), |r| {
+    let to = OutputElements::new(cpu, to);
+    cpu.run_over_elements(from.len(), |r| {
         let from = from.to_f32(cpu, r.clone());
         // SAFETY: each task writes a different range.
         unsafe { to.slice_as_f32(r, PriorContents::Ignored) }.copy_from_slice(&from);
@@ -460,8 +463,9 @@ pub(crate) fn cast(cpu: &Cpu, to: ViewMut, from: Input) {
 mod tests {
     use super::*;
 
-    /// Returns the 16-bit number nearest to `x`, ties to even. Compares candidates in `f64`.
-    fn nearest(x: f32, numbers: &[(f64, u16)]) -> u16 {
+    /// Returns the bits of the 16-bit number that is nearest to `x`, ties to even. `numbers` are
+    /// all candidates in rising order, with their bits.
+    fn find_nearest(x: f32, numbers: &[(f64, u16)]) -> u16 {
         let x = f64::from(x);
         let i = numbers.partition_point(|(v, _)| *v < x);
         let above = numbers.get(i);
@@ -479,9 +483,9 @@ mod tests {
         }
     }
 
-    /// Returns the value of a 16-bit number by the definition of its format. Infinity counts as the
-    /// number after the largest.
-    fn value(x: u16, exponent: u32, mantissa: u32) -> f64 {
+    /// Returns the value of a 16-bit number by the definition of its format, which has these
+    /// numbers of exponent and mantissa bits. Infinity counts as the number after the largest.
+    fn decode_by_definition(x: u16, exponent: u32, mantissa: u32) -> f64 {
         let m = f64::from(x & ((1 << mantissa) - 1));
         let e = i32::from((x & 0x7fff) >> mantissa);
         let bias = (1 << (exponent - 1)) - 1;
@@ -494,17 +498,30 @@ mod tests {
         if x & 0x8000 != 0 { -v } else { v }
     }
 
-    fn check(format: HalfFormat, exponent: u32, mantissa: u32, to: fn(f32) -> u16, widened: fn(u16) -> f32) {
+    /// Asserts that conversions between `f32` and a 16-bit format match the definition of the
+    /// format, for every 16-bit number and for many `f32` numbers.
+    fn assert_conversions_match_definition(
+        format: HalfFormat,
+        exponent: u32,
+        mantissa: u32,
+        to: fn(f32) -> u16,
+        widened: fn(u16) -> f32,
+    ) {
         let inf = ((1u16 << exponent) - 1) << mantissa;
         // positive numbers up to infinity, which counts as the number after the largest
-        let numbers: Vec<(f64, u16)> = (0..=inf).map(|x| (value(x, exponent, mantissa), x)).collect();
+        let numbers: Vec<(f64, u16)> =
+            (0..=inf).map(|x| (decode_by_definition(x, exponent, mantissa), x)).collect();
         for x in 0..=u16::MAX {
             let wide = widened(x);
             match x & 0x7fff {
                 m if m > inf => assert!(wide.is_nan() && widened(to(wide)).is_nan(), "{format:?} {x:#x}"),
                 m if m == inf => assert_eq!(wide.is_infinite(), to(wide) == x),
                 _ => {
-                    assert_eq!(f64::from(wide), value(x, exponent, mantissa), "{format:?} {x:#x}");
+                    assert_eq!(
+                        f64::from(wide),
+                        decode_by_definition(x, exponent, mantissa),
+                        "{format:?} {x:#x}"
+                    );
                     assert_eq!(to(wide), x, "{format:?} {x:#x} is rounded to itself");
                 }
             }
@@ -521,7 +538,7 @@ mod tests {
             let some = f32::from_bits(bits & 0x7fff_ffff);
             for x in [middle, near[0], near[1], some].into_iter().filter(|x| x.is_finite()) {
                 let beyond = f64::from(x) > numbers[numbers.len() - 1].0;
-                let expected = if beyond { inf } else { nearest(x, &numbers) };
+                let expected = if beyond { inf } else { find_nearest(x, &numbers) };
                 assert_eq!(to(x), expected, "{format:?} {x:e} ({:#x})", x.to_bits());
                 assert_eq!(to(-x), expected | 0x8000, "{format:?} {:e}", -x);
             }
@@ -530,12 +547,12 @@ mod tests {
 
     #[test]
     fn bf16_rounds_to_the_nearest_even() {
-        check(HalfFormat::Bf16, 8, 7, f32_to_bf16, bf16_to_f32);
+        assert_conversions_match_definition(HalfFormat::Bf16, 8, 7, f32_to_bf16, bf16_to_f32);
     }
 
     #[test]
     fn f16_rounds_to_the_nearest_even() {
-        check(HalfFormat::F16, 5, 10, f32_to_f16, f16_to_f32);
+        assert_conversions_match_definition(HalfFormat::F16, 5, 10, f32_to_f16, f16_to_f32);
     }
 
     #[test]
@@ -544,12 +561,12 @@ mod tests {
         for format in [HalfFormat::Bf16, HalfFormat::F16] {
             let scalar = |x: &f32| if format == HalfFormat::Bf16 { f32_to_bf16(*x) } else { f32_to_f16(*x) };
             let expected: Vec<u16> = x.iter().map(scalar).collect();
-            for instruction_set in InstructionSet::available() {
+            for instruction_set in InstructionSet::list_available() {
                 let (mut rounded, mut wide) = (vec![0u16; x.len()], vec![0f32; x.len()]);
                 round(instruction_set, format, &mut rounded, &x);
                 assert!(rounded == expected, "{format:?} {}", instruction_set.name());
                 widen(instruction_set, format, &mut wide, &rounded);
-                let widened = Input::Half(format, &rounded);
+                let widened = InputElements::Half(format, &rounded);
                 assert!((0..x.len()).all(|i| wide[i].to_bits() == widened.get(i).to_bits()), "{format:?}");
             }
         }

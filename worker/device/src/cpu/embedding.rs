@@ -1,14 +1,14 @@
 //! Token embedding: rows of the weight, and their gradient.
-use super::elements::{Input, Output, PriorContents};
+use super::elements::{InputElements, OutputElements, PriorContents};
 use super::{Cpu, DisjointSlices, expect_len};
 
-/// Columns that one task of the backward pass sums.
+/// Number of columns that one task of the backward pass sums.
 const TASK_COLUMNS: usize = 128;
 
 /// Implements [`crate::Ops::embedding_forward`].
-pub(crate) fn forward(cpu: &Cpu, x: Output, w: Input, tokens: &[u32], d: usize) {
+pub(crate) fn forward(cpu: &Cpu, x: OutputElements, w: InputElements, tokens: &[u32], d: usize) {
     expect_len("embedding_forward", "x", x.len(), tokens.len() * d);
-    cpu.parallel_rows(tokens.len(), d, |rows| {
+    cpu.run_over_rows(tokens.len(), d, |rows| {
         // SAFETY: each task writes different rows.
         let mut x = unsafe { x.slice_as_f32(rows.start * d..rows.end * d, PriorContents::Ignored) };
         for (x, &token) in x.chunks_exact_mut(d.max(1)).zip(&tokens[rows]) {
@@ -19,7 +19,7 @@ pub(crate) fn forward(cpu: &Cpu, x: Output, w: Input, tokens: &[u32], d: usize) 
 
 /// Implements [`crate::Ops::embedding_backward`]. Each task sums some columns over all tokens, so
 /// every element is summed in the order of the tokens.
-pub(crate) fn backward(cpu: &Cpu, dw: &mut [f32], dx: Input, tokens: &[u32], d: usize) {
+pub(crate) fn backward(cpu: &Cpu, dw: &mut [f32], dx: InputElements, tokens: &[u32], d: usize) {
     expect_len("embedding_backward", "dx", dx.len(), tokens.len() * d);
     let dw = DisjointSlices::new(dw);
     cpu.pool.run(d.div_ceil(TASK_COLUMNS), &|task| {

@@ -1,14 +1,14 @@
 //! Ops on rows that are sent to experts and return: gather, weighted sums, scaling and dot
 //! products.
-use super::elements::{Element, Input, Output, PriorContents, with_elements};
+use super::elements::{Element, InputElements, OutputElements, PriorContents, with_elements};
 use super::simd::{LANES, Simd, load_lanes, multiversion, store_lanes};
 use super::{Cpu, DisjointSlices, expect_len};
 use crate::ops::WriteMode;
 
 /// Implements [`crate::Ops::gather_rows`].
-pub(crate) fn gather(cpu: &Cpu, y: Output, x: Input, rows: &[u32], d: usize) {
+pub(crate) fn gather_rows(cpu: &Cpu, y: OutputElements, x: InputElements, rows: &[u32], d: usize) {
     expect_len("gather_rows", "y", y.len(), rows.len() * d);
-    cpu.parallel_rows(rows.len(), d, |range| {
+    cpu.run_over_rows(rows.len(), d, |range| {
         // SAFETY: each task writes different rows.
         let mut y = unsafe { y.slice_as_f32(range.start * d..range.end * d, PriorContents::Ignored) };
         for (y, &row) in y.chunks_exact_mut(d.max(1)).zip(&rows[range]) {
@@ -17,14 +17,14 @@ pub(crate) fn gather(cpu: &Cpu, y: Output, x: Input, rows: &[u32], d: usize) {
     });
 }
 
-/// Arguments of [`combine`], see [`crate::Ops::combine_rows`].
+/// Arguments of [`combine_rows`], as in [`crate::Ops::combine_rows`].
 #[derive(Clone, Copy)]
-pub(crate) struct WeightedSum<'a> {
-    /// The rows.
-    pub(crate) x: Input<'a>,
-    /// Weight of each term; `None` for 1.
+pub(crate) struct WeightedRowSum<'a> {
+    /// The rows of which sums are computed.
+    pub(crate) x: InputElements<'a>,
+    /// Weight of each term of the sums. If `None`, every weight is 1.
     pub(crate) weights: Option<&'a [f32]>,
-    /// Row of each term.
+    /// Index of the row of each term.
     pub(crate) row_indices: &'a [u32],
     /// Elements of a row.
     pub(crate) d: usize,
@@ -33,7 +33,7 @@ pub(crate) struct WeightedSum<'a> {
 }
 
 /// Implements [`crate::Ops::combine_rows`].
-pub(crate) fn combine(cpu: &Cpu, y: Output, m: usize, sum: WeightedSum) {
+pub(crate) fn combine_rows(cpu: &Cpu, y: OutputElements, m: usize, sum: WeightedRowSum) {
     let per_row = sum.row_indices.len().checked_div(m).unwrap_or(0);
     expect_len("combine_rows", "y", y.len(), m * sum.d);
     expect_len("combine_rows", "row_indices", sum.row_indices.len(), m * per_row);
@@ -41,7 +41,7 @@ pub(crate) fn combine(cpu: &Cpu, y: Output, m: usize, sum: WeightedSum) {
         expect_len("combine_rows", "weights", w.len(), sum.row_indices.len());
     }
     let prior = if sum.write == WriteMode::Accumulate { PriorContents::Read } else { PriorContents::Ignored };
-    cpu.parallel_rows(m, sum.d * per_row.max(1), |range| {
+    cpu.run_over_rows(m, sum.d * per_row.max(1), |range| {
         for row in range {
             // SAFETY: each task writes different rows.
             let mut y = unsafe { y.slice_as_f32(row * sum.d..(row + 1) * sum.d, prior) };
@@ -51,12 +51,12 @@ pub(crate) fn combine(cpu: &Cpu, y: Output, m: usize, sum: WeightedSum) {
 }
 
 /// Implements [`crate::Ops::dot_rows`].
-pub(crate) fn dot_rows(cpu: &Cpu, out: &mut [f32], a: Input, b: Input, d: usize) {
+pub(crate) fn dot_rows(cpu: &Cpu, out: &mut [f32], a: InputElements, b: InputElements, d: usize) {
     expect_len("dot_rows", "a", a.len(), out.len() * d);
     expect_len("dot_rows", "b", b.len(), out.len() * d);
     let rows = out.len();
     let out = DisjointSlices::new(out);
-    cpu.parallel_rows(rows, d, |range| {
+    cpu.run_over_rows(rows, d, |range| {
         let elements = range.start * d..range.end * d;
         let (a, b) = (a.to_f32(cpu, elements.clone()), b.to_f32(cpu, elements));
         // SAFETY: each task writes different rows.
@@ -67,9 +67,9 @@ pub(crate) fn dot_rows(cpu: &Cpu, out: &mut [f32], a: Input, b: Input, d: usize)
 }
 
 /// Implements [`crate::Ops::scale_rows`].
-pub(crate) fn scale(cpu: &Cpu, x: Output, factors: &[f32], d: usize) {
+pub(crate) fn scale_rows(cpu: &Cpu, x: OutputElements, factors: &[f32], d: usize) {
     expect_len("scale_rows", "x", x.len(), factors.len() * d);
-    cpu.parallel_rows(factors.len(), d, |range| {
+    cpu.run_over_rows(factors.len(), d, |range| {
         // SAFETY: each task writes different rows.
         let mut x = unsafe { x.slice_as_f32(range.start * d..range.end * d, PriorContents::Read) };
         for (x, factor) in x.chunks_exact_mut(d.max(1)).zip(&factors[range]) {
@@ -79,26 +79,27 @@ pub(crate) fn scale(cpu: &Cpu, x: Output, factors: &[f32], d: usize) {
 }
 
 multiversion! {
-    fn sum_selected_rows = sum_selected_rows_simd(y: &mut [f32], terms: std::ops::Range<usize>, sum: WeightedSum)
+    fn sum_selected_rows = sum_selected_rows_simd(y: &mut [f32], terms: std::ops::Range<usize>, sum: WeightedRowSum)
 }
 multiversion! {
     fn dot = dot_simd(a: &[f32], b: &[f32]) -> f32
 }
 
-/// Computes one weighted sum of rows.
+/// Computes the weighted sum of the rows of `terms`.
 #[inline(always)]
-fn sum_selected_rows_simd<S: Simd>(s: S, y: &mut [f32], terms: std::ops::Range<usize>, sum: WeightedSum) {
-    with_elements!(sum.x, x => add_elements(s, y, x, terms, sum));
+fn sum_selected_rows_simd<S: Simd>(s: S, y: &mut [f32], terms: std::ops::Range<usize>, sum: WeightedRowSum) {
+    with_elements!(sum.x, x => sum_selected_elements(s, y, x, terms, sum));
 }
 
-/// Computes one weighted sum of rows of `E`, in the order of `row_indices`.
+/// Computes the weighted sum of the rows of `terms`, in the order of `row_indices`. The rows have
+/// elements of type `E`.
 #[inline(always)]
-fn add_elements<S: Simd, E: Element>(
+fn sum_selected_elements<S: Simd, E: Element>(
     s: S,
     y: &mut [f32],
     x: &[E],
     terms: std::ops::Range<usize>,
-    sum: WeightedSum,
+    sum: WeightedRowSum,
 ) {
     for i in (0..sum.d).step_by(LANES) {
         let mut total = s.splat(0.0);
@@ -116,7 +117,7 @@ fn add_elements<S: Simd, E: Element>(
     }
 }
 
-/// Computes the dot product in 16 lanes, which are added in the order of [`Simd::sum`].
+/// Returns the dot product, summed in 16 lanes, which are added in the order of [`Simd::sum`].
 #[inline(always)]
 fn dot_simd<S: Simd>(s: S, a: &[f32], b: &[f32]) -> f32 {
     let mut total = s.splat(0.0);

@@ -1,23 +1,23 @@
 //! GELU (Hendrycks and Gimpel, 2016) in its tanh approximation, alone and as a gate (GeGLU).
 //!
 //! `½·x·(1 + tanh u)` is computed as `x·σ(2u)`, which loses no accuracy where tanh is close to −1.
-use super::elements::{Input, Output, PriorContents};
+use super::elements::{InputElements, OutputElements, PriorContents};
 use super::simd::{LANES, Simd, load_lanes, multiversion, store_lanes};
 use super::swiglu::sigmoid;
 use super::{Cpu, expect_len};
 
-/// Cost of an element, in copied elements.
+/// Cost of computing one element, as a multiple of the cost of copying an element.
 const GELU_COST: usize = 8;
-/// 2·√(2/π)
+/// The constant 2·√(2/π).
 const TWO_SQRT_2_OVER_PI: f32 = core::f32::consts::FRAC_2_SQRT_PI * core::f32::consts::SQRT_2;
-/// Coefficient of x³ in the approximation.
+/// Coefficient of x³ in the tanh approximation.
 const CUBIC_COEFFICIENT: f32 = 0.044715;
 
 /// Implements [`crate::Ops::gelu_forward`].
-pub(crate) fn forward(cpu: &Cpu, y: Output, x: Input) {
+pub(crate) fn forward(cpu: &Cpu, y: OutputElements, x: InputElements) {
     expect_len("gelu_forward", "x", x.len(), y.len());
     let len = y.len();
-    cpu.parallel_rows(len.div_ceil(LANES), GELU_COST * LANES, |vectors| {
+    cpu.run_over_rows(len.div_ceil(LANES), GELU_COST * LANES, |vectors| {
         let range = vectors.start * LANES..(vectors.end * LANES).min(len);
         // SAFETY: each task writes different elements.
         let mut y = unsafe { y.slice_as_f32(range.clone(), PriorContents::Ignored) };
@@ -25,12 +25,13 @@ pub(crate) fn forward(cpu: &Cpu, y: Output, x: Input) {
     });
 }
 
-/// Implements [`crate::Ops::gelu_backward`]. Replaces `dy` by `y`.
-pub(crate) fn backward(cpu: &Cpu, dx: Output, dy: Output, x: Input) {
+/// Implements [`crate::Ops::gelu_backward`]: writes the gradient to `dx` and replaces `dy` by the
+/// output `y`.
+pub(crate) fn backward(cpu: &Cpu, dx: OutputElements, dy: OutputElements, x: InputElements) {
     expect_len("gelu_backward", "dy", dy.len(), dx.len());
     expect_len("gelu_backward", "x", x.len(), dx.len());
     let len = dx.len();
-    cpu.parallel_rows(len.div_ceil(LANES), GELU_COST * LANES, |vectors| {
+    cpu.run_over_rows(len.div_ceil(LANES), GELU_COST * LANES, |vectors| {
         let range = vectors.start * LANES..(vectors.end * LANES).min(len);
         // SAFETY: each task writes different elements.
         let mut dx = unsafe { dx.slice_as_f32(range.clone(), PriorContents::Ignored) };
@@ -41,22 +42,30 @@ pub(crate) fn backward(cpu: &Cpu, dx: Output, dy: Output, x: Input) {
 }
 
 /// Implements [`crate::Ops::geglu_forward`].
-pub(crate) fn gated_forward(cpu: &Cpu, y: Output, gate_up: Input, m: usize, f: usize) {
+pub(crate) fn geglu_forward(cpu: &Cpu, y: OutputElements, gate_up: InputElements, m: usize, f: usize) {
     expect_len("geglu_forward", "y", y.len(), m * f);
     expect_len("geglu_forward", "gate_up", gate_up.len(), m * 2 * f);
-    cpu.parallel_rows(m, GELU_COST * f, |rows| {
+    cpu.run_over_rows(m, GELU_COST * f, |rows| {
         // SAFETY: each task writes different rows.
         let mut y = unsafe { y.slice_as_f32(rows.start * f..rows.end * f, PriorContents::Ignored) };
         gate(cpu.instruction_set, &mut y, &gate_up.to_f32(cpu, rows.start * 2 * f..rows.end * 2 * f), f);
     });
 }
 
-/// Implements [`crate::Ops::geglu_backward`]. Replaces `dy` by `y`.
-pub(crate) fn gated_backward(cpu: &Cpu, dgate_up: Output, dy: Output, gate_up: Input, m: usize, f: usize) {
+/// Implements [`crate::Ops::geglu_backward`]: writes the gradient to `dgate_up` and replaces `dy`
+/// by the output `y`.
+pub(crate) fn geglu_backward(
+    cpu: &Cpu,
+    dgate_up: OutputElements,
+    dy: OutputElements,
+    gate_up: InputElements,
+    m: usize,
+    f: usize,
+) {
     expect_len("geglu_backward", "dgate_up", dgate_up.len(), m * 2 * f);
     expect_len("geglu_backward", "dy", dy.len(), m * f);
     expect_len("geglu_backward", "gate_up", gate_up.len(), m * 2 * f);
-    cpu.parallel_rows(m, GELU_COST * f, |rows| {
+    cpu.run_over_rows(m, GELU_COST * f, |rows| {
         let pairs = rows.start * 2 * f..rows.end * 2 * f;
         // SAFETY: each task writes different rows.
         let mut dgate_up = unsafe { dgate_up.slice_as_f32(pairs.clone(), PriorContents::Ignored) };
@@ -73,15 +82,15 @@ multiversion! {
     fn differentiate = differentiate_elements(dx: &mut [f32], dy: &mut [f32], x: &[f32])
 }
 multiversion! {
-    fn gate = gate_rows(y: &mut [f32], gate_up: &[f32], f: usize)
+    fn gate = compute_geglu_rows(y: &mut [f32], gate_up: &[f32], f: usize)
 }
 multiversion! {
-    fn differentiate_gate = differentiate_gate_rows(dgate_up: &mut [f32], dy: &mut [f32], gate_up: &[f32], f: usize)
+    fn differentiate_gate = differentiate_geglu_rows(dgate_up: &mut [f32], dy: &mut [f32], gate_up: &[f32], f: usize)
 }
 
-/// Returns gelu(x) and its derivative: with s = σ(2u), `x·s` and `s + x·s·(1 − s)·2u'`.
+/// Returns gelu(x) and its derivative. With s = σ(2u) these are `x·s` and `s + x·s·(1 − s)·2u'`.
 #[inline(always)]
-fn gelu_and_derivative<S: Simd>(s: S, x: S::V) -> (S::V, S::V) {
+fn compute_gelu_and_derivative<S: Simd>(s: S, x: S::V) -> (S::V, S::V) {
     let one = s.splat(1.0);
     let square = s.mul(x, x);
     let sigma = sigmoid(
@@ -97,7 +106,7 @@ fn gelu_and_derivative<S: Simd>(s: S, x: S::V) -> (S::V, S::V) {
 #[inline(always)]
 fn activate_elements<S: Simd>(s: S, y: &mut [f32], x: &[f32]) {
     for i in (0..y.len()).step_by(LANES) {
-        store_lanes(s, y, i, gelu_and_derivative(s, load_lanes(s, x, i)).0);
+        store_lanes(s, y, i, compute_gelu_and_derivative(s, load_lanes(s, x, i)).0);
     }
 }
 
@@ -105,15 +114,15 @@ fn activate_elements<S: Simd>(s: S, y: &mut [f32], x: &[f32]) {
 #[inline(always)]
 fn differentiate_elements<S: Simd>(s: S, dx: &mut [f32], dy: &mut [f32], x: &[f32]) {
     for i in (0..dx.len()).step_by(LANES) {
-        let (value, slope) = gelu_and_derivative(s, load_lanes(s, x, i));
+        let (value, slope) = compute_gelu_and_derivative(s, load_lanes(s, x, i));
         store_lanes(s, dx, i, s.mul(load_lanes(s, dy, i), slope));
         store_lanes(s, dy, i, value);
     }
 }
 
-/// Computes GeGLU of each row.
+/// Computes GeGLU of each row of `gate_up`.
 #[inline(always)]
-fn gate_rows<S: Simd>(s: S, y: &mut [f32], gate_up: &[f32], f: usize) {
+fn compute_geglu_rows<S: Simd>(s: S, y: &mut [f32], gate_up: &[f32], f: usize) {
     for row in 0..y.len() / f.max(1) {
         let y = &mut y[row * f..][..f];
         let (gate, up) = gate_up[row * 2 * f..][..2 * f].split_at(f);
@@ -122,22 +131,22 @@ fn gate_rows<S: Simd>(s: S, y: &mut [f32], gate_up: &[f32], f: usize) {
                 s,
                 y,
                 i,
-                s.mul(gelu_and_derivative(s, load_lanes(s, gate, i)).0, load_lanes(s, up, i)),
+                s.mul(compute_gelu_and_derivative(s, load_lanes(s, gate, i)).0, load_lanes(s, up, i)),
             );
         }
     }
 }
 
-/// Computes the gradients of gate and up, and replaces `dy` by the result.
+/// Computes the gradients of gate and up, and replaces `dy` by the output of the forward pass.
 #[inline(always)]
-fn differentiate_gate_rows<S: Simd>(s: S, dgate_up: &mut [f32], dy: &mut [f32], gate_up: &[f32], f: usize) {
+fn differentiate_geglu_rows<S: Simd>(s: S, dgate_up: &mut [f32], dy: &mut [f32], gate_up: &[f32], f: usize) {
     for row in 0..dy.len() / f.max(1) {
         let dy_to_y = &mut dy[row * f..][..f];
         let (gate, up) = gate_up[row * 2 * f..][..2 * f].split_at(f);
         let (dgate, dup) = dgate_up[row * 2 * f..][..2 * f].split_at_mut(f);
         for i in (0..f).step_by(LANES) {
             let (dy, up) = (load_lanes(s, dy_to_y, i), load_lanes(s, up, i));
-            let (value, slope) = gelu_and_derivative(s, load_lanes(s, gate, i));
+            let (value, slope) = compute_gelu_and_derivative(s, load_lanes(s, gate, i));
             store_lanes(s, dgate, i, s.mul(s.mul(dy, up), slope));
             store_lanes(s, dup, i, s.mul(dy, value));
             store_lanes(s, dy_to_y, i, s.mul(value, up));

@@ -1,17 +1,25 @@
-//! Grouped matmul: each group of rows is multiplied by its own matrix, as the experts of a layer
-//! do.
+//! Grouped matmul: each group of rows is multiplied by a separate matrix, such as the tokens of an
+//! expert by the expert's weight.
 //!
-//! Every group is a separate matmul, so its bits do not depend on the other groups. Each group is
-//! one task, unless one group is most of the work; then groups run one after another on all
-//! threads.
-use super::elements::{Input, Output};
+//! Every group is a separate matmul, so its result does not depend on the other groups. Each group
+//! is one task, unless one group is most of the work. In that case, the groups run one after
+//! another on all threads.
+use super::elements::{InputElements, OutputElements};
 use super::matmul::{MatmulShape, matmul_at_offset, matmul_f32};
 use super::packing::Operand;
 use super::{Cpu, DisjointSlices, expect_len};
 use crate::ops::{RowGroup, WriteMode};
 
 /// Implements [`crate::Ops::grouped_forward`]: `y[rows, n] = x[rows, k] · w[n, k]ᵀ` for each group.
-pub(crate) fn forward(cpu: &Cpu, y: Output, x: Input, w: Input, groups: &[RowGroup], n: usize, k: usize) {
+pub(crate) fn forward(
+    cpu: &Cpu,
+    y: OutputElements,
+    x: InputElements,
+    w: InputElements,
+    groups: &[RowGroup],
+    n: usize,
+    k: usize,
+) {
     check_groups(groups, x.len(), k, w.len(), n * k);
     expect_len("grouped_forward", "y", y.len(), x.len() / k * n);
     for_each_group(cpu, groups, |g| {
@@ -28,13 +36,13 @@ pub(crate) fn forward(cpu: &Cpu, y: Output, x: Input, w: Input, groups: &[RowGro
     });
 }
 
-/// Implements [`crate::Ops::grouped_backward_input`]: `dx[rows, k] = dy[rows, n] · w[n, k]` for each
-/// group.
+/// Implements [`crate::Ops::grouped_backward_input`]: `dx[rows, k] = dy[rows, n] · w[n, k]` for
+/// each group.
 pub(crate) fn backward_input(
     cpu: &Cpu,
-    dx: Output,
-    dy: Input,
-    w: Input,
+    dx: OutputElements,
+    dy: InputElements,
+    w: InputElements,
     groups: &[RowGroup],
     n: usize,
     k: usize,
@@ -60,8 +68,8 @@ pub(crate) fn backward_input(
 pub(crate) fn backward_weight(
     cpu: &Cpu,
     dw: &mut [f32],
-    dy: Input,
-    x: Input,
+    dy: InputElements,
+    x: InputElements,
     groups: &[RowGroup],
     n: usize,
     k: usize,
@@ -82,8 +90,8 @@ pub(crate) fn backward_weight(
     });
 }
 
-/// Panics unless the rows of the groups are in order without overlap, and all rows and matrices are
-/// in bounds.
+/// Panics unless the groups' rows are in order without overlap, and all rows and matrices are in
+/// bounds. `k` is the length of a row, `matrix_len` that of a matrix.
 #[track_caller]
 fn check_groups(groups: &[RowGroup], x_len: usize, k: usize, weights_len: usize, matrix_len: usize) {
     assert!(k > 0 && x_len.is_multiple_of(k), "grouped matmul: {x_len} elements are not rows of {k}");
@@ -100,7 +108,8 @@ fn check_groups(groups: &[RowGroup], x_len: usize, k: usize, weights_len: usize,
     }
 }
 
-/// Runs `run` for each group, in parallel if no group is most of the work.
+/// Calls `run` for each group. The calls are made in parallel, unless one group has most of the
+/// rows.
 fn for_each_group(cpu: &Cpu, groups: &[RowGroup], run: impl Fn(&RowGroup) + Sync) {
     let rows = groups.iter().map(|g| g.rows.len());
     let (total, largest) = (rows.clone().sum::<usize>(), rows.max().unwrap_or(0));

@@ -1,34 +1,42 @@
 //! LayerNorm with bias (Ba et al., 2016), alone and after a residual add.
 //!
-//! Sums over a row have 16 lanes, which are then added as [`Simd::sum`] does. Gradients of weight
-//! and bias are summed over chunks of rows, and the chunks' sums are added in order.
+//! Sums over a row have 16 lanes, which are then added in the order of [`Simd::sum`]. Gradients of
+//! weight and bias are summed over chunks of rows, and the chunks' sums are added in order.
 use super::bias::add_partial_sums;
-use super::elements::{Input, Output, PriorContents};
+use super::elements::{InputElements, OutputElements, PriorContents};
 use super::elementwise::add_slices;
 use super::simd::{LANES, Simd, load_lanes, multiversion, store_lanes};
 use super::{Cpu, DisjointSlices, expect_len};
 use crate::ops::WriteMode;
 
-/// Rows of a chunk whose contributions to the gradients of weight and bias are summed first.
+/// Number of rows of a chunk. The contributions of a chunk's rows to the gradients of weight and
+/// bias are summed first.
 const ROWS_PER_PARTIAL_SUM: usize = 32;
 
-/// Parameters of the norm, see [`crate::ops::LayerNormParams`].
+/// Parameters of a LayerNorm ([`crate::ops::LayerNormParams`]) as inputs of any type.
 #[derive(Clone, Copy)]
-pub(crate) struct LayerNormInput<'a> {
+pub(crate) struct LayerNormParamInputs<'a> {
     /// Weight.
-    pub(crate) w: Input<'a>,
+    pub(crate) w: InputElements<'a>,
     /// Bias.
-    pub(crate) b: Input<'a>,
-    /// Added to the variance.
+    pub(crate) b: InputElements<'a>,
+    /// Number that is added to the variance before the square root.
     pub(crate) eps: f32,
 }
 
 /// Implements [`crate::Ops::layernorm_forward`].
-pub(crate) fn forward(cpu: &Cpu, y: Output, stats: &mut [f32], x: Input, norm: LayerNormInput, m: usize) {
+pub(crate) fn forward(
+    cpu: &Cpu,
+    y: OutputElements,
+    stats: &mut [f32],
+    x: InputElements,
+    norm: LayerNormParamInputs,
+    m: usize,
+) {
     let d = check_lengths("layernorm_forward", &[("y", y.len()), ("x", x.len())], stats.len(), norm, m);
     let (w, b, stats) = (norm.w.all_to_f32(cpu), norm.b.all_to_f32(cpu), DisjointSlices::new(stats));
-    let params = F32LayerNormInput { w: &w, b: &b, eps: norm.eps };
-    cpu.parallel_rows(m, 3 * d, |rows| {
+    let params = F32LayerNormParams { w: &w, b: &b, eps: norm.eps };
+    cpu.run_over_rows(m, 3 * d, |rows| {
         let (elements, pairs) = (rows.start * d..rows.end * d, 2 * rows.start..2 * rows.end);
         // SAFETY: each task writes different rows.
         let (mut y, stats) =
@@ -38,20 +46,20 @@ pub(crate) fn forward(cpu: &Cpu, y: Output, stats: &mut [f32], x: Input, norm: L
 }
 
 /// Implements [`crate::Ops::add_layernorm_forward`].
-pub(crate) fn add_forward(
+pub(crate) fn forward_with_residual(
     cpu: &Cpu,
-    y: Output,
+    y: OutputElements,
     stats: &mut [f32],
-    x: Output,
-    delta: Input,
-    norm: LayerNormInput,
+    x: OutputElements,
+    delta: InputElements,
+    norm: LayerNormParamInputs,
     m: usize,
 ) {
     let lens = [("y", y.len()), ("x", x.len()), ("delta", delta.len())];
     let d = check_lengths("add_layernorm_forward", &lens, stats.len(), norm, m);
     let (w, b, stats) = (norm.w.all_to_f32(cpu), norm.b.all_to_f32(cpu), DisjointSlices::new(stats));
-    let params = F32LayerNormInput { w: &w, b: &b, eps: norm.eps };
-    cpu.parallel_rows(m, 4 * d, |rows| {
+    let params = F32LayerNormParams { w: &w, b: &b, eps: norm.eps };
+    cpu.run_over_rows(m, 4 * d, |rows| {
         let (elements, pairs) = (rows.start * d..rows.end * d, 2 * rows.start..2 * rows.end);
         // SAFETY: each task writes different rows.
         let (mut y, stats, mut x) = unsafe {
@@ -70,11 +78,11 @@ pub(crate) fn add_forward(
 /// Implements [`crate::Ops::layernorm_backward`].
 pub(crate) fn backward(
     cpu: &Cpu,
-    dx: Output,
+    dx: OutputElements,
     grads: [&mut [f32]; 2],
-    dy: Input,
-    x: Input,
-    w: Input,
+    dy: InputElements,
+    x: InputElements,
+    w: InputElements,
     stats: &[f32],
     m: usize,
     write: WriteMode,
@@ -85,7 +93,7 @@ pub(crate) fn backward(
         "layernorm_backward",
         &lens,
         stats.len(),
-        LayerNormInput { w, b: Input::F32(db), eps: 0.0 },
+        LayerNormParamInputs { w, b: InputElements::F32(db), eps: 0.0 },
         m,
     );
     expect_len("layernorm_backward", "dw", dw.len(), d);
@@ -110,7 +118,8 @@ pub(crate) fn backward(
         dw.fill(0.0);
         db.fill(0.0);
         let (dy, x) = (dy.to_f32(cpu, elements.clone()), x.to_f32(cpu, elements));
-        let inputs = BackwardRows { dy: &dy, x: &x, w: &w, stats: &stats[2 * rows.start..2 * rows.end] };
+        let inputs =
+            LayerNormBackwardRows { dy: &dy, x: &x, w: &w, stats: &stats[2 * rows.start..2 * rows.end] };
         differentiate(cpu.instruction_set, &mut dx, dw, db, inputs, write);
     });
     let [w_sums, b_sums] = &mut sums;
@@ -118,12 +127,12 @@ pub(crate) fn backward(
     add_partial_sums(db, &mut b_sums[..chunks * d]);
 }
 
-/// Panics if a length does not fit the shape. Returns the length of a row.
+/// Returns the length of a row. Panics if a length does not fit the shape.
 fn check_lengths(
     op: &str,
     matrices: &[(&str, usize)],
     stats: usize,
-    norm: LayerNormInput,
+    norm: LayerNormParamInputs,
     m: usize,
 ) -> usize {
     let d = norm.w.len();
@@ -137,27 +146,28 @@ fn check_lengths(
 }
 
 multiversion! {
-    fn normalise = normalise_rows(y: &mut [f32], stats: &mut [f32], x: &[f32], norm: F32LayerNormInput)
+    fn normalise = normalise_rows(y: &mut [f32], stats: &mut [f32], x: &[f32], norm: F32LayerNormParams)
 }
 multiversion! {
     fn differentiate = differentiate_rows(
-        dx: &mut [f32], dw: &mut [f32], db: &mut [f32], inputs: BackwardRows, write: WriteMode
+        dx: &mut [f32], dw: &mut [f32], db: &mut [f32], inputs: LayerNormBackwardRows, write: WriteMode
     )
 }
 
-/// A [`LayerNormInput`] as `f32`.
+/// Parameters of a LayerNorm, converted to `f32`.
 #[derive(Clone, Copy)]
-struct F32LayerNormInput<'a> {
+struct F32LayerNormParams<'a> {
     w: &'a [f32],
     b: &'a [f32],
     eps: f32,
 }
 
-/// Computes `y = (x − mean)·rstd·w + b`. The differences from the mean are stored in `y` first: the
-/// variance is their mean square, and lanes past the end of a row read as 0 from there.
+/// Computes `y = (x − mean)·rstd·w + b` for each row, and writes mean and rstd to `stats`. The
+/// differences from the mean are stored in `y` first, because the variance is their mean square.
+/// Lanes past the end of a row read as 0 there.
 #[inline(always)]
-fn normalise_rows<S: Simd>(s: S, y: &mut [f32], stats: &mut [f32], x: &[f32], norm: F32LayerNormInput) {
-    let F32LayerNormInput { w, b, eps } = norm;
+fn normalise_rows<S: Simd>(s: S, y: &mut [f32], stats: &mut [f32], x: &[f32], norm: F32LayerNormParams) {
+    let F32LayerNormParams { w, b, eps } = norm;
     let d = w.len();
     for (row, stats) in stats.as_chunks_mut::<2>().0.iter_mut().enumerate() {
         let (x, y) = (&x[row * d..][..d], &mut y[row * d..][..d]);
@@ -186,22 +196,22 @@ fn normalise_rows<S: Simd>(s: S, y: &mut [f32], stats: &mut [f32], x: &[f32], no
 
 /// Inputs of the backward pass for some rows.
 #[derive(Clone, Copy)]
-struct BackwardRows<'a> {
+struct LayerNormBackwardRows<'a> {
     dy: &'a [f32],
     x: &'a [f32],
     w: &'a [f32],
     stats: &'a [f32],
 }
 
-/// Computes the gradients of some rows. With x̂ = (x − mean)·rstd and g = dy·w:
-/// `dx = rstd·(g − mean(g) − x̂·mean(g·x̂))`, `dw += dy·x̂` and `db += dy`.
+/// Computes the gradients of some rows. With x̂ = (x − mean)·rstd and g = dy·w, these are `dx
+/// (=|+=) rstd·(g − mean(g) − x̂·mean(g·x̂))`, `dw += dy·x̂` and `db += dy`.
 #[inline(always)]
 fn differentiate_rows<S: Simd>(
     s: S,
     dx: &mut [f32],
     dw: &mut [f32],
     db: &mut [f32],
-    inputs: BackwardRows,
+    inputs: LayerNormBackwardRows,
     write: WriteMode,
 ) {
     let d = inputs.w.len();

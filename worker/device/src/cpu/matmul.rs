@@ -2,14 +2,14 @@
 //!
 //! **Order of summation.** The depth `k` is divided into blocks of equal length, which depends on
 //! `k` alone. Each element is the sum of its blocks' chains in rising order
-//! ([`super::micro_kernel`]). Any other division has no influence on the bits, and follows caches
-//! and threads.
+//! ([`super::micro_kernel`]). The division into rows, columns and tiles has no influence on the
+//! bits. It is chosen for the caches and the number of threads.
 //!
 //! **Packing.** For each block of the depth, the smaller operand is packed once for all tasks. Each
 //! task packs its block of the larger operand right before using it. A left operand with contiguous
 //! rows, or a right operand with contiguous columns, is not packed.
 use super::bias::add_bias_to_rows;
-use super::elements::{Input, Output, PriorContents};
+use super::elements::{InputElements, OutputElements, PriorContents};
 use super::micro_kernel::MicroTile;
 use super::packing::{Operand, PackBlock, pack};
 use super::simd::{InstructionSet, LANES, MAX_TILE_LEN, Simd, multiversion};
@@ -17,14 +17,16 @@ use super::{Cpu, DisjointSlices};
 use crate::ops::WriteMode;
 use std::ops::Range;
 
-/// Longest block of the depth. A strip of the left operand then takes 16 KB of the L1 cache.
+/// Maximum number of terms in a block of the depth. A strip of the left operand then takes 16 KB of
+/// the L1 cache.
 const MAX_DEPTH_BLOCK: usize = 512;
-/// Elements of the smaller operand that are packed for all tasks at a time.
+/// Number of elements of the smaller operand that are packed for all tasks at a time.
 const SHARED_PACKED_LEN: usize = 1 << 20;
-/// Elements of the larger operand that a task packs at a time: half of an L2 cache.
+/// Number of elements of the larger operand that a task packs at a time: half of an L2 cache.
 const TASK_PACKED_LEN: usize = 96 << 10;
-/// Elements of the right operand's panels that stay in the L2 cache while strips of the left
-/// operand are multiplied by them. The rest of the cache holds the result and prefetched elements.
+/// Number of elements of the right operand's panels that stay in the L2 cache while strips of the
+/// left operand are multiplied by them. The rest of the cache holds the result and prefetched
+/// elements.
 const RESIDENT_PANELS_LEN: usize = 48 << 10;
 
 /// Shape of one matmul, and how its result is written.
@@ -34,7 +36,7 @@ pub(crate) struct MatmulShape {
     pub(crate) m: usize,
     /// Columns of the result.
     pub(crate) n: usize,
-    /// Depth: terms of each sum.
+    /// Depth: the number of terms of each sum.
     pub(crate) k: usize,
     /// Elements between rows of the result; at least `n`.
     pub(crate) ldc: usize,
@@ -42,23 +44,24 @@ pub(crate) struct MatmulShape {
     pub(crate) write: WriteMode,
 }
 
-/// Returns rows and columns of the micro tile of an instruction set.
-fn micro_tile_shape(level: InstructionSet) -> (usize, usize) {
-    match level {
+/// Returns the number of rows and columns of the micro tile of an instruction set.
+fn get_micro_tile_shape(instruction_set: InstructionSet) -> (usize, usize) {
+    match instruction_set {
         #[cfg(target_arch = "x86_64")]
-        InstructionSet::Avx512 => (super::x86::Avx512::MR, super::x86::Avx512::NR),
+        InstructionSet::Avx512 => (super::x86::Avx512::TILE_ROWS, super::x86::Avx512::TILE_COLUMNS),
         #[cfg(target_arch = "x86_64")]
-        InstructionSet::Avx2 => (super::x86::Avx2::MR, super::x86::Avx2::NR),
-        InstructionSet::Portable => (super::simd::Portable::MR, super::simd::Portable::NR),
+        InstructionSet::Avx2 => (super::x86::Avx2::TILE_ROWS, super::x86::Avx2::TILE_COLUMNS),
+        InstructionSet::Portable => (super::simd::Portable::TILE_ROWS, super::simd::Portable::TILE_COLUMNS),
     }
 }
 
-/// Returns the length of the depth's blocks; the last one may be shorter.
-fn depth_block_len(k: usize) -> usize {
+/// Returns the number of terms in each block of the depth. The last block may be shorter.
+fn choose_depth_block_len(k: usize) -> usize {
     k.div_ceil(k.div_ceil(MAX_DEPTH_BLOCK))
 }
 
-/// Computes `c[i,j] (=|+=) Σ_p a(i,p)·b(j,p)` in `f32`.
+/// Computes the matmul `c[i,j] (=|+=) Σ_p a(i,p)·b(j,p)` with a result in `f32`. Panics if the
+/// result does not fit into `c`.
 pub(crate) fn matmul_f32(cpu: &Cpu, c: &mut [f32], a: Operand, b: Operand, shape: MatmulShape) {
     let MatmulShape { m, n, k, ldc, write } = shape;
     if m == 0 || n == 0 {
@@ -71,20 +74,20 @@ pub(crate) fn matmul_f32(cpu: &Cpu, c: &mut [f32], a: Operand, b: Operand, shape
     if k == 0 {
         return;
     }
-    let (mr, nr) = micro_tile_shape(cpu.instruction_set);
+    let (mr, nr) = get_micro_tile_shape(cpu.instruction_set);
     let (a, b) = (
         PackableOperand { operand: a, count: m, width: mr },
         PackableOperand { operand: b, count: n, width: nr },
     );
     let left_is_shared = m < n;
     let (shared, other) = if left_is_shared { (a, b) } else { (b, a) };
-    let block_depth = depth_block_len(k);
+    let block_depth = choose_depth_block_len(k);
     let shared_block_rows = (SHARED_PACKED_LEN / block_depth / shared.width).max(1) * shared.width;
     let unpacked = UnpackedOperands {
         a: UnpackedOperand::from_rows(a.operand, m, mr),
         b: UnpackedOperand::from_columns(b.operand, n),
     };
-    let is_packed = !unpacked.contains(left_is_shared);
+    let is_packed = !unpacked.is_unpacked(left_is_shared);
     let packed_len = if is_packed {
         shared_block_rows.min(shared.count.next_multiple_of(shared.width)) * block_depth + 8
     } else {
@@ -97,7 +100,7 @@ pub(crate) fn matmul_f32(cpu: &Cpu, c: &mut [f32], a: Operand, b: Operand, shape
         for i0 in (0..shared.count).step_by(shared_block_rows) {
             let range = i0..(i0 + shared_block_rows).min(shared.count);
             if is_packed {
-                pack_shared(cpu, &mut packed, shared, range.clone(), depth.clone());
+                pack_shared_operand(cpu, &mut packed, shared, range.clone(), depth.clone());
             }
             let add = p0 > 0 || write == WriteMode::Accumulate;
             let pass = MatmulPass {
@@ -116,14 +119,14 @@ pub(crate) fn matmul_f32(cpu: &Cpu, c: &mut [f32], a: Operand, b: Operand, shape
     }
 }
 
-/// Elements of a 16-bit result that are summed in `f32` at a time.
+/// Number of elements of a 16-bit result that are summed in `f32` at a time.
 const F32_BLOCK_LEN: usize = 1 << 20;
-/// Fewest rows of such a block. Packing the right operand again for each block would be too slow
-/// for fewer rows.
+/// Minimum number of rows of a 16-bit result that are summed in `f32` at a time. With fewer rows,
+/// packing the right operand again for each block would be too slow.
 const MIN_BLOCK_ROWS: usize = 256;
 
 /// Computes the matmul with a result of any element type, which is rounded once.
-pub(crate) fn matmul(cpu: &Cpu, c: Output, a: Operand, b: Operand, shape: MatmulShape) {
+pub(crate) fn matmul(cpu: &Cpu, c: OutputElements, a: Operand, b: Operand, shape: MatmulShape) {
     // SAFETY: this call owns `c`.
     unsafe { matmul_at_offset(cpu, &c, 0, a, b, shape) }
 }
@@ -131,10 +134,10 @@ pub(crate) fn matmul(cpu: &Cpu, c: Output, a: Operand, b: Operand, shape: Matmul
 /// Computes the matmul, adds `bias` to every row, and rounds the result once.
 pub(crate) fn matmul_with_bias(
     cpu: &Cpu,
-    c: Output,
+    c: OutputElements,
     a: Operand,
     b: Operand,
-    bias: Option<Input>,
+    bias: Option<InputElements>,
     shape: MatmulShape,
 ) {
     let bias = bias.map(|b| b.all_to_f32(cpu));
@@ -145,10 +148,12 @@ pub(crate) fn matmul_with_bias(
 /// Computes the matmul with a result that begins at element `first` of `c`.
 ///
 /// # Safety
-/// The elements of the result are not accessed in any other way during the call.
+///
+/// The caller must ensure that the elements of the result are not accessed in any other way during
+/// the call.
 pub(crate) unsafe fn matmul_at_offset(
     cpu: &Cpu,
-    c: &Output,
+    c: &OutputElements,
     first: usize,
     a: Operand,
     b: Operand,
@@ -158,13 +163,15 @@ pub(crate) unsafe fn matmul_at_offset(
     unsafe { matmul_row_blocks(cpu, c, first, a, b, None, shape) }
 }
 
-/// Computes the matmul in blocks of rows, each of which is rounded when it is complete.
+/// Computes the matmul in blocks of rows, adds `bias` to each row if there is one, and rounds each
+/// block when it is complete.
 ///
 /// # Safety
-/// That of [`matmul_at_offset`].
+///
+/// The caller must meet the requirements of [`matmul_at_offset`].
 unsafe fn matmul_row_blocks(
     cpu: &Cpu,
-    c: &Output,
+    c: &OutputElements,
     first: usize,
     a: Operand,
     b: Operand,
@@ -189,7 +196,8 @@ unsafe fn matmul_row_blocks(
     }
 }
 
-/// An operand, the number of its rows (left) or columns (right), and how many of them a panel has.
+/// An operand, the number of its rows (left operand) or columns (right operand), and the number of
+/// them in a panel.
 #[derive(Clone, Copy)]
 struct PackableOperand<'a> {
     operand: Operand<'a>,
@@ -197,8 +205,8 @@ struct PackableOperand<'a> {
     width: usize,
 }
 
-/// Packs a range of rows or columns on all threads.
-fn pack_shared(
+/// Packs a range of rows or columns of an operand into `packed`, on all threads.
+fn pack_shared_operand(
     cpu: &Cpu,
     packed: &mut [f32],
     side: PackableOperand,
@@ -228,8 +236,8 @@ fn pack_shared(
     });
 }
 
-/// The part of a matmul for one block of the depth and one range of the shared operand, which all
-/// tasks read. The other operand is complete.
+/// The part of a matmul for one block of the depth and one range of the shared operand, whose
+/// panels all tasks read. The pass includes the other operand completely.
 struct MatmulPass<'a> {
     c: &'a DisjointSlices<'a, f32>,
     ldc: usize,
@@ -246,8 +254,9 @@ struct MatmulPass<'a> {
 }
 
 impl MatmulPass<'_> {
-    /// Runs one task for each block of the other operand. If these are too few for the threads, the
-    /// panels of the shared operand are divided into groups, too.
+    /// Runs one task for each block of the other operand, and returns when all are done. If there
+    /// are too few blocks for the threads, the panels of the shared operand are divided into
+    /// groups, too.
     fn run(&self, cpu: &Cpu, shared_width: usize) {
         let (width, k) = (self.other.width, self.depth.len());
         let panels = self.other.count.div_ceil(width);
@@ -261,7 +270,7 @@ impl MatmulPass<'_> {
             let first = task / groups * panels_per_block * width;
             let rows = (panels_per_block * width).min(self.other.count - first);
             let block = PackBlock { first_row: first, rows, depth: self.depth.clone(), panel_width: width };
-            let is_packed = !self.unpacked.contains(!self.left_is_shared);
+            let is_packed = !self.unpacked.is_unpacked(!self.left_is_shared);
             let mut packed_other = cpu.scratch.take(if is_packed { block.packed_len() } else { 0 });
             if is_packed {
                 pack(cpu.instruction_set, &mut packed_other, self.other.operand, block);
@@ -297,41 +306,43 @@ impl MatmulPass<'_> {
 #[derive(Clone, Copy)]
 struct UnpackedOperand<'a> {
     data: &'a [f32],
-    /// Elements between rows of the left operand, or between terms of the right operand's sums.
+    /// Number of elements between rows of the left operand, or between terms of the right operand's
+    /// sums.
     stride: usize,
 }
 
 impl<'a> UnpackedOperand<'a> {
-    /// Returns `None` if the left operand has to be packed: if it is not `f32`, its rows are not
-    /// contiguous, or it has fewer rows than a tile.
+    /// Returns the left operand if the micro-kernel can read it without packing. Returns `None` if
+    /// the operand is not `f32`, its rows are not contiguous, or it has fewer rows than a tile.
     fn from_rows(a: Operand<'a>, m: usize, mr: usize) -> Option<Self> {
         match a.data {
-            Input::F32(data) if a.depth_stride == 1 && m >= mr => {
+            InputElements::F32(data) if a.depth_stride == 1 && m >= mr => {
                 Some(UnpackedOperand { data, stride: a.row_stride })
             }
             _ => None,
         }
     }
 
-    /// Returns `None` if the right operand has to be packed: if it is not `f32`, its columns are
-    /// not contiguous, or the last columns do not fill a vector.
+    /// Returns the right operand if the micro-kernel can read it without packing. Returns `None` if
+    /// the operand is not `f32`, its columns are not contiguous, or the last columns do not fill a
+    /// vector.
     fn from_columns(b: Operand<'a>, n: usize) -> Option<Self> {
         match b.data {
-            Input::F32(data) if b.row_stride == 1 && n.is_multiple_of(LANES) => {
+            InputElements::F32(data) if b.row_stride == 1 && n.is_multiple_of(LANES) => {
                 Some(UnpackedOperand { data, stride: b.depth_stride })
             }
             _ => None,
         }
     }
 
-    /// Returns the address of element `first`. Panics unless `lines` runs of `len` elements from
-    /// there are in the operand.
-    fn runs_from(&self, first: usize, lines: usize, len: usize) -> *const f32 {
+    /// Returns the address of element `first`. Panics unless `lines` runs of `len` elements, which
+    /// begin at `first` and every `stride` elements after it, are in the operand.
+    fn get_run_address(&self, first: usize, lines: usize, len: usize) -> *const f32 {
         self.data[first..first + (lines - 1) * self.stride + len].as_ptr()
     }
 }
 
-/// The operands that are not packed.
+/// The left operand `a` and the right operand `b`, if they are not packed.
 #[derive(Clone, Copy)]
 struct UnpackedOperands<'a> {
     a: Option<UnpackedOperand<'a>>,
@@ -339,22 +350,24 @@ struct UnpackedOperands<'a> {
 }
 
 impl UnpackedOperands<'_> {
-    /// True if the left operand, or without `is_left` the right operand, is not packed.
-    fn contains(&self, is_left: bool) -> bool {
+    /// Returns true if an operand is not packed: the left operand if `is_left`, otherwise the right
+    /// operand.
+    fn is_unpacked(&self, is_left: bool) -> bool {
         if is_left { self.a.is_some() } else { self.b.is_some() }
     }
 }
 
-/// The memory from which a task reads an operand of its block of the result.
+/// Memory from which a task reads an operand of its block of the result.
 #[derive(Clone, Copy)]
 enum OperandSource<'a> {
     /// Packed panels of the block's rows or columns.
     Packed(&'a [f32]),
-    /// The whole operand, and the row or column and the depth at which the block begins.
+    /// The whole operand, the row or column at which the block begins, and the depth at which the
+    /// block begins.
     InPlace(UnpackedOperand<'a>, usize, usize),
 }
 
-/// The block of the result that one task computes.
+/// Block of the result that one task computes.
 #[derive(Clone, Copy)]
 struct ResultBlock {
     c: *mut f32,
@@ -369,22 +382,26 @@ multiversion! {
     fn multiply_block = multiply_block_tiles(t: ResultBlock, a: OperandSource, b: OperandSource)
 }
 
-/// Computes a block of the result, tile after tile.
+/// Computes a block of the result, one micro tile after another.
 #[inline(always)]
 fn multiply_block_tiles<S: Simd>(s: S, t: ResultBlock, a: OperandSource, b: OperandSource) {
-    let resident = (RESIDENT_PANELS_LEN / (t.k * S::NR)).max(1);
-    let panels = t.columns.div_ceil(S::NR);
+    let resident = (RESIDENT_PANELS_LEN / (t.k * S::TILE_COLUMNS)).max(1);
+    let panels = t.columns.div_ceil(S::TILE_COLUMNS);
     for first in (0..panels).step_by(resident) {
         let last = (first + resident).min(panels);
-        for i in (0..t.rows).step_by(S::MR) {
-            let rows = S::MR.min(t.rows - i);
+        for i in (0..t.rows).step_by(S::TILE_ROWS) {
+            let rows = S::TILE_ROWS.min(t.rows - i);
             let (a, rs, ks, rows_above) = match a {
-                OperandSource::Packed(a) => (a[i * t.k..].as_ptr(), 1, S::MR, 0),
+                OperandSource::Packed(a) => (a[i * t.k..].as_ptr(), 1, S::TILE_ROWS, 0),
                 // The last tile begins above its rows, so that it is complete.
                 OperandSource::InPlace(operand, i0, p) => {
-                    let rows_above = S::MR - rows;
+                    let rows_above = S::TILE_ROWS - rows;
                     (
-                        operand.runs_from((i0 + i - rows_above) * operand.stride + p, S::MR, t.k),
+                        operand.get_run_address(
+                            (i0 + i - rows_above) * operand.stride + p,
+                            S::TILE_ROWS,
+                            t.k,
+                        ),
                         operand.stride,
                         1,
                         rows_above,
@@ -392,12 +409,12 @@ fn multiply_block_tiles<S: Simd>(s: S, t: ResultBlock, a: OperandSource, b: Oper
                 }
             };
             for panel in first..last {
-                let j = panel * S::NR;
-                let columns = S::NR.min(t.columns - j);
+                let j = panel * S::TILE_COLUMNS;
+                let columns = S::TILE_COLUMNS.min(t.columns - j);
                 let (b, ldb) = match b {
-                    OperandSource::Packed(b) => (b[j * t.k..].as_ptr(), S::NR),
+                    OperandSource::Packed(b) => (b[j * t.k..].as_ptr(), S::TILE_COLUMNS),
                     OperandSource::InPlace(operand, j0, p) => {
-                        (operand.runs_from(p * operand.stride + j0 + j, t.k, columns), operand.stride)
+                        (operand.get_run_address(p * operand.stride + j0 + j, t.k, columns), operand.stride)
                     }
                 };
                 let tile = MicroTile {
@@ -412,25 +429,32 @@ fn multiply_block_tiles<S: Simd>(s: S, t: ResultBlock, a: OperandSource, b: Oper
                     c_row_stride: t.ldc,
                     accumulate: t.add,
                 };
-                // SAFETY: the operands are complete, and `write_tile` writes only these rows and
-                // columns.
-                unsafe { write_tile(s, &tile, rows_above, rows, columns) };
+                // SAFETY: the operands are complete, and `compute_and_write_tile` writes only these
+                // rows and columns.
+                unsafe { compute_and_write_tile(s, &tile, rows_above, rows, columns) };
             }
         }
     }
 }
 
-/// Computes a micro tile and writes a part of it to `t.c`: its first `columns` columns of `rows`
-/// rows, without the first `rows_above` rows of the tile. A tile that is not written completely
-/// passes through a buffer.
+/// Computes a micro tile and writes its first `columns` columns of `rows` rows to `t.c`, without
+/// the first `rows_above` rows of the tile. A tile that is not written completely passes through a
+/// buffer.
 ///
 /// # Safety
-/// The operands of `t` are complete panels. The rows and columns that are written are in `c`, and
-/// only this thread accesses them.
+///
+/// The caller must ensure that the operands of `t` are complete panels, that the written rows and
+/// columns are in `c`, and that only this thread accesses them.
 #[inline(always)]
-unsafe fn write_tile<S: Simd>(s: S, t: &MicroTile, rows_above: usize, rows: usize, columns: usize) {
+unsafe fn compute_and_write_tile<S: Simd>(
+    s: S,
+    t: &MicroTile,
+    rows_above: usize,
+    rows: usize,
+    columns: usize,
+) {
     let nv = columns.div_ceil(LANES);
-    if rows == S::MR && columns == nv * LANES {
+    if rows == S::TILE_ROWS && columns == nv * LANES {
         // SAFETY: the tile is complete.
         return unsafe { s.run_micro_kernel(nv, t) };
     }

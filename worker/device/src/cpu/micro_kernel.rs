@@ -2,12 +2,12 @@
 //! registers.
 //!
 //! Each element of the result is one chain `acc = a·b + acc` over the depth in rising order, from
-//! 0. The chain is then stored, or added to the previous element. It depends on nothing else, so a
-//! matmul may be divided into tiles in any way.
+//! 0. The chain is then stored, or added to the previous element. Its value depends on nothing
+//!    else, so a matmul may be divided into tiles in any way.
 use super::simd::{LANES, Simd};
 
-/// Operands of one micro tile, which computes
-/// `c[i·c_row_stride + j] (=|+=) Σ_p a[i·a_row_stride + p·a_depth_stride] · b[p·b_row_stride + j]`.
+/// Operands of one micro tile. The micro-kernel computes `c[i·c_row_stride + j] (=|+=) Σ_p
+/// a[i·a_row_stride + p·a_depth_stride] · b[p·b_row_stride + j]`.
 pub(crate) struct MicroTile {
     /// Number of terms of each sum.
     pub(crate) depth: usize,
@@ -25,15 +25,16 @@ pub(crate) struct MicroTile {
     pub(crate) c: *mut f32,
     /// Elements between rows of `c`.
     pub(crate) c_row_stride: usize,
-    /// True for `+=`, false for `=`.
+    /// True if the sums are added to `c`, false if they overwrite `c`.
     pub(crate) accumulate: bool,
 }
 
 /// Computes a tile of `MR` rows × `NV` vectors.
 ///
 /// # Safety
-/// All elements in the formula of [`MicroTile`] for i < MR, j < 16·NV and p < depth are readable,
-/// and those of `c` are writable.
+///
+/// The caller must ensure that all elements in the formula of [`MicroTile`] for i < MR, j < 16·NV
+/// and p < depth are readable, and that those of `c` are writable.
 #[inline(always)]
 pub(crate) unsafe fn compute_tile<S: Simd, const MR: usize, const NV: usize>(s: S, t: &MicroTile) {
     // With constant strides the compiler generates constant address offsets.
@@ -49,7 +50,12 @@ pub(crate) unsafe fn compute_tile<S: Simd, const MR: usize, const NV: usize>(s: 
     }
 }
 
-/// [`compute_tile`] with the strides of `a` as arguments.
+/// Computes [`compute_tile`] with the strides of `a` as the arguments `rs` and `ks`, which may be
+/// constants.
+///
+/// # Safety
+///
+/// The caller must meet the requirements of [`compute_tile`].
 #[inline(always)]
 unsafe fn compute_tile_with_strides<S: Simd, const MR: usize, const NV: usize>(
     s: S,
@@ -90,20 +96,21 @@ unsafe fn compute_tile_with_strides<S: Simd, const MR: usize, const NV: usize>(
     }
 }
 
-/// Multiplies small matrices in scratch memory: `rows` (a multiple of `MR`) × `nvecs` vectors of
-/// the result, with the operands of [`MicroTile`].
+/// Multiplies small matrices in scratch memory. The result has `rows` rows, which must be a
+/// multiple of [`Simd::TILE_ROWS`], and `nvecs` vectors per row. `t` describes the operands.
 ///
 /// # Safety
-/// That of [`compute_tile`], for i < rows and j < 16·nvecs.
+///
+/// The caller must meet the requirements of [`compute_tile`], for i < rows and j < 16·nvecs.
 #[inline(always)]
-pub(crate) unsafe fn small_matmul<S: Simd>(s: S, rows: usize, nvecs: usize, t: MicroTile) {
+pub(crate) unsafe fn multiply_small_matrices<S: Simd>(s: S, rows: usize, nvecs: usize, t: MicroTile) {
     if nvecs == 0 {
         return;
     }
     // Panels of even width: 4 vectors are 2 + 2, not 3 + 1.
-    let panels = nvecs.div_ceil(S::NV);
+    let panels = nvecs.div_ceil(S::TILE_VECTORS);
     let width = nvecs.div_ceil(panels);
-    for i in (0..rows).step_by(S::MR) {
+    for i in (0..rows).step_by(S::TILE_ROWS) {
         let mut j = 0;
         while j < nvecs {
             let nv = width.min(nvecs - j);

@@ -5,9 +5,9 @@
 //! differently. Results do not depend on the machine's C library either, because logarithms, powers
 //! and tanh of single numbers come from the crate `libm`.
 //!
-//! Every op has a module. Kernels are written once over [`simd::Simd`] and compiled for each
-//! instruction set. 16-bit elements are converted to `f32` on reading and rounded once on writing
-//! ([`elements`]).
+//! Each group of ops has a module. Kernels are written once over [`simd::Simd`] and compiled for
+//! each instruction set. 16-bit elements are converted to `f32` on reading and rounded once on
+//! writing ([`elements`]).
 mod attention;
 mod attention_backward;
 mod attention_dropout;
@@ -43,13 +43,13 @@ mod x86;
 
 use crate::buffer::{View, ViewMut};
 use crate::ops::{
-    AdamWHyperparams, AttentionShape, ClassifierGrads, Dropout, Fp8Matrix, HeadLayout, LayerNormParams,
-    LionHyperparams, Ops, RouterBackwardInputs, RouterShape, RowGroup, SgdHyperparams, StochasticRounding,
-    WriteMode,
+    AdamWHyperparams, AttentionShape, ClassifierGrads, Fp8Operand, HeadLayout, LayerNormParams,
+    LionHyperparams, Ops, RouterBackwardInputs, RouterShape, RowGroup, SampleDropout, SgdHyperparams,
+    StochasticRounding, WriteMode,
 };
-pub use classifier::classifier_chunk_rows;
+pub use classifier::choose_classifier_chunk_rows;
 use disjoint_slices::DisjointSlices;
-use elements::Output;
+use elements::OutputElements;
 use matmul::{MatmulShape, matmul, matmul_with_bias};
 use packing::Operand;
 use scratch::ScratchPool;
@@ -57,7 +57,7 @@ use simd::InstructionSet;
 use std::ops::Range;
 use thread_pool::ThreadPool;
 
-/// [`crate::Ops`] on the CPU, in host memory.
+/// Backend that computes ops on the CPU, in host memory.
 pub struct Cpu {
     instruction_set: InstructionSet,
     pool: ThreadPool,
@@ -65,10 +65,10 @@ pub struct Cpu {
 }
 
 impl Cpu {
-    /// Creates a backend that computes on `threads` threads: the caller's and `threads − 1`
-    /// helpers.
+    /// Creates a backend that computes on `threads` threads: the caller's thread and `threads − 1`
+    /// helpers. Panics if `threads` is 0.
     ///
-    /// Several threads may call ops at the same time. One of them gets the helpers, the others
+    /// Several threads may call ops at the same time. One of them uses the helpers, and the others
     /// compute on their own thread.
     pub fn new(threads: usize) -> Self {
         assert!(threads > 0, "a CPU backend needs at least one thread");
@@ -80,13 +80,13 @@ impl Cpu {
     }
 
     /// Creates one backend for each instruction set that this machine supports, best first, for
-    /// tests. [`Cpu::new`] chooses the first.
-    pub fn all_instruction_sets(threads: usize) -> Vec<Self> {
+    /// tests. [`Cpu::new`] chooses the first instruction set.
+    pub fn new_for_all_instruction_sets(threads: usize) -> Vec<Self> {
         let backend = |instruction_set| Cpu { instruction_set, ..Cpu::new(threads) };
-        InstructionSet::available().into_iter().map(backend).collect()
+        InstructionSet::list_available().into_iter().map(backend).collect()
     }
 
-    /// Describes instruction set and threads, for the log: `avx512, 2 threads`.
+    /// Describes the instruction set and the number of threads for the log: `avx512, 2 threads`.
     pub fn describe(&self) -> String {
         let threads = self.pool.threads();
         let plural = if threads == 1 { "" } else { "s" };
@@ -98,23 +98,24 @@ impl Cpu {
         self.pool.threads()
     }
 
-    /// Returns the bytes of scratch memory that the backend holds, in use or free.
+    /// Returns the bytes of scratch memory that the backend has allocated, in use or free.
     pub fn scratch_bytes(&self) -> usize {
         self.scratch.bytes()
     }
 
-    /// Runs `work` in parallel on ranges of rows that together are `0..rows`. A range has as many
-    /// rows as cost about as much as copying 16 Ki elements, where a row costs as much as `width`
-    /// elements.
-    fn parallel_rows(&self, rows: usize, width: usize, work: impl Fn(Range<usize>) + Sync) {
+    /// Divides `0..rows` into ranges, runs `work` on them in parallel, and returns when all ranges
+    /// are done. Processing a row is assumed to cost as much as copying `width` elements. A range
+    /// has as many rows as cost about as much as copying 16 Ki elements.
+    fn run_over_rows(&self, rows: usize, width: usize, work: impl Fn(Range<usize>) + Sync) {
         let per_task = ((16 << 10) / width.max(1)).max(1);
         self.pool.run(rows.div_ceil(per_task), &|task| {
             work(task * per_task..((task + 1) * per_task).min(rows));
         });
     }
 
-    /// Checks the lengths, then computes `y[m,n] = a·b + bias`. `op` is the op's name in panics.
-    fn checked_matmul_with_bias(
+    /// Computes `y[m,n] = a·b + bias`. Panics if a length does not fit the shape. `op` is the op's
+    /// name in panics.
+    fn check_and_matmul_with_bias(
         &self,
         op: &str,
         y: ViewMut,
@@ -128,17 +129,18 @@ impl Cpu {
         expect_len(op, "w", b.data.len(), n * k);
         expect_len(op, "bias", bias.map_or(n, |b| b.len()), n);
         let shape = MatmulShape { m, n, k, ldc: n, write: WriteMode::Overwrite };
-        matmul_with_bias(self, self.output(y), a, b, bias.map(Into::into), shape);
+        matmul_with_bias(self, self.as_output(y), a, b, bias.map(Into::into), shape);
     }
 
-    /// The elements of `v`, of any type, as an output of this backend's tasks.
-    fn output<'a>(&'a self, v: ViewMut<'a>) -> Output<'a> {
-        Output::new(self, v)
+    /// Wraps the elements of `v`, of any type, as an output that this backend's tasks write.
+    fn as_output<'a>(&'a self, v: ViewMut<'a>) -> OutputElements<'a> {
+        OutputElements::new(self, v)
     }
 
-    /// Divides `0..len` into ranges and runs `work` on them in parallel.
-    fn parallel_elements(&self, len: usize, work: impl Fn(Range<usize>) + Sync) {
-        self.parallel_rows(len, 1, work);
+    /// Divides `0..len` into ranges, runs `work` on them in parallel, and returns when all ranges
+    /// are done.
+    fn run_over_elements(&self, len: usize, work: impl Fn(Range<usize>) + Sync) {
+        self.run_over_rows(len, 1, work);
     }
 }
 
@@ -148,8 +150,9 @@ fn expect_len(op: &str, name: &str, len: usize, expected: usize) {
     assert!(len == expected, "{op}: {name} has {len} elements, but the shape needs {expected}");
 }
 
-fn layer_norm_params(norm: LayerNormParams<'_>) -> layer_norm::LayerNormInput<'_> {
-    layer_norm::LayerNormInput { w: norm.w.into(), b: norm.b.into(), eps: norm.eps }
+/// Converts the parameters of a LayerNorm to the inputs of the CPU's kernels.
+fn convert_layer_norm_params(norm: LayerNormParams<'_>) -> layer_norm::LayerNormParamInputs<'_> {
+    layer_norm::LayerNormParamInputs { w: norm.w.into(), b: norm.b.into(), eps: norm.eps }
 }
 
 impl Ops for Cpu {
@@ -159,7 +162,7 @@ impl Ops for Cpu {
         expect_len("matmul_forward", "w", w.len(), n * k);
         let a = Operand { data: x.into(), row_stride: k, depth_stride: 1 };
         let b = Operand { data: w.into(), row_stride: k, depth_stride: 1 };
-        matmul(self, self.output(y), a, b, MatmulShape { m, n, k, ldc: n, write });
+        matmul(self, self.as_output(y), a, b, MatmulShape { m, n, k, ldc: n, write });
     }
 
     fn matmul_backward_input(
@@ -177,7 +180,7 @@ impl Ops for Cpu {
         expect_len("matmul_backward_input", "w", w.len(), n * k);
         let a = Operand { data: dy.into(), row_stride: n, depth_stride: 1 };
         let b = Operand { data: w.into(), row_stride: 1, depth_stride: k };
-        matmul(self, self.output(dx), a, b, MatmulShape { m, n: k, k: n, ldc: k, write });
+        matmul(self, self.as_output(dx), a, b, MatmulShape { m, n: k, k: n, ldc: k, write });
     }
 
     fn matmul_backward_weight(
@@ -195,7 +198,7 @@ impl Ops for Cpu {
         expect_len("matmul_backward_weight", "x", x.len(), m * k);
         let a = Operand { data: dy.into(), row_stride: 1, depth_stride: n };
         let b = Operand { data: x.into(), row_stride: 1, depth_stride: k };
-        matmul(self, self.output(dw), a, b, MatmulShape { m: n, n: k, k: m, ldc: k, write });
+        matmul(self, self.as_output(dw), a, b, MatmulShape { m: n, n: k, k: m, ldc: k, write });
     }
 
     fn matmul_bias_forward(
@@ -210,7 +213,7 @@ impl Ops for Cpu {
     ) {
         let a = Operand { data: x.into(), row_stride: k, depth_stride: 1 };
         let b = Operand { data: w.into(), row_stride: k, depth_stride: 1 };
-        self.checked_matmul_with_bias("matmul_bias_forward", y, a, b, bias, (m, n, k));
+        self.check_and_matmul_with_bias("matmul_bias_forward", y, a, b, bias, (m, n, k));
     }
 
     fn conv1d_bias_forward(
@@ -225,14 +228,14 @@ impl Ops for Cpu {
     ) {
         let a = Operand { data: x.into(), row_stride: inp, depth_stride: 1 };
         let b = Operand { data: w.into(), row_stride: 1, depth_stride: out };
-        self.checked_matmul_with_bias("conv1d_bias_forward", y, a, b, Some(bias), (m, out, inp));
+        self.check_and_matmul_with_bias("conv1d_bias_forward", y, a, b, Some(bias), (m, out, inp));
     }
 
     fn fp8_matmul(
         &self,
         c: ViewMut,
-        a: Fp8Matrix,
-        b: Fp8Matrix,
+        a: Fp8Operand,
+        b: Fp8Operand,
         m: usize,
         n: usize,
         k: usize,
@@ -242,7 +245,7 @@ impl Ops for Cpu {
     }
 
     fn embedding_forward(&self, x: ViewMut, w: View, tokens: &[u32], d: usize) {
-        embedding::forward(self, self.output(x), w.into(), tokens, d);
+        embedding::forward(self, self.as_output(x), w.into(), tokens, d);
     }
 
     fn embedding_backward(&self, dw: ViewMut, dx: View, tokens: &[u32], d: usize) {
@@ -250,7 +253,7 @@ impl Ops for Cpu {
     }
 
     fn rmsnorm_forward(&self, y: ViewMut, rstd: ViewMut, x: View, w: View, m: usize, d: usize, eps: f32) {
-        rms_norm::forward(self, self.output(y), rstd.host(), x.into(), w.into(), m, d, eps);
+        rms_norm::forward(self, self.as_output(y), rstd.host(), x.into(), w.into(), m, d, eps);
     }
 
     fn add_rmsnorm_forward(
@@ -264,11 +267,11 @@ impl Ops for Cpu {
         d: usize,
         eps: f32,
     ) {
-        rms_norm::add_forward(
+        rms_norm::forward_with_residual(
             self,
-            self.output(y),
+            self.as_output(y),
             rstd.host(),
-            self.output(x),
+            self.as_output(x),
             delta.into(),
             w.into(),
             m,
@@ -289,7 +292,7 @@ impl Ops for Cpu {
         d: usize,
         write: WriteMode,
     ) {
-        let (dx, dy, x, w) = (self.output(dx), dy.into(), x.into(), w.into());
+        let (dx, dy, x, w) = (self.as_output(dx), dy.into(), x.into(), w.into());
         rms_norm::backward(self, dx, dw.host(), dy, x, w, rstd.host(), m, d, write);
     }
 
@@ -302,7 +305,15 @@ impl Ops for Cpu {
         layout: HeadLayout,
         eps: f32,
     ) {
-        rms_norm_heads::forward(self, self.output(x), self.output(raw), rstd.host(), w.into(), layout, eps);
+        rms_norm_heads::forward(
+            self,
+            self.as_output(x),
+            self.as_output(raw),
+            rstd.host(),
+            w.into(),
+            layout,
+            eps,
+        );
     }
 
     fn rmsnorm_heads_backward(
@@ -314,11 +325,26 @@ impl Ops for Cpu {
         w: View,
         layout: HeadLayout,
     ) {
-        rms_norm_heads::backward(self, self.output(dx), dw.host(), raw.into(), rstd.host(), w.into(), layout);
+        rms_norm_heads::backward(
+            self,
+            self.as_output(dx),
+            dw.host(),
+            raw.into(),
+            rstd.host(),
+            w.into(),
+            layout,
+        );
     }
 
     fn layernorm_forward(&self, y: ViewMut, stats: ViewMut, x: View, norm: LayerNormParams, m: usize) {
-        layer_norm::forward(self, self.output(y), stats.host(), x.into(), layer_norm_params(norm), m);
+        layer_norm::forward(
+            self,
+            self.as_output(y),
+            stats.host(),
+            x.into(),
+            convert_layer_norm_params(norm),
+            m,
+        );
     }
 
     fn add_layernorm_forward(
@@ -330,8 +356,16 @@ impl Ops for Cpu {
         norm: LayerNormParams,
         m: usize,
     ) {
-        let (y, x) = (self.output(y), self.output(x));
-        layer_norm::add_forward(self, y, stats.host(), x, delta.into(), layer_norm_params(norm), m);
+        let (y, x) = (self.as_output(y), self.as_output(x));
+        layer_norm::forward_with_residual(
+            self,
+            y,
+            stats.host(),
+            x,
+            delta.into(),
+            convert_layer_norm_params(norm),
+            m,
+        );
     }
 
     fn layernorm_backward(
@@ -347,12 +381,12 @@ impl Ops for Cpu {
         write: WriteMode,
     ) {
         let grads = [dw.host(), db.host()];
-        let (dx, dy, x, w) = (self.output(dx), dy.into(), x.into(), w.into());
+        let (dx, dy, x, w) = (self.as_output(dx), dy.into(), x.into(), w.into());
         layer_norm::backward(self, dx, grads, dy, x, w, stats.host(), m, write);
     }
 
     fn bias_forward(&self, y: ViewMut, bias: View, m: usize, n: usize) {
-        bias::forward(self, self.output(y), bias.into(), m, n);
+        bias::forward(self, self.as_output(y), bias.into(), m, n);
     }
 
     fn bias_backward(&self, dbias: ViewMut, dy: View, m: usize, n: usize) {
@@ -371,7 +405,7 @@ impl Ops for Cpu {
         stride: usize,
     ) {
         let shape = rope::RopeShape { b, t, heads, head_dim, stride };
-        rope::rotate_heads(self, self.output(x), cos.host(), sin.host(), shape, 1.0);
+        rope::rotate_heads(self, self.as_output(x), cos.host(), sin.host(), shape, 1.0);
     }
 
     fn rope_backward(
@@ -386,11 +420,11 @@ impl Ops for Cpu {
         stride: usize,
     ) {
         let shape = rope::RopeShape { b, t, heads, head_dim, stride };
-        rope::rotate_heads(self, self.output(dx), cos.host(), sin.host(), shape, -1.0);
+        rope::rotate_heads(self, self.as_output(dx), cos.host(), sin.host(), shape, -1.0);
     }
 
     fn attention_forward(&self, o: ViewMut, lse: ViewMut, qkv: View, starts: &[u32], shape: AttentionShape) {
-        attention::forward(self, self.output(o), lse.host(), qkv.into(), starts, shape);
+        attention::forward(self, self.as_output(o), lse.host(), qkv.into(), starts, shape);
     }
 
     fn attention_backward(
@@ -403,22 +437,22 @@ impl Ops for Cpu {
         starts: &[u32],
         shape: AttentionShape,
     ) {
-        let inputs = attention_backward::BackwardInputs {
+        let inputs = attention_backward::AttentionBackwardInputs {
             d_o: d_o.into(),
             o: o.into(),
             lse: lse.host(),
             qkv: qkv.into(),
             starts,
         };
-        attention_backward::backward(self, self.output(dqkv), inputs, shape);
+        attention_backward::backward(self, self.as_output(dqkv), inputs, shape);
     }
 
     fn swiglu_forward(&self, y: ViewMut, gate_up: View, m: usize, f: usize) {
-        swiglu::forward(self, self.output(y), gate_up.into(), m, f);
+        swiglu::forward(self, self.as_output(y), gate_up.into(), m, f);
     }
 
     fn swiglu_backward(&self, dgate_up: ViewMut, dy: ViewMut, gate_up: View, m: usize, f: usize) {
-        swiglu::backward(self, self.output(dgate_up), self.output(dy), gate_up.into(), m, f);
+        swiglu::backward(self, self.as_output(dgate_up), self.as_output(dy), gate_up.into(), m, f);
     }
 
     fn router_forward(
@@ -450,7 +484,7 @@ impl Ops for Cpu {
     }
 
     fn gather_rows(&self, y: ViewMut, x: View, rows: &[u32], d: usize) {
-        expert_rows::gather(self, self.output(y), x.into(), rows, d);
+        expert_rows::gather_rows(self, self.as_output(y), x.into(), rows, d);
     }
 
     fn combine_rows(
@@ -463,9 +497,14 @@ impl Ops for Cpu {
         d: usize,
         write: WriteMode,
     ) {
-        let sum =
-            expert_rows::WeightedSum { x: x.into(), weights: weights.map(View::host), row_indices, d, write };
-        expert_rows::combine(self, self.output(y), m, sum);
+        let sum = expert_rows::WeightedRowSum {
+            x: x.into(),
+            weights: weights.map(View::host),
+            row_indices,
+            d,
+            write,
+        };
+        expert_rows::combine_rows(self, self.as_output(y), m, sum);
     }
 
     fn dot_rows(&self, out: ViewMut, a: View, b: View, d: usize) {
@@ -473,11 +512,11 @@ impl Ops for Cpu {
     }
 
     fn scale_rows(&self, x: ViewMut, factors: View, d: usize) {
-        expert_rows::scale(self, self.output(x), factors.host(), d);
+        expert_rows::scale_rows(self, self.as_output(x), factors.host(), d);
     }
 
     fn grouped_forward(&self, y: ViewMut, x: View, w: View, groups: &[RowGroup], n: usize, k: usize) {
-        grouped_matmul::forward(self, self.output(y), x.into(), w.into(), groups, n, k);
+        grouped_matmul::forward(self, self.as_output(y), x.into(), w.into(), groups, n, k);
     }
 
     fn grouped_backward_input(
@@ -489,7 +528,7 @@ impl Ops for Cpu {
         n: usize,
         k: usize,
     ) {
-        grouped_matmul::backward_input(self, self.output(dx), dy.into(), w.into(), groups, n, k);
+        grouped_matmul::backward_input(self, self.as_output(dx), dy.into(), w.into(), groups, n, k);
     }
 
     fn grouped_backward_weight(
@@ -505,22 +544,22 @@ impl Ops for Cpu {
     }
 
     fn gelu_forward(&self, y: ViewMut, x: View) {
-        gelu::forward(self, self.output(y), x.into());
+        gelu::forward(self, self.as_output(y), x.into());
     }
 
     fn gelu_backward(&self, dx: ViewMut, dy: ViewMut, x: View) {
-        gelu::backward(self, self.output(dx), self.output(dy), x.into());
+        gelu::backward(self, self.as_output(dx), self.as_output(dy), x.into());
     }
 
     fn geglu_forward(&self, y: ViewMut, gate_up: View, m: usize, f: usize) {
-        gelu::gated_forward(self, self.output(y), gate_up.into(), m, f);
+        gelu::geglu_forward(self, self.as_output(y), gate_up.into(), m, f);
     }
 
     fn geglu_backward(&self, dgate_up: ViewMut, dy: ViewMut, gate_up: View, m: usize, f: usize) {
-        gelu::gated_backward(self, self.output(dgate_up), self.output(dy), gate_up.into(), m, f);
+        gelu::geglu_backward(self, self.as_output(dgate_up), self.as_output(dy), gate_up.into(), m, f);
     }
 
-    fn classifier_with_softcap(
+    fn compute_softcapped_classifier_loss(
         &self,
         loss: ViewMut,
         x: View,
@@ -533,15 +572,15 @@ impl Ops for Cpu {
         grads: Option<ClassifierGrads>,
     ) {
         let shape = classifier::ClassifierShape { m, d, v, cap };
-        classifier::classifier(self, loss.host(), x.into(), w.into(), labels, shape, grads);
+        classifier::compute_loss_in_chunks(self, loss.host(), x.into(), w.into(), labels, shape, grads);
     }
 
     fn add(&self, y: ViewMut, x: View) {
-        elementwise::add(self, self.output(y), x.into());
+        elementwise::add(self, self.as_output(y), x.into());
     }
 
     fn scale(&self, y: ViewMut, s: f32) {
-        elementwise::scale(self, self.output(y), s);
+        elementwise::scale(self, self.as_output(y), s);
     }
 
     fn cast(&self, y: ViewMut, x: View) {
@@ -569,8 +608,8 @@ impl Ops for Cpu {
         elementwise::transpose(self, y.host(), x.host(), rows, columns);
     }
 
-    fn dropout(&self, x: ViewMut, dropout: &Dropout) {
-        elementwise::dropout(self, self.output(x), dropout);
+    fn dropout(&self, x: ViewMut, dropout: &SampleDropout) {
+        elementwise::dropout(self, self.as_output(x), dropout);
     }
 
     fn sum_squares(&self, x: View) -> f64 {

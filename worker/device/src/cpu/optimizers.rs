@@ -1,7 +1,7 @@
 //! Updates of AdamW, SGD and Lion, and Nesterov momentum.
 //!
-//! They use no fused multiply-add, so every machine computes the same bits. They are limited by
-//! memory bandwidth anyway.
+//! The updates use no fused multiply-add, so every machine computes the same bits. This costs no
+//! time, because updates are limited by memory bandwidth.
 use super::simd::{LANES, Simd, load_lanes, multiversion, store_lanes};
 use super::{Cpu, DisjointSlices, expect_len};
 use crate::ops::{AdamWHyperparams, LionHyperparams, SgdHyperparams};
@@ -22,7 +22,7 @@ pub(crate) fn adamw(
     assert!(hyper.step > 0, "adamw: the step is 0, but steps count from 1");
     let scalars = AdamWCoefficients::new(hyper);
     let (p, avg, avg_sq) = (DisjointSlices::new(p), DisjointSlices::new(avg), DisjointSlices::new(avg_sq));
-    cpu.parallel_elements(len, |r| {
+    cpu.run_over_elements(len, |r| {
         // SAFETY: each task writes a different range.
         let (p, avg, avg_sq) =
             unsafe { (p.slice_mut(r.clone()), avg.slice_mut(r.clone()), avg_sq.slice_mut(r.clone())) };
@@ -37,7 +37,7 @@ pub(crate) fn sgd(cpu: &Cpu, p: &mut [f32], g: &[f32], momentum_buffer: &mut [f3
     let buffered = if hyper.momentum == 0.0 { 0 } else { len };
     expect_len("sgd", "momentum_buffer", momentum_buffer.len(), buffered);
     let (p, buffer) = (DisjointSlices::new(p), DisjointSlices::new(momentum_buffer));
-    cpu.parallel_elements(len, |r| {
+    cpu.run_over_elements(len, |r| {
         let in_buffer = r.start.min(buffered)..r.end.min(buffered);
         // SAFETY: each task writes a different range.
         let (p, buffer) = unsafe { (p.slice_mut(r.clone()), buffer.slice_mut(in_buffer)) };
@@ -51,7 +51,7 @@ pub(crate) fn lion(cpu: &Cpu, p: &mut [f32], g: &[f32], avg: &mut [f32], hyper: 
     expect_len("lion", "g", g.len(), len);
     expect_len("lion", "exp_avg", avg.len(), len);
     let (p, avg) = (DisjointSlices::new(p), DisjointSlices::new(avg));
-    cpu.parallel_elements(len, |r| {
+    cpu.run_over_elements(len, |r| {
         // SAFETY: each task writes a different range.
         let (p, avg) = unsafe { (p.slice_mut(r.clone()), avg.slice_mut(r.clone())) };
         lion_range(cpu.instruction_set, p, &g[r], avg, *hyper);
@@ -63,7 +63,7 @@ pub(crate) fn nesterov_momentum(cpu: &Cpu, buffer: &mut [f32], g: &mut [f32], mu
     expect_len("nesterov_momentum", "g", g.len(), buffer.len());
     let (len, mu, one_minus_mu) = (g.len(), mu as f32, (1.0 - mu) as f32);
     let (buffer, g) = (DisjointSlices::new(buffer), DisjointSlices::new(g));
-    cpu.parallel_elements(len, |r| {
+    cpu.run_over_elements(len, |r| {
         // SAFETY: each task writes a different range.
         let (buffer, g) = unsafe { (buffer.slice_mut(r.clone()), g.slice_mut(r)) };
         for (b, g) in buffer.iter_mut().zip(g) {
@@ -90,25 +90,25 @@ multiversion! {
 struct AdamWCoefficients {
     /// Factor of the gradient.
     grad_scale: f32,
-    /// 1 − lr·weight_decay
+    /// Factor of the parameter: 1 − lr·weight_decay.
     decay_factor: f32,
-    /// Interpolation of the first moment towards the gradient.
-    lerp: Lerp,
+    /// Weight of the interpolation of the first moment towards the gradient.
+    lerp: LerpWeight,
     /// Factor of the second moment.
     beta2: f32,
-    /// 1 − beta2
+    /// The number 1 − beta2.
     one_minus_beta2: f32,
-    /// √(1 − beta2ᵗ)
+    /// Bias correction of the second moment: √(1 − beta2ᵗ).
     correction2: f32,
     /// Added to the denominator.
     eps: f32,
-    /// −lr / (1 − beta1ᵗ)
+    /// Factor of the first moment in the update: −lr / (1 − beta1ᵗ).
     step: f32,
 }
 
-/// Linear interpolation as `torch.lerp` computes it: from the nearer end.
+/// Weight of a linear interpolation that `torch.lerp` computes from the nearer end.
 #[derive(Clone, Copy)]
-enum Lerp {
+enum LerpWeight {
     /// `start + weight·(end − start)`, for weights below ½.
     FromStart(f32),
     /// `end + (weight − 1)·(end − start)`, for other weights.
@@ -116,14 +116,18 @@ enum Lerp {
 }
 
 impl AdamWCoefficients {
-    /// Computes the coefficients.
+    /// Computes the coefficients of the update `hyper.step`.
     fn new(hyper: &AdamWHyperparams) -> Self {
         let weight = (1.0 - hyper.beta1) as f32;
         let t = hyper.step as f64;
         AdamWCoefficients {
             grad_scale: hyper.grad_scale,
             decay_factor: (1.0 - hyper.lr * hyper.weight_decay) as f32,
-            lerp: if weight < 0.5 { Lerp::FromStart(weight) } else { Lerp::FromEnd(weight - 1.0) },
+            lerp: if weight < 0.5 {
+                LerpWeight::FromStart(weight)
+            } else {
+                LerpWeight::FromEnd(weight - 1.0)
+            },
             beta2: hyper.beta2 as f32,
             one_minus_beta2: (1.0 - hyper.beta2) as f32,
             correction2: (1.0 - libm::pow(hyper.beta2, t)).sqrt() as f32,
@@ -133,7 +137,7 @@ impl AdamWCoefficients {
     }
 }
 
-/// Updates parameters and moments with AdamW.
+/// Updates parameters and both moments with AdamW.
 #[inline(always)]
 fn adamw_vectors<S: Simd>(
     s: S,
@@ -144,8 +148,8 @@ fn adamw_vectors<S: Simd>(
     hyper: AdamWCoefficients,
 ) {
     let (from_end, weight) = match hyper.lerp {
-        Lerp::FromStart(w) => (false, s.splat(w)),
-        Lerp::FromEnd(w) => (true, s.splat(w)),
+        LerpWeight::FromStart(w) => (false, s.splat(w)),
+        LerpWeight::FromEnd(w) => (true, s.splat(w)),
     };
     for i in (0..p.len()).step_by(LANES) {
         let grad = s.mul(load_lanes(s, g, i), s.splat(hyper.grad_scale));
@@ -161,7 +165,7 @@ fn adamw_vectors<S: Simd>(
     }
 }
 
-/// Updates parameters with SGD. `buffer` is empty without momentum.
+/// Updates parameters and the momentum buffer with SGD. `buffer` is empty without momentum.
 #[inline(always)]
 fn sgd_vectors<S: Simd>(s: S, p: &mut [f32], g: &[f32], buffer: &mut [f32], hyper: SgdHyperparams) {
     let (decay, momentum) = (s.splat(hyper.weight_decay as f32), s.splat(hyper.momentum as f32));
@@ -179,7 +183,7 @@ fn sgd_vectors<S: Simd>(s: S, p: &mut [f32], g: &[f32], buffer: &mut [f32], hype
     }
 }
 
-/// Updates parameters with Lion. The sign of 0 is 0.
+/// Updates parameters and the moving average with Lion. The sign of 0 is 0.
 #[inline(always)]
 fn lion_vectors<S: Simd>(_: S, p: &mut [f32], g: &[f32], avg: &mut [f32], hyper: LionHyperparams) {
     let decay_factor = (1.0 - hyper.lr * hyper.weight_decay) as f32;

@@ -2,25 +2,25 @@
 //!
 //! A packed panel has `panel_width` rows of the left operand, or columns of the right operand.
 //! Element `i` of the panel at depth `p` is at `panel[p·panel_width + i]`.
-use super::elements::{Element, Input, with_elements};
+use super::elements::{Element, InputElements, with_elements};
 use super::simd::{LANES, Simd, multiversion};
 use std::ops::Range;
 
-/// An operand of a matmul. Element (i, p) is at `data[i·row_stride + p·depth_stride]`, where i
-/// counts rows of the left or columns of the right operand, and p the terms of the sum. One of the
-/// strides is 1.
+/// Operand of a matmul. Element (i, p) is at `data[i·row_stride + p·depth_stride]`. i counts rows
+/// of the left operand or columns of the right operand, and p counts the terms of the sum. One of
+/// the strides must be 1.
 #[derive(Clone, Copy)]
 pub(crate) struct Operand<'a> {
     /// The elements.
-    pub(crate) data: Input<'a>,
-    /// Elements between rows (left) or columns (right).
+    pub(crate) data: InputElements<'a>,
+    /// Number of elements between rows (left operand) or columns (right operand).
     pub(crate) row_stride: usize,
     /// Elements between terms of the sum.
     pub(crate) depth_stride: usize,
 }
 
 impl<'a> Operand<'a> {
-    /// Returns the operand without its first `i` rows (or columns).
+    /// Returns the operand without its first `i` rows (left operand) or columns (right operand).
     pub(crate) fn skip_rows(self, i: usize) -> Operand<'a> {
         Operand { data: self.data.slice(i * self.row_stride..self.data.len()), ..self }
     }
@@ -34,7 +34,7 @@ struct TypedOperand<'a, E> {
     depth: usize,
 }
 
-/// The block of an operand that one call packs.
+/// Block of an operand that one call packs.
 #[derive(Clone)]
 pub(crate) struct PackBlock {
     /// First row (left) or column (right).
@@ -48,8 +48,8 @@ pub(crate) struct PackBlock {
 }
 
 impl PackBlock {
-    /// Returns the elements of the packed panels, including the surplus that a transposed strip of
-    /// 8 writes past a narrower panel.
+    /// Returns the number of elements of the packed panels. This includes the surplus that a
+    /// transposed strip of 8 rows writes past a narrower panel.
     pub(crate) fn packed_len(&self) -> usize {
         let surplus = if self.panel_width.is_multiple_of(8) { 0 } else { 8 };
         self.rows.next_multiple_of(self.panel_width) * self.depth.len() + surplus
@@ -62,6 +62,7 @@ multiversion! {
     pub(crate) fn pack = pack_block(dst: &mut [f32], src: Operand, block: PackBlock)
 }
 
+/// Packs a block of an operand with elements of any type.
 #[inline(always)]
 fn pack_block<S: Simd>(s: S, dst: &mut [f32], src: Operand, block: PackBlock) {
     assert!(dst.len() >= block.packed_len(), "the packed panels do not fit into their buffer");
@@ -69,11 +70,12 @@ fn pack_block<S: Simd>(s: S, dst: &mut [f32], src: Operand, block: PackBlock) {
     with_elements!(data, data => pack_elements(s, dst, TypedOperand { data, row, depth }, block));
 }
 
+/// Packs a block of an operand with elements of type `E`.
 #[inline(always)]
 fn pack_elements<S: Simd, E: Element>(s: S, dst: &mut [f32], src: TypedOperand<E>, block: PackBlock) {
     let panels = block.rows.div_ceil(block.panel_width);
     if src.row == 1 {
-        let group = (COPIED_LANES / block.panel_width).max(1);
+        let group = (ELEMENTS_PER_COPY / block.panel_width).max(1);
         for first in (0..panels).step_by(group) {
             copy_panels(s, dst, src, &block, first..(first + group).min(panels));
         }
@@ -84,14 +86,14 @@ fn pack_elements<S: Simd, E: Element>(s: S, dst: &mut [f32], src: TypedOperand<E
     }
 }
 
-/// Elements of neighbouring panels that are copied together: whole cache lines of the source, and
-/// few panels that are written at the same time.
-const COPIED_LANES: usize = 32;
+/// Number of elements of neighbouring panels that are copied together. They are whole cache lines
+/// of the source, and belong to few panels that are written at the same time.
+const ELEMENTS_PER_COPY: usize = 32;
 
-/// How many rows ahead the source is prefetched.
+/// Number of rows by which the source is prefetched ahead.
 const PREFETCH_ROWS: usize = 12;
 
-/// Packs panels of an operand whose rows are contiguous (`row_stride` is 1).
+/// Packs panels of an operand whose rows are contiguous: the `row` stride is 1.
 #[inline(always)]
 fn copy_panels<S: Simd, E: Element>(
     s: S,
@@ -118,9 +120,9 @@ fn copy_panels<S: Simd, E: Element>(
             let to = &mut dst[(panel * k + p) * width..][..width];
             // The compiler turns chunks of a fixed size into vector moves.
             if width.is_multiple_of(8) {
-                copy_chunks::<E, 8>(to, from);
+                convert_chunks::<E, 8>(to, from);
             } else {
-                copy_chunks::<E, 2>(to, from);
+                convert_chunks::<E, 2>(to, from);
             }
         }
         if whole < panels.len() {
@@ -132,22 +134,22 @@ fn copy_panels<S: Simd, E: Element>(
     }
 }
 
-/// Copies chunks of `N` elements as `f32`.
+/// Converts elements to `f32`, in chunks of `N` elements.
 #[inline(always)]
-fn copy_chunks<E: Element, const N: usize>(to: &mut [f32], from: &[E]) {
+fn convert_chunks<E: Element, const N: usize>(to: &mut [f32], from: &[E]) {
     for (to, from) in to.as_chunks_mut::<N>().0.iter_mut().zip(from.as_chunks::<N>().0) {
         *to = from.map(E::to_f32);
     }
 }
 
-/// Copies elements as `f32`.
+/// Converts elements to `f32`, one by one.
 #[inline(always)]
 fn widen_elements<E: Element>(to: &mut [f32], from: &[E]) {
     to.iter_mut().zip(from).for_each(|(to, x)| *to = x.to_f32());
 }
 
-/// Packs a panel of an operand that is contiguous along the depth: transposes blocks of 8 × 8, and
-/// copies the remaining elements one by one.
+/// Packs one panel of an operand that is contiguous along the depth. Blocks of 8 × 8 elements are
+/// transposed, and the remaining elements are copied one by one.
 #[inline(always)]
 fn transpose_panel<S: Simd, E: Element>(
     s: S,

@@ -3,12 +3,12 @@ use super::Cpu;
 use super::simd::{LANES, Simd, multiversion};
 use std::time::{Duration, Instant};
 
-/// Multiply-adds on each accumulator in one measurement.
+/// Number of multiply-adds of each chain in one measurement.
 const FMAS_PER_CHAIN: usize = 20_000;
 
 impl Cpu {
-    /// Measures multiply-adds on registers for `time`, and returns the best rate of all threads
-    /// together in FLOP/s.
+    /// Measures multiply-adds on registers for the duration `time`, and returns the best rate in
+    /// FLOP/s, summed over all threads.
     pub fn measure_peak_flops(&self, time: Duration) -> f64 {
         let threads = self.pool.threads();
         let barrier = std::sync::Barrier::new(threads);
@@ -26,48 +26,49 @@ impl Cpu {
             }
         });
         let seconds = best.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner);
-        (threads * 2 * LANES * FMAS_PER_CHAIN * chain_count(self)) as f64 / seconds
+        (threads * 2 * LANES * FMAS_PER_CHAIN * get_chain_count(self)) as f64 / seconds
     }
 }
 
-/// Number of independent chains of multiply-adds with 32 vector registers, and with 16: enough to
-/// hide the latency, and few enough for the registers.
+/// Number of independent chains of multiply-adds with 32 vector registers: enough to hide the
+/// latency, and few enough for the registers.
 const CHAINS_WITH_32_REGISTERS: usize = 12;
+/// Number of independent chains of multiply-adds with 16 vector registers.
 const CHAINS_WITH_16_REGISTERS: usize = 6;
 
-/// Returns the number of chains for this instruction set.
-fn chain_count(cpu: &Cpu) -> usize {
+/// Returns the number of chains that this backend's instruction set computes.
+fn get_chain_count(cpu: &Cpu) -> usize {
     if has_32_registers(cpu.instruction_set) { CHAINS_WITH_32_REGISTERS } else { CHAINS_WITH_16_REGISTERS }
 }
 
 multiversion! {
-    fn multiply_add = multiply_add_chains(x: f32) -> f32
+    fn multiply_add = run_all_chains(x: f32) -> f32
 }
 multiversion! {
-    fn has_32_registers = uses_32_registers() -> bool
+    fn has_32_registers = has_32_registers_simd() -> bool
 }
 
-/// True if the instruction set has 32 vector registers.
+/// Returns true if the instruction set has 32 vector registers.
 #[inline(always)]
-fn uses_32_registers<S: Simd>(_: S) -> bool {
-    S::NV > 1
+fn has_32_registers_simd<S: Simd>(_: S) -> bool {
+    S::TILE_VECTORS > 1
 }
 
-/// Computes as many independent chains as the instruction set has registers for, each of
-/// [`FMAS_PER_CHAIN`] multiply-adds. Returns a value that depends on all of them.
+/// Computes as many independent chains as the instruction set has registers for. Returns a value
+/// that depends on all of them, so that the compiler does not remove them.
 #[inline(always)]
-fn multiply_add_chains<S: Simd>(s: S, x: f32) -> f32 {
-    if uses_32_registers(s) {
-        chain::<S, CHAINS_WITH_32_REGISTERS>(s, x)
+fn run_all_chains<S: Simd>(s: S, x: f32) -> f32 {
+    if has_32_registers_simd(s) {
+        run_fma_chains::<S, CHAINS_WITH_32_REGISTERS>(s, x)
     } else {
-        chain::<S, CHAINS_WITH_16_REGISTERS>(s, x)
+        run_fma_chains::<S, CHAINS_WITH_16_REGISTERS>(s, x)
     }
 }
 
 /// Computes `N` independent chains of [`FMAS_PER_CHAIN`] multiply-adds. Returns a value that
 /// depends on all of them.
 #[inline(always)]
-fn chain<S: Simd, const N: usize>(s: S, x: f32) -> f32 {
+fn run_fma_chains<S: Simd, const N: usize>(s: S, x: f32) -> f32 {
     let factor = s.splat(x);
     let mut acc: [S::V; N] = core::array::from_fn(|i| s.splat(i as f32));
     for _ in 0..FMAS_PER_CHAIN {

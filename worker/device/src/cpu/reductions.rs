@@ -8,7 +8,7 @@ pub(crate) fn sum_squares_by_block(cpu: &Cpu, out: &mut [f64], x: &[f32]) {
     expect_len("sum_squares_by_block", "out", out.len(), x.len().div_ceil(NORM_BLOCK_LEN));
     let blocks = out.len();
     let out = DisjointSlices::new(out);
-    cpu.parallel_rows(blocks, NORM_BLOCK_LEN, |range| {
+    cpu.run_over_rows(blocks, NORM_BLOCK_LEN, |range| {
         // SAFETY: each task writes different blocks.
         let out = unsafe { out.slice_mut(range.clone()) };
         for (out, block) in out.iter_mut().zip(x.chunks(NORM_BLOCK_LEN).skip(range.start)) {
@@ -17,7 +17,8 @@ pub(crate) fn sum_squares_by_block(cpu: &Cpu, out: &mut [f64], x: &[f32]) {
     });
 }
 
-/// Implements [`crate::Ops::sum_squares`]. Adds in the order of the elements, on one thread.
+/// Implements [`crate::Ops::sum_squares`]. Adds in the order of the elements, on the calling
+/// thread.
 pub(crate) fn sum_squares(x: &[f32]) -> f64 {
     x.iter().map(|v| f64::from(*v).powi(2)).sum()
 }
@@ -27,7 +28,8 @@ multiversion! {
 }
 
 /// Returns the sum of squares of a block. Element i is added to lane i mod 16, and the lanes are
-/// added in the order of [`Simd::sum`]. The square of an `f32` is exact in `f64`.
+/// added in the order of [`Simd::sum`]. Squares are exact, because the square of an `f32` is
+/// representable in `f64`.
 #[inline(always)]
 fn sum_block_simd<S: Simd>(_: S, x: &[f32]) -> f64 {
     let mut lanes = [0.0f64; LANES];

@@ -1,31 +1,32 @@
 //! RMSNorm (Zhang and Sennrich, 2019), alone and after a residual add.
 //!
-//! Sums over a row have 16 lanes, which are then added as [`Simd::sum`] does. The gradient of the
-//! weight is summed over chunks of rows, and the chunks' sums are added in order.
+//! Sums over a row have 16 lanes, which are then added in the order of [`Simd::sum`]. The gradient
+//! of the weight is summed over chunks of rows, and the chunks' sums are added in order.
 use super::bias::add_partial_sums;
-use super::elements::{F32Output, Input, Output, PriorContents};
+use super::elements::{F32Output, InputElements, OutputElements, PriorContents};
 use super::elementwise::add_slices;
 use super::simd::{LANES, Simd, load_lanes, multiversion, store_lanes};
 use super::{Cpu, DisjointSlices, expect_len};
 use crate::ops::WriteMode;
 
-/// Rows of a chunk whose contributions to the weight's gradient are summed first.
+/// Number of rows of a chunk. The contributions of a chunk's rows to the weight's gradient are
+/// summed first.
 const ROWS_PER_PARTIAL_SUM: usize = 32;
 
 /// Implements [`crate::Ops::rmsnorm_forward`].
 pub(crate) fn forward(
     cpu: &Cpu,
-    y: Output,
+    y: OutputElements,
     rstd: &mut [f32],
-    x: Input,
-    w: Input,
+    x: InputElements,
+    w: InputElements,
     m: usize,
     d: usize,
     eps: f32,
 ) {
     check_lengths("rmsnorm_forward", &[("y", y.len()), ("x", x.len())], rstd.len(), w.len(), m, d);
     let (w, rstd) = (w.all_to_f32(cpu), DisjointSlices::new(rstd));
-    cpu.parallel_rows(m, 2 * d, |rows| {
+    cpu.run_over_rows(m, 2 * d, |rows| {
         // SAFETY: each task writes different rows.
         let (mut y, rstd) = unsafe {
             (
@@ -38,13 +39,13 @@ pub(crate) fn forward(
 }
 
 /// Implements [`crate::Ops::add_rmsnorm_forward`].
-pub(crate) fn add_forward(
+pub(crate) fn forward_with_residual(
     cpu: &Cpu,
-    y: Output,
+    y: OutputElements,
     rstd: &mut [f32],
-    x: Output,
-    delta: Input,
-    w: Input,
+    x: OutputElements,
+    delta: InputElements,
+    w: InputElements,
     m: usize,
     d: usize,
     eps: f32,
@@ -52,7 +53,7 @@ pub(crate) fn add_forward(
     let lens = [("y", y.len()), ("x", x.len()), ("delta", delta.len())];
     check_lengths("add_rmsnorm_forward", &lens, rstd.len(), w.len(), m, d);
     let (w, rstd) = (w.all_to_f32(cpu), DisjointSlices::new(rstd));
-    cpu.parallel_rows(m, 3 * d, |rows| {
+    cpu.run_over_rows(m, 3 * d, |rows| {
         let elements = rows.start * d..rows.end * d;
         // SAFETY: each task writes different rows.
         let (mut y, rstd, mut x) = unsafe {
@@ -78,11 +79,11 @@ pub(crate) fn add_forward(
 /// Implements [`crate::Ops::rmsnorm_backward`].
 pub(crate) fn backward(
     cpu: &Cpu,
-    dx: Output,
+    dx: OutputElements,
     dw: &mut [f32],
-    dy: Input,
-    x: Input,
-    w: Input,
+    dy: InputElements,
+    x: InputElements,
+    w: InputElements,
     rstd: &[f32],
     m: usize,
     d: usize,
@@ -104,7 +105,7 @@ pub(crate) fn backward(
         };
         dw.fill(0.0);
         let (dy, x) = (dy.to_f32(cpu, elements.clone()), x.to_f32(cpu, elements));
-        let inputs = BackwardRows { dy: &dy, x: &x, w: &w, rstd: &rstd[rows] };
+        let inputs = RmsNormBackwardRows { dy: &dy, x: &x, w: &w, rstd: &rstd[rows] };
         differentiate(cpu.instruction_set, &mut dx, dw, inputs, write);
     });
     add_partial_sums(dw, &mut sums[..chunks * d]);
@@ -129,10 +130,10 @@ multiversion! {
     )
 }
 multiversion! {
-    pub(super) fn differentiate = differentiate_rows(dx: &mut [f32], dw: &mut [f32], inputs: BackwardRows, write: WriteMode)
+    pub(super) fn differentiate = differentiate_rows(dx: &mut [f32], dw: &mut [f32], inputs: RmsNormBackwardRows, write: WriteMode)
 }
 
-/// Computes RMSNorm of each row.
+/// Computes RMSNorm of each row, and writes the reciprocal root mean square of each row to `rstd`.
 #[inline(always)]
 fn normalise_rows<S: Simd>(s: S, y: &mut [f32], rstd: &mut [f32], x: &[f32], w: &[f32], eps: f32) {
     let d = w.len();
@@ -147,7 +148,7 @@ fn normalise_rows<S: Simd>(s: S, y: &mut [f32], rstd: &mut [f32], x: &[f32], w: 
     }
 }
 
-/// Adds `delta` to `x`, and computes RMSNorm of each row.
+/// Adds `delta` to `x` in place, and computes RMSNorm of each row of the sum.
 #[inline(always)]
 fn add_normalise_rows<S: Simd>(
     s: S,
@@ -184,9 +185,9 @@ fn write_normalised_row<S: Simd>(s: S, y: &mut [f32], x: &[f32], w: &[f32], squa
     rstd
 }
 
-/// Inputs of the backward pass for some rows.
+/// Inputs of RMSNorm's backward pass for some rows.
 #[derive(Clone, Copy)]
-pub(super) struct BackwardRows<'a> {
+pub(super) struct RmsNormBackwardRows<'a> {
     /// Gradient of the result.
     pub(super) dy: &'a [f32],
     /// Input of the forward pass.
@@ -197,10 +198,16 @@ pub(super) struct BackwardRows<'a> {
     pub(super) rstd: &'a [f32],
 }
 
-/// Computes the gradients of some rows. With x̂ = x·rstd and g = dy·w:
-/// `dx = rstd·(g − x̂·mean(g·x̂))` and `dw += dy·x̂`.
+/// Computes the gradients of some rows. With x̂ = x·rstd and g = dy·w, these are `dx (=|+=) rstd·(g
+/// − x̂·mean(g·x̂))` and `dw += dy·x̂`.
 #[inline(always)]
-fn differentiate_rows<S: Simd>(s: S, dx: &mut [f32], dw: &mut [f32], inputs: BackwardRows, write: WriteMode) {
+fn differentiate_rows<S: Simd>(
+    s: S,
+    dx: &mut [f32],
+    dw: &mut [f32],
+    inputs: RmsNormBackwardRows,
+    write: WriteMode,
+) {
     let d = inputs.w.len();
     for (row, &rstd) in inputs.rstd.iter().enumerate() {
         let (dy, x) = (&inputs.dy[row * d..][..d], &inputs.x[row * d..][..d]);

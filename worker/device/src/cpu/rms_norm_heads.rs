@@ -1,15 +1,16 @@
 //! RMSNorm of each head inside wider rows, with one weight for all heads, as Qwen3 applies it to
 //! queries and keys.
 use super::bias::add_partial_sums;
-use super::elements::{Input, Output, PriorContents};
-use super::rms_norm::{BackwardRows, differentiate, normalise};
+use super::elements::{InputElements, OutputElements, PriorContents};
+use super::rms_norm::{RmsNormBackwardRows, differentiate, normalise};
 use super::{Cpu, DisjointSlices, expect_len};
 use crate::ops::{HeadLayout, WriteMode};
 
-/// Rows of a chunk whose contributions to the weight's gradient are summed first.
+/// Number of rows of a chunk. The contributions of a chunk's rows to the weight's gradient are
+/// summed first.
 const ROWS_PER_PARTIAL_SUM: usize = 32;
 
-/// Panics if the length of a buffer of `op` does not fit `layout`.
+/// Panics if the length of a buffer of the op `op` does not fit `layout`.
 fn check_lengths(op: &str, x: usize, raw: usize, rstd: usize, w: usize, layout: HeadLayout) {
     assert!(layout.head_dim > 0, "{op}: head_dim is 0");
     assert!(
@@ -27,16 +28,16 @@ fn check_lengths(op: &str, x: usize, raw: usize, rstd: usize, w: usize, layout: 
 /// Implements [`crate::Ops::rmsnorm_heads_forward`].
 pub(crate) fn forward(
     cpu: &Cpu,
-    x: Output,
-    raw: Output,
+    x: OutputElements,
+    raw: OutputElements,
     rstd: &mut [f32],
-    w: Input,
+    w: InputElements,
     layout: HeadLayout,
     eps: f32,
 ) {
     check_lengths("rmsnorm_heads_forward", x.len(), raw.len(), rstd.len(), w.len(), layout);
     let (w, rstd) = (w.all_to_f32(cpu), DisjointSlices::new(rstd));
-    cpu.parallel_rows(layout.rows, 3 * layout.width(), |rows| {
+    cpu.run_over_rows(layout.rows, 3 * layout.width(), |rows| {
         for row in rows {
             let first = row * layout.stride + layout.first_column;
             // SAFETY: each task writes different rows.
@@ -57,11 +58,11 @@ pub(crate) fn forward(
 /// Implements [`crate::Ops::rmsnorm_heads_backward`].
 pub(crate) fn backward(
     cpu: &Cpu,
-    dx: Output,
+    dx: OutputElements,
     dw: &mut [f32],
-    raw: Input,
+    raw: InputElements,
     rstd: &[f32],
-    w: Input,
+    w: InputElements,
     layout: HeadLayout,
 ) {
     let op = "rmsnorm_heads_backward";
@@ -81,7 +82,7 @@ pub(crate) fn backward(
             let mut dx = unsafe { dx.slice_as_f32(first..first + width, PriorContents::Read) };
             dy[..width].copy_from_slice(&dx);
             let x = raw.to_f32(cpu, row * width..(row + 1) * width);
-            let inputs = BackwardRows {
+            let inputs = RmsNormBackwardRows {
                 dy: &dy[..width],
                 x: &x,
                 w: &w,

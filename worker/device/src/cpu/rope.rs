@@ -1,17 +1,17 @@
 //! Rotary position embedding (Su et al., 2021): the elements (i, i + head_dim/2) of a head are
 //! rotated by angle i of the position.
-use super::elements::{Output, PriorContents};
+use super::elements::{OutputElements, PriorContents};
 use super::simd::{LANES, Simd, load_lanes, multiversion, store_lanes};
 use super::{Cpu, expect_len};
 
-/// Shape of the rotated matrix, which has `b·t` rows.
+/// Shape of the matrix whose heads are rotated. The matrix has `b·t` rows.
 #[derive(Clone, Copy)]
 pub(crate) struct RopeShape {
     /// Number of sequences.
     pub(crate) b: usize,
     /// Tokens of each sequence.
     pub(crate) t: usize,
-    /// Heads that are rotated, at the begin of a row.
+    /// Number of heads at the beginning of each row that are rotated.
     pub(crate) heads: usize,
     /// Elements of a head.
     pub(crate) head_dim: usize,
@@ -19,8 +19,16 @@ pub(crate) struct RopeShape {
     pub(crate) stride: usize,
 }
 
-/// Rotates all heads in place, by the angles for a `sign` of 1, by the negative angles for −1.
-pub(crate) fn rotate_heads(cpu: &Cpu, x: Output, cos: &[f32], sin: &[f32], shape: RopeShape, sign: f32) {
+/// Rotates all heads in place. For `sign` = 1 the angles are those of the tables, for `sign` = −1
+/// the negative angles.
+pub(crate) fn rotate_heads(
+    cpu: &Cpu,
+    x: OutputElements,
+    cos: &[f32],
+    sin: &[f32],
+    shape: RopeShape,
+    sign: f32,
+) {
     let RopeShape { b, t, heads, head_dim, stride } = shape;
     assert!(head_dim % 2 == 0, "rope: head_dim {head_dim} is odd");
     assert!(
@@ -30,7 +38,7 @@ pub(crate) fn rotate_heads(cpu: &Cpu, x: Output, cos: &[f32], sin: &[f32], shape
     expect_len("rope", "x", x.len(), b * t * stride);
     expect_len("rope", "cos", cos.len(), t * head_dim / 2);
     expect_len("rope", "sin", sin.len(), t * head_dim / 2);
-    cpu.parallel_rows(b * t, heads * head_dim, |rows| {
+    cpu.run_over_rows(b * t, heads * head_dim, |rows| {
         for row in rows {
             let angles = row % t * head_dim / 2..(row % t + 1) * head_dim / 2;
             // SAFETY: each task writes different rows.
@@ -45,7 +53,7 @@ multiversion! {
     fn rotate_row = rotate_row_simd(x: &mut [f32], cos: &[f32], sin: &[f32], sign: f32)
 }
 
-/// Rotates the heads of one row.
+/// Rotates the heads of one row in place.
 #[inline(always)]
 fn rotate_row_simd<S: Simd>(s: S, x: &mut [f32], cos: &[f32], sin: &[f32], sign: f32) {
     let half = cos.len();

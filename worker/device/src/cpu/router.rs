@@ -4,10 +4,10 @@ use super::simd::{LANES, Simd, exp, load_lanes, multiversion, store_lanes};
 use super::{Cpu, DisjointSlices, expect_len};
 use crate::ops::{RouterBackwardInputs, RouterShape};
 
-/// Cost of an exponential, in copied elements.
+/// Cost of computing an exponential, as a multiple of the cost of copying an element.
 const EXP_COST: usize = 4;
 
-/// Outputs of the forward pass, see [`crate::Ops::router_forward`].
+/// Outputs of [`crate::Ops::router_forward`].
 pub(crate) struct RouterOutputs<'a> {
     /// Probabilities, `[m, experts]`.
     pub(crate) probs: &'a mut [f32],
@@ -33,7 +33,7 @@ pub(crate) fn forward(cpu: &Cpu, out: RouterOutputs, logits: &[f32], shape: Rout
     expect_len("router_forward", "chosen_experts", out.chosen_experts.len(), m * experts_per_token);
     let (probs, weights) = (DisjointSlices::new(out.probs), DisjointSlices::new(out.weights));
     let (lse, chosen) = (DisjointSlices::new(out.lse), DisjointSlices::new(out.chosen_experts));
-    cpu.parallel_rows(m, (EXP_COST + experts_per_token) * experts, |rows| {
+    cpu.run_over_rows(m, (EXP_COST + experts_per_token) * experts, |rows| {
         for row in rows {
             let (expert_range, chosen_range) =
                 (row * experts..(row + 1) * experts, row * experts_per_token..(row + 1) * experts_per_token);
@@ -52,8 +52,9 @@ pub(crate) fn forward(cpu: &Cpu, out: RouterOutputs, logits: &[f32], shape: Rout
     });
 }
 
-/// Selects the experts with the largest probabilities, best first. Of equal ones the lower index
-/// comes first. With NaN probabilities the selected experts are arbitrary but different.
+/// Writes the indices of the experts with the largest probabilities to `chosen`, best first. Of
+/// equal probabilities the lower index comes first. If probabilities are NaN, the selected experts
+/// are arbitrary but different from each other.
 fn select_experts(chosen: &mut [u32], probs: &[f32]) {
     for k in 0..chosen.len() {
         let (before, rest) = chosen.split_at_mut(k);
@@ -80,7 +81,7 @@ pub(crate) fn backward(
     expect_len("router_backward", "chosen_experts", inputs.chosen_experts.len(), m * experts_per_token);
     expect_len("router_backward", "balance_grad", inputs.balance_grad.len(), experts);
     let dlogits = DisjointSlices::new(dlogits);
-    cpu.parallel_rows(m, EXP_COST * experts, |rows| {
+    cpu.run_over_rows(m, EXP_COST * experts, |rows| {
         for row in rows {
             let (expert_range, chosen_range) =
                 (row * experts..(row + 1) * experts, row * experts_per_token..(row + 1) * experts_per_token);
@@ -94,8 +95,8 @@ pub(crate) fn backward(
     });
 }
 
-/// Adds the gradient of the selected experts' weights to the gradient `dprobs` of the
-/// probabilities.
+/// Adds the gradient that reaches the probabilities through the selected experts' weights to
+/// `dprobs`, the gradient of the probabilities.
 fn add_weight_gradients(
     dprobs: &mut [f32],
     dweights: &[f32],
@@ -114,8 +115,8 @@ fn add_weight_gradients(
     }
 }
 
-/// Replaces the gradient `d` of the probabilities by that of the logits. `slope` is the gradient of
-/// the log-sum-exp.
+/// Replaces `d`, the gradient of the probabilities, by the gradient of the logits. `slope` is the
+/// gradient of the log-sum-exp.
 fn softmax_backward(d: &mut [f32], probs: &[f32], slope: f32) {
     let projection: f32 = d.iter().zip(probs).map(|(d, p)| d * p).sum();
     for (d, p) in d.iter_mut().zip(probs) {
@@ -128,7 +129,8 @@ multiversion! {
     fn softmax = softmax_row(probs: &mut [f32], logits: &[f32]) -> f32
 }
 
-/// Computes [`softmax`] of one row; the sum of the exponentials is computed in `f64`, in order.
+/// Computes the softmax of one row and returns its log-sum-exp. The exponentials are summed in
+/// `f64`, in order.
 #[inline(always)]
 fn softmax_row<S: Simd>(s: S, probs: &mut [f32], logits: &[f32]) -> f32 {
     let max = logits.iter().fold(f32::NEG_INFINITY, |a, &b| if b > a { b } else { a });

@@ -8,10 +8,10 @@ use std::{
     },
 };
 
-/// Smallest number of elements of a buffer that is rounded up to whole huge pages.
+/// Minimum number of elements of a buffer whose length is rounded up to whole huge pages.
 const HUGE_PAGE_MIN_LEN: usize = 64 << 10;
 
-/// Buffers of `f32` that ops borrow for the duration of a task.
+/// Pool of `f32` buffers that ops borrow for the duration of a task.
 #[derive(Default)]
 pub(crate) struct ScratchPool {
     free: Mutex<Vec<Buf>>,
@@ -20,7 +20,8 @@ pub(crate) struct ScratchPool {
 }
 
 impl ScratchPool {
-    /// Borrows a buffer of at least `len` elements with arbitrary content.
+    /// Borrows a buffer of at least `len` elements with arbitrary content, and allocates one if no
+    /// free buffer is large enough.
     pub(crate) fn take(&self, len: usize) -> ScratchBuf<'_> {
         let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
         let fits = (0..free.len()).filter(|&i| free[i].len() >= len).min_by_key(|&i| free[i].len());
@@ -48,13 +49,13 @@ impl ScratchPool {
         ScratchBuf { buf: Some(buf), pool: self }
     }
 
-    /// Returns the bytes of all buffers, free or in use.
+    /// Returns the number of bytes of all buffers, free or in use.
     pub(crate) fn bytes(&self) -> usize {
         self.bytes.load(Ordering::Relaxed)
     }
 }
 
-/// A borrowed buffer, which returns to its pool when it is dropped.
+/// A buffer that is borrowed from a [`ScratchPool`]. Dropping it returns the buffer to the pool.
 pub(crate) struct ScratchBuf<'a> {
     buf: Option<Buf>,
     pool: &'a ScratchPool,

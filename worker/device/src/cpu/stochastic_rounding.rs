@@ -2,16 +2,16 @@
 use super::simd::{Simd, multiversion};
 use super::{Cpu, DisjointSlices, expect_len};
 use crate::ops::StochasticRounding;
-use crate::philox::random_words_of_16_blocks;
+use crate::philox::compute_random_words_of_16_blocks;
 
-/// Elements that take their random numbers from 16 Philox blocks.
+/// Number of elements whose random numbers come from the same 16 Philox blocks.
 const ELEMENTS_PER_DRAW: usize = 64;
 
 /// Implements [`crate::Ops::round_stochastically`].
 pub(crate) fn round_stochastically(cpu: &Cpu, y: &mut [u16], x: &[f32], rounding: StochasticRounding) {
     expect_len("round_stochastically", "x", x.len(), y.len());
     let y = DisjointSlices::new(y);
-    cpu.parallel_elements(x.len(), |r| {
+    cpu.run_over_elements(x.len(), |r| {
         let rounding =
             StochasticRounding { first_element: rounding.first_element + r.start as u64, ..rounding };
         // SAFETY: each task writes a different range.
@@ -23,13 +23,14 @@ multiversion! {
     fn round_range = round_vectors(to: &mut [u16], from: &[f32], rounding: StochasticRounding)
 }
 
-/// Rounds a range of elements, up to 64 at a time.
+/// Rounds a range of elements stochastically, up to 64 elements at a time.
 #[inline(always)]
 fn round_vectors<S: Simd>(_: S, mut to: &mut [u16], mut from: &[f32], rounding: StochasticRounding) {
     let mut element = rounding.first_element;
     while !to.is_empty() {
         let skip = (element % ELEMENTS_PER_DRAW as u64) as usize;
-        let words = random_words_of_16_blocks(rounding.key, (element - skip as u64) / 4, 0, rounding.step);
+        let words =
+            compute_random_words_of_16_blocks(rounding.key, (element - skip as u64) / 4, 0, rounding.step);
         let element_words: [u32; ELEMENTS_PER_DRAW] = std::array::from_fn(|i| words[i % 4][i / 4]);
         let n = to.len().min(ELEMENTS_PER_DRAW - skip);
         let (current, remaining) = std::mem::take(&mut to).split_at_mut(n);
@@ -40,8 +41,8 @@ fn round_vectors<S: Simd>(_: S, mut to: &mut [u16], mut from: &[f32], rounding: 
     }
 }
 
-/// Rounds `x` away from zero if the sum of its lower 16 bits and `random`, which has 16 bits,
-/// carries. The carry never reaches the sign.
+/// Rounds `x` to bf16: away from zero if the sum of its lower 16 bits and `random` carries,
+/// otherwise towards zero. `random` has 16 bits. The carry never reaches the sign.
 #[inline(always)]
 fn round_element(x: f32, random: u32) -> u16 {
     let bits = x.to_bits();

@@ -15,7 +15,7 @@ impl Storage for Cpu {
         Buf::zeroed_as(dtype, len)
     }
 
-    fn staging(&self, dtype: Dtype, len: usize) -> Buf {
+    fn alloc_staging(&self, dtype: Dtype, len: usize) -> Buf {
         Buf::zeroed_as(dtype, len)
     }
 
@@ -33,14 +33,14 @@ impl Storage for Cpu {
         x.bytes().fill(0);
     }
 
-    fn move_down(&self, x: ViewMut, from: Range<usize>, to: usize) {
+    fn move_elements_down(&self, x: ViewMut, from: Range<usize>, to: usize) {
         let size = x.dtype().size();
         x.bytes().copy_within(from.start * size..from.end * size, to * size);
     }
 
     fn synchronize(&self) {}
 
-    fn peak_memory(&self) -> u64 {
+    fn peak_memory_bytes(&self) -> u64 {
         0
     }
 }

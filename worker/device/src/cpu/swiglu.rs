@@ -1,28 +1,36 @@
 //! SwiGLU (Shazeer, 2020): `silu(gate)·up`, where silu(g) = g·σ(g).
-use super::elements::{Input, Output, PriorContents};
+use super::elements::{InputElements, OutputElements, PriorContents};
 use super::simd::{LANES, Simd, exp, load_lanes, multiversion, store_lanes};
 use super::{Cpu, expect_len};
 
-/// Cost of an exponential, in copied elements.
+/// Cost of computing an exponential, as a multiple of the cost of copying an element.
 const EXP_COST: usize = 4;
 
 /// Implements [`crate::Ops::swiglu_forward`].
-pub(crate) fn forward(cpu: &Cpu, y: Output, gate_up: Input, m: usize, f: usize) {
+pub(crate) fn forward(cpu: &Cpu, y: OutputElements, gate_up: InputElements, m: usize, f: usize) {
     expect_len("swiglu_forward", "y", y.len(), m * f);
     expect_len("swiglu_forward", "gate_up", gate_up.len(), m * 2 * f);
-    cpu.parallel_rows(m, EXP_COST * f, |rows| {
+    cpu.run_over_rows(m, EXP_COST * f, |rows| {
         // SAFETY: each task writes different rows.
         let mut y = unsafe { y.slice_as_f32(rows.start * f..rows.end * f, PriorContents::Ignored) };
         activate(cpu.instruction_set, &mut y, &gate_up.to_f32(cpu, rows.start * 2 * f..rows.end * 2 * f), f);
     });
 }
 
-/// Implements [`crate::Ops::swiglu_backward`]. Replaces `dy` by `y`.
-pub(crate) fn backward(cpu: &Cpu, dgate_up: Output, dy: Output, gate_up: Input, m: usize, f: usize) {
+/// Implements [`crate::Ops::swiglu_backward`]: writes the gradient to `dgate_up` and replaces `dy`
+/// by the output `y`.
+pub(crate) fn backward(
+    cpu: &Cpu,
+    dgate_up: OutputElements,
+    dy: OutputElements,
+    gate_up: InputElements,
+    m: usize,
+    f: usize,
+) {
     expect_len("swiglu_backward", "dgate_up", dgate_up.len(), m * 2 * f);
     expect_len("swiglu_backward", "dy", dy.len(), m * f);
     expect_len("swiglu_backward", "gate_up", gate_up.len(), m * 2 * f);
-    cpu.parallel_rows(m, EXP_COST * f, |rows| {
+    cpu.run_over_rows(m, EXP_COST * f, |rows| {
         let pairs = rows.start * 2 * f..rows.end * 2 * f;
         // SAFETY: each task writes different rows.
         let mut dgate_up = unsafe { dgate_up.slice_as_f32(pairs.clone(), PriorContents::Ignored) };
@@ -46,7 +54,7 @@ pub(super) fn sigmoid<S: Simd>(s: S, x: S::V) -> S::V {
     s.div(one, s.add(one, exp(s, s.sub(s.splat(0.0), x))))
 }
 
-/// Computes SwiGLU of each row.
+/// Computes SwiGLU of each row of `gate_up`.
 #[inline(always)]
 fn activate_rows<S: Simd>(s: S, y: &mut [f32], gate_up: &[f32], f: usize) {
     for row in 0..y.len() / f.max(1) {

@@ -1,54 +1,56 @@
-//! The threads of the CPU backend.
+//! [`ThreadPool`]: the threads of the CPU backend.
 //!
-//! A job is a function and a number of tasks. The calling thread runs tasks like the helpers. A
-//! helper that wakes up after the last task has begun finds the job closed, and the caller does not
-//! wait for it. A short job on a busy machine therefore takes no longer than on one thread.
+//! A task set is a function and the number of tasks for which it is called. The calling thread and
+//! the helpers run tasks. A helper that wakes up after the last task has begun finds the task set
+//! closed, and the caller does not wait for this helper. A short task set on a busy machine
+//! therefore takes no longer than on one thread.
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread::JoinHandle;
 
-/// How often a helper polls for a new job, and a caller for the end of the last task, before it
-/// blocks. The loop takes some 10 µs.
+/// Number of times that a helper polls for a new task set, and a caller for the end of the last
+/// task, before it blocks. The polling takes some 10 µs.
 const SPIN_ITERATIONS: usize = 1000;
 
-/// Helper threads that run the tasks of a job together with the calling thread.
+/// Helper threads that run the tasks of a task set together with the calling thread.
 pub(crate) struct ThreadPool {
-    shared: Arc<PoolShared>,
+    shared: Arc<PoolState>,
     helpers: Vec<JoinHandle<()>>,
-    /// Held by the caller whose job the helpers run. Other callers run their jobs alone.
-    job_turn: Mutex<()>,
+    /// Held by the caller whose task set the helpers run. Other callers run their task sets alone.
+    task_set_turn: Mutex<()>,
 }
 
 /// State that callers and helpers share.
-struct PoolShared {
-    slot: Mutex<JobSlot>,
-    /// Number of jobs so far; changed while `slot` is locked.
-    job_count: AtomicU64,
-    /// Number of helpers that run tasks of the job; changed while `slot` is locked.
+struct PoolState {
+    slot: Mutex<TaskSetSlot>,
+    /// Number of task sets that were posted so far. It changes only while `slot` is locked.
+    task_set_count: AtomicU64,
+    /// Number of helpers that run tasks of the task set. It changes only while `slot` is locked.
     active_helpers: AtomicUsize,
-    /// Signals a new job or the end of the pool.
-    job_posted: Condvar,
-    /// Signals that the last helper has left the job.
+    /// Signals a new task set or the end of the pool.
+    task_set_posted: Condvar,
+    /// Signals that the last helper has left the task set.
     helpers_done: Condvar,
 }
 
-/// The job, if there is one, and what helpers report about it.
+/// The current task set, if there is one, and what helpers report about it.
 #[derive(Default)]
-struct JobSlot {
-    /// The job that helpers may join.
-    job: Option<Job>,
+struct TaskSetSlot {
+    /// The task set that helpers may join.
+    task_set: Option<TaskSet>,
     shutting_down: bool,
-    /// Number of helpers that wait for [`PoolShared::job_posted`].
+    /// Number of helpers that wait for [`PoolState::task_set_posted`].
     sleeping_helpers: usize,
     /// The first panic of a task on a helper.
     panic: Option<Box<dyn Any + Send>>,
 }
 
-/// A job. Both pointers are valid while it is in the slot or a helper is active.
+/// A function and the number of tasks for which it is called. Both pointers are valid while the
+/// task set is in the slot or a helper is active.
 #[derive(Clone, Copy)]
-struct Job {
+struct TaskSet {
     run: *const (dyn Fn(usize) + Sync),
     /// Index of the next task that no thread has begun.
     next: *const AtomicUsize,
@@ -56,17 +58,17 @@ struct Job {
     tasks: usize,
 }
 
-// SAFETY: the pointers are to Sync values, and are valid while a thread uses the job.
-unsafe impl Send for Job {}
+// SAFETY: the pointers are to Sync values, and are valid while a thread uses the task set.
+unsafe impl Send for TaskSet {}
 
 impl ThreadPool {
-    /// Starts `threads − 1` helpers.
+    /// Starts `threads − 1` helpers. Panics if the system cannot start another thread.
     pub(crate) fn new(threads: usize) -> Self {
-        let shared = Arc::new(PoolShared {
+        let shared = Arc::new(PoolState {
             slot: Mutex::default(),
-            job_count: AtomicU64::new(0),
+            task_set_count: AtomicU64::new(0),
             active_helpers: AtomicUsize::new(0),
-            job_posted: Condvar::new(),
+            task_set_posted: Condvar::new(),
             helpers_done: Condvar::new(),
         });
         let helper = |i: usize| {
@@ -75,7 +77,7 @@ impl ThreadPool {
             thread.spawn(move || shared.run_helper()).expect("the system can start another thread")
         };
         let helpers = (1..threads).map(helper).collect();
-        ThreadPool { shared, helpers, job_turn: Mutex::new(()) }
+        ThreadPool { shared, helpers, task_set_turn: Mutex::new(()) }
     }
 
     /// Returns the number of threads, including the caller's.
@@ -83,10 +85,13 @@ impl ThreadPool {
         self.helpers.len() + 1
     }
 
-    /// Calls `run(i)` once for each `i` in `0..tasks`, on any thread and in any order, and returns
-    /// when all calls have returned. Panics if a call panicked.
+    /// Calls `run(i)` once for each `i` in `0..tasks`, on any thread and in any order. Returns when
+    /// all calls have returned. Panics if a call panicked.
+    ///
+    /// A call from within a task, or while the helpers run another caller's tasks, runs all its
+    /// tasks on the calling thread.
     pub(crate) fn run(&self, tasks: usize, run: &(dyn Fn(usize) + Sync)) {
-        let turn = match self.job_turn.try_lock() {
+        let turn = match self.task_set_turn.try_lock() {
             _ if tasks < 2 || self.helpers.is_empty() => None,
             Ok(turn) => Some(turn),
             Err(TryLockError::Poisoned(turn)) => Some(turn.into_inner()),
@@ -100,11 +105,11 @@ impl ThreadPool {
         // `run` and `next` are dropped.
         let run =
             unsafe { std::mem::transmute::<&(dyn Fn(usize) + Sync), &'static (dyn Fn(usize) + Sync)>(run) };
-        let job = Job { run, next: &next, tasks };
-        self.shared.post_job(job);
-        let close_job = CloseJobOnDrop(&self.shared);
-        job.run_tasks();
-        drop(close_job);
+        let task_set = TaskSet { run, next: &next, tasks };
+        self.shared.post_task_set(task_set);
+        let close_on_drop = CloseTaskSetOnDrop(&self.shared);
+        task_set.run_tasks();
+        drop(close_on_drop);
         let panic = self.shared.lock().panic.take();
         if let Some(panic) = panic {
             resume_unwind(panic);
@@ -115,7 +120,7 @@ impl ThreadPool {
 impl Drop for ThreadPool {
     fn drop(&mut self) {
         self.shared.lock().shutting_down = true;
-        self.shared.job_posted.notify_all();
+        self.shared.task_set_posted.notify_all();
         for helper in self.helpers.drain(..) {
             // A helper catches the panics of its tasks, so joining it cannot fail.
             let _ = helper.join();
@@ -123,19 +128,19 @@ impl Drop for ThreadPool {
     }
 }
 
-/// Closes the job when the caller has run its last task, also if a task panicked.
-struct CloseJobOnDrop<'a>(&'a PoolShared);
+/// Closes the task set when the caller has run its last task, also if a task panicked.
+struct CloseTaskSetOnDrop<'a>(&'a PoolState);
 
-impl Drop for CloseJobOnDrop<'_> {
+impl Drop for CloseTaskSetOnDrop<'_> {
     fn drop(&mut self) {
-        self.0.close_job();
+        self.0.close_task_set();
     }
 }
 
-impl Job {
-    /// Runs tasks until all have begun.
+impl TaskSet {
+    /// Runs tasks until no task is left that has not begun.
     fn run_tasks(&self) {
-        // SAFETY: the pointers are valid while this thread takes part in the job.
+        // SAFETY: the pointers are valid while this thread takes part in the task set.
         let (run, next) = unsafe { (&*self.run, &*self.next) };
         loop {
             let i = next.fetch_add(1, Ordering::Relaxed);
@@ -147,27 +152,29 @@ impl Job {
     }
 }
 
-impl PoolShared {
-    fn lock(&self) -> MutexGuard<'_, JobSlot> {
+impl PoolState {
+    /// Locks the slot.
+    fn lock(&self) -> MutexGuard<'_, TaskSetSlot> {
         // No thread panics while it holds the lock.
         self.slot.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Makes a job available to the helpers.
-    fn post_job(&self, job: Job) {
+    /// Makes a task set available to the helpers.
+    fn post_task_set(&self, task_set: TaskSet) {
         let mut slot = self.lock();
-        slot.job = Some(job);
-        self.job_count.fetch_add(1, Ordering::Release);
+        slot.task_set = Some(task_set);
+        self.task_set_count.fetch_add(1, Ordering::Release);
         let sleeping = slot.sleeping_helpers;
         drop(slot);
         if sleeping > 0 {
-            self.job_posted.notify_all();
+            self.task_set_posted.notify_all();
         }
     }
 
-    /// Lets no further helper join the job, and waits for the helpers that have joined.
-    fn close_job(&self) {
-        self.lock().job = None;
+    /// Prevents further helpers from joining the task set, and waits for the helpers that have
+    /// joined it.
+    fn close_task_set(&self) {
+        self.lock().task_set = None;
         for _ in 0..SPIN_ITERATIONS {
             if self.active_helpers.load(Ordering::Acquire) == 0 {
                 return;
@@ -180,13 +187,13 @@ impl PoolShared {
         }
     }
 
-    /// Runs jobs until the pool ends; the main function of a helper.
+    /// Runs tasks of each task set until the pool ends. This is the main function of a helper.
     fn run_helper(&self) {
-        let mut last_job = 0;
-        while let Some((job_number, job)) = self.wait_for_job(last_job) {
-            last_job = job_number;
-            let Some(job) = job else { continue };
-            let outcome = catch_unwind(AssertUnwindSafe(|| job.run_tasks()));
+        let mut last_number = 0;
+        while let Some((task_set_number, task_set)) = self.wait_for_task_set(last_number) {
+            last_number = task_set_number;
+            let Some(task_set) = task_set else { continue };
+            let outcome = catch_unwind(AssertUnwindSafe(|| task_set.run_tasks()));
             let mut slot = self.lock();
             if let Err(panic) = outcome {
                 slot.panic.get_or_insert(panic);
@@ -197,28 +204,28 @@ impl PoolShared {
         }
     }
 
-    /// Waits for a job after number `last_job` and joins it. Returns its number, and the job if it
-    /// is still open; `None` if the pool ends.
-    fn wait_for_job(&self, last_job: u64) -> Option<(u64, Option<Job>)> {
+    /// Waits for a task set after number `last_number` and joins it. Returns the number of the new
+    /// task set, and the task set itself if it is still open. Returns `None` if the pool ends.
+    fn wait_for_task_set(&self, last_number: u64) -> Option<(u64, Option<TaskSet>)> {
         for _ in 0..SPIN_ITERATIONS {
-            if self.job_count.load(Ordering::Acquire) != last_job {
+            if self.task_set_count.load(Ordering::Acquire) != last_number {
                 break;
             }
             std::hint::spin_loop();
         }
         let mut slot = self.lock();
-        while self.job_count.load(Ordering::Acquire) == last_job && !slot.shutting_down {
+        while self.task_set_count.load(Ordering::Acquire) == last_number && !slot.shutting_down {
             slot.sleeping_helpers += 1;
-            slot = self.job_posted.wait(slot).unwrap_or_else(PoisonError::into_inner);
+            slot = self.task_set_posted.wait(slot).unwrap_or_else(PoisonError::into_inner);
             slot.sleeping_helpers -= 1;
         }
         if slot.shutting_down {
             return None;
         }
-        if slot.job.is_some() {
+        if slot.task_set.is_some() {
             self.active_helpers.fetch_add(1, Ordering::Relaxed);
         }
-        Some((self.job_count.load(Ordering::Acquire), slot.job))
+        Some((self.task_set_count.load(Ordering::Acquire), slot.task_set))
     }
 }
 
@@ -251,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn a_nested_job_runs_on_the_calling_thread() {
+    fn nested_tasks_run_on_the_calling_thread() {
         let pool = ThreadPool::new(2);
         let count = AtomicUsize::new(0);
         pool.run(3, &|_| {

@@ -3,7 +3,7 @@ use super::micro_kernel::{self, MicroTile};
 use super::simd::{LANES, Simd};
 use core::arch::x86_64::*;
 
-/// True if this machine has the instructions of [`Avx512`].
+/// Returns true if this machine has the instructions of [`Avx512`].
 pub(crate) fn has_avx512() -> bool {
     has_avx2()
         && is_x86_feature_detected!("avx512f")
@@ -12,24 +12,25 @@ pub(crate) fn has_avx512() -> bool {
         && is_x86_feature_detected!("avx512vl")
 }
 
-/// True if this machine has the instructions of [`Avx2`].
+/// Returns true if this machine has the instructions of [`Avx2`].
 pub(crate) fn has_avx2() -> bool {
     is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma")
 }
 
-/// [`Simd`] with AVX-512; a vector is one zmm register.
+/// Implementation of [`Simd`] with AVX-512. A vector is one zmm register.
 #[derive(Clone, Copy)]
 pub(crate) struct Avx512(());
 
-/// [`Simd`] with AVX2 and FMA; a vector is two ymm registers.
+/// Implementation of [`Simd`] with AVX2 and FMA. A vector is two ymm registers.
 #[derive(Clone, Copy)]
 pub(crate) struct Avx2(());
 
 impl Avx512 {
-    /// Creates a value without a check.
+    /// Creates a value without checking the machine.
     ///
     /// # Safety
-    /// The machine has the instructions ([`has_avx512`]).
+    ///
+    /// The caller must ensure that the machine has the instructions.
     #[inline(always)]
     pub(crate) unsafe fn assume() -> Self {
         Avx512(())
@@ -37,18 +38,19 @@ impl Avx512 {
 }
 
 impl Avx2 {
-    /// Creates a value without a check.
+    /// Creates a value without checking the machine.
     ///
     /// # Safety
-    /// The machine has the instructions ([`has_avx2`]).
+    ///
+    /// The caller must ensure that the machine has the instructions.
     #[inline(always)]
     pub(crate) unsafe fn assume() -> Self {
         Avx2(())
     }
 }
 
-/// Calls an intrinsic in a method whose `self` proves that the machine has it. The method's caller
-/// guarantees that pointers are valid.
+/// Calls an intrinsic in a method whose `self` proves that the machine has the instruction. Callers
+/// of the method must pass valid pointers.
 macro_rules! intrinsic {
     ($e:expr) => {
         // SAFETY: `Avx512` and `Avx2` exist only on machines with these instructions, and the
@@ -57,16 +59,16 @@ macro_rules! intrinsic {
     };
 }
 
-/// The mask of the first `n < 16` lanes.
+/// Returns the mask that selects the first `n` lanes, where `n` is below 16.
 #[inline(always)]
-fn mask16(n: usize) -> __mmask16 {
+fn mask_first_lanes(n: usize) -> __mmask16 {
     ((1u32 << n) - 1) as __mmask16
 }
 
 impl Simd for Avx512 {
     type V = __m512;
-    const MR: usize = 8;
-    const NV: usize = 3;
+    const TILE_ROWS: usize = 8;
+    const TILE_VECTORS: usize = 3;
 
     #[inline(always)]
     fn splat(self, x: f32) -> __m512 {
@@ -78,7 +80,7 @@ impl Simd for Avx512 {
     }
     #[inline(always)]
     unsafe fn load_part(self, p: *const f32, n: usize) -> __m512 {
-        intrinsic!(_mm512_maskz_loadu_ps(mask16(n), p))
+        intrinsic!(_mm512_maskz_loadu_ps(mask_first_lanes(n), p))
     }
     #[inline(always)]
     unsafe fn store(self, p: *mut f32, v: __m512) {
@@ -86,7 +88,7 @@ impl Simd for Avx512 {
     }
     #[inline(always)]
     unsafe fn store_part(self, p: *mut f32, n: usize, v: __m512) {
-        intrinsic!(_mm512_mask_storeu_ps(p, mask16(n), v))
+        intrinsic!(_mm512_mask_storeu_ps(p, mask_first_lanes(n), v))
     }
     #[inline(always)]
     fn add(self, a: __m512, b: __m512) -> __m512 {
@@ -130,18 +132,18 @@ impl Simd for Avx512 {
     }
     #[inline(always)]
     fn sum(self, v: __m512) -> f32 {
-        intrinsic!(sum8(_mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps::<1>(v))))
+        intrinsic!(sum_8_lanes(_mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps::<1>(v))))
     }
     #[inline(always)]
     fn max_lane(self, v: __m512) -> f32 {
-        intrinsic!(max8(_mm256_max_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps::<1>(v))))
+        intrinsic!(max_of_8_lanes(_mm256_max_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps::<1>(v))))
     }
     #[inline(always)]
     fn prefetch(self, p: *const f32) {
         intrinsic!(_mm_prefetch::<_MM_HINT_T0>(p.cast()))
     }
     unsafe fn run_micro_kernel(self, nv: usize, t: &MicroTile) {
-        intrinsic!(micro_avx512(self, nv, t))
+        intrinsic!(run_micro_kernel_avx512(self, nv, t))
     }
     #[inline(always)]
     unsafe fn transpose8(self, src: *const f32, lds: usize, dst: *mut f32, ldd: usize) {
@@ -149,9 +151,13 @@ impl Simd for Avx512 {
     }
 }
 
-/// [`Simd::run_micro_kernel`], compiled for AVX-512.
+/// Implements [`Simd::run_micro_kernel`] with AVX-512.
+///
+/// # Safety
+///
+/// The caller must meet the requirements of [`Simd::run_micro_kernel`].
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
-unsafe fn micro_avx512(s: Avx512, nv: usize, t: &MicroTile) {
+unsafe fn run_micro_kernel_avx512(s: Avx512, nv: usize, t: &MicroTile) {
     // SAFETY: guaranteed by the caller of `run_micro_kernel`.
     unsafe {
         match nv {
@@ -162,22 +168,22 @@ unsafe fn micro_avx512(s: Avx512, nv: usize, t: &MicroTile) {
     }
 }
 
-/// Lane masks for `maskload`: 8 set masks, then 8 clear ones. Eight consecutive masks that begin at
-/// `8 − n` select the first `n` lanes.
-static MASKS: [i32; 16] = [-1, -1, -1, -1, -1, -1, -1, -1, 0, 0, 0, 0, 0, 0, 0, 0];
+/// Lane masks for `maskload`: 8 set masks, then 8 clear masks. The eight consecutive masks from
+/// index `8 − n` on select the first `n` lanes.
+static LANE_MASKS: [i32; 16] = [-1, -1, -1, -1, -1, -1, -1, -1, 0, 0, 0, 0, 0, 0, 0, 0];
 
-/// The masks of the first `n` of 16 lanes.
+/// Returns the masks of two ymm registers that together select the first `n` of 16 lanes.
 #[inline(always)]
-fn mask8x2(n: usize) -> [__m256i; 2] {
+fn mask_first_lanes_x2(n: usize) -> [__m256i; 2] {
     let (a, b) = (n.min(8), n.saturating_sub(8));
-    let at = |k: usize| intrinsic!(_mm256_loadu_si256(MASKS.as_ptr().add(8 - k).cast()));
+    let at = |k: usize| intrinsic!(_mm256_loadu_si256(LANE_MASKS.as_ptr().add(8 - k).cast()));
     [at(a), at(b)]
 }
 
 impl Simd for Avx2 {
     type V = [__m256; 2];
-    const MR: usize = 6;
-    const NV: usize = 1;
+    const TILE_ROWS: usize = 6;
+    const TILE_VECTORS: usize = 1;
 
     #[inline(always)]
     fn splat(self, x: f32) -> Self::V {
@@ -190,7 +196,7 @@ impl Simd for Avx2 {
     }
     #[inline(always)]
     unsafe fn load_part(self, p: *const f32, n: usize) -> Self::V {
-        let [a, b] = mask8x2(n);
+        let [a, b] = mask_first_lanes_x2(n);
         // The second half may be outside the allocation; masked lanes are not accessed.
         intrinsic!([_mm256_maskload_ps(p, a), _mm256_maskload_ps(p.wrapping_add(8), b)])
     }
@@ -203,7 +209,7 @@ impl Simd for Avx2 {
     }
     #[inline(always)]
     unsafe fn store_part(self, p: *mut f32, n: usize, v: Self::V) {
-        let [a, b] = mask8x2(n);
+        let [a, b] = mask_first_lanes_x2(n);
         intrinsic!({
             _mm256_maskstore_ps(p, a, v[0]);
             _mm256_maskstore_ps(p.wrapping_add(8), b, v[1]);
@@ -247,15 +253,15 @@ impl Simd for Avx2 {
     }
     #[inline(always)]
     fn scale_pow2(self, v: Self::V, n: Self::V) -> Self::V {
-        intrinsic!([scale_pow2_8(v[0], n[0]), scale_pow2_8(v[1], n[1])])
+        intrinsic!([scale_8_lanes_pow2(v[0], n[0]), scale_8_lanes_pow2(v[1], n[1])])
     }
     #[inline(always)]
     fn sum(self, v: Self::V) -> f32 {
-        intrinsic!(sum8(_mm256_add_ps(v[0], v[1])))
+        intrinsic!(sum_8_lanes(_mm256_add_ps(v[0], v[1])))
     }
     #[inline(always)]
     fn max_lane(self, v: Self::V) -> f32 {
-        intrinsic!(max8(_mm256_max_ps(v[0], v[1])))
+        intrinsic!(max_of_8_lanes(_mm256_max_ps(v[0], v[1])))
     }
     #[inline(always)]
     fn prefetch(self, p: *const f32) {
@@ -263,7 +269,7 @@ impl Simd for Avx2 {
     }
     unsafe fn run_micro_kernel(self, nv: usize, t: &MicroTile) {
         debug_assert_eq!(nv, 1);
-        intrinsic!(micro_avx2(self, t))
+        intrinsic!(run_micro_kernel_avx2(self, t))
     }
     #[inline(always)]
     unsafe fn transpose8(self, src: *const f32, lds: usize, dst: *mut f32, ldd: usize) {
@@ -271,17 +277,22 @@ impl Simd for Avx2 {
     }
 }
 
-/// [`Simd::run_micro_kernel`], compiled for AVX2.
+/// Implements [`Simd::run_micro_kernel`] with AVX2.
+///
+/// # Safety
+///
+/// The caller must meet the requirements of [`Simd::run_micro_kernel`].
 #[target_feature(enable = "avx2,fma")]
-unsafe fn micro_avx2(s: Avx2, t: &MicroTile) {
+unsafe fn run_micro_kernel_avx2(s: Avx2, t: &MicroTile) {
     // SAFETY: guaranteed by the caller of `run_micro_kernel`.
     unsafe { micro_kernel::compute_tile::<_, 6, 1>(s, t) }
 }
 
-/// Computes `v · 2ⁿ` with two factors, because 2⁻¹⁵⁰ and 2¹²⁹ are out of range of `f32`.
+/// Computes `v · 2ⁿ` in 8 lanes. Multiplies by two powers of two, because 2⁻¹⁵⁰ and 2¹²⁹ are out of
+/// range of `f32`.
 #[inline]
 #[target_feature(enable = "avx2,fma")]
-fn scale_pow2_8(v: __m256, n: __m256) -> __m256 {
+fn scale_8_lanes_pow2(v: __m256, n: __m256) -> __m256 {
     let n = _mm256_cvtps_epi32(n);
     let high = _mm256_srai_epi32::<1>(n);
     let low = _mm256_sub_epi32(n, high);
@@ -291,26 +302,30 @@ fn scale_pow2_8(v: __m256, n: __m256) -> __m256 {
     _mm256_mul_ps(_mm256_mul_ps(v, high), low)
 }
 
-/// The sum of 8 lanes, in the order of [`Simd::sum`].
+/// Returns the sum of 8 lanes, added in the order of [`Simd::sum`].
 #[inline]
 #[target_feature(enable = "avx2,fma")]
-fn sum8(v: __m256) -> f32 {
+fn sum_8_lanes(v: __m256) -> f32 {
     let v = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps::<1>(v));
     let v = _mm_add_ps(v, _mm_movehl_ps(v, v));
     _mm_cvtss_f32(_mm_add_ss(v, _mm_movehdup_ps(v)))
 }
 
-/// The largest of 8 lanes.
+/// Returns the largest of 8 lanes.
 #[inline]
 #[target_feature(enable = "avx2,fma")]
-fn max8(v: __m256) -> f32 {
+fn max_of_8_lanes(v: __m256) -> f32 {
     let v = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps::<1>(v));
     let v = _mm_max_ps(v, _mm_movehl_ps(v, v));
     _mm_cvtss_f32(_mm_max_ss(v, _mm_movehdup_ps(v)))
 }
 
-/// [`Simd::transpose8`]: interleaves pairs of rows, then pairs of pairs, then the halves of the
-/// registers.
+/// Implements [`Simd::transpose8`]: interleaves pairs of rows, then pairs of pairs, then the halves
+/// of the registers.
+///
+/// # Safety
+///
+/// The caller must meet the requirements of [`Simd::transpose8`].
 #[inline]
 #[target_feature(enable = "avx2,fma")]
 unsafe fn transpose8(src: *const f32, lds: usize, dst: *mut f32, ldd: usize) {

@@ -1,27 +1,29 @@
-//! Attention: each block owns a tile of queries or keys. If everything is bf16 and heads have at
-//! most 128 elements it runs on tensor cores, otherwise in f32.
+//! Attention on a GPU, by cuDNN or by the built-in kernels. A block of a built-in kernel owns a
+//! tile of queries or keys. The built-in kernels use tensor cores if all tensors are bf16 and heads
+//! have at most 128 elements, and otherwise compute in f32.
 use super::compile::{ATTENTION, FLASH};
 use super::cudnn::{AttentionOperands, AttentionPass};
 use super::launch::{KernelArg, LaunchConfig};
-use super::{Cuda, TensorArg, expect_len, f32_address, unwrap_or_panic};
+use super::{Cuda, TensorArg, expect_len, f32_gpu_address, unwrap_or_panic};
 use crate::buffer::{Dtype, View, ViewMut};
 use crate::ops::AttentionShape;
 use std::ffi::CStr;
 
-/// `TILE` of attention.cu: queries or keys of a block.
-const TILE: usize = 32;
-/// Threads of a block of attention.cu.
-const THREADS: u32 = 128;
-/// `MOST_DIM` of attention.cu: maximum head dimension.
+/// Number of queries or keys of a block. This is `TILE` of attention.cu.
+const TILE_ROWS: usize = 32;
+/// Number of threads of a block of attention.cu.
+const THREADS_PER_BLOCK: u32 = 128;
+/// Maximum head dimension of attention.cu. This is `MAX_HEAD_DIM` of attention.cu.
 const MAX_HEAD_DIM: usize = 256;
 
-/// `BLOCK_ROWS` of flash.cu: queries or keys of a block.
-const FLASH_TILE: usize = 128;
-/// Maximum bytes of shared memory of a block of flash.cu in addition to rows: statistics of two
-/// steps of 64 rows, and `Kept`.
-const FLASH_EXTRA_SHARED: usize = 2 * 3 * 64 * 4 + 128;
+/// Number of queries or keys of a block of flash.cu. This is `BLOCK_ROWS` of flash.cu.
+const FLASH_TILE_ROWS: usize = 128;
+/// Maximum number of bytes of a flash.cu block's shared memory in addition to rows: statistics of
+/// two steps of 64 rows, and `BlockState`.
+const FLASH_EXTRA_SHARED_BYTES: usize = 2 * 3 * 64 * 4 + 128;
 
-/// Shape, scale and dropout of an attention; `Attention` of attention.cuh.
+/// Kernel argument with shape, scale and dropout of an attention. The layout is that of `Attention`
+/// in attention.cuh.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct AttentionArg {
@@ -30,12 +32,13 @@ struct AttentionArg {
     kv_heads: i64,
     dim: i64,
     scale: f32,
-    /// The softcap, or 0.
+    /// The softcap of the scores, or 0 for none.
     cap: f32,
-    /// The number of the first sequence among all samples, which dropout is drawn by.
+    /// Number of the first sequence among all samples. Dropout's random words depend on it.
     first_sample: i64,
     key: [u32; 2],
     threshold: u32,
+    /// Factor of probabilities that dropout keeps, or 0 without dropout.
     keep: f32,
 }
 
@@ -43,26 +46,28 @@ struct AttentionArg {
 unsafe impl KernelArg for AttentionArg {}
 
 impl AttentionArg {
+    /// Creates the argument for an attention shape.
     fn new(s: AttentionShape) -> Self {
         let [t, heads, kv_heads, dim] = [s.t, s.heads, s.kv_heads, s.head_dim].map(|n| n as i64);
-        let (first_sample, key, threshold, keep) = s
-            .dropout
-            .map_or((0, [0; 2], 0, 0.0), |d| (d.first_sequence as i64, d.key, d.threshold(), d.keep_scale()));
+        let (first_sample, key, threshold, keep) = s.dropout.map_or((0, [0; 2], 0, 0.0), |d| {
+            (d.first_sequence as i64, d.key, d.drop_threshold(), d.keep_scale())
+        });
         let cap = s.softcap.unwrap_or(0.0);
         AttentionArg { t, heads, kv_heads, dim, scale: s.scale, cap, first_sample, key, threshold, keep }
     }
 }
 
-/// A launch of attention.cu with one block per tile, head and sequence. Shared memory holds
-/// `row_tiles` tiles of rows and `score_tiles` tiles of scores.
-fn tiled_launch(
+/// Returns the launch configuration of attention.cu with one block per tile, head and sequence.
+/// Shared memory holds `row_tiles` tiles of rows and `score_tiles` tiles of scores. Panics if the
+/// GPU has too little shared memory.
+fn build_tiled_launch_config(
     cuda: &Cuda,
     s: AttentionShape,
     heads: usize,
     row_tiles: usize,
     score_tiles: usize,
 ) -> LaunchConfig {
-    let floats = row_tiles * TILE * (s.head_dim + 1) + score_tiles * TILE * (TILE + 1);
+    let floats = row_tiles * TILE_ROWS * (s.head_dim + 1) + score_tiles * TILE_ROWS * (TILE_ROWS + 1);
     let shared = floats * size_of::<f32>();
     let available = cuda.properties().shared_memory_per_block;
     assert!(
@@ -76,13 +81,13 @@ fn tiled_launch(
         s.head_dim
     );
     LaunchConfig {
-        grid: [s.t.div_ceil(TILE) as u32, heads as u32, s.b as u32],
-        block: [THREADS, 1, 1],
+        grid: [s.t.div_ceil(TILE_ROWS) as u32, heads as u32, s.b as u32],
+        block: [THREADS_PER_BLOCK, 1, 1],
         shared,
     }
 }
 
-/// The order of a kernel's blocks; `Order` of flash.cu.
+/// Order in which a kernel's blocks are scheduled. The layout is that of `BlockOrder` in flash.cu.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct BlockOrder {
@@ -96,29 +101,31 @@ struct BlockOrder {
     heads_together: i64,
 }
 
-// SAFETY: struct Order of flash.cu.
+// SAFETY: struct BlockOrder of flash.cu.
 unsafe impl KernelArg for BlockOrder {}
 
-/// A kernel of flash.cu in its variants. The first index is 0 for heads of at most 64 elements and
-/// 1 for heads of at most 128. The second is 1 for attention with a softcap or dropout.
+/// Variants of a kernel of flash.cu. The first index is 0 for heads of at most 64 elements and 1
+/// for heads of at most 128. The second index is 1 for attention with a softcap or dropout.
 struct FlashKernel {
     names: [[&'static CStr; 2]; 2],
     /// Warps per block.
     warps: [[u32; 2]; 2],
-    /// Rows in shared memory: two steps of the rows that a block iterates over, and the rows that
-    /// the block owns unless they are in registers.
+    /// Number of rows in shared memory: two steps of the rows that a block iterates over, and the
+    /// rows that the block owns unless they are in registers.
     rows: [[usize; 2]; 2],
     /// True if blocks own keys and iterate over queries.
     is_by_keys: bool,
 }
 
-const FORWARD: FlashKernel = FlashKernel {
+/// Forward kernel.
+const FLASH_FORWARD: FlashKernel = FlashKernel {
     names: [[c"flash_forward_64", c"flash_forward_64_any"], [c"flash_forward_128", c"flash_forward_128_any"]],
     warps: [[4, 4], [4, 8]],
     rows: [[256, 256], [256, 256]],
     is_by_keys: false,
 };
-const BACKWARD_Q: FlashKernel = FlashKernel {
+/// Backward kernel whose blocks own queries.
+const FLASH_BACKWARD_Q: FlashKernel = FlashKernel {
     names: [
         [c"flash_backward_q_64", c"flash_backward_q_64_any"],
         [c"flash_backward_q_128", c"flash_backward_q_128_any"],
@@ -127,7 +134,8 @@ const BACKWARD_Q: FlashKernel = FlashKernel {
     rows: [[256, 256], [256, 256]],
     is_by_keys: false,
 };
-const BACKWARD_KV: FlashKernel = FlashKernel {
+/// Backward kernel whose blocks own keys.
+const FLASH_BACKWARD_KV: FlashKernel = FlashKernel {
     names: [
         [c"flash_backward_kv_64", c"flash_backward_kv_64_any"],
         [c"flash_backward_kv_128", c"flash_backward_kv_128_any"],
@@ -138,28 +146,31 @@ const BACKWARD_KV: FlashKernel = FlashKernel {
 };
 
 impl FlashKernel {
+    /// Enqueues the variant for this shape. The shape and the order of the blocks follow
+    /// `arguments`.
     fn launch(&self, cuda: &Cuda, s: AttentionShape, arguments: &[&dyn KernelArg]) {
         let dim_index = usize::from(s.head_dim > 64);
         let variant = usize::from(s.softcap.is_some() || s.dropout.is_some());
         let width = (s.heads + 2 * s.kv_heads) * s.head_dim;
         assert!(s.t <= 1 << 30 && width <= 1 << 30, "attention: {s:?} exceeds the kernel's index range");
-        let order = self.block_order(s, cuda.properties().l2_cache_bytes);
+        let order = self.compute_block_order(s, cuda.properties().l2_cache_bytes);
         let blocks =
             u32::try_from(order.tiles * order.total_heads).ok().filter(|blocks| *blocks <= i32::MAX as u32);
         let grid = [blocks.unwrap_or_else(|| panic!("attention: {s:?} exceeds the grid")), 1, 1];
         let row_bytes = ([64, 128][dim_index] + 8) * size_of::<u16>();
-        let shared = self.rows[dim_index][variant] * row_bytes + FLASH_EXTRA_SHARED;
+        let shared = self.rows[dim_index][variant] * row_bytes + FLASH_EXTRA_SHARED_BYTES;
         let config = LaunchConfig { grid, block: [32 * self.warps[dim_index][variant], 1, 1], shared };
         let shape = AttentionArg::new(s);
         let arguments: Vec<&dyn KernelArg> =
             arguments.iter().copied().chain([&shape as &dyn KernelArg, &order]).collect();
-        cuda.launch(FLASH, self.names[dim_index][variant], config, &arguments);
+        cuda.launch_kernel(FLASH, self.names[dim_index][variant], config, &arguments);
     }
 
-    /// The order of the blocks. Each block of a head reads the same rows again, so the rows of the
-    /// heads that are scheduled together are to fit into half of the L2 cache.
-    fn block_order(&self, s: AttentionShape, l2_cache_bytes: usize) -> BlockOrder {
-        let tiles = s.t.div_ceil(FLASH_TILE);
+    /// Returns the order of the blocks. Each block of a head reads the same rows again. Therefore
+    /// the number of heads that are scheduled together is chosen such that their rows fit into half
+    /// of the L2 cache.
+    fn compute_block_order(&self, s: AttentionShape, l2_cache_bytes: usize) -> BlockOrder {
+        let tiles = s.t.div_ceil(FLASH_TILE_ROWS);
         let group = s.heads / s.kv_heads;
         let (heads, heads_sharing_rows, rows_per_token) =
             if self.is_by_keys { (s.kv_heads, 1, group) } else { (s.heads, group, 1) };
@@ -172,13 +183,14 @@ impl FlashKernel {
     }
 }
 
-/// True if attention with tensors of these types runs on tensor cores.
+/// Returns true if the built-in kernels compute attention with tensors of these types on tensor
+/// cores.
 fn uses_tensor_cores(dtypes: &[Dtype], s: AttentionShape) -> bool {
     s.head_dim <= 128 && dtypes.iter().all(|dtype| *dtype == Dtype::Bf16)
 }
 
-/// Panics if an argument does not fit the shape.
-fn check(op: &str, o: usize, lse: usize, qkv: usize, starts: &[u32], s: AttentionShape) {
+/// Panics if an argument of the op `op` does not fit the shape.
+fn check_arguments(op: &str, o: usize, lse: usize, qkv: usize, starts: &[u32], s: AttentionShape) {
     assert!(
         s.kv_heads > 0 && s.heads.is_multiple_of(s.kv_heads),
         "{op}: {} heads are not a multiple of {} kv heads",
@@ -200,15 +212,16 @@ fn check(op: &str, o: usize, lse: usize, qkv: usize, starts: &[u32], s: Attentio
     }
 }
 
+/// Implements [`crate::Ops::attention_forward`] with cuDNN or a built-in kernel.
 pub(super) fn forward(cuda: &Cuda, o: ViewMut, lse: ViewMut, qkv: View, starts: &[u32], s: AttentionShape) {
-    check("attention_forward", o.len(), lse.len(), qkv.len(), starts, s);
-    let lse = f32_address(lse.as_view());
+    check_arguments("attention_forward", o.len(), lse.len(), qkv.len(), starts, s);
+    let lse = f32_gpu_address(lse.as_view());
     let is_flash = uses_tensor_cores(&[o.dtype(), qkv.dtype()], s);
     let is_bf16 = [o.dtype(), qkv.dtype()] == [Dtype::Bf16; 2];
     let (o, qkv) = (TensorArg::from(&o), TensorArg::from(qkv));
-    let run_flash = || FORWARD.launch(cuda, s, &[&o, &lse, &qkv, &cuda.upload_input("starts", starts)]);
+    let run_flash = || FLASH_FORWARD.launch(cuda, s, &[&o, &lse, &qkv, &cuda.upload_input("starts", starts)]);
     let operands = AttentionOperands { qkv: qkv.at, o: o.at, lse, ..AttentionOperands::default() };
-    if run_on_cudnn(cuda, is_bf16, s, starts, &operands, false, &run_flash) {
+    if try_run_on_cudnn(cuda, is_bf16, s, starts, &operands, false, &run_flash) {
         return;
     }
     if is_flash {
@@ -216,9 +229,15 @@ pub(super) fn forward(cuda: &Cuda, o: ViewMut, lse: ViewMut, qkv: View, starts: 
     }
     let starts = cuda.upload_input("starts", starts);
     let arguments: [&dyn KernelArg; 5] = [&o, &lse, &qkv, &starts, &AttentionArg::new(s)];
-    cuda.launch(ATTENTION, c"attention_forward", tiled_launch(cuda, s, s.heads, 3, 1), &arguments);
+    cuda.launch_kernel(
+        ATTENTION,
+        c"attention_forward",
+        build_tiled_launch_config(cuda, s, s.heads, 3, 1),
+        &arguments,
+    );
 }
 
+/// Implements [`crate::Ops::attention_backward`] with cuDNN or built-in kernels.
 pub(super) fn backward(
     cuda: &Cuda,
     dqkv: ViewMut,
@@ -230,7 +249,7 @@ pub(super) fn backward(
     s: AttentionShape,
 ) {
     let op = "attention_backward";
-    check(op, o.len(), lse.len(), qkv.len(), starts, s);
+    check_arguments(op, o.len(), lse.len(), qkv.len(), starts, s);
     expect_len(op, "dqkv", dqkv.len(), qkv.len());
     expect_len(op, "d_o", d_o.len(), o.len());
     let is_flash = uses_tensor_cores(&[dqkv.dtype(), qkv.dtype(), d_o.dtype()], s);
@@ -241,35 +260,35 @@ pub(super) fn backward(
         TensorArg::from(d_o),
         TensorArg::from(o),
         TensorArg::from(qkv),
-        f32_address(lse),
+        f32_gpu_address(lse),
         AttentionArg::new(s),
     );
-    let grid = [s.t.div_ceil(TILE) as u32, s.heads as u32, s.b as u32];
-    let dots_config = LaunchConfig { grid, block: [8 * TILE as u32, 1, 1], shared: 0 };
+    let grid = [s.t.div_ceil(TILE_ROWS) as u32, s.heads as u32, s.b as u32];
+    let dots_config = LaunchConfig { grid, block: [8 * TILE_ROWS as u32, 1, 1], shared: 0 };
     let run_built_in = || {
-        let dots = cuda.scratch(dots_bytes);
+        let dots = cuda.alloc_scratch(dots_bytes);
         let starts = cuda.upload_input("starts", starts);
-        cuda.launch(ATTENTION, c"attention_dots", dots_config, &[&dots.at(), &d_o, &o, &shape]);
+        cuda.launch_kernel(ATTENTION, c"attention_delta", dots_config, &[&dots.address(), &d_o, &o, &shape]);
         if is_flash {
-            let arguments: [&dyn KernelArg; 6] = [&dqkv, &d_o, &qkv, &lse, &dots.at(), &starts];
-            BACKWARD_Q.launch(cuda, s, &arguments);
-            return BACKWARD_KV.launch(cuda, s, &arguments);
+            let arguments: [&dyn KernelArg; 6] = [&dqkv, &d_o, &qkv, &lse, &dots.address(), &starts];
+            FLASH_BACKWARD_Q.launch(cuda, s, &arguments);
+            return FLASH_BACKWARD_KV.launch(cuda, s, &arguments);
         }
-        let arguments: [&dyn KernelArg; 7] = [&dqkv, &d_o, &qkv, &lse, &dots.at(), &starts, &shape];
-        let by_queries = tiled_launch(cuda, s, s.heads, 4, 1);
-        cuda.launch(ATTENTION, c"attention_backward_q", by_queries, &arguments);
-        let by_keys = tiled_launch(cuda, s, s.kv_heads, 4, 2);
-        cuda.launch(ATTENTION, c"attention_backward_kv", by_keys, &arguments);
+        let arguments: [&dyn KernelArg; 7] = [&dqkv, &d_o, &qkv, &lse, &dots.address(), &starts, &shape];
+        let by_queries = build_tiled_launch_config(cuda, s, s.heads, 4, 1);
+        cuda.launch_kernel(ATTENTION, c"attention_backward_q", by_queries, &arguments);
+        let by_keys = build_tiled_launch_config(cuda, s, s.kv_heads, 4, 2);
+        cuda.launch_kernel(ATTENTION, c"attention_backward_kv", by_keys, &arguments);
     };
     let operands = AttentionOperands { qkv: qkv.at, o: o.at, lse, d_o: d_o.at, dqkv: dqkv.at };
-    if !run_on_cudnn(cuda, is_bf16, s, starts, &operands, true, &run_built_in) {
+    if !try_run_on_cudnn(cuda, is_bf16, s, starts, &operands, true, &run_built_in) {
         run_built_in();
     }
 }
 
-/// Enqueues the pass on cuDNN. Returns false without cuDNN, or if cuDNN was not selected for this
-/// shape; the caller then launches the built-in kernels.
-fn run_on_cudnn(
+/// Enqueues the pass on cuDNN. Returns false if cuDNN is not used or was not selected for this
+/// shape. The caller then launches the built-in kernels. `run_built_in` launches them for timing.
+fn try_run_on_cudnn(
     cuda: &Cuda,
     is_bf16: bool,
     shape: AttentionShape,
@@ -280,7 +299,7 @@ fn run_on_cudnn(
 ) -> bool {
     let Some(cudnn) = cuda.cudnn.get().filter(|_| shape.b * shape.t > 0) else { return false };
     let pass = AttentionPass::new(shape, starts, operands, is_bf16, is_backward);
-    unwrap_or_panic(cudnn.run(cuda, pass, operands, run_built_in))
+    unwrap_or_panic(cudnn.try_enqueue(cuda, pass, operands, run_built_in))
 }
 
 #[cfg(test)]
@@ -291,16 +310,16 @@ mod tests {
     fn heads_whose_rows_fit_into_the_cache_are_scheduled_together() {
         let s = AttentionShape::new(2, 1000, 16, 4, 128);
         let order = |kernel: &FlashKernel, cache| {
-            let order = kernel.block_order(s, cache);
+            let order = kernel.compute_block_order(s, cache);
             (order.tiles, order.heads, order.total_heads, order.heads_together)
         };
         // Keys and values of 4 query heads take 512 000 bytes; queries and gradients of one key
         // head take four times as many.
-        assert_eq!(order(&FORWARD, 1_024_000), (8, 16, 32, 4));
-        assert_eq!(order(&FORWARD, 3_000_000), (8, 16, 32, 8));
-        assert_eq!(order(&FORWARD, 0), (8, 16, 32, 4));
-        assert_eq!(order(&FORWARD, 1 << 30), (8, 16, 32, 32));
-        assert_eq!(order(&BACKWARD_KV, 5_000_000), (8, 4, 8, 1));
-        assert_eq!(order(&BACKWARD_KV, 9_000_000), (8, 4, 8, 2));
+        assert_eq!(order(&FLASH_FORWARD, 1_024_000), (8, 16, 32, 4));
+        assert_eq!(order(&FLASH_FORWARD, 3_000_000), (8, 16, 32, 8));
+        assert_eq!(order(&FLASH_FORWARD, 0), (8, 16, 32, 4));
+        assert_eq!(order(&FLASH_FORWARD, 1 << 30), (8, 16, 32, 32));
+        assert_eq!(order(&FLASH_BACKWARD_KV, 5_000_000), (8, 4, 8, 1));
+        assert_eq!(order(&FLASH_BACKWARD_KV, 9_000_000), (8, 4, 8, 2));
     }
 }

@@ -7,6 +7,8 @@ use super::library_search::OpenLibrary;
 use super::{CudaError, library_search::CudaLibrary};
 use std::ffi::{c_char, c_int, c_uint, c_void};
 
+/// Defines a struct with the functions of a library, and a function `load` that looks them up by
+/// name.
 macro_rules! library {
     ($(#[$doc:meta])* $library:ident = $kind:ident, $required:literal { $(fn $function:ident($($type:ty),* $(,)?) -> $result:ty;)* }) => {
         $(#[$doc])*
@@ -18,7 +20,8 @@ macro_rules! library {
         }
 
         impl $library {
-            /// Looks up every function. Fails with the name of the first one that is missing.
+            /// Looks up every function of the library. Fails with the name of the first function
+            /// that is missing.
             pub(super) fn load(opened: OpenLibrary) -> Result<Self, CudaError> {
                 let OpenLibrary { library, path } = opened;
                 Ok($library {
@@ -47,7 +50,7 @@ macro_rules! library {
 
 /// An address in GPU memory.
 pub(super) type Address = u64;
-/// An opaque pointer of a library: a context, stream, event, module, function or memory pool.
+/// Opaque pointer of a library, such as a context, stream, event, module, kernel or memory pool.
 pub(super) type Handle = *mut c_void;
 
 library! {
@@ -166,7 +169,7 @@ library! {
 }
 
 library! {
-    /// cuBLASLt, matrix products, from `libcublasLt.so`.
+    /// cuBLASLt, the matmul library, from `libcublasLt.so`.
     CublasLtApi = CublasLt, "CUDA 12" {
         fn cublasLtGetVersion() -> usize;
         fn cublasLtGetStatusString(c_int) -> *const c_char;
@@ -196,7 +199,7 @@ library! {
 pub(super) struct Algorithm([u64; 8]);
 
 impl Algorithm {
-    /// The bytes as the library laid them out.
+    /// Returns the bytes of the algorithm in the layout of the library.
     pub(super) fn bytes(&self) -> &[u8] {
         bytemuck::cast_slice(&self.0)
     }
@@ -242,7 +245,7 @@ pub(super) const MAX_WORKSPACE: c_int = 1;
 pub(super) const MIN_ALIGNMENT: c_int = 5;
 
 library! {
-    /// cuDNN's backend API, from `libcudnn.so.9`: it compiles graphs of operations.
+    /// cuDNN's backend API, which compiles graphs of operations, from `libcudnn.so.9`.
     CudnnApi = Cudnn, "cuDNN 9" {
         fn cudnnGetVersion() -> usize;
         fn cudnnGetErrorString(c_int) -> *const c_char;

@@ -2,23 +2,24 @@
 //! the full logits are never in memory.
 use super::compile::CLASSIFIER;
 use super::launch::KernelArg;
-use super::ops::{Operand, matmul};
-use super::{Cuda, dtype_code, expect_len, f32_address};
+use super::ops::{MatmulOperand, matmul};
+use super::{Cuda, dtype_code, expect_len, f32_gpu_address};
 use crate::buffer::{Dtype, View, ViewMut};
 use crate::ops::{ClassifierGrads, IGNORE_LABEL, WriteMode};
 use crate::storage::Storage;
 
-/// Number of logits in a chunk. Chunks are large because each reads and writes the whole gradient
-/// of the matrix, and because matmuls are efficient with many rows.
-const CHUNK_LOGITS: usize = 256 << 20;
+/// Maximum number of logits in a chunk, unless the chunk has the minimum number of rows. Chunks are
+/// large because each chunk reads and writes the whole gradient of the matrix, and because matmuls
+/// are efficient with many rows.
+const MAX_CHUNK_LOGITS: usize = 256 << 20;
 /// Minimum number of rows in a chunk.
 const MIN_CHUNK_ROWS: usize = 1024;
-/// Rows of logits begin at multiples of this number of elements, because matmuls are slow on rows
-/// that are not aligned to 16 bytes.
+/// Alignment of rows of logits, in elements. Matmuls are slow on rows that are not aligned to 16
+/// bytes.
 const ROW_ALIGNMENT: usize = 64;
 
-/// The sizes of a classifier: `m` rows of `d` elements and a vocabulary of `v`, with the softcap of
-/// the logits.
+/// Sizes of a classifier: `m` rows of `d` elements and a vocabulary of `v`, and the softcap of the
+/// logits.
 #[derive(Clone, Copy)]
 pub(super) struct ClassifierShape {
     pub(super) m: usize,
@@ -27,17 +28,18 @@ pub(super) struct ClassifierShape {
     pub(super) cap: Option<f32>,
 }
 
-/// The number of rows in a chunk of `m` rows of `v` logits.
-fn chunk_rows(m: usize, v: usize) -> usize {
-    (CHUNK_LOGITS / v.max(1)).max(MIN_CHUNK_ROWS).min(m)
+/// Returns the number of rows in a chunk, for `m` rows of `v` logits in total.
+fn choose_chunk_rows(m: usize, v: usize) -> usize {
+    (MAX_CHUNK_LOGITS / v.max(1)).max(MIN_CHUNK_ROWS).min(m)
 }
 
-/// Bytes of the logits of a chunk, for `m` rows and a vocabulary of `v`.
-pub fn classifier_workspace_bytes(m: usize, v: usize) -> usize {
-    chunk_rows(m, v) * v.next_multiple_of(ROW_ALIGNMENT) * size_of::<f32>()
+/// Returns the number of bytes of a chunk's logits, for `m` rows in total and a vocabulary of `v`.
+pub fn count_classifier_workspace_bytes(m: usize, v: usize) -> usize {
+    choose_chunk_rows(m, v) * v.next_multiple_of(ROW_ALIGNMENT) * size_of::<f32>()
 }
 
-pub(super) fn classifier(
+/// Implements [`crate::Ops::compute_softcapped_classifier_loss`].
+pub(super) fn compute_loss_in_chunks(
     cuda: &Cuda,
     loss: ViewMut,
     x: View,
@@ -47,53 +49,53 @@ pub(super) fn classifier(
     mut grads: Option<ClassifierGrads>,
 ) {
     let ClassifierShape { m, d, v, cap } = shape;
-    check(loss.len(), x.len(), w.len(), labels, shape, grads.as_ref());
+    check_arguments(loss.len(), x.len(), w.len(), labels, shape, grads.as_ref());
     if let Some(g) =
         grads.as_mut().filter(|g| g.dw_write == WriteMode::Overwrite && !g.dw.is_empty() && m == 0)
     {
         cuda.clear(g.dw.reborrow());
     }
-    let (rows, stride) = (chunk_rows(m, v), v.next_multiple_of(ROW_ALIGNMENT));
-    let logits = cuda.scratch(classifier_workspace_bytes(m, v));
+    let (rows, stride) = (choose_chunk_rows(m, v), v.next_multiple_of(ROW_ALIGNMENT));
+    let logits = cuda.alloc_scratch(count_classifier_workspace_bytes(m, v));
     // The matmuls of the backward pass need operands of one type, so dlogits are rounded to the
     // type of the activations and weights. They overwrite the logits, row by row.
     let gradient_dtype = if x.dtype() == w.dtype() { x.dtype() } else { Dtype::F32 };
-    let dlogits = Operand {
-        at: logits.at(),
+    let dlogits = MatmulOperand {
+        at: logits.address(),
         dtype: gradient_dtype,
         stride: stride * size_of::<f32>() / gradient_dtype.size(),
         transposed: false,
     };
-    let loss = f32_address(loss.as_view());
+    let loss = f32_gpu_address(loss.as_view());
     let all_labels = cuda.upload_input("labels", labels);
     for start in (0..m).step_by(rows.max(1)) {
         let count = rows.min(m - start);
-        let x = Operand::new(x.slice(start * d..(start + count) * d), d, false);
-        let f32_logits = Operand { dtype: Dtype::F32, stride, ..dlogits };
-        matmul(cuda, f32_logits, x, Operand::new(w, d, true), [count, v, d], WriteMode::Overwrite);
+        let x = MatmulOperand::new(x.slice(start * d..(start + count) * d), d, false);
+        let f32_logits = MatmulOperand { dtype: Dtype::F32, stride, ..dlogits };
+        matmul(cuda, f32_logits, x, MatmulOperand::new(w, d, true), [count, v, d], WriteMode::Overwrite);
         // the type of the gradient that overwrites the logits; -1 for no gradient
         let gradient_code = if grads.is_some() { dtype_code(gradient_dtype) } else { -1 };
         let (loss, labels) = (loss + (start * 4) as u64, all_labels + (start * 4) as u64);
         let scale = grads.as_ref().map_or(0.0, |g| g.scale);
         let sizes = [v as i64, stride as i64, gradient_code];
         let arguments: [&dyn KernelArg; 8] =
-            [&loss, &logits.at(), &labels, &sizes[0], &sizes[1], &sizes[2], &cap.unwrap_or(0.0), &scale];
-        let kernel = if cap.is_some() { c"cross_entropy_capped" } else { c"cross_entropy" };
+            [&loss, &logits.address(), &labels, &sizes[0], &sizes[1], &sizes[2], &cap.unwrap_or(0.0), &scale];
+        let kernel = if cap.is_some() { c"cross_entropy_softcapped" } else { c"cross_entropy" };
         cuda.launch_row_blocks(CLASSIFIER, kernel, count, v, &arguments);
         if let Some(g) = &grads {
-            let dx = Operand::new(g.dx.as_view().slice(start * d..(start + count) * d), d, false);
-            matmul(cuda, dx, dlogits, Operand::new(w, d, false), [count, d, v], WriteMode::Overwrite);
+            let dx = MatmulOperand::new(g.dx.as_view().slice(start * d..(start + count) * d), d, false);
+            matmul(cuda, dx, dlogits, MatmulOperand::new(w, d, false), [count, d, v], WriteMode::Overwrite);
             if !g.dw.is_empty() {
                 let write = if start == 0 { g.dw_write } else { WriteMode::Accumulate };
-                let dw = Operand::new(g.dw.as_view(), d, false);
-                matmul(cuda, dw, Operand { transposed: true, ..dlogits }, x, [v, d, count], write);
+                let dw = MatmulOperand::new(g.dw.as_view(), d, false);
+                matmul(cuda, dw, MatmulOperand { transposed: true, ..dlogits }, x, [v, d, count], write);
             }
         }
     }
 }
 
-/// Panics if an argument does not fit the shape.
-fn check(
+/// Panics if a length or a label does not fit the shape.
+fn check_arguments(
     loss: usize,
     x: usize,
     w: usize,

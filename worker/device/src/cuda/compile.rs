@@ -1,4 +1,5 @@
-//! Compiles the kernels with NVRTC for the GPU's exact architecture, and caches the images on disk.
+//! Compilation of the kernels with NVRTC for the GPU's exact architecture, and the kernel cache on
+//! disk.
 use super::bindings::{Handle, NvrtcApi};
 use super::context::GpuContext;
 use super::disk_cache;
@@ -13,42 +14,51 @@ use std::{
     sync::{Mutex, OnceLock, PoisonError},
 };
 
-/// A file of kernels: its name and text.
+/// A source file of kernels: its name and text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct KernelSource {
     pub(super) file: &'static str,
     pub(super) text: &'static str,
 }
 
+/// Includes the text of a kernel source at compile time.
 macro_rules! source {
     ($file:literal) => {
         KernelSource { file: $file, text: include_str!(concat!("kernels/", $file)) }
     };
 }
 
-/// The headers that the sources include, by name.
+/// Names and texts of the headers that the sources include.
 const HEADERS: [(&CStr, &str); 3] = [
     (c"common.cuh", include_str!("kernels/common.cuh")),
     (c"attention.cuh", include_str!("kernels/attention.cuh")),
     (c"tiles.cuh", include_str!("kernels/tiles.cuh")),
 ];
-pub(super) const FLAT: KernelSource = source!("flat.cu");
+/// Kernels of elementwise ops, dropout, block sums of squares, and optimizers.
+pub(super) const ELEMENTWISE: KernelSource = source!("elementwise.cu");
+/// Kernels of RMSNorm, LayerNorm, bias, and sums over rows.
 pub(super) const NORM: KernelSource = source!("norm.cu");
+/// Kernels of activation functions and rotary position embedding.
 pub(super) const ACTIVATION: KernelSource = source!("activation.cu");
-pub(super) const ROWS: KernelSource = source!("rows.cu");
+/// Kernels of the embedding, the router, and rows of experts.
+pub(super) const EXPERT_ROWS: KernelSource = source!("expert_rows.cu");
+/// Kernels of the cross-entropy loss.
 pub(super) const CLASSIFIER: KernelSource = source!("classifier.cu");
+/// Kernels of attention in f32 arithmetic, for all element types.
 pub(super) const ATTENTION: KernelSource = source!("attention.cu");
+/// Kernels of bf16 attention on tensor cores.
 pub(super) const FLASH: KernelSource = source!("flash.cu");
+/// Kernels that quantize fp8 operands.
 pub(super) const FP8: KernelSource = source!("fp8.cu");
-/// Every source.
+/// Every kernel source.
 pub(super) const SOURCES: [KernelSource; 8] =
-    [FLAT, NORM, ACTIVATION, ROWS, CLASSIFIER, ATTENTION, FLASH, FP8];
+    [ELEMENTWISE, NORM, ACTIVATION, EXPERT_ROWS, CLASSIFIER, ATTENTION, FLASH, FP8];
 
-/// Compiler options in addition to the architecture. 177 is the warning about a function of a
-/// header that a source does not use.
+/// Compiler options in addition to the architecture. Option 177 suppresses the warning about a
+/// function of a header that a source does not use.
 const OPTIONS: [&CStr; 2] = [c"--std=c++17", c"--diag-suppress=177"];
 
-/// An open NVRTC.
+/// The opened NVRTC library.
 pub(super) struct Nvrtc {
     library: NvrtcApi,
     pub(super) path: PathBuf,
@@ -57,6 +67,7 @@ pub(super) struct Nvrtc {
 }
 
 impl Nvrtc {
+    /// Opens NVRTC and queries its version.
     pub(super) fn open(paths: &LibraryPaths) -> Result<Nvrtc> {
         let opened = paths.open(CudaLibrary::Nvrtc)?;
         let path = opened.path.clone();
@@ -65,12 +76,12 @@ impl Nvrtc {
         // SAFETY: writes two integers.
         let status = unsafe { (library.nvrtcVersion)(&mut major, &mut minor) };
         let nvrtc = Nvrtc { library, path, version: (major.max(0) as u32, minor.max(0) as u32) };
-        nvrtc.check("nvrtcVersion", status)?;
+        nvrtc.check_status("nvrtcVersion", status)?;
         Ok(nvrtc)
     }
 
-    /// Turns a status code of `function` into an error with NVRTC's own message.
-    fn check(&self, function: &str, status: c_int) -> Result<()> {
+    /// Converts a status code of `function` to a result. The error contains NVRTC's own message.
+    fn check_status(&self, function: &str, status: c_int) -> Result<()> {
         if status == 0 {
             return Ok(());
         }
@@ -86,30 +97,30 @@ impl Nvrtc {
         Err(CudaError::Call { function: function.to_owned(), status, message })
     }
 
-    /// The architectures that this NVRTC can compile for: 80, 90, …
-    fn supported_architectures(&self) -> Result<Vec<c_int>> {
+    /// Returns the architectures that this NVRTC can compile for, such as 80 and 90.
+    fn query_supported_architectures(&self) -> Result<Vec<c_int>> {
         let mut count = 0;
         // SAFETY: writes one integer.
-        self.check("nvrtcGetNumSupportedArchs", unsafe {
+        self.check_status("nvrtcGetNumSupportedArchs", unsafe {
             (self.library.nvrtcGetNumSupportedArchs)(&mut count)
         })?;
         let mut architectures = vec![0; count.clamp(0, 1024) as usize];
         if !architectures.is_empty() {
             // SAFETY: writes as many integers as it counted.
-            self.check("nvrtcGetSupportedArchs", unsafe {
+            self.check_status("nvrtcGetSupportedArchs", unsafe {
                 (self.library.nvrtcGetSupportedArchs)(architectures.as_mut_ptr())
             })?;
         }
         Ok(architectures)
     }
 
-    /// Compiles a source for an architecture such as `sm_90` and returns the image.
+    /// Compiles a source for an architecture such as `sm_90`, and returns the binary image.
     pub(super) fn compile(&self, source: KernelSource, architecture: &str) -> Result<Vec<u8>> {
-        let (text, name) = (c_string(source.text), c_string(source.file));
-        let headers = HEADERS.map(|(_, text)| c_string(text));
+        let (text, name) = (to_c_string(source.text), to_c_string(source.file));
+        let headers = HEADERS.map(|(_, text)| to_c_string(text));
         let texts = headers.each_ref().map(|text| text.as_ptr());
         let names = HEADERS.map(|(name, _)| name.as_ptr());
-        let mut program = Program { nvrtc: self, handle: ptr::null_mut() };
+        let mut program = NvrtcProgram { nvrtc: self, handle: ptr::null_mut() };
         // SAFETY: every string ends in a zero; both arrays have as many elements as the count.
         let status = unsafe {
             (self.library.nvrtcCreateProgram)(
@@ -121,50 +132,51 @@ impl Nvrtc {
                 names.as_ptr(),
             )
         };
-        self.check("nvrtcCreateProgram", status)?;
-        let architecture = c_string(&format!("--gpu-architecture={architecture}"));
+        self.check_status("nvrtcCreateProgram", status)?;
+        let architecture = to_c_string(&format!("--gpu-architecture={architecture}"));
         let mut options = vec![architecture.as_ptr()];
         options.extend(OPTIONS.iter().map(|o| o.as_ptr()));
         // SAFETY: the array has as many elements as the count.
         let status = unsafe {
             (self.library.nvrtcCompileProgram)(program.handle, options.len() as c_int, options.as_ptr())
         };
-        if let Err(e) = self.check("nvrtcCompileProgram", status) {
-            let log = program.log().filter(|log| !log.trim().is_empty()).unwrap_or_else(|| e.to_string());
+        if let Err(e) = self.check_status("nvrtcCompileProgram", status) {
+            let log =
+                program.read_log().filter(|log| !log.trim().is_empty()).unwrap_or_else(|| e.to_string());
             return Err(CudaError::KernelCompile { file: source.file, log });
         }
         let mut bytes = 0;
         // SAFETY: writes one integer.
-        self.check("nvrtcGetCUBINSize", unsafe {
+        self.check_status("nvrtcGetCUBINSize", unsafe {
             (self.library.nvrtcGetCUBINSize)(program.handle, &mut bytes)
         })?;
-        if bytes == 0 || bytes > disk_cache::MAX_BYTES {
+        if bytes == 0 || bytes > disk_cache::MAX_CONTENT_BYTES {
             let message = format!("returned an image of {bytes} bytes");
             return Err(CudaError::Call { function: "nvrtcGetCUBINSize".to_owned(), status: 0, message });
         }
         let mut image = vec![0u8; bytes];
         // SAFETY: the buffer has as many bytes as NVRTC reported.
-        self.check("nvrtcGetCUBIN", unsafe {
+        self.check_status("nvrtcGetCUBIN", unsafe {
             (self.library.nvrtcGetCUBIN)(program.handle, image.as_mut_ptr().cast())
         })?;
         Ok(image)
     }
 }
 
-/// A program of NVRTC, from its source to its image.
-struct Program<'a> {
+/// A program of NVRTC. Dropping it destroys the program.
+struct NvrtcProgram<'a> {
     nvrtc: &'a Nvrtc,
     handle: Handle,
 }
 
-impl Program<'_> {
-    /// The compiler's messages, if there are any.
-    fn log(&self) -> Option<String> {
+impl NvrtcProgram<'_> {
+    /// Returns the compiler's messages, or `None` if they cannot be read.
+    fn read_log(&self) -> Option<String> {
         let library = &self.nvrtc.library;
         let mut bytes = 0;
         // SAFETY: writes one integer.
         let status = unsafe { (library.nvrtcGetProgramLogSize)(self.handle, &mut bytes) };
-        if status != 0 || bytes == 0 || bytes > disk_cache::MAX_BYTES {
+        if status != 0 || bytes == 0 || bytes > disk_cache::MAX_CONTENT_BYTES {
             return None;
         }
         let mut log = vec![0u8; bytes];
@@ -175,7 +187,7 @@ impl Program<'_> {
     }
 }
 
-impl Drop for Program<'_> {
+impl Drop for NvrtcProgram<'_> {
     fn drop(&mut self) {
         if !self.handle.is_null() {
             // SAFETY: created by this library, destroyed once.
@@ -184,19 +196,20 @@ impl Drop for Program<'_> {
     }
 }
 
-/// A C string of a text that contains no zero byte, as our sources and options do.
-fn c_string(text: &str) -> CString {
+/// Converts a text to a C string. Texts with a zero byte, which kernel sources and options do not
+/// contain, become empty.
+fn to_c_string(text: &str) -> CString {
     CString::new(text).unwrap_or_default()
 }
 
 // --- the cache ----------------------------------------------------------------------------------
 
-/// The first bytes of a cached image.
-const MAGIC: &disk_cache::Magic = b"launch kernels 1";
+/// The first bytes of a cache file with a compiled image.
+const IMAGE_MAGIC: &disk_cache::Magic = b"launch kernels 1";
 
-/// The file name of a cached image. It depends on everything that decides the image: source,
-/// options, architecture and NVRTC's version.
-fn cache_name(source: KernelSource, architecture: &str, version: (u32, u32)) -> String {
+/// Returns the file name of a cached image. The name depends on everything that determines the
+/// image: source, headers, options, architecture and NVRTC's version.
+fn compute_cache_file_name(source: KernelSource, architecture: &str, version: (u32, u32)) -> String {
     let mut hasher = blake3::Hasher::new();
     for part in HEADERS.map(|(_, text)| text).into_iter().chain([source.text, architecture]) {
         hasher.update(&(part.len() as u64).to_le_bytes()).update(part.as_bytes());
@@ -209,12 +222,12 @@ fn cache_name(source: KernelSource, architecture: &str, version: (u32, u32)) -> 
     format!("{stem}-{architecture}-nvrtc{}.{}-{}.cubin", version.0, version.1, &hash[..16])
 }
 
-/// The kernels of one GPU. Each source is compiled and loaded when its first kernel is needed.
+/// Kernels of one GPU. Each source is compiled and loaded when its first kernel is needed.
 pub(super) struct KernelModules {
     nvrtc: Nvrtc,
-    /// The directory of cached images. Without one, every process compiles the kernels.
+    /// Directory of cached images. Without it, every process compiles the kernels.
     cache: Option<PathBuf>,
-    /// The first failure to write an image to the cache.
+    /// The first failed write of an image to the cache.
     cache_error: OnceLock<CudaError>,
     modules: [OnceLock<KernelModule>; SOURCES.len()],
     functions: Mutex<HashMap<(&'static str, &'static CStr), KernelFunction>>,
@@ -222,9 +235,11 @@ pub(super) struct KernelModules {
 }
 
 impl KernelModules {
+    /// Creates the modules without compiling a source. Fails if NVRTC cannot compile for the GPU's
+    /// architecture.
     pub(super) fn new(nvrtc: Nvrtc, gpu: &GpuContext, cache: Option<PathBuf>) -> Result<KernelModules> {
         let (major, minor) = gpu.properties.capability;
-        if !nvrtc.supported_architectures()?.contains(&((major * 10 + minor) as c_int)) {
+        if !nvrtc.query_supported_architectures()?.contains(&((major * 10 + minor) as c_int)) {
             let architecture = gpu.properties.architecture();
             return Err(CudaError::LibraryTooOld {
                 library: CudaLibrary::Nvrtc,
@@ -250,9 +265,9 @@ impl KernelModules {
         &self.nvrtc
     }
 
-    /// The kernel `name` of a source, loaded and ready to launch with up to `shared` bytes of
-    /// shared memory per block.
-    pub(super) fn get(
+    /// Returns the kernel `name` of a source. Compiles and loads the source first if needed. The
+    /// kernel can be launched with up to `shared` bytes of dynamic shared memory per block.
+    pub(super) fn get_or_load_function(
         &self,
         gpu: &GpuContext,
         source: KernelSource,
@@ -263,7 +278,7 @@ impl KernelModules {
         if let Some(function) = functions.get(&(source.file, name)) {
             return Ok(*function);
         }
-        let function = gpu.function(self.load_module(gpu, source)?, name)?;
+        let function = gpu.find_function(self.get_or_load_module(gpu, source)?, name)?;
         if shared > 0 {
             gpu.set_max_shared_memory(function, gpu.properties.shared_memory_per_block)?;
         }
@@ -271,22 +286,24 @@ impl KernelModules {
         Ok(function)
     }
 
-    /// The directory of cached images, if there is one.
+    /// Returns the directory of cached images. Returns `None` if images are not cached.
     pub(super) fn cache_directory(&self) -> Option<PathBuf> {
         self.cache.clone()
     }
 
-    /// Why an image could not be written to the cache, if that failed.
+    /// Returns the error of the first image that could not be written to the cache. Returns `None`
+    /// if there was no such error.
     pub(super) fn cache_error(&self) -> Option<&CudaError> {
         self.cache_error.get()
     }
 
     /// Compiles and loads every source.
-    pub(super) fn load_all(&self, gpu: &GpuContext) -> Result<()> {
-        SOURCES.iter().try_for_each(|source| self.load_module(gpu, *source).map(drop))
+    pub(super) fn load_all_modules(&self, gpu: &GpuContext) -> Result<()> {
+        SOURCES.iter().try_for_each(|source| self.get_or_load_module(gpu, *source).map(drop))
     }
 
-    fn load_module(&self, gpu: &GpuContext, source: KernelSource) -> Result<&KernelModule> {
+    /// Returns the module of a source, and compiles and loads it if that has not been done yet.
+    fn get_or_load_module(&self, gpu: &GpuContext, source: KernelSource) -> Result<&KernelModule> {
         let _guard = self.loading.lock().unwrap_or_else(PoisonError::into_inner);
         let index = SOURCES.iter().position(|s| s.file == source.file).unwrap_or(0);
         if let Some(module) = self.modules[index].get() {
@@ -297,15 +314,17 @@ impl KernelModules {
         Ok(self.modules[index].get_or_init(|| module))
     }
 
+    /// Reads the image of a source from the cache. If the image is missing, compiles the source and
+    /// writes the image to the cache.
     fn load_or_compile_image(&self, source: KernelSource, architecture: &str) -> Result<Vec<u8>> {
-        let name = cache_name(source, architecture, self.nvrtc.version);
+        let name = compute_cache_file_name(source, architecture, self.nvrtc.version);
         let path = self.cache.as_ref().map(|directory| directory.join(name));
-        if let Some(image) = path.as_deref().and_then(|path| disk_cache::read(path, MAGIC)) {
+        if let Some(image) = path.as_deref().and_then(|path| disk_cache::read_cache_file(path, IMAGE_MAGIC)) {
             return Ok(image);
         }
         let image = self.nvrtc.compile(source, architecture)?;
         if let Some(path) = path
-            && let Err(error) = disk_cache::write(&path, MAGIC, &image)
+            && let Err(error) = disk_cache::write_cache_file(&path, IMAGE_MAGIC, &image)
         {
             // Not fatal: the next process compiles again.
             let error = error.to_string();
@@ -321,13 +340,15 @@ mod tests {
 
     #[test]
     fn the_cache_name_depends_on_everything_that_decides_an_image() {
-        let name = |source, architecture, version| cache_name(source, architecture, version);
-        let one = name(FLAT, "sm_90", (13, 0));
-        assert!(one.starts_with("flat-sm_90-nvrtc13.0-") && one.ends_with(".cubin"), "{one}");
-        let changed = KernelSource { text: "KERNEL f() {}", ..FLAT };
-        for other in
-            [name(FLAT, "sm_80", (13, 0)), name(FLAT, "sm_90", (13, 1)), name(changed, "sm_90", (13, 0))]
-        {
+        let name = |source, architecture, version| compute_cache_file_name(source, architecture, version);
+        let one = name(ELEMENTWISE, "sm_90", (13, 0));
+        assert!(one.starts_with("elementwise-sm_90-nvrtc13.0-") && one.ends_with(".cubin"), "{one}");
+        let changed = KernelSource { text: "KERNEL f() {}", ..ELEMENTWISE };
+        for other in [
+            name(ELEMENTWISE, "sm_80", (13, 0)),
+            name(ELEMENTWISE, "sm_90", (13, 1)),
+            name(changed, "sm_90", (13, 0)),
+        ] {
             assert_ne!(one, other);
         }
     }

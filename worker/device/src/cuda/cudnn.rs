@@ -12,8 +12,8 @@ use super::bindings::{CudnnApi, Handle};
 use super::error::{CudaError, Result};
 use super::library_search::{CudaLibrary, LibraryPaths};
 use crate::ops::AttentionShape;
-use attention_graph::Mask;
-pub use attention_graph::cudnn_workspace_bytes;
+use attention_graph::AttentionMask;
+pub use attention_graph::estimate_cudnn_workspace_bytes;
 pub(super) use attention_graph::{AttentionOperands, AttentionPass};
 pub use backend_selection::AttentionBackend;
 pub(super) use backend_selection::CudnnAttention;
@@ -27,7 +27,8 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-/// The oldest supported version, 9.10: the first whose graphs accept an infinite mask value.
+/// Oldest supported version, 9.10. It is the first version whose graphs accept an infinite mask
+/// value.
 const MIN_VERSION: usize = 91_000;
 /// Maximum number of bytes of an error message.
 const MAX_MESSAGE: usize = 1 << 12;
@@ -41,7 +42,7 @@ pub(super) struct Cudnn {
     handle: Mutex<Option<CudnnHandle>>,
 }
 
-/// A cuDNN handle. Only one thread may use it at a time.
+/// A cuDNN handle. Only one thread may use it at a time. Dropping it closes the handle.
 struct CudnnHandle {
     library: Arc<CudnnApi>,
     handle: Handle,
@@ -58,9 +59,9 @@ impl Drop for CudnnHandle {
 }
 
 /// Returns the library's version, such as `9.19.0`, and path. Does not use a GPU.
-pub(super) fn library_version(paths: &LibraryPaths) -> Result<(String, PathBuf)> {
+pub(super) fn query_library_version(paths: &LibraryPaths) -> Result<(String, PathBuf)> {
     let cudnn = Cudnn::open_without_gpu(paths)?;
-    Ok((cudnn.version(), cudnn.path))
+    Ok((cudnn.format_version(), cudnn.path))
 }
 
 impl Cudnn {
@@ -70,7 +71,7 @@ impl Cudnn {
         let mut handle = ptr::null_mut();
         // SAFETY: writes one handle.
         let status = unsafe { (cudnn.library.cudnnCreate)(&mut handle) };
-        check(&cudnn.library, "cudnnCreate", status)?;
+        check_status(&cudnn.library, "cudnnCreate", status)?;
         let handle = CudnnHandle { library: cudnn.library.clone(), handle };
         Ok(Cudnn { handle: Mutex::new(Some(handle)), ..cudnn })
     }
@@ -84,7 +85,7 @@ impl Cudnn {
         let version = unsafe { (library.cudnnGetVersion)() };
         let cudnn = Cudnn { library, version, path, handle: Mutex::new(None) };
         if version < MIN_VERSION {
-            let found = format!("cuDNN {}", cudnn.version());
+            let found = format!("cuDNN {}", cudnn.format_version());
             let required = "cuDNN 9.10 or newer".to_owned();
             return Err(CudaError::LibraryTooOld {
                 library: CudaLibrary::Cudnn,
@@ -96,27 +97,35 @@ impl Cudnn {
         Ok(cudnn)
     }
 
-    /// The version, such as `9.19.0`.
-    fn version(&self) -> String {
+    /// Returns the version, such as `9.19.0`.
+    fn format_version(&self) -> String {
         let v = self.version;
         format!("{}.{}.{}", v / 10_000, v / 100 % 100, v % 100)
     }
 
-    /// Plans for a pass of attention on the GPU, the library's best guess first; empty if it has
-    /// none.
-    fn plans(&self, pass: &AttentionPass) -> Result<impl Iterator<Item = Result<ExecutionPlan>> + use<>> {
-        self.with_handle(|handle| attention_graph::plans(&self.library, pass, PlanTarget::Handle(handle)))
+    /// Returns plans for a pass of attention on the GPU, the library's best guess first. There are
+    /// none if cuDNN does not support the pass.
+    fn create_plans(
+        &self,
+        pass: &AttentionPass,
+    ) -> Result<impl Iterator<Item = Result<ExecutionPlan>> + use<>> {
+        self.with_handle(|handle| {
+            attention_graph::create_attention_plans(&self.library, pass, PlanTarget::Handle(handle))
+        })
     }
 
-    /// Bytes of memory that a pass needs in addition to its operands, on a GPU that is only known
-    /// by its properties (JSON as cuDNN writes it); `None` if there is no plan.
-    fn plan_workspace(&self, pass: &AttentionPass, properties: &str) -> Result<Option<usize>> {
-        let target = PlanTarget::Properties(Descriptor::device_properties(&self.library, properties)?);
-        let plan = attention_graph::plans(&self.library, pass, target)?.next().transpose()?;
-        let sums = pass.extra_tensors().iter().map(|t| t.elements * size_of::<f32>()).sum::<usize>();
+    /// Returns the bytes of memory that a pass needs in addition to its operands. `properties`
+    /// describes the GPU as JSON in cuDNN's form. Returns `None` if there is no plan.
+    fn compute_plan_workspace(&self, pass: &AttentionPass, properties: &str) -> Result<Option<usize>> {
+        let target = PlanTarget::Properties(Descriptor::from_device_properties(&self.library, properties)?);
+        let plan =
+            attention_graph::create_attention_plans(&self.library, pass, target)?.next().transpose()?;
+        let sums = pass.list_extra_tensors().iter().map(|t| t.elements * size_of::<f32>()).sum::<usize>();
         Ok(plan.map(|plan| plan.workspace + sums))
     }
 
+    /// Runs `f` with the cuDNN handle, which is locked meanwhile. Panics if cuDNN was opened
+    /// without a GPU.
     fn with_handle<T>(&self, f: impl FnOnce(Handle) -> Result<T>) -> Result<T> {
         let handle = self.handle.lock().unwrap_or_else(PoisonError::into_inner);
         handle.as_ref().map_or_else(|| unreachable!("cuDNN was opened without a GPU"), |h| f(h.handle))
@@ -127,35 +136,35 @@ impl Cudnn {
         self.with_handle(|handle| {
             // SAFETY: handle and stream live.
             let status = unsafe { (self.library.cudnnSetStream)(handle, stream) };
-            check(&self.library, "cudnnSetStream", status)?;
+            check_status(&self.library, "cudnnSetStream", status)?;
             // SAFETY: plan and pack are finalized. The ops checked that the operands are as large
             // as the plan's tensors.
             let status =
                 unsafe { (self.library.cudnnBackendExecute)(handle, plan.handle(), variant_pack.handle()) };
-            check(&self.library, "cudnnBackendExecute", status)
+            check_status(&self.library, "cudnnBackendExecute", status)
         })
     }
 }
 
-/// Bytes that cuDNN's plans for the forward and the backward pass of attention need in addition to
-/// their operands; `None` where there is no plan.
+/// Returns the bytes that cuDNN's plans for the forward and the backward pass of attention need in
+/// addition to their operands. A value is `None` if there is no plan.
 ///
 /// The GPU need not exist: `properties` describes it, as JSON in cuDNN's form.
-pub fn cudnn_plan_workspaces(
+pub fn compute_cudnn_plan_workspaces(
     paths: &LibraryPaths,
     properties: &str,
     shape: AttentionShape,
     window: Option<usize>,
 ) -> Result<[Option<usize>; 2]> {
     let cudnn = Cudnn::open_without_gpu(paths)?;
-    let mask = window.map_or(Mask::Causal, Mask::Window);
+    let mask = window.map_or(AttentionMask::Causal, AttentionMask::Window);
     let workspace =
-        |is_backward| cudnn.plan_workspace(&AttentionPass { shape, mask, is_backward }, properties);
+        |is_backward| cudnn.compute_plan_workspace(&AttentionPass { shape, mask, is_backward }, properties);
     Ok([workspace(false)?, workspace(true)?])
 }
 
-/// Turns a status code of `function` into an error with the library's own messages.
-fn check(library: &CudnnApi, function: &str, status: c_int) -> Result<()> {
+/// Converts a status code of `function` to a result. The error contains the library's own messages.
+fn check_status(library: &CudnnApi, function: &str, status: c_int) -> Result<()> {
     if status == 0 {
         return Ok(());
     }

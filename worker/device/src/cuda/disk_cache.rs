@@ -1,6 +1,6 @@
-//! Small cache files that save the next process work: compiled kernels and chosen algorithms.
+//! Cache files for compiled kernels and chosen algorithms, which other processes reuse.
 //!
-//! A file is read only if it is complete and its hash is right.
+//! A file is used only if it is complete and its hash is right.
 use std::{
     fs::{self, File},
     io::{self, Read, Write},
@@ -9,24 +9,27 @@ use std::{
 };
 
 /// Maximum number of bytes of a file's content.
-pub(super) const MAX_BYTES: usize = 64 << 20;
+pub(super) const MAX_CONTENT_BYTES: usize = 64 << 20;
 
-/// The first bytes of a file, which name the kind of its content. The content's hash follows.
+/// The first bytes of a cache file, which identify the kind of its content. The content's hash
+/// follows.
 pub(super) type Magic = [u8; 16];
+/// Number of bytes before the content: the magic and the content's hash.
 const HEADER_BYTES: usize = size_of::<Magic>() + blake3::OUT_LEN;
 
 /// Reads the content of a cache file. Returns `None` if the file is missing or damaged, or begins
 /// with another magic.
-pub(super) fn read(path: &Path, magic: &Magic) -> Option<Vec<u8>> {
+pub(super) fn read_cache_file(path: &Path, magic: &Magic) -> Option<Vec<u8>> {
     let mut bytes = Vec::new();
-    File::open(path).ok()?.take((HEADER_BYTES + MAX_BYTES) as u64).read_to_end(&mut bytes).ok()?;
+    File::open(path).ok()?.take((HEADER_BYTES + MAX_CONTENT_BYTES) as u64).read_to_end(&mut bytes).ok()?;
     let (header, content) = bytes.split_at_checked(HEADER_BYTES)?;
     let (begin, hash) = header.split_at(magic.len());
     (begin == magic && hash == blake3::hash(content).as_bytes()).then(|| content.to_vec())
 }
 
-/// Writes a file atomically: other processes see the complete file or none.
-pub(super) fn write(path: &Path, magic: &Magic, content: &[u8]) -> io::Result<()> {
+/// Writes a cache file atomically: other processes see the complete file or no file. Creates
+/// missing directories.
+pub(super) fn write_cache_file(path: &Path, magic: &Magic, content: &[u8]) -> io::Result<()> {
     let directory = path.parent().unwrap_or(Path::new("."));
     fs::create_dir_all(directory)?;
     // The time makes the name unique where hosts or containers with equal process ids share the
@@ -57,21 +60,21 @@ mod tests {
     fn a_file_is_read_back_complete_or_not_at_all() {
         let root = tempfile::tempdir().expect("temporary directory");
         let path = root.path().join("deep").join("an image");
-        assert_eq!(read(&path, MAGIC), None);
-        write(&path, MAGIC, b"an image").expect("written");
-        assert_eq!(read(&path, MAGIC).as_deref(), Some(&b"an image"[..]));
-        assert_eq!(read(&path, b"launch a test 02"), None, "another kind");
+        assert_eq!(read_cache_file(&path, MAGIC), None);
+        write_cache_file(&path, MAGIC, b"an image").expect("written");
+        assert_eq!(read_cache_file(&path, MAGIC).as_deref(), Some(&b"an image"[..]));
+        assert_eq!(read_cache_file(&path, b"launch a test 02"), None, "another kind");
         let whole = fs::read(&path).expect("file");
         for (cut, name) in
             [(&whole[..whole.len() - 1], "truncated"), (&whole[..9], "no header"), (&[][..], "empty")]
         {
             fs::write(&path, cut).expect("written");
-            assert_eq!(read(&path, MAGIC), None, "{name}");
+            assert_eq!(read_cache_file(&path, MAGIC), None, "{name}");
         }
         let mut changed = whole.clone();
         *changed.last_mut().expect("a byte") ^= 1;
         fs::write(&path, changed).expect("written");
-        assert_eq!(read(&path, MAGIC), None, "changed");
+        assert_eq!(read_cache_file(&path, MAGIC), None, "changed");
         let directory = path.parent().expect("directory");
         assert_eq!(fs::read_dir(directory).expect("entries").count(), 1, "no temporary file is left");
     }

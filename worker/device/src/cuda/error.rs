@@ -3,10 +3,10 @@ use super::library_search::{CudaLibrary, RejectedLibrary};
 use diagnostic::{Code, Diagnostic, codes::device as codes};
 use std::path::PathBuf;
 
-/// Status of `cuInit` where the machine shows this process no GPU: `CUDA_ERROR_NO_DEVICE`.
+/// Status of `cuInit` on a machine that shows this process no GPU: `CUDA_ERROR_NO_DEVICE`.
 const NO_DEVICE: i32 = 100;
 
-/// Why a GPU or one of its libraries cannot be used, or why work on the GPU failed.
+/// Reason why a GPU or one of its libraries cannot be used, or why work on the GPU failed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CudaError {
     /// No file of a library was found.
@@ -20,7 +20,7 @@ pub enum CudaError {
         searched: Vec<String>,
     },
     /// Files of a library were found, but every one of them is unusable.
-    #[error("{} ({file_names}) cannot be loaded: {}", library.title(), join(rejected))]
+    #[error("{} ({file_names}) cannot be loaded: {}", library.title(), list_rejected_libraries(rejected))]
     LibraryUnusable {
         /// The library.
         library: CudaLibrary,
@@ -36,7 +36,7 @@ pub enum CudaError {
     LibraryTooOld {
         /// The library.
         library: CudaLibrary,
-        /// Its file.
+        /// File of the library.
         path: PathBuf,
         /// The version that was found, or the function that is missing.
         found: String,
@@ -54,7 +54,7 @@ pub enum CudaError {
         architecture: String,
         /// The missing feature.
         feature: &'static str,
-        /// What has the feature.
+        /// The hardware or architecture that has the feature.
         required: &'static str,
     },
     /// The driver shows this process fewer GPUs than the index asks for.
@@ -85,11 +85,11 @@ pub enum CudaError {
     #[error(
         "out of GPU memory: {:.2} GiB more are needed for {}, but {:.2} of {:.2} GiB are free and this worker uses \
          {:.2} GiB",
-        gib(*requested as u64),
+        to_gib(*requested as u64),
         if label.is_empty() { "this step" } else { label },
-        gib(*free as u64),
-        gib(*total as u64),
-        gib(*used)
+        to_gib(*free as u64),
+        to_gib(*total as u64),
+        to_gib(*used)
     )]
     OutOfMemory {
         /// Bytes of the allocation that failed.
@@ -100,7 +100,7 @@ pub enum CudaError {
         total: usize,
         /// Bytes that this process has allocated on the GPU.
         used: u64,
-        /// What the memory was for ([`crate::with_alloc_label`]), or empty.
+        /// Label of the allocation ([`crate::with_alloc_label`]). Empty if no label was set.
         label: &'static str,
     },
     /// cuDNN cannot compute an attention that must be computed by cuDNN.
@@ -126,16 +126,18 @@ pub enum CudaError {
 /// Result of work on a GPU.
 pub type Result<T> = std::result::Result<T, CudaError>;
 
-fn gib(bytes: u64) -> f64 {
+/// Converts bytes to GiB.
+fn to_gib(bytes: u64) -> f64 {
     bytes as f64 / f64::from(1 << 30)
 }
 
-fn join(rejected: &[RejectedLibrary]) -> String {
+/// Joins the reasons why library files were rejected into one line.
+fn list_rejected_libraries(rejected: &[RejectedLibrary]) -> String {
     rejected.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ")
 }
 
 impl CudaError {
-    /// The error code that the user sees.
+    /// Returns the error code that the user sees.
     pub fn code(&self) -> Code {
         match self {
             CudaError::LibraryNotFound { .. } => codes::DEVICE_LIBRARY_MISSING,

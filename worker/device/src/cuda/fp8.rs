@@ -1,35 +1,36 @@
-//! Matmuls in fp8. Operands are quantized on the GPU, contiguous along the summed dimension as
-//! cuBLASLt needs them. Their scales stay on the GPU.
+//! Matmuls in fp8. Operands are quantized on the GPU. The quantized operands are contiguous along
+//! the summed dimension, as cuBLASLt requires. Their scales stay on the GPU.
 use super::compile::FP8;
 use super::launch::{KernelArg, LaunchConfig};
 use super::matmul::{InputFormat, Matmul, MatrixRef};
 use super::memory::DeviceMemory;
-use super::ops::{Operand, finish_empty_matmul, via_f32_result};
+use super::ops::{MatmulOperand, finish_empty_matmul, run_with_f32_result};
 use super::{Cuda, TensorArg};
 use crate::buffer::{Dtype, ViewMut};
 use crate::fp8::Fp8Format;
-use crate::ops::{Fp8Matrix, WriteMode, check_fp8_shapes};
+use crate::ops::{Fp8Operand, WriteMode, check_fp8_shapes};
 
-/// For fp8, cuBLASLt needs pointers aligned to 16 bytes and sums of a multiple of 16 terms.
+/// Alignment of fp8 operands that cuBLASLt requires: 16 bytes for pointers, and 16 terms for sums.
 const ALIGNMENT: usize = 16;
-/// Maximum number of threads of a block. The kernel that transposes a tile has exactly this many.
-const THREADS: usize = 256;
-/// `TILE_DEPTH` of fp8.cu: elements of a tile along the sum.
+/// Maximum number of threads of a block. The kernel that transposes a tile has exactly this number
+/// of threads.
+const MAX_THREADS_PER_BLOCK: usize = 256;
+/// Number of elements of a tile along the sum. This is `TILE_DEPTH` of fp8.cu.
 const TILE_DEPTH: usize = 128;
-/// `TILE_WIDTH` of fp8.cu: elements of a tile across the sum.
+/// Number of elements of a tile across the sum. This is `TILE_WIDTH` of fp8.cu.
 const TILE_WIDTH: usize = 32;
 
 /// Implements [`crate::Ops::fp8_matmul`].
-pub(super) fn matmul(
+pub(super) fn matmul_fp8(
     cuda: &Cuda,
     c: ViewMut,
-    a: Fp8Matrix,
-    b: Fp8Matrix,
+    a: Fp8Operand,
+    b: Fp8Operand,
     [m, n, k]: [usize; 3],
     write: WriteMode,
 ) {
     check_fp8_shapes(c.len(), &a, &b, [m, n, k]);
-    let c = Operand::new(c.as_view(), n, false);
+    let c = MatmulOperand::new(c.as_view(), n, false);
     if finish_empty_matmul(cuda, c, [m, n, k], write) {
         return;
     }
@@ -37,70 +38,92 @@ pub(super) fn matmul(
     let left = QuantizedMatrix::new(cuda, a, !a.transposed, m, k);
     let right = QuantizedMatrix::new(cuda, b, b.transposed, n, k);
     let [a, b] = [(&left, false), (&right, true)].map(|(quantized, transposed)| MatrixRef {
-        at: quantized.elements.at(),
+        at: quantized.elements.address(),
         stride: depth,
         transposed,
     });
-    let inputs = InputFormat::Fp8([&left, &right].map(|quantized| (quantized.kind, quantized.scales.at())));
-    let run = |c: Operand, add| {
-        let (output, c) = (c.dtype, c.matrix());
+    let inputs =
+        InputFormat::Fp8([&left, &right].map(|quantized| (quantized.format, quantized.scales.address())));
+    let run = |c: MatmulOperand, add| {
+        let (output, c) = (c.dtype, c.to_matrix_ref());
         cuda.run_matmul(&Matmul { m, n, k: depth, a, b, c, inputs, output, add, bias: None });
     };
     let add = write == WriteMode::Accumulate;
     if c.dtype != Dtype::F16 && c.at.is_multiple_of(ALIGNMENT as u64) {
         return run(c, add);
     }
-    via_f32_result(cuda, c, m * n, add, run);
+    run_with_f32_result(cuda, c, m * n, add, run);
 }
 
-/// A matrix in fp8: rows of the left operand or columns of the right one, each contiguous along the
-/// sum and padded with zeros.
+/// A matrix in fp8: the rows of the left operand or the columns of the right one. Each row or
+/// column is contiguous along the sum and padded with zeros.
 struct QuantizedMatrix {
-    kind: Fp8Format,
+    format: Fp8Format,
     elements: DeviceMemory,
-    /// The scale and its reciprocal.
+    /// The scale and its reciprocal, in GPU memory.
     scales: DeviceMemory,
 }
 
 impl QuantizedMatrix {
-    /// Quantizes `count` vectors of `k` terms. `is_contiguous` is true if a stored row of the
-    /// matrix is such a vector; otherwise the matrix is transposed.
-    fn new(cuda: &Cuda, matrix: Fp8Matrix, is_contiguous: bool, count: usize, k: usize) -> Self {
-        let (kind, x, depth) = (matrix.format, TensorArg::from(matrix.x), k.next_multiple_of(ALIGNMENT));
-        let scales = compute_scales(cuda, x, count * k, kind);
-        let elements = cuda.scratch(count * depth);
+    /// Quantizes `count` vectors of `k` terms. If `is_contiguous`, a stored row of the matrix is
+    /// such a vector. Otherwise the matrix is transposed.
+    fn new(cuda: &Cuda, matrix: Fp8Operand, is_contiguous: bool, count: usize, k: usize) -> Self {
+        let (format, x, depth) = (matrix.format, TensorArg::from(matrix.x), k.next_multiple_of(ALIGNMENT));
+        let scales = compute_scales(cuda, x, count * k, format);
+        let elements = cuda.alloc_scratch(count * depth);
         let (rows, columns) = if is_contiguous { (count, k) } else { (k, count) };
         let sizes = [rows, columns, depth].map(|n| n as i64);
-        let arguments: [&dyn KernelArg; 7] =
-            [&elements.at(), &x, &scales.at(), &sizes[0], &sizes[1], &sizes[2], &kind_code(kind)];
+        let arguments: [&dyn KernelArg; 7] = [
+            &elements.address(),
+            &x,
+            &scales.address(),
+            &sizes[0],
+            &sizes[1],
+            &sizes[2],
+            &format_code(format),
+        ];
         if is_contiguous {
             cuda.launch_elementwise_by_8(FP8, c"quantize", count * depth, &arguments);
         } else {
             let tiles = depth.div_ceil(TILE_DEPTH) * count.div_ceil(TILE_WIDTH);
-            cuda.launch(FP8, c"quantize_transposed", launch_config(tiles, THREADS), &arguments);
+            cuda.launch_kernel(
+                FP8,
+                c"quantize_and_transpose",
+                build_launch_config(tiles, MAX_THREADS_PER_BLOCK),
+                &arguments,
+            );
         }
-        QuantizedMatrix { kind, elements, scales }
+        QuantizedMatrix { format, elements, scales }
     }
 }
 
-/// The scale of a vector and its reciprocal, computed on the GPU.
+/// Computes the scale of a matrix and its reciprocal on the GPU. `len` is the number of elements of
+/// the matrix.
 fn compute_scales(cuda: &Cuda, x: TensorArg, len: usize, kind: Fp8Format) -> DeviceMemory {
-    let count = len.div_ceil(8 * THREADS).min(cuda.properties().multiprocessor_count * 4);
-    let (parts, scales) = (cuda.scratch(count * size_of::<f32>()), cuda.scratch(2 * size_of::<f32>()));
-    cuda.launch(FP8, c"amax", launch_config(count, len.div_ceil(8)), &[&parts.at(), &x, &(len as i64)]);
-    let arguments: [&dyn KernelArg; 4] = [&scales.at(), &parts.at(), &(count as i64), &kind_code(kind)];
-    cuda.launch(FP8, c"scale", launch_config(1, count), &arguments);
+    let count = len.div_ceil(8 * MAX_THREADS_PER_BLOCK).min(cuda.properties().multiprocessor_count * 4);
+    let (parts, scales) =
+        (cuda.alloc_scratch(count * size_of::<f32>()), cuda.alloc_scratch(2 * size_of::<f32>()));
+    cuda.launch_kernel(
+        FP8,
+        c"compute_block_amax",
+        build_launch_config(count, len.div_ceil(8)),
+        &[&parts.address(), &x, &(len as i64)],
+    );
+    let arguments: [&dyn KernelArg; 4] =
+        [&scales.address(), &parts.address(), &(count as i64), &format_code(kind)];
+    cuda.launch_kernel(FP8, c"compute_scale", build_launch_config(1, count), &arguments);
     scales
 }
 
-/// `blocks` blocks of whole warps, of about `threads` threads each.
-fn launch_config(blocks: usize, threads: usize) -> LaunchConfig {
-    let threads = threads.next_multiple_of(32).min(THREADS);
+/// Returns the configuration for `blocks` blocks of about `threads` threads each, rounded up to
+/// whole warps.
+fn build_launch_config(blocks: usize, threads: usize) -> LaunchConfig {
+    let threads = threads.next_multiple_of(32).min(MAX_THREADS_PER_BLOCK);
     LaunchConfig { grid: [blocks as u32, 1, 1], block: [threads as u32, 1, 1], shared: 0 }
 }
 
-/// The number of a format in fp8.cu.
-fn kind_code(kind: Fp8Format) -> i64 {
+/// Returns the number by which fp8.cu identifies a format.
+fn format_code(kind: Fp8Format) -> i64 {
     match kind {
         Fp8Format::E4M3 => 0,
         Fp8Format::E5M2 => 1,

@@ -19,10 +19,10 @@ use super::cudnn::CudnnAttention;
 use super::error::{CudaError, Result};
 use super::{Cuda, unwrap_or_panic};
 use crate::storage::BackendNotice;
-use arena::Arena;
-pub(super) use arena::Block;
+pub(super) use arena::PoolBlock;
+use arena::ScratchArena;
 pub(super) use autotune::GraphAutotuner;
-use autotune::TuningDecision;
+use autotune::GraphTuningDecision;
 pub(super) use call_batch::CallBatch;
 use diagnostic::{Diagnostic, codes::device::CUDA_GRAPHS_DISABLED};
 use executable::ExecutableGraph;
@@ -35,22 +35,24 @@ use std::{
     time::Duration,
 };
 
-/// Smallest batch that becomes a graph. Shorter ones are issued call by call.
+/// Minimum number of calls of a batch that becomes a graph. Shorter batches are issued call by
+/// call.
 const MIN_BATCH_CALLS: usize = 4;
-/// Largest batch. The limit keeps the GPU busy while the next calls are recorded, and a call that
-/// differs each time spoils few others.
+/// Maximum number of calls of a batch. The limit keeps the GPU busy while the next calls are
+/// recorded. It also limits the number of calls that cannot be in a graph because one call of the
+/// batch differs each time.
 const MAX_BATCH_CALLS: usize = 64;
-/// Maximum number of graphs. The least recently launched one is evicted first.
+/// Maximum number of graphs. The graph whose last launch is the longest ago is evicted first.
 const MAX_GRAPHS: usize = 512;
-/// Maximum number of batches that are remembered by hash after their first occurrence.
-const MAX_SEEN: usize = 4096;
-/// Maximum number of batches that are remembered in full, to be compared with similar ones.
-const MAX_UNMATCHED: usize = 256;
-/// Number of graphs evicted before their second launch after which no more graphs are made: the
-/// batches do not repeat.
+/// Maximum number of batches whose hashes are remembered after their first occurrence.
+const MAX_SEEN_HASHES: usize = 4096;
+/// Maximum number of batches that are remembered completely, to be compared with similar batches.
+const MAX_UNMATCHED_BATCHES: usize = 256;
+/// Maximum number of graphs that were evicted before their second launch. When it is reached, no
+/// more graphs are created, because the batches do not repeat.
 const MAX_WASTED_GRAPHS: usize = 64;
 
-/// How calls were issued to the main stream while graphs were on.
+/// Counts of the ways in which calls were issued to the main stream while graphs were on.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct GraphStats {
     /// True if graphs are on now.
@@ -67,11 +69,12 @@ pub struct GraphStats {
     pub direct_calls: u64,
 }
 
-/// The recorded calls of the main stream, and its graphs.
+/// Recorded calls of the main stream, and the graphs that replace them.
 #[derive(Default)]
 pub(super) struct Graphs {
+    /// True if graphs are on.
     on: AtomicBool,
-    /// Number of calls of all streams, however they were issued.
+    /// Number of calls to all streams, in whatever way they were issued.
     calls: AtomicU64,
     state: Mutex<GraphState>,
 }
@@ -86,7 +89,7 @@ struct CachedGraph {
     launches: u64,
 }
 
-/// The state of [`Graphs`] behind its lock.
+/// State of [`Graphs`] that is protected by its lock.
 #[derive(Default)]
 pub(super) struct GraphState {
     on: bool,
@@ -94,17 +97,17 @@ pub(super) struct GraphState {
     pub(super) batch: CallBatch,
     /// Graphs by the hash of their batch.
     graphs: HashMap<u64, CachedGraph>,
-    /// Hashes of batches that occurred once.
-    seen: HashSet<u64>,
+    /// Hashes of batches that have occurred once.
+    seen_hashes: HashSet<u64>,
     /// The last batch without a graph, by structure hash.
-    unmatched: HashMap<u64, CallBatch>,
-    /// The hash of the last graph, by structure hash.
+    unmatched_batches: HashMap<u64, CallBatch>,
+    /// Hash of the last graph, by structure hash.
     graph_by_structure: HashMap<u64, u64>,
     /// Scratch memory of the main stream.
-    pub(super) arena: Arena,
-    /// An error that could not be returned where it occurred. The next flush returns it.
+    pub(super) arena: ScratchArena,
+    /// Error that could not be returned where it occurred. The next flush returns it.
     deferred_error: Option<CudaError>,
-    /// Why graphs were turned off; reported once.
+    /// Error because of which graphs were turned off. It is reported once.
     disable_reason: Option<CudaError>,
     wasted_graphs: usize,
     stats: GraphStats,
@@ -114,28 +117,31 @@ pub(super) struct GraphState {
 unsafe impl Send for GraphState {}
 
 impl Graphs {
-    /// Locks the state. A panic elsewhere may leave the batch incomplete, but then the worker ends.
+    /// Locks the state. A panic of another thread may leave the batch incomplete, but then the
+    /// worker ends.
     pub(super) fn lock(&self) -> MutexGuard<'_, GraphState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl GpuContext {
-    /// Locks the state that records this thread's calls; `None` if they are issued immediately.
-    pub(super) fn recording(&self) -> Option<MutexGuard<'_, GraphState>> {
-        (self.graphs.on.load(Relaxed) && self.stream() == self.stream).then(|| self.graphs.lock())
+    /// Locks the state that records this thread's calls. Returns `None` if this thread's calls are
+    /// issued immediately.
+    pub(super) fn lock_if_recording(&self) -> Option<MutexGuard<'_, GraphState>> {
+        (self.graphs.on.load(Relaxed) && self.stream() == self.main_stream).then(|| self.graphs.lock())
     }
 
-    /// Runs `f` with this thread's stream, after issuing every recorded call. With graphs on, no
+    /// Issues every recorded call, and then runs `f` with this thread's stream. With graphs on, no
     /// other thread uses the main stream meanwhile.
     pub(super) fn with_stream<T>(&self, f: impl FnOnce(Handle) -> T) -> Result<T> {
         self.make_current()?;
-        let mut recording = self.recording();
-        recording.as_mut().map_or(Ok(()), |state| state.flush(self))?;
+        let mut recording = self.lock_if_recording();
+        recording.as_mut().map_or(Ok(()), |state| state.flush_batch(self))?;
         Ok(f(self.stream()))
     }
 
-    /// Records a call with `record`, or issues it immediately with `issue`.
+    /// Enqueues a call on this thread's stream: records the call with `record`, or issues it
+    /// immediately with `issue`.
     pub(super) fn enqueue(
         &self,
         record: impl FnOnce(&mut CallBatch),
@@ -143,20 +149,21 @@ impl GpuContext {
     ) -> Result<()> {
         self.make_current()?;
         self.graphs.calls.fetch_add(1, Relaxed);
-        match self.recording() {
+        match self.lock_if_recording() {
             Some(mut state) => {
                 record(&mut state.batch);
-                state.flush_if_full(self)
+                state.flush_full_batch(self)
             }
             None => issue(self.stream()),
         }
     }
 
-    /// Turns graphs on or off for the main stream. No other thread may use the stream meanwhile.
+    /// Turns graphs on or off for the main stream, and issues the recorded calls. No other thread
+    /// may use the stream meanwhile.
     fn set_graphs_enabled(&self, on: bool) -> Result<()> {
         self.make_current()?;
         let mut state = self.graphs.lock();
-        let flushed = state.flush(self);
+        let flushed = state.flush_batch(self);
         state.on = on;
         self.graphs.on.store(on, Relaxed);
         if !on {
@@ -166,13 +173,14 @@ impl GpuContext {
         flushed
     }
 
-    /// Why graphs were turned off, the first time that this is called.
+    /// Returns the error because of which graphs were turned off, the first time that it is called
+    /// afterwards.
     fn take_disable_reason(&self) -> Option<CudaError> {
         self.graphs.lock().disable_reason.take()
     }
 
     /// Drops recorded calls and graphs when the GPU is closed. Recorded calls are not issued,
-    /// because the memory that they would write has been freed.
+    /// because the memory to which they would write has been freed.
     pub(super) fn discard_graphs(&self) {
         let mut state = self.graphs.lock();
         state.batch.clear();
@@ -188,9 +196,9 @@ impl Cuda {
         unwrap_or_panic(self.gpu.set_graphs_enabled(on));
     }
 
-    /// Starts to measure whether graphs are faster: the next steps run without them, then with
-    /// them.
-    pub fn autotune_graphs(&self) {
+    /// Starts to measure whether CUDA graphs are faster. The next steps run without graphs, the
+    /// following steps with graphs.
+    pub fn start_graph_autotuning(&self) {
         *self.lock_graph_tuner() = Some(GraphAutotuner::default());
     }
 
@@ -200,12 +208,14 @@ impl Cuda {
         GraphStats { enabled: state.on, cached_graphs: state.graphs.len(), ..state.stats }
     }
 
+    /// Locks the graph autotuner, which is `None` if nothing is measured.
     fn lock_graph_tuner(&self) -> MutexGuard<'_, Option<GraphAutotuner>> {
-        self.graph_tuner.lock().unwrap_or_else(PoisonError::into_inner)
+        self.graph_autotuner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Implements [`crate::Storage::after_step`].
-    pub(super) fn tune_after_step(&self, duration: Duration) -> Option<BackendNotice> {
+    /// Implements [`crate::Storage::record_step_duration`]. Returns the next notice of the graph
+    /// autotuner or of cuDNN.
+    pub(super) fn take_notice_after_step(&self, duration: Duration) -> Option<BackendNotice> {
         let mut tuner = self.lock_graph_tuner();
         if let Some(error) = self.gpu.take_disable_reason() {
             *tuner = None;
@@ -221,16 +231,16 @@ impl Cuda {
         }
         let calls = self.gpu.graphs.calls.load(Relaxed);
         match tuner.as_mut()?.record_step(duration, calls) {
-            TuningDecision::Continue => None,
-            TuningDecision::NotNeeded { seconds_per_call } => {
+            GraphTuningDecision::Continue => None,
+            GraphTuningDecision::NotNeeded { seconds_per_call } => {
                 *tuner = None;
                 Some(BackendNotice::GraphsNotNeeded { seconds_per_call })
             }
-            TuningDecision::EnableGraphs => {
+            GraphTuningDecision::EnableGraphs => {
                 self.set_graphs_enabled(true);
                 None
             }
-            TuningDecision::Measured { step_seconds_without, step_seconds_with } => {
+            GraphTuningDecision::Measured { step_seconds_without, step_seconds_with } => {
                 *tuner = None;
                 let enabled = step_seconds_with < step_seconds_without;
                 self.set_graphs_enabled(enabled);
@@ -241,12 +251,12 @@ impl Cuda {
 }
 
 impl GraphState {
-    /// Issues every recorded call.
-    pub(super) fn flush(&mut self, gpu: &GpuContext) -> Result<()> {
+    /// Issues every recorded call. Also returns an error that an earlier flush deferred.
+    pub(super) fn flush_batch(&mut self, gpu: &GpuContext) -> Result<()> {
         let issued = match self.deferred_error.take() {
             Some(error) => Err(error),
             None if self.batch.len() == 0 => Ok(()),
-            None => self.issue(gpu),
+            None => self.issue_batch(gpu),
         };
         self.batch.clear();
         if !self.on {
@@ -258,69 +268,74 @@ impl GraphState {
     /// Issues every recorded call, for callers that cannot return an error. The next flush returns
     /// the error.
     pub(super) fn flush_deferring_error(&mut self, gpu: &GpuContext) {
-        if let Err(error) = self.flush(gpu) {
+        if let Err(error) = self.flush_batch(gpu) {
             self.deferred_error = Some(error);
         }
     }
 
-    /// Issues the recorded calls if the batch is full, or if graphs are off.
-    fn flush_if_full(&mut self, gpu: &GpuContext) -> Result<()> {
-        if self.batch.len() >= MAX_BATCH_CALLS || !self.on { self.flush(gpu) } else { Ok(()) }
+    /// Issues the recorded calls if the batch is full or graphs are off.
+    fn flush_full_batch(&mut self, gpu: &GpuContext) -> Result<()> {
+        if self.batch.len() >= MAX_BATCH_CALLS || !self.on { self.flush_batch(gpu) } else { Ok(()) }
     }
 
-    fn issue(&mut self, gpu: &GpuContext) -> Result<()> {
+    /// Issues the recorded calls as a graph if one exists or can be built, otherwise call by call.
+    fn issue_batch(&mut self, gpu: &GpuContext) -> Result<()> {
         if !self.on || self.batch.len() < MIN_BATCH_CALLS {
             return self.issue_directly(gpu);
         }
-        let hash = self.batch.hash();
+        let hash = self.batch.compute_hash();
         let has_graph = match self.graphs.get(&hash) {
             Some(cached) => cached.batch == self.batch,
             None => self.find_or_build_graph(gpu, hash),
         };
-        if has_graph && self.replay(gpu, hash) { Ok(()) } else { self.issue_directly(gpu) }
+        if has_graph && self.launch_graph(gpu, hash) { Ok(()) } else { self.issue_directly(gpu) }
     }
 
-    /// Provides a graph for a batch whose hash has none. Returns false if the batch must be issued
-    /// directly.
+    /// Provides a graph for a batch whose hash has no graph. Returns false if the batch must be
+    /// issued call by call.
     ///
-    /// A graph is captured if the batch occurred before, or a similar one without a graph, in which
-    /// few arguments differ. If a similar batch has a graph, that graph is updated instead.
+    /// A new graph is captured if the batch has occurred before, or if a similar batch without a
+    /// graph has occurred in which few arguments differ. If a similar batch has a graph, that graph
+    /// is updated instead.
     fn find_or_build_graph(&mut self, gpu: &GpuContext, hash: u64) -> bool {
-        let structure_hash = self.batch.structure_hash();
-        if !self.was_seen(hash) {
+        let structure_hash = self.batch.compute_structure_hash();
+        if !self.mark_seen(hash) {
             if let Some(similar) = self.graph_by_structure.get(&structure_hash).copied() {
-                return self.update_similar(gpu, similar, hash);
+                return self.update_similar_graph(gpu, similar, hash);
             }
-            let changed =
-                self.unmatched.get(&structure_hash).and_then(|other| other.changed_kernels(&self.batch));
+            let changed = self
+                .unmatched_batches
+                .get(&structure_hash)
+                .and_then(|other| other.find_changed_kernels(&self.batch));
             if !changed.is_some_and(|changed| is_worth_updating(&changed, &self.batch)) {
                 self.remember_unmatched(structure_hash);
                 return false;
             }
         }
-        self.unmatched.remove(&structure_hash);
-        self.wasted_graphs < MAX_WASTED_GRAPHS && self.capture(gpu, hash, structure_hash)
+        self.unmatched_batches.remove(&structure_hash);
+        self.wasted_graphs < MAX_WASTED_GRAPHS && self.capture_graph(gpu, hash, structure_hash)
     }
 
-    /// Remembers a batch that may occur again with other arguments.
+    /// Remembers the batch, because it may occur again with other arguments.
     fn remember_unmatched(&mut self, structure_hash: u64) {
-        if self.unmatched.len() >= MAX_UNMATCHED {
-            self.unmatched.clear(); // the next step fills it again
+        if self.unmatched_batches.len() >= MAX_UNMATCHED_BATCHES {
+            self.unmatched_batches.clear(); // the next step fills it again
         }
-        self.unmatched.insert(structure_hash, self.batch.clone());
+        self.unmatched_batches.insert(structure_hash, self.batch.clone());
     }
 
-    /// Updates the graph of a similar batch to this batch, if few calls differ.
-    fn update_similar(&mut self, gpu: &GpuContext, similar: u64, hash: u64) -> bool {
+    /// Updates the graph of a similar batch to this batch. Returns false if too many calls differ
+    /// or the driver cannot update the graph.
+    fn update_similar_graph(&mut self, gpu: &GpuContext, similar: u64, hash: u64) -> bool {
         let Some(cached) = self.graphs.get(&similar) else { return false };
-        let changed = cached.batch.changed_kernels(&self.batch);
+        let changed = cached.batch.find_changed_kernels(&self.batch);
         let Some(changed) = changed
             .filter(|changed| is_worth_updating(changed, &self.batch) && cached.graph.has_nodes(changed))
         else {
             return false;
         };
         if let Err(error) = cached.graph.update_kernels(gpu, &self.batch, &changed) {
-            self.disable(gpu, error);
+            self.disable_graphs(gpu, error);
             return false;
         }
         let Some(mut cached) = self.graphs.remove(&similar) else { return false };
@@ -331,30 +346,32 @@ impl GraphState {
         true
     }
 
+    /// Issues the recorded calls one by one.
     fn issue_directly(&mut self, gpu: &GpuContext) -> Result<()> {
         self.stats.direct_calls += self.batch.len() as u64;
-        self.batch.issue(gpu)
+        self.batch.issue_all(gpu)
     }
 
-    /// True if a batch with this hash occurred before.
-    fn was_seen(&mut self, hash: u64) -> bool {
-        if self.seen.remove(&hash) {
+    /// Marks a batch as seen. Returns true if a batch with this hash occurred before.
+    fn mark_seen(&mut self, hash: u64) -> bool {
+        if self.seen_hashes.remove(&hash) {
             return true;
         }
-        if self.seen.len() >= MAX_SEEN {
-            self.seen.clear(); // the next two steps fill it again
+        if self.seen_hashes.len() >= MAX_SEEN_HASHES {
+            self.seen_hashes.clear(); // the next two steps fill it again
         }
-        self.seen.insert(hash);
+        self.seen_hashes.insert(hash);
         false
     }
 
-    /// Launches the graph with this hash. Returns false if the driver fails to launch it.
-    fn replay(&mut self, gpu: &GpuContext, hash: u64) -> bool {
+    /// Launches the graph with this hash. If the driver cannot launch it, turns graphs off and
+    /// returns false.
+    fn launch_graph(&mut self, gpu: &GpuContext, hash: u64) -> bool {
         let Some(cached) = self.graphs.get_mut(&hash) else { return false };
         if let Err(error) = cached.graph.launch(gpu) {
             // The recorded calls may have been moved into the cache; otherwise both are equal.
             std::mem::swap(&mut cached.batch, &mut self.batch);
-            self.disable(gpu, error);
+            self.disable_graphs(gpu, error);
             return false;
         }
         self.stats.launches += 1;
@@ -364,11 +381,11 @@ impl GraphState {
     }
 
     /// Captures the recorded calls into a graph. If that fails, turns graphs off and returns false.
-    fn capture(&mut self, gpu: &GpuContext, hash: u64, structure_hash: u64) -> bool {
+    fn capture_graph(&mut self, gpu: &GpuContext, hash: u64, structure_hash: u64) -> bool {
         match ExecutableGraph::capture(gpu, &self.batch) {
             Ok(graph) => {
                 if self.graphs.len() >= MAX_GRAPHS {
-                    self.evict_oldest(gpu);
+                    self.evict_oldest_graph(gpu);
                 }
                 let (batch, last_launch) = (std::mem::take(&mut self.batch), self.stats.launches);
                 let cached = CachedGraph { batch, graph, structure_hash, last_launch, launches: 0 };
@@ -377,13 +394,14 @@ impl GraphState {
                 true
             }
             Err(error) => {
-                self.disable(gpu, error);
+                self.disable_graphs(gpu, error);
                 false
             }
         }
     }
 
-    fn evict_oldest(&mut self, gpu: &GpuContext) {
+    /// Destroys the graph whose last launch is the longest ago.
+    fn evict_oldest_graph(&mut self, gpu: &GpuContext) {
         let oldest = self.graphs.iter().min_by_key(|(_, cached)| cached.last_launch).map(|(hash, _)| *hash);
         if let Some(evicted) = oldest.and_then(|hash| self.graphs.remove(&hash)) {
             self.wasted_graphs += usize::from(evicted.launches < 2);
@@ -392,12 +410,14 @@ impl GraphState {
         }
     }
 
+    /// Returns true if graphs are on.
     pub(super) fn is_on(&self) -> bool {
         self.on
     }
 
-    /// Turns graphs off for good. The scratch memory stays, because recorded calls use it.
-    fn disable(&mut self, gpu: &GpuContext, error: CudaError) {
+    /// Turns graphs off for good because of `error`. The scratch memory stays, because recorded
+    /// calls use it.
+    fn disable_graphs(&mut self, gpu: &GpuContext, error: CudaError) {
         self.disable_reason = Some(error);
         self.on = false;
         gpu.graphs.on.store(false, Relaxed);
@@ -407,13 +427,13 @@ impl GraphState {
     /// Destroys every graph and forgets every batch.
     fn destroy_graphs(&mut self, gpu: &GpuContext) {
         self.graphs.drain().for_each(|(_, cached)| cached.graph.destroy(gpu));
-        self.seen.clear();
-        self.unmatched.clear();
+        self.seen_hashes.clear();
+        self.unmatched_batches.clear();
         self.graph_by_structure.clear();
     }
 }
 
-/// True if so few calls changed that updating a graph is cheaper than issuing the calls.
+/// Returns true if so few kernels changed that updating a graph is cheaper than issuing the calls.
 fn is_worth_updating(changed: &[usize], batch: &CallBatch) -> bool {
     3 * changed.len() <= batch.len()
 }

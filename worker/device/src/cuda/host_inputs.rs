@@ -1,8 +1,10 @@
-//! Integer inputs of kernels that come from the host: tokens, labels, where documents begin.
+//! [`HostInputCache`]: integer inputs of kernels that come from the host, such as tokens, labels
+//! and document starts.
 //!
-//! An input has a name and keeps its GPU address from one micro-batch to the next, so that the
-//! kernels that read it are launched with the same arguments each time, which CUDA graphs need. An
-//! input that is already on the GPU is not sent again: every layer reads the same few.
+//! An input has a name and keeps its GPU address from one micro-batch to the next. Kernels that
+//! read the input are therefore launched with the same arguments each time, which CUDA graphs need.
+//! An input that is already on the GPU is not sent again, because every layer reads the same few
+//! inputs.
 use super::bindings::Address;
 use super::context::GpuContext;
 use super::error::Result;
@@ -12,41 +14,45 @@ use std::{
     sync::Arc,
 };
 
-/// Maximum number of slots for inputs of one name and size. Layers may alternate between inputs.
-const MAX_SLOTS: usize = 4;
-/// A slot is added when this many inputs in a row are what the previous one has just overwritten.
-const ALTERNATIONS: u32 = 2;
-/// Number of overwritten inputs whose host memory is kept: a driver that reads the host's memory
+/// Maximum number of slots for inputs of one name and size. More than one slot is needed if layers
+/// alternate between inputs.
+const MAX_SLOTS_PER_INPUT: usize = 4;
+/// Number of inputs in a row that must equal the input that was overwritten just before, until a
+/// slot is added.
+const ALTERNATIONS_BEFORE_NEW_SLOT: u32 = 2;
+/// Number of overwritten inputs whose host memory is kept. A driver that reads the host's memory
 /// asynchronously may still read them.
 const KEPT_UPLOADS: usize = 8;
-/// Smallest size of a slot, bytes. Sizes are powers of two.
+/// Minimum size of a slot in bytes. Sizes are powers of two.
 const MIN_SLOT_BYTES: usize = 256;
 
-/// The inputs of one thread in one stream. Streams do not share them, because an upload in one
-/// stream is not visible in another.
+/// Host inputs of one thread in one stream, and their copies on the GPU. Streams do not share a
+/// cache, because an upload in one stream is not visible in another.
 #[derive(Default)]
-pub(super) struct HostInputs {
-    /// By name and slot size.
+pub(super) struct HostInputCache {
+    /// Slots by name and slot size in bytes.
     slots: HashMap<(&'static str, usize), InputSlots>,
+    /// Host memory of the inputs that were overwritten last.
     recent_uploads: VecDeque<Vec<u8>>,
 }
 
-/// The GPU memory of the inputs of one name and size.
+/// GPU memory for the inputs of one name and size.
 #[derive(Default)]
 struct InputSlots {
-    /// Each slot's memory and content.
+    /// Memory and content of each slot.
     slots: Vec<(DeviceMemory, Vec<u8>)>,
     /// The slot that the next new input overwrites.
     next: usize,
-    /// The content that was overwritten last.
+    /// The input that was overwritten last.
     overwritten: Vec<u8>,
-    /// How many new inputs in a row were equal to `overwritten`.
+    /// Number of new inputs in a row that were equal to `overwritten`.
     alternations: u32,
 }
 
-impl HostInputs {
-    /// The GPU address of `input`, valid until another input of this name is uploaded.
-    pub(super) fn upload(
+impl HostInputCache {
+    /// Uploads `input` unless it is on the GPU already. Returns its GPU address, which is valid
+    /// until another input of this name is uploaded. The address of an empty input is 0.
+    pub(super) fn upload_if_changed(
         &mut self,
         gpu: &Arc<GpuContext>,
         name: &'static str,
@@ -58,10 +64,11 @@ impl HostInputs {
         let size = input.len().next_power_of_two().max(MIN_SLOT_BYTES);
         let slots = self.slots.entry((name, size)).or_default();
         if let Some((memory, _)) = slots.slots.iter().find(|(_, content)| content == input) {
-            return Ok(memory.at());
+            return Ok(memory.address());
         }
         slots.alternations = if slots.overwritten == input { slots.alternations + 1 } else { 0 };
-        let is_alternating = slots.alternations >= ALTERNATIONS && slots.slots.len() < MAX_SLOTS;
+        let is_alternating =
+            slots.alternations >= ALTERNATIONS_BEFORE_NEW_SLOT && slots.slots.len() < MAX_SLOTS_PER_INPUT;
         if slots.slots.is_empty() || is_alternating {
             slots.alternations = 0;
             slots.next = slots.slots.len();
@@ -70,10 +77,10 @@ impl HostInputs {
         let (index, count) = (slots.next, slots.slots.len());
         let (memory, content) = &mut slots.slots[index];
         let new = input.to_vec();
-        gpu.upload(memory.at(), &new)?;
+        gpu.enqueue_upload(memory.address(), &new)?;
         let old = std::mem::replace(content, new);
         slots.next = (index + 1) % count;
-        let at = memory.at();
+        let at = memory.address();
         slots.overwritten.clone_from(&old);
         self.recent_uploads.truncate(KEPT_UPLOADS - 1);
         self.recent_uploads.push_front(old);

@@ -8,7 +8,7 @@ use std::{
     ptr,
 };
 
-/// A loaded image of one kernel source. It lives as long as the context.
+/// A loaded image of one kernel source. It stays loaded as long as the context exists.
 pub(super) struct KernelModule(Handle);
 
 /// A kernel of a loaded module.
@@ -24,7 +24,8 @@ unsafe impl Send for KernelFunction {}
 // SAFETY: as for Send.
 unsafe impl Sync for KernelFunction {}
 
-/// The grid of a launch: blocks, threads per block, and dynamic shared memory per block in bytes.
+/// Configuration of a launch: number of blocks, threads per block, and bytes of dynamic shared
+/// memory per block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct LaunchConfig {
     pub(super) grid: [u32; 3],
@@ -52,17 +53,17 @@ impl GpuContext {
         let mut module = ptr::null_mut();
         // SAFETY: an image carries its own length.
         let status = unsafe { (self.driver.cuModuleLoadData)(&mut module, image.as_ptr().cast()) };
-        self.driver.check(&format!("cuModuleLoadData of {file}"), status)?;
+        self.driver.check_status(&format!("cuModuleLoadData of {file}"), status)?;
         Ok(KernelModule(module))
     }
 
-    /// The kernel `name` of a module.
-    pub(super) fn function(&self, module: &KernelModule, name: &CStr) -> Result<KernelFunction> {
+    /// Returns the kernel `name` of a module. Fails if the module has no such kernel.
+    pub(super) fn find_function(&self, module: &KernelModule, name: &CStr) -> Result<KernelFunction> {
         self.make_current()?;
         let mut function = ptr::null_mut();
         // SAFETY: the module lives as long as the context.
         let status = unsafe { (self.driver.cuModuleGetFunction)(&mut function, module.0, name.as_ptr()) };
-        self.driver.check(&format!("cuModuleGetFunction of {}", name.to_string_lossy()), status)?;
+        self.driver.check_status(&format!("cuModuleGetFunction of {}", name.to_string_lossy()), status)?;
         Ok(KernelFunction(function))
     }
 
@@ -72,7 +73,7 @@ impl GpuContext {
         // SAFETY: the function lives as long as the context.
         let status =
             unsafe { (self.driver.cuFuncSetAttribute)(function.0, MAX_DYNAMIC_SHARED_BYTES, bytes as c_int) };
-        self.driver.check("cuFuncSetAttribute", status)
+        self.driver.check_status("cuFuncSetAttribute", status)
     }
 
     /// Enqueues a kernel on this thread's stream.
@@ -134,7 +135,7 @@ impl GpuContext {
             let launch = format!(
                 "cuLaunchKernel of {kernel} (grid {x}×{y}×{z}, block {bx}×{by}×{bz}, {shared} bytes of shared memory)"
             );
-            self.driver.check(&launch, status)
+            self.driver.check_status(&launch, status)
         }
     }
 }

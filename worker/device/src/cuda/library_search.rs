@@ -6,7 +6,8 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Where libraries are searched for, in addition to the directories of the system.
+/// Directories in which CUDA's libraries are searched for, in addition to the directories of the
+/// system.
 #[derive(Clone, Debug, Default)]
 pub struct LibraryPaths {
     /// Directories from the job file. They are searched first.
@@ -19,8 +20,9 @@ pub struct LibraryPaths {
     pub toolkit_roots: Vec<PathBuf>,
     /// Prefixes of other Python installations on this machine, searched after the toolkits.
     pub fallback_python_prefixes: Vec<PathBuf>,
-    /// The CUDA major version that the driver implements, if it is known. Libraries of a newer
-    /// major version are rejected: the driver cannot run them or load the code that they generate.
+    /// Major version of CUDA that the driver implements, if it is known. Libraries of a newer major
+    /// version are rejected, because the driver can run neither the libraries nor the code that
+    /// they generate.
     pub driver_cuda_major: Option<u32>,
 }
 
@@ -40,7 +42,7 @@ pub enum CudaLibrary {
 }
 
 impl CudaLibrary {
-    /// The accepted file names, best first.
+    /// Returns the accepted file names of the library, best first.
     fn file_names(self) -> &'static [&'static str] {
         match self {
             CudaLibrary::Driver => &["libcuda.so.1"],
@@ -51,7 +53,7 @@ impl CudaLibrary {
         }
     }
 
-    /// The library's name in messages.
+    /// Returns the library's name in messages.
     pub(super) fn title(self) -> &'static str {
         match self {
             CudaLibrary::Driver => "the NVIDIA driver",
@@ -62,7 +64,7 @@ impl CudaLibrary {
         }
     }
 
-    /// Instructions to install the library, used as the help text of errors.
+    /// Returns instructions to install the library, which are the help text of errors.
     pub(super) fn install_help(self) -> &'static str {
         match self {
             CudaLibrary::Driver => {
@@ -84,7 +86,7 @@ impl CudaLibrary {
     }
 }
 
-/// Directories of the system that are searched after the dynamic loader's own.
+/// System directories that are searched after the dynamic loader's own directories.
 const SYSTEM_DIRECTORIES: [&str; 6] = [
     "/usr/lib/x86_64-linux-gnu",
     "/usr/lib/aarch64-linux-gnu",
@@ -93,15 +95,16 @@ const SYSTEM_DIRECTORIES: [&str; 6] = [
     "/usr/lib/wsl/lib",
     "/run/opengl-driver/lib",
 ];
-/// Roots that toolkit installers use.
+/// Directories in which installers of CUDA toolkits put them.
 const DEFAULT_TOOLKIT_ROOTS: [&str; 3] = ["/usr/local/cuda", "/usr/local/cuda-13", "/usr/local/cuda-12"];
 /// Maximum number of entries of a directory that are read.
 const MAX_ENTRIES: usize = 4096;
 
-/// The entry for the dynamic loader in the searched directories of [`CudaError::LibraryNotFound`].
-const LOADER: &str = "the dynamic loader's directories";
+/// Entry of [`CudaError::LibraryNotFound`]'s list of searched directories that stands for the
+/// dynamic loader.
+const LOADER_ENTRY: &str = "the dynamic loader's directories";
 
-/// An open library and where it was found.
+/// An open library and the path at which it was found.
 #[derive(Debug)]
 pub struct OpenLibrary {
     /// The library.
@@ -110,7 +113,7 @@ pub struct OpenLibrary {
     pub path: PathBuf,
 }
 
-/// A library file that exists and cannot be used.
+/// A library file that exists but cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RejectedLibrary {
     /// The file.
@@ -119,10 +122,10 @@ pub struct RejectedLibrary {
     pub reason: RejectReason,
 }
 
-/// Why a library file cannot be used.
+/// Reason why a library file cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum RejectReason {
-    /// The dynamic loader rejected it, with this message.
+    /// The dynamic loader could not load the file. The value is its message.
     Loader(String),
     /// The library requires a newer CUDA version than the driver implements.
     NewerThanDriver {
@@ -146,14 +149,14 @@ impl fmt::Display for RejectedLibrary {
     }
 }
 
-/// The major version at the end of a file name: 13 for `libnvrtc.so.13`.
-fn major_version(file_name: &str) -> Option<u32> {
+/// Returns the major version at the end of a file name: 13 for `libnvrtc.so.13`.
+fn parse_major_version(file_name: &str) -> Option<u32> {
     file_name.rsplit_once(".so.")?.1.parse().ok()
 }
 
 impl LibraryPaths {
     /// Returns a copy of the paths for a driver that implements this major version of CUDA.
-    pub(super) fn for_driver(&self, major: u32) -> LibraryPaths {
+    pub(super) fn with_driver_version(&self, major: u32) -> LibraryPaths {
         LibraryPaths { driver_cuda_major: Some(major), ..self.clone() }
     }
 
@@ -161,40 +164,44 @@ impl LibraryPaths {
     /// are too new for the driver.
     fn file_names(&self, library: CudaLibrary) -> (Vec<&'static str>, Vec<&'static str>) {
         let newest = Some(self.driver_cuda_major.unwrap_or(u32::MAX));
-        library.file_names().iter().partition(|name| major_version(name) <= newest)
+        library.file_names().iter().partition(|name| parse_major_version(name) <= newest)
     }
 
-    /// Directories in which the library is searched for, best first.
+    /// Returns the directories in which the library is searched for, best first.
     ///
-    /// The driver is not searched for in toolkits, which only contain a stub of it for linking.
-    pub fn directories(&self, library: CudaLibrary) -> Vec<PathBuf> {
+    /// The driver is not searched for in toolkits, because they contain only a stub of the driver
+    /// for linking.
+    pub fn list_directories(&self, library: CudaLibrary) -> Vec<PathBuf> {
         let mut directories = self.configured.clone();
         directories.extend(self.ld_library_path.iter().cloned());
         if library != CudaLibrary::Driver {
-            directories
-                .extend(self.python_prefixes.iter().flat_map(|prefix| nvidia_package_directories(prefix)));
+            directories.extend(
+                self.python_prefixes.iter().flat_map(|prefix| list_nvidia_package_directories(prefix)),
+            );
             let toolkits = self.toolkit_roots.iter().cloned().chain(DEFAULT_TOOLKIT_ROOTS.map(PathBuf::from));
             directories.extend(toolkits.flat_map(|t| [t.join("lib64"), t.join("targets/x86_64-linux/lib")]));
             let fallbacks = self.fallback_python_prefixes.iter();
-            directories.extend(fallbacks.flat_map(|prefix| nvidia_package_directories(prefix)));
+            directories.extend(fallbacks.flat_map(|prefix| list_nvidia_package_directories(prefix)));
         }
         directories.retain(|directory| !directory.as_os_str().is_empty());
         directories
     }
 
-    /// Opens the library from the first directory that has a usable file of it.
+    /// Opens the library from the first directory that has a usable file of it. The error lists the
+    /// searched directories and the rejected files.
     pub fn open(&self, library: CudaLibrary) -> Result<OpenLibrary, CudaError> {
         let mut searched = Vec::new();
         let mut rejected = Vec::new();
         let (names, newer) = self.file_names(library);
         let mut open_in = |directory: &Path| {
-            let opened = names.iter().find_map(|name| open_file(&directory.join(name), &mut rejected));
+            let opened =
+                names.iter().find_map(|name| open_library_file(&directory.join(name), &mut rejected));
             if opened.is_none() {
                 rejected.extend(newer.iter().filter_map(|name| self.reject_newer(directory.join(name))));
             }
             opened
         };
-        for directory in &self.directories(library) {
+        for directory in &self.list_directories(library) {
             if let Some(opened) = open_in(directory) {
                 return Ok(opened);
             }
@@ -205,7 +212,7 @@ impl LibraryPaths {
                 return Ok(OpenLibrary { library, path: PathBuf::from(name) });
             }
         }
-        searched.push(LOADER.to_owned());
+        searched.push(LOADER_ENTRY.to_owned());
         for directory in SYSTEM_DIRECTORIES {
             if let Some(opened) = open_in(Path::new(directory)) {
                 return Ok(opened);
@@ -220,25 +227,25 @@ impl LibraryPaths {
         })
     }
 
-    /// Returns the rejection of a file that requires a newer driver; `None` if the file does not
-    /// exist.
+    /// Returns the rejection of a file that requires a newer driver. Returns `None` if the file
+    /// does not exist.
     fn reject_newer(&self, path: PathBuf) -> Option<RejectedLibrary> {
         let driver_cuda_major = self.driver_cuda_major.filter(|_| path.exists())?;
         Some(RejectedLibrary { path, reason: RejectReason::NewerThanDriver { driver_cuda_major } })
     }
 }
 
-/// The `lib` directories of the `nvidia` packages of a Python environment.
-fn nvidia_package_directories(prefix: &Path) -> Vec<PathBuf> {
+/// Returns the existing `lib` directories of the `nvidia` packages of a Python environment.
+fn list_nvidia_package_directories(prefix: &Path) -> Vec<PathBuf> {
     let mut directories = Vec::new();
     // Debian's Pythons use dist-packages.
     for (lib, packages) in
         [("lib", "site-packages"), ("lib", "dist-packages"), ("local/lib", "dist-packages")]
     {
-        for python in sorted_entries(&prefix.join(lib)) {
+        for python in list_sorted_entries(&prefix.join(lib)) {
             let is_python = python.file_name().is_some_and(|n| n.to_string_lossy().starts_with("python3"));
             if is_python {
-                let packages = sorted_entries(&python.join(packages).join("nvidia"));
+                let packages = list_sorted_entries(&python.join(packages).join("nvidia"));
                 directories.extend(packages.into_iter().map(|package| package.join("lib")));
             }
         }
@@ -247,17 +254,18 @@ fn nvidia_package_directories(prefix: &Path) -> Vec<PathBuf> {
     directories
 }
 
-/// The paths of a directory's entries, sorted; empty if the directory cannot be read.
-fn sorted_entries(directory: &Path) -> Vec<PathBuf> {
+/// Returns the paths of a directory's entries, sorted. Returns no paths if the directory cannot be
+/// read.
+fn list_sorted_entries(directory: &Path) -> Vec<PathBuf> {
     let Ok(entries) = fs::read_dir(directory) else { return Vec::new() };
     let mut paths: Vec<PathBuf> = entries.take(MAX_ENTRIES).flatten().map(|entry| entry.path()).collect();
     paths.sort();
     paths
 }
 
-/// Opens the library at `path`; `None` if no file exists there or opening fails. A failure is added
-/// to `rejected`.
-fn open_file(path: &Path, rejected: &mut Vec<RejectedLibrary>) -> Option<OpenLibrary> {
+/// Opens the library at `path`. Returns `None` if no file exists there or opening it fails. A
+/// failure is added to `rejected`.
+fn open_library_file(path: &Path, rejected: &mut Vec<RejectedLibrary>) -> Option<OpenLibrary> {
     if !path.exists() {
         return None;
     }
@@ -265,21 +273,22 @@ fn open_file(path: &Path, rejected: &mut Vec<RejectedLibrary>) -> Option<OpenLib
     match open_library(path) {
         Ok(library) => Some(OpenLibrary { library, path: path.to_owned() }),
         Err(error) => {
-            let reason = RejectReason::Loader(loader_message(&error));
+            let reason = RejectReason::Loader(format_loader_error(&error));
             rejected.push(RejectedLibrary { path: path.to_owned(), reason });
             None
         }
     }
 }
 
-/// Opens `libnvrtc-builtins` next to NVRTC.
+/// Opens `libnvrtc-builtins` next to NVRTC, if `path` is NVRTC. The library stays open as long as
+/// the process lives.
 ///
-/// NVRTC opens it by its bare file name. Outside of the dynamic loader's directories that only
-/// works if the library is already open.
+/// NVRTC opens `libnvrtc-builtins` by its bare file name. If the library is not in a directory of
+/// the dynamic loader, this only works if the library is already open.
 fn preload_nvrtc_builtins(path: &Path) {
     let is_nvrtc = path.file_name().is_some_and(|n| n.to_string_lossy().starts_with("libnvrtc.so"));
     let Some(directory) = path.parent().filter(|_| is_nvrtc) else { return };
-    for file in sorted_entries(directory) {
+    for file in list_sorted_entries(directory) {
         let name = file.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
         if name.starts_with("libnvrtc-builtins.so.")
             && let Ok(library) = open_library(&file)
@@ -289,11 +298,13 @@ fn preload_nvrtc_builtins(path: &Path) {
     }
 }
 
-/// The dynamic loader's message of an error.
-fn loader_message(error: &libloading::Error) -> String {
+/// Returns the dynamic loader's own message of an error.
+fn format_loader_error(error: &libloading::Error) -> String {
     std::error::Error::source(error).map_or_else(|| error.to_string(), ToString::to_string)
 }
 
+/// Opens the library at `path`, or searches the dynamic loader's directories if `path` is a bare
+/// file name.
 fn open_library(path: &Path) -> Result<Library, libloading::Error> {
     // SAFETY: the initializers of NVIDIA's libraries have no preconditions. The machine's owner
     // decides which file it is.
@@ -332,14 +343,14 @@ mod tests {
         let position = |directory: &str| searched.iter().position(|one| one == directory);
         let fallback = position(&debian.display().to_string());
         assert!(
-            fallback > position("/usr/local/cuda-12/lib64") && fallback < position(LOADER),
+            fallback > position("/usr/local/cuda-12/lib64") && fallback < position(LOADER_ENTRY),
             "{searched:?}"
         );
         let [rejected] = &rejected[..] else { panic!("{rejected:?}") };
         assert_eq!(rejected.path, packages.join("libcublasLt.so.13"));
         assert!(matches!(rejected.reason, RejectReason::Loader(_)), "{rejected:?}");
         // a toolkit only contains a stub of the driver
-        assert!(paths.directories(CudaLibrary::Driver).iter().all(|d| !d.starts_with("/opt/toolkit")));
+        assert!(paths.list_directories(CudaLibrary::Driver).iter().all(|d| !d.starts_with("/opt/toolkit")));
     }
 
     #[test]
@@ -351,7 +362,7 @@ mod tests {
         }
         let open_for_driver = |driver| {
             let Err(CudaError::LibraryUnusable { rejected, file_names, .. }) =
-                paths.for_driver(driver).open(CudaLibrary::Nvrtc)
+                paths.with_driver_version(driver).open(CudaLibrary::Nvrtc)
             else {
                 panic!("opened a file that is not a library");
             };
@@ -366,7 +377,7 @@ mod tests {
         assert_eq!(rejected[1].reason, RejectReason::NewerThanDriver { driver_cuda_major: 12 });
         // the driver and NCCL number their files differently
         for (library, name) in [(CudaLibrary::Driver, "libcuda.so.1"), (CudaLibrary::Nccl, "libnccl.so.2")] {
-            assert_eq!(paths.for_driver(12).file_names(library), (vec![name], vec![]));
+            assert_eq!(paths.with_driver_version(12).file_names(library), (vec![name], vec![]));
         }
     }
 }

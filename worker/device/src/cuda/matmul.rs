@@ -17,7 +17,7 @@ use super::library_search::{CudaLibrary, LibraryPaths};
 use crate::buffer::Dtype;
 use crate::fp8::Fp8Format;
 use algorithm_search::AlgorithmSearch;
-use descriptors::{AlgorithmPreference, CallPointers, MatmulDescriptor, check};
+use descriptors::{AlgorithmPreference, CallPointers, MatmulDescriptor, check_status};
 use prepared::LtHandle;
 pub(super) use prepared::PreparedMatmul;
 use std::{
@@ -28,22 +28,24 @@ use std::{
     sync::{Arc, Mutex, OnceLock, PoisonError},
 };
 
-/// Maximum workspace of a matmul, bytes.
+/// Maximum number of bytes of a matmul's workspace.
 pub const MATMUL_WORKSPACE_BYTES: usize = 32 << 20;
-/// Alignment in bytes above which no algorithm is faster.
+/// Largest alignment in bytes that algorithms are distinguished by. A larger alignment makes no
+/// algorithm faster.
 const MAX_ALIGNMENT: u64 = 256;
 
-/// One matrix of a matmul: its address and layout.
+/// Address and layout of a matrix of a matmul.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct MatrixRef {
     pub(super) at: Address,
-    /// Elements from row to row as stored.
+    /// Number of elements from row to row in memory.
     pub(super) stride: usize,
-    /// True if rows and columns are exchanged in memory.
+    /// True if the matrix is stored transposed.
     pub(super) transposed: bool,
 }
 
-/// `c[m, n] (=|+=) a[m, k] · b[k, n] (+ bias[n])`, all row-major unless transposed.
+/// A matmul `c[m, n] (=|+=) a[m, k] · b[k, n] (+ bias[n])`. Matrices are row-major unless they are
+/// transposed.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Matmul {
     pub(super) m: usize,
@@ -54,35 +56,37 @@ pub(super) struct Matmul {
     pub(super) c: MatrixRef,
     pub(super) inputs: InputFormat,
     pub(super) output: Dtype,
+    /// True if the matmul is added to `c`, false if it overwrites `c`.
     pub(super) add: bool,
-    /// The address of a vector of the output's type.
+    /// GPU address of the bias, a vector of the output's type. `None` if no bias is added.
     pub(super) bias: Option<Address>,
 }
 
-/// The element types of the two operands.
+/// Element types of the two operands of a matmul.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum InputFormat {
     /// Both operands have this type.
     Same(Dtype),
-    /// For each operand its fp8 format and the GPU address of its scale. Both operands are
-    /// contiguous along `k`: `a` is not transposed, `b` is.
+    /// fp8 format and GPU address of the scale, for each operand. Both operands must be contiguous
+    /// along `k`: `a` is not transposed, and `b` is.
     Fp8([(Fp8Format, Address); 2]),
 }
 
 impl Matmul {
-    fn key(&self) -> Key {
-        let [a, b] = self.inputs.types();
+    /// Returns the key by which plans are stored.
+    fn to_key(&self) -> Key {
+        let [a, b] = self.inputs.cuda_types();
         Key {
             sizes: [self.m, self.n, self.k, self.a.stride, self.b.stride, self.c.stride],
             transposed: [self.a.transposed, self.b.transposed],
-            types: [a, b, type_of(self.output)],
+            types: [a, b, cuda_type(self.output)],
             add: self.add,
-            alignments: [self.a.at, self.b.at, self.c.at].map(alignment),
-            bias: self.bias.map(alignment),
+            alignments: [self.a.at, self.b.at, self.c.at].map(compute_alignment),
+            bias: self.bias.map(compute_alignment),
         }
     }
 
-    /// Shape and types for profiles: `matmul 8192 × 4096 × 1024 (bf16 · bf16 → f32)`.
+    /// Describes shape and types for profiles: `matmul 8192 × 4096 × 1024 (bf16 · bf16 → f32)`.
     pub(super) fn describe(&self) -> String {
         let name = |which| match which {
             R_F16 => "f16",
@@ -91,20 +95,22 @@ impl Matmul {
             R_E5M2 => "e5m2",
             _ => "f32",
         };
-        let ([a, b], c) = (self.inputs.types().map(name), name(type_of(self.output)));
+        let ([a, b], c) = (self.inputs.cuda_types().map(name), name(cuda_type(self.output)));
         let accumulate = if self.add { ", accumulating" } else { "" };
         format!("matmul {} × {} × {} ({a} · {b} → {c}{accumulate})", self.m, self.n, self.k)
     }
 
+    /// Returns the addresses of the scales and of the bias.
     fn call_pointers(&self) -> CallPointers {
         CallPointers { scales: self.inputs.scales(), bias: self.bias }
     }
 }
 
 impl InputFormat {
-    fn types(self) -> [c_int; 2] {
+    /// Returns CUDA's numbers of the operands' types.
+    fn cuda_types(self) -> [c_int; 2] {
         match self {
-            InputFormat::Same(dtype) => [type_of(dtype); 2],
+            InputFormat::Same(dtype) => [cuda_type(dtype); 2],
             InputFormat::Fp8(operands) => operands.map(|(kind, _)| match kind {
                 Fp8Format::E4M3 => R_E4M3,
                 Fp8Format::E5M2 => R_E5M2,
@@ -112,6 +118,7 @@ impl InputFormat {
         }
     }
 
+    /// Returns the addresses of the fp8 operands' scales. Returns `None` for other operands.
     fn scales(self) -> Option<[Address; 2]> {
         match self {
             InputFormat::Same(_) => None,
@@ -122,8 +129,8 @@ impl InputFormat {
 
 /// Everything that decides which algorithm is best for a matmul.
 ///
-/// Its `Debug` text is hashed into the names of stored choices: renaming the type or a field
-/// discards them.
+/// The `Debug` text of the key is hashed into the names of stored choices. Renaming the type or a
+/// field would discard all stored choices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Key {
     /// m, n, k, and the strides of `a`, `b` and `c`.
@@ -138,14 +145,14 @@ struct Key {
     bias: Option<u32>,
 }
 
-/// What is reused for every matmul of one key: descriptors and the chosen algorithm.
+/// Descriptors and the chosen algorithm, which all matmuls of one key share.
 struct MatmulPlan {
     library: Arc<CublasLtApi>,
     descriptor: MatmulDescriptor,
     /// Layouts of cuBLASLt's first and second operand and of the result.
     layouts: [Handle; 3],
     algorithm: Algorithm,
-    /// Bytes of workspace that the algorithm needs.
+    /// Number of bytes of workspace that the algorithm needs.
     workspace: usize,
 }
 
@@ -163,18 +170,19 @@ impl Drop for MatmulPlan {
     }
 }
 
-/// An open cuBLASLt and the plans made so far.
+/// The opened cuBLASLt library, and the plans created so far.
 pub(super) struct CublasLt {
     lt: Arc<LtHandle>,
     pub(super) path: PathBuf,
     pub(super) version: usize,
-    /// Plans by key; `None` where the library has no algorithm.
+    /// Plans by key. The value is `None` where the library has no algorithm.
     plans: Mutex<HashMap<Key, Option<Arc<MatmulPlan>>>>,
     /// Set if algorithms are timed.
     search: OnceLock<AlgorithmSearch>,
 }
 
-fn type_of(dtype: Dtype) -> c_int {
+/// Returns CUDA's number of an element type (`CUDA_R_…`).
+fn cuda_type(dtype: Dtype) -> c_int {
     match dtype {
         Dtype::F32 => R_F32,
         Dtype::F16 => R_F16,
@@ -182,13 +190,13 @@ fn type_of(dtype: Dtype) -> c_int {
     }
 }
 
-/// The largest power of two that divides the address, at most [`MAX_ALIGNMENT`].
-fn alignment(at: Address) -> u32 {
+/// Returns the largest power of two that divides the address, at most [`MAX_ALIGNMENT`].
+fn compute_alignment(at: Address) -> u32 {
     (1u64 << at.trailing_zeros().min(63)).min(MAX_ALIGNMENT) as u32
 }
 
-/// The library's version (`13.1.0`) and path. It creates nothing on a GPU.
-pub(super) fn library_version(paths: &LibraryPaths) -> Result<(String, PathBuf)> {
+/// Returns the library's version, such as `13.1.0`, and path. Does not use a GPU.
+pub(super) fn query_library_version(paths: &LibraryPaths) -> Result<(String, PathBuf)> {
     let opened = paths.open(CudaLibrary::CublasLt)?;
     let path = opened.path.clone();
     let library = CublasLtApi::load(opened)?;
@@ -198,7 +206,7 @@ pub(super) fn library_version(paths: &LibraryPaths) -> Result<(String, PathBuf)>
 }
 
 impl CublasLt {
-    /// Opens the library. The GPU's context must be current.
+    /// Opens the library for the GPU whose context is current.
     pub(super) fn open(paths: &LibraryPaths) -> Result<CublasLt> {
         let opened = paths.open(CudaLibrary::CublasLt)?;
         let path = opened.path.clone();
@@ -207,42 +215,44 @@ impl CublasLt {
         // SAFETY: no preconditions.
         let version = unsafe { (library.cublasLtGetVersion)() };
         // SAFETY: writes one handle.
-        check(&library, "cublasLtCreate", unsafe { (library.cublasLtCreate)(&mut handle) })?;
+        check_status(&library, "cublasLtCreate", unsafe { (library.cublasLtCreate)(&mut handle) })?;
         let lt = Arc::new(LtHandle { library, handle });
         Ok(CublasLt { lt, path, version, plans: Mutex::default(), search: OnceLock::new() })
     }
 
-    /// From now on, times the algorithms for each new matmul and uses the fastest. Choices are
-    /// stored in `directory` for other processes.
+    /// Enables the timing of algorithms: from now on, the algorithms for each new matmul are timed,
+    /// and the fastest is used. Choices are stored in `directory` for other processes.
     pub(super) fn enable_autotuning(&self, gpu: &GpuContext, directory: Option<PathBuf>) {
         self.search.get_or_init(|| AlgorithmSearch::new(directory, &gpu.properties, self.version));
     }
 
-    /// Enqueues a matmul. `m`, `n` and `k` are above 0.
-    pub(super) fn run(&self, gpu: &Arc<GpuContext>, matmul: &Matmul) -> Result<()> {
+    /// Enqueues a matmul on this thread's stream. `m`, `n` and `k` must be above 0. Fails if the
+    /// library has no algorithm for the matmul.
+    pub(super) fn enqueue(&self, gpu: &Arc<GpuContext>, matmul: &Matmul) -> Result<()> {
         gpu.make_current()?; // the heuristic answers for the current GPU
-        let plan = self.plan(gpu, matmul)?.ok_or_else(|| CudaError::Call {
+        let plan = self.get_or_create_plan(gpu, matmul)?.ok_or_else(|| CudaError::Call {
             function: "cublasLtMatmulAlgoGetHeuristic".to_owned(),
             status: NOT_SUPPORTED,
             message: format!("no algorithm for {matmul:?}"),
         })?;
         // Freed in the stream's order, after this matmul.
-        let workspace = gpu.scratch(plan.workspace.max(1))?;
+        let workspace = gpu.alloc_scratch(plan.workspace.max(1))?;
         let prepared =
-            PreparedMatmul { lt: self.lt.clone(), matmul: *matmul, plan, workspace: workspace.at() };
+            PreparedMatmul { lt: self.lt.clone(), matmul: *matmul, plan, workspace: workspace.address() };
         let direct = prepared.clone();
         gpu.enqueue(|batch| batch.push_matmul(prepared), |stream| direct.issue(stream))
     }
 
-    /// True if the library has an algorithm for this matmul.
+    /// Returns true if the library has an algorithm for this matmul.
     pub(super) fn has_algorithm(&self, gpu: &Arc<GpuContext>, matmul: &Matmul) -> Result<bool> {
         gpu.make_current()?;
-        Ok(self.plan(gpu, matmul)?.is_some())
+        Ok(self.get_or_create_plan(gpu, matmul)?.is_some())
     }
 
-    /// The plan for a matmul, from the earlier ones or new.
-    fn plan(&self, gpu: &Arc<GpuContext>, matmul: &Matmul) -> Result<Option<Arc<MatmulPlan>>> {
-        let key = matmul.key();
+    /// Returns the plan for a matmul, and creates it if there is none yet. Returns `None` if the
+    /// library has no algorithm.
+    fn get_or_create_plan(&self, gpu: &Arc<GpuContext>, matmul: &Matmul) -> Result<Option<Arc<MatmulPlan>>> {
+        let key = matmul.to_key();
         let mut plans = self.plans.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(plan) = plans.get(&key) {
             return Ok(plan.clone());
@@ -252,6 +262,8 @@ impl CublasLt {
         Ok(plan)
     }
 
+    /// Creates the plan for a matmul. Times the algorithms if autotuning is enabled. Returns `None`
+    /// if the library has no algorithm.
     fn create_plan(&self, gpu: &Arc<GpuContext>, matmul: &Matmul, key: &Key) -> Result<Option<MatmulPlan>> {
         let lt = &self.lt.library;
         let mut plan = MatmulPlan {
@@ -273,29 +285,29 @@ impl CublasLt {
             let status = unsafe {
                 (lt.cublasLtMatrixLayoutCreate)(layout, dtype, rows as u64, columns as u64, stride as i64)
             };
-            check(lt, "cublasLtMatrixLayoutCreate", status)?;
+            check_status(lt, "cublasLtMatrixLayoutCreate", status)?;
         }
-        let candidates = self.candidates(&plan, key)?;
+        let candidates = self.query_candidates(&plan, key)?;
         let Some(first) = candidates.first() else { return Ok(None) };
         let best = match self.search.get() {
             None => *first,
             Some(search) => {
-                let time = |candidate: &Heuristic| self.time(gpu, matmul, &plan, candidate);
-                search.fastest(&format!("{key:?}"), &candidates, time)?
+                let time = |candidate: &Heuristic| self.time_candidate(gpu, matmul, &plan, candidate);
+                search.find_fastest(&format!("{key:?}"), &candidates, time)?
             }
         };
         (plan.algorithm, plan.workspace) = (best.algorithm, best.workspace);
         Ok(Some(plan))
     }
 
-    /// The algorithms that the library suggests, best guess first.
-    fn candidates(&self, plan: &MatmulPlan, key: &Key) -> Result<Vec<Heuristic>> {
+    /// Returns the algorithms that the library suggests, best guess first.
+    fn query_candidates(&self, plan: &MatmulPlan, key: &Key) -> Result<Vec<Heuristic>> {
         let lt = &self.lt.library;
         let preference = AlgorithmPreference::new(lt)?;
-        preference.set(MAX_WORKSPACE, &(MATMUL_WORKSPACE_BYTES as u64).to_ne_bytes())?;
+        preference.set_attribute(MAX_WORKSPACE, &(MATMUL_WORKSPACE_BYTES as u64).to_ne_bytes())?;
         let [a, b, c] = key.alignments;
         for (attribute, bytes) in (MIN_ALIGNMENT..).zip([b, a, c, c]) {
-            preference.set(attribute, &bytes.to_ne_bytes())?;
+            preference.set_attribute(attribute, &bytes.to_ne_bytes())?;
         }
         let requested = if self.search.get().is_some() { algorithm_search::MAX_CANDIDATES } else { 1 };
         let (mut candidates, mut count) = (vec![Heuristic::default(); requested], 0);
@@ -318,16 +330,17 @@ impl CublasLt {
         if status == NOT_SUPPORTED {
             return Ok(Vec::new());
         }
-        check(lt, "cublasLtMatmulAlgoGetHeuristic", status)?;
+        check_status(lt, "cublasLtMatmulAlgoGetHeuristic", status)?;
         candidates.truncate(usize::try_from(count).unwrap_or(0));
         candidates.retain(|one| one.state == 0 && one.workspace <= MATMUL_WORKSPACE_BYTES);
         Ok(candidates)
     }
 
-    /// Seconds of some runs of a matmul with this algorithm; `None` if it fails, or if there is no
-    /// memory to try it. A result that is added to keeps its content. Otherwise the content is
-    /// unspecified afterwards.
-    fn time(
+    /// Runs a matmul several times with this algorithm and returns the seconds of all timed runs
+    /// together. Returns `None` if the algorithm fails, or if there is no memory to try it. A
+    /// result to which the matmul is added keeps its content. Any other result is unspecified
+    /// afterwards.
+    fn time_candidate(
         &self,
         gpu: &Arc<GpuContext>,
         matmul: &Matmul,
@@ -340,19 +353,19 @@ impl CublasLt {
         let (Some(copy), Some(workspace)) = (copy, allocate(candidate.workspace.max(1))) else {
             return Ok(None);
         };
-        let c = MatrixRef { at: if matmul.add { copy.at() } else { matmul.c.at }, ..matmul.c };
+        let c = MatrixRef { at: if matmul.add { copy.address() } else { matmul.c.at }, ..matmul.c };
         let trial = Matmul { c, ..*matmul };
-        let algorithm = (&candidate.algorithm, workspace.at(), candidate.workspace);
-        let call = |stream| self.lt.call(stream, &trial, &plan.descriptor, plan.layouts, algorithm);
+        let algorithm = (&candidate.algorithm, workspace.address(), candidate.workspace);
+        let call = |stream| self.lt.issue_matmul(stream, &trial, &plan.descriptor, plan.layouts, algorithm);
         let run = || gpu.with_stream(call).is_ok_and(|status| status == 0);
         if !run() {
             return Ok(None);
         }
-        let begin = gpu.record_timed()?;
-        if !(0..algorithm_search::RUNS).all(|_| run()) {
+        let begin = gpu.record_timed_event()?;
+        if !(0..algorithm_search::TIMED_RUNS).all(|_| run()) {
             return Ok(None);
         }
-        let end = gpu.record_timed()?;
+        let end = gpu.record_timed_event()?;
         end.synchronize()?;
         end.seconds_since(&begin)
     }

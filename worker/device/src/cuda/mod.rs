@@ -1,14 +1,14 @@
 //! The backend for NVIDIA GPUs.
 //!
-//! Building it needs no CUDA toolkit. At run time it opens CUDA's libraries where they are found on
-//! the machine ([`library_search`]). Kernels are compiled for the GPU's exact architecture when
-//! they are first needed, and cached on disk ([`compile`]). A thread's work goes through one
-//! stream, the main stream or the thread's own. Ops return before their work is complete, and their
-//! work runs in the order of the thread's calls.
+//! Building the backend needs no CUDA toolkit. At run time, the backend searches for CUDA's
+//! libraries and opens them ([`library_search`]). Kernels are compiled for the GPU's exact
+//! architecture when they are first needed, and cached on disk ([`compile`]). All work of a thread
+//! goes through one stream: the main stream, or the thread's separate stream. Ops return before
+//! their work is complete, and their work runs in the order of the thread's calls.
 //!
 //! Ops return no errors. A failure is a panic with a [`DeviceError`], which ends the worker with
-//! one message. Because work is asynchronous, a later call than the one that caused it may report
-//! it.
+//! one message. Because work is asynchronous, a later call than the call that failed may report the
+//! failure.
 mod activation;
 mod attention;
 mod bindings;
@@ -17,8 +17,9 @@ mod compile;
 mod context;
 mod cudnn;
 mod disk_cache;
+mod elementwise;
 mod error;
-mod flat;
+mod expert_rows;
 mod fp8;
 mod graphs;
 mod host_inputs;
@@ -30,12 +31,11 @@ mod norm;
 mod ops;
 mod profile;
 mod properties;
-mod rows;
 mod storage;
 mod streams;
 
-pub use classifier::classifier_workspace_bytes;
-pub use cudnn::{AttentionBackend, cudnn_plan_workspaces, cudnn_workspace_bytes};
+pub use classifier::count_classifier_workspace_bytes;
+pub use cudnn::{AttentionBackend, compute_cudnn_plan_workspaces, estimate_cudnn_workspace_bytes};
 pub use error::{CudaError, Result};
 pub use graphs::GraphStats;
 pub use library_search::{CudaLibrary, LibraryPaths, OpenLibrary, RejectReason, RejectedLibrary};
@@ -50,7 +50,7 @@ use compile::{KernelModules, KernelSource, Nvrtc};
 use context::GpuContext;
 use cudnn::CudnnAttention;
 use graphs::GraphAutotuner;
-use host_inputs::HostInputs;
+use host_inputs::HostInputCache;
 use launch::{KernelArg, LaunchConfig};
 use matmul::{CublasLt, Matmul};
 use memory::DeviceMemory;
@@ -64,20 +64,23 @@ use std::{
 };
 use streams::CudaEvent;
 
-/// [`crate::Ops`] on one NVIDIA GPU.
+/// Backend that computes ops on one NVIDIA GPU.
 pub struct Cuda {
     kernels: KernelModules,
     cublas_lt: CublasLt,
     /// Set if cuDNN may compute attention.
     cudnn: OnceLock<CudnnAttention>,
-    /// By stream and thread, because inputs of one thread would overwrite those of another.
-    host_inputs: Mutex<HashMap<(usize, ThreadId), HostInputs>>,
-    /// Begin and end of timed waits that have not been counted yet.
+    /// Caches of host inputs by stream and thread, because inputs of one thread would overwrite
+    /// those of another.
+    host_inputs: Mutex<HashMap<(usize, ThreadId), HostInputCache>>,
+    /// Events at the begin and end of timed waits that have not been counted yet.
     timed_waits: Mutex<Vec<[CudaEvent; 2]>>,
     profile: Profile,
-    /// Measures whether CUDA graphs are faster, until that is known.
-    graph_tuner: Mutex<Option<GraphAutotuner>>,
-    /// The last field: fields are dropped in order, and cuBLASLt must be closed before the context.
+    /// Measures whether CUDA graphs are faster. `None` if nothing is to be measured, or if the
+    /// result is known.
+    graph_autotuner: Mutex<Option<GraphAutotuner>>,
+    /// The open GPU. It is the last field, because fields are dropped in order and cuBLASLt must be
+    /// closed before the context.
     gpu: Arc<GpuContext>,
 }
 
@@ -96,7 +99,7 @@ impl MemoryOwner for GpuContext {
     }
 }
 
-/// The owner of pinned host memory.
+/// Owner of a buffer in pinned host memory.
 struct PinnedOwner(Arc<GpuContext>);
 
 impl MemoryOwner for PinnedOwner {
@@ -106,13 +109,13 @@ impl MemoryOwner for PinnedOwner {
 }
 
 impl Cuda {
-    /// Opens a GPU and every library that training needs.
+    /// Opens a GPU and every library that training needs. Kernels are not compiled yet.
     ///
-    /// `index` counts the GPUs that the driver shows this process. Compiled kernels are cached in
-    /// the directory `cache`, if one is given.
+    /// `index` is the GPU's number among those that the driver shows this process, from 0. Compiled
+    /// kernels are cached in the directory `cache`, if one is given.
     pub fn open(paths: &LibraryPaths, index: usize, cache: Option<PathBuf>) -> Result<Cuda> {
         let gpu = GpuContext::open(paths, index)?;
-        let paths = &paths.for_driver(gpu.properties.driver_version.0);
+        let paths = &paths.with_driver_version(gpu.properties.driver_version.0);
         let kernels = KernelModules::new(Nvrtc::open(paths)?, &gpu, cache)?;
         gpu.make_current()?;
         Ok(Cuda {
@@ -122,17 +125,17 @@ impl Cuda {
             host_inputs: Mutex::default(),
             timed_waits: Mutex::default(),
             profile: Profile::default(),
-            graph_tuner: Mutex::default(),
+            graph_autotuner: Mutex::default(),
             gpu,
         })
     }
 
-    /// The GPU's properties.
+    /// Returns the GPU's properties.
     pub fn properties(&self) -> &GpuProperties {
         &self.gpu.properties
     }
 
-    /// Versions and paths of the opened libraries.
+    /// Returns the versions and paths of the opened libraries.
     pub fn loaded_libraries(&self) -> LoadedLibraries {
         let nvrtc = self.kernels.nvrtc();
         LoadedLibraries {
@@ -141,13 +144,13 @@ impl Cuda {
         }
     }
 
-    /// Free and total bytes of the GPU's memory.
-    pub fn memory_info(&self) -> Result<(usize, usize)> {
-        self.gpu.memory_info()
+    /// Returns the free and total bytes of the GPU's memory.
+    pub fn query_memory_info(&self) -> Result<(usize, usize)> {
+        self.gpu.query_memory_info()
     }
 
-    /// Name and architecture for the log: `NVIDIA H100 80GB HBM3, sm_90`.
-    pub fn describe(&self) -> String {
+    /// Returns the GPU's name and architecture for the log: `NVIDIA H100 80GB HBM3, sm_90`.
+    pub fn describe_gpu(&self) -> String {
         format!("{}, {}", self.gpu.properties.name, self.gpu.properties.architecture())
     }
 
@@ -157,32 +160,33 @@ impl Cuda {
         if properties.has_fp8() {
             return Ok(());
         }
-        Err(properties.unsupported("fp8 matmuls", "sm_89 (Ada) or newer"))
+        Err(properties.unsupported_error("fp8 matmuls", "sm_89 (Ada) or newer"))
     }
 
-    /// Compiles and loads every kernel now, so that no training step waits for it.
+    /// Compiles and loads every kernel now, so that no training step waits for a compilation.
     pub fn load_kernels(&self) -> Result<()> {
-        self.kernels.load_all(&self.gpu)
+        self.kernels.load_all_modules(&self.gpu)
     }
 
-    /// From now on, times cuBLASLt's algorithms for each matmul and uses the fastest. The choice is
-    /// stored next to the cached kernels. It may differ between GPUs and hosts, and the last bits
-    /// of results with it.
+    /// Enables the autotuning of matmuls: from now on, cuBLASLt's algorithms are timed for each new
+    /// matmul, and the fastest is used. Choices are stored in the directory of the kernel cache.
+    /// GPUs and hosts may make different choices, and then differ in the last bits of results.
     pub fn enable_matmul_autotuning(&self) {
         self.cublas_lt.enable_autotuning(&self.gpu, self.kernels.cache_directory());
     }
 
-    /// Selects whose kernels compute attention from now on. Called at most once.
+    /// Selects the attention backend that is used from now on. Must be called at most once.
     ///
-    /// With [`AttentionBackend::Auto`] a missing or unusable cuDNN is no error. The returned error
-    /// is the reason why a cuDNN that was found is not used.
+    /// With [`AttentionBackend::Auto`], a missing or unusable cuDNN is no error. The returned
+    /// `CudaError` is then the reason why a cuDNN that was found is not used.
     pub fn set_attention_backend(
         &self,
         backend: AttentionBackend,
         paths: &LibraryPaths,
     ) -> Result<Option<CudaError>> {
         self.gpu.make_current()?;
-        match CudnnAttention::open(backend, &paths.for_driver(self.gpu.properties.driver_version.0)) {
+        match CudnnAttention::open(backend, &paths.with_driver_version(self.gpu.properties.driver_version.0))
+        {
             Ok(cudnn) => cudnn.into_iter().for_each(|cudnn| drop(self.cudnn.set(cudnn))),
             Err(error) if backend == AttentionBackend::Cudnn => return Err(error),
             Err(CudaError::LibraryNotFound { .. }) => {}
@@ -191,33 +195,37 @@ impl Cuda {
         Ok(None)
     }
 
-    /// Why compiled kernels could not be written to the cache, if that failed.
+    /// Returns the error of the first compiled kernels that could not be written to the cache.
+    /// Returns `None` if there was no such error.
     pub fn kernel_cache_error(&self) -> Option<&CudaError> {
         self.kernels.cache_error()
     }
 
-    /// Allocates `len` zeros in the GPU's memory.
+    /// Allocates `len` zeros in the GPU's memory. Fails if the memory is full.
     pub fn try_zeroed(&self, dtype: Dtype, len: usize) -> Result<Buf> {
         let buf = self.allocate_uninit(dtype, len)?;
-        self.gpu.fill_zero(buf.view().address(), len * dtype.size())?;
+        self.gpu.enqueue_zero_fill(buf.view().address(), len * dtype.size())?;
         Ok(buf)
     }
 
-    /// Makes the GPU's context current in the calling thread, for libraries that rely on it.
+    /// Makes the GPU's context current in the calling thread, as libraries such as NCCL require.
     pub fn make_current(&self) -> Result<()> {
         self.gpu.make_current()
     }
 
-    /// The stream of this thread's work (a `CUstream`), after all earlier calls were issued to it.
-    pub fn stream(&self) -> *mut std::ffi::c_void {
+    /// Returns the stream of this thread's work (a `CUstream`), after issuing all recorded calls to
+    /// the stream.
+    pub fn flushed_stream(&self) -> *mut std::ffi::c_void {
         unwrap_or_panic(self.gpu.with_stream(|stream| stream))
     }
 
-    /// Blocks until all work of this thread's stream is complete. Fails if any of it failed.
+    /// Blocks until all work of this thread's stream is complete. Fails if work on the stream
+    /// failed.
     pub fn synchronize_checked(&self) -> Result<()> {
         self.gpu.synchronize()
     }
 
+    /// Allocates a buffer of `len` elements in the GPU's memory without initializing the elements.
     fn allocate_uninit(&self, dtype: Dtype, len: usize) -> Result<Buf> {
         let memory = self.gpu.allocate(len.saturating_mul(dtype.size()))?;
         Ok(Buf::from_device_allocation(self.gpu.clone(), memory.into_address(), dtype, len))
@@ -225,26 +233,30 @@ impl Cuda {
 
     // --- helpers of the ops ---------------------------------------------------------------------
 
-    /// Memory for the duration of one op.
-    fn scratch(&self, bytes: usize) -> DeviceMemory {
-        unwrap_or_panic(self.gpu.scratch(bytes))
+    /// Allocates uninitialized memory for the duration of one op. Panics with a [`DeviceError`] if
+    /// the memory is full.
+    fn alloc_scratch(&self, bytes: usize) -> DeviceMemory {
+        unwrap_or_panic(self.gpu.alloc_scratch(bytes))
     }
 
-    /// The GPU address of a host input, valid for the duration of one op. An op has at most one
-    /// input of a name. An input that was uploaded recently is not sent again.
+    /// Uploads a host input, and returns its GPU address, which is valid for the duration of one
+    /// op. An input that was uploaded recently is not sent again. An op has at most one input of
+    /// each name.
     fn upload_input<T: bytemuck::Pod>(&self, name: &'static str, input: &[T]) -> Address {
         let mut by_stream = self.lock_host_inputs();
         let inputs = by_stream.entry((self.gpu.stream().addr(), thread::current().id())).or_default();
-        unwrap_or_panic(inputs.upload(&self.gpu, name, bytemuck::cast_slice(input)))
+        unwrap_or_panic(inputs.upload_if_changed(&self.gpu, name, bytemuck::cast_slice(input)))
     }
 
-    fn lock_host_inputs(&self) -> MutexGuard<'_, HashMap<(usize, ThreadId), HostInputs>> {
+    /// Locks the caches of host inputs.
+    fn lock_host_inputs(&self) -> MutexGuard<'_, HashMap<(usize, ThreadId), HostInputCache>> {
         // a panic does not leave the map in an invalid state
         self.host_inputs.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Launches a kernel. A grid without blocks launches nothing.
-    fn launch(
+    /// Enqueues a kernel on this thread's stream. A grid without blocks launches nothing. Panics
+    /// with a [`DeviceError`] if the launch fails.
+    fn launch_kernel(
         &self,
         source: KernelSource,
         name: &'static CStr,
@@ -254,23 +266,24 @@ impl Cuda {
         if config.grid.contains(&0) {
             return;
         }
-        let function = unwrap_or_panic(self.kernels.get(&self.gpu, source, name, config.shared));
+        let function =
+            unwrap_or_panic(self.kernels.get_or_load_function(&self.gpu, source, name, config.shared));
         // SAFETY: each op passes the arguments of its kernel, and views of the length of its shape.
         let launch = || unsafe { self.gpu.launch(name, function, config, arguments) };
-        self.profiled(|| name.to_string_lossy().into_owned(), launch);
+        self.run_profiled(|| name.to_string_lossy().into_owned(), launch);
     }
 
-    /// True if cuBLASLt has an algorithm for this matmul.
+    /// Returns true if cuBLASLt has an algorithm for this matmul.
     fn has_matmul_algorithm(&self, matmul: &Matmul) -> bool {
         unwrap_or_panic(self.cublas_lt.has_algorithm(&self.gpu, matmul))
     }
 
-    /// Enqueues a matmul.
+    /// Enqueues a matmul on this thread's stream. Panics with a [`DeviceError`] if that fails.
     fn run_matmul(&self, matmul: &Matmul) {
-        self.profiled(|| matmul.describe(), || self.cublas_lt.run(&self.gpu, matmul));
+        self.run_profiled(|| matmul.describe(), || self.cublas_lt.enqueue(&self.gpu, matmul));
     }
 
-    /// Launches a kernel over `len` elements, one per thread at a time.
+    /// Launches a kernel over `len` elements. Each thread processes one element at a time.
     fn launch_elementwise(
         &self,
         source: KernelSource,
@@ -278,16 +291,17 @@ impl Cuda {
         len: usize,
         arguments: &[&dyn KernelArg],
     ) {
-        let blocks = len.div_ceil(THREADS).min(self.gpu.properties.multiprocessor_count * 16) as u32;
-        self.launch(
+        let blocks =
+            len.div_ceil(THREADS_PER_BLOCK).min(self.gpu.properties.multiprocessor_count * 16) as u32;
+        self.launch_kernel(
             source,
             name,
-            LaunchConfig { grid: [blocks, 1, 1], block: [THREADS as u32, 1, 1], shared: 0 },
+            LaunchConfig { grid: [blocks, 1, 1], block: [THREADS_PER_BLOCK as u32, 1, 1], shared: 0 },
             arguments,
         );
     }
 
-    /// Launches a kernel over `len` elements, eight per thread at a time.
+    /// Launches a kernel over `len` elements. Each thread processes eight elements at a time.
     fn launch_elementwise_by_8(
         &self,
         source: KernelSource,
@@ -298,7 +312,8 @@ impl Cuda {
         self.launch_elementwise(source, name, len.div_ceil(8), arguments);
     }
 
-    /// Launches a kernel with one block per row of about `width` elements, eight per thread.
+    /// Launches a kernel with one block per row of about `width` elements. Each thread processes
+    /// eight elements at a time.
     fn launch_row_blocks(
         &self,
         source: KernelSource,
@@ -309,16 +324,16 @@ impl Cuda {
     ) {
         let grid =
             [u32::try_from(rows).unwrap_or_else(|_| panic!("{name:?}: {rows} rows exceed the grid")), 1, 1];
-        self.launch(
+        self.launch_kernel(
             source,
             name,
-            LaunchConfig { grid, block: [row_threads(width), 1, 1], shared: 0 },
+            LaunchConfig { grid, block: [choose_row_threads(width), 1, 1], shared: 0 },
             arguments,
         );
     }
 
-    /// Launches a kernel with one warp per row if rows are short, several of them per block,
-    /// otherwise with one block per row.
+    /// Launches a kernel with one warp per row, and several rows per block, if rows are short.
+    /// Otherwise launches one block per row.
     fn launch_row_warps(
         &self,
         source: KernelSource,
@@ -327,19 +342,20 @@ impl Cuda {
         width: usize,
         arguments: &[&dyn KernelArg],
     ) {
-        if row_threads(width) > 32 {
+        if choose_row_threads(width) > 32 {
             return self.launch_row_blocks(source, name, rows, width, arguments);
         }
-        let blocks = rows.div_ceil(THREADS / 32);
+        let blocks = rows.div_ceil(THREADS_PER_BLOCK / 32);
         let grid =
             [u32::try_from(blocks).unwrap_or_else(|_| panic!("{name:?}: {rows} rows exceed the grid")), 1, 1];
-        let block = [32, THREADS as u32 / 32, 1];
-        self.launch(source, name, LaunchConfig { grid, block, shared: 0 }, arguments);
+        let block = [32, THREADS_PER_BLOCK as u32 / 32, 1];
+        self.launch_kernel(source, name, LaunchConfig { grid, block, shared: 0 }, arguments);
     }
 }
 
-/// True if a kernel for exactly these types (its name ends in the type) can be used: each tensor
-/// has its type, begins at a multiple of 16 bytes, and has rows of a multiple of eight elements.
+/// Returns true if a kernel for exactly these element types can be used. Each tensor must have its
+/// type, begin at a multiple of 16 bytes, and have rows of a multiple of eight elements. The name
+/// of such a kernel ends in the type.
 fn are_vectorizable(width: usize, tensors: &[(TensorArg, Dtype)]) -> bool {
     let is_aligned = |(tensor, dtype): &(TensorArg, Dtype)| {
         tensor.at.is_multiple_of(16) && tensor.dtype == dtype_code(*dtype)
@@ -347,29 +363,31 @@ fn are_vectorizable(width: usize, tensors: &[(TensorArg, Dtype)]) -> bool {
     width.is_multiple_of(8) && tensors.iter().all(is_aligned)
 }
 
-/// Threads of a block, unless a kernel needs another number.
-const THREADS: usize = 256;
+/// Number of threads of a block, unless a kernel needs another number.
+const THREADS_PER_BLOCK: usize = 256;
 
-/// Number of threads for a row, eight elements each: whole warps.
-fn row_threads(width: usize) -> u32 {
-    width.div_ceil(8).next_multiple_of(32).clamp(32, THREADS) as u32
+/// Returns the number of threads for a row of `width` elements: whole warps, with eight elements
+/// per thread, up to a whole block.
+fn choose_row_threads(width: usize) -> u32 {
+    width.div_ceil(8).next_multiple_of(32).clamp(32, THREADS_PER_BLOCK) as u32
 }
 
-/// Checks that the driver shows this process a GPU, and that every library that training on it
-/// needs can be opened. It opens no GPU.
-pub fn check_available(paths: &LibraryPaths) -> Result<()> {
-    let (driver, _) = properties::driver_version_with_gpu(paths)?;
-    let paths = paths.for_driver(driver);
+/// Checks that the driver shows this process a GPU, and that every library that training on a GPU
+/// needs can be opened. Does not open the GPU.
+pub fn check_driver_and_libraries(paths: &LibraryPaths) -> Result<()> {
+    let (driver, _) = properties::query_driver_version_with_gpu(paths)?;
+    let paths = paths.with_driver_version(driver);
     paths.open(CudaLibrary::Nvrtc)?;
     paths.open(CudaLibrary::CublasLt)?;
     Ok(())
 }
 
-/// Version and path of each library that training on one GPU opens, by its name, or why it cannot
-/// be used. cuDNN is optional.
-pub fn library_versions(paths: &LibraryPaths) -> [(&'static str, Result<(String, PathBuf)>); 4] {
-    let driver = properties::driver_version(paths);
-    let paths = &driver.as_ref().map_or_else(|_| paths.clone(), |((major, _), _)| paths.for_driver(*major));
+/// Returns version and path of each library that training on one GPU opens, by the library's name,
+/// or the error if the library cannot be used. cuDNN is optional.
+pub fn query_library_versions(paths: &LibraryPaths) -> [(&'static str, Result<(String, PathBuf)>); 4] {
+    let driver = properties::query_driver_version(paths);
+    let paths =
+        &driver.as_ref().map_or_else(|_| paths.clone(), |((major, _), _)| paths.with_driver_version(*major));
     let driver = driver.map(|((major, minor), path)| (format!("CUDA {major}.{minor}"), path));
     let nvrtc = Nvrtc::open(paths).map(|nvrtc| {
         let (major, minor) = nvrtc.version;
@@ -378,25 +396,29 @@ pub fn library_versions(paths: &LibraryPaths) -> [(&'static str, Result<(String,
     [
         ("driver", driver),
         ("NVRTC", nvrtc),
-        ("cuBLASLt", matmul::library_version(paths)),
-        ("cuDNN", cudnn::library_version(paths)),
+        ("cuBLASLt", matmul::query_library_version(paths)),
+        ("cuDNN", cudnn::query_library_version(paths)),
     ]
 }
 
-/// Compiles every kernel source for an architecture such as `sm_90`. This needs NVRTC and no GPU.
-/// Returns each source's file name and image.
-pub fn compile_all(paths: &LibraryPaths, architecture: &str) -> Result<Vec<(&'static str, Vec<u8>)>> {
+/// Compiles every kernel source for an architecture such as `sm_90`, and returns the file name and
+/// image of each source. This needs NVRTC and no GPU.
+pub fn compile_kernel_sources(
+    paths: &LibraryPaths,
+    architecture: &str,
+) -> Result<Vec<(&'static str, Vec<u8>)>> {
     let nvrtc = Nvrtc::open(paths)?;
     compile::SOURCES.iter().map(|source| Ok((source.file, nvrtc.compile(*source, architecture)?))).collect()
 }
 
-/// The value, or a panic with the error as its payload. The worker reports it as its own error.
+/// Returns the value, or panics with the error as a [`DeviceError`], which the worker reports as
+/// its own error.
 #[track_caller]
 fn unwrap_or_panic<T>(result: Result<T>) -> T {
     result.unwrap_or_else(|error| std::panic::panic_any(DeviceError(error.into())))
 }
 
-/// A tensor in GPU memory with its type, as kernels take it.
+/// Kernel argument for a tensor in GPU memory: its address and the code of its element type.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 struct TensorArg {
@@ -408,14 +430,14 @@ struct TensorArg {
 unsafe impl KernelArg for TensorArg {}
 
 impl TensorArg {
-    /// An optional tensor that is absent.
+    /// Argument for an optional tensor that is absent.
     const NONE: TensorArg = TensorArg { at: 0, dtype: 0 };
 }
 
 impl From<View<'_>> for TensorArg {
     #[track_caller]
     fn from(v: View) -> Self {
-        TensorArg { at: address(v), dtype: dtype_code(v.dtype()) }
+        TensorArg { at: gpu_address(v), dtype: dtype_code(v.dtype()) }
     }
 }
 
@@ -426,7 +448,7 @@ impl From<&ViewMut<'_>> for TensorArg {
     }
 }
 
-/// The number of a type in common.cuh.
+/// Returns the number by which common.cuh identifies an element type.
 fn dtype_code(dtype: Dtype) -> i64 {
     match dtype {
         Dtype::F32 => 0,
@@ -435,21 +457,22 @@ fn dtype_code(dtype: Dtype) -> i64 {
     }
 }
 
-/// The GPU address of a view. Panics if the view is in host memory.
+/// Returns the GPU address of a view. Panics if the view is in host memory.
 #[track_caller]
-fn address(v: View) -> Address {
+fn gpu_address(v: View) -> Address {
     assert!(!v.is_on_host() || v.is_empty(), "a buffer in host memory is used as GPU memory");
     v.address()
 }
 
-/// The GPU address of a view of `f32`. Panics if the view has another type.
+/// Returns the GPU address of a view of `f32`. Panics if the view has another element type or is in
+/// host memory.
 #[track_caller]
-fn f32_address(v: View) -> Address {
+fn f32_gpu_address(v: View) -> Address {
     assert!(v.dtype() == Dtype::F32, "a buffer of {:?} is used as f32", v.dtype());
-    address(v)
+    gpu_address(v)
 }
 
-/// Panics if an argument does not have the length of the op's shape.
+/// Panics unless the argument `name` of the op `op` has the length that the shape requires.
 #[track_caller]
 fn expect_len(op: &str, name: &str, len: usize, expected: usize) {
     assert!(len == expected, "{op}: {name} has {len} elements, but the shape has {expected}");

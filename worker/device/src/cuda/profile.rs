@@ -10,18 +10,18 @@ use std::{
     },
 };
 
-/// The time of all calls of one name: a kernel, or a matmul of one shape.
+/// GPU time of all profiled calls with one name: calls of a kernel, or matmuls of one shape.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ProfileEntry {
-    /// The calls' name.
+    /// Name of the calls.
     pub name: String,
     /// Number of calls.
     pub calls: u32,
-    /// Seconds on the GPU, including the launch latency between two calls.
+    /// Seconds on the GPU. They include the launch latency between two calls.
     pub seconds: f64,
 }
 
-/// The calls since profiling was started.
+/// Calls that were profiled since profiling was started.
 #[derive(Default)]
 pub(super) struct Profile {
     is_on: AtomicBool,
@@ -29,7 +29,7 @@ pub(super) struct Profile {
 }
 
 impl Cuda {
-    /// Starts to measure every call.
+    /// Starts to measure the GPU time of every call.
     pub fn start_profiling(&self) {
         self.profile.is_on.store(true, Relaxed);
     }
@@ -51,16 +51,16 @@ impl Cuda {
         Ok(entries)
     }
 
-    /// Makes a call, and measures it if profiling is on. Panics with a
-    /// [`crate::storage::DeviceError`] if it fails.
+    /// Makes a call, and measures its GPU time if profiling is on. Panics with a
+    /// [`crate::storage::DeviceError`] if the call fails.
     #[track_caller]
-    pub(super) fn profiled(&self, name: impl FnOnce() -> String, call: impl FnOnce() -> Result<()>) {
+    pub(super) fn run_profiled(&self, name: impl FnOnce() -> String, call: impl FnOnce() -> Result<()>) {
         if !self.profile.is_on.load(Relaxed) {
             return unwrap_or_panic(call());
         }
-        let begin = unwrap_or_panic(self.gpu.record_timed());
+        let begin = unwrap_or_panic(self.gpu.record_timed_event());
         unwrap_or_panic(call());
-        let end = unwrap_or_panic(self.gpu.record_timed());
+        let end = unwrap_or_panic(self.gpu.record_timed_event());
         self.profile.calls.lock().unwrap_or_else(PoisonError::into_inner).push((name(), [begin, end]));
     }
 }

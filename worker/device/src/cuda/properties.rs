@@ -10,12 +10,12 @@ use std::{
     ptr,
 };
 
-/// The oldest supported driver: CUDA 12.0, as `cuDriverGetVersion` reports it.
+/// Version of the oldest supported driver, CUDA 12.0, as `cuDriverGetVersion` reports it.
 const MIN_DRIVER_VERSION: i32 = 12000;
-/// The oldest compute capability with fp8 tensor cores: Ada.
+/// Lowest compute capability with fp8 tensor cores: Ada.
 const MIN_FP8_CAPABILITY: (u32, u32) = (8, 9);
 
-/// The properties of a GPU, as its driver reports them.
+/// Properties of a GPU that its driver reports.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GpuProperties {
     /// The GPU's name, such as `NVIDIA H100 80GB HBM3`.
@@ -39,31 +39,31 @@ pub struct GpuProperties {
 }
 
 impl GpuProperties {
-    /// The architecture as NVRTC names it, such as `sm_90`.
+    /// Returns the architecture as NVRTC names it, such as `sm_90`.
     pub fn architecture(&self) -> String {
         format!("sm_{}{}", self.capability.0, self.capability.1)
     }
 
-    /// True if the tensor cores multiply fp8.
+    /// Returns true if the GPU's tensor cores multiply fp8.
     pub fn has_fp8(&self) -> bool {
         self.capability >= MIN_FP8_CAPABILITY
     }
 
-    /// The error of a GPU that lacks a feature.
-    pub(super) fn unsupported(&self, feature: &'static str, required: &'static str) -> CudaError {
+    /// Creates the error of a GPU that lacks `feature`. `required` names what has the feature.
+    pub(super) fn unsupported_error(&self, feature: &'static str, required: &'static str) -> CudaError {
         let (index, name, architecture) = (self.index, self.name.clone(), self.architecture());
         CudaError::GpuUnsupported { index, name, architecture, feature, required }
     }
 }
 
-/// Opens and initializes the driver. Returns it with the CUDA version that it implements and its
-/// path.
+/// Opens and initializes the driver. Returns the driver, the CUDA version that it implements, and
+/// its path. Fails if the driver is too old.
 pub(super) fn open_driver(paths: &LibraryPaths) -> Result<(DriverApi, i32, PathBuf)> {
     let library = paths.open(CudaLibrary::Driver)?;
     let path = library.path.clone();
     let driver = DriverApi::load(library)?;
     // SAFETY: no preconditions.
-    driver.check("cuInit", unsafe { (driver.cuInit)(0) })?;
+    driver.check_status("cuInit", unsafe { (driver.cuInit)(0) })?;
     let version = driver.query_int("cuDriverGetVersion", |out| {
         // SAFETY: writes one integer.
         unsafe { (driver.cuDriverGetVersion)(out) }
@@ -79,21 +79,23 @@ pub(super) fn open_driver(paths: &LibraryPaths) -> Result<(DriverApi, i32, PathB
     Ok((driver, version, path))
 }
 
-/// The CUDA version that the driver implements, such as (13, 0), and the driver's path.
-pub(super) fn driver_version(paths: &LibraryPaths) -> Result<((u32, u32), PathBuf)> {
-    open_driver(paths).map(|(_, version, path)| (version_parts(version), path))
+/// Returns the CUDA version that the driver implements, such as (13, 0), and the driver's path.
+pub(super) fn query_driver_version(paths: &LibraryPaths) -> Result<((u32, u32), PathBuf)> {
+    open_driver(paths).map(|(_, version, path)| (split_version(version), path))
 }
 
-/// The CUDA version that the driver implements. Fails if the driver shows this process no GPU.
-pub(super) fn driver_version_with_gpu(paths: &LibraryPaths) -> Result<(u32, u32)> {
+/// Returns the CUDA version that the driver implements. Fails if the driver shows this process no
+/// GPU.
+pub(super) fn query_driver_version_with_gpu(paths: &LibraryPaths) -> Result<(u32, u32)> {
     let (driver, version, _) = open_driver(paths)?;
-    driver.device(0)?;
-    Ok(version_parts(version))
+    driver.get_device(0)?;
+    Ok(split_version(version))
 }
 
 impl DriverApi {
-    /// Turns a status code of `function` into an error with the driver's own message.
-    pub(super) fn check(&self, function: &str, status: c_int) -> Result<()> {
+    /// Converts a status code of `function` to a result. The error contains the driver's own
+    /// message.
+    pub(super) fn check_status(&self, function: &str, status: c_int) -> Result<()> {
         if status == 0 {
             return Ok(());
         }
@@ -109,16 +111,17 @@ impl DriverApi {
         Err(CudaError::Call { function: function.to_owned(), status, message: message.join(", ") })
     }
 
-    /// The integer that a function of the driver writes.
+    /// Calls a function of the driver that writes an integer, and returns the integer. `function`
+    /// is its name in errors.
     pub(super) fn query_int(&self, function: &str, query: impl FnOnce(&mut c_int) -> c_int) -> Result<c_int> {
         let mut value = 0;
         let status = query(&mut value);
-        self.check(function, status)?;
+        self.check_status(function, status)?;
         Ok(value)
     }
 
-    /// The driver's handle of the GPU with this index.
-    pub(super) fn device(&self, index: usize) -> Result<c_int> {
+    /// Returns the driver's handle of the GPU with this index. Fails if there is no such GPU.
+    pub(super) fn get_device(&self, index: usize) -> Result<c_int> {
         // SAFETY: writes one integer.
         let count = self.query_int("cuDeviceGetCount", |out| unsafe { (self.cuDeviceGetCount)(out) })?;
         let count = count.max(0) as usize;
@@ -129,8 +132,8 @@ impl DriverApi {
         self.query_int("cuDeviceGet", |out| unsafe { (self.cuDeviceGet)(out, index as c_int) })
     }
 
-    /// The value of a device attribute (`CU_DEVICE_ATTRIBUTE_…`).
-    pub(super) fn attribute(&self, device: c_int, attribute: c_int) -> Result<c_int> {
+    /// Returns the value of a device attribute (`CU_DEVICE_ATTRIBUTE_…`).
+    pub(super) fn query_attribute(&self, device: c_int, attribute: c_int) -> Result<c_int> {
         // SAFETY: writes one integer.
         self.query_int("cuDeviceGetAttribute", |out| unsafe {
             (self.cuDeviceGetAttribute)(out, attribute, device)
@@ -138,22 +141,24 @@ impl DriverApi {
     }
 
     /// Queries the properties of a device.
-    pub(super) fn properties(
+    pub(super) fn query_properties(
         &self,
         device: c_int,
         index: usize,
         version: i32,
         driver_path: PathBuf,
     ) -> Result<GpuProperties> {
-        let attribute = |which| Ok(self.attribute(device, which)?.max(0) as u32);
+        let attribute = |which| Ok(self.query_attribute(device, which)?.max(0) as u32);
         let mut name = [0 as c_char; 256];
         // SAFETY: writes at most 256 bytes, terminated by a zero.
         let status = unsafe { (self.cuDeviceGetName)(name.as_mut_ptr(), name.len() as c_int, device) };
-        self.check("cuDeviceGetName", status)?;
+        self.check_status("cuDeviceGetName", status)?;
         name[name.len() - 1] = 0;
         let mut memory_bytes = 0;
         // SAFETY: writes one integer.
-        self.check("cuDeviceTotalMem", unsafe { (self.cuDeviceTotalMem_v2)(&mut memory_bytes, device) })?;
+        self.check_status("cuDeviceTotalMem", unsafe {
+            (self.cuDeviceTotalMem_v2)(&mut memory_bytes, device)
+        })?;
         Ok(GpuProperties {
             // SAFETY: the last byte is a zero.
             name: unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy().into_owned(),
@@ -163,19 +168,20 @@ impl DriverApi {
             memory_bytes,
             shared_memory_per_block: attribute(SHARED_PER_BLOCK)? as usize,
             l2_cache_bytes: attribute(L2_CACHE)? as usize,
-            driver_version: version_parts(version),
+            driver_version: split_version(version),
             driver_path,
         })
     }
 }
 
-/// Major and minor version: (12, 9) for 12090.
-fn version_parts(version: i32) -> (u32, u32) {
+/// Splits a version of the driver into major and minor version: (12, 9) for 12090.
+fn split_version(version: i32) -> (u32, u32) {
     let version = version.max(0) as u32;
     (version / 1000, version % 1000 / 10)
 }
 
+/// Formats a version of the driver, such as `12.9` for 12090.
 fn format_version(version: i32) -> String {
-    let (major, minor) = version_parts(version);
+    let (major, minor) = split_version(version);
     format!("{major}.{minor}")
 }

@@ -1,5 +1,5 @@
 //! [`Storage`] on a GPU.
-use super::{Cuda, PinnedOwner, address, streams, unwrap_or_panic};
+use super::{Cuda, PinnedOwner, gpu_address, streams, unwrap_or_panic};
 use crate::buffer::{Buf, Dtype, View, ViewMut};
 use crate::storage::{BackendEvent, BackendNotice, DeviceError, Event, Storage};
 use std::{
@@ -10,7 +10,8 @@ use std::{
     time::Duration,
 };
 
-/// A thread's separate stream, and the host inputs that are cached for it.
+/// A thread's separate stream, and the host inputs that are cached for this stream. Dropping it
+/// frees both.
 struct ThreadStreamGuard<'a>(&'a Cuda, streams::ThreadStream);
 
 impl Drop for ThreadStreamGuard<'_> {
@@ -21,8 +22,8 @@ impl Drop for ThreadStreamGuard<'_> {
 }
 
 impl BackendEvent for streams::CudaEvent {
-    fn stream_wait(&self) {
-        unwrap_or_panic(streams::CudaEvent::stream_wait(self));
+    fn make_stream_wait(&self) {
+        unwrap_or_panic(streams::CudaEvent::make_stream_wait(self));
     }
 
     fn synchronize(&self) -> Result<(), DeviceError> {
@@ -39,7 +40,7 @@ impl Storage for Cuda {
         unwrap_or_panic(self.try_zeroed(dtype, len))
     }
 
-    fn staging(&self, dtype: Dtype, len: usize) -> Buf {
+    fn alloc_staging(&self, dtype: Dtype, len: usize) -> Buf {
         if len == 0 {
             return Buf::zeroed_as(dtype, 0);
         }
@@ -61,36 +62,40 @@ impl Storage for Cuda {
         );
         match (to.as_view().is_on_host(), from.is_on_host()) {
             (true, true) => to.bytes().copy_from_slice(from.bytes()),
-            (true, false) => unwrap_or_panic(self.gpu.download(to.bytes(), address(from))),
+            (true, false) => unwrap_or_panic(self.gpu.download_blocking(to.bytes(), gpu_address(from))),
             (false, true) => {
-                unwrap_or_panic(self.gpu.upload(address(to.as_view()), from.bytes()));
+                unwrap_or_panic(self.gpu.enqueue_upload(gpu_address(to.as_view()), from.bytes()));
                 // Pinned memory is read when the copy runs.
                 unwrap_or_panic(self.gpu.synchronize());
             }
             (false, false) => {
                 let bytes = from.len() * from.dtype().size();
-                let (to, from) = (address(to.as_view()), address(from));
-                self.profiled(|| "copy".to_owned(), || self.gpu.copy(to, from, bytes));
+                let (to, from) = (gpu_address(to.as_view()), gpu_address(from));
+                self.run_profiled(|| "copy".to_owned(), || self.gpu.enqueue_copy(to, from, bytes));
             }
         }
     }
 
     fn clear(&self, x: ViewMut) {
         let bytes = x.len() * x.dtype().size();
-        let at = address(x.as_view());
-        self.profiled(|| "clear".to_owned(), || self.gpu.fill_zero(at, bytes));
+        let at = gpu_address(x.as_view());
+        self.run_profiled(|| "clear".to_owned(), || self.gpu.enqueue_zero_fill(at, bytes));
     }
 
     /// Copies through scratch memory, because the ranges of a copy within the GPU must not overlap.
-    fn move_down(&self, mut x: ViewMut, from: Range<usize>, to: usize) {
+    fn move_elements_down(&self, mut x: ViewMut, from: Range<usize>, to: usize) {
         if from.start == to || from.is_empty() {
             return;
         }
         let bytes = from.len() * x.dtype().size();
-        let scratch = self.scratch(bytes);
+        let scratch = self.alloc_scratch(bytes);
         let target = x.slice_mut(to..to + from.len()).as_view().address();
-        unwrap_or_panic(self.gpu.copy(scratch.at(), address(x.as_view().slice(from)), bytes));
-        unwrap_or_panic(self.gpu.copy(target, scratch.at(), bytes));
+        unwrap_or_panic(self.gpu.enqueue_copy(
+            scratch.address(),
+            gpu_address(x.as_view().slice(from)),
+            bytes,
+        ));
+        unwrap_or_panic(self.gpu.enqueue_copy(target, scratch.address(), bytes));
     }
 
     fn synchronize(&self) {
@@ -103,17 +108,17 @@ impl Storage for Cuda {
     }
 
     fn record_event(&self) -> Event {
-        Event::new(unwrap_or_panic(self.gpu.record()))
+        Event::new(unwrap_or_panic(self.gpu.record_event()))
     }
 
     fn wait_event_timed(&self, event: &Event) {
-        let begin = unwrap_or_panic(self.gpu.record_timed());
-        event.stream_wait();
-        let wait = [begin, unwrap_or_panic(self.gpu.record_timed())];
+        let begin = unwrap_or_panic(self.gpu.record_timed_event());
+        event.make_stream_wait();
+        let wait = [begin, unwrap_or_panic(self.gpu.record_timed_event())];
         self.timed_waits.lock().unwrap_or_else(PoisonError::into_inner).push(wait);
     }
 
-    fn stall_seconds(&self) -> f64 {
+    fn take_stall_seconds(&self) -> f64 {
         let mut waits = self.timed_waits.lock().unwrap_or_else(PoisonError::into_inner);
         let mut total = 0.0;
         waits.retain(|[begin, end]| match unwrap_or_panic(end.seconds_since(begin)) {
@@ -140,29 +145,33 @@ impl Storage for Cuda {
         if from.is_empty() {
             return Event::default();
         }
-        let earlier = unwrap_or_panic(self.gpu.record());
+        let earlier = unwrap_or_panic(self.gpu.record_event());
         let is_download = to.as_view().is_on_host();
-        self.gpu.with_current_stream(if is_download { self.gpu.downloads } else { self.gpu.uploads }, || {
-            unwrap_or_panic(earlier.stream_wait());
-            after.iter().for_each(Event::stream_wait);
-            if is_download {
-                let target = NonNull::new(to.as_view().address() as *mut u8).expect("a view has an address");
-                let bytes = from.len() * from.dtype().size();
-                // SAFETY: both ranges have `bytes` bytes, and the trait forbids the caller to use
-                // them before the event.
-                unwrap_or_panic(unsafe { self.gpu.download_async(target, address(from), bytes) });
-            } else {
-                unwrap_or_panic(self.gpu.upload(address(to.as_view()), from.bytes()));
-            }
-            Event::new(unwrap_or_panic(self.gpu.record()))
-        })
+        self.gpu.with_current_stream(
+            if is_download { self.gpu.download_stream } else { self.gpu.upload_stream },
+            || {
+                unwrap_or_panic(earlier.make_stream_wait());
+                after.iter().for_each(Event::make_stream_wait);
+                if is_download {
+                    let target =
+                        NonNull::new(to.as_view().address() as *mut u8).expect("a view has an address");
+                    let bytes = from.len() * from.dtype().size();
+                    // SAFETY: both ranges have `bytes` bytes, and the trait forbids the caller to
+                    // use them before the event.
+                    unwrap_or_panic(unsafe { self.gpu.download_async(target, gpu_address(from), bytes) });
+                } else {
+                    unwrap_or_panic(self.gpu.enqueue_upload(gpu_address(to.as_view()), from.bytes()));
+                }
+                Event::new(unwrap_or_panic(self.gpu.record_event()))
+            },
+        )
     }
 
-    fn after_step(&self, duration: Duration) -> Option<BackendNotice> {
-        self.tune_after_step(duration)
+    fn record_step_duration(&self, duration: Duration) -> Option<BackendNotice> {
+        self.take_notice_after_step(duration)
     }
 
-    fn peak_memory(&self) -> u64 {
-        self.gpu.peak()
+    fn peak_memory_bytes(&self) -> u64 {
+        self.gpu.peak_bytes()
     }
 }

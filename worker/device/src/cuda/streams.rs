@@ -10,56 +10,58 @@ use std::{
     sync::Arc,
 };
 
-/// What the driver's errors of finished work are reported for.
+/// Name in errors for work that failed after it was enqueued.
 const GPU_WORK: &str = "work on the GPU";
 
 thread_local! {
-    /// This thread's separate stream, and the main stream of the GPU that it belongs to.
+    /// The separate stream of this thread, and the main stream of the GPU to which it belongs.
     static THREAD_STREAM: Cell<Option<(Handle, Handle)>> = const { Cell::new(None) };
 }
 
 impl GpuContext {
-    /// The stream that this thread's calls are issued to.
+    /// Returns the stream to which this thread's calls are issued.
     pub(super) fn stream(&self) -> Handle {
         match THREAD_STREAM.get() {
-            Some((stream, main)) if main == self.stream => stream,
-            _ => self.stream,
+            Some((stream, main)) if main == self.main_stream => stream,
+            _ => self.main_stream,
         }
     }
 
-    /// Creates a stream of the highest priority, and issues this thread's calls to it until the
-    /// returned value is dropped. It is meant for short work that other streams wait for.
+    /// Creates a stream of the highest priority. Until the returned value is dropped, this thread's
+    /// calls are issued to that stream. The stream is meant for short work for which other streams
+    /// wait.
     pub(super) fn create_thread_stream(self: &Arc<Self>) -> Result<ThreadStream> {
         self.make_current()?;
         let (mut least, mut greatest) = (0, 0);
         // SAFETY: writes two integers.
         let status = unsafe { (self.driver.cuCtxGetStreamPriorityRange)(&mut least, &mut greatest) };
-        self.driver.check("cuCtxGetStreamPriorityRange", status)?;
+        self.driver.check_status("cuCtxGetStreamPriorityRange", status)?;
         let stream = self.driver.create_stream(greatest)?;
-        let previous = THREAD_STREAM.replace(Some((stream, self.stream)));
+        let previous = THREAD_STREAM.replace(Some((stream, self.main_stream)));
         Ok(ThreadStream { gpu: self.clone(), stream, previous, not_send: PhantomData })
     }
 
-    /// Records an event after the work that this thread's stream was given so far.
-    pub(super) fn record(self: &Arc<Self>) -> Result<CudaEvent> {
-        self.record_with_flags(NO_TIMING)
+    /// Records an event after the work that this thread has given to its stream so far.
+    pub(super) fn record_event(self: &Arc<Self>) -> Result<CudaEvent> {
+        self.record_event_with_flags(NO_TIMING)
     }
 
-    /// Records an event that also takes the time.
-    pub(super) fn record_timed(self: &Arc<Self>) -> Result<CudaEvent> {
-        self.record_with_flags(0)
+    /// Records an event that also measures the time at which it is reached.
+    pub(super) fn record_timed_event(self: &Arc<Self>) -> Result<CudaEvent> {
+        self.record_event_with_flags(0)
     }
 
-    fn record_with_flags(self: &Arc<Self>, flags: c_uint) -> Result<CudaEvent> {
+    /// Records an event that is created with these flags (`CU_EVENT_…`).
+    fn record_event_with_flags(self: &Arc<Self>, flags: c_uint) -> Result<CudaEvent> {
         self.make_current()?;
         let mut event = CudaEvent { gpu: self.clone(), handle: ptr::null_mut() };
         // SAFETY: writes one handle.
         let status = unsafe { (self.driver.cuEventCreate)(&mut event.handle, flags) };
-        self.driver.check("cuEventCreate", status)?;
+        self.driver.check_status("cuEventCreate", status)?;
         // SAFETY: event and stream live.
         let status =
             self.with_stream(|stream| unsafe { (self.driver.cuEventRecord)(event.handle, stream) })?;
-        self.driver.check("cuEventRecord", status)?;
+        self.driver.check_status("cuEventRecord", status)?;
         Ok(event)
     }
 
@@ -71,15 +73,16 @@ impl GpuContext {
                 THREAD_STREAM.set(self.0);
             }
         }
-        let _restore = Restore(THREAD_STREAM.replace(Some((stream, self.stream))));
+        let _restore = Restore(THREAD_STREAM.replace(Some((stream, self.main_stream))));
         f()
     }
 
-    /// Enqueues a copy from the GPU to the host.
+    /// Enqueues a copy from the GPU to the host on this thread's stream.
     ///
     /// # Safety
-    /// Both ranges are `bytes` long. Until an event recorded after this call is reached, the host's
-    /// range is not read, written or freed.
+    ///
+    /// The caller must ensure that both ranges are `bytes` long. Until an event that is recorded
+    /// after this call is reached, the host's range must not be read, written or freed.
     pub(super) unsafe fn download_async(&self, to: NonNull<u8>, from: Address, bytes: usize) -> Result<()> {
         if bytes == 0 {
             return Ok(());
@@ -88,7 +91,7 @@ impl GpuContext {
         let status = self.with_stream(|stream| unsafe {
             (self.driver.cuMemcpyDtoHAsync_v2)(to.as_ptr().cast(), from, bytes, stream)
         })?;
-        self.driver.check("cuMemcpyDtoHAsync", status)
+        self.driver.check_status("cuMemcpyDtoHAsync", status)
     }
 }
 
@@ -98,17 +101,18 @@ impl DriverApi {
         let mut stream = ptr::null_mut();
         // SAFETY: writes one handle.
         let status = unsafe { (self.cuStreamCreateWithPriority)(&mut stream, NON_BLOCKING, priority) };
-        self.check("cuStreamCreateWithPriority", status)?;
+        self.check_status("cuStreamCreateWithPriority", status)?;
         Ok(stream)
     }
 }
 
-/// The separate stream of a thread. Dropping it waits for its work.
+/// Separate stream of a thread. Dropping it waits for the stream's work.
 pub(super) struct ThreadStream {
     gpu: Arc<GpuContext>,
     stream: Handle,
     previous: Option<(Handle, Handle)>,
-    /// It must be dropped in the thread that made it.
+    /// Prevents the value from being sent to another thread. It must be dropped in the thread that
+    /// created it.
     not_send: PhantomData<*const ()>,
 }
 
@@ -131,7 +135,7 @@ impl Drop for ThreadStream {
     }
 }
 
-/// A recorded event of the driver.
+/// A recorded event of the driver. Dropping it destroys the event.
 pub(super) struct CudaEvent {
     gpu: Arc<GpuContext>,
     handle: Handle,
@@ -144,35 +148,37 @@ unsafe impl Sync for CudaEvent {}
 
 impl CudaEvent {
     /// Makes this thread's stream wait for the event. The host does not block.
-    pub(super) fn stream_wait(&self) -> Result<()> {
+    pub(super) fn make_stream_wait(&self) -> Result<()> {
         let gpu = &self.gpu;
         // SAFETY: event and stream live.
         let status =
             gpu.with_stream(|stream| unsafe { (gpu.driver.cuStreamWaitEvent)(stream, self.handle, 0) })?;
-        gpu.driver.check("cuStreamWaitEvent", status)
+        gpu.driver.check_status("cuStreamWaitEvent", status)
     }
 
-    /// Blocks until the event is reached. Errors of the work before it surface here at the latest.
+    /// Blocks until the event is reached. Errors of the work before the event are returned here at
+    /// the latest.
     pub(super) fn synchronize(&self) -> Result<()> {
         self.gpu.make_current()?;
         // SAFETY: the event lives.
         let status = unsafe { (self.gpu.driver.cuEventSynchronize)(self.handle) };
-        self.gpu.driver.check(GPU_WORK, status)
+        self.gpu.driver.check_status(GPU_WORK, status)
     }
 
-    /// Seconds between two timed events; `None` if this one is not reached yet.
+    /// Returns the seconds from the event `start` to this event. Both must be timed. Returns `None`
+    /// if this event is not reached yet.
     pub(super) fn seconds_since(&self, start: &CudaEvent) -> Result<Option<f64>> {
         self.gpu.make_current()?;
         let driver = &self.gpu.driver;
         // SAFETY: the event lives.
         match unsafe { (driver.cuEventQuery)(self.handle) } {
             NOT_READY => return Ok(None),
-            status => driver.check(GPU_WORK, status)?,
+            status => driver.check_status(GPU_WORK, status)?,
         }
         let mut ms = 0.0;
         // SAFETY: both events live and are timed; writes one float.
         let status = unsafe { (driver.cuEventElapsedTime)(&mut ms, start.handle, self.handle) };
-        driver.check("cuEventElapsedTime", status)?;
+        driver.check_status("cuEventElapsedTime", status)?;
         Ok(Some(f64::from(ms) / 1e3))
     }
 }

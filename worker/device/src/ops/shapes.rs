@@ -2,7 +2,7 @@
 use crate::buffer::{Dtype, View, ViewMut};
 use crate::fp8::Fp8Format;
 
-/// Whether an op overwrites its output (`=`) or adds to it (`+=`).
+/// Whether an op overwrites its output (`=`) or adds to its output (`+=`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WriteMode {
     /// The result replaces the output. Its previous content is not read.
@@ -20,26 +20,27 @@ pub struct AttentionShape {
     pub t: usize,
     /// Number of query heads.
     pub heads: usize,
-    /// Number of key and value heads; it divides `heads`.
+    /// Number of key and value heads. `heads` must be a multiple of this number.
     pub kv_heads: usize,
     /// Elements of a head.
     pub head_dim: usize,
-    /// The scores are `scale·(q·k)`; above 0.
+    /// Factor of the scores, above 0: the score of query `q` and key `k` is `scale·(q·k)`.
     pub scale: f32,
-    /// If set, every score `s` becomes `cap·tanh(s / cap)`.
+    /// Softcap of the scores. With `Some(cap)`, every score `s` becomes `cap·tanh(s / cap)`.
     pub softcap: Option<f32>,
     /// Dropout of the attention probabilities; `None` for no dropout.
     pub dropout: Option<AttentionDropout>,
 }
 
-/// Dropout of attention probabilities. Probabilities that are kept are multiplied by
-/// `1 / (1 − probability)`.
+/// Dropout of attention probabilities. Probabilities that are kept are multiplied by `1 / (1 −
+/// probability)`.
 ///
-/// For query `q` and key `k` (positions in their sequence) of query head `h`, the decision takes
-/// word `(k / 16) mod 4` of the Philox block `16·⌊k / 64⌋ + k mod 16`, at the sample
-/// `first_sequence + sequence` and the step `h·2²⁴ + q` ([`crate::philox::random_words`]). The
-/// attention probability is dropped if the word is below `⌊probability·2³²⌋`. The decision
-/// therefore depends on no tiling, thread or micro-batch.
+/// Query `q` of query head `h` and key `k` (`q` and `k` are positions in their sequence) take one
+/// random word. It is word `(k / 16) mod 4` of the Philox block `16·⌊k / 64⌋ + k mod 16`, at the
+/// sample `first_sequence + sequence` and the step `h·2²⁴ + q`
+/// ([`crate::philox::compute_random_words`]). The attention probability is dropped if the word is
+/// below `⌊probability·2³²⌋`. Which probabilities are dropped therefore does not depend on tiles,
+/// threads or micro-batches.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AttentionDropout {
     /// Key of the Philox generator.
@@ -51,12 +52,12 @@ pub struct AttentionDropout {
 }
 
 impl AttentionDropout {
-    /// A probability is dropped if its random word is below this threshold.
-    pub(crate) fn threshold(&self) -> u32 {
+    /// Returns the threshold below which a random word drops its probability.
+    pub(crate) fn drop_threshold(&self) -> u32 {
         (self.probability * 4_294_967_296.0) as u32
     }
 
-    /// The factor of probabilities that are kept.
+    /// Returns the factor `1 / (1 − probability)` of the attention probabilities that are kept.
     pub(crate) fn keep_scale(&self) -> f32 {
         (1.0 / (1.0 - self.probability)) as f32
     }
@@ -80,14 +81,14 @@ impl AttentionDropout {
 }
 
 impl AttentionShape {
-    /// Attention with the scale `1/√head_dim`, without softcap and dropout.
+    /// Creates the shape of attention with the scale `1/√head_dim`, without softcap and dropout.
     pub fn new(b: usize, t: usize, heads: usize, kv_heads: usize, head_dim: usize) -> Self {
         let scale = (1.0 / (head_dim as f64).sqrt()) as f32;
         AttentionShape { b, t, heads, kv_heads, head_dim, scale, softcap: None, dropout: None }
     }
 }
 
-/// Position of consecutive heads inside the rows of a wider matrix, such as the query heads inside
+/// Layout of consecutive heads inside the rows of a wider matrix, such as the query heads inside
 /// the rows of qkv.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HeadLayout {
@@ -104,22 +105,22 @@ pub struct HeadLayout {
 }
 
 impl HeadLayout {
-    /// Elements of all heads of one row.
+    /// Returns the number of elements of all heads of one row.
     pub fn width(&self) -> usize {
         self.heads * self.head_dim
     }
 }
 
-/// Shape of a router, which selects the experts of each token.
+/// Shape of a router. A router selects the experts of each token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RouterShape {
-    /// Number of tokens, which are rows.
+    /// Number of tokens. The logits of each token are one row.
     pub m: usize,
     /// Number of experts of the layer.
     pub experts: usize,
-    /// How many experts each token is sent to, at least 1.
+    /// Number of experts to which each token is sent, at least 1.
     pub experts_per_token: usize,
-    /// Divides the probabilities of a token's selected experts by their sum.
+    /// True if the probabilities of a token's selected experts are divided by their sum.
     pub normalise_weights: bool,
 }
 
@@ -138,29 +139,29 @@ pub struct RouterBackwardInputs<'a> {
     pub z_loss_coef: f32,
 }
 
-/// Rows that are multiplied by one matrix in a grouped matmul: the tokens of one expert and its
-/// weight.
+/// Consecutive rows that a grouped matmul multiplies by one matrix: the tokens of one expert and
+/// the expert's weight.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RowGroup {
-    /// The rows of the group; groups are in the order of their rows and do not overlap.
+    /// The group's rows. Groups are sorted by their rows and do not overlap.
     pub rows: std::ops::Range<usize>,
-    /// Index of the matrix's first element in the vector of all matrices.
+    /// Index of the matrix's first element in the vector of all groups' matrices.
     pub matrix_offset: usize,
 }
 
-/// An operand of an fp8 matmul, which the op scales and rounds to fp8.
+/// Operand of an fp8 matmul. The op divides the operand by a scale and rounds it to fp8.
 #[derive(Clone, Copy)]
-pub struct Fp8Matrix<'a> {
-    /// The elements, of any type.
+pub struct Fp8Operand<'a> {
+    /// The matrix's elements, of any type.
     pub x: View<'a>,
-    /// The format to which the elements are rounded.
+    /// The format to which the op rounds the elements.
     pub format: Fp8Format,
-    /// True if the matrix is stored with rows and columns exchanged.
+    /// True if the matrix is stored transposed.
     pub transposed: bool,
 }
 
-/// The number of columns of an fp8 matmul must be a multiple of this, because cuBLASLt requires
-/// result rows of whole 16 bytes.
+/// Divisor of the number of columns of every fp8 matmul's result, because cuBLASLt requires result
+/// rows whose size is a multiple of 16 bytes.
 pub const FP8_COLUMN_MULTIPLE: usize = 16;
 
 /// Parameters of a LayerNorm over rows of `d` elements.
@@ -224,12 +225,13 @@ pub struct LionHyperparams {
     pub grad_scale: f32,
 }
 
-/// Dropout of a vector that consists of consecutive samples.
+/// Dropout of a vector that consists of consecutive samples of equal length.
 ///
 /// Element `i` of a sample takes word `i mod 4` of the Philox block `⌊i / 4⌋` at the step 0
-/// ([`crate::philox::random_words`]), and is dropped if the word is below `⌊probability·2³²⌋`.
+/// ([`crate::philox::compute_random_words`]). The element is dropped if the word is below
+/// `⌊probability·2³²⌋`.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Dropout {
+pub struct SampleDropout {
     /// Key of the Philox generator.
     pub key: [u32; 2],
     /// Probability of dropping an element, at least 0 and below 1.
@@ -240,25 +242,26 @@ pub struct Dropout {
     pub first_sample: u64,
 }
 
-impl Dropout {
-    /// An element is dropped if its random word is below this threshold.
-    pub(crate) fn threshold(&self) -> u64 {
+impl SampleDropout {
+    /// Returns the threshold below which a random word drops its element.
+    pub(crate) fn drop_threshold(&self) -> u64 {
         (self.probability * 4_294_967_296.0) as u64
     }
 
-    /// The factor of elements that are kept.
+    /// Returns the factor `1 / (1 − probability)` of the elements that are kept.
     pub(crate) fn keep_scale(&self) -> f32 {
         (1.0 / (1.0 - self.probability)) as f32
     }
 }
 
-/// Random numbers of stochastic rounding for a range of a tensor. A value between two bf16 numbers
-/// is rounded away from zero with a probability equal to its distance from the smaller magnitude,
-/// divided by the distance of the two numbers.
+/// Random numbers of stochastic rounding for a range of a tensor. A value between two neighbouring
+/// bf16 numbers becomes the number with the larger magnitude with a probability of `(|value| −
+/// |lower|) / (|upper| − |lower|)`, where `|lower|` and `|upper|` are the magnitudes of the two
+/// numbers.
 ///
 /// Element `i` of the tensor takes the upper 16 bits of word `i mod 4` of the Philox block `⌊i /
-/// 4⌋` at the sample 0 and the step `step` ([`crate::philox::random_words`]). The result therefore
-/// does not depend on how the tensor is divided.
+/// 4⌋` at the sample 0 and the step `step` ([`crate::philox::compute_random_words`]). The result
+/// therefore does not depend on how the tensor is divided into ranges.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct StochasticRounding {
     /// Key of the Philox generator.
@@ -285,11 +288,11 @@ impl StochasticRounding {
     }
 }
 
-/// The label of a position that has no loss, such as a token of a prompt.
+/// Label of a position that has no loss, such as a token of a prompt.
 pub const IGNORE_LABEL: u32 = u32::MAX;
 
-/// Elements of a tensor that are squared and summed together for the gradient norm. The blocks do
-/// not depend on sharding, so neither does the norm.
+/// Number of consecutive elements of a tensor whose squares are summed first for the gradient norm.
+/// Sharding does not change these blocks, and therefore does not change the norm.
 pub const NORM_BLOCK_LEN: usize = 4096;
 
 /// Outputs of the backward pass of [`crate::Ops::classifier`].

@@ -2,9 +2,9 @@
 use super::emulated_gpu;
 use std::ffi::{CString, c_char, c_long};
 
-/// How often this process called a function of the driver (`cuLaunchKernel`, without a version
-/// suffix), `cublasLtMatmul` or `cudnnBackendExecute`.
-pub(crate) fn calls(function: &str) -> i64 {
+/// Returns how often this process called a function: a function of the driver (such as
+/// `cuLaunchKernel`, without a version suffix), `cublasLtMatmul` or `cudnnBackendExecute`.
+pub(crate) fn call_count(function: &str) -> i64 {
     let name = CString::new(function).expect("a name");
     let file = match &function[..5] {
         "cubla" => "libcublasLt.so.13",

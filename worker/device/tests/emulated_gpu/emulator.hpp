@@ -81,7 +81,7 @@ struct Block {
         if (!_setjmp(self->at)) _longjmp(scheduler, 1);
         current = self->thread;
     }
-    // Waits until all `count` threads have arrived, except those that ended.
+    // Waits until all `count` threads have arrived at the barrier, except threads that have ended.
     void wait(Barrier& barrier, unsigned count, const unsigned& ended) {
         uint64_t generation = barrier.generation;
         progress++;
@@ -132,8 +132,8 @@ struct Block {
         makecontext(&fiber.start, &Block::enter, 0);
         setcontext(&fiber.start);
     }
-    // A warp runs as far as it can before another does. Work that no barrier of the block orders
-    // thus happens as early or as late as possible.
+    // Runs a warp as far as possible before another warp runs. Work that no barrier of the block
+    // orders thus happens as early or as late as possible.
     void run_warp(size_t begin, size_t end) {
         for (uint64_t before = progress - 1; progress != before;) {
             before = progress;
@@ -297,8 +297,8 @@ inline void copy(void* to, const void* from, size_t bytes, bool is_valid) {
 }
 } // namespace emulator
 
-static inline void copy_16(void* to, const void* from, bool is_valid) { emulator::copy(to, from, 16, is_valid); }
-static inline void copy_4(void* to, const void* from, bool is_valid) { emulator::copy(to, from, 4, is_valid); }
+static inline void copy_16_bytes_async(void* to, const void* from, bool is_valid) { emulator::copy(to, from, 16, is_valid); }
+static inline void copy_4_bytes_async(void* to, const void* from, bool is_valid) { emulator::copy(to, from, 4, is_valid); }
 static inline void commit_copies() { emulator::block.groups[emulator::block.current]++; }
 // Completes all committed groups except the latest `Open`. A GPU may complete them earlier; here
 // they complete as late as possible.
@@ -316,10 +316,10 @@ template <int Open> void await_copies() {
 
 // --- tensor cores: instructions of a whole warp ---------------------------------------------------
 
-// One of the two bf16 values of a register.
+// Returns one of the two bf16 values of a register.
 static inline float bf16_of_register(unsigned bits, int which) { return __int_as_float((int)((which ? bits >> 16 : bits & 0xffff) << 16)); }
 
-static inline void multiply(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+static inline void mma_16x8x16(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
     static unsigned operands[emulator::MAX_THREADS][6]; // by thread: four registers of a, two of b
     unsigned self = emulator::block.current, warp = self / 32 * 32, group = self % 32 / 4, lane_in_group = self % 4;
     memcpy(operands[self], a, 16);
@@ -335,8 +335,8 @@ static inline void multiply(float (&c)[4], const unsigned (&a)[4], unsigned b0, 
     emulator::block.sync_warp();
 }
 
-// The addresses of the rows of a warp's four matrices, by lane. Bank conflicts between rows of a
-// matrix are slow on a GPU; here they are an error.
+// Exchanges the row addresses of a warp's four matrices, and returns them by lane. Bank conflicts
+// between rows of a matrix are slow on a GPU. Here they are an error.
 static inline const unsigned short** exchange_row_addresses(const unsigned short* row) {
     static const unsigned short* rows[emulator::MAX_THREADS];
     unsigned self = emulator::block.current, warp = self / 32 * 32;
@@ -348,13 +348,13 @@ static inline const unsigned short** exchange_row_addresses(const unsigned short
     if (banks != 0xff) emulator::stop("rows of a matrix have a bank conflict");
     return rows + warp;
 }
-static inline void load_matrices(unsigned (&x)[4], const unsigned short* row) {
+static inline void ldmatrix_x4(unsigned (&x)[4], const unsigned short* row) {
     const unsigned short** rows = exchange_row_addresses(row);
     unsigned lane = emulator::block.current % 32;
     for (unsigned i = 0; i < 4; i++) memcpy(&x[i], rows[8 * i + lane / 4] + 2 * (lane % 4), 4);
     emulator::block.sync_warp();
 }
-static inline void load_transposed(unsigned (&x)[4], const unsigned short* row) {
+static inline void ldmatrix_x4_transposed(unsigned (&x)[4], const unsigned short* row) {
     const unsigned short** rows = exchange_row_addresses(row);
     unsigned lane = emulator::block.current % 32;
     for (unsigned i = 0; i < 4; i++) {

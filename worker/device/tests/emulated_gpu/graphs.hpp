@@ -4,7 +4,7 @@
 #pragma once
 
 typedef std::vector<std::shared_ptr<Node>> Nodes;
-// An executable graph. Its nodes are copies, which are found by the nodes of the source graph.
+// An executable graph. Its nodes are copies of the source graph's nodes, by which they are found.
 struct ExecutableGraph {
     Nodes source;
     std::shared_ptr<Nodes> nodes; // shared with launches in progress, which see no update

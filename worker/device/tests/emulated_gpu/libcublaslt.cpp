@@ -94,8 +94,8 @@ API cublasLtMatmulPreferenceSetAttribute(void* preference, int attribute, const 
 
 static bool is_fp8(const Layout* x) { return x->type == E4M3 || x->type == E5M2; }
 
-// The library's conditions for fp8: at least one operand is E4M3, both are contiguous along the
-// sum, and all rows are multiples of 16 bytes.
+// Returns true if the library's conditions for fp8 are met: at least one operand is E4M3, both are
+// contiguous along the sum, and all rows are multiples of 16 bytes.
 static bool fits_fp8(const Desc* d, const Layout* a, const Layout* b, const Layout* c) {
     bool types = is_fp8(a) && is_fp8(b) && (a->type == E4M3 || b->type == E4M3) && (c->type == R_16BF || c->type == R_32F);
     uint64_t size = c->type == R_32F ? 4 : 2;
@@ -147,7 +147,7 @@ static Tensor tensor(const void* at, const Layout* layout) {
     return {(void*)at, layout->type == R_32F ? F32 : layout->type == R_16BF ? BF16 : layout->type == R_16F ? F16 : layout->type};
 }
 
-// Converts an fp8 code by the definition of its format.
+// Returns the number of an fp8 code by the definition of its format.
 static double from_fp8(uint8_t code, bool e4m3) {
     int mantissa = e4m3 ? 3 : 2, bias = e4m3 ? 7 : 15, exponent = (code & 0x7f) >> mantissa, m = code & ((1 << mantissa) - 1);
     double size;
@@ -162,8 +162,8 @@ static double element(Tensor x, int64_t i) {
     return load(x, i);
 }
 
-// An operand's elements with those of one sum next to each other. `contiguous`: they are stored
-// that way.
+// Returns an operand's elements, with the elements of one sum next to each other. `contiguous` is
+// true if they are stored in this order.
 static std::vector<double> operand_terms(Layout l, bool contiguous, Tensor x) {
     uint64_t depth = contiguous ? l.rows : l.cols, count = contiguous ? l.cols : l.rows;
     std::vector<double> terms(depth * count);
@@ -187,7 +187,7 @@ static void multiply(Desc desc, Layout la, Layout lb, Layout lc, Layout ld, Tens
         }
 }
 
-// How often cublasLtMatmul was called; see the driver's function of this name.
+// Number of calls of cublasLtMatmul, which `emulatedGpuCalls` returns for tests.
 static std::atomic<long> calls_{0};
 extern "C" __attribute__((visibility("default"))) long emulatedGpuCalls(const char*) { return calls_; }
 

@@ -45,7 +45,7 @@ static std::recursive_mutex lock_;
 #define FORBID_IN_CAPTURE(stream) do { if (invalidate_capture(stream)) return CAPTURE_UNSUPPORTED; } while (0)
 #define REQUIRE_VALID_CAPTURE(stream) do { if (((Stream*)(stream))->capture && ((Stream*)(stream))->invalid) return CAPTURE_INVALIDATED; } while (0)
 
-// How often each function that enqueues work was called, for tests:
+// Number of calls of each function that enqueues work, which `emulatedGpuCalls` returns for tests:
 // emulatedGpuCalls("cuLaunchKernel").
 static std::map<std::string, long> calls_;
 #define COUNT_CALL(name) do { LOCKED; calls_[name]++; } while (0)
@@ -94,7 +94,7 @@ static size_t pooled_bytes = 0;
 
 static size_t gpu_memory() { return (size_t)setting("EMULATED_GPU_MEMORY", 8l << 30); }
 
-// True if the range is within one allocation.
+// Returns true if the range is within one allocation.
 static bool is_allocated(uintptr_t at, size_t bytes) {
     auto next = allocations.upper_bound(at);
     if (next == allocations.begin()) return false;
@@ -137,8 +137,8 @@ API cuMemAllocAsync(uintptr_t* out, size_t bytes, void* stream) {
     *out = at;
     return SUCCESS;
 }
-// The memory is unmapped in the stream's order. Unordered work of another stream then accesses
-// unmapped memory.
+// Frees memory by unmapping it in the stream's order. Work of another stream that is not ordered
+// after it then accesses unmapped memory.
 API cuMemFreeAsync(uintptr_t at, void* stream) {
     COUNT_CALL("cuMemFreeAsync");
     FORBID_IN_CAPTURE(stream);
@@ -404,7 +404,7 @@ struct Module {
     std::map<std::string, Kernel> kernels;
 };
 
-// An image is the output of the emulated compiler: "EMULATED file", or PTX.
+// Loads an image. An image is the output of the emulated compiler ("EMULATED file") or PTX.
 API cuModuleLoadData(void** module, const void* image) {
     LOCKED;
     MAY_FAIL("cuModuleLoadData");
@@ -439,7 +439,7 @@ API cuFuncSetAttribute(void* function, int attribute, int value) {
     ((Kernel*)function)->shared = value;
     return SUCCESS;
 }
-// A launch with copies of its arguments, or null if a GPU would reject it.
+// Returns a launch with copies of its arguments, or null if a GPU would reject the launch.
 static std::function<void()> bind_launch(Kernel* k, const Shape& s, void** arguments) {
     auto [gx, gy, gz] = s.grid;
     auto [bx, by, bz] = s.threads;

@@ -52,7 +52,7 @@ struct Desc {
     }
     const Desc& part(int attribute) const { return *parts.at(attribute)[0]; }
 };
-// A descriptor's handle. A descriptor keeps the ones that it refers to.
+// A descriptor's handle. A descriptor keeps the descriptors alive to which it refers.
 typedef std::shared_ptr<Desc> SharedDesc;
 
 static thread_local std::string last_error;
@@ -109,7 +109,7 @@ API cudnnBackendDestroyDescriptor(void* desc) {
     return SUCCESS;
 }
 
-// Bytes of a value of an attribute type.
+// Returns the number of bytes of a value of an attribute type, or 0 for an unknown type.
 static size_t attribute_type_bytes(int type) {
     switch (type) {
     case TYPE_BOOL: return 1;
@@ -118,7 +118,7 @@ static size_t attribute_type_bytes(int type) {
     default: return 0;
     }
 }
-// The type of an attribute's values.
+// Returns the type of an attribute's values.
 static int attribute_type(int attribute) {
     switch (attribute) {
     case 0: return TYPE_POINTWISE;
@@ -185,7 +185,7 @@ struct Execution {
     std::map<int64_t, float> scalars;
     std::map<int64_t, std::vector<float>> virtuals;
 
-    // A tensor's elements in the order of their indices.
+    // Returns a tensor's elements in the order of their indices.
     std::vector<float> read(const Shape& s) {
         if (s.is_virtual) return virtuals.at(s.id);
         if (s.by_value) return {scalars.at(s.id)};
@@ -368,7 +368,8 @@ API cudnnBackendFinalize(void* desc) {
     return code;
 }
 
-// The heuristics suggest three engines: a slow one, a fast one, and one that fails.
+// Returns an attribute. The heuristics suggest three engines: a slow one, a fast one, and one that
+// fails.
 API cudnnBackendGetAttribute(void* desc, int attribute, int type, int64_t count, int64_t* returned, void* values) {
     Desc& d = **(SharedDesc*)desc;
     REQUIRE(d.finished);
@@ -397,7 +398,7 @@ static void corrupt(Execution& execution, const Desc& d) {
     execution.write(y, elements);
 }
 
-// How often cudnnBackendExecute was called.
+// Number of calls of cudnnBackendExecute, which `emulatedGpuCalls` returns for tests.
 static std::atomic<long> calls_{0};
 extern "C" __attribute__((visibility("default"))) long emulatedGpuCalls(const char*) { return calls_; }
 

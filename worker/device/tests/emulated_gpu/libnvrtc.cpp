@@ -21,7 +21,7 @@ API nvrtcVersion(int* major, int* minor) {
     return 0;
 }
 
-// A function of NVIDIA's NVRTC, or null if it is not there.
+// Returns a function of NVIDIA's NVRTC, or null if NVRTC is not there.
 static void* real_function(const char* name) {
     static void* library = [] {
         Dl_info here;
@@ -77,7 +77,7 @@ API nvrtcCompileProgram(void* program, int n, const char* const* options) {
         option = virtual_arch.c_str();
     }
     if (!arch || getenv("NVRTC_FAILS")) {
-        p->log = arch ? "flat.cu(1): error: identifier \"nonsense\" is undefined\n" : "nvrtc: error: invalid value for --gpu-architecture\n";
+        p->log = arch ? "elementwise.cu(1): error: identifier \"nonsense\" is undefined\n" : "nvrtc: error: invalid value for --gpu-architecture\n";
         return 6;
     }
     p->image = "EMULATED " + p->name;

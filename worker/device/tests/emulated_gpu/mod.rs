@@ -10,21 +10,22 @@ use std::{
     sync::OnceLock,
 };
 
-/// Each library's file name and source.
+/// File name and source file of each emulated library.
 const LIBRARIES: [(&str, &str); 4] = [
     ("libcuda.so.1", "libcuda.cpp"),
     ("libnvrtc.so.13", "libnvrtc.cpp"),
     ("libcublasLt.so.13", "libcublaslt.cpp"),
     (CUDNN, "libcudnn.cpp"),
 ];
-/// cuDNN is optional, so it is in a separate directory, `cudnn` below that of the others.
+/// File name of cuDNN. cuDNN is optional, so it is in a separate directory, `cudnn`, below the
+/// directory of the other libraries.
 const CUDNN: &str = "libcudnn.so.9";
-/// The kernel sources, without `.cu`.
+/// Names of the kernel sources, without `.cu`.
 const KERNEL_SOURCES: [&str; 8] =
-    ["flat", "norm", "activation", "rows", "classifier", "attention", "flash", "fp8"];
+    ["elementwise", "norm", "activation", "expert_rows", "classifier", "attention", "flash", "fp8"];
 
-/// The directory of the emulated libraries, which the first test that needs them builds. With
-/// `LAUNCH_TEST_EMULATED_GPU=ptx` it is that of [`ptx_library_directory`].
+/// Returns the directory of the emulated libraries, and builds them first if needed. With
+/// `LAUNCH_TEST_EMULATED_GPU=ptx`, returns [`ptx_library_directory`].
 #[allow(dead_code, reason = "some test files only build the libraries")]
 pub(crate) fn library_directory() -> &'static Path {
     static DIRECTORY: OnceLock<PathBuf> = OnceLock::new();
@@ -34,13 +35,14 @@ pub(crate) fn library_directory() -> &'static Path {
     })
 }
 
-/// The libraries whose driver runs the kernels as compiled C++.
+/// Returns the directory of the libraries whose driver runs the kernels as compiled C++, and builds
+/// them first if needed.
 #[allow(dead_code, reason = "some test files do not use it")]
 fn cpp_library_directory() -> &'static Path {
     static DIRECTORY: OnceLock<PathBuf> = OnceLock::new();
     DIRECTORY.get_or_init(|| {
         let [sources, kernels] =
-            ["tests/emulated_gpu", "src/cuda/kernels"].map(|path| device_crate().join(path));
+            ["tests/emulated_gpu", "src/cuda/kernels"].map(|path| find_device_crate().join(path));
         let mut hasher = DefaultHasher::new();
         for directory in [&sources, &kernels] {
             let mut files: Vec<_> =
@@ -51,15 +53,15 @@ fn cpp_library_directory() -> &'static Path {
         let target = PathBuf::from(env!("CARGO_TARGET_TMPDIR"));
         let directory = target.join(format!("emulated-gpu-{:016x}", hasher.finish()));
         if !directory.exists() {
-            build(&sources, &kernels, &directory);
+            build_libraries(&sources, &kernels, &directory);
         }
         directory
     })
 }
 
-/// The libraries with NVIDIA's own NVRTC: the driver interprets the PTX that it generates for the
-/// kernels. `None` if NVRTC is not installed (`scripts/setup-tests` installs it), which is a
-/// failure if `LAUNCH_TEST_REQUIRE=all`.
+/// Returns the directory of the libraries that use NVIDIA's own NVRTC. Their driver interprets the
+/// PTX that NVRTC generates for the kernels. Returns `None` if NVRTC is not installed
+/// (`scripts/setup-tests` installs it). Panics in that case if `LAUNCH_TEST_REQUIRE=all`.
 #[allow(dead_code, reason = "some test files do not use it")]
 pub(crate) fn ptx_library_directory() -> Option<PathBuf> {
     let nvrtc = nvrtc_directory()?;
@@ -78,7 +80,8 @@ pub(crate) fn ptx_library_directory() -> Option<PathBuf> {
     Some(directory)
 }
 
-/// The directory of NVIDIA's NVRTC, if it is installed.
+/// Returns the directory of NVIDIA's NVRTC, or `None` if it is not installed. Panics in that case
+/// if `LAUNCH_TEST_REQUIRE=all`.
 #[allow(dead_code, reason = "some test files do not use it")]
 pub(crate) fn nvrtc_directory() -> Option<PathBuf> {
     let cache = std::env::var_os("LAUNCH_TEST_CACHE").map(PathBuf::from);
@@ -93,20 +96,20 @@ pub(crate) fn nvrtc_directory() -> Option<PathBuf> {
     None
 }
 
-/// The directory of the crate `device`, as seen from its own tests, the worker's or the
-/// executable's.
-fn device_crate() -> PathBuf {
+/// Returns the directory of the crate `device`, as seen from the tests of the crate itself, of the
+/// worker or of the executable.
+fn find_device_crate() -> PathBuf {
     let manifest = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
     let candidates = [manifest.join("../device"), manifest.join("device"), manifest.join("worker/device")];
     candidates.into_iter().find(|path| path.join("tests/emulated_gpu").exists()).expect("the crate `device`")
 }
 
-/// Builds the libraries in a temporary directory first, so that concurrent builds see all of them
-/// or nothing.
-fn build(sources: &Path, kernels: &Path, directory: &Path) {
+/// Builds the libraries in a temporary directory and moves it to `directory`, so that concurrent
+/// builds see all libraries or nothing.
+fn build_libraries(sources: &Path, kernels: &Path, directory: &Path) {
     let new = directory.with_extension(std::process::id().to_string());
     fs::create_dir_all(new.join("cudnn")).expect("a directory");
-    fs::write(new.join("kernels.inc"), kernel_list(kernels)).expect("written");
+    fs::write(new.join("kernels.inc"), generate_kernel_list(kernels)).expect("written");
     for (library, source) in LIBRARIES {
         let output = Command::new("c++")
             .args([
@@ -135,7 +138,8 @@ fn build(sources: &Path, kernels: &Path, directory: &Path) {
     move_into_place(&new, directory);
 }
 
-/// Renames a complete directory, unless a concurrent build was first.
+/// Renames the complete directory `new` to `directory`. If a concurrent build was first, removes
+/// `new` instead.
 fn move_into_place(new: &Path, directory: &Path) {
     if fs::rename(new, directory).is_err() {
         assert!(directory.exists(), "cannot create {}", directory.display());
@@ -143,9 +147,9 @@ fn move_into_place(new: &Path, directory: &Path) {
     }
 }
 
-/// Includes every kernel source in a separate namespace, because each is a separate module on a
-/// GPU, and lists the kernels for the emulated driver.
-fn kernel_list(kernels: &Path) -> String {
+/// Generates the source that includes every kernel source in a separate namespace, because each is
+/// a separate module on a GPU, and that lists the kernels for the emulated driver.
+fn generate_kernel_list(kernels: &Path) -> String {
     let mut text = String::from(
         "#undef KERNEL\n#undef WIDE_KERNEL\n#define KERNEL static void\n#define WIDE_KERNEL static void\n",
     );

@@ -82,7 +82,8 @@ struct Opcode {
     Handler run;
     InstructionKind kind;
 };
-// The handler of an opcode that only accesses registers, or null (opcodes.hpp).
+// Returns the entry of an opcode, or null if the opcode is unknown or accesses memory
+// (opcodes.hpp).
 const Opcode* find_opcode(const std::string& name);
 Handler find_memory_access(const std::string& name);
 
@@ -92,11 +93,12 @@ inline int type_bytes(const std::string& type) { // "u32", "b8", "pred"
     return bits / 8;
 }
 
-// The tokens of PTX. Statements end with ';' or ':', or are '{' or '}'. Braces after an opcode
-// enclose a vector.
+// Divides PTX into tokens. Statements end with ';' or ':', or are '{' or '}'. Braces after an
+// opcode enclose a vector.
 struct Tokenizer {
     const char* at;
-    // The next token, such as `.entry`, `%r1`, `%rd1+4`, `{` or `,`; empty at the end.
+    // Returns the next token, such as `.entry`, `%r1`, `%rd1+4`, `{` or `,`. It is empty at the
+    // end.
     std::string next() {
         skip();
         const char* begin = at;

@@ -108,7 +108,7 @@ static inline void enqueue(void* stream, std::function<void()> work) {
     work();
 }
 
-// An event: how often it was recorded, and how many of these records its streams have reached.
+// An event: the number of times that it was recorded, and how many of these records were reached.
 struct Event {
     std::atomic<long> recorded{0}, reached{0};
     std::atomic<long> nanoseconds{0}; // time at which it was reached last

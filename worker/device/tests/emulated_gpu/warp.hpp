@@ -77,8 +77,8 @@ template <class F> inline void each_lane(uint32_t lanes, F f) {
     for (; lanes; lanes &= lanes - 1) f(__builtin_ctz(lanes));
 }
 
-// Runs lanes that are at the same instruction until they diverge, warp_barrier other lanes, wait or
-// end. Returns those that continue.
+// Runs lanes that are at the same instruction until they diverge, meet other lanes, wait or end.
+// Returns the lanes that continue.
 inline uint32_t Warp::run_until_divergence(uint32_t at, uint32_t lanes, uint32_t others) {
     uint32_t next = ALL; // the next instruction at which other lanes are
     each_lane(others, [&](int l) { next = std::min(next, pc[l] > at ? pc[l] : next); });

@@ -3,18 +3,19 @@
 
 use device::{
     ops::{AttentionShape, IGNORE_LABEL},
-    philox::random_words,
+    philox::compute_random_words,
 };
 
-/// A small random number generator (xorshift64*): the same seed gives the same numbers.
-pub(crate) struct Random(u64);
+/// Small random number generator (xorshift64*). The same seed gives the same numbers.
+pub(crate) struct TestRng(u64);
 
-impl Random {
+impl TestRng {
     pub(crate) fn new(seed: u64) -> Self {
-        Random(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1)
+        TestRng(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1)
     }
 
-    pub(crate) fn next(&mut self) -> u64 {
+    /// Returns the next random number, which has 48 bits.
+    pub(crate) fn draw_number(&mut self) -> u64 {
         self.0 ^= self.0 << 13;
         self.0 ^= self.0 >> 7;
         self.0 ^= self.0 << 17;
@@ -22,27 +23,28 @@ impl Random {
     }
 
     /// Returns a uniformly distributed number in `0..n`.
-    pub(crate) fn below(&mut self, n: usize) -> usize {
-        (self.next() % n as u64) as usize
+    pub(crate) fn draw_below(&mut self, n: usize) -> usize {
+        (self.draw_number() % n as u64) as usize
     }
 
     /// Returns a uniformly distributed number in [−1, 1).
-    pub(crate) fn unit(&mut self) -> f32 {
-        (self.next() % (1 << 24)) as f32 / (1 << 23) as f32 - 1.0
+    pub(crate) fn draw_unit(&mut self) -> f32 {
+        (self.draw_number() % (1 << 24)) as f32 / (1 << 23) as f32 - 1.0
     }
 
-    pub(crate) fn vec(&mut self, len: usize) -> Vec<f32> {
-        (0..len).map(|_| self.unit()).collect()
+    /// Returns `len` uniformly distributed numbers in [−1, 1).
+    pub(crate) fn draw_vec(&mut self, len: usize) -> Vec<f32> {
+        (0..len).map(|_| self.draw_unit()).collect()
     }
 
-    /// For each token of `b` sequences of `t` tokens, the position where its document starts. The
-    /// documents' lengths are random, with the mean `mean`.
-    pub(crate) fn starts(&mut self, b: usize, t: usize, mean: usize) -> Vec<u32> {
+    /// Returns the position at which the document of each token starts, for `b` sequences of `t`
+    /// tokens. The documents' lengths are random, with the mean `mean`.
+    pub(crate) fn draw_document_starts(&mut self, b: usize, t: usize, mean: usize) -> Vec<u32> {
         let mut starts = Vec::new();
         for _ in 0..b {
             let mut start = 0;
             for q in 0..t {
-                if q > 0 && self.below(mean) == 0 {
+                if q > 0 && self.draw_below(mean) == 0 {
                     start = q;
                 }
                 starts.push(start as u32);
@@ -56,13 +58,13 @@ pub(crate) fn to_f64(x: &[f32]) -> Vec<f64> {
     x.iter().map(|&x| f64::from(x)).collect()
 }
 
-/// Computes the dot product Σ a·b.
+/// Returns the dot product Σ a·b.
 pub(crate) fn dot(a: &[f64], b: &[f64]) -> f64 {
     a.iter().zip(b).map(|(a, b)| a * b).sum()
 }
 
 /// Asserts that each difference is at most `tolerance` × the largest magnitude in `want`, or
-/// `tolerance` × 1e-3 if that is larger.
+/// `tolerance` × 1e-3 if that is larger. `what` names the values in failures.
 #[track_caller]
 pub(crate) fn assert_close(what: &str, got: &[f32], want: &[f64], tolerance: f64) {
     assert_eq!(got.len(), want.len(), "{what}");
@@ -73,7 +75,8 @@ pub(crate) fn assert_close(what: &str, got: &[f32], want: &[f64], tolerance: f64
     }
 }
 
-/// Compares the gradient `got` with central differences of `f` at every `step`-th element of `x`.
+/// Asserts that the gradient `got` matches central differences of `f` at every `step`-th element of
+/// `x`.
 #[track_caller]
 pub(crate) fn assert_gradient(
     what: &str,
@@ -102,7 +105,7 @@ pub(crate) fn assert_gradient(
 }
 
 /// Computes the matmul `y[m,n] = x[m,k]·w[n,k]ᵀ`.
-pub(crate) fn matmul(x: &[f64], w: &[f64], m: usize, n: usize, k: usize) -> Vec<f64> {
+pub(crate) fn compute_matmul(x: &[f64], w: &[f64], m: usize, n: usize, k: usize) -> Vec<f64> {
     let mut y = vec![0.0; m * n];
     for i in 0..m {
         for j in 0..n {
@@ -112,11 +115,13 @@ pub(crate) fn matmul(x: &[f64], w: &[f64], m: usize, n: usize, k: usize) -> Vec<
     y
 }
 
-pub(crate) fn embedding(w: &[f64], tokens: &[u32], d: usize) -> Vec<f64> {
+/// Looks up the embeddings of tokens, `[tokens, d]`.
+pub(crate) fn compute_embedding(w: &[f64], tokens: &[u32], d: usize) -> Vec<f64> {
     tokens.iter().flat_map(|&t| w[t as usize * d..(t as usize + 1) * d].to_vec()).collect()
 }
 
-pub(crate) fn rmsnorm(x: &[f64], w: &[f64], eps: f64) -> Vec<f64> {
+/// Computes RMSNorm of each row of `w.len()` elements.
+pub(crate) fn compute_rmsnorm(x: &[f64], w: &[f64], eps: f64) -> Vec<f64> {
     let d = w.len();
     let row = |x: &[f64]| {
         let rstd = 1.0 / (dot(x, x) / d as f64 + eps).sqrt();
@@ -125,7 +130,8 @@ pub(crate) fn rmsnorm(x: &[f64], w: &[f64], eps: f64) -> Vec<f64> {
     x.chunks(d).flat_map(row).collect()
 }
 
-pub(crate) fn layernorm(x: &[f64], w: &[f64], b: &[f64], eps: f64) -> Vec<f64> {
+/// Computes LayerNorm of each row of `w.len()` elements.
+pub(crate) fn compute_layernorm(x: &[f64], w: &[f64], b: &[f64], eps: f64) -> Vec<f64> {
     let d = w.len();
     let row = |x: &[f64]| {
         let mean = x.iter().sum::<f64>() / d as f64;
@@ -136,19 +142,20 @@ pub(crate) fn layernorm(x: &[f64], w: &[f64], b: &[f64], eps: f64) -> Vec<f64> {
     x.chunks(d).flat_map(row).collect()
 }
 
-/// GELU in its tanh approximation.
-pub(crate) fn gelu(x: f64) -> f64 {
+/// Computes GELU in its tanh approximation.
+pub(crate) fn compute_gelu(x: f64) -> f64 {
     0.5 * x * (1.0 + ((2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x * x * x)).tanh())
 }
 
-pub(crate) fn geglu(gate_up: &[f64], f: usize) -> Vec<f64> {
-    let row = |r: &[f64]| (0..f).map(|i| gelu(r[i]) * r[f + i]).collect::<Vec<_>>();
+/// Computes GeGLU of each row of `gate_up`, which has `f` gates and then `f` ups.
+pub(crate) fn compute_geglu(gate_up: &[f64], f: usize) -> Vec<f64> {
+    let row = |r: &[f64]| (0..f).map(|i| compute_gelu(r[i]) * r[f + i]).collect::<Vec<_>>();
     gate_up.chunks(2 * f).flat_map(row).collect()
 }
 
-/// Rotary embedding: rotates the pair of elements (i, i + head_dim/2) of each head by an angle.
-/// `cos` and `sin` are `[t, head_dim/2]`.
-pub(crate) fn rope(
+/// Computes rotary position embeddings: rotates the pair of elements (i, i + head_dim/2) of each
+/// head by an angle. `cos` and `sin` are `[t, head_dim/2]`.
+pub(crate) fn compute_rope(
     x: &[f64],
     cos: &[f64],
     sin: &[f64],
@@ -172,13 +179,13 @@ pub(crate) fn rope(
     y
 }
 
-/// The factor by which dropout multiplies the probability of key `k` for query `q`: 0, or
-/// 1 / (1 − probability).
-fn dropout_factor(shape: &AttentionShape, seq: usize, h: usize, q: usize, k: usize) -> f64 {
+/// Returns the factor by which dropout multiplies the probability of key `k` for query `q`: 0, or 1
+/// / (1 − probability).
+fn compute_dropout_factor(shape: &AttentionShape, seq: usize, h: usize, q: usize, k: usize) -> f64 {
     let Some(d) = shape.dropout else { return 1.0 };
     let block = (16 * (k / 64) + k % 16) as u64;
     let step = (h as u64) * (1 << 24) + q as u64;
-    let word = random_words(d.key, block, d.first_sequence + seq as u64, step)[k / 16 % 4];
+    let word = compute_random_words(d.key, block, d.first_sequence + seq as u64, step)[k / 16 % 4];
     if f64::from(word) < (d.probability * 4_294_967_296.0).floor() {
         0.0
     } else {
@@ -186,8 +193,8 @@ fn dropout_factor(shape: &AttentionShape, seq: usize, h: usize, q: usize, k: usi
     }
 }
 
-/// The outputs of attention and the log-sum-exps of the scores.
-pub(crate) fn attention(qkv: &[f64], starts: &[u32], shape: AttentionShape) -> (Vec<f64>, Vec<f64>) {
+/// Returns the outputs of attention and the log-sum-exps of the scores.
+pub(crate) fn compute_attention(qkv: &[f64], starts: &[u32], shape: AttentionShape) -> (Vec<f64>, Vec<f64>) {
     let AttentionShape { b, t, heads, kv_heads, head_dim, .. } = shape;
     let stride = (heads + 2 * kv_heads) * head_dim;
     let mut o = vec![0.0; b * t * heads * head_dim];
@@ -210,7 +217,7 @@ pub(crate) fn attention(qkv: &[f64], starts: &[u32], shape: AttentionShape) -> (
                 let total: f64 = scores.iter().map(|s| (s - max).exp()).sum();
                 lse[(seq * heads + h) * t + q] = max + total.ln();
                 for (k, s) in keys.iter().zip(&scores) {
-                    let p = (s - max).exp() / total * dropout_factor(&shape, seq, h, q, *k);
+                    let p = (s - max).exp() / total * compute_dropout_factor(&shape, seq, h, q, *k);
                     for (j, v) in at(*k, heads + kv_heads + kv).iter().enumerate() {
                         o[((seq * t + q) * heads + h) * head_dim + j] += p * v;
                     }
@@ -221,18 +228,19 @@ pub(crate) fn attention(qkv: &[f64], starts: &[u32], shape: AttentionShape) -> (
     (o, lse)
 }
 
-pub(crate) fn swiglu(gate_up: &[f64], f: usize) -> Vec<f64> {
+/// Computes SwiGLU of each row of `gate_up`, which has `f` gates and then `f` ups.
+pub(crate) fn compute_swiglu(gate_up: &[f64], f: usize) -> Vec<f64> {
     let row = |r: &[f64]| (0..f).map(|i| r[i] / (1.0 + (-r[i]).exp()) * r[f + i]).collect::<Vec<_>>();
     gate_up.chunks(2 * f).flat_map(row).collect()
 }
 
-/// The cross-entropy loss of each row, 0 for rows whose label is `IGNORE`.
-pub(crate) fn cross_entropy(x: &[f64], w: &[f64], labels: &[u32], d: usize, v: usize) -> Vec<f64> {
-    capped_cross_entropy(x, w, labels, d, v, None)
+/// Returns the cross-entropy loss of each row, which is 0 for rows whose label is [`IGNORE_LABEL`].
+pub(crate) fn compute_cross_entropy(x: &[f64], w: &[f64], labels: &[u32], d: usize, v: usize) -> Vec<f64> {
+    compute_capped_cross_entropy(x, w, labels, d, v, None)
 }
 
-/// The cross-entropy loss of each row, after a softcap of the logits.
-pub(crate) fn capped_cross_entropy(
+/// Returns the cross-entropy loss of each row, after a softcap of the logits.
+pub(crate) fn compute_capped_cross_entropy(
     x: &[f64],
     w: &[f64],
     labels: &[u32],
@@ -240,7 +248,7 @@ pub(crate) fn capped_cross_entropy(
     v: usize,
     cap: Option<f32>,
 ) -> Vec<f64> {
-    let mut logits = matmul(x, w, labels.len(), v, d);
+    let mut logits = compute_matmul(x, w, labels.len(), v, d);
     if let Some(cap) = cap.map(f64::from) {
         logits.iter_mut().for_each(|l| *l = cap * (*l / cap).tanh());
     }

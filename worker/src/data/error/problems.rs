@@ -1,18 +1,18 @@
-//! What exactly is wrong with a pattern, record, template, tokenizer file or token cache: the
-//! details of a [`super::DataError`].
+//! The causes in a [`super::DataError`]: what is wrong with a pattern, record, template, tokenizer
+//! file or token cache.
 use diagnostic::{Code, codes::data as codes};
 use minijinja::ErrorKind;
 use parquet::errors::ParquetError;
 use serde_json::{Map, Value, error::Category, json};
 use std::{fmt, io, path::PathBuf};
 
-/// Names of fields or columns as a list of quoted words.
-fn quoted(names: &[String]) -> String {
+/// Formats names of fields or columns as a list of quoted words.
+fn quote_names(names: &[String]) -> String {
     names.iter().map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ")
 }
 
-/// The fields of a JSON object literal.
-fn object(value: Value) -> Map<String, Value> {
+/// Returns the fields of a JSON object, or no fields for any other value.
+fn take_fields(value: Value) -> Map<String, Value> {
     match value {
         Value::Object(fields) => fields,
         _ => Map::new(),
@@ -45,7 +45,7 @@ pub enum PatternProblem {
     Wildcard(globset::ErrorKind),
 }
 
-/// The place of a record in its file.
+/// The line or row of a record in its file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RecordPosition {
     /// A line of a JSON lines file, from 1.
@@ -55,8 +55,8 @@ pub enum RecordPosition {
 }
 
 impl RecordPosition {
-    /// The name and value of the diagnostic's field.
-    pub(super) fn field(self) -> (&'static str, u64) {
+    /// Returns name and value of the diagnostic's field: `line` or `row`, and the number.
+    pub(super) fn diagnostic_field(self) -> (&'static str, u64) {
         match self {
             RecordPosition::Line(number) => ("line", number),
             RecordPosition::Row(number) => ("row", number),
@@ -66,7 +66,7 @@ impl RecordPosition {
 
 impl fmt::Display for RecordPosition {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}", self.field().1)
+        write!(f, "{}", self.diagnostic_field().1)
     }
 }
 
@@ -76,23 +76,23 @@ pub enum RecordProblem {
     /// The line is not a JSON object whose field has the expected type.
     #[error("{reason} (column {column})")]
     InvalidJson {
-        /// The kind of mistake: syntax, an early end, or a value of another type.
+        /// The kind of mistake: syntax error, premature end, or value of another type.
         category: Category,
         /// The parser's message without its position.
         reason: String,
         /// The column of the mistake, from 1, bytes.
         column: usize,
     },
-    /// The line is longer than the longest that is read.
+    /// The line is longer than the limit.
     #[error("the line is longer than {} MiB", limit >> 20)]
     LineTooLong {
-        /// The longest line that is read, bytes.
+        /// Longest line that is read, bytes.
         limit: usize,
     },
     /// The JSON object lacks the field with the text or chat.
     #[error(
         "the object has no field `{field}`{}",
-        if present.is_empty() { String::new() } else { format!("; it has {}", quoted(present)) }
+        if present.is_empty() { String::new() } else { format!("; it has {}", quote_names(present)) }
     )]
     FieldMissing {
         /// The value of `train.data.field`.
@@ -136,7 +136,7 @@ pub enum RecordProblem {
 }
 
 impl RecordProblem {
-    /// The code of the diagnostic.
+    /// Returns the diagnostic code of the problem.
     pub(super) fn code(&self) -> Code {
         match self {
             RecordProblem::InvalidJson { .. }
@@ -153,6 +153,7 @@ impl RecordProblem {
         }
     }
 
+    /// Returns the edit or command that resolves the problem.
     pub(super) fn help(&self) -> &'static str {
         match self {
             RecordProblem::FieldMissing { .. } => "set train.data.field to one of the record's fields",
@@ -178,8 +179,9 @@ impl RecordProblem {
         }
     }
 
+    /// Returns the values of the problem by field name, for the diagnostic.
     pub(super) fn fields(&self) -> Map<String, Value> {
-        object(match self {
+        take_fields(match self {
             RecordProblem::InvalidJson { column, .. } => json!({ "column": column }),
             RecordProblem::FieldMissing { field, present } => {
                 json!({ "field": field, "present_fields": present })
@@ -211,7 +213,7 @@ pub enum ParquetProblem {
         limit: usize,
     },
     /// The file lacks the column with the text or chat.
-    #[error("the file has no column `{column}`; it has {}", quoted(present))]
+    #[error("the file has no column `{column}`; it has {}", quote_names(present))]
     ColumnMissing {
         /// The value of `train.data.field`.
         column: String,
@@ -221,6 +223,7 @@ pub enum ParquetProblem {
 }
 
 impl ParquetProblem {
+    /// Returns the edit or command that resolves the problem.
     pub(super) fn help(&self) -> &'static str {
         match self {
             ParquetProblem::ColumnMissing { .. } => "set train.data.field to one of the file's columns",
@@ -229,7 +232,7 @@ impl ParquetProblem {
         }
     }
 
-    /// The code of the diagnostic.
+    /// Returns the diagnostic code of the problem.
     pub(super) fn code(&self) -> Code {
         match self {
             ParquetProblem::Undecodable(_) | ParquetProblem::DecoderPanicked => codes::PARQUET_UNREADABLE,
@@ -238,8 +241,9 @@ impl ParquetProblem {
         }
     }
 
+    /// Returns the values of the problem by field name, for the diagnostic.
     pub(super) fn fields(&self) -> Map<String, Value> {
-        object(match self {
+        take_fields(match self {
             ParquetProblem::TooManyColumns { count, .. } => json!({ "columns": count }),
             ParquetProblem::ColumnMissing { column, present } => {
                 json!({ "field": column, "present_fields": present })
@@ -249,10 +253,10 @@ impl ParquetProblem {
     }
 }
 
-/// An error that the template engine reported.
+/// An error from rendering or compiling a chat template.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TemplateFailure {
-    /// The engine's name for what happened.
+    /// The kind of error in terms of the template engine.
     pub(crate) kind: ErrorKind,
     /// The engine's or the template's message.
     pub(crate) detail: String,
@@ -293,7 +297,7 @@ pub enum ChatProblem {
         /// The number of the message, from 1.
         message: usize,
     },
-    /// The template writes earlier messages differently when later ones follow.
+    /// The template renders a message differently if further messages follow.
     #[error(
         "the assistant's text in message {message} cannot be located: \
          the chat template writes earlier messages differently when later ones follow"
@@ -314,6 +318,7 @@ pub enum ChatProblem {
 }
 
 impl ChatProblem {
+    /// Returns the diagnostic code of the problem.
     fn code(&self) -> Code {
         match self {
             ChatProblem::MessagesNotAList
@@ -326,8 +331,9 @@ impl ChatProblem {
         }
     }
 
+    /// Returns the values of the problem by field name, for the diagnostic.
     fn fields(&self) -> Map<String, Value> {
-        object(match self {
+        take_fields(match self {
             ChatProblem::RoleMissing { message }
             | ChatProblem::ReservedCharacter { message }
             | ChatProblem::TargetsAmbiguous { message } => json!({ "message_number": message }),
@@ -354,7 +360,7 @@ pub enum ChatTemplateProblem {
         /// Path of the template file.
         path: PathBuf,
         /// What is wrong with the file.
-        problem: TextFileProblem,
+        problem: TextFileError,
     },
     /// The job names no template, and the tokenizer has none.
     #[error("the tokenizer has no chat template")]
@@ -371,7 +377,7 @@ pub enum ChatTemplateProblem {
         /// The file name of the configuration.
         config_file: &'static str,
     },
-    /// The template is larger than the largest that is used.
+    /// The template is larger than the limit.
     #[error("the template is larger than {} MiB", limit >> 20)]
     TooLarge {
         /// The largest template, bytes.
@@ -383,7 +389,7 @@ pub enum ChatTemplateProblem {
 }
 
 impl ChatTemplateProblem {
-    /// The code of the diagnostic.
+    /// Returns the diagnostic code of the problem.
     pub(super) fn code(&self) -> Code {
         match self {
             ChatTemplateProblem::FileMissing { .. } | ChatTemplateProblem::TokenizerHasNone => {
@@ -393,6 +399,7 @@ impl ChatTemplateProblem {
         }
     }
 
+    /// Returns the edit or command that resolves the problem, if one is known.
     pub(super) fn help(&self) -> Option<&'static str> {
         match self {
             ChatTemplateProblem::TokenizerHasNone => {
@@ -406,7 +413,7 @@ impl ChatTemplateProblem {
 
 /// Why a small text file cannot be read.
 #[derive(Debug, thiserror::Error)]
-pub enum TextFileProblem {
+pub enum TextFileError {
     /// The operating system reported an error.
     #[error("{0}")]
     Io(io::Error),
@@ -432,7 +439,7 @@ pub enum TokenizerProblem {
     FileMissing,
     /// tokenizer.json or a companion file cannot be read.
     #[error("cannot read the file: {0}")]
-    FileUnreadable(TextFileProblem),
+    FileUnreadable(TextFileError),
     /// The file is not a Hugging Face tokenizer.json.
     #[error("the file is not a valid tokenizer.json: {0}")]
     InvalidTokenizerJson(tokenizers::Error),
@@ -466,7 +473,7 @@ pub enum TokenizerProblem {
 }
 
 impl TokenizerProblem {
-    /// The code of the diagnostic.
+    /// Returns the diagnostic code of the problem.
     pub(super) fn code(&self) -> Code {
         match self {
             TokenizerProblem::FileMissing => codes::TOKENIZER_MISSING,
@@ -481,6 +488,7 @@ impl TokenizerProblem {
         }
     }
 
+    /// Returns the edit or command that resolves the problem, if one is known.
     pub(super) fn help(&self) -> Option<String> {
         match self {
             TokenizerProblem::FileMissing => {
@@ -494,7 +502,7 @@ impl TokenizerProblem {
     }
 }
 
-/// What was done with the token cache when it failed.
+/// The operation on the token cache that failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CacheOperation {
     /// Create the directory.

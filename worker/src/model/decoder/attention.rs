@@ -1,53 +1,53 @@
-//! The first half of a decoder layer: norm, projections of q, k and v, their norms, rotation,
-//! attention, and output projection.
+//! Forward and backward pass of the first half of a decoder layer: norm, projections of q, k and v,
+//! norms of q and k, rotation, attention, and output projection.
 use super::{
-    Decoder,
-    layer_adapters::{O, QKV},
+    DecoderModel,
+    layer_adapters::{O_ADAPTERS, QKV_ADAPTERS},
 };
-use crate::model::{ActivationBuffers, LayerInput, Model, lora::LoraScratch, split_buffers};
+use crate::model::{ActivationBuffers, LayerInput, Model, borrow_first_buffers, lora::LoraScratchBuffers};
 use device::{
     Buf, Ops, View, ViewMut,
     ops::{AttentionShape, HeadLayout, WriteMode},
 };
 
-impl Decoder {
-    /// The shape, scale, soft cap and dropout of the attention of a layer.
-    fn attention_shape(&self, input: &LayerInput) -> AttentionShape {
+impl DecoderModel {
+    /// Returns shape, scale, softcap and dropout of the attention of a layer.
+    fn create_attention_shape(&self, input: &LayerInput) -> AttentionShape {
         let batch = input.batch;
         let (heads, kv_heads, head_dim) = (self.config.heads, self.config.kv_heads, self.config.head_dim);
         AttentionShape {
             scale: self.config.attention_scale,
             softcap: self.config.attention_softcap,
-            dropout: self.dropout[input.layer].attention_dropout(batch),
+            dropout: self.dropout[input.layer].create_attention_dropout(batch),
             ..AttentionShape::new(batch.sequences, batch.seq_len, heads, kv_heads, head_dim)
         }
     }
 
-    /// Whether the layer attends only to a sliding window.
-    fn is_sliding(&self, input: &LayerInput) -> bool {
+    /// Returns whether the layer attends only to a sliding window.
+    fn is_sliding_layer(&self, input: &LayerInput) -> bool {
         self.config.sliding_layers.get(input.layer).is_some_and(|is_sliding| *is_sliding)
     }
 
-    /// For each token the first position that it may attend to in this layer.
-    fn starts<'a>(&self, input: &LayerInput<'a>) -> &'a [u32] {
-        if self.is_sliding(input) { &input.batch.window_starts } else { &input.batch.starts }
+    /// Returns, for each token, the first position to which the token attends in this layer.
+    fn attention_starts<'a>(&self, input: &LayerInput<'a>) -> &'a [u32] {
+        if self.is_sliding_layer(input) { &input.batch.window_starts } else { &input.batch.starts }
     }
 
-    /// cos and sin of the rotation in this layer, `[t, head_dim/2]` each.
+    /// Returns cos and sin of the rotary embedding in this layer, `[t, head_dim/2]` each.
     fn rope_cos_sin(&self, input: &LayerInput) -> (View<'_>, View<'_>) {
-        let sliding = self.sliding_rope_tables.as_ref().filter(|_| self.is_sliding(input));
-        sliding.unwrap_or(&self.rope_tables).first_positions(input.batch.seq_len)
+        let sliding = self.sliding_rope_tables.as_ref().filter(|_| self.is_sliding_layer(input));
+        sliding.unwrap_or(&self.rope_tables).slice_first_positions(input.batch.seq_len)
     }
 
-    /// The heads of q, and those of k, within rows of q, k and v.
-    fn q_and_k_heads(&self, rows: usize) -> [HeadLayout; 2] {
+    /// Returns the layout of the heads of q, and of the heads of k, within rows of q, k and v.
+    fn q_and_k_head_layouts(&self, rows: usize) -> [HeadLayout; 2] {
         let (heads, kv_heads, head_dim) = (self.config.heads, self.config.kv_heads, self.config.head_dim);
         let q = HeadLayout { rows, first_column: 0, heads, head_dim, stride: self.qkv_width() };
         [q, HeadLayout { first_column: heads * head_dim, heads: kv_heads, ..q }]
     }
 
-    /// Computes attention. Its projected output is saved in the buffer of the residual stream, to
-    /// which the second half of the layer adds the layer's input.
+    /// Computes attention of a layer. Saves the projected output in the buffer of the residual
+    /// stream; the second half of the layer adds the layer's input to it.
     pub(super) fn attention_forward(
         &self,
         ops: &dyn Ops,
@@ -58,14 +58,15 @@ impl Decoder {
         let (p, batch, s) = (input.params, input.batch, &self.spans);
         let (m, d, width, eps) =
             (batch.rows(), self.config.hidden_size, self.qkv_width(), self.config.norm_eps);
-        let [rstd1, qkv, o, lse, mid, _, _, raw, head_rstd, branch, branch_rstd] = split_buffers::<11>(saved);
-        let [norm, _, _, _, _, _, norm_buffer, _, _, lora_scratch @ ..] = split_buffers::<14>(scratch);
-        let mut lora_scratch = LoraScratch::new(lora_scratch);
-        let w_in = self.norm_factors(ops, p.slice(s.input_norm.clone()), norm_buffer);
+        let [rstd1, qkv, o, lse, mid, _, _, raw, head_rstd, branch, branch_rstd] =
+            borrow_first_buffers::<11>(saved);
+        let [norm, _, _, _, _, _, norm_buffer, _, _, lora_scratch @ ..] = borrow_first_buffers::<14>(scratch);
+        let mut lora_scratch = LoraScratchBuffers::new(lora_scratch);
+        let w_in = self.compute_norm_factors(ops, p.slice(s.input_norm.clone()), norm_buffer);
         ops.rmsnorm_forward(norm.view_mut(), rstd1.view_mut(), input.x, w_in, m, d, eps);
         let (w_qkv, bias) = (p.slice(s.qkv.clone()), s.qkv_bias.clone().map(|b| p.slice(b)));
         self.linear.forward(ops, qkv.view_mut(), norm.view(), w_qkv, bias, (m, d, width));
-        self.adapters_forward(ops, input, QKV, norm.view(), qkv.view_mut(), &mut lora_scratch);
+        self.adapters_forward(ops, input, QKV_ADAPTERS, norm.view(), qkv.view_mut(), &mut lora_scratch);
         self.qk_norm_forward(ops, p, qkv, raw, head_rstd, norm_buffer, m);
         let (cos, sin) = self.rope_cos_sin(input);
         let (rotated, head_dim) = (self.config.heads + self.config.kv_heads, self.config.head_dim);
@@ -74,22 +75,23 @@ impl Decoder {
             o.view_mut(),
             lse.view_mut(),
             qkv.view(),
-            self.starts(input),
-            self.attention_shape(input),
+            self.attention_starts(input),
+            self.create_attention_shape(input),
         );
         let w_o = p.slice(s.o.clone());
         let mut out = if s.attention_out_norm.is_some() { branch.view_mut() } else { mid.view_mut() };
         let bias = s.o_bias.clone().map(|b| p.slice(b));
-        self.linear.forward(ops, out.reborrow(), o.view(), w_o, bias, (m, self.o_width(), d));
-        self.adapters_forward(ops, input, O, o.view(), out, &mut lora_scratch);
+        self.linear.forward(ops, out.reborrow(), o.view(), w_o, bias, (m, self.attention_width(), d));
+        self.adapters_forward(ops, input, O_ADAPTERS, o.view(), out, &mut lora_scratch);
         if let Some(at) = &s.attention_out_norm {
-            let w = self.norm_factors(ops, p.slice(at.clone()), norm_buffer);
+            let w = self.compute_norm_factors(ops, p.slice(at.clone()), norm_buffer);
             ops.rmsnorm_forward(mid.view_mut(), branch_rstd.view_mut(), branch.view(), w, m, d, eps);
         }
     }
 
-    /// Computes the gradients of attention. `dx` is the gradient of the residual stream after
-    /// attention on entry, and of the layer's input on return.
+    /// Computes the gradients of attention, and writes those of parameters to `g`, the gradient of
+    /// the layer's unit. `dx` is the gradient of the residual stream after attention on entry, and
+    /// of the layer's input on return.
     pub(super) fn attention_backward(
         &self,
         ops: &dyn Ops,
@@ -101,15 +103,16 @@ impl Decoder {
     ) {
         let (p, batch, x, s) = (input.params, input.batch, input.x, &self.spans);
         let (m, d, width) = (batch.rows(), self.config.hidden_size, self.qkv_width());
-        let [rstd1, qkv, o, lse, _, _, _, raw, head_rstd, branch, branch_rstd] = split_buffers::<11>(saved);
+        let [rstd1, qkv, o, lse, _, _, _, raw, head_rstd, branch, branch_rstd] =
+            borrow_first_buffers::<11>(saved);
         let [norm, dnorm, _, _, d_o, dqkv, norm_buffer, _, _, lora_scratch @ ..] =
-            split_buffers::<14>(scratch);
-        let mut lora_scratch = LoraScratch::new(lora_scratch);
+            borrow_first_buffers::<14>(scratch);
+        let mut lora_scratch = LoraScratchBuffers::new(lora_scratch);
         let dout = match &s.attention_out_norm {
             None => dx.as_view(),
             Some(at) => {
                 let (w, rstd) =
-                    (self.norm_factors(ops, p.slice(at.clone()), norm_buffer), branch_rstd.view());
+                    (self.compute_norm_factors(ops, p.slice(at.clone()), norm_buffer), branch_rstd.view());
                 let (dbranch, dw) = (norm.view_mut(), g.slice_mut(at.clone()));
                 ops.rmsnorm_backward(
                     dbranch,
@@ -129,10 +132,10 @@ impl Decoder {
             ops.bias_backward(g.slice_mut(bias.clone()), dout, m, d);
         }
         let dout = self.linear.round_gradient(ops, dout, dnorm);
-        self.output_backward(ops, input, g, dout, o.view(), d_o.view_mut());
-        self.adapters_backward_weight(ops, input, O, g, (o.view(), dout), &mut lora_scratch);
-        self.adapters_backward_input(ops, input, O, d_o.view_mut(), &mut lora_scratch);
-        let (starts, shape) = (self.starts(input), self.attention_shape(input));
+        self.output_projection_backward(ops, input, g, dout, o.view(), d_o.view_mut());
+        self.adapters_backward_weight(ops, input, O_ADAPTERS, g, (o.view(), dout), &mut lora_scratch);
+        self.adapters_backward_input(ops, input, O_ADAPTERS, d_o.view_mut(), &mut lora_scratch);
+        let (starts, shape) = (self.attention_starts(input), self.create_attention_shape(input));
         ops.attention_backward(dqkv.view_mut(), d_o.view(), o.view(), lse.view(), qkv.view(), starts, shape);
         let (cos, sin) = self.rope_cos_sin(input);
         let (rotated, head_dim) = (self.config.heads + self.config.kv_heads, self.config.head_dim);
@@ -150,7 +153,7 @@ impl Decoder {
         if let Some(bias) = &s.qkv_bias {
             ops.bias_backward(g.slice_mut(bias.clone()), dqkv.view(), m, width);
         }
-        let w_in = self.norm_factors(ops, p.slice(s.input_norm.clone()), norm_buffer);
+        let w_in = self.compute_norm_factors(ops, p.slice(s.input_norm.clone()), norm_buffer);
         ops.rmsnorm_forward(norm.view_mut(), rstd1.view_mut(), x, w_in, m, d, self.config.norm_eps);
         let grad_mask = self.grad_masks[input.layer];
         if grad_mask.qkv {
@@ -159,15 +162,22 @@ impl Decoder {
         }
         let w_qkv = p.slice(s.qkv.clone());
         self.linear.backward_input(ops, dnorm.view_mut(), dqkv.view(), w_qkv, (m, d, width));
-        self.adapters_backward_weight(ops, input, QKV, g, (norm.view(), dqkv.view()), &mut lora_scratch);
-        self.adapters_backward_input(ops, input, QKV, dnorm.view_mut(), &mut lora_scratch);
+        self.adapters_backward_weight(
+            ops,
+            input,
+            QKV_ADAPTERS,
+            g,
+            (norm.view(), dqkv.view()),
+            &mut lora_scratch,
+        );
+        self.adapters_backward_input(ops, input, QKV_ADAPTERS, dnorm.view_mut(), &mut lora_scratch);
         let dw_in = g.slice_mut(s.input_norm.clone());
         ops.rmsnorm_backward(dx, dw_in, dnorm.view(), x, w_in, rstd1.view(), m, d, WriteMode::Accumulate);
     }
 
-    /// Computes the gradients of the output projection: of its weight, and `d_o`, the gradient of
-    /// the attention output, from `dx`.
-    fn output_backward(
+    /// Computes the gradients of the output projection from `dx`, the gradient of its output.
+    /// Writes the gradient of the weight to `g`, and the gradient of the attention output to `d_o`.
+    fn output_projection_backward(
         &self,
         ops: &dyn Ops,
         input: &LayerInput,
@@ -177,15 +187,15 @@ impl Decoder {
         d_o: ViewMut,
     ) {
         let (p, m) = (input.params, input.batch.rows());
-        let (s, d, o_width) = (&self.spans, self.config.hidden_size, self.o_width());
+        let (s, d, o_width) = (&self.spans, self.config.hidden_size, self.attention_width());
         if self.grad_masks[input.layer].o {
             self.linear.backward_weight(ops, g.slice_mut(s.o.clone()), dx, o, (m, o_width, d));
         }
         self.linear.backward_input(ops, d_o, dx, p.slice(s.o.clone()), (m, o_width, d));
     }
 
-    /// Normalizes each head of q and k in place; saves the inputs in `raw` and their 1/rms in
-    /// `rstd`.
+    /// Normalizes each head of q and k in place, if the family has q/k norms. Saves the values
+    /// before the norms in `raw` and their 1/rms in `rstd`.
     fn qk_norm_forward(
         &self,
         ops: &dyn Ops,
@@ -197,17 +207,17 @@ impl Decoder {
         m: usize,
     ) {
         let Some(weights) = &self.spans.qk_norm else { return };
-        let (raw_q, raw_k) = raw.view_mut().split_at(m * self.o_width());
+        let (raw_q, raw_k) = raw.view_mut().split_at(m * self.attention_width());
         let (rstd_q, rstd_k) = rstd.view_mut().split_at(m * self.config.heads);
         let saved = [(raw_q, rstd_q), (raw_k, rstd_k)];
-        for ((shape, w), (raw, rstd)) in self.q_and_k_heads(m).into_iter().zip(weights).zip(saved) {
-            let w = self.norm_factors(ops, p.slice(w.clone()), norm_buffer);
+        for ((shape, w), (raw, rstd)) in self.q_and_k_head_layouts(m).into_iter().zip(weights).zip(saved) {
+            let w = self.compute_norm_factors(ops, p.slice(w.clone()), norm_buffer);
             ops.rmsnorm_heads_forward(qkv.view_mut(), raw, rstd, w, shape, self.config.norm_eps);
         }
     }
 
-    /// Computes the gradients of the norms of q and k; `dqkv` is changed from the gradient of their
-    /// output to that of their input.
+    /// Computes the gradients of the norms of q and k. `dqkv` is the gradient of the norms' output
+    /// on entry, and of their input on return.
     fn qk_norm_backward(
         &self,
         ops: &dyn Ops,
@@ -220,12 +230,12 @@ impl Decoder {
         m: usize,
     ) {
         let Some(weights) = &self.spans.qk_norm else { return };
-        let (q, h) = (m * self.o_width(), m * self.config.heads);
+        let (q, h) = (m * self.attention_width(), m * self.config.heads);
         let saved =
             [(raw.slice(0..q), rstd.slice(0..h)), (raw.slice(q..raw.len()), rstd.slice(h..rstd.len()))];
-        for ((shape, w), (raw, rstd)) in self.q_and_k_heads(m).into_iter().zip(weights).zip(saved) {
+        for ((shape, w), (raw, rstd)) in self.q_and_k_head_layouts(m).into_iter().zip(weights).zip(saved) {
             let dw = g.slice_mut(w.clone());
-            let w = self.norm_factors(ops, p.slice(w.clone()), norm_buffer);
+            let w = self.compute_norm_factors(ops, p.slice(w.clone()), norm_buffer);
             ops.rmsnorm_heads_backward(dqkv.view_mut(), dw, raw, rstd, w, shape);
         }
     }

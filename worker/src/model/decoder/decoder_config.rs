@@ -1,12 +1,12 @@
-//! [`DecoderConfig`]: the sizes and options of a decoder, read from config.json, and the
-//! config.json of a model that job.yaml describes.
-use super::moe_block::{ExpertTensorNames, MoeConfig};
+//! [`DecoderConfig`]: the sizes and options of a decoder, read from config.json. For models that
+//! job.yaml describes, this module also builds the config.json.
+use super::moe_block::{DecoderMoeConfig, ExpertTensorNames};
 use crate::{
     model::{
         error::Result,
-        hf_config::{ConfigFields, invalid_value},
-        moe::{ExpertShape, router_loss_coefficients},
-        rope::RopeConfig,
+        hf_config::{HfConfigFields, invalid_value_error},
+        moe::{ExpertShape, select_router_loss_coefficients},
+        rotary_embedding::RopeConfig,
     },
     params::ParamInit,
 };
@@ -36,94 +36,95 @@ pub(in crate::model) struct DecoderConfig {
     pub(in crate::model) norm_eps: f32,
     /// Rotary position embedding of layers with full attention.
     pub(in crate::model) rope: RopeConfig,
-    /// The head uses the embedding matrix.
+    /// Whether the head uses the embedding matrix.
     pub(in crate::model) ties_embeddings: bool,
     /// Standard deviation of the initial weights of matrices.
     pub(in crate::model) init_std: f32,
-    /// The q, k and v projections have biases.
+    /// Whether the q, k and v projections have biases.
     pub(in crate::model) has_qkv_bias: bool,
-    /// The output projection of attention has a bias.
+    /// Whether the output projection of attention has a bias.
     pub(in crate::model) has_o_bias: bool,
-    /// The gate, up and down projections have biases.
+    /// Whether the gate, up and down projections have biases.
     pub(in crate::model) has_mlp_bias: bool,
-    /// Each head of q and k is normalized by an RMSNorm before the rotation.
+    /// Whether each head of q and k is normalized by an RMSNorm before the rotation.
     pub(in crate::model) has_qk_norm: bool,
-    /// Norms multiply by 1 + weight instead of by the weight.
+    /// Whether norms multiply by 1 + weight instead of by the weight.
     pub(in crate::model) norms_add_one: bool,
-    /// The outputs of attention and MLP are normalized before they are added to the residual
-    /// stream.
+    /// Whether the outputs of attention and MLP are normalized before they are added to the
+    /// residual stream.
     pub(in crate::model) has_output_norms: bool,
-    /// The activation of the MLP's gate is GELU (tanh approximation) instead of SiLU.
+    /// Whether the activation of the MLP's gate is GELU (tanh approximation) instead of SiLU.
     pub(in crate::model) uses_gelu: bool,
     /// Factor of embedded tokens; `None` for 1.
     pub(in crate::model) embedding_scale: Option<f32>,
     /// Factor of attention scores.
     pub(in crate::model) attention_scale: f32,
-    /// Soft cap of attention scores: a score s becomes cap·tanh(s / cap).
+    /// Softcap of attention scores: a score s becomes cap·tanh(s / cap).
     pub(in crate::model) attention_softcap: Option<f32>,
-    /// Soft cap of logits, by the formula of `attention_softcap`.
+    /// Softcap of logits: a logit s becomes cap·tanh(s / cap).
     pub(in crate::model) logit_softcap: Option<f32>,
     /// Dropout rate of attention probabilities.
     pub(in crate::model) attention_dropout: f64,
     /// Rotary position embedding of sliding-window layers; `None` if it equals `rope`.
     pub(in crate::model) sliding_rope: Option<RopeConfig>,
-    /// The token whose embedding gets no gradient, as `padding_idx` of `torch.nn.Embedding`.
+    /// The token whose embedding gets no gradient (`padding_idx` of `torch.nn.Embedding`).
     pub(in crate::model) padding_token: Option<u32>,
-    /// Tokens that a token of a sliding-window layer attends to, including itself.
+    /// Number of tokens to which a token of a sliding-window layer attends, including itself.
     pub(in crate::model) sliding_window: Option<usize>,
-    /// For each layer whether it attends only to the sliding window.
+    /// For each layer, whether the layer attends only to the sliding window.
     pub(in crate::model) sliding_layers: Vec<bool>,
     /// The mixture-of-experts layers; `None` for a dense model.
-    pub(in crate::model) moe: Option<MoeConfig>,
+    pub(in crate::model) moe: Option<DecoderMoeConfig>,
 }
 
 impl DecoderConfig {
-    /// Reads the keys that all families share, and checks that they fit together.
-    pub(in crate::model) fn read(fields: &ConfigFields) -> Result<Self> {
+    /// Reads the config keys that all families share, and checks that their values are consistent.
+    pub(in crate::model) fn from_fields(fields: &HfConfigFields) -> Result<Self> {
         fields.require_one_of("hidden_act", &[json!("silu"), json!("swish")])?;
-        Self::read_without_activation(fields, fields.rope()?)
+        Self::from_fields_and_rope(fields, fields.read_rope_config()?)
     }
 
-    /// Reads the keys that all families share, except `hidden_act` and those of `rope`.
-    pub(in crate::model) fn read_without_activation(fields: &ConfigFields, rope: RopeConfig) -> Result<Self> {
-        let attention_dropout = fields.dropout_rate(ATTENTION_DROPOUT, 0.0)?;
+    /// Reads the config keys that all families share, except `hidden_act` and the keys of the
+    /// rotary embedding. `rope` is the rotary embedding.
+    pub(in crate::model) fn from_fields_and_rope(fields: &HfConfigFields, rope: RopeConfig) -> Result<Self> {
+        let attention_dropout = fields.read_dropout_rate(ATTENTION_DROPOUT, 0.0)?;
         fields.require_one_of("pretraining_tp", &[json!(1)])?;
         fields.require_one_of("is_encoder_decoder", &[json!(false)])?;
         fields.require_one_of("add_cross_attention", &[json!(false)])?;
         fields.require_one_of("chunk_size_feed_forward", &[json!(0)])?;
         fields.require_one_of("partial_rotary_factor", &[json!(1)])?;
-        let (hidden, heads) = (fields.size("hidden_size")?, fields.size("num_attention_heads")?);
-        let kv_heads = fields.optional_size("num_key_value_heads")?.unwrap_or(heads);
+        let (hidden, heads) = (fields.read_size("hidden_size")?, fields.read_size("num_attention_heads")?);
+        let kv_heads = fields.read_optional_size("num_key_value_heads")?.unwrap_or(heads);
         if !heads.is_multiple_of(kv_heads) {
             let expected = format!("a divisor of num_attention_heads ({heads})");
-            return Err(invalid_value("num_key_value_heads", &kv_heads.into(), expected));
+            return Err(invalid_value_error("num_key_value_heads", &kv_heads.into(), expected));
         }
-        let head_dim = match fields.optional_size("head_dim")? {
+        let head_dim = match fields.read_optional_size("head_dim")? {
             Some(n) => n,
             None if hidden.is_multiple_of(heads) => hidden / heads,
             None => {
                 let expected = format!("a divisor of hidden_size ({hidden})");
-                return Err(invalid_value("num_attention_heads", &heads.into(), expected));
+                return Err(invalid_value_error("num_attention_heads", &heads.into(), expected));
             }
         };
         if !head_dim.is_multiple_of(2) {
-            return Err(invalid_value("head_dim", &head_dim.into(), "an even number"));
+            return Err(invalid_value_error("head_dim", &head_dim.into(), "an even number"));
         }
-        fields.size("max_position_embeddings")?;
-        let layers = fields.layer_count("num_hidden_layers")?;
-        let vocab_size = fields.size("vocab_size")? as usize;
+        fields.read_size("max_position_embeddings")?;
+        let layers = fields.read_layer_count("num_hidden_layers")?;
+        let vocab_size = fields.read_size("vocab_size")? as usize;
         Ok(DecoderConfig {
             vocab_size,
             hidden_size: hidden as usize,
-            intermediate_size: fields.size("intermediate_size")? as usize,
+            intermediate_size: fields.read_size("intermediate_size")? as usize,
             layers,
             heads: heads as usize,
             kv_heads: kv_heads as usize,
             head_dim: head_dim as usize,
-            norm_eps: fields.positive_number("rms_norm_eps", 1e-6)? as f32,
+            norm_eps: fields.read_positive_number("rms_norm_eps", 1e-6)? as f32,
             rope,
-            ties_embeddings: fields.flag("tie_word_embeddings")?,
-            init_std: fields.positive_number("initializer_range", 0.02)? as f32,
+            ties_embeddings: fields.read_flag("tie_word_embeddings")?,
+            init_std: fields.read_positive_number("initializer_range", 0.02)? as f32,
             has_qkv_bias: false,
             has_o_bias: false,
             has_mlp_bias: false,
@@ -144,63 +145,65 @@ impl DecoderConfig {
         })
     }
 
-    /// Reads the keys that families with experts share. Every layer gets `count` experts of width
-    /// `intermediate`; a family with dense layers marks them afterwards. `count_key` is the config
-    /// key of the count.
+    /// Reads the config keys that families with experts share. Gives every layer `count` experts of
+    /// width `intermediate`; a family with dense layers marks the dense layers afterwards.
+    /// `count_key` is the config key of the count.
     pub(in crate::model) fn read_experts(
         &mut self,
-        fields: &ConfigFields,
+        fields: &HfConfigFields,
         (count_key, count): (&str, u32),
         intermediate: usize,
         names: ExpertTensorNames,
     ) -> Result<()> {
-        let per_token = fields.size("num_experts_per_tok")?;
+        let per_token = fields.read_size("num_experts_per_tok")?;
         if per_token > count {
             let expected = format!("at most the number of experts of a layer ({count})");
-            return Err(invalid_value("num_experts_per_tok", &per_token.into(), expected));
+            return Err(invalid_value_error("num_experts_per_tok", &per_token.into(), expected));
         }
         if count > EXPERTS_MAX {
             let expected = format!("at most {EXPERTS_MAX}");
-            return Err(invalid_value(count_key, &count.into(), expected));
+            return Err(invalid_value_error(count_key, &count.into(), expected));
         }
         // Without effect: the key adds router logits to the output of transformers' forward pass.
         // `train.experts` decides about the losses of routers.
-        fields.flag("output_router_logits")?;
-        let aux = fields.optional_number("router_aux_loss_coef")?.unwrap_or(0.001);
+        fields.read_flag("output_router_logits")?;
+        let aux = fields.read_optional_number("router_aux_loss_coef")?.unwrap_or(0.001);
         if aux < 0.0 {
-            return Err(invalid_value("router_aux_loss_coef", &aux.into(), "a number of at least 0"));
+            return Err(invalid_value_error("router_aux_loss_coef", &aux.into(), "a number of at least 0"));
         }
         let (experts, per_token, hidden) = (count as usize, per_token as usize, self.hidden_size);
         let shape = ExpertShape { experts, per_token, hidden, intermediate, normalise_weights: false };
-        let losses = router_loss_coefficients(&ExpertsSpec::default(), aux);
-        self.moe = Some(MoeConfig { shape, losses, moe_layers: vec![true; self.layers], names });
+        let losses = select_router_loss_coefficients(&ExpertsSpec::default(), aux);
+        self.moe = Some(DecoderMoeConfig { shape, losses, moe_layers: vec![true; self.layers], names });
         Ok(())
     }
 
-    /// The initial weights of norms, with which a norm multiplies by 1.
-    pub(super) fn norm_init(&self) -> ParamInit {
+    /// Returns the initial weight of norms, with which a norm multiplies by 1.
+    pub(super) fn initial_norm_weights(&self) -> ParamInit {
         if self.norms_add_one { ParamInit::Zeros } else { ParamInit::Ones }
     }
 
-    /// Reads the keys by which Qwen selects sliding-window layers.
-    pub(in crate::model) fn read_sliding_layers(&mut self, fields: &ConfigFields) -> Result<()> {
+    /// Reads the config keys that select the sliding-window layers of Qwen models.
+    pub(in crate::model) fn read_sliding_layers(&mut self, fields: &HfConfigFields) -> Result<()> {
         const FIRST_LAYER: &str = "max_window_layers";
-        let enabled = fields.flag("use_sliding_window")?;
-        let window = fields.optional_size("sliding_window")?.filter(|_| enabled);
-        let first = match fields.get(FIRST_LAYER) {
+        let enabled = fields.read_flag("use_sliding_window")?;
+        let window = fields.read_optional_size("sliding_window")?.filter(|_| enabled);
+        let first = match fields.read_value(FIRST_LAYER) {
             None => 28,
-            Some(v) => v.as_u64().ok_or_else(|| invalid_value(FIRST_LAYER, v, "a number of layers"))?,
+            Some(v) => v.as_u64().ok_or_else(|| invalid_value_error(FIRST_LAYER, v, "a number of layers"))?,
         };
         self.sliding_window = window.map(|n| n as usize);
         self.sliding_layers = (0..self.layers).map(|l| window.is_some() && l as u64 >= first).collect();
         self.read_layer_types(fields)
     }
 
-    /// Reads `layer_types`, which replaces the other selection of sliding-window layers.
-    pub(in crate::model) fn read_layer_types(&mut self, fields: &ConfigFields) -> Result<()> {
+    /// Reads the config key `layer_types`. If it is set, it replaces the selection of
+    /// sliding-window layers that other keys made.
+    pub(in crate::model) fn read_layer_types(&mut self, fields: &HfConfigFields) -> Result<()> {
         const KEY: &str = "layer_types";
-        let Some(value) = fields.get(KEY) else { return Ok(()) };
-        let invalid = || invalid_value(KEY, value, "`full_attention` or `sliding_attention` for each layer");
+        let Some(value) = fields.read_value(KEY) else { return Ok(()) };
+        let invalid =
+            || invalid_value_error(KEY, value, "`full_attention` or `sliding_attention` for each layer");
         let types = value.as_array().filter(|t| t.len() == self.layers).ok_or_else(invalid)?;
         for (is_sliding, layer_type) in self.sliding_layers.iter_mut().zip(types) {
             *is_sliding = match layer_type.as_str() {
@@ -208,7 +211,7 @@ impl DecoderConfig {
                 Some("sliding_attention") if self.sliding_window.is_some() => true,
                 Some("sliding_attention") => {
                     let expected = "only `full_attention`, because the model has no sliding window";
-                    return Err(invalid_value(KEY, layer_type, expected));
+                    return Err(invalid_value_error(KEY, layer_type, expected));
                 }
                 _ => return Err(invalid()),
             };
@@ -220,17 +223,17 @@ impl DecoderConfig {
 /// The largest number of experts that a layer may have.
 const EXPERTS_MAX: u32 = 1 << 16;
 
-/// `pad_token_id`, read like `padding_idx` of `torch.nn.Embedding`: a negative number counts from
-/// the end of the vocabulary.
-fn read_padding_token(fields: &ConfigFields, vocab_size: usize) -> Option<u32> {
-    let id = fields.get("pad_token_id")?.as_i64()?;
+/// Reads `pad_token_id`. A negative number counts from the end of the vocabulary, as in
+/// `padding_idx` of `torch.nn.Embedding`. Returns `None` if there is no padding token.
+fn read_padding_token(fields: &HfConfigFields, vocab_size: usize) -> Option<u32> {
+    let id = fields.read_value("pad_token_id")?.as_i64()?;
     let id = if id < 0 { id.checked_add(vocab_size as i64)? } else { id };
     u32::try_from(id).ok()
 }
 
-/// The config.json of a model that job.yaml describes: the keys that all families share, and
-/// `family_keys`.
-pub(in crate::model) fn spec_to_hf_config(
+/// Builds the config.json of a model that job.yaml describes: the keys that all decoder families
+/// share, and `family_keys`.
+pub(in crate::model) fn build_decoder_hf_config(
     spec: &ModelSpec,
     model_type: &str,
     architecture: &str,

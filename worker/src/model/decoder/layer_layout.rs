@@ -1,14 +1,14 @@
-//! [`LayerSpans`]: the layout of a decoder layer's tensors in the flat vector of its unit.
+//! [`DecoderLayerSpans`]: the layout of a decoder layer's tensors in the flat vector of its unit.
 //!
-//! The matrices of q, k and v are adjacent, and so are those of gate and up, and their biases. Each
-//! of these groups is computed as one matmul.
+//! The matrices of q, k and v are adjacent and computed as one matmul, and so are the matrices of
+//! gate and up. Their biases are adjacent, too.
 use super::DecoderConfig;
 use crate::params::{ParamInit, ParamSpec, ParamUnit};
 use std::ops::Range;
 
-/// The ranges of a layer's tensors in the flat vector of its unit. Tensors that the family does not
-/// have are `None`.
-pub(super) struct LayerSpans {
+/// The ranges of a layer's tensors in the flat vector of the layer's unit, in elements. A tensor
+/// that the model family does not have is `None`.
+pub(super) struct DecoderLayerSpans {
     pub(super) input_norm: Range<usize>,
     pub(super) qkv: Range<usize>,
     pub(super) qkv_bias: Option<Range<usize>>,
@@ -28,10 +28,10 @@ pub(super) struct LayerSpans {
     pub(super) mlp_out_norm: Option<Range<usize>>,
 }
 
-impl LayerSpans {
-    /// The tensors whose gradients ops add to, so that they must be cleared first: norms and
-    /// biases.
-    pub(super) fn accumulated_spans(&self) -> impl Iterator<Item = Range<usize>> {
+impl DecoderLayerSpans {
+    /// Returns the ranges of norms and biases. Ops add to the gradients of these tensors, so the
+    /// gradients must be cleared before the backward pass.
+    pub(super) fn list_accumulated_spans(&self) -> impl Iterator<Item = Range<usize>> {
         let biases = [&self.qkv_bias, &self.o_bias, &self.gate_up_bias, &self.down_bias];
         let norms = self.qk_norm.iter().flatten().chain(&self.attention_out_norm).chain(&self.mlp_out_norm);
         let spans =
@@ -40,20 +40,20 @@ impl LayerSpans {
     }
 }
 
-/// Lays out the tensors of a layer one after another.
-struct LayerTensorBuilder {
-    /// The prefix of names, without the dot.
+/// A builder that lays out the tensors of a layer one after another.
+struct LayerLayoutBuilder {
+    /// The prefix of the tensors' names, without the dot.
     prefix: String,
     init_std: f32,
     norm_init: ParamInit,
     params: Vec<ParamSpec>,
-    /// The number of elements so far.
+    /// The number of elements of all tensors so far.
     len: usize,
 }
 
-impl LayerTensorBuilder {
-    /// Adds a tensor and returns its range.
-    fn add(&mut self, name: &str, shape: Vec<usize>, init: ParamInit) -> Range<usize> {
+impl LayerLayoutBuilder {
+    /// Adds a tensor, and returns its range in the flat vector.
+    fn add_tensor(&mut self, name: &str, shape: Vec<usize>, init: ParamInit) -> Range<usize> {
         let spec = ParamSpec { name: format!("{}.{name}", self.prefix), shape, init };
         let from = self.len;
         self.len += spec.len();
@@ -61,40 +61,45 @@ impl LayerTensorBuilder {
         from..self.len
     }
 
-    /// Adds the weight of a norm.
+    /// Adds the weight of a norm, and returns its range.
     fn add_norm(&mut self, name: &str, width: usize) -> Range<usize> {
-        self.add(&format!("{name}.weight"), vec![width], self.norm_init)
+        self.add_tensor(&format!("{name}.weight"), vec![width], self.norm_init)
     }
 
-    /// Adds matrices with a common input of width `inputs`, given by name and outputs.
+    /// Adds matrices with a common input of width `inputs`, and returns their common range.
+    /// `modules` are name and output width of each matrix.
     fn add_matrices(&mut self, modules: &[(&str, usize)], inputs: usize) -> Range<usize> {
         let init = ParamInit::Normal(self.init_std);
         let from = self.len;
         for (name, outputs) in modules {
-            self.add(&format!("{name}.weight"), vec![*outputs, inputs], init);
+            self.add_tensor(&format!("{name}.weight"), vec![*outputs, inputs], init);
         }
         from..self.len
     }
 
-    /// Adds the biases of matrices, if `has_biases`.
+    /// Adds the biases of matrices, and returns their common range. Does nothing and returns `None`
+    /// unless `has_biases` is set.
     fn add_biases(&mut self, has_biases: bool, modules: &[(&str, usize)]) -> Option<Range<usize>> {
         let from = self.len;
         for (name, outputs) in modules.iter().filter(|_| has_biases) {
-            self.add(&format!("{name}.bias"), vec![*outputs], ParamInit::Zeros);
+            self.add_tensor(&format!("{name}.bias"), vec![*outputs], ParamInit::Zeros);
         }
         has_biases.then_some(from..self.len)
     }
 }
 
-/// The unit of a layer, which contains all of its tensors except experts, and its layout. Without a
-/// layer number the unit is that of layer 0, if it had no experts.
-pub(super) fn layer_unit(config: &DecoderConfig, layer_number: Option<usize>) -> (ParamUnit, LayerSpans) {
+/// Builds the unit of a layer and its layout. The unit contains all tensors of the layer except
+/// experts. If `layer_number` is `None`, builds the unit of layer 0 as a dense layer.
+pub(super) fn build_layer_unit(
+    config: &DecoderConfig,
+    layer_number: Option<usize>,
+) -> (ParamUnit, DecoderLayerSpans) {
     let layer = layer_number.unwrap_or(0);
     let prefix = format!("model.layers.{layer}");
-    let mut t = LayerTensorBuilder {
+    let mut t = LayerLayoutBuilder {
         prefix,
         init_std: config.init_std,
-        norm_init: config.norm_init(),
+        norm_init: config.initial_norm_weights(),
         params: Vec::new(),
         len: 0,
     };
@@ -125,7 +130,7 @@ pub(super) fn layer_unit(config: &DecoderConfig, layer_number: Option<usize>) ->
     let down = t.add_matrices(downs, f);
     let down_bias = t.add_biases(config.has_mlp_bias, downs);
     let mlp_out_norm = config.has_output_norms.then(|| t.add_norm("post_feedforward_layernorm", d));
-    let spans = LayerSpans {
+    let spans = DecoderLayerSpans {
         input_norm,
         qkv,
         qkv_bias,

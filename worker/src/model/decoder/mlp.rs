@@ -1,15 +1,15 @@
-//! The second half of a dense decoder layer: residual addition, norm, SwiGLU or GeGLU (Shazeer
-//! 2020), residual addition.
+//! Forward and backward pass of the second half of a dense decoder layer: residual addition, norm,
+//! SwiGLU or GeGLU (Shazeer 2020), residual addition.
 use super::{
-    Decoder,
-    layer_adapters::{DOWN, GATE_UP},
+    DecoderModel,
+    layer_adapters::{DOWN_ADAPTERS, GATE_UP_ADAPTERS},
 };
-use crate::model::{ActivationBuffers, LayerInput, lora::LoraScratch, split_buffers};
+use crate::model::{ActivationBuffers, LayerInput, borrow_first_buffers, lora::LoraScratchBuffers};
 use device::{Ops, View, ViewMut, ops::WriteMode};
 
-impl Decoder {
-    /// Adds the layer's input to the projected output of attention, and computes the MLP: writes
-    /// the layer's output to `y`, if it is requested.
+impl DecoderModel {
+    /// Adds the layer's input to the projected output of attention, and computes the MLP. Writes
+    /// the layer's output to `y`. If `y` is `None`, computes only the saved values.
     pub(super) fn mlp_forward(
         &self,
         ops: &dyn Ops,
@@ -20,17 +20,26 @@ impl Decoder {
     ) {
         let (p, s) = (input.params, &self.spans);
         let (m, d, f) = (input.batch.rows(), self.config.hidden_size, self.config.intermediate_size);
-        let [_, _, _, _, mid, rstd2, gate_up, _, _, _, _, branch, branch_rstd] = split_buffers::<13>(saved);
-        let [norm, _, act, _, _, _, norm_buffer, _, _, lora_scratch @ ..] = split_buffers::<14>(scratch);
-        let mut lora_scratch = LoraScratch::new(lora_scratch);
+        let [_, _, _, _, mid, rstd2, gate_up, _, _, _, _, branch, branch_rstd] =
+            borrow_first_buffers::<13>(saved);
+        let [norm, _, act, _, _, _, norm_buffer, _, _, lora_scratch @ ..] =
+            borrow_first_buffers::<14>(scratch);
+        let mut lora_scratch = LoraScratchBuffers::new(lora_scratch);
         let (w_post, eps) =
-            (self.norm_factors(ops, p.slice(s.post_norm.clone()), norm_buffer), self.config.norm_eps);
+            (self.compute_norm_factors(ops, p.slice(s.post_norm.clone()), norm_buffer), self.config.norm_eps);
         let x = input.x;
         ops.add_rmsnorm_forward(norm.view_mut(), rstd2.view_mut(), mid.view_mut(), x, w_post, m, d, eps);
         let w_gate_up = p.slice(s.gate_up.clone());
         let bias = s.gate_up_bias.clone().map(|b| p.slice(b));
         self.linear.forward(ops, gate_up.view_mut(), norm.view(), w_gate_up, bias, (m, d, 2 * f));
-        self.adapters_forward(ops, input, GATE_UP, norm.view(), gate_up.view_mut(), &mut lora_scratch);
+        self.adapters_forward(
+            ops,
+            input,
+            GATE_UP_ADAPTERS,
+            norm.view(),
+            gate_up.view_mut(),
+            &mut lora_scratch,
+        );
         if y.is_none() && s.mlp_out_norm.is_none() {
             return;
         }
@@ -38,7 +47,7 @@ impl Decoder {
         let mut down = |mut out: ViewMut| {
             let (w_down, bias) = (p.slice(s.down.clone()), s.down_bias.clone().map(|b| p.slice(b)));
             self.linear.forward(ops, out.reborrow(), act.view(), w_down, bias, (m, f, d));
-            self.adapters_forward(ops, input, DOWN, act.view(), out, &mut lora_scratch);
+            self.adapters_forward(ops, input, DOWN_ADAPTERS, act.view(), out, &mut lora_scratch);
         };
         if s.mlp_out_norm.is_some() {
             down(branch.view_mut());
@@ -46,8 +55,10 @@ impl Decoder {
         let Some(mut y) = y else {
             // The backward pass needs the 1/rms of the output; the normalized rows are discarded.
             if let Some(at) = &s.mlp_out_norm {
-                let (w, rstd) =
-                    (self.norm_factors(ops, p.slice(at.clone()), norm_buffer), branch_rstd.view_mut());
+                let (w, rstd) = (
+                    self.compute_norm_factors(ops, p.slice(at.clone()), norm_buffer),
+                    branch_rstd.view_mut(),
+                );
                 ops.rmsnorm_forward(norm.view_mut(), rstd, branch.view(), w, m, d, eps);
             }
             return;
@@ -55,15 +66,17 @@ impl Decoder {
         match &s.mlp_out_norm {
             None => down(y.reborrow()),
             Some(at) => {
-                let (w, rstd) =
-                    (self.norm_factors(ops, p.slice(at.clone()), norm_buffer), branch_rstd.view_mut());
+                let (w, rstd) = (
+                    self.compute_norm_factors(ops, p.slice(at.clone()), norm_buffer),
+                    branch_rstd.view_mut(),
+                );
                 ops.rmsnorm_forward(y.reborrow(), rstd, branch.view(), w, m, d, eps);
             }
         }
         ops.add(y, mid.view());
     }
 
-    /// Computes the gated activation: `act`, `[m, intermediate]`, from gate and up.
+    /// Computes the gated activation `act`, `[m, intermediate]`, from gate and up.
     fn gate_forward(&self, ops: &dyn Ops, act: ViewMut, gate_up: View, m: usize) {
         match self.config.uses_gelu {
             true => ops.geglu_forward(act, gate_up, m, self.config.intermediate_size),
@@ -71,8 +84,8 @@ impl Decoder {
         }
     }
 
-    /// Computes the gradients of gate and up; changes `dact` from the gradient of the activation to
-    /// the activation itself.
+    /// Computes the gradients of gate and up. `dact` is the gradient of the gated activation on
+    /// entry, and the gated activation itself on return.
     fn gate_backward(&self, ops: &dyn Ops, dgate_up: ViewMut, dact: ViewMut, gate_up: View, m: usize) {
         match self.config.uses_gelu {
             true => ops.geglu_backward(dgate_up, dact, gate_up, m, self.config.intermediate_size),
@@ -80,8 +93,9 @@ impl Decoder {
         }
     }
 
-    /// Computes the gradients of the MLP. `dx` is the gradient of the layer's output on entry, and
-    /// of the residual stream after attention on return.
+    /// Computes the gradients of the MLP, and writes those of parameters to `g`, the gradient of
+    /// the layer's unit. `dx` is the gradient of the layer's output on entry, and of the residual
+    /// stream after attention on return.
     pub(super) fn mlp_backward(
         &self,
         ops: &dyn Ops,
@@ -93,15 +107,16 @@ impl Decoder {
     ) {
         let (p, s) = (input.params, &self.spans);
         let (m, d, f) = (input.batch.rows(), self.config.hidden_size, self.config.intermediate_size);
-        let [_, _, _, _, mid, rstd2, gate_up, _, _, _, _, branch, branch_rstd] = split_buffers::<13>(saved);
+        let [_, _, _, _, mid, rstd2, gate_up, _, _, _, _, branch, branch_rstd] =
+            borrow_first_buffers::<13>(saved);
         let [norm, dnorm, act, dgate_up, _, _, norm_buffer, _, _, lora_scratch @ ..] =
-            split_buffers::<14>(scratch);
-        let mut lora_scratch = LoraScratch::new(lora_scratch);
+            borrow_first_buffers::<14>(scratch);
+        let mut lora_scratch = LoraScratchBuffers::new(lora_scratch);
         let dout = match &s.mlp_out_norm {
             None => dx.as_view(),
             Some(at) => {
                 let (w, rstd) =
-                    (self.norm_factors(ops, p.slice(at.clone()), norm_buffer), branch_rstd.view());
+                    (self.compute_norm_factors(ops, p.slice(at.clone()), norm_buffer), branch_rstd.view());
                 let (dbranch, dw) = (norm.view_mut(), g.slice_mut(at.clone()));
                 ops.rmsnorm_backward(
                     dbranch,
@@ -123,11 +138,18 @@ impl Decoder {
         let dout = self.linear.round_gradient(ops, dout, dnorm);
         if self.has_adapters(input.layer) {
             self.gate_forward(ops, act.view_mut(), gate_up.view(), m);
-            self.adapters_backward_weight(ops, input, DOWN, g, (act.view(), dout), &mut lora_scratch);
+            self.adapters_backward_weight(
+                ops,
+                input,
+                DOWN_ADAPTERS,
+                g,
+                (act.view(), dout),
+                &mut lora_scratch,
+            );
         }
         let w_down = p.slice(s.down.clone());
         self.linear.backward_input(ops, act.view_mut(), dout, w_down, (m, f, d));
-        self.adapters_backward_input(ops, input, DOWN, act.view_mut(), &mut lora_scratch);
+        self.adapters_backward_input(ops, input, DOWN_ADAPTERS, act.view_mut(), &mut lora_scratch);
         self.gate_backward(ops, dgate_up.view_mut(), act.view_mut(), gate_up.view(), m);
         let grad_mask = self.grad_masks[input.layer];
         if grad_mask.down {
@@ -137,7 +159,7 @@ impl Decoder {
         if let Some(bias) = &s.gate_up_bias {
             ops.bias_backward(g.slice_mut(bias.clone()), dgate_up.view(), m, 2 * f);
         }
-        let w_post = self.norm_factors(ops, p.slice(s.post_norm.clone()), norm_buffer);
+        let w_post = self.compute_norm_factors(ops, p.slice(s.post_norm.clone()), norm_buffer);
         ops.rmsnorm_forward(
             norm.view_mut(),
             rstd2.view_mut(),
@@ -156,12 +178,12 @@ impl Decoder {
         self.adapters_backward_weight(
             ops,
             input,
-            GATE_UP,
+            GATE_UP_ADAPTERS,
             g,
             (norm.view(), dgate_up.view()),
             &mut lora_scratch,
         );
-        self.adapters_backward_input(ops, input, GATE_UP, dnorm.view_mut(), &mut lora_scratch);
+        self.adapters_backward_input(ops, input, GATE_UP_ADAPTERS, dnorm.view_mut(), &mut lora_scratch);
         let dw_post = g.slice_mut(s.post_norm.clone());
         ops.rmsnorm_backward(
             dx,

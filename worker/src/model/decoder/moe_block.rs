@@ -1,65 +1,65 @@
-//! The second half of a decoder layer with experts: residual addition, norm and router, and the
-//! weighted sum of the experts' outputs. `MixtralSparseMoeBlock` and `Qwen3MoeSparseMoeBlock` of
-//! transformers.
-use super::{Decoder, DecoderConfig, split_buffers};
+//! [`MoeModel`] of a [`DecoderModel`], for the second half of a decoder layer with experts:
+//! residual addition, norm and router, and the weighted sum of the experts' outputs. The formulas
+//! are those of `MixtralSparseMoeBlock` and `Qwen3MoeSparseMoeBlock` of transformers.
+use super::{DecoderConfig, DecoderModel, borrow_first_buffers};
 use crate::model::{
     ActivationBuffers, LayerInput,
-    moe::{ExpertOutputGrads, ExpertShape, MoeModel, RouterLossCoefficients, Routing},
+    moe::{ExpertOutputGrads, ExpertShape, MoeModel, RouterLossCoefficients, RouterOutput},
 };
 use crate::params::{ParamInit, ParamSpec};
 use device::{Ops, View, ViewMut, ops::WriteMode};
 
-/// The experts of a decoder.
-pub(in crate::model) struct MoeConfig {
+/// The sizes, layers and names of the experts of a decoder.
+pub(in crate::model) struct DecoderMoeConfig {
     /// The sizes of each expert.
     pub(in crate::model) shape: ExpertShape,
     /// The coefficients of the router losses.
     pub(in crate::model) losses: RouterLossCoefficients,
-    /// For each layer, whether it has experts.
+    /// For each layer, whether the layer has experts.
     pub(in crate::model) moe_layers: Vec<bool>,
-    /// The names of the tensors of experts.
+    /// The names of the router and expert tensors.
     pub(in crate::model) names: ExpertTensorNames,
 }
 
 /// The parts of the names of router and expert tensors that differ between model families.
 pub(in crate::model) struct ExpertTensorNames {
-    /// The module of router and experts within a layer.
+    /// The name of the module with router and experts within a layer.
     pub(in crate::model) block: &'static str,
-    /// The gate, up and down projections of an expert.
+    /// The names of the gate, up and down projections of an expert.
     pub(in crate::model) matrices: [&'static str; 3],
 }
 
 impl DecoderConfig {
-    /// Whether this layer has experts.
+    /// Returns whether this layer has experts instead of a dense MLP.
     pub(super) fn is_moe_layer(&self, layer: usize) -> bool {
         self.moe.as_ref().is_some_and(|moe| moe.moe_layers.get(layer).is_some_and(|is_moe| *is_moe))
     }
 
-    /// The width of gate and up in dense layers; 0 if every layer has experts.
-    pub(super) fn dense_width(&self) -> usize {
+    /// Returns the width of gate and up in dense layers, or 0 if every layer has experts.
+    pub(super) fn dense_mlp_width(&self) -> usize {
         let has_dense_layers = (0..self.layers).any(|l| !self.is_moe_layer(l));
         if has_dense_layers { self.intermediate_size } else { 0 }
     }
 }
 
-impl Decoder {
-    /// The experts of the model.
+impl DecoderModel {
+    /// Returns the configuration of the model's experts.
     ///
     /// # Panics
     /// The model is dense.
-    fn moe_config(&self) -> &MoeConfig {
+    fn moe_config(&self) -> &DecoderMoeConfig {
         self.config.moe.as_ref().expect("`MoeModel` is only used with experts")
     }
 
-    /// The range of the router's matrix, `[experts, hidden]`, in the flat vector of a layer with
-    /// experts.
+    /// Returns the range of the router's matrix, `[experts, hidden]`, in the flat vector of a layer
+    /// with experts.
     pub(super) fn router_span(&self) -> std::ops::Range<usize> {
         let at = self.spans.post_norm.end;
         at..at + self.moe_config().shape.experts * self.config.hidden_size
     }
 }
 
-impl MoeModel for Decoder {
+impl MoeModel for DecoderModel {
     fn expert_shape(&self) -> ExpertShape {
         self.moe_config().shape
     }
@@ -73,7 +73,7 @@ impl MoeModel for Decoder {
     }
 
     fn expert_params(&self, layer: usize, expert: usize) -> Vec<ParamSpec> {
-        let MoeConfig { shape: s, names, .. } = self.moe_config();
+        let DecoderMoeConfig { shape: s, names, .. } = self.moe_config();
         let [gate, up, down] = names.matrices;
         let tensor = |name: &str, shape: Vec<usize>| ParamSpec {
             name: format!("model.layers.{layer}.{}.experts.{expert}.{name}.weight", names.block),
@@ -92,21 +92,21 @@ impl MoeModel for Decoder {
         &self,
         ops: &dyn Ops,
         input: &LayerInput,
-        routing: &mut Routing,
+        routing: &mut RouterOutput,
         saved: &mut ActivationBuffers,
         scratch: &mut ActivationBuffers,
     ) {
         self.attention_forward(ops, input, saved, scratch);
         let (p, m, d, shape) =
             (input.params, input.batch.rows(), self.config.hidden_size, self.expert_shape());
-        let [_, _, _, _, mid, rstd2, ..] = split_buffers::<9>(saved);
-        let [norm, _, _, _, _, _, norm_buffer, logits] = split_buffers::<8>(scratch);
-        let w_post = self.norm_factors(ops, p.slice(self.spans.post_norm.clone()), norm_buffer);
+        let [_, _, _, _, mid, rstd2, ..] = borrow_first_buffers::<9>(saved);
+        let [norm, _, _, _, _, _, norm_buffer, logits] = borrow_first_buffers::<8>(scratch);
+        let w_post = self.compute_norm_factors(ops, p.slice(self.spans.post_norm.clone()), norm_buffer);
         let (normed, rstd2, eps) = (norm.view_mut(), rstd2.view_mut(), self.config.norm_eps);
         ops.add_rmsnorm_forward(normed, rstd2, mid.view_mut(), input.x, w_post, m, d, eps);
         let w = p.slice(self.router_span());
         ops.matmul_forward(logits.view_mut(), norm.view(), w, m, shape.experts, d, WriteMode::Overwrite);
-        routing.forward(ops, logits.view(), shape);
+        routing.router_forward(ops, logits.view(), shape);
     }
 
     fn normed_rows<'a>(&self, scratch: &'a ActivationBuffers) -> View<'a> {
@@ -119,10 +119,10 @@ impl MoeModel for Decoder {
         mut y: ViewMut,
         rows: View,
         choice_rows: &[u32],
-        routing: &Routing,
+        routing: &RouterOutput,
         saved: &mut ActivationBuffers,
     ) {
-        let [_, _, _, _, mid, ..] = split_buffers::<9>(saved);
+        let [_, _, _, _, mid, ..] = borrow_first_buffers::<9>(saved);
         let d = self.config.hidden_size;
         let (m, weights) = (y.len() / d, Some(routing.weights.view()));
         ops.combine_rows(y.reborrow(), rows, weights, choice_rows, m, d, WriteMode::Overwrite);
@@ -136,18 +136,18 @@ impl MoeModel for Decoder {
         grads: ViewMut,
         mut dx: ViewMut,
         expert_grads: &ExpertOutputGrads,
-        routing: &Routing,
+        routing: &RouterOutput,
         saved: &mut ActivationBuffers,
         scratch: &mut ActivationBuffers,
     ) {
         let (p, m, d, shape) =
             (input.params, input.batch.rows(), self.config.hidden_size, self.expert_shape());
         let (mut g, router) = (grads, self.router_span());
-        for span in self.spans.accumulated_spans().filter(|s| s.end <= router.start) {
+        for span in self.spans.list_accumulated_spans().filter(|s| s.end <= router.start) {
             ops.clear(g.slice_mut(span));
         }
-        let [_, _, _, _, mid, rstd2, ..] = split_buffers::<9>(saved);
-        let [norm, dnorm, _, _, _, _, norm_buffer, dlogits] = split_buffers::<8>(scratch);
+        let [_, _, _, _, mid, rstd2, ..] = borrow_first_buffers::<9>(saved);
+        let [norm, dnorm, _, _, _, _, norm_buffer, dlogits] = borrow_first_buffers::<8>(scratch);
         ops.combine_rows(
             dnorm.view_mut(),
             expert_grads.rows,
@@ -157,8 +157,8 @@ impl MoeModel for Decoder {
             d,
             WriteMode::Overwrite,
         );
-        routing.backward(ops, dlogits.view_mut(), expert_grads, shape);
-        let w_post = self.norm_factors(ops, p.slice(self.spans.post_norm.clone()), norm_buffer);
+        routing.router_backward(ops, dlogits.view_mut(), expert_grads, shape);
+        let w_post = self.compute_norm_factors(ops, p.slice(self.spans.post_norm.clone()), norm_buffer);
         ops.rmsnorm_forward(
             norm.view_mut(),
             rstd2.view_mut(),

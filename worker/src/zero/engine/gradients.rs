@@ -2,95 +2,103 @@
 //! their owners.
 use super::super::{
     ShardingPolicy, SlotSchedule,
-    owner_groups::{exchange_partial_sums, gather_from_owners, runs_of_group},
-    slot_sums::{SlotRun, SlotSums, merged_runs},
+    owner_groups::{exchange_partial_sums, gather_from_owners, list_group_slot_runs},
+    slot_sums::{SlotRun, SlotSums, merge_slots_into_runs},
 };
-use super::{Engine, REDUCTIONS_IN_FLIGHT, lock};
+use super::{REDUCTIONS_IN_FLIGHT, ZeroEngine, lock_ignoring_poison};
 use comm::{Comm, Result};
 use device::{Buf, Dtype, View, with_alloc_label};
 
-impl Engine {
-    /// A buffer for the whole gradient of unit `u`, with unspecified content.
+impl ZeroEngine {
+    /// Takes a buffer for the whole gradient of unit `u`, with unspecified content.
     pub fn take_gradient_buffer(&mut self, u: usize) -> Buf {
         let (unit, ops) = (&self.shards[u].unit, self.ops.as_ref());
         let is_temporary =
-            self.reduces_during_backward() || !unit.all_trained() || self.accumulates_in_place(u);
+            self.reduces_during_backward() || !unit.is_all_trained() || self.accumulates_in_place(u);
         with_alloc_label("gradients", || match is_temporary {
-            true => lock(&self.gradient_pool).take(ops, unit.len()),
-            false => lock(&self.shards[u].grads).take_buffer(ops),
+            true => lock_ignoring_poison(&self.gradient_pool).take(ops, unit.len()),
+            false => lock_ignoring_poison(&self.shards[u].grads).take_buffer(ops),
         })
     }
 
-    /// Moves the trained elements of a whole gradient into a buffer of the sums.
-    fn trained_gradient(&self, u: usize, mut whole: Buf) -> Buf {
+    /// Returns the trained elements of the whole gradient of unit `u`, in a buffer of the unit's
+    /// sums. Gives other buffers back to the pool.
+    fn extract_trained_gradient(&self, u: usize, mut whole: Buf) -> Buf {
         let shard = &self.shards[u];
-        if shard.unit.all_trained() {
+        if shard.unit.is_all_trained() {
             return whole;
         }
         let ops = self.ops.as_ref();
         shard.unit.pack_trained(ops, whole.view_mut());
-        let mut packed = lock(&shard.grads).take_buffer(ops);
+        let mut packed = lock_ignoring_poison(&shard.grads).take_buffer(ops);
         ops.copy(packed.view_mut(), whole.view().slice(0..shard.unit.trained_len()));
-        lock(&self.gradient_pool).give(whole);
+        lock_ignoring_poison(&self.gradient_pool).give(whole);
         packed
     }
 
-    /// Whether gradients of unit `u` are added to an existing sum.
+    /// Returns whether gradients of unit `u` are added to an existing sum.
     fn accumulates_in_place(&self, u: usize) -> bool {
-        self.policy.sums_in_arrival_order && !lock(&self.shards[u].grads).is_empty()
+        self.policy.sums_in_arrival_order && !lock_ignoring_poison(&self.shards[u].grads).is_empty()
     }
 
     /// Adds the whole gradient of one slot to this rank's sums of unit `u`.
     fn add_to_sums(&self, u: usize, slot: usize, mut gradient: Buf) {
         let (unit, ops) = (&self.shards[u].unit, self.ops.as_ref());
         if !self.accumulates_in_place(u) {
-            let owned = self.trained_gradient(u, gradient);
-            return lock(&self.shards[u].grads).push_owned(ops, SlotRun::single_slot(slot), owned);
+            let owned = self.extract_trained_gradient(u, gradient);
+            return lock_ignoring_poison(&self.shards[u].grads).push_owned(
+                ops,
+                SlotRun::single_slot(slot),
+                owned,
+            );
         }
-        if !unit.all_trained() {
+        if !unit.is_all_trained() {
             unit.pack_trained(ops, gradient.view_mut());
         }
         let trained = gradient.view().slice(0..unit.trained_len());
-        lock(&self.shards[u].grads).push(ops, SlotRun::single_slot(slot), trained);
-        lock(&self.gradient_pool).give(gradient);
+        lock_ignoring_poison(&self.shards[u].grads).push(ops, SlotRun::single_slot(slot), trained);
+        lock_ignoring_poison(&self.gradient_pool).give(gradient);
     }
 
-    /// Whether gradients are reduced to their owners during the backward pass.
+    /// Returns whether gradients are reduced to their owners during the backward pass.
     fn reduces_during_backward(&self) -> bool {
         self.policy.shard_gradients && self.world > 1
     }
 
-    /// Reduces the whole gradient of unit `u` for one slot. Every rank calls this for every unit
-    /// and round, with `None` when it has no slot in the round. Frozen parameters are not reduced.
+    /// Starts to reduce the whole gradient of unit `u` for one slot. Frozen parameters are not
+    /// reduced.
+    ///
+    /// Collective: every rank must call it for every unit and round. `gradient` is `None` if the
+    /// rank has no slot in the round.
     pub fn reduce_gradient(&mut self, u: usize, round: usize, mut gradient: Option<Buf>) -> Result<()> {
         let shards = self.shards.clone();
         let unit = &shards[u].unit;
-        if !unit.any_trained() {
-            gradient.into_iter().for_each(|g| lock(&self.gradient_pool).give(g));
+        if !unit.has_any_trained() {
+            gradient.into_iter().for_each(|g| lock_ignoring_poison(&self.gradient_pool).give(g));
             return Ok(());
         }
         if !self.reduces_during_backward() {
-            if let (Some(g), Some(slot)) = (gradient, self.slots.slot(self.rank, round)) {
+            if let (Some(g), Some(slot)) = (gradient, self.slots.find_slot(self.rank, round)) {
                 self.add_to_sums(u, slot, g);
             }
             return Ok(());
         }
-        if let Some(g) = gradient.as_mut().filter(|_| !unit.all_trained()) {
+        if let Some(g) = gradient.as_mut().filter(|_| !unit.is_all_trained()) {
             unit.pack_trained(self.ops.as_ref(), g.view_mut());
         }
         let (shards, slots, ops, pool) =
             (shards.clone(), self.slots, self.ops.clone(), self.gradient_pool.clone());
         self.pending_reductions.push_back(self.queue.submit(move |comm: &dyn Comm| {
             let s = &shards[u];
-            let mut sums = lock(&s.grads);
+            let mut sums = lock_ignoring_poison(&s.grads);
             let whole = gradient.as_ref().map(|g| g.view().slice(0..s.trained_counts.iter().sum()));
             comm.reduce_scatter_ordered(whole.as_slice(), &s.trained_counts, &mut |from, _, piece| {
-                if let Some(slot) = slots.slot(from, round) {
+                if let Some(slot) = slots.find_slot(from, round) {
                     sums.push(ops.as_ref(), SlotRun::single_slot(slot), piece);
                 }
             })?;
             if let Some(g) = gradient {
-                lock(&pool).give_back_after(g, ops.record_event());
+                lock_ignoring_poison(&pool).give_back_after(g, ops.record_event());
             }
             Ok(())
         }));
@@ -100,17 +108,22 @@ impl Engine {
         Ok(())
     }
 
-    /// Empty sums for gradients of unit `u` over several slots. [`Engine::push_slot_gradient`] adds
-    /// to them in the order of the slots, and [`Engine::reduce_runs`] reduces them.
+    /// Takes empty sums for gradients of unit `u` over several slots.
+    /// [`ZeroEngine::push_slot_gradient`] adds to them in the order of the slots, and
+    /// [`ZeroEngine::reduce_slot_runs`] reduces them.
     pub fn take_run_sums(&self, u: usize) -> SlotSums {
         let len = self.shards[u].unit.trained_len();
-        let Some((pooled, last_use)) = lock(&self.run_sums_pool).pop() else { return SlotSums::new(len) };
-        last_use.stream_wait(); // also before the memory is freed
+        let Some((pooled, last_use)) = lock_ignoring_poison(&self.run_sums_pool).pop() else {
+            return SlotSums::new(len);
+        };
+        last_use.make_stream_wait(); // also before the memory is freed
         if pooled.len() == len { pooled } else { SlotSums::new(len) }
     }
 
-    /// Adds the gradient of unit `u` for one slot, which `write` computes for the whole unit.
-    /// Frozen parameters are left out; `write` is not called when the whole unit is frozen.
+    /// Adds the gradient of unit `u` for one slot to `runs`. `write` computes the gradient of the
+    /// whole unit.
+    ///
+    /// Frozen parameters are left out. `write` is not called if the whole unit is frozen.
     pub fn push_slot_gradient(
         &self,
         u: usize,
@@ -120,33 +133,35 @@ impl Engine {
     ) {
         let (unit, ops) = (&self.shards[u].unit, self.ops.as_ref());
         let mut gradient = runs.take_buffer(ops);
-        if unit.all_trained() {
+        if unit.is_all_trained() {
             write(&mut gradient);
-        } else if unit.any_trained() {
-            let mut whole = lock(&self.gradient_pool).take(ops, unit.len());
+        } else if unit.has_any_trained() {
+            let mut whole = lock_ignoring_poison(&self.gradient_pool).take(ops, unit.len());
             write(&mut whole);
             unit.pack_trained(ops, whole.view_mut());
             ops.copy(gradient.view_mut(), whole.view().slice(0..unit.trained_len()));
-            lock(&self.gradient_pool).give(whole);
+            lock_ignoring_poison(&self.gradient_pool).give(whole);
         }
         runs.push_owned(ops, SlotRun::single_slot(slot), gradient);
     }
 
-    /// Reduces the gradients of unit `u`, which only some ranks own, over the slots that this
-    /// rank's group computed in this round. Every rank calls this for one of its units in every
-    /// round, possibly with empty sums.
-    pub fn reduce_runs(&mut self, u: usize, round: usize, runs: SlotSums) -> Result<()> {
+    /// Starts to reduce the gradients of unit `u`, which only some ranks own, over the slots that
+    /// this rank's group computed in this round.
+    ///
+    /// Collective: every rank must call it for one of its units in every round, possibly with empty
+    /// sums.
+    pub fn reduce_slot_runs(&mut self, u: usize, round: usize, runs: SlotSums) -> Result<()> {
         let (shards, slots, ops) = (self.shards.clone(), self.slots, self.ops.clone());
         let (pool, buffers) = (self.run_sums_pool.clone(), self.exchange.clone());
         self.pending_reductions.push_back(self.queue.submit(move |comm: &dyn Comm| {
             let s = &shards[u];
-            let sent = runs_of_group(&slots, s.unit.owners, comm.rank(), round);
+            let sent = list_group_slot_runs(&slots, s.unit.owners, comm.rank(), round);
             assert!(
                 runs.partials().map(|(run, _)| run).eq(sent),
                 "the sums cover other slots than the schedule"
             );
-            let mut sums = lock(&s.grads);
-            let (ops, buffers) = (ops.as_ref(), &mut lock(&buffers));
+            let mut sums = lock_ignoring_poison(&s.grads);
+            let (ops, buffers) = (ops.as_ref(), &mut lock_ignoring_poison(&buffers));
             let mut sink = |run, piece: View| sums.push(ops, run, piece);
             exchange_partial_sums(
                 comm,
@@ -160,7 +175,7 @@ impl Engine {
             )?;
             let mut runs = runs;
             runs.clear();
-            lock(&pool).push((runs, ops.record_event()));
+            lock_ignoring_poison(&pool).push((runs, ops.record_event()));
             Ok(())
         }));
         while self.pending_reductions.len() > REDUCTIONS_IN_FLIGHT {
@@ -169,28 +184,28 @@ impl Engine {
         Ok(())
     }
 
-    /// The summed gradient of the trained elements in this rank's shard of unit `u`, after the last
-    /// round.
+    /// Waits for all reductions, and returns the summed gradient of the trained elements in this
+    /// rank's shard of unit `u`. Collective: every rank must call it after the last round.
     pub fn finish_gradient(&mut self, u: usize) -> Result<Buf> {
         for t in self.pending_reductions.drain(..) {
             t.wait()?;
         }
         let owned = self.owned_trained_len(u);
-        if !self.shards[u].unit.any_trained() {
-            return Ok(self.zeros(0));
+        if !self.shards[u].unit.has_any_trained() {
+            return Ok(self.allocate_zeros(0));
         }
         if self.policy.shard_gradients || self.world == 1 {
-            let sum = lock(&self.shards[u].grads).finish(self.ops.as_ref());
-            return Ok(sum.unwrap_or_else(|| self.zeros(owned)));
+            let sum = lock_ignoring_poison(&self.shards[u].grads).finish(self.ops.as_ref());
+            return Ok(sum.unwrap_or_else(|| self.allocate_zeros(owned)));
         }
         let (shards, ops, slots, policy) = (self.shards.clone(), self.ops.clone(), self.slots, self.policy);
-        self.queue.run(move |comm: &dyn Comm| {
+        self.queue.run_and_wait(move |comm: &dyn Comm| {
             let s = &shards[u];
-            let mut whole = lock(&s.grads);
+            let mut whole = lock_ignoring_poison(&s.grads);
             let partials: Vec<View> = whole.partials().map(|(_, v)| v).collect();
             let mut sums = policy.new_gradient_sums(owned);
             comm.reduce_scatter_ordered(&partials, &s.trained_counts, &mut |from, index, piece| {
-                sums.push(ops.as_ref(), partial_run(policy, slots, from, index), piece);
+                sums.push(ops.as_ref(), find_partial_run(policy, slots, from, index), piece);
             })?;
             drop(partials);
             whole.clear();
@@ -198,29 +213,33 @@ impl Engine {
         })
     }
 
-    /// Returns the buffer of a finished gradient to the pool.
+    /// Gives the buffer of a finished gradient of unit `u` back for reuse.
     pub fn recycle_gradient(&self, u: usize, gradient: Buf) {
-        lock(&self.shards[u].grads).recycle(gradient);
+        lock_ignoring_poison(&self.shards[u].grads).recycle_buffer(gradient);
     }
 
-    /// Gathers the finished gradient of every rank's shard into the whole gradient.
+    /// Gathers the finished gradients of all ranks' shards of unit `u`, and returns the whole
+    /// gradient. Collective: every rank must call it.
     pub fn gather_gradient(&self, u: usize, owned: Buf) -> Result<Buf> {
         if self.world == 1 {
             return Ok(owned);
         }
         let whole = match self.policy.shard_gradients {
             // the partial sums of the whole gradient are empty now, so their memory is reused
-            false => lock(&self.shards[u].grads).take_buffer(self.ops.as_ref()),
-            true => self.zeros(self.shards[u].unit.trained_range(self.update_range(u)).len()),
+            false => lock_ignoring_poison(&self.shards[u].grads).take_buffer(self.ops.as_ref()),
+            true => {
+                self.allocate_zeros(self.shards[u].unit.compute_trained_range(self.update_range(u)).len())
+            }
         };
         self.gather_trained(u, owned, whole)
     }
 
-    /// Gathers every rank's shard of a trained vector of unit `u` into `whole`.
+    /// Gathers every rank's shard of a trained vector of unit `u` into `whole`, and returns it.
+    /// Collective: every rank must call it.
     pub fn gather_trained(&self, u: usize, owned: Buf, mut whole: Buf) -> Result<Buf> {
         let (shards, ops, buffers) = (self.shards.clone(), self.ops.clone(), self.exchange.clone());
-        self.queue.run(move |comm: &dyn Comm| {
-            let (s, buffers) = (&shards[u], &mut lock(&buffers));
+        self.queue.run_and_wait(move |comm: &dyn Comm| {
+            let (s, buffers) = (&shards[u], &mut lock_ignoring_poison(&buffers));
             gather_from_owners(
                 comm,
                 ops.as_ref(),
@@ -234,18 +253,18 @@ impl Engine {
         })
     }
 
-    /// An fp32 buffer of `len` zeros.
-    fn zeros(&self, len: usize) -> Buf {
+    /// Allocates an fp32 buffer of `len` zeros.
+    fn allocate_zeros(&self, len: usize) -> Buf {
         self.ops.zeroed(Dtype::F32, len)
     }
 }
 
-/// The run of slots that the `index`-th partial sum of rank `from` covers.
-fn partial_run(policy: ShardingPolicy, slots: SlotSchedule, from: usize, index: usize) -> SlotRun {
-    let mine: Vec<usize> = (0..slots.rounds()).filter_map(|r| slots.slot(from, r)).collect();
+/// Returns the run of slots that the `index`-th partial sum of rank `from` covers.
+fn find_partial_run(policy: ShardingPolicy, slots: SlotSchedule, from: usize, index: usize) -> SlotRun {
+    let mine: Vec<usize> = (0..slots.count_rounds()).filter_map(|r| slots.find_slot(from, r)).collect();
     let range = mine.first().map_or(0..0, |&a| a..a + mine.len());
     if policy.sums_in_arrival_order {
         return SlotRun { start: range.start, len: range.len() };
     }
-    merged_runs(range).get(index).copied().unwrap_or(SlotRun { start: 0, len: 0 })
+    merge_slots_into_runs(range).get(index).copied().unwrap_or(SlotRun { start: 0, len: 0 })
 }

@@ -1,25 +1,28 @@
-//! [`InjectedFault`]: what fails in a simulated job.
-use super::{HostIndex, HostSetup, Input, SimEvent, SimHost, StopRequest, World};
+//! [`InjectedFault`]: the faults that the simulator injects into a job.
+use super::{ControllerInput, HostIndex, HostSetup, SimEvent, SimHost, Simulation, StopRequest};
 use contract::{control::ExitStatus, ids::Rank};
 use std::time::Duration;
 
 /// A fault that the simulator injects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::controller::tests) enum InjectedFault {
+    /// A worker of this rank exits with this code.
     WorkerExits(Rank, u8),
+    /// A worker of this rank is killed by SIGKILL.
     WorkerKilled(Rank),
-    /// kill -9 of the agent.
+    /// The agent of this host is killed by SIGKILL.
     AgentKilled(HostIndex),
-    /// The connection breaks, and both ends see that.
-    LinkBreaks(HostIndex),
-    /// The network of the host is disconnected, and no end sees that.
+    /// The control connection breaks, and both ends notice.
+    ConnectionBreaks(HostIndex),
+    /// The network of the host is disconnected, and no end notices.
     Silence(HostIndex),
     /// The host is gone without a message.
     HostDies(HostIndex),
-    /// Every process on the host freezes for this long, milliseconds.
+    /// Every process on the host freezes for this many milliseconds.
     HostFreezes(HostIndex, u64),
-    /// kill -9 of the controller.
+    /// The controller is killed by SIGKILL.
     ControllerKilled,
+    /// The user presses Ctrl-C.
     Interrupt,
     /// A host is added to the list.
     HostAdded,
@@ -29,21 +32,24 @@ pub(in crate::controller::tests) enum InjectedFault {
     HostListed(HostIndex),
 }
 
-impl World {
-    pub(super) fn inject(&mut self, fault: InjectedFault) -> Result<(), String> {
+impl Simulation {
+    /// Injects a fault, and records it if it has an effect. Does nothing once the run has ended.
+    pub(super) fn inject_fault(&mut self, fault: InjectedFault) -> Result<(), String> {
         if self.outcome.is_some() {
             return Ok(());
         }
         let has_effect = match fault {
-            InjectedFault::WorkerExits(rank, code) => self.end_worker(rank, ExitStatus::Code(code))?,
-            InjectedFault::WorkerKilled(rank) => self.end_worker(rank, ExitStatus::Signal(9, false))?,
+            InjectedFault::WorkerExits(rank, code) => self.end_newest_worker(rank, ExitStatus::Code(code))?,
+            InjectedFault::WorkerKilled(rank) => {
+                self.end_newest_worker(rank, ExitStatus::Signal(9, false))?
+            }
             InjectedFault::AgentKilled(host) => {
                 let number =
                     self.hosts[host].agents.last().map(|a| a.number).filter(|_| !self.hosts[host].dead);
-                number.map(|number| self.agent_ends(host, number)).is_some()
+                number.map(|number| self.end_agent(host, number)).is_some()
             }
-            InjectedFault::LinkBreaks(host) => {
-                self.break_link(host);
+            InjectedFault::ConnectionBreaks(host) => {
+                self.break_connection(host);
                 true
             }
             InjectedFault::Silence(host) => {
@@ -58,17 +64,17 @@ impl World {
             InjectedFault::HostFreezes(host, ms) => {
                 self.hosts[host].frozen = true;
                 let at = self.now + Duration::from_millis(ms);
-                self.schedule(at, SimEvent::Unfreeze(host));
+                self.schedule_event(at, SimEvent::Unfreeze(host));
                 true
             }
             InjectedFault::ControllerKilled => {
                 self.controller_alive = false;
                 self.ended_at = self.now;
-                (0..self.hosts.len()).for_each(|host| self.break_link(host));
+                (0..self.hosts.len()).for_each(|host| self.break_connection(host));
                 true
             }
             InjectedFault::Interrupt => {
-                self.input_to_controller(Input::Stop(StopRequest::Interrupt));
+                self.feed_controller(ControllerInput::Stop(StopRequest::Interrupt));
                 true
             }
             InjectedFault::HostAdded => {
@@ -77,11 +83,11 @@ impl World {
                     vec![HostSetup { name: format!("h{}", self.listed.len()), remote: self.scenario.remote }];
                 let listed = self.listed.clone();
                 self.listed.push(true);
-                self.input_to_controller(Input::Hosts { added, listed });
+                self.feed_controller(ControllerInput::Hosts { added, listed });
                 true
             }
-            InjectedFault::HostUnlisted(host) => self.list(host, false),
-            InjectedFault::HostListed(host) => self.list(host, true),
+            InjectedFault::HostUnlisted(host) => self.set_listed(host, false),
+            InjectedFault::HostListed(host) => self.set_listed(host, true),
         };
         if has_effect {
             self.injected.push(fault);
@@ -89,25 +95,25 @@ impl World {
         Ok(())
     }
 
-    /// Lists or unlists a host; returns whether that is a change.
-    fn list(&mut self, host: HostIndex, listed: bool) -> bool {
+    /// Lists or unlists a host. Returns whether that is a change.
+    fn set_listed(&mut self, host: HostIndex, listed: bool) -> bool {
         let changes = std::mem::replace(&mut self.listed[host], listed) != listed;
         if changes {
-            self.input_to_controller(Input::Hosts { added: Vec::new(), listed: self.listed.clone() });
+            self.feed_controller(ControllerInput::Hosts { added: Vec::new(), listed: self.listed.clone() });
         }
         changes
     }
 
-    /// Ends a worker of the newest attempt; returns whether it was running.
-    fn end_worker(&mut self, rank: Rank, status: ExitStatus) -> Result<bool, String> {
+    /// Ends the worker of this rank in the newest attempt. Returns whether it was running.
+    fn end_newest_worker(&mut self, rank: Rank, status: ExitStatus) -> Result<bool, String> {
         let newest = self
-            .running_workers()
+            .list_running_workers()
             .into_iter()
             .filter(|(_, _, r)| *r == rank)
             .max_by_key(|(_, attempt, _)| *attempt);
         let Some((host, attempt, _)) = newest.filter(|(host, ..)| !self.hosts[*host].frozen) else {
             return Ok(false);
         };
-        self.worker_ends(host, attempt, rank, status).map(|()| true)
+        self.end_worker(host, attempt, rank, status).map(|()| true)
     }
 }

@@ -1,7 +1,7 @@
-//! Simulated hosts: the cores of their agents, and the workers that these start, signal and
+//! Simulated hosts: the cores of their agents, and the workers that these agents start, signal and
 //! supervise.
-use super::{HostIndex, SimEvent, World};
-use crate::agent::simulated::{Action, Core as AgentCore, GroupSignal, Input as AgentInput};
+use super::{HostIndex, SimEvent, Simulation};
+use crate::agent::simulated::{AgentAction, AgentCore, AgentInput, GroupSignal};
 use contract::{
     control::{ExitStatus, HostPlan},
     ids::Rank,
@@ -12,22 +12,23 @@ use std::{
     time::Duration,
 };
 
-/// A simulated process of an agent.
-pub(super) struct Agent {
+/// The process of a simulated agent.
+pub(super) struct SimAgent {
     pub(super) number: u32,
     pub(super) core: AgentCore,
     pub(super) plan: Option<HostPlan>,
     /// Whether the control connection is open.
-    pub(super) linked: bool,
+    pub(super) is_connected: bool,
     /// Whether messages in both directions are lost while neither end notices.
     pub(super) silent: bool,
+    /// The time of the agent's scheduled tick; [`Duration::MAX`] if none is scheduled.
     pub(super) tick_at: Duration,
 }
 
 /// A simulated machine.
 #[derive(Default)]
 pub(super) struct SimHost {
-    pub(super) agents: Vec<Agent>,
+    pub(super) agents: Vec<SimAgent>,
     /// Running workers by attempt and rank, with the number of the agent that started each.
     pub(super) workers: BTreeMap<(u32, Rank), u32>,
     pub(super) dead: bool,
@@ -37,48 +38,58 @@ pub(super) struct SimHost {
     pub(super) delayed: VecDeque<SimEvent>,
 }
 
-impl World {
-    pub(super) fn agent(&mut self, host: HostIndex, number: u32) -> Option<&mut Agent> {
+impl Simulation {
+    /// Returns the agent of this number, if it is alive.
+    pub(super) fn find_agent(&mut self, host: HostIndex, number: u32) -> Option<&mut SimAgent> {
         self.hosts[host].agents.iter_mut().find(|a| a.number == number)
     }
 
-    pub(super) fn feed(&mut self, host: HostIndex, number: u32, input: AgentInput) -> Result<(), String> {
+    /// Gives the core of an agent an input and executes the resulting actions. Does nothing if the
+    /// agent is gone.
+    pub(super) fn feed_agent(
+        &mut self,
+        host: HostIndex,
+        number: u32,
+        input: AgentInput,
+    ) -> Result<(), String> {
         let mut inputs = VecDeque::from([input]);
         while let Some(input) = inputs.pop_front() {
             let now = self.now;
-            let Some(agent) = self.agent(host, number) else { return Ok(()) };
-            for action in agent.core.handle(now, input) {
-                inputs.extend(self.execute(host, number, action)?);
+            let Some(agent) = self.find_agent(host, number) else { return Ok(()) };
+            for action in agent.core.handle_input(now, input) {
+                inputs.extend(self.execute_action(host, number, action)?);
             }
         }
-        let Some(agent) = self.agent(host, number) else { return Ok(()) };
-        let due = agent.core.deadline();
+        let Some(agent) = self.find_agent(host, number) else { return Ok(()) };
+        let due = agent.core.next_deadline();
         if due < agent.tick_at {
             agent.tick_at = due;
-            self.schedule(due, SimEvent::AgentTick(host, number));
+            self.schedule_event(due, SimEvent::AgentTick(host, number));
         }
         Ok(())
     }
 
-    fn execute(
+    /// Executes an action of an agent's core. Returns the input for the core that follows
+    /// immediately, if there is one.
+    fn execute_action(
         &mut self,
         host: HostIndex,
         number: u32,
-        action: Action,
+        action: AgentAction,
     ) -> Result<Option<AgentInput>, String> {
         Ok(match action {
-            Action::Send(message) => {
-                let is_open = self.agent(host, number).is_some_and(|a| a.linked && !a.silent);
+            AgentAction::Send(message) => {
+                let is_open = self.find_agent(host, number).is_some_and(|a| a.is_connected && !a.silent);
                 if is_open && !self.hosts[host].disconnected {
-                    let at = self.now + self.latency(host);
-                    self.schedule(at, SimEvent::ToController(host, number, message));
+                    let at = self.now + self.compute_latency(host);
+                    self.schedule_event(at, SimEvent::ToController(host, number, message));
                 }
                 None
             }
-            Action::PrepareWorkers(plan) => {
-                // As in the driver, no worker of another agent may run on this host.
+            AgentAction::PrepareWorkers(plan) => {
+                // The agent's driver, too, prepares workers only if no other agent's workers run.
                 let has_older = self.hosts[host].workers.values().any(|owner| *owner != number);
-                if let Some(agent) = self.agent(host, number) {
+                if let Some(agent) = self.find_agent(host, number) {
                     agent.plan = (!has_older).then(|| (*plan).clone());
                 }
                 let rank = plan.workers.first().map_or(0, |w| w.rank);
@@ -87,8 +98,8 @@ impl World {
                     diagnostic: Diagnostic::error(run::WORKER_START_FAILED, "an earlier agent is alive"),
                 })
             }
-            Action::Spawn(index) => self.spawn(host, number, index)?,
-            Action::SendToWorker(rank, message) => {
+            AgentAction::Spawn(index) => self.spawn_worker(host, number, index)?,
+            AgentAction::SendToWorker(rank, message) => {
                 use contract::control::ToWorker;
                 let status = match message {
                     ToWorker::Abort { .. } => Some(76),
@@ -96,43 +107,50 @@ impl World {
                     _ => None,
                 };
                 if let Some(code) = status {
-                    let at = self.now + self.rng.ms(1, 60);
-                    self.end_rank(host, rank, at, ExitStatus::Code(code));
+                    let at = self.now + self.rng.pick_delay(1, 60);
+                    self.schedule_rank_end(host, rank, at, ExitStatus::Code(code));
                 }
                 None
             }
-            Action::Signal(rank, ending) => {
+            AgentAction::Signal(rank, ending) => {
                 let (number, at) = match ending {
-                    GroupSignal::Kill => (9, self.now + self.rng.ms(0, 3)),
+                    GroupSignal::Kill => (9, self.now + self.rng.pick_delay(0, 3)),
                     // Some programs ignore SIGTERM.
-                    GroupSignal::Terminate if self.rng.one_in(4) => return Ok(None),
-                    GroupSignal::Terminate => (15, self.now + self.rng.ms(1, 100)),
+                    GroupSignal::Terminate if self.rng.pick_one_in(4) => return Ok(None),
+                    GroupSignal::Terminate => (15, self.now + self.rng.pick_delay(1, 100)),
                 };
-                self.end_rank(host, rank, at, ExitStatus::Signal(number, false));
+                self.schedule_rank_end(host, rank, at, ExitStatus::Signal(number, false));
                 None
             }
-            Action::DrainOutput(rank) => {
+            AgentAction::DrainOutput(rank) => {
                 Some(AgentInput::Drained { rank, tail: vec!["last".into()], error: None })
             }
-            Action::ShowOutput(_) => None,
-            Action::Sweep => {
-                let at = self.now + self.rng.ms(0, 10);
-                self.schedule(at, SimEvent::Feed(host, number, AgentInput::Swept { left: Vec::new() }));
+            AgentAction::ShowOutput(_) => None,
+            AgentAction::Sweep => {
+                let at = self.now + self.rng.pick_delay(0, 10);
+                self.schedule_event(at, SimEvent::Feed(host, number, AgentInput::Swept { left: Vec::new() }));
                 None
             }
-            Action::Bind(bind) => Some(AgentInput::Bound { attempt: bind.attempt, port: Ok(4000) }),
-            Action::WriteStacks(_) => Some(AgentInput::StacksWritten),
-            Action::MeasureActivity | Action::RequestSave(..) => None,
-            Action::Exit(_) => {
-                self.agent_ends(host, number);
+            AgentAction::Bind(bind) => Some(AgentInput::Bound { attempt: bind.attempt, port: Ok(4000) }),
+            AgentAction::WriteStacks(_) => Some(AgentInput::StacksWritten),
+            AgentAction::MeasureActivity | AgentAction::RequestSave(..) => None,
+            AgentAction::Exit(_) => {
+                self.end_agent(host, number);
                 None
             }
         })
     }
 
-    fn spawn(&mut self, host: HostIndex, number: u32, index: usize) -> Result<Option<AgentInput>, String> {
+    /// Starts a worker of the agent's plan. Fails if a worker of another attempt still runs on the
+    /// host.
+    fn spawn_worker(
+        &mut self,
+        host: HostIndex,
+        number: u32,
+        index: usize,
+    ) -> Result<Option<AgentInput>, String> {
         let now = self.now;
-        let Some(plan) = self.agent(host, number).and_then(|a| a.plan.clone()) else { return Ok(None) };
+        let Some(plan) = self.find_agent(host, number).and_then(|a| a.plan.clone()) else { return Ok(None) };
         let Some(rank) = plan.workers.get(index).map(|w| w.rank) else { return Ok(None) };
         if let Some(((attempt, old), _)) =
             self.hosts[host].workers.iter().find(|((e, _), _)| *e != plan.attempt)
@@ -145,18 +163,22 @@ impl World {
         self.max_pid += 1;
         let pid = self.max_pid;
         self.hosts[host].workers.insert((plan.attempt, rank), number);
-        let done = now + self.scenario.work + self.rng.ms(0, 20);
+        let done = now + self.scenario.work + self.rng.pick_delay(0, 20);
         let attempt = plan.attempt;
-        self.schedule(done, SimEvent::WorkerEnds { host, attempt, rank, status: ExitStatus::Code(0) });
+        self.schedule_event(done, SimEvent::WorkerEnds { host, attempt, rank, status: ExitStatus::Code(0) });
         if self.scenario.builtin {
-            let hello = contract::control::FromWorker::Hello { version: contract::control::VERSION, pid };
-            let at = now + self.rng.ms(1, 50);
-            self.schedule(at, SimEvent::Feed(host, number, AgentInput::Worker { rank, message: hello }));
-            // Heartbeats, as rare as the lease allows.
+            let hello =
+                contract::control::FromWorker::Hello { version: contract::control::PROTOCOL_VERSION, pid };
+            let at = now + self.rng.pick_delay(1, 50);
+            self.schedule_event(
+                at,
+                SimEvent::Feed(host, number, AgentInput::Worker { rank, message: hello }),
+            );
+            // The worker reports progress as rarely as its lease allows.
             for after in (10..).step_by(10).map(Duration::from_secs).take_while(|after| now + *after < done) {
-                let phase = contract::event::Phase::Training;
+                let phase = contract::event::WorkerPhase::Training;
                 let message = contract::control::FromWorker::Progress { phase, step: after.as_secs() };
-                self.schedule(
+                self.schedule_event(
                     now + after,
                     SimEvent::Feed(host, number, AgentInput::Worker { rank, message }),
                 );
@@ -165,15 +187,18 @@ impl World {
         Ok(Some(AgentInput::Spawned { rank, pid }))
     }
 
-    fn end_rank(&mut self, host: HostIndex, rank: Rank, at: Duration, status: ExitStatus) {
+    /// Schedules the end of all workers of this rank on the host, of any attempt.
+    fn schedule_rank_end(&mut self, host: HostIndex, rank: Rank, at: Duration, status: ExitStatus) {
         let attempts: Vec<u32> =
             self.hosts[host].workers.keys().filter(|(_, r)| *r == rank).map(|(e, _)| *e).collect();
         for attempt in attempts {
-            self.schedule(at, SimEvent::WorkerEnds { host, attempt, rank, status });
+            self.schedule_event(at, SimEvent::WorkerEnds { host, attempt, rank, status });
         }
     }
 
-    pub(super) fn worker_ends(
+    /// Ends a worker and informs the agent that started it. Does nothing if the worker does not
+    /// run.
+    pub(super) fn end_worker(
         &mut self,
         host: HostIndex,
         attempt: u32,
@@ -182,26 +207,26 @@ impl World {
     ) -> Result<(), String> {
         let Some(number) = self.hosts[host].workers.remove(&(attempt, rank)) else { return Ok(()) };
         let of_plan =
-            self.agent(host, number).and_then(|a| a.plan.as_ref().map(|p| p.attempt)) == Some(attempt);
+            self.find_agent(host, number).and_then(|a| a.plan.as_ref().map(|p| p.attempt)) == Some(attempt);
         if !of_plan {
             return Ok(());
         }
         if self.scenario.builtin {
-            self.feed(host, number, AgentInput::WorkerConnectionEnded { rank, error: None })?;
+            self.feed_agent(host, number, AgentInput::WorkerConnectionEnded { rank, error: None })?;
         }
-        self.feed(host, number, AgentInput::WorkerExited { rank, status, oom: false, gpu: None })
+        self.feed_agent(host, number, AgentInput::WorkerExited { rank, status, oom: false, gpu: None })
     }
 
     /// Ends the process of an agent and the workers that the agent started.
-    pub(super) fn agent_ends(&mut self, host: HostIndex, number: u32) {
-        let linked =
-            self.agent(host, number).is_some_and(|a| a.linked && !a.silent) && !self.hosts[host].disconnected;
+    pub(super) fn end_agent(&mut self, host: HostIndex, number: u32) {
+        let linked = self.find_agent(host, number).is_some_and(|a| a.is_connected && !a.silent)
+            && !self.hosts[host].disconnected;
         let state = &mut self.hosts[host];
         state.agents.retain(|a| a.number != number);
         state.workers.retain(|_, owner| *owner != number);
         if linked {
-            let at = self.now + self.latency(host);
-            self.schedule(at, SimEvent::ControllerSeesEnd(host, number));
+            let at = self.now + self.compute_latency(host);
+            self.schedule_event(at, SimEvent::ControllerSeesEnd(host, number));
         }
     }
 }

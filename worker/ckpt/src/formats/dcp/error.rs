@@ -2,7 +2,7 @@
 use super::metadata::StorageLocation;
 use crate::catalog::InvalidTensorName;
 use crate::dtype::Dtype;
-use crate::formats::optimizer::InvalidStep;
+use crate::formats::optimizer_state::InvalidStep;
 use crate::formats::torch_error::TorchFileError;
 use crate::pickle::PickleError;
 
@@ -16,27 +16,27 @@ pub enum DcpError {
     /// The pickled object is not `Metadata`.
     #[error("the pickled object is {}, not Metadata", .class.unwrap_or("a plain value"))]
     NotMetadata {
-        /// The class of the object.
+        /// The class of the object; `None` for a plain value.
         class: Option<&'static str>,
     },
-    /// An attribute is missing.
+    /// An attribute of an object in `.metadata` is missing.
     #[error("no {0}")]
     MissingField(&'static str),
-    /// An attribute has an unexpected type or value.
+    /// An attribute of an object in `.metadata` has an unexpected type or value.
     #[error("invalid {0}")]
     InvalidField(&'static str),
     /// An object has another class than expected.
     #[error("expected an object of class {0}")]
     WrongClass(&'static str),
-    /// The planner data have no path for an item.
+    /// The planner data, which record the nested keys, lack an item.
     #[error("no path for {0}")]
     PathMissing(String),
-    /// The path of an item does not match its key.
+    /// The recorded nested keys of an item do not match its flattened key.
     #[error("the path of {key} is {path:?}, which does not match the key")]
     PathMismatch {
         /// Key of the item.
         key: String,
-        /// The recorded path.
+        /// The recorded nested keys.
         path: Vec<String>,
     },
     /// An item has no storage location.
@@ -99,7 +99,7 @@ pub enum DcpError {
     Item {
         /// Offset of the item in the file.
         offset: u64,
-        /// Why it is rejected.
+        /// Why the item is rejected.
         error: TorchFileError,
     },
     /// The item of a chunk is not a tensor.
@@ -135,7 +135,7 @@ pub enum DcpError {
     /// The number of elements of a tensor overflows.
     #[error("{0} has an impossible shape")]
     ImpossibleShape(String),
-    /// The chunks split into too many runs of consecutive elements.
+    /// The chunks consist of too many runs of consecutive elements.
     #[error("{key} is split into more than {limit} runs of consecutive elements")]
     TooManyRuns {
         /// Key of the tensor.
@@ -148,7 +148,7 @@ pub enum DcpError {
     Step {
         /// Name of the weight.
         name: String,
-        /// The step.
+        /// The invalid step.
         error: InvalidStep,
     },
     /// A tensor has an invalid name.
@@ -157,6 +157,7 @@ pub enum DcpError {
 }
 
 impl DcpError {
+    /// Returns an error about the item at `location`.
     pub(super) fn in_item(location: &StorageLocation, error: TorchFileError) -> DcpError {
         DcpError::Item { offset: location.offset, error }
     }

@@ -2,8 +2,8 @@
 //! chunk is stored.
 use super::error::DcpError;
 use crate::dtype::Dtype;
-use crate::formats::torch_file::{named_dtype, shape_of};
-use crate::pickle::{self, Tree, View};
+use crate::formats::torch_file::{parse_dtype, parse_shape};
+use crate::pickle::{self, PickleTree, PickleView};
 use std::collections::HashMap;
 
 /// Classes and functions that the pickle may name.
@@ -42,18 +42,19 @@ const GLOBALS: &[&[&str]] = &[&[
     "torch.serialization._get_layout",
 ]];
 /// Limit on the dimensions of a tensor.
-const RANK_MAX: usize = 16;
+const DIMENSIONS_MAX: usize = 16;
 
+/// Result of parsing `.metadata`.
 type Result<T> = std::result::Result<T, DcpError>;
 
-/// One item of the saved state dict.
+/// The description of one item of the saved state dict.
 #[derive(Debug)]
 pub(crate) struct ItemMetadata {
     /// The flattened key.
     pub(crate) key: String,
-    /// The keys of the nested dicts, when they are recorded.
+    /// The keys of the nested dicts; `None` if they are not recorded.
     pub(crate) path: Option<Vec<String>>,
-    /// A value or a tensor.
+    /// Where the value or the tensor is stored.
     pub(crate) content: ItemContent,
 }
 
@@ -62,17 +63,16 @@ pub(crate) struct ItemMetadata {
 pub(crate) enum ItemContent {
     /// A pickled value.
     Bytes(StorageLocation),
-    Tensor {
-        dtype: Dtype,
-        shape: Vec<u64>,
-        chunks: Vec<Chunk>,
-    },
+    /// A tensor, whose chunks may be in several files.
+    Tensor { dtype: Dtype, shape: Vec<u64>, chunks: Vec<TensorChunk> },
 }
 
 /// A rectangular part of a tensor.
 #[derive(Debug)]
-pub(crate) struct Chunk {
+pub(crate) struct TensorChunk {
+    /// Index of the chunk's first element, per dimension.
     pub(crate) offsets: Vec<u64>,
+    /// Size of the chunk, per dimension.
     pub(crate) sizes: Vec<u64>,
     pub(crate) location: StorageLocation,
 }
@@ -85,26 +85,30 @@ pub(crate) struct StorageLocation {
     pub(crate) length: u64,
 }
 
-/// Parses the file; returns the items in their order.
-pub(crate) fn parse(input: &[u8]) -> Result<Vec<ItemMetadata>> {
-    let tree: Tree = pickle::load(input, GLOBALS)?;
-    let (class, _, root) = tree.root().object().ok_or(DcpError::NotMetadata { class: None })?;
+/// Parses the content of `.metadata`. Returns the items in the order of the file.
+///
+/// # Errors
+/// Fails if the pickle is invalid, an item has no storage location, or a storage location belongs
+/// to no item.
+pub(crate) fn parse_metadata(input: &[u8]) -> Result<Vec<ItemMetadata>> {
+    let tree: PickleTree = pickle::parse_pickle(input, GLOBALS)?;
+    let (class, _, root) = tree.root_value().as_object().ok_or(DcpError::NotMetadata { class: None })?;
     if class != "torch.distributed.checkpoint.metadata.Metadata" {
         return Err(DcpError::NotMetadata { class: Some(class) });
     }
     let mut locations = read_locations(read_field(root, "storage_data")?)?;
-    let paths = paths(root.get("planner_data"))?;
+    let paths = read_paths(root.get("planner_data"))?;
     let mut items = Vec::new();
     for (key, value) in read_field(root, "state_dict_metadata")?
-        .pairs()
+        .as_pairs()
         .ok_or(DcpError::InvalidField("state_dict_metadata"))?
     {
-        let key = key.str().ok_or(DcpError::InvalidField("key"))?.to_owned();
+        let key = key.as_str().ok_or(DcpError::InvalidField("key"))?.to_owned();
         let path = match &paths {
             Some(paths) => Some(paths.get(&key).cloned().ok_or_else(|| DcpError::PathMissing(key.clone()))?),
             None => None,
         };
-        let content = read_item(&key, value, &mut locations)?;
+        let content = read_item_content(&key, value, &mut locations)?;
         items.push(ItemMetadata { key, path, content });
     }
     match locations.into_keys().next() {
@@ -113,40 +117,48 @@ pub(crate) fn parse(input: &[u8]) -> Result<Vec<ItemMetadata>> {
     }
 }
 
-fn read_field<'t>(value: View<'t>, key: &'static str) -> Result<View<'t>> {
+/// Returns the value of the string key `key`, or an error that names the key.
+fn read_field<'t>(value: PickleView<'t>, key: &'static str) -> Result<PickleView<'t>> {
     value.get(key).ok_or(DcpError::MissingField(key))
 }
 
-/// The attributes of an object of this class, given by the last component of its name.
-fn attributes<'t>(value: View<'t>, class: &'static str) -> Result<View<'t>> {
-    match value.object() {
+/// Returns the attributes of an object. `class` is the last component of the class name that the
+/// object must have.
+fn read_attributes<'t>(value: PickleView<'t>, class: &'static str) -> Result<PickleView<'t>> {
+    match value.as_object() {
         Some((name, _, state)) if name.rsplit('.').next() == Some(class) => Ok(state),
         _ => Err(DcpError::WrongClass(class)),
     }
 }
 
-/// The storage location of each chunk, by key and offsets (`None` for a value).
-type Locations = HashMap<(String, Option<Vec<u64>>), StorageLocation>;
+/// The storage location of each chunk, by key and offsets. The offsets of a pickled value are
+/// `None`.
+type StorageLocations = HashMap<(String, Option<Vec<u64>>), StorageLocation>;
 
-fn read_locations(value: View<'_>) -> Result<Locations> {
+/// Reads the storage locations of all chunks.
+///
+/// # Errors
+/// Fails if two locations share bytes, or an item is stored in a transformed form.
+fn read_locations(value: PickleView<'_>) -> Result<StorageLocations> {
     let mut locations = HashMap::new();
     let mut taken: Vec<StorageLocation> = Vec::new();
-    for (index, info) in value.pairs().ok_or(DcpError::InvalidField("storage_data"))? {
-        let (index, info) = (attributes(index, "MetadataIndex")?, attributes(info, "_StorageInfo")?);
-        let key = read_field(index, "fqn")?.str().ok_or(DcpError::InvalidField("key"))?.to_owned();
+    for (index, info) in value.as_pairs().ok_or(DcpError::InvalidField("storage_data"))? {
+        let (index, info) =
+            (read_attributes(index, "MetadataIndex")?, read_attributes(info, "_StorageInfo")?);
+        let key = read_field(index, "fqn")?.as_str().ok_or(DcpError::InvalidField("key"))?.to_owned();
         let offset = match index.get("offset").filter(|v| !v.is_none()) {
-            Some(v) => Some(shape_of(v).ok_or(DcpError::InvalidField("offset"))?),
+            Some(v) => Some(parse_shape(v).ok_or(DcpError::InvalidField("offset"))?),
             None => None,
         };
         if info
             .get("transform_descriptors")
-            .is_some_and(|t| !t.is_none() && t.items().is_none_or(|i| i.get(0).is_some()))
+            .is_some_and(|t| !t.is_none() && t.as_items().is_none_or(|i| i.get(0).is_some()))
         {
             return Err(DcpError::Transformed(key));
         }
-        let number = |key: &'static str| read_field(info, key)?.count().ok_or(DcpError::InvalidField(key));
+        let number = |key: &'static str| read_field(info, key)?.as_count().ok_or(DcpError::InvalidField(key));
         let file = read_field(info, "relative_path")?
-            .str()
+            .as_str()
             .ok_or(DcpError::InvalidField("relative_path"))?
             .to_owned();
         let location = StorageLocation { file, offset: number("offset")?, length: number("length")? };
@@ -165,15 +177,17 @@ fn read_locations(value: View<'_>) -> Result<Locations> {
     }
 }
 
-/// The path of each key, checked against the key; `None` when paths are not recorded.
-fn paths(planner: Option<View<'_>>) -> Result<Option<HashMap<String, Vec<String>>>> {
-    let Some(pairs) = planner.and_then(View::pairs) else { return Ok(None) };
+/// Reads the nested keys of each item and checks that they match its flattened key. Returns `None`
+/// if nested keys are not recorded.
+fn read_paths(planner: Option<PickleView<'_>>) -> Result<Option<HashMap<String, Vec<String>>>> {
+    let Some(pairs) = planner.and_then(PickleView::as_pairs) else { return Ok(None) };
     let mut paths = HashMap::new();
     for (key, path) in pairs {
-        let key = key.str().ok_or(DcpError::InvalidField("key"))?;
-        let part = |v: View<'_>| v.str().map(str::to_owned).or_else(|| v.int().map(|i| i.to_string()));
+        let key = key.as_str().ok_or(DcpError::InvalidField("key"))?;
+        let part =
+            |v: PickleView<'_>| v.as_str().map(str::to_owned).or_else(|| v.as_int().map(|i| i.to_string()));
         let path: Option<Vec<String>> =
-            path.items().map(|p| p.iter().map(part).collect()).unwrap_or_default();
+            path.as_items().map(|p| p.iter().map(part).collect()).unwrap_or_default();
         let path = path.ok_or(DcpError::InvalidField("path"))?;
         if path.join(".") != key {
             return Err(DcpError::PathMismatch { key: key.to_owned(), path });
@@ -183,29 +197,34 @@ fn paths(planner: Option<View<'_>>) -> Result<Option<HashMap<String, Vec<String>
     Ok(Some(paths))
 }
 
-fn read_item(key: &str, value: View<'_>, locations: &mut Locations) -> Result<ItemContent> {
+/// Reads the description of one item, and removes its storage locations from `locations`.
+fn read_item_content(
+    key: &str,
+    value: PickleView<'_>,
+    locations: &mut StorageLocations,
+) -> Result<ItemContent> {
     let mut take = |offset: Option<Vec<u64>>| {
         let offsets = offset.clone().unwrap_or_default();
         locations
             .remove(&(key.to_owned(), offset))
             .ok_or_else(|| DcpError::LocationMissing { key: key.to_owned(), offsets })
     };
-    if attributes(value, "BytesStorageMetadata").is_ok() {
+    if read_attributes(value, "BytesStorageMetadata").is_ok() {
         return Ok(ItemContent::Bytes(take(None)?));
     }
-    let state = attributes(value, "TensorStorageMetadata")?;
-    let sizes = |view: View<'_>, name: &'static str| {
-        let sizes = view.get(name).and_then(shape_of).filter(|s| s.len() <= RANK_MAX);
+    let state = read_attributes(value, "TensorStorageMetadata")?;
+    let sizes = |view: PickleView<'_>, name: &'static str| {
+        let sizes = view.get(name).and_then(parse_shape).filter(|s| s.len() <= DIMENSIONS_MAX);
         sizes.ok_or(DcpError::InvalidField(name))
     };
-    let properties = attributes(read_field(state, "properties")?, "TensorProperties")?;
-    let dtype = properties.items().and_then(|p| p.get(0)).or_else(|| properties.get("dtype"));
-    let dtype = dtype.and_then(View::global).and_then(named_dtype);
+    let properties = read_attributes(read_field(state, "properties")?, "TensorProperties")?;
+    let dtype = properties.as_items().and_then(|p| p.get(0)).or_else(|| properties.get("dtype"));
+    let dtype = dtype.and_then(PickleView::as_global).and_then(parse_dtype);
     let dtype = dtype.ok_or_else(|| DcpError::UnknownDtype(key.to_owned()))?;
     let shape = sizes(state, "size")?;
     let mut chunks = Vec::new();
-    for chunk in read_field(state, "chunks")?.items().ok_or(DcpError::InvalidField("chunks"))?.iter() {
-        let chunk = attributes(chunk, "ChunkStorageMetadata")?;
+    for chunk in read_field(state, "chunks")?.as_items().ok_or(DcpError::InvalidField("chunks"))?.iter() {
+        let chunk = read_attributes(chunk, "ChunkStorageMetadata")?;
         let (offsets, sizes) = (sizes(chunk, "offsets")?, sizes(chunk, "sizes")?);
         let fits =
             |((&o, &s), &whole): ((&u64, &u64), &u64)| o.checked_add(s).is_some_and(|end| end <= whole);
@@ -216,7 +235,7 @@ fn read_item(key: &str, value: View<'_>, locations: &mut Locations) -> Result<It
             return Err(DcpError::ChunkOutside { key: key.to_owned(), offsets, sizes, shape });
         }
         let location = take(Some(offsets.clone()))?;
-        chunks.push(Chunk { offsets, sizes, location });
+        chunks.push(TensorChunk { offsets, sizes, location });
     }
     Ok(ItemContent::Tensor { dtype, shape, chunks })
 }

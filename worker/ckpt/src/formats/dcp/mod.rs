@@ -6,74 +6,78 @@ pub(crate) mod metadata;
 
 use self::error::DcpError;
 
-use self::item_kind::{ItemKind, KeyReader};
-use self::metadata::{Chunk, ItemContent, ItemMetadata, StorageLocation};
-use crate::catalog::{TensorRole, elements};
+use self::item_kind::{DcpItemKind, ItemKeyParser};
+use self::metadata::{ItemContent, ItemMetadata, StorageLocation, TensorChunk};
+use crate::catalog::{TensorRole, count_elements};
 use crate::dtype::Dtype;
-use crate::error::{MissingPart, Result, list_some};
+use crate::error::{MissingPart, Result, format_names};
 use crate::external::ExternalTensor;
-use crate::external::builder::{CheckpointBuilder, GLOBALS, optimizer_state_role, whole_step};
-use crate::external::store::{StoredFile, TensorPart};
+use crate::external::builder::{
+    ExternalCheckpointBuilder, GLOBALS, parse_optimizer_state_role, to_whole_step,
+};
+use crate::external::stored_files::{StoredFile, TensorPart};
 use crate::formats::torch_error::TorchFileError;
 use crate::formats::torch_file::{TensorView, TorchFile};
-use crate::formats::weights::number;
-use crate::state::ParamGroupInfo;
+use crate::formats::weights::parse_number;
+use crate::training_state::ParamGroupInfo;
 use serde_json::{Map, Value as Json};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs::File;
 
-/// The file that lists the contents of the directory.
-pub(crate) const METADATA: &str = ".metadata";
+/// Name of the file that lists the contents of a DCP directory.
+pub(crate) const METADATA_FILE: &str = ".metadata";
 /// Limit on the runs of consecutive elements of all tensors together.
 const PARTS_MAX: usize = 8 << 20;
 
-/// A stored item.
+/// The stored value of an item.
 enum ItemValue {
-    /// A tensor: index of the file in the store, and view.
+    /// A tensor: the index of its file in the store, and the view.
     Tensor(usize, TensorView),
     /// A plain value.
     Value(Json),
-    /// A value of a class that is not allowed.
+    /// A value of a class that is not allowed; the error names the class.
     Forbidden(TorchFileError),
 }
 
-/// Adds the tensors of the subdirectory `inside` of the builder's directory (empty: the directory
-/// itself).
-pub(crate) fn add(builder: &mut CheckpointBuilder, inside: &str) -> Result<()> {
+/// Adds the tensors and facts of the DCP checkpoint in the subdirectory `inside` of the builder's
+/// directory. An empty `inside` stands for the directory itself.
+pub(crate) fn add_dcp_directory(builder: &mut ExternalCheckpointBuilder, inside: &str) -> Result<()> {
     let within = |name: &str| if inside.is_empty() { name.to_owned() } else { format!("{inside}/{name}") };
-    let name = within(METADATA);
-    let input = builder.directory.read(&name, crate::pickle::BYTES_MAX)?;
-    let items = metadata::parse(&input).map_err(|error| builder.damaged(&name, error))?;
-    let names = KeyReader::new(&items);
-    let mut read = read_items(builder, &items, within)?;
+    let name = within(METADATA_FILE);
+    let input = builder.directory.read_file(&name, crate::pickle::BYTES_MAX)?;
+    let items = metadata::parse_metadata(&input).map_err(|error| builder.damaged(&name, error))?;
+    let names = ItemKeyParser::new(&items);
+    let mut read = read_all_items(builder, &items, within)?;
     let mut found = ItemCollector::default();
     for item in &items {
-        found.collect_item(builder, &name, names.item_kind(item), item, &mut read)?;
+        found.collect_item(builder, &name, names.parse_item_kind(item), item, &mut read)?;
     }
-    let ranks: BTreeSet<u32> = storage_locations(&items).filter_map(|p| rank_of(&p.file)).collect();
+    let ranks: BTreeSet<u32> =
+        list_storage_locations(&items).filter_map(|p| parse_rank_in_name(&p.file)).collect();
     if let Some(&last) = ranks.last() {
         builder.facts.world = builder.facts.world.max(Some(last + 1));
     }
     if !found.unknown.is_empty() {
         let unknown: Vec<String> = found.unknown.iter().cloned().collect();
-        builder.add_notice(format!("ignoring unknown optimizer states: {}", list_some(&unknown)));
+        builder.add_notice(format!("ignoring unknown optimizer states: {}", format_names(&unknown)));
     }
     for line in std::mem::take(&mut found.notices) {
         builder.add_notice(line);
     }
-    let groups = found.groups();
+    let groups = found.into_param_groups();
     if !groups.is_empty() {
         builder.facts.groups = groups;
     }
     Ok(())
 }
 
-/// The rank in a file name such as `__3_0.distcp`.
-fn rank_of(file: &str) -> Option<u32> {
+/// Parses the rank in a file name such as `__3_0.distcp`.
+fn parse_rank_in_name(file: &str) -> Option<u32> {
     file.strip_prefix("__")?.split('_').next()?.parse().ok()
 }
 
-fn storage_locations(items: &[ItemMetadata]) -> impl Iterator<Item = &StorageLocation> {
+/// Iterates over the storage locations of all items.
+fn list_storage_locations(items: &[ItemMetadata]) -> impl Iterator<Item = &StorageLocation> {
     items.iter().flat_map(|item| match &item.content {
         ItemContent::Bytes(location) => vec![location],
         ItemContent::Tensor { chunks, .. } => chunks.iter().map(|c| &c.location).collect(),
@@ -81,18 +85,21 @@ fn storage_locations(items: &[ItemMetadata]) -> impl Iterator<Item = &StorageLoc
 }
 
 /// Opens each file once and reads every item in it, except the data of tensors.
-fn read_items(
-    builder: &mut CheckpointBuilder,
+///
+/// # Errors
+/// Fails if a file is missing (the error names all missing files) or damaged.
+fn read_all_items(
+    builder: &mut ExternalCheckpointBuilder,
     items: &[ItemMetadata],
     within: impl Fn(&str) -> String,
 ) -> Result<HashMap<StorageLocation, ItemValue>> {
-    let mut sorted: Vec<&StorageLocation> = storage_locations(items).collect();
+    let mut sorted: Vec<&StorageLocation> = list_storage_locations(items).collect();
     sorted.sort();
     let mut read = HashMap::new();
     let mut absent = Vec::new();
     for in_file in sorted.chunk_by(|a, b| a.file == b.file) {
         let name = within(&in_file[0].file);
-        if builder.directory.size_of(&name)?.is_none() {
+        if builder.directory.file_size(&name)?.is_none() {
             absent.push(name);
             continue;
         }
@@ -111,8 +118,10 @@ fn read_items(
     }
 }
 
+/// Reads the item at `location` of `file`, whose index in the store is `index`, and adds its zip
+/// members to `stored`.
 fn read_item(
-    builder: &CheckpointBuilder,
+    builder: &ExternalCheckpointBuilder,
     file: &File,
     size: u64,
     index: usize,
@@ -125,43 +134,48 @@ fn read_item(
         return Err(builder.damaged(name, DcpError::ItemTruncated { offset, length, size }));
     };
     let at = location.offset;
-    let torch = match TorchFile::within(file, at..end, GLOBALS) {
+    let torch = match TorchFile::open_range(file, at..end, GLOBALS) {
         Ok(torch) => torch,
         // a value of an unknown class is ignored; an unreadable item is damage
         Err(error) if error.is_forbidden_global() => return Ok(ItemValue::Forbidden(error)),
         Err(error) => return Err(builder.damaged(name, DcpError::in_item(location, error))),
     };
-    let tensor = torch.tensor(torch.value());
+    let tensor = torch.parse_tensor(torch.value());
     match tensor.map_err(|error| builder.damaged(name, DcpError::in_item(location, error)))? {
         Some(mut view) => {
-            view.member += stored.add(torch.members);
+            view.member += stored.add_spans(torch.members);
             Ok(ItemValue::Tensor(index, view))
         }
         None => {
             let value = torch.value();
-            let json = number(value).and_then(serde_json::Number::from_f64).map(Json::Number);
-            let whole = value.int().map(Json::from);
-            Ok(ItemValue::Value(whole.or(json).unwrap_or_else(|| value.json())))
+            let json = parse_number(value).and_then(serde_json::Number::from_f64).map(Json::Number);
+            let whole = value.as_int().map(Json::from);
+            Ok(ItemValue::Value(whole.or(json).unwrap_or_else(|| value.to_json())))
         }
     }
 }
 
-/// Collects the contents of the items.
+/// Collects tensors, steps and hyper-parameters from the items of a checkpoint.
 #[derive(Default)]
 struct ItemCollector {
-    /// Hyper-parameters per group, by its name: a number, or the name of its only parameter.
+    /// Hyper-parameters of each group. A group is identified by its name, and also by its number if
+    /// the name is one. Groups of a single parameter have its name.
     hyper: BTreeMap<(Option<u64>, String), Map<String, Json>>,
+    /// Keys of unknown optimizer states, which are ignored.
     unknown: BTreeSet<String>,
     notices: Vec<String>,
-    parts: usize,
+    /// Runs of consecutive elements so far, limited to [`PARTS_MAX`].
+    part_count: usize,
 }
 
 impl ItemCollector {
+    /// Collects an item. `metadata` is the name of the `.metadata` file, for errors. Values in
+    /// `read` that are used are removed.
     fn collect_item(
         &mut self,
-        builder: &mut CheckpointBuilder,
+        builder: &mut ExternalCheckpointBuilder,
         metadata: &str,
-        kind: ItemKind,
+        kind: DcpItemKind,
         item: &ItemMetadata,
         read: &mut HashMap<StorageLocation, ItemValue>,
     ) -> Result<()> {
@@ -171,55 +185,58 @@ impl ItemCollector {
                 Ok(())
             }
             ItemContent::Tensor { dtype, shape, chunks } => {
-                let parts = self.parts(&item.key, *dtype, shape, chunks, read);
+                let parts = self.collect_parts(&item.key, *dtype, shape, chunks, read);
                 let parts = parts.map_err(|error| builder.damaged(metadata, error))?;
                 self.collect_tensor(builder, metadata, kind, *dtype, shape, parts)
             }
         }
     }
 
-    fn collect_value(&mut self, kind: ItemKind, item: &ItemMetadata, read: Option<ItemValue>) {
+    /// Collects a hyper-parameter, and ignores other values.
+    fn collect_value(&mut self, kind: DcpItemKind, item: &ItemMetadata, read: Option<ItemValue>) {
         match (kind, read) {
-            (ItemKind::Group(group, key), Some(ItemValue::Value(value))) => {
+            (DcpItemKind::Group(group, key), Some(ItemValue::Value(value))) => {
                 self.hyper.entry((group.parse().ok(), group)).or_default().insert(key, value);
             }
-            (ItemKind::Group(..) | ItemKind::State(..), Some(ItemValue::Forbidden(error))) => {
+            (DcpItemKind::Group(..) | DcpItemKind::State(..), Some(ItemValue::Forbidden(error))) => {
                 self.notices.push(format!("ignoring {}: {error}", item.key));
             }
             _ => {}
         }
     }
 
+    /// Adds a weight, buffer or optimizer state to the builder, or records a step or
+    /// hyper-parameter that is stored as a tensor.
     fn collect_tensor(
         &mut self,
-        builder: &mut CheckpointBuilder,
+        builder: &mut ExternalCheckpointBuilder,
         metadata: &str,
-        kind: ItemKind,
+        kind: DcpItemKind,
         dtype: Dtype,
         shape: &[u64],
         parts: Vec<TensorPart>,
     ) -> Result<()> {
-        let scalar = |builder: &CheckpointBuilder| match parts.as_slice() {
-            [part] if elements(shape) == Some(1) => {
-                builder.store.number(part, dtype).map(f64::from).map(Some)
+        let scalar = |builder: &ExternalCheckpointBuilder| match parts.as_slice() {
+            [part] if count_elements(shape) == Some(1) => {
+                builder.store.read_first_element(part, dtype).map(f64::from).map(Some)
             }
             _ => Ok(None),
         };
         match kind {
-            ItemKind::State(name, key) if key == "step" => {
+            DcpItemKind::State(name, key) if key == "step" => {
                 if let Some(step) = scalar(builder)? {
-                    let step = whole_step(step).map_err(|error| {
+                    let step = to_whole_step(step).map_err(|error| {
                         builder.damaged(metadata, DcpError::Step { name: name.clone(), error })
                     })?;
                     builder.facts.steps.insert(name, step);
                 }
             }
-            ItemKind::Group(group, key) => {
+            DcpItemKind::Group(group, key) => {
                 let value = scalar(builder)?.and_then(serde_json::Number::from_f64).map(Json::Number);
                 let hyper = self.hyper.entry((group.parse().ok(), group)).or_default();
                 hyper.insert(key, value.unwrap_or(Json::Null));
             }
-            ItemKind::State(name, key) => match optimizer_state_role(&key) {
+            DcpItemKind::State(name, key) => match parse_optimizer_state_role(&key) {
                 Some(role) => builder.entries.push(ExternalTensor::from_parts(
                     &name,
                     role,
@@ -231,23 +248,28 @@ impl ItemCollector {
                     self.unknown.insert(key);
                 }
             },
-            ItemKind::Weight(name) => {
+            DcpItemKind::Weight(name) => {
                 let trained = matches!(dtype, Dtype::F64 | Dtype::F32 | Dtype::F16 | Dtype::BF16);
                 let role = if trained { TensorRole::Weight } else { TensorRole::Buffer };
                 builder.entries.push(ExternalTensor::from_parts(&name, role, dtype, shape.to_vec(), parts));
             }
-            ItemKind::Other => {}
+            DcpItemKind::Other => {}
         }
         Ok(())
     }
 
-    /// The runs of consecutive elements of the chunks of a tensor.
-    fn parts(
+    /// Splits the chunks of a tensor into runs of consecutive elements of the tensor, sorted by
+    /// their first element.
+    ///
+    /// # Errors
+    /// Fails if a chunk is not a tensor or differs from its description, or the limit on runs is
+    /// exceeded.
+    fn collect_parts(
         &mut self,
         key: &str,
         dtype: Dtype,
         shape: &[u64],
-        chunks: &[Chunk],
+        chunks: &[TensorChunk],
         read: &mut HashMap<StorageLocation, ItemValue>,
     ) -> std::result::Result<Vec<TensorPart>, DcpError> {
         let mut parts = Vec::new();
@@ -272,11 +294,11 @@ impl ItemCollector {
                 });
             }
             for (start, taken) in
-                runs(shape, chunk).ok_or_else(|| DcpError::ImpossibleShape(key.to_owned()))?
+                compute_chunk_runs(shape, chunk).ok_or_else(|| DcpError::ImpossibleShape(key.to_owned()))?
             {
                 parts.push(TensorPart::new(file, &view, taken, start));
-                self.parts += 1;
-                if self.parts > PARTS_MAX {
+                self.part_count += 1;
+                if self.part_count > PARTS_MAX {
                     return Err(DcpError::TooManyRuns { key: key.to_owned(), limit: PARTS_MAX });
                 }
             }
@@ -285,9 +307,9 @@ impl ItemCollector {
         Ok(parts)
     }
 
-    /// The parameter groups. Groups of a single named parameter are merged when their
+    /// Returns the parameter groups. Groups of a single named parameter are merged if their
     /// hyper-parameters are equal.
-    fn groups(self) -> Vec<ParamGroupInfo> {
+    fn into_param_groups(self) -> Vec<ParamGroupInfo> {
         let mut groups: Vec<ParamGroupInfo> = Vec::new();
         for ((number, called), mut hyper) in self.hyper {
             let names = match hyper.remove("params") {
@@ -306,11 +328,15 @@ impl ItemCollector {
     }
 }
 
-/// The runs of consecutive elements of a chunk of a tensor of `shape`: first element in the tensor,
-/// and range of elements of the chunk.
-fn runs(shape: &[u64], chunk: &Chunk) -> Option<impl Iterator<Item = (u64, std::ops::Range<u64>)>> {
-    let total = elements(&chunk.sizes)?;
-    elements(shape)?;
+/// Splits a chunk of a tensor of shape `shape` into runs of consecutive elements of the tensor.
+/// Each run is the index of its first element in the tensor, and its range of elements in the
+/// chunk. Returns `None` if the number of elements overflows.
+fn compute_chunk_runs(
+    shape: &[u64],
+    chunk: &TensorChunk,
+) -> Option<impl Iterator<Item = (u64, std::ops::Range<u64>)>> {
+    let total = count_elements(&chunk.sizes)?;
+    count_elements(shape)?;
     // trailing dimensions that the chunk covers completely belong to one run
     let covered_from =
         (0..shape.len()).rev().take_while(|&d| chunk.sizes[d] == shape[d]).last().unwrap_or(shape.len());
@@ -343,9 +369,9 @@ mod tests {
             let offsets: Vec<u64> = dims.iter().map(|d| d.1).collect();
             let shape: Vec<u64> = dims.iter().map(|d| d.0 + d.1 + d.2).collect();
             let location = StorageLocation { file: String::new(), offset: 0, length: 0 };
-            let chunk = Chunk { offsets: offsets.clone(), sizes: sizes.clone(), location };
+            let chunk = TensorChunk { offsets: offsets.clone(), sizes: sizes.clone(), location };
             let mut found = vec![None; sizes.iter().product::<u64>() as usize];
-            for (start, taken) in runs(&shape, &chunk).expect("possible") {
+            for (start, taken) in compute_chunk_runs(&shape, &chunk).expect("possible") {
                 for (n, i) in taken.enumerate() {
                     found[i as usize] = Some(start + n as u64);
                 }

@@ -1,41 +1,43 @@
 //! Collects every tensor of a tag, and decides between contradicting sources of a weight.
-use super::Tag;
+use super::TagContents;
 use super::error::DeepSpeedError;
 use super::layout::{self, RankShard};
 use super::states::ModelStates;
-use crate::catalog::{TensorRole, Tie};
-use crate::error::{CkptError, Result, list_some};
+use crate::catalog::{TensorRole, TiedWeight};
+use crate::error::{CkptError, Result, format_names};
 use crate::external::ExternalTensor;
 use crate::formats::torch_file::TensorView;
 use std::collections::{HashMap, HashSet};
 
-/// Every tensor of a tag, and what is missing or ignored in it.
+/// The tensors of a tag, and what is missing or ignored in it.
 #[derive(Default)]
 pub(super) struct CollectedTensors {
     pub(super) entries: Vec<ExternalTensor>,
+    /// Names of weights that are not trained.
     pub(super) frozen: Vec<String>,
-    /// Weights that the tag names but does not store.
+    /// Names of weights that the tag lists without storing their values.
     pub(super) lost: Vec<String>,
-    pub(super) ties: Vec<Tie>,
+    pub(super) ties: Vec<TiedWeight>,
     /// Why an existing optimizer state is ignored.
     pub(super) ignored_optimizer: Option<String>,
     pub(super) notices: Vec<String>,
 }
 
-/// Collects the tensors of a tag with the files of all ranks.
-pub(super) fn collect(tag: &Tag, stage: u8) -> Result<CollectedTensors> {
+/// Collects the tensors from the files of all ranks. `stage` is the ZeRO stage.
+pub(super) fn collect_tensors(tag: &TagContents, stage: u8) -> Result<CollectedTensors> {
     let mut found = CollectedTensors::default();
     let Some((file, model)) = tag.model.get(&0) else { return Ok(found) };
-    found.groups(tag, model, stage)?;
+    found.collect_groups(tag, model, stage)?;
     found.collect_frozen(tag, model, stage)?;
-    found.ties(model);
-    found.module(*file, model, stage);
-    found.in_module_order(model);
-    found.report_unknown(tag);
+    found.collect_ties(model);
+    found.collect_module(*file, model, stage);
+    found.sort_by_module(model);
+    found.report_unknown_states(tag);
     Ok(found)
 }
 
 impl CollectedTensors {
+    /// Returns the names of the weights collected so far.
     fn weight_names(&self) -> HashSet<&str> {
         self.entries
             .iter()
@@ -44,8 +46,9 @@ impl CollectedTensors {
             .collect()
     }
 
-    /// Collects the fp32 master weights and optimizer states of the trained parameters.
-    fn groups(&mut self, tag: &Tag, model: &ModelStates, stage: u8) -> Result<()> {
+    /// Collects the FP32 master weights and optimizer states of the trained parameters. Stage 0 has
+    /// none in optimizer files.
+    fn collect_groups(&mut self, tag: &TagContents, model: &ModelStates, stage: u8) -> Result<()> {
         if stage == 0 {
             return Ok(());
         }
@@ -55,7 +58,7 @@ impl CollectedTensors {
                 return Err(tag.damaged(*file, DeepSpeedError::GroupCount { found, expected }));
             }
         }
-        let lean = tag.optimizer.values().all(|(_, s)| s.lean);
+        let is_unpadded = tag.optimizer.values().all(|(_, s)| s.is_unpadded);
         for (g, group) in model.groups.iter().enumerate() {
             let ranks: Vec<RankShard<'_>> = tag
                 .optimizer
@@ -63,8 +66,8 @@ impl CollectedTensors {
                 .filter_map(|(file, states)| Some(RankShard { file: *file, shard: states.shards.get(g)? }))
                 .collect();
             let entries = match stage {
-                3 => layout::partitioned(group, &ranks),
-                _ => layout::flat(group, &ranks, lean),
+                3 => layout::locate_partitioned_params(group, &ranks),
+                _ => layout::locate_flat_params(group, &ranks, is_unpadded),
             };
             self.entries.extend(entries.map_err(|error| {
                 let error = DeepSpeedError::Group { group: g, error };
@@ -74,7 +77,8 @@ impl CollectedTensors {
         Ok(())
     }
 
-    pub(super) fn collect_frozen(&mut self, tag: &Tag, model: &ModelStates, stage: u8) -> Result<()> {
+    /// Collects the frozen weights that the optimizer files do not contain.
+    pub(super) fn collect_frozen(&mut self, tag: &TagContents, model: &ModelStates, stage: u8) -> Result<()> {
         let trained: HashSet<String> = self.weight_names().into_iter().map(str::to_owned).collect();
         let (frozen_late, frozen): (Vec<_>, Vec<_>) =
             model.frozen_shapes.iter().partition(|(n, _)| trained.contains(n));
@@ -83,14 +87,14 @@ impl CollectedTensors {
             self.notices.push(format!(
                 "{} frozen after the optimizer was created ({}); using the optimizer's FP32 values",
                 if names.len() == 1 { "a weight was" } else { "weights were" },
-                list_some(&names)
+                format_names(&names)
             ));
         }
         let files: Vec<(usize, HashMap<&str, &TensorView>)> = tag
             .model
             .values()
             .filter(|_| stage > 0)
-            .map(|(file, m)| (*file, m.frozen.iter().map(|(n, v)| (n.as_str(), v)).collect()))
+            .map(|(file, m)| (*file, m.frozen_fragments.iter().map(|(n, v)| (n.as_str(), v)).collect()))
             .collect();
         // below stage 3, one model file has the whole weight
         let files = if stage == 3 { &files[..] } else { &files[..files.len().min(1)] };
@@ -102,7 +106,7 @@ impl CollectedTensors {
                 };
                 slices.push((*file, *view));
             }
-            let entry = layout::frozen_layout(name, shape, &slices).map_err(|error| {
+            let entry = layout::locate_frozen_param(name, shape, &slices).map_err(|error| {
                 CkptError::damaged(&tag.path, "model files", DeepSpeedError::Frozen(error))
             })?;
             self.entries.push(entry);
@@ -112,7 +116,7 @@ impl CollectedTensors {
     }
 
     /// Collects the ties between weights, except those whose alias is stored as well.
-    pub(super) fn ties(&mut self, model: &ModelStates) {
+    pub(super) fn collect_ties(&mut self, model: &ModelStates) {
         let stored: HashSet<String> = self.weight_names().into_iter().map(str::to_owned).collect();
         for tie in &model.ties {
             if stored.contains(&tie.alias) {
@@ -126,8 +130,9 @@ impl CollectedTensors {
         }
     }
 
-    /// Collects buffers, and weights that only the 16-bit module has.
-    pub(super) fn module(&mut self, file: usize, model: &ModelStates, stage: u8) {
+    /// Collects buffers, and weights that only the 16-bit module has. `file` is the index of the
+    /// model file in the store.
+    pub(super) fn collect_module(&mut self, file: usize, model: &ModelStates, stage: u8) {
         let mut known: HashSet<String> = self.weight_names().into_iter().map(str::to_owned).collect();
         known.extend(self.ties.iter().map(|t| t.alias.clone()));
         let buffers: HashSet<&str> = model.buffers.iter().map(String::as_str).collect();
@@ -135,24 +140,24 @@ impl CollectedTensors {
         let mut locations: HashMap<_, &str> = HashMap::new();
         for (name, view) in &model.module {
             if buffers.contains(name.as_str()) {
-                self.entries.push(ExternalTensor::whole(name, TensorRole::Buffer, file, view));
+                self.entries.push(ExternalTensor::from_whole_view(name, TensorRole::Buffer, file, view));
             } else if known.contains(name) {
                 continue;
             } else if stage == 3 && view.elements() == 0 {
                 self.lost.push(name.clone());
-            } else if let Some(target) = tied_to(model, name)
+            } else if let Some(target) = find_tie_target(model, name)
                 && known.contains(target)
             {
-                self.ties.push(Tie { alias: name.clone(), target: target.to_owned() });
+                self.ties.push(TiedWeight { alias: name.clone(), target: target.to_owned() });
             } else if stage == 0
                 && view.elements() > 0
                 && let Some(target) = locations.get(&view.location())
             {
                 // stage 0 does not list ties
-                self.ties.push(Tie { alias: name.clone(), target: (*target).to_owned() });
+                self.ties.push(TiedWeight { alias: name.clone(), target: (*target).to_owned() });
             } else {
                 locations.insert(view.location(), name);
-                self.entries.push(ExternalTensor::whole(name, TensorRole::Weight, file, view));
+                self.entries.push(ExternalTensor::from_whole_view(name, TensorRole::Weight, file, view));
                 known.insert(name.clone());
                 fallback.push(name.clone());
             }
@@ -161,23 +166,25 @@ impl CollectedTensors {
             self.notices.push(format!(
                 "{} in no parameter group and not frozen ({}); using the values of the 16-bit module",
                 if fallback.len() == 1 { "a weight is" } else { "weights are" },
-                list_some(&fallback)
+                format_names(&fallback)
             ));
             self.frozen.extend(fallback);
         }
         if !self.lost.is_empty() {
-            self.notices.push(format!("weights without stored values: {}", list_some(&self.lost)));
+            self.notices.push(format!("weights without stored values: {}", format_names(&self.lost)));
         }
     }
 
-    /// Sorts the entries in the order of the module, which is that of the model.
-    pub(super) fn in_module_order(&mut self, model: &ModelStates) {
+    /// Sorts the tensors in the order of the module in the model file, which is the order of the
+    /// model.
+    pub(super) fn sort_by_module(&mut self, model: &ModelStates) {
         let order: HashMap<&str, usize> =
             model.module.iter().enumerate().map(|(i, (name, _))| (name.as_str(), i)).collect();
         self.entries.sort_by_key(|e| order.get(e.info.name.as_str()).copied().unwrap_or(usize::MAX));
     }
 
-    fn report_unknown(&mut self, tag: &Tag) {
+    /// Adds a notice about optimizer states of unknown kinds, which are ignored.
+    fn report_unknown_states(&mut self, tag: &TagContents) {
         let mut unknown: Vec<String> = tag
             .optimizer
             .values()
@@ -186,11 +193,12 @@ impl CollectedTensors {
         unknown.sort();
         unknown.dedup();
         if !unknown.is_empty() {
-            self.notices.push(format!("ignoring unknown optimizer states: {}", list_some(&unknown)));
+            self.notices.push(format!("ignoring unknown optimizer states: {}", format_names(&unknown)));
         }
     }
 }
 
-fn tied_to<'a>(model: &'a ModelStates, alias: &str) -> Option<&'a str> {
+/// Returns the weight that `alias` is tied to, or `None` if it is not tied.
+fn find_tie_target<'a>(model: &'a ModelStates, alias: &str) -> Option<&'a str> {
     model.ties.iter().find(|t| t.alias == alias).map(|t| t.target.as_str())
 }

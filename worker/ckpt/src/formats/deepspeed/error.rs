@@ -1,7 +1,7 @@
 //! [`DeepSpeedError`]: why DeepSpeed's files are rejected.
 use crate::catalog::TensorRole;
 use crate::dtype::Dtype;
-use crate::formats::optimizer::{InvalidStep, OptimizerStateError};
+use crate::formats::optimizer_state::{InvalidStep, OptimizerStateError};
 use crate::formats::torch_error::TorchFileError;
 use diagnostic::Code;
 use diagnostic::codes::checkpoint as codes;
@@ -16,7 +16,7 @@ pub enum DeepSpeedError {
     /// An entry of a model or optimizer file has an unexpected type or value.
     #[error("invalid {0}")]
     InvalidField(&'static str),
-    /// A tensor is invalid.
+    /// A tensor in a model or optimizer file is invalid.
     #[error("{name}: {error}")]
     Tensor {
         /// Name or key of the tensor.
@@ -24,21 +24,21 @@ pub enum DeepSpeedError {
         /// Why the tensor is rejected.
         error: TorchFileError,
     },
-    /// A tensor is invalid; its name is unknown.
+    /// A tensor whose name is unknown is invalid.
     #[error("{0}")]
     Torch(#[from] TorchFileError),
     /// The optimizer in a model file is invalid.
     #[error("{0}")]
     Optimizer(#[from] OptimizerStateError),
-    /// A flat group is not F32.
+    /// The flat tensor of a group is not F32.
     #[error("flat group {group} is {dtype}, expected F32")]
     FlatGroupDtype {
         /// Index of the group.
         group: usize,
-        /// Its dtype.
+        /// Dtype of the flat tensor.
         dtype: Dtype,
     },
-    /// The optimizer file has another number of groups than the model file.
+    /// The optimizer file and the model file have different numbers of parameter groups.
     #[error("the file has {found} parameter groups, the model file {expected}")]
     GroupCount {
         /// Groups of the optimizer file.
@@ -57,13 +57,13 @@ pub enum DeepSpeedError {
     /// The slices of a frozen weight do not match its shape.
     #[error("frozen weight: {0}")]
     Frozen(LayoutError),
-    /// A parameter does not match its shape.
+    /// The flat tensor of a parameter does not match its shape.
     #[error("{0}")]
     Layout(#[from] LayoutError),
-    /// A model file lacks a frozen weight.
+    /// A model file lacks a frozen weight that it lists.
     #[error("frozen weight {0} is missing")]
     FrozenMissing(String),
-    /// The file was written by another rank.
+    /// The file was written by another rank than its name states.
     #[error("the file was written by rank {0}: files of two ranks were exchanged")]
     WrongRank(u32),
     /// Two files belong to the same rank.
@@ -72,16 +72,16 @@ pub enum DeepSpeedError {
     /// The rank of a file is not below the world size.
     #[error("the checkpoint has only {0} ranks")]
     RankOutsideWorld(u32),
-    /// The file has another stage or world size than the others.
+    /// A file has another stage or world size than the rest of the checkpoint.
     #[error(
         "the file is of stage {stage} with partitions {partitions:?}, the checkpoint of stage {expected_stage} on {world} ranks"
     )]
     StageMismatch {
         /// Stage of the file.
         stage: u8,
-        /// Partitions per group.
+        /// Number of partitions of each group in the file.
         partitions: Vec<u64>,
-        /// Stage of the first file.
+        /// Stage of the first optimizer file.
         expected_stage: u8,
         /// World size of the checkpoint.
         world: u32,
@@ -104,7 +104,7 @@ pub enum DeepSpeedError {
     WeightStep {
         /// Name of the weight.
         name: String,
-        /// The step.
+        /// The invalid step.
         error: InvalidStep,
     },
     /// A file of a universal checkpoint was written under another name.
@@ -113,10 +113,10 @@ pub enum DeepSpeedError {
     /// A file of a universal checkpoint has no tensor.
     #[error("the file holds no tensor")]
     NoTensor,
-    /// The shape of a flat tensor is unknown.
+    /// A flat tensor's shape is not recorded in any model file.
     #[error("the tensor is flat, and no model file records its shape")]
     UnknownShape,
-    /// A group has another number of FP32 weights than states.
+    /// A group has different numbers of FP32 master weights and optimizer states.
     #[error("group {group} has {weights} FP32 weights and {states} states")]
     MasterCount {
         /// Index of the group.
@@ -126,7 +126,7 @@ pub enum DeepSpeedError {
         /// States of the group.
         states: usize,
     },
-    /// An FP32 weight has another dtype or shape than the module's weight.
+    /// The FP32 master of a weight has an unexpected dtype, or another shape than the weight.
     #[error("the FP32 weight of {name} is {dtype} {found:?}, expected F32 {expected:?}")]
     MasterMismatch {
         /// Name of the weight.
@@ -152,7 +152,7 @@ pub enum LayoutError {
     ImpossibleShape {
         /// Name of the parameter.
         name: String,
-        /// Its shape.
+        /// Shape of the parameter.
         shape: Vec<u64>,
     },
     /// The number of alignment paddings differs from the number of parameters.
@@ -171,20 +171,20 @@ pub enum LayoutError {
         /// Elements of all ranks.
         found: u64,
     },
-    /// A rank lacks a state that other ranks have.
+    /// A rank lacks an optimizer state that other ranks have.
     #[error("rank {rank} has no {role}")]
     StateMissing {
         /// The rank.
         rank: usize,
-        /// Which state.
+        /// Role of the missing state.
         role: TensorRole,
     },
-    /// A state has another length than the weights of its rank.
+    /// An optimizer state has another length than the weights of its rank.
     #[error("rank {rank} has {states} elements of {role} ({dtype}) for {weights} elements of weights")]
     StateLength {
         /// The rank.
         rank: usize,
-        /// Which state.
+        /// Role of the state.
         role: TensorRole,
         /// Elements of the state.
         states: u64,
@@ -196,23 +196,23 @@ pub enum LayoutError {
     /// A flat tensor of stage 3 ends within a parameter.
     #[error("{role} of rank {rank} has {elements} elements ({dtype}), {name} ends at {end}")]
     PartitionTooShort {
-        /// Which tensor.
+        /// Role of the flat tensor.
         role: TensorRole,
         /// The rank.
         rank: usize,
-        /// Its elements.
+        /// Elements of the flat tensor.
         elements: u64,
-        /// Its dtype.
+        /// Dtype of the flat tensor.
         dtype: Dtype,
         /// Name of the parameter.
         name: String,
-        /// End of the parameter in the flat tensor.
+        /// End of the parameter in the flat tensor, in elements.
         end: u64,
     },
     /// A flat tensor of stage 3 is longer than its parameters.
     #[error("the parameters have {expected} elements of {role} per rank, rank {rank} has {found}")]
     PartitionLength {
-        /// Which tensor.
+        /// Role of the flat tensor.
         role: TensorRole,
         /// The rank.
         rank: usize,
@@ -238,19 +238,19 @@ pub enum LayoutError {
     /// A tensor of a universal checkpoint has another number of elements than its shape.
     #[error("{role} has {elements} elements, the shape {shape:?} has {expected}")]
     TensorLength {
-        /// Which tensor.
+        /// Role of the tensor.
         role: TensorRole,
-        /// Its elements.
+        /// Elements of the tensor.
         elements: u64,
         /// The shape of the weight.
         shape: Vec<u64>,
-        /// Elements of the shape.
+        /// Number of elements that the shape gives.
         expected: u64,
     },
 }
 
 impl DeepSpeedError {
-    /// The stable code of this error.
+    /// Returns the stable code of this error.
     pub fn code(&self) -> Code {
         match self {
             DeepSpeedError::Optimizer(_) => codes::OPTIMIZER_STATE_INVALID,

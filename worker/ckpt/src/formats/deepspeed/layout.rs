@@ -1,27 +1,30 @@
 //! Locates each parameter in the flat tensors of the ranks.
 use super::error::LayoutError;
-use super::states::Shard;
-use crate::catalog::{TensorInfo, TensorRole, elements};
+use super::states::FlatGroupShard;
+use crate::catalog::{TensorInfo, TensorRole, count_elements};
 use crate::dtype::Dtype;
 use crate::external::ExternalTensor;
-use crate::external::store::TensorPart;
+use crate::external::stored_files::TensorPart;
 use crate::formats::torch_file::TensorView;
 use std::ops::Range;
 
-/// Name and shape of the parameters of a group, in the order of the flat tensor.
-pub(super) type Shapes = [(String, Vec<u64>)];
+/// Name and shape of each parameter of a group, in the order of the flat tensor.
+pub(super) type ParamShapes = [(String, Vec<u64>)];
 
-/// The part of a group that one rank stores, and its file.
+/// The part of a flat group that one rank stores.
 pub(super) struct RankShard<'a> {
+    /// Index of the rank's optimizer file in the store.
     pub(super) file: usize,
-    pub(super) shard: &'a Shard,
+    pub(super) shard: &'a FlatGroupShard,
 }
 
 impl RankShard<'_> {
+    /// Returns the number of elements of the rank's weights, padding included.
     fn len(&self) -> u64 {
         self.shard.fp32.elements()
     }
 
+    /// Returns the flat tensor of this role, or `None` if the rank has none.
     fn state_view(&self, role: TensorRole) -> Option<&TensorView> {
         match role {
             TensorRole::Weight => Some(&self.shard.fp32),
@@ -30,10 +33,10 @@ impl RankShard<'_> {
     }
 }
 
-/// The tensors of a group: the weights and the states that any rank has.
-fn roles(ranks: &[RankShard<'_>]) -> Vec<TensorRole> {
+/// Lists the roles of a group's tensors: the weights, and the optimizer states that any rank has.
+fn list_roles(ranks: &[RankShard<'_>]) -> Vec<TensorRole> {
     let mut roles = vec![TensorRole::Weight];
-    // a rank with an empty part may have no state
+    // a rank whose part is empty may lack optimizer states
     roles.extend(
         TensorRole::ALL
             .into_iter()
@@ -42,12 +45,13 @@ fn roles(ranks: &[RankShard<'_>]) -> Vec<TensorRole> {
     roles
 }
 
-fn impossible_shape(name: &str, shape: &[u64]) -> LayoutError {
+/// Returns the error for a shape whose number of elements overflows.
+fn impossible_shape_error(name: &str, shape: &[u64]) -> LayoutError {
     LayoutError::ImpossibleShape { name: name.to_owned(), shape: shape.to_vec() }
 }
 
-/// Returns the tensor of one parameter, composed of `parts`.
-fn entry(
+/// Makes the tensor of one parameter from its parts.
+fn make_tensor(
     name: &str,
     shape: &[u64],
     role: TensorRole,
@@ -57,12 +61,15 @@ fn entry(
     ExternalTensor { info: TensorInfo { name: name.to_owned(), role, dtype, shape: shape.to_vec() }, parts }
 }
 
-/// Stages 1 and 2: the parameters are concatenated, and the result is split into one part per rank.
-/// `lean`: the parts have no padding.
-pub(super) fn flat(
-    group: &Shapes,
+/// Locates the parameters of a group of stage 1 or 2, in which they are concatenated and the result
+/// is split into one part per rank. With `is_unpadded`, the parts have no padding.
+///
+/// # Errors
+/// Fails if the number of elements does not match, or a state is missing or has a wrong length.
+pub(super) fn locate_flat_params(
+    group: &ParamShapes,
     ranks: &[RankShard<'_>],
-    lean: bool,
+    is_unpadded: bool,
 ) -> Result<Vec<ExternalTensor>, LayoutError> {
     let alignment = ranks.first().map_or(&[][..], |r| &r.shard.alignment);
     if !alignment.is_empty() && alignment.len() != group.len() {
@@ -71,36 +78,36 @@ pub(super) fn flat(
     let mut spans = Vec::with_capacity(group.len());
     let mut end = 0u64;
     for (i, (name, shape)) in group.iter().enumerate() {
-        let too_large = || impossible_shape(name, shape);
-        let next = end.checked_add(elements(shape).ok_or_else(too_large)?).ok_or_else(too_large)?;
+        let too_large = || impossible_shape_error(name, shape);
+        let next = end.checked_add(count_elements(shape).ok_or_else(too_large)?).ok_or_else(too_large)?;
         spans.push(end..next);
         end = next.checked_add(alignment.get(i).copied().unwrap_or(0)).ok_or_else(too_large)?;
     }
     let held: u64 = ranks.iter().map(RankShard::len).sum();
     // without `zero_stage`, the last part may be padded to a multiple of twice the number of ranks
-    let slack = if lean { 0 } else { 4 * ranks.len() as u64 };
+    let slack = if is_unpadded { 0 } else { 4 * ranks.len() as u64 };
     if held < end || held - end > slack {
         return Err(LayoutError::ElementCount { expected: end, found: held });
     }
     let mut entries = Vec::new();
-    for role in roles(ranks) {
-        check_states(ranks, role)?;
+    for role in list_roles(ranks) {
+        check_state_lengths(ranks, role)?;
         for ((name, shape), span) in group.iter().zip(&spans) {
-            entries.push(entry(
+            entries.push(make_tensor(
                 name,
                 shape,
                 role,
                 Dtype::F32,
-                concatenated_parts(ranks, role, span.clone())?,
+                locate_concatenated_parts(ranks, role, span.clone())?,
             ));
         }
     }
     Ok(entries)
 }
 
-/// Locates the elements `span` of the concatenated shards of all ranks. Returns one part for each
+/// Locates the elements `span` of the concatenated parts of all ranks. Returns one part for each
 /// rank that has some of them.
-fn concatenated_parts(
+fn locate_concatenated_parts(
     ranks: &[RankShard<'_>],
     role: TensorRole,
     span: Range<u64>,
@@ -118,8 +125,8 @@ fn concatenated_parts(
     Ok(parts)
 }
 
-/// Checks that states are as long as the weights, or longer by the padding.
-fn check_states(ranks: &[RankShard<'_>], role: TensorRole) -> Result<(), LayoutError> {
+/// Checks that the states of each rank are as long as its weights, or longer by the padding.
+fn check_state_lengths(ranks: &[RankShard<'_>], role: TensorRole) -> Result<(), LayoutError> {
     for (r, rank) in ranks.iter().enumerate() {
         let Some(view) = rank.state_view(role) else { continue };
         let (weights, states) = (rank.len(), view.elements());
@@ -132,18 +139,21 @@ fn check_states(ranks: &[RankShard<'_>], role: TensorRole) -> Result<(), LayoutE
     Ok(())
 }
 
-/// Stage 3: each parameter is split evenly among the ranks, with padding at the end; each rank
-/// concatenates its parts.
-pub(super) fn partitioned(
-    group: &Shapes,
+/// Locates the parameters of a group of stage 3, in which each parameter is split evenly among the
+/// ranks, with padding at the end, and each rank concatenates its slices.
+///
+/// # Errors
+/// Fails if the flat tensor of a rank is missing, or its length does not match the parameters.
+pub(super) fn locate_partitioned_params(
+    group: &ParamShapes,
     ranks: &[RankShard<'_>],
 ) -> Result<Vec<ExternalTensor>, LayoutError> {
     let world = ranks.len() as u64;
     let mut entries = Vec::new();
-    for role in roles(ranks) {
+    for role in list_roles(ranks) {
         let mut offset = 0u64;
         for (name, shape) in group {
-            let count = elements(shape).ok_or_else(|| impossible_shape(name, shape))?;
+            let count = count_elements(shape).ok_or_else(|| impossible_shape_error(name, shape))?;
             let share = count.div_ceil(world);
             let mut parts = Vec::new();
             for (r, rank) in ranks.iter().enumerate() {
@@ -165,7 +175,7 @@ pub(super) fn partitioned(
                     parts.push(TensorPart::new(rank.file, view, taken, span.start));
                 }
             }
-            entries.push(entry(name, shape, role, Dtype::F32, parts));
+            entries.push(make_tensor(name, shape, role, Dtype::F32, parts));
             offset += share;
         }
         for (rank, shard) in ranks.iter().enumerate() {
@@ -178,13 +188,14 @@ pub(super) fn partitioned(
     Ok(entries)
 }
 
-/// A frozen parameter: whole in one file, or (stage 3) one slice per rank with padding at the end.
-pub(super) fn frozen_layout(
+/// Locates a frozen parameter. `slices` has the file and the view of each slice: a single one with
+/// all elements, or (stage 3) one per rank with padding at the end.
+pub(super) fn locate_frozen_param(
     name: &str,
     shape: &[u64],
     slices: &[(usize, &TensorView)],
 ) -> Result<ExternalTensor, LayoutError> {
-    let count = elements(shape).ok_or_else(|| impossible_shape(name, shape))?;
+    let count = count_elements(shape).ok_or_else(|| impossible_shape_error(name, shape))?;
     let share = count.div_ceil(slices.len().max(1) as u64);
     let mut parts = Vec::new();
     for (r, &(file, view)) in slices.iter().enumerate() {
@@ -204,5 +215,5 @@ pub(super) fn frozen_layout(
         }
     }
     let dtype = slices.first().map_or(Dtype::F32, |(_, v)| v.dtype);
-    Ok(entry(name, shape, TensorRole::Weight, dtype, parts))
+    Ok(make_tensor(name, shape, TensorRole::Weight, dtype, parts))
 }

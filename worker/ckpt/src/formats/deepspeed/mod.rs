@@ -1,13 +1,13 @@
 //! Reads DeepSpeed checkpoints of ZeRO stages 0 to 3, including those of HF Trainer and Accelerate.
 //!
-//! `DIR/latest` names a tag. `DIR/TAG` has model files and the optimizer files of all ranks. When
+//! `DIR/latest` names a tag. `DIR/TAG` has model files and the optimizer files of all ranks. If
 //! several sources have a weight, the flat groups (`param_shapes`) take precedence, then frozen
 //! weights, then the 16-bit `module`.
 mod collect;
-pub(crate) mod donor;
 pub(crate) mod error;
 mod file_names;
 mod layout;
+pub(crate) mod lost_model_files;
 mod passthrough;
 mod stage0;
 mod states;
@@ -16,69 +16,75 @@ pub(crate) mod universal;
 
 use self::error::DeepSpeedError;
 use self::file_names::TagFiles;
-use self::tag::Tag;
+use self::tag::TagContents;
 use crate::catalog::is_plain_file_name;
 use crate::diagnosis::Diagnosis;
-use crate::disk::{Directory, exists, parent_of};
+use crate::disk::{Directory, exists, parent_dir};
 use crate::error::{CkptError, MissingPart, Result};
 use crate::external::{ExternalCheckpoint, ExternalFacts, ExternalTensor, StatePart, companion_files};
 use std::path::Path;
 
-pub(crate) const LATEST: &str = "latest";
-pub(crate) const LATEST_UNIVERSAL: &str = "latest_universal";
+/// Name of the file that names the newest tag.
+pub(crate) const LATEST_FILE: &str = "latest";
+/// Name of the file that names the newest universal checkpoint.
+pub(crate) const LATEST_UNIVERSAL_FILE: &str = "latest_universal";
 
-/// Opens a DeepSpeed checkpoint directory, or a tag in one. `None` when the path is neither.
-pub(crate) fn open(path: &Path) -> Result<Option<ExternalCheckpoint>> {
+/// Opens the DeepSpeed checkpoint at `path`: a directory with tags, a tag, or a universal
+/// checkpoint. Returns `None` for any other path.
+pub(crate) fn open_deepspeed(path: &Path) -> Result<Option<ExternalCheckpoint>> {
     let directory = Directory::open(path)?;
-    if universal::is_universal(path) {
-        return universal::open(path, &parent_of(path), Vec::new()).map(Some);
+    if universal::is_universal_directory(path) {
+        return universal::open_universal(path, &parent_dir(path), Vec::new()).map(Some);
     }
-    let universal = match directory.size_of(LATEST_UNIVERSAL)? {
-        Some(_) => Some(latest(&directory, LATEST_UNIVERSAL)?),
+    let universal = match directory.file_size(LATEST_UNIVERSAL_FILE)? {
+        Some(_) => Some(read_latest(&directory, LATEST_UNIVERSAL_FILE)?),
         None => None,
     };
-    if let Some(tag) = universal.as_ref().filter(|_| !exists(&path.join(LATEST)) && !has_tags(path)) {
-        return match universal::is_universal(&path.join(tag)) {
-            true => universal::open(&path.join(tag), path, Vec::new()).map(Some),
+    if let Some(tag) = universal.as_ref().filter(|_| !exists(&path.join(LATEST_FILE)) && !has_tags(path)) {
+        return match universal::is_universal_directory(&path.join(tag)) {
+            true => universal::open_universal(&path.join(tag), path, Vec::new()).map(Some),
             false => {
-                let (target, pointer) = (tag.clone(), LATEST_UNIVERSAL);
+                let (target, pointer) = (tag.clone(), LATEST_UNIVERSAL_FILE);
                 let part = MissingPart::LatestTarget { target, pointer, present: Vec::new() };
                 Err(CkptError::missing(path, part))
             }
         };
     }
     if !TagFiles::list(&directory)?.model.is_empty() {
-        return open_tag(path, path, &parent_of(path), Vec::new()).map(Some);
+        return open_tag(path, path, &parent_dir(path), Vec::new()).map(Some);
     }
-    let tags = tags(path)?;
-    let latest = match directory.size_of(LATEST)? {
-        Some(_) => Some(latest(&directory, LATEST)?),
+    let tags = list_tags(path)?;
+    let latest = match directory.file_size(LATEST_FILE)? {
+        Some(_) => Some(read_latest(&directory, LATEST_FILE)?),
         None => None,
     };
     match latest {
-        Some(tag) if is_tag(&path.join(&tag)) => {
-            let warnings = stale_latest(path, &tag, &tags)?;
+        Some(tag) if is_tag_directory(&path.join(&tag)) => {
+            let warnings = find_stale_latest(path, &tag, &tags)?;
             let notice = universal.map(|other| {
                 let (tag, other) = (path.join(&tag), path.join(other));
                 format!("using {}; there is also a universal checkpoint: {}", tag.display(), other.display())
             });
             let mut found = open_tag(path, &path.join(&tag), path, notice.into_iter().collect())?;
-            found.warn(warnings);
+            found.add_warnings(warnings);
             Ok(Some(found))
         }
         Some(_) if tags.is_empty() => Ok(None),
         Some(tag) => {
-            let part = MissingPart::LatestTarget { target: tag, pointer: LATEST, present: tags };
+            let part = MissingPart::LatestTarget { target: tag, pointer: LATEST_FILE, present: tags };
             Err(CkptError::missing(path, part))
         }
         None if tags.is_empty() => Ok(None),
-        None => newest(path, &tags).map(Some),
+        None => open_newest_tag(path, &tags).map(Some),
     }
 }
 
-/// Reads `latest` or `latest_universal`; returns the name of the directory.
-pub(crate) fn latest(directory: &Directory, file: &str) -> Result<String> {
-    let text = directory.read(file, 4096)?;
+/// Reads `latest` or `latest_universal` and returns the directory name in it.
+///
+/// # Errors
+/// Fails if the content is not a plain file name.
+pub(crate) fn read_latest(directory: &Directory, file: &str) -> Result<String> {
+    let text = directory.read_file(file, 4096)?;
     let tag = std::str::from_utf8(&text).map(str::trim).unwrap_or_default();
     match is_plain_file_name(tag) {
         true => Ok(tag.to_owned()),
@@ -86,49 +92,52 @@ pub(crate) fn latest(directory: &Directory, file: &str) -> Result<String> {
     }
 }
 
-/// Reports a `latest` that names a tag, for a directory without tags.
-pub(crate) fn missing_tag(directory: &Directory) -> Result<Option<String>> {
-    if directory.size_of(LATEST)?.is_none() {
+/// Returns a message about a `latest` that names a missing tag, for a directory without tags.
+/// Returns `None` if there is no `latest`.
+pub(crate) fn describe_missing_tag(directory: &Directory) -> Result<Option<String>> {
+    if directory.file_size(LATEST_FILE)?.is_none() {
         return Ok(None);
     }
-    let tag = latest(directory, LATEST)?;
+    let tag = read_latest(directory, LATEST_FILE)?;
     Ok(Some(format!(
-        "`{LATEST}` names {tag}, which does not exist; only the weights are available, without the DeepSpeed state"
+        "`{LATEST_FILE}` names {tag}, which does not exist; only the weights are available, without the DeepSpeed state"
     )))
 }
 
-/// True when the directory has tags.
+/// Returns true if the directory has tags.
 fn has_tags(path: &Path) -> bool {
-    tags(path).is_ok_and(|tags| !tags.is_empty())
+    list_tags(path).is_ok_and(|tags| !tags.is_empty())
 }
 
-/// True for a directory with DeepSpeed files.
-pub(crate) fn is_tag(path: &Path) -> bool {
-    if !path.symlink_metadata().is_ok_and(|m| m.is_dir()) || universal::is_universal(path) {
+/// Returns true for a directory with DeepSpeed files that is not a universal checkpoint.
+pub(crate) fn is_tag_directory(path: &Path) -> bool {
+    if !path.symlink_metadata().is_ok_and(|m| m.is_dir()) || universal::is_universal_directory(path) {
         return false;
     }
     match Directory::open(path).and_then(|f| TagFiles::list(&f)) {
         Ok(names) => names.count() > 0,
-        // opening the tag reports the error
+        // opening the tag later reports any error other than an I/O error
         Err(e) => !matches!(e, CkptError::Io { .. }),
     }
 }
 
-/// All tags, the oldest step first.
-pub(crate) fn tags(path: &Path) -> Result<Vec<String>> {
-    let mut tags = Directory::open(path)?.names()?;
-    tags.retain(|t| is_plain_file_name(t) && is_tag(&path.join(t)));
-    tags.sort_by_key(|t| (file_names::step_from_tag(t), t.clone()));
+/// Lists the tags in a directory, in ascending order of their steps.
+pub(crate) fn list_tags(path: &Path) -> Result<Vec<String>> {
+    let mut tags = Directory::open(path)?.list_names()?;
+    tags.retain(|t| is_plain_file_name(t) && is_tag_directory(&path.join(t)));
+    tags.sort_by_key(|t| (file_names::parse_step_in_tag(t), t.clone()));
     Ok(tags)
 }
 
-/// Warns when a newer tag than the one that `latest` names has as many files.
-fn stale_latest(path: &Path, tag: &str, tags: &[String]) -> Result<Vec<String>> {
+/// Returns a warning if a tag that is newer than `tag`, which `latest` names, has at least as many
+/// files.
+fn find_stale_latest(path: &Path, tag: &str, tags: &[String]) -> Result<Vec<String>> {
     let files = |tag: &str| Ok((TagFiles::list(&Directory::open(&path.join(tag))?)?).count());
-    let (Some(step), Some(newest)) = (file_names::step_from_tag(tag), tags.last()) else {
+    let (Some(step), Some(newest)) = (file_names::parse_step_in_tag(tag), tags.last()) else {
         return Ok(Vec::new());
     };
-    let newer = file_names::step_from_tag(newest).is_some_and(|s| s > step) && files(newest)? >= files(tag)?;
+    let newer =
+        file_names::parse_step_in_tag(newest).is_some_and(|s| s > step) && files(newest)? >= files(tag)?;
     let notice = format!(
         "`latest` names {tag}, but {newest} is newer and complete; give {} to use it",
         path.join(newest).display()
@@ -136,8 +145,11 @@ fn stale_latest(path: &Path, tag: &str, tags: &[String]) -> Result<Vec<String>> 
     Ok(if newer { vec![notice] } else { Vec::new() })
 }
 
-/// Opens the newest readable tag, when there is no `latest`.
-fn newest(path: &Path, tags: &[String]) -> Result<ExternalCheckpoint> {
+/// Opens the newest readable one of `tags`, for a directory without `latest`.
+///
+/// # Errors
+/// Returns the error of the newest tag if no tag can be opened.
+fn open_newest_tag(path: &Path, tags: &[String]) -> Result<ExternalCheckpoint> {
     let mut notices = Vec::new();
     let mut first = None;
     for tag in tags.iter().rev() {
@@ -154,13 +166,13 @@ fn newest(path: &Path, tags: &[String]) -> Result<ExternalCheckpoint> {
     Err(first.unwrap_or(CkptError::not_a_checkpoint(path, Diagnosis::NoTag)))
 }
 
-/// Opens the tag at `path`, for which the user gave the path `given`; `root` may have a config and
-/// a tokenizer.
+/// Opens the tag in the directory `path`. `given` is the path that the user gave. The directory
+/// `root` may have a config, a tokenizer and companion files.
 fn open_tag(given: &Path, path: &Path, root: &Path, mut notices: Vec<String>) -> Result<ExternalCheckpoint> {
-    let tag = Tag::load(path)?;
+    let tag = TagContents::load(path)?;
     let stage = tag.check_ranks()?;
     let done = tag.check_steps()?;
-    let mut found = collect::collect(&tag, stage)?;
+    let mut found = collect::collect_tensors(&tag, stage)?;
     let Some((_, model)) = tag.model.get(&0) else { return Err(tag.missing("the model file")) };
     let mut contradiction = None;
     if let (Some(done), Some(step)) = (model.step, done)
@@ -171,14 +183,14 @@ fn open_tag(given: &Path, path: &Path, root: &Path, mut notices: Vec<String>) ->
             model.skipped
         ));
     }
-    let (mut groups, loss_scaler) = tag.groups(model, stage);
-    let mut steps = tag.steps(model)?;
+    let (mut groups, loss_scaler) = tag.collect_param_groups(model, stage);
+    let mut steps = tag.read_weight_steps(model)?;
     if let Some((file, _)) = tag.model.get(&0).filter(|_| stage == 0) {
-        (groups, steps) = stage0::add(&tag, *file, model, &mut found)?;
+        (groups, steps) = stage0::add_embedded_optimizer(&tag, *file, model, &mut found)?;
     }
     notices.append(&mut found.notices);
     let facts = ExternalFacts {
-        kind: program(root),
+        kind: detect_program(root),
         writer: format!("DeepSpeed {}", model.version.as_deref().unwrap_or("of unknown version")),
         tag: path.file_name().unwrap_or_default().to_string_lossy().into_owned(),
         step: model.step,
@@ -197,13 +209,13 @@ fn open_tag(given: &Path, path: &Path, root: &Path, mut notices: Vec<String>) ->
         warnings: contradiction.into_iter().collect(),
         ..ExternalFacts::default()
     };
-    let passthrough = passthrough::collect(&tag, &facts)?;
-    let facts = add_companions(facts, root, &found.entries)?;
+    let passthrough = passthrough::collect_passthrough(&tag, &facts)?;
+    let facts = add_companion_files(facts, root, &found.entries)?;
     Ok(ExternalCheckpoint::new(given, root, facts, tag.store, found.entries)?.with_passthrough(passthrough))
 }
 
-/// Adds the files next to a tag, and lists what is missing.
-fn add_companions(
+/// Reads the companion files in `root` into the facts, and lists what is missing.
+fn add_companion_files(
     mut facts: ExternalFacts,
     root: &Path,
     entries: &[ExternalTensor],
@@ -211,12 +223,12 @@ fn add_companions(
     if !entries.iter().any(|e| e.info.role.is_optimizer_state()) {
         facts.missing.push(StatePart::OptimizerState);
     }
-    companion_files::add(&mut facts, &Directory::open(root)?)?;
+    companion_files::add_companion_facts(&mut facts, &Directory::open(root)?)?;
     Ok(facts)
 }
 
-/// The program that ran DeepSpeed, recognized by its files next to the tag.
-fn program(root: &Path) -> &'static str {
+/// Returns the program that ran DeepSpeed, which its files next to the tag show.
+fn detect_program(root: &Path) -> &'static str {
     let has = |name: &str| exists(&root.join(name));
     match () {
         () if has("trainer_state.json") => "HF Trainer with DeepSpeed",

@@ -1,20 +1,20 @@
 //! Collects the passthrough state of DeepSpeed's files: objects that a conversion copies unchanged.
-use super::Tag;
+use super::TagContents;
 use super::states::{ModelStates, OptimizerStates, StepValue};
 use crate::dtype::Dtype;
-use crate::error::{Result, list_some};
+use crate::error::{Result, format_names};
 use crate::external::ExternalFacts;
-use crate::external::store::TensorPart;
+use crate::external::stored_files::TensorPart;
 use crate::formats::torch_file::{TensorView, TorchFile};
 use crate::passthrough::{ParamGroup, PassthroughState};
-use crate::pickle::{Object, StoredTensor, View};
+use crate::pickle::{PickleView, PythonObject, StoredTensor};
 use std::cell::RefCell;
 
-/// Limit on the values copied from one file.
+/// Limit on the number of values copied from one file.
 const VALUES_MAX: usize = 1 << 20;
-/// Limit on the tensors copied from one file, bytes.
+/// Limit on the size of the tensors copied from one file, in bytes.
 const TENSORS_MAX: u64 = 64 << 20;
-/// Entries of a model file that a conversion regenerates.
+/// Entries of a model file that a conversion writes from its own data.
 const REGENERATED: [&str; 13] = [
     "module",
     "buffer_names",
@@ -30,53 +30,62 @@ const REGENERATED: [&str; 13] = [
     "mp_world_size",
     "universal_checkpoint_info",
 ];
-/// Entries of an optimizer file that are copied.
+/// Entries of an optimizer file that are copied unchanged.
 const COPIED: [&str; 4] = ["loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad"];
 
-/// Values by name, in the order of the file.
-type Options = Vec<(String, Object)>;
+/// Objects by name, in the order of the file.
+type NamedObjects = Vec<(String, PythonObject)>;
 
-/// Passthrough state of a model file.
+/// The passthrough state of a model file.
 #[derive(Default)]
 pub(super) struct ModelPassthrough {
-    rest: Vec<(String, Object)>,
-    scheduler: Object,
-    /// The tensors in `rest` and `scheduler`, by storage index.
+    /// Entries that a conversion does not regenerate, by key.
+    other_entries: Vec<(String, PythonObject)>,
+    /// State of the learning rate scheduler.
+    scheduler: PythonObject,
+    /// The tensors in `other_entries` and `scheduler`, by storage index.
     tensors: Vec<TensorView>,
-    /// Names of entries that cannot be copied.
+    /// Keys of entries that cannot be copied.
     dropped: Vec<String>,
 }
 
-/// Passthrough state of an optimizer file.
+/// The passthrough state of an optimizer file.
 #[derive(Default)]
 pub(super) struct OptimizerPassthrough {
-    /// Per group: hyper-parameters, and the indices of its flat groups.
-    groups: Vec<(Options, Vec<u64>)>,
-    rest: Options,
+    /// For each parameter group, its hyper-parameters and the indices of its flat groups.
+    groups: Vec<(NamedObjects, Vec<u64>)>,
+    /// The entries listed in [`COPIED`].
+    other_entries: NamedObjects,
 }
 
 impl ModelPassthrough {
+    /// Reads the passthrough state of a model file, without the data of tensors.
     pub(super) fn read(file: &TorchFile) -> ModelPassthrough {
         let tensors = RefCell::new(Vec::new());
-        let tensor = |value: View<'_>| {
-            let view = file.tensor(value).ok().flatten().filter(TensorView::is_contiguous)?;
+        let tensor = |value: PickleView<'_>| {
+            let view = file.parse_tensor(value).ok().flatten().filter(TensorView::is_contiguous)?;
             let (dtype, shape) = (view.dtype, view.shape.clone());
             let stored = view.elements();
             let mut tensors = tensors.borrow_mut();
             tensors.push(view);
-            Some(Object::Tensor(StoredTensor { storage: tensors.len() - 1, dtype, stored, shape }))
+            Some(PythonObject::Tensor(StoredTensor {
+                storage: tensors.len() - 1,
+                dtype,
+                storage_elements: stored,
+                shape,
+            }))
         };
         let mut found = ModelPassthrough::default();
         let mut left = VALUES_MAX;
-        for (key, value) in file.value().pairs().into_iter().flatten() {
-            let Some(key) = key.str() else { continue };
+        for (key, value) in file.value().as_pairs().into_iter().flatten() {
+            let Some(key) = key.as_str() else { continue };
             let scheduler = key == "lr_scheduler";
             if REGENERATED.contains(&key) && !scheduler {
                 continue;
             }
             match value.to_object(&mut left, &tensor) {
                 Some(value) if scheduler => found.scheduler = value,
-                Some(value) => found.rest.push((key.to_owned(), value)),
+                Some(value) => found.other_entries.push((key.to_owned(), value)),
                 None => found.dropped.push(key.to_owned()),
             }
         }
@@ -86,38 +95,42 @@ impl ModelPassthrough {
 }
 
 impl OptimizerPassthrough {
-    pub(super) fn read(root: View<'_>, base: View<'_>) -> OptimizerPassthrough {
+    /// Reads the passthrough state of an optimizer file. `base` is the state of the inner
+    /// optimizer.
+    pub(super) fn read(root: PickleView<'_>, base: PickleView<'_>) -> OptimizerPassthrough {
         let mut left = VALUES_MAX;
-        let mut copied = |v: View<'_>| v.to_object(&mut left, &|_| None);
+        let mut copied = |v: PickleView<'_>| v.to_object(&mut left, &|_| None);
         let mut groups = Vec::new();
-        let listed = match base.items() {
-            // an elastic checkpoint has a list of states
+        let listed = match base.as_items() {
+            // an elastic checkpoint has a list of states and no parameter groups
             Some(_) => None,
             None => base.get("param_groups"),
         };
-        for group in listed.and_then(View::items).iter().flat_map(|g| g.iter()) {
+        for group in listed.and_then(PickleView::as_items).iter().flat_map(|g| g.iter()) {
             let mut options = Vec::new();
-            for (key, value) in group.pairs().into_iter().flatten() {
-                if let (Some(key), Some(value)) = (key.str().filter(|k| *k != "params"), copied(value)) {
+            for (key, value) in group.as_pairs().into_iter().flatten() {
+                if let (Some(key), Some(value)) = (key.as_str().filter(|k| *k != "params"), copied(value)) {
                     options.push((key.to_owned(), value));
                 }
             }
-            let flats = group.get("params").and_then(View::items).and_then(|p| p.counts());
+            let flats = group.get("params").and_then(PickleView::as_items).and_then(|p| p.to_counts());
             groups.push((options, flats.unwrap_or_default()));
         }
         let kept = |key: &&str| Some(((*key).to_owned(), copied(root.get(key)?)?));
-        OptimizerPassthrough { rest: COPIED.iter().filter_map(kept).collect(), groups }
+        OptimizerPassthrough { other_entries: COPIED.iter().filter_map(kept).collect(), groups }
     }
 }
 
-/// Collects the passthrough state of a tag from the files of rank 0.
-pub(super) fn collect(tag: &Tag, facts: &ExternalFacts) -> Result<PassthroughState> {
+/// Collects the passthrough state of a tag from the files of rank 0, with copies of small tensors.
+pub(super) fn collect_passthrough(tag: &TagContents, facts: &ExternalFacts) -> Result<PassthroughState> {
     let Some((file, model)) = tag.model.get(&0) else { return Ok(PassthroughState::default()) };
     let mut notices = Vec::new();
-    let literal = |value: &Object| TensorInliner { tag, file: *file, model, left: TENSORS_MAX }.inline(value);
+    let literal = |value: &PythonObject| {
+        TensorInliner { tag, file: *file, model, left: TENSORS_MAX }.inline_tensors(value)
+    };
     let mut dropped = model.passthrough.dropped.clone();
     let mut rest = Vec::new();
-    for (key, value) in &model.passthrough.rest {
+    for (key, value) in &model.passthrough.other_entries {
         match literal(value)? {
             Some(value) => rest.push((key.clone(), value)),
             None => dropped.push(key.clone()),
@@ -125,38 +138,38 @@ pub(super) fn collect(tag: &Tag, facts: &ExternalFacts) -> Result<PassthroughSta
     }
     let scheduler = literal(&model.passthrough.scheduler)?;
     if !dropped.is_empty() {
-        notices.push(format!("not copied from the model file: {}", list_some(&dropped)));
+        notices.push(format!("not copied from the model file: {}", format_names(&dropped)));
     }
     let optimizer = tag.optimizer.get(&0);
     let frozen = model.frozen_shapes.iter().map(|(name, _)| name.clone());
     Ok(PassthroughState {
-        groups: groups(tag, model)?,
-        module: model.module.iter().map(|(name, _)| name.clone()).collect(),
+        groups: collect_param_groups(tag, model)?,
+        module_tensor_names: model.module.iter().map(|(name, _)| name.clone()).collect(),
         frozen_late: frozen.filter(|n| !facts.frozen.contains(n)).collect(),
-        precision: precision(model),
+        precision: find_precision(model),
         scheduler: scheduler.unwrap_or_default(),
-        native: None,
-        skipped: model.skipped,
-        model: rest,
-        optimizer: optimizer.map(|(_, o)| o.passthrough.rest.clone()).unwrap_or_default(),
-        version: model.version.clone(),
+        native_facts: None,
+        skipped_steps: model.skipped,
+        model_entries: rest,
+        optimizer_entries: optimizer.map(|(_, o)| o.passthrough.other_entries.clone()).unwrap_or_default(),
+        deepspeed_version: model.version.clone(),
         tag: Some(facts.tag.clone()),
         notices,
     })
 }
 
-/// The dtype of the first trained parameter in the module.
-fn precision(model: &ModelStates) -> Option<Dtype> {
+/// Returns the dtype that the first trained parameter has in the module.
+fn find_precision(model: &ModelStates) -> Option<Dtype> {
     let trained = model.groups.iter().flatten().next().map(|(name, _)| name.as_str());
     let named = |name: &str| model.module.iter().find(|(n, _)| n == name).map(|(_, v)| v.dtype);
     trained.and_then(named).or_else(|| model.module.first().map(|(_, v)| v.dtype))
 }
 
-/// The parameter groups with names. A group that was split into several flat groups is merged
-/// again.
-fn groups(tag: &Tag, model: &ModelStates) -> Result<Vec<ParamGroup>> {
+/// Collects the parameter groups with the names of their parameters. Several flat groups into which
+/// one group was split are merged again.
+fn collect_param_groups(tag: &TagContents, model: &ModelStates) -> Result<Vec<ParamGroup>> {
     let Some((file, states)) = tag.optimizer.get(&0) else { return Ok(Vec::new()) };
-    let steps = steps(tag, *file, states)?;
+    let steps = read_group_steps(tag, *file, states)?;
     let flats = model.groups.len();
     let given = &states.passthrough.groups;
     let mut listed: Vec<u64> = given.iter().flat_map(|(_, flats)| flats.iter().copied()).collect();
@@ -180,45 +193,48 @@ fn groups(tag: &Tag, model: &ModelStates) -> Result<Vec<ParamGroup>> {
     Ok(groups)
 }
 
-/// The step of each flat group.
-fn steps(tag: &Tag, file: usize, states: &OptimizerStates) -> Result<Vec<Option<f64>>> {
-    let step = |shard: &super::states::Shard| match &shard.step {
+/// Reads the step of each flat group; `None` for a group without a step.
+fn read_group_steps(tag: &TagContents, file: usize, states: &OptimizerStates) -> Result<Vec<Option<f64>>> {
+    let step = |shard: &super::states::FlatGroupShard| match &shard.step {
         Some(StepValue::Number(n)) => Ok(Some(*n)),
-        Some(StepValue::Tensor(view)) => tag.store.scalar(file, view).map(|s| Some(f64::from(s))),
+        Some(StepValue::Tensor(view)) => tag.store.read_scalar(file, view).map(|s| Some(f64::from(s))),
         None => Ok(None),
     };
     states.shards.iter().map(step).collect()
 }
 
-/// Replaces references to tensors in the file by copies of the tensors.
+/// Replaces references to tensors in a file by copies of the tensors.
 struct TensorInliner<'a> {
-    tag: &'a Tag,
+    tag: &'a TagContents,
+    /// Index of the model file in the store.
     file: usize,
     model: &'a ModelStates,
-    /// Bytes that may still be read.
+    /// Bytes of tensors that may still be copied.
     left: u64,
 }
 
 impl TensorInliner<'_> {
-    /// Returns `None` when the tensors are too large.
-    fn inline(&mut self, value: &Object) -> Result<Option<Object>> {
-        let inline_all = |this: &mut Self, v: &[Object]| -> Result<Option<Vec<Object>>> {
-            v.iter().map(|o| this.inline(o)).collect::<Result<Option<Vec<_>>>>()
+    /// Returns the value with copies of its tensors, or `None` if the tensors are too large.
+    fn inline_tensors(&mut self, value: &PythonObject) -> Result<Option<PythonObject>> {
+        let inline_all = |this: &mut Self, v: &[PythonObject]| -> Result<Option<Vec<PythonObject>>> {
+            v.iter().map(|o| this.inline_tensors(o)).collect::<Result<Option<Vec<_>>>>()
         };
         Ok(match value {
-            Object::List(v) => inline_all(self, v)?.map(Object::List),
-            Object::Tuple(v) => inline_all(self, v)?.map(Object::Tuple),
-            Object::Dict(pairs) => {
-                let keys: Vec<Object> = pairs.iter().map(|(k, _)| k.clone()).collect();
-                let values: Vec<Object> = pairs.iter().map(|(_, v)| v.clone()).collect();
-                inline_all(self, &values)?.map(|values| Object::Dict(keys.into_iter().zip(values).collect()))
+            PythonObject::List(v) => inline_all(self, v)?.map(PythonObject::List),
+            PythonObject::Tuple(v) => inline_all(self, v)?.map(PythonObject::Tuple),
+            PythonObject::Dict(pairs) => {
+                let keys: Vec<PythonObject> = pairs.iter().map(|(k, _)| k.clone()).collect();
+                let values: Vec<PythonObject> = pairs.iter().map(|(_, v)| v.clone()).collect();
+                inline_all(self, &values)?
+                    .map(|values| PythonObject::Dict(keys.into_iter().zip(values).collect()))
             }
-            Object::Tensor(t) => self.inline_tensor(t)?,
+            PythonObject::Tensor(t) => self.inline_tensor(t)?,
             other => Some(other.clone()),
         })
     }
 
-    fn inline_tensor(&mut self, t: &StoredTensor) -> Result<Option<Object>> {
+    /// Returns a copy of one tensor, or `None` if it is too large or unknown.
+    fn inline_tensor(&mut self, t: &StoredTensor) -> Result<Option<PythonObject>> {
         let Some(view) = self.model.passthrough.tensors.get(t.storage) else { return Ok(None) };
         let count = view.elements();
         let bytes = count.saturating_mul(view.dtype.size());
@@ -227,6 +243,6 @@ impl TensorInliner<'_> {
         let mut content = vec![0u8; bytes as usize];
         let part = TensorPart::new(self.file, view, 0..count, 0);
         self.tag.store.read_raw(&part, view.dtype, 0..count, &mut content, |_| Vec::new())?;
-        Ok(Some(Object::Literal { dtype: t.dtype, shape: t.shape.clone(), bytes: content.into() }))
+        Ok(Some(PythonObject::Literal { dtype: t.dtype, shape: t.shape.clone(), bytes: content.into() }))
     }
 }

@@ -1,44 +1,45 @@
-//! Stage 0: the model file contains the whole optimizer, with numbered states and FP32 masters.
-use super::Tag;
+//! Reads stage 0, in which the model file contains the whole optimizer, with numbered states and
+//! FP32 master weights.
+use super::TagContents;
 use super::collect::CollectedTensors;
 use super::error::DeepSpeedError;
 use super::states::ModelStates;
 use crate::catalog::TensorRole;
 use crate::dtype::Dtype;
-use crate::error::{Result, list_some};
+use crate::error::{Result, format_names};
 use crate::external::ExternalTensor;
-use crate::external::builder::whole_step;
-use crate::formats::optimizer::{OptimizerStateDict, ParamId, StepValue};
+use crate::external::builder::to_whole_step;
+use crate::formats::optimizer_state::{OptimizerStateDict, ParamId, StepValue};
 use crate::formats::torch_file::{TensorView, TorchFile};
-use crate::state::ParamGroupInfo;
+use crate::training_state::ParamGroupInfo;
 use std::collections::{BTreeMap, HashMap};
 
 /// The optimizer in a model file.
 pub(super) struct EmbeddedOptimizer {
     optimizer: OptimizerStateDict,
-    /// FP32 masters, per group.
+    /// FP32 master weights of each parameter group.
     masters: Vec<Vec<TensorView>>,
 }
 
 impl EmbeddedOptimizer {
-    /// Reads the optimizer; `None` when there is none.
+    /// Reads the optimizer at `root`. Returns `None` if the model file has none.
     pub(super) fn read(
         file: &TorchFile,
-        root: crate::pickle::View<'_>,
+        root: crate::pickle::PickleView<'_>,
     ) -> std::result::Result<Option<EmbeddedOptimizer>, DeepSpeedError> {
         let inner = root.get("optimizer_state_dict").unwrap_or(root);
         if inner.get("param_groups").is_none() {
             return Ok(None);
         }
         let mut masters = Vec::new();
-        for group in root.get("fp32_groups").and_then(|g| g.items()).into_iter().flat_map(|g| g.iter()) {
+        for group in root.get("fp32_groups").and_then(|g| g.as_items()).into_iter().flat_map(|g| g.iter()) {
             let mut views = Vec::new();
-            let list: Vec<_> = match group.items() {
+            let list: Vec<_> = match group.as_items() {
                 Some(items) => items.iter().collect(),
                 None => vec![group],
             };
             for tensor in list {
-                views.push(file.tensor(tensor)?.ok_or(DeepSpeedError::InvalidField("fp32_groups"))?);
+                views.push(file.parse_tensor(tensor)?.ok_or(DeepSpeedError::InvalidField("fp32_groups"))?);
             }
             masters.push(views);
         }
@@ -46,10 +47,11 @@ impl EmbeddedOptimizer {
     }
 }
 
-/// Adds masters and states to the weights of the 16-bit module, if the numbered states match them;
-/// returns parameter groups and steps.
-pub(super) fn add(
-    tag: &Tag,
+/// Adds master weights and optimizer states to the weights of the 16-bit module. Returns the
+/// parameter groups, and the number of updates of each weight. States that cannot be assigned to
+/// weights are ignored with a notice, and both results are then empty.
+pub(super) fn add_embedded_optimizer(
+    tag: &TagContents,
     file: usize,
     model: &ModelStates,
     found: &mut CollectedTensors,
@@ -62,7 +64,7 @@ pub(super) fn add(
         .map(|e| (e.info.name.clone(), e.info.shape.clone()))
         .collect();
     let borrowed: Vec<(&str, &[u64])> = weights.iter().map(|(n, s)| (n.as_str(), s.as_slice())).collect();
-    let names = match embedded.optimizer.names(&borrowed, true) {
+    let names = match embedded.optimizer.name_parameters(&borrowed, true) {
         Ok(names) => names,
         Err(error) => {
             let notice = format!("ignoring the optimizer state in the model file: {error}");
@@ -75,24 +77,26 @@ pub(super) fn add(
     let mut steps = BTreeMap::new();
     for ((_, ids), names) in embedded.optimizer.groups.iter().zip(&names) {
         for (id, name) in ids.iter().zip(names) {
-            if let Some(step) = optimizer_states(tag, file, embedded, id, name, found)? {
-                let step = whole_step(step)
+            if let Some(step) = add_param_states(tag, file, embedded, id, name, found)? {
+                let step = to_whole_step(step)
                     .map_err(|error| damaged(DeepSpeedError::WeightStep { name: name.clone(), error }))?;
                 steps.insert(name.clone(), step);
             }
         }
     }
-    masters(file, embedded, &names, found).map_err(damaged)?;
+    apply_master_weights(file, embedded, &names, found).map_err(damaged)?;
     if !embedded.optimizer.unknown.is_empty() {
         let unknown: Vec<String> = embedded.optimizer.unknown.iter().cloned().collect();
-        found.notices.push(format!("ignoring unknown optimizer states: {}", list_some(&unknown)));
+        found.notices.push(format!("ignoring unknown optimizer states: {}", format_names(&unknown)));
     }
     let groups = embedded.optimizer.groups.iter().zip(names);
     Ok((groups.map(|((hyper, _), names)| ParamGroupInfo { hyper: hyper.clone(), names }).collect(), steps))
 }
 
-fn optimizer_states(
-    tag: &Tag,
+/// Adds the optimizer states of one parameter to `found`. Returns its step, or `None` if it has
+/// none.
+fn add_param_states(
+    tag: &TagContents,
     file: usize,
     embedded: &EmbeddedOptimizer,
     id: &ParamId,
@@ -101,17 +105,20 @@ fn optimizer_states(
 ) -> Result<Option<f64>> {
     let Some(state) = embedded.optimizer.states.get(id) else { return Ok(None) };
     for (role, view) in &state.tensors {
-        found.entries.push(ExternalTensor::whole(name, *role, file, view));
+        found.entries.push(ExternalTensor::from_whole_view(name, *role, file, view));
     }
     Ok(match &state.step {
         None => None,
         Some(StepValue::Number(n)) => Some(*n),
-        Some(StepValue::Tensor(view)) => Some(f64::from(tag.store.scalar(file, view)?)),
+        Some(StepValue::Tensor(view)) => Some(f64::from(tag.store.read_scalar(file, view)?)),
     })
 }
 
-/// Replaces the 16-bit values of the module by the masters.
-fn masters(
+/// Replaces the 16-bit values of the module by the FP32 master weights.
+///
+/// # Errors
+/// Fails if the masters do not match the weights in number, dtype or shape.
+fn apply_master_weights(
     file: usize,
     embedded: &EmbeddedOptimizer,
     names: &[Vec<String>],
@@ -137,7 +144,7 @@ fn masters(
                 expected: entry.info.shape.clone(),
             });
         }
-        *entry = ExternalTensor::whole(&entry.info.name, TensorRole::Weight, file, view);
+        *entry = ExternalTensor::from_whole_view(&entry.info.name, TensorRole::Weight, file, view);
     }
     Ok(())
 }

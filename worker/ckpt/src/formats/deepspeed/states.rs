@@ -2,18 +2,18 @@
 use super::error::DeepSpeedError;
 use super::passthrough::{ModelPassthrough, OptimizerPassthrough};
 use super::stage0::EmbeddedOptimizer;
-use crate::catalog::{TensorRole, Tie};
+use crate::catalog::{TensorRole, TiedWeight};
 use crate::dtype::Dtype;
-use crate::external::builder::optimizer_state_role;
-pub(super) use crate::formats::optimizer::StepValue;
-use crate::formats::torch_file::{PLAIN, TENSORS, TensorView, TorchFile, shape_of};
-use crate::pickle::View;
+use crate::external::builder::parse_optimizer_state_role;
+pub(super) use crate::formats::optimizer_state::StepValue;
+use crate::formats::torch_file::{PLAIN_GLOBALS, TENSOR_GLOBALS, TensorView, TorchFile, parse_shape};
+use crate::pickle::PickleView;
 use serde_json::{Map, Value as Json};
 
 /// Classes and functions that the files may name.
 pub(super) const GLOBALS: &[&[&str]] = &[
-    TENSORS,
-    PLAIN,
+    TENSOR_GLOBALS,
+    PLAIN_GLOBALS,
     &[
         "deepspeed.runtime.zero.config.ZeroStageEnum",
         "deepspeed.utils.tensor_fragment.fragment_address",
@@ -22,55 +22,69 @@ pub(super) const GLOBALS: &[&[&str]] = &[
     ],
 ];
 
+/// Result of reading a model or optimizer file.
 type Result<T> = std::result::Result<T, DeepSpeedError>;
 
 /// The contents of a model file.
 pub(super) struct ModelStates {
-    /// Every tensor of the module, in its order. Parameters are empty in stage 3.
+    /// Every tensor of the module, in its order. In stage 3, parameters are empty.
     pub(super) module: Vec<(String, TensorView)>,
+    /// Names of the buffers of the module.
     pub(super) buffers: Vec<String>,
-    /// Name and shape per flat group, in the order of the flat tensor. Empty in stage 0.
+    /// Name and shape of each parameter, by flat group and in the order of the flat tensor. Empty
+    /// in stage 0.
     pub(super) groups: Vec<Vec<(String, Vec<u64>)>>,
+    /// Name and full shape of each frozen weight.
     pub(super) frozen_shapes: Vec<(String, Vec<u64>)>,
-    pub(super) frozen: Vec<(String, TensorView)>,
-    pub(super) ties: Vec<Tie>,
+    /// This rank's slice of each frozen weight; in stages below 3, the whole weight.
+    pub(super) frozen_fragments: Vec<(String, TensorView)>,
+    pub(super) ties: Vec<TiedWeight>,
+    /// State of the learning rate scheduler; null if there is none.
     pub(super) scheduler: Json,
+    /// Steps of the run, including those that a loss scaler skipped.
     pub(super) step: Option<u64>,
     /// Samples consumed by all ranks together.
     pub(super) samples: Option<u64>,
+    /// Steps that a loss scaler skipped.
     pub(super) skipped: u64,
+    /// Number of ranks that wrote the checkpoint.
     pub(super) world: u32,
+    /// ZeRO stage in the DeepSpeed config.
     pub(super) stage: Option<u8>,
+    /// Version of DeepSpeed.
     pub(super) version: Option<String>,
-    /// The optimizer, when this file contains it (stage 0).
+    /// The optimizer, if this file contains it (stage 0).
     pub(super) embedded_optimizer: Option<EmbeddedOptimizer>,
     pub(super) passthrough: ModelPassthrough,
 }
 
 /// One rank's part of a flat group.
-pub(super) struct Shard {
+pub(super) struct FlatGroupShard {
+    /// The FP32 master weights.
     pub(super) fp32: TensorView,
+    /// The optimizer states, by role.
     pub(super) states: Vec<(TensorRole, TensorView)>,
     pub(super) step: Option<StepValue>,
     /// Elements by which the states are longer than the weights, if recorded.
     pub(super) padding: Option<u64>,
-    /// Elements of padding after each parameter.
+    /// Elements of padding after each parameter. Empty if not recorded.
     pub(super) alignment: Vec<u64>,
-    /// Keys of unknown states.
+    /// Keys of unknown optimizer states, which are ignored.
     pub(super) unknown: Vec<String>,
 }
 
 /// The contents of an optimizer file.
 pub(super) struct OptimizerStates {
     pub(super) stage: u8,
-    /// `zero_stage` is recorded, so partitions have no padding.
-    pub(super) lean: bool,
+    /// The file records `zero_stage`, so the partitions have no padding.
+    pub(super) is_unpadded: bool,
     /// Number of ranks that share each group.
     pub(super) partitions: Vec<u64>,
-    pub(super) shards: Vec<Shard>,
-    /// Hyper-parameters per group, and the indices of its flat groups.
+    /// This rank's part of each flat group.
+    pub(super) shards: Vec<FlatGroupShard>,
+    /// Hyper-parameters of each parameter group, and the indices of its flat groups.
     pub(super) groups: Vec<NumberedGroup>,
-    /// State of the loss scaler; null for a scale that is always 1.
+    /// State of the loss scaler; null if the scale is always 1.
     pub(super) loss_scaler: Json,
     pub(super) passthrough: OptimizerPassthrough,
 }
@@ -78,23 +92,32 @@ pub(super) struct OptimizerStates {
 /// A parameter group of torch's `state_dict`, in which parameters are numbers.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct NumberedGroup {
+    /// Hyper-parameters by key.
     pub(crate) hyper: Map<String, Json>,
+    /// Numbers of the parameters.
     pub(crate) ids: Vec<u64>,
 }
 
-fn read_field<'a>(value: View<'a>, key: &'static str) -> Result<View<'a>> {
+/// Returns the value of the string key `key`, or an error that names the key.
+fn read_field<'a>(value: PickleView<'a>, key: &'static str) -> Result<PickleView<'a>> {
     value.get(key).ok_or(DeepSpeedError::MissingField(key))
 }
 
-fn read_tensors(file: &TorchFile, key: &'static str, value: View<'_>) -> Result<Vec<(String, TensorView)>> {
+/// Reads a dict of tensors by name, in its order. Skips values that are not tensors. `key` is the
+/// key of the dict, for errors.
+fn read_tensors(
+    file: &TorchFile,
+    key: &'static str,
+    value: PickleView<'_>,
+) -> Result<Vec<(String, TensorView)>> {
     let mut found = Vec::new();
     if value.is_none() {
         return Ok(found);
     }
-    for (name, tensor) in value.pairs().ok_or(DeepSpeedError::InvalidField(key))? {
-        let name = name.str().ok_or(DeepSpeedError::InvalidField(key))?;
-        // `module` may have other values (extra states)
-        let view = file.tensor(tensor);
+    for (name, tensor) in value.as_pairs().ok_or(DeepSpeedError::InvalidField(key))? {
+        let name = name.as_str().ok_or(DeepSpeedError::InvalidField(key))?;
+        // `module` may contain values that are not tensors (extra states)
+        let view = file.parse_tensor(tensor);
         let view = view.map_err(|error| DeepSpeedError::Tensor { name: name.to_owned(), error })?;
         if let Some(view) = view {
             found.push((name.to_owned(), view));
@@ -103,10 +126,11 @@ fn read_tensors(file: &TorchFile, key: &'static str, value: View<'_>) -> Result<
     Ok(found)
 }
 
-fn read_shapes(key: &'static str, value: View<'_>) -> Result<Vec<(String, Vec<u64>)>> {
-    let pairs = value.pairs().ok_or(DeepSpeedError::InvalidField(key))?;
+/// Reads a dict of shapes by name, in its order. `key` is the key of the dict, for errors.
+fn read_shapes(key: &'static str, value: PickleView<'_>) -> Result<Vec<(String, Vec<u64>)>> {
+    let pairs = value.as_pairs().ok_or(DeepSpeedError::InvalidField(key))?;
     pairs
-        .map(|(name, shape)| match (name.str(), shape_of(shape)) {
+        .map(|(name, shape)| match (name.as_str(), parse_shape(shape)) {
             (Some(name), Some(shape)) => Ok((name.to_owned(), shape)),
             _ => Err(DeepSpeedError::InvalidField(key)),
         })
@@ -114,20 +138,22 @@ fn read_shapes(key: &'static str, value: View<'_>) -> Result<Vec<(String, Vec<u6
 }
 
 impl ModelStates {
+    /// Reads the contents of a model file.
     pub(super) fn read(file: &TorchFile) -> Result<ModelStates> {
         let root = file.value();
         let optional = |key: &str| root.get(key).filter(|v| !v.is_none());
-        let count = |key: &str| optional(key).and_then(View::count);
-        let texts =
-            |v: View<'_>| v.items().map(|i| i.iter().filter_map(|n| n.str().map(str::to_owned)).collect());
+        let count = |key: &str| optional(key).and_then(PickleView::as_count);
+        let texts = |v: PickleView<'_>| {
+            v.as_items().map(|i| i.iter().filter_map(|n| n.as_str().map(str::to_owned)).collect())
+        };
         let no_list = DeepSpeedError::InvalidField("param_shapes");
-        let groups = match optional("param_shapes").map(|v| v.items().ok_or(no_list)) {
+        let groups = match optional("param_shapes").map(|v| v.as_items().ok_or(no_list)) {
             Some(list) => list?.iter().map(|g| read_shapes("param_shapes", g)).collect::<Result<Vec<_>>>()?,
             None => Vec::new(),
         };
-        let ties = optional("shared_params").and_then(View::pairs).into_iter().flatten();
+        let ties = optional("shared_params").and_then(PickleView::as_pairs).into_iter().flatten();
         let ties = ties.filter_map(|(alias, target)| {
-            Some(Tie { alias: alias.str()?.to_owned(), target: target.str()?.to_owned() })
+            Some(TiedWeight { alias: alias.as_str()?.to_owned(), target: target.as_str()?.to_owned() })
         });
         let frozen_shapes = match optional("frozen_param_shapes") {
             Some(v) => read_shapes("frozen_param_shapes", v)?,
@@ -144,9 +170,9 @@ impl ModelStates {
             buffers: optional("buffer_names").and_then(texts).unwrap_or_default(),
             groups,
             frozen_shapes,
-            frozen,
+            frozen_fragments: frozen,
             ties: ties.collect(),
-            scheduler: optional("lr_scheduler").map_or(Json::Null, View::json),
+            scheduler: optional("lr_scheduler").map_or(Json::Null, PickleView::to_json),
             step: count("global_steps"),
             samples: count("global_samples"),
             skipped: count("skipped_steps").unwrap_or(0),
@@ -154,8 +180,11 @@ impl ModelStates {
                 .ok()
                 .filter(|&w| w > 0)
                 .ok_or(DeepSpeedError::InvalidField("dp_world_size"))?,
-            stage: zero.and_then(|z| z.get("stage")).and_then(View::count).and_then(|s| u8::try_from(s).ok()),
-            version: optional("ds_version").and_then(View::str).map(str::to_owned),
+            stage: zero
+                .and_then(|z| z.get("stage"))
+                .and_then(PickleView::as_count)
+                .and_then(|s| u8::try_from(s).ok()),
+            version: optional("ds_version").and_then(PickleView::as_str).map(str::to_owned),
             embedded_optimizer: match optional("optimizer") {
                 Some(value) => EmbeddedOptimizer::read(file, value)?,
                 None => None,
@@ -166,13 +195,14 @@ impl ModelStates {
 }
 
 impl OptimizerStates {
+    /// Reads the contents of an optimizer file.
     pub(super) fn read(file: &TorchFile) -> Result<OptimizerStates> {
         let root = read_field(file.value(), "optimizer_state_dict")?;
-        let stage = root.get("zero_stage").and_then(stage_of);
+        let stage = root.get("zero_stage").and_then(read_zero_stage);
         let partitions = read_field(root, "partition_count")?;
-        let partitions = match partitions.items() {
-            Some(items) => items.counts(),
-            None => partitions.count().map(|n| vec![n]),
+        let partitions = match partitions.as_items() {
+            Some(items) => items.to_counts(),
+            None => partitions.as_count().map(|n| vec![n]),
         };
         let third = root.get("fp32_flat_groups");
         let (flats, base) = match third {
@@ -184,93 +214,106 @@ impl OptimizerStates {
         };
         let mut shards = Vec::new();
         for (i, flat) in
-            flats.items().ok_or(DeepSpeedError::InvalidField("fp32_flat_groups"))?.iter().enumerate()
+            flats.as_items().ok_or(DeepSpeedError::InvalidField("fp32_flat_groups"))?.iter().enumerate()
         {
-            let fp32 = file.tensor(flat)?.ok_or(DeepSpeedError::InvalidField("fp32_flat_groups"))?;
+            let fp32 = file.parse_tensor(flat)?.ok_or(DeepSpeedError::InvalidField("fp32_flat_groups"))?;
             if fp32.dtype != Dtype::F32 {
                 return Err(DeepSpeedError::FlatGroupDtype { group: i, dtype: fp32.dtype });
             }
-            shards.push(Shard::read(file, root, base, i, fp32)?);
+            shards.push(FlatGroupShard::read_shard(file, root, base, i, fp32)?);
         }
         Ok(OptimizerStates {
             stage: if third.is_some() { 3 } else { stage.unwrap_or(1) },
-            lean: stage.is_some(),
+            is_unpadded: stage.is_some(),
             partitions: partitions.ok_or(DeepSpeedError::InvalidField("partition_count"))?,
             shards,
-            groups: param_groups(base)?,
-            loss_scaler: root.get("loss_scaler").map_or(Json::Null, scaler),
+            groups: read_param_groups(base)?,
+            loss_scaler: root.get("loss_scaler").map_or(Json::Null, read_loss_scaler),
             passthrough: OptimizerPassthrough::read(root, base),
         })
     }
 }
 
-/// Reads a ZeRO stage, which is stored as a number or as an enum whose value is a number.
-pub(super) fn stage_of(value: View<'_>) -> Option<u8> {
-    let number = match value.object() {
-        Some((_, args, _)) => args.items()?.get(0)?,
+/// Reads a ZeRO stage, which is stored as a number or as an enum with a numeric value. Returns
+/// `None` for other values.
+pub(super) fn read_zero_stage(value: PickleView<'_>) -> Option<u8> {
+    let number = match value.as_object() {
+        Some((_, args, _)) => args.as_items()?.get(0)?,
         None => value,
     };
-    number.count().and_then(|n| u8::try_from(n).ok())
+    number.as_count().and_then(|n| u8::try_from(n).ok())
 }
 
-/// Reads the parameter groups. Returns an empty list if `param_groups` is absent.
-pub(crate) fn param_groups(optimizer: View<'_>) -> Result<Vec<NumberedGroup>> {
+/// Reads the parameter groups of an optimizer's state. Returns an empty list if `param_groups` is
+/// missing.
+pub(crate) fn read_param_groups(optimizer: PickleView<'_>) -> Result<Vec<NumberedGroup>> {
     let Some(groups) = optimizer.get("param_groups") else { return Ok(Vec::new()) };
     let wrong = || DeepSpeedError::InvalidField("param_groups");
-    let one = |group: View<'_>| {
-        let Json::Object(mut hyper) = group.json() else { return Err(wrong()) };
+    let one = |group: PickleView<'_>| {
+        let Json::Object(mut hyper) = group.to_json() else { return Err(wrong()) };
         hyper.remove("params");
-        let ids = group.get("params").and_then(View::items).and_then(|i| i.counts());
+        let ids = group.get("params").and_then(PickleView::as_items).and_then(|i| i.to_counts());
         Ok(NumberedGroup { hyper, ids: ids.ok_or_else(wrong)? })
     };
-    groups.items().ok_or_else(wrong)?.iter().map(one).collect()
+    groups.as_items().ok_or_else(wrong)?.iter().map(one).collect()
 }
 
-/// Reads the state of a loss scaler; null for a scale that is always 1.
-pub(super) fn scaler(value: View<'_>) -> Json {
-    let Some((_, _, state)) = value.object() else { return Json::Null };
-    let fixed = state.get("dynamic").is_some_and(|d| d.json() == false);
-    match fixed && state.get("cur_scale").is_some_and(|s| s.json() == 1.0) {
+/// Reads the state of a loss scaler. Returns null if the scale is always 1.
+pub(super) fn read_loss_scaler(value: PickleView<'_>) -> Json {
+    let Some((_, _, state)) = value.as_object() else { return Json::Null };
+    let fixed = state.get("dynamic").is_some_and(|d| d.to_json() == false);
+    match fixed && state.get("cur_scale").is_some_and(|s| s.to_json() == 1.0) {
         true => Json::Null,
-        false => state.json(),
+        false => state.to_json(),
     }
 }
 
-impl Shard {
-    /// Reads group `i` of the optimizer state `root`.
-    fn read(file: &TorchFile, root: View<'_>, base: View<'_>, i: usize, fp32: TensorView) -> Result<Shard> {
+impl FlatGroupShard {
+    /// Reads this rank's part of flat group `i`, whose master weights are `fp32`. `root` is the
+    /// state of the optimizer, and `base` that of the inner optimizer.
+    fn read_shard(
+        file: &TorchFile,
+        root: PickleView<'_>,
+        base: PickleView<'_>,
+        i: usize,
+        fp32: TensorView,
+    ) -> Result<FlatGroupShard> {
         // an elastic checkpoint has a list of states without padding
-        let state = match base.items() {
+        let state = match base.as_items() {
             Some(list) => list.get(i),
-            None => base.get("state").and_then(|s| s.get_int(i as i64)),
+            None => base.get("state").and_then(|s| s.get_by_int(i as i64)),
         };
-        let entry = |key: &str| root.get(key).and_then(View::items).and_then(|g| g.get(i));
+        let entry = |key: &str| root.get(key).and_then(PickleView::as_items).and_then(|g| g.get(i));
         let alignment = entry("param_alignment_paddings").filter(|v| !v.is_none());
         let alignment = alignment.map(|v| {
-            v.items().and_then(|v| v.counts()).ok_or(DeepSpeedError::InvalidField("param_alignment_paddings"))
+            v.as_items()
+                .and_then(|v| v.to_counts())
+                .ok_or(DeepSpeedError::InvalidField("param_alignment_paddings"))
         });
-        let mut shard = Shard {
-            padding: entry("group_paddings").and_then(View::count),
+        let mut shard = FlatGroupShard {
+            padding: entry("group_paddings").and_then(PickleView::as_count),
             alignment: alignment.transpose()?.unwrap_or_default(),
             fp32,
             states: Vec::new(),
             step: None,
             unknown: Vec::new(),
         };
-        for (key, value) in state.and_then(View::pairs).into_iter().flatten() {
-            let key = key.str().ok_or(DeepSpeedError::InvalidField("state"))?;
+        for (key, value) in state.and_then(PickleView::as_pairs).into_iter().flatten() {
+            let key = key.as_str().ok_or(DeepSpeedError::InvalidField("state"))?;
             let tensor = file
-                .tensor(value)
+                .parse_tensor(value)
                 .map_err(|error| DeepSpeedError::Tensor { name: format!("{key} of group {i}"), error })?;
-            shard.add(key, tensor, value);
+            shard.add_state(key, tensor, value);
         }
         Ok(shard)
     }
 
-    fn add(&mut self, key: &str, tensor: Option<TensorView>, value: View<'_>) {
-        match (key, optimizer_state_role(key), tensor) {
+    /// Records one state of the inner optimizer: a tensor of a known role, the step, or an unknown
+    /// key.
+    fn add_state(&mut self, key: &str, tensor: Option<TensorView>, value: PickleView<'_>) {
+        match (key, parse_optimizer_state_role(key), tensor) {
             ("step", _, Some(view)) => self.step = Some(StepValue::Tensor(view)),
-            ("step", _, None) => self.step = value.int().map(|i| StepValue::Number(i as f64)),
+            ("step", _, None) => self.step = value.as_int().map(|i| StepValue::Number(i as f64)),
             (_, Some(role), Some(view)) => self.states.push((role, view)),
             (_, None, Some(_)) => self.unknown.push(key.to_owned()),
             (_, _, None) => {}

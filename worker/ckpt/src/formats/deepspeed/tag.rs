@@ -1,55 +1,63 @@
-//! Reads every file of a tag and checks that the files belong together.
+//! [`TagContents`]: reads every file of a tag and checks that the files belong together.
 use super::error::DeepSpeedError;
 use super::file_names::{self, TagFiles};
-use super::states::{GLOBALS, ModelStates, OptimizerStates, Shard, StepValue};
+use super::states::{FlatGroupShard, GLOBALS, ModelStates, OptimizerStates, StepValue};
 use crate::disk::Directory;
-use crate::error::{CkptError, MissingPart, RANKS_LISTED, Result};
-use crate::external::store::{Store, StoredFile};
-use crate::formats::optimizer::InvalidStep;
+use crate::error::{CkptError, MissingPart, RANKS_LISTED_MAX, Result};
+use crate::external::stored_files::{StoredFile, StoredFiles};
+use crate::formats::optimizer_state::InvalidStep;
 use crate::formats::torch_file::TorchFile;
-use crate::state::ParamGroupInfo;
+use crate::training_state::ParamGroupInfo;
 use serde_json::Value as Json;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// A directory of DeepSpeed with the contents of its files.
-pub(super) struct Tag {
+/// The directory of a DeepSpeed tag, with the contents of its files.
+pub(super) struct TagContents {
     pub(super) path: PathBuf,
     pub(super) directory: Arc<Directory>,
+    /// Index in the store and contents of each model file, by rank.
     pub(super) model: BTreeMap<u32, (usize, ModelStates)>,
+    /// Index in the store and contents of each optimizer file, by rank.
     pub(super) optimizer: BTreeMap<u32, (usize, OptimizerStates)>,
-    /// The files that the indices above refer to.
-    pub(super) store: Store,
+    /// The files that the indices refer to.
+    pub(super) store: StoredFiles,
 }
 
-impl Tag {
-    pub(super) fn empty(path: &Path) -> Result<Tag> {
-        Ok(Tag {
+impl TagContents {
+    /// Opens the directory of a tag without reading its files.
+    pub(super) fn open_empty(path: &Path) -> Result<TagContents> {
+        Ok(TagContents {
             path: path.to_owned(),
             directory: Arc::new(Directory::open(path)?),
             model: BTreeMap::new(),
             optimizer: BTreeMap::new(),
-            store: Store::default(),
+            store: StoredFiles::default(),
         })
     }
 
-    pub(super) fn load(path: &Path) -> Result<Tag> {
-        let mut tag = Tag::empty(path)?;
+    /// Opens the directory of a tag and reads all model and optimizer files.
+    pub(super) fn load(path: &Path) -> Result<TagContents> {
+        let mut tag = TagContents::open_empty(path)?;
         let names = TagFiles::list(&tag.directory)?;
         for (&rank, name) in &names.model {
-            let states = tag.read(rank, name, ModelStates::read)?;
+            let states = tag.read_file(rank, name, ModelStates::read)?;
             tag.model.insert(rank, states);
         }
         for (&rank, name) in &names.optimizer {
-            let states = tag.read(rank, name, OptimizerStates::read)?;
+            let states = tag.read_file(rank, name, OptimizerStates::read)?;
             tag.optimizer.insert(rank, states);
         }
         Ok(tag)
     }
 
-    /// Reads one file; returns its index in the store.
-    pub(super) fn read<T>(
+    /// Reads the file of one rank and adds it to the store. Returns its index there, and what
+    /// `read` makes of it.
+    ///
+    /// # Errors
+    /// Fails if the file is damaged, or was written by another rank.
+    pub(super) fn read_file<T>(
         &mut self,
         rank: u32,
         name: &str,
@@ -57,21 +65,27 @@ impl Tag {
     ) -> Result<(usize, T)> {
         let file = TorchFile::open(&self.directory, name, GLOBALS)?;
         let states = read(&file).map_err(|error| CkptError::damaged(&self.path, name, error))?;
-        if let Some(written) = file_names::rank_in_root(&file.root).filter(|&w| w != rank) {
+        if let Some(written) = file_names::parse_rank_in_root(&file.root).filter(|&w| w != rank) {
             return Err(CkptError::damaged(&self.path, name, DeepSpeedError::WrongRank(written)));
         }
-        self.store.files.push(StoredFile::torch(self.directory.clone(), name.to_owned(), file));
+        self.store.files.push(StoredFile::from_torch_file(self.directory.clone(), name.to_owned(), file));
         Ok((self.store.files.len() - 1, states))
     }
 
+    /// Returns an error about a missing part of the tag.
     pub(super) fn missing(&self, part: impl Into<MissingPart>) -> CkptError {
         CkptError::missing(&self.path, part)
     }
 
-    /// Requires a file of every rank.
-    fn require_ranks<T>(&self, kind: &'static str, files: &BTreeMap<u32, T>, world: u32) -> Result<()> {
+    /// Returns an error unless each of `world` ranks has a file. `kind` is `model` or `optimizer`.
+    fn require_files_of_ranks<T>(
+        &self,
+        kind: &'static str,
+        files: &BTreeMap<u32, T>,
+        world: u32,
+    ) -> Result<()> {
         // an untrusted file may state any world size, so the list is bounded
-        let absent = (0..world).filter(|rank| !files.contains_key(rank)).take(RANKS_LISTED + 1);
+        let absent = (0..world).filter(|rank| !files.contains_key(rank)).take(RANKS_LISTED_MAX + 1);
         let ranks: Vec<u32> = absent.collect();
         match ranks.is_empty() {
             true => Ok(()),
@@ -79,12 +93,13 @@ impl Tag {
         }
     }
 
+    /// Returns an error about the file with index `file`.
     pub(super) fn damaged(&self, file: usize, error: DeepSpeedError) -> CkptError {
         CkptError::damaged(&self.path, self.store.files[file].name.as_str(), error)
     }
 
-    /// Returns the stage, after checking that the files of exactly all ranks exist and agree on
-    /// stage and world size.
+    /// Checks that the files of exactly all ranks exist, and that they agree on stage and world
+    /// size. Returns the ZeRO stage.
     pub(super) fn check_ranks(&self) -> Result<u8> {
         let Some((_, model)) = self.model.get(&0) else {
             return Err(self.missing("the model file of rank 0"));
@@ -95,10 +110,10 @@ impl Tag {
             None => model.stage.unwrap_or(0),
         };
         if stage > 0 {
-            self.require_ranks("optimizer", &self.optimizer, world)?;
+            self.require_files_of_ranks("optimizer", &self.optimizer, world)?;
         }
         if stage == 3 {
-            self.require_ranks("model", &self.model, world)?;
+            self.require_files_of_ranks("model", &self.model, world)?;
         }
         let optimizer_file = |(&rank, &(file, _)): (&u32, &(usize, OptimizerStates))| (rank, file);
         let model_file = |(&rank, &(file, _)): (&u32, &(usize, ModelStates))| (rank, file);
@@ -120,15 +135,17 @@ impl Tag {
         Ok(stage)
     }
 
-    /// Returns the optimizer step, after checking that all ranks have the same.
+    /// Checks that all ranks have equal steps. Returns the optimizer step, or `None` if no file
+    /// records it.
     pub(super) fn check_steps(&self) -> Result<Option<f64>> {
         let mut first: Option<(f64, u32)> = None;
         let mut global: Option<(u64, u32)> = None;
         for (&rank, (file, states)) in &self.optimizer {
             let mut rank_step: Option<f64> = None;
             for shard in &states.shards {
-                let Some(step) = self.shard_step(*file, shard)? else { continue };
-                // groups may differ, since one may have been added later; ranks may not
+                let Some(step) = self.read_shard_step(*file, shard)? else { continue };
+                // groups may have different steps, since one may have been added later; ranks may
+                // not
                 rank_step = Some(rank_step.map_or(step, |s| s.max(step)));
             }
             match (first, rank_step) {
@@ -153,9 +170,10 @@ impl Tag {
     }
 }
 
-impl Tag {
-    /// The parameter groups with names, and the state of the loss scaler.
-    pub(super) fn groups(&self, model: &ModelStates, stage: u8) -> (Vec<ParamGroupInfo>, Json) {
+impl TagContents {
+    /// Returns the parameter groups with the names of their parameters, and the state of the loss
+    /// scaler.
+    pub(super) fn collect_param_groups(&self, model: &ModelStates, stage: u8) -> (Vec<ParamGroupInfo>, Json) {
         let Some((_, first)) = self.optimizer.get(&0) else { return (Vec::new(), Json::Null) };
         let names = |g: usize| model.groups.get(g).into_iter().flatten().map(|(name, _)| name.clone());
         let mut groups: Vec<ParamGroupInfo> = first
@@ -175,23 +193,27 @@ impl Tag {
         (groups, first.loss_scaler.clone())
     }
 
-    /// Number of updates per weight, from the flat groups of rank 0.
-    pub(super) fn steps(&self, model: &ModelStates) -> Result<BTreeMap<String, u64>> {
+    /// Reads the number of updates of each weight from the flat groups of rank 0.
+    pub(super) fn read_weight_steps(&self, model: &ModelStates) -> Result<BTreeMap<String, u64>> {
         let mut steps = BTreeMap::new();
         let Some((file, first)) = self.optimizer.get(&0) else { return Ok(steps) };
         for (shard, group) in first.shards.iter().zip(&model.groups) {
-            if let Some(step) = self.shard_step(*file, shard)? {
+            if let Some(step) = self.read_shard_step(*file, shard)? {
                 steps.extend(group.iter().map(|(name, _)| (name.clone(), step as u64)));
             }
         }
         Ok(steps)
     }
 
-    /// The step of a flat group.
-    pub(super) fn shard_step(&self, file: usize, shard: &Shard) -> Result<Option<f64>> {
+    /// Reads the step of a flat group of the file with index `file`. Returns `None` if the group
+    /// has none.
+    ///
+    /// # Errors
+    /// Fails if the step is not a whole number.
+    pub(super) fn read_shard_step(&self, file: usize, shard: &FlatGroupShard) -> Result<Option<f64>> {
         let step = match &shard.step {
             Some(StepValue::Number(n)) => *n,
-            Some(StepValue::Tensor(view)) => f64::from(self.store.scalar(file, view)?),
+            Some(StepValue::Tensor(view)) => f64::from(self.store.read_scalar(file, view)?),
             None => return Ok(None),
         };
         match step >= 0.0 && step.fract() == 0.0 && step < 9e15 {

@@ -1,24 +1,24 @@
-//! Reads DeepSpeed's universal checkpoints: `zero/NAME/{fp32,exp_avg,exp_avg_sq,step}.pt` per
-//! weight, and copies of the model files.
+//! Reads DeepSpeed's universal checkpoints, which have
+//! `zero/NAME/{fp32,exp_avg,exp_avg_sq,step}.pt` for each weight, and copies of the model files.
 //!
-//! Converted from stage 1 or 2, the files are dicts with a shaped `param`. Converted from stage 3,
-//! they are flat tensors whose shapes are in the model files. Frozen weights and buffers are in the
-//! model files.
+//! If DeepSpeed converted from stage 1 or 2, the files are dicts with a shaped `param`. If it
+//! converted from stage 3, they are flat tensors whose shapes are in the model files. Frozen
+//! weights and buffers are in the model files.
 use super::collect::CollectedTensors;
 use super::error::{DeepSpeedError, LayoutError};
 use super::file_names::TagFiles;
-use super::states::{GLOBALS, ModelStates, param_groups};
-use super::{Tag, add_companions};
-use crate::catalog::{TensorRole, elements};
+use super::states::{GLOBALS, ModelStates, read_param_groups};
+use super::{TagContents, add_companion_files};
+use crate::catalog::{TensorRole, count_elements};
 use crate::disk::Directory;
-use crate::error::{CkptError, MissingPart, Result, list_some};
-use crate::external::builder::{optimizer_state_role, whole_step};
-use crate::external::store::{StoredFile, TensorPart};
+use crate::error::{CkptError, MissingPart, Result, format_names};
+use crate::external::builder::{parse_optimizer_state_role, to_whole_step};
+use crate::external::stored_files::{StoredFile, TensorPart};
 use crate::external::{ExternalCheckpoint, ExternalFacts, ExternalTensor};
 use crate::formats::torch_file::{TensorView, TorchFile};
-use crate::formats::weights::number;
-use crate::pickle::View;
-use crate::state::ParamGroupInfo;
+use crate::formats::weights::parse_number;
+use crate::pickle::PickleView;
+use crate::training_state::ParamGroupInfo;
 use serde_json::Value as Json;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::Path;
@@ -26,45 +26,49 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// The directory with one subdirectory per weight.
-const ZERO: &str = "zero";
-const STATE: &str = "zero/optimizer_state.pt";
-/// Subdirectories whose files are opened in one batch.
+const ZERO_DIR: &str = "zero";
+/// The file with hyper-parameters, steps and loss scaler.
+const OPTIMIZER_STATE_FILE: &str = "zero/optimizer_state.pt";
+/// Number of subdirectories whose files are opened in one batch.
 const BATCH_DIRS: usize = 128;
-/// Threads that open files.
-const THREADS: usize = 8;
-const FP32: &str = "fp32.pt";
+/// Number of threads that open files.
+const THREADS_MAX: usize = 8;
+/// The file with the FP32 values of a weight.
+const FP32_FILE: &str = "fp32.pt";
 
-/// True for the directory of a universal checkpoint.
-pub(crate) fn is_universal(path: &Path) -> bool {
-    path.join(ZERO).symlink_metadata().is_ok_and(|m| m.is_dir())
+/// Returns true for the directory of a universal checkpoint.
+pub(crate) fn is_universal_directory(path: &Path) -> bool {
+    path.join(ZERO_DIR).symlink_metadata().is_ok_and(|m| m.is_dir())
 }
 
 /// The contents of `optimizer_state.pt`.
 #[derive(Default)]
 struct OptimizerSettings {
     groups: Vec<super::states::NumberedGroup>,
-    /// Steps of the flat groups (stage 3).
+    /// Step of each flat group, which only checkpoints of stage 3 record here.
     steps: BTreeMap<u64, f64>,
     stage: Option<u8>,
     loss_scaler: Json,
 }
 
 /// The files of one weight.
-struct Parameter {
+struct ParameterFiles {
     name: String,
+    /// Index of the FP32 file in the store, and the view of its tensor.
     fp32: (usize, TensorView),
-    /// The FP32 file records the shape.
+    /// The FP32 file records the shape of the weight.
     is_shaped: bool,
+    /// The optimizer states: role, index of the file in the store, and view.
     states: Vec<(TensorRole, usize, TensorView)>,
     step: Option<f64>,
 }
 
-/// Opens the universal checkpoint at `path`; `root` may have a config and other parts of a training
-/// state.
-pub(crate) fn open(path: &Path, root: &Path, notices: Vec<String>) -> Result<ExternalCheckpoint> {
-    let mut tag = Tag::empty(path)?;
+/// Opens the universal checkpoint at `path`. The directory `root` may have a config and other parts
+/// of a training state. `notices` come first among the notices of the checkpoint.
+pub(crate) fn open_universal(path: &Path, root: &Path, notices: Vec<String>) -> Result<ExternalCheckpoint> {
+    let mut tag = TagContents::open_empty(path)?;
     for (&rank, name) in &TagFiles::list_universal(&tag.directory)?.model {
-        let states = tag.read(rank, name, ModelStates::read)?;
+        let states = tag.read_file(rank, name, ModelStates::read)?;
         tag.model.insert(rank, states);
     }
     let settings = read_settings(&mut tag)?;
@@ -73,7 +77,7 @@ pub(crate) fn open(path: &Path, root: &Path, notices: Vec<String>) -> Result<Ext
         return Err(tag.missing("the model file (mp_rank_00_model_states.pt or that of rank 0)"));
     };
     let stage = settings.stage.or(model.stage).unwrap_or(2);
-    let (found, steps) = collect(&tag, model, stage, parameters, &settings, &unknown)?;
+    let (found, steps) = collect_tensors(&tag, model, stage, parameters, &settings, &unknown)?;
     let names = |g: u64| model.groups.get(g as usize).into_iter().flatten().map(|(n, _)| n.clone());
     let groups: Vec<ParamGroupInfo> = settings
         .groups
@@ -101,61 +105,70 @@ pub(crate) fn open(path: &Path, root: &Path, notices: Vec<String>) -> Result<Ext
         notices: notices.into_iter().chain(found.notices).collect(),
         ..ExternalFacts::default()
     };
-    let facts = add_companions(facts, root, &found.entries)?;
+    let facts = add_companion_files(facts, root, &found.entries)?;
     ExternalCheckpoint::new(path, root, facts, tag.store, found.entries)
 }
 
-/// Reads `optimizer_state.pt`.
-fn read_settings(tag: &mut Tag) -> Result<OptimizerSettings> {
-    if tag.directory.size_of(STATE)?.is_none() {
-        return Err(tag.missing(format!("{STATE}, which contains the hyper-parameters")));
+/// Reads `optimizer_state.pt` and adds it to the store of the tag.
+fn read_settings(tag: &mut TagContents) -> Result<OptimizerSettings> {
+    if tag.directory.file_size(OPTIMIZER_STATE_FILE)?.is_none() {
+        return Err(tag.missing(format!("{OPTIMIZER_STATE_FILE}, which contains the hyper-parameters")));
     }
-    let file = TorchFile::open(&tag.directory, STATE, GLOBALS)?;
+    let file = TorchFile::open(&tag.directory, OPTIMIZER_STATE_FILE, GLOBALS)?;
     let root = file.value();
-    let damaged = |error: DeepSpeedError| CkptError::damaged(&tag.path, STATE, error);
+    let damaged = |error: DeepSpeedError| CkptError::damaged(&tag.path, OPTIMIZER_STATE_FILE, error);
     let inner = root.get("optimizer_state_dict");
     let groups = match root.get("param_groups") {
-        Some(_) => param_groups(root),
-        None => inner.map_or(Ok(Vec::new()), param_groups),
+        Some(_) => read_param_groups(root),
+        None => inner.map_or(Ok(Vec::new()), read_param_groups),
     };
     let groups = groups.map_err(damaged)?;
     let index = tag.store.files.len();
     let mut steps = BTreeMap::new();
     let mut tensors = Vec::new();
-    for (group, state) in inner.and_then(|i| i.get("state")).and_then(View::pairs).into_iter().flatten() {
-        let (Some(group), Some(step)) = (group.count(), state.get("step")) else { continue };
-        match file.tensor(step).map_err(|error| damaged(error.into()))? {
+    for (group, state) in
+        inner.and_then(|i| i.get("state")).and_then(PickleView::as_pairs).into_iter().flatten()
+    {
+        let (Some(group), Some(step)) = (group.as_count(), state.get("step")) else { continue };
+        match file.parse_tensor(step).map_err(|error| damaged(error.into()))? {
             Some(view) => tensors.push((group, view)),
-            None => steps.extend(number(step).map(|s| (group, s))),
+            None => steps.extend(parse_number(step).map(|s| (group, s))),
         }
     }
-    let stage = root.get("zero_stage").and_then(super::states::stage_of);
-    let loss_scaler = root.get("loss_scaler").map_or(Json::Null, super::states::scaler);
-    tag.store.files.push(StoredFile::torch(tag.directory.clone(), STATE.to_owned(), file));
+    let stage = root.get("zero_stage").and_then(super::states::read_zero_stage);
+    let loss_scaler = root.get("loss_scaler").map_or(Json::Null, super::states::read_loss_scaler);
+    tag.store.files.push(StoredFile::from_torch_file(
+        tag.directory.clone(),
+        OPTIMIZER_STATE_FILE.to_owned(),
+        file,
+    ));
     for (group, view) in tensors {
-        steps.insert(group, f64::from(tag.store.scalar(index, &view)?));
+        steps.insert(group, f64::from(tag.store.read_scalar(index, &view)?));
     }
     Ok(OptimizerSettings { groups, steps, stage, loss_scaler })
 }
 
-/// The subdirectory of a weight, with the keys and names of its files.
+/// The subdirectory of one weight.
 struct ParameterDir {
     name: String,
+    /// Key and relative path of each file.
     files: Vec<(String, String)>,
 }
 
-/// Lists the subdirectories of the weights, and the keys of unknown states.
-fn list_parameter_dirs(tag: &Tag) -> Result<(Vec<ParameterDir>, BTreeSet<String>)> {
+/// Lists the subdirectories of the weights, and the keys of unknown optimizer states.
+fn list_parameter_dirs(tag: &TagContents) -> Result<(Vec<ParameterDir>, BTreeSet<String>)> {
     let (mut dirs, mut unknown) = (Vec::new(), BTreeSet::new());
-    for name in tag.directory.names_in(ZERO)? {
-        let inside = format!("{ZERO}/{name}");
+    for name in tag.directory.list_subdirectory(ZERO_DIR)? {
+        let inside = format!("{ZERO_DIR}/{name}");
         if !tag.directory.has_directory(&inside)? {
             continue;
         }
         let mut files = Vec::new();
-        for file in tag.directory.names_in(&inside)? {
+        for file in tag.directory.list_subdirectory(&inside)? {
             match file.strip_suffix(".pt") {
-                Some(key) if file == FP32 || key == "step" || optimizer_state_role(key).is_some() => {
+                Some(key)
+                    if file == FP32_FILE || key == "step" || parse_optimizer_state_role(key).is_some() =>
+                {
                     files.push((key.to_owned(), format!("{inside}/{file}")));
                 }
                 Some(key) => drop(unknown.insert(key.to_owned())),
@@ -167,24 +180,25 @@ fn list_parameter_dirs(tag: &Tag) -> Result<(Vec<ParameterDir>, BTreeSet<String>
     Ok((dirs, unknown))
 }
 
-/// Reads the files of every weight.
-fn read_parameters(tag: &mut Tag) -> Result<(Vec<Parameter>, BTreeSet<String>)> {
+/// Reads the files of every weight and adds them to the store of the tag. Also returns the keys of
+/// unknown optimizer states.
+fn read_parameters(tag: &mut TagContents) -> Result<(Vec<ParameterFiles>, BTreeSet<String>)> {
     let (dirs, unknown) = list_parameter_dirs(tag)?;
     let mut parameters = Vec::with_capacity(dirs.len());
     for batch in dirs.chunks(BATCH_DIRS) {
         let paths: Vec<&str> = batch.iter().flat_map(|l| &l.files).map(|(_, path)| path.as_str()).collect();
-        let mut opened = open_all(&tag.directory, &paths).into_iter();
+        let mut opened = open_torch_files(&tag.directory, &paths).into_iter();
         for ParameterDir { name, files } in batch {
-            let fp32 = (0, TensorView::scalar());
+            let fp32 = (0, TensorView::scalar_placeholder());
             let mut parameter =
-                Parameter { name: name.clone(), fp32, is_shaped: false, states: Vec::new(), step: None };
+                ParameterFiles { name: name.clone(), fp32, is_shaped: false, states: Vec::new(), step: None };
             let mut has_fp32 = false;
             for ((key, path), file) in files.iter().zip(&mut opened) {
                 let (index, view, is_shaped) = read_parameter_file(tag, file?, path, key)?;
-                match optimizer_state_role(key) {
+                match parse_optimizer_state_role(key) {
                     Some(role) => parameter.states.push((role, index, view)),
                     None if key == "step" => {
-                        parameter.step = Some(f64::from(tag.store.scalar(index, &view)?))
+                        parameter.step = Some(f64::from(tag.store.read_scalar(index, &view)?))
                     }
                     None => {
                         (parameter.fp32, parameter.is_shaped, has_fp32) = ((index, view), is_shaped, true)
@@ -192,7 +206,7 @@ fn read_parameters(tag: &mut Tag) -> Result<(Vec<Parameter>, BTreeSet<String>)> 
                 }
             }
             if !has_fp32 {
-                return Err(tag.missing(MissingPart::File(format!("{ZERO}/{name}/{FP32}"))));
+                return Err(tag.missing(MissingPart::File(format!("{ZERO_DIR}/{name}/{FP32_FILE}"))));
             }
             parameters.push(parameter);
         }
@@ -200,38 +214,42 @@ fn read_parameters(tag: &mut Tag) -> Result<(Vec<Parameter>, BTreeSet<String>)> 
     Ok((parameters, unknown))
 }
 
-/// Opens files in parallel, since opening thousands of small files is limited by the disk.
-fn open_all(directory: &Directory, paths: &[&str]) -> Vec<Result<TorchFile>> {
+/// Opens files in parallel, since opening thousands of small files is limited by the disk. Returns
+/// the results in the order of `paths`.
+fn open_torch_files(directory: &Directory, paths: &[&str]) -> Vec<Result<TorchFile>> {
     let next = AtomicUsize::new(0);
     let opened: Vec<OnceLock<Result<TorchFile>>> = paths.iter().map(|_| OnceLock::new()).collect();
     let work = || {
         loop {
             let i = next.fetch_add(1, Ordering::Relaxed);
-            let (Some(path), Some(place)) = (paths.get(i), opened.get(i)) else { return };
-            // each cell is set once
-            let _ = place.set(TorchFile::open(directory, path, GLOBALS));
+            let (Some(path), Some(slot)) = (paths.get(i), opened.get(i)) else { return };
+            // `set` cannot fail, since each slot is set once
+            let _ = slot.set(TorchFile::open(directory, path, GLOBALS));
         }
     };
     std::thread::scope(|scope| {
-        for _ in 1..THREADS.min(paths.len()) {
+        for _ in 1..THREADS_MAX.min(paths.len()) {
             scope.spawn(work);
         }
         work();
     });
     let not_opened = || Err(CkptError::internal("a thread ended early"));
-    opened.into_iter().map(|place| place.into_inner().unwrap_or_else(not_opened)).collect()
+    opened.into_iter().map(|slot| slot.into_inner().unwrap_or_else(not_opened)).collect()
 }
 
-/// Reads one file; returns the index of the file, the tensor, and whether the file records the
-/// shape.
+/// Reads one opened file of a weight and adds it to the store. Returns its index in the store, the
+/// view of its tensor, and whether the file records the shape.
+///
+/// # Errors
+/// Fails if the file has no tensor, or was written under another name than `key`.
 fn read_parameter_file(
-    tag: &mut Tag,
+    tag: &mut TagContents,
     file: TorchFile,
     path: &str,
     key: &str,
 ) -> Result<(usize, TensorView, bool)> {
     let damaged = |error: DeepSpeedError| CkptError::damaged(&tag.path, path, error);
-    // the directory inside of a torch file is named for the file that was written
+    // torch names the directory inside of a file after the file that it writes
     if ["fp32", "exp_avg", "exp_avg_sq", "step"].iter().any(|other| file.root == *other && key != *other) {
         return Err(damaged(DeepSpeedError::FilesExchanged(file.root)));
     }
@@ -240,19 +258,19 @@ fn read_parameter_file(
         Some(param) => (param, true),
         None => (root, false),
     };
-    let view = file.tensor(value).map_err(|error| damaged(error.into()))?;
+    let view = file.parse_tensor(value).map_err(|error| damaged(error.into()))?;
     let view = view.ok_or_else(|| damaged(DeepSpeedError::NoTensor))?;
-    tag.store.files.push(StoredFile::torch(tag.directory.clone(), path.to_owned(), file));
+    tag.store.files.push(StoredFile::from_torch_file(tag.directory.clone(), path.to_owned(), file));
     Ok((tag.store.files.len() - 1, view, is_shaped))
 }
 
-/// Collects all tensors: trained weights from their files, the others from the model files; returns
-/// the step of each weight too.
-fn collect(
-    tag: &Tag,
+/// Collects the trained weights from their files and the other tensors from the model files. Also
+/// returns the number of updates of each weight.
+fn collect_tensors(
+    tag: &TagContents,
     model: &ModelStates,
     stage: u8,
-    parameters: Vec<Parameter>,
+    parameters: Vec<ParameterFiles>,
     settings: &OptimizerSettings,
     unknown: &BTreeSet<String>,
 ) -> Result<(CollectedTensors, BTreeMap<String, u64>)> {
@@ -267,7 +285,7 @@ fn collect(
     let any_step = parameters.iter().any(|h| h.step.is_some());
     let mut untrained = Vec::new();
     for one in &parameters {
-        let inside = format!("{ZERO}/{}", one.name);
+        let inside = format!("{ZERO_DIR}/{}", one.name);
         let known = shapes.get(one.name.as_str());
         if known.is_none() && one.states.is_empty() && one.step.is_none() {
             untrained.push(one);
@@ -280,10 +298,10 @@ fn collect(
             return Err(tag.missing(MissingPart::File(format!("{inside}/step.pt"))));
         }
         add_parameter(&mut found, one, known.map(|(_, shape)| shape.as_slice()))
-            .map_err(|error| CkptError::damaged(&tag.path, format!("{inside}/{FP32}"), error))?;
+            .map_err(|error| CkptError::damaged(&tag.path, format!("{inside}/{FP32_FILE}"), error))?;
         let step = one.step.or_else(|| known.and_then(|(g, _)| settings.steps.get(g).copied()));
         if let Some(step) = step {
-            let step = whole_step(step).map_err(|error| {
+            let step = to_whole_step(step).map_err(|error| {
                 CkptError::damaged(&tag.path, inside.as_str(), DeepSpeedError::Step(error))
             })?;
             steps.insert(one.name.clone(), step);
@@ -291,20 +309,21 @@ fn collect(
     }
     let present: BTreeSet<&str> = parameters.iter().map(|h| h.name.as_str()).collect();
     if let Some(name) = shapes.keys().filter(|n| !present.contains(*n)).min() {
-        return Err(tag.missing(MissingPart::File(format!("{ZERO}/{name}"))));
+        return Err(tag.missing(MissingPart::File(format!("{ZERO_DIR}/{name}"))));
     }
-    add_untrained(tag, model, stage, &mut found, untrained)?;
+    add_untrained_tensors(tag, model, stage, &mut found, untrained)?;
     if !unknown.is_empty() {
         let unknown: Vec<String> = unknown.iter().cloned().collect();
-        found.notices.push(format!("ignoring unknown optimizer states: {}", list_some(&unknown)));
+        found.notices.push(format!("ignoring unknown optimizer states: {}", format_names(&unknown)));
     }
     Ok((found, steps))
 }
 
-/// Adds the entries of a weight; `known` is its shape in the model files.
+/// Adds the FP32 values and the optimizer states of a weight to `found`. `known` is the shape that
+/// the model files record, if any.
 fn add_parameter(
     found: &mut CollectedTensors,
-    parameter: &Parameter,
+    parameter: &ParameterFiles,
     known: Option<&[u64]>,
 ) -> std::result::Result<(), DeepSpeedError> {
     let shape = match known {
@@ -312,7 +331,7 @@ fn add_parameter(
         None if parameter.is_shaped => parameter.fp32.1.shape.as_slice(),
         None => return Err(DeepSpeedError::UnknownShape),
     };
-    let count = elements(shape).ok_or_else(|| LayoutError::ImpossibleShape {
+    let count = count_elements(shape).ok_or_else(|| LayoutError::ImpossibleShape {
         name: parameter.name.clone(),
         shape: shape.to_vec(),
     })?;
@@ -334,22 +353,22 @@ fn add_parameter(
     Ok(())
 }
 
-/// Adds what is not trained: frozen weights, buffers and ties of the model files, and weights
-/// without states.
-fn add_untrained(
-    tag: &Tag,
+/// Adds the tensors that are not trained: frozen weights, buffers and ties of the model files, and
+/// weights that have files but no optimizer states.
+fn add_untrained_tensors(
+    tag: &TagContents,
     model: &ModelStates,
     stage: u8,
     found: &mut CollectedTensors,
-    untrained: Vec<&Parameter>,
+    untrained: Vec<&ParameterFiles>,
 ) -> Result<()> {
     // slices of frozen weights are in the model files of all ranks, which may not have been copied
     let is_complete =
-        stage < 3 || model.frozen.is_empty() || tag.model.len() as u64 >= u64::from(model.world);
-    if is_complete && !model.frozen.is_empty() {
+        stage < 3 || model.frozen_fragments.is_empty() || tag.model.len() as u64 >= u64::from(model.world);
+    if is_complete && !model.frozen_fragments.is_empty() {
         found.collect_frozen(tag, model, stage)?;
     }
-    found.ties(model);
+    found.collect_ties(model);
     for one in untrained {
         let taken =
             found.entries.iter().any(|e| e.info.role == TensorRole::Weight && e.info.name == one.name);
@@ -357,18 +376,18 @@ fn add_untrained(
             continue;
         }
         let known = model.module.iter().find(|(n, _)| *n == one.name).map(|(_, v)| v.shape.clone());
-        let shape = known.filter(|s| elements(s) == Some(one.fp32.1.elements()));
+        let shape = known.filter(|s| count_elements(s) == Some(one.fp32.1.elements()));
         let shape = shape.or(one.is_shaped.then(|| one.fp32.1.shape.clone()));
         let damaged = |error: DeepSpeedError| {
-            CkptError::damaged(&tag.path, format!("{ZERO}/{}/{FP32}", one.name), error)
+            CkptError::damaged(&tag.path, format!("{ZERO_DIR}/{}/{FP32_FILE}", one.name), error)
         };
         let shape = shape.ok_or_else(|| damaged(DeepSpeedError::UnknownShape))?;
         add_parameter(found, one, Some(&shape)).map_err(damaged)?;
         found.frozen.push(one.name.clone());
     }
     if let Some((file, _)) = tag.model.get(&0) {
-        found.module(*file, model, stage);
+        found.collect_module(*file, model, stage);
     }
-    found.in_module_order(model);
+    found.sort_by_module(model);
     Ok(())
 }

@@ -1,14 +1,14 @@
 //! [`Descriptor`]: an object of cuDNN's backend API. Its attributes are set before it is finalized.
 use super::super::bindings::{CudnnApi, Handle};
 use super::super::error::Result;
-use super::check;
+use super::check_status;
 use std::{
     ffi::{c_int, c_void},
     ptr,
     sync::Arc,
 };
 
-/// `CUDNN_BACKEND_…_DESCRIPTOR`: what a descriptor describes.
+/// Kind of object that a descriptor describes: `CUDNN_BACKEND_…_DESCRIPTOR`.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum DescriptorType {
     Pointwise = 0,
@@ -27,7 +27,7 @@ pub(super) enum DescriptorType {
     DeviceProperties = 38,
 }
 
-/// `CUDNN_ATTR_…`: an attribute of a descriptor.
+/// Attribute of a descriptor: `CUDNN_ATTR_…`.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Attribute {
     PointwiseMode = 0,
@@ -85,7 +85,7 @@ const DESCRIPTOR: c_int = 15;
 const REDUCTION: c_int = 18;
 const CHAR: c_int = 24;
 
-/// `CUDNN_DATA_…`: the type of a tensor's elements.
+/// Element type of a tensor: `CUDNN_DATA_…`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(i32)]
 pub(super) enum DataType {
@@ -95,7 +95,7 @@ pub(super) enum DataType {
     Boolean = 11,
 }
 
-/// `CUDNN_POINTWISE_…`: an elementwise operation.
+/// Elementwise operation: `CUDNN_POINTWISE_…`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(i32)]
 pub(super) enum PointwiseMode {
@@ -109,11 +109,11 @@ pub(super) enum PointwiseMode {
     Greater = 302,
     GreaterEqual = 303,
     Index = 501,
-    /// `x` where `t` is true, otherwise `b`.
+    /// Selects `x` where `t` is true, otherwise `b`.
     Select = 601,
 }
 
-/// `CUDNN_REDUCE_TENSOR_…`: the operator of a reduction.
+/// Operator of a reduction: `CUDNN_REDUCE_TENSOR_…`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(i32)]
 pub(super) enum Reduction {
@@ -121,12 +121,12 @@ pub(super) enum Reduction {
     Max = 3,
 }
 
-/// `CUDNN_HEUR_MODE_A`.
-const MODE_A: c_int = 3;
-/// Maximum number of engine configurations to request.
-const MAX_CONFIGS: i64 = 4;
+/// The heuristics that cuDNN recommends: `CUDNN_HEUR_MODE_A`.
+const HEURISTIC_MODE_A: c_int = 3;
+/// Maximum number of engine configurations that are requested.
+const MAX_ENGINE_CONFIGS: i64 = 4;
 
-/// A descriptor, destroyed when it is dropped.
+/// A descriptor of cuDNN's backend API. Dropping it destroys the descriptor.
 pub(super) struct Descriptor {
     library: Arc<CudnnApi>,
     handle: Handle,
@@ -146,16 +146,18 @@ impl Drop for Descriptor {
 }
 
 impl Descriptor {
+    /// Creates a descriptor without attributes.
     pub(super) fn new(library: &Arc<CudnnApi>, kind: DescriptorType) -> Result<Self> {
         let mut descriptor = Descriptor { library: library.clone(), handle: ptr::null_mut() };
         // SAFETY: writes one handle.
         let status = unsafe { (library.cudnnBackendCreateDescriptor)(kind as c_int, &mut descriptor.handle) };
-        check(library, &format!("cudnnBackendCreateDescriptor({kind:?})"), status)?;
+        check_status(library, &format!("cudnnBackendCreateDescriptor({kind:?})"), status)?;
         Ok(descriptor)
     }
 
-    /// The properties of a GPU that this machine need not have, JSON in cuDNN's form.
-    pub(super) fn device_properties(library: &Arc<CudnnApi>, json: &str) -> Result<Self> {
+    /// Creates the descriptor of a GPU, which this machine need not have, from JSON in cuDNN's
+    /// form.
+    pub(super) fn from_device_properties(library: &Arc<CudnnApi>, json: &str) -> Result<Self> {
         Self::new(library, DescriptorType::DeviceProperties)?
             .set(Attribute::PropertiesJson, CHAR, json.as_bytes())?
             .finalize(DescriptorType::DeviceProperties)
@@ -165,6 +167,7 @@ impl Descriptor {
         self.handle
     }
 
+    /// Sets an attribute. `kind` is the type of the values (`CUDNN_TYPE_…`).
     fn set<T>(self, attribute: Attribute, kind: c_int, values: &[T]) -> Result<Self> {
         let at = values.as_ptr().cast::<c_void>();
         // SAFETY: `values` has as many values of that type as its length.
@@ -177,7 +180,7 @@ impl Descriptor {
                 at,
             )
         };
-        check(&self.library, &format!("cudnnBackendSetAttribute({attribute:?})"), status)?;
+        check_status(&self.library, &format!("cudnnBackendSetAttribute({attribute:?})"), status)?;
         Ok(self)
     }
 
@@ -202,10 +205,10 @@ impl Descriptor {
     }
 
     pub(super) fn set_heuristic_mode_a(self) -> Result<Self> {
-        self.set(Attribute::HeuristicsMode, HEURISTICS, &[MODE_A])
+        self.set(Attribute::HeuristicsMode, HEURISTICS, &[HEURISTIC_MODE_A])
     }
 
-    /// Sets the library's handle.
+    /// Sets an attribute to a cuDNN handle.
     pub(super) fn set_handle(self, attribute: Attribute, handle: Handle) -> Result<Self> {
         self.set(attribute, HANDLE, &[handle])
     }
@@ -223,29 +226,30 @@ impl Descriptor {
         self.set(attribute, DESCRIPTOR, &handles)
     }
 
-    /// Checks the attributes and completes the descriptor. `kind` is for the error message.
+    /// Checks the attributes and completes the descriptor. `kind` appears in the error message.
     pub(super) fn finalize(self, kind: DescriptorType) -> Result<Self> {
         // SAFETY: the descriptor lives.
         let status = unsafe { (self.library.cudnnBackendFinalize)(self.handle) };
-        check(&self.library, &format!("cudnnBackendFinalize({kind:?})"), status)?;
+        check_status(&self.library, &format!("cudnnBackendFinalize({kind:?})"), status)?;
         Ok(self)
     }
 
-    pub(super) fn get_int(&self, attribute: Attribute) -> Result<i64> {
+    /// Returns the value of an integer attribute.
+    pub(super) fn query_int(&self, attribute: Attribute) -> Result<i64> {
         let (mut value, mut count) = (0i64, 0i64);
         let at = ptr::from_mut(&mut value).cast();
         // SAFETY: writes at most one integer.
         let status = unsafe {
             (self.library.cudnnBackendGetAttribute)(self.handle, attribute as c_int, INT64, 1, &mut count, at)
         };
-        check(&self.library, &format!("cudnnBackendGetAttribute({attribute:?})"), status)?;
+        check_status(&self.library, &format!("cudnnBackendGetAttribute({attribute:?})"), status)?;
         Ok(value)
     }
 
-    /// The engine configurations that the heuristics suggest, best guess first.
-    pub(super) fn heuristic_results(&self) -> Result<Vec<Descriptor>> {
+    /// Returns the engine configurations that the heuristics suggest, best guess first.
+    pub(super) fn query_engine_configs(&self) -> Result<Vec<Descriptor>> {
         let mut configs = Vec::new();
-        for _ in 0..MAX_CONFIGS {
+        for _ in 0..MAX_ENGINE_CONFIGS {
             configs.push(Descriptor::new(&self.library, DescriptorType::EngineConfig)?);
         }
         let mut handles: Vec<Handle> = configs.iter().map(Descriptor::handle).collect();
@@ -256,12 +260,12 @@ impl Descriptor {
                 self.handle,
                 Attribute::HeuristicsResults as c_int,
                 DESCRIPTOR,
-                MAX_CONFIGS,
+                MAX_ENGINE_CONFIGS,
                 &mut count,
                 handles.as_mut_ptr().cast(),
             )
         };
-        check(&self.library, "cudnnBackendGetAttribute(HeuristicsResults)", status)?;
+        check_status(&self.library, "cudnnBackendGetAttribute(HeuristicsResults)", status)?;
         configs.truncate(usize::try_from(count).unwrap_or(0));
         Ok(configs)
     }

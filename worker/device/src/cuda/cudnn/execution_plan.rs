@@ -6,7 +6,8 @@ use super::descriptor::{Attribute as A, Descriptor, DescriptorType};
 use super::operation_graph::OperationGraph;
 use std::{ffi::c_void, ptr, sync::Arc};
 
-/// `CUDNN_STATUS_NOT_SUPPORTED` and its sub-codes.
+/// Status codes of requests that cuDNN does not support: `CUDNN_STATUS_NOT_SUPPORTED` and its
+/// sub-codes.
 const NOT_SUPPORTED: std::ops::Range<i32> = 3000..4000;
 
 /// The GPU for which an execution plan is compiled.
@@ -20,7 +21,7 @@ pub(super) enum PlanTarget {
 /// A graph of operations that cuDNN has compiled for one GPU.
 pub(super) struct ExecutionPlan {
     plan: Descriptor,
-    /// Bytes of workspace.
+    /// Number of bytes of workspace that the plan needs.
     pub(super) workspace: usize,
     /// The id and value of each scalar that the graph reads from host memory.
     scalars: Vec<(i64, Box<f32>)>,
@@ -28,32 +29,33 @@ pub(super) struct ExecutionPlan {
     _source: Arc<PlanSource>,
 }
 
-/// The descriptors from which plans are created. cuDNN may read them as long as the plans live.
+/// Descriptors from which plans are created. cuDNN may read them as long as the plans live.
 struct PlanSource {
     _graph_descriptor: Descriptor,
     graph: OperationGraph,
 }
 
-/// The plans for a graph, the library's best guess first; empty if it supports none. Each plan is
-/// compiled when the iterator reaches it.
-pub(super) fn create_plans(
+/// Returns the plans for a graph, the library's best guess first. There are none if cuDNN does not
+/// support the graph. Each plan is compiled when the iterator reaches it.
+pub(super) fn create_graph_plans(
     graph: OperationGraph,
     scalars: Vec<(i64, f32)>,
     target: PlanTarget,
 ) -> Result<impl Iterator<Item = Result<ExecutionPlan>>> {
-    let (source, configs) = match if_supported(engine_configs(&graph, &target))? {
+    let (source, configs) = match ok_if_supported(query_engine_configs(&graph, &target))? {
         Some((descriptor, configs)) => {
             (Some(Arc::new(PlanSource { _graph_descriptor: descriptor, graph })), configs)
         }
         None => (None, Vec::new()),
     };
     let compile =
-        move |config| if_supported(compile_plan(source.as_ref()?, config, &scalars, &target)).transpose();
+        move |config| ok_if_supported(compile_plan(source.as_ref()?, config, &scalars, &target)).transpose();
     Ok(configs.into_iter().filter_map(compile))
 }
 
-/// `None` if the library reports that it does not support the request.
-fn if_supported<T>(result: Result<T>) -> Result<Option<T>> {
+/// Returns `None` if cuDNN reports that it does not support the request. Fails with any other error
+/// of cuDNN.
+fn ok_if_supported<T>(result: Result<T>) -> Result<Option<T>> {
     match result {
         Ok(value) => Ok(Some(value)),
         Err(CudaError::Call { status, .. }) if NOT_SUPPORTED.contains(&status) => Ok(None),
@@ -61,8 +63,12 @@ fn if_supported<T>(result: Result<T>) -> Result<Option<T>> {
     }
 }
 
-/// The descriptor of the whole graph, and the engine configurations that the heuristics suggest.
-fn engine_configs(graph: &OperationGraph, target: &PlanTarget) -> Result<(Descriptor, Vec<Descriptor>)> {
+/// Returns the descriptor of the whole graph, and the engine configurations that the heuristics
+/// suggest.
+fn query_engine_configs(
+    graph: &OperationGraph,
+    target: &PlanTarget,
+) -> Result<(Descriptor, Vec<Descriptor>)> {
     let library = &graph.library;
     let mut descriptor = Descriptor::new(library, DescriptorType::Graph)?
         .set_descriptors(A::GraphOperations, &graph.operations)?;
@@ -76,10 +82,11 @@ fn engine_configs(graph: &OperationGraph, target: &PlanTarget) -> Result<(Descri
     if let PlanTarget::Properties(properties) = target {
         heuristics = heuristics.set_descriptor(A::HeuristicsProperties, properties)?;
     }
-    let configs = heuristics.finalize(DescriptorType::Heuristics)?.heuristic_results()?;
+    let configs = heuristics.finalize(DescriptorType::Heuristics)?.query_engine_configs()?;
     Ok((descriptor, configs))
 }
 
+/// Compiles the plan of an engine configuration.
 fn compile_plan(
     source: &Arc<PlanSource>,
     config: Descriptor,
@@ -93,7 +100,7 @@ fn compile_plan(
         PlanTarget::Properties(properties) => plan.set_descriptor(A::PlanProperties, properties)?,
     };
     let plan = plan.finalize(DescriptorType::Plan)?;
-    let workspace = usize::try_from(plan.get_int(A::PlanWorkspace)?).unwrap_or(0);
+    let workspace = usize::try_from(plan.query_int(A::PlanWorkspace)?).unwrap_or(0);
     let scalars = scalars.iter().map(|(id, value)| (*id, Box::new(*value))).collect();
     Ok(ExecutionPlan { plan, workspace, scalars, _config: config, _source: source.clone() })
 }
@@ -104,7 +111,7 @@ impl ExecutionPlan {
     }
 }
 
-/// A plan with the addresses of the tensors for one execution.
+/// A plan with the addresses of its tensors for one execution.
 #[derive(Clone)]
 pub(in super::super) struct PreparedPlan {
     pub(super) cudnn: Arc<Cudnn>,
@@ -123,7 +130,7 @@ impl PartialEq for PreparedPlan {
 }
 
 impl PreparedPlan {
-    /// Issues the plan to a stream.
+    /// Issues the plan to a stream immediately.
     pub(in super::super) fn issue(&self, stream: Handle) -> Result<()> {
         let on_device = |(id, at): &(i64, Address)| (*id, ptr::without_provenance(*at as usize));
         let on_host = |(id, value): &(i64, Box<f32>)| (*id, ptr::from_ref(&**value).cast::<c_void>());
@@ -137,7 +144,7 @@ impl PreparedPlan {
         self.cudnn.execute(&self.plan, &variant_pack, stream)
     }
 
-    /// Numbers that differ between most different plans and addresses, for hashing.
+    /// Returns numbers that differ between most different plans and addresses, for hashing.
     pub(in super::super) fn hash_words(&self) -> impl Iterator<Item = u64> {
         let plan = Arc::as_ptr(&self.plan).addr() as u64;
         self.tensors.iter().map(|(_, at)| *at).chain([self.workspace, plan])

@@ -4,23 +4,25 @@ use super::super::error::Result;
 use super::descriptor::{Attribute as A, DataType, Descriptor, DescriptorType, PointwiseMode, Reduction};
 use std::sync::Arc;
 
-/// Alignment of tensors in GPU memory, bytes.
+/// Alignment in bytes that cuDNN may assume for tensors in GPU memory.
 pub(super) const ALIGNMENT: i64 = 16;
-/// The first number of virtual tensors.
+/// The first id of virtual tensors.
 const FIRST_VIRTUAL_ID: i64 = 100;
 
-/// Where a tensor's elements are stored.
+/// Storage of a tensor's elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum TensorLocation {
-    /// In GPU memory, at the address that is bound to this number.
+    /// The elements are in GPU memory, at the address that is bound to this id.
     Device(i64),
-    /// One `f32` on the host, bound to this number and read when the graph runs.
+    /// The tensor is one `f32` on the host. Its value is bound to this id and read when the graph
+    /// runs.
     Host(i64),
-    /// Nowhere: the result of one operation and the operand of others.
+    /// The elements are not stored. The tensor is the result of one operation and the operand of
+    /// others.
     Virtual,
 }
 
-/// A tensor of the graph.
+/// A tensor of an operation graph.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct GraphTensor {
     index: usize,
@@ -28,7 +30,7 @@ pub(super) struct GraphTensor {
     strides: [i64; 4],
 }
 
-/// A graph while it is built.
+/// A graph of cuDNN operations that is being built.
 pub(super) struct OperationGraph {
     pub(super) library: Arc<CudnnApi>,
     tensors: Vec<Descriptor>,
@@ -37,16 +39,18 @@ pub(super) struct OperationGraph {
 }
 
 /// Returns the strides of a contiguous tensor with these dimensions.
-pub(super) fn packed_strides([_, h, s, d]: [i64; 4]) -> [i64; 4] {
+pub(super) fn compute_packed_strides([_, h, s, d]: [i64; 4]) -> [i64; 4] {
     [h * s * d, s * d, d, 1]
 }
 
 impl OperationGraph {
+    /// Creates a graph without operations.
     pub(super) fn new(library: &Arc<CudnnApi>) -> Self {
         OperationGraph { library: library.clone(), tensors: Vec::new(), operations: Vec::new() }
     }
 
-    pub(super) fn tensor(
+    /// Adds a tensor with these dimensions and strides (in elements) to the graph.
+    pub(super) fn add_tensor(
         &mut self,
         location: TensorLocation,
         data_type: DataType,
@@ -70,17 +74,17 @@ impl OperationGraph {
         Ok(GraphTensor { index, dims, strides })
     }
 
-    /// Creates a contiguous virtual tensor.
-    pub(super) fn virtual_tensor(&mut self, data_type: DataType, dims: [i64; 4]) -> Result<GraphTensor> {
-        self.tensor(TensorLocation::Virtual, data_type, dims, packed_strides(dims))
+    /// Adds a contiguous virtual tensor to the graph.
+    pub(super) fn add_virtual_tensor(&mut self, data_type: DataType, dims: [i64; 4]) -> Result<GraphTensor> {
+        self.add_tensor(TensorLocation::Virtual, data_type, dims, compute_packed_strides(dims))
     }
 
-    /// Creates a tensor of one `f32` on the host, bound to the number `id`.
-    pub(super) fn scalar(&mut self, id: i64) -> Result<GraphTensor> {
-        self.tensor(TensorLocation::Host(id), DataType::F32, [1; 4], [1; 4])
+    /// Adds a tensor of one `f32` on the host to the graph. Its value is bound to `id`.
+    pub(super) fn add_host_scalar(&mut self, id: i64) -> Result<GraphTensor> {
+        self.add_tensor(TensorLocation::Host(id), DataType::F32, [1; 4], [1; 4])
     }
 
-    /// Adds an operation with its descriptor, if it has one, and its tensors.
+    /// Adds an operation with its tensors, and with its descriptor if it has one.
     fn add_operation(
         &mut self,
         kind: DescriptorType,
@@ -99,7 +103,7 @@ impl OperationGraph {
     }
 
     /// Adds the operation `y = mode(x, b)`. Modes with one operand have no `b`.
-    pub(super) fn pointwise(
+    pub(super) fn add_pointwise(
         &mut self,
         mode: PointwiseMode,
         x: GraphTensor,
@@ -123,22 +127,22 @@ impl OperationGraph {
 
     /// Adds the operation `mode(x, b)` and returns its result, a virtual tensor with the dimensions
     /// of `x`.
-    pub(super) fn apply(
+    pub(super) fn add_apply(
         &mut self,
         mode: PointwiseMode,
         data_type: DataType,
         x: GraphTensor,
         b: Option<GraphTensor>,
     ) -> Result<GraphTensor> {
-        let y = self.virtual_tensor(data_type, x.dims)?;
-        self.pointwise(mode, x, b, y)?;
+        let y = self.add_virtual_tensor(data_type, x.dims)?;
+        self.add_pointwise(mode, x, b, y)?;
         Ok(y)
     }
 
     /// Adds the operation that computes the index of each element of `x` along `axis`, and returns
     /// its result, a virtual tensor of integers.
-    pub(super) fn index(&mut self, x: GraphTensor, axis: i64) -> Result<GraphTensor> {
-        let y = self.virtual_tensor(DataType::I32, x.dims)?;
+    pub(super) fn add_index(&mut self, x: GraphTensor, axis: i64) -> Result<GraphTensor> {
+        let y = self.add_virtual_tensor(DataType::I32, x.dims)?;
         let descriptor = Descriptor::new(&self.library, DescriptorType::Pointwise)?
             .set_pointwise_mode(PointwiseMode::Index)?
             .set_ints(A::PointwiseAxis, &[axis])?
@@ -154,13 +158,13 @@ impl OperationGraph {
 
     /// Adds the operation that selects `x` where `condition` is true, otherwise `other`. Returns
     /// its result, a virtual tensor.
-    pub(super) fn select(
+    pub(super) fn add_select(
         &mut self,
         condition: GraphTensor,
         x: GraphTensor,
         other: GraphTensor,
     ) -> Result<GraphTensor> {
-        let y = self.virtual_tensor(DataType::F32, x.dims)?;
+        let y = self.add_virtual_tensor(DataType::F32, x.dims)?;
         let descriptor = Descriptor::new(&self.library, DescriptorType::Pointwise)?
             .set_pointwise_mode(PointwiseMode::Select)?
             .set_data_type(A::PointwisePrecision, DataType::F32)?
@@ -177,7 +181,7 @@ impl OperationGraph {
 
     /// Adds the matmul `c = a · b` over the last two dimensions. If `b` has fewer heads than `a`,
     /// several heads of `a` share one head of `b`.
-    pub(super) fn matmul(&mut self, a: GraphTensor, b: GraphTensor, c: GraphTensor) -> Result<()> {
+    pub(super) fn add_matmul(&mut self, a: GraphTensor, b: GraphTensor, c: GraphTensor) -> Result<()> {
         let descriptor = Descriptor::new(&self.library, DescriptorType::Matmul)?
             .set_data_type(A::MatmulPrecision, DataType::F32)?
             .finalize(DescriptorType::Matmul)?;
@@ -189,7 +193,7 @@ impl OperationGraph {
     }
 
     /// Adds the operation that reduces `x` to `y`, over the dimensions in which `y` is smaller.
-    pub(super) fn reduce(&mut self, operator: Reduction, x: GraphTensor, y: GraphTensor) -> Result<()> {
+    pub(super) fn add_reduce(&mut self, operator: Reduction, x: GraphTensor, y: GraphTensor) -> Result<()> {
         let descriptor = Descriptor::new(&self.library, DescriptorType::Reduction)?
             .set_reduction(operator)?
             .set_data_type(A::ReductionPrecision, DataType::F32)?
@@ -203,9 +207,9 @@ impl OperationGraph {
 
     /// Adds the operation that exchanges the last two dimensions of `x`, and returns its result, a
     /// virtual tensor of type `data_type`.
-    pub(super) fn transpose(&mut self, data_type: DataType, x: GraphTensor) -> Result<GraphTensor> {
+    pub(super) fn add_transpose(&mut self, data_type: DataType, x: GraphTensor) -> Result<GraphTensor> {
         let swap = |[b, h, s, d]: [i64; 4]| [b, h, d, s];
-        let y = self.tensor(TensorLocation::Virtual, data_type, swap(x.dims), swap(x.strides))?;
+        let y = self.add_tensor(TensorLocation::Virtual, data_type, swap(x.dims), swap(x.strides))?;
         self.add_operation(DescriptorType::ReshapeOperation, None, &[(A::ReshapeX, x), (A::ReshapeY, y)])?;
         Ok(y)
     }

@@ -14,7 +14,7 @@ use std::{
 
 /// One recorded call.
 #[derive(Clone, PartialEq)]
-enum Call {
+enum RecordedCall {
     Kernel {
         name: &'static CStr,
         function: KernelFunction,
@@ -38,7 +38,7 @@ enum Call {
 /// Recorded calls in their order. Equal batches do the same work at the same addresses.
 #[derive(Clone, Default, PartialEq)]
 pub(in super::super) struct CallBatch {
-    calls: Vec<Call>,
+    calls: Vec<RecordedCall>,
     /// The bytes of all kernel arguments. Each argument begins at a new word.
     words: Vec<u64>,
     /// The index of each argument's first word.
@@ -46,11 +46,12 @@ pub(in super::super) struct CallBatch {
 }
 
 impl CallBatch {
-    /// Number of calls.
+    /// Returns the number of calls.
     pub(super) fn len(&self) -> usize {
         self.calls.len()
     }
 
+    /// Removes all calls.
     pub(super) fn clear(&mut self) {
         self.calls.clear();
         self.words.clear();
@@ -60,8 +61,9 @@ impl CallBatch {
     /// Records a kernel with a copy of its arguments.
     ///
     /// # Safety
-    /// When the batch is issued, `arguments` are those of the kernel's source, in order, and every
-    /// address covers what the kernel accesses.
+    ///
+    /// When the batch is issued, `arguments` must match the parameters of the kernel in number,
+    /// type and order. Each address must point to all memory that the kernel accesses through it.
     pub(in super::super) unsafe fn push_kernel(
         &mut self,
         name: &'static CStr,
@@ -83,59 +85,65 @@ impl CallBatch {
             }
         }
         let arguments = first..self.starts.len();
-        self.calls.push(Call::Kernel { name, function, config, arguments });
+        self.calls.push(RecordedCall::Kernel { name, function, config, arguments });
     }
 
+    /// Records a matmul.
     pub(in super::super) fn push_matmul(&mut self, matmul: PreparedMatmul) {
-        self.calls.push(Call::Matmul(matmul));
+        self.calls.push(RecordedCall::Matmul(matmul));
     }
 
+    /// Records a cuDNN plan.
     pub(in super::super) fn push_plan(&mut self, plan: PreparedPlan) {
-        self.calls.push(Call::CudnnPlan(plan));
+        self.calls.push(RecordedCall::CudnnPlan(plan));
     }
 
     /// Records filling a range with zeros.
     pub(in super::super) fn push_fill(&mut self, at: Address, bytes: usize) {
-        self.calls.push(Call::Fill { at, bytes });
+        self.calls.push(RecordedCall::Fill { at, bytes });
     }
 
+    /// Records a copy within the GPU's memory.
     pub(in super::super) fn push_copy(&mut self, to: Address, from: Address, bytes: usize) {
-        self.calls.push(Call::Copy { to, from, bytes });
+        self.calls.push(RecordedCall::Copy { to, from, bytes });
     }
 
     /// Issues every call to the main stream, one by one.
-    pub(super) fn issue(&self, gpu: &GpuContext) -> Result<()> {
+    pub(super) fn issue_all(&self, gpu: &GpuContext) -> Result<()> {
         self.issue_each(gpu, |_| ())
     }
 
-    /// Issues every call to the main stream. After each call, `f` receives whether it was a kernel.
+    /// Issues every call to the main stream. After each call, calls `f` with true if the call was a
+    /// kernel.
     pub(super) fn issue_each(&self, gpu: &GpuContext, mut f: impl FnMut(bool)) -> Result<()> {
         for call in &self.calls {
             match call {
-                Call::Kernel { name, function, config, arguments } => {
-                    let mut pointers = self.pointers(arguments);
+                RecordedCall::Kernel { name, function, config, arguments } => {
+                    let mut pointers = self.build_argument_pointers(arguments);
                     // SAFETY: promised when the call was recorded.
-                    unsafe { gpu.issue_launch(name, *function, *config, &mut pointers, gpu.stream)? };
+                    unsafe { gpu.issue_launch(name, *function, *config, &mut pointers, gpu.main_stream)? };
                 }
-                Call::Matmul(matmul) => matmul.issue(gpu.stream)?,
-                Call::CudnnPlan(plan) => plan.issue(gpu.stream)?,
-                Call::Fill { at, bytes } => gpu.issue_fill(*at, *bytes, gpu.stream)?,
-                Call::Copy { to, from, bytes } => gpu.issue_copy(*to, *from, *bytes, gpu.stream)?,
+                RecordedCall::Matmul(matmul) => matmul.issue(gpu.main_stream)?,
+                RecordedCall::CudnnPlan(plan) => plan.issue(gpu.main_stream)?,
+                RecordedCall::Fill { at, bytes } => gpu.issue_fill(*at, *bytes, gpu.main_stream)?,
+                RecordedCall::Copy { to, from, bytes } => {
+                    gpu.issue_copy(*to, *from, *bytes, gpu.main_stream)?
+                }
             }
-            f(matches!(call, Call::Kernel { .. }));
+            f(matches!(call, RecordedCall::Kernel { .. }));
         }
         Ok(())
     }
 
-    /// Pointers to a kernel's arguments.
-    fn pointers(&self, arguments: &Range<usize>) -> Vec<*mut c_void> {
+    /// Returns pointers to a kernel's arguments.
+    fn build_argument_pointers(&self, arguments: &Range<usize>) -> Vec<*mut c_void> {
         let start = |at: &usize| ptr::from_ref(&self.words[*at]).cast_mut().cast();
         self.starts[arguments.clone()].iter().map(start).collect()
     }
 
-    /// The indices of kernels that have other arguments or another grid in `other`; `None` if the
-    /// batches differ in anything else.
-    pub(super) fn changed_kernels(&self, other: &CallBatch) -> Option<Vec<usize>> {
+    /// Returns the indices of kernels that have other arguments or another grid in `other`. Returns
+    /// `None` if the batches differ in anything else.
+    pub(super) fn find_changed_kernels(&self, other: &CallBatch) -> Option<Vec<usize>> {
         if self.calls.len() != other.calls.len()
             || self.starts != other.starts
             || self.words.len() != other.words.len()
@@ -146,8 +154,8 @@ impl CallBatch {
         for (i, pair) in self.calls.iter().zip(&other.calls).enumerate() {
             match pair {
                 (
-                    Call::Kernel { function, config, arguments, .. },
-                    Call::Kernel { function: f, config: c, arguments: a, .. },
+                    RecordedCall::Kernel { function, config, arguments, .. },
+                    RecordedCall::Kernel { function: f, config: c, arguments: a, .. },
                 ) if function == f && arguments == a => {
                     if config != c || self.argument_words(a) != other.argument_words(a) {
                         changed.push(i);
@@ -160,17 +168,17 @@ impl CallBatch {
         Some(changed)
     }
 
-    /// The words of a kernel's arguments.
+    /// Returns the words of a kernel's arguments.
     fn argument_words(&self, arguments: &Range<usize>) -> &[u64] {
         let start = |i: usize| self.starts.get(i).copied().unwrap_or(self.words.len());
         &self.words[start(arguments.start)..start(arguments.end)]
     }
 
-    /// Runs `f` with the parameters of a graph node for the call with this index; `None` if the
-    /// call is not a kernel.
+    /// Runs `f` with the parameters of a graph node for the call with this index. Returns `None` if
+    /// the call is not a kernel.
     pub(super) fn with_kernel_node<T>(&self, call: usize, f: impl FnOnce(&KernelNode) -> T) -> Option<T> {
-        let Call::Kernel { function, config, arguments, .. } = &self.calls[call] else { return None };
-        let mut pointers = self.pointers(arguments);
+        let RecordedCall::Kernel { function, config, arguments, .. } = &self.calls[call] else { return None };
+        let mut pointers = self.build_argument_pointers(arguments);
         let node = KernelNode {
             function: function.0,
             grid: config.grid,
@@ -184,37 +192,40 @@ impl CallBatch {
         Some(f(&node))
     }
 
-    /// A hash of the whole batch.
-    pub(super) fn hash(&self) -> u64 {
-        let mut hash = self.structure_hash();
+    /// Returns a hash of the whole batch.
+    pub(super) fn compute_hash(&self) -> u64 {
+        let mut hash = self.compute_structure_hash();
         for call in &self.calls {
-            if let Call::Kernel { config, .. } = call {
-                mix(&mut hash, config.grid.map(u64::from));
+            if let RecordedCall::Kernel { config, .. } = call {
+                mix_into_hash(&mut hash, config.grid.map(u64::from));
             }
         }
-        mix(&mut hash, self.words.iter().copied());
+        mix_into_hash(&mut hash, self.words.iter().copied());
         hash
     }
 
-    /// A hash of everything except the kernels' arguments and grids.
-    pub(super) fn structure_hash(&self) -> u64 {
+    /// Returns a hash of everything except the kernels' arguments and grids.
+    pub(super) fn compute_structure_hash(&self) -> u64 {
         let mut hash = self.calls.len() as u64;
         for call in &self.calls {
             match call {
-                Call::Kernel { function, arguments, .. } => {
-                    mix(&mut hash, [function.0.addr() as u64, arguments.end as u64]);
+                RecordedCall::Kernel { function, arguments, .. } => {
+                    mix_into_hash(&mut hash, [function.0.addr() as u64, arguments.end as u64]);
                 }
-                Call::Matmul(matmul) => mix(&mut hash, matmul.hash_words()),
-                Call::CudnnPlan(plan) => mix(&mut hash, plan.hash_words()),
-                Call::Fill { at, bytes } => mix(&mut hash, [*at, *bytes as u64]),
-                Call::Copy { to, from, bytes } => mix(&mut hash, [*to, *from, *bytes as u64]),
+                RecordedCall::Matmul(matmul) => mix_into_hash(&mut hash, matmul.hash_words()),
+                RecordedCall::CudnnPlan(plan) => mix_into_hash(&mut hash, plan.hash_words()),
+                RecordedCall::Fill { at, bytes } => mix_into_hash(&mut hash, [*at, *bytes as u64]),
+                RecordedCall::Copy { to, from, bytes } => {
+                    mix_into_hash(&mut hash, [*to, *from, *bytes as u64])
+                }
             }
         }
         hash
     }
 }
 
-fn mix(hash: &mut u64, words: impl IntoIterator<Item = u64>) {
+/// Updates `hash` with each of the words.
+fn mix_into_hash(hash: &mut u64, words: impl IntoIterator<Item = u64>) {
     for word in words {
         *hash = (hash.rotate_left(5) ^ word).wrapping_mul(0x9E37_79B9_7F4A_7C15);
     }

@@ -5,7 +5,7 @@ use super::super::error::Result;
 use super::call_batch::CallBatch;
 use std::ptr;
 
-/// An instantiated graph. [`ExecutableGraph::destroy`] releases it.
+/// An instantiated graph of the driver. It must be released with [`ExecutableGraph::destroy`].
 pub(super) struct ExecutableGraph {
     executable: Handle,
     /// The captured graph, to which the nodes belong.
@@ -15,25 +15,26 @@ pub(super) struct ExecutableGraph {
 }
 
 impl ExecutableGraph {
-    /// Captures a batch, without executing it.
+    /// Captures the calls of a batch without executing them, and instantiates the graph.
     pub(super) fn capture(gpu: &GpuContext, batch: &CallBatch) -> Result<ExecutableGraph> {
         let driver = &gpu.driver;
         // In relaxed mode a library may load a kernel at its first call.
         // SAFETY: the stream lives, and no other thread uses it until the capture ends.
-        let status = unsafe { (driver.cuStreamBeginCapture_v2)(gpu.stream, RELAXED) };
-        driver.check("cuStreamBeginCapture", status)?;
+        let status = unsafe { (driver.cuStreamBeginCapture_v2)(gpu.main_stream, RELAXED) };
+        driver.check_status("cuStreamBeginCapture", status)?;
         let mut nodes = Vec::with_capacity(batch.len());
-        let node = |is_kernel: bool| if is_kernel { last_node(gpu) } else { ptr::null_mut() };
+        let node = |is_kernel: bool| if is_kernel { get_last_captured_node(gpu) } else { ptr::null_mut() };
         let issued = batch.issue_each(gpu, |is_kernel| nodes.push(node(is_kernel)));
         let mut graph = ExecutableGraph { executable: ptr::null_mut(), source: ptr::null_mut(), nodes };
         // SAFETY: the stream is capturing; writes one handle, which is null after an error.
-        let status = unsafe { (driver.cuStreamEndCapture)(gpu.stream, &mut graph.source) };
-        let instantiated = issued.and_then(|()| driver.check("cuStreamEndCapture", status)).and_then(|()| {
-            // SAFETY: the graph was just captured; writes one handle.
-            let status =
-                unsafe { (driver.cuGraphInstantiateWithFlags)(&mut graph.executable, graph.source, 0) };
-            driver.check("cuGraphInstantiate", status)
-        });
+        let status = unsafe { (driver.cuStreamEndCapture)(gpu.main_stream, &mut graph.source) };
+        let instantiated =
+            issued.and_then(|()| driver.check_status("cuStreamEndCapture", status)).and_then(|()| {
+                // SAFETY: the graph was just captured; writes one handle.
+                let status =
+                    unsafe { (driver.cuGraphInstantiateWithFlags)(&mut graph.executable, graph.source, 0) };
+                driver.check_status("cuGraphInstantiate", status)
+            });
         match instantiated {
             Ok(()) => Ok(graph),
             Err(error) => {
@@ -46,16 +47,16 @@ impl ExecutableGraph {
     /// Launches the graph on the main stream.
     pub(super) fn launch(&self, gpu: &GpuContext) -> Result<()> {
         // SAFETY: graph and stream live. The batch's memory is allocated, as its calls would need.
-        let status = unsafe { (gpu.driver.cuGraphLaunch)(self.executable, gpu.stream) };
-        gpu.driver.check("cuGraphLaunch", status)
+        let status = unsafe { (gpu.driver.cuGraphLaunch)(self.executable, gpu.main_stream) };
+        gpu.driver.check_status("cuGraphLaunch", status)
     }
 
-    /// True if the nodes of these calls are known.
+    /// Returns true if the nodes of all these calls are known.
     pub(super) fn has_nodes(&self, calls: &[usize]) -> bool {
         calls.iter().all(|call| self.nodes.get(*call).is_some_and(|node| !node.is_null()))
     }
 
-    /// Replaces the kernels of these calls by those of `batch`, from the next launch on.
+    /// Replaces the kernels of these calls by the kernels of `batch`, from the next launch on.
     pub(super) fn update_kernels(&self, gpu: &GpuContext, batch: &CallBatch, calls: &[usize]) -> Result<()> {
         for call in calls {
             // SAFETY: a node of the source graph, which lives; the driver copies the arguments.
@@ -63,7 +64,7 @@ impl ExecutableGraph {
                 (gpu.driver.cuGraphExecKernelNodeSetParams_v2)(self.executable, self.nodes[*call], kernel)
             };
             let status = batch.with_kernel_node(*call, update).unwrap_or(0);
-            gpu.driver.check("cuGraphExecKernelNodeSetParams", status)?;
+            gpu.driver.check_status("cuGraphExecKernelNodeSetParams", status)?;
         }
         Ok(())
     }
@@ -82,14 +83,15 @@ impl ExecutableGraph {
     }
 }
 
-/// The node of the call that was captured last; null if the driver does not report it.
-fn last_node(gpu: &GpuContext) -> Handle {
+/// Returns the node of the call that was captured last. Returns null if the driver does not report
+/// it.
+fn get_last_captured_node(gpu: &GpuContext) -> Handle {
     let (mut status, mut id, mut graph) = (0, 0, ptr::null_mut());
     let (mut nodes, mut count) = (ptr::null(), 0);
     // SAFETY: every output is written. The nodes are valid until the next call for the stream.
     unsafe {
         let result = (gpu.driver.cuStreamGetCaptureInfo_v2)(
-            gpu.stream,
+            gpu.main_stream,
             &mut status,
             &mut id,
             &mut graph,

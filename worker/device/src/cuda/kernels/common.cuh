@@ -11,8 +11,8 @@ typedef unsigned long long u64;
 
 #ifndef KERNEL
 #define KERNEL extern "C" __global__ void
-// A kernel with blocks of up to 1024 threads, for which the compiler limits registers. Others have
-// at most 256.
+// Declares a kernel with blocks of up to 1024 threads. The compiler limits the registers of such a
+// kernel. The blocks of other kernels have at most 256 threads.
 #define WIDE_KERNEL extern "C" __global__ void __launch_bounds__(1024)
 #endif
 #define DEVICE static __device__ __forceinline__
@@ -59,48 +59,52 @@ DEVICE u32 pack_bf16(float low, float high) {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
     return both;
 }
-DEVICE float power_of_2(float x) {
+DEVICE float exp2_approx(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
-DEVICE float reciprocal(float x) {
+DEVICE float reciprocal_approx(float x) {
     float y;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
-// Dynamic shared memory.
+// Declares the block's dynamic shared memory.
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(16) float name[]
 #else
 DEVICE u32 pack_bf16(float low, float high) { return (u32)to_bf16(low) | (u32)to_bf16(high) << 16; }
-DEVICE float power_of_2(float x) { return exp2f(x); }
-DEVICE float reciprocal(float x) { return 1.0f / x; }
+DEVICE float exp2_approx(float x) { return exp2f(x); }
+DEVICE float reciprocal_approx(float x) { return 1.0f / x; }
 #endif
 #define LOG2E 1.4426950408889634f
 
+// Returns element i of x as f32.
 DEVICE float load(Tensor x, i64 i) {
     if (x.type == F32) return ((const float*)x.at)[i];
     u16 h = ((const u16*)x.at)[i];
     return x.type == BF16 ? from_bf16(h) : from_f16(h);
 }
 
+// Rounds x to the type of y and writes it to element i.
 DEVICE void store(Tensor y, i64 i, float x) {
     if (y.type == F32) ((float*)y.at)[i] = x;
     else ((u16*)y.at)[i] = y.type == BF16 ? to_bf16(x) : to_f16(x);
 }
 
+// Returns the tensor of f32 elements at an address.
 DEVICE Tensor f32_tensor(const float* at) { return {(void*)at, F32}; }
 
 // --- vectors of eight elements, accessed 16 bytes at a time if they are aligned ----------------------------------
 // Which thread has which elements depends on the shape only, so the order of sums does not depend
 // on alignment.
 
-DEVICE bool is_aligned_vector(Tensor x, i64 i, i64 remaining) {
+// Returns true if eight elements from element i on exist and are aligned to 16 bytes.
+DEVICE bool is_aligned_8(Tensor x, i64 i, i64 remaining) {
     return remaining >= 8 && ((u64)x.at + (u64)i * (x.type == F32 ? 4 : 2)) % 16 == 0;
 }
 
 // Loads elements i..i + 8 of an aligned vector.
-DEVICE void load_aligned(float (&v)[8], Tensor x, i64 i) {
+DEVICE void load_aligned_8(float (&v)[8], Tensor x, i64 i) {
     if (x.type == F32) {
         const float4* at = (const float4*)((const float*)x.at + i);
         float4 low = at[0], high = at[1];
@@ -118,12 +122,13 @@ DEVICE void load_aligned(float (&v)[8], Tensor x, i64 i) {
 }
 
 // Loads elements i..i + 8, of which `remaining` exist; the others are 0.
-DEVICE void load_eight(float (&v)[8], Tensor x, i64 i, i64 remaining) {
-    if (is_aligned_vector(x, i, remaining)) return load_aligned(v, x, i);
+DEVICE void load_8(float (&v)[8], Tensor x, i64 i, i64 remaining) {
+    if (is_aligned_8(x, i, remaining)) return load_aligned_8(v, x, i);
     for (int k = 0; k < 8; k++) v[k] = k < remaining ? load(x, i + k) : 0.0f;
 }
 
-DEVICE void store_aligned(Tensor y, i64 i, const float (&v)[8]) {
+// Stores elements i..i + 8 of an aligned vector, rounded to its type.
+DEVICE void store_aligned_8(Tensor y, i64 i, const float (&v)[8]) {
     if (y.type == F32) {
         float4* at = (float4*)((float*)y.at + i);
         at[0] = {v[0], v[1], v[2], v[3]};
@@ -136,32 +141,34 @@ DEVICE void store_aligned(Tensor y, i64 i, const float (&v)[8]) {
         words[k] = y.type == BF16 ? pack_bf16(v[2 * k], v[2 * k + 1]) : (u32)to_f16(v[2 * k]) | (u32)to_f16(v[2 * k + 1]) << 16;
     *(uint4*)((u16*)y.at + i) = {words[0], words[1], words[2], words[3]};
 }
-DEVICE void store_eight(Tensor y, i64 i, i64 remaining, const float (&v)[8]) {
-    if (is_aligned_vector(y, i, remaining)) return store_aligned(y, i, v);
+// Stores elements i..i + 8, of which `remaining` exist.
+DEVICE void store_8(Tensor y, i64 i, i64 remaining, const float (&v)[8]) {
+    if (is_aligned_8(y, i, remaining)) return store_aligned_8(y, i, v);
     for (int k = 0; k < 8; k++)
         if (k < remaining) store(y, i + k, v[k]);
 }
-#define EIGHT(k) _Pragma("unroll") for (int k = 0; k < 8; k++)
+// Loops over the eight elements of a vector.
+#define FOR_EIGHT(k) _Pragma("unroll") for (int k = 0; k < 8; k++)
 
 // Variants for a type that is known at compile time. F32 or BF16: the tensor has this type, is
 // aligned to 16 bytes, and its rows are multiples of eight elements. ANY: no restriction. The host
 // selects the kernel (`are_vectorizable` in mod.rs); the results are bit-equal.
 #define ANY -1
-template <int TYPE> DEVICE void load_eight(float (&v)[8], Tensor x, i64 i, i64 remaining) {
-    if (TYPE == ANY) return load_eight(v, x, i, remaining);
+template <int TYPE> DEVICE void load_8(float (&v)[8], Tensor x, i64 i, i64 remaining) {
+    if (TYPE == ANY) return load_8(v, x, i, remaining);
     Tensor typed = {x.at, TYPE};
-    load_aligned(v, typed, i);
+    load_aligned_8(v, typed, i);
 }
-template <int TYPE> DEVICE void store_eight(Tensor y, i64 i, i64 remaining, const float (&v)[8]) {
-    if (TYPE == ANY) return store_eight(y, i, remaining, v);
+template <int TYPE> DEVICE void store_8(Tensor y, i64 i, i64 remaining, const float (&v)[8]) {
+    if (TYPE == ANY) return store_8(y, i, remaining, v);
     Tensor typed = {y.at, TYPE};
-    store_aligned(typed, i, v);
+    store_aligned_8(typed, i, v);
 }
 // Stores v, and replaces v by its rounded values.
-template <int TYPE> DEVICE void store_rounded(Tensor y, i64 i, i64 remaining, float (&v)[8]) {
+template <int TYPE> DEVICE void store_8_and_round(Tensor y, i64 i, i64 remaining, float (&v)[8]) {
     if (TYPE != BF16) {
-        store_eight<TYPE>(y, i, remaining, v);
-        if (TYPE == ANY) load_eight(v, y, i, remaining);
+        store_8<TYPE>(y, i, remaining, v);
+        if (TYPE == ANY) load_8(v, y, i, remaining);
         return;
     }
     u32 words[4];
@@ -173,8 +180,9 @@ template <int TYPE> DEVICE void store_rounded(Tensor y, i64 i, i64 remaining, fl
     *(uint4*)((u16*)y.at + i) = {words[0], words[1], words[2], words[3]};
 }
 
-// Philox4x32-10: four random words of a block of a sample at a step, as in philox.rs.
-DEVICE void random_words(u32 (&c)[4], const u32 (&key)[2], u64 block, u64 sample, u64 step) {
+// Computes the four random words of a block of a sample at a step with Philox4x32-10. philox.rs
+// implements the same function for the CPU.
+DEVICE void compute_random_words(u32 (&c)[4], const u32 (&key)[2], u64 block, u64 sample, u64 step) {
     u32 k0 = key[0], k1 = key[1];
     c[0] = (u32)block, c[1] = (u32)sample, c[2] = (u32)step;
     c[3] = (u32)(block >> 32) | (u32)(sample >> 32) << 11 | (u32)(step >> 32) << 22;
@@ -190,29 +198,31 @@ DEVICE void random_words(u32 (&c)[4], const u32 (&key)[2], u64 block, u64 sample
     }
 }
 
-// Loops over the elements of a flat vector; the threads of the grid share them.
-#define EACH(i, n) \
+// Loops over the elements of a vector. The threads of the grid share the elements.
+#define FOR_EACH_ELEMENT(i, n) \
     for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < (n); i += (i64)gridDim.x * blockDim.x)
-// Loops over the vectors of eight elements of a flat vector.
-#define EACH_EIGHT(i, n) \
+// Loops over a vector in steps of eight elements. The threads of the grid share the steps.
+#define FOR_EACH_VECTOR(i, n) \
     for (i64 i = 8 * ((i64)blockIdx.x * blockDim.x + threadIdx.x); i < (n); i += 8 * (i64)gridDim.x * blockDim.x)
-// Loops over the elements of a row; the threads of the block share them.
-#define EACH_OF_ROW(j, d) for (i64 j = threadIdx.x; j < (d); j += blockDim.x)
-// Loops over the vectors of eight elements of a row.
-#define EIGHTS_OF_ROW(j, d) for (int j = 8 * (int)threadIdx.x; j < (int)(d); j += 8 * (int)blockDim.x)
+// Loops over the elements of a row. The threads of the block share the elements.
+#define FOR_EACH_ROW_ELEMENT(j, d) for (i64 j = threadIdx.x; j < (d); j += blockDim.x)
+// Loops over a row in steps of eight elements. The threads of the block share the steps.
+#define FOR_EACH_ROW_VECTOR(j, d) for (int j = 8 * (int)threadIdx.x; j < (int)(d); j += 8 * (int)blockDim.x)
 
+// Returns the sum of x over the lanes of a warp, bit-equal in every lane.
 template <class T> DEVICE T warp_sum(T x) {
     for (int other = 16; other > 0; other >>= 1) x += __shfl_xor_sync(0xffffffffu, x, other);
     return x;
 }
 
+// Returns the maximum of x over the lanes of a warp.
 DEVICE float warp_max(float x) {
     for (int other = 16; other > 0; other >>= 1) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, other));
     return x;
 }
 
-// The sum over a block of whole warps, bit-equal in every thread: a tree over lanes, then a tree
-// over warps.
+// Returns the sum of x over the threads of a block, which must consist of whole warps. The sum is
+// bit-equal in every thread: a tree over lanes, then a tree over warps.
 template <class T> DEVICE T block_sum(T x) {
     __shared__ T parts[32];
     x = warp_sum(x);
@@ -223,6 +233,7 @@ template <class T> DEVICE T block_sum(T x) {
     return warp_sum(lane < blockDim.x >> 5 ? parts[lane] : (T)0);
 }
 
+// Returns the maximum of x over the threads of a block, which must consist of whole warps.
 DEVICE float block_max(float x) {
     __shared__ float parts[32];
     x = warp_max(x);

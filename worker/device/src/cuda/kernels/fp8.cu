@@ -1,13 +1,13 @@
-// Quantizes operands of fp8 matmuls: the scale of a matrix, and its rounded elements, bit-equal to
-// fp8.rs.
+// Quantization of the operands of fp8 matmuls: computes the scale of a matrix and rounds its
+// elements to fp8. The results are bit-equal to those of fp8.rs.
 #include "common.cuh"
 typedef unsigned char u8;
 enum { E4M3 = 0, E5M2 = 1 };
 
-// Rounds to nearest, ties to even. Numbers beyond the largest become infinite, or NaN if the format
-// has no infinity.
-DEVICE u8 to_fp8(float x, i64 kind) {
-    u32 mantissa = kind == E4M3 ? 3 : 2, bias = kind == E4M3 ? 7 : 15, infinite = kind == E4M3 ? 0x7f : 0x7c;
+// Returns the code of x, rounded to nearest, ties to even. Numbers beyond the largest number become
+// infinite, or NaN if the format has no infinity.
+DEVICE u8 round_to_fp8(float x, i64 format) {
+    u32 mantissa = format == E4M3 ? 3 : 2, bias = format == E4M3 ? 7 : 15, infinite = format == E4M3 ? 0x7f : 0x7c;
     u32 bits = (u32)__float_as_int(x), sign = bits >> 24 & 0x80, magnitude = bits & 0x7fffffff, cut = 23 - mantissa;
     u32 code;
     if (magnitude > 0x7f800000u) code = 0x7f;
@@ -23,20 +23,21 @@ DEVICE u8 to_fp8(float x, i64 kind) {
     return (u8)(sign | code);
 }
 
-DEVICE u32 pack_two_fp8(float low, float high, i64 kind) {
+// Converts two finite numbers to fp8 with the GPU's instruction. Returns 0 on a GPU without it.
+DEVICE u32 convert_pair_to_fp8(float low, float high, i64 format) {
     u16 both = 0;
 #if !defined(EMULATED) && __CUDA_ARCH__ >= 890
-    if (kind == E4M3) asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(both) : "f"(high), "f"(low));
+    if (format == E4M3) asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(both) : "f"(high), "f"(low));
     else asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(both) : "f"(high), "f"(low));
 #endif
     return both;
 }
 
-// Quantizes eight numbers times a factor. The GPU's instruction saturates infinite numbers, so it
-// is only used for finite ones.
-DEVICE uint2 pack_eight_fp8(float (&v)[8], float factor, i64 kind) {
+// Multiplies eight numbers by a factor, rounds them to fp8 and returns the codes. The GPU's
+// instruction saturates infinite numbers, so it is only used if all eight are finite.
+DEVICE uint2 quantize_8(float (&v)[8], float factor, i64 format) {
     u32 largest = 0, words[4];
-    EIGHT(k) {
+    FOR_EIGHT(k) {
         v[k] = __fmul_rn(v[k], factor);
         u32 magnitude = (u32)__float_as_int(v[k]) & 0x7fffffff;
         largest = magnitude > largest ? magnitude : largest;
@@ -48,17 +49,17 @@ DEVICE uint2 pack_eight_fp8(float (&v)[8], float factor, i64 kind) {
 #endif
 #pragma unroll
     for (int k = 0; k < 4; k++)
-        words[k] = use_instruction ? pack_two_fp8(v[2 * k], v[2 * k + 1], kind) : (u32)to_fp8(v[2 * k], kind) | (u32)to_fp8(v[2 * k + 1], kind) << 8;
+        words[k] = use_instruction ? convert_pair_to_fp8(v[2 * k], v[2 * k + 1], format) : (u32)round_to_fp8(v[2 * k], format) | (u32)round_to_fp8(v[2 * k + 1], format) << 8;
     return {words[0] | words[1] << 16, words[2] | words[3] << 16};
 }
 
-// parts[block] = the largest magnitude of the block's finite elements.
-KERNEL amax(float* parts, Tensor x, i64 n) {
+// Writes the largest magnitude of each block's finite elements to parts[block].
+KERNEL compute_block_amax(float* parts, Tensor x, i64 n) {
     float largest = 0;
-    EACH_EIGHT(i, n) {
+    FOR_EACH_VECTOR(i, n) {
         float v[8];
-        load_eight(v, x, i, n - i);
-        EIGHT(k) {
+        load_8(v, x, i, n - i);
+        FOR_EIGHT(k) {
             u32 magnitude = (u32)__float_as_int(v[k]) & 0x7fffffff;
             if (magnitude < 0x7f800000u) largest = fmaxf(largest, __int_as_float((int)magnitude));
         }
@@ -67,46 +68,48 @@ KERNEL amax(float* parts, Tensor x, i64 n) {
     if (threadIdx.x == 0) parts[blockIdx.x] = largest;
 }
 
-// Computes the scale and its reciprocal, which are powers of two. One block.
-KERNEL scale(float* scales, const float* parts, i64 count, i64 kind) {
+// Computes the scale and its reciprocal from the largest magnitudes of all blocks. Both are powers
+// of two. Launched with one block.
+KERNEL compute_scale(float* scales, const float* parts, i64 count, i64 format) {
     float largest = 0;
-    EACH(i, count) largest = fmaxf(largest, parts[i]);
+    FOR_EACH_ELEMENT(i, count) largest = fmaxf(largest, parts[i]);
     largest = block_max(largest);
     if (threadIdx.x) return;
     u32 bits = (u32)__float_as_int(largest);
     // The largest numbers of the formats are 1.75 · 2^8 and 1.75 · 2^15.
-    int exponent = (int)(bits >> 23) - (kind == E4M3 ? 8 : 15) + ((bits & 0x7fffff) > 0x600000 ? 1 : 0);
+    int exponent = (int)(bits >> 23) - (format == E4M3 ? 8 : 15) + ((bits & 0x7fffff) > 0x600000 ? 1 : 0);
     if (exponent < 127 - 60) exponent = 127 - 60;
     if (bits == 0) exponent = 127;
     scales[0] = __int_as_float(exponent << 23);
     scales[1] = __int_as_float((254 - exponent) << 23);
 }
 
-// Quantizes x[rows, columns] to q[rows, padded], padded with zeros. `padded` is a multiple of 16.
-KERNEL quantize(u8* q, Tensor x, const float* scales, i64 rows, i64 columns, i64 padded, i64 kind) {
-    EACH_EIGHT(i, rows * padded) {
+// Quantizes x[rows, columns] to q[rows, padded] and pads the rows with zeros. `padded` is a
+// multiple of 16. `scales` has the scale and its reciprocal.
+KERNEL quantize(u8* q, Tensor x, const float* scales, i64 rows, i64 columns, i64 padded, i64 format) {
+    FOR_EACH_VECTOR(i, rows * padded) {
         i64 row = i / padded, column = i % padded;
         float v[8];
-        load_eight(v, x, row * columns + column, columns - column);
-        *(uint2*)(q + i) = pack_eight_fp8(v, scales[1], kind);
+        load_8(v, x, row * columns + column, columns - column);
+        *(uint2*)(q + i) = quantize_8(v, scales[1], format);
     }
 }
 
 #define TILE_DEPTH 128 // rows of a tile, along the sum
 #define TILE_WIDTH 32  // columns of a tile
 
-// Quantizes x[rows, columns] to its transpose q[columns, padded], padded with zeros. A block of 256
-// threads transposes a tile: a thread reads eight columns of a row, and writes sixteen rows of a
-// column.
-KERNEL quantize_transposed(u8* q, Tensor x, const float* scales, i64 rows, i64 columns, i64 padded, i64 kind) {
+// Quantizes x[rows, columns] to its transpose q[columns, padded], whose rows are padded with zeros.
+// A block of 256 threads transposes a tile: a thread reads eight columns of a row, and writes
+// sixteen rows of a column.
+KERNEL quantize_and_transpose(u8* q, Tensor x, const float* scales, i64 rows, i64 columns, i64 padded, i64 format) {
     __shared__ __align__(16) u8 tile[TILE_WIDTH][TILE_DEPTH + 16];
     i64 tiles = (padded + TILE_DEPTH - 1) / TILE_DEPTH, row0 = blockIdx.x % tiles * TILE_DEPTH, column0 = blockIdx.x / tiles * TILE_WIDTH;
     for (int i = (int)threadIdx.x; i < TILE_DEPTH * TILE_WIDTH / 8; i += 256) {
         int down = i / (TILE_WIDTH / 8), across = i % (TILE_WIDTH / 8) * 8;
         i64 row = row0 + down, column = column0 + across;
         float v[8] = {};
-        if (row < rows && column < columns) load_eight(v, x, row * columns + column, columns - column);
-        uint2 codes = pack_eight_fp8(v, scales[1], kind);
+        if (row < rows && column < columns) load_8(v, x, row * columns + column, columns - column);
+        uint2 codes = quantize_8(v, scales[1], format);
 #pragma unroll
         for (int k = 0; k < 4; k++) {
             tile[across + k][down] = (u8)(codes.x >> 8 * k);

@@ -1,39 +1,41 @@
-// Tiles of bf16 rows in shared memory: asynchronous copies to them, 16 × 8 × 16 matmuls of them,
-// results from them.
+// Tiles of bf16 rows in shared memory: asynchronous copies to tiles, 16 × 8 × 16 matmuls of tiles,
+// and copies of results to global memory through tiles.
 //
 // A tile's rows have D elements and a stride of D + 8, so that the eight rows that `ldmatrix` reads
 // together begin in eight different groups of four banks. Elements beyond the head or the sequence
 // are zero. Each source includes it once.
-template <int D> DEVICE constexpr int stride() { return D + 8; }
+// Returns the number of elements from row to row of a tile.
+template <int D> DEVICE constexpr int row_stride() { return D + 8; }
 
 #ifndef EMULATED
-// c[16, 8] += a[16, 16] · b[16, 8]
-DEVICE void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+// Adds the matmul c[16, 8] += a[16, 16] · b[16, 8] on tensor cores.
+DEVICE void mma_16x8x16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 DEVICE u32 shared_address(const void* at) { return (u32)__cvta_generic_to_shared(at); }
-// Loads four 8 × 8 matrices. Lanes 8·i to 8·i + 7 have the addresses of the rows of matrix i.
-DEVICE void load_matrices(u32 (&x)[4], const u16* row) {
+// Loads four 8 × 8 matrices. Lanes 8·i to 8·i + 7 pass the addresses of the rows of matrix i.
+DEVICE void ldmatrix_x4(u32 (&x)[4], const u16* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
                  : "r"(shared_address(row))
                  : "memory");
 }
 // Loads four 8 × 8 matrices, each transposed.
-DEVICE void load_transposed(u32 (&x)[4], const u16* row) {
+DEVICE void ldmatrix_x4_transposed(u32 (&x)[4], const u16* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
                  : "r"(shared_address(row))
                  : "memory");
 }
-// Starts a copy of 16 bytes to shared memory. If not `is_valid`, it writes zeros, and `from` is not
-// read but must be aligned.
-DEVICE void copy_16(void* to, const void* from, bool is_valid) {
+// Starts a copy of 16 bytes to shared memory. Unless `is_valid`, zeros are written instead, and
+// `from` is not read but must be aligned.
+DEVICE void copy_16_bytes_async(void* to, const void* from, bool is_valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" : : "r"(shared_address(to)), "l"(from), "r"(is_valid ? 16 : 0) : "memory");
 }
-DEVICE void copy_4(void* to, const void* from, bool is_valid) {
+// Starts a copy of 4 bytes to shared memory. Unless `is_valid`, zeros are written instead.
+DEVICE void copy_4_bytes_async(void* to, const void* from, bool is_valid) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" : : "r"(shared_address(to)), "l"(from), "r"(is_valid ? 4 : 0) : "memory");
 }
 // Commits the thread's copies since the last call as a group.
@@ -43,64 +45,65 @@ DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" : : : "memor
 template <int Open> DEVICE void await_copies() { asm volatile("cp.async.wait_group %0;" : : "n"(Open) : "memory"); }
 #endif
 
-// A lane has four elements of a 16 × 8 result: rows `group` and `group + 8`, columns `2·turn` and
-// `2·turn + 1`.
-DEVICE int lane() { return (int)(threadIdx.x & 31); }
-DEVICE int warp() { return (int)(threadIdx.x >> 5); }
-DEVICE int lane_group() { return lane() >> 2; }
-DEVICE int lane_in_group() { return lane() & 3; }
+// A lane has four elements of a 16 × 8 result: rows `lane_group` and `lane_group + 8`, columns
+// `2·lane_in_group` and `2·lane_in_group + 1`.
+DEVICE int lane_index() { return (int)(threadIdx.x & 31); }
+DEVICE int warp_index() { return (int)(threadIdx.x >> 5); }
+DEVICE int lane_group() { return lane_index() >> 2; }
+DEVICE int lane_in_group() { return lane_index() & 3; }
 
 // --- rows of a head, to shared memory and back --------------------------------------------------------------
 
 // A head's rows in one sequence: t rows of dim elements with a stride of `width` elements.
-struct Rows {
+struct HeadRows {
     u16* at;
     int width, t, dim;
     bool is_aligned; // rows are aligned and multiples of 16 bytes
 };
 
-DEVICE Rows rows_of(const void* at, i64 sequence, i64 width, i64 column, const Attention& a) {
+// Returns the rows of a head that begins at `column` of rows of `width` elements.
+DEVICE HeadRows make_head_rows(const void* at, i64 sequence, i64 width, i64 column, const Attention& a) {
     bool is_aligned = a.dim % 8 == 0 && ((u64)at & 15) == 0;
     return {(u16*)at + sequence * a.t * width + column, (int)width, (int)a.t, (int)a.dim, is_aligned};
 }
 
-// Starts to copy rows first..first+COUNT to a tile; the caller commits the group. Unaligned rows
-// are copied synchronously.
-template <int D, int COUNT, int THREADS> DEVICE void fetch_rows(u16* tile, const Rows& from, int first) {
+// Starts to copy rows first..first+COUNT to a tile. The caller must commit the group. Unaligned
+// rows are copied synchronously.
+template <int D, int COUNT, int THREADS> DEVICE void fetch_rows(u16* tile, const HeadRows& from, int first) {
     constexpr int VECTORS = D / 8, AT_ONCE = THREADS / VECTORS;
     static_assert(COUNT % AT_ONCE == 0, "each thread copies the same number of vectors");
     int j = (int)threadIdx.x % VECTORS * 8, begin = (int)threadIdx.x / VECTORS, left = from.t - first - begin;
-    u16* to = tile + begin * stride<D>() + j;
+    u16* to = tile + begin * row_stride<D>() + j;
     const u16* source = from.at + (i64)(first + begin) * from.width + j;
     if (from.is_aligned) {
         if (j >= from.dim) left = 0;
 #pragma unroll
         for (int row = 0; row < COUNT; row += AT_ONCE) {
-            copy_16(to + row * stride<D>(), source, row < left);
+            copy_16_bytes_async(to + row * row_stride<D>(), source, row < left);
             source += AT_ONCE * from.width;
         }
     } else {
 #pragma unroll 1
         for (int i = 0; i < 8 * (COUNT / AT_ONCE); i++) {
             int row = i / 8 * AT_ONCE, k = i % 8;
-            to[row * stride<D>() + k] = row < left && j + k < from.dim ? source[(i64)row * from.width + k] : (u16)0;
+            to[row * row_stride<D>() + k] = row < left && j + k < from.dim ? source[(i64)row * from.width + k] : (u16)0;
         }
     }
 }
 
 // Starts to copy rows of two tensors into consecutive tiles.
-template <int D, int COUNT, int THREADS> DEVICE void fetch_pair(u16* tiles, const Rows& one, const Rows& other, int first) {
+template <int D, int COUNT, int THREADS> DEVICE void fetch_pair(u16* tiles, const HeadRows& one, const HeadRows& other, int first) {
     fetch_rows<D, COUNT, THREADS>(tiles, one, first);
-    fetch_rows<D, COUNT, THREADS>(tiles + COUNT * stride<D>(), other, first);
+    fetch_rows<D, COUNT, THREADS>(tiles + COUNT * row_stride<D>(), other, first);
 }
 
 // Writes a warp's results, each row times a factor, to the warp's 16·M rows of a tile.
-template <int D, int M> DEVICE void put_rows(u16* tile, const float (&x)[M][D / 8][4], const float (&factor)[2 * M]) {
+template <int D, int M> DEVICE void write_results_to_tile(u16* tile, const float (&x)[M][D / 8][4], const float (&factor)[2 * M]) {
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            u16* row = tile + (16 * m + 8 * h + lane_group()) * stride<D>() + 2 * lane_in_group();
+            u16* row = tile + (16 * m + 8 * h + lane_group()) * row_stride<D>() + 2 * lane_in_group();
             float f = factor[2 * m + h];
 #pragma unroll
             for (int n = 0; n < D / 8; n++) *(u32*)(row + 8 * n) = pack_bf16(x[m][n][2 * h] * f, x[m][n][2 * h + 1] * f);
@@ -109,13 +112,13 @@ template <int D, int M> DEVICE void put_rows(u16* tile, const float (&x)[M][D / 
 
 // Copies COUNT rows of a tile to global memory from row `first` on. Elements beyond the sequence or
 // the head are skipped.
-template <int D, int COUNT> DEVICE void write_rows(const Rows& to, int first, const u16* tile) {
+template <int D, int COUNT> DEVICE void copy_tile_to_global(const HeadRows& to, int first, const u16* tile) {
     constexpr int VECTORS = D / 8, AT_ONCE = 32 / VECTORS;
-    int j = lane() % VECTORS * 8, begin = lane() / VECTORS;
+    int j = lane_index() % VECTORS * 8, begin = lane_index() / VECTORS;
 #pragma unroll 4
     for (int row = begin; row < COUNT; row += AT_ONCE) {
         if (first + row >= to.t || j >= to.dim) continue;
-        const u16* from = tile + row * stride<D>() + j;
+        const u16* from = tile + row * row_stride<D>() + j;
         u16* target = to.at + (i64)(first + row) * to.width + j;
         if (to.is_aligned) {
             *(uint4*)target = *(const uint4*)from;
@@ -127,29 +130,30 @@ template <int D, int COUNT> DEVICE void write_rows(const Rows& to, int first, co
 
 // Stores a warp's results through its rows of a tile, which no other warp uses any more.
 template <int D, int M>
-DEVICE void store_rows(const Rows& to, int first, u16* tile, const float (&x)[M][D / 8][4], const float (&factor)[2 * M]) {
-    put_rows<D, M>(tile, x, factor);
+DEVICE void store_rows(const HeadRows& to, int first, u16* tile, const float (&x)[M][D / 8][4], const float (&factor)[2 * M]) {
+    write_results_to_tile<D, M>(tile, x, factor);
     __syncwarp();
-    write_rows<D, 16 * M>(to, first, tile);
+    copy_tile_to_global<D, 16 * M>(to, first, tile);
     __syncwarp();
 }
 
 // --- matmuls ------------------------------------------------------------------------------------------------
 
-// Offset of a lane's row of the four matrices of a 16 × 16 block, for a first operand or a
-// transposed second one.
-template <int D> DEVICE int offset_by_columns() { return (lane() & 15) * stride<D>() + (lane() >> 4) * 8; }
-// Offset of a lane's row for a second operand whose columns are the tile's rows.
-template <int D> DEVICE int offset_by_rows() { return ((lane() & 7) + (lane() >> 4) * 8) * stride<D>() + (lane() >> 3 & 1) * 8; }
+// Returns the offset of the row whose address a lane passes to `ldmatrix_x4` for a 16 × 16 block,
+// for a left operand or a transposed right operand.
+template <int D> DEVICE int offset_by_columns() { return (lane_index() & 15) * row_stride<D>() + (lane_index() >> 4) * 8; }
+// Returns the offset of the row whose address a lane passes to `ldmatrix_x4`, for a right operand
+// whose columns are the tile's rows.
+template <int D> DEVICE int offset_by_rows() { return ((lane_index() & 7) + (lane_index() >> 4) * 8) * row_stride<D>() + (lane_index() >> 3 & 1) * 8; }
 
-template <int M, int N> DEVICE void zero(float (&x)[M][N][4]) {
+template <int M, int N> DEVICE void set_to_zero(float (&x)[M][N][4]) {
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
         for (int n = 0; n < N; n++) x[m][n][0] = x[m][n][1] = x[m][n][2] = x[m][n][3] = 0;
 }
 
-// A warp's 16·M rows as first operands, in registers.
+// A warp's 16·M rows as left operands, in registers.
 template <int D, int M> struct RegisterRows {
     static constexpr bool IN_SHARED = false;
     u32 x[M][D / 16][4];
@@ -157,44 +161,44 @@ template <int D, int M> struct RegisterRows {
 #pragma unroll
         for (int m = 0; m < M; m++)
 #pragma unroll
-            for (int k = 0; k < D / 16; k++) load_matrices(x[m][k], rows + 16 * m * stride<D>() + 16 * k + offset_by_columns<D>());
+            for (int k = 0; k < D / 16; k++) ldmatrix_x4(x[m][k], rows + 16 * m * row_stride<D>() + 16 * k + offset_by_columns<D>());
     }
-    DEVICE_METHOD void operand(u32 (&y)[4], int m, int k) const {
+    DEVICE_METHOD void load_operand(u32 (&y)[4], int m, int k) const {
 #pragma unroll
         for (int i = 0; i < 4; i++) y[i] = x[m][k][i];
     }
 };
-// A warp's 16·M rows as first operands, in shared memory. For kernels that have no registers left.
+// A warp's 16·M rows as left operands, in shared memory, for kernels that have no registers left.
 template <int D, int M> struct SharedRows {
     static constexpr bool IN_SHARED = true;
     const u16* tile;
     DEVICE_METHOD void load(const u16* rows) { tile = rows + offset_by_columns<D>(); }
-    DEVICE_METHOD void operand(u32 (&y)[4], int m, int k) const { load_matrices(y, tile + 16 * m * stride<D>() + 16 * k); }
+    DEVICE_METHOD void load_operand(u32 (&y)[4], int m, int k) const { ldmatrix_x4(y, tile + 16 * m * row_stride<D>() + 16 * k); }
 };
 
-// c[16·M, 8·N] += rows · other tileᵀ
-template <int D, int M, int N, class OperandRows> DEVICE void scores(float (&c)[M][N][4], const OperandRows& rows, const u16* other) {
+// Adds the matmul c[16·M, 8·N] += rows · (other tile)ᵀ.
+template <int D, int M, int N, class OperandRows> DEVICE void add_product_with_transposed_tile(float (&c)[M][N][4], const OperandRows& rows, const u16* other) {
     other += offset_by_rows<D>();
 #pragma unroll
     for (int k = 0; k < D / 16; k++) {
         u32 x[M][4];
 #pragma unroll
-        for (int m = 0; m < M; m++) rows.operand(x[m], m, k);
+        for (int m = 0; m < M; m++) rows.load_operand(x[m], m, k);
 #pragma unroll
         for (int n = 0; n < N; n += 2) {
             u32 y[4];
-            load_matrices(y, other + 8 * n * stride<D>() + 16 * k);
+            ldmatrix_x4(y, other + 8 * n * row_stride<D>() + 16 * k);
 #pragma unroll
             for (int m = 0; m < M; m++) {
-                multiply(c[m][n], x[m], y[0], y[1]);
-                multiply(c[m][n + 1], x[m], y[2], y[3]);
+                mma_16x8x16(c[m][n], x[m], y[0], y[1]);
+                mma_16x8x16(c[m][n + 1], x[m], y[2], y[3]);
             }
         }
     }
 }
 
-// out[16·M, D] += p[16·M, 8·N] (rounded to bf16) · other tile
-template <int D, int M, int N> DEVICE void add_rows(float (&out)[M][D / 8][4], const float (&p)[M][N][4], const u16* other) {
+// Adds the matmul out[16·M, D] += p[16·M, 8·N] · other tile. p is rounded to bf16.
+template <int D, int M, int N> DEVICE void add_product_with_tile(float (&out)[M][D / 8][4], const float (&p)[M][N][4], const u16* other) {
     const u16* rows = other + offset_by_columns<D>();
 #pragma unroll
     for (int k = 0; k < N; k += 2) {
@@ -206,11 +210,11 @@ template <int D, int M, int N> DEVICE void add_rows(float (&out)[M][D / 8][4], c
 #pragma unroll
         for (int n = 0; n < D / 8; n += 2) {
             u32 y[4];
-            load_transposed(y, rows + 8 * k * stride<D>() + 8 * n);
+            ldmatrix_x4_transposed(y, rows + 8 * k * row_stride<D>() + 8 * n);
 #pragma unroll
             for (int m = 0; m < M; m++) {
-                multiply(out[m][n], x[m], y[0], y[1]);
-                multiply(out[m][n + 1], x[m], y[2], y[3]);
+                mma_16x8x16(out[m][n], x[m], y[0], y[1]);
+                mma_16x8x16(out[m][n + 1], x[m], y[2], y[3]);
             }
         }
     }

@@ -19,19 +19,20 @@ pub(super) struct CallPointers {
 }
 
 impl CallPointers {
+    /// Returns true if there are no addresses.
     pub(super) fn is_empty(self) -> bool {
         self.scales.is_none() && self.bias.is_none()
     }
 }
 
-/// The descriptor of a matmul: transposes, scales and bias.
+/// cuBLASLt descriptor of a matmul: transposition of the operands, scales and bias.
 pub(super) struct MatmulDescriptor {
     library: Arc<CublasLtApi>,
     pub(super) handle: Handle,
 }
 
 impl MatmulDescriptor {
-    /// `transposed` is for `a` and `b`, in this order.
+    /// Creates a descriptor. `transposed` is for `a` and `b`, in this order.
     pub(super) fn new(
         library: &Arc<CublasLtApi>,
         transposed: [bool; 2],
@@ -41,7 +42,7 @@ impl MatmulDescriptor {
         // SAFETY: writes one handle.
         let status = unsafe { (library.cublasLtMatmulDescCreate)(&mut handle, COMPUTE_F32, R_F32) };
         let descriptor = MatmulDescriptor { library: library.clone(), handle };
-        check(library, "cublasLtMatmulDescCreate", status)?;
+        check_status(library, "cublasLtMatmulDescCreate", status)?;
         for (attribute, transposed) in [(TRANSPOSE_A, transposed[1]), (TRANSPOSE_B, transposed[0])] {
             descriptor.set(attribute, &c_int::from(transposed).to_ne_bytes())?;
         }
@@ -56,12 +57,13 @@ impl MatmulDescriptor {
         Ok(descriptor)
     }
 
+    /// Sets an attribute of the descriptor (`CUBLASLT_MATMUL_DESC_…`).
     fn set(&self, attribute: c_int, value: &[u8]) -> Result<()> {
         let (at, len) = (value.as_ptr().cast(), value.len());
         // SAFETY: the value has `len` bytes.
         let status =
             unsafe { (self.library.cublasLtMatmulDescSetAttribute)(self.handle, attribute, at, len) };
-        check(&self.library, "cublasLtMatmulDescSetAttribute", status)
+        check_status(&self.library, "cublasLtMatmulDescSetAttribute", status)
     }
 }
 
@@ -74,22 +76,24 @@ impl Drop for MatmulDescriptor {
     }
 }
 
-/// The limits of the algorithms that the heuristic may suggest.
+/// Limits of the algorithms that the heuristic may suggest.
 pub(super) struct AlgorithmPreference<'a> {
     library: &'a CublasLtApi,
     pub(super) handle: Handle,
 }
 
 impl<'a> AlgorithmPreference<'a> {
+    /// Creates a preference without limits.
     pub(super) fn new(library: &'a CublasLtApi) -> Result<Self> {
         let mut handle = ptr::null_mut();
         // SAFETY: writes one handle.
         let status = unsafe { (library.cublasLtMatmulPreferenceCreate)(&mut handle) };
-        check(library, "cublasLtMatmulPreferenceCreate", status)?;
+        check_status(library, "cublasLtMatmulPreferenceCreate", status)?;
         Ok(AlgorithmPreference { library, handle })
     }
 
-    pub(super) fn set(&self, attribute: c_int, value: &[u8]) -> Result<()> {
+    /// Sets an attribute of the preference (`CUBLASLT_MATMUL_PREF_…`).
+    pub(super) fn set_attribute(&self, attribute: c_int, value: &[u8]) -> Result<()> {
         // SAFETY: the value has as many bytes as its length.
         let status = unsafe {
             (self.library.cublasLtMatmulPreferenceSetAttribute)(
@@ -99,7 +103,7 @@ impl<'a> AlgorithmPreference<'a> {
                 value.len(),
             )
         };
-        check(self.library, "cublasLtMatmulPreferenceSetAttribute", status)
+        check_status(self.library, "cublasLtMatmulPreferenceSetAttribute", status)
     }
 }
 
@@ -110,8 +114,8 @@ impl Drop for AlgorithmPreference<'_> {
     }
 }
 
-/// Turns a status code of `function` into an error with the library's own message.
-pub(super) fn check(library: &CublasLtApi, function: &str, status: c_int) -> Result<()> {
+/// Converts a status code of `function` to a result. The error contains the library's own message.
+pub(super) fn check_status(library: &CublasLtApi, function: &str, status: c_int) -> Result<()> {
     if status == 0 {
         return Ok(());
     }

@@ -1,7 +1,7 @@
 //! [`PreparedMatmul`]: a matmul with its plan and workspace, ready to be issued to a stream.
 use super::super::bindings::{Address, Algorithm, CublasLtApi, Handle};
 use super::super::error::Result;
-use super::descriptors::{MatmulDescriptor, check};
+use super::descriptors::{MatmulDescriptor, check_status};
 use super::{Matmul, MatmulPlan};
 use std::{
     ffi::{c_int, c_void},
@@ -9,7 +9,7 @@ use std::{
     sync::Arc,
 };
 
-/// A handle of cuBLASLt.
+/// A handle of cuBLASLt. Dropping it closes the handle.
 pub(super) struct LtHandle {
     pub(super) library: Arc<CublasLtApi>,
     pub(super) handle: Handle,
@@ -30,7 +30,7 @@ impl Drop for LtHandle {
 impl LtHandle {
     /// Issues a matmul to `stream` and returns the library's status. The last argument is the
     /// algorithm with the address and bytes of its workspace.
-    pub(super) fn call(
+    pub(super) fn issue_matmul(
         &self,
         stream: Handle,
         matmul: &Matmul,
@@ -65,7 +65,7 @@ impl LtHandle {
     }
 }
 
-/// A matmul with everything that it needs.
+/// A matmul with its plan and workspace, ready to be issued.
 #[derive(Clone)]
 pub(in super::super) struct PreparedMatmul {
     pub(super) lt: Arc<LtHandle>,
@@ -83,7 +83,7 @@ impl PartialEq for PreparedMatmul {
 }
 
 impl PreparedMatmul {
-    /// Issues it to a stream.
+    /// Issues the matmul to a stream immediately.
     pub(in super::super) fn issue(&self, stream: Handle) -> Result<()> {
         let PreparedMatmul { lt, matmul, plan, workspace } = self;
         // The plan's descriptor is shared between threads, so addresses need a separate one.
@@ -94,11 +94,11 @@ impl PreparedMatmul {
             .transpose()?;
         let descriptor = separate.as_ref().unwrap_or(&plan.descriptor);
         let algorithm = (&plan.algorithm, *workspace, plan.workspace);
-        let status = lt.call(stream, matmul, descriptor, plan.layouts, algorithm);
-        check(&lt.library, "cublasLtMatmul", status)
+        let status = lt.issue_matmul(stream, matmul, descriptor, plan.layouts, algorithm);
+        check_status(&lt.library, "cublasLtMatmul", status)
     }
 
-    /// Numbers that differ between most different matmuls, for hashing.
+    /// Returns numbers that differ between most different matmuls, for hashing.
     pub(in super::super) fn hash_words(&self) -> [u64; 6] {
         let Matmul { m, n, a, b, c, .. } = self.matmul;
         [m as u64, n as u64, a.at, b.at, c.at, self.workspace]

@@ -1,0 +1,62 @@
+//! Renders the explanations of codes as Markdown: one code for `launch explain`, all codes for
+//! docs/errors.md.
+use crate::{Category, Code, codes};
+use std::fmt::Write;
+
+/// The longest line of a paragraph, in characters.
+const WIDTH: usize = 100;
+
+/// Renders the explanation of one code in Markdown: heading, summary, exit code, cause, remedy.
+pub fn render_code_entry(code: Code) -> String {
+    let info = code.info();
+    let mut text = format!("### {}\n\n", info.name);
+    let category = match info.category {
+        Category::Usage => "the command line is wrong",
+        Category::Job => "the job is wrong",
+        Category::Cluster => "the cluster is not available",
+        Category::Checkpoint => "the checkpoint is not usable",
+        Category::Failed => "the operation failed",
+    };
+    push_paragraph(&mut text, info.summary);
+    let exit = format!("Exit code {} ({category}).", info.category.exit_code());
+    push_paragraph(&mut text, &exit);
+    push_paragraph(&mut text, &format!("Cause: {}", info.cause));
+    push_paragraph(&mut text, &format!("Remedy: {}", info.remedy));
+    text
+}
+
+/// Renders the content of docs/errors.md.
+pub fn render_code_reference() -> String {
+    let mut text = String::from(
+        "# Errors\n\nEvery error and warning of `launch` has a stable code. Messages show it in brackets\n\
+         (`error[usage]: …`), `--json` prints it as `code`, and `launch explain CODE` prints the entry below.\n\
+         The tables in `diagnostic/src/codes/` are the source of this page.\n\n",
+    );
+    for (title, list) in codes::AREAS {
+        _ = write!(text, "## {title}\n\n");
+        for code in *list {
+            text.push_str(&render_code_entry(*code));
+        }
+    }
+    text.truncate(text.trim_end().len());
+    text.push('\n');
+    text
+}
+
+/// Appends a paragraph that is wrapped at [`WIDTH`], and an empty line.
+fn push_paragraph(text: &mut String, paragraph: &str) {
+    let mut column = 0;
+    for word in paragraph.split_whitespace() {
+        let width = word.chars().count();
+        if column > 0 && column + 1 + width > WIDTH {
+            text.push('\n');
+            column = 0;
+        } else if column > 0 {
+            text.push(' ');
+            column += 1;
+        }
+        text.push_str(word);
+        column += width;
+    }
+    text.push_str("\n\n");
+}

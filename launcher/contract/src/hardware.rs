@@ -1,0 +1,77 @@
+//! The CPU cores and GPUs of a host, which its agent discovers and the controller plans with.
+use serde::{Deserialize, Serialize};
+
+/// The CPU cores of a host that a job may use, with their NUMA nodes.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CpuTopology {
+    /// The cores, sorted by NUMA node and then by first CPU.
+    pub cores: Vec<CpuCore>,
+}
+
+/// A physical CPU core.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CpuCore {
+    /// The CPU numbers of the core's hardware threads that may be used, ascending; never empty.
+    pub cpus: Vec<u32>,
+    /// The number of the core's NUMA node.
+    pub numa_node: u32,
+}
+
+impl CpuTopology {
+    /// Creates a topology in which each CPU is a core of NUMA node 0. It replaces a real topology
+    /// that is unknown or not valid.
+    pub fn with_one_core_per_cpu(cpus: &[u32]) -> CpuTopology {
+        CpuTopology { cores: cpus.iter().map(|cpu| CpuCore { cpus: vec![*cpu], numa_node: 0 }).collect() }
+    }
+
+    /// Returns whether the cores consist of exactly these CPUs, each of them once. `cpus` must be
+    /// sorted. The inventory of an agent is untrusted input, so its topology is checked.
+    pub fn covers_exactly(&self, cpus: &[u32]) -> bool {
+        let mut core_cpus: Vec<u32> = self.cores.iter().flat_map(|core| core.cpus.iter().copied()).collect();
+        core_cpus.sort_unstable();
+        core_cpus == cpus && self.cores.iter().all(|core| !core.cpus.is_empty() && core.cpus.is_sorted())
+    }
+}
+
+/// A GPU of a host.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GpuDevice {
+    /// The vendor of the GPU, whose driver lists it.
+    pub vendor: GpuVendor,
+    /// The address on the PCI bus, e.g. `0000:17:00.0`; `None` if unknown.
+    pub bus: Option<String>,
+    /// The UUID, which begins with `GPU-`; `None` if unknown.
+    pub uuid: Option<String>,
+    /// The number of the NUMA node that the GPU is attached to; `None` if unknown.
+    pub numa_node: Option<u32>,
+}
+
+/// The vendor of a GPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum GpuVendor {
+    /// NVIDIA, whose GPUs run CUDA.
+    Nvidia,
+    /// AMD, whose GPUs run ROCm.
+    Amd,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_topology_covers_exactly_the_cpus_of_its_cores() {
+        let core = |cpus: &[u32]| CpuCore { cpus: cpus.to_vec(), numa_node: 0 };
+        let covers = |cores: Vec<CpuCore>| CpuTopology { cores }.covers_exactly(&[0, 1, 4]);
+        assert!(
+            covers(vec![core(&[0, 4]), core(&[1])])
+                && CpuTopology::with_one_core_per_cpu(&[0, 1, 4]).covers_exactly(&[0, 1, 4])
+        );
+        for wrong in
+            [vec![], vec![core(&[0, 1])], vec![core(&[0, 1, 4]), core(&[])], vec![core(&[4, 0]), core(&[1])]]
+        {
+            assert!(!covers(wrong));
+        }
+        assert!(!covers(vec![core(&[0, 1, 4]), core(&[0])]), "a CPU twice");
+    }
+}

@@ -1,0 +1,66 @@
+//! [`JobSpec::to_key_json`]: the job as JSON under the present key names.
+//!
+//! Checkpoint manifests contain a serialized [`JobSpec`], so its fields keep the names of the first
+//! checkpoints. This module replaces them by the present names for programs that read `launch plan
+//! --json`.
+use super::JobSpec;
+use serde_json::Value;
+
+/// A field of the job whose name in manifests differs from the present name of its key.
+struct StoredFieldName {
+    /// A JSON pointer to the object that contains the field.
+    parent: &'static str,
+    stored: &'static str,
+    present: &'static str,
+    /// The stored and the present JSON of each value that was renamed, too.
+    values: &'static [(&'static str, &'static str)],
+}
+
+/// Creates the entry of a field of which only the name was changed.
+const fn new_stored_name(
+    parent: &'static str,
+    stored: &'static str,
+    present: &'static str,
+) -> StoredFieldName {
+    StoredFieldName { parent, stored, present, values: &[] }
+}
+
+/// The fields of the job whose stored names differ from the present names.
+const STORED_NAMES: &[StoredFieldName] = &[
+    new_stored_name("/cluster", "collectives", "comm_backend"),
+    new_stored_name("/cluster", "cuda_libs", "cuda_library_paths"),
+    StoredFieldName {
+        parent: "/cluster/ssh",
+        stored: "config",
+        present: "config",
+        values: &[("\"Usual\"", "\"Default\"")],
+    },
+    new_stored_name("/cluster/ssh", "parallel", "fanout"),
+    new_stored_name("/run", "bind", "cpu_bind"),
+    new_stored_name("/run", "grace_ms", "grace_period_ms"),
+    new_stored_name("/run", "progress", "progress_pattern"),
+    new_stored_name("/train/experts", "parallel", "expert_parallel_size"),
+    StoredFieldName {
+        parent: "/train",
+        stored: "numerics",
+        present: "deterministic",
+        values: &[("\"Reproducible\"", "true"), ("\"Fast\"", "false")],
+    },
+    new_stored_name("/slurm", "notice_ms", "signal_time_ms"),
+];
+
+impl JobSpec {
+    /// Returns the job as JSON under the present key names. Unlike the serialized form, this form
+    /// cannot be deserialized.
+    pub fn to_key_json(&self) -> Value {
+        let mut job = serde_json::to_value(self).unwrap_or(Value::Null);
+        for name in STORED_NAMES {
+            let Some(Value::Object(parent)) = job.pointer_mut(name.parent) else { continue };
+            let Some(value) = parent.remove(name.stored) else { continue };
+            let parse = |text: &str| serde_json::from_str::<Value>(text).unwrap_or(Value::Null);
+            let renamed = name.values.iter().find(|(stored, _)| parse(stored) == value);
+            parent.insert(name.present.to_owned(), renamed.map_or(value, |(_, present)| parse(present)));
+        }
+        job
+    }
+}

@@ -1,0 +1,177 @@
+//! [`SourceMap`]: the texts that a job is read from, and the span of every key in them.
+use super::yaml::{YamlNode, YamlValue};
+use diagnostic::{Diagnostic, Location};
+use std::collections::BTreeMap;
+
+/// The bytes `start..end` of the text with the index `source` in the [`SourceMap`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct SourceSpan {
+    pub(crate) source: u32,
+    pub(crate) start: u32,
+    pub(crate) end: u32,
+}
+
+/// A text that contains keys: the job, or a `--set` argument.
+#[derive(Clone, Debug)]
+enum SourceText {
+    File { name: String, text: String },
+    Override { text: String },
+}
+
+/// The spans of a key.
+#[derive(Clone, Copy, Debug)]
+struct KeySpans {
+    name: SourceSpan,
+    /// The span that a message points at: the value if it is on one line, otherwise the name.
+    shown: SourceSpan,
+}
+
+/// The locations of the keys of a loaded job, at which diagnostics point.
+#[derive(Clone, Debug)]
+pub struct SourceMap {
+    texts: Vec<SourceText>,
+    keys: BTreeMap<String, KeySpans>,
+}
+
+impl SourceMap {
+    /// The index of the job's text.
+    pub(crate) const JOB: u32 = 0;
+
+    /// Creates a map of the job's text, without keys.
+    pub(crate) fn new(name: &str, text: &str) -> Self {
+        let texts = vec![SourceText::File { name: name.to_owned(), text: text.to_owned() }];
+        SourceMap { texts, keys: BTreeMap::new() }
+    }
+
+    /// Adds the text of a `--set` argument and returns its index.
+    pub(crate) fn add_override(&mut self, text: &str) -> u32 {
+        self.texts.push(SourceText::Override { text: text.to_owned() });
+        self.texts.len() as u32 - 1
+    }
+
+    /// Records the spans of every key and list item of the tree. `canonical` converts a path to the
+    /// documented path of the key.
+    pub(crate) fn index_keys(&mut self, root: &YamlNode, canonical: impl Fn(&str) -> String) {
+        let mut pending: Vec<(String, &YamlNode)> = vec![(String::new(), root)];
+        while let Some((path, node)) = pending.pop() {
+            match &node.value {
+                YamlValue::Map(entries) => {
+                    for e in entries {
+                        let child = canonical(&join_key_path(&path, &e.key));
+                        self.add_key(&child, e.key_span, &e.value);
+                        pending.push((child, &e.value));
+                    }
+                }
+                YamlValue::List(items) => {
+                    for (i, item) in items.iter().enumerate() {
+                        let child = format!("{path}[{i}]");
+                        self.add_key(&child, item.span, item);
+                        pending.push((child, item));
+                    }
+                }
+                _ => {}
+            }
+        }
+    }
+
+    /// Records the spans of a key.
+    fn add_key(&mut self, path: &str, name: SourceSpan, value: &YamlNode) {
+        let text = self.find_span_text(value.span);
+        let is_collection = matches!(value.value, YamlValue::Map(_) | YamlValue::List(_));
+        let is_block = is_collection && !text.starts_with(['[', '{']);
+        let shown = if is_block || text.is_empty() || text.contains('\n') { name } else { value.span };
+        self.keys.insert(path.to_owned(), KeySpans { name, shown });
+    }
+
+    /// Returns whether the key is written in the file or in `--set`.
+    pub fn is_given(&self, path: &str) -> bool {
+        self.keys.contains_key(path)
+    }
+
+    /// Returns the location of the value of a key. An absent key has the location of its nearest
+    /// parent that is written, otherwise that of the file.
+    pub fn locate_key(&self, path: &str) -> Location {
+        if let Some(spans) = self.keys.get(path) {
+            return self.locate_span(spans.shown);
+        }
+        let mut rest = path;
+        while let Some(cut) = rest.rfind(['.', '[']) {
+            rest = &rest[..cut];
+            if let Some(spans) = self.keys.get(rest) {
+                return self.locate_span(spans.name);
+            }
+        }
+        Location::File { file: self.file().to_owned() }
+    }
+
+    /// Adds the location of the key that is the diagnostic's subject. A diagnostic that has a
+    /// location is returned unchanged.
+    pub fn add_location(&self, diagnostic: Diagnostic) -> Diagnostic {
+        if diagnostic.location().is_some() {
+            return diagnostic;
+        }
+        let location = self.locate_key(diagnostic.subject().unwrap_or_default());
+        diagnostic.with_location(location)
+    }
+
+    /// Returns the name of the job's file.
+    pub fn file(&self) -> &str {
+        match &self.texts[0] {
+            SourceText::File { name, .. } => name,
+            SourceText::Override { .. } => "--set",
+        }
+    }
+
+    /// Returns the location of the part of a span that is on its first line.
+    pub(crate) fn locate_span(&self, span: SourceSpan) -> Location {
+        let Some(text) = self.texts.get(span.source as usize) else {
+            return Location::File { file: self.file().to_owned() };
+        };
+        match text {
+            SourceText::File { name, text } => {
+                let (line, column, width, line_text) = compute_position(text, span);
+                Location::Line { file: name.clone(), line, column, width, text: line_text }
+            }
+            SourceText::Override { text } => {
+                let (_, column, width, line_text) = compute_position(text, span);
+                Location::Override { column, width, text: line_text }
+            }
+        }
+    }
+
+    /// Returns the text of a span; an empty text if the span is not valid.
+    fn find_span_text(&self, span: SourceSpan) -> &str {
+        let text = match self.texts.get(span.source as usize) {
+            Some(SourceText::File { text, .. } | SourceText::Override { text }) => text,
+            None => return "",
+        };
+        text.get(span.start as usize..span.end as usize).unwrap_or("")
+    }
+}
+
+/// Joins the path of a section and the name of a key: `parent.key`, or `key` if `parent` is empty.
+pub(crate) fn join_key_path(parent: &str, key: &str) -> String {
+    if parent.is_empty() { key.to_owned() } else { format!("{parent}.{key}") }
+}
+
+/// Computes the line and the column of the start of a span, counted from 1; its width in characters
+/// on that line, at least 1; and the text of the line.
+fn compute_position(text: &str, span: SourceSpan) -> (u32, u32, u32, String) {
+    let start = floor_char_boundary(text, span.start as usize);
+    let end = floor_char_boundary(text, span.end as usize).max(start);
+    let line_start = text[..start].rfind('\n').map_or(0, |i| i + 1);
+    let line_end = text[start..].find('\n').map_or(text.len(), |i| start + i);
+    let line = text[..start].bytes().filter(|&b| b == b'\n').count() as u32 + 1;
+    let column = text[line_start..start].chars().count() as u32 + 1;
+    let width = text[start..end.min(line_end)].trim_end().chars().count().max(1) as u32;
+    (line, column, width, text[line_start..line_end].trim_end().to_owned())
+}
+
+/// Returns the largest character boundary of a text that is not above `at`.
+fn floor_char_boundary(text: &str, at: usize) -> usize {
+    let mut at = at.min(text.len());
+    while !text.is_char_boundary(at) {
+        at -= 1;
+    }
+    at
+}

@@ -1,0 +1,134 @@
+//! Inspects this host for `launch check`.
+use super::{super::executable::hash_executable, gpu};
+use contract::probe::{DirectoryInspection, HostInspection};
+use diagnostic::{Diagnostic, codes::host};
+use nix::sys::{
+    resource::{RLIM_INFINITY, Resource, getrlimit},
+    statvfs::statvfs,
+};
+use std::{
+    collections::BTreeMap,
+    fs, io,
+    net::IpAddr,
+    path::{Path, PathBuf},
+    time::{SystemTime, UNIX_EPOCH},
+};
+
+/// Inspects this host and the directories `dirs`. Values that are not available stay empty.
+pub(super) fn inspect_host(dirs: &[PathBuf]) -> HostInspection {
+    let text = |file: &str| fs::read_to_string(file).unwrap_or_default();
+    let meminfo = text("/proc/meminfo");
+    let inventory = crate::discover::local::discover_local().ok();
+    let now = || SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos();
+    let mut report = HostInspection {
+        hostname: text("/proc/sys/kernel/hostname").trim().to_owned(),
+        arch: std::env::consts::ARCH.to_owned(),
+        kernel: text("/proc/sys/kernel/osrelease").trim().to_owned(),
+        version: env!("CARGO_PKG_VERSION").to_owned(),
+        executable: hash_executable().unwrap_or_default(),
+        cpus: inventory.as_ref().map_or(0, |i| i.cpus.len() as u32),
+        memory: inventory.as_ref().map_or(0, |i| i.memory),
+        memory_available: parse_meminfo_bytes(&meminfo, "MemAvailable:"),
+        unix_time_ns: 0,
+        writable: check_home_directories(),
+        dirs: dirs.iter().map(|dir| inspect_directory(dir)).collect(),
+        gpus: gpu::inspect_gpus(),
+        limits: read_resource_limits(),
+        shm_size_and_free: read_size_and_free_bytes(Path::new("/dev/shm")),
+        interfaces: list_reachable_addresses(),
+        port: None,
+        greeting: String::new(),
+    };
+    // The last value, because the check takes it as the time of the answer.
+    report.unix_time_ns = i64::try_from(now()).unwrap_or(i64::MAX);
+    report
+}
+
+/// Returns a value of `/proc/meminfo` in bytes; 0 if it is missing. `name` ends with a colon.
+fn parse_meminfo_bytes(meminfo: &str, name: &str) -> u64 {
+    let line = meminfo.lines().find_map(|l| l.strip_prefix(name));
+    let number = line.and_then(|l| l.trim().strip_suffix("kB")).and_then(|n| n.trim().parse::<u64>().ok());
+    number.unwrap_or(0).saturating_mul(1024)
+}
+
+/// Checks whether the home directory and the directory of cached executables are writable.
+fn check_home_directories() -> Vec<(PathBuf, diagnostic::Result<()>)> {
+    let Some(home) = std::env::home_dir() else { return Vec::new() };
+    let cache = fs::read_link("/proc/self/exe").ok().and_then(|exe| exe.parent().map(Path::to_owned));
+    let cache = cache.filter(|dir| dir.ends_with("launch/bin"));
+    std::iter::once(home).chain(cache).map(|dir| (dir.clone(), check_writable(&dir))).collect()
+}
+
+/// Checks that a file can be created and written in a directory. Removes the file.
+fn check_writable(dir: &Path) -> diagnostic::Result<()> {
+    let file = dir.join(format!(".launch-write-{}", std::process::id()));
+    let created = fs::OpenOptions::new().write(true).create_new(true).open(&file);
+    let written = created.and_then(|mut f| io::Write::write_all(&mut f, &[0; 4096]));
+    _ = fs::remove_file(&file);
+    written.map_err(|error| {
+        let dir = dir.display().to_string();
+        Diagnostic::error(host::DIRECTORY_UNWRITABLE, error.to_string()).with_subject(dir)
+    })
+}
+
+/// Inspects a directory or, if it does not exist, its nearest existing parent.
+fn inspect_directory(dir: &Path) -> DirectoryInspection {
+    let path = dir.ancestors().find(|a| a.is_dir()).unwrap_or(Path::new("/")).to_owned();
+    DirectoryInspection {
+        filesystem: find_filesystem_type(&path),
+        free: read_size_and_free_bytes(&path).map_or(0, |(_, free)| free),
+        writable: check_writable(&path),
+        path,
+    }
+}
+
+/// Returns the size and the free space of the file system of a path, in bytes.
+fn read_size_and_free_bytes(path: &Path) -> Option<(u64, u64)> {
+    let stat = statvfs(path).ok()?;
+    let unit = stat.fragment_size();
+    Some((stat.blocks().saturating_mul(unit), stat.blocks_available().saturating_mul(unit)))
+}
+
+/// Returns the type of the file system of a path, such as `ext4`; empty if it is unknown.
+fn find_filesystem_type(path: &Path) -> String {
+    let path = path.canonicalize().unwrap_or_else(|_| path.to_owned());
+    let mounts = fs::read_to_string("/proc/self/mounts").unwrap_or_default();
+    let mount = |line: &str| {
+        let mut words = line.split(' ').skip(1);
+        // The kernel writes spaces in paths in octal.
+        Some((PathBuf::from(words.next()?.replace("\\040", " ")), words.next()?.to_owned()))
+    };
+    let candidates = mounts.lines().filter_map(mount).filter(|(at, _)| path.starts_with(at));
+    // Of two mounts on one directory, the later one is visible.
+    candidates.max_by_key(|(at, _)| at.components().count()).map_or_else(String::new, |(_, kind)| kind)
+}
+
+/// Returns the agent's soft limits of open files, processes and locked memory by the names of
+/// ulimit; `None` is unlimited.
+fn read_resource_limits() -> BTreeMap<String, Option<u64>> {
+    let limit = |resource| getrlimit(resource).ok().map(|(soft, _)| (soft != RLIM_INFINITY).then_some(soft));
+    let resources = [
+        ("nofile", Resource::RLIMIT_NOFILE),
+        ("nproc", Resource::RLIMIT_NPROC),
+        ("memlock", Resource::RLIMIT_MEMLOCK),
+    ];
+    resources.into_iter().filter_map(|(name, resource)| Some((name.to_owned(), limit(resource)?))).collect()
+}
+
+/// Returns the addresses that other hosts may reach, each with the name of its interface. Loopback
+/// and link-local addresses are left out.
+fn list_reachable_addresses() -> Vec<(String, IpAddr)> {
+    let mut addresses = Vec::new();
+    for interface in nix::ifaddrs::getifaddrs().into_iter().flatten() {
+        let Some(address) = interface.address else { continue };
+        let v4 = address.as_sockaddr_in().map(|a| IpAddr::V4(a.ip()));
+        let v6 = address.as_sockaddr_in6().map(|a| IpAddr::V6(a.ip()));
+        let is_local = |ip: &IpAddr| match ip {
+            IpAddr::V4(ip) => ip.is_loopback() || ip.is_link_local(),
+            IpAddr::V6(ip) => ip.is_loopback() || ip.is_unicast_link_local(),
+        };
+        addresses
+            .extend(v4.or(v6).filter(|ip| !is_local(ip)).map(|ip| (interface.interface_name.clone(), ip)));
+    }
+    addresses
+}

@@ -1,0 +1,203 @@
+//! The two tasks of a control connection. One reads frames into a bounded channel. The other writes
+//! the messages of another bounded channel.
+use super::frame::{self, FrameError};
+use serde::{Serialize, de::DeserializeOwned};
+use std::collections::VecDeque;
+use tokio::{
+    io::{AsyncRead, AsyncWrite, AsyncWriteExt},
+    sync::mpsc,
+};
+
+/// The limit of messages that wait to be sent on one connection.
+const QUEUE_CAPACITY: usize = 4096;
+/// The places of the queue that messages of [`MessagePriority::Low`] leave free.
+const RESERVED_ABOVE_LOW: usize = 3072;
+/// The places of the queue that messages of [`MessagePriority::Normal`] leave free.
+const RESERVED_FOR_CRITICAL: usize = 512;
+/// The limit of critical messages that are kept outside of the queue while the other side does not
+/// read.
+const OVERFLOW_CAPACITY: usize = 4096;
+/// The size at which collected messages are written, in bytes.
+const BATCH_BYTES: usize = 64 << 10;
+
+/// The sending end of a channel that carries the messages of several connections, each with the
+/// sender's id.
+///
+/// The last message of a connection is `Ok(None)` if the stream ended, or an error.
+pub(crate) type Inbox<K, T> = mpsc::Sender<(K, Result<Option<T>, FrameError>)>;
+
+/// Reads frames into `inbox` until the stream ends or fails, or the inbox is closed. Waits while
+/// the inbox is full.
+pub(crate) async fn read_frames<K, R, T>(sender: K, mut stream: R, inbox: Inbox<K, T>)
+where
+    K: Clone,
+    R: AsyncRead + Unpin,
+    T: DeserializeOwned,
+{
+    loop {
+        let message = frame::read_frame(&mut stream).await;
+        let is_last = !matches!(message, Ok(Some(_)));
+        if inbox.send((sender.clone(), message)).await.is_err() || is_last {
+            return;
+        }
+    }
+}
+
+/// Writes the messages of `queue`, several small ones with one system call.
+///
+/// Ends when the queue is closed and empty, or when the stream fails. The task that reads the other
+/// direction reports that failure.
+pub(crate) async fn write_frames<W, T>(mut stream: W, mut queue: mpsc::Receiver<T>)
+where
+    W: AsyncWrite + Unpin,
+    T: Serialize,
+{
+    while let Some(first) = queue.recv().await {
+        let mut bytes = Vec::new();
+        let mut next = Some(first);
+        while let Some(message) = next {
+            // Only a message over the size limit fails to encode. It is dropped, and the
+            // connection stays usable.
+            bytes.extend(frame::encode_frame(&message).unwrap_or_default());
+            next = if bytes.len() < BATCH_BYTES { queue.try_recv().ok() } else { None };
+        }
+        if stream.write_all(&bytes).await.is_err() || stream.flush().await.is_err() {
+            return;
+        }
+    }
+}
+
+/// The order in which messages are dropped when the other side does not read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum MessagePriority {
+    /// Output lines, heartbeats and progress, which are dropped first.
+    Low,
+    /// Events, which are dropped when the other side has not read for long.
+    Normal,
+    /// Exits, failures and orders, which are kept until [`OVERFLOW_CAPACITY`] of them wait.
+    Critical,
+}
+
+/// The sending end of a connection. Sending never blocks.
+#[derive(Debug)]
+pub(crate) struct Outbox<T> {
+    queue: mpsc::Sender<T>,
+    overflow: VecDeque<T>,
+}
+
+impl<T> Clone for Outbox<T> {
+    /// Returns another sender to the same connection, with a separate and empty overflow buffer.
+    fn clone(&self) -> Self {
+        Outbox { queue: self.queue.clone(), overflow: VecDeque::new() }
+    }
+}
+
+impl<T> Outbox<T> {
+    /// Creates an outbox and the receiving end of its queue, for [`write_frames`].
+    pub(crate) fn channel() -> (Self, mpsc::Receiver<T>) {
+        let (queue, receiver) = mpsc::channel(QUEUE_CAPACITY);
+        (Outbox { queue, overflow: VecDeque::new() }, receiver)
+    }
+
+    /// Queues a message. Returns `false` if the message was dropped, because the queue is too full
+    /// for its priority or the connection has ended. Never blocks.
+    pub(crate) fn send_message(&mut self, priority: MessagePriority, message: T) -> bool {
+        self.flush_overflow();
+        let reserved = match priority {
+            MessagePriority::Low => RESERVED_ABOVE_LOW,
+            MessagePriority::Normal => RESERVED_FOR_CRITICAL,
+            MessagePriority::Critical => 0,
+        };
+        if self.overflow.is_empty() && self.queue.capacity() > reserved {
+            return self.queue.try_send(message).is_ok();
+        }
+        let fits = priority == MessagePriority::Critical && self.overflow.len() < OVERFLOW_CAPACITY;
+        if fits {
+            self.overflow.push_back(message);
+        }
+        fits
+    }
+
+    /// Whether critical messages wait outside of the queue.
+    pub(crate) fn has_overflow(&self) -> bool {
+        !self.overflow.is_empty()
+    }
+
+    /// Moves critical messages from the overflow buffer into the queue until the queue is full.
+    /// Never blocks.
+    pub(crate) fn flush_overflow(&mut self) {
+        while !self.overflow.is_empty() {
+            let Ok(slot) = self.queue.try_reserve() else { return };
+            if let Some(message) = self.overflow.pop_front() {
+                slot.send(message);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use contract::control::FromAgent;
+
+    /// Builds a message with a line of output.
+    fn build_line() -> FromAgent {
+        FromAgent::Line { rank: 0, stderr: false, text: "x".into() }
+    }
+
+    #[test]
+    fn when_the_other_side_stops_reading_low_priority_is_dropped_first_and_critical_never() {
+        let (mut outbox, mut receiver) = Outbox::channel();
+        let low = (0..2 * QUEUE_CAPACITY)
+            .filter(|_| outbox.send_message(MessagePriority::Low, build_line()))
+            .count();
+        assert_eq!(low, QUEUE_CAPACITY - RESERVED_ABOVE_LOW);
+        let normal = (0..2 * QUEUE_CAPACITY)
+            .filter(|_| outbox.send_message(MessagePriority::Normal, FromAgent::Heartbeat))
+            .count();
+        assert_eq!(normal, RESERVED_ABOVE_LOW - RESERVED_FOR_CRITICAL);
+        for pid in 0..(RESERVED_FOR_CRITICAL + 100) as u32 {
+            assert!(
+                outbox
+                    .send_message(MessagePriority::Critical, FromAgent::Started { attempt: 0, rank: 0, pid })
+            );
+        }
+        assert!(
+            !outbox.send_message(MessagePriority::Low, build_line()),
+            "no message overtakes a critical one"
+        );
+        let mut pids = Vec::new();
+        while let Ok(message) = receiver.try_recv() {
+            outbox.flush_overflow();
+            if let FromAgent::Started { pid, .. } = message {
+                pids.push(pid);
+            }
+        }
+        assert_eq!(pids, (0..(RESERVED_FOR_CRITICAL + 100) as u32).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn messages_arrive_in_order_and_the_end_of_the_stream_is_reported() {
+        tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(async {
+            let (near, far) = tokio::io::duplex(37);
+            let (mut outbox, receiver) = Outbox::channel();
+            let (inbox, mut arrived) = mpsc::channel(1);
+            for pid in 0..500 {
+                outbox
+                    .send_message(MessagePriority::Critical, FromAgent::Started { attempt: 0, rank: 1, pid });
+            }
+            drop(outbox);
+            let writer = tokio::spawn(write_frames(near, receiver));
+            let reader = tokio::spawn(read_frames("host", far, inbox));
+            for pid in 0..500 {
+                let (sender, message) = arrived.recv().await.unwrap();
+                assert_eq!(sender, "host");
+                assert_eq!(message.unwrap(), Some(FromAgent::Started { attempt: 0, rank: 1, pid }));
+            }
+            assert!(matches!(arrived.recv().await, Some((_, Ok(None)))));
+            assert!(arrived.recv().await.is_none());
+            writer.await.unwrap();
+            reader.await.unwrap();
+        });
+    }
+}

@@ -1,0 +1,181 @@
+//! [`CoreHarness`]: a controller core that tests drive with messages of simulated agents.
+use super::*;
+use contract::{control::PROTOCOL_VERSION, event::FailureReport};
+use diagnostic::codes;
+
+/// Returns a duration of `n` milliseconds.
+pub(super) const fn millis(n: u64) -> Duration {
+    Duration::from_millis(n)
+}
+
+/// Creates a setup with `hosts` hosts on this machine and without restarts.
+pub(super) fn create_setup(hosts: u32, builtin: bool) -> CoreSetup {
+    let host = |n: u32| HostSetup { name: format!("n{n}"), remote: false };
+    CoreSetup {
+        hosts: (0..hosts).map(host).collect(),
+        builtin,
+        grace: millis(3000),
+        restarts: 0,
+        use_hosts: hosts as usize,
+        use_all_listed: false,
+        min_hosts: hosts as usize,
+        seed: 1,
+    }
+}
+
+/// A controller core, the time that it sees, and the number of ranks per host.
+pub(super) struct CoreHarness {
+    pub(super) core: ControllerCore,
+    pub(super) now: Duration,
+    /// The number of ranks on each host.
+    pub(super) local: u32,
+}
+
+impl CoreHarness {
+    /// Creates a core whose agents were just started. `local` is the number of ranks on each host.
+    pub(super) fn new(hosts: u32, local: u32, builtin: bool) -> CoreHarness {
+        CoreHarness::with_setup(create_setup(hosts, builtin), local)
+    }
+
+    /// Creates a core with this setup whose agents were just started.
+    pub(super) fn with_setup(setup: CoreSetup, local: u32) -> CoreHarness {
+        let hosts = setup.hosts.len();
+        let mut core = ControllerCore::new(setup);
+        assert_eq!(core.send_hellos(millis(0)).len(), hosts);
+        CoreHarness { core, now: millis(0), local }
+    }
+
+    /// Creates a core whose hosts have joined and whose ranks run.
+    pub(super) fn with_running_workers(hosts: u32, local: u32, builtin: bool) -> CoreHarness {
+        CoreHarness::with_running_setup(create_setup(hosts, builtin), local)
+    }
+
+    /// Creates a core with this setup, lets all hosts join, and starts all ranks.
+    pub(super) fn with_running_setup(setup: CoreSetup, local: u32) -> CoreHarness {
+        let hosts = setup.hosts.len();
+        let mut harness = CoreHarness::with_setup(setup, local);
+        let mut prepared = Vec::new();
+        for host in 0..hosts {
+            prepared.extend(harness.send_hello(host).into_iter().filter_map(|o| match o {
+                ControllerAction::Prepare { hosts, .. } => Some(hosts),
+                _ => None,
+            }));
+        }
+        assert_eq!(prepared.len(), 1, "one plan");
+        let actions = harness.report_plan_ready();
+        assert!(actions.contains(&ControllerAction::StartWorkers), "{actions:?}");
+        harness.report_workers_started();
+        harness
+    }
+
+    /// Gives the core an input at the current time, and returns the actions.
+    pub(super) fn feed_input(&mut self, input: ControllerInput) -> Vec<ControllerAction> {
+        self.core.handle_input(self.now, input)
+    }
+
+    /// Sends the hello of a host's agent.
+    pub(super) fn send_hello(&mut self, host: HostIndex) -> Vec<ControllerAction> {
+        let inventory =
+            HostInventory { host: format!("h{host}"), cpus: vec![0, 1, 2, 3], ..HostInventory::default() };
+        self.feed_input(ControllerInput::Agent(
+            host,
+            FromAgent::Hello { version: PROTOCOL_VERSION, pid: 9, inventory },
+        ))
+    }
+
+    /// Reports that the plan for the selected hosts is ready.
+    pub(super) fn report_plan_ready(&mut self) -> Vec<ControllerAction> {
+        let worker = |i| PlannedWorker { log: format!("/run/{i}.log").into() };
+        let workers = vec![(0..self.local).map(worker).collect(); self.core.members.len()];
+        self.feed_input(ControllerInput::Ready { attempt: self.core.attempt, workers })
+    }
+
+    /// Reports that every rank of this attempt has started.
+    pub(super) fn report_workers_started(&mut self) {
+        for (rank, host) in self.core.workers.iter().map(|w| w.host).enumerate().collect::<Vec<_>>() {
+            let (attempt, rank) = (self.core.attempt, rank as Rank);
+            self.feed_input(ControllerInput::Agent(
+                host,
+                FromAgent::Started { attempt, rank, pid: 100 + rank },
+            ));
+        }
+    }
+
+    /// Sends a message from the agent that runs `rank`.
+    pub(super) fn send_from_agent(&mut self, rank: Rank, message: FromAgent) -> Vec<ControllerAction> {
+        let host = self.core.workers.get(rank as usize).map_or((rank / self.local) as usize, |w| w.host);
+        self.feed_input(ControllerInput::Agent(host, message))
+    }
+
+    /// Reports that the process of `rank` ended with this status.
+    pub(super) fn report_worker_exit(&mut self, rank: Rank, status: ExitStatus) -> Vec<ControllerAction> {
+        let tail = vec![format!("last of {rank}")];
+        self.send_from_agent(
+            rank,
+            FromAgent::Exited {
+                attempt: self.core.attempt,
+                oom: false,
+                rank,
+                pid: 100 + rank,
+                status,
+                tail,
+                error: None,
+                gpu: None,
+            },
+        )
+    }
+
+    /// Sends the final report of a worker that is about to exit with the code `exit`.
+    pub(super) fn send_final_report(&mut self, rank: Rank, exit: WorkerExit) -> Vec<ControllerAction> {
+        self.send_from_agent(
+            rank,
+            FromAgent::Fatal {
+                attempt: self.core.attempt,
+                rank,
+                exit,
+                diagnostic: Diagnostic::error(codes::run::INTERNAL, "the loss is NaN"),
+                gpu: None,
+            },
+        )
+    }
+
+    /// Reports that no worker is left on a host.
+    pub(super) fn report_workers_ended(&mut self, host: HostIndex) -> Vec<ControllerAction> {
+        self.feed_input(ControllerInput::Agent(host, FromAgent::WorkersEnded { attempt: self.core.attempt }))
+    }
+
+    /// Advances the time to `now` and sends a tick.
+    pub(super) fn tick_at(&mut self, now: Duration) -> Vec<ControllerAction> {
+        self.now = now;
+        self.feed_input(ControllerInput::Tick)
+    }
+}
+
+/// Returns the failure that the actions report, if there is one.
+pub(super) fn find_failure(actions: &[ControllerAction]) -> Option<&FailureReport> {
+    actions.iter().find_map(|action| match action {
+        ControllerAction::Event(Event::Failure(failure)) => Some(&**failure),
+        _ => None,
+    })
+}
+
+/// Returns the rank and the reason of the failure that the actions report.
+pub(super) fn find_failure_reason(actions: &[ControllerAction]) -> Option<(Option<Rank>, FailureReason)> {
+    find_failure(actions).map(|failure| (failure.rank, failure.reason.clone()))
+}
+
+/// Returns the host and the grace period, in milliseconds, of each kill message among the actions.
+pub(super) fn find_kill_messages(actions: &[ControllerAction]) -> Vec<(HostIndex, u64)> {
+    let kill = |action: &ControllerAction| match action {
+        ControllerAction::Send(host, ToAgent::Kill { grace_ms, .. }) => Some((*host, *grace_ms)),
+        _ => None,
+    };
+    actions.iter().filter_map(kill).collect()
+}
+
+/// Returns the outcome of the run, if it is among the actions.
+pub(super) fn find_outcome(actions: &[ControllerAction]) -> Option<&RunOutcome> {
+    actions
+        .iter()
+        .find_map(|action| if let ControllerAction::End(outcome) = action { Some(outcome) } else { None })
+}

@@ -1,0 +1,191 @@
+//! The start of an attempt: the plan, the rendezvous, the workers, and the exchange of the workers'
+//! addresses.
+use super::ControllerDriver;
+use crate::{
+    connection::encode_frame,
+    controller::{
+        core::{ControllerInput, HostIndex},
+        preparation::{AttemptPreparation, list_workers_by_host},
+        rendezvous,
+        root_cause::AgentEnd,
+    },
+    plan::{self, Attempt},
+};
+use contract::{
+    control::{FromAgent, JobKey, ToAgent, WorkerAddresses, WorkerPeers},
+    event::Event,
+};
+use diagnostic::{Diagnostic, Severity, codes::run};
+use std::{collections::HashSet, io::Read as _, path::PathBuf};
+
+impl ControllerDriver {
+    /// Starts the agent of a host again. The core receives a failure as an input after its current
+    /// actions.
+    pub(super) fn start_agent(&mut self, host: HostIndex) {
+        let Some(target) = self.hosts.get(host) else { return };
+        match self.transport.start_agents(std::slice::from_ref(&target.name)).pop() {
+            Some(Ok(process)) => self.register_agent(host, process),
+            other => {
+                let error = other.and_then(Result::err).unwrap_or_else(|| {
+                    Diagnostic::error(run::INTERNAL, "the transport returned no agent process")
+                });
+                self.agents.remove(&host);
+                self.pending_inputs
+                    .push_back(ControllerInput::AgentGone { host, end: AgentEnd::NotStarted(error) });
+            }
+        }
+    }
+
+    /// Plans an attempt and binds its rendezvous, here or through the agent of rank 0's host. Ends
+    /// the rendezvous store of the previous attempt.
+    pub(super) fn prepare_attempt(
+        &mut self,
+        attempt: u32,
+        restarts: u32,
+        hosts: &[HostIndex],
+        resume: Option<PathBuf>,
+    ) {
+        // The store of the previous attempt ends here.
+        self.store = None;
+        let input = match self.plan_attempt(Attempt { number: attempt, restarts, resume }, hosts) {
+            Ok(preparation) => {
+                let is_bound = preparation.rendezvous.is_some();
+                let first = hosts.first().copied().unwrap_or(0);
+                if !is_bound {
+                    self.send_to_agent(first, ToAgent::Bind(preparation.bind.clone()));
+                }
+                let workers = list_workers_by_host(&preparation.plan);
+                self.preparation = Some(preparation);
+                is_bound.then_some(ControllerInput::Ready { attempt, workers })
+            }
+            Err(diagnostic) => Some(ControllerInput::Rejected { attempt, diagnostic }),
+        };
+        self.pending_inputs.extend(input);
+    }
+
+    /// Plans an attempt on these hosts. Reports new warnings of the plan, and binds the rendezvous
+    /// if the first host is this machine.
+    fn plan_attempt(
+        &mut self,
+        attempt: Attempt,
+        hosts: &[HostIndex],
+    ) -> diagnostic::Result<AttemptPreparation> {
+        let job_hosts = self.inventories.build_job_hosts(&self.hosts, hosts);
+        let mut plan = plan::plan_attempt(&self.job, &job_hosts, &self.plan.run, &attempt)
+            .map_err(combine_plan_errors)?;
+        plan.warnings.clear();
+        (self.prepare_resume)(&self.job, &mut plan)?;
+        let new = plan.warnings.iter().filter(|w| !self.plan.warnings.contains(w)).cloned();
+        for warning in new.collect::<Vec<_>>() {
+            self.emit_event(Event::new_diagnostic_notice(None, format_notice(&warning), &warning));
+        }
+        let mut preparation = AttemptPreparation::new(&self.job, plan, &self.inventories.collect_addresses());
+        preparation.hosts = hosts.to_vec();
+        let first = hosts.first().copied().unwrap_or(0);
+        if self.hosts.get(first).is_some_and(|host| host.local) {
+            preparation.rendezvous = Some(preparation.bind_rendezvous(&self.lines.0)?);
+        }
+        Ok(preparation)
+    }
+
+    /// Processes the answer of the agent on rank 0's host, which has bound the rendezvous or failed
+    /// to bind it.
+    pub(super) fn handle_bound_rendezvous(
+        &mut self,
+        host: HostIndex,
+        attempt: u32,
+        port: diagnostic::Result<u16>,
+    ) {
+        let Some(preparation) = &mut self.preparation else { return };
+        if preparation.bind.attempt != attempt || preparation.hosts.first() != Some(&host) {
+            return;
+        }
+        let input = match port {
+            Ok(port) => {
+                preparation.port = Some(port);
+                ControllerInput::Ready { attempt, workers: list_workers_by_host(&preparation.plan) }
+            }
+            Err(diagnostic) => ControllerInput::Rejected { attempt, diagnostic },
+        };
+        self.handle_input(input);
+    }
+
+    /// Sends the built-in workers the addresses of their peers and a random key. The key exists
+    /// only in the memory of the workers and agents and in this message.
+    pub(super) fn send_peers_and_key(&mut self, attempt: u32, members: Vec<WorkerAddresses>) {
+        let mut key = JobKey([0; 32]);
+        if let Err(error) = std::fs::File::open("/dev/urandom").and_then(|mut f| f.read_exact(&mut key.0)) {
+            let message = "cannot read a random key for the job from /dev/urandom";
+            let diagnostic = Diagnostic::error(run::RANDOM_UNAVAILABLE, message).with_cause(&error);
+            let host = members.first().map_or(0, |m| m.host_index as HostIndex);
+            let failed = FromAgent::Failed { attempt, rank: None, diagnostic };
+            return self.pending_inputs.push_back(ControllerInput::Agent(host, failed));
+        }
+        let hosts: HashSet<HostIndex> = members.iter().map(|m| m.host_index as HostIndex).collect();
+        let peers = WorkerPeers { attempt, key, members, nccl_id: None };
+        hosts.into_iter().for_each(|host| self.send_to_agent(host, ToAgent::Peers(peers.clone())));
+    }
+
+    /// Sends each agent the plan of its workers, with the port of the rendezvous and the secrets
+    /// filled in. Frees a held rendezvous port for rank 0 first.
+    pub(super) fn start_workers(&mut self) {
+        let Some(mut preparation) = self.preparation.take() else { return };
+        let (mut port, mut store) = (preparation.port, None);
+        if let Some(rendezvous) = preparation.rendezvous.take() {
+            let (number, server) = rendezvous.hand_over_to_workers();
+            (port, store) = (Some(number), server);
+        }
+        self.store = store;
+        self.plan = preparation.plan;
+        self.not_started = self.plan.world;
+        let hosts = preparation.hosts.iter().zip(&self.plan.host_plans);
+        let is_remote = hosts.flat_map(|(host, plan)| {
+            let local = self.hosts.get(*host).is_none_or(|target| target.local);
+            plan.workers.iter().map(move |_| !local)
+        });
+        self.streamed_logs.begin_attempt(is_remote.collect());
+        for (position, host) in preparation.hosts.into_iter().enumerate() {
+            let Some(mut plan) = self.plan.host_plans.get(position).cloned() else { continue };
+            if let Some(port) = port {
+                plan.workers.iter_mut().for_each(|w| rendezvous::fill_in_port(&mut w.env, port));
+            }
+            // Secrets are only in the message to the agent, not in the stored plan.
+            plan.workers.iter_mut().for_each(|w| w.env.extend(self.secrets.pairs()));
+            let start = ToAgent::Start(Box::new(plan));
+            match encode_frame(&start) {
+                Ok(_) => self.send_to_agent(host, start),
+                Err(error) => {
+                    self.kill_agent(host);
+                    let error = Diagnostic::error(run::PLAN_TOO_LARGE, "the plan of the host was not sent")
+                        .with_cause(&error);
+                    self.pending_inputs
+                        .push_back(ControllerInput::AgentGone { host, end: AgentEnd::StreamBroken(error) });
+                }
+            }
+        }
+    }
+}
+
+/// Returns one error for all problems of a plan.
+fn combine_plan_errors(mut problems: Vec<Diagnostic>) -> Diagnostic {
+    if problems.len() == 1 {
+        return problems.remove(0);
+    }
+    let message = format!("the job does not fit the hosts: {} problems", problems.len());
+    let summary = Diagnostic::error(run::PLAN_INVALID, message);
+    problems.into_iter().fold(summary, Diagnostic::with_detail)
+}
+
+/// Formats a warning or note as one line, with its location or the key that it concerns.
+pub(super) fn format_notice(notice: &Diagnostic) -> String {
+    let severity = match notice.severity() {
+        Severity::Error => "error",
+        Severity::Warning => "warning",
+        Severity::Note => "note",
+    };
+    let code = notice.code().name();
+    match (notice.location(), notice.subject()) {
+        (None, Some(subject)) => format!("{severity}[{code}]: {subject}: {notice}"),
+        _ => format!("{severity}[{code}]: {notice}"),
+    }
+}

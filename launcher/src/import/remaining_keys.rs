@@ -1,0 +1,178 @@
+//! [`RemainingKeys`]: a mapping of an imported file. Its keys are taken one by one, so that no key
+//! is overlooked.
+use super::value_text::format_for_note;
+use contract::job::{Document, DocumentItem, DocumentValue};
+use diagnostic::{Diagnostic, codes::command};
+
+/// The keys of a mapping that have not been taken yet.
+#[derive(Debug)]
+pub(super) struct RemainingKeys<'d> {
+    document: &'d Document,
+    /// The path of the mapping; empty at the top.
+    path: String,
+    remaining: Vec<(&'d str, &'d DocumentItem)>,
+    /// The errors in the values that were taken.
+    pub(super) errors: Vec<Diagnostic>,
+}
+
+impl<'d> RemainingKeys<'d> {
+    /// Returns the keys of the outermost mapping of a document. Any other document is an error.
+    pub(super) fn from_document(document: &'d Document) -> Result<Self, Vec<Diagnostic>> {
+        let mut keys =
+            RemainingKeys { document, path: String::new(), remaining: Vec::new(), errors: Vec::new() };
+        match &document.root.value {
+            DocumentValue::Map(entries) => {
+                keys.remaining = entries.iter().map(|(k, v)| (k.as_str(), v)).collect()
+            }
+            _ => return Err(vec![keys.type_error("", &document.root, "a mapping of keys to values")]),
+        }
+        Ok(keys)
+    }
+
+    /// Returns the full path of a key.
+    pub(super) fn path(&self, key: &str) -> String {
+        if self.path.is_empty() { key.to_owned() } else { format!("{}.{key}", self.path) }
+    }
+
+    /// Creates the error of a value of the wrong type. An empty `key` stands for the whole file.
+    fn type_error(&self, key: &str, item: &DocumentItem, expected: &str) -> Diagnostic {
+        let path = if key.is_empty() { "the file".to_owned() } else { format!("`{}`", self.path(key)) };
+        let message = format!("{path} must be {expected}, found {}", item.describe());
+        Diagnostic::error(command::IMPORT_VALUE_INVALID, message)
+            .with_subject(self.path(key))
+            .with_location(self.document.location(item))
+    }
+
+    /// Records the error that the value of a key is not what `expected` describes.
+    pub(super) fn report_wrong_type(&mut self, key: &str, item: &DocumentItem, expected: &str) {
+        let error = self.type_error(key, item, expected);
+        self.errors.push(error);
+    }
+
+    /// Takes the value of a key; `None` if the key is absent or `null`.
+    pub(super) fn take(&mut self, key: &str) -> Option<&'d DocumentItem> {
+        let at = self.remaining.iter().position(|(name, _)| *name == key)?;
+        let (_, item) = self.remaining.remove(at);
+        (!matches!(item.value, DocumentValue::Null)).then_some(item)
+    }
+
+    /// Takes the value of a key. A list or a mapping is an error.
+    pub(super) fn take_scalar(&mut self, key: &str) -> Option<&'d DocumentItem> {
+        let item = self.take(key)?;
+        if matches!(item.value, DocumentValue::List(_) | DocumentValue::Map(_)) {
+            self.report_wrong_type(key, item, "one value");
+            return None;
+        }
+        Some(item)
+    }
+
+    /// Takes the scalar value of a key as text, in the notation of Python.
+    pub(super) fn take_text(&mut self, key: &str) -> Option<String> {
+        self.take_scalar(key).map(super::value_text::format_python_str)
+    }
+
+    /// Takes the boolean value of a key. Quoted booleans and those of YAML 1.1 (`yes`, `no`, `on`,
+    /// `off`) are accepted. Any other value is an error.
+    pub(super) fn take_boolean(&mut self, key: &str) -> Option<bool> {
+        let item = self.take(key)?;
+        let word = item.text.to_ascii_lowercase();
+        match (&item.value, word.as_str()) {
+            (DocumentValue::Bool(b), _) => Some(*b),
+            (DocumentValue::Text, "yes" | "true" | "on" | "y") => Some(true),
+            (DocumentValue::Text, "no" | "false" | "off" | "n") => Some(false),
+            _ => {
+                self.report_wrong_type(key, item, "true or false");
+                None
+            }
+        }
+    }
+
+    /// Takes the value of a key, an integer from `min` to `u32::MAX`. Any other value is an error.
+    pub(super) fn take_integer(&mut self, key: &str, min: i128) -> Option<i128> {
+        self.take_integer_in(key, min, u32::MAX.into())
+    }
+
+    /// Takes the value of a key, an integer from `min` to `max`. Any other value is an error.
+    pub(super) fn take_integer_in(&mut self, key: &str, min: i128, max: i128) -> Option<i128> {
+        let item = self.take(key)?;
+        let number = match item.value {
+            DocumentValue::Int(n) => Some(n),
+            DocumentValue::Float(x) if x.fract() == 0.0 && x.abs() < 1e15 => Some(x as i128),
+            DocumentValue::Text => item.text.parse().ok(),
+            _ => None,
+        };
+        let number = number.filter(|n| (min..=max).contains(n));
+        if number.is_none() {
+            self.report_wrong_type(key, item, &format!("an integer of {min} or more"));
+        }
+        number
+    }
+
+    /// Takes the value of a key, a finite number. Any other value is an error.
+    pub(super) fn take_number(&mut self, key: &str) -> Option<f64> {
+        let item = self.take(key)?;
+        let number = match item.value {
+            DocumentValue::Int(n) => Some(n as f64),
+            DocumentValue::Float(x) => Some(x),
+            DocumentValue::Text => item.text.parse().ok(),
+            _ => None,
+        };
+        let number = number.filter(|x| x.is_finite());
+        if number.is_none() {
+            self.report_wrong_type(key, item, "a number");
+        }
+        number
+    }
+
+    /// Returns whether the value of a key is `auto`, for which HF Trainer chooses a value.
+    pub(super) fn is_auto(&self, key: &str) -> bool {
+        self.remaining.iter().any(|(name, item)| *name == key && item.text == "auto")
+    }
+
+    /// Returns the value of a key without taking the key; `None` unless the value is an integer.
+    pub(super) fn peek_integer(&self, key: &str) -> Option<i128> {
+        let (_, item) = self.remaining.iter().find(|(name, _)| *name == key)?;
+        if let DocumentValue::Int(n) = item.value { Some(n) } else { None }
+    }
+
+    /// Takes the value of a key, a mapping. Any other value is an error.
+    pub(super) fn take_section(&mut self, key: &str) -> Option<RemainingKeys<'d>> {
+        let item = self.take(key)?;
+        let path = self.path(key);
+        match &item.value {
+            DocumentValue::Map(entries) => {
+                let remaining = entries.iter().map(|(k, v)| (k.as_str(), v)).collect();
+                Some(RemainingKeys { document: self.document, path, remaining, errors: Vec::new() })
+            }
+            _ => {
+                self.report_wrong_type(key, item, "a mapping");
+                None
+            }
+        }
+    }
+
+    /// Returns an empty mapping for a key that is absent; `None` if errors were recorded.
+    pub(super) fn empty_section(&self, key: &str) -> Option<RemainingKeys<'d>> {
+        let path = self.path(key);
+        // The key may be absent because its value had the wrong type, which was recorded.
+        let is_valid = self.errors.is_empty();
+        is_valid.then(|| RemainingKeys {
+            document: self.document,
+            path,
+            remaining: Vec::new(),
+            errors: Vec::new(),
+        })
+    }
+
+    /// Returns the names of the keys that have not been taken.
+    pub(super) fn remaining_names(&self) -> Vec<&'d str> {
+        self.remaining.iter().map(|(key, _)| *key).collect()
+    }
+
+    /// Returns the full paths and the values of the keys that were not taken, and the errors of the
+    /// others.
+    pub(super) fn into_untaken(self) -> (Vec<(String, String)>, Vec<Diagnostic>) {
+        let rest = self.remaining.iter().filter(|(_, item)| !matches!(item.value, DocumentValue::Null));
+        (rest.map(|(key, item)| (self.path(key), format_for_note(item))).collect(), self.errors)
+    }
+}

@@ -1,0 +1,120 @@
+//! [`LineFollower`]: reads a growing file line by line, as `tail -F` does.
+use std::{
+    fs::File,
+    io::{self, Read, Seek, SeekFrom},
+    os::unix::fs::MetadataExt,
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+/// Time between two reads of a file that does not grow.
+pub(crate) const POLL_INTERVAL: Duration = Duration::from_millis(100);
+/// The number of bytes that are read at once.
+const CHUNK_BYTES: usize = 64 << 10;
+/// The longest line that is passed on as a whole, in bytes. Longer lines are passed on in parts.
+const MAX_LINE_BYTES: usize = 1 << 20;
+
+/// Reads the lines of a file from an offset on. A file that replaces the file at the path, and a
+/// file that was truncated, is read from its start.
+#[derive(Debug)]
+pub(crate) struct LineFollower {
+    path: PathBuf,
+    file: File,
+    offset: u64,
+    /// The bytes after the last line end.
+    unfinished: Vec<u8>,
+    buffer: Vec<u8>,
+}
+
+impl LineFollower {
+    /// Opens a file, to be read from byte `offset` on.
+    pub(crate) fn open(path: PathBuf, offset: u64) -> io::Result<LineFollower> {
+        let mut file = File::open(&path)?;
+        file.seek(SeekFrom::Start(offset))?;
+        Ok(LineFollower { path, file, offset, unfinished: Vec::new(), buffer: vec![0; CHUNK_BYTES] })
+    }
+
+    /// Returns the path of the file.
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Reads once and passes the complete lines to `line`, without their line ends. Returns whether
+    /// there may be more to read. At the end of the file, a last line without a line end is passed
+    /// on too.
+    pub(crate) fn read_lines(&mut self, line: &mut dyn FnMut(&[u8])) -> io::Result<bool> {
+        let n = self.file.read(&mut self.buffer)?;
+        if n == 0 {
+            if !self.unfinished.is_empty() {
+                line(&std::mem::take(&mut self.unfinished));
+            }
+            return self.reopen_if_replaced();
+        }
+        self.offset += n as u64;
+        self.unfinished.extend_from_slice(&self.buffer[..n]);
+        let mut start = 0;
+        while let Some(length) = self.unfinished[start..].iter().position(|b| *b == b'\n') {
+            line(&self.unfinished[start..start + length]);
+            start += length + 1;
+        }
+        self.unfinished.drain(..start);
+        if self.unfinished.len() > MAX_LINE_BYTES {
+            line(&std::mem::take(&mut self.unfinished));
+        }
+        Ok(true)
+    }
+
+    /// Reopens the path if another file is there now or the file was truncated. Returns whether
+    /// there is more to read.
+    fn reopen_if_replaced(&mut self) -> io::Result<bool> {
+        let open = self.file.metadata()?;
+        let Ok(current) = std::fs::metadata(&self.path) else { return Ok(false) };
+        let same = (open.dev(), open.ino()) == (current.dev(), current.ino());
+        if same && current.len() >= self.offset {
+            return Ok(current.len() > self.offset);
+        }
+        self.file = File::open(&self.path)?;
+        self.offset = 0;
+        Ok(current.len() > 0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::{fs, io::Write};
+
+    /// Reads until the end of the file and returns the lines.
+    fn read_all(lines: &mut LineFollower) -> Vec<String> {
+        let mut texts = Vec::new();
+        while lines
+            .read_lines(&mut |line| texts.push(String::from_utf8_lossy(line).into_owned()))
+            .expect("read")
+        {}
+        texts
+    }
+
+    #[test]
+    fn a_growing_rotated_and_truncated_file_is_followed() {
+        let dir = tempfile::tempdir().expect("directory");
+        let path = dir.path().join("a.log");
+        let append = |text: &str| {
+            let file = fs::OpenOptions::new().append(true).create(true).open(&path);
+            file.expect("file").write_all(text.as_bytes()).expect("written");
+        };
+        append("one\ntwo\nthree");
+        let mut lines = LineFollower::open(path.clone(), 4).expect("open");
+        assert_eq!(read_all(&mut lines), ["two", "three"]);
+        append("fold\n\nfour\n");
+        assert_eq!(read_all(&mut lines), ["fold", "", "four"]);
+        fs::rename(&path, dir.path().join("a.log.1")).expect("renamed");
+        assert_eq!(read_all(&mut lines), Vec::<String>::new());
+        append("new\n");
+        assert_eq!(read_all(&mut lines), ["new"]);
+        fs::write(&path, "x\n").expect("truncated");
+        assert_eq!(read_all(&mut lines), ["x"]);
+        let long = "y".repeat(MAX_LINE_BYTES + CHUNK_BYTES);
+        append(&long);
+        assert_eq!(read_all(&mut lines).concat(), long);
+    }
+}

@@ -1,0 +1,53 @@
+//! [`choose_master_address`]: a numeric `MASTER_ADDR`, so that no worker has to resolve a name.
+use super::{JobHost, key_error};
+use contract::{control::InterfaceAddress, job::InterfaceSelector};
+use core::net::{IpAddr, Ipv4Addr};
+use diagnostic::{Diagnostic, codes::host};
+
+/// Chooses the address at which every worker reaches the host of rank 0. If all workers are on the
+/// controller's machine, the address is the loopback. Returns `None` if the addresses of the host
+/// are not known yet.
+pub(super) fn choose_master_address(
+    hosts: &[JobHost],
+    interface: &InterfaceSelector,
+) -> diagnostic::Result<Option<IpAddr>> {
+    let Some(first) = hosts.first() else { return Ok(None) };
+    if hosts.iter().all(|host| host.local) {
+        return Ok(Some(Ipv4Addr::LOCALHOST.into()));
+    }
+    let addresses = &first.inventory.addresses;
+    if addresses.is_empty() {
+        return Ok(None);
+    }
+    let is_admitted = |a: &&InterfaceAddress| interface.admits(&a.interface, a.address);
+    let candidates = addresses.iter().filter(is_admitted).map(|a| a.address);
+    // IPv4 comes first, because every version of torch and every library supports it.
+    let best = candidates.filter(|ip| is_reachable(*ip)).min_by_key(IpAddr::is_ipv6);
+    best.map(Some).ok_or_else(|| no_address_error(first, interface))
+}
+
+/// Creates the error of a host that other hosts cannot reach.
+fn no_address_error(first: &JobHost, interface: &InterfaceSelector) -> Diagnostic {
+    let names: Vec<&str> = first.inventory.addresses.iter().map(|a| a.interface.as_str()).collect();
+    let on_interface = match interface {
+        InterfaceSelector::Auto => String::new(),
+        InterfaceSelector::Named(name) => format!(" on the interface {name}"),
+    };
+    let message = format!("{} has no address{on_interface} that other hosts can reach", first.name);
+    key_error(host::ADDRESS_UNREACHABLE, "cluster.hosts", message)
+        .with_field("host", first.name.as_str())
+        .with_field("interfaces", names.as_slice())
+        .with_help(format!(
+            "give the host an address, or choose another interface (it has {})",
+            names.join(", ")
+        ))
+}
+
+/// Returns whether another host can reach the address. Link-local IPv6 addresses need a zone, which
+/// differs on every host.
+fn is_reachable(ip: IpAddr) -> bool {
+    match ip {
+        IpAddr::V4(v4) => !v4.is_loopback() && !v4.is_unspecified(),
+        IpAddr::V6(v6) => !v6.is_loopback() && !v6.is_unspecified() && !v6.is_unicast_link_local(),
+    }
+}

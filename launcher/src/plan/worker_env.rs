@@ -1,0 +1,140 @@
+//! [`build_worker_env`]: the environment of a worker.
+use super::{gpu_selection::GpuSelection, key_error};
+use crate::discover::Inventory;
+use contract::{
+    env::{self, OMP_NUM_THREADS},
+    ids::{Rank, RunId},
+    job::{CommBackend, JobSpec, MasterPort, StoreHost, VisibleDevices},
+};
+use core::net::IpAddr;
+use diagnostic::codes;
+use std::path::Path;
+
+/// The most threads of a worker.
+const MAX_THREADS: u32 = 4096;
+
+/// The values that the environments of all workers share.
+pub(super) struct SharedEnvValues<'a> {
+    pub(super) job: &'a JobSpec,
+    pub(super) run: &'a RunId,
+    /// The number of workers.
+    pub(super) world: u32,
+    /// The number of hosts.
+    pub(super) groups: u32,
+    /// The directory of the workers' logs.
+    pub(super) logs: &'a Path,
+    pub(super) master_address: Option<IpAddr>,
+    /// The number of restarts so far.
+    pub(super) restarts: u32,
+}
+
+/// The ranks, the threads and the GPUs of one worker.
+pub(super) struct WorkerPosition<'a> {
+    pub(super) rank: Rank,
+    pub(super) local_rank: u32,
+    pub(super) local_world: u32,
+    /// The index of the worker's host (`GROUP_RANK`).
+    pub(super) group: u32,
+    pub(super) threads: u32,
+    /// The GPUs of the job on the worker's host.
+    pub(super) gpus: &'a GpuSelection,
+}
+
+/// Builds the list of variables that launch adds to a worker's environment: first its own, then
+/// those of `run.env`.
+pub(super) fn build_worker_env(
+    job_env: &SharedEnvValues<'_>,
+    inventory: &Inventory,
+    position: &WorkerPosition<'_>,
+) -> Vec<(String, String)> {
+    let job = job_env.job;
+    let port = match job.cluster.master_port {
+        MasterPort::Auto => "auto".to_owned(),
+        MasterPort::Fixed(port) => port.to_string(),
+    };
+    let master = job_env.master_address.map_or_else(|| "auto".to_owned(), |address| address.to_string());
+    let mut env = vec![
+        (env::RANK, position.rank.to_string()),
+        (env::LOCAL_RANK, compute_local_rank_env(job, position.local_rank).to_string()),
+        (env::WORLD_SIZE, job_env.world.to_string()),
+        (env::LOCAL_WORLD_SIZE, position.local_world.to_string()),
+        (env::MASTER_ADDR, master),
+        (env::MASTER_PORT, port),
+    ];
+    let mut defaults = vec![(env::OMP_NUM_THREADS, position.threads.to_string())];
+    let trains = job.run.command.is_none();
+    if !trains {
+        env.extend(build_program_env(job_env, position));
+        defaults.push((env::PYTHONUNBUFFERED, "1".to_owned()));
+        defaults.push((env::TORCH_NCCL_ASYNC_ERROR_HANDLING, "1".to_owned()));
+        for (name, value) in &mut defaults {
+            if let Some((_, inherited)) =
+                inventory.inherited_env.iter().find(|(inherited, _)| inherited == name)
+            {
+                value.clone_from(inherited);
+            }
+        }
+    }
+    if trains && job.cluster.comm_backend == CommBackend::Nccl && job.cluster.workers_per_gpu > 1 {
+        defaults.push((env::NCCL_MULTI_RANK_GPU_ENABLE, "1".to_owned()));
+    }
+    defaults.extend(position.gpus.build_gpu_env(job.run.visible_devices, position.local_rank));
+    let run = &job.run;
+    let is_given =
+        |name| run.env.iter().any(|(set, _)| set == name) || run.env_from.iter().any(|(set, _)| set == name);
+    env.extend(defaults.into_iter().filter(|(name, _)| !is_given(*name)));
+    let added = env.into_iter().map(|(name, value)| (name.to_owned(), value));
+    added.chain(job.run.env.iter().cloned()).collect()
+}
+
+/// Returns the value of `LOCAL_RANK`, by which a program selects one of the GPUs that it sees.
+pub(super) fn compute_local_rank_env(job: &JobSpec, local_rank: Rank) -> Rank {
+    match job.run.visible_devices {
+        VisibleDevices::All => local_rank,
+        VisibleDevices::One => 0,
+    }
+}
+
+/// Builds the additional variables that torchrun and DeepSpeed set for programs.
+fn build_program_env(
+    job_env: &SharedEnvValues<'_>,
+    position: &WorkerPosition<'_>,
+) -> [(&'static str, String); 14] {
+    let (group, groups) = (position.group.to_string(), job_env.groups.to_string());
+    let agent_store = match job_env.job.cluster.store {
+        StoreHost::Agent => "True",
+        StoreHost::Rank0 => "False",
+    };
+    let error_file = job_env.logs.join(format!("rank-{}.error.json", position.rank));
+    [
+        (env::GROUP_RANK, group.clone()),
+        (env::GROUP_WORLD_SIZE, groups.clone()),
+        (env::ROLE_RANK, position.rank.to_string()),
+        (env::ROLE_WORLD_SIZE, job_env.world.to_string()),
+        (env::ROLE_NAME, "default".to_owned()),
+        (env::NODE_RANK, group.clone()),
+        (env::LOCAL_SIZE, position.local_world.to_string()),
+        (env::CROSS_RANK, group),
+        (env::CROSS_SIZE, groups),
+        (env::TORCHELASTIC_RUN_ID, job_env.run.0.clone()),
+        (env::TORCHELASTIC_RESTART_COUNT, job_env.restarts.to_string()),
+        (env::TORCHELASTIC_MAX_RESTARTS, job_env.job.run.restarts.to_string()),
+        (env::TORCHELASTIC_USE_AGENT_STORE, agent_store.to_owned()),
+        (env::TORCHELASTIC_ERROR_FILE, error_file.display().to_string()),
+    ]
+}
+
+/// Parses `OMP_NUM_THREADS` of `run.env`; `None` if the job does not set a number. Other values are
+/// errors in a job with built-in training.
+pub(super) fn parse_threads(job: &JobSpec) -> diagnostic::Result<Option<u32>> {
+    let Some((name, value)) = job.run.env.iter().find(|(name, _)| name == OMP_NUM_THREADS) else {
+        return Ok(None);
+    };
+    let threads = value.parse().ok().filter(|n| (1..=MAX_THREADS).contains(n));
+    if threads.is_none() && job.train.is_some() {
+        let message = format!("`{name}` is not a number of threads from 1 to {MAX_THREADS}");
+        return Err(key_error(codes::host::THREADS_INVALID, &format!("run.env.{name}"), message)
+            .with_help("remove it to use the worker's share of the cores"));
+    }
+    Ok(threads)
+}

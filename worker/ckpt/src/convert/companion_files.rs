@@ -1,0 +1,44 @@
+//! Companion files of a training state, which a conversion links into its result, so that the
+//! program that wrote the source can resume from the result.
+use super::OutputPlan;
+use super::file_plan::{FileContent, FilePlan};
+use super::notice::ConvertNotice;
+use super::source_state::SourceState;
+use crate::disk::{Directory, exists};
+use crate::error::Result;
+use crate::tensor_source::TensorSource;
+
+/// Names of files that are not companion files: the conversion writes them itself, or they describe
+/// the source and would be wrong in the result.
+const EXCLUDED_FILES: [&str; 6] =
+    ["latest", "latest_universal", "converted.json", "optimizer.pt", "optimizer.bin", ".metadata"];
+/// Names of files that show that a program needs the companion files of a directory to resume.
+const PROGRAM_MARKERS: [&str; 3] = ["trainer_state.json", "random_states_0.pkl", "zero_to_fp32.py"];
+
+/// Adds the companion files of the source to the plan as links. Adds a notice to `state` if the
+/// source has RNG state files of another number of ranks than the plan.
+pub(super) fn add_companion_files(
+    source: &dyn TensorSource,
+    state: &mut SourceState,
+    plan: &mut OutputPlan,
+) -> Result<()> {
+    let path = source.path();
+    if !PROGRAM_MARKERS.iter().any(|name| exists(&path.join(name))) {
+        return Ok(());
+    }
+    let directory = Directory::open(path)?;
+    let (mut links, mut has_rng_files) = (Vec::new(), false);
+    for name in directory.list_names()? {
+        let file = path.join(&name);
+        let regular = file.symlink_metadata().is_ok_and(|m| m.is_file());
+        if regular && !EXCLUDED_FILES.contains(&name.as_str()) && !name.ends_with(".distcp") {
+            has_rng_files |= name.starts_with("rng_state") || name.starts_with("random_states_");
+            links.push(FilePlan { path: name, content: FileContent::LinkTo(file) });
+        }
+    }
+    plan.files.extend(links);
+    if let Some(from_world) = state.source_world.filter(|&w| has_rng_files && w != plan.world) {
+        state.notices.push(ConvertNotice::RngFilesUnchanged { from_world, world: plan.world });
+    }
+    Ok(())
+}

@@ -1,0 +1,256 @@
+//! [`SourceState`]: the training state of a source, in the form from which every target is planned.
+use super::error::ConvertError;
+use super::notice::ConvertNotice;
+use super::param_groups::{self, GroupSet, WeightGroup};
+use super::{ConvertOptions, ConvertTarget};
+use crate::catalog::{TensorInfo, TensorRole, TiedWeight, is_plain_file_name};
+use crate::dtype::Dtype;
+use crate::error::Result;
+use crate::passthrough::PassthroughState;
+use crate::pickle::PythonObject;
+use crate::tensor_source::TensorSource;
+use crate::training_state::{LossScale, TrainingState};
+use serde_json::{Map, Value};
+use std::collections::{HashMap, HashSet};
+use std::ops::Range;
+use std::path::PathBuf;
+
+/// The DeepSpeed version that is written if the source doesn't contain one.
+const DEEPSPEED_VERSION: &str = "0.19.8";
+
+/// The tensors and the training state of a source, completed with the options of the conversion.
+/// Fields refer to tensors by their indices in `tensors`.
+pub(super) struct SourceState {
+    pub(super) path: PathBuf,
+    pub(super) tensors: Vec<TensorInfo>,
+    index: HashMap<(TensorRole, String), usize>,
+    /// Parameter groups, with their weights in the order of the optimizer.
+    pub(super) groups: Vec<WeightGroup>,
+    /// Trained weights whose group is unknown; only the native format can store them.
+    pub(super) ungrouped: Option<WeightGroup>,
+    /// Whether the options assign weights to groups.
+    pub(super) regrouped: bool,
+    /// Weights that are in no group, if the source has a training state.
+    pub(super) frozen: Vec<usize>,
+    /// Weights that were frozen when the source was saved, including those in a group.
+    pub(super) frozen_at_save: Vec<usize>,
+    pub(super) buffers: Vec<usize>,
+    /// Roles of the states that the optimizer keeps for each weight.
+    pub(super) roles: Vec<TensorRole>,
+    pub(super) step: u64,
+    /// Number of consumed samples, if the source contains it.
+    pub(super) samples: Option<u64>,
+    pub(super) tokens: u64,
+    pub(super) config: Map<String, Value>,
+    pub(super) text_files: Vec<crate::catalog::TextFile>,
+    /// Dtype of the module's copies of trained weights.
+    pub(super) precision: Dtype,
+    /// ZeRO stage of the result, 1 to 3.
+    pub(super) stage: u8,
+    /// Number of ranks of the result.
+    pub(super) world: u32,
+    /// DeepSpeed version of the result.
+    pub(super) version: String,
+    pub(super) ties: Vec<TiedWeight>,
+    /// Dynamic loss scale of FP16 training, if the source has one.
+    pub(super) loss_scale: Option<LossScale>,
+    /// Number of ranks that saved the source.
+    pub(super) source_world: Option<u32>,
+    pub(super) passthrough: PassthroughState,
+    pub(super) notices: Vec<ConvertNotice>,
+}
+
+impl SourceState {
+    /// Collects the state of `source` and completes it with `options`.
+    ///
+    /// # Errors
+    /// If the target needs something that neither the source nor the options provide.
+    pub(super) fn from_source(source: &dyn TensorSource, options: &ConvertOptions) -> Result<SourceState> {
+        let (state, mut passthrough) = (source.training_state(), source.read_passthrough()?);
+        let given = param_groups::take_listed_groups(&state, &mut passthrough);
+        if passthrough.scheduler == PythonObject::None {
+            passthrough.scheduler = PythonObject::from_json(&state.scheduler);
+        }
+        let mut notices =
+            std::mem::take(&mut passthrough.notices).into_iter().map(ConvertNotice::Source).collect();
+        let tensors = source.tensors();
+        let index: HashMap<(TensorRole, String), usize> =
+            tensors.iter().enumerate().map(|(i, t)| ((t.role, t.name.clone()), i)).collect();
+        let roles = find_optimizer_roles(&tensors);
+        let at_source = |error: ConvertError| error.into_ckpt_error(source.path());
+        let has_groups = passthrough.native_facts.is_some() || !given.is_empty();
+        let step =
+            determine_step(source, &roles, has_groups, options.target, &mut notices).map_err(at_source)?;
+        let GroupSet { groups, ungrouped } =
+            param_groups::assign_weights(given, &tensors, &state.steps, options)
+                .and_then(|given| given.resolve_indices(&index, &roles, step))
+                .map_err(at_source)?;
+        if let Some(ungrouped) = &ungrouped {
+            let (parameters, groups) = (ungrouped.weights.len(), groups.len());
+            notices.push(ConvertNotice::GroupsUnknown { parameters, groups });
+        }
+        let step = match options.target {
+            ConvertTarget::Native if passthrough.native_facts.is_none() => {
+                choose_step_from_updates(step, groups.iter().chain(&ungrouped), &mut notices)
+            }
+            _ => step,
+        };
+        let sets = WeightSets::new(source, &tensors, groups.iter().chain(&ungrouped), &state, &passthrough);
+        Ok(SourceState {
+            path: source.path().to_owned(),
+            groups,
+            ungrouped,
+            regrouped: !options.groups.is_empty(),
+            frozen: sets.frozen,
+            frozen_at_save: sets.frozen_at_save,
+            buffers: sets.buffers,
+            roles,
+            step,
+            samples: state.samples,
+            tokens: source.tokens().unwrap_or(0),
+            config: source.hf_config().cloned().unwrap_or_default(),
+            text_files: source.text_files().to_vec(),
+            precision: options.dtype.or(passthrough.precision).unwrap_or(Dtype::F32),
+            stage: options.stage.or(state.stage.filter(|s| (1..=3).contains(s))).unwrap_or(2),
+            world: options.world.or(state.world).unwrap_or(1),
+            version: passthrough.deepspeed_version.clone().unwrap_or_else(|| DEEPSPEED_VERSION.into()),
+            notices,
+            loss_scale: state.parse_loss_scale(),
+            ties: state.ties,
+            source_world: state.world,
+            passthrough,
+            index,
+            tensors,
+        })
+    }
+
+    /// Finds the index of the tensor with the optimizer state `role` of a weight.
+    pub(super) fn find_state_index(&self, weight: usize, role: TensorRole) -> Option<usize> {
+        self.index.get(&(role, self.tensors[weight].name.clone())).copied()
+    }
+
+    pub(super) fn element_count(&self, tensor: usize) -> u64 {
+        self.tensors[tensor].element_count()
+    }
+
+    pub(super) fn tensor_name(&self, tensor: usize) -> &str {
+        &self.tensors[tensor].name
+    }
+
+    /// Chooses the tag of a ZeRO checkpoint: that of the source if it is a valid one, otherwise one
+    /// made from the step.
+    pub(super) fn choose_tag(&self) -> String {
+        let tag =
+            self.passthrough.tag.as_ref().filter(|t| is_plain_file_name(t) && !t.ends_with("_universal"));
+        tag.cloned().unwrap_or_else(|| format!("global_step{}", self.step))
+    }
+
+    /// Returns the update count that the weights at the positions `members` of a group share.
+    ///
+    /// # Errors
+    /// [`ConvertError::UpdatesDiffer`] with two weights whose counts differ.
+    pub(super) fn require_common_update_count(
+        &self,
+        group: &WeightGroup,
+        members: Range<usize>,
+    ) -> Result<f64> {
+        let steps = &group.steps[members.clone()];
+        let first_updates = steps.first().copied().unwrap_or(self.step as f64);
+        match steps.iter().position(|&s| s != first_updates) {
+            None => Ok(first_updates),
+            Some(i) => {
+                let name = |position: usize| self.tensor_name(group.weights[position]).to_owned();
+                let (first, second) = (name(members.start), name(members.start + i));
+                let (first_updates, second_updates) = (first_updates as u64, steps[i] as u64);
+                let error = ConvertError::UpdatesDiffer { first, first_updates, second, second_updates };
+                Err(error.into_ckpt_error(&self.path))
+            }
+        }
+    }
+}
+
+/// The frozen weights and the buffers of a source, as indices of tensors.
+struct WeightSets {
+    frozen: Vec<usize>,
+    frozen_at_save: Vec<usize>,
+    buffers: Vec<usize>,
+}
+
+impl WeightSets {
+    /// Determines the frozen weights: those in no group of `groups`, and those that the source
+    /// lists as frozen.
+    fn new<'a>(
+        source: &dyn TensorSource,
+        tensors: &[TensorInfo],
+        groups: impl Iterator<Item = &'a WeightGroup>,
+        state: &TrainingState,
+        passthrough: &PassthroughState,
+    ) -> WeightSets {
+        let with_role = |role: TensorRole| (0..tensors.len()).filter(move |&i| tensors[i].role == role);
+        let grouped: HashSet<usize> = groups.flat_map(|g| g.weights.iter().copied()).collect();
+        // a source without training state has neither trained nor frozen weights
+        let has_training_state = !source.has_only_weights();
+        let frozen =
+            with_role(TensorRole::Weight).filter(|i| has_training_state && !grouped.contains(i)).collect();
+        let frozen_names: HashSet<&str> =
+            state.frozen.iter().chain(&passthrough.frozen_late).map(String::as_str).collect();
+        let frozen_at_save = with_role(TensorRole::Weight)
+            .filter(|i| !grouped.contains(i) || frozen_names.contains(tensors[*i].name.as_str()))
+            .collect();
+        WeightSets { frozen, frozen_at_save, buffers: with_role(TensorRole::Buffer).collect() }
+    }
+}
+
+/// Returns the roles of optimizer states that at least one tensor has.
+fn find_optimizer_roles(tensors: &[TensorInfo]) -> Vec<TensorRole> {
+    let roles = TensorRole::ALL.into_iter().filter(|r| r.is_optimizer_state());
+    roles.filter(|&role| tensors.iter().any(|t| t.role == role)).collect()
+}
+
+/// Chooses the step of a native checkpoint: the update count of the most often updated weight,
+/// since a native run counts only steps that updated weights. Returns `steps` if there are no
+/// counts. Adds a notice if the result differs from `steps`.
+fn choose_step_from_updates<'a>(
+    steps: u64,
+    groups: impl Iterator<Item = &'a WeightGroup>,
+    notices: &mut Vec<ConvertNotice>,
+) -> u64 {
+    let most = groups
+        .flat_map(|g| &g.steps)
+        .copied()
+        .fold(None, |most: Option<f64>, s| Some(most.map_or(s, |most| most.max(s))));
+    let Some(updates) = most.map(|s| s as u64).filter(|&updates| updates != steps) else { return steps };
+    notices.push(ConvertNotice::StepFromUpdates { updates, steps });
+    updates
+}
+
+/// Determines the step of the source: 0 for weights only. SGD without momentum has parameter groups
+/// and no optimizer states.
+///
+/// # Errors
+/// If the source isn't a training state that the target can store.
+fn determine_step(
+    source: &dyn TensorSource,
+    roles: &[TensorRole],
+    has_groups: bool,
+    target: ConvertTarget,
+    notices: &mut Vec<ConvertNotice>,
+) -> std::result::Result<u64, ConvertError> {
+    let has_states = !roles.is_empty();
+    if let Some(reason) = source.ignored_optimizer().filter(|_| !has_states) {
+        return Err(ConvertError::StatesUnreadable { reason: reason.to_string() });
+    }
+    let weights_only = source.has_only_weights();
+    if weights_only && target == ConvertTarget::Native {
+        notices.push(ConvertNotice::WeightsOnly);
+        return Ok(0);
+    }
+    match (source.step(), has_states) {
+        (_, false) if weights_only => Err(ConvertError::WeightsOnly),
+        (None, false) => Err(ConvertError::StepAndOptimizerMissing),
+        (None, true) => Err(ConvertError::StepMissing),
+        (Some(step), false) if !has_groups => Err(ConvertError::OptimizerMissing { step }),
+        (Some(_), false) if target != ConvertTarget::Native => Err(ConvertError::OptimizerRequired),
+        (Some(step), _) => Ok(step),
+    }
+}

@@ -1,0 +1,274 @@
+//! Converts a [`CkptError`] to a [`Diagnostic`]: chooses the code, the fields and the help texts.
+use super::{CkptError, Damage, DamageReason, MissingPart, OptionProblem, OutputProblem, UnsupportedFeature};
+use crate::formats::torch_error::TorchFileError;
+use crate::manifest_error::ManifestError;
+use diagnostic::codes::checkpoint as codes;
+use diagnostic::{Code, Diagnostic};
+use std::io;
+
+impl CkptError {
+    /// Returns the stable code of this error.
+    pub fn code(&self) -> Code {
+        use CkptError::*;
+        match self {
+            NotFound { .. } => codes::CHECKPOINT_NOT_FOUND,
+            NotACheckpoint { diagnosis, .. } => diagnosis.code(),
+            Damaged { damage, .. } => damage.reason.code(),
+            Missing { part, .. } => part.code(),
+            ShardsOnOtherHosts { .. } => codes::CHECKPOINT_SHARDS_ON_OTHER_HOSTS,
+            FetchFailed { .. } => codes::CHECKPOINT_FETCH_FAILED,
+            ModelMismatch { .. } => codes::CHECKPOINT_MODEL_MISMATCH,
+            NoSuchTensor { .. } => codes::CHECKPOINT_TENSOR_MISSING,
+            RangeOutsideTensor { .. } => codes::CHECKPOINT_TENSOR_TOO_SHORT,
+            Unsupported { feature, .. } => feature.code(),
+            InsufficientSpace { .. } => codes::CHECKPOINT_SPACE_INSUFFICIENT,
+            DirectoryBusy { .. } => codes::CHECKPOINT_DIRECTORY_BUSY,
+            InvalidSave(_) => codes::CHECKPOINT_SAVE_INVALID,
+            InvalidOption { .. } => codes::CHECKPOINT_OPTION_INVALID,
+            Internal { .. } => diagnostic::codes::run::INTERNAL,
+            OutputRejected { problem, .. } => problem.code(),
+            ValueOverflow { .. } => codes::CHECKPOINT_VALUE_OVERFLOW,
+            Io { source, .. } => match source.kind() {
+                io::ErrorKind::StorageFull => codes::CHECKPOINT_DISK_FULL,
+                io::ErrorKind::QuotaExceeded | io::ErrorKind::FileTooLarge => {
+                    codes::CHECKPOINT_LIMIT_EXCEEDED
+                }
+                io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => {
+                    codes::CHECKPOINT_PERMISSION_DENIED
+                }
+                _ => codes::CHECKPOINT_IO_FAILED,
+            },
+        }
+    }
+
+    /// Returns what the user can do about this error. The list is empty if no general advice
+    /// exists.
+    pub fn help(&self) -> Vec<String> {
+        use CkptError::*;
+        let one = |text: &str| vec![text.to_owned()];
+        match self {
+            NotACheckpoint { diagnosis, .. } => diagnosis.help().into_iter().collect(),
+            Damaged { path, .. } | Missing { path, .. } => vec![
+                format!("run `launch ckpt verify {}` to list every problem", path.display()),
+                "restore the files, run `launch ckpt repair`, or use another checkpoint".to_owned(),
+            ],
+            ShardsOnOtherHosts { .. } => {
+                one("copy these files into the directory, or resume a job that has these hosts; it gathers \
+                 the weights at its end")
+            }
+            InsufficientSpace { .. } => one("free space, or write to another disk"),
+            DirectoryBusy { .. } => one("wait for the other process, end it, or use another directory"),
+            OutputRejected { problem, .. } => problem.help().map(str::to_owned).into_iter().collect(),
+            InvalidOption { problem: OptionProblem::NoAdapters { .. } } => one("omit `--merge-lora`"),
+            ValueOverflow { .. } => one("use a wider dtype: bf16 or fp32"),
+            Unsupported { feature: UnsupportedFeature::FormatVersion { .. }, .. } => {
+                one("use the version of launch that wrote the checkpoint, or a newer one")
+            }
+            Unsupported { feature: UnsupportedFeature::RngReconcile(error), .. } => {
+                error.help().map(str::to_owned).into_iter().collect()
+            }
+            Unsupported { feature: UnsupportedFeature::Convert(error), .. } => {
+                error.help().map(str::to_owned).into_iter().collect()
+            }
+            Io { source, .. } => io_error_help(source).map(str::to_owned).into_iter().collect(),
+            _ => Vec::new(),
+        }
+    }
+}
+
+/// Returns advice for common errors of the operating system, such as a full disk.
+fn io_error_help(error: &io::Error) -> Option<&'static str> {
+    Some(match error.kind() {
+        io::ErrorKind::StorageFull => {
+            "free space, or lower `checkpoint.keep`; earlier checkpoints are intact"
+        }
+        io::ErrorKind::QuotaExceeded | io::ErrorKind::FileTooLarge => {
+            "raise the limit, or use another directory; earlier checkpoints are intact"
+        }
+        io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => {
+            "give this user access, or use another directory"
+        }
+        io::ErrorKind::NotADirectory => "a file has the name of a directory in this path; rename the file",
+        _ => return None,
+    })
+}
+
+impl MissingPart {
+    /// Returns the code of an error about this missing part.
+    fn code(&self) -> Code {
+        match self {
+            MissingPart::LatestTarget { .. } => codes::CHECKPOINT_LATEST_DANGLING,
+            MissingPart::Weights(_) => codes::CHECKPOINT_WEIGHT_MISSING,
+            MissingPart::RngFile { .. } | MissingPart::AllRngFiles => codes::RNG_STATE_MISSING,
+            _ => codes::CHECKPOINT_SHARD_MISSING,
+        }
+    }
+}
+
+impl DamageReason {
+    /// Returns the stable code of this reason.
+    pub fn code(&self) -> Code {
+        use DamageReason::*;
+        match self {
+            FileMissing => codes::CHECKPOINT_SHARD_MISSING,
+            PartMissing(part) => part.code(),
+            NotACheckpoint(diagnosis) => diagnosis.code(),
+            SizeMismatch { .. } | Truncated => codes::CHECKPOINT_FILE_TRUNCATED,
+            TooLarge { .. } => codes::CHECKPOINT_FILE_TOO_LARGE,
+            NotRegularFile | NotADirectory { .. } | OutsideDirectory => codes::CHECKPOINT_FILE_NOT_REGULAR,
+            HashMismatch | ReadBackMismatch { .. } => codes::CHECKPOINT_HASH_MISMATCH,
+            CrcMismatch { .. } => codes::ZIP_CRC_MISMATCH,
+            Manifest(ManifestError::HashMismatch) => codes::CHECKPOINT_HASH_MISMATCH,
+            Manifest(_) => codes::CHECKPOINT_MANIFEST_INVALID,
+            Safetensors(_) => codes::SAFETENSORS_HEADER_INVALID,
+            TorchFile(TorchFileError::Pickle(error)) => error.code(),
+            TorchFile(TorchFileError::Zip(_)) => codes::ZIP_INVALID,
+            TorchFile(_) => codes::TORCH_FILE_INVALID,
+            Dcp(_) => codes::DCP_METADATA_INVALID,
+            DeepSpeed(error) => error.code(),
+            Optimizer(_) => codes::OPTIMIZER_STATE_INVALID,
+            Adapter(error) => error.code(),
+            Name(_) | Coverage(_) => codes::CHECKPOINT_DAMAGED,
+            Json(_) => codes::CHECKPOINT_JSON_INVALID,
+            Read(_) => codes::CHECKPOINT_IO_FAILED,
+            RngState(_) => codes::RNG_STATE_INVALID,
+            RngFiles(_) => codes::RNG_FILES_INCONSISTENT,
+            TensorMissing { .. } => codes::CHECKPOINT_TENSOR_MISSING,
+            UnexpectedFile | Changed | HeaderMismatch { .. } | StepMismatch { .. } | Inconsistent(_) => {
+                codes::CHECKPOINT_DAMAGED
+            }
+        }
+    }
+}
+
+impl UnsupportedFeature {
+    /// Returns the code of an error about this feature.
+    fn code(&self) -> Code {
+        use UnsupportedFeature::*;
+        match self {
+            FormatVersion { .. } => codes::CHECKPOINT_VERSION_UNSUPPORTED,
+            Dtype { .. } | NotFloat { .. } => codes::CHECKPOINT_DTYPE_UNSUPPORTED,
+            ModelParallelism { .. } => codes::CHECKPOINT_PARALLELISM_UNSUPPORTED,
+            RngReconcile(error) => error.code(),
+            SchedulerRescale(_) => codes::SCHEDULER_RESCALE_UNSUPPORTED,
+            Convert(error) => error.code(),
+            Adapter(error) => error.code(),
+            NotAnAdapterTensor { .. } | Other(_) => codes::CHECKPOINT_UNSUPPORTED,
+        }
+    }
+}
+
+impl OutputProblem {
+    /// Returns the code of an error about this output path.
+    fn code(&self) -> Code {
+        match self {
+            OutputProblem::InsideInput | OutputProblem::NoName => codes::CHECKPOINT_OUTPUT_INVALID,
+            _ => codes::CHECKPOINT_OUTPUT_EXISTS,
+        }
+    }
+
+    /// Returns what the user can do about the rejected output path.
+    fn help(&self) -> Option<&'static str> {
+        Some(match self {
+            OutputProblem::NeedsForce { .. } => "add `--force` to replace the directory",
+            OutputProblem::InsideInput => "write to a directory outside of the checkpoint",
+            _ => "move or remove it, or give another output path",
+        })
+    }
+}
+
+impl From<&CkptError> for Diagnostic {
+    fn from(error: &CkptError) -> Diagnostic {
+        use CkptError::*;
+        let diagnostic = Diagnostic::error(error.code(), error.to_string());
+        // the code may be that of a detail, but the category follows from the kind of error
+        let diagnostic = match error {
+            e if e.is_checkpoint_at_fault() => diagnostic.with_category(diagnostic::Category::Checkpoint),
+            OutputRejected { .. } => diagnostic.with_category(diagnostic::Category::Usage),
+            _ => diagnostic.with_category(diagnostic::Category::Failed),
+        };
+        let diagnostic = match error {
+            NotFound { path }
+            | NotACheckpoint { path, .. }
+            | Damaged { path, .. }
+            | Missing { path, .. }
+            | ShardsOnOtherHosts { path, .. }
+            | FetchFailed { path, .. }
+            | ModelMismatch { path, .. }
+            | NoSuchTensor { path, .. }
+            | RangeOutsideTensor { path, .. }
+            | Unsupported { path, .. }
+            | InsufficientSpace { path, .. }
+            | DirectoryBusy { path }
+            | OutputRejected { path, .. }
+            | Io { path, .. } => {
+                let path = path.display().to_string();
+                diagnostic.with_subject(path.clone()).with_field("path", path)
+            }
+            InvalidSave(_) | InvalidOption { .. } | Internal { .. } | ValueOverflow { .. } => diagnostic,
+        };
+        let diagnostic = match error {
+            Damaged { damage, .. } => add_damage_fields(diagnostic, damage),
+            Missing { part, .. } => diagnostic.with_field("missing", part.to_string()),
+            ShardsOnOtherHosts { shards, .. } => {
+                let shards: Vec<_> =
+                    shards.iter().map(|s| serde_json::json!({"file": s.file, "host": s.host})).collect();
+                diagnostic.with_field("shards", shards)
+            }
+            ModelMismatch { tensor, expected, found, .. } => diagnostic
+                .with_field("tensor", tensor.as_str())
+                .with_field("expected", expected.as_str())
+                .with_field("found", found.as_str()),
+            NoSuchTensor { tensor, .. } => diagnostic.with_field("tensor", tensor.as_str()),
+            RangeOutsideTensor { tensor, elements, requested, .. } => diagnostic
+                .with_field("tensor", tensor.as_str())
+                .with_field("elements", *elements)
+                .with_field("requested_elements", *requested),
+            InsufficientSpace { needed, free, .. } => {
+                diagnostic.with_field("needed_bytes", *needed).with_field("free_bytes", *free)
+            }
+            ValueOverflow { tensor, element, value, dtype } => diagnostic
+                .with_field("tensor", tensor.as_str())
+                .with_field("element", *element)
+                .with_field("value", *value)
+                .with_field("dtype", *dtype),
+            Io { action, source, .. } => {
+                let diagnostic = diagnostic.with_field("action", *action);
+                match source.raw_os_error() {
+                    Some(errno) => diagnostic.with_field("errno", errno),
+                    None => diagnostic,
+                }
+            }
+            _ => diagnostic,
+        };
+        error.help().into_iter().fold(diagnostic, Diagnostic::with_help)
+    }
+}
+
+impl From<CkptError> for Diagnostic {
+    fn from(error: CkptError) -> Diagnostic {
+        (&error).into()
+    }
+}
+
+/// Adds the file, block, tensors and sizes of `damage` as fields of the diagnostic.
+fn add_damage_fields(diagnostic: Diagnostic, damage: &Damage) -> Diagnostic {
+    let diagnostic = diagnostic.with_field("file", damage.file.as_str());
+    let diagnostic = match damage.block {
+        Some(block) => diagnostic.with_field("block", block),
+        None => diagnostic,
+    };
+    let diagnostic = match damage.tensors.is_empty() {
+        true => diagnostic,
+        false => diagnostic.with_field("tensors", damage.tensors.clone()),
+    };
+    match damage.reason {
+        DamageReason::SizeMismatch { expected, found } => {
+            diagnostic.with_field("expected_bytes", expected).with_field("found_bytes", found)
+        }
+        DamageReason::TooLarge { found, limit } => {
+            diagnostic.with_field("found_bytes", found).with_field("limit_bytes", limit)
+        }
+        _ => diagnostic,
+    }
+}

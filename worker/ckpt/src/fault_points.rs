@@ -1,0 +1,57 @@
+//! Fault points: numbered places in the code at which a test can kill the process with SIGKILL.
+//!
+//! [`pass_point`] is called before and after every write, truncate, fsync, rename, mkdir and unlink
+//! of this crate. Until [`arm_fault_points`] is called, a call costs one relaxed atomic load.
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+static ARE_POINTS_ARMED: AtomicBool = AtomicBool::new(false);
+static KILLED_POINT: AtomicU64 = AtomicU64::new(0);
+static PASSED_POINTS: Mutex<Vec<&'static str>> = Mutex::new(Vec::new());
+
+/// Starts counting the points that this process passes, from 1. The `n`-th point kills the process
+/// with SIGKILL. If `n` is 0, points are only counted.
+pub fn arm_fault_points(n: u64) {
+    KILLED_POINT.store(n, Ordering::Relaxed);
+    PASSED_POINTS.lock().unwrap_or_else(PoisonError::into_inner).clear();
+    ARE_POINTS_ARMED.store(true, Ordering::Release);
+}
+
+/// Returns the number of points that were passed since [`arm_fault_points`] was called; 0 if it was
+/// not called.
+pub fn count_passed_points() -> u64 {
+    PASSED_POINTS.lock().unwrap_or_else(PoisonError::into_inner).len() as u64
+}
+
+/// Returns the names of the points that were passed since [`arm_fault_points`] was called, in
+/// order.
+pub fn list_passed_points() -> Vec<&'static str> {
+    PASSED_POINTS.lock().unwrap_or_else(PoisonError::into_inner).clone()
+}
+
+/// Passes a fault point: counts it if points are armed, and kills the process if it is the selected
+/// one. `name` is the operation before or after which the point is.
+#[inline]
+pub fn pass_point(name: &'static str) {
+    if ARE_POINTS_ARMED.load(Ordering::Relaxed) {
+        record_point(name);
+    }
+}
+
+#[cold]
+/// Appends a point to the passed ones, and kills the process if it is the selected one.
+fn record_point(name: &'static str) {
+    let mut passed = PASSED_POINTS.lock().unwrap_or_else(PoisonError::into_inner);
+    passed.push(name);
+    if passed.len() as u64 == KILLED_POINT.load(Ordering::Relaxed) {
+        let _ = nix::sys::signal::kill(nix::unistd::Pid::this(), nix::sys::signal::Signal::SIGKILL);
+    }
+}
+
+/// Runs `op` between two fault points of this name. Returns the result of `op`.
+pub(crate) fn run_between_points<T>(name: &'static str, op: impl FnOnce() -> T) -> T {
+    pass_point(name);
+    let result = op();
+    pass_point(name);
+    result
+}

@@ -1,0 +1,114 @@
+//! [`TensorSource`]: the interface to the tensors and the state of a checkpoint of any format.
+use crate::catalog::{TensorInfo, TensorRole, TextFile};
+use crate::dtype::Dtype;
+use crate::error::{CkptError, Result, UnsupportedFeature};
+use crate::passthrough::PassthroughState;
+use crate::training_state::TrainingState;
+use serde_json::{Map, Value};
+use std::path::Path;
+
+/// A request to read consecutive elements of a tensor as F32.
+#[derive(Debug)]
+pub struct ReadRequest<'a> {
+    /// Name of the tensor.
+    pub name: &'a str,
+    /// Role of the tensor.
+    pub role: TensorRole,
+    /// Index of the first element to read.
+    pub start_element: u64,
+    /// The buffer that receives the elements. Its length is the number of elements to read.
+    pub out: &'a mut [f32],
+}
+
+/// A checkpoint of any format, from whose tensors any ranges are read as F32.
+pub trait TensorSource: Sync {
+    /// Returns the path of the checkpoint.
+    fn path(&self) -> &Path;
+
+    /// Returns the descriptions of all tensors, weights first.
+    fn tensors(&self) -> Vec<TensorInfo>;
+
+    /// Reads and verifies the elements of all requests. After an error the contents of the outputs
+    /// are undefined.
+    fn read_many(&self, requests: &mut [ReadRequest<'_>]) -> Result<()>;
+
+    /// Reads the elements of all requests, and may leave the verification to a later call of
+    /// [`TensorSource::verify_reads`], so that each byte is read only once. The caller must discard
+    /// the results if that call fails.
+    fn read_unchecked(&self, requests: &mut [ReadRequest<'_>]) -> Result<()> {
+        self.read_many(requests)
+    }
+
+    /// Verifies all bytes that [`TensorSource::read_unchecked`] has read, or all stored bytes if
+    /// `every_byte` is true.
+    fn verify_reads(&self, every_byte: bool) -> Result<()> {
+        let _ = every_byte;
+        Ok(())
+    }
+
+    /// Reads the elements of a tensor from `start_element` on into `out`, as stored little-endian
+    /// bytes. Supports any dtype.
+    ///
+    /// # Errors
+    /// [`UnsupportedFeature::NotFloat`] if the format has only tensors that are read as F32.
+    fn read_raw(&self, name: &str, role: TensorRole, start_element: u64, out: &mut [u8]) -> Result<()> {
+        let _ = (start_element, out);
+        let tensor = format!("{role}/{name}");
+        Err(CkptError::unsupported(self.path(), UnsupportedFeature::NotFloat { tensor }))
+    }
+
+    /// Reads the state that a conversion copies unchanged.
+    fn read_passthrough(&self) -> Result<PassthroughState> {
+        Ok(PassthroughState::default())
+    }
+
+    /// Returns the number of completed optimizer steps; `None` if it is not recorded.
+    fn step(&self) -> Option<u64>;
+
+    /// Returns the default dtype for an export of the weights: BF16 for a native checkpoint whose
+    /// weights are all stored as BF16, F32 otherwise.
+    fn weights_dtype(&self) -> Dtype {
+        Dtype::F32
+    }
+
+    /// Returns the training state without the tensors.
+    fn training_state(&self) -> TrainingState;
+
+    /// Returns true for a checkpoint that has weights and no part of a training state.
+    fn has_only_weights(&self) -> bool {
+        false
+    }
+
+    /// Returns the reason why the tensors do not include an optimizer state that the checkpoint
+    /// has; `None` if they do, or there is no optimizer state.
+    fn ignored_optimizer(&self) -> Option<&str> {
+        None
+    }
+
+    /// Returns the number of trained tokens; `None` if it is not recorded.
+    fn tokens(&self) -> Option<u64> {
+        None
+    }
+
+    /// Returns the content of `config.json`; `None` if the checkpoint has none.
+    fn hf_config(&self) -> Option<&Map<String, Value>> {
+        None
+    }
+
+    /// Returns the content of PEFT's `adapter_config.json`; `None` if the model has no LoRA
+    /// adapters.
+    fn adapter_config(&self) -> Option<&Value> {
+        None
+    }
+
+    /// Returns the tokenizer's files and other text files that are exported with the weights.
+    fn text_files(&self) -> &[TextFile] {
+        &[]
+    }
+
+    /// Returns an error if weights or buffers of the checkpoint are known to be missing, for
+    /// example because other hosts store them.
+    fn require_weights(&self) -> Result<()> {
+        Ok(())
+    }
+}

@@ -1,0 +1,538 @@
+//! Opens the token cache of a data source, and builds the cache first if necessary.
+//!
+//! The name of a cache file is its key: a digest of the files' contents in order, the tokenizer and
+//! the split. One process builds the file while the others wait for a lock file. The operating
+//! system releases the lock if the builder dies. On file systems without locks every process builds
+//! a separate file; the last rename wins, and all files are equal. A damaged cache is rebuilt with
+//! a warning.
+use super::{
+    content_digests::{self, ContentDigest},
+    document_reader::{self, DataFileFormat, DocumentPart, Split, SplitFilter},
+    error::{CacheOperation, DataError},
+    file_patterns::DataFile,
+    record::RecordReadOptions,
+    token_cache::{self, CacheOpenError, TokenCache, TokenCacheWriter},
+    tokenizer::TextTokenizer,
+};
+use diagnostic::{Diagnostic, codes::data as codes};
+use rayon::prelude::*;
+use std::{
+    fs::{self, File, TryLockError},
+    io,
+    path::{Path, PathBuf},
+    sync::atomic::{AtomicU32, Ordering},
+    thread,
+    time::{Duration, Instant, SystemTime},
+};
+
+/// Size of the text that is tokenized as one batch, bytes. Building a cache needs about ten times
+/// as much memory.
+const BATCH_BYTES: usize = 4 << 20;
+/// Longest wait for another process that builds the same cache. After this time the waiting process
+/// builds the cache, too.
+const LOCK_TIMEOUT: Duration = Duration::from_secs(15 * 60);
+/// Time between two attempts to acquire the lock of a cache.
+const LOCK_POLL_INTERVAL: Duration = Duration::from_millis(20);
+/// Number of caches that are kept in a directory. The least recently used ones are deleted.
+const CACHES_KEPT: usize = 16;
+
+/// Everything that the content of a token cache depends on.
+pub(crate) struct TokenCacheInputs<'a> {
+    /// The files in order, without empty ones.
+    pub(crate) files: &'a [DataFile],
+    /// The digest of each file's content, in the order of `files`.
+    pub(crate) digests: &'a [ContentDigest],
+    /// How records are converted to text.
+    pub(crate) format: RecordReadOptions<'a>,
+    /// The tokenizer that encodes the text.
+    pub(crate) tokenizer: &'a TextTokenizer,
+    /// Selects the side of the held-out split.
+    pub(crate) filter: SplitFilter,
+}
+
+impl TokenCacheInputs<'_> {
+    /// Returns whether only some of the tokens count for the loss.
+    fn masks_loss(&self) -> bool {
+        self.format.chat_template.is_some_and(|c| c.masks_loss())
+    }
+
+    /// Computes the key of the cache by hashing all inputs. Equal keys imply equal token streams.
+    pub(crate) fn compute_key(&self) -> [u8; 32] {
+        let mut hasher = blake3::Hasher::new_derive_key("launch 2026 token cache key v1");
+        hasher.update(&token_cache::FORMAT_VERSION.to_le_bytes());
+        hasher.update(&self.tokenizer.digest());
+        if let Some(template) = self.format.chat_template {
+            hasher.update(&[1]).update(template.digest());
+        }
+        match self.filter {
+            SplitFilter::All => hasher.update(&[0]),
+            SplitFilter::Only(Split::Train, share) => {
+                hasher.update(&[1]).update(&share.to_bits().to_le_bytes())
+            }
+            SplitFilter::Only(Split::HeldOut, share) => {
+                hasher.update(&[2]).update(&share.to_bits().to_le_bytes())
+            }
+        };
+        for (file, digest) in self.files.iter().zip(self.digests) {
+            match DataFileFormat::from_path(&file.path) {
+                DataFileFormat::Text => hasher.update(&[0]),
+                format => {
+                    let field = self.format.field;
+                    hasher.update(&[if format == DataFileFormat::JsonLines { 1 } else { 2 }]);
+                    hasher.update(&(field.len() as u64).to_le_bytes()).update(field.as_bytes())
+                }
+            };
+            hasher.update(digest);
+        }
+        *hasher.finalize().as_bytes()
+    }
+}
+
+/// Opens the token cache of `inputs` in `directory`, and builds the cache first if the file does
+/// not exist or is damaged. Adds a warning to `warnings` if the file is damaged. Blocks while
+/// another process builds the cache.
+pub(crate) fn open_or_build_cache(
+    inputs: &TokenCacheInputs,
+    directory: &Path,
+    warnings: &mut Vec<Diagnostic>,
+) -> Result<TokenCache, DataError> {
+    let key = inputs.compute_key();
+    let stem = blake3::Hash::from_bytes(key).to_hex()[..32].to_string();
+    let path = directory.join(format!("{stem}.tokens"));
+    if let Some(cache) = open_intact_cache(&path, &key, Some(&mut *warnings))? {
+        // The time of modification is the time of last use; a read-only directory is acceptable.
+        let _ = File::open(&path).and_then(|f| f.set_modified(SystemTime::now()));
+        return Ok(cache);
+    }
+    create_cache_directory(directory)?;
+    let lock_path = directory.join(format!("{stem}.lock"));
+    let lock = match wait_for_build_lock(&lock_path, || open_intact_cache(&path, &key, None))? {
+        BuildLockOutcome::AlreadyBuilt(cache) => return Ok(*cache),
+        BuildLockOutcome::MustBuild(lock) => lock,
+    };
+    remove_stale_files(directory, &stem, lock.is_some());
+    build_cache(inputs, key, directory, &stem, &path).inspect_err(|e| {
+        if let DataError::ChangedWhileRead { .. } = e {
+            // The index of digests may hold a wrong digest; the next start must hash the files
+            // again.
+            content_digests::delete_digest_index(directory);
+        }
+    })?;
+    drop(lock);
+    let read_error =
+        |source| DataError::CacheUnusable { path: path.clone(), operation: CacheOperation::Read, source };
+    match TokenCache::open(&path, &key) {
+        Ok(cache) => Ok(cache),
+        Err(CacheOpenError::Io(source)) => Err(read_error(source)),
+        Err(CacheOpenError::NotFound) => Err(read_error(io::ErrorKind::NotFound.into())),
+        Err(CacheOpenError::Damaged(damage)) => Err(DataError::CacheCorrupt { path, damage }),
+    }
+}
+
+/// Opens the cache file at `path`. Returns `None` if the file does not exist or is damaged. Adds a
+/// warning to `warnings` if the file is damaged.
+fn open_intact_cache(
+    path: &Path,
+    key: &[u8; 32],
+    warnings: Option<&mut Vec<Diagnostic>>,
+) -> Result<Option<TokenCache>, DataError> {
+    match TokenCache::open(path, key) {
+        Ok(cache) => Ok(Some(cache)),
+        Err(CacheOpenError::NotFound) => Ok(None),
+        Err(CacheOpenError::Damaged(damage)) => {
+            if let Some(warnings) = warnings {
+                let message = format!("rebuilding the damaged token cache {}", path.display());
+                warnings.push(
+                    Diagnostic::warning(codes::TOKEN_CACHE_CORRUPT, message)
+                        .with_subject("train.data.cache")
+                        .with_field("path", path.display().to_string())
+                        .with_cause(&damage),
+                );
+            }
+            Ok(None)
+        }
+        Err(CacheOpenError::Io(source)) => Err(DataError::CacheUnusable {
+            path: path.to_path_buf(),
+            operation: CacheOperation::Read,
+            source,
+        }),
+    }
+}
+
+/// Creates the directory of the caches, and a .gitignore in it that excludes all files.
+fn create_cache_directory(directory: &Path) -> Result<(), DataError> {
+    let error = |source| DataError::CacheUnusable {
+        path: directory.to_path_buf(),
+        operation: CacheOperation::Create,
+        source,
+    };
+    fs::create_dir_all(directory).map_err(error)?;
+    let ignore = directory.join(".gitignore");
+    if !ignore.exists() {
+        fs::write(ignore, "*\n").map_err(error)?;
+    }
+    Ok(())
+}
+
+/// What a process does after the wait for the lock of a cache: open the cache or build it.
+enum BuildLockOutcome {
+    /// Another process has built the cache.
+    AlreadyBuilt(Box<TokenCache>),
+    /// This process must build the cache while it holds the lock file. The lock is absent if the
+    /// file system has no locks or the wait timed out.
+    MustBuild(Option<File>),
+}
+
+/// Blocks until no other process builds the cache, at most [`LOCK_TIMEOUT`]. `path` is the lock
+/// file, and `open` opens a finished cache.
+fn wait_for_build_lock(
+    path: &Path,
+    mut open: impl FnMut() -> Result<Option<TokenCache>, DataError>,
+) -> Result<BuildLockOutcome, DataError> {
+    let file = File::options().create(true).truncate(false).write(true).open(path);
+    let file = file.map_err(|source| DataError::CacheUnusable {
+        path: path.to_path_buf(),
+        operation: CacheOperation::Lock,
+        source,
+    })?;
+    let deadline = Instant::now() + LOCK_TIMEOUT;
+    loop {
+        match file.try_lock() {
+            // The previous holder of the lock may have built the cache.
+            Ok(()) => {
+                return Ok(open()?.map_or(BuildLockOutcome::MustBuild(Some(file)), |cache| {
+                    BuildLockOutcome::AlreadyBuilt(Box::new(cache))
+                }));
+            }
+            Err(TryLockError::Error(_)) => return Ok(BuildLockOutcome::MustBuild(None)),
+            Err(TryLockError::WouldBlock) if Instant::now() >= deadline => {
+                return Ok(BuildLockOutcome::MustBuild(None));
+            }
+            Err(TryLockError::WouldBlock) => thread::sleep(LOCK_POLL_INTERVAL),
+        }
+    }
+}
+
+/// Removes the temporary files of killed builders, and the least recently used caches except the
+/// newest [`CACHES_KEPT`]. Ignores errors, because stale files only take disk space.
+fn remove_stale_files(directory: &Path, current_stem: &str, is_locked: bool) {
+    let Ok(entries) = fs::read_dir(directory) else { return };
+    let mut caches = Vec::new();
+    for entry in entries.flatten() {
+        let path = entry.path();
+        let Some((stem, suffix)) = path.file_name().and_then(|n| n.to_str()).and_then(|n| n.split_once('.'))
+        else {
+            continue;
+        };
+        let has_builder = if stem == current_stem { !is_locked } else { !is_cache_unlocked(directory, stem) };
+        if suffix.ends_with("tmp") && !has_builder {
+            let _ = fs::remove_file(&path);
+        }
+        if suffix == "tokens" && stem != current_stem {
+            caches.push((entry.metadata().and_then(|m| m.modified()).ok(), path));
+        }
+    }
+    caches.sort_by(|a, b| b.cmp(a));
+    for (_, path) in caches.into_iter().skip(CACHES_KEPT - 1) {
+        let _ = fs::remove_file(path.with_extension("lock"));
+        let _ = fs::remove_file(path);
+    }
+}
+
+/// Returns whether no process holds the lock of the cache with this stem.
+fn is_cache_unlocked(directory: &Path, stem: &str) -> bool {
+    File::open(directory.join(format!("{stem}.lock"))).is_ok_and(|f| f.try_lock().is_ok())
+}
+
+/// Tokenizes all files into a temporary file in `directory` and renames the file to `path`.
+fn build_cache(
+    inputs: &TokenCacheInputs,
+    key: [u8; 32],
+    directory: &Path,
+    stem: &str,
+    path: &Path,
+) -> Result<(), DataError> {
+    static COUNT: AtomicU32 = AtomicU32::new(0);
+    let number = COUNT.fetch_add(1, Ordering::Relaxed);
+    let temporary = TemporaryFile(directory.join(format!("{stem}.{}-{number}.tmp", std::process::id())));
+    let error = |source| cache_write_error(path, source);
+    let file = File::options().write(true).create(true).truncate(true).open(&temporary.0).map_err(error)?;
+    let tokenizer = inputs.tokenizer;
+    let writer = TokenCacheWriter::new(file, tokenizer.vocab_size(), tokenizer.eod(), inputs.masks_loss());
+    let writer = tokenize_files(inputs, writer.map_err(error)?, path)?;
+    writer.finish(key).map_err(error)?;
+    fs::rename(&temporary.0, path).map_err(error)?;
+    File::open(directory).and_then(|d| d.sync_all()).map_err(error)
+}
+
+/// Returns the error that the cache file at `path` cannot be written.
+fn cache_write_error(path: &Path, source: io::Error) -> DataError {
+    DataError::CacheUnusable { path: path.to_path_buf(), operation: CacheOperation::Write, source }
+}
+
+/// The path of a file that is removed on drop. After a rename there is no file to remove.
+struct TemporaryFile(PathBuf);
+
+impl Drop for TemporaryFile {
+    fn drop(&mut self) {
+        let _ = fs::remove_file(&self.0);
+    }
+}
+
+/// Reads and tokenizes all files in order, and returns the writer. `path` is the path of the cache
+/// file for error messages. Fails if a file no longer matches its digest.
+fn tokenize_files(
+    inputs: &TokenCacheInputs,
+    mut writer: TokenCacheWriter,
+    path: &Path,
+) -> Result<TokenCacheWriter, DataError> {
+    let (mut batch, mut bytes) = (Vec::new(), 0);
+    for (file, digest) in inputs.files.iter().zip(inputs.digests) {
+        let hash = document_reader::read_data_file(&file.path, inputs.format, inputs.filter, &mut |part| {
+            bytes += size_of::<DocumentPart>()
+                + match &part {
+                    DocumentPart::Text(text) => text.len(),
+                    DocumentPart::Masked(masked) => masked.text.len(),
+                    DocumentPart::End => 0,
+                };
+            batch.push(part);
+            if bytes < BATCH_BYTES {
+                return Ok(());
+            }
+            bytes = 0;
+            tokenize_batch(inputs.tokenizer, &mut batch, &mut writer, path)
+        })?;
+        if hash.as_bytes() != digest {
+            return Err(DataError::ChangedWhileRead { path: file.path.clone() });
+        }
+    }
+    tokenize_batch(inputs.tokenizer, &mut batch, &mut writer, path)?;
+    Ok(writer)
+}
+
+/// Tokenizes the parts of `batch` on all threads, writes the tokens in order, and empties the
+/// batch.
+fn tokenize_batch(
+    tokenizer: &TextTokenizer,
+    batch: &mut Vec<DocumentPart>,
+    writer: &mut TokenCacheWriter,
+    path: &Path,
+) -> Result<(), DataError> {
+    let tokens: Result<Vec<Option<Vec<u32>>>, DataError> = batch
+        .par_drain(..)
+        .map(|part| {
+            let mut tokens = Vec::new();
+            match part {
+                DocumentPart::End => return Ok(None),
+                DocumentPart::Text(text) => tokenizer.encode(&text, &mut tokens)?,
+                DocumentPart::Masked(masked) => tokenizer.encode_masked(&masked, &mut tokens)?,
+            }
+            Ok(Some(tokens))
+        })
+        .collect();
+    for part in tokens? {
+        let written = match part {
+            Some(tokens) => writer.push_tokens(&tokens),
+            None => writer.end_document(),
+        };
+        written.map_err(|source| cache_write_error(path, source))?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::data::{content_digests, file_patterns, token_cache::TokenStream};
+    use std::sync::Barrier;
+
+    /// Opens or builds the cache of all .txt files in `dir`. Returns the cache and the warnings.
+    fn open_cache_of_text_files(
+        dir: &Path,
+        filter: SplitFilter,
+    ) -> Result<(TokenCache, Vec<Diagnostic>), DataError> {
+        let files = file_patterns::expand_patterns(&["*.txt".into()], dir)?;
+        let cache = dir.join("cache");
+        let digests = content_digests::find_or_compute_digests(&files, &cache, SystemTime::UNIX_EPOCH)?;
+        let tokenizer = TextTokenizer::Bytes;
+        let inputs = TokenCacheInputs {
+            files: &files,
+            digests: &digests,
+            format: RecordReadOptions { field: "text", chat_template: None },
+            tokenizer: &tokenizer,
+            filter,
+        };
+        let mut warnings = Vec::new();
+        open_or_build_cache(&inputs, &cache, &mut warnings).map(|c| (c, warnings))
+    }
+
+    /// Creates a directory with the files a.txt and b.txt.
+    fn write_two_text_files() -> tempfile::TempDir {
+        let dir = tempfile::tempdir().unwrap();
+        fs::write(dir.path().join("a.txt"), "hello").unwrap();
+        fs::write(dir.path().join("b.txt"), "world!").unwrap();
+        dir
+    }
+
+    /// Lists the files with this extension in the cache directory.
+    fn list_cache_files(dir: &Path, kind: &str) -> Vec<PathBuf> {
+        let paths = fs::read_dir(dir.join("cache")).unwrap().map(|e| e.unwrap().path());
+        paths.filter(|p| p.extension().is_some_and(|e| e == kind)).collect()
+    }
+
+    #[test]
+    fn a_cache_is_built_once_and_reused() {
+        let dir = write_two_text_files();
+        let (cache, warnings) = open_cache_of_text_files(dir.path(), SplitFilter::All).unwrap();
+        assert!(warnings.is_empty());
+        assert_eq!((cache.documents(), cache.header.tokens), (2, 13));
+        let path = list_cache_files(dir.path(), "tokens").remove(0);
+        let before = fs::metadata(&path).unwrap();
+        open_cache_of_text_files(dir.path(), SplitFilter::All).unwrap();
+        use std::os::unix::fs::MetadataExt;
+        assert_eq!(fs::metadata(&path).unwrap().ino(), before.ino());
+        assert!(list_cache_files(dir.path(), "tmp").is_empty());
+        assert_eq!(fs::read_to_string(dir.path().join("cache/.gitignore")).unwrap(), "*\n");
+    }
+
+    #[test]
+    fn the_key_depends_on_contents_and_not_on_names() {
+        let dir = write_two_text_files();
+        open_cache_of_text_files(dir.path(), SplitFilter::All).unwrap();
+        fs::rename(dir.path().join("b.txt"), dir.path().join("c.txt")).unwrap();
+        open_cache_of_text_files(dir.path(), SplitFilter::All).unwrap();
+        assert_eq!(list_cache_files(dir.path(), "tokens").len(), 1);
+        open_cache_of_text_files(dir.path(), SplitFilter::Only(Split::Train, 0.5)).unwrap();
+        open_cache_of_text_files(dir.path(), SplitFilter::Only(Split::HeldOut, 0.5)).unwrap();
+        open_cache_of_text_files(dir.path(), SplitFilter::Only(Split::HeldOut, 0.25)).unwrap();
+        assert_eq!(list_cache_files(dir.path(), "tokens").len(), 4);
+        fs::write(dir.path().join("a.txt"), "hullo").unwrap();
+        open_cache_of_text_files(dir.path(), SplitFilter::All).unwrap();
+        assert_eq!(list_cache_files(dir.path(), "tokens").len(), 5);
+    }
+
+    #[test]
+    fn a_damaged_cache_is_rebuilt_with_a_warning() {
+        let dir = write_two_text_files();
+        open_cache_of_text_files(dir.path(), SplitFilter::All).unwrap();
+        let path = list_cache_files(dir.path(), "tokens").remove(0);
+        let good = fs::read(&path).unwrap();
+        for bad in [&good[..10], &[&good[..good.len() - 1], b"x"].concat(), b""] {
+            fs::write(&path, bad).unwrap();
+            let (cache, warnings) = open_cache_of_text_files(dir.path(), SplitFilter::All).unwrap();
+            assert_eq!(cache.header.tokens, 13);
+            let codes: Vec<_> = warnings.iter().map(Diagnostic::code).collect();
+            assert_eq!(codes, [codes::TOKEN_CACHE_CORRUPT], "{warnings:?}");
+            assert_eq!(fs::read(&path).unwrap(), good);
+        }
+    }
+
+    #[test]
+    fn concurrent_builders_open_equal_caches() {
+        let dir = write_two_text_files();
+        let barrier = Barrier::new(8);
+        thread::scope(|scope| {
+            let run = || {
+                barrier.wait();
+                open_cache_of_text_files(dir.path(), SplitFilter::All).unwrap().0.header
+            };
+            let headers: Vec<_> = (0..8).map(|_| scope.spawn(run)).collect::<Vec<_>>();
+            let headers: Vec<_> = headers.into_iter().map(|h| h.join().unwrap()).collect();
+            assert!(headers.iter().all(|h| *h == headers[0]));
+        });
+        assert!(list_cache_files(dir.path(), "tmp").is_empty());
+    }
+
+    #[test]
+    fn temporary_files_of_killed_builders_are_removed() {
+        let dir = write_two_text_files();
+        open_cache_of_text_files(dir.path(), SplitFilter::All).unwrap();
+        let path = list_cache_files(dir.path(), "tokens").remove(0);
+        let stem = path.file_stem().unwrap().to_str().unwrap().to_string();
+        let touch = |name: String| fs::write(dir.path().join("cache").join(name), "x").unwrap();
+        fs::remove_file(&path).unwrap();
+        touch(format!("{stem}.7-0.tmp"));
+        touch("other.7-0.tmp".into());
+        touch("other.lock".into());
+        touch("live.7-0.tmp".into());
+        touch("live.lock".into());
+        let live = File::open(dir.path().join("cache/live.lock")).unwrap();
+        live.lock().unwrap();
+        open_cache_of_text_files(dir.path(), SplitFilter::All).unwrap();
+        assert_eq!(list_cache_files(dir.path(), "tmp"), [dir.path().join("cache/live.7-0.tmp")]);
+    }
+
+    #[test]
+    fn the_least_recently_used_caches_are_removed() {
+        let dir = write_two_text_files();
+        for i in 0..CACHES_KEPT + 4 {
+            fs::write(dir.path().join("a.txt"), format!("text {i}")).unwrap();
+            open_cache_of_text_files(dir.path(), SplitFilter::All).unwrap();
+            let newest = list_cache_files(dir.path(), "tokens")
+                .into_iter()
+                .max_by_key(|p| fs::metadata(p).unwrap().modified().unwrap())
+                .unwrap();
+            // The times of last use are one day apart, and long ago.
+            let time = SystemTime::UNIX_EPOCH + Duration::from_secs(86_400 * (i as u64 + 1));
+            File::open(newest).unwrap().set_modified(time).unwrap();
+        }
+        assert_eq!(list_cache_files(dir.path(), "tokens").len(), CACHES_KEPT);
+        assert_eq!(list_cache_files(dir.path(), "lock").len(), CACHES_KEPT);
+    }
+
+    #[test]
+    fn an_unusable_cache_directory_is_an_error() {
+        let dir = write_two_text_files();
+        fs::write(dir.path().join("cache"), "a file").unwrap();
+        let error = open_cache_of_text_files(dir.path(), SplitFilter::All).err().unwrap();
+        assert!(matches!(error, DataError::CacheUnusable { operation: CacheOperation::Read, .. }), "{error}");
+        let diagnostic = Diagnostic::from(error);
+        assert_eq!(diagnostic.code(), codes::TOKEN_CACHE_UNUSABLE);
+        assert_eq!(diagnostic.subject(), Some("train.data.cache"));
+        assert_eq!(diagnostic.category(), diagnostic::Category::Cluster);
+        assert_eq!(diagnostic.help().len(), 1);
+    }
+
+    #[test]
+    fn a_file_that_changes_while_it_is_read_is_an_error() {
+        let dir = write_two_text_files();
+        let files = file_patterns::expand_patterns(&["*.txt".into()], dir.path()).unwrap();
+        let digests = [[0; 32]; 2];
+        let tokenizer = TextTokenizer::Bytes;
+        let inputs = TokenCacheInputs {
+            files: &files,
+            digests: &digests,
+            format: RecordReadOptions { field: "text", chat_template: None },
+            tokenizer: &tokenizer,
+            filter: SplitFilter::All,
+        };
+        let error = open_or_build_cache(&inputs, &dir.path().join("cache"), &mut Vec::new()).err().unwrap();
+        assert!(matches!(&error, DataError::ChangedWhileRead { path } if path.ends_with("a.txt")), "{error}");
+        assert!(list_cache_files(dir.path(), "tmp").is_empty());
+        assert!(list_cache_files(dir.path(), "tokens").is_empty());
+    }
+
+    #[test]
+    fn a_wrong_digest_in_the_index_is_used_once_at_most() {
+        let dir = write_two_text_files();
+        let files = file_patterns::expand_patterns(&["*.txt".into()], dir.path()).unwrap();
+        let cache = dir.path().join("cache");
+        let later = SystemTime::now() + Duration::from_secs(60);
+        content_digests::tests::write_index_with_wrong_digest(&files[0], &cache);
+        let tokenizer = TextTokenizer::Bytes;
+        let open = || {
+            let digests = content_digests::find_or_compute_digests(&files, &cache, later).unwrap();
+            let (files, digests) = (&files[..], &digests[..]);
+            let inputs = TokenCacheInputs {
+                files,
+                digests,
+                format: RecordReadOptions { field: "text", chat_template: None },
+                tokenizer: &tokenizer,
+                filter: SplitFilter::All,
+            };
+            open_or_build_cache(&inputs, &cache, &mut Vec::new()).map(|c| c.header.tokens)
+        };
+        assert!(matches!(open(), Err(DataError::ChangedWhileRead { .. })));
+        assert_eq!(open().unwrap(), 13);
+    }
+}

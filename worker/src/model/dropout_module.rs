@@ -1,0 +1,72 @@
+//! [`DropoutModule`]: dropout during training, with masks that do not depend on ranks.
+//!
+//! A mask is a function of the run's seed, the module, the sample's number in the run and the
+//! position in the sample (docs/numerics.md). The backward pass recomputes the mask.
+use super::MicroBatch;
+use crate::rng::{Purpose, RandomStream};
+use device::{
+    Buf, Ops, View, ViewMut,
+    ops::{AttentionDropout, SampleDropout},
+};
+
+/// A dropout module of a model: its rate and its stream of random numbers.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct DropoutModule {
+    rate: f64,
+    stream: RandomStream,
+}
+
+impl DropoutModule {
+    /// Creates a dropout module. `name` is the name of the module in transformers, which selects
+    /// the random numbers together with the run's seed.
+    pub(super) fn new(rate: f64, seed: u64, name: &str) -> Self {
+        DropoutModule { rate, stream: RandomStream::new(seed, Purpose::Dropout, name) }
+    }
+
+    /// Returns the number of the batch's first sample, or `None` if no element is dropped.
+    fn first_sample_with_dropout(&self, batch: &MicroBatch) -> Option<u64> {
+        batch.first_sample.filter(|_| self.rate > 0.0)
+    }
+
+    /// Returns the parameters of dropout of attention probabilities, or `None` if no element is
+    /// dropped.
+    pub(super) fn create_attention_dropout(&self, batch: &MicroBatch) -> Option<AttentionDropout> {
+        let first = self.first_sample_with_dropout(batch)?;
+        Some(AttentionDropout { key: self.stream.key(), probability: self.rate, first_sequence: first })
+    }
+
+    /// Returns the parameters of dropout of rows with this width, or `None` if no element is
+    /// dropped.
+    fn create_row_dropout(&self, batch: &MicroBatch, width: usize) -> Option<SampleDropout> {
+        let first = self.first_sample_with_dropout(batch)?;
+        Some(SampleDropout {
+            key: self.stream.key(),
+            probability: self.rate,
+            sample_len: batch.seq_len * width,
+            first_sample: first,
+        })
+    }
+
+    /// Applies dropout to `x`, `[rows, width]`, or to its gradient, in place.
+    pub(super) fn apply_dropout(&self, ops: &dyn Ops, batch: &MicroBatch, width: usize, x: ViewMut) {
+        if let Some(d) = self.create_row_dropout(batch, width) {
+            ops.dropout(x, &d);
+        }
+    }
+
+    /// Returns the gradient of the module's input, computed in `buffer` from `dy`, `[rows, width]`,
+    /// the gradient of its output. Returns `dy` itself if no element is dropped.
+    pub(super) fn dropout_backward<'a>(
+        &self,
+        ops: &dyn Ops,
+        batch: &MicroBatch,
+        width: usize,
+        dy: View<'a>,
+        buffer: &'a mut Buf,
+    ) -> View<'a> {
+        let Some(d) = self.create_row_dropout(batch, width) else { return dy };
+        ops.cast(buffer.view_mut(), dy);
+        ops.dropout(buffer.view_mut(), &d);
+        buffer.view()
+    }
+}

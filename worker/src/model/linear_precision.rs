@@ -1,0 +1,230 @@
+//! [`LinearPrecision`]: computes the matmuls of a layer's matrices in the compute dtype or in FP8.
+//! The matmuls of adapters, routers and experts are always in the compute dtype.
+use super::error::{ModelError, Result};
+use device::{
+    Buf, Fp8Format, Ops, View, ViewMut,
+    ops::{FP8_COLUMN_MULTIPLE, Fp8Operand, WriteMode},
+};
+
+/// The precision in which the matmuls of a layer's matrices are computed.
+///
+/// Shapes: input `x`, `[m, inp]`; output `y`, `[m, out]`; weight `w`, `[out, inp]`, or `[inp, out]`
+/// in the functions for transformers' `Conv1D`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) enum LinearPrecision {
+    /// The dtype of weights and activations.
+    #[default]
+    ComputeDtype,
+    /// FP8 (Micikevicius et al. 2022): weights and activations in E4M3, gradients in E5M2, each
+    /// matrix with one scale.
+    Fp8,
+}
+
+/// The sizes of a matmul: number of rows, inputs per row, outputs per row.
+pub(super) type MatmulSizes = (usize, usize, usize);
+
+/// Returns `x` as an operand of an FP8 matmul.
+fn create_fp8_operand(x: View<'_>, format: Fp8Format, transposed: bool) -> Fp8Operand<'_> {
+    Fp8Operand { x, format, transposed }
+}
+
+/// Checks that FP8 matmuls support the dimensions of a model. `sizes` are config key and size of
+/// each dimension.
+///
+/// # Errors
+/// [`ModelError::Fp8SizeUnsupported`] for the first dimension that is not supported.
+pub(super) fn check_fp8_sizes(sizes: &[(&str, usize)]) -> Result<()> {
+    match sizes.iter().find(|(_, size)| !size.is_multiple_of(FP8_COLUMN_MULTIPLE)) {
+        Some(&(dimension, size)) => Err(ModelError::Fp8SizeUnsupported {
+            dimension: dimension.into(),
+            size,
+            multiple: FP8_COLUMN_MULTIPLE,
+        }),
+        None => Ok(()),
+    }
+}
+
+impl LinearPrecision {
+    /// Computes `y = x · wᵀ + bias`.
+    pub(super) fn forward(
+        self,
+        ops: &dyn Ops,
+        mut y: ViewMut,
+        x: View,
+        w: View,
+        bias: Option<View>,
+        (m, inp, out): MatmulSizes,
+    ) {
+        if self == LinearPrecision::ComputeDtype {
+            return ops.matmul_bias_forward(y, x, w, bias, m, out, inp);
+        }
+        let (x, w) =
+            (create_fp8_operand(x, Fp8Format::E4M3, false), create_fp8_operand(w, Fp8Format::E4M3, true));
+        ops.fp8_matmul(y.reborrow(), x, w, m, out, inp, WriteMode::Overwrite);
+        if let Some(bias) = bias {
+            ops.bias_forward(y, bias, m, out);
+        }
+    }
+
+    /// Returns the gradient `dy` in the form in which the matmuls of the backward pass read it. If
+    /// the backend rounds operands, writes the rounded gradient to `buffer`, once for both matmuls.
+    pub(super) fn round_gradient<'a>(self, ops: &dyn Ops, dy: View<'a>, buffer: &'a mut Buf) -> View<'a> {
+        if self == LinearPrecision::ComputeDtype { ops.as_matmul_operand(dy, buffer) } else { dy }
+    }
+
+    /// Computes the gradient of the input, `dx = dy · w`.
+    pub(super) fn backward_input(
+        self,
+        ops: &dyn Ops,
+        dx: ViewMut,
+        dy: View,
+        w: View,
+        (m, inp, out): MatmulSizes,
+    ) {
+        if self == LinearPrecision::ComputeDtype {
+            return ops.matmul_backward_input(dx, dy, w, m, out, inp, WriteMode::Overwrite);
+        }
+        let (dy, w) =
+            (create_fp8_operand(dy, Fp8Format::E5M2, false), create_fp8_operand(w, Fp8Format::E4M3, false));
+        ops.fp8_matmul(dx, dy, w, m, inp, out, WriteMode::Overwrite);
+    }
+
+    /// Computes the gradient of the weight, `dw = dyᵀ · x`.
+    pub(super) fn backward_weight(
+        self,
+        ops: &dyn Ops,
+        dw: ViewMut,
+        dy: View,
+        x: View,
+        (m, inp, out): MatmulSizes,
+    ) {
+        if self == LinearPrecision::ComputeDtype {
+            return ops.matmul_backward_weight(dw, dy, x, m, out, inp, WriteMode::Overwrite);
+        }
+        let (dy, x) =
+            (create_fp8_operand(dy, Fp8Format::E5M2, true), create_fp8_operand(x, Fp8Format::E4M3, false));
+        ops.fp8_matmul(dw, dy, x, out, inp, m, WriteMode::Overwrite);
+    }
+
+    /// Computes `y = x · w + bias` for a weight of `Conv1D`.
+    pub(super) fn conv1d_forward(
+        self,
+        ops: &dyn Ops,
+        mut y: ViewMut,
+        x: View,
+        w: View,
+        bias: View,
+        (m, inp, out): MatmulSizes,
+    ) {
+        if self == LinearPrecision::ComputeDtype {
+            return ops.conv1d_bias_forward(y, x, w, bias, m, inp, out);
+        }
+        let (x, w) =
+            (create_fp8_operand(x, Fp8Format::E4M3, false), create_fp8_operand(w, Fp8Format::E4M3, false));
+        ops.fp8_matmul(y.reborrow(), x, w, m, out, inp, WriteMode::Overwrite);
+        ops.bias_forward(y, bias, m, out);
+    }
+
+    /// Computes the gradient of the input, `dx = dy · wᵀ`, for a weight of `Conv1D`.
+    pub(super) fn conv1d_backward_input(
+        self,
+        ops: &dyn Ops,
+        dx: ViewMut,
+        dy: View,
+        w: View,
+        (m, inp, out): MatmulSizes,
+    ) {
+        if self == LinearPrecision::ComputeDtype {
+            return ops.conv1d_backward_input(dx, dy, w, m, inp, out);
+        }
+        let (dy, w) =
+            (create_fp8_operand(dy, Fp8Format::E5M2, false), create_fp8_operand(w, Fp8Format::E4M3, true));
+        ops.fp8_matmul(dx, dy, w, m, inp, out, WriteMode::Overwrite);
+    }
+
+    /// Computes the gradient of the weight, `dw = xᵀ · dy`, for a weight of `Conv1D`.
+    pub(super) fn conv1d_backward_weight(
+        self,
+        ops: &dyn Ops,
+        dw: ViewMut,
+        dy: View,
+        x: View,
+        (m, inp, out): MatmulSizes,
+    ) {
+        if self == LinearPrecision::ComputeDtype {
+            return ops.conv1d_backward_weight(dw, dy, x, m, inp, out);
+        }
+        let (x, dy) =
+            (create_fp8_operand(x, Fp8Format::E4M3, true), create_fp8_operand(dy, Fp8Format::E5M2, false));
+        ops.fp8_matmul(dw, x, dy, inp, out, m, WriteMode::Overwrite);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use device::{Buf, Cpu};
+
+    const SHAPE: MatmulSizes = (5, 16, 32);
+
+    /// Generates deterministic values from -1 to about 1.
+    fn generate_values(len: usize, seed: usize) -> Vec<f32> {
+        (0..len).map(|i| ((i * 7919 + seed * 104_729) % 2003) as f32 / 1000.0 - 1.0).collect()
+    }
+
+    /// Quantizes a matrix to FP8 and back. Returns a function from row and column to the element.
+    fn quantize_matrix(x: &[f32], format: Fp8Format, columns: usize) -> impl Fn(usize, usize) -> f64 {
+        let scale = format.compute_scale(x.iter().fold(0.0, |most, x| x.abs().max(most)));
+        let values: Vec<f64> =
+            x.iter().map(|x| f64::from(format.decode(format.encode(x / scale)) * scale)).collect();
+        move |row, column| values[row * columns + column]
+    }
+
+    /// Asserts that each element is the sum over `p < depth` of `term(row, column, p)`.
+    #[track_caller]
+    fn assert_elements_are_sums(
+        actual: &Buf,
+        columns: usize,
+        depth: usize,
+        term: impl Fn(usize, usize, usize) -> f64,
+    ) {
+        for (i, actual) in actual.host().iter().enumerate() {
+            let expected: f64 = (0..depth).map(|p| term(i / columns, i % columns, p)).sum();
+            assert!(
+                (f64::from(*actual) - expected).abs() < 1e-4,
+                "element {i}: {actual}, expected {expected}"
+            );
+        }
+    }
+
+    /// Weights and activations are rounded to E4M3 and gradients to E5M2 for both storage orders.
+    #[test]
+    fn every_matmul_equals_its_definition_on_quantized_operands() {
+        let (m, inp, out) = SHAPE;
+        let (cpu, fp8) = (Cpu::new(1), LinearPrecision::Fp8);
+        let [x, dy, w, bias] =
+            [(m * inp, 1), (m * out, 2), (inp * out, 3), (out, 4)].map(|(n, s)| generate_values(n, s));
+        let (x_at, dy_at) =
+            (quantize_matrix(&x, Fp8Format::E4M3, inp), quantize_matrix(&dy, Fp8Format::E5M2, out));
+        let (w_at, conv1d_w_at) =
+            (quantize_matrix(&w, Fp8Format::E4M3, inp), quantize_matrix(&w, Fp8Format::E4M3, out));
+        let [vx, vdy, vw, vb] = [&x, &dy, &w, &bias].map(|v| View::from(&v[..]));
+        let [mut y, mut dx, mut dw] =
+            [m * out, m * inp, inp * out].map(|n| Buf::from_slice(&vec![f32::NAN; n]));
+
+        fp8.forward(&cpu, y.view_mut(), vx, vw, Some(vb), SHAPE);
+        let with_bias = |j: usize, p: usize| if p == 0 { f64::from(bias[j]) } else { 0.0 };
+        assert_elements_are_sums(&y, out, inp, |i, j, p| x_at(i, p) * w_at(j, p) + with_bias(j, p));
+        fp8.backward_input(&cpu, dx.view_mut(), vdy, vw, SHAPE);
+        assert_elements_are_sums(&dx, inp, out, |i, j, p| dy_at(i, p) * w_at(p, j));
+        fp8.backward_weight(&cpu, dw.view_mut(), vdy, vx, SHAPE);
+        assert_elements_are_sums(&dw, inp, m, |i, j, p| dy_at(p, i) * x_at(p, j));
+
+        fp8.conv1d_forward(&cpu, y.view_mut(), vx, vw, vb, SHAPE);
+        assert_elements_are_sums(&y, out, inp, |i, j, p| x_at(i, p) * conv1d_w_at(p, j) + with_bias(j, p));
+        fp8.conv1d_backward_input(&cpu, dx.view_mut(), vdy, vw, SHAPE);
+        assert_elements_are_sums(&dx, inp, out, |i, j, p| dy_at(i, p) * conv1d_w_at(j, p));
+        fp8.conv1d_backward_weight(&cpu, dw.view_mut(), vdy, vx, SHAPE);
+        assert_elements_are_sums(&dw, out, m, |i, j, p| x_at(p, i) * dy_at(p, j));
+    }
+}

@@ -1,0 +1,205 @@
+//! [`StorageTopology`]: which ranks see the same checkpoint directory, detected with probe files.
+use crate::{
+    consensus::exchange_values,
+    error::{Error, Result, to_unwritable_checkpoint_error},
+    zero::collective_queue::CollectiveQueue,
+};
+use ckpt::host_local::StorageHost;
+use diagnostic::{Code, Diagnostic, codes::training as codes};
+use serde::{Deserialize, Serialize};
+use std::{
+    fs::{File, OpenOptions},
+    io::{ErrorKind, Read, Write},
+    os::unix::fs::OpenOptionsExt,
+    path::{Path, PathBuf},
+};
+
+/// The size of a probe file in bytes.
+const NONCE_BYTES: usize = 32;
+
+/// The name and the content of the probe file that one rank of a host wrote into its checkpoint
+/// directory.
+#[derive(Clone, Serialize, Deserialize)]
+struct ProbeFile {
+    name: String,
+    nonce: Vec<u8>,
+}
+
+/// The path of a probe file, which is removed when the guard is dropped.
+struct ProbeGuard(PathBuf);
+
+impl Drop for ProbeGuard {
+    fn drop(&mut self) {
+        // A file that cannot be removed is hidden and has 32 bytes.
+        _ = std::fs::remove_file(&self.0);
+    }
+}
+
+/// Which ranks see the same checkpoint directory.
+#[derive(Clone)]
+pub struct StorageTopology {
+    /// By rank: the leader of its directory, which is the lowest rank that sees the directory.
+    leaders: Vec<usize>,
+    /// The hosts of the leaders, ordered by leader; empty if all ranks see one directory.
+    hosts: Vec<StorageHost>,
+}
+
+impl StorageTopology {
+    /// Returns the topology in which all `world` ranks see one directory.
+    pub fn for_shared_directory(world: usize) -> Self {
+        StorageTopology { leaders: vec![0; world], hosts: Vec::new() }
+    }
+
+    /// Returns whether all ranks see one directory.
+    pub fn is_shared(&self) -> bool {
+        self.hosts.is_empty()
+    }
+
+    /// Returns the lowest rank that sees the same directory as `rank`. That rank manages the
+    /// directory.
+    pub fn find_directory_leader(&self, rank: usize) -> usize {
+        self.leaders.get(rank).copied().unwrap_or(0)
+    }
+
+    /// Returns one host per directory, ordered by the leaders of the directories.
+    pub fn hosts(&self) -> &[StorageHost] {
+        &self.hosts
+    }
+
+    /// Returns, by rank, the index of its host in [`StorageTopology::hosts`].
+    pub fn list_host_indices(&self) -> Vec<usize> {
+        let leaders = self.list_directory_leaders();
+        self.leaders.iter().map(|k| leaders.binary_search(k).unwrap_or(0)).collect()
+    }
+
+    /// Returns the leaders of all directories, in ascending order.
+    pub fn list_directory_leaders(&self) -> Vec<usize> {
+        let by_rank = self.leaders.iter().enumerate();
+        by_rank.filter(|(rank, leader)| rank == *leader).map(|(rank, _)| rank).collect()
+    }
+
+    /// Computes how many of the `total` bytes that all ranks write are written to the directory of
+    /// `rank`.
+    pub fn compute_bytes_share(&self, rank: usize, total: u64) -> u64 {
+        let leader = self.find_directory_leader(rank);
+        let ranks = self.leaders.iter().filter(|k| **k == leader).count() as u64;
+        (total / self.leaders.len().max(1) as u64 + 1).saturating_mul(ranks).min(total)
+    }
+}
+
+/// Detects which ranks see the same `checkpoint.dir`, at `root`. Collective: every rank must call
+/// it.
+///
+/// `writes_probe` is true on one rank of each host, which writes a file that all ranks look for.
+/// `host` is the name of this rank's host, and `token` differs between runs and attempts.
+///
+/// # Errors Fails if the directory cannot be written, if it is shared between some hosts in one
+/// direction only, or if it is not shared although `is_required`.
+pub fn detect_topology(
+    queue: &CollectiveQueue,
+    writes_probe: bool,
+    host: &str,
+    token: &str,
+    root: &Path,
+    is_required: bool,
+) -> Result<StorageTopology> {
+    let rank = queue.comm().rank();
+    let written = writes_probe.then(|| write_probe(root, &format!(".probe-{token}-{rank}"))).transpose();
+    let (guard, probe) = match written {
+        Ok(written) => written.map_or((None, Ok(None)), |(guard, probe)| (Some(guard), Ok(Some(probe)))),
+        Err(e) => (None, Err(e)),
+    };
+    let probes = exchange_values(queue, probe)?;
+    let first = probes.iter().position(|p| p.as_ref().is_some_and(|p| sees_probe(root, p)));
+    let first = first.ok_or_else(|| {
+        let what = format!("does not show this rank the file that another rank of host {host} wrote");
+        Error::from(build_directory_error(codes::STORAGE_NOT_VISIBLE, root, &what).with_field("host", host))
+    });
+    let leaders = exchange_values(queue, first);
+    drop(guard); // Every rank has looked for the probe files.
+    let leaders = leaders?;
+    if leaders.iter().any(|k| leaders.get(*k) != Some(k)) {
+        let what = "is shared in one direction only: some hosts see files of others that do not see theirs";
+        let error = build_directory_error(codes::STORAGE_PARTIALLY_SHARED, root, what);
+        return Err(error.with_help("give each host its own directory, or all hosts the same one").into());
+    }
+    if leaders.iter().all(|k| *k == 0) {
+        return Ok(StorageTopology::for_shared_directory(leaders.len()));
+    }
+    if is_required {
+        let names = exchange_values(queue, Ok(host.to_owned()))?;
+        // No rank ends, and so aborts the others, before every rank has the names.
+        _ = queue.run_and_wait(|comm| comm.barrier());
+        return Err(build_not_shared_error(root, &leaders, &names).into());
+    }
+    let mine = (leaders[rank] == rank).then(|| StorageHost::load_or_create(root, host)).transpose();
+    let hosts = exchange_values(queue, mine.map_err(to_unwritable_checkpoint_error))?;
+    let hosts: Vec<StorageHost> = hosts.into_iter().flatten().collect();
+    match find_duplicate_id_error(root, &hosts) {
+        Some(error) => Err(error.into()),
+        None => Ok(StorageTopology { leaders, hosts }),
+    }
+}
+
+/// Builds an error of `checkpoint.dir`, with the message `checkpoint directory ROOT <what>`.
+fn build_directory_error(code: Code, root: &Path, what: &str) -> Diagnostic {
+    Diagnostic::error(code, format!("checkpoint directory {} {what}", root.display()))
+        .with_subject("checkpoint.dir")
+        .with_field("path", root.display().to_string())
+}
+
+/// Builds the error of `checkpoint.require_shared`. It names two hosts that see different
+/// directories.
+fn build_not_shared_error(root: &Path, leaders: &[usize], names: &[String]) -> Diagnostic {
+    let name = |rank: usize| names.get(rank).cloned().unwrap_or_default();
+    let other = name(leaders.iter().copied().find(|k| *k != 0).unwrap_or(0));
+    let what = format!("is not shared: host {other} does not see what host {} writes", name(0));
+    build_directory_error(codes::STORAGE_NOT_SHARED, root, &what)
+        .with_field("hosts", vec![name(0), other])
+        .with_help("put it on storage that all hosts share, or set `checkpoint.require_shared: false`")
+}
+
+/// Returns the error of two host-local directories with the same identifier, or `None` if all
+/// identifiers differ.
+fn find_duplicate_id_error(root: &Path, hosts: &[StorageHost]) -> Option<Diagnostic> {
+    hosts.iter().enumerate().find_map(|(i, host)| {
+        let other = hosts[..i].iter().find(|h| h.id == host.id)?;
+        let what = format!("has the same identifier on hosts {} and {}", other.name, host.name);
+        let error = build_directory_error(codes::STORAGE_ID_DUPLICATE, root, &what)
+            .with_field("hosts", vec![other.name.clone(), host.name.clone()])
+            .with_help("one directory is a copy of the other; remove the file .host from one of them");
+        Some(error)
+    })
+}
+
+/// Writes a probe file with random content into `root`. Creates the directory if necessary.
+fn write_probe(root: &Path, name: &str) -> Result<(ProbeGuard, ProbeFile)> {
+    let path = root.join(name);
+    let failed = |e: std::io::Error| {
+        build_directory_error(codes::STORAGE_NOT_WRITABLE, root, "cannot be written").with_cause(&e)
+    };
+    let mut nonce = vec![0; NONCE_BYTES];
+    File::open("/dev/urandom").and_then(|mut f| f.read_exact(&mut nonce)).map_err(failed)?;
+    std::fs::create_dir_all(root).map_err(failed)?;
+    // An existing file of this name was written by a worker that was killed.
+    match std::fs::remove_file(&path) {
+        Err(e) if e.kind() != ErrorKind::NotFound => return Err(failed(e).into()),
+        _ => {}
+    }
+    let mut file = OpenOptions::new().write(true).create_new(true).mode(0o644).open(&path).map_err(failed)?;
+    let guard = ProbeGuard(path.clone());
+    file.write_all(&nonce).and_then(|()| file.sync_all()).map_err(failed)?;
+    Ok((guard, ProbeFile { name: name.into(), nonce }))
+}
+
+/// Returns whether this rank sees the probe file, with the expected content, in `root`.
+fn sees_probe(root: &Path, probe: &ProbeFile) -> bool {
+    // The name comes from another rank and must not leave the directory.
+    if probe.name.contains('/') || probe.nonce.len() != NONCE_BYTES {
+        return false;
+    }
+    let mut content = Vec::with_capacity(NONCE_BYTES + 1);
+    let read = File::open(root.join(&probe.name))
+        .and_then(|f| f.take(NONCE_BYTES as u64 + 1).read_to_end(&mut content));
+    read.is_ok() && content == probe.nonce
+}
