@@ -183,7 +183,7 @@ fn a_trainer_script_resumes_with_another_number_of_ranks() {
             "streams of Python stay equal on all ranks"
         );
         for rank in 0..workers {
-            let first = trained.first_step(report, rank);
+            let first = trained.rank_report(report, rank);
             assert_eq!(
                 (&first["step"], &first["weight_decay"]),
                 (&step.into(), &serde_json::json!([0.1, 0.0]))

@@ -33,7 +33,7 @@ fn inode(path: &Path) -> u64 {
 #[track_caller]
 fn assert_begins_at(script: &Script, report: &str, workers: u32, step: u64) {
     for rank in 0..workers {
-        let first = script.first_step(report, rank);
+        let first = script.rank_report(report, rank);
         assert_eq!((&first["step"], &first["weight_decay"]), (&step.into(), &json!([0.1, 0.0])), "{report}");
     }
 }

@@ -1,7 +1,7 @@
 //! Crate `worker`: the built-in training runtime of one rank.
 //!
 //! [`main`] is the process of a worker. [`TrainPreflight`] checks a job without running it, and
-//! [`gpu_check`] compares a GPU with the CPU.
+//! [`gpu_check()`] compares a GPU with the CPU.
 pub mod checkpoint_mapping;
 pub mod consensus;
 pub mod data;

@@ -116,7 +116,7 @@ pub const SLURM_STEP_ID: &str = "SLURM_STEP_ID";
 pub const LAUNCH_LOCAL_AGENTS: &str = "LAUNCH_LOCAL_AGENTS";
 /// Testing: the number of NVIDIA GPUs on this machine, in place of those that the driver lists.
 pub const LAUNCH_GPUS: &str = "LAUNCH_GPUS";
-/// Read: any value but an empty one disables colour (https://no-color.org).
+/// Read: any value but an empty one disables colour (<https://no-color.org>).
 pub const NO_COLOR: &str = "NO_COLOR";
 /// Read: the socket of the SSH agent.
 pub const SSH_AUTH_SOCK: &str = "SSH_AUTH_SOCK";

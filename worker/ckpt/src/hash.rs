@@ -1,4 +1,4 @@
-//! [`Hash`]: a BLAKE3 hash, which is serialized as hex digits in text formats and as 32 bytes in
+//! [`struct@Hash`]: a BLAKE3 hash, which is serialized as hex digits in text formats and as 32 bytes in
 //! binary formats.
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 use std::fmt;

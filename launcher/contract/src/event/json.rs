@@ -248,7 +248,7 @@ impl<'a> From<&'a Event> for EventV1<'a> {
     }
 }
 
-/// Serializes diagnostics in the form of [`Diagnostic::to_json`], for `#[serde(with)]`.
+/// Serializes diagnostics in the form of [`diagnostic::Diagnostic::to_json`], for `#[serde(with)]`.
 pub(super) mod diagnostics {
     use super::{Map, Value, json};
     use diagnostic::{Code, Diagnostic};
@@ -270,7 +270,7 @@ pub(super) mod diagnostics {
         objects.into_iter().map(diagnostic).collect()
     }
 
-    /// Converts the form of [`Diagnostic::to_json`] to the serialized form of [`Diagnostic`] by
+    /// Converts the form of [`diagnostic::Diagnostic::to_json`] to the serialized form of [`Diagnostic`] by
     /// adding the fields that the former omits. The source line of a location is lost.
     fn restore_omitted_fields(mut object: Map<String, Value>) -> Value {
         let code = object.get("code").and_then(Value::as_str).and_then(Code::from_name);

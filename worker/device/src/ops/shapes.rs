@@ -295,7 +295,7 @@ pub const IGNORE_LABEL: u32 = u32::MAX;
 /// Sharding does not change these blocks, and therefore does not change the norm.
 pub const NORM_BLOCK_LEN: usize = 4096;
 
-/// Outputs of the backward pass of [`crate::Ops::classifier`].
+/// Outputs of the backward pass of [`crate::Ops::compute_classifier_loss`].
 pub struct ClassifierGrads<'a> {
     /// Gradient of the input, `[m, d]`; overwritten.
     pub dx: ViewMut<'a>,
