@@ -13,7 +13,7 @@ use std::{
 // --- crates --------------------------------------------------------------------------------------
 
 /// The workspace's crates, each with those of the workspace that it may depend on.
-const CRATES: &[(&str, &[&str])] = &[
+const ALLOWED_DEPENDENCIES: &[(&str, &[&str])] = &[
     ("ckpt", &["diagnostic"]),
     ("comm", &["device", "diagnostic"]),
     ("contract", &["diagnostic"]),
@@ -25,30 +25,33 @@ const CRATES: &[(&str, &[&str])] = &[
 ];
 
 /// Edges for tests only.
-const TEST_EDGES: &[(&str, &str)] = &[
+const ALLOWED_TEST_DEPENDENCIES: &[(&str, &str)] = &[
     ("launch", "contract"),   // end-to-end tests read events
     ("launch", "diagnostic"), // and compare codes
 ];
 
 #[test]
 fn crates_depend_only_along_the_drawn_arrows() {
-    let metadata = cargo_metadata();
+    let metadata = read_cargo_metadata();
     let packages = metadata["packages"].as_array().expect("packages");
     let ours: BTreeSet<&str> = packages.iter().map(|p| p["name"].as_str().expect("name")).collect();
     assert_eq!(
         ours,
-        CRATES.iter().map(|(name, _)| *name).collect(),
+        ALLOWED_DEPENDENCIES.iter().map(|(name, _)| *name).collect(),
         "the workspace's crates and CRATES differ"
     );
 
     let mut wrong = Vec::new();
     for package in packages {
         let name = package["name"].as_str().expect("name");
-        let allowed = CRATES.iter().find(|(n, _)| *n == name).map_or(&[][..], |(_, allowed)| allowed);
+        let allowed =
+            ALLOWED_DEPENDENCIES.iter().find(|(n, _)| *n == name).map_or(&[][..], |(_, allowed)| allowed);
         for dependency in package["dependencies"].as_array().expect("dependencies") {
             let to = dependency["name"].as_str().expect("name");
             let test_only = dependency["kind"] == "dev";
-            if ours.contains(to) && !allowed.contains(&to) && !(test_only && TEST_EDGES.contains(&(name, to)))
+            if ours.contains(to)
+                && !allowed.contains(&to)
+                && !(test_only && ALLOWED_TEST_DEPENDENCIES.contains(&(name, to)))
             {
                 wrong.push(format!("{name} -> {to}{}", if test_only { " (dev)" } else { "" }));
             }
@@ -70,7 +73,7 @@ fn shared_versions_are_declared_once() {
         "worker/comm",
         "worker/device",
     ] {
-        let text = read(&root().join(manifest).join("Cargo.toml"));
+        let text = read_text(&repository_root().join(manifest).join("Cargo.toml"));
         let mut in_dependencies = false;
         for line in text.lines().map(str::trim) {
             if line.starts_with('[') {
@@ -87,10 +90,10 @@ fn shared_versions_are_declared_once() {
     assert!(declared.is_empty(), "versions belong in [workspace.dependencies] of the root: {declared:#?}");
 }
 
-fn cargo_metadata() -> Value {
+fn read_cargo_metadata() -> Value {
     let output = Command::new(env!("CARGO"))
         .args(["metadata", "--offline", "--no-deps", "--format-version", "1"])
-        .current_dir(root())
+        .current_dir(repository_root())
         .output()
         .expect("cargo runs");
     assert!(output.status.success(), "cargo metadata: {}", String::from_utf8_lossy(&output.stderr));
@@ -99,58 +102,58 @@ fn cargo_metadata() -> Value {
 
 // --- what only one module may do -----------------------------------------------------------------
 
-/// A rule: the code of `within` contains no name of `names`, except in `only`. Tests and comments
-/// are ignored.
-struct Rule {
-    what: &'static str,
-    within: &'static [&'static str],
+/// A rule: the code of `searched_paths` contains no name of `names`, except in `only`. Tests and
+/// comments are ignored.
+struct NameRestriction {
+    description: &'static str,
+    searched_paths: &'static [&'static str],
     names: &'static [&'static str],
     /// Files, or directories ending in `/`.
-    only: &'static [&'static str],
+    allowed_paths: &'static [&'static str],
 }
 
-const EVERYWHERE: &[&str] = &["diagnostic/", "launcher/", "worker/"];
+const PRODUCT_DIRECTORIES: &[&str] = &["diagnostic/", "launcher/", "worker/"];
 
-const RULES: &[Rule] = &[
-    Rule {
-        what: "the launcher holds no tensor values: only `launch ckpt` knows checkpoints",
-        within: &["launcher/"],
+const NAME_RESTRICTIONS: &[NameRestriction] = &[
+    NameRestriction {
+        description: "the launcher holds no tensor values: only `launch ckpt` knows checkpoints",
+        searched_paths: &["launcher/"],
         names: &["ckpt::"],
-        only: &["launcher/src/cmd/ckpt.rs", "launcher/src/cmd/ckpt/"],
+        allowed_paths: &["launcher/src/cmd/ckpt.rs", "launcher/src/cmd/ckpt/"],
     },
-    Rule {
-        what: "only report/ writes to the terminal",
-        within: EVERYWHERE,
+    NameRestriction {
+        description: "only report/ writes to the terminal",
+        searched_paths: PRODUCT_DIRECTORIES,
         names: &["println!", "print!", "eprintln!", "eprint!", "stdout()", "stderr()", "dbg!"],
-        only: &["launcher/src/report/", "launcher/src/report.rs"],
+        allowed_paths: &["launcher/src/report/", "launcher/src/report.rs"],
     },
-    Rule {
-        what: "a checkpoint is complete or absent: only commit.rs renames",
-        within: EVERYWHERE,
+    NameRestriction {
+        description: "a checkpoint is complete or absent: only commit.rs renames",
+        searched_paths: PRODUCT_DIRECTORIES,
         names: &["rename(", "renameat(", "renameat2(", ".persist("],
-        only: &["worker/ckpt/src/commit.rs"],
+        allowed_paths: &["worker/ckpt/src/commit.rs"],
     },
-    Rule {
-        what: "only agent/process.rs and transport/ start processes",
-        within: EVERYWHERE,
+    NameRestriction {
+        description: "only agent/process.rs and transport/ start processes",
+        searched_paths: PRODUCT_DIRECTORIES,
         names: &["Command::new", "process::Command", "fork(", "vfork(", "posix_spawn", "execve", "execv("],
-        only: &["launcher/src/agent/process.rs", "launcher/src/transport/"],
+        allowed_paths: &["launcher/src/agent/process.rs", "launcher/src/transport/"],
     },
-    Rule {
-        what: "a model does not know sharding, communication or training",
-        within: &["worker/src/model/", "worker/src/model.rs"],
+    NameRestriction {
+        description: "a model does not know sharding, communication or training",
+        searched_paths: &["worker/src/model/", "worker/src/model.rs"],
         names: &["comm::", "zero::", "train::", "session::", "contract::control"],
-        only: &[],
+        allowed_paths: &[],
     },
-    Rule {
-        what: "sharding does not know model families",
-        within: &["worker/src/zero/"],
+    NameRestriction {
+        description: "sharding does not know model families",
+        searched_paths: &["worker/src/zero/"],
         names: &["model::", "llama", "Llama"],
-        only: &[],
+        allowed_paths: &[],
     },
-    Rule {
-        what: "plans, cores, the restart policy, the rendezvous protocol, partitions and data order are pure",
-        within: &[
+    NameRestriction {
+        description: "plans, cores, the restart policy, the rendezvous protocol, partitions and data order are pure",
+        searched_paths: &[
             "launcher/src/plan/",
             "launcher/src/plan.rs",
             "launcher/src/controller/core.rs",
@@ -181,36 +184,36 @@ const RULES: &[Rule] = &[
             "nix::",
             "libc::",
         ],
-        only: &[],
+        allowed_paths: &[],
     },
-    Rule {
-        what: "names of environment variables come from contract/env.rs",
-        within: EVERYWHERE,
+    NameRestriction {
+        description: "names of environment variables come from contract/env.rs",
+        searched_paths: PRODUCT_DIRECTORIES,
         names: &["env::var(\"", "env::var_os(\"", "set_var(", "remove_var("],
-        only: &["launcher/contract/src/env.rs"],
+        allowed_paths: &["launcher/contract/src/env.rs"],
     },
-    Rule {
-        what: "every queue has a limit",
-        within: EVERYWHERE,
+    NameRestriction {
+        description: "every queue has a limit",
+        searched_paths: PRODUCT_DIRECTORIES,
         names: &["mpsc::channel()", "mpsc::channel::<", "unbounded_channel", "crossbeam_channel::unbounded"],
-        only: &[],
+        allowed_paths: &[],
     },
-    Rule {
-        what: "the launcher and the worker do not know each other",
-        within: &["launcher/src/", "launcher/contract/"],
+    NameRestriction {
+        description: "the launcher and the worker do not know each other",
+        searched_paths: &["launcher/src/", "launcher/contract/"],
         names: &["worker::", "comm::", "device::"],
-        only: &[],
+        allowed_paths: &[],
     },
-    Rule {
-        what: "the launcher and the worker do not know each other",
-        within: &["worker/"],
+    NameRestriction {
+        description: "the launcher and the worker do not know each other",
+        searched_paths: &["worker/"],
         names: &["launcher::"],
-        only: &[],
+        allowed_paths: &[],
     },
 ];
 
 /// Exceptions to a rule, each with the reason. An exception that no code needs fails the test.
-const EXCEPTIONS: &[(&str, &str, &str)] = &[
+const RESTRICTION_EXCEPTIONS: &[(&str, &str, &str)] = &[
     ("launcher/src/agent/driver.rs", "stdout()", "its stdout is the control stream to the controller"),
     (
         "launcher/src/agent/driver.rs",
@@ -255,33 +258,38 @@ const EXCEPTIONS: &[(&str, &str, &str)] = &[
 
 #[test]
 fn restricted_names_occur_only_in_their_modules() {
-    let sources = sources();
+    let sources = read_product_sources();
     let mut wrong = Vec::new();
     let mut used = BTreeSet::new();
-    for rule in RULES {
-        for (path, code) in sources.iter().filter(|(path, _)| in_any(path, rule.within)) {
-            if in_any(path, rule.only) {
+    for rule in NAME_RESTRICTIONS {
+        for (path, code) in sources.iter().filter(|(path, _)| is_in_any(path, rule.searched_paths)) {
+            if is_in_any(path, rule.allowed_paths) {
                 continue;
             }
-            for (line, name) in violations(code, rule.names) {
-                match EXCEPTIONS.iter().position(|(file, n, _)| file == path && *n == name) {
+            for (line, name) in find_violations(code, rule.names) {
+                match RESTRICTION_EXCEPTIONS.iter().position(|(file, n, _)| file == path && *n == name) {
                     Some(at) => {
                         used.insert(at);
                     }
-                    None => wrong.push(format!("{path}:{line}: `{name}` — {}", rule.what)),
+                    None => wrong.push(format!("{path}:{line}: `{name}` — {}", rule.description)),
                 }
             }
         }
     }
     assert!(wrong.is_empty(), "{} places violate a rule:\n{}", wrong.len(), wrong.join("\n"));
-    let stale: Vec<_> = (0..EXCEPTIONS.len()).filter(|i| !used.contains(i)).map(|i| EXCEPTIONS[i]).collect();
+    let stale: Vec<_> = (0..RESTRICTION_EXCEPTIONS.len())
+        .filter(|i| !used.contains(i))
+        .map(|i| RESTRICTION_EXCEPTIONS[i])
+        .collect();
     assert!(stale.is_empty(), "exceptions that nothing needs any more: {stale:?}");
 }
 
 #[test]
 fn the_paths_of_rules_exist() {
-    let places = RULES.iter().flat_map(|rule| rule.within.iter().chain(rule.only).copied());
-    let absent: Vec<_> = places.filter(|place| !root().join(place).exists()).collect();
+    let places = NAME_RESTRICTIONS
+        .iter()
+        .flat_map(|rule| rule.searched_paths.iter().chain(rule.allowed_paths).copied());
+    let absent: Vec<_> = places.filter(|place| !repository_root().join(place).exists()).collect();
     assert!(absent.is_empty(), "rules name paths that do not exist: {absent:?}");
 }
 
@@ -291,18 +299,18 @@ fn the_checker_sees_code_and_only_code() {
     let text = "use a::fs;\n// fs::rename in a comment\nfn f() { fs::rename(x, y); } // fs::rename\n\
                 fn g() { prefs::read(); eprintln!(\"// not a comment\"); fs::read(z) }\n\
                 #[cfg(test)]\nmod tests {\n    fn t() { fs::rename(x, y); }\n}\nfn after() { fs::rename(p, q) }\n";
-    let code = code_of(text);
-    assert_eq!(violations(&code, &["fs::rename"]), [(3, "fs::rename"), (9, "fs::rename")]);
-    assert_eq!(violations(&code, &["fs::read"]), [(4, "fs::read")]);
-    assert_eq!(violations(&code, &["println!"]), []);
-    assert_eq!(violations(&code, &["eprintln!"]), [(4, "eprintln!")]);
-    let paths = code_of("use crate::cmd::ckpt::run;\nlet x = ckpt::open(p);\n");
-    assert_eq!(violations(&paths, &["ckpt::"]), [(2, "ckpt::")]);
+    let code = extract_code(text);
+    assert_eq!(find_violations(&code, &["fs::rename"]), [(3, "fs::rename"), (9, "fs::rename")]);
+    assert_eq!(find_violations(&code, &["fs::read"]), [(4, "fs::read")]);
+    assert_eq!(find_violations(&code, &["println!"]), []);
+    assert_eq!(find_violations(&code, &["eprintln!"]), [(4, "eprintln!")]);
+    let paths = extract_code("use crate::cmd::ckpt::run;\nlet x = ckpt::open(p);\n");
+    assert_eq!(find_violations(&paths, &["ckpt::"]), [(2, "ckpt::")]);
 }
 
 /// Line and name of every restricted name in the code. A name that starts with a letter must start
 /// a word, and a crate or module (`name::`) must start a path.
-fn violations(code: &[(usize, String)], names: &[&'static str]) -> Vec<(usize, &'static str)> {
+fn find_violations(code: &[(usize, String)], names: &[&'static str]) -> Vec<(usize, &'static str)> {
     let mut found = Vec::new();
     for (number, line) in code {
         for name in names {
@@ -322,7 +330,7 @@ fn violations(code: &[(usize, String)], names: &[&'static str]) -> Vec<(usize, &
 }
 
 /// The numbered lines of a source without comments and without `#[cfg(test)]` items.
-fn code_of(text: &str) -> Vec<(usize, String)> {
+fn extract_code(text: &str) -> Vec<(usize, String)> {
     let mut code = Vec::new();
     let mut lines = text.lines().enumerate();
     while let Some((at, line)) = lines.next() {
@@ -338,13 +346,13 @@ fn code_of(text: &str) -> Vec<(usize, String)> {
             }
             continue;
         }
-        code.push((at + 1, without_comment(line).to_owned()));
+        code.push((at + 1, strip_comment(line).to_owned()));
     }
     code
 }
 
 /// A line up to its `//`, unless that stands in a string (an odd number of quotes before it).
-fn without_comment(line: &str) -> &str {
+fn strip_comment(line: &str) -> &str {
     for (at, _) in line.match_indices("//") {
         if line[..at].matches('"').count().is_multiple_of(2) {
             return &line[..at];
@@ -353,21 +361,21 @@ fn without_comment(line: &str) -> &str {
     line
 }
 
-fn in_any(path: &str, places: &[&str]) -> bool {
+fn is_in_any(path: &str, places: &[&str]) -> bool {
     places.iter().any(|place| if place.ends_with('/') { path.starts_with(place) } else { path == *place })
 }
 
 /// Every source of the product, by path from the root: not tests, examples or benchmarks.
-fn sources() -> Vec<(String, Vec<(usize, String)>)> {
+fn read_product_sources() -> Vec<(String, Vec<(usize, String)>)> {
     let mut files = Vec::new();
-    for top in EVERYWHERE {
-        walk(&root().join(top), &mut files);
+    for top in PRODUCT_DIRECTORIES {
+        collect_rust_files(&repository_root().join(top), &mut files);
     }
     files.sort();
     assert!(files.len() > 20, "only {} sources found: is this the repository?", files.len());
     files
         .iter()
-        .map(|file| (relative(file), code_of(&read(file))))
+        .map(|file| (path_from_root(file), extract_code(&read_text(file))))
         .filter(|(path, _)| {
             let outside = ["/tests/", "/examples/", "/benches/", "/tests.rs"];
             !outside.iter().any(|part| path.contains(part))
@@ -379,9 +387,9 @@ fn sources() -> Vec<(String, Vec<(usize, String)>)> {
 
 #[test]
 fn the_map_shows_every_directory() {
-    let map = read(&root().join("docs/ARCHITECTURE.md"));
+    let map = read_text(&repository_root().join("docs/ARCHITECTURE.md"));
     let mut directories = BTreeSet::new();
-    for (path, _) in sources() {
+    for (path, _) in read_product_sources() {
         let directory = Path::new(&path).parent().expect("a file has a directory");
         if directory.file_name().is_some_and(|name| name != "src") {
             directories.insert(directory.file_name().expect("checked").to_string_lossy().into_owned());
@@ -394,15 +402,15 @@ fn the_map_shows_every_directory() {
 #[test]
 fn paths_in_the_docs_exist() {
     let mut dead = Vec::new();
-    let mut documents = vec![root().join("README.md")];
-    for entry in fs::read_dir(root().join("docs")).expect("docs/") {
+    let mut documents = vec![repository_root().join("README.md")];
+    for entry in fs::read_dir(repository_root().join("docs")).expect("docs/") {
         documents.push(entry.expect("docs/ can be read").path());
     }
     for document in documents.iter().filter(|d| d.extension().is_some_and(|e| e == "md")) {
         let directory = document.parent().expect("a file has a directory");
-        for (number, line) in read(document).lines().enumerate() {
-            let dead_here = dead_paths(line, directory).into_iter();
-            dead.extend(dead_here.map(|path| format!("{}:{}: {path}", relative(document), number + 1)));
+        for (number, line) in read_text(document).lines().enumerate() {
+            let dead_here = find_dead_paths(line, directory).into_iter();
+            dead.extend(dead_here.map(|path| format!("{}:{}: {path}", path_from_root(document), number + 1)));
         }
     }
     assert!(dead.is_empty(), "paths that don't exist:\n{}", dead.join("\n"));
@@ -410,7 +418,7 @@ fn paths_in_the_docs_exist() {
 
 /// Paths in a line of Markdown that do not exist: relative links, and words in backticks that start
 /// with a directory of the repository.
-fn dead_paths(line: &str, directory: &Path) -> Vec<String> {
+fn find_dead_paths(line: &str, directory: &Path) -> Vec<String> {
     let mut dead = Vec::new();
     for link in line.split("](").skip(1).filter_map(|rest| rest.split(')').next()) {
         let path = link.split('#').next().unwrap_or("");
@@ -422,7 +430,10 @@ fn dead_paths(line: &str, directory: &Path) -> Vec<String> {
     for word in line.split('`').skip(1).step_by(2).flat_map(str::split_whitespace) {
         let prefixes = ["diagnostic/", "launcher/", "worker/", "docs/", "scripts/", "tests/", "configs/"];
         let plain = word.chars().all(|c| c.is_alphanumeric() || "/._-".contains(c));
-        if plain && prefixes.iter().any(|prefix| word.starts_with(prefix)) && !root().join(word).exists() {
+        if plain
+            && prefixes.iter().any(|prefix| word.starts_with(prefix))
+            && !repository_root().join(word).exists()
+        {
             dead.push(word.to_owned());
         }
     }
@@ -432,28 +443,28 @@ fn dead_paths(line: &str, directory: &Path) -> Vec<String> {
 #[test]
 fn dead_paths_are_found() {
     let line = "see `docs/none.md`, `docs/testing.md`, [a](docs/none.md#b), [b](docs/testing.md#skips), [c](https://x.y/docs/z)";
-    assert_eq!(dead_paths(line, root()), ["docs/none.md#b", "docs/none.md"]);
+    assert_eq!(find_dead_paths(line, repository_root()), ["docs/none.md#b", "docs/none.md"]);
 }
 
 // --- files ---------------------------------------------------------------------------------------
 
-fn root() -> &'static Path {
+fn repository_root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
 }
 
-fn relative(path: &Path) -> String {
-    path.strip_prefix(root()).expect("below the root").to_string_lossy().into_owned()
+fn path_from_root(path: &Path) -> String {
+    path.strip_prefix(repository_root()).expect("below the root").to_string_lossy().into_owned()
 }
 
-fn read(path: &Path) -> String {
+fn read_text(path: &Path) -> String {
     fs::read_to_string(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
 }
 
-fn walk(directory: &Path, files: &mut Vec<PathBuf>) {
+fn collect_rust_files(directory: &Path, files: &mut Vec<PathBuf>) {
     for entry in fs::read_dir(directory).unwrap_or_else(|e| panic!("{}: {e}", directory.display())) {
         let path = entry.expect("directory can be read").path();
         if path.is_dir() {
-            walk(&path, files);
+            collect_rust_files(&path, files);
         } else if path.extension().is_some_and(|e| e == "rs") {
             files.push(path);
         }

@@ -15,29 +15,35 @@ use std::{
     thread,
     time::{Duration, Instant},
 };
-use support::{FinishedRun, JobDirectory, TINY, hosts::Hosts};
+use support::{FinishedRun, JobDirectory, TINY_JOB, simulated_hosts::SimulatedHosts};
 
 const HOSTS: [&str; 4] = ["h0", "h1", "h2", "h3"];
-const LIMIT: Duration = Duration::from_secs(90);
+const WAIT_LIMIT: Duration = Duration::from_secs(90);
 
 /// Starts four hosts, and a job directory that all of them see under the same path, so that its
 /// checkpoint directory is shared.
-fn start_hosts(test: &str) -> Option<(JobDirectory, Hosts)> {
-    let place = JobDirectory::new();
-    let hosts = Hosts::start_sharing(test, 4, &place.path(""))?;
-    fs::create_dir(place.path("home")).unwrap();
-    fs::create_dir(place.path("jobs")).unwrap();
-    Some((place, hosts))
+fn start_hosts(test: &str) -> Option<(JobDirectory, SimulatedHosts)> {
+    let job_dir = JobDirectory::new();
+    let hosts = SimulatedHosts::start_with_shared_directory(test, 4, &job_dir.path(""))?;
+    fs::create_dir(job_dir.path("home")).unwrap();
+    fs::create_dir(job_dir.path("jobs")).unwrap();
+    Some((job_dir, hosts))
 }
 
 /// Writes a job to `jobs/NAME.yaml`. Returns the arguments that start it on the hosts of `list`.
-fn job_arguments(place: &JobDirectory, hosts: &Hosts, name: &str, job: &str, list: &str) -> Vec<String> {
+fn write_job(
+    job_dir: &JobDirectory,
+    hosts: &SimulatedHosts,
+    name: &str,
+    job: &str,
+    list: &str,
+) -> Vec<String> {
     let text = job.replace("name: tiny", &format!("name: {name}"));
-    fs::write(place.path(&format!("jobs/{name}.yaml")), text).unwrap();
-    let root = place.path("").display().to_string();
+    fs::write(job_dir.path(&format!("jobs/{name}.yaml")), text).unwrap();
+    let root = job_dir.path("").display().to_string();
     let set = [
         format!("cluster.hosts={list}"),
-        format!("cluster.ssh.config={}", hosts.config().display()),
+        format!("cluster.ssh.config={}", hosts.ssh_config_path().display()),
         format!("run.workdir={}", root.trim_end_matches('/')),
         "run.logs.dir=/scratch/runs/{run}".to_owned(),
     ];
@@ -54,11 +60,11 @@ struct ActiveRun {
 }
 
 /// Starts a run with these arguments and settings.
-fn start(place: &JobDirectory, args: &[String], more: &[&str]) -> ActiveRun {
+fn start_run(job_dir: &JobDirectory, args: &[String], more: &[&str]) -> ActiveRun {
     let args: Vec<&str> =
         args.iter().map(String::as_str).chain(more.iter().flat_map(|s| ["--set", s])).collect();
-    let mut command = place.command(&args);
-    command.env("HOME", place.path("home")).env_remove("SSH_AUTH_SOCK");
+    let mut command = job_dir.launch_command(&args);
+    command.env("HOME", job_dir.path("home")).env_remove("SSH_AUTH_SOCK");
     let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     let reader = BufReader::new(child.stdout.take().unwrap());
     ActiveRun { child, reader, stdout: String::new() }
@@ -66,7 +72,7 @@ fn start(place: &JobDirectory, args: &[String], more: &[&str]) -> ActiveRun {
 
 impl ActiveRun {
     /// Reads events until one of `kind`, at or after `step`.
-    fn wait_event(&mut self, kind: &str, step: u64) -> Value {
+    fn wait_for_event(&mut self, kind: &str, step: u64) -> Value {
         loop {
             let mut line = String::new();
             if self.reader.read_line(&mut line).unwrap() == 0 {
@@ -83,7 +89,7 @@ impl ActiveRun {
     }
 
     /// Waits for the end of the run.
-    fn finish(mut self) -> FinishedRun {
+    fn wait_for_end(mut self) -> FinishedRun {
         let mut stderr = self.child.stderr.take().unwrap();
         let stderr = thread::spawn(move || {
             let mut text = Vec::new();
@@ -98,18 +104,18 @@ impl ActiveRun {
 
 /// Waits until the hosts have no processes of a job. Then checks that shared memory is empty and
 /// that the executable is the only file in launch's cache.
-fn assert_nothing_left(hosts: &Hosts, names: &[&str]) {
+fn assert_nothing_left(hosts: &SimulatedHosts, names: &[&str]) {
     let began = Instant::now();
     loop {
-        let left: Vec<_> = names.iter().flat_map(|host| hosts.processes(host)).collect();
+        let left: Vec<_> = names.iter().flat_map(|host| hosts.list_processes(host)).collect();
         if left.is_empty() {
             break;
         }
-        assert!(began.elapsed() < LIMIT, "processes are left: {left:?}");
+        assert!(began.elapsed() < WAIT_LIMIT, "processes are left: {left:?}");
         thread::sleep(Duration::from_millis(10));
     }
     for host in names {
-        let files = hosts.shell(host, "ls -A /dev/shm; ls -A /root/.cache/launch/bin | wc -l");
+        let files = hosts.run_shell(host, "ls -A /dev/shm; ls -A /root/.cache/launch/bin | wc -l");
         assert_eq!(files, "1\n", "files on {host}");
     }
 }
@@ -119,32 +125,33 @@ const ALL_HOSTS: &str = "[\"h[0-3]\"]";
 #[test]
 fn losses_on_four_hosts_equal_those_of_one_machine_and_other_hosts_resume() {
     let test = "cluster::losses_on_four_hosts_equal_those_of_one_machine_and_other_hosts_resume";
-    let Some((place, hosts)) = start_hosts(test) else { return };
-    let whole = place.run(&["resume.from=never", "checkpoint.every=never"]).succeeded().losses();
+    let Some((job_dir, hosts)) = start_hosts(test) else { return };
+    let whole =
+        job_dir.run(&["resume.from=never", "checkpoint.every=never"]).expect_success().collect_losses();
     assert_eq!(whole.len(), 20);
     for stage in [1, 3] {
         let name = format!("stage{stage}");
-        let args = job_arguments(&place, &hosts, &name, TINY, ALL_HOSTS);
+        let args = write_job(&job_dir, &hosts, &name, TINY_JOB, ALL_HOSTS);
         let stage = format!("train.zero.stage={stage}");
-        let ran = start(&place, &args, &[&stage, "checkpoint.keep=0"]).finish().succeeded();
-        assert_eq!(ran.losses(), whole, "{stage}");
-        assert_eq!(ran.named("start")[0]["world"], 8);
+        let ran = start_run(&job_dir, &args, &[&stage, "checkpoint.keep=0"]).wait_for_end().expect_success();
+        assert_eq!(ran.collect_losses(), whole, "{stage}");
+        assert_eq!(ran.events_named("start")[0]["world"], 8);
         for (list, workers) in [("[h0, h1, h3]", 1), ("[h2]", 4)] {
-            let args = job_arguments(&place, &hosts, &name, TINY, list);
+            let args = write_job(&job_dir, &hosts, &name, TINY_JOB, list);
             let from = format!("resume.from=runs/{name}/checkpoints/step-00000010");
             let workers = format!("cluster.workers_per_host={workers}");
             let more = [stage.as_str(), &from, &workers, "checkpoint.dir=elsewhere-{name}"];
-            let rest = start(&place, &args, &more).finish().succeeded();
-            assert_eq!(rest.losses(), whole[10..], "{stage}, {list}");
-            assert_eq!(rest.named("resume")[0]["world"], 8);
+            let rest = start_run(&job_dir, &args, &more).wait_for_end().expect_success();
+            assert_eq!(rest.collect_losses(), whole[10..], "{stage}, {list}");
+            assert_eq!(rest.events_named("resume")[0]["world"], 8);
         }
     }
     assert_nothing_left(&hosts, &HOSTS);
 }
 
 /// Kills a worker process of host 1 with SIGKILL.
-fn kill_a_worker(hosts: &Hosts) {
-    let processes = hosts.processes("h1");
+fn kill_worker_of_h1(hosts: &SimulatedHosts) {
+    let processes = hosts.list_processes("h1");
     let worker = processes.iter().find(|(_, line)| line.split(' ').any(|word| word == "worker"));
     kill(Pid::from_raw(worker.unwrap_or_else(|| panic!("{processes:?}")).0), Signal::SIGKILL).unwrap();
 }
@@ -152,79 +159,86 @@ fn kill_a_worker(hosts: &Hosts) {
 #[test]
 fn losing_a_worker_and_a_host_does_not_change_the_losses() {
     let test = "cluster::losing_a_worker_and_a_host_does_not_change_the_losses";
-    let Some((place, hosts)) = start_hosts(test) else { return };
+    let Some((job_dir, hosts)) = start_hosts(test) else { return };
     let long = "train.steps=150";
-    let whole = place.run(&[long, "resume.from=never", "checkpoint.every=never"]).succeeded().losses();
-    let args = job_arguments(&place, &hosts, "again", TINY, ALL_HOSTS);
+    let whole =
+        job_dir.run(&[long, "resume.from=never", "checkpoint.every=never"]).expect_success().collect_losses();
+    let args = write_job(&job_dir, &hosts, "again", TINY_JOB, ALL_HOSTS);
     let set = [long, "checkpoint.every=10", "run.restarts=2", "run.min_hosts=3"];
-    let mut job = start(&place, &args, &set);
-    job.wait_event("checkpoint", 10);
-    kill_a_worker(&hosts);
-    let first = job.wait_event("restart", 0);
+    let mut job = start_run(&job_dir, &args, &set);
+    job.wait_for_event("checkpoint", 10);
+    kill_worker_of_h1(&hosts);
+    let first = job.wait_for_event("restart", 0);
     assert_eq!((first["host"].as_str(), first["restarts_left"].as_u64()), (Some("h1"), Some(1)), "{first}");
     assert_eq!(first["reason"]["name"], "SIGKILL", "{first}");
-    job.wait_event("checkpoint", 30);
-    hosts.command(&["crash", "h2"]);
-    let second = job.wait_event("restart", 0);
+    job.wait_for_event("checkpoint", 30);
+    hosts.run_hosts_command(&["crash", "h2"]);
+    let second = job.wait_for_event("restart", 0);
     assert_eq!(
         (second["host"].as_str(), second["restarts_left"].as_u64()),
         (Some("h2"), Some(0)),
         "{second}"
     );
-    let ran = job.finish().succeeded();
+    let ran = job.wait_for_end().expect_success();
     let placements: Vec<_> =
-        ran.named("placement").iter().map(|e| (e["attempt"].clone(), e["world"].clone())).collect();
+        ran.events_named("placement").iter().map(|e| (e["attempt"].clone(), e["world"].clone())).collect();
     assert_eq!(placements, [(0.into(), 8.into()), (1.into(), 8.into()), (2.into(), 6.into())]);
-    assert_eq!(ran.named("placement")[2]["hosts"], serde_json::json!(["h0", "h1", "h3"]));
-    assert_eq!(ran.named("resume").len(), 2);
-    for step in ran.losses() {
+    assert_eq!(ran.events_named("placement")[2]["hosts"], serde_json::json!(["h0", "h1", "h3"]));
+    assert_eq!(ran.events_named("resume").len(), 2);
+    for step in ran.collect_losses() {
         assert_eq!(step, whole[step.0 as usize - 1]);
     }
-    assert_eq!(ran.losses().last().unwrap().0, 150);
+    assert_eq!(ran.collect_losses().last().unwrap().0, 150);
     assert_nothing_left(&hosts, &["h0", "h1", "h3"]);
 }
 
 #[test]
 fn a_changed_hostfile_adds_and_removes_hosts_of_a_run() {
-    let Some((place, hosts)) = start_hosts("cluster::a_changed_hostfile_adds_and_removes_hosts_of_a_run")
+    let Some((job_dir, hosts)) = start_hosts("cluster::a_changed_hostfile_adds_and_removes_hosts_of_a_run")
     else {
         return;
     };
-    let write_hostfile = |text: &str| fs::write(place.path("hosts.txt"), text).unwrap();
+    let write_hostfile = |text: &str| fs::write(job_dir.path("hosts.txt"), text).unwrap();
     write_hostfile("h0\nh1\nh2\n");
-    let args = job_arguments(&place, &hosts, "listed", TINY, "{file: hosts.txt}");
-    let mut job = start(&place, &args, &["train.steps=1000000", "run.min_hosts=2"]);
-    job.wait_event("placement", 0);
-    job.wait_event("step", 3);
+    let args = write_job(&job_dir, &hosts, "listed", TINY_JOB, "{file: hosts.txt}");
+    let mut job = start_run(&job_dir, &args, &["train.steps=1000000", "run.min_hosts=2"]);
+    job.wait_for_event("placement", 0);
+    job.wait_for_event("step", 3);
     // an invalid hostfile is only reported
     write_hostfile("h0\nh2 slots=");
-    job.wait_event("notice", 0);
+    job.wait_for_event("notice", 0);
     // one host is removed and another one added
     write_hostfile("h0\nh2\nh3\n");
-    job.wait_event("notice", 0);
-    let placement = job.wait_event("placement", 0);
+    job.wait_for_event("notice", 0);
+    let placement = job.wait_for_event("placement", 0);
     assert_eq!((&placement["attempt"], &placement["world"]), (&1.into(), &6.into()), "{placement}");
     assert_eq!(placement["hosts"], serde_json::json!(["h0", "h2", "h3"]));
-    let resumed = job.wait_event("resume", 0)["step"].as_u64().unwrap();
-    job.wait_event("step", resumed + 3);
+    let resumed = job.wait_for_event("resume", 0)["step"].as_u64().unwrap();
+    job.wait_for_event("step", resumed + 3);
     assert_nothing_left(&hosts, &["h1"]);
     // with fewer hosts than run.min_hosts, the job keeps one that isn't listed
     write_hostfile("h0\n");
-    job.wait_event("notice", 0);
-    let placement = job.wait_event("placement", 0);
+    job.wait_for_event("notice", 0);
+    let placement = job.wait_for_event("placement", 0);
     assert_eq!(placement["hosts"], serde_json::json!(["h0", "h2"]));
-    let resumed = job.wait_event("resume", 0)["step"].as_u64().unwrap();
-    job.wait_event("step", resumed + 3);
+    let resumed = job.wait_for_event("resume", 0)["step"].as_u64().unwrap();
+    job.wait_for_event("step", resumed + 3);
     kill(Pid::from_raw(job.child.id() as i32), Signal::SIGINT).unwrap();
-    let ran = job.finish();
+    let ran = job.wait_for_end();
     assert_eq!(ran.code, 130, "{}", ran.stderr);
-    assert!(ran.named("restart").is_empty() && ran.named("failure").is_empty(), "{}", ran.stderr);
-    place.assert_snapshot("notices_of_a_changed_hostfile", &ran.notices().join("\n"));
+    assert!(
+        ran.events_named("restart").is_empty() && ran.events_named("failure").is_empty(),
+        "{}",
+        ran.stderr
+    );
+    job_dir.assert_snapshot("notices_of_a_changed_hostfile", &ran.notice_messages().join("\n"));
     assert_nothing_left(&hosts, &["h0", "h2", "h3"]);
-    let steps = ran.losses();
+    let steps = ran.collect_losses();
     let undisturbed = format!("train.steps={}", steps.last().unwrap().0);
-    let whole =
-        place.run(&[&undisturbed, "resume.from=never", "checkpoint.every=never"]).succeeded().losses();
+    let whole = job_dir
+        .run(&[&undisturbed, "resume.from=never", "checkpoint.every=never"])
+        .expect_success()
+        .collect_losses();
     assert_eq!(steps, whole, "every step once, with the bits of one machine");
 }
 
@@ -232,19 +246,19 @@ fn a_changed_hostfile_adds_and_removes_hosts_of_a_run() {
 #[test]
 fn a_partition_between_two_hosts_ends_the_job_and_names_their_ranks() {
     let test = "cluster::a_partition_between_two_hosts_ends_the_job_and_names_their_ranks";
-    let Some((place, hosts)) = start_hosts(test) else { return };
-    let args = job_arguments(&place, &hosts, "apart", TINY, ALL_HOSTS);
-    let mut job = start(&place, &args, &["train.steps=100000"]);
-    job.wait_event("step", 3);
-    hosts.command(&["partition", "h1", "h2"]);
+    let Some((job_dir, hosts)) = start_hosts(test) else { return };
+    let args = write_job(&job_dir, &hosts, "apart", TINY_JOB, ALL_HOSTS);
+    let mut job = start_run(&job_dir, &args, &["train.steps=100000"]);
+    job.wait_for_event("step", 3);
+    hosts.run_hosts_command(&["partition", "h1", "h2"]);
     let began = Instant::now();
-    let ran = job.finish();
+    let ran = job.wait_for_end();
     assert!(began.elapsed() < Duration::from_secs(20), "{:?}", began.elapsed());
     println!("after {:?}: {}", began.elapsed(), ran.failure_message());
-    assert_eq!((ran.code, ran.failure_reason()), (1, "aborted_by_peer"), "{}", ran.failure());
-    assert_eq!(ran.diagnostics()[0]["code"], "peer-silent", "{}", ran.failure());
+    assert_eq!((ran.code, ran.failure_reason_kind()), (1, "aborted_by_peer"), "{}", ran.expect_failure());
+    assert_eq!(ran.failure_diagnostics()[0]["code"], "peer-silent", "{}", ran.expect_failure());
     // ranks 2 and 3 are on h1, 4 and 5 on h2
-    let fields = &ran.diagnostics()[0]["fields"];
+    let fields = &ran.failure_diagnostics()[0]["fields"];
     let ranks = ["peer", "observer"].map(|name| fields[name].as_u64().unwrap());
     let (h1, h2) = (2..=3, 4..=5);
     let is_named = |[a, b]: [u64; 2]| h1.contains(&a) && h2.contains(&b);
@@ -255,20 +269,20 @@ fn a_partition_between_two_hosts_ends_the_job_and_names_their_ranks() {
 #[test]
 fn a_run_of_another_host_is_listed_and_stopped_only_there() {
     let test = "cluster::a_run_of_another_host_is_listed_and_stopped_only_there";
-    let Some((place, hosts)) = start_hosts(test) else { return };
+    let Some((job_dir, hosts)) = start_hosts(test) else { return };
     let job =
         "name: tiny\ncluster: {workers_per_host: 1}\nrun: {command: [sleep, '1000'], grace_period: 1s}\n";
-    let mut run = start(
-        &place,
-        &job_arguments(&place, &hosts, "seen", job, "[h0, h1]"),
+    let mut run = start_run(
+        &job_dir,
+        &write_job(&job_dir, &hosts, "seen", job, "[h0, h1]"),
         &["run.logs.dir=runs/{name}/{run}"],
     );
-    run.wait_event("placement", 0);
+    run.wait_for_event("placement", 0);
     // the executable that the run copied to the host of its last rank
-    let root = place.path("").display().to_string();
+    let root = job_dir.path("").display().to_string();
     let launch_on_h1 = |args: &str| {
         let executable = "exe=$(ls -d /root/.cache/launch/bin/* | head -n 1)";
-        hosts.shell("h1", &format!("cd {root}; {executable}; \"$exe\" --json {args}; echo $?"))
+        hosts.run_shell("h1", &format!("cd {root}; {executable}; \"$exe\" --json {args}; echo $?"))
     };
     let listed = launch_on_h1("ps");
     let listed: Value = serde_json::from_str(listed.lines().next().unwrap()).unwrap();
@@ -281,84 +295,85 @@ fn a_run_of_another_host_is_listed_and_stopped_only_there() {
         assert_eq!((&error["code"], exit_code), (&"run-on-other-host".into(), "3"), "{error}");
         messages += &format!("{args}: {}\n  help: {}\n", error["message"], error["help"]);
     }
-    place.assert_snapshot("stop_on_another_host", &messages);
+    job_dir.assert_snapshot("stop_on_another_host", &messages);
     // the run can be stopped on this machine
-    let stopped = place.launch(&["stop"]);
+    let stopped = job_dir.run_launch(&["stop"]);
     assert!(stopped.status.success(), "{}", String::from_utf8_lossy(&stopped.stderr));
-    assert_eq!(run.finish().code, 143);
+    assert_eq!(run.wait_for_end().code, 143);
     assert_nothing_left(&hosts, &["h0", "h1"]);
 }
 
 #[test]
 fn two_jobs_on_the_same_hosts_are_independent() {
-    let Some((place, hosts)) = start_hosts("cluster::two_jobs_on_the_same_hosts_are_independent") else {
+    let Some((job_dir, hosts)) = start_hosts("cluster::two_jobs_on_the_same_hosts_are_independent") else {
         return;
     };
     let long = "train.steps=300";
-    let whole = place.run(&[long, "resume.from=never", "checkpoint.every=never"]).succeeded().losses();
-    let [left, right] = ["left", "right"].map(|name| job_arguments(&place, &hosts, name, TINY, ALL_HOSTS));
+    let whole =
+        job_dir.run(&[long, "resume.from=never", "checkpoint.every=never"]).expect_success().collect_losses();
+    let [left, right] = ["left", "right"].map(|name| write_job(&job_dir, &hosts, name, TINY_JOB, ALL_HOSTS));
     let (mut left, mut right) =
-        (start(&place, &left, &["train.steps=100000"]), start(&place, &right, &[long]));
-    left.wait_event("step", 3);
-    right.wait_event("step", 3);
+        (start_run(&job_dir, &left, &["train.steps=100000"]), start_run(&job_dir, &right, &[long]));
+    left.wait_for_event("step", 3);
+    right.wait_for_event("step", 3);
     kill(Pid::from_raw(left.child.id() as i32), Signal::SIGINT).unwrap();
-    let left = left.finish();
+    let left = left.wait_for_end();
     assert_eq!(left.code, 130, "{}", left.stderr);
-    assert_eq!(right.finish().succeeded().losses(), whole);
+    assert_eq!(right.wait_for_end().expect_success().collect_losses(), whole);
     assert_nothing_left(&hosts, &HOSTS);
 }
 
 #[test]
 fn fifty_consecutive_runs_leave_nothing_on_the_hosts() {
-    let Some((place, hosts)) = start_hosts("cluster::fifty_consecutive_runs_leave_nothing_on_the_hosts")
+    let Some((job_dir, hosts)) = start_hosts("cluster::fifty_consecutive_runs_leave_nothing_on_the_hosts")
     else {
         return;
     };
     let script = "exec 3<>/dev/tcp/$MASTER_ADDR/$MASTER_PORT && echo $WORLD_SIZE > connected.$RANK";
     let job =
         format!("name: tiny\ncluster: {{workers_per_host: 2}}\nrun: {{command: [bash, -c, '{script}']}}\n");
-    let args = job_arguments(&place, &hosts, "row", &job, ALL_HOSTS);
+    let args = write_job(&job_dir, &hosts, "row", &job, ALL_HOSTS);
     for number in 0..50 {
-        let ran = start(&place, &args, &[]).finish();
+        let ran = start_run(&job_dir, &args, &[]).wait_for_end();
         assert_eq!(ran.code, 0, "run {number}: {}", ran.stderr);
         for rank in 0..8 {
-            let connected = place.path(&format!("connected.{rank}"));
+            let connected = job_dir.path(&format!("connected.{rank}"));
             assert_eq!(fs::read_to_string(&connected).unwrap(), "8\n", "run {number}, rank {rank}");
             fs::remove_file(connected).unwrap();
         }
         assert_nothing_left(&hosts, &HOSTS);
     }
     for host in HOSTS {
-        assert_eq!(hosts.shell(host, "ls -A /tmp | grep -v '^[.]tmp' || true"), "", "{host}");
+        assert_eq!(hosts.run_shell(host, "ls -A /tmp | grep -v '^[.]tmp' || true"), "", "{host}");
     }
 }
 
 #[test]
 fn the_store_outlives_the_ranks_of_its_host() {
-    let Some((place, hosts)) = start_hosts("cluster::the_store_outlives_the_ranks_of_its_host") else {
+    let Some((job_dir, hosts)) = start_hosts("cluster::the_store_outlives_the_ranks_of_its_host") else {
         return;
     };
     let script = "[ $RANK -lt 2 ] && exit; until [ -e go ]; do sleep 0.05; done; exec 3<>/dev/tcp/$MASTER_ADDR/$MASTER_PORT";
     let job =
         format!("name: tiny\ncluster: {{workers_per_host: 2}}\nrun: {{command: [bash, -c, '{script}']}}\n");
-    let mut run = start(&place, &job_arguments(&place, &hosts, "store", &job, ALL_HOSTS), &[]);
-    run.wait_event("placement", 0);
+    let mut run = start_run(&job_dir, &write_job(&job_dir, &hosts, "store", &job, ALL_HOSTS), &[]);
+    run.wait_for_event("placement", 0);
     let shells =
-        |host: &str| hosts.processes(host).iter().filter(|(_, l)| l.contains("until [ -e go ]")).count();
+        |host: &str| hosts.list_processes(host).iter().filter(|(_, l)| l.contains("until [ -e go ]")).count();
     let began = Instant::now();
     while HOSTS.iter().map(|host| shells(host)).ne([0, 2, 2, 2]) {
-        assert!(began.elapsed() < LIMIT);
+        assert!(began.elapsed() < WAIT_LIMIT);
         thread::sleep(Duration::from_millis(10));
     }
-    fs::write(place.path("go"), "").unwrap();
-    run.finish().succeeded();
+    fs::write(job_dir.path("go"), "").unwrap();
+    run.wait_for_end().expect_success();
     assert_nothing_left(&hosts, &HOSTS);
 }
 
 /// The variables that torchrun (torch 2.15) and DeepSpeed's launcher (0.19) set for every worker on
 /// a machine without GPUs, as workers under them recorded them. `accelerate launch` also sets
 /// `ACCELERATE_*` from its configuration file: see [`ACCELERATE_SCRIPT`].
-const PEER_VARIABLES: [(&str, &str); 2] = [
+const LAUNCHER_VARIABLES: [(&str, &str); 2] = [
     (
         "torchrun",
         "RANK LOCAL_RANK GROUP_RANK ROLE_RANK ROLE_NAME LOCAL_WORLD_SIZE WORLD_SIZE GROUP_WORLD_SIZE ROLE_WORLD_SIZE MASTER_ADDR \
@@ -371,14 +386,16 @@ const PEER_VARIABLES: [(&str, &str); 2] = [
 #[test]
 fn every_rank_on_every_host_has_the_variables_of_torchrun_and_deepspeed() {
     let test = "cluster::every_rank_on_every_host_has_the_variables_of_torchrun_and_deepspeed";
-    let Some((place, hosts)) = start_hosts(test) else { return };
+    let Some((job_dir, hosts)) = start_hosts(test) else { return };
     let job = "name: tiny\ncluster: {workers_per_host: 2}\nrun: {command: [sh, -c, 'env > env.$RANK']}\n";
-    start(&place, &job_arguments(&place, &hosts, "env", job, ALL_HOSTS), &[]).finish().succeeded();
+    start_run(&job_dir, &write_job(&job_dir, &hosts, "env", job, ALL_HOSTS), &[])
+        .wait_for_end()
+        .expect_success();
     let mut rendezvous = Vec::new();
     for rank in 0..8 {
-        let text = fs::read_to_string(place.path(&format!("env.{rank}"))).unwrap();
+        let text = fs::read_to_string(job_dir.path(&format!("env.{rank}"))).unwrap();
         let env: BTreeMap<&str, &str> = text.lines().filter_map(|l| l.split_once('=')).collect();
-        for (launcher, names) in PEER_VARIABLES {
+        for (launcher, names) in LAUNCHER_VARIABLES {
             let missing: Vec<_> = names.split_whitespace().filter(|n| !env.contains_key(n)).collect();
             assert!(missing.is_empty(), "{launcher} sets {missing:?}, rank {rank} has {text}");
         }
@@ -408,18 +425,18 @@ fn every_rank_on_every_host_has_the_variables_of_torchrun_and_deepspeed() {
 
 #[test]
 fn fifty_consecutive_runs_leave_nothing_on_this_machine() {
-    let place = JobDirectory::new();
-    let (temporary, cache) = (place.path("temporary"), place.path("home"));
+    let job_dir = JobDirectory::new();
+    let (temporary, cache) = (job_dir.path("temporary"), job_dir.path("home"));
     for dir in [&temporary, &cache] {
         fs::create_dir(dir).unwrap();
     }
-    let marker = format!("LAUNCH_TEST_MARKER={}", place.path("").display());
+    let marker = format!("LAUNCH_TEST_MARKER={}", job_dir.path("").display());
     for number in 0..50 {
         let script = "exec 3<>/dev/tcp/$MASTER_ADDR/$MASTER_PORT && echo connected";
         let args = ["run", "--workers", "3", "--json", "--", "bash", "-c", script];
-        let mut command = place.command(&args);
+        let mut command = job_dir.launch_command(&args);
         command.env("TMPDIR", &temporary).env("HOME", &cache);
-        command.env("LAUNCH_TEST_MARKER", place.path(""));
+        command.env("LAUNCH_TEST_MARKER", job_dir.path(""));
         let ran = FinishedRun::from_output(&command.output().unwrap());
         assert_eq!(ran.code, 0, "run {number}: {}", ran.stderr);
         let is_marked = |pid: &str| {
@@ -429,7 +446,7 @@ fn fifty_consecutive_runs_leave_nothing_on_this_machine() {
         let pids = fs::read_dir("/proc").unwrap().flatten().map(|e| e.file_name());
         let left: Vec<_> = pids.filter(|pid| is_marked(&pid.to_string_lossy())).collect();
         assert!(left.is_empty(), "run {number}: {left:?}");
-        assert_eq!(support::files_below(&temporary), Vec::<String>::new());
+        assert_eq!(support::list_files_below(&temporary), Vec::<String>::new());
     }
 }
 
@@ -466,16 +483,18 @@ os._exit(0)
 #[test]
 fn a_ddp_script_runs_unchanged_on_four_hosts() {
     let test = "cluster::a_ddp_script_runs_unchanged_on_four_hosts";
-    let Some(python) = support::python(test) else { return };
-    let Some((place, hosts)) = start_hosts(test) else { return };
-    fs::write(place.path("ddp.py"), DDP_SCRIPT).unwrap();
+    let Some(python) = support::find_python_or_skip(test) else { return };
+    let Some((job_dir, hosts)) = start_hosts(test) else { return };
+    fs::write(job_dir.path("ddp.py"), DDP_SCRIPT).unwrap();
     let python = serde_json::to_string(&python).unwrap();
     let job = format!(
         "name: tiny\ncluster: {{workers_per_host: 2}}\nrun: {{command: [{python}, ddp.py], grace_period: 5s, env: {{OMP_NUM_THREADS: '1'}}}}\n"
     );
-    start(&place, &job_arguments(&place, &hosts, "ddp", &job, ALL_HOSTS), &[]).finish().succeeded();
+    start_run(&job_dir, &write_job(&job_dir, &hosts, "ddp", &job, ALL_HOSTS), &[])
+        .wait_for_end()
+        .expect_success();
     for rank in 0..8 {
-        let equal = fs::read_to_string(place.path(&format!("equal.{rank}"))).unwrap();
+        let equal = fs::read_to_string(job_dir.path(&format!("equal.{rank}"))).unwrap();
         assert_eq!(equal, format!("8 on h{}", rank / 2));
     }
     assert_nothing_left(&hosts, &HOSTS);
@@ -522,21 +541,23 @@ os._exit(0)  # as above
 
 /// Runs `script` on all hosts. Returns the report of each rank, in which rank, host and the result
 /// of a collective are right.
-fn reports_of_script(
-    place: &JobDirectory,
-    hosts: &Hosts,
+fn run_reporting_script(
+    job_dir: &JobDirectory,
+    hosts: &SimulatedHosts,
     python: &std::path::Path,
     name: &str,
     script: &str,
 ) -> Vec<Value> {
-    fs::write(place.path("script.py"), script).unwrap();
+    fs::write(job_dir.path("script.py"), script).unwrap();
     let python = serde_json::to_string(python).unwrap();
     let job = format!(
         "name: tiny\ncluster: {{workers_per_host: 2}}\nrun: {{command: [{python}, script.py], grace_period: 5s, env: {{OMP_NUM_THREADS: '1'}}}}\n"
     );
-    start(place, &job_arguments(place, hosts, name, &job, ALL_HOSTS), &[]).finish().succeeded();
+    start_run(job_dir, &write_job(job_dir, hosts, name, &job, ALL_HOSTS), &[])
+        .wait_for_end()
+        .expect_success();
     let read_report = |rank: u64| {
-        let file = place.path(&format!("report.{rank}"));
+        let file = job_dir.path(&format!("report.{rank}"));
         let report: Value = serde_json::from_slice(&fs::read(&file).unwrap()).unwrap();
         fs::remove_file(file).unwrap();
         let expected = serde_json::json!([28.0, rank, rank % 2, 8, format!("h{}", rank / 2)]);
@@ -550,9 +571,9 @@ fn reports_of_script(
 #[test]
 fn scripts_of_accelerate_and_deepspeed_run_unchanged_on_four_hosts() {
     let test = "cluster::scripts_of_accelerate_and_deepspeed_run_unchanged_on_four_hosts";
-    let Some(python) = support::python_with_deepspeed(test) else { return };
-    let Some((place, hosts)) = start_hosts(test) else { return };
-    for report in reports_of_script(&place, &hosts, &python, "accelerate", ACCELERATE_SCRIPT) {
+    let Some(python) = support::find_deepspeed_python_or_skip(test) else { return };
+    let Some((job_dir, hosts)) = start_hosts(test) else { return };
+    for report in run_reporting_script(&job_dir, &hosts, &python, "accelerate", ACCELERATE_SCRIPT) {
         for (name, value) in [
             ("type", "DistributedType.MULTI_CPU".into()),
             ("backend", "gloo".into()),
@@ -568,6 +589,6 @@ fn scripts_of_accelerate_and_deepspeed_run_unchanged_on_four_hosts() {
             assert_eq!(report[name], value, "{name}: {report}");
         }
     }
-    reports_of_script(&place, &hosts, &python, "deepspeed", DEEPSPEED_SCRIPT);
+    run_reporting_script(&job_dir, &hosts, &python, "deepspeed", DEEPSPEED_SCRIPT);
     assert_nothing_left(&hosts, &HOSTS);
 }

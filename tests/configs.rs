@@ -8,11 +8,11 @@ use std::{
     process::{Command, Output},
 };
 
-fn root() -> &'static Path {
+fn repository_root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
 }
 
-fn launch(args: &[&str], directory: &Path) -> Output {
+fn run_launch(args: &[&str], directory: &Path) -> Output {
     Command::new(env!("CARGO_BIN_EXE_launch"))
         .args(args)
         .current_dir(directory)
@@ -20,8 +20,8 @@ fn launch(args: &[&str], directory: &Path) -> Output {
         .expect("launch starts")
 }
 
-fn configs() -> Vec<String> {
-    let entries = fs::read_dir(root().join("configs")).expect("configs/");
+fn list_example_configs() -> Vec<String> {
+    let entries = fs::read_dir(repository_root().join("configs")).expect("configs/");
     let names = entries.map(|e| e.expect("entry").file_name().into_string().expect("UTF-8"));
     let mut names: Vec<String> = names.filter(|n| n.ends_with(".yaml")).collect();
     names.sort();
@@ -31,10 +31,10 @@ fn configs() -> Vec<String> {
 
 #[test]
 fn each_example_can_be_planned() {
-    for name in configs() {
+    for name in list_example_configs() {
         let file = format!("configs/{name}");
-        let output = launch(&["plan", &file, "--json"], root());
-        assert_eq!(output.status.code(), Some(0), "{file}: {}", support::output_text(&output));
+        let output = run_launch(&["plan", &file, "--json"], repository_root());
+        assert_eq!(output.status.code(), Some(0), "{file}: {}", support::output_to_text(&output));
         let plan: Value = serde_json::from_slice(&output.stdout).expect("one JSON object");
         let stem = name.trim_end_matches(".yaml");
         assert_eq!(plan["name"], stem);
@@ -45,7 +45,7 @@ fn each_example_can_be_planned() {
             let trains = planned["command"].is_null();
             assert_eq!(trains, planned["memory"]["total"].as_u64().is_some_and(|m| m > 1 << 20), "{file}");
         }
-        let run_dir = root().join("runs").join(stem).join("{run}");
+        let run_dir = repository_root().join("runs").join(stem).join("{run}");
         assert_eq!(plan["run_dir"].as_str(), run_dir.to_str());
         assert!(!run_dir.exists(), "planning creates no directory");
     }
@@ -55,16 +55,16 @@ fn each_example_can_be_planned() {
 fn the_job_that_a_dry_run_prints_has_the_same_plan() {
     let directory = tempfile::tempdir().expect("directory");
     fs::write(directory.path().join("README.md"), "text to train on. ".repeat(500)).expect("data");
-    let tiny = root().join("configs/tiny.yaml");
+    let tiny = repository_root().join("configs/tiny.yaml");
     let tiny = tiny.to_str().expect("UTF-8");
-    let shown = launch(&[tiny, "--dry-run", "--set", "cluster.workers_per_host=2"], directory.path());
+    let shown = run_launch(&[tiny, "--dry-run", "--set", "cluster.workers_per_host=2"], directory.path());
     assert_eq!(shown.status.code(), Some(0), "{}", String::from_utf8_lossy(&shown.stderr));
     let text = String::from_utf8(shown.stdout).expect("UTF-8");
     let (plan, job) = text.split_once("# the job with all defaults\n").expect("both parts");
     let table = plan.lines().filter(|line| line.starts_with(|c: char| c.is_ascii_digit()));
     assert_eq!(table.count(), 2, "one row for each rank: {plan}");
     fs::write(directory.path().join("whole.yaml"), job).expect("written");
-    let again = launch(&["whole.yaml", "--dry-run"], directory.path());
+    let again = run_launch(&["whole.yaml", "--dry-run"], directory.path());
     assert_eq!(String::from_utf8(again.stdout).expect("UTF-8"), text);
     let entries: Vec<_> =
         fs::read_dir(directory.path()).expect("directory").map(|e| e.expect("entry").file_name()).collect();
@@ -87,7 +87,7 @@ fn mistakes_are_reported_on_stderr_with_exit_code_2() {
         &["job.yaml", "--wrong"],
         &[],
     ] {
-        let output = launch(args, directory.path());
+        let output = run_launch(args, directory.path());
         let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
         assert_eq!((output.status.code(), output.stdout.len()), (Some(2), 0), "{args:?}: {stderr}");
         messages += &format!("{}\n{stderr}\n", [&["launch"][..], args].concat().join(" "));
@@ -98,7 +98,7 @@ fn mistakes_are_reported_on_stderr_with_exit_code_2() {
 
 #[test]
 fn with_json_a_rejected_job_has_a_failure_event() {
-    let output = launch(&["absent.yaml", "--json"], root());
+    let output = run_launch(&["absent.yaml", "--json"], repository_root());
     let lines: Vec<Value> = String::from_utf8(output.stdout)
         .expect("UTF-8")
         .lines()

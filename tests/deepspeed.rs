@@ -16,14 +16,14 @@ use std::{
 };
 use support::{
     JobDirectory,
-    fork_server::{ForkServer, TRAINERS},
+    fork_server::{ForkServer, TRAINER_MODULES},
 };
 
 /// The checkpoints that DeepSpeed saves on two or three ranks.
-const SOURCES: [(&str, DeepSpeedRun); 6] = [
+const SOURCES: [(&str, DeepSpeedSource); 6] = [
     (
         "z1",
-        DeepSpeedRun {
+        DeepSpeedSource {
             world: 2,
             stage: 1,
             dtype: "fp32",
@@ -35,7 +35,7 @@ const SOURCES: [(&str, DeepSpeedRun); 6] = [
     ),
     (
         "z2",
-        DeepSpeedRun {
+        DeepSpeedSource {
             world: 2,
             stage: 2,
             dtype: "bf16",
@@ -47,11 +47,19 @@ const SOURCES: [(&str, DeepSpeedRun); 6] = [
     ),
     (
         "z3",
-        DeepSpeedRun { world: 2, stage: 3, dtype: "fp32", model: "gpt2", tied: true, groups: 2, freeze: &[] },
+        DeepSpeedSource {
+            world: 2,
+            stage: 3,
+            dtype: "fp32",
+            model: "gpt2",
+            tied: true,
+            groups: 2,
+            freeze: &[],
+        },
     ),
     (
         "half",
-        DeepSpeedRun {
+        DeepSpeedSource {
             world: 2,
             stage: 2,
             dtype: "fp16",
@@ -63,7 +71,7 @@ const SOURCES: [(&str, DeepSpeedRun); 6] = [
     ),
     (
         "z3one",
-        DeepSpeedRun {
+        DeepSpeedSource {
             world: 2,
             stage: 3,
             dtype: "bf16",
@@ -75,7 +83,7 @@ const SOURCES: [(&str, DeepSpeedRun); 6] = [
     ),
     (
         "three",
-        DeepSpeedRun {
+        DeepSpeedSource {
             world: 3,
             stage: 3,
             dtype: "bf16",
@@ -88,7 +96,7 @@ const SOURCES: [(&str, DeepSpeedRun); 6] = [
 ];
 
 /// A model that DeepSpeed trains and saves.
-struct DeepSpeedRun {
+struct DeepSpeedSource {
     world: u32,
     stage: u8,
     dtype: &'static str,
@@ -100,7 +108,7 @@ struct DeepSpeedRun {
 
 /// The conversions: source, ZeRO stage, world size, whether the format is universal,
 /// sub_group_size.
-const TARGETS: [(&str, u8, u32, bool, u64); 17] = [
+const CONVERSIONS: [(&str, u8, u32, bool, u64); 17] = [
     ("z1", 1, 1, false, 0),
     ("z1", 3, 2, false, 0),
     ("z1", 2, 4, false, 0),
@@ -120,7 +128,7 @@ const TARGETS: [(&str, u8, u32, bool, u64); 17] = [
     ("three", 2, 1, false, 0),
 ];
 
-fn case(name: &str, source: &DeepSpeedRun, stage: u8) -> Value {
+fn create_case(name: &str, source: &DeepSpeedSource, stage: u8) -> Value {
     json!({"name": name, "stage": stage, "dtype": source.dtype, "model": source.model, "tied": source.tied,
            "groups": source.groups, "freeze": source.freeze})
 }
@@ -128,16 +136,16 @@ fn case(name: &str, source: &DeepSpeedRun, stage: u8) -> Value {
 /// Runs the cases in one group of `world` processes. Returns the result of each case.
 fn run_cases(
     python: &ForkServer,
-    place: &JobDirectory,
+    job_dir: &JobDirectory,
     mode: &str,
     world: u32,
     cases: &[Value],
 ) -> Vec<Value> {
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-    let plan = place.path(&format!("{mode}-{world}.json"));
+    let plan = job_dir.path(&format!("{mode}-{world}.json"));
     fs::write(&plan, json!({"world": world, "port": port, "cases": cases}).to_string()).unwrap();
     let script = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/python/deepspeed_cycle.py");
-    let ran = python.command(script).arg(mode).arg(&plan).output().unwrap();
+    let ran = python.script_command(script).arg(mode).arg(&plan).output().unwrap();
     let (out, err) = (String::from_utf8_lossy(&ran.stdout), String::from_utf8_lossy(&ran.stderr));
     let results: Vec<Value> =
         out.lines().filter_map(|l| serde_json::from_str(l.strip_prefix("RESULT ")?).ok()).collect();
@@ -145,7 +153,7 @@ fn run_cases(
     results
 }
 
-fn convert(from: &Path, to: &Path, arguments: &[String]) {
+fn convert_checkpoint(from: &Path, to: &Path, arguments: &[String]) {
     let mut command = Command::new(env!("CARGO_BIN_EXE_launch"));
     let ran = command.args(["ckpt", "convert"]).args([from, to]).args(arguments).output().unwrap();
     assert!(ran.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&ran.stderr));
@@ -153,16 +161,17 @@ fn convert(from: &Path, to: &Path, arguments: &[String]) {
 
 #[test]
 fn deepspeed_resumes_from_converted_checkpoints() {
-    let Some(python) = support::python_with_deepspeed("deepspeed_resumes_from_converted_checkpoints") else {
+    let Some(python) = support::find_deepspeed_python_or_skip("deepspeed_resumes_from_converted_checkpoints")
+    else {
         return;
     };
-    let python = ForkServer::start(&python, &TRAINERS);
-    let place = JobDirectory::new();
-    let path = |name: String| -> PathBuf { place.path(&name) };
+    let python = ForkServer::start(&python, &TRAINER_MODULES);
+    let job_dir = JobDirectory::new();
+    let path = |name: String| -> PathBuf { job_dir.path(&name) };
     let made: Vec<Value> = SOURCES
         .iter()
         .map(|(name, source)| {
-            let mut case = case(name, source, source.stage);
+            let mut case = create_case(name, source, source.stage);
             case["dir"] = json!(path((*name).to_owned()));
             case["ref"] = json!(path(format!("{name}.pt")));
             case
@@ -171,13 +180,13 @@ fn deepspeed_resumes_from_converted_checkpoints() {
     for world in [2, 3] {
         let pairs = SOURCES.iter().zip(&made).filter(|((_, source), _)| source.world == world);
         let made: Vec<Value> = pairs.map(|(_, case)| case.clone()).collect();
-        for result in run_cases(&python, &place, "make", world, &made) {
+        for result in run_cases(&python, &job_dir, "make", world, &made) {
             assert!(result["wrong"].is_null(), "{result}");
         }
     }
     for world in [1, 2, 4] {
         let mut cases = Vec::new();
-        for &(from, stage, _, universal, sub_group_size) in TARGETS.iter().filter(|t| t.2 == world) {
+        for &(from, stage, _, universal, sub_group_size) in CONVERSIONS.iter().filter(|t| t.2 == world) {
             let source = &SOURCES.iter().find(|(n, _)| *n == from).unwrap().1;
             let name = format!("{from}-to-{stage}-{world}-{universal}");
             let (dir, world) = (path(name.clone()), world.to_string());
@@ -186,18 +195,18 @@ fn deepspeed_resumes_from_converted_checkpoints() {
                 false => vec!["--to".into(), "deepspeed".into(), "--stage".into(), stage.to_string()],
             };
             arguments.extend(["--world".into(), world]);
-            let mut case = case(&name, source, stage);
+            let mut case = create_case(&name, source, stage);
             if sub_group_size > 0 {
                 arguments.extend(["--sub-group-size".into(), sub_group_size.to_string()]);
                 case["sub_group_size"] = sub_group_size.into();
             }
-            convert(&path(from.to_owned()), &dir, &arguments);
+            convert_checkpoint(&path(from.to_owned()), &dir, &arguments);
             case["dir"] = json!(dir);
             case["ref"] = json!(path(format!("{from}.pt")));
             case["universal"] = universal.into();
             cases.push(case);
         }
-        for (case, result) in cases.iter().zip(run_cases(&python, &place, "check", world, &cases)) {
+        for (case, result) in cases.iter().zip(run_cases(&python, &job_dir, "check", world, &cases)) {
             assert_eq!(result["wrong"], json!([]), "{result}");
             let tolerance = if case["dtype"] == "fp32" { 1e-5 } else { 1e-3 };
             assert!(result["relative"].as_f64().unwrap() <= tolerance, "{result}");

@@ -3,17 +3,17 @@
 #![allow(clippy::unwrap_used)] // a test that panics has failed
 mod support;
 use std::fs;
-use support::{JobDirectory, files_below};
+use support::{JobDirectory, list_files_below};
 
 /// The number of fault points that each rank of a run with these settings passes.
-fn count_fault_points(place: &JobDirectory, set: &[&str], world: u32) -> Vec<u64> {
-    let counts = place.path("counts");
+fn count_fault_points(job_dir: &JobDirectory, set: &[&str], world: u32) -> Vec<u64> {
+    let counts = job_dir.path("counts");
     let mut passed = vec![0; world as usize];
     for rank in 0..world {
         _ = fs::remove_file(&counts);
-        place.delete_checkpoints();
-        let counted = place
-            .command(
+        job_dir.delete_checkpoints();
+        let counted = job_dir
+            .launch_command(
                 &[&["job.yaml", "--json"], &set.iter().flat_map(|s| ["--set", s]).collect::<Vec<_>>()[..]]
                     .concat(),
             )
@@ -31,7 +31,7 @@ fn count_fault_points(place: &JobDirectory, set: &[&str], world: u32) -> Vec<u64
 
 /// Kills each of `ranks` at each of its fault points, and resumes.
 fn kill_at_every_fault_point(world: u32, set: &[&str], ranks: &[u32]) {
-    let place = JobDirectory::new();
+    let job_dir = JobDirectory::new();
     let workers = format!("cluster.workers_per_host={world}");
     let set: Vec<&str> =
         [&workers, "train.steps=4", "train.batch.global=4", "checkpoint.every=2", "checkpoint.keep=1"]
@@ -39,26 +39,28 @@ fn kill_at_every_fault_point(world: u32, set: &[&str], ranks: &[u32]) {
             .map(|s| s as &str)
             .chain(set.iter().copied())
             .collect();
-    let whole = place.run(&set).succeeded().losses();
-    let passed = count_fault_points(&place, &set, world);
+    let whole = job_dir.run(&set).expect_success().collect_losses();
+    let passed = count_fault_points(&job_dir, &set, world);
     for &rank in ranks {
         assert!(passed[rank as usize] > 8, "rank {rank} passed only {} fault points", passed[rank as usize]);
         for n in 1..=passed[rank as usize] {
-            place.delete_checkpoints();
-            let killed = place.run_with(&set, "LAUNCH_FAULT", &format!("{rank}:{n}"));
+            job_dir.delete_checkpoints();
+            let killed = job_dir.run_with_env(&set, "LAUNCH_FAULT", &format!("{rank}:{n}"));
             assert_eq!(killed.code, 1, "world {world}, rank {rank}, point {n}: {}", killed.stderr);
-            assert_eq!(killed.failure()["reason"]["name"], "SIGKILL", "{}", killed.failure_message());
-            let next = place.run(&set).succeeded();
-            let done = next.named("resume").first().map_or(0, |r| r["step"].as_u64().unwrap() as usize);
+            assert_eq!(killed.expect_failure()["reason"]["name"], "SIGKILL", "{}", killed.failure_message());
+            let next = job_dir.run(&set).expect_success();
+            let done =
+                next.events_named("resume").first().map_or(0, |r| r["step"].as_u64().unwrap() as usize);
             assert_eq!(
-                next.losses(),
+                next.collect_losses(),
                 whole[done..],
                 "world {world}, rank {rank}, point {n}: resumed at {done}"
             );
             // a checkpoint that was reported before the kill is not lost
-            let saved = killed.named("checkpoint").last().map_or(0, |c| c["step"].as_u64().unwrap() as usize);
+            let saved =
+                killed.events_named("checkpoint").last().map_or(0, |c| c["step"].as_u64().unwrap() as usize);
             assert!(done >= saved, "checkpoint {saved} was announced, resumed at {done}");
-            let left = files_below(&place.checkpoints());
+            let left = list_files_below(&job_dir.checkpoint_dir());
             // a kill between the commit of a checkpoint and the removal of its predecessor leaves
             // both
             let known = |f: &String| {

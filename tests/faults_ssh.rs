@@ -16,13 +16,13 @@ use std::{
     thread,
     time::{Duration, Instant},
 };
-use support::hosts::Hosts;
+use support::simulated_hosts::SimulatedHosts;
 
 const HOSTS: [&str; 4] = ["h0", "h1", "h2", "h3"];
 /// The first, a middle and the last host.
 const POSITIONS: [usize; 3] = [0, 1, 3];
 /// The longest wait for a condition that has no separate limit.
-const LIMIT: Duration = Duration::from_secs(60);
+const WAIT_LIMIT: Duration = Duration::from_secs(60);
 
 /// The program of a rank. It fails on a signal, and leaves a grandchild in a separate session that
 /// ignores SIGTERM and keeps the output open.
@@ -98,15 +98,15 @@ impl InjectedFault {
 }
 
 /// A running job with 8 ranks on 4 hosts. It ends only when a fault is injected.
-struct Job<'a> {
-    hosts: &'a Hosts,
+struct FourHostJob<'a> {
+    hosts: &'a SimulatedHosts,
     name: String,
     dir: tempfile::TempDir,
     child: Child,
 }
 
 /// The end of a job after a fault.
-struct JobEnd {
+struct FaultOutcome {
     /// Time from the fault to the end of the controller.
     reported: Duration,
     /// Time from the fault to the end of the last process on any reachable host.
@@ -115,46 +115,46 @@ struct JobEnd {
     failure: Option<Value>,
 }
 
-impl Job<'_> {
-    fn start<'a>(hosts: &'a Hosts, name: &str) -> Job<'a> {
+impl FourHostJob<'_> {
+    fn start<'a>(hosts: &'a SimulatedHosts, name: &str) -> FourHostJob<'a> {
         let dir = tempfile::tempdir().unwrap();
         fs::create_dir(dir.path().join("home")).unwrap();
         let text = format!(
             "name: {name}\ncluster: {{hosts: [\"h[0-3]\"], workers_per_host: 2, ssh: {{config: {}}}}}\n\
              run: {{command: [/root/rank], workdir: /root, env: {{READY: /shared/{name}}}, grace_period: 3s, hang_timeout: 2s, progress_pattern: tick, logs: {{dir: '/scratch/{name}'}}}}\n",
-            hosts.config().display()
+            hosts.ssh_config_path().display()
         );
         fs::write(dir.path().join("job.yaml"), text).unwrap();
         for rank in 0..8 {
-            _ = fs::remove_file(hosts.file(&format!("shared/{name}.{rank}")));
+            _ = fs::remove_file(hosts.file_path(&format!("shared/{name}.{rank}")));
         }
-        let child = launch(&dir, &["job.yaml", "--json"]);
-        let mut job = Job { hosts, name: name.to_owned(), dir, child };
+        let child = start_controller(&dir, &["job.yaml", "--json"]);
+        let mut job = FourHostJob { hosts, name: name.to_owned(), dir, child };
         let began = Instant::now();
-        while (0..8).any(|rank| job.ready(rank).is_none()) {
-            assert!(job.child.try_wait().unwrap().is_none(), "{}", job.output());
-            assert!(began.elapsed() < LIMIT, "not all ranks started: {}", job.output());
+        while (0..8).any(|rank| job.read_rank_pid(rank).is_none()) {
+            assert!(job.child.try_wait().unwrap().is_none(), "{}", job.read_output());
+            assert!(began.elapsed() < WAIT_LIMIT, "not all ranks started: {}", job.read_output());
             thread::sleep(Duration::from_millis(20));
         }
         job
     }
 
     /// The standard output and standard error of the controller.
-    fn output(&self) -> String {
+    fn read_output(&self) -> String {
         let read = |name: &str| fs::read_to_string(self.dir.path().join(name)).unwrap_or_default();
         format!("{}{}", read("out"), read("err"))
     }
 
     /// The pid of a rank in the PID namespace of its host, once the rank has started.
-    fn ready(&self, rank: usize) -> Option<String> {
-        let text = fs::read_to_string(self.hosts.file(&format!("shared/{}.{rank}", self.name))).ok()?;
+    fn read_rank_pid(&self, rank: usize) -> Option<String> {
+        let text = fs::read_to_string(self.hosts.file_path(&format!("shared/{}.{rank}", self.name))).ok()?;
         text.ends_with('\n').then(|| text.trim().to_owned())
     }
 
     /// The pid of a rank on this machine.
-    fn rank_pid(&self, rank: usize) -> Pid {
-        let pid_on_host = self.ready(rank).unwrap();
-        let processes = self.hosts.processes(HOSTS[rank / 2]);
+    fn find_rank_pid(&self, rank: usize) -> Pid {
+        let pid_on_host = self.read_rank_pid(rank).unwrap();
+        let processes = self.hosts.list_processes(HOSTS[rank / 2]);
         let process = processes.iter().find(|(pid, _)| {
             let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
             let numbers = status.lines().find_map(|line| line.strip_prefix("NSpid:")).unwrap_or_default();
@@ -164,15 +164,15 @@ impl Job<'_> {
     }
 
     /// The pid of a host's agent on this machine.
-    fn agent_pid(&self, host: usize) -> Pid {
-        let status = fs::read_to_string(format!("/proc/{}/status", self.rank_pid(host * 2))).unwrap();
+    fn find_agent_pid(&self, host: usize) -> Pid {
+        let status = fs::read_to_string(format!("/proc/{}/status", self.find_rank_pid(host * 2))).unwrap();
         let parent = status.lines().find_map(|line| line.strip_prefix("PPid:")).unwrap();
         Pid::from_raw(parent.trim().parse().unwrap())
     }
 
     /// Waits for the end of the controller and of all processes on the hosts other than
     /// `unreachable`.
-    fn wait_end(mut self, since: Instant, unreachable: Option<usize>) -> JobEnd {
+    fn wait_for_end(mut self, since: Instant, unreachable: Option<usize>) -> FaultOutcome {
         let mut reported = None;
         let mut cleaned = None;
         let mut status = None;
@@ -183,19 +183,19 @@ impl Job<'_> {
                 (reported, status) = (Some(since.elapsed()), Some(ended));
             }
             let reachable = (0..4).filter(|host| Some(*host) != unreachable);
-            let left: Vec<_> = reachable.flat_map(|host| job_processes(self.hosts, host)).collect();
+            let left: Vec<_> = reachable.flat_map(|host| list_job_processes(self.hosts, host)).collect();
             match left.is_empty() {
                 true => cleaned = cleaned.or(Some(since.elapsed())),
                 false => cleaned = None,
             }
-            assert!(since.elapsed() < LIMIT, "processes are left: {left:?}\n{}", self.output());
+            assert!(since.elapsed() < WAIT_LIMIT, "processes are left: {left:?}\n{}", self.read_output());
             thread::sleep(Duration::from_millis(10));
         }
         let out = fs::read_to_string(self.dir.path().join("out")).unwrap();
         let mut failures: Vec<Value> = out.lines().filter_map(|l| serde_json::from_str(l).ok()).collect();
         failures.retain(|e| e["event"] == "failure");
         assert!(failures.len() <= 1, "one root cause: {failures:?}");
-        JobEnd {
+        FaultOutcome {
             reported: reported.unwrap(),
             cleaned: cleaned.unwrap(),
             code: status.unwrap().code(),
@@ -204,14 +204,14 @@ impl Job<'_> {
     }
 }
 
-impl Drop for Job<'_> {
+impl Drop for FourHostJob<'_> {
     fn drop(&mut self) {
         _ = self.child.kill();
         _ = self.child.wait();
     }
 }
 
-fn launch(dir: &tempfile::TempDir, args: &[&str]) -> Child {
+fn start_controller(dir: &tempfile::TempDir, args: &[&str]) -> Child {
     let file = |name: &str| File::create(dir.path().join(name)).unwrap();
     let mut command = Command::new(env!("CARGO_BIN_EXE_launch"));
     command.args(args).current_dir(dir.path()).env("HOME", dir.path().join("home"));
@@ -221,8 +221,8 @@ fn launch(dir: &tempfile::TempDir, args: &[&str]) -> Child {
 }
 
 /// The processes of a job on a host. The sessions of sshd are left out.
-fn job_processes(hosts: &Hosts, host: usize) -> Vec<(i32, String)> {
-    let mut processes = hosts.processes(HOSTS[host]);
+fn list_job_processes(hosts: &SimulatedHosts, host: usize) -> Vec<(i32, String)> {
+    let mut processes = hosts.list_processes(HOSTS[host]);
     processes.retain(|(_, line)| !is_sshd_session(line));
     processes
 }
@@ -232,24 +232,24 @@ fn is_sshd_session(command_line: &str) -> bool {
 }
 
 /// Starts four hosts that have the program of the ranks and the library that skews clocks.
-fn start_hosts(test: &str) -> Option<Hosts> {
-    let hosts = Hosts::start(test, 4)?;
-    let library = hosts.file("shared/skew.so");
+fn start_hosts(test: &str) -> Option<SimulatedHosts> {
+    let hosts = SimulatedHosts::start(test, 4)?;
+    let library = hosts.file_path("shared/skew.so");
     let mut cc = Command::new("cc");
     cc.args(["-shared", "-fPIC", "-O1", "-o"]).arg(library).arg(SKEW_LIBRARY);
     assert!(cc.status().unwrap().success());
     for host in HOSTS {
-        hosts.shell(host, &format!("cat > /root/rank <<'END'\n{RANK_SCRIPT}END\nchmod 755 /root/rank; echo /shared/skew.so > /etc/ld.so.preload"));
+        hosts.run_shell(host, &format!("cat > /root/rank <<'END'\n{RANK_SCRIPT}END\nchmod 755 /root/rank; echo /shared/skew.so > /etc/ld.so.preload"));
     }
     Some(hosts)
 }
 
 /// Injects a fault on a host. Returns the time of the fault, and the host if it is unreachable
 /// afterwards.
-fn inject_fault(job: &Job<'_>, fault: InjectedFault, host: usize) -> (Instant, Option<usize>) {
+fn inject_fault(job: &FourHostJob<'_>, fault: InjectedFault, host: usize) -> (Instant, Option<usize>) {
     let (hosts, name) = (job.hosts, HOSTS[host]);
     // a rank that is not the first one of its host
-    let rank = || job.rank_pid(host * 2 + 1);
+    let rank = || job.find_rank_pid(host * 2 + 1);
     let signal = |pid: Pid, signal| {
         let now = Instant::now();
         kill(pid, signal).unwrap();
@@ -257,7 +257,7 @@ fn inject_fault(job: &Job<'_>, fault: InjectedFault, host: usize) -> (Instant, O
     };
     let script = |args: &[&str], unreachable| {
         let now = Instant::now();
-        hosts.command(args);
+        hosts.run_hosts_command(args);
         (now, unreachable)
     };
     match fault {
@@ -265,22 +265,22 @@ fn inject_fault(job: &Job<'_>, fault: InjectedFault, host: usize) -> (Instant, O
         WorkerKilled => signal(rank(), Signal::SIGKILL),
         OutOfMemory => {
             let pid = rank();
-            hosts.command(&["mem", name, "300000000"]);
+            hosts.run_hosts_command(&["mem", name, "300000000"]);
             signal(pid, Signal::SIGUSR2)
         }
         DiskFull => signal(rank(), Signal::SIGHUP),
         ClockSkewed => {
             let ahead = if host == 0 { "-7200" } else { "7200" };
-            hosts.shell(
+            hosts.run_shell(
                 name,
                 &format!("echo {ahead} > /scratch/.skew; mv /scratch/.skew /scratch/skew; date >&2"),
             );
             signal(rank(), Signal::SIGUSR1)
         }
         WorkerStopped => signal(rank(), Signal::SIGSTOP),
-        AgentKilled => signal(job.agent_pid(host), Signal::SIGKILL),
+        AgentKilled => signal(job.find_agent_pid(host), Signal::SIGKILL),
         SessionKilled => {
-            let processes = hosts.processes(name);
+            let processes = hosts.list_processes(name);
             let is_session = |line: &str| line.strip_prefix("sshd: ").is_some_and(|u| u.starts_with("root"));
             let session = processes.iter().find(|(_, line)| is_session(line));
             signal(Pid::from_raw(session.unwrap_or_else(|| panic!("{processes:?}")).0), Signal::SIGKILL)
@@ -292,37 +292,37 @@ fn inject_fault(job: &Job<'_>, fault: InjectedFault, host: usize) -> (Instant, O
         Partition => script(&["blackhole", name], None),
         HostFrozen => script(&["freeze", name], Some(host)),
         SshdStopped => {
-            hosts.command(&["sshd-stop", name]);
+            hosts.run_hosts_command(&["sshd-stop", name]);
             signal(rank(), Signal::SIGUSR1)
         }
     }
 }
 
 /// Undoes a fault on a host, so that the next fault can be injected there.
-fn undo_fault(hosts: &Hosts, fault: InjectedFault, host: usize) {
+fn undo_fault(hosts: &SimulatedHosts, fault: InjectedFault, host: usize) {
     let name = HOSTS[host];
     match fault {
-        OutOfMemory => hosts.command(&["mem", name, "-1"]),
-        DiskFull => _ = hosts.shell(name, "rm -f /scratch/big"),
-        ClockSkewed => _ = hosts.shell(name, "rm -f /scratch/skew"),
+        OutOfMemory => hosts.run_hosts_command(&["mem", name, "-1"]),
+        DiskFull => _ = hosts.run_shell(name, "rm -f /scratch/big"),
+        ClockSkewed => _ = hosts.run_shell(name, "rm -f /scratch/skew"),
         HostHalted | HostCrashed => {
-            hosts.command(&["boot", name]);
+            hosts.run_hosts_command(&["boot", name]);
         }
-        CableCut => hosts.command(&["heal", name]),
-        Partition => hosts.command(&["unblackhole", name]),
-        HostFrozen => hosts.command(&["thaw", name]),
-        SshdStopped => hosts.command(&["sshd-start", name]),
+        CableCut => hosts.run_hosts_command(&["heal", name]),
+        Partition => hosts.run_hosts_command(&["unblackhole", name]),
+        HostFrozen => hosts.run_hosts_command(&["thaw", name]),
+        SshdStopped => hosts.run_hosts_command(&["sshd-start", name]),
         _ => {}
     }
 }
 
-/// Injects one fault on one host and checks the result. Returns the times of [`JobEnd`].
-fn run_case(hosts: &Hosts, fault: InjectedFault, host: usize) -> (Duration, Duration) {
+/// Injects one fault on one host and checks the result. Returns the times of [`FaultOutcome`].
+fn run_fault_case(hosts: &SimulatedHosts, fault: InjectedFault, host: usize) -> (Duration, Duration) {
     let what = format!("{fault:?} on {}", HOSTS[host]);
     let name = format!("{fault:?}-{host}").to_lowercase();
-    let job = Job::start(hosts, &name);
+    let job = FourHostJob::start(hosts, &name);
     let (since, unreachable) = inject_fault(&job, fault, host);
-    let end = job.wait_end(since, unreachable);
+    let end = job.wait_for_end(since, unreachable);
     undo_fault(hosts, fault, host);
     if fault != ControllerKilled {
         let failure = end.failure.unwrap_or_else(|| panic!("{what}: no failure event"));
@@ -349,27 +349,27 @@ fn run_case(hosts: &Hosts, fault: InjectedFault, host: usize) -> (Duration, Dura
 
 /// Waits until every host has neither processes of the job nor SSH sessions. Then checks that
 /// shared memory and temporary directories are empty.
-fn assert_nothing_left(hosts: &Hosts, what: &str) {
+fn assert_nothing_left(hosts: &SimulatedHosts, what: &str) {
     let began = Instant::now();
     loop {
-        let left: Vec<_> = HOSTS.iter().flat_map(|host| hosts.processes(host)).collect();
+        let left: Vec<_> = HOSTS.iter().flat_map(|host| hosts.list_processes(host)).collect();
         if left.is_empty() {
             break;
         }
-        assert!(began.elapsed() < LIMIT, "{what}: processes are left: {left:?}");
+        assert!(began.elapsed() < WAIT_LIMIT, "{what}: processes are left: {left:?}");
         thread::sleep(Duration::from_millis(10));
     }
     for host in HOSTS {
-        let files = hosts.shell(host, "ls -A /dev/shm /tmp; ls -A /root/.cache/launch/bin | wc -l");
+        let files = hosts.run_shell(host, "ls -A /dev/shm /tmp; ls -A /root/.cache/launch/bin | wc -l");
         assert_eq!(files, "/dev/shm:\n\n/tmp:\n1\n", "{what}: files on {host}");
     }
 }
 
 /// Injects each fault on one host. Successive faults use different hosts.
-fn run_at_one_position(test: &str, faults: &[InjectedFault], limit: Duration) {
+fn run_faults_at_one_position(test: &str, faults: &[InjectedFault], limit: Duration) {
     let Some(hosts) = start_hosts(test) else { return };
     for (i, fault) in faults.iter().enumerate() {
-        let (reported, cleaned) = run_case(&hosts, *fault, POSITIONS[i % 3]);
+        let (reported, cleaned) = run_fault_case(&hosts, *fault, POSITIONS[i % 3]);
         let times = format!("{fault:?}: reported after {reported:.2?}, cleaned up after {cleaned:.2?}");
         println!("{times}");
         assert!(reported < limit && cleaned < limit, "{times}");
@@ -379,34 +379,34 @@ fn run_at_one_position(test: &str, faults: &[InjectedFault], limit: Duration) {
 #[test]
 fn faults_of_workers_end_the_job_on_every_host_at_once() {
     let test = "faults_ssh::faults_of_workers_end_the_job_on_every_host_at_once";
-    run_at_one_position(test, &REPORTED_FAULTS[..5], Duration::from_secs(5));
+    run_faults_at_one_position(test, &REPORTED_FAULTS[..5], Duration::from_secs(5));
 }
 
 #[test]
 fn lost_connections_and_processes_of_launch_end_the_job_on_every_host_at_once() {
     let test = "faults_ssh::lost_connections_and_processes_of_launch_end_the_job_on_every_host_at_once";
-    run_at_one_position(test, &REPORTED_FAULTS[5..], Duration::from_secs(5));
+    run_faults_at_one_position(test, &REPORTED_FAULTS[5..], Duration::from_secs(5));
 }
 
 #[test]
 fn silence_ends_the_job_on_every_host_within_the_lease() {
     let test = "faults_ssh::silence_ends_the_job_on_every_host_within_the_lease";
-    run_at_one_position(test, &SILENT_FAULTS, Duration::from_secs(15));
+    run_faults_at_one_position(test, &SILENT_FAULTS, Duration::from_secs(15));
 }
 
 #[test]
 fn a_job_outlives_its_sshd() {
-    run_at_one_position("faults_ssh::a_job_outlives_its_sshd", &[SshdStopped], Duration::from_secs(5));
+    run_faults_at_one_position("faults_ssh::a_job_outlives_its_sshd", &[SshdStopped], Duration::from_secs(5));
 }
 
 #[test]
 #[ignore = "takes minutes: scripts/bench/faults"]
-fn every_fault_at_every_position() {
+fn every_fault_at_every_position_ends_the_job() {
     let Some(hosts) = start_hosts("faults_ssh::every_fault_at_every_position") else { return };
     println!("| fault | first host | middle host | last host |\n|---|---|---|---|");
     for fault in REPORTED_FAULTS.into_iter().chain(SILENT_FAULTS).chain([SshdStopped]) {
         let cells = POSITIONS.map(|host| {
-            let (reported, cleaned) = run_case(&hosts, fault, host);
+            let (reported, cleaned) = run_fault_case(&hosts, fault, host);
             format!("{:.2} / {:.2}", reported.as_secs_f64(), cleaned.as_secs_f64())
         });
         println!("| {fault:?} | {} |", cells.join(" | "));

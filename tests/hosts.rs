@@ -33,24 +33,24 @@ use std::{
     thread,
     time::{Duration, Instant},
 };
-use support::{JobDirectory, TINY};
+use support::{JobDirectory, TINY_JOB};
 
 /// Step, loss and gradient norm of each step, with floats as bits.
-type Losses = Vec<(u64, u64, u64)>;
+type StepLosses = Vec<(u64, u64, u64)>;
 
 /// A worker that has ended.
 struct EndedWorker {
     exit_code: Option<i32>,
     /// The final report of a worker that failed.
-    fatal: Option<(WorkerExit, Diagnostic)>,
+    final_report: Option<(WorkerExit, Diagnostic)>,
     ended_at: Instant,
 }
 
 impl EndedWorker {
     /// The error of a worker that failed.
     #[track_caller]
-    fn error(&self) -> &Diagnostic {
-        &self.fatal.as_ref().expect("a final report").1
+    fn expect_error(&self) -> &Diagnostic {
+        &self.final_report.as_ref().expect("a final report").1
     }
 }
 
@@ -64,26 +64,26 @@ impl Drop for WorkerProcess {
     }
 }
 
-/// Runs the job of `place` with rank r on host `hosts[r]`. `edit_job` changes the job of each host,
-/// and `on_step(pids, step)` is called for every step that rank 0 reports. Returns the losses and
-/// how each rank ended.
-fn run(
-    place: &JobDirectory,
+/// Runs the job of `job_dir` with rank r on host `hosts[r]`. `edit_job` changes the job of each
+/// host, and `on_step(pids, step)` is called for every step that rank 0 reports. Returns the losses
+/// and how each rank ended.
+fn run_workers(
+    job_dir: &JobDirectory,
     hosts: &[u32],
     edit_job: impl Fn(u32, &mut JobSpec) + Sync,
     on_step: impl Fn(&[u32], u64) + Sync,
-) -> (Losses, Vec<EndedWorker>) {
-    run_with_env(place, hosts, &[], edit_job, on_step)
+) -> (StepLosses, Vec<EndedWorker>) {
+    run_workers_with_env(job_dir, hosts, &[], edit_job, on_step)
 }
 
 /// Runs the job as [`run`] does, with additional environment variables for all workers.
-fn run_with_env(
-    place: &JobDirectory,
+fn run_workers_with_env(
+    job_dir: &JobDirectory,
     hosts: &[u32],
     variables: &[(&str, &str)],
     edit_job: impl Fn(u32, &mut JobSpec) + Sync,
     on_step: impl Fn(&[u32], u64) + Sync,
-) -> (Losses, Vec<EndedWorker>) {
+) -> (StepLosses, Vec<EndedWorker>) {
     let world = hosts.len() as u32;
     let memory: Vec<OwnedFd> = (0..=hosts.iter().copied().max().unwrap_or(0))
         .map(|_| memfd_create("hosts-test", MFdFlags::MFD_ALLOW_SEALING).unwrap())
@@ -93,7 +93,7 @@ fn run_with_env(
     for (rank, host) in hosts.iter().enumerate() {
         let (ours, theirs) = UnixStream::pair().unwrap();
         fcntl(&theirs, FcntlArg::F_SETFD(FdFlag::empty())).unwrap();
-        let log = File::create(place.path(&format!("rank-{rank}.log"))).unwrap();
+        let log = File::create(job_dir.path(&format!("rank-{rank}.log"))).unwrap();
         let child = Command::new(std::env!("CARGO_BIN_EXE_launch"))
             .arg("worker")
             .env(env::LAUNCH_CONTROL_FD, theirs.as_raw_fd().to_string())
@@ -115,12 +115,12 @@ fn run_with_env(
         _ = writers.lock().unwrap()[rank].write_all(&frame::encode_frame(message).unwrap());
     };
     let listening: Mutex<BTreeMap<u32, Vec<SocketAddr>>> = Mutex::new(BTreeMap::new());
-    let losses = Mutex::new(Losses::new());
+    let losses = Mutex::new(StepLosses::new());
     let init_message = |rank: usize| {
         let host = hosts[rank];
-        let text = TINY.to_owned();
+        let text = TINY_JOB.to_owned();
         let (mut job, _, _) = load_job(JobSource::Text { name: "job.yaml".into(), text }, &[]).unwrap();
-        job.run.workdir = place.path("");
+        job.run.workdir = job_dir.path("");
         job.cluster.interface = InterfaceSelector::Named("127.0.0.0/8".into());
         edit_job(host, &mut job);
         let ranks_before = |r: usize| hosts[..r].iter().filter(|h| **h == host).count() as u32;
@@ -133,14 +133,14 @@ fn run_with_env(
             threads: 1,
             attempt: 4,
             run: "hosts-test".into(),
-            run_dir: place.path(""),
-            workdir: place.path(""),
+            run_dir: job_dir.path(""),
+            workdir: job_dir.path(""),
             job,
         }))
     };
     let serve = |rank: usize, mut connection: UnixStream| {
-        let mut fatal = None;
-        while let Some(message) = receive(&mut connection) {
+        let mut final_report = None;
+        while let Some(message) = receive_message(&mut connection) {
             match message {
                 FromWorker::Hello { .. } => send(rank, &init_message(rank)),
                 FromWorker::Listening { addresses } => {
@@ -160,11 +160,11 @@ fn run_with_env(
                     losses.lock().unwrap().push((step, loss.to_bits(), grad_norm.to_bits()));
                     on_step(&pids, step);
                 }
-                FromWorker::Fatal { exit, diagnostic } => fatal = Some((exit, diagnostic)),
+                FromWorker::Fatal { exit, diagnostic } => final_report = Some((exit, diagnostic)),
                 FromWorker::Event(_) | FromWorker::Progress { .. } => {}
             }
         }
-        fatal
+        final_report
     };
     let ended = thread::scope(|s| {
         let serve = &serve;
@@ -174,9 +174,9 @@ fn run_with_env(
             .enumerate()
             .map(|(rank, (connection, mut worker))| {
                 s.spawn(move || {
-                    let fatal = serve(rank, connection);
+                    let final_report = serve(rank, connection);
                     let exit_code = worker.0.wait().unwrap().code();
-                    EndedWorker { exit_code, fatal, ended_at: Instant::now() }
+                    EndedWorker { exit_code, final_report, ended_at: Instant::now() }
                 })
             })
             .collect();
@@ -187,7 +187,7 @@ fn run_with_env(
 
 /// Waits for the next message of a worker. Returns `None` when the worker has closed the
 /// connection.
-fn receive(connection: &mut UnixStream) -> Option<FromWorker> {
+fn receive_message(connection: &mut UnixStream) -> Option<FromWorker> {
     let mut header = [0; frame::HEADER_BYTES];
     connection.read_exact(&mut header).ok()?;
     let mut body = vec![0; frame::decode_body_length(header).unwrap() as usize];
@@ -197,17 +197,18 @@ fn receive(connection: &mut UnixStream) -> Option<FromWorker> {
 
 #[test]
 fn losses_on_several_hosts_are_bit_equal_to_those_on_one() {
-    let place = JobDirectory::new();
-    let expected = place.run(&["cluster.workers_per_host=4", "resume.from=never"]).succeeded().losses();
+    let job_dir = JobDirectory::new();
+    let expected =
+        job_dir.run(&["cluster.workers_per_host=4", "resume.from=never"]).expect_success().collect_losses();
     for hosts in [&[0, 0, 1, 1][..], &[0, 1, 0]] {
-        place.delete_checkpoints();
-        let (losses, ended) = run(&place, hosts, |_, _| (), |_, _| ());
+        job_dir.delete_checkpoints();
+        let (losses, ended) = run_workers(&job_dir, hosts, |_, _| (), |_, _| ());
         assert_all_succeeded(&ended);
         assert_eq!(losses, expected, "{hosts:?}");
-        let log = std::fs::read_to_string(place.path("rank-1.log")).unwrap();
+        let log = std::fs::read_to_string(job_dir.path("rank-1.log")).unwrap();
         let filters = [(r"127\.0\.0\.1:\d+", "127.0.0.1:[PORT]")];
         support::assert_snapshot(
-            &place.path(""),
+            &job_dir.path(""),
             &format!("log_of_rank_1_of_{}", hosts.len()),
             &log,
             &filters,
@@ -217,12 +218,12 @@ fn losses_on_several_hosts_are_bit_equal_to_those_on_one() {
 
 #[test]
 fn a_killed_rank_ends_all_hosts_within_a_second_and_is_reported() {
-    let place = JobDirectory::new();
+    let job_dir = JobDirectory::new();
     for victim in [0, 1, 3] {
-        place.delete_checkpoints();
+        job_dir.delete_checkpoints();
         let killed: Mutex<Option<Instant>> = Mutex::new(None);
-        let (_, ended) = run(
-            &place,
+        let (_, ended) = run_workers(
+            &job_dir,
             &[0, 0, 1, 1],
             |_, job| {
                 if let Some(train) = &mut job.train {
@@ -238,7 +239,7 @@ fn a_killed_rank_ends_all_hosts_within_a_second_and_is_reported() {
         );
         let killed = killed.into_inner().unwrap().unwrap();
         for (rank, e) in ended.iter().enumerate().filter(|(rank, _)| *rank != victim) {
-            let (exit, error) = e.fatal.as_ref().unwrap();
+            let (exit, error) = e.final_report.as_ref().unwrap();
             assert_eq!(
                 (*exit, e.exit_code),
                 (WorkerExit::Aborted, Some(WorkerExit::Aborted.exit_code().into()))
@@ -257,42 +258,42 @@ fn use_host_local_storage(host: u32, job: &mut JobSpec) {
     job.checkpoint.r#async = false;
 }
 
-fn remove_host_local_checkpoints(place: &JobDirectory) {
+fn remove_host_local_checkpoints(job_dir: &JobDirectory) {
     for host in 0..3 {
-        _ = std::fs::remove_dir_all(place.path(&format!("checkpoints-{host}")));
+        _ = std::fs::remove_dir_all(job_dir.path(&format!("checkpoints-{host}")));
     }
 }
 
 #[track_caller]
 fn assert_all_succeeded(ended: &[EndedWorker]) {
-    let ends: Vec<_> = ended.iter().map(|e| (e.exit_code, &e.fatal)).collect();
+    let ends: Vec<_> = ended.iter().map(|e| (e.exit_code, &e.final_report)).collect();
     assert!(ended.iter().all(|e| e.exit_code == Some(0)), "{ends:?}");
 }
 
 /// The error of rank 0. All ranks must have ended with `exit`.
 #[track_caller]
-fn common_error(ended: &[EndedWorker], exit: WorkerExit) -> &Diagnostic {
-    let ends: Vec<_> = ended.iter().map(|e| e.fatal.as_ref().expect("a final report")).collect();
+fn expect_common_error(ended: &[EndedWorker], exit: WorkerExit) -> &Diagnostic {
+    let ends: Vec<_> = ended.iter().map(|e| e.final_report.as_ref().expect("a final report")).collect();
     assert!(ends.iter().all(|(e, _)| *e == exit), "{ends:?}");
     &ends[0].1
 }
 
 #[test]
 fn required_shared_storage_that_hosts_do_not_share_is_an_error() {
-    let place = JobDirectory::new();
+    let job_dir = JobDirectory::new();
     let require_shared = |host: u32, job: &mut JobSpec| {
         use_host_local_storage(host, job);
         job.checkpoint.require_shared = true;
     };
-    let (losses, ended) = run(&place, &[0, 0, 1], require_shared, |_, _| ());
+    let (losses, ended) = run_workers(&job_dir, &[0, 0, 1], require_shared, |_, _| ());
     assert_eq!(losses, []);
-    common_error(&ended, WorkerExit::Cluster);
+    expect_common_error(&ended, WorkerExit::Cluster);
     for e in &ended {
-        assert_eq!(e.error().code(), codes::training::STORAGE_NOT_SHARED, "{:?}", e.error());
-        place.assert_snapshot("storage_not_shared", &diagnostic::render(e.error(), false));
+        assert_eq!(e.expect_error().code(), codes::training::STORAGE_NOT_SHARED, "{:?}", e.expect_error());
+        job_dir.assert_snapshot("storage_not_shared", &diagnostic::render(e.expect_error(), false));
     }
     for host in 0..2 {
-        let files = support::files_below(&place.path(&format!("checkpoints-{host}")));
+        let files = support::list_files_below(&job_dir.path(&format!("checkpoints-{host}")));
         assert!(files.is_empty(), "{files:?}");
     }
 }
@@ -302,10 +303,10 @@ fn required_shared_storage_that_hosts_do_not_share_is_an_error() {
 /// which wrote no shard, gathers the weights.
 #[test]
 fn host_local_shards_resume_bit_equal_with_any_assignment_of_ranks_to_hosts() {
-    let place = JobDirectory::new();
+    let job_dir = JobDirectory::new();
     let set = ["train.steps=60", "checkpoint.every=15", "resume.from=never"];
-    let expected = place.run(&set).succeeded().losses();
-    let weights = |dir: &str| std::fs::read(place.path(dir).join("weights/model.safetensors")).unwrap();
+    let expected = job_dir.run(&set).expect_success().collect_losses();
+    let weights = |dir: &str| std::fs::read(job_dir.path(dir).join("weights/model.safetensors")).unwrap();
     let (mut at, runs) = (0, [&[0, 0, 1, 1][..], &[1, 1, 0], &[0, 1, 1, 1], &[2, 0, 1]]);
     for (n, hosts) in runs.into_iter().enumerate() {
         let train_60_steps = |host: u32, job: &mut JobSpec| {
@@ -315,7 +316,7 @@ fn host_local_shards_resume_bit_equal_with_any_assignment_of_ranks_to_hosts() {
             job.train.as_mut().unwrap().steps = 60;
         };
         let last = n + 1 == runs.len();
-        let (losses, ended) = run(&place, hosts, train_60_steps, |pids, step| {
+        let (losses, ended) = run_workers(&job_dir, hosts, train_60_steps, |pids, step| {
             if !last && step == at + 20 {
                 kill(Pid::from_raw(pids[1] as i32), Signal::SIGKILL).unwrap();
             }
@@ -331,49 +332,50 @@ fn host_local_shards_resume_bit_equal_with_any_assignment_of_ranks_to_hosts() {
     }
     assert_eq!(weights("checkpoints-2"), weights("runs/tiny/checkpoints"));
     for (host, shard) in [(2, 0), (0, 1), (1, 2)] {
-        let files = support::files_below(&place.path(&format!("checkpoints-{host}/step-00000060")));
+        let files = support::list_files_below(&job_dir.path(&format!("checkpoints-{host}/step-00000060")));
         assert_eq!(files, ["manifest.json".to_string(), format!("shard-{shard:05}-of-00003.safetensors")]);
     }
-    let text =
-        |host| std::fs::read(place.path(&format!("checkpoints-{host}/step-00000060/manifest.json"))).unwrap();
+    let text = |host| {
+        std::fs::read(job_dir.path(&format!("checkpoints-{host}/step-00000060/manifest.json"))).unwrap()
+    };
     assert!(text(0) == text(1) && text(1) == text(2));
 }
 
 #[test]
 fn a_missing_host_is_reported_with_its_shard() {
-    let place = JobDirectory::new();
-    let (_, ended) = run(&place, &[0, 0, 1], use_host_local_storage, |_, _| ());
+    let job_dir = JobDirectory::new();
+    let (_, ended) = run_workers(&job_dir, &[0, 0, 1], use_host_local_storage, |_, _| ());
     assert_all_succeeded(&ended);
-    let id = std::fs::read_to_string(place.path("checkpoints-1/.host")).unwrap();
+    let id = std::fs::read_to_string(job_dir.path("checkpoints-1/.host")).unwrap();
     let host_ids = [(&id[..8], "[HOST ID]"), (id.trim(), "[HOST ID]")];
     for hosts in [&[0, 2][..], &[0, 0]] {
-        let (losses, ended) = run(&place, hosts, use_host_local_storage, |_, _| ());
+        let (losses, ended) = run_workers(&job_dir, hosts, use_host_local_storage, |_, _| ());
         assert_eq!(losses, []);
-        let error = common_error(&ended, WorkerExit::Checkpoint);
+        let error = expect_common_error(&ended, WorkerExit::Checkpoint);
         assert_eq!(error.code(), codes::training::RESUME_SHARD_UNREACHABLE, "{error:?}");
         let message = diagnostic::render(error, false);
-        support::assert_snapshot(&place.path(""), "unreachable_shard", &message, &host_ids);
+        support::assert_snapshot(&job_dir.path(""), "unreachable_shard", &message, &host_ids);
     }
-    let part = place.path("checkpoints-0/step-00000020");
+    let part = job_dir.path("checkpoints-0/step-00000020");
     let part = part.to_str().unwrap();
-    let verified = place.launch(&["ckpt", "verify", part]);
-    let text = support::output_text(&verified);
+    let verified = job_dir.run_launch(&["ckpt", "verify", part]);
+    let text = support::output_to_text(&verified);
     assert_eq!(verified.status.code(), Some(0), "{text}");
-    support::assert_snapshot(&place.path(""), "partial_checkpoint", &text, &host_ids);
-    let (exit_code, error) = place.rejected(&["ckpt", "gather", part, "out"]);
+    support::assert_snapshot(&job_dir.path(""), "partial_checkpoint", &text, &host_ids);
+    let (exit_code, error) = job_dir.expect_rejection(&["ckpt", "gather", part, "out"]);
     assert_eq!((exit_code, &error["code"]), (4, &"checkpoint-shards-on-other-hosts".into()), "{error}");
     let message = error["message"].as_str().unwrap();
-    support::assert_snapshot(&place.path(""), "gather_of_a_partial_checkpoint", message, &host_ids);
+    support::assert_snapshot(&job_dir.path(""), "gather_of_a_partial_checkpoint", message, &host_ids);
 }
 
 #[test]
 fn a_kill_at_any_point_of_a_save_leaves_a_checkpoint_that_is_complete_on_all_hosts() {
-    let place = JobDirectory::new();
-    let expected = place.run(&["resume.from=never"]).succeeded().losses();
+    let job_dir = JobDirectory::new();
+    let expected = job_dir.run(&["resume.from=never"]).expect_success().collect_losses();
     let hosts = [0, 0, 1];
-    let count = place.path("points");
+    let count = job_dir.path("points");
     let counted = [(env::LAUNCH_FAULT, "2:0"), (env::LAUNCH_FAULT_COUNT, count.to_str().unwrap())];
-    let (_, ended) = run_with_env(&place, &hosts, &counted, use_host_local_storage, |_, _| ());
+    let (_, ended) = run_workers_with_env(&job_dir, &hosts, &counted, use_host_local_storage, |_, _| ());
     assert_all_succeeded(&ended);
     let points = std::fs::read_to_string(&count).unwrap();
     let line = points.lines().find_map(|l| l.strip_prefix("2 "));
@@ -382,12 +384,13 @@ fn a_kill_at_any_point_of_a_save_leaves_a_checkpoint_that_is_complete_on_all_hos
     // the directory leader of host 1, from the probe of the storage to the second save, and rank 0
     let of_leader = (1..=8).map(|i| (2, i * total / 8));
     for (rank, point) in of_leader.chain([(0, total / 2), (0, total - 1)]) {
-        remove_host_local_checkpoints(&place);
+        remove_host_local_checkpoints(&job_dir);
         let fault = format!("{rank}:{point}");
         let variables = [(env::LAUNCH_FAULT, fault.as_str())];
-        let (before, ended) = run_with_env(&place, &hosts, &variables, use_host_local_storage, |_, _| ());
+        let (before, ended) =
+            run_workers_with_env(&job_dir, &hosts, &variables, use_host_local_storage, |_, _| ());
         assert!(ended.iter().any(|e| e.exit_code != Some(0)), "{fault}");
-        let (after, ended) = run(&place, &hosts, use_host_local_storage, |_, _| ());
+        let (after, ended) = run_workers(&job_dir, &hosts, use_host_local_storage, |_, _| ());
         assert_all_succeeded(&ended);
         assert_eq!(before, expected[..before.len()], "{fault}");
         let first = after.first().map_or(20, |l| l.0 - 1) as usize;
@@ -395,7 +398,7 @@ fn a_kill_at_any_point_of_a_save_leaves_a_checkpoint_that_is_complete_on_all_hos
         assert!(before.len() <= first + 10, "{fault}: a complete checkpoint was lost; resumed at {first}");
         assert_eq!(after, expected[first..], "{fault}");
         for host in 0..2 {
-            let names: Vec<String> = std::fs::read_dir(place.path(&format!("checkpoints-{host}")))
+            let names: Vec<String> = std::fs::read_dir(job_dir.path(&format!("checkpoints-{host}")))
                 .unwrap()
                 .map(|e| e.unwrap().file_name().into_string().unwrap())
                 .filter(|n| n.starts_with('.') && n != ".host")

@@ -1,9 +1,9 @@
 //! The language rules of docs/STYLE.md and docs/GLOSSARY.md, checked on every tracked file.
 mod language {
-    pub(super) mod source;
+    pub(super) mod source_pieces;
 }
 
-use language::source::{Piece, pieces};
+use language::source_pieces::{SourcePiece, split_source};
 use regex::{Regex, RegexBuilder};
 use std::{
     collections::BTreeSet,
@@ -13,57 +13,58 @@ use std::{
 };
 
 /// Longest line of prose and of a comment, columns.
-const MAX_PROSE: usize = 100;
+const MAX_PROSE_COLUMNS: usize = 100;
 /// Longest table row, columns.
-const MAX_ROW: usize = 200;
+const MAX_TABLE_ROW_COLUMNS: usize = 200;
 /// Most findings that a failing test lists.
-const MAX_LISTED: usize = 60;
+const MAX_LISTED_FINDINGS: usize = 60;
 
 // --- the rules ----------------------------------------------------------------------------------
 
-/// A pattern that prose must not contain, and what to write instead.
+/// A pattern that prose must not contain, and what to write replacement.
 struct BannedPattern {
     pattern: Regex,
-    instead: String,
+    replacement: String,
 }
 
 /// What docs/STYLE.md and docs/GLOSSARY.md ban.
-struct Rules {
+struct LanguageRules {
     patterns: Vec<BannedPattern>,
     /// Phrases in which a pattern may match.
     allowed: Vec<String>,
     identifiers: BTreeSet<String>,
 }
 
-impl Rules {
-    fn read() -> Rules {
-        let style = read(&root().join("docs/STYLE.md"));
-        let patterns = fenced_lines(&style, "banned").map(|line| {
-            let (pattern, instead) = line.split_once("=>").unwrap_or((line, ""));
+impl LanguageRules {
+    fn read_from_docs() -> LanguageRules {
+        let style = read_text(&repository_root().join("docs/STYLE.md"));
+        let patterns = extract_fenced_lines(&style, "banned").map(|line| {
+            let (pattern, replacement) = line.split_once("=>").unwrap_or((line, ""));
             let pattern = RegexBuilder::new(pattern.trim()).case_insensitive(true).build();
             BannedPattern {
                 pattern: pattern.unwrap_or_else(|e| panic!("docs/STYLE.md: `{line}`: {e}")),
-                instead: instead.trim().to_owned(),
+                replacement: replacement.trim().to_owned(),
             }
         });
-        let words = fenced_lines(&style, "identifiers").flat_map(str::split_whitespace);
+        let words = extract_fenced_lines(&style, "identifiers").flat_map(str::split_whitespace);
         let mut identifiers: BTreeSet<String> = words.map(str::to_owned).collect();
-        identifiers.extend(replaced_identifiers(&read(&root().join("docs/GLOSSARY.md"))));
-        Rules {
+        identifiers
+            .extend(extract_replaced_identifiers(&read_text(&repository_root().join("docs/GLOSSARY.md"))));
+        LanguageRules {
             patterns: patterns.collect(),
-            allowed: fenced_lines(&style, "allowed").map(str::to_lowercase).collect(),
+            allowed: extract_fenced_lines(&style, "allowed").map(str::to_lowercase).collect(),
             identifiers,
         }
     }
 
-    /// The first banned match in `text`, with what to write instead.
-    fn violation<'t>(&self, text: &'t str) -> Option<(&'t str, &str)> {
+    /// The first banned match in `text`, with what to write replacement.
+    fn find_violation<'t>(&self, text: &'t str) -> Option<(&'t str, &str)> {
         let cleaned = blank_code_spans(text);
         for banned in &self.patterns {
             for found in banned.pattern.find_iter(&cleaned) {
-                let around = surroundings(&cleaned, found.start(), found.end());
+                let around = extract_surroundings(&cleaned, found.start(), found.end());
                 if !self.allowed.iter().any(|phrase| around.contains(phrase.as_str())) {
-                    return Some((&text[found.range()], &banned.instead));
+                    return Some((&text[found.range()], &banned.replacement));
                 }
             }
         }
@@ -72,14 +73,14 @@ impl Rules {
 }
 
 /// The non-empty lines of the fenced block that starts with "```NAME".
-fn fenced_lines<'t>(text: &'t str, name: &str) -> impl Iterator<Item = &'t str> {
+fn extract_fenced_lines<'t>(text: &'t str, name: &str) -> impl Iterator<Item = &'t str> {
     let fence = format!("```{name}");
     let block = text.lines().skip_while(move |line| *line != fence).skip(1);
     block.take_while(|line| !line.starts_with("```")).map(str::trim).filter(|line| !line.is_empty())
 }
 
 /// The words in backticks in the last column of the glossary's tables.
-fn replaced_identifiers(glossary: &str) -> impl Iterator<Item = String> {
+fn extract_replaced_identifiers(glossary: &str) -> impl Iterator<Item = String> {
     let rows = glossary.lines().filter(|line| line.starts_with('|') && !line.starts_with("|---"));
     let last = rows.filter_map(|row| row.trim_end_matches(['|', ' ']).rsplit('|').next());
     let words = last.flat_map(|cell| cell.split('`').skip(1).step_by(2));
@@ -107,7 +108,7 @@ fn blank_code_spans(text: &str) -> String {
 }
 
 /// The match with 20 bytes on both sides, in lower case.
-fn surroundings(text: &str, start: usize, end: usize) -> String {
+fn extract_surroundings(text: &str, start: usize, end: usize) -> String {
     let mut from = start.saturating_sub(20);
     let mut to = (end + 20).min(text.len());
     while !text.is_char_boundary(from) {
@@ -123,81 +124,87 @@ fn surroundings(text: &str, start: usize, end: usize) -> String {
 
 #[test]
 fn prose_uses_no_banned_word() {
-    let rules = Rules::read();
+    let rules = LanguageRules::read_from_docs();
     let mut findings = Vec::new();
-    for file in tracked(&["md"]) {
+    for file in list_product_files(&["md"]) {
         // these two list the words
         if ["docs/STYLE.md", "docs/GLOSSARY.md"].contains(&file.as_str()) {
             continue;
         }
         let mut in_code = false;
-        for (number, line) in read(&root().join(&file)).lines().enumerate() {
+        for (number, line) in read_text(&repository_root().join(&file)).lines().enumerate() {
             in_code ^= line.trim_start().starts_with("```");
-            if !in_code && let Some((word, instead)) = rules.violation(line) {
-                findings.push(format!("{file}:{}: `{word}` (write: {instead})", number + 1));
+            if !in_code && let Some((word, replacement)) = rules.find_violation(line) {
+                findings.push(format!("{file}:{}: `{word}` (write: {replacement})", number + 1));
             }
         }
     }
-    fail_on(&findings, "banned words in documents");
+    assert_no_findings(&findings, "banned words in documents");
 }
 
 #[test]
 fn sources_use_no_banned_word() {
-    let rules = Rules::read();
+    let rules = LanguageRules::read_from_docs();
     let mut findings = Vec::new();
-    for (file, text) in rust_sources() {
-        for piece in pieces(&text) {
+    for (file, text) in read_rust_sources() {
+        for piece in split_source(&text) {
             let (line, text) = match &piece {
-                Piece::Comment { line, text } | Piece::Text { line, text } => (line, text),
-                Piece::Code { .. } => continue,
+                SourcePiece::Comment { line, text } | SourcePiece::StringLiteral { line, text } => {
+                    (line, text)
+                }
+                SourcePiece::Code { .. } => continue,
             };
-            if let Some((word, instead)) = rules.violation(text) {
-                findings.push(format!("{file}:{line}: `{word}` (write: {instead})"));
+            if let Some((word, replacement)) = rules.find_violation(text) {
+                findings.push(format!("{file}:{line}: `{word}` (write: {replacement})"));
             }
         }
     }
-    for file in scripts() {
-        for (number, line) in read(&root().join(&file)).lines().enumerate() {
+    for file in list_scripts() {
+        for (number, line) in read_text(&repository_root().join(&file)).lines().enumerate() {
             let comment = line.trim_start();
             let prose = ["#", "//", "*", "\"\"\""].iter().any(|start| comment.starts_with(start));
-            if prose && let Some((word, instead)) = rules.violation(comment) {
-                findings.push(format!("{file}:{}: `{word}` (write: {instead})", number + 1));
+            if prose && let Some((word, replacement)) = rules.find_violation(comment) {
+                findings.push(format!("{file}:{}: `{word}` (write: {replacement})", number + 1));
             }
         }
     }
-    fail_on(&findings, "banned words in comments and messages");
+    assert_no_findings(&findings, "banned words in comments and messages");
 }
 
 #[test]
 fn no_name_is_one_that_the_glossary_replaces() {
-    let rules = Rules::read();
+    let rules = LanguageRules::read_from_docs();
     let mut findings = Vec::new();
-    for (file, text) in rust_sources() {
+    for (file, text) in read_rust_sources() {
         let stem = Path::new(&file).file_stem().unwrap_or_default().to_string_lossy().into_owned();
         if rules.identifiers.contains(&stem) {
             findings.push(format!("{file}: a file of this name"));
         }
-        for piece in pieces(&text) {
-            let Piece::Code { line, text } = piece else { continue };
-            for name in defined_names(&text) {
+        for piece in split_source(&text) {
+            let SourcePiece::Code { line, text } = piece else { continue };
+            for name in find_defined_names(&text) {
                 if rules.identifiers.contains(name) {
                     findings.push(format!("{file}:{line}: `{name}`"));
                 }
             }
         }
     }
-    fail_on(&findings, "names that docs/GLOSSARY.md or docs/STYLE.md replaces");
+    assert_no_findings(&findings, "names that docs/GLOSSARY.md or docs/STYLE.md replaces");
 }
 
 #[test]
 fn lines_fit_the_page() {
     let mut findings = Vec::new();
-    for file in tracked(&["md"]) {
+    for file in list_product_files(&["md"]) {
         let mut in_code = false;
-        for (number, line) in read(&root().join(&file)).lines().enumerate() {
+        for (number, line) in read_text(&repository_root().join(&file)).lines().enumerate() {
             in_code ^= line.trim_start().starts_with("```");
             let row = line.starts_with('|');
-            let max = if row || in_code || line.starts_with("    ") { MAX_ROW } else { MAX_PROSE };
+            let max = if row || in_code || line.starts_with("    ") {
+                MAX_TABLE_ROW_COLUMNS
+            } else {
+                MAX_PROSE_COLUMNS
+            };
             let width = line.chars().count();
             let link = line.contains("](") && line.split_whitespace().count() <= 3;
             if width > max && !link {
@@ -205,10 +212,10 @@ fn lines_fit_the_page() {
             }
         }
     }
-    for (file, text) in rust_sources() {
+    for (file, text) in read_rust_sources() {
         for (number, line) in text.lines().enumerate() {
             let width = line.chars().count();
-            if line.trim_start().starts_with("//") && width > MAX_PROSE && line.contains(' ') {
+            if line.trim_start().starts_with("//") && width > MAX_PROSE_COLUMNS && line.contains(' ') {
                 let unbreakable = line.split_whitespace().any(|word| word.chars().count() > 60);
                 if !unbreakable {
                     findings.push(format!("{file}:{}: {width} columns", number + 1));
@@ -216,7 +223,7 @@ fn lines_fit_the_page() {
             }
         }
     }
-    fail_on(&findings, "lines that are too long (`scripts/wrap FILE` wraps them)");
+    assert_no_findings(&findings, "lines that are too long (`scripts/wrap FILE` wraps them)");
 }
 
 /// An error is a value with a code: a text is none, and no decision depends on one.
@@ -225,7 +232,7 @@ fn errors_are_typed() {
     let string_error =
         Regex::new(r"Result<[^;{}]*,\s*(String|&'static str|&str)>").expect("a valid expression");
     let mut findings = Vec::new();
-    for (file, text) in rust_sources() {
+    for (file, text) in read_rust_sources() {
         if file.contains("/tests/") || file.starts_with("tests/") || file.starts_with("fuzz/") {
             continue;
         }
@@ -236,14 +243,14 @@ fn errors_are_typed() {
             }
         }
     }
-    fail_on(&findings, "errors that are texts");
+    assert_no_findings(&findings, "errors that are texts");
 }
 
 /// Every code that diagnostic/src/codes/ declares is reported somewhere.
 #[test]
 fn every_code_is_used() {
     let declared = Regex::new(r"(?m)^    ([A-Z][A-Z0-9_]+): \w+ = ").expect("a valid expression");
-    let sources: Vec<_> = rust_sources().collect();
+    let sources: Vec<_> = read_rust_sources().collect();
     let mut findings = Vec::new();
     for (file, text) in sources.iter().filter(|(file, _)| file.starts_with("diagnostic/src/codes/")) {
         for name in declared.captures_iter(text).map(|c| c.get(1).expect("a group").as_str()) {
@@ -254,38 +261,38 @@ fn every_code_is_used() {
             }
         }
     }
-    fail_on(&findings, "codes without a use");
+    assert_no_findings(&findings, "codes without a use");
 }
 
 #[test]
 fn the_checker_sees_words_names_and_code_spans() {
-    let rules = Rules::read();
-    let word = |text: &str| rules.violation(text).map(|(word, _)| word.to_owned());
+    let rules = LanguageRules::read_from_docs();
+    let word = |text: &str| rules.find_violation(text).map(|(word, _)| word.to_owned());
     assert_eq!(word("the run goes on from step 4").as_deref(), Some("goes on"));
     assert_eq!(word("the shard is stored on node-1"), None);
     assert_eq!(word("the key `beside` is quoted"), None);
     assert_eq!(word("connect: Connection refused (os error 111)"), None);
     let names = "pub(crate) fn of(x: Said) { let mut there = all(1); for own in x { f(|said| 1) } }";
-    assert_eq!(defined_names(names).collect::<Vec<_>>(), ["of", "x", "there", "own"]);
+    assert_eq!(find_defined_names(names).collect::<Vec<_>>(), ["of", "x", "there", "own"]);
     let text = "let a = \"// no comment\"; // a comment\nlet c = '\"'; /* b */ r#\"raw\"#";
-    let prose: Vec<_> = pieces(text)
+    let prose: Vec<_> = split_source(text)
         .into_iter()
         .filter_map(|piece| match piece {
-            Piece::Comment { text, .. } => Some(format!("comment{text}")),
-            Piece::Text { text, .. } => Some(format!("text {text}")),
-            Piece::Code { .. } => None,
+            SourcePiece::Comment { text, .. } => Some(format!("comment{text}")),
+            SourcePiece::StringLiteral { text, .. } => Some(format!("text {text}")),
+            SourcePiece::Code { .. } => None,
         })
         .collect();
     assert_eq!(prose, ["text // no comment", "comment a comment", "comment b ", "text raw"]);
 }
 
-fn fail_on(findings: &[String], what: &str) {
-    let listed = findings.iter().take(MAX_LISTED).cloned().collect::<Vec<_>>().join("\n");
+fn assert_no_findings(findings: &[String], what: &str) {
+    let listed = findings.iter().take(MAX_LISTED_FINDINGS).cloned().collect::<Vec<_>>().join("\n");
     assert!(findings.is_empty(), "{} {what}:\n{listed}", findings.len());
 }
 
 /// The names that a stretch of code defines: types, functions, variables, fields, parameters.
-fn defined_names(code: &str) -> impl Iterator<Item = &str> {
+fn find_defined_names(code: &str) -> impl Iterator<Item = &str> {
     let keywords = ["fn", "struct", "enum", "trait", "type", "mod", "const", "static", "let", "mut", "for"];
     let word = |c: char| c.is_alphanumeric() || c == '_';
     let starts = code
@@ -304,73 +311,73 @@ fn defined_names(code: &str) -> impl Iterator<Item = &str> {
 
 // --- files --------------------------------------------------------------------------------------
 
-fn root() -> &'static Path {
+fn repository_root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
 }
 
-fn read(path: &Path) -> String {
+fn read_text(path: &Path) -> String {
     fs::read_to_string(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
 }
 
 /// Files of the product with one of these extensions, by path from the root.
-fn tracked(extensions: &[&str]) -> Vec<String> {
+fn list_product_files(extensions: &[&str]) -> Vec<String> {
     let is_wanted = |file: &str| {
         let extension = Path::new(file).extension().and_then(|e| e.to_str()).unwrap_or("");
         extensions.contains(&extension) && !file.contains("golden/")
     };
-    let mut files: Vec<String> = every_file().into_iter().filter(|f| is_wanted(f)).collect();
+    let mut files: Vec<String> = list_repository_files().into_iter().filter(|f| is_wanted(f)).collect();
     files.sort();
     assert!(!files.is_empty(), "no {extensions:?} files: is this the repository?");
     files
 }
 
 /// Every file that git tracks or would track; without git, every file outside of `target`.
-fn every_file() -> Vec<String> {
+fn list_repository_files() -> Vec<String> {
     let listed = Command::new("git")
         .args(["ls-files", "--cached", "--others", "--exclude-standard"])
-        .current_dir(root())
+        .current_dir(repository_root())
         .output();
     match listed {
         Ok(output) if output.status.success() && !output.stdout.is_empty() => {
             let names = String::from_utf8_lossy(&output.stdout).into_owned();
-            names.lines().filter(|name| root().join(name).is_file()).map(str::to_owned).collect()
+            names.lines().filter(|name| repository_root().join(name).is_file()).map(str::to_owned).collect()
         }
         _ => {
             let mut files = Vec::new();
-            walk(root(), &mut files);
+            collect_files(repository_root(), &mut files);
             files
         }
     }
 }
 
-fn walk(directory: &Path, files: &mut Vec<String>) {
+fn collect_files(directory: &Path, files: &mut Vec<String>) {
     for entry in fs::read_dir(directory).into_iter().flatten().flatten() {
         let path: PathBuf = entry.path();
         let name = entry.file_name();
         if path.is_dir() {
             if !["target", ".git", "runs"].iter().any(|skipped| name == *skipped) {
-                walk(&path, files);
+                collect_files(&path, files);
             }
-        } else if let Ok(path) = path.strip_prefix(root()) {
+        } else if let Ok(path) = path.strip_prefix(repository_root()) {
             files.push(path.to_string_lossy().into_owned());
         }
     }
 }
 
 /// Every Rust source with its text, except this test, whose subject is the words.
-fn rust_sources() -> impl Iterator<Item = (String, String)> {
-    let files = tracked(&["rs"]).into_iter().filter(|file| !file.starts_with("tests/language"));
+fn read_rust_sources() -> impl Iterator<Item = (String, String)> {
+    let files = list_product_files(&["rs"]).into_iter().filter(|file| !file.starts_with("tests/language"));
     files.map(|file| {
-        let text = read(&root().join(&file));
+        let text = read_text(&repository_root().join(&file));
         (file, text)
     })
 }
 
 /// Scripts, kernels, configurations and test stand-ins.
-fn scripts() -> Vec<String> {
-    let mut files = tracked(&["py", "sh", "cu", "cuh", "cpp", "hpp", "c", "yaml", "toml"]);
+fn list_scripts() -> Vec<String> {
+    let mut files = list_product_files(&["py", "sh", "cu", "cuh", "cpp", "hpp", "c", "yaml", "toml"]);
     let in_scripts = |file: &String| file.starts_with("scripts/") && !file.contains('.');
-    files.extend(every_file().into_iter().filter(in_scripts));
+    files.extend(list_repository_files().into_iter().filter(in_scripts));
     files.retain(|file| !file.contains("golden/") && !file.contains("/wrong/"));
     files
 }

@@ -13,28 +13,28 @@ const EVAL_SAMPLES: usize = 8;
 #[test]
 fn peft_reads_the_adapters_of_a_job_and_a_job_those_of_peft() {
     let Some(python) =
-        support::python_with_deepspeed("peft_reads_the_adapters_of_a_job_and_a_job_those_of_peft")
+        support::find_deepspeed_python_or_skip("peft_reads_the_adapters_of_a_job_and_a_job_those_of_peft")
     else {
         return;
     };
     for (family, workers, targets) in [("llama", 2, "[q_proj, v_proj, down_proj]"), ("gpt2", 3, "all-linear")]
     {
-        let place = JobDirectory::new();
-        let path = |name: &str| place.path(name).to_string_lossy().into_owned();
-        run_script(&python, "hf_directories.py", &["make", &path("source"), family]);
-        let corpus = fs::read_to_string(place.path("corpus.txt")).unwrap();
-        fs::write(place.path("held.txt"), &corpus[corpus.len() - SEQ_LEN * EVAL_SAMPLES..]).unwrap();
+        let job_dir = JobDirectory::new();
+        let path = |name: &str| job_dir.path(name).to_string_lossy().into_owned();
+        run_oracle_script(&python, "hf_directories.py", &["make", &path("source"), family]);
+        let corpus = fs::read_to_string(job_dir.path("corpus.txt")).unwrap();
+        fs::write(job_dir.path("held.txt"), &corpus[corpus.len() - SEQ_LEN * EVAL_SAMPLES..]).unwrap();
         let lora = format!("{{rank: 4, alpha: 8, targets: {targets}}}");
-        let loss = train(&place, workers, &lora, "5e-2", 12, "checkpoints");
+        let loss = train_adapters(&job_dir, workers, &lora, "5e-2", 12, "checkpoints");
         // the run gathered its adapters at its end
-        assert!(place.path("checkpoints/weights/adapter_model.safetensors").exists());
-        gather(&place, &["checkpoints", "adapter"]);
-        gather(&place, &["checkpoints", "merged", "--merge-lora", "--dtype", "fp32"]);
+        assert!(job_dir.path("checkpoints/weights/adapter_model.safetensors").exists());
+        gather_checkpoint(&job_dir, &["checkpoints", "adapter"]);
+        gather_checkpoint(&job_dir, &["checkpoints", "merged", "--merge-lora", "--dtype", "fp32"]);
         let seq_len = SEQ_LEN.to_string();
         let arguments =
             [path("source"), path("adapter"), path("merged"), path("held.txt"), seq_len, path("again")];
         let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
-        let report = run_script(&python, "evaluate_adapters.py", &arguments);
+        let report = run_oracle_script(&python, "evaluate_adapters.py", &arguments);
         let report: Value = serde_json::from_str(report.trim()).unwrap_or_else(|e| panic!("{e}: {report}"));
         let number = |key: &str| report[key].as_f64().unwrap();
         assert_eq!(report["warnings"], Value::Array(vec![]), "{family}: {report}");
@@ -47,13 +47,13 @@ fn peft_reads_the_adapters_of_a_job_and_a_job_those_of_peft() {
         assert!(without > loss + 0.2, "{family}: loss without adapters {without}, with them {loss}");
         assert!(number("merged") <= 1e-6, "{family}: {report}");
         // the adapters that PEFT saved; the learning rate is too small to change the loss
-        let again = train(&place, 2, "{from: again}", "1e-12", 1, "second");
+        let again = train_adapters(&job_dir, 2, "{from: again}", "1e-12", 1, "second");
         assert!((again - loss).abs() <= 1e-6 * loss, "{family}: {again} from PEFT's files, {loss} before");
     }
 }
 
 /// Runs a LoRA job of `steps` steps, and returns the eval loss at its end.
-fn train(place: &JobDirectory, workers: u32, lora: &str, lr: &str, steps: u64, dir: &str) -> f64 {
+fn train_adapters(job_dir: &JobDirectory, workers: u32, lora: &str, lr: &str, steps: u64, dir: &str) -> f64 {
     let job = format!(
         "name: adapters
 cluster: {{workers_per_host: {workers}}}
@@ -68,20 +68,20 @@ train:
 checkpoint: {{dir: {dir}, every: never}}
 "
     );
-    fs::write(place.path("job.yaml"), job).unwrap();
-    let ran = place.run(&[]).succeeded();
-    let evaluations = ran.named("eval");
+    fs::write(job_dir.path("job.yaml"), job).unwrap();
+    let ran = job_dir.run(&[]).expect_success();
+    let evaluations = ran.events_named("eval");
     let at_end = evaluations.iter().find(|e| e["step"] == steps).expect("an evaluation at the end");
     at_end["loss"].as_f64().unwrap()
 }
 
-fn gather(place: &JobDirectory, arguments: &[&str]) {
-    let gathered = place.launch(&[&["ckpt", "gather"], arguments].concat());
+fn gather_checkpoint(job_dir: &JobDirectory, arguments: &[&str]) {
+    let gathered = job_dir.run_launch(&[&["ckpt", "gather"], arguments].concat());
     assert!(gathered.status.success(), "{}", String::from_utf8_lossy(&gathered.stderr));
 }
 
 /// Runs a script of scripts/oracle and returns its stdout.
-fn run_script(python: &Path, name: &str, arguments: &[&str]) -> String {
+fn run_oracle_script(python: &Path, name: &str, arguments: &[&str]) -> String {
     let scripts = Path::new(env!("CARGO_MANIFEST_DIR")).join("scripts/oracle");
     let mut command = Command::new(python);
     command.arg(scripts.join(name)).args(arguments).env("HF_HUB_OFFLINE", "1");

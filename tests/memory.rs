@@ -5,7 +5,7 @@ mod support;
 use std::fs;
 use support::JobDirectory;
 
-const JOB: &str = "\
+const DENSE_JOB: &str = "\
 name: tiny
 train:
   model: {family: llama, hidden_size: 256, intermediate_size: 688, num_hidden_layers: 8, num_attention_heads: 4, vocab_size: 2048}
@@ -16,19 +16,19 @@ checkpoint: {every: 3, async: false, gather_16bit_weights_on_model_save: false}
 ";
 
 /// Planned and measured peak of the largest rank, in bytes.
-fn planned_and_measured(place: &JobDirectory, set: &[&str]) -> (f64, f64) {
+fn plan_and_measure_peak(job_dir: &JobDirectory, set: &[&str]) -> (f64, f64) {
     let args: Vec<&str> =
         ["plan", "job.yaml", "--json"].into_iter().chain(set.iter().flat_map(|s| ["--set", s])).collect();
-    let plan: serde_json::Value = serde_json::from_slice(&place.launch(&args).stdout).expect("a plan");
+    let plan: serde_json::Value = serde_json::from_slice(&job_dir.run_launch(&args).stdout).expect("a plan");
     let totals = plan["ranks"]
         .as_array()
         .expect("ranks")
         .iter()
         .map(|r| r["memory"]["total"].as_f64().expect("bytes"));
     let planned = totals.fold(0.0, f64::max);
-    place.delete_checkpoints();
-    let ran = place.run(set).succeeded();
-    let peaks = ran.named("step").into_iter().map(|e| e["peak_rss"].as_f64().expect("bytes"));
+    job_dir.delete_checkpoints();
+    let ran = job_dir.run(set).expect_success();
+    let peaks = ran.events_named("step").into_iter().map(|e| e["peak_rss"].as_f64().expect("bytes"));
     let measured = peaks.fold(0.0, f64::max);
     println!("{set:?}: planned {planned}, measured {measured}, ratio {:.3}", planned / measured);
     (planned, measured)
@@ -36,12 +36,12 @@ fn planned_and_measured(place: &JobDirectory, set: &[&str]) -> (f64, f64) {
 
 #[test]
 fn the_plan_is_within_ten_percent_of_the_run() {
-    let place = JobDirectory::new();
-    fs::write(place.path("job.yaml"), JOB).unwrap();
+    let job_dir = JobDirectory::new();
+    fs::write(job_dir.path("job.yaml"), DENSE_JOB).unwrap();
     let mut measured_by_world = Vec::new();
     for (world, stage) in [(1, 3), (2, 0), (2, 1), (2, 2), (2, 3), (4, 3), (8, 3)] {
         let (w, s) = (format!("cluster.workers_per_host={world}"), format!("train.zero.stage={stage}"));
-        let (planned, measured) = planned_and_measured(&place, &[&w, &s]);
+        let (planned, measured) = plan_and_measure_peak(&job_dir, &[&w, &s]);
         let ratio = planned / measured;
         assert!(
             (0.9..=1.1).contains(&ratio),
@@ -62,14 +62,14 @@ fn the_plan_is_within_ten_percent_of_the_run() {
 /// With `deterministic: false` the gradients of all micro-batches are added into one buffer.
 #[test]
 fn the_plan_counts_the_gradient_buffers_of_both_reductions() {
-    let place = JobDirectory::new();
-    fs::write(place.path("job.yaml"), JOB).unwrap();
+    let job_dir = JobDirectory::new();
+    fs::write(job_dir.path("job.yaml"), DENSE_JOB).unwrap();
     let mut measured = Vec::new();
     for deterministic in [true, false] {
         for (world, stage) in [(1, 0), (2, 2)] {
             let (w, s) = (format!("cluster.workers_per_host={world}"), format!("train.zero.stage={stage}"));
             let n = format!("train.deterministic={deterministic}");
-            let (planned, peak) = planned_and_measured(&place, &[&w, &s, &n]);
+            let (planned, peak) = plan_and_measure_peak(&job_dir, &[&w, &s, &n]);
             assert!((0.9..=1.1).contains(&(planned / peak)), "{n}, {w}, {s}: {planned}, {peak}");
             measured.push(peak);
         }
@@ -80,15 +80,15 @@ fn the_plan_counts_the_gradient_buffers_of_both_reductions() {
 
 #[test]
 fn the_plan_counts_activations_and_gradients_of_experts() {
-    let place = JobDirectory::new();
+    let job_dir = JobDirectory::new();
     let dense = "{family: llama, hidden_size: 256, intermediate_size: 688, num_hidden_layers: 8,";
     let experts =
         "{family: mixtral, num_experts: 8, hidden_size: 256, intermediate_size: 344, num_hidden_layers: 4,";
-    fs::write(place.path("job.yaml"), JOB.replace(dense, experts)).unwrap();
+    fs::write(job_dir.path("job.yaml"), DENSE_JOB.replace(dense, experts)).unwrap();
     for parallel in [1, 2, 4] {
         let parallel = format!("train.experts.expert_parallel_size={parallel}");
         let set = ["cluster.workers_per_host=4", "train.batch.micro=2", &parallel];
-        let (planned, measured) = planned_and_measured(&place, &set);
+        let (planned, measured) = plan_and_measure_peak(&job_dir, &set);
         let ratio = planned / measured;
         assert!(
             (0.9..=1.1).contains(&ratio),
@@ -99,8 +99,8 @@ fn the_plan_counts_activations_and_gradients_of_experts() {
 
 #[test]
 fn the_plan_counts_the_background_copy_and_recomputation() {
-    let place = JobDirectory::new();
-    fs::write(place.path("job.yaml"), JOB).unwrap();
+    let job_dir = JobDirectory::new();
+    fs::write(job_dir.path("job.yaml"), DENSE_JOB).unwrap();
     for set in [
         &["checkpoint.async=true"][..],
         &["train.recompute=block", "train.batch.micro=4"],
@@ -114,7 +114,7 @@ fn the_plan_counts_the_background_copy_and_recomputation() {
         &["train.precision=bf16", "cluster.workers_per_host=2"],
         &["train.precision=bf16", "cluster.workers_per_host=2", "train.zero.stage=1"],
     ] {
-        let (planned, measured) = planned_and_measured(&place, set);
+        let (planned, measured) = plan_and_measure_peak(&job_dir, set);
         let ratio = planned / measured;
         assert!(
             (0.9..=1.1).contains(&ratio),

@@ -10,11 +10,11 @@ use std::{
 
 /// The lines of a job below `train:`, the key that is rejected, and the code of the mistake. The
 /// key is on the line that ends with `#!`.
-type Case = (&'static str, &'static str, &'static str);
+type MisconfiguredTrainSection = (&'static str, &'static str, &'static str);
 
-const DATA: &str = "  data: {files: [corpus.txt], seq_len: 32}\n";
+const DATA_SECTION: &str = "  data: {files: [corpus.txt], seq_len: 32}\n";
 
-const CASES: &[Case] = &[
+const REJECTED_CASES: &[MisconfiguredTrainSection] = &[
     // frozen and trained parameters
     ("  freeze: [\"*\"] #!", "train.freeze", "no-trained-parameters"),
     ("  train_only: [\"*.weight\"]\n  freeze: [\"*\"] #!", "train.freeze", "job-keys-conflict"),
@@ -122,7 +122,7 @@ const CASES: &[Case] = &[
 ];
 
 /// Cases that are warnings: the job runs.
-const WARNINGS: &[Case] = &[
+const WARNING_CASES: &[MisconfiguredTrainSection] = &[
     (
         "  steps: 10\n  schedule: {warmup_steps: 11} #!",
         "train.schedule.warmup_steps",
@@ -141,8 +141,8 @@ const WARNINGS: &[Case] = &[
     ),
 ];
 
-/// Cases that have a `data` section. The others are preceded by [`DATA`].
-const DATA_CASES: &[Case] = &[
+/// Cases that have a `data` section. The others are preceded by [`DATA_SECTION`].
+const DATA_CASES: &[MisconfiguredTrainSection] = &[
     ("  data: {files: [none.txt]} #!", "train.data.files", "data-file-missing"),
     ("  data: {files: [empty.txt]} #!", "train.data.files", "data-empty"),
     ("  data: {files: [body.jsonl]} #!", "train.data.files", "data-field-missing"),
@@ -168,17 +168,17 @@ const DATA_CASES: &[Case] = &[
 ];
 
 /// A tokenizer with five words that splits at white space.
-const FIVE: &str = r#"{"version": "1.0", "pre_tokenizer": {"type": "WhitespaceSplit"}, "model": {"type": "WordLevel",
+const FIVE_WORD_TOKENIZER: &str = r#"{"version": "1.0", "pre_tokenizer": {"type": "WhitespaceSplit"}, "model": {"type": "WordLevel",
     "vocab": {"<unk>": 0, "a": 1, "b": 2, "c": 3, "</s>": 4}, "unk_token": "<unk>"},
     "added_tokens": [{"id": 4, "content": "</s>", "single_word": false, "lstrip": false, "rstrip": false,
     "normalized": false, "special": true}]}"#;
 
 /// A directory with data files, a tokenizer, and directories of models and adapters.
-fn input_directory() -> tempfile::TempDir {
+fn create_input_directory() -> tempfile::TempDir {
     let dir = tempfile::tempdir().expect("directory");
     let path = |name: &str| dir.path().join(name);
     fs::write(path("corpus.txt"), "a b c ".repeat(2000)).expect("text");
-    fs::write(path("five.json"), FIVE).expect("tokenizer");
+    fs::write(path("five.json"), FIVE_WORD_TOKENIZER).expect("tokenizer");
     fs::write(path("empty.txt"), "").expect("text");
     fs::write(path("body.jsonl"), "{\"body\": \"a\"}\n").expect("records");
     fs::write(path("number.jsonl"), "\n{\"text\": 3}\n").expect("records");
@@ -197,7 +197,7 @@ fn input_directory() -> tempfile::TempDir {
         });
         fs::create_dir(path(name)).expect("directory");
         fs::write(path(name).join("config.json"), config.to_string()).expect("config");
-        fs::write(path(name).join("tokenizer.json"), FIVE).expect("tokenizer");
+        fs::write(path(name).join("tokenizer.json"), FIVE_WORD_TOKENIZER).expect("tokenizer");
     }
     for (name, dora) in [("adapter", false), ("dora", true)] {
         let config =
@@ -212,12 +212,12 @@ fn input_directory() -> tempfile::TempDir {
         fs::write(path(name).join("adapter_model.safetensors"), file).expect("weights");
     }
     fs::create_dir(path("bare")).expect("directory");
-    fs::write(path("bare").join("tokenizer.json"), FIVE).expect("tokenizer");
+    fs::write(path("bare").join("tokenizer.json"), FIVE_WORD_TOKENIZER).expect("tokenizer");
     dir
 }
 
 /// Runs `launch plan` for a job with this `train` section.
-fn plan(dir: &Path, train: &str, options: &[&str]) -> Output {
+fn run_plan(dir: &Path, train: &str, options: &[&str]) -> Output {
     let job = format!(
         "name: wrong\ncluster: {{hosts: local, workers_per_host: 2, devices: cpu}}\ntrain:\n{train}\n"
     );
@@ -227,19 +227,23 @@ fn plan(dir: &Path, train: &str, options: &[&str]) -> Output {
 }
 
 /// The mistakes that `launch plan` reports for a job with this `train` section.
-fn mistakes(dir: &Path, train: &str) -> Vec<Value> {
-    let output = plan(dir, train, &["--json"]);
-    let (_, error) = support::rejection(&output);
+fn collect_mistakes(dir: &Path, train: &str) -> Vec<Value> {
+    let output = run_plan(dir, train, &["--json"]);
+    let (_, error) = support::parse_rejection(&output);
     assert_eq!(output.status.code(), Some(2), "{train}: {error}");
     assert_eq!(error["code"], "job-invalid", "{train}: {error}");
-    support::details(&error).into_iter().cloned().collect()
+    support::expand_details(&error).into_iter().cloned().collect()
 }
 
 /// How the mistakes that are reported for a case differ from the expected one.
-fn difference(dir: &Path, (train, key, code): &Case, data: &str) -> Option<String> {
+fn describe_difference(
+    dir: &Path,
+    (train, key, code): &MisconfiguredTrainSection,
+    data: &str,
+) -> Option<String> {
     let text = format!("{data}{train}");
     let line = 4 + text.lines().position(|l| l.contains("#!")).expect("a marked line");
-    let reported = mistakes(dir, &text);
+    let reported = collect_mistakes(dir, &text);
     let is_expected = |mistake: &Value| {
         mistake["code"] == *code && mistake["location"]["line"] == line && mistake["subject"] == *key
     };
@@ -250,11 +254,12 @@ fn difference(dir: &Path, (train, key, code): &Case, data: &str) -> Option<Strin
 
 #[test]
 fn every_mistake_is_reported_with_its_key_line_and_code() {
-    let dir = input_directory();
-    let with_data = CASES.iter().filter_map(|case| difference(dir.path(), case, DATA));
-    let without = DATA_CASES.iter().filter_map(|case| difference(dir.path(), case, ""));
+    let dir = create_input_directory();
+    let with_data =
+        REJECTED_CASES.iter().filter_map(|case| describe_difference(dir.path(), case, DATA_SECTION));
+    let without = DATA_CASES.iter().filter_map(|case| describe_difference(dir.path(), case, ""));
     let differences: Vec<String> = with_data.chain(without).collect();
-    assert!(CASES.len() + DATA_CASES.len() >= 30);
+    assert!(REJECTED_CASES.len() + DATA_CASES.len() >= 30);
     assert!(differences.is_empty(), "{} cases:\n{}", differences.len(), differences.join("\n"));
     let entries: Vec<_> =
         fs::read_dir(dir.path()).expect("directory").map(|e| e.expect("entry").file_name()).collect();
@@ -263,11 +268,11 @@ fn every_mistake_is_reported_with_its_key_line_and_code() {
 
 #[test]
 fn keys_without_an_effect_on_results_are_warnings() {
-    let dir = input_directory();
-    for (train, key, code) in WARNINGS {
+    let dir = create_input_directory();
+    for (train, key, code) in WARNING_CASES {
         let text = format!("{DATA}{train}");
         let line = 4 + text.lines().position(|l| l.contains("#!")).expect("a marked line");
-        let output = plan(dir.path(), &text, &["--json"]);
+        let output = run_plan(dir.path(), &text, &["--json"]);
         let plan: Value = serde_json::from_slice(&output.stdout).expect("a plan");
         let warnings = plan["warnings"].as_array().expect("warnings");
         let found = warnings.iter().map(|w| (&w["code"], &w["subject"], &w["location"]["line"]));
@@ -278,11 +283,11 @@ fn keys_without_an_effect_on_results_are_warnings() {
 
 #[test]
 fn every_mistake_has_a_readable_message() {
-    let dir = input_directory();
+    let dir = create_input_directory();
     let mut messages = String::new();
-    let with_data = CASES.iter().map(|(train, ..)| format!("{DATA}{train}"));
+    let with_data = REJECTED_CASES.iter().map(|(train, ..)| format!("{DATA}{train}"));
     for train in with_data.chain(DATA_CASES.iter().map(|(train, ..)| (*train).to_owned())) {
-        let output = plan(dir.path(), &train, &[]);
+        let output = run_plan(dir.path(), &train, &[]);
         assert!(output.stdout.is_empty(), "{train}: a plan of a wrong job");
         messages += &String::from_utf8_lossy(&output.stderr);
         messages.push('\n');
@@ -292,7 +297,7 @@ fn every_mistake_has_a_readable_message() {
 
 #[test]
 fn all_mistakes_are_reported_at_once() {
-    let dir = input_directory();
+    let dir = create_input_directory();
     // mistakes that are found without the model
     let schema = "  data: {files: [corpus.txt], seq_len: 0}\n  batch: {global: 5, micro: 2}\n  optimizer: {lr: -1, name: x}\n  zero: {stage: 9}\n  model: {head_dim: 3}";
     // mistakes that are found with the names of the model's parameters
@@ -307,7 +312,7 @@ fn all_mistakes_are_reported_at_once() {
         (groups, vec![5, 5, 5]),
         (data, vec![4, 4, 5, 6]),
     ] {
-        let reported = mistakes(dir.path(), train);
+        let reported = collect_mistakes(dir.path(), train);
         let mut lines: Vec<u64> = reported.iter().filter_map(|m| m["location"]["line"].as_u64()).collect();
         lines.sort_unstable();
         assert_eq!(lines, expected, "{reported:#?}");

@@ -41,30 +41,30 @@ mod signals;
 #[path = "processes/training.rs"]
 mod training;
 
-const LAUNCH: &str = env!("CARGO_BIN_EXE_launch");
+const LAUNCH_EXECUTABLE: &str = env!("CARGO_BIN_EXE_launch");
 /// Longest wait for a process; far more than it takes.
-const LIMIT: Duration = Duration::from_secs(60);
+const WAIT_LIMIT: Duration = Duration::from_secs(60);
 
 /// A job file in a temporary directory.
-struct Job {
+struct MarkedJob {
     dir: tempfile::TempDir,
     /// The environment variable, as `NAME=VALUE`, that marks the processes of this job.
     marker: String,
 }
 
-impl Job {
+impl MarkedJob {
     /// A job whose workers run a shell script. `run`: further lines of the `run:` section.
-    fn shell(workers: u32, script: &str, run: &[&str]) -> Job {
+    fn with_shell_script(workers: u32, script: &str, run: &[&str]) -> MarkedJob {
         let command = serde_json::to_string(&["sh", "-c", script]).unwrap();
         let mut lines = vec![format!("command: {command}")];
         lines.extend(run.iter().map(|line| line.to_string()));
         let run: String = lines.iter().map(|line| format!("  {line}\n")).collect();
-        Job::new(&format!("name: test\ncluster: {{workers_per_host: {workers}}}\nrun:\n{run}"))
+        MarkedJob::new(&format!("name: test\ncluster: {{workers_per_host: {workers}}}\nrun:\n{run}"))
     }
 
     /// A job of two workers that trains a small model for `steps` steps.
-    fn training(steps: u32) -> Job {
-        let job = Job::new(&format!(
+    fn with_training(steps: u32) -> MarkedJob {
+        let job = MarkedJob::new(&format!(
             "name: test\ncluster: {{workers_per_host: 2}}\n\
              train:\n  model: {{family: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 2}}\n  \
              data: {{files: [text.txt], tokenizer: bytes, seq_len: 32}}\n  batch: {{global: 4, micro: 1}}\n  steps: {steps}\n"
@@ -73,21 +73,21 @@ impl Job {
         job
     }
 
-    fn new(yaml: &str) -> Job {
+    fn new(yaml: &str) -> MarkedJob {
         static COUNT: AtomicU32 = AtomicU32::new(0);
         let dir = tempfile::tempdir().unwrap();
         fs::write(dir.path().join("job.yaml"), yaml).unwrap();
         let count = COUNT.fetch_add(1, Ordering::Relaxed);
-        Job { dir, marker: format!("LAUNCH_TEST_MARKER={}-{count}", std::process::id()) }
+        MarkedJob { dir, marker: format!("LAUNCH_TEST_MARKER={}-{count}", std::process::id()) }
     }
 
     fn path(&self, name: &str) -> PathBuf {
         self.dir.path().join(name)
     }
 
-    fn command(&self, args: &[&str]) -> Command {
+    fn launch_command(&self, args: &[&str]) -> Command {
         let (name, value) = self.marker.split_once('=').unwrap();
-        let mut command = Command::new(LAUNCH);
+        let mut command = Command::new(LAUNCH_EXECUTABLE);
         command.arg("job.yaml").args(args).current_dir(&self.dir).env(name, value);
         command.env("XDG_STATE_HOME", self.path(".state"));
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
@@ -96,52 +96,53 @@ impl Job {
 
     /// Runs the job to its end, at which no process of it may remain.
     fn run(&self, args: &[&str]) -> EndedJob {
-        self.run_command(self.command(args))
+        self.run_command(self.launch_command(args))
     }
 
     /// Runs a command that starts the job, to the end of the job.
     fn run_command(&self, mut command: Command) -> EndedJob {
         let output = command.output().unwrap();
-        assert_eq!(self.processes(), BTreeMap::new(), "processes remain");
+        assert_eq!(self.list_processes(), BTreeMap::new(), "processes remain");
         let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
         EndedJob { status: output.status, stdout: text(output.stdout), stderr: text(output.stderr) }
     }
 
     fn start(&self, args: &[&str]) -> RunningJob<'_> {
-        let mut child = self.command(args).spawn().unwrap();
+        let mut child = self.launch_command(args).spawn().unwrap();
         let stdout = BufReader::new(child.stdout.take().unwrap());
         RunningJob { job: self, child, stdout }
     }
 
     /// The processes of this job: pid and command line.
-    fn processes(&self) -> BTreeMap<i32, String> {
+    fn list_processes(&self) -> BTreeMap<i32, String> {
         let marker = self.marker.as_bytes();
         let has_marker = |pid: &i32| {
             fs::read(format!("/proc/{pid}/environ")).is_ok_and(|e| e.split(|b| *b == 0).any(|v| v == marker))
         };
         let pids =
             fs::read_dir("/proc").unwrap().flatten().filter_map(|e| e.file_name().to_str()?.parse().ok());
-        pids.filter(has_marker).map(|pid| (pid, cmdline(pid))).collect()
+        pids.filter(has_marker).map(|pid| (pid, read_command_line(pid))).collect()
     }
 
     /// Waits until no process of this job remains.
-    fn wait_until_gone(&self) {
+    fn wait_until_no_process_remains(&self) {
         let start = Instant::now();
-        while !self.processes().is_empty() {
-            assert!(start.elapsed() < LIMIT, "processes remain: {:?}", self.processes());
+        while !self.list_processes().is_empty() {
+            assert!(start.elapsed() < WAIT_LIMIT, "processes remain: {:?}", self.list_processes());
             std::thread::yield_now();
         }
     }
 
-    /// The only process whose command line contains `part`.
+    /// Returns the only process whose command line contains `part`.
     fn find_process(&self, part: &str) -> Pid {
-        let found: Vec<_> = self.processes().into_iter().filter(|(_, line)| line.contains(part)).collect();
-        assert_eq!(found.len(), 1, "{part}: {:?}", self.processes());
+        let found: Vec<_> =
+            self.list_processes().into_iter().filter(|(_, line)| line.contains(part)).collect();
+        assert_eq!(found.len(), 1, "{part}: {:?}", self.list_processes());
         Pid::from_raw(found[0].0)
     }
 
     /// The directory of the newest run.
-    fn run_dir(&self) -> PathBuf {
+    fn find_newest_run_dir(&self) -> PathBuf {
         let mut runs: Vec<_> =
             fs::read_dir(self.path("runs/test")).unwrap().map(|e| e.unwrap().path()).collect();
         runs.retain(|p| p.join("events.jsonl").exists());
@@ -149,8 +150,8 @@ impl Job {
         runs.pop().unwrap()
     }
 
-    fn log(&self, rank: u32) -> String {
-        fs::read_to_string(self.run_dir().join(format!("logs/rank-{rank}.log"))).unwrap()
+    fn read_rank_log(&self, rank: u32) -> String {
+        fs::read_to_string(self.find_newest_run_dir().join(format!("logs/rank-{rank}.log"))).unwrap()
     }
 
     /// Compares messages with the snapshot `name` in tests/support/snapshots. What depends on the
@@ -164,7 +165,7 @@ impl Job {
 }
 
 /// The command line of a process.
-fn cmdline(pid: i32) -> String {
+fn read_command_line(pid: i32) -> String {
     let bytes = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
     String::from_utf8_lossy(&bytes).replace('\0', " ")
 }
@@ -181,16 +182,16 @@ impl EndedJob {
         self.status.code().unwrap_or_else(|| panic!("{:?}\n{}", self.status, self.stderr))
     }
 
-    fn events(&self) -> Vec<Value> {
+    fn parse_events(&self) -> Vec<Value> {
         self.stdout
             .lines()
             .map(|line| serde_json::from_str(line).unwrap_or_else(|e| panic!("{e}: {line}")))
             .collect()
     }
 
-    /// The only event of this name.
-    fn only_event(&self, name: &str) -> Value {
-        let mut found: Vec<_> = self.events().into_iter().filter(|e| e["event"] == name).collect();
+    /// Returns the only event of this name. Panics if there is no such event, or several.
+    fn expect_one_event(&self, name: &str) -> Value {
+        let mut found: Vec<_> = self.parse_events().into_iter().filter(|e| e["event"] == name).collect();
         assert_eq!(found.len(), 1, "{name}: {}", self.stdout);
         found.remove(0)
     }
@@ -198,7 +199,7 @@ impl EndedJob {
 
 /// A job whose controller is running.
 struct RunningJob<'a> {
-    job: &'a Job,
+    job: &'a MarkedJob,
     child: Child,
     stdout: BufReader<ChildStdout>,
 }
@@ -228,13 +229,13 @@ impl RunningJob<'_> {
     }
 
     /// Sends a signal to the controller.
-    fn signal(&self, signal: Signal) {
+    fn send_signal(&self, signal: Signal) {
         kill(Pid::from_raw(self.child.id() as i32), signal).unwrap();
     }
 
     /// Waits for the end of the controller. No process of the job may remain, unless a signal
     /// killed the controller.
-    fn wait(mut self) -> EndedJob {
+    fn wait_for_end(mut self) -> EndedJob {
         let mut stderr = self.child.stderr.take().unwrap();
         let stderr = std::thread::spawn(move || {
             let mut text = String::new();
@@ -244,7 +245,7 @@ impl RunningJob<'_> {
         self.stdout.read_to_string(&mut stdout).unwrap();
         let status = self.child.wait().unwrap();
         if status.signal().is_none() {
-            assert_eq!(self.job.processes(), BTreeMap::new(), "processes remain");
+            assert_eq!(self.job.list_processes(), BTreeMap::new(), "processes remain");
         }
         EndedJob { status, stdout, stderr: stderr.join().unwrap() }
     }
@@ -254,7 +255,7 @@ impl RunningJob<'_> {
 fn wait_for_file(path: &Path) {
     let start = Instant::now();
     while !path.exists() {
-        assert!(start.elapsed() < LIMIT, "{} was not created", path.display());
+        assert!(start.elapsed() < WAIT_LIMIT, "{} was not created", path.display());
         std::thread::yield_now();
     }
 }
@@ -263,7 +264,7 @@ fn wait_for_file(path: &Path) {
 
 #[test]
 fn every_rank_has_its_environment_variables() {
-    let job = Job::shell(
+    let job = MarkedJob::with_shell_script(
         3,
         "env > env.$RANK; pwd >> env.$RANK; ls -l /proc/self/fd > fd.$RANK",
         &["env: {MINE: \"a b\"}"],
@@ -291,11 +292,11 @@ fn every_rank_has_its_environment_variables() {
 fn a_worker_inherits_only_stdio_and_default_signal_handling() {
     // without close-on-exec: the controller inherits these descriptors
     let (reader, writer) = nix::unistd::pipe().unwrap();
-    let job = Job::new("name: test\nrun: {command: [ls, /proc/self/fd], logs: {prefix: false}}\n");
+    let job = MarkedJob::new("name: test\nrun: {command: [ls, /proc/self/fd], logs: {prefix: false}}\n");
     assert_eq!(job.run(&[]).stdout, "0\n1\n2\n3\n", "ls itself opens descriptor 3");
     drop((reader, writer));
     let script = "readlink /proc/self/fd/0; ulimit -Sn; exec grep -e SigIgn -e SigBlk /proc/self/status";
-    let ended = Job::shell(1, script, &["logs: {prefix: false}"]).run(&[]);
+    let ended = MarkedJob::with_shell_script(1, script, &["logs: {prefix: false}"]).run(&[]);
     let words: Vec<&str> = ended.stdout.split_whitespace().collect();
     let nothing = "0000000000000000";
     let (files, _) = nix::sys::resource::getrlimit(nix::sys::resource::Resource::RLIMIT_NOFILE).unwrap();
@@ -312,13 +313,13 @@ fn a_worker_inherits_only_stdio_and_default_signal_handling() {
 
 #[test]
 fn a_successful_job_shows_the_output_of_rank_0_and_logs_all_ranks() {
-    let job = Job::shell(2, "echo out $RANK; echo err $RANK >&2", &[]);
+    let job = MarkedJob::with_shell_script(2, "echo out $RANK; echo err $RANK >&2", &[]);
     let ended = job.run(&[]);
     assert_eq!(ended.exit_code(), 0);
     assert_eq!(ended.stdout, "[rank 0] out 0\n");
     job.assert_snapshot("successful_job", &ended.stderr);
     for rank in 0..2 {
-        let log = job.log(rank);
+        let log = job.read_rank_log(rank);
         let mut lines: Vec<_> = log.lines().collect();
         lines.sort_unstable();
         assert_eq!(lines, [format!("err {rank}"), format!("out {rank}")]);
@@ -328,41 +329,42 @@ fn a_successful_job_shows_the_output_of_rank_0_and_logs_all_ranks() {
 #[test]
 fn the_first_failure_ends_the_job_and_is_reported_once() {
     let script = "echo working $RANK; if [ $RANK = 1 ]; then echo no disk >&2; exit 3; fi; sleep 1000";
-    let job = Job::shell(3, script, &[]);
+    let job = MarkedJob::with_shell_script(3, script, &[]);
     let ended = job.run(&[]);
     assert_eq!(ended.exit_code(), 1);
     job.assert_snapshot("first_failure", &ended.stderr);
-    let job = Job::shell(3, script, &[]);
+    let job = MarkedJob::with_shell_script(3, script, &[]);
     let ended = job.run(&["--json"]);
-    let failure = ended.only_event("failure");
+    let failure = ended.expect_one_event("failure");
     let reason = json!({ "kind": "exit", "code": 3 });
     assert_eq!((&failure["rank"], &failure["reason"]), (&1.into(), &reason));
     assert_eq!(failure["tail"], json!(["working 1", "no disk"]));
-    assert_eq!(ended.only_event("done")["exit_code"], 1);
-    let journal = fs::read_to_string(job.run_dir().join("events.jsonl")).unwrap();
+    assert_eq!(ended.expect_one_event("done")["exit_code"], 1);
+    let journal = fs::read_to_string(job.find_newest_run_dir().join("events.jsonl")).unwrap();
     let untimed = |line: &str| {
         let mut event: Value = serde_json::from_str(line).unwrap();
         assert!(event.as_object_mut().unwrap().remove("time").is_some_and(|time| time.is_f64()));
         event
     };
     let journal: Vec<Value> = journal.lines().map(untimed).collect();
-    assert_eq!(journal, ended.events(), "the journal has the events that --json prints, with times");
+    assert_eq!(journal, ended.parse_events(), "the journal has the events that --json prints, with times");
 }
 
 #[test]
 fn the_signal_that_killed_a_worker_is_reported() {
     for (name, number, signal) in [("KILL", 9, "SIGKILL"), ("SEGV", 11, "SIGSEGV"), ("35", 35, "signal 35")] {
-        let job = Job::shell(2, &format!("[ $RANK = 0 ] && kill -{name} $$; sleep 1000"), &[]);
+        let job =
+            MarkedJob::with_shell_script(2, &format!("[ $RANK = 0 ] && kill -{name} $$; sleep 1000"), &[]);
         let ended = job.run(&["--json"]);
         assert_eq!(ended.exit_code(), 1);
-        let reason = ended.only_event("failure")["reason"].clone();
+        let reason = ended.expect_one_event("failure")["reason"].clone();
         assert_eq!((&reason["name"], &reason["number"]), (&signal.into(), &number.into()), "{reason}");
     }
 }
 
 #[test]
 fn a_program_that_cannot_be_started_is_reported_with_the_reason() {
-    let job = Job::new("");
+    let job = MarkedJob::new("");
     let mut messages = String::new();
     for (command, code) in [
         ("[no-such-program]", "worker-program-missing"),
@@ -372,7 +374,7 @@ fn a_program_that_cannot_be_started_is_reported_with_the_reason() {
         let yaml = format!("name: test\ncluster: {{workers_per_host: 2}}\nrun: {{command: {command}}}\n");
         fs::write(job.path("job.yaml"), yaml).unwrap();
         let ended = job.run(&["--json"]);
-        let failure = ended.only_event("failure");
+        let failure = ended.expect_one_event("failure");
         assert_eq!((ended.exit_code(), &failure["code"]), (1, &code.into()), "{failure}");
         assert_eq!(failure["reason"]["kind"], "start_failed", "{failure}");
         messages += &format!("{command}: {}\n", failure["message"].as_str().unwrap());
@@ -384,10 +386,10 @@ fn a_program_that_cannot_be_started_is_reported_with_the_reason() {
 fn a_job_may_have_many_more_workers_than_cores() {
     let cores = std::thread::available_parallelism().unwrap().get() as u32;
     let workers = 4 * cores + 1;
-    let job = Job::shell(workers, "echo $RANK > done.$RANK", &[]);
+    let job = MarkedJob::with_shell_script(workers, "echo $RANK > done.$RANK", &[]);
     let ended = job.run(&["--json"]);
     assert_eq!(ended.exit_code(), 0);
-    let message = ended.only_event("notice")["message"].as_str().unwrap().to_owned();
+    let message = ended.expect_one_event("notice")["message"].as_str().unwrap().to_owned();
     let message = message.replace(&format!("{workers} workers"), "[N] workers");
     job.assert_snapshot("more_workers_than_cores", &message.replace(&format!("{cores} CPU"), "[N] CPU"));
     assert!((0..workers).all(|rank| job.path(&format!("done.{rank}")).exists()));
@@ -395,25 +397,26 @@ fn a_job_may_have_many_more_workers_than_cores() {
 
 #[test]
 fn a_failing_job_does_not_disturb_another_job() {
-    let waiting = Job::shell(2, "echo up; until [ -e go ]; do sleep 0.01; done; echo fine", &[]);
+    let waiting =
+        MarkedJob::with_shell_script(2, "echo up; until [ -e go ]; do sleep 0.01; done; echo fine", &[]);
     let mut running = waiting.start(&[]);
     running.read_until("up");
-    let failing = Job::shell(2, "exit 1", &[]);
+    let failing = MarkedJob::with_shell_script(2, "exit 1", &[]);
     assert_eq!(failing.run(&[]).exit_code(), 1);
     fs::write(waiting.path("go"), "").unwrap();
-    let ended = running.wait();
+    let ended = running.wait_for_end();
     assert_eq!((ended.exit_code(), ended.stdout.as_str()), (0, "[rank 0] fine\n"));
 }
 
 /// Starts a job whose controller has a pseudo-terminal as stdin, stdout and stderr. Returns the
 /// other side of the terminal, too.
-fn start_on_terminal(job: &Job, args: &[&str]) -> (Child, fs::File) {
+fn start_on_terminal(job: &MarkedJob, args: &[&str]) -> (Child, fs::File) {
     let flags = OFlag::O_RDWR | OFlag::O_NOCTTY | OFlag::O_CLOEXEC;
     let terminal = posix_openpt(flags).unwrap();
     grantpt(&terminal).unwrap();
     unlockpt(&terminal).unwrap();
     let name = ptsname_r(&terminal).unwrap();
-    let mut command = job.command(args);
+    let mut command = job.launch_command(args);
     let open = || fs::OpenOptions::new().read(true).write(true).custom_flags(libc::O_NOCTTY).open(&name);
     let stdio = || Stdio::from(open().unwrap());
     command.stdin(stdio()).stdout(stdio()).stderr(stdio());
@@ -432,7 +435,7 @@ fn start_on_terminal(job: &Job, args: &[&str]) -> (Child, fs::File) {
     (child, unsafe { fs::File::from_raw_fd(terminal.into_raw_fd()) })
 }
 
-/// What programs write to a terminal until all of them have closed it.
+/// Reads what programs write to a terminal, until all of them have closed the terminal.
 fn read_terminal(mut terminal: fs::File) -> String {
     let (mut bytes, mut buffer) = (Vec::new(), [0; 4096]);
     // a closed terminal returns the error EIO

@@ -3,21 +3,22 @@
 mod support;
 use serde_json::Value;
 use std::fs;
-use support::{FinishedRun, JobDirectory, details, files_below, output_text, rejection};
+use support::{FinishedRun, JobDirectory, expand_details, list_files_below, output_to_text, parse_rejection};
 
 #[test]
 fn a_program_runs_as_workers_without_a_job_file() {
-    let place = JobDirectory::new();
+    let job_dir = JobDirectory::new();
     let script = "echo \"$RANK of $WORLD_SIZE: $1 $MASTER_PORT\" > out.$RANK";
-    let ran = place.launch(&["run", "--workers", "3", "--", "sh", "-c", script, "sh", "it's \"é\n"]);
-    assert!(ran.status.success(), "{}", output_text(&ran));
+    let ran = job_dir.run_launch(&["run", "--workers", "3", "--", "sh", "-c", script, "sh", "it's \"é\n"]);
+    assert!(ran.status.success(), "{}", output_to_text(&ran));
     for rank in 0..3 {
-        let text = fs::read_to_string(place.path(&format!("out.{rank}"))).unwrap();
+        let text = fs::read_to_string(job_dir.path(&format!("out.{rank}"))).unwrap();
         assert!(text.starts_with(&format!("{rank} of 3: it's \"é\n ")), "{text}");
     }
-    let failed = FinishedRun::from_output(&place.launch(&["run", "--json", "--", "sh", "-c", "exit 7"]));
+    let failed =
+        FinishedRun::from_output(&job_dir.run_launch(&["run", "--json", "--", "sh", "-c", "exit 7"]));
     assert_eq!((failed.code, failed.failure_code()), (1, "worker-exited"));
-    assert_eq!(failed.failure()["reason"]["code"], 7);
+    assert_eq!(failed.expect_failure()["reason"]["code"], 7);
 }
 
 const JOB: &str = "\
@@ -30,10 +31,10 @@ run:
 #[test]
 fn secrets_reach_the_workers_and_nothing_else() {
     let (token, key) = ("sesame-e7c1", "swordfish-09aa");
-    let place = JobDirectory::new();
-    fs::write(place.path("job.yaml"), JOB).unwrap();
-    fs::write(place.path("token.txt"), format!("{token}\n")).unwrap();
-    let launch = |args: &[&str]| place.command(args).env("LAUNCH_TEST_KEY", key).output().unwrap();
+    let job_dir = JobDirectory::new();
+    fs::write(job_dir.path("job.yaml"), JOB).unwrap();
+    fs::write(job_dir.path("token.txt"), format!("{token}\n")).unwrap();
+    let launch = |args: &[&str]| job_dir.launch_command(args).env("LAUNCH_TEST_KEY", key).output().unwrap();
     for args in [
         &["job.yaml"][..],
         &["job.yaml", "--json"],
@@ -41,13 +42,13 @@ fn secrets_reach_the_workers_and_nothing_else() {
         &["job.yaml", "--dry-run", "--json"],
         &["plan", "job.yaml", "--json"],
     ] {
-        let text = output_text(&launch(args));
+        let text = output_to_text(&launch(args));
         assert!(!text.contains(token) && !text.contains(key), "{args:?}: {text}");
         assert!(text.contains("secrets"), "{args:?}: {text}");
     }
-    assert_eq!(fs::read_to_string(place.path("got")).unwrap(), format!("{token} and {key}\n"));
-    for file in files_below(&place.path("")) {
-        let bytes = fs::read(place.path(&file)).unwrap();
+    assert_eq!(fs::read_to_string(job_dir.path("got")).unwrap(), format!("{token} and {key}\n"));
+    for file in list_files_below(&job_dir.path("")) {
+        let bytes = fs::read(job_dir.path(&file)).unwrap();
         let found =
             String::from_utf8_lossy(&bytes).contains(token) || String::from_utf8_lossy(&bytes).contains(key);
         assert_eq!(found, file == "got" || file == "token.txt" && found, "{file}");
@@ -56,16 +57,16 @@ fn secrets_reach_the_workers_and_nothing_else() {
 
 #[test]
 fn a_missing_secret_is_named_before_anything_starts() {
-    let place = JobDirectory::new();
-    fs::write(place.path("job.yaml"), JOB).unwrap();
-    let launch = |args: &[&str]| place.command(args).env_remove("LAUNCH_TEST_KEY").output().unwrap();
-    let (exit_code, error) = rejection(&launch(&["plan", "job.yaml", "--json"]));
-    let mistakes = details(&error);
+    let job_dir = JobDirectory::new();
+    fs::write(job_dir.path("job.yaml"), JOB).unwrap();
+    let launch = |args: &[&str]| job_dir.launch_command(args).env_remove("LAUNCH_TEST_KEY").output().unwrap();
+    let (exit_code, error) = parse_rejection(&launch(&["plan", "job.yaml", "--json"]));
+    let mistakes = expand_details(&error);
     let codes: Vec<&Value> = mistakes.iter().map(|mistake| &mistake["code"]).collect();
     assert_eq!((exit_code, codes), (2, vec![&"job-env-value-missing".into(); 2]), "{error}");
     assert!(mistakes.iter().all(|mistake| mistake["location"]["line"] == 4), "{error}");
     let run = launch(&["job.yaml"]);
     assert_eq!(run.status.code(), Some(2));
-    place.assert_snapshot("missing_secrets", &output_text(&run));
-    assert!(!place.path("got").exists());
+    job_dir.assert_snapshot("missing_secrets", &output_to_text(&run));
+    assert!(!job_dir.path("got").exists());
 }

@@ -6,16 +6,16 @@ use serde_json::Value;
 use std::{fs, path::Path, process::Command};
 use support::{
     JobDirectory,
-    fork_server::{ForkServer, TRAINERS},
-    scripts::{Script, assert_continues, contents},
+    fork_server::{ForkServer, TRAINER_MODULES},
+    trainer_script::{TrainerScript, assert_losses_continue, read_contents},
 };
 
 /// The largest relative difference of losses of the same batches, split over another number of
 /// ranks.
-const CLOSE: f64 = 1e-5;
+const MAX_LOSS_DIFFERENCE: f64 = 1e-5;
 
 /// Runs scripts/oracle/random_states.py with these calls. Returns the JSON line of each call.
-fn oracle(python: &Path, calls: &[Vec<String>]) -> Vec<Value> {
+fn run_oracle(python: &Path, calls: &[Vec<String>]) -> Vec<Value> {
     let mut command = Command::new(python);
     command.arg(concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/oracle/random_states.py"));
     command.args(calls.join(&"--".to_owned())).env("HF_HUB_OFFLINE", "1");
@@ -24,7 +24,7 @@ fn oracle(python: &Path, calls: &[Vec<String>]) -> Vec<Value> {
     String::from_utf8(output.stdout).unwrap().lines().map(|l| serde_json::from_str(l).unwrap()).collect()
 }
 
-fn words(line: &str) -> Vec<String> {
+fn split_words(line: &str) -> Vec<String> {
     line.split_whitespace().map(str::to_owned).collect()
 }
 
@@ -32,8 +32,10 @@ fn words(line: &str) -> Vec<String> {
 /// ranks. Their next 1,000 draws agree with the mode that is recorded for each RNG stream.
 #[test]
 fn draws_from_prepared_files_follow_the_rule() {
-    let Some(python) = support::python("draws_from_prepared_files_follow_the_rule") else { return };
-    let place = JobDirectory::new();
+    let Some(python) = support::find_python_or_skip("draws_from_prepared_files_follow_the_rule") else {
+        return;
+    };
+    let job_dir = JobDirectory::new();
     // name, writer, ranks, streams that differ between ranks
     let sources = [
         ("a", "trainer 2", 2, "--per-rank torch_cpu torch_cuda --cuda all"),
@@ -44,15 +46,15 @@ fn draws_from_prepared_files_follow_the_rule() {
         ("e", "trainer 2", 2, ""),
         ("f", "accelerate 3", 3, "--cuda one"),
     ];
-    let dir = |name: &str| place.path(&format!("{name}/checkpoint-5"));
+    let dir = |name: &str| job_dir.path(&format!("{name}/checkpoint-5"));
     let mut calls = Vec::new();
     for (name, style, _, differs) in sources {
         fs::create_dir_all(dir(name)).unwrap();
         fs::write(dir(name).join("weights"), "unchanged").unwrap();
-        calls.push(words(&format!("make {} {style} {differs}", dir(name).display())));
+        calls.push(split_words(&format!("make {} {style} {differs}", dir(name).display())));
     }
-    oracle(&python, &calls);
-    let originals: Vec<_> = sources.iter().flat_map(|s| contents(&dir(s.0))).collect();
+    run_oracle(&python, &calls);
+    let originals: Vec<_> = sources.iter().flat_map(|s| read_contents(&dir(s.0))).collect();
     let mut checks = Vec::new();
     for (name, _, world, differs) in sources {
         for new in [1, 2, 3, 4] {
@@ -60,17 +62,17 @@ fn draws_from_prepared_files_follow_the_rule() {
             let strict = new == world || (world > 1 && !differs.contains("per-rank"));
             let strict = strict.then_some("--strict");
             for option in ["--seed=99", "--reseed"].into_iter().chain(strict) {
-                let out = place.path(&format!("{name}-{new}{option}"));
+                let out = job_dir.path(&format!("{name}-{new}{option}"));
                 let (world_size, out) = (format!("--world-size={new}"), out.display().to_string());
                 let from = dir(name).display().to_string();
-                let made = place.launch(&["ckpt", "rng", &from, &world_size, "--out", &out, option]);
+                let made = job_dir.run_launch(&["ckpt", "rng", &from, &world_size, "--out", &out, option]);
                 assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
                 assert_eq!(fs::read(Path::new(&out).join("weights")).unwrap(), b"unchanged");
-                checks.push(words(&format!("check {out} {new} {from} {world}")));
+                checks.push(split_words(&format!("check {out} {new} {from} {world}")));
             }
         }
     }
-    let results = oracle(&python, &checks);
+    let results = run_oracle(&python, &checks);
     assert_eq!(results.len(), checks.len());
     for (check, result) in checks.iter().zip(&results) {
         let (new, old) = (check[2].parse::<u64>().unwrap(), check[4].parse::<u64>().unwrap());
@@ -92,35 +94,35 @@ fn draws_from_prepared_files_follow_the_rule() {
     }
     let accelerate = checks.iter().position(|check| check[3].contains("/c/")).unwrap();
     assert!(results[accelerate]["steps"] == 7, "the counter of Accelerate changed: {}", results[accelerate]);
-    let after: Vec<_> = sources.iter().flat_map(|s| contents(&dir(s.0))).collect();
+    let after: Vec<_> = sources.iter().flat_map(|s| read_contents(&dir(s.0))).collect();
     assert!(originals == after, "an original was changed");
-    check_rejections(&place, &dir("a"));
+    assert_rejections(&job_dir, &dir("a"));
 }
 
 /// Calls of `launch ckpt rng` that are rejected. `a` has two ranks with separate torch streams.
-fn check_rejections(place: &JobDirectory, a: &Path) {
+fn assert_rejections(job_dir: &JobDirectory, a: &Path) {
     let from = a.display().to_string();
     let succeeds = |args: &[&str]| {
-        let ran = place.launch(&[&["ckpt", "rng", from.as_str()], args].concat());
-        assert!(ran.status.success(), "{args:?}: {}", support::output_text(&ran));
+        let ran = job_dir.run_launch(&[&["ckpt", "rng", from.as_str()], args].concat());
+        assert!(ran.status.success(), "{args:?}: {}", support::output_to_text(&ran));
     };
     let mut messages = String::new();
     let mut is_rejected = |args: &[&str], exit_code: i32, code: &str| {
-        let (exit, error) = place.rejected(&[&["ckpt", "rng", from.as_str()], args].concat());
+        let (exit, error) = job_dir.expect_rejection(&[&["ckpt", "rng", from.as_str()], args].concat());
         assert_eq!((exit, error["code"].as_str()), (exit_code, Some(code)), "{args:?}: {error}");
         messages += &format!("{args:?}: {}\n", error["message"].as_str().unwrap());
     };
     is_rejected(&["--world-size=3", "--strict"], 4, "rng-strict-would-reseed");
     is_rejected(&["--world-size=2", "--strict", "--reseed"], 2, "usage");
-    let before = contents(a);
+    let before = read_contents(a);
     succeeds(&["--world-size=2", "--strict"]);
-    assert!(contents(a) == before, "the original was changed");
+    assert!(read_contents(a) == before, "the original was changed");
     is_rejected(&["--world-size=3", "--replicated=torch_cpu"], 4, "rng-stream-not-replicated");
     is_rejected(&["--world-size=3", "--out=corpus.txt"], 2, "checkpoint-output-exists");
     // the directory is replaced, and the next call reads the new one
     succeeds(&["--world-size=3", "--in-place"]);
     assert_eq!(
-        support::files_below(a),
+        support::list_files_below(a),
         ["launch_rng.json", "rng_state_0.pth", "rng_state_1.pth", "rng_state_2.pth", "weights"]
     );
     succeeds(&["--world-size=2"]);
@@ -134,8 +136,8 @@ fn check_rejections(place: &JobDirectory, a: &Path) {
     torn[at] ^= 4;
     fs::write(a.join("rng_state_1.pth"), &torn).unwrap();
     is_rejected(&["--world-size=2"], 4, "zip-crc-mismatch");
-    assert_eq!(support::files_below(&place.path("")).iter().find(|f| f.contains(".saving")), None);
-    place.assert_snapshot("rejected", &messages);
+    assert_eq!(support::list_files_below(&job_dir.path("")).iter().find(|f| f.contains(".saving")), None);
+    job_dir.assert_snapshot("rejected", &messages);
 }
 
 /// Resumes checkpoints of two ranks with one and four ranks. The script is unmodified, and its
@@ -143,18 +145,18 @@ fn check_rejections(place: &JobDirectory, a: &Path) {
 #[test]
 fn a_trainer_script_resumes_with_another_number_of_ranks() {
     let Some(python) =
-        support::python_with_deepspeed("a_trainer_script_resumes_with_another_number_of_ranks")
+        support::find_deepspeed_python_or_skip("a_trainer_script_resumes_with_another_number_of_ranks")
     else {
         return;
     };
-    let fork_server = ForkServer::start(&python, &TRAINERS);
-    let trained = Script::new(&fork_server.python(), "trainer.py", 9);
+    let fork_server = ForkServer::start(&python, &TRAINER_MODULES);
+    let trained = TrainerScript::new(&fork_server.client_command(), "trainer.py", 9);
     let (_, whole) = trained.run(2, "whole", "", &[]);
     assert_eq!(whole.len(), 9, "nine steps");
-    let saved = trained.place.path("out-whole/checkpoint-3");
-    let before = contents(&saved);
+    let saved = trained.job_dir.path("out-whole/checkpoint-3");
+    let before = read_contents(&saved);
     for step in [6, 9] {
-        fs::remove_file(trained.place.path(&format!("out-whole/checkpoint-{step}/trainer_state.json")))
+        fs::remove_file(trained.job_dir.path(&format!("out-whole/checkpoint-{step}/trainer_state.json")))
             .unwrap();
     }
     let named = "resume: {from: out-whole/checkpoint-3}";
@@ -169,35 +171,35 @@ fn a_trainer_script_resumes_with_another_number_of_ranks() {
     ] {
         let (ran, rest) = trained.run(workers, report, resume, more);
         let snapshot = format!("notices_{report}");
-        trained.assert_notices(&snapshot, &ran.succeeded());
+        trained.assert_notices(&snapshot, &ran.expect_success());
         assert_eq!(rest.len(), 9, "the steps of the first run and the rest: {rest:?}");
-        assert_continues(&rest, &whole, CLOSE);
+        assert_losses_continue(&rest, &whole, MAX_LOSS_DIFFERENCE);
         assert_eq!(
-            trained.distinct_values(report, workers, "torch"),
+            trained.count_distinct_values(report, workers, "torch"),
             workers as usize,
             "streams of torch differ between ranks"
         );
         assert_eq!(
-            trained.distinct_values(report, workers, "python"),
+            trained.count_distinct_values(report, workers, "python"),
             1,
             "streams of Python stay equal on all ranks"
         );
         for rank in 0..workers {
-            let first = trained.rank_report(report, rank);
+            let first = trained.read_rank_report(report, rank);
             assert_eq!(
                 (&first["step"], &first["weight_decay"]),
                 (&step.into(), &serde_json::json!([0.1, 0.0]))
             );
         }
     }
-    assert!(before == contents(&saved), "the original was changed");
+    assert!(before == read_contents(&saved), "the original was changed");
     // RNG states that cannot be restored are rejected before a worker starts
     let strict = "resume: {from: out-whole/checkpoint-3, rng: strict}";
     let (ran, _) = trained.run(4, "strict", strict, &[]);
     assert_eq!(ran.code, 4, "{}", ran.stderr);
-    assert_eq!(ran.diagnostics()[0]["code"], "rng-strict-would-reseed", "{}", ran.failure());
+    assert_eq!(ran.failure_diagnostics()[0]["code"], "rng-strict-would-reseed", "{}", ran.expect_failure());
     fs::remove_file(saved.join("rng_state_0.pth")).unwrap();
     let (ran, _) = trained.run(2, "incomplete", named, &[]);
     assert_eq!(ran.code, 4, "{}", ran.stderr);
-    assert_eq!(ran.diagnostics()[0]["code"], "rng-state-missing", "{}", ran.failure());
+    assert_eq!(ran.failure_diagnostics()[0]["code"], "rng-state-missing", "{}", ran.expect_failure());
 }

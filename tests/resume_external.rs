@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used)] // a test that panics has failed
 mod support;
 use std::fs;
-use support::resumed::{ResumedJob, golden};
+use support::resumed_job::{ResumedJob, locate_deepspeed_recording};
 
 #[test]
 fn resumed_losses_equal_those_of_deepspeed() {
@@ -13,18 +13,20 @@ fn resumed_losses_equal_those_of_deepspeed() {
         for (workers, stage) in [(1, 0), (2, 3), (3, 1), (4, 2)] {
             let set = [format!("cluster.workers_per_host={workers}"), format!("train.zero.stage={stage}")];
             let set: Vec<&str> = set.iter().map(String::as_str).chain(["checkpoint.every=never"]).collect();
-            let ran = resumed.run(&set).succeeded();
-            let event = ran.named("resume")[0];
+            let ran = resumed.run(&set).expect_success();
+            let event = ran.events_named("resume")[0];
             assert_eq!((&event["step"], &event["world"]), (&3.into(), &2.into()));
             resumed.assert_losses(&ran);
-            let steps = ran.named("step");
+            let steps = ran.events_named("step");
             // the schedule is linear from 2e-3 at step 2 to 0 at step 20; three steps are done
             let lr = steps[0]["lr"].as_f64().unwrap();
             assert!((lr - 2e-3 * 17.0 / 18.0).abs() < 1e-12, "{lr}");
             if workers == 1 {
-                resumed.place.assert_snapshot(&format!("notices_{name}"), &ran.notices().join("\n"));
+                resumed
+                    .job_dir
+                    .assert_snapshot(&format!("notices_{name}"), &ran.notice_messages().join("\n"));
             }
-            bits.push(ran.losses());
+            bits.push(ran.collect_losses());
         }
         assert!(bits.iter().all(|b| *b == bits[0]), "{name}: losses depend on the number of workers");
     }
@@ -35,17 +37,17 @@ fn resumed_losses_equal_those_of_deepspeed() {
 #[test]
 fn universal_checkpoints_resume_with_the_losses_of_deepspeed() {
     let mut resumed = ResumedJob::from_deepspeed("z2");
-    let universal = golden("z2_universal");
-    let native = resumed.place.path("native");
+    let universal = locate_deepspeed_recording("z2_universal");
+    let native = resumed.job_dir.path("native");
     let arguments =
         ["ckpt", "convert", universal.to_str().unwrap(), native.to_str().unwrap(), "--to", "native"];
-    let converted = resumed.place.launch(&arguments);
+    let converted = resumed.job_dir.run_launch(&arguments);
     assert!(converted.status.success(), "{}", String::from_utf8_lossy(&converted.stderr));
     for from in [universal, native] {
         resumed.from = from;
         for workers in [1, 3] {
             let workers = format!("cluster.workers_per_host={workers}");
-            let ran = resumed.run(&[&workers, "checkpoint.every=never"]).succeeded();
+            let ran = resumed.run(&[&workers, "checkpoint.every=never"]).expect_success();
             resumed.assert_losses(&ran);
         }
     }
@@ -56,16 +58,16 @@ fn universal_checkpoints_resume_with_the_losses_of_deepspeed() {
 #[test]
 fn checkpoints_without_parameter_groups_are_converted_and_resumed() {
     let mut resumed = ResumedJob::from_deepspeed("z2");
-    resumed.from = golden("z2_universal");
-    let open = resumed.copy_without(&["next.json"]);
+    resumed.from = locate_deepspeed_recording("z2_universal");
+    let open = resumed.copy_checkpoint_without(&["next.json"]);
     let other_writer =
         concat!(env!("CARGO_MANIFEST_DIR"), "/worker/ckpt/tests/golden/tiny/hybrid/global_step3_universal");
     let model = "mp_rank_00_model_states.pt";
     fs::copy(format!("{other_writer}/{model}"), open.join("global_step3_universal").join(model)).unwrap();
     let convert = |out: &str, to: &str, more: &[&str], code: i32| {
-        let (from, out) = (open.display().to_string(), resumed.place.path(out));
+        let (from, out) = (open.display().to_string(), resumed.job_dir.path(out));
         let arguments = [&["ckpt", "convert", &from, out.to_str().unwrap(), "--to", to], more].concat();
-        let ran = resumed.place.launch(&arguments);
+        let ran = resumed.job_dir.run_launch(&arguments);
         let stderr = String::from_utf8_lossy(&ran.stderr).into_owned();
         assert_eq!((ran.status.code(), out.exists()), (Some(code), code == 0), "{stderr}");
         (out, stderr)
@@ -86,7 +88,7 @@ fn checkpoints_without_parameter_groups_are_converted_and_resumed() {
     }
     messages += &convert("out", "safetensors", &[norms], 2).1;
     let (deepspeed, _) = convert("deepspeed", "deepspeed", &[norms, "--world=3"], 0);
-    let known = resumed.place.launch(&[
+    let known = resumed.job_dir.run_launch(&[
         "ckpt",
         "convert",
         deepspeed.to_str().unwrap(),
@@ -96,18 +98,18 @@ fn checkpoints_without_parameter_groups_are_converted_and_resumed() {
     ]);
     assert_eq!(known.status.code(), Some(2));
     messages += &String::from_utf8_lossy(&known.stderr);
-    resumed.place.assert_snapshot("messages_about_groups", &messages);
+    resumed.job_dir.assert_snapshot("messages_about_groups", &messages);
     for from in [open.clone(), native, deepspeed] {
         resumed.from = from;
         for workers in [1, 3] {
             let workers = format!("cluster.workers_per_host={workers}");
-            let ran = resumed.run(&[&workers, "checkpoint.every=never"]).succeeded();
+            let ran = resumed.run(&[&workers, "checkpoint.every=never"]).expect_success();
             resumed.assert_losses(&ran);
-            let name = from_name(&resumed.from);
+            let name = extract_file_name(&resumed.from);
             if workers.ends_with("=1") {
                 resumed
-                    .place
-                    .assert_snapshot(&format!("notices_of_groups_{name}"), &ran.notices().join("\n"));
+                    .job_dir
+                    .assert_snapshot(&format!("notices_of_groups_{name}"), &ran.notice_messages().join("\n"));
             }
         }
     }
@@ -122,7 +124,7 @@ fn differences_are_reported_and_mismatches_rejected() {
         "train.schedule.warmup_steps=3",
         "train.steps=4",
     ]);
-    let mut messages = ran.notices().join("\n");
+    let mut messages = ran.notice_messages().join("\n");
     for change in [
         "train.model.intermediate_size=48",
         "train.model.num_hidden_layers=3",
@@ -130,12 +132,12 @@ fn differences_are_reported_and_mismatches_rejected() {
         "train.model.tie_word_embeddings=true",
         "train.optimizer={name: sgd, lr: 0.1}",
     ] {
-        let rejected = resumed.rejected(&[change]);
-        let failure = rejected.failure();
+        let rejected = resumed.expect_rejection(&[change]);
+        let failure = rejected.expect_failure();
         let (code, message) = (&failure["code"], failure["message"].as_str().unwrap());
         messages += &format!("\n{change}: {code}: {message}");
     }
-    resumed.place.assert_snapshot("differences_and_mismatches", &messages);
+    resumed.job_dir.assert_snapshot("differences_and_mismatches", &messages);
 }
 
 /// A run that resumed from DeepSpeed saves native checkpoints, from which it resumes with the same
@@ -143,39 +145,39 @@ fn differences_are_reported_and_mismatches_rejected() {
 #[test]
 fn native_checkpoints_of_a_resumed_run_are_bit_equal() {
     let resumed = ResumedJob::from_deepspeed("z3_tied");
-    let whole = resumed.run(&["train.steps=10"]).succeeded().losses();
-    resumed.run(&["train.steps=10", "train.zero.stage=1", "checkpoint.every=3"]).succeeded();
-    let root = resumed.place.checkpoints();
+    let whole = resumed.run(&["train.steps=10"]).expect_success().collect_losses();
+    resumed.run(&["train.steps=10", "train.zero.stage=1", "checkpoint.every=3"]).expect_success();
+    let root = resumed.job_dir.checkpoint_dir();
     fs::remove_dir_all(root.join("step-00000010")).unwrap();
-    let rest = resumed.place.run(&["train.steps=10", "cluster.workers_per_host=3"]).succeeded();
-    assert_eq!(rest.named("resume")[0]["step"], 9);
-    assert_eq!(rest.losses(), whole[6..]);
+    let rest = resumed.job_dir.run(&["train.steps=10", "cluster.workers_per_host=3"]).expect_success();
+    assert_eq!(rest.events_named("resume")[0]["step"], 9);
+    assert_eq!(rest.collect_losses(), whole[6..]);
     // a run that resumes at its last step still saves a native checkpoint
-    let ended = resumed.run(&["train.steps=3", "train.schedule.warmup_steps=2"]).succeeded();
-    assert_eq!(ended.named("checkpoint").len(), 1, "{}", ended.stderr);
+    let ended = resumed.run(&["train.steps=3", "train.schedule.warmup_steps=2"]).expect_success();
+    assert_eq!(ended.events_named("checkpoint").len(), 1, "{}", ended.stderr);
 }
 
 #[test]
 fn a_missing_rank_is_reported_before_the_job_starts() {
     let resumed = ResumedJob::from_deepspeed("z2");
-    let copy = resumed.place.path("copy");
+    let copy = resumed.job_dir.path("copy");
     let tag = copy.join("global_step3");
     fs::create_dir_all(&tag).unwrap();
     fs::write(copy.join("latest"), "global_step3").unwrap();
-    for entry in fs::read_dir(golden("z2").join("global_step3")).unwrap().flatten() {
+    for entry in fs::read_dir(locate_deepspeed_recording("z2").join("global_step3")).unwrap().flatten() {
         fs::copy(entry.path(), tag.join(entry.file_name())).unwrap();
     }
     fs::remove_file(tag.join("zero_pp_rank_1_mp_rank_00_optim_states.pt")).unwrap();
     let mut messages = String::new();
     for from in ["resume.from=copy", "resume.from=nowhere"] {
-        let rejected = resumed.rejected(&[from]);
-        let failure = rejected.failure();
+        let rejected = resumed.expect_rejection(&[from]);
+        let failure = rejected.expect_failure();
         messages += &format!("{from}: {}: {}\n", failure["code"], failure["message"].as_str().unwrap());
     }
-    resumed.place.assert_snapshot("missing_files", &messages);
+    resumed.job_dir.assert_snapshot("missing_files", &messages);
 }
 
 /// The last component of a path.
-fn from_name(path: &std::path::Path) -> String {
+fn extract_file_name(path: &std::path::Path) -> String {
     path.file_name().unwrap().to_string_lossy().into_owned()
 }

@@ -5,8 +5,8 @@ mod support;
 use serde_json::Value;
 use std::path::Path;
 use support::{
-    resumed::{ResumedJob, numbers},
-    scripts::contents,
+    resumed_job::{ResumedJob, parse_numbers},
+    trainer_script::read_contents,
 };
 
 /// The recorded programs: directory, kind that `ckpt inspect` reports, and number of ranks.
@@ -42,10 +42,11 @@ const LION: &str = "train.optimizer={name: lion, lr: 1e-4, betas: [0.9, 0.99], w
 fn resumed_losses_equal_those_of_the_programs() {
     for (name, kind, world) in PROGRAMS {
         let (resumed, recording) = ResumedJob::from_program(name);
-        let inspected = resumed.place.launch(&["ckpt", "inspect", "--json", resumed.from.to_str().unwrap()]);
+        let inspected =
+            resumed.job_dir.run_launch(&["ckpt", "inspect", "--json", resumed.from.to_str().unwrap()]);
         let inspected: Value = serde_json::from_slice(&inspected.stdout).unwrap();
         assert_eq!((&inspected["kind"], &recording["world"]), (&kind.into(), &world.into()), "{name}");
-        let before = contents(&resumed.from);
+        let before = read_contents(&resumed.from);
         let mut bits = Vec::new();
         let (optimizer, rate) = match name.rsplit_once('_') {
             Some((_, "sgd")) => (&[SGD][..], 5e-2),
@@ -55,40 +56,43 @@ fn resumed_losses_equal_those_of_the_programs() {
         for (workers, stage) in [(1, 0), (2, 2), (3, 3)] {
             let set = [format!("cluster.workers_per_host={workers}"), format!("train.zero.stage={stage}")];
             let set: Vec<&str> = set.iter().map(String::as_str).chain(["checkpoint.every=never"]).collect();
-            let ran = resumed.run(&[&set, optimizer].concat()).succeeded();
-            let event = ran.named("resume")[0];
+            let ran = resumed.run(&[&set, optimizer].concat()).expect_success();
+            let event = ran.events_named("resume")[0];
             assert_eq!((&event["step"], &event["world"]), (&3.into(), &world.into()), "{name}");
             resumed.assert_losses(&ran);
-            let lr = ran.named("step")[0]["lr"].as_f64().unwrap();
+            let lr = ran.events_named("step")[0]["lr"].as_f64().unwrap();
             assert!((lr - rate * 17.0 / 18.0).abs() < 1e-12, "{name}: {lr}");
             if workers == 1 {
-                resumed.place.assert_snapshot(&format!("notices_{name}"), &ran.notices().join("\n"));
+                resumed
+                    .job_dir
+                    .assert_snapshot(&format!("notices_{name}"), &ran.notice_messages().join("\n"));
             }
-            bits.push(ran.losses());
+            bits.push(ran.collect_losses());
         }
         assert!(bits.iter().all(|b| *b == bits[0]), "{name}: losses depend on the number of workers");
-        assert!(before == contents(&resumed.from), "{name}: the original was changed");
+        assert!(before == read_contents(&resumed.from), "{name}: the original was changed");
     }
 }
 
-/// DeepSpeed's converter supports Adam only.
+/// Converts a DeepSpeed checkpoint with SGD's momentum to the universal and then to the native
+/// format. DeepSpeed's own converter to the universal format supports only Adam.
 #[test]
 fn momentum_of_sgd_is_converted_through_the_universal_format() {
     let (mut resumed, _) = ResumedJob::from_program("z3_sgd");
-    let (universal, native) = (resumed.place.path("universal"), resumed.place.path("native"));
+    let (universal, native) = (resumed.job_dir.path("universal"), resumed.job_dir.path("native"));
     let convert = |from: &Path, to: &Path, kind: &str| {
         let (from, to) = (from.to_str().unwrap(), to.to_str().unwrap());
-        let converted = resumed.place.launch(&["ckpt", "convert", from, to, "--to", kind]);
+        let converted = resumed.job_dir.run_launch(&["ckpt", "convert", from, to, "--to", kind]);
         assert!(converted.status.success(), "{}", String::from_utf8_lossy(&converted.stderr));
     };
     convert(&resumed.from, &universal, "universal");
     convert(&universal, &native, "native");
-    let direct = resumed.run(&[SGD, "checkpoint.every=never"]).succeeded();
+    let direct = resumed.run(&[SGD, "checkpoint.every=never"]).expect_success();
     for from in [universal, native] {
         resumed.from = from;
-        let ran = resumed.run(&[SGD, "checkpoint.every=never"]).succeeded();
+        let ran = resumed.run(&[SGD, "checkpoint.every=never"]).expect_success();
         resumed.assert_losses(&ran);
-        assert_eq!(ran.losses(), direct.losses(), "{}", resumed.from.display());
+        assert_eq!(ran.collect_losses(), direct.collect_losses(), "{}", resumed.from.display());
     }
 }
 
@@ -119,16 +123,16 @@ fn incomplete_and_mismatched_checkpoints_are_rejected() {
     ];
     for (number, (name, excluded, set)) in cases.into_iter().enumerate() {
         let (mut resumed, _) = ResumedJob::from_program(name);
-        resumed.from = resumed.copy_without(excluded);
-        let rejected = resumed.rejected(set);
-        let failure = rejected.failure();
+        resumed.from = resumed.copy_checkpoint_without(excluded);
+        let rejected = resumed.expect_rejection(set);
+        let failure = rejected.expect_failure();
         let text = format!(
             "{name} without {excluded:?}, {set:?}: {}\n{}\n{}",
             failure["code"],
             failure["message"].as_str().unwrap(),
             failure["help"]
         );
-        resumed.place.assert_snapshot(&format!("rejected_{number:02}"), &text);
+        resumed.job_dir.assert_snapshot(&format!("rejected_{number:02}"), &text);
     }
 }
 
@@ -145,18 +149,20 @@ fn frozen_parameters_stay_frozen() {
             let set = [format!("cluster.workers_per_host={workers}"), format!("train.zero.stage={stage}")];
             let set: Vec<&str> =
                 set.iter().map(String::as_str).chain([freeze, "checkpoint.every=never"]).collect();
-            let ran = resumed.run(&set).succeeded();
+            let ran = resumed.run(&set).expect_success();
             resumed.assert_losses(&ran);
             if workers == 1 {
-                resumed.place.assert_snapshot(&format!("notices_{name}"), &ran.notices().join("\n"));
+                resumed
+                    .job_dir
+                    .assert_snapshot(&format!("notices_{name}"), &ran.notice_messages().join("\n"));
             }
-            bits.push(ran.losses());
+            bits.push(ran.collect_losses());
         }
         assert_eq!(bits[0], bits[1], "{name}: losses depend on the number of workers");
     }
     let (resumed, _) = ResumedJob::from_program("z3_frozen");
-    let ran = resumed.run(&["train.steps=4", "checkpoint.every=never"]).succeeded();
-    resumed.place.assert_snapshot("notices_of_missing_states", &ran.notices().join("\n"));
+    let ran = resumed.run(&["train.steps=4", "checkpoint.every=never"]).expect_success();
+    resumed.job_dir.assert_snapshot("notices_of_missing_states", &ran.notice_messages().join("\n"));
 }
 
 /// Weights without a training state start at step 0 with a new optimizer and the first sample, also
@@ -165,22 +171,26 @@ fn frozen_parameters_stay_frozen() {
 fn weights_without_a_training_state_start_at_step_0() {
     let (mut resumed, recording) = ResumedJob::from_program("trainer_1");
     let state = ["optimizer.pt", "scheduler.pt", "trainer_state.json", "rng_state.pth"];
-    resumed.from = resumed.copy_without(&state);
-    let ran = resumed.run(&["train.steps=3", "checkpoint.every=never"]).succeeded();
-    assert_eq!((&ran.named("resume")[0]["step"], &ran.named("step")[0]["step"]), (&0.into(), &1.into()));
-    let mut messages = ran.notices().join("\n");
+    resumed.from = resumed.copy_checkpoint_without(&state);
+    let ran = resumed.run(&["train.steps=3", "checkpoint.every=never"]).expect_success();
+    assert_eq!(
+        (&ran.events_named("resume")[0]["step"], &ran.events_named("step")[0]["step"]),
+        (&0.into(), &1.into())
+    );
+    let mut messages = ran.notice_messages().join("\n");
     // the same samples with weights that were trained on them
-    let first = ran.named("step")[0]["loss"].as_f64().unwrap();
-    assert!(first < numbers(&recording["losses"])[0], "{first}");
-    let native = resumed.place.path("native");
+    let first = ran.events_named("step")[0]["loss"].as_f64().unwrap();
+    assert!(first < parse_numbers(&recording["losses"])[0], "{first}");
+    let native = resumed.job_dir.path("native");
     let (from, to) = (resumed.from.to_str().unwrap(), native.to_str().unwrap());
-    let converted = resumed.place.launch(&["ckpt", "convert", from, to, "--to", "native", "--world", "3"]);
+    let converted =
+        resumed.job_dir.run_launch(&["ckpt", "convert", from, to, "--to", "native", "--world", "3"]);
     assert!(converted.status.success(), "{}", String::from_utf8_lossy(&converted.stderr));
     resumed.from = native;
-    let again = resumed.run(&["train.steps=3", "checkpoint.every=never"]).succeeded();
-    assert_eq!(again.losses(), ran.losses());
-    messages += &format!("\nconverted:\n{}", again.notices().join("\n"));
-    resumed.place.assert_snapshot("notices_of_weights_only", &messages);
+    let again = resumed.run(&["train.steps=3", "checkpoint.every=never"]).expect_success();
+    assert_eq!(again.collect_losses(), ran.collect_losses());
+    messages += &format!("\nconverted:\n{}", again.notice_messages().join("\n"));
+    resumed.job_dir.assert_snapshot("notices_of_weights_only", &messages);
 }
 
 /// A run in fp16 resumes with the loss scale of the program and counts the steps that updated
@@ -190,21 +200,21 @@ fn the_loss_scale_is_resumed() {
     let (resumed, recording) = ResumedJob::from_program("z2_fp16");
     let loss_scale = &recording["loss_scale"];
     let set = ["train.precision=fp16", "train.steps=4", "train.loss_scale.initial_scale_power=4"];
-    let ran = resumed.run(&set).succeeded();
+    let ran = resumed.run(&set).expect_success();
     assert!(loss_scale["skipped"].as_u64().unwrap() > 0, "{loss_scale}");
     let done = loss_scale["updates"].as_u64().unwrap();
     assert_eq!(
-        (&ran.named("resume")[0]["step"], &ran.named("step")[0]["step"]),
+        (&ran.events_named("resume")[0]["step"], &ran.events_named("step")[0]["step"]),
         (&done.into(), &(done + 1).into())
     );
-    let path = resumed.place.checkpoints();
-    let inspected = resumed.place.launch(&["ckpt", "inspect", "--json", path.to_str().unwrap()]);
+    let path = resumed.job_dir.checkpoint_dir();
+    let inspected = resumed.job_dir.run_launch(&["ckpt", "inspect", "--json", path.to_str().unwrap()]);
     let inspected: Value = serde_json::from_slice(&inspected.stdout).unwrap();
     let scale = &inspected["cursor"]["loss_scale"];
     assert_eq!(scale["scale"], loss_scale["scale"], "{scale}");
     // also after conversion to a native checkpoint
-    let native = resumed.place.path("native");
-    let converted = resumed.place.launch(&[
+    let native = resumed.job_dir.path("native");
+    let converted = resumed.job_dir.run_launch(&[
         "ckpt",
         "convert",
         resumed.from.to_str().unwrap(),
@@ -214,6 +224,6 @@ fn the_loss_scale_is_resumed() {
     ]);
     assert!(converted.status.success(), "{}", String::from_utf8_lossy(&converted.stderr));
     let again = ResumedJob { from: native, ..resumed };
-    let through = again.run(&set).succeeded();
-    assert_eq!(through.losses(), ran.losses());
+    let through = again.run(&set).expect_success();
+    assert_eq!(through.collect_losses(), ran.collect_losses());
 }

@@ -13,42 +13,42 @@ use std::{
     thread::sleep,
     time::{Duration, Instant},
 };
-use support::{JobDirectory, details, output_text, rejection};
+use support::{JobDirectory, details, output_to_text, parse_rejection};
 
 /// Longest wait for a condition; far more than it takes.
-const LIMIT: Duration = Duration::from_secs(60);
+const WAIT_LIMIT: Duration = Duration::from_secs(60);
 
 /// A directory with a job. Its runs are the only ones that `launch ps` lists.
-struct Operator(JobDirectory);
+struct ControlledJob(JobDirectory);
 
-impl Operator {
-    fn new(job: &str) -> Operator {
-        let place = JobDirectory::new();
-        fs::write(place.path("job.yaml"), job).unwrap();
-        Operator(place)
+impl ControlledJob {
+    fn new(job: &str) -> ControlledJob {
+        let job_dir = JobDirectory::new();
+        fs::write(job_dir.path("job.yaml"), job).unwrap();
+        ControlledJob(job_dir)
     }
 
-    fn launch(&self, args: &[&str]) -> Output {
-        self.0.launch(args)
+    fn run_launch(&self, args: &[&str]) -> Output {
+        self.0.run_launch(args)
     }
 
     /// The stdout of a command that succeeds.
     #[track_caller]
-    fn stdout(&self, args: &[&str]) -> String {
-        let output = self.launch(args);
-        assert!(output.status.success(), "{args:?}: {}", output_text(&output));
+    fn read_stdout(&self, args: &[&str]) -> String {
+        let output = self.run_launch(args);
+        assert!(output.status.success(), "{args:?}: {}", output_to_text(&output));
         String::from_utf8(output.stdout).unwrap()
     }
 
     /// The runs that `launch ps` lists.
     #[track_caller]
-    fn runs(&self) -> Vec<Value> {
-        serde_json::from_str(&self.stdout(&["ps", "--json"])).unwrap()
+    fn list_runs(&self) -> Vec<Value> {
+        serde_json::from_str(&self.read_stdout(&["ps", "--json"])).unwrap()
     }
 
     fn start(&self, args: &[&str]) -> std::process::Child {
-        let mut command = self.0.command(args);
-        command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap()
+        let mut command = self.0.launch_command(args);
+        command.read_stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap()
     }
 
     /// Waits until the path exists.
@@ -63,13 +63,13 @@ impl Operator {
 fn wait_until(name: &str, mut condition: impl FnMut() -> bool) {
     let began = Instant::now();
     while !condition() {
-        assert!(began.elapsed() < LIMIT, "timeout: {name}");
+        assert!(began.elapsed() < WAIT_LIMIT, "timeout: {name}");
         sleep(Duration::from_millis(10));
     }
 }
 
 /// A job of two ranks that print a line and then run until SIGTERM.
-const JOB: &str = "\
+const SERVICE_JOB: &str = "\
 name: service
 cluster: {workers_per_host: 2}
 run:
@@ -79,24 +79,27 @@ run:
 
 #[test]
 fn another_terminal_can_list_follow_and_stop_a_run() {
-    let operator = Operator::new(JOB);
-    let (exit_code, idle) = operator.0.rejected(&["stop"]);
+    let operator = ControlledJob::new(SERVICE_JOB);
+    let (exit_code, idle) = operator.0.expect_rejection(&["stop"]);
     assert_eq!((exit_code, &idle["code"]), (2, &"run-not-active".into()));
     let mut job = operator.start(&["job.yaml"]);
     operator.wait_for_file("up.0");
     operator.wait_for_file("up.1");
-    let runs = operator.runs();
+    let runs = operator.list_runs();
     assert_eq!((runs.len(), &runs[0]["state"], &runs[0]["name"]), (1, &"running".into(), &"service".into()));
     assert_eq!(runs[0]["pid"], job.id());
     let run = runs[0]["run"].as_str().unwrap();
-    let table = operator.stdout(&["ps"]);
+    let table = operator.read_stdout(&["ps"]);
     assert_eq!(table.lines().nth(1).and_then(|row| row.split_whitespace().next()), Some(run), "{table}");
 
-    wait_until("the log is complete", || operator.stdout(&["logs", "--rank", "1"]) == "hello 1\nwörk\n");
-    let both = operator.stdout(&["logs", "service"]);
+    wait_until("the log is complete", || operator.read_stdout(&["logs", "--rank", "1"]) == "hello 1\nwörk\n");
+    let both = operator.read_stdout(&["logs", "service"]);
     assert_eq!(both.lines().filter(|l| l.starts_with("[rank 0] ")).count(), 2, "{both}");
-    assert_eq!(operator.stdout(&["logs", &run[..8], "--grep", "^w.rk$"]), "[rank 0] wörk\n[rank 1] wörk\n");
-    let recent = operator.stdout(&["logs", "--rank", "0-1", "--since", "1h", "--grep", "hello"]);
+    assert_eq!(
+        operator.read_stdout(&["logs", &run[..8], "--grep", "^w.rk$"]),
+        "[rank 0] wörk\n[rank 1] wörk\n"
+    );
+    let recent = operator.read_stdout(&["logs", "--rank", "0-1", "--since", "1h", "--grep", "hello"]);
     assert_eq!(recent.lines().count(), 2, "{recent}");
     for (args, code) in [
         (&["logs", "--rank", "2"][..], "rank-out-of-range"),
@@ -105,16 +108,16 @@ fn another_terminal_can_list_follow_and_stop_a_run() {
         (&["logs", "--since", "soon"], "usage"),
         (&["events", "./nowhere/"], "run-directory-invalid"),
     ] {
-        let (exit_code, error) = operator.0.rejected(args);
+        let (exit_code, error) = operator.0.expect_rejection(args);
         assert_eq!((exit_code, &error["code"]), (2, &code.into()), "{args:?}: {error}");
     }
 
-    let follow = |args: &[&str]| operator.0.command(args).stdout(Stdio::piped()).spawn().unwrap();
+    let follow = |args: &[&str]| operator.0.command(args).read_stdout(Stdio::piped()).spawn().unwrap();
     let logs = follow(&["logs", "--rank", "0", "--follow"]);
     let events = follow(&["events", "--follow", "--json"]);
-    let stopped = operator.launch(&["stop", "service"]);
-    assert!(stopped.status.success(), "{}", output_text(&stopped));
-    operator.0.assert_snapshot("stopped_run", &output_text(&stopped));
+    let stopped = operator.run_launch(&["stop", "service"]);
+    assert!(stopped.status.success(), "{}", output_to_text(&stopped));
+    operator.0.assert_snapshot("stopped_run", &output_to_text(&stopped));
     assert_eq!(job.wait().unwrap().code(), Some(143));
     let logs = String::from_utf8(logs.wait_with_output().unwrap().stdout).unwrap();
     assert_eq!(logs.replace("Terminated\n", ""), "hello 0\nwörk\nbye\n", "the shell may report its child");
@@ -122,49 +125,49 @@ fn another_terminal_can_list_follow_and_stop_a_run() {
     let last: Value = serde_json::from_str(events.lines().last().unwrap()).unwrap();
     assert_eq!((&last["event"], &last["exit_code"]), (&"done".into(), &143.into()));
     assert!(last["time"].as_f64().unwrap() > 1.7e9);
-    let text = operator.stdout(&["events", run]);
+    let text = operator.read_stdout(&["events", run]);
     let (_, last) = text.lines().last().unwrap().trim_start().split_once("  ").unwrap();
     operator.0.assert_snapshot("last_event", last);
-    assert_eq!(operator.runs()[0]["state"], "stopped");
-    let again = operator.launch(&["stop", run]);
-    assert!(again.status.success(), "{}", output_text(&again));
-    operator.0.assert_snapshot("stop_of_an_ended_run", &output_text(&again));
+    assert_eq!(operator.list_runs()[0]["state"], "stopped");
+    let again = operator.run_launch(&["stop", run]);
+    assert!(again.status.success(), "{}", output_to_text(&again));
+    operator.0.assert_snapshot("stop_of_an_ended_run", &output_to_text(&again));
 }
 
 #[test]
 fn stop_now_kills_a_run_and_a_run_with_a_killed_controller_is_lost() {
-    let ignores_sigterm = JOB.replace("echo bye; exit 0", "echo no");
-    let operator = Operator::new(&ignores_sigterm);
+    let ignores_sigterm = SERVICE_JOB.replace("echo bye; exit 0", "echo no");
+    let operator = ControlledJob::new(&ignores_sigterm);
     let (mut first, mut second) = (operator.start(&["job.yaml"]), operator.start(&["job.yaml"]));
-    let are_running = || operator.runs().iter().filter(|r| r["state"] == "running").count() == 2;
+    let are_running = || operator.list_runs().iter().filter(|r| r["state"] == "running").count() == 2;
     wait_until("both run", are_running);
-    let (exit_code, ambiguous) = operator.0.rejected(&["stop", "service", "--now"]);
+    let (exit_code, ambiguous) = operator.0.expect_rejection(&["stop", "service", "--now"]);
     assert_eq!((exit_code, &ambiguous["code"]), (2, &"run-ambiguous".into()), "{ambiguous}");
     let mut candidates: Vec<&Value> = ambiguous["fields"]["candidates"].as_array().unwrap().iter().collect();
-    let runs = operator.runs();
+    let runs = operator.list_runs();
     let mut names: Vec<&Value> = runs.iter().map(|run| &run["run"]).collect();
     candidates.sort_by_key(|name| name.to_string());
     names.sort_by_key(|name| name.to_string());
     assert_eq!(candidates, names);
     kill(Pid::from_raw(second.id() as i32), Signal::SIGKILL).unwrap();
     second.wait().unwrap();
-    let lost: Vec<Value> = operator.runs().into_iter().filter(|r| r["state"] == "lost").collect();
+    let lost: Vec<Value> = operator.list_runs().into_iter().filter(|r| r["state"] == "lost").collect();
     assert_eq!((lost.len(), &lost[0]["pid"]), (1, &second.id().into()));
     operator.wait_for_file("up.1");
     let began = Instant::now();
-    assert!(operator.launch(&["stop", "--now"]).status.success());
+    assert!(operator.run_launch(&["stop", "--now"]).status.success());
     assert!(began.elapsed() < Duration::from_secs(15), "the grace period does not delay `--now`");
     assert_eq!(first.wait().unwrap().code(), Some(143));
 }
 
 #[test]
 fn a_detached_run_has_a_separate_session_and_its_start_is_awaited() {
-    let operator = Operator::new(JOB);
-    let started = operator.launch(&["run", "job.yaml", "--detach", "--set", "run.env.A=1"]);
-    assert!(started.status.success(), "{}", output_text(&started));
-    operator.0.assert_snapshot("detached", &output_text(&started));
+    let operator = ControlledJob::new(SERVICE_JOB);
+    let started = operator.run_launch(&["run", "job.yaml", "--detach", "--set", "run.env.A=1"]);
+    assert!(started.status.success(), "{}", output_to_text(&started));
+    operator.0.assert_snapshot("detached", &output_to_text(&started));
     let run = String::from_utf8(started.stdout).unwrap().trim().to_owned();
-    let runs = operator.runs();
+    let runs = operator.list_runs();
     assert_eq!((runs.len(), &runs[0]["run"], &runs[0]["state"]), (1, &run.clone().into(), &"running".into()));
     let pid = Pid::from_raw(runs[0]["pid"].as_i64().unwrap() as i32);
     assert_eq!(nix::unistd::getsid(Some(pid)), Ok(pid), "the controller leads a session");
@@ -172,14 +175,14 @@ fn a_detached_run_has_a_separate_session_and_its_start_is_awaited() {
         runs[0]["command"].as_array().unwrap().iter().map(|w| w.as_str().unwrap()).collect();
     assert_eq!(command[1..], ["run", "--set", "run.env.A=1", "./job.yaml"], "the command that resumes it");
     operator.wait_for_file("up.1");
-    assert!(operator.launch(&["stop"]).status.success());
+    assert!(operator.run_launch(&["stop"]).status.success());
     let console = fs::read_to_string(operator.0.path(&format!("runs/service/{run}/console.log"))).unwrap();
-    operator.0.assert_snapshot("console_of_a_detached_run", &sorted_lines(&console));
+    operator.0.assert_snapshot("console_of_a_detached_run", &sort_lines(&console));
 }
 
 /// The lines in alphabetical order, because the controller reads stdout and stderr of a worker
 /// independently. What the shell prints when its child is killed is removed.
-fn sorted_lines(text: &str) -> String {
+fn sort_lines(text: &str) -> String {
     let mut lines: Vec<&str> = text.lines().filter(|line| !line.ends_with("] Terminated")).collect();
     lines.sort_unstable();
     lines.join("\n")
@@ -187,28 +190,28 @@ fn sorted_lines(text: &str) -> String {
 
 #[test]
 fn a_detached_run_that_does_not_start_returns_the_error() {
-    let operator = Operator::new(JOB);
+    let operator = ControlledJob::new(SERVICE_JOB);
     for (name, args, exit_code) in [
         ("detached_wrong_job", &["job.yaml", "--detach", "--set", "run.commands=x"][..], 2),
         ("detached_missing_program", &["run", "--detach", "--", "./not-there"], 1),
         ("detached_internal_option", &["job.yaml", "--detached", "x:0"], 2),
     ] {
-        let rejected = operator.launch(args);
-        assert_eq!(rejected.status.code(), Some(exit_code), "{args:?}: {}", output_text(&rejected));
-        operator.0.assert_snapshot(name, &output_text(&rejected));
+        let rejected = operator.run_launch(args);
+        assert_eq!(rejected.status.code(), Some(exit_code), "{args:?}: {}", output_to_text(&rejected));
+        operator.0.assert_snapshot(name, &output_to_text(&rejected));
     }
-    let ended = operator.launch(&["run", "--json", "--detach", "--", "true"]);
+    let ended = operator.run_launch(&["run", "--json", "--detach", "--", "true"]);
     let started: Value = serde_json::from_slice(&ended.stdout).unwrap();
     let is_done = |run: &Value| run["run"] == started["run"] && run["state"] == "done";
-    wait_until("the run is done", || operator.runs().iter().any(is_done));
+    wait_until("the run is done", || operator.list_runs().iter().any(is_done));
 }
 
 #[test]
 fn equal_lines_of_ranks_are_deduplicated() {
     let job = "name: many\ncluster: {workers_per_host: 4}\n\
                run: {command: [sh, -c, 'echo same; echo I am $RANK; echo same'], logs: {show: [0, 1, 2, 3]}}\n";
-    let operator = Operator::new(job);
-    let stdout = operator.stdout(&["job.yaml"]);
+    let operator = ControlledJob::new(job);
+    let stdout = operator.read_stdout(&["job.yaml"]);
     let (mut shared_lines, mut distinct_lines) = ([0; 4], 0);
     for line in stdout.lines() {
         let (ranks, text) = line.split_once("] ").unwrap();
@@ -229,10 +232,10 @@ fn equal_lines_of_ranks_are_deduplicated() {
 #[test]
 fn a_changed_job_file_takes_effect_while_the_training_runs() {
     let steps = "steps: 100000";
-    let job = support::TINY
+    let job = support::TINY_JOB
         .replace("steps: 20", steps)
         .replace("checkpoint: {every: 10", "checkpoint: {every: never");
-    let operator = Operator::new(&job);
+    let operator = ControlledJob::new(&job);
     let mut running = operator.start(&["job.yaml"]);
     let journal = || {
         let runs = fs::read_dir(operator.0.path("runs/tiny")).into_iter().flatten().flatten();
@@ -282,43 +285,43 @@ fn a_changed_job_file_takes_effect_while_the_training_runs() {
 
 #[test]
 fn configurations_of_other_launchers_are_converted_to_jobs() {
-    let place = JobDirectory::new();
-    fs::write(place.path("hosts"), "a slots=2\nb slots=2\n").unwrap();
+    let job_dir = JobDirectory::new();
+    fs::write(job_dir.path("hosts"), "a slots=2\nb slots=2\n").unwrap();
     let config =
         "distributed_type: MULTI_CPU\nnum_machines: 1\nnum_processes: 2\nuse_cpu: true\nfrobnicate: 3\n";
-    fs::write(place.path("config.yaml"), config).unwrap();
+    fs::write(job_dir.path("config.yaml"), config).unwrap();
     fs::write(
-        place.path("ds.json"),
+        job_dir.path("ds.json"),
         r#"{"train_batch_size": 8, "zero_optimization": {"stage": 2, "overlap_comm": true}}"#,
     )
     .unwrap();
     let import = |args: &[&str]| {
-        let output = place.launch(&[&["import"], args].concat());
-        assert!(output.status.success(), "{args:?}: {}", output_text(&output));
+        let output = job_dir.run_launch(&[&["import"], args].concat());
+        assert!(output.status.success(), "{args:?}: {}", output_to_text(&output));
         (String::from_utf8(output.stdout).unwrap(), String::from_utf8(output.stderr).unwrap())
     };
     let world = |job: &str| -> Value {
-        fs::write(place.path("imported.yaml"), job).unwrap();
-        let plan = place.launch(&["plan", "imported.yaml", "--json"]);
-        assert!(plan.status.success(), "{}", output_text(&plan));
+        fs::write(job_dir.path("imported.yaml"), job).unwrap();
+        let plan = job_dir.run_launch(&["plan", "imported.yaml", "--json"]);
+        assert!(plan.status.success(), "{}", output_to_text(&plan));
         serde_json::from_slice::<Value>(&plan.stdout).unwrap()["world"].clone()
     };
     let (job, notes) = import(&["accelerate", "config.yaml", "--", "train.py", "--lr", "1"]);
     assert_eq!(world(&job), 2, "{job}");
-    place.assert_snapshot("import_accelerate", &format!("{job}\n# stderr\n{notes}"));
+    job_dir.assert_snapshot("import_accelerate", &format!("{job}\n# stderr\n{notes}"));
     let (job, notes) = import(&["deepspeed", "ds.json"]);
     assert_eq!(world(&job.replace("data/*.txt", "corpus.txt")), 1, "{job}");
-    place.assert_snapshot("import_deepspeed", &format!("{job}\n# stderr\n{notes}"));
+    job_dir.assert_snapshot("import_deepspeed", &format!("{job}\n# stderr\n{notes}"));
     let arguments = ["--nproc-per-node", "2", "-m", "a.b", "-x"];
     let (job, notes) = import(&[&["torchrun", "--hostfile", "hosts", "--"], &arguments[..]].concat());
     assert_eq!(world(&job), 4, "{job}");
-    place.assert_snapshot("import_torchrun", &format!("{job}\n# stderr\n{notes}"));
+    job_dir.assert_snapshot("import_torchrun", &format!("{job}\n# stderr\n{notes}"));
     let (object, _) = import(&["torchrun", "--json", "--", "a.py"]);
     let object: Value = serde_json::from_str(&object).unwrap();
     assert!(object["job"].is_string() && object["notes"].is_array());
-    fs::write(place.path("wrong.yaml"), "distributed_type: FSDP\nnum_processes: []\n").unwrap();
-    fs::write(place.path("sagemaker.yaml"), "compute_environment: AMAZON_SAGEMAKER\n").unwrap();
-    fs::write(place.path("large.json"), " ".repeat(2 << 20)).unwrap();
+    fs::write(job_dir.path("wrong.yaml"), "distributed_type: FSDP\nnum_processes: []\n").unwrap();
+    fs::write(job_dir.path("sagemaker.yaml"), "compute_environment: AMAZON_SAGEMAKER\n").unwrap();
+    fs::write(job_dir.path("large.json"), " ".repeat(2 << 20)).unwrap();
     let mut messages = String::new();
     for (args, code) in [
         (&["accelerate", "absent.yaml"][..], "job-file-not-found"),
@@ -332,11 +335,11 @@ fn configurations_of_other_launchers_are_converted_to_jobs() {
         (&["torchrun"], "usage"),
     ] {
         let args = [&["import"], args].concat();
-        let text = place.launch(&args);
-        assert!(text.stdout.is_empty(), "{args:?}: {}", output_text(&text));
-        messages += &format!("launch {}\n{}\n", args.join(" "), output_text(&text));
-        let (exit_code, error) = rejection(&place.launch(&[&["--json"], &args[..]].concat()));
-        assert_eq!((exit_code, &details(&error)[0]["code"]), (2, &code.into()), "{args:?}: {error}");
+        let text = job_dir.run_launch(&args);
+        assert!(text.stdout.is_empty(), "{args:?}: {}", output_to_text(&text));
+        messages += &format!("launch {}\n{}\n", args.join(" "), output_to_text(&text));
+        let (exit_code, error) = parse_rejection(&job_dir.run_launch(&[&["--json"], &args[..]].concat()));
+        assert_eq!((exit_code, &expand_details(&error)[0]["code"]), (2, &code.into()), "{args:?}: {error}");
     }
-    place.assert_snapshot("wrong_imports", &messages);
+    job_dir.assert_snapshot("wrong_imports", &messages);
 }

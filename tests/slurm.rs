@@ -13,17 +13,17 @@ use std::{
     process::{Command, Output, Stdio},
     time::{Duration, Instant},
 };
-use support::{TINY, assert_snapshot, corpus, output_text, skip};
+use support::{TINY_JOB, assert_snapshot, generate_corpus, output_to_text, report_skip};
 
 /// Longest wait for anything.
-const LIMIT: Duration = Duration::from_secs(100);
+const WAIT_LIMIT: Duration = Duration::from_secs(100);
 
-struct Cluster {
+struct SlurmCluster {
     dir: PathBuf,
     _lock: Flock<fs::File>,
 }
 
-fn script() -> PathBuf {
+fn cluster_script() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/slurm/cluster")
 }
 
@@ -35,56 +35,56 @@ fn wait_until<T>(what: &str, context: impl Fn() -> String, mut look: impl FnMut(
         if let Some(found) = look() {
             return found;
         }
-        assert!(began.elapsed() < LIMIT, "{what} didn't happen:\n{}", context());
+        assert!(began.elapsed() < WAIT_LIMIT, "{what} didn't happen:\n{}", context());
         std::thread::sleep(Duration::from_millis(50));
     }
 }
 
 /// The only `failure` event in the output of `--json`, which may have lines of other programs.
 #[track_caller]
-fn failure_event(text: &str) -> Value {
+fn expect_failure_event(text: &str) -> Value {
     let events = text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
     let mut failures: Vec<Value> = events.filter(|event| event["event"] == "failure").collect();
     assert_eq!(failures.len(), 1, "one failure: {text}");
     failures.remove(0)
 }
 
-impl Cluster {
+impl SlurmCluster {
     /// Starts a cluster. `None` when this machine cannot have one; the test is then skipped.
-    fn start(test: &str, nodes: u32) -> Option<Cluster> {
+    fn start(test: &str, nodes: u32) -> Option<SlurmCluster> {
         // SAFETY: reads the user id, and cannot fail.
         let root = unsafe { libc::geteuid() } == 0;
         let installed = ["/usr/sbin/slurmctld", "/usr/sbin/slurmd", "/usr/sbin/munged"];
         if !root {
-            skip(test, "needs root, for a Slurm cluster in namespaces");
+            report_skip(test, "needs root, for a Slurm cluster in namespaces");
             return None;
         }
         if !installed.iter().all(|file| Path::new(file).exists()) {
-            skip(test, "needs Slurm; scripts/setup-tests installs it");
+            report_skip(test, "needs Slurm; scripts/setup-tests installs it");
             return None;
         }
         let lock = fs::File::create(env::temp_dir().join("launch-slurm.lock")).unwrap();
         let lock = Flock::lock(lock, FlockArg::LockExclusive).map_err(|(_, e)| e).unwrap();
         let pattern = env::temp_dir().join("launch-slurm.*");
-        Command::new(script()).arg("sweep").arg(pattern).status().unwrap();
+        Command::new(cluster_script()).arg("sweep").arg(pattern).status().unwrap();
         let dir = env::temp_dir().join(format!("launch-slurm.{}", std::process::id()));
-        let cluster = Cluster { dir, _lock: lock };
-        let up = cluster.call(&["up", &nodes.to_string()]);
-        assert!(up.status.success(), "the cluster did not start: {}", output_text(&up));
-        fs::copy(env!("CARGO_BIN_EXE_launch"), cluster.shared("launch")).unwrap();
-        fs::write(cluster.shared("corpus.txt"), corpus()).unwrap();
+        let cluster = SlurmCluster { dir, _lock: lock };
+        let up = cluster.run_cluster_script(&["up", &nodes.to_string()]);
+        assert!(up.status.success(), "the cluster did not start: {}", output_to_text(&up));
+        fs::copy(env!("CARGO_BIN_EXE_launch"), cluster.shared_path("launch")).unwrap();
+        fs::write(cluster.shared_path("corpus.txt"), generate_corpus()).unwrap();
         Some(cluster)
     }
 
     /// Runs a command of the cluster script.
-    fn call(&self, args: &[&str]) -> Output {
-        Command::new(script()).arg(&self.dir).args(args).stdin(Stdio::null()).output().unwrap()
+    fn run_cluster_script(&self, args: &[&str]) -> Output {
+        Command::new(cluster_script()).arg(&self.dir).args(args).stdin(Stdio::null()).output().unwrap()
     }
 
     /// Runs a shell command on a node, in the shared directory.
-    fn run_on(&self, node: &str, command: &str) -> Output {
+    fn run_on_node(&self, node: &str, command: &str) -> Output {
         let marked = format!("cd /shared && export LAUNCH_TEST_MARKER={} && {command}", self.marker());
-        self.call(&["exec", node, "sh", "-c", &marked])
+        self.run_cluster_script(&["exec", node, "sh", "-c", &marked])
     }
 
     /// The value of an environment variable that all processes of the test have.
@@ -94,46 +94,46 @@ impl Cluster {
 
     /// Runs a shell command on a node, which must succeed. Returns its standard output.
     #[track_caller]
-    fn output_of(&self, node: &str, command: &str) -> String {
-        let output = self.run_on(node, command);
-        assert!(output.status.success(), "{command}: {}", output_text(&output));
+    fn run_on_node_successfully(&self, node: &str, command: &str) -> String {
+        let output = self.run_on_node(node, command);
+        assert!(output.status.success(), "{command}: {}", output_to_text(&output));
         String::from_utf8(output.stdout).unwrap().trim().to_owned()
     }
 
     /// A path in the directory that all nodes share.
-    fn shared(&self, name: &str) -> PathBuf {
+    fn shared_path(&self, name: &str) -> PathBuf {
         self.dir.join("shared").join(name)
     }
 
-    fn read(&self, name: &str) -> String {
-        fs::read_to_string(self.shared(name)).unwrap_or_default()
+    fn read_shared_file(&self, name: &str) -> String {
+        fs::read_to_string(self.shared_path(name)).unwrap_or_default()
     }
 
     /// Writes a job whose ranks run a shell script.
-    fn write_program(&self, slurm: &str, run: &str, script: &str) {
+    fn write_program_job(&self, slurm: &str, run: &str, script: &str) {
         let command = serde_json::to_string(&["sh", "-c", script]).unwrap();
         let yaml = format!("name: test\nslurm: {slurm}\nrun:\n  command: {command}\n  {run}\n");
-        fs::write(self.shared("job.yaml"), yaml).unwrap();
+        fs::write(self.shared_path("job.yaml"), yaml).unwrap();
     }
 
     /// Writes a training job with two workers on each of `nodes`. Returns the losses of an
     /// uninterrupted run of it on one machine.
-    fn write_training(&self, nodes: u32, steps: u64) -> BTreeMap<u64, (u64, u64)> {
-        let job = TINY
+    fn write_training_job(&self, nodes: u32, steps: u64) -> BTreeMap<u64, (u64, u64)> {
+        let job = TINY_JOB
             .replace("steps: 20", &format!("steps: {steps}"))
             .replace("{every: 10, keep: 2}", "{every: 25, keep: 2}");
         let slurm = format!("slurm: {{nodes: {nodes}, signal_time: 10s}}\n");
-        fs::write(self.shared("job.yaml"), job + &slurm).unwrap();
+        fs::write(self.shared_path("job.yaml"), job + &slurm).unwrap();
         let uninterrupted = "./launch job.yaml --set name=uninterrupted --set cluster.hosts=local";
-        self.output_of("h1", uninterrupted);
-        self.step_bits("uninterrupted")
+        self.run_on_node_successfully("h1", uninterrupted);
+        self.collect_step_bits("uninterrupted")
     }
 
     /// The bits of loss and gradient norm of each step, over all runs of a job. Steps that two runs
     /// executed must be equal.
-    fn step_bits(&self, job: &str) -> BTreeMap<u64, (u64, u64)> {
+    fn collect_step_bits(&self, job: &str) -> BTreeMap<u64, (u64, u64)> {
         let mut losses = BTreeMap::new();
-        for event in self.events(job).iter().filter(|e| e["event"] == "step") {
+        for event in self.read_events(job).iter().filter(|e| e["event"] == "step") {
             let bits = |name: &str| event[name].as_f64().unwrap().to_bits();
             let step = (bits("loss"), bits("grad_norm"));
             let before = losses.insert(event["step"].as_u64().unwrap(), step);
@@ -143,8 +143,8 @@ impl Cluster {
     }
 
     /// The events of all runs of a job, in order.
-    fn events(&self, job: &str) -> Vec<Value> {
-        let entries = fs::read_dir(self.shared("runs").join(job)).into_iter().flatten().flatten();
+    fn read_events(&self, job: &str) -> Vec<Value> {
+        let entries = fs::read_dir(self.shared_path("runs").join(job)).into_iter().flatten().flatten();
         let mut runs: Vec<PathBuf> =
             entries.map(|e| e.path().join("events.jsonl")).filter(|f| f.exists()).collect();
         runs.sort();
@@ -156,8 +156,8 @@ impl Cluster {
 
     /// The failure of the last run of a job that failed.
     #[track_caller]
-    fn last_failure(&self, job: &str) -> Value {
-        let events = self.events(job).into_iter().rev();
+    fn expect_last_failure(&self, job: &str) -> Value {
+        let events = self.read_events(job).into_iter().rev();
         events.into_iter().find(|event| event["event"] == "failure").expect("a failure")
     }
 
@@ -165,7 +165,7 @@ impl Cluster {
     /// replaced.
     #[track_caller]
     fn assert_notices(&self, job: &str, snapshot: &str) {
-        let events = self.events(job);
+        let events = self.read_events(job);
         let notices = events.iter().filter(|event| event["event"] == "notice");
         let lines: Vec<&str> = notices.filter_map(|event| event["message"].as_str()).collect();
         let net = fs::read_to_string(self.dir.join("net")).unwrap();
@@ -174,40 +174,40 @@ impl Cluster {
         assert_snapshot(&self.dir, snapshot, &lines.join("\n"), &filters);
     }
 
-    fn last_step(&self, job: &str) -> u64 {
-        let events = self.events(job);
+    fn find_last_step(&self, job: &str) -> u64 {
+        let events = self.read_events(job);
         events.iter().rev().find_map(|e| e["step"].as_u64().filter(|_| e["event"] == "step")).unwrap_or(0)
     }
 
     /// One field of `scontrol show job`.
-    fn field(&self, job: &str, name: &str) -> String {
-        let shown = self.run_on("h0", &format!("scontrol -o show job {job}"));
+    fn read_job_field(&self, job: &str, name: &str) -> String {
+        let shown = self.run_on_node("h0", &format!("scontrol -o show job {job}"));
         let value = |word: &str| word.strip_prefix(name)?.strip_prefix('=').map(str::to_owned);
         String::from_utf8_lossy(&shown.stdout).split_whitespace().find_map(value).unwrap_or_default()
     }
 
     /// The state, logs and last events of a job, for the message of a failed test.
-    fn describe(&self, job: &str) -> String {
-        let shown = output_text(&self.run_on(
+    fn describe_job(&self, job: &str) -> String {
+        let shown = output_to_text(&self.run_on_node(
             "h0",
             &format!("scontrol show job {job}; sinfo -N -l; cat runs/*/slurm-{job}.out slurm-{job}.out"),
         ));
         let events: Vec<String> =
-            self.events("test").iter().chain(&self.events("tiny")).map(Value::to_string).collect();
+            self.read_events("test").iter().chain(&self.read_events("tiny")).map(Value::to_string).collect();
         let tail = events.len().saturating_sub(10);
         format!("{shown}\n{}", events[tail..].join("\n"))
     }
 
     /// Waits until a job ends, which must be in this state.
     #[track_caller]
-    fn wait_end(&self, job: &str, state: &str) {
+    fn wait_for_job_end(&self, job: &str, state: &str) {
         let states = ["COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"];
         let found = wait_until(
             &format!("the end of job {job}"),
-            || self.describe(job),
-            || Some(self.field(job, "JobState")).filter(|found| states.contains(&found.as_str())),
+            || self.describe_job(job),
+            || Some(self.read_job_field(job, "JobState")).filter(|found| states.contains(&found.as_str())),
         );
-        assert_eq!(found, state, "{}", self.describe(job));
+        assert_eq!(found, state, "{}", self.describe_job(job));
     }
 
     /// Waits until no node has a process of the test.
@@ -229,38 +229,38 @@ impl Cluster {
     }
 }
 
-impl Drop for Cluster {
+impl Drop for SlurmCluster {
     fn drop(&mut self) {
-        let down = self.call(&["down"]);
+        let down = self.run_cluster_script(&["down"]);
         if !down.status.success() {
-            eprintln!("the cluster {} was not removed: {}", self.dir.display(), output_text(&down));
+            eprintln!("the cluster {} was not removed: {}", self.dir.display(), output_to_text(&down));
         }
     }
 }
 
 #[test]
 fn programs_run_in_allocations_of_every_kind() {
-    let Some(c) = Cluster::start("programs_run_in_allocations_of_every_kind", 4) else { return };
+    let Some(c) = SlurmCluster::start("programs_run_in_allocations_of_every_kind", 4) else { return };
     let report_rank = "echo $(hostname) $LOCAL_RANK/$LOCAL_WORLD_SIZE $GROUP_RANK/$GROUP_WORLD_SIZE $WORLD_SIZE $MASTER_ADDR $SLURM_STEP_NODELIST $SLURM_ARRAY_TASK_ID > rank.$SLURM_JOB_ID.$RANK";
-    c.write_program(
+    c.write_program_job(
         "{nodes: 4, extra: [\"--array=0-1\"]}",
         "env: {}\ncluster: {workers_per_host: 2}",
         report_rank,
     );
     // sbatch, as an array of two
-    let job = c.output_of("h0", "./launch sbatch job.yaml");
+    let job = c.run_on_node_successfully("h0", "./launch sbatch job.yaml");
     wait_until(
         "the array's end",
-        || c.describe(&job),
-        || c.output_of("h0", "squeue -h").is_empty().then_some(()),
+        || c.describe_job(&job),
+        || c.run_on_node_successfully("h0", "squeue -h").is_empty().then_some(()),
     );
-    let reports: Vec<String> = fs::read_dir(c.shared(""))
+    let reports: Vec<String> = fs::read_dir(c.shared_path(""))
         .unwrap()
         .flatten()
         .map(|e| e.file_name().into_string().unwrap())
         .filter(|n| n.starts_with("rank."))
         .collect();
-    assert_eq!(reports.len(), 16, "{reports:?}\n{}", c.describe(&job));
+    assert_eq!(reports.len(), 16, "{reports:?}\n{}", c.describe_job(&job));
     let words = |text: String| text.split_whitespace().map(str::to_owned).collect::<Vec<_>>();
     let net = fs::read_to_string(c.dir.join("net")).unwrap();
     for rank in 0..8 {
@@ -269,10 +269,10 @@ fn programs_run_in_allocations_of_every_kind() {
         assert_eq!(words(c.read(&format!("rank.{job}.{rank}")))[..6], words(expected));
     }
     // salloc, which places the requested tasks on the nodes
-    c.write_program("{}", "env: {}", report_rank);
-    let alloc = c.run_on("h0", "salloc -Q -N3 -n4 ./launch job.yaml");
-    assert!(alloc.status.success(), "{}", output_text(&alloc));
-    let job = c.output_of("h0", "ls rank.* | cut -d. -f2 | sort -n | tail -1");
+    c.write_program_job("{}", "env: {}", report_rank);
+    let alloc = c.run_on_node("h0", "salloc -Q -N3 -n4 ./launch job.yaml");
+    assert!(alloc.status.success(), "{}", output_to_text(&alloc));
+    let job = c.run_on_node_successfully("h0", "ls rank.* | cut -d. -f2 | sort -n | tail -1");
     for rank in 0..4 {
         let report = words(c.read(&format!("rank.{job}.{rank}")));
         let (_, hosts) = report[2].split_once('/').unwrap();
@@ -280,27 +280,27 @@ fn programs_run_in_allocations_of_every_kind() {
     }
     // a heterogeneous job of two groups
     let het = "#!/bin/bash\n#SBATCH -N1 -n1 -o het.out\n#SBATCH hetjob\n#SBATCH -N2 -n4 --ntasks-per-node=2\nexec ./launch job.yaml\n";
-    fs::write(c.shared("het.sh"), het).unwrap();
-    let ran = c.run_on("h0", "sbatch --wait --parsable het.sh");
-    assert!(ran.status.success(), "{}{}", output_text(&ran), c.read("het.out"));
+    fs::write(c.shared_path("het.sh"), het).unwrap();
+    let ran = c.run_on_node("h0", "sbatch --wait --parsable het.sh");
+    assert!(ran.status.success(), "{}{}", output_to_text(&ran), c.read("het.out"));
     let job = String::from_utf8_lossy(&ran.stdout).trim().to_owned();
-    let reports = c.output_of("h0", &format!("cat rank.{job}.*"));
+    let reports = c.run_on_node_successfully("h0", &format!("cat rank.{job}.*"));
     assert_eq!(reports.lines().count(), 5, "{reports}");
     for expected in ["h1 0/1 0/3 5 ", "h2 1/2 1/3 5 ", "h3 1/2 2/3 5 "] {
         assert!(reports.lines().any(|line| line.starts_with(expected)), "{expected}: {reports}");
     }
     // GPUs per task on nodes with different numbers of tasks: a worker sees all GPUs of its node
     let gpus = "echo $CUDA_VISIBLE_DEVICES > gpus.$(hostname)";
-    c.write_program("{}", "env: {}\ncluster: {workers_per_host: 1}", gpus);
-    let ran = c.run_on("h0", "salloc -Q -N2 -n5 --gpus-per-task=1 ./launch job.yaml");
-    assert!(ran.status.success(), "{}", output_text(&ran));
+    c.write_program_job("{}", "env: {}\ncluster: {workers_per_host: 1}", gpus);
+    let ran = c.run_on_node("h0", "salloc -Q -N2 -n5 --gpus-per-task=1 ./launch job.yaml");
+    assert!(ran.status.success(), "{}", output_to_text(&ran));
     assert_eq!((c.read("gpus.h1").trim(), c.read("gpus.h2").trim()), ("0,1,2,3", "0"));
     c.assert_nothing_left();
 }
 
 /// Sorts the lines of srun and slurmstepd in a message, because the two programs write at the same
 /// time.
-fn sorted_output(message: &str) -> String {
+fn sort_message_lines(message: &str) -> String {
     let Some((sentence, output)) = message.rsplit_once("controller: ") else { return message.to_owned() };
     let mut lines: Vec<&str> = output.split(" | ").collect();
     lines.sort_unstable();
@@ -309,10 +309,12 @@ fn sorted_output(message: &str) -> String {
 
 #[test]
 fn wrong_uses_of_an_allocation_are_rejected_with_help() {
-    let Some(c) = Cluster::start("wrong_uses_of_an_allocation_are_rejected_with_help", 2) else { return };
-    c.write_program("{}", "env: {}", "echo ran on $(hostname)");
+    let Some(c) = SlurmCluster::start("wrong_uses_of_an_allocation_are_rejected_with_help", 2) else {
+        return;
+    };
+    c.write_program_job("{}", "env: {}", "echo ran on $(hostname)");
     // `launch check` inspects all nodes by a job step, and ends it
-    let checked = c.output_of("h0", "salloc -Q -N2 ./launch check job.yaml --json");
+    let checked = c.run_on_node_successfully("h0", "salloc -Q -N2 ./launch check job.yaml --json");
     let checked: Value = serde_json::from_str(&checked).unwrap();
     let names: Vec<&str> = checked["hosts"]
         .as_array()
@@ -324,111 +326,117 @@ fn wrong_uses_of_an_allocation_are_rejected_with_help() {
     let mut messages = String::new();
     let mut append = |failure: &Value| {
         let diagnostic = &failure["diagnostics"][0];
-        let message = sorted_output(diagnostic["message"].as_str().unwrap());
+        let message = sort_message_lines(diagnostic["message"].as_str().unwrap());
         messages += &format!("{}: {message}\n  help: {}\n", failure["code"], failure["help"]);
     };
-    let per_task = c.run_on("h0", "srun -N2 -n2 -K0 -o task-%t.json ./launch job.yaml --json");
-    assert!(!per_task.status.success(), "{}", output_text(&per_task));
-    let failure = failure_event(&c.read("task-0.json"));
+    let per_task = c.run_on_node("h0", "srun -N2 -n2 -K0 -o task-%t.json ./launch job.yaml --json");
+    assert!(!per_task.status.success(), "{}", output_to_text(&per_task));
+    let failure = expect_failure_event(&c.read("task-0.json"));
     assert_eq!(failure["code"], "slurm-started-per-task", "{failure}");
     append(&failure);
-    let outside = c.run_on("h0", "./launch job.yaml --json --set cluster.hosts=slurm");
-    assert_eq!(outside.status.code(), Some(3), "{}", output_text(&outside));
-    let failure = failure_event(&output_text(&outside));
+    let outside = c.run_on_node("h0", "./launch job.yaml --json --set cluster.hosts=slurm");
+    assert_eq!(outside.status.code(), Some(3), "{}", output_to_text(&outside));
+    let failure = expect_failure_event(&output_to_text(&outside));
     assert_eq!(failure["code"], "slurm-allocation-missing", "{failure}");
     append(&failure);
     // one node only has the executable
     let script = "mkdir -p /opt/local && cp launch /opt/local/ && cat > local.sh <<'E'\n#!/bin/bash\nexec /opt/local/launch job.yaml $ARGS\nE\n";
-    c.output_of("h1", script);
-    let missing = c.run_on("h0", "ARGS=--json sbatch --wait -Q -N2 -o missing.out local.sh");
-    assert!(!missing.status.success(), "{}", output_text(&missing));
-    let failure = failure_event(&c.read("missing.out"));
+    c.run_on_node_successfully("h1", script);
+    let missing = c.run_on_node("h0", "ARGS=--json sbatch --wait -Q -N2 -o missing.out local.sh");
+    assert!(!missing.status.success(), "{}", output_to_text(&missing));
+    let failure = expect_failure_event(&c.read("missing.out"));
     append(&failure);
     assert_snapshot(&c.dir, "rejected_in_an_allocation", &messages, &[]);
     assert_eq!(failure["diagnostics"][0]["code"], "slurm-executable-missing", "{failure}");
-    let copied = c.run_on(
+    let copied = c.run_on_node(
         "h0",
         "ARGS='--set slurm.bcast=true --set run.logs.show=[0,1]' sbatch --wait -Q -N2 -o copied.out local.sh",
     );
     let log = c.read("copied.out");
     assert!(copied.status.success() && log.contains("ran on h1") && log.contains("ran on h2"), "{log}");
-    assert_eq!(c.output_of("h2", "ls /tmp"), "", "the copy was not removed");
+    assert_eq!(c.run_on_node_successfully("h2", "ls /tmp"), "", "the copy was not removed");
     c.assert_nothing_left();
 }
 
 #[test]
 fn a_failure_ends_all_processes_on_every_node_and_is_reported() {
-    let Some(c) = Cluster::start("a_failure_ends_all_processes_on_every_node_and_is_reported", 3) else {
+    let Some(c) = SlurmCluster::start("a_failure_ends_all_processes_on_every_node_and_is_reported", 3) else {
         return;
     };
     // each rank leaves a process in a separate session
     let script = "setsid sleep 1000 & echo up > up.$RANK; while [ ! -e go ]; do sleep 0.05; done; [ $RANK = 2 ] && exit 9; exec sleep 1000";
-    c.write_program("{nodes: 3, requeues: 0}", "grace_period: 5s", script);
-    let submit = |c: &Cluster| {
+    c.write_program_job("{nodes: 3, requeues: 0}", "grace_period: 5s", script);
+    let submit = |c: &SlurmCluster| {
         for file in ["up.0", "up.1", "up.2", "go"] {
-            _ = fs::remove_file(c.shared(file));
+            _ = fs::remove_file(c.shared_path(file));
         }
-        let job = c.output_of("h0", "./launch sbatch job.yaml");
-        let up = || (0..3).all(|rank| c.shared(&format!("up.{rank}")).exists()).then_some(());
-        wait_until("the start", || c.describe(&job), up);
+        let job = c.run_on_node_successfully("h0", "./launch sbatch job.yaml");
+        let up = || (0..3).all(|rank| c.shared_path(&format!("up.{rank}")).exists()).then_some(());
+        wait_until("the start", || c.describe_job(&job), up);
         job
     };
     let job = submit(&c);
-    fs::write(c.shared("go"), "").unwrap();
-    c.wait_end(&job, "FAILED");
-    let failure = c.last_failure("test");
+    fs::write(c.shared_path("go"), "").unwrap();
+    c.wait_for_job_end(&job, "FAILED");
+    let failure = c.expect_last_failure("test");
     assert_eq!((&failure["reason"]["code"], &failure["host"]), (&9.into(), &"h3".into()), "{failure}");
     c.assert_nothing_left();
 
     // Slurm ends the tasks of a killed srun
     let job = submit(&c);
-    c.output_of("h1", "pkill -KILL -o -x srun");
-    c.wait_end(&job, "FAILED");
-    let failure = c.last_failure("test");
+    c.run_on_node_successfully("h1", "pkill -KILL -o -x srun");
+    c.wait_for_job_end(&job, "FAILED");
+    let failure = c.expect_last_failure("test");
     assert_eq!(failure["diagnostics"][0]["code"], "slurm-step-failed", "{failure}");
     c.assert_nothing_left();
 
     // scancel sends SIGTERM to the program
     let job = submit(&c);
-    c.output_of("h0", &format!("scancel {job}"));
-    c.wait_end(&job, "CANCELLED");
+    c.run_on_node_successfully("h0", &format!("scancel {job}"));
+    c.wait_for_job_end(&job, "CANCELLED");
     c.assert_nothing_left();
 }
 
 #[test]
 fn jobs_save_at_the_time_limit_and_at_scancel_and_resume() {
-    let Some(c) = Cluster::start("jobs_save_at_the_time_limit_and_at_scancel_and_resume", 5) else { return };
+    let Some(c) = SlurmCluster::start("jobs_save_at_the_time_limit_and_at_scancel_and_resume", 5) else {
+        return;
+    };
     // meanwhile a program on another node reaches its real time limit
     let script = "[ -e saved ] && exit 0; trap 'touch saved; exit 0' TERM; while :; do sleep 0.1; done";
-    c.write_program("{nodes: 1, time: 1m, signal_time: 10s}", "grace_period: 8s", script);
-    fs::rename(c.shared("job.yaml"), c.shared("limited.yaml")).unwrap();
-    let limited = c.output_of("h0", "./launch sbatch limited.yaml");
-    let expected = c.write_training(4, 400);
-    let job = c.output_of("h0", "./launch sbatch job.yaml");
-    let begun = || (c.last_step("tiny") >= 10).then_some(());
-    wait_until("the first steps", || c.describe(&job), begun);
+    c.write_program_job("{nodes: 1, time: 1m, signal_time: 10s}", "grace_period: 8s", script);
+    fs::rename(c.shared_path("job.yaml"), c.shared_path("limited.yaml")).unwrap();
+    let limited = c.run_on_node_successfully("h0", "./launch sbatch limited.yaml");
+    let expected = c.write_training_job(4, 400);
+    let job = c.run_on_node_successfully("h0", "./launch sbatch job.yaml");
+    let begun = || (c.find_last_step("tiny") >= 10).then_some(());
+    wait_until("the first steps", || c.describe_job(&job), begun);
     // the signal that Slurm sends to the batch script before the limit (--signal=B:USR1@…)
-    c.output_of("h0", &format!("scancel -b -s USR1 {job}"));
-    let again = || (c.field(&job, "Restarts") == "1" && c.field(&job, "JobState") == "RUNNING").then_some(());
-    wait_until("the requeue", || c.describe(&job), again);
-    let stopped = c.last_step("tiny");
+    c.run_on_node_successfully("h0", &format!("scancel -b -s USR1 {job}"));
+    let again = || {
+        (c.read_job_field(&job, "Restarts") == "1" && c.read_job_field(&job, "JobState") == "RUNNING")
+            .then_some(())
+    };
+    wait_until("the requeue", || c.describe_job(&job), again);
+    let stopped = c.find_last_step("tiny");
     assert!(stopped < 400, "the run completed before the signal");
-    wait_until("more steps", || c.describe(&job), || (c.last_step("tiny") > stopped).then_some(()));
+    wait_until("more steps", || c.describe_job(&job), || (c.find_last_step("tiny") > stopped).then_some(()));
     // scancel signals every process of the job, which saves and ends
-    c.output_of("h0", &format!("scancel {job}"));
-    c.wait_end(&job, "CANCELLED");
+    c.run_on_node_successfully("h0", &format!("scancel {job}"));
+    c.wait_for_job_end(&job, "CANCELLED");
     c.assert_nothing_left();
-    let resumes = |c: &Cluster| c.events("tiny").iter().filter(|e| e["event"] == "resume").count();
-    let steps = c.last_step("tiny");
-    let saved = c.events("tiny").iter().rev().find(|e| e["event"] == "checkpoint").unwrap()["step"].clone();
-    assert_eq!((resumes(&c), saved.as_u64()), (1, Some(steps)), "{}", c.describe(&job));
-    let job = c.output_of("h0", "./launch sbatch job.yaml");
-    c.wait_end(&job, "COMPLETED");
-    assert_eq!(resumes(&c), 2, "{}", c.describe(&job));
-    assert!(c.step_bits("tiny") == expected, "the losses differ from those of an uninterrupted run");
-    c.wait_end(&limited, "COMPLETED");
-    assert!(c.shared("saved").exists());
-    assert_eq!(c.field(&limited, "Restarts"), "1", "{}", c.describe(&limited));
+    let resumes = |c: &SlurmCluster| c.read_events("tiny").iter().filter(|e| e["event"] == "resume").count();
+    let steps = c.find_last_step("tiny");
+    let saved =
+        c.read_events("tiny").iter().rev().find(|e| e["event"] == "checkpoint").unwrap()["step"].clone();
+    assert_eq!((resumes(&c), saved.as_u64()), (1, Some(steps)), "{}", c.describe_job(&job));
+    let job = c.run_on_node_successfully("h0", "./launch sbatch job.yaml");
+    c.wait_for_job_end(&job, "COMPLETED");
+    assert_eq!(resumes(&c), 2, "{}", c.describe_job(&job));
+    assert!(c.collect_step_bits("tiny") == expected, "the losses differ from those of an uninterrupted run");
+    c.wait_for_job_end(&limited, "COMPLETED");
+    assert!(c.shared_path("saved").exists());
+    assert_eq!(c.read_job_field(&limited, "Restarts"), "1", "{}", c.describe_job(&limited));
     c.assert_notices("test", "notices_at_the_time_limit_of_a_program");
     c.assert_notices("tiny", "notices_at_the_time_limit_and_scancel");
     c.assert_nothing_left();
@@ -436,36 +444,36 @@ fn jobs_save_at_the_time_limit_and_at_scancel_and_resume() {
 
 #[test]
 fn a_job_that_loses_a_node_is_requeued_and_resumes() {
-    let Some(c) = Cluster::start("a_job_that_loses_a_node_is_requeued_and_resumes", 4) else { return };
+    let Some(c) = SlurmCluster::start("a_job_that_loses_a_node_is_requeued_and_resumes", 4) else { return };
     // the loss of another node than that of the batch script: launch requeues the job
     let script = "echo $(hostname) >> up.$RANK; [ $(wc -l < up.$RANK) -gt 1 ] && exit 0; exec sleep 1000";
-    c.write_program("{nodes: 3}", "grace_period: 5s", script);
-    let job = c.output_of("h0", "./launch sbatch job.yaml");
-    let up = || (0..3).all(|rank| c.shared(&format!("up.{rank}")).exists()).then_some(());
-    wait_until("the start", || c.describe(&job), up);
-    assert!(c.call(&["crash", "h3"]).status.success());
-    c.wait_end(&job, "COMPLETED");
-    assert_eq!(c.field(&job, "Restarts"), "1", "{}", c.describe(&job));
+    c.write_program_job("{nodes: 3}", "grace_period: 5s", script);
+    let job = c.run_on_node_successfully("h0", "./launch sbatch job.yaml");
+    let up = || (0..3).all(|rank| c.shared_path(&format!("up.{rank}")).exists()).then_some(());
+    wait_until("the start", || c.describe_job(&job), up);
+    assert!(c.run_cluster_script(&["crash", "h3"]).status.success());
+    c.wait_for_job_end(&job, "COMPLETED");
+    assert_eq!(c.read_job_field(&job, "Restarts"), "1", "{}", c.describe_job(&job));
     c.assert_notices("test", "notices_of_a_lost_node");
     let ran = c.read("up.2");
     assert_eq!(ran.lines().collect::<Vec<_>>(), ["h3", "h4"]);
-    assert!(c.call(&["boot", "h3"]).status.success());
+    assert!(c.run_cluster_script(&["boot", "h3"]).status.success());
 
     // the loss of the node of the batch script: Slurm requeues the job
-    let expected = c.write_training(2, 400);
+    let expected = c.write_training_job(2, 400);
     let net = fs::read_to_string(c.dir.join("net")).unwrap();
     let interface = format!("{}.0/24", net.trim());
     let set = format!("--set cluster.interface={interface}");
-    let job = c.output_of("h0", &format!("./launch sbatch job.yaml {set} -- --exclude=h3"));
-    let begun = || (c.last_step("tiny") >= 30).then_some(());
-    wait_until("the first checkpoint", || c.describe(&job), begun);
-    let node = c.field(&job, "BatchHost");
-    assert!(c.call(&["crash", &node]).status.success());
-    c.wait_end(&job, "COMPLETED");
-    assert_ne!(c.field(&job, "Restarts"), "0", "{}", c.describe(&job));
-    assert!(c.step_bits("tiny") == expected, "the losses differ from those of an uninterrupted run");
+    let job = c.run_on_node_successfully("h0", &format!("./launch sbatch job.yaml {set} -- --exclude=h3"));
+    let begun = || (c.find_last_step("tiny") >= 30).then_some(());
+    wait_until("the first checkpoint", || c.describe_job(&job), begun);
+    let node = c.read_job_field(&job, "BatchHost");
+    assert!(c.run_cluster_script(&["crash", &node]).status.success());
+    c.wait_for_job_end(&job, "COMPLETED");
+    assert_ne!(c.read_job_field(&job, "Restarts"), "0", "{}", c.describe_job(&job));
+    assert!(c.collect_step_bits("tiny") == expected, "the losses differ from those of an uninterrupted run");
     // ranks listen on the requested interface
-    let log = c.output_of("h0", "cat runs/tiny/2*/logs/rank-0.log");
+    let log = c.run_on_node_successfully("h0", "cat runs/tiny/2*/logs/rank-0.log");
     let lines = log.lines().filter(|line| line.contains(&format!("{}.", net.trim())));
     let address = regex::Regex::new(&format!(r"{}\.\d+(:\d+)?", net.trim().replace('.', r"\."))).unwrap();
     let lines: BTreeSet<String> = lines

@@ -8,13 +8,15 @@ use support::JobDirectory;
 
 #[test]
 fn event_files_have_the_values_of_the_metrics() {
-    let Some(python) = support::python("event_files_have_the_values_of_the_metrics") else { return };
-    let place = JobDirectory::new();
+    let Some(python) = support::find_python_or_skip("event_files_have_the_values_of_the_metrics") else {
+        return;
+    };
+    let job_dir = JobDirectory::new();
     let evaluated = ["train.eval={every: 4, files: [corpus.txt], samples: 8}", "checkpoint.every=never"];
-    let ran = place.run(&evaluated).succeeded();
-    let run_dir = ran.named("start")[0]["run_dir"].as_str().unwrap().to_owned();
+    let ran = job_dir.run(&evaluated).expect_success();
+    let run_dir = ran.events_named("start")[0]["run_dir"].as_str().unwrap().to_owned();
     let script = concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/oracle/event_files.py");
-    let output = Command::new(python).arg(script).arg(place.path(&run_dir)).output().unwrap();
+    let output = Command::new(python).arg(script).arg(job_dir.path(&run_dir)).output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let contents: Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!(contents["version"], "brain.Event:2");

@@ -14,19 +14,19 @@ fn run_script(
     cluster: &str,
     run: &str,
 ) -> (JobDirectory, FinishedRun) {
-    let place = JobDirectory::new();
-    fs::write(place.path("script.py"), script).unwrap();
+    let job_dir = JobDirectory::new();
+    fs::write(job_dir.path("script.py"), script).unwrap();
     let python = serde_json::to_string(&python).unwrap();
     let job = format!(
         "name: torch\ncluster: {{workers_per_host: {workers}{cluster}}}\n\
          run: {{command: [{python}, script.py], grace_period: 5s{run}}}\n"
     );
-    fs::write(place.path("job.yaml"), job).unwrap();
-    let ran = place.run(&[]);
-    (place, ran)
+    fs::write(job_dir.path("job.yaml"), job).unwrap();
+    let ran = job_dir.run(&[]);
+    (job_dir, ran)
 }
 
-const GROUPS: &str = r#"
+const PROCESS_GROUPS_SCRIPT: &str = r#"
 import os
 from datetime import timedelta
 import torch, torch.distributed as dist
@@ -52,31 +52,31 @@ os._exit(0)  # torch's threads that want Python's lock while the interpreter end
 #[test]
 fn process_groups_initialize_with_the_store_of_the_agent_and_of_rank_0() {
     let test = "process_groups_initialize_with_the_store_of_the_agent_and_of_rank_0";
-    if let Some(python) = support::python(test) {
-        check_process_groups(&python);
+    if let Some(python) = support::find_python_or_skip(test) {
+        assert_process_groups_initialize(&python);
     }
 }
 
 #[test]
 fn process_groups_of_an_old_torch_initialize_with_both_stores() {
     if let Some(python) =
-        support::python_with_old_torch("process_groups_of_an_old_torch_initialize_with_both_stores")
+        support::find_old_torch_python_or_skip("process_groups_of_an_old_torch_initialize_with_both_stores")
     {
-        check_process_groups(&python);
+        assert_process_groups_initialize(&python);
     }
 }
 
-fn check_process_groups(python: &Path) {
+fn assert_process_groups_initialize(python: &Path) {
     for (store, flag) in [("agent", "True"), ("rank0", "False")] {
-        let (place, ran) = run_script(python, 4, GROUPS, &format!(", store: {store}"), "");
-        ran.succeeded();
+        let (job_dir, ran) = run_script(python, 4, PROCESS_GROUPS_SCRIPT, &format!(", store: {store}"), "");
+        ran.expect_success();
         for rank in 0..4 {
-            assert_eq!(fs::read_to_string(place.path(&format!("done.{rank}"))).unwrap(), flag);
+            assert_eq!(fs::read_to_string(job_dir.path(&format!("done.{rank}"))).unwrap(), flag);
         }
     }
 }
 
-const STORE: &str = r#"
+const STORE_SCRIPT: &str = r#"
 import os, threading
 from datetime import timedelta
 from torch.distributed import TCPStore, PrefixStore, DistStoreError
@@ -126,29 +126,29 @@ open(f"done.{rank}", "w").close()
 
 #[test]
 fn every_operation_of_a_tcp_store_works() {
-    if let Some(python) = support::python("every_operation_of_a_tcp_store_works") {
-        check_store_operations(&python);
+    if let Some(python) = support::find_python_or_skip("every_operation_of_a_tcp_store_works") {
+        assert_store_operations_work(&python);
     }
 }
 
 #[test]
 fn every_operation_of_a_tcp_store_works_with_an_old_torch() {
     if let Some(python) =
-        support::python_with_old_torch("every_operation_of_a_tcp_store_works_with_an_old_torch")
+        support::find_old_torch_python_or_skip("every_operation_of_a_tcp_store_works_with_an_old_torch")
     {
-        check_store_operations(&python);
+        assert_store_operations_work(&python);
     }
 }
 
-fn check_store_operations(python: &Path) {
-    let (place, ran) = run_script(python, 2, STORE, "", "");
-    ran.succeeded();
-    assert!(place.path("done.0").exists() && place.path("done.1").exists());
+fn assert_store_operations_work(python: &Path) {
+    let (job_dir, ran) = run_script(python, 2, STORE_SCRIPT, "", "");
+    ran.expect_success();
+    assert!(job_dir.path("done.0").exists() && job_dir.path("done.1").exists());
 }
 
 /// The variables that torchrun sets for each of two workers on one node, and those that DeepSpeed's
 /// launcher adds. `None`: any value.
-const SET_BY_TORCHRUN: &[(&str, Option<&str>)] = &[
+const TORCHRUN_VARIABLES: &[(&str, Option<&str>)] = &[
     ("RANK", Some("1")),
     ("LOCAL_RANK", Some("1")),
     ("GROUP_RANK", Some("0")),
@@ -175,18 +175,18 @@ const SET_BY_TORCHRUN: &[(&str, Option<&str>)] = &[
 #[test]
 fn a_worker_has_the_variables_of_torchrun_and_deepspeed() {
     let dump = "import json, os\njson.dump(dict(os.environ), open('env.' + os.environ['RANK'], 'w'))";
-    let (place, ran) = run_script(Path::new("python3"), 2, dump, "", "");
-    ran.succeeded();
-    let text = fs::read_to_string(place.path("env.1")).unwrap();
+    let (job_dir, ran) = run_script(Path::new("python3"), 2, dump, "", "");
+    ran.expect_success();
+    let text = fs::read_to_string(job_dir.path("env.1")).unwrap();
     let env: BTreeMap<String, String> = serde_json::from_str(&text).unwrap();
-    for (name, expected) in SET_BY_TORCHRUN {
+    for (name, expected) in TORCHRUN_VARIABLES {
         let value = env.get(*name).unwrap_or_else(|| panic!("no {name}"));
         assert!(expected.is_none_or(|e| e == value) && !value.is_empty(), "{name}={value}");
     }
     assert_eq!(env["PYTHONUNBUFFERED"], "1");
 }
 
-const RAISES: &str = r#"
+const RAISING_SCRIPT: &str = r#"
 import os, time
 from torch.distributed.elastic.multiprocessing.errors import record
 @record
@@ -200,10 +200,10 @@ main()
 #[test]
 fn the_exception_that_a_program_recorded_is_the_root_cause() {
     let test = "the_exception_that_a_program_recorded_is_the_root_cause";
-    let Some(python) = support::python(test) else { return };
-    let (_, ran) = run_script(&python, 2, RAISES, "", "");
+    let Some(python) = support::find_python_or_skip(test) else { return };
+    let (_, ran) = run_script(&python, 2, RAISING_SCRIPT, "", "");
     assert_eq!(ran.code, 1);
-    let failure = ran.failure();
+    let failure = ran.expect_failure();
     assert_eq!((&failure["rank"], &failure["code"]), (&1.into(), &"worker-exited".into()));
     let reason = serde_json::json!({"kind": "exit", "code": 1, "error": "ValueError: no such layer"});
     assert_eq!(failure["reason"], reason);
@@ -218,10 +218,10 @@ fn a_master_port_in_use_is_reported_before_a_worker_starts() {
     let port = listener.local_addr().unwrap().port();
     for store in ["agent", "rank0"] {
         let cluster = format!(", master_port: {port}, store: {store}");
-        let (place, ran) = run_script(Path::new("rm"), 2, "", &cluster, "");
+        let (job_dir, ran) = run_script(Path::new("rm"), 2, "", &cluster, "");
         assert_eq!(ran.code, 3);
         assert_eq!(ran.failure_code(), "rendezvous-port-unavailable", "{}", ran.failure_message());
-        assert_eq!(ran.diagnostics()[0]["fields"]["port"], port, "{}", ran.failure());
-        assert!(place.path("script.py").exists(), "a rank ran");
+        assert_eq!(ran.failure_diagnostics()[0]["fields"]["port"], port, "{}", ran.expect_failure());
+        assert!(job_dir.path("script.py").exists(), "a rank ran");
     }
 }

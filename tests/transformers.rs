@@ -10,15 +10,17 @@ const SEQ_LEN: usize = 64;
 const EVAL_SAMPLES: usize = 12;
 const STEPS: u64 = 30;
 /// The modules that the scripts import, and those that transformers imports for the first model.
-const MODULES: [&str; 4] =
+const IMPORTED_MODULES: [&str; 4] =
     ["torch", "transformers", "transformers.models.auto.modeling_auto", "transformers.modeling_utils"];
 
 #[test]
 fn gathered_weights_load_in_transformers_with_the_same_loss() {
-    let Some(python) = support::python("gathered_weights_load_in_transformers_with_the_same_loss") else {
+    let Some(python) =
+        support::find_python_or_skip("gathered_weights_load_in_transformers_with_the_same_loss")
+    else {
         return;
     };
-    let python = ForkServer::start(&python, &MODULES);
+    let python = ForkServer::start(&python, &IMPORTED_MODULES);
     // untied and tied heads, grouped heads, sizes that the number of workers does not divide
     for (workers, class, model) in [
         (
@@ -39,16 +41,16 @@ fn gathered_weights_load_in_transformers_with_the_same_loss() {
              experts: {expert_parallel_size: 2, placement: {0: 1, 1: 0, 2: 0, 3: 1}}",
         ),
     ] {
-        let place = JobDirectory::new();
-        let held_out = held_out_text(&place);
+        let job_dir = JobDirectory::new();
+        let held_out = extract_held_out_text(&job_dir);
         let prompt = &held_out[..16];
         let sample = format!("samples: {EVAL_SAMPLES}, sample: {{prompt: {prompt:?}, tokens: 24}}}}");
-        let text = job(workers, model).replace(&format!("samples: {EVAL_SAMPLES}}}"), &sample);
-        fs::write(place.path("job.yaml"), text).expect("job");
-        fs::write(place.path("held.txt"), held_out).expect("text");
-        let trained = train(&place);
+        let text = format_job(workers, model).replace(&format!("samples: {EVAL_SAMPLES}}}"), &sample);
+        fs::write(job_dir.path("job.yaml"), text).expect("job");
+        fs::write(job_dir.path("held.txt"), held_out).expect("text");
+        let trained = train_model(&job_dir);
 
-        let reference = load_gathered(&python, &place, class, &["--dtype", "fp32"]);
+        let reference = gather_and_load(&python, &job_dir, class, &["--dtype", "fp32"]);
         assert_eq!(reference["parameters"], trained.parameters);
         let (loss, expected) = (trained.eval_loss, reference["loss"].as_f64().expect("a number"));
         assert!((loss - expected).abs() <= 1e-5 * expected.abs(), "loss {loss}, transformers {expected}");
@@ -58,8 +60,8 @@ fn gathered_weights_load_in_transformers_with_the_same_loss() {
 
         // rounded weights in several files with an index
         let options = ["--dtype", "bf16", "--max-shard-size", "30KB", "--force"];
-        let reference = load_gathered(&python, &place, class, &options);
-        assert!(place.path("weights/model.safetensors.index.json").exists(), "one file only");
+        let reference = gather_and_load(&python, &job_dir, class, &options);
+        assert!(job_dir.path("weights/model.safetensors.index.json").exists(), "one file only");
         let rounded = reference["loss"].as_f64().expect("a number");
         assert!((loss - rounded).abs() <= 1e-2 * rounded.abs(), "loss {loss}, of rounded weights {rounded}");
     }
@@ -68,8 +70,8 @@ fn gathered_weights_load_in_transformers_with_the_same_loss() {
 /// A run without steps, and the gathering of its weights, do not change a model of Hugging Face.
 #[test]
 fn gathered_models_equal_their_source() {
-    let Some(python) = support::python("gathered_models_equal_their_source") else { return };
-    let python = ForkServer::start(&python, &MODULES);
+    let Some(python) = support::find_python_or_skip("gathered_models_equal_their_source") else { return };
+    let python = ForkServer::start(&python, &IMPORTED_MODULES);
     for (case, workers, dtype, shard) in [
         ("llama", 3, "fp32", "60KB"),
         ("mistral", 1, "bf16", "5GB"),
@@ -82,19 +84,19 @@ fn gathered_models_equal_their_source() {
         ("gemma2", 2, "fp32", "40KB"),
         ("gemma3", 3, "bf16", "20KB"),
     ] {
-        let place = JobDirectory::new();
-        run_oracle(&python, &["make", &place.path("source").to_string_lossy(), case]);
+        let job_dir = JobDirectory::new();
+        run_oracle(&python, &["make", &job_dir.path("source").to_string_lossy(), case]);
         let dropout = if case == "gpt2_untied" { ", dropout: 0" } else { "" };
-        let text = job(workers, &format!("{{from: source{dropout}}}"))
+        let text = format_job(workers, &format!("{{from: source{dropout}}}"))
             .replace(&format!("steps: {STEPS}"), "steps: 0");
         let text = text.lines().filter(|l| !l.contains("eval:")).collect::<Vec<_>>().join("\n");
-        fs::write(place.path("job.yaml"), text).expect("job");
-        place.run(&[]).succeeded();
+        fs::write(job_dir.path("job.yaml"), text).expect("job");
+        job_dir.run(&[]).expect_success();
         let gather =
             ["ckpt", "gather", "checkpoints", "weights", "--dtype", dtype, "--max-shard-size", shard];
-        let gathered = place.launch(&gather);
+        let gathered = job_dir.run_launch(&gather);
         assert!(gathered.status.success(), "{}", String::from_utf8_lossy(&gathered.stderr));
-        let (source, weights) = (place.path("source"), place.path("weights"));
+        let (source, weights) = (job_dir.path("source"), job_dir.path("weights"));
         let result = run_oracle(&python, &["compare", &source.to_string_lossy(), &weights.to_string_lossy()]);
         let result: Value = serde_json::from_str(result.trim()).unwrap_or_else(|e| panic!("{e}: {result}"));
         assert!(result["tensors"].as_u64() > Some(20), "{case}: {result}");
@@ -115,14 +117,14 @@ fn gathered_models_equal_their_source() {
 /// Runs scripts/oracle/hf_directories.py. Returns its output.
 fn run_oracle(python: &ForkServer, args: &[&str]) -> String {
     let mut command =
-        python.command(concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/oracle/hf_directories.py"));
+        python.script_command(concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/oracle/hf_directories.py"));
     let output = command.args(args).output().expect("python starts");
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     String::from_utf8(output.stdout).expect("text")
 }
 
 /// The values that a run reported.
-struct TrainedModel {
+struct ReportedValues {
     parameters: u64,
     /// The eval loss after the last step.
     eval_loss: f64,
@@ -131,30 +133,30 @@ struct TrainedModel {
 }
 
 /// Runs the job and reads its events.
-fn train(place: &JobDirectory) -> TrainedModel {
-    let ran = place.run(&[]).succeeded();
+fn train_model(job_dir: &JobDirectory) -> ReportedValues {
+    let ran = job_dir.run(&[]).expect_success();
     let number = |event: &Value, name: &str| event[name].as_f64().expect("a number");
-    let steps = ran.named("step");
+    let steps = ran.events_named("step");
     let (first, last) = (number(steps[0], "loss"), number(steps[steps.len() - 1], "loss"));
     assert!(steps.len() as u64 == STEPS && last < first - 1.0, "the loss doesn't fall: {first} to {last}");
-    let evaluations = ran.named("eval");
+    let evaluations = ran.events_named("eval");
     let at_end = evaluations.iter().find(|e| e["step"] == STEPS);
-    TrainedModel {
-        parameters: ran.named("ready")[0]["parameters"].as_u64().expect("a number"),
-        sample: ran.named("sample")[0]["text"].as_str().expect("text").to_owned(),
+    ReportedValues {
+        parameters: ran.events_named("ready")[0]["parameters"].as_u64().expect("a number"),
+        sample: ran.events_named("sample")[0]["text"].as_str().expect("text").to_owned(),
         eval_loss: number(at_end.expect("an evaluation at the end"), "loss"),
     }
 }
 
 /// Gathers the weights with these options and loads them with transformers, which must find a
 /// complete model and an unchanged tokenizer. Returns the values that transformers computed.
-fn load_gathered(python: &ForkServer, place: &JobDirectory, class: &str, options: &[&str]) -> Value {
+fn gather_and_load(python: &ForkServer, job_dir: &JobDirectory, class: &str, options: &[&str]) -> Value {
     let gather = [&["ckpt", "gather", "checkpoints", "weights"], options].concat();
-    let gathered = place.launch(&gather);
+    let gathered = job_dir.run_launch(&gather);
     assert!(gathered.status.success(), "{}", String::from_utf8_lossy(&gathered.stderr));
     let mut command =
-        python.command(concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/oracle/evaluate_gathered.py"));
-    command.arg(place.path("weights")).arg(place.path("held.txt")).arg(SEQ_LEN.to_string());
+        python.script_command(concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/oracle/evaluate_gathered.py"));
+    command.arg(job_dir.path("weights")).arg(job_dir.path("held.txt")).arg(SEQ_LEN.to_string());
     let output = command.output().expect("python starts");
     let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     assert!(output.status.success(), "{}: {err}", output.status);
@@ -168,7 +170,7 @@ fn load_gathered(python: &ForkServer, place: &JobDirectory, class: &str, options
     loaded
 }
 
-fn job(workers: u32, model: &str) -> String {
+fn format_job(workers: u32, model: &str) -> String {
     format!(
         "name: oracle
 cluster: {{workers_per_host: {workers}}}
@@ -186,8 +188,8 @@ checkpoint: {{dir: checkpoints, every: never, gather_16bit_weights_on_model_save
     )
 }
 
-/// The text of exactly the evaluated samples: one document, whose end is the last target.
-fn held_out_text(place: &JobDirectory) -> String {
-    let corpus = fs::read_to_string(place.path("corpus.txt")).expect("corpus");
+/// Returns the text of exactly the evaluated samples, as one document whose end is the last target.
+fn extract_held_out_text(job_dir: &JobDirectory) -> String {
+    let corpus = fs::read_to_string(job_dir.path("corpus.txt")).expect("corpus");
     corpus[corpus.len() - SEQ_LEN * EVAL_SAMPLES..].to_owned()
 }

@@ -1,9 +1,9 @@
 //! Crate `diagnostic`: the error value that every crate of the product reports.
 //!
 //! A [`Diagnostic`] holds a stable [`Code`], a subject, structured fields, help and causes.
-//! [`render()`] turns a diagnostic into text, in one place; `--json` prints [`Diagnostic::to_json`].
-//! The codes and their explanations are declared in [`codes`], from which `docs/errors.md` is
-//! generated.
+//! [`render()`] turns a diagnostic into text, in one place; `--json` prints
+//! [`Diagnostic::to_json`]. The codes and their explanations are declared in [`codes`], from which
+//! `docs/errors.md` is generated.
 mod code;
 mod code_reference;
 pub mod codes;

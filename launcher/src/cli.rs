@@ -391,8 +391,8 @@ fn missing_subcommand_error(word: &OsStr) -> Option<Diagnostic> {
 }
 
 /// Inserts the default command, so that `launch job.yaml …` becomes `launch run job.yaml …`. A
-/// first word of letters only is taken as a command; a job file with a name of letters is written
-/// `./name`.
+/// first word that consists of letters only is always a command. A job file with such a name must
+/// be given as `./name`.
 fn insert_default_command(args: impl Iterator<Item = OsString>) -> Vec<OsString> {
     let mut args: Vec<OsString> = args.collect();
     let is_command = |arg: &OsString| {

@@ -80,7 +80,8 @@ pub fn parse_slurm_variables(bytes: &[u8]) -> ParseResult {
     Ok(())
 }
 
-/// Loads a job.yaml. Panics if the YAML that a valid job prints does not load to an equal job.
+/// Loads a job.yaml. Prints a valid job as YAML, loads it again, and panics if the second job
+/// differs from the first.
 pub fn parse_job(bytes: &[u8]) -> ParseResult {
     let load = |text: String| {
         let source = job::JobSource::Text { name: "job.yaml".to_owned(), text };

@@ -57,7 +57,7 @@ fn streams() -> [Vec<u8>; 2] {
 }
 
 fn corpus() -> Vec<(String, Vec<u8>)> {
-    let mut files = untrusted::corpus(&Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/corpus"));
+    let mut files = untrusted::read_corpus(&Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/corpus"));
     let [agent, controller] = streams();
     files.push(("agent.control".into(), agent));
     files.push(("controller.control".into(), controller));
@@ -68,7 +68,7 @@ fn corpus() -> Vec<(String, Vec<u8>)> {
 }
 
 fn mutated(valid: &[u8], numbers: &mut SeededNumbers) -> Vec<u8> {
-    untrusted::mutated(valid, numbers, TOKENS, |numbers| b'0' + numbers.next(10) as u8)
+    untrusted::mutate(valid, numbers, TOKENS, |numbers| b'0' + numbers.next_below(10) as u8)
 }
 
 #[test]

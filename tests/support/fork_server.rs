@@ -8,7 +8,7 @@ use std::{
 };
 
 /// The modules that scripts with HF Trainer, Accelerate and DeepSpeed import.
-pub(crate) const TRAINERS: [&str; 5] = [
+pub(crate) const TRAINER_MODULES: [&str; 5] = [
     "torch._dynamo",
     "deepspeed.comm.torch",
     "transformers.trainer",
@@ -16,7 +16,7 @@ pub(crate) const TRAINERS: [&str; 5] = [
     "transformers.models.llama.modeling_llama",
 ];
 
-/// A Python process that forks scripts; it ends when this is dropped.
+/// A Python process that runs each script in a forked child. Dropping the value ends the process.
 pub(crate) struct ForkServer {
     server: Child,
     python: PathBuf,
@@ -29,7 +29,7 @@ impl ForkServer {
         let directory = tempfile::tempdir().unwrap();
         let socket = directory.path().join("socket");
         let mut command = Command::new(python);
-        command.arg(script()).arg("serve").arg(&socket).args(modules);
+        command.arg(server_script()).arg("serve").arg(&socket).args(modules);
         command.envs([("HF_HUB_OFFLINE", "1"), ("OMP_NUM_THREADS", "1"), ("DS_ACCELERATOR", "cpu")]);
         command.env("TRANSFORMERS_VERBOSITY", "warning");
         let mut server = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
@@ -39,17 +39,17 @@ impl ForkServer {
         ForkServer { server, python: python.to_owned(), socket, _directory: directory }
     }
 
-    /// The command that runs a script in the server, instead of `python`.
-    pub(crate) fn python(&self) -> [String; 6] {
+    /// Returns the program and arguments that replace `python` to run a script in the server.
+    pub(crate) fn client_command(&self) -> [String; 6] {
         let [python, script, socket] =
-            [&self.python, Path::new(script()), &self.socket].map(|p| p.to_str().unwrap().to_owned());
+            [&self.python, Path::new(server_script()), &self.socket].map(|p| p.to_str().unwrap().to_owned());
         // the client imports as little as possible
         [python, "-I".into(), "-S".into(), script, "run".into(), socket]
     }
 
-    /// A command that runs a script in the server.
-    pub(crate) fn command(&self, script: &str) -> Command {
-        let [python, rest @ ..] = self.python();
+    /// Creates a command that runs a script in the server, with an empty stdin.
+    pub(crate) fn script_command(&self, script: &str) -> Command {
+        let [python, rest @ ..] = self.client_command();
         let mut command = Command::new(python);
         command.args(rest).arg(script).stdin(Stdio::null());
         command
@@ -64,6 +64,6 @@ impl Drop for ForkServer {
     }
 }
 
-fn script() -> &'static str {
+fn server_script() -> &'static str {
     concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/oracle/fork_server.py")
 }

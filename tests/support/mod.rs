@@ -2,9 +2,9 @@
 #![allow(dead_code)] // each test uses a part
 
 pub(crate) mod fork_server;
-pub(crate) mod hosts;
-pub(crate) mod resumed;
-pub(crate) mod scripts;
+pub(crate) mod resumed_job;
+pub(crate) mod simulated_hosts;
+pub(crate) mod trainer_script;
 
 use serde_json::Value;
 use std::{
@@ -39,98 +39,100 @@ impl FinishedRun {
         }
     }
 
-    /// The events with this name.
-    pub(crate) fn named(&self, name: &str) -> Vec<&Value> {
+    /// Returns the events with this name.
+    pub(crate) fn events_named(&self, name: &str) -> Vec<&Value> {
         self.events.iter().filter(|e| e["event"] == name).collect()
     }
 
-    /// The number, loss and gradient norm of each step. Floats are returned as their bits.
-    pub(crate) fn losses(&self) -> Vec<(u64, u64, u64)> {
+    /// Returns the number, loss and gradient norm of each step. Floats are returned as their bits.
+    pub(crate) fn collect_losses(&self) -> Vec<(u64, u64, u64)> {
         let bits = |v: &Value| v.as_f64().expect("a number").to_bits();
-        let steps = self.named("step").into_iter();
+        let steps = self.events_named("step").into_iter();
         steps
             .map(|e| (e["step"].as_u64().expect("a step"), bits(&e["loss"]), bits(&e["grad_norm"])))
             .collect()
     }
 
     #[track_caller]
-    pub(crate) fn succeeded(self) -> FinishedRun {
+    pub(crate) fn expect_success(self) -> FinishedRun {
         assert_eq!(self.code, 0, "exit code; stderr:\n{}", self.stderr);
         self
     }
 
-    /// The only `failure` event.
+    /// Returns the only `failure` event. Panics if there is not exactly one.
     #[track_caller]
-    pub(crate) fn failure(&self) -> &Value {
-        let failures = self.named("failure");
+    pub(crate) fn expect_failure(&self) -> &Value {
+        let failures = self.events_named("failure");
         assert_eq!(failures.len(), 1, "one failure event; stderr:\n{}", self.stderr);
         failures[0]
     }
 
-    /// The code of the failure, or of its first diagnostic.
+    /// Returns the code of the failure.
     #[track_caller]
     pub(crate) fn failure_code(&self) -> &str {
-        self.failure()["code"].as_str().expect("a code")
+        self.expect_failure()["code"].as_str().expect("a code")
     }
 
-    /// The text of the failure.
+    /// Returns the message of the failure.
     #[track_caller]
     pub(crate) fn failure_message(&self) -> &str {
-        self.failure()["message"].as_str().expect("text")
+        self.expect_failure()["message"].as_str().expect("text")
     }
 
-    /// The kind of the failure's reason.
+    /// Returns the kind of the failure's reason.
     #[track_caller]
-    pub(crate) fn failure_reason(&self) -> &str {
-        self.failure()["reason"]["kind"].as_str().expect("a kind")
+    pub(crate) fn failure_reason_kind(&self) -> &str {
+        self.expect_failure()["reason"]["kind"].as_str().expect("a kind")
     }
 
-    /// The diagnostics of the failure. A summary is replaced by the diagnostics that it summarizes.
+    /// Returns the diagnostics of the failure. A summary is replaced by the diagnostics that it
+    /// summarizes.
     #[track_caller]
-    pub(crate) fn diagnostics(&self) -> Vec<&Value> {
-        let diagnostics = self.failure()["diagnostics"].as_array().expect("diagnostics");
-        diagnostics.iter().flat_map(details).collect()
+    pub(crate) fn failure_diagnostics(&self) -> Vec<&Value> {
+        let diagnostics = self.expect_failure()["diagnostics"].as_array().expect("diagnostics");
+        diagnostics.iter().flat_map(expand_details).collect()
     }
 
-    /// The messages of the notices.
-    pub(crate) fn notices(&self) -> Vec<String> {
+    /// Returns the messages of the notices.
+    pub(crate) fn notice_messages(&self) -> Vec<String> {
         let message = |e: &Value| e["message"].as_str().expect("text").to_owned();
-        self.named("notice").into_iter().map(message).collect()
+        self.events_named("notice").into_iter().map(message).collect()
     }
 }
 
-/// The details of a diagnostic that `--json` printed, or the diagnostic if it has no details.
-pub(crate) fn details(diagnostic: &Value) -> Vec<&Value> {
+/// Returns the details of a diagnostic that `--json` printed, or the diagnostic if it has no
+/// details.
+pub(crate) fn expand_details(diagnostic: &Value) -> Vec<&Value> {
     match diagnostic["details"].as_array() {
         Some(details) => details.iter().collect(),
         None => vec![diagnostic],
     }
 }
 
-/// Stdout and then stderr of a process.
-pub(crate) fn output_text(output: &Output) -> String {
+/// Returns stdout and then stderr of a process.
+pub(crate) fn output_to_text(output: &Output) -> String {
     format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr))
 }
 
 impl JobDirectory {
-    /// A directory with the job [`TINY`] and its corpus.
+    /// Creates a directory with the job [`TINY_JOB`] and its corpus.
     pub(crate) fn new() -> JobDirectory {
         let dir = tempfile::tempdir().expect("a temporary directory");
-        let place = JobDirectory { dir };
-        fs::write(place.path("corpus.txt"), corpus()).expect("corpus");
-        fs::write(place.path("job.yaml"), TINY).expect("job");
-        place
+        let job_dir = JobDirectory { dir };
+        fs::write(job_dir.path("corpus.txt"), generate_corpus()).expect("corpus");
+        fs::write(job_dir.path("job.yaml"), TINY_JOB).expect("job");
+        job_dir
     }
 
     pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.dir.path().join(name)
     }
 
-    pub(crate) fn checkpoints(&self) -> PathBuf {
+    pub(crate) fn checkpoint_dir(&self) -> PathBuf {
         self.path("runs/tiny/checkpoints")
     }
 
-    pub(crate) fn command(&self, args: &[&str]) -> Command {
+    pub(crate) fn launch_command(&self, args: &[&str]) -> Command {
         let mut c = Command::new(env!("CARGO_BIN_EXE_launch"));
         c.current_dir(self.dir.path()).args(args).stdin(Stdio::null());
         // keep the user's list of runs out of the test
@@ -139,35 +141,39 @@ impl JobDirectory {
     }
 
     /// Runs `launch ARGS…` and waits for its end.
-    pub(crate) fn launch(&self, args: &[&str]) -> Output {
-        self.command(args).output().expect("launch starts")
+    pub(crate) fn run_launch(&self, args: &[&str]) -> Output {
+        self.launch_command(args).output().expect("launch starts")
     }
 
     /// Runs `launch --json ARGS…`, which must fail. Returns the exit code and the diagnostic.
     #[track_caller]
-    pub(crate) fn rejected(&self, args: &[&str]) -> (i32, Value) {
-        rejection(&self.launch(&[&["--json"], args].concat()))
+    pub(crate) fn expect_rejection(&self, args: &[&str]) -> (i32, Value) {
+        parse_rejection(&self.run_launch(&[&["--json"], args].concat()))
     }
 
-    fn settings<'a>(&self, set: &[&'a str]) -> Vec<&'a str> {
+    fn build_run_arguments<'a>(&self, set: &[&'a str]) -> Vec<&'a str> {
         ["job.yaml", "--json"].into_iter().chain(set.iter().flat_map(|s| ["--set", s])).collect()
     }
 
     /// Runs the job with these settings and waits for its end.
     pub(crate) fn run(&self, set: &[&str]) -> FinishedRun {
-        FinishedRun::from_output(&self.launch(&self.settings(set)))
+        FinishedRun::from_output(&self.run_launch(&self.build_run_arguments(set)))
     }
 
     /// Runs the job with these settings and an environment variable.
-    pub(crate) fn run_with(&self, set: &[&str], name: &str, value: &str) -> FinishedRun {
+    pub(crate) fn run_with_env(&self, set: &[&str], name: &str, value: &str) -> FinishedRun {
         FinishedRun::from_output(
-            &self.command(&self.settings(set)).env(name, value).output().expect("launch starts"),
+            &self
+                .launch_command(&self.build_run_arguments(set))
+                .env(name, value)
+                .output()
+                .expect("launch starts"),
         )
     }
 
     /// Starts the job with these settings.
     pub(crate) fn start(&self, set: &[&str]) -> Child {
-        let mut c = self.command(&self.settings(set));
+        let mut c = self.launch_command(&self.build_run_arguments(set));
         c.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("launch starts")
     }
 
@@ -179,14 +185,15 @@ impl JobDirectory {
     }
 
     pub(crate) fn delete_checkpoints(&self) {
-        _ = fs::remove_dir_all(self.checkpoints());
+        _ = fs::remove_dir_all(self.checkpoint_dir());
     }
 }
 
-/// The exit code of a command that failed with `--json`, and the diagnostic that it printed.
+/// Returns the exit code of a command that failed with `--json`, and the diagnostic that it
+/// printed. Panics if the command succeeded or did not print exactly one diagnostic.
 #[track_caller]
-pub(crate) fn rejection(output: &Output) -> (i32, Value) {
-    let text = output_text(output);
+pub(crate) fn parse_rejection(output: &Output) -> (i32, Value) {
+    let text = output_to_text(output);
     let code = output.status.code().unwrap_or_else(|| panic!("killed: {text}"));
     assert_ne!(code, 0, "succeeded: {text}");
     let lines = String::from_utf8_lossy(&output.stdout).into_owned();
@@ -226,7 +233,7 @@ pub(crate) fn assert_snapshot(directory: &Path, name: &str, messages: &str, filt
 }
 
 /// A job with sizes that no world size divides.
-pub(crate) const TINY: &str = "\
+pub(crate) const TINY_JOB: &str = "\
 name: tiny
 cluster: {workers_per_host: 2}
 train:
@@ -242,20 +249,20 @@ train:
 checkpoint: {every: 10, keep: 2}
 ";
 
-/// A text with patterns that a tiny model can learn.
-pub(crate) fn corpus() -> String {
+/// Generates a text with patterns that a tiny model can learn.
+pub(crate) fn generate_corpus() -> String {
     let mut text = String::new();
     for i in 0..400u32 {
         let animal = ["fox", "hen", "cat", "owl"][(i * i % 7 % 4) as usize];
-        let place = ["barn", "field", "river"][(i % 3) as usize];
-        writeln!(text, "Line {i}: the {animal} goes to the {place} and counts {}.", i * 37 % 101)
+        let location = ["barn", "field", "river"][(i % 3) as usize];
+        writeln!(text, "Line {i}: the {animal} goes to the {location} and counts {}.", i * 37 % 101)
             .expect("to memory");
     }
     text
 }
 
-/// The files below a directory, relative and sorted.
-pub(crate) fn files_below(dir: &Path) -> Vec<String> {
+/// Lists the files below a directory by their relative paths, sorted.
+pub(crate) fn list_files_below(dir: &Path) -> Vec<String> {
     let mut found = Vec::new();
     let mut todo = vec![dir.to_path_buf()];
     while let Some(d) = todo.pop() {
@@ -272,37 +279,37 @@ pub(crate) fn files_below(dir: &Path) -> Vec<String> {
     found
 }
 
-/// The Python environment that scripts/setup-tests installed. Without it the test is skipped, or
-/// fails when LAUNCH_TEST_REQUIRE is `all`.
-pub(crate) fn python(test: &str) -> Option<PathBuf> {
-    python_with(test, "python", "transformers")
+/// Returns the Python that scripts/setup-tests installed. Without it, returns `None` to skip the
+/// test, or panics if LAUNCH_TEST_REQUIRE is `all`.
+pub(crate) fn find_python_or_skip(test: &str) -> Option<PathBuf> {
+    find_environment_or_skip(test, "python", "transformers")
 }
 
-/// The Python environment with DeepSpeed. Skips or fails the test without it, as [`python`] does.
+/// Returns the Python with DeepSpeed. Without it, skips or fails the test, as [`python`] does.
 #[allow(dead_code)] // only some tests need it
-pub(crate) fn python_with_deepspeed(test: &str) -> Option<PathBuf> {
-    python_with(test, "deepspeed", "DeepSpeed")
+pub(crate) fn find_deepspeed_python_or_skip(test: &str) -> Option<PathBuf> {
+    find_environment_or_skip(test, "deepspeed", "DeepSpeed")
 }
 
-/// The Python environment with the oldest supported torch, which `scripts/setup-tests --all`
-/// installs. Skips or fails the test without it, as [`python`] does.
+/// Returns the Python with the oldest supported torch, which `scripts/setup-tests --all` installs.
+/// Without it, skips or fails the test, as [`python`] does.
 #[allow(dead_code)] // only some tests need it
-pub(crate) fn python_with_old_torch(test: &str) -> Option<PathBuf> {
-    python_with(test, "old-torch", "an old torch (setup-tests --all)")
+pub(crate) fn find_old_torch_python_or_skip(test: &str) -> Option<PathBuf> {
+    find_environment_or_skip(test, "old-torch", "an old torch (setup-tests --all)")
 }
 
-fn python_with(test: &str, name: &str, with: &str) -> Option<PathBuf> {
+fn find_environment_or_skip(test: &str, name: &str, with: &str) -> Option<PathBuf> {
     let cache = env::var_os("LAUNCH_TEST_CACHE").map(PathBuf::from);
     let cache = cache.or_else(|| Some(PathBuf::from(env::var_os("HOME")?).join(".cache/launch-tests")));
     let python = cache.map(|cache| cache.join(name).join("bin/python")).filter(|python| python.exists());
     if python.is_none() {
-        skip(test, &format!("no Python with {with}; run scripts/setup-tests"));
+        report_skip(test, &format!("no Python with {with}; run scripts/setup-tests"));
     }
     python
 }
 
 /// Reports that a test cannot run on this machine, or fails when LAUNCH_TEST_REQUIRE is `all`.
-pub(crate) fn skip(test: &str, why: &str) {
+pub(crate) fn report_skip(test: &str, why: &str) {
     let why = format!("{test}: {why}");
     assert!(env::var("LAUNCH_TEST_REQUIRE").as_deref() != Ok("all"), "{why}");
     eprintln!("SKIPPED {why}");

@@ -8,20 +8,20 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 /// An allocator that counts the bytes in use.
 struct CountingAllocator;
 
-static USED: AtomicUsize = AtomicUsize::new(0);
-static PEAK: AtomicUsize = AtomicUsize::new(0);
+static USED_BYTES: AtomicUsize = AtomicUsize::new(0);
+static PEAK_BYTES: AtomicUsize = AtomicUsize::new(0);
 
 // SAFETY: every call goes to the system's allocator unchanged; counting does not affect memory.
 unsafe impl GlobalAlloc for CountingAllocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        let used = USED.fetch_add(layout.size(), Ordering::Relaxed) + layout.size();
-        PEAK.fetch_max(used, Ordering::Relaxed);
+        let used = USED_BYTES.fetch_add(layout.size(), Ordering::Relaxed) + layout.size();
+        PEAK_BYTES.fetch_max(used, Ordering::Relaxed);
         // SAFETY: the caller upholds the contract of `alloc`.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn dealloc(&self, memory: *mut u8, layout: Layout) {
-        USED.fetch_sub(layout.size(), Ordering::Relaxed);
+        USED_BYTES.fetch_sub(layout.size(), Ordering::Relaxed);
         // SAFETY: the caller upholds the contract of `dealloc`.
         unsafe { System.dealloc(memory, layout) }
     }
@@ -30,24 +30,25 @@ unsafe impl GlobalAlloc for CountingAllocator {
 #[global_allocator]
 static ALLOCATOR: CountingAllocator = CountingAllocator;
 
-/// Measures the memory that is allocated from its creation on.
+/// Measures how much the memory in use grows after [`MemoryMeter::start`].
 pub(crate) struct MemoryMeter(usize);
 
 impl MemoryMeter {
     pub(crate) fn start() -> MemoryMeter {
-        let used = USED.load(Ordering::Relaxed);
-        PEAK.store(used, Ordering::Relaxed);
+        let used = USED_BYTES.load(Ordering::Relaxed);
+        PEAK_BYTES.store(used, Ordering::Relaxed);
         MemoryMeter(used)
     }
 
-    /// The largest number of bytes in use since the start, beyond those in use at the start.
+    /// Returns the largest number of bytes in use since the start, minus those in use at the start.
     pub(crate) fn peak(&self) -> usize {
-        PEAK.load(Ordering::Relaxed).saturating_sub(self.0)
+        PEAK_BYTES.load(Ordering::Relaxed).saturating_sub(self.0)
     }
 }
 
-/// The names and contents of the files in a directory, except its README.
-pub(crate) fn corpus(dir: &Path) -> Vec<(String, Vec<u8>)> {
+/// Reads the names and contents of the files in a directory, sorted by name. Skips Markdown files
+/// and files without an extension.
+pub(crate) fn read_corpus(dir: &Path) -> Vec<(String, Vec<u8>)> {
     let mut files: Vec<(String, Vec<u8>)> = fs::read_dir(dir)
         .expect("listable")
         .map(|entry| entry.expect("an entry").path())
@@ -65,35 +66,35 @@ pub(crate) fn corpus(dir: &Path) -> Vec<(String, Vec<u8>)> {
 pub(crate) struct SeededNumbers(pub(crate) u64);
 
 impl SeededNumbers {
-    pub(crate) fn next(&mut self, below: usize) -> usize {
+    pub(crate) fn next_below(&mut self, below: usize) -> usize {
         self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         ((self.0 >> 33) as usize) % below.max(1)
     }
 }
 
-/// `valid` with a few mutations: flipped bits, maximal lengths, removed or repeated ranges,
-/// `tokens` of the format, and bytes from `other`.
-pub(crate) fn mutated(
+/// Returns a copy of `valid` with a few mutations: flipped bits, maximal lengths, removed or
+/// repeated ranges, `tokens` of the format, and bytes from `other`.
+pub(crate) fn mutate(
     valid: &[u8],
     numbers: &mut SeededNumbers,
     tokens: &[u8],
     other: fn(&mut SeededNumbers) -> u8,
 ) -> Vec<u8> {
     let mut bytes = valid.to_vec();
-    for _ in 0..=numbers.next(3) {
-        let at = numbers.next(bytes.len());
-        let len = numbers.next(32).min(bytes.len() - at);
-        match numbers.next(7) {
+    for _ in 0..=numbers.next_below(3) {
+        let at = numbers.next_below(bytes.len());
+        let len = numbers.next_below(32).min(bytes.len() - at);
+        match numbers.next_below(7) {
             0 => bytes[at..].iter_mut().take(1).for_each(|b| *b ^= 1 << (len % 8)),
             1 => bytes[at..at + len.min(8)].fill(0xff),
             2 => drop(bytes.drain(at..at + len)),
             3 => {
                 let piece = bytes[at..at + len].to_vec();
-                let to = numbers.next(bytes.len());
+                let to = numbers.next_below(bytes.len());
                 bytes.splice(to..to, piece);
             }
             4 => bytes.truncate(at),
-            5 => bytes[at..].iter_mut().take(1).for_each(|b| *b = tokens[numbers.next(tokens.len())]),
+            5 => bytes[at..].iter_mut().take(1).for_each(|b| *b = tokens[numbers.next_below(tokens.len())]),
             _ => bytes[at..at + len.min(8)].iter_mut().for_each(|b| *b = other(numbers)),
         }
         if bytes.is_empty() {

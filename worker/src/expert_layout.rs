@@ -35,7 +35,7 @@ impl ExpertLayout {
     ///
     /// # Errors
     /// Fails if the job's experts do not fit the model or the number of ranks. The subject of the
-    /// error is the key.
+    /// error is the key of the job.
     pub fn new(
         spec: &ExpertsSpec,
         model: &dyn Model,

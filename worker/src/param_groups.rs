@@ -30,8 +30,9 @@ pub const LORA_FROM_KEY: &str = "train.lora.from";
 /// Adds the job's adapters to the model and sets the precision of its matmuls. Returns the model's
 /// units, in which each parameter is marked as trained or frozen.
 ///
-/// # Errors Fails with every mistake in the keys that select parameters. The subjects of the errors
-/// are the keys.
+/// # Errors
+/// Fails with every mistake in the keys that select parameters. The subjects of the errors are the
+/// keys.
 pub fn build_trainable_units(
     model: &mut dyn Model,
     layout: Option<&ExpertLayout>,
@@ -55,8 +56,9 @@ pub fn build_trainable_units(
 
 /// Marks each parameter of the units as trained or frozen.
 ///
-/// # Errors Fails if a pattern is invalid or matches nothing, or if no parameter is trained. The
-/// subjects of the errors are the keys.
+/// # Errors
+/// Fails if a pattern is invalid or matches nothing, or if no parameter is trained. The subjects of
+/// the errors are the keys.
 pub fn mark_trained(
     units: &mut [ParamUnit],
     ties: &[TiedWeight],
@@ -192,7 +194,8 @@ pub struct ParamGroups {
 
 /// Assigns each trained parameter to a group.
 ///
-/// # Errors Fails with every invalid or unmatched pattern. The subjects of the errors are the keys.
+/// # Errors
+/// Fails with every invalid or unmatched pattern. The subjects of the errors are the keys.
 pub fn assign_groups(
     spec: &OptimizerSpec,
     units: &[ParamUnit],

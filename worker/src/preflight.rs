@@ -131,16 +131,20 @@ fn check_model(
 
 /// Returns a warning if a step has fewer micro-batches than there are workers.
 fn find_idle_worker_warning(train: &TrainSpec, world: u32) -> Option<Diagnostic> {
-    let slots = train.batch.global / train.batch.micro;
-    (slots < world).then(|| {
-        let micro_batches = if slots == 1 { "1 micro-batch" } else { &format!("{slots} micro-batches") };
+    let micro_batch_count = train.batch.global / train.batch.micro;
+    (micro_batch_count < world).then(|| {
+        let micro_batches = if micro_batch_count == 1 {
+            "1 micro-batch"
+        } else {
+            &format!("{micro_batch_count} micro-batches")
+        };
         let message = format!(
             "a step has {micro_batches} (global / micro) for {world} workers, of which {} compute nothing",
-            world - slots
+            world - micro_batch_count
         );
         Diagnostic::warning(codes::training::BATCH_LEAVES_WORKERS_IDLE, message)
             .with_subject("train.batch")
-            .with_field("micro_batches", slots)
+            .with_field("micro_batches", micro_batch_count)
             .with_field("workers", world)
             .with_help("raise `train.batch.global` or lower `train.batch.micro`")
     })

@@ -387,7 +387,7 @@ impl RangeLabel {
         RangeLabel { name: o.name.into(), role: o.role, start_element: o.start_element }
     }
 
-    /// Adds the values to the range, in the form in which shards are written.
+    /// Builds the piece for [`ckpt::write_shard`] from this label and the values of its range.
     fn with_values<'a>(&'a self, data: View<'a>) -> TensorPiece<'a> {
         let data = match data.dtype() {
             Dtype::F32 => PieceElements::F32(data.host()),
@@ -410,7 +410,8 @@ fn allocate_pageable_buffers(running: &RunningTrainer) -> Vec<Buf> {
     list_range_sizes(running).into_iter().map(|(dtype, len)| Buf::zeroed_as(dtype, len)).collect()
 }
 
-/// Pairs each label with its values.
+/// Builds the pieces of this rank's shard from the labels and the copied values of the owned
+/// ranges.
 fn pair_labels_with_values<'a>(labels: &'a [RangeLabel], values: &'a [Buf]) -> Vec<TensorPiece<'a>> {
     labels.iter().zip(values).map(|(label, values)| label.with_values(values.view())).collect()
 }

@@ -87,8 +87,9 @@ pub struct Cursor {
 /// Completes the `train.model` section with the sizes of the model directory, or with those that
 /// follow from a tokenizer with `vocab` tokens and samples of `seq_len` tokens.
 ///
-/// # Errors Fails if the directory is unusable, or if its model is too small for the tokenizer or
-/// the samples. The subject of the error is the key.
+/// # Errors
+/// Fails if the directory is unusable, or if its model is too small for the tokenizer or the
+/// samples. The subject of the error is the key.
 pub fn resolve_model(spec: &ModelSpec, vocab: u32, seq_len: u32) -> diagnostic::Result<ModelSpec> {
     const FROM: &str = "train.model.from";
     let mut resolved = spec.clone();
@@ -142,7 +143,8 @@ pub fn resolve_model(spec: &ModelSpec, vocab: u32, seq_len: u32) -> diagnostic::
 /// Completes the `train.lora` section with the configuration in the directory that
 /// `train.lora.from` names.
 ///
-/// # Errors Fails if the configuration cannot be read. The subject of the error is the key.
+/// # Errors
+/// Fails if the configuration cannot be read. The subject of the error is the key.
 pub fn resolve_lora(spec: Option<&LoraSpec>) -> diagnostic::Result<Option<LoraSpec>> {
     let Some(spec) = spec else { return Ok(None) };
     let Some(directory) = &spec.from else { return Ok(Some(spec.clone())) };
@@ -198,10 +200,10 @@ impl BuiltModel {
         param_groups::mark_trained(&mut units, &self.model.tied_weights(), &train)
             .map_err(combine_train_mistakes)?;
         let policy = ShardingPolicy::for_job(&train);
-        let slots = (train.batch.global / train.batch.micro) as usize;
+        let micro_batches = (train.batch.global / train.batch.micro) as usize;
         let (zero, weights) = (&train.zero, select_weight_dtypes(&train));
         let retention = (zero.prefetch as usize, zero.max_live_parameters);
-        let engine = ZeroEngine::new(units, policy, slots, retention, weights, queue, ops.clone())?;
+        let engine = ZeroEngine::new(units, policy, micro_batches, retention, weights, queue, ops.clone())?;
         let mut model = self.model;
         model.move_to_device(ops.as_ref());
         Ok(ShardedModel { train, model: model.into(), engine, ops, expert_layout })

@@ -61,7 +61,8 @@ impl StorageTopology {
         self.leaders.get(rank).copied().unwrap_or(0)
     }
 
-    /// Returns one host per directory, ordered by the leaders of the directories.
+    /// Returns, for each checkpoint directory, the host of its leader, ordered by leader. Empty if
+    /// all ranks see one directory.
     pub fn hosts(&self) -> &[StorageHost] {
         &self.hosts
     }
@@ -93,8 +94,10 @@ impl StorageTopology {
 /// `writes_probe` is true on one rank of each host, which writes a file that all ranks look for.
 /// `host` is the name of this rank's host, and `token` differs between runs and attempts.
 ///
-/// # Errors Fails if the directory cannot be written, if it is shared between some hosts in one
-/// direction only, or if it is not shared although `is_required`.
+/// # Errors
+/// Fails if the directory cannot be written, if only one of two hosts sees the probe file of the
+/// other, if two host-local directories have the same identifier, or if `is_required` is set and
+/// the directory is not shared.
 pub fn detect_topology(
     queue: &CollectiveQueue,
     writes_probe: bool,

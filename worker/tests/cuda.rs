@@ -43,7 +43,8 @@ fn bf16_losses_are_near_those_of_the_cpu_and_equal_for_any_stage_and_world_size(
     }
 }
 
-/// Sums on GPU and CPU differ in the last bit, so that some operands round to another fp8 value.
+/// The losses of GPU and CPU are not equal: their sums differ in the last bit, which changes the
+/// fp8 values of some operands.
 #[test]
 fn fp8_losses_are_near_those_of_the_cpu_and_equal_for_any_stage_and_world_size() {
     let sizes = ModelSpec {

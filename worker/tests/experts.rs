@@ -113,7 +113,7 @@ fn moe_losses_with_sums_in_any_order_are_close_to_those_with_fixed_order_sums() 
 }
 
 #[test]
-fn uneven_slots_and_ranks_without_slots_give_the_same_bits() {
+fn uneven_micro_batches_and_ranks_without_one_give_the_same_bits() {
     for global in [3, 5, 14] {
         let make = |parallel, stage| {
             let mut s = create_moe_spec(6, parallel, ExpertPlacement::Balanced, stage);
@@ -125,7 +125,7 @@ fn uneven_slots_and_ranks_without_slots_give_the_same_bits() {
             let losses = train_new_run(&make(parallel, stage), world, 1, 2);
             assert_eq!(
                 losses, expected,
-                "{global} slots, world {world}, groups of {parallel}, stage {stage}"
+                "{global} micro-batches, world {world}, groups of {parallel}, stage {stage}"
             );
         }
     }
@@ -310,7 +310,7 @@ fn a_thousand_routings_on_four_ranks_have_the_bits_of_one_rank() {
         let alone = create_single_rank_comm();
         let (outcomes, counts) = train_with_routing(&create_tiny_moe_spec(seed, 1), alone, seed);
         expected.push(outcomes);
-        // The counts are those of the last slot, which has five tokens.
+        // The counts are those of the last micro-batch, which has five tokens.
         one_for_all += counts.iter().filter(|layer| layer.contains(&5)).count();
         idle += counts.iter().filter(|layer| layer.contains(&0)).count();
         spread += counts.iter().filter(|layer| layer.iter().filter(|n| **n > 0).count() > 3).count();
@@ -475,7 +475,8 @@ fn sixteen_bit_training_has_the_same_bits_for_every_placement() {
     }
 }
 
-/// Rows are dispatched in 16 bits, also between hosts.
+/// Token dispatch sends bf16 rows within and between hosts, and the losses have the same bits as on
+/// one rank.
 #[test]
 fn sixteen_bit_training_across_hosts_has_the_same_bits() {
     let make = |parallel| {

@@ -97,7 +97,7 @@ fn assert_errors_match_pytorch(precision: Precision, name: &str) {
     let (mut small_tensors, mut all_ratios, mut failures) = (BTreeMap::new(), Vec::new(), Vec::new());
     for (case_name, mut case, start) in load_golden_cases() {
         case.spec.precision = precision;
-        // The loss scale of the golden answers.
+        // The loss scale of the golden files.
         case.spec.loss_scale.initial_scale_power = 10;
         let (ours, exact) =
             (compute_results(&case, start), concatenate_experts(std::mem::take(&mut case.tensors)));

@@ -17,8 +17,8 @@ const PAIR_BYTES: usize = 16;
 /// The largest size of a file of times, in bytes: enough for twelve days with output every second.
 const MAX_FILE_BYTES: u64 = 16 << 20;
 
-/// Appends pairs of time and size of one log to the log's file of times. Write errors end the
-/// recording, but do not affect the log.
+/// Records the growth of one log: appends pairs of time and size to the log's file of times. Write
+/// errors end the recording, but do not affect the log.
 #[derive(Debug)]
 pub(super) struct LogTimesWriter {
     file: Option<File>,
@@ -27,7 +27,8 @@ pub(super) struct LogTimesWriter {
 }
 
 impl LogTimesWriter {
-    /// Opens or creates the file of times of `log`.
+    /// Opens or creates the file of times that belongs to `log`, and removes an incomplete last
+    /// pair. If the file cannot be opened, the writer records nothing.
     pub(super) fn open(log: &Path) -> LogTimesWriter {
         let file = OpenOptions::new().append(true).create(true).open(log_times_path(log)).ok();
         let size = file.as_ref().and_then(|f| f.metadata().ok()).map_or(0, |m| m.len());

@@ -23,7 +23,8 @@ pub(crate) fn run(args: &ExplainArgs, as_json: bool) -> diagnostic::Result<u8> {
     super::print_output(&text)
 }
 
-/// Formats the explanation of a code without the Markdown of the heading.
+/// Formats the explanation of a diagnostic code as text. Its first line is the name of the code,
+/// without the `###` of a Markdown heading.
 fn format_for_terminal(code: Code) -> String {
     let entry = diagnostic::render_code_entry(code);
     format!("{}\n", entry.trim_start_matches('#').trim())

@@ -166,7 +166,7 @@ impl<'a> LogViewer<'a> {
         logs.into_iter().map(|(rank, files)| (rank, sorted(files))).collect()
     }
 
-    /// Prints the rotated log files of a rank, and opens the file that is being written.
+    /// Prints the rotated log files of a rank, and opens the newest file, which may still grow.
     fn open_log_files(&mut self, rank: Rank, files: &[PathBuf]) -> diagnostic::Result<()> {
         for file in files {
             let end = fs::metadata(file).map_or(0, |m| m.len());

@@ -156,7 +156,8 @@ fn start_detached(
     }
 }
 
-/// Returns the arguments of a detached controller. `fd` is the pipe that it notifies of its start.
+/// Returns the arguments of a detached controller. `fd` is the descriptor of the pipe through which
+/// the controller reports that the job has started.
 fn build_controller_args(args: &RunArgs, run: &RunId, fd: i32) -> Vec<OsString> {
     let mut words: Vec<OsString> = vec!["run".into()];
     words.extend(args.set.iter().flat_map(|set| ["--set".into(), set.into()]));
@@ -173,8 +174,8 @@ fn build_controller_args(args: &RunArgs, run: &RunId, fd: i32) -> Vec<OsString> 
     words
 }
 
-/// Parses the value `RUN:FD` of `--detached`: the ID of the run, and the inherited pipe that the
-/// controller notifies of its start.
+/// Parses the value `RUN:FD` of `--detached`: the ID of the run, and the inherited pipe through
+/// which the controller reports that the job has started.
 fn parse_detached_option(text: &str) -> diagnostic::Result<(RunId, StartNotifier)> {
     let invalid = || {
         let message = "`--detached` is an internal option of launch";

@@ -118,7 +118,7 @@ impl<T> Outbox<T> {
         fits
     }
 
-    /// Whether critical messages wait outside of the queue.
+    /// Returns whether critical messages wait in the overflow buffer because the queue is full.
     pub(crate) fn has_overflow(&self) -> bool {
         !self.overflow.is_empty()
     }

@@ -1,8 +1,7 @@
 //! [`StreamedLogs`]: the console output of ranks on other hosts, stored for `launch logs`.
 //!
-//! Needed if the hosts do not share the run directory. The complete logs are then on the hosts of
-//! the ranks, and this host has only the lines that were streamed to the console. They are stored
-//! in `streamed-rank-N.log`.
+//! If the hosts do not share the run directory, the complete logs are on the hosts of the ranks.
+//! The controller then stores the lines that were streamed to the console in `streamed-rank-N.log`.
 use contract::ids::Rank;
 use std::{
     collections::{HashMap, hash_map::Entry},
@@ -14,7 +13,7 @@ use std::{
 /// The limit of files that are open at the same time.
 const MAX_OPEN_FILES: usize = 256;
 
-/// The streamed logs of a run.
+/// The files in which the controller stores the console output of the ranks on other hosts.
 #[derive(Debug)]
 pub(super) struct StreamedLogs {
     directory: PathBuf,
@@ -86,8 +85,8 @@ impl StreamedLogs {
     }
 }
 
-/// Opens the file of a rank for appending. Returns [`StreamedLogFile::Closed`] if the complete log
-/// of the rank is in the directory.
+/// Opens the streamed log of a rank for appending. If the complete log of the rank is in the
+/// directory, opens nothing and returns [`StreamedLogFile::Closed`].
 fn open_log(directory: &Path, rank: Rank) -> io::Result<StreamedLogFile> {
     if directory.join(format!("rank-{rank}.log")).exists() {
         return Ok(StreamedLogFile::Closed);

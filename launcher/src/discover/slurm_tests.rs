@@ -20,7 +20,8 @@ fn read_recorded(
     read_allocation(&|name| vars.get(name).cloned())
 }
 
-/// The group, name, tasks, CPUs and GPUs of each node.
+/// For each node: the number of its group in a heterogeneous job, its name, and its numbers of
+/// tasks, CPUs and GPUs.
 type NodeSummaries = Vec<(Option<u32>, String, Option<u32>, u32, Option<u32>)>;
 
 fn summarize_nodes(allocation: &SlurmAllocation) -> NodeSummaries {

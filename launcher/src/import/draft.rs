@@ -6,7 +6,7 @@ use contract::{
 use diagnostic::{Diagnostic, Location, codes};
 use std::fmt::{self, Write};
 
-/// The most attempts to load the job. Each failed attempt removes at least one key.
+/// The largest number of attempts to load the job. Each failed attempt removes at least one key.
 const MAX_ATTEMPTS: usize = 64;
 
 /// The result of an import: a job.yaml that loads, and notes about its keys.

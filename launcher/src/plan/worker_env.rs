@@ -10,7 +10,7 @@ use core::net::IpAddr;
 use diagnostic::codes;
 use std::path::Path;
 
-/// The most threads of a worker.
+/// The largest number of threads of a worker.
 const MAX_THREADS: u32 = 4096;
 
 /// The values that the environments of all workers share.

@@ -115,7 +115,8 @@ impl RunView {
         }
     }
 
-    /// The time until [`RunView::show_due_lines`] must be called; `None` if no line is waiting.
+    /// Returns the time until [`RunView::show_due_lines`] must be called; `None` if no line is
+    /// waiting.
     pub(super) fn time_to_deadline(&self) -> Option<Duration> {
         self.dedup.deadline().map(|at| at.saturating_sub(self.started_at.elapsed()))
     }

@@ -144,8 +144,8 @@ impl Checkpoint {
         self.manifest.files.iter().map(|f| f.blocks.len() as u64).collect()
     }
 
-    /// Returns [`CkptError::ShardsOnOtherHosts`] with every shard for which `needed` is true and
-    /// which isn't in the directory on this host.
+    /// Checks that every shard for which `needed` returns true is in the directory on this host.
+    /// Otherwise fails with [`CkptError::ShardsOnOtherHosts`], which lists the missing shards.
     fn require_local_shards(&self, needed: impl Fn(usize) -> bool) -> Result<()> {
         let absent = (0..self.local_files.len()).filter(|&i| !self.local_files[i] && needed(i));
         let shards: Vec<RemoteShard> = absent.map(|i| self.make_remote_shard(i)).collect();

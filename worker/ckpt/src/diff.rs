@@ -329,7 +329,8 @@ struct PairSpan {
     range: Range<u64>,
 }
 
-/// Divides the elements of all pairs into windows of at most [`WINDOW_ELEMENTS`] elements, in order.
+/// Divides the elements of all pairs into windows of at most [`WINDOW_ELEMENTS`] elements, in
+/// order.
 fn divide_into_windows(pairs: &[TensorPair]) -> Vec<Vec<PairSpan>> {
     let (mut windows, mut open, mut free) = (Vec::new(), Vec::new(), WINDOW_ELEMENTS);
     for (pair, info) in pairs.iter().map(|p| &p.a).enumerate() {

@@ -119,9 +119,9 @@ pub(crate) struct RebuildReport {
     pub(crate) lost: Vec<String>,
 }
 
-/// Rebuilds the damaged files of the native checkpoint in the directory `from`. Writes the rebuilt
-/// files to `to`, a copy of the directory. Removes files from `to` that do not belong to the
-/// checkpoint. Files that can't be rebuilt are listed in the report.
+/// Rebuilds the damaged files of the native checkpoint in the directory `from`, and writes them to
+/// the directory `to`, which must be a copy of `from`. Removes files from `to` that do not belong
+/// to the checkpoint. The report lists the files that could not be rebuilt.
 pub(crate) fn rebuild_from_parity(from: &Path, to: &Path) -> Result<RebuildReport> {
     let directory = Directory::open(from)?;
     let manifest = Manifest::load(&directory)?;

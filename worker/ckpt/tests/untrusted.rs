@@ -31,14 +31,14 @@ const PARSERS: [(&str, ParseFn); 8] = [
 
 /// Reads the valid files of the corpus, with their names.
 fn read_corpus() -> Vec<(String, Vec<u8>)> {
-    let files = untrusted::corpus(&Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/corpus"));
+    let files = untrusted::read_corpus(&Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/corpus"));
     assert!(files.len() >= 7, "the corpus exists");
     files
 }
 
 /// Returns a randomly changed copy of a valid file.
 fn mutate(valid: &[u8], numbers: &mut SeededNumbers) -> Vec<u8> {
-    untrusted::mutated(valid, numbers, OPCODES, |numbers| numbers.next(256) as u8)
+    untrusted::mutate(valid, numbers, OPCODES, |numbers| numbers.next_below(256) as u8)
 }
 
 #[test]

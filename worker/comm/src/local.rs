@@ -108,7 +108,8 @@ struct GroupState {
     aborted: Option<AbortReason>,
 }
 
-/// The memory of a shared window.
+/// The memory of a shared window ([`Comm::shared_window`]). All ranks are threads of this process,
+/// so it is ordinary memory.
 struct LocalWindow {
     start: NonNull<u8>,
     /// The owner of the memory. Ranks access the memory through buffers over its parts.

@@ -406,7 +406,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
     /// A run that is stopped after any number of steps and resumed with another number of workers
-    /// and another micro-batch has the same samples in the same slots.
+    /// and another micro-batch has the same samples in the same micro-batches.
     #[test]
     fn a_resume_with_another_world_size_continues_exactly(
         pack: bool,
@@ -421,13 +421,13 @@ proptest! {
         let (_dir, data) = if mixed { let (dir, spec) = create_mixture(); let data = open_train_data(&spec, &dir).unwrap(); (dir, data) } else { create_varied_dataset(pack) };
         let order = data.create_sample_order(seed, true);
         let whole: Vec<SampleBatch> = (0..STEPS).map(|t| read_batch(&data, &order, t * GLOBAL as u64, GLOBAL)).collect();
-        // Each rank has a range of slots; the concatenation in rank order is the step.
+        // Each rank has a range of micro-batches; the concatenation in rank order is the step.
         let step = |t: u64, world: u64, micro: usize| {
-            let slots = (GLOBAL / micro) as u64;
+            let micro_batches = (GLOBAL / micro) as u64;
             let mut parts: SampleBatch = Default::default();
             for rank in 0..world {
-                for slot in rank * slots / world..(rank + 1) * slots / world {
-                    let part = read_batch(&data, &order, t * GLOBAL as u64 + slot * micro as u64, micro);
+                for micro_batch in rank * micro_batches / world..(rank + 1) * micro_batches / world {
+                    let part = read_batch(&data, &order, t * GLOBAL as u64 + micro_batch * micro as u64, micro);
                     parts.iter_mut().zip(part).for_each(|(whole, p)| whole.extend(p));
                 }
             }

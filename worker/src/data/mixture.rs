@@ -117,7 +117,7 @@ impl SampleOrder {
     }
 
     /// Returns the source, the epoch of the source and its sample at a position of the run. The
-    /// position is `step * global batch + slot * micro-batch + index in the micro-batch`.
+    /// position is `step * global batch + micro-batch * micro-batch + index in the micro-batch`.
     pub fn locate_sample(&self, position: u64) -> (usize, u64, u64) {
         let (source, index) = self.schedule.locate_source(position);
         let (epoch, sample) = self.sources[source].locate_sample(index);

@@ -66,7 +66,7 @@ const TIMED_MODELS: [TimedModel; 15] = [
         "data.seq_len=2048 batch.global=2 batch.micro=2 zero.stage=3",
     ),
     define_timed_model(
-        // One running sum of gradients; the tree over eight slots would need four.
+        // One running sum of gradients; the tree over eight micro-batches would need four.
         "Llama-3.1-8B, 8 × (2 × 2048), ZeRO stage 3, deterministic: false",
         LLAMA_8B,
         "data.seq_len=2048 batch.global=16 batch.micro=2 zero.stage=3 deterministic=false",

@@ -323,7 +323,8 @@ impl LayerAdapters {
         ops.scale(b, self.scale);
     }
 
-    /// Returns whether elements of this micro-batch are dropped. Outside of training none are.
+    /// Returns whether dropout applies to the inputs of the adapters in this micro-batch. Only
+    /// micro-batches of training have dropout.
     fn has_dropout(&self, batch: &MicroBatch) -> bool {
         batch.first_sample.is_some() && self.dropout_rate > 0.0
     }

@@ -2,7 +2,7 @@
 use super::memory::MemoryPlan;
 use crate::{
     runtime::STAGING_BYTES,
-    zero::{ShardingPolicy, owner_groups, partition::Partition, slot_sums::merge_slots_into_runs},
+    zero::{ShardingPolicy, micro_batch_sums::merge_into_aligned_ranges, owner_groups, partition::Partition},
 };
 use device::Dtype;
 
@@ -12,12 +12,12 @@ const PEER_CHUNK_BYTES: usize = 1 << 20;
 impl MemoryPlan<'_> {
     /// Computes the bytes of the buffers for messages to and from the owners of an expert unit.
     pub(super) fn count_moe_message_bytes(&self, policy: ShardingPolicy, rank: usize, dtype: Dtype) -> u64 {
-        let slots = self.build_slot_schedule(policy);
+        let schedule = self.build_micro_batch_schedule(policy);
         let (mut gathered, mut sent, mut received) = (0, 0, 0);
         for unit in self.units {
             let shard = Partition::new(unit, self.world).range(rank);
             let lengths = (shard.len(), unit.compute_trained_range(shard).len());
-            let of_unit = owner_groups::compute_exchange_buffer_lengths(unit, &slots, rank, lengths);
+            let of_unit = owner_groups::compute_exchange_buffer_lengths(unit, &schedule, rank, lengths);
             gathered = gathered.max(of_unit.0);
             (sent, received) = (sent.max(of_unit.1), received.max(of_unit.2));
         }
@@ -47,14 +47,16 @@ impl MemoryPlan<'_> {
         let gathers = !(policy.shard_parameters && self.shares_parameters());
         let chunks = if gathers { (self.world - 1) * PEER_CHUNK_BYTES } else { 0 };
         let shared = 2 * STAGING_BYTES + chunks.max(2 * STAGING_BYTES);
-        let slots = self.build_slot_schedule(policy);
-        let slots_of = |r: usize| {
-            (0..slots.count_rounds()).filter_map(|round| slots.find_slot(r, round)).collect::<Vec<_>>()
+        let schedule = self.build_micro_batch_schedule(policy);
+        let list_micro_batches = |r: usize| {
+            (0..schedule.count_rounds())
+                .filter_map(|round| schedule.find_micro_batch(r, round))
+                .collect::<Vec<_>>()
         };
-        let partial_sums = |r: usize| match slots_of(r)[..] {
+        let partial_sums = |r: usize| match list_micro_batches(r)[..] {
             [] => 0,
             [first, .., last] if !policy.shard_gradients && !policy.sums_in_arrival_order => {
-                merge_slots_into_runs(first..last + 1).len()
+                merge_into_aligned_ranges(first..last + 1).len()
             }
             _ => 1,
         };

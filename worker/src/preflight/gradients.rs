@@ -8,8 +8,8 @@ use crate::{
         ShardingPolicy,
         buffer_pool::BufferPoolEstimate,
         engine::REDUCTIONS_IN_FLIGHT,
+        micro_batch_sums::{MicroBatchRange, count_peak_buffers},
         owner_groups,
-        slot_sums::{SlotRun, count_peak_buffers},
     },
 };
 use std::collections::VecDeque;
@@ -25,21 +25,25 @@ impl MemoryPlan<'_> {
         gradients as u64
     }
 
-    /// Computes the peak number of elements if a rank keeps complete gradients until the last slot.
+    /// Computes the peak number of elements if a rank keeps complete gradients until the last
+    /// micro-batch.
     fn count_full_gradient_elements(&self, policy: ShardingPolicy, rank: usize) -> usize {
-        let s = self.build_slot_schedule(policy);
+        let s = self.build_micro_batch_schedule(policy);
         let full: usize = self.list_units_of_rank(rank).map(ParamUnit::trained_len).sum();
         let shards: usize = self.list_trained_shard_lengths(rank).iter().sum();
-        let own_slots = (0..s.count_rounds()).filter(|&r| s.find_slot(rank, r).is_some()).count();
+        let own_micro_batches =
+            (0..s.count_rounds()).filter(|&r| s.find_micro_batch(rank, r).is_some()).count();
         // The reduced shard of every unit is kept until the update.
         let finished = if self.world == 1 { 0 } else { shards };
-        if policy.sums_in_arrival_order && own_slots > 1 {
+        if policy.sums_in_arrival_order && own_micro_batches > 1 {
             return full + finished + self.count_written_gradient_elements(policy, rank, 0, |_| true);
         }
         // The backward pass of a partly frozen unit writes a complete gradient, which is then
         // packed.
         let mixed = self.count_written_gradient_elements(policy, rank, 0, |u| !u.is_all_trained());
-        full * count_peak_buffers((0..own_slots).map(SlotRun::single_slot), true) + finished + mixed
+        full * count_peak_buffers((0..own_micro_batches).map(MicroBatchRange::from_index), true)
+            + finished
+            + mixed
     }
 
     /// Computes the peak number of elements if gradients are reduced to their owners in each
@@ -48,11 +52,11 @@ impl MemoryPlan<'_> {
     /// The elements are one partial sum of the shard for each level of the tree, and the gradients
     /// in flight.
     fn count_sharded_gradient_elements(&self, policy: ShardingPolicy, rank: usize) -> usize {
-        let slots = self.build_slot_schedule(policy);
+        let schedule = self.build_micro_batch_schedule(policy);
         let shards = self.units.iter().zip(self.list_trained_shard_lengths(rank));
         let sums = shards.map(|(u, shard)| match policy.sums_in_arrival_order {
             true => shard,
-            false => shard * owner_groups::count_peak_owner_buffers(&slots, u.owners),
+            false => shard * owner_groups::count_peak_owner_buffers(&schedule, u.owners),
         });
         sums.sum::<usize>()
             + self.count_written_gradient_elements(policy, rank, REDUCTIONS_IN_FLIGHT, |_| true)
@@ -71,9 +75,9 @@ impl MemoryPlan<'_> {
         let mut buffers = GradientBuffers { in_flight, ..GradientBuffers::default() };
         let (head, layers) = self.list_layer_units(rank);
         let is_trained = |u: usize| self.units[u].has_any_trained();
-        let slots = self.build_slot_schedule(policy);
+        let schedule = self.build_micro_batch_schedule(policy);
         // In the second round the last gradient of the first one is still being reduced.
-        for _ in 0..slots.count_rounds().min(2) {
+        for _ in 0..schedule.count_rounds().min(2) {
             let take = |b: &mut GradientBuffers, u: usize| {
                 has_buffer(&self.units[u]).then(|| b.pool.take(self.units[u].len()))
             };
@@ -97,7 +101,7 @@ impl MemoryPlan<'_> {
                     if unit.is_all_trained() || !is_trained(u) { None } else { take(&mut buffers, u) };
                 buffers.release_gradient(mixed, false);
                 buffers.release_stack(
-                    unit.trained_len() * owner_groups::count_peak_group_buffers(&slots, unit.owners, rank),
+                    unit.trained_len() * owner_groups::count_peak_group_buffers(&schedule, unit.owners, rank),
                 );
             }
             if is_trained(0) {
@@ -120,7 +124,7 @@ struct GradientBuffers {
     /// stack.
     reducing: VecDeque<Option<usize>>,
     /// The number of elements of all stacks. A stack contains the gradients of one expert unit for
-    /// several slots.
+    /// several micro-batches.
     stacks: usize,
     /// The number of allocated stacks that are not in use.
     free_stacks: usize,
@@ -145,7 +149,8 @@ impl GradientBuffers {
         self.start_reduction(None);
     }
 
-    /// Adds a gradient to the gradients in reduction, and frees the oldest ones beyond the limit.
+    /// Adds a gradient to those being reduced. Frees the oldest ones if more than `in_flight` are
+    /// being reduced.
     fn start_reduction(&mut self, buffer: Option<usize>) {
         self.reducing.push_back(buffer);
         while self.reducing.len() > self.in_flight {

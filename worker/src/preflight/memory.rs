@@ -6,7 +6,7 @@ use crate::{
     params::ParamUnit,
     stages::select_weight_dtypes,
     train::{activations::MicroBatchActivations, moe},
-    zero::{ShardingPolicy, SlotSchedule, partition::Partition},
+    zero::{MicroBatchSchedule, ShardingPolicy, partition::Partition},
 };
 use contract::{
     job::{JobSpec, Precision, TrainSpec},
@@ -172,10 +172,10 @@ impl MemoryPlan<'_> {
             as u64
     }
 
-    /// Returns which rank computes which sample slot.
-    pub(super) fn build_slot_schedule(&self, policy: ShardingPolicy) -> SlotSchedule {
-        let slots = (self.train.batch.global / self.train.batch.micro) as usize;
-        SlotSchedule { slots, world: self.world, interleaved: policy.shard_gradients }
+    /// Returns which rank computes which micro-batch.
+    pub(super) fn build_micro_batch_schedule(&self, policy: ShardingPolicy) -> MicroBatchSchedule {
+        let micro_batches = (self.train.batch.global / self.train.batch.micro) as usize;
+        MicroBatchSchedule { micro_batches, world: self.world, interleaved: policy.shard_gradients }
     }
 
     /// Returns the units of which `rank` has a shard.

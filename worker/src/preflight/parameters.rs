@@ -36,8 +36,8 @@ impl MemoryPlan<'_> {
         std::iter::once(0).chain(forward).chain([head]).chain(tied).chain(backward).collect()
     }
 
-    /// Computes the peak number of elements of gathered parameters, by the same decisions as the
-    /// engine.
+    /// Computes the peak number of elements of gathered parameters on a rank. Simulates the gathers
+    /// of a step with the prefetch and the gather retention of the engine.
     pub(super) fn count_gathered_elements(&self, policy: ShardingPolicy, rank: usize) -> u64 {
         let casts = self.casts_on_gather(policy);
         if !policy.shard_parameters || (self.world == 1 && !casts) {
@@ -45,10 +45,13 @@ impl MemoryPlan<'_> {
         }
         let shards = self.list_shard_lengths(rank);
         let len = |u: usize| self.units[u].len();
-        // Units that are retained after one slot are available to the next.
-        let one_slot = self.list_units_in_gather_order(rank);
-        let order =
-            if self.train.batch.global > self.train.batch.micro { one_slot.repeat(2) } else { one_slot };
+        // Units that are retained after one micro-batch are available to the next.
+        let one_micro_batch = self.list_units_in_gather_order(rank);
+        let order = if self.train.batch.global > self.train.batch.micro {
+            one_micro_batch.repeat(2)
+        } else {
+            one_micro_batch
+        };
         let order = order.into_iter().filter(|&u| casts || self.units[u].owners.count_below(self.world) > 1);
         let fetches = gather_retention::plan_fetches(order, len, self.train.zero.max_live_parameters);
         if self.shares_parameters() {

@@ -112,10 +112,10 @@ impl SampleSets {
     ) -> Result<Option<HeldOut<'a>>> {
         let (Some(source), Some(spec)) = (self.eval.as_ref(), train.eval.as_ref()) else { return Ok(None) };
         let samples = u64::from(spec.samples).min(source.data.len());
-        let slots = (samples / u64::from(train.batch.micro)).max(1) as usize;
+        let micro_batches = (samples / u64::from(train.batch.micro)).max(1) as usize;
         let sample =
             spec.sample.as_ref().map(|s| build_generation_request(s, train.seed, tokenizer)).transpose()?;
-        Ok(Some(HeldOut { source, slots, every: spec.every, generation: sample }))
+        Ok(Some(HeldOut { source, micro_batches, every: spec.every, generation: sample }))
     }
 }
 

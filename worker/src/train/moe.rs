@@ -2,8 +2,9 @@
 //! experts, computed there, and combined.
 //!
 //! The sequence of collectives depends neither on the routing nor on whether this rank has a sample
-//! slot: a rank whose experts receive no rows takes part with empty buffers. The gradients of
-//! experts are computed per slot and summed in the order of the slots (docs/numerics.md).
+//! micro-batch: a rank whose experts receive no rows takes part with empty buffers. The gradients
+//! of experts are computed per micro-batch and summed in the order of the micro-batches
+//! (docs/numerics.md).
 use super::{
     activations::MicroBatchActivations,
     dispatch::{Payload, TokenDispatcher},
@@ -35,7 +36,7 @@ pub struct MoeTrainer {
     shape: ExpertShape,
     /// The plan of each layer, or `None` for a dense layer.
     layers: Vec<Option<MoeLayerPlan>>,
-    /// The router statistics of this rank's slot.
+    /// The router statistics of this rank's micro-batch.
     router_stats: RouterStats,
     /// The saved activations of each MoE layer. With recomputation, all layers share one set.
     saved: Vec<SavedMoeLayer>,
@@ -144,12 +145,13 @@ impl MoeTrainer {
         self.layers[l].as_ref().map(|layer| layer.unit)
     }
 
-    /// Returns the router losses that are added to the mean loss of this rank's slot.
+    /// Returns the router losses that are added to the mean loss of this rank's micro-batch.
     pub fn router_loss(&self) -> f64 {
         self.router_stats.compute_loss()
     }
 
-    /// Returns how often the last slot of this rank selected each expert, for each MoE layer.
+    /// Returns how often the last micro-batch of this rank selected each expert, for each MoE
+    /// layer.
     pub fn expert_counts(&self) -> Vec<Vec<u64>> {
         self.router_stats.selection_counts().map(<[u64]>::to_vec).collect()
     }
@@ -200,8 +202,8 @@ impl Trainer {
         self.experts.as_ref().and_then(|e| e.unit(l))
     }
 
-    /// Runs the forward pass of an MoE layer. If `compute` is false, this rank has no slot, and its
-    /// experts only compute rows of other ranks.
+    /// Runs the forward pass of an MoE layer. If `compute` is false, this rank has no micro-batch,
+    /// and its experts only compute rows of other ranks.
     pub(super) fn run_moe_layer_forward(&mut self, l: usize, unit: usize, compute: bool) -> Result<()> {
         let guard = self.engine.fetch_params(l + 1)?;
         if compute {
@@ -348,8 +350,8 @@ impl Trainer {
         Ok(())
     }
 
-    /// Computes the gradients of the experts' parameters separately for each slot, and starts to
-    /// reduce them.
+    /// Computes the gradients of the experts' parameters separately for each micro-batch, and
+    /// starts to reduce them.
     fn reduce_expert_gradients(&mut self, l: usize, unit: usize, round: usize, compute: bool) -> Result<()> {
         let Some(x) = &mut self.experts else { return Ok(()) };
         let shape = x.shape;
@@ -378,12 +380,14 @@ impl Trainer {
             }
             return Ok(self.engine.reduce_gradient(unit, round, grad)?);
         }
-        let mut runs = self.engine.take_run_sums(unit);
+        let mut partial_sums = self.engine.take_partial_sums(unit);
         for (sender, rank) in dispatcher.group.clone().enumerate() {
-            let Some(slot) = self.engine.slots.find_slot(rank, round) else { continue };
-            self.engine.push_slot_gradient(unit, &mut runs, slot, |grads| write(sender, grads));
+            let Some(micro_batch) = self.engine.schedule.find_micro_batch(rank, round) else { continue };
+            self.engine.push_micro_batch_gradient(unit, &mut partial_sums, micro_batch, |grads| {
+                write(sender, grads)
+            });
         }
-        Ok(self.engine.reduce_slot_runs(unit, round, runs)?)
+        Ok(self.engine.reduce_partial_sums(unit, round, partial_sums)?)
     }
 
     /// Waits for the gradients of rows and of router weights, and sorts the gradients of router

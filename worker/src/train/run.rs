@@ -25,8 +25,8 @@ use std::time::{Duration, Instant};
 pub struct HeldOut<'a> {
     /// The held-out samples, in order.
     pub source: &'a dyn SampleSource,
-    /// The number of sample slots that an evaluation uses.
-    pub slots: usize,
+    /// The number of micro-batches that an evaluation uses.
+    pub micro_batches: usize,
     /// The number of steps between evaluations.
     pub every: u64,
     /// The text to generate after each evaluation, and the decoder of its tokens.
@@ -274,7 +274,7 @@ fn evaluate_if_due(running: &mut RunningTrainer, run: &RunContext, values: &Relo
         return Ok(());
     }
     run.session.set_phase(WorkerPhase::Evaluating)?;
-    let outcome = running.trainer.evaluate(held_out.source, 0, held_out.slots)?;
+    let outcome = running.trainer.evaluate(held_out.source, 0, held_out.micro_batches)?;
     if run.is_leader {
         let (loss, tokens) = (outcome.loss, outcome.targets);
         run.session.send_event(Event::Eval { step, loss, perplexity: loss.exp(), tokens })?;

@@ -10,7 +10,7 @@ use crate::{
     params::{ParamUnit, list_tensors_in_canonical_order},
     zero::{
         engine::{ParamsGuard, ZeroEngine},
-        slot_sums::sum_in_fixed_order,
+        micro_batch_sums::sum_in_fixed_order,
     },
 };
 use contract::job::RecomputeMode;
@@ -41,7 +41,7 @@ pub struct Trainer {
     pub experts: Option<MoeTrainer>,
     /// The micro-batch that is being computed.
     pub batch: MicroBatch,
-    /// The number of samples per slot.
+    /// The number of samples per micro-batch.
     pub micro_batch_size: usize,
     /// Which activations are recomputed in the backward pass.
     pub recompute: RecomputeMode,
@@ -81,9 +81,9 @@ pub struct StepOutcome {
     pub skipped: bool,
 }
 
-/// The loss of one slot.
+/// The loss of one micro-batch.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-struct SlotLoss {
+struct MicroBatchLoss {
     sum: f64,
     targets: u64,
 }
@@ -107,7 +107,7 @@ impl Trainer {
 
     /// Returns the number of samples per step.
     pub fn global_batch(&self) -> u64 {
-        (self.engine.slots.slots * self.micro_batch_size) as u64
+        (self.engine.schedule.micro_batches * self.micro_batch_size) as u64
     }
 
     /// Computes the gradients of the global batch that begins with sample `first`, and starts to
@@ -120,51 +120,56 @@ impl Trainer {
         first: u64,
         report: RankStepReport,
     ) -> Result<StepOutcome> {
-        let rounds = self.engine.slots.count_rounds();
+        let rounds = self.engine.schedule.count_rounds();
         self.batch.first_sample = Some(first);
         let order: Vec<usize> = (0..rounds).flat_map(|_| self.plan_pass_order(true)).collect();
         self.engine.begin_pass(order);
         let mut mine = Vec::new();
         for round in 0..rounds {
-            let slot = self.engine.slots.find_slot(self.engine.rank(), round);
-            if let Some(s) = slot {
+            let micro_batch = self.engine.schedule.find_micro_batch(self.engine.rank(), round);
+            if let Some(s) = micro_batch {
                 self.load_micro_batch(source, first + (s * self.micro_batch_size) as u64)?;
             }
-            self.run_forward(slot.is_some())?;
-            self.run_backward(round, slot.is_some())?;
-            if let Some(s) = slot {
-                let SlotLoss { sum, targets } = self.sum_slot_loss();
-                // router losses are means per slot; weight them by the slot's targets
+            self.run_forward(micro_batch.is_some())?;
+            self.run_backward(round, micro_batch.is_some())?;
+            if let Some(s) = micro_batch {
+                let MicroBatchLoss { sum, targets } = self.sum_micro_batch_loss();
+                // router losses are means per micro-batch; weight them by the micro-batch's targets
                 let routers = self.experts.as_ref().map_or(0.0, |e| e.router_loss() * targets as f64);
-                mine.push((s, SlotLoss { sum: sum + routers, targets }));
+                mine.push((s, MicroBatchLoss { sum: sum + routers, targets }));
             }
         }
-        self.exchange_losses(&mine, self.engine.slots.slots, report)
+        self.exchange_losses(&mine, self.engine.schedule.micro_batches, report)
     }
 
-    /// Computes the mean loss over `slots` slots of held-out samples that start at `first`. Every
-    /// rank gets the result.
+    /// Computes the mean loss over `micro-batches` micro-batches of held-out samples that start at
+    /// `first`. Every rank gets the result.
     ///
     /// Collective: every rank must call it.
-    pub fn evaluate(&mut self, source: &dyn SampleSource, first: u64, slots: usize) -> Result<StepOutcome> {
+    pub fn evaluate(
+        &mut self,
+        source: &dyn SampleSource,
+        first: u64,
+        micro_batches: usize,
+    ) -> Result<StepOutcome> {
         let (rank, world) = (self.engine.rank(), self.engine.world());
-        let rounds = slots.div_ceil(world);
+        let rounds = micro_batches.div_ceil(world);
         self.batch.first_sample = None;
         let order: Vec<usize> = (0..rounds).flat_map(|_| self.plan_pass_order(false)).collect();
         self.engine.begin_pass(order);
         let mut mine = Vec::new();
         for round in 0..rounds {
-            let slot = Some(round * world + rank).filter(|&s| s < slots);
-            if let Some(s) = slot {
+            let micro_batch = Some(round * world + rank).filter(|&s| s < micro_batches);
+            if let Some(s) = micro_batch {
                 self.load_micro_batch(source, first + (s * self.micro_batch_size) as u64)?;
             }
-            self.run_forward(slot.is_some())?;
-            self.run_head(None, slot.is_some())?;
-            if let Some(s) = slot {
-                mine.push((s, self.sum_slot_loss()));
+            self.run_forward(micro_batch.is_some())?;
+            self.run_head(None, micro_batch.is_some())?;
+            if let Some(s) = micro_batch {
+                mine.push((s, self.sum_micro_batch_loss()));
             }
         }
-        self.exchange_losses(&mine, slots, RankStepReport::default())
+        self.exchange_losses(&mine, micro_batches, RankStepReport::default())
     }
 
     /// Loads the micro-batch that begins with sample `first`.
@@ -362,27 +367,29 @@ impl Trainer {
     }
 
     /// Sums the loss of the micro-batch that was just computed.
-    fn sum_slot_loss(&mut self) -> SlotLoss {
+    fn sum_micro_batch_loss(&mut self) -> MicroBatchLoss {
         let losses = self.ops.to_host(self.activations.row_losses.view(), &mut self.activations.host_losses);
         let sum = losses.host().iter().map(|&l| f64::from(l)).sum();
-        SlotLoss { sum, targets: self.batch.count_targets() }
+        MicroBatchLoss { sum, targets: self.batch.count_targets() }
     }
 
-    /// Gathers the losses and reports of all ranks. Returns the mean loss over all slots, with the
-    /// combined reports.
+    /// Gathers the losses and reports of all ranks. Returns the mean loss over all micro-batches,
+    /// with the combined reports.
     ///
     /// Collective: every rank must call it.
     fn exchange_losses(
         &self,
-        mine: &[(usize, SlotLoss)],
-        slots: usize,
+        mine: &[(usize, MicroBatchLoss)],
+        micro_batches: usize,
         report: RankStepReport,
     ) -> Result<StepOutcome> {
         let mut words = vec![report.flags, report.peak_rss, report.exposed_comm.to_bits()];
-        words.extend(mine.iter().flat_map(|(slot, l)| [*slot as u64, l.sum.to_bits(), l.targets]));
+        words.extend(
+            mine.iter().flat_map(|(micro_batch, l)| [*micro_batch as u64, l.sum.to_bits(), l.targets]),
+        );
         let bytes: Vec<u8> = words.iter().flat_map(|w| w.to_le_bytes()).collect();
         let gathered = self.engine.queue().run_and_wait(move |c| c.all_gather_bytes(&bytes))?;
-        let mut losses = vec![SlotLoss::default(); slots];
+        let mut losses = vec![MicroBatchLoss::default(); micro_batches];
         let mut combined = RankStepReport::default();
         for bytes in &gathered {
             let words: Vec<u64> = bytes.as_chunks::<8>().0.iter().map(|w| u64::from_le_bytes(*w)).collect();
@@ -394,11 +401,11 @@ impl Trainer {
                 peak_rss: combined.peak_rss.max(*peak_rss),
                 exposed_comm: combined.exposed_comm.max(f64::from_bits(*exposed)),
             };
-            for [slot, sum, targets] in records.as_chunks::<3>().0 {
-                let to = losses
-                    .get_mut(*slot as usize)
-                    .ok_or_else(|| invalid_report_error("a rank reported a slot that does not exist"))?;
-                *to = SlotLoss { sum: f64::from_bits(*sum), targets: *targets };
+            for [micro_batch, sum, targets] in records.as_chunks::<3>().0 {
+                let to = losses.get_mut(*micro_batch as usize).ok_or_else(|| {
+                    invalid_report_error("a rank reported a micro-batch that does not exist")
+                })?;
+                *to = MicroBatchLoss { sum: f64::from_bits(*sum), targets: *targets };
             }
         }
         let sums: Vec<f64> = losses.iter().map(|l| l.sum).collect();

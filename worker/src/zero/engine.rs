@@ -7,13 +7,13 @@
 mod gradients;
 
 use super::{
-    ShardingPolicy, SlotSchedule,
+    MicroBatchSchedule, ShardingPolicy,
     buffer_pool::{BufferPool, resize_buffer},
     collective_queue::{CollectiveQueue, PendingCollective},
     gather_retention::{self, PlannedFetch},
+    micro_batch_sums::MicroBatchSums,
     owner_groups::{ExchangeBuffers, gather_from_owners},
     partition::Partition,
-    slot_sums::SlotSums,
 };
 use crate::params::ParamUnit;
 use comm::{Comm, Result, SharedView};
@@ -47,7 +47,7 @@ pub struct UnitShard {
     /// parameters are then read there and not gathered.
     shared_view: Option<SharedView>,
     /// Partial sums of gradients: of the owned shard or of the whole unit, according to the policy.
-    grads: Mutex<SlotSums>,
+    grads: Mutex<MicroBatchSums>,
 }
 
 /// The element types of parameters for computation and for updates.
@@ -93,8 +93,8 @@ pub struct ZeroEngine {
     pub shards: Arc<Vec<UnitShard>>,
     /// The ZeRO stage and the other choices of what is sharded.
     pub policy: ShardingPolicy,
-    /// Which rank computes which sample slot in which round.
-    pub slots: SlotSchedule,
+    /// Which rank computes which micro-batch in which round.
+    pub schedule: MicroBatchSchedule,
     rank: usize,
     world: usize,
     weights: ParamDtypes,
@@ -107,9 +107,9 @@ pub struct ZeroEngine {
     /// The owned shard of the unit that is being gathered, cast from master weights.
     cast_buffer: Arc<Mutex<Buf>>,
     gradient_pool: Arc<Mutex<BufferPool>>,
-    /// Reusable sums for [`ZeroEngine::take_run_sums`], each with the event after which it may be
-    /// written.
-    run_sums_pool: Arc<Mutex<Vec<(SlotSums, Event)>>>,
+    /// Reusable sums for [`ZeroEngine::take_partial_sums`], each with the event after which it may
+    /// be written.
+    micro_batch_sums_pool: Arc<Mutex<Vec<(MicroBatchSums, Event)>>>,
     exchange: Arc<Mutex<ExchangeBuffers>>,
     /// The fetches of this pass that have not happened yet, in order.
     upcoming: VecDeque<PlannedFetch>,
@@ -137,12 +137,12 @@ impl ZeroEngine {
     /// Allocates this rank's shards of every unit, filled with zeros. Collective: every rank must
     /// call it with the same units.
     ///
-    /// `prefetch` and `max_live` are the values of `train.zero` in the job. `slots` is the number
-    /// of sample slots of a global batch.
+    /// `prefetch` and `max_live` are the values of `train.zero` in the job. `micro-batches` is the
+    /// number of micro-batches of a global batch.
     pub fn new(
         units: Vec<ParamUnit>,
         policy: ShardingPolicy,
-        slots: usize,
+        micro_batches: usize,
         (prefetch, max_live): (usize, u64),
         weights: ParamDtypes,
         queue: CollectiveQueue,
@@ -194,7 +194,7 @@ impl ZeroEngine {
         Ok(ZeroEngine {
             shards,
             policy,
-            slots: SlotSchedule { slots, world, interleaved: policy.shard_gradients },
+            schedule: MicroBatchSchedule { micro_batches, world, interleaved: policy.shard_gradients },
             rank,
             world,
             weights,
@@ -205,7 +205,7 @@ impl ZeroEngine {
             param_pool: Arc::new(Mutex::new(BufferPool::new(dtype))),
             cast_buffer,
             gradient_pool: Arc::new(Mutex::new(BufferPool::new(Dtype::F32))),
-            run_sums_pool: Arc::default(),
+            micro_batch_sums_pool: Arc::default(),
             exchange: Arc::default(),
             upcoming: VecDeque::new(),
             gather_queue: VecDeque::new(),
@@ -271,8 +271,8 @@ impl ZeroEngine {
         if sharded || !unit.owners.contains(self.rank) { self.owned_range(u) } else { 0..unit.len() }
     }
 
-    /// Rounds `values` into the parameters for computation, starting at element `at` of
-    /// [`ZeroEngine::compute_range`]. Does nothing if no compute copy is stored.
+    /// Writes `values` to the compute copy of unit `u`, rounded to its type, starting at element
+    /// `at` of [`ZeroEngine::compute_range`]. Does nothing if no compute copy is stored.
     pub fn update_compute_copy(&self, u: usize, at: usize, values: View) {
         if let Some(compute_copy) = &self.shards[u].compute_copy {
             copy_or_cast(
@@ -289,10 +289,10 @@ impl ZeroEngine {
         copy_or_cast(self.ops.as_ref(), self.params_mut(u).view_mut().slice(at..at + values.len()), values);
     }
 
-    /// Casts the resident master weights of unit `u` to the parameters for computation. Does
-    /// nothing if no compute copy is stored.
+    /// Casts the resident master weights of unit `u` to the compute copy. Does nothing if no
+    /// compute copy is stored.
     ///
-    /// If several ranks store the whole unit, all of them must have made equal changes to it.
+    /// If several ranks store the whole unit, all of them must have changed the unit equally.
     pub fn refresh_compute_copy(&self, u: usize) {
         self.shards[u].refresh_compute_copy(self.ops.as_ref(), self.resident_range(u), self.compute_range(u));
     }

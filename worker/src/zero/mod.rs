@@ -6,12 +6,12 @@ pub mod buffer_pool;
 pub mod collective_queue;
 pub mod engine;
 pub mod gather_retention;
+pub mod micro_batch_sums;
 pub mod owner_groups;
 pub mod partition;
-pub mod slot_sums;
 
 use contract::job::TrainSpec;
-use slot_sums::SlotSums;
+use micro_batch_sums::MicroBatchSums;
 
 /// The sharded state, as three independent choices, and the order in which gradients are summed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -25,8 +25,8 @@ pub struct ShardingPolicy {
     pub shard_gradients: bool,
     /// Whether parameters are gathered before their use and released afterwards.
     pub shard_parameters: bool,
-    /// Whether gradients of several sample slots are added in the order in which they are computed,
-    /// not by the fixed tree.
+    /// Whether gradients of several micro-batches are added in the order in which they are
+    /// computed, not by the fixed tree.
     pub sums_in_arrival_order: bool,
 }
 
@@ -52,15 +52,19 @@ impl ShardingPolicy {
         }
     }
 
-    /// Creates empty sums over sample slots of gradients with `len` elements.
-    fn new_gradient_sums(&self, len: usize) -> SlotSums {
-        if self.sums_in_arrival_order { SlotSums::in_arrival_order(len) } else { SlotSums::new(len) }
+    /// Creates empty sums over micro-batches of gradients with `len` elements.
+    fn new_gradient_sums(&self, len: usize) -> MicroBatchSums {
+        if self.sums_in_arrival_order {
+            MicroBatchSums::in_arrival_order(len)
+        } else {
+            MicroBatchSums::new(len)
+        }
     }
 
     /// Adapts the policy to experts that are distributed over groups of `parallel` ranks.
     ///
-    /// In each round, a rank then computes gradients of its experts for the slots of its whole
-    /// group. Gradients are therefore reduced during the backward pass at every stage.
+    /// In each round, a rank then computes gradients of its experts for the micro-batches of its
+    /// whole group. Gradients are therefore reduced during the backward pass at every stage.
     pub fn with_expert_parallelism(self, parallel: usize) -> Self {
         ShardingPolicy { shard_gradients: self.shard_gradients || parallel > 1, ..self }
     }
@@ -73,37 +77,38 @@ impl ShardingPolicy {
     }
 }
 
-/// The assignment of the sample slots of a global batch to ranks and rounds (docs/numerics.md).
+/// The assignment of the micro-batches of a global batch to ranks and rounds (docs/numerics.md).
 ///
-/// The sum over slots is one fixed tree, so the assignment does not affect any bit. It decides
-/// which partial sums must be kept. With sharded gradients, consecutive slots go to different
-/// ranks, so that the owner can sum each round's gradients at once. Otherwise each rank computes a
-/// contiguous run of slots and sums it locally.
+/// The sum over micro-batches is one fixed tree, so the assignment does not affect any bit. It
+/// decides which partial sums must be kept. With sharded gradients, consecutive micro-batches go to
+/// different ranks, so that the owner can sum each round's gradients at once. Otherwise each rank
+/// computes a contiguous range of micro-batches and sums it locally.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct SlotSchedule {
-    /// Number of sample slots in a global batch.
-    pub slots: usize,
+pub struct MicroBatchSchedule {
+    /// Number of micro-batches in a global batch.
+    pub micro_batches: usize,
     /// Number of ranks.
     pub world: usize,
-    /// Whether consecutive slots go to different ranks.
+    /// Whether consecutive micro-batches go to different ranks.
     pub interleaved: bool,
 }
 
-impl SlotSchedule {
+impl MicroBatchSchedule {
     /// Returns the number of forward and backward passes of each rank per step. It is equal on
     /// every rank.
     pub fn count_rounds(&self) -> usize {
-        self.slots.div_ceil(self.world)
+        self.micro_batches.div_ceil(self.world)
     }
 
-    /// Returns the slot that `rank` computes in `round`. If `None`, the rank only takes part in
-    /// collectives.
-    pub fn find_slot(&self, rank: usize, round: usize) -> Option<usize> {
+    /// Returns the micro-batch that `rank` computes in `round`. If `None`, the rank only takes part
+    /// in collectives.
+    pub fn find_micro_batch(&self, rank: usize, round: usize) -> Option<usize> {
         if self.interleaved {
             let s = round * self.world + rank;
-            (s < self.slots).then_some(s)
+            (s < self.micro_batches).then_some(s)
         } else {
-            let (a, b) = (self.slots * rank / self.world, self.slots * (rank + 1) / self.world);
+            let (a, b) =
+                (self.micro_batches * rank / self.world, self.micro_batches * (rank + 1) / self.world);
             (a + round < b).then_some(a + round)
         }
     }
@@ -114,21 +119,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_slot_is_computed_once_and_in_order() {
-        for slots in 1..=20 {
+    fn every_micro_batch_is_computed_once_and_in_order() {
+        for micro_batches in 1..=20 {
             for world in 1..=16 {
                 for interleaved in [false, true] {
-                    let s = SlotSchedule { slots, world, interleaved };
-                    let mut seen = vec![0; slots];
+                    let s = MicroBatchSchedule { micro_batches, world, interleaved };
+                    let mut seen = vec![0; micro_batches];
                     let mut in_rank_order = Vec::new();
                     for rank in 0..world {
                         let mine: Vec<_> =
-                            (0..s.count_rounds()).filter_map(|r| s.find_slot(rank, r)).collect();
+                            (0..s.count_rounds()).filter_map(|r| s.find_micro_batch(rank, r)).collect();
                         assert!(mine.is_sorted());
                         mine.iter().for_each(|&i| seen[i] += 1);
                         in_rank_order.extend(mine);
                     }
-                    assert_eq!(seen, vec![1; slots], "{s:?}");
+                    assert_eq!(seen, vec![1; micro_batches], "{s:?}");
                     assert!(interleaved || in_rank_order.is_sorted(), "{s:?}");
                 }
             }

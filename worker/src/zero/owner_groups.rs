@@ -2,10 +2,10 @@
 //! reduction is one `all_to_all` of all ranks, in which ranks that do not own the unit send and
 //! receive nothing. So every rank runs the same sequence of collectives.
 use super::{
-    SlotSchedule,
+    MicroBatchSchedule,
     buffer_pool::resize_buffer,
+    micro_batch_sums::{MicroBatchRange, MicroBatchSums, count_peak_buffers, merge_into_aligned_ranges},
     partition::Partition,
-    slot_sums::{SlotRun, SlotSums, count_peak_buffers, merge_slots_into_runs},
 };
 use crate::params::{OwnerRanks, ParamUnit};
 use comm::{Comm, Result};
@@ -66,19 +66,19 @@ fn ensure_dtype<'a>(ops: &dyn Ops, buf: &'a mut Buf, dtype: Dtype) -> &'a mut Bu
 /// which `own_trained` are trained.
 pub fn compute_exchange_buffer_lengths(
     unit: &ParamUnit,
-    slots: &SlotSchedule,
+    schedule: &MicroBatchSchedule,
     rank: usize,
     (owned, own_trained): (usize, usize),
 ) -> (usize, usize, usize) {
     if unit.owners.includes_all() || !unit.owners.contains(rank) {
         return (0, 0, 0);
     }
-    let owners = unit.owners.count_below(slots.world);
-    let most = |of: &dyn Fn(usize) -> usize| (0..slots.count_rounds()).map(of).max().unwrap_or(0);
-    let sent = most(&|round| list_group_slot_runs(slots, unit.owners, rank, round).len());
-    let ranks = || (0..slots.world).filter(|&r| unit.owners.contains(r));
+    let owners = unit.owners.count_below(schedule.world);
+    let most = |of: &dyn Fn(usize) -> usize| (0..schedule.count_rounds()).map(of).max().unwrap_or(0);
+    let sent = most(&|round| list_group_ranges(schedule, unit.owners, rank, round).len());
+    let ranks = || (0..schedule.world).filter(|&r| unit.owners.contains(r));
     let received =
-        most(&|round| ranks().map(|r| list_group_slot_runs(slots, unit.owners, r, round).len()).sum());
+        most(&|round| ranks().map(|r| list_group_ranges(schedule, unit.owners, r, round).len()).sum());
     let gathered = if owners > 1 { owners * owned } else { 0 };
     (gathered, sent * unit.trained_len(), received * own_trained)
 }
@@ -113,45 +113,53 @@ pub(super) fn gather_from_owners(
     comm.all_to_all(whole, &received, send.as_view(), &sent)
 }
 
-/// Returns the sample slots that the group of `rank` computes in `round`.
-fn list_group_slots(slots: &SlotSchedule, owners: OwnerRanks, rank: usize, round: usize) -> Range<usize> {
-    let first = rank / owners.stride * owners.stride;
-    let slots: Vec<usize> =
-        (first..first + owners.stride).filter_map(|r| slots.find_slot(r, round)).collect();
-    slots.first().map_or(0..0, |&a| a..a + slots.len())
-}
-
-/// Returns the runs of slots that the group of `rank` computes in `round`, merged as far as
-/// possible.
-pub(super) fn list_group_slot_runs(
-    slots: &SlotSchedule,
+/// Returns the micro-batches that the group of `rank` computes in `round`.
+fn list_group_micro_batches(
+    schedule: &MicroBatchSchedule,
     owners: OwnerRanks,
     rank: usize,
     round: usize,
-) -> Vec<SlotRun> {
-    merge_slots_into_runs(list_group_slots(slots, owners, rank, round))
+) -> Range<usize> {
+    let first = rank / owners.stride * owners.stride;
+    let micro_batches: Vec<usize> =
+        (first..first + owners.stride).filter_map(|r| schedule.find_micro_batch(r, round)).collect();
+    micro_batches.first().map_or(0..0, |&a| a..a + micro_batches.len())
+}
+
+/// Returns the ranges of micro-batches that the group of `rank` computes in `round`, merged as far
+/// as possible.
+pub(super) fn list_group_ranges(
+    schedule: &MicroBatchSchedule,
+    owners: OwnerRanks,
+    rank: usize,
+    round: usize,
+) -> Vec<MicroBatchRange> {
+    merge_into_aligned_ranges(list_group_micro_batches(schedule, owners, rank, round))
 }
 
 /// Counts the largest number of buffers in which the group of `rank` sums a unit's gradients over
-/// the slots of a round, for the memory estimate.
-pub fn count_peak_group_buffers(slots: &SlotSchedule, owners: OwnerRanks, rank: usize) -> usize {
+/// the micro-batches of a round, for the memory estimate.
+pub fn count_peak_group_buffers(schedule: &MicroBatchSchedule, owners: OwnerRanks, rank: usize) -> usize {
     let buffers_in_round = |round| {
-        count_peak_buffers(list_group_slots(slots, owners, rank, round).map(SlotRun::single_slot), true)
+        count_peak_buffers(
+            list_group_micro_batches(schedule, owners, rank, round).map(MicroBatchRange::from_index),
+            true,
+        )
     };
-    (0..slots.count_rounds()).map(buffers_in_round).max().unwrap_or(0)
+    (0..schedule.count_rounds()).map(buffers_in_round).max().unwrap_or(0)
 }
 
 /// Counts the largest number of buffers in which an owner sums a unit's gradients during a step,
 /// for the memory estimate.
-pub fn count_peak_owner_buffers(slots: &SlotSchedule, owners: OwnerRanks) -> usize {
-    let ranks = || (0..slots.world).filter(|&r| owners.contains(r));
-    let runs = (0..slots.count_rounds())
-        .flat_map(|round| ranks().flat_map(move |r| list_group_slot_runs(slots, owners, r, round)));
-    count_peak_buffers(runs, false)
+pub fn count_peak_owner_buffers(schedule: &MicroBatchSchedule, owners: OwnerRanks) -> usize {
+    let ranks = || (0..schedule.world).filter(|&r| owners.contains(r));
+    let ranges = (0..schedule.count_rounds())
+        .flat_map(|round| ranks().flat_map(move |r| list_group_ranges(schedule, owners, r, round)));
+    count_peak_buffers(ranges, false)
 }
 
 /// Exchanges the owners' partial sums of a unit's gradients: each owner receives its shard of every
-/// partial sum. Passes the shards to `sink` in the order of the slots.
+/// partial sum. Passes the shards to `sink` in the order of the micro-batches.
 ///
 /// Collective: every rank must call it.
 pub(super) fn exchange_partial_sums(
@@ -159,20 +167,20 @@ pub(super) fn exchange_partial_sums(
     ops: &dyn Ops,
     buffers: &mut ExchangeBuffers,
     (unit, part): (&ParamUnit, &Partition),
-    slots: &SlotSchedule,
+    schedule: &MicroBatchSchedule,
     round: usize,
-    runs: &SlotSums,
-    sink: &mut dyn FnMut(SlotRun, View),
+    partial_sums: &MicroBatchSums,
+    sink: &mut dyn FnMut(MicroBatchRange, View),
 ) -> Result<()> {
     let (owners, world, me) = (unit.owners, comm.world(), comm.rank());
     let parts: Vec<_> = (0..world).map(|r| unit.compute_trained_range(part.range(r))).collect();
     let owned = parts[me].len();
-    let kept: Vec<View> = runs.partials().map(|(_, v)| v).collect();
-    let theirs: Vec<Vec<SlotRun>> = (0..world)
-        .map(|r| if owners.contains(r) { list_group_slot_runs(slots, owners, r, round) } else { Vec::new() })
+    let kept: Vec<View> = partial_sums.partials().map(|(_, v)| v).collect();
+    let theirs: Vec<Vec<MicroBatchRange>> = (0..world)
+        .map(|r| if owners.contains(r) { list_group_ranges(schedule, owners, r, round) } else { Vec::new() })
         .collect();
     let sent: Vec<usize> = parts.iter().map(|p| p.len() * kept.len()).collect();
-    let received: Vec<usize> = theirs.iter().map(|runs| runs.len() * owned).collect();
+    let received: Vec<usize> = theirs.iter().map(|ranges| ranges.len() * owned).collect();
     buffers.reserve_send_buffer(ops, Dtype::F32, sent.iter().sum());
     let ExchangeBuffers { sent: send, received: buffer, .. } = buffers;
     let (mut send, mut buffer) =
@@ -187,8 +195,8 @@ pub(super) fn exchange_partial_sums(
     }
     comm.all_to_all(buffer.reborrow(), &received, send.as_view(), &sent)?;
     let mut at = 0;
-    for run in theirs.into_iter().flatten() {
-        sink(run, buffer.as_view().slice(at..at + owned));
+    for range in theirs.into_iter().flatten() {
+        sink(range, buffer.as_view().slice(at..at + owned));
         at += owned;
     }
     Ok(())
@@ -198,12 +206,14 @@ pub(super) fn exchange_partial_sums(
 mod tests {
     use super::*;
 
-    /// Counts the buffers of a group and of an owner in a step of `slots` slots on four ranks, of
-    /// which every `stride`-th owns the unit.
-    fn count_peak_buffers_of_both(slots: usize, stride: usize) -> (usize, usize) {
-        let (slots, owners) =
-            (SlotSchedule { slots, world: 4, interleaved: true }, OwnerRanks { first: 0, stride });
-        (count_peak_group_buffers(&slots, owners, 0), count_peak_owner_buffers(&slots, owners))
+    /// Counts the buffers of a group and of an owner in a step of `micro-batches` micro-batches on
+    /// four ranks, of which every `stride`-th owns the unit.
+    fn count_peak_buffers_of_both(micro_batches: usize, stride: usize) -> (usize, usize) {
+        let (schedule, owners) = (
+            MicroBatchSchedule { micro_batches, world: 4, interleaved: true },
+            OwnerRanks { first: 0, stride },
+        );
+        (count_peak_group_buffers(&schedule, owners, 0), count_peak_owner_buffers(&schedule, owners))
     }
 
     #[test]
@@ -215,7 +225,7 @@ mod tests {
         assert_eq!(count_peak_buffers_of_both(8, 1), (1, 3));
         assert_eq!(count_peak_buffers_of_both(8, 2), (2, 2));
         assert_eq!(count_peak_buffers_of_both(8, 4), (3, 1));
-        // one slot for four ranks
+        // one micro-batch for four ranks
         assert_eq!(count_peak_buffers_of_both(1, 4), (1, 1));
     }
 }

@@ -270,8 +270,9 @@ pub(super) mod diagnostics {
         objects.into_iter().map(diagnostic).collect()
     }
 
-    /// Converts the form of [`diagnostic::Diagnostic::to_json`] to the serialized form of [`Diagnostic`] by
-    /// adding the fields that the former omits. The source line of a location is lost.
+    /// Converts the form of [`diagnostic::Diagnostic::to_json`] to the serialized form of
+    /// [`Diagnostic`] by adding the fields that the former omits. The source line of a location is
+    /// lost.
     fn restore_omitted_fields(mut object: Map<String, Value>) -> Value {
         let code = object.get("code").and_then(Value::as_str).and_then(Code::from_name);
         if let Some(code) = code {

@@ -11,8 +11,8 @@ use super::{
 use diagnostic::codes::job as codes;
 use serde::{Deserialize, Serialize};
 
-/// An item of `train.optimizer.groups`: parameters with other hyper-parameters. `None` stands for
-/// the value of the optimizer.
+/// An item of `train.optimizer.groups`: the hyper-parameters of the parameters that match its
+/// patterns. `None` stands for the value in `train.optimizer`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct ParamGroupSpec {
     /// Name patterns of the parameters.
@@ -31,7 +31,7 @@ pub struct ParamGroupSpec {
     pub momentum: Option<f64>,
 }
 
-/// Reads a list of at least one pattern.
+/// Reads a list of patterns of parameter names. Rejects an empty list.
 pub(super) fn read_patterns(node: &YamlNode) -> ReadResult<Vec<String>> {
     const WHAT: &str = "a list of patterns";
     let patterns = list_reader(WHAT, read_text)(node)?;

@@ -21,7 +21,8 @@ pub(crate) fn out_of_range_error(expected: impl Into<String>, node: &YamlNode) -
     ValueError::unexpected(codes::JOB_VALUE_OUT_OF_RANGE, expected, node)
 }
 
-/// Creates the error of a text of the wrong form, or of a value that is not text.
+/// Creates the error of a value that must be text in the format `expected`. Its code depends on
+/// whether the value is text in another format or not text.
 pub(crate) fn wrong_format_error(expected: impl Into<String>, node: &YamlNode) -> ValueError {
     ValueError::unexpected(choose_text_code(node, codes::JOB_VALUE_FORMAT), expected, node)
 }
@@ -90,7 +91,8 @@ pub(crate) fn number_reader(
     }
 }
 
-/// Reads `true` or `false`.
+/// Reads `true` or `false`. The error for another spelling, such as `yes` or `0`, suggests the
+/// right one.
 pub(crate) fn read_boolean(node: &YamlNode) -> ReadResult<bool> {
     match node.value {
         YamlValue::Bool(b) => Ok(b),
@@ -105,7 +107,7 @@ pub(crate) fn read_boolean(node: &YamlNode) -> ReadResult<bool> {
     }
 }
 
-/// Reads text that is not empty and has no control characters (line breaks and tabs included).
+/// Reads text that is not empty. Rejects control characters, including line breaks and tabs.
 pub(crate) fn read_text(node: &YamlNode) -> ReadResult<String> {
     match node.value {
         YamlValue::Text if node.raw.is_empty() => Err(out_of_range_error("text", node)),

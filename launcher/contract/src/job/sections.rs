@@ -116,7 +116,7 @@ fn decode_cluster(d: &mut JobDecoder, top: &JobSection<'_>) -> ClusterSpec {
     }
 }
 
-/// Reads the name of a network interface, or a network.
+/// Reads the name of a network interface, or a network as an address and a prefix length.
 fn read_interface(node: &YamlNode) -> ReadResult<InterfaceSelector> {
     let name = read_text(node)?;
     match InterfaceSelector::is_valid_name(&name) {

@@ -18,7 +18,7 @@ enum SourceText {
     Override { text: String },
 }
 
-/// The spans of a key.
+/// The spans of the name of a key and of the part that a message points at.
 #[derive(Clone, Copy, Debug)]
 struct KeySpans {
     name: SourceSpan,
@@ -74,7 +74,8 @@ impl SourceMap {
         }
     }
 
-    /// Records the spans of a key.
+    /// Records where the key or list item `path` is written. `name` is the span of the key's name
+    /// or, for a list item, of the item.
     fn add_key(&mut self, path: &str, name: SourceSpan, value: &YamlNode) {
         let text = self.find_span_text(value.span);
         let is_collection = matches!(value.value, YamlValue::Map(_) | YamlValue::List(_));

@@ -294,7 +294,7 @@ pub struct BatchSpec {
     /// The number of samples per optimizer step over all workers; a multiple of `micro`.
     pub global: u32,
     /// The number of samples per forward pass of a worker: the size of a micro-batch, which is also
-    /// a sample slot (docs/numerics.md).
+    /// a micro-batch (docs/numerics.md).
     pub micro: u32,
 }
 

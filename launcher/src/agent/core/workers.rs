@@ -159,8 +159,8 @@ impl AgentCore {
         worker.ended_at + output_delay.max(step_delay)
     }
 
-    /// Reports workers that have ended, in the order of their ends, when [`Self::report_due_at`] has
-    /// come.
+    /// Reports workers that have ended, in the order of their ends, when [`Self::report_due_at`]
+    /// has come.
     pub(super) fn report_ended_workers(&mut self, now: Duration) {
         while let Some(&rank) = self.unreported.front() {
             if self.workers.get(&rank).is_none_or(|worker| now < self.report_due_at(worker)) {

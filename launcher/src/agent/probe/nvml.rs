@@ -188,8 +188,9 @@ impl Nvml {
         Ok(device)
     }
 
-    /// Queries one of `devices`. Fails if the GPU has no name or memory. Other values that the GPU
-    /// does not support stay empty.
+    /// Queries the status of the GPU `device`, and its peer access to each GPU in `devices`. Fails
+    /// if the name or the memory size cannot be read. Other values that the GPU does not report are
+    /// empty.
     fn query_gpu(&self, device: DeviceHandle, devices: &[DeviceHandle]) -> Result<GpuStatus, NvmlError> {
         let (mut name, mut memory) = ([0u8; 96], NvmlMemory::default());
         // SAFETY: nvml.h's types; the buffer has the given length.

@@ -153,7 +153,7 @@ fn format_rng_stream_table(checkpoint: &ExternalCheckpoint) -> String {
     let rows = match read_rng_streams(checkpoint) {
         Ok(rows) if rows.is_empty() => return String::new(),
         Ok(rows) => rows,
-        Err(error) => return format!("\nrandom states: {}\n", replace_control_chars(&error.to_string())),
+        Err(error) => return format!("\nRNG states: {}\n", replace_control_chars(&error.to_string())),
     };
     let mut table = vec![["RANK", "STREAM", "DIGEST", "FILE"].map(str::to_owned).to_vec()];
     table.extend(rows.iter().map(|s| {

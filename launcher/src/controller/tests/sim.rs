@@ -40,7 +40,7 @@ impl SimRng {
         SimRng(seed)
     }
 
-    /// Returns the next random number.
+    /// Returns the next pseudo-random number, uniformly distributed over all `u64`.
     pub(super) fn next_u64(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let x = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

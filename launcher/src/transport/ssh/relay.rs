@@ -92,7 +92,7 @@ impl RelayBuffer {
     }
 }
 
-/// The state of the stream to the host.
+/// Whether the end of the remote process's input was reached and sent to the host.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum RelayInputState {
     Open,

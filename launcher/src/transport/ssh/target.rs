@@ -44,7 +44,8 @@ pub(super) struct SshTarget {
     /// The socket of the SSH agent. `None` stands for the socket that the environment names, and
     /// `Some(None)` for no agent.
     pub(super) agent: Option<Option<PathBuf>>,
-    /// The jump hosts on the way to the host, nearest first.
+    /// The jump hosts on the way to the host, in the order in which the connection passes through
+    /// them.
     pub(super) jumps: Vec<SshTarget>,
     /// The time limit of the TCP connection and of the SSH handshake.
     pub(super) timeout: Duration,
@@ -113,7 +114,8 @@ impl TargetResolver {
         Ok(target)
     }
 
-    /// Resolves the jump hosts in `text`, nearest first. Leaves out the target itself.
+    /// Resolves the jump hosts in `text`, in the order in which the connection passes through them.
+    /// Leaves out the target itself.
     fn resolve_jumps(&self, target: &SshTarget, text: &str) -> diagnostic::Result<Vec<SshTarget>> {
         let text = text.strip_prefix("ssh://").unwrap_or(text);
         let invalid = |reason: String| {

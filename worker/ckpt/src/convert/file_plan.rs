@@ -116,7 +116,8 @@ impl TorchFilePlan {
     }
 }
 
-/// A builder that collects the storages of one torch file while the value of the file is made.
+/// A builder that collects the storages of one torch file while the caller builds the Python value
+/// that the file contains.
 #[derive(Default)]
 pub(super) struct StorageBuilder(Vec<PlannedStorage>);
 
@@ -169,7 +170,7 @@ impl StorageBuilder {
         }
     }
 
-    /// Makes the plan of a file with this value and the collected storages.
+    /// Builds the plan of a file at `path` that contains `value` and the collected storages.
     pub(super) fn into_file(self, path: String, value: PythonObject) -> FilePlan {
         FilePlan { path, content: FileContent::Torch(TorchFilePlan { value, storages: self.0 }) }
     }

@@ -167,7 +167,8 @@ impl Directory {
         }
     }
 
-    /// Returns true if the entry `name` is a directory. A symbolic link to a directory is none.
+    /// Returns true if the entry `name` is a directory, and false if it is a symbolic link to a
+    /// directory or does not exist.
     pub(crate) fn has_directory(&self, name: &str) -> Result<bool> {
         let mode = self.stat_entry(name)?.map_or(0, |st| st.st_mode);
         Ok(SFlag::from_bits_truncate(mode) & SFlag::S_IFMT == SFlag::S_IFDIR)
@@ -178,8 +179,8 @@ impl Directory {
         Ok(self.stat_entry(name)?.is_some())
     }
 
-    /// Queries the metadata of the entry `name` without following a symbolic link. `None` if the
-    /// entry or a directory of its path does not exist.
+    /// Queries the metadata of the entry `name` without following a symbolic link. Returns
+    /// `None` if the entry or a directory of its path does not exist.
     fn stat_entry(&self, name: &str) -> Result<Option<FileStat>> {
         let found = match self.open_parent(name)? {
             Some((inner, last)) => {

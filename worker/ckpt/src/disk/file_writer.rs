@@ -111,7 +111,7 @@ impl OutputFile {
     }
 }
 
-/// The thread that writes the windows of a [`FileWriter`].
+/// How a [`FileWriter`] writes its windows: on the calling thread, or on a separate one.
 enum WindowWriter {
     /// The calling thread writes. Used for files of up to one window.
     Inline(OutputFile),

@@ -111,7 +111,7 @@ impl ExternalFacts {
             || !self.rng_files.is_empty()
     }
 
-    /// Returns the facts in the form that is common to all checkpoint formats.
+    /// Returns the facts as a [`TrainingState`], which is common to all checkpoint formats.
     pub(crate) fn training_state(&self) -> TrainingState {
         TrainingState {
             step: self.step,

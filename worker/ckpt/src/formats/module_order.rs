@@ -220,8 +220,8 @@ mod tests {
         assert!(sort_in_registration_orders(&["model.embed_tokens.weight", "mine.weight"]).is_empty());
     }
 
-    /// Compares with transformers for every family. If two families match, one of the orders must
-    /// be equal.
+    /// Compares the order with that of transformers for a model of every family. If the names match
+    /// two families, one of the two orders must equal it.
     #[test]
     fn registration_orders_equal_those_of_transformers() {
         let golden: serde_json::Map<String, serde_json::Value> =

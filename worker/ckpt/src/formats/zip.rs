@@ -131,9 +131,10 @@ impl From<io::Error> for ZipError {
 /// Result of reading a container.
 type Result<T> = std::result::Result<T, ZipError>;
 
-/// Reads the central directory of a container of `size` bytes. `read_at(offset, buffer)` must fill
-/// the buffer with the bytes at the offset. Returns the members in the order of their bytes. They
-/// do not overlap, are inside of the container, and have safe and distinct names.
+/// Reads the central directory of a zip container of `size` bytes. `read_at(offset, buffer)` must
+/// fill the buffer with the bytes at the offset. Returns the members, sorted by the offsets of
+/// their contents. Fails if members overlap, are outside of the container, or have unsafe or equal
+/// names.
 pub(crate) fn read_members(
     size: u64,
     mut read_at: impl FnMut(u64, &mut [u8]) -> io::Result<()>,

@@ -140,7 +140,7 @@ impl<'a> PickleMachine<'a> {
         usize::try_from(u64::from_le_bytes(wide)).map_err(|_| PickleError::SizeOverflow)
     }
 
-    /// Pushes a value to the stack, unless the limit on values is reached.
+    /// Pushes a value to the stack. Fails if the number of values has reached the limit.
     fn push(&mut self, value: PickleValue) -> Result<()> {
         self.pushed += 1;
         if self.pushed > VALUES_MAX {
@@ -164,7 +164,7 @@ impl<'a> PickleMachine<'a> {
         self.marks.last().copied().unwrap_or(0)
     }
 
-    /// Pops a value, unless the stack is empty down to the last mark.
+    /// Pops a value. Fails if there is no value above the last mark.
     fn pop(&mut self) -> Result<PickleValue> {
         match self.stack.len() > self.last_mark_height() {
             true => self.stack.pop().ok_or(PickleError::StackUnderflow),
@@ -188,7 +188,7 @@ impl<'a> PickleMachine<'a> {
         }
     }
 
-    /// Pushes a mark, unless there are too many.
+    /// Pushes a mark. Fails if the number of marks has reached the limit.
     fn push_mark(&mut self) -> Result<()> {
         if self.marks.len() >= VALUES_MAX {
             return Err(PickleError::Limit { what: "marks", limit: VALUES_MAX });

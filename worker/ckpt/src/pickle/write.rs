@@ -174,7 +174,7 @@ fn write_call(out: &mut Vec<u8>, function: &str, args: &[PythonObject]) -> Resul
     Ok(())
 }
 
-/// Writes a tuple of integers.
+/// Writes a tuple of unsigned integers, such as the shape or the strides of a tensor.
 fn write_counts(out: &mut Vec<u8>, sizes: &[u64]) -> Result<()> {
     write_tuple(out, &sizes.iter().map(|&n| PythonObject::from_count(n)).collect::<Vec<_>>())
 }

@@ -315,8 +315,8 @@ fn format_reason(error: &CkptError) -> String {
     }
 }
 
-/// Makes the loss of a damaged file. Only for a missing part is the file the subject of the loss,
-/// since the text of other damage names the file.
+/// Converts damage that was not repaired to a loss for the report. The file is the subject of the
+/// loss only if a part is missing, because the text of other damage already names the file.
 fn make_loss(damage: &Damage) -> RepairLoss {
     match &damage.reason {
         DamageReason::PartMissing(_) => {

@@ -185,7 +185,7 @@ proptest! {
     }
 }
 
-/// Returns the conversion error in an error, and panics if it is another error.
+/// Returns the [`ConvertError`] that `error` contains. Panics if `error` is of another kind.
 pub(super) fn expect_convert_error(error: &CkptError) -> &ConvertError {
     match error {
         CkptError::Unsupported { feature: UnsupportedFeature::Convert(error), .. } => error,
@@ -620,8 +620,8 @@ fn invalid_options_are_rejected() {
     }
 }
 
-/// A source of one weight with Adam's moments, whose elements are all 1.5. It has any size without
-/// using memory. The second field is its path.
+/// A source of one weight and its Adam moments. Every element is 1.5, so that a source of any size
+/// needs no memory. The fields are the description of the weight and the path of the source.
 struct ConstantSource(TensorInfo, PathBuf);
 
 impl TensorSource for ConstantSource {

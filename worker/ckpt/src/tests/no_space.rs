@@ -53,7 +53,8 @@ fn a_file_size_limit_leaves_the_previous_checkpoint() {
 struct SmallFileSystem(TempDir);
 
 impl SmallFileSystem {
-    /// Mounts the file system; `None` if this process may not mount.
+    /// Mounts a tmpfs of 16 MiB at a temporary directory. Returns `None` if the mount fails, for
+    /// example without the permission to mount.
     fn mount() -> Option<SmallFileSystem> {
         let dir = tempfile::tempdir().expect("a directory");
         let mut mount = Command::new("mount");

@@ -54,7 +54,7 @@ fn read_reference(name: &str) -> BTreeMap<String, (Vec<u64>, Vec<f32>)> {
 }
 
 /// Asserts that the source and the reference of the tiny checkpoint `name` have equal tensors.
-/// `what` is for the message.
+/// `what` describes the source in the message of a failure.
 pub(super) fn assert_equals_reference(source: &dyn TensorSource, name: &str, what: &str) {
     let expected = read_reference(name);
     let mut count = 0;

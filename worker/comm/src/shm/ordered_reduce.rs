@@ -121,7 +121,8 @@ impl ShmComm {
         }
     }
 
-    /// Receives the pieces of one window in the private buffer, and then passes them to the sink.
+    /// Sends this rank's pieces of one window to its peers, receives the pieces of the peers in the
+    /// private buffer, and then passes the pieces for this rank to the sink.
     fn exchange_window(
         &self,
         call_state: &mut ShmCallState,
@@ -162,7 +163,7 @@ impl ShmComm {
         received
     }
 
-    /// Runs the rounds of a window.
+    /// Runs the publish rounds of a window, in which this rank sends and receives pieces.
     ///
     /// The pieces of a rank for one peer form one stream, which is sent in chunks. The stream from
     /// rank r is stored in `recv` from `recv_starts[r]` on.

@@ -271,7 +271,8 @@ fn pack_key_head<S: Simd>(s: S, dst: &mut [f32], qkv: InputElements, g: Attentio
     }
 }
 
-/// State of the online softmax for a strip of queries, as many as a micro tile has rows.
+/// State of the online softmax for a strip of queries. A strip has as many queries as a micro tile
+/// has rows.
 struct QueryStrip<'a> {
     /// Scores, then their exponentials: rows of `KEY_TILE`.
     scores: &'a mut [f32],

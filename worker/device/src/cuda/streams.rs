@@ -65,7 +65,8 @@ impl GpuContext {
         Ok(event)
     }
 
-    /// Runs `f` with another of the GPU's streams as this thread's stream.
+    /// Runs `f` while `stream`, a stream of this GPU, is this thread's stream. Restores the
+    /// previous stream afterwards.
     pub(super) fn with_current_stream<T>(&self, stream: Handle, f: impl FnOnce() -> T) -> T {
         struct Restore(Option<(Handle, Handle)>);
         impl Drop for Restore {

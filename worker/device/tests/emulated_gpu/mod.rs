@@ -96,8 +96,8 @@ pub(crate) fn nvrtc_directory() -> Option<PathBuf> {
     None
 }
 
-/// Returns the directory of the crate `device`, as seen from the tests of the crate itself, of the
-/// worker or of the executable.
+/// Finds the directory of the crate `device`. The tests of `device`, of `worker` and of the
+/// executable include this module, each from another directory.
 fn find_device_crate() -> PathBuf {
     let manifest = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
     let candidates = [manifest.join("../device"), manifest.join("device"), manifest.join("worker/device")];

@@ -91,7 +91,7 @@ impl Gpt2LayerDropout {
     }
 }
 
-/// Builds the unit of a layer, and its layout.
+/// Builds the parameter unit of a layer, and the ranges of its tensors in the unit's flat vector.
 pub(super) fn build_layer_unit_and_spans(config: &Gpt2Config, layer: usize) -> (ParamUnit, Gpt2LayerSpans) {
     let (d, f) = (config.hidden_size, config.intermediate_size);
     let mut params: Vec<ParamSpec> = Vec::new();

@@ -1,9 +1,9 @@
-//! Gradients of every unit: buffers for the backward pass, sums over sample slots, and reduction to
-//! their owners.
+//! Gradients of every unit: buffers for the backward pass, sums over micro-batches, and reduction
+//! to their owners.
 use super::super::{
-    ShardingPolicy, SlotSchedule,
-    owner_groups::{exchange_partial_sums, gather_from_owners, list_group_slot_runs},
-    slot_sums::{SlotRun, SlotSums, merge_slots_into_runs},
+    MicroBatchSchedule, ShardingPolicy,
+    micro_batch_sums::{MicroBatchRange, MicroBatchSums, merge_into_aligned_ranges},
+    owner_groups::{exchange_partial_sums, gather_from_owners, list_group_ranges},
 };
 use super::{REDUCTIONS_IN_FLIGHT, ZeroEngine, lock_ignoring_poison};
 use comm::{Comm, Result};
@@ -41,14 +41,14 @@ impl ZeroEngine {
         self.policy.sums_in_arrival_order && !lock_ignoring_poison(&self.shards[u].grads).is_empty()
     }
 
-    /// Adds the whole gradient of one slot to this rank's sums of unit `u`.
-    fn add_to_sums(&self, u: usize, slot: usize, mut gradient: Buf) {
+    /// Adds the whole gradient of one micro-batch to this rank's sums of unit `u`.
+    fn add_to_sums(&self, u: usize, micro_batch: usize, mut gradient: Buf) {
         let (unit, ops) = (&self.shards[u].unit, self.ops.as_ref());
         if !self.accumulates_in_place(u) {
             let owned = self.extract_trained_gradient(u, gradient);
             return lock_ignoring_poison(&self.shards[u].grads).push_owned(
                 ops,
-                SlotRun::single_slot(slot),
+                MicroBatchRange::from_index(micro_batch),
                 owned,
             );
         }
@@ -56,7 +56,11 @@ impl ZeroEngine {
             unit.pack_trained(ops, gradient.view_mut());
         }
         let trained = gradient.view().slice(0..unit.trained_len());
-        lock_ignoring_poison(&self.shards[u].grads).push(ops, SlotRun::single_slot(slot), trained);
+        lock_ignoring_poison(&self.shards[u].grads).push(
+            ops,
+            MicroBatchRange::from_index(micro_batch),
+            trained,
+        );
         lock_ignoring_poison(&self.gradient_pool).give(gradient);
     }
 
@@ -65,11 +69,11 @@ impl ZeroEngine {
         self.policy.shard_gradients && self.world > 1
     }
 
-    /// Starts to reduce the whole gradient of unit `u` for one slot. Frozen parameters are not
-    /// reduced.
+    /// Starts to reduce the whole gradient of unit `u` for one micro-batch. Frozen parameters are
+    /// not reduced.
     ///
     /// Collective: every rank must call it for every unit and round. `gradient` is `None` if the
-    /// rank has no slot in the round.
+    /// rank has no micro-batch in the round.
     pub fn reduce_gradient(&mut self, u: usize, round: usize, mut gradient: Option<Buf>) -> Result<()> {
         let shards = self.shards.clone();
         let unit = &shards[u].unit;
@@ -78,23 +82,24 @@ impl ZeroEngine {
             return Ok(());
         }
         if !self.reduces_during_backward() {
-            if let (Some(g), Some(slot)) = (gradient, self.slots.find_slot(self.rank, round)) {
-                self.add_to_sums(u, slot, g);
+            if let (Some(g), Some(micro_batch)) = (gradient, self.schedule.find_micro_batch(self.rank, round))
+            {
+                self.add_to_sums(u, micro_batch, g);
             }
             return Ok(());
         }
         if let Some(g) = gradient.as_mut().filter(|_| !unit.is_all_trained()) {
             unit.pack_trained(self.ops.as_ref(), g.view_mut());
         }
-        let (shards, slots, ops, pool) =
-            (shards.clone(), self.slots, self.ops.clone(), self.gradient_pool.clone());
+        let (shards, schedule, ops, pool) =
+            (shards.clone(), self.schedule, self.ops.clone(), self.gradient_pool.clone());
         self.pending_reductions.push_back(self.queue.submit(move |comm: &dyn Comm| {
             let s = &shards[u];
             let mut sums = lock_ignoring_poison(&s.grads);
             let whole = gradient.as_ref().map(|g| g.view().slice(0..s.trained_counts.iter().sum()));
             comm.reduce_scatter_ordered(whole.as_slice(), &s.trained_counts, &mut |from, _, piece| {
-                if let Some(slot) = slots.find_slot(from, round) {
-                    sums.push(ops.as_ref(), SlotRun::single_slot(slot), piece);
+                if let Some(micro_batch) = schedule.find_micro_batch(from, round) {
+                    sums.push(ops.as_ref(), MicroBatchRange::from_index(micro_batch), piece);
                 }
             })?;
             if let Some(g) = gradient {
@@ -108,31 +113,31 @@ impl ZeroEngine {
         Ok(())
     }
 
-    /// Takes empty sums for gradients of unit `u` over several slots.
-    /// [`ZeroEngine::push_slot_gradient`] adds to them in the order of the slots, and
-    /// [`ZeroEngine::reduce_slot_runs`] reduces them.
-    pub fn take_run_sums(&self, u: usize) -> SlotSums {
+    /// Takes empty sums for gradients of unit `u` over several micro-batches.
+    /// [`ZeroEngine::push_micro_batch_gradient`] adds to them in the order of the micro-batches,
+    /// and [`ZeroEngine::reduce_partial_sums`] reduces them.
+    pub fn take_partial_sums(&self, u: usize) -> MicroBatchSums {
         let len = self.shards[u].unit.trained_len();
-        let Some((pooled, last_use)) = lock_ignoring_poison(&self.run_sums_pool).pop() else {
-            return SlotSums::new(len);
+        let Some((pooled, last_use)) = lock_ignoring_poison(&self.micro_batch_sums_pool).pop() else {
+            return MicroBatchSums::new(len);
         };
         last_use.make_stream_wait(); // also before the memory is freed
-        if pooled.len() == len { pooled } else { SlotSums::new(len) }
+        if pooled.len() == len { pooled } else { MicroBatchSums::new(len) }
     }
 
-    /// Adds the gradient of unit `u` for one slot to `runs`. `write` computes the gradient of the
-    /// whole unit.
+    /// Adds the gradient of unit `u` for one micro-batch to `ranges`. `write` computes the gradient
+    /// of the whole unit.
     ///
     /// Frozen parameters are left out. `write` is not called if the whole unit is frozen.
-    pub fn push_slot_gradient(
+    pub fn push_micro_batch_gradient(
         &self,
         u: usize,
-        runs: &mut SlotSums,
-        slot: usize,
+        partial_sums: &mut MicroBatchSums,
+        micro_batch: usize,
         write: impl FnOnce(&mut Buf),
     ) {
         let (unit, ops) = (&self.shards[u].unit, self.ops.as_ref());
-        let mut gradient = runs.take_buffer(ops);
+        let mut gradient = partial_sums.take_buffer(ops);
         if unit.is_all_trained() {
             write(&mut gradient);
         } else if unit.has_any_trained() {
@@ -142,40 +147,45 @@ impl ZeroEngine {
             ops.copy(gradient.view_mut(), whole.view().slice(0..unit.trained_len()));
             lock_ignoring_poison(&self.gradient_pool).give(whole);
         }
-        runs.push_owned(ops, SlotRun::single_slot(slot), gradient);
+        partial_sums.push_owned(ops, MicroBatchRange::from_index(micro_batch), gradient);
     }
 
-    /// Starts to reduce the gradients of unit `u`, which only some ranks own, over the slots that
-    /// this rank's group computed in this round.
+    /// Starts to reduce the gradients of unit `u`, which only some ranks own, over the
+    /// micro-batches that this rank's group computed in this round.
     ///
     /// Collective: every rank must call it for one of its units in every round, possibly with empty
     /// sums.
-    pub fn reduce_slot_runs(&mut self, u: usize, round: usize, runs: SlotSums) -> Result<()> {
-        let (shards, slots, ops) = (self.shards.clone(), self.slots, self.ops.clone());
-        let (pool, buffers) = (self.run_sums_pool.clone(), self.exchange.clone());
+    pub fn reduce_partial_sums(
+        &mut self,
+        u: usize,
+        round: usize,
+        partial_sums: MicroBatchSums,
+    ) -> Result<()> {
+        let (shards, schedule, ops) = (self.shards.clone(), self.schedule, self.ops.clone());
+        let (pool, buffers) = (self.micro_batch_sums_pool.clone(), self.exchange.clone());
         self.pending_reductions.push_back(self.queue.submit(move |comm: &dyn Comm| {
             let s = &shards[u];
-            let sent = list_group_slot_runs(&slots, s.unit.owners, comm.rank(), round);
+            let sent = list_group_ranges(&schedule, s.unit.owners, comm.rank(), round);
             assert!(
-                runs.partials().map(|(run, _)| run).eq(sent),
-                "the sums cover other slots than the schedule"
+                partial_sums.partials().map(|(range, _)| range).eq(sent),
+                "the sums cover other micro-batches than the schedule"
             );
             let mut sums = lock_ignoring_poison(&s.grads);
             let (ops, buffers) = (ops.as_ref(), &mut lock_ignoring_poison(&buffers));
-            let mut sink = |run, piece: View| sums.push(ops, run, piece);
+            let mut sink = |range, piece: View| sums.push(ops, range, piece);
             exchange_partial_sums(
                 comm,
                 ops,
                 buffers,
                 (&s.unit, &s.partition),
-                &slots,
+                &schedule,
                 round,
-                &runs,
+                &partial_sums,
                 &mut sink,
             )?;
-            let mut runs = runs;
-            runs.clear();
-            lock_ignoring_poison(&pool).push((runs, ops.record_event()));
+            let mut partial_sums = partial_sums;
+            partial_sums.clear();
+            lock_ignoring_poison(&pool).push((partial_sums, ops.record_event()));
             Ok(())
         }));
         while self.pending_reductions.len() > REDUCTIONS_IN_FLIGHT {
@@ -198,14 +208,15 @@ impl ZeroEngine {
             let sum = lock_ignoring_poison(&self.shards[u].grads).finish(self.ops.as_ref());
             return Ok(sum.unwrap_or_else(|| self.allocate_zeros(owned)));
         }
-        let (shards, ops, slots, policy) = (self.shards.clone(), self.ops.clone(), self.slots, self.policy);
+        let (shards, ops, schedule, policy) =
+            (self.shards.clone(), self.ops.clone(), self.schedule, self.policy);
         self.queue.run_and_wait(move |comm: &dyn Comm| {
             let s = &shards[u];
             let mut whole = lock_ignoring_poison(&s.grads);
             let partials: Vec<View> = whole.partials().map(|(_, v)| v).collect();
             let mut sums = policy.new_gradient_sums(owned);
             comm.reduce_scatter_ordered(&partials, &s.trained_counts, &mut |from, index, piece| {
-                sums.push(ops.as_ref(), find_partial_run(policy, slots, from, index), piece);
+                sums.push(ops.as_ref(), find_partial_sum_range(policy, schedule, from, index), piece);
             })?;
             drop(partials);
             whole.clear();
@@ -259,12 +270,18 @@ impl ZeroEngine {
     }
 }
 
-/// Returns the run of slots that the `index`-th partial sum of rank `from` covers.
-fn find_partial_run(policy: ShardingPolicy, slots: SlotSchedule, from: usize, index: usize) -> SlotRun {
-    let mine: Vec<usize> = (0..slots.count_rounds()).filter_map(|r| slots.find_slot(from, r)).collect();
+/// Returns the range of micro-batches that the `index`-th partial sum of rank `from` covers.
+fn find_partial_sum_range(
+    policy: ShardingPolicy,
+    schedule: MicroBatchSchedule,
+    from: usize,
+    index: usize,
+) -> MicroBatchRange {
+    let mine: Vec<usize> =
+        (0..schedule.count_rounds()).filter_map(|r| schedule.find_micro_batch(from, r)).collect();
     let range = mine.first().map_or(0..0, |&a| a..a + mine.len());
     if policy.sums_in_arrival_order {
-        return SlotRun { start: range.start, len: range.len() };
+        return MicroBatchRange { start: range.start, len: range.len() };
     }
-    merge_slots_into_runs(range).get(index).copied().unwrap_or(SlotRun { start: 0, len: 0 })
+    merge_into_aligned_ranges(range).get(index).copied().unwrap_or(MicroBatchRange { start: 0, len: 0 })
 }

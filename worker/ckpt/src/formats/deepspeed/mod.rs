@@ -214,7 +214,8 @@ fn open_tag(given: &Path, path: &Path, root: &Path, mut notices: Vec<String>) ->
     Ok(ExternalCheckpoint::new(given, root, facts, tag.store, found.entries)?.with_passthrough(passthrough))
 }
 
-/// Reads the companion files in `root` into the facts, and lists what is missing.
+/// Reads the companion files in `root` into the facts. Adds an absent optimizer state and absent
+/// companion files to `facts.missing`.
 fn add_companion_files(
     mut facts: ExternalFacts,
     root: &Path,

@@ -59,7 +59,7 @@ enum PlanRejection {
     NotTimed,
 }
 
-/// Returns the key by which the plan of a pass is stored.
+/// Returns the key under which the plan of a pass is stored in `CudnnAttention::plans`.
 fn compute_pass_key(pass: &AttentionPass) -> PassKey {
     let s = pass.shape;
     ([s.b, s.t, s.heads, s.kv_heads, s.head_dim], s.scale.to_bits(), pass.mask, pass.is_backward)

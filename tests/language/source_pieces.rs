@@ -2,13 +2,13 @@
 
 /// A part of a source that is a comment, the content of a string literal, or code. `line` is the
 /// number of its first line, from 1.
-pub(crate) enum Piece {
+pub(crate) enum SourcePiece {
     Comment {
         line: usize,
         text: String,
     },
     /// The content of a string literal.
-    Text {
+    StringLiteral {
         line: usize,
         text: String,
     },
@@ -20,52 +20,52 @@ pub(crate) enum Piece {
 }
 
 /// Splits a source into its pieces, in order.
-pub(crate) fn pieces(source: &str) -> Vec<Piece> {
-    let mut reader = Reader { rest: source, line: 1, code: String::new(), pieces: Vec::new() };
+pub(crate) fn split_source(source: &str) -> Vec<SourcePiece> {
+    let mut reader = SourceSplitter { rest: source, line: 1, code: String::new(), pieces: Vec::new() };
     while !reader.rest.is_empty() {
-        reader.step();
+        reader.read_next();
     }
-    reader.end_code();
+    reader.push_code();
     reader.pieces
 }
 
-struct Reader<'s> {
+struct SourceSplitter<'s> {
     rest: &'s str,
     line: usize,
     code: String,
-    pieces: Vec<Piece>,
+    pieces: Vec<SourcePiece>,
 }
 
-impl<'s> Reader<'s> {
-    fn step(&mut self) {
+impl<'s> SourceSplitter<'s> {
+    fn read_next(&mut self) {
         let rest = self.rest;
         if rest.starts_with("//") {
             let end = rest.find('\n').unwrap_or(rest.len());
             let text = rest[..end].trim_start_matches('/').trim_start_matches('!');
-            self.end_code();
-            self.pieces.push(Piece::Comment { line: self.line, text: text.to_owned() });
+            self.push_code();
+            self.pieces.push(SourcePiece::Comment { line: self.line, text: text.to_owned() });
             self.advance(end);
         } else if rest.starts_with("/*") {
             let end = rest.find("*/").map_or(rest.len(), |at| at + 2);
             let text = rest[2..end].trim_end_matches("*/").to_owned();
-            self.end_code();
-            self.pieces.push(Piece::Comment { line: self.line, text });
+            self.push_code();
+            self.pieces.push(SourcePiece::Comment { line: self.line, text });
             self.advance(end);
-        } else if let Some(hashes) = raw_string(rest, &self.code) {
+        } else if let Some(hashes) = count_raw_string_hashes(rest, &self.code) {
             let open = rest.find('"').unwrap_or(0) + 1;
             let close = format!("\"{}", "#".repeat(hashes));
             let length = rest[open..].find(&close).unwrap_or(rest.len() - open);
-            self.text(open, length, close.len());
+            self.push_string_literal(open, length, close.len());
         } else if let Some(quoted) = rest.strip_prefix('"') {
-            let length = quoted_length(quoted);
-            self.text(1, length, 1);
-        } else if let Some(length) = char_literal(rest) {
+            let length = measure_quoted_text(quoted);
+            self.push_string_literal(1, length, 1);
+        } else if let Some(length) = measure_char_literal(rest) {
             self.code.push_str("' '");
             self.advance(length);
         } else {
             let c = rest.chars().next().unwrap_or('\n');
             if c == '\n' {
-                self.end_code();
+                self.push_code();
             } else {
                 self.code.push(c);
             }
@@ -75,17 +75,17 @@ impl<'s> Reader<'s> {
 
     /// Reads a string literal: its content has `length` bytes and starts at offset `open`, and its
     /// end delimiter has `close` bytes.
-    fn text(&mut self, open: usize, length: usize, close: usize) {
+    fn push_string_literal(&mut self, open: usize, length: usize, close: usize) {
         let text = self.rest[open..open + length].to_owned();
-        self.end_code();
-        self.pieces.push(Piece::Text { line: self.line, text });
+        self.push_code();
+        self.pieces.push(SourcePiece::StringLiteral { line: self.line, text });
         self.advance((open + length + close).min(self.rest.len()));
     }
 
-    fn end_code(&mut self) {
+    fn push_code(&mut self) {
         if !self.code.trim().is_empty() {
             let text = std::mem::take(&mut self.code);
-            self.pieces.push(Piece::Code { line: self.line, text });
+            self.pieces.push(SourcePiece::Code { line: self.line, text });
         }
         self.code.clear();
     }
@@ -98,7 +98,7 @@ impl<'s> Reader<'s> {
 
 /// Returns the number of `#` of the raw string literal at the beginning of `rest`, if there is one.
 /// `before` is the code before it.
-fn raw_string(rest: &str, before: &str) -> Option<usize> {
+fn count_raw_string_hashes(rest: &str, before: &str) -> Option<usize> {
     let after = rest.strip_prefix("br").or_else(|| rest.strip_prefix('r'))?;
     let word = |c: char| c.is_alphanumeric() || c == '_';
     let hashes = after.len() - after.trim_start_matches('#').len();
@@ -107,7 +107,7 @@ fn raw_string(rest: &str, before: &str) -> Option<usize> {
 }
 
 /// Returns the number of bytes before the quote that closes a string literal.
-fn quoted_length(text: &str) -> usize {
+fn measure_quoted_text(text: &str) -> usize {
     let mut escaped = false;
     for (at, c) in text.char_indices() {
         match c {
@@ -122,7 +122,7 @@ fn quoted_length(text: &str) -> usize {
 
 /// Returns the length of the character literal at the beginning of `rest`; `None` for a lifetime
 /// and for other text.
-fn char_literal(rest: &str) -> Option<usize> {
+fn measure_char_literal(rest: &str) -> Option<usize> {
     let inside = rest.strip_prefix('\'')?;
     let mut chars = inside.char_indices();
     let (_, first) = chars.next()?;

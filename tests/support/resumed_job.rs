@@ -1,6 +1,6 @@
 //! Jobs of the built-in runtime that resume from checkpoints of other programs.
 #![allow(clippy::unwrap_used)] // a test that panics has failed
-use super::{FinishedRun, JobDirectory, files_below};
+use super::{FinishedRun, JobDirectory, list_files_below};
 use serde_json::Value;
 use std::{
     fs,
@@ -8,119 +8,122 @@ use std::{
 };
 
 /// The largest relative difference of fp32 losses between programs.
-const CLOSE: f64 = 1e-5;
+const MAX_LOSS_DIFFERENCE: f64 = 1e-5;
 
-/// A checkpoint that scripts/golden/resume recorded.
-fn recorded(name: &str) -> PathBuf {
+/// Returns the path of a checkpoint that scripts/golden/resume recorded.
+fn locate_recording(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/resume").join(name)
 }
 
 /// A directory with a job that resumes a recorded run.
 pub(crate) struct ResumedJob {
-    pub(crate) place: JobDirectory,
+    pub(crate) job_dir: JobDirectory,
     pub(crate) from: PathBuf,
     /// The losses of the recorded run's next steps.
-    pub(crate) next: Vec<f64>,
+    pub(crate) next_losses: Vec<f64>,
 }
 
 impl ResumedJob {
-    /// Resumes a checkpoint of DeepSpeed (scripts/golden/deepspeed_resume.py).
+    /// Creates a job that resumes from a recorded checkpoint of DeepSpeed
+    /// (scripts/golden/deepspeed_resume.py).
     pub(crate) fn from_deepspeed(name: &str) -> ResumedJob {
-        let (place, from) = (JobDirectory::new(), golden(name));
+        let (job_dir, from) = (JobDirectory::new(), locate_deepspeed_recording(name));
         let recording: Value = serde_json::from_slice(&fs::read(from.join("next.json")).unwrap()).unwrap();
         let documents =
             recording["documents"].as_array().unwrap().iter().map(|d| format!("{{\"text\": {d}}}\n"));
-        fs::write(place.path("corpus.jsonl"), documents.collect::<String>()).unwrap();
-        fs::write(place.path("job.yaml"), deepspeed_job(recording["tied"] == true)).unwrap();
-        ResumedJob { place, from, next: numbers(&recording["next"]) }
+        fs::write(job_dir.path("corpus.jsonl"), documents.collect::<String>()).unwrap();
+        fs::write(job_dir.path("job.yaml"), format_deepspeed_job(recording["tied"] == true)).unwrap();
+        ResumedJob { job_dir, from, next_losses: parse_numbers(&recording["next"]) }
     }
 
-    /// Resumes a checkpoint of one of the programs in scripts/golden/resume.
+    /// Creates a job that resumes from a checkpoint of one of the programs in
+    /// scripts/golden/resume. Also returns the recording of the program's run.
     pub(crate) fn from_program(name: &str) -> (ResumedJob, Value) {
-        let (place, at) = (JobDirectory::new(), recorded(name));
+        let (job_dir, at) = (JobDirectory::new(), locate_recording(name));
         let recording: Value = serde_json::from_slice(&fs::read(at.join("next.json")).unwrap()).unwrap();
         let documents =
             recording["documents"].as_array().unwrap().iter().map(|d| format!("{{\"text\": {d}}}\n"));
-        fs::write(place.path("corpus.jsonl"), documents.collect::<String>()).unwrap();
+        fs::write(job_dir.path("corpus.jsonl"), documents.collect::<String>()).unwrap();
         let model = match recording["family"].as_str().unwrap() {
             "llama" => "family: llama, tie_word_embeddings: false",
             other => &format!("family: {other}, tie_word_embeddings: true"),
         };
-        let model = format!("{model}, {SMALL}, num_hidden_layers: {}", recording["layers"]);
+        let model = format!("{model}, {SMALL_MODEL_SIZES}, num_hidden_layers: {}", recording["layers"]);
         let job = match recording["family"].as_str() {
             // config.json has further settings, and the program's loss excludes router losses
             Some(family @ ("mixtral" | "qwen3_moe")) => {
-                let directory = recorded(&format!("trainer_{family}")).join("checkpoint-3");
-                let job =
-                    job_with_model(&format!("from: {}", directory.display())) + "  experts: {aux_loss: 0}\n";
+                let directory = locate_recording(&format!("trainer_{family}")).join("checkpoint-3");
+                let job = format_job_with_model(&format!("from: {}", directory.display()))
+                    + "  experts: {aux_loss: 0}\n";
                 job.replace("data: {", "data: {tokenizer: bytes, ")
             }
-            _ => job_with_model(&model),
+            _ => format_job_with_model(&model),
         };
-        fs::write(place.path("job.yaml"), job).unwrap();
+        fs::write(job_dir.path("job.yaml"), job).unwrap();
         // for bf16 programs the losses of the fp32 state were recorded separately
-        let next =
+        let next_losses =
             if recording["next_fp32"].is_null() { &recording["next"] } else { &recording["next_fp32"] };
         let from = at.join(recording["directory"].as_str().unwrap());
-        (ResumedJob { place, from, next: numbers(next) }, recording)
+        (ResumedJob { job_dir, from, next_losses: parse_numbers(next_losses) }, recording)
     }
 
     /// Checks that the losses of the run, which begins at step 4, are those of the recorded run.
     #[track_caller]
     pub(crate) fn assert_losses(&self, ran: &FinishedRun) {
-        let steps = ran.named("step");
+        let steps = ran.events_named("step");
         assert_eq!(steps[0]["step"], 4);
-        assert!(steps.len() >= self.next.len(), "{} steps", steps.len());
-        for (step, want) in steps.iter().zip(&self.next) {
+        assert!(steps.len() >= self.next_losses.len(), "{} steps", steps.len());
+        for (step, want) in steps.iter().zip(&self.next_losses) {
             let got = step["loss"].as_f64().unwrap();
             let from = self.from.display();
-            assert!((got - want).abs() <= CLOSE * want, "{from}: loss {got}, expected {want}");
+            assert!((got - want).abs() <= MAX_LOSS_DIFFERENCE * want, "{from}: loss {got}, expected {want}");
         }
     }
 
-    /// A copy of the checkpoint without some files.
-    pub(crate) fn copy_without(&self, excluded: &[&str]) -> PathBuf {
-        let copy = self.place.path("copy");
-        for file in files_below(&self.from) {
-            if !excluded.iter().any(|l| file == *l || file.starts_with(&format!("{l}/"))) {
-                fs::create_dir_all(copy.join(&file).parent().unwrap()).unwrap();
-                fs::copy(self.from.join(&file), copy.join(&file)).unwrap();
+    /// Copies the checkpoint without the files or directories `excluded`. Returns the path of the
+    /// directory.
+    pub(crate) fn copy_checkpoint_without(&self, excluded: &[&str]) -> PathBuf {
+        let directory = self.job_dir.path("copy");
+        for file in list_files_below(&self.from) {
+            if !excluded.iter().any(|name| file == *name || file.starts_with(&format!("{l}/"))) {
+                fs::create_dir_all(directory.join(&file).parent().unwrap()).unwrap();
+                fs::copy(self.from.join(&file), directory.join(&file)).unwrap();
             }
         }
-        copy
+        directory
     }
 
     pub(crate) fn run(&self, set: &[&str]) -> FinishedRun {
         let from = format!("resume.from={}", self.from.display());
-        self.place.delete_checkpoints();
-        self.place.run(&[&[from.as_str()], set].concat())
+        self.job_dir.delete_checkpoints();
+        self.job_dir.run(&[&[from.as_str()], set].concat())
     }
 
     /// Runs the job, which must be rejected with exit code 4.
     #[track_caller]
-    pub(crate) fn rejected(&self, set: &[&str]) -> FinishedRun {
+    pub(crate) fn expect_rejection(&self, set: &[&str]) -> FinishedRun {
         let ran = self.run(set);
         assert_eq!(ran.code, 4, "{}", ran.stderr);
         ran
     }
 }
 
-pub(crate) fn numbers(list: &Value) -> Vec<f64> {
-    list.as_array().unwrap().iter().map(|l| l.as_f64().unwrap()).collect()
+pub(crate) fn parse_numbers(list: &Value) -> Vec<f64> {
+    list.as_array().unwrap().iter().map(|name| l.as_f64().unwrap()).collect()
 }
 
 /// The sizes of the models in tests/golden/resume.
-const SMALL: &str = "vocab_size: 257, hidden_size: 16, intermediate_size: 20, num_attention_heads: 4, num_key_value_heads: 2, \
+const SMALL_MODEL_SIZES: &str = "vocab_size: 257, hidden_size: 16, intermediate_size: 20, num_attention_heads: 4, num_key_value_heads: 2, \
                      max_position_embeddings: 64, rms_norm_eps: 1e-6";
 
-fn deepspeed_job(tied: bool) -> String {
-    job_with_model(&format!(
+fn format_deepspeed_job(tied: bool) -> String {
+    format_job_with_model(&format!(
         "family: llama, vocab_size: 257, hidden_size: 24, intermediate_size: 40, num_hidden_layers: 2, num_attention_heads: 4, \
          num_key_value_heads: 2, max_position_embeddings: 64, tie_word_embeddings: {tied}"
     ))
 }
 
-fn job_with_model(model: &str) -> String {
+fn format_job_with_model(model: &str) -> String {
     format!(
         "name: tiny
 cluster: {{workers_per_host: 2}}
@@ -136,7 +139,7 @@ train:
     )
 }
 
-/// A checkpoint that scripts/golden/deepspeed_resume.py recorded.
-pub(crate) fn golden(name: &str) -> PathBuf {
+/// Returns the path of a checkpoint that scripts/golden/deepspeed_resume.py recorded.
+pub(crate) fn locate_deepspeed_recording(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/deepspeed").join(name)
 }

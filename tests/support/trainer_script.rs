@@ -1,12 +1,12 @@
 //! Unmodified scripts with HF Trainer or Accelerate, run by `launch run`.
 #![allow(clippy::unwrap_used)] // a test that panics has failed
-use super::{FinishedRun, JobDirectory, assert_snapshot, files_below};
+use super::{FinishedRun, JobDirectory, assert_snapshot, list_files_below};
 use serde_json::{Value, json};
 use std::{fs, path::Path};
 
 /// A directory in which one of the scripts of scripts/oracle runs.
-pub(crate) struct Script {
-    pub(crate) place: JobDirectory,
+pub(crate) struct TrainerScript {
+    pub(crate) job_dir: JobDirectory,
     /// The command that runs a script, instead of `python`.
     python: Vec<String>,
     script: &'static str,
@@ -15,13 +15,13 @@ pub(crate) struct Script {
     arguments: &'static [&'static str],
 }
 
-impl Script {
-    pub(crate) fn new(python: &[String], script: &'static str, steps: u32) -> Script {
-        Script { place: JobDirectory::new(), python: python.to_vec(), script, steps, arguments: &[] }
+impl TrainerScript {
+    pub(crate) fn new(python: &[String], script: &'static str, steps: u32) -> TrainerScript {
+        TrainerScript { job_dir: JobDirectory::new(), python: python.to_vec(), script, steps, arguments: &[] }
     }
 
-    /// Uses DeepSpeed at this ZeRO stage.
-    pub(crate) fn with_deepspeed(self, stage: u8, bf16: bool) -> Script {
+    /// Makes the script use DeepSpeed at this ZeRO stage.
+    pub(crate) fn with_deepspeed(self, stage: u8, bf16: bool) -> TrainerScript {
         let mut zero = json!({"stage": stage, "overlap_comm": false, "reduce_bucket_size": 20000});
         if stage == 3 {
             // several sub-groups in each group, which resharding must preserve
@@ -33,21 +33,21 @@ impl Script {
             "bf16": {"enabled": bf16}, "zero_optimization": zero, "zero_allow_untested_optimizer": true,
             "zero_force_ds_cpu_optimizer": false, "steps_per_print": 1_000_000_000,
         });
-        fs::write(self.place.path("ds.json"), config.to_string()).unwrap();
+        fs::write(self.job_dir.path("ds.json"), config.to_string()).unwrap();
         let arguments: &[&str] = match (self.script, bf16) {
             ("trainer.py", true) => &["--deepspeed", "ds.json", "--bf16"],
             _ => &["--deepspeed", "ds.json"],
         };
-        Script { arguments, ..self }
+        TrainerScript { arguments, ..self }
     }
 
-    /// Uses FSDP, which saves a `full` or a `sharded` state.
-    pub(crate) fn with_fsdp(self, kind: &str) -> Script {
+    /// Makes the script use FSDP. `kind` is the state that FSDP saves: `full` or `sharded`.
+    pub(crate) fn with_fsdp(self, kind: &str) -> TrainerScript {
         let arguments: &[&str] = match kind {
             "full" => &["--fsdp", "full"],
             _ => &["--fsdp", "sharded"],
         };
-        Script { arguments, ..self }
+        TrainerScript { arguments, ..self }
     }
 
     /// Runs the script with this many workers and this `resume:` section. Returns the run and the
@@ -68,9 +68,9 @@ impl Script {
         let environment = json!({"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"});
         let run = json!({"command": command, "env": environment});
         let job = format!("name: tiny\ncluster: {{workers_per_host: {workers}}}\nrun: {run}\n{resume}\n");
-        fs::write(self.place.path("job.yaml"), job).unwrap();
-        let ran = self.place.run(&[]);
-        let history = fs::read(self.place.path(&format!("{report}/history.json"))).unwrap_or_default();
+        fs::write(self.job_dir.path("job.yaml"), job).unwrap();
+        let ran = self.job_dir.run(&[]);
+        let history = fs::read(self.job_dir.path(&format!("{report}/history.json"))).unwrap_or_default();
         (ran, serde_json::from_slice(&history).unwrap_or_default())
     }
 
@@ -79,34 +79,34 @@ impl Script {
     #[track_caller]
     pub(crate) fn assert_notices(&self, name: &str, ran: &FinishedRun) {
         let filters = [(r"(?m)^\S+ \S+ \d+ workers share \d+ CPU cores.*\n?", "")];
-        assert_snapshot(&self.place.path(""), name, &ran.notices().join("\n"), &filters);
+        assert_snapshot(&self.job_dir.path(""), name, &ran.notice_messages().join("\n"), &filters);
     }
 
-    /// What a rank reported before its first step.
-    pub(crate) fn rank_report(&self, report: &str, rank: u32) -> Value {
-        let text = fs::read(self.place.path(&format!("{report}/rank-{rank}.json"))).unwrap();
+    /// Reads what a rank reported before its first step.
+    pub(crate) fn read_rank_report(&self, report: &str, rank: u32) -> Value {
+        let text = fs::read(self.job_dir.path(&format!("{report}/rank-{rank}.json"))).unwrap();
         serde_json::from_slice(&text).unwrap()
     }
 
-    /// The number of distinct values of `key` that the ranks reported before their first step.
-    pub(crate) fn distinct_values(&self, report: &str, workers: u32, key: &str) -> usize {
+    /// Counts the distinct values of `key` that the ranks reported before their first step.
+    pub(crate) fn count_distinct_values(&self, report: &str, workers: u32, key: &str) -> usize {
         let mut values: Vec<String> =
-            (0..workers).map(|rank| self.rank_report(report, rank)[key].to_string()).collect();
+            (0..workers).map(|rank| self.read_rank_report(report, rank)[key].to_string()).collect();
         values.sort_unstable();
         values.dedup();
         values.len()
     }
 }
 
-/// The names and contents of all files below a directory.
-pub(crate) fn contents(dir: &Path) -> Vec<(String, Vec<u8>)> {
-    files_below(dir).into_iter().map(|f| (f.clone(), fs::read(dir.join(f)).unwrap())).collect()
+/// Reads the names and contents of all files below a directory.
+pub(crate) fn read_contents(dir: &Path) -> Vec<(String, Vec<u8>)> {
+    list_files_below(dir).into_iter().map(|f| (f.clone(), fs::read(dir.join(f)).unwrap())).collect()
 }
 
 /// Checks that the steps of a resumed run have the learning rates of the uninterrupted run, and its
 /// losses and gradient norms within `close`.
 #[track_caller]
-pub(crate) fn assert_continues(got: &[Value], whole: &[Value], close: f64) {
+pub(crate) fn assert_losses_continue(got: &[Value], whole: &[Value], close: f64) {
     assert!(!got.is_empty() && got.last().unwrap()["step"] == whole.last().unwrap()["step"], "{got:?}");
     for got in got {
         let want = whole.iter().find(|w| w["step"] == got["step"]).unwrap();

@@ -1,0 +1,295 @@
+//! [`MicroBatchSums`]: the fixed-order sum of gradients over micro-batches. The order is a binary tree
+//! over `0..L` for `L` micro-batches, which does not depend on the ranks that compute them.
+//!
+//! A partial sum covers an aligned range of micro-batches whose length is a power of two. Partial
+//! sums are pushed in the order of the micro-batches, and two siblings merge immediately, so at
+//! most log₂L + 1 are kept. [`MicroBatchSums::finish`] adds the remaining ones from the right.
+//! Pushing single micro-batches or merged ranges gives the same bits.
+//!
+//! [`MicroBatchSums::in_arrival_order`] keeps a single vector instead, to which each following
+//! range is added. The bits of that sum depend on how micro-batches are distributed over ranks.
+use device::{Buf, Dtype, Ops, View};
+
+/// An aligned range of micro-batches: `len` is a power of two, and `start` is a multiple of `len`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MicroBatchRange {
+    /// The first micro-batch of the range.
+    pub start: usize,
+    /// Number of micro-batches.
+    pub len: usize,
+}
+
+impl MicroBatchRange {
+    /// Creates the range that covers only the micro-batch `start`.
+    pub fn from_index(start: usize) -> Self {
+        MicroBatchRange { start, len: 1 }
+    }
+
+    /// Returns the range that covers `self` and `right`, or `None` unless they are the left and the
+    /// right child of one node of the tree.
+    pub fn join_sibling_range(self, right: MicroBatchRange) -> Option<MicroBatchRange> {
+        let siblings = self.len == right.len
+            && self.start.is_multiple_of(2 * self.len)
+            && right.start == self.start + self.len;
+        siblings.then_some(MicroBatchRange { start: self.start, len: 2 * self.len })
+    }
+
+    /// Returns the range that covers `self` and `right`, or `None` unless `right` begins where
+    /// `self` ends.
+    fn join_adjacent_range(self, right: MicroBatchRange) -> Option<MicroBatchRange> {
+        let len = self.len + right.len;
+        (right.start == self.start + self.len).then_some(MicroBatchRange { start: self.start, len })
+    }
+}
+
+/// Returns the ranges that remain after the micro-batches of `range` were pushed one by one and
+/// merged.
+pub fn merge_into_aligned_ranges(range: std::ops::Range<usize>) -> Vec<MicroBatchRange> {
+    let mut kept = Vec::new();
+    range.for_each(|s| push_and_merge(&mut kept, MicroBatchRange::from_index(s)));
+    kept
+}
+
+/// Pushes `top` onto the kept ranges and merges siblings as far as possible.
+fn push_and_merge(kept: &mut Vec<MicroBatchRange>, mut top: MicroBatchRange) {
+    while let Some(merged) = kept.last().and_then(|left| left.join_sibling_range(top)) {
+        kept.pop();
+        top = merged;
+    }
+    kept.push(top);
+}
+
+/// The sum of vectors of one length over micro-batches, as partial sums that wait for their
+/// siblings.
+pub struct MicroBatchSums {
+    len: usize,
+    in_arrival_order: bool,
+    stack: Vec<(MicroBatchRange, Buf)>,
+    free_buffers: Vec<Buf>,
+}
+
+impl MicroBatchSums {
+    /// Creates an empty fixed-order sum of vectors with `len` elements.
+    pub fn new(len: usize) -> Self {
+        MicroBatchSums { len, in_arrival_order: false, stack: Vec::new(), free_buffers: Vec::new() }
+    }
+
+    /// Creates an empty sum in which each vector is added to the previous ones when it is pushed.
+    pub fn in_arrival_order(len: usize) -> Self {
+        MicroBatchSums { in_arrival_order: true, ..MicroBatchSums::new(len) }
+    }
+
+    /// Returns the range that results if `right` is added to the last partial sum now, or `None` if
+    /// `right` has to wait.
+    fn find_merged_range(&self, right: MicroBatchRange) -> Option<MicroBatchRange> {
+        let (left, _) = self.stack.last()?;
+        if self.in_arrival_order { left.join_adjacent_range(right) } else { left.join_sibling_range(right) }
+    }
+
+    /// Returns the number of elements of each summed vector.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Returns whether no partial sum is kept.
+    pub fn is_empty(&self) -> bool {
+        self.stack.is_empty()
+    }
+
+    /// Takes a buffer with unspecified content, to be passed to [`MicroBatchSums::push_owned`].
+    ///
+    /// The free buffer with the lowest address is used, so that each step uses the same buffers and
+    /// CUDA graphs can be replayed.
+    pub fn take_buffer(&mut self, ops: &dyn Ops) -> Buf {
+        let first = (0..self.free_buffers.len()).min_by_key(|i| self.free_buffers[*i].view().address());
+        first.map_or_else(|| ops.zeroed(Dtype::F32, self.len), |i| self.free_buffers.swap_remove(i))
+    }
+
+    /// Adds the sum `x` of `range`. Copies `x`, unless it can be added to its left sibling at once.
+    pub fn push(&mut self, ops: &dyn Ops, range: MicroBatchRange, x: View) {
+        assert_eq!(x.len(), self.len, "partial of another length");
+        match self.find_merged_range(range) {
+            Some(merged) => {
+                let (_, mut sum) = self.stack.pop().expect("just seen");
+                ops.add(sum.view_mut(), x);
+                self.push_owned(ops, merged, sum);
+            }
+            None => {
+                let mut buf = self.take_buffer(ops);
+                ops.copy(buf.view_mut(), x);
+                self.stack.push((range, buf));
+            }
+        }
+    }
+
+    /// Adds the sum `sum` of `range` without a copy. The buffer belongs to this object afterwards.
+    pub fn push_owned(&mut self, ops: &dyn Ops, mut range: MicroBatchRange, mut sum: Buf) {
+        assert_eq!(sum.len(), self.len, "partial of another length");
+        while let Some(merged) = self.find_merged_range(range) {
+            let (_, mut left) = self.stack.pop().expect("just seen");
+            ops.add(left.view_mut(), sum.view());
+            self.free_buffers.push(std::mem::replace(&mut sum, left));
+            range = merged;
+        }
+        self.stack.push((range, sum));
+    }
+
+    /// Returns the partial sums and their ranges, in the order of their micro-batches.
+    pub fn partials(&self) -> impl Iterator<Item = (MicroBatchRange, View<'_>)> {
+        self.stack.iter().map(|(r, b)| (*r, b.view()))
+    }
+
+    /// Returns the sum of all pushed vectors, or `None` if no vector was pushed. Afterwards no
+    /// partial sum is kept.
+    pub fn finish(&mut self, ops: &dyn Ops) -> Option<Buf> {
+        let (_, mut sum) = self.stack.pop()?;
+        while let Some((_, mut left)) = self.stack.pop() {
+            ops.add(left.view_mut(), sum.view());
+            self.free_buffers.push(std::mem::replace(&mut sum, left));
+        }
+        Some(sum)
+    }
+
+    /// Discards the partial sums and keeps their buffers for reuse.
+    pub fn clear(&mut self) {
+        self.free_buffers.extend(self.stack.drain(..).map(|(_, b)| b));
+    }
+
+    /// Takes back a buffer that [`MicroBatchSums::finish`] returned, for reuse.
+    pub fn recycle_buffer(&mut self, buf: Buf) {
+        if buf.len() == self.len {
+            self.free_buffers.push(buf);
+        }
+    }
+}
+
+/// Sums one number per micro-batch, such as losses, in the order of the tree.
+pub fn sum_in_fixed_order(micro_batches: &[f64]) -> f64 {
+    let mut stack: Vec<(MicroBatchRange, f64)> = Vec::new();
+    for (s, &x) in micro_batches.iter().enumerate() {
+        let mut top = (MicroBatchRange::from_index(s), x);
+        while let Some(merged) = stack.last().and_then(|(left, _)| left.join_sibling_range(top.0)) {
+            let (_, left) = stack.pop().expect("just seen");
+            top = (merged, left + top.1);
+        }
+        stack.push(top);
+    }
+    let mut sum = match stack.pop() {
+        Some((_, x)) => x,
+        None => return 0.0,
+    };
+    while let Some((_, left)) = stack.pop() {
+        sum += left;
+    }
+    sum
+}
+
+/// Counts the largest number of buffers in use while `ranges` are summed: the partial sums and the
+/// next range.
+///
+/// If `owned`, ranges are added with [`MicroBatchSums::push_owned`] and each has a buffer.
+/// Otherwise they are added with [`MicroBatchSums::push`], and a range whose left sibling is the
+/// last partial sum needs no buffer.
+pub fn count_peak_buffers(ranges: impl IntoIterator<Item = MicroBatchRange>, owned: bool) -> usize {
+    let (mut kept, mut most) = (Vec::<MicroBatchRange>::new(), 0);
+    for range in ranges {
+        if owned || kept.last().and_then(|left| left.join_sibling_range(range)).is_none() {
+            most = most.max(kept.len() + 1);
+        }
+        push_and_merge(&mut kept, range);
+    }
+    most
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use device::Cpu;
+    use proptest::prelude::*;
+
+    /// Computes the sum by its recursive definition: the left part has the largest power of two
+    /// below `n`.
+    fn compute_recursive_sum(x: &[f64]) -> f64 {
+        match x.len() {
+            0 => 0.0,
+            1 => x[0],
+            n => {
+                let left = n.next_power_of_two() / 2;
+                compute_recursive_sum(&x[..left]) + compute_recursive_sum(&x[left..])
+            }
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn the_sum_is_the_tree_however_partials_arrive(x in prop::collection::vec(-1e6f32..1e6, 1..40), cuts in prop::collection::vec(0usize..40, 0..6)) {
+            let ops = Cpu::new(1);
+            let one = |v: f32| Buf::from_slice(&[v]);
+            let mut whole = MicroBatchSums::new(1);
+            for (s, &v) in x.iter().enumerate() {
+                whole.push(&ops, MicroBatchRange::from_index(s), one(v).view());
+            }
+            let expected = whole.finish(&ops).unwrap().host()[0];
+            // Each rank sums a contiguous range and sends its partial sums.
+            let mut cuts: Vec<usize> = cuts.into_iter().map(|c| c % x.len()).chain([0, x.len()]).collect();
+            cuts.sort_unstable();
+            let mut owner = MicroBatchSums::new(1);
+            for w in cuts.windows(2) {
+                let mut rank = MicroBatchSums::new(1);
+                for (s, &v) in x.iter().enumerate().take(w[1]).skip(w[0]) {
+                    rank.push_owned(&ops, MicroBatchRange::from_index(s), one(v));
+                }
+                let ranges: Vec<MicroBatchRange> = rank.partials().map(|(r, _)| r).collect();
+                prop_assert_eq!(ranges, merge_into_aligned_ranges(w[0]..w[1]));
+                for (range, v) in rank.partials() {
+                    owner.push(&ops, range, v);
+                }
+            }
+            prop_assert_eq!(owner.finish(&ops).unwrap().host()[0].to_bits(), expected.to_bits());
+        }
+
+        #[test]
+        fn in_arrival_order_each_vector_is_added_to_the_previous_ones(x in prop::collection::vec(-1e6f32..1e6, 1..40)) {
+            let ops = Cpu::new(1);
+            let mut sum = MicroBatchSums::in_arrival_order(1);
+            for (s, &v) in x.iter().enumerate() {
+                let one = Buf::from_slice(&[v]);
+                if s % 3 == 0 { sum.push_owned(&ops, MicroBatchRange::from_index(s), one) } else { sum.push(&ops, MicroBatchRange::from_index(s), one.view()) }
+                prop_assert_eq!(sum.partials().map(|(range, _)| range).collect::<Vec<_>>(), [MicroBatchRange { start: 0, len: s + 1 }]);
+            }
+            let expected = x.iter().copied().reduce(|a, b| a + b).unwrap();
+            prop_assert_eq!(sum.finish(&ops).unwrap().host()[0].to_bits(), expected.to_bits());
+        }
+
+        #[test]
+        fn numbers_are_summed_by_the_same_tree(x in prop::collection::vec(-1e6f64..1e6, 0..40)) {
+            prop_assert_eq!(sum_in_fixed_order(&x).to_bits(), compute_recursive_sum(&x).to_bits());
+        }
+    }
+
+    #[test]
+    fn sums_allocate_the_estimated_number_of_buffers_and_reuse_them() {
+        let ops = Cpu::new(1);
+        for micro_batches in 1..40 {
+            let (mut pushed, mut owned) = (MicroBatchSums::new(1), MicroBatchSums::new(1));
+            for _ in 0..3 {
+                for s in 0..micro_batches {
+                    pushed.push(&ops, MicroBatchRange::from_index(s), Buf::zeroed(1).view());
+                    let leaf = owned.take_buffer(&ops);
+                    owned.push_owned(&ops, MicroBatchRange::from_index(s), leaf);
+                }
+                for (stack, direct) in [(&mut pushed, false), (&mut owned, true)] {
+                    let sum = stack.finish(&ops).unwrap();
+                    stack.recycle_buffer(sum);
+                    let estimate =
+                        count_peak_buffers((0..micro_batches).map(MicroBatchRange::from_index), direct);
+                    assert_eq!(
+                        stack.free_buffers.len(),
+                        estimate,
+                        "{micro_batches} micro_batches, owned: {direct}"
+                    );
+                }
+            }
+        }
+    }
+}
