@@ -144,7 +144,7 @@ pub fn resolve_model(spec: &ModelSpec, vocab: u32, seq_len: u32) -> diagnostic::
 /// `train.lora.from` names.
 ///
 /// # Errors
-/// Fails if the configuration cannot be read. The subject of the error is the key.
+/// Fails if the configuration cannot be read. The subject of the error is `train.lora.from`.
 pub fn resolve_lora(spec: Option<&LoraSpec>) -> diagnostic::Result<Option<LoraSpec>> {
     let Some(spec) = spec else { return Ok(None) };
     let Some(directory) = &spec.from else { return Ok(Some(spec.clone())) };

@@ -142,8 +142,8 @@ impl Trainer {
         self.exchange_losses(&mine, self.engine.schedule.micro_batches, report)
     }
 
-    /// Computes the mean loss over `micro-batches` micro-batches of held-out samples that start at
-    /// `first`. Every rank gets the result.
+    /// Computes the mean loss over `micro_batches` micro-batches of held-out samples, the first of
+    /// which is sample `first`. Every rank gets the result.
     ///
     /// Collective: every rank must call it.
     pub fn evaluate(
