@@ -12,7 +12,7 @@ use std::{
 
 // --- crates --------------------------------------------------------------------------------------
 
-/// The workspace's crates, each with those of the workspace that it may depend on.
+/// The crates of the workspace, each with the workspace crates that it may depend on.
 const ALLOWED_DEPENDENCIES: &[(&str, &[&str])] = &[
     ("ckpt", &["diagnostic"]),
     ("comm", &["device", "diagnostic"]),
@@ -24,7 +24,7 @@ const ALLOWED_DEPENDENCIES: &[(&str, &[&str])] = &[
     ("worker", &["ckpt", "comm", "contract", "device", "diagnostic"]),
 ];
 
-/// Edges for tests only.
+/// Dependencies (from, to) that are allowed only as dev-dependencies.
 const ALLOWED_TEST_DEPENDENCIES: &[(&str, &str)] = &[
     ("launch", "contract"),   // end-to-end tests read events
     ("launch", "diagnostic"), // and compare codes
@@ -60,7 +60,8 @@ fn crates_depend_only_along_the_drawn_arrows() {
     assert!(wrong.is_empty(), "edges that docs/ARCHITECTURE.md does not draw: {wrong:?}");
 }
 
-/// Versions of third-party crates are declared once, in the workspace's manifest.
+/// Checks that no crate declares the version of a third-party crate. Versions are declared only in
+/// the workspace's manifest.
 #[test]
 fn shared_versions_are_declared_once() {
     let mut declared = Vec::new();
@@ -90,6 +91,8 @@ fn shared_versions_are_declared_once() {
     assert!(declared.is_empty(), "versions belong in [workspace.dependencies] of the root: {declared:#?}");
 }
 
+/// Runs `cargo metadata` for the workspace's crates and returns the JSON. Panics if the command
+/// fails.
 fn read_cargo_metadata() -> Value {
     let output = Command::new(env!("CARGO"))
         .args(["metadata", "--offline", "--no-deps", "--format-version", "1"])
@@ -102,16 +105,17 @@ fn read_cargo_metadata() -> Value {
 
 // --- what only one module may do -----------------------------------------------------------------
 
-/// A rule: the code of `searched_paths` contains no name of `names`, except in `only`. Tests and
-/// comments are ignored.
+/// A rule that the code in `searched_paths` contains no name of `names`, except in `allowed_paths`.
+/// The rule does not apply to tests and comments.
 struct NameRestriction {
     description: &'static str,
     searched_paths: &'static [&'static str],
     names: &'static [&'static str],
-    /// Files, or directories ending in `/`.
+    /// Files, or directories that end with `/`.
     allowed_paths: &'static [&'static str],
 }
 
+/// The directories with the product's sources.
 const PRODUCT_DIRECTORIES: &[&str] = &["diagnostic/", "launcher/", "worker/"];
 
 const NAME_RESTRICTIONS: &[NameRestriction] = &[
@@ -212,7 +216,8 @@ const NAME_RESTRICTIONS: &[NameRestriction] = &[
     },
 ];
 
-/// Exceptions to a rule, each with the reason. An exception that no code needs fails the test.
+/// The exceptions to [`NAME_RESTRICTIONS`] as file, name and reason. An exception that no code
+/// needs fails the test.
 const RESTRICTION_EXCEPTIONS: &[(&str, &str, &str)] = &[
     ("launcher/src/agent/driver.rs", "stdout()", "its stdout is the control stream to the controller"),
     (
@@ -293,7 +298,8 @@ fn the_paths_of_rules_exist() {
     assert!(absent.is_empty(), "rules name paths that do not exist: {absent:?}");
 }
 
-/// The checker finds names in code, and ignores comments, tests and names with the same ending.
+/// Checks that [`find_violations`] finds names in code, and ignores names in comments and tests and
+/// longer names with the same ending.
 #[test]
 fn the_checker_sees_code_and_only_code() {
     let text = "use a::fs;\n// fs::rename in a comment\nfn f() { fs::rename(x, y); } // fs::rename\n\
@@ -308,8 +314,8 @@ fn the_checker_sees_code_and_only_code() {
     assert_eq!(find_violations(&paths, &["ckpt::"]), [(2, "ckpt::")]);
 }
 
-/// Line and name of every restricted name in the code. A name that starts with a letter must start
-/// a word, and a crate or module (`name::`) must start a path.
+/// Returns the line number and the name of each restricted name in the code. A name that starts
+/// with a letter must start a word, and a crate or module (`name::`) must start a path.
 fn find_violations(code: &[(usize, String)], names: &[&'static str]) -> Vec<(usize, &'static str)> {
     let mut found = Vec::new();
     for (number, line) in code {
@@ -329,7 +335,7 @@ fn find_violations(code: &[(usize, String)], names: &[&'static str]) -> Vec<(usi
     found
 }
 
-/// The numbered lines of a source without comments and without `#[cfg(test)]` items.
+/// Returns the numbered lines of a source without comments and without `#[cfg(test)]` items.
 fn extract_code(text: &str) -> Vec<(usize, String)> {
     let mut code = Vec::new();
     let mut lines = text.lines().enumerate();
@@ -351,7 +357,8 @@ fn extract_code(text: &str) -> Vec<(usize, String)> {
     code
 }
 
-/// A line up to its `//`, unless that stands in a string (an odd number of quotes before it).
+/// Returns the part of a line before its `//` comment. A `//` after an odd number of quotes is part
+/// of a string.
 fn strip_comment(line: &str) -> &str {
     for (at, _) in line.match_indices("//") {
         if line[..at].matches('"').count().is_multiple_of(2) {
@@ -361,11 +368,13 @@ fn strip_comment(line: &str) -> &str {
     line
 }
 
+/// Returns whether `path` is one of the files, or in one of the directories (`dir/`), in `places`.
 fn is_in_any(path: &str, places: &[&str]) -> bool {
     places.iter().any(|place| if place.ends_with('/') { path.starts_with(place) } else { path == *place })
 }
 
-/// Every source of the product, by path from the root: not tests, examples or benchmarks.
+/// Reads every source of the product, except tests, examples and benchmarks. Returns the path from
+/// the repository root and the code of each.
 fn read_product_sources() -> Vec<(String, Vec<(usize, String)>)> {
     let mut files = Vec::new();
     for top in PRODUCT_DIRECTORIES {
@@ -416,8 +425,8 @@ fn paths_in_the_docs_exist() {
     assert!(dead.is_empty(), "paths that don't exist:\n{}", dead.join("\n"));
 }
 
-/// Paths in a line of Markdown that do not exist: relative links, and words in backticks that start
-/// with a directory of the repository.
+/// Returns the paths in a line of Markdown that do not exist: relative links, and words in
+/// backticks that start with a directory of the repository.
 fn find_dead_paths(line: &str, directory: &Path) -> Vec<String> {
     let mut dead = Vec::new();
     for link in line.split("](").skip(1).filter_map(|rest| rest.split(')').next()) {
@@ -460,6 +469,7 @@ fn read_text(path: &Path) -> String {
     fs::read_to_string(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
 }
 
+/// Adds the paths of all Rust files below a directory to `files`.
 fn collect_rust_files(directory: &Path, files: &mut Vec<PathBuf>) {
     for entry in fs::read_dir(directory).unwrap_or_else(|e| panic!("{}: {e}", directory.display())) {
         let path = entry.expect("directory can be read").path();

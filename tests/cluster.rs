@@ -18,10 +18,11 @@ use std::{
 use support::{FinishedRun, JobDirectory, TINY_JOB, simulated_hosts::SimulatedHosts};
 
 const HOSTS: [&str; 4] = ["h0", "h1", "h2", "h3"];
+/// The longest wait for processes to end.
 const WAIT_LIMIT: Duration = Duration::from_secs(90);
 
-/// Starts four hosts, and a job directory that all of them see under the same path, so that its
-/// checkpoint directory is shared.
+/// Starts four hosts and creates a job directory that all of them see under the same path, so that
+/// they share the checkpoint directory. Returns `None` if the test is skipped.
 fn start_hosts(test: &str) -> Option<(JobDirectory, SimulatedHosts)> {
     let job_dir = JobDirectory::new();
     let hosts = SimulatedHosts::start_with_shared_directory(test, 4, &job_dir.path(""))?;
@@ -30,7 +31,8 @@ fn start_hosts(test: &str) -> Option<(JobDirectory, SimulatedHosts)> {
     Some((job_dir, hosts))
 }
 
-/// Writes a job to `jobs/NAME.yaml`. Returns the arguments that start it on the hosts of `list`.
+/// Writes a job to `jobs/NAME.yaml`. Returns the arguments with which `launch` starts the job on
+/// the hosts of the YAML list `list`.
 fn write_job(
     job_dir: &JobDirectory,
     hosts: &SimulatedHosts,
@@ -51,15 +53,15 @@ fn write_job(
     file.into_iter().chain(set.into_iter().flat_map(|s| ["--set".to_owned(), s])).collect()
 }
 
-/// A run whose events are read while it runs.
+/// A run whose events the test reads while the run continues.
 struct ActiveRun {
     child: Child,
     reader: BufReader<ChildStdout>,
-    /// The events that were read.
+    /// All events that were read so far, one per line.
     stdout: String,
 }
 
-/// Starts a run with these arguments and settings.
+/// Starts `launch` with these arguments and settings.
 fn start_run(job_dir: &JobDirectory, args: &[String], more: &[&str]) -> ActiveRun {
     let args: Vec<&str> =
         args.iter().map(String::as_str).chain(more.iter().flat_map(|s| ["--set", s])).collect();
@@ -71,7 +73,8 @@ fn start_run(job_dir: &JobDirectory, args: &[String], more: &[&str]) -> ActiveRu
 }
 
 impl ActiveRun {
-    /// Reads events until one of `kind`, at or after `step`.
+    /// Reads events up to the first event of `kind` at `step` or a later step, and returns that
+    /// event. An event without a step also matches. Panics if the run ends before.
     fn wait_for_event(&mut self, kind: &str, step: u64) -> Value {
         loop {
             let mut line = String::new();
@@ -88,7 +91,7 @@ impl ActiveRun {
         }
     }
 
-    /// Waits for the end of the run.
+    /// Reads the remaining output, and waits until the run ends.
     fn wait_for_end(mut self) -> FinishedRun {
         let mut stderr = self.child.stderr.take().unwrap();
         let stderr = thread::spawn(move || {
@@ -102,8 +105,8 @@ impl ActiveRun {
     }
 }
 
-/// Waits until the hosts have no processes of a job. Then checks that shared memory is empty and
-/// that the executable is the only file in launch's cache.
+/// Waits until the hosts have no process of a job. Then checks that shared memory is empty and that
+/// the executable is the only file in launch's cache on each host.
 fn assert_nothing_left(hosts: &SimulatedHosts, names: &[&str]) {
     let began = Instant::now();
     loop {
@@ -120,6 +123,7 @@ fn assert_nothing_left(hosts: &SimulatedHosts, names: &[&str]) {
     }
 }
 
+/// The four hosts, as a value of the key `cluster.hosts`.
 const ALL_HOSTS: &str = "[\"h[0-3]\"]";
 
 #[test]
@@ -149,7 +153,7 @@ fn losses_on_four_hosts_equal_those_of_one_machine_and_other_hosts_resume() {
     assert_nothing_left(&hosts, &HOSTS);
 }
 
-/// Kills a worker process of host 1 with SIGKILL.
+/// Kills one worker process of the host `h1` with SIGKILL.
 fn kill_worker_of_h1(hosts: &SimulatedHosts) {
     let processes = hosts.list_processes("h1");
     let worker = processes.iter().find(|(_, line)| line.split(' ').any(|word| word == "worker"));
@@ -242,7 +246,8 @@ fn a_changed_hostfile_adds_and_removes_hosts_of_a_run() {
     assert_eq!(steps, whole, "every step once, with the bits of one machine");
 }
 
-/// The controller still reaches both hosts of the partition.
+/// Checks the failure after a network partition between two hosts that the controller still
+/// reaches.
 #[test]
 fn a_partition_between_two_hosts_ends_the_job_and_names_their_ranks() {
     let test = "cluster::a_partition_between_two_hosts_ends_the_job_and_names_their_ranks";
@@ -370,9 +375,10 @@ fn the_store_outlives_the_ranks_of_its_host() {
     assert_nothing_left(&hosts, &HOSTS);
 }
 
-/// The variables that torchrun (torch 2.15) and DeepSpeed's launcher (0.19) set for every worker on
-/// a machine without GPUs, as workers under them recorded them. `accelerate launch` also sets
-/// `ACCELERATE_*` from its configuration file: see [`ACCELERATE_SCRIPT`].
+/// The environment variables that torchrun (torch 2.15) and DeepSpeed's launcher (0.19) set for
+/// every worker on a machine without GPUs, as recorded by workers that these launchers started.
+/// `accelerate launch` also sets `ACCELERATE_*` from its configuration file (see
+/// [`ACCELERATE_SCRIPT`]).
 const LAUNCHER_VARIABLES: [(&str, &str); 2] = [
     (
         "torchrun",
@@ -450,7 +456,8 @@ fn fifty_consecutive_runs_leave_nothing_on_this_machine() {
     }
 }
 
-/// Data-parallel training as in PyTorch's examples.
+/// A data-parallel training script as in PyTorch's examples. Each rank writes the number of ranks
+/// with equal parameters to a file.
 const DDP_SCRIPT: &str = r#"
 import os, sys
 import torch, torch.distributed as dist
@@ -500,9 +507,10 @@ fn a_ddp_script_runs_unchanged_on_four_hosts() {
     assert_nothing_left(&hosts, &HOSTS);
 }
 
-/// Records the state of Accelerate. `accelerate launch --multi_gpu` (1.15, without configuration
-/// file) sets variables with the defaults of the library. launch does not set them, so that they
-/// cannot hide the user's values, and the library must come to the same defaults.
+/// A script that records Accelerate's state. `accelerate launch --multi_gpu` (1.15, without a
+/// configuration file) sets variables to the defaults of the library. launch does not set these
+/// variables, because they would hide the user's values; the library must choose the same defaults
+/// without them.
 const ACCELERATE_SCRIPT: &str = r#"
 import json, os, sys
 import accelerate, torch
@@ -521,7 +529,8 @@ accelerator.end_training()
 os._exit(0)  # as above
 "#;
 
-/// Records the state of DeepSpeed, which reads it from the environment and not from MPI.
+/// A script that records DeepSpeed's state. DeepSpeed reads ranks and addresses from the
+/// environment, not from MPI.
 const DEEPSPEED_SCRIPT: &str = r#"
 import json, os, sys
 import deepspeed, torch
@@ -539,8 +548,8 @@ deepspeed.comm.destroy_process_group()
 os._exit(0)  # as above
 "#;
 
-/// Runs `script` on all hosts. Returns the report of each rank, in which rank, host and the result
-/// of a collective are right.
+/// Runs `script` as two workers on each host. Checks rank, host and the result of a collective in
+/// the report of each rank, and returns the reports.
 fn run_reporting_script(
     job_dir: &JobDirectory,
     hosts: &SimulatedHosts,

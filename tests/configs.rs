@@ -12,6 +12,7 @@ fn repository_root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
 }
 
+/// Runs `launch ARGS…` in a directory and waits for its end.
 fn run_launch(args: &[&str], directory: &Path) -> Output {
     Command::new(env!("CARGO_BIN_EXE_launch"))
         .args(args)
@@ -20,6 +21,7 @@ fn run_launch(args: &[&str], directory: &Path) -> Output {
         .expect("launch starts")
 }
 
+/// Returns the sorted names of the YAML files in configs/.
 fn list_example_configs() -> Vec<String> {
     let entries = fs::read_dir(repository_root().join("configs")).expect("configs/");
     let names = entries.map(|e| e.expect("entry").file_name().into_string().expect("UTF-8"));

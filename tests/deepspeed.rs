@@ -19,7 +19,7 @@ use support::{
     fork_server::{ForkServer, TRAINER_MODULES},
 };
 
-/// The checkpoints that DeepSpeed saves on two or three ranks.
+/// The checkpoints that DeepSpeed saves on two or three ranks, by name.
 const SOURCES: [(&str, DeepSpeedSource); 6] = [
     (
         "z1",
@@ -95,7 +95,7 @@ const SOURCES: [(&str, DeepSpeedSource); 6] = [
     ),
 ];
 
-/// A model that DeepSpeed trains and saves.
+/// A model and a DeepSpeed configuration with which the test saves a checkpoint.
 struct DeepSpeedSource {
     world: u32,
     stage: u8,
@@ -106,8 +106,8 @@ struct DeepSpeedSource {
     freeze: &'static [&'static str],
 }
 
-/// The conversions: source, ZeRO stage, world size, whether the format is universal,
-/// sub_group_size.
+/// The conversions as name of the source, ZeRO stage, world size, whether the target format is
+/// universal, and `sub_group_size` (0 for the default).
 const CONVERSIONS: [(&str, u8, u32, bool, u64); 17] = [
     ("z1", 1, 1, false, 0),
     ("z1", 3, 2, false, 0),
@@ -128,12 +128,14 @@ const CONVERSIONS: [(&str, u8, u32, bool, u64); 17] = [
     ("three", 2, 1, false, 0),
 ];
 
+/// Returns the description of one case for tests/python/deepspeed_cycle.py.
 fn create_case(name: &str, source: &DeepSpeedSource, stage: u8) -> Value {
     json!({"name": name, "stage": stage, "dtype": source.dtype, "model": source.model, "tied": source.tied,
            "groups": source.groups, "freeze": source.freeze})
 }
 
-/// Runs the cases in one group of `world` processes. Returns the result of each case.
+/// Runs the cases with tests/python/deepspeed_cycle.py in one group of `world` processes. Returns
+/// the result of each case. Panics if a result is missing.
 fn run_cases(
     python: &ForkServer,
     job_dir: &JobDirectory,
@@ -153,6 +155,7 @@ fn run_cases(
     results
 }
 
+/// Runs `launch ckpt convert`, which must succeed.
 fn convert_checkpoint(from: &Path, to: &Path, arguments: &[String]) {
     let mut command = Command::new(env!("CARGO_BIN_EXE_launch"));
     let ran = command.args(["ckpt", "convert"]).args([from, to]).args(arguments).output().unwrap();

@@ -5,7 +5,8 @@ mod support;
 use std::fs;
 use support::{JobDirectory, list_files_below};
 
-/// The number of fault points that each rank of a run with these settings passes.
+/// Counts the fault points that each rank of a run with these settings passes. Runs the job once
+/// for each rank.
 fn count_fault_points(job_dir: &JobDirectory, set: &[&str], world: u32) -> Vec<u64> {
     let counts = job_dir.path("counts");
     let mut passed = vec![0; world as usize];
@@ -29,7 +30,9 @@ fn count_fault_points(job_dir: &JobDirectory, set: &[&str], world: u32) -> Vec<u
     passed
 }
 
-/// Kills each of `ranks` at each of its fault points, and resumes.
+/// Kills each of `ranks` at each of its fault points. After each kill, checks that the next run
+/// resumes with bit-equal losses from a checkpoint at least as new as the last reported one, and
+/// that no partial checkpoint remains.
 fn kill_at_every_fault_point(world: u32, set: &[&str], ranks: &[u32]) {
     let job_dir = JobDirectory::new();
     let workers = format!("cluster.workers_per_host={world}");

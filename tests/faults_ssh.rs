@@ -19,13 +19,14 @@ use std::{
 use support::simulated_hosts::SimulatedHosts;
 
 const HOSTS: [&str; 4] = ["h0", "h1", "h2", "h3"];
-/// The first, a middle and the last host.
+/// The indices of the hosts on which faults are injected: the first, a middle and the last host.
 const POSITIONS: [usize; 3] = [0, 1, 3];
 /// The longest wait for a condition that has no separate limit.
 const WAIT_LIMIT: Duration = Duration::from_secs(60);
 
-/// The program of a rank. It fails on a signal, and leaves a grandchild in a separate session that
-/// ignores SIGTERM and keeps the output open.
+/// The program of each rank. A signal makes the program exit (USR1), exhaust memory (USR2) or fill
+/// the disk (HUP). The program starts a grandchild in a separate session that ignores SIGTERM and
+/// keeps stdout open.
 const RANK_SCRIPT: &str = r#"#!/bin/sh
 trap 'exit 1' USR1
 trap 'exec tail /dev/zero' USR2
@@ -35,9 +36,10 @@ echo $$ > "$READY.$RANK"
 while :; do sleep 1000 & wait $!; done
 "#;
 
-/// The source of a library that skews the clock of a process.
+/// The path of the C source of a library that skews the clock of a process.
 const SKEW_LIBRARY: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/hosts/skew.c");
 
+/// A failure of a worker, a process of launch, a host or the network that the test causes.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum InjectedFault {
     WorkerExits,
@@ -60,7 +62,7 @@ enum InjectedFault {
 
 use InjectedFault::*;
 
-/// Faults that a running kernel reports at once.
+/// Faults that the kernel of a running host reports at once.
 const REPORTED_FAULTS: [InjectedFault; 10] = [
     WorkerExits,
     WorkerKilled,
@@ -73,12 +75,13 @@ const REPORTED_FAULTS: [InjectedFault; 10] = [
     ControllerKilled,
     HostHalted,
 ];
-/// Faults that only show as silence. They are detected when a lease of 5 s or a `hang_timeout` of 2
-/// s expires.
+/// Faults that only show as silence. The controller detects them when a lease of 5 s or a
+/// `hang_timeout` of 2 s expires.
 const SILENT_FAULTS: [InjectedFault; 5] = [WorkerStopped, HostCrashed, CableCut, Partition, HostFrozen];
 
 impl InjectedFault {
-    /// Whether the failure is one of a rank, and the expected fields of its reason.
+    /// Returns whether the failure belongs to a rank, and the expected fields of the failure's
+    /// reason.
     fn expected_reason(self) -> (bool, Value) {
         match self {
             WorkerExits | Grandchild | ClockSkewed | SshdStopped => {
@@ -97,7 +100,8 @@ impl InjectedFault {
     }
 }
 
-/// A running job with 8 ranks on 4 hosts. It ends only when a fault is injected.
+/// A running job with 8 ranks on 4 hosts that ends only when a fault is injected. Dropping the
+/// value kills the controller.
 struct FourHostJob<'a> {
     hosts: &'a SimulatedHosts,
     name: String,
@@ -105,7 +109,7 @@ struct FourHostJob<'a> {
     child: Child,
 }
 
-/// The end of a job after a fault.
+/// The end of a job after a fault, with the times since the fault.
 struct FaultOutcome {
     /// Time from the fault to the end of the controller.
     reported: Duration,
@@ -116,6 +120,7 @@ struct FaultOutcome {
 }
 
 impl FourHostJob<'_> {
+    /// Starts the job and waits until all ranks have started.
     fn start<'a>(hosts: &'a SimulatedHosts, name: &str) -> FourHostJob<'a> {
         let dir = tempfile::tempdir().unwrap();
         fs::create_dir(dir.path().join("home")).unwrap();
@@ -139,19 +144,20 @@ impl FourHostJob<'_> {
         job
     }
 
-    /// The standard output and standard error of the controller.
+    /// Reads the standard output and standard error of the controller so far.
     fn read_output(&self) -> String {
         let read = |name: &str| fs::read_to_string(self.dir.path().join(name)).unwrap_or_default();
         format!("{}{}", read("out"), read("err"))
     }
 
-    /// The pid of a rank in the PID namespace of its host, once the rank has started.
+    /// Returns the pid of a rank in the PID namespace of its host, or `None` if the rank has not
+    /// started.
     fn read_rank_pid(&self, rank: usize) -> Option<String> {
         let text = fs::read_to_string(self.hosts.file_path(&format!("shared/{}.{rank}", self.name))).ok()?;
         text.ends_with('\n').then(|| text.trim().to_owned())
     }
 
-    /// The pid of a rank on this machine.
+    /// Returns the pid of a rank on this machine.
     fn find_rank_pid(&self, rank: usize) -> Pid {
         let pid_on_host = self.read_rank_pid(rank).unwrap();
         let processes = self.hosts.list_processes(HOSTS[rank / 2]);
@@ -163,15 +169,15 @@ impl FourHostJob<'_> {
         Pid::from_raw(process.unwrap_or_else(|| panic!("no {pid_on_host} in {processes:?}")).0)
     }
 
-    /// The pid of a host's agent on this machine.
+    /// Returns the pid of a host's agent on this machine.
     fn find_agent_pid(&self, host: usize) -> Pid {
         let status = fs::read_to_string(format!("/proc/{}/status", self.find_rank_pid(host * 2))).unwrap();
         let parent = status.lines().find_map(|line| line.strip_prefix("PPid:")).unwrap();
         Pid::from_raw(parent.trim().parse().unwrap())
     }
 
-    /// Waits for the end of the controller and of all processes on the hosts other than
-    /// `unreachable`.
+    /// Waits for the end of the controller and of all processes of the job on the hosts other than
+    /// `unreachable`. `since` is the time of the fault.
     fn wait_for_end(mut self, since: Instant, unreachable: Option<usize>) -> FaultOutcome {
         let mut reported = None;
         let mut cleaned = None;
@@ -211,6 +217,7 @@ impl Drop for FourHostJob<'_> {
     }
 }
 
+/// Starts `launch` with its output in the files `out` and `err` of the directory.
 fn start_controller(dir: &tempfile::TempDir, args: &[&str]) -> Child {
     let file = |name: &str| File::create(dir.path().join(name)).unwrap();
     let mut command = Command::new(env!("CARGO_BIN_EXE_launch"));
@@ -220,18 +227,20 @@ fn start_controller(dir: &tempfile::TempDir, args: &[&str]) -> Child {
     command.spawn().unwrap()
 }
 
-/// The processes of a job on a host. The sessions of sshd are left out.
+/// Lists the processes of a host by pid and command line, without the sessions of sshd.
 fn list_job_processes(hosts: &SimulatedHosts, host: usize) -> Vec<(i32, String)> {
     let mut processes = hosts.list_processes(HOSTS[host]);
     processes.retain(|(_, line)| !is_sshd_session(line));
     processes
 }
 
+/// Returns whether a command line is that of an sshd session.
 fn is_sshd_session(command_line: &str) -> bool {
     command_line.split(' ').next() == Some("sshd:")
 }
 
-/// Starts four hosts that have the program of the ranks and the library that skews clocks.
+/// Starts four hosts and installs the ranks' program and the library that skews clocks on each.
+/// Returns `None` if the test is skipped.
 fn start_hosts(test: &str) -> Option<SimulatedHosts> {
     let hosts = SimulatedHosts::start(test, 4)?;
     let library = hosts.file_path("shared/skew.so");
@@ -244,8 +253,8 @@ fn start_hosts(test: &str) -> Option<SimulatedHosts> {
     Some(hosts)
 }
 
-/// Injects a fault on a host. Returns the time of the fault, and the host if it is unreachable
-/// afterwards.
+/// Injects a fault on a host. Returns the time of the fault, and the host if the fault makes it
+/// unreachable.
 fn inject_fault(job: &FourHostJob<'_>, fault: InjectedFault, host: usize) -> (Instant, Option<usize>) {
     let (hosts, name) = (job.hosts, HOSTS[host]);
     // a rank that is not the first one of its host
@@ -298,7 +307,7 @@ fn inject_fault(job: &FourHostJob<'_>, fault: InjectedFault, host: usize) -> (In
     }
 }
 
-/// Undoes a fault on a host, so that the next fault can be injected there.
+/// Undoes a fault on a host, so that the next fault can be injected on the same host.
 fn undo_fault(hosts: &SimulatedHosts, fault: InjectedFault, host: usize) {
     let name = HOSTS[host];
     match fault {
@@ -316,7 +325,8 @@ fn undo_fault(hosts: &SimulatedHosts, fault: InjectedFault, host: usize) {
     }
 }
 
-/// Injects one fault on one host and checks the result. Returns the times of [`FaultOutcome`].
+/// Injects one fault on one host and checks the reported failure and the cleanup. Returns the times
+/// from the fault to the end of the controller and to the end of the last process.
 fn run_fault_case(hosts: &SimulatedHosts, fault: InjectedFault, host: usize) -> (Duration, Duration) {
     let what = format!("{fault:?} on {}", HOSTS[host]);
     let name = format!("{fault:?}-{host}").to_lowercase();
@@ -365,7 +375,8 @@ fn assert_nothing_left(hosts: &SimulatedHosts, what: &str) {
     }
 }
 
-/// Injects each fault on one host. Successive faults use different hosts.
+/// Injects each fault on one host and checks that the job ends within `limit`. Successive faults
+/// use different hosts.
 fn run_faults_at_one_position(test: &str, faults: &[InjectedFault], limit: Duration) {
     let Some(hosts) = start_hosts(test) else { return };
     for (i, fault) in faults.iter().enumerate() {

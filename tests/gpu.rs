@@ -9,19 +9,20 @@ mod support;
 use std::{fs, path::Path, process::Command};
 use support::{FinishedRun, JobDirectory, output_to_text};
 
-/// A variable that configures the emulated GPU.
+/// An environment variable (name and value) that configures the emulated GPU.
 type EmulatorSetting = (&'static str, &'static str);
 
-/// The default configuration of the emulated GPU.
+/// The setting of an emulated GPU without faults.
 const DEFAULT_SETTING: EmulatorSetting = ("EMULATED_GPU_COUNT", "1");
 
-/// Runs `scripts/gpu-check` with the executable under test and the CUDA libraries of this
-/// directory. Returns the exit code, and the report with errors.
+/// Runs `scripts/gpu-check` with the executable under test and the CUDA libraries of a directory.
+/// Returns the exit code, and stdout followed by stderr.
 fn run_gpu_check(libraries: &Path, arguments: &[&str]) -> (Option<i32>, String) {
     run_gpu_check_with(libraries, arguments, DEFAULT_SETTING)
 }
 
-/// Runs `scripts/gpu-check` as [`gpu_check`] does, with this configuration of the emulated GPU.
+/// Runs `scripts/gpu-check` with an additional setting of the emulated GPU. Otherwise equal to
+/// [`run_gpu_check`].
 fn run_gpu_check_with(
     libraries: &Path,
     arguments: &[&str],
@@ -41,7 +42,7 @@ fn run_gpu_check_with(
     (output.status.code(), output_to_text(&output))
 }
 
-/// The codes of the errors in a text: `error[CODE]: …` at the beginning of a line.
+/// Returns the codes of the errors in a text. An error is a line that starts with `error[CODE]`.
 fn extract_error_codes(text: &str) -> Vec<&str> {
     text.lines().filter_map(|line| Some(line.strip_prefix("error[")?.split_once(']')?.0)).collect()
 }
@@ -51,7 +52,7 @@ fn skip_to_first_error(text: &str) -> String {
     text.lines().skip_while(|line| !line.starts_with("error[")).collect::<Vec<_>>().join("\n")
 }
 
-/// The first `cells` cells of each row of the Markdown tables in a text.
+/// Returns the first `cells` cells of each row of the Markdown tables in a text.
 fn parse_table_rows(text: &str, cells: usize) -> Vec<Vec<&str>> {
     let rows = text.lines().filter_map(|line| line.strip_prefix("| "));
     rows.map(|row| row.split(" | ").take(cells).collect()).collect()
@@ -133,8 +134,8 @@ fn the_attention_of_cudnn_is_checked_where_it_is_installed() {
     assert_eq!((code, extract_error_codes(&text)), (Some(1), vec!["cuda-call-failed"]), "{text}");
 }
 
-/// The emulator runs the threads of a block in reverse order: a kernel that lacks a barrier
-/// computes other numbers.
+/// Checks all kernels with the emulator executing the threads of a block in reverse order. A kernel
+/// that lacks a barrier then computes other numbers.
 #[test]
 fn the_order_of_threads_does_not_change_results() {
     let reversed = ("EMULATED_GPU_ORDER", "1");
@@ -233,7 +234,7 @@ const SMALL_JOB_SETTINGS: [&str; 8] = [
     "checkpoint.gather_16bit_weights_on_model_save=true",
 ];
 
-/// Runs the small job on the emulated GPU with this configuration.
+/// Runs the small job on the emulated GPU with this setting and waits for its end.
 fn run_on_emulated_gpu(job_dir: &JobDirectory, set: &[&str], setting: (&str, &str)) -> FinishedRun {
     let set = SMALL_JOB_SETTINGS.iter().chain(set).flat_map(|s| ["--set", s]);
     let output = job_dir
@@ -249,7 +250,7 @@ fn run_on_emulated_gpu(job_dir: &JobDirectory, set: &[&str], setting: (&str, &st
     FinishedRun::from_output(&output)
 }
 
-/// The largest relative difference between the losses of two runs.
+/// Returns the largest relative difference between the losses of two runs of three steps.
 fn compute_loss_difference(a: &FinishedRun, b: &FinishedRun) -> f64 {
     let losses =
         |ran: &FinishedRun| ran.collect_losses().iter().map(|l| f64::from_bits(l.1)).collect::<Vec<_>>();
@@ -258,8 +259,8 @@ fn compute_loss_difference(a: &FinishedRun, b: &FinishedRun) -> f64 {
     a.iter().zip(&b).map(|(a, b)| ((a - b) / b).abs()).fold(0.0, f64::max)
 }
 
-/// Workers that time algorithms at the same time keep the same choice for each matmul. By default
-/// no worker times algorithms.
+/// Checks that workers with `deterministic: false` keep the same choice of algorithm for each
+/// matmul, although each of them times the algorithms. By default no worker autotunes.
 #[test]
 fn a_job_that_is_not_deterministic_autotunes_matmuls() {
     let job_dir = JobDirectory::new();
@@ -280,7 +281,8 @@ fn a_job_that_is_not_deterministic_autotunes_matmuls() {
     assert!(difference < 1e-5, "{difference}");
 }
 
-/// Losses are equal with CUDA graphs, without them, when they fail, and when measured times decide.
+/// Compares the losses without CUDA graphs with those of runs that use graphs, that fail to use
+/// them, and that choose by measured times.
 #[test]
 fn cuda_graphs_do_not_change_losses_and_their_use_is_reported() {
     let job_dir = JobDirectory::new();
@@ -308,8 +310,8 @@ fn cuda_graphs_do_not_change_losses_and_their_use_is_reported() {
     assert_eq!(without.0, measured);
 }
 
-/// Attention by cuDNN when it is requested, when measured times decide, and when it is absent,
-/// fails or computes wrong results.
+/// Checks attention by cuDNN when it is requested, when measured times decide, and when cuDNN is
+/// absent, fails or computes wrong results.
 #[test]
 fn attention_by_cudnn_is_used_if_it_is_requested_or_faster() {
     let job_dir = JobDirectory::new();

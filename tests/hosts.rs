@@ -35,26 +35,26 @@ use std::{
 };
 use support::{JobDirectory, TINY_JOB};
 
-/// Step, loss and gradient norm of each step, with floats as bits.
+/// The number, loss and gradient norm of each step, with the floats as bits.
 type StepLosses = Vec<(u64, u64, u64)>;
 
 /// A worker that has ended.
 struct EndedWorker {
     exit_code: Option<i32>,
-    /// The final report of a worker that failed.
+    /// The exit reason and error in the final report; `None` if the worker reported no failure.
     final_report: Option<(WorkerExit, Diagnostic)>,
     ended_at: Instant,
 }
 
 impl EndedWorker {
-    /// The error of a worker that failed.
+    /// Returns the error in the worker's final report. Panics if the worker reported none.
     #[track_caller]
     fn expect_error(&self) -> &Diagnostic {
         &self.final_report.as_ref().expect("a final report").1
     }
 }
 
-/// A worker process, which is killed when this is dropped.
+/// A worker process. Dropping the value kills the process.
 struct WorkerProcess(Child);
 
 impl Drop for WorkerProcess {
@@ -64,9 +64,9 @@ impl Drop for WorkerProcess {
     }
 }
 
-/// Runs the job of `job_dir` with rank r on host `hosts[r]`. `edit_job` changes the job of each
-/// host, and `on_step(pids, step)` is called for every step that rank 0 reports. Returns the losses
-/// and how each rank ended.
+/// Runs the job of `job_dir` with rank r on the simulated host `hosts[r]`. `edit_job` changes the
+/// job of each host, and `on_step(pids, step)` is called for every step that rank 0 reports.
+/// Returns the losses, and how each rank ended.
 fn run_workers(
     job_dir: &JobDirectory,
     hosts: &[u32],
@@ -76,7 +76,8 @@ fn run_workers(
     run_workers_with_env(job_dir, hosts, &[], edit_job, on_step)
 }
 
-/// Runs the job as [`run`] does, with additional environment variables for all workers.
+/// Runs the job with additional environment variables for all workers. Otherwise equal to
+/// [`run_workers`].
 fn run_workers_with_env(
     job_dir: &JobDirectory,
     hosts: &[u32],
@@ -185,8 +186,7 @@ fn run_workers_with_env(
     (losses.into_inner().unwrap(), ended)
 }
 
-/// Waits for the next message of a worker. Returns `None` when the worker has closed the
-/// connection.
+/// Waits for the next message of a worker. Returns `None` if the worker has closed the connection.
 fn receive_message(connection: &mut UnixStream) -> Option<FromWorker> {
     let mut header = [0; frame::HEADER_BYTES];
     connection.read_exact(&mut header).ok()?;
@@ -252,12 +252,13 @@ fn a_killed_rank_ends_all_hosts_within_a_second_and_is_reported() {
     }
 }
 
-/// Gives each host a separate checkpoint directory.
+/// Changes the job to synchronous saves in a checkpoint directory that only this host uses.
 fn use_host_local_storage(host: u32, job: &mut JobSpec) {
     job.checkpoint.dir = format!("checkpoints-{host}").into();
     job.checkpoint.r#async = false;
 }
 
+/// Removes the checkpoint directories of hosts 0 to 2.
 fn remove_host_local_checkpoints(job_dir: &JobDirectory) {
     for host in 0..3 {
         _ = std::fs::remove_dir_all(job_dir.path(&format!("checkpoints-{host}")));
@@ -270,7 +271,7 @@ fn assert_all_succeeded(ended: &[EndedWorker]) {
     assert!(ended.iter().all(|e| e.exit_code == Some(0)), "{ends:?}");
 }
 
-/// The error of rank 0. All ranks must have ended with `exit`.
+/// Returns the error of rank 0. Panics unless all ranks ended with the exit reason `exit`.
 #[track_caller]
 fn expect_common_error(ended: &[EndedWorker], exit: WorkerExit) -> &Diagnostic {
     let ends: Vec<_> = ended.iter().map(|e| e.final_report.as_ref().expect("a final report")).collect();
@@ -298,9 +299,9 @@ fn required_shared_storage_that_hosts_do_not_share_is_an_error() {
     }
 }
 
-/// Each run except the last is killed after a save. The next one resumes on other hosts with the
-/// same bits. A host without shards reads all of them from the other hosts. At the end rank 0,
-/// which wrote no shard, gathers the weights.
+/// Kills a rank after a save and resumes on other hosts, three times. A host without shards reads
+/// all shards from the other hosts. In the last run, rank 0 gathers the weights although its host
+/// wrote no shard.
 #[test]
 fn host_local_shards_resume_bit_equal_with_any_assignment_of_ranks_to_hosts() {
     let job_dir = JobDirectory::new();

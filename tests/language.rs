@@ -12,30 +12,32 @@ use std::{
     process::Command,
 };
 
-/// Longest line of prose and of a comment, columns.
+/// The longest allowed line of prose or of a comment, in columns.
 const MAX_PROSE_COLUMNS: usize = 100;
-/// Longest table row, columns.
+/// The longest allowed table row, in columns.
 const MAX_TABLE_ROW_COLUMNS: usize = 200;
-/// Most findings that a failing test lists.
+/// The largest number of findings that a failing test lists.
 const MAX_LISTED_FINDINGS: usize = 60;
 
 // --- the rules ----------------------------------------------------------------------------------
 
-/// A pattern that prose must not contain, and what to write replacement.
+/// A pattern that prose must not contain, with the advice what to write in its place.
 struct BannedPattern {
     pattern: Regex,
     replacement: String,
 }
 
-/// What docs/STYLE.md and docs/GLOSSARY.md ban.
+/// The words and names that docs/STYLE.md and docs/GLOSSARY.md ban.
 struct LanguageRules {
     patterns: Vec<BannedPattern>,
-    /// Phrases in which a pattern may match.
+    /// Phrases in which a banned pattern may match.
     allowed: Vec<String>,
+    /// Names that types, functions, variables and fields must not have.
     identifiers: BTreeSet<String>,
 }
 
 impl LanguageRules {
+    /// Reads the rules from docs/STYLE.md and docs/GLOSSARY.md.
     fn read_from_docs() -> LanguageRules {
         let style = read_text(&repository_root().join("docs/STYLE.md"));
         let patterns = extract_fenced_lines(&style, "banned").map(|line| {
@@ -57,7 +59,7 @@ impl LanguageRules {
         }
     }
 
-    /// The first banned match in `text`, with what to write replacement.
+    /// Returns the first banned match in `text` and the advice what to write in its place.
     fn find_violation<'t>(&self, text: &'t str) -> Option<(&'t str, &str)> {
         let cleaned = blank_code_spans(text);
         for banned in &self.patterns {
@@ -72,14 +74,14 @@ impl LanguageRules {
     }
 }
 
-/// The non-empty lines of the fenced block that starts with "```NAME".
+/// Returns the non-empty lines of the fenced block that starts with "```NAME".
 fn extract_fenced_lines<'t>(text: &'t str, name: &str) -> impl Iterator<Item = &'t str> {
     let fence = format!("```{name}");
     let block = text.lines().skip_while(move |line| *line != fence).skip(1);
     block.take_while(|line| !line.starts_with("```")).map(str::trim).filter(|line| !line.is_empty())
 }
 
-/// The words in backticks in the last column of the glossary's tables.
+/// Returns the words in backticks in the last column of the glossary's tables.
 fn extract_replaced_identifiers(glossary: &str) -> impl Iterator<Item = String> {
     let rows = glossary.lines().filter(|line| line.starts_with('|') && !line.starts_with("|---"));
     let last = rows.filter_map(|row| row.trim_end_matches(['|', ' ']).rsplit('|').next());
@@ -87,8 +89,8 @@ fn extract_replaced_identifiers(glossary: &str) -> impl Iterator<Item = String> 
     words.map(str::to_owned).collect::<Vec<_>>().into_iter()
 }
 
-/// `text` with everything between backticks replaced by spaces of the same length: names of code,
-/// keys and files are not prose.
+/// Replaces the content of each pair of backticks by spaces of the same length, because names of
+/// code, keys and files are not prose.
 fn blank_code_spans(text: &str) -> String {
     let mut inside = false;
     let blank = |c: char| " ".repeat(c.len_utf8());
@@ -107,7 +109,7 @@ fn blank_code_spans(text: &str) -> String {
     if inside { text.replace('`', " ") } else { out }
 }
 
-/// The match with 20 bytes on both sides, in lower case.
+/// Returns the bytes from `start` to `end` with 20 bytes on both sides, in lower case.
 fn extract_surroundings(text: &str, start: usize, end: usize) -> String {
     let mut from = start.saturating_sub(20);
     let mut to = (end + 20).min(text.len());
@@ -226,7 +228,8 @@ fn lines_fit_the_page() {
     assert_no_findings(&findings, "lines that are too long (`scripts/wrap FILE` wraps them)");
 }
 
-/// An error is a value with a code: a text is none, and no decision depends on one.
+/// Checks that no function outside of tests returns a text (`String` or `&str`) as its error.
+/// Errors are typed values with a code.
 #[test]
 fn errors_are_typed() {
     let string_error =
@@ -246,7 +249,7 @@ fn errors_are_typed() {
     assert_no_findings(&findings, "errors that are texts");
 }
 
-/// Every code that diagnostic/src/codes/ declares is reported somewhere.
+/// Checks that every code that diagnostic/src/codes/ declares is used outside of that crate.
 #[test]
 fn every_code_is_used() {
     let declared = Regex::new(r"(?m)^    ([A-Z][A-Z0-9_]+): \w+ = ").expect("a valid expression");
@@ -286,12 +289,15 @@ fn the_checker_sees_words_names_and_code_spans() {
     assert_eq!(prose, ["text // no comment", "comment a comment", "comment b ", "text raw"]);
 }
 
+/// Panics with the number and the first findings if there are any. `what` names the kind of finding
+/// in the plural.
 fn assert_no_findings(findings: &[String], what: &str) {
     let listed = findings.iter().take(MAX_LISTED_FINDINGS).cloned().collect::<Vec<_>>().join("\n");
     assert!(findings.is_empty(), "{} {what}:\n{listed}", findings.len());
 }
 
-/// The names that a stretch of code defines: types, functions, variables, fields, parameters.
+/// Returns the names of the types, functions, variables, fields and parameters that a piece of code
+/// defines.
 fn find_defined_names(code: &str) -> impl Iterator<Item = &str> {
     let keywords = ["fn", "struct", "enum", "trait", "type", "mod", "const", "static", "let", "mut", "for"];
     let word = |c: char| c.is_alphanumeric() || c == '_';
@@ -319,7 +325,7 @@ fn read_text(path: &Path) -> String {
     fs::read_to_string(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
 }
 
-/// Files of the product with one of these extensions, by path from the root.
+/// Lists the files with one of these extensions by path from the root, except golden data.
 fn list_product_files(extensions: &[&str]) -> Vec<String> {
     let is_wanted = |file: &str| {
         let extension = Path::new(file).extension().and_then(|e| e.to_str()).unwrap_or("");
@@ -331,7 +337,8 @@ fn list_product_files(extensions: &[&str]) -> Vec<String> {
     files
 }
 
-/// Every file that git tracks or would track; without git, every file outside of `target`.
+/// Lists every file that git tracks or would track. Without git, lists every file outside of
+/// `target`, `.git` and `runs`.
 fn list_repository_files() -> Vec<String> {
     let listed = Command::new("git")
         .args(["ls-files", "--cached", "--others", "--exclude-standard"])
@@ -350,6 +357,7 @@ fn list_repository_files() -> Vec<String> {
     }
 }
 
+/// Adds the paths of all files below a directory to `files`.
 fn collect_files(directory: &Path, files: &mut Vec<String>) {
     for entry in fs::read_dir(directory).into_iter().flatten().flatten() {
         let path: PathBuf = entry.path();
@@ -364,7 +372,8 @@ fn collect_files(directory: &Path, files: &mut Vec<String>) {
     }
 }
 
-/// Every Rust source with its text, except this test, whose subject is the words.
+/// Reads every Rust source except this test, which contains the banned words. Returns path and text
+/// of each.
 fn read_rust_sources() -> impl Iterator<Item = (String, String)> {
     let files = list_product_files(&["rs"]).into_iter().filter(|file| !file.starts_with("tests/language"));
     files.map(|file| {
@@ -373,7 +382,7 @@ fn read_rust_sources() -> impl Iterator<Item = (String, String)> {
     })
 }
 
-/// Scripts, kernels, configurations and test stand-ins.
+/// Lists scripts, kernels, configurations and the sources of test libraries.
 fn list_scripts() -> Vec<String> {
     let mut files = list_product_files(&["py", "sh", "cu", "cuh", "cpp", "hpp", "c", "yaml", "toml"]);
     let in_scripts = |file: &String| file.starts_with("scripts/") && !file.contains('.');

@@ -7,7 +7,9 @@ use serde_json::Value;
 use std::{fs, path::Path, process::Command};
 use support::JobDirectory;
 
+/// The number of tokens of a sample.
 const SEQ_LEN: usize = 64;
+/// The number of evaluated samples.
 const EVAL_SAMPLES: usize = 8;
 
 #[test]
@@ -52,7 +54,8 @@ fn peft_reads_the_adapters_of_a_job_and_a_job_those_of_peft() {
     }
 }
 
-/// Runs a LoRA job of `steps` steps, and returns the eval loss at its end.
+/// Runs a LoRA job of `steps` steps with the checkpoint directory `dir`. Returns the eval loss at
+/// its end.
 fn train_adapters(job_dir: &JobDirectory, workers: u32, lora: &str, lr: &str, steps: u64, dir: &str) -> f64 {
     let job = format!(
         "name: adapters
@@ -75,12 +78,13 @@ checkpoint: {{dir: {dir}, every: never}}
     at_end["loss"].as_f64().unwrap()
 }
 
+/// Runs `launch ckpt gather ARGUMENTS…`, which must succeed.
 fn gather_checkpoint(job_dir: &JobDirectory, arguments: &[&str]) {
     let gathered = job_dir.run_launch(&[&["ckpt", "gather"], arguments].concat());
     assert!(gathered.status.success(), "{}", String::from_utf8_lossy(&gathered.stderr));
 }
 
-/// Runs a script of scripts/oracle and returns its stdout.
+/// Runs a script of scripts/oracle, which must succeed, and returns its stdout.
 fn run_oracle_script(python: &Path, name: &str, arguments: &[&str]) -> String {
     let scripts = Path::new(env!("CARGO_MANIFEST_DIR")).join("scripts/oracle");
     let mut command = Command::new(python);

@@ -5,6 +5,7 @@ mod support;
 use std::fs;
 use support::JobDirectory;
 
+/// A job that trains a dense Llama.
 const DENSE_JOB: &str = "\
 name: tiny
 train:
@@ -15,7 +16,8 @@ train:
 checkpoint: {every: 3, async: false, gather_16bit_weights_on_model_save: false}
 ";
 
-/// Planned and measured peak of the largest rank, in bytes.
+/// Plans and runs the job with these settings. Returns the planned and the measured peak memory of
+/// the largest rank, in bytes.
 fn plan_and_measure_peak(job_dir: &JobDirectory, set: &[&str]) -> (f64, f64) {
     let args: Vec<&str> =
         ["plan", "job.yaml", "--json"].into_iter().chain(set.iter().flat_map(|s| ["--set", s])).collect();
@@ -59,7 +61,8 @@ fn the_plan_is_within_ten_percent_of_the_run() {
     assert!(measured_by_world[3] < 0.45 * measured_by_world[0], "{measured_by_world:?}");
 }
 
-/// With `deterministic: false` the gradients of all micro-batches are added into one buffer.
+/// Compares plan and run with `deterministic: true`, where each sample slot has gradient buffers,
+/// and with `false`, where the gradients of all micro-batches are added in one buffer.
 #[test]
 fn the_plan_counts_the_gradient_buffers_of_both_reductions() {
     let job_dir = JobDirectory::new();

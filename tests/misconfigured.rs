@@ -8,12 +8,14 @@ use std::{
     process::{Command, Output},
 };
 
-/// The lines of a job below `train:`, the key that is rejected, and the code of the mistake. The
-/// key is on the line that ends with `#!`.
+/// The lines of a job below `train:`, the expected key of the mistake, and its expected code. The
+/// line that ends with `#!` is the expected location.
 type MisconfiguredTrainSection = (&'static str, &'static str, &'static str);
 
+/// The valid `data` section that precedes the cases of [`REJECTED_CASES`] and [`WARNING_CASES`].
 const DATA_SECTION: &str = "  data: {files: [corpus.txt], seq_len: 32}\n";
 
+/// Cases without a `data` section, each with exactly one error.
 const REJECTED_CASES: &[MisconfiguredTrainSection] = &[
     // frozen and trained parameters
     ("  freeze: [\"*\"] #!", "train.freeze", "no-trained-parameters"),
@@ -121,7 +123,7 @@ const REJECTED_CASES: &[MisconfiguredTrainSection] = &[
     ("  learning_rate: 1e-3 #!", "train.learning_rate", "job-key-unknown"),
 ];
 
-/// Cases that are warnings: the job runs.
+/// Cases without a `data` section that cause a warning and not an error.
 const WARNING_CASES: &[MisconfiguredTrainSection] = &[
     (
         "  steps: 10\n  schedule: {warmup_steps: 11} #!",
@@ -141,7 +143,7 @@ const WARNING_CASES: &[MisconfiguredTrainSection] = &[
     ),
 ];
 
-/// Cases that have a `data` section. The others are preceded by [`DATA_SECTION`].
+/// Cases with a `data` section, each with exactly one error.
 const DATA_CASES: &[MisconfiguredTrainSection] = &[
     ("  data: {files: [none.txt]} #!", "train.data.files", "data-file-missing"),
     ("  data: {files: [empty.txt]} #!", "train.data.files", "data-empty"),
@@ -167,13 +169,14 @@ const DATA_CASES: &[MisconfiguredTrainSection] = &[
     ),
 ];
 
-/// A tokenizer with five words that splits at white space.
+/// A tokenizer.json with a vocabulary of five words that splits text at white space.
 const FIVE_WORD_TOKENIZER: &str = r#"{"version": "1.0", "pre_tokenizer": {"type": "WhitespaceSplit"}, "model": {"type": "WordLevel",
     "vocab": {"<unk>": 0, "a": 1, "b": 2, "c": 3, "</s>": 4}, "unk_token": "<unk>"},
     "added_tokens": [{"id": 4, "content": "</s>", "single_word": false, "lstrip": false, "rstrip": false,
     "normalized": false, "special": true}]}"#;
 
-/// A directory with data files, a tokenizer, and directories of models and adapters.
+/// Creates a temporary directory with data files, a tokenizer, and directories of models and
+/// adapters.
 fn create_input_directory() -> tempfile::TempDir {
     let dir = tempfile::tempdir().expect("directory");
     let path = |name: &str| dir.path().join(name);
@@ -216,7 +219,7 @@ fn create_input_directory() -> tempfile::TempDir {
     dir
 }
 
-/// Runs `launch plan` for a job with this `train` section.
+/// Writes a job with this `train` section and runs `launch plan` for it.
 fn run_plan(dir: &Path, train: &str, options: &[&str]) -> Output {
     let job = format!(
         "name: wrong\ncluster: {{hosts: local, workers_per_host: 2, devices: cpu}}\ntrain:\n{train}\n"
@@ -226,7 +229,8 @@ fn run_plan(dir: &Path, train: &str, options: &[&str]) -> Output {
     command.args(["plan", "job.yaml"]).args(options).current_dir(dir).output().expect("launch starts")
 }
 
-/// The mistakes that `launch plan` reports for a job with this `train` section.
+/// Runs `launch plan` for a job with this `train` section, which must be rejected. Returns the
+/// diagnostics.
 fn collect_mistakes(dir: &Path, train: &str) -> Vec<Value> {
     let output = run_plan(dir, train, &["--json"]);
     let (_, error) = support::parse_rejection(&output);
@@ -235,7 +239,8 @@ fn collect_mistakes(dir: &Path, train: &str) -> Vec<Value> {
     support::expand_details(&error).into_iter().cloned().collect()
 }
 
-/// How the mistakes that are reported for a case differ from the expected one.
+/// Describes how the mistakes that `launch plan` reports for a case differ from the expected one.
+/// Returns `None` if they are equal.
 fn describe_difference(
     dir: &Path,
     (train, key, code): &MisconfiguredTrainSection,
@@ -270,7 +275,7 @@ fn every_mistake_is_reported_with_its_key_line_and_code() {
 fn keys_without_an_effect_on_results_are_warnings() {
     let dir = create_input_directory();
     for (train, key, code) in WARNING_CASES {
-        let text = format!("{DATA}{train}");
+        let text = format!("{DATA_SECTION}{train}");
         let line = 4 + text.lines().position(|l| l.contains("#!")).expect("a marked line");
         let output = run_plan(dir.path(), &text, &["--json"]);
         let plan: Value = serde_json::from_slice(&output.stdout).expect("a plan");
@@ -285,7 +290,7 @@ fn keys_without_an_effect_on_results_are_warnings() {
 fn every_mistake_has_a_readable_message() {
     let dir = create_input_directory();
     let mut messages = String::new();
-    let with_data = REJECTED_CASES.iter().map(|(train, ..)| format!("{DATA}{train}"));
+    let with_data = REJECTED_CASES.iter().map(|(train, ..)| format!("{DATA_SECTION}{train}"));
     for train in with_data.chain(DATA_CASES.iter().map(|(train, ..)| (*train).to_owned())) {
         let output = run_plan(dir.path(), &train, &[]);
         assert!(output.stdout.is_empty(), "{train}: a plan of a wrong job");

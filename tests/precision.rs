@@ -6,10 +6,13 @@ use serde_json::Value;
 use std::fs;
 use support::{FinishedRun, JobDirectory};
 
+/// Settings of a run that neither loads nor saves a checkpoint.
 const WITHOUT_CHECKPOINTS: [&str; 2] = ["resume.from=never", "checkpoint.every=never"];
+/// Settings of a run that resumes from step 10 and saves to another directory.
 const RESUME_FROM_STEP_10: [&str; 2] =
     ["resume.from=runs/tiny/checkpoints/step-00000010", "checkpoint.dir=elsewhere"];
 
+/// Runs the job with these groups of settings, which must succeed.
 fn run_successfully(job_dir: &JobDirectory, set: &[&[&str]]) -> FinishedRun {
     job_dir.run(&set.concat()).expect_success()
 }

@@ -42,18 +42,20 @@ mod signals;
 mod training;
 
 const LAUNCH_EXECUTABLE: &str = env!("CARGO_BIN_EXE_launch");
-/// Longest wait for a process; far more than it takes.
+/// The longest wait for a process or a file.
 const WAIT_LIMIT: Duration = Duration::from_secs(60);
 
-/// A job file in a temporary directory.
+/// A job file in a temporary directory. A variable in the environment marks the processes of its
+/// runs.
 struct MarkedJob {
     dir: tempfile::TempDir,
-    /// The environment variable, as `NAME=VALUE`, that marks the processes of this job.
+    /// The environment variable that marks the processes of this job, as `NAME=VALUE`.
     marker: String,
 }
 
 impl MarkedJob {
-    /// A job whose workers run a shell script. `run`: further lines of the `run:` section.
+    /// Creates a job whose workers run a shell script. `run` has further lines of the `run:`
+    /// section.
     fn with_shell_script(workers: u32, script: &str, run: &[&str]) -> MarkedJob {
         let command = serde_json::to_string(&["sh", "-c", script]).unwrap();
         let mut lines = vec![format!("command: {command}")];
@@ -62,7 +64,7 @@ impl MarkedJob {
         MarkedJob::new(&format!("name: test\ncluster: {{workers_per_host: {workers}}}\nrun:\n{run}"))
     }
 
-    /// A job of two workers that trains a small model for `steps` steps.
+    /// Creates a job of two workers that trains a small model for `steps` steps.
     fn with_training(steps: u32) -> MarkedJob {
         let job = MarkedJob::new(&format!(
             "name: test\ncluster: {{workers_per_host: 2}}\n\
@@ -73,6 +75,7 @@ impl MarkedJob {
         job
     }
 
+    /// Creates a directory with this job file and a unique marker.
     fn new(yaml: &str) -> MarkedJob {
         static COUNT: AtomicU32 = AtomicU32::new(0);
         let dir = tempfile::tempdir().unwrap();
@@ -85,6 +88,8 @@ impl MarkedJob {
         self.dir.path().join(name)
     }
 
+    /// Returns the command `launch job.yaml ARGS…` with the marker in its environment and pipes for
+    /// stdout and stderr.
     fn launch_command(&self, args: &[&str]) -> Command {
         let (name, value) = self.marker.split_once('=').unwrap();
         let mut command = Command::new(LAUNCH_EXECUTABLE);
@@ -94,12 +99,13 @@ impl MarkedJob {
         command
     }
 
-    /// Runs the job to its end, at which no process of it may remain.
+    /// Runs the job to its end. Panics if a process of the job remains.
     fn run(&self, args: &[&str]) -> EndedJob {
         self.run_command(self.launch_command(args))
     }
 
-    /// Runs a command that starts the job, to the end of the job.
+    /// Runs a command that starts the job, and waits for its end. Panics if a process of the job
+    /// remains.
     fn run_command(&self, mut command: Command) -> EndedJob {
         let output = command.output().unwrap();
         assert_eq!(self.list_processes(), BTreeMap::new(), "processes remain");
@@ -113,7 +119,7 @@ impl MarkedJob {
         RunningJob { job: self, child, stdout }
     }
 
-    /// The processes of this job: pid and command line.
+    /// Returns the processes of this job by pid, with their command lines.
     fn list_processes(&self) -> BTreeMap<i32, String> {
         let marker = self.marker.as_bytes();
         let has_marker = |pid: &i32| {
@@ -141,7 +147,7 @@ impl MarkedJob {
         Pid::from_raw(found[0].0)
     }
 
-    /// The directory of the newest run.
+    /// Returns the directory of the newest run.
     fn find_newest_run_dir(&self) -> PathBuf {
         let mut runs: Vec<_> =
             fs::read_dir(self.path("runs/test")).unwrap().map(|e| e.unwrap().path()).collect();
@@ -150,6 +156,7 @@ impl MarkedJob {
         runs.pop().unwrap()
     }
 
+    /// Reads the log of a rank in the newest run.
     fn read_rank_log(&self, rank: u32) -> String {
         fs::read_to_string(self.find_newest_run_dir().join(format!("logs/rank-{rank}.log"))).unwrap()
     }
@@ -164,7 +171,7 @@ impl MarkedJob {
     }
 }
 
-/// The command line of a process.
+/// Reads the command line of a process. Returns an empty string if the process has ended.
 fn read_command_line(pid: i32) -> String {
     let bytes = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
     String::from_utf8_lossy(&bytes).replace('\0', " ")
@@ -178,10 +185,12 @@ struct EndedJob {
 }
 
 impl EndedJob {
+    /// Returns the exit code of the controller. Panics if a signal killed the controller.
     fn exit_code(&self) -> i32 {
         self.status.code().unwrap_or_else(|| panic!("{:?}\n{}", self.status, self.stderr))
     }
 
+    /// Parses each line of stdout as an event.
     fn parse_events(&self) -> Vec<Value> {
         self.stdout
             .lines()
@@ -409,7 +418,7 @@ fn a_failing_job_does_not_disturb_another_job() {
 }
 
 /// Starts a job whose controller has a pseudo-terminal as stdin, stdout and stderr. Returns the
-/// other side of the terminal, too.
+/// controller and the other side of the terminal.
 fn start_on_terminal(job: &MarkedJob, args: &[&str]) -> (Child, fs::File) {
     let flags = OFlag::O_RDWR | OFlag::O_NOCTTY | OFlag::O_CLOEXEC;
     let terminal = posix_openpt(flags).unwrap();

@@ -21,6 +21,7 @@ fn a_program_runs_as_workers_without_a_job_file() {
     assert_eq!(failed.expect_failure()["reason"]["code"], 7);
 }
 
+/// A job that reads one secret from a file and one from the environment.
 const JOB: &str = "\
 name: secrets
 run:

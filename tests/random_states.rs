@@ -10,11 +10,12 @@ use support::{
     trainer_script::{TrainerScript, assert_losses_continue, read_contents},
 };
 
-/// The largest relative difference of losses of the same batches, split over another number of
-/// ranks.
+/// The largest relative difference of losses of the same batches when the batches are split over
+/// another number of ranks.
 const MAX_LOSS_DIFFERENCE: f64 = 1e-5;
 
-/// Runs scripts/oracle/random_states.py with these calls. Returns the JSON line of each call.
+/// Runs scripts/oracle/random_states.py once with these calls. Returns the line of JSON that each
+/// call prints.
 fn run_oracle(python: &Path, calls: &[Vec<String>]) -> Vec<Value> {
     let mut command = Command::new(python);
     command.arg(concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/oracle/random_states.py"));
@@ -24,6 +25,7 @@ fn run_oracle(python: &Path, calls: &[Vec<String>]) -> Vec<Value> {
     String::from_utf8(output.stdout).unwrap().lines().map(|l| serde_json::from_str(l).unwrap()).collect()
 }
 
+/// Splits a line at white space.
 fn split_words(line: &str) -> Vec<String> {
     line.split_whitespace().map(str::to_owned).collect()
 }
@@ -99,7 +101,8 @@ fn draws_from_prepared_files_follow_the_rule() {
     assert_rejections(&job_dir, &dir("a"));
 }
 
-/// Calls of `launch ckpt rng` that are rejected. `a` has two ranks with separate torch streams.
+/// Checks which calls of `launch ckpt rng` are rejected for the directory `a`, which has two ranks
+/// with different torch streams. Changes that directory.
 fn assert_rejections(job_dir: &JobDirectory, a: &Path) {
     let from = a.display().to_string();
     let succeeds = |args: &[&str]| {

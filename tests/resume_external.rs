@@ -32,8 +32,8 @@ fn resumed_losses_equal_those_of_deepspeed() {
     }
 }
 
-/// A universal checkpoint of DeepSpeed's `ds_to_universal`, read directly and converted to a native
-/// checkpoint.
+/// Resumes from a universal checkpoint that DeepSpeed's `ds_to_universal` wrote, read directly and
+/// converted to a native checkpoint.
 #[test]
 fn universal_checkpoints_resume_with_the_losses_of_deepspeed() {
     let mut resumed = ResumedJob::from_deepspeed("z2");
@@ -53,8 +53,7 @@ fn universal_checkpoints_resume_with_the_losses_of_deepspeed() {
     }
 }
 
-/// A universal checkpoint of another writer, which does not record the parameters of its two
-/// groups.
+/// Resumes from a universal checkpoint that does not record which parameters its two groups have.
 #[test]
 fn checkpoints_without_parameter_groups_are_converted_and_resumed() {
     let mut resumed = ResumedJob::from_deepspeed("z2");
@@ -140,8 +139,8 @@ fn differences_are_reported_and_mismatches_rejected() {
     resumed.job_dir.assert_snapshot("differences_and_mismatches", &messages);
 }
 
-/// A run that resumed from DeepSpeed saves native checkpoints, from which it resumes with the same
-/// bits.
+/// Checks that a run that resumed from DeepSpeed saves native checkpoints, and that resuming from
+/// these gives the same bits.
 #[test]
 fn native_checkpoints_of_a_resumed_run_are_bit_equal() {
     let resumed = ResumedJob::from_deepspeed("z3_tied");
@@ -177,7 +176,7 @@ fn a_missing_rank_is_reported_before_the_job_starts() {
     resumed.job_dir.assert_snapshot("missing_files", &messages);
 }
 
-/// The last component of a path.
+/// Returns the last component of a path.
 fn extract_file_name(path: &std::path::Path) -> String {
     path.file_name().unwrap().to_string_lossy().into_owned()
 }

@@ -9,7 +9,7 @@ use support::{
     trainer_script::read_contents,
 };
 
-/// The recorded programs: directory, kind that `ckpt inspect` reports, and number of ranks.
+/// The recorded programs as directory, kind that `ckpt inspect` reports, and number of ranks.
 const PROGRAMS: [(&str, &str, u32); 19] = [
     ("trainer_1", "HF Trainer", 1),
     ("trainer_2", "HF Trainer", 2),
@@ -32,12 +32,13 @@ const PROGRAMS: [(&str, &str, u32); 19] = [
     ("z2_mixtral", "DeepSpeed", 2),
     ("z3_qwen3_moe", "DeepSpeed", 2),
 ];
-/// The settings of SGD in those programs.
+/// The setting of the optimizer for recordings of programs that train with SGD.
 const SGD: &str = "train.optimizer={name: sgd, lr: 5e-2, momentum: 0.9, weight_decay: 0.1}";
-/// The settings of Lion in those programs.
+/// The setting of the optimizer for recordings of programs that train with Lion.
 const LION: &str = "train.optimizer={name: lion, lr: 1e-4, betas: [0.9, 0.99], weight_decay: 0.1}";
 
-/// Losses have the same bits for any number of workers and stage.
+/// Compares the losses after a resume with those of the recorded program. The losses must have the
+/// same bits for any number of workers and any ZeRO stage.
 #[test]
 fn resumed_losses_equal_those_of_the_programs() {
     for (name, kind, world) in PROGRAMS {
@@ -96,7 +97,8 @@ fn momentum_of_sgd_is_converted_through_the_universal_format() {
     }
 }
 
-/// A checkpoint that is incomplete or of another model is an error and never a new start.
+/// Checks that a checkpoint that is incomplete or of another model is rejected. The run must not
+/// start from scratch.
 #[test]
 fn incomplete_and_mismatched_checkpoints_are_rejected() {
     let every_part: &[&str] = &[];
@@ -136,9 +138,9 @@ fn incomplete_and_mismatched_checkpoints_are_rejected() {
     }
 }
 
-/// Programs that froze a layer resume with it frozen. Numbered optimizer states belong to the
+/// Resumes recordings of programs that froze a layer. Numbered optimizer states belong to the
 /// parameters that the job trains. With named states, a job that trains every parameter starts the
-/// missing states at zero and reports it.
+/// missing states at zero and reports this.
 #[test]
 fn frozen_parameters_stay_frozen() {
     let freeze = "train.freeze=[model.layers.0.*]";
@@ -165,8 +167,8 @@ fn frozen_parameters_stay_frozen() {
     resumed.job_dir.assert_snapshot("notices_of_missing_states", &ran.notice_messages().join("\n"));
 }
 
-/// Weights without a training state start at step 0 with a new optimizer and the first sample, also
-/// after conversion to a native checkpoint.
+/// Checks that a run from weights without a training state begins at step 0 with a new optimizer
+/// and the first sample, also after conversion to a native checkpoint.
 #[test]
 fn weights_without_a_training_state_start_at_step_0() {
     let (mut resumed, recording) = ResumedJob::from_program("trainer_1");
@@ -193,8 +195,8 @@ fn weights_without_a_training_state_start_at_step_0() {
     resumed.job_dir.assert_snapshot("notices_of_weights_only", &messages);
 }
 
-/// A run in fp16 resumes with the loss scale of the program and counts the steps that updated
-/// weights.
+/// Checks that a run in fp16 resumes with the program's loss scale and counts only the steps that
+/// updated weights.
 #[test]
 fn the_loss_scale_is_resumed() {
     let (resumed, recording) = ResumedJob::from_program("z2_fp16");

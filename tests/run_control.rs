@@ -13,12 +13,12 @@ use std::{
     thread::sleep,
     time::{Duration, Instant},
 };
-use support::{JobDirectory, details, output_to_text, parse_rejection};
+use support::{JobDirectory, expand_details, output_to_text, parse_rejection};
 
-/// Longest wait for a condition; far more than it takes.
+/// The longest wait for a condition.
 const WAIT_LIMIT: Duration = Duration::from_secs(60);
 
-/// A directory with a job. Its runs are the only ones that `launch ps` lists.
+/// A directory with a job. `launch ps` lists only the runs of this job.
 struct ControlledJob(JobDirectory);
 
 impl ControlledJob {
@@ -28,11 +28,12 @@ impl ControlledJob {
         ControlledJob(job_dir)
     }
 
+    /// Runs `launch ARGS…` and waits for its end.
     fn run_launch(&self, args: &[&str]) -> Output {
         self.0.run_launch(args)
     }
 
-    /// The stdout of a command that succeeds.
+    /// Runs `launch ARGS…`, which must succeed. Returns its stdout.
     #[track_caller]
     fn read_stdout(&self, args: &[&str]) -> String {
         let output = self.run_launch(args);
@@ -40,25 +41,26 @@ impl ControlledJob {
         String::from_utf8(output.stdout).unwrap()
     }
 
-    /// The runs that `launch ps` lists.
+    /// Returns the runs that `launch ps` lists, as JSON.
     #[track_caller]
     fn list_runs(&self) -> Vec<Value> {
         serde_json::from_str(&self.read_stdout(&["ps", "--json"])).unwrap()
     }
 
+    /// Starts `launch ARGS…` without output and does not wait.
     fn start(&self, args: &[&str]) -> std::process::Child {
         let mut command = self.0.launch_command(args);
-        command.read_stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap()
+        command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap()
     }
 
-    /// Waits until the path exists.
+    /// Waits until a file in the directory exists.
     #[track_caller]
     fn wait_for_file(&self, name: &str) {
         wait_until(&format!("{name} exists"), || self.0.path(name).exists());
     }
 }
 
-/// Waits until `condition`, which `name` describes, is true.
+/// Waits until `condition` is true. `name` describes the condition if the wait times out.
 #[track_caller]
 fn wait_until(name: &str, mut condition: impl FnMut() -> bool) {
     let began = Instant::now();
@@ -68,7 +70,7 @@ fn wait_until(name: &str, mut condition: impl FnMut() -> bool) {
     }
 }
 
-/// A job of two ranks that print a line and then run until SIGTERM.
+/// A job of two ranks that print two lines each and then run until SIGTERM.
 const SERVICE_JOB: &str = "\
 name: service
 cluster: {workers_per_host: 2}
@@ -112,7 +114,7 @@ fn another_terminal_can_list_follow_and_stop_a_run() {
         assert_eq!((exit_code, &error["code"]), (2, &code.into()), "{args:?}: {error}");
     }
 
-    let follow = |args: &[&str]| operator.0.command(args).read_stdout(Stdio::piped()).spawn().unwrap();
+    let follow = |args: &[&str]| operator.0.launch_command(args).stdout(Stdio::piped()).spawn().unwrap();
     let logs = follow(&["logs", "--rank", "0", "--follow"]);
     let events = follow(&["events", "--follow", "--json"]);
     let stopped = operator.run_launch(&["stop", "service"]);
@@ -180,8 +182,8 @@ fn a_detached_run_has_a_separate_session_and_its_start_is_awaited() {
     operator.0.assert_snapshot("console_of_a_detached_run", &sort_lines(&console));
 }
 
-/// The lines in alphabetical order, because the controller reads stdout and stderr of a worker
-/// independently. What the shell prints when its child is killed is removed.
+/// Sorts the lines, because the controller reads stdout and stderr of a worker independently.
+/// Removes what the shell prints when its child is killed.
 fn sort_lines(text: &str) -> String {
     let mut lines: Vec<&str> = text.lines().filter(|line| !line.ends_with("] Terminated")).collect();
     lines.sort_unstable();

@@ -15,19 +15,22 @@ use std::{
 };
 use support::{TINY_JOB, assert_snapshot, generate_corpus, output_to_text, report_skip};
 
-/// Longest wait for anything.
+/// The longest wait for any condition.
 const WAIT_LIMIT: Duration = Duration::from_secs(100);
 
+/// A real Slurm cluster in namespaces of this machine. Dropping the value removes the cluster.
 struct SlurmCluster {
     dir: PathBuf,
     _lock: Flock<fs::File>,
 }
 
+/// Returns the path of the script that starts and stops clusters.
 fn cluster_script() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/slurm/cluster")
 }
 
-/// Polls `look` until it returns a value.
+/// Polls `look` until it returns a value, and returns the value. On a timeout, panics with the text
+/// of `context`.
 #[track_caller]
 fn wait_until<T>(what: &str, context: impl Fn() -> String, mut look: impl FnMut() -> Option<T>) -> T {
     let began = Instant::now();
@@ -40,7 +43,8 @@ fn wait_until<T>(what: &str, context: impl Fn() -> String, mut look: impl FnMut(
     }
 }
 
-/// The only `failure` event in the output of `--json`, which may have lines of other programs.
+/// Returns the only `failure` event in the output of `launch --json`. Ignores lines of other
+/// programs.
 #[track_caller]
 fn expect_failure_event(text: &str) -> Value {
     let events = text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
@@ -50,7 +54,8 @@ fn expect_failure_event(text: &str) -> Value {
 }
 
 impl SlurmCluster {
-    /// Starts a cluster. `None` when this machine cannot have one; the test is then skipped.
+    /// Starts a cluster with `nodes` compute nodes, after the removal of clusters whose test has
+    /// ended. Returns `None` if this machine cannot run Slurm; the test is then skipped.
     fn start(test: &str, nodes: u32) -> Option<SlurmCluster> {
         // SAFETY: reads the user id, and cannot fail.
         let root = unsafe { libc::geteuid() } == 0;
@@ -76,7 +81,7 @@ impl SlurmCluster {
         Some(cluster)
     }
 
-    /// Runs a command of the cluster script.
+    /// Runs a command of tests/slurm/cluster for this cluster.
     fn run_cluster_script(&self, args: &[&str]) -> Output {
         Command::new(cluster_script()).arg(&self.dir).args(args).stdin(Stdio::null()).output().unwrap()
     }
@@ -87,7 +92,7 @@ impl SlurmCluster {
         self.run_cluster_script(&["exec", node, "sh", "-c", &marked])
     }
 
-    /// The value of an environment variable that all processes of the test have.
+    /// Returns the value of the environment variable that marks all processes of the test.
     fn marker(&self) -> String {
         format!("slurm-{}", std::process::id())
     }
@@ -100,24 +105,26 @@ impl SlurmCluster {
         String::from_utf8(output.stdout).unwrap().trim().to_owned()
     }
 
-    /// A path in the directory that all nodes share.
+    /// Returns a path in the directory that all nodes share.
     fn shared_path(&self, name: &str) -> PathBuf {
         self.dir.join("shared").join(name)
     }
 
+    /// Reads a file in the shared directory. Returns an empty string if the file cannot be read.
     fn read_shared_file(&self, name: &str) -> String {
         fs::read_to_string(self.shared_path(name)).unwrap_or_default()
     }
 
-    /// Writes a job whose ranks run a shell script.
+    /// Writes a job whose ranks run a shell script. `slurm` and `run` are further YAML of these
+    /// sections.
     fn write_program_job(&self, slurm: &str, run: &str, script: &str) {
         let command = serde_json::to_string(&["sh", "-c", script]).unwrap();
         let yaml = format!("name: test\nslurm: {slurm}\nrun:\n  command: {command}\n  {run}\n");
         fs::write(self.shared_path("job.yaml"), yaml).unwrap();
     }
 
-    /// Writes a training job with two workers on each of `nodes`. Returns the losses of an
-    /// uninterrupted run of it on one machine.
+    /// Writes a training job with two workers on each of `nodes`, and runs the job on one machine
+    /// without interruption. Returns the bits of its losses by step.
     fn write_training_job(&self, nodes: u32, steps: u64) -> BTreeMap<u64, (u64, u64)> {
         let job = TINY_JOB
             .replace("steps: 20", &format!("steps: {steps}"))
@@ -129,8 +136,8 @@ impl SlurmCluster {
         self.collect_step_bits("uninterrupted")
     }
 
-    /// The bits of loss and gradient norm of each step, over all runs of a job. Steps that two runs
-    /// executed must be equal.
+    /// Returns the bits of loss and gradient norm of each step, over all runs of a job. Panics if
+    /// two runs executed the same step with different bits.
     fn collect_step_bits(&self, job: &str) -> BTreeMap<u64, (u64, u64)> {
         let mut losses = BTreeMap::new();
         for event in self.read_events(job).iter().filter(|e| e["event"] == "step") {
@@ -142,7 +149,7 @@ impl SlurmCluster {
         losses
     }
 
-    /// The events of all runs of a job, in order.
+    /// Reads the events of all runs of a job, in order.
     fn read_events(&self, job: &str) -> Vec<Value> {
         let entries = fs::read_dir(self.shared_path("runs").join(job)).into_iter().flatten().flatten();
         let mut runs: Vec<PathBuf> =
@@ -154,15 +161,15 @@ impl SlurmCluster {
         runs.iter().flat_map(|file| parse(lines(file))).collect()
     }
 
-    /// The failure of the last run of a job that failed.
+    /// Returns the last `failure` event of a job. Panics if there is none.
     #[track_caller]
     fn expect_last_failure(&self, job: &str) -> Value {
         let events = self.read_events(job).into_iter().rev();
         events.into_iter().find(|event| event["event"] == "failure").expect("a failure")
     }
 
-    /// Compares the notices of all runs of a job with a snapshot. The ids of Slurm jobs are
-    /// replaced.
+    /// Compares the notices of all runs of a job with a snapshot. Ids of Slurm jobs and addresses
+    /// are replaced by placeholders.
     #[track_caller]
     fn assert_notices(&self, job: &str, snapshot: &str) {
         let events = self.read_events(job);
@@ -174,19 +181,20 @@ impl SlurmCluster {
         assert_snapshot(&self.dir, snapshot, &lines.join("\n"), &filters);
     }
 
+    /// Returns the last step that a run of the job reported, or 0.
     fn find_last_step(&self, job: &str) -> u64 {
         let events = self.read_events(job);
         events.iter().rev().find_map(|e| e["step"].as_u64().filter(|_| e["event"] == "step")).unwrap_or(0)
     }
 
-    /// One field of `scontrol show job`.
+    /// Returns one field of `scontrol show job`, or an empty string.
     fn read_job_field(&self, job: &str, name: &str) -> String {
         let shown = self.run_on_node("h0", &format!("scontrol -o show job {job}"));
         let value = |word: &str| word.strip_prefix(name)?.strip_prefix('=').map(str::to_owned);
         String::from_utf8_lossy(&shown.stdout).split_whitespace().find_map(value).unwrap_or_default()
     }
 
-    /// The state, logs and last events of a job, for the message of a failed test.
+    /// Returns the state, logs and last events of a job as text for the message of a failed test.
     fn describe_job(&self, job: &str) -> String {
         let shown = output_to_text(&self.run_on_node(
             "h0",
@@ -198,7 +206,7 @@ impl SlurmCluster {
         format!("{shown}\n{}", events[tail..].join("\n"))
     }
 
-    /// Waits until a job ends, which must be in this state.
+    /// Waits until a Slurm job ends. Panics if the job ends in another state than `state`.
     #[track_caller]
     fn wait_for_job_end(&self, job: &str, state: &str) {
         let states = ["COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"];
@@ -210,7 +218,7 @@ impl SlurmCluster {
         assert_eq!(found, state, "{}", self.describe_job(job));
     }
 
-    /// Waits until no node has a process of the test.
+    /// Waits until no process of the test remains on any node.
     #[track_caller]
     fn assert_nothing_left(&self) {
         let marker = format!("LAUNCH_TEST_MARKER={}", self.marker()).into_bytes();
@@ -240,66 +248,68 @@ impl Drop for SlurmCluster {
 
 #[test]
 fn programs_run_in_allocations_of_every_kind() {
-    let Some(c) = SlurmCluster::start("programs_run_in_allocations_of_every_kind", 4) else { return };
+    let Some(cluster) = SlurmCluster::start("programs_run_in_allocations_of_every_kind", 4) else { return };
     let report_rank = "echo $(hostname) $LOCAL_RANK/$LOCAL_WORLD_SIZE $GROUP_RANK/$GROUP_WORLD_SIZE $WORLD_SIZE $MASTER_ADDR $SLURM_STEP_NODELIST $SLURM_ARRAY_TASK_ID > rank.$SLURM_JOB_ID.$RANK";
-    c.write_program_job(
+    cluster.write_program_job(
         "{nodes: 4, extra: [\"--array=0-1\"]}",
         "env: {}\ncluster: {workers_per_host: 2}",
         report_rank,
     );
     // sbatch, as an array of two
-    let job = c.run_on_node_successfully("h0", "./launch sbatch job.yaml");
+    let job = cluster.run_on_node_successfully("h0", "./launch sbatch job.yaml");
     wait_until(
         "the array's end",
-        || c.describe_job(&job),
-        || c.run_on_node_successfully("h0", "squeue -h").is_empty().then_some(()),
+        || cluster.describe_job(&job),
+        || cluster.run_on_node_successfully("h0", "squeue -h").is_empty().then_some(()),
     );
-    let reports: Vec<String> = fs::read_dir(c.shared_path(""))
+    let reports: Vec<String> = fs::read_dir(cluster.shared_path(""))
         .unwrap()
         .flatten()
         .map(|e| e.file_name().into_string().unwrap())
         .filter(|n| n.starts_with("rank."))
         .collect();
-    assert_eq!(reports.len(), 16, "{reports:?}\n{}", c.describe_job(&job));
+    assert_eq!(reports.len(), 16, "{reports:?}\n{}", cluster.describe_job(&job));
     let words = |text: String| text.split_whitespace().map(str::to_owned).collect::<Vec<_>>();
-    let net = fs::read_to_string(c.dir.join("net")).unwrap();
+    let net = fs::read_to_string(cluster.dir.join("net")).unwrap();
     for rank in 0..8 {
         let (host, local) = (rank / 2 + 1, rank % 2);
         let expected = format!("h{host} {local}/2 {}/4 8 {}.2 h[1-4]", host - 1, net.trim());
-        assert_eq!(words(c.read(&format!("rank.{job}.{rank}")))[..6], words(expected));
+        assert_eq!(words(cluster.read_shared_file(&format!("rank.{job}.{rank}")))[..6], words(expected));
     }
     // salloc, which places the requested tasks on the nodes
-    c.write_program_job("{}", "env: {}", report_rank);
-    let alloc = c.run_on_node("h0", "salloc -Q -N3 -n4 ./launch job.yaml");
+    cluster.write_program_job("{}", "env: {}", report_rank);
+    let alloc = cluster.run_on_node("h0", "salloc -Q -N3 -n4 ./launch job.yaml");
     assert!(alloc.status.success(), "{}", output_to_text(&alloc));
-    let job = c.run_on_node_successfully("h0", "ls rank.* | cut -d. -f2 | sort -n | tail -1");
+    let job = cluster.run_on_node_successfully("h0", "ls rank.* | cut -d. -f2 | sort -n | tail -1");
     for rank in 0..4 {
-        let report = words(c.read(&format!("rank.{job}.{rank}")));
+        let report = words(cluster.read_shared_file(&format!("rank.{job}.{rank}")));
         let (_, hosts) = report[2].split_once('/').unwrap();
         assert_eq!((hosts, report[3].as_str()), ("3", "4"), "{report:?}");
     }
     // a heterogeneous job of two groups
     let het = "#!/bin/bash\n#SBATCH -N1 -n1 -o het.out\n#SBATCH hetjob\n#SBATCH -N2 -n4 --ntasks-per-node=2\nexec ./launch job.yaml\n";
-    fs::write(c.shared_path("het.sh"), het).unwrap();
-    let ran = c.run_on_node("h0", "sbatch --wait --parsable het.sh");
-    assert!(ran.status.success(), "{}{}", output_to_text(&ran), c.read("het.out"));
+    fs::write(cluster.shared_path("het.sh"), het).unwrap();
+    let ran = cluster.run_on_node("h0", "sbatch --wait --parsable het.sh");
+    assert!(ran.status.success(), "{}{}", output_to_text(&ran), cluster.read_shared_file("het.out"));
     let job = String::from_utf8_lossy(&ran.stdout).trim().to_owned();
-    let reports = c.run_on_node_successfully("h0", &format!("cat rank.{job}.*"));
+    let reports = cluster.run_on_node_successfully("h0", &format!("cat rank.{job}.*"));
     assert_eq!(reports.lines().count(), 5, "{reports}");
     for expected in ["h1 0/1 0/3 5 ", "h2 1/2 1/3 5 ", "h3 1/2 2/3 5 "] {
         assert!(reports.lines().any(|line| line.starts_with(expected)), "{expected}: {reports}");
     }
     // GPUs per task on nodes with different numbers of tasks: a worker sees all GPUs of its node
     let gpus = "echo $CUDA_VISIBLE_DEVICES > gpus.$(hostname)";
-    c.write_program_job("{}", "env: {}\ncluster: {workers_per_host: 1}", gpus);
-    let ran = c.run_on_node("h0", "salloc -Q -N2 -n5 --gpus-per-task=1 ./launch job.yaml");
+    cluster.write_program_job("{}", "env: {}\ncluster: {workers_per_host: 1}", gpus);
+    let ran = cluster.run_on_node("h0", "salloc -Q -N2 -n5 --gpus-per-task=1 ./launch job.yaml");
     assert!(ran.status.success(), "{}", output_to_text(&ran));
-    assert_eq!((c.read("gpus.h1").trim(), c.read("gpus.h2").trim()), ("0,1,2,3", "0"));
-    c.assert_nothing_left();
+    assert_eq!(
+        (cluster.read_shared_file("gpus.h1").trim(), cluster.read_shared_file("gpus.h2").trim()),
+        ("0,1,2,3", "0")
+    );
+    cluster.assert_nothing_left();
 }
 
-/// Sorts the lines of srun and slurmstepd in a message, because the two programs write at the same
-/// time.
+/// Sorts the lines of a message that srun and slurmstepd write at the same time.
 fn sort_message_lines(message: &str) -> String {
     let Some((sentence, output)) = message.rsplit_once("controller: ") else { return message.to_owned() };
     let mut lines: Vec<&str> = output.split(" | ").collect();
@@ -309,12 +319,12 @@ fn sort_message_lines(message: &str) -> String {
 
 #[test]
 fn wrong_uses_of_an_allocation_are_rejected_with_help() {
-    let Some(c) = SlurmCluster::start("wrong_uses_of_an_allocation_are_rejected_with_help", 2) else {
+    let Some(cluster) = SlurmCluster::start("wrong_uses_of_an_allocation_are_rejected_with_help", 2) else {
         return;
     };
-    c.write_program_job("{}", "env: {}", "echo ran on $(hostname)");
+    cluster.write_program_job("{}", "env: {}", "echo ran on $(hostname)");
     // `launch check` inspects all nodes by a job step, and ends it
-    let checked = c.run_on_node_successfully("h0", "salloc -Q -N2 ./launch check job.yaml --json");
+    let checked = cluster.run_on_node_successfully("h0", "salloc -Q -N2 ./launch check job.yaml --json");
     let checked: Value = serde_json::from_str(&checked).unwrap();
     let names: Vec<&str> = checked["hosts"]
         .as_array()
@@ -329,151 +339,170 @@ fn wrong_uses_of_an_allocation_are_rejected_with_help() {
         let message = sort_message_lines(diagnostic["message"].as_str().unwrap());
         messages += &format!("{}: {message}\n  help: {}\n", failure["code"], failure["help"]);
     };
-    let per_task = c.run_on_node("h0", "srun -N2 -n2 -K0 -o task-%t.json ./launch job.yaml --json");
+    let per_task = cluster.run_on_node("h0", "srun -N2 -n2 -K0 -o task-%t.json ./launch job.yaml --json");
     assert!(!per_task.status.success(), "{}", output_to_text(&per_task));
-    let failure = expect_failure_event(&c.read("task-0.json"));
+    let failure = expect_failure_event(&cluster.read_shared_file("task-0.json"));
     assert_eq!(failure["code"], "slurm-started-per-task", "{failure}");
     append(&failure);
-    let outside = c.run_on_node("h0", "./launch job.yaml --json --set cluster.hosts=slurm");
+    let outside = cluster.run_on_node("h0", "./launch job.yaml --json --set cluster.hosts=slurm");
     assert_eq!(outside.status.code(), Some(3), "{}", output_to_text(&outside));
     let failure = expect_failure_event(&output_to_text(&outside));
     assert_eq!(failure["code"], "slurm-allocation-missing", "{failure}");
     append(&failure);
     // one node only has the executable
     let script = "mkdir -p /opt/local && cp launch /opt/local/ && cat > local.sh <<'E'\n#!/bin/bash\nexec /opt/local/launch job.yaml $ARGS\nE\n";
-    c.run_on_node_successfully("h1", script);
-    let missing = c.run_on_node("h0", "ARGS=--json sbatch --wait -Q -N2 -o missing.out local.sh");
+    cluster.run_on_node_successfully("h1", script);
+    let missing = cluster.run_on_node("h0", "ARGS=--json sbatch --wait -Q -N2 -o missing.out local.sh");
     assert!(!missing.status.success(), "{}", output_to_text(&missing));
-    let failure = expect_failure_event(&c.read("missing.out"));
+    let failure = expect_failure_event(&cluster.read_shared_file("missing.out"));
     append(&failure);
-    assert_snapshot(&c.dir, "rejected_in_an_allocation", &messages, &[]);
+    assert_snapshot(&cluster.dir, "rejected_in_an_allocation", &messages, &[]);
     assert_eq!(failure["diagnostics"][0]["code"], "slurm-executable-missing", "{failure}");
-    let copied = c.run_on_node(
+    let copied = cluster.run_on_node(
         "h0",
         "ARGS='--set slurm.bcast=true --set run.logs.show=[0,1]' sbatch --wait -Q -N2 -o copied.out local.sh",
     );
-    let log = c.read("copied.out");
+    let log = cluster.read_shared_file("copied.out");
     assert!(copied.status.success() && log.contains("ran on h1") && log.contains("ran on h2"), "{log}");
-    assert_eq!(c.run_on_node_successfully("h2", "ls /tmp"), "", "the copy was not removed");
-    c.assert_nothing_left();
+    assert_eq!(cluster.run_on_node_successfully("h2", "ls /tmp"), "", "the copy was not removed");
+    cluster.assert_nothing_left();
 }
 
 #[test]
 fn a_failure_ends_all_processes_on_every_node_and_is_reported() {
-    let Some(c) = SlurmCluster::start("a_failure_ends_all_processes_on_every_node_and_is_reported", 3) else {
+    let Some(cluster) = SlurmCluster::start("a_failure_ends_all_processes_on_every_node_and_is_reported", 3)
+    else {
         return;
     };
     // each rank leaves a process in a separate session
     let script = "setsid sleep 1000 & echo up > up.$RANK; while [ ! -e go ]; do sleep 0.05; done; [ $RANK = 2 ] && exit 9; exec sleep 1000";
-    c.write_program_job("{nodes: 3, requeues: 0}", "grace_period: 5s", script);
-    let submit = |c: &SlurmCluster| {
+    cluster.write_program_job("{nodes: 3, requeues: 0}", "grace_period: 5s", script);
+    let submit = |cluster: &SlurmCluster| {
         for file in ["up.0", "up.1", "up.2", "go"] {
-            _ = fs::remove_file(c.shared_path(file));
+            _ = fs::remove_file(cluster.shared_path(file));
         }
-        let job = c.run_on_node_successfully("h0", "./launch sbatch job.yaml");
-        let up = || (0..3).all(|rank| c.shared_path(&format!("up.{rank}")).exists()).then_some(());
-        wait_until("the start", || c.describe_job(&job), up);
+        let job = cluster.run_on_node_successfully("h0", "./launch sbatch job.yaml");
+        let up = || (0..3).all(|rank| cluster.shared_path(&format!("up.{rank}")).exists()).then_some(());
+        wait_until("the start", || cluster.describe_job(&job), up);
         job
     };
-    let job = submit(&c);
-    fs::write(c.shared_path("go"), "").unwrap();
-    c.wait_for_job_end(&job, "FAILED");
-    let failure = c.expect_last_failure("test");
+    let job = submit(&cluster);
+    fs::write(cluster.shared_path("go"), "").unwrap();
+    cluster.wait_for_job_end(&job, "FAILED");
+    let failure = cluster.expect_last_failure("test");
     assert_eq!((&failure["reason"]["code"], &failure["host"]), (&9.into(), &"h3".into()), "{failure}");
-    c.assert_nothing_left();
+    cluster.assert_nothing_left();
 
     // Slurm ends the tasks of a killed srun
-    let job = submit(&c);
-    c.run_on_node_successfully("h1", "pkill -KILL -o -x srun");
-    c.wait_for_job_end(&job, "FAILED");
-    let failure = c.expect_last_failure("test");
+    let job = submit(&cluster);
+    cluster.run_on_node_successfully("h1", "pkill -KILL -o -x srun");
+    cluster.wait_for_job_end(&job, "FAILED");
+    let failure = cluster.expect_last_failure("test");
     assert_eq!(failure["diagnostics"][0]["code"], "slurm-step-failed", "{failure}");
-    c.assert_nothing_left();
+    cluster.assert_nothing_left();
 
     // scancel sends SIGTERM to the program
-    let job = submit(&c);
-    c.run_on_node_successfully("h0", &format!("scancel {job}"));
-    c.wait_for_job_end(&job, "CANCELLED");
-    c.assert_nothing_left();
+    let job = submit(&cluster);
+    cluster.run_on_node_successfully("h0", &format!("scancel {job}"));
+    cluster.wait_for_job_end(&job, "CANCELLED");
+    cluster.assert_nothing_left();
 }
 
 #[test]
 fn jobs_save_at_the_time_limit_and_at_scancel_and_resume() {
-    let Some(c) = SlurmCluster::start("jobs_save_at_the_time_limit_and_at_scancel_and_resume", 5) else {
+    let Some(cluster) = SlurmCluster::start("jobs_save_at_the_time_limit_and_at_scancel_and_resume", 5)
+    else {
         return;
     };
     // meanwhile a program on another node reaches its real time limit
     let script = "[ -e saved ] && exit 0; trap 'touch saved; exit 0' TERM; while :; do sleep 0.1; done";
-    c.write_program_job("{nodes: 1, time: 1m, signal_time: 10s}", "grace_period: 8s", script);
-    fs::rename(c.shared_path("job.yaml"), c.shared_path("limited.yaml")).unwrap();
-    let limited = c.run_on_node_successfully("h0", "./launch sbatch limited.yaml");
-    let expected = c.write_training_job(4, 400);
-    let job = c.run_on_node_successfully("h0", "./launch sbatch job.yaml");
-    let begun = || (c.find_last_step("tiny") >= 10).then_some(());
-    wait_until("the first steps", || c.describe_job(&job), begun);
+    cluster.write_program_job("{nodes: 1, time: 1m, signal_time: 10s}", "grace_period: 8s", script);
+    fs::rename(cluster.shared_path("job.yaml"), cluster.shared_path("limited.yaml")).unwrap();
+    let limited = cluster.run_on_node_successfully("h0", "./launch sbatch limited.yaml");
+    let expected = cluster.write_training_job(4, 400);
+    let job = cluster.run_on_node_successfully("h0", "./launch sbatch job.yaml");
+    let begun = || (cluster.find_last_step("tiny") >= 10).then_some(());
+    wait_until("the first steps", || cluster.describe_job(&job), begun);
     // the signal that Slurm sends to the batch script before the limit (--signal=B:USR1@…)
-    c.run_on_node_successfully("h0", &format!("scancel -b -s USR1 {job}"));
+    cluster.run_on_node_successfully("h0", &format!("scancel -b -s USR1 {job}"));
     let again = || {
-        (c.read_job_field(&job, "Restarts") == "1" && c.read_job_field(&job, "JobState") == "RUNNING")
+        (cluster.read_job_field(&job, "Restarts") == "1"
+            && cluster.read_job_field(&job, "JobState") == "RUNNING")
             .then_some(())
     };
-    wait_until("the requeue", || c.describe_job(&job), again);
-    let stopped = c.find_last_step("tiny");
+    wait_until("the requeue", || cluster.describe_job(&job), again);
+    let stopped = cluster.find_last_step("tiny");
     assert!(stopped < 400, "the run completed before the signal");
-    wait_until("more steps", || c.describe_job(&job), || (c.find_last_step("tiny") > stopped).then_some(()));
+    wait_until(
+        "more steps",
+        || cluster.describe_job(&job),
+        || (cluster.find_last_step("tiny") > stopped).then_some(()),
+    );
     // scancel signals every process of the job, which saves and ends
-    c.run_on_node_successfully("h0", &format!("scancel {job}"));
-    c.wait_for_job_end(&job, "CANCELLED");
-    c.assert_nothing_left();
-    let resumes = |c: &SlurmCluster| c.read_events("tiny").iter().filter(|e| e["event"] == "resume").count();
-    let steps = c.find_last_step("tiny");
+    cluster.run_on_node_successfully("h0", &format!("scancel {job}"));
+    cluster.wait_for_job_end(&job, "CANCELLED");
+    cluster.assert_nothing_left();
+    let resumes = |cluster: &SlurmCluster| {
+        cluster.read_events("tiny").iter().filter(|e| e["event"] == "resume").count()
+    };
+    let steps = cluster.find_last_step("tiny");
     let saved =
-        c.read_events("tiny").iter().rev().find(|e| e["event"] == "checkpoint").unwrap()["step"].clone();
-    assert_eq!((resumes(&c), saved.as_u64()), (1, Some(steps)), "{}", c.describe_job(&job));
-    let job = c.run_on_node_successfully("h0", "./launch sbatch job.yaml");
-    c.wait_for_job_end(&job, "COMPLETED");
-    assert_eq!(resumes(&c), 2, "{}", c.describe_job(&job));
-    assert!(c.collect_step_bits("tiny") == expected, "the losses differ from those of an uninterrupted run");
-    c.wait_for_job_end(&limited, "COMPLETED");
-    assert!(c.shared_path("saved").exists());
-    assert_eq!(c.read_job_field(&limited, "Restarts"), "1", "{}", c.describe_job(&limited));
-    c.assert_notices("test", "notices_at_the_time_limit_of_a_program");
-    c.assert_notices("tiny", "notices_at_the_time_limit_and_scancel");
-    c.assert_nothing_left();
+        cluster.read_events("tiny").iter().rev().find(|e| e["event"] == "checkpoint").unwrap()["step"]
+            .clone();
+    assert_eq!((resumes(&cluster), saved.as_u64()), (1, Some(steps)), "{}", cluster.describe_job(&job));
+    let job = cluster.run_on_node_successfully("h0", "./launch sbatch job.yaml");
+    cluster.wait_for_job_end(&job, "COMPLETED");
+    assert_eq!(resumes(&cluster), 2, "{}", cluster.describe_job(&job));
+    assert!(
+        cluster.collect_step_bits("tiny") == expected,
+        "the losses differ from those of an uninterrupted run"
+    );
+    cluster.wait_for_job_end(&limited, "COMPLETED");
+    assert!(cluster.shared_path("saved").exists());
+    assert_eq!(cluster.read_job_field(&limited, "Restarts"), "1", "{}", cluster.describe_job(&limited));
+    cluster.assert_notices("test", "notices_at_the_time_limit_of_a_program");
+    cluster.assert_notices("tiny", "notices_at_the_time_limit_and_scancel");
+    cluster.assert_nothing_left();
 }
 
 #[test]
 fn a_job_that_loses_a_node_is_requeued_and_resumes() {
-    let Some(c) = SlurmCluster::start("a_job_that_loses_a_node_is_requeued_and_resumes", 4) else { return };
+    let Some(cluster) = SlurmCluster::start("a_job_that_loses_a_node_is_requeued_and_resumes", 4) else {
+        return;
+    };
     // the loss of another node than that of the batch script: launch requeues the job
     let script = "echo $(hostname) >> up.$RANK; [ $(wc -l < up.$RANK) -gt 1 ] && exit 0; exec sleep 1000";
-    c.write_program_job("{nodes: 3}", "grace_period: 5s", script);
-    let job = c.run_on_node_successfully("h0", "./launch sbatch job.yaml");
-    let up = || (0..3).all(|rank| c.shared_path(&format!("up.{rank}")).exists()).then_some(());
-    wait_until("the start", || c.describe_job(&job), up);
-    assert!(c.run_cluster_script(&["crash", "h3"]).status.success());
-    c.wait_for_job_end(&job, "COMPLETED");
-    assert_eq!(c.read_job_field(&job, "Restarts"), "1", "{}", c.describe_job(&job));
-    c.assert_notices("test", "notices_of_a_lost_node");
-    let ran = c.read("up.2");
+    cluster.write_program_job("{nodes: 3}", "grace_period: 5s", script);
+    let job = cluster.run_on_node_successfully("h0", "./launch sbatch job.yaml");
+    let up = || (0..3).all(|rank| cluster.shared_path(&format!("up.{rank}")).exists()).then_some(());
+    wait_until("the start", || cluster.describe_job(&job), up);
+    assert!(cluster.run_cluster_script(&["crash", "h3"]).status.success());
+    cluster.wait_for_job_end(&job, "COMPLETED");
+    assert_eq!(cluster.read_job_field(&job, "Restarts"), "1", "{}", cluster.describe_job(&job));
+    cluster.assert_notices("test", "notices_of_a_lost_node");
+    let ran = cluster.read_shared_file("up.2");
     assert_eq!(ran.lines().collect::<Vec<_>>(), ["h3", "h4"]);
-    assert!(c.run_cluster_script(&["boot", "h3"]).status.success());
+    assert!(cluster.run_cluster_script(&["boot", "h3"]).status.success());
 
     // the loss of the node of the batch script: Slurm requeues the job
-    let expected = c.write_training_job(2, 400);
-    let net = fs::read_to_string(c.dir.join("net")).unwrap();
+    let expected = cluster.write_training_job(2, 400);
+    let net = fs::read_to_string(cluster.dir.join("net")).unwrap();
     let interface = format!("{}.0/24", net.trim());
     let set = format!("--set cluster.interface={interface}");
-    let job = c.run_on_node_successfully("h0", &format!("./launch sbatch job.yaml {set} -- --exclude=h3"));
-    let begun = || (c.find_last_step("tiny") >= 30).then_some(());
-    wait_until("the first checkpoint", || c.describe_job(&job), begun);
-    let node = c.read_job_field(&job, "BatchHost");
-    assert!(c.run_cluster_script(&["crash", &node]).status.success());
-    c.wait_for_job_end(&job, "COMPLETED");
-    assert_ne!(c.read_job_field(&job, "Restarts"), "0", "{}", c.describe_job(&job));
-    assert!(c.collect_step_bits("tiny") == expected, "the losses differ from those of an uninterrupted run");
+    let job =
+        cluster.run_on_node_successfully("h0", &format!("./launch sbatch job.yaml {set} -- --exclude=h3"));
+    let begun = || (cluster.find_last_step("tiny") >= 30).then_some(());
+    wait_until("the first checkpoint", || cluster.describe_job(&job), begun);
+    let node = cluster.read_job_field(&job, "BatchHost");
+    assert!(cluster.run_cluster_script(&["crash", &node]).status.success());
+    cluster.wait_for_job_end(&job, "COMPLETED");
+    assert_ne!(cluster.read_job_field(&job, "Restarts"), "0", "{}", cluster.describe_job(&job));
+    assert!(
+        cluster.collect_step_bits("tiny") == expected,
+        "the losses differ from those of an uninterrupted run"
+    );
     // ranks listen on the requested interface
-    let log = c.run_on_node_successfully("h0", "cat runs/tiny/2*/logs/rank-0.log");
+    let log = cluster.run_on_node_successfully("h0", "cat runs/tiny/2*/logs/rank-0.log");
     let lines = log.lines().filter(|line| line.contains(&format!("{}.", net.trim())));
     let address = regex::Regex::new(&format!(r"{}\.\d+(:\d+)?", net.trim().replace('.', r"\."))).unwrap();
     let lines: BTreeSet<String> = lines
@@ -481,7 +510,7 @@ fn a_job_that_loses_a_node_is_requeued_and_resumes() {
         .map(|line| address.replace_all(&line, "[ADDRESS]").into_owned())
         .collect();
     assert_snapshot(
-        &c.dir,
+        &cluster.dir,
         "listen_addresses",
         &lines.into_iter().collect::<Vec<_>>().join("\n"),
         &[(r"interface \S+,", "interface [NAME],")],

@@ -11,13 +11,14 @@ use std::{
 };
 use support::simulated_hosts::SimulatedHosts;
 
-/// A directory with a job that runs on the hosts.
+/// A directory with a job that runs on hosts over SSH, and a home directory for launch.
 struct SshJob {
     dir: tempfile::TempDir,
     home: PathBuf,
 }
 
 impl SshJob {
+    /// Writes a job for the hosts of the YAML list `list`. `run` is its `run:` section.
     fn new(hosts: &SimulatedHosts, list: &str, run: &str) -> SshJob {
         let dir = tempfile::tempdir().expect("a directory");
         let home = dir.path().join("home");
@@ -34,6 +35,7 @@ impl SshJob {
         self.dir.path().join(name)
     }
 
+    /// Returns the command `launch ARGS…` in the directory of the job.
     fn launch_command(&self, args: &[&str]) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_launch"));
         command.current_dir(self.dir.path()).args(args).env("HOME", &self.home).env_remove("SSH_AUTH_SOCK");
@@ -41,6 +43,7 @@ impl SshJob {
         command
     }
 
+    /// Runs `launch ARGS…` and waits for its end.
     fn run_launch(&self, args: &[&str]) -> Output {
         self.launch_command(args).output().expect("launch starts")
     }
@@ -58,7 +61,7 @@ impl SshJob {
     }
 }
 
-/// The only failed check of a host.
+/// Returns the only failed check of a host. Panics if another number of checks failed.
 #[track_caller]
 fn expect_one_failed_check<'r>(report: &'r Value, host: &str) -> &'r Value {
     let hosts = report["hosts"].as_array().expect("hosts");
@@ -70,24 +73,26 @@ fn expect_one_failed_check<'r>(report: &'r Value, host: &str) -> &'r Value {
     failed[0]
 }
 
-/// The check of this name in the report of a host.
+/// Returns the check of this name in the report of a host. Panics if there is no such check.
 #[track_caller]
 fn find_check<'r>(host_report: &'r Value, name: &str) -> &'r Value {
     let checks = host_report["checks"].as_array().expect("checks");
     checks.iter().find(|c| c["check"] == name).unwrap_or_else(|| panic!("no {name} in {host_report}"))
 }
 
+/// The four hosts, as a value of the key `cluster.hosts`.
 const ALL_HOSTS: &str = "[\"h[0-3]\"]";
+/// The `run:` section of a job whose program does nothing.
 const TRIVIAL_RUN: &str = "run: {command: ['true'], workdir: /}";
 
-/// Expects that exactly this check of a host has failed, with this diagnostic code.
+/// Checks that exactly one check of a host failed: `check`, with the diagnostic code `code`.
 #[track_caller]
 fn assert_check_failed(report: &Value, host: &str, check: &str, code: &str) {
     let failed = expect_one_failed_check(report, host);
     assert!(failed["check"] == check && failed["code"] == code, "{host}: {failed}");
 }
 
-/// The checks of every host. SimulatedHosts with GPUs have further ones.
+/// The names of the checks that `launch check` runs on every host. Hosts with GPUs have more.
 const HOST_CHECKS: [&str; 21] = [
     "dns",
     "tcp",
@@ -273,7 +278,7 @@ fn a_host_is_reached_through_a_jump_host() {
     assert_eq!(expect_one_failed_check(&found, "h2")["code"], "ssh-jump-failed");
 }
 
-/// A program that writes a rank's environment to a file and prints its rank and host.
+/// A program that writes variables of its environment to a file and prints its rank and host.
 const PRINT_RANK_SCRIPT: &str = "#!/bin/sh\nenv | grep -E '^(RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|GROUP_RANK|NODE_RANK|GROUP_WORLD_SIZE|\
 ROLE_RANK|ROLE_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|OMP_NUM_THREADS|TORCHELASTIC_RUN_ID|WORD)=' | sort > /scratch/rank-$RANK\necho rank $RANK on $(hostname)\n";
 
@@ -281,7 +286,10 @@ ROLE_RANK|ROLE_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|OMP_NUM_THREADS|TORCHELASTIC_R
 fn a_program_runs_on_four_hosts() {
     let Some(hosts) = SimulatedHosts::start("ssh::a_program_runs_on_four_hosts", 4) else { return };
     for host in ["h0", "h1", "h2", "h3"] {
-        hosts.run_shell(host, &format!("cat > /root/rank <<'END'\n{PRINT_RANK}END\nchmod 755 /root/rank"));
+        hosts.run_shell(
+            host,
+            &format!("cat > /root/rank <<'END'\n{PRINT_RANK_SCRIPT}END\nchmod 755 /root/rank"),
+        );
     }
     let run = "run: {command: [/root/rank], workdir: /root, env: {WORD: \"it's $HOME and a `tick`\"}, logs: {dir: '/tmp/runs/{run}', show: [0, 1, 2, 3, 4, 5, 6, 7]}}";
     let job = SshJob::new(&hosts, ALL_HOSTS, run);
@@ -322,7 +330,7 @@ fn a_program_runs_on_four_hosts() {
     }
 }
 
-/// The event `failure` in the output of `--json`.
+/// Returns the first `failure` event in the output of `launch --json`. Panics if there is none.
 #[track_caller]
 fn find_failure_event(events: &str) -> Value {
     let mut events_json = events.lines().filter_map(|l| serde_json::from_str::<Value>(l).ok());
@@ -400,7 +408,8 @@ fn an_unreachable_host_ends_the_run_before_it_starts() {
     assert!(!String::from_utf8_lossy(&output.stdout).contains("started"), "a rank ran");
 }
 
-/// A wrong file mode would skip the other tests.
+/// Checks the mode of tests/hosts/hosts.sh, because the other tests are skipped if the script is
+/// not executable.
 #[test]
 fn the_script_of_the_hosts_is_executable() {
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/hosts/hosts.sh");

@@ -6,7 +6,8 @@ use serde_json::Value;
 use std::{collections::BTreeMap, fs, path::Path};
 use support::{FinishedRun, JobDirectory};
 
-/// Runs `script` as the ranks of a job. `cluster` and `run` are appended to these sections.
+/// Runs `script` as the ranks of a job. `cluster` and `run` are appended to these YAML sections of
+/// the job. Returns the job's directory and the run.
 fn run_script(
     python: &Path,
     workers: u32,
@@ -26,6 +27,7 @@ fn run_script(
     (job_dir, ran)
 }
 
+/// A script that runs collectives in the default process group and in subgroups.
 const PROCESS_GROUPS_SCRIPT: &str = r#"
 import os
 from datetime import timedelta
@@ -66,6 +68,7 @@ fn process_groups_of_an_old_torch_initialize_with_both_stores() {
     }
 }
 
+/// Runs [`PROCESS_GROUPS_SCRIPT`] with the store of the agent and with a store of rank 0.
 fn assert_process_groups_initialize(python: &Path) {
     for (store, flag) in [("agent", "True"), ("rank0", "False")] {
         let (job_dir, ran) = run_script(python, 4, PROCESS_GROUPS_SCRIPT, &format!(", store: {store}"), "");
@@ -76,6 +79,7 @@ fn assert_process_groups_initialize(python: &Path) {
     }
 }
 
+/// A script that uses every operation of `TCPStore`.
 const STORE_SCRIPT: &str = r#"
 import os, threading
 from datetime import timedelta
@@ -140,14 +144,15 @@ fn every_operation_of_a_tcp_store_works_with_an_old_torch() {
     }
 }
 
+/// Runs [`STORE_SCRIPT`] with two workers.
 fn assert_store_operations_work(python: &Path) {
     let (job_dir, ran) = run_script(python, 2, STORE_SCRIPT, "", "");
     ran.expect_success();
     assert!(job_dir.path("done.0").exists() && job_dir.path("done.1").exists());
 }
 
-/// The variables that torchrun sets for each of two workers on one node, and those that DeepSpeed's
-/// launcher adds. `None`: any value.
+/// The variables that torchrun sets for the second of two workers on one node, and those that
+/// DeepSpeed's launcher adds, with their values. `None` allows any value.
 const TORCHRUN_VARIABLES: &[(&str, Option<&str>)] = &[
     ("RANK", Some("1")),
     ("LOCAL_RANK", Some("1")),
@@ -186,6 +191,7 @@ fn a_worker_has_the_variables_of_torchrun_and_deepspeed() {
     assert_eq!(env["PYTHONUNBUFFERED"], "1");
 }
 
+/// A script in which rank 1 raises an exception that torch's `record` decorator writes to a file.
 const RAISING_SCRIPT: &str = r#"
 import os, time
 from torch.distributed.elastic.multiprocessing.errors import record

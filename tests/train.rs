@@ -13,8 +13,10 @@ use std::{
 };
 use support::{FinishedRun, JobDirectory, TINY_JOB, list_files_below, report_skip};
 
+/// The tested numbers of workers.
 const WORKER_COUNTS: [u32; 5] = [1, 2, 3, 4, 8];
 
+/// Returns the setting for `n` workers.
 fn format_workers_setting(n: u32) -> String {
     format!("cluster.workers_per_host={n}")
 }
@@ -69,7 +71,8 @@ fn a_run_saved_by_n_workers_resumes_bit_equal_on_m_workers() {
     }
 }
 
-/// Reads events up to the first `kind` event of `step` or a later step, and returns their lines.
+/// Reads lines up to the first event of `kind` at `step` or a later step. Returns all lines that
+/// were read.
 fn read_events_until(reader: &mut impl BufRead, kind: &str, step: u64) -> String {
     let mut lines = String::new();
     loop {

@@ -13,23 +13,25 @@ use support::{
     trainer_script::{TrainerScript, assert_losses_continue, read_contents},
 };
 
-/// The largest relative difference of losses of the same batches in fp32, split over another number
-/// of ranks.
+/// The largest relative difference of fp32 losses of the same batches when the batches are split
+/// over another number of ranks.
 const MAX_LOSS_DIFFERENCE: f64 = 1e-5;
-/// The largest relative difference of losses with matmuls in bf16.
+/// The largest relative difference of losses with bf16 matmuls.
 const MAX_LOSS_DIFFERENCE_BF16: f64 = 1e-3;
+/// The `resume:` section of a run that resumes from the checkpoint of step 3.
 const RESUME: &str = "resume: {from: out-whole/checkpoint-3}";
 
-/// The number of hard links of a file.
+/// Returns the number of hard links of a file.
 fn count_hard_links(path: &Path) -> u64 {
     std::os::unix::fs::MetadataExt::nlink(&fs::metadata(path).unwrap())
 }
 
+/// Returns the inode number of a file.
 fn read_inode(path: &Path) -> u64 {
     std::os::unix::fs::MetadataExt::ino(&fs::metadata(path).unwrap())
 }
 
-/// Checks that every rank begins at `step` with the weight decay of both groups.
+/// Checks that every rank begins at `step`, with the weight decay of both parameter groups.
 #[track_caller]
 fn assert_begins_at(script: &TrainerScript, report: &str, workers: u32, step: u64) {
     for rank in 0..workers {
@@ -38,8 +40,8 @@ fn assert_begins_at(script: &TrainerScript, report: &str, workers: u32, step: u6
     }
 }
 
-/// Runs a script of HF Trainer with DeepSpeed on two ranks, and resumes it with other numbers of
-/// ranks.
+/// Runs a script with HF Trainer and DeepSpeed on two ranks, and resumes it with other numbers of
+/// ranks. Checks losses, notices and which files of the prepared checkpoint are hard links.
 fn resume_trainer_script(python: &[String], stage: u8, bf16: bool) {
     let dtype = if bf16 { "bf16" } else { "fp32" };
     let snapshot = |report: &str| format!("trainer_z{stage}_{dtype}_{report}");
@@ -116,7 +118,8 @@ fn loops_with_accelerate_resume_with_another_number_of_ranks() {
     resume_accelerate_loop(&script().with_fsdp("sharded"), "fsdp_sharded", MAX_LOSS_DIFFERENCE, 4);
 }
 
-/// Resumes with 4, 2 and 1 ranks from checkpoints of 2, 4 and 2 ranks.
+/// Resumes a script with 4, 2 and 1 ranks from checkpoints of 2, 4 and 2 ranks, and compares the
+/// losses.
 fn resume_accelerate_loop_repeatedly(script: &TrainerScript) {
     let (ran, whole) = script.run(2, "whole", "", &[]);
     ran.expect_success();
@@ -145,7 +148,8 @@ fn resume_accelerate_loop_repeatedly(script: &TrainerScript) {
     }
 }
 
-/// Resumes a checkpoint of two ranks with another number of ranks.
+/// Resumes a checkpoint of two ranks with `workers` ranks, and compares the losses. `name` is part
+/// of the snapshot's name.
 fn resume_accelerate_loop(script: &TrainerScript, name: &str, close: f64, workers: u32) {
     let (ran, whole) = script.run(2, "whole", "", &[]);
     ran.expect_success();
@@ -161,7 +165,7 @@ fn resume_accelerate_loop(script: &TrainerScript, name: &str, close: f64, worker
     assert!(before == read_contents(&saved), "the original was changed");
 }
 
-/// Runs every process with a separate Python, without a fork server.
+/// Runs every process of the script with a separate Python, without a fork server.
 #[test]
 fn a_trainer_script_with_fsdp_resumes_with_another_number_of_ranks() {
     let test = "a_trainer_script_with_fsdp_resumes_with_another_number_of_ranks";

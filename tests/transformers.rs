@@ -6,10 +6,14 @@ use serde_json::Value;
 use std::fs;
 use support::{JobDirectory, fork_server::ForkServer};
 
+/// The number of tokens of a sample.
 const SEQ_LEN: usize = 64;
+/// The number of evaluated samples.
 const EVAL_SAMPLES: usize = 12;
+/// The number of training steps.
 const STEPS: u64 = 30;
-/// The modules that the scripts import, and those that transformers imports for the first model.
+/// The modules that the scripts import, and those that transformers imports when it creates the
+/// first model.
 const IMPORTED_MODULES: [&str; 4] =
     ["torch", "transformers", "transformers.models.auto.modeling_auto", "transformers.modeling_utils"];
 
@@ -67,7 +71,8 @@ fn gathered_weights_load_in_transformers_with_the_same_loss() {
     }
 }
 
-/// A run without steps, and the gathering of its weights, do not change a model of Hugging Face.
+/// Checks that a run without steps and the gathering of its weights reproduce a Hugging Face
+/// directory.
 #[test]
 fn gathered_models_equal_their_source() {
     let Some(python) = support::find_python_or_skip("gathered_models_equal_their_source") else { return };
@@ -114,7 +119,7 @@ fn gathered_models_equal_their_source() {
     }
 }
 
-/// Runs scripts/oracle/hf_directories.py. Returns its output.
+/// Runs scripts/oracle/hf_directories.py, which must succeed, and returns its stdout.
 fn run_oracle(python: &ForkServer, args: &[&str]) -> String {
     let mut command =
         python.script_command(concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/oracle/hf_directories.py"));
@@ -123,7 +128,7 @@ fn run_oracle(python: &ForkServer, args: &[&str]) -> String {
     String::from_utf8(output.stdout).expect("text")
 }
 
-/// The values that a run reported.
+/// The results that a run reported in its events.
 struct ReportedValues {
     parameters: u64,
     /// The eval loss after the last step.
@@ -132,7 +137,7 @@ struct ReportedValues {
     sample: String,
 }
 
-/// Runs the job and reads its events.
+/// Runs the job, checks that the loss falls, and returns the reported results.
 fn train_model(job_dir: &JobDirectory) -> ReportedValues {
     let ran = job_dir.run(&[]).expect_success();
     let number = |event: &Value, name: &str| event[name].as_f64().expect("a number");
@@ -148,8 +153,8 @@ fn train_model(job_dir: &JobDirectory) -> ReportedValues {
     }
 }
 
-/// Gathers the weights with these options and loads them with transformers, which must find a
-/// complete model and an unchanged tokenizer. Returns the values that transformers computed.
+/// Gathers the weights with these options and loads them with transformers. Checks that the model
+/// is complete and that the tokenizer is unchanged. Returns the values that transformers computed.
 fn gather_and_load(python: &ForkServer, job_dir: &JobDirectory, class: &str, options: &[&str]) -> Value {
     let gather = [&["ckpt", "gather", "checkpoints", "weights"], options].concat();
     let gathered = job_dir.run_launch(&gather);
@@ -170,6 +175,7 @@ fn gather_and_load(python: &ForkServer, job_dir: &JobDirectory, class: &str, opt
     loaded
 }
 
+/// Returns the job file of a run with this model.
 fn format_job(workers: u32, model: &str) -> String {
     format!(
         "name: oracle
@@ -188,7 +194,7 @@ checkpoint: {{dir: checkpoints, every: never, gather_16bit_weights_on_model_save
     )
 }
 
-/// Returns the text of exactly the evaluated samples, as one document whose end is the last target.
+/// Returns the last part of the corpus, which has exactly the tokens of the evaluated samples.
 fn extract_held_out_text(job_dir: &JobDirectory) -> String {
     let corpus = fs::read_to_string(job_dir.path("corpus.txt")).expect("corpus");
     corpus[corpus.len() - SEQ_LEN * EVAL_SAMPLES..].to_owned()

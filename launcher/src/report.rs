@@ -15,7 +15,7 @@ mod view;
 
 pub(crate) use event_text::format_event;
 pub(crate) use format::{
-    format_clock, format_count, format_duration, format_first_error, format_ranks, replace_control_sequences,
+    format_clock, format_count, format_duration, format_first_error, format_ranks, replace_control_characters,
 };
 
 use crate::controller::PeerEnd;

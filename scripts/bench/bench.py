@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT = 900  # seconds that a command may take
+COMMAND_TIMEOUT_S = 900  # seconds that a command may take
 MIB = 1 << 20
 
 
@@ -27,7 +27,7 @@ def build_launch():
     return (target if target.is_absolute() else ROOT / target) / "release/launch"
 
 
-def descendants(pid):
+def list_descendants(pid):
     """The pids of all descendants of the process `pid`."""
     children = {}
     for entry in os.listdir("/proc"):
@@ -46,7 +46,7 @@ def descendants(pid):
     return pids
 
 
-def peak_rss(pid):
+def read_peak_rss(pid):
     """The largest resident set of a process so far, in bytes. 0 if the process has ended."""
     try:
         for line in Path("/proc", str(pid), "status").read_text().splitlines():
@@ -57,7 +57,7 @@ def peak_rss(pid):
     return 0
 
 
-def run_launch(launch, job, sets, cwd, measure_memory=False):
+def run_launch(launch, job, overrides, cwd, measure_memory=False):
     """Runs a job with --json. Returns its events and a size of memory.
 
     Each event gets the field `at`: the seconds from the start of the command to its arrival. With
@@ -65,7 +65,7 @@ def run_launch(launch, job, sets, cwd, measure_memory=False):
     measured at each step event; otherwise it is 0.
     """
     command = [str(launch), "--json", str(job)]
-    for item in sets:
+    for item in overrides:
         command += ["--set", item]
     began = time.perf_counter()
     events, memory = [], 0
@@ -76,21 +76,21 @@ def run_launch(launch, job, sets, cwd, measure_memory=False):
                 continue
             events.append(json.loads(line) | {"at": time.perf_counter() - began})
             if measure_memory and events[-1]["event"] == "step":
-                memory = max([memory, *map(peak_rss, descendants(process.pid))])
-        if process.wait(LIMIT) != 0:
+                memory = max([memory, *map(read_peak_rss, list_descendants(process.pid))])
+        if process.wait(COMMAND_TIMEOUT_S) != 0:
             stderr.seek(0)
             raise SystemExit(f"{' '.join(command)} exited with code {process.returncode}:\n{stderr.read()[-3000:]}")
     return events, memory
 
 
-def events_of_kind(events, kind):
+def select_events(events, kind):
     return [e for e in events if e["event"] == kind]
 
 
-def run_peer(command, env, cwd=None):
+def run_peer_program(command, env, cwd=None):
     """Runs another program and returns the last JSON object that it prints. If the program fails, logs
     the reason and returns None."""
-    result = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, cwd=cwd, env=os.environ | env)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, cwd=cwd, env=os.environ | env)
     lines = [line for line in result.stdout.splitlines() if line.startswith("{")]
     if result.returncode != 0 or not lines:
         log(f"  {' '.join(map(str, command))} failed (exit code {result.returncode}): {result.stderr.strip()[-400:]}")
@@ -115,7 +115,7 @@ def print_table(header, rows):
         print("| " + " | ".join(str(cell) for cell in row) + " |")
 
 
-def median_and_range(values, digits=0):
+def format_median_and_range(values, digits=0):
     """Formats values as `median (min–max)`."""
     if not values:
         return "–"

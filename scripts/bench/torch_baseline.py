@@ -33,10 +33,10 @@ import time
 # name: vocabulary size, tokens of a sequence, sequences of a global batch
 MODELS = {"baseline": (8192, 256, 8), "gpt2-124m": (50257, 64, 4), "moe": (8192, 256, 8), "moe-128": (8192, 256, 8)}
 # name: experts, experts per token, width of an expert
-EXPERTS = {"moe": (8, 2, 512), "moe-128": (128, 8, 144)}
+EXPERT_SIZES = {"moe": (8, 2, 512), "moe-128": (128, 8, 144)}
 
 
-def arguments():
+def parse_arguments():
     parser = argparse.ArgumentParser()
     parser.add_argument("--mode", choices=["plain", "compile", "fsdp2", "deepspeed"], required=True)
     parser.add_argument("--model", choices=MODELS, default="baseline")
@@ -59,8 +59,8 @@ def create_model(name):
     shared = dict(vocab_size=vocab, hidden_size=384, intermediate_size=1024, num_hidden_layers=6, num_attention_heads=6,
                   num_key_value_heads=6, max_position_embeddings=seq, tie_word_embeddings=False, use_cache=False,
                   attn_implementation="sdpa")
-    if name in EXPERTS:
-        experts, per_token, width = EXPERTS[name]
+    if name in EXPERT_SIZES:
+        experts, per_token, width = EXPERT_SIZES[name]
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(
             **shared, head_dim=64, num_experts=experts, num_experts_per_tok=per_token, moe_intermediate_size=width, norm_topk_prob=True,
             output_router_logits=True, router_aux_loss_coef=0.001))
@@ -69,7 +69,7 @@ def create_model(name):
     return model, model.model.layers
 
 
-def build(name, mode, world):
+def build_train_step(name, mode, world):
     """Returns the model and a function that trains on one batch and returns the loss."""
     import torch
 
@@ -85,12 +85,12 @@ def build(name, mode, world):
             config={"train_micro_batch_size_per_gpu": global_batch // world, "gradient_accumulation_steps": 1,
                     "steps_per_print": 1 << 30, "zero_optimization": {"stage": 3}})
 
-        def step(ids):
+        def train_step(ids):
             loss = engine(input_ids=ids, labels=ids).loss
             engine.backward(loss)
             engine.step()
             return loss.item()
-        return model, step
+        return model, train_step
 
     if mode == "fsdp2":
         import torch.distributed as dist
@@ -105,17 +105,17 @@ def build(name, mode, world):
     if mode == "compile":
         model = torch.compile(model)
 
-    def step(ids):
+    def train_step(ids):
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return loss.item()
-    return model, step
+    return model, train_step
 
 
 def main():
-    args = arguments()
+    args = parse_arguments()
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import torch
     import torch.distributed as dist
@@ -126,7 +126,7 @@ def main():
         raise SystemExit(f"mode {args.mode} needs a single process, but there are {world}")
     if global_batch % world:
         raise SystemExit(f"the {global_batch} sequences of a batch cannot be divided among {world} ranks")
-    _, step = build(args.model, args.mode, world)
+    _, train_step = build_train_step(args.model, args.mode, world)
     generator, per_rank = torch.Generator().manual_seed(1), global_batch // world
     times, losses = [], []
     for _ in range(args.warmup + args.steps):
@@ -134,7 +134,7 @@ def main():
         if dist.is_initialized():
             dist.barrier()
         began = time.perf_counter()
-        losses.append(step(ids))
+        losses.append(train_step(ids))
         if dist.is_initialized():
             dist.barrier()
         times.append(time.perf_counter() - began)

@@ -17,7 +17,7 @@ MACHINE_DEPENDENT = {"OMP_NUM_THREADS", "PYTHONPATH", "MASTER_ADDR", "MASTER_POR
                  "NCCL_P2P_DISABLE", "NCCL_IB_DISABLE"}
 
 
-def launcher_environment(config):
+def compute_launcher_environment(config):
     """The variables that `accelerate launch` sets for this config."""
     from accelerate.commands import launch
     from accelerate.utils import launch as prepare
@@ -30,7 +30,7 @@ def launcher_environment(config):
     args, _, _ = launch._validate_launch_command(args)
     # the same dispatch as in accelerate.commands.launch.launch_command
     if args.use_deepspeed and not args.cpu:
-        args.deepspeed_fields_from_accelerate_config = ",".join(deepspeed_fields(args, config))
+        args.deepspeed_fields_from_accelerate_config = ",".join(read_deepspeed_fields(args, config))
         _, env = prepare.prepare_deepspeed_cmd_env(args)
     elif args.use_fsdp or args.use_megatron_lm or (args.multi_gpu and not args.cpu):
         env = prepare.prepare_multi_gpu_env(args)
@@ -39,7 +39,7 @@ def launcher_environment(config):
     return {k: v for k, v in sorted(env.items()) if os.environ.get(k) != v and k not in MACHINE_DEPENDENT}
 
 
-def deepspeed_fields(args, config):
+def read_deepspeed_fields(args, config):
     from accelerate.commands.config import load_config_from_file
 
     defaults = load_config_from_file(str(config))
@@ -57,6 +57,6 @@ if __name__ == "__main__":
     for config in sorted(CONFIGS.glob("*.yaml")):
         if config.name.endswith(".job.yaml"):
             continue
-        env = {"_accelerate": accelerate.__version__, **launcher_environment(config)}
+        env = {"_accelerate": accelerate.__version__, **compute_launcher_environment(config)}
         config.with_suffix(".env.json").write_text(json.dumps(env, indent=1) + "\n")
         print(config.name, len(env), file=sys.stderr)

@@ -10,7 +10,7 @@ import json
 import sys
 from pathlib import Path
 
-OUT = Path(__file__).resolve().parents[2] / "tests/golden/data"
+GOLDEN_DIRECTORY = Path(__file__).resolve().parents[2] / "tests/golden/data"
 
 # Written for this test, with the white space and control flow of the families' own templates.
 CHATML = """{%- if messages[0]['role'] == 'system' -%}
@@ -64,12 +64,12 @@ TOOLS = """{%- if tools %}{{- 'Tools:' }}{%- for tool in tools %}{{- '\\n' + (to
 {%- for message in messages %}{%- if message.role == 'assistant' %}{{- 'A: ' }}MARK_BEGIN{%- if message.tool_calls %}{%- for call in message.tool_calls %}{{- call.name + '(' + (call.arguments | tojson) + ')' }}{%- endfor %}{%- else %}{{- message.content }}{%- endif %}{{- eos_token }}MARK_END{{- '\\n' }}{%- else %}{{- message.role.upper() + ': ' + message.content + '\\n' }}{%- endif %}{%- endfor %}"""
 TEMPLATES = {"chatml": CHATML, "headers": HEADERS, "instructions": INSTRUCTIONS, "turns": TURNS, "tools": TOOLS}
 
-TALK = [{"role": "user", "content": " What is 2 + 2?\n"}, {"role": "assistant", "content": "4, of course."},
+PLAIN_MESSAGES = [{"role": "user", "content": " What is 2 + 2?\n"}, {"role": "assistant", "content": "4, of course."},
         {"role": "user", "content": "Grüße — and <b>tags</b> & \"quotes\"?"}, {"role": "assistant", "content": "Sure:\n  1. é\n  2. 🦀 \n"}]
 CHATS = {
-    "talk": {"messages": TALK},
-    "system": {"messages": [{"role": "system", "content": "You are terse."}] + TALK[:2]},
-    "unanswered": {"messages": TALK[:3]},
+    "talk": {"messages": PLAIN_MESSAGES},
+    "system": {"messages": [{"role": "system", "content": "You are terse."}] + PLAIN_MESSAGES[:2]},
+    "unanswered": {"messages": PLAIN_MESSAGES[:3]},
     "tools": {"messages": [{"role": "user", "content": "Weather?"},
                            {"role": "assistant", "content": "", "tool_calls": [{"name": "weather", "arguments": {"city": "Zürich", "days": [1, 2.5, None, True]}}]},
                            {"role": "tool", "content": "sunny"}, {"role": "assistant", "content": "Sunny."}],
@@ -79,7 +79,7 @@ SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "
            "<end_of_turn>", "[INST]", "[/INST]"]
 
 
-def tokenizer():
+def create_tokenizer():
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -92,12 +92,12 @@ def tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>")
 
 
-def chats():
+def write_chats():
     """Renders each template with each chat. Writes the text, tokens and mask of transformers, or its
     error."""
-    t = tokenizer()
-    t.backend_tokenizer.save(str(OUT / "tokenizer.json"))
-    (OUT / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}) + "\n")
+    t = create_tokenizer()
+    t.backend_tokenizer.save(str(GOLDEN_DIRECTORY / "tokenizer.json"))
+    (GOLDEN_DIRECTORY / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}) + "\n")
     cases = []
     for name, template in TEMPLATES.items():
         for dashes in (("{%- generation %}", "{%- endgeneration %}"), ("{% generation %}", "{% endgeneration %}")):
@@ -112,24 +112,24 @@ def chats():
                 except Exception as e:
                     case["error"] = str(e).splitlines()[0]
                 cases.append(case)
-    (OUT / "chats.json").write_text(json.dumps(cases, ensure_ascii=False, indent=1) + "\n")
+    (GOLDEN_DIRECTORY / "chats.json").write_text(json.dumps(cases, ensure_ascii=False, indent=1) + "\n")
     print(len(cases), "cases,", sum("error" in c for c in cases), "with an error")
 
 
-def parquet():
+def write_parquet_files():
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     texts = [f"document {i}: " + "é🦀 "[i % 3] * (i % 17) for i in range(200)]
     table = pa.table({"id": list(range(200)), "text": texts, "score": [i / 7 for i in range(200)]})
-    pq.write_table(table, OUT / "snappy.parquet", row_group_size=64, compression="snappy")
-    pq.write_table(table, OUT / "zstd_v2.parquet", row_group_size=150, compression="zstd", data_page_version="2.0", use_dictionary=False)
-    pq.write_table(table.set_column(1, "text", pa.array(texts, pa.large_string())), OUT / "plain_large.parquet", compression="none")
+    pq.write_table(table, GOLDEN_DIRECTORY / "snappy.parquet", row_group_size=64, compression="snappy")
+    pq.write_table(table, GOLDEN_DIRECTORY / "zstd_v2.parquet", row_group_size=150, compression="zstd", data_page_version="2.0", use_dictionary=False)
+    pq.write_table(table.set_column(1, "text", pa.array(texts, pa.large_string())), GOLDEN_DIRECTORY / "plain_large.parquet", compression="none")
     message = pa.struct([("role", pa.string()), ("content", pa.string())])
     rows = [c["messages"] for n, c in CHATS.items() if n != "tools"]
-    pq.write_table(pa.table({"messages": pa.array(rows, pa.list_(message)), "source": ["a"] * len(rows)}), OUT / "chats.parquet")
-    (OUT / "texts.json").write_text(json.dumps(texts, ensure_ascii=False, indent=0) + "\n")
+    pq.write_table(pa.table({"messages": pa.array(rows, pa.list_(message)), "source": ["a"] * len(rows)}), GOLDEN_DIRECTORY / "chats.parquet")
+    (GOLDEN_DIRECTORY / "texts.json").write_text(json.dumps(texts, ensure_ascii=False, indent=0) + "\n")
 
 
 if __name__ == "__main__":
-    {"chats": chats, "parquet": parquet}[sys.argv[1]]()
+    {"chats": write_chats, "parquet": write_parquet_files}[sys.argv[1]]()

@@ -35,8 +35,8 @@ letters = torch.Generator().manual_seed(5)
 documents = ["".join(chr(97 + int(i)) for i in torch.randint(0, 26, (LENGTH,), generator=letters) // 3) for _ in range(DOCUMENTS)]
 
 
-def batch(step):
-    first = (step * world + rank) * MICRO
+def create_batch(train_step):
+    first = (train_step * world + rank) * MICRO
     rows = [[ord(c) for c in documents[(first + i) % DOCUMENTS]] + [EOD] for i in range(MICRO)]
     ids = torch.tensor(rows)
     return dict(input_ids=ids, labels=ids.clone())
@@ -59,8 +59,8 @@ engine, _, _, _ = deepspeed.initialize(
                 zero_force_ds_cpu_optimizer=False, steps_per_print=10**9))
 
 
-def step(number):
-    loss = engine(**batch(number)).loss
+def train_step(number):
+    loss = engine(**create_batch(number)).loss
     engine.backward(loss)
     engine.step()
     total = loss.detach().double()
@@ -68,9 +68,9 @@ def step(number):
     return float(total) / world
 
 
-losses = [step(n) for n in range(BEFORE)]
+losses = [train_step(n) for n in range(BEFORE)]
 engine.save_checkpoint(args.out)
-next_losses = [step(n) for n in range(BEFORE, BEFORE + AFTER)]
+next_losses = [train_step(n) for n in range(BEFORE, BEFORE + AFTER)]
 if rank == 0:
     for name in ("zero_to_fp32.py", "zero_to_torch.py"):
         os.remove(os.path.join(args.out, name))

@@ -21,7 +21,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 import llama as base
 
-cross_entropy, balance = base.compute_loss, 0.0
+cross_entropy, load_balancing_loss = base.compute_loss, 0.0
 
 SIZES = dict(vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
              num_key_value_heads=2, head_dim=4, max_position_embeddings=64, initializer_range=0.15, rms_norm_eps=1e-5,
@@ -86,7 +86,7 @@ CASES = {
 }
 
 
-def make_config(case):
+def create_config(case):
     if case["kind"][0] is GPT2Config:
         return GPT2Config(**{**GPT2_SIZES, **case["config"]}, attn_implementation="eager")
     extra = {} if "sliding_window" in case["config"] else (
@@ -101,9 +101,9 @@ def has_experts(case):
     return "router_aux_loss_coef" in case["config"]
 
 
-def make_model(case):
+def create_model(case):
     torch.manual_seed(case["seed"])
-    model = case["kind"][1](make_config(case))
+    model = case["kind"][1](create_config(case))
     with torch.no_grad():  # norms differ from 1 and biases from 0, so that a missing one is detected
         for name, p in model.named_parameters():
             if p.dim() == 1:
@@ -111,14 +111,14 @@ def make_model(case):
     return model
 
 
-def layer_window(config, layer):
+def find_layer_window(config, layer):
     kinds = getattr(config, "layer_types", None)
     if kinds is not None and kinds[layer] == "full_attention":
         return None
     return getattr(config, "sliding_window", None)
 
 
-def forward(model, tokens, starts, dtype):
+def compute_logits(model, tokens, starts, dtype):
     """The logits. With several documents the mask is passed; otherwise the model creates it."""
     b, t = tokens.shape
     if dtype is torch.float64:  # reorder_and_upcast_attn does not support it
@@ -130,14 +130,14 @@ def forward(model, tokens, starts, dtype):
     if not bool((starts > 0).any()):
         out = model(input_ids=tokens, position_ids=positions,
                     **({"output_router_logits": True} if hasattr(model, "router_aux_loss_coef") else {}))
-        global balance
-        balance = 0.0
+        global load_balancing_loss
+        load_balancing_loss = 0.0
         if hasattr(model, "router_aux_loss_coef"):  # the loss that the model's forward pass adds if it gets labels
-            balance = model.router_aux_loss_coef * load_balancing_loss_func(
+            load_balancing_loss = model.router_aux_loss_coef * load_balancing_loss_func(
                 out.router_logits, model.config.num_local_experts, model.config.num_experts_per_tok)
-            assert torch.equal(balance, model.router_aux_loss_coef * out.aux_loss)
+            assert torch.equal(load_balancing_loss, model.router_aux_loss_coef * out.aux_loss)
         return out.logits
-    windows = {layer_window(model.config, l) for l in range(model.config.num_hidden_layers)}
+    windows = {find_layer_window(model.config, l) for l in range(model.config.num_hidden_layers)}
     assert len(windows) == 1, "layers with different masks are not supported"
     window = windows.pop() or t
     allowed = ((i[None, None, :] <= i[None, :, None]) & (i[None, None, :] >= starts[:, :, None])
@@ -149,10 +149,10 @@ def forward(model, tokens, starts, dtype):
 def compute_loss(logits, labels):
     """The loss per token, and the mean plus the load-balancing loss of the last forward pass."""
     per_token, mean = cross_entropy(logits, labels)
-    return per_token, mean + balance
+    return per_token, mean + load_balancing_loss
 
 
-def to_stored_names(answers, model):
+def convert_to_stored_names(answers, model):
     """Splits the experts' tensors and gives them the names of save_pretrained, one tensor per expert."""
     names = ("w1", "w3", "w2") if isinstance(model, MixtralForCausalLM) else ("gate_proj", "up_proj", "down_proj")
     out = {}
@@ -171,42 +171,42 @@ def to_stored_names(answers, model):
     return out
 
 
-def check_window(case):
+def assert_window_is_shorter(case):
     """Asserts that the window of a case is shorter than its sequences."""
-    config = make_config(case)
-    windows = [layer_window(config, l) for l in range(config.num_hidden_layers)]
+    config = create_config(case)
+    windows = [find_layer_window(config, l) for l in range(config.num_hidden_layers)]
     if any(windows):
         assert min(w for w in windows if w) < case["seq"], "the window contains the whole sequence"
 
 
-def write(name, case, out):
+def write_case(name, case, out):
     case = {"batch": 2, "seq": 20, **case}
     case["config"] = {"vocab_size": SIZES["vocab_size"], **case["config"]}
-    base.make_model, base.forward, base.compute_loss = make_model, forward, compute_loss
+    base.create_model, base.compute_logits, base.compute_loss = create_model, compute_logits, compute_loss
     base.ADAMW["eps"] = case.get("eps", 1e-8)
-    check_window(case)
-    single, double = base.run(case, torch.float32), base.run(case, torch.float64)
-    error = max(base.distance(single[k], double[k]) for k in single
+    assert_window_is_shorter(case)
+    single, double = base.compute_case(case, torch.float32), base.compute_case(case, torch.float64)
+    error = max(base.compute_distance(single[k], double[k]) for k in single
               if "/" in k or k in ("logits", "loss", "losses", "grad_norms"))
     assert error < 5e-6, f"{name}: ill-conditioned: {error}"
     directory = out / name
     directory.mkdir(parents=True, exist_ok=True)
-    model = make_model(case)
+    model = create_model(case)
     model.save_pretrained(directory)
     names = {n for n, _ in model.named_parameters()}
     answers = {k: v.contiguous() for k, v in single.items() if k not in names}
     if has_experts(case):
-        answers = {k: v.contiguous() for k, v in to_stored_names(answers, model).items()}
+        answers = {k: v.contiguous() for k, v in convert_to_stored_names(answers, model).items()}
         stored = set(load_file(directory / "model.safetensors"))
         assert {k.removeprefix("grad/") for k in answers if k.startswith("grad/")} == stored
     save_file(answers, directory / "answers.safetensors")
     for file in directory.iterdir():
         file.chmod(0o644)
-    flat = lambda x: [base.IGNORE if n == -100 else n for n in x.flatten().tolist()]
+    flat = lambda x: [base.IGNORED_LABEL if n == -100 else n for n in x.flatten().tolist()]
     about = dict(batch=case["batch"], seq=case["seq"],
                  optimizer=dict(lr=base.ADAMW["lr"], eps=base.ADAMW["eps"], weight_decay=base.WEIGHT_DECAY, clip_norm=case["clip_norm"]),
                  torch=torch.__version__, float64_distance=error,
-                 batches=[dict(tokens=flat(t), labels=flat(l), starts=flat(s)) for t, l, s in base.make_batches(case)])
+                 batches=[dict(tokens=flat(t), labels=flat(l), starts=flat(s)) for t, l, s in base.create_batches(case)])
     (directory / "case.json").write_text(json.dumps(about) + "\n")
     print(f"{name}: loss {single['loss'].item():.6f} -> {single['losses'][-1].item():.6f}, float64 distance {error:.1e}")
 
@@ -218,7 +218,7 @@ def main():
     only = sys.argv[2:]
     for name, case in CASES.items():
         if not only or name in only:
-            write(name, case, out)
+            write_case(name, case, out)
 
 
 if __name__ == "__main__":

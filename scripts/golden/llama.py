@@ -18,11 +18,11 @@ import transformers
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-IGNORE = 4294967295  # a position without a loss, as a u32
+IGNORED_LABEL = 4294967295  # a position without a loss, as a u32
 STEPS = 10
 ADAMW = dict(lr=1e-3, betas=(0.9, 0.95), eps=1e-8)
 WEIGHT_DECAY = 0.1
-NO_DECAY = "norm"  # parameters whose names contain this have no weight decay
+NO_DECAY_PATTERN = "norm"  # parameters whose names contain this have no weight decay
 
 CASES = {
     # multi-head attention, untied head, clipped gradients
@@ -50,23 +50,23 @@ CASES = {
 }
 
 
-def make_config(case):
+def create_config(case):
     return LlamaConfig(max_position_embeddings=64, initializer_range=0.1, attention_bias=False, mlp_bias=False,
                        rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, use_cache=False,
                        bos_token_id=None, eos_token_id=None, attn_implementation="eager", **case["config"])
 
 
-def make_model(case):
+def create_model(case):
     torch.manual_seed(case["seed"])
-    model = LlamaForCausalLM(make_config(case))
+    model = LlamaForCausalLM(create_config(case))
     with torch.no_grad():  # norms differ from 1, so that a missing factor is detected
         for name, p in model.named_parameters():
-            if NO_DECAY in name:
+            if NO_DECAY_PATTERN in name:
                 p.add_(0.25 * torch.randn_like(p))
     return model
 
 
-def make_batches(case):
+def create_batches(case):
     """One batch per optimizer step: tokens, labels (labels[i] is the target of position i) and starts."""
     g = torch.Generator().manual_seed(case["seed"] + 1000)
     b, t, v = case["batch"], case["seq"], case["config"]["vocab_size"]
@@ -90,7 +90,7 @@ def make_batches(case):
     return out
 
 
-def forward(model, tokens, starts, dtype):
+def compute_logits(model, tokens, starts, dtype):
     b, t = tokens.shape
     i = torch.arange(t)
     allowed = (i[None, None, :] <= i[None, :, None]) & (i[None, None, :] >= starts[:, :, None])  # [b, query, key]
@@ -103,13 +103,13 @@ def compute_loss(logits, labels):
     return per_token, per_token.sum() / (labels != -100).sum()
 
 
-def run(case, dtype):
+def compute_case(case, dtype):
     """All tensors of a case by name: weights, results, and the losses and gradient norms of the steps."""
-    model = make_model(case).to(dtype)
-    batches = make_batches(case)
+    model = create_model(case).to(dtype)
+    batches = create_batches(case)
     out = {name: p.detach().clone() for name, p in model.named_parameters()}
     tokens, labels, starts = batches[0]
-    logits = forward(model, tokens, starts, dtype)
+    logits = compute_logits(model, tokens, starts, dtype)
     per_token, mean = compute_loss(logits, labels)
     mean.backward()
     out |= {"logits": logits.detach().clone(), "loss_per_token": per_token.detach().clone(),
@@ -117,13 +117,13 @@ def run(case, dtype):
     out |= {f"grad/{name}": p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
 
-    decayed = [p for n, p in model.named_parameters() if NO_DECAY not in n]
-    plain = [p for n, p in model.named_parameters() if NO_DECAY in n]
+    decayed = [p for n, p in model.named_parameters() if NO_DECAY_PATTERN not in n]
+    plain = [p for n, p in model.named_parameters() if NO_DECAY_PATTERN in n]
     optimizer = torch.optim.AdamW([dict(params=decayed, weight_decay=WEIGHT_DECAY), dict(params=plain, weight_decay=0.0)],
                                   foreach=False, fused=False, **ADAMW)
     losses, norms = [], []
     for tokens, labels, starts in batches:
-        _, mean = compute_loss(forward(model, tokens, starts, dtype), labels)
+        _, mean = compute_loss(compute_logits(model, tokens, starts, dtype), labels)
         mean.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), case["clip_norm"] or float("inf"), foreach=False)
         optimizer.step()
@@ -135,51 +135,51 @@ def run(case, dtype):
     return out
 
 
-def distance(a, b):
+def compute_distance(a, b):
     """|a - b| / |b| over a whole tensor, or 0 if both are 0."""
     a, b = a.double(), b.double()
     return ((a - b).norm() / b.norm().clamp_min(1e-300)).item()
 
 
-def check_masking(case):
+def assert_documents_are_separate(case):
     """Asserts that a changed token of a document does not affect the other documents."""
-    model = make_model(case)
-    tokens, _, starts = make_batches(case)[0]
+    model = create_model(case)
+    tokens, _, starts = create_batches(case)[0]
     row = next(r for r in range(case["batch"]) if starts[r].max() > 0)
     first = int((starts[row] > 0).nonzero()[0])
-    before = forward(model, tokens, starts, torch.float32)
+    before = compute_logits(model, tokens, starts, torch.float32)
     tokens = tokens.clone()
     tokens[row, 0] = (tokens[row, 0] + 1) % case["config"]["vocab_size"]
-    after = forward(model, tokens, starts, torch.float32)
+    after = compute_logits(model, tokens, starts, torch.float32)
     assert torch.equal(before[row, first:], after[row, first:]), "a document attends to another one"
     assert not torch.equal(before[row, :first], after[row, :first])
 
 
-def write(name, case, out):
-    single, double = run(case, torch.float32), run(case, torch.float64)
+def write_case(name, case, out):
+    single, double = compute_case(case, torch.float32), compute_case(case, torch.float64)
     errors = {}
     for key in single:
         kind = key.split("/")[0] if "/" in key else (key if key in ("logits", "loss", "losses", "grad_norms") else None)
         if kind:
-            errors[kind] = max(errors.get(kind, 0.0), distance(single[key], double[key]))
+            errors[kind] = max(errors.get(kind, 0.0), compute_distance(single[key], double[key]))
     assert max(errors.values()) < 4e-6, f"{name}: ill-conditioned: {errors}"
     if "documents" in case:
-        check_masking(case)
+        assert_documents_are_separate(case)
     directory = out / name
     directory.mkdir(parents=True, exist_ok=True)
     # named_parameters() lists a tied head once, as model.embed_tokens.weight
     save_file({k: v.contiguous() for k, v in single.items()}, directory / "tensors.safetensors")
     (directory / "tensors.safetensors").chmod(0o644)
-    config = {k: v for k, v in make_config(case).to_dict().items() if k != "transformers_version"}
+    config = {k: v for k, v in create_config(case).to_dict().items() if k != "transformers_version"}
     config["architectures"] = ["LlamaForCausalLM"]
     (directory / "config.json").write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")
-    flat = lambda x: [IGNORE if n == -100 else n for n in x.flatten().tolist()]
+    flat = lambda x: [IGNORED_LABEL if n == -100 else n for n in x.flatten().tolist()]
     about = dict(
-        batch=case["batch"], seq=case["seq"], ignore=IGNORE,
+        batch=case["batch"], seq=case["seq"], ignore=IGNORED_LABEL,
         optimizer=dict(name="adamw", lr=ADAMW["lr"], betas=ADAMW["betas"], eps=ADAMW["eps"],
-                       weight_decay=WEIGHT_DECAY, no_decay=[f"*{NO_DECAY}*"], clip_norm=case["clip_norm"]),
+                       weight_decay=WEIGHT_DECAY, no_decay=[f"*{NO_DECAY_PATTERN}*"], clip_norm=case["clip_norm"]),
         torch=torch.__version__, transformers=transformers.__version__, float64_distance=errors,
-        batches=[dict(tokens=flat(t), labels=flat(l), starts=flat(s)) for t, l, s in make_batches(case)])
+        batches=[dict(tokens=flat(t), labels=flat(l), starts=flat(s)) for t, l, s in create_batches(case)])
     text = json.dumps(about, indent=1)
     # joins each list of numbers to one line
     lines, depth = [], None
@@ -197,7 +197,7 @@ def write(name, case, out):
     assert json.loads(text) == json.loads(json.dumps(about))
     (directory / "case.json").write_text(text)
     size = (directory / "tensors.safetensors").stat().st_size
-    print(f"{name}: {sum(p.numel() for p in make_model(case).parameters())} parameters, {size} bytes, "
+    print(f"{name}: {sum(p.numel() for p in create_model(case).parameters())} parameters, {size} bytes, "
           f"loss {single['loss'].item():.6f} -> {single['losses'][-1].item():.6f}, "
           f"grad norms {min(single['grad_norms']).item():.3f}..{max(single['grad_norms']).item():.3f}, "
           f"float64 distance {max(errors.values()):.1e}")
@@ -208,7 +208,7 @@ def main():
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     for name, case in CASES.items():
-        write(name, case, out)
+        write_case(name, case, out)
 
 
 if __name__ == "__main__":

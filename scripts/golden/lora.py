@@ -29,14 +29,14 @@ CASES = {
     # attention in a model with experts
     "experts": dict(family="mixtral", lora=dict(r=2, lora_alpha=4, target_modules=["q_proj", "k_proj", "o_proj"])),
 }
-PREFIX = "base_model.model."
+PEFT_PREFIX = "base_model.model."
 # The default eps of 1e-8 is as small as some gradients, so AdamW would amplify their rounding errors.
 base.ADAMW["eps"] = 1e-6
 
 
-def make_model(case, dtype):
+def create_model(case, dtype):
     family = families.CASES[case["family"]]
-    model = get_peft_model(families.make_model(family), LoraConfig(task_type="CAUSAL_LM", **case["lora"]))
+    model = get_peft_model(families.create_model(family), LoraConfig(task_type="CAUSAL_LM", **case["lora"]))
     torch.manual_seed(family["seed"] + 1000)
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -47,63 +47,63 @@ def make_model(case, dtype):
     return model.to(dtype)
 
 
-def named(model):
+def list_trained(model):
     """The trained parameters by their names in files, without PEFT's prefix."""
-    return {n.removeprefix(PREFIX).replace(".default.", "."): p for n, p in model.named_parameters() if p.requires_grad}
+    return {n.removeprefix(PEFT_PREFIX).replace(".default.", "."): p for n, p in model.named_parameters() if p.requires_grad}
 
 
-def run(case, about, dtype):
-    peft = make_model(case, dtype)
+def compute_case(case, about, dtype):
+    peft = create_model(case, dtype)
     model = peft.base_model.model
-    batches = base.make_batches(about)
+    batches = base.create_batches(about)
     tokens, labels, starts = batches[0]
-    logits = families.forward(model, tokens, starts, dtype)
+    logits = families.compute_logits(model, tokens, starts, dtype)
     per_token, mean = families.compute_loss(logits, labels)
     mean.backward()
     out = {"logits": logits.detach().clone(), "loss_per_token": per_token.detach().clone(),
            "loss": mean.detach().reshape(1).clone()}
-    out |= {f"grad/{n}": p.grad.clone() for n, p in named(peft).items()}
+    out |= {f"grad/{n}": p.grad.clone() for n, p in list_trained(peft).items()}
     peft.zero_grad()
-    optimizer = torch.optim.AdamW(list(named(peft).values()), weight_decay=base.WEIGHT_DECAY, foreach=False, fused=False, **base.ADAMW)
+    optimizer = torch.optim.AdamW(list(list_trained(peft).values()), weight_decay=base.WEIGHT_DECAY, foreach=False, fused=False, **base.ADAMW)
     losses, norms = [], []
     for tokens, labels, starts in batches:
-        _, mean = families.compute_loss(families.forward(model, tokens, starts, dtype), labels)
+        _, mean = families.compute_loss(families.compute_logits(model, tokens, starts, dtype), labels)
         mean.backward()
-        norm = torch.nn.utils.clip_grad_norm_(list(named(peft).values()), about["clip_norm"] or float("inf"), foreach=False)
+        norm = torch.nn.utils.clip_grad_norm_(list(list_trained(peft).values()), about["clip_norm"] or float("inf"), foreach=False)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(mean.detach())
         norms.append(norm.detach())
     out |= {"losses": torch.stack(losses), "grad_norms": torch.stack(norms)}
-    out |= {f"after10/{n}": p.detach().clone() for n, p in named(peft).items()}
+    out |= {f"after10/{n}": p.detach().clone() for n, p in list_trained(peft).items()}
     return out, peft
 
 
-def write(name, case, out):
+def write_case(name, case, out):
     family = families.CASES[case["family"]]
     shape = dict(batch=2, seq=20, seed=family["seed"], clip_norm=family["clip_norm"],
                  config={"vocab_size": families.SIZES["vocab_size"], **family["config"]})
-    single, _ = run(case, shape, torch.float32)
-    double, _ = run(case, shape, torch.float64)
-    error = max(base.distance(single[k], double[k]) for k in single if k != "loss_per_token")
+    single, _ = compute_case(case, shape, torch.float32)
+    double, _ = compute_case(case, shape, torch.float64)
+    error = max(base.compute_distance(single[k], double[k]) for k in single if k != "loss_per_token")
     assert error < 5e-6, f"{name}: ill-conditioned: {error}"
     directory = out / name
     directory.mkdir(parents=True, exist_ok=True)
-    fresh = make_model(case, torch.float32)
+    fresh = create_model(case, torch.float32)
     fresh.save_pretrained(directory / "adapter")
     (directory / "adapter/README.md").unlink()
-    assert {PREFIX + n for n in named(fresh)} == set(get_peft_model_state_dict(fresh))
+    assert {PEFT_PREFIX + n for n in list_trained(fresh)} == set(get_peft_model_state_dict(fresh))
     before = {n.replace(".base_layer.", "."): p.clone() for n, p in fresh.base_model.model.named_parameters()}
     merged = fresh.merge_and_unload()
     single |= {f"merged/{n}": p.detach() for n, p in merged.named_parameters() if not torch.equal(p, before[n])}
     save_file({k: v.contiguous() for k, v in single.items()}, directory / "answers.safetensors")
     for file in [*directory.iterdir(), *(directory / "adapter").iterdir()]:
         file.chmod(0o755 if file.is_dir() else 0o644)
-    flat = lambda x: [base.IGNORE if n == -100 else n for n in x.flatten().tolist()]
+    flat = lambda x: [base.IGNORED_LABEL if n == -100 else n for n in x.flatten().tolist()]
     about = dict(batch=2, seq=20, family=case["family"],
                 optimizer=dict(lr=base.ADAMW["lr"], eps=base.ADAMW["eps"], weight_decay=base.WEIGHT_DECAY, clip_norm=family["clip_norm"]),
                 torch=torch.__version__, float64_distance=error,
-                batches=[dict(tokens=flat(t), labels=flat(l), starts=flat(s)) for t, l, s in base.make_batches(shape)])
+                batches=[dict(tokens=flat(t), labels=flat(l), starts=flat(s)) for t, l, s in base.create_batches(shape)])
     (directory / "case.json").write_text(json.dumps(about) + "\n")
     print(f"{name}: loss {single['losses'][0].item():.6f} -> {single['losses'][-1].item():.6f}, float64 distance {error:.1e}")
 
@@ -114,7 +114,7 @@ def main():
     torch.use_deterministic_algorithms(True)
     warnings.simplefilter("ignore")
     for name, case in CASES.items():
-        write(name, case, out)
+        write_case(name, case, out)
 
 
 if __name__ == "__main__":

@@ -25,16 +25,16 @@ import llama  # noqa: E402
 DTYPES = {"bf16": (torch.bfloat16, 1.0), "fp16": (torch.float16, 1024.0)}
 
 
-def errors(a, b):
+def compute_errors(a, b):
     a, b = a.double(), b.double()
     return dict(rms=((a - b).norm() / b.norm().clamp_min(1e-300)).item(),
                 max=((a - b).abs().max() / b.abs().max().clamp_min(1e-300)).item())
 
 
-def gradients(case, model, batch, dtype, scale):
+def compute_gradients(case, model, batch, dtype, scale):
     """Logits and losses of one batch in fp32, and its gradients without the loss scale."""
     tokens, labels, starts = batch
-    logits = llama.forward(model, tokens, starts, dtype).float()
+    logits = llama.compute_logits(model, tokens, starts, dtype).float()
     per_token, mean = llama.compute_loss(logits, labels)
     (mean * scale).backward()
     grads = {n: p.grad.float() / scale for n, p in model.named_parameters()}
@@ -42,21 +42,21 @@ def gradients(case, model, batch, dtype, scale):
     return logits.detach(), per_token.detach(), mean.detach(), grads
 
 
-def run(case, dtype, scale):
-    model = llama.make_model(case)
+def compute_16bit_case(case, dtype, scale):
+    model = llama.create_model(case)
     master = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
     model = model.to(dtype)
-    batches = llama.make_batches(case)
-    logits, per_token, loss, grads = gradients(case, model, batches[0], dtype, scale)
+    batches = llama.create_batches(case)
+    logits, per_token, loss, grads = compute_gradients(case, model, batches[0], dtype, scale)
     out = {"logits": logits, "loss_per_token": per_token, "loss": loss.reshape(1)}
     out |= {f"grad/{n}": g for n, g in grads.items()}
-    decayed = [p for n, p in master.items() if llama.NO_DECAY not in n]
-    plain = [p for n, p in master.items() if llama.NO_DECAY in n]
+    decayed = [p for n, p in master.items() if llama.NO_DECAY_PATTERN not in n]
+    plain = [p for n, p in master.items() if llama.NO_DECAY_PATTERN in n]
     optimizer = torch.optim.AdamW([dict(params=decayed, weight_decay=llama.WEIGHT_DECAY),
                                    dict(params=plain, weight_decay=0.0)], foreach=False, fused=False, **llama.ADAMW)
     losses, norms = [], []
     for batch in batches:
-        _, _, loss, grads = gradients(case, model, batch, dtype, scale)
+        _, _, loss, grads = compute_gradients(case, model, batch, dtype, scale)
         for n, g in grads.items():
             master[n].grad = g
         norms.append(torch.nn.utils.clip_grad_norm_(master.values(), case["clip_norm"] or float("inf"), foreach=False))
@@ -72,18 +72,18 @@ def run(case, dtype, scale):
 def merge_experts(answers, model):
     """Joins the experts of a layer to one tensor per matrix."""
     out = {}
-    for key, value in families.to_stored_names(answers, model).items():
+    for key, value in families.convert_to_stored_names(answers, model).items():
         before, _, rest = key.partition(".experts.")
         name = f"{before}.experts.{rest.split('.', 1)[1]}" if rest else key
         out.setdefault(name, []).append(value.flatten())
     return {name: torch.cat(values) for name, values in out.items()}
 
 
-def cases():
+def generate_cases():
     """Yields each case. For the cases of families.py, also replaces functions of llama.py."""
     for name, case in llama.CASES.items():
         yield name, case
-    llama.make_model, llama.forward, llama.compute_loss = families.make_model, families.forward, families.compute_loss
+    llama.create_model, llama.compute_logits, llama.compute_loss = families.create_model, families.compute_logits, families.compute_loss
     for name, case in families.CASES.items():
         case = {"batch": 2, "seq": 20, **case}
         case["config"] = {"vocab_size": families.SIZES["vocab_size"], **case["config"]}
@@ -97,13 +97,13 @@ def main():
     out = Path(sys.argv[1] if len(sys.argv) > 1 else "tests/golden/precision")
     out.mkdir(parents=True, exist_ok=True)
     answers = dict(torch=torch.__version__)
-    for name, case in cases():
-        model = llama.make_model(case)
-        exact = merge_experts(llama.run(case, torch.float32), model)
+    for name, case in generate_cases():
+        model = llama.create_model(case)
+        exact = merge_experts(llama.compute_case(case, torch.float32), model)
         answers[name] = {}
         for precision, (dtype, scale) in DTYPES.items():
-            got = merge_experts(run(case, dtype, scale), model)
-            answers[name][precision] = {k: errors(v, exact[k]) for k, v in got.items()}
+            got = merge_experts(compute_16bit_case(case, dtype, scale), model)
+            answers[name][precision] = {k: compute_errors(v, exact[k]) for k, v in got.items()}
             worst = max(e["rms"] for e in answers[name][precision].values())
             assert worst < 10, f"{name} {precision}: {worst}"
             print(f"{name} {precision}: largest relative error {worst:.3f}", flush=True)

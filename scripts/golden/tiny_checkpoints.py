@@ -21,11 +21,11 @@ import sys
 os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 GOLDEN = pathlib.Path(__file__).resolve().parents[2] / "worker/ckpt/tests/golden/tiny"
 KINDS = ["z0_tied", "z1", "z2", "z3", "z2_fp16_moe", "z3_offload", "z3_tiny_group", "accelerate_z2", "fsdp_full", "dcp", "trainer"]
-OLD = "z2_old"  # needs another DeepSpeed version than PYTHON has, so `all` keeps the existing files
+OLD_KIND = "z2_old"  # needs another DeepSpeed version than PYTHON has, so `all` keeps the existing files
 STEPS, LR = 3, 1e-2
 
 
-def tiny_llama(tied=False):
+def create_llama(tied=False):
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
     torch.manual_seed(7)
@@ -34,7 +34,7 @@ def tiny_llama(tied=False):
                                         bos_token_id=1, eos_token_id=2, attn_implementation="eager"))
 
 
-def tiny_mixtral():
+def create_mixtral():
     """A model with experts, which transformers stores as two tensors per layer."""
     import torch
     from transformers import MixtralConfig, MixtralForCausalLM
@@ -44,13 +44,13 @@ def tiny_mixtral():
                                             initializer_range=0.5, bos_token_id=1, eos_token_id=2, attn_implementation="eager"))
 
 
-def batch(step, rank):
+def create_batch(step, rank):
     import torch
     ids = torch.randint(0, 12, (2, 6), generator=torch.Generator().manual_seed(10 * step + rank))
     return dict(input_ids=ids, labels=ids.clone())
 
 
-def make_optimizer(m):
+def create_optimizer_and_schedule(m):
     import torch
     decay = [p for n, p in m.named_parameters() if "norm" not in n]
     rest = [p for n, p in m.named_parameters() if "norm" in n]
@@ -59,31 +59,31 @@ def make_optimizer(m):
         groups[0]["params"] = [p for p in decay if p is not m.temperature]
         groups.append(dict(params=[m.temperature], weight_decay=0.0))
     optimizer = torch.optim.AdamW(groups, lr=LR)
-    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, linear)
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, compute_lr_factor)
 
 
-def linear(step):
+def compute_lr_factor(step):
     return 1 - step / 20
 
 
-def zero(stage, **more):
+def build_zero_config(stage, **more):
     return dict(train_micro_batch_size_per_gpu=2,
                 zero_optimization=dict(stage=stage, overlap_comm=False, stage3_param_persistence_threshold=0, **more), zero_allow_untested_optimizer=True, zero_force_ds_cpu_optimizer=False, steps_per_print=10**9)
 
 
-def gathered(t):
+def gather_tensor(t):
     """The whole tensor in fp32, also of a sharded one."""
     return (t.full_tensor() if hasattr(t, "full_tensor") else t).detach().float().cpu()
 
 
 def write_reference(out, named):
     """Writes reference.json; `named` yields (role/name, tensor)."""
-    found = {k: dict(dtype="F32", shape=list(t.shape), values=gathered(t).flatten().tolist()) for k, t in named}
+    found = {k: dict(dtype="F32", shape=list(t.shape), values=gather_tensor(t).flatten().tolist()) for k, t in named}
     if int(os.environ["RANK"]) == 0:
         (out / "reference.json").write_text("{\n" + ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in found.items()) + "\n}\n")
 
 
-def engine_state(engine):
+def generate_engine_state(engine):
     """Yields the FP32 weights and moments in DeepSpeed's engine."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
     if hasattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state"):
@@ -96,67 +96,67 @@ def engine_state(engine):
             yield f"{key}/{n}", safe_get_full_optimizer_state(p, key).reshape(shape)
 
 
-def torch_state(m, optimizer):
+def generate_torch_state(m, optimizer):
     """Yields the FP32 weights and moments of a torch optimizer."""
     for n, p in m.named_parameters():
-        yield f"weight/{n}", gathered(p)
+        yield f"weight/{n}", gather_tensor(p)
         for key in ("exp_avg", "exp_avg_sq"):
-            yield f"{key}/{n}", gathered(optimizer.state[p][key])
+            yield f"{key}/{n}", gather_tensor(optimizer.state[p][key])
 
 
 def save_deepspeed(out, stage, kind):
     import deepspeed
     import torch
     deepspeed.init_distributed(dist_backend="gloo")
-    m = tiny_mixtral() if kind == "z2_fp16_moe" else tiny_llama(tied=stage == 0)
-    config = zero(stage, **(dict(offload_optimizer=dict(device="cpu")) if kind == "z3_offload" else {}))
+    m = create_mixtral() if kind == "z2_fp16_moe" else create_llama(tied=stage == 0)
+    config = build_zero_config(stage, **(dict(offload_optimizer=dict(device="cpu")) if kind == "z3_offload" else {}))
     if kind == "z2_fp16_moe":
         deepspeed.get_accelerator().is_fp16_supported = lambda: True
         config["fp16"] = dict(enabled=True, initial_scale_power=4)
     if kind == "z3_tiny_group":
         # a parameter with fewer elements than ranks, which never gets a gradient
         m.register_parameter("temperature", torch.nn.Parameter(torch.ones(1)))
-    optimizer, schedule = make_optimizer(m)
+    optimizer, schedule = create_optimizer_and_schedule(m)
     engine, *_ = deepspeed.initialize(model=m, optimizer=optimizer, lr_scheduler=schedule, config=config)
     for step in range(STEPS):
-        engine.backward(engine(**batch(step, engine.global_rank)).loss)
+        engine.backward(engine(**create_batch(step, engine.global_rank)).loss)
         engine.step()
     engine.save_checkpoint(str(out))
     # stage 0 does not wrap the optimizer
-    write_reference(out, engine_state(engine) if stage else torch_state(m, optimizer))
+    write_reference(out, generate_engine_state(engine) if stage else generate_torch_state(m, optimizer))
 
 
-def accelerate_z2(out):
+def save_accelerate_z2(out):
     from accelerate import Accelerator, PartialState
     from accelerate.utils import DeepSpeedPlugin
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     PartialState(cpu=True, backend="gloo")  # otherwise Accelerate assumes a single process on a host without GPU
-    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=zero(2)))
-    m = tiny_llama()
-    optimizer, schedule = make_optimizer(m)
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=build_zero_config(2)))
+    m = create_llama()
+    optimizer, schedule = create_optimizer_and_schedule(m)
     engine, optimizer, schedule = accelerator.prepare(m, optimizer, schedule)
     for step in range(STEPS):
-        accelerator.backward(engine(**batch(step, accelerator.process_index)).loss)
+        accelerator.backward(engine(**create_batch(step, accelerator.process_index)).loss)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
     accelerator.save_state(str(out))
-    write_reference(out, engine_state(engine))
+    write_reference(out, generate_engine_state(engine))
 
 
-def sharded(mesh_of=2):
+def create_sharded(mesh_of=2):
     """The model, sharded over two ranks by FSDP2."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-    m = tiny_llama()
+    m = create_llama()
     mesh = init_device_mesh("cpu", (mesh_of,))
     for layer in m.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(m, mesh=mesh)
-    return (m, *make_optimizer(m))
+    return (m, *create_optimizer_and_schedule(m))
 
 
-def fsdp_full(out):
+def save_fsdp_full(out):
     from accelerate import Accelerator
     from accelerate.optimizer import AcceleratedOptimizer
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
@@ -164,57 +164,57 @@ def fsdp_full(out):
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="FULL_STATE_DICT", cpu_ram_efficient_loading=False,
                                             auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["LlamaDecoderLayer"])
 
-    def attach():
+    def enable_fsdp():
         # Accelerate rejects FSDP without GPUs; its code for writing files is unchanged
         accelerator.state.__dict__["fsdp_plugin"] = plugin
         accelerator.state.distributed_type = DistributedType.FSDP
 
-    attach()
-    m, optimizer, schedule = sharded()
+    enable_fsdp()
+    m, optimizer, schedule = create_sharded()
     accelerator._models.append(m)
     accelerator._optimizers.append(AcceleratedOptimizer(optimizer))
     for step in range(STEPS):
-        m(**batch(step, accelerator.process_index)).loss.backward()
+        m(**create_batch(step, accelerator.process_index)).loss.backward()
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-    attach()
+    enable_fsdp()
     accelerator.save_state(str(out))
-    write_reference(out, torch_state(m, optimizer))
+    write_reference(out, generate_torch_state(m, optimizer))
 
 
-def dcp(out):
+def save_dcp(out):
     import torch.distributed as dist
     import torch.distributed.checkpoint as saving
     from torch.distributed.checkpoint.state_dict import get_state_dict
     dist.init_process_group("gloo")
-    m, optimizer, schedule = sharded()
+    m, optimizer, schedule = create_sharded()
     for step in range(STEPS):
-        m(**batch(step, dist.get_rank())).loss.backward()
+        m(**create_batch(step, dist.get_rank())).loss.backward()
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
     weights, states = get_state_dict(m, optimizer)
     saving.save({"model": weights, "optim": states}, checkpoint_id=str(out))
-    write_reference(out, torch_state(m, optimizer))
+    write_reference(out, generate_torch_state(m, optimizer))
 
 
-def trainer(out):
+def save_trainer(out):
     import torch
     from transformers import Trainer, TrainingArguments
 
-    class Data(torch.utils.data.Dataset):
+    class BatchDataset(torch.utils.data.Dataset):
         def __len__(self):
             return 16
 
         def __getitem__(self, i):
-            return {k: v[0] for k, v in batch(i, 0).items()}
+            return {k: v[0] for k, v in create_batch(i, 0).items()}
 
     args = TrainingArguments(output_dir=str(out / "run"), use_cpu=True, max_steps=STEPS, save_steps=STEPS, per_device_train_batch_size=2,
                              learning_rate=LR, weight_decay=0.1, report_to=[], disable_tqdm=True, logging_steps=1)
-    run = Trainer(model=tiny_llama(), args=args, train_dataset=Data())
+    run = Trainer(model=create_llama(), args=args, train_dataset=BatchDataset())
     run.train()
-    write_reference(out, torch_state(run.model, run.optimizer.optimizer if hasattr(run.optimizer, "optimizer") else run.optimizer))
+    write_reference(out, generate_torch_state(run.model, run.optimizer.optimizer if hasattr(run.optimizer, "optimizer") else run.optimizer))
     if int(os.environ["RANK"]) == 0:
         shutil.move(out / f"run/checkpoint-{STEPS}", out / f"checkpoint-{STEPS}")
         shutil.rmtree(out / "run")
@@ -237,7 +237,7 @@ def save_kind(kind):
     dist.destroy_process_group()
 
 
-def universal():
+def save_universal():
     """Converts the stage 2 checkpoint with DeepSpeed's ds_to_universal.py."""
     out = GOLDEN / "universal"
     tag = f"global_step{STEPS}"
@@ -247,14 +247,14 @@ def universal():
     shutil.copy(GOLDEN / "z2/reference.json", out)
 
 
-def hybrid():
+def save_hybrid():
     """Writes a universal checkpoint with torch.save, with only the entries that DeepSpeed's loaders need: it does not
     assign parameters to groups."""
     import torch
     tag = f"global_step{STEPS}"
     z3_state = torch.load(GOLDEN / f"z3/{tag}/zero_pp_rank_0_mp_rank_00_model_states.pt", weights_only=False)
-    torch_state = torch.load(GOLDEN / f"z3/{tag}/zero_pp_rank_0_mp_rank_00_optim_states.pt", weights_only=False)["optimizer_state_dict"]
-    groups = [dict(g, params=[i]) for i, g in enumerate(torch_state["optimizer_state_dict"]["param_groups"])]
+    generate_torch_state = torch.load(GOLDEN / f"z3/{tag}/zero_pp_rank_0_mp_rank_00_optim_states.pt", weights_only=False)["optimizer_state_dict"]
+    groups = [dict(g, params=[i]) for i, g in enumerate(generate_torch_state["optimizer_state_dict"]["param_groups"])]
     step = torch.tensor(float(STEPS))
     shutil.rmtree(GOLDEN / "hybrid", ignore_errors=True)
     out = GOLDEN / f"hybrid/{tag}_universal"
@@ -282,16 +282,16 @@ def hybrid():
 
 def main():
     if sys.argv[1] == "hybrid":
-        return hybrid()
+        return save_hybrid()
     if sys.argv[1] != "all":
         return save_kind(sys.argv[1])
     for directory in GOLDEN.iterdir():
-        if directory.name != OLD:
+        if directory.name != OLD_KIND:
             shutil.rmtree(directory)
     for kind in KINDS:
         subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__, kind], check=True)
-    universal()
-    hybrid()
+    save_universal()
+    save_hybrid()
     for name in ("zero_to_fp32.py", "zero_to_torch.py", "training_args.bin"):
         for file in GOLDEN.rglob(name):
             file.unlink()

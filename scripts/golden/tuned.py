@@ -82,23 +82,23 @@ def is_match(patterns, name, model):
     return any(fnmatch.fnmatchcase(n, p) for n in names for p in patterns)
 
 
-def make_model(case, dtype):
-    model = families.make_model(families.CASES[case["family"]])
+def create_model(case, dtype):
+    model = families.create_model(families.CASES[case["family"]])
     for name, p in model.named_parameters():
         frozen = is_match(case.get("freeze", []), name, model)
         p.requires_grad = not frozen and ("train_only" not in case or is_match(case["train_only"], name, model))
     return model.to(dtype)
 
 
-def trained(model):
+def list_trained(model):
     return [(n, p) for n, p in model.named_parameters() if p.requires_grad]
 
 
-def make_optimizer(case, model):
+def create_optimizer(case, model):
     rules = case.get("groups", [])
     groups = []
-    for name, p in trained(model):
-        group = dict(params=[p], weight_decay=0.0 if base.NO_DECAY in name else base.WEIGHT_DECAY)
+    for name, p in list_trained(model):
+        group = dict(params=[p], weight_decay=0.0 if base.NO_DECAY_PATTERN in name else base.WEIGHT_DECAY)
         rule = next((g for g in rules if is_match(g["match"], name, model)), {})
         group |= {k: v for k, v in rule.items() if k in ("lr", "weight_decay")}
         if "lr_scale" in rule:
@@ -109,58 +109,58 @@ def make_optimizer(case, model):
     if case.get("optimizer") == "lion":
         return Lion(groups, dict(lr=base.ADAMW["lr"], betas=(0.9, 0.99)))
     if case.get("optimizer") == "muon":
-        return Muon(groups, trained(model))
+        return Muon(groups, list_trained(model))
     return torch.optim.AdamW(groups, foreach=False, fused=False, **base.ADAMW)
 
 
-def model_config(case):
+def get_model_config(case):
     return {"vocab_size": families.SIZES["vocab_size"], **families.CASES[case["family"]]["config"]}
 
 
-def run(case, about, dtype):
-    model = make_model(case, dtype)
-    batches = base.make_batches(about)
+def compute_case(case, about, dtype):
+    model = create_model(case, dtype)
+    batches = base.create_batches(about)
     tokens, labels, starts = batches[0]
-    logits = families.forward(model, tokens, starts, dtype)
+    logits = families.compute_logits(model, tokens, starts, dtype)
     per_token, mean = base.compute_loss(logits, labels)
     mean.backward()
     out = {"logits": logits.detach().clone(), "loss_per_token": per_token.detach().clone(),
            "loss": mean.detach().reshape(1).clone()}
-    out |= {f"grad/{n}": p.grad.clone() for n, p in trained(model)}
+    out |= {f"grad/{n}": p.grad.clone() for n, p in list_trained(model)}
     model.zero_grad()
-    optimizer = make_optimizer(case, model)
+    optimizer = create_optimizer(case, model)
     losses, norms = [], []
     for tokens, labels, starts in batches:
-        _, mean = base.compute_loss(families.forward(model, tokens, starts, dtype), labels)
+        _, mean = base.compute_loss(families.compute_logits(model, tokens, starts, dtype), labels)
         mean.backward()
-        params = [p for _, p in trained(model)]
+        params = [p for _, p in list_trained(model)]
         norm = torch.nn.utils.clip_grad_norm_(params, about["clip_norm"] or float("inf"), foreach=False)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(mean.detach())
         norms.append(norm.detach())
     out |= {"losses": torch.stack(losses), "grad_norms": torch.stack(norms)}
-    return out | {f"after10/{n}": p.detach().clone() for n, p in trained(model)}
+    return out | {f"after10/{n}": p.detach().clone() for n, p in list_trained(model)}
 
 
-def write(name, case, out):
+def write_case(name, case, out):
     family = families.CASES[case["family"]]
-    shape = dict(batch=2, seq=20, seed=family["seed"], clip_norm=family["clip_norm"], config=model_config(case))
-    single, double = run(case, shape, torch.float32), run(case, shape, torch.float64)
-    error = max(base.distance(single[k], double[k]) for k in single if k != "loss_per_token")
+    shape = dict(batch=2, seq=20, seed=family["seed"], clip_norm=family["clip_norm"], config=get_model_config(case))
+    single, double = compute_case(case, shape, torch.float32), compute_case(case, shape, torch.float64)
+    error = max(base.compute_distance(single[k], double[k]) for k in single if k != "loss_per_token")
     assert error < 5e-6, f"{name}: ill-conditioned: {error}"
     directory = out / name
     directory.mkdir(parents=True, exist_ok=True)
     save_file({k: v.contiguous() for k, v in single.items()}, directory / "answers.safetensors")
     for file in directory.iterdir():
         file.chmod(0o644)
-    flat = lambda x: [base.IGNORE if n == -100 else n for n in x.flatten().tolist()]
+    flat = lambda x: [base.IGNORED_LABEL if n == -100 else n for n in x.flatten().tolist()]
     about = dict(batch=2, seq=20, family=case["family"],
                 optimizer=dict(name=case.get("optimizer", "adamw"), lr=base.ADAMW["lr"],
                                weight_decay=base.WEIGHT_DECAY, clip_norm=family["clip_norm"]),
                 freeze=case.get("freeze", []), train_only=case.get("train_only", []), groups=case.get("groups", []),
                 torch=torch.__version__, float64_distance=error,
-                batches=[dict(tokens=flat(t), labels=flat(l), starts=flat(s)) for t, l, s in base.make_batches(shape)])
+                batches=[dict(tokens=flat(t), labels=flat(l), starts=flat(s)) for t, l, s in base.create_batches(shape)])
     (directory / "case.json").write_text(json.dumps(about) + "\n")
     print(f"{name}: loss {single['losses'][0].item():.6f} -> {single['losses'][-1].item():.6f}, float64 distance {error:.1e}")
 
@@ -170,7 +170,7 @@ def main():
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     for name, case in CASES.items():
-        write(name, case, out)
+        write_case(name, case, out)
 
 
 if __name__ == "__main__":

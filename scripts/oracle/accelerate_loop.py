@@ -52,7 +52,7 @@ os.makedirs(arguments.report_dir, exist_ok=True)
 set_seed(3)
 
 
-class Samples(torch.utils.data.Dataset):
+class TokenDataset(torch.utils.data.Dataset):
     def __len__(self):
         return 72
 
@@ -69,18 +69,18 @@ optimizer = torch.optim.AdamW([dict(params=[p for n, p in named if "norm" not in
                                dict(params=[p for n, p in named if "norm" in n], weight_decay=0.0)], lr=1e-2)
 # Accelerate steps the scheduler once per process.
 schedule = transformers.get_linear_schedule_with_warmup(optimizer, 2 * world, 9 * world)
-loader = torch.utils.data.DataLoader(Samples(), batch_size=8 // world)
+loader = torch.utils.data.DataLoader(TokenDataset(), batch_size=8 // world)
 model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
-done = 0
+completed_steps = 0
 if resume:
     accelerator.load_state(resume)
-    done = int(os.path.basename(resume.rstrip("/")).removeprefix("step_"))
-    loader = accelerator.skip_first_batches(loader, done)
+    completed_steps = int(os.path.basename(resume.rstrip("/")).removeprefix("step_"))
+    loader = accelerator.skip_first_batches(loader, completed_steps)
 
 digest = lambda data: hashlib.sha256(data).hexdigest()
 with open(f"{arguments.report_dir}/rank-{rank}.json", "w") as f:
     groups = optimizer.param_groups
-    json.dump(dict(step=done, lr=[g["lr"] for g in groups], weight_decay=[g["weight_decay"] for g in groups], resume=resume,
+    json.dump(dict(step=completed_steps, lr=[g["lr"] for g in groups], weight_decay=[g["weight_decay"] for g in groups], resume=resume,
                    torch=digest(torch.get_rng_state().numpy().tobytes()), numpy=digest(np.random.get_state()[1].tobytes()),
                    python=digest(repr(random.getstate()).encode())), f)
 # Each rank draws a different amount of random numbers, as with dropout and augmentation.
@@ -92,12 +92,12 @@ for batch in loader:
     accelerator.backward(loss)
     accelerator.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step(), schedule.step(), optimizer.zero_grad()
-    done += 1
+    completed_steps += 1
     mean = float(accelerator.gather(loss.detach().float().reshape(1)).double().mean())
-    history.append(dict(step=done, loss=mean, learning_rate=rate))
-    if done % 3 == 0:
-        accelerator.save_state(f"{arguments.output_dir}/step_{done}")
-    if done == arguments.steps:
+    history.append(dict(step=completed_steps, loss=mean, learning_rate=rate))
+    if completed_steps % 3 == 0:
+        accelerator.save_state(f"{arguments.output_dir}/step_{completed_steps}")
+    if completed_steps == arguments.steps:
         break
 if rank == 0:
     with open(f"{arguments.report_dir}/history.json", "w") as f:

@@ -18,7 +18,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from evaluate_gathered import WarningRecorder, mean_loss
+from evaluate_gathered import WarningRecorder, compute_mean_loss
 
 
 def main():
@@ -36,9 +36,9 @@ def main():
     all_warnings = recorder.messages + [str(w.message) for w in caught if not issubclass(w.category, (DeprecationWarning, FutureWarning))]
     ids = [*tokenizer.encode(Path(text).read_text(), add_special_tokens=False), tokenizer.eos_token_id]
     with torch.no_grad():
-        loss, windows = mean_loss(model, ids, int(seq_len))
-        merged_loss, _ = mean_loss(merged_by_launch, ids, int(seq_len))
-        without, _ = mean_loss(load(base), ids, int(seq_len))
+        loss, windows = compute_mean_loss(model, ids, int(seq_len))
+        merged_loss, _ = compute_mean_loss(merged_by_launch, ids, int(seq_len))
+        without, _ = compute_mean_loss(load(base), ids, int(seq_len))
     modules = sorted({n.rsplit(".lora_A", 1)[0].rsplit(".", 1)[1] for n, _ in model.named_parameters() if ".lora_A." in n})
     model.save_pretrained(saved)
     merged_by_peft = dict(model.merge_and_unload().named_parameters())

@@ -28,7 +28,7 @@ class WarningRecorder(logging.Handler):
         self.messages.append(record.getMessage())
 
 
-def mean_loss(model, tokens, seq_len):
+def compute_mean_loss(model, tokens, seq_len):
     """The mean loss over all windows of `seq_len` tokens that have targets (summed in float64), and
     the number of windows."""
     windows = (len(tokens) - 1) // seq_len
@@ -54,7 +54,7 @@ def main():
     model.eval()
     ids = tokenizer.encode(text, add_special_tokens=False)
     with torch.no_grad():
-        loss, windows = mean_loss(model, [*ids, tokenizer.eos_token_id], seq_len)
+        loss, windows = compute_mean_loss(model, [*ids, tokenizer.eos_token_id], seq_len)
         prompt = torch.tensor([ids[:16]])
         out = model.generate(prompt, max_new_tokens=24, do_sample=False, pad_token_id=tokenizer.eos_token_id)
     print(json.dumps({

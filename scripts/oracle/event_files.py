@@ -13,40 +13,40 @@ import sys
 from pathlib import Path
 
 POLYNOMIAL = 0x82F63B78  # CRC-32C, reflected
-TABLE = []
+CRC_TABLE = []
 for byte in range(256):
     for _ in range(8):
         byte = byte >> 1 ^ (POLYNOMIAL if byte & 1 else 0)
-    TABLE.append(byte)
+    CRC_TABLE.append(byte)
 
 
-def masked_crc(data):
+def compute_masked_crc(data):
     crc = 0xFFFFFFFF
     for byte in data:
-        crc = TABLE[(crc ^ byte) & 0xFF] ^ crc >> 8
+        crc = CRC_TABLE[(crc ^ byte) & 0xFF] ^ crc >> 8
     crc ^= 0xFFFFFFFF
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
-def tfrecords(data):
+def read_tfrecords(data):
     """Yields the payload of each TFRecord, after checking its checksums."""
     at = 0
     while at < len(data):
         length, crc = struct.unpack_from("<QI", data, at)
-        assert crc == masked_crc(data[at:at + 8]), f"checksum of the length at {at}"
+        assert crc == compute_masked_crc(data[at:at + 8]), f"checksum of the length at {at}"
         record = data[at + 12:at + 12 + length]
         assert len(record) == length, "a record is truncated"
         (crc,) = struct.unpack_from("<I", data, at + 12 + length)
-        assert crc == masked_crc(record), f"checksum of the record at {at}"
+        assert crc == compute_masked_crc(record), f"checksum of the record at {at}"
         yield record
         at += 16 + length
 
 
-def fields(data):
+def parse_fields(data):
     """Yields (number, value) of the fields of a protobuf message. A value is an integer or bytes."""
     at = 0
 
-    def varint():
+    def read_varint():
         nonlocal at
         value = shift = 0
         while True:
@@ -58,12 +58,12 @@ def fields(data):
                 return value
 
     while at < len(data):
-        key = varint()
+        key = read_varint()
         kind = key & 7
         if kind == 0:
-            value = varint()
+            value = read_varint()
         else:
-            size = {1: 8, 5: 4}[kind] if kind != 2 else varint()
+            size = {1: 8, 5: 4}[kind] if kind != 2 else read_varint()
             value = data[at:at + size]
             assert len(value) == size
             at += size
@@ -72,18 +72,18 @@ def fields(data):
 
 def read_without_tensorboard(file):
     version, scalars, marks = None, [], []
-    for i, record in enumerate(tfrecords(file.read_bytes())):
-        event = dict(fields(record))
+    for i, record in enumerate(read_tfrecords(file.read_bytes())):
+        event = dict(parse_fields(record))
         assert struct.unpack("<d", event[1])[0] > 1.7e9, "the time is not in seconds since 1970"
         step = event.get(2, 0)
         if i == 0:
             version = event[3].decode()
         if 7 in event:
-            assert dict(fields(event[7])) == {1: 1}, "the event is not a session start"
+            assert dict(parse_fields(event[7])) == {1: 1}, "the event is not a session start"
             marks.append(step)
-        for number, value in fields(event.get(5, b"")):
+        for number, value in parse_fields(event.get(5, b"")):
             assert number == 1
-            value = dict(fields(value))
+            value = dict(parse_fields(value))
             scalars.append([step, value[1].decode(), struct.unpack("<f", value[2])[0]])
     return version, scalars, marks
 

@@ -17,11 +17,11 @@ import socket
 import struct
 import sys
 
-LIMIT = 1 << 22  # bytes of arguments and environment
+MAX_REQUEST_BYTES = 1 << 22  # bytes of arguments and environment
 FORWARDED_SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2]
 
 
-def run(path, script, *arguments):
+def run_in_server(path, script, *arguments):
     server = socket.socket(socket.AF_UNIX)
     server.connect(path)
     request = json.dumps(dict(script=script, arguments=arguments, directory=os.getcwd(), environment=dict(os.environ))).encode()
@@ -71,7 +71,7 @@ def receive_request(client):
     """The request and its descriptors. The request is None if the client closed the connection."""
     size, descriptors, _, _ = socket.recv_fds(client, 4, 3)
     length = struct.unpack("<I", size)[0] if len(size) == 4 else 0
-    if not 0 < length <= LIMIT or len(descriptors) != 3:
+    if not 0 < length <= MAX_REQUEST_BYTES or len(descriptors) != 3:
         return None, descriptors
     return json.loads(client.recv(length, socket.MSG_WAITALL)), descriptors
 
@@ -94,7 +94,7 @@ def serve(path, *modules):
         ready.register(source, selectors.EVENT_READ)
     print("ready", flush=True)
 
-    def start():
+    def start_child():
         client, _ = listening.accept()
         request, descriptors = receive_request(client)
         child = os.fork() if request else None
@@ -116,7 +116,7 @@ def serve(path, *modules):
                     os.kill(child, signal.SIGKILL)
                 return
             if key.fileobj is listening:
-                start()
+                start_child()
             elif key.fileobj is ended:
                 ended.recv(4096)
             elif key.fd in children:
@@ -136,4 +136,4 @@ def serve(path, *modules):
 
 
 if __name__ == "__main__":
-    {"serve": serve, "run": run}[sys.argv[1]](*sys.argv[2:])
+    {"serve": serve, "run": run_in_server}[sys.argv[1]](*sys.argv[2:])

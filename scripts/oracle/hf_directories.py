@@ -41,7 +41,7 @@ CASES = {
 }
 
 
-def tokenizer():
+def create_tokenizer():
     """A tokenizer in which each byte is a token, and 256 ends a document."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {c: i for i, c in enumerate(alphabet)} | {"<|endoftext|>": 256}
@@ -53,7 +53,7 @@ def tokenizer():
     return fast
 
 
-def make(directory, name):
+def save_model(directory, name):
     config, kind, dtype, shard = CASES[name]
     torch.manual_seed(5)
     model = kind(config).to(dtype)
@@ -62,7 +62,7 @@ def make(directory, name):
             p.add_(0.1 * torch.randn_like(p))
     model.generation_config = GenerationConfig(bos_token_id=256, eos_token_id=256, temperature=0.5, do_sample=True)
     model.save_pretrained(directory, max_shard_size=shard)
-    tokenizer().save_pretrained(directory)
+    create_tokenizer().save_pretrained(directory)
 
 
 def read_tensors(directory):
@@ -72,16 +72,16 @@ def read_tensors(directory):
     return out
 
 
-INDEX = "model.safetensors.index.json"
+INDEX_FILE = "model.safetensors.index.json"
 
 
 def read_index(directory):
     """The content of the index, without the order of names. Empty if there is only one file."""
-    path = Path(directory) / INDEX
+    path = Path(directory) / INDEX_FILE
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def shard_sizes(directory):
+def list_shard_sizes(directory):
     """The bytes of tensors in each shard file, in order."""
     files = sorted(Path(directory).glob("*.safetensors"))
     return [sum(t.numel() * t.element_size() for t in load_file(f).values()) for f in files]
@@ -98,7 +98,7 @@ class WarningRecorder(logging.Handler):
         self.messages.append(record.getMessage())
 
 
-def compare(source, gathered):
+def compare_directories(source, gathered):
     recorder = WarningRecorder()
     logging.getLogger("transformers").addHandler(recorder)
     with warnings.catch_warnings(record=True) as caught:
@@ -119,14 +119,14 @@ def compare(source, gathered):
         "names": sorted(set(ours) ^ set(theirs)),
         "values": sorted(n for n in set(ours) & set(theirs) if not is_same(ours[n], theirs[n])),
         "config": sorted(k for k in config[0].keys() | config[1].keys() if config[0].get(k) != config[1].get(k)),
-        "files": [what for what, f in (("index", read_index), ("sizes", shard_sizes)) if f(source) != f(gathered)],
+        "files": [what for what, f in (("index", read_index), ("sizes", list_shard_sizes)) if f(source) != f(gathered)],
         "texts": texts, "more": sorted(names[0] - names[1]),
     }))
 
 
 def main():
     torch.set_num_threads(1)
-    {"make": make, "compare": compare}[sys.argv[1]](*sys.argv[2:])
+    {"make": save_model, "compare": compare_directories}[sys.argv[1]](*sys.argv[2:])
 
 
 if __name__ == "__main__":

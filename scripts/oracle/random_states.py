@@ -18,10 +18,10 @@ import sys
 import numpy as np
 import torch
 
-DRAWS = 1000
+DRAW_COUNT = 1000
 
 
-def blake3(message):
+def compute_blake3(message):
     """The BLAKE3 hash of at most 64 bytes (one block), written from the specification."""
     assert len(message) <= 64
     mask = 0xFFFFFFFF
@@ -50,20 +50,20 @@ def blake3(message):
     return struct.pack("<8I", *(v[i] ^ v[i + 8] for i in range(8)))
 
 
-KEYS = {
+STATE_KEYS = {
     "trainer": dict(python="python", numpy="numpy", torch_cpu="cpu", torch_cuda="cuda"),
     "accelerate": dict(python="random_state", numpy="numpy_random_seed", torch_cpu="torch_manual_seed", torch_cuda="torch_cuda_manual_seed"),
 }
 
 
-def state_path(directory, style, rank, world):
+def get_state_path(directory, style, rank, world):
     if style == "accelerate":
         return os.path.join(directory, f"random_states_{rank}.pkl")
     return os.path.join(directory, "rng_state.pth" if world == 1 else f"rng_state_{rank}.pth")
 
 
-def make(args):
-    keys = KEYS[args.style]
+def write_states(args):
+    keys = STATE_KEYS[args.style]
     for rank in range(args.world):
         extra = {kind: rank if kind in args.per_rank else 0 for kind in keys}
         random.seed(11), np.random.seed(12), torch.manual_seed(13)
@@ -80,29 +80,29 @@ def make(args):
         if args.cuda == "all":
             # A rank only uses its own device, so the states of the others are unchanged.
             states[keys["torch_cuda"]] = [device(9 + extra["torch_cuda"] if d == rank else 0) for d in range(args.world)]
-        torch.save(states, state_path(args.dir, args.style, rank, args.world))
+        torch.save(states, get_state_path(args.dir, args.style, rank, args.world))
 
 
-def load(directory, style, rank, world):
+def load_states(directory, style, rank, world):
     from transformers.trainer_pt_utils import safe_globals  # the types that Trainer allows
 
     with safe_globals():
-        states = torch.load(state_path(directory, style, rank, world), weights_only=True)
-    return {kind: states[key] for kind, key in KEYS[style].items() if key in states} | {"step": states.get("step")}
+        states = torch.load(get_state_path(directory, style, rank, world), weights_only=True)
+    return {kind: states[key] for kind, key in STATE_KEYS[style].items() if key in states} | {"step": states.get("step")}
 
 
-def draws(states):
+def draw_numbers(states):
     """Sets every generator to these states and returns its next numbers."""
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch_cpu"])
     return dict(
-        python=[random.gauss(0, 1) for _ in range(3)] + [random.random() for _ in range(DRAWS)],
-        numpy=np.random.standard_normal(3).tolist() + np.random.random(DRAWS).tolist(),
-        torch_cpu=torch.randn(1).tolist() + torch.randint(0, 1 << 31, (DRAWS,)).tolist())
+        python=[random.gauss(0, 1) for _ in range(3)] + [random.random() for _ in range(DRAW_COUNT)],
+        numpy=np.random.standard_normal(3).tolist() + np.random.random(DRAW_COUNT).tolist(),
+        torch_cpu=torch.randn(1).tolist() + torch.randint(0, 1 << 31, (DRAW_COUNT,)).tolist())
 
 
-def comparable(state):
+def to_comparable(state):
     """A value that is equal only for bit-equal states."""
     if isinstance(state, tuple) and state[0] == "MT19937":
         name, words, *rest = state
@@ -110,60 +110,60 @@ def comparable(state):
     return bytes(state.tolist()) if torch.is_tensor(state) else state
 
 
-def seeded(record, kind, rank):
+def draw_seeded_numbers(record, kind, rank):
     """The stream that the rule of docs/numerics.md seeds: its draws, its seed, and its initial state."""
     number = lambda n: struct.pack("<Q", n)
-    digest = blake3(number(record["run_seed"]) + b"rng-reconcile" + number(record["generation"]) + number(record["step"]) + kind.encode() + number(rank))
+    digest = compute_blake3(number(record["run_seed"]) + b"rng-reconcile" + number(record["generation"]) + number(record["step"]) + kind.encode() + number(rank))
     words, seed = list(struct.unpack("<8I", digest)), struct.unpack("<Q", digest[:8])[0]
     if kind == "python":
         random.seed(int.from_bytes(digest, "little"))
         state = random.getstate()
-        return [random.gauss(0, 1) for _ in range(3)] + [random.random() for _ in range(DRAWS)], seed, state
+        return [random.gauss(0, 1) for _ in range(3)] + [random.random() for _ in range(DRAW_COUNT)], seed, state
     np.random.seed(words)
     state = np.random.get_state()
     if kind == "numpy":
-        return np.random.standard_normal(3).tolist() + np.random.random(DRAWS).tolist(), seed, comparable(state)
+        return np.random.standard_normal(3).tolist() + np.random.random(DRAW_COUNT).tolist(), seed, to_comparable(state)
     if kind == "torch_cuda":
         return [], seed, struct.pack("<Qq", seed, 0)
     # torch uses the same Mersenne Twister. Its state is that after manual_seed, with numpy's words.
     torch.manual_seed(seed)
     fresh = bytes(torch.get_rng_state().tolist())
     state = fresh[:24] + struct.pack("<624Q", *state[1].tolist()) + fresh[24 + 8 * 624:]
-    return [int(w) for w in np.random.randint(0, 1 << 32, DRAWS, dtype=np.uint32)], seed, state
+    return [int(w) for w in np.random.randint(0, 1 << 32, DRAW_COUNT, dtype=np.uint32)], seed, state
 
 
-def check(args):
+def check_states(args):
     style = "accelerate" if os.path.exists(os.path.join(args.dir, "random_states_0.pkl")) else "trainer"
     files = sorted(f for f in os.listdir(args.dir) if f.startswith(("rng_state", "random_states")))
-    assert files == sorted(os.path.basename(state_path("", style, r, args.world)) for r in range(args.world)), files
+    assert files == sorted(os.path.basename(get_state_path("", style, r, args.world)) for r in range(args.world)), files
     record = json.load(open(os.path.join(args.dir, "launch_rng.json")))
     modes = {s["kind"]: s["mode"] for s in record["streams"]}
     streams = set()
     for rank in range(args.world):
-        new = load(args.dir, style, rank, args.world)
-        now = draws(new)
+        new = load_states(args.dir, style, rank, args.world)
+        now = draw_numbers(new)
         for kind, mode in modes.items():
             if mode in ("restored", "replicated"):
-                old = load(args.source, style, rank if mode == "restored" else 0, args.source_world)
-                want = draws(old).get(kind)
+                old = load_states(args.source, style, rank if mode == "restored" else 0, args.source_world)
+                want = draw_numbers(old).get(kind)
             else:
                 scope = next(s["scope"] for s in record["streams"] if s["kind"] == kind)
-                want, seed, state = seeded(record, kind, 0 if scope == "replicated" else rank)
+                want, seed, state = draw_seeded_numbers(record, kind, 0 if scope == "replicated" else rank)
             if kind == "torch_cuda":
                 current = new[kind] if torch.is_tensor(new[kind]) else new[kind][rank % len(new[kind])]
                 if mode == "reseeded":
-                    assert comparable(current) == state, (kind, rank)
+                    assert to_comparable(current) == state, (kind, rank)
                 else:
                     before = old[kind] if torch.is_tensor(old[kind]) else old[kind][(rank if mode == "restored" else 0) % len(old[kind])]
                     assert torch.equal(current, before), (kind, rank)
                 streams.add((kind, bytes(current.tolist())))
                 continue
-            assert comparable(new[kind]) == (state if mode == "reseeded" else comparable(old[kind])), (kind, rank, mode)
+            assert to_comparable(new[kind]) == (state if mode == "reseeded" else to_comparable(old[kind])), (kind, rank, mode)
             if kind == "torch_cpu" and mode == "reseeded":
                 torch.set_rng_state(new[kind])
                 assert torch.initial_seed() == seed, (kind, rank)
                 # torch makes a float of the lower 24 bits of a draw.
-                now[kind] = (torch.rand(DRAWS, dtype=torch.float32).double() * (1 << 24)).long().tolist()
+                now[kind] = (torch.rand(DRAW_COUNT, dtype=torch.float32).double() * (1 << 24)).long().tolist()
                 want = [w & 0xFFFFFF for w in want]
             assert now[kind] == want, (kind, rank, mode, now[kind][:3], want[:3])
             streams.add((kind, tuple(now[kind][:8])))
@@ -174,12 +174,12 @@ def check(args):
 arguments = argparse.ArgumentParser()
 verbs = arguments.add_subparsers(required=True)
 verb = verbs.add_parser("make")
-verb.add_argument("dir"), verb.add_argument("style", choices=KEYS), verb.add_argument("world", type=int)
+verb.add_argument("dir"), verb.add_argument("style", choices=STATE_KEYS), verb.add_argument("world", type=int)
 verb.add_argument("--per-rank", nargs="*", default=[]), verb.add_argument("--cuda", choices=["one", "all"])
-verb.set_defaults(run=make)
+verb.set_defaults(run=write_states)
 verb = verbs.add_parser("check")
 verb.add_argument("dir"), verb.add_argument("world", type=int), verb.add_argument("source"), verb.add_argument("source_world", type=int)
-verb.set_defaults(run=check)
+verb.set_defaults(run=check_states)
 
 if __name__ == "__main__":
     # `--` separates several calls, which share a process because importing torch takes long.

@@ -35,7 +35,7 @@ if arguments.deepspeed:
 os.makedirs(arguments.report_dir, exist_ok=True)
 
 
-class Samples(torch.utils.data.Dataset):
+class TokenDataset(torch.utils.data.Dataset):
     def __len__(self):
         return 72
 
@@ -44,7 +44,7 @@ class Samples(torch.utils.data.Dataset):
         return dict(input_ids=ids, labels=ids.clone())
 
 
-class ReportFirstStep(transformers.TrainerCallback):
+class FirstStepReporter(transformers.TrainerCallback):
     reported = False
 
     def on_step_begin(self, args, state, control, **objects):
@@ -63,7 +63,7 @@ class ReportFirstStep(transformers.TrainerCallback):
         torch.rand(1 + rank)
 
 
-class Trainer(transformers.Trainer):
+class FsdpTrainer(transformers.Trainer):
     def create_accelerator_and_postprocess(self):
         super().create_accelerator_and_postprocess()
         if arguments.fsdp:
@@ -77,8 +77,8 @@ torch.manual_seed(1)
 model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
     vocab_size=128, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
     max_position_embeddings=32, attn_implementation="eager"))
-trainer = Trainer(
-    model=model, train_dataset=Samples(), callbacks=[ReportFirstStep()],
+trainer = FsdpTrainer(
+    model=model, train_dataset=TokenDataset(), callbacks=[FirstStepReporter()],
     args=transformers.TrainingArguments(
         output_dir=arguments.output_dir, per_device_train_batch_size=8 // world, max_steps=arguments.steps, save_steps=3, logging_steps=1,
         learning_rate=1e-2, weight_decay=0.1, warmup_steps=2, lr_scheduler_type="linear", use_cpu=True, report_to=[], seed=3,

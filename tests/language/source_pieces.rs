@@ -1,7 +1,7 @@
 //! Splits Rust source into comments, string literals and code.
 
-/// A part of a source that is a comment, the content of a string literal, or code. `line` is the
-/// number of its first line, from 1.
+/// A comment, a string literal or a part of the code of a source. `line` is the number of the first
+/// line, from 1.
 pub(crate) enum SourcePiece {
     Comment {
         line: usize,
@@ -19,7 +19,7 @@ pub(crate) enum SourcePiece {
     },
 }
 
-/// Splits a source into its pieces, in order.
+/// Splits a source into comments, string literals and code, in order.
 pub(crate) fn split_source(source: &str) -> Vec<SourcePiece> {
     let mut reader = SourceSplitter { rest: source, line: 1, code: String::new(), pieces: Vec::new() };
     while !reader.rest.is_empty() {
@@ -29,6 +29,7 @@ pub(crate) fn split_source(source: &str) -> Vec<SourcePiece> {
     reader.pieces
 }
 
+/// The state of [`split_source`]: the rest of the source, and the pieces so far.
 struct SourceSplitter<'s> {
     rest: &'s str,
     line: usize,
@@ -37,6 +38,7 @@ struct SourceSplitter<'s> {
 }
 
 impl<'s> SourceSplitter<'s> {
+    /// Consumes a comment, a string or character literal, or one character of code.
     fn read_next(&mut self) {
         let rest = self.rest;
         if rest.starts_with("//") {
@@ -73,8 +75,8 @@ impl<'s> SourceSplitter<'s> {
         }
     }
 
-    /// Reads a string literal: its content has `length` bytes and starts at offset `open`, and its
-    /// end delimiter has `close` bytes.
+    /// Records and consumes a string literal. Its content has `length` bytes and starts at offset
+    /// `open` of the rest. Its closing delimiter has `close` bytes.
     fn push_string_literal(&mut self, open: usize, length: usize, close: usize) {
         let text = self.rest[open..open + length].to_owned();
         self.push_code();
@@ -82,6 +84,7 @@ impl<'s> SourceSplitter<'s> {
         self.advance((open + length + close).min(self.rest.len()));
     }
 
+    /// Records the code since the last piece, if it is not blank.
     fn push_code(&mut self) {
         if !self.code.trim().is_empty() {
             let text = std::mem::take(&mut self.code);
@@ -90,14 +93,15 @@ impl<'s> SourceSplitter<'s> {
         self.code.clear();
     }
 
+    /// Consumes `bytes` bytes and counts their line breaks.
     fn advance(&mut self, bytes: usize) {
         self.line += self.rest[..bytes].matches('\n').count();
         self.rest = &self.rest[bytes..];
     }
 }
 
-/// Returns the number of `#` of the raw string literal at the beginning of `rest`, if there is one.
-/// `before` is the code before it.
+/// Returns the number of `#` of the raw string literal at the beginning of `rest`, or `None` if
+/// there is no raw string literal. `before` is the code before `rest`.
 fn count_raw_string_hashes(rest: &str, before: &str) -> Option<usize> {
     let after = rest.strip_prefix("br").or_else(|| rest.strip_prefix('r'))?;
     let word = |c: char| c.is_alphanumeric() || c == '_';
@@ -120,8 +124,8 @@ fn measure_quoted_text(text: &str) -> usize {
     text.len()
 }
 
-/// Returns the length of the character literal at the beginning of `rest`; `None` for a lifetime
-/// and for other text.
+/// Returns the length in bytes of the character literal at the beginning of `rest`. Returns `None`
+/// for a lifetime or other text.
 fn measure_char_literal(rest: &str) -> Option<usize> {
     let inside = rest.strip_prefix('\'')?;
     let mut chars = inside.char_indices();

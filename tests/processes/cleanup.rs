@@ -1,7 +1,7 @@
 //! Every process of a job ends with it, whichever process is killed.
 use super::*;
 
-/// Shell commands that start processes in other sessions, and one whose parents have ended.
+/// Shell commands that start four processes: some in other sessions, some whose parents have ended.
 const START_DESCENDANTS: &str =
     "setsid sleep 1001 & setsid sh -c 'sleep 1002 & sleep 1003 &' & sleep 1004 & ";
 
@@ -13,7 +13,8 @@ fn descendants_end_with_the_job() {
     assert_eq!(MarkedJob::with_shell_script(2, &failure, &[]).run(&[]).exit_code(), 1);
 }
 
-/// A job of two workers with descendants. Each worker prints `up`, and then becomes `sleep 1005`.
+/// Creates a job of two workers with descendants. Each worker prints `up` and then starts `sleep
+/// 1005`.
 fn create_job_with_descendants() -> MarkedJob {
     MarkedJob::with_shell_script(
         2,
@@ -22,7 +23,7 @@ fn create_job_with_descendants() -> MarkedJob {
     )
 }
 
-/// Waits until `count` workers of [`create_job_with_descendants`] have started their last command.
+/// Waits until `count` workers of [`create_job_with_descendants`] have started `sleep 1005`.
 fn wait_for_workers(job: &MarkedJob, count: usize) {
     let start = Instant::now();
     while job.list_processes().values().filter(|line| line.trim() == "sleep 1005").count() < count {
@@ -68,7 +69,7 @@ fn kill_9_of_a_worker_ends_all_processes() {
     assert_eq!(running.wait_for_end().exit_code(), 1);
 }
 
-/// Whether a process is the leader of its process group.
+/// Returns whether a process is the leader of its process group.
 fn is_group_leader(pid: i32) -> bool {
     nix::unistd::getpgid(Some(Pid::from_raw(pid))).is_ok_and(|group| group.as_raw() == pid)
 }
@@ -92,7 +93,7 @@ fn a_suspended_agent_whose_controller_is_killed_ends_all_processes() {
 fn children_that_the_controller_inherited_are_not_killed() {
     let job = MarkedJob::with_shell_script(1, "true", &[]);
     let mut command = Command::new("sh");
-    let script = format!("sleep 1006 & echo $! > other; exec {LAUNCH} job.yaml");
+    let script = format!("sleep 1006 & echo $! > other; exec {LAUNCH_EXECUTABLE} job.yaml");
     command.args(["-c", &script]).current_dir(&job.dir).stdout(Stdio::null()).stderr(Stdio::null());
     assert_eq!(command.status().unwrap().code(), Some(0));
     let other = fs::read_to_string(job.path("other")).unwrap().trim().parse().unwrap();

@@ -1,7 +1,8 @@
 //! Jobs on several hosts. Every host is an agent on this machine.
 use super::*;
 
-/// The command that runs the job on this machine as if it were several hosts.
+/// Returns a command that runs the job with one agent on this machine for each of `hosts` simulated
+/// hosts.
 fn build_several_hosts_command(job: &MarkedJob, hosts: u32, args: &[&str]) -> Command {
     let mut command = job.launch_command(args);
     command.env("LAUNCH_LOCAL_AGENTS", hosts.to_string());

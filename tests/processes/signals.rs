@@ -10,7 +10,7 @@ fn after_a_signal_programs_may_end_by_themselves() {
         let mut running = job.start(&[]);
         running.read_until("up");
         running.read_until("up");
-        running.signal(signal);
+        running.send_signal(signal);
         let ended = running.wait_for_end();
         assert_eq!(ended.exit_code(), code);
         job.assert_snapshot(&format!("stopped_by_{signal}"), &ended.stderr);

@@ -18,10 +18,10 @@ import sys
 
 os.environ["DS_ACCELERATOR"] = "cpu"
 os.environ["DEEPSPEED_LOG_LEVEL"] = "error"
-SAMPLES, BEFORE, AFTER = 12, 3, 2
+SAMPLES, STEPS_BEFORE, STEPS_AFTER = 12, 3, 2
 
 
-def build(kind, tied):
+def create_model(kind, tied):
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
@@ -38,7 +38,7 @@ def create_engine(case, world):
     import deepspeed
     import torch
 
-    model = build(case["model"], case.get("tied", False))
+    model = create_model(case["model"], case.get("tied", False))
     model.register_buffer("counter", torch.tensor(7, dtype=torch.int64))
     model.register_buffer("scale", torch.tensor([0.5, -3.0]))
     for name, p in model.named_parameters():
@@ -68,7 +68,7 @@ def create_engine(case, world):
     return engine
 
 
-def flat_state(engine):
+def gather_flat_states(engine):
     """The states of stages 1 and 2 by the id of their parameter. A parameter is a view of the flat buffer
     of its group, so its address gives its position in the flat states."""
     import torch
@@ -88,12 +88,12 @@ def flat_state(engine):
     return states
 
 
-def full_state(engine):
+def gather_tensors(engine):
     """Every tensor by name: fp32 master weights and moments, frozen weights, and buffers."""
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-    tensors, flat = {}, flat_state(engine) if engine.zero_optimization_stage() < 3 else {}
+    tensors, flat = {}, gather_flat_states(engine) if engine.zero_optimization_stage() < 3 else {}
     for name, p in engine.module.named_parameters():
         if id(p) in flat:
             tensors.update({f"{name}/{k}": v.float() for k, v in flat[id(p)].items()})
@@ -123,7 +123,7 @@ def overwrite_initial_values(engine):
             (p.ds_tensor if hasattr(p, "ds_tensor") else p).data.fill_(0.25)
 
 
-def train(engine, steps, world, rank):
+def train_steps(engine, steps, world, rank):
     import torch
     import torch.distributed as dist
 
@@ -141,19 +141,19 @@ def train(engine, steps, world, rank):
     return losses
 
 
-def hyper_parameters(engine):
+def list_hyper_parameters(engine):
     inner = engine.optimizer.optimizer
     return [[g["lr"], g["weight_decay"], list(g["betas"])] for g in inner.param_groups]
 
 
-def loss_scaler_state(engine):
+def read_loss_scaler(engine):
     """The loss scale and the counters of its scaler."""
     scaler = engine.optimizer.loss_scaler
     keys = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_window")
     return {key: float(getattr(scaler, key)) for key in keys if hasattr(scaler, key)}
 
 
-def reader_errors(case, ref):
+def check_other_readers(case, ref):
     """Errors of other readers: torch.load with weights_only, and DeepSpeed's zero_to_fp32.
 
     torch.load allows only the globals that DeepSpeed's own files have, too.
@@ -183,23 +183,23 @@ def reader_errors(case, ref):
     return wrong
 
 
-def make(case, world, rank):
+def save_case(case, world, rank):
     import torch
 
     engine = create_engine(case, world)
     with torch.no_grad():
         engine.module.counter.fill_(123456789012)
         engine.module.scale.copy_(torch.tensor([1.25, 8.0]))
-    losses = train(engine, BEFORE, world, rank)
+    losses = train_steps(engine, STEPS_BEFORE, world, rank)
     engine.save_checkpoint(case["dir"], client_state={"note": "kept", "table": torch.arange(5)})
-    state = full_state(engine)
-    meta = {"groups": hyper_parameters(engine), "scale": loss_scaler_state(engine), "before": losses, "after": train(engine, AFTER, world, rank)}
+    state = gather_tensors(engine)
+    meta = {"groups": list_hyper_parameters(engine), "scale": read_loss_scaler(engine), "before": losses, "after": train_steps(engine, STEPS_AFTER, world, rank)}
     if rank == 0:
         torch.save({"state": state, "meta": meta}, case["ref"])
     return {"name": case["name"], **meta}
 
 
-def check(case, world, rank):
+def check_case(case, world, rank):
     import torch
 
     engine = create_engine(case, world)
@@ -210,13 +210,13 @@ def check(case, world, rank):
     if client.get("note") != "kept" or client.get("table") is None or client["table"].tolist() != [0, 1, 2, 3, 4]:
         wrong.append(f"client state {client}")
     if rank == 0:
-        wrong += reader_errors(case, ref)
+        wrong += check_other_readers(case, ref)
     # DeepSpeed does not load the scaler of a universal checkpoint.
-    if not case.get("universal") and loss_scaler_state(engine) != ref["meta"]["scale"]:
-        wrong.append(f"loss scaler {loss_scaler_state(engine)}, expected {ref['meta']['scale']}")
-    if engine.global_steps != BEFORE:
-        wrong.append(f"global_steps {engine.global_steps}, expected {BEFORE}")
-    state = full_state(engine)
+    if not case.get("universal") and read_loss_scaler(engine) != ref["meta"]["scale"]:
+        wrong.append(f"loss scaler {read_loss_scaler(engine)}, expected {ref['meta']['scale']}")
+    if engine.global_steps != STEPS_BEFORE:
+        wrong.append(f"global_steps {engine.global_steps}, expected {STEPS_BEFORE}")
+    state = gather_tensors(engine)
     for key, expected in ref["state"].items():
         # DeepSpeed restores neither frozen weights nor buffers of a universal checkpoint.
         if case.get("universal") and key.endswith(("/frozen", "/buffer")):
@@ -224,14 +224,14 @@ def check(case, world, rank):
         got = state.get(key)
         if got is None or not torch.equal(got, expected):
             wrong.append(key)
-    if hyper_parameters(engine) != ref["meta"]["groups"]:
-        wrong.append(f"groups {hyper_parameters(engine)}, expected {ref['meta']['groups']}")
-    after = train(engine, AFTER, world, rank)
+    if list_hyper_parameters(engine) != ref["meta"]["groups"]:
+        wrong.append(f"groups {list_hyper_parameters(engine)}, expected {ref['meta']['groups']}")
+    after = train_steps(engine, STEPS_AFTER, world, rank)
     worst = max(abs(a - b) / abs(b) for a, b in zip(after, ref["meta"]["after"]))
     return {"name": case["name"], "wrong": wrong, "after": after, "expected": ref["meta"]["after"], "relative": worst}
 
 
-def run(rank, mode, plan):
+def run_rank(rank, mode, plan):
     world = plan["world"]
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(plan["port"]))
     import torch
@@ -246,7 +246,7 @@ def run(rank, mode, plan):
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     for case in plan["cases"]:
         try:
-            result = make(case, world, rank) if mode == "make" else check(case, world, rank)
+            result = save_case(case, world, rank) if mode == "make" else check_case(case, world, rank)
         except Exception as e:
             if rank == 0:
                 import traceback
@@ -277,6 +277,6 @@ if __name__ == "__main__":
 
     mode, plan = sys.argv[1], json.load(open(sys.argv[2]))
     if plan["world"] == 1:
-        run(0, mode, plan)
+        run_rank(0, mode, plan)
     else:
-        mp.start_processes(run, args=(mode, plan), nprocs=plan["world"], start_method="fork")
+        mp.start_processes(run_rank, args=(mode, plan), nprocs=plan["world"], start_method="fork")

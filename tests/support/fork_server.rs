@@ -25,6 +25,7 @@ pub(crate) struct ForkServer {
 }
 
 impl ForkServer {
+    /// Starts a server that has imported `modules`. Panics if Python cannot import them.
     pub(crate) fn start(python: &Path, modules: &[&str]) -> ForkServer {
         let directory = tempfile::tempdir().unwrap();
         let socket = directory.path().join("socket");
@@ -64,6 +65,7 @@ impl Drop for ForkServer {
     }
 }
 
+/// Returns the path of scripts/oracle/fork_server.py.
 fn server_script() -> &'static str {
     concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/oracle/fork_server.py")
 }

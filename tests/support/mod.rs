@@ -21,7 +21,7 @@ pub(crate) struct JobDirectory {
     dir: tempfile::TempDir,
 }
 
-/// The exit code and output of a finished run.
+/// The exit code, events and stderr of a run that has ended.
 pub(crate) struct FinishedRun {
     pub(crate) code: i32,
     pub(crate) events: Vec<Value>,
@@ -29,6 +29,7 @@ pub(crate) struct FinishedRun {
 }
 
 impl FinishedRun {
+    /// Parses each line of stdout as an event.
     pub(crate) fn from_output(output: &Output) -> FinishedRun {
         let events = String::from_utf8_lossy(&output.stdout);
         let event = |line: &str| serde_json::from_str(line).unwrap_or_else(|e| panic!("{e}: {line}"));
@@ -53,6 +54,7 @@ impl FinishedRun {
             .collect()
     }
 
+    /// Returns the run itself. Panics if the exit code is not 0.
     #[track_caller]
     pub(crate) fn expect_success(self) -> FinishedRun {
         assert_eq!(self.code, 0, "exit code; stderr:\n{}", self.stderr);
@@ -124,14 +126,17 @@ impl JobDirectory {
         job_dir
     }
 
+    /// Returns the path of a file in the directory.
     pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.dir.path().join(name)
     }
 
+    /// Returns the directory in which the job saves its checkpoints.
     pub(crate) fn checkpoint_dir(&self) -> PathBuf {
         self.path("runs/tiny/checkpoints")
     }
 
+    /// Returns the command `launch ARGS…` in this directory, with an empty stdin.
     pub(crate) fn launch_command(&self, args: &[&str]) -> Command {
         let mut c = Command::new(env!("CARGO_BIN_EXE_launch"));
         c.current_dir(self.dir.path()).args(args).stdin(Stdio::null());
@@ -151,6 +156,7 @@ impl JobDirectory {
         parse_rejection(&self.run_launch(&[&["--json"], args].concat()))
     }
 
+    /// Returns the arguments that run the job with these settings and `--json`.
     fn build_run_arguments<'a>(&self, set: &[&'a str]) -> Vec<&'a str> {
         ["job.yaml", "--json"].into_iter().chain(set.iter().flat_map(|s| ["--set", s])).collect()
     }
@@ -160,7 +166,7 @@ impl JobDirectory {
         FinishedRun::from_output(&self.run_launch(&self.build_run_arguments(set)))
     }
 
-    /// Runs the job with these settings and an environment variable.
+    /// Runs the job with these settings and one environment variable, and waits for its end.
     pub(crate) fn run_with_env(&self, set: &[&str], name: &str, value: &str) -> FinishedRun {
         FinishedRun::from_output(
             &self
@@ -171,7 +177,7 @@ impl JobDirectory {
         )
     }
 
-    /// Starts the job with these settings.
+    /// Starts the job with these settings and pipes for stdout and stderr, and does not wait.
     pub(crate) fn start(&self, set: &[&str]) -> Child {
         let mut c = self.launch_command(&self.build_run_arguments(set));
         c.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("launch starts")
@@ -184,6 +190,7 @@ impl JobDirectory {
         assert_snapshot(self.dir.path(), name, messages, &[]);
     }
 
+    /// Deletes the job's checkpoint directory.
     pub(crate) fn delete_checkpoints(&self) {
         _ = fs::remove_dir_all(self.checkpoint_dir());
     }
@@ -203,10 +210,10 @@ pub(crate) fn parse_rejection(output: &Output) -> (i32, Value) {
     (code, errors.remove(0))
 }
 
-/// Compares messages with the snapshot `name` in tests/support/snapshots. `directory`, the
-/// repository, run names, the host name, pids, CPU features, times and all but the first directory
-/// of a library search are replaced by placeholders, and so are the matches of `filters` (regular
-/// expression, placeholder).
+/// Compares messages with the snapshot `name` in tests/support/snapshots. Replaces by placeholders:
+/// `directory`, the repository, run names, the host name, pids, CPU features, times, all but the
+/// first directory of a library search, and the matches of `filters` (regular expression,
+/// placeholder).
 #[track_caller]
 pub(crate) fn assert_snapshot(directory: &Path, name: &str, messages: &str, filters: &[(&str, &str)]) {
     let directory = regex::escape(directory.display().to_string().trim_end_matches('/'));
@@ -232,7 +239,7 @@ pub(crate) fn assert_snapshot(directory: &Path, name: &str, messages: &str, filt
     });
 }
 
-/// A job with sizes that no world size divides.
+/// A job whose tensor sizes are not divisible by common world sizes.
 pub(crate) const TINY_JOB: &str = "\
 name: tiny
 cluster: {workers_per_host: 2}
@@ -285,19 +292,23 @@ pub(crate) fn find_python_or_skip(test: &str) -> Option<PathBuf> {
     find_environment_or_skip(test, "python", "transformers")
 }
 
-/// Returns the Python with DeepSpeed. Without it, skips or fails the test, as [`python`] does.
+/// Returns the Python with DeepSpeed. Without it, returns `None` to skip the test, or panics if
+/// LAUNCH_TEST_REQUIRE is `all`.
 #[allow(dead_code)] // only some tests need it
 pub(crate) fn find_deepspeed_python_or_skip(test: &str) -> Option<PathBuf> {
     find_environment_or_skip(test, "deepspeed", "DeepSpeed")
 }
 
 /// Returns the Python with the oldest supported torch, which `scripts/setup-tests --all` installs.
-/// Without it, skips or fails the test, as [`python`] does.
+/// Without it, returns `None` to skip the test, or panics if LAUNCH_TEST_REQUIRE is `all`.
 #[allow(dead_code)] // only some tests need it
 pub(crate) fn find_old_torch_python_or_skip(test: &str) -> Option<PathBuf> {
     find_environment_or_skip(test, "old-torch", "an old torch (setup-tests --all)")
 }
 
+/// Returns the Python of the environment `name` in the test cache. Without it, returns `None` to
+/// skip the test, or panics if LAUNCH_TEST_REQUIRE is `all`. `with` describes what the environment
+/// contains.
 fn find_environment_or_skip(test: &str, name: &str, with: &str) -> Option<PathBuf> {
     let cache = env::var_os("LAUNCH_TEST_CACHE").map(PathBuf::from);
     let cache = cache.or_else(|| Some(PathBuf::from(env::var_os("HOME")?).join(".cache/launch-tests")));
@@ -308,7 +319,8 @@ fn find_environment_or_skip(test: &str, name: &str, with: &str) -> Option<PathBu
     python
 }
 
-/// Reports that a test cannot run on this machine, or fails when LAUNCH_TEST_REQUIRE is `all`.
+/// Reports on stderr, and in the file that LAUNCH_TEST_SKIPS names, that a test cannot run on this
+/// machine. Panics if LAUNCH_TEST_REQUIRE is `all`.
 pub(crate) fn report_skip(test: &str, why: &str) {
     let why = format!("{test}: {why}");
     assert!(env::var("LAUNCH_TEST_REQUIRE").as_deref() != Ok("all"), "{why}");

@@ -67,7 +67,8 @@ impl ResumedJob {
         (ResumedJob { job_dir, from, next_losses: parse_numbers(next_losses) }, recording)
     }
 
-    /// Checks that the losses of the run, which begins at step 4, are those of the recorded run.
+    /// Checks that a run begins at step 4, and that its losses equal those of the recorded run
+    /// within [`MAX_LOSS_DIFFERENCE`].
     #[track_caller]
     pub(crate) fn assert_losses(&self, ran: &FinishedRun) {
         let steps = ran.events_named("step");
@@ -85,7 +86,7 @@ impl ResumedJob {
     pub(crate) fn copy_checkpoint_without(&self, excluded: &[&str]) -> PathBuf {
         let directory = self.job_dir.path("copy");
         for file in list_files_below(&self.from) {
-            if !excluded.iter().any(|name| file == *name || file.starts_with(&format!("{l}/"))) {
+            if !excluded.iter().any(|name| file == *name || file.starts_with(&format!("{name}/"))) {
                 fs::create_dir_all(directory.join(&file).parent().unwrap()).unwrap();
                 fs::copy(self.from.join(&file), directory.join(&file)).unwrap();
             }
@@ -93,6 +94,8 @@ impl ResumedJob {
         directory
     }
 
+    /// Runs the job with these settings from the recorded checkpoint, and waits for its end.
+    /// Deletes the job's own checkpoints before.
     pub(crate) fn run(&self, set: &[&str]) -> FinishedRun {
         let from = format!("resume.from={}", self.from.display());
         self.job_dir.delete_checkpoints();
@@ -108,14 +111,17 @@ impl ResumedJob {
     }
 }
 
+/// Converts a JSON array of numbers.
 pub(crate) fn parse_numbers(list: &Value) -> Vec<f64> {
-    list.as_array().unwrap().iter().map(|name| l.as_f64().unwrap()).collect()
+    list.as_array().unwrap().iter().map(|number| number.as_f64().unwrap()).collect()
 }
 
-/// The sizes of the models in tests/golden/resume.
+/// The sizes of the models in tests/golden/resume, as YAML.
 const SMALL_MODEL_SIZES: &str = "vocab_size: 257, hidden_size: 16, intermediate_size: 20, num_attention_heads: 4, num_key_value_heads: 2, \
                      max_position_embeddings: 64, rms_norm_eps: 1e-6";
 
+/// Returns the job that continues a recording of DeepSpeed. `tied` is whether the head is tied to
+/// the embedding.
 fn format_deepspeed_job(tied: bool) -> String {
     format_job_with_model(&format!(
         "family: llama, vocab_size: 257, hidden_size: 24, intermediate_size: 40, num_hidden_layers: 2, num_attention_heads: 4, \
@@ -123,6 +129,7 @@ fn format_deepspeed_job(tied: bool) -> String {
     ))
 }
 
+/// Returns a job with this content of its `model` section.
 fn format_job_with_model(model: &str) -> String {
     format!(
         "name: tiny

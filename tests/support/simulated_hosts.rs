@@ -12,7 +12,7 @@ use std::{
 /// The largest number of host sets that exist at the same time.
 const MAX_HOST_SETS: u32 = 200;
 
-/// The hosts `h0`, `h1`, …, which are removed when this value is dropped.
+/// The hosts `h0`, `h1`, … in namespaces of this machine. Dropping the value removes the hosts.
 pub(crate) struct SimulatedHosts {
     id: String,
     network_prefix: String,
@@ -61,6 +61,7 @@ impl SimulatedHosts {
         Some(hosts)
     }
 
+    /// Runs tests/hosts/hosts.sh for this set of hosts and returns its output.
     fn run_hosts_script(&self, args: &[&str]) -> Output {
         let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/hosts/hosts.sh");
         let mut command = Command::new(script);
@@ -73,14 +74,14 @@ impl SimulatedHosts {
         command.stdin(Stdio::null()).output().expect("hosts.sh starts")
     }
 
-    /// Runs a command of hosts.sh.
+    /// Runs a command of hosts.sh, which must succeed.
     #[track_caller]
     pub(crate) fn run_hosts_command(&self, args: &[&str]) {
         let output = self.run_hosts_script(args);
         assert!(output.status.success(), "{args:?}: {}", String::from_utf8_lossy(&output.stderr));
     }
 
-    /// Runs a shell command on a host without SSH and returns its output.
+    /// Runs a shell command on a host without SSH. The command must succeed. Returns its stdout.
     #[track_caller]
     pub(crate) fn run_shell(&self, host: &str, command: &str) -> String {
         let output = self.run_hosts_script(&["exec", host, "sh", "-c", command]);
@@ -93,6 +94,7 @@ impl SimulatedHosts {
         self.directory.join("ssh_config")
     }
 
+    /// Returns a path in the directory of this set of hosts.
     pub(crate) fn file_path(&self, name: &str) -> PathBuf {
         self.directory.join(name)
     }
@@ -118,7 +120,7 @@ impl SimulatedHosts {
             .collect()
     }
 
-    /// Returns the address in the network of the hosts whose last byte is `last`.
+    /// Returns the IP address in the hosts' network whose last byte is `last`.
     pub(crate) fn format_address(&self, last: u8) -> String {
         format!("{}.{last}", self.network_prefix)
     }
@@ -131,7 +133,8 @@ impl Drop for SimulatedHosts {
     }
 }
 
-/// Returns why this machine cannot create the hosts; `None` if it can.
+/// Returns a description of what this machine lacks to create hosts, or `None` if nothing is
+/// missing.
 fn find_missing_requirement() -> Option<String> {
     if !nix::unistd::Uid::effective().is_root() {
         return Some("hosts in namespaces need root".to_owned());

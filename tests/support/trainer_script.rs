@@ -4,7 +4,7 @@ use super::{FinishedRun, JobDirectory, assert_snapshot, list_files_below};
 use serde_json::{Value, json};
 use std::{fs, path::Path};
 
-/// A directory in which one of the scripts of scripts/oracle runs.
+/// A script of scripts/oracle, and a directory in which it runs.
 pub(crate) struct TrainerScript {
     pub(crate) job_dir: JobDirectory,
     /// The command that runs a script, instead of `python`.
@@ -16,6 +16,8 @@ pub(crate) struct TrainerScript {
 }
 
 impl TrainerScript {
+    /// Creates a directory for a script that trains `steps` steps. `python` is the command that
+    /// runs a script.
     pub(crate) fn new(python: &[String], script: &'static str, steps: u32) -> TrainerScript {
         TrainerScript { job_dir: JobDirectory::new(), python: python.to_vec(), script, steps, arguments: &[] }
     }
@@ -103,8 +105,9 @@ pub(crate) fn read_contents(dir: &Path) -> Vec<(String, Vec<u8>)> {
     list_files_below(dir).into_iter().map(|f| (f.clone(), fs::read(dir.join(f)).unwrap())).collect()
 }
 
-/// Checks that the steps of a resumed run have the learning rates of the uninterrupted run, and its
-/// losses and gradient norms within `close`.
+/// Checks the steps `got` of a resumed run: their learning rates must equal those of the
+/// uninterrupted run `whole`, and losses and gradient norms must agree within the relative
+/// difference `close`.
 #[track_caller]
 pub(crate) fn assert_losses_continue(got: &[Value], whole: &[Value], close: f64) {
     assert!(!got.is_empty() && got.last().unwrap()["step"] == whole.last().unwrap()["step"], "{got:?}");

@@ -8,7 +8,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 /// An allocator that counts the bytes in use.
 struct CountingAllocator;
 
+/// The number of allocated bytes.
 static USED_BYTES: AtomicUsize = AtomicUsize::new(0);
+/// The largest value of [`USED_BYTES`] since the last [`MemoryMeter::start`].
 static PEAK_BYTES: AtomicUsize = AtomicUsize::new(0);
 
 // SAFETY: every call goes to the system's allocator unchanged; counting does not affect memory.
@@ -34,6 +36,7 @@ static ALLOCATOR: CountingAllocator = CountingAllocator;
 pub(crate) struct MemoryMeter(usize);
 
 impl MemoryMeter {
+    /// Starts a measurement. Only one measurement at a time is valid, because the peak is global.
     pub(crate) fn start() -> MemoryMeter {
         let used = USED_BYTES.load(Ordering::Relaxed);
         PEAK_BYTES.store(used, Ordering::Relaxed);

@@ -19,16 +19,16 @@ const MAX_BROADCAST_BYTES: u64 = 256 << 20;
 /// # Errors
 /// Returns this rank's own error unchanged. The error of another rank is marked as aborted, so that
 /// only the rank where it happened reports it as a root cause.
-pub fn exchange_values<T: Serialize + DeserializeOwned>(
+pub fn all_gather_values<T: Serialize + DeserializeOwned>(
     queue: &CollectiveQueue,
     mine: Result<T>,
 ) -> Result<Vec<T>> {
-    let results = exchange_results(queue, mine.as_ref().map_err(Clone::clone))?;
+    let results = all_gather_results(queue, mine.as_ref().map_err(Clone::clone))?;
     mine?;
     values_or_abort(results)
 }
 
-/// Sends this rank's value to all ranks, as [`exchange_values`] does, but on the caller's thread.
+/// Sends this rank's value to all ranks, as [`all_gather_values`] does, but on the caller's thread.
 /// It is used before a [`CollectiveQueue`] exists.
 ///
 /// Collective: every rank must call it.
@@ -51,7 +51,7 @@ pub fn values_or_abort<T>(results: Vec<Result<T>>) -> Result<Vec<T>> {
 /// rank order. Fails only if the exchange fails.
 ///
 /// Collective: every rank must call it.
-pub fn exchange_results<T: Serialize + DeserializeOwned>(
+pub fn all_gather_results<T: Serialize + DeserializeOwned>(
     queue: &CollectiveQueue,
     mine: Result<&T>,
 ) -> Result<Vec<Result<T>>> {
@@ -89,7 +89,7 @@ fn decode_report<T: DeserializeOwned>(rank: usize, report: &[u8]) -> Result<Resu
 pub fn broadcast_bytes(queue: &CollectiveQueue, root: usize, mine: Result<Vec<u8>>) -> Result<Vec<u8>> {
     let is_root = queue.comm().rank() == root;
     let mine = if is_root { mine } else { Ok(Vec::new()) };
-    let lengths = exchange_values(queue, mine.as_ref().map(|b| b.len() as u64).map_err(Clone::clone))?;
+    let lengths = all_gather_values(queue, mine.as_ref().map(|b| b.len() as u64).map_err(Clone::clone))?;
     let mine = mine?;
     let length = lengths.get(root).copied().unwrap_or(0);
     if length > MAX_BROADCAST_BYTES {

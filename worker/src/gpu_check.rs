@@ -384,7 +384,7 @@ fn prepare_timed_attention<'a>(
     ])
 }
 
-/// Prepares operations whose speed is limited by memory bandwidth for timing.
+/// Prepares memory-bound operations for timing: an addition, RMSNorm and AdamW.
 fn prepare_memory_bound_ops(cuda: &Cuda) -> Result<[TimedOp<'_>; 3], CudaError> {
     const N: usize = 64 << 20;
     let (m, d) = (8192, 4096);

@@ -4,7 +4,7 @@ mod fetch;
 mod fetch_schedule;
 
 use crate::{
-    consensus::{broadcast_bytes, exchange_results, exchange_values, values_or_abort},
+    consensus::{all_gather_results, all_gather_values, broadcast_bytes, values_or_abort},
     error::{Error, Result, to_unreadable_checkpoint_error, to_unwritable_checkpoint_error},
     storage_topology::StorageTopology,
     zero::collective_queue::CollectiveQueue,
@@ -63,7 +63,7 @@ pub(crate) fn commit_on_all_hosts(
     let prepared = prepared.map_err(to_unwritable_checkpoint_error);
     // If this exchange is interrupted, other ranks may know that all have prepared: the prepared
     // directory then stays, and `recover` completes it.
-    let votes = exchange_results(queue, prepared.as_ref().map(|_| &()).map_err(Clone::clone))?;
+    let votes = all_gather_results(queue, prepared.as_ref().map(|_| &()).map_err(Clone::clone))?;
     let prepared = match (prepared, values_or_abort(votes)) {
         (Err(e), _) => return Err(e),
         (Ok(mine), Err(e)) => {
@@ -73,7 +73,7 @@ pub(crate) fn commit_on_all_hosts(
         (Ok(mine), Ok(_)) => mine,
     };
     let committed = prepared.map(PreparedSave::complete).transpose().map_err(to_unwritable_checkpoint_error);
-    let committed: Vec<Option<(PathBuf, u64)>> = exchange_values(
+    let committed: Vec<Option<(PathBuf, u64)>> = all_gather_values(
         queue,
         committed.map(|c| c.map(|CommittedCheckpoint { path, bytes }| (path, bytes))),
     )?;
@@ -81,7 +81,7 @@ pub(crate) fn commit_on_all_hosts(
         true => ckpt::prune_checkpoints(root, keep).map(drop).map_err(to_unwritable_checkpoint_error),
         false => Ok(()),
     };
-    exchange_values(queue, pruned)?;
+    all_gather_values(queue, pruned)?;
     let leader = layout.find_directory_leader(rank);
     committed.into_iter().nth(leader).flatten().ok_or_else(|| {
         let message = format!("rank {leader} reported no committed checkpoint");
@@ -105,13 +105,13 @@ pub(crate) fn complete_interrupted_commits(
         false => Ok(Default::default()),
     };
     let listed = mine.as_ref().map(|(listed, _)| listed.clone()).map_err(Clone::clone);
-    let completed: HashSet<ManifestId> = exchange_values(queue, listed)?.into_iter().flatten().collect();
+    let completed: HashSet<ManifestId> = all_gather_values(queue, listed)?.into_iter().flatten().collect();
     let (_, prepared) = mine?;
     let result = prepared
         .into_iter()
         .filter(|(listed, _)| completed.contains(listed))
         .try_for_each(|(listed, path)| host_local::complete_prepared_save(root, &path, listed.step));
-    exchange_values(queue, result.map_err(to_unwritable_checkpoint_error)).map(drop)
+    all_gather_values(queue, result.map_err(to_unwritable_checkpoint_error)).map(drop)
 }
 
 /// Lists the checkpoints that any host has in `root`, newest first. Collective: every rank must
@@ -127,7 +127,7 @@ pub(crate) fn list_candidates(
     } else {
         Ok(Vec::new())
     };
-    let listed = exchange_values(queue, listed.map_err(to_unreadable_checkpoint_error))?;
+    let listed = all_gather_values(queue, listed.map_err(to_unreadable_checkpoint_error))?;
     let mut seen = HashSet::new();
     let mut distinct: Vec<ManifestId> =
         listed.into_iter().flatten().filter(|l| seen.insert(l.clone())).collect();
@@ -168,7 +168,7 @@ impl HostLocalCheckpoint {
         let (rank, world) = (queue.comm().rank(), queue.comm().world());
         let found =
             if layout.find_directory_leader(rank) == rank { host_local::read_manifest(path) } else { None };
-        let hashes = exchange_values(queue, Ok(found.as_ref().map(|(hash, _)| hash.clone())))?;
+        let hashes = all_gather_values(queue, Ok(found.as_ref().map(|(hash, _)| hash.clone())))?;
         let hash = hash.map(str::to_owned).or_else(|| hashes.iter().flatten().next().cloned());
         let has_manifest = |rank: usize| hash.is_some() && hashes.get(rank) == Some(&hash);
         let Some(source) = (0..world).find(|r| has_manifest(*r)) else {
@@ -181,7 +181,7 @@ impl HostLocalCheckpoint {
         let opened = Checkpoint::from_manifest(path, text, has_manifest(layout.find_directory_leader(rank)));
         let opened = opened.map_err(to_unreadable_checkpoint_error);
         let readable_files = opened.as_ref().map(|c| c.local_files().to_vec()).map_err(Clone::clone);
-        let readable_files = exchange_results(queue, readable_files.as_ref().map_err(Clone::clone))?;
+        let readable_files = all_gather_results(queue, readable_files.as_ref().map_err(Clone::clone))?;
         let readable_files: Vec<Vec<bool>> = readable_files.into_iter().collect::<Result<_>>()?;
         let checkpoint = opened?;
         let can_read =

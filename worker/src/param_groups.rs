@@ -31,8 +31,8 @@ pub const LORA_FROM_KEY: &str = "train.lora.from";
 /// units, in which each parameter is marked as trained or frozen.
 ///
 /// # Errors
-/// Fails with every mistake in the keys that select parameters. The subjects of the errors are the
-/// keys.
+/// Fails with every mistake in the keys that select parameters. The subject of each error is its
+/// key.
 pub fn build_trainable_units(
     model: &mut dyn Model,
     layout: Option<&ExpertLayout>,
@@ -54,11 +54,12 @@ pub fn build_trainable_units(
     Ok(units)
 }
 
-/// Marks each parameter of the units as trained or frozen.
+/// Marks each parameter of the units as trained or frozen, by `train.freeze` and
+/// `train.train_only`. With `train.lora`, only adapters are marked as trained.
 ///
 /// # Errors
-/// Fails if a pattern is invalid or matches nothing, or if no parameter is trained. The subjects of
-/// the errors are the keys.
+/// Fails if a pattern is invalid or matches no parameter, or if no parameter is trained. The
+/// subject of each error is the key of the setting.
 pub fn mark_trained(
     units: &mut [ParamUnit],
     ties: &[TiedWeight],
@@ -195,7 +196,7 @@ pub struct ParamGroups {
 /// Assigns each trained parameter to a group.
 ///
 /// # Errors
-/// Fails with every invalid or unmatched pattern. The subjects of the errors are the keys.
+/// Fails with every invalid or unmatched pattern. The subject of each error is the pattern's key.
 pub fn assign_groups(
     spec: &OptimizerSpec,
     units: &[ParamUnit],

@@ -13,7 +13,7 @@ use crate::{
     checkpoint_mapping::{
         ReadPlan, find_params_without_state, read_owned_ranges, require_compatible, sync_replicas,
     },
-    consensus::exchange_values,
+    consensus::all_gather_values,
     error::{Error, Result, to_unreadable_checkpoint_error},
     host_local::{self, CheckpointCandidate, HostLocalCheckpoint, build_unreachable_shard_error},
     stages::{Cursor, UninitializedTrainer},
@@ -189,7 +189,7 @@ fn list_candidates(
     }
     let listed = if ready.trainer.engine.rank() == 0 { ckpt::list_checkpoints(root) } else { Ok(Vec::new()) };
     let paths = listed.map(|list| list.into_iter().map(|(_, path)| path).collect::<Vec<_>>());
-    let paths = exchange_values(queue, paths.map_err(to_unreadable_checkpoint_error))?.swap_remove(0);
+    let paths = all_gather_values(queue, paths.map_err(to_unreadable_checkpoint_error))?.swap_remove(0);
     Ok(paths.into_iter().map(CheckpointCandidate::from_path).collect())
 }
 
@@ -210,7 +210,7 @@ fn find_named_checkpoint(
 ) -> Result<NamedCheckpoint> {
     let has_manifest = path.join("manifest.json").exists();
     // With host-local directories a host without a part of the checkpoint has no manifest.
-    if exchange_values(ready.trainer.engine.queue(), Ok(has_manifest))?.contains(&true) {
+    if all_gather_values(ready.trainer.engine.queue(), Ok(has_manifest))?.contains(&true) {
         return Ok(NamedCheckpoint::Native(CheckpointCandidate::from_path(path.to_path_buf())));
     }
     if let Some(newest) = list_candidates(ready, dirs, path)?.into_iter().next() {
@@ -337,7 +337,7 @@ fn open_native(
 ///
 /// Collective: every rank must call it.
 fn exchange_first_damage(ready: &UninitializedTrainer, mine: Option<Error>) -> Result<Option<Error>> {
-    let damage = exchange_values(ready.trainer.engine.queue(), Ok(mine))?;
+    let damage = all_gather_values(ready.trainer.engine.queue(), Ok(mine))?;
     Ok(damage.into_iter().flatten().next())
 }
 

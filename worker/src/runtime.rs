@@ -5,7 +5,7 @@ mod samples;
 
 use crate::{
     checkpoint_mapping::build_checkpoint_model_spec,
-    consensus::exchange_values,
+    consensus::all_gather_values,
     data::TextTokenizer,
     error::{Error, Result, to_unwritable_checkpoint_error},
     gpu::RankDevice,
@@ -325,7 +325,7 @@ fn check_checkpoint_storage(
     } else {
         Ok(())
     };
-    exchange_values(engine.queue(), result).map(drop)
+    all_gather_values(engine.queue(), result).map(drop)
 }
 
 /// Builds the metadata that every checkpoint of this run stores.

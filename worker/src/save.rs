@@ -1,7 +1,7 @@
 //! [`CheckpointSaver`]: writes the checkpoints of a run, in the background with `checkpoint.async`.
 use crate::{
     checkpoint_mapping::{OwnedRange, list_owned_ranges, list_state_roles},
-    consensus::exchange_values,
+    consensus::all_gather_values,
     error::{Error, Result, build_thread_start_error, to_unwritable_checkpoint_error},
     host_local,
     optim::Optimizer,
@@ -11,7 +11,7 @@ use crate::{
     zero::engine::ZeroEngine,
 };
 use ckpt::{
-    CkptError, ModelSpec, ParityReport, PieceElements, RunFacts, ShardReport, StagingDir, TensorPiece,
+    CkptError, ModelSpec, ParityFileReport, PieceElements, RunFacts, ShardReport, StagingDir, TensorPiece,
     TensorRole, TextFile,
 };
 use contract::job::{CheckpointSpec, JobSpec};
@@ -207,7 +207,7 @@ impl CheckpointSaver {
         let staging = (rank == leader).then(|| StagingDir::create(&self.root, facts.step, bytes));
         let staging = staging.transpose().map_err(to_unwritable_checkpoint_error);
         let path = staging.as_ref().map(|s| s.as_ref().map(|s| s.path().to_path_buf())).map_err(Clone::clone);
-        let paths = exchange_values(engine.queue(), path)?;
+        let paths = all_gather_values(engine.queue(), path)?;
         let path = paths
             .into_iter()
             .nth(leader)
@@ -273,7 +273,7 @@ impl CheckpointSaver {
                 }
             },
         };
-        let reports = exchange_values(queue, report)?;
+        let reports = all_gather_values(queue, report)?;
         let step = facts.step;
         if !self.layout.is_shared() {
             let (path, bytes) = host_local::commit_on_all_hosts(
@@ -293,7 +293,7 @@ impl CheckpointSaver {
             Some(s) => self.commit_and_prune(s, facts, reports, parity).map(Some),
             None => Ok(None),
         };
-        let (path, bytes) = exchange_values(queue, committed)?
+        let (path, bytes) = all_gather_values(queue, committed)?
             .into_iter()
             .flatten()
             .next()
@@ -312,14 +312,14 @@ impl CheckpointSaver {
         running: &RunningTrainer,
         directory: &Path,
         shards: &[ShardReport],
-    ) -> Result<Option<Vec<ParityReport>>> {
+    ) -> Result<Option<Vec<ParityFileReport>>> {
         if !self.spec.parity {
             return Ok(None);
         }
         let engine = &running.trainer.engine;
         let (rank, world) = (engine.rank() as u32, engine.world() as u32);
         let mine = ckpt::write_parity(directory, rank, world, shards).map_err(to_unwritable_checkpoint_error);
-        exchange_values(engine.queue(), mine).map(Some)
+        all_gather_values(engine.queue(), mine).map(Some)
     }
 
     /// Commits a checkpoint in a directory that all ranks share, and removes old checkpoints.
@@ -329,7 +329,7 @@ impl CheckpointSaver {
         staging: StagingDir,
         facts: RunFacts,
         reports: Vec<ShardReport>,
-        parity: Option<Vec<ParityReport>>,
+        parity: Option<Vec<ParityFileReport>>,
     ) -> Result<(PathBuf, u64)> {
         let done = match parity {
             Some(parity) => ckpt::commit_save_with_parity(staging, facts, reports, parity),

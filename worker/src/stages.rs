@@ -89,7 +89,7 @@ pub struct Cursor {
 ///
 /// # Errors
 /// Fails if the directory is unusable, or if its model is too small for the tokenizer or the
-/// samples. The subject of the error is the key.
+/// samples. The subject of the error is the key `train.model.from`.
 pub fn resolve_model(spec: &ModelSpec, vocab: u32, seq_len: u32) -> diagnostic::Result<ModelSpec> {
     const FROM: &str = "train.model.from";
     let mut resolved = spec.clone();

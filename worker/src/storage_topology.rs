@@ -1,6 +1,6 @@
 //! [`StorageTopology`]: which ranks see the same checkpoint directory, detected with probe files.
 use crate::{
-    consensus::exchange_values,
+    consensus::all_gather_values,
     error::{Error, Result, to_unwritable_checkpoint_error},
     zero::collective_queue::CollectiveQueue,
 };
@@ -112,13 +112,13 @@ pub fn detect_topology(
         Ok(written) => written.map_or((None, Ok(None)), |(guard, probe)| (Some(guard), Ok(Some(probe)))),
         Err(e) => (None, Err(e)),
     };
-    let probes = exchange_values(queue, probe)?;
+    let probes = all_gather_values(queue, probe)?;
     let first = probes.iter().position(|p| p.as_ref().is_some_and(|p| sees_probe(root, p)));
     let first = first.ok_or_else(|| {
         let what = format!("does not show this rank the file that another rank of host {host} wrote");
         Error::from(build_directory_error(codes::STORAGE_NOT_VISIBLE, root, &what).with_field("host", host))
     });
-    let leaders = exchange_values(queue, first);
+    let leaders = all_gather_values(queue, first);
     drop(guard); // Every rank has looked for the probe files.
     let leaders = leaders?;
     if leaders.iter().any(|k| leaders.get(*k) != Some(k)) {
@@ -130,13 +130,13 @@ pub fn detect_topology(
         return Ok(StorageTopology::for_shared_directory(leaders.len()));
     }
     if is_required {
-        let names = exchange_values(queue, Ok(host.to_owned()))?;
+        let names = all_gather_values(queue, Ok(host.to_owned()))?;
         // No rank ends, and so aborts the others, before every rank has the names.
         _ = queue.run_and_wait(|comm| comm.barrier());
         return Err(build_not_shared_error(root, &leaders, &names).into());
     }
     let mine = (leaders[rank] == rank).then(|| StorageHost::load_or_create(root, host)).transpose();
-    let hosts = exchange_values(queue, mine.map_err(to_unwritable_checkpoint_error))?;
+    let hosts = all_gather_values(queue, mine.map_err(to_unwritable_checkpoint_error))?;
     let hosts: Vec<StorageHost> = hosts.into_iter().flatten().collect();
     match find_duplicate_id_error(root, &hosts) {
         Some(error) => Err(error.into()),

@@ -8,8 +8,8 @@ use contract::preflight::Preflight;
 use diagnostic::codes;
 use worker::{stages::ResolvedSpec, train::step::RankStepReport};
 
-/// Creates the `train.model` section of a Llama whose sizes have 16 as their greatest common
-/// divisor.
+/// Creates the `train.model` section of a tiny Llama. The dimensions of its layers' matrices are
+/// multiples of 16, as FP8 requires.
 fn create_fp8_llama() -> ModelSpec {
     ModelSpec {
         vocab_size: 61,
@@ -23,7 +23,8 @@ fn create_fp8_llama() -> ModelSpec {
     }
 }
 
-/// Creates the `train.model` section of a GPT-2 with those sizes.
+/// Creates the `train.model` section of a GPT-2 with the sizes of [`create_fp8_llama`] and three
+/// attention heads.
 fn create_fp8_gpt2() -> ModelSpec {
     ModelSpec { family: "gpt2".into(), num_key_value_heads: 3, num_attention_heads: 3, ..create_fp8_llama() }
 }

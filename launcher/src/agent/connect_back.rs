@@ -3,7 +3,7 @@
 //! Slurm's `srun` mixes the output of all tasks, so the standard streams of an agent in a Slurm
 //! step cannot carry the control connection.
 use crate::connection::handshake::{
-    HANDSHAKE_TIMEOUT, HandshakeError, Invitation, VerifiedController, authenticate_controller,
+    HANDSHAKE_TIMEOUT, HandshakeError, Invitation, VerifiedControllerStream, authenticate_controller,
 };
 use contract::env;
 use diagnostic::{Diagnostic, codes::host};
@@ -71,7 +71,7 @@ async fn connect_to_first_address(invitation: &Invitation, name: &str) -> diagno
     while let Some(finished) = attempts.join_next().await {
         match finished {
             // The other connections are dropped without a confirmation.
-            Ok(Ok(verified)) => return Ok(VerifiedController::send_agent_proof(verified).await?),
+            Ok(Ok(verified)) => return Ok(VerifiedControllerStream::send_agent_proof(verified).await?),
             Ok(Err(failure)) => failures.push(failure),
             Err(error) => {
                 return Err(Diagnostic::error(

@@ -90,7 +90,7 @@ pub(crate) enum AgentInput {
     Swept { left: Vec<i32> },
     /// A warning about a worker for the user. The worker continues.
     Warning { rank: Rank, message: String },
-    /// Nothing happened but that time has passed.
+    /// Time has passed without another event.
     Tick,
 }
 
@@ -150,7 +150,7 @@ enum AgentState {
     Exiting,
 }
 
-/// What the agent knows about a worker that it started.
+/// The state of a worker of the attempt, as the agent knows it.
 #[derive(Debug)]
 struct WorkerState {
     /// Whether the worker runs the built-in runtime.
@@ -477,7 +477,9 @@ impl AgentCore {
         }
     }
 
-    /// Aborts or terminates all workers now, and kills those that are left after the grace period.
+    /// Ends all workers now, and kills those that are left after the grace period. Built-in workers
+    /// that are initialized get an abort message, and all others get SIGTERM. Without a grace
+    /// period, all workers are killed immediately.
     fn end_workers(&mut self, now: Duration, reason: &str, grace_ms: u64) {
         self.schedule_kill(now + Duration::from_millis(grace_ms));
         if grace_ms == 0 {

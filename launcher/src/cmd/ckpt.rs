@@ -253,7 +253,7 @@ fn run_gather(dir: &Path, out: &Path, options: &GatherOptions, json: bool) -> di
         let names = replace_control_chars(&report.not_finite.join(", "));
         log_line(format_args!("warning: tensors with NaN or infinite values: {names}"));
     }
-    let step = source.step();
+    let step = source.completed_steps();
     if json {
         let mut value = serde_json::to_value(&report).unwrap_or(Value::Null);
         value["step"] = step.into();

@@ -3,7 +3,7 @@ use super::{OutputFormat, output_error, ps::resolve_run};
 use crate::{
     cli::EventsArgs,
     line_follower::{LineFollower, POLL_INTERVAL},
-    report::{command_output, format_clock, format_event, replace_control_sequences},
+    report::{command_output, format_clock, format_event, replace_control_characters},
     runs::{Run, RunFilter},
 };
 use contract::event::TimedEvent;
@@ -84,7 +84,7 @@ fn format_event_line(line: &str, began_ms: u64) -> String {
         // Half a line after a crash, or an event of a later version.
         Err(_) => (String::new(), line.to_owned()),
     };
-    format!("{since:>8}  {}\n", replace_control_sequences(&text))
+    format!("{since:>8}  {}\n", replace_control_characters(&text))
 }
 
 #[cfg(test)]

@@ -4,7 +4,7 @@ use crate::{
     agent::log_times::{find_offset_at, read_unix_time_ms},
     cli::LogsArgs,
     line_follower::{LineFollower, POLL_INTERVAL},
-    report::{command_output, format_count, replace_control_sequences},
+    report::{command_output, format_count, replace_control_characters},
     runs::{Run, RunFilter},
 };
 use contract::ids::Rank;
@@ -94,7 +94,7 @@ impl<'a> LogViewer<'a> {
             for (rank, files) in self.list_log_files() {
                 if !opened.contains(&rank) {
                     opened.push(rank);
-                    self.open_log_files(rank, &files)?;
+                    self.print_rotated_and_open_newest_log(rank, &files)?;
                 }
             }
             let mut more = false;
@@ -167,7 +167,7 @@ impl<'a> LogViewer<'a> {
     }
 
     /// Prints the rotated log files of a rank, and opens the newest file, which may still grow.
-    fn open_log_files(&mut self, rank: Rank, files: &[PathBuf]) -> diagnostic::Result<()> {
+    fn print_rotated_and_open_newest_log(&mut self, rank: Rank, files: &[PathBuf]) -> diagnostic::Result<()> {
         for file in files {
             let end = fs::metadata(file).map_or(0, |m| m.len());
             let from = if self.since_ms == 0 { 0 } else { find_offset_at(file, self.since_ms, end) };
@@ -195,7 +195,7 @@ impl<'a> LogViewer<'a> {
             }
             let text = String::from_utf8_lossy(line);
             out.push_str(&if command_output::stdout_is_terminal() {
-                replace_control_sequences(&text)
+                replace_control_characters(&text)
             } else {
                 text.into_owned()
             });

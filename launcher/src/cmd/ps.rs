@@ -3,7 +3,7 @@ use super::plan::format_table;
 use crate::{
     agent::log_times::read_unix_time_ms,
     cli::PsArgs,
-    report::{format_duration, replace_control_sequences},
+    report::{format_duration, replace_control_characters},
     runs::{self, Run, RunFilter, RunState},
 };
 use diagnostic::{Diagnostic, codes::command};
@@ -82,7 +82,7 @@ pub(super) fn format_run_table(runs: &[Run], now_ms: u64) -> String {
             record.controller.host.clone(),
             record.run_dir.display().to_string(),
         ];
-        rows.push(row.iter().map(|cell| replace_control_sequences(cell)).collect());
+        rows.push(row.iter().map(|cell| replace_control_characters(cell)).collect());
     }
     format_table(&rows)
 }

@@ -24,11 +24,11 @@ const BATCH_BYTES: usize = 64 << 10;
 /// sender's id.
 ///
 /// The last message of a connection is `Ok(None)` if the stream ended, or an error.
-pub(crate) type Inbox<K, T> = mpsc::Sender<(K, Result<Option<T>, FrameError>)>;
+pub(crate) type InboxSender<K, T> = mpsc::Sender<(K, Result<Option<T>, FrameError>)>;
 
 /// Reads frames into `inbox` until the stream ends or fails, or the inbox is closed. Waits while
 /// the inbox is full.
-pub(crate) async fn read_frames<K, R, T>(sender: K, mut stream: R, inbox: Inbox<K, T>)
+pub(crate) async fn read_frames<K, R, T>(sender: K, mut stream: R, inbox: InboxSender<K, T>)
 where
     K: Clone,
     R: AsyncRead + Unpin,

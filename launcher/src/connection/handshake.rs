@@ -216,12 +216,12 @@ fn parse_key(hex: &str) -> Option<HandshakeKey> {
 /// Performs the agent's side of the handshake, up to the proof that the peer is the controller.
 ///
 /// An agent may try several connections at once. Only the one on which
-/// [`VerifiedController::send_agent_proof`] is called becomes the control connection.
+/// [`VerifiedControllerStream::send_agent_proof`] is called becomes the control connection.
 pub(crate) async fn authenticate_controller<S>(
     mut stream: S,
     key: &HandshakeKey,
     name: &str,
-) -> Result<VerifiedController<S>, HandshakeError>
+) -> Result<VerifiedControllerStream<S>, HandshakeError>
 where
     S: AsyncRead + AsyncWrite + Unpin,
 {
@@ -241,19 +241,19 @@ where
         return Err(HandshakeError::WrongKey(HandshakeRole::Controller));
     }
     let proof = key.compute_proof(HandshakeRole::Agent, &agent_nonce, &controller_nonce, name);
-    Ok(VerifiedController { stream, proof })
+    Ok(VerifiedControllerStream { stream, proof })
 }
 
 /// A connection on which the controller has proved that it holds the key, and the agent has not
 /// yet.
 #[derive(Debug)]
-pub(crate) struct VerifiedController<S> {
+pub(crate) struct VerifiedControllerStream<S> {
     stream: S,
     /// The proof that the agent has to send.
     proof: blake3::Hash,
 }
 
-impl<S: AsyncWrite + Unpin> VerifiedController<S> {
+impl<S: AsyncWrite + Unpin> VerifiedControllerStream<S> {
     /// Sends the agent's proof, which makes this connection the control connection.
     pub(crate) async fn send_agent_proof(mut self) -> Result<S, HandshakeError> {
         self.stream.write_all(self.proof.as_bytes()).await?;

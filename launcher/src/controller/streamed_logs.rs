@@ -59,7 +59,7 @@ impl StreamedLogs {
         let log = match self.files.entry(rank) {
             Entry::Occupied(log) => log.into_mut(),
             Entry::Vacant(_) if at_limit => return None,
-            Entry::Vacant(entry) => match open_log(&self.directory, rank) {
+            Entry::Vacant(entry) => match open_streamed_log(&self.directory, rank) {
                 Ok(log) => entry.insert(log),
                 Err(error) => {
                     entry.insert(StreamedLogFile::Closed);
@@ -87,7 +87,7 @@ impl StreamedLogs {
 
 /// Opens the streamed log of a rank for appending. If the complete log of the rank is in the
 /// directory, opens nothing and returns [`StreamedLogFile::Closed`].
-fn open_log(directory: &Path, rank: Rank) -> io::Result<StreamedLogFile> {
+fn open_streamed_log(directory: &Path, rank: Rank) -> io::Result<StreamedLogFile> {
     if directory.join(format!("rank-{rank}.log")).exists() {
         return Ok(StreamedLogFile::Closed);
     }

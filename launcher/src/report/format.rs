@@ -134,7 +134,7 @@ fn format_phase(phase: WorkerPhase) -> &'static str {
 
 /// Replaces control characters by `·`, so that text cannot move the cursor or set the window title.
 /// Colors and tabs stay.
-pub(crate) fn replace_control_sequences(text: &str) -> String {
+pub(crate) fn replace_control_characters(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     let mut rest = text;
     while let Some(at) = rest.find(|c: char| c.is_control() && c != '\t') {
@@ -206,10 +206,10 @@ mod tests {
 
     #[test]
     fn colors_stay_and_other_control_sequences_are_replaced() {
-        assert_eq!(replace_control_sequences("a\tb"), "a\tb");
-        assert_eq!(replace_control_sequences("\x1b[1;31mred\x1b[0m"), "\x1b[1;31mred\x1b[0m");
-        assert_eq!(replace_control_sequences("\x1b[2Jx\x07"), "·[2Jx·");
-        assert_eq!(replace_control_sequences("\x1b]0;title\x07\x1b["), "·]0;title··[");
-        assert_eq!(replace_control_sequences("é\u{9b}31m"), "é·31m");
+        assert_eq!(replace_control_characters("a\tb"), "a\tb");
+        assert_eq!(replace_control_characters("\x1b[1;31mred\x1b[0m"), "\x1b[1;31mred\x1b[0m");
+        assert_eq!(replace_control_characters("\x1b[2Jx\x07"), "·[2Jx·");
+        assert_eq!(replace_control_characters("\x1b]0;title\x07\x1b["), "·]0;title··[");
+        assert_eq!(replace_control_characters("é\u{9b}31m"), "é·31m");
     }
 }

@@ -5,7 +5,7 @@ use super::{
     deduplicator::{Deduplicator, MergedLine},
     event_text::{format_event, format_failure, format_restart},
     format::{format_clock, format_count, format_duration, format_number, format_phases, format_ranks},
-    format::{format_rank_label, group_ranks_by_value, replace_control_sequences},
+    format::{format_rank_label, group_ranks_by_value, replace_control_characters},
     loss_curve::LossCurve,
     rate_limit::{LineDecision, LineRateLimit},
 };
@@ -99,7 +99,7 @@ impl RunView {
             }
             ReportItem::Message(text) => {
                 if !text.is_empty() {
-                    self.console.write_message(&replace_control_sequences(&text));
+                    self.console.write_message(&replace_control_characters(&text));
                 }
             }
             ReportItem::Finish(summary) => self.show_summary(&summary),
@@ -162,7 +162,7 @@ impl RunView {
         }
         // A terminal is protected from control sequences; pipes and files get the bytes of the
         // worker.
-        let text = if to_terminal { replace_control_sequences(text) } else { text.to_owned() };
+        let text = if to_terminal { replace_control_characters(text) } else { text.to_owned() };
         if is_message {
             self.console.write_message(&format!("{prefix}{text}"));
         } else {
@@ -231,7 +231,7 @@ impl RunView {
     }
 
     fn write_message(&mut self, text: &str) {
-        self.console.write_message(&format!("launch: {}", replace_control_sequences(text)));
+        self.console.write_message(&format!("launch: {}", replace_control_characters(text)));
     }
 
     // ---- steps ----
@@ -295,18 +295,18 @@ impl RunView {
     /// Writes a failure, the last output lines of the failed rank, the path of its log, and the
     /// help.
     fn show_failure(&mut self, failure: &FailureReport) {
-        self.console.write_message(&replace_control_sequences(&format_failure(failure)));
+        self.console.write_message(&replace_control_characters(&format_failure(failure)));
         if !failure.tail.is_empty() {
             self.console.write_message("  last lines of its output:");
         }
         for line in &failure.tail {
-            self.console.write_message(&format!("  | {}", replace_control_sequences(line)));
+            self.console.write_message(&format!("  | {}", replace_control_characters(line)));
         }
         if let Some(log) = failure.log.as_ref().filter(|_| failure.pid != 0) {
             self.console.write_message(&format!("  log: {}", log.display()));
         }
         for help in &failure.help {
-            self.console.write_message(&format!("  help: {}", replace_control_sequences(help)));
+            self.console.write_message(&format!("  help: {}", replace_control_characters(help)));
         }
     }
 

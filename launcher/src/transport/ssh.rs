@@ -8,12 +8,12 @@ mod auth;
 mod bootstrap;
 mod config;
 mod connect;
+mod connection_progress;
 mod known_hosts;
-mod progress;
 mod relay;
 mod target;
 
-pub(crate) use progress::{ConnectionProgress, ConnectionStage};
+pub(crate) use connection_progress::{ConnectionProgress, ConnectionStage};
 
 use super::{AgentHandle, AgentProcess, Transport};
 use bootstrap::{Executable, RemoteAgent};

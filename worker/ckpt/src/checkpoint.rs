@@ -1,7 +1,7 @@
 //! [`Checkpoint`]: reads any range of any tensor of a native checkpoint. Every block is verified
 //! before its bytes are returned.
 use crate::catalog::{RunFacts, TensorInfo, TensorRole, TextFile, WeightShape, require_same_model};
-use crate::disk::{BLOCK, BlockFile, BlockRequest, Directory, DiskBufferPool, stream_windows};
+use crate::disk::{BLOCK, BlockReader, BlockRequest, Directory, DiskBufferPool, stream_windows};
 use crate::dtype::Dtype;
 use crate::element_ranges;
 use crate::error::{CkptError, Damage, DamageReason, MissingPart, RemoteShard, Result};
@@ -297,7 +297,7 @@ impl Checkpoint {
         let open = |file: usize| {
             let name = &self.manifest.files[file].name;
             match &self.directory {
-                Some(directory) => BlockFile::open(directory, name),
+                Some(directory) => BlockReader::open(directory, name),
                 None => Err(CkptError::missing(&self.path, MissingPart::File(name.clone()))),
             }
         };
@@ -412,7 +412,7 @@ impl TensorSource for Checkpoint {
         })
     }
 
-    fn step(&self) -> Option<u64> {
+    fn completed_steps(&self) -> Option<u64> {
         Some(self.facts().step)
     }
 
@@ -464,7 +464,7 @@ impl TensorSource for Checkpoint {
         self.facts().model.adapter.as_ref()
     }
 
-    fn text_files(&self) -> &[TextFile] {
+    fn exported_text_files(&self) -> &[TextFile] {
         &self.facts().tokenizer
     }
 

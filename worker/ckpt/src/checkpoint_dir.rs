@@ -120,8 +120,8 @@ pub struct NewestCheckpoint {
 /// `path`.
 ///
 /// # Errors
-/// If there is no readable checkpoint: the error of the newest one, or a diagnosis of the
-/// directory.
+/// Fails if there is no readable checkpoint, with the error of the newest checkpoint or with a
+/// diagnosis of the directory.
 pub fn open_newest(path: &Path) -> Result<NewestCheckpoint> {
     if exists(&path.join(MANIFEST_FILE)) {
         return Ok(NewestCheckpoint { checkpoint: Checkpoint::open(path)?, skipped: Vec::new() });

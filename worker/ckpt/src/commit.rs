@@ -10,7 +10,7 @@ use crate::dtype::Dtype;
 use crate::error::{CkptError, Result, SaveProblem};
 use crate::fault_points;
 use crate::manifest::{FileEntry, MANIFEST_FILE, Manifest, PieceEntry, TensorEntry, shard_file_name};
-use crate::parity::ParityReport;
+use crate::parity::ParityFileReport;
 use crate::shard_writer::ShardReport;
 use nix::errno::Errno;
 use nix::fcntl::{AT_FDCWD, RenameFlags, renameat2};
@@ -111,7 +111,7 @@ pub fn commit_save_with_parity(
     staging: StagingDir,
     facts: RunFacts,
     reports: Vec<ShardReport>,
-    parity: Vec<ParityReport>,
+    parity: Vec<ParityFileReport>,
 ) -> Result<CommittedCheckpoint> {
     commit_save_by(staging, facts, reports, Some(parity), ReplaceMethod::AtomicExchange)
 }
@@ -122,7 +122,7 @@ pub(crate) fn commit_save_by(
     staging: StagingDir,
     facts: RunFacts,
     reports: Vec<ShardReport>,
-    parity: Option<Vec<ParityReport>>,
+    parity: Option<Vec<ParityFileReport>>,
     swap: ReplaceMethod,
 ) -> Result<CommittedCheckpoint> {
     if facts.step != staging.step {
@@ -147,7 +147,7 @@ pub(crate) fn write_manifest(
     dir: &Path,
     facts: RunFacts,
     reports: Vec<ShardReport>,
-    parity: Option<Vec<ParityReport>>,
+    parity: Option<Vec<ParityFileReport>>,
 ) -> Result<u64> {
     let manifest = assemble_manifest(facts, reports, parity)?;
     let directory = Directory::open(dir)?;
@@ -176,7 +176,7 @@ pub(crate) fn require_reported_file(directory: &Directory, file: &FileEntry) -> 
 pub(crate) fn assemble_manifest(
     facts: RunFacts,
     mut reports: Vec<ShardReport>,
-    parity: Option<Vec<ParityReport>>,
+    parity: Option<Vec<ParityFileReport>>,
 ) -> Result<Manifest> {
     reports.sort_by_key(|r| r.rank);
     let ranks: Vec<u32> = reports.iter().map(|r| r.rank).collect();
@@ -228,7 +228,7 @@ pub(crate) fn assemble_manifest(
     let parity = parity.map(|mut stripes| {
         stripes.sort_by_key(|p| p.rank);
         let entry =
-            |p: ParityReport| FileEntry { name: p.file, bytes: p.bytes, blocks: p.blocks, host: None };
+            |p: ParityFileReport| FileEntry { name: p.file, bytes: p.bytes, blocks: p.blocks, host: None };
         stripes.into_iter().map(entry).collect()
     });
     let manifest = Manifest::new(facts, files, tensors, parity);

@@ -136,7 +136,7 @@ pub struct DtypeDiff {
 /// Calls `progress` with the number of compared elements and the total number.
 ///
 /// # Errors
-/// When one of the checkpoints can't be read, for example because of damage.
+/// Fails if one of the checkpoints can't be read, for example because of damage.
 pub fn diff_checkpoints(
     a: DiffSide<'_>,
     b: DiffSide<'_>,
@@ -407,8 +407,9 @@ fn take_window<'a>(
     windows.get(number).map(|spans| (number, spans.as_slice()))
 }
 
-/// Reads one window of both checkpoints into the buffers `left` and `right`, and compares it.
-/// Returns statistics for each span, with the index of its pair.
+/// Reads the elements of `spans` from both checkpoints into the buffers `left` and `right`, and
+/// compares them. Returns for each span the index of its tensor pair and the statistics of the
+/// differences.
 fn compare_window(
     a: &dyn TensorSource,
     b: &dyn TensorSource,

@@ -93,8 +93,8 @@ pub struct GatheredFile {
 /// `force`, if an earlier gather wrote it.
 ///
 /// # Errors
-/// If a finite value is outside of the range of the dtype, the checkpoint is damaged or incomplete,
-/// `out` can't be replaced, or I/O fails.
+/// Fails if a finite value is outside of the range of the dtype, the checkpoint is damaged or
+/// incomplete, `out` can't be replaced, or I/O fails.
 pub fn gather_weights(
     checkpoint: &dyn TensorSource,
     out: &Path,
@@ -120,7 +120,7 @@ pub fn gather_weights(
     plan.check_written_files(&out.dir, &files)?;
     let gathered = json!({
         "format": GATHER_RECORD_FORMAT, "program": format!("launch {}", env!("CARGO_PKG_VERSION")), "files": names,
-        "step": checkpoint.step(), "tokens": checkpoint.tokens(), "dtype": plan.dtype.torch_name(),
+        "step": checkpoint.completed_steps(), "tokens": checkpoint.tokens(), "dtype": plan.dtype.torch_name(),
     });
     disk::write_file(out.dir.join(GATHER_RECORD_FILE), encode_pretty_json(&gathered)?.as_bytes())?;
     disk::sync_dir(&out.dir)?;
@@ -159,7 +159,7 @@ impl GatherPlan {
     /// begin with `stem`.
     ///
     /// # Errors
-    /// If the dtype in `options` isn't F32, BF16 or F16.
+    /// Fails if the dtype in `options` isn't F32, BF16 or F16.
     fn new(checkpoint: &dyn TensorSource, options: &GatherOptions, stem: &str) -> Result<GatherPlan> {
         let dtype = options.dtype.unwrap_or_else(|| checkpoint.weights_dtype());
         if !dtype.is_float() {
@@ -223,7 +223,7 @@ impl GatherPlan {
     /// checkpoint stores.
     ///
     /// # Errors
-    /// If the checkpoint stores a file of the name [`GATHER_RECORD_FILE`].
+    /// Fails if the checkpoint stores a file of the name [`GATHER_RECORD_FILE`].
     fn make_text_files(&self, checkpoint: &dyn TensorSource) -> Result<Vec<(String, String)>> {
         let mut texts = Vec::new();
         if let Some(config) = checkpoint.hf_config() {
@@ -232,11 +232,11 @@ impl GatherPlan {
         if self.files.len() > 1 {
             texts.push((INDEX_FILE.to_owned(), encode_pretty_json(&self.make_weight_index())?));
         }
-        if checkpoint.text_files().iter().any(|t| t.name == GATHER_RECORD_FILE) {
+        if checkpoint.exported_text_files().iter().any(|t| t.name == GATHER_RECORD_FILE) {
             let name = GATHER_RECORD_FILE.to_owned();
             return Err(CkptError::invalid_option(OptionProblem::FileNameTaken { name }));
         }
-        texts.extend(checkpoint.text_files().iter().map(|t| (t.name.clone(), t.text.clone())));
+        texts.extend(checkpoint.exported_text_files().iter().map(|t| (t.name.clone(), t.text.clone())));
         Ok(texts)
     }
 
@@ -254,7 +254,7 @@ impl GatherPlan {
             config.insert(key.into(), self.dtype.torch_name().into());
         }
         let mut texts = vec![(CONFIG_FILE.to_owned(), encode_pretty_json(&sort_keys(&config))?)];
-        let has_text = |name: &str| checkpoint.text_files().iter().any(|t| t.name == name);
+        let has_text = |name: &str| checkpoint.exported_text_files().iter().any(|t| t.name == name);
         if let Some(generation) =
             derive_generation_config(&config).filter(|_| !has_text(GENERATION_CONFIG_FILE))
         {

@@ -82,8 +82,8 @@ impl PreparedSave {
     /// staging directory, writes the manifest `text` to it, and syncs the directory.
     ///
     /// # Errors
-    /// If a shard is missing or has the wrong size, or the manifest is of another step. The staging
-    /// directory is then removed.
+    /// Fails if a shard is missing or has the wrong size, or the manifest is of another step. The
+    /// staging directory is then removed.
     pub fn prepare(mut staging: StagingDir, id: &str, text: Vec<u8>) -> Result<PreparedSave> {
         let manifest = Manifest::parse(&staging.dir, text.clone())?;
         if manifest.facts.step != staging.step {

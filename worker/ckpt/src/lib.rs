@@ -23,11 +23,11 @@ compile_error!("checkpoints are little-endian; big-endian machines are not suppo
 mod catalog;
 mod checkpoint;
 mod checkpoint_dir;
+mod checkpoint_watch;
 mod commit;
 mod convert;
 mod diagnosis;
 mod diff;
-mod directory_watch;
 mod disk;
 mod dtype;
 mod element_ranges;
@@ -65,6 +65,7 @@ pub use checkpoint_dir::{
     NewestCheckpoint, OpenedCheckpoint, find_latest, list_checkpoints, open_checkpoint, open_newest,
     open_with_trained_names, step_dir_name,
 };
+pub use checkpoint_watch::{CheckpointWatch, DirectoryReport, DirectoryStatus};
 pub use commit::{CommittedCheckpoint, StagingDir, commit_save, commit_save_with_parity, prune_checkpoints};
 pub use convert::{
     ConvertError, ConvertNotice, ConvertOptions, ConvertReport, ConvertTarget, UngroupedWeights,
@@ -75,7 +76,6 @@ pub use diff::{
     DiffOptions, DiffReport, DiffSide, DtypeDiff, ElementDiff, ElementPair, FloatTensorDiff,
     IntegerTensorDiff, RoundingCast, ShapeDiff, diff_checkpoints,
 };
-pub use directory_watch::{DirectoryReport, DirectoryStatus, DirectoryWatch};
 pub use dtype::Dtype;
 pub use error::{
     CkptError, Damage, DamageReason, MissingPart, OptionProblem, OutputProblem, ReadFailure, RemoteShard,
@@ -84,7 +84,7 @@ pub use error::{
 pub use external::{ExternalCheckpoint, ExternalFacts, StatePart};
 pub use gather::{GatherOptions, GatherReport, GatheredFile, gather_weights};
 pub use hash::Hash;
-pub use parity::{ParityReport, write_parity};
+pub use parity::{ParityFileReport, write_parity};
 pub use passthrough::{ParamGroup, PassthroughState};
 pub use pickle::PythonObject;
 pub use repair::{RepairOptions, RepairReport, repair_checkpoints};

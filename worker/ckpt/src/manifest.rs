@@ -191,7 +191,7 @@ impl Manifest {
     /// Serializes the manifest to JSON with its hash.
     ///
     /// # Errors
-    /// If the text is longer than [`MANIFEST_BYTES_MAX`].
+    /// Fails if the text is longer than [`MANIFEST_BYTES_MAX`].
     pub(crate) fn encode(&self) -> Result<Vec<u8>> {
         let mut text = self.encode_unsealed().map_err(CkptError::invalid_save)?;
         if text.len() as u64 > MANIFEST_BYTES_MAX {

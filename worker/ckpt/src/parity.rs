@@ -8,7 +8,7 @@
 //! has a BLAKE3 hash per block of shards and stripes. A block is rebuilt if at most one file is
 //! damaged at its position.
 use crate::disk::{
-    self, BLOCK, BlockFile, BlockRequest, Directory, DiskBufferPool, FileWriter, IoMode, WINDOW,
+    self, BLOCK, BlockReader, BlockRequest, Directory, DiskBufferPool, FileWriter, IoMode, WINDOW,
     stream_windows,
 };
 use crate::error::{CkptError, DamageReason, Result, SaveProblem};
@@ -27,7 +27,7 @@ const WINDOW_BLOCKS: u64 = (WINDOW / BLOCK) as u64;
 
 /// The description of a written parity file, which its rank sends to rank 0.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ParityReport {
+pub struct ParityFileReport {
     /// Rank that wrote the file.
     pub rank: u32,
     /// World size of the save.
@@ -44,7 +44,12 @@ pub struct ParityReport {
 /// it. Must be called after all ranks have written their shards; `shards` are their reports.
 /// Verifies every block that it reads, so that a faulty write of a shard is detected before the
 /// commit. Needs 40 MiB of memory.
-pub fn write_parity(staging: &Path, rank: u32, world: u32, shards: &[ShardReport]) -> Result<ParityReport> {
+pub fn write_parity(
+    staging: &Path,
+    rank: u32,
+    world: u32,
+    shards: &[ShardReport],
+) -> Result<ParityFileReport> {
     let mut sorted: Vec<&ShardReport> = shards.iter().collect();
     sorted.sort_by_key(|s| s.rank);
     if rank >= world || !sorted.iter().map(|s| s.rank).eq(0..world) {
@@ -59,7 +64,7 @@ pub fn write_parity(staging: &Path, rank: u32, world: u32, shards: &[ShardReport
     let file = parity_file_name(rank, world);
     let mut out = FileWriter::create(staging.join(&file), IoMode::Direct, true)?;
     let jobs = plan_reads(&sizes, blocks);
-    let open = |i: usize| BlockFile::open(&directory, &sorted[i].file);
+    let open = |i: usize| BlockReader::open(&directory, &sorted[i].file);
     let mut sum: Vec<u8> = Vec::new();
     let mut window = None;
     stream_windows(&DiskBufferPool::default(), &jobs, open, |(job, read)| {
@@ -83,7 +88,7 @@ pub fn write_parity(staging: &Path, rank: u32, world: u32, shards: &[ShardReport
     })?;
     out.write(&sum)?;
     let (bytes, blocks) = out.finish()?;
-    Ok(ParityReport { rank, world, file, bytes, blocks })
+    Ok(ParityFileReport { rank, world, file, bytes, blocks })
 }
 
 /// Plans the reads of the blocks `blocks` of all shards, window by window. `sizes` are the sizes of
@@ -138,7 +143,7 @@ pub(crate) fn rebuild_from_parity(from: &Path, to: &Path) -> Result<RebuildRepor
     }
     let set = CheckpointFiles::open(&directory, &manifest);
     for shard in 0..manifest.files.len() {
-        let read = |block| set.shard(shard, block);
+        let read = |block| set.read_or_rebuild_block(shard, block);
         rewrite_if_damaged(&manifest.files[shard], set.shard_size(shard), to, &mut done, &read)?;
     }
     for (rank, entry) in manifest.parity.iter().flatten().enumerate() {
@@ -178,13 +183,14 @@ impl<'m> CheckpointFiles<'m> {
         }
     }
 
-    fn shard_size(&self, read_or_rebuild_block: usize) -> Option<u64> {
-        self.shards.get(read_or_rebuild_block).and_then(read_file_size)
+    /// Returns the size of a shard in bytes; `None` if its file is missing.
+    fn shard_size(&self, shard: usize) -> Option<u64> {
+        self.shards.get(shard).and_then(read_file_size)
     }
 
     /// Reads a block of a shard, or rebuilds it from the other shards and the parity if it is
     /// damaged. Returns the block, and whether it was rebuilt; `None` if it can't be rebuilt.
-    fn shard(&self, shard: usize, block: u64) -> Option<(Vec<u8>, bool)> {
+    fn read_or_rebuild_block(&self, shard: usize, block: u64) -> Option<(Vec<u8>, bool)> {
         let entry = self.manifest.files.get(shard)?;
         if let Some(bytes) = read_intact_block(self.shards.get(shard)?.as_ref(), entry, block) {
             return Some((bytes, false));

@@ -117,7 +117,8 @@ impl AdapterConfig {
     /// Parses the JSON object in `adapter_config.json`.
     ///
     /// # Errors
-    /// If a setting has an invalid or unsupported value, or an unknown setting isn't switched off.
+    /// Fails if a setting has an invalid or unsupported value, or an unknown setting isn't switched
+    /// off.
     pub fn parse_object(map: &Map<String, Value>) -> std::result::Result<AdapterConfig, AdapterConfigError> {
         let get = |key: &str| map.get(key).filter(|v| !v.is_null());
         for (key, allowed) in [
@@ -270,7 +271,7 @@ fn format_shortened(value: &Value) -> String {
 /// checkpoint.
 ///
 /// # Errors
-/// If there is no file of adapter weights, it is damaged, or it has other tensors.
+/// Fails if there is no file of adapter weights, it is damaged, or it has other tensors.
 pub fn open_adapters(path: &Path) -> Result<ExternalCheckpoint> {
     let mut builder = ExternalCheckpointBuilder::new(path)?;
     let files = [format!("{ADAPTER_MODEL_STEM}.safetensors"), format!("{ADAPTER_MODEL_STEM}.bin")];

@@ -63,7 +63,7 @@ pub trait TensorSource: Sync {
     }
 
     /// Returns the number of completed optimizer steps; `None` if it is not recorded.
-    fn step(&self) -> Option<u64>;
+    fn completed_steps(&self) -> Option<u64>;
 
     /// Returns the default dtype for an export of the weights: BF16 for a native checkpoint whose
     /// weights are all stored as BF16, F32 otherwise.
@@ -102,7 +102,7 @@ pub trait TensorSource: Sync {
     }
 
     /// Returns the tokenizer's files and other text files that are exported with the weights.
-    fn text_files(&self) -> &[TextFile] {
+    fn exported_text_files(&self) -> &[TextFile] {
         &[]
     }
 

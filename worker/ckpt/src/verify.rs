@@ -5,7 +5,7 @@ use crate::checkpoint_dir::{
     self, DELETING_PREFIX, LATEST_FILE, LATEST_TEMP_FILE, REPLACED_PREFIX, SAVING_PREFIX,
 };
 use crate::diagnosis::diagnose_directory;
-use crate::disk::{BLOCK, BlockFile, BlockRequest, Directory, DiskBufferPool, exists, stream_windows};
+use crate::disk::{BLOCK, BlockReader, BlockRequest, Directory, DiskBufferPool, exists, stream_windows};
 use crate::error::{CkptError, Damage, DamageReason, MissingPart, RemoteShard, Result};
 use crate::external::non_finite_values::find_non_finite_values;
 use crate::external::{self, scan};
@@ -284,7 +284,7 @@ fn verify_shard(
     report: &mut CheckpointReport,
 ) -> Result<()> {
     let entry = &manifest.files[file];
-    let size = match BlockFile::open(directory, &entry.name) {
+    let size = match BlockReader::open(directory, &entry.name) {
         Ok(open) => open.size(),
         Err(e) => {
             let mut damage = convert_to_damage(&entry.name, e);
@@ -314,7 +314,7 @@ fn verify_shard(
     // blocks that are only partly present are reported above
     let readable = if size < entry.bytes { size / BLOCK as u64 } else { entry.blocks.len() as u64 };
     let jobs = [BlockRequest { file, size: entry.bytes, blocks: 0..readable }];
-    let open = |_| BlockFile::open(directory, &entry.name);
+    let open = |_| BlockReader::open(directory, &entry.name);
     stream_windows(buffers, &jobs, open, |(job, read)| {
         let window = match read {
             Ok(window) => window,
@@ -372,7 +372,7 @@ fn verify_parity_file(
     stream_windows(
         buffers,
         &jobs,
-        |_| BlockFile::open(directory, &entry.name),
+        |_| BlockReader::open(directory, &entry.name),
         |(job, read)| {
             let window = match read {
                 Ok(window) => window,

@@ -179,7 +179,7 @@ pub trait Ops: Storage {
         eps: f32,
     );
     /// Computes the gradients of [`Ops::rmsnorm_heads_forward`]. Replaces the gradient of the
-    /// normalised heads in `dx[rows, stride]` by the gradient of `raw`, and adds `dw[head_dim] += Σ
+    /// normalized heads in `dx[rows, stride]` by the gradient of `raw`, and adds `dw[head_dim] += Σ
     /// dy·x̂` over all rows and heads.
     fn rmsnorm_heads_backward(
         &self,
@@ -311,7 +311,7 @@ pub trait Ops: Storage {
     /// - `chosen_experts[m, experts_per_token]` receives the experts with the largest probabilities
     ///   in descending order; of equal ones the lower index comes first.
     /// - `weights[m, experts_per_token]` receives their probabilities, divided by their sum if
-    ///   [`RouterShape::normalise_weights`] is set.
+    ///   [`RouterShape::normalize_weights`] is set.
     fn router_forward(
         &self,
         probs: ViewMut,

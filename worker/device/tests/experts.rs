@@ -22,7 +22,7 @@ fn compute_expert_weights(logits: &[f64], chosen: &[u32], shape: RouterShape) ->
     let rows = chosen.chunks(shape.experts_per_token).zip(probs.chunks(shape.experts));
     rows.flat_map(|(chosen, probs)| {
         let p: Vec<f64> = chosen.iter().map(|&e| probs[e as usize]).collect();
-        let sum = if shape.normalise_weights { p.iter().sum() } else { 1.0 };
+        let sum = if shape.normalize_weights { p.iter().sum() } else { 1.0 };
         p.into_iter().map(move |p| p / sum)
     })
     .collect()
@@ -54,11 +54,11 @@ fn run_router(cpu: &Cpu, logits: &[f32], s: RouterShape) -> RouterOutput {
 fn list_router_shapes() -> impl Iterator<Item = RouterShape> {
     let sizes = [(1, 1, 1), (5, 3, 1), (40, 8, 2), (33, 6, 3), (7, 130, 8), (4, 5, 5)];
     sizes.into_iter().flat_map(|(m, experts, per_token)| {
-        [false, true].map(|normalise| RouterShape {
+        [false, true].map(|normalize| RouterShape {
             m,
             experts,
             experts_per_token: per_token,
-            normalise_weights: normalise,
+            normalize_weights: normalize,
         })
     })
 }
@@ -109,7 +109,7 @@ fn the_router_chooses_the_most_probable_experts_and_has_the_right_gradient() {
 
 #[test]
 fn equal_and_nan_probabilities_still_choose_different_experts() {
-    let shape = RouterShape { m: 3, experts: 5, experts_per_token: 3, normalise_weights: true };
+    let shape = RouterShape { m: 3, experts: 5, experts_per_token: 3, normalize_weights: true };
     let mut logits = vec![0.5; 15];
     logits[5..10].fill(f32::NAN);
     logits[12] = f32::NEG_INFINITY;

@@ -1,4 +1,4 @@
-//! Matmuls in fp8 are compared with their definition in f64, conversions to fp8 with torch's
+//! Compares matmuls in fp8 with their definition in f64, and conversions to fp8 with those of torch
 //! (`tests/golden/fp8`).
 #![allow(clippy::unwrap_used)] // a test that panics has failed
 mod reference;
@@ -21,8 +21,9 @@ fn round_to_fp8(x: &[f32], format: Fp8Format) -> Vec<f64> {
     x.iter().map(each).collect()
 }
 
-/// Copies numbers to a buffer of type `dtype`, after one other element, so that they are not
-/// aligned. Returns the buffer and the rounded numbers.
+/// Converts `x` to `dtype` and stores the result in a buffer after one padding element, so that the
+/// address of the result is not aligned. Returns the buffer, and the result as `f32` without the
+/// padding.
 fn copy_to_unaligned_buf(cpu: &Cpu, dtype: Dtype, x: &[f32]) -> (Buf, Vec<f32>) {
     let padded: Vec<f32> = [7.0].iter().chain(x).copied().collect();
     let (mut buf, mut wide) = (Buf::zeroed_as(dtype, padded.len()), Buf::zeroed(padded.len()));
@@ -31,8 +32,8 @@ fn copy_to_unaligned_buf(cpu: &Cpu, dtype: Dtype, x: &[f32]) -> (Buf, Vec<f32>) 
     (buf, wide.host()[1..].to_vec())
 }
 
-/// The definition is `c[i, j] = Σ a[i, p]·b[p, j]` of the rounded operands, for every layout and
-/// for odd numbers of rows.
+/// Compares matmuls with their definition `c[i, j] = Σ a[i, p]·b[p, j]` on rounded operands, for
+/// every layout and for odd numbers of rows.
 #[test]
 fn matmuls_multiply_the_rounded_operands() {
     let mut r = TestRng::new(3);

@@ -229,7 +229,7 @@ fn rope_and_its_gradient_match_the_definition() {
     let mut r = TestRng::new(4);
     for (b, t, heads, head_dim, stride) in [(1, 1, 1, 2, 2), (2, 5, 3, 10, 41), (2, 7, 2, 64, 200)] {
         let half = head_dim / 2;
-        let angles: Vec<f32> = (0..t * half).map(|_| 4.0 * r.draw_unit()).collect();
+        let angles: Vec<f32> = (0..t * half).map(|_| 4.0 * r.draw_signed_unit()).collect();
         let cos: Vec<f32> = angles.iter().map(|a| a.cos()).collect();
         let sin: Vec<f32> = angles.iter().map(|a| a.sin()).collect();
         let (x, dy) = (r.draw_vec(b * t * stride), r.draw_vec(b * t * stride));

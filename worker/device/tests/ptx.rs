@@ -125,7 +125,7 @@ fn the_kernel_that_the_parent_process_selects_runs() {
 }
 
 /// Opaque pointer of the driver's functions.
-type Pointer = *mut c_void;
+type Handle = *mut c_void;
 
 /// Launches the kernel `f` of this image and returns the driver's status.
 fn launch_kernel(image: &CString) -> c_int {
@@ -135,18 +135,18 @@ fn launch_kernel(image: &CString) -> c_int {
         let driver = libloading::Library::new(emulated_gpu::library_directory().join("libcuda.so.1"))
             .expect("the emulated driver");
         let symbol = |name: &str| {
-            driver.get::<Pointer>(name.as_bytes()).expect("a function").try_as_raw_ptr().expect("an address")
+            driver.get::<Handle>(name.as_bytes()).expect("a function").try_as_raw_ptr().expect("an address")
         };
-        let create_stream: extern "C" fn(*mut Pointer, c_uint) -> c_int =
+        let create_stream: extern "C" fn(*mut Handle, c_uint) -> c_int =
             std::mem::transmute(symbol("cuStreamCreate"));
-        let allocate: extern "C" fn(*mut u64, usize, Pointer) -> c_int =
+        let allocate: extern "C" fn(*mut u64, usize, Handle) -> c_int =
             std::mem::transmute(symbol("cuMemAllocAsync"));
-        let load: extern "C" fn(*mut Pointer, *const c_char) -> c_int =
+        let load: extern "C" fn(*mut Handle, *const c_char) -> c_int =
             std::mem::transmute(symbol("cuModuleLoadData"));
-        let find: extern "C" fn(*mut Pointer, Pointer, *const c_char) -> c_int =
+        let find: extern "C" fn(*mut Handle, Handle, *const c_char) -> c_int =
             std::mem::transmute(symbol("cuModuleGetFunction"));
         type Launch = extern "C" fn(
-            Pointer,
+            Handle,
             c_uint,
             c_uint,
             c_uint,
@@ -154,9 +154,9 @@ fn launch_kernel(image: &CString) -> c_int {
             c_uint,
             c_uint,
             c_uint,
-            Pointer,
-            *mut Pointer,
-            *mut Pointer,
+            Handle,
+            *mut Handle,
+            *mut Handle,
         ) -> c_int;
         let launch: Launch = std::mem::transmute(symbol("cuLaunchKernel"));
         let (mut stream, mut module, mut function, mut words) =

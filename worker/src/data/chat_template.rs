@@ -114,7 +114,7 @@ impl ChatTemplate {
     }
 
     /// Returns whether only some tokens of a chat count for the loss.
-    pub(crate) fn masks_loss(&self) -> bool {
+    pub(crate) fn has_loss_mask(&self) -> bool {
         self.loss_on == LossTargets::Assistant
     }
 
@@ -130,7 +130,7 @@ impl ChatTemplate {
                 let whole = 0..text.len();
                 return Ok(LossMaskedText { text, loss_ranges: vec![whole] });
             }
-            LossTargets::Assistant if self.has_generation_tags => extract_tagged_replies(&rendered)?,
+            LossTargets::Assistant if self.has_generation_tags => strip_generation_tags(&rendered)?,
             LossTargets::Assistant => self.locate_replies_by_prefixes(chat, &messages, rendered)?,
         };
         match masked.loss_ranges.iter().any(|r| !r.is_empty()) {
@@ -256,7 +256,7 @@ fn replace_generation_tags(source: &str) -> (String, bool) {
 
 /// Removes [`GENERATION_BEGIN`] and [`GENERATION_END`] from rendered text, and returns the text
 /// with the ranges that were enclosed by them.
-fn extract_tagged_replies(rendered: &str) -> Result<LossMaskedText, ChatProblem> {
+fn strip_generation_tags(rendered: &str) -> Result<LossMaskedText, ChatProblem> {
     let mut text = String::with_capacity(rendered.len());
     let (mut loss_ranges, mut open) = (Vec::new(), None);
     for c in rendered.chars() {

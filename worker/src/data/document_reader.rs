@@ -190,7 +190,7 @@ fn emit_record(
 ) -> Result<Result<(), RecordProblem>, DataError> {
     let part = match (record, format.chat_template) {
         (Record::Chat(chat), Some(template)) => match template.render_chat(&chat) {
-            Ok(masked) if template.masks_loss() => DocumentPart::Masked(masked),
+            Ok(masked) if template.has_loss_mask() => DocumentPart::Masked(masked),
             Ok(masked) => DocumentPart::Text(masked.text),
             Err(problem) => return Ok(Err(problem.into())),
         },

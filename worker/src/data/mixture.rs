@@ -38,13 +38,13 @@ impl MixtureSchedule {
         MixtureSchedule { cycle_counts, cycle }
     }
 
-    /// Returns the number of positions of each source in the cycle.
+    /// Returns the number of positions that each source has in one cycle.
     pub(crate) fn cycle_counts(&self) -> &[u64] {
         &self.cycle_counts
     }
 
-    /// Returns the source at a position of the run, and the number of earlier positions of that
-    /// source.
+    /// Returns the source of the sample at `position` of the run, and the number of earlier
+    /// positions that have the same source.
     pub(crate) fn locate_source(&self, position: u64) -> (usize, u64) {
         let length = self.cycle.len() as u64;
         let (source, before) = self.cycle[(position % length) as usize];

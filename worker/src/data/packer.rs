@@ -147,8 +147,8 @@ impl Packer {
         }
     }
 
-    /// Locates the unpacked sample `s`: returns the range of stream tokens that are its inputs.
-    /// `index` is the index of unpacked samples.
+    /// Locates the unpacked sample `s`. Returns the start and the end of its inputs in the token
+    /// stream. `index` is the content of `unpacked_index`.
     fn locate_unpacked_sample(&self, stream: &impl TokenStream, index: &[u64], s: u64) -> (u64, u64) {
         let entry = index.partition_point(|&before| before <= s) - 1;
         let mut document = entry as u64 * INDEX_STRIDE;

@@ -53,7 +53,7 @@ pub(crate) struct TokenCacheInputs<'a> {
 impl TokenCacheInputs<'_> {
     /// Returns whether only some of the tokens count for the loss.
     fn masks_loss(&self) -> bool {
-        self.format.chat_template.is_some_and(|c| c.masks_loss())
+        self.format.chat_template.is_some_and(|c| c.has_loss_mask())
     }
 
     /// Computes the key of the cache by hashing all inputs. Equal keys imply equal token streams.

@@ -5,7 +5,7 @@ use super::{
     fetch_schedule::{BlockTransfer, FetchSchedule},
 };
 use crate::{
-    consensus::exchange_values,
+    consensus::all_gather_values,
     error::{Error, Result, to_unreadable_checkpoint_error},
 };
 use ckpt::{BlockRange, BlockSink, CkptError, Dtype, TensorInfo, TensorSource, TextFile, TrainingState};
@@ -56,7 +56,7 @@ impl HostLocalCheckpoint {
     /// returned at the end.
     fn fetch_blocks(&self, request: FetchRequest, sink: &mut BlockSink<'_>) -> Result<bool> {
         let rank = self.queue.comm().rank();
-        let requests = exchange_values(&self.queue, Ok(request))?;
+        let requests = all_gather_values(&self.queue, Ok(request))?;
         if requests.first().is_some_and(|r| r.end) {
             return Ok(true);
         }
@@ -81,7 +81,7 @@ impl HostLocalCheckpoint {
         }
         if is_needed {
             // The sender knows why a block is unreadable; a receiver only sees wrong bytes.
-            let read_errors: Vec<Option<Diagnostic>> = exchange_values(&self.queue, Ok(read_error))?;
+            let read_errors: Vec<Option<Diagnostic>> = all_gather_values(&self.queue, Ok(read_error))?;
             if let Some(error) = read_errors.into_iter().flatten().next() {
                 return Err(error.into());
             }
@@ -216,8 +216,8 @@ impl TensorSource for HostLocalCheckpoint {
         read
     }
 
-    fn step(&self) -> Option<u64> {
-        TensorSource::step(&self.checkpoint)
+    fn completed_steps(&self) -> Option<u64> {
+        TensorSource::completed_steps(&self.checkpoint)
     }
 
     fn weights_dtype(&self) -> Dtype {
@@ -240,8 +240,8 @@ impl TensorSource for HostLocalCheckpoint {
         self.checkpoint.adapter_config()
     }
 
-    fn text_files(&self) -> &[TextFile] {
-        self.checkpoint.text_files()
+    fn exported_text_files(&self) -> &[TextFile] {
+        self.checkpoint.exported_text_files()
     }
 }
 

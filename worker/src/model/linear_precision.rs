@@ -182,7 +182,7 @@ mod tests {
 
     /// Asserts that each element is the sum over `p < depth` of `term(row, column, p)`.
     #[track_caller]
-    fn assert_elements_are_sums(
+    fn assert_elements_equal_sums_over_depth(
         actual: &Buf,
         columns: usize,
         depth: usize,
@@ -214,17 +214,21 @@ mod tests {
 
         fp8.forward(&cpu, y.view_mut(), vx, vw, Some(vb), SHAPE);
         let with_bias = |j: usize, p: usize| if p == 0 { f64::from(bias[j]) } else { 0.0 };
-        assert_elements_are_sums(&y, out, inp, |i, j, p| x_at(i, p) * w_at(j, p) + with_bias(j, p));
+        assert_elements_equal_sums_over_depth(&y, out, inp, |i, j, p| {
+            x_at(i, p) * w_at(j, p) + with_bias(j, p)
+        });
         fp8.backward_input(&cpu, dx.view_mut(), vdy, vw, SHAPE);
-        assert_elements_are_sums(&dx, inp, out, |i, j, p| dy_at(i, p) * w_at(p, j));
+        assert_elements_equal_sums_over_depth(&dx, inp, out, |i, j, p| dy_at(i, p) * w_at(p, j));
         fp8.backward_weight(&cpu, dw.view_mut(), vdy, vx, SHAPE);
-        assert_elements_are_sums(&dw, inp, m, |i, j, p| dy_at(p, i) * x_at(p, j));
+        assert_elements_equal_sums_over_depth(&dw, inp, m, |i, j, p| dy_at(p, i) * x_at(p, j));
 
         fp8.conv1d_forward(&cpu, y.view_mut(), vx, vw, vb, SHAPE);
-        assert_elements_are_sums(&y, out, inp, |i, j, p| x_at(i, p) * conv1d_w_at(p, j) + with_bias(j, p));
+        assert_elements_equal_sums_over_depth(&y, out, inp, |i, j, p| {
+            x_at(i, p) * conv1d_w_at(p, j) + with_bias(j, p)
+        });
         fp8.conv1d_backward_input(&cpu, dx.view_mut(), vdy, vw, SHAPE);
-        assert_elements_are_sums(&dx, inp, out, |i, j, p| dy_at(i, p) * conv1d_w_at(j, p));
+        assert_elements_equal_sums_over_depth(&dx, inp, out, |i, j, p| dy_at(i, p) * conv1d_w_at(j, p));
         fp8.conv1d_backward_weight(&cpu, dw.view_mut(), vdy, vx, SHAPE);
-        assert_elements_are_sums(&dw, out, m, |i, j, p| x_at(p, i) * dy_at(p, j));
+        assert_elements_equal_sums_over_depth(&dw, out, m, |i, j, p| x_at(p, i) * dy_at(p, j));
     }
 }

@@ -21,7 +21,7 @@ pub(super) const FAMILY: ModelFamily = ModelFamily {
         config.read_experts(&fields, experts, config.intermediate_size, names)?;
         fields.require_one_of("router_jitter_noise", &[json!(0)])?;
         if let Some(moe) = &mut config.moe {
-            moe.shape.normalise_weights = true;
+            moe.shape.normalize_weights = true;
         }
         fields.reject_unknown_keys()?;
         Ok(decoder::build_decoder(config, hf_config, tokens))

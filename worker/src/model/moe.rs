@@ -25,7 +25,7 @@ pub struct ExpertShape {
     /// The width between the two matmuls of an expert.
     pub intermediate: usize,
     /// Whether the router weights of a token's experts are divided by their sum.
-    pub normalise_weights: bool,
+    pub normalize_weights: bool,
 }
 
 impl ExpertShape {
@@ -41,7 +41,7 @@ impl ExpertShape {
             m,
             experts: self.experts,
             experts_per_token: self.per_token,
-            normalise_weights: self.normalise_weights,
+            normalize_weights: self.normalize_weights,
         }
     }
 

@@ -27,11 +27,11 @@ pub(super) const FAMILY: ModelFamily = ModelFamily {
         let width = fields.read_size("moe_intermediate_size")? as usize;
         let experts = ("num_experts", read_expert_count(&fields)?);
         config.read_experts(&fields, experts, width, names)?;
-        let normalise_weights = fields.read_flag("norm_topk_prob")?;
+        let normalize_weights = fields.read_flag("norm_topk_prob")?;
         let step = fields.read_optional_size("decoder_sparse_step")?.unwrap_or(1) as usize;
         let dense_layers = read_mlp_only_layers(&fields, config.layers)?;
         if let Some(moe) = &mut config.moe {
-            moe.shape.normalise_weights = normalise_weights;
+            moe.shape.normalize_weights = normalize_weights;
             for (l, is_moe) in moe.moe_layers.iter_mut().enumerate() {
                 *is_moe = !dense_layers.contains(&l) && (l + 1).is_multiple_of(step);
             }

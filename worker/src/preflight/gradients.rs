@@ -62,9 +62,9 @@ impl MemoryPlan<'_> {
             + self.count_written_gradient_elements(policy, rank, REDUCTIONS_IN_FLIGHT, |_| true)
     }
 
-    /// Computes the elements of the buffers into which backward passes write the gradients of the
-    /// units that `has_buffer` accepts. The next gradient is written while `in_flight` gradients
-    /// are reduced.
+    /// Computes the number of elements of the buffers into which backward passes write gradients.
+    /// Counts the gradients of units that `has_buffer` accepts. While a gradient is written, up to
+    /// `in_flight` earlier gradients are still being reduced and keep their buffers.
     fn count_written_gradient_elements(
         &self,
         policy: ShardingPolicy,

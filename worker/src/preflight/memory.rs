@@ -107,7 +107,7 @@ impl MemoryPlan<'_> {
             ("master weights", 4 * master_weights),
             ("fp32 copy of updated weights", 4 * self.count_fp32_update_elements(policy, rank)),
             ("optimizer states", 4 * self.count_state_vectors() * states),
-            ("gathered parameters", bytes * self.count_gathered_elements(policy, rank)),
+            ("gathered parameters", bytes * self.estimate_peak_gathered_elements(policy, rank)),
             ("gradients", 4 * self.count_gradient_elements(policy, rank)),
             ("Muon matrices", 4 * self.count_muon_elements(policy, rank)),
             ("activations", activations),
@@ -136,7 +136,7 @@ impl MemoryPlan<'_> {
         // Mapped shards of peers are unmapped before a checkpoint is written in the foreground, so
         // the write buffers can take their place.
         let unmapped = match self.shares_parameters() && !in_background {
-            true => bytes * self.count_gathered_elements(policy, rank),
+            true => bytes * self.estimate_peak_gathered_elements(policy, rank),
             false => 0,
         };
         let token_bytes = if self.model.vocab_size() <= 1 << 16 { 2 } else { 4 };

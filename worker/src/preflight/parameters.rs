@@ -38,7 +38,7 @@ impl MemoryPlan<'_> {
 
     /// Computes the peak number of elements of gathered parameters on a rank. Simulates the gathers
     /// of a step with the prefetch and the gather retention of the engine.
-    pub(super) fn count_gathered_elements(&self, policy: ShardingPolicy, rank: usize) -> u64 {
+    pub(super) fn estimate_peak_gathered_elements(&self, policy: ShardingPolicy, rank: usize) -> u64 {
         let casts = self.casts_on_gather(policy);
         if !policy.shard_parameters || (self.world == 1 && !casts) {
             return 0;

@@ -2,7 +2,7 @@
 use super::weight_match::format_names;
 use crate::{
     checkpoint_mapping::{ReadPlan, read_owned_ranges, sync_replicas},
-    consensus::exchange_values,
+    consensus::all_gather_values,
     error::{Result, to_unreadable_adapters_error, to_unreadable_checkpoint_error},
     param_groups::LORA_FROM_KEY,
     params::ParamUnit,
@@ -70,7 +70,7 @@ pub(super) fn load_adapters(ready: &mut UninitializedTrainer) -> Result<()> {
     let units: Vec<ParamUnit> = ready.trainer.engine.shards.iter().map(|s| s.unit.clone()).collect();
     let opened = open_matching_adapters(&directory, &units).map_err(crate::error::Error::from);
     let result = opened.as_ref().map(|_| ()).map_err(Clone::clone);
-    exchange_values(ready.trainer.engine.queue(), result)?;
+    all_gather_values(ready.trainer.engine.queue(), result)?;
     let source = opened?;
     let plan = ReadPlan {
         source: &source,
@@ -80,6 +80,6 @@ pub(super) fn load_adapters(ready: &mut UninitializedTrainer) -> Result<()> {
         selects: is_lora_matrix,
     };
     let read = read_owned_ranges(ready, &plan).map_err(to_unreadable_checkpoint_error);
-    exchange_values(ready.trainer.engine.queue(), read)?;
+    all_gather_values(ready.trainer.engine.queue(), read)?;
     sync_replicas(ready)
 }

@@ -12,7 +12,7 @@ use super::{
 };
 use crate::{
     checkpoint_mapping::{ReadPlan, read_owned_ranges, sync_replicas},
-    consensus::exchange_values,
+    consensus::all_gather_values,
     error::{Result, to_unreadable_checkpoint_error},
     optim::{ParamGroup, schedule::compute_learning_rate},
     params::ParamUnit,
@@ -98,7 +98,7 @@ fn match_model_weights(
     let matched = match_weights(source, &required)?;
     let is_leader = ready.trainer.engine.rank() == 0;
     let aliases = if is_leader { check_alias_values(source, &matched) } else { Ok(()) };
-    exchange_values(ready.trainer.engine.queue(), aliases)?;
+    all_gather_values(ready.trainer.engine.queue(), aliases)?;
     Ok(matched)
 }
 

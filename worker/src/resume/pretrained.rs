@@ -84,7 +84,7 @@ impl PretrainedModel {
     pub fn add_text_files(&self, texts: &mut Vec<TextFile>) {
         const TOKENIZER: &str = "tokenizer.json";
         const GENERATION: &str = "generation_config.json";
-        let files = self.source.text_files();
+        let files = self.source.exported_text_files();
         let tokenizer = files.iter().find(|t| t.name == TOKENIZER);
         if tokenizer.is_some_and(|own| texts.iter().any(|t| t.name == TOKENIZER && t.text == own.text)) {
             *texts = files.to_vec();

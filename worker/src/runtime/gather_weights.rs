@@ -1,6 +1,6 @@
 //! Writes the weights of a run's last checkpoint as a Hugging Face directory when the run is done.
 use crate::{
-    consensus::{exchange_results, values_or_abort},
+    consensus::{all_gather_results, values_or_abort},
     error::{Result, to_unreadable_checkpoint_error, to_unwritable_checkpoint_error},
     host_local::HostLocalCheckpoint,
     save::CheckpointSaver,
@@ -29,14 +29,14 @@ pub(super) fn gather_last_checkpoint_weights(
             let opened = HostLocalCheckpoint::open(queue, layout, path, None)?;
             if queue.comm().rank() != 0 {
                 opened.serve_blocks()?;
-                return exchange_results(queue, Ok(&())).and_then(values_or_abort).map(drop);
+                return all_gather_results(queue, Ok(&())).and_then(values_or_abort).map(drop);
             }
             let written = write_weights(session, &opened, opened.checkpoint().facts().step, root);
             opened.end_serving()?;
             written
         }
     };
-    exchange_results(queue, result.as_ref().map_err(Clone::clone).map(|()| &()))?;
+    all_gather_results(queue, result.as_ref().map_err(Clone::clone).map(|()| &()))?;
     result
 }
 

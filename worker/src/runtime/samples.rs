@@ -7,7 +7,7 @@ use crate::{
     session::AgentSession,
     train::{
         generation::GenerationRequest,
-        run::{DecodeGeneration, HeldOut},
+        run::{DecodeGeneration, HeldOutEval},
         step::SampleSource,
     },
 };
@@ -109,13 +109,13 @@ impl SampleSets {
         &'a self,
         train: &'a TrainSpec,
         tokenizer: &'a TextTokenizer,
-    ) -> Result<Option<HeldOut<'a>>> {
+    ) -> Result<Option<HeldOutEval<'a>>> {
         let (Some(source), Some(spec)) = (self.eval.as_ref(), train.eval.as_ref()) else { return Ok(None) };
         let samples = u64::from(spec.samples).min(source.data.len());
         let micro_batches = (samples / u64::from(train.batch.micro)).max(1) as usize;
         let sample =
             spec.sample.as_ref().map(|s| build_generation_request(s, train.seed, tokenizer)).transpose()?;
-        Ok(Some(HeldOut { source, micro_batches, every: spec.every, generation: sample }))
+        Ok(Some(HeldOutEval { source, micro_batches, every: spec.every, generation: sample }))
     }
 }
 

@@ -6,7 +6,7 @@ use super::{
     step::{RankStepReport, SampleSource, StepOutcome},
 };
 use crate::{
-    consensus::exchange_results,
+    consensus::all_gather_results,
     error::{Error, Result},
     save::CheckpointSaver,
     session::AgentSession,
@@ -22,7 +22,7 @@ use diagnostic::{Diagnostic, codes};
 use std::time::{Duration, Instant};
 
 /// The evaluation on held-out samples, and the text to generate after it.
-pub struct HeldOut<'a> {
+pub struct HeldOutEval<'a> {
     /// The held-out samples, in order.
     pub source: &'a dyn SampleSource,
     /// The number of micro-batches that an evaluation uses.
@@ -45,7 +45,7 @@ pub struct RunContext<'a> {
     /// The training samples.
     pub source: &'a dyn SampleSource,
     /// The evaluation, if the job has one.
-    pub held_out: Option<HeldOut<'a>>,
+    pub held_out: Option<HeldOutEval<'a>>,
     /// Whether this rank reports events for all ranks.
     pub is_leader: bool,
 }
@@ -148,7 +148,7 @@ fn build_step_report(
 /// Applies the reloaded values of rank 0 on every rank. Collective: every rank must call it.
 fn apply_reload(running: &mut RunningTrainer, run: &RunContext, values: &mut ReloadValues) -> Result<()> {
     let mine = if run.is_leader { run.session.requests.take_reload() } else { None };
-    let reloaded = exchange_results(running.trainer.engine.queue(), Ok(&mine))?;
+    let reloaded = all_gather_results(running.trainer.engine.queue(), Ok(&mine))?;
     let Some(first) = reloaded.into_iter().next().transpose()?.flatten() else { return Ok(()) };
     if let Some(train) = &first.train {
         running.apply_reloaded_values(train);

@@ -1,5 +1,5 @@
-//! [`ZeroEngine`]: the parameters and gradients of every unit on this rank, sharded or whole, and the
-//! collectives that gather and reduce them.
+//! [`ZeroEngine`]: the parameters and gradients of every unit on this rank, sharded or whole, and
+//! the collectives that gather and reduce them.
 //!
 //! A forward or backward pass fetches the parameters of a unit before their use and releases them
 //! afterwards. The backward pass reduces gradients, `finish_gradient` completes their sums, and the
@@ -137,7 +137,7 @@ impl ZeroEngine {
     /// Allocates this rank's shards of every unit, filled with zeros. Collective: every rank must
     /// call it with the same units.
     ///
-    /// `prefetch` and `max_live` are the values of `train.zero` in the job. `micro-batches` is the
+    /// `prefetch` and `max_live` are the values of `train.zero` in the job. `micro_batches` is the
     /// number of micro-batches of a global batch.
     pub fn new(
         units: Vec<ParamUnit>,
@@ -465,7 +465,8 @@ impl ZeroEngine {
 }
 
 impl UnitShard {
-    /// Returns the parameters for computation.
+    /// Returns the parameters that forward and backward passes use: the 16-bit compute copy if one
+    /// is stored, otherwise the parameters that the optimizer updates.
     fn compute_params(&self) -> &RwLock<Buf> {
         self.compute_copy.as_ref().unwrap_or(&self.params)
     }

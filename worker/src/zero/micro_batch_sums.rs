@@ -1,12 +1,12 @@
-//! [`MicroBatchSums`]: the fixed-order sum of gradients over micro-batches. The order is a binary tree
-//! over `0..L` for `L` micro-batches, which does not depend on the ranks that compute them.
+//! [`MicroBatchSums`]: the fixed-order sum of gradients over micro-batches. The order is a binary
+//! tree over `0..L` for `L` micro-batches. The tree does not depend on the ranks that compute them.
 //!
 //! A partial sum covers an aligned range of micro-batches whose length is a power of two. Partial
 //! sums are pushed in the order of the micro-batches, and two siblings merge immediately, so at
 //! most log₂L + 1 are kept. [`MicroBatchSums::finish`] adds the remaining ones from the right.
 //! Pushing single micro-batches or merged ranges gives the same bits.
 //!
-//! [`MicroBatchSums::in_arrival_order`] keeps a single vector instead, to which each following
+//! [`MicroBatchSums::with_arrival_order`] keeps a single vector instead, to which each following
 //! range is added. The bits of that sum depend on how micro-batches are distributed over ranks.
 use device::{Buf, Dtype, Ops, View};
 
@@ -75,13 +75,13 @@ impl MicroBatchSums {
     }
 
     /// Creates an empty sum in which each vector is added to the previous ones when it is pushed.
-    pub fn in_arrival_order(len: usize) -> Self {
+    pub fn with_arrival_order(len: usize) -> Self {
         MicroBatchSums { in_arrival_order: true, ..MicroBatchSums::new(len) }
     }
 
     /// Returns the range that results if `right` is added to the last partial sum now, or `None` if
     /// `right` has to wait.
-    fn find_merged_range(&self, right: MicroBatchRange) -> Option<MicroBatchRange> {
+    fn compute_merged_range(&self, right: MicroBatchRange) -> Option<MicroBatchRange> {
         let (left, _) = self.stack.last()?;
         if self.in_arrival_order { left.join_adjacent_range(right) } else { left.join_sibling_range(right) }
     }
@@ -108,7 +108,7 @@ impl MicroBatchSums {
     /// Adds the sum `x` of `range`. Copies `x`, unless it can be added to its left sibling at once.
     pub fn push(&mut self, ops: &dyn Ops, range: MicroBatchRange, x: View) {
         assert_eq!(x.len(), self.len, "partial of another length");
-        match self.find_merged_range(range) {
+        match self.compute_merged_range(range) {
             Some(merged) => {
                 let (_, mut sum) = self.stack.pop().expect("just seen");
                 ops.add(sum.view_mut(), x);
@@ -125,7 +125,7 @@ impl MicroBatchSums {
     /// Adds the sum `sum` of `range` without a copy. The buffer belongs to this object afterwards.
     pub fn push_owned(&mut self, ops: &dyn Ops, mut range: MicroBatchRange, mut sum: Buf) {
         assert_eq!(sum.len(), self.len, "partial of another length");
-        while let Some(merged) = self.find_merged_range(range) {
+        while let Some(merged) = self.compute_merged_range(range) {
             let (_, mut left) = self.stack.pop().expect("just seen");
             ops.add(left.view_mut(), sum.view());
             self.free_buffers.push(std::mem::replace(&mut sum, left));
@@ -251,7 +251,7 @@ mod tests {
         #[test]
         fn in_arrival_order_each_vector_is_added_to_the_previous_ones(x in prop::collection::vec(-1e6f32..1e6, 1..40)) {
             let ops = Cpu::new(1);
-            let mut sum = MicroBatchSums::in_arrival_order(1);
+            let mut sum = MicroBatchSums::with_arrival_order(1);
             for (s, &v) in x.iter().enumerate() {
                 let one = Buf::from_slice(&[v]);
                 if s % 3 == 0 { sum.push_owned(&ops, MicroBatchRange::from_index(s), one) } else { sum.push(&ops, MicroBatchRange::from_index(s), one.view()) }

@@ -55,7 +55,7 @@ impl ShardingPolicy {
     /// Creates empty sums over micro-batches of gradients with `len` elements.
     fn new_gradient_sums(&self, len: usize) -> MicroBatchSums {
         if self.sums_in_arrival_order {
-            MicroBatchSums::in_arrival_order(len)
+            MicroBatchSums::with_arrival_order(len)
         } else {
             MicroBatchSums::new(len)
         }

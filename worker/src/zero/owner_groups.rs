@@ -206,7 +206,7 @@ pub(super) fn exchange_partial_sums(
 mod tests {
     use super::*;
 
-    /// Counts the buffers of a group and of an owner in a step of `micro-batches` micro-batches on
+    /// Counts the buffers of a group and of an owner in a step of `micro_batches` micro-batches on
     /// four ranks, of which every `stride`-th owns the unit.
     fn count_peak_buffers_of_both(micro_batches: usize, stride: usize) -> (usize, usize) {
         let (schedule, owners) = (

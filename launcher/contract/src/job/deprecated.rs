@@ -93,7 +93,8 @@ fn rewrite_name(decoder: &mut JobDecoder, entries: &mut Vec<YamlEntry>, name: &D
     let renamed_key = name.old != name.new;
     if renamed_key
         && entries.iter().any(|entry| {
-            keys::resolve_key_path(&join_key_path(name.section, &entry.key)) == new && entry.key != name.old
+            keys::canonicalize_key_path(&join_key_path(name.section, &entry.key)) == new
+                && entry.key != name.old
         })
     {
         let error =

@@ -294,7 +294,7 @@ pub(crate) fn list_section_keys(section: &str) -> impl Iterator<Item = (&'static
 
 /// Returns the documented path of a key. `path` may end in an alias or a deprecated name; an
 /// unknown path is returned unchanged.
-pub(crate) fn resolve_key_path(path: &str) -> String {
+pub(crate) fn canonicalize_key_path(path: &str) -> String {
     let (parent, last) = path.rsplit_once('.').unwrap_or(("", path));
     let by_alias =
         list_section_keys(parent).find(|(_, k)| k.aliases.contains(&last)).map(|(_, k)| k.path.to_owned());

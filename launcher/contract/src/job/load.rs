@@ -81,7 +81,7 @@ fn load_job_text(
     let mut decoder = JobDecoder::new(sources);
     decoder.errors = errors;
     deprecated::rewrite_deprecated_names(&mut decoder, &mut root);
-    decoder.sources.index_keys(&root, keys::resolve_key_path);
+    decoder.sources.index_keys(&root, keys::canonicalize_key_path);
     let mut job = sections::decode_job(&mut decoder, &root, &derive_job_name(name));
     check::check_job(&mut decoder, &job);
     match std::path::absolute(&job.run.workdir) {

@@ -63,7 +63,7 @@ pub(crate) fn decode_lora(d: &mut JobDecoder, train: &JobSection<'_>) -> Option<
     })
 }
 
-/// Reads `all-linear`, or a list of at least one name of a matrix.
+/// Reads `all-linear`, or a non-empty list of matrix names.
 fn read_targets(node: &YamlNode) -> ReadResult<LoraTargets> {
     const WHAT: &str = "`all-linear` or a list of names such as `[q_proj, v_proj]`";
     if let YamlValue::Text = node.value

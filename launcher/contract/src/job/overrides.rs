@@ -33,7 +33,7 @@ pub(crate) fn apply_override(
             error.with_help("write for example --set train.steps=50"),
         ));
     };
-    let subject = keys::resolve_key_path(path);
+    let subject = keys::canonicalize_key_path(path);
     let value = parse_override_value(value, source, path.len() as u32 + 1).map_err(|error| {
         override_diagnostic(sources, Some(&subject), error.in_part("has an invalid value:"))
     })?;
@@ -110,7 +110,7 @@ fn set_value(
         let (is_map, found) = (matches!(node.value, YamlValue::Map(_)), node.describe());
         match (&mut node.value, step) {
             (YamlValue::Map(entries), PathStep::Key(name)) => {
-                path = keys::resolve_key_path(&join_key_path(&path, &name));
+                path = keys::canonicalize_key_path(&join_key_path(&path, &name));
                 node = find_or_insert_entry(entries, name, span, &path);
             }
             (YamlValue::List(items), PathStep::Index(i)) => {
@@ -150,7 +150,7 @@ fn find_or_insert_entry<'e>(
 ) -> &'e mut YamlNode {
     let parent = path.rsplit_once('.').map_or("", |(parent, _)| parent);
     let position =
-        entries.iter().position(|e| keys::resolve_key_path(&join_key_path(parent, &e.key)) == path);
+        entries.iter().position(|e| keys::canonicalize_key_path(&join_key_path(parent, &e.key)) == path);
     let position = position.unwrap_or_else(|| {
         let value = YamlNode { span, value: YamlValue::Null, raw: String::new() };
         entries.push(YamlEntry { key: name.clone(), key_span: span, value });

@@ -58,14 +58,14 @@ impl SourceMap {
                 YamlValue::Map(entries) => {
                     for e in entries {
                         let child = canonical(&join_key_path(&path, &e.key));
-                        self.add_key(&child, e.key_span, &e.value);
+                        self.record_key_spans(&child, e.key_span, &e.value);
                         pending.push((child, &e.value));
                     }
                 }
                 YamlValue::List(items) => {
                     for (i, item) in items.iter().enumerate() {
                         let child = format!("{path}[{i}]");
-                        self.add_key(&child, item.span, item);
+                        self.record_key_spans(&child, item.span, item);
                         pending.push((child, item));
                     }
                 }
@@ -76,7 +76,7 @@ impl SourceMap {
 
     /// Records where the key or list item `path` is written. `name` is the span of the key's name
     /// or, for a list item, of the item.
-    fn add_key(&mut self, path: &str, name: SourceSpan, value: &YamlNode) {
+    fn record_key_spans(&mut self, path: &str, name: SourceSpan, value: &YamlNode) {
         let text = self.find_span_text(value.span);
         let is_collection = matches!(value.value, YamlValue::Map(_) | YamlValue::List(_));
         let is_block = is_collection && !text.starts_with(['[', '{']);

@@ -111,7 +111,7 @@ impl TrainSpec {
     }
 }
 
-/// `train.model`: the model config, under the names of Hugging Face.
+/// `train.model`: the model config. Sizes and options have the names of Hugging Face's config.json.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ModelSpec {
     /// A Hugging Face directory, whose config.json replaces the settings below and whose weights

@@ -1,6 +1,6 @@
 //! `launch ckpt watch`: reports each new checkpoint in a directory, and verifies and gathers it.
 use super::{describe::replace_control_chars, log_line, print_result};
-use ckpt::{CkptError, DirectoryReport, DirectoryStatus, DirectoryWatch, GatherOptions, VerifyOptions};
+use ckpt::{CheckpointWatch, CkptError, DirectoryReport, DirectoryStatus, GatherOptions, VerifyOptions};
 use clap::Args;
 use contract::exit;
 use diagnostic::{Category, Diagnostic, codes::command};
@@ -78,7 +78,7 @@ async fn watch_directory(args: WatchArgs, json: bool) -> diagnostic::Result<u8> 
     let (mut interrupt, mut terminate) =
         (handler(SignalKind::interrupt())?, handler(SignalKind::terminate())?);
     let mut watch =
-        DirectoryWatch::new(&args.dir, Duration::from_secs(args.settle), Duration::from_secs(args.limit));
+        CheckpointWatch::new(&args.dir, Duration::from_secs(args.settle), Duration::from_secs(args.limit));
     loop {
         let args = args.clone();
         let mut work = tokio::task::spawn_blocking(move || {
@@ -114,7 +114,7 @@ async fn watch_directory(args: WatchArgs, json: bool) -> diagnostic::Result<u8> 
 
 /// Scans the directory once, and processes and prints the new checkpoints.
 fn report_new_checkpoints(
-    watch: &mut DirectoryWatch,
+    watch: &mut CheckpointWatch,
     args: &WatchArgs,
     json: bool,
 ) -> diagnostic::Result<()> {

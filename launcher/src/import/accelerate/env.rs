@@ -167,7 +167,7 @@ pub(super) fn set_environment(
         draft.set_env("use_cpu", "KMP_AFFINITY", "granularity=fine,compact,1,0");
         draft.set_env("use_cpu", "KMP_BLOCKTIME", "1");
     }
-    let precision = set_precision(draft, keys);
+    let precision = set_precision_variable(draft, keys);
     if keys.take_boolean("enable_cpu_affinity") == Some(true) {
         // Accelerate's launcher ignores the key and reads its command line only.
         let reason = "launch binds workers to CPUs itself (`run.cpu_bind`)";
@@ -179,26 +179,26 @@ pub(super) fn set_environment(
     }
     let mut named = false;
     if kind == DistributedType::DeepSpeed {
-        named = convert_deepspeed(draft, keys, precision.is_some());
+        named = set_deepspeed_variables(draft, keys, precision.is_some());
         note_unused_section(draft, keys, "dynamo_config", "with DeepSpeed Accelerate ignores it too");
         keys.take("dynamo_backend");
     } else {
-        convert_dynamo(draft, keys);
+        set_dynamo_variables(draft, keys);
         note_unused_section(draft, keys, "deepspeed_config", "`distributed_type` is not DEEPSPEED");
     }
     match kind {
-        DistributedType::Fsdp => convert_fsdp(draft, keys),
+        DistributedType::Fsdp => set_fsdp_variables(draft, keys),
         _ => note_unused_section(draft, keys, "fsdp_config", "`distributed_type` is not FSDP"),
     }
     match kind {
-        DistributedType::Megatron => convert_megatron(draft, keys),
+        DistributedType::Megatron => set_megatron_variables(draft, keys),
         _ => note_unused_section(draft, keys, "megatron_lm_config", "`distributed_type` is not MEGATRON_LM"),
     }
     match kind {
         DistributedType::Single | DistributedType::Cpu => {
             note_unused_section(draft, keys, "parallelism_config", "it only applies to FSDP")
         }
-        _ => convert_parallelism(draft, keys),
+        _ => set_parallelism_variables(draft, keys),
     }
     named
 }
@@ -213,7 +213,7 @@ fn note_unused_section(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, secti
 }
 
 /// Sets the precision. Returns the precision if the configuration contains one.
-fn set_precision(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) -> Option<String> {
+fn set_precision_variable(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) -> Option<String> {
     let fp16 = keys.take_boolean("fp16");
     let given = keys.take_text("mixed_precision");
     let word = match &given {
@@ -233,14 +233,14 @@ fn set_precision(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) -> Option<S
     }
     draft.set_env("mixed_precision", "ACCELERATE_MIXED_PRECISION", &word);
     match word.as_str() {
-        "fp8" => convert_fp8(draft, keys),
+        "fp8" => set_fp8_variables(draft, keys),
         _ => note_unused_section(draft, keys, "fp8_config", "`mixed_precision` is not fp8"),
     }
     given.or_else(|| fp16.filter(|yes| *yes).map(|_| word))
 }
 
 /// Sets the variables of `fp8_config`, with default values for absent keys.
-fn convert_fp8(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
+fn set_fp8_variables(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     let mut part = keys.take_section("fp8_config");
     for (end, names, default) in FP8 {
         let spellings = names.iter().flat_map(|name| [(*name).to_owned(), format!("fp8_{name}")]);
@@ -298,7 +298,7 @@ fn set_variables(
 }
 
 /// Sets the variables of `dynamo_config` and `dynamo_backend`.
-fn convert_dynamo(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
+fn set_dynamo_variables(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     let top_level = keys.take_text("dynamo_backend");
     let Some(mut part) = keys.take_section("dynamo_config") else {
         let backend = top_level.unwrap_or_else(|| "no".to_owned()).to_uppercase();
@@ -317,7 +317,7 @@ fn convert_dynamo(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
 }
 
 /// Sets the variables of `fsdp_config`.
-fn convert_fsdp(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
+fn set_fsdp_variables(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     draft.set_env("distributed_type", "ACCELERATE_USE_FSDP", "true");
     let Some(mut part) = keys.take_section("fsdp_config") else {
         for EnvVariableRule(name, key, default, _) in FSDP {
@@ -332,7 +332,7 @@ fn convert_fsdp(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
 }
 
 /// Sets the variables of `megatron_lm_config`.
-fn convert_megatron(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
+fn set_megatron_variables(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     draft.set_env("distributed_type", "ACCELERATE_USE_MEGATRON_LM", "true");
     let mut part = keys.take_section("megatron_lm_config");
     let names = MEGATRON_DEFAULTS.iter().map(|(name, value)| (*name, Some(*value)));
@@ -349,7 +349,7 @@ fn convert_megatron(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
 }
 
 /// Sets the variables of `parallelism_config`, unless the section is empty.
-fn convert_parallelism(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
+fn set_parallelism_variables(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     let Some(mut part) = keys.take_section("parallelism_config") else { return };
     if part.remaining_names().is_empty() {
         return;
@@ -370,7 +370,7 @@ fn convert_parallelism(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
 }
 
 /// Sets the variables of `deepspeed_config`. Returns whether the section names the hosts.
-fn convert_deepspeed(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, precision: bool) -> bool {
+fn set_deepspeed_variables(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, precision: bool) -> bool {
     draft.set_env("distributed_type", "ACCELERATE_USE_DEEPSPEED", "true");
     let Some(mut part) = keys.take_section("deepspeed_config") else {
         let fields = if precision { "mixed_precision" } else { "" };

@@ -1,6 +1,6 @@
 //! Accepts the TCP connections of agents: one agent for each host, if the agent holds the job's
 //! key.
-use super::{pending_agent::AgentSlot, step::SlurmStep};
+use super::{pending_agent::AgentConnectionSlot, step::SlurmStep};
 use crate::connection::handshake::{HANDSHAKE_TIMEOUT, HandshakeError, HandshakeKey, authenticate_agent};
 use nix::{ifaddrs::getifaddrs, net::if_::InterfaceFlags};
 use std::{
@@ -38,20 +38,20 @@ pub(super) fn open_listener(agents: usize) -> io::Result<(TcpListener, u16)> {
 pub(super) async fn accept_agents(
     listener: TcpListener,
     key: HandshakeKey,
-    slots: Vec<AgentSlot>,
+    slots: Vec<AgentConnectionSlot>,
     step: Arc<SlurmStep>,
 ) {
     let permits = Arc::new(Semaphore::new(slots.len() + MAX_UNAUTHENTICATED_CONNECTIONS));
     let slots = Arc::new(slots);
     let mut step_exit = step.watch_exit();
-    while slots.iter().any(AgentSlot::is_waiting) {
+    while slots.iter().any(AgentConnectionSlot::is_waiting) {
         let accepted = tokio::select! {
             accepted = listener.accept() => accepted,
             _ = step_exit.wait_for(Option::is_some) => break,
             // A slot may have been filled meanwhile, and agents that failed never connect.
             () = sleep(RETRY_INTERVAL) => {
-                let failed = |slot: &&AgentSlot| slot.is_waiting() && step.has_failed_on(&slot.name);
-                slots.iter().filter(failed).for_each(AgentSlot::close);
+                let failed = |slot: &&AgentConnectionSlot| slot.is_waiting() && step.has_failed_on(&slot.name);
+                slots.iter().filter(failed).for_each(AgentConnectionSlot::close);
                 continue;
             }
         };
@@ -66,7 +66,7 @@ pub(super) async fn accept_agents(
             drop(permit);
         });
     }
-    slots.iter().for_each(AgentSlot::close);
+    slots.iter().for_each(AgentConnectionSlot::close);
 }
 
 /// Authenticates an agent and fills the slot of its host. Drops the connection if no slot waits for
@@ -74,7 +74,7 @@ pub(super) async fn accept_agents(
 async fn accept_agent(
     mut stream: TcpStream,
     key: &HandshakeKey,
-    slots: &[AgentSlot],
+    slots: &[AgentConnectionSlot],
 ) -> Result<(), HandshakeError> {
     stream.set_nodelay(true)?;
     let name = authenticate_agent(&mut stream, key).await?;

@@ -1,5 +1,5 @@
-//! [`PendingAgent`]: the streams of an agent that has not connected yet, and the connection that
-//! they become.
+//! [`PendingAgent`]: the controller's streams to and from an agent that may not have connected yet,
+//! and the slot that the agent's TCP connection fills.
 use super::{srun, step::SlurmStep};
 use crate::transport::RemoteConnection;
 use contract::control::ExitStatus;
@@ -25,12 +25,12 @@ use tokio::{
     time::{Sleep, sleep},
 };
 
-/// How long the end of a stream is held back until srun has ended, whose exit status explains the
-/// end.
+/// How long the end of an agent's stream is held back while srun has not ended. The exit status of
+/// srun explains the end of the stream.
 const STEP_EXIT_TIMEOUT: Duration = Duration::from_millis(250);
 
-/// The controller's streams to and from an agent that may not have connected yet, with the
-/// connection that they belong to.
+/// The controller's byte streams to and from an agent that may not have connected yet, and the
+/// handle of the agent's connection.
 pub(super) struct PendingAgent {
     pub(super) input: PendingAgentInput,
     pub(super) output: PendingAgentOutput,
@@ -44,8 +44,9 @@ impl PendingAgent {
     }
 }
 
-/// Creates the streams of the agent of one node, and the slot that its TCP connection fills.
-pub(super) fn create_pending_agent(name: &str, step: &Arc<SlurmStep>) -> (PendingAgent, AgentSlot) {
+/// Creates the streams to and from the agent of one node, and the slot that the agent's TCP
+/// connection fills.
+pub(super) fn create_pending_agent(name: &str, step: &Arc<SlurmStep>) -> (PendingAgent, AgentConnectionSlot) {
     let (send_read_half, read_half) = oneshot::channel();
     let (send_write_half, write_half) = oneshot::channel();
     let state = Arc::new(Mutex::new(AgentSlotState::Waiting(send_read_half, send_write_half)));
@@ -54,7 +55,7 @@ pub(super) fn create_pending_agent(name: &str, step: &Arc<SlurmStep>) -> (Pendin
         PendingAgentOutput { stream: PendingStream::Pending(read_half), step: step.clone(), end: None };
     let agent =
         PendingAgent { input: PendingAgentInput(PendingStream::Pending(write_half)), output, connection };
-    (agent, AgentSlot { name: name.to_owned(), state })
+    (agent, AgentConnectionSlot { name: name.to_owned(), state })
 }
 
 /// Whether the agent of a slot has connected.
@@ -67,15 +68,16 @@ enum AgentSlotState {
     Closed,
 }
 
-/// The place that the TCP connection of one agent fills when the agent connects.
-pub(super) struct AgentSlot {
+/// The slot of one agent's TCP connection. [`AgentConnectionSlot::fill`] passes the connection to the streams
+/// of the [`PendingAgent`].
+pub(super) struct AgentConnectionSlot {
     pub(super) name: String,
     state: Arc<Mutex<AgentSlotState>>,
 }
 
-impl AgentSlot {
-    /// Hands over the connection of the agent. Returns `false` if the agent is not awaited, because
-    /// it has connected before or the slot is closed.
+impl AgentConnectionSlot {
+    /// Passes the connection of the agent to its streams. Returns `false` if the slot does not wait
+    /// for the agent, because the agent has connected before or the slot is closed.
     pub(super) fn fill(&self, stream: TcpStream) -> io::Result<bool> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         if !matches!(*state, AgentSlotState::Waiting(..)) {

@@ -5,7 +5,7 @@
 //! on a line with a random marker. Everything before that line is output of the login shell.
 use super::{
     build_ssh_error,
-    progress::{ConnectionProgress, ConnectionStage},
+    connection_progress::{ConnectionProgress, ConnectionStage},
     target::SshTarget,
 };
 use diagnostic::{Code, Diagnostic, codes::host};

@@ -12,11 +12,11 @@ use std::{
 const MAX_INCLUDE_DEPTH: u32 = 8;
 /// The size of the largest file that is read, in bytes.
 const MAX_FILE_BYTES: u64 = 1 << 20;
-/// The limit of lines, including those of included files.
+/// The largest number of lines of the configuration, including those of included files.
 const MAX_LINES: usize = 50_000;
 
-/// The parsed lines of the SSH configuration. The lines of included files stand in place of each
-/// `Include`.
+/// The parsed lines of the SSH configuration. The lines of an included file replace the `Include`
+/// line.
 #[derive(Debug, Default)]
 pub(super) struct SshConfigLines {
     lines: Vec<SshConfigLine>,
@@ -267,7 +267,7 @@ fn parse_line(line: &str) -> Result<Option<(String, Vec<String>)>, ConfigSyntaxE
     if quoted { Err(ConfigSyntaxError::QuoteNotClosed) } else { Ok(Some((keyword, values))) }
 }
 
-/// Whether a pattern matches the text, and no pattern that begins with `!` does.
+/// Returns whether a pattern matches the text and no negated pattern (`!PATTERN`) matches it.
 pub(super) fn matches_patterns(patterns: &[String], text: &str) -> bool {
     let mut matched = false;
     for pattern in patterns {
@@ -280,7 +280,8 @@ pub(super) fn matches_patterns(patterns: &[String], text: &str) -> bool {
     matched
 }
 
-/// Whether a pattern with `*` and `?` matches the whole text. Case-sensitive, as in `Host` lines.
+/// Returns whether a pattern with `*` and `?` matches the whole text. The comparison is
+/// case-sensitive, as in `Host` lines.
 pub(super) fn matches_wildcard(pattern: &str, text: &str) -> bool {
     let characters = |s: &str| s.chars().collect::<Vec<_>>();
     let (pattern, text) = (characters(pattern), characters(text));

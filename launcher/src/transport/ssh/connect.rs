@@ -2,8 +2,8 @@
 //! host key, and login.
 use super::{
     THREAD_STACK_BYTES, auth, build_ssh_error,
+    connection_progress::{ConnectionProgress, ConnectionStage},
     known_hosts::{self, HostKeyStatus, KnownHosts, encode_base64, format_fingerprint},
-    progress::{ConnectionProgress, ConnectionStage},
     relay,
     target::SshTarget,
 };

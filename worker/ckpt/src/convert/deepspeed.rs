@@ -39,7 +39,7 @@ fn torch_state_key(role: TensorRole) -> &'static str {
 /// options to the groups of `state`, and notices.
 ///
 /// # Errors
-/// If the parameters of a group had different numbers of updates.
+/// Fails if the parameters of a group had different numbers of updates.
 pub(super) fn plan_deepspeed(state: &mut SourceState, options: &ConvertOptions) -> Result<OutputPlan> {
     let (stage, world, tag) = (state.stage, state.world, state.choose_tag());
     add_default_options(state);
@@ -92,7 +92,7 @@ pub(super) fn add_default_options(state: &mut SourceState) {
 /// `sub_group_size` elements per rank, by DeepSpeed's algorithm.
 ///
 /// # Errors
-/// If the parameters of a flat group had different numbers of updates.
+/// Fails if the parameters of a flat group had different numbers of updates.
 fn plan_flat_groups(state: &SourceState, sub_group_size: u64) -> Result<Vec<FlatGroup>> {
     let mut flats = Vec::new();
     for (g, group) in state.groups.iter().enumerate() {

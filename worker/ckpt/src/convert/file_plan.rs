@@ -1,12 +1,12 @@
-//! [`FilePlan`]: the plan of one file of a conversion's result: its values, and the elements of
-//! source tensors that it stores.
+//! [`FilePlan`]: the planned values of one output file of a conversion, and the elements of source
+//! tensors that the file stores.
 use crate::dtype::Dtype;
 use crate::pickle::{PythonObject, StoredTensor};
 use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// A planned file of the result.
+/// The plan of one output file of a conversion: its path and its content.
 pub(super) struct FilePlan {
     /// Path in the output directory, with `/` between names.
     pub(super) path: String,

@@ -142,8 +142,8 @@ struct OutputPlan {
 /// source with equal options had finished are verified and reused.
 ///
 /// # Errors
-/// If an option is invalid, the source is damaged or lacks what the target needs, `out` can't be
-/// replaced, or I/O fails.
+/// Fails if an option is invalid, the source is damaged or lacks what the target needs, `out` can't
+/// be replaced, or I/O fails.
 pub fn convert_checkpoint(
     source: &dyn TensorSource,
     out: &Path,
@@ -192,7 +192,7 @@ pub(crate) fn convert_into_directory(
         ConvertTarget::Universal => universal::plan_universal(&mut state)?,
     };
     let bytes = plan.files.iter().map(FilePlan::bytes).sum();
-    let mut output = ConvertOutput::in_existing_directory(dir, bytes)?;
+    let mut output = ConvertOutput::open_existing_directory(dir, bytes)?;
     write_files::write_planned_files(source, &state, &plan.files, &mut output, options.memory, |_, _| {})?;
     crate::disk::sync_file_system(dir)?;
     Ok(make_report(dir.to_owned(), state, &plan, 0))

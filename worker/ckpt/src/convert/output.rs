@@ -63,8 +63,8 @@ impl ConvertOutput {
     /// conversion with an equal task left. `bytes` is the size of the tensors.
     ///
     /// # Errors
-    /// If `out` can't be replaced, another conversion is writing to it, or there is too little
-    /// space for `bytes`.
+    /// Fails if `out` can't be replaced, another conversion is writing to it, or there is too
+    /// little space for `bytes`.
     pub(super) fn create_or_reuse(
         source: &dyn TensorSource,
         out: &Path,
@@ -96,13 +96,13 @@ impl ConvertOutput {
         let (record, _lock) = (Some(record), Some(lock));
         let mut output = ConvertOutput { path: parent.join(name), dir, finished_before, record, _lock };
         // terminates a line that a kill truncated
-        output.append_line("\n")?;
+        output.append_to_done_file("\n")?;
         Ok(output)
     }
 
-    /// Makes an output in the existing directory `dir`, which the caller publishes or removes.
-    /// Returns an error if there is too little space for `bytes`.
-    pub(super) fn in_existing_directory(dir: &Path, bytes: u64) -> Result<ConvertOutput> {
+    /// Creates an output in the existing directory `dir`, which the caller publishes or removes.
+    /// Fails if there is too little space for `bytes`.
+    pub(super) fn open_existing_directory(dir: &Path, bytes: u64) -> Result<ConvertOutput> {
         require_space(dir, bytes)?;
         let (dir, path) = (dir.to_owned(), dir.to_owned());
         Ok(ConvertOutput { dir, path, finished_before: HashMap::new(), record: None, _lock: None })
@@ -113,8 +113,9 @@ impl ConvertOutput {
         self.finished_before.get(path)
     }
 
-    /// Appends text to `.done`, if there is one.
-    fn append_line(&mut self, text: &str) -> Result<()> {
+    /// Appends `text` to `.done`. Does nothing if the output is a directory of the caller, which
+    /// has no `.done`.
+    fn append_to_done_file(&mut self, text: &str) -> Result<()> {
         match &mut self.record {
             Some(file) => {
                 file.write_all(text.as_bytes()).map_err(CkptError::io("write", &self.dir.join(DONE_FILE)))
@@ -126,7 +127,7 @@ impl ConvertOutput {
     /// Appends a finished file to `.done`, so that a later conversion can reuse the file.
     pub(super) fn record_finished(&mut self, file: &FinishedFile) -> Result<()> {
         let line = serde_json::to_string(file).map_err(CkptError::invalid_save)?;
-        self.append_line(&(line + "\n"))
+        self.append_to_done_file(&(line + "\n"))
     }
 
     /// Writes the list of files, syncs all files, and renames the directory to its final name.

@@ -42,7 +42,7 @@ pub struct UngroupedWeights {
 /// Finds the trained weights without a group, to which [`ConvertOptions::groups`] can assign one.
 ///
 /// # Errors
-/// If the optimizer of the source can't be read.
+/// Fails if the optimizer of the source can't be read.
 pub fn find_ungrouped_weights(source: &dyn TensorSource) -> Result<UngroupedWeights> {
     let groups = take_listed_groups(&source.training_state(), &mut source.read_passthrough()?);
     let trained = find_trained_weights(&source.tensors());
@@ -91,8 +91,8 @@ fn find_weights_without_group(groups: &[ParamGroup], trained: &[String]) -> Vec<
 /// rule for a single group assign. Ungrouped weights stay so if the target allows it.
 ///
 /// # Errors
-/// If the target needs names or an order that neither the checkpoint nor the options provide, or a
-/// weight is in two groups.
+/// Fails if the target needs names or an order that neither the checkpoint nor the options provide,
+/// or a weight is in two groups.
 pub(super) fn assign_weights(
     mut groups: Vec<ParamGroup>,
     tensors: &[TensorInfo],
@@ -185,7 +185,7 @@ impl GroupSet<ParamGroup> {
     /// Replaces the names of weights by indices of tensors. Unknown update counts become `step`.
     ///
     /// # Errors
-    /// If a weight lacks its tensor or an optimizer state of one of these roles.
+    /// Fails if a weight lacks its tensor or an optimizer state of one of these roles.
     pub(super) fn resolve_indices(
         self,
         index: &HashMap<(TensorRole, String), usize>,

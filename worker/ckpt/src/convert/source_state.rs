@@ -64,7 +64,7 @@ impl SourceState {
     /// Collects the state of `source` and completes it with `options`.
     ///
     /// # Errors
-    /// If the target needs something that neither the source nor the options provide.
+    /// Fails if the target needs something that neither the source nor the options provide.
     pub(super) fn from_source(source: &dyn TensorSource, options: &ConvertOptions) -> Result<SourceState> {
         let (state, mut passthrough) = (source.training_state(), source.read_passthrough()?);
         let given = param_groups::take_listed_groups(&state, &mut passthrough);
@@ -109,7 +109,7 @@ impl SourceState {
             samples: state.samples,
             tokens: source.tokens().unwrap_or(0),
             config: source.hf_config().cloned().unwrap_or_default(),
-            text_files: source.text_files().to_vec(),
+            text_files: source.exported_text_files().to_vec(),
             precision: options.dtype.or(passthrough.precision).unwrap_or(Dtype::F32),
             stage: options.stage.or(state.stage.filter(|s| (1..=3).contains(s))).unwrap_or(2),
             world: options.world.or(state.world).unwrap_or(1),
@@ -228,7 +228,7 @@ fn choose_step_from_updates<'a>(
 /// and no optimizer states.
 ///
 /// # Errors
-/// If the source isn't a training state that the target can store.
+/// Fails if the source isn't a training state that the target can store.
 fn determine_step(
     source: &dyn TensorSource,
     roles: &[TensorRole],
@@ -245,7 +245,7 @@ fn determine_step(
         notices.push(ConvertNotice::WeightsOnly);
         return Ok(0);
     }
-    match (source.step(), has_states) {
+    match (source.completed_steps(), has_states) {
         (_, false) if weights_only => Err(ConvertError::WeightsOnly),
         (None, false) => Err(ConvertError::StepAndOptimizerMissing),
         (None, true) => Err(ConvertError::StepMissing),

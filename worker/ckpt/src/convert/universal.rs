@@ -24,7 +24,7 @@ const PARAMETER_NAME_MAX: usize = 200;
 /// notices.
 ///
 /// # Errors
-/// If the name of a parameter can't be a directory name.
+/// Fails if the name of a parameter can't be a directory name.
 pub(super) fn plan_universal(state: &mut SourceState) -> Result<OutputPlan> {
     add_default_options(state);
     let tag = format!("{}_universal", state.choose_tag());

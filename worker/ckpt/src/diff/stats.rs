@@ -58,7 +58,7 @@ pub struct ElementDiff {
     /// The first element with different bits.
     pub first: ElementPair,
     /// Largest `|a - b|` of elements that are finite on both sides; `None` if no differing element
-    /// is.
+    /// is finite on both sides.
     pub max_abs: Option<f64>,
     /// The element with the largest `|a - b|`.
     pub max_at: Option<ElementPair>,
@@ -124,7 +124,8 @@ impl DiffStats {
         }
     }
 
-    /// Records which casts the elements of these slices contradict.
+    /// Determines which casts do not turn every element of one slice into the element of the other,
+    /// and stores the results in `refuted`.
     fn refute_casts(&mut self, a: &[f32], b: &[f32]) {
         for (refuted, cast) in self.refuted.iter_mut().zip(RoundingCast::ALL) {
             *refuted = !a.iter().zip(b).all(|(&x, &y)| cast.explains_pair(x, y));

@@ -2,13 +2,13 @@
 //!
 //! Every change on the disk passes a fault point ([`crate::fault_points`]), at which tests inject
 //! failures.
-mod block_file;
+mod block_reader;
 mod buffer_pool;
 mod directory;
 mod file_writer;
 mod offset_reader;
 
-pub(crate) use block_file::{BlockFile, BlockRequest, stream_windows};
+pub(crate) use block_reader::{BlockReader, BlockRequest, stream_windows};
 pub(crate) use buffer_pool::{AlignedBuffer, DiskBufferPool};
 pub(crate) use directory::{
     DirLock, Directory, exists, lock_dir, make_dir, make_dirs, parent_dir, query_free_bytes, remove_tree,

@@ -324,7 +324,7 @@ impl TensorSource for ExternalCheckpoint {
         Ok(self.passthrough.clone())
     }
 
-    fn step(&self) -> Option<u64> {
+    fn completed_steps(&self) -> Option<u64> {
         self.facts.step
     }
 
@@ -345,7 +345,7 @@ impl TensorSource for ExternalCheckpoint {
         self.config.as_ref()
     }
 
-    fn text_files(&self) -> &[TextFile] {
+    fn exported_text_files(&self) -> &[TextFile] {
         &self.texts
     }
 

@@ -138,10 +138,11 @@ impl TensorView {
 }
 
 impl TorchFile {
-    /// Reads the values of a file, whose pickle may name `globals`. Storages are not read.
+    /// Opens the torch file `name` and parses its pickle, which may name only the classes and
+    /// functions in `globals`. Does not read the storages.
     ///
     /// # Errors
-    /// Fails if the file is missing or damaged, or names another class or function.
+    /// Fails if the file is missing or damaged, or if the pickle names another class or function.
     pub(crate) fn open(
         directory: &Directory,
         name: &str,
@@ -205,7 +206,7 @@ impl TorchFile {
         Ok(TorchFile::from_parts(size, root, members, tree))
     }
 
-    /// Makes a file of its parts. Storages are the members in the directory `data`.
+    /// Creates a torch file from its parts. The members in the directory `data` are its storages.
     fn from_parts(size: u64, root: String, members: Vec<ZipMember>, tree: PickleTree) -> TorchFile {
         let keys = if root.is_empty() { "data/".to_owned() } else { format!("{root}/data/") };
         let key = |(i, m): (usize, &ZipMember)| Some((m.name.strip_prefix(&keys)?.to_owned(), i));

@@ -62,10 +62,11 @@ struct WeightIndex {
     weight_map: BTreeMap<String, String>,
 }
 
-/// Adds the weights in the shards that the index file `index` lists.
+/// Adds the tensors of all shards that the index file `index` lists to the builder.
 ///
 /// # Errors
-/// Fails if a shard is missing (the error names all missing shards), or lacks a tensor.
+/// Fails if the index is invalid, or if a shard is missing or lacks a listed tensor. The error
+/// names all missing shards.
 fn add_shards(builder: &mut ExternalCheckpointBuilder, index: &str) -> Result<()> {
     let text = builder.directory.read_file(index, INDEX_MAX)?;
     let parsed: WeightIndex = serde_json::from_slice(&text).map_err(|e| builder.damaged(index, e))?;
@@ -179,8 +180,8 @@ fn add_bin(
     Ok(())
 }
 
-/// Adds the tensors of the file with index `file`. Tensors at one location are tied to the first of
-/// them.
+/// Adds the tensors of the file with index `file`. Tensors with equal locations are tied to the
+/// first tensor there.
 fn add_tensors(builder: &mut ExternalCheckpointBuilder, file: usize, found: &[(String, TensorView)]) {
     let mut seen: HashMap<_, &str> = HashMap::new();
     for (name, view) in found {

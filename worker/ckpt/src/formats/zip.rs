@@ -169,18 +169,18 @@ pub(crate) fn read_members(
 }
 
 /// Reads a little-endian u16 at a byte offset; 0 if `bytes` is too short.
-fn read_u16_at(bytes: &[u8], at: usize) -> u64 {
+fn read_u16_zero_padded(bytes: &[u8], at: usize) -> u64 {
     bytes.get(at..at + 2).map_or(0, |b| u64::from(u16::from_le_bytes([b[0], b[1]])))
 }
 
 /// Reads a little-endian u32 at a byte offset; missing bytes are 0.
-fn read_u32_at(bytes: &[u8], at: usize) -> u64 {
-    read_u16_at(bytes, at) | read_u16_at(bytes, at + 2) << 16
+fn read_u32_zero_padded(bytes: &[u8], at: usize) -> u64 {
+    read_u16_zero_padded(bytes, at) | read_u16_zero_padded(bytes, at + 2) << 16
 }
 
 /// Reads a little-endian u64 at a byte offset; missing bytes are 0.
-fn read_u64_at(bytes: &[u8], at: usize) -> u64 {
-    read_u32_at(bytes, at) | read_u32_at(bytes, at + 4) << 32
+fn read_u64_zero_padded(bytes: &[u8], at: usize) -> u64 {
+    read_u32_zero_padded(bytes, at) | read_u32_zero_padded(bytes, at + 4) << 32
 }
 
 /// Locates the central directory of a container of `size` bytes. Returns its byte range, and the
@@ -196,18 +196,21 @@ fn locate_directory(
         let rest = &tail[i..];
         rest.starts_with(b"PK\x05\x06")
             && rest.len() as u64 >= END_RECORD_BYTES
-            && read_u16_at(rest, 20) == rest.len() as u64 - END_RECORD_BYTES
+            && read_u16_zero_padded(rest, 20) == rest.len() as u64 - END_RECORD_BYTES
     };
     let end = (0..tail.len()).rev().find(is_end).ok_or(ZipError::NoDirectory)?;
     let record = &tail[end..];
-    let (mut count, mut length, mut start) =
-        (read_u16_at(record, 10), read_u32_at(record, 12), read_u32_at(record, 16));
-    let disks = read_u16_at(record, 4) | read_u16_at(record, 6);
+    let (mut count, mut length, mut start) = (
+        read_u16_zero_padded(record, 10),
+        read_u32_zero_padded(record, 12),
+        read_u32_zero_padded(record, 16),
+    );
+    let disks = read_u16_zero_padded(record, 4) | read_u16_zero_padded(record, 6);
     let mut before = tail_at + end as u64;
     let locator = end.checked_sub(ZIP64_LOCATOR_BYTES as usize).map(|i| &tail[i..end]);
     if let Some(locator) = locator.filter(|l| l.starts_with(b"PK\x06\x07")) {
         let mut wide = [0u8; 56];
-        let at = read_u64_at(locator, 8);
+        let at = read_u64_zero_padded(locator, 8);
         if at.checked_add(56).is_none_or(|e| e > before) {
             return Err(ZipError::Zip64Record);
         }
@@ -215,7 +218,11 @@ fn locate_directory(
         if !wide.starts_with(b"PK\x06\x06") {
             return Err(ZipError::Zip64Record);
         }
-        (count, length, start) = (read_u64_at(&wide, 32), read_u64_at(&wide, 40), read_u64_at(&wide, 48));
+        (count, length, start) = (
+            read_u64_zero_padded(&wide, 32),
+            read_u64_zero_padded(&wide, 40),
+            read_u64_zero_padded(&wide, 48),
+        );
         before = at;
     }
     if disks != 0 && disks != 0xffff {
@@ -237,8 +244,11 @@ fn parse_entry(bytes: &[u8]) -> Result<(ZipMember, usize)> {
     if bytes.len() < DIRECTORY_ENTRY_BYTES || !bytes.starts_with(b"PK\x01\x02") {
         return Err(damaged());
     }
-    let (name_len, extra_len, comment_len) =
-        (read_u16_at(bytes, 28) as usize, read_u16_at(bytes, 30) as usize, read_u16_at(bytes, 32) as usize);
+    let (name_len, extra_len, comment_len) = (
+        read_u16_zero_padded(bytes, 28) as usize,
+        read_u16_zero_padded(bytes, 30) as usize,
+        read_u16_zero_padded(bytes, 32) as usize,
+    );
     let used = DIRECTORY_ENTRY_BYTES + name_len + extra_len + comment_len;
     if used > bytes.len() {
         return Err(damaged());
@@ -247,7 +257,7 @@ fn parse_entry(bytes: &[u8]) -> Result<(ZipMember, usize)> {
         .map_err(|_| damaged())?;
     check_member_name(name)?;
     let (mut packed, mut whole, mut at) =
-        (read_u32_at(bytes, 20), read_u32_at(bytes, 24), read_u32_at(bytes, 42));
+        (read_u32_zero_padded(bytes, 20), read_u32_zero_padded(bytes, 24), read_u32_zero_padded(bytes, 42));
     let extra = &bytes[DIRECTORY_ENTRY_BYTES + name_len..DIRECTORY_ENTRY_BYTES + name_len + extra_len];
     let mut wide = parse_zip64_fields(extra).into_iter();
     for field in [&mut whole, &mut packed, &mut at] {
@@ -255,7 +265,7 @@ fn parse_entry(bytes: &[u8]) -> Result<(ZipMember, usize)> {
             *field = wide.next().ok_or_else(damaged)?;
         }
     }
-    let (flags, method) = (read_u16_at(bytes, 8), read_u16_at(bytes, 10));
+    let (flags, method) = (read_u16_zero_padded(bytes, 8), read_u16_zero_padded(bytes, 10));
     if flags & 1 != 0 {
         return Err(ZipError::Encrypted(name.to_owned()));
     }
@@ -266,16 +276,16 @@ fn parse_entry(bytes: &[u8]) -> Result<(ZipMember, usize)> {
         return Err(ZipError::MemberSize { member: name.to_owned(), stored: packed, size: whole });
     }
     let data = at..at.checked_add(whole).ok_or_else(damaged)?;
-    Ok((ZipMember { name: name.to_owned(), data, crc: Some(read_u32_at(bytes, 16) as u32) }, used))
+    Ok((ZipMember { name: name.to_owned(), data, crc: Some(read_u32_zero_padded(bytes, 16) as u32) }, used))
 }
 
 /// Returns the 64-bit numbers in the zip64 extra field. Empty if there is no such field.
 fn parse_zip64_fields(mut extra: &[u8]) -> Vec<u64> {
     while extra.len() >= 4 {
-        let (id, len) = (read_u16_at(extra, 0), read_u16_at(extra, 2) as usize);
+        let (id, len) = (read_u16_zero_padded(extra, 0), read_u16_zero_padded(extra, 2) as usize);
         let Some(body) = extra.get(4..4 + len) else { break };
         if id == 1 {
-            return body.chunks_exact(8).map(|b| read_u64_at(b, 0)).collect();
+            return body.chunks_exact(8).map(|b| read_u64_zero_padded(b, 0)).collect();
         }
         extra = &extra[4 + len..];
     }
@@ -308,11 +318,14 @@ fn locate_data(
         return Err(outside());
     }
     read_at(at, &mut header)?;
-    if !header.starts_with(b"PK\x03\x04") || read_u16_at(&header, 26) != member.name.len() as u64 {
+    if !header.starts_with(b"PK\x03\x04") || read_u16_zero_padded(&header, 26) != member.name.len() as u64 {
         return Err(ZipError::LocalHeader(member.name.clone()));
     }
     let mut name = vec![0u8; member.name.len()];
-    let start = at + LOCAL_HEADER_BYTES as u64 + read_u16_at(&header, 26) + read_u16_at(&header, 28);
+    let start = at
+        + LOCAL_HEADER_BYTES as u64
+        + read_u16_zero_padded(&header, 26)
+        + read_u16_zero_padded(&header, 28);
     let end = start.checked_add(member.data.end - at).filter(|&end| end <= limit).ok_or_else(outside)?;
     read_at(at + LOCAL_HEADER_BYTES as u64, &mut name)?;
     match name == member.name.as_bytes() {

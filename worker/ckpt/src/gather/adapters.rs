@@ -25,8 +25,8 @@ pub(super) struct AdapterView<'a> {
 /// `merge` is true, only the adapters otherwise. Returns `None` if the checkpoint has no adapters.
 ///
 /// # Errors
-/// If `merge` is true and the checkpoint has no adapters, if the adapter config is not supported,
-/// or if the shape of an adapter does not match its matrix.
+/// Fails if `merge` is true and the checkpoint has no adapters, if the adapter config is not
+/// supported, or if the shape of an adapter does not match its matrix.
 pub(super) fn open_adapter_view(
     checkpoint: &dyn TensorSource,
     merge: bool,
@@ -67,7 +67,7 @@ impl<'a> AdapterOnlySource<'a> {
         let is_kept = |t: &&TextFile| t.name != super::GENERATION_CONFIG_FILE;
         let mut texts =
             vec![TextFile { name: ADAPTER_CONFIG_FILE.into(), text: super::encode_pretty_json(adapter)? }];
-        texts.extend(inner.text_files().iter().filter(is_kept).cloned());
+        texts.extend(inner.exported_text_files().iter().filter(is_kept).cloned());
         Ok(AdapterOnlySource { inner, texts })
     }
 }
@@ -103,8 +103,8 @@ impl TensorSource for AdapterOnlySource<'_> {
         self.inner.weights_dtype()
     }
 
-    fn step(&self) -> Option<u64> {
-        self.inner.step()
+    fn completed_steps(&self) -> Option<u64> {
+        self.inner.completed_steps()
     }
 
     fn training_state(&self) -> TrainingState {
@@ -119,7 +119,7 @@ impl TensorSource for AdapterOnlySource<'_> {
         None
     }
 
-    fn text_files(&self) -> &[TextFile] {
+    fn exported_text_files(&self) -> &[TextFile] {
         &self.texts
     }
 }
@@ -254,8 +254,8 @@ impl TensorSource for MergedAdapterSource<'_> {
         self.inner.read_raw(name, role, start_element, out)
     }
 
-    fn step(&self) -> Option<u64> {
-        self.inner.step()
+    fn completed_steps(&self) -> Option<u64> {
+        self.inner.completed_steps()
     }
 
     fn training_state(&self) -> TrainingState {
@@ -270,7 +270,7 @@ impl TensorSource for MergedAdapterSource<'_> {
         self.inner.hf_config()
     }
 
-    fn text_files(&self) -> &[TextFile] {
-        self.inner.text_files()
+    fn exported_text_files(&self) -> &[TextFile] {
+        self.inner.exported_text_files()
     }
 }

@@ -26,7 +26,8 @@ impl GatherOutput {
     /// tensors.
     ///
     /// # Errors
-    /// If `out` can't be replaced, another gather is writing to it, or there is too little space.
+    /// Fails if `out` can't be replaced, another gather is writing to it, or there is too little
+    /// space.
     pub(super) fn create(source: &Path, out: &Path, force: bool, bytes: u64) -> Result<GatherOutput> {
         let (parent, name) = resolve_output_path(source, out, force, &GATHER_MARKER)?;
         let hidden = format!(".{name}.gathering-");
@@ -55,7 +56,7 @@ impl Drop for GatherOutput {
 /// needed.
 ///
 /// # Errors
-/// If `out` exists and can't be replaced (see [`check_replaceable`]), or is inside of the
+/// Fails if `out` exists and can't be replaced (see [`check_replaceable`]), or is inside of the
 /// checkpoint `source`.
 pub(crate) fn resolve_output_path(
     source: &Path,

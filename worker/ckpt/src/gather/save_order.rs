@@ -165,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn layers_with_known_modules_are_sorted_in_place() {
+    fn only_layers_with_known_modules_are_sorted() {
         let names = [
             "model.embed_tokens.weight",
             "model.layers.0.input_layernorm.weight",

@@ -66,7 +66,7 @@ fn write_object(out: &mut Vec<u8>, value: &PythonObject) -> Result<()> {
         }
         PythonObject::Size(sizes) => {
             write_global(out, "torch.Size")?;
-            write_counts(out, sizes)?;
+            write_integer_tuple(out, sizes)?;
             out.extend([0x85, b'R']);
         }
         PythonObject::Global(name) => write_global(out, name)?,
@@ -175,7 +175,7 @@ fn write_call(out: &mut Vec<u8>, function: &str, args: &[PythonObject]) -> Resul
 }
 
 /// Writes a tuple of unsigned integers, such as the shape or the strides of a tensor.
-fn write_counts(out: &mut Vec<u8>, sizes: &[u64]) -> Result<()> {
+fn write_integer_tuple(out: &mut Vec<u8>, sizes: &[u64]) -> Result<()> {
     write_tuple(out, &sizes.iter().map(|&n| PythonObject::from_count(n)).collect::<Vec<_>>())
 }
 
@@ -191,12 +191,12 @@ fn write_tensor(out: &mut Vec<u8>, t: &StoredTensor) -> Result<()> {
     write_int(out, t.storage_elements as i64);
     out.extend(*b"tQ");
     write_int(out, 0);
-    write_counts(out, &t.shape)?;
+    write_integer_tuple(out, &t.shape)?;
     let mut strides = vec![1u64; t.shape.len()];
     for i in (1..t.shape.len()).rev() {
         strides[i - 1] = strides[i].saturating_mul(t.shape[i].max(1));
     }
-    write_counts(out, &strides)?;
+    write_integer_tuple(out, &strides)?;
     write_object(out, &PythonObject::Bool(false))?;
     write_call(out, "collections.OrderedDict", &[])?;
     out.extend(*b"tR");

@@ -102,13 +102,14 @@ struct RepairDir {
 }
 
 impl RepairDir {
-    /// Replaces the hard link `name` in the copy by a copy of the original file. Only such a file
-    /// may be modified.
+    /// Replaces the hard link `name` in the hidden copy by a copy of the original file. Only a file
+    /// that was replaced in this way may be modified.
     fn replace_link_by_copy(&self, name: &str) -> Result<()> {
         self.copy_file_in(&self.original.join(name), name)
     }
 
-    /// Copies the file `from` to `name` in the copy, and replaces an existing file.
+    /// Copies the file `from` to `name` in the hidden copy of the checkpoint. Replaces an existing
+    /// file.
     fn copy_file_in(&self, from: &Path, name: &str) -> Result<()> {
         let to = self.dir.join(name);
         disk::unlink(&to)?;
@@ -118,7 +119,7 @@ impl RepairDir {
         io::copy(&mut source, &mut target).map(drop).map_err(CkptError::io("copy", from))
     }
 
-    /// Writes the file `name` in the copy, and replaces an existing file.
+    /// Writes the file `name` in the hidden copy of the checkpoint. Replaces an existing file.
     fn write_file(&self, name: &str, content: &[u8]) -> Result<()> {
         let to = self.dir.join(name);
         disk::unlink(&to)?;
@@ -162,8 +163,8 @@ fn join_subpath(directory: &str, name: &str) -> String {
 /// to a new directory only if the repair changed something.
 ///
 /// # Errors
-/// If `path` has no checkpoint, the output path can't be used, or I/O fails. A loss is not an
-/// error, but in the report.
+/// Fails if `path` has no checkpoint, the output path can't be used, or I/O fails. A loss is not an
+/// error; the report lists it.
 pub fn repair_checkpoints(path: &Path, options: &RepairOptions) -> Result<RepairReport> {
     let missing = || CkptError::NotFound { path: path.to_owned() };
     if !path.is_dir() {
@@ -178,7 +179,9 @@ pub fn repair_checkpoints(path: &Path, options: &RepairOptions) -> Result<Repair
     // a run that saves to the directory holds its lock
     let _original_lock = options.in_place.then(|| disk::lock_dir(&original)).transpose()?;
     let scratch = ScratchDir::new(&parent, &target.file_name().unwrap_or_default().to_string_lossy())?;
-    link_tree::link_tree(&original, &scratch.dir, &|name| name.starts_with(checkpoint_dir::SAVING_PREFIX))?;
+    link_tree::link_or_copy_tree(&original, &scratch.dir, &|name| {
+        name.starts_with(checkpoint_dir::SAVING_PREFIX)
+    })?;
     let mut repair_dir = RepairDir {
         original: original.clone(),
         dir: scratch.dir.clone(),
@@ -232,7 +235,7 @@ fn publish_result(
 /// original.
 ///
 /// # Errors
-/// If the path, or the path under which the original would be kept, exists, or if the path is
+/// Fails if the path, or the path under which the original would be kept, exists, or if the path is
 /// inside of the original.
 fn choose_target_path(original: &Path, name: &str, options: &RepairOptions) -> Result<PathBuf> {
     let sibling = |suffix: &str| original.with_file_name(format!("{name}.{suffix}"));
@@ -279,20 +282,23 @@ fn verify_result(repair_dir: &mut RepairDir) -> Result<bool> {
     let report = match verify_checkpoints(&repair_dir.dir) {
         Ok(report) => report,
         Err(e) if e.is_checkpoint_at_fault() => {
-            add_new_loss(repair_dir, RepairLoss::new("", vec![format_reason(&e)]));
+            add_loss_if_new(repair_dir, RepairLoss::new("", vec![format_reason(&e)]));
             return Ok(false);
         }
         Err(e) => return Err(e),
     };
-    let mut losses: Vec<RepairLoss> = report.all_problems().map(|(_, damage)| make_loss(damage)).collect();
-    losses.extend(list_non_finite(&report)?.into_iter().map(|line| RepairLoss::new("", vec![line])));
+    let mut losses: Vec<RepairLoss> =
+        report.all_problems().map(|(_, damage)| convert_damage_to_loss(damage)).collect();
+    losses.extend(
+        list_tensors_with_non_finite_values(&report)?.into_iter().map(|line| RepairLoss::new("", vec![line])),
+    );
     let sound = losses.is_empty() && !report.checkpoints.is_empty();
-    losses.into_iter().for_each(|loss| add_new_loss(repair_dir, loss));
+    losses.into_iter().for_each(|loss| add_loss_if_new(repair_dir, loss));
     Ok(sound)
 }
 
 /// Lists the tensors of the verified checkpoints that have NaN or infinite values, one line each.
-fn list_non_finite(report: &VerifyReport) -> Result<Vec<String>> {
+fn list_tensors_with_non_finite_values(report: &VerifyReport) -> Result<Vec<String>> {
     let mut lines = Vec::new();
     for c in report.checkpoints.iter().filter(|c| c.problems.is_empty() && c.elsewhere.is_empty()) {
         if exists(&c.path.join(MANIFEST_FILE)) {
@@ -317,7 +323,7 @@ fn format_reason(error: &CkptError) -> String {
 
 /// Converts damage that was not repaired to a loss for the report. The file is the subject of the
 /// loss only if a part is missing, because the text of other damage already names the file.
-fn make_loss(damage: &Damage) -> RepairLoss {
+fn convert_damage_to_loss(damage: &Damage) -> RepairLoss {
     match &damage.reason {
         DamageReason::PartMissing(_) => {
             RepairLoss::new(damage.file.as_str(), vec![damage.reason.to_string()])
@@ -327,7 +333,7 @@ fn make_loss(damage: &Damage) -> RepairLoss {
 }
 
 /// Adds a loss to those of the repair, unless other losses have all its reasons.
-fn add_new_loss(repair_dir: &mut RepairDir, loss: RepairLoss) {
+fn add_loss_if_new(repair_dir: &mut RepairDir, loss: RepairLoss) {
     let is_known = |reason: &String| repair_dir.lost.iter().any(|l| l.reasons.contains(reason));
     if !loss.reasons.iter().all(is_known) {
         repair_dir.lost.push(loss);

@@ -14,8 +14,8 @@ use crate::tensor_source::TensorSource;
 /// checkpoint. Does nothing if no model file is lost.
 ///
 /// # Errors
-/// If there is no universal checkpoint of this state, and the model files of other ranks can't be
-/// read or differ by rank.
+/// Fails if there is no universal checkpoint of this state, and the model files of other ranks
+/// can't be read or differ by rank.
 pub(super) fn repair_model_files(repair_dir: &mut RepairDir, tag: &str) -> Result<()> {
     let from_ranks = copy_model_files_from_ranks(repair_dir, tag);
     let path = repair_dir.dir.join(tag);

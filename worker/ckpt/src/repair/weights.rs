@@ -32,7 +32,7 @@ enum WeightsCondition {
     Sound,
     /// All shards exist, but the index is missing or wrong. The fields are its correct content: the
     /// file by tensor name, and the total size in bytes.
-    NoIndex(BTreeMap<String, String>, u64),
+    IndexInvalid(BTreeMap<String, String>, u64),
     /// The weights are damaged or incomplete for this reason.
     Broken(String),
     /// There are no weights.
@@ -46,7 +46,7 @@ pub(super) fn repair_weights(repair_dir: &mut RepairDir, directory: &str) -> Res
     let opened = Directory::open(&path)?;
     let why = match determine_weights_condition(&opened)? {
         WeightsCondition::Sound => return Ok(()),
-        WeightsCondition::NoIndex(map, bytes) => return write_index(repair_dir, directory, &map, bytes),
+        WeightsCondition::IndexInvalid(map, bytes) => return write_index(repair_dir, directory, &map, bytes),
         WeightsCondition::Broken(why) => why,
         WeightsCondition::None => {
             let expected = opened.has_entry("trainer_state.json")? && opened.has_entry("config.json")?;
@@ -96,7 +96,7 @@ pub(super) fn repair_run_weights(repair_dir: &mut RepairDir, newest: &str) -> Re
     let opened = Directory::open(&repair_dir.dir.join(RUN_WEIGHTS_DIR))?;
     match determine_weights_condition(&opened)? {
         WeightsCondition::Sound => Ok(()),
-        WeightsCondition::NoIndex(map, bytes) => write_index(repair_dir, RUN_WEIGHTS_DIR, &map, bytes),
+        WeightsCondition::IndexInvalid(map, bytes) => write_index(repair_dir, RUN_WEIGHTS_DIR, &map, bytes),
         WeightsCondition::Broken(why) => regather_from_native(repair_dir, newest, &why),
         WeightsCondition::None => regather_from_native(repair_dir, newest, MISSING_REASON),
     }
@@ -213,7 +213,7 @@ fn determine_weights_condition(directory: &Directory) -> Result<WeightsCondition
     }
     match read_weight_map(directory).is_some_and(|stored| stored == map) {
         true => Ok(WeightsCondition::Sound),
-        false => Ok(WeightsCondition::NoIndex(map, bytes)),
+        false => Ok(WeightsCondition::IndexInvalid(map, bytes)),
     }
 }
 

@@ -37,7 +37,7 @@ type DecodeResult<T> = std::result::Result<T, RngStateError>;
 /// # Errors
 /// Fails if the file is missing, too large or damaged, or if a state is invalid.
 pub(super) fn read_rank_file(directory: &Directory, name: &str) -> Result<(RngFormat, RankRngStates)> {
-    let damaged = |error: RngStateError| error.into_file_damage(directory.path(), name);
+    let damaged = |error: RngStateError| error.into_ckpt_error(directory.path(), name);
     match directory.file_size(name)? {
         Some(bytes) if bytes > FILE_MAX => {
             return Err(damaged(RngStateError::FileTooLarge { bytes, limit: FILE_MAX }));

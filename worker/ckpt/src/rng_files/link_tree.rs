@@ -16,14 +16,14 @@ const ENTRIES_MAX: usize = 1 << 20;
 /// # Errors
 /// Fails if `from` holds a symbolic link or a device, is nested too deep, has too many entries, or
 /// I/O fails.
-pub(crate) fn link_tree(from: &Path, to: &Path, skip: &dyn Fn(&str) -> bool) -> Result<()> {
+pub(crate) fn link_or_copy_tree(from: &Path, to: &Path, skip: &dyn Fn(&str) -> bool) -> Result<()> {
     let mut left = ENTRIES_MAX;
-    link_subtree(from, to, skip, DEPTH_MAX, &mut left)
+    link_or_copy_subtree(from, to, skip, DEPTH_MAX, &mut left)
 }
 
 /// Duplicates one directory and its subdirectories, down to `depth` levels. Subtracts the number of
 /// entries from `left`.
-fn link_subtree(
+fn link_or_copy_subtree(
     from: &Path,
     to: &Path,
     skip: &dyn Fn(&str) -> bool,
@@ -44,7 +44,7 @@ fn link_subtree(
         *left = left.checked_sub(1).ok_or_else(|| unusable("it has too many files"))?;
         let kind = entry.file_type().map_err(CkptError::io("look at", &source))?;
         match () {
-            () if kind.is_dir() => link_subtree(&source, &target, &|_| false, depth - 1, left)?,
+            () if kind.is_dir() => link_or_copy_subtree(&source, &target, &|_| false, depth - 1, left)?,
             () if kind.is_file() => link_or_copy(&source, &target)?,
             () => {
                 let name = entry.file_name().to_string_lossy().into_owned();

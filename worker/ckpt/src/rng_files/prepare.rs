@@ -396,7 +396,7 @@ fn build_prepared_directory(
     let _lock = disk::lock_dir(&parent)?;
     let target_name = target.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
     let scratch = ScratchDir::new(&parent, &target_name)?;
-    link_tree::link_tree(&original, &scratch.dir, skip)?;
+    link_tree::link_or_copy_tree(&original, &scratch.dir, skip)?;
     fill(&scratch.dir)?;
     disk::sync_dir(&scratch.dir)?;
     // the scratch directory now has the previous content of `target`, and is removed on drop

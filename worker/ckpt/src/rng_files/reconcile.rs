@@ -1,6 +1,7 @@
 //! Assigns the RNG streams of N ranks to M ranks, by the rule in docs/numerics.md.
 //!
-//! Pure: takes states and options, and returns states and a record of the decision.
+//! The functions are pure: they take states and options, and return states and a record of the
+//! decisions.
 use super::streams::{
     MersenneTwister, NumpyRngState, PythonRngState, RankRngStates, StreamKind, TorchCpuState, TorchCudaState,
     TorchCudaStates,
@@ -12,7 +13,7 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// The most ranks that [`ReconcileError::NotReplicated`] lists.
+/// The largest number of ranks that [`ReconcileError::NotReplicated`] lists.
 const RANKS_LISTED: usize = 8;
 
 /// What to do with streams when the number of ranks changes.
@@ -42,7 +43,7 @@ pub enum StreamScope {
 /// Where the streams of the new ranks come from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum StreamMode {
+pub enum StreamAssignment {
     /// Each rank continues with its own stream, byte for byte.
     Restored,
     /// All ranks continue with the stream that all old ranks shared.
@@ -91,7 +92,7 @@ impl ReconcileOptions {
     }
 }
 
-/// What was decided for one kind of stream.
+/// The decision how the streams of one kind are assigned to the new ranks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StreamDecision {
     /// [`StreamKind::name`] of the stream.
@@ -99,7 +100,7 @@ pub struct StreamDecision {
     /// Which of the old ranks shared the stream.
     pub scope: StreamScope,
     /// Where the new ranks' streams come from.
-    pub mode: StreamMode,
+    pub mode: StreamAssignment,
 }
 
 /// The record of a reconciliation, which is stored next to the RNG state files as
@@ -125,14 +126,14 @@ pub struct RngDecision {
 impl RngDecision {
     /// Describes the decision in one line for the user.
     pub fn summary(&self) -> String {
-        let kinds_with = |mode: StreamMode| -> Vec<&str> {
+        let kinds_with = |mode: StreamAssignment| -> Vec<&str> {
             self.streams.iter().filter(|s| s.mode == mode).map(|s| s.kind.as_str()).collect()
         };
         let modes = [
-            (StreamMode::Restored, "restored"),
-            (StreamMode::Replicated, "replicated to all ranks"),
-            (StreamMode::Followed, "moved with their owners"),
-            (StreamMode::Reseeded, "reseeded per rank"),
+            (StreamAssignment::Restored, "restored"),
+            (StreamAssignment::Replicated, "replicated to all ranks"),
+            (StreamAssignment::Followed, "moved with their owners"),
+            (StreamAssignment::Reseeded, "reseeded per rank"),
         ];
         let parts: Vec<String> = modes
             .into_iter()
@@ -150,7 +151,7 @@ impl RngDecision {
 
     /// Returns true if any stream was reseeded.
     pub fn has_reseeded_streams(&self) -> bool {
-        self.streams.iter().any(|s| s.mode == StreamMode::Reseeded)
+        self.streams.iter().any(|s| s.mode == StreamAssignment::Reseeded)
     }
 }
 
@@ -183,7 +184,7 @@ pub enum ReconcileError {
         /// The ranks whose stream differs from that of rank 0.
         ranks: Vec<usize>,
     },
-    /// The policy `strict` forbids that a stream is reseeded.
+    /// The policy `strict` forbids a necessary reseed of a stream.
     #[error(
         "{from_world} ranks have a {kind} stream each, but {world} ranks resume; policy strict does not reseed"
     )]
@@ -265,10 +266,11 @@ pub fn derive_stream_seed(run_seed: u64, generation: u64, step: u64, kind: Strea
 }
 
 /// Assigns the states of the `old` ranks to `options.world` ranks. Returns the states of the new
-/// ranks, and a record of what was decided.
+/// ranks, and a record of the decisions.
 ///
 /// # Errors
-/// Fails if the states contradict the options, or the policy forbids what would be needed.
+/// Fails if the states are incomplete or contradict the options, if the options lack a needed
+/// owner, or if the policy `strict` forbids a necessary reseed.
 pub fn reconcile_rng_states(
     old: &[RankRngStates],
     options: &ReconcileOptions,
@@ -293,20 +295,20 @@ pub fn reconcile_rng_states(
         let mode = decide_stream_mode(old.len(), scope, kind, options)?;
         for (rank, states) in new.iter_mut().enumerate() {
             match mode {
-                StreamMode::Restored => {}
-                StreamMode::Replicated => copy_stream(states, first, kind, 0),
-                StreamMode::Followed => {
+                StreamAssignment::Restored => {}
+                StreamAssignment::Replicated => copy_stream(states, first, kind, 0),
+                StreamAssignment::Followed => {
                     let from = find_old_rank_of_owner(old.len(), rank, kind, options)?;
                     copy_stream(states, &old[from], kind, from);
                 }
-                StreamMode::Reseeded => {
+                StreamAssignment::Reseeded => {
                     // a replicated stream stays equal on all ranks
                     let rank = if scope == StreamScope::Replicated { 0 } else { rank as u64 };
                     let seed = derive_stream_seed(run_seed, options.generation, options.step, kind, rank);
                     reseed_stream(states, kind, &seed);
                 }
             }
-            if kind == StreamKind::TorchCuda && mode != StreamMode::Restored {
+            if kind == StreamKind::TorchCuda && mode != StreamAssignment::Restored {
                 expand_cuda_states(states, old, options);
             }
         }
@@ -366,20 +368,20 @@ fn decide_stream_scope(
 /// Decides where the new ranks' streams of one kind come from.
 ///
 /// # Errors
-/// Fails if the strict policy forbids to reseed them.
+/// Fails if the policy `strict` forbids a necessary reseed.
 fn decide_stream_mode(
     from_world: usize,
     scope: StreamScope,
     kind: StreamKind,
     options: &ReconcileOptions,
-) -> Result<StreamMode, ReconcileError> {
+) -> Result<StreamAssignment, ReconcileError> {
     let world = options.world;
     match (options.policy, scope) {
-        (ReconcilePolicy::Reseed, _) => Ok(StreamMode::Reseeded),
-        _ if from_world == world as usize && scope != StreamScope::PerOwner => Ok(StreamMode::Restored),
-        (_, StreamScope::Replicated) => Ok(StreamMode::Replicated),
-        (_, StreamScope::PerOwner) => Ok(StreamMode::Followed),
-        (ReconcilePolicy::Reconcile, StreamScope::PerDataRank) => Ok(StreamMode::Reseeded),
+        (ReconcilePolicy::Reseed, _) => Ok(StreamAssignment::Reseeded),
+        _ if from_world == world as usize && scope != StreamScope::PerOwner => Ok(StreamAssignment::Restored),
+        (_, StreamScope::Replicated) => Ok(StreamAssignment::Replicated),
+        (_, StreamScope::PerOwner) => Ok(StreamAssignment::Followed),
+        (ReconcilePolicy::Reconcile, StreamScope::PerDataRank) => Ok(StreamAssignment::Reseeded),
         (ReconcilePolicy::Strict, StreamScope::PerDataRank) => {
             Err(ReconcileError::StrictWouldReseed { kind, from_world, world })
         }

@@ -109,7 +109,7 @@ pub enum RngStateError {
 
 impl RngStateError {
     /// Converts the error to damage of the file `name` in the checkpoint at `path`.
-    pub(super) fn into_file_damage(self, path: &Path, name: &str) -> CkptError {
+    pub(super) fn into_ckpt_error(self, path: &Path, name: &str) -> CkptError {
         CkptError::damaged(path, name, self)
     }
 }

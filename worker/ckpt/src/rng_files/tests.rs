@@ -2,7 +2,7 @@
 use super::prepare::{self, PrepareDestination};
 use super::rank_files::{self, RngRecord};
 use super::reconcile::{
-    ReconcileError, ReconcileOptions, ReconcilePolicy, StreamMode, StreamScope, reconcile_rng_states,
+    ReconcileError, ReconcileOptions, ReconcilePolicy, StreamAssignment, StreamScope, reconcile_rng_states,
 };
 use super::streams::{
     MersenneTwister, NumpyModule, NumpyRngState, PythonRngState, RankRngStates, RngFormat, RngStateError,
@@ -169,7 +169,7 @@ fn streams_follow_their_owners() {
     let (new, decision) = reconcile_rng_states(&old, &options).expect("followed");
     let digests = |s: &RankRngStates| StreamKind::ALL.map(|k| s.compute_stream_digest(k));
     assert_eq!((digests(&new[0]), digests(&new[1])), (digests(&old[1]), digests(&old[0])));
-    assert!(decision.streams.iter().all(|s| s.mode == StreamMode::Followed));
+    assert!(decision.streams.iter().all(|s| s.mode == StreamAssignment::Followed));
     options.owners = Some((vec![0, 1, 0, 1], vec![1, 2]));
     let error = reconcile_rng_states(&old, &options).expect_err("an unknown owner");
     assert!(matches!(error, ReconcileError::OwnerWithoutStream { rank: 1, .. }), "{error}");
@@ -185,7 +185,7 @@ fn only_the_cuda_state_of_a_ranks_device_is_compared() {
     ];
     let (new, decision) = reconcile_rng_states(&old, &ReconcileOptions::new(4, ReconcilePolicy::Reconcile))
         .expect("reconciled");
-    assert!(decision.streams.iter().all(|s| s.mode == StreamMode::Replicated), "{decision:?}");
+    assert!(decision.streams.iter().all(|s| s.mode == StreamAssignment::Replicated), "{decision:?}");
     assert!(new.iter().all(|s| s.cuda == Some(TorchCudaStates::PerDevice(vec![used; 4]))));
     let (one, _) = reconcile_rng_states(&old, &ReconcileOptions::new(1, ReconcilePolicy::Reconcile))
         .expect("reconciled");

@@ -46,7 +46,7 @@ impl TensorSource for RenamedBf16Weights<'_> {
         }
         Ok(())
     }
-    fn step(&self) -> Option<u64> {
+    fn completed_steps(&self) -> Option<u64> {
         None
     }
 }

@@ -1,7 +1,7 @@
 //! Tests that a watch reports each checkpoint once, when it is complete.
 use super::external::golden_path;
 use super::*;
-use crate::directory_watch::{DirectoryReport, DirectoryStatus, DirectoryWatch};
+use crate::checkpoint_watch::{CheckpointWatch, DirectoryReport, DirectoryStatus};
 use std::fs;
 use std::time::{Duration, Instant};
 
@@ -10,13 +10,13 @@ const LIMIT: Duration = Duration::from_secs(60);
 
 /// A watch with a simulated clock.
 struct TestWatch {
-    watch: DirectoryWatch,
+    watch: CheckpointWatch,
     now: Instant,
 }
 
 impl TestWatch {
     fn new(root: &Path) -> TestWatch {
-        TestWatch { watch: DirectoryWatch::new(root, SETTLE, LIMIT), now: Instant::now() }
+        TestWatch { watch: CheckpointWatch::new(root, SETTLE, LIMIT), now: Instant::now() }
     }
 
     /// Advances the simulated clock by `wait`, and polls.

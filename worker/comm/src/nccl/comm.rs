@@ -49,7 +49,7 @@ impl NcclComm {
     }
 
     /// Returns the stream of the calling thread's GPU work.
-    fn stream(&self) -> CudaStream {
+    fn flushed_stream(&self) -> CudaStream {
         CudaStream(self.cuda.flushed_stream())
     }
 
@@ -61,7 +61,7 @@ impl NcclComm {
         self.cuda.make_current()?;
         // SAFETY: the callers pass addresses of views on this GPU. They are read and written in the
         // order of the stream, as is any later use of their memory.
-        unsafe { self.group.exchange(sends, receives, to_nccl_type(dtype), self.stream()) }?;
+        unsafe { self.group.exchange(sends, receives, to_nccl_type(dtype), self.flushed_stream()) }?;
         Ok(())
     }
 
@@ -92,7 +92,7 @@ fn to_nccl_type(dtype: Dtype) -> DataType {
 }
 
 /// Lists each rank's part of `x`, without the empty parts.
-fn list_rank_parts(x: View, counts: &[usize]) -> Vec<PeerBuffer> {
+fn list_peer_buffers(x: View, counts: &[usize]) -> Vec<PeerBuffer> {
     let element_bytes = x.dtype().size();
     let part = |(peer, (start, &len)): (usize, (usize, &usize))| {
         let address = x.address() + (start * element_bytes) as u64;
@@ -118,13 +118,13 @@ impl Comm for NcclComm {
         let kind = CollectiveKind::AllGather;
         self.check_buffer_len(kind, "recv", recv.len(), "the sum of counts", counts.iter().sum())?;
         self.check_buffer_len(kind, "send", send.len(), "counts[rank]", counts[self.rank()])?;
-        let receives = list_rank_parts(recv_view, counts);
+        let receives = list_peer_buffers(recv_view, counts);
         if counts.iter().all(|n| *n == send.len()) && !send.is_empty() {
             self.cuda.make_current()?;
             let (to, from, len, dtype) =
                 (recv_view.address(), send.address(), send.len(), to_nccl_type(send.dtype()));
             // SAFETY: see `exchange`.
-            unsafe { self.group.all_gather(to, from, len, dtype, self.stream()) }?;
+            unsafe { self.group.all_gather(to, from, len, dtype, self.flushed_stream()) }?;
             return Ok(());
         }
         let to_peer = |peer: usize| PeerBuffer { peer, address: send.address(), len: send.len() };
@@ -158,7 +158,7 @@ impl Comm for NcclComm {
         if received.len() < required {
             *received = self.cuda.zeroed(Dtype::F32, required);
         }
-        let sends: Vec<_> = partials.iter().flat_map(|partial| list_rank_parts(*partial, counts)).collect();
+        let sends: Vec<_> = partials.iter().flat_map(|partial| list_peer_buffers(*partial, counts)).collect();
         let senders = partial_counts.iter().enumerate().flat_map(|(rank, n)| std::iter::repeat_n(rank, *n));
         let start = received.view().address();
         let receive = |(i, peer): (usize, usize)| {
@@ -204,7 +204,8 @@ impl Comm for NcclComm {
         let (recv_total, send_total) = (recv_counts.iter().sum(), send_counts.iter().sum());
         self.check_buffer_len(kind, "recv", recv.len(), "the sum of recv_counts", recv_total)?;
         self.check_buffer_len(kind, "send", send.len(), "the sum of send_counts", send_total)?;
-        let (sends, receives) = (list_rank_parts(send, send_counts), list_rank_parts(recv_view, recv_counts));
+        let (sends, receives) =
+            (list_peer_buffers(send, send_counts), list_peer_buffers(recv_view, recv_counts));
         self.exchange_parts(&sends, &receives, send.dtype())
     }
 

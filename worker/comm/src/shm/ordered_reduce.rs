@@ -22,7 +22,7 @@ const WINDOW_FACTOR: usize = 8;
 const MAX_PARTIALS: u64 = 1 << 16;
 
 /// The partials of one window: for each rank, a range of the indices of its partials.
-pub(crate) type PartialWindow = Vec<Range<usize>>;
+pub(crate) type PartialRanges = Vec<Range<usize>>;
 
 /// Aborts the group if it is dropped by a panic of a sink, so that peers do not wait for this rank.
 struct AbortOnPanic<'a>(&'a ShmComm);
@@ -68,7 +68,7 @@ impl ShmComm {
         for window in
             partition_into_windows(&partial_counts, counts, compute_max_window_elements(counts, staging))
         {
-            self.exchange_window(call_state, call, partials, &window, counts, sink)?;
+            self.deliver_window(call_state, call, partials, &window, counts, sink)?;
         }
         Ok(())
     }
@@ -123,12 +123,12 @@ impl ShmComm {
 
     /// Sends this rank's pieces of one window to its peers, receives the pieces of the peers in the
     /// private buffer, and then passes the pieces for this rank to the sink.
-    fn exchange_window(
+    fn deliver_window(
         &self,
         call_state: &mut ShmCallState,
         call: &CollectiveCall,
         partials: &[&[f32]],
-        window: &PartialWindow,
+        window: &PartialRanges,
         counts: &[usize],
         sink: &mut PartialSink,
     ) -> Result<()> {
@@ -146,7 +146,8 @@ impl ShmComm {
             scratch = Buf::zeroed(required);
         }
         let recv = scratch.host_mut();
-        let received = self.receive_window(call_state, call, partials, window, counts, &recv_starts, recv);
+        let received =
+            self.exchange_window_pieces(call_state, call, partials, window, counts, &recv_starts, recv);
         if received.is_ok() {
             let start = crate::call::compute_offsets(counts)[me];
             for (rank, indices) in window.iter().enumerate() {
@@ -167,12 +168,12 @@ impl ShmComm {
     ///
     /// The pieces of a rank for one peer form one stream, which is sent in chunks. The stream from
     /// rank r is stored in `recv` from `recv_starts[r]` on.
-    fn receive_window(
+    fn exchange_window_pieces(
         &self,
         call_state: &mut ShmCallState,
         call: &CollectiveCall,
         partials: &[&[f32]],
-        window: &PartialWindow,
+        window: &PartialRanges,
         counts: &[usize],
         recv_starts: &[usize],
         recv: &mut [f32],
@@ -249,7 +250,7 @@ pub fn count_assembly_elements(
         return 0;
     }
     let peer_partials =
-        |w: PartialWindow| w.iter().enumerate().filter(|(r, _)| *r != rank).map(|(_, i)| i.len()).sum();
+        |w: PartialRanges| w.iter().enumerate().filter(|(r, _)| *r != rank).map(|(_, i)| i.len()).sum();
     let max_elements = compute_max_window_elements(counts, staging);
     let windows = partition_into_windows(partial_counts, counts, max_elements).into_iter();
     windows.map(peer_partials).max().unwrap_or(0_usize) * counts[rank]
@@ -279,9 +280,9 @@ pub(crate) fn partition_into_windows(
     partial_counts: &[usize],
     counts: &[usize],
     max_elements: usize,
-) -> Vec<PartialWindow> {
+) -> Vec<PartialRanges> {
     let world = partial_counts.len();
-    let empty = || (0..world).map(|_| 0..0).collect::<PartialWindow>();
+    let empty = || (0..world).map(|_| 0..0).collect::<PartialRanges>();
     let mut windows = Vec::new();
     let mut window = empty();
     let mut partials = 0;
@@ -311,8 +312,8 @@ mod tests {
     use super::*;
 
     /// Lists the partials of all windows as (rank, index), in order.
-    fn list_partials(windows: &[PartialWindow]) -> Vec<(usize, usize)> {
-        let of_window = |w: &PartialWindow| -> Vec<(usize, usize)> {
+    fn list_partials(windows: &[PartialRanges]) -> Vec<(usize, usize)> {
+        let of_window = |w: &PartialRanges| -> Vec<(usize, usize)> {
             w.iter().enumerate().flat_map(|(r, is)| is.clone().map(move |i| (r, i))).collect()
         };
         windows.iter().flat_map(of_window).collect()

@@ -168,7 +168,7 @@ impl WindowMemory for WindowMapping {
     }
 }
 
-/// A mapping of the header alone, which is enough to abort a group.
+/// A mapping of only the header of a segment, which is enough to abort a group.
 pub(super) struct HeaderMapping(FileMapping);
 
 impl HeaderMapping {
@@ -189,7 +189,7 @@ impl HeaderMapping {
     }
 }
 
-/// The mapping of the whole segment.
+/// A mapping of the whole shared memory segment of a group, with the segment's layout.
 pub(super) struct Segment {
     mapping: FileMapping,
     pub(super) layout: SegmentLayout,
@@ -215,7 +215,7 @@ impl Segment {
     }
 
     /// Stores the world size and the staging size in the header if this rank is the first. Fails if
-    /// they, or the size of the file, differ from those of the peers.
+    /// the world size, the staging size or the size of the file differs from that of the peers.
     fn check_group_identity(&self, fd: BorrowedFd<'_>) -> Result<()> {
         let SegmentLayout { world, staging_bytes, size, .. } = self.layout;
         set_or_compare_word(&self.header().world, world as u64, "world size")?;

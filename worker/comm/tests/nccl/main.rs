@@ -33,13 +33,13 @@ fn open_nccl() -> NcclLibrary {
 }
 
 /// Calls the functions of the emulated NCCL that inject faults and inspect its state.
-struct NcclControl(libloading::Library);
+struct EmulatedNccl(libloading::Library);
 
-impl NcclControl {
+impl EmulatedNccl {
     fn new() -> Self {
         let path = build_library().join("libnccl.so.2");
         // SAFETY: the library is built by these tests.
-        NcclControl(unsafe { libloading::Library::new(path) }.expect("the emulated NCCL can be opened"))
+        EmulatedNccl(unsafe { libloading::Library::new(path) }.expect("the emulated NCCL can be opened"))
     }
 
     /// Injects a fault into one rank.
@@ -81,7 +81,7 @@ impl NcclControl {
 fn lock_faults() -> MutexGuard<'static, ()> {
     static LOCK: Mutex<()> = Mutex::new(());
     let guard = LOCK.lock().unwrap_or_else(PoisonError::into_inner);
-    NcclControl::new().inject(NO_FAULT, NO_RANK);
+    EmulatedNccl::new().inject(NO_FAULT, NO_RANK);
     guard
 }
 
@@ -107,14 +107,14 @@ fn compute_value(rank: usize, i: usize) -> f32 {
 fn collectives_move_and_sum_the_data() {
     let _lock = lock_faults();
     for world in [1, 2, 3, 5] {
-        let control = NcclControl::new();
+        let control = EmulatedNccl::new();
         run_ranks(world, |host_comm| {
             let group = NcclGroup::connect(&open_nccl(), host_comm, LONG_TIMEOUT).expect("connected");
-            let (rank, stream, n) = (group.rank(), NcclControl::new().create_stream(), 7);
+            let (rank, stream, n) = (group.rank(), EmulatedNccl::new().create_stream(), 7);
             assert_eq!((rank, group.world()), (host_comm.rank(), world));
             let wait = |operation: &str| {
                 group
-                    .wait_until_done(operation, || NcclControl::new().is_done(stream))
+                    .wait_until_done(operation, || EmulatedNccl::new().is_done(stream))
                     .expect("the work ends")
             };
             let mut x: Vec<f32> = (0..n).map(|i| compute_value(rank, i)).collect();
@@ -191,7 +191,7 @@ fn a_missing_library_is_an_error_that_lists_the_attempts() {
 #[test]
 fn a_failed_connect_fails_on_every_rank() {
     let _lock = lock_faults();
-    let control = NcclControl::new();
+    let control = EmulatedNccl::new();
     control.inject(ID_FAILS, NO_RANK);
     let connect = |timeout| move |c: &dyn Comm| NcclGroup::connect(&open_nccl(), c, timeout).map(|_| ());
     let message = NcclError::Call {
@@ -218,7 +218,7 @@ fn a_failed_connect_fails_on_every_rank() {
 #[test]
 fn an_abort_ends_a_connect() {
     let _lock = lock_faults();
-    let control = NcclControl::new();
+    let control = EmulatedNccl::new();
     control.inject(NEVER_JOINS, 1);
     let began = Instant::now();
     let results = run_ranks(3, |host_comm| {
@@ -243,28 +243,28 @@ fn an_abort_ends_a_connect() {
 
 /// Runs an all-reduce of two ranks with a fault. Returns the results by rank.
 fn all_reduce_with_fault(fault: c_int, rank: c_int, timeout: Duration) -> Vec<Result<(), NcclError>> {
-    let control = NcclControl::new();
+    let control = EmulatedNccl::new();
     let results = run_ranks(2, |host_comm| {
         let mut group = NcclGroup::connect(&open_nccl(), host_comm, LONG_TIMEOUT).expect("connected");
         group.set_timeout(timeout);
         host_comm.barrier().expect("all have connected");
         if group.rank() == 0 {
-            NcclControl::new().inject(fault, rank);
+            EmulatedNccl::new().inject(fault, rank);
         }
         host_comm.barrier().expect("the fault is injected");
-        let (stream, mut x) = (NcclControl::new().create_stream(), vec![1.0f32; 4]);
+        let (stream, mut x) = (EmulatedNccl::new().create_stream(), vec![1.0f32; 4]);
         // SAFETY: the vector lives until the work is done or aborted.
         let accepted =
             unsafe { group.all_reduce(to_address(&mut x), 4, DataType::F32, ReduceOp::Sum, stream) };
         let result =
-            accepted.and_then(|()| group.wait_until_done("a sum", || NcclControl::new().is_done(stream)));
+            accepted.and_then(|()| group.wait_until_done("a sum", || EmulatedNccl::new().is_done(stream)));
         host_comm.barrier().expect("both have finished");
         if result.is_err() {
             // Later calls return the same error, and no kernel on the stream waits for a peer.
             // SAFETY: the call is rejected before the address is used.
             let later = unsafe { group.broadcast(to_address(&mut x), 4, DataType::F32, 0, stream) };
             assert_eq!(later, result);
-            assert!(NcclControl::new().is_done(stream));
+            assert!(EmulatedNccl::new().is_done(stream));
         }
         result
     });
@@ -309,7 +309,7 @@ fn an_abort_ends_a_wait() {
         if group.rank() == 1 {
             return Duration::ZERO; // never calls the collective
         }
-        let (stream, mut x) = (NcclControl::new().create_stream(), vec![1.0f32; 4]);
+        let (stream, mut x) = (EmulatedNccl::new().create_stream(), vec![1.0f32; 4]);
         // SAFETY: the vector lives until the work is aborted.
         unsafe { group.all_reduce(to_address(&mut x), 4, DataType::F32, ReduceOp::Sum, stream) }
             .expect("accepted");
@@ -320,12 +320,12 @@ fn an_abort_ends_a_wait() {
                 group.abort("a later reason");
             });
             let began = Instant::now();
-            let result = group.wait_until_done("a sum", || NcclControl::new().is_done(stream));
+            let result = group.wait_until_done("a sum", || EmulatedNccl::new().is_done(stream));
             let reason = AbortReason::Requested { reason: "rank 1 died".into() };
             assert_eq!(result, Err(NcclError::Aborted(reason)));
             began.elapsed()
         })
     });
     assert!(elapsed[0] < LONG_TIMEOUT / 2, "{elapsed:?}");
-    assert_eq!(NcclControl::new().count_live_communicators(), 0);
+    assert_eq!(EmulatedNccl::new().count_live_communicators(), 0);
 }

@@ -331,7 +331,7 @@ pub(super) fn compare_expert_ops(
         m,
         experts: count,
         experts_per_token: per_token,
-        normalise_weights: seed.is_multiple_of(2),
+        normalize_weights: seed.is_multiple_of(2),
     };
     let (balance, z) = (rng.draw_vector(count), 0.3);
     // Multiples of ¼, which every type represents exactly. Some are equal.

@@ -497,7 +497,8 @@ impl Backends<'_> {
                 .collect();
             run(self.cuda, &mut gpu);
             for (i, (expected, actual)) in cpu.iter().zip(&gpu).enumerate() {
-                let error = compute_relative_error(&self.copy_to_host(actual.view()), expected.view().host());
+                let error =
+                    compute_relative_error(&self.copy_to_host_as_f32(actual.view()), expected.view().host());
                 if error > tolerance || error.is_nan() {
                     return Err(ConformanceError::BufferDiffers {
                         case: case.to_owned(),
@@ -529,7 +530,7 @@ impl Backends<'_> {
     }
 
     /// Copies a GPU buffer to the host as `f32`.
-    fn copy_to_host(&self, from: View) -> Vec<f32> {
+    fn copy_to_host_as_f32(&self, from: View) -> Vec<f32> {
         let mut wide = self.cuda.zeroed(Dtype::F32, from.len());
         self.cuda.cast(wide.view_mut(), from);
         self.cuda.clone_to_host(wide.view()).host().to_vec()
@@ -537,7 +538,7 @@ impl Backends<'_> {
 
     /// Returns the values after the GPU has rounded them to `dtype`.
     fn round_on_gpu(&self, dtype: Dtype, values: &[f32]) -> Vec<f32> {
-        self.copy_to_host(self.copy_to_gpu(dtype, values, 0).view())
+        self.copy_to_host_as_f32(self.copy_to_gpu(dtype, values, 0).view())
     }
 }
 

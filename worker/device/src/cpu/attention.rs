@@ -273,7 +273,7 @@ fn pack_key_head<S: Simd>(s: S, dst: &mut [f32], qkv: InputElements, g: Attentio
 
 /// State of the online softmax for a strip of queries. A strip has as many queries as a micro tile
 /// has rows.
-struct QueryStrip<'a> {
+struct OnlineSoftmaxState<'a> {
     /// Scores, then their exponentials: rows of `KEY_TILE`.
     scores: &'a mut [f32],
     /// Outputs before the division by the sum: rows of `padded`.
@@ -324,7 +324,7 @@ fn attend_tile<S: Simd>(
         }
         for i in (0..rows.len()).step_by(S::TILE_ROWS) {
             let count = S::TILE_ROWS.min(rows.len() - i);
-            let strip = QueryStrip {
+            let strip = OnlineSoftmaxState {
                 scores: &mut scores[..S::TILE_ROWS * KEY_TILE],
                 out: &mut out[i * g.padded..][..S::TILE_ROWS * g.padded],
                 sums: &mut sums[i * LANES..][..S::TILE_ROWS * LANES],
@@ -370,7 +370,7 @@ struct TileMask<'a> {
     dropout: Option<HeadDropout>,
 }
 
-impl QueryStrip<'_> {
+impl OnlineSoftmaxState<'_> {
     /// Adds a tile of keys and values to the online softmax of the strip.
     #[inline(always)]
     fn add_key_tile<S: Simd>(self, s: S, g: AttentionLayout, q: &[f32], kv: &[f32], visibility: TileMask) {

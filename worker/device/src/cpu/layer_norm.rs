@@ -41,7 +41,7 @@ pub(crate) fn forward(
         // SAFETY: each task writes different rows.
         let (mut y, stats) =
             unsafe { (y.slice_as_f32(elements.clone(), PriorContents::Ignored), stats.slice_mut(pairs)) };
-        normalise(cpu.instruction_set, &mut y, stats, &x.to_f32(cpu, elements), params);
+        normalize(cpu.instruction_set, &mut y, stats, &x.to_f32(cpu, elements), params);
     });
 }
 
@@ -71,7 +71,7 @@ pub(crate) fn forward_with_residual(
         };
         add_slices(cpu.instruction_set, &mut x, &delta.to_f32(cpu, elements));
         x.round_now();
-        normalise(cpu.instruction_set, &mut y, stats, &x, params);
+        normalize(cpu.instruction_set, &mut y, stats, &x, params);
     });
 }
 
@@ -146,7 +146,7 @@ fn check_lengths(
 }
 
 multiversion! {
-    fn normalise = normalise_rows(y: &mut [f32], stats: &mut [f32], x: &[f32], norm: F32LayerNormParams)
+    fn normalize = normalize_rows(y: &mut [f32], stats: &mut [f32], x: &[f32], norm: F32LayerNormParams)
 }
 multiversion! {
     fn differentiate = differentiate_rows(
@@ -166,7 +166,7 @@ struct F32LayerNormParams<'a> {
 /// differences from the mean are stored in `y` first, because the variance is their mean square.
 /// Lanes past the end of a row read as 0 there.
 #[inline(always)]
-fn normalise_rows<S: Simd>(s: S, y: &mut [f32], stats: &mut [f32], x: &[f32], norm: F32LayerNormParams) {
+fn normalize_rows<S: Simd>(s: S, y: &mut [f32], stats: &mut [f32], x: &[f32], norm: F32LayerNormParams) {
     let F32LayerNormParams { w, b, eps } = norm;
     let d = w.len();
     for (row, stats) in stats.as_chunks_mut::<2>().0.iter_mut().enumerate() {

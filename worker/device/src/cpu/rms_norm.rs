@@ -34,7 +34,7 @@ pub(crate) fn forward(
                 rstd.slice_mut(rows.clone()),
             )
         };
-        normalise(cpu.instruction_set, &mut y, rstd, &x.to_f32(cpu, rows.start * d..rows.end * d), &w, eps);
+        normalize(cpu.instruction_set, &mut y, rstd, &x.to_f32(cpu, rows.start * d..rows.end * d), &w, eps);
     });
 }
 
@@ -65,12 +65,12 @@ pub(crate) fn forward_with_residual(
         };
         let delta = delta.to_f32(cpu, elements);
         match &mut x {
-            F32Output::Borrowed(x) => add_normalise(cpu.instruction_set, &mut y, rstd, x, &delta, &w, eps),
+            F32Output::Borrowed(x) => add_normalize(cpu.instruction_set, &mut y, rstd, x, &delta, &w, eps),
             // The norm is computed from the rounded sum, which is what the backward pass reads.
             sum => {
                 add_slices(cpu.instruction_set, sum, &delta);
                 sum.round_now();
-                normalise(cpu.instruction_set, &mut y, rstd, sum, &w, eps);
+                normalize(cpu.instruction_set, &mut y, rstd, sum, &w, eps);
             }
         }
     });
@@ -122,10 +122,10 @@ fn check_lengths(op: &str, matrices: &[(&str, usize)], rstd: usize, w: usize, m:
 }
 
 multiversion! {
-    pub(super) fn normalise = normalise_rows(y: &mut [f32], rstd: &mut [f32], x: &[f32], w: &[f32], eps: f32)
+    pub(super) fn normalize = normalize_rows(y: &mut [f32], rstd: &mut [f32], x: &[f32], w: &[f32], eps: f32)
 }
 multiversion! {
-    fn add_normalise = add_normalise_rows(
+    fn add_normalize = add_normalize_rows(
         y: &mut [f32], rstd: &mut [f32], x: &mut [f32], delta: &[f32], w: &[f32], eps: f32
     )
 }
@@ -135,7 +135,7 @@ multiversion! {
 
 /// Computes RMSNorm of each row, and writes the reciprocal root mean square of each row to `rstd`.
 #[inline(always)]
-fn normalise_rows<S: Simd>(s: S, y: &mut [f32], rstd: &mut [f32], x: &[f32], w: &[f32], eps: f32) {
+fn normalize_rows<S: Simd>(s: S, y: &mut [f32], rstd: &mut [f32], x: &[f32], w: &[f32], eps: f32) {
     let d = w.len();
     for (row, rstd) in rstd.iter_mut().enumerate() {
         let (x, y) = (&x[row * d..][..d], &mut y[row * d..][..d]);
@@ -144,13 +144,13 @@ fn normalise_rows<S: Simd>(s: S, y: &mut [f32], rstd: &mut [f32], x: &[f32], w: 
             let x = load_lanes(s, x, i);
             squares = s.fma(x, x, squares);
         }
-        *rstd = write_normalised_row(s, y, x, w, squares, eps);
+        *rstd = write_normalized_row(s, y, x, w, squares, eps);
     }
 }
 
 /// Adds `delta` to `x` in place, and computes RMSNorm of each row of the sum.
 #[inline(always)]
-fn add_normalise_rows<S: Simd>(
+fn add_normalize_rows<S: Simd>(
     s: S,
     y: &mut [f32],
     rstd: &mut [f32],
@@ -168,13 +168,13 @@ fn add_normalise_rows<S: Simd>(
             store_lanes(s, x, i, sum);
             squares = s.fma(sum, sum, squares);
         }
-        *rstd = write_normalised_row(s, &mut y[row * d..][..d], x, w, squares, eps);
+        *rstd = write_normalized_row(s, &mut y[row * d..][..d], x, w, squares, eps);
     }
 }
 
 /// Computes `rstd` from the lanes of Σ x², writes `y = x·rstd·w` and returns `rstd`.
 #[inline(always)]
-fn write_normalised_row<S: Simd>(s: S, y: &mut [f32], x: &[f32], w: &[f32], squares: S::V, eps: f32) -> f32 {
+fn write_normalized_row<S: Simd>(s: S, y: &mut [f32], x: &[f32], w: &[f32], squares: S::V, eps: f32) -> f32 {
     let d = x.len();
     let mean = f64::from(s.sum(squares)) / d as f64;
     let rstd = (1.0 / (mean + f64::from(eps)).sqrt()) as f32;

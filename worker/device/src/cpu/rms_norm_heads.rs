@@ -2,7 +2,7 @@
 //! queries and keys.
 use super::bias::add_partial_sums;
 use super::elements::{InputElements, OutputElements, PriorContents};
-use super::rms_norm::{RmsNormBackwardRows, differentiate, normalise};
+use super::rms_norm::{RmsNormBackwardRows, differentiate, normalize};
 use super::{Cpu, DisjointSlices, expect_len};
 use crate::ops::{HeadLayout, WriteMode};
 
@@ -50,7 +50,7 @@ pub(crate) fn forward(
                 )
             };
             raw.copy_from_slice(&x);
-            normalise(cpu.instruction_set, &mut x, rstd, &raw, &w, eps);
+            normalize(cpu.instruction_set, &mut x, rstd, &raw, &w, eps);
         }
     });
 }

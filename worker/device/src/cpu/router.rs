@@ -21,7 +21,7 @@ pub(crate) struct RouterOutputs<'a> {
 
 /// Implements [`crate::Ops::router_forward`].
 pub(crate) fn forward(cpu: &Cpu, out: RouterOutputs, logits: &[f32], shape: RouterShape) {
-    let RouterShape { m, experts, experts_per_token, normalise_weights } = shape;
+    let RouterShape { m, experts, experts_per_token, normalize_weights } = shape;
     assert!(
         (1..=experts).contains(&experts_per_token),
         "router: experts_per_token is {experts_per_token}, not in 1..={experts}"
@@ -44,7 +44,7 @@ pub(crate) fn forward(cpu: &Cpu, out: RouterOutputs, logits: &[f32], shape: Rout
             let (lse, chosen) = unsafe { (lse.slice_mut(row..row + 1), chosen.slice_mut(chosen_range)) };
             lse[0] = softmax(cpu.instruction_set, probs, &logits[expert_range]);
             select_experts(chosen, probs);
-            let sum = if normalise_weights { chosen.iter().map(|&e| probs[e as usize]).sum() } else { 1.0 };
+            let sum = if normalize_weights { chosen.iter().map(|&e| probs[e as usize]).sum() } else { 1.0 };
             for (w, &e) in weights.iter_mut().zip(&*chosen) {
                 *w = probs[e as usize] / sum;
             }
@@ -72,7 +72,7 @@ pub(crate) fn backward(
     inputs: RouterBackwardInputs,
     shape: RouterShape,
 ) {
-    let RouterShape { m, experts, experts_per_token, normalise_weights } = shape;
+    let RouterShape { m, experts, experts_per_token, normalize_weights } = shape;
     let (probs, lse) = (inputs.probs.host(), inputs.lse.host());
     expect_len("router_backward", "dlogits", dlogits.len(), m * experts);
     expect_len("router_backward", "dweights", dweights.len(), m * experts_per_token);
@@ -89,7 +89,7 @@ pub(crate) fn backward(
             let dlogits = unsafe { dlogits.slice_mut(expert_range.clone()) };
             let (probs, chosen) = (&probs[expert_range], &inputs.chosen_experts[chosen_range.clone()]);
             dlogits.copy_from_slice(inputs.balance_grad);
-            add_weight_gradients(dlogits, &dweights[chosen_range], probs, chosen, normalise_weights);
+            add_weight_gradients(dlogits, &dweights[chosen_range], probs, chosen, normalize_weights);
             softmax_backward(dlogits, probs, 2.0 * inputs.z_loss_coef * lse[row]);
         }
     });
@@ -102,10 +102,10 @@ fn add_weight_gradients(
     dweights: &[f32],
     probs: &[f32],
     chosen: &[u32],
-    normalise_weights: bool,
+    normalize_weights: bool,
 ) {
     let (mut sum, mut projection) = (1.0, 0.0);
-    if normalise_weights {
+    if normalize_weights {
         // w = p / Σp, so the component of the gradient along w has no effect.
         sum = chosen.iter().map(|&e| probs[e as usize]).sum();
         projection = chosen.iter().zip(dweights).map(|(&e, dw)| dw * (probs[e as usize] / sum)).sum();

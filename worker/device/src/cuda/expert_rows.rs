@@ -145,7 +145,7 @@ pub(super) fn router_forward(
     logits: View,
     shape: RouterShape,
 ) {
-    let (op, RouterShape { m, experts, experts_per_token: per_token, normalise_weights: normalise }) =
+    let (op, RouterShape { m, experts, experts_per_token: per_token, normalize_weights: normalize }) =
         ("router_forward", shape);
     expect_len(op, "logits", logits.len(), m * experts);
     expect_len(op, "probs", probs.len(), m * experts);
@@ -154,10 +154,10 @@ pub(super) fn router_forward(
     expect_len(op, "chosen", chosen.len(), m * per_token);
     let [probs, weights, lse] = [probs, weights, lse].map(|v| f32_gpu_address(v.as_view()));
     let indices = cuda.alloc_scratch(size_of_val(chosen));
-    let [experts, per_token, normalise] = [experts as i64, per_token as i64, i64::from(normalise)];
+    let [experts, per_token, normalize] = [experts as i64, per_token as i64, i64::from(normalize)];
     let logits = TensorArg::from(logits);
     let arguments: [&dyn KernelArg; 8] =
-        [&probs, &weights, &lse, &indices.address(), &logits, &experts, &per_token, &normalise];
+        [&probs, &weights, &lse, &indices.address(), &logits, &experts, &per_token, &normalize];
     cuda.launch_kernel(EXPERT_ROWS, c"router_forward", get_router_launch_config(m, shape), &arguments);
     unwrap_or_panic(cuda.gpu.download_blocking(bytemuck::cast_slice_mut(chosen), indices.address()));
 }
@@ -170,7 +170,7 @@ pub(super) fn router_backward(
     router: RouterBackwardInputs,
     shape: RouterShape,
 ) {
-    let (op, RouterShape { m, experts, experts_per_token: per_token, normalise_weights: normalise }) =
+    let (op, RouterShape { m, experts, experts_per_token: per_token, normalize_weights: normalize }) =
         ("router_backward", shape);
     expect_len(op, "dlogits", dlogits.len(), m * experts);
     expect_len(op, "dweights", dweights.len(), m * per_token);
@@ -181,10 +181,10 @@ pub(super) fn router_backward(
     let chosen = cuda.upload_input("chosen", router.chosen_experts);
     let balance = cuda.upload_input("balance", router.balance_grad);
     let [dweights, probs, lse] = [dweights, router.probs, router.lse].map(f32_gpu_address);
-    let [experts, per_token, normalise] = [experts as i64, per_token as i64, i64::from(normalise)];
+    let [experts, per_token, normalize] = [experts as i64, per_token as i64, i64::from(normalize)];
     let (dlogits, twice_z) = (TensorArg::from(&dlogits), 2.0 * router.z_loss_coef);
     let arguments: [&dyn KernelArg; 10] =
-        [&dlogits, &dweights, &probs, &lse, &chosen, &balance, &experts, &per_token, &normalise, &twice_z];
+        [&dlogits, &dweights, &probs, &lse, &chosen, &balance, &experts, &per_token, &normalize, &twice_z];
     cuda.launch_kernel(EXPERT_ROWS, c"router_backward", get_router_launch_config(m, shape), &arguments);
 }
 

@@ -236,7 +236,7 @@ impl CublasLt {
             message: format!("no algorithm for {matmul:?}"),
         })?;
         // Freed in the stream's order, after this matmul.
-        let workspace = gpu.alloc_scratch(plan.workspace.max(1))?;
+        let workspace = gpu.allocate_scratch(plan.workspace.max(1))?;
         let prepared =
             PreparedMatmul { lt: self.lt.clone(), matmul: *matmul, plan, workspace: workspace.address() };
         let direct = prepared.clone();

@@ -58,7 +58,7 @@ impl GpuContext {
     /// Allocates uninitialized memory for the duration of one op. The memory must be dropped in the
     /// stream in which it is used. With CUDA graphs on, the same sequence of requests in the main
     /// stream gets the same addresses.
-    pub(super) fn alloc_scratch(self: &Arc<Self>, bytes: usize) -> Result<DeviceMemory> {
+    pub(super) fn allocate_scratch(self: &Arc<Self>, bytes: usize) -> Result<DeviceMemory> {
         if bytes > 0
             && let Some(mut state) = self.lock_if_recording()
         {
@@ -161,7 +161,7 @@ impl GraphState {
 
     /// Frees a range of scratch memory. With graphs off, also returns unused blocks to the driver's
     /// pool.
-    fn free_scratch(&mut self, gpu: &GpuContext, at: Address) {
+    fn free_scratch_range(&mut self, gpu: &GpuContext, at: Address) {
         self.arena.free_range(at);
         if !self.is_on() {
             self.release_idle_blocks(gpu);
@@ -238,7 +238,7 @@ impl DeviceMemory {
 impl Drop for DeviceMemory {
     fn drop(&mut self) {
         if self.is_scratch {
-            self.gpu.graphs.lock().free_scratch(&self.gpu, self.at);
+            self.gpu.graphs.lock().free_scratch_range(&self.gpu, self.at);
         } else if self.bytes > 0 {
             self.gpu.free(self.at, self.bytes);
         }

@@ -236,7 +236,7 @@ impl Cuda {
     /// Allocates uninitialized memory for the duration of one op. Panics with a [`DeviceError`] if
     /// the memory is full.
     fn alloc_scratch(&self, bytes: usize) -> DeviceMemory {
-        unwrap_or_panic(self.gpu.alloc_scratch(bytes))
+        unwrap_or_panic(self.gpu.allocate_scratch(bytes))
     }
 
     /// Uploads a host input, and returns its GPU address, which is valid for the duration of one

@@ -1,4 +1,4 @@
-//! Ops that normalise rows or sum over rows: RMSNorm, LayerNorm, RMSNorm of heads, and bias.
+//! Ops that normalize rows or sum over rows: RMSNorm, LayerNorm, RMSNorm of heads, and bias.
 use super::compile::NORM;
 use super::launch::{KernelArg, LaunchConfig};
 use super::{Address, Cuda, TensorArg, are_vectorizable, choose_row_threads, expect_len, f32_gpu_address};
@@ -73,10 +73,10 @@ fn require_bf16<const N: usize>(tensors: [TensorArg; N]) -> [(TensorArg, Dtype);
 #[derive(Clone, Copy)]
 enum RowFactor {
     One,
-    /// The normalised input of RMSNorm, `x · rstd`: x, and the address of the reciprocal root mean
+    /// The normalized input of RMSNorm, `x · rstd`: x, and the address of the reciprocal root mean
     /// square of each row.
     RmsNormed(TensorArg, Address),
-    /// The normalised input of LayerNorm, `(x − mean) · rstd`: x, and the address of mean and rstd
+    /// The normalized input of LayerNorm, `(x − mean) · rstd`: x, and the address of mean and rstd
     /// of each row.
     LayerNormed(TensorArg, Address),
 }

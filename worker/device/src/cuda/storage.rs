@@ -147,7 +147,7 @@ impl Storage for Cuda {
         }
         let earlier = unwrap_or_panic(self.gpu.record_event());
         let is_download = to.as_view().is_on_host();
-        self.gpu.with_current_stream(
+        self.gpu.run_on_stream(
             if is_download { self.gpu.download_stream } else { self.gpu.upload_stream },
             || {
                 unwrap_or_panic(earlier.make_stream_wait());

@@ -67,7 +67,7 @@ impl GpuContext {
 
     /// Runs `f` while `stream`, a stream of this GPU, is this thread's stream. Restores the
     /// previous stream afterwards.
-    pub(super) fn with_current_stream<T>(&self, stream: Handle, f: impl FnOnce() -> T) -> T {
+    pub(super) fn run_on_stream<T>(&self, stream: Handle, f: impl FnOnce() -> T) -> T {
         struct Restore(Option<(Handle, Handle)>);
         impl Drop for Restore {
             fn drop(&mut self) {

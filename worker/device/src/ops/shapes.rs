@@ -121,7 +121,7 @@ pub struct RouterShape {
     /// Number of experts to which each token is sent, at least 1.
     pub experts_per_token: usize,
     /// True if the probabilities of a token's selected experts are divided by their sum.
-    pub normalise_weights: bool,
+    pub normalize_weights: bool,
 }
 
 /// Inputs of the router's backward pass in addition to the gradient of the weights.

@@ -28,13 +28,13 @@ impl TestRng {
     }
 
     /// Returns a uniformly distributed number in [−1, 1).
-    pub(crate) fn draw_unit(&mut self) -> f32 {
+    pub(crate) fn draw_signed_unit(&mut self) -> f32 {
         (self.draw_number() % (1 << 24)) as f32 / (1 << 23) as f32 - 1.0
     }
 
     /// Returns `len` uniformly distributed numbers in [−1, 1).
     pub(crate) fn draw_vec(&mut self, len: usize) -> Vec<f32> {
-        (0..len).map(|_| self.draw_unit()).collect()
+        (0..len).map(|_| self.draw_signed_unit()).collect()
     }
 
     /// Returns the position at which the document of each token starts, for `b` sequences of `t`

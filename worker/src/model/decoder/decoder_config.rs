@@ -172,7 +172,7 @@ impl DecoderConfig {
             return Err(invalid_value_error("router_aux_loss_coef", &aux.into(), "a number of at least 0"));
         }
         let (experts, per_token, hidden) = (count as usize, per_token as usize, self.hidden_size);
-        let shape = ExpertShape { experts, per_token, hidden, intermediate, normalise_weights: false };
+        let shape = ExpertShape { experts, per_token, hidden, intermediate, normalize_weights: false };
         let losses = select_router_loss_coefficients(&ExpertsSpec::default(), aux);
         self.moe = Some(DecoderMoeConfig { shape, losses, moe_layers: vec![true; self.layers], names });
         Ok(())

@@ -150,11 +150,11 @@ impl ZeroEngine {
         partial_sums.push_owned(ops, MicroBatchRange::from_index(micro_batch), gradient);
     }
 
-    /// Starts to reduce the gradients of unit `u`, which only some ranks own, over the
-    /// micro-batches that this rank's group computed in this round.
+    /// Starts to reduce `partial_sums` to the owner ranks of unit `u`. Only some ranks own the
+    /// unit. The sums cover the micro-batches that this rank's group computed in `round`.
     ///
-    /// Collective: every rank must call it for one of its units in every round, possibly with empty
-    /// sums.
+    /// Collective: every rank must call it for one of its units in every round. The sums are empty
+    /// if the rank's group computed no micro-batch in the round.
     pub fn reduce_partial_sums(
         &mut self,
         u: usize,

@@ -225,12 +225,12 @@ impl CudnnAttention {
         at: &AttentionOperands,
     ) -> Result<()> {
         // Freed in the stream's order, after this pass.
-        let workspace = gpu.alloc_scratch(plan.workspace.max(1))?;
+        let workspace = gpu.allocate_scratch(plan.workspace.max(1))?;
         let mut tensors = pass.list_operand_tensors(at);
         let mut extra_memory = Vec::new();
         for extra in pass.list_extra_tensors() {
             let bytes = extra.elements * size_of::<f32>();
-            let memory = gpu.alloc_scratch(bytes)?;
+            let memory = gpu.allocate_scratch(bytes)?;
             if extra.is_zeroed {
                 gpu.enqueue_zero_fill(memory.address(), bytes)?;
             }

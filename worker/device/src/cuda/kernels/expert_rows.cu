@@ -105,7 +105,7 @@ DEVICE u32 find_best_expert(const float* probs, i64 experts, u32 taken) {
 // Selects the experts of each row: writes the softmax of the logits, its log-sum-exp, the chosen
 // experts and their weights. There may be at most 1024 experts, because each lane stores in 32 bits
 // which of its experts are taken.
-KERNEL router_forward(float* probs, float* weights, float* lse, u32* chosen, Tensor logits, i64 experts, i64 per_token, i64 normalise) {
+KERNEL router_forward(float* probs, float* weights, float* lse, u32* chosen, Tensor logits, i64 experts, i64 per_token, i64 normalize) {
     i64 row = (i64)blockIdx.x * experts, first_choice = (i64)blockIdx.x * per_token;
     float largest = NEGATIVE_INFINITY;
     FOR_EACH_ROW_ELEMENT(e, experts) largest = fmaxf(largest, load(logits, row + e));
@@ -131,7 +131,7 @@ KERNEL router_forward(float* probs, float* weights, float* lse, u32* chosen, Ten
     }
     __syncwarp();
     for (i64 k = threadIdx.x; k < per_token; k += 32) {
-        weights[first_choice + k] = probs[row + chosen[first_choice + k]] / (normalise ? sum : 1.0f);
+        weights[first_choice + k] = probs[row + chosen[first_choice + k]] / (normalize ? sum : 1.0f);
     }
 }
 
@@ -146,12 +146,12 @@ DEVICE float compute_probability_gradient(u32 e, const float* balance, const u32
 
 // Computes the gradient of the router's logits. `twice_z` is twice the coefficient of the z-loss.
 KERNEL router_backward(Tensor dlogits, const float* dweights, const float* probs, const float* lse, const u32* chosen,
-                       const float* balance, i64 experts, i64 per_token, i64 normalise, float twice_z) {
+                       const float* balance, i64 experts, i64 per_token, i64 normalize, float twice_z) {
     i64 row = (i64)blockIdx.x * experts;
     chosen += (i64)blockIdx.x * per_token;
     dweights += (i64)blockIdx.x * per_token;
     float sum = 1, shared = 0;
-    if (normalise) {
+    if (normalize) {
         sum = 0;
         for (i64 k = 0; k < per_token; k++) sum += probs[row + chosen[k]];
         for (i64 k = 0; k < per_token; k++) shared += dweights[k] * (probs[row + chosen[k]] / sum);

@@ -1,4 +1,4 @@
-//! [`DirectoryWatch`]: reports new checkpoints of any program in a directory.
+//! [`CheckpointWatch`]: reports new checkpoints of any program in a directory.
 //!
 //! The directory is polled, since shared file systems do not notify other hosts of changes. A poll
 //! lists the directory and calls stat on every file. An external checkpoint is complete if no file
@@ -73,19 +73,19 @@ struct DirectoryState {
 
 /// A watch of a directory, which reports each checkpoint in it when it is complete. The directory
 /// may not exist yet, and may be removed and recreated.
-pub struct DirectoryWatch {
+pub struct CheckpointWatch {
     root: PathBuf,
     settle: Duration,
     limit: Duration,
     states: BTreeMap<PathBuf, DirectoryState>,
 }
 
-impl DirectoryWatch {
+impl CheckpointWatch {
     /// Creates a watch of the directory `root`. A complete external checkpoint is reported after no
     /// file has changed for `settle`. A checkpoint that is incomplete, or lacks parts that programs
     /// write last, is reported after no file has changed for `limit`.
-    pub fn new(root: &Path, settle: Duration, limit: Duration) -> DirectoryWatch {
-        DirectoryWatch { root: root.to_owned(), settle, limit, states: BTreeMap::new() }
+    pub fn new(root: &Path, settle: Duration, limit: Duration) -> CheckpointWatch {
+        CheckpointWatch { root: root.to_owned(), settle, limit, states: BTreeMap::new() }
     }
 
     /// Polls the directory once. Returns the directories whose status is new, oldest step first.

@@ -14,7 +14,7 @@ use std::sync::mpsc::sync_channel;
 const WINDOW_BLOCKS: u64 = (WINDOW / BLOCK) as u64;
 
 /// An open file that is read in whole blocks.
-pub(crate) struct BlockFile {
+pub(crate) struct BlockReader {
     file: File,
     directory: PathBuf,
     name: String,
@@ -23,9 +23,9 @@ pub(crate) struct BlockFile {
     size: u64,
 }
 
-impl BlockFile {
+impl BlockReader {
     /// Opens the file `name`, with O_DIRECT if the file system supports it.
-    pub(crate) fn open(directory: &Directory, name: &str) -> Result<BlockFile> {
+    pub(crate) fn open(directory: &Directory, name: &str) -> Result<BlockReader> {
         let (file, size, direct) = match directory.open_file(name, OFlag::O_DIRECT) {
             Ok((file, size)) => (file, size, true),
             Err(CkptError::Io { source, .. }) if source.raw_os_error() == Some(libc::EINVAL) => {
@@ -34,7 +34,7 @@ impl BlockFile {
             }
             Err(e) => return Err(e),
         };
-        Ok(BlockFile { file, directory: directory.path().to_owned(), name: name.to_owned(), direct, size })
+        Ok(BlockReader { file, directory: directory.path().to_owned(), name: name.to_owned(), direct, size })
     }
 
     /// Returns the size in bytes that the file had when it was opened.
@@ -118,7 +118,7 @@ pub(crate) type WindowResult<'a> = (BlockRequest, std::result::Result<&'a [u8], 
 pub(crate) fn stream_windows(
     buffers: &DiskBufferPool,
     jobs: &[BlockRequest],
-    open: impl Fn(usize) -> Result<BlockFile> + Send,
+    open: impl Fn(usize) -> Result<BlockReader> + Send,
     mut sink: impl FnMut(WindowResult<'_>) -> Result<()>,
 ) -> Result<()> {
     let mut reader = WindowReader { open, current: None };
@@ -165,10 +165,10 @@ pub(crate) fn stream_windows(
 /// Reads windows, and keeps the file of the last request open.
 struct WindowReader<F> {
     open: F,
-    current: Option<(usize, BlockFile)>,
+    current: Option<(usize, BlockReader)>,
 }
 
-impl<F: Fn(usize) -> Result<BlockFile>> WindowReader<F> {
+impl<F: Fn(usize) -> Result<BlockReader>> WindowReader<F> {
     /// Reads the blocks of `job` to the start of `window`. Opens the file first, unless the
     /// previous request was for the same file.
     fn read_request(&mut self, job: &BlockRequest, window: &mut [u8]) -> Result<()> {
